@@ -1,0 +1,168 @@
+# How brigade's targets are made, so that every folder's list file is only a
+# list.  Decides compile flags, the shared precompiled header, install rules of
+# a library, and how a test binary is handed to ctest.
+
+# All of brigade's code is compiled with the same flags: the precompiled header
+# is accepted only then.  -fPIC everywhere, executables too, for that reason.
+function(brigade_set_flags target)
+  set_target_properties(${target} PROPERTIES CXX_EXTENSIONS OFF CUDA_EXTENSIONS OFF)
+  target_compile_features(${target} PUBLIC cxx_std_20)
+  target_compile_options(
+    ${target}
+    PRIVATE $<$<COMPILE_LANGUAGE:CXX>:-fPIC -Wall -Wextra -Wno-unused-parameter>
+            # CMake 3.25 knows no CUDA C++20.
+            $<$<COMPILE_LANGUAGE:CUDA>:-std=c++20 -Xcompiler=-fPIC>)
+  target_include_directories(
+    ${target} PUBLIC $<BUILD_INTERFACE:${PROJECT_BINARY_DIR}/include> $<INSTALL_INTERFACE:include>)
+endfunction()
+
+# TEMPORARY, while folders are being filled: leaves out sources that do not
+# exist, and gives a target without any an empty one.
+function(brigade_present out)
+  set(found "")
+  foreach(source ${ARGN})
+    get_filename_component(path ${source} ABSOLUTE)
+    if(EXISTS ${path})
+      list(APPEND found ${path})
+    else()
+      message(WARNING "missing source ${path}")
+    endif()
+  endforeach()
+  set(${out} "${found}" PARENT_SCOPE)
+endfunction()
+if(NOT EXISTS ${PROJECT_BINARY_DIR}/empty.cc)
+  file(WRITE ${PROJECT_BINARY_DIR}/empty.cc "")
+endif()
+
+# brigade_use_pch(<target> [c10d|torch]): one of the two precompiled headers in
+# cmake/, each made once, by brigade_<name>_pch, and reused.
+function(brigade_use_pch target)
+  set(name torch)
+  if(ARGC GREATER 1)
+    set(name ${ARGV1})
+  endif()
+  if(NOT BRIGADE_PCH)
+    return()
+  endif()
+  set(maker brigade_${name}_pch)
+  if(NOT TARGET ${maker})
+    set(source ${PROJECT_BINARY_DIR}/${name}_pch.cc)
+    if(NOT EXISTS ${source})
+      file(WRITE ${source} "")
+    endif()
+    add_library(${maker} OBJECT ${source})
+    brigade_set_flags(${maker})
+    target_link_libraries(${maker} PRIVATE Torch::cpu)
+    target_compile_options(${maker} PRIVATE -fpch-preprocess)
+    target_precompile_headers(${maker} PRIVATE ${PROJECT_SOURCE_DIR}/cmake/${name}_pch.h)
+  endif()
+  target_compile_options(${target} PRIVATE $<$<COMPILE_LANGUAGE:CXX>:-fpch-preprocess
+                                           -Winvalid-pch>)
+  target_precompile_headers(${target} REUSE_FROM ${maker})
+endfunction()
+
+# brigade_add_library(<folder> SOURCES a.cc ...
+#                     [CUDA_SOURCES x_cuda.cu ... WITHOUT_CUDA_SOURCES x_without_cuda.cc ...]
+#                     [PUBLIC ...] [PRIVATE ...] [PCH torch] [NO_TORCH])
+# Makes brigade_<folder> with the alias brigade::<folder>, and installs it with
+# every header of the folder.  CUDA_SOURCES may be .cu or .cc files; they see
+# Torch::cuda.  PCH: which precompiled header, c10d by default.  NO_TORCH: the
+# library does not use LibTorch.
+function(brigade_add_library folder)
+  cmake_parse_arguments(ARG "NO_TORCH" "PCH" "SOURCES;CUDA_SOURCES;WITHOUT_CUDA_SOURCES;PUBLIC;PRIVATE"
+                        ${ARGN})
+  if(NOT ARG_PCH)
+    set(ARG_PCH c10d)
+  endif()
+  brigade_present(ARG_SOURCES ${ARG_SOURCES})
+  brigade_present(ARG_CUDA_SOURCES ${ARG_CUDA_SOURCES})
+  brigade_present(ARG_WITHOUT_CUDA_SOURCES ${ARG_WITHOUT_CUDA_SOURCES})
+  if(NOT ARG_SOURCES)
+    set(ARG_SOURCES ${PROJECT_BINARY_DIR}/empty.cc)
+  endif()
+  set(target brigade_${folder})
+  add_library(${target} ${ARG_SOURCES})
+  add_library(brigade::${folder} ALIAS ${target})
+  set_target_properties(${target} PROPERTIES EXPORT_NAME ${folder})
+  brigade_set_flags(${target})
+  target_link_libraries(${target} PUBLIC ${ARG_PUBLIC} PRIVATE ${ARG_PRIVATE})
+  if(NOT ARG_NO_TORCH)
+    brigade_use_pch(${target} ${ARG_PCH})
+  endif()
+
+  if(ARG_CUDA_SOURCES AND BRIGADE_WITH_CUDA)
+    # Apart from the rest: CUDA's definitions would spoil the precompiled header.
+    add_library(${target}_cuda OBJECT ${ARG_CUDA_SOURCES})
+    brigade_set_flags(${target}_cuda)
+    target_link_libraries(${target}_cuda PRIVATE ${ARG_PUBLIC} ${ARG_PRIVATE} Torch::cuda)
+    target_sources(${target} PRIVATE $<TARGET_OBJECTS:${target}_cuda>)
+    target_link_libraries(${target} PRIVATE Torch::cuda_libraries)
+  else()
+    target_sources(${target} PRIVATE ${ARG_WITHOUT_CUDA_SOURCES})
+  endif()
+
+  if(BRIGADE_INSTALL)
+    install(TARGETS ${target} EXPORT brigadeTargets)
+    install(
+      DIRECTORY ${CMAKE_CURRENT_SOURCE_DIR}/
+      DESTINATION include/brigade/${folder}
+      FILES_MATCHING
+      PATTERN "*.h")
+  endif()
+endfunction()
+
+# brigade_add_executable(<name> SOURCES ... LIBS ... [NO_TORCH])
+function(brigade_add_executable name)
+  cmake_parse_arguments(ARG "NO_TORCH" "" "SOURCES;LIBS" ${ARGN})
+  brigade_present(ARG_SOURCES ${ARG_SOURCES})
+  if(NOT ARG_SOURCES)
+    return()
+  endif()
+  add_executable(${name} ${ARG_SOURCES})
+  brigade_set_flags(${name})
+  target_link_libraries(${name} PRIVATE ${ARG_LIBS})
+  if(NOT ARG_NO_TORCH)
+    brigade_use_pch(${name})
+  endif()
+endfunction()
+
+# brigade_add_test(<name> SOURCES ... LIBS ... [LABELS gpu] [TIMEOUT s] [NO_TORCH])
+# A GoogleTest binary with gmock's main.  Each case is one test of ctest, or the
+# binary is one when BRIGADE_TEST_EACH_CASE is off (a sanitizer's start is slow).
+# Its label is <name>, or the one given.
+function(brigade_add_test name)
+  cmake_parse_arguments(ARG "NO_TORCH" "TIMEOUT" "SOURCES;LIBS;LABELS" ${ARGN})
+  set(no_torch "")
+  if(ARG_NO_TORCH)
+    set(no_torch NO_TORCH)
+  endif()
+  brigade_add_executable(${name} SOURCES ${ARG_SOURCES} LIBS ${ARG_LIBS} GTest::gmock_main
+                         ${no_torch})
+  if(NOT TARGET ${name})
+    return()
+  endif()
+  if(NOT ARG_LABELS)
+    set(ARG_LABELS ${name})
+  endif()
+  if(NOT ARG_TIMEOUT)
+    set(ARG_TIMEOUT 120)
+  endif()
+  if(BRIGADE_TEST_EACH_CASE)
+    gtest_discover_tests(
+      ${name}
+      DISCOVERY_TIMEOUT 120
+      PROPERTIES TIMEOUT ${ARG_TIMEOUT} LABELS ${ARG_LABELS})
+  else()
+    add_test(NAME ${name} COMMAND ${name})
+    set_tests_properties(
+      ${name}
+      PROPERTIES
+        TIMEOUT
+        1200
+        LABELS
+        ${ARG_LABELS}
+        ENVIRONMENT
+        "ASAN_OPTIONS=detect_leaks=1;LSAN_OPTIONS=suppressions=${PROJECT_SOURCE_DIR}/tests/lsan.supp:print_suppressions=0;UBSAN_OPTIONS=print_stacktrace=1;TSAN_OPTIONS=suppressions=${PROJECT_SOURCE_DIR}/tests/tsan.supp:halt_on_error=0:print_suppressions=0"
+    )
+  endif()
+endfunction()

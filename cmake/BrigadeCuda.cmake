@@ -1,0 +1,81 @@
+# Decides whether CUDA files are built, and with which nvcc: one that the user
+# names, a toolkit's, or the one that pip puts beside torch.  Turns the CUDA
+# language on.  Include it from the root list file, after BrigadeTorch.
+#
+# In:   BRIGADE_CUDA        AUTO, ON or OFF
+# Out:  BRIGADE_WITH_CUDA   ON or OFF
+
+set(BRIGADE_CUDA
+    AUTO
+    CACHE STRING "Build CUDA files: AUTO (when an nvcc is found), ON or OFF")
+set_property(CACHE BRIGADE_CUDA PROPERTY STRINGS AUTO ON OFF)
+
+# CUDA's major version must be the one that LibTorch was built with.
+set(brigade_cuda_major 13)
+
+# Sets `out` to an nvcc of the right major version, or to "".
+function(brigade_find_nvcc out)
+  set(candidates ${CMAKE_CUDA_COMPILER} $ENV{CUDACXX})
+  if(DEFINED ENV{CUDA_HOME})
+    list(APPEND candidates $ENV{CUDA_HOME}/bin/nvcc)
+  endif()
+  find_program(from_path nvcc NO_CACHE)
+  if(from_path)
+    list(APPEND candidates ${from_path})
+  endif()
+  list(APPEND candidates /usr/local/cuda/bin/nvcc ${BRIGADE_TORCH_NVIDIA}/cu13/bin/nvcc)
+  set(${out}
+      ""
+      PARENT_SCOPE)
+  foreach(candidate ${candidates})
+    execute_process(
+      COMMAND ${candidate} --version
+      OUTPUT_VARIABLE text
+      ERROR_QUIET
+      RESULT_VARIABLE result)
+    if(result EQUAL 0 AND text MATCHES "release ${brigade_cuda_major}\\.")
+      set(${out}
+          ${candidate}
+          PARENT_SCOPE)
+      return()
+    endif()
+  endforeach()
+endfunction()
+
+set(BRIGADE_WITH_CUDA OFF)
+if(BRIGADE_CUDA STREQUAL "AUTO" OR BRIGADE_CUDA)
+  brigade_find_nvcc(brigade_nvcc)
+  if(NOT TARGET Torch::cuda)
+    set(brigade_no_cuda "${BRIGADE_TORCH_CUDA_MESSAGE}")
+  elseif(NOT brigade_nvcc)
+    set(brigade_no_cuda
+        "no nvcc ${brigade_cuda_major}.x was found; scripts/setup.sh installs one into .venv")
+  else()
+    set(brigade_no_cuda "")
+  endif()
+
+  if(NOT brigade_no_cuda)
+    set(BRIGADE_WITH_CUDA ON)
+    set(CMAKE_CUDA_COMPILER ${brigade_nvcc})
+    set(CMAKE_CUDA_RUNTIME_LIBRARY None) # LibTorch's libcudart serves all
+    if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES)
+      set(CMAKE_CUDA_ARCHITECTURES 80 90)
+    endif()
+    if(BRIGADE_TORCH_NVIDIA AND brigade_nvcc MATCHES "^${BRIGADE_TORCH_NVIDIA}/")
+      # nvcc looks for its libraries in lib64, which pip's has not.
+      set(CMAKE_CUDA_FLAGS_INIT "-L${BRIGADE_TORCH_NVIDIA}/cu13/lib")
+    endif()
+    enable_language(CUDA)
+    message(
+      STATUS
+        "brigade: CUDA files are built by ${brigade_nvcc} (${CMAKE_CUDA_COMPILER_VERSION}) for ${CMAKE_CUDA_ARCHITECTURES}"
+    )
+  elseif(BRIGADE_CUDA STREQUAL "AUTO")
+    message(STATUS "brigade: CUDA files are left out: ${brigade_no_cuda}")
+  else()
+    message(FATAL_ERROR "brigade: BRIGADE_CUDA is ON, but ${brigade_no_cuda}.  "
+                        "Install what is missing or set BRIGADE_CUDA=OFF.")
+  endif()
+else()
+  message(STATUS "brigade: CUDA files are left out: BRIGADE_CUDA is OFF")
+endif()

@@ -1,0 +1,245 @@
+# Finds LibTorch and makes imported targets for it: Torch::cpu, and Torch::cuda
+# where LibTorch was built with CUDA and its headers are there.  Decides which
+# LibTorch is used and whether its version is supported; decides nothing about
+# compilers.  It serves this tree and, installed, brigade's users.
+#
+# Why not find_package(Torch): the package that torch brings asks for a CUDA
+# toolkit even when only CPU code is built.  Both can be used side by side.
+#
+# In:   BRIGADE_LIBTORCH  a folder with include/ and lib/ (an unpacked LibTorch)
+#       BRIGADE_PYTHON    a Python that has the torch wheel
+#       BRIGADE_TORCH_HINT_PYTHON, BRIGADE_TORCH_HINT_ROOT
+#                         where to look when neither is given
+# Out:  BRIGADE_TORCH_FOUND, BRIGADE_TORCH_VERSION, BRIGADE_TORCH_ROOT,
+#       BRIGADE_TORCH_MESSAGE (why not, when not found),
+#       BRIGADE_TORCH_PYTHON (whose wheel it is, empty for an unpacked LibTorch),
+#       BRIGADE_TORCH_NVIDIA (the wheel's CUDA packages, may be empty),
+#       BRIGADE_TORCH_CUDA_MESSAGE (why there is no Torch::cuda, or empty)
+include_guard(GLOBAL)
+
+set(BRIGADE_TORCH_SUPPORTED 2.11)
+
+set(BRIGADE_LIBTORCH
+    ""
+    CACHE PATH "An unpacked LibTorch; empty means the wheel of BRIGADE_PYTHON")
+set(BRIGADE_PYTHON
+    ""
+    CACHE FILEPATH "A Python with the torch wheel; empty means look around")
+
+# Sets `out` to the folder of the package `name` as `python` finds it, without
+# importing it, or to "".
+function(brigade_python_package python name out)
+  set(program
+      "import importlib.util as u; s = u.find_spec('${name}')\nprint(next(iter(s.submodule_search_locations)) if s else '')"
+  )
+  execute_process(
+    COMMAND ${python} -c "${program}"
+    OUTPUT_VARIABLE folder
+    OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_QUIET
+    RESULT_VARIABLE result)
+  if(NOT result EQUAL 0)
+    set(folder "")
+  endif()
+  set(${out}
+      "${folder}"
+      PARENT_SCOPE)
+endfunction()
+
+# Sets BRIGADE_TORCH_ROOT and, for a wheel, BRIGADE_TORCH_NVIDIA.
+function(brigade_locate_torch)
+  set(pythons "")
+  set(nvidia "")
+  set(owner "")
+  if(BRIGADE_PYTHON AND NOT EXISTS ${BRIGADE_PYTHON})
+    message(FATAL_ERROR "brigade: BRIGADE_PYTHON is '${BRIGADE_PYTHON}', which does not exist.  "
+                        "Give the path of a Python that has torch ${BRIGADE_TORCH_SUPPORTED}.")
+  endif()
+  if(NOT BRIGADE_PYTHON)
+    if(EXISTS "${BRIGADE_TORCH_HINT_PYTHON}")
+      list(APPEND pythons ${BRIGADE_TORCH_HINT_PYTHON})
+    endif()
+    if(DEFINED ENV{VIRTUAL_ENV} AND EXISTS $ENV{VIRTUAL_ENV}/bin/python)
+      list(APPEND pythons $ENV{VIRTUAL_ENV}/bin/python)
+    endif()
+    find_program(brigade_python3 python3 NO_CACHE)
+    if(brigade_python3)
+      list(APPEND pythons ${brigade_python3})
+    endif()
+  else()
+    set(pythons ${BRIGADE_PYTHON})
+  endif()
+
+  set(root "")
+  if(BRIGADE_LIBTORCH)
+    get_filename_component(root ${BRIGADE_LIBTORCH} ABSOLUTE)
+  elseif(NOT BRIGADE_PYTHON AND BRIGADE_TORCH_HINT_ROOT
+         AND EXISTS ${BRIGADE_TORCH_HINT_ROOT}/lib/libtorch_cpu.so)
+    set(root ${BRIGADE_TORCH_HINT_ROOT})
+  else()
+    foreach(python ${pythons})
+      brigade_python_package(${python} torch root)
+      if(root)
+        set(owner ${python})
+        break()
+      endif()
+    endforeach()
+  endif()
+
+  # The CUDA libraries that a wheel's LibTorch loads lie beside it; those of a
+  # LibTorch whose folders were copied out of a wheel lie in a Python's folder.
+  if(root AND EXISTS ${root}/lib/libtorch_cuda.so)
+    file(GLOB own_cudart ${root}/lib/libcudart*.so*)
+    if(NOT own_cudart)
+      get_filename_component(beside ${root}/../nvidia ABSOLUTE)
+      if(EXISTS ${beside})
+        set(nvidia ${beside})
+      else()
+        foreach(python ${pythons})
+          brigade_python_package(${python} nvidia nvidia)
+          if(nvidia)
+            break()
+          endif()
+        endforeach()
+      endif()
+    endif()
+  endif()
+  set(BRIGADE_TORCH_ROOT
+      "${root}"
+      PARENT_SCOPE)
+  set(BRIGADE_TORCH_PYTHON
+      "${owner}"
+      PARENT_SCOPE)
+  set(BRIGADE_TORCH_NVIDIA
+      "${nvidia}"
+      PARENT_SCOPE)
+endfunction()
+
+function(brigade_torch_version root out)
+  set(version "")
+  if(EXISTS ${root}/include/torch/headeronly/version.h)
+    file(STRINGS ${root}/include/torch/headeronly/version.h lines
+         REGEX "define TORCH_VERSION_(MAJOR|MINOR|PATCH) [0-9]+")
+    foreach(line ${lines})
+      string(REGEX REPLACE ".* ([0-9]+)$" "\\1" number "${line}")
+      list(APPEND version ${number})
+    endforeach()
+    list(JOIN version "." version)
+  elseif(EXISTS ${root}/build-version)
+    file(READ ${root}/build-version version)
+    string(REGEX MATCH "^[0-9]+\\.[0-9]+\\.[0-9]+" version "${version}")
+  endif()
+  set(${out}
+      "${version}"
+      PARENT_SCOPE)
+endfunction()
+
+function(brigade_import_library name file)
+  add_library(Torch::${name} SHARED IMPORTED GLOBAL)
+  set_target_properties(Torch::${name} PROPERTIES IMPORTED_LOCATION ${file})
+endfunction()
+
+function(brigade_import_torch)
+  set(root ${BRIGADE_TORCH_ROOT})
+  set(lib ${root}/lib)
+  foreach(name c10 torch_cpu torch)
+    brigade_import_library(${name} ${lib}/lib${name}.so)
+  endforeach()
+  target_include_directories(Torch::c10 INTERFACE ${root}/include
+                                                  ${root}/include/torch/csrc/api/include)
+
+  # Kernels register themselves when a library is loaded, and no symbol asks
+  # for libtorch.so, which in turn loads the CUDA half: so it is always linked.
+  add_library(Torch::cpu INTERFACE IMPORTED GLOBAL)
+  target_compile_definitions(Torch::cpu INTERFACE USE_DISTRIBUTED USE_C10D_GLOO)
+  target_compile_features(Torch::cpu INTERFACE cxx_std_20)
+  target_link_libraries(
+    Torch::cpu
+    INTERFACE Torch::c10
+              "-Wl,--push-state,--no-as-needed,${lib}/libtorch.so,${lib}/libtorch_cpu.so,--pop-state")
+  target_link_libraries(Torch::cpu INTERFACE Torch::torch Torch::torch_cpu)
+
+  set(why "")
+  if(NOT EXISTS ${lib}/libtorch_cuda.so)
+    set(BRIGADE_TORCH_CUDA_MESSAGE
+        "LibTorch at ${root} was built without CUDA"
+        PARENT_SCOPE)
+    return()
+  endif()
+
+  set(nvidia ${BRIGADE_TORCH_NVIDIA})
+  file(GLOB cudart ${lib}/libcudart*.so* ${nvidia}/cu13/lib/libcudart.so.13)
+  if(NOT cudart)
+    message(
+      FATAL_ERROR
+        "brigade: LibTorch at ${root} needs CUDA's libraries (libcudart.so.13), which lie neither in "
+        "${lib} nor beside it nor in a Python's nvidia packages.  "
+        "Set BRIGADE_PYTHON to a Python with torch ${BRIGADE_TORCH_SUPPORTED}, or use LibTorch's CPU build.")
+  endif()
+  list(GET cudart 0 cudart)
+  if(nvidia)
+    file(GLOB folders ${nvidia}/*/lib)
+    get_filename_component(beside ${root}/../nvidia ABSOLUTE)
+    foreach(folder ${folders})
+      target_link_options(Torch::cpu INTERFACE "LINKER:-rpath-link,${folder}")
+      if(NOT nvidia STREQUAL beside)
+        # RPATH rather than RUNPATH: only the former also serves the libraries
+        # that LibTorch itself loads.
+        target_link_options(Torch::cpu INTERFACE "LINKER:--disable-new-dtags,-rpath,${folder}")
+      endif()
+    endforeach()
+  endif()
+
+  brigade_import_library(c10_cuda ${lib}/libc10_cuda.so)
+  brigade_import_library(torch_cuda ${lib}/libtorch_cuda.so)
+  brigade_import_library(cudart ${cudart})
+  add_library(Torch::cuda_libraries INTERFACE IMPORTED GLOBAL)
+  target_link_libraries(Torch::cuda_libraries INTERFACE Torch::torch_cuda Torch::c10_cuda
+                                                        Torch::cudart)
+
+  set(hints ${nvidia}/cu13/include ${nvidia}/nccl/include $ENV{CUDA_HOME}/include
+            /usr/local/cuda/include)
+  find_path(BRIGADE_CUDA_INCLUDE cuda_runtime_api.h HINTS ${hints})
+  find_path(BRIGADE_NCCL_INCLUDE nccl.h HINTS ${hints})
+  mark_as_advanced(BRIGADE_CUDA_INCLUDE BRIGADE_NCCL_INCLUDE)
+  if(NOT BRIGADE_CUDA_INCLUDE)
+    set(why "no cuda_runtime_api.h was found")
+  elseif(NOT BRIGADE_NCCL_INCLUDE)
+    set(why "no nccl.h was found")
+  else()
+    add_library(Torch::cuda INTERFACE IMPORTED GLOBAL)
+    target_compile_definitions(Torch::cuda INTERFACE USE_C10D_NCCL)
+    target_include_directories(Torch::cuda INTERFACE ${BRIGADE_CUDA_INCLUDE}
+                                                     ${BRIGADE_NCCL_INCLUDE})
+    target_link_libraries(Torch::cuda INTERFACE Torch::cpu Torch::cuda_libraries)
+  endif()
+  set(BRIGADE_TORCH_CUDA_MESSAGE
+      "${why}"
+      PARENT_SCOPE)
+endfunction()
+
+brigade_locate_torch()
+set(BRIGADE_TORCH_FOUND OFF)
+set(BRIGADE_TORCH_MESSAGE "")
+set(BRIGADE_TORCH_VERSION "")
+if(NOT BRIGADE_TORCH_ROOT AND BRIGADE_PYTHON)
+  set(BRIGADE_TORCH_MESSAGE
+      "BRIGADE_PYTHON, '${BRIGADE_PYTHON}', has no torch; install torch ${BRIGADE_TORCH_SUPPORTED} there or name another"
+  )
+elseif(NOT BRIGADE_TORCH_ROOT)
+  set(BRIGADE_TORCH_MESSAGE
+      "no Python with torch and no LibTorch was found; set BRIGADE_PYTHON or BRIGADE_LIBTORCH")
+elseif(NOT EXISTS ${BRIGADE_TORCH_ROOT}/lib/libtorch_cpu.so OR NOT EXISTS
+                                                               ${BRIGADE_TORCH_ROOT}/include/torch)
+  set(BRIGADE_TORCH_MESSAGE
+      "'${BRIGADE_TORCH_ROOT}' is no LibTorch: it lacks include/torch or lib/libtorch_cpu.so")
+else()
+  brigade_torch_version(${BRIGADE_TORCH_ROOT} BRIGADE_TORCH_VERSION)
+  if(NOT "${BRIGADE_TORCH_VERSION}" MATCHES "^${BRIGADE_TORCH_SUPPORTED}(\\.|$)")
+    set(BRIGADE_TORCH_MESSAGE
+        "torch ${BRIGADE_TORCH_SUPPORTED} is supported, but '${BRIGADE_TORCH_VERSION}' was found at ${BRIGADE_TORCH_ROOT}; install a supported one or set BRIGADE_PYTHON or BRIGADE_LIBTORCH"
+    )
+  else()
+    set(BRIGADE_TORCH_FOUND ON)
+    brigade_import_torch()
+  endif()
+endif()
