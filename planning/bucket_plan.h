@@ -16,6 +16,7 @@
 #define BRIGADE_PLANNING_BUCKET_PLAN_H_
 
 #include <cstddef>
+#include <utility>
 #include <vector>
 
 #include "absl/status/statusor.h"
@@ -34,7 +35,8 @@ class BucketPlan {
   static absl::StatusOr<BucketPlan> create(
       std::vector<std::vector<size_t>> buckets, size_t num_parameters);
 
-  const std::vector<std::vector<size_t>>& buckets() const { return buckets_; }
+  const std::vector<std::vector<size_t>>& buckets() const& { return buckets_; }
+  std::vector<std::vector<size_t>> buckets() && { return std::move(buckets_); }
   size_t num_buckets() const { return buckets_.size(); }
   size_t num_parameters() const { return locators_.size(); }
 

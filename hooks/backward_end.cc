@@ -1,0 +1,54 @@
+#include "brigade/hooks/backward_end.h"
+
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+#include <utility>
+
+namespace brigade {
+namespace {
+
+// Lives in the callback that the graph task holds.
+class Sentinel {
+ public:
+  Sentinel(std::weak_ptr<void> owner, std::function<void()> on_end,
+           std::function<void()> on_abandoned)
+      : owner_(std::move(owner)),
+        on_end_(std::move(on_end)),
+        on_abandoned_(std::move(on_abandoned)) {}
+
+  ~Sentinel() {
+    if (ended_) return;
+    if (std::shared_ptr<void> owner = owner_.lock()) on_abandoned_();
+  }
+
+  Sentinel(const Sentinel&) = delete;
+  Sentinel& operator=(const Sentinel&) = delete;
+
+  void end() {
+    ended_ = true;
+    if (std::shared_ptr<void> owner = owner_.lock()) on_end_();
+  }
+
+ private:
+  const std::weak_ptr<void> owner_;
+  const std::function<void()> on_end_;
+  const std::function<void()> on_abandoned_;
+  bool ended_ = false;
+};
+
+}  // namespace
+
+void watch_backward_end(std::weak_ptr<void> owner, std::function<void()> on_end,
+                        std::function<void()> on_abandoned) {
+  auto sentinel = std::make_shared<Sentinel>(
+      std::move(owner), std::move(on_end), std::move(on_abandoned));
+  torch::autograd::Engine::get_default_engine().queue_callback(
+      [sentinel = std::move(sentinel)] { sentinel->end(); });
+}
+
+int running_backward_id() {
+  return torch::autograd::get_current_graph_task_id();
+}
+
+}  // namespace brigade

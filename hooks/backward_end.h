@@ -1,0 +1,32 @@
+// Tells how the running backward ends.
+//
+// Autograd runs its end-of-backward callbacks only if backward succeeds. When
+// it throws, they are destroyed without having been run, and that is how
+// failure is noticed here.
+//
+// Thread safety: call from inside a backward (a hook or a node).
+
+#ifndef BRIGADE_HOOKS_BACKWARD_END_H_
+#define BRIGADE_HOOKS_BACKWARD_END_H_
+
+#include <functional>
+#include <memory>
+
+namespace brigade {
+
+// Exactly one of the two runs, unless `owner` has expired by then: `on_end`
+// after all nodes of the running graph task have been executed, on the thread
+// that called backward (what it throws comes out of backward()); or
+// `on_abandoned` when the task is dropped because of an exception.
+//
+// REQUIRES: `on_abandoned` does not throw.
+void watch_backward_end(std::weak_ptr<void> owner, std::function<void()> on_end,
+                        std::function<void()> on_abandoned);
+
+// Identifies the backward that this thread is executing; -1 outside of one.
+// Reentrant backwards have ids of their own.
+int running_backward_id();
+
+}  // namespace brigade
+
+#endif  // BRIGADE_HOOKS_BACKWARD_END_H_

@@ -1,0 +1,60 @@
+// Tells when the gradient of a parameter has been accumulated.
+//
+// Each parameter's gradient accumulator gets a post-hook that calls the
+// listener after `.grad` holds the parameter's gradient of this backward. The
+// hooks live as long as this object: its destructor takes them off the
+// accumulators, even while a graph that leads to them is alive.
+//
+// The accumulators are kept alive here. Autograd holds them weakly, and a hook
+// dies with its accumulator.
+//
+// Thread safety: the listener is called on whichever thread runs the
+// accumulator, on several at once for parameters of several devices. Construct
+// and destroy while no backward through the parameters is running.
+
+#ifndef BRIGADE_HOOKS_GRADIENT_HOOKS_H_
+#define BRIGADE_HOOKS_GRADIENT_HOOKS_H_
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/autograd/function.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+namespace brigade {
+
+class GradientListener {
+ public:
+  // `parameter` is the index in the list given to GradientHooks. What this
+  // throws comes out of backward().
+  virtual void on_gradient_ready(size_t parameter) = 0;
+
+ protected:
+  ~GradientListener() = default;
+};
+
+class GradientHooks {
+ public:
+  // REQUIRES: every parameter is a leaf that requires a gradient; `listener`
+  // outlives this object.
+  GradientHooks(std::span<const at::Tensor> parameters,
+                GradientListener& listener);
+  ~GradientHooks();
+
+  GradientHooks(const GradientHooks&) = delete;
+  GradientHooks& operator=(const GradientHooks&) = delete;
+
+ private:
+  struct Registration {
+    std::shared_ptr<torch::autograd::Node> accumulator;
+    uintptr_t key;
+  };
+  std::vector<Registration> registrations_;  // by parameter
+};
+
+}  // namespace brigade
+
+#endif  // BRIGADE_HOOKS_GRADIENT_HOOKS_H_

@@ -1,0 +1,210 @@
+#include <torch/torch.h>
+
+#include <map>
+#include <memory>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <tuple>
+#include <variant>
+#include <vector>
+
+#include "brigade/hooks/backward_end.h"
+#include "brigade/hooks/gradient_hooks.h"
+#include "brigade/hooks/output_tensors.h"
+#include "brigade/hooks/output_watch.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+
+namespace mine {
+
+struct Output {
+  at::Tensor logits;
+  at::Tensor features;
+};
+
+void collect_tensors(const Output& output, std::vector<at::Tensor>& found) {
+  found.push_back(output.logits);
+  found.push_back(output.features);
+}
+
+}  // namespace mine
+
+namespace brigade {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::IsEmpty;
+
+at::Tensor parameter() { return torch::ones({2}, at::requires_grad()); }
+
+class Listener final : public GradientListener {
+ public:
+  explicit Listener(std::vector<at::Tensor> parameters)
+      : parameters_(std::move(parameters)) {}
+
+  void on_gradient_ready(size_t i) override {
+    EXPECT_TRUE(parameters_[i].grad().defined());
+    ready.push_back(i);
+    if (i == throws_on) throw std::domain_error("listener");
+  }
+
+  std::vector<size_t> ready;
+  size_t throws_on = 99;
+
+ private:
+  std::vector<at::Tensor> parameters_;
+};
+
+TEST(GradientHooksTest, TellsOfEachGradientAfterItIsAccumulated) {
+  const std::vector<at::Tensor> parameters = {parameter(), parameter()};
+  Listener listener(parameters);
+  GradientHooks hooks(parameters, listener);
+  (parameters[0] * parameters[1]).sum().backward();
+  EXPECT_THAT(listener.ready, ::testing::UnorderedElementsAre(0, 1));
+}
+
+TEST(GradientHooksTest, TellsOnceOfAParameterUsedTwice) {
+  const std::vector<at::Tensor> parameters = {parameter()};
+  Listener listener(parameters);
+  GradientHooks hooks(parameters, listener);
+  (parameters[0] * parameters[0] + parameters[0]).sum().backward();
+  EXPECT_THAT(listener.ready, ElementsAre(0));
+}
+
+TEST(GradientHooksTest, LeavesTheAccumulatorWhileAGraphIsAlive) {
+  const std::vector<at::Tensor> parameters = {parameter()};
+  Listener listener(parameters);
+  auto hooks = std::make_unique<GradientHooks>(parameters, listener);
+  at::Tensor loss = parameters[0].sum();
+  hooks.reset();
+  loss.backward();
+  EXPECT_THAT(listener.ready, IsEmpty());
+}
+
+TEST(GradientHooksTest, LeavesTheHooksOfOthersInPlace) {
+  const std::vector<at::Tensor> parameters = {parameter()};
+  Listener first(parameters);
+  Listener second(parameters);
+  auto first_hooks = std::make_unique<GradientHooks>(parameters, first);
+  GradientHooks second_hooks(parameters, second);
+  first_hooks.reset();
+  parameters[0].sum().backward();
+  EXPECT_THAT(first.ready, IsEmpty());
+  EXPECT_THAT(second.ready, ElementsAre(0));
+}
+
+TEST(GradientHooksTest, PassesExceptionsOutOfBackwardWithTheirType) {
+  const std::vector<at::Tensor> parameters = {parameter()};
+  Listener listener(parameters);
+  listener.throws_on = 0;
+  GradientHooks hooks(parameters, listener);
+  EXPECT_THROW(parameters[0].sum().backward(), std::domain_error);
+}
+
+class BackwardEndTest : public ::testing::Test {
+ protected:
+  // A loss whose backward runs `in_backward` in its middle.
+  at::Tensor loss(std::function<void()> in_backward) {
+    at::Tensor middle = weight_ * 2;
+    middle.register_hook([in_backward](const at::Tensor&) { in_backward(); });
+    return middle.sum();
+  }
+
+  void watch(std::weak_ptr<void> owner) {
+    watch_backward_end(
+        owner, [this] { events_.push_back("end"); },
+        [this] { events_.push_back("abandoned"); });
+  }
+
+  at::Tensor weight_ = parameter();
+  std::shared_ptr<int> owner_ = std::make_shared<int>(0);
+  std::vector<std::string> events_;
+};
+
+TEST_F(BackwardEndTest, TellsOfTheEndAfterAllGradients) {
+  loss([&] {
+    watch(owner_);
+    EXPECT_FALSE(weight_.grad().defined());
+  }).backward();
+  EXPECT_TRUE(weight_.grad().defined());
+  EXPECT_THAT(events_, ElementsAre("end"));
+}
+
+TEST_F(BackwardEndTest, TellsOfABackwardThatThrows) {
+  EXPECT_THROW(loss([&] {
+                 watch(owner_);
+                 throw std::domain_error("in backward");
+               }).backward(),
+               std::domain_error);
+  EXPECT_THAT(events_, ElementsAre("abandoned"));
+}
+
+TEST_F(BackwardEndTest, KeepsSilentWhenItsOwnerIsGone) {
+  loss([&] {
+    watch(owner_);
+    owner_.reset();
+  }).backward();
+  EXPECT_THAT(events_, IsEmpty());
+}
+
+TEST_F(BackwardEndTest, LetsTheEndThrowOutOfBackward) {
+  at::Tensor throwing = loss([&] {
+    watch_backward_end(
+        owner_, [] { throw std::domain_error("at the end"); }, [] {});
+  });
+  EXPECT_THROW(throwing.backward(), std::domain_error);
+}
+
+TEST_F(BackwardEndTest, NumbersBackwards) {
+  EXPECT_EQ(running_backward_id(), -1);
+  int first = -1;
+  int second = -1;
+  loss([&] { first = running_backward_id(); }).backward();
+  loss([&] { second = running_backward_id(); }).backward();
+  EXPECT_GE(first, 0);
+  EXPECT_NE(first, second);
+}
+
+TEST(OutputWatchTest, TellsWhenABackwardReachesAnOutput) {
+  at::Tensor weight = parameter();
+  at::Tensor output = weight * 2;
+  auto owner = std::make_shared<int>(0);
+  int times = 0;
+  watch_outputs(std::vector<at::Tensor>{output, weight, at::Tensor()}, owner,
+                [&] { ++times; });
+  output.sum().backward();
+  EXPECT_EQ(times, 1);
+  weight.sum().backward();  // a leaf is not watched
+  EXPECT_EQ(times, 1);
+  owner.reset();
+  (output * 3).sum().backward();
+  EXPECT_EQ(times, 1);
+}
+
+TEST(OutputTensorsTest, FindsTensorsInAnyNest) {
+  const at::Tensor a = torch::ones({1});
+  const at::Tensor b = torch::ones({2});
+  EXPECT_EQ(tensors_of(a).size(), 1);
+  EXPECT_EQ(tensors_of(at::Tensor()).size(), 0);
+  EXPECT_EQ(tensors_of(std::vector<at::Tensor>{a, b}).size(), 2);
+  EXPECT_EQ(tensors_of(std::make_tuple(a, 3, std::vector{b, a})).size(), 3);
+  EXPECT_EQ((tensors_of(std::map<std::string, at::Tensor>{{"a", a}, {"b", b}})
+                 .size()),
+            2);
+  EXPECT_EQ(tensors_of(std::optional<at::Tensor>(a)).size(), 1);
+  EXPECT_EQ((tensors_of(std::variant<int, at::Tensor>(a)).size()), 1);
+  EXPECT_EQ(tensors_of(std::string("text")).size(), 0);
+  EXPECT_EQ(tensors_of(42).size(), 0);
+  EXPECT_EQ(tensors_of(mine::Output{a, b}).size(), 2);
+  EXPECT_EQ(
+      (tensors_of(std::vector{mine::Output{a, b}, mine::Output{b, a}}).size()),
+      4);
+  const c10::IValue nested = c10::ivalue::Tuple::create(
+      {a, c10::IValue(std::vector<at::Tensor>{b, a}), 3});
+  EXPECT_EQ(tensors_of(nested).size(), 3);
+}
+
+}  // namespace
+}  // namespace brigade
