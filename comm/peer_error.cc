@@ -1,0 +1,56 @@
+#include "brigade/comm/peer_error.h"
+
+#include <string>
+
+namespace brigade {
+namespace {
+
+// Without a trailing full stop or line end: more words follow.
+std::string trimmed(std::string text) {
+  while (!text.empty() && (text.back() == '.' || text.back() == '\n')) {
+    text.pop_back();
+  }
+  return text;
+}
+
+// Rethrows `cause` if it passes unchanged, else returns its words.
+std::string words_of(const std::exception_ptr& cause) {
+  if (!cause) return "unknown error";
+  try {
+    std::rethrow_exception(cause);
+  } catch (const PeerError&) {
+    throw;
+  } catch (const c10::ValueError&) {
+    throw;
+  } catch (const c10::TypeError&) {
+    throw;
+  } catch (const c10::IndexError&) {
+    throw;
+  } catch (const c10::NotImplementedError&) {
+    throw;
+  } catch (const c10::OutOfMemoryError&) {
+    throw;
+  } catch (const c10::AcceleratorError&) {
+    throw;
+  } catch (const c10::Error& error) {
+    return error.what_without_backtrace();
+  } catch (const std::exception& error) {
+    return error.what();
+  } catch (...) {
+    return "unknown error";
+  }
+}
+
+}  // namespace
+
+void throw_peer_error(std::string_view context, const std::exception_ptr& cause,
+                      const RollCall* roll_call) {
+  std::string message = trimmed(words_of(cause));
+  if (!context.empty()) message = std::string(context) + ": " + message;
+  message += '.';
+  if (roll_call != nullptr) message += ' ' + roll_call->describe() + '.';
+  throw PeerError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)},
+                  std::move(message));
+}
+
+}  // namespace brigade

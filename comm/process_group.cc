@@ -1,0 +1,183 @@
+#include "brigade/comm/process_group.h"
+
+#include <c10/util/Exception.h>
+
+#include <exception>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+#include <utility>
+
+#include "brigade/comm/gloo_backend.h"
+#include "brigade/comm/identical_ranks_backend.h"
+#include "brigade/comm/nccl_backend.h"
+#include "brigade/comm/peer_error.h"
+#include "brigade/comm/status_bridge.h"
+
+namespace brigade {
+namespace {
+
+using c10d::ProcessGroup;
+
+void validate(const ProcessGroupOptions& options) {
+  TORCH_CHECK_VALUE(
+      options.device_type == at::kCPU || options.device_type == at::kCUDA,
+      "ProcessGroupOptions::device_type must be kCPU or kCUDA, got ",
+      options.device_type, ".");
+  TORCH_CHECK_VALUE(options.timeout.count() > 0,
+                    "ProcessGroupOptions::timeout must be > 0 ms, got ",
+                    options.timeout.count(), " ms.");
+  TORCH_CHECK_VALUE(
+      options.rendezvous_timeout.count() > 0,
+      "ProcessGroupOptions::rendezvous_timeout must be > 0 ms, got ",
+      options.rendezvous_timeout.count(), " ms.");
+}
+
+void validate_place(int rank, int world_size) {
+  TORCH_CHECK_VALUE(world_size >= 1 && rank >= 0 && rank < world_size,
+                    "rank must be >= 0 and below the world size, got rank ",
+                    rank, " and world size ", world_size, ".");
+}
+
+// Groups made one after the other from one store get a part of it each.  Every
+// rank counts its own, since several ranks may live in one process.
+c10::intrusive_ptr<c10d::Store> own_part(
+    const c10::intrusive_ptr<c10d::Store>& store, const std::string& name,
+    int rank) {
+  const int64_t nth = store->add(c10::str(name, "/groups/", rank), 1);
+  return c10::make_intrusive<c10d::PrefixStore>(c10::str(name, "/", nth),
+                                                store);
+}
+
+c10::intrusive_ptr<c10d::Store> connect_store(
+    const LaunchEnvironment& env, const ProcessGroupOptions& options) {
+  c10d::TCPStoreOptions store_options;
+  store_options.port = env.master_port;
+  store_options.isServer = env.rank == 0 && !env.agent_hosts_store;
+  store_options.numWorkers = env.world_size;
+  store_options.timeout = options.rendezvous_timeout;
+  store_options.multiTenant = !env.agent_hosts_store;
+  return c10::make_intrusive<c10d::TCPStore>(env.master_addr, store_options);
+}
+
+}  // namespace
+
+c10::intrusive_ptr<ProcessGroup> init_process_group(
+    const ProcessGroupOptions& options) {
+  return init_process_group(value_or_throw(read_launch_environment()), options);
+}
+
+c10::intrusive_ptr<ProcessGroup> init_process_group(
+    const LaunchEnvironment& env, const ProcessGroupOptions& options) {
+  validate(options);
+  validate_place(env.rank, env.world_size);
+  if (options.device_type == at::kCUDA) select_cuda_device(env.local_rank);
+  if (env.world_size == 1) return single_process_group();
+
+  TORCH_CHECK_VALUE(!env.master_addr.empty() && env.master_port != 0,
+                    "LaunchEnvironment must name where ", env.world_size,
+                    " ranks meet, got master_addr '", env.master_addr,
+                    "' and master_port ", env.master_port, ".");
+  c10::intrusive_ptr<c10d::Store> store;
+  try {
+    store = connect_store(env, options);
+  } catch (...) {
+    throw_peer_error(
+        c10::str("rank ", env.rank, " of ", env.world_size,
+                 " did not meet the others at ", env.master_addr, ":",
+                 env.master_port, " within ",
+                 options.rendezvous_timeout.count(), " ms"),
+        std::current_exception());
+  }
+  return make_process_group(
+      c10::make_intrusive<c10d::PrefixStore>(
+          c10::str("attempt_", env.restart_count), store),
+      env.rank, env.world_size, options);
+}
+
+c10::intrusive_ptr<ProcessGroup> make_process_group(
+    c10::intrusive_ptr<c10d::Store> store, int rank, int world_size,
+    const ProcessGroupOptions& options) {
+  validate(options);
+  validate_place(rank, world_size);
+  TORCH_CHECK_VALUE(store.defined(),
+                    "make_process_group needs a store, got none. A world of 1 "
+                    "needs none with single_process_group().");
+  c10::intrusive_ptr<c10d::Store> part;
+  c10::intrusive_ptr<c10d::Backend> gloo;
+  c10::intrusive_ptr<c10d::Backend> nccl;
+  const auto part_for = [&](const char* backend) {
+    return c10::make_intrusive<c10d::PrefixStore>(backend, part);
+  };
+  const std::string context =
+      c10::str("process group '", options.name, "': rank ", rank, " of ",
+               world_size, " could not connect to the others");
+  try {
+    store->setTimeout(options.rendezvous_timeout);
+    part = own_part(store, options.name, rank);
+  } catch (...) {
+    throw_peer_error(context, std::current_exception());
+  }
+  if (options.device_type == at::kCUDA) {  // talks to nobody yet
+    nccl = make_nccl_backend(part_for("nccl"), rank, world_size,
+                             options.timeout, options.name);
+  }
+  try {
+    gloo = make_gloo_backend(part_for("gloo"), rank, world_size,
+                             options.rendezvous_timeout,
+                             options.gloo_interfaces);
+    gloo->setTimeout(options.timeout);
+    store->setTimeout(options.timeout);
+  } catch (...) {
+    throw_peer_error(context, std::current_exception());
+  }
+
+  auto group = c10::make_intrusive<ProcessGroup>(part, rank, world_size);
+  group->setBackend(at::kCPU, ProcessGroup::BackendType::GLOO, gloo);
+  group->setDefaultBackend(ProcessGroup::BackendType::GLOO);
+  if (nccl) {
+    group->setBackend(at::kCUDA, ProcessGroup::BackendType::NCCL, nccl);
+    group->setDefaultBackend(ProcessGroup::BackendType::NCCL);
+  }
+  group->setGroupName(options.name);
+  return group;
+}
+
+c10::intrusive_ptr<ProcessGroup> single_process_group(
+    std::vector<at::DeviceType> device_types) {
+  TORCH_CHECK_VALUE(!device_types.empty(),
+                    "single_process_group needs at least 1 device type.");
+  auto store = c10::make_intrusive<c10d::HashStore>();
+  auto group = c10::make_intrusive<ProcessGroup>(store, 0, 1);
+  auto backend = c10::make_intrusive<IdenticalRanksBackend>(0, 1);
+  for (at::DeviceType type : device_types) {
+    group->setBackend(type, ProcessGroup::BackendType::CUSTOM,
+                      c10::intrusive_ptr<c10d::Backend>(backend));
+  }
+  group->setDefaultBackend(ProcessGroup::BackendType::CUSTOM);
+  group->setGroupName("single process");
+  return group;
+}
+
+GroupScope::GroupScope(c10::intrusive_ptr<ProcessGroup> group)
+    : exceptions_at_entry_(std::uncaught_exceptions()),
+      group_(std::move(group)) {
+  TORCH_CHECK_VALUE(group_.defined(), "GroupScope needs a group, got none.");
+  store_ = group_->getStore();
+}
+
+GroupScope::~GroupScope() {
+  const bool unwinding = std::uncaught_exceptions() > exceptions_at_entry_;
+  try {
+    if (unwinding) {
+      group_->abort();
+    } else {
+      group_->shutdown();
+    }
+  } catch (const std::exception& error) {
+    TORCH_WARN("process group '", group_->getGroupName(),
+               "' did not end cleanly: ", error.what());
+  }
+}
+
+}  // namespace brigade

@@ -1,0 +1,104 @@
+// Makes the process group that a training program hands to its reducer.
+//
+//   int main() {
+//     brigade::GroupScope scope(brigade::init_process_group());
+//     brigade::DistributedDataParallel model(net, scope.group());
+//     ...
+//   }
+//
+// Decides which backend serves which tensors (Gloo for CPU, NCCL for CUDA) and
+// where the ranks meet.  Does not start processes: torchrun, srun and mpirun do.
+
+#ifndef BRIGADE_COMM_PROCESS_GROUP_H_
+#define BRIGADE_COMM_PROCESS_GROUP_H_
+
+#include <chrono>
+#include <string>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+#include <vector>
+
+#include "brigade/comm/launch_environment.h"
+
+namespace brigade {
+
+struct ProcessGroupOptions {
+  // kCPU: Gloo for CPU tensors.  kCUDA: NCCL for CUDA tensors, and Gloo for CPU
+  // tensors beside it.
+  at::DeviceType device_type = at::kCPU;
+
+  // How long a collective may take before it fails.  30 minutes, as in c10d:
+  // long enough for a rank that writes a checkpoint.  A shorter one tells of a
+  // hanging peer sooner; a peer that dies is noticed at once either way.
+  std::chrono::milliseconds timeout = std::chrono::minutes(30);
+
+  // Appears in logs, and in the keys that this group writes to the store.
+  std::string name = "brigade";
+
+  // How long ranks wait for each other at the start.
+  std::chrono::milliseconds rendezvous_timeout = std::chrono::minutes(5);
+
+  // Network interfaces that Gloo uses in turn, such as {"eth0", "eth1"}.  Empty:
+  // those of GLOO_SOCKET_IFNAME, or the one that the host name resolves to.
+  std::vector<std::string> gloo_interfaces = {};
+};
+
+// The group of all ranks, as the launcher's environment variables say
+// (comm/launch_environment.h).  All ranks must call it, with equal options.
+//
+// With CUDA, device `local_rank` becomes the calling thread's current one.
+// GLOO_SOCKET_IFNAME is honoured.  A world of 1 opens no connection: it gets
+// single_process_group().
+//
+// Errors: c10::ValueError for a missing or contradictory variable or a bad
+// option; PeerError (a c10::DistBackendError) when ranks do not meet in time.
+c10::intrusive_ptr<c10d::ProcessGroup> init_process_group(
+    const ProcessGroupOptions& options = {});
+c10::intrusive_ptr<c10d::ProcessGroup> init_process_group(
+    const LaunchEnvironment& environment,
+    const ProcessGroupOptions& options = {});
+
+// The group of the ranks that meet at `store`.  The group works on a part of
+// the store of its own, which its getStore() returns: several groups may be
+// made from one store, by all ranks in the same order.  A world of 1 gets real
+// backends too.  With CUDA, the current device stays as it is.
+//
+// Errors: as init_process_group().
+c10::intrusive_ptr<c10d::ProcessGroup> make_process_group(
+    c10::intrusive_ptr<c10d::Store> store, int rank, int world_size,
+    const ProcessGroupOptions& options = {});
+
+// A world of 1, for programs that also run alone: no network, no store server,
+// no threads.  Collectives are answered at once, on the caller's thread and
+// stream.
+c10::intrusive_ptr<c10d::ProcessGroup> single_process_group(
+    std::vector<at::DeviceType> device_types = {at::kCPU, at::kCUDA});
+
+// Ends a group when the scope is left.  Declare it before everything that uses
+// the group, so that it goes last.
+//
+// On the normal way out, collectives in flight are finished, and no barrier is
+// needed.  When an exception leaves the scope, they are aborted: this rank does
+// not wait for peers that wait for it, and the peers get an error now and not
+// at their timeout.  The store goes last; on rank 0 it may be the server of all.
+//
+// Thread safety: none; main's own thread.
+class GroupScope {
+ public:
+  explicit GroupScope(c10::intrusive_ptr<c10d::ProcessGroup> group);
+  ~GroupScope();
+  GroupScope(const GroupScope&) = delete;
+  GroupScope& operator=(const GroupScope&) = delete;
+
+  const c10::intrusive_ptr<c10d::ProcessGroup>& group() const { return group_; }
+
+ private:
+  const int exceptions_at_entry_;
+  // In order of destruction from below: the group before its store.
+  c10::intrusive_ptr<c10d::Store> store_;
+  c10::intrusive_ptr<c10d::ProcessGroup> group_;
+};
+
+}  // namespace brigade
+
+#endif  // BRIGADE_COMM_PROCESS_GROUP_H_

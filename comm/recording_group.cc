@@ -1,0 +1,296 @@
+#include "brigade/comm/recording_group.h"
+
+#include <ATen/ThreadLocalState.h>
+#include <c10/util/Exception.h>
+
+#include <condition_variable>
+#include <deque>
+#include <map>
+#include <mutex>
+#include <thread>
+#include <utility>
+
+#include "brigade/comm/identical_ranks_backend.h"
+
+namespace brigade {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+RecordedCollective describe(const Collective& collective, size_t sequence) {
+  RecordedCollective record;
+  record.sequence = sequence;
+  record.type = collective.type;
+  record.root = collective.root;
+  for (const at::Tensor& t : collective.inputs) {
+    const at::Tensor dense = t.is_sparse() ? t._values() : t;
+    record.numel += dense.numel();
+    record.bytes += static_cast<int64_t>(dense.nbytes());
+  }
+  if (!collective.inputs.empty()) {
+    record.dtype = collective.inputs.front().scalar_type();
+    record.device = collective.inputs.front().device();
+  }
+  return record;
+}
+
+}  // namespace
+
+class RecordingBackend final : public IdenticalRanksBackend {
+ public:
+  RecordingBackend(int rank, int world_size)
+      : IdenticalRanksBackend(rank, world_size) {}
+
+  ~RecordingBackend() override { stop(); }
+
+  const std::string getBackendName() const override { return "recording"; }
+
+  std::vector<RecordedCollective> log() const {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return log_;
+  }
+
+  bool wait_for_launches(size_t count,
+                         std::chrono::milliseconds patience) const {
+    std::unique_lock<std::mutex> lock(mutex_);
+    return launched_.wait_for(lock, patience,
+                              [&] { return log_.size() >= count; });
+  }
+
+  void hold() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    holding_ = true;
+  }
+
+  void release() {
+    std::map<size_t, Open> open;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      holding_ = false;
+      open.swap(held_);
+    }
+    for (auto& [sequence, collective] : open) finish(collective);
+  }
+
+  void complete(size_t sequence) {
+    Open open;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      auto it = held_.find(sequence);
+      TORCH_CHECK_VALUE(it != held_.end(), "collective ", sequence,
+                        " is not held: ", log_.size(),
+                        " were launched, ", held_.size(), " are held.");
+      open = std::move(it->second);
+      held_.erase(it);
+    }
+    finish(open);
+  }
+
+  std::vector<size_t> held() const {
+    std::lock_guard<std::mutex> lock(mutex_);
+    std::vector<size_t> sequences;
+    for (const auto& [sequence, open] : held_) sequences.push_back(sequence);
+    return sequences;
+  }
+
+  void fail_at_launch(size_t sequence, std::exception_ptr error) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    launch_errors_[sequence] = std::move(error);
+  }
+
+  void fail_at_completion(size_t sequence, std::exception_ptr error) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    completion_errors_[sequence] = std::move(error);
+  }
+
+  void delay_by(CollectiveCost cost) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    cost_ = std::move(cost);
+    if (cost_ && !link_.joinable()) {
+      link_ = std::thread([this] { carry(); });
+    }
+  }
+
+  // Fails what is open and joins the link's thread.
+  void stop() {
+    std::map<size_t, Open> open;
+    std::thread link;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      holding_ = false;
+      cost_ = nullptr;
+      stopping_ = true;
+      open.swap(held_);
+      for (Open& queued : on_link_) {
+        const size_t sequence = queued.sequence;
+        open.emplace(sequence, std::move(queued));
+      }
+      on_link_.clear();
+      link.swap(link_);
+      link_changed_.notify_all();
+    }
+    if (link.joinable()) link.join();
+    for (auto& [sequence, collective] : open) {
+      collective.work->fail(std::make_exception_ptr(c10::DistBackendError(
+          c10::str("the recording group ended while collective ", sequence,
+                   " was open."))));
+    }
+  }
+
+ protected:
+  c10::intrusive_ptr<c10d::Work> launch(
+      Collective collective, std::function<void()> compute) override {
+    Open open;
+    open.work = c10::make_intrusive<AnsweredWork>(getRank(), collective,
+                                                  timeout());
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      open.sequence = log_.size();
+      log_.push_back(describe(collective, open.sequence));
+      launched_.notify_all();
+      if (auto error = take(launch_errors_, open.sequence)) {
+        std::rethrow_exception(error);
+      }
+      open.error = take(completion_errors_, open.sequence);
+      open.compute = std::move(compute);
+      auto work = open.work;
+      if (holding_) {
+        held_.emplace(open.sequence, std::move(open));
+        return work;
+      }
+      if (cost_) {
+        const Clock::time_point start = std::max(Clock::now(), link_free_at_);
+        link_free_at_ = start + cost_(log_.back());
+        open.due = link_free_at_;
+        on_link_.push_back(std::move(open));
+        link_changed_.notify_all();
+        return work;
+      }
+    }
+    finish(open);
+    return open.work;
+  }
+
+ private:
+  struct Open {
+    size_t sequence = 0;
+    c10::intrusive_ptr<AnsweredWork> work = {};
+    std::function<void()> compute = {};
+    std::exception_ptr error = {};
+    Clock::time_point due = {};
+  };
+
+  static std::exception_ptr take(std::map<size_t, std::exception_ptr>& errors,
+                                 size_t sequence) {
+    auto it = errors.find(sequence);
+    if (it == errors.end()) return nullptr;
+    std::exception_ptr error = std::move(it->second);
+    errors.erase(it);
+    return error;
+  }
+
+  // Not under the lock: callbacks of the future may launch collectives.
+  static void finish(Open& open) {
+    if (open.error) {
+      open.work->fail(open.error);
+    } else {
+      open.work->answer(open.compute);
+    }
+  }
+
+  // The link's thread.
+  void carry() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    while (!stopping_) {
+      if (on_link_.empty()) {
+        link_changed_.wait(lock);
+        continue;
+      }
+      const Clock::time_point due = on_link_.front().due;
+      if (Clock::now() < due) {
+        link_changed_.wait_until(lock, due);
+        continue;
+      }
+      Open open = std::move(on_link_.front());
+      on_link_.pop_front();
+      lock.unlock();
+      finish(open);
+      open = {};
+      lock.lock();
+    }
+  }
+
+  mutable std::mutex mutex_;
+  mutable std::condition_variable launched_;
+  std::condition_variable link_changed_;
+  // Guarded by mutex_.
+  std::vector<RecordedCollective> log_;
+  std::map<size_t, Open> held_;
+  std::deque<Open> on_link_;
+  std::map<size_t, std::exception_ptr> launch_errors_;
+  std::map<size_t, std::exception_ptr> completion_errors_;
+  CollectiveCost cost_;
+  Clock::time_point link_free_at_ = {};
+  bool holding_ = false;
+  bool stopping_ = false;
+  std::thread link_;
+};
+
+CollectiveCost alpha_beta_cost(std::chrono::nanoseconds latency,
+                               double bytes_per_second) {
+  TORCH_CHECK_VALUE(bytes_per_second > 0,
+                    "a link's bandwidth must be > 0 bytes/s, got ",
+                    bytes_per_second, ".");
+  return [=](const RecordedCollective& collective) {
+    const double transfer_ns =
+        static_cast<double>(collective.bytes) / bytes_per_second * 1e9;
+    return latency +
+           std::chrono::nanoseconds(static_cast<int64_t>(transfer_ns));
+  };
+}
+
+RecordingGroup::RecordingGroup(int world_size, int rank) {
+  TORCH_CHECK_VALUE(world_size >= 1 && rank >= 0 && rank < world_size,
+                    "rank must be >= 0 and below the world size, got rank ",
+                    rank, " and world size ", world_size, ".");
+  using c10d::ProcessGroup;
+  backend_ = c10::make_intrusive<RecordingBackend>(rank, world_size);
+  group_ = c10::make_intrusive<ProcessGroup>(rank, world_size);
+  for (at::DeviceType type : {at::kCPU, at::kCUDA}) {
+    group_->setBackend(type, ProcessGroup::BackendType::CUSTOM,
+                       c10::intrusive_ptr<c10d::Backend>(backend_));
+  }
+  group_->setDefaultBackend(ProcessGroup::BackendType::CUSTOM);
+  group_->setGroupName("recording");
+}
+
+RecordingGroup::~RecordingGroup() { backend_->stop(); }
+
+std::vector<RecordedCollective> RecordingGroup::log() const {
+  return backend_->log();
+}
+
+bool RecordingGroup::wait_for_launches(
+    size_t count, std::chrono::milliseconds patience) const {
+  return backend_->wait_for_launches(count, patience);
+}
+
+void RecordingGroup::hold() { backend_->hold(); }
+void RecordingGroup::release() { backend_->release(); }
+void RecordingGroup::complete(size_t sequence) { backend_->complete(sequence); }
+std::vector<size_t> RecordingGroup::held() const { return backend_->held(); }
+
+void RecordingGroup::fail_at_launch(size_t sequence, std::exception_ptr error) {
+  backend_->fail_at_launch(sequence, std::move(error));
+}
+
+void RecordingGroup::fail_at_completion(size_t sequence,
+                                        std::exception_ptr error) {
+  backend_->fail_at_completion(sequence, std::move(error));
+}
+
+void RecordingGroup::delay_by(CollectiveCost cost) {
+  backend_->delay_by(std::move(cost));
+}
+
+}  // namespace brigade

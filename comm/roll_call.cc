@@ -1,0 +1,159 @@
+#include "brigade/comm/roll_call.h"
+
+#include <algorithm>
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+#include <thread>
+
+#include "absl/strings/str_cat.h"
+
+namespace brigade {
+namespace {
+
+using std::chrono::milliseconds;
+using Clock = std::chrono::steady_clock;
+
+constexpr milliseconds kFirstPause{2};
+constexpr milliseconds kLongestPause{100};
+
+// Shared with the thread that talks to the store, which may outlive the call.
+struct Collection {
+  std::mutex mutex;
+  std::condition_variable changed;
+  // Guarded by mutex.
+  RollCall roll;
+  bool finished = false;
+};
+
+std::string words_of(const std::exception& error) {
+  if (const auto* ours = dynamic_cast<const c10::Error*>(&error)) {
+    return ours->what_without_backtrace();
+  }
+  return error.what();
+}
+
+void collect(const c10::intrusive_ptr<c10d::Store>& store,
+             const std::string& key, int rank, int64_t value,
+             Clock::time_point deadline, Collection& collection) {
+  const auto key_of = [&](size_t peer) {
+    return absl::StrCat("roll_call/", key, "/", peer);
+  };
+  store->set(key_of(rank), absl::StrCat(value));
+
+  std::vector<size_t> missing;
+  for (size_t peer = 0; peer < collection.roll.answers.size(); ++peer) {
+    if (peer != static_cast<size_t>(rank)) missing.push_back(peer);
+  }
+  for (milliseconds pause = kFirstPause; !missing.empty();
+       pause = std::min(2 * pause, kLongestPause)) {
+    std::erase_if(missing, [&](size_t peer) {
+      if (!store->check({key_of(peer)})) return false;
+      const int64_t answer = std::stoll(store->get_to_str(key_of(peer)));
+      std::lock_guard<std::mutex> lock(collection.mutex);
+      collection.roll.answers[peer] = answer;
+      return true;
+    });
+    if (missing.empty() || Clock::now() + pause > deadline) break;
+    std::this_thread::sleep_for(pause);
+  }
+}
+
+std::string seconds(milliseconds time) {
+  return absl::StrCat(static_cast<double>(time.count()) / 1000.0, " s");
+}
+
+}  // namespace
+
+RollCall call_roll(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+                   std::string_view key, int64_t value,
+                   std::chrono::milliseconds patience) {
+  const Clock::time_point deadline = Clock::now() + patience;
+  auto collection = std::make_shared<Collection>();
+  collection->roll.answers.resize(group->getSize());
+  collection->roll.answers[group->getRank()] = value;
+  collection->roll.patience = patience;
+
+  c10::intrusive_ptr<c10d::Store> store = group->getStore();
+  if (!store) {
+    if (group->getSize() > 1) {
+      collection->roll.store_error = "the group has no store";
+    }
+    return collection->roll;
+  }
+
+  try {
+    std::thread([collection, store, key = std::string(key),
+                 rank = group->getRank(), value, deadline] {
+      std::string error;
+      try {
+        collect(store, key, rank, value, deadline, *collection);
+      } catch (const std::exception& e) {
+        error = words_of(e);
+      }
+      std::lock_guard<std::mutex> lock(collection->mutex);
+      collection->roll.store_error = std::move(error);
+      collection->finished = true;
+      collection->changed.notify_all();
+    }).detach();
+  } catch (const std::exception& e) {
+    collection->roll.store_error = e.what();
+    return collection->roll;
+  }
+
+  std::unique_lock<std::mutex> lock(collection->mutex);
+  const bool finished =
+      collection->changed.wait_until(lock, deadline + kLongestPause,
+                                     [&] { return collection->finished; });
+  if (!finished) {
+    collection->roll.store_error =
+        absl::StrCat("no reply from the store within ", seconds(patience));
+  }
+  return collection->roll;
+}
+
+std::string RollCall::describe() const {
+  std::vector<int> present;
+  std::vector<int> absent;
+  for (size_t rank = 0; rank < answers.size(); ++rank) {
+    (answers[rank] ? present : absent).push_back(static_cast<int>(rank));
+  }
+  std::string text;
+  if (absent.empty()) {
+    text = absl::StrCat(
+        answers.size() == 1 ? "the only rank"
+                            : absl::StrCat("all ", answers.size(), " ranks"),
+        " answered a roll call");
+  } else {
+    text = absl::StrCat(describe_ranks(present), " answered a roll call, ",
+                        describe_ranks(absent), " did not within ",
+                        seconds(patience));
+  }
+  if (!store_error.empty()) {
+    absl::StrAppend(&text, " (the group's store failed: ", store_error, ")");
+  }
+  return text;
+}
+
+std::string describe_ranks(std::span<const int> ranks) {
+  if (ranks.empty()) return "no rank";
+  std::string text = ranks.size() == 1 ? "rank " : "ranks ";
+  for (size_t first = 0; first < ranks.size();) {
+    size_t last = first;
+    while (last + 1 < ranks.size() && ranks[last + 1] == ranks[last] + 1) {
+      ++last;
+    }
+    if (first > 0) text += ", ";
+    const size_t length = last - first + 1;
+    if (length <= 2) {
+      last = first;  // a pair is listed as two
+      absl::StrAppend(&text, ranks[first]);
+    } else {
+      absl::StrAppend(&text, ranks[first], "-", ranks[last]);
+    }
+    first = last + 1;
+  }
+  return text;
+}
+
+}  // namespace brigade

@@ -1,0 +1,33 @@
+// What a built-in comm hook wants to find in a bucket's buffer.
+//
+// A hook that declares its wire format gets buffers which already hold scaled
+// gradients in the wire dtype: the reducer folds scale and cast into the one
+// pass that packs the bucket. Other hooks get raw gradients in the parameters'
+// dtype and average by themselves.
+
+#ifndef BRIGADE_COMM_HOOKS_WIRE_FORMAT_H_
+#define BRIGADE_COMM_HOOKS_WIRE_FORMAT_H_
+
+#include <c10/core/ScalarType.h>
+
+namespace brigade {
+
+struct WireFormat {
+  at::ScalarType dtype;  // of the buffer that travels
+  double scale = 1.0;    // multiplies every gradient before the cast
+
+  friend bool operator==(const WireFormat&, const WireFormat&) = default;
+};
+
+class DeclaresWireFormat {
+ public:
+  // The format for gradients of `gradient_dtype`.
+  virtual WireFormat wire_format(at::ScalarType gradient_dtype) const = 0;
+
+ protected:
+  ~DeclaresWireFormat() = default;
+};
+
+}  // namespace brigade
+
+#endif  // BRIGADE_COMM_HOOKS_WIRE_FORMAT_H_

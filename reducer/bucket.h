@@ -1,0 +1,69 @@
+// One bucket of the plan: its storage, and what a comm hook gets to see of it.
+//
+// A bucket knows how to pack, launch and deliver itself; when it does so is
+// decided by the reducer.
+//
+// Thread safety: none; the reducer's lock covers it.
+
+#ifndef BRIGADE_REDUCER_BUCKET_H_
+#define BRIGADE_REDUCER_BUCKET_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <torch/csrc/distributed/c10d/comm.hpp>
+
+#include "brigade/comm_hooks/wire_format.h"
+#include "brigade/planning/bucket_plan.h"
+#include "brigade/reducer/bucket_replica.h"
+#include "brigade/reducer/parameter_table.h"
+#include "brigade/reducer/stream_join.h"
+
+namespace brigade {
+
+class Bucket {
+ public:
+  // REQUIRES: `table` and `hook` outlive this object; `index` is in `plan`, and
+  // the parameters of a bucket are of one dtype and device.
+  Bucket(const ParameterTable& table, const BucketPlan& plan, size_t index,
+         c10d::CommHookInterface& hook, bool gradients_as_views);
+
+  // Packs the gradients that `streams` produced. Returns the bytes of gradients
+  // copied. Errors: see BucketReplica::pack.
+  int64_t pack(StreamJoin& streams);
+
+  // Calls the comm hook. REQUIRES: packed or cleared. Errors: RuntimeError if
+  // the hook returns no future; what the hook throws.
+  c10::intrusive_ptr<c10::ivalue::Future> launch();
+
+  // Hands out the value of a completed future. Returns the bytes copied.
+  // Errors: TypeError, RuntimeError if the value does not fit.
+  int64_t deliver(const c10::IValue& value);
+
+  // Makes ready for a launch whose result nobody wants.
+  void clear() { replica_->clear(); }
+
+  // Elements that travel. 0 for a sparse gradient, whose length varies.
+  int64_t numel() const { return numel_; }
+  bool is_empty() const { return !sparse_ && numel_ == 0; }
+
+  c10::Device device() const { return parameters_.front().device(); }
+
+  // Moves existing gradients into this bucket, if its views are gradients.
+  void adopt_gradients() { replica_->adopt_gradients(); }
+
+ private:
+  c10d::CommHookInterface& hook_;
+  const std::vector<at::Tensor> parameters_;
+  const bool sparse_;
+  const int64_t numel_;
+  double scale_ = 1.0;  // folded into pack()
+  std::unique_ptr<BucketReplica> replica_;
+  std::optional<c10d::GradBucket> grad_bucket_;  // what the hook sees
+};
+
+}  // namespace brigade
+
+#endif  // BRIGADE_REDUCER_BUCKET_H_

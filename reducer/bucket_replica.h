@@ -1,0 +1,51 @@
+// The storage of one bucket: gradients go in before it travels, results come
+// out after.
+//
+// Dense gradients share one flat buffer (dense_replica.h); a sparse gradient
+// has a bucket to itself (sparse_replica.h).
+//
+// Thread safety: none; the reducer's lock covers it.
+
+#ifndef BRIGADE_REDUCER_BUCKET_REPLICA_H_
+#define BRIGADE_REDUCER_BUCKET_REPLICA_H_
+
+#include <ATen/core/Tensor.h>
+
+#include <cstddef>
+#include <cstdint>
+
+namespace brigade {
+
+class BucketReplica {
+ public:
+  virtual ~BucketReplica() = default;
+
+  // Moves the gradients of all slots into buffer(), multiplied by `scale`. A
+  // missing gradient counts as zero. Returns the bytes of gradients that were
+  // copied; gradients already in place are not.
+  //
+  // Errors: RuntimeError naming the parameter whose gradient does not fit.
+  virtual int64_t pack(double scale) = 0;
+
+  // What travels. Dense: 1D, [numel], wire dtype, the same tensor in every
+  // iteration.
+  virtual const at::Tensor& buffer() const = 0;
+
+  // Hands the reduced buffer out as gradients. `result` may be buffer() itself
+  // or another tensor. Returns the bytes copied.
+  //
+  // Errors: RuntimeError if `result` does not have the bucket's numel or
+  // device.
+  virtual int64_t deliver(const at::Tensor& result) = 0;
+
+  // Copies gradients that exist into the bucket and lets them be views of it,
+  // so that the memory where they were is free. Only where gradients are views.
+  virtual void adopt_gradients() = 0;
+
+  // Fills buffer() with zeros, for a collective whose result nobody wants.
+  virtual void clear() = 0;
+};
+
+}  // namespace brigade
+
+#endif  // BRIGADE_REDUCER_BUCKET_REPLICA_H_

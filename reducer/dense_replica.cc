@@ -1,0 +1,230 @@
+#include "brigade/reducer/dense_replica.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
+#include <ATen/ops/view_as_complex.h>
+#include <c10/core/GradMode.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <utility>
+
+namespace brigade {
+namespace {
+
+// The gradient layout contract: strides follow the parameter if it covers its
+// memory without gaps, else they are contiguous.
+std::vector<int64_t> gradient_strides(const at::Tensor& parameter) {
+  if (parameter.is_non_overlapping_and_dense()) {
+    return parameter.strides().vec();
+  }
+  std::vector<int64_t> strides(parameter.dim(), 1);
+  for (int64_t d = parameter.dim() - 2; d >= 0; --d) {
+    strides[d] = strides[d + 1] * std::max<int64_t>(parameter.size(d + 1), 1);
+  }
+  return strides;
+}
+
+// True if both lay out their elements alike. Strides of dimensions of size 1 do
+// not matter.
+bool same_memory_order(const at::Tensor& a, const at::Tensor& b) {
+  const at::IntArrayRef sizes = a.sizes();
+  if (sizes != b.sizes()) return false;
+  const at::IntArrayRef a_strides = a.strides();
+  const at::IntArrayRef b_strides = b.strides();
+  if (a_strides == b_strides) return true;
+  for (size_t d = 0; d < sizes.size(); ++d) {
+    if (sizes[d] > 1 && a_strides[d] != b_strides[d]) return false;
+  }
+  return true;
+}
+
+bool has_lazy_bits(const at::Tensor& tensor) {
+  return tensor.is_conj() || tensor.is_neg();
+}
+
+void check_gradient(const ParameterTable& table, size_t parameter,
+                    const at::Tensor& gradient) {
+  const at::Tensor& expected = table[parameter];
+  TORCH_CHECK(gradient.layout() == at::kStrided, "the gradient of ",
+              table.name_of(parameter),
+              " must be dense, it is sparse.\n"
+              "Set its flag in ReducerOptions::expect_sparse_gradients.");
+  TORCH_CHECK(gradient.scalar_type() == expected.scalar_type() &&
+                  gradient.device() == expected.device() &&
+                  gradient.sizes() == expected.sizes(),
+              "the gradient of ", table.name_of(parameter), " must be ",
+              expected.scalar_type(), " ", expected.sizes(), " on ",
+              expected.device(), ", it is ", gradient.scalar_type(), " ",
+              gradient.sizes(), " on ", gradient.device(),
+              ".\nSet it to None before the next backward.");
+}
+
+// Makes the future's tensor of a complex bucket that travelled as pairs of
+// reals complex again.
+at::Tensor as_dtype_of(const at::Tensor& flat, const at::Tensor& result) {
+  if (flat.is_complex() && !result.is_complex() &&
+      result.numel() == 2 * flat.numel()) {
+    return at::view_as_complex(result.reshape({-1, 2}));
+  }
+  return result;
+}
+
+}  // namespace
+
+DenseReplica::DenseReplica(const ParameterTable& table,
+                           std::span<const size_t> parameters,
+                           at::ScalarType wire_dtype, bool gradients_as_views)
+    : table_(table),
+      parameters_(parameters.begin(), parameters.end()),
+      gradients_as_views_(gradients_as_views),
+      sources_(parameters.size()),
+      destinations_(parameters.size()),
+      keeps_graph_(parameters.size()) {
+  int64_t numel = 0;
+  ranges_.reserve(parameters_.size());
+  for (size_t slot = 0; slot < parameters_.size(); ++slot) {
+    ranges_.push_back(
+        {.offset_numel = numel, .numel = parameter(slot).numel()});
+    numel += parameter(slot).numel();
+  }
+
+  const at::NoGradGuard no_grad;
+  const at::TensorOptions options =
+      at::TensorOptions(parameter(0).scalar_type())
+          .device(parameter(0).device());
+  flat_ = at::empty({numel}, options);
+  wire_ = wire_dtype == parameter(0).scalar_type()
+              ? flat_
+              : at::empty({numel}, options.dtype(wire_dtype));
+
+  const at::AutoDispatchBelowADInplaceOrView no_view_tracking;
+  views_in_.reserve(parameters_.size());
+  for (size_t slot = 0; slot < parameters_.size(); ++slot) {
+    views_in_.push_back(view_out(slot, flat_));
+  }
+  packer_ = make_packer(flat_.device(), flat_.scalar_type(), ranges_);
+}
+
+int64_t DenseReplica::pack(double scale) {
+  const at::NoGradGuard no_grad;
+  int64_t numel_copied = 0;
+  for (size_t slot = 0; slot < parameters_.size(); ++slot) {
+    const at::Tensor& gradient = parameter(slot).mutable_grad();
+    keeps_graph_[slot] = false;
+    sources_[slot] = source_of(slot, gradient);
+    if (sources_[slot] != views_in_[slot].const_data_ptr()) {
+      numel_copied += ranges_[slot].numel;
+    }
+  }
+  packer_->pack(sources_, wire_, scale);
+  if (gradients_as_views_) {
+    for (size_t slot = 0; slot < parameters_.size(); ++slot) {
+      if (keeps_graph_[slot]) continue;
+      at::Tensor& gradient = parameter(slot).mutable_grad();
+      if (!gradient.is_same(views_in_[slot])) gradient = views_in_[slot];
+    }
+  }
+  rearranged_.clear();
+  return numel_copied * flat_.element_size();
+}
+
+// Where to read the gradient of a slot; null if there is none.
+const void* DenseReplica::source_of(size_t slot, const at::Tensor& gradient) {
+  if (!gradient.defined()) return nullptr;
+  const at::Tensor& view = views_in_[slot];
+  if (gradient.is_same(view)) return view.const_data_ptr();
+  check_gradient(table_, parameters_[slot], gradient);
+  keeps_graph_[slot] = gradient.requires_grad();
+  // A gradient may also be a piece of this bucket that is not its own place, if
+  // the user put it there; reading it while that place is written would mix
+  // them up.
+  if (same_memory_order(gradient, view) && !has_lazy_bits(gradient) &&
+      !gradient.is_alias_of(flat_)) {
+    return gradient.const_data_ptr();
+  }
+  rearranged_.push_back(
+      at::empty_strided(view.sizes(), view.strides(), view.options())
+          .copy_(gradient));
+  return rearranged_.back().const_data_ptr();
+}
+
+int64_t DenseReplica::deliver(const at::Tensor& result) {
+  const at::NoGradGuard no_grad;
+  const at::Tensor typed = as_dtype_of(flat_, result);
+  TORCH_CHECK(
+      typed.layout() == at::kStrided && typed.numel() == flat_.numel() &&
+          typed.device() == flat_.device(),
+      "the comm hook must return a dense tensor of ", flat_.numel(),
+      " elements on ", flat_.device(), ", it returned ", typed.layout(), " ",
+      typed.sizes(), " on ", typed.device(), ".\nReturn the reduced bucket.");
+  return gradients_as_views_ ? deliver_views(typed)
+                             : deliver_copies(typed.reshape({-1}).contiguous());
+}
+
+int64_t DenseReplica::deliver_views(const at::Tensor& result) {
+  int64_t bytes_copied = 0;
+  if (result.const_data_ptr() != flat_.const_data_ptr()) {
+    flat_.copy_(result.reshape({-1}));
+    bytes_copied += flat_.nbytes();
+  }
+  for (size_t slot = 0; slot < parameters_.size(); ++slot) {
+    if (!keeps_graph_[slot]) continue;
+    parameter(slot).mutable_grad().detach().copy_(views_in_[slot]);
+    bytes_copied += views_in_[slot].nbytes();
+  }
+  return bytes_copied;
+}
+
+int64_t DenseReplica::deliver_copies(const at::Tensor& result) {
+  int64_t numel_copied = 0;
+  const bool unpackable = result.scalar_type() == wire_.scalar_type() ||
+                          result.scalar_type() == flat_.scalar_type();
+  for (size_t slot = 0; slot < parameters_.size(); ++slot) {
+    at::Tensor& gradient = parameter(slot).mutable_grad();
+    const at::Tensor& view = views_in_[slot];
+    if (!gradient.defined()) {
+      gradient =
+          at::empty_strided(view.sizes(), view.strides(), view.options());
+    }
+    const bool plain = unpackable && !gradient.requires_grad() &&
+                       same_memory_order(gradient, view) &&
+                       !has_lazy_bits(gradient);
+    destinations_[slot] = plain ? gradient.mutable_data_ptr() : nullptr;
+    // A gradient with a history may be saved for another backward: copy_ on it
+    // tells autograd that it has changed.
+    if (!plain) gradient.detach().copy_(view_out(slot, result));
+    numel_copied += ranges_[slot].numel;
+  }
+  if (unpackable) packer_->unpack(result, destinations_);
+  return numel_copied * flat_.element_size();
+}
+
+void DenseReplica::adopt_gradients() {
+  if (!gradients_as_views_) return;
+  const at::NoGradGuard no_grad;
+  for (size_t slot = 0; slot < parameters_.size(); ++slot) {
+    at::Tensor& gradient = parameter(slot).mutable_grad();
+    if (!gradient.defined() || gradient.requires_grad()) continue;
+    views_in_[slot].copy_(gradient);
+    gradient = views_in_[slot];
+  }
+}
+
+void DenseReplica::clear() {
+  const at::NoGradGuard no_grad;
+  wire_.zero_();
+}
+
+at::Tensor DenseReplica::view_out(size_t slot, const at::Tensor& result) const {
+  return result.as_strided(
+      parameter(slot).sizes(), gradient_strides(parameter(slot)),
+      result.storage_offset() + ranges_[slot].offset_numel);
+}
+
+const at::Tensor& DenseReplica::parameter(size_t slot) const {
+  return table_[parameters_[slot]];
+}
+
+}  // namespace brigade

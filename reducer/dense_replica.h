@@ -1,0 +1,71 @@
+// One flat buffer for the dense gradients of a bucket, and the views into it.
+//
+// Views in: where gradients are packed to. They have the parameters' shapes and
+// strides, are made once, and in view mode are the gradients. Views out: where
+// results are read from; the same memory unless a comm hook returned another
+// tensor.
+
+#ifndef BRIGADE_REDUCER_DENSE_REPLICA_H_
+#define BRIGADE_REDUCER_DENSE_REPLICA_H_
+
+#include <ATen/core/Tensor.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "brigade/reducer/bucket_replica.h"
+#include "brigade/reducer/packer.h"
+#include "brigade/reducer/parameter_table.h"
+
+namespace brigade {
+
+class DenseReplica final : public BucketReplica {
+ public:
+  // REQUIRES: `parameters` index into `table`, are of one dtype and device, and
+  // `table` outlives this object.
+  DenseReplica(const ParameterTable& table, std::span<const size_t> parameters,
+               at::ScalarType wire_dtype, bool gradients_as_views);
+
+  int64_t pack(double scale) override;
+  const at::Tensor& buffer() const override { return wire_; }
+  int64_t deliver(const at::Tensor& result) override;
+  void adopt_gradients() override;
+  void clear() override;
+
+  // Tensors that share the bucket's memory but are no views to autograd, so
+  // that optimizers may detach_() them.
+  const at::Tensor& view_in(size_t slot) const { return views_in_[slot]; }
+
+  // Units: elements.
+  std::span<const SlotRange> ranges() const { return ranges_; }
+
+ private:
+  const void* source_of(size_t slot, const at::Tensor& gradient);
+  int64_t deliver_views(const at::Tensor& result);
+  int64_t deliver_copies(const at::Tensor& result);
+  at::Tensor view_out(size_t slot, const at::Tensor& result) const;
+  const at::Tensor& parameter(size_t slot) const;
+
+  // Constant after construction.
+  const ParameterTable& table_;
+  const std::vector<size_t> parameters_;  // by slot
+  const bool gradients_as_views_;
+  std::vector<SlotRange> ranges_;     // by slot
+  at::Tensor flat_;                   // 1D, [numel], parameters' dtype
+  at::Tensor wire_;                   // 1D, [numel], wire dtype; may be flat_
+  std::vector<at::Tensor> views_in_;  // by slot, into flat_
+  std::unique_ptr<Packer> packer_;
+
+  // This iteration only.
+  std::vector<const void*> sources_;    // by slot
+  std::vector<void*> destinations_;     // by slot
+  std::vector<char> keeps_graph_;       // by slot: its gradient has a history
+  std::vector<at::Tensor> rearranged_;  // gradients of another memory order
+};
+
+}  // namespace brigade
+
+#endif  // BRIGADE_REDUCER_DENSE_REPLICA_H_

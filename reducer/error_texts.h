@@ -1,0 +1,40 @@
+// The texts of a reducer's errors: what was expected, what was found, where,
+// and one thing to do.
+//
+// Thread safety: pure functions.
+
+#ifndef BRIGADE_REDUCER_ERROR_TEXTS_H_
+#define BRIGADE_REDUCER_ERROR_TEXTS_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+
+#include "brigade/reducer/parameter_table.h"
+
+namespace brigade {
+
+// When and where something happened.
+struct Occasion {
+  int64_t iteration = 0;
+  int rank = 0;
+};
+
+std::string describe_missing_gradients(const ParameterTable& table,
+                                       std::span<const size_t> missing,
+                                       Occasion occasion);
+std::string describe_second_gradient(const ParameterTable& table,
+                                     size_t parameter, Occasion occasion);
+std::string describe_reduced_again(const ParameterTable& table,
+                                   size_t parameter, Occasion occasion);
+
+// "bucket 2 of 5 (parameters 'a', ...), iteration 17, rank 1": goes in front of
+// what a hook or a collective threw.
+std::string describe_bucket(const ParameterTable& table,
+                            std::span<const size_t> parameters, size_t bucket,
+                            size_t num_buckets, Occasion occasion);
+
+}  // namespace brigade
+
+#endif  // BRIGADE_REDUCER_ERROR_TEXTS_H_

@@ -1,0 +1,62 @@
+// Everything that belongs to one iteration and dies with it.
+//
+// Made by prepare_for_backward, dropped when the gradients have been delivered
+// or the iteration is abandoned. docs/protocol.md describes the phases.
+//
+// Thread safety: none; the reducer's lock covers it.
+
+#ifndef BRIGADE_REDUCER_ITERATION_STATE_H_
+#define BRIGADE_REDUCER_ITERATION_STATE_H_
+
+#include <ATen/ThreadLocalState.h>
+#include <ATen/core/ivalue.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "brigade/planning/launch_order.h"
+#include "brigade/reducer/stream_join.h"
+
+namespace brigade {
+
+enum class Phase {
+  kPrepared,  // forward is done, no gradient has come
+  kReducing,  // gradients come, full buckets are launched
+};
+
+// What a rank launches: the content of its signature.
+struct LaunchRecord {
+  uint64_t sequence = 0;  // place among this reducer's bucket launches
+  size_t bucket = 0;
+  int64_t numel = 0;  // 0 for a sparse gradient
+};
+
+struct Launch {
+  LaunchRecord record;
+  c10::intrusive_ptr<c10::ivalue::Future> future;  // null: nothing to wait for
+};
+
+struct IterationState {
+  IterationState(int64_t iteration, const BucketPlan& plan)
+      : iteration(iteration), order(plan) {
+    launches.reserve(plan.num_buckets());
+  }
+
+  const int64_t iteration;  // counted from 1
+  Phase phase = Phase::kPrepared;
+  const at::ThreadLocalState preparer;  // of the thread that prepared
+  LaunchOrder order;
+  std::vector<StreamJoin> streams;  // by bucket: who produced its gradients
+  std::vector<Launch> launches;     // in plan order
+  int watched_backward = -1;        // whose end is being watched
+
+  bool all_launched() const {
+    return order.all_launched() &&
+           launches.size() == order.num_launched();  // the last hook may throw
+  }
+};
+
+}  // namespace brigade
+
+#endif  // BRIGADE_REDUCER_ITERATION_STATE_H_

@@ -1,0 +1,135 @@
+#include "brigade/reducer/parameter_table.h"
+
+#include <algorithm>
+#include <map>
+#include <unordered_map>
+#include <utility>
+
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+
+namespace brigade {
+namespace {
+
+constexpr size_t kNamesListed = 5;
+
+std::string quoted_name(const std::vector<std::string>& names, size_t i) {
+  return names.empty() ? absl::StrCat(i)
+                       : absl::StrCat(i, " ('", names[i], "')");
+}
+
+absl::Status check_parameter(const at::Tensor& tensor,
+                             const std::string& name) {
+  if (!tensor.defined()) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("parameter ", name, " must be a tensor, it is undefined"));
+  }
+  if (!tensor.requires_grad()) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "parameter ", name,
+        " must require a gradient; leave frozen parameters out of the list"));
+  }
+  if (!tensor.is_leaf()) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "parameter ", name, " must be a leaf, it is the result of ",
+        std::string(tensor.grad_fn()->name()),
+        "; its gradient is not accumulated"));
+  }
+  if (tensor.layout() != at::kStrided) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("parameter ", name, " must be a dense tensor"));
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+absl::StatusOr<ParameterTable> ParameterTable::create(
+    std::vector<at::Tensor> parameters, std::vector<std::string> names,
+    std::vector<bool> expect_sparse) {
+  if (parameters.empty()) {
+    return absl::InvalidArgumentError(
+        "a reducer needs at least 1 parameter that requires a gradient, got 0");
+  }
+  if (!names.empty() && names.size() != parameters.size()) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("parameter_names must have one entry for each of ",
+                     parameters.size(), " parameters, got ", names.size()));
+  }
+  if (!expect_sparse.empty() && expect_sparse.size() != parameters.size()) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "expect_sparse_gradients must have one entry for each of ",
+        parameters.size(), " parameters, got ", expect_sparse.size()));
+  }
+  std::unordered_map<const c10::TensorImpl*, size_t> first_index;
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    const std::string name = quoted_name(names, i);
+    if (absl::Status status = check_parameter(parameters[i], name);
+        !status.ok()) {
+      return status;
+    }
+    auto [it, is_new] =
+        first_index.emplace(parameters[i].unsafeGetTensorImpl(), i);
+    if (!is_new) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("parameter ", name, " is the same tensor as parameter ",
+                       quoted_name(names, it->second), "; list it once"));
+    }
+  }
+  return ParameterTable(std::move(parameters), std::move(names),
+                        std::move(expect_sparse));
+}
+
+ParameterTable::ParameterTable(std::vector<at::Tensor> tensors,
+                               std::vector<std::string> names,
+                               std::vector<bool> expect_sparse)
+    : tensors_(std::move(tensors)), names_(std::move(names)) {
+  std::map<std::pair<at::ScalarType, std::string>, int> kinds;
+  specs_.reserve(tensors_.size());
+  for (size_t i = 0; i < tensors_.size(); ++i) {
+    const at::Tensor& tensor = tensors_[i];
+    const auto [it, is_new] =
+        kinds.try_emplace({tensor.scalar_type(), tensor.device().str()},
+                          static_cast<int>(kinds.size()));
+    specs_.push_back({.size_bytes = tensor.numel() * tensor.element_size(),
+                      .kind = it->second,
+                      .sparse = !expect_sparse.empty() && expect_sparse[i]});
+  }
+}
+
+std::string ParameterTable::name_of(size_t i) const {
+  return absl::StrCat("parameter ", quoted_name(names_, i));
+}
+
+std::string ParameterTable::name_of(std::span<const size_t> parameters) const {
+  std::vector<std::string> listed;
+  for (size_t k = 0; k < std::min(parameters.size(), kNamesListed); ++k) {
+    listed.push_back(quoted_name(names_, parameters[k]));
+  }
+  std::string text =
+      absl::StrCat(parameters.size() == 1 ? "parameter " : "parameters ",
+                   absl::StrJoin(listed, ", "));
+  if (parameters.size() > kNamesListed) {
+    absl::StrAppend(&text, " and ", parameters.size() - kNamesListed, " more");
+  }
+  return text;
+}
+
+std::vector<std::string> ParameterTable::describe_all() const {
+  std::vector<std::string> descriptions;
+  descriptions.reserve(tensors_.size());
+  for (size_t i = 0; i < tensors_.size(); ++i) {
+    const at::Tensor& tensor = tensors_[i];
+    std::string& text = descriptions.emplace_back();
+    if (!names_.empty()) absl::StrAppend(&text, "'", names_[i], "' ");
+    absl::StrAppend(&text, c10::toString(tensor.scalar_type()), " [",
+                    absl::StrJoin(tensor.sizes(), ", "), "] strides [",
+                    absl::StrJoin(tensor.strides(), ", "), "] on ",
+                    c10::DeviceTypeName(tensor.device().type(), true),
+                    specs_[i].sparse ? ", sparse gradient" : "");
+  }
+  return descriptions;
+}
+
+}  // namespace brigade

@@ -1,0 +1,56 @@
+// Every knob of a Reducer, with its default and its price.
+
+#ifndef BRIGADE_REDUCER_REDUCER_OPTIONS_H_
+#define BRIGADE_REDUCER_REDUCER_OPTIONS_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <torch/csrc/distributed/c10d/comm.hpp>
+#include <vector>
+
+#include "brigade/planning/plan_by_size.h"
+
+namespace brigade {
+
+// Options are compared across ranks at construction, save names and the hook.
+struct ReducerOptions {
+  // Sizes at which buckets close: the first to fill, the second, ...; the last
+  // one repeats. Small buckets start communication early and pay latency often;
+  // one huge bucket hides nothing behind backward.
+  std::vector<int64_t> bucket_caps_bytes = {kDefaultBucketCapsBytes.begin(),
+                                            kDefaultBucketCapsBytes.end()};
+
+  // Parameter indices by bucket, in launch order. Replaces planning by size and
+  // is kept: an explicit plan is not rebuilt. Empty: plan by size, in reverse
+  // registration order.
+  std::vector<std::vector<size_t>> bucket_plan = {};
+
+  // One per parameter, for error messages. Empty: errors give indices only.
+  std::vector<std::string> parameter_names = {};
+
+  // One per parameter: its gradient is a sparse COO tensor, which is reduced in
+  // a bucket of its own. Empty: all are dense.
+  std::vector<bool> expect_sparse_gradients = {};
+
+  // Plan again, once, from the order in which the first iteration's gradients
+  // became ready on rank 0. Costs one broadcast of 8 bytes per parameter and,
+  // if the plan changes, one allocation of all buckets.
+  bool rebuild_buckets = true;
+
+  // Gradients are views of their bucket: no copy back, and gradient memory is
+  // that of the buckets plus the gradients of the bucket being filled. Each
+  // step replaces the tensor in `.grad` that autograd put there. If false,
+  // buckets are memory on top of the gradients, and results are copied into the
+  // gradients autograd made, which keep their identity.
+  bool gradients_as_bucket_views = true;
+
+  // How a bucket crosses ranks. Null: average by all-reduce in the gradients'
+  // own dtype. See comm_hooks/.
+  std::shared_ptr<c10d::CommHookInterface> comm_hook = nullptr;
+};
+
+}  // namespace brigade
+
+#endif  // BRIGADE_REDUCER_REDUCER_OPTIONS_H_

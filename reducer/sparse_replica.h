@@ -1,0 +1,42 @@
+// A bucket of one parameter whose gradient is a sparse COO tensor.
+//
+// There is nothing to pack: the gradient itself travels, scaled. Its number of
+// entries differs from rank to rank, which sparse all-reduces allow for.
+
+#ifndef BRIGADE_REDUCER_SPARSE_REPLICA_H_
+#define BRIGADE_REDUCER_SPARSE_REPLICA_H_
+
+#include <ATen/core/Tensor.h>
+
+#include <cstddef>
+#include <cstdint>
+
+#include "brigade/reducer/bucket_replica.h"
+#include "brigade/reducer/parameter_table.h"
+
+namespace brigade {
+
+class SparseReplica final : public BucketReplica {
+ public:
+  // REQUIRES: `parameter` indexes into `table`, which outlives this object.
+  SparseReplica(const ParameterTable& table, size_t parameter);
+
+  // Always copies: scaling makes a tensor of its own.
+  int64_t pack(double scale) override;
+
+  // Sparse COO, parameter's sizes and dtype; undefined before the first pack.
+  const at::Tensor& buffer() const override { return buffer_; }
+
+  int64_t deliver(const at::Tensor& result) override;
+  void adopt_gradients() override {}
+  void clear() override;
+
+ private:
+  const ParameterTable& table_;
+  const size_t parameter_;
+  at::Tensor buffer_;
+};
+
+}  // namespace brigade
+
+#endif  // BRIGADE_REDUCER_SPARSE_REPLICA_H_

@@ -1,0 +1,22 @@
+// What a reducer has done so far, in counts: the numbers that tests and
+// benchmarks hold it to.
+
+#ifndef BRIGADE_REDUCER_STATISTICS_H_
+#define BRIGADE_REDUCER_STATISTICS_H_
+
+#include <cstdint>
+
+namespace brigade {
+
+struct ReducerStatistics {
+  int64_t iterations = 0;  // reduced to the end
+  int64_t abandoned_iterations = 0;
+  int64_t buckets_launched = 0;  // comm hook calls
+  int64_t bytes_packed = 0;      // of gradients copied into buckets
+  int64_t bytes_delivered = 0;   // of gradients copied out of buckets
+  int64_t rebuilds = 0;          // of the plan, from the observed order
+};
+
+}  // namespace brigade
+
+#endif  // BRIGADE_REDUCER_STATISTICS_H_

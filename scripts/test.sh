@@ -1,0 +1,85 @@
+#!/usr/bin/env bash
+# Runs brigade's tests: the release build with every test (the consumer of the
+# installed tree among them), then under AddressSanitizer and
+# UndefinedBehaviorSanitizer, then reducer/ and comm/ under ThreadSanitizer.
+# --quick: the release build only.
+set -euo pipefail
+cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
+
+quick=no
+case "${1:-}" in
+  --quick) quick=yes ;;
+  "") ;;
+  *)
+    echo "usage: scripts/test.sh [--quick]" >&2
+    exit 2
+    ;;
+esac
+
+passed=0 failed=0 skipped=0
+launcher=() # what ctest is started through
+broken=() # stages that did not get as far as running tests, or had failures
+
+# stage <preset> <target ...> -- <ctest argument ...>
+stage() {
+  local preset=$1 targets=() results
+  shift
+  while [[ $1 != -- ]]; do
+    targets+=("$1")
+    shift
+  done
+  shift
+  results="$PWD/build/$preset/results.xml"
+  echo
+  echo "test: building $preset"
+  if ! scripts/build.sh "$preset" "${targets[@]}"; then
+    broken+=("$preset does not build")
+    return
+  fi
+  echo "test: running $preset"
+  rm -f "$results"
+  if ! "${launcher[@]}" ctest --preset "$preset" --output-junit "$results" --no-tests=error "$@"; then
+    broken+=("$preset")
+  fi
+  count "$results"
+}
+
+# Adds what ctest's report says to the totals.
+count() {
+  local numbers
+  if [[ ! -s $1 ]]; then
+    broken+=("no results in $1")
+    return
+  fi
+  numbers=$(python3 - "$1" <<'PY'
+import sys
+import xml.etree.ElementTree as tree
+
+suite = tree.parse(sys.argv[1]).getroot()
+total, failed, skipped, disabled = (
+    int(suite.get(name, 0)) for name in ("tests", "failures", "skipped", "disabled"))
+print(total - failed - skipped - disabled, failed, skipped + disabled)
+PY
+  )
+  read -r p f s <<<"$numbers"
+  passed=$((passed + p)) failed=$((failed + f)) skipped=$((skipped + s))
+}
+
+scripts/setup.sh
+stage release -- -j "$(nproc)"
+if [[ $quick == no ]]; then
+  stage asan -- -LE gpu
+  # ThreadSanitizer of GCC 12 cannot start where addresses are randomised more
+  # than this.
+  if (($(cat /proc/sys/vm/mmap_rnd_bits 2>/dev/null || echo 28) > 28)); then
+    launcher=(setarch -R)
+  fi
+  stage tsan comm_test reducer_test -- -R '^(comm_test|reducer_test)$'
+fi
+
+echo
+((${#broken[@]} == 0)) || printf 'test: FAILED: %s\n' "${broken[@]}"
+summary="$passed passed, $failed failed"
+((skipped == 0)) || summary+=", $skipped skipped"
+echo "$summary"
+((${#broken[@]} == 0 && failed == 0))

@@ -1,0 +1,172 @@
+#include "brigade/comm/agreement.h"
+
+#include <torch/torch.h>
+
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "brigade/comm/peer_error.h"
+#include "brigade/comm/process_group.h"
+#include "brigade/comm/recording_group.h"
+#include "brigade/tests/support/local_ranks.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+
+namespace brigade {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::Each;
+using ::testing::HasSubstr;
+using ::testing::SizeIs;
+using ::testing::StartsWith;
+using testing::run_ranks;
+
+using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
+using Items = std::vector<std::string>;
+
+// Every rank's ValueError, or "" where it agreed.
+std::vector<std::string> verdicts(
+    const std::vector<Items>& items_of,
+    const std::vector<absl::Status>& status_of = {}) {
+  const int world_size = static_cast<int>(items_of.size());
+  std::vector<std::string> texts(world_size);
+  run_ranks(world_size, [&](Group group) {
+    const int rank = group->getRank();
+    try {
+      require_agreement(group, at::kCPU, "parameter", items_of[rank],
+                        status_of.empty() ? absl::OkStatus() : status_of[rank]);
+    } catch (const c10::ValueError& error) {
+      texts[rank] = error.what_without_backtrace();
+    }
+    // The group goes on in step, whatever the verdict.
+    std::vector<at::Tensor> one = {at::ones(1)};
+    group->allreduce(one)->wait();
+    EXPECT_EQ(one[0].item<int>(), world_size);
+  });
+  return texts;
+}
+
+Items numbered(size_t count) {
+  Items items;
+  for (size_t i = 0; i < count; ++i) {
+    items.push_back("'layer." + std::to_string(i) + ".weight' float32 [10, 20]");
+  }
+  return items;
+}
+
+TEST(AgreementTest, EqualItemsAgree) {
+  for (int world_size : {1, 2, 3, 4}) {
+    EXPECT_THAT(verdicts(std::vector<Items>(world_size, numbered(5))), Each(""));
+  }
+  EXPECT_THAT(verdicts({{}, {}}), Each(""));
+}
+
+TEST(AgreementTest, NamesTheItemTheRanksAndBothSides) {
+  Items other = numbered(7);
+  other[3] = "'layer.3.weight' float32 [20, 10]";
+  const auto texts = verdicts({numbered(7), other, numbered(7), other});
+  EXPECT_THAT(
+      texts,
+      Each("expected the same parameters on every rank; parameter 3 differs: "
+           "ranks 0, 2 have 'layer.3.weight' float32 [10, 20], ranks 1, 3 have "
+           "'layer.3.weight' float32 [20, 10]."));
+}
+
+TEST(AgreementTest, NamesTheFirstOfSeveralDifferences) {
+  for (size_t first : {0, 1, 49, 98, 99}) {
+    Items other = numbered(100);
+    for (size_t i = first; i < 100; i += 7) other[i] = "other";
+    EXPECT_THAT(verdicts({numbered(100), other}),
+                Each(HasSubstr("; parameter " + std::to_string(first) +
+                               " differs: rank 0 has 'layer.")));
+  }
+}
+
+TEST(AgreementTest, SaysCountsThatDiffer) {
+  EXPECT_THAT(
+      verdicts({numbered(2), numbered(3), numbered(2)}),
+      Each("expected the same parameters on every rank; parameter 2 differs: "
+           "ranks 0, 2 have no such parameter, rank 1 has 'layer.2.weight' "
+           "float32 [10, 20]. Number of parameters: ranks 0, 2 have 2, rank 1 "
+           "has 3."));
+  EXPECT_THAT(verdicts({{}, numbered(1)}),
+              Each(HasSubstr("parameter 0 differs: rank 0 has no such")));
+}
+
+TEST(AgreementTest, ItemsDoNotRunTogether) {
+  EXPECT_THAT(verdicts({{"ab", "c"}, {"a", "bc"}}),
+              Each(HasSubstr("parameter 0 differs: rank 0 has ab, rank 1 has a.")));
+}
+
+TEST(AgreementTest, AFailureOfOneRankReachesAll) {
+  EXPECT_THAT(
+      verdicts({numbered(3), numbered(3), numbered(3)},
+               {absl::OkStatus(), absl::InvalidArgumentError("no parameter"),
+                absl::OkStatus()}),
+      Each("rank 1: no parameter"));
+}
+
+TEST(AgreementTest, FailuresCountBeforeDifferences) {
+  EXPECT_THAT(verdicts({numbered(3), numbered(4)},
+                       {absl::OkStatus(), absl::InvalidArgumentError("bad")}),
+              Each("rank 1: bad"));
+}
+
+TEST(AgreementTest, DifferentFailuresAreAllNamed) {
+  EXPECT_THAT(verdicts({{}, {}, {}}, {absl::InvalidArgumentError("a"),
+                                      absl::InvalidArgumentError("b"),
+                                      absl::InvalidArgumentError("a")}),
+              Each("ranks 0, 2: a\nrank 1: b"));
+}
+
+TEST(AgreementTest, AFailureThatAllShareNamesNoRank) {
+  EXPECT_THAT(verdicts({{}, {}}, {absl::InvalidArgumentError("all bad"),
+                                  absl::InvalidArgumentError("all bad")}),
+              Each("all bad"));
+}
+
+TEST(AgreementTest, LongTextsAreCut) {
+  const std::string x(5000, 'x');
+  const std::string y(5000, 'y');
+  for (const std::string& text : verdicts({{x}, {y}})) {
+    EXPECT_THAT(text, AllOf(HasSubstr("xxx..."), HasSubstr("yyy...")));
+    EXPECT_LT(text.size(), 4500);
+  }
+}
+
+TEST(AgreementTest, AWorldOfOneThrowsItsOwnStatus) {
+  const Group group = single_process_group();
+  require_agreement(group, at::kCPU, "parameter", numbered(2), absl::OkStatus());
+  EXPECT_THROW(require_agreement(group, at::kCPU, "parameter", numbered(2),
+                                 absl::InvalidArgumentError("bad")),
+               c10::ValueError);
+}
+
+TEST(AgreementTest, OneSmallGatherWhenAllAgree) {
+  RecordingGroup recording(4, 2);
+  require_agreement(recording.group(), at::kCPU, "parameter", numbered(8000),
+                    absl::OkStatus());
+  ASSERT_THAT(recording.log(), SizeIs(1));
+  EXPECT_EQ(recording.log()[0].type, c10d::OpType::_ALLGATHER_BASE);
+  EXPECT_EQ(recording.log()[0].bytes, 32);
+}
+
+TEST(AgreementTest, ABrokenGroupIsAPeerError) {
+  RecordingGroup recording(3, 1);
+  recording.fail_at_completion(
+      0, std::make_exception_ptr(std::runtime_error("Connection closed")));
+  try {
+    require_agreement(recording.group(), at::kCPU, "parameter", numbered(1),
+                      absl::OkStatus());
+    FAIL() << "nothing was thrown";
+  } catch (const PeerError& error) {
+    EXPECT_THAT(error.what_without_backtrace(),
+                StartsWith("rank 1 of 3 could not compare its parameters with "
+                           "the other ranks': Connection closed."));
+  }
+}
+
+}  // namespace
+}  // namespace brigade

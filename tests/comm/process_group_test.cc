@@ -1,0 +1,386 @@
+#include "brigade/comm/process_group.h"
+
+#include <torch/torch.h>
+
+#include <cstdlib>
+#include <filesystem>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+#include <vector>
+
+#include "brigade/comm/peer_error.h"
+#include "brigade/tests/support/local_ranks.h"
+#include "brigade/tests/support/process_ranks.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+
+namespace brigade {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using testing::ProcessRanks;
+using testing::RankContext;
+using testing::RankFunction;
+using testing::RankResult;
+using testing::run_ranks;
+
+using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
+
+constexpr std::chrono::minutes kForever{10};
+
+at::Tensor all_reduced(const Group& group, at::Tensor tensor) {
+  std::vector<at::Tensor> tensors = {std::move(tensor)};
+  group->allreduce(tensors)->wait();
+  return tensors[0];
+}
+
+// The text of what `fn` throws, of type E.
+template <typename E, typename F>
+std::string text_of(F fn) {
+  try {
+    fn();
+  } catch (const E& error) {
+    return error.what_without_backtrace();
+  }
+  return "nothing of this type was thrown";
+}
+
+// Sets an environment variable until the end of the scope.
+class ScopedVariable {
+ public:
+  ScopedVariable(const char* name, const char* value) : name_(name) {
+    if (const char* before = std::getenv(name)) before_ = before;
+    setenv(name, value, 1);
+  }
+  ~ScopedVariable() {
+    if (before_) {
+      setenv(name_, before_->c_str(), 1);
+    } else {
+      unsetenv(name_);
+    }
+  }
+
+ private:
+  const char* name_;
+  std::optional<std::string> before_;
+};
+
+class WorldSizeTest : public ::testing::TestWithParam<int> {};
+INSTANTIATE_TEST_SUITE_P(Threads, WorldSizeTest, ::testing::Values(1, 2, 3, 4));
+
+TEST_P(WorldSizeTest, GroupSumsEveryRank) {
+  const int world_size = GetParam();
+  run_ranks(world_size, [&](Group group) {
+    EXPECT_EQ(group->getSize(), world_size);
+    const at::Tensor sum =
+        all_reduced(group, at::arange(8, at::kFloat) + group->getRank());
+    const int rank_sum = world_size * (world_size - 1) / 2;
+    EXPECT_TRUE(at::equal(sum, at::arange(8, at::kFloat) * world_size + rank_sum))
+        << "rank " << group->getRank() << " got " << sum;
+  });
+}
+
+TEST_P(WorldSizeTest, GroupsStoreCarriesWordsBetweenRanks) {
+  const int world_size = GetParam();
+  run_ranks(world_size, [&](Group group) {
+    const auto key = [](int rank) { return "word" + std::to_string(rank); };
+    group->getStore()->set(key(group->getRank()),
+                           "from " + std::to_string(group->getRank()));
+    for (int rank = 0; rank < world_size; ++rank) {
+      EXPECT_EQ(group->getStore()->get_to_str(key(rank)),
+                "from " + std::to_string(rank));
+    }
+  });
+}
+
+TEST(ProcessGroupTest, GroupsOfOneStoreDoNotMix) {
+  auto store = c10::make_intrusive<c10d::HashStore>();
+  const ProcessGroupOptions options = {.gloo_interfaces = {"lo"}};
+  std::vector<std::jthread> ranks;
+  for (int rank = 0; rank < 2; ++rank) {
+    ranks.emplace_back([&, rank] {
+      GroupScope first(make_process_group(store, rank, 2, options));
+      GroupScope second(make_process_group(store, rank, 2, options));
+      if (rank == 0) first.group()->getStore()->set("key", "of the first");
+      if (rank == 1) second.group()->getStore()->set("key", "of the second");
+      EXPECT_EQ(first.group()->getStore()->get_to_str("key"), "of the first");
+      EXPECT_EQ(second.group()->getStore()->get_to_str("key"), "of the second");
+      EXPECT_EQ(all_reduced(first.group(), at::ones(1)).item<float>(), 2);
+      EXPECT_EQ(all_reduced(second.group(), at::ones(1)).item<float>(), 2);
+    });
+  }
+}
+
+TEST(ProcessGroupTest, TakesTheTimeoutFromItsOptions) {
+  run_ranks(
+      1,
+      [](Group group) {
+        EXPECT_EQ(group->getBackend(at::kCPU)->getBackendOptions()->timeout,
+                  std::chrono::milliseconds(4321));
+      },
+      std::chrono::milliseconds(4321));
+}
+
+TEST(ProcessGroupTest, RefusesBadArguments) {
+  auto store = c10::make_intrusive<c10d::HashStore>();
+  EXPECT_THAT(text_of<c10::ValueError>([&] {
+                make_process_group(store, 2, 2);
+              }),
+              HasSubstr("got rank 2 and world size 2"));
+  EXPECT_THAT(text_of<c10::ValueError>([&] {
+                make_process_group(store, 0, 1, {.device_type = at::kMPS});
+              }),
+              HasSubstr("device_type must be kCPU or kCUDA, got mps"));
+  EXPECT_THAT(text_of<c10::ValueError>([&] {
+                make_process_group(store, 0, 1,
+                                   {.timeout = std::chrono::milliseconds(0)});
+              }),
+              HasSubstr("timeout must be > 0 ms, got 0 ms"));
+  EXPECT_THAT(text_of<c10::ValueError>([&] {
+                make_process_group(nullptr, 0, 1);
+              }),
+              HasSubstr("needs a store"));
+  EXPECT_THAT(text_of<c10::ValueError>([&] {
+                init_process_group(LaunchEnvironment{.world_size = 2});
+              }),
+              HasSubstr("must name where 2 ranks meet"));
+  EXPECT_THAT(text_of<c10::ValueError>([] { GroupScope scope(nullptr); }),
+              HasSubstr("needs a group"));
+}
+
+TEST(ProcessGroupTest, SaysWhyCudaIsNotThere) {
+  if (torch::cuda::is_available()) GTEST_SKIP() << "this machine has a GPU";
+  auto store = c10::make_intrusive<c10d::HashStore>();
+  EXPECT_THAT(text_of<c10::Error>([&] {
+                make_process_group(store, 0, 1, {.device_type = at::kCUDA});
+              }),
+              AllOf(HasSubstr("a process group for CUDA tensors"),
+                    HasSubstr("at::kCPU")));
+  EXPECT_THAT(text_of<c10::Error>([&] {
+                init_process_group(LaunchEnvironment{.local_rank = 0},
+                                   {.device_type = at::kCUDA});
+              }),
+              AllOf(HasSubstr("CUDA"), HasSubstr("at::kCPU")));
+}
+
+TEST(ProcessGroupTest, UsesEveryInterfaceOfTheVariable) {
+  auto store = c10::make_intrusive<c10d::HashStore>();
+  {
+    ScopedVariable variable("GLOO_SOCKET_IFNAME", "lo,lo");
+    const Group group = make_process_group(store, 0, 1);
+    EXPECT_EQ(all_reduced(group, at::ones(1)).item<float>(), 1);
+  }
+  {
+    ScopedVariable variable("GLOO_SOCKET_IFNAME", "lo,,lo");
+    EXPECT_THAT(
+        text_of<c10::ValueError>([&] { make_process_group(store, 0, 1); }),
+        AllOf(HasSubstr("GLOO_SOCKET_IFNAME"), HasSubstr("'lo,,lo'")));
+  }
+  {
+    ScopedVariable variable("GLOO_SOCKET_IFNAME", "nosuch0");
+    EXPECT_THAT(text_of<c10::Error>([&] { make_process_group(store, 0, 1); }),
+                AllOf(HasSubstr("rank 0 of 1 could not connect"),
+                      HasSubstr("nosuch0")));
+  }
+}
+
+// Threads and open descriptors of this process.
+size_t count_entries(const char* folder) {
+  size_t count = 0;
+  for ([[maybe_unused]] const auto& entry :
+       std::filesystem::directory_iterator(folder)) {
+    ++count;
+  }
+  return count;
+}
+
+TEST(SingleProcessGroupTest, NeedsNoThreadAndNoSocket) {
+  all_reduced(single_process_group(), at::ones(1));  // loads what is lazy
+  const size_t threads = count_entries("/proc/self/task");
+  const size_t descriptors = count_entries("/proc/self/fd");
+  const Group group = single_process_group();
+  EXPECT_EQ(all_reduced(group, at::full({3}, 5.0)).sum().item<float>(), 15);
+  EXPECT_EQ(count_entries("/proc/self/task"), threads);
+  EXPECT_EQ(count_entries("/proc/self/fd"), descriptors);
+}
+
+TEST(SingleProcessGroupTest, AnswersEveryCollectiveExactly) {
+  const Group group = single_process_group();
+  EXPECT_EQ(group->getRank(), 0);
+  EXPECT_EQ(group->getSize(), 1);
+  at::Tensor input = at::arange(6, at::kFloat);
+  at::Tensor output = at::zeros(6);
+  group->_allgather_base(output, input)->wait();
+  EXPECT_TRUE(at::equal(output, input));
+  group->_reduce_scatter_base(output, input)->wait();
+  EXPECT_TRUE(at::equal(output, input));
+  std::vector<at::Tensor> tensors = {input};
+  group->broadcast(tensors)->wait();
+  group->barrier()->wait();
+  EXPECT_TRUE(at::equal(input, at::arange(6, at::kFloat)));
+  group->getStore()->set("key", "value");
+  EXPECT_EQ(group->getStore()->get_to_str("key"), "value");
+}
+
+TEST(SingleProcessGroupTest, WritesBelowAutograd) {
+  const Group group = single_process_group();
+  at::Tensor parameter = at::ones(3).requires_grad_();
+  std::vector<at::Tensor> tensors = {parameter};
+  const auto version = parameter._version();
+  group->broadcast(tensors)->wait();
+  group->allreduce(tensors)->wait();
+  EXPECT_EQ(parameter._version(), version);
+}
+
+TEST(InitProcessGroupTest, AWorldOfOneFromALauncherOpensNoConnection) {
+  const LaunchEnvironment env = {.master_addr = "192.0.2.1",  // nobody there
+                                 .master_port = 1,
+                                 .launcher = "torchrun"};
+  const Group group = init_process_group(env);
+  EXPECT_EQ(all_reduced(group, at::ones(1)).item<float>(), 1);
+}
+
+// In one process, TCP stores with the same port share a server, so that rank 0
+// can host it at a port which is known to be free.
+TEST(InitProcessGroupTest, RankZeroHostsTheStoreWhenNoAgentDoes) {
+  c10d::TCPStoreOptions options;
+  options.port = 0;
+  options.isServer = true;
+  options.waitWorkers = false;
+  options.multiTenant = true;
+  auto reserved = c10::make_intrusive<c10d::TCPStore>("127.0.0.1", options);
+  std::vector<std::jthread> ranks;
+  for (int rank = 0; rank < 2; ++rank) {
+    ranks.emplace_back([&, rank] {
+      const LaunchEnvironment env = {.rank = rank,
+                                     .world_size = 2,
+                                     .local_rank = rank,
+                                     .master_addr = "127.0.0.1",
+                                     .master_port = reserved->getPort()};
+      GroupScope scope(init_process_group(env, {.gloo_interfaces = {"lo"}}));
+      EXPECT_EQ(all_reduced(scope.group(), at::ones(1)).item<float>(), 2);
+    });
+  }
+}
+
+TEST(InitProcessGroupTest, NamesThePlaceWhereNobodyCame) {
+  c10d::TCPStoreOptions options;
+  options.port = 0;
+  options.isServer = true;
+  options.waitWorkers = false;
+  uint16_t free_port = 0;
+  {
+    c10d::TCPStore briefly("127.0.0.1", options);
+    free_port = briefly.getPort();
+  }
+  const LaunchEnvironment env = {.rank = 1,
+                                 .world_size = 2,
+                                 .local_rank = 1,
+                                 .master_addr = "127.0.0.1",
+                                 .master_port = free_port};
+  EXPECT_THAT(
+      text_of<PeerError>([&] {
+        init_process_group(
+            env, {.rendezvous_timeout = std::chrono::milliseconds(300)});
+      }),
+      AllOf(HasSubstr("rank 1 of 2 did not meet the others at 127.0.0.1:" +
+                      std::to_string(free_port)),
+            HasSubstr("within 300 ms")));
+}
+
+TEST(GroupScopeTest, FinishesWhatIsInFlightOnTheNormalWayOut) {
+  std::vector<at::Tensor> tensors(2);
+  run_ranks(2, [&](Group group) {
+    std::vector<at::Tensor> mine = {at::ones(1 << 20)};
+    tensors[group->getRank()] = mine[0];
+    group->allreduce(mine);  // nobody waits for it
+  });
+  EXPECT_EQ(tensors[0].sum().item<float>(), 2 << 20);
+  EXPECT_EQ(tensors[1].sum().item<float>(), 2 << 20);
+}
+
+// With nobody to abort it, rank 1 would wait for ten minutes.
+TEST(GroupScopeTest, AnExceptionOnOneRankEndsTheOthersCollectives) {
+  std::string text;
+  EXPECT_THROW(run_ranks(
+                   2,
+                   [&](Group group) {
+                     if (group->getRank() == 0) throw std::domain_error("mine");
+                     try {
+                       all_reduced(group, at::ones(1));
+                     } catch (const std::exception& error) {
+                       text = error.what();
+                     }
+                   },
+                   kForever),
+               std::domain_error);
+  EXPECT_THAT(text, HasSubstr("onnection"));
+}
+
+// Its own collectives, which no peer has joined, do not hold it either.
+TEST(GroupScopeTest, AnExceptionDoesNotWaitForOwnCollectives) {
+  std::atomic<bool> gone = false;
+  EXPECT_THROW(run_ranks(
+                   2,
+                   [&](Group group) {
+                     if (group->getRank() == 1) {
+                       gone.wait(false);
+                       return;
+                     }
+                     {
+                       GroupScope inner(group);
+                       try {
+                         GroupScope scope(std::move(group));
+                         std::vector<at::Tensor> mine = {at::ones(4)};
+                         auto work = scope.group()->allreduce(mine);
+                         throw std::domain_error("mine");
+                       } catch (...) {
+                         gone = true;
+                         gone.notify_all();
+                         throw;
+                       }
+                     }
+                   },
+                   kForever),
+               std::domain_error);
+}
+
+const RankFunction kSum("sum", [](RankContext& rank) {
+  GroupScope scope(init_process_group());
+  const at::Tensor sum =
+      all_reduced(scope.group(), at::full({4}, rank.rank() + 1.0));
+  rank.report("sum " + std::to_string(sum.sum().item<int>()));
+});
+
+class ProcessesTest : public ::testing::TestWithParam<int> {};
+INSTANTIATE_TEST_SUITE_P(Processes, ProcessesTest, ::testing::Values(1, 2, 3));
+
+TEST_P(ProcessesTest, StartFromTheEnvironmentAndEndCleanly) {
+  const int world_size = GetParam();
+  ProcessRanks ranks({.world_size = world_size, .function = "sum"});
+  const int expected = 4 * world_size * (world_size + 1) / 2;
+  for (const RankResult& result : ranks.finish()) {
+    EXPECT_EQ(result.exit_code, 0) << result.error_output;
+    EXPECT_THAT(result.messages,
+                ::testing::ElementsAre("sum " + std::to_string(expected)));
+    EXPECT_EQ(result.error_output, "");
+  }
+}
+
+TEST(ProcessesTest, AMissingVariableIsTheOnlyErrorOfARank) {
+  ProcessRanks ranks({.world_size = 1,
+                      .function = "sum",
+                      .environment = {{"WORLD_SIZE", std::nullopt}}});
+  const RankResult result = ranks.finish()[0];
+  EXPECT_EQ(result.exit_code, 1);
+  EXPECT_THAT(result.error_output,
+              HasSubstr("environment variable WORLD_SIZE is missing"));
+}
+
+}  // namespace
+}  // namespace brigade

@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# planning_alone.sh <source folder> <work folder>: configures and builds
+# planning/ and its tests with no LibTorch, and runs the tests.
+set -euo pipefail
+source=$1 work=$2
+cmake=${CMAKE_COMMAND:-cmake}
+
+rm -rf "$work"
+"$cmake" -S "$source" -B "$work" -DBRIGADE_PLANNING_ONLY=ON -DBRIGADE_TEST_EACH_CASE=OFF
+"$cmake" --build "$work"
+"$work/tests/planning/planning_test"
+if ldd "$work/tests/planning/planning_test" | grep -E 'torch|c10'; then
+  echo "planning_test is linked to LibTorch, which it must not need" >&2
+  exit 1
+fi

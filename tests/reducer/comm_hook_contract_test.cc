@@ -1,0 +1,210 @@
+// What a comm hook sees and what becomes of what it returns.
+
+#include <ATen/autocast_mode.h>
+#include <torch/torch.h>
+
+#include <memory>
+#include <thread>
+#include <vector>
+
+#include "brigade/comm/process_group.h"
+#include "brigade/comm_hooks/all_reduce_hook.h"
+#include "brigade/comm_hooks/function_hook.h"
+#include "brigade/reducer/reducer.h"
+#include "brigade/tests/reducer/toy_model.h"
+#include "brigade/tests/support/local_ranks.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+
+namespace brigade {
+namespace {
+
+using testing::run_ranks;
+using testing::ToyModel;
+
+using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
+using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
+
+FuturePtr completed(const at::Tensor& tensor) {
+  auto future =
+      c10::make_intrusive<c10::ivalue::Future>(c10::TensorType::get());
+  future->markCompleted(tensor);
+  return future;
+}
+
+void step(Reducer& reducer, const at::Tensor& loss) {
+  reducer.prepare_for_backward(loss);
+  loss.backward();
+}
+
+TEST(CommHookContractTest, GetsRawGradientsWithTheirPlaces) {
+  run_ranks(2, [](const Group& group) {
+    const ToyModel model({{2, 2}, {3}, {5}});
+    std::vector<size_t> indices;
+    auto hook = make_comm_hook([&](c10d::GradBucket& bucket) {
+      indices.push_back(bucket.getIndex());
+      EXPECT_EQ(bucket.isLast(), bucket.getIndex() == 1);
+      const std::vector<at::Tensor> parameters = bucket.getParameters();
+      const std::vector<at::Tensor> gradients = bucket.getGradients();
+      EXPECT_EQ(parameters.size(), bucket.getIndex() == 0 ? 2 : 1);
+      for (size_t k = 0; k < parameters.size(); ++k) {
+        for (size_t i = 0; i < 3; ++i) {
+          if (!parameters[k].is_same(model.parameters[i])) continue;
+          // Undivided, in the parameter's shape.
+          EXPECT_TRUE(
+              at::equal(gradients[k], model.gradient(i, group->getRank())));
+        }
+      }
+      return completed(bucket.getBuffer());
+    });
+    Reducer reducer(model.parameters, group,
+                    {.bucket_plan = {{2, 0}, {1}}, .comm_hook = hook});
+    step(reducer, model.loss(group->getRank()));
+    EXPECT_THAT(indices, ::testing::ElementsAre(0, 1));
+    // The hook reduced nothing, so neither did the reducer.
+    EXPECT_TRUE(at::equal(model.parameters[1].grad(),
+                          model.gradient(1, group->getRank())));
+  });
+}
+
+TEST(CommHookContractTest, MayReturnAnotherTensorOfAnotherDtypeAndShape) {
+  for (const bool views : {true, false}) {
+    const ToyModel model({{2}, {3}});
+    auto hook = make_comm_hook([](c10d::GradBucket& bucket) {
+      return completed(
+          (bucket.getBuffer() * 10).to(at::kDouble).reshape({-1, 1}));
+    });
+    Reducer reducer(model.parameters, single_process_group(),
+                    {.gradients_as_bucket_views = views, .comm_hook = hook});
+    for (int s = 0; s < 3; ++s) {
+      model.zero_grad(/*set_to_none=*/s == 1);
+      step(reducer, model.loss(0, s));
+      for (size_t i = 0; i < 2; ++i) {
+        EXPECT_TRUE(at::equal(model.parameters[i].grad(),
+                              model.gradient(i, 0, s) * 10));
+        EXPECT_EQ(model.parameters[i].grad().scalar_type(), at::kFloat);
+      }
+    }
+  }
+}
+
+TEST(CommHookContractTest, MayReplaceTheBucketsBuffer) {
+  const ToyModel model({{2}, {3}});
+  std::vector<const void*> seen;
+  auto hook = make_comm_hook([&](c10d::GradBucket& bucket) {
+    seen.push_back(bucket.getBuffer().const_data_ptr());
+    at::Tensor half = bucket.getBuffer().to(at::kHalf);
+    bucket.setBuffer(half);
+    return completed(bucket.getBuffer());
+  });
+  Reducer reducer(model.parameters, single_process_group(),
+                  {.rebuild_buckets = false, .comm_hook = hook});
+  for (int s = 0; s < 2; ++s) {
+    model.zero_grad();
+    step(reducer, model.loss(0, s));
+    EXPECT_TRUE(at::equal(model.parameters[0].grad(), model.gradient(0, 0, s)));
+  }
+  EXPECT_EQ(seen[0], seen[1]);
+}
+
+TEST(CommHookContractTest, ChainsFutures) {
+  run_ranks(2, [](const Group& group) {
+    const ToyModel model({{2}, {3}});
+    auto hook = make_comm_hook([group](c10d::GradBucket& bucket) {
+      std::vector<at::Tensor> tensors = {bucket.getBuffer()};
+      return group->allreduce(tensors)->getFuture()->then(
+          [](c10::ivalue::Future& sum) {
+            return c10::IValue(sum.value().toTensorVector()[0] / 2);
+          },
+          c10::TensorType::get());
+    });
+    Reducer reducer(model.parameters, group, {.comm_hook = hook});
+    step(reducer, model.loss(group->getRank()));
+    for (size_t i = 0; i < 2; ++i) {
+      EXPECT_TRUE(at::equal(model.parameters[i].grad(), model.average(i, 2)));
+    }
+  });
+}
+
+// The compressed hooks divide before the cast, and the sum of two halves of
+// these integers is exact in both formats.
+TEST(CompressionTest, AveragesInHalfPrecision) {
+  for (const bool views : {true, false}) {
+    for (const bool fp16 : {true, false}) {
+      run_ranks(2, [&](const Group& group) {
+        const ToyModel model({{2, 3}, {300}, {}});
+        Reducer reducer(
+            model.parameters, group,
+            {.gradients_as_bucket_views = views,
+             .comm_hook = fp16 ? fp16_hook(group) : bf16_hook(group)});
+        for (int s = 0; s < 4; ++s) {
+          model.zero_grad(/*set_to_none=*/s < 2);
+          step(reducer, model.loss(group->getRank(), s));
+          for (size_t i = 0; i < 3; ++i) {
+            EXPECT_TRUE(
+                at::equal(model.parameters[i].grad(), model.average(i, 2, s)))
+                << "views " << views << " fp16 " << fp16 << " step " << s;
+          }
+        }
+      });
+    }
+  }
+}
+
+TEST(CompressionTest, DividesBeforeTheCast) {
+  run_ranks(2, [](const Group& group) {
+    const at::Tensor weight = at::ones({1}).requires_grad_();
+    Reducer reducer({weight}, group, {.comm_hook = fp16_hook(group)});
+    const at::Tensor loss = (weight * 65504).sum();  // the largest half
+    step(reducer, loss);
+    EXPECT_EQ(weight.grad().item<float>(), 65504);
+  });
+}
+
+TEST(CompressionTest, SendsHalfTheBytes) {
+  run_ranks(2, [](const Group& group) {
+    const at::Tensor weight = at::ones({8}).requires_grad_();
+    const at::Tensor loss = (weight * (1 + 1.0 / 4096)).sum();
+    Reducer reducer({weight}, group, {.comm_hook = fp16_hook(group)});
+    step(reducer, loss);
+    // 1 + 2^-12 has no place in 11 bits.
+    EXPECT_TRUE(at::equal(weight.grad(), at::ones({8})));
+  });
+}
+
+// Hooks run where backward runs, with the state of the thread that prepared.
+TEST(ThreadLocalStateTest, IsThatOfThePreparingThread) {
+  const ToyModel model({{2}, {3}});
+  bool grad_mode = false;
+  bool autocast = false;
+  std::thread::id ran_on;
+  auto hook = make_comm_hook([&](c10d::GradBucket& bucket) {
+    grad_mode = at::GradMode::is_enabled();
+    autocast = at::autocast::is_autocast_enabled(at::kCPU);
+    ran_on = std::this_thread::get_id();
+    return completed(bucket.getBuffer());
+  });
+  Reducer reducer(model.parameters, single_process_group(),
+                  {.comm_hook = hook});
+  for (const bool wanted : {true, false}) {
+    const at::Tensor loss = model.loss(0);
+    at::autocast::set_autocast_enabled(at::kCPU, wanted);
+    reducer.prepare_for_backward(loss);
+    at::autocast::set_autocast_enabled(at::kCPU, false);
+    std::thread other([&] {
+      const at::NoGradGuard no_grad;
+      at::autocast::set_autocast_enabled(at::kCPU, !wanted);
+      loss.backward();
+      EXPECT_EQ(at::autocast::is_autocast_enabled(at::kCPU), !wanted);
+    });
+    const std::thread::id other_id = other.get_id();
+    other.join();
+    EXPECT_EQ(ran_on, other_id);
+    EXPECT_TRUE(grad_mode);
+    EXPECT_EQ(autocast, wanted);
+    model.zero_grad();
+  }
+}
+
+}  // namespace
+}  // namespace brigade

@@ -1,0 +1,488 @@
+#include <c10/util/Exception.h>
+#include <torch/torch.h>
+
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "brigade/comm/process_group.h"
+#include "brigade/comm/recording_group.h"
+#include "brigade/comm_hooks/function_hook.h"
+#include "brigade/reducer/reducer.h"
+#include "brigade/tests/reducer/toy_model.h"
+#include "brigade/tests/support/local_ranks.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+
+namespace brigade {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using ::testing::Not;
+using testing::run_ranks;
+using testing::ToyModel;
+
+using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
+
+struct UserError : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+// Runs `action`, expects it to throw exactly an Error, and returns its text.
+template <typename Error>
+std::string text_of(const std::function<void()>& action) {
+  try {
+    action();
+  } catch (const Error& error) {
+    EXPECT_EQ(typeid(error) == typeid(c10::Error),
+              (std::is_same_v<Error, c10::Error>))
+        << "a subclass: " << error.what();
+    return error.what();
+  } catch (const std::exception& error) {
+    ADD_FAILURE() << "another type: " << typeid(error).name() << ": "
+                  << error.what();
+    return error.what();
+  }
+  ADD_FAILURE() << "nothing was thrown";
+  return "";
+}
+
+void step(Reducer& reducer, const at::Tensor& loss) {
+  reducer.prepare_for_backward(loss);
+  loss.backward();
+}
+
+// Throws in the middle of backward, when the gradient of parameter i is due.
+void throw_before(const ToyModel& model, size_t i, const at::Tensor& loss) {
+  const unsigned hook = model.parameters[i].register_hook(
+      [](const at::Tensor&) { throw UserError("the user's own"); });
+  EXPECT_THROW(loss.backward(), UserError);
+  model.parameters[i].remove_hook(hook);
+}
+
+void expect_trains(Reducer& reducer, const ToyModel& model, int rank,
+                   int world_size, int s = 5) {
+  model.zero_grad();
+  step(reducer, model.loss(rank, s));
+  for (size_t i = 0; i < model.parameters.size(); ++i) {
+    EXPECT_TRUE(
+        at::equal(model.parameters[i].grad(), model.average(i, world_size, s)))
+        << "parameter " << i << " on rank " << rank;
+  }
+}
+
+// Construction: each mistake by type and text, on one rank of two.
+class BadConstructionTest : public ::testing::Test {
+ protected:
+  void expect_value_error(std::vector<at::Tensor> parameters,
+                          const ReducerOptions& options,
+                          const std::string& text) {
+    EXPECT_THAT(text_of<c10::ValueError>([&] {
+                  Reducer(parameters, single_process_group(), options);
+                }),
+                HasSubstr(text));
+    // The other rank is without fault; both raise.
+    run_ranks(2, [&](const Group& group) {
+      const bool at_fault = group->getRank() == 1;
+      const ToyModel good({{2}, {3}});
+      EXPECT_THAT(text_of<c10::ValueError>([&] {
+                    at_fault ? Reducer(parameters, group, options)
+                             : Reducer(good.parameters, group);
+                  }),
+                  AllOf(HasSubstr(text), HasSubstr("rank 1")));
+      // The group is as usable as before.
+      Reducer reducer(good.parameters, group);
+      expect_trains(reducer, good, group->getRank(), 2);
+    });
+  }
+
+  const ToyModel model_{{{2}, {3}}};
+};
+
+TEST_F(BadConstructionTest, NoParameters) {
+  expect_value_error({}, {}, "at least 1 parameter that requires a gradient");
+}
+
+TEST_F(BadConstructionTest, FrozenParameter) {
+  expect_value_error({model_.parameters[0], at::ones({1})},
+                     {.parameter_names = {"good", "frozen"}},
+                     "parameter 1 ('frozen') must require a gradient");
+}
+
+TEST_F(BadConstructionTest, NonLeaf) {
+  expect_value_error({model_.parameters[0] * 2}, {},
+                     "parameter 0 must be a leaf, it is the result of Mul");
+}
+
+TEST_F(BadConstructionTest, Undefined) {
+  expect_value_error({at::Tensor()}, {}, "parameter 0 must be a tensor");
+}
+
+TEST_F(BadConstructionTest, Duplicate) {
+  expect_value_error(
+      {model_.parameters[0], model_.parameters[1], model_.parameters[0]},
+      {.parameter_names = {"a", "b", "c"}},
+      "parameter 2 ('c') is the same tensor as parameter 0 ('a')");
+}
+
+TEST_F(BadConstructionTest, CapOfZero) {
+  expect_value_error(model_.parameters, {.bucket_caps_bytes = {0}},
+                     "bucket cap 0 must be > 0 bytes, got 0");
+  expect_value_error(model_.parameters, {.bucket_caps_bytes = {8, -1}},
+                     "bucket cap 1 must be > 0 bytes, got -1");
+}
+
+TEST_F(BadConstructionTest, PlanThatMissesOrRepeatsAParameter) {
+  expect_value_error(model_.parameters, {.bucket_plan = {{0}}},
+                     "parameter 1 must be in exactly one bucket");
+  expect_value_error(model_.parameters, {.bucket_plan = {{0, 1}, {1}}},
+                     "found it in buckets 0 and 1");
+  expect_value_error(model_.parameters, {.bucket_plan = {{0, 1, 2}}},
+                     "lists parameter 2, but there are only 2");
+}
+
+TEST_F(BadConstructionTest, PlanThatMixesDtypes) {
+  expect_value_error(
+      {model_.parameters[0], at::ones({1}, at::kDouble).requires_grad_()},
+      {.bucket_plan = {{0, 1}}}, "mixes dtypes or devices");
+}
+
+TEST_F(BadConstructionTest, NamesOrFlagsOfAnotherLength) {
+  expect_value_error(model_.parameters, {.parameter_names = {"only one"}},
+                     "one entry for each of 2 parameters, got 1");
+  expect_value_error(model_.parameters, {.expect_sparse_gradients = {true}},
+                     "one entry for each of 2 parameters, got 1");
+}
+
+TEST_F(BadConstructionTest, NoGroup) {
+  EXPECT_THAT(
+      text_of<c10::ValueError>([&] { Reducer(model_.parameters, nullptr); }),
+      HasSubstr("needs a process group, got null"));
+}
+
+TEST(DifferentModelsTest, NamesRankParameterAndDifferenceOnEveryRank) {
+  run_ranks(3, [](const Group& group) {
+    const bool odd_one = group->getRank() == 1;
+    const ToyModel model(odd_one ? ToyModel::Sizes{{2}, {3, 4}}
+                                 : ToyModel::Sizes{{2}, {4, 3}});
+    EXPECT_THAT(
+        text_of<c10::ValueError>([&] {
+          Reducer(model.parameters, group, {.parameter_names = model.names});
+        }),
+        AllOf(HasSubstr("parameter 1"), HasSubstr("rank 1"),
+              HasSubstr("[3, 4]"), HasSubstr("[4, 3]"), HasSubstr("'p1'"),
+              HasSubstr("ranks 0, 2")));
+  });
+}
+
+TEST(DifferentModelsTest, TellsCountsStridesAndDtypesApart) {
+  const std::vector<std::vector<at::Tensor>> others = {
+      {at::ones({2, 2})},
+      {at::ones({2, 2}).t(), at::ones({1})},
+      {at::ones({2, 2}, at::kDouble), at::ones({1})}};
+  const std::vector<std::string> texts = {"2", "strides [1, 2]", "Double"};
+  for (size_t k = 0; k < others.size(); ++k) {
+    run_ranks(2, [&](const Group& group) {
+      std::vector<at::Tensor> parameters = {at::ones({2, 2}), at::ones({1})};
+      if (group->getRank() == 1) {
+        parameters.clear();
+        for (const at::Tensor& p : others[k]) {
+          parameters.push_back(p.clone(at::MemoryFormat::Preserve));
+        }
+      }
+      for (at::Tensor& p : parameters) p.requires_grad_();
+      EXPECT_THAT(text_of<c10::ValueError>([&] { Reducer(parameters, group); }),
+                  HasSubstr(texts[k]));
+    });
+  }
+}
+
+TEST(DifferentModelsTest, ComparesOptions) {
+  run_ranks(2, [](const Group& group) {
+    const ToyModel model({{2}, {3}});
+    EXPECT_THAT(
+        text_of<c10::ValueError>([&] {
+          Reducer(model.parameters, group,
+                  {.bucket_caps_bytes = {100 + group->getRank()}});
+        }),
+        AllOf(HasSubstr("bucket_caps_bytes = [100]"), HasSubstr("[101]")));
+  });
+}
+
+// Hooks that misbehave, on every rank alike: one error, then training goes on.
+class BadHookTest : public ::testing::Test {
+ protected:
+  // Misbehaves in bucket 1 as long as `broken_`.
+  std::shared_ptr<c10d::CommHookInterface> hook(
+      Group group,
+      std::function<c10::intrusive_ptr<c10::ivalue::Future>(c10d::GradBucket&)>
+          misbehave) {
+    return make_comm_hook([=, this](c10d::GradBucket& bucket) {
+      if (broken_ && bucket.getIndex() == 1) return misbehave(bucket);
+      std::vector<at::Tensor> tensors = {bucket.getBuffer()};
+      tensors[0].div_(group->getSize());
+      return group->allreduce(tensors)->getFuture();
+    });
+  }
+
+  static c10::intrusive_ptr<c10::ivalue::Future> future_of(c10::IValue value) {
+    auto future = c10::make_intrusive<c10::ivalue::Future>(value.type());
+    future->markCompleted(std::move(value));
+    return future;
+  }
+
+  template <typename Error>
+  void expect_error(
+      std::function<c10::intrusive_ptr<c10::ivalue::Future>(c10d::GradBucket&)>
+          misbehave,
+      const std::string& text) {
+    broken_ = true;
+    run_ranks(2, [&](const Group& group) {
+      const ToyModel model({{2}, {3}, {4}});
+      Reducer reducer(model.parameters, group,
+                      {.bucket_plan = {{2}, {1}, {0}},
+                       .parameter_names = model.names,
+                       .comm_hook = hook(group, misbehave)});
+      const at::Tensor loss = model.loss(group->getRank());
+      EXPECT_THAT(text_of<Error>([&] { step(reducer, loss); }),
+                  AllOf(HasSubstr(text), HasSubstr("bucket 1 of 3"),
+                        HasSubstr("'p1'"), HasSubstr("iteration 1 on rank")));
+      // All ranks are past the error.
+      std::vector<at::Tensor> barrier = {at::zeros({1})};
+      group->allreduce(barrier)->wait();
+      broken_ = false;
+      expect_trains(reducer, model, group->getRank(), 2);
+    });
+  }
+
+  std::atomic<bool> broken_ = true;
+};
+
+TEST_F(BadHookTest, ThatThrows) {
+  expect_error<c10::Error>(
+      [](auto&) -> c10::intrusive_ptr<c10::ivalue::Future> {
+        throw UserError("out of patience");
+      },
+      "the comm hook threw: out of patience");
+}
+
+TEST_F(BadHookTest, ThatThrowsAValueErrorKeepsItsType) {
+  expect_error<c10::ValueError>(
+      [](auto&) -> c10::intrusive_ptr<c10::ivalue::Future> {
+        TORCH_CHECK_VALUE(false, "a bad value");
+      },
+      "a bad value");
+}
+
+TEST_F(BadHookTest, ThatReturnsNoFuture) {
+  expect_error<c10::Error>(
+      [](auto&) { return c10::intrusive_ptr<c10::ivalue::Future>(); },
+      "must return a future, it returned none");
+}
+
+TEST_F(BadHookTest, WhoseFutureHoldsNoTensor) {
+  expect_error<c10::TypeError>(
+      [](auto&) { return future_of(c10::IValue(int64_t{3})); },
+      "must hold a tensor, got Int");
+}
+
+TEST_F(BadHookTest, WhoseFutureHoldsATensorOfAnotherSize) {
+  expect_error<c10::Error>([](auto&) { return future_of(at::zeros({2})); },
+                           "must return a dense tensor of 3 elements");
+}
+
+TEST_F(BadHookTest, WhoseFutureFails) {
+  expect_error<c10::DistBackendError>(
+      [](auto&) {
+        auto future =
+            c10::make_intrusive<c10::ivalue::Future>(c10::TensorType::get());
+        future->setError(
+            std::make_exception_ptr(UserError("the network is down")));
+        return future;
+      },
+      "the network is down");
+}
+
+// An exception in the middle of backward, on every rank at the same place.
+TEST(BackwardFailureTest, OnAllRanksLeavesTheNextIterationIntact) {
+  for (size_t where : {0, 1, 2}) {
+    run_ranks(2, [&](const Group& group) {
+      const ToyModel model({{2}, {3}, {4}});
+      Reducer reducer(model.parameters, group,
+                      {.bucket_plan = {{2}, {1}, {0}}});
+      for (int s = 0; s < 2; ++s) {
+        const at::Tensor loss = model.loss(group->getRank());
+        reducer.prepare_for_backward(loss);
+        throw_before(model, where, loss);
+        expect_trains(reducer, model, group->getRank(), 2, s);
+      }
+      EXPECT_EQ(reducer.statistics().abandoned_iterations, where == 2 ? 0 : 2);
+    });
+  }
+}
+
+// Ranks have launched different numbers of buckets when they give up: without
+// realignment the next all-reduce would meet one of another size.
+TEST(BackwardFailureTest, OnAllRanksAtDifferentPlacesRealigns) {
+  run_ranks(3, [&](const Group& group) {
+    const ToyModel model({{2}, {3}, {4}});
+    Reducer reducer(model.parameters, group, {.bucket_plan = {{2}, {1}, {0}}});
+    for (int s = 0; s < 3; ++s) {
+      const at::Tensor loss = model.loss(group->getRank());
+      reducer.prepare_for_backward(loss);
+      throw_before(model, (group->getRank() + s) % 2, loss);
+      expect_trains(reducer, model, group->getRank(), 3, s);
+    }
+  });
+}
+
+TEST(BackwardFailureTest, OnOneRankIsAnErrorOnAllWithinTheTimeout) {
+  run_ranks(
+      2,
+      [&](const Group& group) {
+        const ToyModel model({{2}, {3}});
+        Reducer reducer(
+            model.parameters, group,
+            {.bucket_plan = {{1}, {0}}, .parameter_names = model.names});
+        const at::Tensor loss = model.loss(group->getRank());
+        reducer.prepare_for_backward(loss);
+        if (group->getRank() == 1) {
+          throw_before(model, 0, loss);
+          EXPECT_THAT(text_of<c10::DistBackendError>(
+                          [&] { reducer.prepare_for_backward(loss); }),
+                      HasSubstr("rank 1 gave up iteration 1 after 1 launched"));
+        } else {
+          EXPECT_THAT(text_of<c10::DistBackendError>([&] { loss.backward(); }),
+                      AllOf(HasSubstr("bucket 1 of 2 (parameter 0 ('p0'))"),
+                            HasSubstr("iteration 1 on rank 0")));
+        }
+        EXPECT_TRUE(at::equal(model.parameters[0], at::ones({2})));
+      },
+      std::chrono::seconds(2));
+}
+
+TEST(BackwardFailureTest, InAForwardThatWasNeverPreparedIsNoMatter) {
+  const ToyModel model({{2}, {3}});
+  Reducer reducer(model.parameters, single_process_group());
+  throw_before(model, 0, model.loss(0));
+  expect_trains(reducer, model, 0, 1);
+}
+
+TEST(MisuseTest, SecondBackwardOverAReducedIteration) {
+  const ToyModel model({{2}, {3}});
+  Reducer reducer(model.parameters, single_process_group(),
+                  {.parameter_names = model.names});
+  const at::Tensor output = model.loss(0);
+  const at::Tensor loss = output * 1;
+  reducer.prepare_for_backward(output);
+  loss.backward({}, /*retain_graph=*/true);
+  EXPECT_THAT(
+      text_of<c10::Error>([&] { loss.backward({}, /*retain_graph=*/true); }),
+      AllOf(HasSubstr("second backward reached parameter"),
+            HasSubstr("iteration 1 on rank 0 was reduced")));
+  // Gradients asked for without accumulating them are fine.
+  EXPECT_NO_THROW(torch::autograd::grad({loss}, model.parameters, {}, true));
+  expect_trains(reducer, model, 0, 1);
+}
+
+// Two forwards, then a backward of each: the first one's outputs belong to an
+// iteration that the second one's backward ended.
+TEST(MisuseTest, BackwardOverAForwardThatAnotherReplaced) {
+  const ToyModel model(ToyModel::Sizes{{2}});
+  Reducer reducer(model.parameters, single_process_group());
+  const at::Tensor first = model.loss(0);
+  const at::Tensor second = model.loss(0);
+  reducer.prepare_for_backward(first);
+  reducer.prepare_for_backward(second);
+  second.backward();
+  // The loss is the output itself: watched too.
+  EXPECT_THAT(text_of<c10::Error>([&] { first.backward(); }),
+              HasSubstr("second backward reached parameter 0"));
+}
+
+TEST(MisuseTest, GradientThatBecomesReadyTwiceInOneIteration) {
+  const ToyModel model({{2}, {3}});
+  Reducer reducer(model.parameters, single_process_group(),
+                  {.parameter_names = model.names});
+  const at::Tensor half = model.loss({1}, 0);
+  reducer.prepare_for_backward(half);
+  half.backward({}, /*retain_graph=*/true);
+  EXPECT_THAT(text_of<c10::Error>([&] { half.backward(); }),
+              AllOf(HasSubstr("the gradient of parameter 1 ('p1')"),
+                    HasSubstr("became ready twice in iteration 1 on rank 0")));
+  expect_trains(reducer, model, 0, 1);
+}
+
+TEST(MisuseTest, MissingGradientsAreNamedAtTheNextPrepare) {
+  run_ranks(2, [&](const Group& group) {
+    const ToyModel model({{2}, {3}, {1}});
+    Reducer reducer(model.parameters, group, {.parameter_names = model.names});
+    step(reducer, model.loss({1}, group->getRank()));
+    EXPECT_THAT(
+        text_of<c10::Error>([&] {
+          reducer.prepare_for_backward(model.loss(group->getRank()));
+        }),
+        AllOf(HasSubstr("2 of 3 parameters got no gradient in iteration 1"),
+              HasSubstr("parameters 0 ('p0'), 2 ('p2')")));
+    expect_trains(reducer, model, group->getRank(), 2);
+  });
+}
+
+TEST(MisuseTest, GradientOfAnotherKind) {
+  const ToyModel model({{2}, {3}});
+  Reducer reducer(model.parameters, single_process_group(),
+                  {.parameter_names = model.names});
+  const at::Tensor dense = at::ones({4, 2}).requires_grad_();
+  Reducer of_dense({dense}, single_process_group());
+  const at::Tensor rows = at::tensor({1, 3}, at::kLong);
+  const at::Tensor loss =
+      torch::embedding(dense, rows, -1, false, /*sparse=*/true).sum();
+  of_dense.prepare_for_backward(loss);
+  EXPECT_THAT(text_of<c10::Error>([&] { loss.backward(); }),
+              AllOf(HasSubstr("the gradient of parameter 0 must be dense"),
+                    HasSubstr("expect_sparse_gradients")));
+}
+
+TEST(PeerFailureTest, NamesTheBucketAndKeepsTheReducerUsable) {
+  RecordingGroup recording(2);
+  const ToyModel model({{2}, {3}, {4}});
+  Reducer reducer(
+      model.parameters, recording.group(),
+      {.bucket_plan = {{2}, {1}, {0}}, .parameter_names = model.names});
+  const size_t first = recording.log().size();
+  recording.fail_at_completion(
+      first + 1, std::make_exception_ptr(UserError("connection closed")));
+  recording.fail_at_launch(
+      first + 5, std::make_exception_ptr(UserError("connection refused")));
+  EXPECT_THAT(
+      text_of<c10::DistBackendError>([&] { step(reducer, model.loss(0)); }),
+      AllOf(HasSubstr("bucket 1 of 3 (parameter 1 ('p1'))"),
+            HasSubstr("iteration 1 on rank 0"),
+            HasSubstr("connection closed")));
+  EXPECT_THAT(
+      text_of<c10::DistBackendError>([&] { step(reducer, model.loss(0)); }),
+      AllOf(HasSubstr("bucket 2 of 3 (parameter 0 ('p0'))"),
+            HasSubstr("iteration 2 on rank 0"),
+            HasSubstr("connection refused")));
+  model.zero_grad();
+  step(reducer, model.loss(0));
+  EXPECT_TRUE(at::equal(model.parameters[1].grad(), model.gradient(1, 0)));
+}
+
+TEST(PeerFailureTest, DestroyingTheReducerWithCollectivesInFlightIsClean) {
+  RecordingGroup recording(2);
+  const ToyModel model({{2}, {3}});
+  auto reducer =
+      std::make_unique<Reducer>(model.parameters, recording.group(),
+                                ReducerOptions{.bucket_plan = {{1}, {0}}});
+  const at::Tensor half = model.loss({1}, 0);
+  step(*reducer, half);
+  EXPECT_NO_THROW(reducer.reset());
+}
+
+}  // namespace
+}  // namespace brigade

@@ -1,0 +1,540 @@
+#include "brigade/reducer/reducer.h"
+
+#include <torch/torch.h>
+
+#include <algorithm>
+#include <memory>
+#include <mutex>
+#include <numeric>
+#include <set>
+#include <string>
+#include <thread>
+#include <tuple>
+#include <vector>
+
+#include "brigade/comm/process_group.h"
+#include "brigade/comm/recording_group.h"
+#include "brigade/comm_hooks/all_reduce_hook.h"
+#include "brigade/comm_hooks/function_hook.h"
+#include "brigade/tests/reducer/toy_model.h"
+#include "brigade/tests/support/local_ranks.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+
+namespace brigade {
+namespace {
+
+using ::testing::ElementsAre;
+using testing::run_ranks;
+using testing::ToyModel;
+
+using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
+
+const ToyModel::Sizes kSizes = {{3, 2}, {5}, {}, {2, 2, 2}, {0}, {7}};
+
+void step(Reducer& reducer, const ToyModel& model, const at::Tensor& loss) {
+  reducer.prepare_for_backward(loss);
+  loss.backward();
+}
+
+void expect_averages(const ToyModel& model, int world_size, int step = 0) {
+  for (size_t i = 0; i < model.parameters.size(); ++i) {
+    ASSERT_TRUE(model.parameters[i].grad().defined()) << "parameter " << i;
+    EXPECT_TRUE(at::equal(model.parameters[i].grad(),
+                          model.average(i, world_size, step)))
+        << "parameter " << i << " step " << step << " has "
+        << model.parameters[i].grad() << ", expected "
+        << model.average(i, world_size, step);
+  }
+}
+
+// All-reduces of the log, as sizes.
+std::vector<int64_t> all_reduced(const RecordingGroup& recording) {
+  std::vector<int64_t> sizes;
+  for (const RecordedCollective& collective : recording.log()) {
+    if (collective.type == c10d::OpType::ALLREDUCE) {
+      sizes.push_back(collective.numel);
+    }
+  }
+  return sizes;
+}
+
+// World size x gradients as views x bucket cap in bytes.
+class ReducerOnRanksTest
+    : public ::testing::TestWithParam<std::tuple<int, bool, int64_t>> {
+ protected:
+  int world_size() const { return std::get<0>(GetParam()); }
+  ReducerOptions options() const {
+    return {.bucket_caps_bytes = {std::get<2>(GetParam())},
+            .gradients_as_bucket_views = std::get<1>(GetParam())};
+  }
+};
+
+TEST_P(ReducerOnRanksTest, AveragesGradientsInEveryStep) {
+  run_ranks(world_size(), [&](const Group& group) {
+    const ToyModel model(kSizes);
+    Reducer reducer(model.parameters, group, options());
+    for (int s = 0; s < 4; ++s) {
+      model.zero_grad();
+      step(reducer, model, model.loss(group->getRank(), s));
+      expect_averages(model, world_size(), s);
+    }
+    EXPECT_EQ(reducer.statistics().iterations, 4);
+  });
+}
+
+TEST_P(ReducerOnRanksTest, AveragesGradientsThatAreKeptAndZeroed) {
+  run_ranks(world_size(), [&](const Group& group) {
+    const ToyModel model(kSizes);
+    Reducer reducer(model.parameters, group, options());
+    for (int s = 0; s < 4; ++s) {
+      model.zero_grad(/*set_to_none=*/false);
+      step(reducer, model, model.loss(group->getRank(), s));
+      expect_averages(model, world_size(), s);
+    }
+  });
+}
+
+TEST_P(ReducerOnRanksTest, ReducesWhatWasAccumulatedWithoutPreparing) {
+  run_ranks(world_size(), [&](const Group& group) {
+    const ToyModel model(kSizes);
+    Reducer reducer(model.parameters, group, options());
+    for (int round = 0; round < 3; ++round) {
+      const int64_t before = reducer.statistics().buckets_launched;
+      model.zero_grad(/*set_to_none=*/round % 2 == 0);
+      model.loss(group->getRank(), 0).backward();
+      model.loss(group->getRank(), 1).backward();
+      EXPECT_EQ(reducer.statistics().buckets_launched, before);
+      step(reducer, model, model.loss(group->getRank(), 2));
+      for (size_t i = 0; i < model.parameters.size(); ++i) {
+        EXPECT_TRUE(at::equal(model.parameters[i].grad(),
+                              model.average(i, world_size(), 0) +
+                                  model.average(i, world_size(), 1) +
+                                  model.average(i, world_size(), 2)));
+      }
+    }
+  });
+}
+
+// A rebuild between two backwards of one sum must not lose it.
+TEST_P(ReducerOnRanksTest, CarriesAccumulatedGradientsOverARebuild) {
+  run_ranks(world_size(), [&](const Group& group) {
+    const ToyModel model(kSizes);
+    Reducer reducer(model.parameters, group, options());
+    step(reducer, model, model.loss({0, 3, 1, 4, 2, 5}, group->getRank(), 0));
+    step(reducer, model, model.loss({0, 3, 1, 4, 2, 5}, group->getRank(), 1));
+    EXPECT_EQ(reducer.statistics().rebuilds, 1);
+    for (size_t i = 0; i < model.parameters.size(); ++i) {
+      EXPECT_TRUE(at::equal(model.parameters[i].grad(),
+                            model.average(i, world_size(), 0) +
+                                model.average(i, world_size(), 1)))
+          << "parameter " << i;
+    }
+  });
+}
+
+TEST_P(ReducerOnRanksTest, AgreesOnTheOrderOfRank0) {
+  run_ranks(world_size(), [&](const Group& group) {
+    const ToyModel model(kSizes);
+    Reducer reducer(model.parameters, group, options());
+    std::vector<size_t> order = {5, 4, 3, 2, 1, 0};
+    std::rotate(order.begin(), order.begin() + group->getRank() % 6,
+                order.end());
+    for (int s = 0; s < 3; ++s) {
+      model.zero_grad();
+      step(reducer, model, model.loss(order, group->getRank(), s));
+      expect_averages(model, world_size(), s);
+    }
+    std::vector<size_t> flat;
+    for (const auto& bucket : reducer.plan().buckets()) {
+      flat.insert(flat.end(), bucket.begin(), bucket.end());
+    }
+    EXPECT_THAT(flat, ElementsAre(5, 4, 3, 2, 1, 0));
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(WorldSizesViewsAndCaps, ReducerOnRanksTest,
+                         ::testing::Combine(::testing::Values(1, 2, 3, 4),
+                                            ::testing::Bool(),
+                                            ::testing::Values(1, 40, 1 << 20)));
+
+// Every order of ready gradients, several plans: launches are in plan order,
+// and gradients are right.
+TEST(ReducerTest, LaunchesInPlanOrderForEveryReadyOrder) {
+  const ToyModel::Sizes sizes = {{1}, {2}, {4}, {8}};
+  const std::vector<std::vector<std::vector<size_t>>> plans = {
+      {{0, 1, 2, 3}}, {{0}, {1}, {2}, {3}}, {{3, 1}, {0, 2}}, {{2}, {0, 1, 3}}};
+  for (const auto& plan : plans) {
+    RecordingGroup recording(2);
+    const ToyModel model(sizes);
+    Reducer reducer(model.parameters, recording.group(), {.bucket_plan = plan});
+    std::vector<int64_t> expected;
+    for (const auto& bucket : plan) {
+      int64_t numel = 0;
+      for (size_t i : bucket) numel += model.parameters[i].numel();
+      expected.push_back(numel);
+    }
+    std::vector<size_t> order = {0, 1, 2, 3};
+    do {
+      const size_t before = all_reduced(recording).size();
+      model.zero_grad();
+      step(reducer, model, model.loss(order, 0));
+      std::vector<int64_t> launched = all_reduced(recording);
+      launched.erase(launched.begin(), launched.begin() + before);
+      ASSERT_EQ(launched, expected);
+      for (size_t i = 0; i < 4; ++i) {
+        ASSERT_TRUE(at::equal(model.parameters[i].grad(),
+                              model.gradient(i, 0)));  // identical ranks
+      }
+    } while (std::next_permutation(order.begin(), order.end()));
+  }
+}
+
+TEST(ReducerTest, LaunchesABucketBeforeBackwardHasEnded) {
+  RecordingGroup recording(2);
+  const ToyModel model({{1}, {1}});
+  size_t launched_before_last = 0;
+  Reducer reducer(model.parameters, recording.group(),
+                  {.bucket_plan = {{1}, {0}}});
+  const at::Tensor loss = model.loss({1, 0}, 0);
+  model.parameters[0].register_hook([&](const at::Tensor&) {
+    launched_before_last = all_reduced(recording).size();
+  });
+  step(reducer, model, loss);
+  EXPECT_EQ(launched_before_last, 1);
+}
+
+// Backward can't return before the collectives have: they are completed in
+// reverse by another thread.
+TEST(ReducerTest, WaitsForCollectivesThatCompleteInAnyOrder) {
+  RecordingGroup recording(2);
+  const ToyModel model({{1}, {2}, {3}});
+  Reducer reducer(model.parameters, recording.group(),
+                  {.bucket_plan = {{2}, {1}, {0}}});
+  recording.hold();
+  std::thread network([&] {
+    ASSERT_TRUE(recording.wait_for_launches(recording.log().size() + 0));
+    while (recording.held().size() < 3) std::this_thread::yield();
+    std::vector<size_t> held = recording.held();
+    for (auto k = held.rbegin(); k != held.rend(); ++k) recording.complete(*k);
+  });
+  step(reducer, model, model.loss(0));
+  network.join();
+  for (size_t i = 0; i < 3; ++i) {
+    EXPECT_TRUE(at::equal(model.parameters[i].grad(), model.gradient(i, 0)));
+  }
+}
+
+TEST(ReducerTest, MakesGradientsViewsOfOneBufferPerBucket) {
+  const ToyModel model({{2}, {3}, {4}});
+  Reducer reducer(model.parameters, single_process_group(),
+                  {.bucket_plan = {{2, 0}, {1}}});
+  step(reducer, model, model.loss(0));
+  EXPECT_TRUE(
+      model.parameters[0].grad().is_alias_of(model.parameters[2].grad()));
+  EXPECT_FALSE(
+      model.parameters[0].grad().is_alias_of(model.parameters[1].grad()));
+  EXPECT_FALSE(model.parameters[0].grad().is_view());
+  EXPECT_NO_THROW(model.parameters[0].mutable_grad().detach_());
+}
+
+TEST(ReducerTest, LeavesGradientsTheirMemoryWhenTheyAreNoViews) {
+  const ToyModel model({{2}, {3}});
+  Reducer reducer(model.parameters, single_process_group(),
+                  {.gradients_as_bucket_views = false});
+  step(reducer, model, model.loss(0));
+  const void* memory = model.parameters[0].grad().const_data_ptr();
+  EXPECT_FALSE(
+      model.parameters[0].grad().is_alias_of(model.parameters[1].grad()));
+  model.zero_grad(/*set_to_none=*/false);
+  step(reducer, model, model.loss(0));
+  EXPECT_EQ(model.parameters[0].grad().const_data_ptr(), memory);
+}
+
+TEST(ReducerTest, FollowsTheStridesOfTheParameter) {
+  for (const bool views : {true, false}) {
+    run_ranks(2, [&](const Group& group) {
+      ToyModel model({{2, 3, 4, 5}, {6, 4}});
+      model.parameters[0] = at::ones({2, 3, 4, 5})
+                                .contiguous(at::MemoryFormat::ChannelsLast)
+                                .requires_grad_();
+      model.parameters[1] = at::ones({4, 6}).t().requires_grad_();
+      Reducer reducer(model.parameters, group,
+                      {.gradients_as_bucket_views = views});
+      for (int s = 0; s < 3; ++s) {
+        model.zero_grad();
+        step(reducer, model, model.loss(group->getRank(), s));
+        expect_averages(model, 2, s);
+        for (const at::Tensor& p : model.parameters) {
+          EXPECT_EQ(p.grad().strides(), p.strides());
+        }
+      }
+      // A gradient that the user laid out in another way.
+      for (const at::Tensor& p : model.parameters) {
+        p.mutable_grad() = at::zeros(p.sizes());
+      }
+      step(reducer, model, model.loss(group->getRank(), 7));
+      expect_averages(model, 2, 7);
+    });
+  }
+}
+
+TEST(ReducerTest, AcceptsGradientsThatTheUserSwappedWithinABucket) {
+  const ToyModel model({{3}, {3}});
+  Reducer reducer(model.parameters, single_process_group());
+  step(reducer, model, model.loss(0));
+  const at::Tensor first = model.parameters[0].grad();
+  model.parameters[0].mutable_grad() = model.parameters[1].grad();
+  model.parameters[1].mutable_grad() = first;
+  step(reducer, model, model.loss(0));
+  EXPECT_TRUE(at::equal(model.parameters[0].grad(),
+                        model.gradient(0, 0) + model.gradient(1, 0)));
+  EXPECT_TRUE(at::equal(model.parameters[1].grad(),
+                        model.gradient(0, 0) + model.gradient(1, 0)));
+}
+
+TEST(ReducerTest, TreatsGradientsSetToNoneByTheUserAtAnyTimeAsZero) {
+  run_ranks(2, [&](const Group& group) {
+    const ToyModel model({{3}, {3}});
+    Reducer reducer(model.parameters, group, {.bucket_plan = {{1, 0}}});
+    const at::Tensor loss = model.loss({1, 0}, group->getRank());
+    // Parameter 1 is ready first and then loses its gradient on both ranks.
+    model.parameters[0].register_hook(
+        [&](const at::Tensor&) { model.parameters[1].mutable_grad().reset(); });
+    step(reducer, model, loss);
+    EXPECT_TRUE(at::equal(model.parameters[0].grad(), model.average(0, 2)));
+    EXPECT_TRUE(at::equal(model.parameters[1].grad(), at::zeros({3})));
+  });
+}
+
+TEST(ReducerTest, KeepsSeveralDtypesApart) {
+  run_ranks(2, [&](const Group& group) {
+    ToyModel model({{2}, {3}, {4}});
+    model.parameters[1] = at::ones({3}, at::kDouble).requires_grad_();
+    model.parameters[2] = at::ones({4}, at::kComplexFloat).requires_grad_();
+    Reducer reducer(model.parameters, group);
+    EXPECT_EQ(reducer.plan().num_buckets(), 3);
+    for (int s = 0; s < 2; ++s) {
+      model.zero_grad();
+      step(reducer, model, model.loss(group->getRank(), s));
+      expect_averages(model, 2, s);
+    }
+  });
+}
+
+TEST(ReducerTest, ReducesSparseGradientsAlone) {
+  run_ranks(2, [&](const Group& group) {
+    const at::Tensor table = at::ones({5, 2}).requires_grad_();
+    const at::Tensor dense = at::ones({2}).requires_grad_();
+    Reducer reducer({table, dense}, group,
+                    {.expect_sparse_gradients = {true, false}});
+    EXPECT_EQ(reducer.plan().num_buckets(), 2);
+    for (int s = 0; s < 2; ++s) {
+      table.mutable_grad().reset();
+      dense.mutable_grad().reset();
+      const at::Tensor rows = at::tensor({1, 2 + group->getRank()}, at::kLong);
+      const at::Tensor loss =
+          (torch::embedding(table, rows, -1, false, /*sparse=*/true) * dense)
+              .sum();
+      reducer.prepare_for_backward(loss);
+      loss.backward();
+      ASSERT_TRUE(table.grad().is_sparse());
+      at::Tensor expected = at::zeros({5, 2});
+      expected.select(0, 1).fill_(1);
+      expected.select(0, 2).fill_(0.5);
+      expected.select(0, 3).fill_(0.5);
+      EXPECT_TRUE(at::equal(table.grad().to_dense(), expected));
+      EXPECT_TRUE(at::equal(dense.grad(), at::full({2}, 2.0)));
+    }
+  });
+}
+
+TEST(ReducerTest, ReducesBackwardThatCreatesAGraph) {
+  for (const bool views : {true, false}) {
+    run_ranks(2, [&](const Group& group) {
+      const at::Tensor weight = at::full({2}, 3.0).requires_grad_();
+      Reducer reducer({weight}, group, {.gradients_as_bucket_views = views});
+      const double rank_factor = 2.0 * (group->getRank() + 1);
+      const at::Tensor loss = (weight * weight * rank_factor).sum();
+      reducer.prepare_for_backward(loss);
+      loss.backward({}, /*retain_graph=*/true, /*create_graph=*/true);
+      // The average of 2 * 3 * {2, 4}, and a history that leads to the weight.
+      EXPECT_TRUE(at::equal(weight.grad().detach(), at::full({2}, 18.0)));
+      ASSERT_TRUE(weight.grad().requires_grad());
+      const auto second =
+          torch::autograd::grad({weight.grad().sum()}, {weight});
+      EXPECT_TRUE(at::equal(second[0], at::full({2}, 2 * rank_factor)));
+      weight.mutable_grad().reset();
+    });
+  }
+}
+
+TEST(ReducerTest, SpansTwoBackwardsOfOneForward) {
+  run_ranks(2, [&](const Group& group) {
+    const ToyModel model({{3}, {4}});
+    Reducer reducer(model.parameters, group);
+    for (int s = 0; s < 3; ++s) {
+      model.zero_grad();
+      const at::Tensor first = model.loss({0}, group->getRank(), s);
+      const at::Tensor second = model.loss({1}, group->getRank(), s);
+      reducer.prepare_for_backward(std::make_tuple(first, second));
+      first.backward();
+      EXPECT_EQ(reducer.statistics().iterations, s);
+      second.backward();
+      EXPECT_EQ(reducer.statistics().iterations, s + 1);
+      expect_averages(model, 2, s);
+    }
+  });
+}
+
+TEST(ReducerTest, ForgetsForwardsWithoutBackward) {
+  const ToyModel model(ToyModel::Sizes{{3}});
+  Reducer reducer(model.parameters, single_process_group());
+  for (int k = 0; k < 5; ++k) reducer.prepare_for_backward(model.loss(0));
+  step(reducer, model, model.loss(0));
+  expect_averages(model, 1);
+  EXPECT_EQ(reducer.statistics().iterations, 1);
+}
+
+TEST(ReducerTest, IgnoresGradientsComputedWithoutAccumulating) {
+  const ToyModel model(ToyModel::Sizes{{3}});
+  Reducer reducer(model.parameters, single_process_group());
+  const at::Tensor loss = model.loss(0);
+  step(reducer, model, loss);
+  // Not a second backward over the iteration: nothing is accumulated.
+  const at::Tensor again = model.loss(0);
+  reducer.prepare_for_backward(again);
+  EXPECT_NO_THROW(torch::autograd::grad({again}, model.parameters, {},
+                                        /*retain_graph=*/true));
+  again.backward();
+  EXPECT_EQ(reducer.statistics().iterations, 2);
+}
+
+TEST(ReducerTest, TakesItsHooksOffWhenDestroyedWithALiveGraph) {
+  const ToyModel model(ToyModel::Sizes{{3}});
+  auto reducer =
+      std::make_unique<Reducer>(model.parameters, single_process_group());
+  const at::Tensor loss = model.loss(0);
+  reducer->prepare_for_backward(loss);
+  reducer.reset();
+  EXPECT_NO_THROW(loss.backward());
+  EXPECT_TRUE(at::equal(model.parameters[0].grad(), model.gradient(0, 0)));
+  Reducer second(model.parameters, single_process_group());
+  model.zero_grad();
+  step(second, model, model.loss(0));
+  expect_averages(model, 1);
+}
+
+TEST(ReducerTest, KeepsAnExplicitPlan) {
+  const ToyModel model({{1}, {1}, {1}});
+  Reducer reducer(model.parameters, single_process_group(),
+                  {.bucket_plan = {{0, 2}, {1}}});
+  for (int s = 0; s < 3; ++s) {
+    model.zero_grad();
+    step(reducer, model, model.loss({1, 2, 0}, 0));
+  }
+  EXPECT_THAT(reducer.plan().buckets(),
+              ElementsAre(ElementsAre(0, 2), ElementsAre(1)));
+  EXPECT_EQ(reducer.statistics().rebuilds, 0);
+}
+
+TEST(ReducerTest, RebuildsOnceAndNotWhenSwitchedOff) {
+  for (const bool rebuild : {true, false}) {
+    RecordingGroup recording(2);
+    const ToyModel model({{1}, {1}, {1}});
+    Reducer reducer(model.parameters, recording.group(),
+                    {.rebuild_buckets = rebuild});
+    const size_t before = recording.log().size();
+    for (int s = 0; s < 4; ++s) {
+      model.zero_grad();
+      step(reducer, model, model.loss({1, 2, 0}, 0));
+    }
+    EXPECT_EQ(reducer.statistics().rebuilds, rebuild ? 1 : 0);
+    EXPECT_THAT(reducer.plan().buckets().front(),
+                rebuild ? ElementsAre(1, 2, 0) : ElementsAre(2, 1, 0));
+    EXPECT_EQ(recording.log().size() - before, rebuild ? 5 : 4);
+  }
+}
+
+// Work per step, counted: one copy of the gradients, and with k micro-batches
+// 1/k of the collectives.
+TEST(ReducerTest, CopiesGradientsOncePerStepAndNotWhenTheyAreKept) {
+  const ToyModel model({{100}, {28}});
+  Reducer reducer(model.parameters, single_process_group());
+  for (int s = 0; s < 10; ++s) {
+    model.zero_grad();
+    step(reducer, model, model.loss(0, s));
+  }
+  EXPECT_EQ(reducer.statistics().bytes_packed, 10 * 128 * 4);
+  EXPECT_EQ(reducer.statistics().bytes_delivered, 0);
+  for (int s = 0; s < 10; ++s) {
+    model.zero_grad(/*set_to_none=*/false);
+    step(reducer, model, model.loss(0, s));
+  }
+  EXPECT_EQ(reducer.statistics().bytes_packed, 10 * 128 * 4);
+}
+
+TEST(ReducerTest, LaunchesOneKthOfTheCollectivesForKMicroBatches) {
+  for (const int k : {1, 2, 5}) {
+    RecordingGroup recording(2);
+    const ToyModel model({{4}, {4}});
+    Reducer reducer(model.parameters, recording.group(),
+                    {.bucket_plan = {{1}, {0}}});
+    for (int micro_batch = 1; micro_batch <= 20; ++micro_batch) {
+      const at::Tensor loss = model.loss(0);
+      if (micro_batch % k == 0) reducer.prepare_for_backward(loss);
+      loss.backward();
+      if (micro_batch % k == 0) model.zero_grad();
+    }
+    EXPECT_EQ(all_reduced(recording).size(), 2 * 20 / k);
+  }
+}
+
+// Counts what a thread allocates for tensors on the CPU.
+class AllocationCounter final : public c10::MemoryReportingInfoBase {
+ public:
+  void reportMemoryUsage(void* /*ptr*/, int64_t alloc_size, size_t, size_t,
+                         c10::Device) override {
+    if (alloc_size > 0) {
+      ++count;
+      bytes += alloc_size;
+    }
+  }
+  bool memoryProfilingEnabled() const override { return true; }
+
+  int64_t count = 0;
+  int64_t bytes = 0;
+};
+
+TEST(ReducerTest, AllocatesNothingAfterTheSecondStep) {
+  for (const bool views : {true, false}) {
+    for (const bool fp16 : {true, false}) {
+      const ToyModel model({{100}, {28}, {3, 3}});
+      auto step_allocations = [&](Reducer* reducer, int s) {
+        auto counter = std::make_shared<AllocationCounter>();
+        const c10::DebugInfoGuard guard(c10::DebugInfoKind::PROFILER_STATE,
+                                        counter);
+        const at::Tensor loss = model.loss(0, s);
+        if (reducer) reducer->prepare_for_backward(loss);
+        loss.backward();
+        model.zero_grad();
+        return counter->count;
+      };
+      const int64_t alone = step_allocations(nullptr, 0);
+      ASSERT_GT(alone, 0);
+      const auto group = single_process_group();
+      Reducer reducer(
+          model.parameters, group,
+          {.gradients_as_bucket_views = views,
+           .comm_hook = fp16 ? fp16_hook(group) : all_reduce_hook(group)});
+      for (int s = 0; s < 2; ++s) step_allocations(&reducer, s);
+      for (int s = 2; s < 6; ++s) {
+        EXPECT_EQ(step_allocations(&reducer, s), alone)
+            << "views " << views << " fp16 " << fp16;
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace brigade

@@ -1,0 +1,85 @@
+// A model whose gradients are known integers and become ready in an order of
+// the test's choosing.
+//
+// The gradient of every element depends on rank, parameter, element and step,
+// so that swapped ranks or slots show; all are multiples of 12, so that
+// averages over 1 to 4 ranks are exact in float32.
+
+#ifndef BRIGADE_TESTS_REDUCER_TOY_MODEL_H_
+#define BRIGADE_TESTS_REDUCER_TOY_MODEL_H_
+
+#include <torch/torch.h>
+
+#include <numeric>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace brigade::testing {
+
+class ToyModel {
+ public:
+  using Sizes = std::vector<std::vector<int64_t>>;
+
+  explicit ToyModel(const Sizes& sizes,
+                    at::TensorOptions options = at::TensorOptions()) {
+    for (const std::vector<int64_t>& size : sizes) {
+      names.push_back("p" + std::to_string(parameters.size()));
+      parameters.push_back(at::ones(size, options).requires_grad_());
+    }
+  }
+
+  // What backward of this rank's loss gives parameter i.
+  at::Tensor gradient(size_t i, int rank, int step = 0) const {
+    const at::Tensor& p = parameters[i];
+    return (12 * ((at::arange(p.numel(), at::kLong) + 7 * i + 3 * step + 1) %
+                  9 * (rank + 1)))
+        .reshape(p.sizes())
+        .to(p.options());
+  }
+
+  // The average over ranks.
+  at::Tensor average(size_t i, int world_size, int step = 0) const {
+    at::Tensor sum = at::zeros_like(parameters[i]);
+    for (int rank = 0; rank < world_size; ++rank) {
+      sum = sum + gradient(i, rank, step);
+    }
+    return (sum / world_size).detach();
+  }
+
+  // Gradients of a backward through it become ready in `ready_order`.
+  at::Tensor loss(const std::vector<size_t>& ready_order, int rank,
+                  int step = 0) const {
+    at::Tensor loss = at::zeros(
+        {}, parameters[0].options().dtype(at::kDouble).requires_grad(false));
+    for (auto i = ready_order.rbegin(); i != ready_order.rend(); ++i) {
+      at::Tensor term = (parameters[*i] * gradient(*i, rank, step)).sum();
+      if (term.is_complex()) term = at::real(term);
+      loss = loss + term.to(at::kDouble);
+    }
+    return loss;
+  }
+
+  at::Tensor loss(int rank, int step = 0) const {
+    std::vector<size_t> order(parameters.size());
+    std::iota(order.rbegin(), order.rend(), size_t{0});
+    return loss(order, rank, step);
+  }
+
+  void zero_grad(bool set_to_none = true) const {
+    for (const at::Tensor& p : parameters) {
+      if (set_to_none) {
+        p.mutable_grad().reset();
+      } else if (p.grad().defined()) {
+        p.mutable_grad().detach_().zero_();
+      }
+    }
+  }
+
+  std::vector<at::Tensor> parameters;
+  std::vector<std::string> names;
+};
+
+}  // namespace brigade::testing
+
+#endif  // BRIGADE_TESTS_REDUCER_TOY_MODEL_H_
