@@ -43,7 +43,8 @@ std::vector<std::vector<int64_t>> exchange(
 std::vector<std::string> exchange_text(
     const c10::intrusive_ptr<c10d::ProcessGroup>& group, at::Device device,
     std::string own) {
-  if (own.size() > kTextBytes) own.replace(kTextBytes - 3, std::string::npos, "...");
+  if (own.size() > kTextBytes)
+    own.replace(kTextBytes - 3, std::string::npos, "...");
   std::vector<int64_t> words(kTextBytes / sizeof(int64_t), 0);
   std::memcpy(words.data(), own.data(), own.size());
   std::vector<std::string> texts;
@@ -112,8 +113,7 @@ std::string describe_failures(const std::vector<std::string>& messages) {
   std::vector<std::string> parts;
   for (const Camp<std::string>& camp : camps) {
     if (camp.value.empty()) continue;  // these ranks are fine
-    parts.push_back(
-        absl::StrCat(describe_ranks(camp.ranks), ": ", camp.value));
+    parts.push_back(absl::StrCat(describe_ranks(camp.ranks), ": ", camp.value));
   }
   return absl::StrJoin(parts, "\n");
 }
@@ -122,12 +122,12 @@ std::string describe_difference(std::string_view what, size_t index,
                                 const std::vector<std::string>& texts,
                                 const std::vector<int64_t>& counts) {
   const std::string item(what);
-  std::string message = absl::StrCat("expected the same ", item,
-                                     "s on every rank; ", item, " ", index,
-                                     " differs: ", describe_camps(texts), ".");
+  std::string message =
+      absl::StrCat("expected the same ", item, "s on every rank; ", item, " ",
+                   index, " differs: ", describe_camps(texts), ".");
   if (camps_of(counts).size() > 1) {
-    absl::StrAppend(&message, " Number of ", item, "s: ",
-                    describe_camps(counts), ".");
+    absl::StrAppend(&message, " Number of ", item,
+                    "s: ", describe_camps(counts), ".");
   }
   return message;
 }
@@ -137,7 +137,7 @@ std::string describe_difference(std::string_view what, size_t index,
 size_t first_difference(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
                         at::Device device, std::span<const std::string> items,
                         size_t longest) {
-  size_t equal = 0;            // the first `equal` items are the same everywhere
+  size_t equal = 0;  // the first `equal` items are the same everywhere
   size_t different = longest;  // the first `different` items are not
   while (different - equal > 1) {
     const size_t middle = equal + (different - equal) / 2;
@@ -176,9 +176,9 @@ std::string find_disagreement(
   for (const auto& row : all) counts.push_back(row[1]);
   const size_t longest = *std::max_element(counts.begin(), counts.end());
   const size_t index = first_difference(group, device, items, longest);
-  const std::string own =
-      index < items.size() ? items[index]
-                           : absl::StrCat("no such ", std::string(what));
+  const std::string own = index < items.size()
+                              ? items[index]
+                              : absl::StrCat("no such ", std::string(what));
   return describe_difference(what, index, exchange_text(group, device, own),
                              counts);
 }
@@ -197,10 +197,10 @@ void require_agreement(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
   try {
     disagreement = find_disagreement(group, device, what, items, local_status);
   } catch (...) {
-    throw_peer_error(c10::str("rank ", group->getRank(), " of ",
-                              group->getSize(), " could not compare its ", what,
-                              "s with the other ranks'"),
-                     std::current_exception());
+    throw_peer_error(
+        c10::str("rank ", group->getRank(), " of ", group->getSize(),
+                 " could not compare its ", what, "s with the other ranks'"),
+        std::current_exception());
   }
   TORCH_CHECK_VALUE(disagreement.empty(), disagreement);
 }

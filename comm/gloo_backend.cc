@@ -1,12 +1,12 @@
 #include "brigade/comm/gloo_backend.h"
 
 #include <c10/util/Exception.h>
+#include <gloo/transport/unbound_buffer.h>
 
 #include <cstdlib>
 #include <exception>
 #include <sstream>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
-#include <gloo/transport/unbound_buffer.h>
 
 namespace brigade {
 namespace {

@@ -16,9 +16,9 @@ namespace brigade {
 
 // Connects to every other rank through `store`; all ranks must call it.
 //
-// Gloo listens on the given network interfaces; if there are none, on those that
-// GLOO_SOCKET_IFNAME lists, separated by commas; if that is not set either, on
-// the address of this machine's host name, or else on loopback.
+// Gloo listens on the given network interfaces; if there are none, on those
+// that GLOO_SOCKET_IFNAME lists, separated by commas; if that is not set
+// either, on the address of this machine's host name, or else on loopback.
 //
 // Its abort() ends all collectives in flight, here and at the peers, with an
 // error, instead of at the timeout.  (A message of which a part has arrived is

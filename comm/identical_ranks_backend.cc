@@ -61,8 +61,8 @@ void reduce_in_place(at::Tensor tensor, const ReduceOp& op, int num_ranks) {
     case ReduceOp::BOR:
       return;
     default:
-      TORCH_CHECK_VALUE(false, "unknown reduction ",
-                        static_cast<int>(op.op_), ".");
+      TORCH_CHECK_VALUE(false, "unknown reduction ", static_cast<int>(op.op_),
+                        ".");
   }
 }
 
@@ -121,10 +121,9 @@ bool AnsweredWork::wait(std::chrono::milliseconds timeout) {
   {
     std::unique_lock<std::mutex> lock(mutex_);
     if (!cv_.wait_for(lock, patience, [this] { return completed_; })) {
-      C10_THROW_ERROR(
-          DistBackendError,
-          c10::str(c10d::opTypeToString(opType_),
-                   " was not completed within ", patience.count(), " ms."));
+      C10_THROW_ERROR(DistBackendError, c10::str(c10d::opTypeToString(opType_),
+                                                 " was not completed within ",
+                                                 patience.count(), " ms."));
     }
     if (exception_) std::rethrow_exception(exception_);
   }
@@ -145,8 +144,8 @@ void IdenticalRanksBackend::setTimeout(std::chrono::milliseconds timeout) {
 
 c10::intrusive_ptr<Work> IdenticalRanksBackend::launch(
     Collective collective, std::function<void()> compute) {
-  auto work = c10::make_intrusive<AnsweredWork>(getRank(), collective,
-                                               timeout());
+  auto work =
+      c10::make_intrusive<AnsweredWork>(getRank(), collective, timeout());
   work->answer(compute);
   return work;
 }
@@ -163,12 +162,13 @@ c10::intrusive_ptr<Work> IdenticalRanksBackend::broadcast(
 
 c10::intrusive_ptr<Work> IdenticalRanksBackend::allreduce(
     Tensors& tensors, const c10d::AllreduceOptions& options) {
-  return launch({.type = OpType::ALLREDUCE, .inputs = tensors, .outputs = tensors},
-                [=, op = options.reduceOp, size = getSize()] {
-                  for (const at::Tensor& t : tensors) {
-                    reduce_in_place(t, op, size);
-                  }
-                });
+  return launch(
+      {.type = OpType::ALLREDUCE, .inputs = tensors, .outputs = tensors},
+      [=, op = options.reduceOp, size = getSize()] {
+        for (const at::Tensor& t : tensors) {
+          reduce_in_place(t, op, size);
+        }
+      });
 }
 
 c10::intrusive_ptr<Work> IdenticalRanksBackend::allreduce_sparse(
@@ -210,23 +210,21 @@ c10::intrusive_ptr<Work> IdenticalRanksBackend::allgather(
   check_count("lists of outputs", outputs.size(), 1);
   check_count("inputs", inputs.size(), 1);
   check_count("outputs, one per rank", outputs[0].size(), getSize());
-  return launch({.type = OpType::ALLGATHER,
-                 .inputs = inputs,
-                 .outputs = outputs[0]},
-                [to = outputs[0], from = inputs[0]] {
-                  for (at::Tensor t : to) t.copy_(from);
-                });
+  return launch(
+      {.type = OpType::ALLGATHER, .inputs = inputs, .outputs = outputs[0]},
+      [to = outputs[0], from = inputs[0]] {
+        for (at::Tensor t : to) t.copy_(from);
+      });
 }
 
 c10::intrusive_ptr<Work> IdenticalRanksBackend::_allgather_base(
     at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions&) {
   check_numel("the output", output, input.numel() * getSize());
-  return launch({.type = OpType::_ALLGATHER_BASE,
-                 .inputs = {input},
-                 .outputs = {output}},
-                [to = flat_parts(output, getSize()), from = input] {
-                  for (at::Tensor t : to) t.copy_(from.view({-1}));
-                });
+  return launch(
+      {.type = OpType::_ALLGATHER_BASE, .inputs = {input}, .outputs = {output}},
+      [to = flat_parts(output, getSize()), from = input] {
+        for (at::Tensor t : to) t.copy_(from.view({-1}));
+      });
 }
 
 c10::intrusive_ptr<Work> IdenticalRanksBackend::allgather_into_tensor_coalesced(
@@ -292,14 +290,13 @@ c10::intrusive_ptr<Work> IdenticalRanksBackend::reduce_scatter(
   check_count("outputs", outputs.size(), 1);
   check_count("lists of inputs", inputs.size(), 1);
   check_count("inputs, one per rank", inputs[0].size(), getSize());
-  return launch({.type = OpType::REDUCE_SCATTER,
-                 .inputs = inputs[0],
-                 .outputs = outputs},
-                [to = outputs[0], from = inputs[0][getRank()],
-                 op = options.reduceOp, size = getSize()] {
-                  at::Tensor(to).copy_(from);
-                  reduce_in_place(to, op, size);
-                });
+  return launch(
+      {.type = OpType::REDUCE_SCATTER, .inputs = inputs[0], .outputs = outputs},
+      [to = outputs[0], from = inputs[0][getRank()], op = options.reduceOp,
+       size = getSize()] {
+        at::Tensor(to).copy_(from);
+        reduce_in_place(to, op, size);
+      });
 }
 
 c10::intrusive_ptr<Work> IdenticalRanksBackend::_reduce_scatter_base(
@@ -352,12 +349,11 @@ c10::intrusive_ptr<Work> IdenticalRanksBackend::alltoall_base(
   for (const at::Tensor& part : to) {
     check_numel("a part of the output", part, from[getRank()].numel());
   }
-  return launch({.type = OpType::ALLTOALL_BASE,
-                 .inputs = {input},
-                 .outputs = {output}},
-                [to, from = from[getRank()]] {
-                  for (at::Tensor t : to) t.copy_(from);
-                });
+  return launch(
+      {.type = OpType::ALLTOALL_BASE, .inputs = {input}, .outputs = {output}},
+      [to, from = from[getRank()]] {
+        for (at::Tensor t : to) t.copy_(from);
+      });
 }
 
 c10::intrusive_ptr<Work> IdenticalRanksBackend::alltoall(

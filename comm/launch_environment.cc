@@ -69,8 +69,7 @@ class Reader {
     if (absl::Status s = read_meeting_place(env); !s.ok()) return s;
 
     if (launcher_.name == kTorchrun.name) {
-      env.agent_hosts_store =
-          lookup_("TORCHELASTIC_USE_AGENT_STORE") == "True";
+      env.agent_hosts_store = lookup_("TORCHELASTIC_USE_AGENT_STORE") == "True";
       if (non_empty(lookup_, "TORCHELASTIC_RESTART_COUNT")) {
         absl::StatusOr<int64_t> restarts =
             number("TORCHELASTIC_RESTART_COUNT", 0, kMaxRanks);
@@ -91,7 +90,8 @@ class Reader {
                         "process because ", reason_, " is set");
   }
 
-  absl::Status missing(const std::string& name, const std::string& advice) const {
+  absl::Status missing(const std::string& name,
+                       const std::string& advice) const {
     return absl::NotFoundError(absl::StrCat("environment variable ", name,
                                             " is missing; ", assumed(), ". ",
                                             advice));
@@ -101,9 +101,9 @@ class Reader {
                                  int64_t max) const {
     std::optional<std::string> text = non_empty(lookup_, name);
     if (!text) {
-      return missing(name, absl::StrCat("Start every rank through ",
-                                        launcher_.name, ", or set ", name,
-                                        " to a number >= ", min, "."));
+      return missing(
+          name, absl::StrCat("Start every rank through ", launcher_.name,
+                             ", or set ", name, " to a number >= ", min, "."));
     }
     int64_t value = 0;
     if (!absl::SimpleAtoi(*text, &value) || value < min || value > max) {

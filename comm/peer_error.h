@@ -15,7 +15,8 @@
 
 namespace brigade {
 
-// A peer or the network failed.  Python sees torch.distributed.DistBackendError.
+// A peer or the network failed.  Python sees
+// torch.distributed.DistBackendError.
 class PeerError : public c10::DistBackendError {
   using c10::DistBackendError::DistBackendError;
 };

@@ -82,17 +82,15 @@ c10::intrusive_ptr<ProcessGroup> init_process_group(
   try {
     store = connect_store(env, options);
   } catch (...) {
-    throw_peer_error(
-        c10::str("rank ", env.rank, " of ", env.world_size,
-                 " did not meet the others at ", env.master_addr, ":",
-                 env.master_port, " within ",
-                 options.rendezvous_timeout.count(), " ms"),
-        std::current_exception());
+    throw_peer_error(c10::str("rank ", env.rank, " of ", env.world_size,
+                              " did not meet the others at ", env.master_addr,
+                              ":", env.master_port, " within ",
+                              options.rendezvous_timeout.count(), " ms"),
+                     std::current_exception());
   }
-  return make_process_group(
-      c10::make_intrusive<c10d::PrefixStore>(
-          c10::str("attempt_", env.restart_count), store),
-      env.rank, env.world_size, options);
+  return make_process_group(c10::make_intrusive<c10d::PrefixStore>(
+                                c10::str("attempt_", env.restart_count), store),
+                            env.rank, env.world_size, options);
 }
 
 c10::intrusive_ptr<ProcessGroup> make_process_group(
@@ -123,9 +121,9 @@ c10::intrusive_ptr<ProcessGroup> make_process_group(
                              options.timeout, options.name);
   }
   try {
-    gloo = make_gloo_backend(part_for("gloo"), rank, world_size,
-                             options.rendezvous_timeout,
-                             options.gloo_interfaces);
+    gloo =
+        make_gloo_backend(part_for("gloo"), rank, world_size,
+                          options.rendezvous_timeout, options.gloo_interfaces);
     gloo->setTimeout(options.timeout);
     store->setTimeout(options.timeout);
   } catch (...) {

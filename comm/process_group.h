@@ -7,7 +7,8 @@
 //   }
 //
 // Decides which backend serves which tensors (Gloo for CPU, NCCL for CUDA) and
-// where the ranks meet.  Does not start processes: torchrun, srun and mpirun do.
+// where the ranks meet.  Does not start processes: torchrun, srun and mpirun
+// do.
 
 #ifndef BRIGADE_COMM_PROCESS_GROUP_H_
 #define BRIGADE_COMM_PROCESS_GROUP_H_
@@ -38,7 +39,7 @@ struct ProcessGroupOptions {
   // How long ranks wait for each other at the start.
   std::chrono::milliseconds rendezvous_timeout = std::chrono::minutes(5);
 
-  // Network interfaces that Gloo uses in turn, such as {"eth0", "eth1"}.  Empty:
+  // Network interfaces that Gloo uses in turn, such as {"eth0", "eth1"}. Empty:
   // those of GLOO_SOCKET_IFNAME, or the one that the host name resolves to.
   std::vector<std::string> gloo_interfaces = {};
 };
@@ -80,7 +81,8 @@ c10::intrusive_ptr<c10d::ProcessGroup> single_process_group(
 // On the normal way out, collectives in flight are finished, and no barrier is
 // needed.  When an exception leaves the scope, they are aborted: this rank does
 // not wait for peers that wait for it, and the peers get an error now and not
-// at their timeout.  The store goes last; on rank 0 it may be the server of all.
+// at their timeout.  The store goes last; on rank 0 it may be the server of
+// all.
 //
 // Thread safety: none; main's own thread.
 class GroupScope {

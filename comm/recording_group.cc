@@ -78,8 +78,8 @@ class RecordingBackend final : public IdenticalRanksBackend {
       std::lock_guard<std::mutex> lock(mutex_);
       auto it = held_.find(sequence);
       TORCH_CHECK_VALUE(it != held_.end(), "collective ", sequence,
-                        " is not held: ", log_.size(),
-                        " were launched, ", held_.size(), " are held.");
+                        " is not held: ", log_.size(), " were launched, ",
+                        held_.size(), " are held.");
       open = std::move(it->second);
       held_.erase(it);
     }
@@ -141,8 +141,8 @@ class RecordingBackend final : public IdenticalRanksBackend {
   c10::intrusive_ptr<c10d::Work> launch(
       Collective collective, std::function<void()> compute) override {
     Open open;
-    open.work = c10::make_intrusive<AnsweredWork>(getRank(), collective,
-                                                  timeout());
+    open.work =
+        c10::make_intrusive<AnsweredWork>(getRank(), collective, timeout());
     {
       std::lock_guard<std::mutex> lock(mutex_);
       open.sequence = log_.size();

@@ -94,8 +94,8 @@ class RecordingGroup {
   void fail_at_launch(size_t sequence, std::exception_ptr error);
   void fail_at_completion(size_t sequence, std::exception_ptr error);
 
-  // From here on, collectives travel over one emulated link: each starts when it
-  // is launched or the one before it is through, and ends `cost` later, on a
+  // From here on, collectives travel over one emulated link: each starts when
+  // it is launched or the one before it is through, and ends `cost` later, on a
   // thread of the group.  An empty function turns this off for later ones.
   void delay_by(CollectiveCost cost);
 

@@ -102,9 +102,8 @@ RollCall call_roll(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
   }
 
   std::unique_lock<std::mutex> lock(collection->mutex);
-  const bool finished =
-      collection->changed.wait_until(lock, deadline + kLongestPause,
-                                     [&] { return collection->finished; });
+  const bool finished = collection->changed.wait_until(
+      lock, deadline + kLongestPause, [&] { return collection->finished; });
   if (!finished) {
     collection->roll.store_error =
         absl::StrCat("no reply from the store within ", seconds(patience));
@@ -120,10 +119,10 @@ std::string RollCall::describe() const {
   }
   std::string text;
   if (absent.empty()) {
-    text = absl::StrCat(
-        answers.size() == 1 ? "the only rank"
+    text = absl::StrCat(answers.size() == 1
+                            ? "the only rank"
                             : absl::StrCat("all ", answers.size(), " ranks"),
-        " answered a roll call");
+                        " answered a roll call");
   } else {
     text = absl::StrCat(describe_ranks(present), " answered a roll call, ",
                         describe_ranks(absent), " did not within ",

@@ -3,9 +3,9 @@
 // Goes through the group's store, since the group itself is broken by then.
 // Never used while all is well.
 //
-// A rank answers when it has noticed the failure, and one that does not wait for
-// the dead rank itself notices late.  So abort() the group before the call: it is
-// of no use any more, and its end is what the others notice.
+// A rank answers when it has noticed the failure, and one that does not wait
+// for the dead rank itself notices late.  So abort() the group before the call:
+// it is of no use any more, and its end is what the others notice.
 
 #ifndef BRIGADE_COMM_ROLL_CALL_H_
 #define BRIGADE_COMM_ROLL_CALL_H_

@@ -19,9 +19,9 @@ namespace {
 using ::testing::AllOf;
 using ::testing::Each;
 using ::testing::HasSubstr;
+using testing::run_ranks;
 using ::testing::SizeIs;
 using ::testing::StartsWith;
-using testing::run_ranks;
 
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 using Items = std::vector<std::string>;
@@ -51,14 +51,16 @@ std::vector<std::string> verdicts(
 Items numbered(size_t count) {
   Items items;
   for (size_t i = 0; i < count; ++i) {
-    items.push_back("'layer." + std::to_string(i) + ".weight' float32 [10, 20]");
+    items.push_back("'layer." + std::to_string(i) +
+                    ".weight' float32 [10, 20]");
   }
   return items;
 }
 
 TEST(AgreementTest, EqualItemsAgree) {
   for (int world_size : {1, 2, 3, 4}) {
-    EXPECT_THAT(verdicts(std::vector<Items>(world_size, numbered(5))), Each(""));
+    EXPECT_THAT(verdicts(std::vector<Items>(world_size, numbered(5))),
+                Each(""));
   }
   EXPECT_THAT(verdicts({{}, {}}), Each(""));
 }
@@ -96,8 +98,9 @@ TEST(AgreementTest, SaysCountsThatDiffer) {
 }
 
 TEST(AgreementTest, ItemsDoNotRunTogether) {
-  EXPECT_THAT(verdicts({{"ab", "c"}, {"a", "bc"}}),
-              Each(HasSubstr("parameter 0 differs: rank 0 has ab, rank 1 has a.")));
+  EXPECT_THAT(
+      verdicts({{"ab", "c"}, {"a", "bc"}}),
+      Each(HasSubstr("parameter 0 differs: rank 0 has ab, rank 1 has a.")));
 }
 
 TEST(AgreementTest, AFailureOfOneRankReachesAll) {
@@ -138,7 +141,8 @@ TEST(AgreementTest, LongTextsAreCut) {
 
 TEST(AgreementTest, AWorldOfOneThrowsItsOwnStatus) {
   const Group group = single_process_group();
-  require_agreement(group, at::kCPU, "parameter", numbered(2), absl::OkStatus());
+  require_agreement(group, at::kCPU, "parameter", numbered(2),
+                    absl::OkStatus());
   EXPECT_THROW(require_agreement(group, at::kCPU, "parameter", numbered(2),
                                  absl::InvalidArgumentError("bad")),
                c10::ValueError);

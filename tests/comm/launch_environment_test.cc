@@ -79,9 +79,9 @@ TEST(LaunchEnvironmentTest, BelievesTheAgentOnlyWhenItSaysTrue) {
 }
 
 TEST(LaunchEnvironmentTest, ReadsHowOftenTorchrunHasRestarted) {
-  EXPECT_EQ(
-      read(with(kTorchrun, {{"TORCHELASTIC_RESTART_COUNT", "2"}})).restart_count,
-      2);
+  EXPECT_EQ(read(with(kTorchrun, {{"TORCHELASTIC_RESTART_COUNT", "2"}}))
+                .restart_count,
+            2);
 }
 
 TEST(LaunchEnvironmentTest, ReadsSlurmsVariables) {
@@ -95,13 +95,14 @@ TEST(LaunchEnvironmentTest, ReadsSlurmsVariables) {
 }
 
 TEST(LaunchEnvironmentTest, SlurmMeetsOnTheFirstHostOfTheStep) {
-  EXPECT_EQ(read(with(kSlurm, {{"SLURM_STEP_NODELIST", "node[7-8]"}})).master_addr,
-            "node7");
+  EXPECT_EQ(
+      read(with(kSlurm, {{"SLURM_STEP_NODELIST", "node[7-8]"}})).master_addr,
+      "node7");
 }
 
 TEST(LaunchEnvironmentTest, SlurmMeetsWhereMasterVariablesSay) {
-  const LaunchEnvironment env = read(
-      with(kSlurm, {{"MASTER_ADDR", "login"}, {"MASTER_PORT", "4000"}}));
+  const LaunchEnvironment env =
+      read(with(kSlurm, {{"MASTER_ADDR", "login"}, {"MASTER_PORT", "4000"}}));
   EXPECT_EQ(env.master_addr, "login");
   EXPECT_EQ(env.master_port, 4000);
 }
@@ -165,64 +166,110 @@ constexpr auto kInvalid = absl::StatusCode::kInvalidArgument;
 INSTANTIATE_TEST_SUITE_P(
     All, BadEnvironmentTest,
     ::testing::Values(
-        BadEnvironment{"Empty", {}, kNotFound,
+        BadEnvironment{"Empty",
+                       {},
+                       kNotFound,
                        {"found none of RANK (torchrun)", "SLURM_PROCID (Slurm)",
                         "single_process_group()", "torchrun --nproc-per-node"}},
-        BadEnvironment{"OnlyMasterAddr", {{"MASTER_ADDR", "x"}}, kNotFound,
+        BadEnvironment{"OnlyMasterAddr",
+                       {{"MASTER_ADDR", "x"}},
+                       kNotFound,
                        {"found none of RANK"}},
-        BadEnvironment{"RankWithoutWorldSize", with(kTorchrun, {{"WORLD_SIZE", "-"}}),
+        BadEnvironment{"RankWithoutWorldSize",
+                       with(kTorchrun, {{"WORLD_SIZE", "-"}}),
                        kNotFound,
                        {"environment variable WORLD_SIZE is missing",
                         "torchrun was assumed", "because RANK is set"}},
-        BadEnvironment{"WorldSizeWithoutRank", with(kTorchrun, {{"RANK", "-"}}),
+        BadEnvironment{"WorldSizeWithoutRank",
+                       with(kTorchrun, {{"RANK", "-"}}),
                        kNotFound,
                        {"environment variable RANK is missing",
                         "because WORLD_SIZE is set"}},
-        BadEnvironment{"EmptyRank", with(kTorchrun, {{"RANK", ""}}), kNotFound,
+        BadEnvironment{"EmptyRank",
+                       with(kTorchrun, {{"RANK", ""}}),
+                       kNotFound,
                        {"environment variable RANK is missing"}},
-        BadEnvironment{"NoLocalRank", with(kTorchrun, {{"LOCAL_RANK", "-"}}),
-                       kNotFound, {"LOCAL_RANK is missing"}},
-        BadEnvironment{"NoMasterAddr", with(kTorchrun, {{"MASTER_ADDR", "-"}}),
-                       kNotFound, {"MASTER_ADDR is missing", "host name of rank 0"}},
-        BadEnvironment{"NoMasterPort", with(kTorchrun, {{"MASTER_PORT", "-"}}),
-                       kNotFound, {"MASTER_PORT is missing"}},
-        BadEnvironment{"RankTooHigh", with(kTorchrun, {{"RANK", "8"}}), kInvalid,
-                       {"RANK=8 and WORLD_SIZE=8"}},
-        BadEnvironment{"LocalRankTooHigh", with(kTorchrun, {{"LOCAL_RANK", "9"}}),
-                       kInvalid, {"LOCAL_RANK=9 and WORLD_SIZE=8"}},
-        BadEnvironment{"RankNegative", with(kTorchrun, {{"RANK", "-1"}}), kInvalid,
-                       {"RANK must be a whole number from 0 on, got '-1'"}},
-        BadEnvironment{"RankNoNumber", with(kTorchrun, {{"RANK", "two"}}), kInvalid,
-                       {"RANK must be a whole number", "'two'", "torchrun was assumed"}},
-        BadEnvironment{"RankTooLong",
-                       with(kTorchrun, {{"RANK", "99999999999999999999"}}), kInvalid,
-                       {"RANK must be a whole number", "'99999999999999999999'"}},
-        BadEnvironment{"WorldSizeZero", with(kTorchrun, {{"WORLD_SIZE", "0"}}),
-                       kInvalid, {"WORLD_SIZE must be a whole number from 1 on, got '0'"}},
-        BadEnvironment{"PortTooHigh", with(kTorchrun, {{"MASTER_PORT", "65536"}}),
+        BadEnvironment{"NoLocalRank",
+                       with(kTorchrun, {{"LOCAL_RANK", "-"}}),
+                       kNotFound,
+                       {"LOCAL_RANK is missing"}},
+        BadEnvironment{"NoMasterAddr",
+                       with(kTorchrun, {{"MASTER_ADDR", "-"}}),
+                       kNotFound,
+                       {"MASTER_ADDR is missing", "host name of rank 0"}},
+        BadEnvironment{"NoMasterPort",
+                       with(kTorchrun, {{"MASTER_PORT", "-"}}),
+                       kNotFound,
+                       {"MASTER_PORT is missing"}},
+        BadEnvironment{"RankTooHigh",
+                       with(kTorchrun, {{"RANK", "8"}}),
                        kInvalid,
-                       {"MASTER_PORT must be a whole number from 1 to 65535, got '65536'"}},
-        BadEnvironment{"PortZero", with(kTorchrun, {{"MASTER_PORT", "0"}}), kInvalid,
+                       {"RANK=8 and WORLD_SIZE=8"}},
+        BadEnvironment{"LocalRankTooHigh",
+                       with(kTorchrun, {{"LOCAL_RANK", "9"}}),
+                       kInvalid,
+                       {"LOCAL_RANK=9 and WORLD_SIZE=8"}},
+        BadEnvironment{"RankNegative",
+                       with(kTorchrun, {{"RANK", "-1"}}),
+                       kInvalid,
+                       {"RANK must be a whole number from 0 on, got '-1'"}},
+        BadEnvironment{
+            "RankNoNumber",
+            with(kTorchrun, {{"RANK", "two"}}),
+            kInvalid,
+            {"RANK must be a whole number", "'two'", "torchrun was assumed"}},
+        BadEnvironment{
+            "RankTooLong",
+            with(kTorchrun, {{"RANK", "99999999999999999999"}}),
+            kInvalid,
+            {"RANK must be a whole number", "'99999999999999999999'"}},
+        BadEnvironment{
+            "WorldSizeZero",
+            with(kTorchrun, {{"WORLD_SIZE", "0"}}),
+            kInvalid,
+            {"WORLD_SIZE must be a whole number from 1 on, got '0'"}},
+        BadEnvironment{"PortTooHigh",
+                       with(kTorchrun, {{"MASTER_PORT", "65536"}}),
+                       kInvalid,
+                       {"MASTER_PORT must be a whole number from 1 to 65535, "
+                        "got '65536'"}},
+        BadEnvironment{"PortZero",
+                       with(kTorchrun, {{"MASTER_PORT", "0"}}),
+                       kInvalid,
                        {"MASTER_PORT", "'0'"}},
         BadEnvironment{"BadRestartCount",
                        with(kTorchrun, {{"TORCHELASTIC_RESTART_COUNT", "x"}}),
-                       kInvalid, {"TORCHELASTIC_RESTART_COUNT", "'x'"}},
-        BadEnvironment{"SlurmNoTasks", with(kSlurm, {{"SLURM_NTASKS", "-"}}), kNotFound,
+                       kInvalid,
+                       {"TORCHELASTIC_RESTART_COUNT", "'x'"}},
+        BadEnvironment{"SlurmNoTasks",
+                       with(kSlurm, {{"SLURM_NTASKS", "-"}}),
+                       kNotFound,
                        {"SLURM_NTASKS is missing", "Slurm was assumed",
                         "because SLURM_PROCID is set"}},
-        BadEnvironment{"SlurmNoNodes", with(kSlurm, {{"SLURM_JOB_NODELIST", "-"}}),
-                       kNotFound, {"SLURM_JOB_NODELIST is missing", "srun"}},
-        BadEnvironment{"SlurmBadNodes", with(kSlurm, {{"SLURM_JOB_NODELIST", "n[1-"}}),
+        BadEnvironment{"SlurmNoNodes",
+                       with(kSlurm, {{"SLURM_JOB_NODELIST", "-"}}),
+                       kNotFound,
+                       {"SLURM_JOB_NODELIST is missing", "srun"}},
+        BadEnvironment{"SlurmBadNodes",
+                       with(kSlurm, {{"SLURM_JOB_NODELIST", "n[1-"}}),
                        kInvalid,
-                       {"environment variable SLURM_JOB_NODELIST", "'n[1-'", "without ']'"}},
-        BadEnvironment{"SlurmNoJob", with(kSlurm, {{"SLURM_JOB_ID", "-"}}), kNotFound,
+                       {"environment variable SLURM_JOB_NODELIST", "'n[1-'",
+                        "without ']'"}},
+        BadEnvironment{"SlurmNoJob",
+                       with(kSlurm, {{"SLURM_JOB_ID", "-"}}),
+                       kNotFound,
                        {"MASTER_PORT is missing"}},
-        BadEnvironment{"SlurmBadJob", with(kSlurm, {{"SLURM_JOB_ID", "a1"}}), kInvalid,
+        BadEnvironment{"SlurmBadJob",
+                       with(kSlurm, {{"SLURM_JOB_ID", "a1"}}),
+                       kInvalid,
                        {"SLURM_JOB_ID", "'a1'"}},
-        BadEnvironment{"MpiNoAddress", with(kOpenMpi, {{"MASTER_ADDR", "-"}}), kNotFound,
+        BadEnvironment{"MpiNoAddress",
+                       with(kOpenMpi, {{"MASTER_ADDR", "-"}}),
+                       kNotFound,
                        {"MASTER_ADDR is missing", "Open MPI was assumed"}},
         BadEnvironment{"MpiRankTooHigh",
-                       with(kOpenMpi, {{"OMPI_COMM_WORLD_RANK", "2"}}), kInvalid,
+                       with(kOpenMpi, {{"OMPI_COMM_WORLD_RANK", "2"}}),
+                       kInvalid,
                        {"OMPI_COMM_WORLD_RANK=2 and OMPI_COMM_WORLD_SIZE=2"}}),
     [](const auto& info) { return info.param.name; });
 
@@ -252,9 +299,10 @@ INSTANTIATE_TEST_SUITE_P(
                       NodeList{"node[003-010,12],z1", "node003"},
                       NodeList{"node[5,7-9]", "node5"},
                       NodeList{"rack[2-3]n[04-05].site", "rack2n04.site"},
-                      NodeList{"", ""}, NodeList{",a", ""}, NodeList{"n[1-2", ""},
-                      NodeList{"n1]", ""}, NodeList{"n[]", ""},
-                      NodeList{"n[-3]", ""}, NodeList{"n[x-3]", ""}));
+                      NodeList{"", ""}, NodeList{",a", ""},
+                      NodeList{"n[1-2", ""}, NodeList{"n1]", ""},
+                      NodeList{"n[]", ""}, NodeList{"n[-3]", ""},
+                      NodeList{"n[x-3]", ""}));
 
 TEST(LaunchEnvironmentTest, LooksIntoTheProcess) {
   setenv("BRIGADE_TEST_VARIABLE", "seen", 1);

@@ -20,11 +20,11 @@ using ::testing::AllOf;
 using ::testing::Contains;
 using ::testing::ContainsRegex;
 using ::testing::HasSubstr;
-using ::testing::StartsWith;
 using testing::ProcessRanks;
 using testing::RankContext;
 using testing::RankFunction;
 using testing::RankResult;
+using ::testing::StartsWith;
 
 // All-reduces until it fails, and reports what it then knows.  Arguments: the
 // group's timeout in ms.
@@ -71,18 +71,17 @@ TEST_P(PeerFailureTest, EverySurvivorOfAKilledPeerSaysWhoIsMissing) {
     EXPECT_EQ(results[rank].exit_code, 0) << results[rank].error_output;
     EXPECT_THAT(
         results[rank].messages,
-        Contains(AllOf(StartsWith("error rank " + std::to_string(rank) +
-                                  ", bucket 0: "),
-                       ContainsRegex("ranks? 0(, 2)? answered a roll call, rank "
-                                     "1 did not within 2 s\\."))));
+        Contains(AllOf(
+            StartsWith("error rank " + std::to_string(rank) + ", bucket 0: "),
+            ContainsRegex("ranks? 0(, 2)? answered a roll call, rank "
+                          "1 did not within 2 s\\."))));
     EXPECT_THAT(results[rank].messages, Contains("weights 4"));
   }
 }
 
 TEST(PeerFailureTest, AStoppedPeerFailsTheOthersAtTheTimeout) {
-  ProcessRanks ranks({.world_size = 2,
-                      .function = "reduce_forever",
-                      .arguments = {"1000"}});
+  ProcessRanks ranks(
+      {.world_size = 2, .function = "reduce_forever", .arguments = {"1000"}});
   ranks.wait_for_all("running");
   ranks.signal(1, SIGSTOP);
   ranks.wait_for(0, "weights 4");

@@ -80,7 +80,8 @@ TEST_P(WorldSizeTest, GroupSumsEveryRank) {
     const at::Tensor sum =
         all_reduced(group, at::arange(8, at::kFloat) + group->getRank());
     const int rank_sum = world_size * (world_size - 1) / 2;
-    EXPECT_TRUE(at::equal(sum, at::arange(8, at::kFloat) * world_size + rank_sum))
+    EXPECT_TRUE(
+        at::equal(sum, at::arange(8, at::kFloat) * world_size + rank_sum))
         << "rank " << group->getRank() << " got " << sum;
   });
 }
@@ -128,10 +129,9 @@ TEST(ProcessGroupTest, TakesTheTimeoutFromItsOptions) {
 
 TEST(ProcessGroupTest, RefusesBadArguments) {
   auto store = c10::make_intrusive<c10d::HashStore>();
-  EXPECT_THAT(text_of<c10::ValueError>([&] {
-                make_process_group(store, 2, 2);
-              }),
-              HasSubstr("got rank 2 and world size 2"));
+  EXPECT_THAT(
+      text_of<c10::ValueError>([&] { make_process_group(store, 2, 2); }),
+      HasSubstr("got rank 2 and world size 2"));
   EXPECT_THAT(text_of<c10::ValueError>([&] {
                 make_process_group(store, 0, 1, {.device_type = at::kMPS});
               }),
@@ -141,10 +141,9 @@ TEST(ProcessGroupTest, RefusesBadArguments) {
                                    {.timeout = std::chrono::milliseconds(0)});
               }),
               HasSubstr("timeout must be > 0 ms, got 0 ms"));
-  EXPECT_THAT(text_of<c10::ValueError>([&] {
-                make_process_group(nullptr, 0, 1);
-              }),
-              HasSubstr("needs a store"));
+  EXPECT_THAT(
+      text_of<c10::ValueError>([&] { make_process_group(nullptr, 0, 1); }),
+      HasSubstr("needs a store"));
   EXPECT_THAT(text_of<c10::ValueError>([&] {
                 init_process_group(LaunchEnvironment{.world_size = 2});
               }),

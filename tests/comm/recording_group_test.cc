@@ -18,8 +18,8 @@ namespace {
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
-using ::testing::SizeIs;
 using testing::run_ranks;
+using ::testing::SizeIs;
 
 using c10d::OpType;
 using c10d::ReduceOp;
@@ -196,9 +196,9 @@ TEST_P(SameAsGlooTest, ForIdenticalRanksInEveryOperationAndType) {
   run_ranks(GetParam(), [&](Group gloo) {
     RecordingGroup recording(gloo->getSize(), gloo->getRank());
     for (const Operation& operation : operations()) {
-      for (at::ScalarType dtype : {at::kFloat, at::kDouble, at::kHalf,
-                                   at::kBFloat16, at::kInt, at::kLong,
-                                   at::kByte, at::kChar}) {
+      for (at::ScalarType dtype :
+           {at::kFloat, at::kDouble, at::kHalf, at::kBFloat16, at::kInt,
+            at::kLong, at::kByte, at::kChar}) {
         if (operation.integers_only && at::isFloatingType(dtype)) continue;
         const Tensors real = operation.run(*gloo, dtype);
         if (operation.root_only && gloo->getRank() != 0) continue;

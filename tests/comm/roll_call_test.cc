@@ -44,9 +44,8 @@ TEST(RollCallTest, NamesTheRankThatDoesNotAnswer) {
       return;
     }
     call_roll(group, "first", 0, kLong);
-    group->getStore()->set("roll_call/second/" +
-                               std::to_string(group->getRank()),
-                           "7");
+    group->getStore()->set(
+        "roll_call/second/" + std::to_string(group->getRank()), "7");
     group->getStore()->wait({"roll_call/second/0", "roll_call/second/2"});
     const RollCall roll = call_roll(group, "second", 7, kShort);
     EXPECT_THAT(roll.answers, ElementsAre(7, std::nullopt, 7));
@@ -157,8 +156,8 @@ TEST(PeerErrorTest, AddsTheRollCall) {
 TEST(PeerErrorTest, LetsPassWhatHasItsContextOrIsNoPeersFault) {
   const auto first = [] {
     try {
-      throw_peer_error("first", std::make_exception_ptr(
-                                    std::runtime_error("reset")));
+      throw_peer_error("first",
+                       std::make_exception_ptr(std::runtime_error("reset")));
     } catch (...) {
       return std::current_exception();
     }

@@ -408,7 +408,7 @@ TEST(MisuseTest, GradientThatBecomesReadyTwiceInOneIteration) {
   const ToyModel model({{2}, {3}});
   Reducer reducer(model.parameters, single_process_group(),
                   {.parameter_names = model.names});
-  const at::Tensor half = model.loss({1}, 0);
+  const at::Tensor half = model.loss_in_order({1}, 0);
   reducer.prepare_for_backward(half);
   half.backward({}, /*retain_graph=*/true);
   EXPECT_THAT(text_of<c10::Error>([&] { half.backward(); }),
@@ -421,7 +421,7 @@ TEST(MisuseTest, MissingGradientsAreNamedAtTheNextPrepare) {
   run_ranks(2, [&](const Group& group) {
     const ToyModel model({{2}, {3}, {1}});
     Reducer reducer(model.parameters, group, {.parameter_names = model.names});
-    step(reducer, model.loss({1}, group->getRank()));
+    step(reducer, model.loss_in_order({1}, group->getRank()));
     EXPECT_THAT(
         text_of<c10::Error>([&] {
           reducer.prepare_for_backward(model.loss(group->getRank()));
@@ -479,7 +479,7 @@ TEST(PeerFailureTest, DestroyingTheReducerWithCollectivesInFlightIsClean) {
   auto reducer =
       std::make_unique<Reducer>(model.parameters, recording.group(),
                                 ReducerOptions{.bucket_plan = {{1}, {0}}});
-  const at::Tensor half = model.loss({1}, 0);
+  const at::Tensor half = model.loss_in_order({1}, 0);
   step(*reducer, half);
   EXPECT_NO_THROW(reducer.reset());
 }

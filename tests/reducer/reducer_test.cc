@@ -121,8 +121,8 @@ TEST_P(ReducerOnRanksTest, CarriesAccumulatedGradientsOverARebuild) {
   run_ranks(world_size(), [&](const Group& group) {
     const ToyModel model(kSizes);
     Reducer reducer(model.parameters, group, options());
-    step(reducer, model, model.loss({0, 3, 1, 4, 2, 5}, group->getRank(), 0));
-    step(reducer, model, model.loss({0, 3, 1, 4, 2, 5}, group->getRank(), 1));
+    step(reducer, model, model.loss_in_order({0, 3, 1, 4, 2, 5}, group->getRank(), 0));
+    step(reducer, model, model.loss_in_order({0, 3, 1, 4, 2, 5}, group->getRank(), 1));
     EXPECT_EQ(reducer.statistics().rebuilds, 1);
     for (size_t i = 0; i < model.parameters.size(); ++i) {
       EXPECT_TRUE(at::equal(model.parameters[i].grad(),
@@ -142,7 +142,7 @@ TEST_P(ReducerOnRanksTest, AgreesOnTheOrderOfRank0) {
                 order.end());
     for (int s = 0; s < 3; ++s) {
       model.zero_grad();
-      step(reducer, model, model.loss(order, group->getRank(), s));
+      step(reducer, model, model.loss_in_order(order, group->getRank(), s));
       expect_averages(model, world_size(), s);
     }
     std::vector<size_t> flat;
@@ -178,7 +178,7 @@ TEST(ReducerTest, LaunchesInPlanOrderForEveryReadyOrder) {
     do {
       const size_t before = all_reduced(recording).size();
       model.zero_grad();
-      step(reducer, model, model.loss(order, 0));
+      step(reducer, model, model.loss_in_order(order, 0));
       std::vector<int64_t> launched = all_reduced(recording);
       launched.erase(launched.begin(), launched.begin() + before);
       ASSERT_EQ(launched, expected);
@@ -196,7 +196,7 @@ TEST(ReducerTest, LaunchesABucketBeforeBackwardHasEnded) {
   size_t launched_before_last = 0;
   Reducer reducer(model.parameters, recording.group(),
                   {.bucket_plan = {{1}, {0}}});
-  const at::Tensor loss = model.loss({1, 0}, 0);
+  const at::Tensor loss = model.loss_in_order({1, 0}, 0);
   model.parameters[0].register_hook([&](const at::Tensor&) {
     launched_before_last = all_reduced(recording).size();
   });
@@ -297,7 +297,7 @@ TEST(ReducerTest, TreatsGradientsSetToNoneByTheUserAtAnyTimeAsZero) {
   run_ranks(2, [&](const Group& group) {
     const ToyModel model({{3}, {3}});
     Reducer reducer(model.parameters, group, {.bucket_plan = {{1, 0}}});
-    const at::Tensor loss = model.loss({1, 0}, group->getRank());
+    const at::Tensor loss = model.loss_in_order({1, 0}, group->getRank());
     // Parameter 1 is ready first and then loses its gradient on both ranks.
     model.parameters[0].register_hook(
         [&](const at::Tensor&) { model.parameters[1].mutable_grad().reset(); });
@@ -375,8 +375,8 @@ TEST(ReducerTest, SpansTwoBackwardsOfOneForward) {
     Reducer reducer(model.parameters, group);
     for (int s = 0; s < 3; ++s) {
       model.zero_grad();
-      const at::Tensor first = model.loss({0}, group->getRank(), s);
-      const at::Tensor second = model.loss({1}, group->getRank(), s);
+      const at::Tensor first = model.loss_in_order({0}, group->getRank(), s);
+      const at::Tensor second = model.loss_in_order({1}, group->getRank(), s);
       reducer.prepare_for_backward(std::make_tuple(first, second));
       first.backward();
       EXPECT_EQ(reducer.statistics().iterations, s);
@@ -431,7 +431,7 @@ TEST(ReducerTest, KeepsAnExplicitPlan) {
                   {.bucket_plan = {{0, 2}, {1}}});
   for (int s = 0; s < 3; ++s) {
     model.zero_grad();
-    step(reducer, model, model.loss({1, 2, 0}, 0));
+    step(reducer, model, model.loss_in_order({1, 2, 0}, 0));
   }
   EXPECT_THAT(reducer.plan().buckets(),
               ElementsAre(ElementsAre(0, 2), ElementsAre(1)));
@@ -447,7 +447,7 @@ TEST(ReducerTest, RebuildsOnceAndNotWhenSwitchedOff) {
     const size_t before = recording.log().size();
     for (int s = 0; s < 4; ++s) {
       model.zero_grad();
-      step(reducer, model, model.loss({1, 2, 0}, 0));
+      step(reducer, model, model.loss_in_order({1, 2, 0}, 0));
     }
     EXPECT_EQ(reducer.statistics().rebuilds, rebuild ? 1 : 0);
     EXPECT_THAT(reducer.plan().buckets().front(),

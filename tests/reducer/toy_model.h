@@ -48,8 +48,8 @@ class ToyModel {
   }
 
   // Gradients of a backward through it become ready in `ready_order`.
-  at::Tensor loss(const std::vector<size_t>& ready_order, int rank,
-                  int step = 0) const {
+  at::Tensor loss_in_order(const std::vector<size_t>& ready_order, int rank,
+                           int step = 0) const {
     at::Tensor loss = at::zeros(
         {}, parameters[0].options().dtype(at::kDouble).requires_grad(false));
     for (auto i = ready_order.rbegin(); i != ready_order.rend(); ++i) {
@@ -63,7 +63,7 @@ class ToyModel {
   at::Tensor loss(int rank, int step = 0) const {
     std::vector<size_t> order(parameters.size());
     std::iota(order.rbegin(), order.rend(), size_t{0});
-    return loss(order, rank, step);
+    return loss_in_order(order, rank, step);
   }
 
   void zero_grad(bool set_to_none = true) const {

@@ -20,11 +20,10 @@ void run_ranks(
     for (int rank = 0; rank < world_size; ++rank) {
       ranks.emplace_back([&, rank] {
         try {
-          GroupScope scope(make_process_group(
-              store, rank, world_size,
-              {.timeout = timeout,
-               .rendezvous_timeout = timeout,
-               .gloo_interfaces = {"lo"}}));
+          GroupScope scope(make_process_group(store, rank, world_size,
+                                              {.timeout = timeout,
+                                               .rendezvous_timeout = timeout,
+                                               .gloo_interfaces = {"lo"}}));
           fn(scope.group());
         } catch (...) {
           failures[rank] = std::current_exception();

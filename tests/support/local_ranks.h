@@ -20,10 +20,10 @@
 namespace brigade::testing {
 
 // Calls fn(group) on `world_size` threads and joins them.  If ranks throw, the
-// exception of the lowest such rank is rethrown here, so that GoogleTest reports
-// it.  A rank that never arrives fails the others after `timeout`, not after
-// minutes; a rank that throws closes its connections, and its peers' collectives
-// fail at once.
+// exception of the lowest such rank is rethrown here, so that GoogleTest
+// reports it.  A rank that never arrives fails the others after `timeout`, not
+// after minutes; a rank that throws closes its connections, and its peers'
+// collectives fail at once.
 void run_ranks(
     int world_size,
     const std::function<void(c10::intrusive_ptr<c10d::ProcessGroup>)>& fn,

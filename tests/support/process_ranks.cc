@@ -202,8 +202,7 @@ ProcessRanks::ProcessRanks(ProcessRanksOptions options)
   store_options.port = 0;
   store_options.isServer = true;
   store_options.waitWorkers = false;
-  auto store =
-      c10::make_intrusive<c10d::TCPStore>("127.0.0.1", store_options);
+  auto store = c10::make_intrusive<c10d::TCPStore>("127.0.0.1", store_options);
   store_ = store;
   processes_.resize(options_.world_size);
   for (int rank = 0; rank < options_.world_size; ++rank) {
@@ -268,8 +267,8 @@ void ProcessRanks::start(int rank, uint16_t port) {
     errno = error;
     throw_errno("posix_spawn");
   }
-  process.pidfd = Descriptor(
-      static_cast<int>(syscall(SYS_pidfd_open, process.pid, 0)));
+  process.pidfd =
+      Descriptor(static_cast<int>(syscall(SYS_pidfd_open, process.pid, 0)));
   process.messages = std::move(messages.read_end);
   process.commands = std::move(commands.write_end);
 }
@@ -342,8 +341,8 @@ void ProcessRanks::wait_for(int rank, const std::string& message) {
   while (!arrived()) {
     if (process.ended) {
       throw std::runtime_error("rank " + std::to_string(rank) +
-                               " ended before it said '" + message + "': " +
-                               describe(rank));
+                               " ended before it said '" + message +
+                               "': " + describe(rank));
     }
     if (!poll_once()) {
       throw std::runtime_error("the deadline came before rank " +

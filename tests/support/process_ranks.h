@@ -1,7 +1,7 @@
 // Runs one function on N ranks, each a process of its own, for what threads
 // can't show: death, signals, start from the environment, exit codes.
 //
-// A rank is this very program, started again with torchrun's variables set.  The
+// A rank is this very program, started again with torchrun's variables set. The
 // parent serves the store, on a port that the system chooses, as torchrun's
 // agent does.
 //
@@ -69,8 +69,8 @@ class RankFunction {
   RankFunction(const std::string& name, std::function<void(RankContext&)> fn);
 };
 
-// In a process that ProcessRanks started: runs its function and returns the exit
-// code, 0, or 1 with the exception's text on stderr.  Elsewhere: nothing.
+// In a process that ProcessRanks started: runs its function and returns the
+// exit code, 0, or 1 with the exception's text on stderr.  Elsewhere: nothing.
 std::optional<int> run_as_rank();
 
 struct RankResult {
