@@ -5,7 +5,12 @@
 namespace brigade {
 
 at::Tensor tensor_of_hook_result(const c10::IValue& result) {
-  if (result.isTensor()) return result.toTensor();
+  if (result.isTensor()) {
+    TORCH_CHECK_TYPE(result.toTensor().defined(),
+                     "a comm hook's future must hold a tensor, got an undefined "
+                     "one.\nReturn a future of the reduced bucket.");
+    return result.toTensor();
+  }
   if (result.isTensorList()) {
     const auto tensors = result.toTensorList();
     TORCH_CHECK_TYPE(

@@ -44,8 +44,8 @@ class DistributedDataParallel {
                           c10::intrusive_ptr<c10d::ProcessGroup> group,
                           DistributedDataParallelOptions options = {})
       : module_(std::move(module)),
-        replicated_([module = module_] { return tensors_of(module); },
-                    std::move(group), std::move(options)) {}
+        replicated_(tensors_of(module_), buffers_of(module_), std::move(group),
+                    std::move(options)) {}
 
   // The module's forward, with any arguments and result. The backward that
   // follows averages gradients over the group, unless inside no_sync() or a
@@ -85,16 +85,34 @@ class DistributedDataParallel {
     }
   }
 
+  // An nn::Module changes its buffers in place; a script module may replace
+  // them.
+  static ReplicatedModule::BufferLookup buffers_of(const Module& module) {
+    if constexpr (kIsScript) {
+      return [module] {
+        std::vector<at::Tensor> buffers;
+        for (const at::Tensor& buffer : module.buffers()) {
+          buffers.push_back(buffer);
+        }
+        return buffers;
+      };
+    } else {
+      return [buffers = module->buffers()] { return buffers; };
+    }
+  }
+
   template <typename... Args>
   auto call(Args&&... args) {
     if constexpr (!kIsScript) {
       return module_->forward(std::forward<Args>(args)...);
-    } else if constexpr ((std::is_same_v<std::remove_cvref_t<Args>,
+    } else if constexpr (sizeof...(Args) == 1 &&
+                         (std::is_same_v<std::remove_cvref_t<Args>,
                                          std::vector<c10::IValue>> &&
                           ...)) {
       return module_.forward(std::forward<Args>(args)...);
     } else {
-      return module_.forward({c10::IValue(std::forward<Args>(args))...});
+      return module_.forward(
+          std::vector<c10::IValue>{c10::IValue(std::forward<Args>(args))...});
     }
   }
 

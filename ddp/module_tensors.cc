@@ -36,7 +36,7 @@ ModuleTensors tensors_of_module(const torch::jit::Module& module) {
   const auto name_of = [](const auto& item) { return item.name; };
   const auto tensor_of = [](const auto& item) { return item.value; };
   return {
-      .module_name = module.type()->name()->qualifiedName(),
+      .module_name = module.type()->repr_str(),
       .parameters = list_once(module.named_parameters(), name_of, tensor_of),
       .buffers = list_once(module.named_buffers(), name_of, tensor_of)};
 }

@@ -32,17 +32,16 @@ struct DistributedDataParallelOptions {
 
 class ReplicatedModule {
  public:
-  // Looked up at each broadcast, since a module may replace its buffers.
-  using LookUpTensors = std::function<ModuleTensors()>;
+  // Called at each broadcast, since a script module may replace its buffers.
+  using BufferLookup = std::function<std::vector<at::Tensor>()>;
 
   // Collective. Verifies that all ranks hold the same module, then gives every
   // rank the parameters and buffers of rank 0.
   //
   // Errors: ValueError on every rank if one has no parameter that requires a
-  // gradient, or if parameters or buffers differ in number, name-independent
-  // shape, strides, dtype or requires_grad; and what Reducer's constructor
-  // throws.
-  ReplicatedModule(LookUpTensors look_up_tensors,
+  // gradient, or if parameters or buffers differ in number, name, shape,
+  // strides, dtype or requires_grad; and what Reducer's constructor throws.
+  ReplicatedModule(const ModuleTensors& module, BufferLookup buffers,
                    c10::intrusive_ptr<c10d::ProcessGroup> group,
                    DistributedDataParallelOptions options);
 
@@ -62,9 +61,10 @@ class ReplicatedModule {
 
  private:
   bool will_reduce() const;
-  void broadcast_from_rank_0(const std::vector<NamedTensor>& tensors) const;
+  void broadcast_from_rank_0(const std::vector<at::Tensor>& tensors,
+                             const char* what) const;
 
-  const LookUpTensors look_up_tensors_;
+  const BufferLookup buffers_;
   const c10::intrusive_ptr<c10d::ProcessGroup> group_;
   const bool broadcast_buffers_;
   bool synchronizes_ = true;

@@ -18,15 +18,17 @@ class Sentinel {
         on_abandoned_(std::move(on_abandoned)) {}
 
   ~Sentinel() {
-    if (ended_) return;
+    if (!armed_) return;
     if (std::shared_ptr<void> owner = owner_.lock()) on_abandoned_();
   }
 
   Sentinel(const Sentinel&) = delete;
   Sentinel& operator=(const Sentinel&) = delete;
 
+  void arm() { armed_ = true; }
+
   void end() {
-    ended_ = true;
+    armed_ = false;
     if (std::shared_ptr<void> owner = owner_.lock()) on_end_();
   }
 
@@ -34,7 +36,7 @@ class Sentinel {
   const std::weak_ptr<void> owner_;
   const std::function<void()> on_end_;
   const std::function<void()> on_abandoned_;
-  bool ended_ = false;
+  bool armed_ = false;
 };
 
 }  // namespace
@@ -44,7 +46,8 @@ void watch_backward_end(std::weak_ptr<void> owner, std::function<void()> on_end,
   auto sentinel = std::make_shared<Sentinel>(
       std::move(owner), std::move(on_end), std::move(on_abandoned));
   torch::autograd::Engine::get_default_engine().queue_callback(
-      [sentinel = std::move(sentinel)] { sentinel->end(); });
+      [sentinel] { sentinel->end(); });
+  sentinel->arm();
 }
 
 int running_backward_id() {

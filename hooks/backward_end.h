@@ -14,12 +14,16 @@
 
 namespace brigade {
 
-// Exactly one of the two runs, unless `owner` has expired by then: `on_end`
-// after all nodes of the running graph task have been executed, on the thread
-// that called backward (what it throws comes out of backward()); or
-// `on_abandoned` when the task is dropped because of an exception.
+// One of the two runs, unless `owner` has expired by then, and holds `owner`
+// meanwhile: `on_end` after all nodes of the running graph task have been
+// executed, on the thread that executed the last one (what it throws comes out
+// of backward()); or `on_abandoned` when the task is dropped because of an
+// exception. With several devices that may be a little later than backward()
+// throws.
 //
 // REQUIRES: `on_abandoned` does not throw.
+//
+// Errors: c10::Error outside of a backward.
 void watch_backward_end(std::weak_ptr<void> owner, std::function<void()> on_end,
                         std::function<void()> on_abandoned);
 

@@ -45,4 +45,15 @@ GradientHooks::~GradientHooks() {
   }
 }
 
+std::optional<size_t> GradientHooks::first_detached(
+    std::span<const at::Tensor> parameters) const {
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    if (torch::autograd::impl::try_get_grad_accumulator(parameters[i]) !=
+        registrations_[i].accumulator) {
+      return i;
+    }
+  }
+  return std::nullopt;
+}
+
 }  // namespace brigade

@@ -21,6 +21,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -43,6 +44,13 @@ class GradientHooks {
   GradientHooks(std::span<const at::Tensor> parameters,
                 GradientListener& listener);
   ~GradientHooks();
+
+  // The first parameter that has lost its hook, which happens when it is moved
+  // to another device or dtype; nullopt while all have theirs.
+  //
+  // REQUIRES: `parameters` as given to the constructor.
+  std::optional<size_t> first_detached(
+      std::span<const at::Tensor> parameters) const;
 
   GradientHooks(const GradientHooks&) = delete;
   GradientHooks& operator=(const GradientHooks&) = delete;

@@ -2,9 +2,8 @@
 //
 // Understood are tensors and any nest of vectors, arrays, spans, lists, maps,
 // pairs, tuples, optionals, variants and IValues of them; LibTorch's own return
-// types are tuples and vectors. Other types hold no tensors as far as this file
-// can tell, and are passed over; overload collect_tensors() in the type's
-// namespace to open one:
+// types are tuples and vectors. A type of yours does not compile until you open
+// it by an overload of collect_tensors() in its namespace:
 //
 //   namespace mine {
 //   struct Output { at::Tensor logits; at::Tensor features; };
@@ -91,6 +90,11 @@ void visit(const T& value, Found& found) {
   } else if constexpr (TupleLike<T>) {
     std::apply([&found](const auto&... parts) { (visit(parts, found), ...); },
                value);
+  } else {
+    static_assert(std::is_arithmetic_v<T> || std::is_enum_v<T>,
+                  "brigade can't find the tensors in this type: overload "
+                  "collect_tensors(const T&, std::vector<at::Tensor>&) in its "
+                  "namespace (brigade/hooks/output_tensors.h)");
   }
 }
 

@@ -1,6 +1,5 @@
 #include "brigade/reducer/bucket.h"
 
-#include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
 
 #include <utility>
@@ -72,18 +71,34 @@ int64_t Bucket::pack(StreamJoin& streams) {
   if (streams.join()) {
     // The gradients are freed on the streams that made them while this one may
     // still read them.
-    const c10::Stream packing =
-        c10::impl::VirtualGuardImpl(device().type()).getStream(device());
+    const c10::Stream packing = current_stream(device());
     for (const at::Tensor& parameter : parameters_) {
       if (parameter.grad().defined()) parameter.grad().record_stream(packing);
     }
   }
-  return replica_->pack(scale_);
+  const int64_t bytes_copied = replica_->pack(scale_);
+  if (!device().is_cpu()) {
+    if (!packed_) packed_.emplace(device().type());
+    packed_->record(current_stream(device()));
+  }
+  return bytes_copied;
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> Bucket::launch() {
+  // Pairs with the record in pack(): another stream may have packed this
+  // bucket, long before the buckets ahead of it were full.
+  if (packed_) packed_->block(current_stream(device()));
+  return launch(replica_->buffer());
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> Bucket::launch_zeros() {
+  return launch(replica_->zeros());
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> Bucket::launch(
+    const at::Tensor& buffer) {
   // The hook of the last iteration may have put another buffer there.
-  grad_bucket_->getBufferRef() = replica_->buffer();
+  grad_bucket_->getBufferRef() = buffer;
   c10::intrusive_ptr<c10::ivalue::Future> future = hook_.runHook(*grad_bucket_);
   TORCH_CHECK(future,
               "the comm hook must return a future, it returned none.\n"

@@ -8,6 +8,8 @@
 #ifndef BRIGADE_REDUCER_BUCKET_H_
 #define BRIGADE_REDUCER_BUCKET_H_
 
+#include <c10/core/Event.h>
+
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -34,16 +36,18 @@ class Bucket {
   // copied. Errors: see BucketReplica::pack.
   int64_t pack(StreamJoin& streams);
 
-  // Calls the comm hook. REQUIRES: packed or cleared. Errors: RuntimeError if
-  // the hook returns no future; what the hook throws.
+  // Calls the comm hook on the packed buffer. Errors: RuntimeError if the hook
+  // returns no future; what the hook throws.
   c10::intrusive_ptr<c10::ivalue::Future> launch();
+
+  // Calls the comm hook on zeros, for peers that wait for this rank's share of
+  // an iteration that all gave up. Gradients are not touched. Errors: as
+  // launch().
+  c10::intrusive_ptr<c10::ivalue::Future> launch_zeros();
 
   // Hands out the value of a completed future. Returns the bytes copied.
   // Errors: TypeError, RuntimeError if the value does not fit.
   int64_t deliver(const c10::IValue& value);
-
-  // Makes ready for a launch whose result nobody wants.
-  void clear() { replica_->clear(); }
 
   // Elements that travel. 0 for a sparse gradient, whose length varies.
   int64_t numel() const { return numel_; }
@@ -51,10 +55,21 @@ class Bucket {
 
   c10::Device device() const { return parameters_.front().device(); }
 
+  // True if `gradient` lies in this bucket's memory.
+  bool owns_memory_of(const at::Tensor& gradient) const {
+    return !sparse_ && gradient.is_alias_of(replica_->views());
+  }
+
+  bool is_view_in(size_t slot, const at::Tensor& gradient) const {
+    return replica_->is_view_in(slot, gradient);
+  }
+
   // Moves existing gradients into this bucket, if its views are gradients.
   void adopt_gradients() { replica_->adopt_gradients(); }
 
  private:
+  c10::intrusive_ptr<c10::ivalue::Future> launch(const at::Tensor& buffer);
+
   c10d::CommHookInterface& hook_;
   const std::vector<at::Tensor> parameters_;
   const bool sparse_;
@@ -62,6 +77,7 @@ class Bucket {
   double scale_ = 1.0;  // folded into pack()
   std::unique_ptr<BucketReplica> replica_;
   std::optional<c10d::GradBucket> grad_bucket_;  // what the hook sees
+  std::optional<c10::Event> packed_;             // null on the CPU
 };
 
 }  // namespace brigade

@@ -42,8 +42,16 @@ class BucketReplica {
   // so that the memory where they were is free. Only where gradients are views.
   virtual void adopt_gradients() = 0;
 
-  // Fills buffer() with zeros, for a collective whose result nobody wants.
-  virtual void clear() = 0;
+  // A stand-in for buffer() that holds zeros: for a collective whose result
+  // nobody wants.
+  virtual at::Tensor zeros() const = 0;
+
+  // Gradients that are views lie in this tensor's memory. Undefined if there
+  // are none.
+  virtual const at::Tensor& views() const = 0;
+
+  // True if `gradient` is the view in the bucket that belongs to a slot.
+  virtual bool is_view_in(size_t slot, const at::Tensor& gradient) const = 0;
 };
 
 }  // namespace brigade

@@ -4,6 +4,8 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/view_as_complex.h>
+#include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
 
@@ -94,7 +96,7 @@ DenseReplica::DenseReplica(const ParameterTable& table,
   const at::TensorOptions options =
       at::TensorOptions(parameter(0).scalar_type())
           .device(parameter(0).device());
-  flat_ = at::empty({numel}, options);
+  flat_ = at::zeros({numel}, options);
   wire_ = wire_dtype == parameter(0).scalar_type()
               ? flat_
               : at::empty({numel}, options.dtype(wire_dtype));
@@ -114,20 +116,26 @@ int64_t DenseReplica::pack(double scale) {
     const at::Tensor& gradient = parameter(slot).mutable_grad();
     keeps_graph_[slot] = false;
     sources_[slot] = source_of(slot, gradient);
-    if (sources_[slot] != views_in_[slot].const_data_ptr()) {
-      numel_copied += ranges_[slot].numel;
-    }
+    const bool stays = sources_[slot] == views_in_[slot].const_data_ptr() &&
+                       wire_.is_same(flat_);
+    if (!stays) numel_copied += ranges_[slot].numel;
   }
   packer_->pack(sources_, wire_, scale);
   if (gradients_as_views_) {
     for (size_t slot = 0; slot < parameters_.size(); ++slot) {
-      if (keeps_graph_[slot]) continue;
-      at::Tensor& gradient = parameter(slot).mutable_grad();
-      if (!gradient.is_same(views_in_[slot])) gradient = views_in_[slot];
+      // Whoever saved the last iteration's gradient for a backward of its own
+      // shall be told that it has changed.
+      views_in_[slot].unsafeGetTensorImpl()->bump_version();
+      if (!keeps_graph_[slot]) install_view(slot);
     }
   }
   rearranged_.clear();
   return numel_copied * flat_.element_size();
+}
+
+void DenseReplica::install_view(size_t slot) {
+  at::Tensor& gradient = parameter(slot).mutable_grad();
+  if (!gradient.is_same(views_in_[slot])) gradient = views_in_[slot];
 }
 
 // Where to read the gradient of a slot; null if there is none.
@@ -170,9 +178,13 @@ int64_t DenseReplica::deliver_views(const at::Tensor& result) {
     bytes_copied += flat_.nbytes();
   }
   for (size_t slot = 0; slot < parameters_.size(); ++slot) {
-    if (!keeps_graph_[slot]) continue;
-    parameter(slot).mutable_grad().detach().copy_(views_in_[slot]);
-    bytes_copied += views_in_[slot].nbytes();
+    const at::Tensor& gradient = parameter(slot).mutable_grad();
+    if (keeps_graph_[slot] && gradient.defined()) {
+      gradient.detach().copy_(views_in_[slot]);
+      bytes_copied += views_in_[slot].nbytes();
+    } else {
+      install_view(slot);  // the user may have taken it out meanwhile
+    }
   }
   return bytes_copied;
 }
@@ -192,8 +204,7 @@ int64_t DenseReplica::deliver_copies(const at::Tensor& result) {
                        same_memory_order(gradient, view) &&
                        !has_lazy_bits(gradient);
     destinations_[slot] = plain ? gradient.mutable_data_ptr() : nullptr;
-    // A gradient with a history may be saved for another backward: copy_ on it
-    // tells autograd that it has changed.
+    gradient.unsafeGetTensorImpl()->bump_version();
     if (!plain) gradient.detach().copy_(view_out(slot, result));
     numel_copied += ranges_[slot].numel;
   }
@@ -206,16 +217,18 @@ void DenseReplica::adopt_gradients() {
   const at::NoGradGuard no_grad;
   for (size_t slot = 0; slot < parameters_.size(); ++slot) {
     at::Tensor& gradient = parameter(slot).mutable_grad();
-    if (!gradient.defined() || gradient.requires_grad()) continue;
+    // One that does not fit stays where it is; pack() tells of it.
+    if (!gradient.defined() || gradient.requires_grad() ||
+        gradient.layout() != at::kStrided ||
+        gradient.sizes() != views_in_[slot].sizes()) {
+      continue;
+    }
     views_in_[slot].copy_(gradient);
     gradient = views_in_[slot];
   }
 }
 
-void DenseReplica::clear() {
-  const at::NoGradGuard no_grad;
-  wire_.zero_();
-}
+at::Tensor DenseReplica::zeros() const { return at::zeros_like(wire_); }
 
 at::Tensor DenseReplica::view_out(size_t slot, const at::Tensor& result) const {
   return result.as_strided(

@@ -33,16 +33,17 @@ class DenseReplica final : public BucketReplica {
   const at::Tensor& buffer() const override { return wire_; }
   int64_t deliver(const at::Tensor& result) override;
   void adopt_gradients() override;
-  void clear() override;
-
-  // Tensors that share the bucket's memory but are no views to autograd, so
-  // that optimizers may detach_() them.
-  const at::Tensor& view_in(size_t slot) const { return views_in_[slot]; }
+  at::Tensor zeros() const override;
+  const at::Tensor& views() const override { return flat_; }
+  bool is_view_in(size_t slot, const at::Tensor& gradient) const override {
+    return gradient.is_same(views_in_[slot]);
+  }
 
   // Units: elements.
   std::span<const SlotRange> ranges() const { return ranges_; }
 
  private:
+  void install_view(size_t slot);
   const void* source_of(size_t slot, const at::Tensor& gradient);
   int64_t deliver_views(const at::Tensor& result);
   int64_t deliver_copies(const at::Tensor& result);
@@ -53,10 +54,12 @@ class DenseReplica final : public BucketReplica {
   const ParameterTable& table_;
   const std::vector<size_t> parameters_;  // by slot
   const bool gradients_as_views_;
-  std::vector<SlotRange> ranges_;     // by slot
-  at::Tensor flat_;                   // 1D, [numel], parameters' dtype
-  at::Tensor wire_;                   // 1D, [numel], wire dtype; may be flat_
-  std::vector<at::Tensor> views_in_;  // by slot, into flat_
+  std::vector<SlotRange> ranges_;  // by slot
+  at::Tensor flat_;                // 1D, [numel], parameters' dtype
+  at::Tensor wire_;                // 1D, [numel], wire dtype; may be flat_
+  // By slot, into flat_. They share its memory but are no views to autograd, so
+  // that optimizers may detach_() them.
+  std::vector<at::Tensor> views_in_;
   std::unique_ptr<Packer> packer_;
 
   // This iteration only.

@@ -32,14 +32,15 @@ std::string describe_second_gradient(const ParameterTable& table,
       "prepare_for_backward(), over the sum of the losses.");
 }
 
-std::string describe_reduced_again(const ParameterTable& table,
+std::string describe_late_gradient(const ParameterTable& table,
                                    size_t parameter, Occasion occasion) {
   return absl::StrCat(
       "Reducer: a second backward reached ", table.name_of(parameter),
       " after ", when_and_where(occasion),
-      " was reduced; its gradient would be added on this rank alone.\nCall "
-      "prepare_for_backward() on the outputs of a new forward, or run both "
-      "losses in one backward.");
+      " was over (reduced, or given up after an error); its gradient would be "
+      "added on this rank alone.\nCall prepare_for_backward() on the outputs "
+      "of "
+      "a new forward, or run both losses in one backward.");
 }
 
 std::string describe_bucket(const ParameterTable& table,

@@ -26,7 +26,7 @@ std::string describe_missing_gradients(const ParameterTable& table,
                                        Occasion occasion);
 std::string describe_second_gradient(const ParameterTable& table,
                                      size_t parameter, Occasion occasion);
-std::string describe_reduced_again(const ParameterTable& table,
+std::string describe_late_gradient(const ParameterTable& table,
                                    size_t parameter, Occasion occasion);
 
 // "bucket 2 of 5 (parameters 'a', ...), iteration 17, rank 1": goes in front of

@@ -34,19 +34,23 @@ FailureChannel::FailureChannel(c10::intrusive_ptr<c10d::ProcessGroup> group)
   }
 }
 
-void FailureChannel::announce_abandoned(int64_t iteration,
-                                        size_t num_launched) {
-  abandoned_ = {.iteration = iteration, .num_launched = num_launched};
+void FailureChannel::announce(int64_t iteration, size_t num_launched) {
   if (prefix_.empty()) return;
-  call_roll(group_, key("abandoned", iteration),
+  call_roll(group_, abandoned_key(iteration),
             static_cast<int64_t>(num_launched), milliseconds{0});
+}
+
+void FailureChannel::require_realignment(int64_t iteration,
+                                         size_t num_launched) {
+  abandoned_ = {.iteration = iteration, .num_launched = num_launched};
+  announce(iteration, num_launched);
 }
 
 FailureChannel::LaunchRange FailureChannel::agree_on_launches() {
   const auto [iteration, num_launched] = *abandoned_;
   if (prefix_.empty()) return {.begin = num_launched, .end = num_launched};
   const RollCall roll =
-      call_roll(group_, key("abandoned", iteration),
+      call_roll(group_, abandoned_key(iteration),
                 static_cast<int64_t>(num_launched), group_timeout(*group_));
   size_t end = num_launched;
   for (const std::optional<int64_t>& answer : roll.answers) {
@@ -65,14 +69,15 @@ FailureChannel::LaunchRange FailureChannel::agree_on_launches() {
   return {.begin = num_launched, .end = end};
 }
 
-std::optional<RollCall> FailureChannel::call_survivors(int64_t iteration) {
+std::optional<RollCall> FailureChannel::call_survivors(
+    const std::string& occasion) {
   if (prefix_.empty()) return std::nullopt;
-  return call_roll(group_, key("failed", iteration), 1, kAnswerPatience);
+  return call_roll(group_, absl::StrCat(prefix_, "failed/", occasion), 1,
+                   kAnswerPatience);
 }
 
-std::string FailureChannel::key(std::string_view what,
-                                int64_t iteration) const {
-  return absl::StrCat(prefix_, std::string(what), "/", iteration);
+std::string FailureChannel::abandoned_key(int64_t iteration) const {
+  return absl::StrCat(prefix_, "abandoned/", iteration);
 }
 
 }  // namespace brigade

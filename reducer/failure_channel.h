@@ -13,7 +13,6 @@
 #include <cstdint>
 #include <optional>
 #include <string>
-#include <string_view>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "brigade/comm/roll_call.h"
@@ -25,29 +24,38 @@ class FailureChannel {
   // Ranks must make their reducers on a group in the same order.
   explicit FailureChannel(c10::intrusive_ptr<c10d::ProcessGroup> group);
 
-  // Tells the other ranks that this one gave up `iteration` after launching
-  // `num_launched` buckets. Does not wait, does not throw.
-  void announce_abandoned(int64_t iteration, size_t num_launched);
+  // Tells the other ranks that this one is done with `iteration` after
+  // launching `num_launched` buckets, and that its backward threw. Does not
+  // wait, does not throw.
+  void announce(int64_t iteration, size_t num_launched);
 
-  // True from an announcement until realigned().
+  // Announces it, and remembers that buckets are left that peers may have
+  // launched.
+  void require_realignment(int64_t iteration, size_t num_launched);
+
   bool needs_realignment() const { return abandoned_.has_value(); }
 
+  // Buckets that this rank has to launch to be where its peers are: [begin,
+  // end).
   struct LaunchRange {
-    size_t begin = 0;  // buckets that this rank has launched
-    size_t end = 0;    // the most that any rank has launched
+    size_t begin = 0;
+    size_t end = 0;
   };
 
-  // What this rank has to launch to be where its peers are. Waits for the
-  // announcements of all ranks, up to the group's timeout.
+  // Waits for the announcements of all ranks, up to the group's timeout.
   //
-  // Errors: DistBackendError naming the ranks that did not give up the
-  // iteration; then realignment is still needed.
+  // REQUIRES: needs_realignment(). Errors: DistBackendError naming the ranks
+  // that did not give up the iteration; then realignment is still needed.
   LaunchRange agree_on_launches();
+
+  // One more bucket of the range has been launched; all have.
+  void advance() { ++abandoned_->num_launched; }
   void realigned() { abandoned_.reset(); }
 
   // Which ranks still answer after a collective failed; nullopt if there is
-  // nobody to ask. Waits a few seconds at most.
-  std::optional<RollCall> call_survivors(int64_t iteration);
+  // nobody to ask. `occasion` is unique, and equal on all ranks. Waits a few
+  // seconds at most.
+  std::optional<RollCall> call_survivors(const std::string& occasion);
 
  private:
   struct Abandoned {
@@ -55,7 +63,7 @@ class FailureChannel {
     size_t num_launched = 0;
   };
 
-  std::string key(std::string_view what, int64_t iteration) const;
+  std::string abandoned_key(int64_t iteration) const;
 
   const c10::intrusive_ptr<c10d::ProcessGroup> group_;
   std::string prefix_;  // equal on all ranks; empty: no store to talk through

@@ -1,7 +1,7 @@
 // Everything that belongs to one iteration and dies with it.
 //
 // Made by prepare_for_backward, dropped when the gradients have been delivered
-// or the iteration is abandoned. docs/protocol.md describes the phases.
+// or the iteration is given up. docs/protocol.md describes the phases.
 //
 // Thread safety: none; the reducer's lock covers it.
 
@@ -13,6 +13,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "brigade/planning/launch_order.h"
@@ -23,6 +24,7 @@ namespace brigade {
 enum class Phase {
   kPrepared,  // forward is done, no gradient has come
   kReducing,  // gradients come, full buckets are launched
+  kFailed,    // an error is on its way out of backward; nothing is launched
 };
 
 // What a rank launches: the content of its signature.
@@ -40,21 +42,17 @@ struct Launch {
 struct IterationState {
   IterationState(int64_t iteration, const BucketPlan& plan)
       : iteration(iteration), order(plan) {
+    streams.reserve(plan.num_buckets());
     launches.reserve(plan.num_buckets());
   }
 
-  const int64_t iteration;  // counted from 1
+  const int64_t iteration;  // counts prepare_for_backward() from 1
   Phase phase = Phase::kPrepared;
   const at::ThreadLocalState preparer;  // of the thread that prepared
   LaunchOrder order;
   std::vector<StreamJoin> streams;  // by bucket: who produced its gradients
-  std::vector<Launch> launches;     // in plan order
-  int watched_backward = -1;        // whose end is being watched
-
-  bool all_launched() const {
-    return order.all_launched() &&
-           launches.size() == order.num_launched();  // the last hook may throw
-  }
+  std::vector<Launch> launches;     // in plan order; hooks that threw are not
+  std::optional<int> watched_backward;  // whose end is being watched
 };
 
 }  // namespace brigade

@@ -8,6 +8,7 @@
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "brigade/comm/describe_tensor.h"
 
 namespace brigade {
 namespace {
@@ -120,14 +121,10 @@ std::vector<std::string> ParameterTable::describe_all() const {
   std::vector<std::string> descriptions;
   descriptions.reserve(tensors_.size());
   for (size_t i = 0; i < tensors_.size(); ++i) {
-    const at::Tensor& tensor = tensors_[i];
-    std::string& text = descriptions.emplace_back();
-    if (!names_.empty()) absl::StrAppend(&text, "'", names_[i], "' ");
-    absl::StrAppend(&text, c10::toString(tensor.scalar_type()), " [",
-                    absl::StrJoin(tensor.sizes(), ", "), "] strides [",
-                    absl::StrJoin(tensor.strides(), ", "), "] on ",
-                    c10::DeviceTypeName(tensor.device().type(), true),
-                    specs_[i].sparse ? ", sparse gradient" : "");
+    descriptions.push_back(absl::StrCat(
+        describe_tensor(names_.empty() ? "" : names_[i], tensors_[i]),
+        ", kind ", specs_[i].kind,
+        specs_[i].sparse ? ", sparse gradient" : ""));
   }
   return descriptions;
 }

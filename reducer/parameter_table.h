@@ -22,9 +22,8 @@ class ParameterTable {
   // Empty `names` and `expect_sparse` stand for no names and all dense.
   //
   // Errors (InvalidArgument, naming the parameter):
-  //   no parameters; one that is undefined, not a leaf, without requires_grad,
-  //   not floating point or complex, or listed twice; names or sparse flags of
-  //   another length.
+  //   no parameters; one that is undefined, without requires_grad, not a leaf,
+  //   sparse itself, or listed twice; names or sparse flags of another length.
   static absl::StatusOr<ParameterTable> create(
       std::vector<at::Tensor> parameters, std::vector<std::string> names,
       std::vector<bool> expect_sparse);
@@ -44,9 +43,8 @@ class ParameterTable {
   // "parameters 3 ('head.bias'), 4 ('head.weight') and 7 more": five at most.
   std::string name_of(std::span<const size_t> parameters) const;
 
-  // "'head.bias' float32 [10] strides [1] on cpu": equal on two ranks iff the
-  // parameters fit each other. Device indices are left out, since ranks use
-  // devices of their own.
+  // "'head.bias' Float [10] strides [1] on cpu, kind 0": equal on two ranks iff
+  // the parameters fit each other and share buckets alike.
   std::vector<std::string> describe_all() const;
 
  private:

@@ -1,4 +1,4 @@
-// The order in which gradients become ready, observed once and agreed on.
+// The order in which gradients become ready: observed once, agreed on, adopted.
 //
 // Thread safety: none; the reducer's lock covers it.
 
@@ -7,7 +7,6 @@
 
 #include <cstddef>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
-#include <utility>
 #include <vector>
 
 namespace brigade {
@@ -15,25 +14,31 @@ namespace brigade {
 class ReadyOrder {
  public:
   // Not wanted: never observes anything.
-  explicit ReadyOrder(bool wanted) : wanted_(wanted) {}
+  explicit ReadyOrder(bool wanted)
+      : stage_(wanted ? Stage::kObserving : Stage::kSettled) {}
 
   // Takes the order of a whole iteration; later ones are ignored.
-  void observe(const std::vector<size_t>& order) {
-    if (wanted_ && observed_.empty()) observed_ = order;
+  void observe(const std::vector<size_t>& order);
+
+  // True between the observation and settle().
+  bool is_pending() const {
+    return stage_ == Stage::kObserved || stage_ == Stage::kAgreed;
   }
 
-  // True between the observation and the agreement.
-  bool is_pending() const { return wanted_ && !observed_.empty(); }
-
-  // Rank 0's order, on every rank. One broadcast; collective. Afterwards
-  // nothing is observed any more. Errors: what the collective throws; then the
-  // order stays pending.
-  std::vector<size_t> agree(
+  // Rank 0's order, on every rank. One broadcast, the first time; collective.
+  // REQUIRES: is_pending(). Errors: what the collective throws; then it is to
+  // be agreed on again.
+  const std::vector<size_t>& agree(
       const c10::intrusive_ptr<c10d::ProcessGroup>& group);
 
+  // The order has been adopted. Nothing is observed any more.
+  void settle();
+
  private:
-  bool wanted_;
-  std::vector<size_t> observed_;
+  enum class Stage { kObserving, kObserved, kAgreed, kSettled };
+
+  Stage stage_;
+  std::vector<size_t> order_;
 };
 
 }  // namespace brigade

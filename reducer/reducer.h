@@ -19,6 +19,12 @@
 // A backward without prepare_for_backward() before it accumulates gradients on
 // this rank only; the next prepared one reduces the sum.
 //
+// To know: move and cast parameters before a reducer is made of them. A tensor
+// taken from `.grad` changes with the next step while gradients are views. A
+// parameter belongs to one reducer at a time. After an exception in backward,
+// call recover() or prepare_for_backward() before anything else that
+// communicates on the group.
+//
 // docs/protocol.md tells what is launched when, and what happens when something
 // fails.
 //
@@ -40,13 +46,15 @@
 #include "brigade/hooks/output_tensors.h"
 #include "brigade/planning/bucket_plan.h"
 #include "brigade/reducer/bucket.h"
+#include "brigade/reducer/bucket_error.h"
 #include "brigade/reducer/error_texts.h"
 #include "brigade/reducer/failure_channel.h"
+#include "brigade/reducer/finished_iterations.h"
 #include "brigade/reducer/iteration_state.h"
 #include "brigade/reducer/parameter_table.h"
 #include "brigade/reducer/ready_order.h"
-#include "brigade/reducer/reduced_iterations.h"
 #include "brigade/reducer/reducer_options.h"
+#include "brigade/reducer/reducer_setup.h"
 #include "brigade/reducer/statistics.h"
 
 namespace brigade {
@@ -54,8 +62,8 @@ namespace brigade {
 class Reducer : private GradientListener {
  public:
   // Collective: every rank of `group` constructs its reducer with the same
-  // parameters (number, shapes, strides, dtypes) and options. Parameters keep
-  // their values; making those equal is the caller's business.
+  // parameters (number, names, shapes, strides, dtypes) and options. Parameters
+  // keep their values; making those equal is the caller's business.
   //
   // Errors: ValueError, on every rank alike, if there is no parameter, one does
   // not require a gradient, is not a leaf or is listed twice; a cap is <= 0;
@@ -65,8 +73,9 @@ class Reducer : private GradientListener {
           c10::intrusive_ptr<c10d::ProcessGroup> group,
           ReducerOptions options = {});
 
-  // Takes its hooks off the parameters, also while a graph is alive, and waits
-  // for collectives in flight. Gradients that are views of buckets stay valid.
+  // Takes its hooks off the parameters, also while a graph is alive. Does not
+  // wait for collectives in flight. Gradients that are views of buckets stay
+  // valid. REQUIRES: no backward through the parameters is running.
   ~Reducer();
 
   Reducer(const Reducer&) = delete;
@@ -74,14 +83,29 @@ class Reducer : private GradientListener {
 
   // The next backward will be reduced. Call it on what forward returned, on
   // every rank the same number of times. `outputs` may be any nest of tensors
-  // (hooks/output_tensors.h).
+  // (hooks/output_tensors.h). May be called again without a backward in
+  // between.
+  //
+  // Several backwards may share one preparation, as long as each parameter gets
+  // its gradient once; the reduction ends with the last of them.
   //
   // Errors: RuntimeError if the last prepared backward left parameters without
-  // gradients; DistBackendError if a peer fails.
+  // gradients, or a parameter was moved or cast since construction;
+  // DistBackendError if a peer fails.
   template <typename Outputs>
   void prepare_for_backward(const Outputs& outputs) {
     prepare(tensors_of(outputs));
   }
+
+  // Takes prepare_for_backward() back: the next backward accumulates locally.
+  // No effect once gradients have come.
+  void cancel_preparation();
+
+  // Brings this rank back in step with its peers after an iteration that all
+  // gave up, as prepare_for_backward() would. Collective after such an
+  // iteration, free otherwise. Errors: DistBackendError if peers did not give
+  // it up.
+  void recover();
 
   // Parameters by bucket, in launch order. Changes once, when it is rebuilt.
   BucketPlan plan() const;
@@ -95,21 +119,27 @@ class Reducer : private GradientListener {
     std::vector<Bucket> buckets;
   };
 
+  explicit Reducer(ReducerSetup setup);
+
   void prepare(const std::vector<at::Tensor>& outputs);
   void on_gradient_ready(size_t parameter) override;
+  void on_output_reached(int64_t iteration);
   void on_backward_end(int64_t iteration);
   void on_backward_abandoned(int64_t iteration);
 
   // REQUIRES: mutex_ held, for all that follow.
+  void check_parameters() const;
   void watch_backward(int backward_id);
+  void accept_gradient(size_t parameter);
   void launch_full_buckets();
+  bool all_sent(const IterationState& iteration) const;
   void finalize();
-  void abandon();
+  void give_up();
+  void wait_quietly(const IterationState& iteration) const;
   void realign();
   void rebuild();
   BoundPlan bind(BucketPlan plan) const;
-  enum class Source { kHook, kFuture };  // of an error
-  [[noreturn]] void rethrow(std::exception_ptr error, Source source,
+  [[noreturn]] void rethrow(const std::exception_ptr& error, ErrorSource source,
                             size_t bucket, int64_t iteration);
   Occasion occasion(int64_t iteration) const;
 
@@ -117,17 +147,18 @@ class Reducer : private GradientListener {
   const c10::intrusive_ptr<c10d::ProcessGroup> group_;
   const ReducerOptions options_;  // its comm_hook is never null
   const ParameterTable table_;
-  const std::shared_ptr<ReducedIterations> reduced_;
 
   mutable std::mutex mutex_;
   // Guarded by mutex_.
   BoundPlan bound_;
   std::shared_ptr<IterationState> iteration_;  // null between iterations
+  FinishedIterations finished_;
   ReadyOrder ready_order_;
   FailureChannel failure_channel_;
   ReducerStatistics statistics_;
 
-  GradientHooks hooks_;  // last: hooks come off before anything else goes
+  // Callbacks of a backward hold it while they run.
+  std::shared_ptr<GradientHooks> hooks_;
 };
 
 }  // namespace brigade

@@ -14,7 +14,8 @@
 
 namespace brigade {
 
-// Options are compared across ranks at construction, save names and the hook.
+// Compared across ranks at construction: caps, plan, names, sparse flags,
+// rebuild, and a built-in hook's wire dtype.
 struct ReducerOptions {
   // Sizes at which buckets close: the first to fill, the second, ...; the last
   // one repeats. Small buckets start communication early and pay latency often;

@@ -14,7 +14,7 @@ int64_t SparseReplica::pack(double scale) {
   const at::NoGradGuard no_grad;
   const at::Tensor& gradient = table_[parameter_].mutable_grad();
   if (!gradient.defined()) {
-    clear();
+    buffer_ = zeros();
     return 0;
   }
   TORCH_CHECK(gradient.layout() == at::kSparse, "the gradient of ",
@@ -37,11 +37,11 @@ int64_t SparseReplica::deliver(const at::Tensor& result) {
   return 0;
 }
 
-void SparseReplica::clear() {
+at::Tensor SparseReplica::zeros() const {
   const at::Tensor& parameter = table_[parameter_];
-  buffer_ =
-      at::zeros(parameter.sizes(),
-                parameter.options().layout(at::kSparse).requires_grad(false));
+  return at::zeros(
+      parameter.sizes(),
+      parameter.options().layout(at::kSparse).requires_grad(false));
 }
 
 }  // namespace brigade

@@ -29,11 +29,16 @@ class SparseReplica final : public BucketReplica {
 
   int64_t deliver(const at::Tensor& result) override;
   void adopt_gradients() override {}
-  void clear() override;
+  at::Tensor zeros() const override;
+  const at::Tensor& views() const override { return no_views_; }
+  bool is_view_in(size_t /*slot*/, const at::Tensor&) const override {
+    return false;
+  }
 
  private:
   const ParameterTable& table_;
   const size_t parameter_;
+  const at::Tensor no_views_;
   at::Tensor buffer_;
 };
 

@@ -9,9 +9,10 @@
 namespace brigade {
 
 struct ReducerStatistics {
-  int64_t iterations = 0;  // reduced to the end
-  int64_t abandoned_iterations = 0;
-  int64_t buckets_launched = 0;  // comm hook calls
+  int64_t prepared = 0;          // calls of prepare_for_backward
+  int64_t reduced = 0;           // iterations reduced to the end
+  int64_t given_up = 0;          // iterations that an error ended
+  int64_t buckets_launched = 0;  // comm hook calls that returned
   int64_t bytes_packed = 0;      // of gradients copied into buckets
   int64_t bytes_delivered = 0;   // of gradients copied out of buckets
   int64_t rebuilds = 0;          // of the plan, from the observed order

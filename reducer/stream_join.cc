@@ -6,13 +6,10 @@
 #include <algorithm>
 
 namespace brigade {
-namespace {
 
 c10::Stream current_stream(c10::Device device) {
   return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
 }
-
-}  // namespace
 
 void StreamJoin::gradient_produced() {
   if (device_.is_cpu()) return;

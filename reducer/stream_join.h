@@ -16,6 +16,9 @@
 
 namespace brigade {
 
+// The calling thread's. REQUIRES: a device with streams.
+c10::Stream current_stream(c10::Device device);
+
 class StreamJoin {
  public:
   explicit StreamJoin(c10::Device device) : device_(device) {}

@@ -2,6 +2,8 @@
 #include <torch/torch.h>
 
 #include <memory>
+#include <mutex>
+#include <stdexcept>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -49,7 +51,6 @@ struct NetImpl : torch::nn::Module {
 TORCH_MODULE(Net);
 
 Net make_net(uint64_t seed) {
-  at::globalContext().defaultGenerator(at::kCPU);
   static std::mutex seeding;
   const std::lock_guard<std::mutex> lock(seeding);
   torch::manual_seed(seed);
@@ -226,7 +227,7 @@ TEST(DistributedDataParallelTest, DoesNotPrepareWithoutGradients) {
     model(input_of(0, 0), 1.0);
   }
   loss_of(net->forward(input_of(0, 0), 1.0)).backward();
-  EXPECT_EQ(model.reducer().statistics().iterations, 0);
+  EXPECT_EQ(model.reducer().statistics().reduced, 0);
 }
 
 TEST(DistributedDataParallelTest, WrapsHoldersPointersAndSequentials) {
@@ -234,12 +235,12 @@ TEST(DistributedDataParallelTest, WrapsHoldersPointersAndSequentials) {
                                    torch::nn::Linear(3, 1));
   DistributedDataParallel of_sequential(sequential, single_process_group());
   of_sequential(input_of(0, 0)).sum().backward();
-  EXPECT_EQ(of_sequential.reducer().statistics().iterations, 1);
+  EXPECT_EQ(of_sequential.reducer().statistics().reduced, 1);
 
   auto pointer = std::make_shared<NetImpl>();
   DistributedDataParallel of_pointer(pointer, single_process_group());
   loss_of(of_pointer(input_of(0, 0), 1.0)).backward();
-  EXPECT_EQ(of_pointer.reducer().statistics().iterations, 1);
+  EXPECT_EQ(of_pointer.reducer().statistics().reduced, 1);
 }
 
 TEST(DistributedDataParallelTest, WrapsScriptModules) {
@@ -262,6 +263,41 @@ TEST(DistributedDataParallelTest, WrapsScriptModules) {
         at::equal(module.attr("weight").toTensor().grad(), at::full({4}, 9.0)));
     EXPECT_TRUE(at::equal(module.attr("offset").toTensor(), at::zeros({4})));
   });
+}
+
+// Buffers are broadcast on the group of the gradients: ranks that are out of
+// step must come back in step before.
+TEST(DistributedDataParallelTest, RecoversBeforeItBroadcastsBuffers) {
+  run_ranks(2, [](const Group& group) {
+    Net net = make_net(3);
+    DistributedDataParallel model(net, group,
+                                  {.reducer = {.bucket_caps_bytes = {1}}});
+    const int rank = group->getRank();
+    for (int s = 0; s < 3; ++s) {
+      at::Tensor weight =
+          rank == s % 2 ? net->last->weight : net->first->weight;
+      const at::Tensor loss = loss_of(model(input_of(rank, s), 1.0));
+      const unsigned hook = weight.register_hook(
+          [](const at::Tensor&) { throw std::domain_error("in backward"); });
+      EXPECT_THROW(loss.backward(), std::domain_error);
+      weight.remove_hook(hook);
+      for (at::Tensor& p : net->parameters()) p.mutable_grad().reset();
+      loss_of(model(input_of(rank, s), 1.0)).backward();
+    }
+    at::Tensor mine = net->first->weight.grad().clone();
+    std::vector<at::Tensor> of_rank_0 = {mine.clone()};
+    group->broadcast(of_rank_0)->wait();
+    EXPECT_TRUE(at::equal(mine, of_rank_0[0]));
+  });
+}
+
+TEST(DistributedDataParallelTest, ForgetsAForwardThatNoSyncFollows) {
+  Net net = make_net(3);
+  DistributedDataParallel model(net, single_process_group());
+  model(input_of(0, 0), 1.0);  // no backward: a validation, say
+  const NoSync no_sync = model.no_sync();
+  loss_of(model(input_of(0, 0), 1.0)).backward();
+  EXPECT_EQ(model.reducer().statistics().reduced, 0);
 }
 
 TEST(DistributedDataParallelTest, NamesTheModuleThatHasNothingToReduce) {
@@ -302,7 +338,7 @@ TEST(DistributedDataParallelTest, PassesExceptionsOfForwardAndStaysUsable) {
   DistributedDataParallel model(net, single_process_group());
   EXPECT_THROW(model(at::ones({5, 9}), 1.0), c10::Error);
   loss_of(model(input_of(0, 0), 1.0)).backward();
-  EXPECT_EQ(model.reducer().statistics().iterations, 1);
+  EXPECT_EQ(model.reducer().statistics().reduced, 1);
 }
 
 }  // namespace

@@ -21,9 +21,8 @@ ParameterTable table_of(int n, bool named) {
     tensors.push_back(at::ones({i, 2}).requires_grad_());
     names.push_back(std::string(1, static_cast<char>('a' + i)));
   }
-  return *ParameterTable::create(tensors, named ? names
-                                                : std::vector<std::string>{},
-                                 {});
+  return *ParameterTable::create(
+      tensors, named ? names : std::vector<std::string>{}, {});
 }
 
 TEST(ParameterTableTest, NamesParameters) {
@@ -45,17 +44,17 @@ TEST(ParameterTableTest, DescribesWhatMustBeEqualOnAllRanks) {
                                at::ones({1}, at::kHalf).requires_grad_()},
                               {"w", "b"}, {true, false});
   EXPECT_THAT(table.describe_all(),
-              ElementsAre("'w' Float [3, 2] strides [1, 3] on cpu, sparse "
-                          "gradient",
-                          "'b' Half [1] strides [1] on cpu"));
+              ElementsAre("'w' Float [3, 2] strides [1, 3] on cpu, kind 0, "
+                          "sparse gradient",
+                          "'b' Half [1] strides [1] on cpu, kind 1"));
 }
 
 TEST(ParameterTableTest, NumbersKindsByDtypeAndDevice) {
-  const ParameterTable table = *ParameterTable::create(
-      {at::ones({2}).requires_grad_(),
-       at::ones({2}, at::kDouble).requires_grad_(),
-       at::ones({3}).requires_grad_()},
-      {}, {});
+  const ParameterTable table =
+      *ParameterTable::create({at::ones({2}).requires_grad_(),
+                               at::ones({2}, at::kDouble).requires_grad_(),
+                               at::ones({3}).requires_grad_()},
+                              {}, {});
   EXPECT_EQ(table.specs()[0].kind, table.specs()[2].kind);
   EXPECT_NE(table.specs()[0].kind, table.specs()[1].kind);
   EXPECT_EQ(table.specs()[1].size_bytes, 16);
@@ -64,12 +63,12 @@ TEST(ParameterTableTest, NumbersKindsByDtypeAndDevice) {
 TEST(ErrorTextsTest, SayWhatWasExpectedFoundWhereAndWhatToDo) {
   const ParameterTable table = table_of(4, true);
   const Occasion occasion = {.iteration = 17, .rank = 2};
-  EXPECT_EQ(describe_missing_gradients(table, std::vector<size_t>{1, 3},
-                                       occasion),
-            "Reducer::prepare_for_backward: 2 of 4 parameters got no gradient "
-            "in iteration 17 on rank 2: parameters 1 ('b'), 3 ('d').\n"
-            "Use every output of forward() in the loss, or leave parameters "
-            "that are not used out of the reducer.");
+  EXPECT_EQ(
+      describe_missing_gradients(table, std::vector<size_t>{1, 3}, occasion),
+      "Reducer::prepare_for_backward: 2 of 4 parameters got no gradient "
+      "in iteration 17 on rank 2: parameters 1 ('b'), 3 ('d').\n"
+      "Use every output of forward() in the loss, or leave parameters "
+      "that are not used out of the reducer.");
   EXPECT_EQ(describe_bucket(table, std::vector<size_t>{0, 2}, 1, 3, occasion),
             "bucket 1 of 3 (parameters 0 ('a'), 2 ('c')) in iteration 17 on "
             "rank 2");

@@ -320,7 +320,7 @@ TEST(BackwardFailureTest, OnAllRanksLeavesTheNextIterationIntact) {
         throw_before(model, where, loss);
         expect_trains(reducer, model, group->getRank(), 2, s);
       }
-      EXPECT_EQ(reducer.statistics().abandoned_iterations, where == 2 ? 0 : 2);
+      EXPECT_EQ(reducer.statistics().given_up, 2);
     });
   }
 }
@@ -338,6 +338,86 @@ TEST(BackwardFailureTest, OnAllRanksAtDifferentPlacesRealigns) {
       expect_trains(reducer, model, group->getRank(), 3, s);
     }
   });
+}
+
+// What peers get from a rank that catches up must not pass through gradients.
+TEST(BackwardFailureTest, RealigningLeavesGradientsAlone) {
+  run_ranks(2, [&](const Group& group) {
+    const ToyModel model({{2}, {3}, {4}});
+    Reducer reducer(model.parameters, group, {.bucket_plan = {{2}, {1}, {0}}});
+    const int rank = group->getRank();
+    for (int s = 0; s < 3; ++s) {
+      const at::Tensor loss = model.loss(rank);
+      reducer.prepare_for_backward(loss);
+      throw_before(model, (rank + s) % 2, loss);
+      model.zero_grad(/*set_to_none=*/false);
+      model.loss(rank, s).backward();  // accumulated before ranks realign
+      step(reducer, model.loss(rank, s + 1));
+      for (size_t i = 0; i < 3; ++i) {
+        EXPECT_TRUE(
+            at::equal(model.parameters[i].grad(),
+                      model.average(i, 2, s) + model.average(i, 2, s + 1)));
+      }
+      model.zero_grad(/*set_to_none=*/false);
+    }
+  });
+}
+
+// One rank throws before its first gradient, the other after a launch.
+TEST(BackwardFailureTest, BeforeTheFirstGradientRealignsToo) {
+  run_ranks(2, [&](const Group& group) {
+    const ToyModel model({{2}, {3}});
+    Reducer reducer(model.parameters, group, {.bucket_plan = {{1}, {0}}});
+    const int rank = group->getRank();
+    for (int s = 0; s < 2; ++s) {
+      const at::Tensor loss = model.loss(rank);
+      reducer.prepare_for_backward(loss);
+      if (rank == s) {
+        loss.register_hook([](const at::Tensor&) { throw UserError("early"); });
+        EXPECT_THROW(loss.backward(), UserError);
+      } else {
+        throw_before(model, 0, loss);
+      }
+      expect_trains(reducer, model, rank, 2, s);
+    }
+  });
+}
+
+// One rank has launched everything when it throws, the other has not: both go
+// on.
+TEST(BackwardFailureTest, AfterTheLastLaunchRealignsToo) {
+  run_ranks(2, [&](const Group& group) {
+    const ToyModel model({{2}, {3}});
+    Reducer reducer(model.parameters, group, {.bucket_plan = {{1}, {0}}});
+    const int rank = group->getRank();
+    for (int s = 0; s < 2; ++s) {
+      const at::Tensor input = at::ones({1}).requires_grad_();
+      const at::Tensor first = input * 0;  // its gradient comes last
+      const at::Tensor loss = first.sum() + model.loss(rank);
+      reducer.prepare_for_backward(loss);
+      if (rank == s) {
+        first.register_hook([](const at::Tensor&) { throw UserError("late"); });
+        EXPECT_THROW(loss.backward(), UserError);
+      } else {
+        throw_before(model, 0, loss);
+      }
+      expect_trains(reducer, model, rank, 2, s);
+    }
+  });
+}
+
+TEST(BackwardFailureTest, RetryingWithoutPreparingIsAnError) {
+  const ToyModel model({{2}, {3}});
+  Reducer reducer(model.parameters, single_process_group());
+  const at::Tensor output = model.loss(0);
+  reducer.prepare_for_backward(output);
+  const unsigned hook = model.parameters[0].register_hook(
+      [](const at::Tensor&) { throw UserError("once"); });
+  EXPECT_THROW(output.backward({}, /*retain_graph=*/true), UserError);
+  model.parameters[0].remove_hook(hook);
+  EXPECT_THAT(text_of<c10::Error>([&] { output.backward(); }),
+              HasSubstr("iteration 1 on rank 0 was over"));
+  expect_trains(reducer, model, 0, 1);
 }
 
 TEST(BackwardFailureTest, OnOneRankIsAnErrorOnAllWithinTheTimeout) {
@@ -383,7 +463,7 @@ TEST(MisuseTest, SecondBackwardOverAReducedIteration) {
   EXPECT_THAT(
       text_of<c10::Error>([&] { loss.backward({}, /*retain_graph=*/true); }),
       AllOf(HasSubstr("second backward reached parameter"),
-            HasSubstr("iteration 1 on rank 0 was reduced")));
+            HasSubstr("iteration 1 on rank 0 was over")));
   // Gradients asked for without accumulating them are fine.
   EXPECT_NO_THROW(torch::autograd::grad({loss}, model.parameters, {}, true));
   expect_trains(reducer, model, 0, 1);
@@ -430,6 +510,30 @@ TEST(MisuseTest, MissingGradientsAreNamedAtTheNextPrepare) {
               HasSubstr("parameters 0 ('p0'), 2 ('p2')")));
     expect_trains(reducer, model, group->getRank(), 2);
   });
+}
+
+TEST(MisuseTest, ParameterMovedOrCastAfterConstruction) {
+  const ToyModel model({{2}, {3}});
+  Reducer reducer(model.parameters, single_process_group(),
+                  {.parameter_names = model.names});
+  model.parameters[1].set_data(model.parameters[1].detach().to(at::kDouble));
+  EXPECT_THAT(
+      text_of<c10::Error>([&] { reducer.prepare_for_backward(model.loss(0)); }),
+      HasSubstr("parameter 1 ('p1') was moved or cast after"));
+}
+
+TEST(MisuseTest, GradientSavedForAnotherBackwardIsKnownToHaveChanged) {
+  for (const bool views : {true, false}) {
+    const ToyModel model(ToyModel::Sizes{{2}});
+    Reducer reducer(model.parameters, single_process_group(),
+                    {.gradients_as_bucket_views = views});
+    step(reducer, model.loss(0));
+    const at::Tensor weight = at::ones({2}).requires_grad_();
+    const at::Tensor penalty = (model.parameters[0].grad() * weight).sum();
+    step(reducer, model.loss(0, 1));
+    EXPECT_THAT(text_of<c10::Error>([&] { penalty.backward(); }),
+                HasSubstr("modified by an inplace operation"));
+  }
 }
 
 TEST(MisuseTest, GradientOfAnotherKind) {

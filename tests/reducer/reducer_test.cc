@@ -79,7 +79,7 @@ TEST_P(ReducerOnRanksTest, AveragesGradientsInEveryStep) {
       step(reducer, model, model.loss(group->getRank(), s));
       expect_averages(model, world_size(), s);
     }
-    EXPECT_EQ(reducer.statistics().iterations, 4);
+    EXPECT_EQ(reducer.statistics().reduced, 4);
   });
 }
 
@@ -121,8 +121,10 @@ TEST_P(ReducerOnRanksTest, CarriesAccumulatedGradientsOverARebuild) {
   run_ranks(world_size(), [&](const Group& group) {
     const ToyModel model(kSizes);
     Reducer reducer(model.parameters, group, options());
-    step(reducer, model, model.loss_in_order({0, 3, 1, 4, 2, 5}, group->getRank(), 0));
-    step(reducer, model, model.loss_in_order({0, 3, 1, 4, 2, 5}, group->getRank(), 1));
+    step(reducer, model,
+         model.loss_in_order({0, 3, 1, 4, 2, 5}, group->getRank(), 0));
+    step(reducer, model,
+         model.loss_in_order({0, 3, 1, 4, 2, 5}, group->getRank(), 1));
     EXPECT_EQ(reducer.statistics().rebuilds, 1);
     for (size_t i = 0; i < model.parameters.size(); ++i) {
       EXPECT_TRUE(at::equal(model.parameters[i].grad(),
@@ -279,18 +281,50 @@ TEST(ReducerTest, FollowsTheStridesOfTheParameter) {
   }
 }
 
-TEST(ReducerTest, AcceptsGradientsThatTheUserSwappedWithinABucket) {
-  const ToyModel model({{3}, {3}});
+TEST(ReducerTest, AcceptsGradientsThatTheUserSwapped) {
+  const std::vector<std::vector<std::vector<size_t>>> plans = {{{0, 1}},
+                                                               {{0}, {1}}};
+  for (const auto& plan : plans) {
+    const ToyModel model({{3}, {3}});
+    Reducer reducer(model.parameters, single_process_group(),
+                    {.bucket_plan = plan});
+    step(reducer, model, model.loss(0));
+    const at::Tensor first = model.parameters[0].grad();
+    model.parameters[0].mutable_grad() = model.parameters[1].grad();
+    model.parameters[1].mutable_grad() = first;
+    step(reducer, model, model.loss(0));
+    for (const at::Tensor& p : model.parameters) {
+      EXPECT_TRUE(
+          at::equal(p.grad(), model.gradient(0, 0) + model.gradient(1, 0)));
+    }
+  }
+}
+
+TEST(ReducerTest, PutsBackAGradientThatWasTakenOutWhileItTravelled) {
+  for (const bool views : {true, false}) {
+    run_ranks(2, [&](const Group& group) {
+      const ToyModel model({{3}, {3}});
+      Reducer reducer(
+          model.parameters, group,
+          {.bucket_plan = {{1}, {0}}, .gradients_as_bucket_views = views});
+      const at::Tensor loss = model.loss_in_order({1, 0}, group->getRank());
+      model.parameters[0].register_hook([&](const at::Tensor&) {
+        model.parameters[1].mutable_grad().reset();
+      });
+      step(reducer, model, loss);
+      expect_averages(model, 2);
+    });
+  }
+}
+
+TEST(ReducerTest, AccumulatesLocallyAfterACancelledPreparation) {
+  const ToyModel model(ToyModel::Sizes{{3}});
   Reducer reducer(model.parameters, single_process_group());
-  step(reducer, model, model.loss(0));
-  const at::Tensor first = model.parameters[0].grad();
-  model.parameters[0].mutable_grad() = model.parameters[1].grad();
-  model.parameters[1].mutable_grad() = first;
-  step(reducer, model, model.loss(0));
-  EXPECT_TRUE(at::equal(model.parameters[0].grad(),
-                        model.gradient(0, 0) + model.gradient(1, 0)));
-  EXPECT_TRUE(at::equal(model.parameters[1].grad(),
-                        model.gradient(0, 0) + model.gradient(1, 0)));
+  const at::Tensor loss = model.loss(0);
+  reducer.prepare_for_backward(loss);
+  reducer.cancel_preparation();
+  loss.backward();
+  EXPECT_EQ(reducer.statistics().reduced, 0);
 }
 
 TEST(ReducerTest, TreatsGradientsSetToNoneByTheUserAtAnyTimeAsZero) {
@@ -379,9 +413,9 @@ TEST(ReducerTest, SpansTwoBackwardsOfOneForward) {
       const at::Tensor second = model.loss_in_order({1}, group->getRank(), s);
       reducer.prepare_for_backward(std::make_tuple(first, second));
       first.backward();
-      EXPECT_EQ(reducer.statistics().iterations, s);
+      EXPECT_EQ(reducer.statistics().reduced, s);
       second.backward();
-      EXPECT_EQ(reducer.statistics().iterations, s + 1);
+      EXPECT_EQ(reducer.statistics().reduced, s + 1);
       expect_averages(model, 2, s);
     }
   });
@@ -393,7 +427,7 @@ TEST(ReducerTest, ForgetsForwardsWithoutBackward) {
   for (int k = 0; k < 5; ++k) reducer.prepare_for_backward(model.loss(0));
   step(reducer, model, model.loss(0));
   expect_averages(model, 1);
-  EXPECT_EQ(reducer.statistics().iterations, 1);
+  EXPECT_EQ(reducer.statistics().reduced, 1);
 }
 
 TEST(ReducerTest, IgnoresGradientsComputedWithoutAccumulating) {
@@ -407,7 +441,7 @@ TEST(ReducerTest, IgnoresGradientsComputedWithoutAccumulating) {
   EXPECT_NO_THROW(torch::autograd::grad({again}, model.parameters, {},
                                         /*retain_graph=*/true));
   again.backward();
-  EXPECT_EQ(reducer.statistics().iterations, 2);
+  EXPECT_EQ(reducer.statistics().reduced, 2);
 }
 
 TEST(ReducerTest, TakesItsHooksOffWhenDestroyedWithALiveGraph) {

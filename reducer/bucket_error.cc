@@ -1,0 +1,40 @@
+#include "brigade/reducer/bucket_error.h"
+
+#include <c10/util/Exception.h>
+
+#include <typeinfo>
+
+#include "brigade/comm_hooks/wire_format.h"
+
+namespace brigade {
+
+bool is_peer_failure(const std::exception_ptr& error, ErrorSource source,
+                     const c10d::CommHookInterface& hook) {
+  const bool built_in =
+      dynamic_cast<const DeclaresWireFormat*>(&hook) != nullptr;
+  try {
+    std::rethrow_exception(error);
+  } catch (const c10::DistBackendError&) {
+    return true;
+  } catch (const c10::Error& known) {
+    return built_in && typeid(known) == typeid(c10::Error);
+  } catch (...) {
+    return built_in || source == ErrorSource::kFuture;
+  }
+}
+
+void rethrow_hook_error(const std::exception_ptr& error,
+                        const std::string& where) {
+  try {
+    std::rethrow_exception(error);
+  } catch (c10::Error& known) {
+    known.add_context(where);
+    throw;
+  } catch (const std::exception& unknown) {
+    TORCH_CHECK(false, where, ": the comm hook threw: ", unknown.what());
+  } catch (...) {
+    TORCH_CHECK(false, where, ": the comm hook threw an unknown exception");
+  }
+}
+
+}  // namespace brigade

@@ -1,0 +1,31 @@
+// Tells the errors of a bucket's collective apart: a peer's or the network's,
+// or a comm hook's own.
+
+#ifndef BRIGADE_REDUCER_BUCKET_ERROR_H_
+#define BRIGADE_REDUCER_BUCKET_ERROR_H_
+
+#include <exception>
+#include <string>
+#include <torch/csrc/distributed/c10d/comm.hpp>
+
+namespace brigade {
+
+enum class ErrorSource {
+  kHook,    // thrown when the hook was called
+  kFuture,  // held by the future that it returned, or by that one's value
+};
+
+// DistBackendError always is. Of a built-in hook, so is all that is not a wrong
+// value or type; of a user's, what its future holds and c10 does not know
+// (Gloo's own exceptions).
+bool is_peer_failure(const std::exception_ptr& error, ErrorSource source,
+                     const c10d::CommHookInterface& hook);
+
+// Rethrows with `where` in the text. c10's errors keep their type; others
+// become a RuntimeError.
+[[noreturn]] void rethrow_hook_error(const std::exception_ptr& error,
+                                     const std::string& where);
+
+}  // namespace brigade
+
+#endif  // BRIGADE_REDUCER_BUCKET_ERROR_H_

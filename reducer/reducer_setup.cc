@@ -1,0 +1,131 @@
+#include "brigade/reducer/reducer_setup.h"
+
+#include <c10/util/Exception.h>
+
+#include <set>
+#include <string>
+#include <utility>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "brigade/comm/agreement.h"
+#include "brigade/comm/control_device.h"
+#include "brigade/comm_hooks/all_reduce_hook.h"
+#include "brigade/comm_hooks/wire_format.h"
+#include "brigade/planning/plan_by_size.h"
+#include "brigade/planning/plan_check.h"
+
+namespace brigade {
+namespace {
+
+absl::StatusOr<BucketPlan> initial_plan(const ParameterTable& table,
+                                        const ReducerOptions& options) {
+  if (options.bucket_plan.empty()) {
+    return plan_by_size(table.specs(), reverse_registration_order(table.size()),
+                        options.bucket_caps_bytes);
+  }
+  absl::StatusOr<BucketPlan> plan =
+      BucketPlan::create(options.bucket_plan, table.size());
+  if (!plan.ok()) return plan;
+  if (absl::Status status = check_bucket_kinds(*plan, table.specs());
+      !status.ok()) {
+    return status;
+  }
+  return plan;
+}
+
+absl::Status check_devices(const ParameterTable& table,
+                           const c10d::ProcessGroup& group) {
+  for (size_t i = 0; i < table.size(); ++i) {
+    const at::Device device = table[i].device();
+    if (!supports_device(group, device.type())) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          table.name_of(i), " is on ", device.str(),
+          ", but the process group has no backend for that device; make the "
+          "group for it, or move the parameter"));
+    }
+  }
+  return absl::OkStatus();
+}
+
+std::string describe_hook(const c10d::CommHookInterface& hook,
+                          const ParameterTable& table) {
+  const auto* built_in = dynamic_cast<const DeclaresWireFormat*>(&hook);
+  if (built_in == nullptr) return "the user's own";
+  std::set<std::string> formats;
+  for (const at::Tensor& parameter : table.tensors()) {
+    const at::ScalarType dtype = parameter.scalar_type();
+    formats.insert(
+        absl::StrCat(c10::toString(dtype), " travels as ",
+                     c10::toString(built_in->wire_format(dtype).dtype)));
+  }
+  return absl::StrJoin(formats, ", ");
+}
+
+// What ranks must have set alike, one line each.
+std::vector<std::string> describe(const ReducerOptions& options,
+                                  const ParameterTable& table) {
+  std::vector<std::string> buckets;
+  for (const std::vector<size_t>& bucket : options.bucket_plan) {
+    buckets.push_back(absl::StrCat("[", absl::StrJoin(bucket, ", "), "]"));
+  }
+  return {
+      absl::StrCat("bucket_caps_bytes = [",
+                   absl::StrJoin(options.bucket_caps_bytes, ", "), "]"),
+      absl::StrCat("bucket_plan = [", absl::StrJoin(buckets, ", "), "]"),
+      absl::StrCat("rebuild_buckets = ",
+                   options.rebuild_buckets ? "true" : "false"),
+      absl::StrCat("comm_hook: ", describe_hook(*options.comm_hook, table))};
+}
+
+struct LocalSetup {
+  ParameterTable table;
+  BucketPlan plan;
+};
+
+absl::StatusOr<LocalSetup> local_setup(std::vector<at::Tensor> parameters,
+                                       const c10d::ProcessGroup& group,
+                                       const ReducerOptions& options) {
+  absl::StatusOr<ParameterTable> table =
+      ParameterTable::create(std::move(parameters), options.parameter_names,
+                             options.expect_sparse_gradients);
+  if (!table.ok()) return table.status();
+  if (absl::Status status = check_devices(*table, group); !status.ok()) {
+    return status;
+  }
+  absl::StatusOr<BucketPlan> plan = initial_plan(*table, options);
+  if (!plan.ok()) return plan.status();
+  return LocalSetup{.table = *std::move(table), .plan = *std::move(plan)};
+}
+
+}  // namespace
+
+ReducerSetup checked_setup(std::vector<at::Tensor> parameters,
+                           c10::intrusive_ptr<c10d::ProcessGroup> group,
+                           ReducerOptions options) {
+  TORCH_CHECK_VALUE(group,
+                    "Reducer needs a process group, got null.\n"
+                    "Make one with init_process_group(), or with "
+                    "single_process_group() for a world of 1.");
+  if (!options.comm_hook) options.comm_hook = all_reduce_hook(group);
+  absl::StatusOr<LocalSetup> local =
+      local_setup(std::move(parameters), *group, options);
+
+  const bool alone = group->getSize() == 1;
+  std::vector<std::string> items;
+  if (local.ok() && !alone) items = local->table.describe_all();
+  const at::Device device = control_device(*group);
+  require_agreement(group, device, "parameter", items, local.status());
+  if (!alone) {
+    require_agreement(group, device, "reducer option",
+                      describe(options, local->table), absl::OkStatus());
+  }
+  return {.group = std::move(group),
+          .options = std::move(options),
+          .table = std::move(local->table),
+          .plan = std::move(local->plan)};
+}
+
+}  // namespace brigade

@@ -1,0 +1,35 @@
+// What a reducer is made of, checked on this rank and agreed on with the
+// others.
+
+#ifndef BRIGADE_REDUCER_REDUCER_SETUP_H_
+#define BRIGADE_REDUCER_REDUCER_SETUP_H_
+
+#include <ATen/core/Tensor.h>
+
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <vector>
+
+#include "brigade/planning/bucket_plan.h"
+#include "brigade/reducer/parameter_table.h"
+#include "brigade/reducer/reducer_options.h"
+
+namespace brigade {
+
+struct ReducerSetup {
+  c10::intrusive_ptr<c10d::ProcessGroup> group;
+  ReducerOptions options;  // its comm_hook is never null
+  ParameterTable table;
+  BucketPlan plan;
+};
+
+// Collective. A rank with bad arguments takes part, so that all ranks fail
+// alike.
+//
+// Errors: ValueError on every rank; see Reducer's constructor.
+ReducerSetup checked_setup(std::vector<at::Tensor> parameters,
+                           c10::intrusive_ptr<c10d::ProcessGroup> group,
+                           ReducerOptions options);
+
+}  // namespace brigade
+
+#endif  // BRIGADE_REDUCER_REDUCER_SETUP_H_
