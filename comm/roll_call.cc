@@ -16,6 +16,8 @@ using Clock = std::chrono::steady_clock;
 
 constexpr milliseconds kFirstPause{2};
 constexpr milliseconds kLongestPause{100};
+// A store that answers at all has done so by then, on a busy machine too.
+constexpr milliseconds kGrace{1000};
 
 // Shared with the thread that talks to the store, which may outlive the call.
 struct Collection {
@@ -103,7 +105,7 @@ RollCall call_roll(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
 
   std::unique_lock<std::mutex> lock(collection->mutex);
   const bool finished = collection->changed.wait_until(
-      lock, deadline + kLongestPause, [&] { return collection->finished; });
+      lock, deadline + kGrace, [&] { return collection->finished; });
   if (!finished) {
     collection->roll.store_error =
         absl::StrCat("no reply from the store within ", seconds(patience));

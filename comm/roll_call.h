@@ -35,7 +35,7 @@ struct RollCall {
 // the others' until all have answered or `patience` is over.  Ranks that want
 // to hear each other use the same key; a key serves one roll call.
 //
-// Never throws, and returns within `patience` (and a little) even when the
+// Never throws, and returns within `patience` and a second even when the
 // machine that serves the store hangs; a thread is then left behind that waits
 // for it.
 RollCall call_roll(const c10::intrusive_ptr<c10d::ProcessGroup>& group,

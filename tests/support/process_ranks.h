@@ -86,7 +86,7 @@ struct ProcessRanksOptions {
   int world_size = 2;
   std::string function = {};
   std::vector<std::string> arguments = {};
-  std::chrono::milliseconds deadline = std::chrono::seconds(60);
+  std::chrono::milliseconds deadline = std::chrono::seconds(90);
   bool inherit_output = false;  // else captured into RankResult
 
   // Set in, or with nullopt removed from, every rank's environment.
