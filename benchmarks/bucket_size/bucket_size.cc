@@ -15,7 +15,9 @@
 //   step      median and quartiles over all rounds, of the slowest rank
 //   exposed   step less the step without a reducer of the same round, median
 //   alone     the buckets' all-reduces, one after the other, with nothing else
-//   overlap   1 - exposed / alone
+//   overlap   1 - exposed / alone, the share that backward hides; "none" when
+//   packing,
+//             latency and waiting for the slower rank cost more than it hides
 //   sums      each gradient was compared with the average that it must be
 //
 // The program starts its ranks by itself; under torchrun, srun or mpirun it
@@ -113,7 +115,7 @@ ModelReport measure(
         group->getRank(), group->getSize(), model.shapes,
         std::chrono::nanoseconds(static_cast<int64_t>(ms * 1e6)));
   }
-  ModelReport report{.name = model.title, .backward = backward};
+  ModelReport report{.name = model.title, .backward = backward, .result = {}};
   for (const at::Tensor& parameter : workload->parameters()) {
     ++report.num_parameters;
     report.gradient_bytes += static_cast<int64_t>(parameter.nbytes());
@@ -190,15 +192,15 @@ int main(int argc, char** argv) {
       ->check(CLI::Range(1, 64))
       ->capture_default_str();
   app.add_option("--rounds", options.sweep.rounds, "Visits to each cap")
-      ->check(CLI::PositiveNumber)
+      ->check(CLI::Range(1, 10'000))
       ->capture_default_str();
   app.add_option("--steps", options.sweep.steps,
                  "Timed steps per visit; ten times as many for digits")
-      ->check(CLI::PositiveNumber)
+      ->check(CLI::Range(1, 10'000))
       ->capture_default_str();
   app.add_option("--backward-ms", options.backward_ms,
                  "Time that backward sleeps [1 ms per MB of gradients]")
-      ->check(CLI::PositiveNumber);
+      ->check(CLI::Range(0.001, 1e6));
   app.add_option("--json", options.json_file, "Write all figures to this file");
   app.add_flag("--quick", options.quick,
                "A few seconds: digits and a small ResNet-50, fewer rounds");

@@ -21,17 +21,21 @@ std::string readable_bytes(double bytes) {
   return shown(bytes / 1e6, "MB");
 }
 
+std::string readable_overlap(double overlap) {
+  return overlap > 0 ? fmt::format("{:.0f} %", 100 * overlap) : "none";
+}
+
 std::string row(const ArmResult& arm, size_t label_width) {
   const Quartiles& step = arm.step_ms;
   return fmt::format(
       "{:<{}}  {:>7}  {:>8} {:>8} {:>8}  {:>8.1f} {:>17}  {:>10.1f}  {:>8.1f}  "
-      "{:>5.0f} %  {}\n",
+      "{:>7}  {}\n",
       arm.label, label_width, arm.num_buckets,
       readable_bytes(static_cast<double>(arm.min_bucket_bytes)),
       readable_bytes(arm.bucket_bytes.median),
       readable_bytes(static_cast<double>(arm.max_bucket_bytes)), step.median,
       fmt::format("[{:.1f}, {:.1f}]", step.p25, step.p75),
-      arm.exposed_ms.median, arm.alone_ms, 100 * arm.overlap(),
+      arm.exposed_ms.median, arm.alone_ms, readable_overlap(arm.overlap()),
       arm.sums_verified ? "right" : "WRONG");
 }
 

@@ -22,10 +22,9 @@ double ms_since(Clock::time_point begin) {
 // An arm, and what was seen of it.
 struct Track {
   std::string label;
-  int64_t cap_bytes = 0;
-  std::vector<std::vector<size_t>> buckets;  // empty: without a reducer
-  std::vector<double> steps_ms;              // by round, then by step
-  std::vector<double> alone_ms;              // by round
+  std::vector<std::vector<size_t>> buckets = {};  // empty: without a reducer
+  std::vector<double> steps_ms = {};              // by round, then by step
+  std::vector<double> alone_ms = {};              // by round
   bool sums_verified = false;
 };
 
@@ -127,9 +126,7 @@ std::vector<Track> make_tracks(const std::vector<at::Tensor>& parameters,
     if (same != tracks.end()) {
       same->label += ", " + arm.label;
     } else {
-      tracks.push_back({.label = arm.label,
-                        .cap_bytes = arm.cap_bytes,
-                        .buckets = std::move(buckets)});
+      tracks.push_back({.label = arm.label, .buckets = std::move(buckets)});
     }
   }
   return tracks;

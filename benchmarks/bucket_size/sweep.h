@@ -43,7 +43,8 @@ struct ArmResult {
   // nothing else is done.
   double alone_ms = 0;
 
-  // The share of the latter that backward hides.
+  // The share of the latter that backward hides.  Negative when packing,
+  // latency and waiting for the slower rank cost more than backward hides.
   double overlap() const { return 1 - exposed_ms.median / alone_ms; }
 
   bool sums_verified = false;  // all ranks had the right averages

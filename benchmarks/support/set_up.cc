@@ -65,7 +65,7 @@ SetUp describe_set_up(int argc, char** argv) {
                           std::thread::hardware_concurrency(), load())},
       {"system", operating_system()},
       {"torch", TORCH_VERSION},
-      {"compiler", fmt::format("g++ {}", __VERSION__)},
+      {"compiler", BRIGADE_COMPILER},
       {"commit",
        output_of("git -C '" BRIGADE_SOURCE_DIR "' describe --always --dirty")},
       {"command", command_line(argc, argv)},

@@ -238,22 +238,22 @@ int main(int argc, char** argv) {
       "with those of a single process."};
   app.add_option("--epochs", options.training.epochs,
                  "Times that every image is seen")
-      ->check(CLI::PositiveNumber)
+      ->check(CLI::Range(1, 10'000))
       ->capture_default_str();
   app.add_option("--batch-size", options.training.batch_size,
                  "Images per step, over all ranks")
-      ->check(CLI::PositiveNumber)
+      ->check(CLI::Range(1, 1437))
       ->capture_default_str();
   app.add_option("--seed", options.training.seed,
                  "Of the split, the order of images and the first weights")
       ->capture_default_str();
   app.add_option("--learning-rate", options.training.learning_rate,
                  "Of the first step; it falls to 0 in a line")
-      ->check(CLI::PositiveNumber)
+      ->check(CLI::Range(1e-6, 10.0))
       ->capture_default_str();
   app.add_option("--cap-mb", options.cap_mb,
                  "Size at which a bucket of gradients is sent, in MiB")
-      ->check(CLI::PositiveNumber)
+      ->check(CLI::Range(1e-6, 1e6))
       ->capture_default_str();
   app.add_option("--data", options.data, "digits.csv.gz")
       ->capture_default_str();

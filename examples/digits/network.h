@@ -22,17 +22,17 @@ class DigitsNetImpl : public torch::nn::Module {
 
   // x: float32, [n, 1, 8, 8].  Returns a score per digit, [n, 10].
   at::Tensor forward(at::Tensor x) {
-    x = torch::relu(conv1_(x));                            // [n, 16, 8, 8]
+    x = torch::relu(conv1_(x));                            // [n, 32, 8, 8]
     x = torch::relu(conv2_(x));                            // [n, 32, 8, 8]
-    x = torch::max_pool2d(x, /*kernel_size=*/2);           // [n, 32, 4, 4]
+    x = torch::max_pool2d(x, /*kernel_size=*/2);           // [n, 64, 4, 4]
     x = torch::relu(hidden_(x.flatten(/*start_dim=*/1)));  // [n, 64]
     return head_(x);
   }
 
  private:
-  torch::nn::Conv2d conv1_{torch::nn::Conv2dOptions(1, 16, 3).padding(1)};
-  torch::nn::Conv2d conv2_{torch::nn::Conv2dOptions(16, 32, 3).padding(1)};
-  torch::nn::Linear hidden_{32 * 4 * 4, 64};
+  torch::nn::Conv2d conv1_{torch::nn::Conv2dOptions(1, 32, 3).padding(1)};
+  torch::nn::Conv2d conv2_{torch::nn::Conv2dOptions(32, 64, 3).padding(1)};
+  torch::nn::Linear hidden_{64 * 4 * 4, 64};
   torch::nn::Linear head_{64, kNumClasses};
 };
 TORCH_MODULE(DigitsNet);

@@ -13,17 +13,18 @@
 namespace brigade::digits {
 
 struct TrainingOptions {
-  int64_t epochs = 15;
+  int64_t epochs = 20;
   int64_t batch_size = 60;  // images per step, over all ranks
   uint32_t seed = 1;        // of the split, the order of images and the weights
-  double learning_rate = 0.05;  // of the first step; falls to 0 in a line
+  double learning_rate = 0.1;  // of the first step; falls to 0 in a line
 };
 
 inline torch::optim::SGD make_optimizer(const DigitsNet& net,
                                         const TrainingOptions& options) {
-  return torch::optim::SGD(
-      net->parameters(),
-      torch::optim::SGDOptions(options.learning_rate).momentum(0.9));
+  return torch::optim::SGD(net->parameters(),
+                           torch::optim::SGDOptions(options.learning_rate)
+                               .momentum(0.9)
+                               .weight_decay(1e-3));
 }
 
 // REQUIRES: 0 <= step < num_steps.
