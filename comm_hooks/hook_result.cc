@@ -6,9 +6,10 @@ namespace brigade {
 
 at::Tensor tensor_of_hook_result(const c10::IValue& result) {
   if (result.isTensor()) {
-    TORCH_CHECK_TYPE(result.toTensor().defined(),
-                     "a comm hook's future must hold a tensor, got an undefined "
-                     "one.\nReturn a future of the reduced bucket.");
+    TORCH_CHECK_TYPE(
+        result.toTensor().defined(),
+        "a comm hook's future must hold a tensor, got an undefined "
+        "one.\nReturn a future of the reduced bucket.");
     return result.toTensor();
   }
   if (result.isTensorList()) {

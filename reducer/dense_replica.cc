@@ -81,6 +81,7 @@ DenseReplica::DenseReplica(const ParameterTable& table,
     : table_(table),
       parameters_(parameters.begin(), parameters.end()),
       gradients_as_views_(gradients_as_views),
+      gradients_(parameters.size()),
       sources_(parameters.size()),
       destinations_(parameters.size()),
       keeps_graph_(parameters.size()) {
@@ -103,8 +104,13 @@ DenseReplica::DenseReplica(const ParameterTable& table,
 
   const at::AutoDispatchBelowADInplaceOrView no_view_tracking;
   views_in_.reserve(parameters_.size());
+  places_.reserve(parameters_.size());
+  follows_parameter_.reserve(parameters_.size());
   for (size_t slot = 0; slot < parameters_.size(); ++slot) {
     views_in_.push_back(view_out(slot, flat_));
+    places_.push_back(views_in_.back().const_data_ptr());
+    follows_parameter_.push_back(
+        parameter(slot).is_non_overlapping_and_dense());
   }
   packer_ = make_packer(flat_.device(), flat_.scalar_type(), ranges_);
 }
@@ -113,11 +119,10 @@ int64_t DenseReplica::pack(double scale) {
   const at::NoGradGuard no_grad;
   int64_t numel_copied = 0;
   for (size_t slot = 0; slot < parameters_.size(); ++slot) {
-    const at::Tensor& gradient = parameter(slot).mutable_grad();
+    gradients_[slot] = &parameter(slot).mutable_grad();
     keeps_graph_[slot] = false;
-    sources_[slot] = source_of(slot, gradient);
-    const bool stays = sources_[slot] == views_in_[slot].const_data_ptr() &&
-                       wire_.is_same(flat_);
+    sources_[slot] = source_of(slot, *gradients_[slot]);
+    const bool stays = sources_[slot] == places_[slot] && wire_.is_same(flat_);
     if (!stays) numel_copied += ranges_[slot].numel;
   }
   packer_->pack(sources_, wire_, scale);
@@ -125,7 +130,9 @@ int64_t DenseReplica::pack(double scale) {
     for (size_t slot = 0; slot < parameters_.size(); ++slot) {
       // Whoever saved the last iteration's gradient for a backward of its own
       // shall be told that it has changed.
-      views_in_[slot].unsafeGetTensorImpl()->bump_version();
+      if (views_in_[slot].use_count() > 1) {
+        views_in_[slot].unsafeGetTensorImpl()->bump_version();
+      }
       if (!keeps_graph_[slot]) install_view(slot);
     }
   }
@@ -134,22 +141,23 @@ int64_t DenseReplica::pack(double scale) {
 }
 
 void DenseReplica::install_view(size_t slot) {
-  at::Tensor& gradient = parameter(slot).mutable_grad();
+  at::Tensor& gradient = *gradients_[slot];
   if (!gradient.is_same(views_in_[slot])) gradient = views_in_[slot];
 }
 
 // Where to read the gradient of a slot; null if there is none.
 const void* DenseReplica::source_of(size_t slot, const at::Tensor& gradient) {
   if (!gradient.defined()) return nullptr;
-  const at::Tensor& view = views_in_[slot];
-  if (gradient.is_same(view)) return view.const_data_ptr();
+  const at::Tensor& view = views_in_[slot];  // not looked into: it is cold
+  if (gradient.is_same(view)) return places_[slot];
   check_gradient(table_, parameters_[slot], gradient);
   keeps_graph_[slot] = gradient.requires_grad();
   // A gradient may also be a piece of this bucket that is not its own place, if
   // the user put it there; reading it while that place is written would mix
   // them up.
-  if (same_memory_order(gradient, view) && !has_lazy_bits(gradient) &&
-      !gradient.is_alias_of(flat_)) {
+  if (same_memory_order(gradient,
+                        follows_parameter_[slot] ? parameter(slot) : view) &&
+      !has_lazy_bits(gradient) && !gradient.is_alias_of(flat_)) {
     return gradient.const_data_ptr();
   }
   rearranged_.push_back(
@@ -178,7 +186,7 @@ int64_t DenseReplica::deliver_views(const at::Tensor& result) {
     bytes_copied += flat_.nbytes();
   }
   for (size_t slot = 0; slot < parameters_.size(); ++slot) {
-    const at::Tensor& gradient = parameter(slot).mutable_grad();
+    const at::Tensor& gradient = *gradients_[slot];
     if (keeps_graph_[slot] && gradient.defined()) {
       gradient.detach().copy_(views_in_[slot]);
       bytes_copied += views_in_[slot].nbytes();

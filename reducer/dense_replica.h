@@ -60,9 +60,12 @@ class DenseReplica final : public BucketReplica {
   // By slot, into flat_. They share its memory but are no views to autograd, so
   // that optimizers may detach_() them.
   std::vector<at::Tensor> views_in_;
+  std::vector<const void*> places_;      // by slot, of the views' elements
+  std::vector<char> follows_parameter_;  // by slot: strides are the parameter's
   std::unique_ptr<Packer> packer_;
 
   // This iteration only.
+  std::vector<at::Tensor*> gradients_;  // by slot: the parameters' .grad
   std::vector<const void*> sources_;    // by slot
   std::vector<void*> destinations_;     // by slot
   std::vector<char> keeps_graph_;       // by slot: its gradient has a history

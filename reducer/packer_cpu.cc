@@ -13,10 +13,10 @@
 namespace brigade {
 namespace {
 
-// From this size on a slot goes to ATen's threads, where there are several. With
-// 2 threads on 2 cores the best quarter of runs took 0.8x the time of one loop;
-// threads that wait for a core cost far more than they save, so small slots keep
-// to the loop.
+// From this size on a slot goes to ATen's threads, where there are several.
+// With 2 threads on 2 cores the best quarter of runs took 0.8x the time of one
+// loop; threads that wait for a core cost far more than they save, so small
+// slots keep to the loop.
 constexpr int64_t kThreadedSlotBytes = int64_t{1} << 20;
 
 // A tensor over memory that is given anew for each use.
