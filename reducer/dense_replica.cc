@@ -42,6 +42,13 @@ bool same_memory_order(const at::Tensor& a, const at::Tensor& b) {
   return true;
 }
 
+// Thousands of tiny parameters are cold when their bucket is full.
+constexpr size_t kPrefetchedSlots = 8;
+
+void prefetch(const at::Tensor& tensor) {
+  __builtin_prefetch(tensor.unsafeGetTensorImpl(), /*write=*/1);
+}
+
 bool has_lazy_bits(const at::Tensor& tensor) {
   return tensor.is_conj() || tensor.is_neg();
 }
@@ -119,6 +126,10 @@ int64_t DenseReplica::pack(double scale) {
   const at::NoGradGuard no_grad;
   int64_t numel_copied = 0;
   for (size_t slot = 0; slot < parameters_.size(); ++slot) {
+    if (slot + kPrefetchedSlots < parameters_.size()) {
+      prefetch(parameter(slot + kPrefetchedSlots));
+      prefetch(views_in_[slot + kPrefetchedSlots]);
+    }
     gradients_[slot] = &parameter(slot).mutable_grad();
     keeps_graph_[slot] = false;
     sources_[slot] = source_of(slot, *gradients_[slot]);
