@@ -2,6 +2,7 @@
 
 #include <torch/torch.h>
 
+#include <atomic>
 #include <cstdlib>
 #include <filesystem>
 #include <optional>
@@ -226,16 +227,6 @@ TEST(SingleProcessGroupTest, AnswersEveryCollectiveExactly) {
   EXPECT_EQ(group->getStore()->get_to_str("key"), "value");
 }
 
-TEST(SingleProcessGroupTest, WritesBelowAutograd) {
-  const Group group = single_process_group();
-  at::Tensor parameter = at::ones(3).requires_grad_();
-  std::vector<at::Tensor> tensors = {parameter};
-  const auto version = parameter._version();
-  group->broadcast(tensors)->wait();
-  group->allreduce(tensors)->wait();
-  EXPECT_EQ(parameter._version(), version);
-}
-
 TEST(InitProcessGroupTest, AWorldOfOneFromALauncherOpensNoConnection) {
   const LaunchEnvironment env = {.master_addr = "192.0.2.1",  // nobody there
                                  .master_port = 1,
@@ -244,51 +235,29 @@ TEST(InitProcessGroupTest, AWorldOfOneFromALauncherOpensNoConnection) {
   EXPECT_EQ(all_reduced(group, at::ones(1)).item<float>(), 1);
 }
 
-// In one process, TCP stores with the same port share a server, so that rank 0
-// can host it at a port which is known to be free.
-TEST(InitProcessGroupTest, RankZeroHostsTheStoreWhenNoAgentDoes) {
+// A port that nobody listened at a moment ago.
+uint16_t free_port() {
   c10d::TCPStoreOptions options;
   options.port = 0;
   options.isServer = true;
   options.waitWorkers = false;
-  options.multiTenant = true;
-  auto reserved = c10::make_intrusive<c10d::TCPStore>("127.0.0.1", options);
-  std::vector<std::jthread> ranks;
-  for (int rank = 0; rank < 2; ++rank) {
-    ranks.emplace_back([&, rank] {
-      const LaunchEnvironment env = {.rank = rank,
-                                     .world_size = 2,
-                                     .local_rank = rank,
-                                     .master_addr = "127.0.0.1",
-                                     .master_port = reserved->getPort()};
-      GroupScope scope(init_process_group(env, {.gloo_interfaces = {"lo"}}));
-      EXPECT_EQ(all_reduced(scope.group(), at::ones(1)).item<float>(), 2);
-    });
-  }
+  return c10d::TCPStore("127.0.0.1", options).getPort();
 }
 
 TEST(InitProcessGroupTest, NamesThePlaceWhereNobodyCame) {
-  c10d::TCPStoreOptions options;
-  options.port = 0;
-  options.isServer = true;
-  options.waitWorkers = false;
-  uint16_t free_port = 0;
-  {
-    c10d::TCPStore briefly("127.0.0.1", options);
-    free_port = briefly.getPort();
-  }
+  const uint16_t port = free_port();
   const LaunchEnvironment env = {.rank = 1,
                                  .world_size = 2,
                                  .local_rank = 1,
                                  .master_addr = "127.0.0.1",
-                                 .master_port = free_port};
+                                 .master_port = port};
   EXPECT_THAT(
       text_of<PeerError>([&] {
         init_process_group(
             env, {.rendezvous_timeout = std::chrono::milliseconds(300)});
       }),
       AllOf(HasSubstr("rank 1 of 2 did not meet the others at 127.0.0.1:" +
-                      std::to_string(free_port)),
+                      std::to_string(port)),
             HasSubstr("within 300 ms")));
 }
 
@@ -321,32 +290,27 @@ TEST(GroupScopeTest, AnExceptionOnOneRankEndsTheOthersCollectives) {
   EXPECT_THAT(text, HasSubstr("onnection"));
 }
 
-// Its own collectives, which no peer has joined, do not hold it either.
+// Its own collectives, which no peer has joined, do not hold it either: rank 1
+// stays until rank 0 is gone.
 TEST(GroupScopeTest, AnExceptionDoesNotWaitForOwnCollectives) {
+  auto store = c10::make_intrusive<c10d::HashStore>();
+  const ProcessGroupOptions options = {.timeout = kForever,
+                                       .gloo_interfaces = {"lo"}};
   std::atomic<bool> gone = false;
-  EXPECT_THROW(run_ranks(
-                   2,
-                   [&](Group group) {
-                     if (group->getRank() == 1) {
-                       gone.wait(false);
-                       return;
-                     }
-                     {
-                       GroupScope inner(group);
-                       try {
-                         GroupScope scope(std::move(group));
-                         std::vector<at::Tensor> mine = {at::ones(4)};
-                         auto work = scope.group()->allreduce(mine);
-                         throw std::domain_error("mine");
-                       } catch (...) {
-                         gone = true;
-                         gone.notify_all();
-                         throw;
-                       }
-                     }
-                   },
-                   kForever),
-               std::domain_error);
+  std::jthread rank_1([&] {
+    GroupScope scope(make_process_group(store, 1, 2, options));
+    gone.wait(false);
+  });
+  EXPECT_THROW(
+      {
+        GroupScope scope(make_process_group(store, 0, 2, options));
+        std::vector<at::Tensor> tensors = {at::ones(4)};
+        scope.group()->allreduce(tensors);
+        throw std::domain_error("mine");
+      },
+      std::domain_error);
+  gone = true;
+  gone.notify_all();
 }
 
 const RankFunction kSum("sum", [](RankContext& rank) {
@@ -368,6 +332,18 @@ TEST_P(ProcessesTest, StartFromTheEnvironmentAndEndCleanly) {
     EXPECT_THAT(result.messages,
                 ::testing::ElementsAre("sum " + std::to_string(expected)));
     EXPECT_EQ(result.error_output, "");
+  }
+}
+
+TEST(ProcessesTest, RankZeroHostsTheStoreWhenNoAgentDoes) {
+  ProcessRanks ranks(
+      {.world_size = 2,
+       .function = "sum",
+       .environment = {{"TORCHELASTIC_USE_AGENT_STORE", std::nullopt},
+                       {"MASTER_PORT", std::to_string(free_port())}}});
+  for (const RankResult& result : ranks.finish()) {
+    EXPECT_EQ(result.exit_code, 0) << result.error_output;
+    EXPECT_THAT(result.messages, ::testing::ElementsAre("sum 12"));
   }
 }
 

@@ -237,6 +237,18 @@ TEST(RecordingGroupTest, AveragesToTheSame) {
   EXPECT_TRUE(at::equal(x[0], at::arange(4, at::kFloat)));
 }
 
+// As real backends do; else a parameter could not be broadcast.
+TEST(RecordingGroupTest, WritesBelowAutograd) {
+  RecordingGroup recording(2);
+  const at::Tensor parameter = at::ones(3).requires_grad_();
+  const auto version = parameter._version();
+  Tensors x = {parameter};
+  recording.group()->allreduce(x)->wait();
+  EXPECT_TRUE(at::equal(parameter, at::full({3}, 2.0)));
+  EXPECT_EQ(parameter._version(), version);
+  EXPECT_TRUE(parameter.is_leaf());
+}
+
 TEST(RecordingGroupTest, AllToAllRepeatsWhatThisRankSendsItself) {
   RecordingGroup recording(2, 1);
   Tensors x = {at::full({2}, 1.0), at::full({2}, 9.0)};
@@ -431,6 +443,17 @@ TEST(RecordingGroupTest, DelayedCollectivesEndOneAfterTheOther) {
     EXPECT_TRUE(at::equal(l.tensors[0], at::full({4}, 2.0)));
   }
   EXPECT_THAT(order, ElementsAre(0, 1, 2));
+}
+
+TEST(RecordingGroupTest, TheSecondOnALinkStartsAfterTheFirst) {
+  RecordingGroup recording(2);
+  recording.delay_by([](const auto&) { return std::chrono::milliseconds(20); });
+  const auto start = std::chrono::steady_clock::now();
+  launch(recording);
+  launch(recording).work->wait();
+  // Never too early; how late is the machine's affair.
+  EXPECT_GE(std::chrono::steady_clock::now() - start,
+            std::chrono::milliseconds(40));
 }
 
 TEST(RecordingGroupTest, CostIsLatencyAndBytesOverBandwidth) {
