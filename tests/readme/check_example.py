@@ -39,8 +39,9 @@ def run_ranks(binary, world_size):
 
 
 def weights_of(output):
-    text = output.split("weights", 1)[1]
-    return [float(number) for number in re.findall(r"-?\d+\.\d+", text.split("[")[0])]
+    # " 1.0001  0.9999 ...\n[ CPUFloatType{1,8} ]"; whole numbers print without a point.
+    numbers = output.split("weights", 1)[1].split("[")[0].split()
+    return [float(number) for number in numbers]
 
 
 def main():
