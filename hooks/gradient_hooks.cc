@@ -7,6 +7,7 @@
 namespace brigade {
 namespace {
 
+using torch::autograd::Node;
 using torch::autograd::variable_list;
 
 class ReadyHook final : public torch::autograd::FunctionPostHook {
@@ -31,7 +32,7 @@ GradientHooks::GradientHooks(std::span<const at::Tensor> parameters,
                              GradientListener& listener) {
   registrations_.reserve(parameters.size());
   for (size_t i = 0; i < parameters.size(); ++i) {
-    std::shared_ptr<torch::autograd::Node> accumulator =
+    std::shared_ptr<Node> accumulator =
         torch::autograd::impl::grad_accumulator(parameters[i]);
     const uintptr_t key =
         accumulator->add_post_hook(std::make_unique<ReadyHook>(listener, i));
@@ -48,10 +49,12 @@ GradientHooks::~GradientHooks() {
 std::optional<size_t> GradientHooks::first_detached(
     std::span<const at::Tensor> parameters) const {
   for (size_t i = 0; i < parameters.size(); ++i) {
-    if (torch::autograd::impl::try_get_grad_accumulator(parameters[i]) !=
-        registrations_[i].accumulator) {
-      return i;
-    }
+    // Compares without looking at the accumulator, which may be cold.
+    const std::weak_ptr<Node>& current =
+        torch::autograd::impl::get_autograd_meta(parameters[i])
+            ->grad_accumulator_;
+    const std::shared_ptr<Node>& hooked = registrations_[i].accumulator;
+    if (current.owner_before(hooked) || hooked.owner_before(current)) return i;
   }
   return std::nullopt;
 }

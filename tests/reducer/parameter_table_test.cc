@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "brigade/planning/plan_check.h"
 #include "brigade/reducer/error_texts.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -58,6 +59,20 @@ TEST(ParameterTableTest, NumbersKindsByDtypeAndDevice) {
   EXPECT_EQ(table.specs()[0].kind, table.specs()[2].kind);
   EXPECT_NE(table.specs()[0].kind, table.specs()[1].kind);
   EXPECT_EQ(table.specs()[1].size_bytes, 16);
+}
+
+TEST(ParameterTableTest, ParametersOfTwoDevicesGetBucketsPerDevice) {
+  const at::TensorOptions on_meta = at::TensorOptions(at::kMeta);
+  const ParameterTable table = *ParameterTable::create(
+      {at::ones({2}).requires_grad_(), at::ones({2}, on_meta).requires_grad_(),
+       at::ones({3}).requires_grad_(), at::ones({3}, on_meta).requires_grad_()},
+      {}, {});
+  const BucketPlan plan = *plan_by_size(
+      table.specs(), std::vector<size_t>{3, 2, 1, 0}, kDefaultBucketCapsBytes);
+  EXPECT_THAT(plan.buckets(),
+              ElementsAre(ElementsAre(3, 1), ElementsAre(2, 0)));
+  const BucketPlan mixed = *BucketPlan::create({{0, 1}, {2, 3}}, 4);
+  EXPECT_FALSE(check_bucket_kinds(mixed, table.specs()).ok());
 }
 
 TEST(ErrorTextsTest, SayWhatWasExpectedFoundWhereAndWhatToDo) {
