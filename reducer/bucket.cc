@@ -67,7 +67,8 @@ Bucket::Bucket(const ParameterTable& table, const BucketPlan& plan,
                        parameters_, std::nullopt);
 }
 
-int64_t Bucket::pack(StreamJoin& streams) {
+int64_t Bucket::pack(StreamJoin& streams,
+                     std::span<const size_t> unused_slots) {
   if (streams.join()) {
     // The gradients are freed on the streams that made them while this one may
     // still read them.
@@ -76,7 +77,7 @@ int64_t Bucket::pack(StreamJoin& streams) {
       if (parameter.grad().defined()) parameter.grad().record_stream(packing);
     }
   }
-  const int64_t bytes_copied = replica_->pack(scale_);
+  const int64_t bytes_copied = replica_->pack(scale_, unused_slots);
   if (!device().is_cpu()) {
     if (!packed_) packed_.emplace(device().type());
     packed_->record(current_stream(device()));
@@ -106,8 +107,9 @@ c10::intrusive_ptr<c10::ivalue::Future> Bucket::launch(
   return future;
 }
 
-int64_t Bucket::deliver(const c10::IValue& value) {
-  return replica_->deliver(hook_.parseHookResult(value));
+int64_t Bucket::deliver(const c10::IValue& value,
+                        std::span<const size_t> untouched_slots) {
+  return replica_->deliver(hook_.parseHookResult(value), untouched_slots);
 }
 
 }  // namespace brigade

@@ -33,8 +33,8 @@ class Bucket {
          c10d::CommHookInterface& hook, bool gradients_as_views);
 
   // Packs the gradients that `streams` produced. Returns the bytes of gradients
-  // copied. Errors: see BucketReplica::pack.
-  int64_t pack(StreamJoin& streams);
+  // copied. Unused slots and errors: see BucketReplica::pack.
+  int64_t pack(StreamJoin& streams, std::span<const size_t> unused_slots);
 
   // Calls the comm hook on the packed buffer. Errors: RuntimeError if the hook
   // returns no future; what the hook throws.
@@ -46,8 +46,10 @@ class Bucket {
   c10::intrusive_ptr<c10::ivalue::Future> launch_zeros();
 
   // Hands out the value of a completed future. Returns the bytes copied.
-  // Errors: TypeError, RuntimeError if the value does not fit.
-  int64_t deliver(const c10::IValue& value);
+  // Untouched slots: see BucketReplica::deliver. Errors: TypeError,
+  // RuntimeError if the value does not fit.
+  int64_t deliver(const c10::IValue& value,
+                  std::span<const size_t> untouched_slots);
 
   // Elements that travel. 0 for a sparse gradient, whose length varies.
   int64_t numel() const { return numel_; }

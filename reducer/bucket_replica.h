@@ -13,6 +13,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <span>
 
 namespace brigade {
 
@@ -21,22 +22,26 @@ class BucketReplica {
   virtual ~BucketReplica() = default;
 
   // Moves the gradients of all slots into buffer(), multiplied by `scale`. A
-  // missing gradient counts as zero. Returns the bytes of gradients that were
-  // copied; gradients already in place are not.
+  // missing gradient counts as zero. `unused_slots`, ascending, got none in
+  // this iteration; deliver() may have to leave theirs as they are. Returns the
+  // bytes of gradients that were copied; gradients already in place are not.
   //
   // Errors: RuntimeError naming the parameter whose gradient does not fit.
-  virtual int64_t pack(double scale) = 0;
+  virtual int64_t pack(double scale, std::span<const size_t> unused_slots) = 0;
 
   // What travels. Dense: 1D, [numel], wire dtype, the same tensor in every
   // iteration.
   virtual const at::Tensor& buffer() const = 0;
 
   // Hands the reduced buffer out as gradients. `result` may be buffer() itself
-  // or another tensor. Returns the bytes copied.
+  // or another tensor. The gradients of `untouched_slots`, some of those that
+  // pack() was told are unused, stay as they were before it. Returns the bytes
+  // copied.
   //
   // Errors: RuntimeError if `result` does not have the bucket's numel or
   // device.
-  virtual int64_t deliver(const at::Tensor& result) = 0;
+  virtual int64_t deliver(const at::Tensor& result,
+                          std::span<const size_t> untouched_slots) = 0;
 
   // Copies gradients that exist into the bucket and lets them be views of it,
   // so that the memory where they were is free. Only where gradients are views.

@@ -49,6 +49,10 @@ void prefetch(const at::Tensor& tensor) {
   __builtin_prefetch(tensor.unsafeGetTensorImpl(), /*write=*/1);
 }
 
+bool contains(std::span<const size_t> ascending, size_t slot) {
+  return std::binary_search(ascending.begin(), ascending.end(), slot);
+}
+
 bool has_lazy_bits(const at::Tensor& tensor) {
   return tensor.is_conj() || tensor.is_neg();
 }
@@ -91,7 +95,8 @@ DenseReplica::DenseReplica(const ParameterTable& table,
       gradients_(parameters.size()),
       sources_(parameters.size()),
       destinations_(parameters.size()),
-      keeps_graph_(parameters.size()) {
+      keeps_graph_(parameters.size()),
+      unused_(parameters.size()) {
   int64_t numel = 0;
   ranges_.reserve(parameters_.size());
   for (size_t slot = 0; slot < parameters_.size(); ++slot) {
@@ -122,8 +127,9 @@ DenseReplica::DenseReplica(const ParameterTable& table,
   packer_ = make_packer(flat_.device(), flat_.scalar_type(), ranges_);
 }
 
-int64_t DenseReplica::pack(double scale) {
+int64_t DenseReplica::pack(double scale, std::span<const size_t> unused_slots) {
   const at::NoGradGuard no_grad;
+  set_unused(unused_slots);
   int64_t numel_copied = 0;
   for (size_t slot = 0; slot < parameters_.size(); ++slot) {
     if (slot + kPrefetchedSlots < parameters_.size()) {
@@ -144,11 +150,23 @@ int64_t DenseReplica::pack(double scale) {
       if (views_in_[slot].use_count() > 1) {
         views_in_[slot].unsafeGetTensorImpl()->bump_version();
       }
-      if (!keeps_graph_[slot]) install_view(slot);
+      if (!keeps_graph_[slot] && !unused_[slot]) install_view(slot);
     }
   }
   rearranged_.clear();
   return numel_copied * flat_.element_size();
+}
+
+void DenseReplica::set_unused(std::span<const size_t> slots) {
+  std::fill(unused_.begin(), unused_.end(), false);
+  set_aside_.clear();
+  for (const size_t slot : slots) {
+    unused_[slot] = true;
+    const at::Tensor& gradient = parameter(slot).grad();
+    if (is_view_in(slot, gradient)) {
+      set_aside_.push_back({.slot = slot, .gradient = gradient.clone()});
+    }
+  }
 }
 
 void DenseReplica::install_view(size_t slot) {
@@ -177,7 +195,8 @@ const void* DenseReplica::source_of(size_t slot, const at::Tensor& gradient) {
   return rearranged_.back().const_data_ptr();
 }
 
-int64_t DenseReplica::deliver(const at::Tensor& result) {
+int64_t DenseReplica::deliver(const at::Tensor& result,
+                              std::span<const size_t> untouched_slots) {
   const at::NoGradGuard no_grad;
   const at::Tensor typed = as_dtype_of(flat_, result);
   TORCH_CHECK(
@@ -186,17 +205,26 @@ int64_t DenseReplica::deliver(const at::Tensor& result) {
       "the comm hook must return a dense tensor of ", flat_.numel(),
       " elements on ", flat_.device(), ", it returned ", typed.layout(), " ",
       typed.sizes(), " on ", typed.device(), ".\nReturn the reduced bucket.");
-  return gradients_as_views_ ? deliver_views(typed)
-                             : deliver_copies(typed.reshape({-1}).contiguous());
+  return gradients_as_views_ ? deliver_views(typed, untouched_slots)
+                             : deliver_copies(typed.reshape({-1}).contiguous(),
+                                              untouched_slots);
 }
 
-int64_t DenseReplica::deliver_views(const at::Tensor& result) {
+int64_t DenseReplica::deliver_views(const at::Tensor& result,
+                                    std::span<const size_t> untouched_slots) {
   int64_t bytes_copied = 0;
   if (result.const_data_ptr() != flat_.const_data_ptr()) {
     flat_.copy_(result.reshape({-1}));
     bytes_copied += flat_.nbytes();
   }
+  for (const SetAside& kept : set_aside_) {
+    if (contains(untouched_slots, kept.slot)) {
+      views_in_[kept.slot].copy_(kept.gradient);
+    }
+  }
+  set_aside_.clear();
   for (size_t slot = 0; slot < parameters_.size(); ++slot) {
+    if (unused_[slot] && contains(untouched_slots, slot)) continue;
     const at::Tensor& gradient = *gradients_[slot];
     if (keeps_graph_[slot] && gradient.defined()) {
       gradient.detach().copy_(views_in_[slot]);
@@ -208,11 +236,14 @@ int64_t DenseReplica::deliver_views(const at::Tensor& result) {
   return bytes_copied;
 }
 
-int64_t DenseReplica::deliver_copies(const at::Tensor& result) {
+int64_t DenseReplica::deliver_copies(const at::Tensor& result,
+                                     std::span<const size_t> untouched_slots) {
   int64_t numel_copied = 0;
   const bool unpackable = result.scalar_type() == wire_.scalar_type() ||
                           result.scalar_type() == flat_.scalar_type();
   for (size_t slot = 0; slot < parameters_.size(); ++slot) {
+    destinations_[slot] = nullptr;
+    if (unused_[slot] && contains(untouched_slots, slot)) continue;
     at::Tensor& gradient = parameter(slot).mutable_grad();
     const at::Tensor& view = views_in_[slot];
     if (!gradient.defined()) {

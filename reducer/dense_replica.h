@@ -29,9 +29,10 @@ class DenseReplica final : public BucketReplica {
   DenseReplica(const ParameterTable& table, std::span<const size_t> parameters,
                at::ScalarType wire_dtype, bool gradients_as_views);
 
-  int64_t pack(double scale) override;
+  int64_t pack(double scale, std::span<const size_t> unused_slots) override;
   const at::Tensor& buffer() const override { return wire_; }
-  int64_t deliver(const at::Tensor& result) override;
+  int64_t deliver(const at::Tensor& result,
+                  std::span<const size_t> untouched_slots) override;
   void adopt_gradients() override;
   at::Tensor zeros() const override;
   const at::Tensor& views() const override { return flat_; }
@@ -43,10 +44,13 @@ class DenseReplica final : public BucketReplica {
   std::span<const SlotRange> ranges() const { return ranges_; }
 
  private:
+  void set_unused(std::span<const size_t> slots);
   void install_view(size_t slot);
   const void* source_of(size_t slot, const at::Tensor& gradient);
-  int64_t deliver_views(const at::Tensor& result);
-  int64_t deliver_copies(const at::Tensor& result);
+  int64_t deliver_views(const at::Tensor& result,
+                        std::span<const size_t> untouched_slots);
+  int64_t deliver_copies(const at::Tensor& result,
+                         std::span<const size_t> untouched_slots);
   at::Tensor view_out(size_t slot, const at::Tensor& result) const;
   const at::Tensor& parameter(size_t slot) const;
 
@@ -70,6 +74,13 @@ class DenseReplica final : public BucketReplica {
   std::vector<void*> destinations_;     // by slot
   std::vector<char> keeps_graph_;       // by slot: its gradient has a history
   std::vector<at::Tensor> rearranged_;  // gradients of another memory order
+  std::vector<char> unused_;            // by slot: deliver() decides on .grad
+  // Of an unused slot whose gradient is its view: what it held before pack().
+  struct SetAside {
+    size_t slot;
+    at::Tensor gradient;
+  };
+  std::vector<SetAside> set_aside_;
 };
 
 }  // namespace brigade

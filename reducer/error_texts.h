@@ -12,6 +12,7 @@
 #include <string>
 
 #include "brigade/reducer/parameter_table.h"
+#include "brigade/reducer/reducer_options.h"
 
 namespace brigade {
 
@@ -21,11 +22,18 @@ struct Occasion {
   int rank = 0;
 };
 
+// "iteration 17 on rank 2".
+std::string describe(Occasion occasion);
+
 std::string describe_missing_gradients(const ParameterTable& table,
                                        std::span<const size_t> missing,
-                                       Occasion occasion);
+                                       Occasion occasion,
+                                       const ReducerOptions& options);
 std::string describe_second_gradient(const ParameterTable& table,
-                                     size_t parameter, Occasion occasion);
+                                     size_t parameter, Occasion occasion,
+                                     const ReducerOptions& options);
+std::string describe_changed_graph(const ParameterTable& table,
+                                   size_t parameter, Occasion occasion);
 std::string describe_late_gradient(const ParameterTable& table,
                                    size_t parameter, Occasion occasion);
 

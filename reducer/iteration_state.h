@@ -18,6 +18,7 @@
 
 #include "brigade/planning/launch_order.h"
 #include "brigade/reducer/stream_join.h"
+#include "brigade/reducer/unused_parameter_search.h"
 
 namespace brigade {
 
@@ -36,7 +37,7 @@ struct LaunchRecord {
 
 struct Launch {
   LaunchRecord record;
-  c10::intrusive_ptr<c10::ivalue::Future> future;  // null: nothing to wait for
+  c10::intrusive_ptr<c10::ivalue::Future> future;  // null: nothing travelled
 };
 
 struct IterationState {
@@ -52,7 +53,19 @@ struct IterationState {
   LaunchOrder order;
   std::vector<StreamJoin> streams;  // by bucket: who produced its gradients
   std::vector<Launch> launches;     // in plan order; hooks that threw are not
-  std::optional<int> watched_backward;  // whose end is being watched
+
+  // The backward whose end is being watched, by its id. Reentrant backwards
+  // inside of it are not watched.
+  std::optional<int> watched_backward;
+
+  UnusedPrediction prediction;  // of parameters that backward will not reach
+  std::vector<bool> unused;     // by parameter; empty: none is known to be
+  bool sums_used_map = false;   // over the ranks, in this iteration
+  bool used_map_sent = false;
+
+  // Collectives of this iteration that this rank has behind it, buckets that
+  // launch nothing included.
+  size_t num_steps_done() const { return launches.size() + used_map_sent; }
 };
 
 }  // namespace brigade

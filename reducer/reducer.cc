@@ -2,6 +2,7 @@
 
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <exception>
 #include <optional>
 #include <string>
@@ -16,20 +17,6 @@
 #include "brigade/planning/plan_by_size.h"
 
 namespace brigade {
-namespace {
-
-// A group in which a collective failed is dead. Peers that wait for this rank
-// shall learn it now, not at their timeout.
-void close_connections(c10d::ProcessGroup& group) {
-  try {
-    group.abort();
-  } catch (const std::exception&) {
-    // This backend can't: peers wait for their timeout.
-  }
-}
-
-}  // namespace
-
 Reducer::Reducer(std::vector<at::Tensor> parameters,
                  c10::intrusive_ptr<c10d::ProcessGroup> group,
                  ReducerOptions options)
@@ -40,11 +27,11 @@ Reducer::Reducer(ReducerSetup setup)
     : group_(std::move(setup.group)),
       options_(std::move(setup.options)),
       table_(std::move(setup.table)),
-      bound_(bind(std::move(setup.plan))),
-      ready_order_(options_.rebuild_buckets && options_.bucket_plan.empty()),
-      failure_channel_(group_),
       hooks_(std::make_shared<GradientHooks>(
-          table_.tensors(), static_cast<GradientListener&>(*this))) {}
+          table_.tensors(), static_cast<GradientListener&>(*this))),
+      bound_(bind(std::move(setup.plan))),
+      graph_(options_, table_, *hooks_),
+      failure_channel_(group_) {}
 
 Reducer::~Reducer() {
   // A backward that failed may tell of it a little late, on another thread.
@@ -71,7 +58,22 @@ BucketPlan Reducer::plan() const {
 
 ReducerStatistics Reducer::statistics() const {
   const std::lock_guard<std::mutex> lock(mutex_);
-  return statistics_;
+  ReducerStatistics statistics = statistics_;
+  if (graph_.unused_search) {
+    statistics.graph_searches = graph_.unused_search->num_searches();
+  }
+  return statistics;
+}
+
+at::Tensor Reducer::local_used_parameters() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return graph_.used_map ? graph_.used_map->local().clone() : at::Tensor();
+}
+
+bool Reducer::is_graph_static() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return options_.static_graph ||
+         (graph_.unused_search && graph_.unused_search->is_static());
 }
 
 void Reducer::cancel_preparation() {
@@ -88,8 +90,9 @@ void Reducer::recover() {
 void Reducer::prepare(const std::vector<at::Tensor>& outputs) {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (iteration_ && iteration_->phase == Phase::kReducing) {
-    const std::string text = describe_missing_gradients(
-        table_, iteration_->order.missing(), occasion(iteration_->iteration));
+    const std::string text =
+        describe_missing_gradients(table_, iteration_->order.missing(),
+                                   occasion(iteration_->iteration), options_);
     give_up();
     TORCH_CHECK(false, text);
   }
@@ -97,13 +100,16 @@ void Reducer::prepare(const std::vector<at::Tensor>& outputs) {
   iteration_ = nullptr;
   check_parameters();
   if (failure_channel_.needs_realignment()) realign();
-  if (ready_order_.is_pending()) rebuild();
+  if (graph_.ready_order.is_pending()) rebuild();
 
   const int64_t iteration = ++statistics_.prepared;
   iteration_ = std::make_shared<IterationState>(iteration, bound_.plan);
   for (const Bucket& bucket : bound_.buckets) {
     iteration_->streams.emplace_back(bucket.device());
   }
+  iteration_->prediction = predict_unused(outputs);
+  iteration_->sums_used_map = sums_used_map();
+  if (graph_.firing_counts) graph_.firing_counts->restart();
   watch_outputs(outputs, hooks_,
                 [this, iteration] { on_output_reached(iteration); });
 }
@@ -132,6 +138,17 @@ void Reducer::check_parameters() const {
   }
 }
 
+UnusedPrediction Reducer::predict_unused(
+    const std::vector<at::Tensor>& outputs) {
+  if (graph_.unused_search) return graph_.unused_search->predict(outputs);
+  UnusedPrediction prediction;
+  prediction.searched = true;
+  if (graph_.firing_counts && !graph_.firing_counts->is_learning()) {
+    prediction.unused = graph_.firing_counts->silent();
+  }
+  return prediction;
+}
+
 void Reducer::on_output_reached(int64_t iteration) {
   const std::lock_guard<std::mutex> lock(mutex_);
   const int backward_id = running_backward_id();
@@ -144,6 +161,7 @@ void Reducer::on_output_reached(int64_t iteration) {
 void Reducer::on_gradient_ready(size_t parameter) {
   const std::lock_guard<std::mutex> lock(mutex_);
   const int backward_id = running_backward_id();
+  if (graph_.used_map) graph_.used_map->mark(parameter);
   if (!iteration_) {
     if (const auto finished = finished_.passed_by(backward_id)) {
       TORCH_CHECK(false, describe_late_gradient(table_, parameter,
@@ -152,9 +170,9 @@ void Reducer::on_gradient_ready(size_t parameter) {
     return;  // accumulates locally
   }
   if (iteration_->phase == Phase::kFailed) return;
-  iteration_->phase = Phase::kReducing;
   try {
     watch_backward(backward_id);
+    begin_reduction();
     accept_gradient(parameter);
   } catch (...) {
     iteration_->phase = Phase::kFailed;
@@ -164,27 +182,145 @@ void Reducer::on_gradient_ready(size_t parameter) {
 
 // Autograd tells of a backward's end only to those who ask during it.
 void Reducer::watch_backward(int backward_id) {
-  if (backward_id == iteration_->watched_backward) return;
+  if (iteration_->watched_backward) return;
   iteration_->watched_backward = backward_id;
   const int64_t iteration = iteration_->iteration;
   watch_backward_end(
-      hooks_, [this, iteration] { on_backward_end(iteration); },
-      [this, iteration] { on_backward_abandoned(iteration); });
+      hooks_,
+      [this, iteration, backward_id] {
+        on_backward_end(iteration, backward_id);
+      },
+      [this, iteration, backward_id] {
+        on_backward_abandoned(iteration, backward_id);
+      });
+}
+
+// Gradients that will not come are ready once backward has begun. Not before:
+// forward's outputs may be used for something else.
+void Reducer::begin_reduction() {
+  if (iteration_->phase != Phase::kPrepared) return;
+  iteration_->phase = Phase::kReducing;
+  const std::vector<size_t>& unused = iteration_->prediction.unused;
+  if (skips_unused_buckets()) {
+    std::vector<bool> reached(table_.size(), true);
+    for (const size_t parameter : unused) reached[parameter] = false;
+    for (size_t i = 0; i < reached.size(); ++i) {
+      if (reached[i]) graph_.used_map->mark(i);
+    }
+    send_used_map();
+    graph_.used_map->wait();
+  }
+  mark_unused(unused);
+  launch_full_buckets();
 }
 
 void Reducer::accept_gradient(size_t parameter) {
-  LaunchOrder& order = iteration_->order;
-  TORCH_CHECK(!order.is_ready(parameter),
-              describe_second_gradient(table_, parameter,
-                                       occasion(iteration_->iteration)));
-  const size_t bucket = bound_.plan.locate(parameter).bucket;
-  StreamJoin& streams = iteration_->streams[bucket];
-  streams.gradient_produced();
-  if (!order.mark_ready(parameter)) return;
-
-  const at::ThreadLocalStateGuard as_preparer(iteration_->preparer);
-  statistics_.bytes_packed += bound_.buckets[bucket].pack(streams);
+  TORCH_CHECK(
+      !iteration_->order.is_ready(parameter),
+      describe_second_gradient(table_, parameter,
+                               occasion(iteration_->iteration), options_));
+  iteration_->streams[bound_.plan.locate(parameter).bucket].gradient_produced();
+  if (!completes_gradient(parameter)) return;
+  mark_ready(parameter);
   launch_full_buckets();
+}
+
+// False if more parts of this gradient are to come.
+bool Reducer::completes_gradient(size_t parameter) {
+  if (!graph_.firing_counts) return true;
+  const FiringCounts::Firing firing = graph_.firing_counts->count(parameter);
+  TORCH_CHECK(firing != FiringCounts::Firing::kUnexpected,
+              describe_changed_graph(table_, parameter,
+                                     occasion(iteration_->iteration)));
+  return firing == FiringCounts::Firing::kLast;
+}
+
+// What only the end of a backward tells: which gradients of an unknown graph
+// have come, and which will not come.
+void Reducer::accept_late_gradients() {
+  if (graph_.firing_counts && graph_.firing_counts->is_learning()) {
+    for (const size_t parameter : graph_.firing_counts->settle()) {
+      mark_ready(parameter);
+    }
+    mark_unused(graph_.firing_counts->silent());
+  } else if (!iteration_->order.all_launched() &&
+             !iteration_->prediction.searched) {
+    graph_.unused_search->complete(iteration_->prediction);
+    mark_unused(iteration_->prediction.unused);
+  }
+  launch_full_buckets();
+}
+
+void Reducer::mark_unused(std::span<const size_t> parameters) {
+  if (parameters.empty()) return;
+  iteration_->unused.resize(table_.size());
+  for (const size_t parameter : parameters) {
+    // It may have got a gradient in an earlier backward, not reduced so far.
+    iteration_->unused[parameter] = !graph_.used_map->is_marked(parameter);
+  }
+  for (const size_t parameter : parameters) {
+    if (!iteration_->order.is_ready(parameter)) mark_ready(parameter);
+  }
+}
+
+void Reducer::mark_ready(size_t parameter) {
+  if (!iteration_->order.mark_ready(parameter)) return;
+  pack(bound_.plan.locate(parameter).bucket);
+}
+
+void Reducer::pack(size_t bucket) {
+  if (is_skipped(bucket)) return;
+  const at::ThreadLocalStateGuard as_preparer(iteration_->preparer);
+  statistics_.bytes_packed += bound_.buckets[bucket].pack(
+      iteration_->streams[bucket], unused_slots(*iteration_, bucket));
+}
+
+// By slot, ascending: got no gradient on this rank since the last reduction.
+std::vector<size_t> Reducer::unused_slots(const IterationState& iteration,
+                                          size_t bucket) const {
+  std::vector<size_t> slots;
+  if (iteration.unused.empty()) return slots;
+  const std::vector<size_t>& members = bound_.plan.buckets()[bucket];
+  for (size_t slot = 0; slot < members.size(); ++slot) {
+    if (iteration.unused[members[slot]]) slots.push_back(slot);
+  }
+  return slots;
+}
+
+// By slot, ascending: got no gradient on any rank.
+std::vector<size_t> Reducer::untouched_slots(const IterationState& iteration,
+                                             size_t bucket) {
+  std::vector<size_t> slots = unused_slots(iteration, bucket);
+  if (slots.empty()) return slots;
+  graph_.used_map->wait();
+  const std::vector<size_t>& members = bound_.plan.buckets()[bucket];
+  std::erase_if(slots, [&](size_t slot) {
+    return graph_.used_map->is_used_anywhere(members[slot]);
+  });
+  return slots;
+}
+
+bool Reducer::skips_unused_buckets() const {
+  return options_.skip_all_reduce_unused_parameters && graph_.unused_search;
+}
+
+// True if its collective is left out, on every rank alike.
+bool Reducer::is_skipped(size_t bucket) {
+  if (!skips_unused_buckets()) return false;
+  const std::vector<size_t>& members = bound_.plan.buckets()[bucket];
+  return std::none_of(members.begin(), members.end(), [this](size_t member) {
+    return graph_.used_map->is_used_anywhere(member);
+  });
+}
+
+bool Reducer::sums_used_map() const {
+  return graph_.unused_search ||
+         (graph_.firing_counts && graph_.firing_counts->is_learning());
+}
+
+void Reducer::send_used_map() {
+  graph_.used_map->launch(*group_);
+  iteration_->used_map_sent = true;
 }
 
 void Reducer::launch_full_buckets() {
@@ -195,7 +331,10 @@ void Reducer::launch_full_buckets() {
                                 .bucket = *next,
                                 .numel = bucket.numel()},
                      .future = nullptr};
-    if (!bucket.is_empty()) {
+    if (is_skipped(*next)) {
+      ++statistics_.buckets_skipped;
+    } else if (!bucket.is_empty()) {
+      const at::ThreadLocalStateGuard as_preparer(iteration_->preparer);
       try {
         launch.future = bucket.launch();
       } catch (...) {
@@ -206,49 +345,38 @@ void Reducer::launch_full_buckets() {
     }
     iteration_->launches.push_back(std::move(launch));
   }
-}
-
-// True if peers wait for nothing that this rank has yet to launch.
-bool Reducer::all_sent(const IterationState& iteration) const {
-  for (size_t b = iteration.launches.size(); b < bound_.buckets.size(); ++b) {
-    if (!bound_.buckets[b].is_empty()) return false;
+  if (iteration_->order.all_launched() && iteration_->sums_used_map &&
+      !iteration_->used_map_sent) {
+    send_used_map();
   }
-  return true;
 }
 
-void Reducer::on_backward_end(int64_t iteration) {
+void Reducer::on_backward_end(int64_t iteration, int backward_id) {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (!iteration_ || iteration_->iteration != iteration) return;
-  switch (iteration_->phase) {
-    case Phase::kPrepared:
-      return;  // gradients were computed, but not of parameters
-    case Phase::kFailed:
-      return give_up();
-    case Phase::kReducing:
-      if (iteration_->order.all_launched()) return finalize();
-      // Another backward may bring the rest. Until then nothing writes behind
-      // the user's back.
-      return wait_quietly(*iteration_);
+  if (iteration_->watched_backward == backward_id) {
+    iteration_->watched_backward.reset();
   }
-}
-
-void Reducer::on_backward_abandoned(int64_t iteration) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  if (!iteration_ || iteration_->iteration != iteration) return;
-  if (iteration_->phase == Phase::kFailed ||
-      !iteration_->order.all_launched()) {
-    return give_up();
+  if (iteration_->phase == Phase::kFailed) return give_up();
+  if (iteration_->phase == Phase::kPrepared) {
+    // Gradients were computed, but not of parameters; perhaps there are none to
+    // come.
+    if (graph_.unused_search) {
+      graph_.unused_search->complete(iteration_->prediction);
+    }
+    if (iteration_->prediction.unused.size() < table_.size()) return;
   }
-  // This rank launched what its peers wait for: the reduction itself is sound.
-  // Peers that did give up may now launch what this rank waits for.
-  failure_channel_.announce(iteration, bound_.buckets.size());
   try {
-    finalize();
-  } catch (const std::exception& error) {
-    TORCH_WARN("Reducer: while another error ended backward: ", error.what());
+    begin_reduction();
+    accept_late_gradients();
   } catch (...) {
-    TORCH_WARN("Reducer: an unknown error while another ended backward");
+    give_up();
+    throw;
   }
+  if (iteration_->order.all_launched()) return finalize();
+  // Another backward may bring the rest. Until then nothing writes behind the
+  // user's back.
+  wait_quietly(*iteration_);
 }
 
 // Waits for every future, also after an error: nothing may write into a bucket
@@ -257,24 +385,26 @@ void Reducer::finalize() {
   const std::shared_ptr<IterationState> iteration =
       std::exchange(iteration_, nullptr);
   finished_.mark_finished(iteration->iteration);
-  ready_order_.observe(iteration->order.ready_order());
+  graph_.ready_order.observe(iteration->order.ready_order());
   const at::ThreadLocalStateGuard as_preparer(iteration->preparer);
 
   std::exception_ptr first_error;
   size_t failed_bucket = 0;
   for (const Launch& launch : iteration->launches) {
+    const size_t bucket = launch.record.bucket;
     try {
       if (!launch.future) continue;
       launch.future->waitAndThrow();
       if (first_error) continue;
-      statistics_.bytes_delivered +=
-          bound_.buckets[launch.record.bucket].deliver(launch.future->value());
+      statistics_.bytes_delivered += bound_.buckets[bucket].deliver(
+          launch.future->value(), untouched_slots(*iteration, bucket));
     } catch (...) {
       if (first_error) continue;
       first_error = std::current_exception();
-      failed_bucket = launch.record.bucket;
+      failed_bucket = bucket;
     }
   }
+  if (graph_.used_map) graph_.used_map->clear_marks();
   if (first_error) {
     ++statistics_.given_up;
     rethrow(first_error, ErrorSource::kFuture, failed_bucket,
@@ -283,70 +413,10 @@ void Reducer::finalize() {
   ++statistics_.reduced;
 }
 
-// Does not throw: destructors of autograd's call it.
-void Reducer::give_up() {
-  const std::shared_ptr<IterationState> iteration =
-      std::exchange(iteration_, nullptr);
-  finished_.mark_finished(iteration->iteration);
-  ++statistics_.given_up;
-  // Announced before anything is waited for: peers that gave up earlier than
-  // this rank have yet to launch what it waits for, and do so when they read
-  // it.
-  if (all_sent(*iteration)) {
-    failure_channel_.announce(iteration->iteration, bound_.buckets.size());
-  } else {
-    failure_channel_.require_realignment(iteration->iteration,
-                                         iteration->launches.size());
-  }
-  wait_quietly(*iteration);
-}
-
-void Reducer::wait_quietly(const IterationState& iteration) const {
-  for (const Launch& launch : iteration.launches) {
-    if (!launch.future) continue;
-    try {
-      launch.future->wait();
-      const c10::Device device = bound_.buckets[launch.record.bucket].device();
-      // Waiting orders streams only, and not the ones that the user works on.
-      if (!device.is_cpu()) current_stream(device).synchronize();
-    } catch (const std::exception& error) {
-      TORCH_WARN(
-          "Reducer: while waiting for ",
-          describe_bucket(table_, bound_.plan.buckets()[launch.record.bucket],
-                          launch.record.bucket, bound_.plan.num_buckets(),
-                          occasion(iteration.iteration)),
-          ": ", error.what());
-    }
-  }
-}
-
-// Launches what the other ranks have launched of an iteration that all gave up,
-// and discards the results.
-void Reducer::realign() {
-  const auto [begin, end] = failure_channel_.agree_on_launches();
-  for (size_t b = begin; b < end; ++b) {
-    Bucket& bucket = bound_.buckets[b];
-    try {
-      if (!bucket.is_empty()) {
-        const auto future = bucket.launch_zeros();
-        ++statistics_.buckets_launched;
-        failure_channel_.advance();
-        future->waitAndThrow();
-      } else {
-        failure_channel_.advance();
-      }
-    } catch (...) {
-      rethrow(std::current_exception(), ErrorSource::kFuture, b,
-              statistics_.prepared);
-    }
-  }
-  failure_channel_.realigned();
-}
-
 void Reducer::rebuild() {
   const std::vector<size_t>* order = nullptr;
   try {
-    order = &ready_order_.agree(group_);
+    order = &graph_.ready_order.agree(group_);
   } catch (...) {
     throw_peer_error(
         absl::StrCat("Reducer: agreeing on the order of gradients on rank ",
@@ -361,7 +431,7 @@ void Reducer::rebuild() {
     bound_ = std::move(rebuilt);
   }
   ++statistics_.rebuilds;
-  ready_order_.settle();
+  graph_.ready_order.settle();
 }
 
 Reducer::BoundPlan Reducer::bind(BucketPlan plan) const {
@@ -372,24 +442,6 @@ Reducer::BoundPlan Reducer::bind(BucketPlan plan) const {
                          options_.gradients_as_bucket_views);
   }
   return {.plan = std::move(plan), .buckets = std::move(buckets)};
-}
-
-void Reducer::rethrow(const std::exception_ptr& error, ErrorSource source,
-                      size_t bucket, int64_t iteration) {
-  const std::string where = absl::StrCat(
-      "Reducer: ",
-      describe_bucket(table_, bound_.plan.buckets()[bucket], bucket,
-                      bound_.plan.num_buckets(), occasion(iteration)));
-  if (!is_peer_failure(error, source, *options_.comm_hook)) {
-    rethrow_hook_error(error, where);
-  }
-  // A user's hook may use other groups, and be mistaken about the network.
-  if (dynamic_cast<DeclaresWireFormat*>(options_.comm_hook.get())) {
-    close_connections(*group_);
-  }
-  const std::optional<RollCall> roll =
-      failure_channel_.call_survivors(absl::StrCat(iteration, "/", bucket));
-  throw_peer_error(where, error, roll.has_value() ? &*roll : nullptr);
 }
 
 Occasion Reducer::occasion(int64_t iteration) const {

@@ -39,6 +39,7 @@
 #include <exception>
 #include <memory>
 #include <mutex>
+#include <span>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
 
@@ -50,9 +51,9 @@
 #include "brigade/reducer/error_texts.h"
 #include "brigade/reducer/failure_channel.h"
 #include "brigade/reducer/finished_iterations.h"
+#include "brigade/reducer/graph_history.h"
 #include "brigade/reducer/iteration_state.h"
 #include "brigade/reducer/parameter_table.h"
-#include "brigade/reducer/ready_order.h"
 #include "brigade/reducer/reducer_options.h"
 #include "brigade/reducer/reducer_setup.h"
 #include "brigade/reducer/statistics.h"
@@ -90,8 +91,8 @@ class Reducer : private GradientListener {
   // its gradient once; the reduction ends with the last of them.
   //
   // Errors: RuntimeError if the last prepared backward left parameters without
-  // gradients, or a parameter was moved or cast since construction;
-  // DistBackendError if a peer fails.
+  // gradients that it should have reached, or a parameter was moved or cast
+  // since construction; DistBackendError if a peer fails.
   template <typename Outputs>
   void prepare_for_backward(const Outputs& outputs) {
     prepare(tensors_of(outputs));
@@ -112,6 +113,16 @@ class Reducer : private GradientListener {
 
   ReducerStatistics statistics() const;
 
+  // Which parameters got gradients on this rank since the last reduction:
+  // int32, [num_parameters], on the CPU, 1 or 0. Undefined unless unused
+  // parameters are looked for or the graph is static.
+  at::Tensor local_used_parameters() const;
+
+  // True if the graph is declared static, or if all iterations so far left the
+  // same parameters unused (which find_unused_parameters finds out): then
+  // static_graph = true would save the search.
+  bool is_graph_static() const;
+
  private:
   // The plan and the buckets that carry it out.
   struct BoundPlan {
@@ -124,21 +135,41 @@ class Reducer : private GradientListener {
   void prepare(const std::vector<at::Tensor>& outputs);
   void on_gradient_ready(size_t parameter) override;
   void on_output_reached(int64_t iteration);
-  void on_backward_end(int64_t iteration);
-  void on_backward_abandoned(int64_t iteration);
+  void on_backward_end(int64_t iteration, int backward_id);
+  void on_backward_abandoned(int64_t iteration, int backward_id);
 
   // REQUIRES: mutex_ held, for all that follow.
   void check_parameters() const;
+  UnusedPrediction predict_unused(const std::vector<at::Tensor>& outputs);
   void watch_backward(int backward_id);
+  void begin_reduction();
   void accept_gradient(size_t parameter);
+  bool completes_gradient(size_t parameter);
+  void accept_late_gradients();
+  void mark_unused(std::span<const size_t> parameters);
+  void mark_ready(size_t parameter);
+  void pack(size_t bucket);
   void launch_full_buckets();
-  bool all_sent(const IterationState& iteration) const;
+  bool sums_used_map() const;
+  bool is_skipped(size_t bucket);
+  bool skips_unused_buckets() const;
+  std::vector<size_t> unused_slots(const IterationState& iteration,
+                                   size_t bucket) const;
+  std::vector<size_t> untouched_slots(const IterationState& iteration,
+                                      size_t bucket);
+  void send_used_map();
   void finalize();
-  void give_up();
-  void wait_quietly(const IterationState& iteration) const;
-  void realign();
   void rebuild();
   BoundPlan bind(BucketPlan plan) const;
+
+  // After a failure (reducer_recovery.cc).
+  size_t num_steps(bool sums_used_map) const;
+  bool all_sent(const IterationState& iteration) const;
+  void give_up();
+  void send_empty_used_map(IterationState& iteration);
+  void wait_quietly(const IterationState& iteration) const;
+  void realign();
+  void launch_share_of_zeros(size_t step);
   [[noreturn]] void rethrow(const std::exception_ptr& error, ErrorSource source,
                             size_t bucket, int64_t iteration);
   Occasion occasion(int64_t iteration) const;
@@ -148,17 +179,17 @@ class Reducer : private GradientListener {
   const ReducerOptions options_;  // its comm_hook is never null
   const ParameterTable table_;
 
+  // Callbacks of a backward hold it while they run.
+  std::shared_ptr<GradientHooks> hooks_;
+
   mutable std::mutex mutex_;
   // Guarded by mutex_.
   BoundPlan bound_;
   std::shared_ptr<IterationState> iteration_;  // null between iterations
   FinishedIterations finished_;
-  ReadyOrder ready_order_;
+  GraphHistory graph_;
   FailureChannel failure_channel_;
   ReducerStatistics statistics_;
-
-  // Callbacks of a backward hold it while they run.
-  std::shared_ptr<GradientHooks> hooks_;
 };
 
 }  // namespace brigade

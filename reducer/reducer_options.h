@@ -15,7 +15,7 @@
 namespace brigade {
 
 // Compared across ranks at construction: caps, plan, names, sparse flags,
-// rebuild, and a built-in hook's wire dtype.
+// rebuild, unused parameters, static graph, and a built-in hook's wire dtype.
 struct ReducerOptions {
   // Sizes at which buckets close: the first to fill, the second, ...; the last
   // one repeats. Small buckets start communication early and pay latency often;
@@ -34,6 +34,24 @@ struct ReducerOptions {
   // One per parameter: its gradient is a sparse COO tensor, which is reduced in
   // a bucket of its own. Empty: all are dense.
   std::vector<bool> expect_sparse_gradients = {};
+
+  // Parameters may be left out of a backward: those that the graph of the
+  // outputs does not reach count as zero, and a parameter that no rank used
+  // keeps its gradient untouched. Costs a walk of the graph per forward while
+  // parameters are unused, and one all-reduce of 4 bytes per parameter per
+  // iteration. The plan is not rebuilt.
+  bool find_unused_parameters = false;
+
+  // With find_unused_parameters: leave out the collectives of buckets that no
+  // rank used. Backward then begins with a blocking all-reduce of 4 bytes per
+  // parameter, and every forward's graph is searched.
+  bool skip_all_reduce_unused_parameters = false;
+
+  // The same parameters are used equally often in every iteration, which is
+  // what checkpointing with reentrant backwards needs. The first iteration
+  // counts how often each gradient hook fires and is reduced when its backward
+  // ends; later ones are held to that, at no cost per iteration.
+  bool static_graph = false;
 
   // Plan again, once, from the order in which the first iteration's gradients
   // became ready on rank 0. Costs one broadcast of 8 bytes per parameter and,

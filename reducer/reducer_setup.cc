@@ -64,6 +64,10 @@ std::string describe_hook(const c10d::CommHookInterface& hook,
   return absl::StrJoin(formats, ", ");
 }
 
+std::string describe(const char* flag, bool value) {
+  return absl::StrCat(flag, value ? " = true" : " = false");
+}
+
 // What ranks must have set alike, one line each.
 std::vector<std::string> describe(const ReducerOptions& options,
                                   const ParameterTable& table) {
@@ -75,8 +79,11 @@ std::vector<std::string> describe(const ReducerOptions& options,
       absl::StrCat("bucket_caps_bytes = [",
                    absl::StrJoin(options.bucket_caps_bytes, ", "), "]"),
       absl::StrCat("bucket_plan = [", absl::StrJoin(buckets, ", "), "]"),
-      absl::StrCat("rebuild_buckets = ",
-                   options.rebuild_buckets ? "true" : "false"),
+      describe("rebuild_buckets", options.rebuild_buckets),
+      describe("find_unused_parameters", options.find_unused_parameters),
+      describe("skip_all_reduce_unused_parameters",
+               options.skip_all_reduce_unused_parameters),
+      describe("static_graph", options.static_graph),
       absl::StrCat("comm_hook: ", describe_hook(*options.comm_hook, table))};
 }
 

@@ -1,16 +1,20 @@
 #include "brigade/reducer/sparse_replica.h"
 
+#include <ATen/ops/empty.h>
 #include <ATen/ops/mul.h>
-#include <ATen/ops/zeros.h>
+#include <ATen/ops/sparse_coo_tensor.h>
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
+
+#include <vector>
 
 namespace brigade {
 
 SparseReplica::SparseReplica(const ParameterTable& table, size_t parameter)
     : table_(table), parameter_(parameter) {}
 
-int64_t SparseReplica::pack(double scale) {
+int64_t SparseReplica::pack(double scale,
+                            std::span<const size_t> /*unused_slots*/) {
   const at::NoGradGuard no_grad;
   const at::Tensor& gradient = table_[parameter_].mutable_grad();
   if (!gradient.defined()) {
@@ -21,11 +25,14 @@ int64_t SparseReplica::pack(double scale) {
               table_.name_of(parameter_), " must be sparse COO, it is ",
               gradient.layout(),
               ".\nClear its flag in ReducerOptions::expect_sparse_gradients.");
+  sparse_dim_ = gradient.sparse_dim();
   buffer_ = at::mul(gradient, scale);
   return static_cast<int64_t>(buffer_._values().nbytes());
 }
 
-int64_t SparseReplica::deliver(const at::Tensor& result) {
+int64_t SparseReplica::deliver(const at::Tensor& result,
+                               std::span<const size_t> untouched_slots) {
+  if (!untouched_slots.empty()) return 0;
   const at::NoGradGuard no_grad;
   const at::Tensor& parameter = table_[parameter_];
   TORCH_CHECK(result.sizes() == parameter.sizes(),
@@ -39,9 +46,14 @@ int64_t SparseReplica::deliver(const at::Tensor& result) {
 
 at::Tensor SparseReplica::zeros() const {
   const at::Tensor& parameter = table_[parameter_];
-  return at::zeros(
-      parameter.sizes(),
-      parameter.options().layout(at::kSparse).requires_grad(false));
+  std::vector<int64_t> values_sizes = {0};
+  for (int64_t d = sparse_dim_; d < parameter.dim(); ++d) {
+    values_sizes.push_back(parameter.size(d));
+  }
+  const at::TensorOptions options = parameter.options().requires_grad(false);
+  return at::sparse_coo_tensor(
+      at::empty({sparse_dim_, 0}, options.dtype(at::kLong)),
+      at::empty(values_sizes, options), parameter.sizes());
 }
 
 }  // namespace brigade

@@ -10,6 +10,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <span>
 
 #include "brigade/reducer/bucket_replica.h"
 #include "brigade/reducer/parameter_table.h"
@@ -22,12 +23,13 @@ class SparseReplica final : public BucketReplica {
   SparseReplica(const ParameterTable& table, size_t parameter);
 
   // Always copies: scaling makes a tensor of its own.
-  int64_t pack(double scale) override;
+  int64_t pack(double scale, std::span<const size_t> unused_slots) override;
 
   // Sparse COO, parameter's sizes and dtype; undefined before the first pack.
   const at::Tensor& buffer() const override { return buffer_; }
 
-  int64_t deliver(const at::Tensor& result) override;
+  int64_t deliver(const at::Tensor& result,
+                  std::span<const size_t> untouched_slots) override;
   void adopt_gradients() override {}
   at::Tensor zeros() const override;
   const at::Tensor& views() const override { return no_views_; }
@@ -40,6 +42,9 @@ class SparseReplica final : public BucketReplica {
   const size_t parameter_;
   const at::Tensor no_views_;
   at::Tensor buffer_;
+  // Of the last gradient; until there is one, rows, as embeddings have. It must
+  // be equal on all ranks, also on those that contribute nothing.
+  int64_t sparse_dim_ = 1;
 };
 
 }  // namespace brigade

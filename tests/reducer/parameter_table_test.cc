@@ -79,11 +79,13 @@ TEST(ErrorTextsTest, SayWhatWasExpectedFoundWhereAndWhatToDo) {
   const ParameterTable table = table_of(4, true);
   const Occasion occasion = {.iteration = 17, .rank = 2};
   EXPECT_EQ(
-      describe_missing_gradients(table, std::vector<size_t>{1, 3}, occasion),
+      describe_missing_gradients(table, std::vector<size_t>{1, 3}, occasion,
+                                 ReducerOptions()),
       "Reducer::prepare_for_backward: 2 of 4 parameters got no gradient "
       "in iteration 17 on rank 2: parameters 1 ('b'), 3 ('d').\n"
-      "Use every output of forward() in the loss, or leave parameters "
-      "that are not used out of the reducer.");
+      "Use every output of forward() in the loss, set "
+      "find_unused_parameters, or leave parameters that are not used out of "
+      "the reducer.");
   EXPECT_EQ(describe_bucket(table, std::vector<size_t>{0, 2}, 1, 3, occasion),
             "bucket 1 of 3 (parameters 0 ('a'), 2 ('c')) in iteration 17 on "
             "rank 2");

@@ -1,0 +1,39 @@
+#include "brigade/reducer/firing_counts.h"
+
+#include <algorithm>
+
+namespace brigade {
+
+FiringCounts::FiringCounts(size_t num_parameters)
+    : counts_(num_parameters), last_fired_(num_parameters) {}
+
+void FiringCounts::forget() { *this = FiringCounts(counts_.size()); }
+
+void FiringCounts::restart() { std::fill(counts_.begin(), counts_.end(), 0); }
+
+FiringCounts::Firing FiringCounts::count(size_t parameter) {
+  ++counts_[parameter];
+  if (learning_) {
+    last_fired_[parameter] = ++num_fired_;
+    return Firing::kNotLast;
+  }
+  if (counts_[parameter] > expected_[parameter]) return Firing::kUnexpected;
+  return counts_[parameter] == expected_[parameter] ? Firing::kLast
+                                                    : Firing::kNotLast;
+}
+
+std::vector<size_t> FiringCounts::settle() {
+  learning_ = false;
+  expected_ = counts_;
+  std::vector<size_t> fired;
+  for (size_t i = 0; i < counts_.size(); ++i) {
+    (counts_[i] > 0 ? fired : silent_).push_back(i);
+  }
+  std::sort(fired.begin(), fired.end(), [this](size_t a, size_t b) {
+    return last_fired_[a] < last_fired_[b];
+  });
+  last_fired_ = {};
+  return fired;
+}
+
+}  // namespace brigade

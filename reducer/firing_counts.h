@@ -1,0 +1,60 @@
+// How often the gradient hook of each parameter fires in an iteration of a
+// static graph.
+//
+// A parameter that a reentrant checkpoint or shared weights reach several times
+// gets its gradient in several parts. The first iteration counts them; in later
+// ones a gradient is ready when its last part has come.
+//
+// Thread safety: none; the reducer's lock covers it.
+
+#ifndef BRIGADE_REDUCER_FIRING_COUNTS_H_
+#define BRIGADE_REDUCER_FIRING_COUNTS_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace brigade {
+
+class FiringCounts {
+ public:
+  explicit FiringCounts(size_t num_parameters);
+
+  // True until settle(): nothing is known of the graph.
+  bool is_learning() const { return learning_; }
+
+  // An iteration begins; what an unfinished one counted is forgotten.
+  void restart();
+
+  enum class Firing {
+    kNotLast,     // more parts are to come, or nobody knows yet
+    kLast,        // the gradient is complete
+    kUnexpected,  // more parts than in the first iteration
+  };
+  Firing count(size_t parameter);
+
+  // The first iteration is over: its counts hold from now on. Returns the
+  // parameters that fired, in the order of their last firings.
+  std::vector<size_t> settle();
+
+  // The first iteration is to be repeated: an error ended it.
+  void forget();
+
+  // In the first iteration. REQUIRES: !is_learning().
+  uint32_t expected(size_t parameter) const { return expected_[parameter]; }
+
+  // Parameters that never fire, ascending. REQUIRES: !is_learning().
+  const std::vector<size_t>& silent() const { return silent_; }
+
+ private:
+  bool learning_ = true;
+  std::vector<uint32_t> counts_;      // by parameter, in this iteration
+  std::vector<uint32_t> expected_;    // by parameter
+  std::vector<uint64_t> last_fired_;  // by parameter: when, while learning
+  uint64_t num_fired_ = 0;
+  std::vector<size_t> silent_;
+};
+
+}  // namespace brigade
+
+#endif  // BRIGADE_REDUCER_FIRING_COUNTS_H_

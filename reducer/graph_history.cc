@@ -1,0 +1,30 @@
+#include "brigade/reducer/graph_history.h"
+
+namespace brigade {
+namespace {
+
+// Unused parameters in a graph that changes would make the observed order that
+// of one iteration only.
+bool may_rebuild(const ReducerOptions& options) {
+  return options.rebuild_buckets && options.bucket_plan.empty() &&
+         (options.static_graph || !options.find_unused_parameters);
+}
+
+}  // namespace
+
+GraphHistory::GraphHistory(const ReducerOptions& options,
+                           const ParameterTable& table,
+                           const GradientHooks& hooks)
+    : ready_order(may_rebuild(options)) {
+  if (options.static_graph) {
+    firing_counts.emplace(table.size());
+  } else if (options.find_unused_parameters) {
+    unused_search.emplace(hooks.accumulators(),
+                          options.skip_all_reduce_unused_parameters);
+  } else {
+    return;
+  }
+  used_map.emplace(table.size(), table[0].device());
+}
+
+}  // namespace brigade

@@ -1,0 +1,48 @@
+#include "brigade/reducer/used_parameter_map.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/GradMode.h>
+
+#include <utility>
+#include <vector>
+
+namespace brigade {
+
+UsedParameterMap::UsedParameterMap(size_t num_parameters, c10::Device device)
+    : local_(at::zeros({static_cast<int64_t>(num_parameters)}, at::kInt)),
+      marks_(local_.mutable_data_ptr<int32_t>()),
+      sum_(at::zeros({static_cast<int64_t>(num_parameters)},
+                     at::TensorOptions(at::kInt).device(device))) {}
+
+void UsedParameterMap::clear_marks() { local_.zero_(); }
+
+void UsedParameterMap::launch(c10d::ProcessGroup& group) {
+  const at::NoGradGuard no_grad;
+  wait();  // the last sum, if nobody needed it
+  if (sum_.is_cpu()) {
+    sum_.copy_(local_);
+  } else {
+    // Its memory goes back to the caching allocator, which hands it out again
+    // only after the copy is done.
+    const at::Tensor staging =
+        at::empty_like(local_, local_.options().pinned_memory(true));
+    staging.copy_(local_);
+    sum_.copy_(staging, /*non_blocking=*/true);
+  }
+  host_sum_.reset();
+  std::vector<at::Tensor> tensors = {sum_};
+  work_ = group.allreduce(tensors);
+}
+
+void UsedParameterMap::wait() {
+  if (const auto work = std::exchange(work_, nullptr)) work->wait();
+}
+
+bool UsedParameterMap::is_used_anywhere(size_t parameter) {
+  if (!host_sum_.defined()) host_sum_ = sum_.cpu();
+  return host_sum_.const_data_ptr<int32_t>()[parameter] != 0;
+}
+
+}  // namespace brigade

@@ -1,0 +1,60 @@
+// Which parameters got gradients on this rank, and which on any rank.
+//
+// A parameter that no rank used keeps its gradient untouched, and only a sum
+// over all ranks tells which those are. Marks accumulate over iterations that
+// are not reduced.
+//
+// The map is a CPU tensor that hooks write. What travels is a copy of it, on
+// the device where buckets travel; on CUDA the copy goes through a pinned
+// buffer of its own, so that the host neither waits for the device nor changes
+// what is still being copied.
+//
+// Thread safety: none; the reducer's lock covers it.
+
+#ifndef BRIGADE_REDUCER_USED_PARAMETER_MAP_H_
+#define BRIGADE_REDUCER_USED_PARAMETER_MAP_H_
+
+#include <ATen/core/Tensor.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+namespace brigade {
+
+class UsedParameterMap {
+ public:
+  // `device`: where the sum over ranks is taken.
+  UsedParameterMap(size_t num_parameters, c10::Device device);
+
+  void mark(size_t parameter) { marks_[parameter] = 1; }
+  bool is_marked(size_t parameter) const { return marks_[parameter] != 0; }
+  void clear_marks();
+
+  // Int32, [num_parameters], on the CPU; 1 where a mark is. It is the map
+  // itself, not a copy.
+  const at::Tensor& local() const { return local_; }
+
+  // Starts the sum of all ranks' maps. Does not wait. Collective.
+  void launch(c10d::ProcessGroup& group);
+
+  // Makes the current stream wait for the sum; on the CPU, this thread.
+  // Errors: what the collective throws.
+  void wait();
+
+  // Any rank had marked it when the last sum was launched. The first call after
+  // wait() copies the sum to the host.
+  // REQUIRES: wait() after launch().
+  bool is_used_anywhere(size_t parameter);
+
+ private:
+  at::Tensor local_;     // int32, [num_parameters], CPU
+  int32_t* marks_;       // elements of local_
+  at::Tensor sum_;       // int32, [num_parameters], on the buckets' device
+  at::Tensor host_sum_;  // sum_ on the CPU; undefined until asked for
+  c10::intrusive_ptr<c10d::Work> work_;  // null: nothing to wait for
+};
+
+}  // namespace brigade
+
+#endif  // BRIGADE_REDUCER_USED_PARAMETER_MAP_H_

@@ -1,0 +1,400 @@
+#include <torch/torch.h>
+
+#include <memory>
+#include <random>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "brigade/comm/process_group.h"
+#include "brigade/comm/recording_group.h"
+#include "brigade/reducer/reducer.h"
+#include "brigade/tests/reducer/toy_model.h"
+#include "brigade/tests/support/local_ranks.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+
+namespace brigade {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+using testing::run_ranks;
+using testing::ToyModel;
+
+using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
+using Order = std::vector<size_t>;
+
+const ToyModel::Sizes kSizes = {{3, 2}, {5}, {2, 2, 2}, {7}};
+
+ReducerOptions finding_unused() { return {.find_unused_parameters = true}; }
+
+void step(Reducer& reducer, const at::Tensor& loss) {
+  reducer.prepare_for_backward(loss);
+  loss.backward();
+}
+
+bool contains(const Order& order, size_t parameter) {
+  return std::find(order.begin(), order.end(), parameter) != order.end();
+}
+
+// The average over ranks, of which `uses[rank]` says what it used.
+at::Tensor average(const ToyModel& model, size_t parameter,
+                   const std::vector<Order>& uses, int step) {
+  at::Tensor sum = at::zeros_like(model.parameters[parameter]);
+  for (size_t rank = 0; rank < uses.size(); ++rank) {
+    if (contains(uses[rank], parameter)) {
+      sum = sum + model.gradient(parameter, static_cast<int>(rank), step);
+    }
+  }
+  return (sum / static_cast<int64_t>(uses.size())).detach();
+}
+
+bool used_anywhere(size_t parameter, const std::vector<Order>& uses) {
+  for (const Order& order : uses) {
+    if (contains(order, parameter)) return true;
+  }
+  return false;
+}
+
+void expect_averages(const ToyModel& model, const std::vector<Order>& uses,
+                     int step) {
+  for (size_t i = 0; i < model.parameters.size(); ++i) {
+    const at::Tensor& gradient = model.parameters[i].grad();
+    if (!used_anywhere(i, uses)) {
+      EXPECT_FALSE(gradient.defined()) << "parameter " << i;
+      continue;
+    }
+    ASSERT_TRUE(gradient.defined()) << "parameter " << i << " step " << step;
+    EXPECT_TRUE(at::equal(gradient, average(model, i, uses, step)))
+        << "parameter " << i << " step " << step;
+  }
+}
+
+// World size x gradients as views x bucket cap in bytes x skipping.
+class UnusedOnRanksTest
+    : public ::testing::TestWithParam<std::tuple<int, bool, int64_t, bool>> {
+ protected:
+  int world_size() const { return std::get<0>(GetParam()); }
+  ReducerOptions options() const {
+    return {.bucket_caps_bytes = {std::get<2>(GetParam())},
+            .find_unused_parameters = true,
+            .skip_all_reduce_unused_parameters = std::get<3>(GetParam()),
+            .gradients_as_bucket_views = std::get<1>(GetParam())};
+  }
+};
+
+TEST_P(UnusedOnRanksTest, CountsWhatARankDidNotUseAsZero) {
+  run_ranks(world_size(), [&](const Group& group) {
+    const ToyModel model(kSizes);
+    Reducer reducer(model.parameters, group, options());
+    const std::vector<Order> by_rank = {{0, 1, 2, 3}, {1, 3}, {2}, {3, 2}};
+    const std::vector<Order> uses(by_rank.begin(),
+                                  by_rank.begin() + world_size());
+    for (int s = 0; s < 3; ++s) {
+      model.zero_grad();
+      step(reducer,
+           model.loss_in_order(uses[group->getRank()], group->getRank(), s));
+      expect_averages(model, uses, s);
+    }
+  });
+}
+
+TEST_P(UnusedOnRanksTest, FollowsControlFlowThatChangesAtRandom) {
+  run_ranks(world_size(), [&](const Group& group) {
+    const ToyModel model(kSizes);
+    Reducer reducer(model.parameters, group, options());
+    std::mt19937 random(42);  // the same on all ranks
+    for (int s = 0; s < 12; ++s) {
+      std::vector<Order> uses(world_size());
+      for (Order& order : uses) {
+        for (size_t i = 0; i < kSizes.size(); ++i) {
+          if (s % 4 == 3 || random() % 2 == 0) order.push_back(i);
+        }
+        std::shuffle(order.begin(), order.end(), random);
+        if (order.empty()) order.push_back(random() % kSizes.size());
+      }
+      model.zero_grad();
+      step(reducer,
+           model.loss_in_order(uses[group->getRank()], group->getRank(), s));
+      expect_averages(model, uses, s);
+    }
+    EXPECT_EQ(reducer.statistics().reduced, 12);
+    EXPECT_FALSE(reducer.is_graph_static());
+  });
+}
+
+TEST_P(UnusedOnRanksTest, LeavesWhatNoRankUsedUntouched) {
+  run_ranks(world_size(), [&](const Group& group) {
+    const ToyModel model(kSizes);
+    Reducer reducer(model.parameters, group, options());
+    const int rank = group->getRank();
+    step(reducer, model.loss(rank));
+    // No multiple of 1/3 survives being divided by 3 and summed bit for bit.
+    for (const at::Tensor& p : model.parameters) p.mutable_grad().div_(3);
+    std::vector<at::Tensor> before;
+    for (const at::Tensor& p : model.parameters) {
+      before.push_back(p.grad().clone());
+    }
+    const at::Tensor gradient = model.parameters[2].grad();
+    step(reducer, model.loss_in_order({0, 3}, rank));
+    EXPECT_TRUE(at::equal(model.parameters[1].grad(), before[1]));
+    EXPECT_TRUE(at::equal(model.parameters[2].grad(), before[2]));
+    EXPECT_TRUE(model.parameters[2].grad().is_same(gradient));
+    EXPECT_FALSE(at::equal(model.parameters[0].grad(), before[0]));
+  });
+}
+
+TEST_P(UnusedOnRanksTest, RemembersWhatUnreducedBackwardsUsed) {
+  run_ranks(world_size(), [&](const Group& group) {
+    const ToyModel model(kSizes);
+    Reducer reducer(model.parameters, group, options());
+    const int rank = group->getRank();
+    for (int s = 0; s < 3; ++s) {
+      model.zero_grad(/*set_to_none=*/s != 1);
+      model.loss_in_order({1, 2}, rank, s).backward();
+      step(reducer, model.loss_in_order({2, 3}, rank, s + 1));
+      const at::Tensor expected[] = {model.average(1, world_size(), s),
+                                     model.average(2, world_size(), s) +
+                                         model.average(2, world_size(), s + 1),
+                                     model.average(3, world_size(), s + 1)};
+      for (size_t i = 1; i < 4; ++i) {
+        EXPECT_TRUE(at::equal(model.parameters[i].grad(), expected[i - 1]));
+      }
+      EXPECT_FALSE(model.parameters[0].grad().defined());
+    }
+  });
+}
+
+TEST_P(UnusedOnRanksTest, GoesOnAfterBackwardsThatThrewAtDifferentPlaces) {
+  run_ranks(world_size(), [&](const Group& group) {
+    const ToyModel model(kSizes);
+    Reducer reducer(model.parameters, group, options());
+    const int rank = group->getRank();
+    const std::vector<Order> uses(world_size(), Order{3, 1, 0});
+    for (int s = 0; s < 3; ++s) {
+      const at::Tensor loss = model.loss_in_order(uses[rank], rank);
+      reducer.prepare_for_backward(loss);
+      const auto handle =
+          model.parameters[uses[rank][(rank + s) % 3]].register_hook(
+              [](const at::Tensor&) { throw std::domain_error("user"); });
+      EXPECT_THROW(loss.backward(), std::domain_error);
+      model.parameters[uses[rank][(rank + s) % 3]].remove_hook(handle);
+      model.zero_grad();
+      step(reducer, model.loss_in_order(uses[rank], rank, s));
+      expect_averages(model, uses, s);
+    }
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Worlds, UnusedOnRanksTest,
+                         ::testing::Combine(::testing::Values(1, 2, 3),
+                                            ::testing::Bool(),
+                                            ::testing::Values(1, 40, 1 << 20),
+                                            ::testing::Bool()));
+
+TEST(UnusedParametersTest, LaunchesTheirBucketsBeforeBackwardEnds) {
+  const ToyModel model({{2}, {3}, {4}});
+  RecordingGroup recording(2);
+  ReducerOptions options = finding_unused();
+  options.bucket_plan = {{1}, {2}, {0}};
+  Reducer reducer(model.parameters, recording.group(), options);
+  const size_t before = recording.log().size();
+  const at::Tensor loss = model.loss_in_order({2, 0}, 0);
+  size_t launched = 0;
+  model.parameters[0].register_hook(
+      [&](const at::Tensor&) { launched = recording.log().size() - before; });
+  step(reducer, loss);
+  EXPECT_EQ(launched, 2);  // {1}, unused, and {2}
+}
+
+TEST(UnusedParametersTest, WaitForTheBackwardNotTheForward) {
+  const ToyModel model({{2}, {3}});
+  RecordingGroup recording(2);
+  ReducerOptions options = finding_unused();
+  options.bucket_plan = {{1}, {0}};
+  Reducer reducer(model.parameters, recording.group(), options);
+  const size_t before = recording.log().size();
+  reducer.prepare_for_backward(model.loss_in_order({0}, 0));
+  EXPECT_EQ(recording.log().size(), before);  // this output is ignored
+  step(reducer, model.loss_in_order({0, 1}, 0));
+  EXPECT_TRUE(
+      at::equal(model.parameters[1].grad(), model.gradient(1, 0).detach()));
+}
+
+TEST(UnusedParametersTest, MayBeAllOfThem) {
+  run_ranks(2, [](const Group& group) {
+    const ToyModel model({{2}, {3}});
+    Reducer reducer(model.parameters, group, finding_unused());
+    const std::vector<Order> uses = {{0}, {}};
+    for (int s = 0; s < 3; ++s) {
+      model.zero_grad();
+      const at::Tensor other = torch::ones({}, at::requires_grad());
+      step(reducer,
+           model.loss_in_order(uses[group->getRank()], group->getRank(), s) +
+               other);
+      expect_averages(model, uses, s);
+    }
+  });
+}
+
+TEST(UnusedParametersTest, SumTheMapOnceAnIterationAfterTheBuckets) {
+  const ToyModel model({{2}, {3}});
+  RecordingGroup recording(2);
+  ReducerOptions options = finding_unused();
+  options.bucket_plan = {{1}, {0}};
+  Reducer reducer(model.parameters, recording.group(), options);
+  const size_t before = recording.log().size();
+  step(reducer, model.loss_in_order({0}, 0));
+  const std::vector<RecordedCollective> log = recording.log();
+  ASSERT_EQ(log.size(), before + 3);
+  EXPECT_EQ(log[before + 2].dtype, at::kInt);
+  EXPECT_EQ(log[before + 2].numel, 2);
+}
+
+TEST(UnusedParametersTest, BucketsThatNoRankUsedCanBeSkipped) {
+  const ToyModel model({{2}, {3}, {4}});
+  RecordingGroup recording(2);
+  ReducerOptions options = finding_unused();
+  options.skip_all_reduce_unused_parameters = true;
+  options.bucket_plan = {{2}, {1}, {0}};
+  Reducer reducer(model.parameters, recording.group(), options);
+  step(reducer, model.loss_in_order({0, 2}, 0));
+  step(reducer, model.loss_in_order({0, 1, 2}, 0));
+  EXPECT_EQ(reducer.statistics().buckets_launched, 5);
+  EXPECT_EQ(reducer.statistics().buckets_skipped, 1);
+}
+
+TEST(UnusedParametersTest, AreNotSearchedForWhileAllAreUsed) {
+  const ToyModel model({{2}, {3}});
+  Reducer reducer(model.parameters, single_process_group(), finding_unused());
+  for (int s = 0; s < 4; ++s) step(reducer, model.loss(0, s));
+  EXPECT_EQ(reducer.statistics().graph_searches, 1);
+  model.zero_grad();
+  step(reducer, model.loss_in_order({1}, 0));
+  EXPECT_EQ(reducer.statistics().graph_searches, 2);
+  EXPECT_EQ(reducer.statistics().reduced, 5);
+  EXPECT_FALSE(model.parameters[0].grad().defined());
+  step(reducer, model.loss_in_order({1}, 0));
+  step(reducer, model.loss(0));
+  EXPECT_EQ(reducer.statistics().graph_searches, 4);
+  step(reducer, model.loss(0));
+  EXPECT_EQ(reducer.statistics().graph_searches, 4);
+}
+
+TEST(UnusedParametersTest, TellThatTheGraphIsStatic) {
+  const ToyModel model({{2}, {3}});
+  Reducer reducer(model.parameters, single_process_group(), finding_unused());
+  for (int s = 0; s < 3; ++s) step(reducer, model.loss_in_order({1}, 0));
+  EXPECT_TRUE(reducer.is_graph_static());
+  step(reducer, model.loss(0));
+  EXPECT_FALSE(reducer.is_graph_static());
+}
+
+TEST(UnusedParametersTest, LeaveThePlanAsItIs) {
+  const ToyModel model({{2}, {3}});
+  Reducer reducer(model.parameters, single_process_group(), finding_unused());
+  for (int s = 0; s < 3; ++s) step(reducer, model.loss_in_order({0, 1}, 0));
+  EXPECT_EQ(reducer.statistics().rebuilds, 0);
+}
+
+TEST(UnusedParametersTest, UsedOnesAreMarkedUntilTheyAreReduced) {
+  const ToyModel model({{2}, {3}, {4}});
+  Reducer reducer(model.parameters, single_process_group(), finding_unused());
+  const auto used = [&] {
+    const at::Tensor map = reducer.local_used_parameters();
+    return std::vector<int32_t>(map.data_ptr<int32_t>(),
+                                map.data_ptr<int32_t>() + map.numel());
+  };
+  EXPECT_THAT(used(), ElementsAre(0, 0, 0));
+  model.loss_in_order({1}, 0).backward();
+  EXPECT_THAT(used(), ElementsAre(0, 1, 0));
+  model.loss_in_order({2}, 0).backward();
+  EXPECT_THAT(used(), ElementsAre(0, 1, 1));
+  step(reducer, model.loss_in_order({2}, 0));
+  EXPECT_THAT(used(), ElementsAre(0, 0, 0));
+}
+
+TEST(UnusedParametersTest, SeveralBackwardsMayShareAPreparation) {
+  const ToyModel model({{2}, {3}, {4}});
+  Reducer reducer(model.parameters, single_process_group(), finding_unused());
+  for (int s = 0; s < 3; ++s) {
+    model.zero_grad();
+    const at::Tensor first = model.loss_in_order({0}, 0);
+    const at::Tensor second = model.loss_in_order({1}, 0);
+    reducer.prepare_for_backward(std::vector<at::Tensor>{first, second});
+    first.backward();
+    EXPECT_EQ(reducer.statistics().reduced, s);
+    second.backward();
+    EXPECT_EQ(reducer.statistics().reduced, s + 1);
+    EXPECT_TRUE(
+        at::equal(model.parameters[1].grad(), model.gradient(1, 0).detach()));
+    EXPECT_FALSE(model.parameters[2].grad().defined());
+  }
+}
+
+TEST(UnusedParametersTest, GradientsOfInputsAloneReduceNothing) {
+  const ToyModel model({{2}, {3}});
+  Reducer reducer(model.parameters, single_process_group(), finding_unused());
+  for (int s = 0; s < 3; ++s) {
+    model.zero_grad();
+    const at::Tensor x = torch::ones({}, at::requires_grad());
+    const at::Tensor loss = model.loss_in_order({0}, 0) * x;
+    reducer.prepare_for_backward(loss);
+    torch::autograd::grad({loss}, {x}, {}, /*retain_graph=*/true);
+    EXPECT_EQ(reducer.statistics().reduced, s);
+    loss.backward();
+    EXPECT_EQ(reducer.statistics().reduced, s + 1);
+    EXPECT_TRUE(
+        at::equal(model.parameters[0].grad(), model.gradient(0, 0).detach()));
+  }
+}
+
+TEST(UnusedParametersTest, SparseOnesKeepTheirGradientToo) {
+  run_ranks(2, [](const Group& group) {
+    const at::Tensor table = at::ones({4, 2}).requires_grad_();
+    const at::Tensor weight = at::ones({2}).requires_grad_();
+    ReducerOptions options = finding_unused();
+    options.expect_sparse_gradients = {true, false};
+    Reducer reducer({table, weight}, group, options);
+    const auto loss = [&](bool uses_table) {
+      const at::Tensor rows =
+          uses_table ? torch::embedding(table, at::tensor({group->getRank()}),
+                                        -1, false, /*sparse=*/true)
+                     : at::ones({1, 2});
+      return (rows * weight).sum();
+    };
+    step(reducer, loss(false));
+    EXPECT_FALSE(table.grad().defined());
+    step(reducer, loss(group->getRank() == 1));
+    ASSERT_TRUE(table.grad().defined());
+    EXPECT_TRUE(at::equal(table.grad().to_dense()[1], at::full({2}, 0.5)));
+    EXPECT_TRUE(at::equal(table.grad().to_dense()[0], at::zeros({2})));
+  });
+}
+
+TEST(UnusedParametersTest, AnOutputOutsideTheLossIsNamed) {
+  const ToyModel model({{2}, {3}});
+  ReducerOptions options = finding_unused();
+  options.parameter_names = model.names;
+  Reducer reducer(model.parameters, single_process_group(), options);
+  const at::Tensor used = model.loss_in_order({0}, 0);
+  const at::Tensor ignored = model.loss_in_order({1}, 0);
+  reducer.prepare_for_backward(std::vector<at::Tensor>{used, ignored});
+  used.backward();
+  try {
+    reducer.prepare_for_backward(used);
+    FAIL() << "accepted";
+  } catch (const c10::Error& error) {
+    EXPECT_THAT(error.what(), HasSubstr("1 of 2 parameters got no gradient in "
+                                        "iteration 1 on rank 0: parameter 1 "
+                                        "('p1')"));
+    EXPECT_THAT(error.what(), HasSubstr("the loss does not"));
+  }
+  step(reducer, model.loss(0));  // goes on
+}
+
+}  // namespace
+}  // namespace brigade
