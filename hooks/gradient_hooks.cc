@@ -56,4 +56,13 @@ std::optional<size_t> GradientHooks::first_detached(
   return std::nullopt;
 }
 
+std::vector<torch::autograd::Node*> GradientHooks::accumulators() const {
+  std::vector<torch::autograd::Node*> accumulators;
+  accumulators.reserve(registrations_.size());
+  for (const Registration& registration : registrations_) {
+    accumulators.push_back(registration.accumulator.get());
+  }
+  return accumulators;
+}
+
 }  // namespace brigade

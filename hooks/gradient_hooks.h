@@ -52,6 +52,9 @@ class GradientHooks {
   std::optional<size_t> first_detached(
       std::span<const at::Tensor> parameters) const;
 
+  // By parameter; alive as long as this object.
+  std::vector<torch::autograd::Node*> accumulators() const;
+
   GradientHooks(const GradientHooks&) = delete;
   GradientHooks& operator=(const GradientHooks&) = delete;
 

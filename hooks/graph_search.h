@@ -1,0 +1,91 @@
+// Finds the parameters that a backward can not reach.
+//
+// Walks the autograd graph from the outputs of a forward towards its leaves.
+// What is reached may still get no gradient: an output may be left out of the
+// loss, a function may return an undefined gradient.
+//
+// Example:
+//
+//   GraphSearch search(accumulators);
+//   at::Tensor output = net->forward(input);
+//   for (size_t parameter : search.unreached(std::array{output})) ...
+//
+// To know:
+// - Each call walks. Nothing short of a walk tells that a new graph has the
+//   shape of the last one: nodes are made anew by each forward, and no count or
+//   order of them excludes that control flow took another parameter. A caller
+//   that expects all parameters to be used may leave the walk out and call it
+//   only if a backward ends without some gradients; the graph must then have
+//   been retained by its outputs. repeated() saves what depends on the result.
+// - A reentrant checkpoint hides its graph until backward runs it again:
+//   parameters used only inside of one are unreached. A checkpoint of the other
+//   kind hides nothing.
+// - The walk takes no recursion and, once its memory fits the graph, allocates
+//   nothing. It keeps no node alive.
+//
+// Thread safety: none. Backwards through the graph may run at the same time.
+
+#ifndef BRIGADE_HOOKS_GRAPH_SEARCH_H_
+#define BRIGADE_HOOKS_GRAPH_SEARCH_H_
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/autograd/function.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "brigade/hooks/node_marks.h"
+
+namespace brigade {
+
+class GraphSearch {
+ public:
+  using Root = std::shared_ptr<torch::autograd::Node>;
+
+  // `accumulators`: the gradient accumulator of each parameter, for instance
+  // GradientHooks::accumulators(). They are known by their address.
+  //
+  // REQUIRES: they outlive this object.
+  //
+  // Errors: ValueError if one is null or listed twice.
+  explicit GraphSearch(std::span<torch::autograd::Node* const> accumulators);
+
+  // Parameters that no path from `outputs` leads to, ascending, as indices in
+  // the list given to the constructor. A parameter that is an output itself is
+  // reached. Tensors without history are passed over. Valid until the next
+  // call.
+  std::span<const size_t> unreached(std::span<const at::Tensor> outputs);
+
+  // The same from nodes: grad_fn of each output, or the accumulator of a leaf.
+  // Null ones are passed over.
+  std::span<const size_t> unreached(std::span<const Root> roots);
+
+  // True if the last call's result equals that of the call before it; false
+  // after the first.
+  bool repeated() const { return repeated_; }
+
+  size_t num_parameters() const { return reached_in_walk_.size(); }
+
+ private:
+  void start();
+  // These return whether all parameters have been reached.
+  bool meet(torch::autograd::Node* node);
+  bool walk();
+  std::span<const size_t> finish(bool all_reached);
+
+  NodeMarks marks_;
+  std::vector<uint32_t> reached_in_walk_;  // by parameter: the last such walk
+  size_t num_unreached_ = 0;
+  std::vector<torch::autograd::Node*> to_visit_;
+  std::vector<size_t> unreached_;
+  std::vector<size_t> unreached_before_;
+  bool searched_ = false;
+  bool repeated_ = false;
+};
+
+}  // namespace brigade
+
+#endif  // BRIGADE_HOOKS_GRAPH_SEARCH_H_
