@@ -1,0 +1,553 @@
+#include "brigade/hooks/checkpoint.h"
+
+#include <ATen/autocast_mode.h>
+#include <torch/torch.h>
+
+#include <functional>
+#include <map>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "brigade/hooks/gradient_hooks.h"
+#include "brigade/hooks/graph_search.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+
+namespace brigade {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+using ::testing::Not;
+
+// Tells which activations are in memory, without holding them.
+class Witness {
+ public:
+  at::Tensor see(at::Tensor tensor) {
+    seen_.emplace_back(tensor.storage().getWeakStorageImpl());
+    return tensor;
+  }
+  size_t num_alive() const {
+    size_t alive = 0;
+    for (const auto& storage : seen_) alive += !storage.expired();
+    return alive;
+  }
+  size_t num_seen() const { return seen_.size(); }
+
+ private:
+  std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> seen_;
+};
+
+template <typename Action>
+std::string error_of(const Action& action) {
+  try {
+    action();
+  } catch (const c10::Error& error) {
+    return error.what_without_backtrace();
+  }
+  return "";
+}
+
+// Both kinds.
+class CheckpointTest : public ::testing::TestWithParam<bool> {
+ protected:
+  CheckpointTest() { torch::manual_seed(7); }
+
+  CheckpointOptions options() const { return {.reentrant = GetParam()}; }
+
+  // Three activations, two of them saved for backward.
+  at::Tensor block(const at::Tensor& input) {
+    ++runs;
+    const at::Tensor product = witness.see(input * w);
+    const at::Tensor wave = witness.see(product.sin());
+    return witness.see(wave * product);
+  }
+  std::function<at::Tensor(const at::Tensor&)> block() {
+    return [this](const at::Tensor& input) { return block(input); };
+  }
+
+  // The gradients of `leaves` after `forward(...)`'s backward.
+  std::vector<at::Tensor> gradients(
+      const std::vector<at::Tensor>& leaves,
+      const std::function<at::Tensor()>& forward) {
+    torch::manual_seed(3);
+    for (const at::Tensor& leaf : leaves) leaf.mutable_grad().reset();
+    forward().sum().backward();
+    std::vector<at::Tensor> found;
+    for (const at::Tensor& leaf : leaves) {
+      found.push_back(leaf.grad().defined() ? leaf.grad().clone()
+                                            : at::Tensor());
+    }
+    return found;
+  }
+
+  void expect_equal_gradients(const std::vector<at::Tensor>& leaves,
+                              const std::function<at::Tensor()>& plain,
+                              const std::function<at::Tensor()>& checkpointed) {
+    const auto expected = gradients(leaves, plain);
+    const auto found = gradients(leaves, checkpointed);
+    for (size_t i = 0; i < leaves.size(); ++i) {
+      ASSERT_EQ(found[i].defined(), expected[i].defined()) << "leaf " << i;
+      if (!found[i].defined()) continue;
+      EXPECT_TRUE(found[i].equal(expected[i])) << "leaf " << i;
+    }
+  }
+
+  at::Tensor w = torch::randn({4}, at::requires_grad());
+  at::Tensor x = torch::randn({4}, at::requires_grad());
+  Witness witness;
+  int runs = 0;
+};
+
+INSTANTIATE_TEST_SUITE_P(Kinds, CheckpointTest, ::testing::Bool(),
+                         [](const auto& info) {
+                           return info.param ? "Reentrant" : "Recorded";
+                         });
+
+TEST_P(CheckpointTest, HasTheValuesAndGradientsOfThePlainCall) {
+  EXPECT_TRUE(checkpoint(options(), block(), x).equal(block(x)));
+  expect_equal_gradients(
+      {x, w}, [&] { return block(x * 2); },
+      [&] { return checkpoint(options(), block(), x * 2); });
+}
+
+TEST_P(CheckpointTest, RunsTheFunctionTwice) {
+  const at::Tensor output = checkpoint(options(), block(), x);
+  EXPECT_EQ(runs, 1);
+  (output.sum() + output.prod()).backward();
+  EXPECT_EQ(runs, 2);
+}
+
+TEST_P(CheckpointTest, FreesActivationsBetweenForwardAndBackward) {
+  const at::Tensor plain = block(x);
+  EXPECT_EQ(witness.num_alive(), 3);
+  witness = Witness();
+  at::Tensor output = checkpoint(options(), block(), x);
+  EXPECT_EQ(witness.num_seen(), 3);
+  EXPECT_EQ(witness.num_alive(), 1);  // the output
+  at::Tensor loss = output.sum();
+  output.reset();
+  EXPECT_EQ(witness.num_alive(), 0);
+  loss.backward();
+  EXPECT_EQ(witness.num_seen(), 6);
+  EXPECT_EQ(witness.num_alive(), 0);
+}
+
+TEST_P(CheckpointTest, FreesActivationsAfterARetainedBackward) {
+  at::Tensor loss = checkpoint(options(), block(), x).sum();
+  loss.backward({}, /*retain_graph=*/true);
+  EXPECT_EQ(witness.num_alive(), 0);
+  const at::Tensor once = w.grad().clone();
+  loss.backward();
+  EXPECT_EQ(runs, 3);
+  EXPECT_TRUE(w.grad().equal(once + once));
+}
+
+TEST_P(CheckpointTest, RefusesASecondBackwardOfAReleasedGraph) {
+  const at::Tensor loss = checkpoint(options(), block(), x).sum();
+  loss.backward();
+  EXPECT_THAT(error_of([&] { loss.backward(); }), HasSubstr("retain_graph"));
+}
+
+TEST_P(CheckpointTest, GivesCapturedParametersGradientsWhenNoInputNeedsOne) {
+  const at::Tensor data = torch::ones({4});
+  expect_equal_gradients(
+      {w}, [&] { return block(data); },
+      [&] { return checkpoint(options(), block(), data); });
+  const auto without_inputs = [&] { return block(data); };
+  expect_equal_gradients({w}, without_inputs,
+                         [&] { return checkpoint(options(), without_inputs); });
+}
+
+TEST_P(CheckpointTest, TakesManyInputsOfAnySort) {
+  const at::Tensor index = torch::tensor({3, 1, 0, 0});
+  const auto function = [&](const at::Tensor& a, at::Tensor b, at::Tensor none,
+                            const at::Tensor& where) {
+    EXPECT_FALSE(none.defined());
+    return (a.index_select(0, where) * b).exp();
+  };
+  const at::Tensor frozen = torch::randn({4});
+  expect_equal_gradients(
+      {x}, [&] { return function(x, frozen, at::Tensor(), index); },
+      [&] {
+        return checkpoint(options(), function, x, frozen, at::Tensor(), index);
+      });
+}
+
+TEST_P(CheckpointTest, ReturnsAnyNestOfTensors) {
+  using Nest = std::tuple<at::Tensor, std::vector<at::Tensor>,
+                          std::map<std::string, at::Tensor>, int>;
+  const auto function = [&](const at::Tensor& a) -> Nest {
+    return {a * w,
+            {a.sin(), at::Tensor(), a.argmax()},
+            {{"captured", w}, {"input", a}},
+            5};
+  };
+  const auto total = [](const Nest& nest) {
+    const auto& [first, list, by_name, number] = nest;
+    EXPECT_FALSE(list[1].defined());
+    EXPECT_EQ(list[2].scalar_type(), at::kLong);
+    return first + list[0] * number + by_name.at("captured") * 2 +
+           by_name.at("input") * 3;
+  };
+  expect_equal_gradients(
+      {x, w}, [&] { return total(function(x)); },
+      [&] { return total(checkpoint(options(), function, x)); });
+  EXPECT_TRUE(w.is_leaf());  // the captured one kept its own history
+}
+
+TEST_P(CheckpointTest, ToleratesOutputsThatAreNotUsed) {
+  const auto function = [&](const at::Tensor& a) {
+    return std::make_pair((a * w).exp(), (a * w).sin());
+  };
+  expect_equal_gradients(
+      {x, w}, [&] { return function(x).second; },
+      [&] { return checkpoint(options(), function, x).second; });
+}
+
+TEST_P(CheckpointTest, AllowsInPlaceOperationsOnOutputs) {
+  const auto function = [&](const at::Tensor& a) { return a * w; };
+  expect_equal_gradients(
+      {x, w}, [&] { return function(x).add_(1).relu_(); },
+      [&] { return checkpoint(options(), function, x).add_(1).relu_(); });
+}
+
+TEST_P(CheckpointTest, DrawsTheSameRandomNumbersAgain) {
+  const auto function = [&](const at::Tensor& a) {
+    return torch::dropout(a * w, 0.5, /*train=*/true) * torch::randn({4});
+  };
+  expect_equal_gradients(
+      {x, w}, [&] { return function(x) * torch::randn({4}); },
+      [&] { return checkpoint(options(), function, x) * torch::randn({4}); });
+}
+
+TEST_P(CheckpointTest, LeavesTheGeneratorAsBackwardFoundIt) {
+  const auto function = [&](const at::Tensor& a) {
+    return a * torch::randn({4}) * w;
+  };
+  const at::Tensor loss = checkpoint(options(), function, x).sum();
+  torch::manual_seed(11);
+  const at::Tensor expected = torch::randn({4});
+  torch::manual_seed(11);
+  loss.backward();
+  EXPECT_TRUE(torch::randn({4}).equal(expected));
+}
+
+TEST_P(CheckpointTest, DrawsAfreshIfRandomStateIsNotPreserved) {
+  std::vector<at::Tensor> drawn;
+  const auto function = [&](const at::Tensor& a) {
+    drawn.push_back(torch::randn({4}));
+    return a * drawn.back();
+  };
+  CheckpointOptions afresh = options();
+  afresh.preserve_rng_state = false;
+  checkpoint(afresh, function, x).sum().backward();
+  ASSERT_EQ(drawn.size(), 2);
+  EXPECT_FALSE(drawn[0].equal(drawn[1]));
+}
+
+TEST_P(CheckpointTest, RunsUnderTheSameAutocastAgain) {
+  const at::Tensor weight = torch::randn({4, 4}, at::requires_grad());
+  std::vector<at::ScalarType> dtypes;
+  const auto function = [&](const at::Tensor& a) {
+    at::Tensor product = a.matmul(weight);
+    dtypes.push_back(product.scalar_type());
+    return product.sin();
+  };
+  const auto under_autocast = [&](const std::function<at::Tensor()>& forward) {
+    return [=] {
+      at::autocast::set_autocast_enabled(at::kCPU, true);
+      at::autocast::increment_nesting();
+      at::Tensor output = forward();
+      at::autocast::decrement_nesting();
+      at::autocast::clear_cache();
+      at::autocast::set_autocast_enabled(at::kCPU, false);
+      return output.to(at::kFloat);
+    };
+  };
+  const at::Tensor input = torch::randn({2, 4}, at::requires_grad());
+  expect_equal_gradients(
+      {input, weight}, under_autocast([&] { return function(input); }),
+      under_autocast([&] { return checkpoint(options(), function, input); }));
+  EXPECT_THAT(dtypes, ElementsAre(at::kBFloat16, at::kBFloat16, at::kBFloat16));
+  EXPECT_FALSE(at::autocast::is_autocast_enabled(at::kCPU));
+}
+
+TEST_P(CheckpointTest, Nests) {
+  for (const bool inner_reentrant : {false, true}) {
+    const CheckpointOptions inner = {.reentrant = inner_reentrant};
+    const auto outer = [&](const at::Tensor& a) {
+      return checkpoint(inner, block(), checkpoint(inner, block(), a).cos());
+    };
+    expect_equal_gradients(
+        {x, w}, [&] { return block(block(x).cos()); },
+        [&] { return checkpoint(options(), outer, x); });
+    witness = Witness();
+    at::Tensor loss = checkpoint(options(), outer, x).sum();
+    EXPECT_EQ(witness.num_alive(), 0);
+    loss.backward();
+    EXPECT_EQ(witness.num_alive(), 0);
+  }
+}
+
+TEST_P(CheckpointTest, ChainsSharingParameters) {
+  expect_equal_gradients(
+      {x, w}, [&] { return block(block(x)) + block(x); },
+      [&] {
+        return checkpoint(options(), block(),
+                          checkpoint(options(), block(), x)) +
+               checkpoint(options(), block(), x);
+      });
+}
+
+TEST_P(CheckpointTest, LetsTheFunctionsExceptionThrough) {
+  bool throws = true;
+  const auto function = [&](const at::Tensor& a) {
+    if (throws) throw std::domain_error("in the function");
+    return (a * w).sin();
+  };
+  EXPECT_THROW(checkpoint(options(), function, x), std::domain_error);
+  EXPECT_TRUE(at::GradMode::is_enabled());
+  throws = false;
+  const at::Tensor loss = checkpoint(options(), function, x).sum();
+  throws = true;
+  EXPECT_THROW(loss.backward({}, /*retain_graph=*/true), std::domain_error);
+  throws = false;
+  loss.backward();
+  EXPECT_TRUE(w.grad().equal((x * (x * w).cos()).detach()));
+}
+
+TEST_P(CheckpointTest, NamesAnInputThatWasChangedInPlace) {
+  const at::Tensor data = torch::ones({4});
+  const at::Tensor loss = checkpoint(
+                              options(),
+                              [&](const at::Tensor& a, const at::Tensor& b) {
+                                return (a * b * w).sin();
+                              },
+                              x, data)
+                              .sum();
+  data.add_(1);
+  EXPECT_THAT(error_of([&] { loss.backward(); }),
+              HasSubstr("input 1, CPUFloatType [4], was changed in place"));
+}
+
+TEST_P(CheckpointTest, JustCallsWithoutGradMode) {
+  const torch::NoGradGuard no_grad;
+  const at::Tensor output = checkpoint(options(), block(), x);
+  EXPECT_FALSE(output.requires_grad());
+  EXPECT_EQ(runs, 1);
+}
+
+TEST_P(CheckpointTest, TakesModules) {
+  torch::nn::Linear linear(4, 4);
+  const at::Tensor input = torch::randn({2, 4}, at::requires_grad());
+  expect_equal_gradients(
+      {input, linear->weight, linear->bias},
+      [&] { return linear(input).sin(); },
+      [&] { return checkpoint(options(), linear, input).sin(); });
+}
+
+TEST_P(CheckpointTest, TellsGradientHooksOfEachParameterOnce) {
+  struct Listener : GradientListener {
+    void on_gradient_ready(size_t i) override { ready.push_back(i); }
+    std::vector<size_t> ready;
+  } listener;
+  const std::vector<at::Tensor> parameters = {w};
+  const GradientHooks hooks(parameters, listener);
+  GraphSearch search(hooks.accumulators());
+  const at::Tensor output = checkpoint(options(), block(), torch::ones({4}));
+  // A reentrant checkpoint hides what it captures.
+  EXPECT_EQ(search.unreached({&output, 1}).size(), GetParam() ? 1 : 0);
+  output.sum().backward();
+  EXPECT_THAT(listener.ready, ElementsAre(0));
+}
+
+class RecordedCheckpointTest : public ::testing::Test {
+ protected:
+  at::Tensor w = torch::randn({4}, at::requires_grad());
+  at::Tensor x = torch::randn({4}, at::requires_grad());
+};
+
+TEST_F(RecordedCheckpointTest, SupportsGivenInputsAndSecondDerivatives) {
+  const auto function = [&](const at::Tensor& a) { return (a * w).sin() * a; };
+  const auto second_derivative = [&](const at::Tensor& output) {
+    const at::Tensor first =
+        torch::autograd::grad({output.sum()}, {x}, {}, /*retain_graph=*/true,
+                              /*create_graph=*/true)[0];
+    return torch::autograd::grad({first.square().sum()}, {x, w});
+  };
+  const auto expected = second_derivative(function(x));
+  const auto found = second_derivative(checkpoint(function, x));
+  EXPECT_TRUE(found[0].equal(expected[0]));
+  EXPECT_TRUE(found[1].equal(expected[1]));
+  EXPECT_FALSE(w.grad().defined());
+}
+
+TEST_F(RecordedCheckpointTest, SupportsABackwardInsideTheFunction) {
+  const auto function = [&](const at::Tensor& a) {
+    const at::Tensor value = (a * w).sin();
+    return torch::autograd::grad({value.sum()}, {w}, {}, true, true)[0] * a;
+  };
+  function(x).sum().backward();
+  const at::Tensor expected = w.grad().clone();
+  w.mutable_grad().reset();
+  checkpoint(function, x).sum().backward();
+  EXPECT_TRUE(w.grad().equal(expected));
+}
+
+TEST_F(RecordedCheckpointTest, ReturnsWhatIsNoTensorToo) {
+  const auto [text, output] = checkpoint(
+      [&](const at::Tensor& a) {
+        return std::make_pair(std::string("text"), (a * w).sin());
+      },
+      x);
+  EXPECT_EQ(text, "text");
+  output.sum().backward();
+  EXPECT_TRUE(w.grad().defined());
+}
+
+TEST_F(RecordedCheckpointTest, RefusesAnotherNumberOfSavedTensors) {
+  bool more = false;
+  const at::Tensor loss = checkpoint(
+                              [&](const at::Tensor& a) {
+                                at::Tensor b = (a * w).sin();
+                                return more ? b.cos() : b;
+                              },
+                              x)
+                              .sum();
+  more = true;
+  EXPECT_THAT(
+      error_of([&] { loss.backward(); }),
+      HasSubstr("saved 3 tensors for backward when it ran first and 4"));
+}
+
+TEST_F(RecordedCheckpointTest, RefusesSavedTensorsOfAnotherShape) {
+  int64_t size = 4;
+  const at::Tensor loss =
+      checkpoint(
+          [&](const at::Tensor& a) { return a.narrow(0, 0, size).sin(); }, x)
+          .sum();
+  size = 3;
+  EXPECT_THAT(error_of([&] { loss.backward(); }),
+              HasSubstr("saved tensor 0 of 1 was Float [4] when the function "
+                        "ran first and Float [3]"));
+}
+
+TEST_F(RecordedCheckpointTest, NamesACapturedTensorThatWasChangedInPlace) {
+  const at::Tensor captured = torch::ones({4});
+  const auto function = [&](const at::Tensor& a) { return a * w * captured; };
+  const at::Tensor first = checkpoint(function, x).sum();
+  captured.add_(1);
+  EXPECT_THAT(error_of([&] { first.backward(); }),
+              HasSubstr("tensor that the function captured, Float [4], was "
+                        "changed in place"));
+  const at::Tensor second = checkpoint(function, x).sum();
+  {
+    const torch::NoGradGuard no_grad;
+    w.add_(1);  // an optimizer's step
+  }
+  EXPECT_THAT(error_of([&] { second.backward(); }),
+              HasSubstr("parameter that the function captured, Float [4], was "
+                        "changed in place"));
+}
+
+TEST_F(RecordedCheckpointTest, RefusesAChangeOfWhatBackwardNeeds) {
+  const at::Tensor loss = checkpoint(
+                              [&](const at::Tensor& a) {
+                                at::Tensor b = (a * w).sigmoid();
+                                b.mul_(2);  // sigmoid saves its result
+                                return b.sum();
+                              },
+                              x)
+                              .sum();
+  EXPECT_THAT(error_of([&] { loss.backward(); }),
+              HasSubstr("that backward needs as it was"));
+}
+
+TEST_F(RecordedCheckpointTest, DoesNotRunAgainForParametersAlone) {
+  int runs = 0;
+  const auto function = [&](const at::Tensor& a) {
+    ++runs;
+    return a * w;
+  };
+  checkpoint(function, x).sum().backward();
+  EXPECT_EQ(runs, 1);
+  EXPECT_TRUE(w.grad().equal(x.detach()));
+}
+
+TEST_F(RecordedCheckpointTest, EndsWithItsScope) {
+  int runs = 0;
+  const at::Tensor inside = checkpoint(
+      [&](const at::Tensor& a) {
+        ++runs;
+        return (a * w).sin();
+      },
+      x);
+  const at::Tensor outside = (x * w).exp();
+  outside.sum().backward();
+  EXPECT_EQ(runs, 1);
+  inside.sum().backward();
+  EXPECT_EQ(runs, 2);
+}
+
+class ReentrantCheckpointTest : public RecordedCheckpointTest {
+ protected:
+  const CheckpointOptions options = {.reentrant = true};
+  at::Tensor loss() {
+    return checkpoint(
+               options, [this](const at::Tensor& a) { return (a * w).sin(); },
+               x)
+        .sum();
+  }
+};
+
+TEST_F(ReentrantCheckpointTest, RefusesGivenInputs) {
+  const at::Tensor l = loss();
+  EXPECT_THAT(error_of([&] { torch::autograd::grad({l}, {x}); }),
+              HasSubstr("autograd::grad"));
+  EXPECT_THAT(error_of([&] { torch::autograd::grad({loss()}, {x}); }),
+              HasSubstr("CheckpointOptions{.reentrant = false}"));
+}
+
+TEST_F(ReentrantCheckpointTest, RefusesCreateGraph) {
+  const at::Tensor l = loss();
+  EXPECT_THAT(error_of([&] { l.backward({}, true, /*create_graph=*/true); }),
+              HasSubstr("create_graph"));
+}
+
+TEST_F(ReentrantCheckpointTest, RefusesOutputsItCannotGiveAnotherHistory) {
+  const auto text = [](const at::Tensor&) { return std::string("text"); };
+  EXPECT_THROW(checkpoint(options, text, x), c10::ValueError);
+}
+
+TEST_F(ReentrantCheckpointTest, RefusesAnotherNumberOfOutputs) {
+  size_t count = 1;
+  const auto outputs = checkpoint(
+      options,
+      [&](const at::Tensor& a) {
+        return std::vector<at::Tensor>(count, a * w);
+      },
+      x);
+  count = 2;
+  EXPECT_THAT(error_of([&] { outputs[0].sum().backward(); }),
+              HasSubstr("returned 1 tensors when it ran first and 2"));
+}
+
+TEST_F(ReentrantCheckpointTest, NestsDeeperThanAutogradRecurses) {
+  std::function<at::Tensor(const at::Tensor&, int)> nest =
+      [&](const at::Tensor& a, int depth) -> at::Tensor {
+    if (depth == 0) return a * w;
+    return checkpoint(
+        options,
+        [&nest, depth](const at::Tensor& b) { return nest(b, depth - 1); }, a);
+  };
+  nest(x, 8).sum().backward();
+  EXPECT_TRUE(w.grad().equal(x.detach()));
+  EXPECT_TRUE(x.grad().equal(w.detach()));
+}
+
+}  // namespace
+}  // namespace brigade

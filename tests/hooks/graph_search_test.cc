@@ -1,0 +1,316 @@
+#include "brigade/hooks/graph_search.h"
+
+#include <torch/torch.h>
+
+#include <memory>
+#include <optional>
+#include <random>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "brigade/hooks/node_marks.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+
+namespace brigade {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+using torch::autograd::Node;
+
+std::vector<at::Tensor> make_parameters(size_t count) {
+  std::vector<at::Tensor> parameters;
+  for (size_t i = 0; i < count; ++i) {
+    parameters.push_back(torch::ones({2}, at::requires_grad()));
+  }
+  return parameters;
+}
+
+// The parameters w[0..3] and a search over them.
+class GraphSearchTest : public ::testing::Test {
+ protected:
+  GraphSearchTest() {
+    std::vector<Node*> nodes;
+    for (const at::Tensor& parameter : w) {
+      accumulators_.push_back(
+          torch::autograd::impl::grad_accumulator(parameter));
+      nodes.push_back(accumulators_.back().get());
+    }
+    search.emplace(nodes);
+  }
+
+  std::vector<size_t> unreached(const std::vector<at::Tensor>& outputs) {
+    const auto found = search->unreached(outputs);
+    return {found.begin(), found.end()};
+  }
+
+  std::vector<at::Tensor> w = make_parameters(4);
+  const at::Tensor x = torch::ones({2});
+  std::optional<GraphSearch> search;
+
+ private:
+  std::vector<std::shared_ptr<Node>> accumulators_;
+};
+
+TEST_F(GraphSearchTest, FindsNothingWhereAllParametersAreUsed) {
+  EXPECT_THAT(unreached({(w[0] * w[1] + w[2]).sum() * w[3]}), IsEmpty());
+}
+
+TEST_F(GraphSearchTest, FindsUnusedParametersInAscendingOrder) {
+  EXPECT_THAT(unreached({w[2] * x}), ElementsAre(0, 1, 3));
+}
+
+TEST_F(GraphSearchTest, FindsAllWithoutOutputsOrHistory) {
+  EXPECT_THAT(unreached({}), ElementsAre(0, 1, 2, 3));
+  EXPECT_THAT(unreached({at::Tensor(), x, (w[0] * 2).detach()}),
+              ElementsAre(0, 1, 2, 3));
+  const torch::NoGradGuard no_grad;
+  EXPECT_THAT(unreached({w[0] * w[1]}), ElementsAre(0, 1, 2, 3));
+}
+
+TEST_F(GraphSearchTest, ReachesAParameterThatIsAnOutput) {
+  EXPECT_THAT(unreached({w[1], w[3] * 2}), ElementsAre(0, 2));
+  EXPECT_THAT(unreached({w[0], w[1], w[2], w[3]}), IsEmpty());
+}
+
+TEST_F(GraphSearchTest, PassesOverLeavesThatAreNoParameters) {
+  for (int i = 0; i < 20; ++i) {
+    // Leaves that never had an accumulator, then a view whose node is made
+    // only when it is asked for.
+    std::vector<at::Tensor> outputs = make_parameters(5);
+    at::Tensor base = w[0] * 2;
+    at::Tensor view = base[0];
+    base.mul_(w[1]);
+    outputs.push_back(view);
+    EXPECT_THAT(unreached(outputs), ElementsAre(2, 3));
+  }
+}
+
+TEST_F(GraphSearchTest, JoinsTheGraphsOfAllOutputs) {
+  const at::Tensor shared = w[0] * x;
+  EXPECT_THAT(unreached({shared * w[1], shared + w[3], shared}),
+              ElementsAre(2));
+}
+
+TEST_F(GraphSearchTest, PassesThroughViewsAndInPlaceOperations) {
+  at::Tensor base = w[0] * 2;
+  base.narrow(0, 0, 1).mul_(w[1].narrow(0, 0, 1));
+  EXPECT_THAT(unreached({base.view({2, 1})}), ElementsAre(2, 3));
+}
+
+TEST_F(GraphSearchTest, PassesThroughInvalidEdges) {
+  // A product's edges to tensors that need no gradient are invalid.
+  EXPECT_THAT(unreached({at::addcmul(x, w[2], x) * x}), ElementsAre(0, 1, 3));
+}
+
+struct Identity : public torch::autograd::Function<Identity> {
+  static at::Tensor forward(torch::autograd::AutogradContext*, at::Tensor a,
+                            at::Tensor b) {
+    return a + b;
+  }
+  static torch::autograd::variable_list backward(
+      torch::autograd::AutogradContext*,
+      torch::autograd::variable_list gradients) {
+    return {gradients[0], gradients[0]};
+  }
+};
+
+TEST_F(GraphSearchTest, PassesThroughCustomFunctions) {
+  EXPECT_THAT(unreached({Identity::apply(w[1] * 2, w[3])}), ElementsAre(0, 2));
+}
+
+TEST_F(GraphSearchTest, SearchesAGraphThatWasRunAndRetained) {
+  const at::Tensor loss = (w[0] * w[1]).sum();
+  loss.backward({}, /*retain_graph=*/true);
+  EXPECT_THAT(unreached({loss}), ElementsAre(2, 3));
+  loss.backward();
+  EXPECT_THAT(unreached({loss}), ElementsAre(2, 3));
+}
+
+TEST_F(GraphSearchTest, SearchesTheGraphOfAGradient) {
+  const at::Tensor loss = (w[0] * w[0] * w[1] + w[2]).sum();
+  const at::Tensor gradient =
+      torch::autograd::grad({loss}, {w[0]}, {}, /*retain_graph=*/true,
+                            /*create_graph=*/true)[0];
+  EXPECT_THAT(unreached({gradient}), ElementsAre(2, 3));
+}
+
+TEST_F(GraphSearchTest, SearchesGraphsThatCrossDevices) {
+  const at::Tensor elsewhere = w[0].to(at::kMeta) * w[1].to(at::kMeta);
+  EXPECT_THAT(unreached({elsewhere, w[2] * x}), ElementsAre(3));
+}
+
+TEST_F(GraphSearchTest, SearchesWhileABackwardRuns) {
+  at::Tensor middle = w[0] * w[1];
+  std::vector<size_t> found;
+  middle.register_hook([&](const at::Tensor&) { found = unreached({middle}); });
+  middle.sum().backward();
+  EXPECT_THAT(found, ElementsAre(2, 3));
+}
+
+TEST_F(GraphSearchTest, SearchesFromNodesToo) {
+  const at::Tensor output = w[1] * x;
+  const std::vector<GraphSearch::Root> roots = {
+      nullptr, output.grad_fn(), torch::autograd::impl::grad_accumulator(w[3])};
+  const auto found = search->unreached(roots);
+  EXPECT_THAT(std::vector<size_t>(found.begin(), found.end()),
+              ElementsAre(0, 2));
+}
+
+TEST_F(GraphSearchTest, TellsWhetherTheResultIsThatOfTheCallBefore) {
+  EXPECT_FALSE(search->repeated());
+  const auto is_repeated = [this](const at::Tensor& output) {
+    unreached({output});
+    return search->repeated();
+  };
+  EXPECT_FALSE(is_repeated(w[0] * w[1]));
+  EXPECT_TRUE(is_repeated((w[1] + w[0]).exp()));  // another graph
+  EXPECT_FALSE(is_repeated(w[0] * w[2]));
+  EXPECT_FALSE(is_repeated(w[0] * w[1]));
+  EXPECT_TRUE(is_repeated(w[0] * w[1]));
+  const at::Tensor all = w[0] + w[1] + w[2] + w[3];
+  EXPECT_FALSE(is_repeated(all));
+  EXPECT_TRUE(is_repeated(all));
+}
+
+TEST_F(GraphSearchTest, SearchesEachGraphAfresh) {
+  for (int round = 0; round < 3; ++round) {
+    EXPECT_THAT(unreached({w[0] * w[1]}), ElementsAre(2, 3));
+    EXPECT_THAT(unreached({w[2] * w[3]}), ElementsAre(0, 1));
+    EXPECT_THAT(unreached({w[0] + w[1] + w[2] + w[3]}), IsEmpty());
+  }
+}
+
+TEST_F(GraphSearchTest, WalksAMillionNodesDeep) {
+  at::Tensor deep = w[3] * 2;
+  for (int i = 0; i < 1'000'000; ++i) deep.neg_();
+  EXPECT_THAT(unreached({deep}), ElementsAre(0, 1, 2));
+  EXPECT_THAT(unreached({w[0] * 2}), ElementsAre(1, 2, 3));
+}
+
+TEST_F(GraphSearchTest, WalksALadderWhosePathsAreTooManyToCount) {
+  at::Tensor ladder = w[0] * w[2];
+  for (int i = 0; i < 100; ++i) ladder = ladder + ladder;  // 2^100 paths
+  EXPECT_THAT(unreached({ladder}), ElementsAre(1, 3));
+}
+
+TEST(GraphSearchOfNothingTest, FindsNothing) {
+  GraphSearch search({});
+  const std::vector<at::Tensor> outputs = {
+      torch::ones({2}, at::requires_grad()) * 2};
+  EXPECT_THAT(search.unreached(outputs), IsEmpty());
+}
+
+TEST(GraphSearchErrorTest, NamesABadAccumulator) {
+  const std::vector<at::Tensor> w = make_parameters(1);
+  const auto accumulator = torch::autograd::impl::grad_accumulator(w[0]);
+  const auto error_of = [](std::vector<Node*> nodes) -> std::string {
+    try {
+      GraphSearch search(nodes);
+    } catch (const c10::ValueError& error) {
+      return error.what_without_backtrace();
+    }
+    return "";
+  };
+  EXPECT_THAT(error_of({accumulator.get(), nullptr}), HasSubstr("parameter 1"));
+  EXPECT_THAT(error_of({accumulator.get(), accumulator.get()}),
+              HasSubstr("parameter 1 twice"));
+}
+
+void collect_naively(const Node* node, std::set<const Node*>& found) {
+  if (!node || !found.insert(node).second) return;
+  for (const auto& edge : node->next_edges()) {
+    collect_naively(edge.function.get(), found);
+  }
+}
+
+TEST(GraphSearchFuzzTest, AgreesWithANaiveSearch) {
+  std::mt19937 random(17);
+  const auto below = [&random](size_t bound) { return random() % bound; };
+  for (int model = 0; model < 40; ++model) {
+    const std::vector<at::Tensor> w = make_parameters(1 + below(60));
+    std::vector<std::shared_ptr<Node>> accumulators;
+    std::vector<Node*> nodes;
+    for (const at::Tensor& parameter : w) {
+      accumulators.push_back(
+          torch::autograd::impl::grad_accumulator(parameter));
+      nodes.push_back(accumulators.back().get());
+    }
+    GraphSearch search(nodes);
+    std::vector<size_t> last;
+    for (int forward = 0; forward < 10; ++forward) {
+      std::vector<at::Tensor> tensors = {torch::ones({2})};
+      const size_t operations = below(200);
+      const size_t used = 1 + below(w.size());
+      for (size_t i = 0; i < operations; ++i) {
+        const at::Tensor& a = tensors[below(tensors.size())];
+        const at::Tensor b =
+            below(2) ? w[below(used)] : tensors[below(tensors.size())];
+        switch (below(5)) {
+          case 0:
+            tensors.push_back(a * b);
+            break;
+          case 1:
+            tensors.push_back(a + b);
+            break;
+          case 2:
+            tensors.push_back(at::addcmul(a, b, a));
+            break;
+          case 3:
+            tensors.push_back(at::stack({a, b, a}).sum(0));
+            break;
+          default:
+            tensors.push_back(a.detach());
+            break;
+        }
+      }
+      std::vector<at::Tensor> outputs;
+      for (size_t i = below(4); i > 0; --i) {
+        outputs.push_back(below(5) ? tensors[below(tensors.size())]
+                                   : w[below(used)]);
+      }
+
+      std::set<const Node*> reached;
+      for (const at::Tensor& output : outputs) {
+        collect_naively(
+            torch::autograd::impl::gradient_edge(output).function.get(),
+            reached);
+      }
+      std::vector<size_t> expected;
+      for (size_t i = 0; i < nodes.size(); ++i) {
+        if (!reached.contains(nodes[i])) expected.push_back(i);
+      }
+      const auto found = search.unreached(outputs);
+      ASSERT_EQ(std::vector<size_t>(found.begin(), found.end()), expected)
+          << "model " << model << ", forward " << forward;
+      ASSERT_EQ(search.repeated(), forward > 0 && expected == last);
+      last = expected;
+    }
+  }
+}
+
+TEST(NodeMarksTest, VisitsEachNodeOncePerWalk) {
+  std::vector<char> nodes(1000);
+  NodeMarks marks;
+  for (uint32_t i = 0; i < 100; ++i) {
+    EXPECT_TRUE(marks.number(&nodes[i], i));
+    EXPECT_FALSE(marks.number(&nodes[i], i));
+  }
+  for (const size_t count : {1000u, 150u, 1000u, 101u}) {
+    marks.begin_walk();
+    for (size_t i = 100; i < count; ++i) {
+      ASSERT_EQ(marks.meet(&nodes[i]), NodeMarks::kNew);
+      ASSERT_EQ(marks.meet(&nodes[i]), NodeMarks::kVisited);
+    }
+    for (uint32_t i = 0; i < 100; ++i) ASSERT_EQ(marks.meet(&nodes[i]), i);
+    for (size_t i = 100; i < count; ++i) {
+      ASSERT_EQ(marks.meet(&nodes[i]), NodeMarks::kVisited);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace brigade
