@@ -12,31 +12,34 @@ using torch::autograd::variable_list;
 
 class ReadyHook final : public torch::autograd::FunctionPostHook {
  public:
-  ReadyHook(GradientListener& listener, size_t parameter)
-      : listener_(listener), parameter_(parameter) {}
+  ReadyHook(GradientListener& listener, VariableIndex variable)
+      : listener_(listener), variable_(variable) {}
 
   variable_list operator()(const variable_list& outputs,
                            const variable_list& /*inputs*/) override {
-    listener_.on_gradient_ready(parameter_);
+    listener_.on_gradient_ready(variable_);
     return outputs;  // empty: an accumulator has no successors
   }
 
  private:
   GradientListener& listener_;
-  const size_t parameter_;
+  const VariableIndex variable_;
 };
 
 }  // namespace
 
-GradientHooks::GradientHooks(std::span<const at::Tensor> parameters,
+GradientHooks::GradientHooks(std::span<const std::vector<at::Tensor>> replicas,
                              GradientListener& listener) {
-  registrations_.reserve(parameters.size());
-  for (size_t i = 0; i < parameters.size(); ++i) {
-    std::shared_ptr<Node> accumulator =
-        torch::autograd::impl::grad_accumulator(parameters[i]);
-    const uintptr_t key =
-        accumulator->add_post_hook(std::make_unique<ReadyHook>(listener, i));
-    registrations_.push_back({std::move(accumulator), key});
+  for (size_t r = 0; r < replicas.size(); ++r) {
+    registrations_.reserve(replicas.size() * replicas[r].size());
+    for (size_t i = 0; i < replicas[r].size(); ++i) {
+      std::shared_ptr<Node> accumulator =
+          torch::autograd::impl::grad_accumulator(replicas[r][i]);
+      const uintptr_t key =
+          accumulator->add_post_hook(std::make_unique<ReadyHook>(
+              listener, VariableIndex{.replica = r, .parameter = i}));
+      registrations_.push_back({std::move(accumulator), key});
+    }
   }
 }
 
@@ -46,15 +49,20 @@ GradientHooks::~GradientHooks() {
   }
 }
 
-std::optional<size_t> GradientHooks::first_detached(
-    std::span<const at::Tensor> parameters) const {
-  for (size_t i = 0; i < parameters.size(); ++i) {
-    // Compares without looking at the accumulator, which may be cold.
-    const std::weak_ptr<Node>& current =
-        torch::autograd::impl::get_autograd_meta(parameters[i])
-            ->grad_accumulator_;
-    const std::shared_ptr<Node>& hooked = registrations_[i].accumulator;
-    if (current.owner_before(hooked) || hooked.owner_before(current)) return i;
+std::optional<VariableIndex> GradientHooks::first_detached(
+    std::span<const std::vector<at::Tensor>> replicas) const {
+  auto registration = registrations_.begin();
+  for (size_t r = 0; r < replicas.size(); ++r) {
+    for (size_t i = 0; i < replicas[r].size(); ++i, ++registration) {
+      // Compares without looking at the accumulator, which may be cold.
+      const std::weak_ptr<Node>& current =
+          torch::autograd::impl::get_autograd_meta(replicas[r][i])
+              ->grad_accumulator_;
+      const std::shared_ptr<Node>& hooked = registration->accumulator;
+      if (current.owner_before(hooked) || hooked.owner_before(current)) {
+        return VariableIndex{.replica = r, .parameter = i};
+      }
+    }
   }
   return std::nullopt;
 }

@@ -25,13 +25,15 @@
 #include <span>
 #include <vector>
 
+#include "brigade/planning/variable_index.h"
+
 namespace brigade {
 
 class GradientListener {
  public:
-  // `parameter` is the index in the list given to GradientHooks. What this
-  // throws comes out of backward().
-  virtual void on_gradient_ready(size_t parameter) = 0;
+  // `variable`: its place in the lists given to GradientHooks. What this throws
+  // comes out of backward().
+  virtual void on_gradient_ready(VariableIndex variable) = 0;
 
  protected:
   ~GradientListener() = default;
@@ -39,20 +41,22 @@ class GradientListener {
 
 class GradientHooks {
  public:
+  // `replicas[r]` holds the parameters of local replica r, equally many each.
+  //
   // REQUIRES: every parameter is a leaf that requires a gradient; `listener`
   // outlives this object.
-  GradientHooks(std::span<const at::Tensor> parameters,
+  GradientHooks(std::span<const std::vector<at::Tensor>> replicas,
                 GradientListener& listener);
   ~GradientHooks();
 
-  // The first parameter that has lost its hook, which happens when it is moved
+  // The first variable that has lost its hook, which happens when it is moved
   // to another device or dtype; nullopt while all have theirs.
   //
-  // REQUIRES: `parameters` as given to the constructor.
-  std::optional<size_t> first_detached(
-      std::span<const at::Tensor> parameters) const;
+  // REQUIRES: `replicas` as given to the constructor.
+  std::optional<VariableIndex> first_detached(
+      std::span<const std::vector<at::Tensor>> replicas) const;
 
-  // By parameter; alive as long as this object.
+  // Replica by replica, by parameter; alive as long as this object.
   std::vector<torch::autograd::Node*> accumulators() const;
 
   GradientHooks(const GradientHooks&) = delete;
@@ -63,7 +67,7 @@ class GradientHooks {
     std::shared_ptr<torch::autograd::Node> accumulator;
     uintptr_t key;
   };
-  std::vector<Registration> registrations_;  // by parameter
+  std::vector<Registration> registrations_;  // as accumulators()
 };
 
 }  // namespace brigade

@@ -2,19 +2,19 @@
 
 namespace brigade {
 
-LaunchOrder::LaunchOrder(const BucketPlan& plan)
-    : plan_(&plan), ready_(plan.num_parameters(), false) {
+LaunchOrder::LaunchOrder(const BucketPlan& plan, size_t num_replicas)
+    : plan_(&plan), ready_(num_replicas * plan.num_parameters(), false) {
   pending_.reserve(plan.num_buckets());
   for (const std::vector<size_t>& bucket : plan.buckets()) {
-    pending_.push_back(bucket.size());
+    pending_.push_back(num_replicas * bucket.size());
   }
   ready_order_.reserve(plan.num_parameters());
 }
 
-bool LaunchOrder::mark_ready(size_t parameter) {
-  ready_[parameter] = true;
-  ready_order_.push_back(parameter);
-  return --pending_[plan_->locate(parameter).bucket] == 0;
+bool LaunchOrder::mark_ready(VariableIndex variable) {
+  ready_[place(variable)] = true;
+  if (variable.replica == 0) ready_order_.push_back(variable.parameter);
+  return --pending_[plan_->locate(variable.parameter).bucket] == 0;
 }
 
 std::optional<size_t> LaunchOrder::take_next() {
@@ -24,8 +24,13 @@ std::optional<size_t> LaunchOrder::take_next() {
 
 std::vector<size_t> LaunchOrder::missing() const {
   std::vector<size_t> parameters;
-  for (size_t i = 0; i < ready_.size(); ++i) {
-    if (!ready_[i]) parameters.push_back(i);
+  const size_t num_parameters = plan_->num_parameters();
+  for (size_t i = 0; i < num_parameters; ++i) {
+    bool everywhere = true;
+    for (size_t p = i; p < ready_.size(); p += num_parameters) {
+      everywhere = everywhere && ready_[p];
+    }
+    if (!everywhere) parameters.push_back(i);
   }
   return parameters;
 }

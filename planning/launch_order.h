@@ -3,14 +3,16 @@
 // Every rank must launch the same collectives in the same order, although
 // gradients become ready in an order of their own on each rank. So a bucket is
 // launched when all its gradients are ready *and* all buckets before it have
-// been launched. This class keeps that account for one iteration; it launches
-// nothing itself.
+// been launched. With local replicas, a bucket waits for the gradients of all
+// of them. This class keeps that account for one iteration; it launches nothing
+// itself.
 //
 // Example:
 //
 //   LaunchOrder order(plan);
-//   if (order.mark_ready(parameter)) pack(plan.locate(parameter).bucket);
-//   while (std::optional<size_t> bucket = order.take_next()) launch(*bucket);
+//   if (order.mark_ready(variable))
+//   pack(plan.locate(variable.parameter).bucket); while (std::optional<size_t>
+//   bucket = order.take_next()) launch(*bucket);
 //
 // Thread safety: none; the owner serialises calls.
 
@@ -22,19 +24,22 @@
 #include <vector>
 
 #include "brigade/planning/bucket_plan.h"
+#include "brigade/planning/variable_index.h"
 
 namespace brigade {
 
 class LaunchOrder {
  public:
   // `plan` must outlive this object.
-  explicit LaunchOrder(const BucketPlan& plan);
+  explicit LaunchOrder(const BucketPlan& plan, size_t num_replicas = 1);
 
-  bool is_ready(size_t parameter) const { return ready_[parameter]; }
+  bool is_ready(VariableIndex variable) const {
+    return ready_[place(variable)];
+  }
 
   // Returns true if this gradient was the last that its bucket waited for.
-  // REQUIRES: !is_ready(parameter).
-  bool mark_ready(size_t parameter);
+  // REQUIRES: !is_ready(variable).
+  bool mark_ready(VariableIndex variable);
 
   // The next bucket in plan order, if it is full; each bucket is given once.
   std::optional<size_t> take_next();
@@ -42,15 +47,19 @@ class LaunchOrder {
   size_t num_launched() const { return next_bucket_; }
   bool all_launched() const { return next_bucket_ == pending_.size(); }
 
-  // Parameters in the order in which they became ready.
+  // Parameters in the order in which they became ready on replica 0.
   const std::vector<size_t>& ready_order() const { return ready_order_; }
 
-  // Parameters that are not ready, by index.
+  // Parameters that are not ready on some replica, ascending.
   std::vector<size_t> missing() const;
 
  private:
+  size_t place(VariableIndex variable) const {
+    return variable.replica * plan_->num_parameters() + variable.parameter;
+  }
+
   const BucketPlan* plan_;
-  std::vector<char> ready_;      // by parameter; not vector<bool>: hot path
+  std::vector<char> ready_;      // by place(); not vector<bool>: hot path
   std::vector<size_t> pending_;  // by bucket: gradients it still waits for
   std::vector<size_t> ready_order_;
   size_t next_bucket_ = 0;

@@ -1,7 +1,9 @@
 #include "brigade/reducer/bucket.h"
 
+#include <c10/core/DeviceGuard.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <utility>
 #include <vector>
 
@@ -17,6 +19,15 @@ std::vector<at::Tensor> select(const ParameterTable& table,
   tensors.reserve(indices.size());
   for (size_t i : indices) tensors.push_back(table[i]);
   return tensors;
+}
+
+std::vector<c10::Device> devices_of(const ParameterTable& table,
+                                    size_t parameter) {
+  std::vector<c10::Device> devices;
+  for (const std::vector<at::Tensor>& replica : table.replicas()) {
+    devices.push_back(replica[parameter].device());
+  }
+  return devices;
 }
 
 int64_t total_numel(std::span<const at::Tensor> tensors) {
@@ -39,61 +50,89 @@ Bucket::Bucket(const ParameterTable& table, const BucketPlan& plan,
                bool gradients_as_views)
     : hook_(hook),
       parameters_(select(table, plan.buckets()[index])),
+      devices_(devices_of(table, plan.buckets()[index].front())),
       sparse_(table.is_sparse(plan.buckets()[index].front())),
       numel_(sparse_ ? 0 : total_numel(parameters_)) {
   const std::vector<size_t>& members = plan.buckets()[index];
   const WireFormat format =
       wire_format_of(hook, parameters_.front().scalar_type());
-  scale_ = format.scale;
+  scale_ = format.scale / static_cast<double>(devices_.size());
   std::vector<size_t> offsets;
   std::vector<size_t> lengths;
   std::vector<c10::IntArrayRef> sizes;
-  if (sparse_) {
-    replica_ = std::make_unique<SparseReplica>(table, members.front());
-  } else {
-    auto dense = std::make_unique<DenseReplica>(table, members, format.dtype,
-                                                gradients_as_views);
-    for (const SlotRange& range : dense->ranges()) {
-      offsets.push_back(range.offset_numel);
-      lengths.push_back(range.numel);
+  for (size_t replica = 0; replica < devices_.size(); ++replica) {
+    if (sparse_) {
+      replicas_.push_back(std::make_unique<SparseReplica>(
+          table,
+          VariableIndex{.replica = replica, .parameter = members.front()}));
+      continue;
     }
-    for (const at::Tensor& parameter : parameters_) {
-      sizes.push_back(parameter.sizes());
+    auto dense = std::make_unique<DenseReplica>(
+        table, replica, members, format.dtype, gradients_as_views);
+    if (replica == 0) {
+      for (const SlotRange& range : dense->ranges()) {
+        offsets.push_back(range.offset_numel);
+        lengths.push_back(range.numel);
+      }
+      for (const at::Tensor& parameter : parameters_) {
+        sizes.push_back(parameter.sizes());
+      }
     }
-    replica_ = std::move(dense);
+    replicas_.push_back(std::move(dense));
   }
-  grad_bucket_.emplace(index, plan.num_buckets(), replica_->buffer(),
+  grad_bucket_.emplace(index, plan.num_buckets(), replicas_.front()->buffer(),
                        std::move(offsets), std::move(lengths), std::move(sizes),
                        parameters_, std::nullopt);
 }
 
-int64_t Bucket::pack(StreamJoin& streams,
+int64_t Bucket::pack(size_t replica, StreamJoin& streams,
                      std::span<const size_t> unused_slots) {
+  const c10::DeviceGuard on_device(device(replica));
   if (streams.join()) {
     // The gradients are freed on the streams that made them while this one may
     // still read them.
-    const c10::Stream packing = current_stream(device());
-    for (const at::Tensor& parameter : parameters_) {
-      if (parameter.grad().defined()) parameter.grad().record_stream(packing);
-    }
+    replicas_[replica]->record_stream(current_stream(device(replica)));
   }
-  const int64_t bytes_copied = replica_->pack(scale_, unused_slots);
-  if (!device().is_cpu()) {
+  const int64_t bytes_copied = replicas_[replica]->pack(scale_, unused_slots);
+  if (replica == 0 && !device().is_cpu()) {
     if (!packed_) packed_.emplace(device().type());
     packed_->record(current_stream(device()));
   }
   return bytes_copied;
 }
 
+void Bucket::sum_replicas() {
+  if (replicas_.size() == 1) return;
+  const c10::DeviceGuard on_device(device());
+  for (size_t replica = 1; replica < replicas_.size(); ++replica) {
+    replicas_.front()->add(replicas_[replica]->buffer());
+  }
+  if (packed_) packed_->record(current_stream(device()));
+}
+
+bool Bucket::owns_memory_of(const at::Tensor& gradient) const {
+  if (sparse_) return false;
+  return std::any_of(replicas_.begin(), replicas_.end(),
+                     [&](const std::unique_ptr<BucketReplica>& replica) {
+                       return gradient.is_alias_of(replica->views());
+                     });
+}
+
+void Bucket::adopt_gradients() {
+  for (const std::unique_ptr<BucketReplica>& replica : replicas_) {
+    replica->adopt_gradients();
+  }
+}
+
 c10::intrusive_ptr<c10::ivalue::Future> Bucket::launch() {
   // Pairs with the record in pack(): another stream may have packed this
   // bucket, long before the buckets ahead of it were full.
   if (packed_) packed_->block(current_stream(device()));
-  return launch(replica_->buffer());
+  return launch(replicas_.front()->buffer());
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> Bucket::launch_zeros() {
-  return launch(replica_->zeros());
+  return launch(replicas_.front()->zeros());
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> Bucket::launch(
@@ -109,7 +148,14 @@ c10::intrusive_ptr<c10::ivalue::Future> Bucket::launch(
 
 int64_t Bucket::deliver(const c10::IValue& value,
                         std::span<const size_t> untouched_slots) {
-  return replica_->deliver(hook_.parseHookResult(value), untouched_slots);
+  const at::Tensor result = hook_.parseHookResult(value);
+  int64_t bytes_copied = replicas_.front()->deliver(result, untouched_slots);
+  for (size_t replica = 1; replica < replicas_.size(); ++replica) {
+    const c10::DeviceGuard on_device(device(replica));
+    bytes_copied += replicas_[replica]->deliver(
+        result.to(device(replica), /*non_blocking=*/true), untouched_slots);
+  }
+  return bytes_copied;
 }
 
 }  // namespace brigade

@@ -1,5 +1,8 @@
 // One bucket of the plan: its storage, and what a comm hook gets to see of it.
 //
+// Each local replica has storage of its own. Their buffers are added up in
+// replica 0's, one collective runs on that, and the result goes to all.
+//
 // A bucket knows how to pack, launch and deliver itself; when it does so is
 // decided by the reducer.
 //
@@ -16,6 +19,7 @@
 #include <optional>
 #include <span>
 #include <torch/csrc/distributed/c10d/comm.hpp>
+#include <vector>
 
 #include "brigade/comm_hooks/wire_format.h"
 #include "brigade/planning/bucket_plan.h"
@@ -32,9 +36,14 @@ class Bucket {
   Bucket(const ParameterTable& table, const BucketPlan& plan, size_t index,
          c10d::CommHookInterface& hook, bool gradients_as_views);
 
-  // Packs the gradients that `streams` produced. Returns the bytes of gradients
-  // copied. Unused slots and errors: see BucketReplica::pack.
-  int64_t pack(StreamJoin& streams, std::span<const size_t> unused_slots);
+  // Packs the gradients of one local replica, which `streams` produced. Returns
+  // the bytes of gradients copied. Unused slots and errors: see
+  // BucketReplica::pack.
+  int64_t pack(size_t replica, StreamJoin& streams,
+               std::span<const size_t> unused_slots);
+
+  // Adds up what all replicas have packed. REQUIRES: they have.
+  void sum_replicas();
 
   // Calls the comm hook on the packed buffer. Errors: RuntimeError if the hook
   // returns no future; what the hook throws.
@@ -45,9 +54,9 @@ class Bucket {
   // launch().
   c10::intrusive_ptr<c10::ivalue::Future> launch_zeros();
 
-  // Hands out the value of a completed future. Returns the bytes copied.
-  // Untouched slots: see BucketReplica::deliver. Errors: TypeError,
-  // RuntimeError if the value does not fit.
+  // Hands out the value of a completed future to all replicas. Returns the
+  // bytes copied. Untouched slots: see BucketReplica::deliver. Errors:
+  // TypeError, RuntimeError if the value does not fit.
   int64_t deliver(const c10::IValue& value,
                   std::span<const size_t> untouched_slots);
 
@@ -55,31 +64,32 @@ class Bucket {
   int64_t numel() const { return numel_; }
   bool is_empty() const { return !sparse_ && numel_ == 0; }
 
-  c10::Device device() const { return parameters_.front().device(); }
+  // Of replica 0, where buckets travel, or of another one.
+  c10::Device device(size_t replica = 0) const { return devices_[replica]; }
 
   // True if `gradient` lies in this bucket's memory.
-  bool owns_memory_of(const at::Tensor& gradient) const {
-    return !sparse_ && gradient.is_alias_of(replica_->views());
-  }
+  bool owns_memory_of(const at::Tensor& gradient) const;
 
-  bool is_view_in(size_t slot, const at::Tensor& gradient) const {
-    return replica_->is_view_in(slot, gradient);
+  bool is_view_in(size_t replica, size_t slot,
+                  const at::Tensor& gradient) const {
+    return replicas_[replica]->is_view_in(slot, gradient);
   }
 
   // Moves existing gradients into this bucket, if its views are gradients.
-  void adopt_gradients() { replica_->adopt_gradients(); }
+  void adopt_gradients();
 
  private:
   c10::intrusive_ptr<c10::ivalue::Future> launch(const at::Tensor& buffer);
 
   c10d::CommHookInterface& hook_;
-  const std::vector<at::Tensor> parameters_;
+  const std::vector<at::Tensor> parameters_;  // of replica 0
+  const std::vector<c10::Device> devices_;    // by replica
   const bool sparse_;
   const int64_t numel_;
-  double scale_ = 1.0;  // folded into pack()
-  std::unique_ptr<BucketReplica> replica_;
-  std::optional<c10d::GradBucket> grad_bucket_;  // what the hook sees
-  std::optional<c10::Event> packed_;             // null on the CPU
+  double scale_ = 1.0;                                    // folded into pack()
+  std::vector<std::unique_ptr<BucketReplica>> replicas_;  // never empty
+  std::optional<c10d::GradBucket> grad_bucket_;           // what the hook sees
+  std::optional<c10::Event> packed_;                      // null on the CPU
 };
 
 }  // namespace brigade

@@ -10,6 +10,7 @@
 #define BRIGADE_REDUCER_BUCKET_REPLICA_H_
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Stream.h>
 
 #include <cstddef>
 #include <cstdint>
@@ -29,14 +30,20 @@ class BucketReplica {
   // Errors: RuntimeError naming the parameter whose gradient does not fit.
   virtual int64_t pack(double scale, std::span<const size_t> unused_slots) = 0;
 
+  // The gradients are read on `stream`, which is not where they were made.
+  virtual void record_stream(c10::Stream stream) const = 0;
+
+  // Adds the buffer of another local replica to this one's, wherever it lies.
+  virtual void add(const at::Tensor& buffer) = 0;
+
   // What travels. Dense: 1D, [numel], wire dtype, the same tensor in every
   // iteration.
   virtual const at::Tensor& buffer() const = 0;
 
   // Hands the reduced buffer out as gradients. `result` may be buffer() itself
-  // or another tensor. The gradients of `untouched_slots`, some of those that
-  // pack() was told are unused, stay as they were before it. Returns the bytes
-  // copied.
+  // or another tensor on the same device. The gradients of `untouched_slots`,
+  // some of those that pack() was told are unused, stay as they were before it.
+  // Returns the bytes copied.
   //
   // Errors: RuntimeError if `result` does not have the bucket's numel or
   // device.

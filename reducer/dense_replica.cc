@@ -86,10 +86,11 @@ at::Tensor as_dtype_of(const at::Tensor& flat, const at::Tensor& result) {
 
 }  // namespace
 
-DenseReplica::DenseReplica(const ParameterTable& table,
+DenseReplica::DenseReplica(const ParameterTable& table, size_t replica,
                            std::span<const size_t> parameters,
                            at::ScalarType wire_dtype, bool gradients_as_views)
     : table_(table),
+      replica_(replica),
       parameters_(parameters.begin(), parameters.end()),
       gradients_as_views_(gradients_as_views),
       gradients_(parameters.size()),
@@ -278,6 +279,18 @@ void DenseReplica::adopt_gradients() {
   }
 }
 
+void DenseReplica::record_stream(c10::Stream stream) const {
+  for (size_t slot = 0; slot < parameters_.size(); ++slot) {
+    const at::Tensor& gradient = parameter(slot).grad();
+    if (gradient.defined()) gradient.record_stream(stream);
+  }
+}
+
+void DenseReplica::add(const at::Tensor& buffer) {
+  const at::NoGradGuard no_grad;
+  wire_.add_(buffer.to(wire_.device(), /*non_blocking=*/true));
+}
+
 at::Tensor DenseReplica::zeros() const { return at::zeros_like(wire_); }
 
 at::Tensor DenseReplica::view_out(size_t slot, const at::Tensor& result) const {
@@ -287,7 +300,7 @@ at::Tensor DenseReplica::view_out(size_t slot, const at::Tensor& result) const {
 }
 
 const at::Tensor& DenseReplica::parameter(size_t slot) const {
-  return table_[parameters_[slot]];
+  return table_.replicas()[replica_][parameters_[slot]];
 }
 
 }  // namespace brigade

@@ -26,11 +26,14 @@ class DenseReplica final : public BucketReplica {
  public:
   // REQUIRES: `parameters` index into `table`, are of one dtype and device, and
   // `table` outlives this object.
-  DenseReplica(const ParameterTable& table, std::span<const size_t> parameters,
-               at::ScalarType wire_dtype, bool gradients_as_views);
+  DenseReplica(const ParameterTable& table, size_t replica,
+               std::span<const size_t> parameters, at::ScalarType wire_dtype,
+               bool gradients_as_views);
 
   int64_t pack(double scale, std::span<const size_t> unused_slots) override;
   const at::Tensor& buffer() const override { return wire_; }
+  void record_stream(c10::Stream stream) const override;
+  void add(const at::Tensor& buffer) override;
   int64_t deliver(const at::Tensor& result,
                   std::span<const size_t> untouched_slots) override;
   void adopt_gradients() override;
@@ -56,6 +59,7 @@ class DenseReplica final : public BucketReplica {
 
   // Constant after construction.
   const ParameterTable& table_;
+  const size_t replica_;
   const std::vector<size_t> parameters_;  // by slot
   const bool gradients_as_views_;
   std::vector<SlotRange> ranges_;  // by slot

@@ -4,22 +4,22 @@
 
 namespace brigade {
 
-FiringCounts::FiringCounts(size_t num_parameters)
-    : counts_(num_parameters), last_fired_(num_parameters) {}
+FiringCounts::FiringCounts(size_t num_variables)
+    : counts_(num_variables), last_fired_(num_variables) {}
 
 void FiringCounts::forget() { *this = FiringCounts(counts_.size()); }
 
 void FiringCounts::restart() { std::fill(counts_.begin(), counts_.end(), 0); }
 
-FiringCounts::Firing FiringCounts::count(size_t parameter) {
-  ++counts_[parameter];
+FiringCounts::Firing FiringCounts::count(size_t variable) {
+  ++counts_[variable];
   if (learning_) {
-    last_fired_[parameter] = ++num_fired_;
+    last_fired_[variable] = ++num_fired_;
     return Firing::kNotLast;
   }
-  if (counts_[parameter] > expected_[parameter]) return Firing::kUnexpected;
-  return counts_[parameter] == expected_[parameter] ? Firing::kLast
-                                                    : Firing::kNotLast;
+  if (counts_[variable] > expected_[variable]) return Firing::kUnexpected;
+  return counts_[variable] == expected_[variable] ? Firing::kLast
+                                                  : Firing::kNotLast;
 }
 
 std::vector<size_t> FiringCounts::settle() {

@@ -5,6 +5,8 @@
 // gets its gradient in several parts. The first iteration counts them; in later
 // ones a gradient is ready when its last part has come.
 //
+// Variables go by their number, replica by replica.
+//
 // Thread safety: none; the reducer's lock covers it.
 
 #ifndef BRIGADE_REDUCER_FIRING_COUNTS_H_
@@ -18,7 +20,7 @@ namespace brigade {
 
 class FiringCounts {
  public:
-  explicit FiringCounts(size_t num_parameters);
+  explicit FiringCounts(size_t num_variables);
 
   // True until settle(): nothing is known of the graph.
   bool is_learning() const { return learning_; }
@@ -31,26 +33,26 @@ class FiringCounts {
     kLast,        // the gradient is complete
     kUnexpected,  // more parts than in the first iteration
   };
-  Firing count(size_t parameter);
+  Firing count(size_t variable);
 
   // The first iteration is over: its counts hold from now on. Returns the
-  // parameters that fired, in the order of their last firings.
+  // variables that fired, in the order of their last firings.
   std::vector<size_t> settle();
 
   // The first iteration is to be repeated: an error ended it.
   void forget();
 
   // In the first iteration. REQUIRES: !is_learning().
-  uint32_t expected(size_t parameter) const { return expected_[parameter]; }
+  uint32_t expected(size_t variable) const { return expected_[variable]; }
 
-  // Parameters that never fire, ascending. REQUIRES: !is_learning().
+  // Variables that never fire, ascending. REQUIRES: !is_learning().
   const std::vector<size_t>& silent() const { return silent_; }
 
  private:
   bool learning_ = true;
-  std::vector<uint32_t> counts_;      // by parameter, in this iteration
-  std::vector<uint32_t> expected_;    // by parameter
-  std::vector<uint64_t> last_fired_;  // by parameter: when, while learning
+  std::vector<uint32_t> counts_;      // by variable, in this iteration
+  std::vector<uint32_t> expected_;    // by variable
+  std::vector<uint64_t> last_fired_;  // by variable: when, while learning
   uint64_t num_fired_ = 0;
   std::vector<size_t> silent_;
 };

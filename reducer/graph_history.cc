@@ -17,14 +17,14 @@ GraphHistory::GraphHistory(const ReducerOptions& options,
                            const GradientHooks& hooks)
     : ready_order(may_rebuild(options)) {
   if (options.static_graph) {
-    firing_counts.emplace(table.size());
+    firing_counts.emplace(table.num_variables());
   } else if (options.find_unused_parameters) {
     unused_search.emplace(hooks.accumulators(),
                           options.skip_all_reduce_unused_parameters);
   } else {
     return;
   }
-  used_map.emplace(table.size(), table[0].device());
+  used_map.emplace(table.num_replicas(), table.size(), table[0].device());
 }
 
 }  // namespace brigade

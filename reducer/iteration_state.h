@@ -41,9 +41,9 @@ struct Launch {
 };
 
 struct IterationState {
-  IterationState(int64_t iteration, const BucketPlan& plan)
-      : iteration(iteration), order(plan) {
-    streams.reserve(plan.num_buckets());
+  IterationState(int64_t iteration, const BucketPlan& plan, size_t num_replicas)
+      : iteration(iteration), order(plan, num_replicas) {
+    streams.reserve(plan.num_buckets() * num_replicas);
     launches.reserve(plan.num_buckets());
   }
 
@@ -51,15 +51,16 @@ struct IterationState {
   Phase phase = Phase::kPrepared;
   const at::ThreadLocalState preparer;  // of the thread that prepared
   LaunchOrder order;
-  std::vector<StreamJoin> streams;  // by bucket: who produced its gradients
-  std::vector<Launch> launches;     // in plan order; hooks that threw are not
+  // By bucket, and by replica in it: who produced the gradients.
+  std::vector<StreamJoin> streams;
+  std::vector<Launch> launches;  // in plan order; hooks that threw are not
 
   // The backward whose end is being watched, by its id. Reentrant backwards
   // inside of it are not watched.
   std::optional<int> watched_backward;
 
   UnusedPrediction prediction;  // of parameters that backward will not reach
-  std::vector<bool> unused;     // by parameter; empty: none is known to be
+  std::vector<bool> unused;     // by variable; empty: none is known to be
   bool sums_used_map = false;   // over the ranks, in this iteration
   bool used_map_sent = false;
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <map>
+#include <string>
 #include <unordered_map>
 #include <utility>
 
@@ -44,15 +45,27 @@ absl::Status check_parameter(const at::Tensor& tensor,
   return absl::OkStatus();
 }
 
+absl::Status check_alike(const at::Tensor& first, const at::Tensor& tensor,
+                         const std::string& name) {
+  if (tensor.sizes() == first.sizes() && tensor.strides() == first.strides() &&
+      tensor.scalar_type() == first.scalar_type()) {
+    return absl::OkStatus();
+  }
+  return absl::InvalidArgumentError(absl::StrCat(
+      "parameter ", name, " must be like that of replica 0, ",
+      describe_tensor("", first), "; it is ", describe_tensor("", tensor)));
+}
+
 }  // namespace
 
 absl::StatusOr<ParameterTable> ParameterTable::create(
-    std::vector<at::Tensor> parameters, std::vector<std::string> names,
-    std::vector<bool> expect_sparse) {
-  if (parameters.empty()) {
+    std::vector<std::vector<at::Tensor>> replicas,
+    std::vector<std::string> names, std::vector<bool> expect_sparse) {
+  if (replicas.empty() || replicas.front().empty()) {
     return absl::InvalidArgumentError(
         "a reducer needs at least 1 parameter that requires a gradient, got 0");
   }
+  const std::vector<at::Tensor>& parameters = replicas.front();
   if (!names.empty() && names.size() != parameters.size()) {
     return absl::InvalidArgumentError(
         absl::StrCat("parameter_names must have one entry for each of ",
@@ -63,35 +76,58 @@ absl::StatusOr<ParameterTable> ParameterTable::create(
         "expect_sparse_gradients must have one entry for each of ",
         parameters.size(), " parameters, got ", expect_sparse.size()));
   }
-  std::unordered_map<const c10::TensorImpl*, size_t> first_index;
-  for (size_t i = 0; i < parameters.size(); ++i) {
-    const std::string name = quoted_name(names, i);
-    if (absl::Status status = check_parameter(parameters[i], name);
-        !status.ok()) {
-      return status;
+  const auto name_in = [&](size_t replica, size_t i) {
+    std::string name = quoted_name(names, i);
+    if (replicas.size() > 1) absl::StrAppend(&name, " of replica ", replica);
+    return name;
+  };
+  std::unordered_map<const c10::TensorImpl*, VariableIndex> seen;
+  for (size_t r = 0; r < replicas.size(); ++r) {
+    if (replicas[r].size() != parameters.size()) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          "replica ", r, " must have the ", parameters.size(),
+          " parameters of replica 0, it has ", replicas[r].size()));
     }
-    auto [it, is_new] =
-        first_index.emplace(parameters[i].unsafeGetTensorImpl(), i);
-    if (!is_new) {
-      return absl::InvalidArgumentError(
-          absl::StrCat("parameter ", name, " is the same tensor as parameter ",
-                       quoted_name(names, it->second), "; list it once"));
+    for (size_t i = 0; i < parameters.size(); ++i) {
+      const std::string name = name_in(r, i);
+      if (absl::Status status = check_parameter(replicas[r][i], name);
+          !status.ok()) {
+        return status;
+      }
+      if (absl::Status status =
+              check_alike(parameters[i], replicas[r][i], name);
+          !status.ok()) {
+        return status;
+      }
+      const auto [it, is_new] =
+          seen.emplace(replicas[r][i].unsafeGetTensorImpl(),
+                       VariableIndex{.replica = r, .parameter = i});
+      if (!is_new) {
+        return absl::InvalidArgumentError(absl::StrCat(
+            "parameter ", name, " is the same tensor as parameter ",
+            name_in(it->second.replica, it->second.parameter),
+            "; list it once"));
+      }
     }
   }
-  return ParameterTable(std::move(parameters), std::move(names),
+  return ParameterTable(std::move(replicas), std::move(names),
                         std::move(expect_sparse));
 }
 
-ParameterTable::ParameterTable(std::vector<at::Tensor> tensors,
+ParameterTable::ParameterTable(std::vector<std::vector<at::Tensor>> replicas,
                                std::vector<std::string> names,
                                std::vector<bool> expect_sparse)
-    : tensors_(std::move(tensors)), names_(std::move(names)) {
+    : replicas_(std::move(replicas)), names_(std::move(names)) {
   std::map<std::pair<at::ScalarType, std::string>, int> kinds;
-  specs_.reserve(tensors_.size());
-  for (size_t i = 0; i < tensors_.size(); ++i) {
-    const at::Tensor& tensor = tensors_[i];
+  specs_.reserve(size());
+  for (size_t i = 0; i < size(); ++i) {
+    const at::Tensor& tensor = tensors()[i];
+    std::string devices;
+    for (const std::vector<at::Tensor>& replica : replicas_) {
+      absl::StrAppend(&devices, replica[i].device().str(), " ");
+    }
     const auto [it, is_new] =
-        kinds.try_emplace({tensor.scalar_type(), tensor.device().str()},
+        kinds.try_emplace({tensor.scalar_type(), std::move(devices)},
                           static_cast<int>(kinds.size()));
     specs_.push_back({.size_bytes = tensor.numel() * tensor.element_size(),
                       .kind = it->second,
@@ -119,10 +155,10 @@ std::string ParameterTable::name_of(std::span<const size_t> parameters) const {
 
 std::vector<std::string> ParameterTable::describe_all() const {
   std::vector<std::string> descriptions;
-  descriptions.reserve(tensors_.size());
-  for (size_t i = 0; i < tensors_.size(); ++i) {
+  descriptions.reserve(size());
+  for (size_t i = 0; i < size(); ++i) {
     descriptions.push_back(absl::StrCat(
-        describe_tensor(names_.empty() ? "" : names_[i], tensors_[i]),
+        describe_tensor(names_.empty() ? "" : names_[i], tensors()[i]),
         ", kind ", specs_[i].kind,
         specs_[i].sparse ? ", sparse gradient" : ""));
   }

@@ -1,5 +1,8 @@
 // The parameters of a reducer: checked once, never changed.
 //
+// Local replicas hold the same parameters in other tensors; a variable is one
+// such tensor. Variables are numbered replica by replica.
+//
 // Thread safety: immutable after create(); any thread may read.
 
 #ifndef BRIGADE_REDUCER_PARAMETER_TABLE_H_
@@ -14,6 +17,7 @@
 
 #include "absl/status/statusor.h"
 #include "brigade/planning/plan_by_size.h"
+#include "brigade/planning/variable_index.h"
 
 namespace brigade {
 
@@ -21,20 +25,41 @@ class ParameterTable {
  public:
   // Empty `names` and `expect_sparse` stand for no names and all dense.
   //
+  // `replicas[r]` lists the parameters of local replica r.
+  //
   // Errors (InvalidArgument, naming the parameter):
   //   no parameters; one that is undefined, without requires_grad, not a leaf,
-  //   sparse itself, or listed twice; names or sparse flags of another length.
+  //   sparse itself, or listed twice; names or sparse flags of another length;
+  //   replicas that differ in number, shape, strides or dtype.
   static absl::StatusOr<ParameterTable> create(
-      std::vector<at::Tensor> parameters, std::vector<std::string> names,
-      std::vector<bool> expect_sparse);
+      std::vector<std::vector<at::Tensor>> replicas,
+      std::vector<std::string> names, std::vector<bool> expect_sparse);
 
-  const std::vector<at::Tensor>& tensors() const { return tensors_; }
-  const at::Tensor& operator[](size_t i) const { return tensors_[i]; }
-  size_t size() const { return tensors_.size(); }
+  const std::vector<std::vector<at::Tensor>>& replicas() const {
+    return replicas_;
+  }
+  size_t num_replicas() const { return replicas_.size(); }
+
+  // Replica 0 stands for all where they are equal.
+  const std::vector<at::Tensor>& tensors() const { return replicas_.front(); }
+  const at::Tensor& operator[](size_t i) const { return tensors()[i]; }
+  const at::Tensor& operator[](VariableIndex variable) const {
+    return replicas_[variable.replica][variable.parameter];
+  }
+  size_t size() const { return tensors().size(); }
+
+  size_t num_variables() const { return num_replicas() * size(); }
+  size_t number_of(VariableIndex variable) const {
+    return variable.replica * size() + variable.parameter;
+  }
+  VariableIndex variable(size_t number) const {
+    return {.replica = number / size(), .parameter = number % size()};
+  }
+
   bool is_sparse(size_t i) const { return specs_[i].sparse; }
 
-  // What the planner sees. Kinds number the (dtype, device) pairs in order of
-  // first appearance.
+  // What the planner sees. Kinds number the (dtype, devices of the replicas)
+  // pairs in order of first appearance.
   std::span<const ParameterSpec> specs() const { return specs_; }
 
   // "parameter 3 ('head.bias')", or "parameter 3" if it has no name.
@@ -48,11 +73,11 @@ class ParameterTable {
   std::vector<std::string> describe_all() const;
 
  private:
-  ParameterTable(std::vector<at::Tensor> tensors,
+  ParameterTable(std::vector<std::vector<at::Tensor>> replicas,
                  std::vector<std::string> names,
                  std::vector<bool> expect_sparse);
 
-  std::vector<at::Tensor> tensors_;
+  std::vector<std::vector<at::Tensor>> replicas_;
   std::vector<std::string> names_;  // empty or one per parameter
   std::vector<ParameterSpec> specs_;
 };

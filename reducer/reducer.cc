@@ -20,7 +20,13 @@ namespace brigade {
 Reducer::Reducer(std::vector<at::Tensor> parameters,
                  c10::intrusive_ptr<c10d::ProcessGroup> group,
                  ReducerOptions options)
-    : Reducer(checked_setup(std::move(parameters), std::move(group),
+    : Reducer(checked_setup({std::move(parameters)}, std::move(group),
+                            std::move(options))) {}
+
+Reducer::Reducer(std::vector<std::vector<at::Tensor>> replicas,
+                 c10::intrusive_ptr<c10d::ProcessGroup> group,
+                 ReducerOptions options)
+    : Reducer(checked_setup(std::move(replicas), std::move(group),
                             std::move(options))) {}
 
 Reducer::Reducer(ReducerSetup setup)
@@ -28,7 +34,7 @@ Reducer::Reducer(ReducerSetup setup)
       options_(std::move(setup.options)),
       table_(std::move(setup.table)),
       hooks_(std::make_shared<GradientHooks>(
-          table_.tensors(), static_cast<GradientListener&>(*this))),
+          table_.replicas(), static_cast<GradientListener&>(*this))),
       bound_(bind(std::move(setup.plan))),
       graph_(options_, table_, *hooks_),
       failure_channel_(group_) {}
@@ -103,9 +109,12 @@ void Reducer::prepare(const std::vector<at::Tensor>& outputs) {
   if (graph_.ready_order.is_pending()) rebuild();
 
   const int64_t iteration = ++statistics_.prepared;
-  iteration_ = std::make_shared<IterationState>(iteration, bound_.plan);
+  iteration_ = std::make_shared<IterationState>(iteration, bound_.plan,
+                                                table_.num_replicas());
   for (const Bucket& bucket : bound_.buckets) {
-    iteration_->streams.emplace_back(bucket.device());
+    for (size_t r = 0; r < table_.num_replicas(); ++r) {
+      iteration_->streams.emplace_back(bucket.device(r));
+    }
   }
   iteration_->prediction = predict_unused(outputs);
   iteration_->sums_used_map = sums_used_map();
@@ -115,26 +124,34 @@ void Reducer::prepare(const std::vector<at::Tensor>& outputs) {
 }
 
 void Reducer::check_parameters() const {
-  if (const auto detached = hooks_->first_detached(table_.tensors())) {
-    TORCH_CHECK(false,
-                "Reducer::prepare_for_backward: ", table_.name_of(*detached),
+  if (const auto detached = hooks_->first_detached(table_.replicas())) {
+    TORCH_CHECK(false, "Reducer::prepare_for_backward: ",
+                table_.name_of(detached->parameter),
                 " was moved or cast after the reducer was made, so that its "
                 "gradient is not seen.\nMove the module first, then make the "
                 "reducer.");
   }
   if (!options_.gradients_as_bucket_views) return;
-  // A gradient that the user put where it is must not lie in the place of
-  // another one, which travels while this one is still accumulated.
-  for (size_t i = 0; i < table_.size(); ++i) {
-    at::Tensor& gradient = table_[i].mutable_grad();
-    if (!gradient.defined()) continue;
-    const auto [bucket, slot] = bound_.plan.locate(i);
-    if (bound_.buckets[bucket].is_view_in(slot, gradient)) continue;
-    for (const Bucket& other : bound_.buckets) {
-      if (!other.owns_memory_of(gradient)) continue;
-      gradient = gradient.clone();
-      break;
+  for (size_t r = 0; r < table_.num_replicas(); ++r) {
+    for (size_t i = 0; i < table_.size(); ++i) {
+      keep_out_of_buckets({.replica = r, .parameter = i});
     }
+  }
+}
+
+// A gradient that the user put where it is must not lie in the place of another
+// one, which travels while this one is still accumulated.
+void Reducer::keep_out_of_buckets(VariableIndex variable) const {
+  at::Tensor& gradient = table_[variable].mutable_grad();
+  if (!gradient.defined()) return;
+  const auto [bucket, slot] = bound_.plan.locate(variable.parameter);
+  if (bound_.buckets[bucket].is_view_in(variable.replica, slot, gradient)) {
+    return;
+  }
+  for (const Bucket& other : bound_.buckets) {
+    if (!other.owns_memory_of(gradient)) continue;
+    gradient = gradient.clone();
+    return;
   }
 }
 
@@ -158,13 +175,15 @@ void Reducer::on_output_reached(int64_t iteration) {
   }
 }
 
-void Reducer::on_gradient_ready(size_t parameter) {
+void Reducer::on_gradient_ready(VariableIndex variable) {
   const std::lock_guard<std::mutex> lock(mutex_);
   const int backward_id = running_backward_id();
-  if (graph_.used_map) graph_.used_map->mark(parameter);
+  if (graph_.used_map) {
+    graph_.used_map->mark(table_.number_of(variable));
+  }
   if (!iteration_) {
     if (const auto finished = finished_.passed_by(backward_id)) {
-      TORCH_CHECK(false, describe_late_gradient(table_, parameter,
+      TORCH_CHECK(false, describe_late_gradient(table_, variable.parameter,
                                                 occasion(*finished)));
     }
     return;  // accumulates locally
@@ -173,7 +192,7 @@ void Reducer::on_gradient_ready(size_t parameter) {
   try {
     watch_backward(backward_id);
     begin_reduction();
-    accept_gradient(parameter);
+    accept_gradient(variable);
   } catch (...) {
     iteration_->phase = Phase::kFailed;
     throw;
@@ -202,8 +221,8 @@ void Reducer::begin_reduction() {
   iteration_->phase = Phase::kReducing;
   const std::vector<size_t>& unused = iteration_->prediction.unused;
   if (skips_unused_buckets()) {
-    std::vector<bool> reached(table_.size(), true);
-    for (const size_t parameter : unused) reached[parameter] = false;
+    std::vector<bool> reached(table_.num_variables(), true);
+    for (const size_t variable : unused) reached[variable] = false;
     for (size_t i = 0; i < reached.size(); ++i) {
       if (reached[i]) graph_.used_map->mark(i);
     }
@@ -214,23 +233,25 @@ void Reducer::begin_reduction() {
   launch_full_buckets();
 }
 
-void Reducer::accept_gradient(size_t parameter) {
+void Reducer::accept_gradient(VariableIndex variable) {
   TORCH_CHECK(
-      !iteration_->order.is_ready(parameter),
-      describe_second_gradient(table_, parameter,
+      !iteration_->order.is_ready(variable),
+      describe_second_gradient(table_, variable.parameter,
                                occasion(iteration_->iteration), options_));
-  iteration_->streams[bound_.plan.locate(parameter).bucket].gradient_produced();
-  if (!completes_gradient(parameter)) return;
-  mark_ready(parameter);
+  const size_t bucket = bound_.plan.locate(variable.parameter).bucket;
+  streams_of(bucket, variable.replica).gradient_produced();
+  if (!completes_gradient(variable)) return;
+  mark_ready(variable);
   launch_full_buckets();
 }
 
 // False if more parts of this gradient are to come.
-bool Reducer::completes_gradient(size_t parameter) {
+bool Reducer::completes_gradient(VariableIndex variable) {
   if (!graph_.firing_counts) return true;
-  const FiringCounts::Firing firing = graph_.firing_counts->count(parameter);
+  const FiringCounts::Firing firing =
+      graph_.firing_counts->count(table_.number_of(variable));
   TORCH_CHECK(firing != FiringCounts::Firing::kUnexpected,
-              describe_changed_graph(table_, parameter,
+              describe_changed_graph(table_, variable.parameter,
                                      occasion(iteration_->iteration)));
   return firing == FiringCounts::Firing::kLast;
 }
@@ -239,8 +260,8 @@ bool Reducer::completes_gradient(size_t parameter) {
 // have come, and which will not come.
 void Reducer::accept_late_gradients() {
   if (graph_.firing_counts && graph_.firing_counts->is_learning()) {
-    for (const size_t parameter : graph_.firing_counts->settle()) {
-      mark_ready(parameter);
+    for (const size_t variable : graph_.firing_counts->settle()) {
+      mark_ready(table_.variable(variable));
     }
     mark_unused(graph_.firing_counts->silent());
   } else if (!iteration_->order.all_launched() &&
@@ -251,46 +272,56 @@ void Reducer::accept_late_gradients() {
   launch_full_buckets();
 }
 
-void Reducer::mark_unused(std::span<const size_t> parameters) {
-  if (parameters.empty()) return;
-  iteration_->unused.resize(table_.size());
-  for (const size_t parameter : parameters) {
+void Reducer::mark_unused(std::span<const size_t> variables) {
+  if (variables.empty()) return;
+  iteration_->unused.resize(table_.num_variables());
+  for (const size_t variable : variables) {
     // It may have got a gradient in an earlier backward, not reduced so far.
-    iteration_->unused[parameter] = !graph_.used_map->is_marked(parameter);
+    iteration_->unused[variable] = !graph_.used_map->is_marked(variable);
   }
-  for (const size_t parameter : parameters) {
-    if (!iteration_->order.is_ready(parameter)) mark_ready(parameter);
+  for (const size_t number : variables) {
+    const VariableIndex variable = table_.variable(number);
+    if (!iteration_->order.is_ready(variable)) mark_ready(variable);
   }
 }
 
-void Reducer::mark_ready(size_t parameter) {
-  if (!iteration_->order.mark_ready(parameter)) return;
-  pack(bound_.plan.locate(parameter).bucket);
+void Reducer::mark_ready(VariableIndex variable) {
+  if (!iteration_->order.mark_ready(variable)) return;
+  pack(bound_.plan.locate(variable.parameter).bucket);
 }
 
 void Reducer::pack(size_t bucket) {
   if (is_skipped(bucket)) return;
   const at::ThreadLocalStateGuard as_preparer(iteration_->preparer);
-  statistics_.bytes_packed += bound_.buckets[bucket].pack(
-      iteration_->streams[bucket], unused_slots(*iteration_, bucket));
+  for (size_t r = 0; r < table_.num_replicas(); ++r) {
+    statistics_.bytes_packed += bound_.buckets[bucket].pack(
+        r, streams_of(bucket, r), unused_slots(*iteration_, r, bucket));
+  }
+  bound_.buckets[bucket].sum_replicas();
 }
 
-// By slot, ascending: got no gradient on this rank since the last reduction.
+StreamJoin& Reducer::streams_of(size_t bucket, size_t replica) {
+  return iteration_->streams[bucket * table_.num_replicas() + replica];
+}
+
+// By slot, ascending: got no gradient on this replica since the last reduction.
 std::vector<size_t> Reducer::unused_slots(const IterationState& iteration,
-                                          size_t bucket) const {
+                                          size_t replica, size_t bucket) const {
   std::vector<size_t> slots;
   if (iteration.unused.empty()) return slots;
   const std::vector<size_t>& members = bound_.plan.buckets()[bucket];
   for (size_t slot = 0; slot < members.size(); ++slot) {
-    if (iteration.unused[members[slot]]) slots.push_back(slot);
+    const VariableIndex variable = {.replica = replica,
+                                    .parameter = members[slot]};
+    if (iteration.unused[table_.number_of(variable)]) slots.push_back(slot);
   }
   return slots;
 }
 
-// By slot, ascending: got no gradient on any rank.
+// By slot, ascending: got no gradient on any replica of any rank.
 std::vector<size_t> Reducer::untouched_slots(const IterationState& iteration,
                                              size_t bucket) {
-  std::vector<size_t> slots = unused_slots(iteration, bucket);
+  std::vector<size_t> slots = unused_slots(iteration, /*replica=*/0, bucket);
   if (slots.empty()) return slots;
   graph_.used_map->wait();
   const std::vector<size_t>& members = bound_.plan.buckets()[bucket];
@@ -364,7 +395,7 @@ void Reducer::on_backward_end(int64_t iteration, int backward_id) {
     if (graph_.unused_search) {
       graph_.unused_search->complete(iteration_->prediction);
     }
-    if (iteration_->prediction.unused.size() < table_.size()) return;
+    if (iteration_->prediction.unused.size() < table_.num_variables()) return;
   }
   try {
     begin_reduction();

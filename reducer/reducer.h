@@ -74,6 +74,16 @@ class Reducer : private GradientListener {
           c10::intrusive_ptr<c10d::ProcessGroup> group,
           ReducerOptions options = {});
 
+  // The same for several local replicas of a module, one per device for
+  // instance: `replicas[r]` lists the parameters of replica r, alike in number,
+  // shapes, strides and dtypes; every rank has equally many. Each iteration
+  // runs one forward per replica, one prepare_for_backward on all their outputs
+  // and one backward over all; the average is over the replicas of all ranks,
+  // and every replica gets it. One collective runs per bucket.
+  Reducer(std::vector<std::vector<at::Tensor>> replicas,
+          c10::intrusive_ptr<c10d::ProcessGroup> group,
+          ReducerOptions options = {});
+
   // Takes its hooks off the parameters, also while a graph is alive. Does not
   // wait for collectives in flight. Gradients that are views of buckets stay
   // valid. REQUIRES: no backward through the parameters is running.
@@ -114,8 +124,8 @@ class Reducer : private GradientListener {
   ReducerStatistics statistics() const;
 
   // Which parameters got gradients on this rank since the last reduction:
-  // int32, [num_parameters], on the CPU, 1 or 0. Undefined unless unused
-  // parameters are looked for or the graph is static.
+  // int32, [num_replicas, num_parameters], on the CPU, 1 or 0. Undefined unless
+  // unused parameters are looked for or the graph is static.
   at::Tensor local_used_parameters() const;
 
   // True if the graph is declared static, or if all iterations so far left the
@@ -133,28 +143,30 @@ class Reducer : private GradientListener {
   explicit Reducer(ReducerSetup setup);
 
   void prepare(const std::vector<at::Tensor>& outputs);
-  void on_gradient_ready(size_t parameter) override;
+  void on_gradient_ready(VariableIndex variable) override;
   void on_output_reached(int64_t iteration);
   void on_backward_end(int64_t iteration, int backward_id);
   void on_backward_abandoned(int64_t iteration, int backward_id);
 
   // REQUIRES: mutex_ held, for all that follow.
   void check_parameters() const;
+  void keep_out_of_buckets(VariableIndex variable) const;
   UnusedPrediction predict_unused(const std::vector<at::Tensor>& outputs);
   void watch_backward(int backward_id);
   void begin_reduction();
-  void accept_gradient(size_t parameter);
-  bool completes_gradient(size_t parameter);
+  void accept_gradient(VariableIndex variable);
+  bool completes_gradient(VariableIndex variable);
   void accept_late_gradients();
-  void mark_unused(std::span<const size_t> parameters);
-  void mark_ready(size_t parameter);
+  void mark_unused(std::span<const size_t> variables);
+  void mark_ready(VariableIndex variable);
   void pack(size_t bucket);
+  StreamJoin& streams_of(size_t bucket, size_t replica);
   void launch_full_buckets();
   bool sums_used_map() const;
   bool is_skipped(size_t bucket);
   bool skips_unused_buckets() const;
   std::vector<size_t> unused_slots(const IterationState& iteration,
-                                   size_t bucket) const;
+                                   size_t replica, size_t bucket) const;
   std::vector<size_t> untouched_slots(const IterationState& iteration,
                                       size_t bucket);
   void send_used_map();

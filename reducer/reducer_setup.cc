@@ -76,6 +76,7 @@ std::vector<std::string> describe(const ReducerOptions& options,
     buckets.push_back(absl::StrCat("[", absl::StrJoin(bucket, ", "), "]"));
   }
   return {
+      absl::StrCat("local replicas = ", table.num_replicas()),
       absl::StrCat("bucket_caps_bytes = [",
                    absl::StrJoin(options.bucket_caps_bytes, ", "), "]"),
       absl::StrCat("bucket_plan = [", absl::StrJoin(buckets, ", "), "]"),
@@ -92,11 +93,11 @@ struct LocalSetup {
   BucketPlan plan;
 };
 
-absl::StatusOr<LocalSetup> local_setup(std::vector<at::Tensor> parameters,
-                                       const c10d::ProcessGroup& group,
-                                       const ReducerOptions& options) {
+absl::StatusOr<LocalSetup> local_setup(
+    std::vector<std::vector<at::Tensor>> replicas,
+    const c10d::ProcessGroup& group, const ReducerOptions& options) {
   absl::StatusOr<ParameterTable> table =
-      ParameterTable::create(std::move(parameters), options.parameter_names,
+      ParameterTable::create(std::move(replicas), options.parameter_names,
                              options.expect_sparse_gradients);
   if (!table.ok()) return table.status();
   if (absl::Status status = check_devices(*table, group); !status.ok()) {
@@ -109,7 +110,7 @@ absl::StatusOr<LocalSetup> local_setup(std::vector<at::Tensor> parameters,
 
 }  // namespace
 
-ReducerSetup checked_setup(std::vector<at::Tensor> parameters,
+ReducerSetup checked_setup(std::vector<std::vector<at::Tensor>> replicas,
                            c10::intrusive_ptr<c10d::ProcessGroup> group,
                            ReducerOptions options) {
   TORCH_CHECK_VALUE(group,
@@ -118,7 +119,7 @@ ReducerSetup checked_setup(std::vector<at::Tensor> parameters,
                     "single_process_group() for a world of 1.");
   if (!options.comm_hook) options.comm_hook = all_reduce_hook(group);
   absl::StatusOr<LocalSetup> local =
-      local_setup(std::move(parameters), *group, options);
+      local_setup(std::move(replicas), *group, options);
 
   const bool alone = group->getSize() == 1;
   std::vector<std::string> items;

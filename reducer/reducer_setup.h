@@ -26,7 +26,7 @@ struct ReducerSetup {
 // alike.
 //
 // Errors: ValueError on every rank; see Reducer's constructor.
-ReducerSetup checked_setup(std::vector<at::Tensor> parameters,
+ReducerSetup checked_setup(std::vector<std::vector<at::Tensor>> replicas,
                            c10::intrusive_ptr<c10d::ProcessGroup> group,
                            ReducerOptions options);
 

@@ -19,14 +19,16 @@ namespace brigade {
 
 class SparseReplica final : public BucketReplica {
  public:
-  // REQUIRES: `parameter` indexes into `table`, which outlives this object.
-  SparseReplica(const ParameterTable& table, size_t parameter);
+  // REQUIRES: `variable` is in `table`, which outlives this object.
+  SparseReplica(const ParameterTable& table, VariableIndex variable);
 
   // Always copies: scaling makes a tensor of its own.
   int64_t pack(double scale, std::span<const size_t> unused_slots) override;
 
   // Sparse COO, parameter's sizes and dtype; undefined before the first pack.
   const at::Tensor& buffer() const override { return buffer_; }
+  void record_stream(c10::Stream stream) const override;
+  void add(const at::Tensor& buffer) override;
 
   int64_t deliver(const at::Tensor& result,
                   std::span<const size_t> untouched_slots) override;
@@ -39,7 +41,7 @@ class SparseReplica final : public BucketReplica {
 
  private:
   const ParameterTable& table_;
-  const size_t parameter_;
+  const VariableIndex variable_;
   const at::Tensor no_views_;
   at::Tensor buffer_;
   // Of the last gradient; until there is one, rows, as embeddings have. It must

@@ -22,7 +22,8 @@
 
 namespace brigade {
 
-// What is known of one forward.
+// What is known of one forward. Variables go by their number, replica by
+// replica.
 struct UnusedPrediction {
   std::vector<size_t> unused;            // ascending; empty until searched
   std::vector<GraphSearch::Root> roots;  // keep the graph until it is searched

@@ -10,8 +10,11 @@
 
 namespace brigade {
 
-UsedParameterMap::UsedParameterMap(size_t num_parameters, c10::Device device)
-    : local_(at::zeros({static_cast<int64_t>(num_parameters)}, at::kInt)),
+UsedParameterMap::UsedParameterMap(size_t num_replicas, size_t num_parameters,
+                                   c10::Device device)
+    : local_(at::zeros({static_cast<int64_t>(num_replicas),
+                        static_cast<int64_t>(num_parameters)},
+                       at::kInt)),
       marks_(local_.mutable_data_ptr<int32_t>()),
       sum_(at::zeros({static_cast<int64_t>(num_parameters)},
                      at::TensorOptions(at::kInt).device(device))) {}
@@ -21,14 +24,17 @@ void UsedParameterMap::clear_marks() { local_.zero_(); }
 void UsedParameterMap::launch(c10d::ProcessGroup& group) {
   const at::NoGradGuard no_grad;
   wait();  // the last sum, if nobody needed it
+  const at::Tensor used = local_.size(0) == 1
+                              ? local_[0]
+                              : local_.sum(0, /*keepdim=*/false, at::kInt);
   if (sum_.is_cpu()) {
-    sum_.copy_(local_);
+    sum_.copy_(used);
   } else {
     // Its memory goes back to the caching allocator, which hands it out again
     // only after the copy is done.
     const at::Tensor staging =
-        at::empty_like(local_, local_.options().pinned_memory(true));
-    staging.copy_(local_);
+        at::empty_like(used, used.options().pinned_memory(true));
+    staging.copy_(used);
     sum_.copy_(staging, /*non_blocking=*/true);
   }
   host_sum_.reset();

@@ -1,8 +1,8 @@
 // Which parameters got gradients on this rank, and which on any rank.
 //
-// A parameter that no rank used keeps its gradient untouched, and only a sum
-// over all ranks tells which those are. Marks accumulate over iterations that
-// are not reduced.
+// A parameter that no rank and no local replica used keeps its gradient
+// untouched, and only a sum over all ranks tells which those are. Marks
+// accumulate over iterations that are not reduced.
 //
 // The map is a CPU tensor that hooks write. What travels is a copy of it, on
 // the device where buckets travel; on CUDA the copy goes through a pinned
@@ -25,17 +25,19 @@ namespace brigade {
 class UsedParameterMap {
  public:
   // `device`: where the sum over ranks is taken.
-  UsedParameterMap(size_t num_parameters, c10::Device device);
+  UsedParameterMap(size_t num_replicas, size_t num_parameters,
+                   c10::Device device);
 
-  void mark(size_t parameter) { marks_[parameter] = 1; }
-  bool is_marked(size_t parameter) const { return marks_[parameter] != 0; }
+  // `variable`: its number, replica by replica.
+  void mark(size_t variable) { marks_[variable] = 1; }
+  bool is_marked(size_t variable) const { return marks_[variable] != 0; }
   void clear_marks();
 
-  // Int32, [num_parameters], on the CPU; 1 where a mark is. It is the map
-  // itself, not a copy.
+  // Int32, [num_replicas, num_parameters], on the CPU; 1 where a mark is. It is
+  // the map itself, not a copy.
   const at::Tensor& local() const { return local_; }
 
-  // Starts the sum of all ranks' maps. Does not wait. Collective.
+  // Starts the sum over replicas and ranks. Does not wait. Collective.
   void launch(c10d::ProcessGroup& group);
 
   // Makes the current stream wait for the sum; on the CPU, this thread.

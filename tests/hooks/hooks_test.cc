@@ -1,5 +1,6 @@
 #include <torch/torch.h>
 
+#include <array>
 #include <map>
 #include <memory>
 #include <optional>
@@ -44,7 +45,8 @@ class Listener final : public GradientListener {
   explicit Listener(std::vector<at::Tensor> parameters)
       : parameters_(std::move(parameters)) {}
 
-  void on_gradient_ready(size_t i) override {
+  void on_gradient_ready(VariableIndex variable) override {
+    const size_t i = variable.parameter;
     EXPECT_TRUE(parameters_[i].grad().defined());
     ready.push_back(i);
     if (i == throws_on) throw std::domain_error("listener");
@@ -60,15 +62,32 @@ class Listener final : public GradientListener {
 TEST(GradientHooksTest, TellsOfEachGradientAfterItIsAccumulated) {
   const std::vector<at::Tensor> parameters = {parameter(), parameter()};
   Listener listener(parameters);
-  GradientHooks hooks(parameters, listener);
+  GradientHooks hooks(std::array{parameters}, listener);
   (parameters[0] * parameters[1]).sum().backward();
   EXPECT_THAT(listener.ready, ::testing::UnorderedElementsAre(0, 1));
+}
+
+TEST(GradientHooksTest, TellsOfWhichReplica) {
+  const std::vector<std::vector<at::Tensor>> replicas = {
+      {parameter(), parameter()}, {parameter(), parameter()}};
+  struct Replicas final : GradientListener {
+    void on_gradient_ready(VariableIndex variable) override {
+      ready.push_back(variable);
+    }
+    std::vector<VariableIndex> ready;
+  } listener;
+  GradientHooks hooks(replicas, listener);
+  replicas[1][0].sum().backward();
+  EXPECT_THAT(listener.ready,
+              ElementsAre(VariableIndex{.replica = 1, .parameter = 0}));
+  EXPECT_EQ(hooks.accumulators()[2],
+            torch::autograd::impl::grad_accumulator(replicas[1][0]).get());
 }
 
 TEST(GradientHooksTest, TellsOnceOfAParameterUsedTwice) {
   const std::vector<at::Tensor> parameters = {parameter()};
   Listener listener(parameters);
-  GradientHooks hooks(parameters, listener);
+  GradientHooks hooks(std::array{parameters}, listener);
   (parameters[0] * parameters[0] + parameters[0]).sum().backward();
   EXPECT_THAT(listener.ready, ElementsAre(0));
 }
@@ -76,7 +95,8 @@ TEST(GradientHooksTest, TellsOnceOfAParameterUsedTwice) {
 TEST(GradientHooksTest, LeavesTheAccumulatorWhileAGraphIsAlive) {
   const std::vector<at::Tensor> parameters = {parameter()};
   Listener listener(parameters);
-  auto hooks = std::make_unique<GradientHooks>(parameters, listener);
+  auto hooks =
+      std::make_unique<GradientHooks>(std::array{parameters}, listener);
   at::Tensor loss = parameters[0].sum();
   hooks.reset();
   loss.backward();
@@ -87,8 +107,9 @@ TEST(GradientHooksTest, LeavesTheHooksOfOthersInPlace) {
   const std::vector<at::Tensor> parameters = {parameter()};
   Listener first(parameters);
   Listener second(parameters);
-  auto first_hooks = std::make_unique<GradientHooks>(parameters, first);
-  GradientHooks second_hooks(parameters, second);
+  auto first_hooks =
+      std::make_unique<GradientHooks>(std::array{parameters}, first);
+  GradientHooks second_hooks(std::array{parameters}, second);
   first_hooks.reset();
   parameters[0].sum().backward();
   EXPECT_THAT(first.ready, IsEmpty());
@@ -99,7 +120,7 @@ TEST(GradientHooksTest, PassesExceptionsOutOfBackwardWithTheirType) {
   const std::vector<at::Tensor> parameters = {parameter()};
   Listener listener(parameters);
   listener.throws_on = 0;
-  GradientHooks hooks(parameters, listener);
+  GradientHooks hooks(std::array{parameters}, listener);
   EXPECT_THROW(parameters[0].sum().backward(), std::domain_error);
 }
 

@@ -23,7 +23,7 @@ class LaunchOrderTest : public ::testing::Test {
 
   // The buckets that may be launched after this gradient.
   std::vector<size_t> ready(size_t parameter) {
-    order_->mark_ready(parameter);
+    order_->mark_ready({.parameter = parameter});
     std::vector<size_t> launched;
     while (auto bucket = order_->take_next()) launched.push_back(*bucket);
     return launched;
@@ -43,8 +43,8 @@ TEST_F(LaunchOrderTest, HoldsLaterBucketUntilEarlierIsFull) {
 
 TEST_F(LaunchOrderTest, TellsWhichGradientFillsABucket) {
   plan({{0, 1}, {2}});
-  EXPECT_FALSE(order_->mark_ready(1));
-  EXPECT_TRUE(order_->mark_ready(0));
+  EXPECT_FALSE(order_->mark_ready({.parameter = 1}));
+  EXPECT_TRUE(order_->mark_ready({.parameter = 0}));
 }
 
 TEST_F(LaunchOrderTest, RemembersOrderAndWhatIsMissing) {
@@ -53,8 +53,24 @@ TEST_F(LaunchOrderTest, RemembersOrderAndWhatIsMissing) {
   ready(0);
   EXPECT_THAT(order_->ready_order(), ElementsAre(3, 0));
   EXPECT_THAT(order_->missing(), ElementsAre(1, 2));
-  EXPECT_TRUE(order_->is_ready(3));
-  EXPECT_FALSE(order_->is_ready(1));
+  EXPECT_TRUE(order_->is_ready({.parameter = 3}));
+  EXPECT_FALSE(order_->is_ready({.parameter = 1}));
+}
+
+TEST_F(LaunchOrderTest, WaitsForTheGradientsOfAllReplicas) {
+  plan({{0, 1}, {2}});
+  LaunchOrder order(*plan_, /*num_replicas=*/2);
+  for (size_t parameter : {0, 1, 2}) {
+    EXPECT_FALSE(order.mark_ready({.replica = 1, .parameter = parameter}));
+  }
+  EXPECT_FALSE(order.mark_ready({.replica = 0, .parameter = 1}));
+  EXPECT_FALSE(order.is_ready({.replica = 0, .parameter = 0}));
+  EXPECT_TRUE(order.is_ready({.replica = 1, .parameter = 0}));
+  EXPECT_THAT(order.missing(), ElementsAre(0, 2));
+  EXPECT_TRUE(order.mark_ready({.replica = 0, .parameter = 0}));
+  EXPECT_EQ(order.take_next(), 0);
+  EXPECT_EQ(order.take_next(), std::nullopt);
+  EXPECT_THAT(order.ready_order(), ElementsAre(1, 0));
 }
 
 // Every order of ready gradients for several small plans: what is launched is

@@ -23,7 +23,7 @@ ParameterTable table_of(int n, bool named) {
     names.push_back(std::string(1, static_cast<char>('a' + i)));
   }
   return *ParameterTable::create(
-      tensors, named ? names : std::vector<std::string>{}, {});
+      {tensors}, named ? names : std::vector<std::string>{}, {});
 }
 
 TEST(ParameterTableTest, NamesParameters) {
@@ -41,8 +41,8 @@ TEST(ParameterTableTest, ListsFiveNamesAndACount) {
 
 TEST(ParameterTableTest, DescribesWhatMustBeEqualOnAllRanks) {
   const ParameterTable table =
-      *ParameterTable::create({at::ones({2, 3}).t().requires_grad_(),
-                               at::ones({1}, at::kHalf).requires_grad_()},
+      *ParameterTable::create({{at::ones({2, 3}).t().requires_grad_(),
+                                at::ones({1}, at::kHalf).requires_grad_()}},
                               {"w", "b"}, {true, false});
   EXPECT_THAT(table.describe_all(),
               ElementsAre("'w' Float [3, 2] strides [1, 3] on cpu, kind 0, "
@@ -52,9 +52,9 @@ TEST(ParameterTableTest, DescribesWhatMustBeEqualOnAllRanks) {
 
 TEST(ParameterTableTest, NumbersKindsByDtypeAndDevice) {
   const ParameterTable table =
-      *ParameterTable::create({at::ones({2}).requires_grad_(),
-                               at::ones({2}, at::kDouble).requires_grad_(),
-                               at::ones({3}).requires_grad_()},
+      *ParameterTable::create({{at::ones({2}).requires_grad_(),
+                                at::ones({2}, at::kDouble).requires_grad_(),
+                                at::ones({3}).requires_grad_()}},
                               {}, {});
   EXPECT_EQ(table.specs()[0].kind, table.specs()[2].kind);
   EXPECT_NE(table.specs()[0].kind, table.specs()[1].kind);
@@ -64,8 +64,9 @@ TEST(ParameterTableTest, NumbersKindsByDtypeAndDevice) {
 TEST(ParameterTableTest, ParametersOfTwoDevicesGetBucketsPerDevice) {
   const at::TensorOptions on_meta = at::TensorOptions(at::kMeta);
   const ParameterTable table = *ParameterTable::create(
-      {at::ones({2}).requires_grad_(), at::ones({2}, on_meta).requires_grad_(),
-       at::ones({3}).requires_grad_(), at::ones({3}, on_meta).requires_grad_()},
+      {{at::ones({2}).requires_grad_(), at::ones({2}, on_meta).requires_grad_(),
+        at::ones({3}).requires_grad_(),
+        at::ones({3}, on_meta).requires_grad_()}},
       {}, {});
   const BucketPlan plan = *plan_by_size(
       table.specs(), std::vector<size_t>{3, 2, 1, 0}, kDefaultBucketCapsBytes);
@@ -73,6 +74,36 @@ TEST(ParameterTableTest, ParametersOfTwoDevicesGetBucketsPerDevice) {
               ElementsAre(ElementsAre(3, 1), ElementsAre(2, 0)));
   const BucketPlan mixed = *BucketPlan::create({{0, 1}, {2, 3}}, 4);
   EXPECT_FALSE(check_bucket_kinds(mixed, table.specs()).ok());
+}
+
+TEST(ParameterTableTest, NumbersVariablesReplicaByReplica) {
+  const auto tensor = [] { return at::ones({2}).requires_grad_(); };
+  const ParameterTable table = *ParameterTable::create(
+      {{tensor(), tensor(), tensor()}, {tensor(), tensor(), tensor()}}, {}, {});
+  EXPECT_EQ(table.size(), 3);
+  EXPECT_EQ(table.num_variables(), 6);
+  const VariableIndex variable = {.replica = 1, .parameter = 2};
+  EXPECT_EQ(table.number_of(variable), 5);
+  EXPECT_EQ(table.variable(5), variable);
+  EXPECT_TRUE(table[variable].is_same(table.replicas()[1][2]));
+}
+
+TEST(ParameterTableTest, ReplicasMustBeAlike) {
+  const auto tensor = [](int64_t n) { return at::ones({n}).requires_grad_(); };
+  const at::Tensor shared = tensor(2);
+  const auto text = [](std::vector<std::vector<at::Tensor>> replicas) {
+    return std::string(
+        ParameterTable::create(std::move(replicas), {}, {}).status().message());
+  };
+  EXPECT_EQ(
+      text({{tensor(2)}, {tensor(3)}}),
+      "parameter 0 of replica 1 must be like that of replica 0, Float [2] "
+      "strides [1] on cpu; it is Float [3] strides [1] on cpu");
+  EXPECT_EQ(text({{tensor(2)}, {}}),
+            "replica 1 must have the 1 parameters of replica 0, it has 0");
+  EXPECT_EQ(text({{shared}, {shared}}),
+            "parameter 0 of replica 1 is the same tensor as parameter 0 of "
+            "replica 0; list it once");
 }
 
 TEST(ErrorTextsTest, SayWhatWasExpectedFoundWhereAndWhatToDo) {

@@ -15,7 +15,7 @@ import sys
 LIBTORCH = ("torch/", "ATen/", "c10/")
 LAYERS = {
     "planning": ((), ()),
-    "hooks": ((), LIBTORCH),
+    "hooks": (("planning",), LIBTORCH),
     "comm": ((), LIBTORCH + ("gloo/", "nccl.h", "cuda")),
     "comm_hooks": (("comm",), LIBTORCH),
     "reducer": (("planning", "hooks", "comm", "comm_hooks"), LIBTORCH + ("cuda",)),
