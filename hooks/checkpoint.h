@@ -13,19 +13,18 @@
 //   checkpoint works with it: autograd::grad, create_graph, retain_graph.
 // - `reentrant`: the first run is not recorded at all. One node stands for the
 //   function; in backward it records the second run, and runs a backward inside
-//   of the outer one. Cheaper to record. It refuses autograd::grad and
-//   create_graph; its outputs always require a gradient, its outputs of
-//   floating or complex type have this node's history alone.
+//   of the outer one. Refuses autograd::grad and create_graph. Its outputs of
+//   floating or complex type always require a gradient.
 //
 // To know:
 // - The function must do the same in both runs: save the same tensors in the
 //   same order. Autocast and random numbers are as in the first run.
 //   It is copied (or moved), and what it holds lives until backward is over.
 //   Side effects happen twice.
-// - Inputs are kept. Changing one in place before backward is an error; so it
-//   is, but for the reentrant kind, for what the function captured. Tensors
-//   that it captured get gradients like inputs. Captured activations of
-//   an enclosing checkpoint are kept in memory: make them inputs.
+// - Inputs are kept. Changing one in place before backward is an error. Tensors
+//   that the function captured get gradients like inputs; that they were
+//   changed is noticed by the default kind only. Activations of an enclosing
+//   checkpoint should be inputs: captured, they stay in memory.
 // - Checkpoints nest. A level of nesting costs another run of what is inside.
 // - Without grad mode the function is just called.
 //

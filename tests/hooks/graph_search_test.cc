@@ -2,6 +2,7 @@
 
 #include <torch/torch.h>
 
+#include <algorithm>
 #include <memory>
 #include <optional>
 #include <random>
@@ -61,6 +62,12 @@ TEST_F(GraphSearchTest, FindsNothingWhereAllParametersAreUsed) {
 
 TEST_F(GraphSearchTest, FindsUnusedParametersInAscendingOrder) {
   EXPECT_THAT(unreached({w[2] * x}), ElementsAre(0, 1, 3));
+}
+
+TEST_F(GraphSearchTest, CountsAParameterThatIsUsedOftenOnce) {
+  at::Tensor power = w[0] * x;
+  for (int i = 0; i < 10; ++i) power = power * w[0];
+  EXPECT_THAT(unreached({power}), ElementsAre(1, 2, 3));
 }
 
 TEST_F(GraphSearchTest, FindsAllWithoutOutputsOrHistory) {
@@ -243,34 +250,37 @@ TEST(GraphSearchFuzzTest, AgreesWithANaiveSearch) {
     std::vector<size_t> last;
     for (int forward = 0; forward < 10; ++forward) {
       std::vector<at::Tensor> tensors = {torch::ones({2})};
+      // Mostly deep: far more uses than parameters, some of them unused.
+      const auto recent = [&] {
+        const size_t back = below(std::min<size_t>(tensors.size(), 4));
+        return tensors[tensors.size() - 1 - back];
+      };
       const size_t operations = below(200);
       const size_t used = 1 + below(w.size());
       for (size_t i = 0; i < operations; ++i) {
-        const at::Tensor& a = tensors[below(tensors.size())];
-        const at::Tensor b =
-            below(2) ? w[below(used)] : tensors[below(tensors.size())];
-        switch (below(5)) {
+        const at::Tensor a = recent();
+        const at::Tensor b = below(2) ? w[below(used)] : recent();
+        switch (below(20)) {
           case 0:
-            tensors.push_back(a * b);
+            tensors.push_back(a.detach());
             break;
           case 1:
-            tensors.push_back(a + b);
+            tensors.push_back(at::stack({a, b, a}).sum(0));
             break;
           case 2:
             tensors.push_back(at::addcmul(a, b, a));
             break;
           case 3:
-            tensors.push_back(at::stack({a, b, a}).sum(0));
+            tensors.push_back(tensors[below(tensors.size())] + b);
             break;
           default:
-            tensors.push_back(a.detach());
+            tensors.push_back(a * b);
             break;
         }
       }
       std::vector<at::Tensor> outputs;
       for (size_t i = below(4); i > 0; --i) {
-        outputs.push_back(below(5) ? tensors[below(tensors.size())]
-                                   : w[below(used)]);
+        outputs.push_back(below(5) ? recent() : w[below(used)]);
       }
 
       std::set<const Node*> reached;
