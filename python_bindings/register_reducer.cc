@@ -165,6 +165,29 @@ void register_reducer(py::module_& module) {
             self.set_process_group(owned(group));
           },
           py::arg("new_process_group"), NoGil(), py::keep_alive<1, 2>())
+      .def(
+          "_set_forward_pass_work_handle",
+          [](TorchReducer& self, c10d::Work& work, bool use_static_world_size) {
+            self.set_divisor(
+                c10::intrusive_ptr<c10d::Work>::unsafe_reclaim_from_nonowning(
+                    &work),
+                use_static_world_size);
+          },
+          py::arg("work"), py::arg("use_static_world_size"), NoGil())
+      .def(
+          "_install_post_backward_futures",
+          [](TorchReducer& self, const std::vector<FuturePtr>& futures) {
+            std::vector<AwaitedFutures::Future> awaited;
+            for (const FuturePtr& future : futures) {
+              awaited.push_back(future->fut);
+            }
+            self.await_at_end(std::move(awaited));
+          },
+          py::arg("futures"), NoGil())
+      .def(
+          "_push_all_rebuilt_params", [](TorchReducer&) {},
+          "Nothing to do: the order is rank 0's.")
+      .def("_set_static_graph", &TorchReducer::set_static_graph, NoGil())
       .def("_set_ddp_runtime_logging_sample_rate",
            &TorchReducer::set_logging_sample_rate, py::arg("sample_rate"))
       .def(
@@ -178,10 +201,8 @@ void register_reducer(py::module_& module) {
           "Nothing to do: what the hook does to .grad comes last.");
   for (const char* name :
        {"_autograd_hook", "_check_reducer_finalized", "_ddp_graph_static",
-        "_get_local_used_map", "_install_post_backward_futures",
-        "_push_all_rebuilt_params", "_set_forward_pass_work_handle",
-        "_set_mixed_precision_param_dtype", "_set_sparse_metadata",
-        "_set_static_graph", "get_backward_stats"}) {
+        "_get_local_used_map", "_set_mixed_precision_param_dtype",
+        "_set_sparse_metadata", "get_backward_stats"}) {
     def_not_there_yet(reducer, name);
   }
 }

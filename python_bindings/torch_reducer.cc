@@ -25,13 +25,18 @@ TorchReducer::TorchReducer(std::vector<at::Tensor> parameters,
                            TorchReducerOptions options)
     : parameters_(std::move(parameters)),
       group_(std::move(group)),
-      options_(std::move(options)) {
+      options_(std::move(options)),
+      awaited_(std::make_shared<AwaitedFutures>()) {
   check_supported(options_);
   make();
 }
 
 void TorchReducer::make() {
   reducer_ = nullptr;  // hooks of two reducers would both see a gradient
+  if (hook_name_.empty()) {
+    averaging_ = std::make_shared<AveragingHook>(group_);
+    options_.reducer.comm_hook = averaging_;
+  }
   try {
     reducer_ = std::make_unique<Reducer>(parameters_, group_, options_.reducer);
   } catch (const c10::ValueError& error) {
@@ -46,13 +51,20 @@ bool TorchReducer::ready() {
 
 void TorchReducer::prepare_for_forward() {
   if (!ready()) return;
-  remember_errors([this] { reducer_->recover(); });
+  averaging_->divide_by_world_size();
+  remember_errors([this] {
+    awaited_->wait();  // no backward came
+    reducer_->recover();
+  });
 }
 
 void TorchReducer::prepare_for_backward(
     const std::vector<at::Tensor>& outputs) {
   if (!ready()) return;
-  remember_errors([&] { reducer_->prepare_for_backward(outputs); });
+  remember_errors([&] {
+    reducer_->prepare_for_backward(outputs);
+    awaited_->wait_after_backward(outputs);
+  });
 }
 
 void TorchReducer::cancel_preparation() {
@@ -89,13 +101,34 @@ void TorchReducer::register_builtin_comm_hook(c10d::BuiltinCommHookType type) {
 
 c10::intrusive_ptr<c10::ivalue::Future> TorchReducer::run_comm_hook(
     c10d::GradBucket& bucket) {
-  if (!options_.reducer.comm_hook) return run_all_reduce_hook(bucket);
   return options_.reducer.comm_hook->runHook(bucket);
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> TorchReducer::run_all_reduce_hook(
     c10d::GradBucket& bucket) {
   return all_reduce_hook(group_)->runHook(bucket);
+}
+
+void TorchReducer::set_divisor(c10::intrusive_ptr<c10d::Work> count,
+                               bool use_world_size) {
+  if (!use_world_size) averaging_->divide_by(std::move(count));
+}
+
+void TorchReducer::await_at_end(std::vector<AwaitedFutures::Future> futures) {
+  awaited_->add(std::move(futures));
+}
+
+void TorchReducer::set_static_graph() {
+  remember_errors([this] {
+    const int64_t iterations = statistics().prepared;
+    TORCH_CHECK(iterations == 0,
+                "brigade.Reducer: a static graph was declared in iteration ",
+                iterations,
+                ", but its first iteration has to be watched.\nGive "
+                "static_graph=True to the constructor.");
+  });
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      false, "brigade.Reducer: static_graph=True is not there yet");
 }
 
 void TorchReducer::set_process_group(
@@ -172,7 +205,6 @@ std::vector<int64_t> TorchReducer::bucket_sizes_bytes() const {
 }
 
 void TorchReducer::remember_errors(const std::function<void()>& call) {
-  last_error_ = std::nullopt;
   try {
     call();
   } catch (const c10::Error& error) {

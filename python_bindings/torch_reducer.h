@@ -23,6 +23,8 @@
 #include <torch/csrc/distributed/c10d/default_comm_hooks.hpp>
 #include <vector>
 
+#include "brigade/python_bindings/averaging_hook.h"
+#include "brigade/python_bindings/awaited_futures.h"
 #include "brigade/reducer/reducer.h"
 
 namespace brigade {
@@ -57,6 +59,17 @@ class TorchReducer {
                           std::string name);
   void register_builtin_comm_hook(c10d::BuiltinCommHookType type);
 
+  // What the next buckets are divided by: the world size, or the sum that
+  // `count` of the ranks that still have data ends with. Holds until the next
+  // prepare_for_forward(). Without effect under a registered hook.
+  void set_divisor(c10::intrusive_ptr<c10d::Work> count, bool use_world_size);
+
+  // The next backward does not end before these are done.
+  void await_at_end(std::vector<AwaitedFutures::Future> futures);
+
+  // Errors: RuntimeError once training has begun.
+  void set_static_graph();
+
   // Calls the registered hook, or sums over the group, on any bucket.
   c10::intrusive_ptr<c10::ivalue::Future> run_comm_hook(
       c10d::GradBucket& bucket);
@@ -80,8 +93,7 @@ class TorchReducer {
   int64_t logging_sample_rate() const { return logging_sample_rate_; }
   void set_logging_sample_rate(int64_t rate);
 
-  // The error that the last failed call ended with, and nothing after a call
-  // that did not fail. Calls made by autograd are not seen.
+  // What the last call that failed said. Calls made by autograd are not seen.
   const std::optional<std::string>& last_error() const { return last_error_; }
 
   // Zeros and empty lists where there is no reducer.
@@ -103,6 +115,8 @@ class TorchReducer {
   TorchReducerOptions options_;
   std::string hook_name_;  // empty: none was registered
   std::optional<std::string> last_error_;
+  std::shared_ptr<AveragingHook> averaging_;
+  std::shared_ptr<AwaitedFutures> awaited_;
   int64_t logging_sample_rate_ = 100;
   int64_t rebuilds_told_ = 0;
   bool hooks_removed_ = false;
