@@ -62,7 +62,9 @@ void TorchReducer::prepare_for_backward(
     const std::vector<at::Tensor>& outputs) {
   if (!ready()) return;
   remember_errors([&] {
-    reducer_->prepare_for_backward(outputs);
+    // Watching outputs would make an error of second derivatives through them,
+    // and of a second backward, which torch lets accumulate on this rank.
+    reducer_->prepare_for_backward(std::vector<at::Tensor>());
     awaited_->wait_after_backward(outputs);
   });
 }

@@ -23,7 +23,9 @@ def process_group_of(
         RuntimeError: Both are given, or the mesh has more than one dimension.
     """
     if device_mesh is None:
-        return dist.distributed_c10d._get_default_group() if process_group is None else process_group
+        return (
+            dist.distributed_c10d._get_default_group() if process_group is None else process_group
+        )
     if process_group is not None:
         raise RuntimeError(
             "DistributedDataParallel: process_group and device_mesh are both given.\n"
@@ -105,7 +107,7 @@ def require_both_or_none(**arguments: Any) -> None:
 
 def require_comm_hook(hook: Callable[..., Any]) -> None:
     """Raises TypeError or ValueError if `hook` can't be a comm hook."""
-    name = getattr(hook, "__qualname__", repr(hook))
+    name = name_of(hook)
     if not callable(hook):
         raise TypeError(
             f"register_comm_hook: the hook must be callable, got {hook!r}.\n"
@@ -126,6 +128,11 @@ def require_comm_hook(hook: Callable[..., Any]) -> None:
             f"register_comm_hook: {name} must return a torch.futures.Future[torch.Tensor], it is "
             f"annotated as {signature.return_annotation}.\nCorrect the annotation, or leave it out."
         )
+
+
+def name_of(hook: Any) -> str:
+    """What messages and logging data call a hook."""
+    return getattr(hook, "__qualname__", type(hook).__qualname__)
 
 
 def some_of(names: Sequence[str], limit: int = 5) -> str:

@@ -230,9 +230,7 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
         torch_ddp._cast_buffers(precision, self.module)
         self._mp_stream = torch.Stream()
         self._submodule_to_event = defaultdict(deque)
-        self.module.register_forward_pre_hook(
-            self._root_copy_hook, prepend=False, with_kwargs=True
-        )
+        self.module.register_forward_pre_hook(self._root_copy_hook, prepend=False, with_kwargs=True)
         for submodule in self.module.modules():
             submodule.register_forward_pre_hook(
                 self._module_wait_for_copy_hook, prepend=False, with_kwargs=True
@@ -276,7 +274,7 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
             self.bucket_bytes_cap,
             self.find_unused_parameters,
             self.gradient_as_bucket_view,
-            param_to_name_mapping,
+            {index: name.lstrip(".") for index, name in param_to_name_mapping.items()},
             dist._DEFAULT_FIRST_BUCKET_BYTES
             if self.bucket_bytes_cap_default
             else self.bucket_bytes_cap,
@@ -356,7 +354,7 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
         with self._errors_in_logging_data():
             _checks.require_comm_hook(hook)
             self.reducer._register_comm_hook(state, hook)
-        self.logger._set_comm_hook_name(hook.__qualname__)
+        self.logger._set_comm_hook_name(_checks.name_of(hook))
         self._comm_hooks.append((hook, state))
 
     def _register_builtin_comm_hook(self, comm_hook_type: dist.BuiltinCommHookType) -> None:
