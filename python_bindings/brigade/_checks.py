@@ -33,8 +33,8 @@ def process_group_of(
         )
     if device_mesh.ndim != 1:
         raise RuntimeError(
-            f"DistributedDataParallel: device_mesh must have 1 dimension, it has {device_mesh.ndim}: "
-            f"{device_mesh}.\nGive a slice of it, such as mesh['data']."
+            f"DistributedDataParallel: device_mesh must have 1 dimension, it has "
+            f"{device_mesh.ndim}: {device_mesh}.\nGive a slice of it, such as mesh['data']."
         )
     return device_mesh.get_group(mesh_dim=0)
 
@@ -67,8 +67,8 @@ def device_type_of(module: torch.nn.Module, parameters: Sequence[torch.Tensor]) 
     types = sorted({parameter.device.type for parameter in parameters})
     if len(types) != 1:
         raise ValueError(
-            f"DistributedDataParallel: the parameters of {type(module).__name__} must be on one type "
-            f"of device, they are on {', '.join(types)}.\nMove the module to one of them."
+            f"DistributedDataParallel: the parameters of {type(module).__name__} must be on one "
+            f"type of device, they are on {', '.join(types)}.\nMove the module to one of them."
         )
     return types[0]
 
@@ -113,12 +113,12 @@ def require_comm_hook(hook: Callable[..., Any]) -> None:
             f"register_comm_hook: the hook must be callable, got {hook!r}.\n"
             "Give a function of a state and a torch.distributed.GradBucket."
         )
-    signature = inspect.signature(hook)
+    signature = _signature_of(hook)
     bucket = signature.parameters.get("bucket")
     if bucket is not None and bucket.annotation not in (inspect.Parameter.empty, dist.GradBucket):
         raise ValueError(
-            f"register_comm_hook: {name} must take a torch.distributed.GradBucket as 'bucket', it is "
-            f"annotated as {bucket.annotation}.\nCorrect the annotation, or leave it out."
+            f"register_comm_hook: {name} must take a torch.distributed.GradBucket as 'bucket', it "
+            f"is annotated as {bucket.annotation}.\nCorrect the annotation, or leave it out."
         )
     if signature.return_annotation not in (
         inspect.Signature.empty,
@@ -128,6 +128,13 @@ def require_comm_hook(hook: Callable[..., Any]) -> None:
             f"register_comm_hook: {name} must return a torch.futures.Future[torch.Tensor], it is "
             f"annotated as {signature.return_annotation}.\nCorrect the annotation, or leave it out."
         )
+
+
+def _signature_of(hook: Callable[..., Any]) -> inspect.Signature:
+    try:
+        return inspect.signature(hook, eval_str=True)
+    except (NameError, TypeError, ValueError):  # annotations that only a type checker understands
+        return inspect.Signature()
 
 
 def name_of(hook: Any) -> str:

@@ -183,7 +183,7 @@ def test_what_a_hook_raises_comes_out_of_backward_and_training_goes_on(kind):
 def _returns_no_future(rank):
     wrapped = brigade.DistributedDataParallel(nn.Linear(2, 1))
     wrapped.register_comm_hook(None, lambda state, bucket: bucket.buffer())
-    with pytest.raises(RuntimeError, match="(?i)future"):
+    with pytest.raises(RuntimeError, match=r"(?i)future"):
         wrapped(torch.ones(1, 2)).sum().backward()
 
 
@@ -202,13 +202,13 @@ def _bad_hooks(rank):
 
     with pytest.raises(TypeError, match="callable, got 1"):
         wrapped.register_comm_hook(None, 1)
-    with pytest.raises(ValueError, match="wrong_bucket.*<class 'int'>"):
+    with pytest.raises(ValueError, match=r"wrong_bucket.*<class 'int'>"):
         wrapped.register_comm_hook(None, wrong_bucket)
     with pytest.raises(ValueError, match="wrong_result"):
         wrapped.register_comm_hook(None, wrong_result)
     assert "wrong_result" in wrapped._get_ddp_logging_data()["error"]
     wrapped.register_comm_hook(None, default_hooks.allreduce_hook)
-    with pytest.raises(RuntimeError, match="fp16_compress_hook.*is allreduce_hook already"):
+    with pytest.raises(RuntimeError, match=r"fp16_compress_hook.*is allreduce_hook already"):
         wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
     assert wrapped._get_ddp_logging_data()["comm_hook"] == "allreduce_hook"
 
