@@ -1,10 +1,10 @@
 #include "brigade/python_bindings/logger.h"
 
 #include <ATen/ops/zeros.h>
+#include <torch/csrc/distributed/c10d/debug.h>
 
 #include <cstdlib>
 #include <set>
-#include <torch/csrc/distributed/c10d/debug.h>
 
 #include "absl/strings/ascii.h"
 #include "absl/strings/str_join.h"
@@ -58,8 +58,7 @@ void Logger::set_construction_data(const std::string& module_name,
   data_.ints_map["world_size"] = reducer_.group().getSize();
   data_.ints_map["rank"] = reducer_.group().getRank();
   data_.strs_map["backend_name"] = reducer_.group().getBackendName();
-  data_.ints_map["bucket_cap_bytes"] =
-      options.reducer.bucket_caps_bytes.back();
+  data_.ints_map["bucket_cap_bytes"] = options.reducer.bucket_caps_bytes.back();
   data_.ints_map["find_unused_parameters"] = options.find_unused_parameters;
   data_.ints_map["gradient_as_bucket_view"] =
       options.reducer.gradients_as_bucket_views;
@@ -99,9 +98,8 @@ void Logger::describe_environment() {
     names.insert(names.end(), {"GLOO_SOCKET_IFNAME", "GLOO_DEVICE_TRANSPORT"});
     data_.ints_map["gloo_num_threads"] = 2;
   } else if (backend == "nccl") {
-    names.insert(names.end(),
-                 {"NCCL_SOCKET_IFNAME", "NCCL_DEBUG", "NCCL_NTHREADS",
-                  "NCCL_IB_TIMEOUT"});
+    names.insert(names.end(), {"NCCL_SOCKET_IFNAME", "NCCL_DEBUG",
+                               "NCCL_NTHREADS", "NCCL_IB_TIMEOUT"});
     data_.strs_map["nccl_blocking_wait"] = variable("TORCH_NCCL_BLOCKING_WAIT");
     data_.strs_map["nccl_async_error_handling"] =
         variable("TORCH_NCCL_ASYNC_ERROR_HANDLING");

@@ -1,13 +1,13 @@
 #include "brigade/python_bindings/register_reducer.h"
 
 #include <c10/util/Exception.h>
+#include <torch/csrc/jit/python/pybind_utils.h>
 
 #include <cstdint>
 #include <map>
 #include <memory>
 #include <string>
 #include <torch/csrc/distributed/c10d/default_comm_hooks.hpp>
-#include <torch/csrc/jit/python/pybind_utils.h>
 #include <utility>
 #include <vector>
 
@@ -35,8 +35,8 @@ FuturePtr wrapped(c10::intrusive_ptr<c10::ivalue::Future> future) {
   return std::make_shared<torch::jit::PythonFutureWrapper>(std::move(future));
 }
 
-std::vector<std::string> names_of(
-    const std::map<size_t, std::string>& by_index, size_t count) {
+std::vector<std::string> names_of(const std::map<size_t, std::string>& by_index,
+                                  size_t count) {
   if (by_index.empty()) return {};
   std::vector<std::string> names(count);
   for (const auto& [index, name] : by_index) {
@@ -99,8 +99,8 @@ void register_comm_hook(TorchReducer& reducer, py::object state,
 // Methods of torch's class that this one has no answer to yet.
 template <typename Class>
 void def_not_there_yet(Class& reducer, const char* name) {
-  const std::string text = std::string("brigade.Reducer.") + name +
-                           "() is not there yet";
+  const std::string text =
+      std::string("brigade.Reducer.") + name + "() is not there yet";
   reducer.def(name, [text](TorchReducer&, const py::args&) {
     TORCH_CHECK_NOT_IMPLEMENTED(false, text);
   });

@@ -152,8 +152,8 @@ void TorchReducer::set_logging_sample_rate(int64_t rate) {
 }
 
 std::vector<c10d::GradBucket> TorchReducer::zero_buckets() const {
-  const auto* built_in = dynamic_cast<const DeclaresWireFormat*>(
-      options_.reducer.comm_hook.get());
+  const auto* built_in =
+      dynamic_cast<const DeclaresWireFormat*>(options_.reducer.comm_hook.get());
   const std::vector<std::vector<size_t>> all = buckets();
   std::vector<c10d::GradBucket> zeros;
   for (size_t b = 0; b < all.size(); ++b) {

@@ -1,4 +1,4 @@
-"""Fails early where the package is not there, which CMake's target brigade_python makes."""
+"""Fails early where there is no package; CMake's target brigade_python makes it."""
 
 import importlib.util
 

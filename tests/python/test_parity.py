@@ -188,6 +188,19 @@ def test_gradients_accumulate_without_synchronising(set_to_none):
     run_ranks(_no_sync, set_to_none)
 
 
+def _no_sync_after_a_forward_alone(rank):
+    wrapped = CLASSES["brigade"](nn.Linear(3, 2))
+    x = torch.full((1, 3), float(rank))
+    wrapped(x)  # prepared, but never gone back through
+    with wrapped.no_sync():
+        wrapped(x).sum().backward()
+    assert wrapped.module.weight.grad.tolist() == [[float(rank)] * 3] * 2
+
+
+def test_a_forward_without_backward_does_not_reach_into_no_sync():
+    run_ranks(_no_sync_after_a_forward_alone)
+
+
 def _forwards_without_backward(rank):
     results = {}
     for name, wrapper in CLASSES.items():
