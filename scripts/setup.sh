@@ -31,6 +31,11 @@ find_python() {
   done
 }
 
+has_headers() {
+  "$1" -c 'import os, sys, sysconfig
+sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")))'
+}
+
 can_make_venv() { "$1" -c 'import ensurepip, venv' 2>/dev/null; }
 
 install_packages() {
@@ -50,7 +55,7 @@ install_packages() {
   changed=yes
 }
 
-# Debian packages, and python3-venv only for a Python that needs it.
+# Debian packages; python3-venv and python3-dev only for a Python that needs them.
 python=$(find_python)
 [[ -n $python ]] ||
   fail "no Python from 3.10 to 3.14 was found; torch has wheels for these.  Set PYTHON to one."
@@ -63,6 +68,7 @@ if command -v dpkg-query >/dev/null; then
   if [[ ! -x .venv/bin/python ]] && ! can_make_venv "$python"; then
     missing+=(python3-venv)
   fi
+  has_headers "$python" || missing+=(python3-dev)
 else
   say "no dpkg here: please see that these (Debian's names) are there: ${packages[*]}"
 fi
@@ -94,6 +100,7 @@ if ! compgen -G '.venv/lib/python3*/site-packages/torch/lib/libtorch_cpu.so' >/d
   rm -f .venv/requirements.txt.installed
 fi
 install requirements.txt "torch and numpy (torch with CUDA's libraries is about 3 GB)"
+install requirements-python.txt "what builds and tests the Python package"
 
 # A CUDA compiler.
 has_nvcc_13() {

@@ -1,0 +1,210 @@
+"""What a reducer costs per parameter and step: brigade's and torch's own, interleaved.
+
+    PYTHONPATH=build/release/python .venv/bin/python benchmarks/against_torch.py [--rounds N]
+
+One process, a world of 1 over Gloo. The model is a chain of addcmul over parameters of
+4 elements, so that nearly all of a step is overhead. In each round every contender
+takes its turn in another order; the cost is the median over rounds of the difference to
+local training in the same round, divided by the number of parameters. `control` is a second
+copy of local training: what it shows is noise.
+
+Columns: microseconds per parameter and step, [25th, 75th] percentile, and brigade's
+median over torch's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
+
+import brigade
+
+CLASSES = {"brigade": brigade.DistributedDataParallel, "torch": TorchDistributedDataParallel}
+MODES = {
+    "default": {},
+    "views": {"gradient_as_bucket_view": True},
+    "find_unused": {"find_unused_parameters": True},
+    "static_graph": {"static_graph": True},
+}
+WARM_UP_STEPS = 5
+
+
+class Chain(nn.Module):
+    """y = x; y = y + p * x for each parameter p."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.parameters_ = nn.ParameterList(nn.Parameter(torch.ones(4)) for _ in range(count))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x
+        for parameter in self.parameters_:
+            y = torch.addcmul(y, parameter, x)
+        return y
+
+
+def step(model: nn.Module, x: torch.Tensor) -> None:
+    for parameter in model.parameters():
+        parameter.grad = None
+    model(x).sum().backward()
+
+
+def backward_seconds(model: nn.Module, x: torch.Tensor) -> float:
+    """Seconds from calling forward to the end of backward."""
+    for parameter in model.parameters():
+        parameter.grad = None
+    begin = time.perf_counter()
+    model(x).sum().backward()
+    return time.perf_counter() - begin
+
+
+def quartiles(values: list[float]) -> tuple[float, float, float]:
+    low, middle, high = statistics.quantiles(values, n=4)
+    return low, middle, high
+
+
+def make(wrapper: Callable[..., nn.Module], count: int, **options: object) -> nn.Module | None:
+    try:
+        return wrapper(Chain(count), **options)
+    except NotImplementedError:
+        return None
+
+
+def measure_steps(count: int, rounds: int) -> None:
+    """Prints the overhead of each mode at `count` parameters."""
+    x = torch.ones(4)
+    contenders: dict[str, nn.Module] = {"local": Chain(count), "control": Chain(count)}
+    for mode, options in MODES.items():
+        for name, wrapper in CLASSES.items():
+            model = make(wrapper, count, **options)
+            if model is not None:
+                contenders[f"{mode}/{name}"] = model
+    for model in contenders.values():
+        for _ in range(WARM_UP_STEPS):
+            step(model, x)
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    order = list(contenders)
+    shuffle = random.Random(0)
+    gc.collect()
+    gc.disable()
+    for _ in range(rounds):
+        shuffle.shuffle(order)
+        for name in order:
+            seconds[name].append(backward_seconds(contenders[name], x))
+    gc.enable()
+
+    def overhead(name: str) -> tuple[float, float, float]:
+        pairs = zip(seconds[name], seconds["local"], strict=True)
+        return quartiles([(mine - local) / count * 1e6 for mine, local in pairs])
+
+    low, middle, high = overhead("control")
+    print(f"\n{count} parameters, {rounds} rounds; control {middle:.2f} [{low:.2f}, {high:.2f}]")
+    print(f"{'mode':14}{'brigade':>24}{'torch':>24}{'ratio':>8}")
+    for mode in MODES:
+        cells, medians = [], []
+        for name in CLASSES:
+            if f"{mode}/{name}" not in contenders:
+                cells.append("not there yet")
+                continue
+            low, middle, high = overhead(f"{mode}/{name}")
+            medians.append(middle)
+            cells.append(f"{middle:.2f} [{low:.2f}, {high:.2f}]")
+        ratio = f"{medians[0] / medians[1]:.3f}" if len(medians) == 2 else ""
+        print(f"{mode:14}{cells[0]:>24}{cells[1]:>24}{ratio:>8}")
+
+
+def measure_construction(count: int, rounds: int) -> None:
+    """Prints what making a reducer over one bucket costs, and a whole wrapper."""
+    group = dist.group.WORLD
+    rows: dict[str, dict[str, list[float]]] = {"reducer": {}, "wrapper": {}}
+    for _ in range(rounds):
+        for name, wrapper in CLASSES.items():
+            reducer = brigade.Reducer if name == "brigade" else dist.Reducer
+            model = Chain(count)
+            parameters = list(model.parameters())
+            plan = [list(range(count))]
+            begin = time.perf_counter()
+            made = reducer(parameters, plan, [1 << 40], group)
+            rows["reducer"].setdefault(name, []).append(time.perf_counter() - begin)
+            del made
+            begin = time.perf_counter()
+            made = wrapper(model)
+            rows["wrapper"].setdefault(name, []).append(time.perf_counter() - begin)
+            del made, model, parameters
+    print(f"\nconstruction, {count} parameters in one bucket, us per parameter (median)")
+    for what, times in rows.items():
+        medians = {name: statistics.median(values) / count * 1e6 for name, values in times.items()}
+        ratio = medians["brigade"] / medians["torch"]
+        print(f"{what:14}{medians['brigade']:>24.2f}{medians['torch']:>24.2f}{ratio:>8.3f}")
+
+
+def measure_hook(buckets: int, rounds: int) -> None:
+    """Prints what a Python comm hook adds per bucket."""
+
+    def noop(state, bucket):
+        future = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    x = torch.ones(4)
+    # 16 bytes per parameter: one per bucket.
+    models = {
+        (name, hooked): wrapper(Chain(buckets), bucket_cap_mb_list=[16 / 2**20])
+        for name, wrapper in CLASSES.items()
+        for hooked in (False, True)
+    }
+    for (_, hooked), model in models.items():
+        if hooked:
+            model.register_comm_hook(None, noop)
+        for _ in range(WARM_UP_STEPS):
+            step(model, x)
+    local = Chain(buckets)
+    seconds: dict[object, list[float]] = {key: [] for key in [*models, "local"]}
+    order = [*models.items(), ("local", local)]
+    shuffle = random.Random(0)
+    for _ in range(rounds):
+        shuffle.shuffle(order)
+        for key, model in order:
+            seconds[key].append(backward_seconds(model, x))
+    print(f"\n{buckets} buckets of one parameter, us per bucket over local training (median)")
+    for hooked, label in ((False, "no hook"), (True, "Python hook")):
+        medians = []
+        for name in CLASSES:
+            pairs = zip(seconds[(name, hooked)], seconds["local"], strict=True)
+            medians.append(statistics.median(a - b for a, b in pairs) / buckets * 1e6)
+        print(f"{label:14}{medians[0]:>24.2f}{medians[1]:>24.2f}{medians[0] / medians[1]:>8.3f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--quick", action="store_true", help="few rounds, to see that it works")
+    arguments = parser.parse_args()
+    rounds = 4 if arguments.quick else arguments.rounds
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    with tempfile.TemporaryDirectory() as folder:
+        store = f"file://{folder}/store"
+        dist.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+        load = os.getloadavg()[0]
+        print(f"torch {torch.__version__}, {os.cpu_count()} cores, load {load:.1f}")
+        for count in (1000, 5000):
+            measure_steps(count, rounds)
+        measure_hook(200, rounds)
+        measure_construction(8000, 2 if arguments.quick else 5)
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""Checks of what a user hands to DistributedDataParallel.
+
+Each function raises, or returns what it found out. A message says what was
+expected, what was found, and one thing to do.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def process_group_of(
+    process_group: dist.ProcessGroup | None, device_mesh: Any
+) -> dist.ProcessGroup:
+    """The group to reduce over: given, of a 1-D mesh, or the default one.
+
+    Raises:
+        RuntimeError: Both are given, or the mesh has more than one dimension.
+    """
+    if device_mesh is None:
+        return (
+            dist.distributed_c10d._get_default_group() if process_group is None else process_group
+        )
+    if process_group is not None:
+        raise RuntimeError(
+            "DistributedDataParallel: process_group and device_mesh are both given.\n"
+            "Give one of them."
+        )
+    if device_mesh.ndim != 1:
+        raise RuntimeError(
+            f"DistributedDataParallel: device_mesh must have 1 dimension, it has "
+            f"{device_mesh.ndim}: {device_mesh}.\nGive a slice of it, such as mesh['data']."
+        )
+    return device_mesh.get_group(mesh_dim=0)
+
+
+def require_trainable(module: torch.nn.Module, parameters: Sequence[torch.Tensor]) -> None:
+    """Raises RuntimeError unless there is something to reduce."""
+    if not any(parameter.requires_grad for parameter in parameters):
+        raise RuntimeError(
+            f"DistributedDataParallel: {type(module).__name__} has no parameter that requires a "
+            "gradient, so there is nothing to reduce.\nUse the module as it is."
+        )
+
+
+def require_initialized(module: torch.nn.Module, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Raises RuntimeError if a lazy parameter has no shape yet."""
+    lazy = [
+        name
+        for name, parameter in named
+        if isinstance(parameter, torch.nn.parameter.UninitializedParameter)
+    ]
+    if lazy:
+        raise RuntimeError(
+            f"DistributedDataParallel: parameters of {type(module).__name__} have no shape yet: "
+            f"{some_of(lazy)}.\nRun one forward on a small input before wrapping the module."
+        )
+
+
+def device_type_of(module: torch.nn.Module, parameters: Sequence[torch.Tensor]) -> str:
+    """The type of device that all parameters are on; ValueError if there are several."""
+    types = sorted({parameter.device.type for parameter in parameters})
+    if len(types) != 1:
+        raise ValueError(
+            f"DistributedDataParallel: the parameters of {type(module).__name__} must be on one "
+            f"type of device, they are on {', '.join(types)}.\nMove the module to one of them."
+        )
+    return types[0]
+
+
+def require_no_device_ids(
+    device_ids: Sequence[Any] | None, output_device: Any, parameters: Sequence[torch.Tensor]
+) -> None:
+    """Raises ValueError if devices are given for a module that stays where it is."""
+    if device_ids or output_device:
+        devices = sorted({str(parameter.device) for parameter in parameters})
+        raise ValueError(
+            "DistributedDataParallel: device_ids and output_device are for a module on one "
+            f"accelerator; this one is on {', '.join(devices)}, and device_ids={device_ids}, "
+            f"output_device={output_device} were given.\nLeave them out."
+        )
+
+
+def require_one_device_id(device_ids: Sequence[Any]) -> None:
+    """Raises ValueError unless there is exactly one."""
+    if len(device_ids) != 1:
+        raise ValueError(
+            f"DistributedDataParallel: device_ids must name one device, got {list(device_ids)}.\n"
+            "Start one process per device."
+        )
+
+
+def require_both_or_none(**arguments: Any) -> None:
+    """Raises ValueError if some of the arguments are given and others are not."""
+    missing = [name for name, value in arguments.items() if value is None]
+    if missing and len(missing) < len(arguments):
+        raise ValueError(
+            f"DistributedDataParallel: {' and '.join(arguments)} belong together, but "
+            f"{' and '.join(missing)} is missing.\nGive both or none."
+        )
+
+
+def require_comm_hook(hook: Callable[..., Any]) -> None:
+    """Raises TypeError or ValueError if `hook` can't be a comm hook."""
+    name = name_of(hook)
+    if not callable(hook):
+        raise TypeError(
+            f"register_comm_hook: the hook must be callable, got {hook!r}.\n"
+            "Give a function of a state and a torch.distributed.GradBucket."
+        )
+    signature = _signature_of(hook)
+    bucket = signature.parameters.get("bucket")
+    if bucket is not None and bucket.annotation not in (inspect.Parameter.empty, dist.GradBucket):
+        raise ValueError(
+            f"register_comm_hook: {name} must take a torch.distributed.GradBucket as 'bucket', it "
+            f"is annotated as {bucket.annotation}.\nCorrect the annotation, or leave it out."
+        )
+    if signature.return_annotation not in (
+        inspect.Signature.empty,
+        torch.futures.Future[torch.Tensor],
+    ):
+        raise ValueError(
+            f"register_comm_hook: {name} must return a torch.futures.Future[torch.Tensor], it is "
+            f"annotated as {signature.return_annotation}.\nCorrect the annotation, or leave it out."
+        )
+
+
+def _signature_of(hook: Callable[..., Any]) -> inspect.Signature:
+    try:
+        return inspect.signature(hook, eval_str=True)
+    except (NameError, TypeError, ValueError):  # annotations that only a type checker understands
+        return inspect.Signature()
+
+
+def name_of(hook: Any) -> str:
+    """What messages and logging data call a hook."""
+    return getattr(hook, "__qualname__", type(hook).__qualname__)
+
+
+def some_of(names: Sequence[str], limit: int = 5) -> str:
+    """The first names, quoted, and how many more there are."""
+    shown = ", ".join(f"'{name}'" for name in names[:limit])
+    more = len(names) - limit
+    return f"{shown} and {more} more" if more > 0 else shown

@@ -1,0 +1,155 @@
+#include "brigade/python_bindings/logger.h"
+
+#include <ATen/ops/zeros.h>
+#include <torch/csrc/distributed/c10d/debug.h>
+
+#include <cstdlib>
+#include <set>
+
+#include "absl/strings/ascii.h"
+#include "absl/strings/str_join.h"
+
+namespace brigade {
+namespace {
+
+// The first iterations are all sampled, as in torch.
+constexpr int64_t kAlwaysSampled = 10;
+
+// torch's Logger holds a torch Reducer. This one reduces nothing.
+std::shared_ptr<c10d::Reducer> idle_reducer(c10d::ProcessGroup& group) {
+  at::Tensor parameter = at::zeros({1}).requires_grad_();
+  return std::make_shared<c10d::Reducer>(
+      std::vector<at::Tensor>{std::move(parameter)},
+      std::vector<std::vector<size_t>>{{0}},
+      c10::intrusive_ptr<c10d::ProcessGroup>::unsafe_reclaim_from_nonowning(
+          &group),
+      std::vector<bool>{false}, c10d::kDefaultBucketBytesCap,
+      /*find_unused_parameters=*/false, /*gradient_as_bucket_view=*/false,
+      std::unordered_map<size_t, std::string>{}, c10d::kDefaultFirstBucketBytes,
+      /*skip_all_reduce_unused_params=*/false, /*use_python_reducer=*/false,
+      std::vector<int64_t>{});
+}
+
+std::string variable(const char* name) {
+  const char* value = std::getenv(name);
+  return value == nullptr ? "N/A" : value;
+}
+
+std::string lower_case_key(const std::string& name) {
+  return absl::AsciiStrToLower(name);
+}
+
+}  // namespace
+
+Logger::Logger(const TorchReducer& reducer)
+    : c10d::Logger(idle_reducer(reducer.group())), reducer_(reducer) {}
+
+void Logger::set_construction_data(const std::string& module_name,
+                                   const std::vector<int>& device_ids,
+                                   int output_device, bool broadcast_buffers,
+                                   bool has_sync_bn, bool static_graph) {
+  const TorchReducerOptions& options = reducer_.options();
+  data_.strs_map["module_name"] = module_name;
+  data_.strs_map["device_ids"] = absl::StrJoin(device_ids, ", ");
+  data_.ints_map["output_device"] = output_device;
+  data_.ints_map["broadcast_buffers"] = broadcast_buffers;
+  data_.ints_map["has_sync_bn"] = has_sync_bn;
+  data_.ints_map["static_graph"] = static_graph;
+  data_.ints_map["world_size"] = reducer_.group().getSize();
+  data_.ints_map["rank"] = reducer_.group().getRank();
+  data_.strs_map["backend_name"] = reducer_.group().getBackendName();
+  data_.ints_map["bucket_cap_bytes"] = options.reducer.bucket_caps_bytes.back();
+  data_.ints_map["find_unused_parameters"] = options.find_unused_parameters;
+  data_.ints_map["gradient_as_bucket_view"] =
+      options.reducer.gradients_as_bucket_views;
+  data_.ints_map["iteration"] = 0;
+  describe_parameters();
+  describe_environment();
+}
+
+void Logger::describe_parameters() {
+  std::set<std::string> dtypes;
+  std::set<at::Device> devices;
+  int64_t bytes = 0;
+  for (const at::Tensor& parameter : reducer_.parameters()) {
+    dtypes.emplace(parameter.dtype().name());
+    bytes += static_cast<int64_t>(parameter.nbytes());
+  }
+  data_.strs_map["dtypes"] = absl::StrJoin(dtypes, ", ");
+  data_.ints_map["total_parameter_size_bytes"] = bytes;
+  data_.ints_map["num_parameter_tensors"] =
+      static_cast<int64_t>(reducer_.parameters().size());
+  data_.strs_map["bucket_sizes"] =
+      absl::StrJoin(reducer_.bucket_sizes_bytes(), ", ");
+  bool several_devices = false;
+  for (const at::Tensor& parameter : reducer_.parameters()) {
+    several_devices |=
+        parameter.device() != reducer_.parameters().front().device();
+  }
+  data_.ints_map["is_multi_device_module"] = several_devices;
+}
+
+void Logger::describe_environment() {
+  std::vector<std::string> names = {"MASTER_PORT", "MASTER_ADDR",
+                                    "CUDA_VISIBLE_DEVICES",
+                                    "TORCH_DISTRIBUTED_DEBUG"};
+  const std::string& backend = data_.strs_map["backend_name"];
+  if (backend == "gloo") {
+    names.insert(names.end(), {"GLOO_SOCKET_IFNAME", "GLOO_DEVICE_TRANSPORT"});
+    data_.ints_map["gloo_num_threads"] = 2;
+  } else if (backend == "nccl") {
+    names.insert(names.end(), {"NCCL_SOCKET_IFNAME", "NCCL_DEBUG",
+                               "NCCL_NTHREADS", "NCCL_IB_TIMEOUT"});
+    data_.strs_map["nccl_blocking_wait"] = variable("TORCH_NCCL_BLOCKING_WAIT");
+    data_.strs_map["nccl_async_error_handling"] =
+        variable("TORCH_NCCL_ASYNC_ERROR_HANDLING");
+  }
+  for (const std::string& name : names) {
+    data_.strs_map[lower_case_key(name)] = variable(name.c_str());
+  }
+}
+
+void Logger::sample_runtime() {
+  const ReducerStatistics statistics = reducer_.statistics();
+  const int64_t iteration = statistics.prepared;
+  if (iteration == 0) return;
+  if (iteration > kAlwaysSampled &&
+      iteration % reducer_.logging_sample_rate() != 0) {
+    return;
+  }
+  data_.ints_map["iteration"] = iteration;
+  data_.ints_map["unused_parameter_size"] = 0;
+  data_.ints_map["has_rebuilt_buckets"] = statistics.rebuilds > 0;
+  if (statistics.rebuilds > 0) {
+    data_.strs_map["rebuilt_bucket_sizes"] =
+        absl::StrJoin(reducer_.bucket_sizes_bytes(), ", ");
+    std::vector<std::string> buckets;
+    for (const std::vector<size_t>& bucket : reducer_.buckets()) {
+      buckets.push_back(absl::StrJoin(bucket, " "));
+    }
+    data_.strs_map["rebuilt_per_bucket_param_indices"] =
+        absl::StrJoin(buckets, ", ");
+  }
+}
+
+void Logger::set_error(const std::string& text) {
+  data_.ints_map["has_error"] = 1;
+  data_.strs_map["error"] = text;
+  data_.ints_map["iteration"] = reducer_.statistics().prepared;
+}
+
+void Logger::set_comm_hook_name(const std::string& name) {
+  data_.strs_map["comm_hook"] = name;
+}
+
+at::DDPLoggingData Logger::data() {
+  if (const auto& error = reducer_.last_error()) set_error(*error);
+  at::DDPLoggingData all = data_;
+  // Keys that are here stay: these come from the reducer that does nothing.
+  const at::DDPLoggingData from_torch = c10d::Logger::get_ddp_logging_data();
+  all.strs_map.insert(from_torch.strs_map.begin(), from_torch.strs_map.end());
+  all.ints_map.insert(from_torch.ints_map.begin(), from_torch.ints_map.end());
+  return all;
+}
+
+}  // namespace brigade

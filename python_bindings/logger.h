@@ -1,0 +1,56 @@
+// What DistributedDataParallel tells about itself: the dictionary of
+// torch's _get_ddp_logging_data().
+//
+// It is a torch.distributed.Logger, so that torch's functions which report to
+// one accept it; but what it tells comes from a TorchReducer. The keys are
+// torch's; c10/util/Logging.h and Logger::set_runtime_stats_and_log give their
+// meaning.
+//
+// Thread safety: one call at a time.
+
+#ifndef BRIGADE_PYTHON_BINDINGS_LOGGER_H_
+#define BRIGADE_PYTHON_BINDINGS_LOGGER_H_
+
+#include <c10/util/Logging.h>
+
+#include <memory>
+#include <string>
+#include <torch/csrc/distributed/c10d/logger.hpp>
+#include <vector>
+
+#include "brigade/python_bindings/torch_reducer.h"
+
+namespace brigade {
+
+class Logger : public c10d::Logger {
+ public:
+  // REQUIRES: `reducer` outlives this object.
+  explicit Logger(const TorchReducer& reducer);
+
+  void set_construction_data(const std::string& module_name,
+                             const std::vector<int>& device_ids,
+                             int output_device, bool broadcast_buffers,
+                             bool has_sync_bn, bool static_graph);
+
+  // Called at the beginning of a forward: samples the iterations before it.
+  void sample_runtime();
+
+  void set_error(const std::string& text);
+  void set_comm_hook_name(const std::string& name);
+  void set_static_graph() { data_.ints_map["static_graph"] = 1; }
+  void set_uneven_input_join() { data_.ints_map["join_uneven_inputs"] = 1; }
+
+  // With the reducer's last error, and what torch's functions reported.
+  at::DDPLoggingData data();
+
+ private:
+  void describe_parameters();
+  void describe_environment();
+
+  const TorchReducer& reducer_;
+  at::DDPLoggingData data_;
+};
+
+}  // namespace brigade
+
+#endif  // BRIGADE_PYTHON_BINDINGS_LOGGER_H_

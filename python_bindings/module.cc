@@ -1,0 +1,13 @@
+// The extension module brigade._C.
+
+#include <torch/csrc/utils/pybind.h>
+
+#include "brigade/python_bindings/register_logger.h"
+#include "brigade/python_bindings/register_reducer.h"
+
+PYBIND11_MODULE(_C, module) {
+  // Its types and exception translators are used below.
+  py::module_::import("torch._C");
+  brigade::register_reducer(module);
+  brigade::register_logger(module);
+}

@@ -1,0 +1,210 @@
+#include "brigade/python_bindings/register_reducer.h"
+
+#include <c10/util/Exception.h>
+#include <torch/csrc/jit/python/pybind_utils.h>
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+#include <torch/csrc/distributed/c10d/default_comm_hooks.hpp>
+#include <utility>
+#include <vector>
+
+#include "brigade/python_bindings/python_comm_hook.h"
+#include "brigade/python_bindings/torch_reducer.h"
+
+namespace brigade {
+namespace {
+
+using FuturePtr = std::shared_ptr<torch::jit::PythonFutureWrapper>;
+using NoGil = py::call_guard<py::gil_scoped_release>;
+
+// The reducer waits for callbacks that may want the GIL.
+void destroy_without_gil(TorchReducer* reducer) {
+  const py::gil_scoped_release no_gil;
+  delete reducer;
+}
+
+c10::intrusive_ptr<c10d::ProcessGroup> owned(c10d::ProcessGroup& group) {
+  return c10::intrusive_ptr<c10d::ProcessGroup>::unsafe_reclaim_from_nonowning(
+      &group);
+}
+
+FuturePtr wrapped(c10::intrusive_ptr<c10::ivalue::Future> future) {
+  return std::make_shared<torch::jit::PythonFutureWrapper>(std::move(future));
+}
+
+std::vector<std::string> names_of(const std::map<size_t, std::string>& by_index,
+                                  size_t count) {
+  if (by_index.empty()) return {};
+  std::vector<std::string> names(count);
+  for (const auto& [index, name] : by_index) {
+    TORCH_CHECK(index < count, "brigade.Reducer: param_to_name_mapping names ",
+                "parameter ", index, ", but there are ", count,
+                " parameters.\nName each parameter by its index.");
+    names[index] = name;
+  }
+  return names;
+}
+
+std::shared_ptr<TorchReducer> make_reducer(
+    std::vector<at::Tensor> params,
+    std::vector<std::vector<size_t>> bucket_indices,
+    const std::vector<int64_t>& per_bucket_size_limits,
+    c10d::ProcessGroup& process_group,
+    std::vector<bool> expect_sparse_gradients, int64_t bucket_bytes_cap,
+    bool find_unused_parameters, bool gradient_as_bucket_view,
+    const std::map<size_t, std::string>& param_to_name_mapping,
+    int64_t first_bucket_bytes_cap, bool skip_all_reduce_unused_params,
+    bool use_python_reducer, std::vector<int64_t> bucket_bytes_cap_list,
+    bool rebuild_buckets) {
+  TORCH_CHECK(per_bucket_size_limits.size() == bucket_indices.size(),
+              "brigade.Reducer: ", bucket_indices.size(),
+              " buckets, but per_bucket_size_limits has ",
+              per_bucket_size_limits.size(), " entries.\nGive one per bucket.");
+  TorchReducerOptions options;
+  options.find_unused_parameters = find_unused_parameters;
+  options.skip_all_reduce_unused_params = skip_all_reduce_unused_params;
+  options.reducer.parameter_names =
+      names_of(param_to_name_mapping, params.size());
+  options.reducer.bucket_plan = std::move(bucket_indices);
+  options.reducer.expect_sparse_gradients = std::move(expect_sparse_gradients);
+  options.reducer.gradients_as_bucket_views = gradient_as_bucket_view;
+  options.reducer.rebuild_buckets = rebuild_buckets;
+  options.reducer.bucket_caps_bytes =
+      bucket_bytes_cap_list.empty()
+          ? std::vector<int64_t>{first_bucket_bytes_cap, bucket_bytes_cap}
+          : std::move(bucket_bytes_cap_list);
+  auto reducer = [&] {
+    const py::gil_scoped_release no_gil;
+    return std::make_unique<TorchReducer>(
+        std::move(params), owned(process_group), std::move(options));
+  }();
+  // Compiled autograd reduces gradients itself.
+  if (use_python_reducer) reducer->remove_hooks();
+  return {reducer.release(), destroy_without_gil};
+}
+
+void register_comm_hook(TorchReducer& reducer, py::object state,
+                        py::object hook) {
+  const std::string name =
+      py::str(py::getattr(hook, "__qualname__", py::repr(hook)));
+  auto python_hook =
+      std::make_shared<PythonCommHook>(std::move(state), std::move(hook));
+  const py::gil_scoped_release no_gil;
+  reducer.register_comm_hook(std::move(python_hook), name);
+}
+
+// Methods of torch's class that this one has no answer to yet.
+template <typename Class>
+void def_not_there_yet(Class& reducer, const char* name) {
+  const std::string text =
+      std::string("brigade.Reducer.") + name + "() is not there yet";
+  reducer.def(name, [text](TorchReducer&, const py::args&) {
+    TORCH_CHECK_NOT_IMPLEMENTED(false, text);
+  });
+}
+
+}  // namespace
+
+void register_reducer(py::module_& module) {
+  py::class_<TorchReducer, std::shared_ptr<TorchReducer>> reducer(
+      module, "Reducer",
+      "Averages gradients over a process group while backward runs; stands in "
+      "for torch.distributed.Reducer.");
+  reducer
+      .def(py::init(&make_reducer), py::arg("params"),
+           py::arg("bucket_indices"), py::arg("per_bucket_size_limits"),
+           py::arg("process_group"),
+           py::arg("expect_sparse_gradients") = std::vector<bool>(),
+           py::arg("bucket_bytes_cap") = kDefaultBucketCapsBytes[1],
+           py::arg("find_unused_parameters") = false,
+           py::arg("gradient_as_bucket_view") = false,
+           py::arg("param_to_name_mapping") = std::map<size_t, std::string>(),
+           py::arg("first_bucket_bytes_cap") = kDefaultBucketCapsBytes[0],
+           py::arg("skip_all_reduce_unused_params") = false,
+           py::arg("use_python_reducer") = false,
+           py::arg("bucket_bytes_cap_list") = std::vector<int64_t>(),
+           py::kw_only(), py::arg("rebuild_buckets") = true,
+           py::keep_alive<1, 5>())  // a group may be written in Python
+      .def("prepare_for_forward", &TorchReducer::prepare_for_forward, NoGil())
+      .def("prepare_for_backward", &TorchReducer::prepare_for_backward,
+           py::arg("outputs"), NoGil())
+      .def(
+          "prepare_for_backward",
+          [](TorchReducer& self, const at::Tensor& output) {
+            self.prepare_for_backward({output});
+          },
+          py::arg("output"), NoGil())
+      .def("_cancel_preparation", &TorchReducer::cancel_preparation, NoGil())
+      .def("_register_comm_hook", &register_comm_hook, py::arg("state"),
+           py::arg("comm_hook"))
+      .def("_register_builtin_comm_hook",
+           &TorchReducer::register_builtin_comm_hook, py::arg("comm_hook_type"),
+           NoGil())
+      .def(
+          "_run_comm_hook",
+          [](TorchReducer& self, c10d::GradBucket& bucket) {
+            return wrapped(self.run_comm_hook(bucket));
+          },
+          py::arg("bucket"), NoGil())
+      .def(
+          "_run_allreduce_hook",
+          [](TorchReducer& self, c10d::GradBucket& bucket) {
+            return wrapped(self.run_all_reduce_hook(bucket));
+          },
+          py::arg("bucket"), NoGil())
+      .def("_get_zeros_like_grad_buckets", &TorchReducer::zero_buckets, NoGil())
+      .def("_rebuild_buckets", &TorchReducer::rebuild_buckets, NoGil())
+      .def("_remove_autograd_hooks", &TorchReducer::remove_hooks, NoGil())
+      .def("_reset_state", &TorchReducer::reset, NoGil())
+      .def(
+          "_update_process_group",
+          [](TorchReducer& self, c10d::ProcessGroup& group) {
+            self.set_process_group(owned(group));
+          },
+          py::arg("new_process_group"), NoGil(), py::keep_alive<1, 2>())
+      .def(
+          "_set_forward_pass_work_handle",
+          [](TorchReducer& self, c10d::Work& work, bool use_static_world_size) {
+            self.set_divisor(
+                c10::intrusive_ptr<c10d::Work>::unsafe_reclaim_from_nonowning(
+                    &work),
+                use_static_world_size);
+          },
+          py::arg("work"), py::arg("use_static_world_size"), NoGil())
+      .def(
+          "_install_post_backward_futures",
+          [](TorchReducer& self, const std::vector<FuturePtr>& futures) {
+            std::vector<AwaitedFutures::Future> awaited;
+            for (const FuturePtr& future : futures) {
+              awaited.push_back(future->fut);
+            }
+            self.await_at_end(std::move(awaited));
+          },
+          py::arg("futures"), NoGil())
+      .def(
+          "_push_all_rebuilt_params", [](TorchReducer&) {},
+          "Nothing to do: the order is rank 0's.")
+      .def("_set_static_graph", &TorchReducer::set_static_graph, NoGil())
+      .def("_set_ddp_runtime_logging_sample_rate",
+           &TorchReducer::set_logging_sample_rate, py::arg("sample_rate"))
+      .def(
+          "set_logger", [](TorchReducer&, const py::object&) {},
+          py::arg("logger"), "Nothing to do: the logger asks the reducer.")
+      .def(
+          "_delay_all_reduce", [](TorchReducer&) {},
+          "Nothing to do: the reducer sees the end of backward itself.")
+      .def(
+          "_set_optimizer_in_backward", [](TorchReducer&) {},
+          "Nothing to do: what the hook does to .grad comes last.");
+  for (const char* name :
+       {"_autograd_hook", "_check_reducer_finalized", "_ddp_graph_static",
+        "_get_local_used_map", "_set_mixed_precision_param_dtype",
+        "_set_sparse_metadata", "get_backward_stats"}) {
+    def_not_there_yet(reducer, name);
+  }
+}
+
+}  // namespace brigade

@@ -1,0 +1,128 @@
+// A Reducer with the habits of torch.distributed.Reducer.
+//
+// torch's class is told about its comm hook, its process group and a static
+// graph after construction, and is asked for what it did; Reducer is not. What
+// only that surface needs is here. Everything about gradients is Reducer's.
+//
+// Where Reducer can't be changed it is made anew, which is a collective: ranks
+// register hooks and change groups alike, between iterations.
+//
+// Thread safety: as Reducer. The GIL must not be held by whoever waits for a
+// call, since comm hooks written in Python take it.
+
+#ifndef BRIGADE_PYTHON_BINDINGS_TORCH_REDUCER_H_
+#define BRIGADE_PYTHON_BINDINGS_TORCH_REDUCER_H_
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <torch/csrc/distributed/c10d/comm.hpp>
+#include <torch/csrc/distributed/c10d/default_comm_hooks.hpp>
+#include <vector>
+
+#include "brigade/python_bindings/averaging_hook.h"
+#include "brigade/python_bindings/awaited_futures.h"
+#include "brigade/reducer/reducer.h"
+
+namespace brigade {
+
+// Of torch's constructor, what ReducerOptions has no place for.
+struct TorchReducerOptions {
+  ReducerOptions reducer = {};
+  bool find_unused_parameters = false;
+  bool skip_all_reduce_unused_params = false;
+};
+
+class TorchReducer {
+ public:
+  // Collective, as Reducer's. Errors: RuntimeError where Reducer has
+  // ValueError: torch's class knows no other.
+  TorchReducer(std::vector<at::Tensor> parameters,
+               c10::intrusive_ptr<c10d::ProcessGroup> group,
+               TorchReducerOptions options);
+
+  // Called before forward: brings this rank back in step after a failure.
+  void prepare_for_forward();
+  void prepare_for_backward(const std::vector<at::Tensor>& outputs);
+  void cancel_preparation();
+
+  // True once after the buckets were rebuilt. Rebuilding itself is a part of
+  // prepare_for_backward().
+  bool rebuild_buckets();
+
+  // `name` is for messages. Errors: RuntimeError naming the first hook if there
+  // is one.
+  void register_comm_hook(std::shared_ptr<c10d::CommHookInterface> hook,
+                          std::string name);
+  void register_builtin_comm_hook(c10d::BuiltinCommHookType type);
+
+  // What the next buckets are divided by: the world size, or the sum that
+  // `count` of the ranks that still have data ends with. Holds until the next
+  // prepare_for_forward(). Without effect under a registered hook.
+  void set_divisor(c10::intrusive_ptr<c10d::Work> count, bool use_world_size);
+
+  // The next backward does not end before these are done.
+  void await_at_end(std::vector<AwaitedFutures::Future> futures);
+
+  // Errors: RuntimeError once training has begun.
+  void set_static_graph();
+
+  // Calls the registered hook, or sums over the group, on any bucket.
+  c10::intrusive_ptr<c10::ivalue::Future> run_comm_hook(
+      c10d::GradBucket& bucket);
+  c10::intrusive_ptr<c10::ivalue::Future> run_all_reduce_hook(
+      c10d::GradBucket& bucket);
+
+  // Forgets the iteration and the plan. The next call that needs them, or
+  // set_process_group(), makes them anew.
+  void reset() { reducer_ = nullptr; }
+  void set_process_group(c10::intrusive_ptr<c10d::ProcessGroup> group);
+
+  // Takes the hooks off the parameters for good: from here on gradients are
+  // local.
+  void remove_hooks();
+
+  // All buckets in launch order, holding zeros: what a rank without data sends.
+  // A bucket without elements is left out, since none is launched.
+  std::vector<c10d::GradBucket> zero_buckets() const;
+
+  // Logging samples every `rate`-th iteration.
+  int64_t logging_sample_rate() const { return logging_sample_rate_; }
+  void set_logging_sample_rate(int64_t rate);
+
+  // What the last call that failed said. Calls made by autograd are not seen.
+  const std::optional<std::string>& last_error() const { return last_error_; }
+
+  // Zeros and empty lists where there is no reducer.
+  ReducerStatistics statistics() const;
+  std::vector<std::vector<size_t>> buckets() const;
+  std::vector<int64_t> bucket_sizes_bytes() const;
+
+  const std::vector<at::Tensor>& parameters() const { return parameters_; }
+  const TorchReducerOptions& options() const { return options_; }
+  c10d::ProcessGroup& group() const { return *group_; }
+
+ private:
+  void make();
+  bool ready();  // makes a reducer after a reset
+  void remember_errors(const std::function<void()>& call);
+
+  const std::vector<at::Tensor> parameters_;
+  c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  TorchReducerOptions options_;
+  std::string hook_name_;  // empty: none was registered
+  std::optional<std::string> last_error_;
+  std::shared_ptr<AveragingHook> averaging_;
+  std::shared_ptr<AwaitedFutures> awaited_;
+  int64_t logging_sample_rate_ = 100;
+  int64_t rebuilds_told_ = 0;
+  bool hooks_removed_ = false;
+  std::unique_ptr<Reducer> reducer_;  // null after reset() or remove_hooks()
+};
+
+}  // namespace brigade
+
+#endif  // BRIGADE_PYTHON_BINDINGS_TORCH_REDUCER_H_

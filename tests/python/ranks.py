@@ -1,0 +1,93 @@
+"""Runs a function on several ranks, each in a process of its own, over Gloo on loopback."""
+
+from __future__ import annotations
+
+import datetime
+import multiprocessing
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+_DEADLINE_S = 120
+# Processes are forked from one that has imported torch and started no thread.
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["torch", "torch._dynamo", "brigade"])
+
+
+def run_ranks(function: Callable[..., Any], *args: Any, world_size: int = 2) -> list[Any]:
+    """Calls ``function(rank, *args)`` on each rank of a Gloo group.
+
+    Args:
+        function: Of a module, so that another process finds it.
+
+    Returns:
+        What each rank returned, by rank.
+
+    Raises:
+        AssertionError: A rank raised, died or took too long; with its traceback.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        store = os.path.join(folder, "store")
+        pipes, processes = [], []
+        for rank in range(world_size):
+            receiver, sender = _CONTEXT.Pipe(duplex=False)
+            process = _CONTEXT.Process(
+                target=_run_rank, args=(rank, world_size, store, sender, function, args)
+            )
+            process.start()
+            sender.close()
+            pipes.append(receiver)
+            processes.append(process)
+        try:
+            answers = [_answer(rank, pipe) for rank, pipe in enumerate(pipes)]
+        finally:
+            for process in processes:
+                process.join(timeout=10)
+                if process.is_alive():
+                    process.kill()
+                    process.join()
+    failures = [f"rank {rank}:\n{text}" for rank, (ok, text) in enumerate(answers) if not ok]
+    if failures:
+        raise AssertionError("\n".join(failures))
+    return [value for _, value in answers]
+
+
+def _answer(rank: int, pipe: Connection) -> tuple[bool, Any]:
+    if not wait([pipe], timeout=_DEADLINE_S):
+        return False, f"no answer after {_DEADLINE_S} s"
+    try:
+        return pipe.recv()
+    except EOFError:
+        return False, "died without an answer"
+
+
+def _run_rank(
+    rank: int,
+    world_size: int,
+    store: str,
+    sender: Connection,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
+    import torch
+    import torch.distributed as dist
+
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{store}",
+            rank=rank,
+            world_size=world_size,
+            timeout=datetime.timedelta(seconds=60),
+        )
+        value = function(rank, *args)
+        dist.barrier()  # a peer may still want what this rank has to send
+        dist.destroy_process_group()
+        sender.send((True, value))
+    except BaseException:
+        sender.send((False, traceback.format_exc()))

@@ -1,0 +1,194 @@
+"""Unused parameters, static graphs, logging data."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import brigade
+
+from ranks import run_ranks
+from training import CLASSES, Perceptron, assert_equal, assert_same_bits, both, inputs, loss_of
+
+not_there_yet = pytest.mark.xfail(strict=True, reason="the reducer does not have it yet")
+
+
+class Branches(nn.Module):
+    """Goes the way it is told: parameters of the other ways are unused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ways = nn.ModuleList(nn.Linear(6, 3) for _ in range(3))
+        self.never = nn.Linear(2, 2)
+        self.head = nn.Linear(3, 2)
+
+    def forward(self, way_and_x):
+        way, x = way_and_x
+        return self.head(self.ways[way](x)), self.ways[way](x)
+
+
+def _unused(rank, ways, views, set_to_none):
+    batches = list(zip(ways[rank], inputs(rank, len(ways[rank])), strict=True))
+    assert_same_bits(
+        both(
+            Branches,
+            batches,
+            set_to_none=set_to_none,
+            find_unused_parameters=True,
+            gradient_as_bucket_view=views,
+        )
+    )
+
+
+@not_there_yet
+@pytest.mark.parametrize("views", [False, True])
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize(
+    "ways",
+    [([0, 1, 2, 0], [0, 1, 2, 0]), ([0, 1, 2, 0], [1, 1, 0, 2]), ([0, 0, 0, 0], [2, 2, 2, 2])],
+    ids=["same_on_ranks", "different_on_ranks", "fixed"],
+)
+def test_unused_parameters_train_to_the_same_bits(ways, views, set_to_none):
+    run_ranks(_unused, ways, views, set_to_none)
+
+
+def _used_map(rank):
+    wrapped = brigade.DistributedDataParallel(Branches(), find_unused_parameters=True)
+    output = wrapped((rank, inputs(rank, 1)[0]))
+    loss_of(output).backward()
+    used = wrapped.reducer._get_local_used_map()
+    assert used.dtype == torch.int32 and used.numel() == 10
+    assert wrapped.module.never.weight.grad is None
+    assert wrapped.module.ways[2].weight.grad is None
+    assert wrapped.module.ways[1 - rank].weight.grad is not None
+    # An output that the loss leaves out leaves its parameters unused.
+    wrapped.zero_grad()
+    wrapped((0, inputs(rank, 1)[0]))[1].sum().backward()
+    assert wrapped.module.head.weight.grad is None
+
+
+@not_there_yet
+def test_a_parameter_that_no_rank_uses_keeps_its_gradient():
+    run_ranks(_used_map)
+
+
+def _missing(rank):
+    wrapped = brigade.DistributedDataParallel(Branches())
+    x = inputs(rank, 1)[0]
+    loss_of(wrapped((0, x))).backward()
+    with pytest.raises(RuntimeError, match=rf"rank {rank}.*'ways.1.weight'") as error:
+        wrapped((0, x))
+    assert "'ways.0.weight'" not in str(error.value)
+    assert "ways.2.bias" in wrapped._get_ddp_logging_data()["error"]
+
+
+def test_missing_gradients_are_named_with_the_rank():
+    run_ranks(_missing)
+
+
+def _missing_all(rank):
+    wrapped = brigade.DistributedDataParallel(nn.ModuleList(nn.Linear(1, 1) for _ in range(9)))
+    wrapped.module.forward = lambda x: wrapped.module[8](x)
+    wrapped(torch.ones(1, 1)).sum().backward()
+    with pytest.raises(
+        RuntimeError, match=f"did not receive grad for rank {rank}: 0, 1, 2"
+    ) as error:
+        wrapped(torch.ones(1, 1))
+    assert all(f"{i}.weight" in str(error.value) for i in range(8))
+
+
+@not_there_yet
+def test_every_missing_gradient_is_in_the_lines_that_tools_read():
+    run_ranks(_missing_all)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+        self.a, self.b, self.unused = nn.Linear(6, 6), nn.Linear(6, 2), nn.Linear(1, 1)
+
+    def forward(self, x):
+        y = checkpoint(self.a, x.requires_grad_(), use_reentrant=self.reentrant)
+        return checkpoint(
+            self.b,
+            checkpoint(self.a, y, use_reentrant=self.reentrant),
+            use_reentrant=self.reentrant,
+        )
+
+
+def _static(rank, reentrant, views):
+    results = {}
+    for name, wrapper in CLASSES.items():
+        torch.manual_seed(0)
+        wrapped = wrapper(Checkpointed(reentrant), static_graph=True, gradient_as_bucket_view=views)
+        seen = []
+        for x in inputs(rank, 4):
+            wrapped.zero_grad()
+            loss_of(wrapped(x)).backward()
+            seen += [None if p.grad is None else p.grad.clone() for p in wrapped.parameters()]
+        results[name] = seen
+    assert_equal(results["brigade"], results["torch"])
+
+
+@not_there_yet
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("views", [False, True])
+def test_checkpointed_layers_train_under_a_static_graph(reentrant, views):
+    run_ranks(_static, reentrant, views)
+
+
+def _static_too_late(rank):
+    wrapped = brigade.DistributedDataParallel(Perceptron())
+    loss_of(wrapped(inputs(rank, 1)[0])).backward()
+    with pytest.raises(RuntimeError, match="iteration 1"):
+        wrapped._set_static_graph()
+    assert "iteration 1" in wrapped._get_ddp_logging_data()["error"]
+
+
+def test_a_static_graph_is_declared_before_training():
+    run_ranks(_static_too_late, world_size=1)
+
+
+def _detects_static(rank):
+    wrapped = brigade.DistributedDataParallel(Branches(), find_unused_parameters=True)
+    for x in inputs(rank, 3):
+        loss_of(wrapped((0, x))).backward()
+        assert wrapped.reducer._ddp_graph_static()
+    loss_of(wrapped((1, inputs(rank, 1)[0]))).backward()
+    assert not wrapped.reducer._ddp_graph_static()
+
+
+@not_there_yet
+def test_a_graph_that_never_changes_is_recognised():
+    run_ranks(_detects_static)
+
+
+def _timings(rank):
+    wrapped = brigade.DistributedDataParallel(Perceptron())
+    for x in inputs(rank, 3):
+        loss_of(wrapped(x)).backward()
+    data = wrapped._get_ddp_logging_data()
+    for key in ("forward_compute", "backward_compute", "backward_comm"):
+        assert data[f"avg_{key}_time"] >= 1
+    assert data["has_rebuilt_buckets"] == 1
+    assert data["prev_iteration_grad_ready_order_indices"].startswith("7, ")
+
+
+@not_there_yet
+def test_logging_data_tell_times_and_the_order_of_gradients():
+    run_ranks(_timings)
+
+
+def _logging_data(rank):
+    wrapped = brigade.DistributedDataParallel(Perceptron(), bucket_cap_mb=1.5)
+    theirs = CLASSES["torch"](Perceptron(), bucket_cap_mb=1.5)
+    expected = theirs._get_ddp_logging_data()
+    data = wrapped._get_ddp_logging_data()
+    assert {key: data.get(key) for key in expected} == expected
+    assert data["rank"] == rank and data["world_size"] == dist.get_world_size()
+
+
+def test_logging_data_after_construction_are_torchs():
+    run_ranks(_logging_data)

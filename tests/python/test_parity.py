@@ -1,0 +1,277 @@
+"""Training gives the bits that torch's own class gives."""
+
+import collections
+import functools
+import random
+
+import pytest
+import torch
+from torch import nn
+
+from ranks import run_ranks
+from training import (
+    CLASSES,
+    Perceptron,
+    assert_equal,
+    assert_same_bits,
+    both,
+    inputs,
+    loss_of,
+    train,
+)
+
+OPTIONS = {
+    "default": {},
+    "views": {"gradient_as_bucket_view": True},
+    "small_buckets": {"bucket_cap_mb": 0.0002},
+    "caps_by_bucket": {"bucket_cap_mb_list": [0.0001, 0.0004]},
+    "no_buffers": {"broadcast_buffers": False},
+}
+
+
+class Embedding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(11, 3, sparse=True)
+        self.bag = nn.EmbeddingBag(11, 3, sparse=True, mode="sum")
+        self.head = nn.Linear(3, 2)
+
+    def forward(self, rows):
+        return self.head(self.table(rows).sum(1) + self.bag(rows))
+
+
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.randn(4, 3, dtype=torch.complex64))
+        self.b = nn.Parameter(torch.randn(3))
+        self.empty = nn.Parameter(torch.randn(0, 5))
+
+    def forward(self, x):
+        return x[:, :4].to(torch.complex64) @ self.a * self.b + self.empty.sum()
+
+
+class Mixed(nn.Module):
+    """Several dtypes, a channels-last weight, a shared parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, 4, 3).to(memory_format=torch.channels_last)
+        self.wide = nn.Linear(4, 4).double()
+        self.tied = nn.Linear(4, 4).double()
+        self.tied.weight = self.wide.weight
+
+    def forward(self, x):
+        y = self.conv(x.reshape(1, 2, 3, -1)).sum((2, 3)).double()
+        return self.tied(torch.relu(self.wide(y)))
+
+
+Pair = collections.namedtuple("Pair", ["first", "rest"])
+
+
+class Nested(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(6, 2), nn.Linear(6, 2), nn.Linear(6, 2)
+
+    def forward(self, x):
+        return Pair(self.a(x), {"list": [self.b(x)], "tuple": (self.c(x), None, 3)})
+
+
+def _train_both(rank, make_model, shape, options, set_to_none):
+    batches = inputs(rank, 5, shape)
+    if make_model is Embedding:
+        batches = [(batch.abs() * 100).long() % 11 for batch in batches]
+    assert_same_bits(both(make_model, batches, set_to_none=set_to_none, **options))
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_perceptron_trains_to_the_same_bits(name, set_to_none):
+    run_ranks(_train_both, Perceptron, (4, 6), OPTIONS[name], set_to_none)
+
+
+@pytest.mark.parametrize("make_model", [Embedding, Complex, Nested])
+@pytest.mark.parametrize("views", [False, True])
+def test_other_kinds_of_gradients_train_to_the_same_bits(make_model, views):
+    run_ranks(_train_both, make_model, (4, 6), {"gradient_as_bucket_view": views}, True)
+
+
+@pytest.mark.parametrize("views", [False, True])
+def test_several_dtypes_and_strides_train_to_the_same_bits(views):
+    run_ranks(_train_both, Mixed, (6, 4), {"gradient_as_bucket_view": views}, True)
+
+
+def _half(rank):
+    results = both(lambda: nn.Linear(6, 3).half(), [x.half() for x in inputs(rank, 3)])
+    assert_same_bits(results)
+
+
+def test_half_precision_gradients_are_divided_before_the_sum():
+    run_ranks(_half)
+
+
+def _single_process(rank):
+    torch.manual_seed(0)
+    wrapped = CLASSES["brigade"](nn.Linear(6, 3))
+    torch.manual_seed(0)
+    alone = nn.Linear(6, 3)
+    for batches in zip(inputs(0, 4), inputs(1, 4), strict=True):
+        wrapped.zero_grad()
+        alone.zero_grad()
+        loss_of(wrapped(batches[rank])).backward()
+        ((loss_of(alone(batches[0])) + loss_of(alone(batches[1]))) / 2).backward()
+        for ours, expected in zip(wrapped.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, expected.grad)
+
+
+def test_gradients_are_the_average_that_one_process_computes():
+    run_ranks(_single_process)
+
+
+def _create_graph(rank):
+    wrapped = CLASSES["brigade"](nn.Linear(6, 1))
+    (x,) = inputs(rank, 1)
+    for _ in range(3):
+        wrapped.zero_grad()
+        wrapped(x).square().sum().backward(create_graph=True)
+        penalty = sum(p.grad.square().sum() for p in wrapped.parameters())
+        wrapped.zero_grad()
+        penalty.backward()
+        assert all(p.grad.abs().sum() > 0 for p in wrapped.parameters())
+
+
+def test_gradients_keep_their_graph():
+    run_ranks(_create_graph)
+
+
+def _two_backwards(rank):
+    results = {}
+    for name, wrapper in CLASSES.items():
+        torch.manual_seed(0)
+        wrapped = wrapper(Nested())
+        for x in inputs(rank, 3):
+            wrapped.zero_grad()
+            output = wrapped(x)
+            loss_of(output.first).backward()
+            loss_of(output.rest).backward()
+        results[name] = [p.grad.clone() for p in wrapped.parameters()]
+    assert_same_bits(results)
+
+
+def test_two_losses_of_one_forward_have_a_backward_each():
+    run_ranks(_two_backwards)
+
+
+def _no_sync(rank, set_to_none):
+    results = {}
+    for name, wrapper in CLASSES.items():
+        torch.manual_seed(0)
+        wrapped = wrapper(Perceptron())
+        optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+        seen = []
+        for step, x in enumerate(inputs(rank, 8)):
+            if step % 2 == 0:
+                optimizer.zero_grad(set_to_none=set_to_none)
+                with wrapped.no_sync():
+                    loss_of(wrapped(x)).backward()
+            else:
+                loss_of(wrapped(x)).backward()
+                seen += [p.grad.clone() for p in wrapped.parameters()]
+                optimizer.step()
+        results[name] = seen
+    assert_same_bits(results)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_accumulate_without_synchronising(set_to_none):
+    run_ranks(_no_sync, set_to_none)
+
+
+def _no_sync_after_a_forward_alone(rank):
+    wrapped = CLASSES["brigade"](nn.Linear(3, 2))
+    x = torch.full((1, 3), float(rank))
+    wrapped(x)  # prepared, but never gone back through
+    with wrapped.no_sync():
+        wrapped(x).sum().backward()
+    assert wrapped.module.weight.grad.tolist() == [[float(rank)] * 3] * 2
+
+
+def test_a_forward_without_backward_does_not_reach_into_no_sync():
+    run_ranks(_no_sync_after_a_forward_alone)
+
+
+def _forwards_without_backward(rank):
+    results = {}
+    for name, wrapper in CLASSES.items():
+        torch.manual_seed(0)
+        wrapped = wrapper(nn.Linear(6, 3))
+        for x in inputs(rank, 3):
+            wrapped(x)
+            with torch.no_grad():
+                wrapped(x)
+        results[name] = train(wrapped, inputs(rank, 2))
+    assert_same_bits(results)
+
+
+def test_forwards_without_backward_cost_nothing():
+    run_ranks(_forwards_without_backward)
+
+
+def _join(rank, by_initial):
+    results = {}
+    for name, wrapper in CLASSES.items():
+        torch.manual_seed(0)
+        wrapped = wrapper(Perceptron())
+        with wrapped.join(divide_by_initial_world_size=by_initial):
+            results[name] = train(wrapped, inputs(rank, 3 + 2 * rank))
+    assert_same_bits(results)
+
+
+@pytest.mark.parametrize("by_initial", [True, False])
+def test_ranks_with_fewer_inputs_join(by_initial):
+    run_ranks(_join, by_initial)
+
+
+class Random(nn.Module):
+    """A chain of layers drawn from a seed."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        draw = random.Random(seed)
+        layers = []
+        width = 6
+        for _ in range(draw.randint(1, 7)):
+            out = draw.randint(1, 12)
+            layers.append(nn.Linear(width, out, bias=draw.random() < 0.7))
+            layers += draw.choice([[], [nn.Tanh()], [nn.BatchNorm1d(out)], [nn.LayerNorm(out)]])
+            width = out
+        self.layers = nn.Sequential(*layers)
+        for parameter in list(self.parameters())[1:]:
+            parameter.requires_grad_(draw.random() < 0.9)
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+def _fuzz(rank, seeds):
+    for seed in seeds:
+        draw = random.Random(1000 + seed)
+        options = {
+            # The first buckets stay: equal buckets are what makes equal bits on 3 ranks.
+            "bucket_cap_mb_list": [draw.choice([1e-4, 1e-3, 1]) for _ in range(draw.randint(1, 3))],
+            "gradient_as_bucket_view": draw.random() < 0.5,
+            "broadcast_buffers": draw.random() < 0.5,
+        }
+        set_to_none = draw.random() < 0.5
+        results = both(
+            functools.partial(Random, seed), inputs(rank, 4), set_to_none=set_to_none, **options
+        )
+        try:
+            assert_equal(results["brigade"], results["torch"])
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}, {options}: {error}") from None
+
+
+def test_random_models_train_to_the_same_bits_on_2_ranks():
+    run_ranks(_fuzz, range(40))

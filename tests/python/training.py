@@ -1,0 +1,89 @@
+"""Small models and loops that tests train with brigade and with torch, to compare."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
+
+import brigade
+
+CLASSES = {"brigade": brigade.DistributedDataParallel, "torch": TorchDistributedDataParallel}
+
+
+class Perceptron(nn.Module):
+    """Three layers, with running means that must be broadcast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(6, 9),
+            nn.BatchNorm1d(9),
+            nn.ReLU(),
+            nn.Linear(9, 7),
+            nn.Tanh(),
+            nn.Linear(7, 3),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+def inputs(rank: int, steps: int, shape: tuple[int, ...] = (4, 6)) -> list[torch.Tensor]:
+    """Other data on each rank and in each step, the same in each run."""
+    generator = torch.Generator().manual_seed(100 + rank)
+    return [torch.randn(shape, generator=generator) for _ in range(steps)]
+
+
+def train(
+    wrapped: nn.Module, batches: list[Any], *, set_to_none: bool = True
+) -> list[torch.Tensor | None]:
+    """Steps of SGD; returns copies of the gradients of each step, then the state."""
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=1 / 128, momentum=0.5)
+    seen: list[torch.Tensor | None] = []
+    for batch in batches:
+        optimizer.zero_grad(set_to_none=set_to_none)
+        loss_of(wrapped(batch)).backward()
+        seen += [None if p.grad is None else p.grad.clone() for p in wrapped.parameters()]
+        optimizer.step()
+    return seen + [tensor.clone() for tensor in wrapped.state_dict().values()]
+
+
+def loss_of(output: Any) -> torch.Tensor:
+    tensors = torch.utils._pytree.tree_leaves(output)
+    return sum(t.abs().square().sum() for t in tensors if torch.is_tensor(t) and t.requires_grad)
+
+
+def both(
+    make_model: Callable[[], nn.Module],
+    batches: list[Any],
+    prepare: Callable[[nn.Module], None] = lambda wrapped: None,
+    *,
+    set_to_none: bool = True,
+    **options: Any,
+) -> dict[str, list[torch.Tensor | None]]:
+    """Trains the same model with either class from the same start."""
+    results = {}
+    for name, wrapper in CLASSES.items():
+        torch.manual_seed(0)
+        wrapped = wrapper(make_model(), **options)
+        prepare(wrapped)
+        results[name] = train(wrapped, batches, set_to_none=set_to_none)
+    return results
+
+
+def assert_same_bits(results: dict[str, list[torch.Tensor | None]]) -> None:
+    assert_equal(results["brigade"], results["torch"])
+
+
+def assert_equal(ours: list[torch.Tensor | None], theirs: list[torch.Tensor | None]) -> None:
+    assert len(ours) == len(theirs)
+    for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+        if a is None or b is None:
+            assert a is b, f"tensor {i}: {a} and {b}"
+            continue
+        a, b = (t.coalesce().to_dense() if t.is_sparse else t for t in (a, b))
+        assert a.dtype == b.dtype and torch.equal(a, b), f"tensor {i}: {a} and {b}"
