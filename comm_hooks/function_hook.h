@@ -25,7 +25,9 @@ namespace brigade {
 //   rank's gradients undivided. Averaging is the hook's business.
 // - The future holds the reduced buffer: a tensor of as many elements on the
 //   same device, or a list of one. It may be the bucket's own buffer, changed
-//   in place, or another tensor, of another dtype too.
+//   in place, or another tensor, of another dtype too. None says
+//   that the hook has dealt with the gradients itself (an optimizer that steps
+//   in backward): nothing is delivered.
 // - Hooks run in plan order, on every rank alike, while the reducer's lock is
 //   held: a hook must not call the reducer. It runs under the thread-local
 //   state (grad mode, autocast, profiler) of the thread that prepared the

@@ -5,6 +5,7 @@
 namespace brigade {
 
 at::Tensor tensor_of_hook_result(const c10::IValue& result) {
+  if (result.isNone()) return {};
   if (result.isTensor()) {
     TORCH_CHECK_TYPE(
         result.toTensor().defined(),

@@ -9,6 +9,7 @@
 namespace brigade {
 
 // Accepts a tensor or a list of one tensor, which is what c10d's futures hold.
+// None gives an undefined tensor.
 // A complex bucket that travelled as pairs of reals comes back as such.
 //
 // Errors: TypeError for anything else.

@@ -21,7 +21,8 @@ struct WireFormat {
 
 class DeclaresWireFormat {
  public:
-  // The format for gradients of `gradient_dtype`.
+  // The format for gradients of `gradient_dtype`. The dtype is asked for once,
+  // the scale for every bucket of every iteration.
   virtual WireFormat wire_format(at::ScalarType gradient_dtype) const = 0;
 
  protected:

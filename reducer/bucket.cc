@@ -36,13 +36,6 @@ int64_t total_numel(std::span<const at::Tensor> tensors) {
   return numel;
 }
 
-// What a hook that declares no wire format gets: raw gradients.
-WireFormat wire_format_of(const c10d::CommHookInterface& hook,
-                          at::ScalarType dtype) {
-  const auto* built_in = dynamic_cast<const DeclaresWireFormat*>(&hook);
-  return built_in ? built_in->wire_format(dtype) : WireFormat{.dtype = dtype};
-}
-
 }  // namespace
 
 Bucket::Bucket(const ParameterTable& table, const BucketPlan& plan,
@@ -52,11 +45,12 @@ Bucket::Bucket(const ParameterTable& table, const BucketPlan& plan,
       parameters_(select(table, plan.buckets()[index])),
       devices_(devices_of(table, plan.buckets()[index].front())),
       sparse_(table.is_sparse(plan.buckets()[index].front())),
-      numel_(sparse_ ? 0 : total_numel(parameters_)) {
+      numel_(sparse_ ? 0 : total_numel(parameters_)),
+      declared_(dynamic_cast<const DeclaresWireFormat*>(&hook)) {
   const std::vector<size_t>& members = plan.buckets()[index];
-  const WireFormat format =
-      wire_format_of(hook, parameters_.front().scalar_type());
-  scale_ = format.scale / static_cast<double>(devices_.size());
+  const at::ScalarType dtype = parameters_.front().scalar_type();
+  const at::ScalarType wire_dtype =
+      declared_ == nullptr ? dtype : declared_->wire_format(dtype).dtype;
   std::vector<size_t> offsets;
   std::vector<size_t> lengths;
   std::vector<c10::IntArrayRef> sizes;
@@ -67,8 +61,8 @@ Bucket::Bucket(const ParameterTable& table, const BucketPlan& plan,
           VariableIndex{.replica = replica, .parameter = members.front()}));
       continue;
     }
-    auto dense = std::make_unique<DenseReplica>(
-        table, replica, members, format.dtype, gradients_as_views);
+    auto dense = std::make_unique<DenseReplica>(table, replica, members,
+                                                wire_dtype, gradients_as_views);
     if (replica == 0) {
       for (const SlotRange& range : dense->ranges()) {
         offsets.push_back(range.offset_numel);
@@ -85,6 +79,16 @@ Bucket::Bucket(const ParameterTable& table, const BucketPlan& plan,
                        parameters_, std::nullopt);
 }
 
+// A hook that declares a scale may change it from iteration to iteration. The
+// local replicas are averaged before anything travels.
+double Bucket::scale() const {
+  const double scale =
+      declared_ == nullptr
+          ? 1.0
+          : declared_->wire_format(parameters_.front().scalar_type()).scale;
+  return scale / static_cast<double>(replicas_.size());
+}
+
 int64_t Bucket::pack(size_t replica, StreamJoin& streams,
                      std::span<const size_t> unused_slots) {
   const c10::DeviceGuard on_device(device(replica));
@@ -93,7 +97,7 @@ int64_t Bucket::pack(size_t replica, StreamJoin& streams,
     // still read them.
     replicas_[replica]->record_stream(current_stream(device(replica)));
   }
-  const int64_t bytes_copied = replicas_[replica]->pack(scale_, unused_slots);
+  const int64_t bytes_copied = replicas_[replica]->pack(scale(), unused_slots);
   if (replica == 0 && !device().is_cpu()) {
     if (!packed_) packed_.emplace(device().type());
     packed_->record(current_stream(device()));
@@ -149,6 +153,7 @@ c10::intrusive_ptr<c10::ivalue::Future> Bucket::launch(
 int64_t Bucket::deliver(const c10::IValue& value,
                         std::span<const size_t> untouched_slots) {
   const at::Tensor result = hook_.parseHookResult(value);
+  if (!result.defined()) return 0;
   int64_t bytes_copied = replicas_.front()->deliver(result, untouched_slots);
   for (size_t replica = 1; replica < replicas_.size(); ++replica) {
     const c10::DeviceGuard on_device(device(replica));

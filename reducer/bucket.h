@@ -79,6 +79,7 @@ class Bucket {
   void adopt_gradients();
 
  private:
+  double scale() const;
   c10::intrusive_ptr<c10::ivalue::Future> launch(const at::Tensor& buffer);
 
   c10d::CommHookInterface& hook_;
@@ -86,7 +87,7 @@ class Bucket {
   const std::vector<c10::Device> devices_;    // by replica
   const bool sparse_;
   const int64_t numel_;
-  double scale_ = 1.0;                                    // folded into pack()
+  const DeclaresWireFormat* const declared_;  // null: the hook gets raw ones
   std::vector<std::unique_ptr<BucketReplica>> replicas_;  // never empty
   std::optional<c10d::GradBucket> grad_bucket_;           // what the hook sees
   std::optional<c10::Event> packed_;                      // null on the CPU

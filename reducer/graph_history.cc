@@ -3,11 +3,10 @@
 namespace brigade {
 namespace {
 
-// Unused parameters in a graph that changes would make the observed order that
-// of one iteration only.
-bool may_rebuild(const ReducerOptions& options) {
-  return options.rebuild_buckets && options.bucket_plan.empty() &&
-         (options.static_graph || !options.find_unused_parameters);
+bool wants_rebuild(const ReducerOptions& options) {
+  return options.rebuild_buckets.value_or(
+      options.bucket_plan.empty() &&
+      (options.static_graph || !options.find_unused_parameters));
 }
 
 }  // namespace
@@ -15,7 +14,7 @@ bool may_rebuild(const ReducerOptions& options) {
 GraphHistory::GraphHistory(const ReducerOptions& options,
                            const ParameterTable& table,
                            const GradientHooks& hooks)
-    : ready_order(may_rebuild(options)) {
+    : ready_order(wants_rebuild(options)) {
   if (options.static_graph) {
     firing_counts.emplace(table.num_variables());
   } else if (options.find_unused_parameters) {

@@ -49,6 +49,7 @@ struct IterationState {
 
   const int64_t iteration;  // counts prepare_for_backward() from 1
   Phase phase = Phase::kPrepared;
+  bool creates_graph = false;           // its backward does
   const at::ThreadLocalState preparer;  // of the thread that prepared
   LaunchOrder order;
   // By bucket, and by replica in it: who produced the gradients.

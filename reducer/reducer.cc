@@ -1,5 +1,6 @@
 #include "brigade/reducer/reducer.h"
 
+#include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
@@ -12,6 +13,7 @@
 #include "absl/strings/str_cat.h"
 #include "brigade/comm/peer_error.h"
 #include "brigade/comm/status_bridge.h"
+#include "brigade/comm_hooks/all_reduce_hook.h"
 #include "brigade/hooks/backward_end.h"
 #include "brigade/hooks/output_watch.h"
 #include "brigade/planning/plan_by_size.h"
@@ -31,10 +33,10 @@ Reducer::Reducer(std::vector<std::vector<at::Tensor>> replicas,
 
 Reducer::Reducer(ReducerSetup setup)
     : group_(std::move(setup.group)),
-      options_(std::move(setup.options)),
       table_(std::move(setup.table)),
       hooks_(std::make_shared<GradientHooks>(
           table_.replicas(), static_cast<GradientListener&>(*this))),
+      options_(std::move(setup.options)),
       bound_(bind(std::move(setup.plan))),
       graph_(options_, table_, *hooks_),
       failure_channel_(group_) {}
@@ -69,6 +71,34 @@ ReducerStatistics Reducer::statistics() const {
     statistics.graph_searches = graph_.unused_search->num_searches();
   }
   return statistics;
+}
+
+std::vector<size_t> Reducer::missing_gradients() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (!iteration_ || iteration_->phase == Phase::kPrepared) return {};
+  return iteration_->order.missing();
+}
+
+bool Reducer::rebuild_buckets() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (iteration_ && iteration_->phase != Phase::kPrepared) return false;
+  if (failure_channel_.needs_realignment()) realign();
+  if (!graph_.ready_order.is_pending()) return false;
+  iteration_ = nullptr;
+  rebuild();
+  return true;
+}
+
+void Reducer::set_comm_hook(std::shared_ptr<c10d::CommHookInterface> hook) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  TORCH_CHECK(
+      !iteration_ || iteration_->phase == Phase::kPrepared,
+      "Reducer::set_comm_hook: ", describe(occasion(statistics_.prepared)),
+      " is being reduced.\nSet the hook before the backward or after "
+      "it.");
+  iteration_ = nullptr;
+  options_.comm_hook = hook ? std::move(hook) : all_reduce_hook(group_);
+  adopt(bound_.plan);
 }
 
 at::Tensor Reducer::local_used_parameters() const {
@@ -219,6 +249,7 @@ void Reducer::watch_backward(int backward_id) {
 void Reducer::begin_reduction() {
   if (iteration_->phase != Phase::kPrepared) return;
   iteration_->phase = Phase::kReducing;
+  iteration_->creates_graph = at::GradMode::is_enabled();
   const std::vector<size_t>& unused = iteration_->prediction.unused;
   if (skips_unused_buckets()) {
     std::vector<bool> reached(table_.num_variables(), true);
@@ -415,7 +446,7 @@ void Reducer::on_backward_end(int64_t iteration, int backward_id) {
 void Reducer::finalize() {
   const std::shared_ptr<IterationState> iteration =
       std::exchange(iteration_, nullptr);
-  finished_.mark_finished(iteration->iteration);
+  finished_.mark_finished(iteration->iteration, iteration->creates_graph);
   graph_.ready_order.observe(iteration->order.ready_order());
   const at::ThreadLocalStateGuard as_preparer(iteration->preparer);
 
@@ -456,13 +487,16 @@ void Reducer::rebuild() {
   }
   BucketPlan plan = value_or_throw(
       plan_by_size(table_.specs(), *order, options_.bucket_caps_bytes));
-  if (plan != bound_.plan) {
-    BoundPlan rebuilt = bind(std::move(plan));
-    for (Bucket& bucket : rebuilt.buckets) bucket.adopt_gradients();
-    bound_ = std::move(rebuilt);
-  }
+  if (plan != bound_.plan) adopt(std::move(plan));
   ++statistics_.rebuilds;
   graph_.ready_order.settle();
+}
+
+// Gradients that lie in the old buckets move to the new ones.
+void Reducer::adopt(BucketPlan plan) {
+  BoundPlan bound = bind(std::move(plan));
+  for (Bucket& bucket : bound.buckets) bucket.adopt_gradients();
+  bound_ = std::move(bound);
 }
 
 Reducer::BoundPlan Reducer::bind(BucketPlan plan) const {

@@ -118,8 +118,22 @@ class Reducer : private GradientListener {
   // it up.
   void recover();
 
+  // Rebuilds the plan now, if prepare_for_backward() would. Collective then.
+  // Returns whether it did. Errors: as prepare_for_backward().
+  bool rebuild_buckets();
+
+  // From the next iteration on, buckets travel by this hook; null: the default.
+  // To be called on every rank at the same place; is not compared.
+  //
+  // Errors: RuntimeError in the middle of an iteration.
+  void set_comm_hook(std::shared_ptr<c10d::CommHookInterface> hook);
+
   // Parameters by bucket, in launch order. Changes once, when it is rebuilt.
   BucketPlan plan() const;
+
+  // What an iteration that has begun still waits for: parameters, ascending.
+  // Empty if none has begun.
+  std::vector<size_t> missing_gradients() const;
 
   ReducerStatistics statistics() const;
 
@@ -172,6 +186,7 @@ class Reducer : private GradientListener {
   void send_used_map();
   void finalize();
   void rebuild();
+  void adopt(BucketPlan plan);
   BoundPlan bind(BucketPlan plan) const;
 
   // After a failure (reducer_recovery.cc).
@@ -188,7 +203,6 @@ class Reducer : private GradientListener {
 
   // Constant after construction.
   const c10::intrusive_ptr<c10d::ProcessGroup> group_;
-  const ReducerOptions options_;  // its comm_hook is never null
   const ParameterTable table_;
 
   // Callbacks of a backward hold it while they run.
@@ -196,6 +210,7 @@ class Reducer : private GradientListener {
 
   mutable std::mutex mutex_;
   // Guarded by mutex_.
+  ReducerOptions options_;  // constant but for comm_hook, which is never null
   BoundPlan bound_;
   std::shared_ptr<IterationState> iteration_;  // null between iterations
   FinishedIterations finished_;

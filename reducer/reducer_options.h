@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <torch/csrc/distributed/c10d/comm.hpp>
 #include <vector>
@@ -23,9 +24,8 @@ struct ReducerOptions {
   std::vector<int64_t> bucket_caps_bytes = {kDefaultBucketCapsBytes.begin(),
                                             kDefaultBucketCapsBytes.end()};
 
-  // Parameter indices by bucket, in launch order. Replaces planning by size and
-  // is kept: an explicit plan is not rebuilt. Empty: plan by size, in reverse
-  // registration order.
+  // Parameter indices by bucket, in launch order. Replaces planning by size at
+  // the start. Empty: plan by size, in reverse registration order.
   std::vector<std::vector<size_t>> bucket_plan = {};
 
   // One per parameter, for error messages. Empty: errors give indices only.
@@ -39,7 +39,7 @@ struct ReducerOptions {
   // outputs does not reach count as zero, and a parameter that no rank used
   // keeps its gradient untouched. Costs a walk of the graph per forward while
   // parameters are unused, and one all-reduce of 4 bytes per parameter per
-  // iteration. The plan is not rebuilt.
+  // iteration.
   bool find_unused_parameters = false;
 
   // With find_unused_parameters: leave out the collectives of buckets that no
@@ -55,8 +55,10 @@ struct ReducerOptions {
 
   // Plan again, once, from the order in which the first iteration's gradients
   // became ready on rank 0. Costs one broadcast of 8 bytes per parameter and,
-  // if the plan changes, one allocation of all buckets.
-  bool rebuild_buckets = true;
+  // if the plan changes, one allocation of all buckets. Unset: unless a
+  // bucket_plan is given, or unused parameters are searched for, whose order is
+  // that of one iteration only.
+  std::optional<bool> rebuild_buckets = std::nullopt;
 
   // Gradients are views of their bucket: no copy back, and gradient memory is
   // that of the buckets plus the gradients of the bucket being filled. Each
@@ -64,6 +66,11 @@ struct ReducerOptions {
   // buckets are memory on top of the gradients, and results are copied into the
   // gradients autograd made, which keep their identity.
   bool gradients_as_bucket_views = true;
+
+  // Compare parameters and options across ranks at construction. Costs two
+  // small collectives. If false, construction communicates nothing, and ranks
+  // that differ are found out by a collective that fails.
+  bool verify_across_ranks = true;
 
   // How a bucket crosses ranks. Null: average by all-reduce in the gradients'
   // own dtype. See comm_hooks/.

@@ -10,6 +10,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "brigade/comm/peer_error.h"
+#include "brigade/comm_hooks/own_errors.h"
 #include "brigade/comm_hooks/wire_format.h"
 #include "brigade/reducer/reducer.h"
 
@@ -64,7 +65,7 @@ bool Reducer::all_sent(const IterationState& iteration) const {
 void Reducer::give_up() {
   const std::shared_ptr<IterationState> iteration =
       std::exchange(iteration_, nullptr);
-  finished_.mark_finished(iteration->iteration);
+  finished_.mark_finished(iteration->iteration, /*may_be_repeated=*/false);
   ++statistics_.given_up;
   if (graph_.used_map) graph_.used_map->clear_marks();
   if (graph_.firing_counts && iteration->sums_used_map) {
@@ -155,6 +156,9 @@ void Reducer::rethrow(const std::exception_ptr& error, ErrorSource source,
       "Reducer: ",
       describe_bucket(table_, bound_.plan.buckets()[bucket], bucket,
                       bound_.plan.num_buckets(), occasion(iteration)));
+  if (dynamic_cast<ThrowsOwnErrors*>(options_.comm_hook.get())) {
+    std::rethrow_exception(error);
+  }
   if (!is_peer_failure(error, source, *options_.comm_hook)) {
     rethrow_hook_error(error, where);
   }

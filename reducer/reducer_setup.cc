@@ -12,6 +12,7 @@
 #include "absl/strings/str_join.h"
 #include "brigade/comm/agreement.h"
 #include "brigade/comm/control_device.h"
+#include "brigade/comm/status_bridge.h"
 #include "brigade/comm_hooks/all_reduce_hook.h"
 #include "brigade/comm_hooks/wire_format.h"
 #include "brigade/planning/plan_by_size.h"
@@ -64,8 +65,9 @@ std::string describe_hook(const c10d::CommHookInterface& hook,
   return absl::StrJoin(formats, ", ");
 }
 
-std::string describe(const char* flag, bool value) {
-  return absl::StrCat(flag, value ? " = true" : " = false");
+std::string describe(const char* flag, std::optional<bool> value) {
+  if (!value.has_value()) return absl::StrCat(flag, " unset");
+  return absl::StrCat(flag, *value ? " = true" : " = false");
 }
 
 // What ranks must have set alike, one line each.
@@ -121,11 +123,15 @@ ReducerSetup checked_setup(std::vector<std::vector<at::Tensor>> replicas,
   absl::StatusOr<LocalSetup> local =
       local_setup(std::move(replicas), *group, options);
 
-  const bool alone = group->getSize() == 1;
+  const bool alone = group->getSize() == 1 || !options.verify_across_ranks;
   std::vector<std::string> items;
   if (local.ok() && !alone) items = local->table.describe_all();
   const at::Device device = control_device(*group);
-  require_agreement(group, device, "parameter", items, local.status());
+  if (options.verify_across_ranks) {
+    require_agreement(group, device, "parameter", items, local.status());
+  } else {
+    throw_if_error(local.status());
+  }
   if (!alone) {
     require_agreement(group, device, "reducer option",
                       describe(options, local->table), absl::OkStatus());

@@ -206,5 +206,52 @@ TEST(ThreadLocalStateTest, IsThatOfThePreparingThread) {
   }
 }
 
+// An optimizer that steps inside of the hook needs nothing back.
+TEST(CommHookContractTest, AFutureOfNoneDeliversNothing) {
+  const ToyModel model({{2}, {3}});
+  Reducer reducer(
+      model.parameters, single_process_group(),
+      {.comm_hook = make_comm_hook([](c10d::GradBucket& bucket) {
+         for (const at::Tensor& parameter : bucket.getParameters()) {
+           parameter.mutable_grad().reset();
+         }
+         auto future =
+             c10::make_intrusive<c10::ivalue::Future>(c10::NoneType::get());
+         future->markCompleted(c10::IValue());
+         return future;
+       })});
+  for (int s = 0; s < 2; ++s) {
+    const at::Tensor loss = model.loss(0, s);
+    reducer.prepare_for_backward(loss);
+    loss.backward();
+    EXPECT_FALSE(model.parameters[0].grad().defined());
+  }
+}
+
+TEST(CommHookContractTest, TheHookMayBeReplacedBetweenIterations) {
+  run_ranks(2, [](const Group& group) {
+    const ToyModel model({{2}, {3}});
+    Reducer reducer(model.parameters, group);
+    const auto step = [&](int s) {
+      const at::Tensor loss = model.loss(group->getRank(), s);
+      reducer.prepare_for_backward(loss);
+      loss.backward();
+    };
+    step(0);
+    reducer.set_comm_hook(make_comm_hook([group](c10d::GradBucket& bucket) {
+      std::vector<at::Tensor> tensors = {bucket.getBuffer()};
+      return group->allreduce(tensors)->getFuture();
+    }));
+    step(1);  // on top of the averages of step 0
+    EXPECT_TRUE(
+        at::equal(model.parameters[1].grad(),
+                  2 * model.average(1, 2, 0) + 2 * model.average(1, 2, 1)));
+    model.zero_grad();
+    reducer.set_comm_hook(nullptr);
+    step(2);
+    EXPECT_TRUE(at::equal(model.parameters[1].grad(), model.average(1, 2, 2)));
+  });
+}
+
 }  // namespace
 }  // namespace brigade

@@ -570,5 +570,56 @@ TEST(ReducerTest, AllocatesNothingAfterTheSecondStep) {
   }
 }
 
+TEST(ReducerTest, RebuildsFromAnExplicitPlanIfAsked) {
+  const ToyModel model({{2}, {3}, {4}});
+  Reducer reducer(model.parameters, single_process_group(),
+                  {.bucket_caps_bytes = {1},
+                   .bucket_plan = {{0, 1, 2}},
+                   .rebuild_buckets = true});
+  step(reducer, model, model.loss_in_order({1, 0, 2}, 0));
+  EXPECT_TRUE(reducer.rebuild_buckets());
+  EXPECT_FALSE(reducer.rebuild_buckets());
+  EXPECT_THAT(reducer.plan().buckets(),
+              ElementsAre(ElementsAre(1), ElementsAre(0), ElementsAre(2)));
+}
+
+TEST(ReducerTest, ConstructionNeedNotCommunicate) {
+  const ToyModel model({{2}, {3}});
+  RecordingGroup recording(2);
+  Reducer reducer(model.parameters, recording.group(),
+                  {.verify_across_ranks = false});
+  EXPECT_EQ(recording.log().size(), 0);
+  EXPECT_THROW(Reducer({at::ones({2})}, recording.group(),
+                       {.verify_across_ranks = false}),
+               c10::ValueError);
+}
+
+TEST(ReducerTest, TellsWhatABackwardStillOwes) {
+  const ToyModel model({{2}, {3}, {4}});
+  Reducer reducer(model.parameters, single_process_group());
+  const at::Tensor loss = model.loss(0);
+  reducer.prepare_for_backward(loss);
+  EXPECT_THAT(reducer.missing_gradients(), ElementsAre());
+  model.loss_in_order({1}, 0).backward();
+  EXPECT_THAT(reducer.missing_gradients(), ElementsAre(0, 2));
+}
+
+TEST(ReducerTest, HigherDerivativesThroughAReducedIterationAreLocal) {
+  const ToyModel model({{2}, {3}});
+  Reducer reducer(model.parameters, single_process_group());
+  at::Tensor y = at::zeros({});
+  for (const at::Tensor& p : model.parameters) y = y + p.pow(3).sum();
+  reducer.prepare_for_backward(y);
+  y.backward({}, /*retain_graph=*/true, /*create_graph=*/true);
+  at::Tensor penalty = at::zeros({});
+  for (const at::Tensor& p : model.parameters) {
+    penalty = penalty + p.grad().pow(2).sum();
+  }
+  model.zero_grad();
+  penalty.backward();
+  // d/dp (3p^2)^2 = 36 p^3, and p is 1
+  EXPECT_TRUE(at::equal(model.parameters[0].grad(), at::full({2}, 36.0)));
+}
+
 }  // namespace
 }  // namespace brigade
