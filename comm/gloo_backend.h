@@ -1,7 +1,7 @@
 // Makes the backend for CPU tensors.
 //
-// Decides which network devices Gloo uses.  The only file that sees Gloo's own
-// headers is gloo_backend.cc.
+// Decides which network devices Gloo uses (comm/gloo_connections.h), and that a
+// peer's death is an error: its threads get no SIGPIPE (comm/sigpipe_block.h).
 
 #ifndef BRIGADE_COMM_GLOO_BACKEND_H_
 #define BRIGADE_COMM_GLOO_BACKEND_H_

@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "brigade/comm/identical_ranks_backend.h"
+#include "brigade/comm/signature_answers.h"
 
 namespace brigade {
 namespace {
@@ -36,7 +37,8 @@ RecordedCollective describe(const Collective& collective, size_t sequence) {
 
 }  // namespace
 
-class RecordingBackend final : public IdenticalRanksBackend {
+class RecordingBackend final : public IdenticalRanksBackend,
+                               public AnswersSignatures {
  public:
   RecordingBackend(int rank, int world_size)
       : IdenticalRanksBackend(rank, world_size) {}
@@ -111,6 +113,33 @@ class RecordingBackend final : public IdenticalRanksBackend {
     }
   }
 
+  std::vector<std::string> signatures() const {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return signatures_.sent;
+  }
+
+  void answer_signatures_with(SignatureAnswers answers) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    signatures_.answers = std::move(answers);
+  }
+
+  std::vector<RankSignature> answer_signature(
+      const RankSignature& own) override {
+    SignatureAnswers answers;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      signatures_.sent.push_back(describe_signature(own));
+      signatures_.latest = signatures_.sent.back();
+      answers = signatures_.answers;
+    }
+    if (!answers) return std::vector<RankSignature>(getSize(), own);
+    std::vector<RankSignature> by_rank = answers(own);
+    TORCH_CHECK_VALUE(by_rank.size() == static_cast<size_t>(getSize()),
+                      "answers to a signature must be one per rank, ",
+                      getSize(), ", got ", by_rank.size(), ".");
+    return by_rank;
+  }
+
   // Fails what is open and joins the link's thread.
   void stop() {
     std::map<size_t, Open> open;
@@ -147,6 +176,7 @@ class RecordingBackend final : public IdenticalRanksBackend {
       std::lock_guard<std::mutex> lock(mutex_);
       open.sequence = log_.size();
       log_.push_back(describe(collective, open.sequence));
+      log_.back().signature = std::exchange(signatures_.latest, std::nullopt);
       launched_.notify_all();
       if (auto error = take(launch_errors_, open.sequence)) {
         std::rethrow_exception(error);
@@ -178,6 +208,12 @@ class RecordingBackend final : public IdenticalRanksBackend {
     std::function<void()> compute = {};
     std::exception_ptr error = {};
     Clock::time_point due = {};
+  };
+
+  struct Signatures {
+    std::vector<std::string> sent = {};
+    std::optional<std::string> latest = {};  // since the last collective
+    SignatureAnswers answers = {};
   };
 
   static std::exception_ptr take(std::map<size_t, std::exception_ptr>& errors,
@@ -225,6 +261,7 @@ class RecordingBackend final : public IdenticalRanksBackend {
   std::condition_variable link_changed_;
   // Guarded by mutex_.
   std::vector<RecordedCollective> log_;
+  Signatures signatures_;
   std::map<size_t, Open> held_;
   std::deque<Open> on_link_;
   std::map<size_t, std::exception_ptr> launch_errors_;
@@ -291,6 +328,14 @@ void RecordingGroup::fail_at_completion(size_t sequence,
 
 void RecordingGroup::delay_by(CollectiveCost cost) {
   backend_->delay_by(std::move(cost));
+}
+
+std::vector<std::string> RecordingGroup::signatures() const {
+  return backend_->signatures();
+}
+
+void RecordingGroup::answer_signatures_with(SignatureAnswers answers) {
+  backend_->answer_signatures_with(std::move(answers));
 }
 
 }  // namespace brigade

@@ -28,6 +28,8 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
 
+#include "brigade/comm/rank_signature.h"
+
 namespace brigade {
 
 class RecordingBackend;
@@ -41,10 +43,14 @@ struct RecordedCollective {
   at::Device device = at::kCPU;
   int root = -1;  // -1 when the operation has none
 
-  // What this rank told the others about the collective before it launched it
-  // (docs/protocol.md); nothing when no signature travelled.
+  // What this rank told the others last, between the collective before and this
+  // one (describe_signature()); nothing when no signature travelled.
   std::optional<std::string> signature = {};
 };
+
+// Given the signature that a rank has sent, those of all ranks, by rank.
+using SignatureAnswers =
+    std::function<std::vector<RankSignature>(const RankSignature& own)>;
 
 // How long a collective takes, from what is known at its launch.
 using CollectiveCost =
@@ -98,6 +104,14 @@ class RecordingGroup {
   // it is launched or the one before it is through, and ends `cost` later, on a
   // thread of the group.  An empty function turns this off for later ones.
   void delay_by(CollectiveCost cost);
+
+  // All signatures that were sent, in order, as describe_signature() has them.
+  std::vector<std::string> signatures() const;
+
+  // From here on, signature exchanges are answered so; before, and with an
+  // empty function, all ranks send what this one sends.  `answers` gives as
+  // many as there are ranks, and may be called from any thread.
+  void answer_signatures_with(SignatureAnswers answers);
 
  private:
   c10::intrusive_ptr<RecordingBackend> backend_;

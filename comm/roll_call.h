@@ -33,7 +33,8 @@ struct RollCall {
 
 // Publishes this rank's `value` under `key` in the group's store, and collects
 // the others' until all have answered or `patience` is over.  Ranks that want
-// to hear each other use the same key; a key serves one roll call.
+// to hear each other use the same key; a key serves one roll call. Without
+// patience, only answers, for others to find later.
 //
 // Never throws, and returns within `patience` and a second even when the
 // machine that serves the store hangs; a thread is then left behind that waits

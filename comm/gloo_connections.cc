@@ -1,0 +1,74 @@
+#include "brigade/comm/gloo_connections.h"
+
+#include <c10/util/Exception.h>
+#include <gloo/transport/unbound_buffer.h>
+
+#include <chrono>
+#include <cstdlib>
+#include <exception>
+#include <sstream>
+#include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
+
+namespace brigade {
+namespace {
+
+using c10d::ProcessGroupGloo;
+
+constexpr const char* kInterfaces = "GLOO_SOCKET_IFNAME";
+
+std::vector<std::string> interfaces_from_environment() {
+  std::vector<std::string> interfaces;
+  const char* value = std::getenv(kInterfaces);
+  if (value == nullptr || *value == '\0') return interfaces;
+  std::istringstream list(value);
+  for (std::string name; std::getline(list, name, ',');) {
+    TORCH_CHECK_VALUE(!name.empty(), "environment variable ", kInterfaces,
+                      " must list network interfaces such as 'eth0,eth1', got "
+                      "'",
+                      value, "'.");
+    interfaces.push_back(name);
+  }
+  return interfaces;
+}
+
+}  // namespace
+
+GlooDevices open_gloo_devices(std::vector<std::string> interfaces) {
+  if (interfaces.empty()) interfaces = interfaces_from_environment();
+  GlooDevices devices;
+  for (const std::string& name : interfaces) {
+    devices.push_back(ProcessGroupGloo::createDeviceForInterface(name));
+  }
+  if (devices.empty()) {
+    devices.push_back(ProcessGroupGloo::createDefaultDevice());
+  }
+  return devices;
+}
+
+GlooDevices gloo_devices_of(c10d::ProcessGroup& group) {
+  try {
+    const auto backend = group.getBackend(at::kCPU);
+    if (auto* gloo = dynamic_cast<ProcessGroupGloo*>(backend.get())) {
+      return gloo->getOptions()->devices;
+    }
+  } catch (const std::exception&) {
+    // It serves no CPU tensors.
+  }
+  return {};
+}
+
+// A wait that times out ends all operations of its context, which closing the
+// connections alone would not: that is heard by the peers only.
+void end_gloo_operations(const GlooContexts& contexts) {
+  for (const auto& context : contexts) {
+    char unused = 0;
+    auto buffer = context->createUnboundBuffer(&unused, sizeof(unused));
+    try {
+      buffer->waitRecv(std::chrono::milliseconds(1));
+    } catch (const std::exception&) {
+      // It has timed out, as it was meant to.
+    }
+  }
+}
+
+}  // namespace brigade

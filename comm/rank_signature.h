@@ -1,0 +1,71 @@
+// What a rank says about its place among the collectives of a group: what it is
+// about to launch, or that it has ended an iteration, or that it has failed.
+//
+// Decides what a signature holds and how it is put into words.  How signatures
+// travel is comm/signature_channel.h's, what follows from them is
+// comm/signature_check.h's business; docs/protocol.md, "Signatures", has both.
+//
+//   RankSignature end = {.kind = SignatureKind::kEnd,
+//                        .iteration = 7,
+//                        .launches = 3};
+//
+// Thread safety: values and pure functions.
+
+#ifndef BRIGADE_COMM_RANK_SIGNATURE_H_
+#define BRIGADE_COMM_RANK_SIGNATURE_H_
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <type_traits>
+
+namespace brigade {
+
+enum class SignatureKind : int64_t {
+  kIdle,    // has not begun the iteration, and asks where the others are
+  kBegin,   // begins an iteration
+  kLaunch,  // launches one collective
+  kEnd,     // has launched all collectives of the iteration
+  kFailed,  // has given the iteration up
+};
+
+// Zero-terminated unless full.
+using SignatureText = std::array<char, 192>;
+
+// Travels as it lies in memory: ranks run the same build on like machines.
+struct RankSignature {
+  SignatureKind kind = SignatureKind::kIdle;
+  int64_t sequence = 0;  // place among the exchanges; set by the channel
+  int64_t iteration = 0;
+  int64_t unit = -1;         // bucket, or unit of sharding; -1: none
+  int64_t numel = 0;         // of what is launched
+  uint64_t fingerprint = 0;  // of plan and options
+
+  // Collectives that the sender has launched since the last exchange.
+  int64_t launches = 0;
+
+  // All that the group has launched since then, by whomever; -1: not known. Set
+  // by the channel.
+  int64_t group_launches = -1;
+
+  SignatureText text = {};  // an error, or what the fingerprint stands for
+};
+
+static_assert(sizeof(RankSignature) == 256);
+static_assert(std::is_trivially_copyable_v<RankSignature>);
+
+// Longer ones are cut, between characters of UTF-8, and end in "...".
+SignatureText signature_text(std::string_view words);
+std::string_view words_of(const SignatureText& text);
+
+// What the rank does, to follow "rank 3": "ended iteration 7 after 3 launches",
+// "failed in iteration 7 at bucket 2: division by zero".  `unit_name` is what
+// the caller calls a unit.
+std::string describe_signature(const RankSignature& signature,
+                               std::string_view unit_name = "bucket");
+
+}  // namespace brigade
+
+#endif  // BRIGADE_COMM_RANK_SIGNATURE_H_

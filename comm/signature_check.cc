@@ -1,0 +1,134 @@
+#include "brigade/comm/signature_check.h"
+
+#include <algorithm>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "absl/strings/str_join.h"
+#include "brigade/comm/camps.h"
+
+namespace brigade {
+namespace {
+
+template <typename F>
+auto by_rank_of(std::span<const RankSignature> by_rank, F part) {
+  std::vector<decltype(part(by_rank.front()))> parts;
+  for (const RankSignature& signature : by_rank) {
+    parts.push_back(part(signature));
+  }
+  return parts;
+}
+
+template <typename T>
+bool all_equal(const std::vector<T>& parts) {
+  return std::all_of(parts.begin(), parts.end(),
+                     [&](const T& part) { return part == parts.front(); });
+}
+
+// "rank 0 ended iteration 7, ranks 1, 2 began iteration 8"
+std::string describe_deeds(const std::vector<std::string>& deeds,
+                           std::string_view separator) {
+  std::vector<std::string> parts;
+  for (const Camp<std::string>& camp : camps_of(deeds)) {
+    if (camp.value.empty()) continue;
+    parts.push_back(absl::StrCat(describe_ranks(camp.ranks), " ", camp.value));
+  }
+  return absl::StrJoin(parts, std::string(separator));
+}
+
+std::string describe_fingerprint(const RankSignature& signature) {
+  const std::string words(words_of(signature.text));
+  return absl::StrFormat("%016x%s%s%s", signature.fingerprint,
+                         words.empty() ? "" : " (", words,
+                         words.empty() ? "" : ")");
+}
+
+// The most that one of the ranks has, and how much less than that each has.
+std::vector<int64_t> shortfalls(const std::vector<int64_t>& counts) {
+  const int64_t most = *std::max_element(counts.begin(), counts.end());
+  std::vector<int64_t> missing;
+  for (const int64_t count : counts) missing.push_back(most - count);
+  return missing;
+}
+
+}  // namespace
+
+absl::Status check_signatures(std::span<const RankSignature> by_rank,
+                              std::string_view unit_name) {
+  const auto describe = [&](const RankSignature& signature) {
+    return describe_signature(signature, unit_name);
+  };
+  const auto failures =
+      by_rank_of(by_rank, [&](const RankSignature& s) -> std::string {
+        return s.kind == SignatureKind::kFailed ? describe(s) : "";
+      });
+  if (std::string text = describe_deeds(failures, "\n"); !text.empty()) {
+    return absl::AbortedError(text);
+  }
+
+  const RankSignature& first = by_rank.front();
+  const auto places = by_rank_of(by_rank, [](const RankSignature& s) {
+    return std::tuple(s.kind, s.iteration, s.unit);
+  });
+  if (!all_equal(places)) {
+    return absl::FailedPreconditionError(absl::StrCat(
+        "expected every rank in the same place: ",
+        describe_deeds(by_rank_of(by_rank, describe), ", "),
+        ".\nRun forward and backward equally often on every rank."));
+  }
+  const std::string iteration = absl::StrCat("iteration ", first.iteration);
+  const auto numels =
+      by_rank_of(by_rank, [](const RankSignature& s) { return s.numel; });
+  if (!all_equal(numels)) {
+    const std::string unit =
+        first.unit < 0 ? "the collective"
+                       : absl::StrCat(std::string(unit_name), " ", first.unit);
+    return absl::FailedPreconditionError(
+        absl::StrCat("expected ", unit, " of ", iteration,
+                     " to have the same number of elements on every rank: ",
+                     describe_camps(numels),
+                     ".\nMake it a function of what all ranks know."));
+  }
+  const auto fingerprints =
+      by_rank_of(by_rank, [](const RankSignature& s) { return s.fingerprint; });
+  if (!all_equal(fingerprints)) {
+    return absl::FailedPreconditionError(absl::StrCat(
+        "expected the same plan and options on every rank in ", iteration, ": ",
+        describe_camps(by_rank_of(by_rank, describe_fingerprint)),
+        ".\nGive every rank the same options."));
+  }
+  const auto launches =
+      by_rank_of(by_rank, [](const RankSignature& s) { return s.launches; });
+  if (!all_equal(launches)) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("expected the same number of launches on every rank in ",
+                     iteration, ": ", describe_camps(launches),
+                     ".\nLaunch equally often on every rank."));
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<int64_t> launches_owed(std::span<const RankSignature> by_rank,
+                                      int rank) {
+  const std::vector<int64_t> owed = shortfalls(
+      by_rank_of(by_rank, [](const RankSignature& s) { return s.launches; }));
+  const auto of_group = by_rank_of(
+      by_rank, [](const RankSignature& s) { return s.group_launches; });
+  const bool known =
+      std::all_of(of_group.begin(), of_group.end(),
+                  [](int64_t launches) { return launches >= 0; });
+  if (known && shortfalls(of_group) != owed) {
+    return absl::FailedPreconditionError(absl::StrCat(
+        "ranks can't be brought in step: behind by ", absl::StrJoin(owed, ", "),
+        " launches (by rank), but the group has launched other collectives in "
+        "between and is behind by ",
+        absl::StrJoin(shortfalls(of_group), ", "),
+        ".\nMake a new process group on all ranks."));
+  }
+  return owed[rank];
+}
+
+}  // namespace brigade

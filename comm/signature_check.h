@@ -1,0 +1,43 @@
+// What follows from the signatures of all ranks: whether they are in the same
+// place, and what each has to launch to get there.
+//
+// Every rank holds the same signatures after an exchange, and so comes to the
+// same result, word for word.
+//
+// Thread safety: pure functions.
+
+#ifndef BRIGADE_COMM_SIGNATURE_CHECK_H_
+#define BRIGADE_COMM_SIGNATURE_CHECK_H_
+
+#include <cstdint>
+#include <span>
+#include <string_view>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "brigade/comm/rank_signature.h"
+
+namespace brigade {
+
+// OK if no rank has failed, and kind, iteration, unit, number of elements,
+// fingerprint and launches are equal on all ranks.
+//
+// Errors: Aborted if ranks have failed: which, where, with what words.
+// FailedPrecondition for the first of the above that differs: what was
+// expected, and what each rank has.
+absl::Status check_signatures(std::span<const RankSignature> by_rank,
+                              std::string_view unit_name = "bucket");
+
+// How many collectives `rank` has to launch on zeros to stand where the rank
+// that launched most stands.  The payment is for the caller to make, on every
+// rank that owes one, before anything else is launched on the group.
+//
+// Errors: FailedPrecondition, on every rank alike, if some rank's debt cannot
+// be paid: the group has launched more, or less, than the senders of the
+// signatures, so that zeros would meet another collective.
+absl::StatusOr<int64_t> launches_owed(std::span<const RankSignature> by_rank,
+                                      int rank);
+
+}  // namespace brigade
+
+#endif  // BRIGADE_COMM_SIGNATURE_CHECK_H_

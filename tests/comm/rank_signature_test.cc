@@ -1,0 +1,70 @@
+#include "brigade/comm/rank_signature.h"
+
+#include <string>
+
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+
+namespace brigade {
+namespace {
+
+TEST(SignatureTextTest, KeepsWhatFits) {
+  for (const size_t length : {0, 1, 191, 192}) {
+    const std::string words(length, 'x');
+    EXPECT_EQ(words_of(signature_text(words)), words);
+  }
+}
+
+TEST(SignatureTextTest, CutsWhatIsTooLong) {
+  EXPECT_EQ(words_of(signature_text(std::string(193, 'x'))),
+            std::string(189, 'x') + "...");
+}
+
+TEST(SignatureTextTest, CutsBetweenCharacters) {
+  std::string words;
+  for (int i = 0; i < 100; ++i) words += "\xC3\xA9";  // of two bytes
+  EXPECT_EQ(words_of(signature_text(words)), words.substr(0, 188) + "...");
+  words.insert(words.begin(), 'x');
+  EXPECT_EQ(words_of(signature_text(words)), words.substr(0, 189) + "...");
+}
+
+std::string described(const RankSignature& signature) {
+  return describe_signature(signature);
+}
+
+TEST(DescribeSignatureTest, SaysWhatARankDid) {
+  using enum SignatureKind;
+  EXPECT_EQ(described({.kind = kIdle, .iteration = 7}),
+            "ran no backward in iteration 7");
+  EXPECT_EQ(described({.kind = kBegin, .iteration = 7}), "began iteration 7");
+  EXPECT_EQ(described({.kind = kEnd, .iteration = 7, .launches = 3}),
+            "ended iteration 7 after 3 launches");
+  EXPECT_EQ(described({.kind = kEnd, .iteration = 7, .launches = 1}),
+            "ended iteration 7 after 1 launch");
+  EXPECT_EQ(
+      described({.kind = kLaunch, .iteration = 7, .unit = 2, .numel = 1024}),
+      "was to launch bucket 2 of iteration 7, 1024 elements");
+  EXPECT_EQ(described({.kind = kLaunch, .iteration = 7, .numel = 1}),
+            "was to launch a collective of iteration 7, 1 elements");
+  EXPECT_EQ(described({.kind = kFailed, .iteration = 7}),
+            "failed in iteration 7");
+  EXPECT_EQ(described({.kind = kFailed,
+                       .iteration = 7,
+                       .unit = 2,
+                       .text = signature_text("division by zero")}),
+            "failed in iteration 7 at bucket 2: division by zero");
+}
+
+TEST(DescribeSignatureTest, CallsAUnitWhatTheCallerCallsIt) {
+  EXPECT_EQ(
+      describe_signature({.kind = SignatureKind::kFailed, .unit = 2}, "layer"),
+      "failed in iteration 0 at layer 2");
+}
+
+TEST(DescribeSignatureTest, SurvivesAnUnknownKind) {
+  EXPECT_EQ(described({.kind = static_cast<SignatureKind>(99)}),
+            "sent a signature of unknown kind 99");
+}
+
+}  // namespace
+}  // namespace brigade
