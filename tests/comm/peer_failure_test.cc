@@ -34,7 +34,7 @@ const RankFunction kReduceForever("reduce_forever", [](RankContext& rank) {
   const auto& group = scope.group();
   at::Tensor weights = at::ones(4);
   for (int64_t iteration = 0;; ++iteration) {
-    std::vector<at::Tensor> gradients = {at::ones(1 << 16)};
+    std::vector<at::Tensor> gradients = {at::ones(16)};
     try {
       group->allreduce(gradients)->wait();
     } catch (...) {
