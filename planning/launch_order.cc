@@ -22,6 +22,16 @@ std::optional<size_t> LaunchOrder::take_next() {
   return next_bucket_++;
 }
 
+std::vector<size_t> LaunchOrder::whole_order() const {
+  std::vector<size_t> order = ready_order_;
+  for (const std::vector<size_t>& bucket : plan_->buckets()) {
+    for (const size_t parameter : bucket) {
+      if (!ready_[parameter]) order.push_back(parameter);  // on replica 0
+    }
+  }
+  return order;
+}
+
 std::vector<size_t> LaunchOrder::missing() const {
   std::vector<size_t> parameters;
   const size_t num_parameters = plan_->num_parameters();

@@ -50,6 +50,9 @@ class LaunchOrder {
   // Parameters in the order in which they became ready on replica 0.
   const std::vector<size_t>& ready_order() const { return ready_order_; }
 
+  // The same, and behind them in plan order those that are not ready yet.
+  std::vector<size_t> whole_order() const;
+
   // Parameters that are not ready on some replica, ascending.
   std::vector<size_t> missing() const;
 

@@ -157,8 +157,11 @@ int64_t Bucket::deliver(const c10::IValue& value,
   int64_t bytes_copied = replicas_.front()->deliver(result, untouched_slots);
   for (size_t replica = 1; replica < replicas_.size(); ++replica) {
     const c10::DeviceGuard on_device(device(replica));
+    // A sparse result is installed as it is, so each replica needs its own.
     bytes_copied += replicas_[replica]->deliver(
-        result.to(device(replica), /*non_blocking=*/true), untouched_slots);
+        result.to(result.options().device(device(replica)),
+                  /*non_blocking=*/true, /*copy=*/sparse_),
+        untouched_slots);
   }
   return bytes_copied;
 }

@@ -17,9 +17,11 @@ bool is_peer_failure(const std::exception_ptr& error, ErrorSource source,
   } catch (const c10::DistBackendError&) {
     return true;
   } catch (const c10::Error& known) {
-    return built_in && typeid(known) == typeid(c10::Error);
+    return built_in && source != ErrorSource::kDelivery &&
+           typeid(known) == typeid(c10::Error);
   } catch (...) {
-    return built_in || source == ErrorSource::kFuture;
+    return source == ErrorSource::kFuture ||
+           (built_in && source == ErrorSource::kHook);
   }
 }
 

@@ -11,8 +11,9 @@
 namespace brigade {
 
 enum class ErrorSource {
-  kHook,    // thrown when the hook was called
-  kFuture,  // held by the future that it returned, or by that one's value
+  kHook,      // thrown when the hook was called
+  kFuture,    // held by the future that it returned
+  kDelivery,  // of handing its value out as gradients
 };
 
 // DistBackendError always is. Of a built-in hook, so is all that is not a wrong

@@ -252,6 +252,8 @@ int64_t DenseReplica::deliver_copies(const at::Tensor& result,
           at::empty_strided(view.sizes(), view.strides(), view.options());
     }
     const bool plain = unpackable && !gradient.requires_grad() &&
+                       gradient.scalar_type() == view.scalar_type() &&
+                       gradient.device() == view.device() &&
                        same_memory_order(gradient, view) &&
                        !has_lazy_bits(gradient);
     destinations_[slot] = plain ? gradient.mutable_data_ptr() : nullptr;

@@ -20,6 +20,10 @@ const char* cure_of_missing(const ReducerOptions& options) {
 }
 
 const char* cure_of_second(const ReducerOptions& options) {
+  if (options.static_graph) {
+    return "Its hook fired more often than in the first iteration: use every "
+           "parameter equally often in all iterations, or clear static_graph.";
+  }
   if (options.find_unused_parameters) {
     return "Run one backward per prepare_for_backward(), over the sum of the "
            "losses. If a reentrant checkpoint hides the parameter from the "
@@ -43,8 +47,8 @@ std::string describe_missing_gradients(const ParameterTable& table,
                                        const ReducerOptions& options) {
   return absl::StrCat("Reducer::prepare_for_backward: ", missing.size(), " of ",
                       table.size(), " parameters got no gradient in ",
-                      describe(occasion), ": ", table.name_of(missing),
-                      ".\n", cure_of_missing(options));
+                      describe(occasion), ": ", table.name_of(missing), ".\n",
+                      cure_of_missing(options));
 }
 
 std::string describe_second_gradient(const ParameterTable& table,
@@ -54,15 +58,6 @@ std::string describe_second_gradient(const ParameterTable& table,
                       " became ready twice in ", describe(occasion),
                       "; its bucket may already have been reduced.\n",
                       cure_of_second(options));
-}
-
-std::string describe_changed_graph(const ParameterTable& table,
-                                   size_t parameter, Occasion occasion) {
-  return absl::StrCat(
-      "Reducer: the hook of ", table.name_of(parameter),
-      " fired more often in ", describe(occasion),
-      " than in the first one, though static_graph is set.\nUse every "
-      "parameter equally often in all iterations, or clear static_graph.");
 }
 
 std::string describe_late_gradient(const ParameterTable& table,
@@ -80,8 +75,7 @@ std::string describe_bucket(const ParameterTable& table,
                             std::span<const size_t> parameters, size_t bucket,
                             size_t num_buckets, Occasion occasion) {
   return absl::StrCat("bucket ", bucket, " of ", num_buckets, " (",
-                      table.name_of(parameters), ") in ",
-                      describe(occasion));
+                      table.name_of(parameters), ") in ", describe(occasion));
 }
 
 }  // namespace brigade

@@ -32,8 +32,6 @@ std::string describe_missing_gradients(const ParameterTable& table,
 std::string describe_second_gradient(const ParameterTable& table,
                                      size_t parameter, Occasion occasion,
                                      const ReducerOptions& options);
-std::string describe_changed_graph(const ParameterTable& table,
-                                   size_t parameter, Occasion occasion);
 std::string describe_late_gradient(const ParameterTable& table,
                                    size_t parameter, Occasion occasion);
 

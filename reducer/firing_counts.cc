@@ -11,15 +11,11 @@ void FiringCounts::forget() { *this = FiringCounts(counts_.size()); }
 
 void FiringCounts::restart() { std::fill(counts_.begin(), counts_.end(), 0); }
 
-FiringCounts::Firing FiringCounts::count(size_t variable) {
+bool FiringCounts::is_last(size_t variable) {
   ++counts_[variable];
-  if (learning_) {
-    last_fired_[variable] = ++num_fired_;
-    return Firing::kNotLast;
-  }
-  if (counts_[variable] > expected_[variable]) return Firing::kUnexpected;
-  return counts_[variable] == expected_[variable] ? Firing::kLast
-                                                  : Firing::kNotLast;
+  if (!learning_) return counts_[variable] == expected_[variable];
+  last_fired_[variable] = ++num_fired_;
+  return false;
 }
 
 std::vector<size_t> FiringCounts::settle() {

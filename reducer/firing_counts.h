@@ -28,12 +28,9 @@ class FiringCounts {
   // An iteration begins; what an unfinished one counted is forgotten.
   void restart();
 
-  enum class Firing {
-    kNotLast,     // more parts are to come, or nobody knows yet
-    kLast,        // the gradient is complete
-    kUnexpected,  // more parts than in the first iteration
-  };
-  Firing count(size_t variable);
+  // Counts a firing. True if it was the last of this iteration; false while
+  // learning. REQUIRES: it has not been the last before.
+  bool is_last(size_t variable);
 
   // The first iteration is over: its counts hold from now on. Returns the
   // variables that fired, in the order of their last firings.
@@ -41,9 +38,6 @@ class FiringCounts {
 
   // The first iteration is to be repeated: an error ended it.
   void forget();
-
-  // In the first iteration. REQUIRES: !is_learning().
-  uint32_t expected(size_t variable) const { return expected_[variable]; }
 
   // Variables that never fire, ascending. REQUIRES: !is_learning().
   const std::vector<size_t>& silent() const { return silent_; }

@@ -2,6 +2,8 @@
 
 #include <ATen/ops/tensor.h>
 
+#include <utility>
+
 #include "brigade/comm/control_device.h"
 
 namespace brigade {
@@ -10,6 +12,14 @@ void ReadyOrder::observe(const std::vector<size_t>& order) {
   if (stage_ != Stage::kObserving) return;
   order_ = order;
   stage_ = Stage::kObserved;
+}
+
+void ReadyOrder::note(std::vector<size_t> order) {
+  if (stage_ == Stage::kObserving) order_ = std::move(order);
+}
+
+void ReadyOrder::confirm() {
+  if (stage_ == Stage::kObserving) stage_ = Stage::kObserved;
 }
 
 const std::vector<size_t>& ReadyOrder::agree(

@@ -17,8 +17,14 @@ class ReadyOrder {
   explicit ReadyOrder(bool wanted)
       : stage_(wanted ? Stage::kObserving : Stage::kSettled) {}
 
-  // Takes the order of a whole iteration; later ones are ignored.
+  // Takes the order of an iteration of which all ranks launched everything;
+  // later ones are ignored.
   void observe(const std::vector<size_t>& order);
+
+  // The order of an iteration that was given up, for confirm(): peers may have
+  // launched everything.
+  void note(std::vector<size_t> order);
+  void confirm();
 
   // True between the observation and settle().
   bool is_pending() const {

@@ -37,7 +37,7 @@ Reducer::Reducer(ReducerSetup setup)
       hooks_(std::make_shared<GradientHooks>(
           table_.replicas(), static_cast<GradientListener&>(*this))),
       options_(std::move(setup.options)),
-      bound_(bind(std::move(setup.plan))),
+      bound_(bind(std::move(setup.plan), *options_.comm_hook)),
       graph_(options_, table_, *hooks_),
       failure_channel_(group_) {}
 
@@ -84,7 +84,6 @@ bool Reducer::rebuild_buckets() {
   if (iteration_ && iteration_->phase != Phase::kPrepared) return false;
   if (failure_channel_.needs_realignment()) realign();
   if (!graph_.ready_order.is_pending()) return false;
-  iteration_ = nullptr;
   rebuild();
   return true;
 }
@@ -96,9 +95,11 @@ void Reducer::set_comm_hook(std::shared_ptr<c10d::CommHookInterface> hook) {
       "Reducer::set_comm_hook: ", describe(occasion(statistics_.prepared)),
       " is being reduced.\nSet the hook before the backward or after "
       "it.");
-  iteration_ = nullptr;
-  options_.comm_hook = hook ? std::move(hook) : all_reduce_hook(group_);
-  adopt(bound_.plan);
+  if (failure_channel_.needs_realignment()) realign();
+  if (!hook) hook = all_reduce_hook(group_);
+  BoundPlan bound = bind(bound_.plan, *hook);
+  adopt(std::move(bound));
+  options_.comm_hook = std::move(hook);
 }
 
 at::Tensor Reducer::local_used_parameters() const {
@@ -119,20 +120,24 @@ void Reducer::cancel_preparation() {
 
 void Reducer::recover() {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (iteration_ && iteration_->phase == Phase::kFailed) give_up();
+  end_unfinished_iteration();
   if (failure_channel_.needs_realignment()) realign();
+}
+
+// An iteration that has begun and is not over will get no more gradients.
+void Reducer::end_unfinished_iteration() {
+  if (!iteration_ || iteration_->phase == Phase::kPrepared) return;
+  if (iteration_->phase == Phase::kFailed) return give_up();
+  const std::string text =
+      describe_missing_gradients(table_, iteration_->order.missing(),
+                                 occasion(iteration_->iteration), options_);
+  give_up();
+  TORCH_CHECK(false, text);
 }
 
 void Reducer::prepare(const std::vector<at::Tensor>& outputs) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (iteration_ && iteration_->phase == Phase::kReducing) {
-    const std::string text =
-        describe_missing_gradients(table_, iteration_->order.missing(),
-                                   occasion(iteration_->iteration), options_);
-    give_up();
-    TORCH_CHECK(false, text);
-  }
-  if (iteration_ && iteration_->phase == Phase::kFailed) give_up();
+  end_unfinished_iteration();
   iteration_ = nullptr;
   check_parameters();
   if (failure_channel_.needs_realignment()) realign();
@@ -173,7 +178,7 @@ void Reducer::check_parameters() const {
 // one, which travels while this one is still accumulated.
 void Reducer::keep_out_of_buckets(VariableIndex variable) const {
   at::Tensor& gradient = table_[variable].mutable_grad();
-  if (!gradient.defined()) return;
+  if (!gradient.defined() || gradient.layout() != at::kStrided) return;
   const auto [bucket, slot] = bound_.plan.locate(variable.parameter);
   if (bound_.buckets[bucket].is_view_in(variable.replica, slot, gradient)) {
     return;
@@ -278,13 +283,8 @@ void Reducer::accept_gradient(VariableIndex variable) {
 
 // False if more parts of this gradient are to come.
 bool Reducer::completes_gradient(VariableIndex variable) {
-  if (!graph_.firing_counts) return true;
-  const FiringCounts::Firing firing =
-      graph_.firing_counts->count(table_.number_of(variable));
-  TORCH_CHECK(firing != FiringCounts::Firing::kUnexpected,
-              describe_changed_graph(table_, variable.parameter,
-                                     occasion(iteration_->iteration)));
-  return firing == FiringCounts::Firing::kLast;
+  return !graph_.firing_counts ||
+         graph_.firing_counts->is_last(table_.number_of(variable));
 }
 
 // What only the end of a backward tells: which gradients of an unknown graph
@@ -447,30 +447,33 @@ void Reducer::finalize() {
   const std::shared_ptr<IterationState> iteration =
       std::exchange(iteration_, nullptr);
   finished_.mark_finished(iteration->iteration, iteration->creates_graph);
-  graph_.ready_order.observe(iteration->order.ready_order());
+  graph_.ready_order.observe(iteration->order.whole_order());
   const at::ThreadLocalStateGuard as_preparer(iteration->preparer);
 
   std::exception_ptr first_error;
+  ErrorSource source = ErrorSource::kFuture;
   size_t failed_bucket = 0;
   for (const Launch& launch : iteration->launches) {
     const size_t bucket = launch.record.bucket;
+    ErrorSource step = ErrorSource::kFuture;
     try {
       if (!launch.future) continue;
       launch.future->waitAndThrow();
       if (first_error) continue;
+      step = ErrorSource::kDelivery;
       statistics_.bytes_delivered += bound_.buckets[bucket].deliver(
           launch.future->value(), untouched_slots(*iteration, bucket));
     } catch (...) {
       if (first_error) continue;
       first_error = std::current_exception();
+      source = step;
       failed_bucket = bucket;
     }
   }
   if (graph_.used_map) graph_.used_map->clear_marks();
   if (first_error) {
     ++statistics_.given_up;
-    rethrow(first_error, ErrorSource::kFuture, failed_bucket,
-            iteration->iteration);
+    rethrow(first_error, source, failed_bucket, iteration->iteration);
   }
   ++statistics_.reduced;
 }
@@ -487,23 +490,25 @@ void Reducer::rebuild() {
   }
   BucketPlan plan = value_or_throw(
       plan_by_size(table_.specs(), *order, options_.bucket_caps_bytes));
-  if (plan != bound_.plan) adopt(std::move(plan));
+  if (plan != bound_.plan) {
+    adopt(bind(std::move(plan), *options_.comm_hook));
+  }
   ++statistics_.rebuilds;
   graph_.ready_order.settle();
 }
 
 // Gradients that lie in the old buckets move to the new ones.
-void Reducer::adopt(BucketPlan plan) {
-  BoundPlan bound = bind(std::move(plan));
+void Reducer::adopt(BoundPlan bound) {
   for (Bucket& bucket : bound.buckets) bucket.adopt_gradients();
   bound_ = std::move(bound);
 }
 
-Reducer::BoundPlan Reducer::bind(BucketPlan plan) const {
+Reducer::BoundPlan Reducer::bind(BucketPlan plan,
+                                 c10d::CommHookInterface& hook) const {
   std::vector<Bucket> buckets;
   buckets.reserve(plan.num_buckets());
   for (size_t b = 0; b < plan.num_buckets(); ++b) {
-    buckets.emplace_back(table_, plan, b, *options_.comm_hook,
+    buckets.emplace_back(table_, plan, b, hook,
                          options_.gradients_as_bucket_views);
   }
   return {.plan = std::move(plan), .buckets = std::move(buckets)};

@@ -115,7 +115,8 @@ class Reducer : private GradientListener {
   // Brings this rank back in step with its peers after an iteration that all
   // gave up, as prepare_for_backward() would. Collective after such an
   // iteration, free otherwise. Errors: DistBackendError if peers did not give
-  // it up.
+  // it up; RuntimeError if the last prepared backward left parameters without
+  // gradients that it should have reached.
   void recover();
 
   // Rebuilds the plan now, if prepare_for_backward() would. Collective then.
@@ -123,7 +124,8 @@ class Reducer : private GradientListener {
   bool rebuild_buckets();
 
   // From the next iteration on, buckets travel by this hook; null: the default.
-  // To be called on every rank at the same place; is not compared.
+  // To be called on every rank at the same place; is not compared. Collective
+  // after an iteration that all gave up.
   //
   // Errors: RuntimeError in the middle of an iteration.
   void set_comm_hook(std::shared_ptr<c10d::CommHookInterface> hook);
@@ -163,6 +165,7 @@ class Reducer : private GradientListener {
   void on_backward_abandoned(int64_t iteration, int backward_id);
 
   // REQUIRES: mutex_ held, for all that follow.
+  void end_unfinished_iteration();
   void check_parameters() const;
   void keep_out_of_buckets(VariableIndex variable) const;
   UnusedPrediction predict_unused(const std::vector<at::Tensor>& outputs);
@@ -186,8 +189,8 @@ class Reducer : private GradientListener {
   void send_used_map();
   void finalize();
   void rebuild();
-  void adopt(BucketPlan plan);
-  BoundPlan bind(BucketPlan plan) const;
+  void adopt(BoundPlan bound);
+  BoundPlan bind(BucketPlan plan, c10d::CommHookInterface& hook) const;
 
   // After a failure (reducer_recovery.cc).
   size_t num_steps(bool sums_used_map) const;

@@ -39,7 +39,8 @@ struct ReducerOptions {
   // outputs does not reach count as zero, and a parameter that no rank used
   // keeps its gradient untouched. Costs a walk of the graph per forward while
   // parameters are unused, and one all-reduce of 4 bytes per parameter per
-  // iteration.
+  // iteration. Keeps the graph of the last outputs until the next preparation
+  // if no backward goes through it.
   bool find_unused_parameters = false;
 
   // With find_unused_parameters: leave out the collectives of buckets that no

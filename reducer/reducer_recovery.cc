@@ -78,9 +78,11 @@ void Reducer::give_up() {
   // this rank have yet to launch what it waits for, and do so when they read
   // it.
   if (all_sent(*iteration)) {
+    graph_.ready_order.observe(iteration->order.whole_order());
     failure_channel_.announce(iteration->iteration,
                               num_steps(iteration->sums_used_map));
   } else {
+    graph_.ready_order.note(iteration->order.whole_order());
     failure_channel_.require_realignment(iteration->iteration,
                                          iteration->num_steps_done());
   }
@@ -96,6 +98,9 @@ void Reducer::send_empty_used_map(IterationState& iteration) {
   } catch (const std::exception& error) {
     TORCH_WARN("Reducer: while giving up ",
                describe(occasion(iteration.iteration)), ": ", error.what());
+  } catch (...) {
+    TORCH_WARN("Reducer: an unknown error while giving up ",
+               describe(occasion(iteration.iteration)));
   }
 }
 
@@ -114,6 +119,9 @@ void Reducer::wait_quietly(const IterationState& iteration) const {
                           launch.record.bucket, bound_.plan.num_buckets(),
                           occasion(iteration.iteration)),
           ": ", error.what());
+    } catch (...) {
+      TORCH_WARN("Reducer: an unknown error while waiting for bucket ",
+                 launch.record.bucket);
     }
   }
 }
@@ -124,6 +132,8 @@ void Reducer::realign() {
   const auto [begin, end] = failure_channel_.agree_on_launches();
   if (graph_.used_map) graph_.used_map->wait();
   for (size_t step = begin; step < end; ++step) launch_share_of_zeros(step);
+  // Peers that launched everything by themselves plan from this iteration.
+  if (end == num_steps(sums_used_map())) graph_.ready_order.confirm();
   failure_channel_.realigned();
 }
 

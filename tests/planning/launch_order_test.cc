@@ -52,6 +52,7 @@ TEST_F(LaunchOrderTest, RemembersOrderAndWhatIsMissing) {
   ready(3);
   ready(0);
   EXPECT_THAT(order_->ready_order(), ElementsAre(3, 0));
+  EXPECT_THAT(order_->whole_order(), ElementsAre(3, 0, 1, 2));
   EXPECT_THAT(order_->missing(), ElementsAre(1, 2));
   EXPECT_TRUE(order_->is_ready({.parameter = 3}));
   EXPECT_FALSE(order_->is_ready({.parameter = 1}));

@@ -406,6 +406,44 @@ TEST(BackwardFailureTest, AfterTheLastLaunchRealignsToo) {
   });
 }
 
+// One rank finishes its first iteration by itself, the other only realigns:
+// both must take part in the rebuild.
+TEST(BackwardFailureTest, InTheFirstIterationLeavesTheRebuildInStep) {
+  for (const int throws_late : {0, 1}) {
+    run_ranks(2, [&](const Group& group) {
+      const ToyModel model({{2}, {3}});
+      Reducer reducer(model.parameters, group, {.bucket_caps_bytes = {1}});
+      const int rank = group->getRank();
+      const at::Tensor input = at::ones({1}).requires_grad_();
+      const at::Tensor first = input * 0;  // its gradient comes last
+      const at::Tensor loss = first.sum() + model.loss_in_order({0, 1}, rank);
+      reducer.prepare_for_backward(loss);
+      if (rank == throws_late) {
+        first.register_hook([](const at::Tensor&) { throw UserError("late"); });
+        EXPECT_THROW(loss.backward(), UserError);
+      } else {
+        throw_before(model, 1, loss);
+      }
+      for (int s = 0; s < 2; ++s) expect_trains(reducer, model, rank, 2, s);
+      EXPECT_EQ(reducer.statistics().rebuilds, 1);
+    });
+  }
+}
+
+TEST(BackwardFailureTest, RecoveringTellsOfMissingGradientsToo) {
+  run_ranks(2, [&](const Group& group) {
+    const ToyModel model({{2}, {3}, {4}});
+    Reducer reducer(model.parameters, group, {.bucket_plan = {{2}, {1}, {0}}});
+    const int rank = group->getRank();
+    const at::Tensor loss = model.loss_in_order({2, 0}, rank);
+    reducer.prepare_for_backward(loss);
+    loss.backward();
+    EXPECT_THAT(text_of<c10::Error>([&] { reducer.recover(); }),
+                HasSubstr("1 of 3 parameters got no gradient"));
+    expect_trains(reducer, model, rank, 2, 0);
+  });
+}
+
 TEST(BackwardFailureTest, RetryingWithoutPreparingIsAnError) {
   const ToyModel model({{2}, {3}});
   Reducer reducer(model.parameters, single_process_group());

@@ -570,6 +570,21 @@ TEST(ReducerTest, AllocatesNothingAfterTheSecondStep) {
   }
 }
 
+TEST(ReducerTest, PreparesWhileSparseGradientsAreKept) {
+  const at::Tensor table = at::ones({4, 2}).requires_grad_();
+  const at::Tensor weight = at::ones({2}).requires_grad_();
+  Reducer reducer({table, weight}, single_process_group(),
+                  {.expect_sparse_gradients = {true, false}});
+  for (int s = 0; s < 3; ++s) {
+    const at::Tensor rows = torch::embedding(table, at::tensor({1}), -1, false,
+                                             /*sparse=*/true);
+    const at::Tensor loss = (rows * weight).sum();
+    reducer.prepare_for_backward(loss);
+    loss.backward();
+    EXPECT_TRUE(at::equal(table.grad().to_dense()[1], at::full({2}, s + 1.0)));
+  }
+}
+
 TEST(ReducerTest, RebuildsFromAnExplicitPlanIfAsked) {
   const ToyModel model({{2}, {3}, {4}});
   Reducer reducer(model.parameters, single_process_group(),

@@ -155,6 +155,7 @@ TEST(StaticGraphTest, AParameterUsedMoreOftenThanAtFirstIsNamed) {
     EXPECT_THAT(error.what(),
                 HasSubstr("parameter 1 ('p1') became ready twice in iteration "
                           "2 on rank 0"));
+    EXPECT_THAT(error.what(), HasSubstr("more often than in the first"));
   }
   model.zero_grad();
   step(reducer, model.loss_in_order({0}, 0));  // goes on
