@@ -7,27 +7,31 @@
 namespace brigade {
 
 AveragingHook::AveragingHook(c10::intrusive_ptr<c10d::ProcessGroup> group)
-    : group_(std::move(group)), all_reduce_(all_reduce_hook(group_)) {}
+    : world_size_(group->getSize()),
+      all_reduce_(all_reduce_hook(std::move(group))),
+      divisor_(world_size_) {}
 
 void AveragingHook::divide_by_world_size() {
   count_ = nullptr;
-  correction_ = 1.0;
+  divisor_ = world_size_;
 }
 
 void AveragingHook::divide_by(c10::intrusive_ptr<c10d::Work> count) {
   count_ = std::move(count);
 }
 
-c10::intrusive_ptr<c10::ivalue::Future> AveragingHook::runHook(
-    c10d::GradBucket& bucket) {
+double AveragingHook::divisor() const {
   if (count_) {
     const auto future = count_->getFuture();
     future->waitAndThrow();
-    correction_ = group_->getSize() /
-                  tensor_of_hook_result(future->value()).item<double>();
+    divisor_ = tensor_of_hook_result(future->value()).item<double>();
     count_ = nullptr;
   }
-  if (correction_ != 1.0) bucket.getBufferRef().mul_(correction_);
+  return divisor_;
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> AveragingHook::runHook(
+    c10d::GradBucket& bucket) {
   return all_reduce_->runHook(bucket);
 }
 
@@ -36,7 +40,9 @@ at::Tensor AveragingHook::parseHookResult(const c10::IValue& result) {
 }
 
 WireFormat AveragingHook::wire_format(at::ScalarType gradient_dtype) const {
-  return all_reduce_->wire_format(gradient_dtype);
+  WireFormat format = all_reduce_->wire_format(gradient_dtype);
+  format.scale = 1.0 / divisor();
+  return format;
 }
 
 }  // namespace brigade

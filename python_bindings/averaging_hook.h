@@ -28,7 +28,7 @@ class AveragingHook final : public c10d::CommHookInterface,
   void divide_by_world_size();
 
   // Until the next call: the divisor is the number that `count` ends with,
-  // which is waited for when the first bucket is launched.
+  // which is waited for when the first bucket is packed.
   void divide_by(c10::intrusive_ptr<c10d::Work> count);
 
   c10::intrusive_ptr<c10::ivalue::Future> runHook(
@@ -37,10 +37,12 @@ class AveragingHook final : public c10d::CommHookInterface,
   WireFormat wire_format(at::ScalarType gradient_dtype) const override;
 
  private:
-  const c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  double divisor() const;
+
+  const double world_size_;
   const std::shared_ptr<AllReduceHook> all_reduce_;
-  c10::intrusive_ptr<c10d::Work> count_;  // null: known
-  double correction_ = 1.0;               // world size / divisor
+  mutable c10::intrusive_ptr<c10d::Work> count_;  // null: known
+  mutable double divisor_;
 };
 
 }  // namespace brigade

@@ -48,7 +48,7 @@ void Logger::set_construction_data(const std::string& module_name,
                                    const std::vector<int>& device_ids,
                                    int output_device, bool broadcast_buffers,
                                    bool has_sync_bn, bool static_graph) {
-  const TorchReducerOptions& options = reducer_.options();
+  const ReducerOptions& options = reducer_.options();
   data_.strs_map["module_name"] = module_name;
   data_.strs_map["device_ids"] = absl::StrJoin(device_ids, ", ");
   data_.ints_map["output_device"] = output_device;
@@ -58,10 +58,9 @@ void Logger::set_construction_data(const std::string& module_name,
   data_.ints_map["world_size"] = reducer_.group().getSize();
   data_.ints_map["rank"] = reducer_.group().getRank();
   data_.strs_map["backend_name"] = reducer_.group().getBackendName();
-  data_.ints_map["bucket_cap_bytes"] = options.reducer.bucket_caps_bytes.back();
+  data_.ints_map["bucket_cap_bytes"] = options.bucket_caps_bytes.back();
   data_.ints_map["find_unused_parameters"] = options.find_unused_parameters;
-  data_.ints_map["gradient_as_bucket_view"] =
-      options.reducer.gradients_as_bucket_views;
+  data_.ints_map["gradient_as_bucket_view"] = options.gradients_as_bucket_views;
   data_.ints_map["iteration"] = 0;
   describe_parameters();
   describe_environment();
@@ -118,7 +117,10 @@ void Logger::sample_runtime() {
     return;
   }
   data_.ints_map["iteration"] = iteration;
-  data_.ints_map["unused_parameter_size"] = 0;
+  if (!reducer_.options().find_unused_parameters) {
+    data_.ints_map["unused_parameter_size"] = 0;
+  }
+  data_.ints_map["can_set_static_graph"] = reducer_.is_graph_static();
   data_.ints_map["has_rebuilt_buckets"] = statistics.rebuilds > 0;
   if (statistics.rebuilds > 0) {
     data_.strs_map["rebuilt_bucket_sizes"] =
@@ -143,7 +145,15 @@ void Logger::set_comm_hook_name(const std::string& name) {
 }
 
 at::DDPLoggingData Logger::data() {
-  if (const auto& error = reducer_.last_error()) set_error(*error);
+  if (const auto& error = reducer_.last_error()) {
+    set_error(*error);
+  } else if (reducer_.statistics().given_up > 0 &&
+             data_.ints_map.count("has_error") == 0) {
+    set_error(
+        "an error ended a backward; the exception that it raised says "
+        "which");
+  }
+  data_.ints_map["num_buckets_reduced"] = reducer_.buckets_reduced();
   at::DDPLoggingData all = data_;
   // Keys that are here stay: these come from the reducer that does nothing.
   const at::DDPLoggingData from_torch = c10d::Logger::get_ddp_logging_data();

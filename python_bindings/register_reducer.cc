@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <torch/csrc/distributed/c10d/default_comm_hooks.hpp>
 #include <utility>
@@ -58,21 +59,23 @@ std::shared_ptr<TorchReducer> make_reducer(
     const std::map<size_t, std::string>& param_to_name_mapping,
     int64_t first_bucket_bytes_cap, bool skip_all_reduce_unused_params,
     bool use_python_reducer, std::vector<int64_t> bucket_bytes_cap_list,
-    bool rebuild_buckets) {
+    std::optional<bool> rebuild_buckets, bool static_graph,
+    bool verify_across_ranks) {
   TORCH_CHECK(per_bucket_size_limits.size() == bucket_indices.size(),
               "brigade.Reducer: ", bucket_indices.size(),
               " buckets, but per_bucket_size_limits has ",
               per_bucket_size_limits.size(), " entries.\nGive one per bucket.");
-  TorchReducerOptions options;
+  ReducerOptions options;
   options.find_unused_parameters = find_unused_parameters;
-  options.skip_all_reduce_unused_params = skip_all_reduce_unused_params;
-  options.reducer.parameter_names =
-      names_of(param_to_name_mapping, params.size());
-  options.reducer.bucket_plan = std::move(bucket_indices);
-  options.reducer.expect_sparse_gradients = std::move(expect_sparse_gradients);
-  options.reducer.gradients_as_bucket_views = gradient_as_bucket_view;
-  options.reducer.rebuild_buckets = rebuild_buckets;
-  options.reducer.bucket_caps_bytes =
+  options.skip_all_reduce_unused_parameters = skip_all_reduce_unused_params;
+  options.static_graph = static_graph;
+  options.parameter_names = names_of(param_to_name_mapping, params.size());
+  options.bucket_plan = std::move(bucket_indices);
+  options.expect_sparse_gradients = std::move(expect_sparse_gradients);
+  options.gradients_as_bucket_views = gradient_as_bucket_view;
+  options.rebuild_buckets = rebuild_buckets;
+  options.verify_across_ranks = verify_across_ranks;
+  options.bucket_caps_bytes =
       bucket_bytes_cap_list.empty()
           ? std::vector<int64_t>{first_bucket_bytes_cap, bucket_bytes_cap}
           : std::move(bucket_bytes_cap_list);
@@ -126,7 +129,9 @@ void register_reducer(py::module_& module) {
            py::arg("skip_all_reduce_unused_params") = false,
            py::arg("use_python_reducer") = false,
            py::arg("bucket_bytes_cap_list") = std::vector<int64_t>(),
-           py::kw_only(), py::arg("rebuild_buckets") = true,
+           py::kw_only(), py::arg("rebuild_buckets") = py::none(),
+           py::arg("static_graph") = false,
+           py::arg("verify_across_ranks") = true,
            py::keep_alive<1, 5>())  // a group may be written in Python
       .def("prepare_for_forward", &TorchReducer::prepare_for_forward, NoGil())
       .def("prepare_for_backward", &TorchReducer::prepare_for_backward,
@@ -184,10 +189,11 @@ void register_reducer(py::module_& module) {
             self.await_at_end(std::move(awaited));
           },
           py::arg("futures"), NoGil())
-      .def(
-          "_push_all_rebuilt_params", [](TorchReducer&) {},
-          "Nothing to do: the order is rank 0's.")
+      .def("_push_all_rebuilt_params", &TorchReducer::miss_iteration, NoGil())
       .def("_set_static_graph", &TorchReducer::set_static_graph, NoGil())
+      .def("_ddp_graph_static", &TorchReducer::is_graph_static, NoGil())
+      .def("_get_local_used_map", &TorchReducer::local_used_parameters, NoGil())
+      .def("_check_reducer_finalized", &TorchReducer::check_finalized, NoGil())
       .def("_set_ddp_runtime_logging_sample_rate",
            &TorchReducer::set_logging_sample_rate, py::arg("sample_rate"))
       .def(
@@ -199,10 +205,8 @@ void register_reducer(py::module_& module) {
       .def(
           "_set_optimizer_in_backward", [](TorchReducer&) {},
           "Nothing to do: what the hook does to .grad comes last.");
-  for (const char* name :
-       {"_autograd_hook", "_check_reducer_finalized", "_ddp_graph_static",
-        "_get_local_used_map", "_set_mixed_precision_param_dtype",
-        "_set_sparse_metadata", "get_backward_stats"}) {
+  for (const char* name : {"_autograd_hook", "_set_mixed_precision_param_dtype",
+                           "_set_sparse_metadata", "get_backward_stats"}) {
     def_not_there_yet(reducer, name);
   }
 }

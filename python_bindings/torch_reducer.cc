@@ -5,40 +5,65 @@
 
 #include <utility>
 
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "brigade/comm/status_bridge.h"
 #include "brigade/comm_hooks/all_reduce_hook.h"
 #include "brigade/comm_hooks/wire_format.h"
+#include "brigade/planning/plan_by_size.h"
+#include "brigade/reducer/parameter_table.h"
+#include "brigade/reducer/ready_order.h"
 
 namespace brigade {
 namespace {
 
-void check_supported(const TorchReducerOptions& options) {
-  TORCH_CHECK_NOT_IMPLEMENTED(
-      !options.find_unused_parameters,
-      "brigade.Reducer: find_unused_parameters=True is not there yet.\nUse "
-      "every parameter in the loss, or torch's own class.");
+// An order seen under a changing graph is that of one iteration only.
+bool rebuilds_by_default(const ReducerOptions& options) {
+  return options.static_graph || !options.find_unused_parameters;
+}
+
+// Two lines that programs look for in the text of an error.
+std::string describe_missing(const std::vector<size_t>& missing,
+                             const std::vector<std::string>& names, int rank) {
+  std::string text;
+  if (!names.empty()) {
+    absl::StrAppend(
+        &text, "\nParameters which did not receive grad for rank ", rank, ": ",
+        absl::StrJoin(missing, ", ", [&](std::string* out, size_t parameter) {
+          absl::StrAppend(out, names[parameter]);
+        }));
+  }
+  absl::StrAppend(&text,
+                  "\nParameter indices which did not receive grad for rank ",
+                  rank, ": ", absl::StrJoin(missing, ", "));
+  return text;
 }
 
 }  // namespace
 
 TorchReducer::TorchReducer(std::vector<at::Tensor> parameters,
                            c10::intrusive_ptr<c10d::ProcessGroup> group,
-                           TorchReducerOptions options)
+                           ReducerOptions options)
     : parameters_(std::move(parameters)),
       group_(std::move(group)),
       options_(std::move(options)),
       awaited_(std::make_shared<AwaitedFutures>()) {
-  check_supported(options_);
+  if (!options_.rebuild_buckets) {
+    options_.rebuild_buckets = rebuilds_by_default(options_);
+  }
   make();
+  options_.verify_across_ranks = false;  // compared once and for all
 }
 
 void TorchReducer::make() {
   reducer_ = nullptr;  // hooks of two reducers would both see a gradient
   if (hook_name_.empty()) {
     averaging_ = std::make_shared<AveragingHook>(group_);
-    options_.reducer.comm_hook = averaging_;
+    options_.comm_hook = averaging_;
   }
+  launched_before_ = 0;
   try {
-    reducer_ = std::make_unique<Reducer>(parameters_, group_, options_.reducer);
+    reducer_ = std::make_unique<Reducer>(parameters_, group_, options_);
   } catch (const c10::ValueError& error) {
     TORCH_CHECK(false, error.what_without_backtrace());
   }
@@ -62,9 +87,9 @@ void TorchReducer::prepare_for_backward(
     const std::vector<at::Tensor>& outputs) {
   if (!ready()) return;
   remember_errors([&] {
-    // Watching outputs would make an error of second derivatives through them,
-    // and of a second backward, which torch lets accumulate on this rank.
-    reducer_->prepare_for_backward(std::vector<at::Tensor>());
+    check_last_backward();
+    launched_before_ = reducer_->statistics().buckets_launched;
+    reducer_->prepare_for_backward(outputs);
     awaited_->wait_after_backward(outputs);
   });
 }
@@ -74,8 +99,70 @@ void TorchReducer::cancel_preparation() {
 }
 
 bool TorchReducer::rebuild_buckets() {
-  const int64_t rebuilds = statistics().rebuilds;
-  return rebuilds > std::exchange(rebuilds_told_, rebuilds);
+  if (!ready()) return false;
+  bool rebuilt = false;
+  remember_errors([&] {
+    check_last_backward();
+    if (missed_first_iteration_) {
+      rebuild_with_peers();
+      rebuilt = true;
+    } else {
+      rebuilt = reducer_->rebuild_buckets();
+    }
+  });
+  return rebuilt;
+}
+
+void TorchReducer::miss_iteration() {
+  const ReducerStatistics so_far = statistics();
+  missed_first_iteration_ =
+      *options_.rebuild_buckets && so_far.reduced == 0 && so_far.rebuilds == 0;
+}
+
+// Takes rank 0's order, or gives one if this is rank 0, as a reducer that saw
+// the first iteration does.
+void TorchReducer::rebuild_with_peers() {
+  ReadyOrder order(/*wanted=*/true);
+  order.observe(reverse_registration_order(parameters_.size()));
+  const ParameterTable table = value_or_throw(
+      ParameterTable::create({parameters_}, options_.parameter_names,
+                             options_.expect_sparse_gradients));
+  const BucketPlan plan = value_or_throw(plan_by_size(
+      table.specs(), order.agree(group_), options_.bucket_caps_bytes));
+  options_.bucket_plan = plan.buckets();
+  options_.rebuild_buckets = false;
+  missed_first_iteration_ = false;
+  make();
+}
+
+std::vector<size_t> TorchReducer::missing_gradients() const {
+  if (!reducer_) return {};
+  return reducer_->missing_gradients();
+}
+
+// The reducer's own error, and the lines that programs look for.
+void TorchReducer::check_last_backward() {
+  const std::vector<size_t> missing = missing_gradients();
+  if (missing.empty()) return;
+  try {
+    reducer_->prepare_for_backward(std::vector<at::Tensor>());
+  } catch (const c10::DistBackendError&) {
+    throw;
+  } catch (const c10::Error& error) {
+    TORCH_CHECK(
+        false, error.what_without_backtrace(),
+        describe_missing(missing, options_.parameter_names, group_->getRank()));
+  }
+}
+
+void TorchReducer::check_finalized() const {
+  const std::vector<size_t> missing = missing_gradients();
+  TORCH_CHECK(
+      missing.empty(), "brigade.Reducer: the last backward left ",
+      missing.size(), " of ", parameters_.size(),
+      " parameters without gradients, so that its reduction is not "
+      "finished.",
+      describe_missing(missing, options_.parameter_names, group_->getRank()));
 }
 
 void TorchReducer::register_comm_hook(
@@ -85,9 +172,11 @@ void TorchReducer::register_comm_hook(
               " already.\nRegister one hook; it may call others.");
   TORCH_CHECK(!hooks_removed_, "brigade.Reducer: ", name,
               " can't be registered: hooks were removed from the parameters");
-  options_.reducer.comm_hook = std::move(hook);
+  remember_errors([&] {
+    if (reducer_) reducer_->set_comm_hook(hook);
+  });
+  options_.comm_hook = std::move(hook);
   hook_name_ = std::move(name);
-  make();
 }
 
 void TorchReducer::register_builtin_comm_hook(c10d::BuiltinCommHookType type) {
@@ -103,7 +192,7 @@ void TorchReducer::register_builtin_comm_hook(c10d::BuiltinCommHookType type) {
 
 c10::intrusive_ptr<c10::ivalue::Future> TorchReducer::run_comm_hook(
     c10d::GradBucket& bucket) {
-  return options_.reducer.comm_hook->runHook(bucket);
+  return options_.comm_hook->runHook(bucket);
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> TorchReducer::run_all_reduce_hook(
@@ -121,6 +210,7 @@ void TorchReducer::await_at_end(std::vector<AwaitedFutures::Future> futures) {
 }
 
 void TorchReducer::set_static_graph() {
+  if (options_.static_graph) return;
   remember_errors([this] {
     const int64_t iterations = statistics().prepared;
     TORCH_CHECK(iterations == 0,
@@ -129,8 +219,21 @@ void TorchReducer::set_static_graph() {
                 ", but its first iteration has to be watched.\nGive "
                 "static_graph=True to the constructor.");
   });
-  TORCH_CHECK_NOT_IMPLEMENTED(
-      false, "brigade.Reducer: static_graph=True is not there yet");
+  options_.static_graph = true;
+  options_.rebuild_buckets = rebuilds_by_default(options_);
+  if (!hooks_removed_) make();
+}
+
+at::Tensor TorchReducer::local_used_parameters() const {
+  if (!reducer_) return {};
+  const at::Tensor used = reducer_->local_used_parameters();
+  if (!used.defined()) return used;
+  return used.flatten().to(parameters_.front().device());
+}
+
+bool TorchReducer::is_graph_static() const {
+  if (!reducer_ || !options_.find_unused_parameters) return true;
+  return reducer_->is_graph_static();
 }
 
 void TorchReducer::set_process_group(
@@ -153,7 +256,7 @@ void TorchReducer::set_logging_sample_rate(int64_t rate) {
 
 std::vector<c10d::GradBucket> TorchReducer::zero_buckets() const {
   const auto* built_in =
-      dynamic_cast<const DeclaresWireFormat*>(options_.reducer.comm_hook.get());
+      dynamic_cast<const DeclaresWireFormat*>(options_.comm_hook.get());
   const std::vector<std::vector<size_t>> all = buckets();
   std::vector<c10d::GradBucket> zeros;
   for (size_t b = 0; b < all.size(); ++b) {
@@ -187,6 +290,10 @@ std::vector<c10d::GradBucket> TorchReducer::zero_buckets() const {
 
 ReducerStatistics TorchReducer::statistics() const {
   return reducer_ ? reducer_->statistics() : ReducerStatistics{};
+}
+
+int64_t TorchReducer::buckets_reduced() const {
+  return statistics().buckets_launched - launched_before_;
 }
 
 std::vector<std::vector<size_t>> TorchReducer::buckets() const {

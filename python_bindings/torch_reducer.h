@@ -4,8 +4,8 @@
 // graph after construction, and is asked for what it did; Reducer is not. What
 // only that surface needs is here. Everything about gradients is Reducer's.
 //
-// Where Reducer can't be changed it is made anew, which is a collective: ranks
-// register hooks and change groups alike, between iterations.
+// Where Reducer can't be changed it is made anew, without a collective: ranks
+// change groups and declare static graphs alike, between iterations.
 //
 // Thread safety: as Reducer. The GIL must not be held by whoever waits for a
 // call, since comm hooks written in Python take it.
@@ -29,29 +29,34 @@
 
 namespace brigade {
 
-// Of torch's constructor, what ReducerOptions has no place for.
-struct TorchReducerOptions {
-  ReducerOptions reducer = {};
-  bool find_unused_parameters = false;
-  bool skip_all_reduce_unused_params = false;
-};
-
 class TorchReducer {
  public:
-  // Collective, as Reducer's. Errors: RuntimeError where Reducer has
-  // ValueError: torch's class knows no other.
+  // Collective if ranks are compared, as Reducer's. Unset `rebuild_buckets`:
+  // buckets are rebuilt unless unused parameters are searched for.
+  //
+  // Errors: RuntimeError where Reducer has ValueError: torch's class knows no
+  // other.
   TorchReducer(std::vector<at::Tensor> parameters,
                c10::intrusive_ptr<c10d::ProcessGroup> group,
-               TorchReducerOptions options);
+               ReducerOptions options);
 
   // Called before forward: brings this rank back in step after a failure.
   void prepare_for_forward();
   void prepare_for_backward(const std::vector<at::Tensor>& outputs);
   void cancel_preparation();
 
-  // True once after the buckets were rebuilt. Rebuilding itself is a part of
-  // prepare_for_backward().
+  // Returns true if it rebuilt. A rank that has joined calls it where the
+  // others do. Errors: RuntimeError if the last prepared backward left
+  // parameters without gradients.
   bool rebuild_buckets();
+
+  // This rank has joined while the others reduced an iteration. If that was
+  // their first one, their order is the one of the next rebuild_buckets().
+  void miss_iteration();
+
+  // Errors: RuntimeError naming the parameters whose gradients the running
+  // reduction still waits for.
+  void check_finalized() const;
 
   // `name` is for messages. Errors: RuntimeError naming the first hook if there
   // is one.
@@ -67,8 +72,16 @@ class TorchReducer {
   // The next backward does not end before these are done.
   void await_at_end(std::vector<AwaitedFutures::Future> futures);
 
-  // Errors: RuntimeError once training has begun.
+  // No effect if the graph is static already. Errors: RuntimeError once
+  // training has begun.
   void set_static_graph();
+
+  // Which parameters got gradients here since the last reduction: int32, where
+  // the parameters are, 1 or 0. Undefined unless the reducer wants to know.
+  at::Tensor local_used_parameters() const;
+
+  // False if the parameters that a graph left unused changed.
+  bool is_graph_static() const;
 
   // Calls the registered hook, or sums over the group, on any bucket.
   c10::intrusive_ptr<c10::ivalue::Future> run_comm_hook(
@@ -98,27 +111,32 @@ class TorchReducer {
 
   // Zeros and empty lists where there is no reducer.
   ReducerStatistics statistics() const;
+  int64_t buckets_reduced() const;  // since the last prepare_for_backward()
   std::vector<std::vector<size_t>> buckets() const;
   std::vector<int64_t> bucket_sizes_bytes() const;
 
   const std::vector<at::Tensor>& parameters() const { return parameters_; }
-  const TorchReducerOptions& options() const { return options_; }
+  const ReducerOptions& options() const { return options_; }
   c10d::ProcessGroup& group() const { return *group_; }
 
  private:
   void make();
   bool ready();  // makes a reducer after a reset
+  std::vector<size_t> missing_gradients() const;
+  void check_last_backward();
+  void rebuild_with_peers();
   void remember_errors(const std::function<void()>& call);
 
   const std::vector<at::Tensor> parameters_;
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
-  TorchReducerOptions options_;
+  ReducerOptions options_;
   std::string hook_name_;  // empty: none was registered
   std::optional<std::string> last_error_;
   std::shared_ptr<AveragingHook> averaging_;
   std::shared_ptr<AwaitedFutures> awaited_;
   int64_t logging_sample_rate_ = 100;
-  int64_t rebuilds_told_ = 0;
+  int64_t launched_before_ = 0;  // buckets, by earlier iterations
+  bool missed_first_iteration_ = false;
   bool hooks_removed_ = false;
   std::unique_ptr<Reducer> reducer_;  // null after reset() or remove_hooks()
 };

@@ -9,30 +9,28 @@ class Reducer:
     """
     Averages gradients over a process group while backward runs; stands in for torch.distributed.Reducer.
     """
-    def __init__(self, params: collections.abc.Sequence[torch.Tensor], bucket_indices: collections.abc.Sequence[collections.abc.Sequence[typing.SupportsInt]], per_bucket_size_limits: collections.abc.Sequence[typing.SupportsInt], process_group: torch.distributed.distributed_c10d.ProcessGroup, expect_sparse_gradients: collections.abc.Sequence[bool] = [], bucket_bytes_cap: typing.SupportsInt = 26214400, find_unused_parameters: bool = False, gradient_as_bucket_view: bool = False, param_to_name_mapping: collections.abc.Mapping[typing.SupportsInt, str] = {}, first_bucket_bytes_cap: typing.SupportsInt = 1048576, skip_all_reduce_unused_params: bool = False, use_python_reducer: bool = False, bucket_bytes_cap_list: collections.abc.Sequence[typing.SupportsInt] = [], *, rebuild_buckets: bool = True) -> None:
+    def __init__(self, params: collections.abc.Sequence[torch.Tensor], bucket_indices: collections.abc.Sequence[collections.abc.Sequence[typing.SupportsInt]], per_bucket_size_limits: collections.abc.Sequence[typing.SupportsInt], process_group: torch.distributed.distributed_c10d.ProcessGroup, expect_sparse_gradients: collections.abc.Sequence[bool] = [], bucket_bytes_cap: typing.SupportsInt = 26214400, find_unused_parameters: bool = False, gradient_as_bucket_view: bool = False, param_to_name_mapping: collections.abc.Mapping[typing.SupportsInt, str] = {}, first_bucket_bytes_cap: typing.SupportsInt = 1048576, skip_all_reduce_unused_params: bool = False, use_python_reducer: bool = False, bucket_bytes_cap_list: collections.abc.Sequence[typing.SupportsInt] = [], *, rebuild_buckets: bool | None = None, static_graph: bool = False, verify_across_ranks: bool = True) -> None:
         ...
     def _autograd_hook(self, *args) -> None:
         ...
     def _cancel_preparation(self) -> None:
         ...
-    def _check_reducer_finalized(self, *args) -> None:
+    def _check_reducer_finalized(self) -> None:
         ...
-    def _ddp_graph_static(self, *args) -> None:
+    def _ddp_graph_static(self) -> bool:
         ...
     def _delay_all_reduce(self) -> None:
         """
         Nothing to do: the reducer sees the end of backward itself.
         """
-    def _get_local_used_map(self, *args) -> None:
+    def _get_local_used_map(self) -> torch.Tensor:
         ...
     def _get_zeros_like_grad_buckets(self) -> list[torch._C._distributed_c10d.GradBucket]:
         ...
     def _install_post_backward_futures(self, futures: collections.abc.Sequence[torch.Future]) -> None:
         ...
     def _push_all_rebuilt_params(self) -> None:
-        """
-        Nothing to do: the order is rank 0's.
-        """
+        ...
     def _rebuild_buckets(self) -> bool:
         ...
     def _register_builtin_comm_hook(self, comm_hook_type: torch._C._distributed_c10d.BuiltinCommHookType) -> None:

@@ -129,7 +129,9 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
 
         parameters, expect_sparse_gradients = self._build_params_for_reducer()
         names = self._build_debug_param_to_name_mapping(parameters)
-        self._ddp_init_helper(parameters, expect_sparse_gradients, names, static_graph)
+        self._ddp_init_helper(
+            parameters, expect_sparse_gradients, names, static_graph, compare_ranks=init_sync
+        )
         if init_sync:
             _sync_module_states(
                 module=self.module,
@@ -256,6 +258,7 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
         expect_sparse_gradient: list[bool],
         param_to_name_mapping: dict[int, str],
         static_graph: bool,
+        compare_ranks: bool = True,
     ) -> None:
         """Makes reducer and logger; also called when a pickled module is read."""
         if self.mixed_precision is not None:
@@ -281,6 +284,8 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
             self.skip_all_reduce_unused_params,
             self._use_python_reducer,
             self.bucket_bytes_cap_list,
+            static_graph=static_graph,
+            verify_across_ranks=compare_ranks,
         )
         self.logger = Logger(self.reducer)
         self.reducer.set_logger(self.logger)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-_DEADLINE_S = 120
+_DEADLINE_S = 300
 # Processes are forked from one that has imported torch and started no thread.
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["torch", "torch._dynamo", "brigade"])
@@ -83,7 +83,7 @@ def _run_rank(
             init_method=f"file://{store}",
             rank=rank,
             world_size=world_size,
-            timeout=datetime.timedelta(seconds=60),
+            timeout=datetime.timedelta(seconds=120),
         )
         value = function(rank, *args)
         dist.barrier()  # a peer may still want what this rank has to send

@@ -41,7 +41,6 @@ def _unused(rank, ways, views, set_to_none):
     )
 
 
-@not_there_yet
 @pytest.mark.parametrize("views", [False, True])
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize(
@@ -68,7 +67,6 @@ def _used_map(rank):
     assert wrapped.module.head.weight.grad is None
 
 
-@not_there_yet
 def test_a_parameter_that_no_rank_uses_keeps_its_gradient():
     run_ranks(_used_map)
 
@@ -98,7 +96,6 @@ def _missing_all(rank):
     assert all(f"{i}.weight" in str(error.value) for i in range(8))
 
 
-@not_there_yet
 def test_every_missing_gradient_is_in_the_lines_that_tools_read():
     run_ranks(_missing_all)
 
@@ -132,7 +129,6 @@ def _static(rank, reentrant, views):
     assert_equal(results["brigade"], results["torch"])
 
 
-@not_there_yet
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("views", [False, True])
 def test_checkpointed_layers_train_under_a_static_graph(reentrant, views):
@@ -160,7 +156,6 @@ def _detects_static(rank):
     assert not wrapped.reducer._ddp_graph_static()
 
 
-@not_there_yet
 def test_a_graph_that_never_changes_is_recognised():
     run_ranks(_detects_static)
 

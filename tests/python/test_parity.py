@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+import brigade
+
 from ranks import run_ranks
 from training import (
     CLASSES,
@@ -218,19 +220,64 @@ def test_forwards_without_backward_cost_nothing():
     run_ranks(_forwards_without_backward)
 
 
-def _join(rank, by_initial):
+def _join(rank, by_initial, batches):
     results = {}
     for name, wrapper in CLASSES.items():
         torch.manual_seed(0)
         wrapped = wrapper(Perceptron())
         with wrapped.join(divide_by_initial_world_size=by_initial):
-            results[name] = train(wrapped, inputs(rank, 3 + 2 * rank))
+            results[name] = train(wrapped, inputs(rank, batches[rank]))
     assert_same_bits(results)
 
 
+@pytest.mark.parametrize("batches", [(3, 5), (1, 3), (3, 1), (0, 3), (3, 0), (0, 1)], ids=str)
 @pytest.mark.parametrize("by_initial", [True, False])
-def test_ranks_with_fewer_inputs_join(by_initial):
-    run_ranks(_join, by_initial)
+def test_ranks_with_fewer_inputs_join(by_initial, batches):
+    run_ranks(_join, by_initial, batches)
+
+
+def _rebuilds(rank, options, before, after):
+    wrapped = brigade.DistributedDataParallel(Perceptron(), **options)
+    for rebuilt in (False, False, True, True):
+        data = wrapped._get_ddp_logging_data()
+        assert wrapped._has_rebuilt_buckets is rebuilt
+        assert data["bucket_sizes"].count(",") + 1 == before
+        loss_of(wrapped(inputs(rank, 1)[0])).backward()
+    rebuilt_sizes = wrapped._get_ddp_logging_data()["rebuilt_bucket_sizes"]
+    assert rebuilt_sizes.count(",") + 1 == after
+
+
+@pytest.mark.parametrize(
+    ("options", "before", "after"),
+    [
+        ({"bucket_cap_mb": 1e-5}, 1, 8),
+        ({"bucket_cap_mb": 1e-5, "static_graph": True}, 1, 8),
+        ({}, 1, 1),
+    ],
+    ids=["small", "static", "default"],
+)
+def test_buckets_are_rebuilt_before_the_second_forward(options, before, after):
+    run_ranks(_rebuilds, options, before, after)
+
+
+def _does_not_rebuild(rank):
+    wrapped = brigade.DistributedDataParallel(Perceptron(), find_unused_parameters=True)
+    for _ in range(3):
+        loss_of(wrapped(inputs(rank, 1)[0])).backward()
+    assert not wrapped._has_rebuilt_buckets
+
+
+def test_buckets_stay_where_unused_parameters_are_looked_for():
+    run_ranks(_does_not_rebuild)
+
+
+def _alone(rank):
+    if rank == 0:
+        brigade.DistributedDataParallel(Perceptron(), init_sync=False)
+
+
+def test_construction_without_init_sync_waits_for_nobody():
+    run_ranks(_alone)
 
 
 class Random(nn.Module):
@@ -258,8 +305,9 @@ def _fuzz(rank, seeds):
     for seed in seeds:
         draw = random.Random(1000 + seed)
         options = {
-            # The first buckets stay: equal buckets are what makes equal bits on 3 ranks.
-            "bucket_cap_mb_list": [draw.choice([1e-4, 1e-3, 1]) for _ in range(draw.randint(1, 3))],
+            "bucket_cap_mb_list": [draw.choice([1e-4, 1e-3, 1]) for _ in range(draw.randint(0, 3))],
+            "static_graph": draw.random() < 0.3,
+            "find_unused_parameters": draw.random() < 0.3,
             "gradient_as_bucket_view": draw.random() < 0.5,
             "broadcast_buffers": draw.random() < 0.5,
         }

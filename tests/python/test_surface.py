@@ -123,7 +123,7 @@ def _profiled(rank):
         wrapped(torch.ones(1, 3)).sum().backward()
     names = {event.key for event in profile.key_averages()}
     assert "DistributedDataParallel.forward" in names
-    assert any("all_reduce" in name for name in names), names
+    assert "c10d::allreduce_" in names, names
 
 
 def test_the_profiler_sees_forward_and_all_reduce():
@@ -301,6 +301,7 @@ def test_installing_replaces_torchs_classes_for_a_while():
 
 def test_the_stub_is_that_of_the_module(tmp_path):
     """python_bindings/make_stub.py writes it anew."""
+    pytest.importorskip("pybind11_stubgen")
     root = pathlib.Path(__file__).parents[2]
     subprocess.run(
         [sys.executable, root / "python_bindings" / "make_stub.py", tmp_path / "_C.pyi"], check=True
