@@ -21,13 +21,12 @@ namespace brigade {
 // The contract of a hook, ours or c10d's:
 //
 // - The bucket's buffer is 1D, [numel], in the parameters' dtype, and holds
-// this
-//   rank's gradients undivided. Averaging is the hook's business.
+//   this rank's gradients undivided. Averaging is the hook's business.
 // - The future holds the reduced buffer: a tensor of as many elements on the
 //   same device, or a list of one. It may be the bucket's own buffer, changed
-//   in place, or another tensor, of another dtype too. None says
-//   that the hook has dealt with the gradients itself (an optimizer that steps
-//   in backward): nothing is delivered.
+//   in place, or another tensor, of another dtype too. None says that the hook
+//   has dealt with the gradients itself (an optimizer that steps in backward):
+//   nothing is delivered.
 // - Hooks run in plan order, on every rank alike, while the reducer's lock is
 //   held: a hook must not call the reducer. It runs under the thread-local
 //   state (grad mode, autocast, profiler) of the thread that prepared the

@@ -6,24 +6,25 @@ namespace brigade {
 
 at::Tensor tensor_of_hook_result(const c10::IValue& result) {
   if (result.isNone()) return {};
+  at::Tensor tensor;
   if (result.isTensor()) {
-    TORCH_CHECK_TYPE(
-        result.toTensor().defined(),
-        "a comm hook's future must hold a tensor, got an undefined "
-        "one.\nReturn a future of the reduced bucket.");
-    return result.toTensor();
-  }
-  if (result.isTensorList()) {
+    tensor = result.toTensor();
+  } else if (result.isTensorList()) {
     const auto tensors = result.toTensorList();
     TORCH_CHECK_TYPE(
         tensors.size() == 1,
         "a comm hook's future must hold one tensor, got a list of ",
-        tensors.size());
-    return tensors.get(0);
+        tensors.size(), ".\nReturn a future of the reduced bucket.");
+    tensor = tensors.get(0);
+  } else {
+    TORCH_CHECK_TYPE(false, "a comm hook's future must hold a tensor, got ",
+                     result.tagKind(),
+                     ".\nReturn a future of the reduced bucket.");
   }
-  TORCH_CHECK_TYPE(false, "a comm hook's future must hold a tensor, got ",
-                   result.tagKind(),
-                   ".\nReturn a future of the reduced bucket.");
+  TORCH_CHECK_TYPE(tensor.defined(),
+                   "a comm hook's future must hold a tensor, got an undefined "
+                   "one.\nReturn a future of the reduced bucket.");
+  return tensor;
 }
 
 }  // namespace brigade

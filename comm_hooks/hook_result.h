@@ -9,8 +9,7 @@
 namespace brigade {
 
 // Accepts a tensor or a list of one tensor, which is what c10d's futures hold.
-// None gives an undefined tensor.
-// A complex bucket that travelled as pairs of reals comes back as such.
+// None gives an undefined tensor: the hook has dealt with the gradients itself.
 //
 // Errors: TypeError for anything else.
 at::Tensor tensor_of_hook_result(const c10::IValue& result);

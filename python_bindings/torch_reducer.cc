@@ -79,6 +79,7 @@ void TorchReducer::prepare_for_forward() {
   averaging_->divide_by_world_size();
   remember_errors([this] {
     awaited_->wait();  // no backward came
+    check_last_backward();
     reducer_->recover();
   });
 }

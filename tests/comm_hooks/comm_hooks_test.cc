@@ -47,9 +47,15 @@ TEST(HookResultTest, TakesATensorOrAListOfOne) {
       tensor_of_hook_result(std::vector<at::Tensor>{tensor}).is_same(tensor));
 }
 
+TEST(HookResultTest, NoneIsAnUndefinedTensor) {
+  EXPECT_FALSE(tensor_of_hook_result(c10::IValue()).defined());
+}
+
 TEST(HookResultTest, RefusesAnythingElse) {
   EXPECT_THROW(tensor_of_hook_result(std::string("no")), c10::TypeError);
-  EXPECT_THROW(tensor_of_hook_result(c10::IValue()), c10::TypeError);
+  EXPECT_THROW(tensor_of_hook_result(at::Tensor()), c10::TypeError);
+  EXPECT_THROW(tensor_of_hook_result(std::vector<at::Tensor>(1)),
+               c10::TypeError);
   EXPECT_THROW(tensor_of_hook_result(std::vector<at::Tensor>{}),
                c10::TypeError);
   EXPECT_THROW(tensor_of_hook_result(std::vector<at::Tensor>(2)),
