@@ -10,7 +10,7 @@
 
 namespace brigade {
 
-// Of the group's default backend; nothing if that does not count (Gloo and NCCL
+// Of all its backends together; nothing if one does not count (Gloo and NCCL
 // do).  Only differences mean something: what the count starts at is the
 // backend's business.  Slow where it is not known, since that is an exception
 // inside LibTorch.

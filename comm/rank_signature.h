@@ -17,6 +17,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <string>
 #include <string_view>
 #include <type_traits>
@@ -31,6 +32,11 @@ enum class SignatureKind : int64_t {
   kFailed,  // has given the iteration up
 };
 
+// In place of a number of launches: the sender's connections are gone.
+inline constexpr int64_t kLostGroup = -1;
+
+inline constexpr int64_t kUnknownCount = std::numeric_limits<int64_t>::min();
+
 // Zero-terminated unless full.
 using SignatureText = std::array<char, 192>;
 
@@ -43,12 +49,13 @@ struct RankSignature {
   int64_t numel = 0;         // of what is launched
   uint64_t fingerprint = 0;  // of plan and options
 
-  // Collectives that the sender has launched since the last exchange.
+  // Collectives that the sender has launched since the last exchange, or
+  // kLostGroup.
   int64_t launches = 0;
 
-  // All that the group has launched since then, by whomever; -1: not known. Set
-  // by the channel.
-  int64_t group_launches = -1;
+  // All that the group has launched since then, by whomever, or kUnknownCount.
+  // Set by the channel.
+  int64_t group_launches = kUnknownCount;
 
   SignatureText text = {};  // an error, or what the fingerprint stands for
 };

@@ -65,7 +65,7 @@ SignatureChannel::SignatureChannel(c10::intrusive_ptr<c10d::ProcessGroup> group)
     : group_(std::move(group)),
       process_(getpid()),
       answers_(find_answers(*group_)),
-      group_count_(count_collectives(*group_).value_or(-1)) {
+      group_count_(count_collectives(*group_)) {
   if (group_->getSize() > 1 && group_->getStore() && !answers_) connect();
 }
 
@@ -127,14 +127,15 @@ SignatureTicket SignatureChannel::exchange(RankSignature own) {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (failure_) std::rethrow_exception(failure_);
   own.sequence = last_.sequence + 1;
-  own.group_launches =
-      group_count_ < 0 ? -1
-                       : count_collectives(*group_).value_or(-1) - group_count_;
+  if (group_count_) {
+    const std::optional<int64_t> count = count_collectives(*group_);
+    if (count) own.group_launches = *count - *group_count_;
+    group_count_ = count;
+  }
   last_ = own;
 
   Buffers& buffers = free_buffers();
-  SignatureTicket ticket = {
-      .own = own, .group_count = group_count_, .received = buffers.received};
+  SignatureTicket ticket = {.own = own, .received = buffers.received};
   if (!backend_) {
     fill(ticket.received,
          answers_ ? answers_->answer_signature(own)
@@ -177,17 +178,12 @@ std::vector<RankSignature> SignatureChannel::await(
   std::vector<RankSignature> by_rank(group_->getSize());
   std::memcpy(by_rank.data(), ticket.received.const_data_ptr(),
               by_rank.size() * sizeof(RankSignature));
-
-  // Ranks that are behind pay what they owe: all then stand here.
-  int64_t furthest = 0;
-  for (const RankSignature& signature : by_rank) {
-    furthest = std::max(furthest, signature.group_launches);
-  }
-  const std::lock_guard<std::mutex> lock(mutex_);
-  if (ticket.group_count >= 0) {
-    group_count_ = std::max(group_count_, ticket.group_count + furthest);
-  }
   return by_rank;
+}
+
+void SignatureChannel::count_from_here() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (group_count_) group_count_ = count_collectives(*group_);
 }
 
 void SignatureChannel::fail(const SignatureTicket& ticket,

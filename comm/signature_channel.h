@@ -32,6 +32,7 @@
 #include <cstdint>
 #include <exception>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
@@ -45,7 +46,6 @@ class AnswersSignatures;
 // One exchange.  Keep it until it has been awaited; it may outlive the channel.
 struct SignatureTicket {
   RankSignature own = {};
-  int64_t group_count = -1;  // what own.group_launches is counted from
   at::Tensor received = {};  // uint8, [world_size, sizeof(RankSignature)]
   c10::intrusive_ptr<c10d::Work> work = {};  // null: answered at once
 };
@@ -82,6 +82,10 @@ class SignatureChannel {
   // first failure takes up to 3 s to find out who is still there.
   std::vector<RankSignature> await(const SignatureTicket& ticket);
 
+  // All ranks stand in the same place now: what they owed has been launched.
+  // Later signatures count from here.
+  void count_from_here();
+
  private:
   // Tensors of an exchange that is over, for the next one.
   struct Buffers {
@@ -107,7 +111,7 @@ class SignatureChannel {
   // Guarded by mutex_.
   RankSignature last_;  // that was sent
   c10::intrusive_ptr<c10d::Work> last_work_;
-  int64_t group_count_;  // of collectives where all stood last; -1: unknown
+  std::optional<int64_t> group_count_;  // where all stood last, if it counts
   std::vector<Buffers> buffers_;
   std::exception_ptr failure_;
 };

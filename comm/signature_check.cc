@@ -54,6 +54,18 @@ std::vector<int64_t> shortfalls(const std::vector<int64_t>& counts) {
   return missing;
 }
 
+// Whether the group's count is behind by as much as the launches are.
+bool fits(const std::vector<int64_t>& owed, const std::vector<int64_t>& behind,
+          CollectivesPerLaunch collectives) {
+  if (collectives == CollectivesPerLaunch::kOne) return owed == behind;
+  for (size_t a = 0; a < owed.size(); ++a) {
+    for (size_t b = 0; b < owed.size(); ++b) {
+      if (owed[a] * behind[b] != owed[b] * behind[a]) return false;
+    }
+  }
+  return true;
+}
+
 }  // namespace
 
 absl::Status check_signatures(std::span<const RankSignature> by_rank,
@@ -77,7 +89,8 @@ absl::Status check_signatures(std::span<const RankSignature> by_rank,
     return absl::FailedPreconditionError(absl::StrCat(
         "expected every rank in the same place: ",
         describe_deeds(by_rank_of(by_rank, describe), ", "),
-        ".\nRun forward and backward equally often on every rank."));
+        ".\nRun forward and backward equally often on every rank, and forwards "
+        "without backward under no_grad."));
   }
   const std::string iteration = absl::StrCat("iteration ", first.iteration);
   const auto numels =
@@ -112,21 +125,40 @@ absl::Status check_signatures(std::span<const RankSignature> by_rank,
 }
 
 absl::StatusOr<int64_t> launches_owed(std::span<const RankSignature> by_rank,
-                                      int rank) {
+                                      int rank,
+                                      CollectivesPerLaunch collectives) {
+  std::vector<int> lost;
+  for (size_t r = 0; r < by_rank.size(); ++r) {
+    if (by_rank[r].launches == kLostGroup) lost.push_back(static_cast<int>(r));
+  }
+  if (!lost.empty()) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("ranks can't be brought in step: ", describe_ranks(lost),
+                     " lost the connection to the group.\nMake a new process "
+                     "group on all ranks."));
+  }
   const std::vector<int64_t> owed = shortfalls(
       by_rank_of(by_rank, [](const RankSignature& s) { return s.launches; }));
   const auto of_group = by_rank_of(
       by_rank, [](const RankSignature& s) { return s.group_launches; });
   const bool known =
       std::all_of(of_group.begin(), of_group.end(),
-                  [](int64_t launches) { return launches >= 0; });
-  if (known && shortfalls(of_group) != owed) {
+                  [](int64_t launches) { return launches != kUnknownCount; });
+  if (known && !fits(owed, shortfalls(of_group), collectives)) {
     return absl::FailedPreconditionError(absl::StrCat(
         "ranks can't be brought in step: behind by ", absl::StrJoin(owed, ", "),
         " launches (by rank), but the group has launched other collectives in "
         "between and is behind by ",
         absl::StrJoin(shortfalls(of_group), ", "),
         ".\nMake a new process group on all ranks."));
+  }
+  const bool one_plan = all_equal(
+      by_rank_of(by_rank, [](const auto& s) { return s.fingerprint; }));
+  if (!one_plan && !all_equal(owed)) {
+    return absl::FailedPreconditionError(absl::StrCat(
+        "ranks can't be brought in step: behind by ", absl::StrJoin(owed, ", "),
+        " launches (by rank), of different plans.\nMake a new process group on "
+        "all ranks."));
   }
   return owed[rank];
 }

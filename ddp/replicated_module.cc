@@ -100,6 +100,8 @@ ReplicatedModule::ReplicatedModule(const ModuleTensors& module,
 
 void ReplicatedModule::before_forward() {
   if (!broadcast_buffers_ || !will_reduce() || group_->getSize() == 1) return;
+  // Before anything that one rank may fail in alone.
+  reducer_.rebuild_buckets();
   reducer_.recover();  // ranks may be out of step
   broadcast_from_rank_0(buffers_(), "buffers");
 }

@@ -189,7 +189,11 @@ void register_reducer(py::module_& module) {
             self.await_at_end(std::move(awaited));
           },
           py::arg("futures"), NoGil())
-      .def("_push_all_rebuilt_params", &TorchReducer::miss_iteration, NoGil())
+      .def(
+          "_push_all_rebuilt_params", [](TorchReducer&) {},
+          "Nothing: _shadow_iteration() has done it.")
+      .def("_shadow_iteration", &TorchReducer::shadow_iteration, NoGil())
+      .def("_meet_peers", &TorchReducer::meet_peers, NoGil())
       .def("_set_static_graph", &TorchReducer::set_static_graph, NoGil())
       .def("_ddp_graph_static", &TorchReducer::is_graph_static, NoGil())
       .def("_get_local_used_map", &TorchReducer::local_used_parameters, NoGil())

@@ -7,12 +7,8 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
-#include "brigade/comm/status_bridge.h"
 #include "brigade/comm_hooks/all_reduce_hook.h"
 #include "brigade/comm_hooks/wire_format.h"
-#include "brigade/planning/plan_by_size.h"
-#include "brigade/reducer/parameter_table.h"
-#include "brigade/reducer/ready_order.h"
 
 namespace brigade {
 namespace {
@@ -80,7 +76,6 @@ void TorchReducer::prepare_for_forward() {
   remember_errors([this] {
     awaited_->wait();  // no backward came
     check_last_backward();
-    reducer_->recover();
   });
 }
 
@@ -104,36 +99,19 @@ bool TorchReducer::rebuild_buckets() {
   bool rebuilt = false;
   remember_errors([&] {
     check_last_backward();
-    if (missed_first_iteration_) {
-      rebuild_with_peers();
-      rebuilt = true;
-    } else {
-      rebuilt = reducer_->rebuild_buckets();
-    }
+    rebuilt = reducer_->rebuild_buckets();
   });
   return rebuilt;
 }
 
-void TorchReducer::miss_iteration() {
-  const ReducerStatistics so_far = statistics();
-  missed_first_iteration_ =
-      *options_.rebuild_buckets && so_far.reduced == 0 && so_far.rebuilds == 0;
+void TorchReducer::shadow_iteration() {
+  if (!ready()) return;
+  remember_errors([this] { reducer_->shadow_iteration(); });
 }
 
-// Takes rank 0's order, or gives one if this is rank 0, as a reducer that saw
-// the first iteration does.
-void TorchReducer::rebuild_with_peers() {
-  ReadyOrder order(/*wanted=*/true);
-  order.observe(reverse_registration_order(parameters_.size()));
-  const ParameterTable table = value_or_throw(
-      ParameterTable::create({parameters_}, options_.parameter_names,
-                             options_.expect_sparse_gradients));
-  const BucketPlan plan = value_or_throw(plan_by_size(
-      table.specs(), order.agree(group_), options_.bucket_caps_bytes));
-  options_.bucket_plan = plan.buckets();
-  options_.rebuild_buckets = false;
-  missed_first_iteration_ = false;
-  make();
+void TorchReducer::meet_peers() {
+  if (!ready()) return;
+  remember_errors([this] { reducer_->recover(); });
 }
 
 std::vector<size_t> TorchReducer::missing_gradients() const {

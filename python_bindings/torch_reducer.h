@@ -40,19 +40,20 @@ class TorchReducer {
                c10::intrusive_ptr<c10d::ProcessGroup> group,
                ReducerOptions options);
 
-  // Called before forward: brings this rank back in step after a failure.
+  // Called before forward.
   void prepare_for_forward();
   void prepare_for_backward(const std::vector<at::Tensor>& outputs);
   void cancel_preparation();
 
-  // Returns true if it rebuilt. A rank that has joined calls it where the
-  // others do. Errors: RuntimeError if the last prepared backward left
-  // parameters without gradients.
+  // Returns true if it rebuilt. Errors: RuntimeError if the last prepared
+  // backward left parameters without gradients.
   bool rebuild_buckets();
 
-  // This rank has joined while the others reduced an iteration. If that was
-  // their first one, their order is the one of the next rebuild_buckets().
-  void miss_iteration();
+  // This rank has joined while the others reduce an iteration.
+  void shadow_iteration();
+
+  // Before a collective of the caller's own: ranks that are not in step raise.
+  void meet_peers();
 
   // Errors: RuntimeError naming the parameters whose gradients the running
   // reduction still waits for.
@@ -124,7 +125,6 @@ class TorchReducer {
   bool ready();  // makes a reducer after a reset
   std::vector<size_t> missing_gradients() const;
   void check_last_backward();
-  void rebuild_with_peers();
   void remember_errors(const std::function<void()>& call);
 
   const std::vector<at::Tensor> parameters_;
@@ -136,7 +136,6 @@ class TorchReducer {
   std::shared_ptr<AwaitedFutures> awaited_;
   int64_t logging_sample_rate_ = 100;
   int64_t launched_before_ = 0;  // buckets, by earlier iterations
-  bool missed_first_iteration_ = false;
   bool hooks_removed_ = false;
   std::unique_ptr<Reducer> reducer_;  // null after reset() or remove_hooks()
 };

@@ -10,6 +10,9 @@
 
 namespace brigade {
 
+// What it says, without a backtrace.
+std::string words_of_exception(const std::exception_ptr& error);
+
 enum class ErrorSource {
   kHook,      // thrown when the hook was called
   kFuture,    // held by the future that it returned

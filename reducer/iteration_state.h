@@ -14,6 +14,8 @@
 #include <cstddef>
 #include <cstdint>
 #include <optional>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include "brigade/planning/launch_order.h"
@@ -28,15 +30,8 @@ enum class Phase {
   kFailed,    // an error is on its way out of backward; nothing is launched
 };
 
-// What a rank launches: the content of its signature.
-struct LaunchRecord {
-  uint64_t sequence = 0;  // place among this reducer's bucket launches
-  size_t bucket = 0;
-  int64_t numel = 0;  // 0 for a sparse gradient
-};
-
 struct Launch {
-  LaunchRecord record;
+  size_t bucket = 0;
   c10::intrusive_ptr<c10::ivalue::Future> future;  // null: nothing travelled
 };
 
@@ -49,6 +44,7 @@ struct IterationState {
 
   const int64_t iteration;  // counts prepare_for_backward() from 1
   Phase phase = Phase::kPrepared;
+  bool is_shadow = false;               // zeros travel, nothing is delivered
   bool creates_graph = false;           // its backward does
   const at::ThreadLocalState preparer;  // of the thread that prepared
   LaunchOrder order;
@@ -65,9 +61,16 @@ struct IterationState {
   bool sums_used_map = false;   // over the ranks, in this iteration
   bool used_map_sent = false;
 
-  // Collectives of this iteration that this rank has behind it, buckets that
-  // launch nothing included.
-  size_t num_steps_done() const { return launches.size() + used_map_sent; }
+  // Nothing is launched any more. `words` are for the other ranks; the first
+  // ones are kept.
+  void failed(std::string words) {
+    phase = Phase::kFailed;
+    if (failure.empty()) failure = std::move(words);
+  }
+  std::string failure;
+
+  // All ranks know how it ended.
+  bool is_settled = false;
 };
 
 }  // namespace brigade

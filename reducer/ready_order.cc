@@ -14,14 +14,6 @@ void ReadyOrder::observe(const std::vector<size_t>& order) {
   stage_ = Stage::kObserved;
 }
 
-void ReadyOrder::note(std::vector<size_t> order) {
-  if (stage_ == Stage::kObserving) order_ = std::move(order);
-}
-
-void ReadyOrder::confirm() {
-  if (stage_ == Stage::kObserving) stage_ = Stage::kObserved;
-}
-
 const std::vector<size_t>& ReadyOrder::agree(
     const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
   if (stage_ == Stage::kAgreed) return order_;

@@ -21,11 +21,6 @@ class ReadyOrder {
   // later ones are ignored.
   void observe(const std::vector<size_t>& order);
 
-  // The order of an iteration that was given up, for confirm(): peers may have
-  // launched everything.
-  void note(std::vector<size_t> order);
-  void confirm();
-
   // True between the observation and settle().
   bool is_pending() const {
     return stage_ == Stage::kObserved || stage_ == Stage::kAgreed;

@@ -17,8 +17,10 @@
 #include "brigade/hooks/backward_end.h"
 #include "brigade/hooks/output_watch.h"
 #include "brigade/planning/plan_by_size.h"
+#include "brigade/reducer/plan_fingerprint.h"
 
 namespace brigade {
+
 Reducer::Reducer(std::vector<at::Tensor> parameters,
                  c10::intrusive_ptr<c10d::ProcessGroup> group,
                  ReducerOptions options)
@@ -39,7 +41,7 @@ Reducer::Reducer(ReducerSetup setup)
       options_(std::move(setup.options)),
       bound_(bind(std::move(setup.plan), *options_.comm_hook)),
       graph_(options_, table_, *hooks_),
-      failure_channel_(group_) {}
+      signatures_(group_) {}
 
 Reducer::~Reducer() {
   // A backward that failed may tell of it a little late, on another thread.
@@ -47,12 +49,16 @@ Reducer::~Reducer() {
   hooks_ = nullptr;
   while (!callbacks.expired()) std::this_thread::yield();
 
-  // Collectives in flight go on; they keep their buckets and their hook.
-  if (!iteration_) return;
+  if (iteration_) keep_until_done(std::move(bound_), iteration_->launches);
+}
+
+// Collectives in flight go on; they keep their buckets and their hook.
+void Reducer::keep_until_done(BoundPlan bound,
+                              std::span<const Launch> launches) const {
   const auto kept = std::make_shared<
       std::pair<BoundPlan, std::shared_ptr<c10d::CommHookInterface>>>(
-      std::move(bound_), options_.comm_hook);
-  for (const Launch& launch : iteration_->launches) {
+      std::move(bound), options_.comm_hook);
+  for (const Launch& launch : launches) {
     if (!launch.future) continue;
     launch.future->addCallback([kept](c10::ivalue::Future&) {},
                                /*uses_future=*/false);
@@ -82,7 +88,6 @@ std::vector<size_t> Reducer::missing_gradients() const {
 bool Reducer::rebuild_buckets() {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (iteration_ && iteration_->phase != Phase::kPrepared) return false;
-  if (failure_channel_.needs_realignment()) realign();
   if (!graph_.ready_order.is_pending()) return false;
   rebuild();
   return true;
@@ -95,7 +100,6 @@ void Reducer::set_comm_hook(std::shared_ptr<c10d::CommHookInterface> hook) {
       "Reducer::set_comm_hook: ", describe(occasion(statistics_.prepared)),
       " is being reduced.\nSet the hook before the backward or after "
       "it.");
-  if (failure_channel_.needs_realignment()) realign();
   if (!hook) hook = all_reduce_hook(group_);
   BoundPlan bound = bind(bound_.plan, *hook);
   adopt(std::move(bound));
@@ -121,28 +125,52 @@ void Reducer::cancel_preparation() {
 void Reducer::recover() {
   const std::lock_guard<std::mutex> lock(mutex_);
   end_unfinished_iteration();
-  if (failure_channel_.needs_realignment()) realign();
+  if (!signatures_.is_at_meeting_point()) meet_idle();
+  signatures_.leave_meeting_point();
+}
+
+// Peers may be in an iteration that this rank has not begun.
+void Reducer::meet_idle() {
+  const auto iteration = iteration_ ? iteration_
+                                    : std::make_shared<IterationState>(
+                                          statistics_.prepared, bound_.plan,
+                                          table_.num_replicas());
+  iteration->sums_used_map = sums_used_map();
+  end_together(*iteration, SignatureKind::kIdle);
 }
 
 // An iteration that has begun and is not over will get no more gradients.
 void Reducer::end_unfinished_iteration() {
   if (!iteration_ || iteration_->phase == Phase::kPrepared) return;
-  if (iteration_->phase == Phase::kFailed) return give_up();
-  const std::string text =
+  // A backward whose end has not been told has thrown, on another thread.
+  if (iteration_->phase == Phase::kFailed || iteration_->watched_backward) {
+    return give_up();
+  }
+  iteration_->failure =
       describe_missing_gradients(table_, iteration_->order.missing(),
                                  occasion(iteration_->iteration), options_);
+  const std::string text = iteration_->failure;
   give_up();
   TORCH_CHECK(false, text);
 }
 
 void Reducer::prepare(const std::vector<at::Tensor>& outputs) {
   const std::lock_guard<std::mutex> lock(mutex_);
+  start_iteration();
+  iteration_->prediction = predict_unused(outputs);
+  if (graph_.firing_counts) graph_.firing_counts->restart();
+  watch_outputs(outputs, hooks_, [this, iteration = iteration_->iteration] {
+    on_output_reached(iteration);
+  });
+}
+
+void Reducer::start_iteration() {
   end_unfinished_iteration();
   iteration_ = nullptr;
   check_parameters();
-  if (failure_channel_.needs_realignment()) realign();
   if (graph_.ready_order.is_pending()) rebuild();
 
+  signatures_.leave_meeting_point();
   const int64_t iteration = ++statistics_.prepared;
   iteration_ = std::make_shared<IterationState>(iteration, bound_.plan,
                                                 table_.num_replicas());
@@ -151,11 +179,7 @@ void Reducer::prepare(const std::vector<at::Tensor>& outputs) {
       iteration_->streams.emplace_back(bucket.device(r));
     }
   }
-  iteration_->prediction = predict_unused(outputs);
   iteration_->sums_used_map = sums_used_map();
-  if (graph_.firing_counts) graph_.firing_counts->restart();
-  watch_outputs(outputs, hooks_,
-                [this, iteration] { on_output_reached(iteration); });
 }
 
 void Reducer::check_parameters() const {
@@ -229,7 +253,7 @@ void Reducer::on_gradient_ready(VariableIndex variable) {
     begin_reduction();
     accept_gradient(variable);
   } catch (...) {
-    iteration_->phase = Phase::kFailed;
+    iteration_->failed(words_of_exception(std::current_exception()));
     throw;
   }
 }
@@ -255,6 +279,7 @@ void Reducer::begin_reduction() {
   if (iteration_->phase != Phase::kPrepared) return;
   iteration_->phase = Phase::kReducing;
   iteration_->creates_graph = at::GradMode::is_enabled();
+  begin_with_peers();
   const std::vector<size_t>& unused = iteration_->prediction.unused;
   if (skips_unused_buckets()) {
     std::vector<bool> reached(table_.num_variables(), true);
@@ -377,32 +402,31 @@ bool Reducer::is_skipped(size_t bucket) {
 
 bool Reducer::sums_used_map() const {
   return graph_.unused_search ||
-         (graph_.firing_counts && graph_.firing_counts->is_learning());
+         (graph_.firing_counts && graph_.firing_counts->are_peers_learning());
 }
 
 void Reducer::send_used_map() {
   graph_.used_map->launch(*group_);
+  signatures_.count_launch();
   iteration_->used_map_sent = true;
 }
 
 void Reducer::launch_full_buckets() {
   while (const std::optional<size_t> next = iteration_->order.take_next()) {
     Bucket& bucket = bound_.buckets[*next];
-    Launch launch = {.record = {.sequence = static_cast<uint64_t>(
-                                    statistics_.buckets_launched),
-                                .bucket = *next,
-                                .numel = bucket.numel()},
-                     .future = nullptr};
+    Launch launch = {.bucket = *next, .future = nullptr};
     if (is_skipped(*next)) {
       ++statistics_.buckets_skipped;
     } else if (!bucket.is_empty()) {
       const at::ThreadLocalStateGuard as_preparer(iteration_->preparer);
       try {
-        launch.future = bucket.launch();
+        launch.future =
+            iteration_->is_shadow ? bucket.launch_zeros() : bucket.launch();
       } catch (...) {
         rethrow(std::current_exception(), ErrorSource::kHook, *next,
                 iteration_->iteration);
       }
+      signatures_.count_launch();
       ++statistics_.buckets_launched;
     }
     iteration_->launches.push_back(std::move(launch));
@@ -432,13 +456,13 @@ void Reducer::on_backward_end(int64_t iteration, int backward_id) {
     begin_reduction();
     accept_late_gradients();
   } catch (...) {
+    iteration_->failed(words_of_exception(std::current_exception()));
     give_up();
     throw;
   }
-  if (iteration_->order.all_launched()) return finalize();
-  // Another backward may bring the rest. Until then nothing writes behind the
-  // user's back.
-  wait_quietly(*iteration_);
+  // If gradients are missing, another backward may bring them. What has been
+  // launched is not waited for: a peer may have failed before it did.
+  if (iteration_->order.all_launched()) finalize();
 }
 
 // Waits for every future, also after an error: nothing may write into a bucket
@@ -447,6 +471,7 @@ void Reducer::finalize() {
   const std::shared_ptr<IterationState> iteration =
       std::exchange(iteration_, nullptr);
   finished_.mark_finished(iteration->iteration, iteration->creates_graph);
+  end_together(*iteration, SignatureKind::kEnd);
   graph_.ready_order.observe(iteration->order.whole_order());
   const at::ThreadLocalStateGuard as_preparer(iteration->preparer);
 
@@ -454,12 +479,12 @@ void Reducer::finalize() {
   ErrorSource source = ErrorSource::kFuture;
   size_t failed_bucket = 0;
   for (const Launch& launch : iteration->launches) {
-    const size_t bucket = launch.record.bucket;
+    const size_t bucket = launch.bucket;
     ErrorSource step = ErrorSource::kFuture;
     try {
       if (!launch.future) continue;
       launch.future->waitAndThrow();
-      if (first_error) continue;
+      if (first_error || iteration->is_shadow) continue;
       step = ErrorSource::kDelivery;
       statistics_.bytes_delivered += bound_.buckets[bucket].deliver(
           launch.future->value(), untouched_slots(*iteration, bucket));
@@ -511,7 +536,10 @@ Reducer::BoundPlan Reducer::bind(BucketPlan plan,
     buckets.emplace_back(table_, plan, b, hook,
                          options_.gradients_as_bucket_views);
   }
-  return {.plan = std::move(plan), .buckets = std::move(buckets)};
+  const uint64_t fingerprint = plan_fingerprint(plan, table_, hook);
+  return {.plan = std::move(plan),
+          .buckets = std::move(buckets),
+          .fingerprint = fingerprint};
 }
 
 Occasion Reducer::occasion(int64_t iteration) const {

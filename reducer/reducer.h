@@ -49,11 +49,11 @@
 #include "brigade/reducer/bucket.h"
 #include "brigade/reducer/bucket_error.h"
 #include "brigade/reducer/error_texts.h"
-#include "brigade/reducer/failure_channel.h"
 #include "brigade/reducer/finished_iterations.h"
 #include "brigade/reducer/graph_history.h"
 #include "brigade/reducer/iteration_state.h"
 #include "brigade/reducer/parameter_table.h"
+#include "brigade/reducer/peer_signatures.h"
 #include "brigade/reducer/reducer_options.h"
 #include "brigade/reducer/reducer_setup.h"
 #include "brigade/reducer/statistics.h"
@@ -112,6 +112,15 @@ class Reducer : private GradientListener {
   // No effect once gradients have come.
   void cancel_preparation();
 
+  // Launches what peers that reduce an iteration launch, on zeros, and delivers
+  // nothing: for a rank that has run out of data. It counts as a prepared
+  // iteration. Gradients here are left as they are; marks of parameters used
+  // since the last reduction are lost.
+  //
+  // Collective; peers call prepare_for_backward() and go through a backward.
+  // Errors: as prepare_for_backward(), and what that backward raises on them.
+  void shadow_iteration();
+
   // Brings this rank back in step with its peers after an iteration that all
   // gave up, as prepare_for_backward() would. Collective after such an
   // iteration, free otherwise. Errors: DistBackendError if peers did not give
@@ -154,6 +163,7 @@ class Reducer : private GradientListener {
   struct BoundPlan {
     BucketPlan plan;
     std::vector<Bucket> buckets;
+    uint64_t fingerprint = 0;  // equal on ranks that launch the same lengths
   };
 
   explicit Reducer(ReducerSetup setup);
@@ -166,6 +176,7 @@ class Reducer : private GradientListener {
 
   // REQUIRES: mutex_ held, for all that follow.
   void end_unfinished_iteration();
+  void start_iteration();
   void check_parameters() const;
   void keep_out_of_buckets(VariableIndex variable) const;
   UnusedPrediction predict_unused(const std::vector<at::Tensor>& outputs);
@@ -191,15 +202,26 @@ class Reducer : private GradientListener {
   void rebuild();
   void adopt(BoundPlan bound);
   BoundPlan bind(BucketPlan plan, c10d::CommHookInterface& hook) const;
+  void keep_until_done(BoundPlan bound, std::span<const Launch> launches) const;
 
-  // After a failure (reducer_recovery.cc).
-  size_t num_steps(bool sums_used_map) const;
-  bool all_sent(const IterationState& iteration) const;
+  // Where ranks meet, and what follows if one has failed
+  // (reducer_recovery.cc).
+  void begin_with_peers();
+  void meet_idle();
+  void end_together(IterationState& iteration, SignatureKind kind);
+  Verdict compare(IterationState& iteration, SignatureKind kind,
+                  const std::string& words = "");
+  void settle(IterationState& iteration, Verdict& verdict);
+  void pay(const IterationState& iteration, int64_t num_launches);
+  void launch_map_of_zeros();
+  void launch_zeros(size_t bucket);
   void give_up();
-  void send_empty_used_map(IterationState& iteration);
   void wait_quietly(const IterationState& iteration) const;
-  void realign();
-  void launch_share_of_zeros(size_t step);
+  void lose_group(const IterationState& iteration);
+  void leave_in_flight(const IterationState& iteration);
+  std::string describe_progress(const IterationState& iteration) const;
+  void forget_observations(const IterationState& iteration);
+  CollectivesPerLaunch collectives_per_launch() const;
   [[noreturn]] void rethrow(const std::exception_ptr& error, ErrorSource source,
                             size_t bucket, int64_t iteration);
   Occasion occasion(int64_t iteration) const;
@@ -218,7 +240,7 @@ class Reducer : private GradientListener {
   std::shared_ptr<IterationState> iteration_;  // null between iterations
   FinishedIterations finished_;
   GraphHistory graph_;
-  FailureChannel failure_channel_;
+  PeerSignatures signatures_;
   ReducerStatistics statistics_;
 };
 

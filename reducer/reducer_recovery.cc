@@ -1,13 +1,18 @@
-// What becomes of an iteration that an error ends, and how this rank gets back
-// in step with its peers.
+// Where the ranks of an iteration meet, and what becomes of it when one of them
+// has failed or is somewhere else.
 
+#include <ATen/ops/zeros_like.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <exception>
 #include <optional>
+#include <stdexcept>
 #include <string>
 #include <utility>
+#include <vector>
 
+#include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "brigade/comm/peer_error.h"
 #include "brigade/comm_hooks/own_errors.h"
@@ -27,137 +32,239 @@ void close_connections(c10d::ProcessGroup& group) {
   }
 }
 
+bool is_pending(const Launch& launch) {
+  return launch.future && !launch.future->completed();
+}
+
+// All ranks throw alike, with the same words.
+void throw_if_apart(const Verdict& verdict) {
+  if (verdict.status.ok()) return;
+  std::string text(verdict.status.message());
+  if (!verdict.owed.ok()) {
+    absl::StrAppend(&text, "\n", verdict.owed.status().message());
+  }
+  if (absl::IsAborted(verdict.status)) {
+    throw_peer_error("Reducer",
+                     std::make_exception_ptr(std::runtime_error(text)));
+  }
+  TORCH_CHECK(false, "Reducer: ", text);
+}
+
 }  // namespace
 
-void Reducer::on_backward_abandoned(int64_t iteration, int backward_id) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  if (!iteration_ || iteration_->iteration != iteration) return;
-  if (iteration_->phase == Phase::kFailed || !all_sent(*iteration_)) {
-    return give_up();
+CollectivesPerLaunch Reducer::collectives_per_launch() const {
+  return dynamic_cast<const DeclaresWireFormat*>(options_.comm_hook.get())
+             ? CollectivesPerLaunch::kOne
+             : CollectivesPerLaunch::kEquallyMany;
+}
+
+// Peers are waited for where lengths could clash: before the first bucket of a
+// plan, and before a map whose sum decides what is launched.
+void Reducer::begin_with_peers() {
+  if (signatures_.is_agreed(bound_.fingerprint) && !skips_unused_buckets()) {
+    return;
   }
-  // This rank launched what its peers wait for: the reduction itself is sound.
-  // Peers that did give up may now launch what this rank waits for.
-  failure_channel_.announce(iteration, num_steps(iteration_->sums_used_map));
+  const std::string plan = absl::StrCat(bound_.plan.num_buckets(), " buckets, ",
+                                        table_.size(), " parameters");
+  throw_if_apart(compare(*iteration_, SignatureKind::kBegin, plan));
+  signatures_.set_agreed(bound_.fingerprint);
+}
+
+// Throws on all ranks alike unless all are in the same place. The iteration is
+// given up then.
+void Reducer::end_together(IterationState& iteration, SignatureKind kind) {
   try {
-    finalize();
-  } catch (const std::exception& error) {
-    TORCH_WARN("Reducer: while another error ended backward: ", error.what());
+    throw_if_apart(compare(iteration, kind));
   } catch (...) {
-    TORCH_WARN("Reducer: an unknown error while another ended backward");
+    iteration_ = nullptr;
+    ++statistics_.given_up;
+    forget_observations(iteration);
+    throw;
   }
 }
 
-// With the used map, if it is summed, a step of its own.
-size_t Reducer::num_steps(bool sums_used_map) const {
-  return bound_.buckets.size() + sums_used_map;
-}
-
-// True if peers wait for nothing that this rank has yet to launch.
-bool Reducer::all_sent(const IterationState& iteration) const {
-  if (iteration.sums_used_map && !iteration.used_map_sent) return false;
-  for (size_t b = iteration.launches.size(); b < bound_.buckets.size(); ++b) {
-    if (!bound_.buckets[b].is_empty()) return false;
+// Tells peers where this rank is, and brings all to the same place if they are
+// not. Errors: PeerError if peers do not answer.
+Verdict Reducer::compare(IterationState& iteration, SignatureKind kind,
+                         const std::string& words) {
+  RankSignature own = {.kind = kind,
+                       .iteration = iteration.iteration,
+                       .fingerprint = bound_.fingerprint,
+                       .text = signature_text(words)};
+  if (kind == SignatureKind::kFailed) own.unit = iteration.launches.size();
+  std::optional<Verdict> verdict;
+  try {
+    verdict = signatures_.exchange(own, collectives_per_launch());
+  } catch (const c10::DistBackendError& error) {
+    iteration.is_settled = true;
+    const std::string where = describe_progress(iteration);
+    lose_group(iteration);
+    throw_peer_error(absl::StrCat("Reducer: ", where),
+                     std::make_exception_ptr(
+                         std::runtime_error(error.what_without_backtrace())));
+  } catch (...) {
+    iteration.is_settled = true;
+    leave_in_flight(iteration);
+    throw;
   }
-  return true;
+  if (!verdict->status.ok()) {
+    iteration.is_settled = true;
+    settle(iteration, *verdict);
+  }
+  return *std::move(verdict);
 }
 
-// Does not throw: destructors of autograd's call it.
+void Reducer::settle(IterationState& iteration, Verdict& verdict) {
+  statistics_.prepared = std::max(statistics_.prepared, verdict.iteration);
+  if (verdict.owed.ok()) {
+    const at::ThreadLocalStateGuard as_preparer(iteration.preparer);
+    try {
+      pay(iteration, *verdict.owed);
+    } catch (...) {
+      verdict.owed = absl::UnavailableError(
+          absl::StrCat("this rank could not be brought in step: ",
+                       words_of_exception(std::current_exception())));
+    }
+  }
+  if (!verdict.owed.ok()) return lose_group(iteration);
+  wait_quietly(iteration);
+  signatures_.met();
+}
+
+// Launches what the other ranks have launched of an iteration that is given up,
+// and discards the results.
+void Reducer::pay(const IterationState& iteration, int64_t num_launches) {
+  const bool map_first = skips_unused_buckets();
+  auto done = static_cast<int64_t>(iteration.used_map_sent);
+  for (const Launch& launch : iteration.launches) {
+    if (launch.future) ++done;
+  }
+  const auto is_due = [&] {
+    if (done > 0) return done-- == 0;
+    return num_launches-- > 0;
+  };
+  if (iteration.sums_used_map && map_first && is_due()) launch_map_of_zeros();
+  for (size_t b = 0; b < bound_.buckets.size() && num_launches > 0; ++b) {
+    if (bound_.buckets[b].is_empty() || is_skipped(b)) continue;
+    if (is_due()) launch_zeros(b);
+  }
+  if (iteration.sums_used_map && !map_first && is_due()) launch_map_of_zeros();
+  TORCH_CHECK(num_launches <= 0, num_launches,
+              " launches are owed beyond those of the plan");
+}
+
+void Reducer::launch_map_of_zeros() {
+  graph_.used_map->clear_marks();
+  graph_.used_map->launch(*group_);
+  graph_.used_map->wait();
+}
+
+void Reducer::launch_zeros(size_t bucket) {
+  const auto future = bound_.buckets[bucket].launch_zeros();
+  ++statistics_.buckets_launched;
+  future->waitAndThrow();
+}
+
+void Reducer::on_backward_abandoned(int64_t iteration, int /*backward_id*/) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (iteration_ && iteration_->iteration == iteration) give_up();
+}
+
+// Does not throw: destructors of autograd's call it, and an error is on its way
+// already.
 void Reducer::give_up() {
   const std::shared_ptr<IterationState> iteration =
       std::exchange(iteration_, nullptr);
   finished_.mark_finished(iteration->iteration, /*may_be_repeated=*/false);
   ++statistics_.given_up;
+  forget_observations(*iteration);
+  if (iteration->is_settled) return;
+  if (iteration->failure.empty()) {
+    iteration->failure = "an exception ended backward";
+  }
+  try {
+    const Verdict verdict =
+        compare(*iteration, SignatureKind::kFailed, iteration->failure);
+    if (verdict.owed.ok()) return;
+    TORCH_WARN("Reducer: while giving up ",
+               describe(occasion(iteration->iteration)), ": ",
+               verdict.owed.status().message());
+  } catch (...) {
+    TORCH_WARN("Reducer: while giving up ",
+               describe(occasion(iteration->iteration)), ": ",
+               words_of_exception(std::current_exception()));
+  }
+}
+
+// Of an iteration that did not end well, on no rank.
+void Reducer::forget_observations(const IterationState& iteration) {
   if (graph_.used_map) graph_.used_map->clear_marks();
-  if (graph_.firing_counts && iteration->sums_used_map) {
+  if (graph_.firing_counts && iteration.sums_used_map) {
     graph_.firing_counts->forget();
   }
-  if (skips_unused_buckets() && !iteration->used_map_sent) {
-    send_empty_used_map(*iteration);
-  }
-  // Announced before anything is waited for: peers that gave up earlier than
-  // this rank have yet to launch what it waits for, and do so when they read
-  // it.
-  if (all_sent(*iteration)) {
-    graph_.ready_order.observe(iteration->order.whole_order());
-    failure_channel_.announce(iteration->iteration,
-                              num_steps(iteration->sums_used_map));
-  } else {
-    graph_.ready_order.note(iteration->order.whole_order());
-    failure_channel_.require_realignment(iteration->iteration,
-                                         iteration->num_steps_done());
-  }
-  wait_quietly(*iteration);
 }
 
-// Peers wait for this rank's map in the middle of their backwards, before they
-// read any announcement.
-void Reducer::send_empty_used_map(IterationState& iteration) {
-  iteration.used_map_sent = true;
-  try {
-    graph_.used_map->launch(*group_);
-  } catch (const std::exception& error) {
-    TORCH_WARN("Reducer: while giving up ",
-               describe(occasion(iteration.iteration)), ": ", error.what());
-  } catch (...) {
-    TORCH_WARN("Reducer: an unknown error while giving up ",
-               describe(occasion(iteration.iteration)));
-  }
-}
-
+// So that nothing writes into a bucket behind the user's back.
 void Reducer::wait_quietly(const IterationState& iteration) const {
   for (const Launch& launch : iteration.launches) {
     if (!launch.future) continue;
     try {
       launch.future->wait();
-      const c10::Device device = bound_.buckets[launch.record.bucket].device();
+      const c10::Device device = bound_.buckets[launch.bucket].device();
       // Waiting orders streams only, and not the ones that the user works on.
       if (!device.is_cpu()) current_stream(device).synchronize();
-    } catch (const std::exception& error) {
-      TORCH_WARN(
-          "Reducer: while waiting for ",
-          describe_bucket(table_, bound_.plan.buckets()[launch.record.bucket],
-                          launch.record.bucket, bound_.plan.num_buckets(),
-                          occasion(iteration.iteration)),
-          ": ", error.what());
     } catch (...) {
-      TORCH_WARN("Reducer: an unknown error while waiting for bucket ",
-                 launch.record.bucket);
+      TORCH_WARN("Reducer: while waiting for ",
+                 describe_bucket(table_, bound_.plan.buckets()[launch.bucket],
+                                 launch.bucket, bound_.plan.num_buckets(),
+                                 occasion(iteration.iteration)),
+                 ": ", words_of_exception(std::current_exception()));
     }
   }
 }
 
-// Launches what the other ranks have launched of an iteration that all gave up,
-// and discards the results.
-void Reducer::realign() {
-  const auto [begin, end] = failure_channel_.agree_on_launches();
-  if (graph_.used_map) graph_.used_map->wait();
-  for (size_t step = begin; step < end; ++step) launch_share_of_zeros(step);
-  // Peers that launched everything by themselves plan from this iteration.
-  if (end == num_steps(sums_used_map())) graph_.ready_order.confirm();
-  failure_channel_.realigned();
+void Reducer::lose_group(const IterationState& iteration) {
+  close_connections(*group_);
+  leave_in_flight(iteration);
 }
 
-void Reducer::launch_share_of_zeros(size_t step) {
-  const size_t num_buckets = bound_.buckets.size();
-  const bool map_first = skips_unused_buckets();
-  if (sums_used_map() && step == (map_first ? 0 : num_buckets)) {
-    failure_channel_.advance();
-    graph_.used_map->launch(*group_);
-    graph_.used_map->wait();
+// Collectives that may never end keep their buckets; gradients go to new ones.
+// What they held is lost.
+void Reducer::leave_in_flight(const IterationState& iteration) {
+  if (std::none_of(iteration.launches.begin(), iteration.launches.end(),
+                   is_pending)) {
     return;
   }
-  const size_t b = map_first ? step - 1 : step;
-  Bucket& bucket = bound_.buckets[b];
-  if (bucket.is_empty() || is_skipped(b)) return failure_channel_.advance();
-  try {
-    const auto future = bucket.launch_zeros();
-    ++statistics_.buckets_launched;
-    failure_channel_.advance();
-    future->waitAndThrow();
-  } catch (...) {
-    rethrow(std::current_exception(), ErrorSource::kFuture, b,
-            statistics_.prepared);
+  for (const Launch& launch : iteration.launches) {
+    if (!is_pending(launch)) continue;
+    const std::vector<size_t>& members = bound_.plan.buckets()[launch.bucket];
+    for (size_t r = 0; r < table_.num_replicas(); ++r) {
+      for (size_t slot = 0; slot < members.size(); ++slot) {
+        at::Tensor& gradient =
+            table_[VariableIndex{.replica = r, .parameter = members[slot]}]
+                .mutable_grad();
+        if (gradient.defined() &&
+            bound_.buckets[launch.bucket].is_view_in(r, slot, gradient)) {
+          gradient = at::zeros_like(gradient);
+        }
+      }
+    }
   }
+  BoundPlan old = std::move(bound_);
+  BoundPlan fresh = bind(old.plan, *options_.comm_hook);
+  adopt(std::move(fresh));
+  keep_until_done(std::move(old), iteration.launches);
+}
+
+// The first bucket that has not arrived, or the last one launched.
+std::string Reducer::describe_progress(const IterationState& iteration) const {
+  const Occasion here = occasion(iteration.iteration);
+  if (iteration.launches.empty()) return describe(here);
+  auto launch = std::find_if(iteration.launches.begin(),
+                             iteration.launches.end(), is_pending);
+  if (launch == iteration.launches.end()) --launch;
+  return describe_bucket(table_, bound_.plan.buckets()[launch->bucket],
+                         launch->bucket, bound_.plan.num_buckets(), here);
 }
 
 void Reducer::rethrow(const std::exception_ptr& error, ErrorSource source,
@@ -166,6 +273,7 @@ void Reducer::rethrow(const std::exception_ptr& error, ErrorSource source,
       "Reducer: ",
       describe_bucket(table_, bound_.plan.buckets()[bucket], bucket,
                       bound_.plan.num_buckets(), occasion(iteration)));
+  if (iteration_) iteration_->failed(words_of_exception(error));
   if (dynamic_cast<ThrowsOwnErrors*>(options_.comm_hook.get())) {
     std::rethrow_exception(error);
   }
@@ -174,10 +282,16 @@ void Reducer::rethrow(const std::exception_ptr& error, ErrorSource source,
   }
   // A user's hook may use other groups, and be mistaken about the network.
   if (dynamic_cast<DeclaresWireFormat*>(options_.comm_hook.get())) {
+    signatures_.tell_of_loss(
+        {.kind = SignatureKind::kFailed,
+         .iteration = iteration,
+         .unit = static_cast<int64_t>(bucket),
+         .text = signature_text(words_of_exception(error))});
+    if (iteration_) iteration_->is_settled = true;
     close_connections(*group_);
   }
   const std::optional<RollCall> roll =
-      failure_channel_.call_survivors(absl::StrCat(iteration, "/", bucket));
+      signatures_.call_survivors(absl::StrCat(iteration, "/", bucket));
   throw_peer_error(where, error, roll.has_value() ? &*roll : nullptr);
 }
 

@@ -341,6 +341,19 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
         self._clear_grad_buffer()
         return output
 
+    def _sync_buffers(self) -> None:
+        # A rank that failed unnoticed must not take a peer's bucket for a buffer.
+        self.reducer._meet_peers()
+        super()._sync_buffers()
+
+    # ------------------------------------------------------------------- join
+
+    def _match_all_reduce_for_bwd_pass(self) -> None:
+        self.reducer._shadow_iteration()
+
+    def _match_unused_params_allreduce(self) -> None:
+        """Nothing: _shadow_iteration() has done it."""
+
     # ------------------------------------------------------------------ hooks
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:

@@ -195,6 +195,7 @@ TEST(SignatureChannelTest, AfterAFailureTheGroupIsUsable) {
     EXPECT_EQ(owed, std::vector<int64_t>({1, 2, 0})[rank]);
     for (int64_t i = 0; i < owed; ++i) launch_next(0);
     for (const Work& work : works) work->wait();
+    channel.count_from_here();
 
     const at::Tensor next = at::full(5, rank + 1.0);
     launch(group, next)->wait();
@@ -233,6 +234,29 @@ TEST(SignatureChannelTest, ACollectiveOfTheUsersInBetweenIsNoticed) {
         StartsWith("ranks can't be brought in step: behind by 0, 1 launches"));
     while (works.size() < 3) launch_one();  // all have the same length here
     for (const Work& work : works) work->wait();
+  });
+}
+
+// A send counts where it starts and a receive where it ends: what one interval
+// has more, no later one has less.
+TEST(SignatureChannelTest, AnUnevenIntervalDoesNotSpoilTheNext) {
+  run_ranks(2, [](Group group) {
+    SignatureChannel channel(group);
+    if (group->getRank() == 0) {
+      std::vector<at::Tensor> sent = {at::ones(4)};
+      for (int i = 0; i < 3; ++i) group->send(sent, 1, i)->wait();
+    } else {
+      std::vector<at::Tensor> received = {at::ones(4)};
+      for (int i = 0; i < 3; ++i) group->recv(received, 0, i)->wait();
+    }
+    exchange(channel, {.kind = kEnd});
+    for (int interval = 0; interval < 2; ++interval) {
+      const at::Tensor tensor = at::ones(4);
+      launch(group, tensor)->wait();
+      for (const RankSignature& signature : exchange(channel, {.kind = kEnd})) {
+        EXPECT_EQ(signature.group_launches, 1);
+      }
+    }
   });
 }
 
@@ -339,7 +363,7 @@ TEST(SignatureChannelTest, AGroupWithoutStoreAnswersItself) {
   const auto by_rank = channel.await(ticket);
   EXPECT_EQ(by_rank.size(), 3);
   EXPECT_TRUE(check_signatures(by_rank).ok());
-  EXPECT_EQ(by_rank[2].group_launches, -1);  // it does not count
+  EXPECT_EQ(by_rank[2].group_launches, kUnknownCount);
 }
 
 TEST(RecordedSignaturesTest, AreSeenWithTheCollectiveThatFollows) {

@@ -47,27 +47,33 @@ TEST(CheckSignaturesTest, WhatOnlyTheChannelKnowsIsNotCompared) {
 }
 
 TEST(CheckSignaturesTest, ARankInAnotherIterationIsNamed) {
-  EXPECT_EQ(difference({ended(7), ended(8), ended(7), ended(7)}),
-            "expected every rank in the same place: ranks 0, 2, 3 ended "
-            "iteration 7 after 3 launches, rank 1 ended iteration 8 after 3 "
-            "launches.\n"
-            "Run forward and backward equally often on every rank.");
+  EXPECT_EQ(
+      difference({ended(7), ended(8), ended(7), ended(7)}),
+      "expected every rank in the same place: ranks 0, 2, 3 ended "
+      "iteration 7 after 3 launches, rank 1 ended iteration 8 after 3 "
+      "launches.\n"
+      "Run forward and backward equally often on every rank, and forwards "
+      "without backward under no_grad.");
 }
 
 TEST(CheckSignaturesTest, ARankThatDoesSomethingElseIsNamed) {
-  EXPECT_EQ(difference({ended(7), {.kind = kIdle, .iteration = 7}}),
-            "expected every rank in the same place: rank 0 ended iteration 7 "
-            "after 3 launches, rank 1 ran no backward in iteration 7.\n"
-            "Run forward and backward equally often on every rank.");
+  EXPECT_EQ(
+      difference({ended(7), {.kind = kIdle, .iteration = 7}}),
+      "expected every rank in the same place: rank 0 ended iteration 7 "
+      "after 3 launches, rank 1 ran no backward in iteration 7.\n"
+      "Run forward and backward equally often on every rank, and forwards "
+      "without backward under no_grad.");
 }
 
 TEST(CheckSignaturesTest, DifferentUnitsAreNamed) {
-  EXPECT_EQ(difference({{.kind = kLaunch, .unit = 1, .numel = 8},
-                        {.kind = kLaunch, .unit = 2, .numel = 8}}),
-            "expected every rank in the same place: rank 0 was to launch "
-            "bucket 1 of iteration 0, 8 elements, rank 1 was to launch bucket "
-            "2 of iteration 0, 8 elements.\n"
-            "Run forward and backward equally often on every rank.");
+  EXPECT_EQ(
+      difference({{.kind = kLaunch, .unit = 1, .numel = 8},
+                  {.kind = kLaunch, .unit = 2, .numel = 8}}),
+      "expected every rank in the same place: rank 0 was to launch "
+      "bucket 1 of iteration 0, 8 elements, rank 1 was to launch bucket "
+      "2 of iteration 0, 8 elements.\n"
+      "Run forward and backward equally often on every rank, and forwards "
+      "without backward under no_grad.");
 }
 
 TEST(CheckSignaturesTest, DifferentLengthsAreNamed) {
@@ -152,9 +158,40 @@ TEST(LaunchesOwedTest, EqualLaunchesWithDifferentCollectivesOfTheGroupAreOut) {
 }
 
 TEST(LaunchesOwedTest, AGroupThatDoesNotCountIsBelieved) {
-  const Signatures by_rank = {{.launches = 1, .group_launches = -1},
+  const Signatures by_rank = {{.launches = 1},
                               {.launches = 3, .group_launches = 4}};
   EXPECT_EQ(*launches_owed(by_rank, 0), 2);
+}
+
+TEST(LaunchesOwedTest, AnUnknownNumberOfCollectivesPerLaunchMustBeOneNumber) {
+  const auto owed = [](int64_t behind_of_1, int64_t behind_of_2) {
+    return launches_owed(
+        Signatures{{.launches = 3, .group_launches = 9},
+                   {.launches = 1, .group_launches = 9 - behind_of_1},
+                   {.launches = 2, .group_launches = 9 - behind_of_2}},
+        1, CollectivesPerLaunch::kEquallyMany);
+  };
+  EXPECT_EQ(*owed(6, 3), 2);  // three each
+  EXPECT_EQ(*owed(0, 0), 2);  // on another group
+  EXPECT_FALSE(owed(6, 2).ok());
+  EXPECT_FALSE(owed(0, 3).ok());
+}
+
+TEST(LaunchesOwedTest, ADebtOfAnotherPlanCannotBePaid) {
+  const Signatures by_rank = {{.fingerprint = 1, .launches = 1},
+                              {.fingerprint = 2, .launches = 3}};
+  EXPECT_THAT(
+      std::string(launches_owed(by_rank, 1).status().message()),
+      ::testing::HasSubstr("behind by 2, 0 launches (by rank), of different"));
+}
+
+TEST(LaunchesOwedTest, NothingCanBePaidWhereARankHasLostTheGroup) {
+  const Signatures by_rank = {{.launches = 1}, {.launches = kLostGroup}, {}};
+  for (int rank = 0; rank < 3; ++rank) {
+    EXPECT_EQ(launches_owed(by_rank, rank).status().message(),
+              "ranks can't be brought in step: rank 1 lost the connection to "
+              "the group.\nMake a new process group on all ranks.");
+  }
 }
 
 }  // namespace

@@ -180,7 +180,9 @@ TEST_P(UnusedOnRanksTest, GoesOnAfterBackwardsThatThrewAtDifferentPlaces) {
       const auto handle =
           model.parameters[uses[rank][(rank + s) % 3]].register_hook(
               [](const at::Tensor&) { throw std::domain_error("user"); });
-      EXPECT_THROW(loss.backward(), std::domain_error);
+      // Its own error; or the other rank's, where that failed before the first
+      // gradient.
+      EXPECT_ANY_THROW(loss.backward());
       model.parameters[uses[rank][(rank + s) % 3]].remove_hook(handle);
       model.zero_grad();
       step(reducer, model.loss_in_order(uses[rank], rank, s));

@@ -1,0 +1,94 @@
+// What the reducers of different ranks tell each other about their iterations,
+// and what follows for this one.
+//
+// Decides when ranks are connected, what a launch is, and who has to launch
+// what; the reducer does it. docs/protocol.md, "Signatures".
+//
+// Thread safety: none; the reducer's lock covers it.
+
+#ifndef BRIGADE_REDUCER_PEER_SIGNATURES_H_
+#define BRIGADE_REDUCER_PEER_SIGNATURES_H_
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "brigade/comm/rank_signature.h"
+#include "brigade/comm/roll_call.h"
+#include "brigade/comm/signature_channel.h"
+#include "brigade/comm/signature_check.h"
+
+namespace brigade {
+
+// What all ranks said, and so the same on every rank but for `owed`.
+struct Verdict {
+  // OK: all stand in the same place, none has failed. Aborted: ranks have
+  // failed. FailedPrecondition: ranks differ.
+  absl::Status status;
+
+  // Launches on zeros that bring this rank where the others are. An error on
+  // every rank if nothing can bring all of them there.
+  absl::StatusOr<int64_t> owed;
+
+  int64_t iteration = 0;  // of the rank that is furthest
+};
+
+class PeerSignatures {
+ public:
+  // Not collective: ranks connect at the first exchange.
+  explicit PeerSignatures(c10::intrusive_ptr<c10d::ProcessGroup> group);
+
+  // This rank has launched another one of the collectives that all launch.
+  void count_launch() { ++launches_; }
+
+  // Since the last exchange.
+  int64_t launches() const { return launches_; }
+
+  // The place where ranks met last is left when one goes on to what it launches
+  // for other purposes, or to a forward.
+  bool is_at_meeting_point() const { return is_at_meeting_point_; }
+  void leave_meeting_point() { is_at_meeting_point_ = false; }
+
+  // All ranks stand in the same place, after they have launched what they owed.
+  void met();
+
+  // Tells the others where this rank is, and waits until all have told; fills
+  // in the number of launches.
+  //
+  // Errors: PeerError if a rank has left, died, or does not come within the
+  // group's timeout; RuntimeError in a forked child.
+  // ENSURES: at the meeting point if all agree; otherwise met() is to follow.
+  Verdict exchange(RankSignature own, CollectivesPerLaunch collectives);
+
+  // This rank can't launch on the group any more; says so and does not wait.
+  // Does not throw.
+  void tell_of_loss(RankSignature own) noexcept;
+
+  // The plan that all ranks have been seen to have.
+  bool is_agreed(uint64_t fingerprint) const { return agreed_ == fingerprint; }
+  void set_agreed(uint64_t fingerprint) { agreed_ = fingerprint; }
+
+  // Which ranks still answer after a collective failed; nullopt if there is
+  // nobody to ask. `occasion` is unique, and equal on all ranks. Waits a few
+  // seconds at most.
+  std::optional<RollCall> call_survivors(const std::string& occasion);
+
+ private:
+  SignatureChannel& channel();
+
+  const c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  std::string prefix_;  // of store keys; empty: no store to talk through
+  std::unique_ptr<SignatureChannel> channel_;  // null until ranks connect
+  int64_t launches_ = 0;
+  bool is_at_meeting_point_ = true;
+  SignatureTicket last_words_;  // nobody waits for it, but it travels
+  std::optional<uint64_t> agreed_;
+};
+
+}  // namespace brigade
+
+#endif  // BRIGADE_REDUCER_PEER_SIGNATURES_H_

@@ -1,0 +1,29 @@
+#include "brigade/reducer/plan_fingerprint.h"
+
+#include <c10/util/hash.h>
+
+#include "brigade/comm_hooks/wire_format.h"
+
+namespace brigade {
+
+uint64_t plan_fingerprint(const BucketPlan& plan, const ParameterTable& table,
+                          const c10d::CommHookInterface& hook) {
+  const auto* declared = dynamic_cast<const DeclaresWireFormat*>(&hook);
+  uint64_t fingerprint = plan.num_buckets();
+  const auto add = [&](uint64_t number) {
+    fingerprint = c10::hash_combine(fingerprint, number);
+  };
+  for (const std::vector<size_t>& bucket : plan.buckets()) {
+    add(bucket.size());
+    for (const size_t parameter : bucket) {
+      const at::ScalarType dtype = table[parameter].scalar_type();
+      add(parameter);
+      add(table[parameter].numel());
+      add(static_cast<uint64_t>(declared ? declared->wire_format(dtype).dtype
+                                         : dtype));
+    }
+  }
+  return fingerprint;
+}
+
+}  // namespace brigade

@@ -1,0 +1,38 @@
+// An iteration to which this rank has nothing to contribute: its peers have
+// data, and wait for its share of each collective.
+
+#include "brigade/reducer/reducer.h"
+
+namespace brigade {
+
+void Reducer::shadow_iteration() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  start_iteration();
+  iteration_->is_shadow = true;
+  iteration_->phase = Phase::kReducing;
+  // Marks belong to gradients of earlier backwards, which do not travel.
+  if (graph_.used_map) graph_.used_map->clear_marks();
+  try {
+    begin_with_peers();
+    if (skips_unused_buckets()) {
+      send_used_map();
+      graph_.used_map->wait();
+    }
+    for (const std::vector<size_t>& bucket : bound_.plan.buckets()) {
+      for (const size_t parameter : bucket) {
+        for (size_t r = 0; r < table_.num_replicas(); ++r) {
+          iteration_->order.mark_ready({.replica = r, .parameter = parameter});
+        }
+      }
+    }
+    launch_full_buckets();
+  } catch (...) {
+    iteration_->failed(words_of_exception(std::current_exception()));
+    give_up();
+    throw;
+  }
+  finalize();
+  if (graph_.firing_counts) graph_.firing_counts->peers_settled();
+}
+
+}  // namespace brigade
