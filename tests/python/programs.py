@@ -16,7 +16,7 @@ _DEADLINE_S = 300
 
 # Both ranks train; rank 1 runs a line of its own in between.
 _PROGRAM = f"""
-import datetime, os, sys, threading, time
+import datetime, os, sys
 import torch
 import torch.distributed as dist
 from torch import nn
