@@ -448,11 +448,6 @@ EXITS = {
         6,
         1,
     ),
-    "an error in backward": (
-        "wrapped.module[0].weight.register_hook(lambda gradient: 1 / 0); step()",
-        1,
-        1,
-    ),
 }
 
 
