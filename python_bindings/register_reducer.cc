@@ -89,12 +89,27 @@ std::shared_ptr<TorchReducer> make_reducer(
   return {reducer.release(), destroy_without_gil};
 }
 
+// c10d takes whatever the hook returns for a future.
+py::object returning_future(py::object hook, const std::string& name) {
+  return py::cpp_function([hook = std::move(hook), name](py::object state,
+                                                         py::object bucket) {
+    py::object future = hook(std::move(state), std::move(bucket));
+    TORCH_CHECK(!future.is_none() &&
+                    py::isinstance<torch::jit::PythonFutureWrapper>(future),
+                "comm hook ", name,
+                " must return a torch.futures.Future of a tensor, it returned ",
+                std::string(py::repr(future)),
+                ".\nReturn the future of the collective it started.");
+    return future;
+  });
+}
+
 void register_comm_hook(TorchReducer& reducer, py::object state,
                         py::object hook) {
   const std::string name =
       py::str(py::getattr(hook, "__qualname__", py::repr(hook)));
-  auto python_hook =
-      std::make_shared<PythonCommHook>(std::move(state), std::move(hook));
+  auto python_hook = std::make_shared<PythonCommHook>(
+      std::move(state), returning_future(std::move(hook), name));
   const py::gil_scoped_release no_gil;
   reducer.register_comm_hook(std::move(python_hook), name);
 }
@@ -184,6 +199,9 @@ void register_reducer(py::module_& module) {
           [](TorchReducer& self, const std::vector<FuturePtr>& futures) {
             std::vector<AwaitedFutures::Future> awaited;
             for (const FuturePtr& future : futures) {
+              TORCH_CHECK_TYPE(future != nullptr,
+                               "brigade.Reducer: each of the futures must be a "
+                               "torch.futures.Future, one is None.");
               awaited.push_back(future->fut);
             }
             self.await_at_end(std::move(awaited));

@@ -120,8 +120,10 @@ ParameterTable::ParameterTable(std::vector<std::vector<at::Tensor>> replicas,
     : replicas_(std::move(replicas)), names_(std::move(names)) {
   std::map<std::pair<at::ScalarType, std::string>, int> kinds;
   specs_.reserve(size());
+  shapes_.reserve(size());
   for (size_t i = 0; i < size(); ++i) {
     const at::Tensor& tensor = tensors()[i];
+    shapes_.emplace_back(tensor.sizes());
     std::string devices;
     for (const std::vector<at::Tensor>& replica : replicas_) {
       absl::StrAppend(&devices, replica[i].device().str(), " ");
@@ -133,6 +135,24 @@ ParameterTable::ParameterTable(std::vector<std::vector<at::Tensor>> replicas,
                       .kind = it->second,
                       .sparse = !expect_sparse.empty() && expect_sparse[i]});
   }
+}
+
+std::optional<VariableIndex> ParameterTable::first_resized() const {
+  for (size_t r = 0; r < num_replicas(); ++r) {
+    for (size_t i = 0; i < size(); ++i) {
+      if (replicas_[r][i].sizes() != at::IntArrayRef(shapes_[i])) {
+        return VariableIndex{.replica = r, .parameter = i};
+      }
+    }
+  }
+  return std::nullopt;
+}
+
+std::string ParameterTable::describe_resized(VariableIndex variable) const {
+  return absl::StrCat(name_of(variable.parameter), " had shape [",
+                      absl::StrJoin(shapes_[variable.parameter], ", "),
+                      "] when the reducer was made, it has [",
+                      absl::StrJoin((*this)[variable].sizes(), ", "), "]");
 }
 
 std::string ParameterTable::name_of(size_t i) const {

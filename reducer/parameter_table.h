@@ -8,9 +8,11 @@
 #ifndef BRIGADE_REDUCER_PARAMETER_TABLE_H_
 #define BRIGADE_REDUCER_PARAMETER_TABLE_H_
 
+#include <ATen/core/DimVector.h>
 #include <ATen/core/Tensor.h>
 
 #include <cstddef>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -62,6 +64,10 @@ class ParameterTable {
   // pairs in order of first appearance.
   std::span<const ParameterSpec> specs() const { return specs_; }
 
+  // The first parameter whose shape is another one than at construction.
+  std::optional<VariableIndex> first_resized() const;
+  std::string describe_resized(VariableIndex variable) const;
+
   // "parameter 3 ('head.bias')", or "parameter 3" if it has no name.
   std::string name_of(size_t i) const;
 
@@ -80,6 +86,7 @@ class ParameterTable {
   std::vector<std::vector<at::Tensor>> replicas_;
   std::vector<std::string> names_;  // empty or one per parameter
   std::vector<ParameterSpec> specs_;
+  std::vector<at::DimVector> shapes_;
 };
 
 }  // namespace brigade

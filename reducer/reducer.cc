@@ -190,6 +190,11 @@ void Reducer::check_parameters() const {
                 "gradient is not seen.\nMove the module first, then make the "
                 "reducer.");
   }
+  if (const auto resized = table_.first_resized()) {
+    TORCH_CHECK(false, "Reducer::prepare_for_backward: ",
+                table_.describe_resized(*resized),
+                ".\nResize parameters first, then make the reducer.");
+  }
   if (!options_.gradients_as_bucket_views) return;
   for (size_t r = 0; r < table_.num_replicas(); ++r) {
     for (size_t i = 0; i < table_.size(); ++i) {

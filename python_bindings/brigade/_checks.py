@@ -7,11 +7,66 @@ expected, what was found, and one thing to do.
 from __future__ import annotations
 
 import inspect
+import numbers
+import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+_LARGEST_CAP_MIB = 2**40
+
+
+def require_type(wanted: type, **arguments: Any) -> None:
+    """Raises TypeError naming the first argument that is neither None nor a `wanted`."""
+    for name, value in arguments.items():
+        if value is not None and not isinstance(value, wanted):
+            raise TypeError(
+                f"DistributedDataParallel: {name} must be a {wanted.__module__}."
+                f"{wanted.__qualname__}, got {type(value).__name__}: {value!r:.100}."
+            )
+
+
+def require_module(module: torch.nn.Module) -> None:
+    """Raises TypeError unless there is a module, and no class."""
+    if not isinstance(module, torch.nn.Module):
+        raise TypeError(
+            f"DistributedDataParallel: module must be a torch.nn.Module, got {module!r:.100}.\n"
+            "Give an instance."
+        )
+
+
+def bytes_of_cap(name: str, mib: Any) -> int:
+    """A bucket's size in bytes, given in MiB.
+
+    Raises:
+        TypeError: It is no number.
+        ValueError: It is negative, not finite, or larger than any memory.
+    """
+    if not isinstance(mib, numbers.Real):
+        raise TypeError(
+            f"DistributedDataParallel: {name} must be numbers of MiB, got "
+            f"{type(mib).__name__}: {mib!r:.100}."
+        )
+    if not 0 <= mib < _LARGEST_CAP_MIB:
+        raise ValueError(
+            f"DistributedDataParallel: {name} must be at least 0 and less than "
+            f"{_LARGEST_CAP_MIB:.0e} MiB, got {mib}.\nGive 25, or leave it out."
+        )
+    return int(mib * 1024 * 1024)
+
+
+def require_named_parameters(named: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Raises TypeError unless delay_all_reduce_named_params has pairs of name and tensor."""
+    for pair in named:
+        match pair:
+            case (str(), torch.Tensor()):
+                continue
+        raise TypeError(
+            "DistributedDataParallel: delay_all_reduce_named_params must have pairs of a name "
+            f"and a parameter, got {pair!r:.100}."
+        )
 
 
 def process_group_of(
@@ -21,7 +76,10 @@ def process_group_of(
 
     Raises:
         RuntimeError: Both are given, or the mesh has more than one dimension.
+        TypeError: They are something else.
     """
+    require_type(dist.ProcessGroup, process_group=process_group)
+    require_type(dist.DeviceMesh, device_mesh=device_mesh)
     if device_mesh is None:
         return (
             dist.distributed_c10d._get_default_group() if process_group is None else process_group
@@ -102,6 +160,16 @@ def require_both_or_none(**arguments: Any) -> None:
         raise ValueError(
             f"DistributedDataParallel: {' and '.join(arguments)} belong together, but "
             f"{' and '.join(missing)} is missing.\nGive both or none."
+        )
+
+
+def require_process(process: int) -> None:
+    """Raises RuntimeError in a fork of the process with that number."""
+    if os.getpid() != process:
+        raise RuntimeError(
+            f"DistributedDataParallel: the model was wrapped in process {process}; this is a "
+            f"fork of it, {os.getpid()}, in which the process group has no threads.\n"
+            "Use the wrapped module itself, or start a process with a group of its own."
         )
 
 

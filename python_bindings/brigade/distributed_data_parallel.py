@@ -8,6 +8,7 @@ mixed precision's casts) is inherited.
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 import weakref
@@ -25,6 +26,7 @@ from torch.nn.parallel import distributed as torch_ddp
 
 from brigade import _checks
 from brigade._C import Logger, Reducer
+from brigade._parameter_watch import ParameterWatch
 
 _MIB = 1024 * 1024
 _DEFAULT_BUCKET_CAP_MB = 25
@@ -69,6 +71,7 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
 
     Raises:
         RuntimeError: Nothing to train, lazy parameters, or ranks differ.
+        TypeError: Arguments of a wrong type.
         ValueError: Arguments that contradict each other or the module.
     """
 
@@ -96,12 +99,15 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
         # torch's own constructor would make a reducer of torch's.
         torch.nn.Module.__init__(self)
         Joinable.__init__(self)
+        _checks.require_module(module)
         self._set_up_group(module, process_group, device_mesh)
+        _checks.require_type(Iterable, delay_all_reduce_named_params=delay_all_reduce_named_params)
         delayed = list(delay_all_reduce_named_params or [])
         _checks.require_both_or_none(
             delay_all_reduce_named_params=delay_all_reduce_named_params,
             param_to_hook_all_reduce=param_to_hook_all_reduce,
         )
+        _checks.require_named_parameters(delayed)
         self._set_up_parameters(module, delayed)
         self._set_up_devices(device_ids, output_device)
         self._set_up_buckets(bucket_cap_mb, bucket_cap_mb_list)
@@ -202,11 +208,15 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
     def _set_up_buckets(
         self, bucket_cap_mb: float | None, bucket_cap_mb_list: list[float] | None
     ) -> None:
-        caps = bucket_cap_mb_list or []
-        self.bucket_bytes_cap_default = bucket_cap_mb is None and not caps
-        self.bucket_bytes_cap_list = [int(cap * _MIB) for cap in caps]
-        cap = max(caps) if caps else bucket_cap_mb
-        self.bucket_bytes_cap = int((_DEFAULT_BUCKET_CAP_MB if cap is None else cap) * _MIB)
+        _checks.require_type(Iterable, bucket_cap_mb_list=bucket_cap_mb_list)
+        self.bucket_bytes_cap_list = [
+            _checks.bytes_of_cap("bucket_cap_mb_list", cap) for cap in bucket_cap_mb_list or []
+        ]
+        self.bucket_bytes_cap_default = bucket_cap_mb is None and not self.bucket_bytes_cap_list
+        cap = _DEFAULT_BUCKET_CAP_MB if bucket_cap_mb is None else bucket_cap_mb
+        self.bucket_bytes_cap = _checks.bytes_of_cap("bucket_cap_mb", cap)
+        if self.bucket_bytes_cap_list:
+            self.bucket_bytes_cap = max(self.bucket_bytes_cap_list)
         self.broadcast_bucket_size = _BROADCAST_BYTES
 
     def _set_up_state(self) -> None:
@@ -268,6 +278,7 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
         buckets, limits = dist._compute_bucket_assignment_by_size(
             parameters, self._first_bucket_caps(static_graph), expect_sparse_gradient
         )
+        names = {i: name.lstrip(".") for i, name in param_to_name_mapping.items()}
         self.reducer = Reducer(
             parameters,
             buckets[::-1],
@@ -277,7 +288,7 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
             self.bucket_bytes_cap,
             self.find_unused_parameters,
             self.gradient_as_bucket_view,
-            {index: name.lstrip(".") for index, name in param_to_name_mapping.items()},
+            names,
             dist._DEFAULT_FIRST_BUCKET_BYTES
             if self.bucket_bytes_cap_default
             else self.bucket_bytes_cap,
@@ -298,6 +309,13 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
             static_graph,
         )
         self._passing_sync_batchnorm_handle(self.module)
+        self._process = os.getpid()
+        self._watch = ParameterWatch(
+            self.module,
+            {names.get(i, str(i)): parameter for i, parameter in enumerate(parameters)},
+            others=self._module_parameters,
+            ignored=self.parameters_to_ignore,
+        )
 
     def _first_bucket_caps(self, static_graph: bool) -> list[int]:
         """Caps in bytes until buckets are rebuilt from the order that was seen.
@@ -313,7 +331,25 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
             return [dist._DEFAULT_FIRST_BUCKET_BYTES, self.bucket_bytes_cap]
         return [self.bucket_bytes_cap]
 
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        state.pop("_watch", None)  # made anew with the reducer
+        return state
+
     # ---------------------------------------------------------------- forward
+
+    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled() and self.require_backward_grad_sync:
+            self._check_parameters()
+        return super()._pre_forward(*inputs, **kwargs)
+
+    @torch._disable_dynamo(recursive=False)
+    def _check_parameters(self) -> None:
+        if self._use_python_reducer or self._delay_all_reduce_all_params:
+            return
+        with self._errors_in_logging_data():
+            _checks.require_process(self._process)
+            self._watch.check()
 
     @contextmanager
     @torch._disable_dynamo(recursive=False)

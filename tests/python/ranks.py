@@ -7,24 +7,33 @@ import multiprocessing
 import os
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 _DEADLINE_S = 300
+_DIED = (False, "died without an answer")
 # Processes are forked from one that has imported torch and started no thread.
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["torch", "torch._dynamo", "brigade"])
 
 
-def run_ranks(function: Callable[..., Any], *args: Any, world_size: int = 2) -> list[Any]:
+def run_ranks(
+    function: Callable[..., Any],
+    *args: Any,
+    world_size: int = 2,
+    timeout_s: float = 120,
+    may_die: Collection[int] = (),
+) -> list[Any]:
     """Calls ``function(rank, *args)`` on each rank of a Gloo group.
 
     Args:
-        function: Of a module, so that another process finds it.
+        function: Of a module, so that another process finds it. May destroy the group.
+        timeout_s: Of the group.
+        may_die: Ranks that may end without an answer.
 
     Returns:
-        What each rank returned, by rank.
+        What each rank returned, by rank; the exit code of one that died.
 
     Raises:
         AssertionError: A rank raised, died or took too long; with its traceback.
@@ -35,7 +44,8 @@ def run_ranks(function: Callable[..., Any], *args: Any, world_size: int = 2) -> 
         for rank in range(world_size):
             receiver, sender = _CONTEXT.Pipe(duplex=False)
             process = _CONTEXT.Process(
-                target=_run_rank, args=(rank, world_size, store, sender, function, args)
+                target=_run_rank,
+                args=(rank, world_size, store, sender, timeout_s, function, args),
             )
             process.start()
             sender.close()
@@ -49,6 +59,9 @@ def run_ranks(function: Callable[..., Any], *args: Any, world_size: int = 2) -> 
                 if process.is_alive():
                     process.kill()
                     process.join()
+    for rank in may_die:
+        if answers[rank] == _DIED:
+            answers[rank] = True, processes[rank].exitcode
     failures = [f"rank {rank}:\n{text}" for rank, (ok, text) in enumerate(answers) if not ok]
     if failures:
         raise AssertionError("\n".join(failures))
@@ -61,7 +74,7 @@ def _answer(rank: int, pipe: Connection) -> tuple[bool, Any]:
     try:
         return pipe.recv()
     except EOFError:
-        return False, "died without an answer"
+        return _DIED
 
 
 def _run_rank(
@@ -69,6 +82,7 @@ def _run_rank(
     world_size: int,
     store: str,
     sender: Connection,
+    timeout_s: float,
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
@@ -83,11 +97,12 @@ def _run_rank(
             init_method=f"file://{store}",
             rank=rank,
             world_size=world_size,
-            timeout=datetime.timedelta(seconds=120),
+            timeout=datetime.timedelta(seconds=timeout_s),
         )
         value = function(rank, *args)
-        dist.barrier()  # a peer may still want what this rank has to send
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.barrier()  # a peer may still want what this rank has to send
+            dist.destroy_process_group()
         sender.send((True, value))
     except BaseException:
         sender.send((False, traceback.format_exc()))

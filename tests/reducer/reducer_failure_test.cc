@@ -536,6 +536,18 @@ TEST(MisuseTest, ParameterMovedOrCastAfterConstruction) {
       HasSubstr("parameter 1 ('p1') was moved or cast after"));
 }
 
+TEST(MisuseTest, ParameterResizedAfterConstruction) {
+  const ToyModel model(ToyModel::Sizes{{2}, {2, 3}});
+  Reducer reducer(model.parameters, single_process_group(),
+                  {.parameter_names = model.names});
+  model.parameters[1].set_data(at::ones({3, 2}));
+  EXPECT_THAT(text_of<c10::Error>([&] {
+                reducer.prepare_for_backward(std::vector<at::Tensor>());
+              }),
+              HasSubstr("parameter 1 ('p1') had shape [2, 3] when the reducer "
+                        "was made, it has [3, 2]"));
+}
+
 TEST(MisuseTest, GradientSavedForAnotherBackwardIsKnownToHaveChanged) {
   for (const bool views : {true, false}) {
     const ToyModel model(ToyModel::Sizes{{2}});

@@ -1,0 +1,53 @@
+"""The programs of examples/python run on two ranks, where their packages are installed."""
+
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+_FOLDER = pathlib.Path(__file__).parents[2] / "examples" / "python"
+_DEADLINE_S = 300
+
+
+def _run(name: str, *arguments: str) -> str:
+    """What an example prints, on two ranks that torchrun starts."""
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run"),
+            *("--standalone", "--nproc-per-node", "2", _FOLDER / name, *arguments),
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=_DEADLINE_S,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def _need(*packages: str) -> None:
+    for package in packages:
+        pytest.importorskip(package, reason=f"examples/python/requirements.txt: no {package}")
+
+
+def test_a_resnet_ends_in_the_weights_that_torchs_class_gives():
+    _need("sklearn", "torchvision", "tqdm")
+    output = _run("train_resnet.py", "--ddp", "both", "--steps", "2", "--image-size", "8")
+    assert "weights equal bit for bit" in output
+
+
+@pytest.mark.parametrize(
+    ("framework", "arguments"),
+    [("lightning", ["--epochs", "1"]), ("accelerate", ["--steps", "5"])],
+)
+def test_a_framework_uses_brigades_class(framework, arguments):
+    _need(
+        *{"lightning": ["lightning", "sklearn"], "accelerate": ["accelerate", "transformers"]}[
+            framework
+        ]
+    )
+    output = _run(f"train_{framework}.py", *arguments)
+    for rank in range(2):
+        name = "brigade.distributed_data_parallel.DistributedDataParallel"
+        assert f"rank {rank}: {name}" in output

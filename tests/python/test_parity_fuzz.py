@@ -1,0 +1,135 @@
+"""Random models, options and schedules train to the bits that torch's class gives.
+
+More seeds by hand: PYTHONPATH=build/release/python python tests/python/test_parity_fuzz.py
+--seeds 200 --ranks 3
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import time
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+from random_models import Case, draw_batches, draw_case, make_model
+from ranks import run_ranks
+from training import CLASSES, assert_equal, loss_of
+
+
+def _register(case: Case, wrapped: nn.Module) -> None:
+    if case.hook == "allreduce":
+        wrapped.register_comm_hook(None, default_hooks.allreduce_hook)
+    elif case.hook == "fp16":
+        wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    elif case.hook == "builtin":
+        wrapped._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
+    elif case.hook == "builtin fp16":
+        wrapped._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+
+
+def _train(case: Case, kind: str, rank: int) -> list[torch.Tensor | None]:
+    """Gradients after each step, parameters and buffers in the end."""
+    torch.manual_seed(case.seed)
+    wrapped = CLASSES[kind](make_model(case), **case.options)
+    _register(case, wrapped)
+    seen: list[torch.Tensor | None] = []
+    for step, batch in enumerate(draw_batches(case, rank)):
+        if step in case.evaluated:
+            with torch.no_grad():
+                wrapped(batch)
+        wrapped.zero_grad(set_to_none=case.set_to_none)
+        if step in case.unsynchronised:
+            with wrapped.no_sync():
+                loss_of(wrapped(batch)).backward()
+        outputs = wrapped(batch)
+        for output in outputs if case.two_losses else [outputs]:
+            loss_of(output).backward()
+        seen += [None if p.grad is None else p.grad.clone() for p in wrapped.parameters()]
+        with torch.no_grad():
+            for parameter in wrapped.parameters():
+                if parameter.grad is not None:
+                    parameter.add_(parameter.grad, alpha=-1 / 256)
+    return seen + [tensor.clone() for tensor in wrapped.state_dict().values()]
+
+
+def _compare(case: Case, rank: int) -> None:
+    ours, theirs = (_train(case, kind, rank) for kind in ("brigade", "torch"))
+    if case.hook != "builtin fp16":
+        return assert_equal(ours, theirs)
+    for a, b in zip(ours, theirs, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:  # we divide before the cast, which rounds differently
+            a, b = (t.to_dense() if t.is_sparse else t for t in (a, b))
+            torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
+
+
+def _fuzz(rank: int, seeds: list[int]) -> collections.Counter[str]:
+    seen: collections.Counter[str] = collections.Counter()
+    for seed in seeds:
+        case = draw_case(seed)
+        try:
+            _compare(case, rank)
+        except Exception as error:
+            raise AssertionError(f"seed {seed}, {case}: {type(error).__name__}: {error}") from error
+        seen.update(type(block).__name__ for block in make_model(case).modules())
+        seen.update([str(case.dtype), f"hook {case.hook}", f"ways {case.ways}"])
+        seen.update(name for name, value in case.options.items() if value)
+    return seen
+
+
+def test_random_models_train_to_the_same_bits():
+    seen = run_ranks(_fuzz, list(range(30)))
+    assert len(seen[0]) > 20, "the seeds try too little"
+
+
+class _Sum(nn.Module):
+    """Autograd gives the layer and the table one gradient in the same memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.table = nn.Linear(3, 2), nn.Embedding(4, 2, sparse=True)
+
+    def forward(self, x, rows):
+        return self.layer(x) + self.table(rows)
+
+
+def _shared_memory(rank):
+    torch.manual_seed(0)
+    model = _Sum()
+    wrapped = CLASSES["brigade"](model)
+    for _ in range(3):
+        wrapped.zero_grad()
+        x = torch.full((2, 3), 2.0 * rank)
+        (wrapped(x, torch.tensor([rank, 3])) * 4).sum().backward()
+        assert model.layer.weight.grad.tolist() == [[8.0] * 3] * 2
+        assert model.layer.bias.grad.tolist() == [8.0] * 2
+        dense = model.table.weight.grad.to_dense()
+        assert dense.tolist() == [[2.0] * 2, [2.0] * 2, [0.0] * 2, [4.0] * 2]
+
+
+def test_a_sparse_gradient_that_shares_memory_leaves_the_other_one_alone():
+    run_ranks(_shared_memory)
+
+
+def _main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, default=200, help="how many (default: %(default)s)")
+    parser.add_argument("--start", type=int, default=0, help="the first one (default: 0)")
+    parser.add_argument("--ranks", type=int, default=2, help="how many (default: %(default)s)")
+    parser.add_argument("--chunk", type=int, default=50, help="seeds per set of processes")
+    arguments = parser.parse_args()
+    start, total = time.monotonic(), collections.Counter()
+    end = arguments.start + arguments.seeds
+    for first in range(arguments.start, end, arguments.chunk):
+        seeds = list(range(first, min(first + arguments.chunk, end)))
+        total += run_ranks(_fuzz, seeds, world_size=arguments.ranks)[0]
+        print(f"seeds {first} to {seeds[-1]}: equal, {time.monotonic() - start:.0f} s", flush=True)
+    print(", ".join(f"{name}: {count}" for name, count in sorted(total.items())))
+
+
+if __name__ == "__main__":
+    _main()
