@@ -32,7 +32,8 @@ enum class SignatureKind : int64_t {
   kFailed,  // has given the iteration up
 };
 
-// In place of a number of launches: the sender's connections are gone.
+// In place of a number of launches: the sender's connections are gone, or it
+// can't tell what it has launched.
 inline constexpr int64_t kLostGroup = -1;
 
 inline constexpr int64_t kUnknownCount = std::numeric_limits<int64_t>::min();

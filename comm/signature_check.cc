@@ -58,10 +58,12 @@ std::vector<int64_t> shortfalls(const std::vector<int64_t>& counts) {
 bool fits(const std::vector<int64_t>& owed, const std::vector<int64_t>& behind,
           CollectivesPerLaunch collectives) {
   if (collectives == CollectivesPerLaunch::kOne) return owed == behind;
-  for (size_t a = 0; a < owed.size(); ++a) {
-    for (size_t b = 0; b < owed.size(); ++b) {
-      if (owed[a] * behind[b] != owed[b] * behind[a]) return false;
-    }
+  const int64_t most_owed = *std::max_element(owed.begin(), owed.end());
+  if (most_owed == 0) return true;
+  const int64_t each =
+      *std::max_element(behind.begin(), behind.end()) / most_owed;
+  for (size_t rank = 0; rank < owed.size(); ++rank) {
+    if (behind[rank] != each * owed[rank]) return false;
   }
   return true;
 }
@@ -134,8 +136,8 @@ absl::StatusOr<int64_t> launches_owed(std::span<const RankSignature> by_rank,
   if (!lost.empty()) {
     return absl::FailedPreconditionError(
         absl::StrCat("ranks can't be brought in step: ", describe_ranks(lost),
-                     " lost the connection to the group.\nMake a new process "
-                     "group on all ranks."));
+                     " can't go on with the group.\nMake a new process group "
+                     "on all ranks."));
   }
   const std::vector<int64_t> owed = shortfalls(
       by_rank_of(by_rank, [](const RankSignature& s) { return s.launches; }));

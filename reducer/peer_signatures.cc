@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "brigade/comm/collective_count.h"
 
 namespace brigade {
 namespace {
@@ -53,6 +54,11 @@ Verdict PeerSignatures::exchange(RankSignature own,
     is_at_meeting_point_ = true;
   }
   return verdict;
+}
+
+std::optional<int64_t> PeerSignatures::group_count() const {
+  if (prefix_.empty()) return std::nullopt;  // nobody to compare with
+  return count_collectives(*group_);
 }
 
 void PeerSignatures::met() {

@@ -45,8 +45,12 @@ class PeerSignatures {
   // This rank has launched another one of the collectives that all launch.
   void count_launch() { ++launches_; }
 
-  // Since the last exchange.
-  int64_t launches() const { return launches_; }
+  // Collectives that the group has launched so far, if it counts them.
+  std::optional<int64_t> group_count() const;
+
+  // This rank has launched something that belongs to no launch: what it owes
+  // can't be told from it any more.
+  void lose_count() { launches_ = kLostGroup; }
 
   // The place where ranks met last is left when one goes on to what it launches
   // for other purposes, or to a forward.

@@ -424,10 +424,17 @@ void Reducer::launch_full_buckets() {
       ++statistics_.buckets_skipped;
     } else if (!bucket.is_empty()) {
       const at::ThreadLocalStateGuard as_preparer(iteration_->preparer);
+      const bool is_users =
+          collectives_per_launch() == CollectivesPerLaunch::kEquallyMany;
+      const auto before = is_users ? signatures_.group_count() : std::nullopt;
       try {
         launch.future =
             iteration_->is_shadow ? bucket.launch_zeros() : bucket.launch();
       } catch (...) {
+        // A hook may throw after it has launched something.
+        if (before && signatures_.group_count() != before) {
+          signatures_.lose_count();
+        }
         rethrow(std::current_exception(), ErrorSource::kHook, *next,
                 iteration_->iteration);
       }

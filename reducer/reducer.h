@@ -21,9 +21,10 @@
 //
 // To know: move and cast parameters before a reducer is made of them. A tensor
 // taken from `.grad` changes with the next step while gradients are views. A
-// parameter belongs to one reducer at a time. After an exception in backward,
-// call recover() or prepare_for_backward() before anything else that
-// communicates on the group.
+// parameter belongs to one reducer at a time. All ranks end an iteration
+// together, so an exception in one rank's backward is an error on all; if the
+// loss throws before backward has begun, call recover() or
+// prepare_for_backward() before anything else that communicates on the group.
 //
 // docs/protocol.md tells what is launched when, and what happens when something
 // fails.
@@ -121,11 +122,15 @@ class Reducer : private GradientListener {
   // Errors: as prepare_for_backward(), and what that backward raises on them.
   void shadow_iteration();
 
-  // Brings this rank back in step with its peers after an iteration that all
-  // gave up, as prepare_for_backward() would. Collective after such an
-  // iteration, free otherwise. Errors: DistBackendError if peers did not give
-  // it up; RuntimeError if the last prepared backward left parameters without
-  // gradients that it should have reached.
+  // Makes sure that all ranks stand in the same place, before a collective of
+  // the caller's own. Collective if ranks may stand in different ones: if there
+  // was a forward (prepare_for_backward() or recover()) since the last
+  // reduction; free otherwise.
+  //
+  // Errors, on all ranks alike: RuntimeError if they stood in different places;
+  // DistBackendError if one failed. Then they stand in one again. RuntimeError
+  // if the last prepared backward left parameters without gradients that it
+  // should have reached.
   void recover();
 
   // Rebuilds the plan now, if prepare_for_backward() would. Collective then.
@@ -133,8 +138,7 @@ class Reducer : private GradientListener {
   bool rebuild_buckets();
 
   // From the next iteration on, buckets travel by this hook; null: the default.
-  // To be called on every rank at the same place; is not compared. Collective
-  // after an iteration that all gave up.
+  // To be called on every rank at the same place.
   //
   // Errors: RuntimeError in the middle of an iteration.
   void set_comm_hook(std::shared_ptr<c10d::CommHookInterface> hook);

@@ -70,7 +70,7 @@ struct ReducerOptions {
 
   // Compare parameters and options across ranks at construction. Costs two
   // small collectives. If false, construction communicates nothing, and ranks
-  // that differ are found out by a collective that fails.
+  // whose buckets differ raise in their first backward.
   bool verify_across_ranks = true;
 
   // How a bucket crosses ranks. Null: average by all-reduce in the gradients'

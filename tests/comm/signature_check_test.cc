@@ -174,6 +174,7 @@ TEST(LaunchesOwedTest, AnUnknownNumberOfCollectivesPerLaunchMustBeOneNumber) {
   EXPECT_EQ(*owed(6, 3), 2);  // three each
   EXPECT_EQ(*owed(0, 0), 2);  // on another group
   EXPECT_FALSE(owed(6, 2).ok());
+  EXPECT_FALSE(owed(5, 2).ok());
   EXPECT_FALSE(owed(0, 3).ok());
 }
 
@@ -189,7 +190,7 @@ TEST(LaunchesOwedTest, NothingCanBePaidWhereARankHasLostTheGroup) {
   const Signatures by_rank = {{.launches = 1}, {.launches = kLostGroup}, {}};
   for (int rank = 0; rank < 3; ++rank) {
     EXPECT_EQ(launches_owed(by_rank, rank).status().message(),
-              "ranks can't be brought in step: rank 1 lost the connection to "
+              "ranks can't be brought in step: rank 1 can't go on with "
               "the group.\nMake a new process group on all ranks.");
   }
 }

@@ -186,6 +186,35 @@ TEST(RanksApartTest, AHookThatThrowsOnOneRankIsQuotedOnTheOthers) {
       kNever);
 }
 
+// Nobody can tell what it would have launched yet.
+TEST(RanksApartTest, AHookThatThrowsAfterALaunchEndsTheGroupOnAllRanks) {
+  run_ranks(
+      2,
+      [](const Group& group) {
+        const ToyModel model(kSizes);
+        const auto hook = make_comm_hook([&](c10d::GradBucket& bucket) {
+          std::vector<at::Tensor> tensors = {bucket.getBuffer()};
+          const auto future = group->allreduce(tensors)->getFuture();
+          if (group->getRank() == 1) throw UserError("no disk");
+          return future;
+        });
+        Reducer reducer(model.parameters, group,
+                        {.bucket_plan = kOneEach, .comm_hook = hook});
+        if (group->getRank() == 1) {
+          EXPECT_THAT(
+              text_of<c10::Error>([&] { step(reducer, model.loss(1)); }),
+              HasSubstr("no disk"));
+        } else {
+          EXPECT_THAT(text_of<c10::DistBackendError>(
+                          [&] { step(reducer, model.loss(0)); }),
+                      AllOf(HasSubstr("rank 1 failed in iteration 1 at bucket "
+                                      "0: no disk"),
+                            HasSubstr("ranks can't be brought in step")));
+        }
+      },
+      kNever);
+}
+
 // A rank pays with as many calls of the hook, however many collectives each is.
 TEST(RanksApartTest, AHookOfTwoCollectivesIsPaidForToo) {
   run_ranks(
