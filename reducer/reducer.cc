@@ -52,12 +52,16 @@ Reducer::~Reducer() {
   if (iteration_) keep_until_done(std::move(bound_), iteration_->launches);
 }
 
-// Collectives in flight go on; they keep their buckets and their hook.
+// Collectives in flight go on; they keep their buckets, and a user's hook,
+// whose continuations they run. Not a built-in one: it owns the group, which
+// would end on a thread of its own, and wait there for that thread.
 void Reducer::keep_until_done(BoundPlan bound,
                               std::span<const Launch> launches) const {
+  const bool is_users =
+      collectives_per_launch() == CollectivesPerLaunch::kEquallyMany;
   const auto kept = std::make_shared<
       std::pair<BoundPlan, std::shared_ptr<c10d::CommHookInterface>>>(
-      std::move(bound), options_.comm_hook);
+      std::move(bound), is_users ? options_.comm_hook : nullptr);
   for (const Launch& launch : launches) {
     if (!launch.future) continue;
     launch.future->addCallback([kept](c10::ivalue::Future&) {},
@@ -273,9 +277,7 @@ void Reducer::watch_backward(int backward_id) {
       [this, iteration, backward_id] {
         on_backward_end(iteration, backward_id);
       },
-      [this, iteration, backward_id] {
-        on_backward_abandoned(iteration, backward_id);
-      });
+      [this, iteration] { on_backward_abandoned(iteration); });
 }
 
 // Gradients that will not come are ready once backward has begun. Not before:
