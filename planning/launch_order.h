@@ -10,9 +10,8 @@
 // Example:
 //
 //   LaunchOrder order(plan);
-//   if (order.mark_ready(variable))
-//   pack(plan.locate(variable.parameter).bucket); while (std::optional<size_t>
-//   bucket = order.take_next()) launch(*bucket);
+//   if (order.mark_ready(variable)) pack(bucket_of(variable));
+//   while (const auto bucket = order.take_next()) launch(*bucket);
 //
 // Thread safety: none; the owner serialises calls.
 
@@ -44,7 +43,6 @@ class LaunchOrder {
   // The next bucket in plan order, if it is full; each bucket is given once.
   std::optional<size_t> take_next();
 
-  size_t num_launched() const { return next_bucket_; }
   bool all_launched() const { return next_bucket_ == pending_.size(); }
 
   // Parameters in the order in which they became ready on replica 0.

@@ -176,7 +176,7 @@ class Reducer : private GradientListener {
   void on_gradient_ready(VariableIndex variable) override;
   void on_output_reached(int64_t iteration);
   void on_backward_end(int64_t iteration, int backward_id);
-  void on_backward_abandoned(int64_t iteration, int backward_id);
+  void on_backward_abandoned(int64_t iteration);
 
   // REQUIRES: mutex_ held, for all that follow.
   void end_unfinished_iteration();

@@ -140,7 +140,10 @@ void Reducer::pay(const IterationState& iteration, int64_t num_launches) {
     if (launch.future) ++done;
   }
   const auto is_due = [&] {
-    if (done > 0) return done-- == 0;
+    if (done > 0) {
+      --done;
+      return false;
+    }
     return num_launches-- > 0;
   };
   if (iteration.sums_used_map && map_first && is_due()) launch_map_of_zeros();
@@ -165,7 +168,7 @@ void Reducer::launch_zeros(size_t bucket) {
   future->waitAndThrow();
 }
 
-void Reducer::on_backward_abandoned(int64_t iteration, int /*backward_id*/) {
+void Reducer::on_backward_abandoned(int64_t iteration) {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (iteration_ && iteration_->iteration == iteration) give_up();
 }

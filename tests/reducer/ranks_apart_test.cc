@@ -5,17 +5,16 @@
 #include <torch/torch.h>
 
 #include <chrono>
-#include <functional>
 #include <latch>
 #include <memory>
 #include <optional>
-#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "brigade/comm_hooks/function_hook.h"
 #include "brigade/reducer/reducer.h"
+#include "brigade/tests/reducer/failing.h"
 #include "brigade/tests/reducer/toy_model.h"
 #include "brigade/tests/support/local_ranks.h"
 #include "gmock/gmock.h"
@@ -28,40 +27,18 @@ using ::testing::AllOf;
 using ::testing::HasSubstr;
 using testing::run_ranks;
 using ::testing::StartsWith;
+using testing::step;
+using testing::text_of;
 using testing::ToyModel;
+using testing::UserError;
 
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
-using Future = c10::intrusive_ptr<c10::ivalue::Future>;
 
 // Long enough that no test passes because a rank gave up waiting.
 constexpr std::chrono::minutes kNever{10};
 
 const ToyModel::Sizes kSizes = {{2}, {3}, {5}};
 const std::vector<std::vector<size_t>> kOneEach = {{2}, {1}, {0}};
-
-struct UserError : std::runtime_error {
-  using std::runtime_error::runtime_error;
-};
-
-template <typename Error>
-std::string text_of(const std::function<void()>& action) {
-  try {
-    action();
-  } catch (const Error& error) {
-    return error.what_without_backtrace();
-  } catch (const std::exception& error) {
-    ADD_FAILURE() << "another type: " << typeid(error).name() << ": "
-                  << error.what();
-    return error.what();
-  }
-  ADD_FAILURE() << "nothing was thrown";
-  return "";
-}
-
-void step(Reducer& reducer, const at::Tensor& loss) {
-  reducer.prepare_for_backward(loss);
-  loss.backward();
-}
 
 // `throws_at`: the parameter whose gradient is due then; one past the last
 // parameter: before any gradient; -1: after all of them.
@@ -85,13 +62,8 @@ at::Tensor loss_that_throws(const ToyModel& model, int rank, int throws_at) {
 void expect_trains(Reducer& reducer, const ToyModel& model, const Group& group,
                    int steps = 3) {
   for (int s = 0; s < steps; ++s) {
-    model.zero_grad();
-    step(reducer, model.loss(group->getRank(), s));
-    for (size_t i = 0; i < model.parameters.size(); ++i) {
-      EXPECT_TRUE(at::equal(model.parameters[i].grad(),
-                            model.average(i, group->getSize(), s)))
-          << "parameter " << i << " on rank " << group->getRank();
-    }
+    testing::expect_trains(reducer, model, group->getRank(), group->getSize(),
+                           s);
   }
 }
 
