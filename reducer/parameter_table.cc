@@ -122,6 +122,7 @@ ParameterTable::ParameterTable(std::vector<std::vector<at::Tensor>> replicas,
   specs_.reserve(size());
   for (size_t i = 0; i < size(); ++i) {
     const at::Tensor& tensor = tensors()[i];
+    dtypes_.push_back(tensor.scalar_type());
     std::string devices;
     for (const std::vector<at::Tensor>& replica : replicas_) {
       absl::StrAppend(&devices, replica[i].device().str(), " ");

@@ -24,7 +24,7 @@ from torch.distributed.utils import _sync_module_states
 from torch.nn.parallel import distributed as torch_ddp
 
 from brigade import _checks
-from brigade._C import Logger, Reducer
+from brigade._C import Logger, Reducer, tie_outputs
 
 _MIB = 1024 * 1024
 _DEFAULT_BUCKET_CAP_MB = 25
@@ -335,11 +335,27 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
             will_reduce = torch.is_grad_enabled() and self.require_backward_grad_sync
             self.require_forward_param_sync = will_reduce
             if will_reduce:
+                if self.find_unused_parameters and not self.static_graph:
+                    output = self._tie_outputs(output)
                 self.reducer.prepare_for_backward(list(torch_ddp._find_tensors(output)))
             elif torch.is_grad_enabled():
                 self.reducer._cancel_preparation()
         self._clear_grad_buffer()
         return output
+
+    def _tie_outputs(self, output: Any) -> Any:
+        """Lets the loss leave some of the outputs out."""
+        leaves, structure, is_rref = torch_ddp._tree_flatten_with_rref(output)
+        tensors = [leaf for leaf in leaves if torch.is_tensor(leaf)]
+        if sum(tensor.grad_fn is not None for tensor in tensors) < 2:
+            return output
+        tied = iter(tie_outputs(tensors, copies=self._ddp_sink_clone))
+        leaves = [next(tied) if torch.is_tensor(leaf) else leaf for leaf in leaves]
+        return torch_ddp._tree_unflatten_with_rref(leaves, structure, is_rref)
+
+    def _match_unused_params_allreduce(self) -> None:
+        """A rank that has joined uses no parameter."""
+        self.process_group.allreduce(torch.zeros_like(self.reducer._get_local_used_map()))
 
     # ------------------------------------------------------------------ hooks
 
