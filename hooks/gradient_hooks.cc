@@ -16,8 +16,8 @@ class ReadyHook final : public torch::autograd::FunctionPostHook {
       : listener_(listener), variable_(variable) {}
 
   variable_list operator()(const variable_list& outputs,
-                           const variable_list& /*inputs*/) override {
-    listener_.on_gradient_ready(variable_);
+                           const variable_list& inputs) override {
+    listener_.on_gradient_ready(variable_, inputs.at(0).defined());
     return outputs;  // empty: an accumulator has no successors
   }
 

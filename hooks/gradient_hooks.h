@@ -31,9 +31,10 @@ namespace brigade {
 
 class GradientListener {
  public:
-  // `variable`: its place in the lists given to GradientHooks. What this throws
-  // comes out of backward().
-  virtual void on_gradient_ready(VariableIndex variable) = 0;
+  // `variable`: its place in the lists given to GradientHooks. `is_defined`:
+  // false if backward reached the parameter with an undefined gradient, which
+  // changes nothing in `.grad`. What this throws comes out of backward().
+  virtual void on_gradient_ready(VariableIndex variable, bool is_defined) = 0;
 
  protected:
   ~GradientListener() = default;

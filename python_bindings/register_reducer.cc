@@ -214,7 +214,12 @@ void register_reducer(py::module_& module) {
       .def("_meet_peers", &TorchReducer::meet_peers, NoGil())
       .def("_set_static_graph", &TorchReducer::set_static_graph, NoGil())
       .def("_ddp_graph_static", &TorchReducer::is_graph_static, NoGil())
-      .def("_get_local_used_map", &TorchReducer::local_used_parameters, NoGil())
+      .def("_get_local_used_map", &TorchReducer::used_parameter_counts, NoGil())
+      .def("_set_mixed_precision_param_dtype",
+           &TorchReducer::set_mixed_precision_dtype, py::arg("data_type"),
+           NoGil())
+      .def("_autograd_hook", &TorchReducer::gradient_ready, py::arg("index"),
+           NoGil())
       .def("_check_reducer_finalized", &TorchReducer::check_finalized, NoGil())
       .def("_set_ddp_runtime_logging_sample_rate",
            &TorchReducer::set_logging_sample_rate, py::arg("sample_rate"))
@@ -227,8 +232,7 @@ void register_reducer(py::module_& module) {
       .def(
           "_set_optimizer_in_backward", [](TorchReducer&) {},
           "Nothing to do: what the hook does to .grad comes last.");
-  for (const char* name : {"_autograd_hook", "_set_mixed_precision_param_dtype",
-                           "_set_sparse_metadata", "get_backward_stats"}) {
+  for (const char* name : {"_set_sparse_metadata", "get_backward_stats"}) {
     def_not_there_yet(reducer, name);
   }
 }

@@ -9,6 +9,7 @@
 #include "absl/strings/str_join.h"
 #include "brigade/comm_hooks/all_reduce_hook.h"
 #include "brigade/comm_hooks/wire_format.h"
+#include "brigade/python_bindings/reduced_precision_hook.h"
 
 namespace brigade {
 namespace {
@@ -158,6 +159,23 @@ void TorchReducer::register_comm_hook(
   hook_name_ = std::move(name);
 }
 
+void TorchReducer::set_mixed_precision_dtype(
+    std::optional<at::ScalarType> dtype) {
+  options_.watch_gradients = false;
+  // A built-in hook has chosen its dtype.
+  const bool chooses =
+      dynamic_cast<DeclaresWireFormat*>(options_.comm_hook.get()) == nullptr;
+  if (dtype && chooses) {
+    options_.comm_hook = std::make_shared<ReducedPrecisionHook>(
+        std::move(options_.comm_hook), *dtype);
+  }
+  if (!hooks_removed_) make();
+}
+
+void TorchReducer::gradient_ready(size_t parameter) {
+  if (reducer_) reducer_->gradient_ready(parameter);
+}
+
 void TorchReducer::register_builtin_comm_hook(c10d::BuiltinCommHookType type) {
   switch (type) {
     case c10d::BuiltinCommHookType::ALLREDUCE:
@@ -203,11 +221,11 @@ void TorchReducer::set_static_graph() {
   if (!hooks_removed_) make();
 }
 
-at::Tensor TorchReducer::local_used_parameters() const {
+at::Tensor TorchReducer::used_parameter_counts() {
   if (!reducer_) return {};
-  const at::Tensor used = reducer_->local_used_parameters();
-  if (!used.defined()) return used;
-  return used.flatten().to(parameters_.front().device());
+  const at::Tensor counts = reducer_->used_parameter_counts();
+  if (!counts.defined()) return counts;
+  return counts.to(parameters_.front().device());
 }
 
 bool TorchReducer::is_graph_static() const {

@@ -77,9 +77,16 @@ class TorchReducer {
   // training has begun.
   void set_static_graph();
 
-  // Which parameters got gradients here since the last reduction: int32, where
-  // the parameters are, 1 or 0. Undefined unless the reducer wants to know.
-  at::Tensor local_used_parameters() const;
+  // From here on gradients are told by gradient_ready(), and may be of another
+  // dtype than the parameters are now, which is what they become; a hook of the
+  // user's that is registered already gets buckets of `dtype`, if given. To be
+  // called on every rank before training.
+  void set_mixed_precision_dtype(std::optional<at::ScalarType> dtype);
+  void gradient_ready(size_t parameter);
+
+  // How many ranks used each parameter in the last reduction: int32, where the
+  // parameters are. Undefined unless the reducer wants to know.
+  at::Tensor used_parameter_counts();
 
   // False if the parameters that a graph left unused changed.
   bool is_graph_static() const;

@@ -15,11 +15,21 @@
 #include "brigade/comm/status_bridge.h"
 #include "brigade/comm_hooks/all_reduce_hook.h"
 #include "brigade/hooks/backward_end.h"
+#include "brigade/hooks/graph_search.h"
 #include "brigade/hooks/output_watch.h"
 #include "brigade/planning/plan_by_size.h"
 #include "brigade/reducer/plan_fingerprint.h"
 
 namespace brigade {
+namespace {
+
+std::span<const std::vector<at::Tensor>> watched(
+    const ParameterTable& table, const ReducerOptions& options) {
+  if (!options.watch_gradients) return {};
+  return table.replicas();
+}
+
+}  // namespace
 
 Reducer::Reducer(std::vector<at::Tensor> parameters,
                  c10::intrusive_ptr<c10d::ProcessGroup> group,
@@ -37,7 +47,8 @@ Reducer::Reducer(ReducerSetup setup)
     : group_(std::move(setup.group)),
       table_(std::move(setup.table)),
       hooks_(std::make_shared<GradientHooks>(
-          table_.replicas(), static_cast<GradientListener&>(*this))),
+          watched(table_, setup.options),
+          static_cast<GradientListener&>(*this))),
       options_(std::move(setup.options)),
       bound_(bind(std::move(setup.plan), *options_.comm_hook)),
       graph_(options_, table_, *hooks_),
@@ -109,6 +120,13 @@ void Reducer::set_comm_hook(std::shared_ptr<c10d::CommHookInterface> hook) {
 at::Tensor Reducer::local_used_parameters() const {
   const std::lock_guard<std::mutex> lock(mutex_);
   return graph_.used_map ? graph_.used_map->local().clone() : at::Tensor();
+}
+
+at::Tensor Reducer::used_parameter_counts() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (!graph_.used_map) return {};
+  graph_.used_map->wait();
+  return graph_.used_map->counts().clone();
 }
 
 bool Reducer::is_graph_static() const {
@@ -183,7 +201,7 @@ void Reducer::start_iteration() {
 }
 
 void Reducer::check_parameters() const {
-  if (const auto detached = hooks_->first_detached(table_.replicas())) {
+  if (const auto detached = hooks_->first_detached(watched(table_, options_))) {
     TORCH_CHECK(false, "Reducer::prepare_for_backward: ",
                 table_.name_of(detached->parameter),
                 " was moved or cast after the reducer was made, so that its "
@@ -212,11 +230,7 @@ void Reducer::keep_out_of_buckets(VariableIndex variable) const {
   if (bound_.buckets[bucket].is_view_in(variable.replica, slot, gradient)) {
     return;
   }
-  for (const Bucket& other : bound_.buckets) {
-    if (!other.owns_memory_of(gradient)) continue;
-    gradient = gradient.clone();
-    return;
-  }
+  if (bound_.memory.contains(gradient)) gradient = gradient.clone();
 }
 
 UnusedPrediction Reducer::predict_unused(
@@ -224,8 +238,14 @@ UnusedPrediction Reducer::predict_unused(
   if (graph_.unused_search) return graph_.unused_search->predict(outputs);
   UnusedPrediction prediction;
   prediction.searched = true;
-  if (graph_.firing_counts && !graph_.firing_counts->is_learning()) {
+  if (!graph_.firing_counts) return prediction;
+  if (!graph_.firing_counts->is_learning()) {
     prediction.unused = graph_.firing_counts->silent();
+  } else if (options_.watch_gradients) {
+    // No more than this: reentrant checkpoints hide what they use.
+    prediction.none_reached =
+        GraphSearch(hooks_->accumulators()).unreached(outputs).size() ==
+        table_.num_variables();
   }
   return prediction;
 }
@@ -239,10 +259,24 @@ void Reducer::on_output_reached(int64_t iteration) {
   }
 }
 
-void Reducer::on_gradient_ready(VariableIndex variable) {
+void Reducer::gradient_ready(size_t parameter, size_t replica) {
+  TORCH_CHECK(!options_.watch_gradients,
+              "Reducer::gradient_ready: this reducer watches its gradients "
+              "itself.\nSet ReducerOptions::watch_gradients = false.");
+  TORCH_CHECK_VALUE(
+      parameter < table_.size() && replica < table_.num_replicas(),
+      "Reducer::gradient_ready: expected a parameter below ", table_.size(),
+      " and a replica below ", table_.num_replicas(), ", got parameter ",
+      parameter, " of replica ", replica,
+      ".\nGive the index in the list that the reducer was made of.");
+  const VariableIndex variable = {.replica = replica, .parameter = parameter};
+  on_gradient_ready(variable, table_[variable].grad().defined());
+}
+
+void Reducer::on_gradient_ready(VariableIndex variable, bool is_defined) {
   const std::lock_guard<std::mutex> lock(mutex_);
   const int backward_id = running_backward_id();
-  if (graph_.used_map) {
+  if (graph_.used_map && is_defined) {
     graph_.used_map->mark(table_.number_of(variable));
   }
   if (!iteration_) {
@@ -307,6 +341,7 @@ void Reducer::accept_gradient(VariableIndex variable) {
   const size_t bucket = bound_.plan.locate(variable.parameter).bucket;
   streams_of(bucket, variable.replica).gradient_produced();
   if (!completes_gradient(variable)) return;
+  note_use(variable);
   mark_ready(variable);
   launch_full_buckets();
 }
@@ -321,8 +356,10 @@ bool Reducer::completes_gradient(VariableIndex variable) {
 // have come, and which will not come.
 void Reducer::accept_late_gradients() {
   if (graph_.firing_counts && graph_.firing_counts->is_learning()) {
-    for (const size_t variable : graph_.firing_counts->settle()) {
-      mark_ready(table_.variable(variable));
+    for (const size_t number : graph_.firing_counts->settle()) {
+      const VariableIndex variable = table_.variable(number);
+      note_use(variable);
+      mark_ready(variable);
     }
     mark_unused(graph_.firing_counts->silent());
   } else if (!iteration_->order.all_launched() &&
@@ -344,6 +381,14 @@ void Reducer::mark_unused(std::span<const size_t> variables) {
     const VariableIndex variable = table_.variable(number);
     if (!iteration_->order.is_ready(variable)) mark_ready(variable);
   }
+}
+
+// A parameter that was reached, but only by undefined gradients, is unused.
+void Reducer::note_use(VariableIndex variable) {
+  const size_t number = table_.number_of(variable);
+  if (!graph_.used_map || graph_.used_map->is_marked(number)) return;
+  iteration_->unused.resize(table_.num_variables());
+  iteration_->unused[number] = true;
 }
 
 void Reducer::mark_ready(VariableIndex variable) {
@@ -462,7 +507,11 @@ void Reducer::on_backward_end(int64_t iteration, int backward_id) {
     if (graph_.unused_search) {
       graph_.unused_search->complete(iteration_->prediction);
     }
-    if (iteration_->prediction.unused.size() < table_.num_variables()) return;
+    const UnusedPrediction& prediction = iteration_->prediction;
+    if (!prediction.none_reached &&
+        prediction.unused.size() < table_.num_variables()) {
+      return;
+    }
   }
   try {
     begin_reduction();
@@ -549,8 +598,11 @@ Reducer::BoundPlan Reducer::bind(BucketPlan plan,
                          options_.gradients_as_bucket_views);
   }
   const uint64_t fingerprint = plan_fingerprint(plan, table_, hook);
+  MemoryRanges memory;
+  for (const Bucket& bucket : buckets) bucket.list_memory(memory);
   return {.plan = std::move(plan),
           .buckets = std::move(buckets),
+          .memory = std::move(memory),
           .fingerprint = fingerprint};
 }
 

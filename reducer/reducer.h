@@ -53,6 +53,7 @@
 #include "brigade/reducer/finished_iterations.h"
 #include "brigade/reducer/graph_history.h"
 #include "brigade/reducer/iteration_state.h"
+#include "brigade/reducer/memory_ranges.h"
 #include "brigade/reducer/parameter_table.h"
 #include "brigade/reducer/peer_signatures.h"
 #include "brigade/reducer/reducer_options.h"
@@ -146,16 +147,33 @@ class Reducer : private GradientListener {
   // Parameters by bucket, in launch order. Changes once, when it is rebuilt.
   BucketPlan plan() const;
 
+  // `.grad` of a parameter holds its gradient of the running backward. Only
+  // where ReducerOptions::watch_gradients is false; to be called inside the
+  // backward, where the reducer's own hook would be: after the accumulation.
+  //
+  // Errors: RuntimeError if the reducer watches gradients itself, or there is
+  // no backward; ValueError if there is no such parameter; what a gradient that
+  // comes by a hook may raise.
+  void gradient_ready(size_t parameter, size_t replica = 0);
+
   // What an iteration that has begun still waits for: parameters, ascending.
   // Empty if none has begun.
   std::vector<size_t> missing_gradients() const;
 
   ReducerStatistics statistics() const;
 
-  // Which parameters got gradients on this rank since the last reduction:
+  // Which parameters got gradients on this rank since the last reduction, not
+  // counting undefined ones:
   // int32, [num_replicas, num_parameters], on the CPU, 1 or 0. Undefined unless
   // unused parameters are looked for or the graph is static.
   at::Tensor local_used_parameters() const;
+
+  // How many replicas of all ranks had a gradient of each parameter when it was
+  // last reduced: int32, [num_parameters], on the CPU; zeros before. Undefined
+  // unless unused parameters are looked for or the graph is static, which tells
+  // of the first iteration. Waits for the sum. Errors: what the collective
+  // throws.
+  at::Tensor used_parameter_counts();
 
   // True if the graph is declared static, or if all iterations so far left the
   // same parameters unused (which find_unused_parameters finds out): then
@@ -167,13 +185,14 @@ class Reducer : private GradientListener {
   struct BoundPlan {
     BucketPlan plan;
     std::vector<Bucket> buckets;
+    MemoryRanges memory;       // of the gradients that are views
     uint64_t fingerprint = 0;  // equal on ranks that launch the same lengths
   };
 
   explicit Reducer(ReducerSetup setup);
 
   void prepare(const std::vector<at::Tensor>& outputs);
-  void on_gradient_ready(VariableIndex variable) override;
+  void on_gradient_ready(VariableIndex variable, bool is_defined) override;
   void on_output_reached(int64_t iteration);
   void on_backward_end(int64_t iteration, int backward_id);
   void on_backward_abandoned(int64_t iteration, int backward_id);
@@ -190,6 +209,7 @@ class Reducer : private GradientListener {
   bool completes_gradient(VariableIndex variable);
   void accept_late_gradients();
   void mark_unused(std::span<const size_t> variables);
+  void note_use(VariableIndex variable);
   void mark_ready(VariableIndex variable);
   void pack(size_t bucket);
   StreamJoin& streams_of(size_t bucket, size_t replica);

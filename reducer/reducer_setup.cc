@@ -105,6 +105,12 @@ absl::StatusOr<LocalSetup> local_setup(
   if (absl::Status status = check_devices(*table, group); !status.ok()) {
     return status;
   }
+  if (options.find_unused_parameters && !options.watch_gradients) {
+    return absl::InvalidArgumentError(
+        "find_unused_parameters = true needs watch_gradients = true, it is "
+        "false: parameters are found in the graph by the accumulators that the "
+        "reducer watches; set static_graph instead");
+  }
   absl::StatusOr<BucketPlan> plan = initial_plan(*table, options);
   if (!plan.ok()) return plan.status();
   return LocalSetup{.table = *std::move(table), .plan = *std::move(plan)};
