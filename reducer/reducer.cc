@@ -39,9 +39,16 @@ Reducer::Reducer(ReducerSetup setup)
       options_(std::move(setup.options)),
       bound_(bind(std::move(setup.plan), *options_.comm_hook)),
       graph_(options_, table_, *hooks_),
-      failure_channel_(group_) {}
+      failure_channel_(group_),
+      statistics_(options_) {
+  observe_plan();
+  statistics_.watch_stalls(group_, options_,
+                           [this] { return describe_progress(); });
+}
 
 Reducer::~Reducer() {
+  statistics_.stall_watch = nullptr;  // asks this object
+
   // A backward that failed may tell of it a little late, on another thread.
   const std::weak_ptr<GradientHooks> callbacks = hooks_;
   hooks_ = nullptr;
@@ -71,6 +78,25 @@ ReducerStatistics Reducer::statistics() const {
     statistics.graph_searches = graph_.unused_search->num_searches();
   }
   return statistics;
+}
+
+void Reducer::forward_begins() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  statistics_.timeline.forward_begins(statistics_.prepared + 1);
+}
+
+Timeline Reducer::timeline() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return statistics_.timeline.last();
+}
+
+void Reducer::set_timeline_sample_rate(int64_t sample_rate) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  statistics_.timeline.set_sample_rate(sample_rate);
+}
+
+std::optional<ReducerError> Reducer::last_error() const {
+  return statistics_.last_error.get();
 }
 
 std::vector<size_t> Reducer::missing_gradients() const {
@@ -118,10 +144,13 @@ void Reducer::cancel_preparation() {
   if (iteration_ && iteration_->phase == Phase::kPrepared) iteration_ = nullptr;
 }
 
-void Reducer::recover() {
+void Reducer::recover() try {
   const std::lock_guard<std::mutex> lock(mutex_);
   end_unfinished_iteration();
   if (failure_channel_.needs_realignment()) realign();
+} catch (...) {
+  statistics_.note_error();
+  throw;
 }
 
 // An iteration that has begun and is not over will get no more gradients.
@@ -135,7 +164,7 @@ void Reducer::end_unfinished_iteration() {
   TORCH_CHECK(false, text);
 }
 
-void Reducer::prepare(const std::vector<at::Tensor>& outputs) {
+void Reducer::prepare(const std::vector<at::Tensor>& outputs) try {
   const std::lock_guard<std::mutex> lock(mutex_);
   end_unfinished_iteration();
   iteration_ = nullptr;
@@ -156,6 +185,10 @@ void Reducer::prepare(const std::vector<at::Tensor>& outputs) {
   if (graph_.firing_counts) graph_.firing_counts->restart();
   watch_outputs(outputs, hooks_,
                 [this, iteration] { on_output_reached(iteration); });
+  statistics_.prepared_iteration(iteration);
+} catch (...) {
+  statistics_.note_error();
+  throw;
 }
 
 void Reducer::check_parameters() const {
@@ -206,11 +239,12 @@ void Reducer::on_output_reached(int64_t iteration) {
   const int backward_id = running_backward_id();
   finished_.output_reached(iteration, backward_id);
   if (iteration_ && iteration_->iteration == iteration) {
+    statistics_.timeline.backward_begins();
     watch_backward(backward_id);
   }
 }
 
-void Reducer::on_gradient_ready(VariableIndex variable) {
+void Reducer::on_gradient_ready(VariableIndex variable) try {
   const std::lock_guard<std::mutex> lock(mutex_);
   const int backward_id = running_backward_id();
   if (graph_.used_map) {
@@ -232,6 +266,9 @@ void Reducer::on_gradient_ready(VariableIndex variable) {
     iteration_->phase = Phase::kFailed;
     throw;
   }
+} catch (...) {
+  statistics_.note_error();
+  throw;
 }
 
 // Autograd tells of a backward's end only to those who ask during it.
@@ -254,6 +291,7 @@ void Reducer::watch_backward(int backward_id) {
 void Reducer::begin_reduction() {
   if (iteration_->phase != Phase::kPrepared) return;
   iteration_->phase = Phase::kReducing;
+  statistics_.timeline.backward_begins();
   iteration_->creates_graph = at::GradMode::is_enabled();
   const std::vector<size_t>& unused = iteration_->prediction.unused;
   if (skips_unused_buckets()) {
@@ -277,6 +315,7 @@ void Reducer::accept_gradient(VariableIndex variable) {
   const size_t bucket = bound_.plan.locate(variable.parameter).bucket;
   streams_of(bucket, variable.replica).gradient_produced();
   if (!completes_gradient(variable)) return;
+  statistics_.timeline.gradient_ready(variable);
   mark_ready(variable);
   launch_full_buckets();
 }
@@ -292,6 +331,7 @@ bool Reducer::completes_gradient(VariableIndex variable) {
 void Reducer::accept_late_gradients() {
   if (graph_.firing_counts && graph_.firing_counts->is_learning()) {
     for (const size_t variable : graph_.firing_counts->settle()) {
+      statistics_.timeline.gradient_ready(table_.variable(variable));
       mark_ready(table_.variable(variable));
     }
     mark_unused(graph_.firing_counts->silent());
@@ -324,6 +364,7 @@ void Reducer::mark_ready(VariableIndex variable) {
 void Reducer::pack(size_t bucket) {
   if (is_skipped(bucket)) return;
   const at::ThreadLocalStateGuard as_preparer(iteration_->preparer);
+  const ObservedPack packing(statistics_, bucket);
   for (size_t r = 0; r < table_.num_replicas(); ++r) {
     statistics_.bytes_packed += bound_.buckets[bucket].pack(
         r, streams_of(bucket, r), unused_slots(*iteration_, r, bucket));
@@ -398,6 +439,7 @@ void Reducer::launch_full_buckets() {
     } else if (!bucket.is_empty()) {
       const at::ThreadLocalStateGuard as_preparer(iteration_->preparer);
       try {
+        const ObservedLaunch launching(statistics_, *next);
         launch.future = bucket.launch();
       } catch (...) {
         rethrow(std::current_exception(), ErrorSource::kHook, *next,
@@ -406,6 +448,8 @@ void Reducer::launch_full_buckets() {
       ++statistics_.buckets_launched;
     }
     iteration_->launches.push_back(std::move(launch));
+    statistics_.launched(iteration_->launches.back(),
+                         iteration_->launches.size());
   }
   if (iteration_->order.all_launched() && iteration_->sums_used_map &&
       !iteration_->used_map_sent) {
@@ -413,7 +457,7 @@ void Reducer::launch_full_buckets() {
   }
 }
 
-void Reducer::on_backward_end(int64_t iteration, int backward_id) {
+void Reducer::on_backward_end(int64_t iteration, int backward_id) try {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (!iteration_ || iteration_->iteration != iteration) return;
   if (iteration_->watched_backward == backward_id) {
@@ -439,6 +483,9 @@ void Reducer::on_backward_end(int64_t iteration, int backward_id) {
   // Another backward may bring the rest. Until then nothing writes behind the
   // user's back.
   wait_quietly(*iteration_);
+} catch (...) {
+  statistics_.note_error();
+  throw;
 }
 
 // Waits for every future, also after an error: nothing may write into a bucket
@@ -449,6 +496,7 @@ void Reducer::finalize() {
   finished_.mark_finished(iteration->iteration, iteration->creates_graph);
   graph_.ready_order.observe(iteration->order.whole_order());
   const at::ThreadLocalStateGuard as_preparer(iteration->preparer);
+  const ObservedFinalize finalizing(statistics_);
 
   std::exception_ptr first_error;
   ErrorSource source = ErrorSource::kFuture;
@@ -459,6 +507,7 @@ void Reducer::finalize() {
     try {
       if (!launch.future) continue;
       launch.future->waitAndThrow();
+      statistics_.timeline.waited_for(bucket);
       if (first_error) continue;
       step = ErrorSource::kDelivery;
       statistics_.bytes_delivered += bound_.buckets[bucket].deliver(
@@ -475,6 +524,7 @@ void Reducer::finalize() {
     ++statistics_.given_up;
     rethrow(first_error, source, failed_bucket, iteration->iteration);
   }
+  statistics_.timeline.finalized();
   ++statistics_.reduced;
 }
 
@@ -501,6 +551,16 @@ void Reducer::rebuild() {
 void Reducer::adopt(BoundPlan bound) {
   for (Bucket& bucket : bound.buckets) bucket.adopt_gradients();
   bound_ = std::move(bound);
+  observe_plan();
+}
+
+void Reducer::observe_plan() {
+  std::vector<c10::Device> devices;
+  devices.reserve(bound_.buckets.size());
+  for (const Bucket& bucket : bound_.buckets) {
+    devices.push_back(bucket.device());
+  }
+  statistics_.bind(std::move(devices), table_.num_variables());
 }
 
 Reducer::BoundPlan Reducer::bind(BucketPlan plan,

@@ -105,6 +105,7 @@ void Reducer::send_empty_used_map(IterationState& iteration) {
 }
 
 void Reducer::wait_quietly(const IterationState& iteration) const {
+  const WaitForPeers waiting(*statistics_.progress);
   for (const Launch& launch : iteration.launches) {
     if (!launch.future) continue;
     try {
