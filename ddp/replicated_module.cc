@@ -99,6 +99,7 @@ ReplicatedModule::ReplicatedModule(const ModuleTensors& module,
 }
 
 void ReplicatedModule::before_forward() {
+  if (will_reduce()) reducer_.forward_begins();
   if (!broadcast_buffers_ || !will_reduce() || group_->getSize() == 1) return;
   // Before anything that one rank may fail in alone.
   reducer_.rebuild_buckets();

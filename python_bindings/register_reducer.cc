@@ -221,8 +221,13 @@ void register_reducer(py::module_& module) {
       .def("_autograd_hook", &TorchReducer::gradient_ready, py::arg("index"),
            NoGil())
       .def("_check_reducer_finalized", &TorchReducer::check_finalized, NoGil())
+      .def(
+          "get_backward_stats", &TorchReducer::gradient_times_ns, NoGil(),
+          "By parameter: ns from the begin of the last sampled backward to its "
+          "gradient.")
       .def("_set_ddp_runtime_logging_sample_rate",
-           &TorchReducer::set_logging_sample_rate, py::arg("sample_rate"))
+           &TorchReducer::set_logging_sample_rate, py::arg("sample_rate"),
+           NoGil())
       .def(
           "set_logger", [](TorchReducer&, const py::object&) {},
           py::arg("logger"), "Nothing to do: the logger asks the reducer.")
@@ -232,7 +237,7 @@ void register_reducer(py::module_& module) {
       .def(
           "_set_optimizer_in_backward", [](TorchReducer&) {},
           "Nothing to do: what the hook does to .grad comes last.");
-  for (const char* name : {"_set_sparse_metadata", "get_backward_stats"}) {
+  for (const char* name : {"_set_sparse_metadata"}) {
     def_not_there_yet(reducer, name);
   }
 }

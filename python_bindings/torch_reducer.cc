@@ -77,6 +77,7 @@ void TorchReducer::prepare_for_forward() {
   remember_errors([this] {
     awaited_->wait();  // no backward came
     check_last_backward();
+    reducer_->forward_begins();
   });
 }
 
@@ -248,7 +249,32 @@ void TorchReducer::set_logging_sample_rate(int64_t rate) {
   TORCH_CHECK_VALUE(rate >= 1,
                     "brigade.Reducer: the sample rate must be at least 1, got ",
                     rate, ".\nGive the number of iterations between samples.");
-  logging_sample_rate_ = rate;
+  options_.timeline_sample_rate = rate;
+  if (reducer_) reducer_->set_timeline_sample_rate(rate);
+}
+
+Timeline TorchReducer::timeline() const {
+  return reducer_ ? reducer_->timeline() : Timeline{};
+}
+
+std::vector<int64_t> TorchReducer::gradient_times_ns() const {
+  const Timeline last = timeline();
+  std::vector<int64_t> times_ns(parameters_.size(), 0);
+  for (const GradientTime& gradient : last.gradients) {
+    times_ns[gradient.variable.parameter] =
+        gradient.ready_ns - last.backward_begin_ns;
+  }
+  return times_ns;
+}
+
+std::optional<ReducerError> TorchReducer::last_error() const {
+  const std::optional<ReducerError> inside =
+      reducer_ ? reducer_->last_error() : std::nullopt;
+  // Of the same iteration, the call's comes later and says more.
+  if (!last_error_ || (inside && inside->iteration > last_error_->iteration)) {
+    return inside;
+  }
+  return last_error_;
 }
 
 std::vector<c10d::GradBucket> TorchReducer::zero_buckets() const {
@@ -311,13 +337,16 @@ std::vector<int64_t> TorchReducer::bucket_sizes_bytes() const {
 }
 
 void TorchReducer::remember_errors(const std::function<void()>& call) {
+  const auto remember = [this](const char* text) {
+    last_error_ = {.iteration = statistics().prepared, .text = text};
+  };
   try {
     call();
   } catch (const c10::Error& error) {
-    last_error_ = error.what_without_backtrace();
+    remember(error.what_without_backtrace());
     throw;
   } catch (const std::exception& error) {
-    last_error_ = error.what();
+    remember(error.what());
     throw;
   }
 }

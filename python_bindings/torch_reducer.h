@@ -110,12 +110,19 @@ class TorchReducer {
   // A bucket without elements is left out, since none is launched.
   std::vector<c10d::GradBucket> zero_buckets() const;
 
-  // Logging samples every `rate`-th iteration.
-  int64_t logging_sample_rate() const { return logging_sample_rate_; }
+  // Timelines are of every `rate`-th iteration. Errors: ValueError below 1.
+  int64_t logging_sample_rate() const { return options_.timeline_sample_rate; }
   void set_logging_sample_rate(int64_t rate);
 
-  // What the last call that failed said. Calls made by autograd are not seen.
-  const std::optional<std::string>& last_error() const { return last_error_; }
+  // Of the last iteration that was sampled.
+  Timeline timeline() const;
+
+  // By parameter, ns from the begin of that backward to its gradient; 0: none
+  // came.
+  std::vector<int64_t> gradient_times_ns() const;
+
+  // What the last call or backward that failed said.
+  std::optional<ReducerError> last_error() const;
 
   // Zeros and empty lists where there is no reducer.
   ReducerStatistics statistics() const;
@@ -137,11 +144,10 @@ class TorchReducer {
   const std::vector<at::Tensor> parameters_;
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
   ReducerOptions options_;
-  std::string hook_name_;  // empty: none was registered
-  std::optional<std::string> last_error_;
+  std::string hook_name_;                   // empty: none was registered
+  std::optional<ReducerError> last_error_;  // of a call
   std::shared_ptr<AveragingHook> averaging_;
   std::shared_ptr<AwaitedFutures> awaited_;
-  int64_t logging_sample_rate_ = 100;
   int64_t launched_before_ = 0;  // buckets, by earlier iterations
   bool hooks_removed_ = false;
   std::unique_ptr<Reducer> reducer_;  // null after reset() or remove_hooks()

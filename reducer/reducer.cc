@@ -52,9 +52,16 @@ Reducer::Reducer(ReducerSetup setup)
       options_(std::move(setup.options)),
       bound_(bind(std::move(setup.plan), *options_.comm_hook)),
       graph_(options_, table_, *hooks_),
-      signatures_(group_) {}
+      signatures_(group_),
+      statistics_(options_) {
+  observe_plan();
+  statistics_.watch_stalls(group_, options_,
+                           [this] { return describe_progress(); });
+}
 
 Reducer::~Reducer() {
+  statistics_.stall_watch = nullptr;  // asks this object
+
   // A backward that failed may tell of it a little late, on another thread.
   const std::weak_ptr<GradientHooks> callbacks = hooks_;
   hooks_ = nullptr;
@@ -88,6 +95,25 @@ ReducerStatistics Reducer::statistics() const {
     statistics.graph_searches = graph_.unused_search->num_searches();
   }
   return statistics;
+}
+
+void Reducer::forward_begins() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  statistics_.timeline.forward_begins(statistics_.prepared + 1);
+}
+
+Timeline Reducer::timeline() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return statistics_.timeline.last();
+}
+
+void Reducer::set_timeline_sample_rate(int64_t sample_rate) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  statistics_.timeline.set_sample_rate(sample_rate);
+}
+
+std::optional<ReducerError> Reducer::last_error() const {
+  return statistics_.last_error.get();
 }
 
 std::vector<size_t> Reducer::missing_gradients() const {
@@ -140,11 +166,14 @@ void Reducer::cancel_preparation() {
   if (iteration_ && iteration_->phase == Phase::kPrepared) iteration_ = nullptr;
 }
 
-void Reducer::recover() {
+void Reducer::recover() try {
   const std::lock_guard<std::mutex> lock(mutex_);
   end_unfinished_iteration();
   if (!signatures_.is_at_meeting_point()) meet_idle();
   signatures_.leave_meeting_point();
+} catch (...) {
+  statistics_.note_error();
+  throw;
 }
 
 // Peers may be in an iteration that this rank has not begun.
@@ -172,7 +201,7 @@ void Reducer::end_unfinished_iteration() {
   TORCH_CHECK(false, text);
 }
 
-void Reducer::prepare(const std::vector<at::Tensor>& outputs) {
+void Reducer::prepare(const std::vector<at::Tensor>& outputs) try {
   const std::lock_guard<std::mutex> lock(mutex_);
   start_iteration();
   iteration_->prediction = predict_unused(outputs);
@@ -180,6 +209,9 @@ void Reducer::prepare(const std::vector<at::Tensor>& outputs) {
   watch_outputs(outputs, hooks_, [this, iteration = iteration_->iteration] {
     on_output_reached(iteration);
   });
+} catch (...) {
+  statistics_.note_error();
+  throw;
 }
 
 void Reducer::start_iteration() {
@@ -255,6 +287,7 @@ void Reducer::on_output_reached(int64_t iteration) {
   const int backward_id = running_backward_id();
   finished_.output_reached(iteration, backward_id);
   if (iteration_ && iteration_->iteration == iteration) {
+    statistics_.timeline.backward_begins();
     watch_backward(backward_id);
   }
 }
@@ -273,7 +306,7 @@ void Reducer::gradient_ready(size_t parameter, size_t replica) {
   on_gradient_ready(variable, table_[variable].grad().defined());
 }
 
-void Reducer::on_gradient_ready(VariableIndex variable, bool is_defined) {
+void Reducer::on_gradient_ready(VariableIndex variable, bool is_defined) try {
   const std::lock_guard<std::mutex> lock(mutex_);
   const int backward_id = running_backward_id();
   if (graph_.used_map && is_defined) {
@@ -295,6 +328,9 @@ void Reducer::on_gradient_ready(VariableIndex variable, bool is_defined) {
     iteration_->failed(words_of_exception(std::current_exception()));
     throw;
   }
+} catch (...) {
+  statistics_.note_error();
+  throw;
 }
 
 // Autograd tells of a backward's end only to those who ask during it.
@@ -317,6 +353,7 @@ void Reducer::watch_backward(int backward_id) {
 void Reducer::begin_reduction() {
   if (iteration_->phase != Phase::kPrepared) return;
   iteration_->phase = Phase::kReducing;
+  statistics_.timeline.backward_begins();
   iteration_->creates_graph = at::GradMode::is_enabled();
   begin_with_peers();
   const std::vector<size_t>& unused = iteration_->prediction.unused;
@@ -342,6 +379,7 @@ void Reducer::accept_gradient(VariableIndex variable) {
   streams_of(bucket, variable.replica).gradient_produced();
   if (!completes_gradient(variable)) return;
   note_use(variable);
+  statistics_.timeline.gradient_ready(variable);
   mark_ready(variable);
   launch_full_buckets();
 }
@@ -359,6 +397,7 @@ void Reducer::accept_late_gradients() {
     for (const size_t number : graph_.firing_counts->settle()) {
       const VariableIndex variable = table_.variable(number);
       note_use(variable);
+      statistics_.timeline.gradient_ready(variable);
       mark_ready(variable);
     }
     mark_unused(graph_.firing_counts->silent());
@@ -399,6 +438,7 @@ void Reducer::mark_ready(VariableIndex variable) {
 void Reducer::pack(size_t bucket) {
   if (is_skipped(bucket)) return;
   const at::ThreadLocalStateGuard as_preparer(iteration_->preparer);
+  const ObservedPack packing(statistics_, bucket);
   for (size_t r = 0; r < table_.num_replicas(); ++r) {
     statistics_.bytes_packed += bound_.buckets[bucket].pack(
         r, streams_of(bucket, r), unused_slots(*iteration_, r, bucket));
@@ -473,6 +513,7 @@ void Reducer::launch_full_buckets() {
           collectives_per_launch() == CollectivesPerLaunch::kEquallyMany;
       const auto before = is_users ? signatures_.group_count() : std::nullopt;
       try {
+        const ObservedLaunch launching(statistics_, *next);
         launch.future =
             iteration_->is_shadow ? bucket.launch_zeros() : bucket.launch();
       } catch (...) {
@@ -487,6 +528,8 @@ void Reducer::launch_full_buckets() {
       ++statistics_.buckets_launched;
     }
     iteration_->launches.push_back(std::move(launch));
+    statistics_.launched(iteration_->launches.back(),
+                         iteration_->launches.size());
   }
   if (iteration_->order.all_launched() && iteration_->sums_used_map &&
       !iteration_->used_map_sent) {
@@ -494,7 +537,7 @@ void Reducer::launch_full_buckets() {
   }
 }
 
-void Reducer::on_backward_end(int64_t iteration, int backward_id) {
+void Reducer::on_backward_end(int64_t iteration, int backward_id) try {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (!iteration_ || iteration_->iteration != iteration) return;
   if (iteration_->watched_backward == backward_id) {
@@ -524,6 +567,9 @@ void Reducer::on_backward_end(int64_t iteration, int backward_id) {
   // If gradients are missing, another backward may bring them. What has been
   // launched is not waited for: a peer may have failed before it did.
   if (iteration_->order.all_launched()) finalize();
+} catch (...) {
+  statistics_.note_error();
+  throw;
 }
 
 // Waits for every future, also after an error: nothing may write into a bucket
@@ -535,6 +581,7 @@ void Reducer::finalize() {
   end_together(*iteration, SignatureKind::kEnd);
   graph_.ready_order.observe(iteration->order.whole_order());
   const at::ThreadLocalStateGuard as_preparer(iteration->preparer);
+  const ObservedFinalize finalizing(statistics_);
 
   std::exception_ptr first_error;
   ErrorSource source = ErrorSource::kFuture;
@@ -545,6 +592,7 @@ void Reducer::finalize() {
     try {
       if (!launch.future) continue;
       launch.future->waitAndThrow();
+      statistics_.timeline.waited_for(bucket);
       if (first_error || iteration->is_shadow) continue;
       step = ErrorSource::kDelivery;
       statistics_.bytes_delivered += bound_.buckets[bucket].deliver(
@@ -561,6 +609,7 @@ void Reducer::finalize() {
     ++statistics_.given_up;
     rethrow(first_error, source, failed_bucket, iteration->iteration);
   }
+  statistics_.timeline.finalized();
   ++statistics_.reduced;
 }
 
@@ -587,6 +636,16 @@ void Reducer::rebuild() {
 void Reducer::adopt(BoundPlan bound) {
   for (Bucket& bucket : bound.buckets) bucket.adopt_gradients();
   bound_ = std::move(bound);
+  observe_plan();
+}
+
+void Reducer::observe_plan() {
+  std::vector<c10::Device> devices;
+  devices.reserve(bound_.buckets.size());
+  for (const Bucket& bucket : bound_.buckets) {
+    devices.push_back(bucket.device());
+  }
+  statistics_.bind(std::move(devices), table_.num_variables());
 }
 
 Reducer::BoundPlan Reducer::bind(BucketPlan plan,

@@ -40,7 +40,9 @@
 #include <exception>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <span>
+#include <string>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
 
@@ -53,12 +55,15 @@
 #include "brigade/reducer/finished_iterations.h"
 #include "brigade/reducer/graph_history.h"
 #include "brigade/reducer/iteration_state.h"
+#include "brigade/reducer/last_error.h"
 #include "brigade/reducer/memory_ranges.h"
+#include "brigade/reducer/observations.h"
 #include "brigade/reducer/parameter_table.h"
 #include "brigade/reducer/peer_signatures.h"
 #include "brigade/reducer/reducer_options.h"
 #include "brigade/reducer/reducer_setup.h"
 #include "brigade/reducer/statistics.h"
+#include "brigade/reducer/timeline.h"
 
 namespace brigade {
 
@@ -162,6 +167,22 @@ class Reducer : private GradientListener {
 
   ReducerStatistics statistics() const;
 
+  // Forward begins. Only the timeline wants to know: without it, it has no
+  // forward.
+  void forward_begins();
+
+  // Of the last iteration that was sampled and reduced to the end. With buckets
+  // on CUDA devices, waits for these.
+  Timeline timeline() const;
+
+  // From the next iteration on; see ReducerOptions. Errors: ValueError if it is
+  // negative.
+  void set_timeline_sample_rate(int64_t sample_rate);
+
+  // What the last method or backward that failed said, and when. Errors of
+  // other code that ended a backward are not known here.
+  std::optional<ReducerError> last_error() const;
+
   // Which parameters got gradients on this rank since the last reduction, not
   // counting undefined ones:
   // int32, [num_replicas, num_parameters], on the CPU, 1 or 0. Undefined unless
@@ -250,6 +271,11 @@ class Reducer : private GradientListener {
                             size_t bucket, int64_t iteration);
   Occasion occasion(int64_t iteration) const;
 
+  void observe_plan();
+
+  // Does not take mutex_ for granted (reducer_progress.cc).
+  std::string describe_progress() const;
+
   // Constant after construction.
   const c10::intrusive_ptr<c10d::ProcessGroup> group_;
   const ParameterTable table_;
@@ -265,7 +291,7 @@ class Reducer : private GradientListener {
   FinishedIterations finished_;
   GraphHistory graph_;
   PeerSignatures signatures_;
-  ReducerStatistics statistics_;
+  Observations statistics_;
 };
 
 }  // namespace brigade

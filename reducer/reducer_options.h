@@ -3,6 +3,7 @@
 #ifndef BRIGADE_REDUCER_REDUCER_OPTIONS_H_
 #define BRIGADE_REDUCER_REDUCER_OPTIONS_H_
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -81,6 +82,18 @@ struct ReducerOptions {
   // small collectives. If false, construction communicates nothing, and ranks
   // whose buckets differ raise in their first backward.
   bool verify_across_ranks = true;
+
+  // Iterations whose timeline is recorded: the first 10, and then every one
+  // whose number is a multiple of this. 0: none. Others cost a branch per
+  // gradient; a recorded one takes the time once per gradient and step of a
+  // bucket.
+  int64_t timeline_sample_rate = 100;
+
+  // A rank that has waited so long for its peers warns, naming those that are
+  // late and what they wait for. Unset: half of the group's timeout, at most
+  // 60 s. 0: never. Costs a thread that wakes four times in this time; the
+  // store is written to only once a rank waits.
+  std::optional<std::chrono::milliseconds> stall_report_after = std::nullopt;
 
   // How a bucket crosses ranks. Null: average by all-reduce in the gradients'
   // own dtype. See comm_hooks/.

@@ -206,6 +206,7 @@ void Reducer::forget_observations(const IterationState& iteration) {
 
 // So that nothing writes into a bucket behind the user's back.
 void Reducer::wait_quietly(const IterationState& iteration) const {
+  const WaitForPeers waiting(*statistics_.progress);
   for (const Launch& launch : iteration.launches) {
     if (!launch.future) continue;
     try {

@@ -90,6 +90,23 @@ std::vector<std::string> describe(const ReducerOptions& options,
       absl::StrCat("comm_hook: ", describe_hook(*options.comm_hook, table))};
 }
 
+absl::Status check_observation(const ReducerOptions& options) {
+  if (options.timeline_sample_rate < 0) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "timeline_sample_rate must be at least 0, got ",
+        options.timeline_sample_rate,
+        "; give the number of iterations between samples, or 0 for none"));
+  }
+  const auto report_after =
+      options.stall_report_after.value_or(std::chrono::milliseconds{0});
+  if (report_after.count() < 0) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "stall_report_after must be at least 0, got ", report_after.count(),
+        " ms; give the time after which a stall is reported, or 0 for never"));
+  }
+  return absl::OkStatus();
+}
+
 struct LocalSetup {
   ParameterTable table;
   BucketPlan plan;
@@ -110,6 +127,9 @@ absl::StatusOr<LocalSetup> local_setup(
         "find_unused_parameters = true needs watch_gradients = true, it is "
         "false: parameters are found in the graph by the accumulators that the "
         "reducer watches; set static_graph instead");
+  }
+  if (absl::Status status = check_observation(options); !status.ok()) {
+    return status;
   }
   absl::StatusOr<BucketPlan> plan = initial_plan(*table, options);
   if (!plan.ok()) return plan.status();

@@ -11,8 +11,6 @@ import brigade
 from ranks import run_ranks
 from training import CLASSES, Perceptron, assert_equal, assert_same_bits, both, inputs, loss_of
 
-not_there_yet = pytest.mark.xfail(strict=True, reason="the reducer does not have it yet")
-
 
 class Branches(nn.Module):
     """Goes the way it is told: parameters of the other ways are unused."""
@@ -210,9 +208,48 @@ def _timings(rank):
     assert data["prev_iteration_grad_ready_order_indices"].startswith("7, ")
 
 
-@not_there_yet
 def test_logging_data_tell_times_and_the_order_of_gradients():
     run_ranks(_timings)
+
+
+def _gradient_times(rank):
+    wrapped = brigade.DistributedDataParallel(Branches(), find_unused_parameters=True)
+    loss_of(wrapped((0, inputs(rank, 1)[0]))).backward()
+    wrapped((0, inputs(rank, 1)[0]))
+    times = dict(
+        zip(
+            [name for name, _ in wrapped.module.named_parameters()],
+            wrapped.reducer.get_backward_stats(),
+            strict=True,
+        )
+    )
+    assert times["never.bias"] == 0 and times["ways.1.weight"] == 0
+    assert 0 < times["head.bias"] < times["ways.0.weight"]
+    unused = [wrapped.module.never, wrapped.module.ways[1], wrapped.module.ways[2]]
+    unused_bytes = sum(4 * p.numel() for module in unused for p in module.parameters())
+    assert wrapped._get_ddp_logging_data()["unused_parameter_size"] == unused_bytes
+
+
+def test_gradient_times_tell_unused_parameters():
+    run_ranks(_gradient_times)
+
+
+def _error_in_backward(rank):
+    def hook(state, bucket):
+        raise ValueError("the hook is out of order")
+
+    wrapped = brigade.DistributedDataParallel(nn.Linear(3, 2))
+    wrapped.register_comm_hook(None, hook)
+    assert "has_error" not in wrapped._get_ddp_logging_data()
+    with pytest.raises(ValueError, match="out of order"):
+        wrapped(torch.ones(1, 3)).sum().backward()
+    data = wrapped._get_ddp_logging_data()
+    assert data["has_error"] == 1 and data["iteration"] == 1
+    assert "the hook is out of order" in data["error"]
+
+
+def test_logging_data_tell_an_error_raised_in_backward():
+    run_ranks(_error_in_backward)
 
 
 def _logging_data(rank):
