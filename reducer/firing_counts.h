@@ -25,6 +25,13 @@ class FiringCounts {
   // True until settle(): nothing is known of the graph.
   bool is_learning() const { return learning_; }
 
+  // True if all ranks learn in this iteration.
+  bool are_peers_learning() const { return learning_ && !peers_settled_; }
+
+  // The other ranks have settled in an iteration that this one only shadowed;
+  // it learns in its own first one.
+  void peers_settled() { peers_settled_ = true; }
+
   // An iteration begins; what an unfinished one counted is forgotten.
   void restart();
 
@@ -44,6 +51,7 @@ class FiringCounts {
 
  private:
   bool learning_ = true;
+  bool peers_settled_ = false;
   std::vector<uint32_t> counts_;      // by variable, in this iteration
   std::vector<uint32_t> expected_;    // by variable
   std::vector<uint64_t> last_fired_;  // by variable: when, while learning

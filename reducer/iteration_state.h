@@ -49,6 +49,7 @@ struct IterationState {
 
   const int64_t iteration;  // counts prepare_for_backward() from 1
   Phase phase = Phase::kPrepared;
+  bool is_shadow = false;               // zeros travel, nothing is delivered
   bool creates_graph = false;           // its backward does
   const at::ThreadLocalState preparer;  // of the thread that prepared
   LaunchOrder order;

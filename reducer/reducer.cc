@@ -137,6 +137,15 @@ void Reducer::end_unfinished_iteration() {
 
 void Reducer::prepare(const std::vector<at::Tensor>& outputs) {
   const std::lock_guard<std::mutex> lock(mutex_);
+  start_iteration();
+  iteration_->prediction = predict_unused(outputs);
+  if (graph_.firing_counts) graph_.firing_counts->restart();
+  watch_outputs(outputs, hooks_, [this, iteration = iteration_->iteration] {
+    on_output_reached(iteration);
+  });
+}
+
+void Reducer::start_iteration() {
   end_unfinished_iteration();
   iteration_ = nullptr;
   check_parameters();
@@ -151,11 +160,7 @@ void Reducer::prepare(const std::vector<at::Tensor>& outputs) {
       iteration_->streams.emplace_back(bucket.device(r));
     }
   }
-  iteration_->prediction = predict_unused(outputs);
   iteration_->sums_used_map = sums_used_map();
-  if (graph_.firing_counts) graph_.firing_counts->restart();
-  watch_outputs(outputs, hooks_,
-                [this, iteration] { on_output_reached(iteration); });
 }
 
 void Reducer::check_parameters() const {
@@ -377,7 +382,7 @@ bool Reducer::is_skipped(size_t bucket) {
 
 bool Reducer::sums_used_map() const {
   return graph_.unused_search ||
-         (graph_.firing_counts && graph_.firing_counts->is_learning());
+         (graph_.firing_counts && graph_.firing_counts->are_peers_learning());
 }
 
 void Reducer::send_used_map() {
@@ -398,7 +403,8 @@ void Reducer::launch_full_buckets() {
     } else if (!bucket.is_empty()) {
       const at::ThreadLocalStateGuard as_preparer(iteration_->preparer);
       try {
-        launch.future = bucket.launch();
+        launch.future =
+            iteration_->is_shadow ? bucket.launch_zeros() : bucket.launch();
       } catch (...) {
         rethrow(std::current_exception(), ErrorSource::kHook, *next,
                 iteration_->iteration);
@@ -459,7 +465,7 @@ void Reducer::finalize() {
     try {
       if (!launch.future) continue;
       launch.future->waitAndThrow();
-      if (first_error) continue;
+      if (first_error || iteration->is_shadow) continue;
       step = ErrorSource::kDelivery;
       statistics_.bytes_delivered += bound_.buckets[bucket].deliver(
           launch.future->value(), untouched_slots(*iteration, bucket));

@@ -112,6 +112,15 @@ class Reducer : private GradientListener {
   // No effect once gradients have come.
   void cancel_preparation();
 
+  // Launches what peers that reduce an iteration launch, on zeros, and delivers
+  // nothing: for a rank that has run out of data. It counts as a prepared
+  // iteration. Gradients here are left as they are; marks of parameters used
+  // since the last reduction are lost.
+  //
+  // Collective; peers call prepare_for_backward() and go through a backward.
+  // Errors: as prepare_for_backward(), and what the collectives throw.
+  void shadow_iteration();
+
   // Brings this rank back in step with its peers after an iteration that all
   // gave up, as prepare_for_backward() would. Collective after such an
   // iteration, free otherwise. Errors: DistBackendError if peers did not give
@@ -166,6 +175,7 @@ class Reducer : private GradientListener {
 
   // REQUIRES: mutex_ held, for all that follow.
   void end_unfinished_iteration();
+  void start_iteration();
   void check_parameters() const;
   void keep_out_of_buckets(VariableIndex variable) const;
   UnusedPrediction predict_unused(const std::vector<at::Tensor>& outputs);

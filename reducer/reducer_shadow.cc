@@ -1,0 +1,51 @@
+// An iteration to which this rank has nothing to contribute: its peers have
+// data, and wait for its share of each collective.
+
+#include "brigade/comm_hooks/shadow_listener.h"
+#include "brigade/reducer/reducer.h"
+
+namespace brigade {
+namespace {
+
+void tell_hook(c10d::CommHookInterface& hook) {
+  if (auto* listener = dynamic_cast<ShadowListener*>(&hook)) {
+    listener->shadow_begins();
+  }
+}
+
+}  // namespace
+
+void Reducer::shadow_iteration() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  start_iteration();
+  iteration_->is_shadow = true;
+  iteration_->phase = Phase::kReducing;
+  // Marks belong to gradients of earlier backwards, which do not travel.
+  if (graph_.used_map) graph_.used_map->clear_marks();
+  try {
+    if (skips_unused_buckets()) {
+      send_used_map();
+      graph_.used_map->wait();
+    }
+    bool packs = false;
+    for (size_t b = 0; b < bound_.buckets.size(); ++b) {
+      if (!is_skipped(b)) packs = true;
+    }
+    if (packs) tell_hook(*options_.comm_hook);
+    for (const std::vector<size_t>& bucket : bound_.plan.buckets()) {
+      for (const size_t parameter : bucket) {
+        for (size_t r = 0; r < table_.num_replicas(); ++r) {
+          iteration_->order.mark_ready({.replica = r, .parameter = parameter});
+        }
+      }
+    }
+    launch_full_buckets();
+  } catch (...) {
+    give_up();
+    throw;
+  }
+  if (graph_.firing_counts) graph_.firing_counts->peers_settled();
+  finalize();
+}
+
+}  // namespace brigade
