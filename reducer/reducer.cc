@@ -281,6 +281,7 @@ void Reducer::accept_gradient(VariableIndex variable) {
                                occasion(iteration_->iteration), options_));
   const size_t bucket = bound_.plan.locate(variable.parameter).bucket;
   streams_of(bucket, variable.replica).gradient_produced();
+  iteration_->context_gradients.take(table_[variable]);
   if (!completes_gradient(variable)) return;
   mark_ready(variable);
   launch_full_buckets();
@@ -481,6 +482,7 @@ void Reducer::finalize() {
     ++statistics_.given_up;
     rethrow(first_error, source, failed_bucket, iteration->iteration);
   }
+  iteration->context_gradients.write_back();
   ++statistics_.reduced;
 }
 
