@@ -8,6 +8,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "brigade/comm_hooks/all_reduce_hook.h"
+#include "brigade/comm_hooks/hook_result.h"
 #include "brigade/comm_hooks/wire_format.h"
 #include "brigade/python_bindings/reduced_precision_hook.h"
 
@@ -200,7 +201,12 @@ c10::intrusive_ptr<c10::ivalue::Future> TorchReducer::run_all_reduce_hook(
 
 void TorchReducer::set_divisor(c10::intrusive_ptr<c10d::Work> count,
                                bool use_world_size) {
-  if (!use_world_size) averaging_->divide_by(std::move(count));
+  if (use_world_size) return;
+  averaging_->divide_by([count = std::move(count)] {
+    const auto future = count->getFuture();
+    future->waitAndThrow();
+    return tensor_of_hook_result(future->value()).item<double>();
+  });
 }
 
 void TorchReducer::await_at_end(std::vector<AwaitedFutures::Future> futures) {

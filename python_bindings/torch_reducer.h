@@ -23,7 +23,7 @@
 #include <torch/csrc/distributed/c10d/default_comm_hooks.hpp>
 #include <vector>
 
-#include "brigade/python_bindings/averaging_hook.h"
+#include "brigade/comm_hooks/averaging_hook.h"
 #include "brigade/python_bindings/awaited_futures.h"
 #include "brigade/reducer/reducer.h"
 

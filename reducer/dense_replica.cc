@@ -12,21 +12,10 @@
 #include <algorithm>
 #include <utility>
 
+#include "brigade/comm_hooks/gradient_layout.h"
+
 namespace brigade {
 namespace {
-
-// The gradient layout contract: strides follow the parameter if it covers its
-// memory without gaps, else they are contiguous.
-std::vector<int64_t> gradient_strides(const at::Tensor& parameter) {
-  if (parameter.is_non_overlapping_and_dense()) {
-    return parameter.strides().vec();
-  }
-  std::vector<int64_t> strides(parameter.dim(), 1);
-  for (int64_t d = parameter.dim() - 2; d >= 0; --d) {
-    strides[d] = strides[d + 1] * std::max<int64_t>(parameter.size(d + 1), 1);
-  }
-  return strides;
-}
 
 // True if both lay out their elements alike. Strides of dimensions of size 1 do
 // not matter.
@@ -320,9 +309,7 @@ void DenseReplica::add(const at::Tensor& buffer) {
 at::Tensor DenseReplica::zeros() const { return at::zeros_like(wire_); }
 
 at::Tensor DenseReplica::view_out(size_t slot, const at::Tensor& result) const {
-  return result.as_strided(
-      parameter(slot).sizes(), gradient_strides(parameter(slot)),
-      result.storage_offset() + ranges_[slot].offset_numel);
+  return gradient_in(result, ranges_[slot].offset_numel, parameter(slot));
 }
 
 const at::Tensor& DenseReplica::parameter(size_t slot) const {

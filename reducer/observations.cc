@@ -27,7 +27,7 @@ void Observations::prepared_iteration(int64_t iteration) {
 }
 
 void Observations::launched(const Launch& launch, size_t num_launched) {
-  if (launch.future) timeline.launched(launch.record.bucket, *launch.future);
+  if (launch.future) timeline.launched(launch.bucket, *launch.future);
   progress->launched.store(static_cast<int64_t>(num_launched),
                            std::memory_order_relaxed);
 }

@@ -230,6 +230,7 @@ void Reducer::start_iteration() {
     }
   }
   iteration_->sums_used_map = sums_used_map();
+  statistics_.prepared_iteration(iteration);
 }
 
 void Reducer::check_parameters() const {
@@ -343,9 +344,7 @@ void Reducer::watch_backward(int backward_id) {
       [this, iteration, backward_id] {
         on_backward_end(iteration, backward_id);
       },
-      [this, iteration, backward_id] {
-        on_backward_abandoned(iteration, backward_id);
-      });
+      [this, iteration] { on_backward_abandoned(iteration); });
 }
 
 // Gradients that will not come are ready once backward has begun. Not before:
@@ -377,6 +376,7 @@ void Reducer::accept_gradient(VariableIndex variable) {
                                occasion(iteration_->iteration), options_));
   const size_t bucket = bound_.plan.locate(variable.parameter).bucket;
   streams_of(bucket, variable.replica).gradient_produced();
+  iteration_->context_gradients.take(table_[variable]);
   if (!completes_gradient(variable)) return;
   note_use(variable);
   statistics_.timeline.gradient_ready(variable);
@@ -578,10 +578,10 @@ void Reducer::finalize() {
   const std::shared_ptr<IterationState> iteration =
       std::exchange(iteration_, nullptr);
   finished_.mark_finished(iteration->iteration, iteration->creates_graph);
+  const ObservedFinalize finalizing(statistics_);
   end_together(*iteration, SignatureKind::kEnd);
   graph_.ready_order.observe(iteration->order.whole_order());
   const at::ThreadLocalStateGuard as_preparer(iteration->preparer);
-  const ObservedFinalize finalizing(statistics_);
 
   std::exception_ptr first_error;
   ErrorSource source = ErrorSource::kFuture;
@@ -610,6 +610,7 @@ void Reducer::finalize() {
     rethrow(first_error, source, failed_bucket, iteration->iteration);
   }
   statistics_.timeline.finalized();
+  iteration->context_gradients.write_back();
   ++statistics_.reduced;
 }
 

@@ -216,7 +216,7 @@ class Reducer : private GradientListener {
   void on_gradient_ready(VariableIndex variable, bool is_defined) override;
   void on_output_reached(int64_t iteration);
   void on_backward_end(int64_t iteration, int backward_id);
-  void on_backward_abandoned(int64_t iteration, int backward_id);
+  void on_backward_abandoned(int64_t iteration);
 
   // REQUIRES: mutex_ held, for all that follow.
   void end_unfinished_iteration();
@@ -264,7 +264,7 @@ class Reducer : private GradientListener {
   void wait_quietly(const IterationState& iteration) const;
   void lose_group(const IterationState& iteration);
   void leave_in_flight(const IterationState& iteration);
-  std::string describe_progress(const IterationState& iteration) const;
+  std::string describe_awaited(const IterationState& iteration) const;
   void forget_observations(const IterationState& iteration);
   CollectivesPerLaunch collectives_per_launch() const;
   [[noreturn]] void rethrow(const std::exception_ptr& error, ErrorSource source,

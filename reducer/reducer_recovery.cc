@@ -92,12 +92,13 @@ Verdict Reducer::compare(IterationState& iteration, SignatureKind kind,
                        .fingerprint = bound_.fingerprint,
                        .text = signature_text(words)};
   if (kind == SignatureKind::kFailed) own.unit = iteration.launches.size();
+  const WaitForPeers waiting(*statistics_.progress);
   std::optional<Verdict> verdict;
   try {
     verdict = signatures_.exchange(own, collectives_per_launch());
   } catch (const c10::DistBackendError& error) {
     iteration.is_settled = true;
-    const std::string where = describe_progress(iteration);
+    const std::string where = describe_awaited(iteration);
     lose_group(iteration);
     throw_peer_error(absl::StrCat("Reducer: ", where),
                      std::make_exception_ptr(
@@ -140,7 +141,10 @@ void Reducer::pay(const IterationState& iteration, int64_t num_launches) {
     if (launch.future) ++done;
   }
   const auto is_due = [&] {
-    if (done > 0) return done-- == 0;
+    if (done > 0) {
+      --done;
+      return false;
+    }
     return num_launches-- > 0;
   };
   if (iteration.sums_used_map && map_first && is_due()) launch_map_of_zeros();
@@ -165,7 +169,7 @@ void Reducer::launch_zeros(size_t bucket) {
   future->waitAndThrow();
 }
 
-void Reducer::on_backward_abandoned(int64_t iteration, int /*backward_id*/) {
+void Reducer::on_backward_abandoned(int64_t iteration) {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (iteration_ && iteration_->iteration == iteration) give_up();
 }
@@ -258,7 +262,7 @@ void Reducer::leave_in_flight(const IterationState& iteration) {
 }
 
 // The first bucket that has not arrived, or the last one launched.
-std::string Reducer::describe_progress(const IterationState& iteration) const {
+std::string Reducer::describe_awaited(const IterationState& iteration) const {
   const Occasion here = occasion(iteration.iteration);
   if (iteration.launches.empty()) return describe(here);
   auto launch = std::find_if(iteration.launches.begin(),
