@@ -1,5 +1,6 @@
 // Data-parallel training of any LibTorch module: one copy per rank, gradients
-// averaged while backward runs.
+// averaged while backward runs. join.h trains on uneven inputs,
+// distributed_replicas.h over several copies in one process.
 //
 // Example:
 //
@@ -18,14 +19,10 @@
 #ifndef BRIGADE_DDP_DISTRIBUTED_DATA_PARALLEL_H_
 #define BRIGADE_DDP_DISTRIBUTED_DATA_PARALLEL_H_
 
-#include <torch/script.h>
-
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
-#include <type_traits>
 #include <utility>
-#include <vector>
 
-#include "brigade/ddp/module_tensors.h"
+#include "brigade/ddp/module_access.h"
 #include "brigade/ddp/no_sync.h"
 #include "brigade/ddp/replicated_module.h"
 #include "brigade/hooks/output_tensors.h"
@@ -44,7 +41,7 @@ class DistributedDataParallel {
                           c10::intrusive_ptr<c10d::ProcessGroup> group,
                           DistributedDataParallelOptions options = {})
       : module_(std::move(module)),
-        replicated_(tensors_of(module_), buffers_of(module_), std::move(group),
+        replicated_({replica_of(module_)}, std::move(group),
                     std::move(options)) {}
 
   // The module's forward, with any arguments and result. The backward that
@@ -55,8 +52,8 @@ class DistributedDataParallel {
   template <typename... Args>
   auto forward(Args&&... args) {
     replicated_.before_forward();
-    auto outputs = call(std::forward<Args>(args)...);
-    replicated_.after_forward(brigade::tensors_of(outputs));
+    auto outputs = call_module(module_, std::forward<Args>(args)...);
+    replicated_.after_forward(tensors_of(outputs));
     return outputs;
   }
 
@@ -72,50 +69,9 @@ class DistributedDataParallel {
 
   Module& module() { return module_; }
   Reducer& reducer() { return replicated_.reducer(); }
+  Joinable& joinable() { return replicated_; }
 
  private:
-  static constexpr bool kIsScript =
-      std::is_base_of_v<torch::jit::Module, Module>;
-
-  static ModuleTensors tensors_of(const Module& module) {
-    if constexpr (kIsScript) {
-      return tensors_of_module(module);
-    } else {
-      return tensors_of_module(static_cast<const torch::nn::Module&>(*module));
-    }
-  }
-
-  // An nn::Module changes its buffers in place; a script module may replace
-  // them.
-  static ReplicatedModule::BufferLookup buffers_of(const Module& module) {
-    if constexpr (kIsScript) {
-      return [module] {
-        std::vector<at::Tensor> buffers;
-        for (const at::Tensor& buffer : module.buffers()) {
-          buffers.push_back(buffer);
-        }
-        return buffers;
-      };
-    } else {
-      return [buffers = module->buffers()] { return buffers; };
-    }
-  }
-
-  template <typename... Args>
-  auto call(Args&&... args) {
-    if constexpr (!kIsScript) {
-      return module_->forward(std::forward<Args>(args)...);
-    } else if constexpr (sizeof...(Args) == 1 &&
-                         (std::is_same_v<std::remove_cvref_t<Args>,
-                                         std::vector<c10::IValue>> &&
-                          ...)) {
-      return module_.forward(std::forward<Args>(args)...);
-    } else {
-      return module_.forward(
-          std::vector<c10::IValue>{c10::IValue(std::forward<Args>(args))...});
-    }
-  }
-
   Module module_;
   ReplicatedModule replicated_;
 };

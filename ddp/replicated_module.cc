@@ -1,141 +1,228 @@
 #include "brigade/ddp/replicated_module.h"
 
-#include <ATen/ops/view_as_real.h>
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
-#include <exception>
 #include <string>
-#include <torch/csrc/distributed/c10d/comm.hpp>
 #include <utility>
 
 #include "absl/status/status.h"
-#include "absl/strings/str_cat.h"
-#include "brigade/comm/agreement.h"
-#include "brigade/comm/control_device.h"
-#include "brigade/comm/describe_tensor.h"
-#include "brigade/comm/peer_error.h"
+#include "absl/status/statusor.h"
+#include "brigade/comm_hooks/all_reduce_hook.h"
+#include "brigade/comm_hooks/routing_hook.h"
+#include "brigade/ddp/bucket_choice.h"
+#include "brigade/ddp/module_broadcast.h"
+#include "brigade/ddp/module_check.h"
 
 namespace brigade {
 namespace {
 
-// Tensors are broadcast in pieces of this size, so that peak memory stays low.
-constexpr size_t kBroadcastBytes = size_t{250} << 20;
+using Names = std::vector<std::string>;
 
-std::vector<std::string> describe(const std::vector<NamedTensor>& tensors) {
-  std::vector<std::string> lines;
-  lines.reserve(tensors.size());
-  for (const auto& [name, tensor] : tensors) {
-    lines.push_back(describe_tensor(name, tensor) +
-                    (tensor.requires_grad() ? ", requires_grad" : ""));
-  }
-  return lines;
-}
-
-std::vector<at::Tensor> tensors_in(const std::vector<NamedTensor>& named) {
-  std::vector<at::Tensor> tensors;
-  tensors.reserve(named.size());
-  for (const NamedTensor& entry : named) tensors.push_back(entry.tensor);
+std::vector<NamedTensor> without(std::vector<NamedTensor> tensors,
+                                 const Names& ignored) {
+  std::erase_if(tensors, [&](const NamedTensor& entry) {
+    return std::find(ignored.begin(), ignored.end(), entry.name) !=
+           ignored.end();
+  });
   return tensors;
 }
 
-bool trainable(const NamedTensor& parameter) {
-  return parameter.tensor.requires_grad();
+// Checks what is left of the replicas, and across ranks.
+std::vector<ModuleReplica> checked(
+    std::vector<ModuleReplica> replicas,
+    const DistributedDataParallelOptions& options,
+    const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
+  const Names& ignored = options.ignored;
+  const absl::Status choice = check_choice(replicas.front().tensors, options);
+  std::vector<ModuleTensors> tensors;
+  for (ModuleReplica& replica : replicas) {
+    ModuleTensors& own = replica.tensors;
+    own.parameters = without(std::move(own.parameters), ignored);
+    own.buffers = without(std::move(own.buffers), ignored);
+    tensors.push_back(own);
+    if (ignored.empty()) continue;
+    replica.buffers = [all = std::move(replica.buffers), ignored] {
+      return without(all(), ignored);
+    };
+  }
+  verify_modules(tensors, group, choice);
+  return replicas;
 }
 
-// Checked before the reducer is made, so that a frozen or missing parameter is
-// told apart from one that merely has another place among the trainable ones.
-void verify(const ModuleTensors& module,
-            const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
-  TORCH_CHECK_VALUE(group,
-                    "DistributedDataParallel needs a process group, got null.\n"
-                    "Make one with init_process_group(), or with "
-                    "single_process_group() for a world of 1.");
-  absl::Status status = absl::OkStatus();
-  if (std::none_of(module.parameters.begin(), module.parameters.end(),
-                   trainable)) {
-    status = absl::InvalidArgumentError(absl::StrCat(
-        "module ", module.module_name,
-        " has no parameter that requires a gradient, so there is nothing to "
-        "reduce; use it without DistributedDataParallel"));
+std::vector<BufferLookup> buffers_of(
+    const std::vector<ModuleReplica>& replicas) {
+  std::vector<BufferLookup> lookups;
+  for (const ModuleReplica& replica : replicas) {
+    lookups.push_back(replica.buffers);
   }
-  const at::Device device = control_device(*group);
-  require_agreement(group, device, "parameter", describe(module.parameters),
-                    status);
-  require_agreement(group, device, "buffer", describe(module.buffers),
-                    absl::OkStatus());
+  return lookups;
 }
 
-Reducer make_reducer(const ModuleTensors& module,
-                     c10::intrusive_ptr<c10d::ProcessGroup> group,
-                     ReducerOptions options) {
-  verify(module, group);
-  std::vector<at::Tensor> parameters;
-  std::vector<std::string> names;
-  for (const NamedTensor& parameter : module.parameters) {
-    if (!trainable(parameter)) continue;
-    parameters.push_back(parameter.tensor);
-    names.push_back(parameter.name);
+std::vector<NamedTensor> trainable(std::vector<NamedTensor> parameters) {
+  std::erase_if(parameters, [](const NamedTensor& parameter) {
+    return !parameter.tensor.requires_grad();
+  });
+  return parameters;
+}
+
+// Parameters of groups of their own travel there, the others by `hook`.
+std::shared_ptr<c10d::CommHookInterface> route(
+    std::shared_ptr<c10d::CommHookInterface> hook,
+    std::span<const NamedTensor> parameters,
+    std::span<const ParameterGroup> groups) {
+  if (groups.empty()) return hook;
+  std::vector<Route> routes;
+  for (const ParameterGroup& group : groups) {
+    routes.push_back({.parameters = {}, .hook = all_reduce_hook(group.group)});
+    for (const auto& [name, tensor] : parameters) {
+      if (group_of(name, groups) != &group) continue;
+      routes.back().parameters.push_back(tensor);
+    }
   }
-  if (options.parameter_names.empty()) {
-    options.parameter_names = std::move(names);
+  return std::make_shared<RoutingHook>(std::move(hook), std::move(routes));
+}
+
+std::unique_ptr<Reducer> make_reducer(
+    const std::vector<ModuleReplica>& replicas,
+    c10::intrusive_ptr<c10d::ProcessGroup> group,
+    const DistributedDataParallelOptions& options,
+    std::shared_ptr<c10d::CommHookInterface> hook) {
+  std::vector<std::vector<at::Tensor>> parameters;
+  for (const ModuleReplica& replica : replicas) {
+    parameters.emplace_back();
+    for (const auto& [name, tensor] : trainable(replica.tensors.parameters)) {
+      parameters.back().push_back(tensor);
+    }
   }
-  return Reducer(std::move(parameters), std::move(group), std::move(options));
+  const std::vector<NamedTensor> named =
+      trainable(replicas.front().tensors.parameters);
+  ReducerOptions chosen = options.reducer;
+  if (chosen.parameter_names.empty()) {
+    for (const NamedTensor& parameter : named) {
+      chosen.parameter_names.push_back(parameter.name);
+    }
+  }
+  if (auto buckets = choose_buckets(named, options);
+      buckets.ok() &&
+      !buckets->empty()) {  // else the reducer says what's wrong
+    chosen.bucket_plan = *std::move(buckets);
+  }
+  chosen.comm_hook = route(std::move(hook), named, options.parameter_groups);
+  return std::make_unique<Reducer>(std::move(parameters), std::move(group),
+                                   std::move(chosen));
 }
 
 }  // namespace
 
-ReplicatedModule::ReplicatedModule(const ModuleTensors& module,
-                                   BufferLookup buffers,
+ReplicatedModule::ReplicatedModule(std::vector<ModuleReplica> replicas,
                                    c10::intrusive_ptr<c10d::ProcessGroup> group,
                                    DistributedDataParallelOptions options)
-    : buffers_(std::move(buffers)),
-      group_(std::move(group)),
-      broadcast_buffers_(options.broadcast_buffers),
-      reducer_(make_reducer(module, group_, std::move(options.reducer))) {
-  broadcast_from_rank_0(tensors_in(module.parameters), "parameters");
-  broadcast_from_rank_0(tensors_in(module.buffers), "buffers");
+    : group_(std::move(group)),
+      replicas_(checked(std::move(replicas), options, group_)),
+      parameter_groups_(options.parameter_groups),
+      buffer_mode_(options.buffer_mode),
+      buffers_(buffers_of(replicas_), options.buffer_hook, group_) {
+  std::shared_ptr<c10d::CommHookInterface> hook = options.reducer.comm_hook;
+  if (!hook) {
+    averaging_ = std::make_shared<AveragingHook>(group_);
+    hook = averaging_;
+  }
+  reducer_ = make_reducer(replicas_, group_, options, std::move(hook));
+  copy_from(0);
 }
 
 void ReplicatedModule::before_forward() {
-  if (!broadcast_buffers_ || !will_reduce() || group_->getSize() == 1) return;
+  if (!will_reduce()) return;
+  reducer_->forward_begins();
+  meet_peers();
+  if (session_ != nullptr) {
+    if (announces_) session_->begin_iteration();
+    if (session_->options().divide_by == JoinDivisor::kRanksWithData) {
+      averaging_->divide_by([session = session_] {
+        return static_cast<double>(session->num_ranks_with_data());
+      });
+    }
+  }
+  if (buffer_mode_ == BufferMode::kBeforeForward) sync_buffers();
+}
+
+void ReplicatedModule::meet_peers() {
   // Before anything that one rank may fail in alone.
-  reducer_.rebuild_buckets();
-  reducer_.recover();  // ranks may be out of step
-  broadcast_from_rank_0(buffers_(), "buffers");
+  reducer_->rebuild_buckets();
+  if (session_ != nullptr || buffer_mode_ == BufferMode::kBeforeForward) {
+    reducer_->recover();
+  }
 }
 
 void ReplicatedModule::after_forward(const std::vector<at::Tensor>& outputs) {
   if (!at::GradMode::is_enabled()) return;
-  if (synchronizes_) {
-    reducer_.prepare_for_backward(outputs);
-  } else {
-    reducer_.cancel_preparation();
+  if (!synchronizes_) return reducer_->cancel_preparation();
+  if (buffer_mode_ == BufferMode::kAfterForward) {
+    reducer_->recover();  // a forward may have failed on one rank alone
+    sync_buffers();
   }
+  reducer_->prepare_for_backward(outputs);
 }
 
 bool ReplicatedModule::will_reduce() const {
   return synchronizes_ && at::GradMode::is_enabled();
 }
 
-void ReplicatedModule::broadcast_from_rank_0(
-    const std::vector<at::Tensor>& tensors, const char* what) const {
-  if (tensors.empty() || group_->getSize() == 1) return;
-  const at::NoGradGuard no_grad;
-  std::vector<at::Tensor> to_send;
-  to_send.reserve(tensors.size());
-  for (const at::Tensor& tensor : tensors) {
-    to_send.push_back(tensor.is_complex() ? at::view_as_real(tensor) : tensor);
+void ReplicatedModule::sync_buffers() {
+  buffers_.run(session_ == nullptr ? 0 : session_->first_rank_with_data());
+}
+
+void ReplicatedModule::enter(JoinSession& session, bool announces) {
+  TORCH_CHECK(session_ == nullptr,
+              "join: this model is being joined already.\nLet the inner loop "
+              "run inside the outer join.");
+  TORCH_CHECK_VALUE(parameter_groups_.empty(),
+                    "join: a model with parameter groups can't be joined, "
+                    "since a group may run out before the others.\nGive every "
+                    "rank equally many inputs.");
+  TORCH_CHECK_VALUE(
+      averaging_ || session.options().divide_by == JoinDivisor::kWorldSize,
+      "join: the divisor must be kWorldSize, since the comm hook is the user's "
+      "own and divides by itself; it is kRanksWithData.\nLeave out the hook or "
+      "the divisor.");
+  session_ = &session;
+  announces_ = announces;
+}
+
+void ReplicatedModule::leave() noexcept {
+  session_ = nullptr;
+  if (averaging_) averaging_->divide_by_world_size();
+}
+
+void ReplicatedModule::shadow() {
+  if (buffer_mode_ == BufferMode::kAfterForward) reducer_->recover();
+  if (buffer_mode_ != BufferMode::kNone) sync_buffers();
+  reducer_->shadow_iteration();
+}
+
+void ReplicatedModule::copy_from(int rank) {
+  const std::vector<NamedTensor>& parameters =
+      replicas_.front().tensors.parameters;
+  std::vector<NamedTensor> of_all_ranks;
+  for (const NamedTensor& parameter : parameters) {
+    if (group_of(parameter.name, parameter_groups_) != nullptr) continue;
+    of_all_ranks.push_back(parameter);
   }
-  try {
-    c10d::broadcast_coalesced(group_, to_send, kBroadcastBytes, /*rank=*/0);
-  } catch (...) {
-    throw_peer_error(
-        absl::StrCat("DistributedDataParallel: broadcasting ", tensors.size(),
-                     " ", what, " from rank 0 to rank ", group_->getRank()),
-        std::current_exception());
+  broadcast_from(rank, of_all_ranks, "parameters", group_);
+  for (const ParameterGroup& own : parameter_groups_) {
+    std::vector<NamedTensor> of_group;
+    for (const NamedTensor& parameter : parameters) {
+      if (group_of(parameter.name, parameter_groups_) != &own) continue;
+      of_group.push_back(parameter);
+    }
+    broadcast_from(/*source=*/0, of_group, "parameters of a group", own.group);
   }
+  for (size_t r = 1; r < replicas_.size(); ++r) {
+    copy_values(parameters, replicas_[r].tensors.parameters);
+  }
+  buffers_.broadcast(rank);
 }
 
 }  // namespace brigade

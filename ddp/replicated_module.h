@@ -1,8 +1,9 @@
 // Keeps the copies of one module on all ranks equal: parameters and buffers at
-// the start, buffers before each forward, gradients after each backward.
+// the start, buffers with each forward, gradients after each backward.
 //
 // The part of data parallelism that does not depend on the module's type;
-// distributed_data_parallel.h puts the type around it.
+// distributed_data_parallel.h and distributed_replicas.h put the type around
+// it.
 //
 // Thread safety: one call at a time.
 
@@ -11,64 +12,81 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <functional>
+#include <memory>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
 
+#include "brigade/comm_hooks/averaging_hook.h"
+#include "brigade/ddp/buffer_sync.h"
+#include "brigade/ddp/data_parallel_options.h"
+#include "brigade/ddp/join.h"
 #include "brigade/ddp/module_tensors.h"
 #include "brigade/reducer/reducer.h"
 
 namespace brigade {
 
-struct DistributedDataParallelOptions {
-  // Parameter names are taken from the module unless given.
-  ReducerOptions reducer = {};
-
-  // Rank 0's buffers (running means and the like) are broadcast before every
-  // forward that will be reduced. Costs one collective per forward and dtype; a
-  // module without buffers pays nothing.
-  bool broadcast_buffers = true;
+// One local copy of the module.
+struct ModuleReplica {
+  ModuleTensors tensors;
+  BufferLookup buffers;
 };
 
-class ReplicatedModule {
+class ReplicatedModule final : public Joinable {
  public:
-  // Called at each broadcast, since a script module may replace its buffers.
-  using BufferLookup = std::function<std::vector<at::Tensor>()>;
-
   // Collective. Verifies that all ranks hold the same module, then gives every
-  // rank the parameters and buffers of rank 0.
+  // rank and every local replica the parameters and buffers of rank 0's replica
+  // 0. REQUIRES: at least one replica.
   //
   // Errors: ValueError on every rank if one has no parameter that requires a
-  // gradient, or if parameters or buffers differ in number, name, shape,
-  // strides, dtype or requires_grad; and what Reducer's constructor throws.
-  ReplicatedModule(const ModuleTensors& module, BufferLookup buffers,
+  // gradient, or options that name what it does not have, if its replicas
+  // differ, or if parameters or buffers differ across ranks in number, name,
+  // shape, strides, dtype or requires_grad; and what Reducer's constructor
+  // throws.
+  ReplicatedModule(std::vector<ModuleReplica> replicas,
                    c10::intrusive_ptr<c10d::ProcessGroup> group,
                    DistributedDataParallelOptions options);
 
-  // Collective if buffers are broadcast. Does nothing while gradients are not
-  // being recorded or not synchronised.
+  // Collective if buffers are made equal or ranks join. Does nothing while
+  // gradients are not being recorded or not synchronised.
   void before_forward();
 
   // Prepares the reducer, unless gradients are not being recorded or not
-  // synchronised.
+  // synchronised. `outputs`: of all replicas. Collective if buffers are made
+  // equal.
   void after_forward(const std::vector<at::Tensor>& outputs);
 
   // While off, backward accumulates gradients on this rank only.
   bool synchronizes() const { return synchronizes_; }
   void set_synchronizes(bool value) { synchronizes_ = value; }
 
-  Reducer& reducer() { return reducer_; }
+  Reducer& reducer() { return *reducer_; }
+
+  // For join().
+  const c10::intrusive_ptr<c10d::ProcessGroup>& joined_group() const override {
+    return group_;
+  }
+  void enter(JoinSession& session, bool announces) override;
+  void leave() noexcept override;
+  void meet_peers() override;
+  void shadow() override;
+  void copy_from(int rank) override;
 
  private:
   bool will_reduce() const;
-  void broadcast_from_rank_0(const std::vector<at::Tensor>& tensors,
-                             const char* what) const;
+  void sync_buffers();
 
-  const BufferLookup buffers_;
+  // Constant after construction.
   const c10::intrusive_ptr<c10d::ProcessGroup> group_;
-  const bool broadcast_buffers_;
+  const std::vector<ModuleReplica> replicas_;
+  const std::vector<ParameterGroup> parameter_groups_;
+  const BufferMode buffer_mode_;
+  const BufferSync buffers_;
+  std::shared_ptr<AveragingHook> averaging_;  // null: the hook is the user's
+  std::unique_ptr<Reducer> reducer_;
+
   bool synchronizes_ = true;
-  Reducer reducer_;
+  JoinSession* session_ = nullptr;  // null: not being joined
+  bool announces_ = false;          // iterations, to the session
 };
 
 }  // namespace brigade

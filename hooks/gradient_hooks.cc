@@ -16,8 +16,8 @@ class ReadyHook final : public torch::autograd::FunctionPostHook {
       : listener_(listener), variable_(variable) {}
 
   variable_list operator()(const variable_list& outputs,
-                           const variable_list& /*inputs*/) override {
-    listener_.on_gradient_ready(variable_);
+                           const variable_list& inputs) override {
+    listener_.on_gradient_ready(variable_, inputs.at(0).defined());
     return outputs;  // empty: an accumulator has no successors
   }
 
@@ -43,14 +43,18 @@ GradientHooks::GradientHooks(std::span<const std::vector<at::Tensor>> replicas,
   }
 }
 
-GradientHooks::~GradientHooks() {
+GradientHooks::~GradientHooks() { remove(); }
+
+void GradientHooks::remove() {
   for (Registration& registration : registrations_) {
     registration.accumulator->del_post_hook(registration.key);
   }
+  registrations_.clear();
 }
 
 std::optional<VariableIndex> GradientHooks::first_detached(
     std::span<const std::vector<at::Tensor>> replicas) const {
+  if (registrations_.empty()) return std::nullopt;
   auto registration = registrations_.begin();
   for (size_t r = 0; r < replicas.size(); ++r) {
     for (size_t i = 0; i < replicas[r].size(); ++i, ++registration) {

@@ -31,9 +31,10 @@ namespace brigade {
 
 class GradientListener {
  public:
-  // `variable`: its place in the lists given to GradientHooks. What this throws
-  // comes out of backward().
-  virtual void on_gradient_ready(VariableIndex variable) = 0;
+  // `variable`: its place in the lists given to GradientHooks. `is_defined`:
+  // false if backward reached the parameter with an undefined gradient, which
+  // changes nothing in `.grad`. What this throws comes out of backward().
+  virtual void on_gradient_ready(VariableIndex variable, bool is_defined) = 0;
 
  protected:
   ~GradientListener() = default;
@@ -49,14 +50,19 @@ class GradientHooks {
                 GradientListener& listener);
   ~GradientHooks();
 
+  // From here on the listener is told nothing. Not to be called during a
+  // backward through the parameters.
+  void remove();
+
   // The first variable that has lost its hook, which happens when it is moved
-  // to another device or dtype; nullopt while all have theirs.
+  // to another device or dtype; nullopt while all have theirs, or are removed.
   //
   // REQUIRES: `replicas` as given to the constructor.
   std::optional<VariableIndex> first_detached(
       std::span<const std::vector<at::Tensor>> replicas) const;
 
-  // Replica by replica, by parameter; alive as long as this object.
+  // Replica by replica, by parameter; alive as long as this object. Empty once
+  // hooks are removed.
   std::vector<torch::autograd::Node*> accumulators() const;
 
   GradientHooks(const GradientHooks&) = delete;

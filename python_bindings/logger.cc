@@ -3,17 +3,17 @@
 #include <ATen/ops/zeros.h>
 #include <torch/csrc/distributed/c10d/debug.h>
 
+#include <chrono>
 #include <cstdlib>
 #include <set>
 
 #include "absl/strings/ascii.h"
 #include "absl/strings/str_join.h"
+#include "brigade/reducer/timeline.h"
+#include "brigade/reducer/timeline_recorder.h"
 
 namespace brigade {
 namespace {
-
-// The first iterations are all sampled, as in torch.
-constexpr int64_t kAlwaysSampled = 10;
 
 // torch's Logger holds a torch Reducer. This one reduces nothing.
 std::shared_ptr<c10d::Reducer> idle_reducer(c10d::ProcessGroup& group) {
@@ -33,6 +33,17 @@ std::shared_ptr<c10d::Reducer> idle_reducer(c10d::ProcessGroup& group) {
 std::string variable(const char* name) {
   const char* value = std::getenv(name);
   return value == nullptr ? "N/A" : value;
+}
+
+// What turns a steady time into one of day.
+int64_t system_minus_steady_ns() {
+  const auto ns = [](auto time) {
+    return std::chrono::duration_cast<std::chrono::nanoseconds>(
+               time.time_since_epoch())
+        .count();
+  };
+  return ns(std::chrono::system_clock::now()) -
+         ns(std::chrono::steady_clock::now());
 }
 
 std::string lower_case_key(const std::string& name) {
@@ -112,26 +123,68 @@ void Logger::sample_runtime() {
   const ReducerStatistics statistics = reducer_.statistics();
   const int64_t iteration = statistics.prepared;
   if (iteration == 0) return;
-  if (iteration > kAlwaysSampled &&
+  if (iteration > TimelineRecorder::kAlwaysSampled &&
       iteration % reducer_.logging_sample_rate() != 0) {
     return;
   }
   data_.ints_map["iteration"] = iteration;
-  if (!reducer_.options().find_unused_parameters) {
-    data_.ints_map["unused_parameter_size"] = 0;
-  }
   data_.ints_map["can_set_static_graph"] = reducer_.is_graph_static();
   data_.ints_map["has_rebuilt_buckets"] = statistics.rebuilds > 0;
-  if (statistics.rebuilds > 0) {
-    data_.strs_map["rebuilt_bucket_sizes"] =
-        absl::StrJoin(reducer_.bucket_sizes_bytes(), ", ");
-    std::vector<std::string> buckets;
-    for (const std::vector<size_t>& bucket : reducer_.buckets()) {
-      buckets.push_back(absl::StrJoin(bucket, " "));
-    }
-    data_.strs_map["rebuilt_per_bucket_param_indices"] =
-        absl::StrJoin(buckets, ", ");
+  if (statistics.rebuilds > 0) describe_buckets();
+  const Timeline timeline = reducer_.timeline();
+  if (timeline.iteration == iteration) describe_timeline(timeline);
+}
+
+void Logger::describe_buckets() {
+  data_.strs_map["rebuilt_bucket_sizes"] =
+      absl::StrJoin(reducer_.bucket_sizes_bytes(), ", ");
+  std::vector<std::string> buckets;
+  for (const std::vector<size_t>& bucket : reducer_.buckets()) {
+    buckets.push_back(absl::StrJoin(bucket, " "));
   }
+  data_.strs_map["rebuilt_per_bucket_param_indices"] =
+      absl::StrJoin(buckets, ", ");
+}
+
+void Logger::describe_timeline(const Timeline& timeline) {
+  const TimelineSummary summary = summarize(timeline);
+  ++num_timelines_;
+  add_to_average("forward_compute_time", summary.forward_compute_ns);
+  add_to_average("backward_compute_time", summary.backward_compute_ns);
+  add_to_average("backward_comm_time", summary.backward_comm_ns);
+  add_to_average("backward_compute_comm_overlap_time", summary.overlap_ns);
+
+  const int64_t offset_ns = system_minus_steady_ns();
+  const auto set_time_of_day = [&](const char* name, int64_t time_ns) {
+    if (time_ns > 0) data_.ints_map[name] = time_ns + offset_ns;
+  };
+  set_time_of_day("forward_compute_time_start", timeline.forward_begin_ns);
+  set_time_of_day("backward_compute_time_start", timeline.backward_begin_ns);
+  set_time_of_day("backward_compute_time_end", timeline.backward_end_ns);
+  set_time_of_day("backward_comm_time_start", summary.comm_begin_ns);
+  set_time_of_day("backward_comm_time_end", summary.comm_end_ns);
+
+  std::vector<size_t> order;
+  std::vector<bool> used(reducer_.parameters().size());
+  for (const GradientTime& gradient : timeline.gradients) {
+    order.push_back(gradient.variable.parameter);
+    used[order.back()] = true;
+  }
+  data_.strs_map["prev_iteration_grad_ready_order_indices"] =
+      absl::StrJoin(order, ", ");
+  int64_t unused_bytes = 0;
+  for (size_t i = 0; i < used.size(); ++i) {
+    if (!used[i]) {
+      unused_bytes += static_cast<int64_t>(reducer_.parameters()[i].nbytes());
+    }
+  }
+  data_.ints_map["unused_parameter_size"] = unused_bytes;
+}
+
+void Logger::add_to_average(const std::string& name, int64_t time_ns) {
+  int64_t& average_ns = data_.ints_map["avg_" + name];
+  average_ns += (time_ns - average_ns) / num_timelines_;
+  data_.ints_map[name] = time_ns;
 }
 
 void Logger::set_error(const std::string& text) {
@@ -145,8 +198,9 @@ void Logger::set_comm_hook_name(const std::string& name) {
 }
 
 at::DDPLoggingData Logger::data() {
-  if (const auto& error = reducer_.last_error()) {
-    set_error(*error);
+  if (const auto error = reducer_.last_error()) {
+    set_error(error->text);
+    data_.ints_map["iteration"] = error->iteration;
   } else if (reducer_.statistics().given_up > 0 &&
              data_.ints_map.count("has_error") == 0) {
     set_error(

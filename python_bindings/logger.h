@@ -4,7 +4,7 @@
 // It is a torch.distributed.Logger, so that torch's functions which report to
 // one accept it; but what it tells comes from a TorchReducer. The keys are
 // torch's; c10/util/Logging.h and Logger::set_runtime_stats_and_log give their
-// meaning.
+// meaning. Times are in ns; those of day are the system clock's.
 //
 // Thread safety: one call at a time.
 
@@ -46,9 +46,13 @@ class Logger : public c10d::Logger {
  private:
   void describe_parameters();
   void describe_environment();
+  void describe_buckets();
+  void describe_timeline(const Timeline& timeline);
+  void add_to_average(const std::string& name, int64_t time_ns);
 
   const TorchReducer& reducer_;
   at::DDPLoggingData data_;
+  int64_t num_timelines_ = 0;  // that the averages are of
 };
 
 }  // namespace brigade

@@ -3,6 +3,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "brigade/python_bindings/register_logger.h"
+#include "brigade/python_bindings/register_outputs.h"
 #include "brigade/python_bindings/register_reducer.h"
 
 PYBIND11_MODULE(_C, module) {
@@ -10,4 +11,5 @@ PYBIND11_MODULE(_C, module) {
   py::module_::import("torch._C");
   brigade::register_reducer(module);
   brigade::register_logger(module);
+  brigade::register_outputs(module);
 }

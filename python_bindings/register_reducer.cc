@@ -1,6 +1,7 @@
 #include "brigade/python_bindings/register_reducer.h"
 
 #include <c10/util/Exception.h>
+#include <pybind11/chrono.h>
 #include <torch/csrc/jit/python/pybind_utils.h>
 
 #include <cstdint>
@@ -214,10 +215,25 @@ void register_reducer(py::module_& module) {
       .def("_meet_peers", &TorchReducer::meet_peers, NoGil())
       .def("_set_static_graph", &TorchReducer::set_static_graph, NoGil())
       .def("_ddp_graph_static", &TorchReducer::is_graph_static, NoGil())
-      .def("_get_local_used_map", &TorchReducer::local_used_parameters, NoGil())
+      .def("_get_local_used_map", &TorchReducer::used_parameter_counts, NoGil())
+      .def("_set_mixed_precision_param_dtype",
+           &TorchReducer::set_mixed_precision_dtype, py::arg("data_type"),
+           NoGil())
+      .def("_autograd_hook", &TorchReducer::gradient_ready, py::arg("index"),
+           NoGil())
       .def("_check_reducer_finalized", &TorchReducer::check_finalized, NoGil())
+      .def(
+          "get_backward_stats", &TorchReducer::gradient_times_ns, NoGil(),
+          "By parameter: ns from the begin of the last sampled backward to its "
+          "gradient.")
       .def("_set_ddp_runtime_logging_sample_rate",
-           &TorchReducer::set_logging_sample_rate, py::arg("sample_rate"))
+           &TorchReducer::set_logging_sample_rate, py::arg("sample_rate"),
+           NoGil())
+      .def("set_stall_report_after", &TorchReducer::set_stall_report_after,
+           py::arg("time"), NoGil(),
+           "A rank that has waited so long for its peers warns and names the "
+           "late ones. At first half of the group's timeout, 60 s at most; "
+           "timedelta(0): never. Raises ValueError if it is negative.")
       .def(
           "set_logger", [](TorchReducer&, const py::object&) {},
           py::arg("logger"), "Nothing to do: the logger asks the reducer.")
@@ -227,8 +243,7 @@ void register_reducer(py::module_& module) {
       .def(
           "_set_optimizer_in_backward", [](TorchReducer&) {},
           "Nothing to do: what the hook does to .grad comes last.");
-  for (const char* name : {"_autograd_hook", "_set_mixed_precision_param_dtype",
-                           "_set_sparse_metadata", "get_backward_stats"}) {
+  for (const char* name : {"_set_sparse_metadata"}) {
     def_not_there_yet(reducer, name);
   }
 }

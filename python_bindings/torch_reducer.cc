@@ -8,7 +8,9 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "brigade/comm_hooks/all_reduce_hook.h"
+#include "brigade/comm_hooks/hook_result.h"
 #include "brigade/comm_hooks/wire_format.h"
+#include "brigade/python_bindings/reduced_precision_hook.h"
 
 namespace brigade {
 namespace {
@@ -63,6 +65,11 @@ void TorchReducer::make() {
   } catch (const c10::ValueError& error) {
     TORCH_CHECK(false, error.what_without_backtrace());
   }
+  reducer_->set_timeline_sample_rate(logging_sample_rate_);
+  if (stall_report_after_) {
+    reducer_->set_stall_report_after(*stall_report_after_);
+  }
+  if (!watches_gradients_) reducer_->stop_watching_gradients();
 }
 
 bool TorchReducer::ready() {
@@ -76,6 +83,7 @@ void TorchReducer::prepare_for_forward() {
   remember_errors([this] {
     awaited_->wait();  // no backward came
     check_last_backward();
+    reducer_->forward_begins();
   });
 }
 
@@ -158,6 +166,23 @@ void TorchReducer::register_comm_hook(
   hook_name_ = std::move(name);
 }
 
+void TorchReducer::set_mixed_precision_dtype(
+    std::optional<at::ScalarType> dtype) {
+  watches_gradients_ = false;
+  // A built-in hook has chosen its dtype.
+  const bool chooses =
+      dynamic_cast<DeclaresWireFormat*>(options_.comm_hook.get()) == nullptr;
+  if (dtype && chooses) {
+    options_.comm_hook = std::make_shared<ReducedPrecisionHook>(
+        std::move(options_.comm_hook), *dtype);
+  }
+  if (!hooks_removed_) make();
+}
+
+void TorchReducer::gradient_ready(size_t parameter) {
+  if (reducer_) reducer_->gradient_ready(parameter);
+}
+
 void TorchReducer::register_builtin_comm_hook(c10d::BuiltinCommHookType type) {
   switch (type) {
     case c10d::BuiltinCommHookType::ALLREDUCE:
@@ -181,7 +206,12 @@ c10::intrusive_ptr<c10::ivalue::Future> TorchReducer::run_all_reduce_hook(
 
 void TorchReducer::set_divisor(c10::intrusive_ptr<c10d::Work> count,
                                bool use_world_size) {
-  if (!use_world_size) averaging_->divide_by(std::move(count));
+  if (use_world_size) return;
+  averaging_->divide_by([count = std::move(count)] {
+    const auto future = count->getFuture();
+    future->waitAndThrow();
+    return tensor_of_hook_result(future->value()).item<double>();
+  });
 }
 
 void TorchReducer::await_at_end(std::vector<AwaitedFutures::Future> futures) {
@@ -203,11 +233,11 @@ void TorchReducer::set_static_graph() {
   if (!hooks_removed_) make();
 }
 
-at::Tensor TorchReducer::local_used_parameters() const {
+at::Tensor TorchReducer::used_parameter_counts() {
   if (!reducer_) return {};
-  const at::Tensor used = reducer_->local_used_parameters();
-  if (!used.defined()) return used;
-  return used.flatten().to(parameters_.front().device());
+  const at::Tensor counts = reducer_->used_parameter_counts();
+  if (!counts.defined()) return counts;
+  return counts.to(parameters_.front().device());
 }
 
 bool TorchReducer::is_graph_static() const {
@@ -231,6 +261,36 @@ void TorchReducer::set_logging_sample_rate(int64_t rate) {
                     "brigade.Reducer: the sample rate must be at least 1, got ",
                     rate, ".\nGive the number of iterations between samples.");
   logging_sample_rate_ = rate;
+  if (reducer_) reducer_->set_timeline_sample_rate(rate);
+}
+
+void TorchReducer::set_stall_report_after(std::chrono::milliseconds time) {
+  if (reducer_) reducer_->set_stall_report_after(time);
+  stall_report_after_ = time;
+}
+
+Timeline TorchReducer::timeline() const {
+  return reducer_ ? reducer_->timeline() : Timeline{};
+}
+
+std::vector<int64_t> TorchReducer::gradient_times_ns() const {
+  const Timeline last = timeline();
+  std::vector<int64_t> times_ns(parameters_.size(), 0);
+  for (const GradientTime& gradient : last.gradients) {
+    times_ns[gradient.variable.parameter] =
+        gradient.ready_ns - last.backward_begin_ns;
+  }
+  return times_ns;
+}
+
+std::optional<ReducerError> TorchReducer::last_error() const {
+  const std::optional<ReducerError> inside =
+      reducer_ ? reducer_->last_error() : std::nullopt;
+  // Of the same iteration, the call's comes later and says more.
+  if (!last_error_ || (inside && inside->iteration > last_error_->iteration)) {
+    return inside;
+  }
+  return last_error_;
 }
 
 std::vector<c10d::GradBucket> TorchReducer::zero_buckets() const {
@@ -293,13 +353,16 @@ std::vector<int64_t> TorchReducer::bucket_sizes_bytes() const {
 }
 
 void TorchReducer::remember_errors(const std::function<void()>& call) {
+  const auto remember = [this](const char* text) {
+    last_error_ = {.iteration = statistics().prepared, .text = text};
+  };
   try {
     call();
   } catch (const c10::Error& error) {
-    last_error_ = error.what_without_backtrace();
+    remember(error.what_without_backtrace());
     throw;
   } catch (const std::exception& error) {
-    last_error_ = error.what();
+    remember(error.what());
     throw;
   }
 }

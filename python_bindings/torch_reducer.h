@@ -13,6 +13,7 @@
 #ifndef BRIGADE_PYTHON_BINDINGS_TORCH_REDUCER_H_
 #define BRIGADE_PYTHON_BINDINGS_TORCH_REDUCER_H_
 
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -23,7 +24,7 @@
 #include <torch/csrc/distributed/c10d/default_comm_hooks.hpp>
 #include <vector>
 
-#include "brigade/python_bindings/averaging_hook.h"
+#include "brigade/comm_hooks/averaging_hook.h"
 #include "brigade/python_bindings/awaited_futures.h"
 #include "brigade/reducer/reducer.h"
 
@@ -77,9 +78,16 @@ class TorchReducer {
   // training has begun.
   void set_static_graph();
 
-  // Which parameters got gradients here since the last reduction: int32, where
-  // the parameters are, 1 or 0. Undefined unless the reducer wants to know.
-  at::Tensor local_used_parameters() const;
+  // From here on gradients are told by gradient_ready(), and may be of another
+  // dtype than the parameters are now, which is what they become; a hook of the
+  // user's that is registered already gets buckets of `dtype`, if given. To be
+  // called on every rank before training.
+  void set_mixed_precision_dtype(std::optional<at::ScalarType> dtype);
+  void gradient_ready(size_t parameter);
+
+  // How many ranks used each parameter in the last reduction: int32, where the
+  // parameters are. Undefined unless the reducer wants to know.
+  at::Tensor used_parameter_counts();
 
   // False if the parameters that a graph left unused changed.
   bool is_graph_static() const;
@@ -103,12 +111,22 @@ class TorchReducer {
   // A bucket without elements is left out, since none is launched.
   std::vector<c10d::GradBucket> zero_buckets() const;
 
-  // Logging samples every `rate`-th iteration.
+  // Timelines are of every `rate`-th iteration. Errors: ValueError below 1.
   int64_t logging_sample_rate() const { return logging_sample_rate_; }
   void set_logging_sample_rate(int64_t rate);
 
-  // What the last call that failed said. Calls made by autograd are not seen.
-  const std::optional<std::string>& last_error() const { return last_error_; }
+  // See Reducer.
+  void set_stall_report_after(std::chrono::milliseconds time);
+
+  // Of the last iteration that was sampled.
+  Timeline timeline() const;
+
+  // By parameter, ns from the begin of that backward to its gradient; 0: none
+  // came.
+  std::vector<int64_t> gradient_times_ns() const;
+
+  // What the last call or backward that failed said.
+  std::optional<ReducerError> last_error() const;
 
   // Zeros and empty lists where there is no reducer.
   ReducerStatistics statistics() const;
@@ -130,11 +148,13 @@ class TorchReducer {
   const std::vector<at::Tensor> parameters_;
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
   ReducerOptions options_;
-  std::string hook_name_;  // empty: none was registered
-  std::optional<std::string> last_error_;
+  int64_t logging_sample_rate_ = 100;
+  std::optional<std::chrono::milliseconds> stall_report_after_;  // else default
+  bool watches_gradients_ = true;
+  std::string hook_name_;                   // empty: none was registered
+  std::optional<ReducerError> last_error_;  // of a call
   std::shared_ptr<AveragingHook> averaging_;
   std::shared_ptr<AwaitedFutures> awaited_;
-  int64_t logging_sample_rate_ = 100;
   int64_t launched_before_ = 0;  // buckets, by earlier iterations
   bool hooks_removed_ = false;
   std::unique_ptr<Reducer> reducer_;  // null after reset() or remove_hooks()

@@ -3,7 +3,6 @@
 #include <c10/core/DeviceGuard.h>
 #include <c10/util/Exception.h>
 
-#include <algorithm>
 #include <utility>
 #include <vector>
 
@@ -44,13 +43,13 @@ Bucket::Bucket(const ParameterTable& table, const BucketPlan& plan,
     : hook_(hook),
       parameters_(select(table, plan.buckets()[index])),
       devices_(devices_of(table, plan.buckets()[index].front())),
+      dtype_(table.dtype(plan.buckets()[index].front())),
       sparse_(table.is_sparse(plan.buckets()[index].front())),
       numel_(sparse_ ? 0 : total_numel(parameters_)),
       declared_(dynamic_cast<const DeclaresWireFormat*>(&hook)) {
   const std::vector<size_t>& members = plan.buckets()[index];
-  const at::ScalarType dtype = parameters_.front().scalar_type();
   const at::ScalarType wire_dtype =
-      declared_ == nullptr ? dtype : declared_->wire_format(dtype).dtype;
+      declared_ == nullptr ? dtype_ : declared_->wire_format(dtype_).dtype;
   std::vector<size_t> offsets;
   std::vector<size_t> lengths;
   std::vector<c10::IntArrayRef> sizes;
@@ -83,9 +82,7 @@ Bucket::Bucket(const ParameterTable& table, const BucketPlan& plan,
 // local replicas are averaged before anything travels.
 double Bucket::scale() const {
   const double scale =
-      declared_ == nullptr
-          ? 1.0
-          : declared_->wire_format(parameters_.front().scalar_type()).scale;
+      declared_ == nullptr ? 1.0 : declared_->wire_format(dtype_).scale;
   return scale / static_cast<double>(replicas_.size());
 }
 
@@ -114,12 +111,10 @@ void Bucket::sum_replicas() {
   if (packed_) packed_->record(current_stream(device()));
 }
 
-bool Bucket::owns_memory_of(const at::Tensor& gradient) const {
-  if (sparse_) return false;
-  return std::any_of(replicas_.begin(), replicas_.end(),
-                     [&](const std::unique_ptr<BucketReplica>& replica) {
-                       return gradient.is_alias_of(replica->views());
-                     });
+void Bucket::list_memory(MemoryRanges& memory) const {
+  for (const std::unique_ptr<BucketReplica>& replica : replicas_) {
+    if (replica->views().defined()) memory.add(replica->views());
+  }
 }
 
 void Bucket::adopt_gradients() {
@@ -153,7 +148,12 @@ c10::intrusive_ptr<c10::ivalue::Future> Bucket::launch(
 int64_t Bucket::deliver(const c10::IValue& value,
                         std::span<const size_t> untouched_slots) {
   const at::Tensor result = hook_.parseHookResult(value);
-  if (!result.defined()) return 0;
+  if (!result.defined()) {
+    for (const std::unique_ptr<BucketReplica>& replica : replicas_) {
+      replica->deliver_nothing(untouched_slots);
+    }
+    return 0;
+  }
   int64_t bytes_copied = replicas_.front()->deliver(result, untouched_slots);
   for (size_t replica = 1; replica < replicas_.size(); ++replica) {
     const c10::DeviceGuard on_device(device(replica));

@@ -24,6 +24,7 @@
 #include "brigade/comm_hooks/wire_format.h"
 #include "brigade/planning/bucket_plan.h"
 #include "brigade/reducer/bucket_replica.h"
+#include "brigade/reducer/memory_ranges.h"
 #include "brigade/reducer/parameter_table.h"
 #include "brigade/reducer/stream_join.h"
 
@@ -55,7 +56,8 @@ class Bucket {
   c10::intrusive_ptr<c10::ivalue::Future> launch_zeros();
 
   // Hands out the value of a completed future to all replicas. Returns the
-  // bytes copied. Untouched slots: see BucketReplica::deliver. Errors:
+  // bytes copied. Nothing is handed out if the value is None: the hook has seen
+  // to the gradients. Untouched slots: see BucketReplica::deliver. Errors:
   // TypeError, RuntimeError if the value does not fit.
   int64_t deliver(const c10::IValue& value,
                   std::span<const size_t> untouched_slots);
@@ -67,8 +69,8 @@ class Bucket {
   // Of replica 0, where buckets travel, or of another one.
   c10::Device device(size_t replica = 0) const { return devices_[replica]; }
 
-  // True if `gradient` lies in this bucket's memory.
-  bool owns_memory_of(const at::Tensor& gradient) const;
+  // Where gradients that are views lie. Empty tensors are left out.
+  void list_memory(MemoryRanges& memory) const;
 
   bool is_view_in(size_t replica, size_t slot,
                   const at::Tensor& gradient) const {
@@ -85,6 +87,7 @@ class Bucket {
   c10d::CommHookInterface& hook_;
   const std::vector<at::Tensor> parameters_;  // of replica 0
   const std::vector<c10::Device> devices_;    // by replica
+  const at::ScalarType dtype_;                // of the gradients
   const bool sparse_;
   const int64_t numel_;
   const DeclaresWireFormat* const declared_;  // null: the hook gets raw ones

@@ -50,6 +50,10 @@ class BucketReplica {
   virtual int64_t deliver(const at::Tensor& result,
                           std::span<const size_t> untouched_slots) = 0;
 
+  // In place of deliver(): gradients are what the comm hook left, but those of
+  // `untouched_slots` are as they were before pack().
+  virtual void deliver_nothing(std::span<const size_t> untouched_slots) = 0;
+
   // Copies gradients that exist into the bucket and lets them be views of it,
   // so that the memory where they were is free. Only where gradients are views.
   virtual void adopt_gradients() = 0;

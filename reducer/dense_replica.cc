@@ -12,21 +12,10 @@
 #include <algorithm>
 #include <utility>
 
+#include "brigade/comm_hooks/gradient_layout.h"
+
 namespace brigade {
 namespace {
-
-// The gradient layout contract: strides follow the parameter if it covers its
-// memory without gaps, else they are contiguous.
-std::vector<int64_t> gradient_strides(const at::Tensor& parameter) {
-  if (parameter.is_non_overlapping_and_dense()) {
-    return parameter.strides().vec();
-  }
-  std::vector<int64_t> strides(parameter.dim(), 1);
-  for (int64_t d = parameter.dim() - 2; d >= 0; --d) {
-    strides[d] = strides[d + 1] * std::max<int64_t>(parameter.size(d + 1), 1);
-  }
-  return strides;
-}
 
 // True if both lay out their elements alike. Strides of dimensions of size 1 do
 // not matter.
@@ -64,11 +53,13 @@ void check_gradient(const ParameterTable& table, size_t parameter,
               table.name_of(parameter),
               " must be dense, it is sparse.\n"
               "Set its flag in ReducerOptions::expect_sparse_gradients.");
-  TORCH_CHECK(gradient.scalar_type() == expected.scalar_type() &&
-                  gradient.device() == expected.device() &&
+  // The parameter itself may be in another dtype for the time of a backward.
+  const bool fits_dtype = gradient.scalar_type() == table.dtype(parameter) ||
+                          gradient.scalar_type() == expected.scalar_type();
+  TORCH_CHECK(fits_dtype && gradient.device() == expected.device() &&
                   gradient.sizes() == expected.sizes(),
               "the gradient of ", table.name_of(parameter), " must be ",
-              expected.scalar_type(), " ", expected.sizes(), " on ",
+              table.dtype(parameter), " ", expected.sizes(), " on ",
               expected.device(), ", it is ", gradient.scalar_type(), " ",
               gradient.sizes(), " on ", gradient.device(),
               ".\nSet it to None before the next backward.");
@@ -107,20 +98,18 @@ DenseReplica::DenseReplica(const ParameterTable& table, size_t replica,
   }
 
   const at::NoGradGuard no_grad;
+  const at::ScalarType dtype = table.dtype(parameters.front());
   const at::TensorOptions options =
-      at::TensorOptions(parameter(0).scalar_type())
-          .device(parameter(0).device());
+      at::TensorOptions(dtype).device(parameter(0).device());
   flat_ = at::zeros({numel}, options);
-  wire_ = wire_dtype == parameter(0).scalar_type()
-              ? flat_
-              : at::empty({numel}, options.dtype(wire_dtype));
+  wire_ = wire_dtype == dtype ? flat_
+                              : at::empty({numel}, options.dtype(wire_dtype));
 
-  const at::AutoDispatchBelowADInplaceOrView no_view_tracking;
   views_in_.reserve(parameters_.size());
   places_.reserve(parameters_.size());
   follows_parameter_.reserve(parameters_.size());
   for (size_t slot = 0; slot < parameters_.size(); ++slot) {
-    views_in_.push_back(view_out(slot, flat_));
+    views_in_.push_back(make_view(slot));
     places_.push_back(views_in_.back().const_data_ptr());
     follows_parameter_.push_back(
         parameter(slot).is_non_overlapping_and_dense());
@@ -137,6 +126,7 @@ int64_t DenseReplica::pack(double scale, std::span<const size_t> unused_slots) {
       prefetch(parameter(slot + kPrefetchedSlots));
       prefetch(views_in_[slot + kPrefetchedSlots]);
     }
+    repair_view(slot);
     gradients_[slot] = &parameter(slot).mutable_grad();
     keeps_graph_[slot] = false;
     sources_[slot] = source_of(slot, *gradients_[slot]);
@@ -163,6 +153,7 @@ void DenseReplica::set_unused(std::span<const size_t> slots) {
   set_aside_.clear();
   for (const size_t slot : slots) {
     unused_[slot] = true;
+    repair_view(slot);
     const at::Tensor& gradient = parameter(slot).grad();
     if (is_view_in(slot, gradient)) {
       set_aside_.push_back({.slot = slot, .gradient = gradient.clone()});
@@ -170,7 +161,19 @@ void DenseReplica::set_unused(std::span<const size_t> slots) {
   }
 }
 
+at::Tensor DenseReplica::make_view(size_t slot) const {
+  const at::AutoDispatchBelowADInplaceOrView no_view_tracking;
+  return view_out(slot, flat_);
+}
+
+// Whoever was given a view as a gradient may have assigned to its data. Then it
+// is a gradient like any other.
+void DenseReplica::repair_view(size_t slot) {
+  if (!views_in_[slot].is_alias_of(flat_)) views_in_[slot] = make_view(slot);
+}
+
 void DenseReplica::install_view(size_t slot) {
+  repair_view(slot);
   at::Tensor& gradient = *gradients_[slot];
   if (!gradient.is_same(views_in_[slot])) gradient = views_in_[slot];
 }
@@ -178,14 +181,15 @@ void DenseReplica::install_view(size_t slot) {
 // Where to read the gradient of a slot; null if there is none.
 const void* DenseReplica::source_of(size_t slot, const at::Tensor& gradient) {
   if (!gradient.defined()) return nullptr;
-  const at::Tensor& view = views_in_[slot];  // not looked into: it is cold
+  const at::Tensor& view = views_in_[slot];
   if (gradient.is_same(view)) return places_[slot];
   check_gradient(table_, parameters_[slot], gradient);
   keeps_graph_[slot] = gradient.requires_grad();
   // A gradient may also be a piece of this bucket that is not its own place, if
   // the user put it there; reading it while that place is written would mix
   // them up.
-  if (same_memory_order(gradient,
+  if (gradient.scalar_type() == view.scalar_type() &&
+      same_memory_order(gradient,
                         follows_parameter_[slot] ? parameter(slot) : view) &&
       !has_lazy_bits(gradient) && !gradient.is_alias_of(flat_)) {
     return gradient.const_data_ptr();
@@ -218,12 +222,7 @@ int64_t DenseReplica::deliver_views(const at::Tensor& result,
     flat_.copy_(result.reshape({-1}));
     bytes_copied += flat_.nbytes();
   }
-  for (const SetAside& kept : set_aside_) {
-    if (contains(untouched_slots, kept.slot)) {
-      views_in_[kept.slot].copy_(kept.gradient);
-    }
-  }
-  set_aside_.clear();
+  put_back(untouched_slots);
   for (size_t slot = 0; slot < parameters_.size(); ++slot) {
     if (unused_[slot] && contains(untouched_slots, slot)) continue;
     const at::Tensor& gradient = *gradients_[slot];
@@ -235,6 +234,20 @@ int64_t DenseReplica::deliver_views(const at::Tensor& result,
     }
   }
   return bytes_copied;
+}
+
+void DenseReplica::deliver_nothing(std::span<const size_t> untouched_slots) {
+  const at::NoGradGuard no_grad;
+  put_back(untouched_slots);
+}
+
+void DenseReplica::put_back(std::span<const size_t> untouched_slots) {
+  for (const SetAside& kept : set_aside_) {
+    if (!contains(untouched_slots, kept.slot)) continue;
+    repair_view(kept.slot);
+    views_in_[kept.slot].copy_(kept.gradient);
+  }
+  set_aside_.clear();
 }
 
 int64_t DenseReplica::deliver_copies(const at::Tensor& result,
@@ -296,9 +309,7 @@ void DenseReplica::add(const at::Tensor& buffer) {
 at::Tensor DenseReplica::zeros() const { return at::zeros_like(wire_); }
 
 at::Tensor DenseReplica::view_out(size_t slot, const at::Tensor& result) const {
-  return result.as_strided(
-      parameter(slot).sizes(), gradient_strides(parameter(slot)),
-      result.storage_offset() + ranges_[slot].offset_numel);
+  return gradient_in(result, ranges_[slot].offset_numel, parameter(slot));
 }
 
 const at::Tensor& DenseReplica::parameter(size_t slot) const {

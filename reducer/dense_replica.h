@@ -36,11 +36,12 @@ class DenseReplica final : public BucketReplica {
   void add(const at::Tensor& buffer) override;
   int64_t deliver(const at::Tensor& result,
                   std::span<const size_t> untouched_slots) override;
+  void deliver_nothing(std::span<const size_t> untouched_slots) override;
   void adopt_gradients() override;
   at::Tensor zeros() const override;
   const at::Tensor& views() const override { return flat_; }
   bool is_view_in(size_t slot, const at::Tensor& gradient) const override {
-    return gradient.is_same(views_in_[slot]);
+    return gradient.is_same(views_in_[slot]) && gradient.is_alias_of(flat_);
   }
 
   // Units: elements.
@@ -48,7 +49,10 @@ class DenseReplica final : public BucketReplica {
 
  private:
   void set_unused(std::span<const size_t> slots);
+  at::Tensor make_view(size_t slot) const;
+  void repair_view(size_t slot);
   void install_view(size_t slot);
+  void put_back(std::span<const size_t> untouched_slots);
   const void* source_of(size_t slot, const at::Tensor& gradient);
   int64_t deliver_views(const at::Tensor& result,
                         std::span<const size_t> untouched_slots);

@@ -12,7 +12,8 @@ const char* cure_of_missing(const ReducerOptions& options) {
   }
   if (options.find_unused_parameters) {
     return "The graph of the outputs reaches them, the loss does not: use "
-           "every output of forward() in the loss, or do not return it.";
+           "every output of forward() in the loss, do not return it, or pass "
+           "the outputs through tie_outputs().";
   }
   return "Use every output of forward() in the loss, set "
          "find_unused_parameters, or leave parameters that are not used out of "

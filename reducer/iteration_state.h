@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "brigade/planning/launch_order.h"
+#include "brigade/reducer/context_gradients.h"
 #include "brigade/reducer/stream_join.h"
 #include "brigade/reducer/unused_parameter_search.h"
 
@@ -47,6 +48,7 @@ struct IterationState {
   bool is_shadow = false;               // zeros travel, nothing is delivered
   bool creates_graph = false;           // its backward does
   const at::ThreadLocalState preparer;  // of the thread that prepared
+  ContextGradients context_gradients;
   LaunchOrder order;
   // By bucket, and by replica in it: who produced the gradients.
   std::vector<StreamJoin> streams;

@@ -124,6 +124,7 @@ ParameterTable::ParameterTable(std::vector<std::vector<at::Tensor>> replicas,
   for (size_t i = 0; i < size(); ++i) {
     const at::Tensor& tensor = tensors()[i];
     shapes_.emplace_back(tensor.sizes());
+    dtypes_.push_back(tensor.scalar_type());
     std::string devices;
     for (const std::vector<at::Tensor>& replica : replicas_) {
       absl::StrAppend(&devices, replica[i].device().str(), " ");

@@ -60,6 +60,10 @@ class ParameterTable {
 
   bool is_sparse(size_t i) const { return specs_[i].sparse; }
 
+  // As it was at create(). The tensor itself may change its dtype later, where
+  // a caller swaps its data for a forward in lower precision.
+  at::ScalarType dtype(size_t i) const { return dtypes_[i]; }
+
   // What the planner sees. Kinds number the (dtype, devices of the replicas)
   // pairs in order of first appearance.
   std::span<const ParameterSpec> specs() const { return specs_; }
@@ -85,6 +89,7 @@ class ParameterTable {
 
   std::vector<std::vector<at::Tensor>> replicas_;
   std::vector<std::string> names_;  // empty or one per parameter
+  std::vector<at::ScalarType> dtypes_;
   std::vector<ParameterSpec> specs_;
   std::vector<at::DimVector> shapes_;
 };

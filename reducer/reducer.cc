@@ -15,6 +15,7 @@
 #include "brigade/comm/status_bridge.h"
 #include "brigade/comm_hooks/all_reduce_hook.h"
 #include "brigade/hooks/backward_end.h"
+#include "brigade/hooks/graph_search.h"
 #include "brigade/hooks/output_watch.h"
 #include "brigade/planning/plan_by_size.h"
 #include "brigade/reducer/plan_fingerprint.h"
@@ -41,9 +42,14 @@ Reducer::Reducer(ReducerSetup setup)
       options_(std::move(setup.options)),
       bound_(bind(std::move(setup.plan), *options_.comm_hook)),
       graph_(options_, table_, *hooks_),
-      signatures_(group_) {}
+      signatures_(group_) {
+  observe_plan();
+  observations_.watch_stalls(group_, [this] { return describe_progress(); });
+}
 
 Reducer::~Reducer() {
+  observations_.stall_watch = nullptr;  // asks this object
+
   // A backward that failed may tell of it a little late, on another thread.
   const std::weak_ptr<GradientHooks> callbacks = hooks_;
   hooks_ = nullptr;
@@ -76,11 +82,42 @@ BucketPlan Reducer::plan() const {
 
 ReducerStatistics Reducer::statistics() const {
   const std::lock_guard<std::mutex> lock(mutex_);
-  ReducerStatistics statistics = statistics_;
+  ReducerStatistics statistics = observations_;
   if (graph_.unused_search) {
     statistics.graph_searches = graph_.unused_search->num_searches();
   }
   return statistics;
+}
+
+void Reducer::forward_begins() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  observations_.timeline.forward_begins(observations_.prepared + 1);
+}
+
+Timeline Reducer::timeline() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return observations_.timeline.last();
+}
+
+void Reducer::set_stall_report_after(std::chrono::milliseconds time) {
+  TORCH_CHECK_VALUE(
+      time.count() >= 0,
+      "Reducer::set_stall_report_after: expected at least 0, got ",
+      time.count(),
+      " ms.\nGive the time after which a stall is reported, or 0 "
+      "for never.");
+  if (observations_.stall_watch) {
+    observations_.stall_watch->set_report_after(time);
+  }
+}
+
+void Reducer::set_timeline_sample_rate(int64_t sample_rate) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  observations_.timeline.set_sample_rate(sample_rate);
+}
+
+std::optional<ReducerError> Reducer::last_error() const {
+  return observations_.last_error.get();
 }
 
 std::vector<size_t> Reducer::missing_gradients() const {
@@ -101,7 +138,7 @@ void Reducer::set_comm_hook(std::shared_ptr<c10d::CommHookInterface> hook) {
   const std::lock_guard<std::mutex> lock(mutex_);
   TORCH_CHECK(
       !iteration_ || iteration_->phase == Phase::kPrepared,
-      "Reducer::set_comm_hook: ", describe(occasion(statistics_.prepared)),
+      "Reducer::set_comm_hook: ", describe(occasion(observations_.prepared)),
       " is being reduced.\nSet the hook before the backward or after "
       "it.");
   if (!hook) hook = all_reduce_hook(group_);
@@ -115,6 +152,13 @@ at::Tensor Reducer::local_used_parameters() const {
   return graph_.used_map ? graph_.used_map->local().clone() : at::Tensor();
 }
 
+at::Tensor Reducer::used_parameter_counts() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (!graph_.used_map) return {};
+  graph_.used_map->wait();
+  return graph_.used_map->counts().clone();
+}
+
 bool Reducer::is_graph_static() const {
   const std::lock_guard<std::mutex> lock(mutex_);
   return options_.static_graph ||
@@ -126,18 +170,21 @@ void Reducer::cancel_preparation() {
   if (iteration_ && iteration_->phase == Phase::kPrepared) iteration_ = nullptr;
 }
 
-void Reducer::recover() {
+void Reducer::recover() try {
   const std::lock_guard<std::mutex> lock(mutex_);
   end_unfinished_iteration();
   if (!signatures_.is_at_meeting_point()) meet_idle();
   signatures_.leave_meeting_point();
+} catch (...) {
+  observations_.note_error();
+  throw;
 }
 
 // Peers may be in an iteration that this rank has not begun.
 void Reducer::meet_idle() {
   const auto iteration = iteration_ ? iteration_
                                     : std::make_shared<IterationState>(
-                                          statistics_.prepared, bound_.plan,
+                                          observations_.prepared, bound_.plan,
                                           table_.num_replicas());
   iteration->sums_used_map = sums_used_map();
   end_together(*iteration, SignatureKind::kIdle);
@@ -158,7 +205,7 @@ void Reducer::end_unfinished_iteration() {
   TORCH_CHECK(false, text);
 }
 
-void Reducer::prepare(const std::vector<at::Tensor>& outputs) {
+void Reducer::prepare(const std::vector<at::Tensor>& outputs) try {
   const std::lock_guard<std::mutex> lock(mutex_);
   start_iteration();
   iteration_->prediction = predict_unused(outputs);
@@ -166,6 +213,9 @@ void Reducer::prepare(const std::vector<at::Tensor>& outputs) {
   watch_outputs(outputs, hooks_, [this, iteration = iteration_->iteration] {
     on_output_reached(iteration);
   });
+} catch (...) {
+  observations_.note_error();
+  throw;
 }
 
 void Reducer::start_iteration() {
@@ -175,7 +225,7 @@ void Reducer::start_iteration() {
   if (graph_.ready_order.is_pending()) rebuild();
 
   signatures_.leave_meeting_point();
-  const int64_t iteration = ++statistics_.prepared;
+  const int64_t iteration = ++observations_.prepared;
   iteration_ = std::make_shared<IterationState>(iteration, bound_.plan,
                                                 table_.num_replicas());
   for (const Bucket& bucket : bound_.buckets) {
@@ -184,6 +234,7 @@ void Reducer::start_iteration() {
     }
   }
   iteration_->sums_used_map = sums_used_map();
+  observations_.prepared_iteration(iteration);
 }
 
 void Reducer::check_parameters() const {
@@ -216,11 +267,7 @@ void Reducer::keep_out_of_buckets(VariableIndex variable) const {
   if (bound_.buckets[bucket].is_view_in(variable.replica, slot, gradient)) {
     return;
   }
-  for (const Bucket& other : bound_.buckets) {
-    if (!other.owns_memory_of(gradient)) continue;
-    gradient = gradient.clone();
-    return;
-  }
+  if (bound_.memory.contains(gradient)) gradient = gradient.clone();
 }
 
 UnusedPrediction Reducer::predict_unused(
@@ -228,8 +275,14 @@ UnusedPrediction Reducer::predict_unused(
   if (graph_.unused_search) return graph_.unused_search->predict(outputs);
   UnusedPrediction prediction;
   prediction.searched = true;
-  if (graph_.firing_counts && !graph_.firing_counts->is_learning()) {
+  if (!graph_.firing_counts) return prediction;
+  if (!graph_.firing_counts->is_learning()) {
     prediction.unused = graph_.firing_counts->silent();
+  } else if (watches_gradients_) {
+    // No more than this: reentrant checkpoints hide what they use.
+    prediction.none_reached =
+        GraphSearch(hooks_->accumulators()).unreached(outputs).size() ==
+        table_.num_variables();
   }
   return prediction;
 }
@@ -239,14 +292,44 @@ void Reducer::on_output_reached(int64_t iteration) {
   const int backward_id = running_backward_id();
   finished_.output_reached(iteration, backward_id);
   if (iteration_ && iteration_->iteration == iteration) {
+    observations_.timeline.backward_begins();
     watch_backward(backward_id);
   }
 }
 
-void Reducer::on_gradient_ready(VariableIndex variable) {
+void Reducer::stop_watching_gradients() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  TORCH_CHECK_VALUE(
+      !options_.find_unused_parameters,
+      "Reducer::stop_watching_gradients: find_unused_parameters must be false, "
+      "it is true: parameters are found in the graph by the accumulators that "
+      "the reducer watches.\nSet static_graph instead.");
+  TORCH_CHECK(!iteration_ || iteration_->phase == Phase::kPrepared,
+              "Reducer::stop_watching_gradients: ",
+              describe(occasion(observations_.prepared)),
+              " is being reduced.\nCall it before the backward or after it.");
+  hooks_->remove();
+  watches_gradients_ = false;
+}
+
+void Reducer::gradient_ready(size_t parameter, size_t replica) {
+  TORCH_CHECK(!watches_gradients_,
+              "Reducer::gradient_ready: this reducer watches its gradients "
+              "itself.\nCall stop_watching_gradients() first.");
+  TORCH_CHECK_VALUE(
+      parameter < table_.size() && replica < table_.num_replicas(),
+      "Reducer::gradient_ready: expected a parameter below ", table_.size(),
+      " and a replica below ", table_.num_replicas(), ", got parameter ",
+      parameter, " of replica ", replica,
+      ".\nGive the index in the list that the reducer was made of.");
+  const VariableIndex variable = {.replica = replica, .parameter = parameter};
+  on_gradient_ready(variable, table_[variable].grad().defined());
+}
+
+void Reducer::on_gradient_ready(VariableIndex variable, bool is_defined) try {
   const std::lock_guard<std::mutex> lock(mutex_);
   const int backward_id = running_backward_id();
-  if (graph_.used_map) {
+  if (graph_.used_map && is_defined) {
     graph_.used_map->mark(table_.number_of(variable));
   }
   if (!iteration_) {
@@ -265,6 +348,9 @@ void Reducer::on_gradient_ready(VariableIndex variable) {
     iteration_->failed(words_of_exception(std::current_exception()));
     throw;
   }
+} catch (...) {
+  observations_.note_error();
+  throw;
 }
 
 // Autograd tells of a backward's end only to those who ask during it.
@@ -285,6 +371,7 @@ void Reducer::watch_backward(int backward_id) {
 void Reducer::begin_reduction() {
   if (iteration_->phase != Phase::kPrepared) return;
   iteration_->phase = Phase::kReducing;
+  observations_.timeline.backward_begins();
   iteration_->creates_graph = at::GradMode::is_enabled();
   begin_with_peers();
   const std::vector<size_t>& unused = iteration_->prediction.unused;
@@ -308,7 +395,10 @@ void Reducer::accept_gradient(VariableIndex variable) {
                                occasion(iteration_->iteration), options_));
   const size_t bucket = bound_.plan.locate(variable.parameter).bucket;
   streams_of(bucket, variable.replica).gradient_produced();
+  iteration_->context_gradients.take(table_[variable]);
   if (!completes_gradient(variable)) return;
+  note_use(variable);
+  observations_.timeline.gradient_ready(variable);
   mark_ready(variable);
   launch_full_buckets();
 }
@@ -323,8 +413,11 @@ bool Reducer::completes_gradient(VariableIndex variable) {
 // have come, and which will not come.
 void Reducer::accept_late_gradients() {
   if (graph_.firing_counts && graph_.firing_counts->is_learning()) {
-    for (const size_t variable : graph_.firing_counts->settle()) {
-      mark_ready(table_.variable(variable));
+    for (const size_t number : graph_.firing_counts->settle()) {
+      const VariableIndex variable = table_.variable(number);
+      note_use(variable);
+      observations_.timeline.gradient_ready(variable);
+      mark_ready(variable);
     }
     mark_unused(graph_.firing_counts->silent());
   } else if (!iteration_->order.all_launched() &&
@@ -348,6 +441,14 @@ void Reducer::mark_unused(std::span<const size_t> variables) {
   }
 }
 
+// A parameter that was reached, but only by undefined gradients, is unused.
+void Reducer::note_use(VariableIndex variable) {
+  const size_t number = table_.number_of(variable);
+  if (!graph_.used_map || graph_.used_map->is_marked(number)) return;
+  iteration_->unused.resize(table_.num_variables());
+  iteration_->unused[number] = true;
+}
+
 void Reducer::mark_ready(VariableIndex variable) {
   if (!iteration_->order.mark_ready(variable)) return;
   pack(bound_.plan.locate(variable.parameter).bucket);
@@ -356,8 +457,9 @@ void Reducer::mark_ready(VariableIndex variable) {
 void Reducer::pack(size_t bucket) {
   if (is_skipped(bucket)) return;
   const at::ThreadLocalStateGuard as_preparer(iteration_->preparer);
+  const ObservedPack packing(observations_, bucket);
   for (size_t r = 0; r < table_.num_replicas(); ++r) {
-    statistics_.bytes_packed += bound_.buckets[bucket].pack(
+    observations_.bytes_packed += bound_.buckets[bucket].pack(
         r, streams_of(bucket, r), unused_slots(*iteration_, r, bucket));
   }
   bound_.buckets[bucket].sum_replicas();
@@ -423,13 +525,14 @@ void Reducer::launch_full_buckets() {
     Bucket& bucket = bound_.buckets[*next];
     Launch launch = {.bucket = *next, .future = nullptr};
     if (is_skipped(*next)) {
-      ++statistics_.buckets_skipped;
+      ++observations_.buckets_skipped;
     } else if (!bucket.is_empty()) {
       const at::ThreadLocalStateGuard as_preparer(iteration_->preparer);
       const bool is_users =
           collectives_per_launch() == CollectivesPerLaunch::kEquallyMany;
       const auto before = is_users ? signatures_.group_count() : std::nullopt;
       try {
+        const ObservedLaunch launching(observations_, *next);
         launch.future =
             iteration_->is_shadow ? bucket.launch_zeros() : bucket.launch();
       } catch (...) {
@@ -441,9 +544,11 @@ void Reducer::launch_full_buckets() {
                 iteration_->iteration);
       }
       signatures_.count_launch();
-      ++statistics_.buckets_launched;
+      ++observations_.buckets_launched;
     }
     iteration_->launches.push_back(std::move(launch));
+    observations_.launched(iteration_->launches.back(),
+                           iteration_->launches.size());
   }
   if (iteration_->order.all_launched() && iteration_->sums_used_map &&
       !iteration_->used_map_sent) {
@@ -451,7 +556,7 @@ void Reducer::launch_full_buckets() {
   }
 }
 
-void Reducer::on_backward_end(int64_t iteration, int backward_id) {
+void Reducer::on_backward_end(int64_t iteration, int backward_id) try {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (!iteration_ || iteration_->iteration != iteration) return;
   if (iteration_->watched_backward == backward_id) {
@@ -464,7 +569,11 @@ void Reducer::on_backward_end(int64_t iteration, int backward_id) {
     if (graph_.unused_search) {
       graph_.unused_search->complete(iteration_->prediction);
     }
-    if (iteration_->prediction.unused.size() < table_.num_variables()) return;
+    const UnusedPrediction& prediction = iteration_->prediction;
+    if (!prediction.none_reached &&
+        prediction.unused.size() < table_.num_variables()) {
+      return;
+    }
   }
   try {
     begin_reduction();
@@ -477,6 +586,9 @@ void Reducer::on_backward_end(int64_t iteration, int backward_id) {
   // If gradients are missing, another backward may bring them. What has been
   // launched is not waited for: a peer may have failed before it did.
   if (iteration_->order.all_launched()) finalize();
+} catch (...) {
+  observations_.note_error();
+  throw;
 }
 
 // Waits for every future, also after an error: nothing may write into a bucket
@@ -485,6 +597,7 @@ void Reducer::finalize() {
   const std::shared_ptr<IterationState> iteration =
       std::exchange(iteration_, nullptr);
   finished_.mark_finished(iteration->iteration, iteration->creates_graph);
+  const ObservedFinalize finalizing(observations_);
   end_together(*iteration, SignatureKind::kEnd);
   graph_.ready_order.observe(iteration->order.whole_order());
   const at::ThreadLocalStateGuard as_preparer(iteration->preparer);
@@ -498,9 +611,10 @@ void Reducer::finalize() {
     try {
       if (!launch.future) continue;
       launch.future->waitAndThrow();
+      observations_.timeline.waited_for(bucket);
       if (first_error || iteration->is_shadow) continue;
       step = ErrorSource::kDelivery;
-      statistics_.bytes_delivered += bound_.buckets[bucket].deliver(
+      observations_.bytes_delivered += bound_.buckets[bucket].deliver(
           launch.future->value(), untouched_slots(*iteration, bucket));
     } catch (...) {
       if (first_error) continue;
@@ -511,10 +625,12 @@ void Reducer::finalize() {
   }
   if (graph_.used_map) graph_.used_map->clear_marks();
   if (first_error) {
-    ++statistics_.given_up;
+    ++observations_.given_up;
     rethrow(first_error, source, failed_bucket, iteration->iteration);
   }
-  ++statistics_.reduced;
+  observations_.timeline.finalized();
+  iteration->context_gradients.write_back();
+  ++observations_.reduced;
 }
 
 void Reducer::rebuild() {
@@ -532,7 +648,7 @@ void Reducer::rebuild() {
   if (plan != bound_.plan) {
     adopt(bind(std::move(plan), *options_.comm_hook));
   }
-  ++statistics_.rebuilds;
+  ++observations_.rebuilds;
   graph_.ready_order.settle();
 }
 
@@ -540,6 +656,16 @@ void Reducer::rebuild() {
 void Reducer::adopt(BoundPlan bound) {
   for (Bucket& bucket : bound.buckets) bucket.adopt_gradients();
   bound_ = std::move(bound);
+  observe_plan();
+}
+
+void Reducer::observe_plan() {
+  std::vector<c10::Device> devices;
+  devices.reserve(bound_.buckets.size());
+  for (const Bucket& bucket : bound_.buckets) {
+    devices.push_back(bucket.device());
+  }
+  observations_.bind(std::move(devices), table_.num_variables());
 }
 
 Reducer::BoundPlan Reducer::bind(BucketPlan plan,
@@ -551,8 +677,11 @@ Reducer::BoundPlan Reducer::bind(BucketPlan plan,
                          options_.gradients_as_bucket_views);
   }
   const uint64_t fingerprint = plan_fingerprint(plan, table_, hook);
+  MemoryRanges memory;
+  for (const Bucket& bucket : buckets) bucket.list_memory(memory);
   return {.plan = std::move(plan),
           .buckets = std::move(buckets),
+          .memory = std::move(memory),
           .fingerprint = fingerprint};
 }
 

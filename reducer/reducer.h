@@ -35,12 +35,15 @@
 #ifndef BRIGADE_REDUCER_REDUCER_H_
 #define BRIGADE_REDUCER_REDUCER_H_
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <exception>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <span>
+#include <string>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
 
@@ -53,11 +56,15 @@
 #include "brigade/reducer/finished_iterations.h"
 #include "brigade/reducer/graph_history.h"
 #include "brigade/reducer/iteration_state.h"
+#include "brigade/reducer/last_error.h"
+#include "brigade/reducer/memory_ranges.h"
+#include "brigade/reducer/observations.h"
 #include "brigade/reducer/parameter_table.h"
 #include "brigade/reducer/peer_signatures.h"
 #include "brigade/reducer/reducer_options.h"
 #include "brigade/reducer/reducer_setup.h"
 #include "brigade/reducer/statistics.h"
+#include "brigade/reducer/timeline.h"
 
 namespace brigade {
 
@@ -146,16 +153,68 @@ class Reducer : private GradientListener {
   // Parameters by bucket, in launch order. Changes once, when it is rebuilt.
   BucketPlan plan() const;
 
+  // Takes the hooks off the parameters: from here on the caller tells when a
+  // gradient is ready, by gradient_ready(). For parameters whose data is
+  // swapped around each forward, say for a copy in lower precision, which gives
+  // them other accumulators. Their gradients are cast to the dtype that the
+  // parameter had at construction.
+  //
+  // Errors: ValueError with find_unused_parameters; RuntimeError in the middle
+  // of an iteration.
+  void stop_watching_gradients();
+
+  // `.grad` of a parameter holds its gradient of the running backward. Only
+  // after stop_watching_gradients(); to be called inside the backward, where
+  // the reducer's own hook would be: after the accumulation.
+  //
+  // Errors: RuntimeError if the reducer watches gradients itself, or there is
+  // no backward; ValueError if there is no such parameter; what a gradient that
+  // comes by a hook may raise.
+  void gradient_ready(size_t parameter, size_t replica = 0);
+
   // What an iteration that has begun still waits for: parameters, ascending.
   // Empty if none has begun.
   std::vector<size_t> missing_gradients() const;
 
   ReducerStatistics statistics() const;
 
-  // Which parameters got gradients on this rank since the last reduction:
+  // Forward begins. Only the timeline wants to know: without it, it has no
+  // forward.
+  void forward_begins();
+
+  // Of the last iteration that was sampled and reduced to the end. With buckets
+  // on CUDA devices, waits for these.
+  Timeline timeline() const;
+
+  // Iterations whose timeline is recorded, from the next one on: the first 10,
+  // and then every one whose number is a multiple of this. 0: none. At first
+  // 100. Others cost a branch per gradient; a recorded one takes the time once
+  // per gradient and step of a bucket. Errors: ValueError if it is negative.
+  void set_timeline_sample_rate(int64_t sample_rate);
+
+  // A rank that has waited so long for its peers warns, naming those that are
+  // late and what they wait for. At first half of the group's timeout, 60 s at
+  // most. 0: never. Costs a thread that wakes four times in this time; the
+  // store is written to only once a rank waits. Errors: ValueError if it is
+  // negative.
+  void set_stall_report_after(std::chrono::milliseconds time);
+
+  // What the last method or backward that failed said, and when. Errors of
+  // other code that ended a backward are not known here.
+  std::optional<ReducerError> last_error() const;
+
+  // Which parameters got gradients on this rank since the last reduction, not
+  // counting undefined ones:
   // int32, [num_replicas, num_parameters], on the CPU, 1 or 0. Undefined unless
   // unused parameters are looked for or the graph is static.
   at::Tensor local_used_parameters() const;
+
+  // How many replicas of all ranks had a gradient of each parameter when it was
+  // last reduced: int32, [num_parameters], on the CPU; zeros before. Undefined
+  // unless unused parameters are looked for or the graph is static, which tells
+  // of the first iteration. Waits for the sum. Errors: what the collective
+  // throws.
+  at::Tensor used_parameter_counts();
 
   // True if the graph is declared static, or if all iterations so far left the
   // same parameters unused (which find_unused_parameters finds out): then
@@ -167,13 +226,14 @@ class Reducer : private GradientListener {
   struct BoundPlan {
     BucketPlan plan;
     std::vector<Bucket> buckets;
+    MemoryRanges memory;       // of the gradients that are views
     uint64_t fingerprint = 0;  // equal on ranks that launch the same lengths
   };
 
   explicit Reducer(ReducerSetup setup);
 
   void prepare(const std::vector<at::Tensor>& outputs);
-  void on_gradient_ready(VariableIndex variable) override;
+  void on_gradient_ready(VariableIndex variable, bool is_defined) override;
   void on_output_reached(int64_t iteration);
   void on_backward_end(int64_t iteration, int backward_id);
   void on_backward_abandoned(int64_t iteration);
@@ -190,6 +250,7 @@ class Reducer : private GradientListener {
   bool completes_gradient(VariableIndex variable);
   void accept_late_gradients();
   void mark_unused(std::span<const size_t> variables);
+  void note_use(VariableIndex variable);
   void mark_ready(VariableIndex variable);
   void pack(size_t bucket);
   StreamJoin& streams_of(size_t bucket, size_t replica);
@@ -223,12 +284,17 @@ class Reducer : private GradientListener {
   void wait_quietly(const IterationState& iteration) const;
   void lose_group(const IterationState& iteration);
   void leave_in_flight(const IterationState& iteration);
-  std::string describe_progress(const IterationState& iteration) const;
+  std::string describe_awaited(const IterationState& iteration) const;
   void forget_observations(const IterationState& iteration);
   CollectivesPerLaunch collectives_per_launch() const;
   [[noreturn]] void rethrow(const std::exception_ptr& error, ErrorSource source,
                             size_t bucket, int64_t iteration);
   Occasion occasion(int64_t iteration) const;
+
+  void observe_plan();
+
+  // Does not take mutex_ for granted (reducer_progress.cc).
+  std::string describe_progress() const;
 
   // Constant after construction.
   const c10::intrusive_ptr<c10d::ProcessGroup> group_;
@@ -245,7 +311,8 @@ class Reducer : private GradientListener {
   FinishedIterations finished_;
   GraphHistory graph_;
   PeerSignatures signatures_;
-  ReducerStatistics statistics_;
+  Observations observations_;
+  bool watches_gradients_ = true;
 };
 
 }  // namespace brigade

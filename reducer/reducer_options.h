@@ -36,16 +36,17 @@ struct ReducerOptions {
   std::vector<bool> expect_sparse_gradients = {};
 
   // Parameters may be left out of a backward: those that the graph of the
-  // outputs does not reach count as zero, and a parameter that no rank used
-  // keeps its gradient untouched. Costs a walk of the graph per forward while
-  // parameters are unused, and one all-reduce of 4 bytes per parameter per
-  // iteration. Keeps the graph of the last outputs until the next preparation
-  // if no backward goes through it.
+  // outputs does not reach, or backward only with undefined gradients, count as
+  // zero, and a parameter that no rank used keeps its gradient untouched. Costs
+  // a walk of the graph per forward while parameters are unused, and one
+  // all-reduce of 4 bytes per parameter per iteration. Keeps the graph of the
+  // last outputs until the next preparation if no backward goes through it.
   bool find_unused_parameters = false;
 
   // With find_unused_parameters: leave out the collectives of buckets that no
   // rank used. Backward then begins with a blocking all-reduce of 4 bytes per
-  // parameter, and every forward's graph is searched.
+  // parameter, and every forward's graph is searched. A parameter that the
+  // graph reaches counts as used, whatever gradient comes.
   bool skip_all_reduce_unused_parameters = false;
 
   // The same parameters are used equally often in every iteration, which is

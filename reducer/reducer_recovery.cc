@@ -77,7 +77,7 @@ void Reducer::end_together(IterationState& iteration, SignatureKind kind) {
     throw_if_apart(compare(iteration, kind));
   } catch (...) {
     iteration_ = nullptr;
-    ++statistics_.given_up;
+    ++observations_.given_up;
     forget_observations(iteration);
     throw;
   }
@@ -92,12 +92,13 @@ Verdict Reducer::compare(IterationState& iteration, SignatureKind kind,
                        .fingerprint = bound_.fingerprint,
                        .text = signature_text(words)};
   if (kind == SignatureKind::kFailed) own.unit = iteration.launches.size();
+  const WaitForPeers waiting(*observations_.progress);
   std::optional<Verdict> verdict;
   try {
     verdict = signatures_.exchange(own, collectives_per_launch());
   } catch (const c10::DistBackendError& error) {
     iteration.is_settled = true;
-    const std::string where = describe_progress(iteration);
+    const std::string where = describe_awaited(iteration);
     lose_group(iteration);
     throw_peer_error(absl::StrCat("Reducer: ", where),
                      std::make_exception_ptr(
@@ -115,7 +116,7 @@ Verdict Reducer::compare(IterationState& iteration, SignatureKind kind,
 }
 
 void Reducer::settle(IterationState& iteration, Verdict& verdict) {
-  statistics_.prepared = std::max(statistics_.prepared, verdict.iteration);
+  observations_.prepared = std::max(observations_.prepared, verdict.iteration);
   if (verdict.owed.ok()) {
     const at::ThreadLocalStateGuard as_preparer(iteration.preparer);
     try {
@@ -164,7 +165,7 @@ void Reducer::launch_map_of_zeros() {
 
 void Reducer::launch_zeros(size_t bucket) {
   const auto future = bound_.buckets[bucket].launch_zeros();
-  ++statistics_.buckets_launched;
+  ++observations_.buckets_launched;
   future->waitAndThrow();
 }
 
@@ -179,7 +180,7 @@ void Reducer::give_up() {
   const std::shared_ptr<IterationState> iteration =
       std::exchange(iteration_, nullptr);
   finished_.mark_finished(iteration->iteration, /*may_be_repeated=*/false);
-  ++statistics_.given_up;
+  ++observations_.given_up;
   forget_observations(*iteration);
   if (iteration->is_settled) return;
   if (iteration->failure.empty()) {
@@ -209,6 +210,7 @@ void Reducer::forget_observations(const IterationState& iteration) {
 
 // So that nothing writes into a bucket behind the user's back.
 void Reducer::wait_quietly(const IterationState& iteration) const {
+  const WaitForPeers waiting(*observations_.progress);
   for (const Launch& launch : iteration.launches) {
     if (!launch.future) continue;
     try {
@@ -260,7 +262,7 @@ void Reducer::leave_in_flight(const IterationState& iteration) {
 }
 
 // The first bucket that has not arrived, or the last one launched.
-std::string Reducer::describe_progress(const IterationState& iteration) const {
+std::string Reducer::describe_awaited(const IterationState& iteration) const {
   const Occasion here = occasion(iteration.iteration);
   if (iteration.launches.empty()) return describe(here);
   auto launch = std::find_if(iteration.launches.begin(),

@@ -32,6 +32,7 @@ class SparseReplica final : public BucketReplica {
 
   int64_t deliver(const at::Tensor& result,
                   std::span<const size_t> untouched_slots) override;
+  void deliver_nothing(std::span<const size_t>) override {}
   void adopt_gradients() override {}
   at::Tensor zeros() const override;
   const at::Tensor& views() const override { return no_views_; }

@@ -28,6 +28,7 @@ struct UnusedPrediction {
   std::vector<size_t> unused;            // ascending; empty until searched
   std::vector<GraphSearch::Root> roots;  // keep the graph until it is searched
   bool searched = false;
+  bool none_reached = false;  // of an unknown graph: it shows no parameter
 };
 
 class UnusedParameterSearch {

@@ -23,7 +23,7 @@ void UsedParameterMap::clear_marks() { local_.zero_(); }
 
 void UsedParameterMap::launch(c10d::ProcessGroup& group) {
   const at::NoGradGuard no_grad;
-  wait();  // the last sum, if nobody needed it
+  finish();  // the last sum, if nobody needed it
   const at::Tensor used = local_.size(0) == 1
                               ? local_[0]
                               : local_.sum(0, /*keepdim=*/false, at::kInt);
@@ -42,13 +42,14 @@ void UsedParameterMap::launch(c10d::ProcessGroup& group) {
   work_ = group.allreduce(tensors);
 }
 
-void UsedParameterMap::wait() {
+void UsedParameterMap::finish() {
   if (const auto work = std::exchange(work_, nullptr)) work->wait();
 }
 
-bool UsedParameterMap::is_used_anywhere(size_t parameter) {
+// Copied at once: only the stream that has waited is behind the collective.
+void UsedParameterMap::wait() {
+  finish();
   if (!host_sum_.defined()) host_sum_ = sum_.cpu();
-  return host_sum_.const_data_ptr<int32_t>()[parameter] != 0;
 }
 
 }  // namespace brigade

@@ -40,20 +40,28 @@ class UsedParameterMap {
   // Starts the sum over replicas and ranks. Does not wait. Collective.
   void launch(c10d::ProcessGroup& group);
 
-  // Makes the current stream wait for the sum; on the CPU, this thread.
+  // Waits until the sum is there for this thread to read; free if it is.
   // Errors: what the collective throws.
   void wait();
 
-  // Any rank had marked it when the last sum was launched. The first call after
-  // wait() copies the sum to the host.
+  // Any rank had marked it when the last sum was launched.
   // REQUIRES: wait() after launch().
-  bool is_used_anywhere(size_t parameter);
+  bool is_used_anywhere(size_t parameter) const {
+    return host_sum_.const_data_ptr<int32_t>()[parameter] != 0;
+  }
+
+  // How many replicas of all ranks had marked each parameter when the last sum
+  // was launched; zeros before. Int32, [num_parameters], on the CPU; the next
+  // launch() changes it. REQUIRES: wait() after launch().
+  const at::Tensor& counts() const { return host_sum_; }
 
  private:
+  void finish();
+
   at::Tensor local_;     // int32, [num_parameters], CPU
   int32_t* marks_;       // elements of local_
   at::Tensor sum_;       // int32, [num_parameters], on the buckets' device
-  at::Tensor host_sum_;  // sum_ on the CPU; undefined until asked for
+  at::Tensor host_sum_;  // sum_ on the CPU; undefined until waited for
   c10::intrusive_ptr<c10d::Work> work_;  // null: nothing to wait for
 };
 

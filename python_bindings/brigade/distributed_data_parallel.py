@@ -25,7 +25,7 @@ from torch.distributed.utils import _sync_module_states
 from torch.nn.parallel import distributed as torch_ddp
 
 from brigade import _checks
-from brigade._C import Logger, Reducer
+from brigade._C import Logger, Reducer, tie_outputs
 from brigade._parameter_watch import ParameterWatch
 
 _MIB = 1024 * 1024
@@ -371,6 +371,8 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
             will_reduce = torch.is_grad_enabled() and self.require_backward_grad_sync
             self.require_forward_param_sync = will_reduce
             if will_reduce:
+                if self.find_unused_parameters and not self.static_graph:
+                    output = self._tie_outputs(output)
                 self.reducer.prepare_for_backward(list(torch_ddp._find_tensors(output)))
             elif torch.is_grad_enabled():
                 self.reducer._cancel_preparation()
@@ -381,6 +383,16 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
         # A rank that failed unnoticed must not take a peer's bucket for a buffer.
         self.reducer._meet_peers()
         super()._sync_buffers()
+
+    def _tie_outputs(self, output: Any) -> Any:
+        """Lets the loss leave some of the outputs out."""
+        leaves, structure, is_rref = torch_ddp._tree_flatten_with_rref(output)
+        tensors = [leaf for leaf in leaves if torch.is_tensor(leaf)]
+        if sum(tensor.grad_fn is not None for tensor in tensors) < 2:
+            return output
+        tied = iter(tie_outputs(tensors, copies=self._ddp_sink_clone))
+        leaves = [next(tied) if torch.is_tensor(leaf) else leaf for leaf in leaves]
+        return torch_ddp._tree_unflatten_with_rref(leaves, structure, is_rref)
 
     # ------------------------------------------------------------------- join
 

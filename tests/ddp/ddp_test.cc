@@ -199,8 +199,10 @@ TEST(DistributedDataParallelTest, BroadcastsBuffersBeforeForwardsItReduces) {
   for (const bool broadcast : {true, false}) {
     run_ranks(2, [&](const Group& group) {
       Net net = make_net(3);
-      DistributedDataParallel model(net, group,
-                                    {.broadcast_buffers = broadcast});
+      DistributedDataParallel model(
+          net, group,
+          {.buffer_mode =
+               broadcast ? BufferMode::kBeforeForward : BufferMode::kNone});
       net->eval();
       net->norm->running_mean.fill_(group->getRank());
       {

@@ -352,7 +352,7 @@ TEST_P(CheckpointTest, TakesModules) {
 
 TEST_P(CheckpointTest, TellsGradientHooksOfEachParameterOnce) {
   struct Listener : GradientListener {
-    void on_gradient_ready(VariableIndex variable) override {
+    void on_gradient_ready(VariableIndex variable, bool) override {
       ready.push_back(variable.parameter);
     }
     std::vector<size_t> ready;

@@ -124,6 +124,7 @@ def _profiled(rank):
     names = {event.key for event in profile.key_averages()}
     assert "DistributedDataParallel.forward" in names
     assert "c10d::allreduce_" in names, names
+    assert "brigade: bucket 0 of 1 launch" in names, names
 
 
 def test_the_profiler_sees_forward_and_all_reduce():

@@ -228,6 +228,36 @@ TEST(CommHookContractTest, AFutureOfNoneDeliversNothing) {
   }
 }
 
+TEST(CommHookContractTest, AFutureOfNoneLeavesUnusedGradientsUntouched) {
+  run_ranks(2, [](const Group& group) {
+    const ToyModel model({{2}, {3}});
+    const auto all_reduce = all_reduce_hook(group);
+    bool delivers = true;
+    auto hook = make_comm_hook([&](c10d::GradBucket& bucket) {
+      bucket.getBufferRef().div_(2);
+      return all_reduce->runHook(bucket)->then(
+          [&delivers](c10::ivalue::Future& future) -> c10::IValue {
+            if (delivers) return future.value();
+            return c10::IValue();
+          },
+          c10::AnyType::get());
+    });
+    Reducer reducer(model.parameters, group,
+                    {.find_unused_parameters = true, .comm_hook = hook});
+    const auto step = [&](const at::Tensor& loss) {
+      reducer.prepare_for_backward(loss);
+      loss.backward();
+    };
+    const int rank = group->getRank();
+    step(model.loss(rank));
+    delivers = false;
+    model.parameters[0].mutable_grad().fill_(rank / 3.0);
+    step(model.loss_in_order({1}, rank));
+    EXPECT_TRUE(
+        at::equal(model.parameters[0].grad(), at::full({2}, rank / 3.0)));
+  });
+}
+
 TEST(CommHookContractTest, TheHookMayBeReplacedBetweenIterations) {
   run_ranks(2, [](const Group& group) {
     const ToyModel model({{2}, {3}});

@@ -300,6 +300,25 @@ TEST(ReducerTest, AcceptsGradientsThatTheUserSwapped) {
   }
 }
 
+TEST(ReducerTest, AcceptsGradientsWhoseDataTheUserReplaced) {
+  run_ranks(2, [](const Group& group) {
+    const ToyModel model({{2, 3}, {4}});
+    Reducer reducer(model.parameters, group);
+    const int rank = group->getRank();
+    for (int s = 0; s < 3; ++s) {
+      model.zero_grad();
+      step(reducer, model, model.loss(rank));
+      const at::Tensor& gradient = model.parameters[0].grad();
+      model.parameters[0].mutable_grad().set_data(gradient * 3);
+      step(reducer, model, model.loss(rank, 1));
+      EXPECT_TRUE(at::equal(model.parameters[0].grad(),
+                            3 * model.average(0, 2) + model.average(0, 2, 1)));
+      EXPECT_TRUE(at::equal(model.parameters[1].grad(),
+                            model.average(1, 2) + model.average(1, 2, 1)));
+    }
+  });
+}
+
 TEST(ReducerTest, PutsBackAGradientThatWasTakenOutWhileItTravelled) {
   for (const bool views : {true, false}) {
     run_ranks(2, [&](const Group& group) {

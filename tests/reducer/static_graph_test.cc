@@ -1,5 +1,6 @@
 #include <torch/torch.h>
 
+#include <array>
 #include <functional>
 #include <memory>
 #include <stdexcept>
@@ -9,6 +10,7 @@
 
 #include "brigade/comm/process_group.h"
 #include "brigade/comm/recording_group.h"
+#include "brigade/hooks/output_tie.h"
 #include "brigade/reducer/reducer.h"
 #include "brigade/tests/reducer/toy_model.h"
 #include "brigade/tests/support/local_ranks.h"
@@ -198,6 +200,71 @@ TEST(StaticGraphTest, LearnsAgainAfterAFirstBackwardThatThrew) {
         EXPECT_TRUE(
             at::equal(model.parameters[i].grad(), model.average(i, 2, s)));
       }
+    }
+  });
+}
+
+TEST(StaticGraphTest, AFirstBackwardMayReachNoParameter) {
+  run_ranks(2, [](const Group& group) {
+    const ToyModel model({{2}, {3}});
+    Reducer reducer(model.parameters, group, static_graph());
+    const int rank = group->getRank();
+    for (int s = 0; s < 3; ++s) {
+      model.zero_grad();
+      const at::Tensor input = torch::ones({}, at::requires_grad());
+      step(reducer,
+           rank == 0 ? input * 2 : input * model.loss_in_order({1}, rank, s));
+      EXPECT_FALSE(model.parameters[0].grad().defined());
+      EXPECT_TRUE(at::equal(model.parameters[1].grad(),
+                            model.gradient(1, 1, s).detach() / 2));
+      EXPECT_EQ(reducer.statistics().reduced, s + 1);
+    }
+  });
+}
+
+TEST(StaticGraphTest, AFirstBackwardWithoutParametersOnAnyRankIsReducedToo) {
+  run_ranks(2, [](const Group& group) {
+    const ToyModel model({{2}, {3}});
+    Reducer reducer(model.parameters, group, static_graph());
+    for (int s = 0; s < 3; ++s) {
+      step(reducer, torch::ones({}, at::requires_grad()) * 2);
+      EXPECT_EQ(reducer.statistics().reduced, s + 1);
+      EXPECT_FALSE(model.parameters[0].grad().defined());
+    }
+  });
+}
+
+TEST(StaticGraphTest, GradientsOfInputsAloneAreNoFirstIteration) {
+  const ToyModel model({{2}, {3}});
+  Reducer reducer(model.parameters, single_process_group(), static_graph());
+  const at::Tensor input = torch::ones({}, at::requires_grad());
+  const at::Tensor loss = model.loss(0) * input;
+  reducer.prepare_for_backward(loss);
+  torch::autograd::grad({loss}, {input}, {}, /*retain_graph=*/true);
+  EXPECT_EQ(reducer.statistics().reduced, 0);
+  loss.backward();
+  EXPECT_EQ(reducer.statistics().reduced, 1);
+  EXPECT_TRUE(
+      at::equal(model.parameters[1].grad(), model.gradient(1, 0).detach()));
+}
+
+TEST(StaticGraphTest, UndefinedGradientsCountAsNone) {
+  run_ranks(2, [](const Group& group) {
+    const ToyModel model({{2}, {3}, {4}});
+    Reducer reducer(model.parameters, group, static_graph());
+    const int rank = group->getRank();
+    for (int s = 0; s < 3; ++s) {
+      model.zero_grad();
+      const std::vector<at::Tensor> outputs = tie_outputs(std::array{
+          model.loss_in_order({0}, rank, s), model.loss_in_order({1}, rank, s),
+          model.loss_in_order({2}, rank, s)});
+      reducer.prepare_for_backward(outputs);
+      (rank == 0 ? outputs[0] : outputs[0] + outputs[1]).backward();
+      EXPECT_TRUE(
+          at::equal(model.parameters[0].grad(), model.average(0, 2, s)));
+      EXPECT_TRUE(at::equal(model.parameters[1].grad(),
+                            model.gradient(1, 1, s).detach() / 2));
+      EXPECT_FALSE(model.parameters[2].grad().defined());
     }
   });
 }

@@ -15,6 +15,8 @@
 #include <utility>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
+
 namespace brigade::testing {
 
 class ToyModel {
@@ -24,7 +26,7 @@ class ToyModel {
   explicit ToyModel(const Sizes& sizes,
                     at::TensorOptions options = at::TensorOptions()) {
     for (const std::vector<int64_t>& size : sizes) {
-      names.push_back("p" + std::to_string(parameters.size()));
+      names.push_back(absl::StrCat("p", parameters.size()));
       parameters.push_back(at::ones(size, options).requires_grad_());
     }
   }

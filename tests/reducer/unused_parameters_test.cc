@@ -1,5 +1,6 @@
 #include <torch/torch.h>
 
+#include <array>
 #include <memory>
 #include <random>
 #include <stdexcept>
@@ -9,6 +10,7 @@
 
 #include "brigade/comm/process_group.h"
 #include "brigade/comm/recording_group.h"
+#include "brigade/hooks/output_tie.h"
 #include "brigade/reducer/reducer.h"
 #include "brigade/tests/reducer/toy_model.h"
 #include "brigade/tests/support/local_ranks.h"
@@ -396,6 +398,118 @@ TEST(UnusedParametersTest, AnOutputOutsideTheLossIsNamed) {
     EXPECT_THAT(error.what(), HasSubstr("the loss does not"));
   }
   step(reducer, model.loss(0));  // goes on
+}
+
+// Multiplies by 1; its backward has a gradient only if told so.
+class Passes : public torch::autograd::Function<Passes> {
+ public:
+  static at::Tensor forward(torch::autograd::AutogradContext* context,
+                            const at::Tensor& x, bool passes) {
+    context->saved_data["passes"] = passes;
+    return x.clone();
+  }
+  static torch::autograd::variable_list backward(
+      torch::autograd::AutogradContext* context,
+      torch::autograd::variable_list gradients) {
+    const bool passes = context->saved_data["passes"].toBool();
+    return {passes ? gradients[0] : at::Tensor(), at::Tensor()};
+  }
+};
+
+class UndefinedGradientsTest : public ::testing::TestWithParam<bool> {
+ protected:
+  ReducerOptions options() const {
+    return {.bucket_caps_bytes = {1},
+            .find_unused_parameters = true,
+            .gradients_as_bucket_views = GetParam()};
+  }
+};
+
+TEST_P(UndefinedGradientsTest, CountAsNone) {
+  run_ranks(2, [&](const Group& group) {
+    const ToyModel model(kSizes);
+    Reducer reducer(model.parameters, group, options());
+    const int rank = group->getRank();
+    // Which ranks' gradients are defined, by step: none, both, one, none, ...
+    for (int s = 0; s < 8; ++s) {
+      const bool defined[2] = {s % 4 == 1, s % 4 == 1 || s % 4 == 2};
+      const std::vector<Order> uses = {
+          defined[0] ? Order{0, 1, 2, 3} : Order{1, 3},
+          defined[1] ? Order{0, 1, 2, 3} : Order{1, 3}};
+      model.zero_grad();
+      step(reducer, model.loss_in_order({1, 3}, rank, s) +
+                        Passes::apply(model.loss_in_order({0, 2}, rank, s),
+                                      defined[rank]));
+      expect_averages(model, uses, s);
+    }
+    EXPECT_EQ(reducer.statistics().reduced, 8);
+  });
+}
+
+TEST_P(UndefinedGradientsTest, LeaveAGradientThatWasKeptUntouched) {
+  run_ranks(2, [&](const Group& group) {
+    const ToyModel model(kSizes);
+    Reducer reducer(model.parameters, group, options());
+    const int rank = group->getRank();
+    step(reducer, model.loss(rank));
+    // No multiple of 1/3 survives being halved and summed as it was.
+    model.parameters[2].mutable_grad().copy_(at::full({2, 2, 2}, rank / 3.0));
+    step(reducer, model.loss_in_order({0, 1, 3}, rank) +
+                      Passes::apply(model.loss_in_order({2}, rank), false));
+    EXPECT_TRUE(
+        at::equal(model.parameters[2].grad(), at::full({2, 2, 2}, rank / 3.0)));
+    EXPECT_TRUE(at::equal(model.parameters[0].grad(), 2 * model.average(0, 2)));
+  });
+}
+
+TEST_P(UndefinedGradientsTest, AreThoseOfTiedOutputsOutsideTheLoss) {
+  run_ranks(2, [&](const Group& group) {
+    const ToyModel model(kSizes);
+    Reducer reducer(model.parameters, group, options());
+    const int rank = group->getRank();
+    for (int s = 0; s < 4; ++s) {
+      const std::vector<Order> uses = {
+          {0, 1}, s % 2 == 0 ? Order{0, 1} : Order{0, 1, 2, 3}};
+      model.zero_grad();
+      const std::vector<at::Tensor> outputs =
+          tie_outputs(std::array{model.loss_in_order({0, 1}, rank, s),
+                                 model.loss_in_order({2, 3}, rank, s)});
+      reducer.prepare_for_backward(outputs);
+      if (uses[rank].size() == 2) {
+        outputs[0].backward();
+      } else {
+        (outputs[0] + outputs[1]).backward();
+      }
+      expect_averages(model, uses, s);
+    }
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Views, UndefinedGradientsTest, ::testing::Bool());
+
+TEST(UnusedParametersTest, AreCountedOverRanks) {
+  run_ranks(3, [](const Group& group) {
+    const ToyModel model({{2}, {3}, {4}});
+    Reducer reducer(model.parameters, group, finding_unused());
+    const auto counts = [&] {
+      const at::Tensor map = reducer.used_parameter_counts();
+      return std::vector<int32_t>(map.data_ptr<int32_t>(),
+                                  map.data_ptr<int32_t>() + map.numel());
+    };
+    EXPECT_THAT(counts(), ElementsAre(0, 0, 0));
+    const int rank = group->getRank();
+    step(reducer, model.loss_in_order(rank == 1 ? Order{0, 2} : Order{2}, 0));
+    EXPECT_THAT(counts(), ElementsAre(1, 0, 3));
+    EXPECT_THAT(counts(), ElementsAre(1, 0, 3));
+    step(reducer, model.loss(rank));
+    EXPECT_THAT(counts(), ElementsAre(3, 3, 3));
+  });
+}
+
+TEST(UnusedParametersTest, AreNotCountedUnlessLookedFor) {
+  const ToyModel model(ToyModel::Sizes{{2}});
+  Reducer reducer(model.parameters, single_process_group());
+  EXPECT_FALSE(reducer.used_parameter_counts().defined());
 }
 
 }  // namespace

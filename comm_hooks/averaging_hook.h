@@ -1,15 +1,12 @@
-// The comm hook that a TorchReducer starts with: an averaging all-reduce whose
-// divisor may be the number of ranks that still have data.
-//
-// torch's join counts those ranks by an all-reduce of ones before each forward
-// and hands the reducer its work; whether to divide by that number or by the
-// world size is the user's choice.
+// An averaging all-reduce whose divisor may change from iteration to iteration:
+// the world size, or the number of ranks that still have data.
 //
 // Thread safety: one call at a time.
 
-#ifndef BRIGADE_PYTHON_BINDINGS_AVERAGING_HOOK_H_
-#define BRIGADE_PYTHON_BINDINGS_AVERAGING_HOOK_H_
+#ifndef BRIGADE_COMM_HOOKS_AVERAGING_HOOK_H_
+#define BRIGADE_COMM_HOOKS_AVERAGING_HOOK_H_
 
+#include <functional>
 #include <memory>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/comm.hpp>
@@ -27,9 +24,10 @@ class AveragingHook final : public c10d::CommHookInterface,
   // Until the next call: the divisor is the world size.
   void divide_by_world_size();
 
-  // Until the next call: the divisor is the number that `count` ends with,
-  // which is waited for when the first bucket is packed.
-  void divide_by(c10::intrusive_ptr<c10d::Work> count);
+  // Until the next call: the divisor is what `divisor` returns, equal on all
+  // ranks. It is asked once, when the first bucket is packed, and may wait
+  // there for a collective that was launched long before.
+  void divide_by(std::function<double()> divisor);
 
   c10::intrusive_ptr<c10::ivalue::Future> runHook(
       c10d::GradBucket& bucket) override;
@@ -41,10 +39,14 @@ class AveragingHook final : public c10d::CommHookInterface,
 
   const double world_size_;
   const std::shared_ptr<AllReduceHook> all_reduce_;
-  mutable c10::intrusive_ptr<c10d::Work> count_;  // null: known
+  mutable std::function<double()> ask_;  // empty: known
   mutable double divisor_;
 };
 
+// Adds up and divides by nothing.
+std::shared_ptr<AveragingHook> sum_hook(
+    c10::intrusive_ptr<c10d::ProcessGroup> group);
+
 }  // namespace brigade
 
-#endif  // BRIGADE_PYTHON_BINDINGS_AVERAGING_HOOK_H_
+#endif  // BRIGADE_COMM_HOOKS_AVERAGING_HOOK_H_

@@ -1,8 +1,6 @@
-#include "brigade/python_bindings/averaging_hook.h"
+#include "brigade/comm_hooks/averaging_hook.h"
 
 #include <utility>
-
-#include "brigade/comm_hooks/hook_result.h"
 
 namespace brigade {
 
@@ -12,20 +10,18 @@ AveragingHook::AveragingHook(c10::intrusive_ptr<c10d::ProcessGroup> group)
       divisor_(world_size_) {}
 
 void AveragingHook::divide_by_world_size() {
-  count_ = nullptr;
+  ask_ = nullptr;
   divisor_ = world_size_;
 }
 
-void AveragingHook::divide_by(c10::intrusive_ptr<c10d::Work> count) {
-  count_ = std::move(count);
+void AveragingHook::divide_by(std::function<double()> divisor) {
+  ask_ = std::move(divisor);
 }
 
 double AveragingHook::divisor() const {
-  if (count_) {
-    const auto future = count_->getFuture();
-    future->waitAndThrow();
-    divisor_ = tensor_of_hook_result(future->value()).item<double>();
-    count_ = nullptr;
+  if (ask_) {
+    divisor_ = ask_();
+    ask_ = nullptr;
   }
   return divisor_;
 }
@@ -43,6 +39,13 @@ WireFormat AveragingHook::wire_format(at::ScalarType gradient_dtype) const {
   WireFormat format = all_reduce_->wire_format(gradient_dtype);
   format.scale = 1.0 / divisor();
   return format;
+}
+
+std::shared_ptr<AveragingHook> sum_hook(
+    c10::intrusive_ptr<c10d::ProcessGroup> group) {
+  auto hook = std::make_shared<AveragingHook>(std::move(group));
+  hook->divide_by([] { return 1.0; });
+  return hook;
 }
 
 }  // namespace brigade

@@ -1,0 +1,76 @@
+#include "brigade/comm_hooks/routing_hook.h"
+
+#include <c10/core/GradMode.h>
+#include <c10/util/Exception.h>
+
+#include <utility>
+
+#include "brigade/comm_hooks/hook_result.h"
+#include "brigade/comm_hooks/wire_format.h"
+
+namespace brigade {
+namespace {
+
+// Does by hand what the reducer does while it packs for one hook.
+void apply_wire_format(const DeclaresWireFormat& declared,
+                       c10d::GradBucket& bucket) {
+  const at::NoGradGuard no_grad;
+  at::Tensor& buffer = bucket.getBufferRef();
+  const WireFormat format = declared.wire_format(buffer.scalar_type());
+  buffer.mul_(format.scale);
+  buffer = buffer.to(format.dtype);
+}
+
+}  // namespace
+
+RoutingHook::RoutingHook(HookPtr hook, std::vector<Route> routes) {
+  hooks_.push_back(std::move(hook));
+  for (Route& route : routes) {
+    for (const at::Tensor& parameter : route.parameters) {
+      route_of_[parameter.unsafeGetTensorImpl()] = hooks_.size();
+    }
+    hooks_.push_back(std::move(route.hook));
+  }
+  for (const HookPtr& each : hooks_) {
+    TORCH_CHECK_VALUE(each,
+                      "RoutingHook needs a comm hook per route, got null");
+  }
+}
+
+const RoutingHook::HookPtr& RoutingHook::hook_of(
+    const c10d::GradBucket& bucket) const {
+  const auto found =
+      route_of_.find(bucket.getParameters().front().unsafeGetTensorImpl());
+  return hooks_[found == route_of_.end() ? 0 : found->second];
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> RoutingHook::runHook(
+    c10d::GradBucket& bucket) {
+  const HookPtr& hook = hook_of(bucket);
+  if (const auto* declared =
+          dynamic_cast<const DeclaresWireFormat*>(hook.get())) {
+    apply_wire_format(*declared, bucket);
+  }
+  const auto arrived = hook->runHook(bucket);
+  if (!arrived) return arrived;
+  return arrived->then(
+      [hook](c10::ivalue::Future& done) -> c10::IValue {
+        const at::Tensor result = hook->parseHookResult(done.value());
+        return result.defined() ? c10::IValue(result) : c10::IValue();
+      },
+      c10::AnyType::get());
+}
+
+at::Tensor RoutingHook::parseHookResult(const c10::IValue& result) {
+  return tensor_of_hook_result(result);
+}
+
+void RoutingHook::shadow_begins() {
+  for (const HookPtr& hook : hooks_) {
+    if (auto* listener = dynamic_cast<ShadowListener*>(hook.get())) {
+      listener->shadow_begins();
+    }
+  }
+}
+
+}  // namespace brigade

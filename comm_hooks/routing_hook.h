@@ -1,0 +1,54 @@
+// Sends buckets by different comm hooks: parameters that are equal on some
+// ranks only travel in the process group of these.
+//
+// Thread safety: as the hooks that it calls.
+
+#ifndef BRIGADE_COMM_HOOKS_ROUTING_HOOK_H_
+#define BRIGADE_COMM_HOOKS_ROUTING_HOOK_H_
+
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+#include <torch/csrc/distributed/c10d/comm.hpp>
+#include <unordered_map>
+#include <vector>
+
+#include "brigade/comm_hooks/shadow_listener.h"
+
+namespace brigade {
+
+struct Route {
+  std::vector<at::Tensor> parameters;
+  std::shared_ptr<c10d::CommHookInterface> hook;
+};
+
+// A bucket goes where its first parameter is routed; those of no route go by
+// the first hook. Buckets must not hold parameters of several routes, and are
+// launched in one order on all ranks, whatever their routes.
+//
+// A hook that declares a wire format finds it, at the price of one more pass
+// over the bucket than if it were the only hook.
+class RoutingHook final : public c10d::CommHookInterface,
+                          public ShadowListener {
+ public:
+  // Errors: ValueError if a hook is null.
+  RoutingHook(std::shared_ptr<c10d::CommHookInterface> hook,
+              std::vector<Route> routes);
+
+  c10::intrusive_ptr<c10::ivalue::Future> runHook(
+      c10d::GradBucket& bucket) override;
+  at::Tensor parseHookResult(const c10::IValue& result) override;
+  void shadow_begins() override;
+
+ private:
+  using HookPtr = std::shared_ptr<c10d::CommHookInterface>;
+
+  const HookPtr& hook_of(const c10d::GradBucket& bucket) const;
+
+  std::vector<HookPtr> hooks_;  // the first one serves what has no route
+  std::unordered_map<const c10::TensorImpl*, size_t> route_of_;  // into hooks_
+};
+
+}  // namespace brigade
+
+#endif  // BRIGADE_COMM_HOOKS_ROUTING_HOOK_H_

@@ -1,0 +1,121 @@
+#include "brigade/comm_hooks/step_in_backward.h"
+
+#include <ATen/ops/view_as_complex.h>
+#include <c10/core/GradMode.h>
+#include <c10/util/Exception.h>
+#include <c10/util/ScopeExit.h>
+
+#include <exception>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "brigade/comm_hooks/gradient_layout.h"
+#include "brigade/comm_hooks/shadow_listener.h"
+#include "brigade/comm_hooks/wire_format.h"
+
+namespace brigade {
+namespace {
+
+using Future = c10::ivalue::Future;
+
+// Complex buckets may come back as pairs of reals.
+at::Tensor flat_result(const at::Tensor& result, const at::Tensor& parameter) {
+  const at::Tensor flat = result.reshape({-1}).contiguous();
+  if (!parameter.is_complex() || flat.is_complex()) return flat;
+  return at::view_as_complex(flat.reshape({-1, 2}));
+}
+
+void step_all(const at::Tensor& result,
+              const std::vector<at::Tensor>& parameters,
+              const ParameterStep& step) {
+  const at::NoGradGuard no_grad;
+  const bool sparse = result.layout() != at::kStrided;
+  const at::Tensor flat =
+      sparse ? result : flat_result(result, parameters.front());
+  int64_t offset_numel = 0;
+  for (const at::Tensor& parameter : parameters) {
+    const at::Tensor gradient =
+        sparse ? result : gradient_in(flat, offset_numel, parameter);
+    offset_numel += parameter.numel();
+    parameter.mutable_grad() = gradient.to(parameter.scalar_type());
+    const auto free_gradient = c10::make_scope_exit(
+        [&parameter] { parameter.mutable_grad().reset(); });
+    step(parameter);
+  }
+}
+
+// None, or what a step threw, as text. An error in the future itself would look
+// like one of the network.
+c10::IValue error_of_steps(const at::Tensor& result,
+                           const std::vector<at::Tensor>& parameters,
+                           const ParameterStep& step) {
+  try {
+    step_all(result, parameters, step);
+    return {};
+  } catch (const c10::Error& error) {
+    return std::string(error.what_without_backtrace());
+  } catch (const std::exception& error) {
+    return std::string(error.what());
+  } catch (...) {
+    return std::string("an unknown exception");
+  }
+}
+
+class SteppingHook final : public c10d::CommHookInterface,
+                           public DeclaresWireFormat,
+                           public ShadowListener {
+ public:
+  SteppingHook(std::shared_ptr<c10d::CommHookInterface> hook,
+               ParameterStep step)
+      : hook_(std::move(hook)), step_(std::move(step)) {}
+
+  c10::intrusive_ptr<Future> runHook(c10d::GradBucket& bucket) override {
+    const c10::intrusive_ptr<Future> arrived = hook_->runHook(bucket);
+    if (!arrived) return arrived;
+    return arrived->then(
+        [hook = hook_, step = step_,
+         parameters = bucket.getParameters()](Future& done) {
+          const at::Tensor result = hook->parseHookResult(done.value());
+          if (!result.defined()) return c10::IValue();
+          return error_of_steps(result, parameters, step);
+        },
+        c10::AnyType::get());
+  }
+
+  at::Tensor parseHookResult(const c10::IValue& result) override {
+    TORCH_CHECK(!result.isString(),
+                "step_in_backward: a step threw: ", result.toStringRef());
+    return {};
+  }
+
+  // Without a format of its own, `hook_` gets raw gradients.
+  WireFormat wire_format(at::ScalarType gradient_dtype) const override {
+    const auto* declared = dynamic_cast<const DeclaresWireFormat*>(hook_.get());
+    return declared == nullptr ? WireFormat{.dtype = gradient_dtype}
+                               : declared->wire_format(gradient_dtype);
+  }
+
+  void shadow_begins() override {
+    if (auto* listener = dynamic_cast<ShadowListener*>(hook_.get())) {
+      listener->shadow_begins();
+    }
+  }
+
+ private:
+  const std::shared_ptr<c10d::CommHookInterface> hook_;
+  const ParameterStep step_;
+};
+
+}  // namespace
+
+std::shared_ptr<c10d::CommHookInterface> step_in_backward(
+    std::shared_ptr<c10d::CommHookInterface> hook, ParameterStep step) {
+  TORCH_CHECK_VALUE(hook,
+                    "step_in_backward needs a comm hook, got null.\nGive it "
+                    "all_reduce_hook(group).");
+  TORCH_CHECK_VALUE(step, "step_in_backward needs a step, got none");
+  return std::make_shared<SteppingHook>(std::move(hook), std::move(step));
+}
+
+}  // namespace brigade

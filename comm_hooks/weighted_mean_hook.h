@@ -1,0 +1,62 @@
+// Averages gradients by weights that ranks give in each iteration: the sum of
+// w_r g_r over the ranks, divided by the sum of w_r.
+//
+// Example, with losses that are means over samples:
+//
+//   auto weighted = std::make_shared<WeightedMeanHook>(group);
+//   DistributedDataParallel model(net, group,
+//                                 {.reducer = {.comm_hook = weighted}});
+//   for (const auto& [input, target] : batches_of_this_rank) {
+//     weighted->set_weight(input.size(0));  // ranks' batches differ in size
+//     loss(model(input), target).backward();
+//   }
+//
+// Thread safety: one call at a time.
+
+#ifndef BRIGADE_COMM_HOOKS_WEIGHTED_MEAN_HOOK_H_
+#define BRIGADE_COMM_HOOKS_WEIGHTED_MEAN_HOOK_H_
+
+#include <memory>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <torch/csrc/distributed/c10d/comm.hpp>
+
+#include "brigade/comm_hooks/all_reduce_hook.h"
+#include "brigade/comm_hooks/shadow_listener.h"
+#include "brigade/comm_hooks/wire_format.h"
+
+namespace brigade {
+
+class WeightedMeanHook final : public c10d::CommHookInterface,
+                               public DeclaresWireFormat,
+                               public ShadowListener {
+ public:
+  // All weights are 1 until others are set.
+  explicit WeightedMeanHook(c10::intrusive_ptr<c10d::ProcessGroup> group);
+
+  // Of this rank, from the next backward that is reduced on. Every rank sets a
+  // weight before the same backwards. Such a backward begins with one blocking
+  // all-reduce of 8 bytes, and throws RuntimeError on every rank if all weights
+  // are 0. A rank that has run out of data while ranks join weighs nothing.
+  //
+  // Errors: ValueError if `weight` is negative or not finite.
+  void set_weight(double weight);
+
+  c10::intrusive_ptr<c10::ivalue::Future> runHook(
+      c10d::GradBucket& bucket) override;
+  at::Tensor parseHookResult(const c10::IValue& result) override;
+  WireFormat wire_format(at::ScalarType gradient_dtype) const override;
+  void shadow_begins() override;
+
+ private:
+  double sum_over_ranks(double weight) const;
+
+  const c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  const std::shared_ptr<AllReduceHook> all_reduce_;
+  double weight_ = 1.0;
+  mutable double sum_;               // of all ranks' weights
+  mutable bool is_changed_ = false;  // the weight: the sum is to be taken anew
+};
+
+}  // namespace brigade
+
+#endif  // BRIGADE_COMM_HOOKS_WEIGHTED_MEAN_HOOK_H_

@@ -1,0 +1,49 @@
+// Every knob of data parallelism over whole copies of a module.
+
+#ifndef BRIGADE_DDP_DATA_PARALLEL_OPTIONS_H_
+#define BRIGADE_DDP_DATA_PARALLEL_OPTIONS_H_
+
+#include <string>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <vector>
+
+#include "brigade/ddp/buffer_sync.h"
+#include "brigade/reducer/reducer_options.h"
+
+namespace brigade {
+
+// Parameters that are copies of each other only on the ranks of `group`: the
+// experts of a layer, for instance, of which other ranks hold other ones. All
+// ranks name the same parameters, each with the group that it is in.
+struct ParameterGroup {
+  std::vector<std::string> names;
+  c10::intrusive_ptr<c10d::ProcessGroup> group;
+};
+
+struct DistributedDataParallelOptions {
+  // Parameter names are taken from the module unless given.
+  ReducerOptions reducer = {};
+
+  BufferMode buffer_mode = BufferMode::kBeforeForward;
+  BufferHook buffer_hook = nullptr;  // null: broadcast
+
+  // Names of parameters and buffers that each rank (and each local replica)
+  // keeps to itself: not compared, not made equal, not reduced.
+  std::vector<std::string> ignored = {};
+
+  // Names of parameters that travel together behind all others, in one bucket
+  // per dtype, device and group: many small ones that are in no hurry. Buckets
+  // are not rebuilt then unless `reducer` says so, which ends the delay.
+  std::vector<std::string> delayed = {};
+
+  // Averaged over their own groups, in buckets of their own. Launches stay in
+  // one order on all ranks, across groups. Other parameters travel by
+  // `reducer.comm_hook`. Buckets are not rebuilt then. With unused parameters,
+  // one is left untouched if no rank of the whole group used it. Such a model
+  // can't be joined.
+  std::vector<ParameterGroup> parameter_groups = {};
+};
+
+}  // namespace brigade
+
+#endif  // BRIGADE_DDP_DATA_PARALLEL_OPTIONS_H_

@@ -1,0 +1,94 @@
+#include "brigade/ddp/join_session.h"
+
+#include <ATen/ops/zeros.h>
+#include <c10/core/GradMode.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <exception>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "brigade/comm/control_device.h"
+#include "brigade/comm/peer_error.h"
+
+namespace brigade {
+
+JoinSession::JoinSession(c10::intrusive_ptr<c10d::ProcessGroup> group,
+                         JoinOptions options)
+    : group_(std::move(group)), options_(options) {}
+
+void JoinSession::begin_iteration() {
+  count(/*has_data=*/true);
+  end_early_if_uneven();
+}
+
+bool JoinSession::begin_shadow() {
+  count(/*has_data=*/false);
+  settle();
+  if (with_data_.empty()) return false;
+  end_early_if_uneven();
+  return true;
+}
+
+int JoinSession::num_ranks_with_data() {
+  settle();
+  return static_cast<int>(with_data_.size());
+}
+
+int JoinSession::first_rank_with_data() {
+  settle();
+  return with_data_.front();
+}
+
+int JoinSession::last_rank_with_data() {
+  settle();
+  return last_rank_with_data_;
+}
+
+void JoinSession::count(bool has_data) {
+  settle();
+  const at::NoGradGuard no_grad;
+  at::Tensor mine = at::zeros({group_->getSize()}, at::kInt);
+  if (has_data) mine[group_->getRank()] = 1;
+  counted_ = mine.to(control_device(*group_));
+  ++iteration_;
+  std::vector<at::Tensor> tensors = {counted_};
+  work_ = group_->allreduce(tensors);
+}
+
+void JoinSession::settle() {
+  if (!work_) return;
+  try {
+    std::exchange(work_, nullptr)->wait();
+  } catch (...) {
+    throw_peer_error(absl::StrCat("join: counting on rank ", group_->getRank(),
+                                  " who has data in iteration ", iteration_),
+                     std::current_exception());
+  }
+  const at::Tensor counts = counted_.cpu();
+  with_data_.clear();
+  for (int rank = 0; rank < group_->getSize(); ++rank) {
+    if (counts.const_data_ptr<int32_t>()[rank] != 0) with_data_.push_back(rank);
+  }
+  if (!with_data_.empty()) last_rank_with_data_ = with_data_.front();
+}
+
+void JoinSession::end_early_if_uneven() {
+  if (!options_.end_early) return;
+  settle();
+  std::vector<int> without;
+  for (int rank = 0; rank < group_->getSize(); ++rank) {
+    if (!std::binary_search(with_data_.begin(), with_data_.end(), rank)) {
+      without.push_back(rank);
+    }
+  }
+  TORCH_CHECK(without.empty(), "join: ran out of inputs before iteration ",
+              iteration_, ": rank ", absl::StrJoin(without, ", "), " of ",
+              group_->getSize(),
+              "; training ends early, as asked.\nGive every rank equally many "
+              "inputs, or leave end_early out.");
+}
+
+}  // namespace brigade

@@ -1,0 +1,74 @@
+// Which ranks still have inputs, counted once per iteration while join() runs.
+//
+// Each iteration begins with one all-reduce of 4 bytes per rank: ranks with
+// data put a 1 in their place, the others take part with zeros. So every rank
+// knows who has data, who had it last, and by how many to divide.
+//
+// Thread safety: one call at a time.
+
+#ifndef BRIGADE_DDP_JOIN_SESSION_H_
+#define BRIGADE_DDP_JOIN_SESSION_H_
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <vector>
+
+namespace brigade {
+
+// What gradients are divided by while some ranks have no data.
+enum class JoinDivisor {
+  kWorldSize,      // inputs of equal size keep their weight to the end
+  kRanksWithData,  // the average over what there is
+};
+
+struct JoinOptions {
+  JoinDivisor divide_by = JoinDivisor::kWorldSize;
+
+  // Training ends when the first rank runs out: every rank throws. Makes each
+  // forward wait for the count.
+  bool end_early = false;
+};
+
+class JoinSession {
+ public:
+  JoinSession(c10::intrusive_ptr<c10d::ProcessGroup> group,
+              JoinOptions options);
+
+  // This rank has an input. Does not wait unless training ends early.
+  // Collective. Errors: RuntimeError naming the ranks that have run out, if
+  // training ends early.
+  void begin_iteration();
+
+  // This rank has run out. True if another one has data: then its iteration is
+  // to be shadowed. Collective. Errors: as begin_iteration().
+  bool begin_shadow();
+
+  // Of this iteration. The first call waits for the count.
+  int num_ranks_with_data();
+  int first_rank_with_data();
+
+  // The lowest of those that had data in the last iteration that anybody had
+  // data in; -1 if there was none.
+  int last_rank_with_data();
+
+  const JoinOptions& options() const { return options_; }
+
+ private:
+  void count(bool has_data);
+  void settle();
+  void end_early_if_uneven();
+
+  const c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  const JoinOptions options_;
+  int64_t iteration_ = 0;
+  at::Tensor counted_;  // int32, [world_size], on the group's device
+  c10::intrusive_ptr<c10d::Work> work_;  // null: settled
+  std::vector<int> with_data_;           // ranks, ascending
+  int last_rank_with_data_ = -1;
+};
+
+}  // namespace brigade
+
+#endif  // BRIGADE_DDP_JOIN_SESSION_H_

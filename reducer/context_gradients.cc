@@ -1,0 +1,43 @@
+#include "brigade/reducer/context_gradients.h"
+
+#include <torch/csrc/distributed/autograd/context/context.h>
+
+#include <utility>
+
+namespace brigade {
+
+using torch::distributed::autograd::ThreadLocalDistAutogradContext;
+
+ContextGradients::~ContextGradients() {
+  for (auto& [key, lent] : lent_) {
+    lent.parameter.mutable_grad() = std::move(lent.own_gradient);
+  }
+}
+
+void ContextGradients::take(const at::Tensor& parameter) {
+  if (!context_) {
+    context_ = ThreadLocalDistAutogradContext::getContextPtr();
+    if (!context_) return;
+  }
+  lent_.try_emplace(
+      parameter.unsafeGetTensorImpl(),
+      Lent{.parameter = parameter, .own_gradient = parameter.grad()});
+  context_->runGradCallbackForVariable(parameter,
+                                       [&parameter](at::Tensor& gradient) {
+                                         parameter.mutable_grad() = gradient;
+                                         return false;
+                                       });
+}
+
+void ContextGradients::write_back() {
+  for (auto& [key, lent] : std::exchange(lent_, {})) {
+    context_->runGradCallbackForVariable(
+        lent.parameter, [&parameter = lent.parameter](at::Tensor& gradient) {
+          gradient = parameter.grad();
+          return true;
+        });
+    lent.parameter.mutable_grad() = std::move(lent.own_gradient);
+  }
+}
+
+}  // namespace brigade

@@ -1,0 +1,54 @@
+// Gradients of a distributed-autograd backward: they lie in its context and not
+// in `.grad`, and their averages are to be found there too.
+//
+// While a reduction lasts, such gradients are lent to `.grad`, where the rest
+// of the reducer looks for them.
+//
+// Thread safety: none; the reducer's lock covers it.
+
+#ifndef BRIGADE_REDUCER_CONTEXT_GRADIENTS_H_
+#define BRIGADE_REDUCER_CONTEXT_GRADIENTS_H_
+
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+#include <unordered_map>
+
+namespace torch::distributed::autograd {
+class DistAutogradContext;
+}  // namespace torch::distributed::autograd
+
+namespace brigade {
+
+class ContextGradients {
+ public:
+  ContextGradients() = default;
+
+  // Gives `.grad` back as it was. Averages that write_back() did not take are
+  // lost.
+  ~ContextGradients();
+
+  ContextGradients(const ContextGradients&) = delete;
+  ContextGradients& operator=(const ContextGradients&) = delete;
+
+  // Called when the gradient of `parameter` has been accumulated: lends it to
+  // `.grad` if this thread runs a backward of distributed autograd. Costs one
+  // look at a thread-local variable otherwise.
+  void take(const at::Tensor& parameter);
+
+  // Puts what `.grad` holds by now into the context, and gives `.grad` back.
+  void write_back();
+
+ private:
+  struct Lent {
+    at::Tensor parameter;
+    at::Tensor own_gradient;  // what `.grad` was; may be undefined
+  };
+
+  std::shared_ptr<torch::distributed::autograd::DistAutogradContext> context_;
+  std::unordered_map<const c10::TensorImpl*, Lent> lent_;
+};
+
+}  // namespace brigade
+
+#endif  // BRIGADE_REDUCER_CONTEXT_GRADIENTS_H_

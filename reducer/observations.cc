@@ -1,0 +1,34 @@
+#include "brigade/reducer/observations.h"
+
+#include <utility>
+
+namespace brigade {
+
+void Observations::bind(std::vector<c10::Device> devices,
+                        size_t num_variables) {
+  names = RangeNames(devices.size());
+  progress->num_buckets.store(static_cast<int64_t>(devices.size()),
+                              std::memory_order_relaxed);
+  timeline.bind(std::move(devices), num_variables);
+}
+
+void Observations::watch_stalls(
+    const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+    std::function<std::string()> describe_progress) {
+  stall_watch =
+      StallWatch::start(group, progress, std::move(describe_progress));
+}
+
+void Observations::prepared_iteration(int64_t iteration) {
+  timeline.prepared(iteration);
+  progress->iteration.store(iteration, std::memory_order_relaxed);
+  progress->launched.store(0, std::memory_order_relaxed);
+}
+
+void Observations::launched(const Launch& launch, size_t num_launched) {
+  if (launch.future) timeline.launched(launch.bucket, *launch.future);
+  progress->launched.store(static_cast<int64_t>(num_launched),
+                           std::memory_order_relaxed);
+}
+
+}  // namespace brigade

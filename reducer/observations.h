@@ -1,0 +1,102 @@
+// What is observed of a reducer beside its work: counts, the timeline, ranges
+// for profilers, the last error, and how far it has come.
+//
+// Decides nothing. Each event of an iteration is one call here, which passes it
+// on to whoever wants it; the ends of a step are those of a scope:
+//
+//   const ObservedPack packing(observations_, bucket);
+//   ... packs it ...
+//
+// Thread safety: the reducer's lock covers it, but for what says otherwise in
+// its own header.
+
+#ifndef BRIGADE_REDUCER_OBSERVATIONS_H_
+#define BRIGADE_REDUCER_OBSERVATIONS_H_
+
+#include <c10/core/Device.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <vector>
+
+#include "brigade/reducer/iteration_state.h"
+#include "brigade/reducer/last_error.h"
+#include "brigade/reducer/profiler_range.h"
+#include "brigade/reducer/progress.h"
+#include "brigade/reducer/stall_watch.h"
+#include "brigade/reducer/statistics.h"
+#include "brigade/reducer/timeline_recorder.h"
+
+namespace brigade {
+
+struct Observations : ReducerStatistics {
+  // The buckets are these from here on; `devices` of each, in launch order.
+  void bind(std::vector<c10::Device> devices, size_t num_variables);
+
+  // Stalls are reported from here on.
+  void watch_stalls(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+                    std::function<std::string()> describe_progress);
+
+  void prepared_iteration(int64_t iteration);
+  void launched(const Launch& launch, size_t num_launched);
+
+  // To be called in a catch block, without the reducer's lock.
+  void note_error() { last_error.note(progress->iteration); }
+
+  TimelineRecorder timeline;
+  RangeNames names;
+  LastError last_error;
+  std::shared_ptr<Progress> progress = std::make_shared<Progress>();
+  std::unique_ptr<StallWatch> stall_watch =
+      {};  // null: nobody to wait for, or no store
+};
+
+class ObservedPack {
+ public:
+  ObservedPack(Observations& observations, size_t bucket)
+      : timeline_(observations.timeline),
+        bucket_(bucket),
+        range_(observations.names.pack[bucket]) {
+    timeline_.pack_begins(bucket_);
+  }
+  ~ObservedPack() { timeline_.pack_ends(bucket_); }
+  ObservedPack(const ObservedPack&) = delete;
+  ObservedPack& operator=(const ObservedPack&) = delete;
+
+ private:
+  TimelineRecorder& timeline_;
+  const size_t bucket_;
+  const ProfilerRange range_;
+};
+
+class ObservedLaunch {
+ public:
+  ObservedLaunch(Observations& observations, size_t bucket)
+      : range_(observations.names.launch[bucket]) {
+    observations.timeline.launch_begins(bucket);
+  }
+
+ private:
+  const ProfilerRange range_;
+};
+
+class ObservedFinalize {
+ public:
+  explicit ObservedFinalize(Observations& observations)
+      : waiting_(*observations.progress), range_(observations.names.finalize) {
+    observations.timeline.backward_ends();
+  }
+
+ private:
+  const WaitForPeers waiting_;
+  const ProfilerRange range_;
+};
+
+}  // namespace brigade
+
+#endif  // BRIGADE_REDUCER_OBSERVATIONS_H_

@@ -1,0 +1,143 @@
+#include "brigade/reducer/stall_check.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <sstream>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "brigade/comm/roll_call.h"
+
+namespace brigade {
+namespace {
+
+using std::chrono::duration_cast;
+using std::chrono::milliseconds;
+
+constexpr size_t kMaxNamed = 5;
+
+// What a rank posts.
+struct Answer {
+  int64_t question = 0;  // the last one that it had seen
+  int64_t iteration = 0;
+  int64_t launched = 0;
+  std::string words = {};
+};
+
+std::string to_line(const Answer& answer) {
+  return absl::StrCat(answer.question, " ", answer.iteration, " ",
+                      answer.launched, " ", answer.words);
+}
+
+// Empty words if the line can't be read.
+Answer from_line(const std::string& line) {
+  Answer answer;
+  std::istringstream in(line);
+  in >> answer.question >> answer.iteration >> answer.launched;
+  in.get();
+  std::getline(in, answer.words);
+  return answer;
+}
+
+std::string seconds(std::chrono::steady_clock::duration time) {
+  return absl::StrCat(
+      static_cast<double>(duration_cast<milliseconds>(time).count()) / 1000.0,
+      " s");
+}
+
+}  // namespace
+
+StallCheck::StallCheck(ProgressBoard board,
+                       std::chrono::milliseconds report_after,
+                       std::shared_ptr<const Progress> progress,
+                       std::function<std::string()> describe)
+    : board_(std::move(board)),
+      report_after_(report_after),
+      progress_(std::move(progress)),
+      describe_(std::move(describe)) {}
+
+std::optional<std::string> StallCheck::check(Time now) {
+  const int64_t num_waits = progress_->num_waits;
+  if (num_waits != num_waits_) {
+    begin_anew(num_waits, now);
+    return std::nullopt;
+  }
+  if (std::string words = describe_(); words != words_) {
+    if (!words_.empty()) words_since_ = now;
+    words_ = std::move(words);
+  }
+  const bool waiting = progress_->waiting;
+  if (waiting && question_ == 0 && now - since_ >= report_after_ / 2) {
+    question_ = board_.ask();
+  }
+  answer(now);
+  if (!waiting || reported_ || question_ == 0 || now - since_ < report_after_) {
+    return std::nullopt;
+  }
+  reported_ = true;
+  return report(now);
+}
+
+void StallCheck::begin_anew(int64_t num_waits, Time now) {
+  num_waits_ = num_waits;
+  since_ = now;
+  words_.clear();
+  words_since_ = now;
+  question_ = 0;
+  old_questions_ = seen_questions_;
+  reported_ = false;
+}
+
+void StallCheck::answer(Time now) {
+  seen_questions_ = board_.num_questions();
+  if (seen_questions_ <= old_questions_) return;
+  board_.post(
+      to_line({.question = seen_questions_,
+               .iteration = progress_->iteration,
+               .launched = progress_->launched,
+               .words = absl::StrCat(words_, " (no change for ",
+                                     seconds(now - words_since_), ")")}));
+}
+
+std::string StallCheck::report(Time now) {
+  const int64_t iteration = progress_->iteration;
+  const int64_t launched = progress_->launched;
+  std::vector<std::string> late;
+  std::vector<int> silent;
+  for (int rank = 0; rank < board_.world_size(); ++rank) {
+    if (rank == board_.rank()) continue;
+    const std::optional<std::string> line = board_.read(rank);
+    const Answer answer = line ? from_line(*line) : Answer{};
+    if (answer.question < question_) {
+      silent.push_back(rank);
+    } else if (std::pair(answer.iteration, answer.launched) <
+               std::pair(iteration, launched)) {
+      late.push_back(absl::StrCat("rank ", rank, " ", answer.words));
+    }
+  }
+  std::vector<std::string> parts(
+      late.begin(), late.begin() + std::min(late.size(), kMaxNamed));
+  if (late.size() > kMaxNamed) {
+    parts.push_back(absl::StrCat("so are ", late.size() - kMaxNamed,
+                                 " other ranks behind"));
+  }
+  if (!silent.empty()) {
+    parts.push_back(
+        absl::StrCat("no answer from ", describe_ranks(silent),
+                     ", which may be stopped, gone or busy in the store"));
+  }
+  if (parts.empty()) {
+    parts.push_back(
+        "all other ranks have come as far: it is the "
+        "communication that is slow, or stuck");
+  }
+  return absl::StrCat(
+      "Reducer: rank ", board_.rank(), " has waited ", seconds(now - since_),
+      " for its peers in iteration ", iteration, ", ", launched, " of ",
+      progress_->num_buckets.load(),
+      " buckets launched.\nLook there: ", absl::StrJoin(parts, "; "), ".");
+}
+
+}  // namespace brigade

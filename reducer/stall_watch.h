@@ -1,0 +1,60 @@
+// A thread that warns of stalls while the reducer waits.
+//
+// Decides when to look; what it sees and says is stall_check.h's. It wakes a
+// few times within the time after which a stall is reported, never takes the
+// reducer's lock for long, and keeps what the store throws to itself.
+//
+// Thread safety: made and destroyed by one thread.
+
+#ifndef BRIGADE_REDUCER_STALL_WATCH_H_
+#define BRIGADE_REDUCER_STALL_WATCH_H_
+
+#include <sys/types.h>
+
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <string>
+#include <thread>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include "brigade/reducer/progress.h"
+
+namespace brigade {
+
+class StallWatch {
+ public:
+  // Null if there is nobody to wait for, or no store to ask through. Reports
+  // after half of the group's timeout, 60 s at most. Every rank of the group
+  // calls it, in the same order among its watches.
+  //
+  // `describe` tells what this rank does; it is called on the watch's thread,
+  // and not any more once the watch is being destroyed.
+  static std::unique_ptr<StallWatch> start(
+      const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+      std::shared_ptr<const Progress> progress,
+      std::function<std::string()> describe);
+
+  // 0: never; then it does not answer either. Any thread may call it.
+  void set_report_after(std::chrono::milliseconds time);
+
+  // Ends the thread; leaves it behind if the store keeps it. In a forked child,
+  // where there is no thread, does nothing.
+  ~StallWatch();
+
+  StallWatch(const StallWatch&) = delete;
+  StallWatch& operator=(const StallWatch&) = delete;
+
+ private:
+  struct State;
+
+  explicit StallWatch(std::shared_ptr<State> state);
+
+  const pid_t process_;
+  const std::shared_ptr<State> state_;  // shared with the thread
+  std::unique_ptr<std::thread> thread_;
+};
+
+}  // namespace brigade
+
+#endif  // BRIGADE_REDUCER_STALL_WATCH_H_

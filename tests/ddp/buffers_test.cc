@@ -1,0 +1,112 @@
+#include <torch/torch.h>
+
+#include <string>
+#include <vector>
+
+#include "brigade/comm/process_group.h"
+#include "brigade/ddp/distributed_data_parallel.h"
+#include "brigade/tests/ddp/toy_module.h"
+#include "brigade/tests/support/local_ranks.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+
+namespace brigade {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using testing::Order;
+using testing::run_ranks;
+using testing::ToyModule;
+
+using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
+
+const Order kAll = {0, 1, 2, 3};
+
+// Each forward adds rank + 1 to the buffer.
+float seen_after_two_steps(const Group& group,
+                           DistributedDataParallelOptions options) {
+  ToyModule module;
+  DistributedDataParallel model(module, group, std::move(options));
+  for (int s = 0; s < 2; ++s) model(kAll, group->getRank(), s).backward();
+  return module->seen.item<float>();
+}
+
+TEST(BuffersTest, AreThoseOfRank0BeforeOrAfterForwardOrEachRanksOwn) {
+  run_ranks(3, [](const Group& group) {
+    const float own = group->getRank() + 1;
+    EXPECT_EQ(seen_after_two_steps(group, {}), 1 + own);
+    EXPECT_EQ(
+        seen_after_two_steps(group, {.buffer_mode = BufferMode::kAfterForward}),
+        2);
+    EXPECT_EQ(seen_after_two_steps(group, {.buffer_mode = BufferMode::kNone}),
+              2 * own);
+  });
+}
+
+TEST(BuffersTest, AreHandedToAHookInsteadOfBeingBroadcast) {
+  run_ranks(2, [](const Group& group) {
+    std::vector<std::string> names;
+    const BufferHook average = [&](std::span<const NamedTensor> buffers,
+                                   int source) {
+      EXPECT_EQ(source, 0);
+      for (const auto& [name, tensor] : buffers) {
+        names.push_back(name);
+        std::vector<at::Tensor> tensors = {tensor};
+        group->allreduce(tensors)->wait();
+        tensor.div_(2);
+      }
+    };
+    // 0, then 1 and 2, then 1.5 + 1 and 1.5 + 2, averaged each time.
+    EXPECT_EQ(
+        seen_after_two_steps(group, {.buffer_mode = BufferMode::kAfterForward,
+                                     .buffer_hook = average}),
+        3);
+    EXPECT_EQ(names, (std::vector<std::string>{"seen", "seen"}));
+  });
+}
+
+TEST(IgnoredNamesTest, AreNeitherComparedNorMadeEqualNorReduced) {
+  run_ranks(2, [](const Group& group) {
+    const int rank = group->getRank();
+    ToyModule module(
+        testing::ToyModel::Sizes{{3, 2}, {5 + rank}, {2, 2, 2}, {7}});
+    const at::Tensor own = module->toy.parameters[1];
+    const at::Tensor other = module->toy.parameters[2];
+    {
+      const at::NoGradGuard no_grad;
+      own.fill_(rank);
+      other.fill_(rank);
+    }
+    DistributedDataParallel model(module, group, {.ignored = {"p1", "seen"}});
+    EXPECT_TRUE(at::equal(own, at::full_like(own, rank)));
+    EXPECT_TRUE(at::equal(other, at::zeros_like(other)));
+    for (int s = 0; s < 2; ++s) {
+      module->toy.zero_grad();
+      model(kAll, rank, s).backward();
+      EXPECT_TRUE(at::equal(own.grad(), module->toy.gradient(1, rank, s)));
+      EXPECT_TRUE(at::equal(other.grad(), module->toy.average(2, 2, s)));
+    }
+    EXPECT_EQ(module->seen.item<float>(), 2 * (rank + 1));
+  });
+}
+
+TEST(IgnoredNamesTest, MustExistOnEveryRank) {
+  run_ranks(2, [](const Group& group) {
+    std::vector<std::string> ignored = {"p1"};
+    if (group->getRank() == 1) ignored = {"p1", "p9", "sen"};
+    try {
+      DistributedDataParallel model(ToyModule(), group, {.ignored = ignored});
+      ADD_FAILURE() << "no error on rank " << group->getRank();
+    } catch (const c10::ValueError& error) {
+      EXPECT_THAT(
+          error.what(),
+          AllOf(HasSubstr("ignored: module brigade::testing::ToyModuleImpl has "
+                          "no 'p9', 'sen'"),
+                HasSubstr("rank 1")));
+    }
+  });
+}
+
+}  // namespace
+}  // namespace brigade

@@ -1,0 +1,366 @@
+#include <torch/torch.h>
+
+#include <algorithm>
+#include <chrono>
+#include <functional>
+#include <limits>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "brigade/comm/process_group.h"
+#include "brigade/comm_hooks/all_reduce_hook.h"
+#include "brigade/comm_hooks/averaging_hook.h"
+#include "brigade/comm_hooks/function_hook.h"
+#include "brigade/comm_hooks/step_in_backward.h"
+#include "brigade/comm_hooks/weighted_mean_hook.h"
+#include "brigade/ddp/distributed_data_parallel.h"
+#include "brigade/ddp/join.h"
+#include "brigade/tests/ddp/toy_module.h"
+#include "brigade/tests/support/local_ranks.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+
+namespace brigade {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using testing::Order;
+using testing::run_ranks;
+using testing::ToyModel;
+using testing::ToyModule;
+
+using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
+
+const Order kAll = {0, 1, 2, 3};
+
+// sum over ranks of weight x gradient, divided by `divisor`.
+at::Tensor combined(const ToyModel& toy, size_t parameter, int step,
+                    const std::vector<double>& weights, double divisor) {
+  at::Tensor sum = at::zeros_like(toy.parameters[parameter]).detach();
+  for (size_t rank = 0; rank < weights.size(); ++rank) {
+    sum = sum +
+          toy.gradient(parameter, static_cast<int>(rank), step) * weights[rank];
+  }
+  return sum / divisor;
+}
+
+TEST(SumHookTest, AddsUp) {
+  run_ranks(3, [](const Group& group) {
+    ToyModule module;
+    DistributedDataParallel model(module, group,
+                                  {.reducer = {.comm_hook = sum_hook(group)}});
+    for (int s = 0; s < 3; ++s) {
+      module->toy.zero_grad();
+      model(kAll, group->getRank(), s).backward();
+      for (const size_t i : kAll) {
+        EXPECT_TRUE(at::equal(module->toy.parameters[i].grad(),
+                              combined(module->toy, i, s, {1, 1, 1}, 1)));
+      }
+    }
+  });
+}
+
+TEST(WeightedMeanHookTest, WeighsEachIterationAnew) {
+  const std::vector<std::vector<double>> weights = {
+      {1, 1, 2}, {5, 0, 3}, {0.5, 0.25, 0.25}};
+  run_ranks(3, [&](const Group& group) {
+    const int rank = group->getRank();
+    const auto hook = std::make_shared<WeightedMeanHook>(group);
+    ToyModule module;
+    DistributedDataParallel model(
+        module, group,
+        {.reducer = {.bucket_caps_bytes = {1}, .comm_hook = hook}});
+    for (int s = 0; s < 3; ++s) {
+      module->toy.zero_grad();
+      hook->set_weight(weights[s][rank]);
+      model(kAll, rank, s).backward();
+      for (const size_t i : kAll) {
+        const double sum = weights[s][0] + weights[s][1] + weights[s][2];
+        EXPECT_TRUE(at::equal(module->toy.parameters[i].grad(),
+                              combined(module->toy, i, s, weights[s], sum)))
+            << "parameter " << i << " step " << s;
+      }
+    }
+  });
+}
+
+TEST(WeightedMeanHookTest, WeighsRanksThatHaveJoinedNothing) {
+  run_ranks(2, [](const Group& group) {
+    const int rank = group->getRank();
+    const auto hook = std::make_shared<WeightedMeanHook>(group);
+    ToyModule module;
+    DistributedDataParallel model(module, group,
+                                  {.reducer = {.comm_hook = hook}});
+    join(model, [&] {
+      for (int s = 0; s < 1 + rank; ++s) {
+        module->toy.zero_grad();
+        hook->set_weight(3 - 2 * rank);
+        model(kAll, rank, s).backward();
+        const at::Tensor expected =
+            s == 0 ? combined(module->toy, 1, s, {3, 1}, 4)
+                   : combined(module->toy, 1, s, {0, 1}, 1);
+        EXPECT_TRUE(at::equal(module->toy.parameters[1].grad(), expected));
+      }
+    });
+    EXPECT_EQ(model.reducer().statistics().reduced, 2);
+  });
+}
+
+TEST(WeightedMeanHookTest, RefusesWeightsWithoutAMean) {
+  run_ranks(2, [](const Group& group) {
+    const auto hook = std::make_shared<WeightedMeanHook>(group);
+    EXPECT_THROW(hook->set_weight(-1), c10::ValueError);
+    EXPECT_THROW(hook->set_weight(std::numeric_limits<double>::infinity()),
+                 c10::ValueError);
+    DistributedDataParallel model(ToyModule(), group,
+                                  {.reducer = {.comm_hook = hook}});
+    hook->set_weight(0);
+    try {
+      model(kAll, 0, 0).backward();
+      ADD_FAILURE() << "no error on rank " << group->getRank();
+    } catch (const c10::Error& error) {
+      EXPECT_THAT(error.what(), HasSubstr("add up to 0"));
+    }
+  });
+}
+
+void sgd_step(const at::Tensor& parameter) {
+  at::Tensor target = parameter;
+  target.sub_(parameter.grad(), 0.25);
+}
+
+using HookOf =
+    std::function<std::shared_ptr<c10d::CommHookInterface>(const Group&)>;
+
+TEST(StepInBackwardTest, TrainsAsAnOptimizerAfterBackward) {
+  const HookOf averaging = [](const Group& group) {
+    return all_reduce_hook(group);
+  };
+  const HookOf compressing = [](const Group& group) {
+    return fp16_hook(group);
+  };
+  const HookOf own = [](const Group& group) {
+    return make_comm_hook([group](c10d::GradBucket& bucket) {
+      bucket.getBufferRef().div_(group->getSize());
+      std::vector<at::Tensor> tensors = {bucket.getBuffer()};
+      return group->allreduce(tensors)->getFuture();
+    });
+  };
+  for (const HookOf& hook : {averaging, compressing, own}) {
+    for (const bool views : {true, false}) {
+      run_ranks(2, [&](const Group& group) {
+        ToyModule module;
+        DistributedDataParallel model(
+            module, group,
+            {.reducer = {
+                 .bucket_caps_bytes = {40},
+                 .gradients_as_bucket_views = views,
+                 .comm_hook = step_in_backward(hook(group), sgd_step)}});
+        std::vector<at::Tensor> expected;
+        for (const at::Tensor& p : module->toy.parameters) {
+          expected.push_back(p.detach().clone());
+        }
+        for (int s = 0; s < 4; ++s) {
+          model(kAll, group->getRank(), s).backward();
+          for (const size_t i : kAll) {
+            expected[i] = expected[i] - module->toy.average(i, 2, s) * 0.25;
+            EXPECT_FALSE(module->toy.parameters[i].grad().defined());
+            EXPECT_TRUE(at::equal(module->toy.parameters[i], expected[i]))
+                << "parameter " << i << " step " << s;
+          }
+        }
+      });
+    }
+  }
+}
+
+TEST(StepInBackwardTest, StepsABucketWhileBackwardGoesOn) {
+  const auto group = single_process_group();
+  ToyModule module;
+  DistributedDataParallel model(
+      module, group,
+      {.reducer = {
+           .bucket_caps_bytes = {1},
+           .comm_hook = step_in_backward(all_reduce_hook(group), sgd_step)}});
+  const at::Tensor last = module->toy.parameters[3];
+  const at::Tensor before = last.detach().clone();
+  bool has_changed = false;
+  module->toy.parameters[0].register_hook(
+      [&](const at::Tensor&) { has_changed = !at::equal(last, before); });
+  model(Order{3, 2, 1, 0}, 0, 0).backward();
+  EXPECT_TRUE(has_changed);
+}
+
+// An optimizer of LibTorch's per parameter.
+TEST(StepInBackwardTest, StepsOptimizersOfLibTorch) {
+  const auto group = single_process_group();
+  const auto options = torch::optim::SGDOptions(0.5).momentum(0.5);
+  ToyModule module;
+  ToyModule reference;
+  std::unordered_map<const c10::TensorImpl*, std::unique_ptr<torch::optim::SGD>>
+      optimizers;
+  for (const at::Tensor& p : module->toy.parameters) {
+    optimizers.emplace(p.unsafeGetTensorImpl(),
+                       std::make_unique<torch::optim::SGD>(
+                           std::vector<at::Tensor>{p}, options));
+  }
+  const auto step = [&](const at::Tensor& parameter) {
+    optimizers.at(parameter.unsafeGetTensorImpl())->step();
+  };
+  DistributedDataParallel model(
+      module, group,
+      {.reducer = {.comm_hook =
+                       step_in_backward(all_reduce_hook(group), step)}});
+  torch::optim::SGD optimizer(reference->parameters(), options);
+  for (int s = 0; s < 3; ++s) {
+    model(kAll, 0, s).backward();
+    reference->toy.zero_grad();
+    reference->forward(kAll, 0, s).backward();
+    optimizer.step();
+    for (const size_t i : kAll) {
+      EXPECT_TRUE(
+          at::equal(module->toy.parameters[i], reference->toy.parameters[i]));
+    }
+  }
+}
+
+TEST(StepInBackwardTest, ThrowsOutOfBackwardWhatAStepThrowsAndGoesOn) {
+  run_ranks(2, [](const Group& group) {
+    bool fails = true;
+    const auto step = [&](const at::Tensor& parameter) {
+      if (fails) throw std::domain_error("no step");
+      sgd_step(parameter);
+    };
+    ToyModule module;
+    DistributedDataParallel model(
+        module, group,
+        {.reducer = {
+             .bucket_caps_bytes = {1},
+             .comm_hook = step_in_backward(all_reduce_hook(group), step)}});
+    try {
+      model(kAll, group->getRank(), 0).backward();
+      ADD_FAILURE() << "no error";
+    } catch (const c10::Error& error) {
+      EXPECT_THAT(error.what(), HasSubstr("no step"));
+    }
+    fails = false;
+    module->toy.zero_grad();
+    const at::Tensor before = module->toy.parameters[1].detach().clone();
+    model(kAll, group->getRank(), 1).backward();
+    EXPECT_TRUE(at::equal(module->toy.parameters[1],
+                          before - module->toy.average(1, 2, 1) * 0.25));
+  });
+}
+
+TEST(StepInBackwardTest, NeedsAHookAndAStep) {
+  const auto group = single_process_group();
+  EXPECT_THROW(step_in_backward(nullptr, sgd_step), c10::ValueError);
+  EXPECT_THROW(step_in_backward(all_reduce_hook(group), nullptr),
+               c10::ValueError);
+}
+
+// Ranks of equal parity hold copies of the same expert.
+Group make_expert_group(const Group& group) {
+  const int parity = group->getRank() % 2;
+  const auto store = c10::make_intrusive<c10d::PrefixStore>(
+      "experts/" + std::to_string(parity), group->getStore());
+  return make_process_group(
+      store, group->getRank() / 2, group->getSize() / 2,
+      {.timeout = std::chrono::seconds(10), .gloo_interfaces = {"lo"}});
+}
+
+TEST(ParameterGroupsTest, AverageExpertsOverTheirOwnGroups) {
+  for (const int64_t cap : {1, 1 << 20}) {
+    run_ranks(4, [&](const Group& group) {
+      const GroupScope experts(make_expert_group(group));
+      const int rank = group->getRank();
+      ToyModule module;
+      {
+        const at::NoGradGuard no_grad;
+        for (at::Tensor& p : module->parameters()) p.fill_(rank);
+      }
+      DistributedDataParallel model(
+          module, group,
+          {.reducer = {.bucket_caps_bytes = {cap}},
+           .parameter_groups = {
+               {.names = {"p0", "p2"}, .group = experts.group()}}});
+      const std::vector<at::Tensor>& parameters = module->toy.parameters;
+      const int first = rank % 2;  // of this rank's experts
+      EXPECT_EQ(parameters[0].flatten()[0].item<float>(), first);
+      EXPECT_EQ(parameters[1].flatten()[0].item<float>(), 0);
+      for (const std::vector<size_t>& bucket :
+           model.reducer().plan().buckets()) {
+        for (const size_t i : bucket) {
+          EXPECT_EQ(i % 2, bucket.front() % 2) << "experts among others";
+        }
+      }
+      for (int s = 0; s < 3; ++s) {
+        module->toy.zero_grad();
+        // In another order on each rank.
+        Order order = kAll;
+        std::rotate(order.begin(), order.begin() + rank, order.end());
+        model(order, rank, s).backward();
+        for (const size_t i : kAll) {
+          const at::Tensor expected =
+              i % 2 == 0 ? (module->toy.gradient(i, first, s) +
+                            module->toy.gradient(i, first + 2, s)) /
+                               2
+                         : module->toy.average(i, 4, s);
+          EXPECT_TRUE(at::equal(parameters[i].grad(), expected))
+              << "parameter " << i << " step " << s;
+        }
+      }
+      EXPECT_THROW(join(model, [] {}), c10::ValueError);
+    });
+  }
+}
+
+TEST(ParameterGroupsTest, AreCheckedOnEveryRank) {
+  run_ranks(2, [](const Group& group) {
+    const auto wrap = [&](DistributedDataParallelOptions options) {
+      DistributedDataParallel model(ToyModule(), group, std::move(options));
+    };
+    const bool bad = group->getRank() == 1;
+    EXPECT_THROW(wrap({.parameter_groups = {{.names = {"p0"},
+                                             .group = bad ? nullptr : group}}}),
+                 c10::ValueError);
+    EXPECT_THROW(
+        wrap({.parameter_groups = {{.names = {bad ? "p1" : "p0"},
+                                    .group = group},
+                                   {.names = {"p1"}, .group = group}}}),
+        c10::ValueError);
+    EXPECT_THROW(wrap({.delayed = {bad ? "seen" : "p0"}}), c10::ValueError);
+    EXPECT_THROW(
+        wrap({.reducer = {.bucket_plan = {{0, 1, 2, 3}}}, .delayed = {"p0"}}),
+        c10::ValueError);
+  });
+}
+
+TEST(DelayedParametersTest, TravelTogetherBehindAllOthers) {
+  run_ranks(2, [](const Group& group) {
+    ToyModule module;
+    DistributedDataParallel model(
+        module, group,
+        {.reducer = {.bucket_caps_bytes = {1}}, .delayed = {"p3", "p1"}});
+    for (int s = 0; s < 3; ++s) {
+      module->toy.zero_grad();
+      model(kAll, group->getRank(), s).backward();
+      for (const size_t i : kAll) {
+        EXPECT_TRUE(at::equal(module->toy.parameters[i].grad(),
+                              module->toy.average(i, 2, s)));
+      }
+      EXPECT_THAT(
+          model.reducer().plan().buckets(),
+          ElementsAre(ElementsAre(2), ElementsAre(0), ElementsAre(3, 1)));
+    }
+  });
+}
+
+}  // namespace
+}  // namespace brigade

@@ -1,0 +1,291 @@
+#include "brigade/ddp/join.h"
+
+#include <torch/torch.h>
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "brigade/comm/process_group.h"
+#include "brigade/comm_hooks/function_hook.h"
+#include "brigade/ddp/distributed_data_parallel.h"
+#include "brigade/tests/ddp/toy_module.h"
+#include "brigade/tests/support/local_ranks.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+
+namespace brigade {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using testing::Order;
+using testing::run_ranks;
+using testing::ToyModel;
+using testing::ToyModule;
+
+using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
+using Inputs = std::vector<int>;  // by rank: how many it has
+
+enum class Graph { kFixed, kFindsUnused, kSkipsUnused, kStatic };
+
+// Which parameters a rank uses in a step.
+Order uses_of(Graph graph, int rank, int step) {
+  switch (graph) {
+    case Graph::kFixed:
+      return {0, 1, 2, 3};
+    case Graph::kStatic:
+      return {3, 1, 0};
+    case Graph::kFindsUnused:
+    case Graph::kSkipsUnused:
+      break;
+  }
+  Order uses = {0};
+  if (rank % 2 == step % 2) uses.push_back(1);
+  if (step % 3 == 0) uses.push_back(2);
+  return uses;
+}
+
+ReducerOptions options_of(Graph graph) {
+  return {
+      .find_unused_parameters =
+          graph == Graph::kFindsUnused || graph == Graph::kSkipsUnused,
+      .skip_all_reduce_unused_parameters = graph == Graph::kSkipsUnused,
+      .static_graph = graph == Graph::kStatic,
+  };
+}
+
+void step_with(torch::nn::Module& module) {
+  const at::NoGradGuard no_grad;
+  for (at::Tensor& p : module.parameters()) {
+    if (p.grad().defined()) p.sub_(p.grad() * 0.25);
+    p.mutable_grad().reset();
+  }
+}
+
+std::vector<int> ranks_with_data(const Inputs& inputs, int step) {
+  std::vector<int> ranks;
+  for (size_t r = 0; r < inputs.size(); ++r) {
+    if (inputs[r] > step) ranks.push_back(static_cast<int>(r));
+  }
+  return ranks;
+}
+
+// What one process computes that has the inputs of all ranks.
+class Reference {
+ public:
+  void train(Graph graph, const Inputs& inputs, JoinDivisor divisor) {
+    for (int s = 0; s < *std::max_element(inputs.begin(), inputs.end()); ++s) {
+      const std::vector<int> ranks = ranks_with_data(inputs, s);
+      const at::NoGradGuard no_grad;
+      for (size_t i = 0; i < module_->toy.parameters.size(); ++i) {
+        at::Tensor sum;
+        for (const int rank : ranks) {
+          const Order uses = uses_of(graph, rank, s);
+          if (std::find(uses.begin(), uses.end(), i) == uses.end()) continue;
+          const at::Tensor own = module_->toy.gradient(i, rank, s);
+          sum = sum.defined() ? sum + own : own;
+        }
+        if (!sum.defined()) continue;
+        module_->toy.parameters[i].mutable_grad() =
+            sum / static_cast<int64_t>(divisor == JoinDivisor::kWorldSize
+                                           ? inputs.size()
+                                           : ranks.size());
+      }
+      step_with(*module_);
+      module_->seen.add_(ranks.front() + 1);
+    }
+  }
+
+  void expect_equal(const ToyModule& module, const std::string& where) const {
+    for (size_t i = 0; i < module->toy.parameters.size(); ++i) {
+      EXPECT_TRUE(
+          at::equal(module->toy.parameters[i], module_->toy.parameters[i]))
+          << where << " parameter " << i;
+    }
+    EXPECT_TRUE(at::equal(module->seen, module_->seen)) << where;
+  }
+
+ private:
+  ToyModule module_;
+};
+
+void train(DistributedDataParallel<ToyModule>& model, Graph graph, int rank,
+           int num_inputs) {
+  for (int s = 0; s < num_inputs; ++s) {
+    model(uses_of(graph, rank, s), rank, s).backward();
+    step_with(*model.module());
+  }
+}
+
+class JoinTest : public ::testing::TestWithParam<
+                     std::tuple<Graph, JoinDivisor, bool, int64_t>> {};
+
+TEST_P(JoinTest, TrainsAsOneProcessThatHasAllInputs) {
+  const auto [graph, divisor, views, cap] = GetParam();
+  // The first two leave rank 0 without the first iteration, or without any.
+  for (const Inputs& inputs :
+       {Inputs{0, 3, 1, 2}, Inputs{0, 2}, Inputs{5, 2, 3, 0}, Inputs{3, 3},
+        Inputs{1, 2, 4}, Inputs{2}, Inputs{0, 0}}) {
+    Reference reference;
+    const Inputs even(inputs.size(), 2);
+    Inputs reversed = inputs;
+    std::reverse(reversed.begin(), reversed.end());
+    reference.train(graph, inputs, divisor);
+    reference.train(graph, even, divisor);
+    reference.train(graph, reversed, divisor);
+    run_ranks(static_cast<int>(inputs.size()), [&](const Group& group) {
+      ReducerOptions options = options_of(graph);
+      options.gradients_as_bucket_views = views;
+      options.bucket_caps_bytes = {cap};
+      ToyModule module;
+      DistributedDataParallel model(module, group, {.reducer = options});
+      const int rank = group->getRank();
+      const JoinOptions join_options = {.divide_by = divisor};
+      join(
+          model, [&] { train(model, graph, rank, inputs[rank]); },
+          join_options);
+      train(model, graph, rank, even[rank]);
+      join(
+          model, [&] { train(model, graph, rank, reversed[rank]); },
+          join_options);
+      reference.expect_equal(module, "rank " + std::to_string(rank) + " of " +
+                                         ::testing::PrintToString(inputs));
+    });
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Graphs, JoinTest,
+    ::testing::Combine(::testing::Values(Graph::kFixed, Graph::kFindsUnused,
+                                         Graph::kSkipsUnused, Graph::kStatic),
+                       ::testing::Values(JoinDivisor::kWorldSize,
+                                         JoinDivisor::kRanksWithData),
+                       ::testing::Bool(), ::testing::Values(1, 1 << 20)));
+
+TEST(JoinLoopTest, EndsEarlyOnEveryRankAndNamesWhoRanOut) {
+  run_ranks(3, [](const Group& group) {
+    ToyModule module;
+    DistributedDataParallel model(module, group);
+    const int rank = group->getRank();
+    int steps = 0;
+    try {
+      join(model,
+           [&] {
+             for (; steps < (rank == 1 ? 2 : 4); ++steps) {
+               model(Order{0, 1, 2, 3}, rank, steps).backward();
+             }
+           },
+           {.end_early = true});
+      ADD_FAILURE() << "no error on rank " << rank;
+    } catch (const c10::Error& error) {
+      EXPECT_THAT(error.what(),
+                  AllOf(HasSubstr("before iteration 3: rank 1 of 3"),
+                        HasSubstr("end_early")));
+    }
+    EXPECT_EQ(steps, 2);
+    train(model, Graph::kFixed, rank, 1);
+    EXPECT_EQ(model.reducer().statistics().reduced, 3);
+  });
+}
+
+TEST(JoinLoopTest, EndsAsUsualWhenAllRunOutTogether) {
+  run_ranks(2, [](const Group& group) {
+    DistributedDataParallel model(ToyModule(), group);
+    join(model, [&] { train(model, Graph::kFixed, group->getRank(), 2); },
+         {.end_early = true});
+    EXPECT_EQ(model.reducer().statistics().reduced, 2);
+  });
+}
+
+TEST(JoinLoopTest, LetsExceptionsOfTheLoopPass) {
+  run_ranks(2, [](const Group& group) {
+    DistributedDataParallel model(ToyModule(), group);
+    const int rank = group->getRank();
+    EXPECT_THROW(join(model,
+                      [&] {
+                        train(model, Graph::kFixed, rank, 1);
+                        throw std::domain_error("of the loop");
+                      }),
+                 std::domain_error);
+    join(model, [&] { train(model, Graph::kFixed, rank, 1 + rank); });
+    EXPECT_EQ(model.reducer().statistics().reduced, 3);
+  });
+}
+
+TEST(JoinLoopTest, NeedsSomethingToJoinAndJoinsItOnce) {
+  DistributedDataParallel model(ToyModule(), single_process_group());
+  EXPECT_THROW(join(std::span<Joinable* const>(), [] {}), c10::ValueError);
+  EXPECT_THROW(join(model, [&] { join(model, [] {}); }), c10::Error);
+  join(model, [&] { train(model, Graph::kFixed, 0, 1); });
+}
+
+TEST(JoinLoopTest, CountsNobodyForAHookThatDividesByItself) {
+  const auto group = single_process_group();
+  const auto sum = make_comm_hook([group](c10d::GradBucket& bucket) {
+    std::vector<at::Tensor> tensors = {bucket.getBuffer()};
+    return group->allreduce(tensors)->getFuture();
+  });
+  DistributedDataParallel model(ToyModule(), group,
+                                {.reducer = {.comm_hook = sum}});
+  EXPECT_THROW(join(model, [] {}, {.divide_by = JoinDivisor::kRanksWithData}),
+               c10::ValueError);
+}
+
+TEST(JoinLoopTest, AccumulatesWithoutTellingAnybody) {
+  run_ranks(2, [](const Group& group) {
+    ToyModule module;
+    DistributedDataParallel model(module, group);
+    const int rank = group->getRank();
+    const Order all = {0, 1, 2, 3};
+    join(model, [&] {
+      for (int s = 0; s < 1 + rank; ++s) {
+        {
+          const NoSync no_sync = model.no_sync();
+          model(all, rank, 10 + s).backward();
+        }
+        model(all, rank, s).backward();
+        if (s == 1) {
+          EXPECT_TRUE(at::equal(
+              module->toy.parameters[2].grad(),
+              (module->toy.gradient(2, 1, 11) + module->toy.gradient(2, 1, 1)) /
+                  2));
+        }
+        step_with(*module);
+      }
+    });
+    EXPECT_EQ(model.reducer().statistics().reduced, 2);
+  });
+}
+
+TEST(JoinLoopTest, KeepsSeveralModelsInStep) {
+  run_ranks(3, [](const Group& group) {
+    const Inputs inputs = {1, 4, 2};
+    const int rank = group->getRank();
+    ToyModule first;
+    ToyModule second;
+    DistributedDataParallel model(first, group);
+    DistributedDataParallel other(
+        second, group, {.reducer = {.find_unused_parameters = true}});
+    Joinable* const both[] = {&model.joinable(), &other.joinable()};
+    join(std::span<Joinable* const>(both), [&] {
+      for (int s = 0; s < inputs[rank]; ++s) {
+        model(uses_of(Graph::kFixed, rank, s), rank, s).backward();
+        step_with(*first);
+        other(uses_of(Graph::kFindsUnused, rank, s), rank, s).backward();
+        step_with(*second);
+      }
+    });
+    Reference of_first;
+    of_first.train(Graph::kFixed, inputs, JoinDivisor::kWorldSize);
+    of_first.expect_equal(first, "first");
+    Reference of_second;
+    of_second.train(Graph::kFindsUnused, inputs, JoinDivisor::kWorldSize);
+    of_second.expect_equal(second, "second");
+  });
+}
+
+}  // namespace
+}  // namespace brigade

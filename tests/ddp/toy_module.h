@@ -1,0 +1,40 @@
+// ToyModel as a module with a buffer: its forward gives a loss whose gradients
+// are known integers, and counts itself in the buffer.
+
+#ifndef BRIGADE_TESTS_DDP_TOY_MODULE_H_
+#define BRIGADE_TESTS_DDP_TOY_MODULE_H_
+
+#include <torch/torch.h>
+
+#include <vector>
+
+#include "brigade/tests/reducer/toy_model.h"
+
+namespace brigade::testing {
+
+using Order = std::vector<size_t>;
+
+struct ToyModuleImpl : torch::nn::Module {
+  explicit ToyModuleImpl(
+      const ToyModel::Sizes& sizes = {{3, 2}, {5}, {2, 2, 2}, {7}})
+      : toy(sizes) {
+    for (size_t i = 0; i < toy.parameters.size(); ++i) {
+      register_parameter(toy.names[i], toy.parameters[i]);
+    }
+    seen = register_buffer("seen", at::zeros({1}));
+  }
+
+  // `copy`: a number of its own for each copy of the module.
+  at::Tensor forward(const Order& uses, int copy, int step) {
+    seen.add_(copy + 1);
+    return toy.loss_in_order(uses, copy, step);
+  }
+
+  ToyModel toy;
+  at::Tensor seen;
+};
+TORCH_MODULE(ToyModule);
+
+}  // namespace brigade::testing
+
+#endif  // BRIGADE_TESTS_DDP_TOY_MODULE_H_

@@ -1,0 +1,72 @@
+"""torch's native mixed precision: parameters that are swapped for low-precision copies."""
+
+from contextlib import nullcontext
+from unittest import mock
+
+import pytest
+import torch
+from torch.nn.parallel.distributed import _MixedPrecision
+
+import brigade
+
+from ranks import run_ranks
+from training import CLASSES, Perceptron, assert_equal, inputs, loss_of
+
+
+class _NoStream(nullcontext):
+    """The CPU has no streams, but the inherited casts ask for some."""
+
+    def wait_stream(self, other) -> None: ...
+    def record(self) -> None: ...
+    def wait(self, stream) -> None: ...
+
+
+def _streams_on_the_cpu():
+    return mock.patch.multiple(torch, Stream=_NoStream, Event=_NoStream), mock.patch.object(
+        torch.accelerator, "current_stream", _NoStream
+    )
+
+
+def _trains(rank, precision, views, set_to_none):
+    streams, current = _streams_on_the_cpu()
+    with streams, current:
+        results = {}
+        for name, wrapper in CLASSES.items():
+            torch.manual_seed(0)
+            wrapped = wrapper(
+                Perceptron(), mixed_precision=precision, gradient_as_bucket_view=views
+            )
+            optimizer = torch.optim.SGD(wrapped.parameters(), lr=1 / 128)
+            seen = []
+            for x in inputs(rank, 4):
+                optimizer.zero_grad(set_to_none=set_to_none)
+                loss_of(wrapped(x)).backward()
+                for parameter in wrapped.parameters():
+                    assert parameter.dtype == parameter.grad.dtype == torch.float32
+                    seen.append(parameter.grad.clone())
+                optimizer.step()
+            results[name] = seen + [p.detach().clone() for p in wrapped.parameters()]
+        assert_equal(results["brigade"], results["torch"])
+
+
+@pytest.mark.parametrize("views", [False, True])
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("reduce_dtype", [torch.bfloat16, torch.float32])
+def test_training_in_low_precision_gives_torchs_bits(views, set_to_none, reduce_dtype):
+    precision = _MixedPrecision(
+        param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype, buffer_dtype=torch.bfloat16
+    )
+    run_ranks(_trains, precision, views, set_to_none)
+
+
+def _refuses_the_search(rank):
+    streams, current = _streams_on_the_cpu()
+    precision = _MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    with streams, current, pytest.raises(RuntimeError, match="static_graph"):
+        brigade.DistributedDataParallel(
+            Perceptron(), mixed_precision=precision, find_unused_parameters=True
+        )
+
+
+def test_unused_parameters_are_not_looked_for():
+    run_ranks(_refuses_the_search, world_size=1)

@@ -1,0 +1,187 @@
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/variable.h>
+#include <torch/torch.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "brigade/comm/process_group.h"
+#include "brigade/comm_hooks/all_reduce_hook.h"
+#include "brigade/reducer/reducer.h"
+#include "brigade/tests/reducer/toy_model.h"
+#include "brigade/tests/support/local_ranks.h"
+#include "gtest/gtest.h"
+
+namespace brigade {
+namespace {
+
+using testing::run_ranks;
+using testing::ToyModel;
+
+using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
+
+const ToyModel::Sizes kSizes = {{3, 2}, {5}, {2, 2, 2}};
+
+class CallAfterwards final : public torch::autograd::FunctionPostHook {
+ public:
+  explicit CallAfterwards(std::function<void()> call)
+      : call_(std::move(call)) {}
+
+  torch::autograd::variable_list operator()(
+      const torch::autograd::variable_list& outputs,
+      const torch::autograd::variable_list& /*inputs*/) override {
+    call_();
+    return outputs;
+  }
+
+ private:
+  const std::function<void()> call_;
+};
+
+// Computes in half precision with the parameters of a float model: their data
+// is swapped for the time of forward and backward, which gives them new
+// gradient accumulators.
+class HalfPrecision {
+ public:
+  HalfPrecision(const std::vector<at::Tensor>& parameters, Reducer& reducer)
+      : parameters_(parameters) {
+    for (size_t i = 0; i < parameters_.size(); ++i) {
+      full_.push_back(parameters_[i].data());
+      parameters_[i].set_data(full_.back().to(at::kHalf));
+      accumulators_.push_back(
+          torch::autograd::impl::grad_accumulator(parameters_[i]));
+      accumulators_.back()->add_post_hook(std::make_unique<CallAfterwards>(
+          [&reducer, i] { reducer.gradient_ready(i); }));
+    }
+  }
+
+  ~HalfPrecision() {
+    for (size_t i = 0; i < parameters_.size(); ++i) {
+      parameters_[i].set_data(full_[i]);
+    }
+  }
+
+ private:
+  const std::vector<at::Tensor>& parameters_;
+  std::vector<at::Tensor> full_;
+  std::vector<std::shared_ptr<torch::autograd::Node>> accumulators_;
+};
+
+void step_in_half(const ToyModel& model, Reducer& reducer, int rank, int s) {
+  const HalfPrecision half(model.parameters, reducer);
+  const at::Tensor loss = model.loss(rank, s);
+  reducer.prepare_for_backward(loss);
+  loss.backward();
+}
+
+// Gradients as views x travelling in half precision.
+class GradientReadyTest
+    : public ::testing::TestWithParam<std::tuple<bool, bool>> {
+ protected:
+  ReducerOptions options(const Group& group) const {
+    ReducerOptions options = {
+        .bucket_caps_bytes = {40},
+        .gradients_as_bucket_views = std::get<0>(GetParam())};
+    if (std::get<1>(GetParam())) options.comm_hook = fp16_hook(group);
+    return options;
+  }
+};
+
+TEST_P(GradientReadyTest, ReducesGradientsOfParametersWhoseDataIsSwapped) {
+  run_ranks(2, [&](const Group& group) {
+    const ToyModel model(kSizes);
+    Reducer reducer(model.parameters, group, options(group));
+    reducer.stop_watching_gradients();
+    for (int s = 0; s < 5; ++s) {
+      model.zero_grad(/*set_to_none=*/s < 3);
+      step_in_half(model, reducer, group->getRank(), s);
+      for (size_t i = 0; i < kSizes.size(); ++i) {
+        const at::Tensor& gradient = model.parameters[i].grad();
+        EXPECT_TRUE(at::equal(gradient.to(at::kFloat), model.average(i, 2, s)))
+            << "parameter " << i << " step " << s;
+        if (s < 3) {
+          EXPECT_EQ(gradient.scalar_type(), at::kFloat);
+        }
+      }
+    }
+    EXPECT_EQ(reducer.statistics().reduced, 5);
+    EXPECT_EQ(reducer.statistics().rebuilds, 1);
+  });
+}
+
+TEST_P(GradientReadyTest, ReducesGradientsWhoseDataWasCastInPlace) {
+  run_ranks(2, [&](const Group& group) {
+    const ToyModel model(kSizes);
+    Reducer reducer(model.parameters, group, options(group));
+    reducer.stop_watching_gradients();
+    step_in_half(model, reducer, group->getRank(), 0);
+    for (const at::Tensor& p : model.parameters) {
+      p.mutable_grad().set_data(p.grad().to(at::kHalf));
+    }
+    step_in_half(model, reducer, group->getRank(), 1);
+    for (size_t i = 0; i < kSizes.size(); ++i) {
+      EXPECT_TRUE(at::equal(model.parameters[i].grad().to(at::kFloat),
+                            model.average(i, 2, 0) + model.average(i, 2, 1)));
+    }
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Modes, GradientReadyTest,
+                         ::testing::Combine(::testing::Bool(),
+                                            ::testing::Bool()));
+
+TEST(GradientReadyErrorsTest, AReducerThatWatchesIsNotTold) {
+  const ToyModel model(kSizes);
+  Reducer reducer(model.parameters, single_process_group());
+  EXPECT_THROW(reducer.gradient_ready(0), c10::Error);
+}
+
+TEST(GradientReadyErrorsTest, TheParameterMustBeThere) {
+  const ToyModel model(kSizes);
+  Reducer reducer(model.parameters, single_process_group());
+  reducer.stop_watching_gradients();
+  EXPECT_THROW(reducer.gradient_ready(3), c10::ValueError);
+  EXPECT_THROW(reducer.gradient_ready(0, 1), c10::ValueError);
+}
+
+TEST(GradientReadyErrorsTest, UnusedParametersCantBeLookedFor) {
+  const ToyModel model(kSizes);
+  Reducer reducer(model.parameters, single_process_group(),
+                  {.find_unused_parameters = true});
+  EXPECT_THROW(reducer.stop_watching_gradients(), c10::ValueError);
+}
+
+TEST(GradientReadyErrorsTest, WatchingDoesNotEndInTheMiddleOfAnIteration) {
+  const ToyModel model(kSizes);
+  Reducer reducer(model.parameters, single_process_group());
+  model.parameters[0].register_hook([&](const at::Tensor&) {
+    EXPECT_THROW(reducer.stop_watching_gradients(), c10::Error);
+  });
+  const at::Tensor loss = model.loss_in_order({1, 2, 0}, /*rank=*/0);
+  reducer.prepare_for_backward(loss);
+  loss.backward();
+  EXPECT_EQ(reducer.statistics().reduced, 1);
+}
+
+TEST(GradientReadyErrorsTest, OnesThatNobodyTellsOfAreMissing) {
+  const ToyModel model(kSizes);
+  Reducer reducer(model.parameters, single_process_group());
+  reducer.stop_watching_gradients();
+  const std::shared_ptr<torch::autograd::Node> accumulator =
+      torch::autograd::impl::grad_accumulator(model.parameters[1]);
+  const uintptr_t hook =
+      accumulator->add_post_hook(std::make_unique<CallAfterwards>(
+          [&reducer] { reducer.gradient_ready(1); }));
+  const at::Tensor loss = model.loss(0);
+  reducer.prepare_for_backward(loss);
+  loss.backward();
+  EXPECT_EQ(reducer.missing_gradients(), (std::vector<size_t>{0, 2}));
+  accumulator->del_post_hook(hook);
+}
+
+}  // namespace
+}  // namespace brigade

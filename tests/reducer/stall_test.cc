@@ -1,0 +1,301 @@
+#include <sys/wait.h>
+#include <torch/torch.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include <vector>
+
+#include "brigade/reducer/reducer.h"
+#include "brigade/reducer/stall_check.h"
+#include "brigade/reducer/stall_watch.h"
+#include "brigade/tests/reducer/toy_model.h"
+#include "brigade/tests/support/local_ranks.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+
+namespace brigade {
+namespace {
+
+using std::chrono::milliseconds;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using ::testing::Not;
+using ::testing::Optional;
+using testing::run_ranks;
+using testing::ToyModel;
+
+using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
+
+// ------------------------------------------- ranks of a board, an own clock
+
+class StallCheckTest : public ::testing::Test {
+ protected:
+  struct Rank {
+    std::shared_ptr<Progress> progress = std::make_shared<Progress>();
+    std::string words = "does something";
+    std::unique_ptr<StallCheck> check;
+  };
+
+  static constexpr int kWorldSize = 3;
+
+  StallCheckTest() {
+    for (int r = 0; r < kWorldSize; ++r) {
+      auto rank = std::make_unique<Rank>();
+      rank->progress->num_buckets = 5;
+      rank->check = std::make_unique<StallCheck>(
+          ProgressBoard(store_, r, kWorldSize), milliseconds{1000},
+          rank->progress, [words = &rank->words] { return *words; });
+      ranks_.push_back(std::move(rank));
+    }
+  }
+
+  void set_place(int rank, int64_t iteration, int64_t launched) {
+    ranks_[rank]->progress->iteration = iteration;
+    ranks_[rank]->progress->launched = launched;
+  }
+
+  void begin_to_wait(int rank) {
+    ++ranks_[rank]->progress->num_waits;
+    ranks_[rank]->progress->waiting = true;
+  }
+
+  void end_to_wait(int rank) { ranks_[rank]->progress->waiting = false; }
+
+  std::optional<std::string> check(int rank, int time_ms) {
+    return ranks_[rank]->check->check(StallCheck::Time(milliseconds{time_ms}));
+  }
+
+  // What rank 0 says at last, when `others` have checked as often.
+  std::optional<std::string> stall_of_rank_0(const std::vector<int>& others,
+                                             int begin_ms = 0) {
+    std::optional<std::string> warning;
+    for (int time_ms = begin_ms; time_ms <= begin_ms + 1000; time_ms += 250) {
+      EXPECT_EQ(warning, std::nullopt);
+      for (const int rank : others) check(rank, time_ms);
+      warning = check(0, time_ms);
+    }
+    EXPECT_EQ(check(0, begin_ms + 1250), std::nullopt);  // said once
+    return warning;
+  }
+
+  c10::intrusive_ptr<c10d::HashStore> store_ =
+      c10::make_intrusive<c10d::HashStore>();
+  std::vector<std::unique_ptr<Rank>> ranks_;
+};
+
+TEST_F(StallCheckTest, NamesTheLateRankAndWhatItWaitsFor) {
+  set_place(0, 17, 5);
+  set_place(1, 17, 5);
+  set_place(2, 17, 3);
+  ranks_[2]->words = "has launched 3 of 5 buckets";
+  begin_to_wait(0);
+  begin_to_wait(1);
+  EXPECT_THAT(
+      stall_of_rank_0({2, 1}),
+      Optional(AllOf(
+          HasSubstr("rank 0 has waited 1 s for its peers in iteration 17, 5 "
+                    "of 5 buckets launched"),
+          HasSubstr("rank 2 has launched 3 of 5 buckets (no change for 1 s)"),
+          Not(HasSubstr("rank 1")))));
+}
+
+TEST_F(StallCheckTest, TellsHowLongALateRankHasNotChanged) {
+  set_place(0, 1, 5);
+  begin_to_wait(0);
+  check(2, 0);
+  for (const int time_ms : {0, 250, 500, 750}) {
+    check(0, time_ms);
+    ranks_[2]->words = time_ms < 750 ? "works" : "works on";
+    check(2, time_ms);
+  }
+  check(2, 900);
+  EXPECT_THAT(check(0, 1000),
+              Optional(HasSubstr("rank 2 works on (no change for 0.15 s)")));
+}
+
+TEST_F(StallCheckTest, ARankInTheIterationBeforeIsLate) {
+  set_place(0, 17, 0);
+  set_place(1, 16, 5);
+  set_place(2, 17, 0);
+  begin_to_wait(0);
+  EXPECT_THAT(stall_of_rank_0({1, 2}),
+              Optional(AllOf(HasSubstr("rank 1 does something"),
+                             Not(HasSubstr("rank 2")))));
+}
+
+TEST_F(StallCheckTest, NamesRanksThatDoNotAnswer) {
+  set_place(0, 2, 1);
+  set_place(1, 2, 1);
+  begin_to_wait(0);
+  EXPECT_THAT(stall_of_rank_0({1}),
+              Optional(HasSubstr("no answer from rank 2")));
+  // An answer to the last question is none to this one.
+  check(2, 1500);
+  check(2, 1750);
+  begin_to_wait(0);
+  EXPECT_THAT(stall_of_rank_0({1}, 2000),
+              Optional(HasSubstr("no answer from rank 2")));
+}
+
+TEST_F(StallCheckTest, BlamesTheCommunicationIfAllHaveComeAsFar) {
+  for (int rank = 0; rank < kWorldSize; ++rank) {
+    set_place(rank, 2, 5);
+    begin_to_wait(rank);
+  }
+  for (const int time_ms : {0, 250, 500, 750}) {
+    for (int rank = 0; rank < kWorldSize; ++rank) check(rank, time_ms);
+  }
+  EXPECT_THAT(check(0, 1000),
+              Optional(HasSubstr("all other ranks have come as far")));
+}
+
+TEST_F(StallCheckTest, ReportsEachStallAnew) {
+  set_place(0, 2, 5);
+  begin_to_wait(0);
+  EXPECT_TRUE(stall_of_rank_0({1, 2}));
+  end_to_wait(0);
+  EXPECT_EQ(check(0, 1500), std::nullopt);
+  begin_to_wait(0);
+  EXPECT_TRUE(stall_of_rank_0({1, 2}, 2000));
+}
+
+TEST_F(StallCheckTest, WritesNothingWhileNobodyWaitsForLong) {
+  const int64_t num_keys = store_->getNumKeys();
+  for (int time_ms = 0; time_ms < 10'000; time_ms += 250) {
+    for (int rank = 0; rank < kWorldSize; ++rank) {
+      if (time_ms % 500 == 0) begin_to_wait(rank);
+      EXPECT_EQ(check(rank, time_ms), std::nullopt);
+    }
+  }
+  // Nor when nobody waits at all.
+  for (int rank = 0; rank < kWorldSize; ++rank) end_to_wait(rank);
+  for (int time_ms = 10'000; time_ms < 20'000; time_ms += 250) {
+    EXPECT_EQ(check(0, time_ms), std::nullopt);
+  }
+  EXPECT_EQ(store_->getNumKeys(), num_keys);
+}
+
+// ----------------------------------------------------------------- the thread
+
+// A store that keeps those who look until it is opened.
+class ClosedStore : public c10d::HashStore {
+ public:
+  bool check(const std::vector<std::string>& keys) override {
+    std::unique_lock<std::mutex> lock(mutex_);
+    ++num_looks_;
+    changed_.notify_all();
+    changed_.wait(lock, [this] { return open_; });
+    return HashStore::check(keys);
+  }
+  void await_look() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    changed_.wait(lock, [this] { return num_looks_ > 0; });
+  }
+  void open() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    open_ = true;
+    changed_.notify_all();
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  int num_looks_ = 0;
+  bool open_ = false;
+};
+
+std::unique_ptr<StallWatch> watch(c10::intrusive_ptr<c10d::Store> store,
+                                  int world_size = 2) {
+  return StallWatch::start(c10::make_intrusive<c10d::ProcessGroup>(
+                               std::move(store), /*rank=*/0, world_size),
+                           std::make_shared<Progress>(),
+                           [] { return std::string("waits"); });
+}
+
+TEST(StallWatchTest, IsOffWithoutPeersOrStore) {
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  EXPECT_EQ(watch(store, /*world_size=*/1), nullptr);
+  EXPECT_EQ(watch(nullptr), nullptr);
+  EXPECT_NE(watch(store), nullptr);
+}
+
+TEST(StallWatchTest, LooksOnlyWhileThereIsATime) {
+  const auto store = c10::make_intrusive<ClosedStore>();
+  store->open();
+  const std::unique_ptr<StallWatch> watching = watch(store);
+  watching->set_report_after(milliseconds{0});
+  watching->set_report_after(milliseconds{4});
+  store->await_look();
+}
+
+TEST(StallWatchTest, EndsThoughTheStoreDoesNotAnswer) {
+  const auto store = c10::make_intrusive<ClosedStore>();
+  std::unique_ptr<StallWatch> watching = watch(store);
+  watching->set_report_after(milliseconds{4});
+  store->await_look();
+  watching = nullptr;
+  store->open();
+}
+
+TEST(StallWatchTest, DoesNotHangInAForkedChild) {
+  std::unique_ptr<StallWatch> watching =
+      watch(c10::make_intrusive<c10d::HashStore>());
+  const pid_t child = fork();
+  ASSERT_GE(child, 0);
+  if (child == 0) {
+    alarm(20);
+    watching = nullptr;
+    _exit(0);
+  }
+  int status = 0;
+  ASSERT_EQ(waitpid(child, &status, 0), child);
+  EXPECT_TRUE(WIFEXITED(status));
+}
+
+// Fails after 10 s.
+void await_line(c10d::Store& store, const std::string& key,
+                const std::string& text) {
+  store.wait({key});
+  const auto deadline =
+      std::chrono::steady_clock::now() + std::chrono::seconds(10);
+  while (store.get_to_str(key).find(text) == std::string::npos) {
+    if (std::chrono::steady_clock::now() > deadline) {
+      FAIL() << "the last line is: " << store.get_to_str(key);
+    }
+    std::this_thread::yield();
+  }
+}
+
+TEST(StallWatchTest, ALateRankAnswersInTheMiddleOfItsBackward) {
+  run_ranks(2, [](const Group& group) {
+    const ToyModel model({{2}, {3}});
+    Reducer reducer(
+        model.parameters, group,
+        {.bucket_plan = {{1}, {0}}, .parameter_names = model.names});
+    EXPECT_THROW(reducer.set_stall_report_after(milliseconds{-1}),
+                 c10::ValueError);
+    reducer.set_stall_report_after(milliseconds{40});
+    if (group->getRank() == 1) {
+      // Goes on when it has told the other rank where it is.
+      model.parameters[0].register_hook([&](const at::Tensor&) {
+        await_line(*group->getStore(), "brigade/progress/1/line/1",
+                   "has launched 1 of 2 buckets of iteration 1 and waits for "
+                   "the gradients of parameter 0 ('p0')");
+      });
+    }
+    const at::Tensor loss = model.loss(group->getRank());
+    reducer.prepare_for_backward(loss);
+    loss.backward();
+    EXPECT_TRUE(at::equal(model.parameters[0].grad(), model.average(0, 2)));
+  });
+}
+
+}  // namespace
+}  // namespace brigade

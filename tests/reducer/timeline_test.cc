@@ -1,0 +1,308 @@
+#include "brigade/reducer/timeline.h"
+
+#include <ATen/record_function.h>
+#include <torch/torch.h>
+
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "brigade/comm/process_group.h"
+#include "brigade/comm_hooks/function_hook.h"
+#include "brigade/reducer/reducer.h"
+#include "brigade/reducer/timeline_recorder.h"
+#include "brigade/tests/reducer/toy_model.h"
+#include "brigade/tests/support/local_ranks.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+
+namespace brigade {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::Not;
+using testing::run_ranks;
+using testing::ToyModel;
+
+using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
+
+// ---------------------------------------------------------------- summaries
+
+TEST(TimelineSummaryTest, SplitsCommunicationIntoOverlapAndExposed) {
+  const TimelineSummary summary =
+      summarize({.iteration = 1,
+                 .forward_begin_ns = 1,
+                 .forward_end_ns = 4,
+                 .backward_begin_ns = 5,
+                 .backward_end_ns = 30,
+                 .finalize_end_ns = 50,
+                 .buckets = {{.launch_ns = 10, .complete_ns = 20},
+                             {.launch_ns = 15, .complete_ns = 40},
+                             {},  // nothing travelled
+                             {.launch_ns = 29, .complete_ns = 35},
+                             {.launch_ns = 30, .complete_ns = 42}}});
+  EXPECT_EQ(summary.forward_compute_ns, 3);
+  EXPECT_EQ(summary.backward_compute_ns, 25);
+  EXPECT_EQ(summary.backward_comm_ns, 32);
+  EXPECT_EQ(summary.overlap_ns, 20);
+  EXPECT_EQ(summary.exposed_ns, 12);
+  EXPECT_THAT(summary.bucket_exposed_ns, ElementsAre(0, 10, 0, 0, 2));
+  EXPECT_EQ(summary.comm_begin_ns, 10);
+  EXPECT_EQ(summary.comm_end_ns, 42);
+}
+
+TEST(TimelineSummaryTest, DoesNotCountTheTimeBetweenBuckets) {
+  const TimelineSummary summary =
+      summarize({.iteration = 1,
+                 .backward_begin_ns = 5,
+                 .backward_end_ns = 55,
+                 .buckets = {{.launch_ns = 10, .complete_ns = 12},
+                             {.launch_ns = 50, .complete_ns = 60}}});
+  EXPECT_EQ(summary.forward_compute_ns, 0);  // nobody told when it began
+  EXPECT_EQ(summary.backward_comm_ns, 12);
+  EXPECT_EQ(summary.exposed_ns, 5);
+}
+
+TEST(TimelineSummaryTest, IsATableForPeople) {
+  EXPECT_EQ(describe(Timeline{}), "no iteration has been sampled\n");
+  EXPECT_EQ(
+      describe({.iteration = 12,
+                .forward_begin_ns = 1'000'000,
+                .forward_end_ns = 3'500'000,
+                .backward_begin_ns = 4'000'000,
+                .backward_end_ns = 10'000'000,
+                .finalize_end_ns = 12'250'000,
+                .buckets = {{.pack_begin_ns = 5'000'000,
+                             .pack_end_ns = 5'250'000,
+                             .launch_ns = 5'500'000,
+                             .complete_ns = 12'000'000},
+                            {}}}),
+      "iteration 12, ms: forward 2.500, backward 6.000, communication 6.500 "
+      "(overlapped 4.500, exposed 2.000), finalize 2.250\n"
+      "bucket      packed    launched    complete     exposed\n"
+      "     0       1.250       1.500       8.000       2.000\n"
+      "     1           -           -           -       0.000\n");
+}
+
+// ----------------------------------------------------------------- recorder
+
+TEST(TimelineRecorderTest, AFutureMayBeDoneAfterTheRecorderIsGone) {
+  auto future =
+      c10::make_intrusive<c10::ivalue::Future>(c10::TensorType::get());
+  {
+    TimelineRecorder recorder;
+    recorder.bind({at::kCPU}, /*num_variables=*/1);
+    recorder.prepared(1);
+    recorder.launch_begins(0);
+    recorder.launched(0, *future);
+  }
+  future->markCompleted(at::ones({1}));
+}
+
+TEST(TimelineRecorderTest, ALateFutureDoesNotSpoilTheNextTimeline) {
+  const auto make_future = [] {
+    return c10::make_intrusive<c10::ivalue::Future>(c10::TensorType::get());
+  };
+  const auto abandoned = make_future();
+  const auto open = make_future();
+  TimelineRecorder recorder;
+  recorder.bind({at::kCPU}, /*num_variables=*/1);
+  recorder.prepared(1);
+  recorder.launch_begins(0);
+  recorder.launched(0, *abandoned);
+  recorder.prepared(2);  // iteration 1 was given up
+  recorder.launch_begins(0);
+  recorder.launched(0, *open);
+  abandoned->markCompleted(at::ones({1}));
+  recorder.finalized();
+  EXPECT_EQ(recorder.last().iteration, 2);
+  EXPECT_EQ(recorder.last().buckets[0].complete_ns, 0);
+}
+
+// ------------------------------------------------------------ a reducer's own
+
+const ToyModel::Sizes kSizes = {{3, 2}, {5}, {7}};
+// In launch order {2}, {1, 0}.
+const ReducerOptions kTwoBuckets = {.bucket_plan = {{2}, {1, 0}}};
+
+void train(Reducer& reducer, const ToyModel& model, int rank) {
+  model.zero_grad();
+  reducer.forward_begins();
+  const at::Tensor loss = model.loss_in_order({2, 0, 1}, rank);
+  reducer.prepare_for_backward(loss);
+  loss.backward();
+}
+
+std::vector<size_t> order_of(const Timeline& timeline) {
+  std::vector<size_t> order;
+  for (const GradientTime& gradient : timeline.gradients) {
+    order.push_back(gradient.variable.parameter);
+  }
+  return order;
+}
+
+void expect_ascending(const std::vector<int64_t>& times_ns) {
+  EXPECT_GT(times_ns.front(), 0);
+  for (size_t i = 1; i < times_ns.size(); ++i) {
+    EXPECT_LE(times_ns[i - 1], times_ns[i]) << "at " << i;
+  }
+}
+
+class TimelineOnRanksTest : public ::testing::TestWithParam<int> {};
+
+TEST_P(TimelineOnRanksTest, StampsTheStepsInTheirOrder) {
+  run_ranks(GetParam(), [](const Group& group) {
+    const ToyModel model(kSizes);
+    Reducer reducer(model.parameters, group, kTwoBuckets);
+    EXPECT_EQ(reducer.timeline().iteration, 0);
+    for (int64_t iteration = 1; iteration <= 3; ++iteration) {
+      train(reducer, model, group->getRank());
+      const Timeline timeline = reducer.timeline();
+      EXPECT_EQ(timeline.iteration, iteration);
+      EXPECT_THAT(order_of(timeline), ElementsAre(2, 0, 1));
+      ASSERT_EQ(timeline.buckets.size(), 2);
+      const BucketTimes& first = timeline.buckets[0];
+      const BucketTimes& second = timeline.buckets[1];
+      // Bucket 0 is packed and launched between gradients.
+      expect_ascending(
+          {timeline.forward_begin_ns, timeline.forward_end_ns,
+           timeline.backward_begin_ns, timeline.gradients[0].ready_ns,
+           first.pack_begin_ns, first.pack_end_ns, first.launch_ns,
+           timeline.gradients[1].ready_ns, timeline.gradients[2].ready_ns,
+           second.pack_begin_ns, second.pack_end_ns, second.launch_ns,
+           timeline.backward_end_ns, timeline.finalize_end_ns});
+      expect_ascending(
+          {first.launch_ns, first.complete_ns, timeline.finalize_end_ns});
+      expect_ascending(
+          {second.launch_ns, second.complete_ns, timeline.finalize_end_ns});
+    }
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Worlds, TimelineOnRanksTest, ::testing::Values(1, 2));
+
+std::vector<int64_t> sampled_of(Reducer& reducer, const ToyModel& model,
+                                int64_t last) {
+  std::vector<int64_t> sampled;
+  for (int64_t iteration = 1; iteration <= last; ++iteration) {
+    train(reducer, model, /*rank=*/0);
+    const int64_t latest = reducer.timeline().iteration;
+    if (latest == iteration) sampled.push_back(latest);
+  }
+  return sampled;
+}
+
+TEST(TimelineTest, SamplesTheFirstTenIterationsAndThenEveryNth) {
+  const ToyModel model(kSizes);
+  Reducer reducer(model.parameters, single_process_group());
+  reducer.set_timeline_sample_rate(8);
+  EXPECT_THAT(sampled_of(reducer, model, 25),
+              ElementsAre(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 16, 24));
+  reducer.set_timeline_sample_rate(13);
+  EXPECT_EQ(reducer.timeline().iteration, 24);
+  train(reducer, model, /*rank=*/0);
+  EXPECT_EQ(reducer.timeline().iteration, 26);
+}
+
+TEST(TimelineTest, RecordsNothingAtRateZero) {
+  const ToyModel model(kSizes);
+  Reducer reducer(model.parameters, single_process_group());
+  reducer.set_timeline_sample_rate(0);
+  EXPECT_THAT(sampled_of(reducer, model, 3), ElementsAre());
+  reducer.set_timeline_sample_rate(1);
+  train(reducer, model, /*rank=*/0);
+  EXPECT_EQ(reducer.timeline().iteration, 4);
+  EXPECT_THROW(reducer.set_timeline_sample_rate(-1), c10::ValueError);
+}
+
+TEST(TimelineTest, LeavesOutUnusedParametersAndFollowsARebuiltPlan) {
+  const ToyModel model(kSizes);
+  Reducer reducer(model.parameters, single_process_group(),
+                  {.bucket_caps_bytes = {4},
+                   .static_graph = true,
+                   .rebuild_buckets = true});
+  for (int iteration = 1; iteration <= 3; ++iteration) {
+    const at::Tensor loss = model.loss_in_order({0, 2}, /*rank=*/0);
+    reducer.prepare_for_backward(loss);
+    loss.backward();
+    const Timeline timeline = reducer.timeline();
+    EXPECT_EQ(timeline.iteration, iteration);
+    EXPECT_THAT(order_of(timeline), ElementsAre(0, 2));
+    EXPECT_EQ(timeline.buckets.size(), 3);
+    EXPECT_EQ(timeline.forward_begin_ns, 0);
+  }
+}
+
+TEST(TimelineTest, AnIterationThatIsGivenUpLeavesTheLastOne) {
+  const ToyModel model(kSizes);
+  const Group group = single_process_group();
+  bool fails = false;
+  Reducer reducer(model.parameters, group,
+                  {.comm_hook = make_comm_hook([&](c10d::GradBucket& bucket) {
+                     TORCH_CHECK(!fails, "the hook is out of order");
+                     std::vector<at::Tensor> tensors = {bucket.getBuffer()};
+                     return group->allreduce(tensors)->getFuture();
+                   })});
+  train(reducer, model, /*rank=*/0);
+  EXPECT_FALSE(reducer.last_error().has_value());
+  fails = true;
+  EXPECT_ANY_THROW(train(reducer, model, /*rank=*/0));
+  EXPECT_EQ(reducer.timeline().iteration, 1);
+  ASSERT_TRUE(reducer.last_error().has_value());
+  EXPECT_EQ(reducer.last_error()->iteration, 2);
+  EXPECT_THAT(reducer.last_error()->text,
+              HasSubstr("the hook is out of order"));
+  fails = false;
+  train(reducer, model, /*rank=*/0);
+  EXPECT_EQ(reducer.timeline().iteration, 3);
+  EXPECT_EQ(reducer.last_error()->iteration, 2);
+}
+
+TEST(LastErrorTest, IsKeptFromPreparationsToo) {
+  const ToyModel model(kSizes);
+  Reducer reducer(model.parameters, single_process_group(),
+                  {.parameter_names = model.names});
+  const at::Tensor loss = model.loss_in_order({0, 1}, /*rank=*/0);
+  reducer.prepare_for_backward(loss);
+  loss.backward();
+  EXPECT_THROW(reducer.prepare_for_backward(loss), c10::Error);
+  EXPECT_THAT(reducer.last_error()->text, HasSubstr("'p2'"));
+  EXPECT_THAT(reducer.last_error()->text, Not(HasSubstr("frame #")));
+  EXPECT_EQ(reducer.last_error()->iteration, 1);
+}
+
+// ----------------------------------------------------------- profiler ranges
+
+std::vector<std::string> g_ranges;
+std::mutex g_ranges_mutex;
+
+std::unique_ptr<at::ObserverContext> note_range(
+    const at::RecordFunction& range) {
+  const std::lock_guard<std::mutex> lock(g_ranges_mutex);
+  if (std::string(range.name()).starts_with("brigade: ")) {
+    g_ranges.emplace_back(range.name());
+  }
+  return nullptr;
+}
+
+TEST(ProfilerRangeTest, NamesEachStepOfEachBucketWhileAProfilerIsActive) {
+  const ToyModel model(kSizes);
+  Reducer reducer(model.parameters, single_process_group(), kTwoBuckets);
+  train(reducer, model, /*rank=*/0);
+  g_ranges.clear();
+  const at::CallbackHandle handle =
+      at::addGlobalCallback(at::RecordFunctionCallback(&note_range)
+                                .scopes({at::RecordScope::USER_SCOPE}));
+  train(reducer, model, /*rank=*/0);
+  at::removeCallback(handle);
+  train(reducer, model, /*rank=*/0);
+  EXPECT_THAT(g_ranges, ElementsAre("brigade: bucket 0 of 2 pack",
+                                    "brigade: bucket 0 of 2 launch",
+                                    "brigade: bucket 1 of 2 pack",
+                                    "brigade: bucket 1 of 2 launch",
+                                    "brigade: finalize"));
+}
+
+}  // namespace
+}  // namespace brigade
