@@ -65,10 +65,10 @@ at::Tensor RoutingHook::parseHookResult(const c10::IValue& result) {
   return tensor_of_hook_result(result);
 }
 
-void RoutingHook::shadow_begins() {
+void RoutingHook::iteration_begins(bool has_data) {
   for (const HookPtr& hook : hooks_) {
-    if (auto* listener = dynamic_cast<ShadowListener*>(hook.get())) {
-      listener->shadow_begins();
+    if (auto* listener = dynamic_cast<IterationListener*>(hook.get())) {
+      listener->iteration_begins(has_data);
     }
   }
 }

@@ -13,7 +13,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include "brigade/comm_hooks/shadow_listener.h"
+#include "brigade/comm_hooks/iteration_listener.h"
 
 namespace brigade {
 
@@ -29,7 +29,7 @@ struct Route {
 // A hook that declares a wire format finds it, at the price of one more pass
 // over the bucket than if it were the only hook.
 class RoutingHook final : public c10d::CommHookInterface,
-                          public ShadowListener {
+                          public IterationListener {
  public:
   // Errors: ValueError if a hook is null.
   RoutingHook(std::shared_ptr<c10d::CommHookInterface> hook,
@@ -38,7 +38,7 @@ class RoutingHook final : public c10d::CommHookInterface,
   c10::intrusive_ptr<c10::ivalue::Future> runHook(
       c10d::GradBucket& bucket) override;
   at::Tensor parseHookResult(const c10::IValue& result) override;
-  void shadow_begins() override;
+  void iteration_begins(bool has_data) override;
 
  private:
   using HookPtr = std::shared_ptr<c10d::CommHookInterface>;

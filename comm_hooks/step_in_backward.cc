@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "brigade/comm_hooks/gradient_layout.h"
-#include "brigade/comm_hooks/shadow_listener.h"
+#include "brigade/comm_hooks/iteration_listener.h"
 #include "brigade/comm_hooks/wire_format.h"
 
 namespace brigade {
@@ -64,7 +64,7 @@ c10::IValue error_of_steps(const at::Tensor& result,
 
 class SteppingHook final : public c10d::CommHookInterface,
                            public DeclaresWireFormat,
-                           public ShadowListener {
+                           public IterationListener {
  public:
   SteppingHook(std::shared_ptr<c10d::CommHookInterface> hook,
                ParameterStep step)
@@ -96,9 +96,14 @@ class SteppingHook final : public c10d::CommHookInterface,
                                : declared->wire_format(gradient_dtype);
   }
 
-  void shadow_begins() override {
-    if (auto* listener = dynamic_cast<ShadowListener*>(hook_.get())) {
-      listener->shadow_begins();
+  bool launches_one_collective() const override {
+    const auto* declared = dynamic_cast<const DeclaresWireFormat*>(hook_.get());
+    return declared != nullptr && declared->launches_one_collective();
+  }
+
+  void iteration_begins(bool has_data) override {
+    if (auto* listener = dynamic_cast<IterationListener*>(hook_.get())) {
+      listener->iteration_begins(has_data);
     }
   }
 

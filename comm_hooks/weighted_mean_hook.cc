@@ -5,20 +5,41 @@
 #include <c10/util/Exception.h>
 
 #include <cmath>
-#include <exception>
 #include <utility>
 #include <vector>
 
-#include "absl/strings/str_cat.h"
 #include "brigade/comm/control_device.h"
-#include "brigade/comm/peer_error.h"
 
 namespace brigade {
 
+namespace {
+
+using Future = c10::ivalue::Future;
+
+c10::intrusive_ptr<Future> both(c10::intrusive_ptr<Future> one,
+                                c10::intrusive_ptr<Future> other) {
+  c10::List<c10::intrusive_ptr<Future>> futures(
+      c10::FutureType::create(c10::AnyType::get()));
+  futures.push_back(std::move(one));
+  futures.push_back(std::move(other));
+  return c10::collectAll(futures);
+}
+
+// What the future holds in place of a result. An error in the future itself
+// would look like one of the network.
+constexpr bool kNoMean = false;
+
+c10::IValue divided(const at::Tensor& sum, const at::Tensor& total) {
+  const at::NoGradGuard no_grad;
+  if (total.is_cpu() && total.item<double>() == 0) return kNoMean;
+  at::Tensor result = sum;
+  return result.div_(total.squeeze());
+}
+
+}  // namespace
+
 WeightedMeanHook::WeightedMeanHook(c10::intrusive_ptr<c10d::ProcessGroup> group)
-    : group_(std::move(group)),
-      all_reduce_(all_reduce_hook(group_)),
-      sum_(group_->getSize()) {}
+    : group_(std::move(group)), all_reduce_(all_reduce_hook(group_)) {}
 
 void WeightedMeanHook::set_weight(double weight) {
   TORCH_CHECK_VALUE(std::isfinite(weight) && weight >= 0,
@@ -27,46 +48,37 @@ void WeightedMeanHook::set_weight(double weight) {
                     weight, " on rank ", group_->getRank(),
                     ".\nGive a number of samples, for instance.");
   weight_ = weight;
-  is_changed_ = true;
 }
 
-c10::intrusive_ptr<c10::ivalue::Future> WeightedMeanHook::runHook(
-    c10d::GradBucket& bucket) {
-  return all_reduce_->runHook(bucket);
+c10::intrusive_ptr<Future> WeightedMeanHook::runHook(c10d::GradBucket& bucket) {
+  std::vector<at::Tensor> total = {
+      at::full({1}, current_,
+               at::TensorOptions(at::kDouble).device(control_device(*group_)))};
+  const c10::intrusive_ptr<Future> weighed =
+      group_->allreduce(total)->getFuture();
+  return both(all_reduce_->runHook(bucket), weighed)
+      ->then(
+          [hook = all_reduce_, total = total.front()](Future& done) {
+            const c10::IValue sum = done.value().toList().get(0);
+            return divided(hook->parseHookResult(sum.toFuture()->value()),
+                           total);
+          },
+          c10::AnyType::get());
 }
 
 at::Tensor WeightedMeanHook::parseHookResult(const c10::IValue& result) {
-  return all_reduce_->parseHookResult(result);
+  TORCH_CHECK(!result.isBool(),
+              "WeightedMeanHook: the weights of all ranks add up to 0, so that "
+              "there is no mean.\nGive some rank a weight.");
+  return result.toTensor();
 }
 
 WireFormat WeightedMeanHook::wire_format(at::ScalarType gradient_dtype) const {
-  if (is_changed_) {
-    is_changed_ = false;
-    sum_ = sum_over_ranks(weight_);
-  }
-  return {.dtype = gradient_dtype, .scale = weight_ / sum_};
+  return {.dtype = gradient_dtype, .scale = current_};
 }
 
-void WeightedMeanHook::shadow_begins() { sum_over_ranks(0); }
-
-double WeightedMeanHook::sum_over_ranks(double weight) const {
-  const at::NoGradGuard no_grad;
-  std::vector<at::Tensor> sum = {
-      at::full({1}, weight,
-               at::TensorOptions(at::kDouble).device(control_device(*group_)))};
-  try {
-    group_->allreduce(sum)->wait();
-  } catch (...) {
-    throw_peer_error(absl::StrCat("WeightedMeanHook: adding up the weights on "
-                                  "rank ",
-                                  group_->getRank()),
-                     std::current_exception());
-  }
-  const double total = sum.front().item<double>();
-  TORCH_CHECK(total > 0,
-              "WeightedMeanHook: the weights of all ranks add up to ", total,
-              ", so that there is no mean.\nGive some rank a weight.");
-  return total;
+void WeightedMeanHook::iteration_begins(bool has_data) {
+  current_ = has_data ? weight_ : 0;
 }
 
 }  // namespace brigade

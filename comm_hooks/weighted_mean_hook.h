@@ -1,6 +1,9 @@
 // Averages gradients by weights that ranks give in each iteration: the sum of
 // w_r g_r over the ranks, divided by the sum of w_r.
 //
+// The weights' sum, 8 bytes, travels beside each bucket, and divides it where
+// it arrives: nothing is waited for. w_r g_r must fit the gradients' dtype.
+//
 // Example, with losses that are means over samples:
 //
 //   auto weighted = std::make_shared<WeightedMeanHook>(group);
@@ -21,22 +24,22 @@
 #include <torch/csrc/distributed/c10d/comm.hpp>
 
 #include "brigade/comm_hooks/all_reduce_hook.h"
-#include "brigade/comm_hooks/shadow_listener.h"
+#include "brigade/comm_hooks/iteration_listener.h"
 #include "brigade/comm_hooks/wire_format.h"
 
 namespace brigade {
 
 class WeightedMeanHook final : public c10d::CommHookInterface,
                                public DeclaresWireFormat,
-                               public ShadowListener {
+                               public IterationListener {
  public:
   // All weights are 1 until others are set.
   explicit WeightedMeanHook(c10::intrusive_ptr<c10d::ProcessGroup> group);
 
-  // Of this rank, from the next backward that is reduced on. Every rank sets a
-  // weight before the same backwards. Such a backward begins with one blocking
-  // all-reduce of 8 bytes, and throws RuntimeError on every rank if all weights
-  // are 0. A rank that has run out of data while ranks join weighs nothing.
+  // Of this rank, from the next backward that is reduced on. A rank that has
+  // run out of data while ranks join weighs nothing. If all weights are 0,
+  // backward throws RuntimeError on every rank where weights are added up on
+  // the CPU; on other devices gradients become NaN.
   //
   // Errors: ValueError if `weight` is negative or not finite.
   void set_weight(double weight);
@@ -45,16 +48,14 @@ class WeightedMeanHook final : public c10d::CommHookInterface,
       c10d::GradBucket& bucket) override;
   at::Tensor parseHookResult(const c10::IValue& result) override;
   WireFormat wire_format(at::ScalarType gradient_dtype) const override;
-  void shadow_begins() override;
+  bool launches_one_collective() const override { return false; }
+  void iteration_begins(bool has_data) override;
 
  private:
-  double sum_over_ranks(double weight) const;
-
   const c10::intrusive_ptr<c10d::ProcessGroup> group_;
   const std::shared_ptr<AllReduceHook> all_reduce_;
-  double weight_ = 1.0;
-  mutable double sum_;               // of all ranks' weights
-  mutable bool is_changed_ = false;  // the weight: the sum is to be taken anew
+  double weight_ = 1.0;   // of the next iteration
+  double current_ = 1.0;  // of the one that is being reduced
 };
 
 }  // namespace brigade

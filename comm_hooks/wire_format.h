@@ -25,6 +25,9 @@ class DeclaresWireFormat {
   // the scale for every bucket of every iteration.
   virtual WireFormat wire_format(at::ScalarType gradient_dtype) const = 0;
 
+  // Whether runHook() launches exactly one collective, on the reducer's group.
+  virtual bool launches_one_collective() const { return true; }
+
  protected:
   ~DeclaresWireFormat() = default;
 };

@@ -260,12 +260,12 @@ int64_t DenseReplica::deliver_copies(const at::Tensor& result,
     if (unused_[slot] && contains(untouched_slots, slot)) continue;
     at::Tensor& gradient = parameter(slot).mutable_grad();
     const at::Tensor& view = views_in_[slot];
-    if (!gradient.defined()) {
+    // The backward may have been in another dtype than the parameter is.
+    if (!gradient.defined() || gradient.scalar_type() != view.scalar_type()) {
       gradient =
           at::empty_strided(view.sizes(), view.strides(), view.options());
     }
     const bool plain = unpackable && !gradient.requires_grad() &&
-                       gradient.scalar_type() == view.scalar_type() &&
                        gradient.device() == view.device() &&
                        same_memory_order(gradient, view) &&
                        !has_lazy_bits(gradient);

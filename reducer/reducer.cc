@@ -14,6 +14,8 @@
 #include "brigade/comm/peer_error.h"
 #include "brigade/comm/status_bridge.h"
 #include "brigade/comm_hooks/all_reduce_hook.h"
+#include "brigade/comm_hooks/iteration_listener.h"
+#include "brigade/comm_hooks/wire_format.h"
 #include "brigade/hooks/backward_end.h"
 #include "brigade/hooks/graph_search.h"
 #include "brigade/hooks/output_watch.h"
@@ -63,8 +65,8 @@ Reducer::~Reducer() {
 // would end on a thread of its own, and wait there for that thread.
 void Reducer::keep_until_done(BoundPlan bound,
                               std::span<const Launch> launches) const {
-  const bool is_users =
-      collectives_per_launch() == CollectivesPerLaunch::kEquallyMany;
+  const bool is_users = dynamic_cast<const DeclaresWireFormat*>(
+                            options_.comm_hook.get()) == nullptr;
   const auto kept = std::make_shared<
       std::pair<BoundPlan, std::shared_ptr<c10d::CommHookInterface>>>(
       std::move(bound), is_users ? options_.comm_hook : nullptr);
@@ -384,8 +386,16 @@ void Reducer::begin_reduction() {
     send_used_map();
     graph_.used_map->wait();
   }
+  tell_hook_of_iteration();
   mark_unused(unused);
   launch_full_buckets();
+}
+
+void Reducer::tell_hook_of_iteration() const {
+  if (auto* listener =
+          dynamic_cast<IterationListener*>(options_.comm_hook.get())) {
+    listener->iteration_begins(/*has_data=*/!iteration_->is_shadow);
+  }
 }
 
 void Reducer::accept_gradient(VariableIndex variable) {

@@ -287,6 +287,7 @@ class Reducer : private GradientListener {
   std::string describe_awaited(const IterationState& iteration) const;
   void forget_observations(const IterationState& iteration);
   CollectivesPerLaunch collectives_per_launch() const;
+  void tell_hook_of_iteration() const;
   [[noreturn]] void rethrow(const std::exception_ptr& error, ErrorSource source,
                             size_t bucket, int64_t iteration);
   Occasion occasion(int64_t iteration) const;

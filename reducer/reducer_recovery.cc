@@ -53,7 +53,9 @@ void throw_if_apart(const Verdict& verdict) {
 }  // namespace
 
 CollectivesPerLaunch Reducer::collectives_per_launch() const {
-  return dynamic_cast<const DeclaresWireFormat*>(options_.comm_hook.get())
+  const auto* declared =
+      dynamic_cast<const DeclaresWireFormat*>(options_.comm_hook.get());
+  return declared != nullptr && declared->launches_one_collective()
              ? CollectivesPerLaunch::kOne
              : CollectivesPerLaunch::kEquallyMany;
 }

@@ -1,19 +1,9 @@
 // An iteration to which this rank has nothing to contribute: its peers have
 // data, and wait for its share of each collective.
 
-#include "brigade/comm_hooks/shadow_listener.h"
 #include "brigade/reducer/reducer.h"
 
 namespace brigade {
-namespace {
-
-void tell_hook(c10d::CommHookInterface& hook) {
-  if (auto* listener = dynamic_cast<ShadowListener*>(&hook)) {
-    listener->shadow_begins();
-  }
-}
-
-}  // namespace
 
 void Reducer::shadow_iteration() {
   const std::lock_guard<std::mutex> lock(mutex_);
@@ -28,11 +18,7 @@ void Reducer::shadow_iteration() {
       send_used_map();
       graph_.used_map->wait();
     }
-    bool packs = false;
-    for (size_t b = 0; b < bound_.buckets.size(); ++b) {
-      if (!is_skipped(b)) packs = true;
-    }
-    if (packs) tell_hook(*options_.comm_hook);
+    tell_hook_of_iteration();
     for (const std::vector<size_t>& bucket : bound_.plan.buckets()) {
       for (const size_t parameter : bucket) {
         for (size_t r = 0; r < table_.num_replicas(); ++r) {

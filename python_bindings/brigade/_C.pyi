@@ -1,17 +1,18 @@
 from __future__ import annotations
 import collections.abc
+import datetime
 import torch
 import torch._C._distributed_c10d
 import torch.distributed.distributed_c10d
 import typing
-__all__: list[str] = ['Logger', 'Reducer']
+__all__: list[str] = ['Logger', 'Reducer', 'tie_outputs']
 class Reducer:
     """
     Averages gradients over a process group while backward runs; stands in for torch.distributed.Reducer.
     """
     def __init__(self, params: collections.abc.Sequence[torch.Tensor], bucket_indices: collections.abc.Sequence[collections.abc.Sequence[typing.SupportsInt]], per_bucket_size_limits: collections.abc.Sequence[typing.SupportsInt], process_group: torch.distributed.distributed_c10d.ProcessGroup, expect_sparse_gradients: collections.abc.Sequence[bool] = [], bucket_bytes_cap: typing.SupportsInt = 26214400, find_unused_parameters: bool = False, gradient_as_bucket_view: bool = False, param_to_name_mapping: collections.abc.Mapping[typing.SupportsInt, str] = {}, first_bucket_bytes_cap: typing.SupportsInt = 1048576, skip_all_reduce_unused_params: bool = False, use_python_reducer: bool = False, bucket_bytes_cap_list: collections.abc.Sequence[typing.SupportsInt] = [], *, rebuild_buckets: bool | None = None, static_graph: bool = False, verify_across_ranks: bool = True) -> None:
         ...
-    def _autograd_hook(self, *args) -> None:
+    def _autograd_hook(self, index: typing.SupportsInt) -> None:
         ...
     def _cancel_preparation(self) -> None:
         ...
@@ -53,7 +54,7 @@ class Reducer:
         ...
     def _set_forward_pass_work_handle(self, work: torch.distributed.distributed_c10d.Work, use_static_world_size: bool) -> None:
         ...
-    def _set_mixed_precision_param_dtype(self, *args) -> None:
+    def _set_mixed_precision_param_dtype(self, data_type: torch.dtype | None) -> None:
         ...
     def _set_optimizer_in_backward(self) -> None:
         """
@@ -67,8 +68,10 @@ class Reducer:
         ...
     def _update_process_group(self, new_process_group: torch.distributed.distributed_c10d.ProcessGroup) -> None:
         ...
-    def get_backward_stats(self, *args) -> None:
-        ...
+    def get_backward_stats(self) -> list[int]:
+        """
+        By parameter: ns from the begin of the last sampled backward to its gradient.
+        """
     @typing.overload
     def prepare_for_backward(self, outputs: collections.abc.Sequence[torch.Tensor]) -> None:
         ...
@@ -80,6 +83,10 @@ class Reducer:
     def set_logger(self, logger: typing.Any) -> None:
         """
         Nothing to do: the logger asks the reducer.
+        """
+    def set_stall_report_after(self, time: datetime.timedelta) -> None:
+        """
+        A rank that has waited so long for its peers warns and names the late ones. At first half of the group's timeout, 60 s at most; timedelta(0): never. Raises ValueError if it is negative.
         """
 class Logger(torch._C._distributed_c10d.Logger):
     """
@@ -101,3 +108,7 @@ class Logger(torch._C._distributed_c10d.Logger):
         ...
     def set_runtime_stats_and_log(self) -> None:
         ...
+def tie_outputs(outputs: collections.abc.Sequence[torch.Tensor], copies: bool = True) -> list[torch.Tensor]:
+    """
+    Stand-ins for tensors: a backward from some of them goes through all.
+    """
