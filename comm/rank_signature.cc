@@ -42,7 +42,8 @@ std::string describe_signature(const RankSignature& signature,
           : absl::StrCat(std::string(unit_name), " ", signature.unit);
   switch (signature.kind) {
     case SignatureKind::kIdle:
-      return "ran no backward in " + iteration;
+      return "ran no backward in " + iteration +
+             (signature.unit < 0 ? "" : " and is behind another forward");
     case SignatureKind::kBegin:
       return "began " + iteration;
     case SignatureKind::kLaunch:

@@ -39,7 +39,7 @@ inline constexpr int64_t kLostGroup = -1;
 inline constexpr int64_t kUnknownCount = std::numeric_limits<int64_t>::min();
 
 // Zero-terminated unless full.
-using SignatureText = std::array<char, 192>;
+using SignatureText = std::array<char, 184>;
 
 // Travels as it lies in memory: ranks run the same build on like machines.
 struct RankSignature {
@@ -50,12 +50,13 @@ struct RankSignature {
   int64_t numel = 0;         // of what is launched
   uint64_t fingerprint = 0;  // of plan and options
 
-  // Collectives that the sender has launched since the last exchange, or
-  // kLostGroup.
+  // What the sender has launched since the last exchange, or kLostGroup; and
+  // how many collectives of the group that was.
   int64_t launches = 0;
+  int64_t own_collectives = 0;
 
-  // All that the group has launched since then, by whomever, or kUnknownCount.
-  // Set by the channel.
+  // All collectives that the group has launched since then, by whomever, or
+  // kUnknownCount. Set by the channel.
   int64_t group_launches = kUnknownCount;
 
   SignatureText text = {};  // an error, or what the fingerprint stands for

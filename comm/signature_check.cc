@@ -54,20 +54,6 @@ std::vector<int64_t> shortfalls(const std::vector<int64_t>& counts) {
   return missing;
 }
 
-// Whether the group's count is behind by as much as the launches are.
-bool fits(const std::vector<int64_t>& owed, const std::vector<int64_t>& behind,
-          CollectivesPerLaunch collectives) {
-  if (collectives == CollectivesPerLaunch::kOne) return owed == behind;
-  const int64_t most_owed = *std::max_element(owed.begin(), owed.end());
-  if (most_owed == 0) return true;
-  const int64_t each =
-      *std::max_element(behind.begin(), behind.end()) / most_owed;
-  for (size_t rank = 0; rank < owed.size(); ++rank) {
-    if (behind[rank] != each * owed[rank]) return false;
-  }
-  return true;
-}
-
 }  // namespace
 
 absl::Status check_signatures(std::span<const RankSignature> by_rank,
@@ -127,8 +113,7 @@ absl::Status check_signatures(std::span<const RankSignature> by_rank,
 }
 
 absl::StatusOr<int64_t> launches_owed(std::span<const RankSignature> by_rank,
-                                      int rank,
-                                      CollectivesPerLaunch collectives) {
+                                      int rank) {
   std::vector<int> lost;
   for (size_t r = 0; r < by_rank.size(); ++r) {
     if (by_rank[r].launches == kLostGroup) lost.push_back(static_cast<int>(r));
@@ -141,18 +126,19 @@ absl::StatusOr<int64_t> launches_owed(std::span<const RankSignature> by_rank,
   }
   const std::vector<int64_t> owed = shortfalls(
       by_rank_of(by_rank, [](const RankSignature& s) { return s.launches; }));
-  const auto of_group = by_rank_of(
-      by_rank, [](const RankSignature& s) { return s.group_launches; });
-  const bool known =
-      std::all_of(of_group.begin(), of_group.end(),
-                  [](int64_t launches) { return launches != kUnknownCount; });
-  if (known && !fits(owed, shortfalls(of_group), collectives)) {
+  const bool known = std::none_of(
+      by_rank.begin(), by_rank.end(),
+      [](const RankSignature& s) { return s.group_launches == kUnknownCount; });
+  const auto foreign = by_rank_of(by_rank, [](const RankSignature& s) {
+    return s.group_launches - s.own_collectives;
+  });
+  if (known && !all_equal(foreign)) {
     return absl::FailedPreconditionError(absl::StrCat(
         "ranks can't be brought in step: behind by ", absl::StrJoin(owed, ", "),
-        " launches (by rank), but the group has launched other collectives in "
-        "between and is behind by ",
-        absl::StrJoin(shortfalls(of_group), ", "),
-        ".\nMake a new process group on all ranks."));
+        " launches (by rank), but in between the group has launched ",
+        absl::StrJoin(foreign, ", "),
+        " other collectives (by rank).\nMake a new process group on all "
+        "ranks."));
   }
   const bool one_plan = all_equal(
       by_rank_of(by_rank, [](const auto& s) { return s.fingerprint; }));

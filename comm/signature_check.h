@@ -28,23 +28,16 @@ namespace brigade {
 absl::Status check_signatures(std::span<const RankSignature> by_rank,
                               std::string_view unit_name = "bucket");
 
-// What the group counts when a sender of signatures counts one launch.
-enum class CollectivesPerLaunch {
-  kOne,
-  kEquallyMany,  // but it is not known how many: a user's comm hook
-};
-
-// How many collectives `rank` has to launch on zeros to stand where the rank
-// that launched most stands.  The payment is for the caller to make, on every
+// How often `rank` has to launch on zeros to stand where the rank that launched
+// most stands.  The payment is for the caller to make, on every
 // rank that owes one, before anything else is launched on the group.
 //
 // Errors: FailedPrecondition, on every rank alike, if some rank's debt cannot
 // be paid: it has lost the group; ranks have different plans; or the group has
-// launched more, or less, than the senders of the signatures, so that zeros
-// would meet another collective.
-absl::StatusOr<int64_t> launches_owed(
-    std::span<const RankSignature> by_rank, int rank,
-    CollectivesPerLaunch collectives = CollectivesPerLaunch::kOne);
+// launched collectives that are not the senders', and not equally many on every
+// rank, so that zeros would meet another collective.
+absl::StatusOr<int64_t> launches_owed(std::span<const RankSignature> by_rank,
+                                      int rank);
 
 }  // namespace brigade
 

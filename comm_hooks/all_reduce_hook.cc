@@ -1,7 +1,6 @@
 #include "brigade/comm_hooks/all_reduce_hook.h"
 
 #include <ATen/ops/view_as_real.h>
-#include <c10/util/Exception.h>
 
 #include <utility>
 #include <vector>
@@ -10,18 +9,17 @@
 
 namespace brigade {
 
-AllReduceHook::AllReduceHook(c10::intrusive_ptr<c10d::ProcessGroup> group,
-                             std::optional<at::ScalarType> wire_dtype)
-    : group_(std::move(group)), wire_dtype_(wire_dtype) {
-  TORCH_CHECK_VALUE(group_, "AllReduceHook needs a process group, got null");
-}
+AllReduceHook::AllReduceHook(
+    const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+    std::optional<at::ScalarType> wire_dtype)
+    : group_(group, "AllReduceHook"), wire_dtype_(wire_dtype) {}
 
 c10::intrusive_ptr<c10::ivalue::Future> AllReduceHook::runHook(
     c10d::GradBucket& bucket) {
   const at::Tensor& buffer = bucket.getBuffer();
   std::vector<at::Tensor> tensors = {
       buffer.is_complex() ? at::view_as_real(buffer) : buffer};
-  return group_->allreduce(tensors)->getFuture();
+  return group_.lock()->allreduce(tensors)->getFuture();
 }
 
 at::Tensor AllReduceHook::parseHookResult(const c10::IValue& result) {
@@ -29,7 +27,7 @@ at::Tensor AllReduceHook::parseHookResult(const c10::IValue& result) {
 }
 
 WireFormat AllReduceHook::wire_format(at::ScalarType gradient_dtype) const {
-  const double scale = 1.0 / group_->getSize();
+  const double scale = 1.0 / group_.size();
   const bool compress =
       wire_dtype_.has_value() && c10::isFloatingType(gradient_dtype) &&
       c10::elementSize(gradient_dtype) > c10::elementSize(*wire_dtype_);
@@ -37,18 +35,18 @@ WireFormat AllReduceHook::wire_format(at::ScalarType gradient_dtype) const {
 }
 
 std::shared_ptr<AllReduceHook> all_reduce_hook(
-    c10::intrusive_ptr<c10d::ProcessGroup> group) {
-  return std::make_shared<AllReduceHook>(std::move(group));
+    const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
+  return std::make_shared<AllReduceHook>(group);
 }
 
 std::shared_ptr<AllReduceHook> fp16_hook(
-    c10::intrusive_ptr<c10d::ProcessGroup> group) {
-  return std::make_shared<AllReduceHook>(std::move(group), at::kHalf);
+    const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
+  return std::make_shared<AllReduceHook>(group, at::kHalf);
 }
 
 std::shared_ptr<AllReduceHook> bf16_hook(
-    c10::intrusive_ptr<c10d::ProcessGroup> group) {
-  return std::make_shared<AllReduceHook>(std::move(group), at::kBFloat16);
+    const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
+  return std::make_shared<AllReduceHook>(group, at::kBFloat16);
 }
 
 }  // namespace brigade

@@ -12,6 +12,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/comm.hpp>
 
+#include "brigade/comm_hooks/group_reference.h"
 #include "brigade/comm_hooks/wire_format.h"
 
 namespace brigade {
@@ -24,9 +25,10 @@ namespace brigade {
 class AllReduceHook final : public c10d::CommHookInterface,
                             public DeclaresWireFormat {
  public:
-  // `wire_dtype`: nullopt for the gradients' own.
+  // `wire_dtype`: nullopt for the gradients' own. Does not keep the group
+  // alive. Errors: ValueError if `group` is null.
   explicit AllReduceHook(
-      c10::intrusive_ptr<c10d::ProcessGroup> group,
+      const c10::intrusive_ptr<c10d::ProcessGroup>& group,
       std::optional<at::ScalarType> wire_dtype = std::nullopt);
 
   c10::intrusive_ptr<c10::ivalue::Future> runHook(
@@ -35,13 +37,13 @@ class AllReduceHook final : public c10d::CommHookInterface,
   WireFormat wire_format(at::ScalarType gradient_dtype) const override;
 
  private:
-  const c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  const GroupReference group_;
   const std::optional<at::ScalarType> wire_dtype_;
 };
 
 // The default: gradients averaged in their own dtype.
 std::shared_ptr<AllReduceHook> all_reduce_hook(
-    c10::intrusive_ptr<c10d::ProcessGroup> group);
+    const c10::intrusive_ptr<c10d::ProcessGroup>& group);
 
 // Half the bytes of float32. Divides before the cast, so that a sum overflows
 // only where the average does. Range: 6e-8 to 65504; larger gradients become
@@ -50,11 +52,11 @@ std::shared_ptr<AllReduceHook> all_reduce_hook(
 // Source: torch.distributed's fp16_compress_hook. Differs: it casts first and
 // divides the half-precision numbers.
 std::shared_ptr<AllReduceHook> fp16_hook(
-    c10::intrusive_ptr<c10d::ProcessGroup> group);
+    const c10::intrusive_ptr<c10d::ProcessGroup>& group);
 
 // Half the bytes of float32, with its range and 8 bits of precision.
 std::shared_ptr<AllReduceHook> bf16_hook(
-    c10::intrusive_ptr<c10d::ProcessGroup> group);
+    const c10::intrusive_ptr<c10d::ProcessGroup>& group);
 
 }  // namespace brigade
 

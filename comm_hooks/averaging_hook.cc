@@ -4,9 +4,10 @@
 
 namespace brigade {
 
-AveragingHook::AveragingHook(c10::intrusive_ptr<c10d::ProcessGroup> group)
-    : world_size_(group->getSize()),
-      all_reduce_(all_reduce_hook(std::move(group))),
+AveragingHook::AveragingHook(
+    const c10::intrusive_ptr<c10d::ProcessGroup>& group)
+    : all_reduce_(all_reduce_hook(group)),
+      world_size_(group->getSize()),
       divisor_(world_size_) {}
 
 void AveragingHook::divide_by_world_size() {
@@ -42,8 +43,8 @@ WireFormat AveragingHook::wire_format(at::ScalarType gradient_dtype) const {
 }
 
 std::shared_ptr<AveragingHook> sum_hook(
-    c10::intrusive_ptr<c10d::ProcessGroup> group) {
-  auto hook = std::make_shared<AveragingHook>(std::move(group));
+    const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
+  auto hook = std::make_shared<AveragingHook>(group);
   hook->divide_by([] { return 1.0; });
   return hook;
 }

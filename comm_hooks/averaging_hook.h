@@ -19,7 +19,8 @@ namespace brigade {
 class AveragingHook final : public c10d::CommHookInterface,
                             public DeclaresWireFormat {
  public:
-  explicit AveragingHook(c10::intrusive_ptr<c10d::ProcessGroup> group);
+  // Does not keep the group alive. Errors: ValueError if it is null.
+  explicit AveragingHook(const c10::intrusive_ptr<c10d::ProcessGroup>& group);
 
   // Until the next call: the divisor is the world size.
   void divide_by_world_size();
@@ -37,15 +38,15 @@ class AveragingHook final : public c10d::CommHookInterface,
  private:
   double divisor() const;
 
-  const double world_size_;
   const std::shared_ptr<AllReduceHook> all_reduce_;
+  const double world_size_;
   mutable std::function<double()> ask_;  // empty: known
   mutable double divisor_;
 };
 
 // Adds up and divides by nothing.
 std::shared_ptr<AveragingHook> sum_hook(
-    c10::intrusive_ptr<c10d::ProcessGroup> group);
+    const c10::intrusive_ptr<c10d::ProcessGroup>& group);
 
 }  // namespace brigade
 

@@ -37,11 +37,22 @@ RoutingHook::RoutingHook(HookPtr hook, std::vector<Route> routes) {
   }
 }
 
+size_t RoutingHook::route_of(const at::Tensor& parameter) const {
+  const auto found = route_of_.find(parameter.unsafeGetTensorImpl());
+  return found == route_of_.end() ? 0 : found->second;
+}
+
 const RoutingHook::HookPtr& RoutingHook::hook_of(
     const c10d::GradBucket& bucket) const {
-  const auto found =
-      route_of_.find(bucket.getParameters().front().unsafeGetTensorImpl());
-  return hooks_[found == route_of_.end() ? 0 : found->second];
+  const std::vector<at::Tensor> parameters = bucket.getParameters();
+  const size_t route = route_of(parameters.front());
+  for (const at::Tensor& parameter : parameters) {
+    TORCH_CHECK(route_of(parameter) == route, "RoutingHook: bucket ",
+                bucket.getIndex(),
+                " holds parameters of several routes.\nGive a bucket_plan that "
+                "keeps them apart, and rebuild_buckets = false.");
+  }
+  return hooks_[route];
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> RoutingHook::runHook(

@@ -22,9 +22,10 @@ struct Route {
   std::shared_ptr<c10d::CommHookInterface> hook;
 };
 
-// A bucket goes where its first parameter is routed; those of no route go by
-// the first hook. Buckets must not hold parameters of several routes, and are
-// launched in one order on all ranks, whatever their routes.
+// A bucket goes where its parameters are routed; those of no route go by the
+// first hook. Buckets are launched in one order on all ranks, whatever their
+// routes. One that holds parameters of several routes is an error: give the
+// reducer a bucket_plan, and rebuild_buckets = false.
 //
 // A hook that declares a wire format finds it, at the price of one more pass
 // over the bucket than if it were the only hook.
@@ -43,6 +44,7 @@ class RoutingHook final : public c10d::CommHookInterface,
  private:
   using HookPtr = std::shared_ptr<c10d::CommHookInterface>;
 
+  size_t route_of(const at::Tensor& parameter) const;  // into hooks_
   const HookPtr& hook_of(const c10d::GradBucket& bucket) const;
 
   std::vector<HookPtr> hooks_;  // the first one serves what has no route

@@ -7,6 +7,7 @@
 
 #include <exception>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -45,13 +46,15 @@ void step_all(const at::Tensor& result,
   }
 }
 
-// None, or what a step threw, as text. An error in the future itself would look
+// None, or what went wrong, as text. An error in the future itself would look
 // like one of the network.
-c10::IValue error_of_steps(const at::Tensor& result,
+c10::IValue error_of_steps(c10d::CommHookInterface& hook,
+                           const c10::IValue& arrived,
                            const std::vector<at::Tensor>& parameters,
                            const ParameterStep& step) {
   try {
-    step_all(result, parameters, step);
+    const at::Tensor result = hook.parseHookResult(arrived);
+    if (result.defined()) step_all(result, parameters, step);
     return {};
   } catch (const c10::Error& error) {
     return std::string(error.what_without_backtrace());
@@ -60,6 +63,15 @@ c10::IValue error_of_steps(const at::Tensor& result,
   } catch (...) {
     return std::string("an unknown exception");
   }
+}
+
+std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> storages_of(
+    const std::vector<at::Tensor>& tensors) {
+  std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> storages;
+  for (const at::Tensor& tensor : tensors) {
+    storages.push_back(tensor.storage().getWeakStorageImpl());
+  }
+  return storages;
 }
 
 class SteppingHook final : public c10d::CommHookInterface,
@@ -72,13 +84,14 @@ class SteppingHook final : public c10d::CommHookInterface,
 
   c10::intrusive_ptr<Future> runHook(c10d::GradBucket& bucket) override {
     const c10::intrusive_ptr<Future> arrived = hook_->runHook(bucket);
-    if (!arrived) return arrived;
+    if (!arrived || !has_data_) return arrived;
+    // Whoever waits for the future also waits for what the steps wrote.
     return arrived->then(
         [hook = hook_, step = step_,
          parameters = bucket.getParameters()](Future& done) {
-          const at::Tensor result = hook->parseHookResult(done.value());
-          if (!result.defined()) return c10::IValue();
-          return error_of_steps(result, parameters, step);
+          c10::IValue error =
+              error_of_steps(*hook, done.value(), parameters, step);
+          return std::tuple(std::move(error), storages_of(parameters));
         },
         c10::AnyType::get());
   }
@@ -96,12 +109,12 @@ class SteppingHook final : public c10d::CommHookInterface,
                                : declared->wire_format(gradient_dtype);
   }
 
-  bool launches_one_collective() const override {
-    const auto* declared = dynamic_cast<const DeclaresWireFormat*>(hook_.get());
-    return declared != nullptr && declared->launches_one_collective();
+  bool fails_by_network_only() const override {
+    return brigade::fails_by_network_only(*hook_);
   }
 
   void iteration_begins(bool has_data) override {
+    has_data_ = has_data;
     if (auto* listener = dynamic_cast<IterationListener*>(hook_.get())) {
       listener->iteration_begins(has_data);
     }
@@ -110,6 +123,8 @@ class SteppingHook final : public c10d::CommHookInterface,
  private:
   const std::shared_ptr<c10d::CommHookInterface> hook_;
   const ParameterStep step_;
+  bool has_data_ =
+      true;  // a rank that has joined is given the model at the end
 };
 
 }  // namespace

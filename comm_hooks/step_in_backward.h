@@ -39,7 +39,10 @@ using ParameterStep = std::function<void(const at::Tensor& parameter)>;
 // A parameter that no rank used is stepped too, by a gradient of zeros. With
 // several local replicas only the first is stepped. What `step` throws comes
 // out of backward() as RuntimeError with its text; the parameters behind it in
-// its bucket are not stepped.
+// its bucket are not stepped. An iteration that fails otherwise, on this rank
+// or on another, may have stepped some parameters; they are the same on all
+// ranks. A rank that has joined (ddp/join.h) does not step; it is given the
+// model at the end.
 //
 // Errors: ValueError if `hook` is null or `step` empty.
 std::shared_ptr<c10d::CommHookInterface> step_in_backward(

@@ -9,21 +9,13 @@
 #include <vector>
 
 #include "brigade/comm/control_device.h"
+#include "brigade/comm_hooks/hook_result.h"
 
 namespace brigade {
 
 namespace {
 
 using Future = c10::ivalue::Future;
-
-c10::intrusive_ptr<Future> both(c10::intrusive_ptr<Future> one,
-                                c10::intrusive_ptr<Future> other) {
-  c10::List<c10::intrusive_ptr<Future>> futures(
-      c10::FutureType::create(c10::AnyType::get()));
-  futures.push_back(std::move(one));
-  futures.push_back(std::move(other));
-  return c10::collectAll(futures);
-}
 
 // What the future holds in place of a result. An error in the future itself
 // would look like one of the network.
@@ -38,32 +30,34 @@ c10::IValue divided(const at::Tensor& sum, const at::Tensor& total) {
 
 }  // namespace
 
-WeightedMeanHook::WeightedMeanHook(c10::intrusive_ptr<c10d::ProcessGroup> group)
-    : group_(std::move(group)), all_reduce_(all_reduce_hook(group_)) {}
+WeightedMeanHook::WeightedMeanHook(
+    const c10::intrusive_ptr<c10d::ProcessGroup>& group)
+    : group_(group, "WeightedMeanHook"), all_reduce_(all_reduce_hook(group)) {}
 
 void WeightedMeanHook::set_weight(double weight) {
   TORCH_CHECK_VALUE(std::isfinite(weight) && weight >= 0,
                     "WeightedMeanHook: a weight must be finite and not "
                     "negative, got ",
-                    weight, " on rank ", group_->getRank(),
+                    weight, " on rank ", group_.rank(),
                     ".\nGive a number of samples, for instance.");
   weight_ = weight;
 }
 
 c10::intrusive_ptr<Future> WeightedMeanHook::runHook(c10d::GradBucket& bucket) {
+  const c10::intrusive_ptr<c10d::ProcessGroup> group = group_.lock();
   std::vector<at::Tensor> total = {
       at::full({1}, current_,
-               at::TensorOptions(at::kDouble).device(control_device(*group_)))};
+               at::TensorOptions(at::kDouble).device(control_device(*group)))};
   const c10::intrusive_ptr<Future> weighed =
-      group_->allreduce(total)->getFuture();
-  return both(all_reduce_->runHook(bucket), weighed)
-      ->then(
-          [hook = all_reduce_, total = total.front()](Future& done) {
-            const c10::IValue sum = done.value().toList().get(0);
-            return divided(hook->parseHookResult(sum.toFuture()->value()),
-                           total);
-          },
-          c10::AnyType::get());
+      group->allreduce(total)->getFuture();
+  // The bucket's own future, since a child of it has its devices. The weights
+  // were launched before it, so that it does not wait for them in vain.
+  return all_reduce_->runHook(bucket)->then(
+      [weighed, total = total.front()](Future& done) {
+        weighed->waitAndThrow();
+        return divided(tensor_of_hook_result(done.value()), total);
+      },
+      c10::AnyType::get());
 }
 
 at::Tensor WeightedMeanHook::parseHookResult(const c10::IValue& result) {

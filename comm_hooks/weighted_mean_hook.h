@@ -24,6 +24,7 @@
 #include <torch/csrc/distributed/c10d/comm.hpp>
 
 #include "brigade/comm_hooks/all_reduce_hook.h"
+#include "brigade/comm_hooks/group_reference.h"
 #include "brigade/comm_hooks/iteration_listener.h"
 #include "brigade/comm_hooks/wire_format.h"
 
@@ -33,8 +34,10 @@ class WeightedMeanHook final : public c10d::CommHookInterface,
                                public DeclaresWireFormat,
                                public IterationListener {
  public:
-  // All weights are 1 until others are set.
-  explicit WeightedMeanHook(c10::intrusive_ptr<c10d::ProcessGroup> group);
+  // All weights are 1 until others are set. Does not keep the group alive.
+  // Errors: ValueError if it is null.
+  explicit WeightedMeanHook(
+      const c10::intrusive_ptr<c10d::ProcessGroup>& group);
 
   // Of this rank, from the next backward that is reduced on. A rank that has
   // run out of data while ranks join weighs nothing. If all weights are 0,
@@ -48,11 +51,10 @@ class WeightedMeanHook final : public c10d::CommHookInterface,
       c10d::GradBucket& bucket) override;
   at::Tensor parseHookResult(const c10::IValue& result) override;
   WireFormat wire_format(at::ScalarType gradient_dtype) const override;
-  bool launches_one_collective() const override { return false; }
   void iteration_begins(bool has_data) override;
 
  private:
-  const c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  const GroupReference group_;
   const std::shared_ptr<AllReduceHook> all_reduce_;
   double weight_ = 1.0;   // of the next iteration
   double current_ = 1.0;  // of the one that is being reduced

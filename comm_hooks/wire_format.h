@@ -10,6 +10,8 @@
 
 #include <c10/core/ScalarType.h>
 
+#include <torch/csrc/distributed/c10d/comm.hpp>
+
 namespace brigade {
 
 struct WireFormat {
@@ -25,12 +27,19 @@ class DeclaresWireFormat {
   // the scale for every bucket of every iteration.
   virtual WireFormat wire_format(at::ScalarType gradient_dtype) const = 0;
 
-  // Whether runHook() launches exactly one collective, on the reducer's group.
-  virtual bool launches_one_collective() const { return true; }
+  // Whether what goes wrong in runHook() or its future is the network's doing:
+  // no code of a user's runs there.
+  virtual bool fails_by_network_only() const { return true; }
 
  protected:
   ~DeclaresWireFormat() = default;
 };
+
+// False for a user's hook.
+inline bool fails_by_network_only(const c10d::CommHookInterface& hook) {
+  const auto* declared = dynamic_cast<const DeclaresWireFormat*>(&hook);
+  return declared != nullptr && declared->fails_by_network_only();
+}
 
 }  // namespace brigade
 

@@ -12,6 +12,8 @@ BufferSync::BufferSync(std::vector<BufferLookup> replicas, BufferHook hook,
       hook_(std::move(hook)),
       group_(std::move(group)) {}
 
+bool BufferSync::are_none() const { return replicas_.front()().empty(); }
+
 void BufferSync::run(int source) const {
   if (!hook_) return broadcast(source);
   const std::vector<NamedTensor> buffers = replicas_.front()();

@@ -43,6 +43,9 @@ class BufferSync {
   BufferSync(std::vector<BufferLookup> replicas, BufferHook hook,
              c10::intrusive_ptr<c10d::ProcessGroup> group);
 
+  // Nothing to make equal.
+  bool are_none() const;
+
   // Collective. Every local replica gets what replica 0 ends up with.
   // Errors: PeerError; what the hook throws.
   void run(int source) const;

@@ -42,7 +42,14 @@ void join(std::span<Joinable* const> joinables,
   TORCH_CHECK_VALUE(!joinables.empty(),
                     "join needs at least 1 joinable, got 0.\nGive it the "
                     "DistributedDataParallel that the loop trains.");
-  JoinSession session(joinables.front()->joined_group(), options);
+  const auto& group = joinables.front()->joined_group();
+  for (Joinable* joinable : joinables) {
+    TORCH_CHECK_VALUE(
+        joinable->joined_group() == group,
+        "join: the joinables are of several process groups.\nJoin "
+        "those of each group on its own.");
+  }
+  JoinSession session(group, options);
   const EnteredScope scope(joinables, session);
   loop();
   for (;;) {

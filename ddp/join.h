@@ -56,14 +56,16 @@ class Joinable {
 
 // Collective. Calls `loop`, then shadows peers until their loops have returned.
 // What `loop` throws passes through, and this rank shadows nobody; its peers
-// learn of it as they do without join().
+// learn of it as they do without join(). An error of an iteration ends join()
+// on every rank: a loop that catches one and goes on trains with nobody.
 //
 // With several joinables, the first one announces iterations; in every
 // iteration each is used, in the order of the list, one being done before the
 // next one begins. A forward that will be reduced is followed by its backward.
 //
-// Errors: ValueError if there is no joinable, or if ranks with data are to be
-// counted under a comm hook that averages by itself; RuntimeError if one is
+// Errors: ValueError if there is no joinable, if they are of several groups, if
+// ranks with data are to be counted under a comm hook that averages by itself,
+// or if ranks give other options; RuntimeError if one is
 // being joined already, and on every rank if one runs out and training ends
 // early; what the joinables throw.
 void join(std::span<Joinable* const> joinables,

@@ -6,10 +6,12 @@
 
 #include <algorithm>
 #include <exception>
+#include <string>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "brigade/comm/agreement.h"
 #include "brigade/comm/control_device.h"
 #include "brigade/comm/peer_error.h"
 
@@ -17,7 +19,15 @@ namespace brigade {
 
 JoinSession::JoinSession(c10::intrusive_ptr<c10d::ProcessGroup> group,
                          JoinOptions options)
-    : group_(std::move(group)), options_(options) {}
+    : group_(std::move(group)), options_(options) {
+  const std::vector<std::string> items = {
+      options.divide_by == JoinDivisor::kWorldSize
+          ? "divide_by = kWorldSize"
+          : "divide_by = kRanksWithData",
+      absl::StrCat("end_early = ", options.end_early ? "true" : "false")};
+  require_agreement(group_, control_device(*group_), "join option", items,
+                    absl::OkStatus());
+}
 
 void JoinSession::begin_iteration() {
   count(/*has_data=*/true);
@@ -48,31 +58,41 @@ int JoinSession::last_rank_with_data() {
 }
 
 void JoinSession::count(bool has_data) {
-  settle();
   const at::NoGradGuard no_grad;
   at::Tensor mine = at::zeros({group_->getSize()}, at::kInt);
   if (has_data) mine[group_->getRank()] = 1;
-  counted_ = mine.to(control_device(*group_));
+  std::vector<at::Tensor> tensors = {mine.to(control_device(*group_))};
   ++iteration_;
-  std::vector<at::Tensor> tensors = {counted_};
-  work_ = group_->allreduce(tensors);
+  is_read_ = false;
+  previous_ = std::exchange(current_, {.counts = tensors.front(),
+                                       .work = group_->allreduce(tensors)});
 }
 
 void JoinSession::settle() {
-  if (!work_) return;
+  TORCH_CHECK(iteration_ > 0,
+              "join: a model was used before the first one of the list.\nUse "
+              "them in the list's order.");
+  if (std::exchange(is_read_, true)) return;
+  with_data_ = read(current_);
+  const std::vector<int> had_data =
+      with_data_.empty() && previous_.work ? read(previous_) : with_data_;
+  if (!had_data.empty()) last_rank_with_data_ = had_data.front();
+}
+
+std::vector<int> JoinSession::read(const Count& count) const {
   try {
-    std::exchange(work_, nullptr)->wait();
+    count.work->wait();
   } catch (...) {
     throw_peer_error(absl::StrCat("join: counting on rank ", group_->getRank(),
                                   " who has data in iteration ", iteration_),
                      std::current_exception());
   }
-  const at::Tensor counts = counted_.cpu();
-  with_data_.clear();
+  const at::Tensor counts = count.counts.cpu();
+  std::vector<int> ranks;
   for (int rank = 0; rank < group_->getSize(); ++rank) {
-    if (counts.const_data_ptr<int32_t>()[rank] != 0) with_data_.push_back(rank);
+    if (counts.const_data_ptr<int32_t>()[rank] != 0) ranks.push_back(rank);
   }
-  if (!with_data_.empty()) last_rank_with_data_ = with_data_.front();
+  return ranks;
 }
 
 void JoinSession::end_early_if_uneven() {

@@ -33,6 +33,7 @@ struct JoinOptions {
 
 class JoinSession {
  public:
+  // Collective. Errors: ValueError if ranks give other options; PeerError.
   JoinSession(c10::intrusive_ptr<c10d::ProcessGroup> group,
               JoinOptions options);
 
@@ -56,16 +57,23 @@ class JoinSession {
   const JoinOptions& options() const { return options_; }
 
  private:
+  struct Count {
+    at::Tensor counts;  // int32, [world_size], on the group's device
+    c10::intrusive_ptr<c10d::Work> work = nullptr;
+  };
+
   void count(bool has_data);
+  std::vector<int> read(const Count& count) const;
   void settle();
   void end_early_if_uneven();
 
   const c10::intrusive_ptr<c10d::ProcessGroup> group_;
   const JoinOptions options_;
   int64_t iteration_ = 0;
-  at::Tensor counted_;  // int32, [world_size], on the group's device
-  c10::intrusive_ptr<c10d::Work> work_;  // null: settled
-  std::vector<int> with_data_;           // ranks, ascending
+  Count current_;
+  Count previous_;
+  bool is_read_ = false;        // what follows is of current_
+  std::vector<int> with_data_;  // ranks, ascending
   int last_rank_with_data_ = -1;
 };
 

@@ -9,6 +9,10 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "brigade/comm/agreement.h"
+#include "brigade/comm/control_device.h"
 #include "brigade/comm_hooks/all_reduce_hook.h"
 #include "brigade/comm_hooks/routing_hook.h"
 #include "brigade/ddp/bucket_choice.h"
@@ -27,6 +31,22 @@ std::vector<NamedTensor> without(std::vector<NamedTensor> tensors,
            ignored.end();
   });
   return tensors;
+}
+
+// What decides which collectives are launched where.
+std::vector<std::string> describe_options(
+    const DistributedDataParallelOptions& options) {
+  constexpr const char* kModes[] = {"kNone", "kBeforeForward", "kAfterForward"};
+  std::vector<std::string> items = {
+      absl::StrCat("buffer_mode = ",
+                   kModes[static_cast<size_t>(options.buffer_mode)]),
+      absl::StrCat("buffer_hook = ", options.buffer_hook ? "given" : "none"),
+      absl::StrCat("delayed = ", absl::StrJoin(options.delayed, ", "))};
+  for (const ParameterGroup& group : options.parameter_groups) {
+    items.push_back(absl::StrCat("a parameter group of ",
+                                 absl::StrJoin(group.names, ", ")));
+  }
+  return items;
 }
 
 // Checks what is left of the replicas, and across ranks.
@@ -48,6 +68,8 @@ std::vector<ModuleReplica> checked(
     };
   }
   verify_modules(tensors, group, choice);
+  require_agreement(group, control_device(*group), "option",
+                    describe_options(options), absl::OkStatus());
   return replicas;
 }
 
@@ -160,7 +182,8 @@ void ReplicatedModule::after_forward(const std::vector<at::Tensor>& outputs) {
   if (!at::GradMode::is_enabled()) return;
   if (!synchronizes_) return reducer_->cancel_preparation();
   if (buffer_mode_ == BufferMode::kAfterForward) {
-    reducer_->recover();  // a forward may have failed on one rank alone
+    // A forward may have failed on one rank alone.
+    reducer_->recover(MeetingPlace::kAfterForward);
     sync_buffers();
   }
   reducer_->prepare_for_backward(outputs);
@@ -171,6 +194,7 @@ bool ReplicatedModule::will_reduce() const {
 }
 
 void ReplicatedModule::sync_buffers() {
+  if (buffers_.are_none()) return;
   buffers_.run(session_ == nullptr ? 0 : session_->first_rank_with_data());
 }
 
@@ -183,7 +207,8 @@ void ReplicatedModule::enter(JoinSession& session, bool announces) {
                     "since a group may run out before the others.\nGive every "
                     "rank equally many inputs.");
   TORCH_CHECK_VALUE(
-      averaging_ || session.options().divide_by == JoinDivisor::kWorldSize,
+      (averaging_ && reducer_->uses_hook(*averaging_)) ||
+          session.options().divide_by == JoinDivisor::kWorldSize,
       "join: the divisor must be kWorldSize, since the comm hook is the user's "
       "own and divides by itself; it is kRanksWithData.\nLeave out the hook or "
       "the divisor.");
@@ -197,7 +222,9 @@ void ReplicatedModule::leave() noexcept {
 }
 
 void ReplicatedModule::shadow() {
-  if (buffer_mode_ == BufferMode::kAfterForward) reducer_->recover();
+  if (buffer_mode_ == BufferMode::kAfterForward) {
+    reducer_->recover(MeetingPlace::kAfterForward);
+  }
   if (buffer_mode_ != BufferMode::kNone) sync_buffers();
   reducer_->shadow_iteration();
 }

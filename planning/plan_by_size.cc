@@ -18,14 +18,8 @@ absl::Status validate(std::span<const ParameterSpec> parameters,
     return absl::InvalidArgumentError(
         "a bucket plan needs at least 1 parameter, got 0");
   }
-  if (caps_bytes.empty()) {
-    return absl::InvalidArgumentError("bucket caps must not be empty");
-  }
-  for (size_t k = 0; k < caps_bytes.size(); ++k) {
-    if (caps_bytes[k] <= 0) {
-      return absl::InvalidArgumentError(absl::StrCat(
-          "bucket cap ", k, " must be > 0 bytes, got ", caps_bytes[k]));
-    }
+  if (absl::Status status = check_bucket_caps(caps_bytes); !status.ok()) {
+    return status;
   }
   for (size_t i = 0; i < parameters.size(); ++i) {
     if (parameters[i].size_bytes < 0) {
@@ -67,6 +61,19 @@ struct ClosedBucket {
 };
 
 }  // namespace
+
+absl::Status check_bucket_caps(std::span<const int64_t> caps_bytes) {
+  if (caps_bytes.empty()) {
+    return absl::InvalidArgumentError("bucket caps must not be empty");
+  }
+  for (size_t k = 0; k < caps_bytes.size(); ++k) {
+    if (caps_bytes[k] <= 0) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          "bucket cap ", k, " must be > 0 bytes, got ", caps_bytes[k]));
+    }
+  }
+  return absl::OkStatus();
+}
 
 std::vector<size_t> reverse_registration_order(size_t num_parameters) {
   std::vector<size_t> order(num_parameters);

@@ -23,6 +23,7 @@
 #include <span>
 #include <vector>
 
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "brigade/planning/bucket_plan.h"
 #include "brigade/planning/parameter_spec.h"
@@ -55,6 +56,9 @@ std::vector<size_t> reverse_registration_order(size_t num_parameters);
 absl::StatusOr<BucketPlan> plan_by_size(
     std::span<const ParameterSpec> parameters, std::span<const size_t> order,
     std::span<const int64_t> caps_bytes);
+
+// OK if there are caps and all are positive. Errors: InvalidArgument.
+absl::Status check_bucket_caps(std::span<const int64_t> caps_bytes);
 
 }  // namespace brigade
 

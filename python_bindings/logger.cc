@@ -9,6 +9,7 @@
 
 #include "absl/strings/ascii.h"
 #include "absl/strings/str_join.h"
+#include "brigade/reducer/steady_time.h"
 #include "brigade/reducer/timeline.h"
 #include "brigade/reducer/timeline_recorder.h"
 
@@ -188,6 +189,7 @@ void Logger::add_to_average(const std::string& name, int64_t time_ns) {
 }
 
 void Logger::set_error(const std::string& text) {
+  error_time_ns_ = now_ns();
   data_.ints_map["has_error"] = 1;
   data_.strs_map["error"] = text;
   data_.ints_map["iteration"] = reducer_.statistics().prepared;
@@ -198,9 +200,11 @@ void Logger::set_comm_hook_name(const std::string& name) {
 }
 
 at::DDPLoggingData Logger::data() {
-  if (const auto error = reducer_.last_error()) {
+  const auto error = reducer_.last_error();
+  if (error && error->time_ns > error_time_ns_) {
     set_error(error->text);
     data_.ints_map["iteration"] = error->iteration;
+    error_time_ns_ = error->time_ns;
   } else if (reducer_.statistics().given_up > 0 &&
              data_.ints_map.count("has_error") == 0) {
     set_error(

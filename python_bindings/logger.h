@@ -53,6 +53,7 @@ class Logger : public c10d::Logger {
   const TorchReducer& reducer_;
   at::DDPLoggingData data_;
   int64_t num_timelines_ = 0;  // that the averages are of
+  int64_t error_time_ns_ = 0;  // of the error in data_, steady clock
 };
 
 }  // namespace brigade

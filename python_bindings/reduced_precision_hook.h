@@ -38,6 +38,10 @@ class ReducedPrecisionHook final : public c10d::CommHookInterface,
                 c10::isFloatingType(gradient_dtype) ? dtype_ : gradient_dtype};
   }
 
+  bool fails_by_network_only() const override {
+    return brigade::fails_by_network_only(*hook_);
+  }
+
  private:
   const std::shared_ptr<c10d::CommHookInterface> hook_;
   const at::ScalarType dtype_;

@@ -17,7 +17,8 @@ void register_logger(py::module_& module) {
       .def("set_construction_data_and_log", &Logger::set_construction_data,
            py::arg("module_name"), py::arg("device_ids"),
            py::arg("output_device"), py::arg("broadcast_buffers"),
-           py::arg("has_sync_bn"), py::arg("static_graph"))
+           py::arg("has_sync_bn"), py::arg("static_graph"),
+           py::call_guard<py::gil_scoped_release>())
       .def("set_runtime_stats_and_log", &Logger::sample_runtime,
            py::call_guard<py::gil_scoped_release>())
       .def("set_error_and_log", &Logger::set_error, py::arg("error"),

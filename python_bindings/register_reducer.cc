@@ -86,7 +86,10 @@ std::shared_ptr<TorchReducer> make_reducer(
         std::move(params), owned(process_group), std::move(options));
   }();
   // Compiled autograd reduces gradients itself.
-  if (use_python_reducer) reducer->remove_hooks();
+  if (use_python_reducer) {
+    const py::gil_scoped_release no_gil;
+    reducer->remove_hooks();
+  }
   return {reducer.release(), destroy_without_gil};
 }
 

@@ -11,6 +11,7 @@
 #include "brigade/comm_hooks/hook_result.h"
 #include "brigade/comm_hooks/wire_format.h"
 #include "brigade/python_bindings/reduced_precision_hook.h"
+#include "brigade/reducer/steady_time.h"
 
 namespace brigade {
 namespace {
@@ -62,6 +63,7 @@ void TorchReducer::make() {
   launched_before_ = 0;
   try {
     reducer_ = std::make_unique<Reducer>(parameters_, group_, options_);
+    if (!watches_gradients_) reducer_->stop_watching_gradients();
   } catch (const c10::ValueError& error) {
     TORCH_CHECK(false, error.what_without_backtrace());
   }
@@ -69,7 +71,6 @@ void TorchReducer::make() {
   if (stall_report_after_) {
     reducer_->set_stall_report_after(*stall_report_after_);
   }
-  if (!watches_gradients_) reducer_->stop_watching_gradients();
 }
 
 bool TorchReducer::ready() {
@@ -132,7 +133,7 @@ void TorchReducer::check_last_backward() {
   const std::vector<size_t> missing = missing_gradients();
   if (missing.empty()) return;
   try {
-    reducer_->prepare_for_backward(std::vector<at::Tensor>());
+    reducer_->end_iteration();
   } catch (const c10::DistBackendError&) {
     throw;
   } catch (const c10::Error& error) {
@@ -265,6 +266,11 @@ void TorchReducer::set_logging_sample_rate(int64_t rate) {
 }
 
 void TorchReducer::set_stall_report_after(std::chrono::milliseconds time) {
+  TORCH_CHECK_VALUE(
+      time.count() >= 0,
+      "brigade.Reducer: stalls can't be reported after a negative "
+      "time, ",
+      time.count(), " ms.\nGive timedelta(0) for never.");
   if (reducer_) reducer_->set_stall_report_after(time);
   stall_report_after_ = time;
 }
@@ -278,7 +284,7 @@ std::vector<int64_t> TorchReducer::gradient_times_ns() const {
   std::vector<int64_t> times_ns(parameters_.size(), 0);
   for (const GradientTime& gradient : last.gradients) {
     times_ns[gradient.variable.parameter] =
-        gradient.ready_ns - last.backward_begin_ns;
+        gradient.ready_ns - last.host_backward_begin_ns;
   }
   return times_ns;
 }
@@ -286,11 +292,9 @@ std::vector<int64_t> TorchReducer::gradient_times_ns() const {
 std::optional<ReducerError> TorchReducer::last_error() const {
   const std::optional<ReducerError> inside =
       reducer_ ? reducer_->last_error() : std::nullopt;
-  // Of the same iteration, the call's comes later and says more.
-  if (!last_error_ || (inside && inside->iteration > last_error_->iteration)) {
-    return inside;
-  }
-  return last_error_;
+  if (!last_error_) return inside;
+  return inside && inside->time_ns > last_error_->time_ns ? inside
+                                                          : last_error_;
 }
 
 std::vector<c10d::GradBucket> TorchReducer::zero_buckets() const {
@@ -354,7 +358,8 @@ std::vector<int64_t> TorchReducer::bucket_sizes_bytes() const {
 
 void TorchReducer::remember_errors(const std::function<void()>& call) {
   const auto remember = [this](const char* text) {
-    last_error_ = {.iteration = statistics().prepared, .text = text};
+    last_error_ = {
+        .time_ns = now_ns(), .iteration = statistics().prepared, .text = text};
   };
   try {
     call();

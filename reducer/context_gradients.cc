@@ -14,14 +14,16 @@ ContextGradients::~ContextGradients() {
   }
 }
 
-void ContextGradients::take(const at::Tensor& parameter) {
+void ContextGradients::take(const at::Tensor& parameter,
+                            const MemoryRanges& buckets) {
   if (!context_) {
     context_ = ThreadLocalDistAutogradContext::getContextPtr();
     if (!context_) return;
   }
-  lent_.try_emplace(
-      parameter.unsafeGetTensorImpl(),
-      Lent{.parameter = parameter, .own_gradient = parameter.grad()});
+  at::Tensor own = parameter.grad();
+  if (own.defined() && buckets.contains(own)) own = own.clone();
+  lent_.try_emplace(parameter.unsafeGetTensorImpl(),
+                    Lent{.parameter = parameter, .own_gradient = own});
   context_->runGradCallbackForVariable(parameter,
                                        [&parameter](at::Tensor& gradient) {
                                          parameter.mutable_grad() = gradient;
@@ -33,7 +35,7 @@ void ContextGradients::write_back() {
   for (auto& [key, lent] : std::exchange(lent_, {})) {
     context_->runGradCallbackForVariable(
         lent.parameter, [&parameter = lent.parameter](at::Tensor& gradient) {
-          gradient = parameter.grad();
+          if (parameter.grad().defined()) gradient = parameter.grad();
           return true;
         });
     lent.parameter.mutable_grad() = std::move(lent.own_gradient);

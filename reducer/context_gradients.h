@@ -14,6 +14,8 @@
 #include <memory>
 #include <unordered_map>
 
+#include "brigade/reducer/memory_ranges.h"
+
 namespace torch::distributed::autograd {
 class DistAutogradContext;
 }  // namespace torch::distributed::autograd
@@ -31,10 +33,13 @@ class ContextGradients {
   ContextGradients(const ContextGradients&) = delete;
   ContextGradients& operator=(const ContextGradients&) = delete;
 
-  // Called when the gradient of `parameter` has been accumulated: lends it to
+  // Called when a defined gradient of `parameter` has been accumulated: lends
+  // it to
   // `.grad` if this thread runs a backward of distributed autograd. Costs one
   // look at a thread-local variable otherwise.
-  void take(const at::Tensor& parameter);
+  // Whatever `.grad` holds by then is kept; a copy of it if it lies in
+  // `buckets`, which are about to be written.
+  void take(const at::Tensor& parameter, const MemoryRanges& buckets);
 
   // Puts what `.grad` holds by now into the context, and gives `.grad` back.
   void write_back();

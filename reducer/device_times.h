@@ -1,5 +1,5 @@
-// When a CUDA device passed the steps of its buckets: events between the work
-// of its streams.
+// When a CUDA device passed the steps of an iteration and of its buckets:
+// events between the work of its streams.
 //
 // Costs one event per step, and nothing waits until somebody asks.
 //
@@ -25,23 +25,30 @@ namespace brigade {
 class DeviceTimes {
  public:
   enum Step { kPackBegin, kPackEnd, kLaunch, kComplete };
+  enum Mark { kForwardEnd, kBackwardBegin, kBackwardEnd };
 
   // Forgets all events. Of a bucket on another device nothing is recorded.
   void restart(size_t num_buckets);
 
-  // The calling thread's current stream of `device` is at this step.
-  void record(size_t bucket, Step step, c10::Device device);
+  // The calling thread's current stream of `device` is at this step. A device
+  // that fails records nothing.
+  void record(size_t bucket, Step step, c10::Device device) noexcept;
+  void record(Mark mark, c10::Device device) noexcept;
 
   // Replaces the host's times of these steps by the device's, mapped to the
   // steady clock. Waits until the device has passed them.
-  void resolve(std::vector<BucketTimes>& buckets) const;
+  void resolve(Timeline& timeline) const;
 
  private:
-  using Steps = std::array<std::optional<c10::Event>, 4>;
+  using Event = std::optional<c10::Event>;
+  using Events = std::array<Event, 4>;
+
+  void record(Event& event, c10::Device device) noexcept;
 
   mutable std::mutex mutex_;
   // Guarded by mutex_.
-  std::vector<Steps> by_bucket_;
+  std::vector<Events> by_bucket_;  // by Step
+  std::array<Event, 3> marks_;     // by Mark
 };
 
 }  // namespace brigade

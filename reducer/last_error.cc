@@ -5,6 +5,8 @@
 #include <exception>
 #include <utility>
 
+#include "brigade/reducer/steady_time.h"
+
 namespace brigade {
 namespace {
 
@@ -26,7 +28,8 @@ void LastError::note(int64_t iteration) {
   // May take locks of other languages, so not under ours.
   std::string text = text_of_current_exception();
   const std::lock_guard<std::mutex> lock(mutex_);
-  error_ = {.iteration = iteration, .text = std::move(text)};
+  error_ = {
+      .time_ns = now_ns(), .iteration = iteration, .text = std::move(text)};
 }
 
 std::optional<ReducerError> LastError::get() const {

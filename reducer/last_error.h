@@ -13,6 +13,7 @@
 namespace brigade {
 
 struct ReducerError {
+  int64_t time_ns = 0;    // steady clock
   int64_t iteration = 0;  // the last that was prepared
   std::string text = {};  // without a backtrace
 };

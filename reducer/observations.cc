@@ -19,8 +19,8 @@ void Observations::watch_stalls(
       StallWatch::start(group, progress, std::move(describe_progress));
 }
 
-void Observations::prepared_iteration(int64_t iteration) {
-  timeline.prepared(iteration);
+void Observations::iteration_begins(int64_t iteration) {
+  timeline.restart();
   progress->iteration.store(iteration, std::memory_order_relaxed);
   progress->launched.store(0, std::memory_order_relaxed);
 }

@@ -42,7 +42,7 @@ struct Observations : ReducerStatistics {
   void watch_stalls(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
                     std::function<std::string()> describe_progress);
 
-  void prepared_iteration(int64_t iteration);
+  void iteration_begins(int64_t iteration);
   void launched(const Launch& launch, size_t num_launched);
 
   // To be called in a catch block, without the reducer's lock.

@@ -32,6 +32,7 @@ PeerSignatures::PeerSignatures(c10::intrusive_ptr<c10d::ProcessGroup> group)
     prefix_ = absl::StrCat("brigade/reducer_",
                            count_reducer(*store, group_->getRank()), "/");
   }
+  group_counts_ = !prefix_.empty();  // else there is nobody to compare with
 }
 
 SignatureChannel& PeerSignatures::channel() {
@@ -39,37 +40,41 @@ SignatureChannel& PeerSignatures::channel() {
   return *channel_;
 }
 
-Verdict PeerSignatures::exchange(RankSignature own,
-                                 CollectivesPerLaunch collectives) {
+Verdict PeerSignatures::exchange(RankSignature own) {
   SignatureChannel& to_all = channel();
   own.launches = std::exchange(launches_, 0);
+  own.own_collectives = std::exchange(own_collectives_, 0);
   const std::vector<RankSignature> by_rank = to_all.await(to_all.exchange(own));
   Verdict verdict = {.status = check_signatures(by_rank), .owed = 0};
   for (const RankSignature& signature : by_rank) {
     verdict.iteration = std::max(verdict.iteration, signature.iteration);
   }
   if (!verdict.status.ok()) {
-    verdict.owed = launches_owed(by_rank, group_->getRank(), collectives);
+    verdict.owed = launches_owed(by_rank, group_->getRank());
   } else {
     is_at_meeting_point_ = true;
   }
   return verdict;
 }
 
-std::optional<int64_t> PeerSignatures::group_count() const {
-  if (prefix_.empty()) return std::nullopt;  // nobody to compare with
-  return count_collectives(*group_);
+std::optional<int64_t> PeerSignatures::group_count() {
+  if (!group_counts_) return std::nullopt;
+  const std::optional<int64_t> count = count_collectives(*group_);
+  group_counts_ = count.has_value();  // not to be asked again: slow
+  return count;
 }
 
 void PeerSignatures::met() {
   channel().count_from_here();
   launches_ = 0;
+  own_collectives_ = 0;
   is_at_meeting_point_ = true;
 }
 
 void PeerSignatures::tell_of_loss(RankSignature own) noexcept {
   own.launches = kLostGroup;
   launches_ = 0;
+  own_collectives_ = 0;
   try {
     if (channel_) last_words_ = channel_->exchange(own);
   } catch (const std::exception&) {

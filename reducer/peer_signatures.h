@@ -42,15 +42,21 @@ class PeerSignatures {
   // Not collective: ranks connect at the first exchange.
   explicit PeerSignatures(c10::intrusive_ptr<c10d::ProcessGroup> group);
 
-  // This rank has launched another one of the collectives that all launch.
-  void count_launch() { ++launches_; }
-
-  // Collectives that the group has launched so far, if it counts them.
-  std::optional<int64_t> group_count() const;
-
-  // This rank has launched something that belongs to no launch: what it owes
-  // can't be told from it any more.
-  void lose_count() { launches_ = kLostGroup; }
+  // Calls `launch` and counts it, with its collectives, as one of those that
+  // all ranks launch. If it throws after it has launched something, that
+  // belongs to no launch, and what this rank owes can't be told any more.
+  template <typename Launch>
+  void count(const Launch& launch) {
+    const std::optional<int64_t> before = group_count();
+    try {
+      launch();
+    } catch (...) {
+      if (before && group_count() != before) launches_ = kLostGroup;
+      throw;
+    }
+    ++launches_;
+    if (before) own_collectives_ += group_count().value_or(*before) - *before;
+  }
 
   // The place where ranks met last is left when one goes on to what it launches
   // for other purposes, or to a forward.
@@ -61,12 +67,12 @@ class PeerSignatures {
   void met();
 
   // Tells the others where this rank is, and waits until all have told; fills
-  // in the number of launches.
+  // in what was launched.
   //
   // Errors: PeerError if a rank has left, died, or does not come within the
   // group's timeout; RuntimeError in a forked child.
   // ENSURES: at the meeting point if all agree; otherwise met() is to follow.
-  Verdict exchange(RankSignature own, CollectivesPerLaunch collectives);
+  Verdict exchange(RankSignature own);
 
   // This rank can't launch on the group any more; says so and does not wait.
   // Does not throw.
@@ -84,10 +90,15 @@ class PeerSignatures {
  private:
   SignatureChannel& channel();
 
+  // Collectives that the group has launched so far, if it counts them.
+  std::optional<int64_t> group_count();
+
   const c10::intrusive_ptr<c10d::ProcessGroup> group_;
   std::string prefix_;  // of store keys; empty: no store to talk through
   std::unique_ptr<SignatureChannel> channel_;  // null until ranks connect
-  int64_t launches_ = 0;
+  bool group_counts_;
+  int64_t launches_ = 0;         // since ranks met
+  int64_t own_collectives_ = 0;  // of these
   bool is_at_meeting_point_ = true;
   SignatureTicket last_words_;  // nobody waits for it, but it travels
   std::optional<uint64_t> agreed_;

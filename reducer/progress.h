@@ -16,17 +16,21 @@ struct Progress {
   std::atomic<int64_t> launched = 0;   // buckets of it
   std::atomic<int64_t> num_buckets = 0;
   std::atomic<int64_t> num_waits = 0;  // that have begun, for peers
-  std::atomic<bool> waiting = false;
+  std::atomic<int> num_waiting = 0;    // of these, in progress
+
+  bool is_waiting() const { return num_waiting > 0; }
 };
 
-// This rank waits for its peers while it lives.
+// This rank waits for its peers while it lives. May be nested.
 class WaitForPeers {
  public:
   explicit WaitForPeers(Progress& progress) : progress_(progress) {
     progress_.num_waits.fetch_add(1, std::memory_order_relaxed);
-    progress_.waiting.store(true, std::memory_order_relaxed);
+    progress_.num_waiting.fetch_add(1, std::memory_order_relaxed);
   }
-  ~WaitForPeers() { progress_.waiting.store(false, std::memory_order_relaxed); }
+  ~WaitForPeers() {
+    progress_.num_waiting.fetch_sub(1, std::memory_order_relaxed);
+  }
   WaitForPeers(const WaitForPeers&) = delete;
   WaitForPeers& operator=(const WaitForPeers&) = delete;
 

@@ -60,16 +60,15 @@ Reducer::~Reducer() {
   if (iteration_) keep_until_done(std::move(bound_), iteration_->launches);
 }
 
-// Collectives in flight go on; they keep their buckets, and a user's hook,
-// whose continuations they run. Not a built-in one: it owns the group, which
-// would end on a thread of its own, and wait there for that thread.
+// Collectives in flight go on; they keep their buckets, and the hook, whose
+// continuations they run.
 void Reducer::keep_until_done(BoundPlan bound,
                               std::span<const Launch> launches) const {
   const bool is_users = dynamic_cast<const DeclaresWireFormat*>(
                             options_.comm_hook.get()) == nullptr;
   const auto kept = std::make_shared<
       std::pair<BoundPlan, std::shared_ptr<c10d::CommHookInterface>>>(
-      std::move(bound), is_users ? options_.comm_hook : nullptr);
+      std::move(bound), options_.comm_hook);
   for (const Launch& launch : launches) {
     if (!launch.future) continue;
     launch.future->addCallback([kept](c10::ivalue::Future&) {},
@@ -113,6 +112,13 @@ void Reducer::set_stall_report_after(std::chrono::milliseconds time) {
   }
 }
 
+void Reducer::set_stall_handler(
+    std::function<void(const std::string& report)> handler) {
+  if (observations_.stall_watch) {
+    observations_.stall_watch->set_handler(std::move(handler));
+  }
+}
+
 void Reducer::set_timeline_sample_rate(int64_t sample_rate) {
   const std::lock_guard<std::mutex> lock(mutex_);
   observations_.timeline.set_sample_rate(sample_rate);
@@ -122,18 +128,26 @@ std::optional<ReducerError> Reducer::last_error() const {
   return observations_.last_error.get();
 }
 
+bool Reducer::uses_hook(const c10d::CommHookInterface& hook) const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return options_.comm_hook.get() == &hook;
+}
+
 std::vector<size_t> Reducer::missing_gradients() const {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (!iteration_ || iteration_->phase == Phase::kPrepared) return {};
   return iteration_->order.missing();
 }
 
-bool Reducer::rebuild_buckets() {
+bool Reducer::rebuild_buckets() try {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (iteration_ && iteration_->phase != Phase::kPrepared) return false;
   if (!graph_.ready_order.is_pending()) return false;
   rebuild();
   return true;
+} catch (...) {
+  observations_.note_error();
+  throw;
 }
 
 void Reducer::set_comm_hook(std::shared_ptr<c10d::CommHookInterface> hook) {
@@ -172,10 +186,18 @@ void Reducer::cancel_preparation() {
   if (iteration_ && iteration_->phase == Phase::kPrepared) iteration_ = nullptr;
 }
 
-void Reducer::recover() try {
+void Reducer::end_iteration() try {
   const std::lock_guard<std::mutex> lock(mutex_);
   end_unfinished_iteration();
-  if (!signatures_.is_at_meeting_point()) meet_idle();
+} catch (...) {
+  observations_.note_error();
+  throw;
+}
+
+void Reducer::recover(MeetingPlace place) try {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  end_unfinished_iteration();
+  if (!signatures_.is_at_meeting_point()) meet_idle(place);
   signatures_.leave_meeting_point();
 } catch (...) {
   observations_.note_error();
@@ -183,13 +205,15 @@ void Reducer::recover() try {
 }
 
 // Peers may be in an iteration that this rank has not begun.
-void Reducer::meet_idle() {
+void Reducer::meet_idle(MeetingPlace place) {
   const auto iteration = iteration_ ? iteration_
                                     : std::make_shared<IterationState>(
                                           observations_.prepared, bound_.plan,
                                           table_.num_replicas());
   iteration->sums_used_map = sums_used_map();
-  end_together(*iteration, SignatureKind::kIdle);
+  end_together(*iteration,
+               {.kind = SignatureKind::kIdle,
+                .unit = place == MeetingPlace::kAfterForward ? 0 : -1});
 }
 
 // An iteration that has begun and is not over will get no more gradients.
@@ -215,6 +239,7 @@ void Reducer::prepare(const std::vector<at::Tensor>& outputs) try {
   watch_outputs(outputs, hooks_, [this, iteration = iteration_->iteration] {
     on_output_reached(iteration);
   });
+  observations_.timeline.prepared(iteration_->iteration);
 } catch (...) {
   observations_.note_error();
   throw;
@@ -236,7 +261,7 @@ void Reducer::start_iteration() {
     }
   }
   iteration_->sums_used_map = sums_used_map();
-  observations_.prepared_iteration(iteration);
+  observations_.iteration_begins(iteration);
 }
 
 void Reducer::check_parameters() const {
@@ -324,6 +349,9 @@ void Reducer::gradient_ready(size_t parameter, size_t replica) {
       " and a replica below ", table_.num_replicas(), ", got parameter ",
       parameter, " of replica ", replica,
       ".\nGive the index in the list that the reducer was made of.");
+  TORCH_CHECK(running_backward_id() >= 0,
+              "Reducer::gradient_ready: this thread runs no backward.\nCall it "
+              "from a hook that runs in backward.");
   const VariableIndex variable = {.replica = replica, .parameter = parameter};
   on_gradient_ready(variable, table_[variable].grad().defined());
 }
@@ -345,6 +373,9 @@ void Reducer::on_gradient_ready(VariableIndex variable, bool is_defined) try {
   try {
     watch_backward(backward_id);
     begin_reduction();
+    if (is_defined) {
+      iteration_->context_gradients.take(table_[variable], bound_.memory);
+    }
     accept_gradient(variable);
   } catch (...) {
     iteration_->failed(words_of_exception(std::current_exception()));
@@ -384,7 +415,7 @@ void Reducer::begin_reduction() {
       if (reached[i]) graph_.used_map->mark(i);
     }
     send_used_map();
-    graph_.used_map->wait();
+    await_used_map();
   }
   tell_hook_of_iteration();
   mark_unused(unused);
@@ -405,10 +436,8 @@ void Reducer::accept_gradient(VariableIndex variable) {
                                occasion(iteration_->iteration), options_));
   const size_t bucket = bound_.plan.locate(variable.parameter).bucket;
   streams_of(bucket, variable.replica).gradient_produced();
-  iteration_->context_gradients.take(table_[variable]);
   if (!completes_gradient(variable)) return;
   note_use(variable);
-  observations_.timeline.gradient_ready(variable);
   mark_ready(variable);
   launch_full_buckets();
 }
@@ -426,7 +455,6 @@ void Reducer::accept_late_gradients() {
     for (const size_t number : graph_.firing_counts->settle()) {
       const VariableIndex variable = table_.variable(number);
       note_use(variable);
-      observations_.timeline.gradient_ready(variable);
       mark_ready(variable);
     }
     mark_unused(graph_.firing_counts->silent());
@@ -454,7 +482,10 @@ void Reducer::mark_unused(std::span<const size_t> variables) {
 // A parameter that was reached, but only by undefined gradients, is unused.
 void Reducer::note_use(VariableIndex variable) {
   const size_t number = table_.number_of(variable);
-  if (!graph_.used_map || graph_.used_map->is_marked(number)) return;
+  if (!graph_.used_map || graph_.used_map->is_marked(number)) {
+    observations_.timeline.gradient_ready(variable);
+    return;
+  }
   iteration_->unused.resize(table_.num_variables());
   iteration_->unused[number] = true;
 }
@@ -525,9 +556,19 @@ bool Reducer::sums_used_map() const {
 }
 
 void Reducer::send_used_map() {
-  graph_.used_map->launch(*group_);
-  signatures_.count_launch();
+  signatures_.count([this] { graph_.used_map->launch(*group_); });
   iteration_->used_map_sent = true;
+}
+
+// Before anything is launched that depends on it.
+void Reducer::await_used_map() {
+  const WaitForPeers waiting(*observations_.progress);
+  try {
+    graph_.used_map->wait();
+  } catch (...) {
+    rethrow(std::current_exception(), ErrorSource::kFuture, /*bucket=*/0,
+            iteration_->iteration);
+  }
 }
 
 void Reducer::launch_full_buckets() {
@@ -538,22 +579,16 @@ void Reducer::launch_full_buckets() {
       ++observations_.buckets_skipped;
     } else if (!bucket.is_empty()) {
       const at::ThreadLocalStateGuard as_preparer(iteration_->preparer);
-      const bool is_users =
-          collectives_per_launch() == CollectivesPerLaunch::kEquallyMany;
-      const auto before = is_users ? signatures_.group_count() : std::nullopt;
       try {
-        const ObservedLaunch launching(observations_, *next);
-        launch.future =
-            iteration_->is_shadow ? bucket.launch_zeros() : bucket.launch();
+        signatures_.count([&] {
+          const ObservedLaunch launching(observations_, *next);
+          launch.future =
+              iteration_->is_shadow ? bucket.launch_zeros() : bucket.launch();
+        });
       } catch (...) {
-        // A hook may throw after it has launched something.
-        if (before && signatures_.group_count() != before) {
-          signatures_.lose_count();
-        }
         rethrow(std::current_exception(), ErrorSource::kHook, *next,
                 iteration_->iteration);
       }
-      signatures_.count_launch();
       ++observations_.buckets_launched;
     }
     iteration_->launches.push_back(std::move(launch));
@@ -608,7 +643,7 @@ void Reducer::finalize() {
       std::exchange(iteration_, nullptr);
   finished_.mark_finished(iteration->iteration, iteration->creates_graph);
   const ObservedFinalize finalizing(observations_);
-  end_together(*iteration, SignatureKind::kEnd);
+  end_together(*iteration, {.kind = SignatureKind::kEnd});
   graph_.ready_order.observe(iteration->order.whole_order());
   const at::ThreadLocalStateGuard as_preparer(iteration->preparer);
 
@@ -623,9 +658,10 @@ void Reducer::finalize() {
       launch.future->waitAndThrow();
       observations_.timeline.waited_for(bucket);
       if (first_error || iteration->is_shadow) continue;
+      const std::vector<size_t> untouched = untouched_slots(*iteration, bucket);
       step = ErrorSource::kDelivery;
-      observations_.bytes_delivered += bound_.buckets[bucket].deliver(
-          launch.future->value(), untouched_slots(*iteration, bucket));
+      observations_.bytes_delivered +=
+          bound_.buckets[bucket].deliver(launch.future->value(), untouched);
     } catch (...) {
       if (first_error) continue;
       first_error = std::current_exception();
@@ -645,6 +681,7 @@ void Reducer::finalize() {
 
 void Reducer::rebuild() {
   const std::vector<size_t>* order = nullptr;
+  const WaitForPeers waiting(*observations_.progress);
   try {
     order = &graph_.ready_order.agree(group_);
   } catch (...) {

@@ -39,6 +39,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <exception>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -67,6 +68,9 @@
 #include "brigade/reducer/timeline.h"
 
 namespace brigade {
+
+// Where Reducer::recover() is called.
+enum class MeetingPlace { kBeforeForward, kAfterForward };
 
 class Reducer : private GradientListener {
  public:
@@ -137,8 +141,13 @@ class Reducer : private GradientListener {
   // Errors, on all ranks alike: RuntimeError if they stood in different places;
   // DistBackendError if one failed. Then they stand in one again. RuntimeError
   // if the last prepared backward left parameters without gradients that it
-  // should have reached.
-  void recover();
+  // should have reached. Ranks that call it from different places are not in
+  // the same one.
+  void recover(MeetingPlace place = MeetingPlace::kBeforeForward);
+
+  // An iteration that has begun gets no more gradients: ends it, if there is
+  // one. Errors: RuntimeError naming those that are missing.
+  void end_iteration();
 
   // Rebuilds the plan now, if prepare_for_backward() would. Collective then.
   // Returns whether it did. Errors: as prepare_for_backward().
@@ -149,6 +158,9 @@ class Reducer : private GradientListener {
   //
   // Errors: RuntimeError in the middle of an iteration.
   void set_comm_hook(std::shared_ptr<c10d::CommHookInterface> hook);
+
+  // Whether buckets travel by this very hook.
+  bool uses_hook(const c10d::CommHookInterface& hook) const;
 
   // Parameters by bucket, in launch order. Changes once, when it is rebuilt.
   BucketPlan plan() const;
@@ -198,6 +210,11 @@ class Reducer : private GradientListener {
   // store is written to only once a rank waits. Errors: ValueError if it is
   // negative.
   void set_stall_report_after(std::chrono::milliseconds time);
+
+  // Gets the text of that warning instead; null: warn again. Called on another
+  // thread, while this one waits.
+  void set_stall_handler(
+      std::function<void(const std::string& report)> handler);
 
   // What the last method or backward that failed said, and when. Errors of
   // other code that ended a backward are not known here.
@@ -263,6 +280,7 @@ class Reducer : private GradientListener {
   std::vector<size_t> untouched_slots(const IterationState& iteration,
                                       size_t bucket);
   void send_used_map();
+  void await_used_map();
   void finalize();
   void rebuild();
   void adopt(BoundPlan bound);
@@ -272,10 +290,9 @@ class Reducer : private GradientListener {
   // Where ranks meet, and what follows if one has failed
   // (reducer_recovery.cc).
   void begin_with_peers();
-  void meet_idle();
-  void end_together(IterationState& iteration, SignatureKind kind);
-  Verdict compare(IterationState& iteration, SignatureKind kind,
-                  const std::string& words = "");
+  void meet_idle(MeetingPlace place);
+  void end_together(IterationState& iteration, const RankSignature& own);
+  Verdict compare(IterationState& iteration, RankSignature own);
   void settle(IterationState& iteration, Verdict& verdict);
   void pay(const IterationState& iteration, int64_t num_launches);
   void launch_map_of_zeros();
@@ -286,7 +303,6 @@ class Reducer : private GradientListener {
   void leave_in_flight(const IterationState& iteration);
   std::string describe_awaited(const IterationState& iteration) const;
   void forget_observations(const IterationState& iteration);
-  CollectivesPerLaunch collectives_per_launch() const;
   void tell_hook_of_iteration() const;
   [[noreturn]] void rethrow(const std::exception_ptr& error, ErrorSource source,
                             size_t bucket, int64_t iteration);

@@ -18,8 +18,9 @@ std::string Reducer::describe_progress() const {
         absl::StrCat("has launched ", progress.launched.load(), " of ",
                      progress.num_buckets.load(), " buckets of iteration ",
                      progress.iteration.load());
-    return progress.waiting ? absl::StrCat(how_far, " and waits for its peers")
-                            : absl::StrCat(how_far, " and is inside a hook");
+    return progress.is_waiting()
+               ? absl::StrCat(how_far, " and waits for its peers")
+               : absl::StrCat(how_far, " and is inside a hook");
   }
   if (!iteration_) {
     return absl::StrCat("has prepared nothing since iteration ",

@@ -52,14 +52,6 @@ void throw_if_apart(const Verdict& verdict) {
 
 }  // namespace
 
-CollectivesPerLaunch Reducer::collectives_per_launch() const {
-  const auto* declared =
-      dynamic_cast<const DeclaresWireFormat*>(options_.comm_hook.get());
-  return declared != nullptr && declared->launches_one_collective()
-             ? CollectivesPerLaunch::kOne
-             : CollectivesPerLaunch::kEquallyMany;
-}
-
 // Peers are waited for where lengths could clash: before the first bucket of a
 // plan, and before a map whose sum decides what is launched.
 void Reducer::begin_with_peers() {
@@ -68,15 +60,17 @@ void Reducer::begin_with_peers() {
   }
   const std::string plan = absl::StrCat(bound_.plan.num_buckets(), " buckets, ",
                                         table_.size(), " parameters");
-  throw_if_apart(compare(*iteration_, SignatureKind::kBegin, plan));
+  throw_if_apart(compare(*iteration_, {.kind = SignatureKind::kBegin,
+                                       .text = signature_text(plan)}));
   signatures_.set_agreed(bound_.fingerprint);
 }
 
 // Throws on all ranks alike unless all are in the same place. The iteration is
 // given up then.
-void Reducer::end_together(IterationState& iteration, SignatureKind kind) {
+void Reducer::end_together(IterationState& iteration,
+                           const RankSignature& own) {
   try {
-    throw_if_apart(compare(iteration, kind));
+    throw_if_apart(compare(iteration, own));
   } catch (...) {
     iteration_ = nullptr;
     ++observations_.given_up;
@@ -87,17 +81,13 @@ void Reducer::end_together(IterationState& iteration, SignatureKind kind) {
 
 // Tells peers where this rank is, and brings all to the same place if they are
 // not. Errors: PeerError if peers do not answer.
-Verdict Reducer::compare(IterationState& iteration, SignatureKind kind,
-                         const std::string& words) {
-  RankSignature own = {.kind = kind,
-                       .iteration = iteration.iteration,
-                       .fingerprint = bound_.fingerprint,
-                       .text = signature_text(words)};
-  if (kind == SignatureKind::kFailed) own.unit = iteration.launches.size();
+Verdict Reducer::compare(IterationState& iteration, RankSignature own) {
+  own.iteration = iteration.iteration;
+  own.fingerprint = bound_.fingerprint;
   const WaitForPeers waiting(*observations_.progress);
   std::optional<Verdict> verdict;
   try {
-    verdict = signatures_.exchange(own, collectives_per_launch());
+    verdict = signatures_.exchange(own);
   } catch (const c10::DistBackendError& error) {
     iteration.is_settled = true;
     const std::string where = describe_awaited(iteration);
@@ -189,8 +179,10 @@ void Reducer::give_up() {
     iteration->failure = "an exception ended backward";
   }
   try {
-    const Verdict verdict =
-        compare(*iteration, SignatureKind::kFailed, iteration->failure);
+    const Verdict verdict = compare(
+        *iteration, {.kind = SignatureKind::kFailed,
+                     .unit = static_cast<int64_t>(iteration->launches.size()),
+                     .text = signature_text(iteration->failure)});
     if (verdict.owed.ok()) return;
     TORCH_WARN("Reducer: while giving up ",
                describe(occasion(iteration->iteration)), ": ",
@@ -288,7 +280,7 @@ void Reducer::rethrow(const std::exception_ptr& error, ErrorSource source,
     rethrow_hook_error(error, where);
   }
   // A user's hook may use other groups, and be mistaken about the network.
-  if (dynamic_cast<DeclaresWireFormat*>(options_.comm_hook.get())) {
+  if (fails_by_network_only(*options_.comm_hook)) {
     signatures_.tell_of_loss(
         {.kind = SignatureKind::kFailed,
          .iteration = iteration,

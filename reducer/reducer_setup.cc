@@ -27,6 +27,11 @@ absl::StatusOr<BucketPlan> initial_plan(const ParameterTable& table,
     return plan_by_size(table.specs(), reverse_registration_order(table.size()),
                         options.bucket_caps_bytes);
   }
+  // Rebuilding plans by size as well.
+  if (absl::Status status = check_bucket_caps(options.bucket_caps_bytes);
+      !status.ok()) {
+    return status;
+  }
   absl::StatusOr<BucketPlan> plan =
       BucketPlan::create(options.bucket_plan, table.size());
   if (!plan.ok()) return plan;

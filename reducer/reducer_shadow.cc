@@ -5,7 +5,7 @@
 
 namespace brigade {
 
-void Reducer::shadow_iteration() {
+void Reducer::shadow_iteration() try {
   const std::lock_guard<std::mutex> lock(mutex_);
   start_iteration();
   iteration_->is_shadow = true;
@@ -16,7 +16,7 @@ void Reducer::shadow_iteration() {
     begin_with_peers();
     if (skips_unused_buckets()) {
       send_used_map();
-      graph_.used_map->wait();
+      await_used_map();
     }
     tell_hook_of_iteration();
     for (const std::vector<size_t>& bucket : bound_.plan.buckets()) {
@@ -34,6 +34,9 @@ void Reducer::shadow_iteration() {
   }
   finalize();
   if (graph_.firing_counts) graph_.firing_counts->peers_settled();
+} catch (...) {
+  observations_.note_error();
+  throw;
 }
 
 }  // namespace brigade

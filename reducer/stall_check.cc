@@ -23,19 +23,21 @@ struct Answer {
   int64_t question = 0;  // the last one that it had seen
   int64_t iteration = 0;
   int64_t launched = 0;
+  bool waits = false;  // for its peers
   std::string words = {};
 };
 
 std::string to_line(const Answer& answer) {
   return absl::StrCat(answer.question, " ", answer.iteration, " ",
-                      answer.launched, " ", answer.words);
+                      answer.launched, " ", int{answer.waits}, " ",
+                      answer.words);
 }
 
 // Empty words if the line can't be read.
 Answer from_line(const std::string& line) {
   Answer answer;
   std::istringstream in(line);
-  in >> answer.question >> answer.iteration >> answer.launched;
+  in >> answer.question >> answer.iteration >> answer.launched >> answer.waits;
   in.get();
   std::getline(in, answer.words);
   return answer;
@@ -68,7 +70,7 @@ std::optional<std::string> StallCheck::check(Time now) {
     if (!words_.empty()) words_since_ = now;
     words_ = std::move(words);
   }
-  const bool waiting = progress_->waiting;
+  const bool waiting = progress_->is_waiting();
   if (waiting && question_ == 0 && now - since_ >= report_after_ / 2) {
     question_ = board_.ask();
   }
@@ -97,6 +99,7 @@ void StallCheck::answer(Time now) {
       to_line({.question = seen_questions_,
                .iteration = progress_->iteration,
                .launched = progress_->launched,
+               .waits = progress_->is_waiting(),
                .words = absl::StrCat(words_, " (no change for ",
                                      seconds(now - words_since_), ")")}));
 }
@@ -104,24 +107,26 @@ void StallCheck::answer(Time now) {
 std::string StallCheck::report(Time now) {
   const int64_t iteration = progress_->iteration;
   const int64_t launched = progress_->launched;
-  std::vector<std::string> late;
+  std::vector<std::string> elsewhere;
   std::vector<int> silent;
   for (int rank = 0; rank < board_.world_size(); ++rank) {
     if (rank == board_.rank()) continue;
     const std::optional<std::string> line = board_.read(rank);
     const Answer answer = line ? from_line(*line) : Answer{};
+    const bool is_here = answer.iteration == iteration &&
+                         answer.launched >= launched && answer.waits;
     if (answer.question < question_) {
       silent.push_back(rank);
-    } else if (std::pair(answer.iteration, answer.launched) <
-               std::pair(iteration, launched)) {
-      late.push_back(absl::StrCat("rank ", rank, " ", answer.words));
+    } else if (!is_here) {
+      elsewhere.push_back(absl::StrCat("rank ", rank, " ", answer.words));
     }
   }
   std::vector<std::string> parts(
-      late.begin(), late.begin() + std::min(late.size(), kMaxNamed));
-  if (late.size() > kMaxNamed) {
-    parts.push_back(absl::StrCat("so are ", late.size() - kMaxNamed,
-                                 " other ranks behind"));
+      elsewhere.begin(),
+      elsewhere.begin() + std::min(elsewhere.size(), kMaxNamed));
+  if (elsewhere.size() > kMaxNamed) {
+    parts.push_back(absl::StrCat(elsewhere.size() - kMaxNamed,
+                                 " other ranks do not wait here either"));
   }
   if (!silent.empty()) {
     parts.push_back(
@@ -130,7 +135,7 @@ std::string StallCheck::report(Time now) {
   }
   if (parts.empty()) {
     parts.push_back(
-        "all other ranks have come as far: it is the "
+        "all other ranks have come as far and wait: it is the "
         "communication that is slow, or stuck");
   }
   return absl::StrCat(

@@ -19,6 +19,7 @@ using std::chrono::milliseconds;
 using Clock = std::chrono::steady_clock;
 
 constexpr milliseconds kLongestDefault{60'000};
+constexpr milliseconds kLongest = std::chrono::hours{24 * 365};
 constexpr int kChecksPerReport = 4;
 // The store answers in less, or not at all.
 constexpr milliseconds kPatienceWithStore{1'000};
@@ -61,9 +62,20 @@ struct StallWatch::State {
 
   void look() {
     try {
-      if (const auto warning = check.check(Clock::now())) TORCH_WARN(*warning);
+      if (const auto report = check.check(Clock::now())) tell(*report);
     } catch (const std::exception&) {
       // A store that fails can't be asked; the collective's own error follows.
+    }
+  }
+
+  void tell(const std::string& report) {
+    std::unique_lock<std::mutex> lock(mutex);
+    const auto tell_user = handler;
+    lock.unlock();
+    if (!tell_user) {
+      TORCH_WARN(report);
+    } else {
+      tell_user(report);
     }
   }
 
@@ -74,7 +86,8 @@ struct StallWatch::State {
   std::mutex mutex;
   std::condition_variable changed;
   // Guarded by mutex.
-  milliseconds report_after;  // 0: never
+  milliseconds report_after;                                  // 0: never
+  std::function<void(const std::string&)> handler = nullptr;  // null: warn
   bool stopping = false;
   bool finished = false;
 };
@@ -104,8 +117,14 @@ StallWatch::StallWatch(std::shared_ptr<State> state)
 
 void StallWatch::set_report_after(milliseconds time) {
   const std::lock_guard<std::mutex> lock(state_->mutex);
-  state_->report_after = time;
+  state_->report_after = std::min(time, kLongest);
   state_->changed.notify_all();
+}
+
+void StallWatch::set_handler(
+    std::function<void(const std::string& report)> handler) {
+  const std::lock_guard<std::mutex> lock(state_->mutex);
+  state_->handler = std::move(handler);
 }
 
 StallWatch::~StallWatch() {

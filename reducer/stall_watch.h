@@ -38,6 +38,10 @@ class StallWatch {
   // 0: never; then it does not answer either. Any thread may call it.
   void set_report_after(std::chrono::milliseconds time);
 
+  // Called on the watch's thread with what would have been a warning; null:
+  // warn again. Any thread may call it. What the handler throws is dropped.
+  void set_handler(std::function<void(const std::string& report)> handler);
+
   // Ends the thread; leaves it behind if the store keeps it. In a forked child,
   // where there is no thread, does nothing.
   ~StallWatch();

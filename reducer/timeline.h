@@ -24,7 +24,7 @@ namespace brigade {
 
 struct GradientTime {
   VariableIndex variable;
-  int64_t ready_ns = 0;
+  int64_t ready_ns = 0;  // on the host
 };
 
 struct BucketTimes {
@@ -39,7 +39,8 @@ struct Timeline {
   int64_t forward_begin_ns = 0;  // Reducer::forward_begins()
   int64_t forward_end_ns = 0;    // prepare_for_backward()
   int64_t backward_begin_ns = 0;
-  int64_t backward_end_ns = 0;  // finalize begins
+  int64_t host_backward_begin_ns = 0;  // the host is ahead of a CUDA device
+  int64_t backward_end_ns = 0;         // finalize begins
   int64_t finalize_end_ns = 0;
   std::vector<GradientTime> gradients = {};  // in the order they became ready
   std::vector<BucketTimes> buckets = {};     // in launch order

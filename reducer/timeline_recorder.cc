@@ -25,17 +25,18 @@ struct TimelineRecorder::Completions {
 };
 
 void TimelineRecorder::set_sample_rate(int64_t sample_rate) {
-  TORCH_CHECK_VALUE(sample_rate >= 0,
-                    "Reducer: the timeline's sample rate must be at least 0, got ",
-                    sample_rate,
-                    ".\nGive the number of iterations between samples, or 0 "
-                    "for no timeline.");
+  TORCH_CHECK_VALUE(
+      sample_rate >= 0,
+      "Reducer: the timeline's sample rate must be at least 0, got ",
+      sample_rate,
+      ".\nGive the number of iterations between samples, or 0 "
+      "for no timeline.");
   sample_rate_ = sample_rate;
 }
 
 void TimelineRecorder::bind(std::vector<c10::Device> devices,
                             size_t num_variables) {
-  sampling_ = false;
+  if (devices != devices_) sampling_ = false;
   devices_ = std::move(devices);
   num_variables_ = num_variables;
   if (sample_rate_ == 0) return;
@@ -74,10 +75,19 @@ void TimelineRecorder::prepared(int64_t iteration) {
     time_ns.store(0, std::memory_order_relaxed);
   }
   current_completions_->device_times.restart(devices_.size());
+  mark(DeviceTimes::kForwardEnd);
+}
+
+void TimelineRecorder::mark(DeviceTimes::Mark mark) {
+  if (!devices_.empty()) {
+    current_completions_->device_times.record(mark, devices_.front());
+  }
 }
 
 void TimelineRecorder::stamp_backward() {
   current_.backward_begin_ns = now_ns();
+  current_.host_backward_begin_ns = current_.backward_begin_ns;
+  mark(DeviceTimes::kBackwardBegin);
 }
 
 void TimelineRecorder::stamp_gradient(VariableIndex variable) {
@@ -123,6 +133,7 @@ void TimelineRecorder::stamp_complete(size_t bucket) {
 
 void TimelineRecorder::stamp_backward_end() {
   current_.backward_end_ns = now_ns();
+  mark(DeviceTimes::kBackwardEnd);
 }
 
 void TimelineRecorder::finish() {
@@ -138,7 +149,7 @@ void TimelineRecorder::finish() {
 Timeline TimelineRecorder::last() const {
   Timeline timeline = last_;
   if (last_completions_) {
-    last_completions_->device_times.resolve(timeline.buckets);
+    last_completions_->device_times.resolve(timeline);
   }
   return timeline;
 }

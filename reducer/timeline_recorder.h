@@ -18,6 +18,7 @@
 #include <memory>
 #include <vector>
 
+#include "brigade/reducer/device_times.h"
 #include "brigade/reducer/timeline.h"
 
 namespace brigade {
@@ -34,8 +35,14 @@ class TimelineRecorder {
   // `devices`: of each bucket, in launch order.
   void bind(std::vector<c10::Device> devices, size_t num_variables);
 
-  // The forward of `iteration` begins; prepare_for_backward has been called.
+  // The forward of `iteration` begins.
   void forward_begins(int64_t iteration);
+
+  // Another iteration begins, of which nothing is recorded unless prepared()
+  // follows.
+  void restart() { sampling_ = false; }
+
+  // prepare_for_backward() of `iteration` returns.
   void prepared(int64_t iteration);
 
   void backward_begins() {
@@ -77,6 +84,7 @@ class TimelineRecorder {
 
   bool is_sampled(int64_t iteration) const;
   void stamp_backward();
+  void mark(DeviceTimes::Mark mark);
   void stamp_gradient(VariableIndex variable);
   void stamp_pack_begin(size_t bucket);
   void stamp_pack_end(size_t bucket);

@@ -23,7 +23,11 @@ void UsedParameterMap::clear_marks() { local_.zero_(); }
 
 void UsedParameterMap::launch(c10d::ProcessGroup& group) {
   const at::NoGradGuard no_grad;
-  finish();  // the last sum, if nobody needed it
+  try {
+    finish();  // the last sum, if nobody needed it
+  } catch (const std::exception&) {
+    work_ = nullptr;  // nor its failure
+  }
   const at::Tensor used = local_.size(0) == 1
                               ? local_[0]
                               : local_.sum(0, /*keepdim=*/false, at::kInt);
@@ -43,7 +47,9 @@ void UsedParameterMap::launch(c10d::ProcessGroup& group) {
 }
 
 void UsedParameterMap::finish() {
-  if (const auto work = std::exchange(work_, nullptr)) work->wait();
+  if (!work_) return;
+  work_->wait();
+  work_ = nullptr;
 }
 
 // Copied at once: only the stream that has waited is behind the collective.

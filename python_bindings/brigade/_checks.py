@@ -54,7 +54,7 @@ def bytes_of_cap(name: str, mib: Any) -> int:
             f"DistributedDataParallel: {name} must be at least 0 and less than "
             f"{_LARGEST_CAP_MIB:.0e} MiB, got {mib}.\nGive 25, or leave it out."
         )
-    return int(mib * 1024 * 1024)
+    return max(1, int(mib * 1024 * 1024))  # one bucket per parameter
 
 
 def require_named_parameters(named: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -150,6 +150,16 @@ def require_one_device_id(device_ids: Sequence[Any]) -> None:
         raise ValueError(
             f"DistributedDataParallel: device_ids must name one device, got {list(device_ids)}.\n"
             "Start one process per device."
+        )
+
+
+def require_precision_fits(mixed_precision: object, find_unused_parameters: bool) -> None:
+    """Raises RuntimeError if unused parameters are looked for under mixed precision."""
+    if mixed_precision is not None and find_unused_parameters:
+        raise RuntimeError(
+            "DistributedDataParallel: find_unused_parameters must be False with mixed_precision, "
+            "which swaps the parameters that are looked for in the graph.\n"
+            "Set static_graph=True instead, or use torch.autocast."
         )
 
 

@@ -100,6 +100,7 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
         torch.nn.Module.__init__(self)
         Joinable.__init__(self)
         _checks.require_module(module)
+        _checks.require_precision_fits(mixed_precision, find_unused_parameters)
         self._set_up_group(module, process_group, device_mesh)
         _checks.require_type(Iterable, delay_all_reduce_named_params=delay_all_reduce_named_params)
         delayed = list(delay_all_reduce_named_params or [])

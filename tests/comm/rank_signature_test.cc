@@ -9,23 +9,23 @@ namespace brigade {
 namespace {
 
 TEST(SignatureTextTest, KeepsWhatFits) {
-  for (const size_t length : {0, 1, 191, 192}) {
+  for (const size_t length : {0, 1, 183, 184}) {
     const std::string words(length, 'x');
     EXPECT_EQ(words_of(signature_text(words)), words);
   }
 }
 
 TEST(SignatureTextTest, CutsWhatIsTooLong) {
-  EXPECT_EQ(words_of(signature_text(std::string(193, 'x'))),
-            std::string(189, 'x') + "...");
+  EXPECT_EQ(words_of(signature_text(std::string(185, 'x'))),
+            std::string(181, 'x') + "...");
 }
 
 TEST(SignatureTextTest, CutsBetweenCharacters) {
   std::string words;
   for (int i = 0; i < 100; ++i) words += "\xC3\xA9";  // of two bytes
-  EXPECT_EQ(words_of(signature_text(words)), words.substr(0, 188) + "...");
+  EXPECT_EQ(words_of(signature_text(words)), words.substr(0, 180) + "...");
   words.insert(words.begin(), 'x');
-  EXPECT_EQ(words_of(signature_text(words)), words.substr(0, 189) + "...");
+  EXPECT_EQ(words_of(signature_text(words)), words.substr(0, 181) + "...");
 }
 
 std::string described(const RankSignature& signature) {
@@ -36,6 +36,8 @@ TEST(DescribeSignatureTest, SaysWhatARankDid) {
   using enum SignatureKind;
   EXPECT_EQ(described({.kind = kIdle, .iteration = 7}),
             "ran no backward in iteration 7");
+  EXPECT_EQ(described({.kind = kIdle, .iteration = 7, .unit = 0}),
+            "ran no backward in iteration 7 and is behind another forward");
   EXPECT_EQ(described({.kind = kBegin, .iteration = 7}), "began iteration 7");
   EXPECT_EQ(described({.kind = kEnd, .iteration = 7, .launches = 3}),
             "ended iteration 7 after 3 launches");

@@ -189,6 +189,7 @@ TEST(SignatureChannelTest, AfterAFailureTheGroupIsUsable) {
                   .iteration = 7,
                   .unit = rank == 2 ? -1 : 2 - rank,
                   .launches = static_cast<int64_t>(works.size()),
+                  .own_collectives = static_cast<int64_t>(works.size()),
                   .text = signature_text(rank == 2 ? "" : "bad input")});
     texts[rank] = difference(by_rank);
     const int64_t owed = *launches_owed(by_rank, rank);
@@ -226,7 +227,8 @@ TEST(SignatureChannelTest, ACollectiveOfTheUsersInBetweenIsNoticed) {
     }
     const auto by_rank =
         exchange(channel, {.kind = group->getRank() == 0 ? kEnd : kFailed,
-                           .launches = group->getRank() == 0 ? 2 : 1});
+                           .launches = group->getRank() == 0 ? 2 : 1,
+                           .own_collectives = group->getRank() == 0 ? 2 : 1});
     EXPECT_EQ(by_rank[0].group_launches, 3);
     EXPECT_EQ(by_rank[1].group_launches, 1);
     EXPECT_THAT(

@@ -16,6 +16,7 @@
 #include "brigade/comm_hooks/all_reduce_hook.h"
 #include "brigade/comm_hooks/averaging_hook.h"
 #include "brigade/comm_hooks/function_hook.h"
+#include "brigade/comm_hooks/routing_hook.h"
 #include "brigade/comm_hooks/step_in_backward.h"
 #include "brigade/comm_hooks/weighted_mean_hook.h"
 #include "brigade/ddp/distributed_data_parallel.h"
@@ -263,6 +264,78 @@ TEST(StepInBackwardTest, NeedsAHookAndAStep) {
   EXPECT_THROW(step_in_backward(nullptr, sgd_step), c10::ValueError);
   EXPECT_THROW(step_in_backward(all_reduce_hook(group), nullptr),
                c10::ValueError);
+}
+
+// After one rank has failed in the middle of a backward, under hooks of one
+// collective per bucket, of two, or of a user's.
+TEST(HookFailureTest, TrainingGoesOnAfterABackwardOfOneRankThrew) {
+  const HookOf weighted = [](const Group& group) {
+    return std::make_shared<WeightedMeanHook>(group);
+  };
+  const HookOf own = [](const Group& group) {
+    return make_comm_hook([group](c10d::GradBucket& bucket) {
+      std::vector<at::Tensor> first = {at::ones({1})};
+      group->allreduce(first);
+      bucket.getBufferRef().div_(group->getSize());
+      std::vector<at::Tensor> tensors = {bucket.getBuffer()};
+      return group->allreduce(tensors)->getFuture();
+    });
+  };
+  const HookOf stepping = [own](const Group& group) {
+    return step_in_backward(own(group), [](const at::Tensor&) {});
+  };
+  const HookOf routing = [](const Group& group) {
+    return std::make_shared<RoutingHook>(sum_hook(group), std::vector<Route>());
+  };
+  for (const HookOf& hook : {weighted, own, stepping, routing}) {
+    for (const bool finds_unused : {false, true}) {
+      run_ranks(3, [&](const Group& group) {
+        const int rank = group->getRank();
+        ToyModule module;
+        DistributedDataParallel model(
+            module, group,
+            {.reducer = {.bucket_caps_bytes = {1},
+                         .find_unused_parameters = finds_unused,
+                         .comm_hook = hook(group)}});
+        bool fails = rank == 1;
+        module->toy.parameters[1].register_hook([&](const at::Tensor&) {
+          if (fails) throw std::domain_error("of one rank");
+        });
+        EXPECT_ANY_THROW(model(kAll, rank, 0).backward()) << "rank " << rank;
+        fails = false;
+        module->toy.zero_grad();
+        model(kAll, rank, 1).backward();
+        EXPECT_EQ(model.reducer().statistics().reduced, 1);
+      });
+    }
+  }
+}
+
+TEST(HookFailureTest, AGroupThatIsGoneIsNamed) {
+  Group group = single_process_group();
+  const auto hook = all_reduce_hook(group);
+  group.reset();
+  c10d::GradBucket bucket(0, 1, at::ones({1}), {0}, {1}, {{1}}, {},
+                          std::nullopt);
+  EXPECT_THROW(hook->runHook(bucket), c10::Error);
+}
+
+TEST(RoutingHookTest, RefusesABucketOfSeveralRoutes) {
+  const auto group = single_process_group();
+  const ToyModel model({{2}, {3}});
+  Reducer reducer(model.parameters, group,
+                  {.comm_hook = std::make_shared<RoutingHook>(
+                       all_reduce_hook(group),
+                       std::vector<Route>{{.parameters = {model.parameters[1]},
+                                           .hook = all_reduce_hook(group)}})});
+  const at::Tensor loss = model.loss(0);
+  reducer.prepare_for_backward(loss);
+  try {
+    loss.backward();
+    ADD_FAILURE() << "no error";
+  } catch (const c10::Error& error) {
+    EXPECT_THAT(error.what(), HasSubstr("several routes"));
+  }
 }
 
 // Ranks of equal parity hold copies of the same expert.

@@ -110,12 +110,17 @@ class Reference {
 
   void expect_equal(const ToyModule& module, int rank,
                     const std::string& where) const {
+    expect_equal_parameters(module, where);
+    EXPECT_EQ(module->seen.item<float>(), seen_[rank]) << where;
+  }
+
+  void expect_equal_parameters(const ToyModule& module,
+                               const std::string& where) const {
     for (size_t i = 0; i < module->toy.parameters.size(); ++i) {
       EXPECT_TRUE(
           at::equal(module->toy.parameters[i], module_->toy.parameters[i]))
           << where << " parameter " << i;
     }
-    EXPECT_EQ(module->seen.item<float>(), seen_[rank]) << where;
   }
 
  private:
@@ -228,6 +233,98 @@ TEST(JoinLoopTest, LetsExceptionsOfTheLoopPass) {
                  std::domain_error);
     join(model, [&] { train(model, Graph::kFixed, rank, 1 + rank); });
     EXPECT_EQ(model.reducer().statistics().reduced, 3);
+  });
+}
+
+TEST(JoinLoopTest, AnErrorOfOneRankEndsItOnAll) {
+  run_ranks(3, [](const Group& group) {
+    ToyModule module;
+    DistributedDataParallel model(module, group);
+    const int rank = group->getRank();
+    // Rank 0 has run out before it happens.
+    EXPECT_ANY_THROW(join(
+        model,
+        [&] {
+          for (int s = 0; s < 1 + rank; ++s) {
+            const at::Tensor loss = model(Order{0, 1, 2, 3}, rank, s);
+            if (rank == 2 && s == 1) {
+              module->toy.parameters[1].register_hook([](const at::Tensor&) {
+                throw std::domain_error("of one rank");
+              });
+            }
+            loss.backward();
+          }
+        }))
+        << "rank " << rank;
+  });
+}
+
+// Rank 1's forward throws, and its loop goes on as if nothing had happened.
+TEST(JoinLoopTest, ARankAheadOfAForwardDoesNotMeetOneBehindIt) {
+  run_ranks(2, [](const Group& group) {
+    ToyModule module;
+    DistributedDataParallel model(module, group,
+                                  {.buffer_mode = BufferMode::kAfterForward});
+    const int rank = group->getRank();
+    EXPECT_THROW(join(model,
+                      [&] {
+                        if (rank == 1) {
+                          module->fails = true;
+                          EXPECT_THROW(model(Order{0}, rank, 0),
+                                       std::domain_error);
+                          module->fails = false;
+                        }
+                        train(model, Graph::kFixed, rank, 1);
+                      }),
+                 c10::Error)
+        << "rank " << rank;
+    join(model, [&] { train(model, Graph::kFixed, rank, 1 + rank); });
+  });
+}
+
+class JoinBuffersTest : public ::testing::TestWithParam<BufferMode> {};
+
+TEST_P(JoinBuffersTest, TrainsWithBuffersMadeEqualAtAnyTimeOrNever) {
+  const Inputs inputs = {1, 4, 2};
+  for (const bool by_hook : {false, true}) {
+    Reference reference(inputs.size());
+    reference.train(Graph::kFixed, inputs, JoinDivisor::kWorldSize);
+    run_ranks(3, [&](const Group& group) {
+      DistributedDataParallelOptions options = {.buffer_mode = GetParam()};
+      if (by_hook) {
+        options.buffer_hook = [&group](std::span<const NamedTensor> buffers,
+                                       int source) {
+          std::vector<at::Tensor> tensors = {buffers.front().tensor};
+          group->broadcast(tensors, {.rootRank = source})->wait();
+        };
+      }
+      ToyModule module;
+      DistributedDataParallel model(module, group, options);
+      const int rank = group->getRank();
+      join(model, [&] { train(model, Graph::kFixed, rank, inputs[rank]); });
+      reference.expect_equal_parameters(module, "rank " + std::to_string(rank));
+      const float last = GetParam() == BufferMode::kAfterForward ? 7 : 8;
+      EXPECT_EQ(module->seen.item<float>(), last);
+    });
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Modes, JoinBuffersTest,
+                         ::testing::Values(BufferMode::kNone,
+                                           BufferMode::kBeforeForward,
+                                           BufferMode::kAfterForward));
+
+TEST(JoinLoopTest, RanksGiveTheSameOptions) {
+  run_ranks(2, [](const Group& group) {
+    DistributedDataParallel model(ToyModule(), group);
+    EXPECT_THROW(join(model, [] {}, {.end_early = group->getRank() == 0}),
+                 c10::ValueError);
+    EXPECT_THROW(DistributedDataParallel(
+                     ToyModule(), group,
+                     {.buffer_mode = group->getRank() == 0
+                                         ? BufferMode::kNone
+                                         : BufferMode::kBeforeForward}),
+                 c10::ValueError);
   });
 }
 

@@ -6,6 +6,7 @@
 
 #include <torch/torch.h>
 
+#include <stdexcept>
 #include <vector>
 
 #include "brigade/tests/reducer/toy_model.h"
@@ -26,12 +27,14 @@ struct ToyModuleImpl : torch::nn::Module {
 
   // `copy`: a number of its own for each copy of the module.
   at::Tensor forward(const Order& uses, int copy, int step) {
+    if (fails) throw std::domain_error("in forward");
     seen.add_(copy + 1);
     return toy.loss_in_order(uses, copy, step);
   }
 
   ToyModel toy;
   at::Tensor seen;
+  bool fails = false;
 };
 TORCH_MODULE(ToyModule);
 

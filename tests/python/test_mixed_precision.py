@@ -62,10 +62,12 @@ def test_training_in_low_precision_gives_torchs_bits(views, set_to_none, reduce_
 def _refuses_the_search(rank):
     streams, current = _streams_on_the_cpu()
     precision = _MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    model = Perceptron()
     with streams, current, pytest.raises(RuntimeError, match="static_graph"):
         brigade.DistributedDataParallel(
-            Perceptron(), mixed_precision=precision, find_unused_parameters=True
+            model, mixed_precision=precision, find_unused_parameters=True
         )
+    assert all(not module._forward_pre_hooks for module in model.modules())
 
 
 def test_unused_parameters_are_not_looked_for():

@@ -106,6 +106,26 @@ TEST_P(ContextGradientsTest, DoNotHinderABackwardWithoutContext) {
   }
 }
 
+TEST_P(ContextGradientsTest, LeaveAGradientOfABackwardWithoutContextAlone) {
+  Reducer reducer(model.parameters, group, options());
+  for (int s = 0; s < 3; ++s) {
+    model.zero_grad();
+    const at::Tensor loss = model.loss(0, s);
+    reducer.prepare_for_backward(loss);
+    loss.backward();
+    Pass pass;
+    const at::Tensor other = model.loss(0, s + 1);
+    reducer.prepare_for_backward(other);
+    pass.backward(other);
+    for (size_t i = 0; i < model.parameters.size(); ++i) {
+      EXPECT_TRUE(
+          at::equal(model.parameters[i].grad(), model.gradient(i, 0, s) * 2));
+      EXPECT_TRUE(at::equal(pass.gradient(model.parameters[i]),
+                            model.gradient(i, 0, s + 1) * 2));
+    }
+  }
+}
+
 TEST_P(ContextGradientsTest, LeaveGradAsItWasWhenTheHookThrows) {
   ReducerOptions failing = options();
   failing.comm_hook = make_comm_hook(

@@ -148,6 +148,17 @@ TEST(GradientReadyErrorsTest, TheParameterMustBeThere) {
   EXPECT_THROW(reducer.gradient_ready(0, 1), c10::ValueError);
 }
 
+TEST(GradientReadyErrorsTest, OutsideOfABackwardItLeavesTheIterationAlone) {
+  const ToyModel model(kSizes);
+  Reducer reducer(model.parameters, single_process_group());
+  reducer.stop_watching_gradients();
+  EXPECT_THROW(reducer.gradient_ready(0), c10::Error);
+  reducer.prepare_for_backward(model.loss(0));
+  EXPECT_THROW(reducer.gradient_ready(0), c10::Error);
+  step_in_half(model, reducer, /*rank=*/0, /*s=*/0);
+  EXPECT_EQ(reducer.statistics().reduced, 1);
+}
+
 TEST(GradientReadyErrorsTest, UnusedParametersCantBeLookedFor) {
   const ToyModel model(kSizes);
   Reducer reducer(model.parameters, single_process_group(),

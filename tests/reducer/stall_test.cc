@@ -4,6 +4,7 @@
 
 #include <chrono>
 #include <condition_variable>
+#include <future>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -12,6 +13,7 @@
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <vector>
 
+#include "brigade/comm_hooks/function_hook.h"
 #include "brigade/reducer/reducer.h"
 #include "brigade/reducer/stall_check.h"
 #include "brigade/reducer/stall_watch.h"
@@ -63,10 +65,10 @@ class StallCheckTest : public ::testing::Test {
 
   void begin_to_wait(int rank) {
     ++ranks_[rank]->progress->num_waits;
-    ranks_[rank]->progress->waiting = true;
+    ranks_[rank]->progress->num_waiting = 1;
   }
 
-  void end_to_wait(int rank) { ranks_[rank]->progress->waiting = false; }
+  void end_to_wait(int rank) { ranks_[rank]->progress->num_waiting = 0; }
 
   std::optional<std::string> check(int rank, int time_ms) {
     return ranks_[rank]->check->check(StallCheck::Time(milliseconds{time_ms}));
@@ -125,6 +127,27 @@ TEST_F(StallCheckTest, ARankInTheIterationBeforeIsLate) {
   set_place(1, 16, 5);
   set_place(2, 17, 0);
   begin_to_wait(0);
+  begin_to_wait(2);
+  EXPECT_THAT(stall_of_rank_0({1, 2}),
+              Optional(AllOf(HasSubstr("rank 1 does something"),
+                             Not(HasSubstr("rank 2")))));
+}
+
+TEST_F(StallCheckTest, ARankThatHasLaunchedAsMuchButIsBusyIsLate) {
+  for (int rank = 0; rank < kWorldSize; ++rank) set_place(rank, 1, 0);
+  ranks_[1]->words = "has prepared iteration 1";
+  begin_to_wait(0);
+  begin_to_wait(2);
+  EXPECT_THAT(stall_of_rank_0({1, 2}),
+              Optional(AllOf(HasSubstr("rank 1 has prepared iteration 1"),
+                             Not(HasSubstr("rank 2")))));
+}
+
+TEST_F(StallCheckTest, ARankThatWaitsInAnotherIterationIsNamed) {
+  set_place(0, 7, 5);
+  set_place(1, 8, 5);
+  set_place(2, 7, 5);
+  for (int rank = 0; rank < kWorldSize; ++rank) begin_to_wait(rank);
   EXPECT_THAT(stall_of_rank_0({1, 2}),
               Optional(AllOf(HasSubstr("rank 1 does something"),
                              Not(HasSubstr("rank 2")))));
@@ -226,7 +249,7 @@ TEST(StallWatchTest, IsOffWithoutPeersOrStore) {
   EXPECT_NE(watch(store), nullptr);
 }
 
-TEST(StallWatchTest, LooksOnlyWhileThereIsATime) {
+TEST(StallWatchTest, LooksOnceThereIsATimeAgain) {
   const auto store = c10::make_intrusive<ClosedStore>();
   store->open();
   const std::unique_ptr<StallWatch> watching = watch(store);
@@ -295,6 +318,65 @@ TEST(StallWatchTest, ALateRankAnswersInTheMiddleOfItsBackward) {
     loss.backward();
     EXPECT_TRUE(at::equal(model.parameters[0].grad(), model.average(0, 2)));
   });
+}
+
+TEST(StallWatchTest, ReportsAWaitForABucketBehindTheLastExchange) {
+  std::mutex mutex;
+  std::vector<c10::intrusive_ptr<c10::ivalue::Future>> open;
+  std::string reported;
+  run_ranks(2, [&](const Group& group) {
+    const ToyModel model(ToyModel::Sizes{{2}});
+    // Travels nowhere until somebody complains.
+    const auto hook = make_comm_hook([&](c10d::GradBucket& bucket) {
+      auto future =
+          c10::make_intrusive<c10::ivalue::Future>(c10::TensorType::get());
+      const std::lock_guard<std::mutex> lock(mutex);
+      open.push_back(future);
+      return future->then(
+          [tensor = bucket.getBuffer()](c10::ivalue::Future&) {
+            return c10::IValue(tensor);
+          },
+          c10::TensorType::get());
+    });
+    Reducer reducer(model.parameters, group, {.comm_hook = hook});
+    reducer.set_stall_report_after(milliseconds{200});
+    reducer.set_stall_handler([&](const std::string& report) {
+      std::vector<c10::intrusive_ptr<c10::ivalue::Future>> futures;
+      {
+        const std::lock_guard<std::mutex> lock(mutex);
+        reported = report;
+        futures.swap(open);
+      }
+      for (const auto& future : futures) future->markCompleted(c10::IValue());
+    });
+    const at::Tensor loss = model.loss(group->getRank());
+    reducer.prepare_for_backward(loss);
+    loss.backward();
+  });
+  EXPECT_THAT(reported, HasSubstr("for its peers in iteration 1, 1 of 1 "
+                                  "buckets launched"));
+}
+
+TEST(StallWatchTest, NamesTheRankThatHasNotBegunItsBackward) {
+  std::promise<std::string> promise;
+  std::shared_future<std::string> reported = promise.get_future().share();
+  run_ranks(2, [&](const Group& group) {
+    const ToyModel model(ToyModel::Sizes{{2}});
+    Reducer reducer(model.parameters, group);
+    reducer.set_stall_report_after(milliseconds{200});
+    if (group->getRank() == 0) {
+      reducer.set_stall_handler(
+          [&](const std::string& report) { promise.set_value(report); });
+    }
+    const at::Tensor loss = model.loss(group->getRank());
+    reducer.prepare_for_backward(loss);
+    if (group->getRank() == 1) reported.wait();
+    loss.backward();
+  });
+  EXPECT_THAT(reported.get(),
+              AllOf(HasSubstr("rank 0 has waited"),
+                    HasSubstr("0 of 1 buckets launched"), HasSubstr("rank 1"),
+                    Not(HasSubstr("all other ranks"))));
 }
 
 }  // namespace

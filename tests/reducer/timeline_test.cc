@@ -3,12 +3,14 @@
 #include <ATen/record_function.h>
 #include <torch/torch.h>
 
+#include <array>
 #include <mutex>
 #include <string>
 #include <vector>
 
 #include "brigade/comm/process_group.h"
 #include "brigade/comm_hooks/function_hook.h"
+#include "brigade/hooks/output_tie.h"
 #include "brigade/reducer/reducer.h"
 #include "brigade/reducer/timeline_recorder.h"
 #include "brigade/tests/reducer/toy_model.h"
@@ -24,6 +26,7 @@ using ::testing::HasSubstr;
 using ::testing::Not;
 using testing::run_ranks;
 using testing::ToyModel;
+using ::testing::UnorderedElementsAre;
 
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
@@ -219,7 +222,7 @@ TEST(TimelineTest, RecordsNothingAtRateZero) {
 TEST(TimelineTest, LeavesOutUnusedParametersAndFollowsARebuiltPlan) {
   const ToyModel model(kSizes);
   Reducer reducer(model.parameters, single_process_group(),
-                  {.bucket_caps_bytes = {4},
+                  {.bucket_caps_bytes = {21},
                    .static_graph = true,
                    .rebuild_buckets = true});
   for (int iteration = 1; iteration <= 3; ++iteration) {
@@ -229,9 +232,30 @@ TEST(TimelineTest, LeavesOutUnusedParametersAndFollowsARebuiltPlan) {
     const Timeline timeline = reducer.timeline();
     EXPECT_EQ(timeline.iteration, iteration);
     EXPECT_THAT(order_of(timeline), ElementsAre(0, 2));
-    EXPECT_EQ(timeline.buckets.size(), 3);
+    EXPECT_EQ(timeline.buckets.size(), iteration == 1 ? 2 : 3);
     EXPECT_EQ(timeline.forward_begin_ns, 0);
   }
+}
+
+TEST(TimelineTest, AShadowedIterationLeavesTheLastOne) {
+  const ToyModel model(kSizes);
+  Reducer reducer(model.parameters, single_process_group());
+  train(reducer, model, /*rank=*/0);
+  reducer.shadow_iteration();
+  EXPECT_EQ(reducer.timeline().iteration, 1);
+  train(reducer, model, /*rank=*/0);
+  EXPECT_EQ(reducer.timeline().iteration, 3);
+}
+
+TEST(TimelineTest, UndefinedGradientsAreNotThere) {
+  const ToyModel model(kSizes);
+  Reducer reducer(model.parameters, single_process_group(),
+                  {.find_unused_parameters = true});
+  const std::vector<at::Tensor> outputs = tie_outputs(
+      std::array{model.loss_in_order({0, 1}, 0), model.loss_in_order({2}, 0)});
+  reducer.prepare_for_backward(outputs);
+  outputs[0].backward();
+  EXPECT_THAT(order_of(reducer.timeline()), UnorderedElementsAre(0, 1));
 }
 
 TEST(TimelineTest, AnIterationThatIsGivenUpLeavesTheLastOne) {
