@@ -114,11 +114,13 @@ DenseReplica::DenseReplica(const ParameterTable& table, size_t replica,
     follows_parameter_.push_back(
         parameter(slot).is_non_overlapping_and_dense());
   }
+  base_ = flat_.const_data_ptr();
   packer_ = make_packer(flat_.device(), flat_.scalar_type(), ranges_);
 }
 
 int64_t DenseReplica::pack(double scale, std::span<const size_t> unused_slots) {
   const at::NoGradGuard no_grad;
+  repair_buffers();
   set_unused(unused_slots);
   int64_t numel_copied = 0;
   for (size_t slot = 0; slot < parameters_.size(); ++slot) {
@@ -166,10 +168,35 @@ at::Tensor DenseReplica::make_view(size_t slot) const {
   return view_out(slot, flat_);
 }
 
+// A comm hook may have kept a bucket's tensor, and changed what it is.
+void DenseReplica::repair_buffers() {
+  const int64_t numel = ranges_.back().offset_numel + ranges_.back().numel;
+  for (at::Tensor* buffer : {&flat_, &wire_}) {
+    const int64_t there =
+        static_cast<int64_t>(buffer->storage().nbytes() / buffer->itemsize());
+    TORCH_CHECK_VALUE(there >= numel, "the bucket's buffer must have ", numel,
+                      " elements, it has ", there,
+                      ": a comm hook has made it smaller.\nLet the hook resize "
+                      "a copy.");
+    const bool as_made = buffer->numel() == numel && buffer->dim() == 1 &&
+                         buffer->is_contiguous() &&
+                         buffer->storage_offset() == 0;
+    if (!as_made) buffer->set_(buffer->storage(), 0, {numel}, {1});
+  }
+  if (flat_.const_data_ptr() == base_) return;
+  base_ = flat_.const_data_ptr();
+  for (size_t slot = 0; slot < parameters_.size(); ++slot) replace_view(slot);
+}
+
+void DenseReplica::replace_view(size_t slot) {
+  views_in_[slot] = make_view(slot);
+  places_[slot] = views_in_[slot].const_data_ptr();
+}
+
 // Whoever was given a view as a gradient may have assigned to its data. Then it
 // is a gradient like any other.
 void DenseReplica::repair_view(size_t slot) {
-  if (!views_in_[slot].is_alias_of(flat_)) views_in_[slot] = make_view(slot);
+  if (!views_in_[slot].is_alias_of(flat_)) replace_view(slot);
 }
 
 void DenseReplica::install_view(size_t slot) {

@@ -50,6 +50,8 @@ class DenseReplica final : public BucketReplica {
  private:
   void set_unused(std::span<const size_t> slots);
   at::Tensor make_view(size_t slot) const;
+  void repair_buffers();
+  void replace_view(size_t slot);
   void repair_view(size_t slot);
   void install_view(size_t slot);
   void put_back(std::span<const size_t> untouched_slots);
@@ -61,7 +63,7 @@ class DenseReplica final : public BucketReplica {
   at::Tensor view_out(size_t slot, const at::Tensor& result) const;
   const at::Tensor& parameter(size_t slot) const;
 
-  // Constant after construction.
+  // Constant after construction, unless a hook changes its bucket.
   const ParameterTable& table_;
   const size_t replica_;
   const std::vector<size_t> parameters_;  // by slot
@@ -73,6 +75,7 @@ class DenseReplica final : public BucketReplica {
   // that optimizers may detach_() them.
   std::vector<at::Tensor> views_in_;
   std::vector<const void*> places_;      // by slot, of the views' elements
+  const void* base_ = nullptr;           // of flat_'s elements, when made
   std::vector<char> follows_parameter_;  // by slot: strides are the parameter's
   std::unique_ptr<Packer> packer_;
 
