@@ -2,6 +2,7 @@
 
 #include <torch/csrc/utils/pybind.h>
 
+#include "brigade/python_bindings/exit_wait.h"
 #include "brigade/python_bindings/register_logger.h"
 #include "brigade/python_bindings/register_outputs.h"
 #include "brigade/python_bindings/register_reducer.h"
@@ -12,4 +13,6 @@ PYBIND11_MODULE(_C, module) {
   brigade::register_reducer(module);
   brigade::register_logger(module);
   brigade::register_outputs(module);
+  py::module_::import("atexit").attr("register")(py::cpp_function(
+      &brigade::wait_at_exit, py::call_guard<py::gil_scoped_release>()));
 }

@@ -13,6 +13,7 @@
 #include <torch/csrc/distributed/c10d/python_comm_hook.h>
 
 #include "brigade/comm_hooks/own_errors.h"
+#include "brigade/python_bindings/exit_wait.h"
 
 namespace brigade {
 
@@ -20,6 +21,13 @@ class PythonCommHook final : public c10d::PythonCommHook,
                              public ThrowsOwnErrors {
  public:
   using c10d::PythonCommHook::PythonCommHook;
+
+  c10::intrusive_ptr<c10::ivalue::Future> runHook(
+      c10d::GradBucket& bucket) override {
+    auto future = c10d::PythonCommHook::runHook(bucket);
+    if (future) wait_for_at_exit(future);
+    return future;
+  }
 };
 
 }  // namespace brigade
