@@ -129,10 +129,10 @@ absl::StatusOr<int64_t> launches_owed(std::span<const RankSignature> by_rank,
   const bool known = std::none_of(
       by_rank.begin(), by_rank.end(),
       [](const RankSignature& s) { return s.group_launches == kUnknownCount; });
-  const auto foreign = by_rank_of(by_rank, [](const RankSignature& s) {
-    return s.group_launches - s.own_collectives;
+  const auto foreign = by_rank_of(by_rank, [known](const RankSignature& s) {
+    return known ? s.group_launches - s.own_collectives : 0;
   });
-  if (known && !all_equal(foreign)) {
+  if (!all_equal(foreign)) {
     return absl::FailedPreconditionError(absl::StrCat(
         "ranks can't be brought in step: behind by ", absl::StrJoin(owed, ", "),
         " launches (by rank), but in between the group has launched ",

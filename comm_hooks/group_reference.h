@@ -27,12 +27,13 @@ class GroupReference {
     rank_ = group->getRank();
   }
 
-  // Errors: RuntimeError if the group is gone.
+  // Errors: ValueError if the group is gone, which is no fault of the network.
   c10::intrusive_ptr<c10d::ProcessGroup> lock() const {
     c10::intrusive_ptr<c10d::ProcessGroup> group = group_.lock();
-    TORCH_CHECK(group, user_,
-                ": its process group is gone.\nKeep the group, or the reducer "
-                "that was made with it, as long as the hook is used.");
+    TORCH_CHECK_VALUE(
+        group, user_,
+        ": its process group is gone.\nKeep the group, or the reducer that was "
+        "made with it, as long as the hook is used.");
     return group;
   }
 

@@ -9,8 +9,9 @@ namespace brigade {
 class IterationListener {
  public:
   // Called before the first bucket is packed. `has_data`: false on a rank that
-  // has run out of data and sends zeros. Must not communicate: a rank that
-  // fails before this sends its zeros without having called it.
+  // has run out of data and sends zeros; when such an iteration is over, called
+  // with true. Must not communicate: a rank that fails before this sends its
+  // zeros without having called it.
   virtual void iteration_begins(bool has_data) = 0;
 
  protected:

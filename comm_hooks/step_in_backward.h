@@ -42,7 +42,7 @@ using ParameterStep = std::function<void(const at::Tensor& parameter)>;
 // its bucket are not stepped. An iteration that fails otherwise, on this rank
 // or on another, may have stepped some parameters; they are the same on all
 // ranks. A rank that has joined (ddp/join.h) does not step; it is given the
-// model at the end.
+// model when all have run out.
 //
 // Errors: ValueError if `hook` is null or `step` empty.
 std::shared_ptr<c10d::CommHookInterface> step_in_backward(

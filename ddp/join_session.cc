@@ -6,28 +6,24 @@
 
 #include <algorithm>
 #include <exception>
-#include <string>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
-#include "brigade/comm/agreement.h"
 #include "brigade/comm/control_device.h"
 #include "brigade/comm/peer_error.h"
 
 namespace brigade {
+namespace {
+
+// Told with each count: how many ranks have set them.
+constexpr int kNumOptions = 2;
+
+}  // namespace
 
 JoinSession::JoinSession(c10::intrusive_ptr<c10d::ProcessGroup> group,
                          JoinOptions options)
-    : group_(std::move(group)), options_(options) {
-  const std::vector<std::string> items = {
-      options.divide_by == JoinDivisor::kWorldSize
-          ? "divide_by = kWorldSize"
-          : "divide_by = kRanksWithData",
-      absl::StrCat("end_early = ", options.end_early ? "true" : "false")};
-  require_agreement(group_, control_device(*group_), "join option", items,
-                    absl::OkStatus());
-}
+    : group_(std::move(group)), options_(options) {}
 
 void JoinSession::begin_iteration() {
   count(/*has_data=*/true);
@@ -59,8 +55,11 @@ int JoinSession::last_rank_with_data() {
 
 void JoinSession::count(bool has_data) {
   const at::NoGradGuard no_grad;
-  at::Tensor mine = at::zeros({group_->getSize()}, at::kInt);
+  const int64_t world_size = group_->getSize();
+  at::Tensor mine = at::zeros({world_size + kNumOptions}, at::kInt);
   if (has_data) mine[group_->getRank()] = 1;
+  mine[world_size] = int{options_.divide_by == JoinDivisor::kRanksWithData};
+  mine[world_size + 1] = int{options_.end_early};
   std::vector<at::Tensor> tensors = {mine.to(control_device(*group_))};
   ++iteration_;
   is_read_ = false;
@@ -88,6 +87,16 @@ std::vector<int> JoinSession::read(const Count& count) const {
                      std::current_exception());
   }
   const at::Tensor counts = count.counts.cpu();
+  for (int option = 0; option < kNumOptions; ++option) {
+    const int32_t num_ranks =
+        counts.const_data_ptr<int32_t>()[group_->getSize() + option];
+    TORCH_CHECK_VALUE(
+        num_ranks == 0 || num_ranks == group_->getSize(),
+        "join: expected the same options on every rank, but ", num_ranks,
+        " of ", group_->getSize(), " ranks ",
+        option == 0 ? "divide by kRanksWithData" : "set end_early",
+        ".\nGive every rank the same options.");
+  }
   std::vector<int> ranks;
   for (int rank = 0; rank < group_->getSize(); ++rank) {
     if (counts.const_data_ptr<int32_t>()[rank] != 0) ranks.push_back(rank);

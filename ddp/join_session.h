@@ -1,7 +1,8 @@
 // Which ranks still have inputs, counted once per iteration while join() runs.
 //
-// Each iteration begins with one all-reduce of 4 bytes per rank: ranks with
-// data put a 1 in their place, the others take part with zeros. So every rank
+// Each iteration begins with one all-reduce of 4 bytes per rank, and 8 for the
+// options: ranks with data put a 1 in their place, the others take part with
+// zeros. So every rank
 // knows who has data, who had it last, and by how many to divide.
 //
 // Thread safety: one call at a time.
@@ -33,7 +34,6 @@ struct JoinOptions {
 
 class JoinSession {
  public:
-  // Collective. Errors: ValueError if ranks give other options; PeerError.
   JoinSession(c10::intrusive_ptr<c10d::ProcessGroup> group,
               JoinOptions options);
 
@@ -46,7 +46,8 @@ class JoinSession {
   // to be shadowed. Collective. Errors: as begin_iteration().
   bool begin_shadow();
 
-  // Of this iteration. The first call waits for the count.
+  // Of this iteration. The first call waits for the count. Errors: ValueError if
+  // ranks have other options.
   int num_ranks_with_data();
   int first_rank_with_data();
 
@@ -58,7 +59,7 @@ class JoinSession {
 
  private:
   struct Count {
-    at::Tensor counts;  // int32, [world_size], on the group's device
+    at::Tensor counts;  // int32, [world_size + 2], on the group's device
     c10::intrusive_ptr<c10d::Work> work = nullptr;
   };
 

@@ -48,11 +48,15 @@ void wait_at_exit() {
   OpenFutures& open = open_futures();
   if (open.process != getpid()) return;  // the threads are the parent's
   const std::lock_guard<std::mutex> lock(open.mutex);
+  bool waited = false;
   for (const c10::weak_intrusive_ptr<Future>& future : open.futures) {
     while (is_open(future) && std::chrono::steady_clock::now() < deadline) {
       std::this_thread::sleep_for(std::chrono::milliseconds{1});
+      waited = true;
     }
   }
+  // A continuation goes a little after its future is done.
+  if (waited) std::this_thread::sleep_for(std::chrono::milliseconds{20});
   open.futures.clear();
 }
 

@@ -38,6 +38,19 @@ std::string describe_missing(const std::vector<size_t>& missing,
   return text;
 }
 
+std::shared_ptr<c10d::CommHookInterface> built_in_hook(
+    c10d::BuiltinCommHookType type,
+    const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
+  switch (type) {
+    case c10d::BuiltinCommHookType::ALLREDUCE:
+      return all_reduce_hook(group);
+    case c10d::BuiltinCommHookType::FP16_COMPRESS:
+      return fp16_hook(group);
+  }
+  TORCH_CHECK_VALUE(false, "brigade.Reducer: unknown built-in comm hook ",
+                    static_cast<int>(type));
+}
+
 }  // namespace
 
 TorchReducer::TorchReducer(std::vector<at::Tensor> parameters,
@@ -185,14 +198,10 @@ void TorchReducer::gradient_ready(size_t parameter) {
 }
 
 void TorchReducer::register_builtin_comm_hook(c10d::BuiltinCommHookType type) {
-  switch (type) {
-    case c10d::BuiltinCommHookType::ALLREDUCE:
-      return register_comm_hook(all_reduce_hook(group_), "ALLREDUCE");
-    case c10d::BuiltinCommHookType::FP16_COMPRESS:
-      return register_comm_hook(fp16_hook(group_), "FP16_COMPRESS");
-  }
-  TORCH_CHECK_VALUE(false, "brigade.Reducer: unknown built-in comm hook ",
-                    static_cast<int>(type));
+  const bool is_fp16 = type == c10d::BuiltinCommHookType::FP16_COMPRESS;
+  register_comm_hook(built_in_hook(type, group_),
+                     is_fp16 ? "FP16_COMPRESS" : "ALLREDUCE");
+  built_in_ = type;
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> TorchReducer::run_comm_hook(
@@ -249,6 +258,7 @@ bool TorchReducer::is_graph_static() const {
 void TorchReducer::set_process_group(
     c10::intrusive_ptr<c10d::ProcessGroup> group) {
   group_ = std::move(group);
+  if (built_in_) options_.comm_hook = built_in_hook(*built_in_, group_);
   if (!hooks_removed_) make();
 }
 

@@ -151,8 +151,9 @@ class TorchReducer {
   int64_t logging_sample_rate_ = 100;
   std::optional<std::chrono::milliseconds> stall_report_after_;  // else default
   bool watches_gradients_ = true;
-  std::string hook_name_;                   // empty: none was registered
-  std::optional<ReducerError> last_error_;  // of a call
+  std::string hook_name_;  // empty: none was registered
+  std::optional<c10d::BuiltinCommHookType> built_in_;  // the hook is this one
+  std::optional<ReducerError> last_error_;             // of a call
   std::shared_ptr<AveragingHook> averaging_;
   std::shared_ptr<AwaitedFutures> awaited_;
   int64_t launched_before_ = 0;  // buckets, by earlier iterations

@@ -170,7 +170,7 @@ at::Tensor DenseReplica::make_view(size_t slot) const {
 
 // A comm hook may have kept a bucket's tensor, and changed what it is.
 void DenseReplica::repair_buffers() {
-  const int64_t numel = ranges_.back().offset_numel + ranges_.back().numel;
+  const int64_t numel = this->numel();
   for (at::Tensor* buffer : {&flat_, &wire_}) {
     const int64_t there =
         static_cast<int64_t>(buffer->storage().nbytes() / buffer->itemsize());
@@ -333,7 +333,13 @@ void DenseReplica::add(const at::Tensor& buffer) {
   wire_.add_(buffer.to(wire_.device(), /*non_blocking=*/true));
 }
 
-at::Tensor DenseReplica::zeros() const { return at::zeros_like(wire_); }
+at::Tensor DenseReplica::zeros() const {
+  return at::zeros({numel()}, wire_.options());
+}
+
+int64_t DenseReplica::numel() const {
+  return ranges_.back().offset_numel + ranges_.back().numel;
+}
 
 at::Tensor DenseReplica::view_out(size_t slot, const at::Tensor& result) const {
   return gradient_in(result, ranges_[slot].offset_numel, parameter(slot));

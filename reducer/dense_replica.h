@@ -50,6 +50,7 @@ class DenseReplica final : public BucketReplica {
  private:
   void set_unused(std::span<const size_t> slots);
   at::Tensor make_view(size_t slot) const;
+  int64_t numel() const;
   void repair_buffers();
   void replace_view(size_t slot);
   void repair_view(size_t slot);

@@ -64,8 +64,6 @@ Reducer::~Reducer() {
 // continuations they run.
 void Reducer::keep_until_done(BoundPlan bound,
                               std::span<const Launch> launches) const {
-  const bool is_users = dynamic_cast<const DeclaresWireFormat*>(
-                            options_.comm_hook.get()) == nullptr;
   const auto kept = std::make_shared<
       std::pair<BoundPlan, std::shared_ptr<c10d::CommHookInterface>>>(
       std::move(bound), options_.comm_hook);
@@ -657,7 +655,12 @@ void Reducer::finalize() {
       if (!launch.future) continue;
       launch.future->waitAndThrow();
       observations_.timeline.waited_for(bucket);
-      if (first_error || iteration->is_shadow) continue;
+      if (first_error) continue;
+      if (iteration->is_shadow) {  // hears only of what all ranks throw
+        step = ErrorSource::kDelivery;
+        options_.comm_hook->parseHookResult(launch.future->value());
+        continue;
+      }
       const std::vector<size_t> untouched = untouched_slots(*iteration, bucket);
       step = ErrorSource::kDelivery;
       observations_.bytes_delivered +=

@@ -1,12 +1,21 @@
 // An iteration to which this rank has nothing to contribute: its peers have
 // data, and wait for its share of each collective.
 
+#include <c10/util/ScopeExit.h>
+
+#include "brigade/comm_hooks/iteration_listener.h"
 #include "brigade/reducer/reducer.h"
 
 namespace brigade {
 
 void Reducer::shadow_iteration() try {
   const std::lock_guard<std::mutex> lock(mutex_);
+  const auto tell_hook_of_the_end =
+      c10::make_scope_exit([hook = options_.comm_hook] {
+        if (auto* listener = dynamic_cast<IterationListener*>(hook.get())) {
+          listener->iteration_begins(/*has_data=*/true);
+        }
+      });
   start_iteration();
   iteration_->is_shadow = true;
   iteration_->phase = Phase::kReducing;

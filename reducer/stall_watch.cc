@@ -63,13 +63,14 @@ struct StallWatch::State {
   void look() {
     try {
       if (const auto report = check.check(Clock::now())) tell(*report);
-    } catch (const std::exception&) {
+    } catch (...) {
       // A store that fails can't be asked; the collective's own error follows.
     }
   }
 
   void tell(const std::string& report) {
     std::unique_lock<std::mutex> lock(mutex);
+    if (stopping) return;
     const auto tell_user = handler;
     lock.unlock();
     if (!tell_user) {

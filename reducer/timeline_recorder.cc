@@ -12,7 +12,9 @@ namespace brigade {
 
 // What a callback may write when the iteration, or the reducer, is gone.
 struct TimelineRecorder::Completions {
-  explicit Completions(size_t num_buckets) : complete_ns(num_buckets) {}
+  explicit Completions(size_t num_buckets) : complete_ns(num_buckets) {
+    device_times.restart(num_buckets);
+  }
 
   // The first one to notice counts: the callback, or whoever waited.
   void complete(size_t bucket) {

@@ -161,8 +161,9 @@ TEST(LaunchesOwedTest, EqualLaunchesWithDifferentCollectivesOfTheGroupAreOut) {
 }
 
 TEST(LaunchesOwedTest, AGroupThatDoesNotCountIsBelieved) {
-  const Signatures by_rank = {{.launches = 1},
-                              {.launches = 3, .group_launches = 4}};
+  const Signatures by_rank = {
+      {.launches = 1, .own_collectives = 1},
+      {.launches = 3, .own_collectives = 3, .group_launches = 4}};
   EXPECT_EQ(*launches_owed(by_rank, 0), 2);
 }
 

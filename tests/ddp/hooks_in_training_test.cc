@@ -281,13 +281,11 @@ TEST(HookFailureTest, TrainingGoesOnAfterABackwardOfOneRankThrew) {
       return group->allreduce(tensors)->getFuture();
     });
   };
-  const HookOf stepping = [own](const Group& group) {
-    return step_in_backward(own(group), [](const at::Tensor&) {});
-  };
   const HookOf routing = [](const Group& group) {
-    return std::make_shared<RoutingHook>(sum_hook(group), std::vector<Route>());
+    return std::make_shared<RoutingHook>(all_reduce_hook(group),
+                                         std::vector<Route>());
   };
-  for (const HookOf& hook : {weighted, own, stepping, routing}) {
+  for (const HookOf& hook : {weighted, own, routing}) {
     for (const bool finds_unused : {false, true}) {
       run_ranks(3, [&](const Group& group) {
         const int rank = group->getRank();
@@ -303,12 +301,72 @@ TEST(HookFailureTest, TrainingGoesOnAfterABackwardOfOneRankThrew) {
         });
         EXPECT_ANY_THROW(model(kAll, rank, 0).backward()) << "rank " << rank;
         fails = false;
-        module->toy.zero_grad();
-        model(kAll, rank, 1).backward();
-        EXPECT_EQ(model.reducer().statistics().reduced, 1);
+        for (int s = 1; s < 3; ++s) {
+          module->toy.zero_grad();
+          model(kAll, rank, s).backward();
+          for (const size_t i : kAll) {
+            EXPECT_TRUE(at::equal(module->toy.parameters[i].grad(),
+                                  module->toy.average(i, 3, s)))
+                << "rank " << rank << " parameter " << i << " step " << s;
+          }
+        }
       });
     }
   }
+}
+
+// Steps may have been made, but then on all ranks.
+TEST(HookFailureTest, ParametersStayEqualUnderStepsInBackward) {
+  run_ranks(2, [&](const Group& group) {
+    const int rank = group->getRank();
+    ToyModule module;
+    DistributedDataParallel model(
+        module, group,
+        {.reducer = {
+             .bucket_caps_bytes = {1},
+             .comm_hook = step_in_backward(all_reduce_hook(group), sgd_step)}});
+    // Rank 0 has had nothing to step, and is given the model.
+    join(model, [&] {
+      for (int s = 0; s < rank; ++s) model(kAll, rank, s).backward();
+    });
+    // It pays what its peer launched, and steps like it.
+    const at::Tensor loss = model(kAll, rank, 1);
+    const at::Tensor above = loss * 1;
+    above.register_hook([rank](const at::Tensor&) {
+      if (rank == 0) throw std::domain_error("of one rank");
+    });
+    EXPECT_ANY_THROW(above.backward()) << "rank " << rank;
+    if (rank == 0) {
+      EXPECT_ANY_THROW(model(kAll, rank, 2));  // where they meet
+    }
+    module->toy.zero_grad();
+    model(kAll, rank, 2).backward();
+    for (const at::Tensor& p : module->toy.parameters) {
+      std::vector<at::Tensor> sum = {p.detach().clone()};
+      group->allreduce(sum)->wait();
+      EXPECT_TRUE(at::equal(sum[0], p * 2)) << "rank " << rank;
+    }
+  });
+}
+
+TEST(WeightedMeanHookTest, TellsRanksThatHaveJoinedThatThereIsNoMean) {
+  run_ranks(2, [](const Group& group) {
+    const int rank = group->getRank();
+    const auto hook = std::make_shared<WeightedMeanHook>(group);
+    DistributedDataParallel model(ToyModule(), group,
+                                  {.reducer = {.comm_hook = hook}});
+    try {
+      join(model, [&] {
+        for (int s = 0; s < rank; ++s) {
+          hook->set_weight(0);
+          model(kAll, rank, s).backward();
+        }
+      });
+      ADD_FAILURE() << "no error on rank " << rank;
+    } catch (const c10::Error& error) {
+      EXPECT_THAT(error.what(), HasSubstr("add up to 0"));
+    }
+  });
 }
 
 TEST(HookFailureTest, AGroupThatIsGoneIsNamed) {
@@ -317,7 +375,12 @@ TEST(HookFailureTest, AGroupThatIsGoneIsNamed) {
   group.reset();
   c10d::GradBucket bucket(0, 1, at::ones({1}), {0}, {1}, {{1}}, {},
                           std::nullopt);
-  EXPECT_THROW(hook->runHook(bucket), c10::Error);
+  try {
+    hook->runHook(bucket);
+    ADD_FAILURE() << "no error";
+  } catch (const c10::ValueError& error) {
+    EXPECT_THAT(error.what(), HasSubstr("its process group is gone"));
+  }
 }
 
 TEST(RoutingHookTest, RefusesABucketOfSeveralRoutes) {
