@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs brigade's tests: the release build with every test (the consumer of the
 # installed tree among them), then under AddressSanitizer and
-# UndefinedBehaviorSanitizer, then comm/, reducer/ and ddp/ under ThreadSanitizer.
+# UndefinedBehaviorSanitizer, then reducer/ and comm/ under ThreadSanitizer.
 # --quick: the release build only.
 set -euo pipefail
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
@@ -74,7 +74,10 @@ if [[ $quick == no ]]; then
   if (($(cat /proc/sys/vm/mmap_rnd_bits 2>/dev/null || echo 28) > 28)); then
     launcher=(setarch -R)
   fi
-  stage tsan comm_test reducer_test ddp_test -- -R '^(comm_test|reducer_test|ddp_test)$'
+  # Distributed autograd hands objects from thread to thread inside LibTorch,
+  # where ThreadSanitizer does not see it.
+  export GTEST_FILTER='-*ContextGradients*'
+  stage tsan comm_test reducer_test -- -R '^(comm_test|reducer_test)$'
 fi
 
 echo
