@@ -1,12 +1,58 @@
-// What a reducer tells of itself while others wait for it.
+// What a reducer tells of itself: its timeline, its last error, and how far it
+// has come while others wait for it.
 
+#include <c10/util/Exception.h>
+
+#include <chrono>
+#include <functional>
+#include <mutex>
+#include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "brigade/reducer/reducer.h"
 
 namespace brigade {
+
+void Reducer::forward_begins() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  observations_.timeline.forward_begins(observations_.prepared + 1);
+}
+
+Timeline Reducer::timeline() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return observations_.timeline.last();
+}
+
+void Reducer::set_stall_report_after(std::chrono::milliseconds time) {
+  TORCH_CHECK_VALUE(
+      time.count() >= 0,
+      "Reducer::set_stall_report_after: expected at least 0, got ",
+      time.count(),
+      " ms.\nGive the time after which a stall is reported, or 0 "
+      "for never.");
+  if (observations_.stall_watch) {
+    observations_.stall_watch->set_report_after(time);
+  }
+}
+
+void Reducer::set_stall_handler(
+    std::function<void(const std::string& report)> handler) {
+  if (observations_.stall_watch) {
+    observations_.stall_watch->set_handler(std::move(handler));
+  }
+}
+
+void Reducer::set_timeline_sample_rate(int64_t sample_rate) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  observations_.timeline.set_sample_rate(sample_rate);
+}
+
+std::optional<ReducerError> Reducer::last_error() const {
+  return observations_.last_error.get();
+}
 
 // Called on another thread; never waits for the lock, which a reducer that
 // waits for its peers holds.
