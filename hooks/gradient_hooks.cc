@@ -1,5 +1,6 @@
 #include "brigade/hooks/gradient_hooks.h"
 
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <utility>
@@ -7,26 +8,75 @@
 namespace brigade {
 namespace {
 
+using torch::autograd::AutogradMeta;
 using torch::autograd::Node;
 using torch::autograd::variable_list;
 
+constexpr size_t kCacheLineBytes = 64;
+
+template <typename T>
+void prefetch(const T* object) {
+  const char* const begin = reinterpret_cast<const char*>(object);
+  for (size_t offset = 0; offset < sizeof(T); offset += kCacheLineBytes) {
+    __builtin_prefetch(begin + offset, /*write=*/1);
+  }
+}
+
+}  // namespace
+
+// Gradients become ready in much the same order in every backward, each long
+// after its accumulator was last used: an accumulator outlives its graphs here,
+// and what autograd would make anew, in memory it has just freed, is cold. So a
+// hook remembers which one was called after it, and prefetches for that one.
 class ReadyHook final : public torch::autograd::FunctionPostHook {
  public:
-  ReadyHook(GradientListener& listener, VariableIndex variable)
-      : listener_(listener), variable_(variable) {}
+  // REQUIRES: `last_called` outlives this object.
+  ReadyHook(GradientListener& listener, VariableIndex variable,
+            const Node* accumulator, const at::Tensor& parameter,
+            std::atomic<ReadyHook*>& last_called)
+      : listener_(listener),
+        variable_(variable),
+        accumulator_(
+            static_cast<const torch::autograd::AccumulateGrad*>(accumulator)),
+        parameter_(parameter.unsafeGetTensorImpl()),
+        autograd_meta_(torch::autograd::impl::get_autograd_meta(parameter)),
+        last_called_(last_called) {}
 
   variable_list operator()(const variable_list& outputs,
                            const variable_list& inputs) override {
+    prefetch_next();
     listener_.on_gradient_ready(variable_, inputs.at(0).defined());
     return outputs;  // empty: an accumulator has no successors
   }
 
  private:
+  // Backwards of several threads may mix up what is remembered, which costs
+  // them no more than that: hooks live as long as one another.
+  void prefetch_next() {
+    ReadyHook* const before = last_called_.load(std::memory_order_relaxed);
+    last_called_.store(this, std::memory_order_relaxed);
+    if (before != nullptr) {
+      before->next_.store(this, std::memory_order_relaxed);
+    }
+    const ReadyHook* const next = next_.load(std::memory_order_relaxed);
+    if (next == nullptr) return;
+    prefetch(next->accumulator_);
+    prefetch(next->parameter_);
+    prefetch(next->autograd_meta_);
+    // Read by the next one, as its own were read here.
+    prefetch(next->next_.load(std::memory_order_relaxed));
+  }
+
   GradientListener& listener_;
   const VariableIndex variable_;
-};
+  // For their addresses only.
+  const torch::autograd::AccumulateGrad* const accumulator_;
+  const at::TensorImpl* const parameter_;
+  const AutogradMeta* const autograd_meta_;
 
-}  // namespace
+  std::atomic<ReadyHook*>& last_called_;
+  std::atomic<ReadyHook*> next_ = nullptr;
+};
 
 GradientHooks::GradientHooks(std::span<const std::vector<at::Tensor>> replicas,
                              GradientListener& listener) {
@@ -37,7 +87,8 @@ GradientHooks::GradientHooks(std::span<const std::vector<at::Tensor>> replicas,
           torch::autograd::impl::grad_accumulator(replicas[r][i]);
       const uintptr_t key =
           accumulator->add_post_hook(std::make_unique<ReadyHook>(
-              listener, VariableIndex{.replica = r, .parameter = i}));
+              listener, VariableIndex{.replica = r, .parameter = i},
+              accumulator.get(), replicas[r][i], last_called_));
       registrations_.push_back({std::move(accumulator), key});
     }
   }

@@ -18,6 +18,7 @@
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/autograd/function.h>
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -39,6 +40,8 @@ class GradientListener {
  protected:
   ~GradientListener() = default;
 };
+
+class ReadyHook;
 
 class GradientHooks {
  public:
@@ -74,6 +77,7 @@ class GradientHooks {
     uintptr_t key;
   };
   std::vector<Registration> registrations_;  // as accumulators()
+  std::atomic<ReadyHook*> last_called_ = nullptr;
 };
 
 }  // namespace brigade
