@@ -1,5 +1,6 @@
 #include "brigade/reducer/bucket.h"
 
+#include <ATen/ops/view_as_real.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/util/Exception.h>
 
@@ -35,6 +36,23 @@ int64_t total_numel(std::span<const at::Tensor> tensors) {
   return numel;
 }
 
+// A complex number is two reals to a comm hook.
+at::Tensor as_reals(const at::Tensor& buffer) {
+  const bool is_pairs = buffer.layout() == at::kStrided && buffer.is_complex();
+  return is_pairs ? at::view_as_real(buffer).view(-1) : buffer;
+}
+
+std::vector<std::vector<int64_t>> shapes_as_reals(
+    std::span<const at::Tensor> tensors) {
+  std::vector<std::vector<int64_t>> shapes;
+  shapes.reserve(tensors.size());
+  for (const at::Tensor& tensor : tensors) {
+    shapes.push_back(tensor.sizes().vec());
+    if (tensor.is_complex()) shapes.back().push_back(2);
+  }
+  return shapes;
+}
+
 }  // namespace
 
 Bucket::Bucket(const ParameterTable& table, const BucketPlan& plan,
@@ -63,17 +81,18 @@ Bucket::Bucket(const ParameterTable& table, const BucketPlan& plan,
     auto dense = std::make_unique<DenseReplica>(table, replica, members,
                                                 wire_dtype, gradients_as_views);
     if (replica == 0) {
+      const size_t reals_per_number = c10::isComplexType(dtype_) ? 2 : 1;
       for (const SlotRange& range : dense->ranges()) {
-        offsets.push_back(range.offset_numel);
-        lengths.push_back(range.numel);
+        offsets.push_back(reals_per_number * range.offset_numel);
+        lengths.push_back(reals_per_number * range.numel);
       }
-      for (const at::Tensor& parameter : parameters_) {
-        sizes.push_back(parameter.sizes());
-      }
+      shapes_ = shapes_as_reals(parameters_);
+      sizes.assign(shapes_.begin(), shapes_.end());
     }
     replicas_.push_back(std::move(dense));
   }
-  grad_bucket_.emplace(index, plan.num_buckets(), replicas_.front()->buffer(),
+  grad_bucket_.emplace(index, plan.num_buckets(),
+                       as_reals(replicas_.front()->buffer()),
                        std::move(offsets), std::move(lengths), std::move(sizes),
                        parameters_, std::nullopt);
 }
@@ -137,7 +156,7 @@ c10::intrusive_ptr<c10::ivalue::Future> Bucket::launch_zeros() {
 c10::intrusive_ptr<c10::ivalue::Future> Bucket::launch(
     const at::Tensor& buffer) {
   // The hook of the last iteration may have put another buffer there.
-  grad_bucket_->getBufferRef() = buffer;
+  grad_bucket_->getBufferRef() = as_reals(buffer);
   c10::intrusive_ptr<c10::ivalue::Future> future = hook_.runHook(*grad_bucket_);
   TORCH_CHECK(future,
               "the comm hook must return a future, it returned none.\n"

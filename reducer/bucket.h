@@ -1,4 +1,6 @@
 // One bucket of the plan: its storage, and what a comm hook gets to see of it.
+// A hook sees complex gradients as pairs of reals, twice as many, so that one
+// that casts or compresses does not lose their imaginary parts.
 //
 // Each local replica has storage of its own. Their buffers are added up in
 // replica 0's, one collective runs on that, and the result goes to all.
@@ -92,8 +94,9 @@ class Bucket {
   const int64_t numel_;
   const DeclaresWireFormat* const declared_;  // null: the hook gets raw ones
   std::vector<std::unique_ptr<BucketReplica>> replicas_;  // never empty
-  std::optional<c10d::GradBucket> grad_bucket_;           // what the hook sees
-  std::optional<c10::Event> packed_;                      // null on the CPU
+  std::vector<std::vector<int64_t>> shapes_;  // of the gradients, for the hook
+  std::optional<c10d::GradBucket> grad_bucket_;  // what the hook sees
+  std::optional<c10::Event> packed_;             // null on the CPU
 };
 
 }  // namespace brigade

@@ -75,7 +75,8 @@ struct ReducerOptions {
   bool verify_across_ranks = true;
 
   // How a bucket crosses ranks. Null: average by all-reduce in the gradients'
-  // own dtype. See comm_hooks/.
+  // own dtype. See comm_hooks/. A hook gets complex gradients as pairs of
+  // reals: buffers of twice the length, shapes with a last dimension of 2.
   std::shared_ptr<c10d::CommHookInterface> comm_hook = nullptr;
 };
 

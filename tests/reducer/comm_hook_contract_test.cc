@@ -67,6 +67,40 @@ TEST(CommHookContractTest, GetsRawGradientsWithTheirPlaces) {
   });
 }
 
+TEST(CommHookContractTest, GetsComplexGradientsAsPairsOfReals) {
+  for (const bool views : {true, false}) {
+    const at::Tensor w =
+        at::ones({2, 3}, at::kComplexFloat).set_requires_grad(true);
+    const at::Tensor b =
+        at::ones({2}, at::kComplexFloat).set_requires_grad(true);
+    auto hook = make_comm_hook([](c10d::GradBucket& bucket) {
+      EXPECT_EQ(bucket.getBuffer().scalar_type(), at::kFloat);
+      EXPECT_THAT(bucket.getBuffer().sizes(), ::testing::ElementsAre(16));
+      const std::vector<at::Tensor> gradients = bucket.getGradients();
+      EXPECT_THAT(gradients.at(0).sizes(), ::testing::ElementsAre(2, 3, 2));
+      EXPECT_THAT(gradients.at(1).sizes(), ::testing::ElementsAre(2, 2));
+      EXPECT_TRUE(at::equal(gradients.at(1),
+                            at::tensor({0.F, 2.F, 0.F, 2.F}).reshape({2, 2})));
+      return completed(bucket.getBuffer().to(at::kHalf));
+    });
+    Reducer reducer({w, b}, single_process_group(),
+                    {.bucket_plan = {{0, 1}},
+                     .gradients_as_bucket_views = views,
+                     .comm_hook = hook});
+    for (int s = 0; s < 3; ++s) {
+      w.mutable_grad().reset();
+      b.mutable_grad().reset();
+      const at::Tensor loss =
+          at::imag(w).sum() + at::real(w).sum() * 3 + at::imag(b).sum() * 2;
+      step(reducer, loss);
+      EXPECT_TRUE(at::equal(
+          w.grad(), at::full({2, 3}, c10::complex<float>(3, 1), w.options())));
+      EXPECT_TRUE(at::equal(
+          b.grad(), at::full({2}, c10::complex<float>(0, 2), b.options())));
+    }
+  }
+}
+
 TEST(CommHookContractTest, MayReturnAnotherTensorOfAnotherDtypeAndShape) {
   for (const bool views : {true, false}) {
     const ToyModel model({{2}, {3}});
