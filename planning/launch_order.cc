@@ -8,28 +8,16 @@ LaunchOrder::LaunchOrder(const BucketPlan& plan, size_t num_replicas)
   for (const std::vector<size_t>& bucket : plan.buckets()) {
     pending_.push_back(num_replicas * bucket.size());
   }
-  ready_order_.reserve(plan.num_parameters());
 }
 
 bool LaunchOrder::mark_ready(VariableIndex variable) {
   ready_[place(variable)] = true;
-  if (variable.replica == 0) ready_order_.push_back(variable.parameter);
   return --pending_[plan_->locate(variable.parameter).bucket] == 0;
 }
 
 std::optional<size_t> LaunchOrder::take_next() {
   if (all_launched() || pending_[next_bucket_] > 0) return std::nullopt;
   return next_bucket_++;
-}
-
-std::vector<size_t> LaunchOrder::whole_order() const {
-  std::vector<size_t> order = ready_order_;
-  for (const std::vector<size_t>& bucket : plan_->buckets()) {
-    for (const size_t parameter : bucket) {
-      if (!ready_[parameter]) order.push_back(parameter);  // on replica 0
-    }
-  }
-  return order;
 }
 
 std::vector<size_t> LaunchOrder::missing() const {

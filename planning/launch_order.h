@@ -45,12 +45,6 @@ class LaunchOrder {
 
   bool all_launched() const { return next_bucket_ == pending_.size(); }
 
-  // Parameters in the order in which they became ready on replica 0.
-  const std::vector<size_t>& ready_order() const { return ready_order_; }
-
-  // The same, and behind them in plan order those that are not ready yet.
-  std::vector<size_t> whole_order() const;
-
   // Parameters that are not ready on some replica, ascending.
   std::vector<size_t> missing() const;
 
@@ -62,7 +56,6 @@ class LaunchOrder {
   const BucketPlan* plan_;
   std::vector<char> ready_;      // by place(); not vector<bool>: hot path
   std::vector<size_t> pending_;  // by bucket: gradients it still waits for
-  std::vector<size_t> ready_order_;
   size_t next_bucket_ = 0;
 };
 

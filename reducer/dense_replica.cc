@@ -10,6 +10,7 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <functional>
 #include <utility>
 
 #include "brigade/comm_hooks/gradient_layout.h"
@@ -70,7 +71,8 @@ void check_gradient(const ParameterTable& table, size_t parameter,
 at::Tensor as_dtype_of(const at::Tensor& flat, const at::Tensor& result) {
   if (flat.is_complex() && !result.is_complex() &&
       result.numel() == 2 * flat.numel()) {
-    return at::view_as_complex(result.reshape({-1, 2}));
+    return at::view_as_complex(
+        result.to(c10::toRealValueType(flat.scalar_type())).reshape({-1, 2}));
   }
   return result;
 }
@@ -126,9 +128,9 @@ int64_t DenseReplica::pack(double scale, std::span<const size_t> unused_slots) {
   for (size_t slot = 0; slot < parameters_.size(); ++slot) {
     if (slot + kPrefetchedSlots < parameters_.size()) {
       prefetch(parameter(slot + kPrefetchedSlots));
-      prefetch(views_in_[slot + kPrefetchedSlots]);
+      if (gradients_as_views_) prefetch(views_in_[slot + kPrefetchedSlots]);
     }
-    repair_view(slot);
+    if (gradients_as_views_) repair_view(slot);
     gradients_[slot] = &parameter(slot).mutable_grad();
     keeps_graph_[slot] = false;
     sources_[slot] = source_of(slot, *gradients_[slot]);
@@ -205,22 +207,37 @@ void DenseReplica::install_view(size_t slot) {
   if (!gradient.is_same(views_in_[slot])) gradient = views_in_[slot];
 }
 
+// The parameter, which is warm where its gradient is; if it is no example, the
+// view.
+const at::Tensor& DenseReplica::laid_out_as_gradient(size_t slot) const {
+  return follows_parameter_[slot] ? parameter(slot) : views_in_[slot];
+}
+
+bool DenseReplica::lies_in_buffer(const void* elements) const {
+  const auto* const begin = static_cast<const char*>(base_);
+  const auto* const place = static_cast<const char*>(elements);
+  return std::less_equal<>()(begin, place) &&
+         std::less<>()(place, begin + flat_.nbytes());
+}
+
 // Where to read the gradient of a slot; null if there is none.
 const void* DenseReplica::source_of(size_t slot, const at::Tensor& gradient) {
   if (!gradient.defined()) return nullptr;
-  const at::Tensor& view = views_in_[slot];
-  if (gradient.is_same(view)) return places_[slot];
+  if (gradients_as_views_ && gradient.is_same(views_in_[slot])) {
+    return places_[slot];
+  }
   check_gradient(table_, parameters_[slot], gradient);
   keeps_graph_[slot] = gradient.requires_grad();
   // A gradient may also be a piece of this bucket that is not its own place, if
   // the user put it there; reading it while that place is written would mix
   // them up.
-  if (gradient.scalar_type() == view.scalar_type() &&
-      same_memory_order(gradient,
-                        follows_parameter_[slot] ? parameter(slot) : view) &&
-      !has_lazy_bits(gradient) && !gradient.is_alias_of(flat_)) {
-    return gradient.const_data_ptr();
+  if (gradient.scalar_type() == flat_.scalar_type() &&
+      same_memory_order(gradient, laid_out_as_gradient(slot)) &&
+      !has_lazy_bits(gradient)) {
+    const void* const elements = gradient.const_data_ptr();
+    if (!lies_in_buffer(elements)) return elements;
   }
+  const at::Tensor& view = views_in_[slot];
   rearranged_.push_back(
       at::empty_strided(view.sizes(), view.strides(), view.options())
           .copy_(gradient));
@@ -286,16 +303,17 @@ int64_t DenseReplica::deliver_copies(const at::Tensor& result,
     destinations_[slot] = nullptr;
     if (unused_[slot] && contains(untouched_slots, slot)) continue;
     at::Tensor& gradient = parameter(slot).mutable_grad();
-    const at::Tensor& view = views_in_[slot];
     // The backward may have been in another dtype than the parameter is.
-    if (!gradient.defined() || gradient.scalar_type() != view.scalar_type()) {
+    if (!gradient.defined() || gradient.scalar_type() != flat_.scalar_type()) {
+      const at::Tensor& view = views_in_[slot];
       gradient =
           at::empty_strided(view.sizes(), view.strides(), view.options());
     }
-    const bool plain = unpackable && !gradient.requires_grad() &&
-                       gradient.device() == view.device() &&
-                       same_memory_order(gradient, view) &&
-                       !has_lazy_bits(gradient);
+    const bool plain =
+        unpackable && !gradient.requires_grad() &&
+        gradient.device() == flat_.device() &&
+        same_memory_order(gradient, laid_out_as_gradient(slot)) &&
+        !has_lazy_bits(gradient);
     destinations_[slot] = plain ? gradient.mutable_data_ptr() : nullptr;
     gradient.unsafeGetTensorImpl()->bump_version();
     if (!plain) gradient.detach().copy_(view_out(slot, result));

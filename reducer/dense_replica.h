@@ -63,6 +63,8 @@ class DenseReplica final : public BucketReplica {
                          std::span<const size_t> untouched_slots);
   at::Tensor view_out(size_t slot, const at::Tensor& result) const;
   const at::Tensor& parameter(size_t slot) const;
+  const at::Tensor& laid_out_as_gradient(size_t slot) const;
+  bool lies_in_buffer(const void* elements) const;
 
   // Constant after construction, unless a hook changes its bucket.
   const ParameterTable& table_;

@@ -120,6 +120,7 @@ ParameterTable::ParameterTable(std::vector<std::vector<at::Tensor>> replicas,
     : replicas_(std::move(replicas)), names_(std::move(names)) {
   std::map<std::pair<at::ScalarType, std::string>, int> kinds;
   specs_.reserve(size());
+  adopt_strides();
   shapes_.reserve(size());
   for (size_t i = 0; i < size(); ++i) {
     const at::Tensor& tensor = tensors()[i];
@@ -147,6 +148,24 @@ std::optional<VariableIndex> ParameterTable::first_resized() const {
     }
   }
   return std::nullopt;
+}
+
+std::optional<VariableIndex> ParameterTable::first_restrided() const {
+  for (size_t r = 0; r < num_replicas(); ++r) {
+    for (size_t i = 0; i < size(); ++i) {
+      if (replicas_[r][i].strides() != at::IntArrayRef(strides_[i])) {
+        return VariableIndex{.replica = r, .parameter = i};
+      }
+    }
+  }
+  return std::nullopt;
+}
+
+void ParameterTable::adopt_strides() {
+  strides_.clear();
+  for (const at::Tensor& tensor : tensors()) {
+    strides_.emplace_back(tensor.strides());
+  }
 }
 
 std::string ParameterTable::describe_resized(VariableIndex variable) const {

@@ -72,6 +72,11 @@ class ParameterTable {
   std::optional<VariableIndex> first_resized() const;
   std::string describe_resized(VariableIndex variable) const;
 
+  // The first parameter that lies in memory in another order than it did at
+  // construction, or at adopt_strides(): module.to(memory_format), say.
+  std::optional<VariableIndex> first_restrided() const;
+  void adopt_strides();  // those of replica 0
+
   // "parameter 3 ('head.bias')", or "parameter 3" if it has no name.
   std::string name_of(size_t i) const;
 
@@ -92,6 +97,7 @@ class ParameterTable {
   std::vector<at::ScalarType> dtypes_;
   std::vector<ParameterSpec> specs_;
   std::vector<at::DimVector> shapes_;
+  std::vector<at::DimVector> strides_;
 };
 
 }  // namespace brigade

@@ -19,6 +19,7 @@ uint64_t plan_fingerprint(const BucketPlan& plan, const ParameterTable& table,
       const at::ScalarType dtype = table[parameter].scalar_type();
       add(parameter);
       add(table[parameter].numel());
+      for (const int64_t stride : table[parameter].strides()) add(stride);
       add(static_cast<uint64_t>(declared ? declared->wire_format(dtype).dtype
                                          : dtype));
     }

@@ -1,5 +1,5 @@
 // A number that is equal on ranks whose buckets travel alike: same parameters,
-// lengths and dtypes, in the same order.
+// lengths, strides and dtypes, in the same order.
 //
 // Thread safety: pure functions.
 

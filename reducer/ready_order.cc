@@ -8,10 +8,12 @@
 
 namespace brigade {
 
-void ReadyOrder::observe(const std::vector<size_t>& order) {
-  if (stage_ != Stage::kObserving) return;
-  order_ = order;
-  stage_ = Stage::kObserved;
+void ReadyOrder::restart() {
+  if (stage_ == Stage::kObserving) order_.clear();
+}
+
+void ReadyOrder::observe() {
+  if (stage_ == Stage::kObserving) stage_ = Stage::kObserved;
 }
 
 const std::vector<size_t>& ReadyOrder::agree(

@@ -17,9 +17,17 @@ class ReadyOrder {
   explicit ReadyOrder(bool wanted)
       : stage_(wanted ? Stage::kObserving : Stage::kSettled) {}
 
-  // Takes the order of an iteration of which all ranks launched everything;
-  // later ones are ignored.
-  void observe(const std::vector<size_t>& order);
+  // An iteration begins: forgets what was noted of one that was given up.
+  void restart();
+
+  // A gradient is ready. Costs nothing once an order has been observed.
+  void note(size_t parameter) {
+    if (stage_ == Stage::kObserving) order_.push_back(parameter);
+  }
+
+  // Takes the order that was noted, of an iteration of which all ranks launched
+  // everything; later ones are ignored.
+  void observe();
 
   // True between the observation and settle().
   bool is_pending() const {

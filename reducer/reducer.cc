@@ -210,7 +210,9 @@ void Reducer::start_iteration() {
   iteration_ = nullptr;
   check_parameters();
   if (graph_.ready_order.is_pending()) rebuild();
+  if (table_.first_restrided()) follow_strides();
 
+  graph_.ready_order.restart();
   signatures_.leave_meeting_point();
   const int64_t iteration = ++observations_.prepared;
   iteration_ = std::make_shared<IterationState>(iteration, bound_.plan,
@@ -451,6 +453,7 @@ void Reducer::note_use(VariableIndex variable) {
 }
 
 void Reducer::mark_ready(VariableIndex variable) {
+  if (variable.replica == 0) graph_.ready_order.note(variable.parameter);
   if (!iteration_->order.mark_ready(variable)) return;
   pack(bound_.plan.locate(variable.parameter).bucket);
 }
@@ -604,7 +607,7 @@ void Reducer::finalize() {
   finished_.mark_finished(iteration->iteration, iteration->creates_graph);
   const ObservedFinalize finalizing(observations_);
   end_together(*iteration, {.kind = SignatureKind::kEnd});
-  graph_.ready_order.observe(iteration->order.whole_order());
+  graph_.ready_order.observe();
   const at::ThreadLocalStateGuard as_preparer(iteration->preparer);
 
   std::exception_ptr first_error;
@@ -662,6 +665,19 @@ void Reducer::rebuild() {
   }
   ++observations_.rebuilds;
   graph_.ready_order.settle();
+}
+
+// Gradients lie in buckets as parameters do in memory.
+void Reducer::follow_strides() {
+  table_.adopt_strides();
+  if (const auto apart = table_.first_restrided()) {
+    TORCH_CHECK(false, "Reducer::prepare_for_backward: ",
+                table_.name_of(apart->parameter), " has strides ",
+                table_[*apart].strides(), " in local replica ", apart->replica,
+                " and ", table_[apart->parameter].strides(),
+                " in replica 0.\nGive all replicas the same memory format.");
+  }
+  adopt(bind(bound_.plan, *options_.comm_hook));
 }
 
 // Gradients that lie in the old buckets move to the new ones.

@@ -283,6 +283,7 @@ class Reducer : private GradientListener {
   void await_used_map();
   void finalize();
   void rebuild();
+  void follow_strides();
   void adopt(BoundPlan bound);
   BoundPlan bind(BucketPlan plan, c10d::CommHookInterface& hook) const;
   void keep_until_done(BoundPlan bound, std::span<const Launch> launches) const;
@@ -315,7 +316,7 @@ class Reducer : private GradientListener {
 
   // Constant after construction.
   const c10::intrusive_ptr<c10d::ProcessGroup> group_;
-  const ParameterTable table_;
+  ParameterTable table_;
 
   // Callbacks of a backward hold it while they run.
   std::shared_ptr<GradientHooks> hooks_;

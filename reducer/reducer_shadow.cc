@@ -30,6 +30,7 @@ void Reducer::shadow_iteration() try {
     tell_hook_of_iteration();
     for (const std::vector<size_t>& bucket : bound_.plan.buckets()) {
       for (const size_t parameter : bucket) {
+        graph_.ready_order.note(parameter);
         for (size_t r = 0; r < table_.num_replicas(); ++r) {
           iteration_->order.mark_ready({.replica = r, .parameter = parameter});
         }

@@ -31,12 +31,41 @@ def _register(case: Case, wrapped: nn.Module) -> None:
         wrapped._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
 
 
-def _train(case: Case, kind: str, rank: int) -> list[torch.Tensor | None]:
-    """Gradients after each step, parameters and buffers in the end."""
+def _buckets_differ(case: Case, step: int) -> bool:
+    """Whether torch's class has not rebuilt its buckets yet and ours has.
+
+    On a static graph ours observes the order of the first backward, torch's that of the second,
+    so in the second step gradients have other places in their buckets. Gloo's ring adds in an
+    order that depends on the place, which shows from 3 ranks on.
+    """
+    return case.options["static_graph"] and step == 1 and dist.get_world_size() > 2
+
+
+def _divides(case: Case) -> bool:
+    """Whether torch's class divides a gradient by the world size. It does so with sparse ones,
+    with those that already lie in their bucket and in its built-in hook, and multiplies all others
+    by 1 / world size, as ours does with every gradient. The two are the same for powers of two.
+    """
+    size = dist.get_world_size()
+    if size & (size - 1) == 0:
+        return False
+    if case.hook is not None:
+        return case.hook == "builtin"
+    is_in_place = case.options["gradient_as_bucket_view"] and (
+        not case.set_to_none or case.two_losses
+    )
+    return is_in_place or any(getattr(m, "sparse", False) for m in make_model(case).modules())
+
+
+def _train(case: Case, kind: str, rank: int) -> tuple[list[torch.Tensor | None], ...]:
+    """Gradients after each step with parameters and buffers in the end, to be the same in all
+    bits; and gradients that may differ in their last digits, which train nothing.
+    """
     torch.manual_seed(case.seed)
     wrapped = CLASSES[kind](make_model(case), **case.options)
     _register(case, wrapped)
-    seen: list[torch.Tensor | None] = []
+    exact: list[torch.Tensor | None] = []
+    close: list[torch.Tensor | None] = []
     for step, batch in enumerate(draw_batches(case, rank)):
         if step in case.evaluated:
             with torch.no_grad():
@@ -48,23 +77,37 @@ def _train(case: Case, kind: str, rank: int) -> list[torch.Tensor | None]:
         outputs = wrapped(batch)
         for output in outputs if case.two_losses else [outputs]:
             loss_of(output).backward()
-        seen += [None if p.grad is None else p.grad.clone() for p in wrapped.parameters()]
+        gradients = [None if p.grad is None else p.grad.clone() for p in wrapped.parameters()]
+        if _buckets_differ(case, step):
+            close += gradients
+            continue
+        exact += gradients
         with torch.no_grad():
             for parameter in wrapped.parameters():
                 if parameter.grad is not None:
                     parameter.add_(parameter.grad, alpha=-1 / 256)
-    return seen + [tensor.clone() for tensor in wrapped.state_dict().values()]
+    exact += [tensor.clone() for tensor in wrapped.state_dict().values()]
+    return exact, close
+
+
+def _assert_close(ours: list[torch.Tensor | None], theirs: list[torch.Tensor | None]) -> None:
+    for a, b in zip(ours, theirs, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            a, b = (t.to_dense() if t.is_sparse else t for t in (a, b))
+            torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
 
 
 def _compare(case: Case, rank: int) -> None:
-    ours, theirs = (_train(case, kind, rank) for kind in ("brigade", "torch"))
-    if case.hook != "builtin fp16":
-        return assert_equal(ours, theirs)
-    for a, b in zip(ours, theirs, strict=True):
-        assert (a is None) == (b is None)
-        if a is not None:  # we divide before the cast, which rounds differently
-            a, b = (t.to_dense() if t.is_sparse else t for t in (a, b))
-            torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
+    (ours, our_close), (theirs, their_close) = (
+        _train(case, kind, rank) for kind in ("brigade", "torch")
+    )
+    _assert_close(our_close, their_close)
+    # With "builtin fp16" we divide before the cast, which rounds differently.
+    if case.hook == "builtin fp16" or _divides(case):
+        _assert_close(ours, theirs)
+    else:
+        assert_equal(ours, theirs)
 
 
 def _fuzz(rank: int, seeds: list[int]) -> collections.Counter[str]:

@@ -370,6 +370,29 @@ TEST(RanksApartTest, DifferentPlansAreToldBeforeAnythingIsLaunched) {
       kNever);
 }
 
+// Their gradients would be added up in two orders of elements.
+TEST(RanksApartTest, AMemoryFormatOfOneRankOnlyIsTold) {
+  run_ranks(
+      2,
+      [](const Group& group) {
+        const ToyModel model({{2, 3, 4, 5}, {3}});
+        const int rank = group->getRank();
+        Reducer reducer(model.parameters, group, {.bucket_plan = {{0, 1}}});
+        step(reducer, model.loss(rank));
+        const at::Tensor& moved = model.parameters[0];
+        if (rank == 1) {
+          moved.set_data(
+              moved.detach().contiguous(at::MemoryFormat::ChannelsLast));
+        }
+        EXPECT_THAT(
+            text_of<c10::Error>([&] { step(reducer, model.loss(rank)); }),
+            AllOf(HasSubstr("rank 0 ended iteration 2"),
+                  HasSubstr("rank 1 began iteration 2"),
+                  HasSubstr("of different plans")));
+      },
+      kNever);
+}
+
 // What lies between a rank's launches and its peer's can't be paid for.
 TEST(RanksApartTest, ACollectiveInBetweenEndsTheGroupOnAllRanks) {
   run_ranks(

@@ -281,6 +281,34 @@ TEST(ReducerTest, FollowsTheStridesOfTheParameter) {
   }
 }
 
+// As module.to(memory_format) does, with or without gradients there.
+TEST(ReducerTest, FollowsAParameterToAnotherMemoryFormat) {
+  for (const bool views : {true, false}) {
+    for (const bool set_to_none : {true, false}) {
+      run_ranks(2, [&](const Group& group) {
+        const ToyModel model({{2, 3, 4, 5}, {6}});
+        Reducer reducer(model.parameters, group,
+                        {.gradients_as_bucket_views = views});
+        const at::Tensor& moved = model.parameters[0];
+        for (int s = 0; s < 6; ++s) {
+          if (s == 2 || s == 4) {
+            model.zero_grad(set_to_none);
+            moved.set_data(moved.detach().contiguous(
+                s == 2 ? at::MemoryFormat::ChannelsLast
+                       : at::MemoryFormat::Contiguous));
+          }
+          model.zero_grad(set_to_none);
+          step(reducer, model, model.loss(group->getRank(), s));
+          expect_averages(model, 2, s);
+          if (views) {
+            EXPECT_EQ(moved.grad().strides(), moved.strides());
+          }
+        }
+      });
+    }
+  }
+}
+
 TEST(ReducerTest, AcceptsGradientsThatTheUserSwapped) {
   const std::vector<std::vector<std::vector<size_t>>> plans = {{{0, 1}},
                                                                {{0}, {1}}};
