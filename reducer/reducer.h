@@ -190,8 +190,8 @@ class Reducer : private GradientListener {
 
   ReducerStatistics statistics() const;
 
-  // Forward begins. Only the timeline wants to know: without it, it has no
-  // forward.
+  // Forward begins. Nobody has to tell: without it the timeline has no forward,
+  // and what a forward touches of hooks is not prefetched.
   void forward_begins();
 
   // Of the last iteration that was sampled and reduced to the end. With buckets

@@ -18,6 +18,7 @@ namespace brigade {
 
 void Reducer::forward_begins() {
   const std::lock_guard<std::mutex> lock(mutex_);
+  hooks_->prefetch_for_forward();
   observations_.timeline.forward_begins(observations_.prepared + 1);
 }
 
