@@ -64,7 +64,8 @@ class ReadyHook final : public torch::autograd::FunctionPostHook {
     prefetch(next->parameter_);
     prefetch(next->autograd_meta_);
     // Read by the next one, as its own were read here.
-    prefetch(next->next_.load(std::memory_order_relaxed));
+    const ReadyHook* const second = next->next_.load(std::memory_order_relaxed);
+    if (second != nullptr) prefetch(second);
   }
 
   GradientListener& listener_;

@@ -14,6 +14,8 @@ namespace {
 using Future = c10::ivalue::Future;
 
 constexpr std::chrono::seconds kPatience{3};
+constexpr std::chrono::milliseconds kPatienceOnceDone{100};
+constexpr size_t kDoneFuturesKept = 64;  // users may keep all of them
 
 struct OpenFutures {
   const pid_t process = getpid();
@@ -32,31 +34,41 @@ bool is_open(const c10::weak_intrusive_ptr<Future>& weak) {
   return future && !future->completed();
 }
 
+void drop_what_is_over(std::deque<c10::weak_intrusive_ptr<Future>>& futures) {
+  while (!futures.empty()) {
+    const bool many = futures.size() > kDoneFuturesKept;
+    if (many ? is_open(futures.front()) : !futures.front().expired()) return;
+    futures.pop_front();
+  }
+}
+
 }  // namespace
 
 void wait_for_at_exit(const c10::intrusive_ptr<Future>& future) {
   OpenFutures& open = open_futures();
   const std::lock_guard<std::mutex> lock(open.mutex);
-  while (!open.futures.empty() && !is_open(open.futures.front())) {
-    open.futures.pop_front();
-  }
-  if (!future->completed()) open.futures.emplace_back(future);
+  drop_what_is_over(open.futures);
+  open.futures.emplace_back(future);
 }
 
 void wait_at_exit() {
-  const auto deadline = std::chrono::steady_clock::now() + kPatience;
+  using Clock = std::chrono::steady_clock;
+  const Clock::time_point begin = Clock::now();
   OpenFutures& open = open_futures();
   if (open.process != getpid()) return;  // the threads are the parent's
   const std::lock_guard<std::mutex> lock(open.mutex);
-  bool waited = false;
-  for (const c10::weak_intrusive_ptr<Future>& future : open.futures) {
-    while (is_open(future) && std::chrono::steady_clock::now() < deadline) {
+  const auto wait_while = [](Clock::time_point deadline, const auto& holds) {
+    while (holds() && Clock::now() < deadline) {
       std::this_thread::sleep_for(std::chrono::milliseconds{1});
-      waited = true;
     }
+  };
+  for (const c10::weak_intrusive_ptr<Future>& future : open.futures) {
+    wait_while(begin + kPatience, [&] { return is_open(future); });
   }
-  // A continuation goes a little after its future is done.
-  if (waited) std::this_thread::sleep_for(std::chrono::milliseconds{20});
+  const Clock::time_point all_done = Clock::now();
+  for (const c10::weak_intrusive_ptr<Future>& future : open.futures) {
+    wait_while(all_done + kPatienceOnceDone, [&] { return !future.expired(); });
+  }
   open.futures.clear();
 }
 

@@ -1,10 +1,12 @@
 // Lets the interpreter exit only when no hook's future will call into it.
 //
 // Continuations written in Python run on a thread of the process group, which
-// takes the GIL; once the interpreter is gone, that ends the process. So it
-// waits at exit for the futures of Python hooks that are still open: those of
-// an iteration that failed are done in milliseconds, as its connections are
-// closed.
+// takes the GIL, to run them and once more to destroy them; once the
+// interpreter is gone, that ends the process. So it waits at exit for the
+// futures of Python hooks that are still open: those of an iteration that
+// failed are done in milliseconds, as its connections are closed. A moment
+// longer it waits for those that are done but referred to, perhaps by the
+// continuation that made them.
 //
 // Thread safety: all functions may be called from any thread.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import faulthandler
 import multiprocessing
 import os
 import tempfile
@@ -59,9 +60,10 @@ def run_ranks(
                 if process.is_alive():
                     process.kill()
                     process.join()
-    for rank in may_die:
+    for rank, process in enumerate(processes):
         if answers[rank] == _DIED:
-            answers[rank] = True, processes[rank].exitcode
+            died = f"{_DIED[1]}, exit code {process.exitcode}"
+            answers[rank] = (True, process.exitcode) if rank in may_die else (False, died)
     failures = [f"rank {rank}:\n{text}" for rank, (ok, text) in enumerate(answers) if not ok]
     if failures:
         raise AssertionError("\n".join(failures))
@@ -89,6 +91,7 @@ def _run_rank(
     import torch
     import torch.distributed as dist
 
+    faulthandler.enable()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
     try:
