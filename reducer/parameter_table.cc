@@ -163,6 +163,7 @@ std::optional<VariableIndex> ParameterTable::first_restrided() const {
 
 void ParameterTable::adopt_strides() {
   strides_.clear();
+  strides_.reserve(size());
   for (const at::Tensor& tensor : tensors()) {
     strides_.emplace_back(tensor.strides());
   }

@@ -16,6 +16,7 @@ import torch
 from brigade import _checks
 
 _END = object()
+_requires_grad = operator.attrgetter("requires_grad")
 
 
 class ParameterWatch:
@@ -39,15 +40,27 @@ class ParameterWatch:
         self._reduced = reduced
         self._known = {id(p): p for p in chain(reduced.values(), others)}
         self._ignored = ignored
+        self._frozen = {
+            name: parameter
+            for name, parameter in module.named_parameters()
+            if not parameter.requires_grad and name not in ignored
+        }
         self._remember()
 
     def check(self) -> None:
-        """Raises RuntimeError naming parameters that were added, removed or replaced.
+        """Raises RuntimeError naming parameters that were added, removed, replaced or unfrozen.
 
         Costs a pass over the module's dictionaries, 10 to 40 ns per parameter.
         """
         if any(self._empty) or not self._is_as_remembered():
             self._look_closely()
+        if any(map(_requires_grad, self._frozen.values())):
+            unfrozen = [name for name, p in self._frozen.items() if p.requires_grad]
+            raise RuntimeError(
+                "DistributedDataParallel: expected parameters to be as frozen as when the module "
+                f"was wrapped, unfrozen: {_checks.some_of(unfrozen)}. Nobody would average their "
+                "gradients.\nWrap the module again after unfreezing."
+            )
 
     def _remember(self) -> None:
         tables = [

@@ -251,6 +251,24 @@ def test_a_change_of_the_wrapped_module_is_named_at_the_next_forward(change):
     run_ranks(_changed, change, world_size=1)
 
 
+def _unfrozen(rank):
+    model = nn.Sequential(nn.Linear(3, 4).requires_grad_(False), nn.Linear(4, 2))
+    wrapped = brigade.DistributedDataParallel(model)
+    x = torch.ones(2, 3)
+    wrapped(x).sum().backward()
+    model[0].weight.requires_grad_()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"unfrozen: '0.weight'"):
+            wrapped(x)
+    model[0].weight.requires_grad_(False)
+    wrapped(x).sum().backward()
+    assert model[0].weight.grad is None
+
+
+def test_an_unfrozen_parameter_is_named_at_the_next_forward():
+    run_ranks(_unfrozen, world_size=1)
+
+
 def _harmless(rank):
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     wrapped = brigade.DistributedDataParallel(model)

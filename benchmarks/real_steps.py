@@ -1,0 +1,163 @@
+"""Times training steps of real shapes under brigade's class and torch's, in one run.
+
+    torchrun --standalone --nproc-per-node 2 benchmarks/real_steps.py
+
+Each class trains with four bucket caps, and the same model alone shows what
+communication adds. All take turns in one order per round, drawn at random; a
+step is forward and backward, timed on rank 0 between barriers. Printed are
+medians with quartiles, and the medians of paired ratios: brigade with its default
+cap, and with its fastest, over the fastest of torch's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import random
+import statistics
+import time
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import brigade
+
+CAPS_MIB = (1, 4, 25, 100)
+DEFAULT_CAP_MIB = 25
+CLASSES = {
+    "brigade": brigade.DistributedDataParallel,
+    "torch": nn.parallel.DistributedDataParallel,
+}
+WARM_UP_STEPS = 4
+
+
+class BasicBlock(nn.Module):
+    """Two convolutions beside a shortcut, as in ResNet-18."""
+
+    def __init__(self, channels_in: int, channels: int, stride: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(channels_in, channels, 3, stride, 1, bias=False),
+            nn.BatchNorm2d(channels),
+            nn.ReLU(),
+            nn.Conv2d(channels, channels, 3, 1, 1, bias=False),
+            nn.BatchNorm2d(channels),
+        )
+        self.shortcut = nn.Sequential()
+        if stride != 1 or channels_in != channels:
+            self.shortcut = nn.Sequential(
+                nn.Conv2d(channels_in, channels, 1, stride, bias=False), nn.BatchNorm2d(channels)
+            )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.body(x) + self.shortcut(x))
+
+
+def make_mlp() -> tuple[nn.Module, torch.Tensor]:
+    layers = [layer for _ in range(7) for layer in (nn.Linear(925, 925), nn.ReLU())]
+    return nn.Sequential(*layers), torch.randn(128, 925)
+
+
+def make_resnet18() -> tuple[nn.Module, torch.Tensor]:
+    blocks: list[nn.Module] = [nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64), nn.ReLU()]
+    channels_in = 64
+    for channels in (64, 128, 256, 512):
+        for block in range(2):
+            stride = 2 if block == 0 and channels > 64 else 1
+            blocks.append(BasicBlock(channels_in, channels, stride))
+            channels_in = channels
+    head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 1000)]
+    return nn.Sequential(*blocks, *head), torch.randn(4, 3, 96, 96)
+
+
+def make_transformer() -> tuple[nn.Module, torch.Tensor]:
+    layer = nn.TransformerEncoderLayer(512, 8, 2048, dropout=0.0, batch_first=True)
+    model = nn.Sequential(nn.TransformerEncoder(layer, 6), nn.Linear(512, 1000))
+    return model, torch.randn(2, 48, 512)
+
+
+MODELS = {"MLP": make_mlp, "ResNet-18": make_resnet18, "transformer": make_transformer}
+
+
+def step_seconds(model: nn.Module, x: torch.Tensor) -> float:
+    model.zero_grad()
+    dist.barrier()
+    begin = time.perf_counter()
+    model(x).square().mean().backward()
+    return time.perf_counter() - begin
+
+
+def quartiles(values: list[float]) -> str:
+    low, middle, high = (1e3 * q for q in statistics.quantiles(values, n=4))
+    return f"{middle:8.1f} [{low:.1f}, {high:.1f}]"
+
+
+def paired_ratio(ours: list[float], theirs: list[float]) -> float:
+    return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
+
+
+def measure(name: str, rounds: int) -> dict[str, float]:
+    """The ratios of one model, by what of brigade is compared."""
+    torch.manual_seed(dist.get_rank())
+    contenders: dict[tuple[str, int], nn.Module] = {}
+    module, x = MODELS[name]()
+    contenders["alone", 0] = module
+    for cap in CAPS_MIB:
+        for kind, wrapper in CLASSES.items():
+            contenders[kind, cap] = wrapper(MODELS[name]()[0], bucket_cap_mb=cap)
+    for model in contenders.values():
+        for _ in range(WARM_UP_STEPS):
+            step_seconds(model, x)
+    seconds: dict[tuple[str, int], list[float]] = {key: [] for key in contenders}
+    order = list(contenders)
+    shuffle = random.Random(0)
+    for _ in range(rounds):
+        shuffle.shuffle(order)
+        for key in order:
+            seconds[key].append(step_seconds(contenders[key], x))
+    fastest = {
+        kind: min(CAPS_MIB, key=lambda cap: statistics.median(seconds[kind, cap]))
+        for kind in CLASSES
+    }
+    ratios = {
+        what: paired_ratio(seconds["brigade", cap], seconds["torch", fastest["torch"]])
+        for what, cap in (("default", DEFAULT_CAP_MIB), ("fastest", fastest["brigade"]))
+    }
+    if dist.get_rank() == 0:
+        size = sum(p.nbytes for p in module.parameters()) / 1e6
+        count = sum(1 for _ in module.parameters())
+        print(f"\n{name}: {count} parameters, {size:.0f} MB; ms per step, {rounds} rounds")
+        print(f"{'alone':12}{quartiles(seconds['alone', 0])}")
+        for cap in CAPS_MIB:
+            cells = "   ".join(f"{kind} {quartiles(seconds[kind, cap])}" for kind in CLASSES)
+            print(f"{f'{cap} MiB':12}{cells}")
+        print(f"brigade over torch's fastest ({fastest['torch']} MiB): ", end="")
+        print(f"default {ratios['default']:.3f}, ", end="")
+        print(f"fastest ({fastest['brigade']} MiB) {ratios['fastest']:.3f}")
+    return ratios
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo")
+    if dist.get_rank() == 0:
+        ranks, cores = dist.get_world_size(), os.cpu_count()
+        print(f"torch {torch.__version__}, {ranks} ranks on {cores} cores, ", end="")
+        print(f"load {os.getloadavg()[0]:.1f}")
+    found = [measure(name, arguments.rounds) for name in arguments.models]
+    if dist.get_rank() == 0:
+        for what in ("default", "fastest"):
+            mean = math.exp(statistics.fmean(math.log(ratios[what]) for ratios in found))
+            print(f"geometric mean, {what}: {mean:.3f}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
