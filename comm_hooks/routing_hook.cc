@@ -11,14 +11,18 @@
 namespace brigade {
 namespace {
 
-// Does by hand what the reducer does while it packs for one hook.
+// Does by hand what the reducer does while it packs for one hook. The buffer of
+// complex gradients holds reals.
 void apply_wire_format(const DeclaresWireFormat& declared,
                        c10d::GradBucket& bucket) {
   const at::NoGradGuard no_grad;
   at::Tensor& buffer = bucket.getBufferRef();
-  const WireFormat format = declared.wire_format(buffer.scalar_type());
+  const at::ScalarType dtype = bucket.getParameters().front().scalar_type();
+  const bool as_reals = c10::isComplexType(dtype) && !buffer.is_complex();
+  const WireFormat format = declared.wire_format(dtype);
   buffer.mul_(format.scale);
-  buffer = buffer.to(format.dtype);
+  buffer =
+      buffer.to(as_reals ? c10::toRealValueType(format.dtype) : format.dtype);
 }
 
 }  // namespace

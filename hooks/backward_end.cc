@@ -1,8 +1,10 @@
 #include "brigade/hooks/backward_end.h"
 
+#include <c10/util/Exception.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
 
+#include <exception>
 #include <utility>
 
 namespace brigade {
@@ -19,7 +21,13 @@ class Sentinel {
 
   ~Sentinel() {
     if (!armed_) return;
-    if (std::shared_ptr<void> owner = owner_.lock()) on_abandoned_();
+    const std::shared_ptr<void> owner = owner_.lock();
+    if (!owner) return;
+    try {
+      on_abandoned_();
+    } catch (const std::exception& error) {
+      TORCH_WARN("after another error ended backward: ", error.what());
+    }
   }
 
   Sentinel(const Sentinel&) = delete;

@@ -102,6 +102,7 @@ void GradientHooks::remove() {
     registration.accumulator->del_post_hook(registration.key);
   }
   registrations_.clear();
+  last_called_ = nullptr;
 }
 
 void GradientHooks::prefetch_for_forward() const {

@@ -35,9 +35,8 @@ bool is_open(const c10::weak_intrusive_ptr<Future>& weak) {
 }
 
 void drop_what_is_over(std::deque<c10::weak_intrusive_ptr<Future>>& futures) {
-  while (!futures.empty()) {
-    const bool many = futures.size() > kDoneFuturesKept;
-    if (many ? is_open(futures.front()) : !futures.front().expired()) return;
+  std::erase_if(futures, [](const auto& future) { return future.expired(); });
+  while (futures.size() > kDoneFuturesKept && !is_open(futures.front())) {
     futures.pop_front();
   }
 }

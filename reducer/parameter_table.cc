@@ -161,6 +161,17 @@ std::optional<VariableIndex> ParameterTable::first_restrided() const {
   return std::nullopt;
 }
 
+std::optional<VariableIndex> ParameterTable::first_unlike_replica_0() const {
+  for (size_t r = 1; r < num_replicas(); ++r) {
+    for (size_t i = 0; i < size(); ++i) {
+      if (replicas_[r][i].strides() != tensors()[i].strides()) {
+        return VariableIndex{.replica = r, .parameter = i};
+      }
+    }
+  }
+  return std::nullopt;
+}
+
 void ParameterTable::adopt_strides() {
   strides_.clear();
   strides_.reserve(size());

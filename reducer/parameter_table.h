@@ -77,6 +77,9 @@ class ParameterTable {
   std::optional<VariableIndex> first_restrided() const;
   void adopt_strides();  // those of replica 0
 
+  // The first parameter that lies in another order than in replica 0.
+  std::optional<VariableIndex> first_unlike_replica_0() const;
+
   // "parameter 3 ('head.bias')", or "parameter 3" if it has no name.
   std::string name_of(size_t i) const;
 

@@ -2,6 +2,7 @@
 
 #include <c10/util/hash.h>
 
+#include "brigade/comm_hooks/gradient_layout.h"
 #include "brigade/comm_hooks/wire_format.h"
 
 namespace brigade {
@@ -16,10 +17,13 @@ uint64_t plan_fingerprint(const BucketPlan& plan, const ParameterTable& table,
   for (const std::vector<size_t>& bucket : plan.buckets()) {
     add(bucket.size());
     for (const size_t parameter : bucket) {
-      const at::ScalarType dtype = table[parameter].scalar_type();
+      const at::ScalarType dtype = table.dtype(parameter);
       add(parameter);
       add(table[parameter].numel());
-      for (const int64_t stride : table[parameter].strides()) add(stride);
+      const std::vector<int64_t> strides = gradient_strides(table[parameter]);
+      for (size_t d = 0; d < strides.size(); ++d) {
+        if (table[parameter].size(d) > 1) add(strides[d]);
+      }
       add(static_cast<uint64_t>(declared ? declared->wire_format(dtype).dtype
                                          : dtype));
     }

@@ -669,15 +669,16 @@ void Reducer::rebuild() {
 
 // Gradients lie in buckets as parameters do in memory.
 void Reducer::follow_strides() {
-  table_.adopt_strides();
-  if (const auto apart = table_.first_restrided()) {
+  if (const auto apart = table_.first_unlike_replica_0()) {
     TORCH_CHECK(false, "Reducer::prepare_for_backward: ",
                 table_.name_of(apart->parameter), " has strides ",
                 table_[*apart].strides(), " in local replica ", apart->replica,
                 " and ", table_[apart->parameter].strides(),
                 " in replica 0.\nGive all replicas the same memory format.");
   }
-  adopt(bind(bound_.plan, *options_.comm_hook));
+  BoundPlan bound = bind(bound_.plan, *options_.comm_hook);
+  adopt(std::move(bound));
+  table_.adopt_strides();
 }
 
 // Gradients that lie in the old buckets move to the new ones.

@@ -40,10 +40,12 @@ class ParameterWatch:
         self._reduced = reduced
         self._known = {id(p): p for p in chain(reduced.values(), others)}
         self._ignored = ignored
+        named = list(module.named_parameters(remove_duplicate=False))
+        nobodys = {id(parameter) for name, parameter in named if name in ignored}
         self._frozen = {
             name: parameter
-            for name, parameter in module.named_parameters()
-            if not parameter.requires_grad and name not in ignored
+            for name, parameter in named
+            if not parameter.requires_grad and id(parameter) not in nobodys
         }
         self._remember()
 

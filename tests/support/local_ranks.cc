@@ -1,6 +1,9 @@
 #include "brigade/tests/support/local_ranks.h"
 
+#include <c10/util/ScopeExit.h>
+
 #include <exception>
+#include <latch>
 #include <thread>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <vector>
@@ -15,15 +18,20 @@ void run_ranks(
     std::chrono::milliseconds timeout) {
   auto store = c10::make_intrusive<c10d::HashStore>();
   std::vector<std::exception_ptr> failures(world_size);
+  // A rank that leaves early would close connections that a peer is making.
+  std::latch connected(world_size);
   {
     std::vector<std::jthread> ranks;
     for (int rank = 0; rank < world_size; ++rank) {
       ranks.emplace_back([&, rank] {
         try {
+          auto arrive = c10::make_scope_exit([&] { connected.count_down(); });
           GroupScope scope(make_process_group(store, rank, world_size,
                                               {.timeout = timeout,
                                                .rendezvous_timeout = timeout,
                                                .gloo_interfaces = {"lo"}}));
+          arrive.release();
+          connected.arrive_and_wait();
           fn(scope.group());
         } catch (...) {
           failures[rank] = std::current_exception();
