@@ -9,7 +9,7 @@ rm -rf "$work"
 "$cmake" -S "$source" -B "$work" -DBRIGADE_PLANNING_ONLY=ON -DBRIGADE_TEST_EACH_CASE=OFF
 "$cmake" --build "$work"
 "$work/tests/planning/planning_test"
-if ldd "$work/tests/planning/planning_test" | grep -E 'torch|c10'; then
+if ldd "$work/tests/planning/planning_test" | grep -E 'lib(torch|c10)'; then
   echo "planning_test is linked to LibTorch, which it must not need" >&2
   exit 1
 fi
