@@ -8,7 +8,6 @@
 
 #include <functional>
 #include <memory>
-#include <optional>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/comm.hpp>
 
@@ -20,11 +19,8 @@ namespace brigade {
 class AveragingHook final : public c10d::CommHookInterface,
                             public DeclaresWireFormat {
  public:
-  // `wire_dtype`: nullopt for the gradients' own. Does not keep the group
-  // alive. Errors: ValueError if it is null.
-  explicit AveragingHook(
-      const c10::intrusive_ptr<c10d::ProcessGroup>& group,
-      std::optional<at::ScalarType> wire_dtype = std::nullopt);
+  // Does not keep the group alive. Errors: ValueError if it is null.
+  explicit AveragingHook(const c10::intrusive_ptr<c10d::ProcessGroup>& group);
 
   // Until the next call: the divisor is the world size.
   void divide_by_world_size();

@@ -3,7 +3,6 @@
 #ifndef BRIGADE_DDP_DATA_PARALLEL_OPTIONS_H_
 #define BRIGADE_DDP_DATA_PARALLEL_OPTIONS_H_
 
-#include <optional>
 #include <string>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
@@ -19,20 +18,6 @@ namespace brigade {
 struct ParameterGroup {
   std::vector<std::string> names;
   c10::intrusive_ptr<c10d::ProcessGroup> group;
-};
-
-// Lower precisions than the module's own. From the begin of forward to the end
-// of backward each floating-point parameter holds a copy in `parameters`, and
-// tensors among forward's arguments are cast to it; then parameters and
-// gradients are in their own dtype. In between nobody may change parameters.
-// Outputs stay in low precision.
-struct MixedPrecision {
-  at::ScalarType parameters = at::kBFloat16;
-  // Of gradients as they travel, if it is smaller than their own; unset: as
-  // `parameters`. Not with a comm hook, which decides itself.
-  std::optional<at::ScalarType> reduction = std::nullopt;
-  // Buffers are cast once, by the constructor; unset: they stay.
-  std::optional<at::ScalarType> buffers = std::nullopt;
 };
 
 struct DistributedDataParallelOptions {
@@ -57,9 +42,6 @@ struct DistributedDataParallelOptions {
   // one is left untouched if no rank of the whole group used it. Such a model
   // can't be joined.
   std::vector<ParameterGroup> parameter_groups = {};
-
-  // Not with find_unused_parameters.
-  std::optional<MixedPrecision> mixed_precision = std::nullopt;
 };
 
 }  // namespace brigade

@@ -19,8 +19,6 @@
 #ifndef BRIGADE_DDP_DISTRIBUTED_DATA_PARALLEL_H_
 #define BRIGADE_DDP_DISTRIBUTED_DATA_PARALLEL_H_
 
-#include <c10/util/ScopeExit.h>
-
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <utility>
 
@@ -53,13 +51,9 @@ class DistributedDataParallel {
   // Errors: what the module's forward and Reducer::prepare_for_backward throw.
   template <typename... Args>
   auto forward(Args&&... args) {
-    auto on_failure =
-        c10::make_scope_exit([this] { replicated_.forward_failed(); });
     replicated_.before_forward();
-    auto outputs =
-        call_module(module_, replicated_.argument(std::forward<Args>(args))...);
+    auto outputs = call_module(module_, std::forward<Args>(args)...);
     replicated_.after_forward(tensors_of(outputs));
-    on_failure.release();
     return outputs;
   }
 

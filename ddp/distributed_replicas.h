@@ -20,7 +20,6 @@
 #define BRIGADE_DDP_DISTRIBUTED_REPLICAS_H_
 
 #include <c10/util/Exception.h>
-#include <c10/util/ScopeExit.h>
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <tuple>
@@ -59,7 +58,7 @@ class DistributedReplicas {
     return forward_each(inputs.size(), [&](size_t i) {
       return std::apply(
           [&](const Args&... args) {
-            return call_module(modules_[i], replicated_.argument(args)...);
+            return call_module(modules_[i], args...);
           },
           inputs[i]);
     });
@@ -68,7 +67,7 @@ class DistributedReplicas {
   // The same for a forward of one argument.
   auto forward(const std::vector<at::Tensor>& inputs) {
     return forward_each(inputs.size(), [&](size_t i) {
-      return call_module(modules_[i], replicated_.argument(inputs[i]));
+      return call_module(modules_[i], inputs[i]);
     });
   }
 
@@ -105,14 +104,11 @@ class DistributedReplicas {
                       "DistributedReplicas::forward: expected one input for "
                       "each of ",
                       modules_.size(), " copies, got ", num_inputs);
-    auto on_failure =
-        c10::make_scope_exit([this] { replicated_.forward_failed(); });
     replicated_.before_forward();
     std::vector<decltype(call(0))> outputs;
     outputs.reserve(modules_.size());
     for (size_t i = 0; i < modules_.size(); ++i) outputs.push_back(call(i));
     replicated_.after_forward(tensors_of(outputs));
-    on_failure.release();
     return outputs;
   }
 

@@ -42,41 +42,11 @@ std::vector<std::string> describe_options(
                    kModes[static_cast<size_t>(options.buffer_mode)]),
       absl::StrCat("buffer_hook = ", options.buffer_hook ? "given" : "none"),
       absl::StrCat("delayed = ", absl::StrJoin(options.delayed, ", "))};
-  if (const auto& precision = options.mixed_precision) {
-    items.push_back(absl::StrCat(
-        "mixed_precision = ", c10::toString(precision->parameters), ", ",
-        c10::toString(precision->reduction.value_or(precision->parameters))));
-  }
   for (const ParameterGroup& group : options.parameter_groups) {
     items.push_back(absl::StrCat("a parameter group of ",
                                  absl::StrJoin(group.names, ", ")));
   }
   return items;
-}
-
-absl::Status check_precision(const DistributedDataParallelOptions& options) {
-  const std::optional<MixedPrecision>& precision = options.mixed_precision;
-  if (!precision) return absl::OkStatus();
-  for (const at::ScalarType dtype :
-       {precision->parameters,
-        precision->reduction.value_or(precision->parameters),
-        precision->buffers.value_or(precision->parameters)}) {
-    if (c10::isFloatingType(dtype)) continue;
-    return absl::InvalidArgumentError(absl::StrCat(
-        "mixed_precision: dtypes must be floating-point ones, got ",
-        c10::toString(dtype)));
-  }
-  if (precision->reduction && options.reducer.comm_hook) {
-    return absl::InvalidArgumentError(
-        "mixed_precision.reduction must be unset beside a comm hook, which "
-        "decides what travels; leave out one of them");
-  }
-  if (options.reducer.find_unused_parameters) {
-    return absl::InvalidArgumentError(
-        "mixed_precision finds no unused parameters; set "
-        "reducer.static_graph instead of find_unused_parameters");
-  }
-  return absl::OkStatus();
 }
 
 // Checks what is left of the replicas, and across ranks.
@@ -85,8 +55,7 @@ std::vector<ModuleReplica> checked(
     const DistributedDataParallelOptions& options,
     const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
   const Names& ignored = options.ignored;
-  absl::Status choice = check_choice(replicas.front().tensors, options);
-  choice.Update(check_precision(options));
+  const absl::Status choice = check_choice(replicas.front().tensors, options);
   std::vector<ModuleTensors> tensors;
   for (ModuleReplica& replica : replicas) {
     ModuleTensors& own = replica.tensors;
@@ -137,8 +106,11 @@ std::shared_ptr<c10d::CommHookInterface> route(
   return std::make_shared<RoutingHook>(std::move(hook), std::move(routes));
 }
 
-std::vector<std::vector<at::Tensor>> trainable_tensors(
-    const std::vector<ModuleReplica>& replicas) {
+std::unique_ptr<Reducer> make_reducer(
+    const std::vector<ModuleReplica>& replicas,
+    c10::intrusive_ptr<c10d::ProcessGroup> group,
+    const DistributedDataParallelOptions& options,
+    std::shared_ptr<c10d::CommHookInterface> hook) {
   std::vector<std::vector<at::Tensor>> parameters;
   for (const ModuleReplica& replica : replicas) {
     parameters.emplace_back();
@@ -146,31 +118,6 @@ std::vector<std::vector<at::Tensor>> trainable_tensors(
       parameters.back().push_back(tensor);
     }
   }
-  return parameters;
-}
-
-// What gradients travel in, if not in their own dtype.
-std::optional<at::ScalarType> wire_dtype(
-    const std::optional<MixedPrecision>& precision) {
-  if (!precision) return std::nullopt;
-  return precision->reduction.value_or(precision->parameters);
-}
-
-void cast_buffers(const std::vector<ModuleReplica>& replicas,
-                  at::ScalarType dtype) {
-  for (const ModuleReplica& replica : replicas) {
-    for (const NamedTensor& buffer : replica.buffers()) {
-      if (!buffer.tensor.is_floating_point()) continue;
-      buffer.tensor.set_data(buffer.tensor.to(dtype));
-    }
-  }
-}
-
-std::unique_ptr<Reducer> make_reducer(
-    const std::vector<ModuleReplica>& replicas,
-    c10::intrusive_ptr<c10d::ProcessGroup> group,
-    const DistributedDataParallelOptions& options,
-    std::shared_ptr<c10d::CommHookInterface> hook) {
   const std::vector<NamedTensor> named =
       trainable(replicas.front().tensors.parameters);
   ReducerOptions chosen = options.reducer;
@@ -185,8 +132,8 @@ std::unique_ptr<Reducer> make_reducer(
     chosen.bucket_plan = *std::move(buckets);
   }
   chosen.comm_hook = route(std::move(hook), named, options.parameter_groups);
-  return std::make_unique<Reducer>(trainable_tensors(replicas),
-                                   std::move(group), std::move(chosen));
+  return std::make_unique<Reducer>(std::move(parameters), std::move(group),
+                                   std::move(chosen));
 }
 
 }  // namespace
@@ -199,28 +146,17 @@ ReplicatedModule::ReplicatedModule(std::vector<ModuleReplica> replicas,
       parameter_groups_(options.parameter_groups),
       buffer_mode_(options.buffer_mode),
       buffers_(buffers_of(replicas_), options.buffer_hook, group_) {
-  const std::optional<MixedPrecision>& precision = options.mixed_precision;
   std::shared_ptr<c10d::CommHookInterface> hook = options.reducer.comm_hook;
   if (!hook) {
-    averaging_ = std::make_shared<AveragingHook>(group_, wire_dtype(precision));
+    averaging_ = std::make_shared<AveragingHook>(group_);
     hook = averaging_;
   }
   reducer_ = make_reducer(replicas_, group_, options, std::move(hook));
-  if (precision) {
-    precision_ = std::make_shared<PrecisionSwap>(
-        trainable_tensors(replicas_), precision->parameters, *reducer_);
-    if (precision->buffers) cast_buffers(replicas_, *precision->buffers);
-  }
   copy_from(0);
 }
 
 void ReplicatedModule::before_forward() {
-  if (precision_) precision_->swap_out();  // no backward has come
-  if (will_reduce()) meet_before_forward();
-  if (precision_) precision_->swap_in();
-}
-
-void ReplicatedModule::meet_before_forward() {
+  if (!will_reduce()) return;
   reducer_->forward_begins();
   meet_peers();
   if (session_ != nullptr) {
@@ -242,21 +178,8 @@ void ReplicatedModule::meet_peers() {
   }
 }
 
-void ReplicatedModule::forward_failed() noexcept {
-  if (precision_) precision_->swap_out();
-}
-
 void ReplicatedModule::after_forward(const std::vector<at::Tensor>& outputs) {
-  if (!at::GradMode::is_enabled()) {
-    if (precision_) precision_->swap_out();
-    return;
-  }
-  prepare(outputs);
-  // Behind the reducer's own, which delivers gradients first.
-  if (precision_) precision_->swap_out_after_backward(outputs);
-}
-
-void ReplicatedModule::prepare(const std::vector<at::Tensor>& outputs) {
+  if (!at::GradMode::is_enabled()) return;
   if (!synchronizes_) return reducer_->cancel_preparation();
   if (buffer_mode_ == BufferMode::kAfterForward) {
     // A forward may have failed on one rank alone.
@@ -307,7 +230,6 @@ void ReplicatedModule::shadow() {
 }
 
 void ReplicatedModule::copy_from(int rank) {
-  if (precision_) precision_->swap_out();
   const std::vector<NamedTensor>& parameters =
       replicas_.front().tensors.parameters;
   std::vector<NamedTensor> of_all_ranks;

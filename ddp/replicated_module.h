@@ -14,8 +14,6 @@
 
 #include <memory>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
-#include <type_traits>
-#include <utility>
 #include <vector>
 
 #include "brigade/comm_hooks/averaging_hook.h"
@@ -23,7 +21,6 @@
 #include "brigade/ddp/data_parallel_options.h"
 #include "brigade/ddp/join.h"
 #include "brigade/ddp/module_tensors.h"
-#include "brigade/ddp/precision_swap.h"
 #include "brigade/reducer/reducer.h"
 
 namespace brigade {
@@ -58,19 +55,6 @@ class ReplicatedModule final : public Joinable {
   // equal.
   void after_forward(const std::vector<at::Tensor>& outputs);
 
-  // Forward has thrown: parameters are in their own precision again.
-  void forward_failed() noexcept;
-
-  // An argument of forward, in the precision that forward has.
-  template <typename T>
-  decltype(auto) argument(T&& value) const {
-    if constexpr (std::is_same_v<std::remove_cvref_t<T>, at::Tensor>) {
-      return precision_ ? precision_->cast(value) : at::Tensor(value);
-    } else {
-      return std::forward<T>(value);
-    }
-  }
-
   // While off, backward accumulates gradients on this rank only.
   bool synchronizes() const { return synchronizes_; }
   void set_synchronizes(bool value) { synchronizes_ = value; }
@@ -89,8 +73,6 @@ class ReplicatedModule final : public Joinable {
 
  private:
   bool will_reduce() const;
-  void meet_before_forward();
-  void prepare(const std::vector<at::Tensor>& outputs);
   void sync_buffers();
 
   // Constant after construction.
@@ -101,7 +83,6 @@ class ReplicatedModule final : public Joinable {
   const BufferSync buffers_;
   std::shared_ptr<AveragingHook> averaging_;  // null: the hook is the user's
   std::unique_ptr<Reducer> reducer_;
-  std::shared_ptr<PrecisionSwap> precision_;  // null: the module's own
 
   bool synchronizes_ = true;
   JoinSession* session_ = nullptr;  // null: not being joined
