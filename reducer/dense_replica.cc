@@ -207,8 +207,8 @@ void DenseReplica::install_view(size_t slot) {
   if (!gradient.is_same(views_in_[slot])) gradient = views_in_[slot];
 }
 
-// The parameter, which is warm where its gradient is; if it is no example, the
-// view.
+// A tensor with the strides that the gradient should have: the parameter, which
+// is warm where its gradient is, unless it has gaps.
 const at::Tensor& DenseReplica::laid_out_as_gradient(size_t slot) const {
   return follows_parameter_[slot] ? parameter(slot) : views_in_[slot];
 }

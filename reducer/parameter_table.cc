@@ -56,6 +56,19 @@ absl::Status check_alike(const at::Tensor& first, const at::Tensor& tensor,
       describe_tensor("", first), "; it is ", describe_tensor("", tensor)));
 }
 
+// Replica by replica; nullopt if there is none.
+template <typename Predicate>
+std::optional<VariableIndex> first_variable(const ParameterTable& table,
+                                            const Predicate& holds) {
+  for (size_t r = 0; r < table.num_replicas(); ++r) {
+    for (size_t i = 0; i < table.size(); ++i) {
+      const VariableIndex variable = {.replica = r, .parameter = i};
+      if (holds(variable)) return variable;
+    }
+  }
+  return std::nullopt;
+}
+
 }  // namespace
 
 absl::StatusOr<ParameterTable> ParameterTable::create(
@@ -140,36 +153,21 @@ ParameterTable::ParameterTable(std::vector<std::vector<at::Tensor>> replicas,
 }
 
 std::optional<VariableIndex> ParameterTable::first_resized() const {
-  for (size_t r = 0; r < num_replicas(); ++r) {
-    for (size_t i = 0; i < size(); ++i) {
-      if (replicas_[r][i].sizes() != at::IntArrayRef(shapes_[i])) {
-        return VariableIndex{.replica = r, .parameter = i};
-      }
-    }
-  }
-  return std::nullopt;
+  return first_variable(*this, [this](VariableIndex v) {
+    return (*this)[v].sizes() != at::IntArrayRef(shapes_[v.parameter]);
+  });
 }
 
 std::optional<VariableIndex> ParameterTable::first_restrided() const {
-  for (size_t r = 0; r < num_replicas(); ++r) {
-    for (size_t i = 0; i < size(); ++i) {
-      if (replicas_[r][i].strides() != at::IntArrayRef(strides_[i])) {
-        return VariableIndex{.replica = r, .parameter = i};
-      }
-    }
-  }
-  return std::nullopt;
+  return first_variable(*this, [this](VariableIndex v) {
+    return (*this)[v].strides() != at::IntArrayRef(strides_[v.parameter]);
+  });
 }
 
 std::optional<VariableIndex> ParameterTable::first_unlike_replica_0() const {
-  for (size_t r = 1; r < num_replicas(); ++r) {
-    for (size_t i = 0; i < size(); ++i) {
-      if (replicas_[r][i].strides() != tensors()[i].strides()) {
-        return VariableIndex{.replica = r, .parameter = i};
-      }
-    }
-  }
-  return std::nullopt;
+  return first_variable(*this, [this](VariableIndex v) {
+    return (*this)[v].strides() != tensors()[v.parameter].strides();
+  });
 }
 
 void ParameterTable::adopt_strides() {
