@@ -5,8 +5,9 @@
 namespace brigade {
 
 AveragingHook::AveragingHook(
-    const c10::intrusive_ptr<c10d::ProcessGroup>& group)
-    : all_reduce_(all_reduce_hook(group)),
+    const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+    std::optional<at::ScalarType> wire_dtype)
+    : all_reduce_(std::make_shared<AllReduceHook>(group, wire_dtype)),
       world_size_(group->getSize()),
       divisor_(world_size_) {}
 

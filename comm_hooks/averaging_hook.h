@@ -8,6 +8,7 @@
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/comm.hpp>
 
@@ -19,8 +20,11 @@ namespace brigade {
 class AveragingHook final : public c10d::CommHookInterface,
                             public DeclaresWireFormat {
  public:
-  // Does not keep the group alive. Errors: ValueError if it is null.
-  explicit AveragingHook(const c10::intrusive_ptr<c10d::ProcessGroup>& group);
+  // `wire_dtype`: as AllReduceHook's. Does not keep the group alive. Errors:
+  // ValueError if it is null.
+  explicit AveragingHook(
+      const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+      std::optional<at::ScalarType> wire_dtype = std::nullopt);
 
   // Until the next call: the divisor is the world size.
   void divide_by_world_size();

@@ -41,6 +41,11 @@ class RoutingHook final : public c10d::CommHookInterface,
   at::Tensor parseHookResult(const c10::IValue& result) override;
   void iteration_begins(bool has_data) override;
 
+  // The one that serves what has no route, then those of the routes.
+  const std::vector<std::shared_ptr<c10d::CommHookInterface>>& hooks() const {
+    return hooks_;
+  }
+
  private:
   using HookPtr = std::shared_ptr<c10d::CommHookInterface>;
 

@@ -5,6 +5,7 @@
 #include <c10/util/Exception.h>
 #include <c10/util/ScopeExit.h>
 
+#include <algorithm>
 #include <exception>
 #include <string>
 #include <tuple>
@@ -13,6 +14,7 @@
 
 #include "brigade/comm_hooks/gradient_layout.h"
 #include "brigade/comm_hooks/iteration_listener.h"
+#include "brigade/comm_hooks/routing_hook.h"
 #include "brigade/comm_hooks/wire_format.h"
 
 namespace brigade {
@@ -136,6 +138,15 @@ std::shared_ptr<c10d::CommHookInterface> step_in_backward(
                     "all_reduce_hook(group).");
   TORCH_CHECK_VALUE(step, "step_in_backward needs a step, got none");
   return std::make_shared<SteppingHook>(std::move(hook), std::move(step));
+}
+
+bool steps_in_backward(const c10d::CommHookInterface& hook) {
+  if (dynamic_cast<const SteppingHook*>(&hook) != nullptr) return true;
+  const auto* routing = dynamic_cast<const RoutingHook*>(&hook);
+  return routing != nullptr &&
+         std::ranges::any_of(routing->hooks(), [](const auto& each) {
+           return steps_in_backward(*each);
+         });
 }
 
 }  // namespace brigade

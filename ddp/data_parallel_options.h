@@ -3,6 +3,7 @@
 #ifndef BRIGADE_DDP_DATA_PARALLEL_OPTIONS_H_
 #define BRIGADE_DDP_DATA_PARALLEL_OPTIONS_H_
 
+#include <optional>
 #include <string>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
@@ -18,6 +19,25 @@ namespace brigade {
 struct ParameterGroup {
   std::vector<std::string> names;
   c10::intrusive_ptr<c10d::ProcessGroup> group;
+};
+
+// Forward runs on copies of the parameters in `parameters`, and tensors among
+// its arguments are cast to it; outputs stay in it. Before and after forward
+// parameters are what they always are, and so are their gradients: see
+// hooks/parameter_casts.h. checkpoint() inside of forward is refused while an
+// optimizer steps in backward. Parameters and tensors that are not floating-point
+// ones stay as they are, and so do ignored parameters.
+//
+// Arguments are cast in vectors, arrays, maps, pairs, tuples, optionals and
+// IValues; other types are passed on. What forward changes in an argument that
+// was cast, it changes in the copy.
+struct MixedPrecision {
+  at::ScalarType parameters = at::kBFloat16;
+  // Of gradients as they travel, if it is smaller than their own; unset: as
+  // `parameters`. Not with a comm hook, which decides itself.
+  std::optional<at::ScalarType> reduction = std::nullopt;
+  // Floating-point buffers are cast once, by the constructor; unset: they stay.
+  std::optional<at::ScalarType> buffers = std::nullopt;
 };
 
 struct DistributedDataParallelOptions {
@@ -42,6 +62,9 @@ struct DistributedDataParallelOptions {
   // one is left untouched if no rank of the whole group used it. Such a model
   // can't be joined.
   std::vector<ParameterGroup> parameter_groups = {};
+
+  // Unset: forward runs in the parameters' own precision.
+  std::optional<MixedPrecision> mixed_precision = std::nullopt;
 };
 
 }  // namespace brigade

@@ -25,7 +25,6 @@
 #include "brigade/ddp/module_access.h"
 #include "brigade/ddp/no_sync.h"
 #include "brigade/ddp/replicated_module.h"
-#include "brigade/hooks/output_tensors.h"
 
 namespace brigade {
 
@@ -51,10 +50,10 @@ class DistributedDataParallel {
   // Errors: what the module's forward and Reducer::prepare_for_backward throw.
   template <typename... Args>
   auto forward(Args&&... args) {
-    replicated_.before_forward();
-    auto outputs = call_module(module_, std::forward<Args>(args)...);
-    replicated_.after_forward(tensors_of(outputs));
-    return outputs;
+    return replicated_.run_forward([&] {
+      return call_module(
+          module_, replicated_.argument(std::forward<Args>(args)).get()...);
+    });
   }
 
   template <typename... Args>

@@ -29,7 +29,6 @@
 #include "brigade/ddp/module_access.h"
 #include "brigade/ddp/no_sync.h"
 #include "brigade/ddp/replicated_module.h"
-#include "brigade/hooks/output_tensors.h"
 
 namespace brigade {
 
@@ -58,7 +57,8 @@ class DistributedReplicas {
     return forward_each(inputs.size(), [&](size_t i) {
       return std::apply(
           [&](const Args&... args) {
-            return call_module(modules_[i], args...);
+            return call_module(modules_[i],
+                               replicated_.argument(args).get()...);
           },
           inputs[i]);
     });
@@ -67,7 +67,7 @@ class DistributedReplicas {
   // The same for a forward of one argument.
   auto forward(const std::vector<at::Tensor>& inputs) {
     return forward_each(inputs.size(), [&](size_t i) {
-      return call_module(modules_[i], inputs[i]);
+      return call_module(modules_[i], replicated_.argument(inputs[i]).get());
     });
   }
 
@@ -104,12 +104,12 @@ class DistributedReplicas {
                       "DistributedReplicas::forward: expected one input for "
                       "each of ",
                       modules_.size(), " copies, got ", num_inputs);
-    replicated_.before_forward();
-    std::vector<decltype(call(0))> outputs;
-    outputs.reserve(modules_.size());
-    for (size_t i = 0; i < modules_.size(); ++i) outputs.push_back(call(i));
-    replicated_.after_forward(tensors_of(outputs));
-    return outputs;
+    return replicated_.run_forward([&] {
+      std::vector<decltype(call(0))> outputs;
+      outputs.reserve(modules_.size());
+      for (size_t i = 0; i < modules_.size(); ++i) outputs.push_back(call(i));
+      return outputs;
+    });
   }
 
   std::vector<Module> modules_;

@@ -15,6 +15,7 @@
 #include "brigade/comm/control_device.h"
 #include "brigade/comm_hooks/all_reduce_hook.h"
 #include "brigade/comm_hooks/routing_hook.h"
+#include "brigade/comm_hooks/step_in_backward.h"
 #include "brigade/ddp/bucket_choice.h"
 #include "brigade/ddp/module_broadcast.h"
 #include "brigade/ddp/module_check.h"
@@ -33,6 +34,32 @@ std::vector<NamedTensor> without(std::vector<NamedTensor> tensors,
   return tensors;
 }
 
+// What gradients travel in, if not in their own dtype.
+std::optional<at::ScalarType> wire_dtype(
+    const std::optional<MixedPrecision>& precision) {
+  if (!precision) return std::nullopt;
+  return precision->reduction.value_or(precision->parameters);
+}
+
+absl::Status check_precision(const DistributedDataParallelOptions& options) {
+  const std::optional<MixedPrecision>& precision = options.mixed_precision;
+  if (!precision) return absl::OkStatus();
+  for (const at::ScalarType dtype :
+       {precision->parameters, *wire_dtype(precision),
+        precision->buffers.value_or(precision->parameters)}) {
+    if (c10::isFloatingType(dtype)) continue;
+    return absl::InvalidArgumentError(absl::StrCat(
+        "mixed_precision: dtypes must be floating-point ones, got ",
+        c10::toString(dtype)));
+  }
+  if (precision->reduction && options.reducer.comm_hook) {
+    return absl::InvalidArgumentError(
+        "mixed_precision.reduction must be unset beside a comm hook, which "
+        "decides what travels; leave out one of them");
+  }
+  return absl::OkStatus();
+}
+
 // What decides which collectives are launched where.
 std::vector<std::string> describe_options(
     const DistributedDataParallelOptions& options) {
@@ -42,6 +69,14 @@ std::vector<std::string> describe_options(
                    kModes[static_cast<size_t>(options.buffer_mode)]),
       absl::StrCat("buffer_hook = ", options.buffer_hook ? "given" : "none"),
       absl::StrCat("delayed = ", absl::StrJoin(options.delayed, ", "))};
+  if (const auto& precision = options.mixed_precision) {
+    items.push_back(absl::StrCat(
+        "mixed_precision = ", c10::toString(precision->parameters),
+        ", reduction in ", c10::toString(*wire_dtype(precision)), ", buffers ",
+        precision->buffers
+            ? absl::StrCat("in ", c10::toString(*precision->buffers))
+            : "as they are"));
+  }
   for (const ParameterGroup& group : options.parameter_groups) {
     items.push_back(absl::StrCat("a parameter group of ",
                                  absl::StrJoin(group.names, ", ")));
@@ -55,7 +90,8 @@ std::vector<ModuleReplica> checked(
     const DistributedDataParallelOptions& options,
     const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
   const Names& ignored = options.ignored;
-  const absl::Status choice = check_choice(replicas.front().tensors, options);
+  absl::Status choice = check_choice(replicas.front().tensors, options);
+  choice.Update(check_precision(options));
   std::vector<ModuleTensors> tensors;
   for (ModuleReplica& replica : replicas) {
     ModuleTensors& own = replica.tensors;
@@ -93,17 +129,43 @@ std::vector<NamedTensor> trainable(std::vector<NamedTensor> parameters) {
 std::shared_ptr<c10d::CommHookInterface> route(
     std::shared_ptr<c10d::CommHookInterface> hook,
     std::span<const NamedTensor> parameters,
-    std::span<const ParameterGroup> groups) {
+    const DistributedDataParallelOptions& options) {
+  const std::vector<ParameterGroup>& groups = options.parameter_groups;
   if (groups.empty()) return hook;
   std::vector<Route> routes;
   for (const ParameterGroup& group : groups) {
-    routes.push_back({.parameters = {}, .hook = all_reduce_hook(group.group)});
+    routes.push_back({.parameters = {},
+                      .hook = std::make_shared<AllReduceHook>(
+                          group.group, wire_dtype(options.mixed_precision))});
     for (const auto& [name, tensor] : parameters) {
       if (group_of(name, groups) != &group) continue;
       routes.back().parameters.push_back(tensor);
     }
   }
   return std::make_shared<RoutingHook>(std::move(hook), std::move(routes));
+}
+
+std::optional<ForwardPrecision> forward_precision(
+    const std::vector<ModuleReplica>& replicas,
+    const std::optional<MixedPrecision>& precision) {
+  if (!precision) return std::nullopt;
+  std::vector<NamedTensor> parameters;
+  for (const ModuleReplica& replica : replicas) {
+    const std::vector<NamedTensor>& own = replica.tensors.parameters;
+    parameters.insert(parameters.end(), own.begin(), own.end());
+  }
+  return ForwardPrecision(parameters, precision->parameters);
+}
+
+void cast_buffers(const std::vector<ModuleReplica>& replicas,
+                  const std::optional<MixedPrecision>& precision) {
+  if (!precision || !precision->buffers) return;
+  for (const ModuleReplica& replica : replicas) {
+    for (const auto& [name, buffer] : replica.buffers()) {
+      if (!buffer.is_floating_point()) continue;
+      buffer.set_data(buffer.to(*precision->buffers));
+    }
+  }
 }
 
 std::unique_ptr<Reducer> make_reducer(
@@ -131,7 +193,7 @@ std::unique_ptr<Reducer> make_reducer(
       !buckets->empty()) {  // else the reducer says what's wrong
     chosen.bucket_plan = *std::move(buckets);
   }
-  chosen.comm_hook = route(std::move(hook), named, options.parameter_groups);
+  chosen.comm_hook = route(std::move(hook), named, options);
   return std::make_unique<Reducer>(std::move(parameters), std::move(group),
                                    std::move(chosen));
 }
@@ -145,13 +207,16 @@ ReplicatedModule::ReplicatedModule(std::vector<ModuleReplica> replicas,
       replicas_(checked(std::move(replicas), options, group_)),
       parameter_groups_(options.parameter_groups),
       buffer_mode_(options.buffer_mode),
-      buffers_(buffers_of(replicas_), options.buffer_hook, group_) {
+      buffers_(buffers_of(replicas_), options.buffer_hook, group_),
+      precision_(forward_precision(replicas_, options.mixed_precision)) {
   std::shared_ptr<c10d::CommHookInterface> hook = options.reducer.comm_hook;
   if (!hook) {
-    averaging_ = std::make_shared<AveragingHook>(group_);
+    averaging_ = std::make_shared<AveragingHook>(
+        group_, wire_dtype(options.mixed_precision));
     hook = averaging_;
   }
   reducer_ = make_reducer(replicas_, group_, options, std::move(hook));
+  cast_buffers(replicas_, options.mixed_precision);
   copy_from(0);
 }
 
@@ -193,6 +258,12 @@ bool ReplicatedModule::will_reduce() const {
   return synchronizes_ && at::GradMode::is_enabled();
 }
 
+ParameterCasts::Checkpoints ReplicatedModule::checkpoints() const {
+  return steps_in_backward(*reducer_->comm_hook())
+             ? ParameterCasts::Checkpoints::kRefused
+             : ParameterCasts::Checkpoints::kAllowed;
+}
+
 void ReplicatedModule::sync_buffers() {
   if (buffers_.are_none()) return;
   buffers_.run(session_ == nullptr ? 0 : session_->first_rank_with_data());
@@ -207,7 +278,7 @@ void ReplicatedModule::enter(JoinSession& session, bool announces) {
                     "since a group may run out before the others.\nGive every "
                     "rank equally many inputs.");
   TORCH_CHECK_VALUE(
-      (averaging_ && reducer_->uses_hook(*averaging_)) ||
+      reducer_->comm_hook() == averaging_ ||
           session.options().divide_by == JoinDivisor::kWorldSize,
       "join: the divisor must be kWorldSize, since the comm hook is the user's "
       "own and divides by itself; it is kRanksWithData.\nLeave out the hook or "

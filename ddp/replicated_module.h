@@ -13,14 +13,19 @@
 #include <ATen/core/Tensor.h>
 
 #include <memory>
+#include <optional>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <utility>
 #include <vector>
 
 #include "brigade/comm_hooks/averaging_hook.h"
 #include "brigade/ddp/buffer_sync.h"
 #include "brigade/ddp/data_parallel_options.h"
+#include "brigade/ddp/forward_argument.h"
+#include "brigade/ddp/forward_precision.h"
 #include "brigade/ddp/join.h"
 #include "brigade/ddp/module_tensors.h"
+#include "brigade/hooks/output_tensors.h"
 #include "brigade/reducer/reducer.h"
 
 namespace brigade {
@@ -46,14 +51,26 @@ class ReplicatedModule final : public Joinable {
                    c10::intrusive_ptr<c10d::ProcessGroup> group,
                    DistributedDataParallelOptions options);
 
-  // Collective if buffers are made equal or ranks join. Does nothing while
-  // gradients are not being recorded or not synchronised.
-  void before_forward();
+  // What `forward` returns: the outputs of all replicas. The reducer is
+  // prepared for a backward through them, unless gradients are not being
+  // recorded or not synchronised. Collective then if buffers are made equal or
+  // ranks join.
+  template <typename Forward>
+  auto run_forward(const Forward& forward) {
+    before_forward();
+    auto outputs =
+        precision_ ? precision_->run(checkpoints(), forward) : forward();
+    after_forward(tensors_of(outputs));
+    return outputs;
+  }
 
-  // Prepares the reducer, unless gradients are not being recorded or not
-  // synchronised. `outputs`: of all replicas. Collective if buffers are made
-  // equal.
-  void after_forward(const std::vector<at::Tensor>& outputs);
+  // An argument of a replica's forward, in the precision that it runs in.
+  template <typename T>
+  ForwardArgument<T> argument(T&& value) const {
+    return ForwardArgument<T>(
+        std::forward<T>(value),
+        precision_ ? std::optional(precision_->dtype()) : std::nullopt);
+  }
 
   // While off, backward accumulates gradients on this rank only.
   bool synchronizes() const { return synchronizes_; }
@@ -72,7 +89,10 @@ class ReplicatedModule final : public Joinable {
   void copy_from(int rank) override;
 
  private:
+  void before_forward();
+  void after_forward(const std::vector<at::Tensor>& outputs);
   bool will_reduce() const;
+  ParameterCasts::Checkpoints checkpoints() const;
   void sync_buffers();
 
   // Constant after construction.
@@ -83,6 +103,7 @@ class ReplicatedModule final : public Joinable {
   const BufferSync buffers_;
   std::shared_ptr<AveragingHook> averaging_;  // null: the hook is the user's
   std::unique_ptr<Reducer> reducer_;
+  const std::optional<ForwardPrecision> precision_;  // unset: its own
 
   bool synchronizes_ = true;
   JoinSession* session_ = nullptr;  // null: not being joined

@@ -73,12 +73,14 @@ RunConditions::RunConditions(std::span<const at::Tensor> inputs,
                              bool with_random_state)
     : cast_state_(CastState::now()),
       random_state_(with_random_state ? RandomState::of(inputs)
-                                      : RandomState()) {}
+                                      : RandomState()),
+      parameter_casts_(ParameterCasts::current_for_checkpoint()) {}
 
 RunConditions::Guard::Guard(const RunConditions& conditions)
     : grad_mode_(true),
       cast_before_(CastState::now()),
-      random_before_(conditions.random_state_.now()) {
+      random_before_(conditions.random_state_.now()),
+      parameter_casts_(conditions.parameter_casts_) {
   conditions.cast_state_.restore();
   at::autocast::increment_nesting();
   conditions.random_state_.restore();

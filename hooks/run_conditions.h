@@ -1,5 +1,6 @@
 // Under what conditions a function ran, to run it again in the same way:
-// autocast and random numbers. Grad mode is on in all runs that are recorded.
+// autocast, random numbers, parameters in low precision. Grad mode is on in all
+// runs that are recorded.
 //
 // Other thread-local state is that of the thread which runs it again.
 //
@@ -12,9 +13,12 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
 
+#include <memory>
 #include <span>
 #include <utility>
 #include <vector>
+
+#include "brigade/hooks/parameter_casts.h"
 
 namespace brigade {
 
@@ -69,11 +73,13 @@ class RunConditions {
     const at::AutoGradMode grad_mode_;
     const CastState cast_before_;
     const RandomState random_before_;
+    const ParameterCasts::Scope parameter_casts_;
   };
 
  private:
   const CastState cast_state_;
   const RandomState random_state_;  // of no generator if not asked for
+  const std::shared_ptr<const ParameterCasts> parameter_casts_;  // or null
 };
 
 }  // namespace brigade

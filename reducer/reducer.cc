@@ -74,6 +74,11 @@ void Reducer::keep_until_done(BoundPlan bound,
   }
 }
 
+std::shared_ptr<const c10d::CommHookInterface> Reducer::comm_hook() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return options_.comm_hook;
+}
+
 BucketPlan Reducer::plan() const {
   const std::lock_guard<std::mutex> lock(mutex_);
   return bound_.plan;
@@ -86,11 +91,6 @@ ReducerStatistics Reducer::statistics() const {
     statistics.graph_searches = graph_.unused_search->num_searches();
   }
   return statistics;
-}
-
-bool Reducer::uses_hook(const c10d::CommHookInterface& hook) const {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return options_.comm_hook.get() == &hook;
 }
 
 std::vector<size_t> Reducer::missing_gradients() const {

@@ -159,8 +159,8 @@ class Reducer : private GradientListener {
   // Errors: RuntimeError in the middle of an iteration.
   void set_comm_hook(std::shared_ptr<c10d::CommHookInterface> hook);
 
-  // Whether buckets travel by this very hook.
-  bool uses_hook(const c10d::CommHookInterface& hook) const;
+  // What buckets travel by.
+  std::shared_ptr<const c10d::CommHookInterface> comm_hook() const;
 
   // Parameters by bucket, in launch order. Changes once, when it is rebuilt.
   BucketPlan plan() const;

@@ -6,6 +6,7 @@
 
 #include <torch/torch.h>
 
+#include <optional>
 #include <stdexcept>
 #include <vector>
 
@@ -29,11 +30,18 @@ struct ToyModuleImpl : torch::nn::Module {
   at::Tensor forward(const Order& uses, int copy, int step) {
     if (fails) throw std::domain_error("in forward");
     seen.add_(copy + 1);
+    precision = toy.parameters[0].scalar_type();
+    if (writes) {
+      const at::NoGradGuard no_grad;
+      toy.parameters[*writes].add_(1);
+    }
     return toy.loss_in_order(uses, copy, step);
   }
 
   ToyModel toy;
   at::Tensor seen;
+  std::optional<size_t> writes;           // to this parameter, in forward
+  at::ScalarType precision = at::kFloat;  // in the last forward
   bool fails = false;
 };
 TORCH_MODULE(ToyModule);

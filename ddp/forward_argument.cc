@@ -1,0 +1,41 @@
+#include "brigade/ddp/forward_argument.h"
+
+#include <ATen/core/Dict.h>
+#include <ATen/core/List.h>
+
+namespace brigade {
+
+at::Tensor in_precision(const at::Tensor& tensor, at::ScalarType dtype) {
+  return tensor.defined() && tensor.is_floating_point() ? tensor.to(dtype)
+                                                        : tensor;
+}
+
+c10::IValue in_precision(const c10::IValue& value, at::ScalarType dtype) {
+  if (value.isTensor()) return in_precision(value.toTensor(), dtype);
+  if (value.isTuple()) {
+    const auto& tuple = value.toTupleRef();
+    std::vector<c10::IValue> parts;
+    for (const c10::IValue& part : tuple.elements()) {
+      parts.push_back(in_precision(part, dtype));
+    }
+    return c10::ivalue::Tuple::createNamed(std::move(parts), tuple.type());
+  }
+  if (value.isList()) {
+    const c10::impl::GenericList list = value.toList();
+    c10::impl::GenericList cast(list.elementType());
+    for (const c10::IValue& part : list)
+      cast.push_back(in_precision(part, dtype));
+    return cast;
+  }
+  if (value.isGenericDict()) {
+    const c10::impl::GenericDict dict = value.toGenericDict();
+    c10::impl::GenericDict cast(dict.keyType(), dict.valueType());
+    for (const auto& entry : dict) {
+      cast.insert(entry.key(), in_precision(entry.value(), dtype));
+    }
+    return cast;
+  }
+  return value;
+}
+
+}  // namespace brigade

@@ -1,0 +1,86 @@
+// An argument on its way to a module's forward.
+
+#ifndef BRIGADE_DDP_FORWARD_ARGUMENT_H_
+#define BRIGADE_DDP_FORWARD_ARGUMENT_H_
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
+
+#include <algorithm>
+#include <optional>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "brigade/hooks/output_tensors.h"
+#include "brigade/hooks/tensor_nest.h"
+
+namespace brigade {
+
+// A floating-point tensor in `dtype`, and part of the same graph; any other as
+// it is.
+at::Tensor in_precision(const at::Tensor& tensor, at::ScalarType dtype);
+
+// The same for the tensors of lists, tuples and dictionaries.
+c10::IValue in_precision(const c10::IValue& value, at::ScalarType dtype);
+
+// The caller's own argument, or, where a precision is wanted and it holds
+// floating-point tensors of another one, a copy of it with those cast. `T`: as
+// forwarded. Types that tensor_nest.h does not know, and IValues apart, are
+// passed on as they are.
+template <typename T>
+class ForwardArgument {
+ public:
+  // REQUIRES: `value` outlives this object.
+  ForwardArgument(T&& value, std::optional<at::ScalarType> dtype)
+      : value_(std::forward<T>(value)) {
+    if constexpr (kCanBeCast) {
+      if (!dtype || !differs(value_, *dtype)) return;
+      cast_.emplace(std::forward<T>(value));
+      if constexpr (kIsIValue) {
+        *cast_ = in_precision(*cast_, *dtype);
+      } else if constexpr (kIsIValueList) {
+        for (c10::IValue& part : *cast_) part = in_precision(part, *dtype);
+      } else {
+        for_each_tensor(*cast_, [&dtype](at::Tensor& tensor) {
+          tensor = in_precision(tensor, *dtype);
+        });
+      }
+    }
+  }
+
+  T&& get() {
+    if constexpr (kCanBeCast) {
+      if (cast_) return static_cast<T&&>(*cast_);
+    }
+    return static_cast<T&&>(value_);
+  }
+
+  ForwardArgument(const ForwardArgument&) = delete;
+  ForwardArgument& operator=(const ForwardArgument&) = delete;
+
+ private:
+  using Value = std::remove_cvref_t<T>;
+  static constexpr bool kIsIValue = std::is_same_v<Value, c10::IValue>;
+  static constexpr bool kIsIValueList =
+      std::is_same_v<Value, std::vector<c10::IValue>>;
+  static constexpr bool kCanBeCast =
+      kIsIValue || kIsIValueList || IsTensorNest<Value>;
+
+  struct Nothing {};
+
+  static bool differs(const Value& value, at::ScalarType dtype) {
+    const std::vector<at::Tensor> tensors = tensors_of(value);
+    return std::any_of(
+        tensors.begin(), tensors.end(), [dtype](const at::Tensor& tensor) {
+          return tensor.is_floating_point() && tensor.scalar_type() != dtype;
+        });
+  }
+
+  T&& value_;
+  std::conditional_t<kCanBeCast, std::optional<Value>, Nothing> cast_;
+};
+
+}  // namespace brigade
+
+#endif  // BRIGADE_DDP_FORWARD_ARGUMENT_H_

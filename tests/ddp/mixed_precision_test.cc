@@ -1,0 +1,506 @@
+#include <torch/torch.h>
+
+#include <map>
+#include <memory>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "brigade/comm/process_group.h"
+#include "brigade/comm_hooks/all_reduce_hook.h"
+#include "brigade/comm_hooks/step_in_backward.h"
+#include "brigade/ddp/distributed_data_parallel.h"
+#include "brigade/ddp/distributed_replicas.h"
+#include "brigade/ddp/join.h"
+#include "brigade/hooks/checkpoint.h"
+#include "brigade/tests/ddp/toy_module.h"
+#include "brigade/tests/support/local_ranks.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+
+namespace brigade {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using testing::Order;
+using testing::run_ranks;
+using testing::ToyModel;
+using testing::ToyModule;
+
+using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
+
+const Order kAll = {0, 1, 2, 3};
+constexpr MixedPrecision kHalfPrecision = {.parameters = at::kBFloat16};
+
+void expect_full_precision(const ToyModel& toy) {
+  for (const at::Tensor& p : toy.parameters) {
+    EXPECT_EQ(p.scalar_type(), at::kFloat);
+    if (p.grad().defined()) {
+      EXPECT_EQ(p.grad().scalar_type(), at::kFloat);
+    }
+  }
+}
+
+void expect_averages(const ToyModel& toy, int world_size, int step) {
+  expect_full_precision(toy);
+  for (const size_t i : kAll) {
+    EXPECT_TRUE(
+        at::equal(toy.parameters[i].grad(), toy.average(i, world_size, step)))
+        << "parameter " << i << " step " << step;
+  }
+}
+
+// Gradients as views x set to None x what travels.
+class MixedPrecisionTest
+    : public ::testing::TestWithParam<std::tuple<bool, bool, at::ScalarType>> {
+ protected:
+  DistributedDataParallelOptions options() const {
+    return {
+        .reducer = {.bucket_caps_bytes = {40},
+                    .gradients_as_bucket_views = std::get<0>(GetParam())},
+        .mixed_precision = MixedPrecision{
+            .parameters = at::kBFloat16, .reduction = std::get<2>(GetParam())}};
+  }
+  bool set_to_none() const { return std::get<1>(GetParam()); }
+};
+
+TEST_P(MixedPrecisionTest, AveragesGradientsInFullPrecision) {
+  run_ranks(2, [&](const Group& group) {
+    ToyModule module;
+    DistributedDataParallel model(module, group, options());
+    for (int s = 0; s < 5; ++s) {
+      module->toy.zero_grad(set_to_none());
+      model(kAll, group->getRank(), s).backward();
+      EXPECT_EQ(module->precision, at::kBFloat16);
+      expect_averages(module->toy, 2, s);
+    }
+    EXPECT_EQ(model.reducer().statistics().reduced, 5);
+    EXPECT_EQ(model.reducer().statistics().rebuilds, 1);
+  });
+}
+
+TEST_P(MixedPrecisionTest, AccumulatesWithoutSynchronising) {
+  run_ranks(2, [&](const Group& group) {
+    const int rank = group->getRank();
+    ToyModule module;
+    DistributedDataParallel model(module, group, options());
+    for (int s = 0; s < 3; ++s) {
+      module->toy.zero_grad(set_to_none());
+      {
+        const auto local = model.no_sync();
+        model(kAll, rank, s).backward();
+        expect_full_precision(module->toy);
+      }
+      model(kAll, rank, s).backward();
+      for (const size_t i : kAll) {
+        EXPECT_TRUE(at::equal(module->toy.parameters[i].grad(),
+                              2 * module->toy.average(i, 2, s)));
+      }
+    }
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Modes, MixedPrecisionTest,
+    ::testing::Combine(::testing::Bool(), ::testing::Bool(),
+                       ::testing::Values(at::kBFloat16, at::kFloat)));
+
+TEST(MixedPrecisionStepsTest, OptimizersStepInFullPrecision) {
+  run_ranks(2, [](const Group& group) {
+    ToyModule module;
+    DistributedDataParallel model(module, group,
+                                  {.mixed_precision = kHalfPrecision});
+    torch::optim::SGD optimizer(module->parameters(), /*lr=*/1.0 / 4096);
+    std::vector<at::Tensor> expected;
+    for (const at::Tensor& p : module->toy.parameters) {
+      expected.push_back(p.detach().clone());
+    }
+    for (int s = 0; s < 3; ++s) {
+      optimizer.zero_grad();
+      model(kAll, group->getRank(), s).backward();
+      optimizer.step();
+      for (const size_t i : kAll) {
+        expected[i] = expected[i] - module->toy.average(i, 2, s) / 4096;
+        EXPECT_TRUE(at::equal(module->toy.parameters[i], expected[i]));
+      }
+    }
+  });
+}
+
+// Returns what it was given.
+struct Echo : torch::nn::Module {
+  Echo() { register_parameter("weight", weight); }
+  template <typename T>
+  T forward(const T& argument) {
+    address = &argument;
+    return argument;
+  }
+  const at::Tensor weight = at::ones({1}).requires_grad_();
+  const void* address = nullptr;
+};
+
+template <typename T>
+std::vector<at::ScalarType> dtypes_given_to_forward(const T& argument) {
+  DistributedDataParallel model(std::make_shared<Echo>(),
+                                single_process_group(),
+                                {.mixed_precision = kHalfPrecision});
+  const at::NoGradGuard no_grad;
+  std::vector<at::ScalarType> dtypes;
+  for (const at::Tensor& tensor : tensors_of(model(argument))) {
+    dtypes.push_back(tensor.scalar_type());
+  }
+  return dtypes;
+}
+
+TEST(MixedPrecisionArgumentsTest, TensorsInNestsAreCast) {
+  const at::Tensor x = at::ones({2});
+  const at::Tensor i = at::ones({2}, at::kLong);
+  EXPECT_THAT(dtypes_given_to_forward(x), ElementsAre(at::kBFloat16));
+  EXPECT_THAT(dtypes_given_to_forward(i), ElementsAre(at::kLong));
+  EXPECT_THAT(dtypes_given_to_forward(std::vector<at::Tensor>{x, i}),
+              ElementsAre(at::kBFloat16, at::kLong));
+  EXPECT_THAT(
+      dtypes_given_to_forward(std::tuple(
+          x, std::optional(i), std::map<int, at::Tensor>{{1, x}, {2, {}}}, 3)),
+      ElementsAre(at::kBFloat16, at::kLong, at::kBFloat16));
+}
+
+TEST(MixedPrecisionArgumentsTest, TensorsInIValuesAreCast) {
+  const at::Tensor x = at::ones({2});
+  const at::Tensor i = at::ones({2}, at::kLong);
+  c10::Dict<std::string, at::Tensor> dict;
+  dict.insert("x", x);
+  const c10::IValue nest = c10::ivalue::Tuple::create(
+      {x, i, c10::List<at::Tensor>({x, x}), dict, 3, "text"});
+  EXPECT_THAT(dtypes_given_to_forward(nest),
+              ElementsAre(at::kBFloat16, at::kLong, at::kBFloat16,
+                          at::kBFloat16, at::kBFloat16));
+  EXPECT_EQ(dict.at("x").scalar_type(), at::kFloat);
+  EXPECT_THAT(dtypes_given_to_forward(std::vector<c10::IValue>{x, 1, i}),
+              ElementsAre(at::kBFloat16, at::kLong));
+}
+
+TEST(MixedPrecisionArgumentsTest, OthersAreTheCallersOwn) {
+  const at::Tensor x = at::ones({2});
+  const at::Tensor low = x.to(at::kBFloat16);
+  const auto echo = std::make_shared<Echo>();
+  const at::NoGradGuard no_grad;
+  {
+    DistributedDataParallel model(echo, single_process_group());
+    model(x);
+    EXPECT_EQ(echo->address, &x);
+  }
+  DistributedDataParallel model(echo, single_process_group(),
+                                {.mixed_precision = kHalfPrecision});
+  model(low);
+  EXPECT_EQ(echo->address, &low);
+  model(x);
+  EXPECT_NE(echo->address, &x);
+}
+
+TEST(MixedPrecisionArgumentsTest, InputsGetGradients) {
+  torch::nn::Linear linear(3, 2);
+  DistributedDataParallel model(linear, single_process_group(),
+                                {.mixed_precision = kHalfPrecision});
+  for (int s = 0; s < 2; ++s) {
+    const at::Tensor input = at::ones({4, 3}).requires_grad_();
+    const at::Tensor output = model(input);
+    EXPECT_EQ(output.scalar_type(), at::kBFloat16);
+    output.sum().backward();
+    EXPECT_EQ(input.grad().scalar_type(), at::kFloat);
+    EXPECT_TRUE(at::equal(
+        input.grad(),
+        linear->weight.detach().to(at::kBFloat16).sum(0).expand({4, 3})));
+  }
+}
+
+TEST(MixedPrecisionArgumentsTest, ScriptModules) {
+  torch::jit::Module script("net");
+  script.register_parameter("weight", at::full({2}, 3.0).requires_grad_(),
+                            /*is_buffer=*/false);
+  script.define("def forward(self, x):\n    return (self.weight * x).sum()\n");
+  DistributedDataParallel model(script, single_process_group(),
+                                {.mixed_precision = kHalfPrecision});
+  for (int s = 0; s < 4; ++s) {
+    const at::Tensor weight = script.attr("weight").toTensor();
+    weight.mutable_grad().reset();
+    const at::Tensor loss = model(at::full({2}, 5.0)).toTensor();
+    EXPECT_EQ(loss.scalar_type(), at::kBFloat16);
+    loss.backward();
+    EXPECT_TRUE(at::equal(weight.grad(), at::full({2}, 5.0)));
+  }
+}
+
+TEST(MixedPrecisionStepsTest, FrozenAndIgnoredParameters) {
+  struct Net : torch::nn::Module {
+    at::Tensor forward() {
+      dtypes = {own.scalar_type(), frozen.scalar_type(), kept.scalar_type()};
+      return own.sum();
+    }
+    at::Tensor own = register_parameter("own", at::ones({1}));
+    at::Tensor frozen =
+        register_parameter("frozen", at::ones({1}), /*requires_grad=*/false);
+    at::Tensor kept = register_parameter("kept", at::ones({1}));
+    std::vector<at::ScalarType> dtypes;
+  };
+  DistributedDataParallel model(
+      std::make_shared<Net>(), single_process_group(),
+      {.ignored = {"kept"}, .mixed_precision = kHalfPrecision});
+  model().backward();
+  EXPECT_THAT(model.module()->dtypes,
+              ElementsAre(at::kBFloat16, at::kBFloat16, at::kFloat));
+}
+
+TEST(MixedPrecisionStepsTest, EvaluatesInLowPrecision) {
+  torch::nn::Linear linear(3, 2);
+  DistributedDataParallel model(linear, single_process_group(),
+                                {.mixed_precision = kHalfPrecision});
+  const at::Tensor weight = linear->weight.detach().clone();
+  const at::NoGradGuard no_grad;
+  EXPECT_EQ(model(at::ones({4, 3})).scalar_type(), at::kBFloat16);
+  EXPECT_TRUE(at::equal(linear->weight, weight));
+}
+
+TEST(MixedPrecisionStepsTest, BuffersAreCastOnce) {
+  ToyModule module;
+  const DistributedDataParallel model(
+      module, single_process_group(),
+      {.mixed_precision = MixedPrecision{.buffers = at::kHalf}});
+  EXPECT_EQ(module->seen.scalar_type(), at::kHalf);
+}
+
+TEST(MixedPrecisionStepsTest, StaticGraphs) {
+  run_ranks(2, [](const Group& group) {
+    ToyModule module;
+    DistributedDataParallel model(
+        module, group,
+        {.reducer = {.static_graph = true}, .mixed_precision = kHalfPrecision});
+    for (int s = 0; s < 4; ++s) {
+      module->toy.zero_grad();
+      model(kAll, group->getRank(), s).backward();
+      expect_averages(module->toy, 2, s);
+    }
+  });
+}
+
+TEST(MixedPrecisionStepsTest, UnusedParametersAreFound) {
+  run_ranks(2, [](const Group& group) {
+    const int rank = group->getRank();
+    ToyModule module;
+    DistributedDataParallel model(module, group,
+                                  {.reducer = {.find_unused_parameters = true},
+                                   .mixed_precision = kHalfPrecision});
+    for (int s = 0; s < 3; ++s) {
+      module->toy.zero_grad();
+      model(rank == 0 ? Order{0, 1} : Order{1, 2}, rank, s).backward();
+      expect_full_precision(module->toy);
+      const std::vector<at::Tensor> expected = {
+          module->toy.gradient(0, 0, s) / 2, module->toy.average(1, 2, s),
+          module->toy.gradient(2, 1, s) / 2};
+      for (size_t i = 0; i < expected.size(); ++i) {
+        EXPECT_TRUE(at::equal(module->toy.parameters[i].grad(), expected[i]));
+      }
+      EXPECT_FALSE(module->toy.parameters[3].grad().defined());
+    }
+  });
+}
+
+// One rank evaluates, and both run forward twice, before they go backward.
+TEST(MixedPrecisionStepsTest, ForwardsAndEvaluationsBeforeABackward) {
+  run_ranks(2, [](const Group& group) {
+    const int rank = group->getRank();
+    ToyModule module;
+    DistributedDataParallel model(module, group,
+                                  {.mixed_precision = kHalfPrecision});
+    for (int s = 0; s < 3; ++s) {
+      module->toy.zero_grad();
+      const at::Tensor abandoned = model(kAll, rank, s + 1);
+      const at::Tensor loss = model(kAll, rank, s);
+      if (rank == 1) {
+        const at::NoGradGuard no_grad;
+        model(kAll, rank, s);
+      }
+      loss.backward();
+      expect_averages(module->toy, 2, s);
+    }
+  });
+}
+
+TEST(MixedPrecisionStepsTest, OptimizersStepInBackward) {
+  run_ranks(2, [](const Group& group) {
+    ToyModule module;
+    DistributedDataParallel model(
+        module, group,
+        {.reducer = {.comm_hook = step_in_backward(
+                         bf16_hook(group),
+                         [](const at::Tensor& parameter) {
+                           at::Tensor target = parameter;
+                           target.sub_(parameter.grad(), 1.0 / 4096);
+                         })},
+         .mixed_precision = kHalfPrecision});
+    std::vector<at::Tensor> expected;
+    for (const at::Tensor& p : module->toy.parameters) {
+      expected.push_back(p.detach().clone());
+    }
+    for (int s = 0; s < 3; ++s) {
+      model(kAll, group->getRank(), s).backward();
+      for (const size_t i : kAll) {
+        expected[i] = expected[i] - module->toy.average(i, 2, s) / 4096;
+        EXPECT_TRUE(at::equal(module->toy.parameters[i], expected[i]));
+      }
+    }
+  });
+}
+
+TEST(MixedPrecisionStepsTest, ParameterGroups) {
+  run_ranks(2, [](const Group& group) {
+    ToyModule module;
+    DistributedDataParallel model(
+        module, group,
+        {.parameter_groups = {{.names = {"p2"}, .group = group}},
+         .mixed_precision = kHalfPrecision});
+    for (int s = 0; s < 3; ++s) {
+      module->toy.zero_grad();
+      model(kAll, group->getRank(), s).backward();
+      expect_averages(module->toy, 2, s);
+    }
+  });
+}
+
+TEST(MixedPrecisionStepsTest, LocalReplicas) {
+  std::vector<ToyModule> modules(2);
+  DistributedReplicas<ToyModule> model(modules, single_process_group(),
+                                       {.mixed_precision = kHalfPrecision});
+  for (int s = 0; s < 3; ++s) {
+    std::vector<std::tuple<Order, int, int>> inputs;
+    for (int copy = 0; copy < 2; ++copy) {
+      modules[copy]->toy.zero_grad();
+      inputs.emplace_back(kAll, copy, s);
+    }
+    const std::vector<at::Tensor> losses = model(inputs);
+    (losses[0] + losses[1]).backward();
+    for (const ToyModule& module : modules) {
+      expect_averages(module->toy, 2, s);
+    }
+  }
+}
+
+TEST(MixedPrecisionStepsTest, RanksThatRunOutOfDataShadow) {
+  run_ranks(2, [](const Group& group) {
+    const int rank = group->getRank();
+    ToyModule module;
+    DistributedDataParallel model(module, group,
+                                  {.mixed_precision = kHalfPrecision});
+    join(model, [&] {
+      for (int s = 0; s < 2 + 2 * rank; ++s) {
+        module->toy.zero_grad();
+        model(kAll, rank, s).backward();
+        expect_full_precision(module->toy);
+        if (s < 2) {
+          expect_averages(module->toy, 2, s);
+        } else {
+          EXPECT_TRUE(at::equal(module->toy.parameters[1].grad(),
+                                module->toy.gradient(1, rank, s) / 2));
+        }
+      }
+    });
+    expect_full_precision(module->toy);
+  });
+}
+
+TEST(MixedPrecisionFailureTest, CheckpointsBesideStepsInBackwardAreRefused) {
+  struct Net : torch::nn::Module {
+    Net() { register_module("linear", linear); }
+    at::Tensor forward(const at::Tensor& x) {
+      return checkpoint([this](const at::Tensor& y) { return linear(y); }, x);
+    }
+    torch::nn::Linear linear = torch::nn::Linear(3, 2);
+  };
+  const Group group = single_process_group();
+  DistributedDataParallel model(
+      std::make_shared<Net>(), group,
+      {.reducer = {.comm_hook = step_in_backward(all_reduce_hook(group),
+                                                 [](const at::Tensor&) {})},
+       .mixed_precision = kHalfPrecision});
+  try {
+    model(at::ones({4, 3}));
+    FAIL() << "nothing was thrown";
+  } catch (const c10::Error& error) {
+    EXPECT_THAT(error.what_without_backtrace(),
+                HasSubstr("Leave out the checkpoint"));
+  }
+  model.reducer().set_comm_hook(nullptr);
+  model(at::ones({4, 3})).sum().backward();
+  EXPECT_TRUE(
+      at::equal(model.module()->linear->bias.grad(), at::full({2}, 4.0)));
+}
+
+TEST(MixedPrecisionFailureTest, AForwardThatThrowsLeavesFullPrecision) {
+  ToyModule module;
+  DistributedDataParallel model(module, single_process_group(),
+                                {.mixed_precision = kHalfPrecision});
+  module->fails = true;
+  EXPECT_THROW(model(kAll, 0, 0), std::domain_error);
+  expect_full_precision(module->toy);
+  module->fails = false;
+  model(kAll, 0, 1).backward();
+  expect_averages(module->toy, 1, 1);
+}
+
+TEST(MixedPrecisionFailureTest, ABackwardThatThrowsLeavesFullPrecision) {
+  ToyModule module;
+  DistributedDataParallel model(module, single_process_group(),
+                                {.mixed_precision = kHalfPrecision});
+  bool throws = true;
+  module->toy.parameters[2].register_hook([&](const at::Tensor&) {
+    if (throws) throw std::domain_error("in backward");
+  });
+  EXPECT_ANY_THROW(model(kAll, 0, 0).backward());
+  expect_full_precision(module->toy);
+  throws = false;
+  module->toy.zero_grad();
+  model(kAll, 0, 1).backward();
+  expect_averages(module->toy, 1, 1);
+}
+
+TEST(MixedPrecisionFailureTest, AParameterWrittenInForwardIsNamed) {
+  ToyModule module;
+  DistributedDataParallel model(module, single_process_group(),
+                                {.mixed_precision = kHalfPrecision});
+  module->writes = 1;
+  try {
+    model(kAll, 0, 0);
+    FAIL() << "nothing was thrown";
+  } catch (const c10::Error& error) {
+    EXPECT_THAT(error.what_without_backtrace(),
+                HasSubstr("parameter p1 was written in forward"));
+  }
+  module->writes = std::nullopt;
+  model(kAll, 0, 1).backward();
+  expect_averages(module->toy, 1, 1);
+}
+
+TEST(MixedPrecisionFailureTest, OptionsThatDoNotFitAreNamed) {
+  const auto text = [](DistributedDataParallelOptions options) {
+    try {
+      const DistributedDataParallel model(ToyModule(), single_process_group(),
+                                          std::move(options));
+    } catch (const c10::ValueError& error) {
+      return std::string(error.what_without_backtrace());
+    }
+    return std::string("nothing was thrown");
+  };
+  const Group group = single_process_group();
+  EXPECT_THAT(text({.reducer = {.comm_hook = all_reduce_hook(group)},
+                    .mixed_precision = MixedPrecision{.reduction = at::kHalf}}),
+              HasSubstr("mixed_precision.reduction must be unset"));
+  EXPECT_THAT(text({.mixed_precision = MixedPrecision{.parameters = at::kInt}}),
+              HasSubstr("floating-point"));
+}
+
+}  // namespace
+}  // namespace brigade

@@ -1,0 +1,325 @@
+#include "brigade/hooks/parameter_casts.h"
+
+#include <torch/torch.h>
+
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "brigade/hooks/checkpoint.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+
+namespace brigade {
+namespace {
+
+using ::testing::HasSubstr;
+
+// A weight with values that bfloat16 rounds.
+at::Tensor weight_of(at::IntArrayRef sizes) {
+  at::Tensor weight = at::empty(sizes);
+  weight.copy_(at::arange(weight.numel()).reshape(sizes) / 7 + 1.0 / 3);
+  return weight.requires_grad_();
+}
+
+at::Tensor input_of(at::IntArrayRef sizes) {
+  return (at::arange(12).slice(0, 0, c10::multiply_integers(sizes)) / 5)
+      .reshape(sizes)
+      .to(at::kBFloat16)
+      .requires_grad_();  // so that autograd saves the weight
+}
+
+class ParameterCastsTest : public ::testing::Test {
+ protected:
+  // What `forward` returns with the parameters in bfloat16.
+  at::Tensor run(const std::function<at::Tensor()>& forward) const {
+    const ParameterCasts::Scope scope(
+        std::make_shared<ParameterCasts>(parameters_, at::kBFloat16));
+    return forward();
+  }
+
+  at::Tensor linear(const at::Tensor& input) const {
+    return torch::nn::functional::linear(input, weight_, bias_);
+  }
+
+  struct Gradients {
+    at::Tensor weight, bias, input;
+  };
+
+  // Of the sum of squares of linear(), by autograd's own casts.
+  Gradients expected_gradients(const at::Tensor& input) const {
+    const auto leaf = [](const at::Tensor& tensor) {
+      return tensor.detach().requires_grad_();
+    };
+    const Gradients leaves = {leaf(weight_), leaf(bias_), leaf(input)};
+    torch::nn::functional::linear(leaves.input, leaves.weight.to(at::kBFloat16),
+                                  leaves.bias.to(at::kBFloat16))
+        .square()
+        .sum()
+        .backward();
+    return {leaves.weight.grad(), leaves.bias.grad(), leaves.input.grad()};
+  }
+
+  void expect_gradients(const at::Tensor& input) const {
+    const Gradients expected = expected_gradients(input);
+    EXPECT_TRUE(at::equal(weight_.grad(), expected.weight));
+    EXPECT_TRUE(at::equal(bias_.grad(), expected.bias));
+    EXPECT_TRUE(at::equal(input.grad(), expected.input));
+  }
+
+  void forget_gradients() const {
+    weight_.mutable_grad().reset();
+    bias_.mutable_grad().reset();
+    input_.mutable_grad().reset();
+  }
+
+  const at::Tensor weight_ = weight_of({2, 3});
+  const at::Tensor bias_ = weight_of({2});
+  const std::vector<at::Tensor> parameters_ = {weight_, bias_};
+  const at::Tensor input_ = input_of({4, 3});
+};
+
+TEST_F(ParameterCastsTest, ParametersHoldCopiesInsideOnly) {
+  const at::Tensor before = weight_.detach().clone();
+  const void* const memory = weight_.data_ptr();
+  const int64_t version = weight_._version();
+  run([&] {
+    EXPECT_EQ(weight_.scalar_type(), at::kBFloat16);
+    EXPECT_TRUE(weight_.is_leaf());
+    EXPECT_TRUE(at::equal(weight_, before.to(at::kBFloat16)));
+    return at::Tensor();
+  });
+  EXPECT_EQ(weight_.scalar_type(), at::kFloat);
+  EXPECT_EQ(weight_.data_ptr(), memory);
+  EXPECT_EQ(weight_._version(), version);
+  EXPECT_TRUE(at::equal(weight_, before));
+}
+
+TEST_F(ParameterCastsTest, BackwardIsThatOfCastsInTheGraph) {
+  const at::Tensor output = run([&] { return linear(input_); });
+  EXPECT_EQ(output.scalar_type(), at::kBFloat16);
+  output.square().sum().backward();
+  EXPECT_EQ(weight_.grad().scalar_type(), at::kFloat);
+  expect_gradients(input_);
+}
+
+TEST_F(ParameterCastsTest, GradientsOfSeveralUsesAreAddedInFullPrecision) {
+  // 256 + 1 is no bfloat16.
+  const at::Tensor large = at::full({2}, 256.0).to(at::kBFloat16);
+  run([&] { return (bias_ * large).sum() + bias_.sum(); }).backward();
+  EXPECT_TRUE(at::equal(bias_.grad(), at::full({2}, 257.0)));
+}
+
+TEST_F(ParameterCastsTest, ForwardsBeforeABackward) {
+  const at::Tensor other = input_of({2, 3}) + 1;
+  const at::Tensor first = run([&] { return linear(input_).square().sum(); });
+  const at::Tensor second = run([&] { return linear(other).square().sum(); });
+  {
+    const at::NoGradGuard no_grad;
+    run([&] { return linear(input_); });
+  }
+  (first.to(at::kFloat) + second.to(at::kFloat)).backward();
+  EXPECT_TRUE(at::equal(weight_.grad(), expected_gradients(input_).weight +
+                                            expected_gradients(other).weight));
+}
+
+TEST_F(ParameterCastsTest, ParametersMayChangeBeforeBackward) {
+  const at::Tensor expected = expected_gradients(input_).weight;
+  const at::Tensor loss = run([&] { return linear(input_).square().sum(); });
+  {
+    const at::NoGradGuard no_grad;
+    weight_.fill_(100);
+  }
+  loss.backward();
+  EXPECT_TRUE(at::equal(weight_.grad(), expected));
+  EXPECT_TRUE(at::equal(weight_, at::full({2, 3}, 100.0)));
+}
+
+TEST_F(ParameterCastsTest, BackwardsThatKeepTheGraph) {
+  const at::Tensor loss = run([&] { return linear(input_).square().sum(); });
+  const auto found = torch::autograd::grad({loss}, {weight_, bias_}, {},
+                                           /*retain_graph=*/true);
+  EXPECT_TRUE(at::equal(found[0], expected_gradients(input_).weight));
+  loss.backward();
+  expect_gradients(input_);
+}
+
+TEST_F(ParameterCastsTest, GradientsOfGradients) {
+  const auto twice = [&](const at::Tensor& loss, const at::Tensor& weight) {
+    const auto first = torch::autograd::grad({loss}, {weight}, {},
+                                             /*retain_graph=*/true,
+                                             /*create_graph=*/true);
+    return torch::autograd::grad({first[0].square().sum()}, {weight})[0];
+  };
+  const at::Tensor leaf = weight_.detach().requires_grad_();
+  const at::Tensor expected =
+      twice((input_.matmul(leaf.to(at::kBFloat16).t())).square().sum(), leaf);
+  const at::Tensor loss =
+      run([&] { return input_.matmul(weight_.t()).square().sum(); });
+  EXPECT_TRUE(at::equal(twice(loss, weight_), expected));
+}
+
+TEST_F(ParameterCastsTest, BackwardInsideForward) {
+  run([&] {
+    linear(input_).square().sum().backward();
+    return at::Tensor();
+  });
+  expect_gradients(input_);
+}
+
+TEST_F(ParameterCastsTest, CheckpointsRunAgainWithTheSameCopies) {
+  for (const bool reentrant : {false, true}) {
+    forget_gradients();
+    const Gradients expected = expected_gradients(input_);
+    const at::Tensor before = weight_.detach().clone();
+    const at::Tensor loss = run([&] {
+      return checkpoint(
+          {.reentrant = reentrant},
+          [this](const at::Tensor& x) {
+            EXPECT_EQ(weight_.scalar_type(), at::kBFloat16);
+            return checkpoint(
+                [this](const at::Tensor& y) {
+                  EXPECT_EQ(weight_.scalar_type(), at::kBFloat16);
+                  return linear(y).square().sum();
+                },
+                x);
+          },
+          input_);
+    });
+    if (reentrant) {  // the other kind refuses this
+      const at::NoGradGuard no_grad;
+      weight_.fill_(100);
+    }
+    loss.backward();
+    EXPECT_TRUE(at::equal(weight_.grad(), expected.weight)) << reentrant;
+    EXPECT_TRUE(at::equal(bias_.grad(), expected.bias)) << reentrant;
+    EXPECT_EQ(weight_.scalar_type(), at::kFloat);
+    const at::NoGradGuard no_grad;
+    weight_.copy_(before);
+  }
+}
+
+TEST_F(ParameterCastsTest, FrozenAndOtherParameters) {
+  const at::Tensor frozen = weight_of({3}).detach();
+  const at::Tensor integer = at::ones({3}, at::kLong);
+  const at::Tensor low = at::ones({3}, at::kBFloat16);
+  const at::Tensor complex = at::ones({3}, at::kComplexFloat);
+  const std::vector<at::Tensor> all = {frozen, integer, low, complex, weight_};
+  {
+    const ParameterCasts::Scope scope(
+        std::make_shared<ParameterCasts>(all, at::kBFloat16));
+    EXPECT_EQ(frozen.scalar_type(), at::kBFloat16);
+    EXPECT_EQ(integer.scalar_type(), at::kLong);
+    EXPECT_EQ(low.scalar_type(), at::kBFloat16);
+    EXPECT_EQ(complex.scalar_type(), at::kComplexFloat);
+  }
+  EXPECT_EQ(frozen.scalar_type(), at::kFloat);
+}
+
+TEST_F(ParameterCastsTest, InferenceMode) {
+  {
+    const at::NoGradGuard no_grad;
+    weight_.add_(1);  // to a version of its own
+  }
+  const at::Tensor before = weight_.detach().clone();
+  {
+    const c10::InferenceMode inference;
+    const ParameterCasts::Scope scope(
+        std::make_shared<ParameterCasts>(parameters_, at::kBFloat16));
+    EXPECT_EQ(linear(input_).scalar_type(), at::kBFloat16);
+    EXPECT_EQ(scope.first_written(), std::nullopt);
+  }
+  EXPECT_FALSE(weight_.is_inference());
+  EXPECT_TRUE(at::equal(weight_, before));
+  run([&] { return linear(input_).square().sum(); }).backward();
+  expect_gradients(input_);
+}
+
+TEST_F(ParameterCastsTest, LayoutsAreKept) {
+  const at::Tensor kernel =
+      weight_of({2, 3, 2, 2}).detach().to(at::MemoryFormat::ChannelsLast);
+  const std::vector<at::Tensor> parameters = {kernel};
+  const ParameterCasts::Scope scope(
+      std::make_shared<ParameterCasts>(parameters, at::kHalf));
+  EXPECT_TRUE(kernel.is_contiguous(at::MemoryFormat::ChannelsLast));
+}
+
+TEST_F(ParameterCastsTest, WritesInsideAreToldOf) {
+  const auto casts =
+      std::make_shared<ParameterCasts>(parameters_, at::kBFloat16);
+  const ParameterCasts::Scope scope(casts);
+  EXPECT_EQ(scope.first_written(), std::nullopt);
+  const at::NoGradGuard no_grad;
+  bias_.add_(1);
+  EXPECT_EQ(scope.first_written(), 1);
+}
+
+TEST_F(ParameterCastsTest, OtherDataGivenInsideIsToldOf) {
+  const auto casts =
+      std::make_shared<ParameterCasts>(parameters_, at::kBFloat16);
+  const ParameterCasts::Scope scope(casts);
+  bias_.set_data(at::zeros({2}, at::kBFloat16));
+  EXPECT_EQ(scope.first_written(), 1);
+}
+
+// As without casts: hooks of saved tensors would end autograd's own check.
+TEST_F(ParameterCastsTest, ActivationsChangedInPlaceAreRefused) {
+  at::Tensor hidden;
+  const at::Tensor loss = run([&] {
+    hidden = linear(input_);
+    return hidden.square().sum();
+  });
+  {
+    const at::NoGradGuard no_grad;
+    hidden.add_(1);
+  }
+  try {
+    loss.backward();
+    FAIL() << "nothing was thrown";
+  } catch (const c10::Error& error) {
+    EXPECT_THAT(error.what_without_backtrace(),
+                HasSubstr("was changed in place: expected version 0, found 1"));
+  }
+}
+
+TEST_F(ParameterCastsTest, ScopesNest) {
+  const std::vector<at::Tensor> only_bias = {bias_};
+  run([&] {
+    const auto current = ParameterCasts::current();
+    {
+      const ParameterCasts::Scope again(current);
+      EXPECT_EQ(weight_.scalar_type(), at::kBFloat16);
+    }
+    EXPECT_EQ(weight_.scalar_type(), at::kBFloat16);
+    {
+      const ParameterCasts::Scope other(
+          std::make_shared<ParameterCasts>(only_bias, at::kHalf));
+      EXPECT_EQ(bias_.scalar_type(), at::kHalf);
+    }
+    EXPECT_EQ(bias_.scalar_type(), at::kBFloat16);
+    EXPECT_EQ(ParameterCasts::current(), current);
+    return at::Tensor();
+  });
+  EXPECT_EQ(bias_.scalar_type(), at::kFloat);
+  EXPECT_EQ(ParameterCasts::current(), nullptr);
+}
+
+TEST_F(ParameterCastsTest, CopiesEndWithTheGraph) {
+  std::optional<c10::weak_intrusive_ptr<c10::StorageImpl>> copy;
+  at::Tensor loss = run([&] {
+    copy.emplace(c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(
+        weight_.storage().unsafeGetStorageImpl()));
+    return checkpoint(
+        [this](const at::Tensor& x) { return linear(x).square().sum(); },
+        input_);
+  });
+  EXPECT_FALSE(copy->expired());
+  loss.reset();
+  EXPECT_TRUE(copy->expired());
+}
+
+}  // namespace
+}  // namespace brigade
