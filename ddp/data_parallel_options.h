@@ -24,19 +24,25 @@ struct ParameterGroup {
 // Forward runs on copies of the parameters in `parameters`, and tensors among
 // its arguments are cast to it; outputs stay in it. Before and after forward
 // parameters are what they always are, and so are their gradients: see
-// hooks/parameter_casts.h. checkpoint() inside of forward is refused while an
-// optimizer steps in backward. Parameters and tensors that are not floating-point
+// hooks/parameter_casts.h. Parameters and tensors that are not floating-point
 // ones stay as they are, and so do ignored parameters.
 //
-// Arguments are cast in vectors, arrays, maps, pairs, tuples, optionals and
-// IValues; other types are passed on. What forward changes in an argument that
-// was cast, it changes in the copy.
+// To know:
+// - Arguments are cast in vectors, arrays, maps, pairs, tuples, optionals and
+//   IValues; structs and references inside of these are passed on as they are.
+//   What forward changes in an argument may be changed in a copy.
+// - kHalf needs losses that are scaled; there is no loss scaling here.
+// - checkpoint() inside of forward is refused while an optimizer steps in
+//   backward, and if parameters are on several devices. A comm hook of your own
+//   that writes to parameters must not meet checkpoints either.
 struct MixedPrecision {
   at::ScalarType parameters = at::kBFloat16;
   // Of gradients as they travel, if it is smaller than their own; unset: as
-  // `parameters`. Not with a comm hook, which decides itself.
+  // `parameters`. Not with a comm hook, which decides itself (and parameter
+  // groups then use the gradients' own).
   std::optional<at::ScalarType> reduction = std::nullopt;
   // Floating-point buffers are cast once, by the constructor; unset: they stay.
+  // LibTorch's batch norm on the CPU needs them in `parameters`.
   std::optional<at::ScalarType> buffers = std::nullopt;
 };
 

@@ -47,7 +47,8 @@ class DistributedDataParallel {
   // follows averages gradients over the group, unless inside no_sync() or a
   // NoGradGuard.
   //
-  // Errors: what the module's forward and Reducer::prepare_for_backward throw.
+  // Errors: what the module's forward and ReplicatedModule::run_forward()
+  // throw.
   template <typename... Args>
   auto forward(Args&&... args) {
     return replicated_.run_forward([&] {

@@ -18,7 +18,11 @@ c10::IValue in_precision(const c10::IValue& value, at::ScalarType dtype) {
     for (const c10::IValue& part : tuple.elements()) {
       parts.push_back(in_precision(part, dtype));
     }
-    return c10::ivalue::Tuple::createNamed(std::move(parts), tuple.type());
+    // The type of a tuple without a name says what dtypes its tensors had.
+    const c10::TupleTypePtr type = tuple.type();
+    return type->name()
+               ? c10::ivalue::Tuple::createNamed(std::move(parts), type)
+               : c10::ivalue::Tuple::create(std::move(parts));
   }
   if (value.isList()) {
     const c10::impl::GenericList list = value.toList();

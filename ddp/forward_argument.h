@@ -6,7 +6,6 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
 
-#include <algorithm>
 #include <optional>
 #include <type_traits>
 #include <utility>
@@ -26,8 +25,8 @@ c10::IValue in_precision(const c10::IValue& value, at::ScalarType dtype);
 
 // The caller's own argument, or, where a precision is wanted and it holds
 // floating-point tensors of another one, a copy of it with those cast. `T`: as
-// forwarded. Types that tensor_nest.h does not know, and IValues apart, are
-// passed on as they are.
+// forwarded. Searched are the nests of tensor_nest.h, IValues and vectors of
+// these.
 template <typename T>
 class ForwardArgument {
  public:
@@ -65,16 +64,22 @@ class ForwardArgument {
   static constexpr bool kIsIValueList =
       std::is_same_v<Value, std::vector<c10::IValue>>;
   static constexpr bool kCanBeCast =
-      kIsIValue || kIsIValueList || IsTensorNest<Value>;
+      kIsIValue || kIsIValueList || HoldsTensors<Value>;
 
   struct Nothing {};
 
   static bool differs(const Value& value, at::ScalarType dtype) {
-    const std::vector<at::Tensor> tensors = tensors_of(value);
-    return std::any_of(
-        tensors.begin(), tensors.end(), [dtype](const at::Tensor& tensor) {
-          return tensor.is_floating_point() && tensor.scalar_type() != dtype;
-        });
+    bool found = false;
+    const auto look = [&](const at::Tensor& tensor) {
+      found = found || (tensor.defined() && tensor.is_floating_point() &&
+                        tensor.scalar_type() != dtype);
+    };
+    if constexpr (HoldsTensors<Value>) {
+      for_each_tensor(value, look);
+    } else {
+      for (const at::Tensor& tensor : tensors_of(value)) look(tensor);
+    }
+    return found;
   }
 
   T&& value_;

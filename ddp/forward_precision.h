@@ -26,23 +26,25 @@ class ForwardPrecision {
   // parameter_casts.h.
   //
   // Errors: what `forward` throws; RuntimeError if it writes to a parameter,
-  // which would be lost.
+  // which would be lost, or freezes or unfreezes one; and from checkpoint()
+  // inside of it, if an optimizer `steps_in_backward` or parameters are on
+  // several devices, whose backwards run on threads of their own.
   template <typename Forward>
-  auto run(ParameterCasts::Checkpoints checkpoints,
-           const Forward& forward) const {
-    const ParameterCasts::Scope scope(
-        std::make_shared<ParameterCasts>(parameters_, dtype_, checkpoints));
+  auto run(bool steps_in_backward, const Forward& forward) const {
+    const ParameterCasts::Scope scope(casts(steps_in_backward));
     auto outputs = forward();
-    require_unwritten(scope);
+    require_unchanged(scope);
     return outputs;
   }
 
  private:
-  void require_unwritten(const ParameterCasts::Scope& scope) const;
+  std::shared_ptr<const ParameterCasts> casts(bool steps_in_backward) const;
+  void require_unchanged(const ParameterCasts::Scope& scope) const;
 
+  const at::ScalarType dtype_;
   std::vector<std::string> names_;
   std::vector<at::Tensor> parameters_;
-  const at::ScalarType dtype_;
+  bool spans_devices_ = false;
 };
 
 }  // namespace brigade

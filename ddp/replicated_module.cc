@@ -15,7 +15,6 @@
 #include "brigade/comm/control_device.h"
 #include "brigade/comm_hooks/all_reduce_hook.h"
 #include "brigade/comm_hooks/routing_hook.h"
-#include "brigade/comm_hooks/step_in_backward.h"
 #include "brigade/ddp/bucket_choice.h"
 #include "brigade/ddp/module_broadcast.h"
 #include "brigade/ddp/module_check.h"
@@ -34,23 +33,33 @@ std::vector<NamedTensor> without(std::vector<NamedTensor> tensors,
   return tensors;
 }
 
-// What gradients travel in, if not in their own dtype.
+// What gradients travel in, if not in their own dtype or as a hook decides.
 std::optional<at::ScalarType> wire_dtype(
-    const std::optional<MixedPrecision>& precision) {
-  if (!precision) return std::nullopt;
+    const DistributedDataParallelOptions& options) {
+  const std::optional<MixedPrecision>& precision = options.mixed_precision;
+  if (!precision || options.reducer.comm_hook) return std::nullopt;
   return precision->reduction.value_or(precision->parameters);
+}
+
+std::string name_of(std::optional<at::ScalarType> dtype) {
+  return dtype ? c10::toString(*dtype) : "unset";
 }
 
 absl::Status check_precision(const DistributedDataParallelOptions& options) {
   const std::optional<MixedPrecision>& precision = options.mixed_precision;
   if (!precision) return absl::OkStatus();
   for (const at::ScalarType dtype :
-       {precision->parameters, *wire_dtype(precision),
+       {precision->parameters,
+        precision->reduction.value_or(precision->parameters),
         precision->buffers.value_or(precision->parameters)}) {
-    if (c10::isFloatingType(dtype)) continue;
-    return absl::InvalidArgumentError(absl::StrCat(
-        "mixed_precision: dtypes must be floating-point ones, got ",
-        c10::toString(dtype)));
+    if (dtype == at::kBFloat16 || dtype == at::kHalf || dtype == at::kFloat ||
+        dtype == at::kDouble) {
+      continue;
+    }
+    return absl::InvalidArgumentError(
+        absl::StrCat("mixed_precision: dtypes must be BFloat16, Half, Float or "
+                     "Double, got ",
+                     c10::toString(dtype)));
   }
   if (precision->reduction && options.reducer.comm_hook) {
     return absl::InvalidArgumentError(
@@ -70,12 +79,10 @@ std::vector<std::string> describe_options(
       absl::StrCat("buffer_hook = ", options.buffer_hook ? "given" : "none"),
       absl::StrCat("delayed = ", absl::StrJoin(options.delayed, ", "))};
   if (const auto& precision = options.mixed_precision) {
-    items.push_back(absl::StrCat(
-        "mixed_precision = ", c10::toString(precision->parameters),
-        ", reduction in ", c10::toString(*wire_dtype(precision)), ", buffers ",
-        precision->buffers
-            ? absl::StrCat("in ", c10::toString(*precision->buffers))
-            : "as they are"));
+    items.push_back(
+        absl::StrCat("mixed_precision = ", c10::toString(precision->parameters),
+                     ", reduction ", name_of(precision->reduction),
+                     ", buffers ", name_of(precision->buffers)));
   }
   for (const ParameterGroup& group : options.parameter_groups) {
     items.push_back(absl::StrCat("a parameter group of ",
@@ -136,7 +143,7 @@ std::shared_ptr<c10d::CommHookInterface> route(
   for (const ParameterGroup& group : groups) {
     routes.push_back({.parameters = {},
                       .hook = std::make_shared<AllReduceHook>(
-                          group.group, wire_dtype(options.mixed_precision))});
+                          group.group, wire_dtype(options))});
     for (const auto& [name, tensor] : parameters) {
       if (group_of(name, groups) != &group) continue;
       routes.back().parameters.push_back(tensor);
@@ -211,8 +218,7 @@ ReplicatedModule::ReplicatedModule(std::vector<ModuleReplica> replicas,
       precision_(forward_precision(replicas_, options.mixed_precision)) {
   std::shared_ptr<c10d::CommHookInterface> hook = options.reducer.comm_hook;
   if (!hook) {
-    averaging_ = std::make_shared<AveragingHook>(
-        group_, wire_dtype(options.mixed_precision));
+    averaging_ = std::make_shared<AveragingHook>(group_, wire_dtype(options));
     hook = averaging_;
   }
   reducer_ = make_reducer(replicas_, group_, options, std::move(hook));
@@ -256,12 +262,6 @@ void ReplicatedModule::after_forward(const std::vector<at::Tensor>& outputs) {
 
 bool ReplicatedModule::will_reduce() const {
   return synchronizes_ && at::GradMode::is_enabled();
-}
-
-ParameterCasts::Checkpoints ReplicatedModule::checkpoints() const {
-  return steps_in_backward(*reducer_->comm_hook())
-             ? ParameterCasts::Checkpoints::kRefused
-             : ParameterCasts::Checkpoints::kAllowed;
 }
 
 void ReplicatedModule::sync_buffers() {

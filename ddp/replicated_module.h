@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "brigade/comm_hooks/averaging_hook.h"
+#include "brigade/comm_hooks/step_in_backward.h"
 #include "brigade/ddp/buffer_sync.h"
 #include "brigade/ddp/data_parallel_options.h"
 #include "brigade/ddp/forward_argument.h"
@@ -55,11 +56,16 @@ class ReplicatedModule final : public Joinable {
   // prepared for a backward through them, unless gradients are not being
   // recorded or not synchronised. Collective then if buffers are made equal or
   // ranks join.
+  //
+  // Errors: what `forward`, Reducer::prepare_for_backward() and, in mixed
+  // precision, ForwardPrecision::run() throw.
   template <typename Forward>
   auto run_forward(const Forward& forward) {
     before_forward();
-    auto outputs =
-        precision_ ? precision_->run(checkpoints(), forward) : forward();
+    auto outputs = precision_
+                       ? precision_->run(
+                             steps_in_backward(*reducer_->comm_hook()), forward)
+                       : forward();
     after_forward(tensors_of(outputs));
     return outputs;
   }
@@ -92,7 +98,6 @@ class ReplicatedModule final : public Joinable {
   void before_forward();
   void after_forward(const std::vector<at::Tensor>& outputs);
   bool will_reduce() const;
-  ParameterCasts::Checkpoints checkpoints() const;
   void sync_buffers();
 
   // Constant after construction.

@@ -18,7 +18,8 @@
 //
 // To know:
 // - The function must do the same in both runs: save the same tensors in the
-//   same order. Autocast and random numbers are as in the first run.
+//   same order. Autocast, random numbers and the precision of parameters
+//   (hooks/parameter_casts.h) are as in the first run.
 //   It is copied (or moved), and what it holds lives until backward is over.
 //   Side effects happen twice.
 // - Inputs are kept. Changing one in place before backward is an error. Tensors
@@ -67,6 +68,8 @@ struct CheckpointOptions {
 // Errors, out of backward: RuntimeError if an input was changed in place, the
 // second run saves or returns other tensors, or a reentrant checkpoint is met
 // by autograd::grad, by create_graph, or a second time without retain_graph.
+// Out of checkpoint(): RuntimeError in mixed precision, if parameters may be in
+// use on other threads during backward.
 // What `function` throws comes out of checkpoint() or of backward().
 template <typename Function, typename... Inputs>
 auto checkpoint(const CheckpointOptions& options, Function&& function,

@@ -1,5 +1,6 @@
 #include "brigade/hooks/parameter_casts.h"
 
+#include <ATen/SavedTensorHooks.h>
 #include <ATen/ops/_foreach_copy.h>
 #include <ATen/ops/empty_like.h>
 #include <c10/core/InferenceMode.h>
@@ -7,12 +8,19 @@
 #include <torch/csrc/autograd/saved_variable_hooks.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <algorithm>
+#include <mutex>
+#include <ranges>
 #include <utility>
 
 namespace brigade {
 namespace {
 
 thread_local std::shared_ptr<const ParameterCasts> innermost;
+
+// Held while parameters change their data, so that a second thread finds them
+// in one state or the other.
+std::mutex swap_mutex;
 
 bool can_be_cast(const at::Tensor& parameter, at::ScalarType dtype) {
   return parameter.defined() && parameter.is_leaf() &&
@@ -24,70 +32,86 @@ int64_t version_of(const at::Tensor& tensor) {
   return tensor.is_inference() ? 0 : tensor._version();
 }
 
-// Keeps what autograd knows of `tensor`, and its version.
-void hold(const at::Tensor& tensor, const at::Tensor& data) {
-  tensor.unsafeGetTensorImpl()->shallow_copy_from(data.getIntrusivePtr());
+// The parameter keeps its version and what autograd knows of it.
+void give_data(const at::Tensor& parameter, const at::Tensor& data) {
+  parameter.unsafeGetTensorImpl()->shallow_copy_from(data.getIntrusivePtr());
 }
 
 }  // namespace
 
-// Keeps what a tensor's data is now.
-class ParameterCasts::AliasHooks final
+// Keeps the data of a copy; leaves other tensors to the hooks that they would
+// have without it, or keeps them and checks their version as autograd would.
+class ParameterCasts::SaveCopies final
     : public torch::autograd::SavedVariableHooks {
  public:
   // REQUIRES: `casts` outlive the call of the pack hook.
-  explicit AliasHooks(const ParameterCasts& casts) : casts_(casts) {}
+  SaveCopies(const ParameterCasts& casts,
+             std::unique_ptr<SavedVariableHooks> outer)
+      : casts_(&casts), outer_(std::move(outer)) {}
 
   void call_pack_hook(const at::Tensor& tensor) override {
-    alias_ = tensor.detach();
-    // A copy has the version of its parameter, and will not change with it.
-    if (!casts_.is_copy(alias_)) version_ = version_of(alias_);
+    const bool is_copy = std::exchange(casts_, nullptr)->is_copy(tensor);
+    if (is_copy) outer_ = nullptr;
+    if (outer_) return outer_->call_pack_hook(tensor);
+    tensor_ = tensor.detach();
+    // A copy has the version of its parameter, and does not change with it.
+    if (!is_copy) version_ = version_of(tensor_);
   }
 
   at::Tensor call_unpack_hook() override {
-    TORCH_CHECK(!version_ || version_of(alias_) == *version_,
-                "A tensor that backward needs, ", alias_.scalar_type(), " ",
-                alias_.sizes(), ", was changed in place: expected version ",
-                *version_, ", found ", version_of(alias_),
+    if (outer_) return outer_->call_unpack_hook();
+    TORCH_CHECK(!version_ || version_of(tensor_) == *version_,
+                "A tensor that backward needs, ", tensor_.scalar_type(), " ",
+                tensor_.sizes(), ", was changed in place: expected version ",
+                *version_, ", found ", version_of(tensor_),
                 ".\nUse the operation that is not in place, or change a "
                 "clone.");
-    return alias_;
+    return tensor_;
   }
 
  private:
-  const ParameterCasts& casts_;
-  at::Tensor alias_;
+  const ParameterCasts* casts_;                // null once packed
+  std::unique_ptr<SavedVariableHooks> outer_;  // null: none
+  at::Tensor tensor_;
   std::optional<int64_t> version_;  // unset: not checked
 };
 
 ParameterCasts::ParameterCasts(std::span<const at::Tensor> parameters,
                                at::ScalarType dtype, Checkpoints checkpoints)
-    : checkpoints_(checkpoints) {
+    : outer_(innermost), checkpoints_(checkpoints) {
   const c10::InferenceMode no_inference(false);
   const at::NoGradGuard no_grad;
-  std::vector<at::Tensor> full;
-  std::vector<at::Tensor> low;
+  std::vector<at::Tensor> originals;
+  std::vector<at::Tensor> copies;
+  std::unordered_set<const at::TensorImpl*> known;
   for (size_t i = 0; i < parameters.size(); ++i) {
     const at::Tensor& parameter = parameters[i];
-    if (!can_be_cast(parameter, dtype)) continue;
-    full.push_back(parameter);
-    low.push_back(at::empty_like(parameter, parameter.options().dtype(dtype)));
-    casts_.push_back({.place = i, .parameter = parameter, .low = low.back()});
-    storages_.insert(low.back().storage().unsafeGetStorageImpl());
+    if (!can_be_cast(parameter, dtype) ||
+        !known.insert(parameter.unsafeGetTensorImpl()).second) {
+      continue;
+    }
+    originals.push_back(parameter);
+    copies.push_back(
+        at::empty_like(parameter, parameter.options().dtype(dtype)));
+    casts_.push_back({.place = i,
+                      .parameter = parameter,
+                      .dtype = parameter.scalar_type(),
+                      .copy = copies.back()});
+    storages_.insert(copies.back().storage().unsafeGetStorageImpl());
   }
-  if (!low.empty()) at::_foreach_copy_(low, full);
+  if (!copies.empty()) at::_foreach_copy_(copies, originals);
 }
 
 std::shared_ptr<const ParameterCasts> ParameterCasts::current() {
-  return innermost;
-}
-
-std::shared_ptr<const ParameterCasts> ParameterCasts::current_for_checkpoint() {
-  TORCH_CHECK(!innermost || innermost->checkpoints_ == Checkpoints::kAllowed,
-              "checkpoint: this forward runs in mixed precision, and an "
-              "optimizer steps its parameters in backward; running the "
-              "function again then would need both their values.\nLeave out "
-              "the checkpoint, mixed_precision or step_in_backward.");
+  for (const ParameterCasts* casts = innermost.get(); casts != nullptr;
+       casts = casts->outer_.get()) {
+    TORCH_CHECK(
+        casts->checkpoints_ == Checkpoints::kAllowed,
+        "checkpoint: this forward runs in mixed precision, and its parameters "
+        "may be in use on other threads when the function runs again: an "
+        "optimizer steps in backward, or they are on several devices.\nLeave "
+        "out the checkpoint, mixed_precision or step_in_backward.");
+  }
   return innermost;
 }
 
@@ -97,41 +121,75 @@ bool ParameterCasts::is_copy(const at::Tensor& tensor) const {
 }
 
 ParameterCasts::Scope::Scope(std::shared_ptr<const ParameterCasts> casts)
-    : outer_(innermost) {
-  if (!casts) return;
-  lowered_.reserve(casts->casts_.size());
-  for (const Cast& cast : casts->casts_) {
-    const at::Tensor& parameter = cast.parameter;
-    std::shared_ptr<torch::autograd::Node> accumulator;
-    if (parameter.requires_grad()) {
-      accumulator = torch::autograd::impl::grad_accumulator(parameter);
-    }
-    lowered_.push_back({.place = cast.place,
-                        .parameter = parameter,
-                        .full = parameter.variable_data(),
-                        .low = cast.low,
-                        .version = version_of(parameter),
-                        .accumulator = std::move(accumulator)});
+    : before_(innermost), casts_(std::move(casts)) {
+  if (casts_ == before_) return;
+  TORCH_CHECK(!before_ || (casts_ && casts_->outer_ == before_),
+              "checkpoint: expected a backward outside of forwards in mixed "
+              "precision, found one inside of another forward than the "
+              "checkpoint's own.\nRun backward outside of it.");
+  TORCH_CHECK(at::SavedTensorDefaultHooks::is_enabled(),
+              "Mixed precision decides what autograd saves, but saved tensor "
+              "hooks are disabled on this thread.\nRun this forward in full "
+              "precision.");
+  saved_tensors_.emplace([this] {
+    return std::make_unique<SaveCopies>(*casts_, saved_tensors_->outer_hooks());
+  });
+  try {
+    enter(*casts_);
+  } catch (...) {
+    leave();
+    throw;
   }
-  saved_tensors_.emplace(
-      [&casts = *casts] { return std::make_unique<AliasHooks>(casts); });
-  for (const Lowered& lowered : lowered_) hold(lowered.parameter, lowered.low);
-  innermost = std::move(casts);
+  innermost = casts_;
 }
 
 ParameterCasts::Scope::~Scope() {
-  for (const Lowered& lowered : lowered_) hold(lowered.parameter, lowered.full);
-  innermost = outer_;
+  if (casts_ == before_) return;
+  leave();
+  innermost = before_;
 }
 
-std::optional<size_t> ParameterCasts::Scope::first_written() const {
-  for (const Lowered& lowered : lowered_) {
-    if (version_of(lowered.parameter) != lowered.version ||
-        !lowered.parameter.is_alias_of(lowered.low)) {
-      return lowered.place;
-    }
+void ParameterCasts::Scope::enter(const ParameterCasts& casts) {
+  if (casts.outer_ && casts.outer_ != before_) enter(*casts.outer_);
+  const std::lock_guard<std::mutex> lock(swap_mutex);
+  for (const Cast& cast : casts.casts_) {
+    const at::Tensor& parameter = cast.parameter;
+    TORCH_CHECK(parameter.scalar_type() == cast.dtype,
+                "Mixed precision: expected a parameter of sizes ",
+                parameter.sizes(), " in ", cast.dtype, ", found it in ",
+                parameter.scalar_type(),
+                ": it was converted, or is in use on another thread.\nUse a "
+                "module on one thread at a time.");
+    const bool requires_grad = parameter.requires_grad();
+    lowered_.push_back(
+        {.cast = &cast,
+         .full = parameter.variable_data(),
+         .version = version_of(parameter),
+         .requires_grad = requires_grad,
+         .accumulator = requires_grad
+                            ? torch::autograd::impl::grad_accumulator(parameter)
+                            : nullptr});
+    give_data(parameter, cast.copy);
   }
-  return std::nullopt;
+}
+
+void ParameterCasts::Scope::leave() noexcept {
+  const std::lock_guard<std::mutex> lock(swap_mutex);
+  for (const Lowered& lowered : lowered_ | std::views::reverse) {
+    give_data(lowered.cast->parameter, lowered.full);
+  }
+}
+
+std::optional<size_t> ParameterCasts::Scope::first_changed() const {
+  const auto changed =
+      std::ranges::find_if(lowered_, [](const Lowered& lowered) {
+        const at::Tensor& parameter = lowered.cast->parameter;
+        return version_of(parameter) != lowered.version ||
+               parameter.requires_grad() != lowered.requires_grad ||
+               !parameter.is_alias_of(lowered.cast->copy);
+      });
+  if (changed == lowered_.end()) return std::nullopt;
+  return changed->cast->place;
 }
 
 }  // namespace brigade

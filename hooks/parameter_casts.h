@@ -1,15 +1,15 @@
 // Runs a function with parameters in a lower precision than they are kept in.
 //
-// While a scope lives, the parameters hold copies in that precision; before and
-// after it, and so in backward, they are what they always are. Backward works
-// nevertheless:
+// While a scope lives, the parameters hold copies in that precision; outside of
+// it they are what they always are. Backward works nevertheless:
 // - Autograd saves the copies, since the parameters will hold other data by
-//   then. Changing a parameter before backward is allowed, therefore: gradients
-//   are those at the copies' values.
+//   then. Gradients are those at the copies' values, whatever happens to the
+//   parameters before backward.
 // - A parameter keeps its gradient accumulator, which knows its own precision:
 //   the engine casts each gradient on its way there, before gradients of
 //   several uses are added up.
-// - checkpoint() runs its function again with the same copies.
+// - checkpoint() runs its function again with the same copies, in a scope of
+//   its own. (A parameter that changed before is an error there, as always.)
 //
 // Differs from torch.nn.parallel's native mixed precision, which leaves copies
 // in place until backward is over: a second forward, an evaluation in between
@@ -17,10 +17,12 @@
 //
 // To know:
 // - What is written to a parameter inside of a scope is lost; see
-//   first_written().
+//   first_changed(). Views of a parameter that leave the scope are of the copy.
 // - Threads other than the scope's own, and functions of the user's that keep a
 //   parameter for backward by other means than saving it, get the parameter
 //   itself in backward.
+// - Copies belong to the stream that is current when they are made. A function
+//   that uses parameters on a stream of its own records it on them.
 //
 // Thread safety: parameters may be in use on one thread at a time.
 
@@ -46,7 +48,7 @@ class ParameterCasts {
  public:
   enum class Checkpoints {
     kAllowed,
-    kRefused,  // parameters may be in use on another thread during backward
+    kRefused,  // parameters may be in use on other threads during backward
   };
 
   // Casts those leaves among `parameters` that are dense, floating-point and
@@ -54,56 +56,67 @@ class ParameterCasts {
   ParameterCasts(std::span<const at::Tensor> parameters, at::ScalarType dtype,
                  Checkpoints checkpoints = Checkpoints::kAllowed);
 
-  // Those of the innermost scope on this thread; null if there is none.
+  // Those of the innermost scope on this thread, to be used again in backward;
+  // null if there is none. Errors: RuntimeError if checkpoints are refused.
   static std::shared_ptr<const ParameterCasts> current();
-
-  // The same, for a scope in backward. Errors: RuntimeError if checkpoints are
-  // refused.
-  static std::shared_ptr<const ParameterCasts> current_for_checkpoint();
 
   class Scope {
    public:
-    // Null: does nothing.
+    // Makes exactly `casts` current, with those that were current when they
+    // were made; null: none.
+    //
+    // Errors: RuntimeError if it would have to end an outer scope, if a
+    // parameter is not in the precision that it was cast from (in use on
+    // another thread, for instance), or if saved tensor hooks are disabled.
     explicit Scope(std::shared_ptr<const ParameterCasts> casts);
     ~Scope();
 
     // The place, among the parameters that were cast, of the first one that was
-    // written inside of this scope.
-    std::optional<size_t> first_written() const;
+    // written, frozen or unfrozen inside of this scope.
+    std::optional<size_t> first_changed() const;
 
     Scope(const Scope&) = delete;
     Scope& operator=(const Scope&) = delete;
 
    private:
-    struct Lowered {
-      size_t place;
-      at::Tensor parameter;
-      at::Tensor full;  // its own data
-      at::Tensor low;
-      int64_t version;
-      // Autograd holds it weakly. Null if no gradient is required.
-      std::shared_ptr<torch::autograd::Node> accumulator;
-    };
+    struct Lowered;
 
-    const std::shared_ptr<const ParameterCasts> outer_;
-    std::vector<Lowered> lowered_;
+    void enter(const ParameterCasts& casts);
+    void leave() noexcept;
+
+    const std::shared_ptr<const ParameterCasts> before_;
+    const std::shared_ptr<const ParameterCasts> casts_;
+    std::vector<Lowered> lowered_;  // in the order in which they were
     std::optional<SavedTensorScope> saved_tensors_;
   };
 
  private:
-  class AliasHooks;
+  class SaveCopies;
 
   struct Cast {
     size_t place;
     at::Tensor parameter;
-    at::Tensor low;
+    at::ScalarType dtype;  // its own
+    at::Tensor copy;
   };
 
+  // Whether it shares memory with one.
   bool is_copy(const at::Tensor& tensor) const;
 
+  const std::shared_ptr<const ParameterCasts> outer_;
   const Checkpoints checkpoints_;
   std::vector<Cast> casts_;
   std::unordered_set<const c10::StorageImpl*> storages_;  // of the copies
+};
+
+struct ParameterCasts::Scope::Lowered {
+  const Cast* cast;
+  at::Tensor full;  // the parameter's own data
+  int64_t version;
+  bool requires_grad;
+  // Made while the parameter was in its own precision; autograd holds it
+  // weakly. Null if it requires no gradient.
+  std::shared_ptr<torch::autograd::Node> accumulator;
 };
 
 }  // namespace brigade

@@ -9,6 +9,7 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <mutex>
+#include <optional>
 #include <string>
 #include <utility>
 
@@ -24,7 +25,7 @@ class ReentrantCheckpoint::RunAgain final : public torch::autograd::Node {
   RunAgain(std::span<const at::Tensor> inputs, bool preserve_rng_state,
            Function function)
       : inputs_(inputs),
-        conditions_(inputs, preserve_rng_state),
+        conditions_(std::in_place, inputs, preserve_rng_state),
         function_(std::move(function)) {
     for (const at::Tensor& input : inputs) {
       add_next_edge(input.defined() && input.requires_grad()
@@ -48,6 +49,7 @@ class ReentrantCheckpoint::RunAgain final : public torch::autograd::Node {
     const std::lock_guard<std::mutex> lock(mutex_);
     inputs_.release();
     function_ = nullptr;
+    conditions_.reset();
   }
 
  private:
@@ -57,7 +59,7 @@ class ReentrantCheckpoint::RunAgain final : public torch::autograd::Node {
     const std::vector<at::Tensor> inputs = inputs_.leaves();
     std::vector<at::Tensor> outputs;
     {
-      const RunConditions::Guard as_before(conditions_);
+      const RunConditions::Guard as_before(*conditions_);
       outputs = function_(inputs);
     }
     TORCH_CHECK(outputs.size() == is_differentiable_.size(),
@@ -102,7 +104,7 @@ class ReentrantCheckpoint::RunAgain final : public torch::autograd::Node {
   }
 
   KeptInputs inputs_;
-  const RunConditions conditions_;
+  std::optional<RunConditions> conditions_;  // until inputs are freed
   Function function_;
   std::vector<bool> is_differentiable_;  // by output
 };

@@ -74,7 +74,7 @@ RunConditions::RunConditions(std::span<const at::Tensor> inputs,
     : cast_state_(CastState::now()),
       random_state_(with_random_state ? RandomState::of(inputs)
                                       : RandomState()),
-      parameter_casts_(ParameterCasts::current_for_checkpoint()) {}
+      parameter_casts_(ParameterCasts::current()) {}
 
 RunConditions::Guard::Guard(const RunConditions& conditions)
     : grad_mode_(true),

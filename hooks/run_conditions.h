@@ -57,10 +57,13 @@ class CastState {
 class RunConditions {
  public:
   // Those of this moment on this thread. Random numbers only if asked for.
+  // Errors: those of ParameterCasts::current().
   RunConditions(std::span<const at::Tensor> inputs, bool with_random_state);
 
   // While it lives, its thread runs under `conditions`, with grad mode on.
   // Random numbers that are drawn meanwhile are not missed afterwards.
+  //
+  // Errors: those of ParameterCasts::Scope.
   class Guard {
    public:
     explicit Guard(const RunConditions& conditions);

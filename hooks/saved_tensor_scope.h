@@ -28,6 +28,11 @@ class SavedTensorScope {
   explicit SavedTensorScope(MakeHooks make_hooks);
   ~SavedTensorScope();
 
+  // What the scope around this one says; null if there is none.
+  std::unique_ptr<torch::autograd::SavedVariableHooks> outer_hooks() const {
+    return outer_ == nullptr ? nullptr : outer_->make_hooks_();
+  }
+
   SavedTensorScope(const SavedTensorScope&) = delete;
   SavedTensorScope& operator=(const SavedTensorScope&) = delete;
 

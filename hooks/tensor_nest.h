@@ -44,15 +44,39 @@ template <typename... Ts>
 inline constexpr bool IsTensorNest<std::tuple<Ts...>> = (IsTensorNest<Ts> &&
                                                          ...);
 
-// Calls `visit(at::Tensor&)` for each tensor, undefined ones too.
+// Whether there are tensors in such a nest, whatever else is in it.
+template <typename T>
+inline constexpr bool HoldsTensors = std::is_same_v<T, at::Tensor>;
+template <typename T, typename A>
+inline constexpr bool HoldsTensors<std::vector<T, A>> = HoldsTensors<T>;
+template <typename T, size_t N>
+inline constexpr bool HoldsTensors<std::array<T, N>> = HoldsTensors<T>;
+template <typename T>
+inline constexpr bool HoldsTensors<std::optional<T>> = HoldsTensors<T>;
+template <typename K, typename V, typename C, typename A>
+inline constexpr bool HoldsTensors<std::map<K, V, C, A>> = HoldsTensors<V>;
+template <typename K, typename V, typename H, typename E, typename A>
+inline constexpr bool HoldsTensors<std::unordered_map<K, V, H, E, A>> =
+    HoldsTensors<V>;
+template <typename A, typename B>
+inline constexpr bool HoldsTensors<std::pair<A, B>> =
+    HoldsTensors<A> || HoldsTensors<B>;
+template <typename... Ts>
+inline constexpr bool HoldsTensors<std::tuple<Ts...>> = (HoldsTensors<Ts> ||
+                                                         ...);
+
+// Calls `visit` with a reference to each tensor, undefined ones too, as const
+// as `nest` is.
 template <typename T, typename Visit>
 void for_each_tensor(T& nest, const Visit& visit) {
-  if constexpr (std::is_same_v<T, at::Tensor>) {
+  using Nest = std::remove_const_t<T>;
+  if constexpr (std::is_same_v<Nest, at::Tensor>) {
     visit(nest);
-  } else if constexpr (std::is_arithmetic_v<T>) {
+  } else if constexpr (!HoldsTensors<Nest>) {
+    // of no interest
   } else if constexpr (requires { nest.has_value(); }) {
     if (nest.has_value()) for_each_tensor(*nest, visit);
-  } else if constexpr (requires { typename T::mapped_type; }) {
+  } else if constexpr (requires { typename Nest::mapped_type; }) {
     for (auto& [key, value] : nest) for_each_tensor(value, visit);
   } else if constexpr (requires { nest.begin(); }) {
     for (auto& element : nest) for_each_tensor(element, visit);

@@ -6,6 +6,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -30,6 +31,15 @@ at::Tensor input_of(at::IntArrayRef sizes) {
       .reshape(sizes)
       .to(at::kBFloat16)
       .requires_grad_();  // so that autograd saves the weight
+}
+
+std::string error_of(const std::function<void()>& function) {
+  try {
+    function();
+  } catch (const c10::Error& error) {
+    return error.what_without_backtrace();
+  }
+  return "nothing was thrown";
 }
 
 class ParameterCastsTest : public ::testing::Test {
@@ -230,7 +240,7 @@ TEST_F(ParameterCastsTest, InferenceMode) {
     const ParameterCasts::Scope scope(
         std::make_shared<ParameterCasts>(parameters_, at::kBFloat16));
     EXPECT_EQ(linear(input_).scalar_type(), at::kBFloat16);
-    EXPECT_EQ(scope.first_written(), std::nullopt);
+    EXPECT_EQ(scope.first_changed(), std::nullopt);
   }
   EXPECT_FALSE(weight_.is_inference());
   EXPECT_TRUE(at::equal(weight_, before));
@@ -251,10 +261,10 @@ TEST_F(ParameterCastsTest, WritesInsideAreToldOf) {
   const auto casts =
       std::make_shared<ParameterCasts>(parameters_, at::kBFloat16);
   const ParameterCasts::Scope scope(casts);
-  EXPECT_EQ(scope.first_written(), std::nullopt);
+  EXPECT_EQ(scope.first_changed(), std::nullopt);
   const at::NoGradGuard no_grad;
   bias_.add_(1);
-  EXPECT_EQ(scope.first_written(), 1);
+  EXPECT_EQ(scope.first_changed(), 1);
 }
 
 TEST_F(ParameterCastsTest, OtherDataGivenInsideIsToldOf) {
@@ -262,7 +272,7 @@ TEST_F(ParameterCastsTest, OtherDataGivenInsideIsToldOf) {
       std::make_shared<ParameterCasts>(parameters_, at::kBFloat16);
   const ParameterCasts::Scope scope(casts);
   bias_.set_data(at::zeros({2}, at::kBFloat16));
-  EXPECT_EQ(scope.first_written(), 1);
+  EXPECT_EQ(scope.first_changed(), 1);
 }
 
 // As without casts: hooks of saved tensors would end autograd's own check.
@@ -276,21 +286,35 @@ TEST_F(ParameterCastsTest, ActivationsChangedInPlaceAreRefused) {
     const at::NoGradGuard no_grad;
     hidden.add_(1);
   }
-  try {
-    loss.backward();
-    FAIL() << "nothing was thrown";
-  } catch (const c10::Error& error) {
-    EXPECT_THAT(error.what_without_backtrace(),
-                HasSubstr("was changed in place: expected version 0, found 1"));
+  EXPECT_THAT(error_of([&] { loss.backward(); }),
+              HasSubstr("was changed in place: expected version 0, found 1"));
+}
+
+TEST_F(ParameterCastsTest, UnfreezingInsideIsToldOf) {
+  const at::Tensor frozen = weight_of({2}).detach();
+  const std::vector<at::Tensor> parameters = {frozen};
+  const ParameterCasts::Scope scope(
+      std::make_shared<ParameterCasts>(parameters, at::kBFloat16));
+  frozen.set_requires_grad(true);
+  EXPECT_EQ(scope.first_changed(), 0);
+}
+
+TEST_F(ParameterCastsTest, AParameterGivenTwiceIsCastOnce) {
+  const std::vector<at::Tensor> twice = {weight_, weight_};
+  {
+    const ParameterCasts::Scope scope(
+        std::make_shared<ParameterCasts>(twice, at::kBFloat16));
+    EXPECT_EQ(scope.first_changed(), std::nullopt);
   }
+  EXPECT_EQ(weight_.scalar_type(), at::kFloat);
 }
 
 TEST_F(ParameterCastsTest, ScopesNest) {
   const std::vector<at::Tensor> only_bias = {bias_};
   run([&] {
-    const auto current = ParameterCasts::current();
+    const auto outer = ParameterCasts::current();
     {
-      const ParameterCasts::Scope again(current);
+      const ParameterCasts::Scope again(outer);
       EXPECT_EQ(weight_.scalar_type(), at::kBFloat16);
     }
     EXPECT_EQ(weight_.scalar_type(), at::kBFloat16);
@@ -300,25 +324,126 @@ TEST_F(ParameterCastsTest, ScopesNest) {
       EXPECT_EQ(bias_.scalar_type(), at::kHalf);
     }
     EXPECT_EQ(bias_.scalar_type(), at::kBFloat16);
-    EXPECT_EQ(ParameterCasts::current(), current);
+    EXPECT_EQ(ParameterCasts::current(), outer);
     return at::Tensor();
   });
   EXPECT_EQ(bias_.scalar_type(), at::kFloat);
   EXPECT_EQ(ParameterCasts::current(), nullptr);
 }
 
-TEST_F(ParameterCastsTest, CopiesEndWithTheGraph) {
-  std::optional<c10::weak_intrusive_ptr<c10::StorageImpl>> copy;
-  at::Tensor loss = run([&] {
-    copy.emplace(c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(
-        weight_.storage().unsafeGetStorageImpl()));
-    return checkpoint(
-        [this](const at::Tensor& x) { return linear(x).square().sum(); },
-        input_);
+// A model inside of a model, each in mixed precision.
+TEST_F(ParameterCastsTest, CheckpointsInNestedScopes) {
+  for (const bool reentrant : {false, true}) {
+    forget_gradients();
+    const at::Tensor loss = run([&] {
+      return run([&] {
+        return checkpoint(
+            {.reentrant = reentrant},
+            [this](const at::Tensor& x) {
+              EXPECT_EQ(weight_.scalar_type(), at::kBFloat16);
+              return linear(x).square().sum();
+            },
+            input_);
+      });
+    });
+    loss.backward();
+    expect_gradients(input_);
+    EXPECT_EQ(weight_.scalar_type(), at::kFloat);
+  }
+}
+
+TEST_F(ParameterCastsTest, OuterCopiesInInnerScopesMayChangeToo) {
+  const Gradients expected = expected_gradients(input_);
+  const std::vector<at::Tensor> none;
+  const at::Tensor loss = run([&] {
+    const ParameterCasts::Scope inner(
+        std::make_shared<ParameterCasts>(none, at::kBFloat16));
+    return linear(input_).square().sum();
   });
-  EXPECT_FALSE(copy->expired());
-  loss.reset();
-  EXPECT_TRUE(copy->expired());
+  {
+    const at::NoGradGuard no_grad;
+    weight_.fill_(100);
+  }
+  loss.backward();
+  EXPECT_TRUE(at::equal(input_.grad(), expected.input));
+}
+
+TEST_F(ParameterCastsTest, CheckpointsAroundAScopeKeepNoActivations) {
+  c10::weak_intrusive_ptr<c10::StorageImpl> hidden_memory =
+      input_.storage().getWeakStorageImpl();
+  const at::Tensor loss = checkpoint(
+      [&](const at::Tensor& x) {
+        return run([&] {
+          const at::Tensor hidden = linear(x);
+          hidden_memory = hidden.storage().getWeakStorageImpl();
+          return hidden.square().sum();
+        });
+      },
+      input_);
+  EXPECT_TRUE(hidden_memory.expired());
+  loss.backward();
+  expect_gradients(input_);
+}
+
+TEST_F(ParameterCastsTest, CheckpointsOfOtherForwardsAreRefusedInside) {
+  const at::Tensor loss = checkpoint(
+      CheckpointOptions{.reentrant = true},
+      [this](const at::Tensor& x) { return linear(x).square().sum(); },
+      input_.to(at::kFloat));
+  const auto backward_inside = [&] {
+    run([&] {
+      loss.backward();
+      return at::Tensor();
+    });
+  };
+  EXPECT_THAT(error_of(backward_inside), HasSubstr("Run backward outside"));
+  EXPECT_EQ(weight_.scalar_type(), at::kFloat);
+}
+
+TEST_F(ParameterCastsTest, UseOnAnotherThreadIsAnError) {
+  const auto casts =
+      std::make_shared<ParameterCasts>(parameters_, at::kBFloat16);
+  std::string error;
+  {
+    const ParameterCasts::Scope scope(casts);
+    std::thread([&] {
+      error = error_of([&] { const ParameterCasts::Scope same(casts); });
+    }).join();
+    EXPECT_EQ(weight_.scalar_type(), at::kBFloat16);
+  }
+  EXPECT_THAT(error, HasSubstr("in use on another thread"));
+  EXPECT_EQ(weight_.scalar_type(), at::kFloat);
+}
+
+TEST_F(ParameterCastsTest, DisabledHooksAreAnError) {
+  at::SavedTensorDefaultHooks::disable("not now");
+  const std::string error = error_of([&] { run([] { return at::Tensor(); }); });
+  at::SavedTensorDefaultHooks::enable();
+  EXPECT_THAT(error, HasSubstr("saved tensor hooks are disabled"));
+  EXPECT_EQ(weight_.scalar_type(), at::kFloat);
+}
+
+TEST_F(ParameterCastsTest, CopiesEndWithTheGraph) {
+  for (const bool reentrant : {false, true}) {
+    for (const bool backward : {false, true}) {
+      c10::weak_intrusive_ptr<c10::StorageImpl> copy =
+          input_.storage().getWeakStorageImpl();
+      at::Tensor loss = run([&] {
+        copy = weight_.storage().getWeakStorageImpl();
+        return checkpoint(
+            {.reentrant = reentrant},
+            [this](const at::Tensor& x) { return linear(x).square().sum(); },
+            input_);
+      });
+      EXPECT_FALSE(copy.expired());
+      if (backward) {
+        loss.backward();
+      } else {
+        loss.reset();
+      }
+      EXPECT_TRUE(copy.expired()) << reentrant << backward;
+    }
+  }
 }
 
 }  // namespace
