@@ -23,18 +23,30 @@ template <typename Module>
 inline constexpr bool kIsScriptModule =
     std::is_base_of_v<torch::jit::Module, Module>;
 
-// Its tensors, and how to find its buffers later: an nn::Module changes them in
-// place, a script module may replace them.
+// Its tensors, and how to find them later: an nn::Module changes its buffers in
+// place and may be given parameters, a script module may replace its buffers.
 template <typename Module>
 ModuleReplica replica_of(const Module& module) {
   if constexpr (kIsScriptModule<Module>) {
     return {.tensors = tensors_of_module(module),
-            .buffers = [module] { return tensors_of_module(module).buffers; }};
+            .buffers = [module] { return tensors_of_module(module).buffers; },
+            .view = {}};
   } else {
     ModuleTensors tensors =
         tensors_of_module(static_cast<const torch::nn::Module&>(*module));
     return {.tensors = tensors,
-            .buffers = [buffers = tensors.buffers] { return buffers; }};
+            .buffers = [buffers = tensors.buffers] { return buffers; },
+            .view = {
+                .registrations =
+                    [module](Registrations& found) {
+                      append_registrations(*module, found);
+                    },
+                .parameters =
+                    [module] {
+                      return tensors_of_module(
+                                 static_cast<const torch::nn::Module&>(*module))
+                          .parameters;
+                    }}};
   }
 }
 

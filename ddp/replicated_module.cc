@@ -222,12 +222,17 @@ ReplicatedModule::ReplicatedModule(std::vector<ModuleReplica> replicas,
     hook = averaging_;
   }
   reducer_ = make_reducer(replicas_, group_, options, std::move(hook));
+  for (const ModuleReplica& replica : replicas_) {
+    watches_.emplace_back(replica.view, replica.tensors.parameters,
+                          options.ignored);
+  }
   cast_buffers(replicas_, options.mixed_precision);
   copy_from(0);
 }
 
 void ReplicatedModule::before_forward() {
   if (!will_reduce()) return;
+  for (ModuleWatch& watch : watches_) watch.check();
   reducer_->forward_begins();
   meet_peers();
   if (session_ != nullptr) {

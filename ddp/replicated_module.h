@@ -26,6 +26,7 @@
 #include "brigade/ddp/forward_precision.h"
 #include "brigade/ddp/join.h"
 #include "brigade/ddp/module_tensors.h"
+#include "brigade/ddp/module_watch.h"
 #include "brigade/hooks/output_tensors.h"
 #include "brigade/reducer/reducer.h"
 
@@ -35,6 +36,7 @@ namespace brigade {
 struct ModuleReplica {
   ModuleTensors tensors;
   BufferLookup buffers;
+  ModuleView view;
 };
 
 class ReplicatedModule final : public Joinable {
@@ -57,7 +59,8 @@ class ReplicatedModule final : public Joinable {
   // recorded or not synchronised. Collective then if buffers are made equal or
   // ranks join.
   //
-  // Errors: what `forward`, Reducer::prepare_for_backward() and, in mixed
+  // Errors: RuntimeError if the module got other parameters since it was
+  // wrapped; what `forward`, Reducer::prepare_for_backward() and, in mixed
   // precision, ForwardPrecision::run() throw.
   template <typename Forward>
   auto run_forward(const Forward& forward) {
@@ -106,6 +109,7 @@ class ReplicatedModule final : public Joinable {
   const std::vector<ParameterGroup> parameter_groups_;
   const BufferMode buffer_mode_;
   const BufferSync buffers_;
+  std::vector<ModuleWatch> watches_;          // by replica
   std::shared_ptr<AveragingHook> averaging_;  // null: the hook is the user's
   std::unique_ptr<Reducer> reducer_;
   const std::optional<ForwardPrecision> precision_;  // unset: its own

@@ -3,6 +3,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "brigade/python_bindings/exit_wait.h"
+#include "brigade/python_bindings/register_agreement.h"
 #include "brigade/python_bindings/register_logger.h"
 #include "brigade/python_bindings/register_outputs.h"
 #include "brigade/python_bindings/register_reducer.h"
@@ -10,6 +11,7 @@
 PYBIND11_MODULE(_C, module) {
   // Its types and exception translators are used below.
   py::module_::import("torch._C");
+  brigade::register_agreement(module);
   brigade::register_reducer(module);
   brigade::register_logger(module);
   brigade::register_outputs(module);

@@ -5,7 +5,7 @@ import torch
 import torch._C._distributed_c10d
 import torch.distributed.distributed_c10d
 import typing
-__all__: list[str] = ['Logger', 'Reducer', 'tie_outputs']
+__all__: list[str] = ['Logger', 'Reducer', 'describe_tensor', 'require_agreement', 'tie_outputs']
 class Reducer:
     """
     Averages gradients over a process group while backward runs; stands in for torch.distributed.Reducer.
@@ -108,6 +108,14 @@ class Logger(torch._C._distributed_c10d.Logger):
         ...
     def set_runtime_stats_and_log(self) -> None:
         ...
+def describe_tensor(name: str, tensor: torch.Tensor) -> str:
+    """
+    Name, dtype, sizes, strides and kind of device, as text.
+    """
+def require_agreement(group: torch.distributed.distributed_c10d.ProcessGroup, what: str, items: collections.abc.Sequence[str]) -> None:
+    """
+    Collective. Raises RuntimeError on every rank alike, naming the first item in which ranks differ; `what` is the name of one item.
+    """
 def tie_outputs(outputs: collections.abc.Sequence[torch.Tensor], copies: bool = True) -> list[torch.Tensor]:
     """
     Stand-ins for tensors: a backward from some of them goes through all.

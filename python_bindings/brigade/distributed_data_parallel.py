@@ -25,7 +25,7 @@ from torch.distributed.utils import _sync_module_states
 from torch.nn.parallel import distributed as torch_ddp
 
 from brigade import _checks
-from brigade._C import Logger, Reducer, tie_outputs
+from brigade._C import Logger, Reducer, describe_tensor, require_agreement, tie_outputs
 from brigade._parameter_watch import ParameterWatch
 
 _MIB = 1024 * 1024
@@ -34,6 +34,13 @@ _BROADCAST_BYTES = 250 * _MIB
 
 # What install() may have put in its place is not torch's.
 _TorchDistributedDataParallel = torch_ddp.DistributedDataParallel
+
+
+def _descriptions(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
+    return [
+        describe_tensor(name, tensor) + (", requires_grad" if tensor.requires_grad else "")
+        for name, tensor in tensors
+    ]
 
 
 class DistributedDataParallel(_TorchDistributedDataParallel):
@@ -134,6 +141,8 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
             if self._delay_all_reduce_all_params:
                 return
 
+        if init_sync and self.process_group.size() > 1:
+            self._require_same_module(static_graph)
         parameters, expect_sparse_gradients = self._build_params_for_reducer()
         names = self._build_debug_param_to_name_mapping(parameters)
         self._ddp_init_helper(
@@ -156,6 +165,28 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
             self._set_up_compiled_autograd()
 
     # ------------------------------------------------------------------ setup
+
+    def _require_same_module(self, static_graph: bool) -> None:
+        """Compares with the other ranks what decides on collectives, frozen parameters too."""
+        options = [
+            f"broadcast_buffers = {self.broadcast_buffers}",
+            f"find_unused_parameters = {self.find_unused_parameters}",
+            f"skip_all_reduce_unused_params = {self.skip_all_reduce_unused_params}",
+            f"static_graph = {static_graph}",
+            f"mixed_precision = {self.mixed_precision}",
+            f"delayed parameters = {len(self._delay_all_reduce_params)}",
+        ]
+        require_agreement(self.process_group, "option", options)
+        parameters = self._not_ignored(self.module.named_parameters())
+        require_agreement(self.process_group, "parameter", _descriptions(parameters))
+        if self.broadcast_buffers:
+            buffers = self._not_ignored(self.module.named_buffers())
+            require_agreement(self.process_group, "buffer", _descriptions(buffers))
+
+    def _not_ignored(
+        self, tensors: Iterable[tuple[str, torch.Tensor]]
+    ) -> list[tuple[str, torch.Tensor]]:
+        return [entry for entry in tensors if entry[0] not in self.parameters_to_ignore]
 
     def _set_up_group(
         self,
@@ -181,11 +212,7 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self.parameters_to_ignore.update(name for name, _ in delayed)
         self._delay_all_reduce_params = [parameter for _, parameter in delayed]
-        named = [
-            (name, parameter)
-            for name, parameter in module.named_parameters()
-            if name not in self.parameters_to_ignore
-        ]
+        named = self._not_ignored(module.named_parameters())
         self._module_parameters = [parameter for _, parameter in named]
         if not delayed:
             _checks.require_trainable(module, self._module_parameters)

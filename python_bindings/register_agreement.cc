@@ -1,0 +1,36 @@
+#include "brigade/python_bindings/register_agreement.h"
+
+#include <c10/util/Exception.h>
+
+#include <string>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <vector>
+
+#include "brigade/comm/agreement.h"
+#include "brigade/comm/control_device.h"
+#include "brigade/comm/describe_tensor.h"
+
+namespace brigade {
+
+void register_agreement(py::module_& module) {
+  module.def(
+      "require_agreement",
+      [](const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+         const std::string& what, const std::vector<std::string>& items) {
+        try {
+          require_agreement(group, control_device(*group), what, items,
+                            absl::OkStatus());
+        } catch (const c10::ValueError& error) {
+          TORCH_CHECK(false, error.what_without_backtrace());
+        }
+      },
+      py::arg("group"), py::arg("what"), py::arg("items"),
+      py::call_guard<py::gil_scoped_release>(),
+      "Collective. Raises RuntimeError on every rank alike, naming the first "
+      "item in which ranks differ; `what` is the name of one item.");
+  module.def("describe_tensor", &describe_tensor, py::arg("name"),
+             py::arg("tensor"),
+             "Name, dtype, sizes, strides and kind of device, as text.");
+}
+
+}  // namespace brigade

@@ -1,0 +1,110 @@
+// Static graphs whose parameters are used in checkpoints, several times, and in
+// several forwards of one backward.
+
+#include <torch/torch.h>
+
+#include <memory>
+#include <tuple>
+
+#include "brigade/ddp/distributed_data_parallel.h"
+#include "brigade/hooks/checkpoint.h"
+#include "brigade/tests/support/local_ranks.h"
+#include "gtest/gtest.h"
+
+namespace brigade {
+namespace {
+
+using testing::run_ranks;
+
+using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
+
+// Integer weights, so that sums are exact. `shared` is used in both
+// checkpoints.
+struct Net : torch::nn::Module {
+  explicit Net(bool reentrant) : options{.reentrant = reentrant} {
+    register_module("shared", shared);
+    register_module("own", own);
+    const at::NoGradGuard no_grad;
+    for (const at::Tensor& p : parameters()) {
+      p.copy_((at::arange(p.numel()) % 5 - 2).reshape(p.sizes()));
+    }
+  }
+
+  at::Tensor forward(const at::Tensor& x) {
+    const at::Tensor hidden = checkpoint(
+        options, [this](const at::Tensor& h) { return shared(h).relu(); }, x);
+    return checkpoint(
+               options,
+               [this](const at::Tensor& h) {
+                 return own(shared(h).relu()).relu();
+               },
+               hidden)
+        .sum();
+  }
+
+  // The same without checkpoints.
+  at::Tensor plain(const at::Tensor& x) {
+    return own(shared(shared(x).relu()).relu()).relu().sum();
+  }
+
+  const CheckpointOptions options;
+  torch::nn::Linear shared = torch::nn::Linear(3, 3);
+  torch::nn::Linear own = torch::nn::Linear(3, 3);
+};
+
+at::Tensor input_of(int rank, int step, int forward) {
+  return (at::arange(6) + rank + 2 * step + 3 * forward)
+      .remainder(7)
+      .reshape({2, 3})
+      .to(at::kFloat);
+}
+
+// Reentrant x views x forwards per backward.
+class StaticCheckpointTest
+    : public ::testing::TestWithParam<std::tuple<bool, bool, int>> {};
+
+TEST_P(StaticCheckpointTest, AveragesAsWithoutCheckpoints) {
+  const auto [reentrant, views, num_forwards] = GetParam();
+  run_ranks(2, [&, reentrant = reentrant, views = views,
+                num_forwards = num_forwards](const Group& group) {
+    const int rank = group->getRank();
+    const auto net = std::make_shared<Net>(reentrant);
+    DistributedDataParallel model(
+        net, group,
+        {.reducer = {.bucket_caps_bytes = {32},
+                     .static_graph = true,
+                     .gradients_as_bucket_views = views}});
+    for (int step = 0; step < 4; ++step) {
+      Net expected(reentrant);
+      at::Tensor all = at::zeros({});
+      for (int r = 0; r < 2; ++r) {
+        for (int f = 0; f < num_forwards; ++f) {
+          all = all + expected.plain(input_of(r, step, f));
+        }
+      }
+      (all / 2).backward();
+
+      net->zero_grad(/*set_to_none=*/step % 2 == 0);
+      at::Tensor loss = at::zeros({});
+      for (int f = 0; f < num_forwards; ++f) {
+        loss = loss + model(input_of(rank, step, f));
+      }
+      loss.backward();
+      for (size_t i = 0; i < net->parameters().size(); ++i) {
+        EXPECT_TRUE(at::equal(net->parameters()[i].grad(),
+                              expected.parameters()[i].grad()))
+            << "parameter " << i << " step " << step;
+      }
+    }
+    EXPECT_EQ(model.reducer().statistics().reduced, 4);
+    EXPECT_EQ(model.reducer().statistics().rebuilds, 1);
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Modes, StaticCheckpointTest,
+                         ::testing::Combine(::testing::Bool(),
+                                            ::testing::Bool(),
+                                            ::testing::Values(1, 2)));
+
+}  // namespace
+}  // namespace brigade
