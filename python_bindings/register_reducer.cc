@@ -109,13 +109,13 @@ py::object returning_future(py::object hook, const std::string& name) {
 }
 
 void register_comm_hook(TorchReducer& reducer, py::object state,
-                        py::object hook) {
+                        py::object hook, bool replaces) {
   const std::string name =
       py::str(py::getattr(hook, "__qualname__", py::repr(hook)));
   auto python_hook = std::make_shared<PythonCommHook>(
       std::move(state), returning_future(std::move(hook), name));
   const py::gil_scoped_release no_gil;
-  reducer.register_comm_hook(std::move(python_hook), name);
+  reducer.register_comm_hook(std::move(python_hook), name, replaces);
 }
 
 // Methods of torch's class that this one has no answer to yet.
@@ -163,7 +163,7 @@ void register_reducer(py::module_& module) {
           py::arg("output"), NoGil())
       .def("_cancel_preparation", &TorchReducer::cancel_preparation, NoGil())
       .def("_register_comm_hook", &register_comm_hook, py::arg("state"),
-           py::arg("comm_hook"))
+           py::arg("comm_hook"), py::arg("replaces") = false)
       .def("_register_builtin_comm_hook",
            &TorchReducer::register_builtin_comm_hook, py::arg("comm_hook_type"),
            NoGil())

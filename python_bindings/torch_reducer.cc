@@ -167,8 +167,9 @@ void TorchReducer::check_finalized() const {
 }
 
 void TorchReducer::register_comm_hook(
-    std::shared_ptr<c10d::CommHookInterface> hook, std::string name) {
-  TORCH_CHECK(hook_name_.empty(), "brigade.Reducer: ", name,
+    std::shared_ptr<c10d::CommHookInterface> hook, std::string name,
+    bool replaces) {
+  TORCH_CHECK(hook_name_.empty() || replaces, "brigade.Reducer: ", name,
               " can't be registered: the comm hook is ", hook_name_,
               " already.\nRegister one hook; it may call others.");
   TORCH_CHECK(!hooks_removed_, "brigade.Reducer: ", name,

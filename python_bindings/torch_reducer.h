@@ -61,9 +61,9 @@ class TorchReducer {
   void check_finalized() const;
 
   // `name` is for messages. Errors: RuntimeError naming the first hook if there
-  // is one.
+  // is one, and this one does not take its place.
   void register_comm_hook(std::shared_ptr<c10d::CommHookInterface> hook,
-                          std::string name);
+                          std::string name, bool replaces = false);
   void register_builtin_comm_hook(c10d::BuiltinCommHookType type);
 
   // What the next buckets are divided by: the world size, or the sum that

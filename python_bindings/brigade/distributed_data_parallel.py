@@ -24,7 +24,7 @@ from torch.distributed.algorithms.join import Joinable
 from torch.distributed.utils import _sync_module_states
 from torch.nn.parallel import distributed as torch_ddp
 
-from brigade import _checks
+from brigade import _checks, _optimizer_in_backward
 from brigade._C import Logger, Reducer, describe_tensor, require_agreement, tie_outputs
 from brigade._parameter_watch import ParameterWatch
 
@@ -431,6 +431,27 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
         """Nothing: _shadow_iteration() has done it."""
 
     # ------------------------------------------------------------------ hooks
+
+    def _delayed_all_reduce_hook(self, grad: torch.Tensor) -> torch.Tensor:
+        """As torch's, but backward does not end before the result is there."""
+        self._delay_grad_buffer.div_(self.process_group.size())
+        work = dist.all_reduce(self._delay_grad_buffer, group=self.process_group, async_op=True)
+        torch.autograd.Variable._execution_engine.queue_callback(work.wait)
+        return grad
+
+    def _setup_in_backward_optimizers(self) -> None:
+        stepped = [p for p in self._module_parameters if _optimizer_in_backward.has_optimizer(p)]
+        if not stepped:
+            return
+        for parameter in stepped:
+            _optimizer_in_backward.take_over(parameter)
+        if not self._comm_hooks:
+            from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+            self.register_comm_hook(self.process_group, allreduce_hook)
+        hook, state = self._comm_hooks[0]
+        hook = _optimizer_in_backward.stepping_hook(hook, stepped)
+        self.reducer._register_comm_hook(state, hook, replaces=True)
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Lets `hook` carry buckets across ranks, once for all.

@@ -221,19 +221,63 @@ def test_ignored_tensors_stay_each_ranks_own():
     run_ranks(_ignored)
 
 
-def _delayed(rank):
-    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
-    late = [("0.weight", model[0].weight), ("0.bias", model[0].bias)]
-    wrapped = brigade.DistributedDataParallel(
-        model, delay_all_reduce_named_params=late, param_to_hook_all_reduce=model[0].bias
-    )
-    wrapped(inputs(rank, 1, (2, 3))[0]).sum().backward()
-    with pytest.raises(ValueError, match="param_to_hook_all_reduce is missing"):
-        brigade.DistributedDataParallel(model, delay_all_reduce_named_params=late)
+def _delayed(rank, names):
+    """Against torch's class without delay: of 2 ranks' gradients both make the same average.
+
+    Rank 1 goes backward after rank 0, whose gradients would be its own alone if it did not wait
+    for the delayed all-reduce.
+    """
+    store = dist.distributed_c10d._get_default_store()
+    results = []
+    for kind in (brigade.DistributedDataParallel, None):
+        torch.manual_seed(rank)  # rank 0's are broadcast
+        model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2))
+        before_them = nn.Parameter(torch.ones(6))  # its gradient comes last
+        if kind is None:
+            wrapped = TorchDistributedDataParallel(model)
+        else:
+            wrapped = kind(
+                model,
+                delay_all_reduce_named_params=[(n, model.get_parameter(n)) for n in names],
+                param_to_hook_all_reduce=before_them,
+            )
+        optimizer = torch.optim.SGD(model.parameters(), lr=1 / 128, momentum=0.5)
+        seen = []
+        for x in inputs(rank, 4):
+            optimizer.zero_grad()
+            loss = loss_of(wrapped(x * before_them))
+            if kind is not None:
+                key = f"backward {len(seen)}"
+                if rank == 0:
+                    loss.register_hook(lambda grad, key=key: store.set(key, ""))
+                else:
+                    store.wait([key])
+            loss.backward()
+            seen += [p.grad.clone() for p in model.parameters()]
+            optimizer.step()
+        results.append(seen + [p.detach().clone() for p in model.parameters()])
+    assert_equal(*results)
 
 
 def test_named_parameters_may_be_reduced_by_themselves():
-    run_ranks(_delayed)
+    run_ranks(_delayed, ["2.weight", "2.bias"])
+
+
+def test_all_parameters_may_be_reduced_by_themselves():
+    """Torch's own class can't: it has no device, and no _lazy_init_ran."""
+    run_ranks(_delayed, ["0.weight", "0.bias", "2.weight", "2.bias"])
+
+
+def _delayed_until_when(rank):
+    model = nn.Linear(3, 2)
+    with pytest.raises(ValueError, match="param_to_hook_all_reduce is missing"):
+        brigade.DistributedDataParallel(
+            model, delay_all_reduce_named_params=[("weight", model.weight)]
+        )
+
+
+def test_parameters_named_for_delay_need_one_to_wait_for():
+    run_ranks(_delayed_until_when, world_size=1)
 
 
 def _constructor_errors(rank):
@@ -247,13 +291,51 @@ def _constructor_errors(rank):
         wrap(nn.Linear(2, 2), device_ids=[0])
     with pytest.warns(FutureWarning, match="check_reduction"):
         wrap(nn.Linear(2, 2), check_reduction=True)
-    with pytest.raises(RuntimeError, match=r"weight.*\[2, 2\].*|shape"):
+    with pytest.raises(RuntimeError, match=r"'weight' Float \[2, [23]\]"):
         wrap(nn.Linear(2, 2 + rank))
     two = copy.deepcopy(nn.ModuleList([nn.Linear(2, 2)] * (1 + rank)))
     wrap(two)  # a shared layer counts once
     with pytest.raises(RuntimeError):
         wrap(nn.ModuleList(nn.Linear(2, 2) for _ in range(1 + rank)))
     wrap(nn.Linear(2, 2))  # the group goes on working
+
+
+class _OwnBuffer(nn.Module):
+    def __init__(self, size):
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.register_buffer("seen", torch.zeros(size))
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+def _ranks_that_differ(rank):
+    wrap = brigade.DistributedDataParallel
+    layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    layers[1].requires_grad_(rank == 0)
+    with pytest.raises(RuntimeError, match=r"option 0 .*broadcast_buffers = (True|False)"):
+        wrap(nn.Linear(2, 2), broadcast_buffers=rank == 0)
+    for option in ("find_unused_parameters", "static_graph"):
+        with pytest.raises(RuntimeError, match=rf"option \d .*{option} = (True|False)"):
+            wrap(nn.Linear(2, 2), **{option: rank == 0})
+    with pytest.raises(RuntimeError, match=r"buffer 0 .*'seen' Float \[[12]\]"):
+        wrap(_OwnBuffer(1 + rank))
+    with pytest.raises(RuntimeError, match=r"parameter 2 .*'1.weight' Float .*requires_grad"):
+        wrap(layers)
+    with pytest.raises(RuntimeError, match=r"parameter 0 .*(Float|Double)"):
+        wrap(nn.Linear(2, 2).to((torch.float, torch.double)[rank]))
+    strided = nn.Linear(2, 3)
+    if rank == 1:
+        strided.weight = nn.Parameter(torch.ones(2, 3).t())
+    with pytest.raises(RuntimeError, match=r"parameter 0 .*strides"):
+        wrap(strided)
+    own = wrap(_OwnBuffer(1 + rank), broadcast_buffers=False)  # each keeps its own
+    own(torch.ones(1, 2)).sum().backward()
+
+
+def test_ranks_that_differ_are_told_before_anything_is_sent():
+    run_ranks(_ranks_that_differ)
 
 
 def test_constructor_errors_name_what_is_wrong_on_every_rank():

@@ -1,0 +1,79 @@
+"""Other threads of a rank run while its backward waits for a peer."""
+
+import sys
+import threading
+import traceback
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import brigade
+
+from ranks import run_ranks
+
+# So often the peer hears from the other thread before it takes part: backward has long
+# reached its wait by then, and the thread needs the GIL each time.
+ROUNDS = 50
+
+
+def _all_reduce(state, bucket):
+    work = dist.all_reduce(bucket.buffer(), async_op=True)
+    return work.get_future().then(lambda done: done.value()[0] / 2)
+
+
+def _other_thread(in_backward, seen):
+    """Tells the peer of each round, and waits for its answer."""
+    store = dist.distributed_c10d._get_default_store()
+    in_backward.wait()
+    for i in range(ROUNDS):
+        store.set(f"runs {i}", "")
+        store.wait([f"heard {i}"])
+    frame = sys._current_frames()[threading.main_thread().ident]
+    seen += [caller.name for caller in traceback.extract_stack(frame)]
+    store.set("seen", "")
+
+
+def _waits_for_the_thread():
+    store = dist.distributed_c10d._get_default_store()
+    for i in range(ROUNDS):
+        store.wait([f"runs {i}"])
+        store.set(f"heard {i}", "")
+    store.wait(["seen"])
+
+
+def _backward_waits(rank, options, with_hook):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    wrapped = brigade.DistributedDataParallel(model, bucket_cap_mb=1e-6, **options)
+    if with_hook:
+        wrapped.register_comm_hook(None, _all_reduce)
+    x = torch.full((1, 2), 2.0 * rank)
+    for _ in range(2):  # afterwards buckets stay
+        wrapped(x).sum().backward()
+    wrapped.zero_grad()
+    loss = wrapped(x).sum()
+    if rank == 1:
+        _waits_for_the_thread()
+        loss.backward()
+    else:
+        in_backward, seen = threading.Event(), []
+        thread = threading.Thread(target=_other_thread, args=(in_backward, seen), daemon=True)
+        thread.start()
+        model[1].bias.register_hook(lambda gradient: in_backward.set())
+        loss.backward()
+        thread.join()
+        assert "backward" in seen, seen
+    assert model[1].bias.grad.eq(1).all()
+    # Averages of gradients in proportion to 0 and 2.
+    assert torch.equal(model[0].weight.grad, model[1].weight.detach().sum(0)[:, None].expand(2, 2))
+
+
+@pytest.mark.parametrize("with_hook", [False, True], ids=["all_reduce", "python_hook"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"find_unused_parameters": True}, {"static_graph": True}],
+    ids=["plain", "find_unused", "static_graph"],
+)
+def test_a_thread_runs_while_backward_waits_for_a_peer(options, with_hook):
+    run_ranks(_backward_waits, options, with_hook, timeout_s=30)
