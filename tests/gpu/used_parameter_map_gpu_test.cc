@@ -1,0 +1,53 @@
+// The used map on a CUDA device: the host goes on while its copy is in flight,
+// and may change the map meanwhile.
+
+#include <ATen/ATen.h>
+#include <c10/core/Stream.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <torch/cuda.h>
+
+#include "brigade/comm/process_group.h"
+#include "brigade/reducer/used_parameter_map.h"
+#include "gtest/gtest.h"
+
+namespace brigade {
+namespace {
+
+TEST(UsedParameterMapGpuTest, TheHostGoesOnWhileTheMapIsBeingCopied) {
+  if (!torch::cuda::is_available()) GTEST_SKIP() << "no CUDA device";
+  const at::Device device(at::kCUDA, 0);
+  const auto group = single_process_group();
+  const c10::Stream stream =
+      c10::impl::VirtualGuardImpl(at::kCUDA).getStream(device);
+  UsedParameterMap map(/*num_replicas=*/2, /*num_parameters=*/3, device);
+  const at::Tensor matrix = at::ones({8192, 8192}, device);
+  at::Tensor product = at::empty_like(matrix);
+  // A first launch loads kernels and pins memory, which may wait.
+  at::mm_out(product, matrix, matrix);
+  map.launch(*group);
+  map.wait();
+
+  for (int s = 0; s < 2; ++s) {
+    stream.synchronize();
+    map.mark(0);  // parameter 0 of replica 0
+    map.mark(3);  // and of replica 1
+    map.mark(4);
+    // Seconds of work in front of the copy.
+    for (int i = 0; i < 60; ++i) at::mm_out(product, matrix, matrix);
+    ASSERT_FALSE(stream.query());
+    map.launch(*group);
+    EXPECT_FALSE(stream.query()) << "launch() has waited for the device";
+    map.clear_marks();
+    map.mark(2);  // of the next iteration: must not travel
+    EXPECT_FALSE(stream.query());
+    map.wait();
+    EXPECT_TRUE(map.is_used_anywhere(0));
+    EXPECT_TRUE(map.is_used_anywhere(1));
+    EXPECT_FALSE(map.is_used_anywhere(2));
+    EXPECT_TRUE(at::equal(map.counts(), at::tensor({2, 1, 0}, at::kInt)));
+    map.clear_marks();
+  }
+}
+
+}  // namespace
+}  // namespace brigade
