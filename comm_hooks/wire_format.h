@@ -27,18 +27,18 @@ class DeclaresWireFormat {
   // the scale for every bucket of every iteration.
   virtual WireFormat wire_format(at::ScalarType gradient_dtype) const = 0;
 
-  // Whether what goes wrong in runHook() or its future is the network's doing:
-  // no code of a user's runs there.
-  virtual bool fails_by_network_only() const { return true; }
+  // Whether no code of a user's runs in runHook() or its future: what goes wrong
+  // there is the network's doing, and nobody keeps the bucket.
+  virtual bool runs_no_user_code() const { return true; }
 
  protected:
   ~DeclaresWireFormat() = default;
 };
 
 // False for a user's hook.
-inline bool fails_by_network_only(const c10d::CommHookInterface& hook) {
+inline bool runs_no_user_code(const c10d::CommHookInterface& hook) {
   const auto* declared = dynamic_cast<const DeclaresWireFormat*>(&hook);
-  return declared != nullptr && declared->fails_by_network_only();
+  return declared != nullptr && declared->runs_no_user_code();
 }
 
 }  // namespace brigade

@@ -53,6 +53,14 @@ std::vector<std::vector<int64_t>> shapes_as_reals(
   return shapes;
 }
 
+// A user's hook may keep the bucket, and write to it in a later iteration.
+DenseReplica::Delivery delivery_of(bool gradients_as_views,
+                                   const c10d::CommHookInterface& hook) {
+  if (gradients_as_views) return DenseReplica::Delivery::kViews;
+  return runs_no_user_code(hook) ? DenseReplica::Delivery::kHandoverOrCopy
+                                 : DenseReplica::Delivery::kCopies;
+}
+
 }  // namespace
 
 Bucket::Bucket(const ParameterTable& table, const BucketPlan& plan,
@@ -68,6 +76,8 @@ Bucket::Bucket(const ParameterTable& table, const BucketPlan& plan,
   const std::vector<size_t>& members = plan.buckets()[index];
   const at::ScalarType wire_dtype =
       declared_ == nullptr ? dtype_ : declared_->wire_format(dtype_).dtype;
+  const DenseReplica::Delivery delivery =
+      delivery_of(gradients_as_views, hook);
   std::vector<size_t> offsets;
   std::vector<size_t> lengths;
   std::vector<c10::IntArrayRef> sizes;
@@ -79,7 +89,7 @@ Bucket::Bucket(const ParameterTable& table, const BucketPlan& plan,
       continue;
     }
     auto dense = std::make_unique<DenseReplica>(table, replica, members,
-                                                wire_dtype, gradients_as_views);
+                                                wire_dtype, delivery);
     if (replica == 0) {
       const size_t reals_per_number = c10::isComplexType(dtype_) ? 2 : 1;
       for (const SlotRange& range : dense->ranges()) {

@@ -36,8 +36,8 @@ class BucketReplica {
   // Adds the buffer of another local replica to this one's, wherever it lies.
   virtual void add(const at::Tensor& buffer) = 0;
 
-  // What travels. Dense: 1D, [numel], wire dtype, the same tensor in every
-  // iteration.
+  // What travels. Dense: 1D, [numel], wire dtype, the same tensor until the
+  // next pack().
   virtual const at::Tensor& buffer() const = 0;
 
   // Hands the reduced buffer out as gradients. `result` may be buffer() itself

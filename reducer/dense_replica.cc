@@ -81,11 +81,14 @@ at::Tensor as_dtype_of(const at::Tensor& flat, const at::Tensor& result) {
 
 DenseReplica::DenseReplica(const ParameterTable& table, size_t replica,
                            std::span<const size_t> parameters,
-                           at::ScalarType wire_dtype, bool gradients_as_views)
+                           at::ScalarType wire_dtype, Delivery delivery)
     : table_(table),
       replica_(replica),
       parameters_(parameters.begin(), parameters.end()),
-      gradients_as_views_(gradients_as_views),
+      gradients_as_views_(delivery == Delivery::kViews),
+      hands_memory_over_(delivery == Delivery::kHandoverOrCopy &&
+                         wire_dtype == table.dtype(parameters.front()) &&
+                         !c10::isComplexType(wire_dtype)),
       gradients_(parameters.size()),
       sources_(parameters.size()),
       destinations_(parameters.size()),
@@ -117,11 +120,13 @@ DenseReplica::DenseReplica(const ParameterTable& table, size_t replica,
         parameter(slot).is_non_overlapping_and_dense());
   }
   base_ = flat_.const_data_ptr();
+  if (hands_memory_over_) handover_ = MemoryHandover(flat_);
   packer_ = make_packer(flat_.device(), flat_.scalar_type(), ranges_);
 }
 
 int64_t DenseReplica::pack(double scale, std::span<const size_t> unused_slots) {
   const at::NoGradGuard no_grad;
+  if (handover_.is_taken()) leave_memory_to_gradients();
   repair_buffers();
   set_unused(unused_slots);
   int64_t numel_copied = 0;
@@ -168,6 +173,14 @@ void DenseReplica::set_unused(std::span<const size_t> slots) {
 at::Tensor DenseReplica::make_view(size_t slot) const {
   const at::AutoDispatchBelowADInplaceOrView no_view_tracking;
   return view_out(slot, flat_);
+}
+
+void DenseReplica::leave_memory_to_gradients() {
+  flat_ = at::empty(flat_.sizes(), flat_.options());
+  wire_ = flat_;
+  base_ = flat_.const_data_ptr();
+  for (size_t slot = 0; slot < parameters_.size(); ++slot) replace_view(slot);
+  handover_ = MemoryHandover(flat_);
 }
 
 // A comm hook may have kept a bucket's tensor, and changed what it is.
@@ -297,6 +310,7 @@ void DenseReplica::put_back(std::span<const size_t> untouched_slots) {
 int64_t DenseReplica::deliver_copies(const at::Tensor& result,
                                      std::span<const size_t> untouched_slots) {
   int64_t numel_copied = 0;
+  const bool is_own_buffer = result.const_data_ptr() == base_;
   const bool unpackable = result.scalar_type() == wire_.scalar_type() ||
                           result.scalar_type() == flat_.scalar_type();
   for (size_t slot = 0; slot < parameters_.size(); ++slot) {
@@ -314,6 +328,10 @@ int64_t DenseReplica::deliver_copies(const at::Tensor& result,
         gradient.device() == flat_.device() &&
         same_memory_order(gradient, laid_out_as_gradient(slot)) &&
         !has_lazy_bits(gradient);
+    if (plain && is_own_buffer && !unused_[slot] &&
+        handover_.give(gradient, views_in_[slot])) {
+      continue;
+    }
     destinations_[slot] = plain ? gradient.mutable_data_ptr() : nullptr;
     gradient.unsafeGetTensorImpl()->bump_version();
     if (!plain) gradient.detach().copy_(view_out(slot, result));

@@ -1,9 +1,9 @@
 // One flat buffer for the dense gradients of a bucket, and the views into it.
 //
 // Views in: where gradients are packed to. They have the parameters' shapes and
-// strides, are made once, and in view mode are the gradients. Views out: where
-// results are read from; the same memory unless a comm hook returned another
-// tensor.
+// strides, are made once per buffer, and in view mode are the gradients. Views
+// out: where results are read from; the same memory unless a comm hook returned
+// another tensor.
 
 #ifndef BRIGADE_REDUCER_DENSE_REPLICA_H_
 #define BRIGADE_REDUCER_DENSE_REPLICA_H_
@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "brigade/reducer/bucket_replica.h"
+#include "brigade/reducer/memory_handover.h"
 #include "brigade/reducer/packer.h"
 #include "brigade/reducer/parameter_table.h"
 
@@ -24,11 +25,19 @@ namespace brigade {
 
 class DenseReplica final : public BucketReplica {
  public:
+  // How results become gradients.
+  enum class Delivery {
+    kViews,           // gradients are views of the buffer
+    kCopies,          // the buffer is copied into gradients
+    kHandoverOrCopy,  // gradients may get the buffer's memory
+  };
+
   // REQUIRES: `parameters` index into `table`, are of one dtype and device, and
-  // `table` outlives this object.
+  // `table` outlives this object. With kHandoverOrCopy, nobody who is given
+  // buffer() writes to it after the collective.
   DenseReplica(const ParameterTable& table, size_t replica,
                std::span<const size_t> parameters, at::ScalarType wire_dtype,
-               bool gradients_as_views);
+               Delivery delivery);
 
   int64_t pack(double scale, std::span<const size_t> unused_slots) override;
   const at::Tensor& buffer() const override { return wire_; }
@@ -51,6 +60,7 @@ class DenseReplica final : public BucketReplica {
   void set_unused(std::span<const size_t> slots);
   at::Tensor make_view(size_t slot) const;
   int64_t numel() const;
+  void leave_memory_to_gradients();
   void repair_buffers();
   void replace_view(size_t slot);
   void repair_view(size_t slot);
@@ -71,9 +81,11 @@ class DenseReplica final : public BucketReplica {
   const size_t replica_;
   const std::vector<size_t> parameters_;  // by slot
   const bool gradients_as_views_;
+  const bool hands_memory_over_;
   std::vector<SlotRange> ranges_;  // by slot
   at::Tensor flat_;                // 1D, [numel], parameters' dtype
   at::Tensor wire_;                // 1D, [numel], wire dtype; may be flat_
+  MemoryHandover handover_;        // of flat_'s
   // By slot, into flat_. They share its memory but are no views to autograd, so
   // that optimizers may detach_() them.
   std::vector<at::Tensor> views_in_;
