@@ -18,16 +18,17 @@
 namespace brigade {
 namespace {
 
-// True if both lay out their elements alike. Strides of dimensions of size 1 do
-// not matter.
+// True if both are of the same sizes and lay out their elements alike. Strides
+// of dimensions of size 1 do not matter.
 bool same_memory_order(const at::Tensor& a, const at::Tensor& b) {
-  const at::IntArrayRef sizes = a.sizes();
-  if (sizes != b.sizes()) return false;
+  const at::IntArrayRef a_sizes = a.sizes();
+  const at::IntArrayRef b_sizes = b.sizes();
   const at::IntArrayRef a_strides = a.strides();
   const at::IntArrayRef b_strides = b.strides();
-  if (a_strides == b_strides) return true;
-  for (size_t d = 0; d < sizes.size(); ++d) {
-    if (sizes[d] > 1 && a_strides[d] != b_strides[d]) return false;
+  if (a_sizes.size() != b_sizes.size()) return false;
+  for (size_t d = 0; d < a_sizes.size(); ++d) {
+    if (a_sizes[d] != b_sizes[d]) return false;
+    if (a_sizes[d] > 1 && a_strides[d] != b_strides[d]) return false;
   }
   return true;
 }
@@ -43,8 +44,11 @@ bool contains(std::span<const size_t> ascending, size_t slot) {
   return std::binary_search(ascending.begin(), ascending.end(), slot);
 }
 
-bool has_lazy_bits(const at::Tensor& tensor) {
-  return tensor.is_conj() || tensor.is_neg();
+// True if both have elements of one dtype on one device, and nothing special
+// about them: no other layout, no lazy conjugation, no subclass.
+bool same_kind(const at::Tensor& a, const at::Tensor& b) {
+  return a.key_set() == b.key_set() && a.dtype() == b.dtype() &&
+         a.device() == b.device();
 }
 
 void check_gradient(const ParameterTable& table, size_t parameter,
@@ -66,6 +70,17 @@ void check_gradient(const ParameterTable& table, size_t parameter,
               ".\nSet it to None before the next backward.");
 }
 
+std::vector<const at::Tensor*> tensors_of(const ParameterTable& table,
+                                          size_t replica,
+                                          std::span<const size_t> parameters) {
+  std::vector<const at::Tensor*> tensors;
+  tensors.reserve(parameters.size());
+  for (const size_t parameter : parameters) {
+    tensors.push_back(&table.replicas()[replica][parameter]);
+  }
+  return tensors;
+}
+
 // Makes the future's tensor of a complex bucket that travelled as pairs of
 // reals complex again.
 at::Tensor as_dtype_of(const at::Tensor& flat, const at::Tensor& result) {
@@ -83,8 +98,8 @@ DenseReplica::DenseReplica(const ParameterTable& table, size_t replica,
                            std::span<const size_t> parameters,
                            at::ScalarType wire_dtype, Delivery delivery)
     : table_(table),
-      replica_(replica),
       parameters_(parameters.begin(), parameters.end()),
+      tensors_(tensors_of(table, replica, parameters)),
       gradients_as_views_(delivery == Delivery::kViews),
       hands_memory_over_(delivery == Delivery::kHandoverOrCopy &&
                          wire_dtype == table.dtype(parameters.front()) &&
@@ -119,7 +134,7 @@ DenseReplica::DenseReplica(const ParameterTable& table, size_t replica,
     follows_parameter_.push_back(
         parameter(slot).is_non_overlapping_and_dense());
   }
-  base_ = flat_.const_data_ptr();
+  note_memory();
   if (hands_memory_over_) handover_ = MemoryHandover(flat_);
   packer_ = make_packer(flat_.device(), flat_.scalar_type(), ranges_);
 }
@@ -178,7 +193,7 @@ at::Tensor DenseReplica::make_view(size_t slot) const {
 void DenseReplica::leave_memory_to_gradients() {
   flat_ = at::empty(flat_.sizes(), flat_.options());
   wire_ = flat_;
-  base_ = flat_.const_data_ptr();
+  note_memory();
   for (size_t slot = 0; slot < parameters_.size(); ++slot) replace_view(slot);
   handover_ = MemoryHandover(flat_);
 }
@@ -199,8 +214,13 @@ void DenseReplica::repair_buffers() {
     if (!as_made) buffer->set_(buffer->storage(), 0, {numel}, {1});
   }
   if (flat_.const_data_ptr() == base_) return;
-  base_ = flat_.const_data_ptr();
+  note_memory();
   for (size_t slot = 0; slot < parameters_.size(); ++slot) replace_view(slot);
+}
+
+void DenseReplica::note_memory() {
+  base_ = flat_.const_data_ptr();
+  end_ = static_cast<const char*>(base_) + flat_.nbytes();
 }
 
 void DenseReplica::replace_view(size_t slot) {
@@ -227,10 +247,7 @@ const at::Tensor& DenseReplica::laid_out_as_gradient(size_t slot) const {
 }
 
 bool DenseReplica::lies_in_buffer(const void* elements) const {
-  const auto* const begin = static_cast<const char*>(base_);
-  const auto* const place = static_cast<const char*>(elements);
-  return std::less_equal<>()(begin, place) &&
-         std::less<>()(place, begin + flat_.nbytes());
+  return std::less_equal<>()(base_, elements) && std::less<>()(elements, end_);
 }
 
 // Where to read the gradient of a slot; null if there is none.
@@ -239,17 +256,16 @@ const void* DenseReplica::source_of(size_t slot, const at::Tensor& gradient) {
   if (gradients_as_views_ && gradient.is_same(views_in_[slot])) {
     return places_[slot];
   }
-  check_gradient(table_, parameters_[slot], gradient);
   keeps_graph_[slot] = gradient.requires_grad();
   // A gradient may also be a piece of this bucket that is not its own place, if
   // the user put it there; reading it while that place is written would mix
   // them up.
-  if (gradient.scalar_type() == flat_.scalar_type() &&
-      same_memory_order(gradient, laid_out_as_gradient(slot)) &&
-      !has_lazy_bits(gradient)) {
+  if (same_kind(gradient, flat_) &&
+      same_memory_order(gradient, laid_out_as_gradient(slot))) {
     const void* const elements = gradient.const_data_ptr();
     if (!lies_in_buffer(elements)) return elements;
   }
+  check_gradient(table_, parameters_[slot], gradient);
   const at::Tensor& view = views_in_[slot];
   rearranged_.push_back(
       at::empty_strided(view.sizes(), view.strides(), view.options())
@@ -310,6 +326,7 @@ void DenseReplica::put_back(std::span<const size_t> untouched_slots) {
 int64_t DenseReplica::deliver_copies(const at::Tensor& result,
                                      std::span<const size_t> untouched_slots) {
   int64_t numel_copied = 0;
+  const int64_t item_bytes = flat_.element_size();
   const bool is_own_buffer = result.const_data_ptr() == base_;
   const bool unpackable = result.scalar_type() == wire_.scalar_type() ||
                           result.scalar_type() == flat_.scalar_type();
@@ -323,12 +340,11 @@ int64_t DenseReplica::deliver_copies(const at::Tensor& result,
       gradient =
           at::empty_strided(view.sizes(), view.strides(), view.options());
     }
-    const bool plain =
-        unpackable && !gradient.requires_grad() &&
-        gradient.device() == flat_.device() &&
-        same_memory_order(gradient, laid_out_as_gradient(slot)) &&
-        !has_lazy_bits(gradient);
+    const bool plain = unpackable && same_kind(gradient, flat_) &&
+                       !gradient.requires_grad() &&
+                       same_memory_order(gradient, laid_out_as_gradient(slot));
     if (plain && is_own_buffer && !unused_[slot] &&
+        handover_.is_worth(ranges_[slot].numel * item_bytes) &&
         handover_.give(gradient, views_in_[slot])) {
       continue;
     }
@@ -338,7 +354,7 @@ int64_t DenseReplica::deliver_copies(const at::Tensor& result,
     numel_copied += ranges_[slot].numel;
   }
   if (unpackable) packer_->unpack(result, destinations_);
-  return numel_copied * flat_.element_size();
+  return numel_copied * item_bytes;
 }
 
 void DenseReplica::adopt_gradients() {
@@ -382,7 +398,7 @@ at::Tensor DenseReplica::view_out(size_t slot, const at::Tensor& result) const {
 }
 
 const at::Tensor& DenseReplica::parameter(size_t slot) const {
-  return table_.replicas()[replica_][parameters_[slot]];
+  return *tensors_[slot];
 }
 
 }  // namespace brigade

@@ -61,6 +61,7 @@ class DenseReplica final : public BucketReplica {
   at::Tensor make_view(size_t slot) const;
   int64_t numel() const;
   void leave_memory_to_gradients();
+  void note_memory();
   void repair_buffers();
   void replace_view(size_t slot);
   void repair_view(size_t slot);
@@ -78,8 +79,8 @@ class DenseReplica final : public BucketReplica {
 
   // Constant after construction, unless a hook changes its bucket.
   const ParameterTable& table_;
-  const size_t replica_;
-  const std::vector<size_t> parameters_;  // by slot
+  const std::vector<size_t> parameters_;          // by slot
+  const std::vector<const at::Tensor*> tensors_;  // by slot, of this replica
   const bool gradients_as_views_;
   const bool hands_memory_over_;
   std::vector<SlotRange> ranges_;  // by slot
@@ -90,7 +91,8 @@ class DenseReplica final : public BucketReplica {
   // that optimizers may detach_() them.
   std::vector<at::Tensor> views_in_;
   std::vector<const void*> places_;      // by slot, of the views' elements
-  const void* base_ = nullptr;           // of flat_'s elements, when made
+  const void* base_ = nullptr;           // of flat_'s memory, when made
+  const void* end_ = nullptr;            // of flat_'s memory
   std::vector<char> follows_parameter_;  // by slot: strides are the parameter's
   std::unique_ptr<Packer> packer_;
 

@@ -26,9 +26,8 @@ MemoryHandover::MemoryHandover(const at::Tensor& flat) {
 }
 
 bool MemoryHandover::give(const at::Tensor& gradient, const at::Tensor& view) {
-  if (own_references_ == 0) return false;
-  if (static_cast<int64_t>(view.nbytes()) < kMinBytes) return false;
-  if (!is_plain(gradient, view) || !is_seen_by_nobody_else(gradient)) {
+  if (!is_worth(static_cast<int64_t>(view.nbytes())) ||
+      !is_plain(gradient, view) || !is_seen_by_nobody_else(gradient)) {
     return false;
   }
   gradient.set_data(view);

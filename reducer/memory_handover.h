@@ -48,6 +48,11 @@ class MemoryHandover {
   // it, or is not worth it.
   bool give(const at::Tensor& gradient, const at::Tensor& view);
 
+  // Whether a gradient of this size may be given memory at all.
+  bool is_worth(int64_t bytes) const {
+    return own_references_ > 0 && bytes >= kMinBytes;
+  }
+
   // True if somebody still sees memory that was given: holds a tensor in it, or
   // has moved it to where another process may look.
   bool is_taken() const;

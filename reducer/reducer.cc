@@ -400,8 +400,7 @@ void Reducer::accept_gradient(VariableIndex variable) {
   streams_of(bucket, variable.replica).gradient_produced();
   if (!completes_gradient(variable)) return;
   note_use(variable);
-  mark_ready(variable);
-  launch_full_buckets();
+  if (mark_ready(variable)) launch_full_buckets();
 }
 
 // False if more parts of this gradient are to come.
@@ -452,10 +451,11 @@ void Reducer::note_use(VariableIndex variable) {
   iteration_->unused[number] = true;
 }
 
-void Reducer::mark_ready(VariableIndex variable) {
+bool Reducer::mark_ready(VariableIndex variable) {
   if (variable.replica == 0) graph_.ready_order.note(variable.parameter);
-  if (!iteration_->order.mark_ready(variable)) return;
+  if (!iteration_->order.mark_ready(variable)) return false;
   pack(bound_.plan.locate(variable.parameter).bucket);
+  return true;
 }
 
 void Reducer::pack(size_t bucket) {

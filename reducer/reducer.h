@@ -268,7 +268,7 @@ class Reducer : private GradientListener {
   void accept_late_gradients();
   void mark_unused(std::span<const size_t> variables);
   void note_use(VariableIndex variable);
-  void mark_ready(VariableIndex variable);
+  bool mark_ready(VariableIndex variable);  // whether its bucket is full now
   void pack(size_t bucket);
   StreamJoin& streams_of(size_t bucket, size_t replica);
   void launch_full_buckets();

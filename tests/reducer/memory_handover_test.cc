@@ -43,8 +43,8 @@ void step(Reducer& reducer, const ToyModel& model, int rank, int number,
 
 void expect_averages(const ToyModel& model, int number) {
   for (size_t i = 0; i < model.parameters.size(); ++i) {
-    EXPECT_TRUE(at::equal(model.parameters[i].grad(),
-                          model.average(i, kRanks, number)))
+    EXPECT_TRUE(
+        at::equal(model.parameters[i].grad(), model.average(i, kRanks, number)))
         << "parameter " << i << ", step " << number;
   }
 }
