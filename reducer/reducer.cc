@@ -4,6 +4,7 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <chrono>
 #include <exception>
 #include <optional>
 #include <string>
@@ -13,6 +14,7 @@
 #include "absl/strings/str_cat.h"
 #include "brigade/comm/peer_error.h"
 #include "brigade/comm/status_bridge.h"
+#include "brigade/comm/wait_awake.h"
 #include "brigade/comm_hooks/all_reduce_hook.h"
 #include "brigade/comm_hooks/iteration_listener.h"
 #include "brigade/comm_hooks/wire_format.h"
@@ -613,11 +615,13 @@ void Reducer::finalize() {
   std::exception_ptr first_error;
   ErrorSource source = ErrorSource::kFuture;
   size_t failed_bucket = 0;
+  const auto asleep_from = std::chrono::steady_clock::now() + kMaxTimeAwake;
   for (const Launch& launch : iteration->launches) {
     const size_t bucket = launch.bucket;
     ErrorSource step = ErrorSource::kFuture;
     try {
       if (!launch.future) continue;
+      wait_awake(*launch.future, asleep_from);
       launch.future->waitAndThrow();
       observations_.timeline.waited_for(bucket);
       if (first_error) continue;
