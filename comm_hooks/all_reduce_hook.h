@@ -35,6 +35,7 @@ class AllReduceHook final : public c10d::CommHookInterface,
       c10d::GradBucket& bucket) override;
   at::Tensor parseHookResult(const c10::IValue& result) override;
   WireFormat wire_format(at::ScalarType gradient_dtype) const override;
+  bool lets_go_of_buffer() const override { return true; }
 
  private:
   const GroupReference group_;

@@ -111,8 +111,8 @@ class SteppingHook final : public c10d::CommHookInterface,
                                : declared->wire_format(gradient_dtype);
   }
 
-  bool runs_no_user_code() const override {
-    return brigade::runs_no_user_code(*hook_);
+  bool fails_by_network_only() const override {
+    return brigade::fails_by_network_only(*hook_);
   }
 
   void iteration_begins(bool has_data) override {

@@ -51,6 +51,7 @@ class WeightedMeanHook final : public c10d::CommHookInterface,
       c10d::GradBucket& bucket) override;
   at::Tensor parseHookResult(const c10::IValue& result) override;
   WireFormat wire_format(at::ScalarType gradient_dtype) const override;
+  bool lets_go_of_buffer() const override { return true; }
   void iteration_begins(bool has_data) override;
 
  private:

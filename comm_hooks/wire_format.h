@@ -27,18 +27,22 @@ class DeclaresWireFormat {
   // the scale for every bucket of every iteration.
   virtual WireFormat wire_format(at::ScalarType gradient_dtype) const = 0;
 
-  // Whether no code of a user's runs in runHook() or its future: what goes wrong
-  // there is the network's doing, and nobody keeps the bucket.
-  virtual bool runs_no_user_code() const { return true; }
+  // Whether what goes wrong in runHook() or its future is the network's doing:
+  // no code of a user's runs there.
+  virtual bool fails_by_network_only() const { return true; }
+
+  // Whether nobody writes to the bucket's buffer, or shows it to others, once
+  // the hook's future is complete. Then its memory may become the gradients'.
+  virtual bool lets_go_of_buffer() const { return false; }
 
  protected:
   ~DeclaresWireFormat() = default;
 };
 
 // False for a user's hook.
-inline bool runs_no_user_code(const c10d::CommHookInterface& hook) {
+inline bool fails_by_network_only(const c10d::CommHookInterface& hook) {
   const auto* declared = dynamic_cast<const DeclaresWireFormat*>(&hook);
-  return declared != nullptr && declared->runs_no_user_code();
+  return declared != nullptr && declared->fails_by_network_only();
 }
 
 }  // namespace brigade

@@ -38,8 +38,8 @@ class ReducedPrecisionHook final : public c10d::CommHookInterface,
                 c10::isFloatingType(gradient_dtype) ? dtype_ : gradient_dtype};
   }
 
-  bool runs_no_user_code() const override {
-    return brigade::runs_no_user_code(*hook_);
+  bool fails_by_network_only() const override {
+    return brigade::fails_by_network_only(*hook_);
   }
 
  private:

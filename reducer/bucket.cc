@@ -55,10 +55,11 @@ std::vector<std::vector<int64_t>> shapes_as_reals(
 
 // A user's hook may keep the bucket, and write to it in a later iteration.
 DenseReplica::Delivery delivery_of(bool gradients_as_views,
-                                   const c10d::CommHookInterface& hook) {
+                                   const DeclaresWireFormat* declared) {
   if (gradients_as_views) return DenseReplica::Delivery::kViews;
-  return runs_no_user_code(hook) ? DenseReplica::Delivery::kHandoverOrCopy
-                                 : DenseReplica::Delivery::kCopies;
+  return declared != nullptr && declared->lets_go_of_buffer()
+             ? DenseReplica::Delivery::kHandoverOrCopy
+             : DenseReplica::Delivery::kCopies;
 }
 
 }  // namespace
@@ -77,7 +78,7 @@ Bucket::Bucket(const ParameterTable& table, const BucketPlan& plan,
   const at::ScalarType wire_dtype =
       declared_ == nullptr ? dtype_ : declared_->wire_format(dtype_).dtype;
   const DenseReplica::Delivery delivery =
-      delivery_of(gradients_as_views, hook);
+      delivery_of(gradients_as_views, declared_);
   std::vector<size_t> offsets;
   std::vector<size_t> lengths;
   std::vector<c10::IntArrayRef> sizes;

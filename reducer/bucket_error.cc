@@ -22,7 +22,7 @@ std::string words_of_exception(const std::exception_ptr& error) {
 
 bool is_peer_failure(const std::exception_ptr& error, ErrorSource source,
                      const c10d::CommHookInterface& hook) {
-  const bool built_in = runs_no_user_code(hook);
+  const bool built_in = fails_by_network_only(hook);
   try {
     std::rethrow_exception(error);
   } catch (const c10::DistBackendError&) {

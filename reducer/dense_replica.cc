@@ -195,7 +195,7 @@ void DenseReplica::leave_memory_to_gradients() {
   wire_ = flat_;
   note_memory();
   for (size_t slot = 0; slot < parameters_.size(); ++slot) replace_view(slot);
-  handover_ = MemoryHandover(flat_);
+  handover_.leave(flat_);
 }
 
 // A comm hook may have kept a bucket's tensor, and changed what it is.
@@ -327,7 +327,10 @@ int64_t DenseReplica::deliver_copies(const at::Tensor& result,
                                      std::span<const size_t> untouched_slots) {
   int64_t numel_copied = 0;
   const int64_t item_bytes = flat_.element_size();
-  const bool is_own_buffer = result.const_data_ptr() == base_;
+  // Not the first time: buckets may be rebuilt after it, and would live on in
+  // gradients.
+  const bool may_hand_over =
+      std::exchange(has_delivered_, true) && result.const_data_ptr() == base_;
   const bool unpackable = result.scalar_type() == wire_.scalar_type() ||
                           result.scalar_type() == flat_.scalar_type();
   for (size_t slot = 0; slot < parameters_.size(); ++slot) {
@@ -343,8 +346,9 @@ int64_t DenseReplica::deliver_copies(const at::Tensor& result,
     const bool plain = unpackable && same_kind(gradient, flat_) &&
                        !gradient.requires_grad() &&
                        same_memory_order(gradient, laid_out_as_gradient(slot));
-    if (plain && is_own_buffer && !unused_[slot] &&
-        handover_.is_worth(ranges_[slot].numel * item_bytes) &&
+    if (plain && may_hand_over &&
+        handover_.is_worthwhile(ranges_[slot].numel * item_bytes) &&
+        same_memory_order(gradient, views_in_[slot]) &&
         handover_.give(gradient, views_in_[slot])) {
       continue;
     }

@@ -29,7 +29,7 @@ class DenseReplica final : public BucketReplica {
   enum class Delivery {
     kViews,           // gradients are views of the buffer
     kCopies,          // the buffer is copied into gradients
-    kHandoverOrCopy,  // gradients may get the buffer's memory
+    kHandoverOrCopy,  // gradients may get the buffer's memory, or copies
   };
 
   // REQUIRES: `parameters` index into `table`, are of one dtype and device, and
@@ -48,7 +48,9 @@ class DenseReplica final : public BucketReplica {
   void deliver_nothing(std::span<const size_t> untouched_slots) override;
   void adopt_gradients() override;
   at::Tensor zeros() const override;
-  const at::Tensor& views() const override { return flat_; }
+  const at::Tensor& views() const override {
+    return gradients_as_views_ ? flat_ : no_views_;
+  }
   bool is_view_in(size_t slot, const at::Tensor& gradient) const override {
     return gradient.is_same(views_in_[slot]) && gradient.is_alias_of(flat_);
   }
@@ -83,10 +85,12 @@ class DenseReplica final : public BucketReplica {
   const std::vector<const at::Tensor*> tensors_;  // by slot, of this replica
   const bool gradients_as_views_;
   const bool hands_memory_over_;
+  const at::Tensor no_views_;      // undefined
   std::vector<SlotRange> ranges_;  // by slot
   at::Tensor flat_;                // 1D, [numel], parameters' dtype
   at::Tensor wire_;                // 1D, [numel], wire dtype; may be flat_
-  MemoryHandover handover_;        // of flat_'s
+  MemoryHandover handover_;        // of flat_'s, from the second delivery on
+  bool has_delivered_ = false;
   // By slot, into flat_. They share its memory but are no views to autograd, so
   // that optimizers may detach_() them.
   std::vector<at::Tensor> views_in_;

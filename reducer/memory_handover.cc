@@ -1,19 +1,15 @@
 #include "brigade/reducer/memory_handover.h"
 
+#include <atomic>
+
 namespace brigade {
 namespace {
 
-// A gradient that autograd has just made has version 0. Memory that cannot be
-// resized is seen by another library, an array of NumPy's for instance, without
-// a reference.
-bool is_seen_by_nobody_else(const at::Tensor& gradient) {
-  return gradient._version() == 0 && gradient.storage().use_count() == 1 &&
-         gradient.storage().resizable();
-}
-
-bool is_plain(const at::Tensor& gradient, const at::Tensor& view) {
-  return gradient.key_set() == view.key_set() &&
-         gradient.dtype() == view.dtype();
+// Each write in place adds to the version. Memory that cannot be resized is
+// seen by another library, NumPy for instance, which holds no reference to it.
+bool is_as_autograd_made_it(const at::Tensor& gradient) {
+  return gradient._version() == 0 && gradient.use_count() == 1 &&
+         gradient.storage().use_count() == 1 && gradient.storage().resizable();
 }
 
 }  // namespace
@@ -26,10 +22,7 @@ MemoryHandover::MemoryHandover(const at::Tensor& flat) {
 }
 
 bool MemoryHandover::give(const at::Tensor& gradient, const at::Tensor& view) {
-  if (!is_worth(static_cast<int64_t>(view.nbytes())) ||
-      !is_plain(gradient, view) || !is_seen_by_nobody_else(gradient)) {
-    return false;
-  }
+  if (!is_as_autograd_made_it(gradient)) return false;
   gradient.set_data(view);
   gradient.unsafeGetTensorImpl()->bump_version();
   given_ = true;
@@ -38,7 +31,18 @@ bool MemoryHandover::give(const at::Tensor& gradient, const at::Tensor& view) {
 
 bool MemoryHandover::is_taken() const {
   if (!given_) return false;
-  return storage_.use_count() != own_references_ || storage_.data() != memory_;
+  if (storage_.use_count() != own_references_ || storage_.data() != memory_) {
+    return true;
+  }
+  // Pairs with the release of the last reference, by any thread.
+  std::atomic_thread_fence(std::memory_order_acquire);
+  return false;
+}
+
+void MemoryHandover::leave(const at::Tensor& flat) {
+  const int num_left = num_left_ + 1;
+  *this = num_left < kMaxLeft ? MemoryHandover(flat) : MemoryHandover();
+  num_left_ = num_left;
 }
 
 }  // namespace brigade

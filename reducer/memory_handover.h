@@ -2,21 +2,25 @@
 // result in theirs.
 //
 // That saves the pass over memory that copies results back, and the memory of
-// either. Nobody can tell it from a copy: a gradient is given its place in the
-// bucket only if it is as autograd made it in this backward and nobody else
-// sees its memory, and it stays the same tensor. A bucket whose memory somebody
-// still sees when it is packed again leaves it to them.
+// either. A gradient is given its place in the bucket only if it is as autograd
+// made it and nobody else holds it or its memory. It stays the same tensor, of
+// the same sizes and strides, but its storage is the bucket's. A bucket whose
+// memory somebody still sees when it is packed again leaves it to them; if that
+// happens repeatedly, results are copied from then on.
 //
 // On the CPU only: on other devices memory that streams still read would be
 // written anew.
 //
 // Example:
 //
-//   MemoryHandover handover(flat, views);  // views share flat's memory
-//   ...                                    // flat is packed and reduced
+//   MemoryHandover handover(flat);  // after the views of it have been made
+//   ...                             // flat is packed and reduced
 //   if (!handover.give(gradient, views[slot])) copy(flat, gradient);
 //   ...
-//   if (handover.is_taken()) flat = at::empty_like(flat);  // and its views
+//   if (handover.is_taken()) {
+//     flat = at::empty_like(flat);  // and its views
+//     handover.leave(flat);
+//   }
 //
 // Thread safety: none.
 
@@ -26,42 +30,53 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstddef>
-#include <span>
+#include <cstdint>
 
 namespace brigade {
 
 class MemoryHandover {
  public:
-  // Below this a copy costs less than the handover.
+  // Below this a copy costs less.
   static constexpr int64_t kMinBytes = int64_t{64} << 10;
+
+  // So many buffers are left before copies are made instead: one gradient that
+  // is kept keeps its whole bucket.
+  static constexpr int kMaxLeft = 2;
 
   // Never gives anything.
   MemoryHandover() = default;
 
-  // REQUIRES: `flat` and tensors that are made before this object are all that
-  // shares its memory.
+  // REQUIRES: until leave(), as many tensors share the memory of `flat` as do
+  // now, and nobody else holds one of them when is_taken() is asked.
   explicit MemoryHandover(const at::Tensor& flat);
 
-  // Lets `gradient` lie in the memory of `view`, whose values, sizes and
-  // strides are its own from then on. False, and nothing has happened, if its
-  // memory may be seen by others, or has been written to since autograd made
-  // it, or is not worth it.
-  bool give(const at::Tensor& gradient, const at::Tensor& view);
-
   // Whether a gradient of this size may be given memory at all.
-  bool is_worth(int64_t bytes) const {
+  bool is_worthwhile(int64_t bytes) const {
     return own_references_ > 0 && bytes >= kMinBytes;
   }
+
+  // Lets `gradient` lie in the memory of `view`, with its values. False, and
+  // nothing has happened, if somebody else holds the gradient or its memory, or
+  // has written to it since autograd made it: accumulated gradients stay where
+  // they are.
+  //
+  // REQUIRES: both have the same sizes, memory order, dtype and device; it is
+  // worthwhile.
+  bool give(const at::Tensor& gradient, const at::Tensor& view);
 
   // True if somebody still sees memory that was given: holds a tensor in it, or
   // has moved it to where another process may look.
   bool is_taken() const;
 
+  // The owner has taken new memory. REQUIRES: as the constructor.
+  void leave(const at::Tensor& flat);
+
  private:
   c10::Storage storage_;
   const void* memory_ = nullptr;
-  size_t own_references_ = 0;
+  size_t own_references_ = 0;  // 0: gives nothing
   bool given_ = false;
+  int num_left_ = 0;
 };
 
 }  // namespace brigade

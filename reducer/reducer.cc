@@ -615,13 +615,13 @@ void Reducer::finalize() {
   std::exception_ptr first_error;
   ErrorSource source = ErrorSource::kFuture;
   size_t failed_bucket = 0;
-  const auto asleep_from = std::chrono::steady_clock::now() + kMaxTimeAwake;
+  const auto awake_until = std::chrono::steady_clock::now() + kMaxTimeAwake;
   for (const Launch& launch : iteration->launches) {
     const size_t bucket = launch.bucket;
     ErrorSource step = ErrorSource::kFuture;
     try {
       if (!launch.future) continue;
-      wait_awake(*launch.future, asleep_from);
+      wait_awake(*launch.future, awake_until);
       launch.future->waitAndThrow();
       observations_.timeline.waited_for(bucket);
       if (first_error) continue;

@@ -280,7 +280,7 @@ void Reducer::rethrow(const std::exception_ptr& error, ErrorSource source,
     rethrow_hook_error(error, where);
   }
   // A user's hook may use other groups, and be mistaken about the network.
-  if (runs_no_user_code(*options_.comm_hook)) {
+  if (fails_by_network_only(*options_.comm_hook)) {
     signatures_.tell_of_loss(
         {.kind = SignatureKind::kFailed,
          .iteration = iteration,

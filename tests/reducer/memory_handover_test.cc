@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "brigade/comm/process_group.h"
 #include "brigade/comm_hooks/all_reduce_hook.h"
 #include "brigade/comm_hooks/function_hook.h"
 #include "brigade/reducer/reducer.h"
@@ -53,12 +54,21 @@ bool lies_in_bucket(const at::Tensor& gradient) {
   return gradient.storage().nbytes() > gradient.nbytes();
 }
 
+// The first step's buckets may be rebuilt; it is copied.
+void take_first_step(Reducer& reducer, const ToyModel& model, int rank) {
+  step(reducer, model, rank, 0);
+  EXPECT_FALSE(lies_in_bucket(model.parameters[0].grad()));
+  model.zero_grad();
+}
+
 TEST(MemoryHandoverTest, GivesALargeGradientItsPlaceInTheBucket) {
   run_ranks(kRanks, [](const Group& group) {
     const ToyModel model(kSizes);
     Reducer reducer(model.parameters, group, copies());
+    take_first_step(reducer, model, group->getRank());
+    const int64_t delivered = reducer.statistics().bytes_delivered;
     const void* memory = nullptr;
-    for (int s = 0; s < 4; ++s) {
+    for (int s = 1; s < 5; ++s) {
       model.zero_grad();
       step(reducer, model, group->getRank(), s);
       expect_averages(model, s);
@@ -66,13 +76,13 @@ TEST(MemoryHandoverTest, GivesALargeGradientItsPlaceInTheBucket) {
       EXPECT_TRUE(lies_in_bucket(large));
       EXPECT_FALSE(large.is_view());
       EXPECT_FALSE(lies_in_bucket(model.parameters[1].grad()));
-      if (s > 0) {
+      if (s > 1) {
         EXPECT_EQ(large.const_data_ptr(), memory) << "step " << s;
       }
       memory = large.const_data_ptr();
     }
-    EXPECT_EQ(reducer.statistics().bytes_delivered,
-              4 * model.parameters[1].nbytes());
+    EXPECT_EQ(reducer.statistics().bytes_delivered - delivered,
+              static_cast<int64_t>(4 * model.parameters[1].nbytes()));
   });
 }
 
@@ -80,16 +90,18 @@ TEST(MemoryHandoverTest, TheGradientStaysTheTensorThatAutogradMade) {
   run_ranks(kRanks, [](const Group& group) {
     const ToyModel model(kSizes);
     Reducer reducer(model.parameters, group, copies());
-    at::Tensor seen;  // the gradient of parameter 1 is ready first
-    at::Tensor loss = model.loss_in_order({0, 1}, group->getRank());
-    model.parameters[1].register_hook(
-        [&](const at::Tensor&) { seen = model.parameters[0].grad(); });
+    take_first_step(reducer, model, group->getRank());
+    const c10::TensorImpl* seen = nullptr;
+    model.parameters[1].register_hook([&](const at::Tensor&) {
+      seen = model.parameters[0].grad().unsafeGetTensorImpl();
+    });
+    const at::Tensor loss = model.loss_in_order({0, 1}, group->getRank());
     reducer.prepare_for_backward(loss);
     loss.backward();
-    ASSERT_TRUE(seen.defined());
-    EXPECT_TRUE(seen.is_same(model.parameters[0].grad()));
-    EXPECT_TRUE(lies_in_bucket(seen));
-    EXPECT_GT(seen._version(), 0);
+    const at::Tensor& gradient = model.parameters[0].grad();
+    EXPECT_EQ(gradient.unsafeGetTensorImpl(), seen);
+    EXPECT_TRUE(lies_in_bucket(gradient));
+    EXPECT_GT(gradient._version(), 0);
     expect_averages(model, 0);
   });
 }
@@ -112,13 +124,16 @@ TEST(MemoryHandoverTest, LeavesMemoryToWhoeverStillSeesIt) {
     run_ranks(kRanks, [&](const Group& group) {
       const ToyModel model(kSizes);
       Reducer reducer(model.parameters, group, copies());
+      take_first_step(reducer, model, group->getRank());
       std::vector<std::shared_ptr<void>> kept;
       std::vector<const float*> memory;
-      for (int s = 0; s < 4; ++s) {
+      for (int s = 0; s < 5; ++s) {
         model.zero_grad();
         step(reducer, model, group->getRank(), s);
         expect_averages(model, s);
         const at::Tensor& gradient = model.parameters[0].grad();
+        // So many buckets are kept for the sake of a gradient.
+        EXPECT_EQ(lies_in_bucket(gradient), s < MemoryHandover::kMaxLeft);
         kept.push_back(keeper.keep(gradient));
         memory.push_back(gradient.const_data_ptr<float>());
         for (int before = 0; before <= s; ++before) {
@@ -127,13 +142,6 @@ TEST(MemoryHandoverTest, LeavesMemoryToWhoeverStillSeesIt) {
               << keeper.name << " of step " << before << " in step " << s;
         }
       }
-      // Kept no longer, memory is used again.
-      kept.clear();
-      model.zero_grad();
-      const void* reused = memory.back();
-      step(reducer, model, group->getRank(), 4);
-      EXPECT_EQ(model.parameters[0].grad().const_data_ptr(), reused);
-      expect_averages(model, 4);
     });
   }
 }
@@ -142,7 +150,9 @@ TEST(MemoryHandoverTest, LeavesMemoryThatWasMovedForAnotherProcess) {
   run_ranks(kRanks, [](const Group& group) {
     const ToyModel model(kSizes);
     Reducer reducer(model.parameters, group, copies());
+    take_first_step(reducer, model, group->getRank());
     step(reducer, model, group->getRank(), 0);
+    ASSERT_TRUE(lies_in_bucket(model.parameters[0].grad()));
     const at::Tensor elsewhere =
         at::empty({kSizes[0][0] + kSizes[1][0]}, at::kFloat);
     c10::StorageImpl* storage =
@@ -164,9 +174,9 @@ TEST(MemoryHandoverTest, GradientsThatAreKeptStayWhereTheyAre) {
     run_ranks(kRanks, [&](const Group& group) {
       const ToyModel model(kSizes);
       Reducer reducer(model.parameters, group, copies());
+      take_first_step(reducer, model, group->getRank());
       step(reducer, model, group->getRank(), 0);
       const void* memory = model.parameters[0].grad().const_data_ptr();
-      at::Tensor sum = model.average(0, kRanks, 0);
       for (int s = 1; s < 4; ++s) {
         if (zeroed) model.zero_grad(/*set_to_none=*/false);
         const at::Tensor before = model.parameters[0].grad().clone();
@@ -192,6 +202,10 @@ TEST(MemoryHandoverTest, CopiesIntoMemoryThatOthersSee) {
     bool accumulates = false;
   };
   const std::map<std::string, std::function<Case(const Group&)>> cases = {
+      {"the tensor",
+       [](const Group&) {
+         return Case{.look = [](const at::Tensor& g) { return g; }};
+       }},
       {"an alias",
        [](const Group&) {
          return Case{.look = [](const at::Tensor& g) { return g.detach(); }};
@@ -229,6 +243,7 @@ TEST(MemoryHandoverTest, CopiesIntoMemoryThatOthersSee) {
       const ToyModel model(kSizes);
       const Case setting = make(group);
       Reducer reducer(model.parameters, group, setting.options);
+      take_first_step(reducer, model, group->getRank());
       at::Tensor seen;
       const void* memory = nullptr;
       model.parameters[1].register_hook([&](const at::Tensor&) {
@@ -254,12 +269,12 @@ TEST(MemoryHandoverTest, CopiesIntoMemoryThatOthersSee) {
   }
 }
 
-TEST(MemoryHandoverTest, AGradientMayLeaveItsBucketOnAnotherRankOnly) {
+TEST(MemoryHandoverTest, RanksMayKeepGradientsApart) {
   run_ranks(kRanks, [](const Group& group) {
     const ToyModel model(kSizes);
     Reducer reducer(model.parameters, group, copies());
     std::vector<at::Tensor> kept;
-    for (int s = 0; s < 4; ++s) {
+    for (int s = 0; s < 5; ++s) {
       model.zero_grad();
       step(reducer, model, group->getRank(), s);
       expect_averages(model, s);
@@ -269,6 +284,55 @@ TEST(MemoryHandoverTest, AGradientMayLeaveItsBucketOnAnotherRankOnly) {
       EXPECT_TRUE(at::equal(kept[s], model.average(0, kRanks, s)));
     }
   });
+}
+
+// A second derivative: what accumulates under create_graph is a new tensor.
+TEST(MemoryHandoverTest, CopiesIntoAGradientThatHasAHistory) {
+  run_ranks(kRanks, [](const Group& group) {
+    const ToyModel model(kSizes);
+    Reducer reducer(model.parameters, group, copies());
+    take_first_step(reducer, model, group->getRank());
+    const auto loss = [&] {
+      return model.parameters[0].pow(3).sum() + model.parameters[1].sum();
+    };
+    loss().backward({}, /*retain_graph=*/true, /*create_graph=*/true);
+    const at::Tensor reduced = loss();
+    reducer.prepare_for_backward(reduced);
+    reduced.backward({}, /*retain_graph=*/true, /*create_graph=*/true);
+    const at::Tensor gradient = model.parameters[0].grad();
+    EXPECT_TRUE(gradient.requires_grad());
+    EXPECT_FALSE(lies_in_bucket(gradient));
+    EXPECT_TRUE(at::equal(gradient, at::full_like(gradient, 6)));
+    model.zero_grad();
+  });
+}
+
+// Buckets follow a parameter's strides when the next forward is prepared.
+TEST(MemoryHandoverTest, AParameterMayTurnBetweenForwardAndBackward) {
+  run_ranks(kRanks, [](const Group& group) {
+    const ToyModel model({{8, 16, 16, 8}, {3}});
+    Reducer reducer(model.parameters, group, copies());
+    take_first_step(reducer, model, group->getRank());
+    const at::Tensor loss = model.loss(group->getRank(), 1);
+    reducer.prepare_for_backward(loss);
+    model.parameters[0].set_data(model.parameters[0].detach().contiguous(
+        at::MemoryFormat::ChannelsLast));
+    loss.backward();
+    expect_averages(model, 1);
+  });
+}
+
+TEST(MemoryHandoverTest, EveryLocalReplicaGetsTheResult) {
+  const std::vector<ToyModel> models = {ToyModel(kSizes), ToyModel(kSizes)};
+  Reducer reducer(std::vector{models[0].parameters, models[1].parameters},
+                  single_process_group(), copies());
+  for (int s = 0; s < 4; ++s) {
+    for (const ToyModel& model : models) model.zero_grad();
+    const at::Tensor loss = models[0].loss(0, s) + models[1].loss(1, s);
+    reducer.prepare_for_backward(loss);
+    loss.backward();
+    for (const ToyModel& model : models) expect_averages(model, s);
+  }
 }
 
 }  // namespace
