@@ -313,7 +313,10 @@ TEST(MemoryHandoverTest, AParameterMayTurnBetweenForwardAndBackward) {
     const ToyModel model({{8, 16, 16, 8}, {3}});
     Reducer reducer(model.parameters, group, copies());
     take_first_step(reducer, model, group->getRank());
-    const at::Tensor loss = model.loss(group->getRank(), 1);
+    const at::Tensor slope = model.gradient(0, group->getRank(), 1)
+                                 .contiguous(at::MemoryFormat::ChannelsLast);
+    const at::Tensor loss = (model.parameters[0] * slope).sum() +
+                            model.loss_in_order({1}, group->getRank(), 1);
     reducer.prepare_for_backward(loss);
     model.parameters[0].set_data(model.parameters[0].detach().contiguous(
         at::MemoryFormat::ChannelsLast));
