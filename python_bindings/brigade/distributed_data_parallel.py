@@ -48,7 +48,8 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
 
     Collective: every rank wraps the same module. Afterwards all hold rank 0's
     parameters and buffers, and each backward leaves the average over all ranks
-    in ``.grad``.
+    in ``.grad``. On the CPU, and without a comm hook, a large gradient may have
+    its bucket's storage in place of one of its own; clone one to save it alone.
 
     Args:
         module: Has at least one parameter that requires a gradient.

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 WIDTH = 6
 ROWS = 9
 BATCH = 4
+HIDDEN = 3000  # weights of 72 KB in float32: large ones take memory of their bucket over
 
 # What a step gets: rows of numbers, rows of a table, and which way to go.
 Batch = tuple[torch.Tensor, torch.Tensor, int]
@@ -124,7 +125,7 @@ class RandomModel(nn.Module):
         self.nest = draw.choice(["tensor", "tuple", "dict"])
 
     def _draw_block(self, draw: random.Random, case: Case, blocks: list[nn.Module]) -> nn.Module:
-        kinds = ["linear", "scale", "empty", "strided", "repeat", "tied"]
+        kinds = ["linear", "wide", "scale", "empty", "strided", "repeat", "tied"]
         if not case.dtype.is_complex:
             kinds += ["norm", "conv", "embedding"]
         if case.dtype in (torch.float32, torch.float64) and "fp16" not in (case.hook or ""):
@@ -134,6 +135,8 @@ class RandomModel(nn.Module):
         kind = draw.choice(kinds)
         if kind == "linear":
             return nn.Linear(WIDTH, WIDTH, bias=draw.random() < 0.7)
+        if kind == "wide":
+            return nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH))
         if kind == "norm":
             return Norm(draw.choice([nn.BatchNorm1d, nn.LayerNorm])(WIDTH))
         if kind == "conv":

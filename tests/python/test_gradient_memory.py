@@ -1,0 +1,126 @@
+"""What a user keeps of a gradient stays as it was, whosever memory the gradient has."""
+
+import copy
+import io
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import brigade
+
+from ranks import run_ranks
+
+WIDTH = 160  # weights of 100 KB: their gradients may get their bucket's memory
+STEPS = 5
+
+# What is kept of a gradient, and how its values are read later.
+FORMS = {
+    "tensor": (lambda g: g, lambda kept: kept),
+    "alias": (lambda g: g.detach(), lambda kept: kept),
+    "row": (lambda g: g[0], lambda kept: kept),
+    "data": (lambda g: g.data, lambda kept: kept),
+    "array": (lambda g: g.numpy(), torch.from_numpy),
+    "DLPack": (lambda g: np.from_dlpack(g), torch.from_numpy),
+    "shared": (lambda g: g.share_memory_(), lambda kept: kept),
+    "storage": (
+        lambda g: (g.untyped_storage(), g.storage_offset()),
+        lambda kept: torch.empty(0).set_(kept[0], kept[1], (WIDTH, WIDTH)),
+    ),
+}
+
+
+def _net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+
+
+def _inputs(rank):
+    generator = torch.Generator().manual_seed(rank)
+    return [torch.randn(4, WIDTH, generator=generator) for _ in range(STEPS)]
+
+
+def _step(model, x):
+    for parameter in model.parameters():
+        parameter.grad = None
+    model(x).square().sum().backward()
+
+
+def _lie_in_bucket(net):
+    """Both weights have their place in the bucket, with a bias between them."""
+    # Not by their storages: Python keeps one that it has seen.
+    first, second = (net[i].weight.grad.data_ptr() for i in (0, 2))
+    return abs(first - second) == 4 * (WIDTH * WIDTH + WIDTH)
+
+
+def _gradients_get_memory_of_their_bucket(rank):
+    model = brigade.DistributedDataParallel(_net())
+    for step, x in enumerate(_inputs(rank)):
+        _step(model, x)
+        # Not at first, nor when buckets have just been rebuilt.
+        if step > 1:
+            assert _lie_in_bucket(model.module), step
+        assert not model.module[0].weight.grad._is_view()
+
+
+def test_gradients_get_memory_of_their_bucket():
+    run_ranks(_gradients_get_memory_of_their_bucket)
+
+
+def _what_is_kept_after_backward_stays(rank, form):
+    keep, read = FORMS[form]
+    model = brigade.DistributedDataParallel(_net())
+    kept = []
+    for x in _inputs(rank):
+        _step(model, x)
+        weight = model.module[0].weight
+        kept.append((keep(weight.grad), weight.grad.clone()))
+        for step, (mine, expected) in enumerate(kept):
+            values = read(mine)
+            assert torch.equal(values, expected[0] if values.dim() == 1 else expected), step
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_is_kept_after_backward_stays(form):
+    run_ranks(_what_is_kept_after_backward_stays, form)
+
+
+def _what_is_kept_in_backward_gets_the_average(rank, form):
+    keep, read = FORMS[form]
+    model = brigade.DistributedDataParallel(_net())
+    weight = model.module[2].weight  # its gradient is there long before the last
+    kept = []
+    weight.register_post_accumulate_grad_hook(lambda p: kept.append(keep(p.grad)))
+    for step, x in enumerate(_inputs(rank)):
+        _step(model, x)
+        values = read(kept[-1])
+        expected = weight.grad[0] if values.dim() == 1 else weight.grad
+        assert torch.equal(values, expected), step
+        kept.clear()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_is_kept_in_backward_gets_the_average(form):
+    run_ranks(_what_is_kept_in_backward_gets_the_average, form)
+
+
+def _gradients_can_be_copied_and_saved(rank):
+    model = brigade.DistributedDataParallel(_net())
+    inputs = _inputs(rank)
+    for x in inputs[:3]:
+        _step(model, x)
+    gradient = model.module[0].weight.grad
+    assert _lie_in_bucket(model.module)
+    expected = gradient.clone()
+    copied = copy.deepcopy(gradient)
+    file = io.BytesIO()
+    torch.save(gradient, file)
+    _step(model, inputs[3])
+    assert torch.equal(copied, expected)
+    file.seek(0)
+    assert torch.equal(torch.load(file), expected)
+
+
+def test_gradients_can_be_copied_and_saved():
+    run_ranks(_gradients_can_be_copied_and_saved)
