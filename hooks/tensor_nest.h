@@ -21,49 +21,53 @@
 
 namespace brigade {
 
+// The types of a container's parts; Type is missing for what is no container.
+template <typename... Ts>
+struct Parts {
+  using Type = Parts;
+};
+template <typename T>
+struct PartsOf {};
+template <typename T, typename A>
+struct PartsOf<std::vector<T, A>> : Parts<T> {};
+template <typename T, size_t N>
+struct PartsOf<std::array<T, N>> : Parts<T> {};
+template <typename T>
+struct PartsOf<std::optional<T>> : Parts<T> {};
+template <typename K, typename V, typename C, typename A>
+struct PartsOf<std::map<K, V, C, A>> : Parts<V> {};
+template <typename K, typename V, typename H, typename E, typename A>
+struct PartsOf<std::unordered_map<K, V, H, E, A>> : Parts<V> {};
+template <typename A, typename B>
+struct PartsOf<std::pair<A, B>> : Parts<A, B> {};
+template <typename... Ts>
+struct PartsOf<std::tuple<Ts...>> : Parts<Ts...> {};
+
+template <typename T, typename = void>
+inline constexpr bool IsTensorNest =
+    std::is_same_v<T, at::Tensor> || std::is_arithmetic_v<T>;
+template <typename T, typename = void>
+inline constexpr bool HoldsTensors = std::is_same_v<T, at::Tensor>;
+
+template <typename... Ts>
+constexpr bool are_tensor_nests(Parts<Ts...> /*parts*/) {
+  return (IsTensorNest<Ts> && ...);
+}
+template <typename... Ts>
+constexpr bool hold_tensors(Parts<Ts...> /*parts*/) {
+  return (HoldsTensors<Ts> || ...);
+}
+
 // A tensor, or vectors, arrays, maps (their values), pairs, tuples and
 // optionals of such; numbers may be in between.
 template <typename T>
-inline constexpr bool IsTensorNest =
-    std::is_same_v<T, at::Tensor> || std::is_arithmetic_v<T>;
-template <typename T, typename A>
-inline constexpr bool IsTensorNest<std::vector<T, A>> = IsTensorNest<T>;
-template <typename T, size_t N>
-inline constexpr bool IsTensorNest<std::array<T, N>> = IsTensorNest<T>;
-template <typename T>
-inline constexpr bool IsTensorNest<std::optional<T>> = IsTensorNest<T>;
-template <typename K, typename V, typename C, typename A>
-inline constexpr bool IsTensorNest<std::map<K, V, C, A>> = IsTensorNest<V>;
-template <typename K, typename V, typename H, typename E, typename A>
-inline constexpr bool IsTensorNest<std::unordered_map<K, V, H, E, A>> =
-    IsTensorNest<V>;
-template <typename A, typename B>
-inline constexpr bool IsTensorNest<std::pair<A, B>> =
-    IsTensorNest<std::remove_const_t<A>>&& IsTensorNest<B>;
-template <typename... Ts>
-inline constexpr bool IsTensorNest<std::tuple<Ts...>> = (IsTensorNest<Ts> &&
-                                                         ...);
+inline constexpr bool IsTensorNest<T, std::void_t<typename PartsOf<T>::Type>> =
+    are_tensor_nests(typename PartsOf<T>::Type{});
 
 // Whether there are tensors in such a nest, whatever else is in it.
 template <typename T>
-inline constexpr bool HoldsTensors = std::is_same_v<T, at::Tensor>;
-template <typename T, typename A>
-inline constexpr bool HoldsTensors<std::vector<T, A>> = HoldsTensors<T>;
-template <typename T, size_t N>
-inline constexpr bool HoldsTensors<std::array<T, N>> = HoldsTensors<T>;
-template <typename T>
-inline constexpr bool HoldsTensors<std::optional<T>> = HoldsTensors<T>;
-template <typename K, typename V, typename C, typename A>
-inline constexpr bool HoldsTensors<std::map<K, V, C, A>> = HoldsTensors<V>;
-template <typename K, typename V, typename H, typename E, typename A>
-inline constexpr bool HoldsTensors<std::unordered_map<K, V, H, E, A>> =
-    HoldsTensors<V>;
-template <typename A, typename B>
-inline constexpr bool HoldsTensors<std::pair<A, B>> =
-    HoldsTensors<A> || HoldsTensors<B>;
-template <typename... Ts>
-inline constexpr bool HoldsTensors<std::tuple<Ts...>> = (HoldsTensors<Ts> ||
-                                                         ...);
+inline constexpr bool HoldsTensors<T, std::void_t<typename PartsOf<T>::Type>> =
+    hold_tensors(typename PartsOf<T>::Type{});
 
 // Calls `visit` with a reference to each tensor, undefined ones too, as const
 // as `nest` is.

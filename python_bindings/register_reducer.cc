@@ -118,16 +118,6 @@ void register_comm_hook(TorchReducer& reducer, py::object state,
   reducer.register_comm_hook(std::move(python_hook), name, replaces);
 }
 
-// Methods of torch's class that this one has no answer to yet.
-template <typename Class>
-void def_not_there_yet(Class& reducer, const char* name) {
-  const std::string text =
-      std::string("brigade.Reducer.") + name + "() is not there yet";
-  reducer.def(name, [text](TorchReducer&, const py::args&) {
-    TORCH_CHECK_NOT_IMPLEMENTED(false, text);
-  });
-}
-
 }  // namespace
 
 void register_reducer(py::module_& module) {
@@ -245,10 +235,11 @@ void register_reducer(py::module_& module) {
           "Nothing to do: the reducer sees the end of backward itself.")
       .def(
           "_set_optimizer_in_backward", [](TorchReducer&) {},
-          "Nothing to do: what the hook does to .grad comes last.");
-  for (const char* name : {"_set_sparse_metadata"}) {
-    def_not_there_yet(reducer, name);
-  }
+          "Nothing to do: what the hook does to .grad comes last.")
+      .def("_set_sparse_metadata", [](TorchReducer&, const py::args&) {
+        TORCH_CHECK_NOT_IMPLEMENTED(
+            false, "brigade.Reducer._set_sparse_metadata() is not there yet");
+      });
 }
 
 }  // namespace brigade

@@ -61,6 +61,16 @@ std::string describe_second_gradient(const ParameterTable& table,
                       cure_of_second(options));
 }
 
+std::string describe_unexpected_gradient(const ParameterTable& table,
+                                         size_t parameter, Occasion occasion) {
+  return absl::StrCat(
+      "Reducer: ", table.name_of(parameter), " got a gradient in ",
+      describe(occasion),
+      ", but none in the first iteration; its bucket may already have been "
+      "reduced.\nUse the same parameters in all iterations, or clear "
+      "static_graph.");
+}
+
 std::string describe_late_gradient(const ParameterTable& table,
                                    size_t parameter, Occasion occasion) {
   return absl::StrCat(

@@ -32,6 +32,9 @@ std::string describe_missing_gradients(const ParameterTable& table,
 std::string describe_second_gradient(const ParameterTable& table,
                                      size_t parameter, Occasion occasion,
                                      const ReducerOptions& options);
+// In a static graph: of a parameter that the first iteration did not use.
+std::string describe_unexpected_gradient(const ParameterTable& table,
+                                         size_t parameter, Occasion occasion);
 std::string describe_late_gradient(const ParameterTable& table,
                                    size_t parameter, Occasion occasion);
 

@@ -49,6 +49,11 @@ class FiringCounts {
   // Variables that never fire, ascending. REQUIRES: !is_learning().
   const std::vector<size_t>& silent() const { return silent_; }
 
+  // True if a variable is known never to fire.
+  bool is_silent(size_t variable) const {
+    return !learning_ && expected_[variable] == 0;
+  }
+
  private:
   bool learning_ = true;
   bool peers_settled_ = false;

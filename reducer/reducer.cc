@@ -394,15 +394,24 @@ void Reducer::tell_hook_of_iteration() const {
 }
 
 void Reducer::accept_gradient(VariableIndex variable) {
-  TORCH_CHECK(
-      !iteration_->order.is_ready(variable),
-      describe_second_gradient(table_, variable.parameter,
-                               occasion(iteration_->iteration), options_));
+  if (iteration_->order.is_ready(variable)) refuse_gradient(variable);
   const size_t bucket = bound_.plan.locate(variable.parameter).bucket;
   streams_of(bucket, variable.replica).gradient_produced();
   if (!completes_gradient(variable)) return;
   note_use(variable);
   if (mark_ready(variable)) launch_full_buckets();
+}
+
+void Reducer::refuse_gradient(VariableIndex variable) const {
+  const Occasion now = occasion(iteration_->iteration);
+  const bool is_unexpected =
+      graph_.firing_counts &&
+      graph_.firing_counts->is_silent(table_.number_of(variable));
+  TORCH_CHECK(
+      false, is_unexpected
+                 ? describe_unexpected_gradient(table_, variable.parameter, now)
+                 : describe_second_gradient(table_, variable.parameter, now,
+                                            options_));
 }
 
 // False if more parts of this gradient are to come.

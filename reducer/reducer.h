@@ -264,6 +264,7 @@ class Reducer : private GradientListener {
   void watch_backward(int backward_id);
   void begin_reduction();
   void accept_gradient(VariableIndex variable);
+  [[noreturn]] void refuse_gradient(VariableIndex variable) const;
   bool completes_gradient(VariableIndex variable);
   void accept_late_gradients();
   void mark_unused(std::span<const size_t> variables);

@@ -1,5 +1,6 @@
 #include "brigade/hooks/graph_search.h"
 
+#include <ATen/SequenceNumber.h>
 #include <torch/torch.h>
 
 #include <algorithm>
@@ -188,6 +189,21 @@ TEST_F(GraphSearchTest, SearchesEachGraphAfresh) {
     EXPECT_THAT(unreached({w[0] * w[1]}), ElementsAre(2, 3));
     EXPECT_THAT(unreached({w[2] * w[3]}), ElementsAre(0, 1));
     EXPECT_THAT(unreached({w[0] + w[1] + w[2] + w[3]}), IsEmpty());
+  }
+}
+
+// Why no result is reused without a walk: all but one edge are alike, the
+// number of nodes, their kinds, their order and their sequence numbers too.
+TEST_F(GraphSearchTest, TellsGraphsApartThatDifferInALeafOnly) {
+  const auto output_with = [&](size_t parameter) {
+    at::sequence_number::get_and_increment();
+    const uint64_t first = at::sequence_number::peek();
+    const at::Tensor output = ((x * w[0] + w[1]) * w[parameter]).sum();
+    EXPECT_EQ(at::sequence_number::peek(), first + 4);
+    return output;
+  };
+  for (const size_t used : {2, 3, 3, 2, 3}) {
+    EXPECT_THAT(unreached({output_with(used)}), ElementsAre(5 - used));
   }
 }
 

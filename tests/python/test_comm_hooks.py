@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import (
-    debugging_hooks,
     default_hooks,
     post_localSGD_hook,
     powerSGD_hook,
@@ -48,23 +47,12 @@ class CallableHook:
 
 
 HOOKS = {
-    "allreduce": (no_state, default_hooks.allreduce_hook),
-    "fp16": (no_state, default_hooks.fp16_compress_hook),
-    "fp16_around_allreduce": (
-        no_state,
-        default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook),
-    ),
-    "bf16_around_allreduce": (
-        no_state,
-        default_hooks.bf16_compress_wrapper(default_hooks.allreduce_hook),
-    ),
     "power_sgd": (power_sgd, powerSGD_hook.powerSGD_hook),
     "fp16_around_power_sgd": (
         power_sgd,
         default_hooks.fp16_compress_wrapper(powerSGD_hook.powerSGD_hook),
     ),
     "post_local_sgd": (post_local_sgd, post_localSGD_hook.post_localSGD_hook),
-    "noop": (no_state, debugging_hooks.noop_hook),
     "chained": (no_state, chained),
     "callable": (no_state, CallableHook()),
 }
