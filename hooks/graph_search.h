@@ -12,14 +12,14 @@
 //
 // To know:
 // - Each call walks. That a parameter is unreached is known only when every
-// node
-//   that is reached has been looked at: nodes are made anew by each forward,
-//   and graphs that took another parameter may be alike in all else. So a
-//   result can not be reused for a graph that seems to be the last one again;
-//   only what is derived from it, where repeated(). A walk takes 0.03-0.1 us
-//   per parameter. A caller that expects all parameters to be used may leave it
-//   out and call only if a backward ends without some gradients; the graph must
-//   then have been retained by its outputs.
+//   node that is reached has been looked at: nodes are made anew by each
+//   forward, and graphs that took another parameter may be alike in all else.
+//   So a result can't be reused for a graph that seems to be the last one
+//   again; only what is derived from it, where repeated(). A walk takes
+//   0.03-0.1 us per parameter. A caller that expects all parameters to be used
+//   may leave it out and call only if a backward ends without some gradients;
+//   the graph must then have been retained by its outputs. In a static
+//   graph nothing is searched.
 // - A reentrant checkpoint hides its graph until backward runs it again:
 //   parameters used only inside of one are unreached. A checkpoint of the other
 //   kind hides nothing.

@@ -111,10 +111,12 @@ DenseReplica::DenseReplica(const ParameterTable& table, size_t replica,
       unused_(parameters.size()) {
   int64_t numel = 0;
   ranges_.reserve(parameters_.size());
+  strides_.reserve(parameters_.size());
   for (size_t slot = 0; slot < parameters_.size(); ++slot) {
     ranges_.push_back(
         {.offset_numel = numel, .numel = parameter(slot).numel()});
     numel += parameter(slot).numel();
+    strides_.emplace_back(gradient_strides(parameter(slot)));
   }
 
   const at::NoGradGuard no_grad;
@@ -132,6 +134,7 @@ DenseReplica::DenseReplica(const ParameterTable& table, size_t replica,
     views_in_.push_back(make_view(slot));
     places_.push_back(views_in_.back().const_data_ptr());
     follows_parameter_.push_back(
+        parameter(slot).dim() <= 1 &&
         parameter(slot).is_non_overlapping_and_dense());
   }
   note_memory();
@@ -241,7 +244,8 @@ void DenseReplica::install_view(size_t slot) {
 }
 
 // A tensor with the strides that the gradient should have: the parameter, which
-// is warm where its gradient is, unless it has gaps.
+// is warm where its gradient is, unless it has gaps or may turn between forward
+// and backward.
 const at::Tensor& DenseReplica::laid_out_as_gradient(size_t slot) const {
   return follows_parameter_[slot] ? parameter(slot) : views_in_[slot];
 }
@@ -398,7 +402,9 @@ int64_t DenseReplica::numel() const {
 }
 
 at::Tensor DenseReplica::view_out(size_t slot, const at::Tensor& result) const {
-  return gradient_in(result, ranges_[slot].offset_numel, parameter(slot));
+  return result.as_strided(
+      parameter(slot).sizes(), strides_[slot],
+      result.storage_offset() + ranges_[slot].offset_numel);
 }
 
 const at::Tensor& DenseReplica::parameter(size_t slot) const {

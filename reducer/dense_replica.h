@@ -8,6 +8,7 @@
 #ifndef BRIGADE_REDUCER_DENSE_REPLICA_H_
 #define BRIGADE_REDUCER_DENSE_REPLICA_H_
 
+#include <ATen/DimVector.h>
 #include <ATen/core/Tensor.h>
 
 #include <cstddef>
@@ -87,9 +88,11 @@ class DenseReplica final : public BucketReplica {
   const bool hands_memory_over_;
   const at::Tensor no_views_;      // undefined
   std::vector<SlotRange> ranges_;  // by slot
-  at::Tensor flat_;                // 1D, [numel], parameters' dtype
-  at::Tensor wire_;                // 1D, [numel], wire dtype; may be flat_
-  MemoryHandover handover_;        // of flat_'s, from the second delivery on
+  // By slot: what the gradients' are. The parameters' may change at any time.
+  std::vector<at::DimVector> strides_;
+  at::Tensor flat_;          // 1D, [numel], parameters' dtype
+  at::Tensor wire_;          // 1D, [numel], wire dtype; may be flat_
+  MemoryHandover handover_;  // of flat_'s, from the second delivery on
   bool has_delivered_ = false;
   // By slot, into flat_. They share its memory but are no views to autograd, so
   // that optimizers may detach_() them.

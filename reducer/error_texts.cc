@@ -64,9 +64,9 @@ std::string describe_second_gradient(const ParameterTable& table,
 std::string describe_unexpected_gradient(const ParameterTable& table,
                                          size_t parameter, Occasion occasion) {
   return absl::StrCat(
-      "Reducer: ", table.name_of(parameter), " got a gradient in ",
+      "Reducer: ", table.name_of(parameter), " was reached by backward in ",
       describe(occasion),
-      ", but none in the first iteration; its bucket may already have been "
+      ", but not in the first iteration; its bucket may already have been "
       "reduced.\nUse the same parameters in all iterations, or clear "
       "static_graph.");
 }

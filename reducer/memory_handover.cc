@@ -1,7 +1,5 @@
 #include "brigade/reducer/memory_handover.h"
 
-#include <atomic>
-
 namespace brigade {
 namespace {
 
@@ -34,8 +32,9 @@ bool MemoryHandover::is_taken() const {
   if (storage_.use_count() != own_references_ || storage_.data() != memory_) {
     return true;
   }
-  // Pairs with the release of the last reference, by any thread.
-  std::atomic_thread_fence(std::memory_order_acquire);
+  // Counting down pairs with whoever, on any thread, gave up the last
+  // reference.
+  { const c10::Storage counted = storage_; }
   return false;
 }
 

@@ -3,10 +3,12 @@
 //
 // That saves the pass over memory that copies results back, and the memory of
 // either. A gradient is given its place in the bucket only if it is as autograd
-// made it and nobody else holds it or its memory. It stays the same tensor, of
-// the same sizes and strides, but its storage is the bucket's. A bucket whose
-// memory somebody still sees when it is packed again leaves it to them; if that
-// happens repeatedly, results are copied from then on.
+// made it and nobody else holds it or its memory. It stays the same tensor, but
+// its storage is the bucket's: who resizes that resizes other gradients, as
+// with views. A bucket whose memory somebody still sees when it is packed again
+// leaves it to them; if that happens twice, its results are copied from then
+// on. Python keeps a storage that it has been shown once, which counts as
+// seeing it.
 //
 // On the CPU only: on other devices memory that streams still read would be
 // written anew.

@@ -66,10 +66,10 @@ struct ReducerOptions {
   // that of the buckets plus the gradients of the bucket being filled. Each
   // step replaces the tensor in `.grad` that autograd put there. If false,
   // results go to the gradients autograd made, which keep their identity: as
-  // copies, from buckets that are memory on top of theirs. On the CPU, behind
-  // built-in hooks, a gradient of 64 KiB or more that nobody else holds gets its
-  // place in the bucket instead; if gradients are kept beyond the next step,
-  // copies are made again (memory_handover.h).
+  // copies, from buckets that are memory on top of theirs. On the CPU, where
+  // real gradients travel in their own dtype to be averaged or summed, one of
+  // 64 KiB or more that nobody else holds gets its place in the bucket instead
+  // (memory_handover.h).
   bool gradients_as_bucket_views = true;
 
   // Compare parameters and options across ranks at construction. Costs two

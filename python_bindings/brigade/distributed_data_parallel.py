@@ -48,8 +48,9 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
 
     Collective: every rank wraps the same module. Afterwards all hold rank 0's
     parameters and buffers, and each backward leaves the average over all ranks
-    in ``.grad``. On the CPU, and without a comm hook, a large gradient may have
-    its bucket's storage in place of one of its own; clone one to save it alone.
+    in ``.grad``. On the CPU, and without a comm hook of the user's, a large
+    gradient may have its bucket's storage in place of one of its own; clone one
+    to save or resize it alone.
 
     Args:
         module: Has at least one parameter that requires a gradient.

@@ -309,6 +309,33 @@ TEST(ReducerTest, FollowsAParameterToAnotherMemoryFormat) {
   }
 }
 
+// Its gradient then has other strides than its place in the bucket.
+TEST(ReducerTest, AParameterMayTurnBetweenForwardAndBackward) {
+  for (const bool views : {true, false}) {
+    for (const bool kept : {true, false}) {
+      run_ranks(2, [&](const Group& group) {
+        const ToyModel model({{2, 3, 4, 5}, {6}});
+        Reducer reducer(model.parameters, group,
+                        {.gradients_as_bucket_views = views});
+        const at::Tensor& moved = model.parameters[0];
+        for (int s = 0; s < 4; ++s) {
+          model.zero_grad(/*set_to_none=*/!kept);
+          const auto format = s % 2 == 0 ? at::MemoryFormat::ChannelsLast
+                                         : at::MemoryFormat::Contiguous;
+          const at::Tensor slope =
+              model.gradient(0, group->getRank(), s).contiguous(format);
+          const at::Tensor loss = (moved * slope).sum() +
+                                  model.loss_in_order({1}, group->getRank(), s);
+          reducer.prepare_for_backward(loss);
+          moved.set_data(moved.detach().contiguous(format));
+          loss.backward();
+          expect_averages(model, 2, s);
+        }
+      });
+    }
+  }
+}
+
 TEST(ReducerTest, AcceptsGradientsThatTheUserSwapped) {
   const std::vector<std::vector<std::vector<size_t>>> plans = {{{0, 1}},
                                                                {{0}, {1}}};

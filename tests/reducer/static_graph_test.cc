@@ -155,8 +155,8 @@ TEST(StaticGraphTest, AParameterUsedForTheFirstTimeLaterIsNamed) {
     FAIL() << "accepted";
   } catch (const c10::Error& error) {
     EXPECT_THAT(error.what(),
-                HasSubstr("parameter 1 ('p1') got a gradient in iteration 2 on "
-                          "rank 0, but none in the first"));
+                HasSubstr("parameter 1 ('p1') was reached by backward in "
+                          "iteration 2 on rank 0, but not in the first"));
   }
   model.zero_grad();
   step(reducer, model.loss_in_order({0}, 0));  // goes on
