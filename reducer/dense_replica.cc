@@ -101,9 +101,6 @@ DenseReplica::DenseReplica(const ParameterTable& table, size_t replica,
       parameters_(parameters.begin(), parameters.end()),
       tensors_(tensors_of(table, replica, parameters)),
       gradients_as_views_(delivery == Delivery::kViews),
-      hands_memory_over_(delivery == Delivery::kHandoverOrCopy &&
-                         wire_dtype == table.dtype(parameters.front()) &&
-                         !c10::isComplexType(wire_dtype)),
       gradients_(parameters.size()),
       sources_(parameters.size()),
       destinations_(parameters.size()),
@@ -138,7 +135,11 @@ DenseReplica::DenseReplica(const ParameterTable& table, size_t replica,
         parameter(slot).is_non_overlapping_and_dense());
   }
   note_memory();
-  if (hands_memory_over_) handover_ = MemoryHandover(flat_);
+  // Complex buckets are also seen as pairs of reals, which is one more tensor.
+  if (delivery == Delivery::kHandoverOrCopy && wire_.is_same(flat_) &&
+      !flat_.is_complex()) {
+    handover_ = MemoryHandover(flat_);
+  }
   packer_ = make_packer(flat_.device(), flat_.scalar_type(), ranges_);
 }
 

@@ -85,7 +85,6 @@ class DenseReplica final : public BucketReplica {
   const std::vector<size_t> parameters_;          // by slot
   const std::vector<const at::Tensor*> tensors_;  // by slot, of this replica
   const bool gradients_as_views_;
-  const bool hands_memory_over_;
   const at::Tensor no_views_;      // undefined
   std::vector<SlotRange> ranges_;  // by slot
   // By slot: what the gradients' are. The parameters' may change at any time.
