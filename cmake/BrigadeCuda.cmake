@@ -10,10 +10,8 @@ set(BRIGADE_CUDA
     CACHE STRING "Build CUDA files: AUTO (when an nvcc is found), ON or OFF")
 set_property(CACHE BRIGADE_CUDA PROPERTY STRINGS AUTO ON OFF)
 
-# CUDA's major version must be the one that LibTorch was built with.
-set(brigade_cuda_major 13)
-
-# Sets `out` to an nvcc of the right major version, or to "".
+# Sets `out` to an nvcc of the major version that LibTorch was linked with, or
+# to "".
 function(brigade_find_nvcc out)
   set(candidates ${CMAKE_CUDA_COMPILER} $ENV{CUDACXX})
   if(DEFINED ENV{CUDA_HOME})
@@ -23,7 +21,11 @@ function(brigade_find_nvcc out)
   if(from_path)
     list(APPEND candidates ${from_path})
   endif()
-  list(APPEND candidates /usr/local/cuda/bin/nvcc ${BRIGADE_TORCH_NVIDIA}/cu13/bin/nvcc)
+  list(APPEND candidates /usr/local/cuda/bin/nvcc)
+  if(BRIGADE_TORCH_NVIDIA)
+    file(GLOB beside_torch ${BRIGADE_TORCH_NVIDIA}/*/bin/nvcc)
+    list(APPEND candidates ${beside_torch})
+  endif()
   set(${out}
       ""
       PARENT_SCOPE)
@@ -33,7 +35,7 @@ function(brigade_find_nvcc out)
       OUTPUT_VARIABLE text
       ERROR_QUIET
       RESULT_VARIABLE result)
-    if(result EQUAL 0 AND text MATCHES "release ${brigade_cuda_major}\\.")
+    if(result EQUAL 0 AND text MATCHES "release ${BRIGADE_TORCH_CUDA_MAJOR}\\.")
       set(${out}
           ${candidate}
           PARENT_SCOPE)
@@ -49,7 +51,7 @@ if(BRIGADE_CUDA STREQUAL "AUTO" OR BRIGADE_CUDA)
     set(brigade_no_cuda "${BRIGADE_TORCH_CUDA_MESSAGE}")
   elseif(NOT brigade_nvcc)
     set(brigade_no_cuda
-        "no nvcc ${brigade_cuda_major}.x was found; scripts/setup.sh installs one into .venv")
+        "no nvcc ${BRIGADE_TORCH_CUDA_MAJOR}.x was found; scripts/setup.sh installs one into .venv")
   else()
     set(brigade_no_cuda "")
   endif()
@@ -63,7 +65,8 @@ if(BRIGADE_CUDA STREQUAL "AUTO" OR BRIGADE_CUDA)
     endif()
     if(BRIGADE_TORCH_NVIDIA AND brigade_nvcc MATCHES "^${BRIGADE_TORCH_NVIDIA}/")
       # nvcc looks for its libraries in lib64, which pip's has not.
-      set(CMAKE_CUDA_FLAGS_INIT "-L${BRIGADE_TORCH_NVIDIA}/cu13/lib")
+      get_filename_component(toolkit ${brigade_nvcc}/../../lib ABSOLUTE)
+      set(CMAKE_CUDA_FLAGS_INIT "-L${toolkit}")
     endif()
     enable_language(CUDA)
     message(

@@ -10,14 +10,44 @@
 #       BRIGADE_PYTHON    a Python that has the torch wheel
 #       BRIGADE_TORCH_HINT_PYTHON, BRIGADE_TORCH_HINT_ROOT
 #                         where to look when neither is given
+#       BRIGADE_TORCH_BUILT_AGAINST
+#                         the version that installed libraries of brigade were
+#                         built against; others are refused then
 # Out:  BRIGADE_TORCH_FOUND, BRIGADE_TORCH_VERSION, BRIGADE_TORCH_ROOT,
 #       BRIGADE_TORCH_MESSAGE (why not, when not found),
+#       BRIGADE_TORCH_SUPPORTED (which versions are, in words),
 #       BRIGADE_TORCH_PYTHON (whose wheel it is, empty for an unpacked LibTorch),
 #       BRIGADE_TORCH_NVIDIA (the wheel's CUDA packages, may be empty),
+#       BRIGADE_TORCH_CUDA_MAJOR (the CUDA it was linked with, empty if none),
 #       BRIGADE_TORCH_CUDA_MESSAGE (why there is no Torch::cuda, or empty)
 include_guard(GLOBAL)
 
-set(BRIGADE_TORCH_SUPPORTED 2.11)
+# Minor versions: what separates them is the binary interface.  The list is a
+# file, for Python and the scripts read it too.
+set(BRIGADE_TORCH_VERSIONS_FILE ${CMAKE_CURRENT_LIST_DIR}/torch_versions.json)
+
+# Sets BRIGADE_TORCH_MINORS, a list, and BRIGADE_TORCH_SUPPORTED.
+function(brigade_read_torch_versions)
+  set_property(
+    DIRECTORY
+    APPEND
+    PROPERTY CMAKE_CONFIGURE_DEPENDS ${BRIGADE_TORCH_VERSIONS_FILE})
+  file(READ ${BRIGADE_TORCH_VERSIONS_FILE} json)
+  string(JSON count LENGTH "${json}" supported)
+  math(EXPR last "${count} - 1")
+  foreach(index RANGE ${last})
+    string(JSON minor GET "${json}" supported ${index})
+    list(APPEND minors ${minor})
+  endforeach()
+  list(GET minors 0 oldest)
+  list(GET minors -1 newest)
+  set(BRIGADE_TORCH_MINORS
+      ${minors}
+      PARENT_SCOPE)
+  set(BRIGADE_TORCH_SUPPORTED
+      "${oldest} to ${newest}"
+      PARENT_SCOPE)
+endfunction()
 
 set(BRIGADE_LIBTORCH
     ""
@@ -133,6 +163,40 @@ function(brigade_torch_version root out)
       PARENT_SCOPE)
 endfunction()
 
+# Sets `out` to "" where `version` will do, and else to why it won't.
+function(brigade_judge_torch version root out)
+  string(REGEX MATCH "^[0-9]+\\.[0-9]+" minor "${version}")
+  string(REGEX MATCH "^[0-9]+\\.[0-9]+" built_against "${BRIGADE_TORCH_BUILT_AGAINST}")
+  set(why "")
+  if(built_against AND NOT minor STREQUAL built_against)
+    set(why
+        "this brigade was built against torch ${built_against}, but '${version}', of another binary interface, was found at ${root}; set BRIGADE_PYTHON or BRIGADE_LIBTORCH to a torch ${built_against}, or build brigade anew"
+    )
+  elseif(NOT minor IN_LIST BRIGADE_TORCH_MINORS)
+    set(why
+        "torch ${BRIGADE_TORCH_SUPPORTED} is supported, but '${version}' was found at ${root}; install a supported one or set BRIGADE_PYTHON or BRIGADE_LIBTORCH"
+    )
+  endif()
+  set(${out}
+      "${why}"
+      PARENT_SCOPE)
+endfunction()
+
+# Sets `out` to the major version of the CUDA runtime that LibTorch's libraries
+# ask for, or to "".  They know better than the wheel's metadata, which an
+# unpacked LibTorch lacks.
+function(brigade_torch_cuda_major root out)
+  set(major "")
+  if(EXISTS ${root}/lib/libc10_cuda.so)
+    file(STRINGS ${root}/lib/libc10_cuda.so names REGEX "^libcudart[-0-9a-f]*\\.so\\.[0-9]+")
+    string(REGEX MATCH "\\.so\\.([0-9]+)" found "${names}")
+    set(major "${CMAKE_MATCH_1}")
+  endif()
+  set(${out}
+      "${major}"
+      PARENT_SCOPE)
+endfunction()
+
 function(brigade_import_library name file)
   add_library(Torch::${name} SHARED IMPORTED GLOBAL)
   set_target_properties(Torch::${name} PROPERTIES IMPORTED_LOCATION ${file})
@@ -167,11 +231,18 @@ function(brigade_import_torch)
   endif()
 
   set(nvidia ${BRIGADE_TORCH_NVIDIA})
-  file(GLOB cudart ${lib}/libcudart*.so* ${nvidia}/cu13/lib/libcudart.so.13)
+  set(cudart_name libcudart.so.${BRIGADE_TORCH_CUDA_MAJOR})
+  file(GLOB cudart ${lib}/libcudart*.so*)
+  set(hints "")
+  if(nvidia)
+    file(GLOB from_packages ${nvidia}/*/lib/${cudart_name})
+    list(APPEND cudart ${from_packages})
+    file(GLOB hints ${nvidia}/*/include)
+  endif()
   if(NOT cudart)
     message(
       FATAL_ERROR
-        "brigade: LibTorch at ${root} needs CUDA's libraries (libcudart.so.13), which lie neither in "
+        "brigade: LibTorch at ${root} needs CUDA's libraries (${cudart_name}), which lie neither in "
         "${lib} nor beside it nor in a Python's nvidia packages.  "
         "Set BRIGADE_PYTHON to a Python with torch ${BRIGADE_TORCH_SUPPORTED}, or use LibTorch's CPU build.")
   endif()
@@ -196,8 +267,7 @@ function(brigade_import_torch)
   target_link_libraries(Torch::cuda_libraries INTERFACE Torch::torch_cuda Torch::c10_cuda
                                                         Torch::cudart)
 
-  set(hints ${nvidia}/cu13/include ${nvidia}/nccl/include $ENV{CUDA_HOME}/include
-            /usr/local/cuda/include)
+  list(APPEND hints $ENV{CUDA_HOME}/include /usr/local/cuda/include)
   find_path(BRIGADE_CUDA_INCLUDE cuda_runtime_api.h HINTS ${hints})
   find_path(BRIGADE_NCCL_INCLUDE nccl.h HINTS ${hints})
   mark_as_advanced(BRIGADE_CUDA_INCLUDE BRIGADE_NCCL_INCLUDE)
@@ -217,10 +287,12 @@ function(brigade_import_torch)
       PARENT_SCOPE)
 endfunction()
 
+brigade_read_torch_versions()
 brigade_locate_torch()
 set(BRIGADE_TORCH_FOUND OFF)
 set(BRIGADE_TORCH_MESSAGE "")
 set(BRIGADE_TORCH_VERSION "")
+set(BRIGADE_TORCH_CUDA_MAJOR "")
 if(NOT BRIGADE_TORCH_ROOT AND BRIGADE_PYTHON)
   set(BRIGADE_TORCH_MESSAGE
       "BRIGADE_PYTHON, '${BRIGADE_PYTHON}', has no torch; install torch ${BRIGADE_TORCH_SUPPORTED} there or name another"
@@ -234,12 +306,10 @@ elseif(NOT EXISTS ${BRIGADE_TORCH_ROOT}/lib/libtorch_cpu.so OR NOT EXISTS
       "'${BRIGADE_TORCH_ROOT}' is no LibTorch: it lacks include/torch or lib/libtorch_cpu.so")
 else()
   brigade_torch_version(${BRIGADE_TORCH_ROOT} BRIGADE_TORCH_VERSION)
-  if(NOT "${BRIGADE_TORCH_VERSION}" MATCHES "^${BRIGADE_TORCH_SUPPORTED}(\\.|$)")
-    set(BRIGADE_TORCH_MESSAGE
-        "torch ${BRIGADE_TORCH_SUPPORTED} is supported, but '${BRIGADE_TORCH_VERSION}' was found at ${BRIGADE_TORCH_ROOT}; install a supported one or set BRIGADE_PYTHON or BRIGADE_LIBTORCH"
-    )
-  else()
+  brigade_judge_torch("${BRIGADE_TORCH_VERSION}" ${BRIGADE_TORCH_ROOT} BRIGADE_TORCH_MESSAGE)
+  if(NOT BRIGADE_TORCH_MESSAGE)
     set(BRIGADE_TORCH_FOUND ON)
+    brigade_torch_cuda_major(${BRIGADE_TORCH_ROOT} BRIGADE_TORCH_CUDA_MAJOR)
     brigade_import_torch()
   endif()
 endif()

@@ -4,38 +4,38 @@ pip builds in an environment of its own, which has what pyproject.toml requires 
 hides the packages of the environment that is installed into. To require torch
 there would download 3 GB for headers that are there already, and might build
 against another version than brigade will run with. So torch is looked for by
-path, in the environment that this Python belongs to; only where it has none (a
-front end that makes a whole environment to build in) is it required.
+path, in the environment that this Python belongs to. Where it has none, that is
+said at once; a front end that makes a whole environment to build in
+(`python -m build`) is told to fetch torch there by the setting fetch-torch=yes.
 """
 
 from __future__ import annotations
 
 import pathlib
-import re
 import sysconfig
 from typing import Any
 
+import torch_wheel
 from scikit_build_core import build as backend
 from scikit_build_core.build import (  # noqa: F401  (hooks of a build backend)
     build_sdist,
     get_requires_for_build_sdist,
 )
 
-_SUPPORTED = "2.11"
-_REQUIREMENT = f"torch=={_SUPPORTED}.*"
 _LIBTORCH = "cmake.define.BRIGADE_LIBTORCH"
+_FETCH = "fetch-torch"
 
 Settings = dict[str, Any] | None
 
 
 def get_requires_for_build_wheel(config_settings: Settings = None) -> list[str]:
-    required = backend.get_requires_for_build_wheel(config_settings)
-    return required if _located(config_settings) else [*required, _REQUIREMENT]
+    required = backend.get_requires_for_build_wheel(_without_ours(config_settings))
+    return required + _torch_to_fetch(config_settings)
 
 
 def get_requires_for_build_editable(config_settings: Settings = None) -> list[str]:
-    required = backend.get_requires_for_build_editable(config_settings)
-    return required if _located(config_settings) else [*required, _REQUIREMENT]
+    required = backend.get_requires_for_build_editable(_without_ours(config_settings))
+    return required + _torch_to_fetch(config_settings)
 
 
 def build_wheel(
@@ -50,47 +50,44 @@ def build_editable(
     return backend.build_editable(wheel_directory, _with_torch(config_settings), metadata_directory)
 
 
+def _without_ours(settings: Settings) -> dict[str, Any]:
+    return {name: value for name, value in (settings or {}).items() if name != _FETCH}
+
+
+def _torch_to_fetch(settings: Settings) -> list[str]:
+    """What to require for the build, beside what scikit-build-core does."""
+    settings = settings or {}
+    if settings.get(_FETCH) == "yes":
+        return [f"torch=={torch_wheel.pinned()}"]
+    if _LIBTORCH not in settings:
+        _require_supported(torch_wheel.of_environment())
+    return []
+
+
 def _with_torch(settings: Settings) -> dict[str, Any]:
     """Tells CMake which LibTorch to build against, unless the user did."""
-    settings = dict(settings or {})
+    fetched = (settings or {}).get(_FETCH) == "yes"
+    settings = _without_ours(settings)
     if _LIBTORCH not in settings:
-        torch = _torch_of_environment() or _torch_of_build_environment()
-        if torch is None:
-            raise RuntimeError(
-                f"brigade is built against torch {_SUPPORTED}, and none was found in "
-                f"{sysconfig.get_path('platlib')}.\nInstall torch=={_SUPPORTED}.* there first."
-            )
-        settings[_LIBTORCH] = str(torch)
+        torch = torch_wheel.of_build_environment() if fetched else torch_wheel.of_environment()
+        settings[_LIBTORCH] = str(_require_supported(torch))
+    torch_wheel.chosen = pathlib.Path(settings[_LIBTORCH])
     return settings
 
 
-def _located(settings: Settings) -> bool:
-    return _LIBTORCH in (settings or {}) or _torch_of_environment() is not None
-
-
-def _torch_of_environment() -> pathlib.Path | None:
-    """The torch package of the environment that this Python belongs to."""
-    for name in ("platlib", "purelib"):
-        folder = pathlib.Path(sysconfig.get_path(name)) / "torch"
-        if _is_supported(folder):
-            return folder
-    return None
-
-
-def _torch_of_build_environment() -> pathlib.Path | None:
-    """The torch package that the build front end put on the path."""
-    import importlib.util
-
-    spec = importlib.util.find_spec("torch")
-    if spec is None or not spec.submodule_search_locations:
-        return None
-    folder = pathlib.Path(next(iter(spec.submodule_search_locations)))
-    return folder if _is_supported(folder) else None
-
-
-def _is_supported(torch: pathlib.Path) -> bool:
-    version = torch / "version.py"
-    if not (torch / "lib" / "libtorch_python.so").exists() or not version.exists():
-        return False
-    match = re.search(r"^__version__ = '(\d+\.\d+)\.", version.read_text(), re.MULTILINE)
-    return match is not None and match[1] == _SUPPORTED
+def _require_supported(torch: pathlib.Path | None) -> pathlib.Path:
+    """Raises RuntimeError where there is no torch to build against."""
+    versions = torch_wheel.supported()
+    wanted = f"brigade is built against an installed torch, {versions[0]} to {versions[-1]}"
+    if torch is None:
+        raise RuntimeError(
+            f"{wanted}, and {sysconfig.get_path('platlib')} has none.\n"
+            f"Install one there first: pip install torch=={torch_wheel.pinned()}.  "
+            f"(To fetch one for the build only: --config-settings={_FETCH}=yes.)"
+        )
+    if (found := torch_wheel.minor_version(torch)) not in versions:
+        raise RuntimeError(
+            f"{wanted}, and {torch} is of version {found or 'unknown'}.\n"
+            f"Install another one there first: pip install torch=={torch_wheel.pinned()}."
+        )
+    return torch

@@ -1,9 +1,11 @@
 #!/usr/bin/env bash
 # build.sh <preset> [target ...]: configures a preset and builds all of it or
 # the named targets, with as many jobs as cores and memory allow.  Quiet unless
-# something fails or takes long.
+# something fails or takes long.  With BRIGADE_TORCH=2.12, for instance, into
+# build/2.12-<preset> and against the torch that scripts/setup.sh made of that.
 set -euo pipefail
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
+source scripts/torch_choice.sh
 
 preset=$1
 shift
@@ -17,10 +19,13 @@ jobs=$((memory_gib / 2 < cores ? memory_gib / 2 : cores))
 jobs=$((jobs < 1 ? 1 : jobs))
 
 mkdir -p build
-log="build/configure-$preset.log"
-if ! cmake --preset "$preset" ${BRIGADE_CUDA:+-DBRIGADE_CUDA=$BRIGADE_CUDA} >"$log" 2>&1; then
+folder="build/$build_prefix$preset"
+log="build/configure-$build_prefix$preset.log"
+settings=(${BRIGADE_CUDA:+-DBRIGADE_CUDA=$BRIGADE_CUDA})
+[[ -z $build_prefix ]] || settings+=("-DBRIGADE_PYTHON=$PWD/$venv/bin/python")
+if ! cmake --preset "$preset" -B "$folder" "${settings[@]}" >"$log" 2>&1; then
   cat "$log" >&2
   exit 1
 fi
 grep -E '^-- brigade:|^CMake Warning' "$log" | sed 's/^-- //' || true
-cmake --build --preset "$preset" -j "$jobs" "${targets[@]}"
+cmake --build "$folder" -j "$jobs" "${targets[@]}"

@@ -2,6 +2,8 @@
 # Trains the digits example on two ranks, then sweeps bucket sizes for a moment.
 set -euo pipefail
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
+source scripts/torch_choice.sh
+build=build/${build_prefix}release
 
 scripts/setup.sh
 echo "demo: building examples/digits and benchmarks/bucket_size"
@@ -9,7 +11,7 @@ scripts/build.sh release digits bucket_size
 
 echo "demo: a convolutional network learns handwritten digits on two ranks"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-.venv/bin/torchrun --standalone --nproc-per-node 2 --no-python build/release/examples/digits/digits
+"$venv/bin/torchrun" --standalone --nproc-per-node 2 --no-python "$build/examples/digits/digits"
 echo
 echo "demo: the same step with different bucket sizes"
-build/release/benchmarks/bucket_size --quick
+"$build/benchmarks/bucket_size" --quick

@@ -2,9 +2,12 @@
 # Brings a bare Debian 12 (git, python3, apt, pip) to where brigade builds:
 # missing Debian packages, .venv with the pinned requirements, and an nvcc in
 # .venv where the machine has none.  Takes a moment when all is there.
-# Environment: BRIGADE_CUDA=OFF leaves nvcc out; PYTHON names the Python to use.
+# Environment: BRIGADE_CUDA=OFF leaves nvcc out; PYTHON names the Python to use;
+# BRIGADE_TORCH names another torch than the pinned one, which gets a virtual
+# environment of its own (BRIGADE_TORCH=2.12: .venv-2.12).
 set -euo pipefail
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
+source scripts/torch_choice.sh
 
 say() { echo "setup: $*"; }
 fail() {
@@ -65,7 +68,7 @@ if command -v dpkg-query >/dev/null; then
   for package in "${packages[@]}"; do
     grep -qx "$package installed" <<<"$installed" || missing+=("$package")
   done
-  if [[ ! -x .venv/bin/python ]] && ! can_make_venv "$python"; then
+  if [[ ! -x $venv/bin/python ]] && ! can_make_venv "$python"; then
     missing+=(python3-venv)
   fi
   has_headers "$python" || missing+=(python3-dev)
@@ -75,50 +78,62 @@ fi
 ((${#missing[@]} == 0)) || install_packages "${missing[@]}"
 
 # The virtual environment.
-if ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
-  [[ ! -e .venv ]] || say ".venv has no working Python and pip; making it anew"
+if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
+  [[ ! -e $venv ]] || say "$venv has no working Python and pip; making it anew"
   can_make_venv "$python" || fail "$python cannot make virtual environments (no ensurepip).
     Install python3-venv, or set PYTHON to another Python."
-  say "making .venv with $python"
-  "$python" -m venv --clear .venv
+  say "making $venv with $python"
+  "$python" -m venv --clear "$venv"
   changed=yes
 fi
 
-# install <requirements file> <what to say>: with pip, unless the file as it is
-# was installed already.
+# install <name> <what to say> <argument of pip install> ...: unless the same was
+# installed under that name, by the same files, already.
 install() {
-  local stamp=".venv/$1.installed"
-  if ! cmp -s "$1" "$stamp"; then
-    say "installing $2 into .venv"
-    .venv/bin/python -m pip install --disable-pip-version-check -r "$1" ||
-      fail "pip could not install $1; see its message above, then start again"
-    cp "$1" "$stamp"
+  local name=$1 what=$2 stamp="$venv/$1.installed" wanted file
+  shift 2
+  wanted="$*"
+  for file in "$@"; do
+    [[ ! -f $file ]] || wanted+=$'\n'$(<"$file")
+  done
+  if [[ ! -f $stamp || $wanted != "$(<"$stamp")" ]]; then
+    say "installing $what into $venv"
+    "$venv/bin/python" -m pip install --disable-pip-version-check "$@" ||
+      fail "pip could not install $name; see its message above, then start again"
+    printf '%s\n' "$wanted" >"$stamp"
     changed=yes
   fi
 }
-if ! compgen -G '.venv/lib/python3*/site-packages/torch/lib/libtorch_cpu.so' >/dev/null; then
-  rm -f .venv/requirements.txt.installed
+if ! compgen -G "$venv/lib/python3*/site-packages/torch/lib/libtorch_cpu.so" >/dev/null; then
+  rm -f "$venv/torch.installed"
 fi
-install requirements.txt "torch and numpy (torch with CUDA's libraries is about 3 GB)"
-install requirements-python.txt "what builds and tests the Python package"
+install torch "$torch_requirement and numpy (torch with CUDA's libraries is about 3 GB)" \
+  "$torch_requirement" -r requirements.txt
+install tools "what builds and tests the Python package" -r requirements-python.txt
 
-# A CUDA compiler.
-has_nvcc_13() {
+# A CUDA compiler of torch's major version: the machine's own, or one of exactly
+# torch's version beside torch.
+has_nvcc() {
   local candidate
   for candidate in ${CUDACXX:-} ${CUDA_HOME:+$CUDA_HOME/bin/nvcc} nvcc /usr/local/cuda/bin/nvcc; do
-    if "$candidate" --version 2>/dev/null | grep -q 'release 13\.'; then
+    if "$candidate" --version 2>/dev/null | grep -q "release $1\."; then
       return 0
     fi
   done
   return 1
 }
+cuda=$("$venv/bin/python" scripts/cuda_of_torch.py)
 if [[ ${BRIGADE_CUDA:-} == OFF ]]; then
   say "BRIGADE_CUDA is OFF: no CUDA compiler is looked for"
-elif ! has_nvcc_13; then
-  if ! compgen -G '.venv/lib/python3*/site-packages/nvidia/cu13/bin/nvcc' >/dev/null; then
-    rm -f .venv/requirements-nvcc.txt.installed
+elif [[ -z $cuda ]]; then
+  say "this torch's wheel asks for no CUDA toolkit: no CUDA compiler is looked for"
+elif ! has_nvcc "${cuda%%.*}"; then
+  if ! compgen -G "$venv/lib/python3*/site-packages/nvidia/*/bin/nvcc" >/dev/null; then
+    rm -f "$venv/nvcc.installed"
   fi
-  install requirements-nvcc.txt "nvcc 13.0, since this machine has no CUDA toolkit 13,"
+  # Parts of different versions cannot compile: all four are named.
+  install nvcc "nvcc $cuda, since this machine has no CUDA toolkit ${cuda%%.*}," \
+    "cuda-toolkit[nvcc,cccl,nvvm,crt]==$cuda"
 fi
 
 if [[ $changed == no ]]; then

@@ -3,18 +3,32 @@
 # installed tree among them), then under AddressSanitizer and
 # UndefinedBehaviorSanitizer, then reducer/ and comm/ under ThreadSanitizer.
 # --quick: the release build only.
+# --headers: the syntax of the library against the oldest torch that is supported,
+# beside the rest; takes long on two cores.
+# --torch VERSION: on that torch (2.12, or 2.12.1), with a virtual environment and
+# build folders of its own: .venv-2.12, build/2.12-release.
 set -euo pipefail
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
 
-quick=no
-case "${1:-}" in
-  --quick) quick=yes ;;
-  "") ;;
-  *)
-    echo "usage: scripts/test.sh [--quick]" >&2
-    exit 2
-    ;;
-esac
+usage() {
+  echo "usage: scripts/test.sh [--quick] [--headers] [--torch VERSION]" >&2
+  exit 2
+}
+quick=no headers=no
+while (($# > 0)); do
+  case "$1" in
+    --quick) quick=yes ;;
+    --headers) headers=yes ;;
+    --torch)
+      (($# > 1)) || usage
+      export BRIGADE_TORCH=$2
+      shift
+      ;;
+    *) usage ;;
+  esac
+  shift
+done
+source scripts/torch_choice.sh
 
 passed=0 failed=0 skipped=0
 launcher=() # what ctest is started through
@@ -22,23 +36,25 @@ broken=() # stages that did not get as far as running tests, or had failures
 
 # stage <preset> <target ...> -- <ctest argument ...>
 stage() {
-  local preset=$1 targets=() results
+  local preset=$1 targets=() folder results
   shift
   while [[ $1 != -- ]]; do
     targets+=("$1")
     shift
   done
   shift
-  results="$PWD/build/$preset/results.xml"
+  folder="$PWD/build/$build_prefix$preset"
+  results="$folder/results.xml"
   echo
-  echo "test: building $preset"
+  echo "test: building $preset with $torch_requirement"
   if ! scripts/build.sh "$preset" "${targets[@]}"; then
     broken+=("$preset does not build")
     return
   fi
   echo "test: running $preset"
   rm -f "$results"
-  if ! "${launcher[@]}" ctest --preset "$preset" --output-junit "$results" --no-tests=error "$@"; then
+  if ! "${launcher[@]}" ctest --test-dir "$folder" --output-on-failure --output-junit "$results" \
+    --no-tests=error "$@"; then
     broken+=("$preset")
   fi
   count "$results"
@@ -78,6 +94,14 @@ if [[ $quick == no ]]; then
   # where ThreadSanitizer does not see it.
   export GTEST_FILTER='-*ContextGradients*'
   stage tsan comm_test reducer_test -- -R '^(comm_test|reducer_test)$'
+fi
+if [[ $headers == yes && -z $build_prefix ]]; then
+  echo
+  if "$venv/bin/python" scripts/check_headers.py; then
+    passed=$((passed + 1))
+  else
+    failed=$((failed + 1)) broken+=("the oldest torch's headers")
+  fi
 fi
 
 echo

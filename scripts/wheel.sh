@@ -1,0 +1,45 @@
+#!/usr/bin/env bash
+# wheel.sh [VERSION ...]: builds a wheel against each of these versions of torch
+# (2.15, or 2.15.0; default: all that are supported) into dist/torch-VERSION, and
+# trains with it on two ranks, in a virtual environment that has nothing else but
+# that torch.  A wheel fits the minor version of torch that it was built against.
+set -euo pipefail
+cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
+
+say() { echo "wheel: $*"; }
+
+# Its own virtual environment, with the torch of the one given, by path.
+try_in_clean_venv() {
+  local wheel=$1 with_torch=$2 clean
+  clean=$(mktemp -d)
+  "$with_torch/bin/python" -m venv --without-pip "$clean"
+  "$with_torch/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+    >"$clean/torch.pth"
+  mv "$clean/torch.pth" "$("$clean/bin/python" -c \
+    'import sysconfig; print(sysconfig.get_path("purelib"))')"
+  # Refuses a wheel for another torch than this one, and must not fetch another.
+  "$with_torch/bin/python" -m pip --python "$clean/bin/python" install --quiet --no-index "$wheel"
+  (cd "$clean" && env -u PYTHONPATH GLOO_SOCKET_IFNAME=lo \
+    "$clean/bin/python" -m torch.distributed.run --standalone --nproc-per-node 2 \
+    "$OLDPWD/scripts/try_wheel.py" "$clean")
+  rm -r "$clean"
+}
+
+build() {
+  export BRIGADE_TORCH=$1
+  local folder=dist/torch-$1
+  scripts/setup.sh
+  source scripts/torch_choice.sh
+  say "building against $torch_requirement"
+  rm -rf "$folder"
+  "$venv/bin/python" -m pip wheel --quiet --no-deps --no-build-isolation \
+    --config-settings "build-dir=build/${build_prefix}wheel" --wheel-dir "$folder" .
+  try_in_clean_venv "$PWD/$(echo "$folder"/*.whl)" "$PWD/$venv"
+  say "done: $(echo "$folder"/*.whl)"
+}
+
+(($# > 0)) || set -- $(sed -n 's/.*"supported": \[\(.*\)\].*/\1/p' cmake/torch_versions.json |
+  tr -d '",')
+for version in "$@"; do
+  (build "$version") # what one version exports is not the next one's
+done

@@ -1,0 +1,160 @@
+"""The versions of torch stand in one file; all that read it say the same.
+
+CMake is asked with folders that look like a LibTorch as far as its version.
+"""
+
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+import unittest
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+VERSIONS = json.loads((ROOT / "cmake" / "torch_versions.json").read_text())
+SUPPORTED, PINNED = VERSIONS["supported"], VERSIONS["pinned"]
+
+sys.path.insert(0, str(ROOT / "python_bindings"))
+import torch_wheel  # noqa: E402
+
+NEWEST_MINOR = int(SUPPORTED[-1].split(".")[1])
+TOO_OLD, TOO_NEW = "2.11", f"2.{NEWEST_MINOR + 1}"
+
+
+def read(name: str) -> str:
+    return (ROOT / name).read_text()
+
+
+def make_libtorch(folder: pathlib.Path, version: str) -> pathlib.Path:
+    header = folder / "include" / "torch" / "headeronly" / "version.h"
+    header.parent.mkdir(parents=True)
+    numbers = zip(("MAJOR", "MINOR", "PATCH"), version.split("."))
+    header.write_text("".join(f"#define TORCH_VERSION_{name} {n}\n" for name, n in numbers))
+    for name in ("libtorch_cpu.so", "libtorch.so", "libc10.so"):
+        (folder / "lib").mkdir(exist_ok=True)
+        (folder / "lib" / name).touch()
+    return folder
+
+
+class InTemporaryFolder(unittest.TestCase):
+
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.folder = pathlib.Path(folder.name)
+
+
+class FileTest(unittest.TestCase):
+
+    def test_supported_versions_have_no_gap(self):
+        minors = [int(version.removeprefix("2.")) for version in SUPPORTED]
+        self.assertEqual(minors, list(range(minors[0], minors[-1] + 1)))
+
+    def test_the_pinned_version_is_of_the_newest_minor(self):
+        self.assertRegex(PINNED, rf"^{re.escape(SUPPORTED[-1])}\.\d+$")
+
+
+class OthersTest(unittest.TestCase):
+
+    def test_no_file_of_requirements_names_a_version_of_torch_or_nvcc(self):
+        for file in [*ROOT.glob("requirements*.txt"), ROOT / "pyproject.toml"]:
+            self.assertNotRegex(file.read_text(), r"(?m)^\W*(torch|cuda-toolkit)\b.*\d", file.name)
+
+    def test_the_build_tool_has_one_version(self):
+        (required,) = re.findall(r"scikit-build-core==([\d.]+)", read("pyproject.toml"))
+        (installed,) = re.findall(r"scikit-build-core==([\d.]+)", read("requirements-python.txt"))
+        self.assertEqual(required, installed)
+
+
+class ScriptsTest(unittest.TestCase):
+
+    def choose(self, version: str) -> "subprocess.CompletedProcess[str]":
+        command = 'source scripts/torch_choice.sh && echo "$torch_requirement $venv $build_prefix"'
+        return subprocess.run(
+            ["bash", "-euc", command], cwd=ROOT, env={**os.environ, "BRIGADE_TORCH": version},
+            capture_output=True, text=True)
+
+    def test_the_pinned_version_is_chosen_when_none_is_named(self):
+        for version in ("", PINNED):
+            self.assertEqual(self.choose(version).stdout, f"torch=={PINNED} .venv \n")
+
+    def test_each_supported_version_has_folders_of_its_own(self):
+        for version in SUPPORTED:
+            self.assertEqual(self.choose(version).stdout,
+                             f"torch=={version}.* .venv-{version} {version}-\n")
+
+    def test_a_patch_can_be_named(self):
+        self.assertEqual(self.choose("2.12.1").stdout, "torch==2.12.1 .venv-2.12.1 2.12.1-\n")
+
+    def test_others_are_refused_with_the_list(self):
+        for version in (TOO_OLD, TOO_NEW, "2.120", "2.12.x", "2.12; true"):
+            chosen = self.choose(version)
+            self.assertEqual(chosen.returncode, 2, chosen)
+            self.assertIn(f"torch '{version}' was asked for", chosen.stderr)
+            self.assertIn(f"brigade supports {', '.join(SUPPORTED)}.", chosen.stderr)
+
+
+class CMakeTest(InTemporaryFolder):
+
+    def configure(self, version: str, *settings: str) -> str:
+        """What BrigadeTorch.cmake says of a LibTorch of that version; '' when it will do."""
+        torch = make_libtorch(self.folder / f"torch-{version}", version)
+        project = self.folder / "project"
+        project.mkdir(exist_ok=True)
+        (project / "CMakeLists.txt").write_text(
+            "cmake_minimum_required(VERSION 3.23)\nproject(p LANGUAGES NONE)\n"
+            f"include({ROOT}/cmake/BrigadeTorch.cmake)\n"
+            'file(WRITE ${CMAKE_BINARY_DIR}/said "${BRIGADE_TORCH_FOUND} ${BRIGADE_TORCH_MESSAGE}")\n')
+        build = self.folder / f"build-{version}"
+        subprocess.run(
+            [os.environ.get("CMAKE_COMMAND", "cmake"), "-S", project, "-B", build,
+             f"-DBRIGADE_LIBTORCH={torch}", *settings],
+            check=True, capture_output=True)
+        found, said = (build / "said").read_text().split(" ", 1)
+        self.assertEqual(found, "OFF" if said else "ON")
+        return said
+
+    def test_supported_versions_are_accepted(self):
+        for version in SUPPORTED:
+            self.assertEqual(self.configure(version + ".7"), "")
+
+    def test_others_are_refused_with_the_range(self):
+        for version in (TOO_OLD + ".0", TOO_NEW + ".0", "1.13.0", "3.12.0"):
+            said = self.configure(version)
+            self.assertIn(f"torch {SUPPORTED[0]} to {SUPPORTED[-1]} is supported, but '{version}' "
+                          f"was found at {self.folder}/torch-{version}", said)
+
+    def test_an_installed_brigade_wants_the_minor_version_it_was_built_against(self):
+        built_against = "-DBRIGADE_TORCH_BUILT_AGAINST=2.13.0"
+        self.assertEqual(self.configure("2.13.1", built_against), "")
+        self.assertIn("this brigade was built against torch 2.13, but '2.14.1'",
+                      self.configure("2.14.1", built_against))
+
+
+class WheelTest(InTemporaryFolder):
+
+    def test_what_is_there_is_told_by_its_headers(self):
+        self.assertEqual(torch_wheel.minor_version(make_libtorch(self.folder / "a", "2.14.1")), "2.14")
+        self.assertEqual(torch_wheel.minor_version(self.folder), "")
+
+    def dependencies(self, state: str) -> "dict[str, list[str]]":
+        dependency = torch_wheel.Dependency()
+        dependency.build_state(state)
+        return dependency.dynamic_metadata({}, {})
+
+    def test_a_wheel_requires_the_minor_version_it_was_built_against(self):
+        torch_wheel.chosen = make_libtorch(self.folder / "a", "2.13.0")
+        self.addCleanup(setattr, torch_wheel, "chosen", None)
+        self.assertEqual(self.dependencies("wheel"), {"dependencies": ["torch==2.13.*"]})
+
+    def test_sources_require_any_supported_version(self):
+        torch_wheel.chosen = make_libtorch(self.folder / "a", "2.13.0")
+        self.addCleanup(setattr, torch_wheel, "chosen", None)
+        self.assertEqual(self.dependencies("sdist"),
+                         {"dependencies": [f"torch>={SUPPORTED[0]},<{TOO_NEW}"]})
+
+
+if __name__ == "__main__":
+    unittest.main()
