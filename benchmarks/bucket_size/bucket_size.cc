@@ -11,7 +11,7 @@
 // is the reducer and the link, and overlap is real.
 //
 // Per workload and cap, interleaved with the same loop without a reducer
-// (sweep.h):
+// (bucket_sweep/measurement.h):
 //   step      median and quartiles over all rounds, of the slowest rank
 //   exposed   step less the step without a reducer of the same round, median
 //   alone     the buckets' all-reduces, one after the other, with nothing else
@@ -19,11 +19,13 @@
 //   packing,
 //             latency and waiting for the slower rank cost more than it hides
 //   sums      each gradient was compared with the average that it must be
+// and below the table which size to choose, with its margin over the default.
 //
 // The program starts its ranks by itself; under torchrun, srun or mpirun it
 // takes theirs.  All hosts then need the same options.
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <torch/torch.h>
 
 #include <CLI/CLI.hpp>
@@ -32,17 +34,18 @@
 #include <cstdio>
 #include <exception>
 #include <fstream>
-#include <limits>
 #include <memory>
 #include <string>
 #include <vector>
 
-#include "brigade/benchmarks/bucket_size/report.h"
-#include "brigade/benchmarks/bucket_size/sweep.h"
-#include "brigade/benchmarks/bucket_size/workload.h"
+#include "brigade/benchmarks/bucket_size/workloads.h"
 #include "brigade/benchmarks/support/gradient_shapes.h"
 #include "brigade/benchmarks/support/local_launch.h"
 #include "brigade/benchmarks/support/set_up.h"
+#include "brigade/bucket_sweep/arms.h"
+#include "brigade/bucket_sweep/measurement.h"
+#include "brigade/bucket_sweep/report.h"
+#include "brigade/bucket_sweep/summary.h"
 #include "brigade/comm/process_group.h"
 #include "brigade/examples/support/progress_bar.h"
 
@@ -50,7 +53,6 @@ namespace brigade::benchmarks {
 namespace {
 
 constexpr int64_t kDigitsImagesPerRank = 30;
-constexpr double kBytesPerMib = 1024.0 * 1024.0;
 
 struct Options {
   std::vector<std::string> models = {"digits", "resnet50", "bert-base", "gpt2"};
@@ -78,29 +80,18 @@ Model find_model(const std::string& name) {
   return {"GPT-2 small", gpt2_small_shapes()};
 }
 
-Arm parse_cap(const std::string& text) {
-  if (text == "each") return {"one per parameter", 1};
-  if (text == "one") return {"one", std::numeric_limits<int64_t>::max()};
-  size_t used = 0;
-  double mib = 0;
-  try {
-    mib = std::stod(text, &used);
-  } catch (const std::exception&) {
-    used = 0;
-  }
-  TORCH_CHECK_VALUE(used == text.size() && mib > 0 && mib <= 1e6,
-                    "--caps: expected sizes in MiB > 0, 'one' or 'each', got '",
-                    text, "'");
-  return {text + " MiB",
-          std::max<int64_t>(1, static_cast<int64_t>(mib * kBytesPerMib))};
-}
+struct Report {
+  std::string name;
+  std::string backward;  // what stands for it: "computed", "102 ms asleep"
+  SweepSummary summary;
+};
 
-ModelReport measure(
-    const Model& model, const c10::intrusive_ptr<c10d::ProcessGroup>& group,
-    const std::vector<Arm>& arms, const Options& options,
-    const std::function<void(const std::string&)>& after_visit) {
-  std::unique_ptr<Workload> workload;
-  std::string backward = "computed";
+Report sweep_model(const Model& model,
+                   const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+                   const std::vector<BucketArm>& arms, const Options& options,
+                   const std::function<void(const std::string&)>& after_visit) {
+  Report report{.name = model.title, .backward = "computed", .summary = {}};
+  std::unique_ptr<SweepWorkload> workload;
   SweepOptions sweep_options = options.sweep;
   if (model.shapes.empty()) {
     workload = make_digits_workload(group, kDigitsImagesPerRank);
@@ -110,25 +101,33 @@ ModelReport measure(
         options.backward_ms > 0
             ? options.backward_ms
             : static_cast<double>(total_numel(model.shapes)) * 4e-6;
-    backward = fmt::format("{:.0f} ms asleep", ms);
+    report.backward = fmt::format("{:.0f} ms asleep", ms);
     workload = make_shaped_workload(
         group->getRank(), group->getSize(), model.shapes,
         std::chrono::nanoseconds(static_cast<int64_t>(ms * 1e6)));
   }
-  ModelReport report{.name = model.title, .backward = backward, .result = {}};
-  for (const at::Tensor& parameter : workload->parameters()) {
-    ++report.num_parameters;
-    report.gradient_bytes += static_cast<int64_t>(parameter.nbytes());
-  }
-  report.result = sweep(*workload, group, arms, sweep_options, after_visit);
+  report.summary =
+      summarize(measure(*workload, arms, group, sweep_options, after_visit));
   return report;
+}
+
+std::string json_of(const SetUp& set_up, const std::vector<Report>& reports) {
+  std::vector<std::string> facts;
+  for (const auto& [name, value] : set_up) {
+    facts.push_back(json_string(name) + ": " + json_string(value));
+  }
+  std::vector<std::string> models;
+  for (const Report& report : reports) {
+    models.push_back(to_json(report.name, report.summary, report.backward));
+  }
+  return fmt::format("{{\"set_up\": {{{}}},\n\"models\": [\n{}]}}\n",
+                     fmt::join(facts, ", "), fmt::join(models, ",\n"));
 }
 
 // One rank.  Returns whether all sums were right.
 bool run(const Options& options, int argc, char** argv) {
   at::set_num_threads(1);
-  std::vector<Arm> arms;
-  for (const std::string& cap : options.caps) arms.push_back(parse_cap(cap));
+  const std::vector<BucketArm> arms = arms_of(options.caps);
 
   GroupScope scope(init_process_group({.timeout = std::chrono::minutes(2)}));
   const auto& group = scope.group();
@@ -137,36 +136,41 @@ bool run(const Options& options, int argc, char** argv) {
   SetUp set_up = describe_set_up(argc, argv);
   set_up.insert(set_up.begin(),
                 {"ranks", fmt::format("{}, Gloo", group->getSize())});
-  if (speaks) fmt::print("{}", to_text(set_up));
+  if (speaks) {
+    for (const auto& [name, value] : set_up) {
+      fmt::print("{:<9} {}\n", name, value);
+    }
+  }
 
   const auto visits_per_model =
-      static_cast<int64_t>(arms.size() + 1) * options.sweep.rounds;
+      static_cast<int64_t>(arms.size() + 2) * (options.sweep.rounds + 1);
   ProgressBar bar(
       stderr, static_cast<int64_t>(options.models.size()) * visits_per_model);
   bool all_right = true;
-  std::vector<ModelReport> reports;
+  std::vector<Report> reports;
   for (size_t i = 0; i < options.models.size(); ++i) {
     const Model model = find_model(options.models[i]);
     int64_t visits = static_cast<int64_t>(i) * visits_per_model;
     reports.push_back(
-        measure(model, group, arms, options, [&](const std::string& arm) {
+        sweep_model(model, group, arms, options, [&](const std::string& arm) {
           ++visits;
           if (speaks) {
             bar.show(visits, fmt::format("{}: {}", model.title, arm));
           }
         }));
-    for (const ArmResult& arm : reports.back().result.arms) {
+    for (const ArmSummary& arm : reports.back().summary.arms) {
       all_right = all_right && arm.sums_verified;
     }
     if (speaks) {
       bar.clear();
-      fmt::print("\n{}", to_text(reports.back()));
+      const Report& report = reports.back();
+      fmt::print("\n{}", to_text(report.name, report.summary, report.backward));
       std::fflush(stdout);
     }
   }
   if (speaks && !options.json_file.empty()) {
     std::ofstream file(options.json_file);
-    file << to_json(set_up, reports).dump(2) << '\n';
+    file << json_of(set_up, reports);
     TORCH_CHECK(file.good(), "cannot write '", options.json_file, "'");
   }
   return all_right;
@@ -214,7 +218,7 @@ int main(int argc, char** argv) {
 
   std::string error;
   try {
-    for (const std::string& cap : options.caps) parse_cap(cap);
+    arms_of(options.caps);
     if (!is_rank()) return launch_local_ranks(options.ranks, argv);
     end_with_launcher();
     return run(options, argc, argv) ? 0 : 1;

@@ -4,7 +4,8 @@
 
 #include <thread>
 
-#include "brigade/benchmarks/bucket_size/workload.h"
+#include "brigade/benchmarks/bucket_size/workloads.h"
+#include "brigade/hooks/autograd_node.h"
 
 namespace brigade::benchmarks {
 namespace {
@@ -44,7 +45,7 @@ class Layer : public Node {
   const std::chrono::nanoseconds due_;
 };
 
-class ShapedWorkload : public Workload {
+class ShapedWorkload : public SweepWorkload {
  public:
   ShapedWorkload(int rank, int world_size, const Shapes& shapes,
                  std::chrono::nanoseconds backward)
@@ -82,8 +83,7 @@ class ShapedWorkload : public Workload {
     Edge below;
     for (size_t i = 0; i < parameters_.size(); ++i) {
       const bool runs_first = i + 1 == parameters_.size();
-      std::shared_ptr<Node> layer(new Layer(backward_, i, runs_first, due_[i]),
-                                  torch::autograd::deleteNode);
+      const auto layer = make_node<Layer>(backward_, i, runs_first, due_[i]);
       layer->set_next_edges(
           {below, torch::autograd::impl::gradient_edge(parameters_[i])});
       below = Edge(layer, layer->add_input_metadata(loss));
@@ -95,7 +95,7 @@ class ShapedWorkload : public Workload {
   void begin_check() override { checking_ = true; }
   void end_check() override { checking_ = false; }
 
-  bool gradients_are_averages() const override {
+  bool gradients_are_averages() override {
     for (size_t i = 0; i < parameters_.size(); ++i) {
       // Exact for two ranks; 1 / ranks is rounded for some others.
       const at::Tensor& gradient = parameters_[i].grad();
@@ -132,7 +132,7 @@ class ShapedWorkload : public Workload {
 
 }  // namespace
 
-std::unique_ptr<Workload> make_shaped_workload(
+std::unique_ptr<SweepWorkload> make_shaped_workload(
     int rank, int world_size, const Shapes& shapes,
     std::chrono::nanoseconds backward) {
   return std::make_unique<ShapedWorkload>(rank, world_size, shapes, backward);

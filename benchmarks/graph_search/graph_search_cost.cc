@@ -41,7 +41,7 @@ class Accumulators {
   std::vector<Node*> nodes;
 
  private:
-  std::vector<std::shared_ptr<Node>> owners_;
+  std::vector<NodePtr> owners_;
 };
 
 class BareWalk {

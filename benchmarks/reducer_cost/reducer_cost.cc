@@ -44,7 +44,7 @@
 #include "brigade/benchmarks/reducer_cost/allocation_counter.h"
 #include "brigade/benchmarks/reducer_cost/heap_counter.h"
 #include "brigade/benchmarks/reducer_cost/tiny_model.h"
-#include "brigade/benchmarks/support/quantiles.h"
+#include "brigade/bucket_sweep/quantiles.h"
 #include "brigade/benchmarks/support/set_up.h"
 #include "brigade/comm/process_group.h"
 #include "brigade/planning/plan_by_size.h"

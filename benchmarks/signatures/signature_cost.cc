@@ -5,12 +5,10 @@
 //
 // Ranks are processes on this machine, or threads of one.  Times are rank 0's:
 //   send     exchange(), which returns at once: what a backward pays
-//   look     arrived()
 //   answer   from exchange() until await() returns, back to back
 //   bucket   an all-reduce of `numel` floats and its wait
 //   beside   what the same takes longer with an exchange sent before the wait
 //            and awaited after it (paired differences)
-//   arrived  how often the answers were there when the all-reduce was done
 
 #include <fmt/format.h>
 #include <torch/torch.h>
@@ -23,7 +21,7 @@
 #include <vector>
 
 #include "brigade/benchmarks/support/local_launch.h"
-#include "brigade/benchmarks/support/quantiles.h"
+#include "brigade/bucket_sweep/quantiles.h"
 #include "brigade/benchmarks/support/set_up.h"
 #include "brigade/comm/process_group.h"
 #include "brigade/comm/signature_channel.h"
@@ -63,8 +61,7 @@ void print(const char* name, const Samples& samples) {
 
 void measure(const Group& group, const Options& options) {
   SignatureChannel channel(group);
-  Samples send, look, answer, bucket, beside;
-  int num_arrived = 0;
+  Samples send, answer, bucket, beside;
   SignatureTicket ticket;
   const auto exchange = [&](int64_t iteration) {
     ticket =
@@ -79,33 +76,26 @@ void measure(const Group& group, const Options& options) {
       await();
     }));
     send.push_back(sent);
-    look.push_back(microseconds([&] { channel.arrived(ticket); }));
   }
 
   std::vector<at::Tensor> tensors = {at::zeros(options.numel)};
   const auto all_reduce = [&] { return group->allreduce(tensors); };
   for (int i = 0; i < options.exchanges / 10; ++i) {
     const double alone = microseconds([&] { all_reduce()->wait(); });
-    bool arrived = false;
     const double together = microseconds([&] {
       auto work = all_reduce();
       exchange(i);
       work->wait();
-      arrived = channel.arrived(ticket);
       await();
     });
     bucket.push_back(alone);
     beside.push_back(together - alone);
-    num_arrived += arrived;
   }
   if (group->getRank() != 0) return;
   print("send", send);
-  print("look", look);
   print("answer", answer);
   print("bucket", bucket);
   print("beside", beside);
-  fmt::print("{:8} {:9.1f} %\n", "arrived",
-             100.0 * num_arrived / static_cast<double>(beside.size()));
 }
 
 void measure_threads(const Options& options) {

@@ -1,13 +1,13 @@
 // Median and quartiles: what a shared machine's times are told by.
 
-#ifndef BRIGADE_BENCHMARKS_SUPPORT_QUANTILES_H_
-#define BRIGADE_BENCHMARKS_SUPPORT_QUANTILES_H_
+#ifndef BRIGADE_BUCKET_SWEEP_QUANTILES_H_
+#define BRIGADE_BUCKET_SWEEP_QUANTILES_H_
 
 #include <algorithm>
 #include <cmath>
 #include <vector>
 
-namespace brigade::benchmarks {
+namespace brigade {
 
 struct Quartiles {
   double p25 = 0;
@@ -31,6 +31,6 @@ inline Quartiles quartiles(const std::vector<double>& samples) {
           .p75 = quantile(samples, 0.75)};
 }
 
-}  // namespace brigade::benchmarks
+}  // namespace brigade
 
-#endif  // BRIGADE_BENCHMARKS_SUPPORT_QUANTILES_H_
+#endif  // BRIGADE_BUCKET_SWEEP_QUANTILES_H_

@@ -1,8 +1,8 @@
-#include "brigade/benchmarks/support/quantiles.h"
+#include "brigade/bucket_sweep/quantiles.h"
 
 #include "gtest/gtest.h"
 
-namespace brigade::benchmarks {
+namespace brigade {
 namespace {
 
 TEST(QuantilesTest, InterpolatesBetweenSamplesInAnyOrder) {
@@ -24,4 +24,4 @@ TEST(QuantilesTest, OneSampleIsEveryQuantile) {
 }
 
 }  // namespace
-}  // namespace brigade::benchmarks
+}  // namespace brigade

@@ -1,0 +1,192 @@
+"""What is timed, and the bucket sizes it is timed with."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import math
+import pathlib
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+_MIB = 1024 * 1024
+DEFAULT_SIZES = ("each", "0.25", "1", "4", "10", "25", "100", "one")
+
+# Those that leave the module as it was when the wrapper goes.
+_OPTIONS = {
+    "broadcast_buffers",
+    "find_unused_parameters",
+    "forward_sync_buffers",
+    "gradient_as_bucket_view",
+    "skip_all_reduce_unused_params",
+    "static_graph",
+}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A module and one step of its training.
+
+    Args:
+        module: On the device where it is trained; the same on every rank.
+        loss: Takes the module, wrapped or not, runs its forward on this rank's
+            data and returns the loss, a tensor of one element. Called once per
+            step; what it does besides forward is timed too.
+        options: Arguments of DistributedDataParallel that the module is trained
+            with, such as ``{"static_graph": True}``; no bucket sizes.
+        name: Shown above the table; default: the module's class.
+
+    Raises:
+        TypeError: `module` is no module, or `loss` can't be called.
+        ValueError: An option can't be had here, or no parameter is trained.
+    """
+
+    module: torch.nn.Module
+    loss: Callable[[torch.nn.Module], torch.Tensor]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.module, torch.nn.Module) or isinstance(
+            self.module, torch.nn.parallel.DistributedDataParallel
+        ):
+            raise TypeError(
+                "brigade.bench: a workload's module must be a torch.nn.Module that is not "
+                f"wrapped yet, got {type(self.module).__name__}.\nGive the module itself."
+            )
+        if not callable(self.loss):
+            raise TypeError(
+                "brigade.bench: a workload's loss must be a function of the module, got "
+                f"{self.loss!r:.100}.\nGive one, such as "
+                "lambda model: criterion(model(inputs), targets)."
+            )
+        unknown = sorted(set(self.options) - _OPTIONS)
+        if unknown:
+            raise ValueError(
+                f"brigade.bench: a workload's options may be {', '.join(sorted(_OPTIONS))}; got "
+                f"{', '.join(unknown)}.\nLeave it out."
+            )
+        if not self.parameters():
+            raise ValueError(
+                f"brigade.bench: {type(self.module).__name__} has no parameter that requires a "
+                "gradient.\nGive a module that is trained."
+            )
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """Those that are trained."""
+        return [p for p in self.module.parameters() if p.requires_grad]
+
+    def title(self) -> str:
+        return self.name or type(self.module).__name__
+
+
+def make_workload(factory: Callable[[], Any]) -> Workload:
+    """What `factory` gives: a Workload, or a pair of module and loss.
+
+    Raises:
+        TypeError: It gives something else.
+    """
+    made = factory()
+    if isinstance(made, Workload):
+        return made
+    if isinstance(made, tuple) and len(made) == 2:
+        return Workload(*made)
+    raise TypeError(
+        f"brigade.bench: {getattr(factory, '__name__', factory)}() must return a pair of a module "
+        f"and a function of it that gives the loss, or a brigade.bench.Workload; it returned "
+        f"{type(made).__name__}.\nEnd it with: return model, loss."
+    )
+
+
+def find_factory(name: str) -> Callable[[], Any]:
+    """The function that ``package.module:function`` or ``path/to/file.py:function`` names.
+
+    Raises:
+        ValueError: There is no such module, file or function.
+    """
+    place, colon, function = name.rpartition(":")
+    if not colon or not place or not function:
+        raise ValueError(
+            f"brigade.bench: expected module:function or file.py:function, got '{name}'.\n"
+            "Name the function that makes the module and its loss."
+        )
+    module = _module_of_file(place) if place.endswith(".py") else _module_named(place)
+    factory = getattr(module, function, None)
+    if not callable(factory):
+        raise ValueError(
+            f"brigade.bench: {place} has no function '{function}'.\n"
+            f"It has: {', '.join(n for n, v in vars(module).items() if callable(v)) or 'none'}."
+        )
+    return factory
+
+
+def _module_of_file(path: str) -> Any:
+    file = pathlib.Path(path).resolve()
+    if not file.is_file():
+        raise ValueError(f"brigade.bench: there is no file {file}.\nGive another path.")
+    sys.path.insert(0, str(file.parent))  # as if the file were run
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[file.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _module_named(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise
+        raise ValueError(
+            f"brigade.bench: there is no module {error.name} in {', '.join(sys.path)}.\n"
+            "Start in its folder, set PYTHONPATH, or give the path of its file."
+        ) from error
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A choice of bucket sizes: its name, and the arguments that make it."""
+
+    label: str
+    options: Mapping[str, Any]
+
+
+DEFAULT_ARM = Arm("default", {})
+
+
+def caps(
+    parameters: Sequence[torch.Tensor], sizes: Sequence[str | float] = DEFAULT_SIZES
+) -> list[Arm]:
+    """One arm per size at which buckets close.
+
+    Args:
+        parameters: Those that are trained.
+        sizes: MiB; or "each", a bucket for each parameter, or "one" for all.
+
+    Raises:
+        ValueError: A size is none of these, or not above 0.
+    """
+    return [_arm_of(parameters, size) for size in sizes]
+
+
+def _arm_of(parameters: Sequence[torch.Tensor], size: str | float) -> Arm:
+    if size == "each":
+        return Arm("one per parameter", {"bucket_cap_mb": 0})
+    if size == "one":
+        mib = math.ceil(sum(p.nbytes for p in parameters) / _MIB)
+        return Arm("one", {"bucket_cap_mb": max(mib, 1)})
+    try:
+        mib = float(size)
+    except ValueError:
+        mib = math.nan
+    if not 0 < mib <= 1e6:
+        raise ValueError(
+            f"brigade.bench: expected sizes in MiB above 0, 'one' or 'each', got '{size}'.\n"
+            "Give numbers such as 1 or 25."
+        )
+    return Arm(f"{mib:g} MiB", {"bucket_cap_mb": int(mib) if mib.is_integer() else mib})

@@ -1,0 +1,129 @@
+#include "brigade/bucket_sweep/measurement.h"
+
+#include <torch/torch.h>
+
+#include <mutex>
+
+#include "brigade/bucket_sweep/sweep.h"
+#include "brigade/tests/support/local_ranks.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+
+namespace brigade {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
+
+// Two weights of 0.5 MiB and integer gradients.
+torch::nn::Sequential make_net() {
+  torch::nn::Sequential net(
+      torch::nn::Linear(torch::nn::LinearOptions(512, 256).bias(false)),
+      torch::nn::Linear(torch::nn::LinearOptions(256, 512).bias(false)));
+  for (at::Tensor& parameter : net->parameters()) {
+    const at::NoGradGuard no_grad;
+    parameter.fill_(2);
+  }
+  return net;
+}
+
+at::Tensor loss_of(torch::nn::Sequential& net, int rank) {
+  return (net->forward(torch::ones({4, 512})).sum() * (rank + 1));
+}
+
+TEST(SweepTest, TimesEachPlanOnceAndLeavesTheModuleAsItWas) {
+  std::mutex mutex;
+  std::vector<SweepSamples> found;
+  ::brigade::testing::run_ranks(2, [&](const Group& group) {
+    torch::nn::Sequential net = make_net();
+    const auto loss = [&](torch::nn::Sequential& module) {
+      return loss_of(module, group->getRank());
+    };
+    ModuleWorkload<torch::nn::Sequential, decltype(loss)> workload(net, loss,
+                                                                   group);
+    int visits = 0;
+    const SweepSamples samples = measure(
+        workload, arms_of({"each", "0.001", "100", "one"}), group,
+        {.rounds = 2, .steps = 2}, [&](const std::string&) { ++visits; });
+    EXPECT_EQ(visits, 5 + 2 * 3);
+    for (const at::Tensor& parameter : net->parameters()) {
+      EXPECT_FALSE(parameter.grad().defined());
+      EXPECT_TRUE(at::equal(parameter, at::full_like(parameter, 2)));
+    }
+    // Nothing of the sweep is left on the parameters.
+    loss(net).backward();
+    EXPECT_TRUE(at::equal(net->parameters()[1].grad(),
+                          at::full({512, 256}, (group->getRank() + 1) * 4096)));
+    const std::lock_guard lock(mutex);
+    found.push_back(samples);
+  });
+  ASSERT_EQ(found.size(), 2U);
+  const SweepSamples& samples = found[0];
+  EXPECT_EQ(samples.num_parameters, 2);
+  EXPECT_EQ(samples.gradient_bytes, 1 << 20);
+  ASSERT_EQ(samples.tracks.size(), 2U);
+  EXPECT_EQ(samples.tracks[0].arms.size(), 3U);  // default, 100, one
+  EXPECT_EQ(samples.tracks[0].arms[1].label, "100 MiB");
+  EXPECT_THAT(samples.tracks[0].bucket_bytes, ElementsAre(1 << 20));
+  EXPECT_THAT(samples.tracks[1].bucket_bytes, ElementsAre(1 << 19, 1 << 19));
+  EXPECT_EQ(samples.local_ms.size(), 2U);
+  for (size_t i = 0; i < samples.tracks.size(); ++i) {
+    const SweepTrack& track = samples.tracks[i];
+    EXPECT_TRUE(track.sums_verified);
+    ASSERT_EQ(track.rounds_ms.size(), 2U);
+    EXPECT_EQ(track.rounds_ms[0].size(), 2U);
+    EXPECT_EQ(track.alone_ms.size(), 2U);
+    // Times are those of the slowest rank.
+    EXPECT_EQ(track.rounds_ms, found[1].tracks[i].rounds_ms);
+  }
+  EXPECT_EQ(samples.local_ms, found[1].local_ms);
+}
+
+TEST(SweepTest, OneCallGivesASummaryThatCanBeShown) {
+  ::brigade::testing::run_ranks(2, [](const Group& group) {
+    const SweepSummary summary =
+        sweep(make_net,
+              [&](torch::nn::Sequential& net) {
+                return loss_of(net, group->getRank());
+              },
+              arms_of({"each"}), group, {.rounds = 1, .steps = 1});
+    const std::string text = to_text("Net", summary);
+    EXPECT_THAT(text,
+                HasSubstr("Net: 2 gradients, 1.05 MB; backward computed"));
+    EXPECT_THAT(text, HasSubstr("\none per parameter        2    524 kB"));
+    EXPECT_THAT(text, HasSubstr("recommended: "));
+  });
+}
+
+TEST(SweepTest, AGradientThatIsNoAverageIsNoticed) {
+  ::brigade::testing::run_ranks(2, [](const Group& group) {
+    const int rank = group->getRank();
+    at::Tensor parameter = torch::ones({3}, at::requires_grad());
+    const at::Tensor unused = torch::ones({2}, at::requires_grad());
+    const auto answer = [&](const at::Tensor& delivered) {
+      parameter.mutable_grad().reset();
+      GradientCheck check({parameter, unused}, group);
+      (parameter * (rank + 1)).sum().backward();
+      parameter.mutable_grad() = delivered;
+      return check.gradients_are_averages();
+    };
+    EXPECT_TRUE(answer(torch::full({3}, 1.5)));
+    EXPECT_FALSE(answer(torch::full({3}, 1.5 + 1e-4)));
+    EXPECT_FALSE(answer(torch::full({3}, 1.0)));
+    EXPECT_FALSE(answer({}));
+  });
+}
+
+TEST(SweepTest, NoRoundsAreRefused) {
+  ::brigade::testing::run_ranks(1, [](const Group& group) {
+    EXPECT_THROW(
+        sweep(make_net,
+              [](torch::nn::Sequential& net) { return loss_of(net, 0); }, {},
+              group, {.rounds = 0}),
+        c10::ValueError);
+  });
+}
+
+}  // namespace
+}  // namespace brigade
