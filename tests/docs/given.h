@@ -1,0 +1,66 @@
+// What the C++ blocks on docs/'s pages take as given: a group, a module, data.
+
+#ifndef BRIGADE_TESTS_DOCS_GIVEN_H_
+#define BRIGADE_TESTS_DOCS_GIVEN_H_
+
+#include <torch/torch.h>
+
+#include <chrono>
+#include <iostream>
+#include <memory>
+#include <optional>
+#include <string>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "brigade/bucket_sweep/sweep.h"
+#include "brigade/comm/process_group.h"
+#include "brigade/comm_hooks/function_hook.h"
+#include "brigade/ddp/distributed_data_parallel.h"
+#include "brigade/ddp/join.h"
+
+struct Given {
+  using Batch = std::pair<at::Tensor, at::Tensor>;
+
+  Given() {
+    torch::manual_seed(1);
+    net = torch::nn::Sequential(torch::nn::Linear(4, 8), torch::nn::ReLU(),
+                                torch::nn::Linear(8, 2));
+    torch::manual_seed(2 + group->getRank());
+    for (int i = 0; i < 8; ++i) {
+      const at::Tensor inputs = torch::randn({6, 4});
+      batches.emplace_back(inputs, inputs.slice(1, 0, 2).square());
+    }
+  }
+
+  brigade::GroupScope scope{brigade::init_process_group()};
+  const c10::intrusive_ptr<c10d::ProcessGroup>& group = scope.group();
+  torch::nn::Sequential net;
+  std::vector<Batch> batches;
+};
+
+// Names of their own, so that a block reads as it would in a program.
+#define BRIGADE_DOCS_NAMES(given)                           \
+  [[maybe_unused]] const auto& group = (given).group;       \
+  [[maybe_unused]] const auto store = group->getStore();    \
+  [[maybe_unused]] const int rank = group->getRank();       \
+  [[maybe_unused]] const int size = group->getSize();       \
+  [[maybe_unused]] torch::nn::Sequential net = (given).net; \
+  [[maybe_unused]] const auto& batches = (given).batches;   \
+  [[maybe_unused]] torch::optim::SGD optimizer(net->parameters(), 0.1)
+
+// Says which page's blocks have run, and whether the ranks agree.
+inline void run_page(const std::string& page, void (*blocks)(Given&)) {
+  Given given;
+  blocks(given);
+  for (const at::Tensor& parameter : given.net->parameters()) {
+    std::vector<at::Tensor> first = {parameter.detach().clone()};
+    given.group->broadcast(first)->wait();
+    TORCH_CHECK(at::equal(first[0], parameter), "ranks differ behind ", page);
+  }
+  std::cout << "docs/" << page << ".md has run\n" << std::flush;
+}
+
+#endif  // BRIGADE_TESTS_DOCS_GIVEN_H_

@@ -1,0 +1,45 @@
+"""Takes the code blocks out of a page of docs/.
+
+A block's fence names its language, and behind it what is to be done with it
+("```python torchrun"). The blocks of one language that have no such word are one
+program, from the top of the page to its end.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import re
+from dataclasses import dataclass
+
+DOCS = pathlib.Path(__file__).parents[2] / "docs"
+_FENCE = re.compile(r"^```(?P<words>[^\n]*)\n(?P<code>.*?)^```$", re.DOTALL | re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Block:
+    """Code as it stands on the page."""
+
+    page: pathlib.Path
+    line: int  # of its first line
+    language: str
+    use: str  # the word behind the language, or ""
+    code: str
+
+
+def blocks_of(page: pathlib.Path) -> list[Block]:
+    text = page.read_text(encoding="utf-8")
+    found = []
+    for match in _FENCE.finditer(text):
+        language, _, use = match["words"].partition(" ")
+        line = text.count("\n", 0, match.start("code")) + 1
+        found.append(Block(page, line, language, use.strip(), match["code"]))
+    return found
+
+
+def pages_with(language: str) -> list[str]:
+    """Names, without their ending, of the pages that have blocks in a language."""
+    return [
+        page.stem
+        for page in sorted(DOCS.glob("*.md"))
+        if any(block.language == language for block in blocks_of(page))
+    ]

@@ -1,0 +1,161 @@
+"""The Python blocks on the pages of docs/ run on two ranks, as they stand there.
+
+A page's blocks are one program, below lines that give it what it takes as given
+(my_training.py); a block with a word behind its language is a program of its own,
+under torchrun, and the word is what goes wrong in it.
+"""
+
+import contextlib
+import io
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+from ranks import run_ranks
+
+_TESTS = pathlib.Path(__file__).parents[1]
+sys.path.insert(0, str(_TESTS / "docs"))
+
+from page_blocks import DOCS, Block, blocks_of, pages_with  # noqa: E402
+
+_DEADLINE_S = 300
+_GIVEN = """
+import os, signal, sys, threading
+from contextlib import nullcontext
+from datetime import timedelta
+from itertools import islice
+
+import torch
+import torch.distributed as dist
+
+import brigade
+from my_training import batches, criterion, load, make_net, save
+
+torch.set_num_threads(1)
+rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+timeout = timedelta(seconds=15)
+net = make_net()
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+"""
+_GROUP = "dist.init_process_group('gloo')\n"
+_UNBROKEN = """
+model = brigade.DistributedDataParallel(net)
+for inputs, targets in batches():
+    optimizer.zero_grad()
+    criterion(model(inputs), targets).backward()
+    optimizer.step()
+"""
+_SMALL_BUCKETS = _UNBROKEN.replace("(net)", "(net, bucket_cap_mb=0.0001)")
+_END = """
+digest = 0
+for tensor in net.parameters():
+    first = tensor.detach().clone()
+    dist.broadcast(first, src=0)
+    assert torch.equal(first, tensor), "ranks differ"
+    digest = hash((digest, *tensor.flatten().tolist()))
+print(f"rank {rank} is through with weights {digest}", flush=True)
+dist.destroy_process_group()
+"""
+
+
+def _padded(blocks: list[Block]) -> str:
+    """One program whose lines have the numbers that they have on the page."""
+    lines: list[str] = []
+    for block in blocks:
+        lines += [""] * (block.line - 1 - len(lines)) + block.code.splitlines()
+    return "\n".join(lines) + "\n"
+
+
+def _run(
+    folder: pathlib.Path, page: str, blocks: list[Block], before: str, after: str, fault: str = ""
+) -> subprocess.CompletedProcess:
+    """The blocks between `before` and `after`, under torchrun."""
+    program = folder / "page.py"
+    code = _padded(blocks)
+    name = str(DOCS / f"{page}.md")
+    program.write_text(f"{before}exec(compile({code!r}, {name!r}, 'exec'))\n{after}")
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    restarts = ["--max-restarts", "1"] if fault == "dies" else []
+    return subprocess.run(
+        [sys.executable, *launcher, *restarts, str(program)],
+        cwd=folder,
+        env={
+            **os.environ,
+            "MY_FAULT": fault,
+            "PYTHONPATH": os.pathsep.join([str(_TESTS / "python"), os.environ["PYTHONPATH"]]),
+        },
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=_DEADLINE_S,
+    )
+
+
+def _programs(page: str) -> dict[str, list[Block]]:
+    """The blocks of each program, by the word behind the language."""
+    programs: dict[str, list[Block]] = {}
+    for block in blocks_of(DOCS / f"{page}.md"):
+        if block.language == "python":
+            programs.setdefault(block.use, []).append(block)
+    return programs
+
+
+def _weights(done: subprocess.CompletedProcess) -> str:
+    """What both ranks ended with, if they ran to the end and have the same."""
+    assert done.returncode == 0, done.stdout
+    found = re.findall(r"rank (\d) is through with weights (-?\d+)", done.stdout)
+    assert {rank for rank, _ in found} == {"0", "1"}, done.stdout
+    (weights,) = {weights for _, weights in found}
+    return weights
+
+
+def _run_page(rank: int, page: str, folder: str, fault: str, world_size: int) -> tuple:
+    """The page's blocks, on a rank that has a group: its parameters, and what it printed."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "MY_FAULT": fault}
+    os.chdir(folder)
+    names: dict = {}
+    exec(_GIVEN, names)
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(_padded(_programs(page)[""]), str(DOCS / f"{page}.md"), "exec"), names)
+    return [tensor.tolist() for tensor in names["net"].parameters()], printed.getvalue()
+
+
+@pytest.mark.parametrize("page", pages_with("python"))
+def test_a_page_runs_and_ranks_end_with_equal_parameters(page, tmp_path):
+    (first, _), (second, _) = run_ranks(_run_page, page, tmp_path, "", 2)
+    assert first == second
+
+
+def test_a_batch_that_fails_on_one_rank_is_left_out_on_all(tmp_path):
+    (first, said), (second, said_too) = run_ranks(_run_page, "recovery", tmp_path, "raises", 2)
+    assert first == second
+    assert said.startswith("left out on all ranks: Reducer: rank 1 failed in iteration 3")
+    assert said.count("left out") == 1
+    assert said_too == "left out on all ranks: a bad sample\n"
+
+
+def _run_unbroken(rank: int) -> list:
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "3"}
+    names: dict = {}
+    exec(_GIVEN + _SMALL_BUCKETS, names)
+    return [tensor.tolist() for tensor in names["net"].parameters()]
+
+
+def test_a_resumed_training_has_the_bits_of_one_that_was_not_interrupted(tmp_path):
+    resumed = run_ranks(_run_page, "checkpoints", tmp_path, "", 3, world_size=3)
+    unbroken = run_ranks(_run_unbroken, world_size=3)
+    assert [parameters for parameters, _ in resumed] == unbroken
+
+
+@pytest.mark.parametrize("fault", ["late", "dies"])
+def test_training_that_a_rank_broke_ends_as_if_nothing_had_been(fault, tmp_path):
+    blocks = _programs("recovery")[fault]
+    done = _run(tmp_path, "recovery", blocks, _GIVEN, _END, fault)
+    assert "rank 0, step 2: " in done.stdout, done.stdout
+    unbroken = _run(tmp_path, "recovery", [], _GIVEN + _GROUP + _UNBROKEN, _END)
+    assert _weights(done) == _weights(unbroken)
