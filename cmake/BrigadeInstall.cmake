@@ -13,6 +13,6 @@ write_basic_package_version_file(${PROJECT_BINARY_DIR}/brigadeConfigVersion.cmak
                                  COMPATIBILITY SameMinorVersion)
 install(
   FILES ${PROJECT_BINARY_DIR}/brigadeConfig.cmake ${PROJECT_BINARY_DIR}/brigadeConfigVersion.cmake
-        ${PROJECT_SOURCE_DIR}/cmake/BrigadeTorch.cmake
+        ${PROJECT_SOURCE_DIR}/cmake/BrigadeTorch.cmake ${PROJECT_SOURCE_DIR}/cmake/torch_versions.json
   DESTINATION ${brigade_config_folder})
 install(FILES ${PROJECT_SOURCE_DIR}/LICENSE DESTINATION share/doc/brigade)

@@ -29,14 +29,18 @@ std::vector<std::vector<int64_t>> exchange(
     const c10::intrusive_ptr<c10d::ProcessGroup>& group, at::Device device,
     const std::vector<int64_t>& own) {
   const int64_t length = static_cast<int64_t>(own.size());
-  at::Tensor input = at::tensor(own, at::kLong).to(device);  // [length]
-  at::Tensor output = at::empty({group->getSize() * length}, input.options());
-  group->_allgather_base(output, input)->wait();
-  output = output.cpu();
-  const int64_t* data = output.const_data_ptr<int64_t>();
-  std::vector<std::vector<int64_t>> all;
+  std::vector<at::Tensor> inputs = {at::tensor(own, at::kLong).to(device)};
+  std::vector<std::vector<at::Tensor>> outputs(1);  // by rank, [length]
   for (int rank = 0; rank < group->getSize(); ++rank) {
-    all.emplace_back(data + rank * length, data + (rank + 1) * length);
+    outputs.front().push_back(at::empty({length}, inputs.front().options()));
+  }
+  // Not into one tensor: groups written in Python can't override that.
+  group->allgather(outputs, inputs)->wait();
+  std::vector<std::vector<int64_t>> all;
+  for (const at::Tensor& output : outputs.front()) {
+    const at::Tensor theirs = output.cpu();
+    const int64_t* data = theirs.const_data_ptr<int64_t>();
+    all.emplace_back(data, data + length);
   }
   return all;
 }

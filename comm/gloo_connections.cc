@@ -71,4 +71,20 @@ void end_gloo_operations(const GlooContexts& contexts) {
   }
 }
 
+namespace {
+
+// Names a member that only derived classes may name.
+struct OpenGloo : ProcessGroupGloo {
+  static constexpr auto kContexts = &OpenGloo::contexts_;
+};
+
+}  // namespace
+
+bool end_gloo_operations_of(c10d::Backend& backend) {
+  auto* const gloo = dynamic_cast<ProcessGroupGloo*>(&backend);
+  if (gloo == nullptr) return false;
+  end_gloo_operations(gloo->*OpenGloo::kContexts);
+  return true;
+}
+
 }  // namespace brigade

@@ -1,7 +1,7 @@
 // What the backends made of Gloo share: the network devices they open, and how
 // their operations are ended.
 //
-// With gloo_backend.cc and gloo_signature_backend.cc, all that sees Gloo's own
+// With gloo_backend.cc and gloo_signature_mesh.cc, all that sees Gloo's own
 // headers.  Internal to comm/.
 
 #ifndef BRIGADE_COMM_GLOO_CONNECTIONS_H_
@@ -31,6 +31,9 @@ GlooDevices gloo_devices_of(c10d::ProcessGroup& group);
 // All operations in flight end with an error, here and at the peers, and so do
 // later ones.
 void end_gloo_operations(const GlooContexts& contexts);
+
+// The same for a backend, if it is Gloo's; else returns false.
+bool end_gloo_operations_of(c10d::Backend& backend);
 
 }  // namespace brigade
 

@@ -5,6 +5,8 @@
 
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
 
+#include "brigade/comm/nccl2_backend.h"
+
 namespace brigade {
 
 void select_cuda_device(int local_rank) {
@@ -25,6 +27,10 @@ c10::intrusive_ptr<c10d::Backend> make_nccl_backend(
               "a process group for CUDA tensors needs a GPU, and this machine "
               "shows none. Check CUDA_VISIBLE_DEVICES, or use "
               "ProcessGroupOptions{.device_type = at::kCPU}.");
+  if (auto backend = make_nccl2_backend(store, rank, world_size, timeout,
+                                        group_name)) {
+    return backend;
+  }
   auto options = c10d::ProcessGroupNCCL::Options::create();
   options->timeout = timeout;
   options->group_name = group_name;

@@ -1,4 +1,5 @@
-// Makes the backend for CUDA tensors.
+// Makes the backend for CUDA tensors: the one that torch's Python calls "nccl"
+// (see nccl2_backend.h).
 //
 // nccl_backend.cc does, nccl_backend_unavailable.cc says that this build can't;
 // CMake chooses one of them.
@@ -19,7 +20,9 @@ namespace brigade {
 // brigade was built without CUDA.
 void select_cuda_device(int local_rank);
 
-// Communicators are made at the first collective, one per device used.
+// Communicators are made at the first collective: one per device used or, by a
+// backend that is bound to a device (it says so), one for the device that was
+// current here.
 //
 // Errors: c10::Error when there is no GPU or brigade was built without CUDA.
 c10::intrusive_ptr<c10d::Backend> make_nccl_backend(

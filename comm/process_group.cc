@@ -134,6 +134,8 @@ c10::intrusive_ptr<ProcessGroup> make_process_group(
   group->setBackend(at::kCPU, ProcessGroup::BackendType::GLOO, gloo);
   group->setDefaultBackend(ProcessGroup::BackendType::GLOO);
   if (nccl) {
+    // The group hands its device to each backend that it is given.
+    group->setBoundDeviceId(nccl->getBoundDeviceId());
     group->setBackend(at::kCUDA, ProcessGroup::BackendType::NCCL, nccl);
     group->setDefaultBackend(ProcessGroup::BackendType::NCCL);
   }

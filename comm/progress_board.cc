@@ -7,24 +7,18 @@
 namespace brigade {
 namespace {
 
-constexpr const char* kPrefix = "brigade/progress/";
-
 std::string questions_key(const std::string& prefix) {
   return absl::StrCat(prefix, "questions");
 }
 
 }  // namespace
 
-// Every rank counts its own boards, since several ranks may live in one
-// process.
-ProgressBoard::ProgressBoard(c10::intrusive_ptr<c10d::Store> store, int rank,
-                             int world_size)
+ProgressBoard::ProgressBoard(c10::intrusive_ptr<c10d::Store> store,
+                             std::string prefix, int rank, int world_size)
     : store_(std::move(store)),
       rank_(rank),
       world_size_(world_size),
-      prefix_(absl::StrCat(
-          kPrefix, store_->add(absl::StrCat(kPrefix, "boards/", rank), 1),
-          "/")) {}
+      prefix_(std::move(prefix)) {}
 
 int64_t ProgressBoard::ask() { return store_->add(questions_key(prefix_), 1); }
 

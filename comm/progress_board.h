@@ -25,9 +25,9 @@ namespace brigade {
 
 class ProgressBoard {
  public:
-  // Ranks make their boards in a store in the same order.
-  ProgressBoard(c10::intrusive_ptr<c10d::Store> store, int rank,
-                int world_size);
+  // `prefix`: of the board's keys, equal on all ranks, and on no other board.
+  ProgressBoard(c10::intrusive_ptr<c10d::Store> store, std::string prefix,
+                int rank, int world_size);
 
   int rank() const { return rank_; }
   int world_size() const { return world_size_; }

@@ -44,8 +44,11 @@ std::string describe_signature(const RankSignature& signature,
     case SignatureKind::kIdle:
       return "ran no backward in " + iteration +
              (signature.unit < 0 ? "" : " and is behind another forward");
-    case SignatureKind::kBegin:
-      return "began " + iteration;
+    case SignatureKind::kBegin: {
+      const std::string_view words = words_of(signature.text);
+      return "began " + iteration +
+             (words.empty() ? "" : " (" + std::string(words) + ")");
+    }
     case SignatureKind::kLaunch:
       return absl::StrCat("was to launch ",
                           unit.empty() ? "a collective" : unit, " of ",
@@ -53,6 +56,10 @@ std::string describe_signature(const RankSignature& signature,
     case SignatureKind::kEnd:
       return absl::StrCat("ended ", iteration, " after ", signature.launches,
                           signature.launches == 1 ? " launch" : " launches");
+    case SignatureKind::kArrived:
+      return "has the results of " + iteration;
+    case SignatureKind::kGone:
+      return "has left after " + iteration;
     case SignatureKind::kFailed: {
       std::string failure = "failed in " + iteration;
       if (!unit.empty()) failure += " at " + unit;

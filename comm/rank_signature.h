@@ -25,11 +25,13 @@
 namespace brigade {
 
 enum class SignatureKind : int64_t {
-  kIdle,    // has not begun the iteration, and asks where the others are
-  kBegin,   // begins an iteration
-  kLaunch,  // launches one collective
-  kEnd,     // has launched all collectives of the iteration
-  kFailed,  // has given the iteration up
+  kIdle,     // has not begun the iteration, and asks where the others are
+  kBegin,    // begins an iteration
+  kLaunch,   // launches one collective
+  kEnd,      // has launched all collectives of the iteration
+  kArrived,  // has their results
+  kFailed,   // has given the iteration up
+  kGone,     // has left the channel, after the iteration; the channel's own
 };
 
 // In place of a number of launches: the sender's connections are gone, or it
@@ -39,7 +41,7 @@ inline constexpr int64_t kLostGroup = -1;
 inline constexpr int64_t kUnknownCount = std::numeric_limits<int64_t>::min();
 
 // Zero-terminated unless full.
-using SignatureText = std::array<char, 184>;
+using SignatureText = std::array<char, 176>;
 
 // Travels as it lies in memory: ranks run the same build on like machines.
 struct RankSignature {
@@ -58,6 +60,10 @@ struct RankSignature {
   // All collectives that the group has launched since then, by whomever, or
   // kUnknownCount. Set by the channel.
   int64_t group_launches = kUnknownCount;
+
+  // A digest of where others' collectives of the group lie between the
+  // sender's launches; 0: not compared.
+  uint64_t others = 0;
 
   SignatureText text = {};  // an error, or what the fingerprint stands for
 };

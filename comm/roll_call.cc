@@ -18,6 +18,8 @@ constexpr milliseconds kFirstPause{2};
 constexpr milliseconds kLongestPause{100};
 // A store that answers at all has done so by then, on a busy machine too.
 constexpr milliseconds kGrace{1000};
+// A rank that answers has done so by then, once its connection is closed.
+constexpr milliseconds kPatienceWithLost{300};
 
 // Shared with the thread that talks to the store, which may outlive the call.
 struct Collection {
@@ -37,7 +39,8 @@ std::string words_of(const std::exception& error) {
 
 void collect(const c10::intrusive_ptr<c10d::Store>& store,
              const std::string& key, int rank, int64_t value,
-             Clock::time_point deadline, Collection& collection) {
+             Clock::time_point deadline, const std::vector<int>& lost,
+             Collection& collection) {
   const auto key_of = [&](size_t peer) {
     return absl::StrCat("roll_call/", key, "/", peer);
   };
@@ -49,6 +52,14 @@ void collect(const c10::intrusive_ptr<c10d::Store>& store,
   for (size_t peer = 0; peer < collection.roll.answers.size(); ++peer) {
     if (peer != static_cast<size_t>(rank)) missing.push_back(peer);
   }
+  const Clock::time_point deadline_of_lost =
+      std::min(deadline, Clock::now() + kPatienceWithLost);
+  const auto is_over = [&](milliseconds pause) {
+    const bool only_lost = std::ranges::all_of(missing, [&](size_t peer) {
+      return std::ranges::count(lost, static_cast<int>(peer)) > 0;
+    });
+    return Clock::now() + pause > (only_lost ? deadline_of_lost : deadline);
+  };
   for (milliseconds pause = kFirstPause; !missing.empty();
        pause = std::min(2 * pause, kLongestPause)) {
     std::erase_if(missing, [&](size_t peer) {
@@ -58,7 +69,7 @@ void collect(const c10::intrusive_ptr<c10d::Store>& store,
       collection.roll.answers[peer] = answer;
       return true;
     });
-    if (missing.empty() || Clock::now() + pause > deadline) break;
+    if (missing.empty() || is_over(pause)) break;
     std::this_thread::sleep_for(pause);
   }
 }
@@ -71,12 +82,13 @@ std::string seconds(milliseconds time) {
 
 RollCall call_roll(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
                    std::string_view key, int64_t value,
-                   std::chrono::milliseconds patience) {
+                   std::chrono::milliseconds patience, std::vector<int> lost) {
   const Clock::time_point deadline = Clock::now() + patience;
   auto collection = std::make_shared<Collection>();
   collection->roll.answers.resize(group->getSize());
   collection->roll.answers[group->getRank()] = value;
   collection->roll.patience = patience;
+  collection->roll.lost = lost;
 
   c10::intrusive_ptr<c10d::Store> store = group->getStore();
   if (!store) {
@@ -88,10 +100,11 @@ RollCall call_roll(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
 
   try {
     std::thread([collection, store, key = std::string(key),
-                 rank = group->getRank(), value, deadline] {
+                 rank = group->getRank(), value, deadline,
+                 lost = std::move(lost)] {
       std::string error;
       try {
-        collect(store, key, rank, value, deadline, *collection);
+        collect(store, key, rank, value, deadline, lost, *collection);
       } catch (const std::exception& e) {
         error = words_of(e);
       }
@@ -128,9 +141,15 @@ std::string RollCall::describe() const {
                             : absl::StrCat("all ", answers.size(), " ranks"),
                         " answered a roll call");
   } else {
-    text = absl::StrCat(describe_ranks(present), " answered a roll call, ",
-                        describe_ranks(absent), " did not within ",
-                        seconds(patience));
+    const bool all_lost = std::ranges::all_of(
+        absent, [&](int rank) { return std::ranges::count(lost, rank) > 0; });
+    const char* const closed = absent.size() == 1
+                                   ? ": its connection is closed"
+                                   : ": their connections are closed";
+    text = absl::StrCat(
+        describe_ranks(present), " answered a roll call, ",
+        describe_ranks(absent), " did not",
+        all_lost ? closed : absl::StrCat(" within ", seconds(patience)));
   }
   if (!store_error.empty()) {
     absl::StrAppend(&text, " (the group's store failed: ", store_error, ")");

@@ -4,8 +4,9 @@
 // Never used while all is well.
 //
 // A rank answers when it has noticed the failure, and one that does not wait
-// for the dead rank itself notices late.  So abort() the group before the call:
-// it is of no use any more, and its end is what the others notice.
+// for the dead rank itself notices late.  So abort() the group before the call,
+// or at the latest right after it: it is of no use any more, and its end is
+// what the others notice.
 
 #ifndef BRIGADE_COMM_ROLL_CALL_H_
 #define BRIGADE_COMM_ROLL_CALL_H_
@@ -24,10 +25,12 @@ namespace brigade {
 struct RollCall {
   std::vector<std::optional<int64_t>> answers = {};  // by rank
   std::chrono::milliseconds patience{0};
+  std::vector<int> lost = {};    // ranks whose connections are closed
   std::string store_error = {};  // empty while the store could be reached
 
-  // "ranks 0, 2 answered a roll call, rank 1 did not within 2 s"; the store's
-  // error, if there is one, is added.
+  // "ranks 0, 2 answered a roll call, rank 1 did not within 2 s", or "... did
+  // not: its connection is closed"; the store's error, if there is one, is
+  // added.
   std::string describe() const;
 };
 
@@ -36,12 +39,17 @@ struct RollCall {
 // to hear each other use the same key; a key serves one roll call. Without
 // patience, only answers, for others to find later.
 //
+// `lost`: ranks whose connections are known to be closed.  One that has closed
+// them itself answers before; so once nobody else is missing, these are waited
+// for a moment only.
+//
 // Never throws, and returns within `patience` and a second even when the
 // machine that serves the store hangs; a thread is then left behind that waits
 // for it.
 RollCall call_roll(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
                    std::string_view key, int64_t value,
-                   std::chrono::milliseconds patience);
+                   std::chrono::milliseconds patience,
+                   std::vector<int> lost = {});
 
 // "rank 3", "ranks 0, 2, 5-9".
 std::string describe_ranks(std::span<const int> ranks);

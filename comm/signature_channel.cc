@@ -1,19 +1,15 @@
 #include "brigade/comm/signature_channel.h"
 
-#include <ATen/ATen.h>
 #include <c10/util/Exception.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <chrono>
-#include <cstring>
-#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <stdexcept>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "brigade/comm/collective_count.h"
-#include "brigade/comm/gloo_signature_backend.h"
 #include "brigade/comm/group_timeout.h"
 #include "brigade/comm/peer_error.h"
 #include "brigade/comm/roll_call.h"
@@ -27,8 +23,15 @@ using std::chrono::milliseconds;
 // Survivors learn of a death within milliseconds of each other on one host.
 constexpr milliseconds kAnswerPatience{3000};
 
-// Ranks whose signatures are not of one size must not meet.
-constexpr const char* kPrefix = "brigade/signatures_256/";
+// Peers may still be reading what was sent in an exchange while its answers are
+// all here, but no longer once the next one's are.
+constexpr int64_t kSafeDistance = 1;
+
+constexpr int kSequenceBits = 40;
+
+std::string end_key(const std::string& prefix) {
+  return absl::StrCat(prefix, "end");
+}
 
 // What a rank that has left answers to a roll call; >= 0 is a rank that is
 // there.
@@ -40,11 +43,6 @@ AnswersSignatures* find_answers(c10d::ProcessGroup& group) {
   } catch (const std::exception&) {
     return nullptr;  // no backend for CPU tensors
   }
-}
-
-void fill(at::Tensor& tensor, const std::vector<RankSignature>& by_rank) {
-  std::memcpy(tensor.mutable_data_ptr(), by_rank.data(),
-              by_rank.size() * sizeof(RankSignature));
 }
 
 // "rank 1 has left after iteration 7"; empty if none has.
@@ -64,39 +62,30 @@ std::string describe_leavers(const RollCall& roll) {
 SignatureChannel::SignatureChannel(c10::intrusive_ptr<c10d::ProcessGroup> group)
     : group_(std::move(group)),
       process_(getpid()),
+      timeout_(group_timeout(*group_)),
       answers_(find_answers(*group_)),
       group_count_(count_collectives(*group_)) {
   if (group_->getSize() > 1 && group_->getStore() && !answers_) connect();
 }
 
 void SignatureChannel::connect() {
-  const c10::intrusive_ptr<c10d::Store> store = group_->getStore();
   try {
-    // Every rank counts its own, since several ranks may live in one process.
-    const int64_t nth =
-        store->add(absl::StrCat(kPrefix, "channels/", group_->getRank()), 1);
-    const std::string prefix = absl::StrCat(kPrefix, nth);
-    roll_key_ = absl::StrCat(prefix, "/end");
-    backend_ = make_gloo_signature_backend(
-        *group_, c10::make_intrusive<c10d::PrefixStore>(prefix, store),
-        group_timeout(*group_));
-    // A rank that is done at once must not leave while others connect.
-    Buffers& hello = free_buffers();
-    hello.sent.zero_();
-    backend_->_allgather_base(hello.received, hello.sent)->wait();
+    mesh_ = SignatureMesh::of(group_);
   } catch (...) {
     throw_peer_error(
         absl::StrCat("signature channel: rank ", group_->getRank(), " of ",
                      group_->getSize(), " could not connect to the others"),
         std::current_exception());
   }
+  number_ = mesh_->add_channel();
+  prefix_ = absl::StrCat(mesh_->prefix(), "channel/", number_, "/");
 }
 
 SignatureChannel::~SignatureChannel() {
-  if (!backend_) return;
+  if (!mesh_) return;
   if (getpid() != process_) {
-    // The threads that its destructor would join are the parent's.
-    backend_.release();
+    // Connections are the parent's: never to be closed here.
+    new std::shared_ptr<SignatureMesh>(mesh_);
     return;
   }
   try {
@@ -106,13 +95,24 @@ SignatureChannel::~SignatureChannel() {
   }
 }
 
+// Told in two ways: peers that wait, or will, get a message in place of a
+// signature, as long as the mesh lives; later the store tells.
 void SignatureChannel::leave() {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (!failure_) {
-    call_roll(group_, roll_key_, left_after(last_.iteration), milliseconds{0});
+  for (const KeptExchange& kept : exchanges_) {
+    if (kept.sequence <= last_awaited_) continue;
+    kept.exchange->abort();
+    mesh_->keep(kept.exchange);  // peers may come to it
   }
-  // One thread executes exchanges in order.
-  if (last_work_ && !last_work_->isCompleted()) backend_->abort();
+  if (failure_) return;
+  call_roll(group_, end_key(prefix_), left_after(last_.iteration),
+            milliseconds{0});
+  const RankSignature farewell = {.kind = SignatureKind::kGone,
+                                  .sequence = last_.sequence + 1,
+                                  .iteration = last_.iteration};
+  const auto exchange = mesh_->make_exchange();
+  exchange->begin(place_of(farewell.sequence), farewell);
+  mesh_->keep(exchange);
 }
 
 void SignatureChannel::check_process() const {
@@ -120,6 +120,10 @@ void SignatureChannel::check_process() const {
               process_, ", it can't be used in process ", getpid(),
               ", which was forked from that.\nMake the group and what uses it "
               "after the fork.");
+}
+
+uint64_t SignatureChannel::place_of(int64_t sequence) const {
+  return (number_ << kSequenceBits) | static_cast<uint64_t>(sequence);
 }
 
 SignatureTicket SignatureChannel::exchange(RankSignature own) {
@@ -133,57 +137,79 @@ SignatureTicket SignatureChannel::exchange(RankSignature own) {
     group_count_ = count;
   }
   last_ = own;
-
-  Buffers& buffers = free_buffers();
-  SignatureTicket ticket = {.own = own, .received = buffers.received};
-  if (!backend_) {
-    fill(ticket.received,
-         answers_ ? answers_->answer_signature(own)
-                  : std::vector<RankSignature>(group_->getSize(), own));
-    return ticket;
+  SignatureTicket ticket = {.own = own};
+  if (mesh_) {
+    ticket.exchange = free_exchange(own.sequence);
+    ticket.exchange->begin(place_of(own.sequence), own);
+  } else if (answers_ != nullptr) {
+    ticket.answers = answers_->answer_signature(own);
+  } else {
+    ticket.answers.assign(group_->getSize(), own);
   }
-  std::memcpy(buffers.sent.mutable_data_ptr(), &own, sizeof(own));
-  ticket.work = backend_->_allgather_base(buffers.received, buffers.sent);
-  last_work_ = ticket.work;
   return ticket;
 }
 
-SignatureChannel::Buffers& SignatureChannel::free_buffers() {
-  for (Buffers& buffers : buffers_) {
-    if (buffers.sent.use_count() == 1 && buffers.received.use_count() == 1) {
-      return buffers;
-    }
+std::shared_ptr<SignatureExchange> SignatureChannel::free_exchange(
+    int64_t sequence) {
+  for (KeptExchange& kept : exchanges_) {
+    if (kept.exchange.use_count() > 1) continue;
+    if (kept.sequence + kSafeDistance > last_awaited_) continue;
+    kept.sequence = sequence;
+    return kept.exchange;
   }
-  const auto make = [](int64_t count) {
-    return at::empty({count, sizeof(RankSignature)}, at::kByte);
-  };
-  return buffers_.emplace_back(
-      Buffers{.sent = make(1), .received = make(group_->getSize())});
-}
-
-bool SignatureChannel::arrived(const SignatureTicket& ticket) const {
-  return !ticket.work || ticket.work->isCompleted();
+  exchanges_.push_back(
+      {.exchange = mesh_->make_exchange(), .sequence = sequence});
+  return exchanges_.back().exchange;
 }
 
 std::vector<RankSignature> SignatureChannel::await(
-    const SignatureTicket& ticket) {
-  if (ticket.work) {
-    check_process();
-    try {
-      ticket.work->wait();
-    } catch (...) {
-      fail(ticket, std::current_exception());
-    }
+    const SignatureTicket& ticket, std::optional<milliseconds> patience) {
+  if (!ticket.exchange) return ticket.answers;
+  check_process();
+  try {
+    ticket.exchange->wait(std::min(patience.value_or(timeout_), timeout_));
+  } catch (...) {
+    fail(ticket, std::current_exception());
   }
-  std::vector<RankSignature> by_rank(group_->getSize());
-  std::memcpy(by_rank.data(), ticket.received.const_data_ptr(),
-              by_rank.size() * sizeof(RankSignature));
-  return by_rank;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    last_awaited_ = std::max(last_awaited_, ticket.own.sequence);
+  }
+  require_nobody_left(ticket);
+  return ticket.exchange->received();
 }
 
 void SignatureChannel::count_from_here() {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (group_count_) group_count_ = count_collectives(*group_);
+}
+
+std::optional<RollCall> SignatureChannel::call_survivors(
+    const std::string& occasion) {
+  if (!mesh_) return std::nullopt;
+  return call_roll(group_, absl::StrCat(prefix_, "failed/", occasion), 1,
+                   kAnswerPatience);
+}
+
+std::string SignatureChannel::describe_wait(
+    const SignatureTicket& ticket) const {
+  return absl::StrCat("waiting for the other ranks' signatures on rank ",
+                      group_->getRank(), ", which ",
+                      describe_signature(ticket.own));
+}
+
+void SignatureChannel::require_nobody_left(const SignatureTicket& ticket) {
+  RollCall told;
+  for (const RankSignature& signature : ticket.exchange->received()) {
+    const bool has_left = signature.kind == SignatureKind::kGone;
+    told.answers.emplace_back(has_left ? left_after(signature.iteration) : 0);
+  }
+  const std::string leavers = describe_leavers(told);
+  if (leavers.empty()) return;
+  fail_with(absl::StrCat(describe_wait(ticket), ": ", leavers),
+            std::make_exception_ptr(
+                std::runtime_error("nobody will answer in its place")),
+            /*roll=*/nullptr);
 }
 
 void SignatureChannel::fail(const SignatureTicket& ticket,
@@ -192,17 +218,24 @@ void SignatureChannel::fail(const SignatureTicket& ticket,
     const std::lock_guard<std::mutex> lock(mutex_);
     if (failure_) std::rethrow_exception(failure_);
   }
+  const std::vector<int> lost = ticket.exchange->lost_peers();
+  const std::string key = end_key(prefix_);
+  call_roll(group_, key, ticket.own.iteration, milliseconds{0});
   // Its end is what ranks notice that do not wait for the lost one.
-  backend_->abort();
+  mesh_->close();
   const RollCall roll =
-      call_roll(group_, roll_key_, ticket.own.iteration, kAnswerPatience);
+      call_roll(group_, key, ticket.own.iteration, kAnswerPatience, lost);
   const std::string leavers = describe_leavers(roll);
-  std::string context = absl::StrCat(
-      "waiting for the other ranks' signatures on rank ", group_->getRank(),
-      ", which ", describe_signature(ticket.own));
+  std::string context = describe_wait(ticket);
   if (!leavers.empty()) absl::StrAppend(&context, ": ", leavers);
+  fail_with(context, cause, leavers.empty() ? &roll : nullptr);
+}
+
+void SignatureChannel::fail_with(const std::string& context,
+                                 const std::exception_ptr& cause,
+                                 const RollCall* roll) {
   try {
-    throw_peer_error(context, cause, leavers.empty() ? &roll : nullptr);
+    throw_peer_error(context, cause, roll);
   } catch (...) {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (!failure_) failure_ = std::current_exception();

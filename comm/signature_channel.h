@@ -1,9 +1,9 @@
 // Exchanges signatures between the ranks of a group, beside the collectives
 // that they speak of.
 //
-// Decides how signatures travel, how long they are waited for, and what a rank
-// is told whose peer has left or died.  What they mean is decided by those who
-// send them (docs/protocol.md, "Signatures").
+// Decides how long signatures are waited for, and what a rank is told whose
+// peer has left or died; how they travel is comm/signature_mesh.h's.  What they
+// mean is decided by those who send them (docs/protocol.md, "Signatures").
 //
 //   SignatureChannel channel(group);
 //   SignatureTicket end = channel.exchange({.kind = SignatureKind::kEnd,
@@ -12,10 +12,10 @@
 //   ...  // the collectives go on
 //   absl::Status equal = check_signatures(channel.await(end));
 //
-// The channel is a Gloo group of its own, with one thread.  All signatures have
-// one size, so that nothing clashes there whatever ranks do: the n-th exchange
-// of one rank meets the n-th of every other.  Nothing is copied to or from a
-// GPU, and no stream is touched.
+// All channels of a group share its mesh of connections, and no channel has a
+// thread.  All signatures have one size, so that nothing clashes there whatever
+// ranks do: the n-th exchange of one rank on a channel meets the n-th of every
+// other.  Nothing is copied to or from a GPU, and no stream is touched.
 //
 // A world of 1 answers itself.  So does a group without a store, with its own
 // signature for every rank: its ranks are taken to be identical.
@@ -26,11 +26,12 @@
 #ifndef BRIGADE_COMM_SIGNATURE_CHANNEL_H_
 #define BRIGADE_COMM_SIGNATURE_CHANNEL_H_
 
-#include <ATen/core/Tensor.h>
 #include <sys/types.h>
 
+#include <chrono>
 #include <cstdint>
 #include <exception>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
@@ -38,6 +39,8 @@
 #include <vector>
 
 #include "brigade/comm/rank_signature.h"
+#include "brigade/comm/roll_call.h"
+#include "brigade/comm/signature_mesh.h"
 
 namespace brigade {
 
@@ -46,14 +49,15 @@ class AnswersSignatures;
 // One exchange.  Keep it until it has been awaited; it may outlive the channel.
 struct SignatureTicket {
   RankSignature own = {};
-  at::Tensor received = {};  // uint8, [world_size, sizeof(RankSignature)]
-  c10::intrusive_ptr<c10d::Work> work = {};  // null: answered at once
+  std::shared_ptr<SignatureExchange> exchange = {};  // null: answered at once
+  std::vector<RankSignature> answers = {};           // then
 };
 
 class SignatureChannel {
  public:
-  // Collective.  Ranks make their channels on a group in the same order.  Its
-  // timeout is the group's.  Errors: PeerError if ranks don't meet in time.
+  // Collective: the first one of a group connects the ranks.  Ranks make their
+  // channels on a group in the same order.  Its timeout is the group's.
+  // Errors: PeerError if ranks don't meet in time.
   explicit SignatureChannel(c10::intrusive_ptr<c10d::ProcessGroup> group);
 
   // Never waits for a peer.  Exchanges in flight end with an error, here and on
@@ -71,48 +75,66 @@ class SignatureChannel {
   // RuntimeError in a forked child.
   SignatureTicket exchange(RankSignature own);
 
-  // Whether await() would return, or throw, at once.  Never blocks.  Not for
-  // deciding what to launch: the answer differs from rank to rank.
-  bool arrived(const SignatureTicket& ticket) const;
-
-  // Waits for all ranks' signatures, and returns them by rank.
+  // Waits for all ranks' signatures, and returns them by rank.  `patience`:
+  // less than the group's timeout.
   //
-  // Errors: PeerError if a rank has left, died or not come within the timeout:
-  // which ranks, what this one waited for.  The channel is of no use then.  The
-  // first failure takes up to 3 s to find out who is still there.
-  std::vector<RankSignature> await(const SignatureTicket& ticket);
+  // Errors: PeerError if a rank has left, died or not come in time: which
+  // ranks, what this one waited for.  The channel is of no use then, and nor
+  // are the group's others, unless the rank has left this one only.  The first
+  // failure takes up to 3 s to find out who is still there, and a moment if the
+  // missing ones' connections are closed.
+  std::vector<RankSignature> await(
+      const SignatureTicket& ticket,
+      std::optional<std::chrono::milliseconds> patience = std::nullopt);
+
+  // Which ranks still answer after the group has failed.  `occasion`: unique,
+  // and equal on all ranks.  Nullopt if there is nobody to ask.  Waits a few
+  // seconds at most.
+  std::optional<RollCall> call_survivors(const std::string& occasion);
+
+  // Of keys in the group's store that are the channel's; equal on all ranks.
+  // Empty: nobody to talk to.
+  const std::string& store_prefix() const { return prefix_; }
 
   // All ranks stand in the same place now: what they owed has been launched.
   // Later signatures count from here.
   void count_from_here();
 
  private:
-  // Tensors of an exchange that is over, for the next one.
-  struct Buffers {
-    at::Tensor sent;      // uint8, [1, sizeof(RankSignature)]
-    at::Tensor received;  // uint8, [world_size, sizeof(RankSignature)]
+  // One that is over, to be used again.
+  struct KeptExchange {
+    std::shared_ptr<SignatureExchange> exchange;
+    int64_t sequence;  // of its last use
   };
 
   void connect();
   void check_process() const;
-  Buffers& free_buffers();
+  std::shared_ptr<SignatureExchange> free_exchange(int64_t sequence);
+  void require_nobody_left(const SignatureTicket& ticket);
   [[noreturn]] void fail(const SignatureTicket& ticket,
                          const std::exception_ptr& cause);
+  [[noreturn]] void fail_with(const std::string& context,
+                              const std::exception_ptr& cause,
+                              const RollCall* roll);
+  std::string describe_wait(const SignatureTicket& ticket) const;
+  uint64_t place_of(int64_t sequence) const;
   void leave();
 
   // Constant after construction.
   const c10::intrusive_ptr<c10d::ProcessGroup> group_;
   const pid_t process_;
-  std::string roll_key_;                       // equal on all ranks
-  c10::intrusive_ptr<c10d::Backend> backend_;  // null: nobody to talk to
-  AnswersSignatures* answers_ = nullptr;       // owned by group_
+  const std::chrono::milliseconds timeout_;
+  std::shared_ptr<SignatureMesh> mesh_;   // null: nobody to talk to
+  uint64_t number_ = 0;                   // among the mesh's channels
+  std::string prefix_;                    // of store keys; equal on all ranks
+  AnswersSignatures* answers_ = nullptr;  // owned by group_
 
   mutable std::mutex mutex_;
   // Guarded by mutex_.
-  RankSignature last_;  // that was sent
-  c10::intrusive_ptr<c10d::Work> last_work_;
+  RankSignature last_;                  // that was sent
+  int64_t last_awaited_ = 0;            // by sequence
   std::optional<int64_t> group_count_;  // where all stood last, if it counts
-  std::vector<Buffers> buffers_;
+  std::vector<KeptExchange> exchanges_;
   std::exception_ptr failure_;
 };
 

@@ -109,6 +109,18 @@ absl::Status check_signatures(std::span<const RankSignature> by_rank,
                      iteration, ": ", describe_camps(launches),
                      ".\nLaunch equally often on every rank."));
   }
+  const auto others =
+      by_rank_of(by_rank, [](const RankSignature& s) { return s.others; });
+  if (!all_equal(others)) {
+    return absl::FailedPreconditionError(absl::StrCat(
+        "expected the group's other collectives at the same places between "
+        "those of ",
+        iteration,
+        " on every rank, they were not; results may be wrong.\nIf comm hook ",
+        std::string(words_of(first.text)),
+        " launches collectives in a continuation of its future, let it do so "
+        "by then_collective()."));
+  }
   return absl::OkStatus();
 }
 

@@ -4,7 +4,8 @@
 // the process.  Python ignores the signal, a C++ program does not, and a
 // library has no business to change that for all of it.  Threads inherit the
 // mask of their maker: those that are made while this is held get the error,
-// and never the signal.
+// and never the signal.  Neither does the calling thread: what its own writes
+// have raised is taken away at the end.
 //
 // Thread safety: concerns the calling thread only.
 
@@ -13,6 +14,7 @@
 
 #include <pthread.h>
 #include <signal.h>
+#include <time.h>
 
 namespace brigade {
 
@@ -23,13 +25,30 @@ class SigpipeBlock {
     sigemptyset(&sigpipe);
     sigaddset(&sigpipe, SIGPIPE);
     pthread_sigmask(SIG_BLOCK, &sigpipe, &before_);
+    was_pending_ = is_pending();
   }
-  ~SigpipeBlock() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
+  ~SigpipeBlock() {
+    if (!was_pending_ && is_pending()) {
+      sigset_t sigpipe;
+      sigemptyset(&sigpipe);
+      sigaddset(&sigpipe, SIGPIPE);
+      const timespec at_once = {};
+      sigtimedwait(&sigpipe, nullptr, &at_once);
+    }
+    pthread_sigmask(SIG_SETMASK, &before_, nullptr);
+  }
   SigpipeBlock(const SigpipeBlock&) = delete;
   SigpipeBlock& operator=(const SigpipeBlock&) = delete;
 
  private:
+  static bool is_pending() {
+    sigset_t pending;
+    sigpending(&pending);
+    return sigismember(&pending, SIGPIPE) == 1;
+  }
+
   sigset_t before_;
+  bool was_pending_;
 };
 
 }  // namespace brigade

@@ -4,15 +4,18 @@
 
 #include <utility>
 
+#include "brigade/comm_hooks/hook_name.h"
 #include "brigade/comm_hooks/hook_result.h"
 
 namespace brigade {
 namespace {
 
-class FunctionHook final : public c10d::CommHookInterface {
+class FunctionHook final : public c10d::CommHookInterface, public HasHookName {
  public:
-  explicit FunctionHook(CommHookFunction function)
-      : function_(std::move(function)) {}
+  FunctionHook(CommHookFunction function, std::string name)
+      : function_(std::move(function)), name_(std::move(name)) {}
+
+  std::string hook_name() const override { return name_; }
 
   c10::intrusive_ptr<c10::ivalue::Future> runHook(
       c10d::GradBucket& bucket) override {
@@ -25,14 +28,15 @@ class FunctionHook final : public c10d::CommHookInterface {
 
  private:
   const CommHookFunction function_;
+  const std::string name_;
 };
 
 }  // namespace
 
 std::shared_ptr<c10d::CommHookInterface> make_comm_hook(
-    CommHookFunction function) {
+    CommHookFunction function, std::string name) {
   TORCH_CHECK_VALUE(function, "make_comm_hook needs a function, got none");
-  return std::make_shared<FunctionHook>(std::move(function));
+  return std::make_shared<FunctionHook>(std::move(function), std::move(name));
 }
 
 }  // namespace brigade

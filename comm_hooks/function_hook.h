@@ -14,6 +14,7 @@
 
 #include <functional>
 #include <memory>
+#include <string>
 #include <torch/csrc/distributed/c10d/comm.hpp>
 
 namespace brigade {
@@ -29,15 +30,21 @@ namespace brigade {
 //   nothing is delivered.
 // - Hooks run in plan order, on every rank alike, while the reducer's lock is
 //   held: a hook must not call the reducer. It runs under the thread-local
-//   state (grad mode, autocast, profiler) of the thread that prepared the
-//   backward.
-// - What a hook throws comes out of backward().
+//   state of the thread that prepared the backward, but with grad mode and
+//   autocast off.
+// - A second collective behind the first goes through then_collective(): a
+//   continuation of the future must not launch any, since continuations run in
+//   another order on each rank.
+// - What a hook throws comes out of backward(), and so does what a continuation
+//   of its future throws: on this rank as it is, on the others as an error that
+//   tells of it. Nobody delivers then, and training can go on.
 using CommHookFunction =
     std::function<c10::intrusive_ptr<c10::ivalue::Future>(c10d::GradBucket&)>;
 
-// Errors: ValueError if `function` is empty.
+// `name`: for messages; ranks whose names differ are told so. Errors:
+// ValueError if `function` is empty.
 std::shared_ptr<c10d::CommHookInterface> make_comm_hook(
-    CommHookFunction function);
+    CommHookFunction function, std::string name = "");
 
 }  // namespace brigade
 

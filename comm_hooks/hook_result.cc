@@ -16,6 +16,13 @@ at::Tensor tensor_of_hook_result(const c10::IValue& result) {
         "a comm hook's future must hold one tensor, got a list of ",
         tensors.size(), ".\nReturn a future of the reduced bucket.");
     tensor = tensors.get(0);
+  } else if (result.isPyObject()) {  // of a process group written in Python
+    const auto tensors = result.toPyObjectHolder()->extractTensors();
+    TORCH_CHECK_TYPE(
+        tensors.size() == 1,
+        "a comm hook's future must hold one tensor, got a Python object with ",
+        tensors.size(), ".\nReturn a future of the reduced bucket.");
+    tensor = tensors.front();
   } else {
     TORCH_CHECK_TYPE(false, "a comm hook's future must hold a tensor, got ",
                      result.tagKind(),

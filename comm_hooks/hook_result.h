@@ -8,7 +8,8 @@
 
 namespace brigade {
 
-// Accepts a tensor or a list of one tensor, which is what c10d's futures hold.
+// Accepts a tensor or a list of one tensor, which is what c10d's futures hold,
+// and a Python object that holds one.
 // None gives an undefined tensor: the hook has dealt with the gradients itself.
 //
 // Errors: TypeError for anything else.

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "brigade/comm_hooks/gradient_layout.h"
+#include "brigade/comm_hooks/hook_name.h"
 #include "brigade/comm_hooks/iteration_listener.h"
 #include "brigade/comm_hooks/routing_hook.h"
 #include "brigade/comm_hooks/wire_format.h"
@@ -78,15 +79,19 @@ std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> storages_of(
 
 class SteppingHook final : public c10d::CommHookInterface,
                            public DeclaresWireFormat,
+                           public HasHookName,
                            public IterationListener {
  public:
   SteppingHook(std::shared_ptr<c10d::CommHookInterface> hook,
-               ParameterStep step)
-      : hook_(std::move(hook)), step_(std::move(step)) {}
+               ParameterStep step, ParameterFilter is_stepped)
+      : hook_(std::move(hook)),
+        step_(std::move(step)),
+        is_stepped_(std::move(is_stepped)) {}
 
   c10::intrusive_ptr<Future> runHook(c10d::GradBucket& bucket) override {
+    const bool steps = steps_parameters_of(bucket);
     const c10::intrusive_ptr<Future> arrived = hook_->runHook(bucket);
-    if (!arrived || !has_data_) return arrived;
+    if (!arrived || !has_data_ || !steps) return arrived;
     // Whoever waits for the future also waits for what the steps wrote.
     return arrived->then(
         [hook = hook_, step = step_,
@@ -101,7 +106,7 @@ class SteppingHook final : public c10d::CommHookInterface,
   at::Tensor parseHookResult(const c10::IValue& result) override {
     TORCH_CHECK(!result.isString(),
                 "step_in_backward: a step threw: ", result.toStringRef());
-    return {};
+    return result.isNone() ? at::Tensor() : hook_->parseHookResult(result);
   }
 
   // Without a format of its own, `hook_` gets raw gradients.
@@ -115,6 +120,8 @@ class SteppingHook final : public c10d::CommHookInterface,
     return brigade::fails_by_network_only(*hook_);
   }
 
+  std::string hook_name() const override { return name_of(*hook_); }
+
   void iteration_begins(bool has_data) override {
     has_data_ = has_data;
     if (auto* listener = dynamic_cast<IterationListener*>(hook_.get())) {
@@ -123,8 +130,24 @@ class SteppingHook final : public c10d::CommHookInterface,
   }
 
  private:
+  bool steps_parameters_of(const c10d::GradBucket& bucket) const {
+    if (!is_stepped_) return true;
+    const std::vector<at::Tensor> parameters = bucket.getParameters();
+    const bool steps = is_stepped_(parameters.front());
+    TORCH_CHECK(std::ranges::all_of(parameters,
+                                    [&](const at::Tensor& parameter) {
+                                      return is_stepped_(parameter) == steps;
+                                    }),
+                "step_in_backward: bucket ", bucket.getIndex(),
+                " holds parameters that are stepped and others.\nGive a "
+                "bucket_plan that keeps them apart, and rebuild_buckets = "
+                "false.");
+    return steps;
+  }
+
   const std::shared_ptr<c10d::CommHookInterface> hook_;
   const ParameterStep step_;
+  const ParameterFilter is_stepped_;  // null: all are
   bool has_data_ =
       true;  // a rank that has joined is given the model at the end
 };
@@ -132,12 +155,14 @@ class SteppingHook final : public c10d::CommHookInterface,
 }  // namespace
 
 std::shared_ptr<c10d::CommHookInterface> step_in_backward(
-    std::shared_ptr<c10d::CommHookInterface> hook, ParameterStep step) {
+    std::shared_ptr<c10d::CommHookInterface> hook, ParameterStep step,
+    ParameterFilter is_stepped) {
   TORCH_CHECK_VALUE(hook,
                     "step_in_backward needs a comm hook, got null.\nGive it "
                     "all_reduce_hook(group).");
   TORCH_CHECK_VALUE(step, "step_in_backward needs a step, got none");
-  return std::make_shared<SteppingHook>(std::move(hook), std::move(step));
+  return std::make_shared<SteppingHook>(std::move(hook), std::move(step),
+                                        std::move(is_stepped));
 }
 
 bool steps_in_backward(const c10d::CommHookInterface& hook) {

@@ -32,6 +32,7 @@ namespace brigade {
 // goes on: for several parameters one after another within a bucket, and at
 // once for several buckets if the backend completes them on several threads.
 using ParameterStep = std::function<void(const at::Tensor& parameter)>;
+using ParameterFilter = std::function<bool(const at::Tensor& parameter)>;
 
 // `hook` carries buckets as it would alone: ours, with its wire format, or the
 // user's own.
@@ -44,9 +45,14 @@ using ParameterStep = std::function<void(const at::Tensor& parameter)>;
 // ranks. A rank that has joined (ddp/join.h) does not step; it is given the
 // model when all have run out.
 //
+// With `is_stepped`, parameters that it is false of get gradients as without
+// this hook. A bucket that holds both kinds is an error: give the reducer a
+// bucket_plan that keeps them apart, and rebuild_buckets = false.
+//
 // Errors: ValueError if `hook` is null or `step` empty.
 std::shared_ptr<c10d::CommHookInterface> step_in_backward(
-    std::shared_ptr<c10d::CommHookInterface> hook, ParameterStep step);
+    std::shared_ptr<c10d::CommHookInterface> hook, ParameterStep step,
+    ParameterFilter is_stepped = nullptr);
 
 // Whether `hook`, or one that it routes to, is of step_in_backward().
 bool steps_in_backward(const c10d::CommHookInterface& hook);

@@ -67,6 +67,9 @@ class DistributedDataParallel {
   // forward outside averages the sums.
   [[nodiscard]] NoSync no_sync() { return NoSync(replicated_); }
 
+  // Collective. See ReplicatedModule.
+  void sync_buffers() { replicated_.sync_buffers(); }
+
   Module& module() { return module_; }
   Reducer& reducer() { return replicated_.reducer(); }
   Joinable& joinable() { return replicated_; }

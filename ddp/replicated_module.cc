@@ -256,7 +256,7 @@ void ReplicatedModule::meet_peers() {
 
 void ReplicatedModule::after_forward(const std::vector<at::Tensor>& outputs) {
   if (!at::GradMode::is_enabled()) return;
-  if (!synchronizes_) return reducer_->cancel_preparation();
+  if (!synchronizes_) return reducer_->note_local_forward();
   if (buffer_mode_ == BufferMode::kAfterForward) {
     // A forward may have failed on one rank alone.
     reducer_->recover(MeetingPlace::kAfterForward);

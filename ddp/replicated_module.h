@@ -87,6 +87,11 @@ class ReplicatedModule final : public Joinable {
 
   Reducer& reducer() { return *reducer_; }
 
+  // Collective: gives every rank the buffers of rank 0, or of the lowest rank
+  // with data while ranks join. They differ when training ends, since they are
+  // made equal before forwards (or behind them), and then updated by each rank.
+  void sync_buffers();
+
   // For join().
   const c10::intrusive_ptr<c10d::ProcessGroup>& joined_group() const override {
     return group_;
@@ -101,7 +106,6 @@ class ReplicatedModule final : public Joinable {
   void before_forward();
   void after_forward(const std::vector<at::Tensor>& outputs);
   bool will_reduce() const;
-  void sync_buffers();
 
   // Constant after construction.
   const c10::intrusive_ptr<c10d::ProcessGroup> group_;

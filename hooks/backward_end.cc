@@ -35,6 +35,18 @@ class Sentinel {
 
   void arm() { armed_ = true; }
 
+  // The callbacks of a graph task may add others to it, which run last: this
+  // one gets behind those that nodes have queued, and behind those that these
+  // queue.
+  static void end_behind_others(std::shared_ptr<Sentinel> sentinel,
+                                int times = 2) {
+    torch::autograd::Engine::get_default_engine().queue_callback(
+        [sentinel = std::move(sentinel), times] {
+          if (times == 0) return sentinel->end();
+          end_behind_others(sentinel, times - 1);
+        });
+  }
+
   void end() {
     armed_ = false;
     if (std::shared_ptr<void> owner = owner_.lock()) on_end_();
@@ -53,8 +65,7 @@ void watch_backward_end(std::weak_ptr<void> owner, std::function<void()> on_end,
                         std::function<void()> on_abandoned) {
   auto sentinel = std::make_shared<Sentinel>(
       std::move(owner), std::move(on_end), std::move(on_abandoned));
-  torch::autograd::Engine::get_default_engine().queue_callback(
-      [sentinel] { sentinel->end(); });
+  Sentinel::end_behind_others(sentinel);
   sentinel->arm();
 }
 

@@ -4,6 +4,9 @@
 // it throws, they are destroyed without having been run, and that is how
 // failure is noticed here.
 //
+// Whoever watches is told last: callbacks that others have queued during
+// backward, comm hooks that finish their work there for instance, have run.
+//
 // Thread safety: call from inside a backward (a hook or a node).
 
 #ifndef BRIGADE_HOOKS_BACKWARD_END_H_
@@ -15,11 +18,11 @@
 namespace brigade {
 
 // One of the two runs, unless `owner` has expired by then, and holds `owner`
-// meanwhile: `on_end` after all nodes of the running graph task have been
-// executed, on the thread that executed the last one (what it throws comes out
-// of backward()); or `on_abandoned` when the task is dropped because of an
-// exception. With several devices that may be a little later than backward()
-// throws.
+// meanwhile: `on_end` after all nodes of the running graph task, all callbacks
+// queued by them and all queued by these have been executed, on the thread that
+// executed the last one (what it throws comes out of backward()); or
+// `on_abandoned` when the task is dropped because of an exception. With several
+// devices that may be a little later than backward() throws.
 //
 // REQUIRES: `on_abandoned` does not throw.
 //

@@ -5,6 +5,8 @@
 
 #include <utility>
 
+#include "brigade/hooks/compiled_autograd.h"
+
 namespace brigade {
 namespace {
 
@@ -49,6 +51,11 @@ class ReadyHook final : public torch::autograd::FunctionPostHook {
     return outputs;  // empty: an accumulator has no successors
   }
 
+  void compiled_args(
+      torch::dynamo::autograd::CompiledNodeArgs&) const override {
+    refuse_compiled_autograd();
+  }
+
  private:
   // Backwards of several threads may mix up what is remembered, which costs
   // them no more than that: hooks live as long as one another.
@@ -84,7 +91,7 @@ GradientHooks::GradientHooks(std::span<const std::vector<at::Tensor>> replicas,
   for (size_t r = 0; r < replicas.size(); ++r) {
     registrations_.reserve(replicas.size() * replicas[r].size());
     for (size_t i = 0; i < replicas[r].size(); ++i) {
-      std::shared_ptr<Node> accumulator =
+      NodePtr accumulator =
           torch::autograd::impl::grad_accumulator(replicas[r][i]);
       const uintptr_t key =
           accumulator->add_post_hook(std::make_unique<ReadyHook>(
@@ -122,11 +129,10 @@ std::optional<VariableIndex> GradientHooks::first_detached(
   for (size_t r = 0; r < replicas.size(); ++r) {
     for (size_t i = 0; i < replicas[r].size(); ++i, ++registration) {
       // Compares without looking at the accumulator, which may be cold.
-      const std::weak_ptr<Node>& current =
+      const WeakNodePtr& current =
           torch::autograd::impl::get_autograd_meta(replicas[r][i])
               ->grad_accumulator_;
-      const std::shared_ptr<Node>& hooked = registration->accumulator;
-      if (current.owner_before(hooked) || hooked.owner_before(current)) {
+      if (!points_to(current, registration->accumulator)) {
         return VariableIndex{.replica = r, .parameter = i};
       }
     }

@@ -26,6 +26,7 @@
 #include <span>
 #include <vector>
 
+#include "brigade/hooks/autograd_node.h"
 #include "brigade/planning/variable_index.h"
 
 namespace brigade {
@@ -76,7 +77,7 @@ class GradientHooks {
 
  private:
   struct Registration {
-    std::shared_ptr<torch::autograd::Node> accumulator;
+    NodePtr accumulator;
     uintptr_t key;
   };
   std::vector<Registration> registrations_;  // as accumulators()

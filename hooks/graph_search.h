@@ -40,13 +40,14 @@
 #include <span>
 #include <vector>
 
+#include "brigade/hooks/autograd_node.h"
 #include "brigade/hooks/node_marks.h"
 
 namespace brigade {
 
 class GraphSearch {
  public:
-  using Root = std::shared_ptr<torch::autograd::Node>;
+  using Root = NodePtr;
 
   // `accumulators`: the gradient accumulator of each parameter, for instance
   // GradientHooks::accumulators(). They are known by their address.

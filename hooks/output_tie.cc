@@ -10,6 +10,8 @@
 #include <string>
 #include <utility>
 
+#include "brigade/hooks/autograd_node.h"
+
 namespace brigade {
 namespace {
 
@@ -41,8 +43,7 @@ std::vector<at::Tensor> tie_outputs(std::span<const at::Tensor> outputs,
   std::vector<at::Tensor> tied(outputs.begin(), outputs.end());
   if (!at::GradMode::is_enabled()) return tied;
   if (std::count_if(tied.begin(), tied.end(), has_history) < 2) return tied;
-  const std::shared_ptr<torch::autograd::Node> node(
-      new OutputTie, torch::autograd::deleteNode);
+  const auto node = make_node<OutputTie>();
   for (at::Tensor& tensor : tied) {
     if (!has_history(tensor)) continue;
     node->add_next_edge(torch::autograd::impl::gradient_edge(tensor));

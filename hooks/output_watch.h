@@ -16,8 +16,8 @@ namespace brigade {
 
 // Calls `on_reached` when the gradient of one of `outputs` has been computed,
 // unless `owner` has expired by then. Outputs without a history are skipped: a
-// leaf would keep the hook beyond the graph.
-void watch_outputs(std::span<const at::Tensor> outputs,
+// leaf would keep the hook beyond the graph. Returns whether any has one.
+bool watch_outputs(std::span<const at::Tensor> outputs,
                    std::weak_ptr<void> owner, std::function<void()> on_reached);
 
 }  // namespace brigade

@@ -40,6 +40,7 @@
 #include <unordered_set>
 #include <vector>
 
+#include "brigade/hooks/autograd_node.h"
 #include "brigade/hooks/saved_tensor_scope.h"
 
 namespace brigade {
@@ -116,7 +117,7 @@ struct ParameterCasts::Scope::Lowered {
   bool requires_grad;
   // Made while the parameter was in its own precision; autograd holds it
   // weakly. Null if it requires no gradient.
-  std::shared_ptr<torch::autograd::Node> accumulator;
+  NodePtr accumulator;
 };
 
 }  // namespace brigade

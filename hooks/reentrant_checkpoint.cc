@@ -112,8 +112,8 @@ class ReentrantCheckpoint::RunAgain final : public torch::autograd::Node {
 ReentrantCheckpoint::ReentrantCheckpoint(std::span<const at::Tensor> inputs,
                                          bool preserve_rng_state,
                                          Function function)
-    : node_(new RunAgain(inputs, preserve_rng_state, std::move(function)),
-            torch::autograd::deleteNode) {}
+    : node_(make_node<RunAgain>(inputs, preserve_rng_state,
+                                std::move(function))) {}
 
 // Casts of weights made without grad mode must not be found by a later run.
 ReentrantCheckpoint::FirstRun::FirstRun()
@@ -126,7 +126,7 @@ ReentrantCheckpoint::FirstRun::~FirstRun() {
 }
 
 void ReentrantCheckpoint::adopt(at::Tensor& output) {
-  if (!node_->add_output(output)) return;
+  if (!static_cast<RunAgain&>(*node_).add_output(output)) return;
   output = output.detach();  // it may be an input, or captured
   torch::autograd::set_history(output, node_);
 }

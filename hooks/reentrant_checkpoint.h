@@ -15,6 +15,8 @@
 #include <span>
 #include <vector>
 
+#include "brigade/hooks/autograd_node.h"
+
 namespace brigade {
 
 class ReentrantCheckpoint {
@@ -47,7 +49,7 @@ class ReentrantCheckpoint {
 
  private:
   class RunAgain;
-  const std::shared_ptr<RunAgain> node_;
+  const NodePtr node_;  // a RunAgain
 };
 
 // Throws ValueError: these outputs can't be given another history.

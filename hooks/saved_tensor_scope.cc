@@ -10,6 +10,8 @@
 #include <mutex>
 #include <utility>
 
+#include "brigade/hooks/autograd_node.h"
+
 namespace brigade {
 namespace {
 
@@ -61,7 +63,7 @@ class AskingEngine final : public Engine {
 
   c10::intrusive_ptr<at::ivalue::Future> execute_with_graph_task(
       const std::shared_ptr<torch::autograd::GraphTask>& graph_task,
-      std::shared_ptr<torch::autograd::Node> graph_root,
+      NodePtr graph_root,
       torch::autograd::InputBuffer&& input_buffer) override {
     return next().execute_with_graph_task(graph_task, std::move(graph_root),
                                           std::move(input_buffer));
@@ -74,7 +76,7 @@ class AskingEngine final : public Engine {
 
   void thread_on_exception(
       const std::shared_ptr<torch::autograd::GraphTask>& graph_task,
-      const std::shared_ptr<torch::autograd::Node>& fn,
+      const NodePtr& fn,
       std::exception& error) override {
     next().thread_on_exception(graph_task, fn, error);
   }
@@ -85,6 +87,13 @@ class AskingEngine final : public Engine {
       bool should_increment) override {
     next().thread_init(device, ready_queue, should_increment);
   }
+
+#if __has_include(<torch/csrc/autograd/node_creation_hook.h>)
+  std::vector<std::unique_ptr<torch::autograd::NodeCreationHook>>
+  get_node_creation_hooks() override {
+    return next().get_node_creation_hooks();
+  }
+#endif
 
  private:
   // Never destroyed: threads of the engine behind it may outlive statics.

@@ -6,6 +6,7 @@
 #include <chrono>
 #include <cstdlib>
 #include <set>
+#include <type_traits>
 
 #include "absl/strings/ascii.h"
 #include "absl/strings/str_join.h"
@@ -16,19 +17,30 @@
 namespace brigade {
 namespace {
 
+// Leaves out the last argument where this torch's constructor has no such one.
+template <typename Reducer, typename Last, typename... Arguments>
+std::shared_ptr<Reducer> make_reducer_of_torch(Last last, Arguments... others) {
+  if constexpr (std::is_constructible_v<Reducer, Arguments..., Last>) {
+    return std::make_shared<Reducer>(std::move(others)..., std::move(last));
+  } else {
+    return std::make_shared<Reducer>(std::move(others)...);
+  }
+}
+
 // torch's Logger holds a torch Reducer. This one reduces nothing.
 std::shared_ptr<c10d::Reducer> idle_reducer(c10d::ProcessGroup& group) {
   at::Tensor parameter = at::zeros({1}).requires_grad_();
-  return std::make_shared<c10d::Reducer>(
+  return make_reducer_of_torch<c10d::Reducer>(
+      /*bucket_bytes_cap_list, torch 2.11: */ std::vector<int64_t>{},
       std::vector<at::Tensor>{std::move(parameter)},
       std::vector<std::vector<size_t>>{{0}},
       c10::intrusive_ptr<c10d::ProcessGroup>::unsafe_reclaim_from_nonowning(
           &group),
-      std::vector<bool>{false}, c10d::kDefaultBucketBytesCap,
+      std::vector<bool>{false}, int64_t{c10d::kDefaultBucketBytesCap},
       /*find_unused_parameters=*/false, /*gradient_as_bucket_view=*/false,
-      std::unordered_map<size_t, std::string>{}, c10d::kDefaultFirstBucketBytes,
-      /*skip_all_reduce_unused_params=*/false, /*use_python_reducer=*/false,
-      std::vector<int64_t>{});
+      std::unordered_map<size_t, std::string>{},
+      int64_t{c10d::kDefaultFirstBucketBytes},
+      /*skip_all_reduce_unused_params=*/false, /*use_python_reducer=*/false);
 }
 
 std::string variable(const char* name) {

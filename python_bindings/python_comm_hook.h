@@ -12,15 +12,24 @@
 
 #include <torch/csrc/distributed/c10d/python_comm_hook.h>
 
+#include <string>
+#include <utility>
+
+#include "brigade/comm_hooks/hook_name.h"
 #include "brigade/comm_hooks/own_errors.h"
 #include "brigade/python_bindings/exit_wait.h"
 
 namespace brigade {
 
 class PythonCommHook final : public c10d::PythonCommHook,
-                             public ThrowsOwnErrors {
+                             public ThrowsOwnErrors,
+                             public HasHookName {
  public:
-  using c10d::PythonCommHook::PythonCommHook;
+  PythonCommHook(py::object state, py::object hook, std::string name)
+      : c10d::PythonCommHook(std::move(state), std::move(hook)),
+        name_(std::move(name)) {}
+
+  std::string hook_name() const override { return name_; }
 
   c10::intrusive_ptr<c10::ivalue::Future> runHook(
       c10d::GradBucket& bucket) override {
@@ -28,6 +37,9 @@ class PythonCommHook final : public c10d::PythonCommHook,
     if (future) wait_for_at_exit(future);
     return future;
   }
+
+ private:
+  const std::string name_;
 };
 
 }  // namespace brigade

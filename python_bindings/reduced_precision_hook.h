@@ -8,9 +8,11 @@
 #define BRIGADE_PYTHON_BINDINGS_REDUCED_PRECISION_HOOK_H_
 
 #include <memory>
+#include <string>
 #include <torch/csrc/distributed/c10d/comm.hpp>
 #include <utility>
 
+#include "brigade/comm_hooks/hook_name.h"
 #include "brigade/comm_hooks/own_errors.h"
 #include "brigade/comm_hooks/wire_format.h"
 
@@ -18,7 +20,8 @@ namespace brigade {
 
 class ReducedPrecisionHook final : public c10d::CommHookInterface,
                                    public DeclaresWireFormat,
-                                   public ThrowsOwnErrors {
+                                   public ThrowsOwnErrors,
+                                   public HasHookName {
  public:
   // REQUIRES: `hook` is not null, `dtype` is a floating-point one.
   ReducedPrecisionHook(std::shared_ptr<c10d::CommHookInterface> hook,
@@ -37,6 +40,8 @@ class ReducedPrecisionHook final : public c10d::CommHookInterface,
     return {.dtype =
                 c10::isFloatingType(gradient_dtype) ? dtype_ : gradient_dtype};
   }
+
+  std::string hook_name() const override { return name_of(*hook_); }
 
   bool fails_by_network_only() const override {
     return brigade::fails_by_network_only(*hook_);

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "brigade/python_bindings/python_comm_hook.h"
+#include "brigade/python_bindings/python_stepping_hook.h"
 #include "brigade/python_bindings/torch_reducer.h"
 
 namespace brigade {
@@ -60,6 +61,8 @@ std::shared_ptr<TorchReducer> make_reducer(
     const std::map<size_t, std::string>& param_to_name_mapping,
     int64_t first_bucket_bytes_cap, bool skip_all_reduce_unused_params,
     bool use_python_reducer, std::vector<int64_t> bucket_bytes_cap_list,
+    bool /*batched_grad_copy: one pass anyway*/,
+    bool /*lazy_bucket_allocation: not there yet*/,
     std::optional<bool> rebuild_buckets, bool static_graph,
     bool verify_across_ranks) {
   TORCH_CHECK(per_bucket_size_limits.size() == bucket_indices.size(),
@@ -109,13 +112,21 @@ py::object returning_future(py::object hook, const std::string& name) {
 }
 
 void register_comm_hook(TorchReducer& reducer, py::object state,
-                        py::object hook, bool replaces) {
+                        py::object hook) {
   const std::string name =
       py::str(py::getattr(hook, "__qualname__", py::repr(hook)));
   auto python_hook = std::make_shared<PythonCommHook>(
-      std::move(state), returning_future(std::move(hook), name));
+      std::move(state), returning_future(std::move(hook), name), name);
   const py::gil_scoped_release no_gil;
-  reducer.register_comm_hook(std::move(python_hook), name, replaces);
+  reducer.register_comm_hook(std::move(python_hook), name);
+}
+
+void set_steps_in_backward(TorchReducer& reducer,
+                           const std::vector<at::Tensor>& parameters,
+                           py::object step) {
+  ParameterStep steps = python_step(std::move(step));
+  const py::gil_scoped_release no_gil;
+  reducer.step_in_backward(parameters, std::move(steps));
 }
 
 }  // namespace
@@ -138,7 +149,9 @@ void register_reducer(py::module_& module) {
            py::arg("skip_all_reduce_unused_params") = false,
            py::arg("use_python_reducer") = false,
            py::arg("bucket_bytes_cap_list") = std::vector<int64_t>(),
-           py::kw_only(), py::arg("rebuild_buckets") = py::none(),
+           py::arg("batched_grad_copy") = false,
+           py::arg("lazy_bucket_allocation") = false, py::kw_only(),
+           py::arg("rebuild_buckets") = py::none(),
            py::arg("static_graph") = false,
            py::arg("verify_across_ranks") = true,
            py::keep_alive<1, 5>())  // a group may be written in Python
@@ -151,9 +164,9 @@ void register_reducer(py::module_& module) {
             self.prepare_for_backward({output});
           },
           py::arg("output"), NoGil())
-      .def("_cancel_preparation", &TorchReducer::cancel_preparation, NoGil())
+      .def("_note_local_forward", &TorchReducer::note_local_forward, NoGil())
       .def("_register_comm_hook", &register_comm_hook, py::arg("state"),
-           py::arg("comm_hook"), py::arg("replaces") = false)
+           py::arg("comm_hook"))
       .def("_register_builtin_comm_hook",
            &TorchReducer::register_builtin_comm_hook, py::arg("comm_hook_type"),
            NoGil())
@@ -205,6 +218,12 @@ void register_reducer(py::module_& module) {
           "_push_all_rebuilt_params", [](TorchReducer&) {},
           "Nothing: _shadow_iteration() has done it.")
       .def("_shadow_iteration", &TorchReducer::shadow_iteration, NoGil())
+      .def("_bucket_plan", &TorchReducer::buckets, NoGil(),
+           "Indices of parameters by bucket, in launch order.")
+      .def("can_continue", &TorchReducer::can_continue, NoGil(),
+           "False once the group's connections are closed, after a peer has "
+           "died, left or not answered: a new group is needed. True after "
+           "other errors.")
       .def("_meet_peers", &TorchReducer::meet_peers, NoGil())
       .def("_set_static_graph", &TorchReducer::set_static_graph, NoGil())
       .def("_ddp_graph_static", &TorchReducer::is_graph_static, NoGil())
@@ -222,6 +241,12 @@ void register_reducer(py::module_& module) {
       .def("_set_ddp_runtime_logging_sample_rate",
            &TorchReducer::set_logging_sample_rate, py::arg("sample_rate"),
            NoGil())
+      .def(
+          "describe_timeline",
+          [](const TorchReducer& self) { return describe(self.timeline()); },
+          NoGil(),
+          "A table of the last sampled iteration: one line per bucket, in ms "
+          "from the begin of backward.")
       .def("set_stall_report_after", &TorchReducer::set_stall_report_after,
            py::arg("time"), NoGil(),
            "A rank that has waited so long for its peers warns and names the "
@@ -235,7 +260,17 @@ void register_reducer(py::module_& module) {
           "Nothing to do: the reducer sees the end of backward itself.")
       .def(
           "_set_optimizer_in_backward", [](TorchReducer&) {},
-          "Nothing to do: what the hook does to .grad comes last.")
+          "Nothing to do: _step_in_backward() has done it.")
+      .def("_step_in_backward", &set_steps_in_backward, py::arg("parameters"),
+           py::arg("step"),
+           "Calls step(parameter) as soon as the parameter's bucket has "
+           "arrived, behind any comm hook, on whichever thread that is.")
+      .def("_set_manual_finalization_required",
+           &TorchReducer::set_manual_finalization, py::arg("required"), NoGil())
+      .def("_should_finalize_after_backward",
+           &TorchReducer::must_finalize_after_backward, NoGil())
+      .def("_finalize_backward_manual", &TorchReducer::finalize_backward,
+           NoGil())
       .def("_set_sparse_metadata", [](TorchReducer&, const py::args&) {
         TORCH_CHECK_NOT_IMPLEMENTED(
             false, "brigade.Reducer._set_sparse_metadata() is not there yet");

@@ -1,8 +1,10 @@
 #include "brigade/python_bindings/torch_reducer.h"
 
 #include <ATen/ops/zeros.h>
+#include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -10,6 +12,7 @@
 #include "brigade/comm_hooks/all_reduce_hook.h"
 #include "brigade/comm_hooks/hook_result.h"
 #include "brigade/comm_hooks/wire_format.h"
+#include "brigade/python_bindings/python_stepping_hook.h"
 #include "brigade/python_bindings/reduced_precision_hook.h"
 #include "brigade/reducer/steady_time.h"
 
@@ -21,10 +24,11 @@ bool rebuilds_by_default(const ReducerOptions& options) {
   return options.static_graph || !options.find_unused_parameters;
 }
 
-// Two lines that programs look for in the text of an error.
+// Lines that programs look for in the text of an error.
 std::string describe_missing(const std::vector<size_t>& missing,
                              const std::vector<std::string>& names, int rank) {
-  std::string text;
+  std::string text =
+      "\nExpected to have finished reduction in the prior iteration.";
   if (!names.empty()) {
     absl::StrAppend(
         &text, "\nParameters which did not receive grad for rank ", rank, ": ",
@@ -36,6 +40,38 @@ std::string describe_missing(const std::vector<size_t>& missing,
                   "\nParameter indices which did not receive grad for rank ",
                   rank, ": ", absl::StrJoin(missing, ", "));
   return text;
+}
+
+// Where users of frameworks, who don't wrap the module, say so.
+const char* where_to_set_unused(const ReducerOptions& options) {
+  if (options.find_unused_parameters || options.static_graph) return "";
+  return "\nfind_unused_parameters=True is for DistributedDataParallel. "
+         "Lightning: strategy=\"ddp_find_unused_parameters_true\"; accelerate: "
+         "kwargs_handlers=[DistributedDataParallelKwargs("
+         "find_unused_parameters=True)]; transformers' Trainer: "
+         "ddp_find_unused_parameters=True.";
+}
+
+auto is_in(const std::unordered_set<const c10::TensorImpl*>& tensors) {
+  return [&tensors](const at::Tensor& tensor) {
+    return tensors.contains(tensor.unsafeGetTensorImpl());
+  };
+}
+
+// Each bucket in two: those that `is_own` is true of, and the others.
+template <typename Predicate>
+std::vector<std::vector<size_t>> split_buckets(
+    const std::vector<std::vector<size_t>>& buckets, const Predicate& is_own) {
+  std::vector<std::vector<size_t>> split;
+  for (std::vector<size_t> bucket : buckets) {
+    const auto others = std::ranges::stable_partition(bucket, is_own);
+    const std::vector<size_t> rest(others.begin(), others.end());
+    bucket.erase(others.begin(), others.end());
+    for (const std::vector<size_t>& part : {bucket, rest}) {
+      if (!part.empty()) split.push_back(part);
+    }
+  }
+  return split;
 }
 
 std::shared_ptr<c10d::CommHookInterface> built_in_hook(
@@ -63,6 +99,7 @@ TorchReducer::TorchReducer(std::vector<at::Tensor> parameters,
   if (!options_.rebuild_buckets) {
     options_.rebuild_buckets = rebuilds_by_default(options_);
   }
+  follow_torchs_rebuild();
   make();
   options_.verify_across_ranks = false;  // compared once and for all
 }
@@ -74,15 +111,54 @@ void TorchReducer::make() {
     options_.comm_hook = averaging_;
   }
   launched_before_ = 0;
+  failures_dropped_ = 0;
+  ReducerOptions options = options_;
+  options.comm_hook = with_steps(std::move(options.comm_hook));
   try {
-    reducer_ = std::make_unique<Reducer>(parameters_, group_, options_);
+    reducer_ =
+        std::make_unique<Reducer>(parameters_, group_, std::move(options));
     if (!watches_gradients_) reducer_->stop_watching_gradients();
   } catch (const c10::ValueError& error) {
     TORCH_CHECK(false, error.what_without_backtrace());
   }
+  reducer_->set_manual_finalization(finalizes_manually_);
   reducer_->set_timeline_sample_rate(logging_sample_rate_);
   if (stall_report_after_) {
     reducer_->set_stall_report_after(*stall_report_after_);
+  }
+}
+
+std::shared_ptr<c10d::CommHookInterface> TorchReducer::with_steps(
+    std::shared_ptr<c10d::CommHookInterface> hook) const {
+  if (!step_) return hook;
+  return python_stepping_hook(
+      std::move(hook), step_, [stepped = stepped_](const at::Tensor& tensor) {
+        return stepped.contains(tensor.unsafeGetTensorImpl());
+      });
+}
+
+void TorchReducer::step_in_backward(const std::vector<at::Tensor>& parameters,
+                                    ParameterStep step) {
+  step_ = std::move(step);
+  for (const at::Tensor& parameter : parameters) {
+    stepped_.insert(parameter.unsafeGetTensorImpl());
+  }
+  if (!std::ranges::all_of(parameters_, is_in(stepped_))) {
+    options_.bucket_plan = split_buckets(buckets(), [this](size_t i) {
+      return is_in(stepped_)(parameters_[i]);
+    });
+    options_.rebuild_buckets = false;
+  }
+  if (!hooks_removed_) make();
+}
+
+// Nobody else would: there is no optimizer of the user's to do it.
+void TorchReducer::drop_gradients_of_failed_steps() {
+  if (!step_) return;
+  const int64_t failures = statistics().given_up;
+  if (std::exchange(failures_dropped_, failures) == failures) return;
+  for (const at::Tensor& parameter : parameters_) {
+    if (is_in(stepped_)(parameter)) parameter.mutable_grad().reset();
   }
 }
 
@@ -98,6 +174,7 @@ void TorchReducer::prepare_for_forward() {
     awaited_->wait();  // no backward came
     check_last_backward();
     reducer_->forward_begins();
+    drop_gradients_of_failed_steps();
   });
 }
 
@@ -108,12 +185,15 @@ void TorchReducer::prepare_for_backward(
     check_last_backward();
     launched_before_ = reducer_->statistics().buckets_launched;
     reducer_->prepare_for_backward(outputs);
+    drop_gradients_of_failed_steps();
     awaited_->wait_after_backward(outputs);
   });
 }
 
-void TorchReducer::cancel_preparation() {
-  if (reducer_) reducer_->cancel_preparation();
+void TorchReducer::note_local_forward() {
+  if (!reducer_) return;
+  reducer_->note_local_forward();
+  drop_gradients_of_failed_steps();
 }
 
 bool TorchReducer::rebuild_buckets() {
@@ -133,6 +213,8 @@ void TorchReducer::shadow_iteration() {
 
 void TorchReducer::meet_peers() {
   if (!ready()) return;
+  // A forward without gradients between two backwards of an iteration.
+  if (!at::GradMode::is_enabled() && !missing_gradients().empty()) return;
   remember_errors([this] { reducer_->recover(); });
 }
 
@@ -151,7 +233,7 @@ void TorchReducer::check_last_backward() {
     throw;
   } catch (const c10::Error& error) {
     TORCH_CHECK(
-        false, error.what_without_backtrace(),
+        false, error.what_without_backtrace(), where_to_set_unused(options_),
         describe_missing(missing, options_.parameter_names, group_->getRank()));
   }
 }
@@ -167,15 +249,25 @@ void TorchReducer::check_finalized() const {
 }
 
 void TorchReducer::register_comm_hook(
+    std::shared_ptr<c10d::CommHookInterface> hook, std::string name) {
+  register_comm_hook(
+      std::move(hook), std::move(name),
+      "register_comm_hook or register_builtin_comm_hook can only be called "
+      "once");
+}
+
+// `rule`: what programs look for in the error of torch's reducer.
+void TorchReducer::register_comm_hook(
     std::shared_ptr<c10d::CommHookInterface> hook, std::string name,
-    bool replaces) {
-  TORCH_CHECK(hook_name_.empty() || replaces, "brigade.Reducer: ", name,
+    std::string_view rule) {
+  TORCH_CHECK(hook_name_.empty(), "brigade.Reducer: ", name,
               " can't be registered: the comm hook is ", hook_name_,
-              " already.\nRegister one hook; it may call others.");
+              " already, and ", rule,
+              ".\nRegister one hook; it may call others.");
   TORCH_CHECK(!hooks_removed_, "brigade.Reducer: ", name,
               " can't be registered: hooks were removed from the parameters");
   remember_errors([&] {
-    if (reducer_) reducer_->set_comm_hook(hook);
+    if (reducer_) reducer_->set_comm_hook(with_steps(hook));
   });
   options_.comm_hook = std::move(hook);
   hook_name_ = std::move(name);
@@ -194,14 +286,32 @@ void TorchReducer::set_mixed_precision_dtype(
   if (!hooks_removed_) make();
 }
 
+void TorchReducer::set_manual_finalization(bool required) {
+  finalizes_manually_ = required;
+  if (ready()) reducer_->set_manual_finalization(required);
+}
+
+bool TorchReducer::must_finalize_after_backward() const {
+  return finalizes_manually_ && reducer_ &&
+         reducer_->must_finalize_after_backward();
+}
+
+void TorchReducer::finalize_backward() {
+  TORCH_CHECK(reducer_,
+              "brigade.Reducer: no gradient reduction requires finalization.");
+  remember_errors([this] { reducer_->finalize_backward(); });
+}
+
 void TorchReducer::gradient_ready(size_t parameter) {
   if (reducer_) reducer_->gradient_ready(parameter);
 }
 
 void TorchReducer::register_builtin_comm_hook(c10d::BuiltinCommHookType type) {
   const bool is_fp16 = type == c10d::BuiltinCommHookType::FP16_COMPRESS;
-  register_comm_hook(built_in_hook(type, group_),
-                     is_fp16 ? "FP16_COMPRESS" : "ALLREDUCE");
+  register_comm_hook(
+      built_in_hook(type, group_), is_fp16 ? "FP16_COMPRESS" : "ALLREDUCE",
+      "register_builtin_comm_hook or register_comm_hook can only be called "
+      "once");
   built_in_ = type;
 }
 
@@ -241,7 +351,13 @@ void TorchReducer::set_static_graph() {
   });
   options_.static_graph = true;
   options_.rebuild_buckets = rebuilds_by_default(options_);
+  follow_torchs_rebuild();
   if (!hooks_removed_) make();
+}
+
+// Programs that count warm-up iterations expect torch's third forward.
+void TorchReducer::follow_torchs_rebuild() {
+  options_.rebuild_after_iterations = options_.static_graph ? 2 : 1;
 }
 
 at::Tensor TorchReducer::used_parameter_counts() {

@@ -19,12 +19,15 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/comm.hpp>
 #include <torch/csrc/distributed/c10d/default_comm_hooks.hpp>
+#include <unordered_set>
 #include <vector>
 
 #include "brigade/comm_hooks/averaging_hook.h"
+#include "brigade/comm_hooks/step_in_backward.h"
 #include "brigade/python_bindings/awaited_futures.h"
 #include "brigade/reducer/reducer.h"
 
@@ -44,7 +47,7 @@ class TorchReducer {
   // Called before forward.
   void prepare_for_forward();
   void prepare_for_backward(const std::vector<at::Tensor>& outputs);
-  void cancel_preparation();
+  void note_local_forward();
 
   // Returns true if it rebuilt. Errors: RuntimeError if the last prepared
   // backward left parameters without gradients.
@@ -52,6 +55,9 @@ class TorchReducer {
 
   // This rank has joined while the others reduce an iteration.
   void shadow_iteration();
+
+  // See Reducer.
+  bool can_continue() const { return !reducer_ || reducer_->can_continue(); }
 
   // Before a collective of the caller's own: ranks that are not in step raise.
   void meet_peers();
@@ -61,15 +67,22 @@ class TorchReducer {
   void check_finalized() const;
 
   // `name` is for messages. Errors: RuntimeError naming the first hook if there
-  // is one, and this one does not take its place.
+  // is one.
   void register_comm_hook(std::shared_ptr<c10d::CommHookInterface> hook,
-                          std::string name, bool replaces = false);
+                          std::string name);
   void register_builtin_comm_hook(c10d::BuiltinCommHookType type);
 
   // What the next buckets are divided by: the world size, or the sum that
   // `count` of the ranks that still have data ends with. Holds until the next
   // prepare_for_forward(). Without effect under a registered hook.
   void set_divisor(c10::intrusive_ptr<c10d::Work> count, bool use_world_size);
+
+  // Behind whatever hook there is or will be, `step` is called with each of
+  // `parameters` whose bucket has arrived, while backward goes on; they have no
+  // gradients after it, nor before the next one if it failed. To be called on
+  // every rank before training.
+  void step_in_backward(const std::vector<at::Tensor>& parameters,
+                        ParameterStep step);
 
   // The next backward does not end before these are done.
   void await_at_end(std::vector<AwaitedFutures::Future> futures);
@@ -84,6 +97,11 @@ class TorchReducer {
   // called on every rank before training.
   void set_mixed_precision_dtype(std::optional<at::ScalarType> dtype);
   void gradient_ready(size_t parameter);
+
+  // See Reducer.
+  void set_manual_finalization(bool required);
+  bool must_finalize_after_backward() const;
+  void finalize_backward();
 
   // How many ranks used each parameter in the last reduction: int32, where the
   // parameters are. Undefined unless the reducer wants to know.
@@ -140,7 +158,13 @@ class TorchReducer {
 
  private:
   void make();
+  void follow_torchs_rebuild();
   bool ready();  // makes a reducer after a reset
+  std::shared_ptr<c10d::CommHookInterface> with_steps(
+      std::shared_ptr<c10d::CommHookInterface> hook) const;
+  void drop_gradients_of_failed_steps();
+  void register_comm_hook(std::shared_ptr<c10d::CommHookInterface> hook,
+                          std::string name, std::string_view rule);
   std::vector<size_t> missing_gradients() const;
   void check_last_backward();
   void remember_errors(const std::function<void()>& call);
@@ -151,10 +175,14 @@ class TorchReducer {
   int64_t logging_sample_rate_ = 100;
   std::optional<std::chrono::milliseconds> stall_report_after_;  // else default
   bool watches_gradients_ = true;
+  bool finalizes_manually_ = false;
   std::string hook_name_;  // empty: none was registered
   std::optional<c10d::BuiltinCommHookType> built_in_;  // the hook is this one
   std::optional<ReducerError> last_error_;             // of a call
   std::shared_ptr<AveragingHook> averaging_;
+  ParameterStep step_;  // empty: optimizers step after backward
+  std::unordered_set<const c10::TensorImpl*> stepped_;
+  int64_t failures_dropped_ = 0;  // iterations given up, whose gradients went
   std::shared_ptr<AwaitedFutures> awaited_;
   int64_t launched_before_ = 0;  // buckets, by earlier iterations
   bool hooks_removed_ = false;

@@ -175,9 +175,21 @@ c10::intrusive_ptr<c10::ivalue::Future> Bucket::launch(
   return future;
 }
 
-int64_t Bucket::deliver(const c10::IValue& value,
+at::Tensor Bucket::result_of(const c10::IValue& value) {
+  at::Tensor result = hook_.parseHookResult(value);
+  if (!result.defined()) return result;
+  TORCH_CHECK_TYPE(
+      !c10::isIntegralType(result.scalar_type(), /*includeBool=*/true) ||
+          c10::isIntegralType(dtype_, /*includeBool=*/true),
+      "the comm hook must return floating-point numbers for gradients of ",
+      dtype_, ", it returned ", result.scalar_type(),
+      ".\nConvert what has travelled back before the hook's future is done.");
+  replicas_.front()->check_result(result);
+  return result;
+}
+
+int64_t Bucket::deliver(const at::Tensor& result,
                         std::span<const size_t> untouched_slots) {
-  const at::Tensor result = hook_.parseHookResult(value);
   if (!result.defined()) {
     for (const std::unique_ptr<BucketReplica>& replica : replicas_) {
       replica->deliver_nothing(untouched_slots);
@@ -194,6 +206,12 @@ int64_t Bucket::deliver(const c10::IValue& value,
         untouched_slots);
   }
   return bytes_copied;
+}
+
+void Bucket::deliver_empty(std::span<const size_t> untouched_slots) {
+  for (const std::unique_ptr<BucketReplica>& replica : replicas_) {
+    replica->deliver(replica->buffer(), untouched_slots);
+  }
 }
 
 }  // namespace brigade

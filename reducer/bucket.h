@@ -57,12 +57,20 @@ class Bucket {
   // launch().
   c10::intrusive_ptr<c10::ivalue::Future> launch_zeros();
 
-  // Hands out the value of a completed future to all replicas. Returns the
-  // bytes copied. Nothing is handed out if the value is None: the hook has seen
-  // to the gradients. Untouched slots: see BucketReplica::deliver. Errors:
-  // TypeError, RuntimeError if the value does not fit.
-  int64_t deliver(const c10::IValue& value,
+  // What the value of a completed future holds; undefined if it is None: the
+  // hook has seen to the gradients. Errors: TypeError, RuntimeError if it does
+  // not fit.
+  at::Tensor result_of(const c10::IValue& value);
+
+  // Hands out a result to all replicas, or nothing if it is undefined. Returns
+  // the bytes copied. Untouched slots: see BucketReplica::deliver. REQUIRES:
+  // result_of() has returned it.
+  int64_t deliver(const at::Tensor& result,
                   std::span<const size_t> untouched_slots);
+
+  // In place of launch() and deliver() where no element travels: gradients that
+  // other ranks have exist here too.
+  void deliver_empty(std::span<const size_t> untouched_slots);
 
   // Elements that travel. 0 for a sparse gradient, whose length varies.
   int64_t numel() const { return numel_; }

@@ -40,6 +40,9 @@ class BucketReplica {
   // next pack().
   virtual const at::Tensor& buffer() const = 0;
 
+  // Errors: RuntimeError if `result` can't be delivered.
+  virtual void check_result(const at::Tensor& result) const = 0;
+
   // Hands the reduced buffer out as gradients. `result` may be buffer() itself
   // or another tensor on the same device. The gradients of `untouched_slots`,
   // some of those that pack() was told are unused, stay as they were before it.

@@ -278,9 +278,7 @@ const void* DenseReplica::source_of(size_t slot, const at::Tensor& gradient) {
   return rearranged_.back().const_data_ptr();
 }
 
-int64_t DenseReplica::deliver(const at::Tensor& result,
-                              std::span<const size_t> untouched_slots) {
-  const at::NoGradGuard no_grad;
+void DenseReplica::check_result(const at::Tensor& result) const {
   const at::Tensor typed = as_dtype_of(flat_, result);
   TORCH_CHECK(
       typed.layout() == at::kStrided && typed.numel() == flat_.numel() &&
@@ -288,6 +286,12 @@ int64_t DenseReplica::deliver(const at::Tensor& result,
       "the comm hook must return a dense tensor of ", flat_.numel(),
       " elements on ", flat_.device(), ", it returned ", typed.layout(), " ",
       typed.sizes(), " on ", typed.device(), ".\nReturn the reduced bucket.");
+}
+
+int64_t DenseReplica::deliver(const at::Tensor& result,
+                              std::span<const size_t> untouched_slots) {
+  const at::NoGradGuard no_grad;
+  const at::Tensor typed = as_dtype_of(flat_, result);
   return gradients_as_views_ ? deliver_views(typed, untouched_slots)
                              : deliver_copies(typed.reshape({-1}).contiguous(),
                                               untouched_slots);

@@ -1,11 +1,27 @@
 #include "brigade/reducer/error_texts.h"
 
+#include <vector>
+
 #include "absl/strings/str_cat.h"
 
 namespace brigade {
 namespace {
 
-const char* cure_of_missing(const ReducerOptions& options) {
+// Those that no longer require a gradient.
+std::vector<size_t> frozen_of(const ParameterTable& table,
+                              std::span<const size_t> parameters) {
+  std::vector<size_t> frozen;
+  for (const size_t i : parameters) {
+    if (!table.tensors()[i].requires_grad()) frozen.push_back(i);
+  }
+  return frozen;
+}
+
+const char* cure_of_missing(const ReducerOptions& options, bool all_frozen) {
+  if (all_frozen) {
+    return "Freeze parameters before the module is wrapped, wrap it again, or "
+           "set find_unused_parameters.";
+  }
   if (options.static_graph) {
     return "They got one in the first iteration: use them in all iterations, "
            "or clear static_graph.";
@@ -16,8 +32,9 @@ const char* cure_of_missing(const ReducerOptions& options) {
            "the outputs through tie_outputs().";
   }
   return "Use every output of forward() in the loss, set "
-         "find_unused_parameters, or leave parameters that are not used out of "
-         "the reducer.";
+         "find_unused_parameters, or freeze parameters that are not used "
+         "before "
+         "the module is wrapped.";
 }
 
 const char* cure_of_second(const ReducerOptions& options) {
@@ -26,13 +43,14 @@ const char* cure_of_second(const ReducerOptions& options) {
            "parameter equally often in all iterations, or clear static_graph.";
   }
   if (options.find_unused_parameters) {
-    return "Run one backward per prepare_for_backward(), over the sum of the "
-           "losses. If a reentrant checkpoint hides the parameter from the "
-           "search for unused ones, set static_graph.";
+    return "Run one backward per forward, over the sum of the losses. If a "
+           "reentrant checkpoint hides the parameter from the search for "
+           "unused "
+           "ones, set static_graph.";
   }
-  return "Run one backward per prepare_for_backward(), over the sum of the "
-         "losses. If reentrant checkpoints or shared weights use the parameter "
-         "several times, set static_graph.";
+  return "Run one backward per forward, over the sum of the losses. If "
+         "reentrant checkpoints or shared weights use the parameter several "
+         "times, set static_graph.";
 }
 
 }  // namespace
@@ -46,19 +64,40 @@ std::string describe_missing_gradients(const ParameterTable& table,
                                        std::span<const size_t> missing,
                                        Occasion occasion,
                                        const ReducerOptions& options) {
-  return absl::StrCat("Reducer::prepare_for_backward: ", missing.size(), " of ",
-                      table.size(), " parameters got no gradient in ",
-                      describe(occasion), ": ", table.name_of(missing), ".\n",
-                      cure_of_missing(options));
+  const std::vector<size_t> frozen = frozen_of(table, missing);
+  const bool all_frozen = frozen.size() == missing.size();
+  return absl::StrCat(
+      "Reducer: ", missing.size(), " of ", table.size(),
+      " parameters got no gradient in ", describe(occasion), ": ",
+      table.name_of(missing), ".",
+      frozen.empty() ? ""
+                     : absl::StrCat(" Frozen since the module was wrapped: ",
+                                    table.name_of(frozen), "."),
+      "\n", cure_of_missing(options, all_frozen));
+}
+
+std::string describe_missing_finalization(Occasion occasion) {
+  return absl::StrCat(
+      "Expected to have finalized the prior backward pass, but that of ",
+      describe(occasion),
+      " was not.\nCall finalize_backward() once after each backward that is "
+      "reduced.");
 }
 
 std::string describe_second_gradient(const ParameterTable& table,
                                      size_t parameter, Occasion occasion,
                                      const ReducerOptions& options) {
-  return absl::StrCat("Reducer: the gradient of ", table.name_of(parameter),
-                      " became ready twice in ", describe(occasion),
-                      "; its bucket may already have been reduced.\n",
-                      cure_of_second(options));
+  // What programs look for in the error of torch's reducer comes last.
+  return absl::StrCat(
+      "Reducer: the gradient of ", table.name_of(parameter),
+      " became ready twice in ", describe(occasion),
+      "; its bucket may already have been reduced.\n", cure_of_second(options),
+      "\nExpected to mark a variable ready only once: Parameter at index ",
+      parameter,
+      options.parameter_names.empty()
+          ? ""
+          : absl::StrCat(" with name ", options.parameter_names[parameter]),
+      ".");
 }
 
 std::string describe_unexpected_gradient(const ParameterTable& table,
@@ -77,9 +116,8 @@ std::string describe_late_gradient(const ParameterTable& table,
       "Reducer: a second backward reached ", table.name_of(parameter),
       " after ", describe(occasion),
       " was over (reduced, or given up after an error); its gradient would be "
-      "added on this rank alone.\nCall prepare_for_backward() on the outputs "
-      "of "
-      "a new forward, or run both losses in one backward.");
+      "added on this rank alone.\nRun a new forward for it, or both losses in "
+      "one backward.");
 }
 
 std::string describe_bucket(const ParameterTable& table,

@@ -29,6 +29,9 @@ std::string describe_missing_gradients(const ParameterTable& table,
                                        std::span<const size_t> missing,
                                        Occasion occasion,
                                        const ReducerOptions& options);
+// A backward whose iteration was to be finalized by the caller.
+std::string describe_missing_finalization(Occasion occasion);
+
 std::string describe_second_gradient(const ParameterTable& table,
                                      size_t parameter, Occasion occasion,
                                      const ReducerOptions& options);

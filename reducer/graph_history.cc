@@ -3,10 +3,12 @@
 namespace brigade {
 namespace {
 
-bool wants_rebuild(const ReducerOptions& options) {
-  return options.rebuild_buckets.value_or(
+// Until buckets are rebuilt; 0: never.
+int64_t observed_iterations(const ReducerOptions& options) {
+  const bool wants_rebuild = options.rebuild_buckets.value_or(
       options.bucket_plan.empty() &&
       (options.static_graph || !options.find_unused_parameters));
+  return wants_rebuild ? options.rebuild_after_iterations : 0;
 }
 
 }  // namespace
@@ -14,12 +16,11 @@ bool wants_rebuild(const ReducerOptions& options) {
 GraphHistory::GraphHistory(const ReducerOptions& options,
                            const ParameterTable& table,
                            const GradientHooks& hooks)
-    : ready_order(wants_rebuild(options)) {
+    : ready_order(observed_iterations(options)) {
   if (options.static_graph) {
     firing_counts.emplace(table.num_variables());
   } else if (options.find_unused_parameters) {
-    unused_search.emplace(hooks.accumulators(),
-                          options.skip_all_reduce_unused_parameters);
+    unused_search.emplace(hooks.accumulators());
   } else {
     return;
   }

@@ -18,8 +18,11 @@
 #include <utility>
 #include <vector>
 
+#include "brigade/comm_hooks/continuation_watch.h"
+#include "brigade/comm_hooks/then_collective.h"
 #include "brigade/planning/launch_order.h"
 #include "brigade/reducer/context_gradients.h"
+#include "brigade/reducer/finished_iterations.h"
 #include "brigade/reducer/stream_join.h"
 #include "brigade/reducer/unused_parameter_search.h"
 
@@ -36,14 +39,26 @@ struct Launch {
   c10::intrusive_ptr<c10::ivalue::Future> future;  // null: nothing travelled
 };
 
+// A gradient that came before it was known whether its backward belongs to the
+// iteration.
+struct EarlyGradient {
+  VariableIndex variable;
+  bool is_defined;
+  int backward_id;
+};
+
 struct IterationState {
-  IterationState(int64_t iteration, const BucketPlan& plan, size_t num_replicas)
-      : iteration(iteration), order(plan, num_replicas) {
+  IterationState(Preparation preparation, const BucketPlan& plan,
+                 size_t num_replicas)
+      : preparation(preparation),
+        iteration(preparation.iteration),
+        order(plan, num_replicas) {
     streams.reserve(plan.num_buckets() * num_replicas);
     launches.reserve(plan.num_buckets());
   }
 
-  const int64_t iteration;  // counts prepare_for_backward() from 1
+  const Preparation preparation;
+  const int64_t iteration;  // that its backward makes it
   Phase phase = Phase::kPrepared;
   bool is_shadow = false;               // zeros travel, nothing is delivered
   bool creates_graph = false;           // its backward does
@@ -53,10 +68,18 @@ struct IterationState {
   // By bucket, and by replica in it: who produced the gradients.
   std::vector<StreamJoin> streams;
   std::vector<Launch> launches;  // in plan order; hooks that threw are not
+  ChainedCollectives chained;    // behind those of the hooks
+  std::optional<ContinuationWatch> continuations;  // of a user's new hook
 
   // The backward whose end is being watched, by its id. Reentrant backwards
   // inside of it are not watched.
   std::optional<int> watched_backward;
+
+  // A forward that is not to be reduced has run since: only backwards that go
+  // through the prepared outputs are this iteration's.
+  bool only_through_outputs = false;
+  bool outputs_are_watched = false;
+  std::vector<EarlyGradient> early_gradients;
 
   UnusedPrediction prediction;  // of parameters that backward will not reach
   std::vector<bool> unused;     // by variable; empty: none is known to be

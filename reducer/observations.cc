@@ -14,9 +14,13 @@ void Observations::bind(std::vector<c10::Device> devices,
 
 void Observations::watch_stalls(
     const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+    const std::string& store_prefix,
     std::function<std::string()> describe_progress) {
-  stall_watch =
-      StallWatch::start(group, progress, std::move(describe_progress));
+  stall_watch = StallWatch::start(group, store_prefix, progress,
+                                  std::move(describe_progress));
+  if (!stall_watch) return;
+  if (stall_report_after) stall_watch->set_report_after(*stall_report_after);
+  stall_watch->set_handler(std::exchange(stall_handler, nullptr));
 }
 
 void Observations::iteration_begins(int64_t iteration) {

@@ -15,6 +15,7 @@
 
 #include <c10/core/Device.h>
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -40,6 +41,7 @@ struct Observations : ReducerStatistics {
 
   // Stalls are reported from here on.
   void watch_stalls(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+                    const std::string& store_prefix,
                     std::function<std::string()> describe_progress);
 
   void iteration_begins(int64_t iteration);
@@ -52,8 +54,11 @@ struct Observations : ReducerStatistics {
   RangeNames names;
   LastError last_error;
   std::shared_ptr<Progress> progress = std::make_shared<Progress>();
-  std::unique_ptr<StallWatch> stall_watch =
-      {};  // null: nobody to wait for, or no store
+  // Null: ranks are not connected, nobody to wait for, or no store.
+  std::unique_ptr<StallWatch> stall_watch = {};
+  // What it is told once it is there.
+  std::optional<std::chrono::milliseconds> stall_report_after = {};
+  std::function<void(const std::string& report)> stall_handler = {};
 };
 
 class ObservedPack {

@@ -1,50 +1,55 @@
 #include "brigade/reducer/peer_signatures.h"
 
 #include <c10/util/Exception.h>
+#include <c10/util/hash.h>
 
 #include <algorithm>
 #include <chrono>
 #include <exception>
+#include <stdexcept>
+#include <string>
 #include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "brigade/comm/collective_count.h"
+#include "brigade/comm/peer_error.h"
 
 namespace brigade {
-namespace {
 
-// Survivors learn of a death within milliseconds of each other on one host.
-constexpr std::chrono::milliseconds kAnswerPatience{3000};
-
-// How many reducers this rank has made on the group, itself included: ranks
-// make theirs in the same order.
-int64_t count_reducer(c10d::Store& store, int rank) {
-  return store.add(absl::StrCat("brigade/num_reducers/", rank), 1);
+// All ranks throw alike, with the same words.
+void throw_if_apart(const Verdict& verdict) {
+  if (verdict.status.ok()) return;
+  std::string text(verdict.status.message());
+  if (!verdict.owed.ok()) {
+    absl::StrAppend(&text, "\n", verdict.owed.status().message());
+  }
+  if (absl::IsAborted(verdict.status)) {
+    throw_peer_error("Reducer",
+                     std::make_exception_ptr(std::runtime_error(text)));
+  }
+  TORCH_CHECK(false, "Reducer: ", text);
 }
-
-}  // namespace
 
 PeerSignatures::PeerSignatures(c10::intrusive_ptr<c10d::ProcessGroup> group)
-    : group_(std::move(group)) {
-  const c10::intrusive_ptr<c10d::Store> store = group_->getStore();
-  if (store && group_->getSize() > 1) {
-    prefix_ = absl::StrCat("brigade/reducer_",
-                           count_reducer(*store, group_->getRank()), "/");
-  }
-  group_counts_ = !prefix_.empty();  // else there is nobody to compare with
-}
+    : group_(std::move(group)),
+      // Else there is nobody to compare with.
+      group_counts_(group_->getSize() > 1 && group_->getStore()) {}
 
-SignatureChannel& PeerSignatures::channel() {
+void PeerSignatures::connect() {
   if (!channel_) channel_ = std::make_unique<SignatureChannel>(group_);
-  return *channel_;
 }
 
-Verdict PeerSignatures::exchange(RankSignature own) {
-  SignatureChannel& to_all = channel();
+Verdict PeerSignatures::exchange(
+    RankSignature own, std::optional<std::chrono::milliseconds> patience) {
+  // One launch has but one order.
+  const uint64_t others = std::exchange(others_, 0);
+  own.others = launches_ > 1 ? others : 0;
   own.launches = std::exchange(launches_, 0);
   own.own_collectives = std::exchange(own_collectives_, 0);
-  const std::vector<RankSignature> by_rank = to_all.await(to_all.exchange(own));
+  last_count_.reset();
+  const std::vector<RankSignature> by_rank =
+      channel_->await(channel_->exchange(own), patience);
   Verdict verdict = {.status = check_signatures(by_rank), .owed = 0};
   for (const RankSignature& signature : by_rank) {
     verdict.iteration = std::max(verdict.iteration, signature.iteration);
@@ -64,8 +69,18 @@ std::optional<int64_t> PeerSignatures::group_count() {
   return count;
 }
 
+// Nothing before the first launch counts: forwards may be unequally many.
+void PeerSignatures::note_others(std::optional<int64_t> count) {
+  if (count && last_count_) add_to_digest(*count - *last_count_);
+}
+
+void PeerSignatures::add_to_digest(int64_t num_collectives) {
+  if (!compares_others_) return;
+  others_ = c10::hash_combine(others_, num_collectives + 1);
+}
+
 void PeerSignatures::met() {
-  channel().count_from_here();
+  channel_->count_from_here();
   launches_ = 0;
   own_collectives_ = 0;
   is_at_meeting_point_ = true;
@@ -84,9 +99,8 @@ void PeerSignatures::tell_of_loss(RankSignature own) noexcept {
 
 std::optional<RollCall> PeerSignatures::call_survivors(
     const std::string& occasion) {
-  if (prefix_.empty()) return std::nullopt;
-  return call_roll(group_, absl::StrCat(prefix_, "failed/", occasion), 1,
-                   kAnswerPatience);
+  if (!channel_) return std::nullopt;
+  return channel_->call_survivors(occasion);
 }
 
 }  // namespace brigade

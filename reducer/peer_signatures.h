@@ -37,10 +37,22 @@ struct Verdict {
   int64_t iteration = 0;  // of the rank that is furthest
 };
 
+// Throws on all ranks alike, unless all stand in the same place. Errors:
+// PeerError if ranks have failed, RuntimeError if they differ.
+void throw_if_apart(const Verdict& verdict);
+
 class PeerSignatures {
  public:
-  // Not collective: ranks connect at the first exchange.
   explicit PeerSignatures(c10::intrusive_ptr<c10d::ProcessGroup> group);
+
+  // Collective, once: ranks connect.  To be called before the first exchange,
+  // and not in backward, where peers may wait for something else.
+  void connect();
+  bool is_connected() const { return channel_ != nullptr; }
+
+  // Of keys in the group's store, equal on all ranks; empty: nobody to talk to.
+  // REQUIRES: is_connected().
+  const std::string& store_prefix() const { return channel_->store_prefix(); }
 
   // Calls `launch` and counts it, with its collectives, as one of those that
   // all ranks launch. If it throws after it has launched something, that
@@ -48,6 +60,7 @@ class PeerSignatures {
   template <typename Launch>
   void count(const Launch& launch) {
     const std::optional<int64_t> before = group_count();
+    note_others(before);
     try {
       launch();
     } catch (...) {
@@ -55,8 +68,26 @@ class PeerSignatures {
       throw;
     }
     ++launches_;
-    if (before) own_collectives_ += group_count().value_or(*before) - *before;
+    if (!before) return;
+    const int64_t own = group_count().value_or(*before) - *before;
+    own_collectives_ += own;
+    add_to_digest(own);
+    last_count_ = *before + own;
   }
+
+  // What this rank has launched can't be told any more.
+  void lose_count() { launches_ = kLostGroup; }
+
+  // Collectives that the group has launched so far, if it counts them.
+  std::optional<int64_t> group_count();
+
+  // The group's connections are closed.
+  void lose_group() { has_lost_group_ = true; }
+  bool has_lost_group() const { return has_lost_group_; }
+
+  // Ranks compare where the group's other collectives lie between the launches:
+  // for hooks that may launch some when others are complete.
+  void compare_others(bool value) { compares_others_ = value; }
 
   // The place where ranks met last is left when one goes on to what it launches
   // for other purposes, or to a forward.
@@ -69,10 +100,13 @@ class PeerSignatures {
   // Tells the others where this rank is, and waits until all have told; fills
   // in what was launched.
   //
-  // Errors: PeerError if a rank has left, died, or does not come within the
-  // group's timeout; RuntimeError in a forked child.
+  // Errors: PeerError if a rank has left, died, or does not come within
+  // `patience`, at most the group's timeout; RuntimeError in a forked child.
+  // REQUIRES: is_connected().
   // ENSURES: at the meeting point if all agree; otherwise met() is to follow.
-  Verdict exchange(RankSignature own);
+  Verdict exchange(
+      RankSignature own,
+      std::optional<std::chrono::milliseconds> patience = std::nullopt);
 
   // This rank can't launch on the group any more; says so and does not wait.
   // Does not throw.
@@ -88,17 +122,18 @@ class PeerSignatures {
   std::optional<RollCall> call_survivors(const std::string& occasion);
 
  private:
-  SignatureChannel& channel();
-
-  // Collectives that the group has launched so far, if it counts them.
-  std::optional<int64_t> group_count();
+  void note_others(std::optional<int64_t> count);
+  void add_to_digest(int64_t num_collectives);
 
   const c10::intrusive_ptr<c10d::ProcessGroup> group_;
-  std::string prefix_;  // of store keys; empty: no store to talk through
   std::unique_ptr<SignatureChannel> channel_;  // null until ranks connect
   bool group_counts_;
+  bool has_lost_group_ = false;
+  bool compares_others_ = false;
   int64_t launches_ = 0;         // since ranks met
   int64_t own_collectives_ = 0;  // of these
+  uint64_t others_ = 0;          // a digest: where others lie between them
+  std::optional<int64_t> last_count_;  // the group's, at the last launch
   bool is_at_meeting_point_ = true;
   SignatureTicket last_words_;  // nobody waits for it, but it travels
   std::optional<uint64_t> agreed_;

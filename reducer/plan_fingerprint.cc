@@ -2,7 +2,11 @@
 
 #include <c10/util/hash.h>
 
+#include <functional>
+#include <string>
+
 #include "brigade/comm_hooks/gradient_layout.h"
+#include "brigade/comm_hooks/hook_name.h"
 #include "brigade/comm_hooks/wire_format.h"
 
 namespace brigade {
@@ -27,6 +31,9 @@ uint64_t plan_fingerprint(const BucketPlan& plan, const ParameterTable& table,
       add(static_cast<uint64_t>(declared ? declared->wire_format(dtype).dtype
                                          : dtype));
     }
+  }
+  if (const std::string name = name_of(hook); !name.empty()) {
+    add(std::hash<std::string>()(name));
   }
   return fingerprint;
 }

@@ -6,8 +6,8 @@
 
 namespace brigade {
 
-ProfilerRange::ProfilerRange(const std::string& name) {
-  auto callbacks = at::getStepCallbacksUnlessEmpty(at::RecordScope::USER_SCOPE);
+ProfilerRange::ProfilerRange(const std::string& name, at::RecordScope scope) {
+  auto callbacks = at::getStepCallbacksUnlessEmpty(scope);
   if (!callbacks) return;
   function_.emplace(*std::move(callbacks));
   function_->before(name, c10::ArrayRef<const c10::IValue>());

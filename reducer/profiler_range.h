@@ -20,7 +20,9 @@ namespace brigade {
 // Open while it lives, if a profiler is active when it is made.
 class ProfilerRange {
  public:
-  explicit ProfilerRange(const std::string& name);
+  // `scope`: of a step that a user sees in a trace, or of a function.
+  explicit ProfilerRange(const std::string& name,
+                         at::RecordScope scope = at::RecordScope::USER_SCOPE);
   ProfilerRange(const ProfilerRange&) = delete;
   ProfilerRange& operator=(const ProfilerRange&) = delete;
 
@@ -36,6 +38,9 @@ struct RangeNames {
   std::vector<std::string> pack;    // by bucket
   std::vector<std::string> launch;  // by bucket
   std::string finalize = "brigade: finalize";
+  // As torch calls it, since tools look for it.
+  std::string search =
+      "torch.distributed.ddp.reducer::search_unused_parameters";
 };
 
 }  // namespace brigade

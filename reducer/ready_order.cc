@@ -13,7 +13,8 @@ void ReadyOrder::restart() {
 }
 
 void ReadyOrder::observe() {
-  if (stage_ == Stage::kObserving) stage_ = Stage::kObserved;
+  if (stage_ != Stage::kObserving) return;
+  if (--iterations_left_ == 0) stage_ = Stage::kObserved;
 }
 
 const std::vector<size_t>& ReadyOrder::agree(

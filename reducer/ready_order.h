@@ -6,6 +6,7 @@
 #define BRIGADE_REDUCER_READY_ORDER_H_
 
 #include <cstddef>
+#include <cstdint>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
 
@@ -13,9 +14,10 @@ namespace brigade {
 
 class ReadyOrder {
  public:
-  // Not wanted: never observes anything.
-  explicit ReadyOrder(bool wanted)
-      : stage_(wanted ? Stage::kObserving : Stage::kSettled) {}
+  // Observes the last of the first `iterations`; 0: never anything.
+  explicit ReadyOrder(int64_t iterations)
+      : iterations_left_(iterations),
+        stage_(iterations > 0 ? Stage::kObserving : Stage::kSettled) {}
 
   // An iteration begins: forgets what was noted of one that was given up.
   void restart();
@@ -28,6 +30,9 @@ class ReadyOrder {
   // Takes the order that was noted, of an iteration of which all ranks launched
   // everything; later ones are ignored.
   void observe();
+
+  // True until an order has been observed.
+  bool is_observing() const { return stage_ == Stage::kObserving; }
 
   // True between the observation and settle().
   bool is_pending() const {
@@ -46,6 +51,7 @@ class ReadyOrder {
  private:
   enum class Stage { kObserving, kObserved, kAgreed, kSettled };
 
+  int64_t iterations_left_;
   Stage stage_;
   std::vector<size_t> order_;
 };

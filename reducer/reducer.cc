@@ -14,7 +14,6 @@
 #include "absl/strings/str_cat.h"
 #include "brigade/comm/peer_error.h"
 #include "brigade/comm/status_bridge.h"
-#include "brigade/comm/wait_awake.h"
 #include "brigade/comm_hooks/all_reduce_hook.h"
 #include "brigade/comm_hooks/iteration_listener.h"
 #include "brigade/comm_hooks/wire_format.h"
@@ -22,9 +21,16 @@
 #include "brigade/hooks/graph_search.h"
 #include "brigade/hooks/output_watch.h"
 #include "brigade/planning/plan_by_size.h"
+#include "brigade/reducer/hook_scope.h"
 #include "brigade/reducer/plan_fingerprint.h"
 
 namespace brigade {
+namespace {
+
+// Of a user's hook, to see whether its continuations launch collectives.
+constexpr int64_t kWatchedIterations = 5;
+
+}  // namespace
 
 Reducer::Reducer(std::vector<at::Tensor> parameters,
                  c10::intrusive_ptr<c10d::ProcessGroup> group,
@@ -48,7 +54,11 @@ Reducer::Reducer(ReducerSetup setup)
       graph_(options_, table_, *hooks_),
       signatures_(group_) {
   observe_plan();
-  observations_.watch_stalls(group_, [this] { return describe_progress(); });
+  signatures_.compare_others(!fails_by_network_only(*options_.comm_hook));
+  if (!options_.verify_across_ranks) return;
+  connect();
+  // What ranks have compared decides on the plan.
+  signatures_.set_agreed(bound_.fingerprint);
 }
 
 Reducer::~Reducer() {
@@ -116,13 +126,15 @@ void Reducer::set_comm_hook(std::shared_ptr<c10d::CommHookInterface> hook) {
   const std::lock_guard<std::mutex> lock(mutex_);
   TORCH_CHECK(
       !iteration_ || iteration_->phase == Phase::kPrepared,
-      "Reducer::set_comm_hook: ", describe(occasion(observations_.prepared)),
+      "Reducer::set_comm_hook: ", describe(occasion(observations_.begun)),
       " is being reduced.\nSet the hook before the backward or after "
       "it.");
   if (!hook) hook = all_reduce_hook(group_);
   BoundPlan bound = bind(bound_.plan, *hook);
   adopt(std::move(bound));
   options_.comm_hook = std::move(hook);
+  signatures_.compare_others(!fails_by_network_only(*options_.comm_hook));
+  hook_since_ = observations_.begun;
 }
 
 at::Tensor Reducer::local_used_parameters() const {
@@ -143,9 +155,10 @@ bool Reducer::is_graph_static() const {
          (graph_.unused_search && graph_.unused_search->is_static());
 }
 
-void Reducer::cancel_preparation() {
+void Reducer::note_local_forward() {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (iteration_ && iteration_->phase == Phase::kPrepared) iteration_ = nullptr;
+  if (!iteration_) return;
+  iteration_->only_through_outputs = iteration_->outputs_are_watched;
 }
 
 void Reducer::end_iteration() try {
@@ -168,10 +181,10 @@ void Reducer::recover(MeetingPlace place) try {
 
 // Peers may be in an iteration that this rank has not begun.
 void Reducer::meet_idle(MeetingPlace place) {
-  const auto iteration = iteration_ ? iteration_
-                                    : std::make_shared<IterationState>(
-                                          observations_.prepared, bound_.plan,
-                                          table_.num_replicas());
+  const auto iteration = std::make_shared<IterationState>(
+      Preparation{.number = observations_.prepared,
+                  .iteration = observations_.begun},
+      bound_.plan, table_.num_replicas());
   iteration->sums_used_map = sums_used_map();
   end_together(*iteration,
                {.kind = SignatureKind::kIdle,
@@ -185,6 +198,8 @@ void Reducer::end_unfinished_iteration() {
   if (iteration_->phase == Phase::kFailed || iteration_->watched_backward) {
     return give_up();
   }
+  TORCH_CHECK(!finalizes_manually_ || !iteration_->order.all_launched(),
+              describe_missing_finalization(occasion(iteration_->iteration)));
   iteration_->failure =
       describe_missing_gradients(table_, iteration_->order.missing(),
                                  occasion(iteration_->iteration), options_);
@@ -195,20 +210,36 @@ void Reducer::end_unfinished_iteration() {
 
 void Reducer::prepare(const std::vector<at::Tensor>& outputs) try {
   const std::lock_guard<std::mutex> lock(mutex_);
+  end_unfinished_iteration();
+  if (is_frozen()) {
+    iteration_ = nullptr;
+    return;
+  }
   start_iteration();
   iteration_->prediction = predict_unused(outputs);
   if (graph_.firing_counts) graph_.firing_counts->restart();
-  watch_outputs(outputs, hooks_, [this, iteration = iteration_->iteration] {
-    on_output_reached(iteration);
-  });
+  iteration_->outputs_are_watched = watch_outputs(
+      outputs, hooks_, [this, preparation = iteration_->preparation] {
+        on_output_reached(preparation);
+      });
   observations_.timeline.prepared(iteration_->iteration);
 } catch (...) {
   observations_.note_error();
   throw;
 }
 
+// No backward brings gradients, whatever it goes through: a discriminator's
+// while the generator is trained.
+bool Reducer::is_frozen() const {
+  for (const std::vector<at::Tensor>& replica : table_.replicas()) {
+    for (const at::Tensor& parameter : replica) {
+      if (parameter.requires_grad()) return false;
+    }
+  }
+  return true;
+}
+
 void Reducer::start_iteration() {
-  end_unfinished_iteration();
   iteration_ = nullptr;
   check_parameters();
   if (graph_.ready_order.is_pending()) rebuild();
@@ -216,9 +247,11 @@ void Reducer::start_iteration() {
 
   graph_.ready_order.restart();
   signatures_.leave_meeting_point();
-  const int64_t iteration = ++observations_.prepared;
-  iteration_ = std::make_shared<IterationState>(iteration, bound_.plan,
-                                                table_.num_replicas());
+  ++observations_.prepared;
+  const int64_t iteration = observations_.begun + 1;
+  iteration_ = std::make_shared<IterationState>(
+      Preparation{.number = observations_.prepared, .iteration = iteration},
+      bound_.plan, table_.num_replicas());
   for (const Bucket& bucket : bound_.buckets) {
     for (size_t r = 0; r < table_.num_replicas(); ++r) {
       iteration_->streams.emplace_back(bucket.device(r));
@@ -226,20 +259,18 @@ void Reducer::start_iteration() {
   }
   iteration_->sums_used_map = sums_used_map();
   observations_.iteration_begins(iteration);
+  agree_on_plan();
 }
 
 void Reducer::check_parameters() const {
   if (const auto detached = hooks_->first_detached(table_.replicas())) {
-    TORCH_CHECK(false, "Reducer::prepare_for_backward: ",
-                table_.name_of(detached->parameter),
+    TORCH_CHECK(false, "Reducer: ", table_.name_of(detached->parameter),
                 " was moved or cast after the reducer was made, so that its "
-                "gradient is not seen.\nMove the module first, then make the "
-                "reducer.");
+                "gradient is not seen.\nMove the module first, then wrap it.");
   }
   if (const auto resized = table_.first_resized()) {
-    TORCH_CHECK(false, "Reducer::prepare_for_backward: ",
-                table_.describe_resized(*resized),
-                ".\nResize parameters first, then make the reducer.");
+    TORCH_CHECK(false, "Reducer: ", table_.describe_resized(*resized),
+                ".\nResize parameters first, then wrap the module.");
   }
   if (!options_.gradients_as_bucket_views) return;
   for (size_t r = 0; r < table_.num_replicas(); ++r) {
@@ -263,12 +294,17 @@ void Reducer::keep_out_of_buckets(VariableIndex variable) const {
 
 UnusedPrediction Reducer::predict_unused(
     const std::vector<at::Tensor>& outputs) {
-  if (graph_.unused_search) return graph_.unused_search->predict(outputs);
+  if (graph_.unused_search) {
+    const ProfilerRange searching(observations_.names.search,
+                                  at::RecordScope::FUNCTION);
+    return graph_.unused_search->predict(outputs);
+  }
   UnusedPrediction prediction;
-  prediction.searched = true;
   if (!graph_.firing_counts) return prediction;
   if (!graph_.firing_counts->is_learning()) {
     prediction.unused = graph_.firing_counts->silent();
+    prediction.none_reached =
+        prediction.unused.size() == table_.num_variables();
   } else if (watches_gradients_) {
     // No more than this: reentrant checkpoints hide what they use.
     prediction.none_reached =
@@ -278,14 +314,25 @@ UnusedPrediction Reducer::predict_unused(
   return prediction;
 }
 
-void Reducer::on_output_reached(int64_t iteration) {
+// The outputs of any forward since the last iteration are this one's.
+void Reducer::on_output_reached(Preparation preparation) try {
   const std::lock_guard<std::mutex> lock(mutex_);
   const int backward_id = running_backward_id();
-  finished_.output_reached(iteration, backward_id);
-  if (iteration_ && iteration_->iteration == iteration) {
-    observations_.timeline.backward_begins();
-    watch_backward(backward_id);
+  finished_.output_reached(preparation, backward_id);
+  if (!iteration_ || finished_.is_finished(preparation)) return;
+  if (iteration_->phase == Phase::kFailed) return;
+  observations_.timeline.backward_begins();
+  watch_backward(backward_id);
+  if (iteration_->early_gradients.empty()) return;
+  try {
+    accept_early_gradients(backward_id);
+  } catch (...) {
+    iteration_->failed(words_of_exception(std::current_exception()));
+    throw;
   }
+} catch (...) {
+  observations_.note_error();
+  throw;
 }
 
 void Reducer::stop_watching_gradients() {
@@ -297,10 +344,49 @@ void Reducer::stop_watching_gradients() {
       "the reducer watches.\nSet static_graph instead.");
   TORCH_CHECK(!iteration_ || iteration_->phase == Phase::kPrepared,
               "Reducer::stop_watching_gradients: ",
-              describe(occasion(observations_.prepared)),
+              describe(occasion(observations_.begun)),
               " is being reduced.\nCall it before the backward or after it.");
   hooks_->remove();
   watches_gradients_ = false;
+}
+
+void Reducer::set_manual_finalization(bool required) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (required == finalizes_manually_) return;
+  TORCH_CHECK(!iteration_, "Reducer::set_manual_finalization: ",
+              describe(occasion(iteration_->iteration)),
+              " is prepared or under way; this cannot be called after forward "
+              "while a backward is expected.\nCall it before forward, or when "
+              "the iteration is over.");
+  finalizes_manually_ = required;
+}
+
+bool Reducer::must_finalize_after_backward() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return graph_.ready_order.is_observing() ||
+         (graph_.firing_counts && graph_.firing_counts->is_learning());
+}
+
+void Reducer::finalize_backward() try {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  TORCH_CHECK(finalizes_manually_,
+              "Reducer::finalize_backward: manual backward finalization is not "
+              "required.\nSet it before forward, or let backward end the "
+              "iteration.");
+  TORCH_CHECK(iteration_ && iteration_->phase == Phase::kReducing,
+              "Reducer::finalize_backward: no gradient reduction requires "
+              "finalization.\nCall it once, after a backward outside of "
+              "no_sync.");
+  TORCH_CHECK(iteration_->order.all_launched(),
+              "Reducer::finalize_backward: called before all DDP buckets were "
+              "ready: gradients of ",
+              table_.name_of(iteration_->order.missing()),
+              " are missing.\nCall it when all have come, at the latest after "
+              "backward.");
+  finalize();
+} catch (...) {
+  observations_.note_error();
+  throw;
 }
 
 void Reducer::gradient_ready(size_t parameter, size_t replica) {
@@ -323,7 +409,9 @@ void Reducer::gradient_ready(size_t parameter, size_t replica) {
 void Reducer::on_gradient_ready(VariableIndex variable, bool is_defined) try {
   const std::lock_guard<std::mutex> lock(mutex_);
   const int backward_id = running_backward_id();
-  if (graph_.used_map && is_defined) {
+  // A function may write to `.grad` itself and return nothing. Source: torch's
+  // Reducer, which looks at `.grad` too.
+  if (graph_.used_map && (is_defined || table_[variable].grad().defined())) {
     graph_.used_map->mark(table_.number_of(variable));
   }
   if (!iteration_) {
@@ -335,12 +423,11 @@ void Reducer::on_gradient_ready(VariableIndex variable, bool is_defined) try {
   }
   if (iteration_->phase == Phase::kFailed) return;
   try {
-    watch_backward(backward_id);
-    begin_reduction();
-    if (is_defined) {
-      iteration_->context_gradients.take(table_[variable], bound_.memory);
+    if (may_be_of_a_local_forward()) {
+      return accept_early_gradient(variable, is_defined, backward_id);
     }
-    accept_gradient(variable);
+    watch_backward(backward_id);
+    accept_gradient(variable, is_defined);
   } catch (...) {
     iteration_->failed(words_of_exception(std::current_exception()));
     throw;
@@ -354,13 +441,42 @@ void Reducer::on_gradient_ready(VariableIndex variable, bool is_defined) try {
 void Reducer::watch_backward(int backward_id) {
   if (iteration_->watched_backward) return;
   iteration_->watched_backward = backward_id;
-  const int64_t iteration = iteration_->iteration;
+  const int64_t preparation = iteration_->preparation.number;
   watch_backward_end(
       hooks_,
-      [this, iteration, backward_id] {
-        on_backward_end(iteration, backward_id);
+      [this, preparation, backward_id] {
+        on_backward_end(preparation, backward_id);
       },
-      [this, iteration] { on_backward_abandoned(iteration); });
+      [this, preparation] { on_backward_abandoned(preparation); });
+}
+
+bool Reducer::may_be_of_a_local_forward() const {
+  return iteration_->only_through_outputs && !iteration_->watched_backward;
+}
+
+// The backward may come to the prepared outputs later; else the gradient stays
+// on this rank.
+void Reducer::accept_early_gradient(VariableIndex variable, bool is_defined,
+                                    int backward_id) {
+  if (iteration_->phase == Phase::kReducing &&
+      iteration_->order.is_ready(variable)) {
+    // Its bucket is on its way. The iteration should have been over.
+    TORCH_CHECK(false, describe_missing_gradients(
+                           table_, iteration_->order.missing(),
+                           occasion(iteration_->iteration), options_));
+  }
+  iteration_->early_gradients.push_back({.variable = variable,
+                                         .is_defined = is_defined,
+                                         .backward_id = backward_id});
+}
+
+// Reentrant backwards inside this one have later ids.
+void Reducer::accept_early_gradients(int backward_id) {
+  for (const EarlyGradient& early :
+       std::exchange(iteration_->early_gradients, {})) {
+    if (early.backward_id < backward_id) continue;
+    accept_gradient(early.variable, early.is_defined);
+  }
 }
 
 // Gradients that will not come are ready once backward has begun. Not before:
@@ -368,11 +484,12 @@ void Reducer::watch_backward(int backward_id) {
 void Reducer::begin_reduction() {
   if (iteration_->phase != Phase::kPrepared) return;
   iteration_->phase = Phase::kReducing;
+  observations_.begun = iteration_->iteration;
   observations_.timeline.backward_begins();
   iteration_->creates_graph = at::GradMode::is_enabled();
-  begin_with_peers();
   const std::vector<size_t>& unused = iteration_->prediction.unused;
   if (skips_unused_buckets()) {
+    begin_with_peers();
     std::vector<bool> reached(table_.num_variables(), true);
     for (const size_t variable : unused) reached[variable] = false;
     for (size_t i = 0; i < reached.size(); ++i) {
@@ -382,6 +499,10 @@ void Reducer::begin_reduction() {
     await_used_map();
   }
   tell_hook_of_iteration();
+  if (!fails_by_network_only(*options_.comm_hook) &&
+      iteration_->iteration - hook_since_ <= kWatchedIterations) {
+    iteration_->continuations.emplace();
+  }
   mark_unused(unused);
   launch_full_buckets();
 }
@@ -393,7 +514,11 @@ void Reducer::tell_hook_of_iteration() const {
   }
 }
 
-void Reducer::accept_gradient(VariableIndex variable) {
+void Reducer::accept_gradient(VariableIndex variable, bool is_defined) {
+  begin_reduction();
+  if (is_defined) {
+    iteration_->context_gradients.take(table_[variable], bound_.memory);
+  }
   if (iteration_->order.is_ready(variable)) refuse_gradient(variable);
   const size_t bucket = bound_.plan.locate(variable.parameter).bucket;
   streams_of(bucket, variable.replica).gradient_produced();
@@ -420,21 +545,16 @@ bool Reducer::completes_gradient(VariableIndex variable) {
          graph_.firing_counts->is_last(table_.number_of(variable));
 }
 
-// What only the end of a backward tells: which gradients of an unknown graph
+// What only the end of a static graph's first backward tells: which gradients
 // have come, and which will not come.
-void Reducer::accept_late_gradients() {
-  if (graph_.firing_counts && graph_.firing_counts->is_learning()) {
-    for (const size_t number : graph_.firing_counts->settle()) {
-      const VariableIndex variable = table_.variable(number);
-      note_use(variable);
-      mark_ready(variable);
-    }
-    mark_unused(graph_.firing_counts->silent());
-  } else if (!iteration_->order.all_launched() &&
-             !iteration_->prediction.searched) {
-    graph_.unused_search->complete(iteration_->prediction);
-    mark_unused(iteration_->prediction.unused);
+void Reducer::learn_graph() {
+  if (!graph_.firing_counts || !graph_.firing_counts->is_learning()) return;
+  for (const size_t number : graph_.firing_counts->settle()) {
+    const VariableIndex variable = table_.variable(number);
+    note_use(variable);
+    mark_ready(variable);
   }
+  mark_unused(graph_.firing_counts->silent());
   launch_full_buckets();
 }
 
@@ -471,7 +591,7 @@ bool Reducer::mark_ready(VariableIndex variable) {
 
 void Reducer::pack(size_t bucket) {
   if (is_skipped(bucket)) return;
-  const at::ThreadLocalStateGuard as_preparer(iteration_->preparer);
+  const HookScope scope(iteration_->preparer);
   const ObservedPack packing(observations_, bucket);
   for (size_t r = 0; r < table_.num_replicas(); ++r) {
     observations_.bytes_packed += bound_.buckets[bucket].pack(
@@ -552,10 +672,11 @@ void Reducer::launch_full_buckets() {
     if (is_skipped(*next)) {
       ++observations_.buckets_skipped;
     } else if (!bucket.is_empty()) {
-      const at::ThreadLocalStateGuard as_preparer(iteration_->preparer);
+      const HookScope scope(iteration_->preparer);
       try {
         signatures_.count([&] {
           const ObservedLaunch launching(observations_, *next);
+          const ChainedCollectives::Scope chaining(iteration_->chained);
           launch.future =
               iteration_->is_shadow ? bucket.launch_zeros() : bucket.launch();
         });
@@ -575,89 +696,39 @@ void Reducer::launch_full_buckets() {
   }
 }
 
-void Reducer::on_backward_end(int64_t iteration, int backward_id) try {
+void Reducer::on_backward_end(int64_t preparation, int backward_id) try {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (!iteration_ || iteration_->iteration != iteration) return;
+  if (!iteration_ || iteration_->preparation.number != preparation) return;
   if (iteration_->watched_backward == backward_id) {
     iteration_->watched_backward.reset();
   }
   if (iteration_->phase == Phase::kFailed) return give_up();
-  if (iteration_->phase == Phase::kPrepared) {
-    // Gradients were computed, but not of parameters; perhaps there are none to
-    // come.
-    if (graph_.unused_search) {
-      graph_.unused_search->complete(iteration_->prediction);
-    }
-    const UnusedPrediction& prediction = iteration_->prediction;
-    if (!prediction.none_reached &&
-        prediction.unused.size() < table_.num_variables()) {
-      return;
-    }
+  // Gradients were computed, but not of parameters; perhaps there are none to
+  // come.
+  if (iteration_->phase == Phase::kPrepared &&
+      !iteration_->prediction.none_reached) {
+    return;
   }
+  const size_t launched_before = iteration_->launches.size();
   try {
     begin_reduction();
-    accept_late_gradients();
+    learn_graph();
   } catch (...) {
     iteration_->failed(words_of_exception(std::current_exception()));
     give_up();
     throw;
   }
+  // Comm hooks that have only now been called may have queued callbacks.
+  if (iteration_->launches.size() > launched_before) {
+    return watch_backward(backward_id);
+  }
+  if (finalizes_manually_) return;
   // If gradients are missing, another backward may bring them. What has been
   // launched is not waited for: a peer may have failed before it did.
   if (iteration_->order.all_launched()) finalize();
 } catch (...) {
   observations_.note_error();
   throw;
-}
-
-// Waits for every future, also after an error: nothing may write into a bucket
-// behind the user's back.
-void Reducer::finalize() {
-  const std::shared_ptr<IterationState> iteration =
-      std::exchange(iteration_, nullptr);
-  finished_.mark_finished(iteration->iteration, iteration->creates_graph);
-  const ObservedFinalize finalizing(observations_);
-  end_together(*iteration, {.kind = SignatureKind::kEnd});
-  graph_.ready_order.observe();
-  const at::ThreadLocalStateGuard as_preparer(iteration->preparer);
-
-  std::exception_ptr first_error;
-  ErrorSource source = ErrorSource::kFuture;
-  size_t failed_bucket = 0;
-  const auto awake_until = std::chrono::steady_clock::now() + kMaxTimeAwake;
-  for (const Launch& launch : iteration->launches) {
-    const size_t bucket = launch.bucket;
-    ErrorSource step = ErrorSource::kFuture;
-    try {
-      if (!launch.future) continue;
-      wait_awake(*launch.future, awake_until);
-      launch.future->waitAndThrow();
-      observations_.timeline.waited_for(bucket);
-      if (first_error) continue;
-      if (iteration->is_shadow) {  // hears only of what all ranks throw
-        step = ErrorSource::kDelivery;
-        options_.comm_hook->parseHookResult(launch.future->value());
-        continue;
-      }
-      const std::vector<size_t> untouched = untouched_slots(*iteration, bucket);
-      step = ErrorSource::kDelivery;
-      observations_.bytes_delivered +=
-          bound_.buckets[bucket].deliver(launch.future->value(), untouched);
-    } catch (...) {
-      if (first_error) continue;
-      first_error = std::current_exception();
-      source = step;
-      failed_bucket = bucket;
-    }
-  }
-  if (graph_.used_map) graph_.used_map->clear_marks();
-  if (first_error) {
-    ++observations_.given_up;
-    rethrow(first_error, source, failed_bucket, iteration->iteration);
-  }
-  observations_.timeline.finalized();
-  iteration->context_gradients.write_back();
-  ++observations_.reduced;
 }
 
 void Reducer::rebuild() {
@@ -673,9 +744,12 @@ void Reducer::rebuild() {
   }
   BucketPlan plan = value_or_throw(
       plan_by_size(table_.specs(), *order, options_.bucket_caps_bytes));
+  const bool was_agreed = signatures_.is_agreed(bound_.fingerprint);
   if (plan != bound_.plan) {
     adopt(bind(std::move(plan), *options_.comm_hook));
   }
+  // The same order makes the same plan.
+  if (was_agreed) signatures_.set_agreed(bound_.fingerprint);
   ++observations_.rebuilds;
   graph_.ready_order.settle();
 }
@@ -683,10 +757,9 @@ void Reducer::rebuild() {
 // Gradients lie in buckets as parameters do in memory.
 void Reducer::follow_strides() {
   if (const auto apart = table_.first_unlike_replica_0()) {
-    TORCH_CHECK(false, "Reducer::prepare_for_backward: ",
-                table_.name_of(apart->parameter), " has strides ",
-                table_[*apart].strides(), " in local replica ", apart->replica,
-                " and ", table_[apart->parameter].strides(),
+    TORCH_CHECK(false, "Reducer: ", table_.name_of(apart->parameter),
+                " has strides ", table_[*apart].strides(), " in local replica ",
+                apart->replica, " and ", table_[apart->parameter].strides(),
                 " in replica 0.\nGive all replicas the same memory format.");
   }
   BoundPlan bound = bind(bound_.plan, *options_.comm_hook);

@@ -45,6 +45,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <string_view>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
 
@@ -120,9 +121,11 @@ class Reducer : private GradientListener {
     prepare(tensors_of(outputs));
   }
 
-  // Takes prepare_for_backward() back: the next backward accumulates locally.
-  // No effect once gradients have come.
-  void cancel_preparation();
+  // A forward has run whose gradients are to accumulate on this rank only. From
+  // here on a backward is reduced only if it goes through outputs that were
+  // given to prepare_for_backward() (any, if these have no history to tell by).
+  // Free where nothing is prepared.
+  void note_local_forward();
 
   // Launches what peers that reduce an iteration launch, on zeros, and delivers
   // nothing: for a rank that has run out of data. It counts as a prepared
@@ -184,6 +187,24 @@ class Reducer : private GradientListener {
   // comes by a hook may raise.
   void gradient_ready(size_t parameter, size_t replica = 0);
 
+  // While set, an iteration does not end with its backward, but when
+  // finalize_backward() is called: for work that is to overlap with the last
+  // collectives. To be set alike on every rank.
+  //
+  // Errors: RuntimeError between a forward and the end of its iteration.
+  void set_manual_finalization(bool required);
+
+  // Whether finalize_backward() has to wait for the end of the backward to
+  // come: while the order of gradients is observed, to rebuild buckets from, or
+  // a static graph is learnt. If not, a hook in backward may call it, once all
+  // gradients are there.
+  bool must_finalize_after_backward() const;
+
+  // Waits for the collectives of the iteration, and delivers. Errors:
+  // RuntimeError if it is not to be called, there is nothing to finalize, or
+  // gradients are missing; what the end of a backward throws otherwise.
+  void finalize_backward();
+
   // What an iteration that has begun still waits for: parameters, ascending.
   // Empty if none has begun.
   std::vector<size_t> missing_gradients() const;
@@ -233,6 +254,12 @@ class Reducer : private GradientListener {
   // throws.
   at::Tensor used_parameter_counts();
 
+  // False once this rank has closed the group's connections, or has found them
+  // closed: after a peer has died, left or not answered. Everything on this
+  // rank stays usable, but not the group: make a new one, and a new reducer on
+  // it. Other errors leave the group usable.
+  bool can_continue() const;
+
   // True if the graph is declared static, or if all iterations so far left the
   // same parameters unused (which find_unused_parameters finds out): then
   // static_graph = true would save the search.
@@ -251,22 +278,27 @@ class Reducer : private GradientListener {
 
   void prepare(const std::vector<at::Tensor>& outputs);
   void on_gradient_ready(VariableIndex variable, bool is_defined) override;
-  void on_output_reached(int64_t iteration);
-  void on_backward_end(int64_t iteration, int backward_id);
-  void on_backward_abandoned(int64_t iteration);
+  void on_output_reached(Preparation preparation);
+  void on_backward_end(int64_t preparation, int backward_id);
+  void on_backward_abandoned(int64_t preparation);
 
   // REQUIRES: mutex_ held, for all that follow.
   void end_unfinished_iteration();
+  bool is_frozen() const;
   void start_iteration();
   void check_parameters() const;
   void keep_out_of_buckets(VariableIndex variable) const;
   UnusedPrediction predict_unused(const std::vector<at::Tensor>& outputs);
   void watch_backward(int backward_id);
   void begin_reduction();
-  void accept_gradient(VariableIndex variable);
+  bool may_be_of_a_local_forward() const;
+  void accept_early_gradient(VariableIndex variable, bool is_defined,
+                             int backward_id);
+  void accept_early_gradients(int backward_id);
+  void accept_gradient(VariableIndex variable, bool is_defined);
   [[noreturn]] void refuse_gradient(VariableIndex variable) const;
   bool completes_gradient(VariableIndex variable);
-  void accept_late_gradients();
+  void learn_graph();
   void mark_unused(std::span<const size_t> variables);
   void note_use(VariableIndex variable);
   bool mark_ready(VariableIndex variable);  // whether its bucket is full now
@@ -282,27 +314,51 @@ class Reducer : private GradientListener {
                                       size_t bucket);
   void send_used_map();
   void await_used_map();
-  void finalize();
   void rebuild();
   void follow_strides();
   void adopt(BoundPlan bound);
   BoundPlan bind(BucketPlan plan, c10d::CommHookInterface& hook) const;
   void keep_until_done(BoundPlan bound, std::span<const Launch> launches) const;
 
+  // What becomes of the results (reducer_results.cc).
+  struct BucketFailure {
+    std::exception_ptr error;
+    ErrorSource source = ErrorSource::kFuture;
+    size_t bucket = 0;
+  };
+  void finalize();
+  void deliver_as_results_come(IterationState& iteration);
+  void deliver_what_all_ranks_have(IterationState& iteration);
+  std::optional<BucketFailure> launch_chained(IterationState& iteration);
+  void await_result(const Launch& launch);
+  at::Tensor result_of(const Launch& launch);
+  std::optional<BucketFailure> find_unordered_collectives(
+      const IterationState& iteration) const;
+  void tell_of_results(IterationState& iteration, RankSignature own,
+                       const std::optional<BucketFailure>& failure);
+  void deliver(IterationState& iteration, const Launch& launch,
+               const at::Tensor& result);
+
   // Where ranks meet, and what follows if one has failed
   // (reducer_recovery.cc).
+  void connect();
+  void agree_on_plan();
   void begin_with_peers();
+  RankSignature begin_signature() const;
   void meet_idle(MeetingPlace place);
   void end_together(IterationState& iteration, const RankSignature& own);
-  Verdict compare(IterationState& iteration, RankSignature own);
+  Verdict compare(
+      IterationState& iteration, RankSignature own,
+      std::optional<std::chrono::milliseconds> patience = std::nullopt);
   void settle(IterationState& iteration, Verdict& verdict);
-  void pay(const IterationState& iteration, int64_t num_launches);
+  void pay(IterationState& iteration, int64_t num_launches);
   void launch_map_of_zeros();
-  void launch_zeros(size_t bucket);
+  void launch_zeros(IterationState& iteration, size_t bucket);
   void give_up();
-  void wait_quietly(const IterationState& iteration) const;
-  void lose_group(const IterationState& iteration);
-  void leave_in_flight(const IterationState& iteration);
+  void wait_quietly(IterationState& iteration) const;
+  void lose_group(IterationState& iteration);
+  void leave_in_flight(IterationState& iteration);
+  std::string describe_place(size_t bucket, int64_t iteration) const;
   std::string describe_awaited(const IterationState& iteration) const;
   void forget_observations(const IterationState& iteration);
   void tell_hook_of_iteration() const;
@@ -331,7 +387,9 @@ class Reducer : private GradientListener {
   GraphHistory graph_;
   PeerSignatures signatures_;
   Observations observations_;
+  int64_t hook_since_ = 0;  // the iteration after which the hook was set
   bool watches_gradients_ = true;
+  bool finalizes_manually_ = false;
 };
 
 }  // namespace brigade

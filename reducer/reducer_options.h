@@ -3,6 +3,7 @@
 #ifndef BRIGADE_REDUCER_REDUCER_OPTIONS_H_
 #define BRIGADE_REDUCER_REDUCER_OPTIONS_H_
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -62,6 +63,9 @@ struct ReducerOptions {
   // that of one iteration only.
   std::optional<bool> rebuild_buckets = std::nullopt;
 
+  // The iteration whose order that is; at least 1.
+  int64_t rebuild_after_iterations = 1;
+
   // Gradients are views of their bucket: no copy back, and gradient memory is
   // that of the buckets plus the gradients of the bucket being filled. Each
   // step replaces the tensor in `.grad` that autograd put there. If false,
@@ -73,9 +77,16 @@ struct ReducerOptions {
   bool gradients_as_bucket_views = true;
 
   // Compare parameters and options across ranks at construction. Costs two
-  // small collectives. If false, construction communicates nothing, and ranks
-  // whose buckets differ raise in their first backward.
+  // small collectives, and ranks connect to each other. If false, construction
+  // communicates nothing; ranks connect, and those whose buckets differ raise,
+  // in the first prepare_for_backward().
   bool verify_across_ranks = true;
+
+  // A rank whose backward fails tells its peers, and waits so long for them to
+  // come to a place where they hear it. Then it closes the group, which ends
+  // collectives that they may be blocked in, and raises. At most the group's
+  // timeout.
+  std::chrono::milliseconds failure_patience = std::chrono::seconds(5);
 
   // How a bucket crosses ranks. Null: average by all-reduce in the gradients'
   // own dtype. See comm_hooks/. A hook gets complex gradients as pairs of

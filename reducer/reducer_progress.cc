@@ -19,7 +19,7 @@ namespace brigade {
 void Reducer::forward_begins() {
   const std::lock_guard<std::mutex> lock(mutex_);
   hooks_->prefetch_for_forward();
-  observations_.timeline.forward_begins(observations_.prepared + 1);
+  observations_.timeline.forward_begins(observations_.begun + 1);
 }
 
 Timeline Reducer::timeline() const {
@@ -34,6 +34,7 @@ void Reducer::set_stall_report_after(std::chrono::milliseconds time) {
       time.count(),
       " ms.\nGive the time after which a stall is reported, or 0 "
       "for never.");
+  observations_.stall_report_after = time;
   if (observations_.stall_watch) {
     observations_.stall_watch->set_report_after(time);
   }
@@ -43,6 +44,8 @@ void Reducer::set_stall_handler(
     std::function<void(const std::string& report)> handler) {
   if (observations_.stall_watch) {
     observations_.stall_watch->set_handler(std::move(handler));
+  } else {
+    observations_.stall_handler = std::move(handler);
   }
 }
 
@@ -71,7 +74,7 @@ std::string Reducer::describe_progress() const {
   }
   if (!iteration_) {
     return absl::StrCat("has prepared nothing since iteration ",
-                        observations_.prepared);
+                        observations_.begun);
   }
   if (iteration_->phase == Phase::kPrepared) {
     return absl::StrCat("has prepared iteration ", iteration_->iteration,

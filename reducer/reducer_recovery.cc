@@ -5,6 +5,7 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <chrono>
 #include <exception>
 #include <optional>
 #include <stdexcept>
@@ -14,55 +15,53 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
+#include "brigade/comm/close_group.h"
 #include "brigade/comm/peer_error.h"
+#include "brigade/comm_hooks/hook_name.h"
 #include "brigade/comm_hooks/own_errors.h"
 #include "brigade/comm_hooks/wire_format.h"
+#include "brigade/reducer/hook_scope.h"
 #include "brigade/reducer/reducer.h"
 
 namespace brigade {
 namespace {
 
-// A group in which a collective failed is dead. Peers that wait for this rank
-// shall learn it now, not at their timeout.
-void close_connections(c10d::ProcessGroup& group) {
-  try {
-    group.abort();
-  } catch (const std::exception&) {
-    // This backend can't: peers wait for their timeout.
-  }
-}
-
 bool is_pending(const Launch& launch) {
   return launch.future && !launch.future->completed();
 }
 
-// All ranks throw alike, with the same words.
-void throw_if_apart(const Verdict& verdict) {
-  if (verdict.status.ok()) return;
-  std::string text(verdict.status.message());
-  if (!verdict.owed.ok()) {
-    absl::StrAppend(&text, "\n", verdict.owed.status().message());
-  }
-  if (absl::IsAborted(verdict.status)) {
-    throw_peer_error("Reducer",
-                     std::make_exception_ptr(std::runtime_error(text)));
-  }
-  TORCH_CHECK(false, "Reducer: ", text);
-}
-
 }  // namespace
 
+void Reducer::connect() {
+  signatures_.connect();
+  observations_.watch_stalls(group_, signatures_.store_prefix(),
+                             [this] { return describe_progress(); });
+}
+
 // Peers are waited for where lengths could clash: before the first bucket of a
-// plan, and before a map whose sum decides what is launched.
-void Reducer::begin_with_peers() {
-  if (signatures_.is_agreed(bound_.fingerprint) && !skips_unused_buckets()) {
-    return;
-  }
-  const std::string plan = absl::StrCat(bound_.plan.num_buckets(), " buckets, ",
-                                        table_.size(), " parameters");
-  throw_if_apart(compare(*iteration_, {.kind = SignatureKind::kBegin,
-                                       .text = signature_text(plan)}));
+// plan, and before a map whose sum decides what is launched. A plan is agreed
+// on while forward is prepared, since a peer's backward may wait for something
+// else than this rank's first gradient.
+void Reducer::agree_on_plan() {
+  const std::shared_ptr<IterationState> iteration = iteration_;
+  if (!signatures_.is_connected()) connect();
+  if (signatures_.is_agreed(bound_.fingerprint)) return;
+  end_together(*iteration, begin_signature());
   signatures_.set_agreed(bound_.fingerprint);
+  signatures_.leave_meeting_point();
+}
+
+void Reducer::begin_with_peers() {
+  throw_if_apart(compare(*iteration_, begin_signature()));
+}
+
+RankSignature Reducer::begin_signature() const {
+  std::string plan = absl::StrCat(bound_.plan.num_buckets(), " buckets, ",
+                                  table_.size(), " parameters");
+  if (const std::string hook = name_of(*options_.comm_hook); !hook.empty()) {
+    absl::StrAppend(&plan, ", comm hook ", hook);
+  }
+  return {.kind = SignatureKind::kBegin, .text = signature_text(plan)};
 }
 
 // Throws on all ranks alike unless all are in the same place. The iteration is
@@ -70,6 +69,7 @@ void Reducer::begin_with_peers() {
 void Reducer::end_together(IterationState& iteration,
                            const RankSignature& own) {
   try {
+    if (!signatures_.is_connected()) connect();
     throw_if_apart(compare(iteration, own));
   } catch (...) {
     iteration_ = nullptr;
@@ -81,13 +81,14 @@ void Reducer::end_together(IterationState& iteration,
 
 // Tells peers where this rank is, and brings all to the same place if they are
 // not. Errors: PeerError if peers do not answer.
-Verdict Reducer::compare(IterationState& iteration, RankSignature own) {
+Verdict Reducer::compare(IterationState& iteration, RankSignature own,
+                         std::optional<std::chrono::milliseconds> patience) {
   own.iteration = iteration.iteration;
   own.fingerprint = bound_.fingerprint;
   const WaitForPeers waiting(*observations_.progress);
   std::optional<Verdict> verdict;
   try {
-    verdict = signatures_.exchange(own);
+    verdict = signatures_.exchange(own, patience);
   } catch (const c10::DistBackendError& error) {
     iteration.is_settled = true;
     const std::string where = describe_awaited(iteration);
@@ -108,9 +109,9 @@ Verdict Reducer::compare(IterationState& iteration, RankSignature own) {
 }
 
 void Reducer::settle(IterationState& iteration, Verdict& verdict) {
-  observations_.prepared = std::max(observations_.prepared, verdict.iteration);
+  observations_.begun = std::max(observations_.begun, verdict.iteration);
   if (verdict.owed.ok()) {
-    const at::ThreadLocalStateGuard as_preparer(iteration.preparer);
+    const HookScope scope(iteration.preparer);
     try {
       pay(iteration, *verdict.owed);
     } catch (...) {
@@ -126,7 +127,7 @@ void Reducer::settle(IterationState& iteration, Verdict& verdict) {
 
 // Launches what the other ranks have launched of an iteration that is given up,
 // and discards the results.
-void Reducer::pay(const IterationState& iteration, int64_t num_launches) {
+void Reducer::pay(IterationState& iteration, int64_t num_launches) {
   const bool map_first = skips_unused_buckets();
   auto done = static_cast<int64_t>(iteration.used_map_sent);
   for (const Launch& launch : iteration.launches) {
@@ -142,7 +143,7 @@ void Reducer::pay(const IterationState& iteration, int64_t num_launches) {
   if (iteration.sums_used_map && map_first && is_due()) launch_map_of_zeros();
   for (size_t b = 0; b < bound_.buckets.size() && num_launches > 0; ++b) {
     if (bound_.buckets[b].is_empty() || is_skipped(b)) continue;
-    if (is_due()) launch_zeros(b);
+    if (is_due()) launch_zeros(iteration, b);
   }
   if (iteration.sums_used_map && !map_first && is_due()) launch_map_of_zeros();
   TORCH_CHECK(num_launches <= 0, num_launches,
@@ -155,15 +156,18 @@ void Reducer::launch_map_of_zeros() {
   graph_.used_map->wait();
 }
 
-void Reducer::launch_zeros(size_t bucket) {
+void Reducer::launch_zeros(IterationState& iteration, size_t bucket) {
+  const ChainedCollectives::Scope chaining(iteration.chained);
   const auto future = bound_.buckets[bucket].launch_zeros();
   ++observations_.buckets_launched;
-  future->waitAndThrow();
+  if (iteration.chained.empty()) return future->waitAndThrow();
+  // Nobody launches the second ones of an iteration that is given up.
+  iteration.chained.cancel(/*wait_for_first=*/true);
 }
 
-void Reducer::on_backward_abandoned(int64_t iteration) {
+void Reducer::on_backward_abandoned(int64_t preparation) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (iteration_ && iteration_->iteration == iteration) give_up();
+  if (iteration_ && iteration_->preparation.number == preparation) give_up();
 }
 
 // Does not throw: destructors of autograd's call it, and an error is on its way
@@ -171,7 +175,7 @@ void Reducer::on_backward_abandoned(int64_t iteration) {
 void Reducer::give_up() {
   const std::shared_ptr<IterationState> iteration =
       std::exchange(iteration_, nullptr);
-  finished_.mark_finished(iteration->iteration, /*may_be_repeated=*/false);
+  finished_.mark_finished(iteration->preparation, /*may_be_repeated=*/false);
   ++observations_.given_up;
   forget_observations(*iteration);
   if (iteration->is_settled) return;
@@ -179,10 +183,12 @@ void Reducer::give_up() {
     iteration->failure = "an exception ended backward";
   }
   try {
-    const Verdict verdict = compare(
-        *iteration, {.kind = SignatureKind::kFailed,
-                     .unit = static_cast<int64_t>(iteration->launches.size()),
-                     .text = signature_text(iteration->failure)});
+    const Verdict verdict =
+        compare(*iteration,
+                {.kind = SignatureKind::kFailed,
+                 .unit = static_cast<int64_t>(iteration->launches.size()),
+                 .text = signature_text(iteration->failure)},
+                options_.failure_patience);
     if (verdict.owed.ok()) return;
     TORCH_WARN("Reducer: while giving up ",
                describe(occasion(iteration->iteration)), ": ",
@@ -203,8 +209,9 @@ void Reducer::forget_observations(const IterationState& iteration) {
 }
 
 // So that nothing writes into a bucket behind the user's back.
-void Reducer::wait_quietly(const IterationState& iteration) const {
+void Reducer::wait_quietly(IterationState& iteration) const {
   const WaitForPeers waiting(*observations_.progress);
+  iteration.chained.cancel(/*wait_for_first=*/true);
   for (const Launch& launch : iteration.launches) {
     if (!launch.future) continue;
     try {
@@ -214,22 +221,27 @@ void Reducer::wait_quietly(const IterationState& iteration) const {
       if (!device.is_cpu()) current_stream(device).synchronize();
     } catch (...) {
       TORCH_WARN("Reducer: while waiting for ",
-                 describe_bucket(table_, bound_.plan.buckets()[launch.bucket],
-                                 launch.bucket, bound_.plan.num_buckets(),
-                                 occasion(iteration.iteration)),
-                 ": ", words_of_exception(std::current_exception()));
+                 describe_place(launch.bucket, iteration.iteration), ": ",
+                 words_of_exception(std::current_exception()));
     }
   }
 }
 
-void Reducer::lose_group(const IterationState& iteration) {
-  close_connections(*group_);
+void Reducer::lose_group(IterationState& iteration) {
+  signatures_.lose_group();
+  close_group(*group_);
   leave_in_flight(iteration);
+}
+
+bool Reducer::can_continue() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return !signatures_.has_lost_group();
 }
 
 // Collectives that may never end keep their buckets; gradients go to new ones.
 // What they held is lost.
-void Reducer::leave_in_flight(const IterationState& iteration) {
+void Reducer::leave_in_flight(IterationState& iteration) {
+  iteration.chained.cancel(/*wait_for_first=*/false);
   if (std::none_of(iteration.launches.begin(), iteration.launches.end(),
                    is_pending)) {
     return;
@@ -249,8 +261,8 @@ void Reducer::leave_in_flight(const IterationState& iteration) {
       }
     }
   }
+  BoundPlan fresh = bind(bound_.plan, *options_.comm_hook);  // may throw
   BoundPlan old = std::move(bound_);
-  BoundPlan fresh = bind(old.plan, *options_.comm_hook);
   adopt(std::move(fresh));
   keep_until_done(std::move(old), iteration.launches);
 }
@@ -262,16 +274,18 @@ std::string Reducer::describe_awaited(const IterationState& iteration) const {
   auto launch = std::find_if(iteration.launches.begin(),
                              iteration.launches.end(), is_pending);
   if (launch == iteration.launches.end()) --launch;
-  return describe_bucket(table_, bound_.plan.buckets()[launch->bucket],
-                         launch->bucket, bound_.plan.num_buckets(), here);
+  return describe_place(launch->bucket, iteration.iteration);
+}
+
+std::string Reducer::describe_place(size_t bucket, int64_t iteration) const {
+  return describe_bucket(table_, bound_.plan.buckets()[bucket], bucket,
+                         bound_.plan.num_buckets(), occasion(iteration));
 }
 
 void Reducer::rethrow(const std::exception_ptr& error, ErrorSource source,
                       size_t bucket, int64_t iteration) {
-  const std::string where = absl::StrCat(
-      "Reducer: ",
-      describe_bucket(table_, bound_.plan.buckets()[bucket], bucket,
-                      bound_.plan.num_buckets(), occasion(iteration)));
+  const std::string where =
+      absl::StrCat("Reducer: ", describe_place(bucket, iteration));
   if (iteration_) iteration_->failed(words_of_exception(error));
   if (dynamic_cast<ThrowsOwnErrors*>(options_.comm_hook.get())) {
     std::rethrow_exception(error);
@@ -287,7 +301,8 @@ void Reducer::rethrow(const std::exception_ptr& error, ErrorSource source,
          .unit = static_cast<int64_t>(bucket),
          .text = signature_text(words_of_exception(error))});
     if (iteration_) iteration_->is_settled = true;
-    close_connections(*group_);
+    signatures_.lose_group();
+    close_group(*group_);
   }
   const std::optional<RollCall> roll =
       signatures_.call_survivors(absl::StrCat(iteration, "/", bucket));

@@ -14,6 +14,7 @@
 #include "brigade/comm/control_device.h"
 #include "brigade/comm/status_bridge.h"
 #include "brigade/comm_hooks/all_reduce_hook.h"
+#include "brigade/comm_hooks/hook_name.h"
 #include "brigade/comm_hooks/wire_format.h"
 #include "brigade/planning/plan_by_size.h"
 #include "brigade/planning/plan_check.h"
@@ -59,7 +60,10 @@ absl::Status check_devices(const ParameterTable& table,
 std::string describe_hook(const c10d::CommHookInterface& hook,
                           const ParameterTable& table) {
   const auto* built_in = dynamic_cast<const DeclaresWireFormat*>(&hook);
-  if (built_in == nullptr) return "the user's own";
+  if (built_in == nullptr) {
+    const std::string name = name_of(hook);
+    return name.empty() ? "the user's own" : name;
+  }
   std::set<std::string> formats;
   for (const at::Tensor& parameter : table.tensors()) {
     const at::ScalarType dtype = parameter.scalar_type();
@@ -88,6 +92,8 @@ std::vector<std::string> describe(const ReducerOptions& options,
                    absl::StrJoin(options.bucket_caps_bytes, ", "), "]"),
       absl::StrCat("bucket_plan = [", absl::StrJoin(buckets, ", "), "]"),
       describe("rebuild_buckets", options.rebuild_buckets),
+      absl::StrCat("rebuild_after_iterations = ",
+                   options.rebuild_after_iterations),
       describe("find_unused_parameters", options.find_unused_parameters),
       describe("skip_all_reduce_unused_parameters",
                options.skip_all_reduce_unused_parameters),
@@ -128,6 +134,10 @@ ReducerSetup checked_setup(std::vector<std::vector<at::Tensor>> replicas,
   absl::StatusOr<LocalSetup> local =
       local_setup(std::move(replicas), *group, options);
 
+  TORCH_CHECK_VALUE(options.rebuild_after_iterations >= 1,
+                    "Reducer: rebuild_after_iterations must be at least 1, it "
+                    "is ",
+                    options.rebuild_after_iterations, ".");
   const bool alone = group->getSize() == 1 || !options.verify_across_ranks;
   std::vector<std::string> items;
   if (local.ok() && !alone) items = local->table.describe_all();

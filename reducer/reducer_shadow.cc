@@ -16,14 +16,16 @@ void Reducer::shadow_iteration() try {
           listener->iteration_begins(/*has_data=*/true);
         }
       });
+  end_unfinished_iteration();
   start_iteration();
   iteration_->is_shadow = true;
   iteration_->phase = Phase::kReducing;
+  observations_.begun = iteration_->iteration;
   // Marks belong to gradients of earlier backwards, which do not travel.
   if (graph_.used_map) graph_.used_map->clear_marks();
   try {
-    begin_with_peers();
     if (skips_unused_buckets()) {
+      begin_with_peers();
       send_used_map();
       await_used_map();
     }

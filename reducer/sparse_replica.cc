@@ -32,16 +32,20 @@ int64_t SparseReplica::pack(double scale,
   return static_cast<int64_t>(buffer_._values().nbytes());
 }
 
-int64_t SparseReplica::deliver(const at::Tensor& result,
-                               std::span<const size_t> untouched_slots) {
-  if (!untouched_slots.empty()) return 0;
-  const at::NoGradGuard no_grad;
+void SparseReplica::check_result(const at::Tensor& result) const {
   const at::Tensor& parameter = table_[variable_];
   TORCH_CHECK(result.sizes() == parameter.sizes(),
               "the comm hook must return a gradient of size ",
               parameter.sizes(), " for ", table_.name_of(variable_.parameter),
               ", it returned ", result.sizes(),
               ".\nReturn the reduced bucket.");
+}
+
+int64_t SparseReplica::deliver(const at::Tensor& result,
+                               std::span<const size_t> untouched_slots) {
+  if (!untouched_slots.empty()) return 0;
+  const at::NoGradGuard no_grad;
+  const at::Tensor& parameter = table_[variable_];
   parameter.mutable_grad() = result.to(parameter.scalar_type());
   return 0;
 }

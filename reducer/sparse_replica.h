@@ -30,6 +30,7 @@ class SparseReplica final : public BucketReplica {
   void record_stream(c10::Stream stream) const override;
   void add(const at::Tensor& buffer) override;
 
+  void check_result(const at::Tensor& result) const override;
   int64_t deliver(const at::Tensor& result,
                   std::span<const size_t> untouched_slots) override;
   void deliver_nothing(std::span<const size_t>) override {}

@@ -4,11 +4,11 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <condition_variable>
 #include <exception>
 #include <mutex>
 #include <utility>
 
+#include "absl/strings/str_cat.h"
 #include "brigade/comm/group_timeout.h"
 #include "brigade/reducer/stall_check.h"
 
@@ -40,43 +40,26 @@ struct StallWatch::State {
     return describe ? describe() : "is being destroyed";
   }
 
-  void run() {
-    std::unique_lock<std::mutex> lock(mutex);
-    while (!stopping) {
-      const milliseconds time = report_after;
-      const auto is_told = [&] { return stopping || report_after != time; };
-      if (time.count() == 0) {
-        changed.wait(lock, is_told);
-      } else if (!changed.wait_for(
-                     lock, std::max(time / kChecksPerReport, milliseconds{1}),
-                     is_told)) {
-        lock.unlock();
-        check.set_report_after(time);
-        look();
-        lock.lock();
-      }
-    }
-    finished = true;
-    changed.notify_all();
-  }
-
   void look() {
     try {
+      {
+        const std::lock_guard<std::mutex> lock(mutex);
+        check.set_report_after(report_after);
+      }
       if (const auto report = check.check(Clock::now())) tell(*report);
     } catch (...) {
       // A store that fails can't be asked; the collective's own error follows.
     }
   }
 
+  // The handler may be a reducer's owner's, which must be there while it runs.
   void tell(const std::string& report) {
-    std::unique_lock<std::mutex> lock(mutex);
-    if (stopping) return;
-    const auto tell_user = handler;
-    lock.unlock();
-    if (!tell_user) {
-      TORCH_WARN(report);
+    const std::lock_guard<std::recursive_mutex> lock(telling);
+    if (is_over) return;
+    if (handler) {
+      handler(report);
     } else {
-      tell_user(report);
+      TORCH_WARN(report);
     }
   }
 
@@ -85,21 +68,32 @@ struct StallWatch::State {
   StallCheck check;                       // the thread's own
 
   std::mutex mutex;
-  std::condition_variable changed;
-  // Guarded by mutex.
-  milliseconds report_after;                                  // 0: never
+  milliseconds report_after;  // guarded by mutex
+
+  std::recursive_mutex telling;  // a handler may set another one
+  // Guarded by telling.
   std::function<void(const std::string&)> handler = nullptr;  // null: warn
-  bool stopping = false;
-  bool finished = false;
+  bool is_over = false;
 };
+
+namespace {
+
+milliseconds period_of(milliseconds report_after) {
+  if (report_after.count() == 0) return report_after;
+  return std::max(report_after / kChecksPerReport, milliseconds{1});
+}
+
+}  // namespace
 
 std::unique_ptr<StallWatch> StallWatch::start(
     const c10::intrusive_ptr<c10d::ProcessGroup>& group,
-    std::shared_ptr<const Progress> progress,
+    const std::string& store_prefix, std::shared_ptr<const Progress> progress,
     std::function<std::string()> describe) {
   if (group->getSize() == 1 || !group->getStore()) return nullptr;
   try {
-    ProgressBoard board(group->getStore(), group->getRank(), group->getSize());
+    ProgressBoard board(group->getStore(),
+                        absl::StrCat(store_prefix, "progress/"),
+                        group->getRank(), group->getSize());
     const milliseconds after =
         std::min(group_timeout(*group) / 2, kLongestDefault);
     return std::unique_ptr<StallWatch>(new StallWatch(std::make_shared<State>(
@@ -113,38 +107,41 @@ std::unique_ptr<StallWatch> StallWatch::start(
 StallWatch::StallWatch(std::shared_ptr<State> state)
     : process_(getpid()),
       state_(std::move(state)),
-      thread_(
-          std::make_unique<std::thread>([state = state_] { state->run(); })) {}
+      thread_(PeriodicThread::shared()),
+      task_(thread_->add([state = state_] { state->look(); },
+                         period_of(state_->report_after))) {}
 
 void StallWatch::set_report_after(milliseconds time) {
-  const std::lock_guard<std::mutex> lock(state_->mutex);
-  state_->report_after = std::min(time, kLongest);
-  state_->changed.notify_all();
+  time = std::min(time, kLongest);
+  {
+    const std::lock_guard<std::mutex> lock(state_->mutex);
+    state_->report_after = time;
+  }
+  thread_->set_period(task_, period_of(time));
 }
 
 void StallWatch::set_handler(
     std::function<void(const std::string& report)> handler) {
-  const std::lock_guard<std::mutex> lock(state_->mutex);
+  const std::lock_guard<std::recursive_mutex> lock(state_->telling);
   state_->handler = std::move(handler);
 }
 
 StallWatch::~StallWatch() {
   if (getpid() != process_) {
-    // The handle is the parent's, and may stand for another thread here.
-    thread_.release();
+    // There is no thread here to be joined.
+    new std::shared_ptr<PeriodicThread>(std::move(thread_));
     return;
   }
   {
     const std::lock_guard<std::mutex> lock(state_->describe_mutex);
     state_->describe = nullptr;
   }
-  std::unique_lock<std::mutex> lock(state_->mutex);
-  state_->stopping = true;
-  state_->changed.notify_all();
-  const bool finished = state_->changed.wait_for(
-      lock, kPatienceWithStore, [this] { return state_->finished; });
-  lock.unlock();
-  finished ? thread_->join() : thread_->detach();
+  {
+    const std::lock_guard<std::recursive_mutex> lock(state_->telling);
+    state_->is_over = true;
+    state_->handler = nullptr;
+  }
+  thread_->remove(task_, kPatienceWithStore);
 }
 
 }  // namespace brigade

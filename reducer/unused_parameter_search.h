@@ -1,10 +1,10 @@
 // Predicts, after a forward, which parameters its backward will not reach.
 //
-// The graph is searched from the outputs (hooks/graph_search.h). While every
-// search finds that all parameters are used, the next one is put off: it is
-// made at the end of backward, and only if gradients are missing then. Once
-// some parameter was unused, each forward is searched, so that buckets need not
-// wait for gradients that will not come.
+// The graph of every forward is searched from the outputs
+// (hooks/graph_search.h), so that buckets need not wait for gradients that will
+// not come. A search that is left out while all parameters are used would make
+// the place of a launch depend on what this rank saw before, and a rank that
+// then leaves a parameter out would launch later than its peers.
 //
 // Thread safety: none; the reducer's lock covers it.
 
@@ -25,22 +25,17 @@ namespace brigade {
 // What is known of one forward. Variables go by their number, replica by
 // replica.
 struct UnusedPrediction {
-  std::vector<size_t> unused;            // ascending; empty until searched
-  std::vector<GraphSearch::Root> roots;  // keep the graph until it is searched
-  bool searched = false;
-  bool none_reached = false;  // of an unknown graph: it shows no parameter
+  std::vector<size_t> unused;  // ascending
+  bool none_reached = false;   // the graph shows no parameter
 };
 
 class UnusedParameterSearch {
  public:
-  // `always`: never put the search off. `accumulators` outlive this object.
-  UnusedParameterSearch(std::span<torch::autograd::Node* const> accumulators,
-                        bool always);
+  // `accumulators` outlive this object.
+  explicit UnusedParameterSearch(
+      std::span<torch::autograd::Node* const> accumulators);
 
   UnusedPrediction predict(std::span<const at::Tensor> outputs);
-
-  // Searches, unless that has been done.
-  void complete(UnusedPrediction& prediction);
 
   // True while the same parameters were unused in all iterations.
   bool is_static() const { return static_; }
@@ -50,8 +45,7 @@ class UnusedParameterSearch {
 
  private:
   GraphSearch search_;
-  const bool always_;
-  bool all_were_used_ = false;
+  const size_t num_variables_;
   bool static_ = true;
   int64_t num_searches_ = 0;
 };

@@ -5,17 +5,19 @@ import torch
 import torch._C._distributed_c10d
 import torch.distributed.distributed_c10d
 import typing
-__all__: list[str] = ['Logger', 'Reducer', 'describe_tensor', 'require_agreement', 'tie_outputs']
+__all__: list[str] = ['Logger', 'Reducer', 'describe_tensor', 'require_agreement', 'then_collective', 'tie_outputs', 'version']
 class Reducer:
     """
     Averages gradients over a process group while backward runs; stands in for torch.distributed.Reducer.
     """
-    def __init__(self, params: collections.abc.Sequence[torch.Tensor], bucket_indices: collections.abc.Sequence[collections.abc.Sequence[typing.SupportsInt]], per_bucket_size_limits: collections.abc.Sequence[typing.SupportsInt], process_group: torch.distributed.distributed_c10d.ProcessGroup, expect_sparse_gradients: collections.abc.Sequence[bool] = [], bucket_bytes_cap: typing.SupportsInt = 26214400, find_unused_parameters: bool = False, gradient_as_bucket_view: bool = False, param_to_name_mapping: collections.abc.Mapping[typing.SupportsInt, str] = {}, first_bucket_bytes_cap: typing.SupportsInt = 1048576, skip_all_reduce_unused_params: bool = False, use_python_reducer: bool = False, bucket_bytes_cap_list: collections.abc.Sequence[typing.SupportsInt] = [], *, rebuild_buckets: bool | None = None, static_graph: bool = False, verify_across_ranks: bool = True) -> None:
+    def __init__(self, params: collections.abc.Sequence[torch.Tensor], bucket_indices: collections.abc.Sequence[collections.abc.Sequence[typing.SupportsInt]], per_bucket_size_limits: collections.abc.Sequence[typing.SupportsInt], process_group: torch.distributed.distributed_c10d.ProcessGroup, expect_sparse_gradients: collections.abc.Sequence[bool] = [], bucket_bytes_cap: typing.SupportsInt = 26214400, find_unused_parameters: bool = False, gradient_as_bucket_view: bool = False, param_to_name_mapping: collections.abc.Mapping[typing.SupportsInt, str] = {}, first_bucket_bytes_cap: typing.SupportsInt = 1048576, skip_all_reduce_unused_params: bool = False, use_python_reducer: bool = False, bucket_bytes_cap_list: collections.abc.Sequence[typing.SupportsInt] = [], batched_grad_copy: bool = False, lazy_bucket_allocation: bool = False, *, rebuild_buckets: bool | None = None, static_graph: bool = False, verify_across_ranks: bool = True) -> None:
         ...
     def _autograd_hook(self, index: typing.SupportsInt) -> None:
         ...
-    def _cancel_preparation(self) -> None:
-        ...
+    def _bucket_plan(self) -> list[list[int]]:
+        """
+        Indices of parameters by bucket, in launch order.
+        """
     def _check_reducer_finalized(self) -> None:
         ...
     def _ddp_graph_static(self) -> bool:
@@ -24,6 +26,8 @@ class Reducer:
         """
         Nothing to do: the reducer sees the end of backward itself.
         """
+    def _finalize_backward_manual(self) -> None:
+        ...
     def _get_local_used_map(self) -> torch.Tensor:
         ...
     def _get_zeros_like_grad_buckets(self) -> list[torch._C._distributed_c10d.GradBucket]:
@@ -31,6 +35,8 @@ class Reducer:
     def _install_post_backward_futures(self, futures: collections.abc.Sequence[torch.Future]) -> None:
         ...
     def _meet_peers(self) -> None:
+        ...
+    def _note_local_forward(self) -> None:
         ...
     def _push_all_rebuilt_params(self) -> None:
         """
@@ -40,7 +46,7 @@ class Reducer:
         ...
     def _register_builtin_comm_hook(self, comm_hook_type: torch._C._distributed_c10d.BuiltinCommHookType) -> None:
         ...
-    def _register_comm_hook(self, state: typing.Any, comm_hook: typing.Any, replaces: bool = False) -> None:
+    def _register_comm_hook(self, state: typing.Any, comm_hook: typing.Any) -> None:
         ...
     def _remove_autograd_hooks(self) -> None:
         ...
@@ -54,11 +60,13 @@ class Reducer:
         ...
     def _set_forward_pass_work_handle(self, work: torch.distributed.distributed_c10d.Work, use_static_world_size: bool) -> None:
         ...
+    def _set_manual_finalization_required(self, required: bool) -> None:
+        ...
     def _set_mixed_precision_param_dtype(self, data_type: torch.dtype | None) -> None:
         ...
     def _set_optimizer_in_backward(self) -> None:
         """
-        Nothing to do: what the hook does to .grad comes last.
+        Nothing to do: _step_in_backward() has done it.
         """
     def _set_sparse_metadata(self, *args) -> None:
         ...
@@ -66,8 +74,22 @@ class Reducer:
         ...
     def _shadow_iteration(self) -> None:
         ...
+    def _should_finalize_after_backward(self) -> bool:
+        ...
+    def _step_in_backward(self, parameters: collections.abc.Sequence[torch.Tensor], step: typing.Any) -> None:
+        """
+        Calls step(parameter) as soon as the parameter's bucket has arrived, behind any comm hook, on whichever thread that is.
+        """
     def _update_process_group(self, new_process_group: torch.distributed.distributed_c10d.ProcessGroup) -> None:
         ...
+    def can_continue(self) -> bool:
+        """
+        False once the group's connections are closed, after a peer has died, left or not answered: a new group is needed. True after other errors.
+        """
+    def describe_timeline(self) -> str:
+        """
+        A table of the last sampled iteration: one line per bucket, in ms from the begin of backward.
+        """
     def get_backward_stats(self) -> list[int]:
         """
         By parameter: ns from the begin of the last sampled backward to its gradient.
@@ -116,7 +138,17 @@ def require_agreement(group: torch.distributed.distributed_c10d.ProcessGroup, wh
     """
     Collective. Raises RuntimeError on every rank alike, naming the first item in which ranks differ; `what` is the name of one item.
     """
+def then_collective(future: torch.Future, launch: typing.Any) -> torch.Future:
+    """
+    A second collective behind the first one of a comm hook.
+    
+    `launch` is called with the value of `future` when backward ends, in the order of the buckets on every rank, and returns the future of what it launched. A continuation (`future.then`) must not launch collectives: continuations run in another order on each rank.
+    """
 def tie_outputs(outputs: collections.abc.Sequence[torch.Tensor], copies: bool = True) -> list[torch.Tensor]:
     """
     Stand-ins for tensors: a backward from some of them goes through all.
+    """
+def version() -> str:
+    """
+    Of brigade, as CMakeLists.txt has it.
     """

@@ -1,7 +1,8 @@
 """Checks of what a user hands to DistributedDataParallel.
 
 Each function raises, or returns what it found out. A message says what was
-expected, what was found, and one thing to do.
+expected, what was found, and one thing to do. Where programs look for words of
+torch's in an error, ours has them too.
 """
 
 from __future__ import annotations
@@ -9,13 +10,17 @@ from __future__ import annotations
 import inspect
 import numbers
 import os
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from brigade import _C
+
 _LARGEST_CAP_MIB = 2**40
+_DESCRIBED = re.compile(r"(\[[\d, ]*\]) strides (\[[\d, ]*\])")
 
 
 def require_type(wanted: type, **arguments: Any) -> None:
@@ -75,15 +80,17 @@ def process_group_of(
     """The group to reduce over: given, of a 1-D mesh, or the default one.
 
     Raises:
-        RuntimeError: Both are given, or the mesh has more than one dimension.
+        RuntimeError: Both are given, the mesh has more than one dimension, or a group written
+            in Python has another size than C++ sees.
         TypeError: They are something else.
     """
     require_type(dist.ProcessGroup, process_group=process_group)
     require_type(dist.DeviceMesh, device_mesh=device_mesh)
+    if device_mesh is None and process_group is not None:
+        _require_one_size(process_group)
+        return process_group
     if device_mesh is None:
-        return (
-            dist.distributed_c10d._get_default_group() if process_group is None else process_group
-        )
+        return dist.distributed_c10d._get_default_group()
     if process_group is not None:
         raise RuntimeError(
             "DistributedDataParallel: process_group and device_mesh are both given.\n"
@@ -95,6 +102,40 @@ def process_group_of(
             f"{device_mesh.ndim}: {device_mesh}.\nGive a slice of it, such as mesh['data']."
         )
     return device_mesh.get_group(mesh_dim=0)
+
+
+def _require_one_size(group: dist.ProcessGroup) -> None:
+    """Sums would be divided by another number of ranks than they are taken over."""
+    in_cpp = dist.ProcessGroup.size(group)
+    if in_cpp != group.size():
+        raise RuntimeError(
+            f"DistributedDataParallel: {type(group).__name__} says in Python that it has "
+            f"{group.size()} ranks, and {in_cpp} where C++ asks.\nGive rank and size to "
+            "torch.distributed.ProcessGroup.__init__() in the class's own __init__()."
+        )
+
+
+def require_agreement(group: dist.ProcessGroup, what: str, items: Sequence[str]) -> None:
+    """Collective. Raises RuntimeError on every rank alike, naming what differs."""
+    try:
+        _C.require_agreement(group, what, items)
+    except RuntimeError as error:
+        unlike = _unlike_in_memory(str(error)) if what == "parameter" else None
+        if unlike is None:
+            raise
+        raise RuntimeError(
+            f"{error}\nA parameter appears not to match {unlike} of the same param in process 0. "
+            "Make the module alike on all ranks, then wrap it."
+        ) from None
+
+
+def _unlike_in_memory(text: str) -> str | None:
+    """Whether "sizes" or "strides" of what describe_tensor() describes there differ."""
+    described = _DESCRIBED.findall(text)
+    for part, unlike in enumerate(("sizes", "strides")):
+        if len({each[part] for each in described}) > 1:
+            return unlike
+    return None
 
 
 def require_trainable(module: torch.nn.Module, parameters: Sequence[torch.Tensor]) -> None:
@@ -115,8 +156,9 @@ def require_initialized(module: torch.nn.Module, named: Iterable[tuple[str, torc
     ]
     if lazy:
         raise RuntimeError(
-            f"DistributedDataParallel: parameters of {type(module).__name__} have no shape yet: "
-            f"{some_of(lazy)}.\nRun one forward on a small input before wrapping the module."
+            f"DistributedDataParallel: {type(module).__name__} has uninitialized parameters, which "
+            f"have no shape yet: {some_of(lazy)}.\n"
+            "Run one forward on a small input before wrapping the module."
         )
 
 
@@ -188,23 +230,24 @@ def require_comm_hook(hook: Callable[..., Any]) -> None:
     name = name_of(hook)
     if not callable(hook):
         raise TypeError(
-            f"register_comm_hook: the hook must be callable, got {hook!r}.\n"
+            f"register_comm_hook: Communication hook must be callable, got {hook!r}.\n"
             "Give a function of a state and a torch.distributed.GradBucket."
         )
     signature = _signature_of(hook)
     bucket = signature.parameters.get("bucket")
     if bucket is not None and bucket.annotation not in (inspect.Parameter.empty, dist.GradBucket):
         raise ValueError(
-            f"register_comm_hook: {name} must take a torch.distributed.GradBucket as 'bucket', it "
-            f"is annotated as {bucket.annotation}.\nCorrect the annotation, or leave it out."
+            "register_comm_hook: Communication hook: bucket annotation should be dist.GradBucket; "
+            f"that of {name} is {bucket.annotation}.\nCorrect the annotation, or leave it out."
         )
     if signature.return_annotation not in (
         inspect.Signature.empty,
         torch.futures.Future[torch.Tensor],
     ):
         raise ValueError(
-            f"register_comm_hook: {name} must return a torch.futures.Future[torch.Tensor], it is "
-            f"annotated as {signature.return_annotation}.\nCorrect the annotation, or leave it out."
+            "register_comm_hook: Communication hook: return annotation should be "
+            f"torch.futures.Future[torch.Tensor]; that of {name} is "
+            f"{signature.return_annotation}.\nCorrect the annotation, or leave it out."
         )
 
 

@@ -1,27 +1,48 @@
-"""Puts brigade's classes in the place of torch's, for programs that don't name them."""
+"""Lets torch's names make brigade's classes, for programs that don't name brigade's.
+
+torch's classes stay where they are, so that whoever has bound, derived from or
+asks for one of them, before, meanwhile or afterwards, has the same class.
+install() changes what their construction gives.
+"""
 
 from __future__ import annotations
 
+import copy
+import copyreg
+import functools
+import gc
 import sys
-from types import ModuleType, TracebackType
+import types
+import warnings
+from types import TracebackType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.parallel.distributed
 
+from brigade import _checks
 from brigade._C import Logger, Reducer
 from brigade.distributed_data_parallel import DistributedDataParallel
 
-_TORCH_DDP = torch.nn.parallel.distributed.DistributedDataParallel
+_TorchDDP = torch.nn.parallel.distributed.DistributedDataParallel
+_TorchReducer = dist.Reducer
+_TorchLogger = dist.Logger
+_torch_init = _TorchDDP.__init__
+_torch_setstate = _TorchDDP.__setstate__
 _torch_register_comm_hook = dist._register_comm_hook
 _torch_register_builtin_comm_hook = dist._register_builtin_comm_hook
 
-_replaced: list[tuple[ModuleType, str, Any]] = []
+_MISSING = object()
+# Owner, name, what was there and what is there.
+_replaced: list[tuple[Any, str, Any, Any]] = []
 
 
 class _Installed:
-    """What install() returns: leaving it as a context undoes it."""
+    """What install() returns: leaving it as a context undoes what that call did."""
+
+    def __init__(self, is_first: bool) -> None:
+        self._is_first = is_first
 
     def __enter__(self) -> None:
         return None
@@ -32,14 +53,20 @@ class _Installed:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        uninstall()
+        if self._is_first:
+            uninstall()
 
 
 def install() -> _Installed:
-    """Replaces torch's DistributedDataParallel and Reducer until uninstall().
+    """Lets torch's DistributedDataParallel and Reducer make brigade's until uninstall().
 
-    Modules outside torch that have imported the class under a name of their own,
-    as frameworks do, are changed too. Instances made earlier stay what they are.
+    So do classes derived from torch's, defaults and partials that hold it, and
+    pickles of it. What is made meanwhile stays brigade's afterwards, and is
+    pickled under the name that the program used: read where brigade isn't, it
+    is torch's. What was made before stays torch's, which a warning says.
+
+    ``isinstance`` holds for either class; ``type(model) is DistributedDataParallel``
+    does not.
 
     Example::
 
@@ -47,41 +74,147 @@ def install() -> _Installed:
         with brigade.install(): trainer.fit() # for a while
     """
     if _replaced:
-        return _Installed()
-    for module in list(sys.modules.values()):
-        if not isinstance(module, ModuleType) or _is_left_alone(module.__name__):
-            continue
-        for name, value in list(vars(module).items()):
-            if value is _TORCH_DDP:
-                _replace(module, name, DistributedDataParallel)
+        return _Installed(is_first=False)
+    _warn_of_what_came_too_early()
+    _replace(_TorchDDP, "__init__", _init)
+    _replace(_TorchDDP, "__setstate__", _setstate)
+    _replace(_TorchReducer, "__new__", staticmethod(_new_reducer))
+    _replace(_TorchLogger, "__new__", staticmethod(_new_logger))
     for module in (dist, dist.distributed_c10d, torch._C._distributed_c10d):
-        _replace(module, "Reducer", Reducer)
-        _replace(module, "Logger", Logger)
         _replace(module, "_register_comm_hook", _register_comm_hook)
         _replace(module, "_register_builtin_comm_hook", _register_builtin_comm_hook)
-    return _Installed()
+    return _Installed(is_first=True)
 
 
 def uninstall() -> None:
-    """Puts torch's classes back; without effect if they are there."""
+    """Lets torch's classes make their own again; without effect if they do."""
     while _replaced:
-        module, name, value = _replaced.pop()
-        setattr(module, name, value)
+        owner, name, before, ours = _replaced.pop()
+        if vars(owner).get(name) is not ours:
+            continue  # somebody has wrapped it, and will find it passing on to torch's
+        if before is _MISSING:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
 
 
-def _is_left_alone(module: str) -> bool:
-    """Torch's own modules ask with isinstance, which holds for both classes."""
-    if module in ("torch.nn.parallel", "torch.nn.parallel.distributed"):
-        return False
-    return module.split(".")[0] in ("torch", "brigade")
+def _replace(owner: Any, name: str, value: Any) -> None:
+    if hasattr(owner, name):
+        _replaced.append((owner, name, vars(owner).get(name, _MISSING), value))
+        setattr(owner, name, value)
 
 
-def _replace(module: ModuleType, name: str, value: Any) -> None:
-    if hasattr(module, name):
-        _replaced.append((module, name, getattr(module, name)))
-        setattr(module, name, value)
+def _warn_of_what_came_too_early() -> None:
+    too_early = []
+    if wrapped := _wrapped_by_torchs():
+        too_early.append(f"torch's DistributedDataParallel has wrapped {_checks.some_of(wrapped)}")
+    if bound := _bound_functions():
+        too_early.append(f"torch's functions are bound as {_checks.some_of(bound)}")
+    if too_early:
+        warnings.warn(
+            f"brigade.install(): {', and '.join(too_early)} already; these go on with torch's "
+            "reducer.\nCall it first, then wrap models.",
+            stacklevel=3,
+        )
 
 
+def _wrapped_by_torchs() -> list[str]:
+    """The types of what living instances of torch's class wrap."""
+    if not _instances_of_torchs():
+        return []
+    gc.collect()  # of those, some may only not have been collected yet
+    return [type(each.module).__name__ for each in _instances_of_torchs()]
+
+
+def _instances_of_torchs() -> list[Any]:
+    return [
+        thing
+        for thing in gc.get_objects()
+        # Objects that stand in for others run code of their own in isinstance().
+        if _TorchDDP in type(thing).__mro__
+        and DistributedDataParallel not in type(thing).__mro__
+        and "reducer" in vars(thing)
+    ]
+
+
+def _bound_functions() -> list[str]:
+    """Names outside torch that hold what install() replaces in torch's modules."""
+    functions = (_torch_register_comm_hook, _torch_register_builtin_comm_hook)
+    return [
+        f"{name}.{key}"
+        for name, module in list(sys.modules.items())
+        if isinstance(module, types.ModuleType) and name.split(".")[0] not in ("torch", "brigade")
+        for key, value in list(vars(module).items())
+        if any(value is function for function in functions)
+    ]
+
+
+class _MadeUnderInstall(DistributedDataParallel):
+    """Made through torch's class, or one derived from it, which is `_called`."""
+
+    _called: type = _TorchDDP
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if type(self).__reduce__ is not object.__reduce__:
+            return super().__reduce_ex__(protocol)
+        return copyreg._reconstructor, (self._called, object, None), self.__getstate__()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        # Stays brigade's after uninstall(), unlike a pickle.
+        copied = object.__new__(type(self))
+        memo[id(self)] = copied
+        copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return copied
+
+
+@functools.cache
+def _ours_for(called: type) -> type[DistributedDataParallel]:
+    """`called`, with brigade's class between it and torch's."""
+    bases = (_MadeUnderInstall,) if called is _TorchDDP else (called, _MadeUnderInstall)
+    named = DistributedDataParallel if called is _TorchDDP else called
+    names = {name: getattr(named, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return types.new_class(
+        named.__name__, bases, exec_body=lambda space: space.update(names, _called=called)
+    )
+
+
+def _become_ours(instance: torch.nn.Module) -> None:
+    object.__setattr__(instance, "__class__", _ours_for(type(instance)))
+
+
+@functools.wraps(_torch_init)
+def _init(self: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+    if not _replaced:
+        _torch_init(self, *args, **kwargs)
+        return
+    if not isinstance(self, DistributedDataParallel):
+        _become_ours(self)
+    DistributedDataParallel.__init__(self, *args, **kwargs)
+
+
+@functools.wraps(_torch_setstate)
+def _setstate(self: torch.nn.Module, state: dict[str, Any]) -> None:
+    if not _replaced or isinstance(self, DistributedDataParallel):
+        _torch_setstate(self, state)
+    else:
+        _become_ours(self)
+        DistributedDataParallel.__setstate__(self, state)
+
+
+def _new_reducer(cls: type, *args: Any, **kwargs: Any) -> Any:
+    if _replaced and cls is _TorchReducer:
+        return Reducer(*args, **kwargs)
+    return super(_TorchReducer, cls).__new__(cls)
+
+
+def _new_logger(cls: type, *args: Any, **kwargs: Any) -> Any:
+    # What this returns is then initialised, since our class derives from torch's.
+    if cls is _TorchLogger and any(isinstance(each, Reducer) for each in (*args, *kwargs.values())):
+        cls = Logger
+    return super(_TorchLogger, cls).__new__(cls)
+
+
+@functools.wraps(_torch_register_comm_hook)
 def _register_comm_hook(reducer: Any, state: object, comm_hook: Any) -> None:
     if isinstance(reducer, Reducer):
         reducer._register_comm_hook(state, comm_hook)
@@ -89,6 +222,7 @@ def _register_comm_hook(reducer: Any, state: object, comm_hook: Any) -> None:
         _torch_register_comm_hook(reducer, state, comm_hook)
 
 
+@functools.wraps(_torch_register_builtin_comm_hook)
 def _register_builtin_comm_hook(reducer: Any, comm_hook_type: dist.BuiltinCommHookType) -> None:
     if isinstance(reducer, Reducer):
         reducer._register_builtin_comm_hook(comm_hook_type)

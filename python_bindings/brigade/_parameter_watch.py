@@ -7,7 +7,7 @@ are registered in the module, and under which names.
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any
 
@@ -17,6 +17,7 @@ from brigade import _checks
 
 _END = object()
 _requires_grad = operator.attrgetter("requires_grad")
+_values = operator.methodcaller("values")
 
 
 class ParameterWatch:
@@ -70,13 +71,19 @@ class ParameterWatch:
             for module in self._module.modules()
             for table in (module._parameters, module._modules)
         ]
-        self._empty = [table for table in tables if not table]
-        self._filled: list[dict[str, Any]] = [table for table in tables if table]
-        self._entries = [*chain.from_iterable(map(dict.values, self._filled)), _END]
+        dicts: list[dict[str, Any]] = [table for table in tables if isinstance(table, dict)]
+        self._empty = [table for table in dicts if not table]
+        self._filled = [table for table in dicts if table]
+        # TorchScript's modules have tables of their own kind, over memory of C++.
+        self._foreign = [table for table in tables if not isinstance(table, dict)]
+        self._entries = [*self._entries_now(), _END]
+
+    def _entries_now(self) -> Iterator[Any]:
+        filled = chain.from_iterable(map(dict.values, self._filled))
+        return chain(filled, chain.from_iterable(map(_values, self._foreign)))
 
     def _is_as_remembered(self) -> bool:
-        entries = chain.from_iterable(map(dict.values, self._filled))
-        return all(map(operator.is_, chain(entries, (_END,)), self._entries))
+        return all(map(operator.is_, chain(self._entries_now(), (_END,)), self._entries))
 
     def _look_closely(self) -> None:
         found = dict(self._module.named_parameters())
@@ -94,9 +101,18 @@ class ParameterWatch:
                 changes.setdefault("removed", []).append(name)
         if changes:
             text = "; ".join(f"{c}: {_checks.some_of(names)}" for c, names in changes.items())
+            cure = "Change the module first, then wrap it."
+            if list(changes) == ["added"]:
+                cure += (
+                    " If its forward builds submodules lazily, run one forward before wrapping it, "
+                    "on every rank alike."
+                )
             raise RuntimeError(
                 f"DistributedDataParallel: parameters of {type(self._module).__name__} are not "
-                f"those that were wrapped. {text}.\nChange the module first, then wrap it."
+                f"those that were wrapped. {text}.\n{cure}"
             )
-        if all(isinstance(parameter, torch.nn.Parameter) for parameter in found.values()):
+        if all(
+            isinstance(parameter, torch.nn.Parameter) or id(parameter) in self._known
+            for parameter in found.values()
+        ):
             self._remember()

@@ -14,8 +14,8 @@ import warnings
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -24,13 +24,19 @@ from torch.distributed.algorithms.join import Joinable
 from torch.distributed.utils import _sync_module_states
 from torch.nn.parallel import distributed as torch_ddp
 
-from brigade import _checks, _optimizer_in_backward
-from brigade._C import Logger, Reducer, describe_tensor, require_agreement, tie_outputs
+from brigade import _checks, _compiling, _optimizer_in_backward
+from brigade._C import Logger, Reducer, describe_tensor
+from brigade._checks import require_agreement
+from brigade._finalization import ManualFinalization
+from brigade._module_parameters import all_parameters, reduced_parameters
+from brigade._output_tie import tie
 from brigade._parameter_watch import ParameterWatch
 
 _MIB = 1024 * 1024
 _DEFAULT_BUCKET_CAP_MB = 25
 _BROADCAST_BYTES = 250 * _MIB
+_TRACED = ("forward", "_pre_forward", "_post_forward")
+_MODULE_CHECKS = ("error", "warn", "off")
 
 # What install() may have put in its place is not torch's.
 _TorchDistributedDataParallel = torch_ddp.DistributedDataParallel
@@ -43,7 +49,32 @@ def _descriptions(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
     ]
 
 
-class DistributedDataParallel(_TorchDistributedDataParallel):
+def _profiler_range(name: str) -> AbstractContextManager[Any]:
+    """A user's annotation; even while nobody profiles, torch's slows down what is inside."""
+    if torch.autograd._profiler_enabled():
+        return torch.autograd.profiler.record_function(name)
+    return nullcontext()
+
+
+def _require_no_shards(named: Iterable[tuple[str, torch.Tensor]]) -> None:
+    tensor_parallelism = sys.modules.get("torch.distributed.tensor")
+    for name, parameter in named if tensor_parallelism is not None else ():
+        if isinstance(parameter, tensor_parallelism.DTensor):
+            raise RuntimeError(
+                f"DistributedDataParallel: '{name}' is a DTensor, split over a mesh of its own.\n"
+                "Give the mesh's other dimension as device_mesh, such as mesh['data']."
+            )
+
+
+def _is_transformed_by_tensor_parallelism(module: torch.nn.Module) -> bool:
+    name = "torch.distributed.tensor.parallel.ddp"
+    transform = getattr(sys.modules.get(name), "_reconstruct_dtensor", None)
+    return transform is not None and any(
+        transform in submodule._forward_pre_hooks.values() for submodule in module.modules()
+    )
+
+
+class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel):
     """Data-parallel training of a module over the ranks of a process group.
 
     Collective: every rank wraps the same module. Afterwards all hold rank 0's
@@ -57,8 +88,8 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
         device_ids: The one accelerator that the module is on, or None.
         output_device: The same device, or None.
         dim: Kept for torch's scatter() and gather().
-        broadcast_buffers: Rank 0's buffers are broadcast before each forward
-            that will be reduced.
+        broadcast_buffers: Deprecated: forward_sync_buffers, and if False, buffers
+            are not synced now either.
         init_sync: Ranks are compared and given rank 0's tensors now.
         process_group: Default: the default group.
         bucket_cap_mb: Size of a bucket in MiB; default: 1 for the first, then 25.
@@ -77,6 +108,14 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
         skip_all_reduce_unused_params: Buckets that no rank uses are not reduced.
         bucket_cap_mb_list: Sizes of the first, second, ... bucket in MiB; the
             last one repeats.
+        batched_grad_copy: Without effect: gradients always go into a bucket in one
+            pass, and come out with the bits of torch's default.
+        forward_sync_buffers: Rank 0's buffers are broadcast before each forward
+            that will be reduced, and by join(). Default: True.
+        lazy_bucket_allocation: Without effect: buckets keep their memory.
+        check_module: What is done in a forward that finds other parameters in the
+            module than were wrapped: "error", "warn" or "off", which looks for none.
+        bucket_plan: What bucket_plan() of an earlier run returned; buckets are not rebuilt then.
 
     Raises:
         RuntimeError: Nothing to train, lazy parameters, or ranks differ.
@@ -84,13 +123,17 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
         ValueError: Arguments that contradict each other or the module.
     """
 
+    # Of one that was pickled without.
+    check_module = "error"
+    _given_plan: list[list[int]] | None = None
+
     def __init__(
         self,
         module: torch.nn.Module,
         device_ids: Sequence[int | torch.device] | None = None,
         output_device: int | torch.device | None = None,
         dim: int = 0,
-        broadcast_buffers: bool = True,
+        broadcast_buffers: bool | None = None,
         init_sync: bool = True,
         process_group: dist.ProcessGroup | None = None,
         bucket_cap_mb: float | None = None,
@@ -104,6 +147,12 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
         device_mesh: dist.DeviceMesh | None = None,
         skip_all_reduce_unused_params: bool = False,
         bucket_cap_mb_list: list[float] | None = None,
+        batched_grad_copy: bool = False,
+        forward_sync_buffers: bool | None = None,
+        lazy_bucket_allocation: bool = False,
+        *,
+        check_module: Literal["error", "warn", "off"] = "error",
+        bucket_plan: Sequence[Sequence[int]] | None = None,
     ) -> None:
         # torch's own constructor would make a reducer of torch's.
         torch.nn.Module.__init__(self)
@@ -120,12 +169,21 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
         _checks.require_named_parameters(delayed)
         self._set_up_parameters(module, delayed)
         self._set_up_devices(device_ids, output_device)
-        self._set_up_buckets(bucket_cap_mb, bucket_cap_mb_list)
         self._set_up_state()
+        self._set_up_buckets(bucket_cap_mb, bucket_cap_mb_list)
+        if check_module not in _MODULE_CHECKS:
+            raise ValueError(
+                "DistributedDataParallel: check_module must be one of "
+                f"{', '.join(_MODULE_CHECKS)}, got {check_module!r}.\nLeave it out for 'error'."
+            )
+        self.check_module = check_module
+        self._given_plan = None if bucket_plan is None else [list(b) for b in bucket_plan]
         self.dim = dim
-        self.broadcast_buffers = broadcast_buffers
+        syncs_buffers_at_init = self._set_up_buffers(broadcast_buffers, forward_sync_buffers)
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
+        self.batched_grad_copy = batched_grad_copy
+        self.lazy_bucket_allocation = lazy_bucket_allocation
         self.mixed_precision = mixed_precision
         self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
         if check_reduction:
@@ -144,34 +202,62 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
                 return
 
         if init_sync and self.process_group.size() > 1:
-            self._require_same_module(static_graph)
+            self._require_same_module(static_graph, syncs_buffers_at_init)
         parameters, expect_sparse_gradients = self._build_params_for_reducer()
         names = self._build_debug_param_to_name_mapping(parameters)
         self._ddp_init_helper(
             parameters, expect_sparse_gradients, names, static_graph, compare_ranks=init_sync
         )
-        if init_sync:
+        if init_sync and self.process_group.size() > 1:
             _sync_module_states(
                 module=self.module,
                 process_group=self.process_group,
                 broadcast_bucket_size=self.broadcast_bucket_size,
                 src=0,
                 params_and_buffers_to_ignore=self.parameters_to_ignore,
-                broadcast_buffers=self.broadcast_buffers,
+                broadcast_buffers=syncs_buffers_at_init,
             )
         if mixed_precision is not None:
             self._set_up_mixed_precision(mixed_precision)
         if static_graph:
             self._set_static_graph()
         if self._use_python_reducer:
-            self._set_up_compiled_autograd()
+            _compiling.reduce_in_compiled_backward(self.bucket_bytes_cap // _MIB)
+            self._register_accum_grad_hook()
 
     # ------------------------------------------------------------------ setup
 
-    def _require_same_module(self, static_graph: bool) -> None:
+    def _set_up_buffers(self, broadcast: bool | None, forward_sync: bool | None) -> bool:
+        """Returns whether buffers are synced at construction, as torch 2.13 and later."""
+        if broadcast is not None and hasattr(_TorchDistributedDataParallel, "broadcast_buffers"):
+            effect = (
+                "which also keeps buffers from being synced at construction if it is False"
+                if forward_sync is None
+                else "and without effect beside forward_sync_buffers"
+            )
+            warnings.warn(
+                f"DistributedDataParallel: `broadcast_buffers` is deprecated, {effect}; use "
+                "forward_sync_buffers, which leaves that sync alone.",
+                FutureWarning,
+                stacklevel=3,
+            )
+        both = True if broadcast is None else broadcast
+        self.forward_sync_buffers = both if forward_sync is None else forward_sync
+        return both if forward_sync is None else True
+
+    @property
+    def broadcast_buffers(self) -> bool:
+        """What torch calls forward_sync_buffers since 2.13."""
+        return self.forward_sync_buffers
+
+    @broadcast_buffers.setter
+    def broadcast_buffers(self, value: bool) -> None:
+        self.forward_sync_buffers = value
+
+    def _require_same_module(self, static_graph: bool, syncs_buffers_at_init: bool) -> None:
         """Compares with the other ranks what decides on collectives, frozen parameters too."""
         options = [
-            f"broadcast_buffers = {self.broadcast_buffers}",
+            f"forward_sync_buffers = {self.forward_sync_buffers}",
             f"find_unused_parameters = {self.find_unused_parameters}",
             f"skip_all_reduce_unused_params = {self.skip_all_reduce_unused_params}",
             f"static_graph = {static_graph}",
@@ -179,9 +265,9 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
             f"delayed parameters = {len(self._delay_all_reduce_params)}",
         ]
         require_agreement(self.process_group, "option", options)
-        parameters = self._not_ignored(self.module.named_parameters())
+        parameters = self._not_ignored(all_parameters(self.module))
         require_agreement(self.process_group, "parameter", _descriptions(parameters))
-        if self.broadcast_buffers:
+        if self.forward_sync_buffers or syncs_buffers_at_init:
             buffers = self._not_ignored(self.module.named_buffers())
             require_agreement(self.process_group, "buffer", _descriptions(buffers))
 
@@ -214,17 +300,20 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self.parameters_to_ignore.update(name for name, _ in delayed)
         self._delay_all_reduce_params = [parameter for _, parameter in delayed]
-        named = self._not_ignored(module.named_parameters())
+        named = self._not_ignored(all_parameters(module))
         self._module_parameters = [parameter for _, parameter in named]
         if not delayed:
             _checks.require_trainable(module, self._module_parameters)
-        _checks.require_initialized(module, named)
+        of_other_types = [entry for entry in named if type(entry[1]) is not torch.nn.Parameter]
+        _checks.require_initialized(module, of_other_types)
+        _require_no_shards(of_other_types)
 
     def _set_up_devices(self, device_ids: Sequence[Any] | None, output_device: Any) -> None:
-        parameters = self._module_parameters or self._delay_all_reduce_params
-        self.device = parameters[0].device
+        by_device = {p.device: p for p in self._module_parameters or self._delay_all_reduce_params}
+        parameters = list(by_device.values())
+        self.device = (self._module_parameters or self._delay_all_reduce_params)[0].device
         self.device_type = _checks.device_type_of(self.module, parameters)
-        self.is_multi_device_module = any(p.device != self.device for p in parameters)
+        self.is_multi_device_module = len(parameters) > 1
         self.device_ids = None
         self.output_device = None
         if not device_ids or self.device_type == "cpu" or self.is_multi_device_module:
@@ -248,10 +337,15 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
         if self.bucket_bytes_cap_list:
             self.bucket_bytes_cap = max(self.bucket_bytes_cap_list)
         self.broadcast_bucket_size = _BROADCAST_BYTES
+        if hasattr(torch_ddp, "_BucketCapacityConfig"):
+            self._bucket_config = torch_ddp._BucketCapacityConfig.create(
+                bucket_cap_mb, bucket_cap_mb_list, self._use_python_reducer
+            )
 
     def _set_up_state(self) -> None:
         """What the inherited methods keep between calls."""
-        self._use_python_reducer = torch._dynamo.utils.get_optimize_ddp_mode() == "python_reducer"
+        self._use_python_reducer = _compiling.reduces_in_compiled_backward()
+        self._require_manual_backward_finalization = False
         self.static_graph = False
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
@@ -283,15 +377,13 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
         self.register_comm_hook(state, hooks._reducer_allreduce_and_upcast_hook)
         self.reducer._set_mixed_precision_param_dtype(precision.param_dtype)
 
-    def _set_up_compiled_autograd(self) -> None:
-        """The compiler reduces gradients itself; it wants to see torch's file and hooks."""
-        torch._inductor.config._fuse_ddp_communication = True
-        torch._inductor.config._fuse_ddp_bucket_size = self.bucket_bytes_cap // _MIB
-        rules = torch._dynamo.trace_rules
-        rules.LEGACY_MOD_INLINELIST.update({"torch.nn.parallel.distributed", __name__})
-        rules.get_legacy_mod_inlinelist.cache_clear()
-        self.forward = super().forward  # which the compiler looks into
-        self._register_accum_grad_hook()
+    def _build_params_for_reducer(self) -> tuple[list[torch.Tensor], list[bool]]:
+        self._assign_modules_buffers()
+        self._reduced = reduced_parameters(self.module, self.parameters_to_ignore)
+        return self._reduced.tensors, self._reduced.expect_sparse
+
+    def _build_debug_param_to_name_mapping(self, parameters: object) -> dict[int, str]:
+        return dict(enumerate(self._reduced.names))
 
     def _ddp_init_helper(
         self,
@@ -299,21 +391,26 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
         expect_sparse_gradient: list[bool],
         param_to_name_mapping: dict[int, str],
         static_graph: bool,
-        compare_ranks: bool = True,
+        compare_ranks: bool = False,
     ) -> None:
-        """Makes reducer and logger; also called when a pickled module is read."""
+        """Makes reducer and logger, without a word to other ranks unless these are compared.
+
+        Also called for a copy, and when a pickled wrapper is read, which one rank may do alone.
+        """
+        _compiling.leave_to_interpreter()
+        if self._use_python_reducer:
+            # What the compiler looks into is torch's.
+            for name in _TRACED:
+                setattr(self, name, getattr(super(), name))
         if self.mixed_precision is not None:
             for index, parameter in enumerate(parameters):
                 parameter._idx = index
-        # The last layers' gradients come first.
-        buckets, limits = dist._compute_bucket_assignment_by_size(
-            parameters, self._first_bucket_caps(static_graph), expect_sparse_gradient
-        )
+        buckets, limits = self._first_buckets(parameters, static_graph, expect_sparse_gradient)
         names = {i: name.lstrip(".") for i, name in param_to_name_mapping.items()}
         self.reducer = Reducer(
             parameters,
-            buckets[::-1],
-            limits[::-1],
+            buckets,
+            limits,
             self.process_group,
             expect_sparse_gradient,
             self.bucket_bytes_cap,
@@ -326,27 +423,49 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
             self.skip_all_reduce_unused_params,
             self._use_python_reducer,
             self.bucket_bytes_cap_list,
+            self.batched_grad_copy,
+            self.lazy_bucket_allocation,
+            rebuild_buckets=None if self._given_plan is None else False,
             static_graph=static_graph,
             verify_across_ranks=compare_ranks,
         )
+        if self._require_manual_backward_finalization:
+            self.reducer._set_manual_finalization_required(True)
         self.logger = Logger(self.reducer)
         self.reducer.set_logger(self.logger)
         self.logger.set_construction_data_and_log(
             type(self.module).__name__,
             self.device_ids or [],
             -1 if self.output_device is None else self.output_device,
-            self.broadcast_buffers,
+            self.forward_sync_buffers,
             any(isinstance(m, torch.nn.SyncBatchNorm) for m in self.module.modules()),
             static_graph,
         )
         self._passing_sync_batchnorm_handle(self.module)
         self._process = os.getpid()
+        # Torch takes the parameters that it splits over ranks out around each forward.
+        is_tensor_parallel = _is_transformed_by_tensor_parallelism(self.module)
         self._watch = ParameterWatch(
             self.module,
-            {names.get(i, str(i)): parameter for i, parameter in enumerate(parameters)},
+            {
+                names.get(i, str(i)): parameter
+                for i, parameter in enumerate(parameters)
+                if not (is_tensor_parallel and hasattr(parameter, "_st_info"))
+            },
             others=self._module_parameters,
             ignored=self.parameters_to_ignore,
         )
+
+    def _first_buckets(
+        self, parameters: list[torch.Tensor], static_graph: bool, is_sparse: list[bool]
+    ) -> tuple[list[list[int]], list[int]]:
+        """Buckets and their sizes in bytes, in launch order: the last layers' come first."""
+        if self._given_plan is not None:
+            return self._given_plan, [self.bucket_bytes_cap] * len(self._given_plan)
+        buckets, limits = dist._compute_bucket_assignment_by_size(
+            parameters, self._first_bucket_caps(static_graph), is_sparse
+        )
+        return buckets[::-1], limits[::-1]
 
     def _first_bucket_caps(self, static_graph: bool) -> list[int]:
         """Caps in bytes until buckets are rebuilt from the order that was seen.
@@ -364,18 +483,15 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        state.pop("_watch", None)  # made anew with the reducer
+        for name in ("_watch", "_reduced", *_TRACED):  # made anew with the reducer
+            state.pop(name, None)
         return state
 
     # ---------------------------------------------------------------- forward
 
-    # Left to the interpreter by the compiler, as torch's; it compiles the module.
-    @torch._disable_dynamo(recursive=False)
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's forward; a backward through what it returns is reduced."""
-        # Profilers see the same range as torch's class has, but its record_function
-        # makes each operation inside of it slower while nobody profiles.
-        with torch._C._profiler._RecordFunctionFast("DistributedDataParallel.forward"):
+        with _profiler_range("DistributedDataParallel.forward"):
             inputs, kwargs = self._pre_forward(*inputs, **kwargs)
             if self._delay_all_reduce_all_params:
                 outputs = self.module.forward(*inputs, **kwargs)
@@ -388,28 +504,30 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
             self._check_parameters()
         return super()._pre_forward(*inputs, **kwargs)
 
-    @torch._disable_dynamo(recursive=False)
     def _check_parameters(self) -> None:
-        if self._use_python_reducer or self._delay_all_reduce_all_params:
+        if self._delay_all_reduce_all_params:
             return
         with self._errors_in_logging_data():
             _checks.require_process(self._process)
-            self._watch.check()
+            if self.check_module == "error":
+                self._watch.check()
+        if self.check_module == "warn":
+            try:
+                self._watch.check()
+            except RuntimeError as error:
+                warnings.warn(str(error), UserWarning, stacklevel=2)
 
     @contextmanager
-    @torch._disable_dynamo(recursive=False)
     def _inside_ddp_forward(self):
         # The compiler asks torch's class, whatever install() put in its place.
+        outer = _TorchDistributedDataParallel._active_ddp_module
         _TorchDistributedDataParallel._active_ddp_module = self
         try:
             yield
         finally:
-            _TorchDistributedDataParallel._active_ddp_module = None
+            _TorchDistributedDataParallel._active_ddp_module = outer
 
-    @torch._disable_dynamo(recursive=False)
     def _post_forward(self, output: Any) -> Any:
-        if self._use_python_reducer:
-            return output
         if not self._delay_all_reduce_all_params:
             if self._check_sync_bufs_post_fwd():
                 self._sync_buffers()
@@ -417,10 +535,10 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
             self.require_forward_param_sync = will_reduce
             if will_reduce:
                 if self.find_unused_parameters and not self.static_graph:
-                    output = self._tie_outputs(output)
+                    output = tie(output, copies=self._ddp_sink_clone)
                 self.reducer.prepare_for_backward(list(torch_ddp._find_tensors(output)))
             elif torch.is_grad_enabled():
-                self.reducer._cancel_preparation()
+                self.reducer._note_local_forward()
         self._clear_grad_buffer()
         return output
 
@@ -429,15 +547,36 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
         self.reducer._meet_peers()
         super()._sync_buffers()
 
-    def _tie_outputs(self, output: Any) -> Any:
-        """Lets the loss leave some of the outputs out."""
-        leaves, structure, is_rref = torch_ddp._tree_flatten_with_rref(output)
-        tensors = [leaf for leaf in leaves if torch.is_tensor(leaf)]
-        if sum(tensor.grad_fn is not None for tensor in tensors) < 2:
-            return output
-        tied = iter(tie_outputs(tensors, copies=self._ddp_sink_clone))
-        leaves = [next(tied) if torch.is_tensor(leaf) else leaf for leaf in leaves]
-        return torch_ddp._tree_unflatten_with_rref(leaves, structure, is_rref)
+    def can_continue(self) -> bool:
+        """Whether the process group can be used after an error.
+
+        False once its connections are closed: after a peer has died, left or not answered.
+        Then a new group is needed, and a new wrapper on it; the module stays usable.
+        """
+        return self._delay_all_reduce_all_params or self.reducer.can_continue()
+
+    def bucket_plan(self) -> list[list[int]]:
+        """Indices of parameters by bucket, in launch order.
+
+        Changes once, when buckets are rebuilt. Given back as the argument of that name, it
+        makes a resumed training's sums bit-equal.
+        """
+        return self.reducer._bucket_plan()
+
+    def sync_buffers(self, src: int = 0) -> None:
+        """Gives every rank the buffers of one; those of the last forward are each rank's own.
+
+        Collective. For before a rank saves or evaluates the model, and after join().
+
+        Args:
+            src: The rank within the group whose buffers are taken.
+        """
+        if not self._delay_all_reduce_all_params:
+            self.reducer._meet_peers()
+        self._assign_modules_buffers()
+        if self.modules_buffers:
+            with torch.no_grad():
+                self._default_broadcast_coalesced(authoritative_rank=src)
 
     # ------------------------------------------------------------------- join
 
@@ -462,13 +601,7 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
             return
         for parameter in stepped:
             _optimizer_in_backward.take_over(parameter)
-        if not self._comm_hooks:
-            from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-
-            self.register_comm_hook(self.process_group, allreduce_hook)
-        hook, state = self._comm_hooks[0]
-        hook = _optimizer_in_backward.stepping_hook(hook, stepped)
-        self.reducer._register_comm_hook(state, hook, replaces=True)
+        self.reducer._step_in_backward(stepped, _optimizer_in_backward.step)
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Lets `hook` carry buckets across ranks, once for all.

@@ -153,7 +153,7 @@ TEST(AgreementTest, OneSmallGatherWhenAllAgree) {
   require_agreement(recording.group(), at::kCPU, "parameter", numbered(8000),
                     absl::OkStatus());
   ASSERT_THAT(recording.log(), SizeIs(1));
-  EXPECT_EQ(recording.log()[0].type, c10d::OpType::_ALLGATHER_BASE);
+  EXPECT_EQ(recording.log()[0].type, c10d::OpType::ALLGATHER);
   EXPECT_EQ(recording.log()[0].bytes, 32);
 }
 

@@ -9,23 +9,23 @@ namespace brigade {
 namespace {
 
 TEST(SignatureTextTest, KeepsWhatFits) {
-  for (const size_t length : {0, 1, 183, 184}) {
+  for (const size_t length : {0, 1, 175, 176}) {
     const std::string words(length, 'x');
     EXPECT_EQ(words_of(signature_text(words)), words);
   }
 }
 
 TEST(SignatureTextTest, CutsWhatIsTooLong) {
-  EXPECT_EQ(words_of(signature_text(std::string(185, 'x'))),
-            std::string(181, 'x') + "...");
+  EXPECT_EQ(words_of(signature_text(std::string(177, 'x'))),
+            std::string(173, 'x') + "...");
 }
 
 TEST(SignatureTextTest, CutsBetweenCharacters) {
   std::string words;
   for (int i = 0; i < 100; ++i) words += "\xC3\xA9";  // of two bytes
-  EXPECT_EQ(words_of(signature_text(words)), words.substr(0, 180) + "...");
+  EXPECT_EQ(words_of(signature_text(words)), words.substr(0, 172) + "...");
   words.insert(words.begin(), 'x');
-  EXPECT_EQ(words_of(signature_text(words)), words.substr(0, 181) + "...");
+  EXPECT_EQ(words_of(signature_text(words)), words.substr(0, 173) + "...");
 }
 
 std::string described(const RankSignature& signature) {

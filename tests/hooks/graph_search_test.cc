@@ -54,7 +54,7 @@ class GraphSearchTest : public ::testing::Test {
   std::optional<GraphSearch> search;
 
  private:
-  std::vector<std::shared_ptr<Node>> accumulators_;
+  std::vector<NodePtr> accumulators_;
 };
 
 TEST_F(GraphSearchTest, FindsNothingWhereAllParametersAreUsed) {
@@ -255,7 +255,7 @@ TEST(GraphSearchFuzzTest, AgreesWithANaiveSearch) {
   const auto below = [&random](size_t bound) { return random() % bound; };
   for (int model = 0; model < 40; ++model) {
     const std::vector<at::Tensor> w = make_parameters(1 + below(60));
-    std::vector<std::shared_ptr<Node>> accumulators;
+    std::vector<NodePtr> accumulators;
     std::vector<Node*> nodes;
     for (const at::Tensor& parameter : w) {
       accumulators.push_back(

@@ -7,6 +7,7 @@ import faulthandler
 import multiprocessing
 import os
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Collection
 from multiprocessing.connection import Connection, wait
@@ -14,6 +15,7 @@ from typing import Any
 
 _DEADLINE_S = 300
 _DIED = (False, "died without an answer")
+_LATE = (False, "gave no answer before the deadline")
 # Processes are forked from one that has imported torch and started no thread.
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["torch", "torch._dynamo", "brigade"])
@@ -24,6 +26,7 @@ def run_ranks(
     *args: Any,
     world_size: int = 2,
     timeout_s: float = 120,
+    deadline_s: float = _DEADLINE_S,
     may_die: Collection[int] = (),
 ) -> list[Any]:
     """Calls ``function(rank, *args)`` on each rank of a Gloo group.
@@ -31,6 +34,7 @@ def run_ranks(
     Args:
         function: Of a module, so that another process finds it. May destroy the group.
         timeout_s: Of the group.
+        deadline_s: Of all ranks together: one that has not answered then is killed.
         may_die: Ranks that may end without an answer.
 
     Returns:
@@ -52,11 +56,14 @@ def run_ranks(
             sender.close()
             pipes.append(receiver)
             processes.append(process)
+        answers: list[tuple[bool, Any]] = []
+        deadline = time.monotonic() + deadline_s
         try:
-            answers = [_answer(rank, pipe) for rank, pipe in enumerate(pipes)]
+            answers += [_answer(pipe, deadline) for pipe in pipes]
         finally:
+            late = any(answer == _LATE for answer in answers)
             for process in processes:
-                process.join(timeout=10)
+                process.join(timeout=0 if late else 10)
                 if process.is_alive():
                     process.kill()
                     process.join()
@@ -70,9 +77,9 @@ def run_ranks(
     return [value for _, value in answers]
 
 
-def _answer(rank: int, pipe: Connection) -> tuple[bool, Any]:
-    if not wait([pipe], timeout=_DEADLINE_S):
-        return False, f"no answer after {_DEADLINE_S} s"
+def _answer(pipe: Connection, deadline: float) -> tuple[bool, Any]:
+    if not wait([pipe], timeout=max(0.0, deadline - time.monotonic())):
+        return _LATE
     try:
         return pipe.recv()
     except EOFError:

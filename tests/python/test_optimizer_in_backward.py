@@ -1,5 +1,7 @@
 """Optimizers that step in backward, alone and behind a comm hook."""
 
+import contextlib
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -80,3 +82,206 @@ def _second_hook(rank):
 
 def test_a_second_hook_is_refused():
     run_ranks(_second_hook)
+
+
+# ------------------------------------------------------------ what is not waited for
+
+
+def _completes_later(rank):
+    net = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
+    for parameter in net.parameters():
+        nn.init.ones_(parameter)
+    _apply_optimizer_in_backward(torch.optim.SGD, net.parameters(), {"lr": 0.25})
+    open_futures = []
+
+    def hook(state, bucket):
+        open_futures.append((torch.futures.Future(), bucket.buffer()))
+        future = open_futures[-1][0]
+        if bucket.is_last():
+            for each, buffer in open_futures:
+                each.set_result(buffer)
+            open_futures.clear()
+        return future
+
+    model = _wrap(net, hook)
+    for step in range(3):  # one bucket first, then two
+        before = [p.item() for p in net.parameters()]
+        model(torch.ones(1, 1)).sum().backward()
+        assert net[1].weight.item() == before[1] - 0.25 * before[0], step
+        assert net[0].weight.item() == before[0] - 0.25 * before[1], step
+
+
+def test_a_hook_whose_result_comes_with_a_later_bucket_is_not_waited_for():
+    run_ranks(_completes_later, world_size=1)
+
+
+# ----------------------------------------------------------------------- failures
+
+
+class UserError(Exception):
+    """What a user's own code raises."""
+
+
+class Weighted(nn.Module):
+    """Its gradients are the weights that it is called with."""
+
+    def __init__(self):
+        super().__init__()
+        self.p0, self.p1, self.p2 = (nn.Parameter(torch.ones(n)) for n in (2, 3, 5))
+
+    def forward(self, weights):
+        return sum((p * w).sum() for p, w in zip(self.parameters(), weights, strict=True))
+
+
+def _weights(rank, iteration):
+    """Multiples of 4, whose averages over 2 ranks times 1/4 are exact."""
+    return [
+        8.0 * (torch.arange(len(p)) + 7 * i + 30 * iteration + 100 * rank + 1)
+        for i, p in enumerate(Weighted().parameters())
+    ]
+
+
+def _averages(iteration, world_size=2):
+    by_rank = [_weights(rank, iteration) for rank in range(world_size)]
+    return [sum(each) / world_size for each in zip(*by_rank, strict=True)]
+
+
+def _expect_exact_step(model, rank, iteration):
+    expected = [
+        p.detach() - 0.25 * average
+        for p, average in zip(model.parameters(), _averages(iteration), strict=True)
+    ]
+    model(_weights(rank, iteration)).backward()
+    for p, q in zip(model.parameters(), expected, strict=True):
+        assert torch.equal(p, q), (iteration, p, q)
+        assert p.grad is None
+
+
+def _assert_equal_on_ranks(model):
+    for parameter in model.parameters():
+        by_rank = [torch.empty_like(parameter) for _ in range(dist.get_world_size())]
+        dist.all_gather(by_rank, parameter.detach())
+        assert all(torch.equal(each, by_rank[0]) for each in by_rank)
+
+
+OPTIONS_OF_MODES = {
+    "plain": {},
+    "views": {"gradient_as_bucket_view": True},
+    "find_unused": {"find_unused_parameters": True},
+}
+
+
+def _fails(rank, mode, hook, failing, which):
+    net = Weighted()
+    _apply_optimizer_in_backward(torch.optim.SGD, net.parameters(), {"lr": 0.25})
+    model = _wrap(net, HOOKS[hook], **OPTIONS_OF_MODES[mode])
+    fails = False
+
+    def raise_sometimes(gradient):
+        if fails:
+            raise UserError("in backward")
+        return gradient
+
+    list(net.parameters())[which].register_hook(raise_sometimes)
+    for iteration in range(0, 8, 4):
+        for i in range(2):
+            _expect_exact_step(model, rank, iteration + i)
+        with model.no_sync():
+            model(_weights(rank, iteration)).backward()  # goes with what failed
+        fails = rank in failing
+        kind, text = (UserError, "in backward") if fails else (RuntimeError, "rank 1 failed")
+        with pytest.raises(kind, match=text):
+            model(_weights(rank, iteration + 2)).backward()
+        fails = False
+        _assert_equal_on_ranks(net)
+        _expect_exact_step(model, rank, iteration + 3)
+
+
+@pytest.mark.parametrize("which", [0, 1])  # after others have been launched
+@pytest.mark.parametrize("failing", [[0, 1], [1]], ids=["all_ranks", "one_rank"])
+@pytest.mark.parametrize(
+    ("mode", "hook"), [*[(m, "none") for m in OPTIONS_OF_MODES], ("plain", "own")]
+)
+def test_gradients_of_a_backward_that_failed_are_not_added_to_the_next(mode, hook, failing, which):
+    run_ranks(_fails, mode, hook, failing, which)
+
+
+class FailingSGD(torch.optim.SGD):
+    fails = False
+
+    def step(self, closure=None):
+        if FailingSGD.fails:
+            raise UserError("no step")
+        return super().step(closure)
+
+
+def _step_fails(rank, hook):
+    net = Weighted()
+    _apply_optimizer_in_backward(FailingSGD, net.parameters(), {"lr": 0.25})
+    model = _wrap(net, HOOKS[hook])
+    _expect_exact_step(model, rank, 0)
+    FailingSGD.fails = True
+    with pytest.raises(RuntimeError, match="no step"):
+        model(_weights(rank, 1)).backward()
+    FailingSGD.fails = False
+    _assert_equal_on_ranks(net)
+    _expect_exact_step(model, rank, 2)
+
+
+@pytest.mark.parametrize("hook", ["none", "own"])
+def test_a_step_that_fails_ends_backward_and_the_next_one_is_exact(hook):
+    run_ranks(_step_fails, hook)
+
+
+# ------------------------------------------------------------------- accumulation
+
+
+def _accumulates(rank):
+    net = Weighted()
+    _apply_optimizer_in_backward(torch.optim.SGD, net.parameters(), {"lr": 0.25})
+    model = _wrap(net, None)
+    expected = [
+        p.detach() - 0.25 * (a + b)
+        for p, a, b in zip(net.parameters(), _averages(0), _averages(1), strict=True)
+    ]
+    for iteration in range(2):
+        with model.no_sync() if iteration == 0 else contextlib.nullcontext():
+            model(_weights(rank, iteration)).backward()
+    for p, q in zip(net.parameters(), expected, strict=True):
+        assert torch.equal(p, q)
+        assert p.grad is None
+
+
+def test_gradients_accumulated_under_no_sync_are_stepped_with_the_next():
+    run_ranks(_accumulates)
+
+
+# --------------------------------------------------------------------------- join
+
+
+def _joins(rank, hook, divide_by_initial):
+    results = []
+    for in_backward in (True, False):
+        net = Weighted()
+        if in_backward:
+            _apply_optimizer_in_backward(torch.optim.SGD, net.parameters(), {"lr": 0.25})
+        model = _wrap(net, HOOKS[hook])
+        optimizer = None if in_backward else torch.optim.SGD(net.parameters(), lr=0.25)
+        with model.join(divide_by_initial_world_size=divide_by_initial):
+            for iteration in range(2 + 2 * rank):
+                net.zero_grad()
+                model(_weights(rank, iteration)).backward()
+                if optimizer is not None:
+                    optimizer.step()
+        _assert_equal_on_ranks(net)
+        results.append([p.detach().clone() for p in net.parameters()])
+    for stepped, expected in zip(*results, strict=True):
+        assert torch.equal(stepped, expected)
+
+
+@pytest.mark.parametrize("divide_by_initial", [False, True])
+@pytest.mark.parametrize("hook", ["none", "own"])
+def test_ranks_that_have_joined_do_not_step_and_end_with_the_others_parameters(
+    hook, divide_by_initial
+):
+    run_ranks(_joins, hook, divide_by_initial)

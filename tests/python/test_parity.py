@@ -251,10 +251,9 @@ def _rebuilds(rank, options, before, after):
     ("options", "before", "after"),
     [
         ({"bucket_cap_mb": 1e-5}, 1, 8),
-        ({"bucket_cap_mb": 1e-5, "static_graph": True}, 1, 8),
         ({}, 1, 1),
     ],
-    ids=["small", "static", "default"],
+    ids=["small", "default"],
 )
 def test_buckets_are_rebuilt_before_the_second_forward(options, before, after):
     run_ranks(_rebuilds, options, before, after)

@@ -26,12 +26,16 @@ def _arguments(text: str) -> list[str]:
     return re.findall(r"(?:[(]|, )(\w+): ", text[: text.rindex(")")])
 
 
-def test_the_wrapper_takes_torchs_arguments_in_order():
+def test_the_wrapper_takes_torchs_arguments_in_order_and_then_its_own_by_name():
     ours = inspect.signature(brigade.DistributedDataParallel)
     theirs = inspect.signature(TorchDistributedDataParallel)
-    assert list(ours.parameters) == list(theirs.parameters)
+    names = list(ours.parameters)
+    assert names[: len(theirs.parameters)] == list(theirs.parameters)
     for name, parameter in theirs.parameters.items():
         assert ours.parameters[name].default == parameter.default, name
+        assert ours.parameters[name].kind == parameter.kind, name
+    for name in names[len(theirs.parameters) :]:
+        assert ours.parameters[name].kind is inspect.Parameter.KEYWORD_ONLY, name
 
 
 def test_the_reducer_takes_torchs_arguments_in_order_and_then_its_own():
@@ -314,8 +318,8 @@ def _ranks_that_differ(rank):
     wrap = brigade.DistributedDataParallel
     layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     layers[1].requires_grad_(rank == 0)
-    with pytest.raises(RuntimeError, match=r"option 0 .*broadcast_buffers = (True|False)"):
-        wrap(nn.Linear(2, 2), broadcast_buffers=rank == 0)
+    with pytest.raises(RuntimeError, match=r"option 0 .*forward_sync_buffers = (True|False)"):
+        wrap(nn.Linear(2, 2), forward_sync_buffers=rank == 0)
     for option in ("find_unused_parameters", "static_graph"):
         with pytest.raises(RuntimeError, match=rf"option \d .*{option} = (True|False)"):
             wrap(nn.Linear(2, 2), **{option: rank == 0})
@@ -364,24 +368,6 @@ def test_a_reducer_works_without_a_module():
     run_ranks(_reducer_alone)
 
 
-def _installed(rank):
-    with brigade.install():
-        assert nn.parallel.DistributedDataParallel is brigade.DistributedDataParallel
-        assert dist.Reducer is brigade.Reducer
-        wrapped = nn.parallel.DistributedDataParallel(nn.Linear(3, 2))
-        dist._register_builtin_comm_hook(wrapped.reducer, dist.BuiltinCommHookType.ALLREDUCE)
-        wrapped(torch.full((1, 3), float(rank))).sum().backward()
-        assert wrapped.module.weight.grad.tolist() == [[0.5] * 3] * 2
-    assert nn.parallel.DistributedDataParallel is TorchDistributedDataParallel
-    assert nn.parallel.distributed.DistributedDataParallel is TorchDistributedDataParallel
-    assert dist.Reducer is not brigade.Reducer
-    brigade.uninstall()
-
-
-def test_installing_replaces_torchs_classes_for_a_while():
-    run_ranks(_installed)
-
-
 def test_the_stub_is_that_of_the_module(tmp_path):
     """python_bindings/make_stub.py writes it anew."""
     pytest.importorskip("pybind11_stubgen")
@@ -396,3 +382,8 @@ def test_the_stub_is_that_of_the_module(tmp_path):
 
 def test_the_package_is_typed():
     assert (pathlib.Path(brigade.__file__).parent / "py.typed").exists()
+
+
+def test_the_version_is_that_of_cmakelists_txt():
+    text = (pathlib.Path(__file__).parents[2] / "CMakeLists.txt").read_text()
+    assert brigade.__version__ == re.search(r"^  VERSION (\S+)$", text, re.MULTILINE)[1]

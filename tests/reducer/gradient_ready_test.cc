@@ -68,7 +68,7 @@ class HalfPrecision {
  private:
   const std::vector<at::Tensor>& parameters_;
   std::vector<at::Tensor> full_;
-  std::vector<std::shared_ptr<torch::autograd::Node>> accumulators_;
+  std::vector<NodePtr> accumulators_;
 };
 
 void step_in_half(const ToyModel& model, Reducer& reducer, int rank, int s) {
@@ -182,7 +182,7 @@ TEST(GradientReadyErrorsTest, OnesThatNobodyTellsOfAreMissing) {
   const ToyModel model(kSizes);
   Reducer reducer(model.parameters, single_process_group());
   reducer.stop_watching_gradients();
-  const std::shared_ptr<torch::autograd::Node> accumulator =
+  const NodePtr accumulator =
       torch::autograd::impl::grad_accumulator(model.parameters[1]);
   const uintptr_t hook =
       accumulator->add_post_hook(std::make_unique<CallAfterwards>(

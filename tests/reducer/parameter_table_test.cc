@@ -13,7 +13,10 @@
 namespace brigade {
 namespace {
 
+using ::testing::AllOf;
 using ::testing::ElementsAre;
+using ::testing::EndsWith;
+using ::testing::HasSubstr;
 
 ParameterTable table_of(int n, bool named) {
   std::vector<at::Tensor> tensors;
@@ -112,14 +115,47 @@ TEST(ErrorTextsTest, SayWhatWasExpectedFoundWhereAndWhatToDo) {
   EXPECT_EQ(
       describe_missing_gradients(table, std::vector<size_t>{1, 3}, occasion,
                                  ReducerOptions()),
-      "Reducer::prepare_for_backward: 2 of 4 parameters got no gradient "
-      "in iteration 17 on rank 2: parameters 1 ('b'), 3 ('d').\n"
+      "Reducer: 2 of 4 parameters got no gradient in iteration 17 on rank 2: "
+      "parameters 1 ('b'), 3 ('d').\n"
       "Use every output of forward() in the loss, set "
-      "find_unused_parameters, or leave parameters that are not used out of "
-      "the reducer.");
+      "find_unused_parameters, or freeze parameters that are not used before "
+      "the module is wrapped.");
   EXPECT_EQ(describe_bucket(table, std::vector<size_t>{0, 2}, 1, 3, occasion),
             "bucket 1 of 3 (parameters 0 ('a'), 2 ('c')) in iteration 17 on "
             "rank 2");
+}
+
+TEST(ErrorTextsTest, NameWhatWasFrozenMeanwhile) {
+  const ParameterTable table = table_of(3, true);
+  const Occasion occasion = {.iteration = 2, .rank = 0};
+  table.tensors()[1].set_requires_grad(false);
+  EXPECT_EQ(
+      describe_missing_gradients(table, std::vector<size_t>{1}, occasion,
+                                 ReducerOptions()),
+      "Reducer: 1 of 3 parameters got no gradient in iteration 2 on rank 0: "
+      "parameter 1 ('b'). Frozen since the module was wrapped: parameter 1 "
+      "('b').\n"
+      "Freeze parameters before the module is wrapped, wrap it again, or set "
+      "find_unused_parameters.");
+  EXPECT_THAT(
+      describe_missing_gradients(table, std::vector<size_t>{1, 2}, occasion,
+                                 ReducerOptions()),
+      AllOf(HasSubstr("Frozen since the module was wrapped: parameter 1 "
+                      "('b').\n"),
+            HasSubstr("Use every output")));
+}
+
+TEST(ErrorTextsTest, EndWithWhatProgramsLookFor) {
+  const ParameterTable table = table_of(2, true);
+  const Occasion occasion = {.iteration = 2, .rank = 0};
+  EXPECT_THAT(describe_second_gradient(table, 1, occasion, ReducerOptions()),
+              EndsWith("\nExpected to mark a variable ready only once: "
+                       "Parameter at index 1."));
+  EXPECT_THAT(
+      describe_second_gradient(table, 1, occasion,
+                               {.parameter_names = {"a", "b"}}),
+      EndsWith("\nExpected to mark a variable ready only once: Parameter at "
+               "index 1 with name b."));
 }
 
 }  // namespace

@@ -218,7 +218,8 @@ TEST(RanksApartTest, AHookOfTwoCollectivesIsPaidForToo) {
       kNever);
 }
 
-TEST(RanksApartTest, ABackwardThatOneRankLeavesOutIsNoticedByAll) {
+// A forward for a log, or one that is tried again.
+TEST(RanksApartTest, AForwardWithoutBackwardIsNoIteration) {
   run_ranks(
       2,
       [](const Group& group) {
@@ -228,12 +229,12 @@ TEST(RanksApartTest, ABackwardThatOneRankLeavesOutIsNoticedByAll) {
         const at::Tensor loss = model.loss(group->getRank());
         reducer.prepare_for_backward(loss);
         if (group->getRank() == 1) reducer.prepare_for_backward(loss);
-        EXPECT_EQ(
-            text_of<c10::Error>([&] { loss.backward(); }),
-            "Reducer: expected every rank in the same place: rank 0 ended "
-            "iteration 2 after 3 launches, rank 1 ended iteration 3 after "
-            "3 launches.\nRun forward and backward equally often on every "
-            "rank, and forwards without backward under no_grad.");
+        model.zero_grad();
+        loss.backward();
+        for (size_t i = 0; i < kSizes.size(); ++i) {
+          EXPECT_TRUE(at::equal(model.parameters[i].grad(),
+                                model.average(i, group->getSize())));
+        }
         expect_trains(reducer, model, group);
       },
       kNever);
@@ -440,8 +441,8 @@ TEST(RanksApartTest, ARankThatLeavesIsNamedAtOnce) {
         }
         EXPECT_THAT(text_of<c10::DistBackendError>(
                         [&] { step(*reducer, model.loss(0)); }),
-                    AllOf(StartsWith("Reducer: bucket 0 of 3 (parameter 2) in "
-                                     "iteration 3 on rank 0"),
+                    AllOf(StartsWith("Reducer: bucket "),
+                          HasSubstr(" in iteration 3 on rank 0"),
                           HasSubstr("rank 1 has left after iteration 2")));
         // Gradients are defined, and nobody writes to them any more.
         for (const at::Tensor& p : model.parameters) p.mutable_grad().zero_();

@@ -25,6 +25,7 @@ namespace brigade {
 namespace {
 
 using ::testing::ElementsAre;
+using ::testing::HasSubstr;
 using testing::run_ranks;
 using testing::ToyModel;
 
@@ -391,14 +392,152 @@ TEST(ReducerTest, PutsBackAGradientThatWasTakenOutWhileItTravelled) {
   }
 }
 
-TEST(ReducerTest, AccumulatesLocallyAfterACancelledPreparation) {
+TEST(ReducerTest, AccumulatesTheBackwardOfALocalForwardLocally) {
   const ToyModel model(ToyModel::Sizes{{3}});
   Reducer reducer(model.parameters, single_process_group());
-  const at::Tensor loss = model.loss(0);
-  reducer.prepare_for_backward(loss);
-  reducer.cancel_preparation();
-  loss.backward();
+  reducer.prepare_for_backward(model.loss(0));
+  const at::Tensor local = model.loss(0);
+  reducer.note_local_forward();
+  local.backward();
   EXPECT_EQ(reducer.statistics().reduced, 0);
+}
+
+// Gradients of the local forward come before backward has reached the prepared
+// output, or after it.
+TEST(ReducerTest, ReducesABackwardThroughAPreparedAndALocalForward) {
+  for (const bool local_comes_first : {true, false}) {
+    run_ranks(2, [&](const Group& group) {
+      const ToyModel model({{3}, {4}, {2}});
+      Reducer reducer(model.parameters, group);
+      const int rank = group->getRank();
+      at::Tensor prepared;
+      at::Tensor local;
+      const auto run_local = [&] { local = model.loss_in_order({2}, rank); };
+      if (!local_comes_first) run_local();
+      prepared = model.loss_in_order({0, 1}, rank);
+      if (local_comes_first) run_local();
+      reducer.prepare_for_backward(prepared);
+      reducer.note_local_forward();
+      (prepared + local).backward();
+      expect_averages(model, 2);
+      EXPECT_EQ(reducer.statistics().reduced, 1);
+    });
+  }
+}
+
+TEST(ReducerTest, NamesWhatAnUnfinishedIterationLacksInTheNextLocalBackward) {
+  run_ranks(2, [](const Group& group) {
+    const ToyModel model({{3}, {4}, {2}});
+    Reducer reducer(
+        model.parameters, group,
+        {.bucket_plan = {{0}, {1, 2}}, .parameter_names = model.names});
+    const int rank = group->getRank();
+    const at::Tensor loss = model.loss_in_order({0, 1}, rank);
+    reducer.prepare_for_backward(loss);
+    loss.backward();
+    const at::Tensor local = model.loss_in_order({2, 0}, rank);
+    reducer.note_local_forward();
+    try {
+      local.backward();
+      FAIL() << "accepted";
+    } catch (const c10::Error& error) {
+      EXPECT_THAT(error.what(), HasSubstr("got no gradient in iteration 1"));
+      EXPECT_THAT(error.what(), HasSubstr("'p2'"));
+    }
+    model.zero_grad();
+    step(reducer, model, model.loss(rank));
+    expect_averages(model, 2);
+  });
+}
+
+TEST(ReducerTest, ReducesNothingWhileAllParametersAreFrozen) {
+  for (const bool find_unused : {true, false}) {
+    const ToyModel model({{3}, {4}});
+    Reducer reducer(model.parameters, single_process_group(),
+                    {.find_unused_parameters = find_unused});
+    const at::Tensor input = at::ones({}).requires_grad_();
+    for (const at::Tensor& p : model.parameters) p.set_requires_grad(false);
+    const at::Tensor loss = model.loss(0) * input;
+    reducer.prepare_for_backward(loss);
+    loss.backward();
+    EXPECT_EQ(reducer.statistics().reduced, 0);
+    for (const at::Tensor& p : model.parameters) p.set_requires_grad(true);
+    step(reducer, model, model.loss(0));
+    EXPECT_EQ(reducer.statistics().reduced, 1);
+  }
+}
+
+TEST(ReducerTest, CountsIterationsByBackwardsAndNotByForwards) {
+  run_ranks(2, [](const Group& group) {
+    const ToyModel model({{3}, {4}});
+    Reducer reducer(model.parameters, group);
+    const int rank = group->getRank();
+    for (int s = 0; s < 3; ++s) {
+      model.zero_grad();
+      for (int i = 0; i < rank * 2; ++i) {
+        reducer.prepare_for_backward(model.loss(rank, s));  // for a log
+      }
+      step(reducer, model, model.loss(rank, s));
+      expect_averages(model, 2, s);
+    }
+    EXPECT_EQ(reducer.statistics().begun, 3);
+  });
+}
+
+// Another callback of backward, queued by a comm hook, finishes the hook's
+// work.
+TEST(ReducerTest, DeliversAfterCallbacksThatHooksHaveQueued) {
+  const ToyModel model({{3}, {4}});
+  auto future =
+      c10::make_intrusive<c10::ivalue::Future>(c10::TensorType::get());
+  auto hook = make_comm_hook([&](c10d::GradBucket& bucket) {
+    torch::autograd::Engine::get_default_engine().queue_callback(
+        [buffer = bucket.getBuffer()] { at::Tensor(buffer).mul_(2); });
+    auto done =
+        c10::make_intrusive<c10::ivalue::Future>(c10::TensorType::get());
+    done->markCompleted(bucket.getBuffer());
+    return done;
+  });
+  Reducer reducer(model.parameters, single_process_group(),
+                  {.gradients_as_bucket_views = false, .comm_hook = hook});
+  step(reducer, model, model.loss(0));
+  EXPECT_TRUE(at::equal(model.parameters[0].grad(), 2 * model.gradient(0, 0)));
+}
+
+TEST(ReducerTest, RefusesIntegersForGradientsOfFloats) {
+  const ToyModel model(ToyModel::Sizes{{3}});
+  auto hook = make_comm_hook([](c10d::GradBucket& bucket) {
+    auto done =
+        c10::make_intrusive<c10::ivalue::Future>(c10::TensorType::get());
+    done->markCompleted(bucket.getBuffer().to(at::kLong));
+    return done;
+  });
+  Reducer reducer(model.parameters, single_process_group(),
+                  {.comm_hook = hook});
+  try {
+    step(reducer, model, model.loss(0));
+    FAIL() << "accepted";
+  } catch (const c10::TypeError& error) {
+    EXPECT_THAT(error.what(), HasSubstr("floating-point"));
+  }
+}
+
+TEST(ReducerTest, GivesEmptyParametersThatAPeerUsedAnEmptyGradient) {
+  for (const bool alone : {true, false}) {
+    run_ranks(2, [&](const Group& group) {
+      const ToyModel model({{0}, {3}});
+      ReducerOptions options = {.find_unused_parameters = true};
+      options.bucket_plan = alone ? std::vector<std::vector<size_t>>{{0}, {1}}
+                                  : std::vector<std::vector<size_t>>{{0, 1}};
+      Reducer reducer(model.parameters, group, options);
+      const int rank = group->getRank();
+      using Order = std::vector<size_t>;
+      step(reducer, model,
+           model.loss_in_order(rank == 0 ? Order{1} : Order{0, 1}, rank));
+      ASSERT_TRUE(model.parameters[0].grad().defined());
+      EXPECT_EQ(model.parameters[0].grad().numel(), 0);
+    });
+  }
 }
 
 TEST(ReducerTest, TreatsGradientsSetToNoneByTheUserAtAnyTimeAsZero) {

@@ -2,9 +2,12 @@
 #include <torch/torch.h>
 #include <unistd.h>
 
+#include <barrier>
 #include <chrono>
 #include <condition_variable>
+#include <filesystem>
 #include <future>
+#include <iterator>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -13,6 +16,7 @@
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "brigade/comm_hooks/function_hook.h"
 #include "brigade/reducer/reducer.h"
 #include "brigade/reducer/stall_check.h"
@@ -52,7 +56,7 @@ class StallCheckTest : public ::testing::Test {
       auto rank = std::make_unique<Rank>();
       rank->progress->num_buckets = 5;
       rank->check = std::make_unique<StallCheck>(
-          ProgressBoard(store_, r, kWorldSize), milliseconds{1000},
+          ProgressBoard(store_, "progress/", r, kWorldSize), milliseconds{1000},
           rank->progress, [words = &rank->words] { return *words; });
       ranks_.push_back(std::move(rank));
     }
@@ -234,11 +238,14 @@ class ClosedStore : public c10d::HashStore {
   bool open_ = false;
 };
 
+// Of the keys of the first reducer on a group.
+constexpr const char* kFirstChannel = "brigade/signatures_256/1/channel/1/";
+
 std::unique_ptr<StallWatch> watch(c10::intrusive_ptr<c10d::Store> store,
                                   int world_size = 2) {
   return StallWatch::start(c10::make_intrusive<c10d::ProcessGroup>(
                                std::move(store), /*rank=*/0, world_size),
-                           std::make_shared<Progress>(),
+                           "prefix/", std::make_shared<Progress>(),
                            [] { return std::string("waits"); });
 }
 
@@ -308,7 +315,8 @@ TEST(StallWatchTest, ALateRankAnswersInTheMiddleOfItsBackward) {
     if (group->getRank() == 1) {
       // Goes on when it has told the other rank where it is.
       model.parameters[0].register_hook([&](const at::Tensor&) {
-        await_line(*group->getStore(), "brigade/progress/1/line/1",
+        await_line(*group->getStore(),
+                   absl::StrCat(kFirstChannel, "progress/line/1"),
                    "has launched 1 of 2 buckets of iteration 1 and waits for "
                    "the gradients of parameter 0 ('p0')");
       });
@@ -357,6 +365,30 @@ TEST(StallWatchTest, ReportsAWaitForABucketBehindTheLastExchange) {
                                   "buckets launched"));
 }
 
+size_t count_threads() {
+  const std::filesystem::directory_iterator tasks("/proc/self/task");
+  return std::distance(begin(tasks), end(tasks));
+}
+
+TEST(StallWatchTest, ManyReducersHaveNoMoreThreadsThanOne) {
+  std::barrier together(2);
+  run_ranks(2, [&](const Group& group) {
+    const ToyModel first(ToyModel::Sizes{{2}});
+    const Reducer reducer(first.parameters, group);
+    together.arrive_and_wait();
+    const size_t before = count_threads();
+    together.arrive_and_wait();
+    std::vector<std::unique_ptr<Reducer>> others;
+    for (int i = 0; i < 20; ++i) {
+      const ToyModel model(ToyModel::Sizes{{2}});
+      others.push_back(std::make_unique<Reducer>(model.parameters, group));
+    }
+    together.arrive_and_wait();
+    EXPECT_EQ(count_threads(), before);
+    together.arrive_and_wait();
+  });
+}
+
 TEST(StallWatchTest, NamesTheRankThatHasNotBegunItsBackward) {
   std::promise<std::string> promise;
   std::shared_future<std::string> reported = promise.get_future().share();
@@ -375,7 +407,7 @@ TEST(StallWatchTest, NamesTheRankThatHasNotBegunItsBackward) {
   });
   EXPECT_THAT(reported.get(),
               AllOf(HasSubstr("rank 0 has waited"),
-                    HasSubstr("0 of 1 buckets launched"), HasSubstr("rank 1"),
+                    HasSubstr("1 of 1 buckets launched"), HasSubstr("rank 1"),
                     Not(HasSubstr("all other ranks"))));
 }
 

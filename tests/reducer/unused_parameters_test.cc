@@ -271,21 +271,73 @@ TEST(UnusedParametersTest, BucketsThatNoRankUsedCanBeSkipped) {
   EXPECT_EQ(reducer.statistics().buckets_skipped, 1);
 }
 
-TEST(UnusedParametersTest, AreNotSearchedForWhileAllAreUsed) {
-  const ToyModel model({{2}, {3}});
-  Reducer reducer(model.parameters, single_process_group(), finding_unused());
-  for (int s = 0; s < 4; ++s) step(reducer, model.loss(0, s));
-  EXPECT_EQ(reducer.statistics().graph_searches, 1);
-  model.zero_grad();
-  step(reducer, model.loss_in_order({1}, 0));
-  EXPECT_EQ(reducer.statistics().graph_searches, 2);
-  EXPECT_EQ(reducer.statistics().reduced, 5);
-  EXPECT_FALSE(model.parameters[0].grad().defined());
-  step(reducer, model.loss_in_order({1}, 0));
-  step(reducer, model.loss(0));
-  EXPECT_EQ(reducer.statistics().graph_searches, 4);
-  step(reducer, model.loss(0));
-  EXPECT_EQ(reducer.statistics().graph_searches, 4);
+// A launch has the same place among its group's collectives whatever the
+// iterations before were like.
+TEST(UnusedParametersTest, TravelAtTheSamePlaceAfterIterationsThatUsedAll) {
+  std::vector<size_t> launched_before;
+  for (const int num_full_iterations : {0, 3}) {
+    const ToyModel model({{2}, {3}, {4}});
+    RecordingGroup recording(2);
+    ReducerOptions options = finding_unused();
+    options.bucket_plan = {{1}, {2}, {0}};
+    Reducer reducer(model.parameters, recording.group(), options);
+    for (int s = 0; s < num_full_iterations; ++s) {
+      step(reducer, model.loss(0, s));
+    }
+    const size_t before = recording.log().size();
+    size_t launched = 0;
+    const auto handle = model.parameters[0].register_hook(
+        [&](const at::Tensor&) { launched = recording.log().size() - before; });
+    step(reducer, model.loss_in_order({2, 0}, 0));
+    launched_before.push_back(launched);
+  }
+  EXPECT_THAT(launched_before, ElementsAre(2, 2));  // {1}, unused, and {2}
+}
+
+// Writes the parameter's gradient itself, as fused kernels do.
+class WritesGradient : public torch::autograd::Function<WritesGradient> {
+ public:
+  static at::Tensor forward(torch::autograd::AutogradContext* context,
+                            const at::Tensor& parameter,
+                            const at::Tensor& gradient) {
+    context->save_for_backward({parameter, gradient});
+    return (parameter.detach() * gradient).sum();
+  }
+  static torch::autograd::variable_list backward(
+      torch::autograd::AutogradContext* context,
+      torch::autograd::variable_list) {
+    const auto saved = context->get_saved_variables();
+    const at::Tensor& parameter = saved[0];
+    if (parameter.grad().defined()) {
+      parameter.mutable_grad().add_(saved[1]);
+    } else {
+      parameter.mutable_grad() = saved[1].detach().clone();
+    }
+    return {at::Tensor(), at::Tensor()};
+  }
+};
+
+TEST(UnusedParametersTest,
+     AreNotThoseWhoseFunctionsWriteTheGradientThemselves) {
+  for (const bool is_static : {false, true}) {
+    for (const bool as_views : {false, true}) {
+      run_ranks(2, [&](const Group& group) {
+        const ToyModel model(kSizes);
+        Reducer reducer(model.parameters, group,
+                        {.find_unused_parameters = !is_static,
+                         .static_graph = is_static,
+                         .gradients_as_bucket_views = as_views});
+        const int rank = group->getRank();
+        for (int s = 0; s < 4; ++s) {
+          model.zero_grad();
+          step(reducer, model.loss_in_order({1, 2, 3}, rank, s) +
+                            WritesGradient::apply(model.parameters[0],
+                                                  model.gradient(0, rank, s)));
+          expect_averages(model, {{0, 1, 2, 3}, {0, 1, 2, 3}}, s);
+        }
+      });
+    }
+  }
 }
 
 TEST(UnusedParametersTest, TellThatTheGraphIsStatic) {
@@ -446,18 +498,17 @@ TEST_P(UndefinedGradientsTest, CountAsNone) {
   });
 }
 
-TEST_P(UndefinedGradientsTest, LeaveAGradientThatWasKeptUntouched) {
+// A function that writes the gradient itself looks no different.
+TEST_P(UndefinedGradientsTest, AverageAGradientThatWasKept) {
   run_ranks(2, [&](const Group& group) {
     const ToyModel model(kSizes);
     Reducer reducer(model.parameters, group, options());
     const int rank = group->getRank();
     step(reducer, model.loss(rank));
-    // No multiple of 1/3 survives being halved and summed as it was.
-    model.parameters[2].mutable_grad().copy_(at::full({2, 2, 2}, rank / 3.0));
+    model.parameters[2].mutable_grad().fill_(4 * rank);
     step(reducer, model.loss_in_order({0, 1, 3}, rank) +
                       Passes::apply(model.loss_in_order({2}, rank), false));
-    EXPECT_TRUE(
-        at::equal(model.parameters[2].grad(), at::full({2, 2, 2}, rank / 3.0)));
+    EXPECT_TRUE(at::equal(model.parameters[2].grad(), at::full({2, 2, 2}, 2)));
     EXPECT_TRUE(at::equal(model.parameters[0].grad(), 2 * model.average(0, 2)));
   });
 }

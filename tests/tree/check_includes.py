@@ -20,6 +20,7 @@ LAYERS = {
     "comm_hooks": (("comm",), LIBTORCH),
     "reducer": (("planning", "hooks", "comm", "comm_hooks"), LIBTORCH + ("cuda",)),
     "ddp": (("reducer",), LIBTORCH),
+    "bucket_sweep": (("reducer",), LIBTORCH),
     "python_bindings": (("ddp",), LIBTORCH + ("pybind11/",)),
 }
 # Libraries that an otherwise allowed prefix does not cover.

@@ -1,0 +1,30 @@
+#include "brigade/comm/close_group.h"
+
+#include <exception>
+
+#include "brigade/comm/gloo_connections.h"
+
+namespace brigade {
+namespace {
+
+void close(c10d::Backend& backend) {
+  try {
+    if (!end_gloo_operations_of(backend)) backend.abort();
+  } catch (const std::exception&) {
+    // This backend can't: peers wait for their timeout.
+  }
+}
+
+}  // namespace
+
+void close_group(c10d::ProcessGroup& group) noexcept {
+  try {
+    for (const c10::Device& device : group.getDeviceTypes()) {
+      close(*group.getBackend(device.type()));
+    }
+  } catch (const std::exception&) {
+    // A group without backends: written in Python, say.
+  }
+}
+
+}  // namespace brigade

@@ -1,0 +1,84 @@
+#include "brigade/comm/control_address.h"
+
+#include <netdb.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <cstdlib>
+#include <memory>
+
+#include "absl/cleanup/cleanup.h"
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "brigade/comm/tcp_store_of.h"
+
+namespace brigade {
+namespace {
+
+constexpr const char* kAnyPort = "9";  // nothing is sent there
+
+// What a rank publishes that leaves the choice to Gloo.
+constexpr const char* kUnknown = "unknown";
+
+std::optional<std::string> source_address(const addrinfo& destination) {
+  const int connection =
+      socket(destination.ai_family, destination.ai_socktype, 0);
+  if (connection < 0) return std::nullopt;
+  const absl::Cleanup close_it = [connection] { close(connection); };
+  if (connect(connection, destination.ai_addr, destination.ai_addrlen) != 0) {
+    return std::nullopt;
+  }
+  sockaddr_storage own = {};
+  socklen_t length = sizeof(own);
+  char text[NI_MAXHOST] = {};
+  auto* const address = reinterpret_cast<sockaddr*>(&own);
+  if (getsockname(connection, address, &length) != 0 ||
+      getnameinfo(address, length, text, sizeof(text), nullptr, 0,
+                  NI_NUMERICHOST) != 0) {
+    return std::nullopt;
+  }
+  return text;
+}
+
+}  // namespace
+
+std::optional<std::string> source_address_towards(const std::string& host) {
+  const addrinfo hints = {.ai_socktype = SOCK_DGRAM};
+  addrinfo* found = nullptr;
+  if (getaddrinfo(host.c_str(), kAnyPort, &hints, &found) != 0) {
+    return std::nullopt;
+  }
+  const std::unique_ptr<addrinfo, decltype(&freeaddrinfo)> owner(found,
+                                                                 freeaddrinfo);
+  for (const addrinfo* each = found; each != nullptr; each = each->ai_next) {
+    if (auto address = source_address(*each)) return address;
+  }
+  return std::nullopt;
+}
+
+bool is_loopback(const std::string& address) {
+  return absl::StartsWith(address, "127.") || address == "::1";
+}
+
+std::string control_address(const c10::intrusive_ptr<c10d::Store>& store,
+                            int rank, int world_size) {
+  c10d::TCPStore* const tcp_store = tcp_store_of(store);
+  if (tcp_store == nullptr) return "";
+  const char* const interfaces = std::getenv("GLOO_SOCKET_IFNAME");
+  const bool is_chosen = interfaces != nullptr && *interfaces != '\0';
+  const std::string own =
+      is_chosen ? ""
+                : source_address_towards(tcp_store->getHost()).value_or("");
+  const auto key = [](int of) { return absl::StrCat("address/", of); };
+  store->set(key(rank), own.empty() ? kUnknown : own);
+  if (own.empty() || !is_loopback(own)) return own;
+  for (int peer = 0; peer < world_size; ++peer) {
+    if (peer == rank) continue;
+    const std::string theirs = store->get_to_str(key(peer));
+    if (theirs == kUnknown || is_loopback(theirs)) continue;
+    if (auto address = source_address_towards(theirs)) return *address;
+  }
+  return own;
+}
+
+}  // namespace brigade

@@ -1,0 +1,33 @@
+// The address of this machine at which brigade's own connections are made.
+//
+// A machine's host name may resolve to an address that others can't reach
+// (127.0.1.1 on Debian).  The group's store, however, is reached by all: the
+// address from which this rank reaches it is reached by its peers as well.
+//
+// Thread safety: any thread.
+
+#ifndef BRIGADE_COMM_CONTROL_ADDRESS_H_
+#define BRIGADE_COMM_CONTROL_ADDRESS_H_
+
+#include <optional>
+#include <string>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+namespace brigade {
+
+// Numeric; empty if Gloo's own choice is to be used: GLOO_SOCKET_IFNAME is set,
+// or the store is no TCPStore.  Collective over `store`: a rank that reaches it
+// over loopback, since it lies on this machine, asks for the others' addresses,
+// and takes the one from which it reaches the first that is not loopback.
+std::string control_address(const c10::intrusive_ptr<c10d::Store>& store,
+                            int rank, int world_size);
+
+// The numeric address from which this machine sends to `host`; nothing is sent.
+// Nullopt if there is no way there.
+std::optional<std::string> source_address_towards(const std::string& host);
+
+bool is_loopback(const std::string& address);
+
+}  // namespace brigade
+
+#endif  // BRIGADE_COMM_CONTROL_ADDRESS_H_

@@ -1,0 +1,84 @@
+#include "brigade/comm_hooks/then_collective.h"
+
+#include <c10/util/Exception.h>
+
+#include <exception>
+#include <stdexcept>
+#include <utility>
+
+namespace brigade {
+namespace {
+
+using c10::ivalue::Future;
+using FuturePtr = c10::intrusive_ptr<Future>;
+
+thread_local ChainedCollectives* current = nullptr;
+
+void complete_with(const FuturePtr& result, const FuturePtr& second) {
+  second->addCallback([result](Future& done) {
+    if (done.hasError()) {
+      result->setError(done.exception_ptr());
+    } else {
+      result->markCompleted(done.value(), done.storages());
+    }
+  });
+}
+
+}  // namespace
+
+ChainedCollectives::Scope::Scope(ChainedCollectives& collectives)
+    : before_(std::exchange(current, &collectives)) {}
+
+ChainedCollectives::Scope::~Scope() { current = before_; }
+
+FuturePtr then_collective(FuturePtr first, NextCollective next) {
+  TORCH_CHECK_VALUE(first && next,
+                    "then_collective needs the first collective's future and "
+                    "what launches the next one, got none");
+  if (current == nullptr) {
+    first->waitAndThrow();
+    return next(first->value());
+  }
+  auto result =
+      c10::make_intrusive<Future>(c10::AnyType::get(), first->devices());
+  current->chains_.push_back(
+      {.first = std::move(first), .next = std::move(next), .result = result});
+  return result;
+}
+
+void ChainedCollectives::launch(
+    const std::function<void(const std::function<void()>&)>& count) {
+  auto chains = std::exchange(chains_, {});
+  for (size_t i = 0; i < chains.size(); ++i) {
+    const Chain& chain = chains[i];
+    chain.first->wait();
+    if (chain.first->hasError()) {
+      chain.result->setError(chain.first->exception_ptr());
+      continue;
+    }
+    try {
+      count([&] {
+        FuturePtr second = chain.next(chain.first->value());
+        TORCH_CHECK(second,
+                    "then_collective: what launches the next collective must "
+                    "return its future, it returned none");
+        complete_with(chain.result, second);
+      });
+    } catch (...) {
+      chains_.assign(chains.begin() + static_cast<std::ptrdiff_t>(i),
+                     chains.end());
+      cancel(/*wait_for_first=*/false);
+      throw;
+    }
+  }
+}
+
+void ChainedCollectives::cancel(bool wait_for_first) {
+  for (const Chain& chain : std::exchange(chains_, {})) {
+    if (wait_for_first) chain.first->wait();
+    chain.result->setErrorIfNeeded(std::make_exception_ptr(std::runtime_error(
+        "the collective was not launched: its iteration was given up")));
+  }
+}
+
+}  // namespace brigade

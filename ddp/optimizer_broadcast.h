@@ -1,0 +1,31 @@
+// Gives every rank the state of one rank's optimizer.
+//
+// After join() ranks hold one model, but have made unequally many steps:
+// momenta and step counts differ, and training on would let the ranks drift
+// apart without a word.
+//
+// Thread safety: one call at a time.
+
+#ifndef BRIGADE_DDP_OPTIMIZER_BROADCAST_H_
+#define BRIGADE_DDP_OPTIMIZER_BROADCAST_H_
+
+#include <torch/optim/optimizer.h>
+
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+namespace brigade {
+
+// Collective. Afterwards `optimizer` has the state and the options of rank
+// `source`'s, bit for bit; a rank that never stepped too. All are of one type
+// and hold the same parameters in the same order. Costs one broadcast of the
+// serialised state. A world of 1 communicates nothing.
+//
+// Errors: PeerError if the network fails; what LibTorch throws if the state
+// does not fit this optimizer.
+void broadcast_optimizer_state(
+    torch::optim::Optimizer& optimizer,
+    const c10::intrusive_ptr<c10d::ProcessGroup>& group, int source = 0);
+
+}  // namespace brigade
+
+#endif  // BRIGADE_DDP_OPTIMIZER_BROADCAST_H_

@@ -1,0 +1,61 @@
+#include "brigade/python_bindings/register_hooks.h"
+
+#include <c10/util/Exception.h>
+#include <torch/csrc/jit/python/pybind_utils.h>
+
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "brigade/comm_hooks/then_collective.h"
+
+namespace brigade {
+namespace {
+
+using FutureWrapper = torch::jit::PythonFutureWrapper;
+using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
+
+// Called, and destroyed, by threads that do not hold the GIL.
+std::shared_ptr<py::object> kept(py::object object) {
+  return {new py::object(std::move(object)), [](py::object* owned) {
+            const py::gil_scoped_acquire gil;
+            delete owned;
+          }};
+}
+
+FuturePtr call(const py::object& launch, const c10::IValue& value) {
+  const py::gil_scoped_acquire gil;
+  const py::object second = launch(torch::jit::toPyObject(value));
+  TORCH_CHECK_TYPE(py::isinstance<FutureWrapper>(second),
+                   "then_collective: `launch` must return a "
+                   "torch.futures.Future, it returned ",
+                   std::string(py::repr(second)),
+                   ".\nReturn the future of the collective it started.");
+  return second.cast<std::shared_ptr<FutureWrapper>>()->fut;
+}
+
+std::shared_ptr<FutureWrapper> chain(const FutureWrapper& first,
+                                     py::object launch) {
+  NextCollective next =
+      [launch = kept(std::move(launch))](const c10::IValue& value) {
+        return call(*launch, value);
+      };
+  const py::gil_scoped_release no_gil;
+  return std::make_shared<FutureWrapper>(
+      then_collective(first.fut, std::move(next)));
+}
+
+}  // namespace
+
+void register_hooks(py::module_& module) {
+  module.def(
+      "then_collective", &chain, py::arg("future"), py::arg("launch"),
+      "A second collective behind the first one of a comm hook.\n\n"
+      "`launch` is called with the value of `future` when backward ends, in "
+      "the "
+      "order of the buckets on every rank, and returns the future of what it "
+      "launched. A continuation (`future.then`) must not launch collectives: "
+      "continuations run in another order on each rank.");
+}
+
+}  // namespace brigade

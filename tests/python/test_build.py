@@ -1,0 +1,110 @@
+"""How the package is built: which torch is found, and what is said where none will do."""
+
+import importlib.metadata
+import importlib.util
+import pathlib
+import re
+import sys
+import sysconfig
+
+import pytest
+import torch
+
+pytest.importorskip("scikit_build_core", reason="No module named 'scikit_build_core'")
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+INSTALLED = pathlib.Path(torch.__file__).parent
+
+
+def load(path):
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def backend(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "python_bindings"))
+    monkeypatch.delitem(sys.modules, "torch_wheel", raising=False)
+    yield load(ROOT / "python_bindings" / "build_backend.py")
+    sys.modules.pop("torch_wheel", None)
+
+
+def install_torch(folder, version):
+    header = folder / "torch" / "include" / "torch" / "headeronly" / "version.h"
+    header.parent.mkdir(parents=True)
+    major, minor = version.split(".")
+    header.write_text(f"#define TORCH_VERSION_MAJOR {major}\n#define TORCH_VERSION_MINOR {minor}\n")
+    return folder / "torch"
+
+
+@pytest.fixture
+def site_packages(monkeypatch, tmp_path):
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    return tmp_path
+
+
+def test_the_installed_torch_is_built_against_and_not_required_again(backend):
+    assert not any("torch" in required for required in backend.get_requires_for_build_wheel())
+    settings = backend._with_torch(None)
+    assert settings == {"cmake.define.BRIGADE_LIBTORCH": str(INSTALLED)}
+    assert backend.torch_wheel.chosen == INSTALLED
+    assert torch.__version__.startswith(backend.torch_wheel.minor_version(INSTALLED) + ".")
+
+
+@pytest.mark.parametrize("kind", ["wheel", "editable"])
+def test_without_torch_it_is_said_before_anything_is_built(backend, site_packages, kind):
+    ask = getattr(backend, f"get_requires_for_build_{kind}")
+    with pytest.raises(RuntimeError) as error:
+        ask()
+    words = str(error.value)
+    assert f"{site_packages} has none" in words
+    assert f"pip install torch=={backend.torch_wheel.pinned()}" in words
+    assert "--config-settings=fetch-torch=yes" in words
+
+
+def test_a_torch_that_is_not_supported_is_named(backend, site_packages):
+    folder = install_torch(site_packages, "2.7")
+    with pytest.raises(RuntimeError, match=re.escape(f"{folder} is of version 2.7")):
+        backend.get_requires_for_build_wheel()
+
+
+def test_torch_is_fetched_for_the_build_when_that_is_asked_for(backend, site_packages):
+    settings = {"fetch-torch": "yes"}
+    required = backend.get_requires_for_build_wheel(settings)
+    assert f"torch=={backend.torch_wheel.pinned()}" in required
+    # The build environment's torch is the one on the path.
+    assert backend._with_torch(settings) == {"cmake.define.BRIGADE_LIBTORCH": str(INSTALLED)}
+
+
+def test_a_libtorch_that_the_user_names_is_not_looked_for(backend, site_packages):
+    folder = install_torch(site_packages / "own", "2.13")
+    settings = {"cmake.define.BRIGADE_LIBTORCH": str(folder)}
+    backend.get_requires_for_build_wheel(settings)
+    assert backend._with_torch(settings) == settings
+    assert backend.torch_wheel.chosen == folder
+
+
+def test_the_compiler_for_cuda_has_the_version_that_the_wheel_requires():
+    tool = load(ROOT / "scripts" / "cuda_of_torch.py")
+    requirements = [
+        "filelock",
+        'nvidia-nccl-cu13==2.30.7; platform_system == "Linux"',
+        'cuda-toolkit[cublas,cudart]==13.2.2; platform_system == "Linux"',
+    ]
+    assert tool.toolkit_version(requirements) == "13.2.2"
+    assert tool.toolkit_version(requirements[:2]) == ""
+    if torch.version.cuda is not None:
+        found = tool.toolkit_version(importlib.metadata.requires("torch"))
+        assert found == "" or found.startswith(torch.version.cuda + ".")
+
+
+def test_stubs_are_the_same_whichever_pybind11_wrote_them():
+    make_stub = load(ROOT / "python_bindings" / "make_stub.py")
+    older = "def f(a: typing.SupportsInt, b: list[typing.SupportsFloat] = 1) -> int: ..."
+    newer = (
+        "def f(a: typing.SupportsInt | typing.SupportsIndex, "
+        "b: list[typing.SupportsFloat | typing.SupportsIndex] = 1) -> int: ..."
+    )
+    assert make_stub.normalized(newer) == make_stub.normalized(older) == older

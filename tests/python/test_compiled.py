@@ -1,0 +1,124 @@
+"""torch.compile around the wrapper, and inside of it."""
+
+import pathlib
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
+
+import brigade
+
+from ranks import run_ranks
+from training import CLASSES, assert_equal, inputs, loss_of
+
+
+def _model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2))
+
+
+def _around(wrapper, options):
+    wrapped = wrapper(_model(), **options)
+    return wrapped, torch.compile(wrapped, backend="aot_eager")
+
+
+def _inside(wrapper, options):
+    wrapped = wrapper(torch.compile(_model(), backend="aot_eager"), **options)
+    return wrapped, wrapped
+
+
+def _in_a_step(wrapper, options):
+    wrapped = wrapper(_model(), **options)
+    return wrapped, torch.compile(lambda x: wrapped(x) * 2, backend="aot_eager")
+
+
+def _train(rank, wrapped, compiled):
+    seen = []
+    for x in inputs(rank, 3):
+        wrapped.zero_grad()
+        loss_of(compiled(x)).backward()
+        seen += [p.grad.clone() for p in wrapped.parameters()]
+    return seen
+
+
+def _parity(rank, make, options):
+    results = {}
+    for name, wrapper in CLASSES.items():
+        torch._dynamo.reset()
+        results[name] = _train(rank, *make(wrapper, options))
+    assert_equal(results["brigade"], results["torch"])
+
+
+@pytest.mark.parametrize("make", [_around, _inside, _in_a_step])
+@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}])
+def test_compiled_either_way_the_gradients_have_torchs_bits(make, options):
+    run_ranks(_parity, make, options)
+
+
+def _frames(rank, make):
+    """The compiler's callback gets each frame that is new to it, and tells what it made of it."""
+    from torch._dynamo.convert_frame import CatchErrorsWrapper
+
+    converted, ours = [], []
+    package = str(pathlib.Path(brigade.__file__).parent)
+    call = CatchErrorsWrapper.__call__
+
+    def recording(self, frame, *args):
+        result = call(self, frame, *args)
+        if frame.f_code.co_filename.startswith(package):
+            ours.append(frame.f_code.co_name)
+            if result.guarded_code is not None:
+                converted.append(frame.f_code.co_name)
+        return result
+
+    CatchErrorsWrapper.__call__ = recording
+    _, compiled = make(brigade.DistributedDataParallel, {})
+    for step, x in enumerate(inputs(rank, 6)):
+        compiled(x).sum().backward()
+        if step < 2:
+            ours.clear()  # what is skipped is marked so
+    assert converted == []
+    assert ours == []
+
+
+@pytest.mark.parametrize("make", [_around, _inside, _in_a_step])
+def test_the_compiler_converts_nothing_of_the_wrappers_python(make):
+    run_ranks(_frames, make, world_size=1)
+
+
+def _python_reducer(rank):
+    """The compiled backward reduces, so that there is no break in either graph."""
+    results = {}
+    with torch._dynamo.config.patch(optimize_ddp="python_reducer", compiled_autograd=True):
+        for name, wrapper in CLASSES.items():
+            torch._dynamo.reset()
+            wrapped = wrapper(_model())
+            compiled = torch.compile(wrapped, backend="aot_eager", fullgraph=True)
+            results[name] = _train(rank, wrapped, compiled)
+            with wrapped.no_sync():
+                wrapped.zero_grad()
+                compiled(inputs(rank, 1)[0]).sum().backward()
+            results[name] += [p.grad.clone() for p in wrapped.parameters()]
+    assert_equal(results["brigade"], results["torch"])
+    assert isinstance(wrapped, TorchDistributedDataParallel)
+
+
+def test_the_compiler_may_reduce_in_one_graph():
+    run_ranks(_python_reducer)
+
+
+def _compiled_backward(rank):
+    from torch._dynamo import compiled_autograd
+
+    wrapped = brigade.DistributedDataParallel(_model())
+    output = wrapped(inputs(rank, 1)[0]).sum()
+    with (
+        compiled_autograd._enable(torch.compile(backend="eager")),
+        pytest.raises(RuntimeError, match=r'optimize_ddp\W+"python_reducer"'),
+    ):
+        output.backward()
+
+
+def test_a_compiled_backward_through_a_reducer_is_told_what_to_set():
+    run_ranks(_compiled_backward, world_size=1)

@@ -1,0 +1,68 @@
+"""Copies and pickled wrappers are made by one rank alone, and train with the others."""
+
+import copy
+import io
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import brigade
+
+from ranks import run_ranks
+from training import Perceptron, assert_equal, inputs, train
+
+
+def _copied(wrapped):
+    return copy.deepcopy(wrapped)
+
+
+def _pickled(wrapped):
+    file = io.BytesIO()
+    torch.save(wrapped, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def _one_rank_alone(rank, make, options):
+    torch.manual_seed(0)
+    wrapped = brigade.DistributedDataParallel(Perceptron(), **options)
+    expected = train(copy.deepcopy(wrapped), inputs(rank, 3))
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 0:
+        again = make(wrapped)
+        store.set("copied", "")
+    else:
+        store.wait(["copied"])  # rank 0 is not waiting for anything of this rank's
+        again = make(wrapped)
+    del wrapped
+    assert type(again) is brigade.DistributedDataParallel
+    assert_equal(train(again, inputs(rank, 3)), expected)
+    assert again.check_module == options.get("check_module", "error")
+    assert again.static_graph == options.get("static_graph", False)
+
+
+@pytest.mark.parametrize("make", [_copied, _pickled])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"static_graph": True}, {"find_unused_parameters": True, "check_module": "off"}],
+    ids=["default", "static_graph", "find_unused"],
+)
+def test_one_rank_may_copy_its_wrapper_alone(make, options):
+    run_ranks(_one_rank_alone, make, options, timeout_s=30)
+
+
+def _a_spare(rank):
+    """A copy that is kept on rank 0 only, as an average of weights is."""
+    wrapped = brigade.DistributedDataParallel(Perceptron())
+    spare = copy.deepcopy(wrapped) if rank == 0 else None
+    train(wrapped, inputs(rank, 3))
+    if spare is not None:
+        with torch.no_grad():
+            spare.module(inputs(rank, 1)[0])
+    del spare
+    train(wrapped, inputs(rank, 2))
+
+
+def test_a_copy_that_is_never_trained_disturbs_nobody():
+    run_ranks(_a_spare, timeout_s=30)

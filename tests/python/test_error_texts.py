@@ -1,0 +1,240 @@
+"""Errors say what to do in Python, and have the words that programs look for in torch's."""
+
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import brigade
+
+from ranks import run_ranks
+
+
+def _sum(state, bucket):
+    return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda f: f.value()[0])
+
+
+def _takes_a_number(state: object, bucket: int):
+    raise AssertionError("not called")
+
+
+def _returns_a_number(state: object, bucket: dist.GradBucket) -> int:
+    raise AssertionError("not called")
+
+
+class Plain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, x):
+        return self.b(self.a(x))
+
+
+class Two(nn.Module):
+    """Uses one or both of its layers; the second one in two checkpoints if `twice`."""
+
+    def __init__(self, use_both=True, twice=False):
+        super().__init__()
+        self.a, self.b = nn.Linear(2, 2), nn.Linear(2, 2)
+        self.use_both, self.twice = use_both, twice
+
+    def forward(self, x):
+        x = self.a(x)
+        if self.twice:
+            x = checkpoint(self.b, x, use_reentrant=True)
+            return checkpoint(self.b, x, use_reentrant=True)
+        return self.b(x) if self.use_both else x
+
+
+X = torch.ones(1, 2)
+
+
+def _register(hook, times=1):
+    def run(wrapper):
+        wrapped = wrapper(nn.Linear(2, 2))
+        for _ in range(times):
+            wrapped.register_comm_hook(None, hook)
+
+    return run
+
+
+def _register_builtin_twice(wrapper):
+    wrapped = wrapper(nn.Linear(2, 2))
+    for _ in range(2):
+        dist_type = dist.BuiltinCommHookType.ALLREDUCE
+        wrapped._register_builtin_comm_hook(dist_type)
+
+
+def _leave_out(wrapper):
+    wrapped = wrapper(Two(use_both=False))
+    wrapped(X).sum().backward()
+    wrapped(X)
+
+
+def _use_twice(wrapper):
+    wrapped = wrapper(Two(twice=True))
+    wrapped(X).sum().backward()
+
+
+# What programs look for, which torch's class says too.
+WORDS = {
+    "not callable": (_register(3), TypeError, "Communication hook must be callable"),
+    "bucket": (
+        _register(_takes_a_number),
+        ValueError,
+        r"bucket annotation should be dist\.GradBucket",
+    ),
+    "return": (
+        _register(_returns_a_number),
+        ValueError,
+        r"return annotation should be torch\.futures\.Future\[torch\.Tensor\]",
+    ),
+    "lazy": (lambda wrapper: wrapper(nn.LazyLinear(2)), RuntimeError, "uninitialized parameters"),
+    "twice": (
+        _register(_sum, times=2),
+        RuntimeError,
+        "register_comm_hook or register_builtin_comm_hook can only be called once",
+    ),
+    "built-in twice": (
+        _register_builtin_twice,
+        RuntimeError,
+        "register_builtin_comm_hook or register_comm_hook can only be called once",
+    ),
+    "left out": (
+        _leave_out,
+        RuntimeError,
+        r"(?s)Expected to have finished reduction in the prior iteration.*"
+        r"Parameter indices which did not receive grad for rank 0: 2",
+    ),
+    "ready twice": (
+        _use_twice,
+        RuntimeError,
+        r"(?s)Expected to mark a variable ready only once.*"
+        r"Parameter at index 3 with name b\.bias",
+    ),
+}
+
+
+def _says(rank):
+    for run, kind, words in WORDS.values():
+        for wrapper in (TorchDistributedDataParallel, brigade.DistributedDataParallel):
+            with pytest.raises(kind, match=words):
+                run(wrapper)
+
+
+def test_the_words_that_programs_look_for_are_torchs():
+    run_ranks(_says, world_size=1)
+
+
+UNLIKE = {
+    "sizes": lambda: nn.Conv2d(2, 3, 3),
+    "strides": lambda: nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last),
+}
+
+
+def _is_unlike(rank, what):
+    module = UNLIKE[what]() if rank else nn.Conv2d(2, 3, 2)
+    words = rf"(?s)'weight'.*appears not to match {what} of the same param in process 0"
+    with pytest.raises(RuntimeError, match=words):
+        brigade.DistributedDataParallel(module)
+
+
+@pytest.mark.parametrize("what", UNLIKE)
+def test_sizes_and_strides_that_differ_from_those_of_process_0_are_called_so(what):
+    run_ranks(_is_unlike, what)
+
+
+# ------------------------------------------------------- what to do, in Python
+
+
+def _error_of(run):
+    with pytest.raises(RuntimeError) as raised:
+        run(brigade.DistributedDataParallel)
+    return str(raised.value)
+
+
+def _names_the_option(rank):
+    text = _error_of(_leave_out)
+    assert "2 of 4 parameters got no gradient in iteration 1 on rank 0" in text
+    assert "parameters 2 ('b.weight'), 3 ('b.bias')." in text
+    for option in (
+        'strategy="ddp_find_unused_parameters_true"',
+        "DistributedDataParallelKwargs(find_unused_parameters=True)",
+        "ddp_find_unused_parameters=True",
+    ):
+        assert option in text
+    texts = [text, _error_of(_use_twice), _error_of(_go_back_twice), _error_of(_resize)]
+    for text in texts:
+        assert not re.search(r"prepare_for_backward|the reducer\.|tie_outputs", text), text
+
+
+def _go_back_twice(wrapper):
+    wrapped = wrapper(nn.Linear(2, 2))
+    loss = wrapped(X).sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def _resize(wrapper):
+    wrapped = wrapper(nn.Linear(2, 2))
+    for parameter in wrapped.parameters():
+        parameter.data = torch.ones(3, *parameter.shape[1:])
+    wrapped(X)
+
+
+def test_texts_name_what_can_be_done_in_python():
+    run_ranks(_names_the_option, world_size=1)
+
+
+def _freeze(wrapper):
+    wrapped = wrapper(Two())
+    for parameter in wrapped.module.a.parameters():
+        parameter.requires_grad_(False)
+    x = X.clone().requires_grad_()
+    wrapped(x).sum().backward()
+    wrapped(x)
+
+
+def _names_the_frozen(rank):
+    text = _error_of(_freeze)
+    assert "Frozen since the module was wrapped: parameters 0 ('a.weight'), 1 ('a.bias')." in text
+    assert "Freeze parameters before the module is wrapped" in text
+    wrapped = brigade.DistributedDataParallel(Plain(), find_unused_parameters=True)
+    wrapped.module.a.requires_grad_(False)
+    for _ in range(2):
+        wrapped(X.clone().requires_grad_()).sum().backward()
+    assert wrapped.module.b.bias.grad.tolist() == [2.0, 2.0]
+
+
+def test_a_parameter_frozen_after_wrapping_is_named_as_frozen():
+    run_ranks(_names_the_frozen, world_size=1)
+
+
+class Lazy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(2, 2)
+
+    def forward(self, x):
+        if not hasattr(self, "second"):
+            self.second = nn.Linear(2, 2)
+        return self.second(self.first(x))
+
+
+def _names_the_lazy(rank):
+    wrapped = brigade.DistributedDataParallel(Lazy())
+    wrapped(X).sum().backward()
+    with pytest.raises(
+        RuntimeError,
+        match=r"(?s)added: 'second.weight', 'second.bias'.*builds submodules lazily.*one forward",
+    ):
+        wrapped(X)
+
+
+def test_a_module_that_builds_submodules_lazily_is_told_to_run_first():
+    run_ranks(_names_the_lazy, world_size=1)

@@ -1,0 +1,175 @@
+"""Backwards whose end the caller chooses, as torch 2.15 has them."""
+
+import pytest
+import torch
+from torch import nn
+
+import brigade
+
+from ranks import run_ranks
+from training import CLASSES, Perceptron, assert_equal, inputs, loss_of
+
+_NOTHING = "no gradient reduction requires finalization"
+_MODES = {
+    "default": {},
+    "views": {"gradient_as_bucket_view": True},
+    "find_unused": {"find_unused_parameters": True},
+    "static_graph": {"static_graph": True},
+}
+
+
+def _gradients(wrapped):
+    return [None if p.grad is None else p.grad.clone() for p in wrapped.parameters()]
+
+
+def _after_backward(rank, options):
+    """Against a wrapper that finalizes by itself: the same bits, once they are asked for."""
+    results = {}
+    for manual in (False, True):
+        torch.manual_seed(0)
+        wrapped = brigade.DistributedDataParallel(Perceptron(), bucket_cap_mb=1e-5, **options)
+        wrapped.require_manual_backward_finalization = manual
+        seen = []
+        for x in inputs(rank, 4):
+            wrapped.zero_grad()
+            loss_of(wrapped(x)).backward()
+            if manual:
+                wrapped.finalize_backward()
+            seen += _gradients(wrapped)
+        results[manual] = seen
+    assert_equal(results[True], results[False])
+
+
+@pytest.mark.parametrize("mode", _MODES)
+def test_gradients_are_averaged_when_the_caller_says_so(mode):
+    run_ranks(_after_backward, _MODES[mode])
+
+
+def _asks(rank, options):
+    """Whether the end of backward has to be waited for, forward by forward, as torch's."""
+    answers = {}
+    for name, wrapper in CLASSES.items():
+        wrapped = wrapper(Perceptron(), **options)
+        answers[name] = [wrapped.should_finalize_after_backward]
+        wrapped.require_manual_backward_finalization = True
+        for x in inputs(rank, 4):
+            loss = loss_of(wrapped(x))
+            answers[name].append(wrapped.should_finalize_after_backward)
+            loss.backward()
+            wrapped.finalize_backward()
+    assert answers["brigade"] == answers["torch"]
+
+
+@pytest.mark.parametrize("mode", _MODES)
+def test_the_caller_is_told_when_only_the_end_of_backward_will_do(mode):
+    run_ranks(_asks, _MODES[mode])
+
+
+def _in_a_hook(rank, wrapper):
+    """Something before the model is still in backward when the averages are there."""
+    wrapped = wrapper(nn.Linear(3, 2, bias=False))
+    wrapped.require_manual_backward_finalization = True
+    before = torch.ones(3, requires_grad=True)
+    seen = []
+
+    def on_last_gradient(_):
+        wrapped.finalize_backward()
+        seen.append(wrapped.module.weight.grad.tolist())
+
+    before.register_post_accumulate_grad_hook(on_last_gradient)
+    for step in range(3):
+        wrapped.zero_grad()
+        wrapped(before.mul(rank + 1.0).mul(1.0).reshape(1, 3)).sum().backward()
+        assert len(seen) == step + 1
+        assert seen[-1] == wrapped.module.weight.grad.tolist() == [[1.5] * 3] * 2
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_hook_in_backward_may_finalize_once_all_gradients_are_there(name):
+    run_ranks(_in_a_hook, CLASSES[name])
+
+
+def _misused(rank, wrapper):
+    wrapped = wrapper(Perceptron())
+    x = inputs(rank, 1)[0]
+    with pytest.raises(RuntimeError, match="manual backward finalization is not required"):
+        wrapped.finalize_backward()
+    wrapped.require_manual_backward_finalization = True
+    assert wrapped.require_manual_backward_finalization
+    with pytest.raises(RuntimeError, match=_NOTHING):
+        wrapped.finalize_backward()
+    loss = loss_of(wrapped(x))
+    with pytest.raises(RuntimeError, match="cannot be called after forward"):
+        wrapped.require_manual_backward_finalization = False
+    assert wrapped.require_manual_backward_finalization
+    with pytest.raises(RuntimeError, match=_NOTHING):
+        wrapped.finalize_backward()
+    loss.backward()
+    with pytest.raises(RuntimeError, match="cannot be called after forward"):
+        wrapped.require_manual_backward_finalization = False
+    with pytest.raises(RuntimeError, match="Expected to have finalized the prior backward pass"):
+        wrapped(x)
+    wrapped.finalize_backward()  # it was waiting for this
+    with pytest.raises(RuntimeError, match=_NOTHING):
+        wrapped.finalize_backward()
+    with wrapped.no_sync():
+        loss_of(wrapped(x)).backward()
+        with pytest.raises(RuntimeError, match=_NOTHING):
+            wrapped.finalize_backward()
+    wrapped.require_manual_backward_finalization = False
+    loss_of(wrapped(x)).backward()  # averages what no_sync() left, too
+    flat = torch.cat([gradient.flatten() for gradient in _gradients(wrapped)])
+    gathered = [torch.empty_like(flat) for _ in range(2)]
+    torch.distributed.all_gather(gathered, flat)
+    assert torch.equal(*gathered)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_misuse_is_told_in_words_that_torch_has_too(name):
+    run_ranks(_misused, CLASSES[name])
+
+
+def _too_early(rank, wrapper):
+    wrapped = wrapper(Perceptron())
+    wrapped.require_manual_backward_finalization = True
+    x = inputs(rank, 1)[0]
+    refused = []
+
+    def on_gradient(_):  # which nobody has told the reducer of yet
+        with pytest.raises(RuntimeError, match="before all DDP buckets were ready"):
+            wrapped.finalize_backward()
+        refused.append(True)
+
+    wrapped.module.layers[0].weight.register_post_accumulate_grad_hook(on_gradient)
+    loss_of(wrapped(x)).backward()
+    assert refused == [True]
+    wrapped.finalize_backward()
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_finalizing_before_all_gradients_are_there_is_an_error(name):
+    run_ranks(_too_early, CLASSES[name])
+
+
+def _without_a_reducer(rank):
+    model, before = nn.Linear(3, 2), nn.Parameter(torch.ones(3))
+    model = nn.Sequential(model)
+    delayed = brigade.DistributedDataParallel(
+        model,
+        delay_all_reduce_named_params=list(model.named_parameters()),
+        param_to_hook_all_reduce=before,
+    )
+    with pytest.raises(RuntimeError, match="Manual backward finalization is not supported when"):
+        delayed.require_manual_backward_finalization = True
+    delayed.require_manual_backward_finalization = False
+    assert not delayed.should_finalize_after_backward
+    with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
+        compiled = brigade.DistributedDataParallel(nn.Linear(3, 2))
+    with pytest.raises(RuntimeError, match="Manual backward finalization is not supported with"):
+        compiled.require_manual_backward_finalization = True
+    with pytest.raises(RuntimeError, match="Manual backward finalization is not supported with"):
+        compiled.finalize_backward()
+
+
+def test_without_a_reducer_there_is_nothing_to_finalize():
+    run_ranks(_without_a_reducer, world_size=1)

@@ -1,0 +1,360 @@
+"""brigade.install(): torch's names make brigade's classes, and stay torch's."""
+
+import copy
+import functools
+import pickle
+import subprocess
+import sys
+import types
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.nn.parallel import DistributedDataParallel
+
+import brigade
+
+from ranks import run_ranks
+
+OWNERS = (
+    DistributedDataParallel,
+    dist.Reducer,
+    dist.Logger,
+    dist,
+    dist.distributed_c10d,
+    torch._C._distributed_c10d,
+    nn.parallel,
+    nn.parallel.distributed,
+)
+
+
+def _net():
+    torch.manual_seed(0)
+    return nn.Linear(3, 2)
+
+
+def _is_ours(wrapped):
+    assert isinstance(wrapped, DistributedDataParallel)
+    return isinstance(wrapped, brigade.DistributedDataParallel) and isinstance(
+        wrapped.reducer, brigade.Reducer
+    )
+
+
+def _is_torchs(wrapped):
+    assert isinstance(wrapped, DistributedDataParallel)
+    return not isinstance(wrapped, brigade.DistributedDataParallel) and isinstance(
+        wrapped.reducer, dist.Reducer
+    )
+
+
+def _trains(wrapped, rank):
+    """Its gradients are averaged over 2 ranks."""
+    for _ in range(2):
+        wrapped.zero_grad()
+        wrapped(torch.full((1, 3), 2.0 * rank)).sum().backward()
+        assert wrapped.module.weight.grad.tolist() == [[1.0] * 3] * 2
+
+
+# ---------------------------------------------------------------- construction
+
+
+def _makes_ours(rank):
+    before = [dict(vars(owner)) for owner in OWNERS]
+    with brigade.install():
+        ours = nn.parallel.DistributedDataParallel(_net())
+        assert _is_ours(ours)
+        assert type(ours.logger) is brigade.Logger
+        assert repr(type(ours)) == repr(brigade.DistributedDataParallel)
+        _trains(ours, rank)
+    assert [dict(vars(owner)) for owner in OWNERS] == before
+    theirs = nn.parallel.DistributedDataParallel(_net())
+    assert _is_torchs(theirs)
+    _trains(theirs, rank)
+    _trains(ours, rank)
+    brigade.uninstall()
+    assert [dict(vars(owner)) for owner in OWNERS] == before
+
+
+def test_torchs_class_makes_ours_for_a_while_and_nothing_is_left_behind():
+    run_ranks(_makes_ours)
+
+
+def _makes_reducers(rank):
+    def make():
+        parameters = [nn.Parameter(torch.ones(2))]
+        reducer = dist.Reducer(parameters, [[0]], [2**20], dist.group.WORLD)
+        return reducer, dist.Logger(reducer)
+
+    with brigade.install():
+        reducer, logger = make()
+        assert type(reducer) is brigade.Reducer
+        assert type(logger) is brigade.Logger
+        wrapped = DistributedDataParallel(_net())
+        dist._register_builtin_comm_hook(wrapped.reducer, dist.BuiltinCommHookType.ALLREDUCE)
+        with pytest.raises(RuntimeError, match="ALLREDUCE already"):
+            dist._register_comm_hook(wrapped.reducer, None, lambda state, bucket: None)
+    reducer, logger = make()
+    assert type(reducer) is dist.Reducer
+    assert type(logger) is dist.Logger
+
+
+def test_torchs_reducer_and_logger_make_ours():
+    run_ranks(_makes_reducers, world_size=1)
+
+
+# ------------------------------------------------------- what was bound before
+
+
+class Derived(DistributedDataParallel):
+    def __init__(self, module, **options):
+        self.set_before = 1
+        super().__init__(module, **options)
+
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+class DerivedInOldStyle(DistributedDataParallel):
+    def __init__(self, module):
+        DistributedDataParallel.__init__(self, module)
+
+    def forward(self, x):
+        return 2 * DistributedDataParallel.forward(self, x)
+
+
+class DerivedTwice(Derived):
+    pass
+
+
+def _wrap(module, wrapper=DistributedDataParallel):
+    return wrapper(module)
+
+
+_PARTIAL = functools.partial(DistributedDataParallel, bucket_cap_mb=1)
+
+
+def _bound_before(rank):
+    with brigade.install():
+        ours = [_wrap(_net()), _PARTIAL(_net())]
+    theirs = [_wrap(_net()), _PARTIAL(_net())]
+    assert all(map(_is_ours, ours))
+    assert all(map(_is_torchs, theirs))
+    for wrapped in (*ours, *theirs):
+        _trains(wrapped, rank)
+
+
+def test_defaults_and_partials_make_what_torchs_class_makes():
+    run_ranks(_bound_before)
+
+
+def _derived(rank):
+    for kind in (Derived, DerivedInOldStyle, DerivedTwice):
+        with brigade.install():
+            ours = kind(_net())
+        theirs = kind(_net())
+        assert _is_ours(ours)
+        assert _is_torchs(theirs)
+        assert isinstance(ours, kind)
+        assert repr(type(ours)) == repr(kind)
+        for wrapped in (ours, theirs):
+            assert wrapped.__dict__.get("set_before", 1) == 1
+            wrapped(torch.full((1, 3), 2.0 * rank)).sum().backward()
+            assert wrapped.module.weight.grad.tolist() == [[2.0] * 3] * 2
+
+
+def test_classes_derived_from_torchs_keep_their_methods_over_our_reducer():
+    run_ranks(_derived)
+
+
+def _imported_meanwhile(rank):
+    with brigade.install():
+        library = types.ModuleType("library")
+        exec(
+            "from torch.distributed import Reducer\n"
+            "from torch.nn.parallel import DistributedDataParallel as DDP\n"
+            "class Derived(DDP): pass\n"
+            "def make(module, kind=DDP): return kind(module)\n",
+            vars(library),
+        )
+        for ours in (library.make(_net()), library.Derived(_net())):
+            assert _is_ours(ours)
+            assert set(get_model_state_dict(ours)) == {"weight", "bias"}
+    assert library.DDP is DistributedDataParallel
+    assert library.Reducer is dist.Reducer
+    assert set(get_model_state_dict(ours)) == {"weight", "bias"}
+    for theirs in (library.make(_net()), library.Derived(_net())):
+        assert _is_torchs(theirs)
+        assert set(get_model_state_dict(theirs)) == {"weight", "bias"}
+
+
+def test_modules_imported_meanwhile_have_torchs_classes_afterwards():
+    run_ranks(_imported_meanwhile, world_size=1)
+
+
+# ------------------------------------------------------------ living instances
+
+
+def _joins(wrapped, rank):
+    """Rank 1 has twice the data; the mean is over those that are left."""
+    with wrapped.join():
+        for _ in range(1 + rank):
+            wrapped.zero_grad()
+            wrapped(torch.full((1, 3), 2.0)).sum().backward()
+    assert wrapped.module.weight.grad.tolist() == [[2.0 if rank == 0 else 1.0] * 3] * 2
+
+
+def _lives_on(rank):
+    early = DistributedDataParallel(_net())
+    with pytest.warns(UserWarning, match=r"has wrapped 'Linear' already"):
+        brigade.install()
+    ours = DistributedDataParallel(_net())
+    for _ in range(2):
+        assert _is_torchs(early)
+        assert _is_ours(ours)
+        for wrapped in (early, ours):
+            _joins(wrapped, rank)
+            _trains(wrapped, rank)
+            assert set(get_model_state_dict(wrapped)) == {"weight", "bias"}
+            assert pickle.dumps(wrapped)
+            wrapped.register_comm_hook(None, _sum_halved)
+            _trains(wrapped, rank)
+        brigade.uninstall()
+        early, ours = copy.deepcopy(early), copy.deepcopy(ours)
+
+
+def _sum_halved(state, bucket):
+    work = dist.all_reduce(bucket.buffer(), async_op=True)
+    return work.get_future().then(lambda done: done.value()[0] / 2)
+
+
+def test_instances_of_either_class_live_on_through_both():
+    run_ranks(_lives_on)
+
+
+# --------------------------------------------------------------------- pickles
+
+
+def _pickles(rank):
+    theirs = {kind: pickle.dumps(kind(_net())) for kind in (DistributedDataParallel, Derived)}
+    with brigade.install():
+        ours = {kind: pickle.dumps(kind(_net())) for kind in theirs}
+        for kind in theirs:
+            for pickled in (theirs[kind], ours[kind]):
+                again = pickle.loads(pickled)
+                assert _is_ours(again)
+                assert isinstance(again, kind)
+    for kind in theirs:
+        for pickled in (theirs[kind], ours[kind]):
+            again = pickle.loads(pickled)
+            assert _is_torchs(again)
+            assert type(again) is kind
+    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+        with brigade.install():
+            wrapped = DistributedDataParallel(_net())
+            assert _is_ours(pickle.loads(pickle.dumps(wrapped, protocol)))
+        again = pickle.loads(pickle.dumps(wrapped, protocol))
+        assert _is_torchs(again)
+        again(torch.ones(1, 3)).sum().backward()
+        assert again.module.weight.grad.tolist() == [[1.0] * 3] * 2
+
+
+def test_pickles_are_of_the_class_that_the_program_named():
+    run_ranks(_pickles, world_size=1)
+
+
+# What a program without brigade does with a model that was saved whole.
+_READER = """
+import sys
+sys.modules["brigade"] = None  # importing it fails
+import torch
+import torch.distributed as dist
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+wrapped = torch.load(sys.argv[1], weights_only=False)
+wrapped(torch.ones(1, 3)).sum().backward()
+assert type(wrapped) is torch.nn.parallel.DistributedDataParallel
+assert wrapped.module.weight.grad.tolist() == [[1.0] * 3] * 2
+"""
+
+
+def _saves(rank, path):
+    with brigade.install():
+        wrapped = DistributedDataParallel(_net(), find_unused_parameters=True)
+        wrapped(torch.ones(1, 3)).sum().backward()
+        torch.save(wrapped, path)
+
+
+def test_a_model_saved_whole_is_read_where_brigade_is_not(tmp_path):
+    path = tmp_path / "model.pt"
+    run_ranks(_saves, str(path), world_size=1)
+    done = subprocess.run(
+        [sys.executable, "-c", _READER, str(path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout
+
+
+# ----------------------------------------------------------------- in and out
+
+
+def _nests(rank):
+    with brigade.install():
+        with brigade.install():
+            pass
+        assert _is_ours(DistributedDataParallel(_net()))
+    assert _is_torchs(DistributedDataParallel(_net()))
+
+
+def test_only_the_outer_context_undoes():
+    run_ranks(_nests, world_size=1)
+
+
+def _wrapped_by_others(rank):
+    torchs = DistributedDataParallel.__init__
+    brigade.install()
+    ours = DistributedDataParallel.__init__
+    seen = []
+
+    @functools.wraps(ours)
+    def theirs(self, *args, **kwargs):
+        seen.append(type(self).__name__)
+        ours(self, *args, **kwargs)
+
+    DistributedDataParallel.__init__ = theirs
+    assert _is_ours(DistributedDataParallel(_net()))
+    brigade.uninstall()
+    assert DistributedDataParallel.__init__ is theirs
+    assert _is_torchs(DistributedDataParallel(_net()))
+    assert len(seen) == 2
+    DistributedDataParallel.__init__ = ours  # which they found
+    assert _is_torchs(DistributedDataParallel(_net()))
+    DistributedDataParallel.__init__ = torchs
+
+
+def test_what_others_have_put_around_our_patch_stays_theirs():
+    run_ranks(_wrapped_by_others, world_size=1)
+
+
+def _names_what_is_bound(rank):
+    library = types.ModuleType("library")
+    library.register = dist._register_comm_hook
+    sys.modules["library"] = library
+    with pytest.warns(UserWarning, match=r"bound as 'library.register' already"):
+        brigade.install()
+    brigade.uninstall()
+    del sys.modules["library"]
+    wrapped = DistributedDataParallel(_net())
+    wrapped.itself = wrapped  # is collected late
+    del wrapped
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        brigade.install()
+
+
+def test_what_came_before_is_named_and_nothing_else():
+    run_ranks(_names_what_is_bound, world_size=1)

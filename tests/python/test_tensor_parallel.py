@@ -1,0 +1,93 @@
+"""A wrapper over one dimension of a mesh, tensor parallelism over the other."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import brigade
+
+from ranks import run_ranks
+from training import CLASSES, assert_equal
+
+_COLUMNS = 2
+
+
+def _split(mesh):
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    return parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+
+
+def _wrap(wrapper, mesh, given, options):
+    from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
+
+    model = _split(mesh["model"])
+    if given == "device_mesh":
+        return wrapper(model, device_mesh=mesh["data"], **options)
+    _pre_dp_module_transform(model)
+    return wrapper(model, process_group=mesh["data"].get_group(), **options)
+
+
+def _parity(rank, given, options):
+    mesh = dist.init_device_mesh("cpu", (2, _COLUMNS), mesh_dim_names=("data", "model"))
+    results = {}
+    for name, wrapper in CLASSES.items():
+        wrapped = _wrap(wrapper, mesh, given, options)
+        local = list(wrapped.parameters())  # torch takes them out of the module in forward
+        optimizer = torch.optim.SGD(local, lr=0.125, momentum=0.5)
+        seen = []
+        for step in range(4):
+            x = torch.full((2, 4), float(rank // _COLUMNS + step))
+            optimizer.zero_grad()
+            wrapped(x).square().sum().backward()
+            seen += [p.grad.clone() for p in local]
+            optimizer.step()
+        results[name] = seen + [p.detach().clone() for p in local]
+    assert_equal(results["brigade"], results["torch"])
+    gathered = [torch.empty_like(local[0]) for _ in range(2 * _COLUMNS)]
+    dist.all_gather(gathered, local[0].detach())
+    assert torch.equal(gathered[0], gathered[2]) and torch.equal(gathered[1], gathered[3])
+    assert not torch.equal(gathered[0], gathered[1])
+
+
+@pytest.mark.parametrize("given", ["device_mesh", "process_group"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"find_unused_parameters": True}, {"static_graph": True, "gradient_as_bucket_view": True}],
+    ids=["default", "find_unused", "static_graph"],
+)
+def test_a_module_split_over_the_other_dimension_trains_to_torchs_bits(given, options):
+    run_ranks(_parity, given, options, world_size=2 * _COLUMNS)
+
+
+def _still_watched(rank):
+    mesh = dist.init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "model"))
+    wrapped = brigade.DistributedDataParallel(_split(mesh["model"]), device_mesh=mesh["data"])
+    for _ in range(2):
+        wrapped(torch.ones(2, 4)).sum().backward()
+    wrapped.module[0].extra = nn.Parameter(torch.ones(1))
+    with pytest.raises(RuntimeError, match=r"added: '0\.extra'"):
+        wrapped(torch.ones(2, 4))
+
+
+def test_a_parameter_that_somebody_else_adds_is_still_named():
+    run_ranks(_still_watched)
+
+
+def _not_taken_apart(rank):
+    mesh = dist.init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "model"))
+    with pytest.raises(RuntimeError, match=r"'0\.weight' is a DTensor.*\n.*device_mesh"):
+        brigade.DistributedDataParallel(
+            _split(mesh["model"]), process_group=mesh["data"].get_group()
+        )
+
+
+def test_split_parameters_with_a_group_are_told_to_give_the_mesh():
+    run_ranks(_not_taken_apart)

@@ -1,0 +1,80 @@
+"""Models with parts of TorchScript: scripted, traced, and loaded from a file."""
+
+import io
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import brigade
+
+from ranks import run_ranks
+from training import CLASSES, assert_same_bits, inputs, train
+
+warnings.filterwarnings("ignore", message=r"`torch.jit.*is deprecated", category=FutureWarning)
+
+
+def _scripted(module):
+    return torch.jit.script(module)
+
+
+def _traced(module):
+    return torch.jit.trace(module, torch.ones(1, 6))
+
+
+def _loaded(module):
+    file = io.BytesIO()
+    torch.jit.save(torch.jit.script(module), file)
+    file.seek(0)
+    return torch.jit.load(file)
+
+
+KINDS = {"scripted": _scripted, "traced": _traced, "loaded": _loaded}
+
+
+def _backbone():
+    # Nothing that rounds otherwise once the second model runs what the first has optimized.
+    return nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Sequential(nn.Linear(4, 3)))
+
+
+def _model(kind):
+    torch.manual_seed(0)
+    return nn.Sequential(KINDS[kind](_backbone()), nn.Linear(3, 2))
+
+
+OPTIONS = ({}, {"find_unused_parameters": True}, {"static_graph": True})
+
+
+def _as_torch(rank, kind, whole):
+    for options in OPTIONS:
+        seen = {}
+        for name, wrapper in CLASSES.items():
+            model = KINDS[kind](_model("scripted")) if whole else _model(kind)
+            seen[name] = train(wrapper(model, **options), inputs(rank, 4))
+        assert_same_bits(seen)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_parts_and_whole_models_train_to_torchs_bits(kind, whole):
+    run_ranks(_as_torch, kind, whole)
+
+
+def _is_watched(rank, kind):
+    model = _model(kind)
+    wrapped = brigade.DistributedDataParallel(model)
+    x = torch.ones(2, 6)
+    wrapped(x).sum().backward()
+    model.frozen = nn.Linear(2, 2).requires_grad_(False)
+    wrapped(x).sum().backward()
+    assert wrapped._watch._is_as_remembered()  # once more is enough
+    getattr(model[0], "0").weight = nn.Parameter(torch.zeros(4, 6))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"replaced: '0.0.weight'\."):
+            wrapped(x)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_parameter_that_takes_anothers_place_is_named(kind):
+    run_ranks(_is_watched, kind, world_size=1)
