@@ -20,7 +20,12 @@
 #       BRIGADE_TORCH_NVIDIA (the wheel's CUDA packages, may be empty),
 #       BRIGADE_TORCH_CUDA_MAJOR (the CUDA it was linked with, empty if none),
 #       BRIGADE_TORCH_CUDA_MESSAGE (why there is no Torch::cuda, or empty)
-include_guard(GLOBAL)
+include_guard(DIRECTORY)
+
+# What a list file has set is not lost to the cache entries below.
+if(POLICY CMP0126)
+  cmake_policy(SET CMP0126 NEW)
+endif()
 
 # Minor versions: what separates them is the binary interface.  The list is a
 # file, for Python and the scripts read it too.
@@ -310,6 +315,8 @@ else()
   if(NOT BRIGADE_TORCH_MESSAGE)
     set(BRIGADE_TORCH_FOUND ON)
     brigade_torch_cuda_major(${BRIGADE_TORCH_ROOT} BRIGADE_TORCH_CUDA_MAJOR)
-    brigade_import_torch()
+    if(NOT TARGET Torch::cpu) # of another folder's find_package(brigade)
+      brigade_import_torch()
+    endif()
   endif()
 endif()

@@ -2,7 +2,10 @@
 
 #include <c10/util/Exception.h>
 
+#include <chrono>
 #include <exception>
+#include <future>
+#include <thread>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
@@ -60,6 +63,22 @@ c10::intrusive_ptr<c10d::Store> connect_store(
   return c10::make_intrusive<c10d::TCPStore>(env.master_addr, store_options);
 }
 
+// TCPStore waits without limit for the first word of whoever listens at the
+// address. Where that is another program, its thread is left behind.
+c10::intrusive_ptr<c10d::Store> connect_store_in_time(
+    const LaunchEnvironment& env, const ProcessGroupOptions& options) {
+  std::packaged_task<c10::intrusive_ptr<c10d::Store>()> connecting(
+      [env, options] { return connect_store(env, options); });
+  auto store = connecting.get_future();
+  std::thread(std::move(connecting)).detach();
+  // Its own errors come first.
+  const auto patience = options.rendezvous_timeout + std::chrono::seconds(1);
+  TORCH_CHECK(store.wait_for(patience) == std::future_status::ready,
+              "whoever listens there does not answer as a store does.\nChoose "
+              "a port that no other program uses (MASTER_PORT).");
+  return store.get();
+}
+
 }  // namespace
 
 c10::intrusive_ptr<ProcessGroup> init_process_group(
@@ -80,7 +99,7 @@ c10::intrusive_ptr<ProcessGroup> init_process_group(
                     "' and master_port ", env.master_port, ".");
   c10::intrusive_ptr<c10d::Store> store;
   try {
-    store = connect_store(env, options);
+    store = connect_store_in_time(env, options);
   } catch (...) {
     throw_peer_error(c10::str("rank ", env.rank, " of ", env.world_size,
                               " did not meet the others at ", env.master_addr,

@@ -61,10 +61,9 @@ std::shared_ptr<TorchReducer> make_reducer(
     const std::map<size_t, std::string>& param_to_name_mapping,
     int64_t first_bucket_bytes_cap, bool skip_all_reduce_unused_params,
     bool use_python_reducer, std::vector<int64_t> bucket_bytes_cap_list,
-    bool /*batched_grad_copy: one pass anyway*/,
-    bool /*lazy_bucket_allocation: not there yet*/,
+    bool /*batched_grad_copy: one pass anyway*/, bool lazy_bucket_allocation,
     std::optional<bool> rebuild_buckets, bool static_graph,
-    bool verify_across_ranks) {
+    bool verify_across_ranks, bool one_backward_per_forward) {
   TORCH_CHECK(per_bucket_size_limits.size() == bucket_indices.size(),
               "brigade.Reducer: ", bucket_indices.size(),
               " buckets, but per_bucket_size_limits has ",
@@ -78,7 +77,9 @@ std::shared_ptr<TorchReducer> make_reducer(
   options.expect_sparse_gradients = std::move(expect_sparse_gradients);
   options.gradients_as_bucket_views = gradient_as_bucket_view;
   options.rebuild_buckets = rebuild_buckets;
+  options.lazy_bucket_allocation = lazy_bucket_allocation;
   options.verify_across_ranks = verify_across_ranks;
+  options.one_backward_per_forward = one_backward_per_forward;
   options.bucket_caps_bytes =
       bucket_bytes_cap_list.empty()
           ? std::vector<int64_t>{first_bucket_bytes_cap, bucket_bytes_cap}
@@ -154,6 +155,7 @@ void register_reducer(py::module_& module) {
            py::arg("rebuild_buckets") = py::none(),
            py::arg("static_graph") = false,
            py::arg("verify_across_ranks") = true,
+           py::arg("one_backward_per_forward") = false,
            py::keep_alive<1, 5>())  // a group may be written in Python
       .def("prepare_for_forward", &TorchReducer::prepare_for_forward, NoGil())
       .def("prepare_for_backward", &TorchReducer::prepare_for_backward,

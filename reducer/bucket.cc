@@ -54,10 +54,12 @@ std::vector<std::vector<int64_t>> shapes_as_reals(
 }
 
 // A user's hook may keep the bucket, and write to it in a later iteration.
-DenseReplica::Delivery delivery_of(bool gradients_as_views,
+// Memory that is to be let go of is not handed over.
+DenseReplica::Delivery delivery_of(const ReducerOptions& options,
                                    const DeclaresWireFormat* declared) {
-  if (gradients_as_views) return DenseReplica::Delivery::kViews;
-  return declared != nullptr && declared->lets_go_of_buffer()
+  if (options.gradients_as_bucket_views) return DenseReplica::Delivery::kViews;
+  return declared != nullptr && declared->lets_go_of_buffer() &&
+                 !options.lazy_bucket_allocation
              ? DenseReplica::Delivery::kHandoverOrCopy
              : DenseReplica::Delivery::kCopies;
 }
@@ -66,7 +68,7 @@ DenseReplica::Delivery delivery_of(bool gradients_as_views,
 
 Bucket::Bucket(const ParameterTable& table, const BucketPlan& plan,
                size_t index, c10d::CommHookInterface& hook,
-               bool gradients_as_views)
+               const ReducerOptions& options)
     : hook_(hook),
       parameters_(select(table, plan.buckets()[index])),
       devices_(devices_of(table, plan.buckets()[index].front())),
@@ -77,8 +79,10 @@ Bucket::Bucket(const ParameterTable& table, const BucketPlan& plan,
   const std::vector<size_t>& members = plan.buckets()[index];
   const at::ScalarType wire_dtype =
       declared_ == nullptr ? dtype_ : declared_->wire_format(dtype_).dtype;
-  const DenseReplica::Delivery delivery =
-      delivery_of(gradients_as_views, declared_);
+  const DenseReplica::Delivery delivery = delivery_of(options, declared_);
+  const auto allocation = options.lazy_bucket_allocation
+                              ? DenseReplica::Allocation::kInPack
+                              : DenseReplica::Allocation::kAtConstruction;
   std::vector<size_t> offsets;
   std::vector<size_t> lengths;
   std::vector<c10::IntArrayRef> sizes;
@@ -89,8 +93,8 @@ Bucket::Bucket(const ParameterTable& table, const BucketPlan& plan,
           VariableIndex{.replica = replica, .parameter = members.front()}));
       continue;
     }
-    auto dense = std::make_unique<DenseReplica>(table, replica, members,
-                                                wire_dtype, delivery);
+    auto dense = std::make_unique<DenseReplica>(
+        table, replica, members, wire_dtype, delivery, allocation);
     if (replica == 0) {
       const size_t reals_per_number = c10::isComplexType(dtype_) ? 2 : 1;
       for (const SlotRange& range : dense->ranges()) {
@@ -150,6 +154,13 @@ void Bucket::list_memory(MemoryRanges& memory) const {
 void Bucket::adopt_gradients() {
   for (const std::unique_ptr<BucketReplica>& replica : replicas_) {
     replica->adopt_gradients();
+  }
+}
+
+void Bucket::release_memory() {
+  grad_bucket_->getBufferRef().reset();
+  for (const std::unique_ptr<BucketReplica>& replica : replicas_) {
+    replica->release_memory();
   }
 }
 

@@ -28,6 +28,7 @@
 #include "brigade/reducer/bucket_replica.h"
 #include "brigade/reducer/memory_ranges.h"
 #include "brigade/reducer/parameter_table.h"
+#include "brigade/reducer/reducer_options.h"
 #include "brigade/reducer/stream_join.h"
 
 namespace brigade {
@@ -37,7 +38,7 @@ class Bucket {
   // REQUIRES: `table` and `hook` outlive this object; `index` is in `plan`, and
   // the parameters of a bucket are of one dtype and device.
   Bucket(const ParameterTable& table, const BucketPlan& plan, size_t index,
-         c10d::CommHookInterface& hook, bool gradients_as_views);
+         c10d::CommHookInterface& hook, const ReducerOptions& options);
 
   // Packs the gradients of one local replica, which `streams` produced. Returns
   // the bytes of gradients copied. Unused slots and errors: see
@@ -56,6 +57,9 @@ class Bucket {
   // an iteration that all gave up. Gradients are not touched. Errors: as
   // launch().
   c10::intrusive_ptr<c10::ivalue::Future> launch_zeros();
+
+  // The buffers, in all replicas: see BucketReplica::release_memory().
+  void release_memory();
 
   // What the value of a completed future holds; undefined if it is None: the
   // hook has seen to the gradients. Errors: TypeError, RuntimeError if it does

@@ -37,7 +37,7 @@ class BucketReplica {
   virtual void add(const at::Tensor& buffer) = 0;
 
   // What travels. Dense: 1D, [numel], wire dtype, the same tensor until the
-  // next pack().
+  // next pack(); undefined while its memory is released.
   virtual const at::Tensor& buffer() const = 0;
 
   // Errors: RuntimeError if `result` can't be delivered.
@@ -60,6 +60,10 @@ class BucketReplica {
   // Copies gradients that exist into the bucket and lets them be views of it,
   // so that the memory where they were is free. Only where gradients are views.
   virtual void adopt_gradients() = 0;
+
+  // Lets go of the buffer until the next pack(). Gradients that are views of it
+  // keep its memory, and are gradients like any other then.
+  virtual void release_memory() = 0;
 
   // A stand-in for buffer() that holds zeros: for a collective whose result
   // nobody wants.

@@ -14,6 +14,7 @@
 #include <utility>
 
 #include "brigade/comm_hooks/gradient_layout.h"
+#include "brigade/reducer/stream_join.h"
 
 namespace brigade {
 namespace {
@@ -83,11 +84,12 @@ std::vector<const at::Tensor*> tensors_of(const ParameterTable& table,
 
 // Makes the future's tensor of a complex bucket that travelled as pairs of
 // reals complex again.
-at::Tensor as_dtype_of(const at::Tensor& flat, const at::Tensor& result) {
-  if (flat.is_complex() && !result.is_complex() &&
-      result.numel() == 2 * flat.numel()) {
+at::Tensor as_numbers(const at::Tensor& result, at::ScalarType dtype,
+                      int64_t numel) {
+  if (c10::isComplexType(dtype) && !result.is_complex() &&
+      result.numel() == 2 * numel) {
     return at::view_as_complex(
-        result.to(c10::toRealValueType(flat.scalar_type())).reshape({-1, 2}));
+        result.to(c10::toRealValueType(dtype)).reshape({-1, 2}));
   }
   return result;
 }
@@ -96,11 +98,17 @@ at::Tensor as_dtype_of(const at::Tensor& flat, const at::Tensor& result) {
 
 DenseReplica::DenseReplica(const ParameterTable& table, size_t replica,
                            std::span<const size_t> parameters,
-                           at::ScalarType wire_dtype, Delivery delivery)
+                           at::ScalarType wire_dtype, Delivery delivery,
+                           Allocation allocation)
     : table_(table),
       parameters_(parameters.begin(), parameters.end()),
       tensors_(tensors_of(table, replica, parameters)),
       gradients_as_views_(delivery == Delivery::kViews),
+      options_(at::TensorOptions(table.dtype(parameters.front()))
+                   .device(tensors_.front()->device())),
+      wire_dtype_(wire_dtype),
+      views_in_(parameters.size()),
+      places_(parameters.size()),
       gradients_(parameters.size()),
       sources_(parameters.size()),
       destinations_(parameters.size()),
@@ -109,42 +117,55 @@ DenseReplica::DenseReplica(const ParameterTable& table, size_t replica,
   int64_t numel = 0;
   ranges_.reserve(parameters_.size());
   strides_.reserve(parameters_.size());
+  follows_parameter_.reserve(parameters_.size());
   for (size_t slot = 0; slot < parameters_.size(); ++slot) {
     ranges_.push_back(
         {.offset_numel = numel, .numel = parameter(slot).numel()});
     numel += parameter(slot).numel();
     strides_.emplace_back(gradient_strides(parameter(slot)));
-  }
-
-  const at::NoGradGuard no_grad;
-  const at::ScalarType dtype = table.dtype(parameters.front());
-  const at::TensorOptions options =
-      at::TensorOptions(dtype).device(parameter(0).device());
-  flat_ = at::zeros({numel}, options);
-  wire_ = wire_dtype == dtype ? flat_
-                              : at::empty({numel}, options.dtype(wire_dtype));
-
-  views_in_.reserve(parameters_.size());
-  places_.reserve(parameters_.size());
-  follows_parameter_.reserve(parameters_.size());
-  for (size_t slot = 0; slot < parameters_.size(); ++slot) {
-    views_in_.push_back(make_view(slot));
-    places_.push_back(views_in_.back().const_data_ptr());
     follows_parameter_.push_back(
         parameter(slot).dim() <= 1 &&
         parameter(slot).is_non_overlapping_and_dense());
   }
-  note_memory();
+  packer_ = make_packer(tensors_.front()->device(),
+                        table.dtype(parameters_.front()), ranges_);
+  if (allocation == Allocation::kInPack) return;
+  const at::NoGradGuard no_grad;
+  allocate();
   // Complex buckets are also seen as pairs of reals, which is one more tensor.
   if (delivery == Delivery::kHandoverOrCopy && wire_.is_same(flat_) &&
       !flat_.is_complex()) {
     handover_ = MemoryHandover(flat_);
   }
-  packer_ = make_packer(flat_.device(), flat_.scalar_type(), ranges_);
+}
+
+void DenseReplica::allocate() {
+  flat_ = at::zeros({numel()}, options_);
+  wire_ = wire_dtype_ == flat_.scalar_type()
+              ? flat_
+              : at::empty({numel()}, options_.dtype(wire_dtype_));
+  note_memory();
+  for (size_t slot = 0; slot < parameters_.size(); ++slot) replace_view(slot);
+}
+
+void DenseReplica::release_memory() {
+  if (!flat_.defined()) return;
+  // It was allocated for the stream that packed; results are read on this one.
+  if (!flat_.device().is_cpu()) {
+    flat_.record_stream(current_stream(flat_.device()));
+    if (!wire_.is_same(flat_)) {
+      wire_.record_stream(current_stream(wire_.device()));
+    }
+  }
+  flat_.reset();
+  wire_.reset();
+  std::fill(views_in_.begin(), views_in_.end(), at::Tensor());
+  set_aside_.clear();
 }
 
 int64_t DenseReplica::pack(double scale, std::span<const size_t> unused_slots) {
   const at::NoGradGuard no_grad;
+  if (!flat_.defined()) allocate();
   if (handover_.is_taken()) leave_memory_to_gradients();
   repair_buffers();
   set_unused(unused_slots);
@@ -279,19 +300,22 @@ const void* DenseReplica::source_of(size_t slot, const at::Tensor& gradient) {
 }
 
 void DenseReplica::check_result(const at::Tensor& result) const {
-  const at::Tensor typed = as_dtype_of(flat_, result);
-  TORCH_CHECK(
-      typed.layout() == at::kStrided && typed.numel() == flat_.numel() &&
-          typed.device() == flat_.device(),
-      "the comm hook must return a dense tensor of ", flat_.numel(),
-      " elements on ", flat_.device(), ", it returned ", typed.layout(), " ",
-      typed.sizes(), " on ", typed.device(), ".\nReturn the reduced bucket.");
+  const int64_t numel = this->numel();
+  const at::Tensor typed =
+      as_numbers(result, c10::typeMetaToScalarType(options_.dtype()), numel);
+  TORCH_CHECK(typed.layout() == at::kStrided && typed.numel() == numel &&
+                  typed.device() == options_.device(),
+              "the comm hook must return a dense tensor of ", numel,
+              " elements on ", options_.device(), ", it returned ",
+              typed.layout(), " ", typed.sizes(), " on ", typed.device(),
+              ".\nReturn the reduced bucket.");
 }
 
 int64_t DenseReplica::deliver(const at::Tensor& result,
                               std::span<const size_t> untouched_slots) {
   const at::NoGradGuard no_grad;
-  const at::Tensor typed = as_dtype_of(flat_, result);
+  const at::Tensor typed =
+      as_numbers(result, flat_.scalar_type(), flat_.numel());
   return gradients_as_views_ ? deliver_views(typed, untouched_slots)
                              : deliver_copies(typed.reshape({-1}).contiguous(),
                                               untouched_slots);
@@ -371,7 +395,7 @@ int64_t DenseReplica::deliver_copies(const at::Tensor& result,
 }
 
 void DenseReplica::adopt_gradients() {
-  if (!gradients_as_views_) return;
+  if (!gradients_as_views_ || !flat_.defined()) return;
   const at::NoGradGuard no_grad;
   for (size_t slot = 0; slot < parameters_.size(); ++slot) {
     at::Tensor& gradient = parameter(slot).mutable_grad();
@@ -399,7 +423,7 @@ void DenseReplica::add(const at::Tensor& buffer) {
 }
 
 at::Tensor DenseReplica::zeros() const {
-  return at::zeros({numel()}, wire_.options());
+  return at::zeros({numel()}, options_.dtype(wire_dtype_));
 }
 
 int64_t DenseReplica::numel() const {

@@ -33,12 +33,18 @@ class DenseReplica final : public BucketReplica {
     kHandoverOrCopy,  // gradients may get the buffer's memory, or copies
   };
 
+  // Since when there is a buffer.
+  enum class Allocation {
+    kAtConstruction,
+    kInPack,  // the first one, and each after release_memory()
+  };
+
   // REQUIRES: `parameters` index into `table`, are of one dtype and device, and
   // `table` outlives this object. With kHandoverOrCopy, nobody who is given
   // buffer() writes to it after the collective.
   DenseReplica(const ParameterTable& table, size_t replica,
                std::span<const size_t> parameters, at::ScalarType wire_dtype,
-               Delivery delivery);
+               Delivery delivery, Allocation allocation);
 
   int64_t pack(double scale, std::span<const size_t> unused_slots) override;
   const at::Tensor& buffer() const override { return wire_; }
@@ -49,6 +55,7 @@ class DenseReplica final : public BucketReplica {
                   std::span<const size_t> untouched_slots) override;
   void deliver_nothing(std::span<const size_t> untouched_slots) override;
   void adopt_gradients() override;
+  void release_memory() override;
   at::Tensor zeros() const override;
   const at::Tensor& views() const override {
     return gradients_as_views_ ? flat_ : no_views_;
@@ -61,6 +68,7 @@ class DenseReplica final : public BucketReplica {
   std::span<const SlotRange> ranges() const { return ranges_; }
 
  private:
+  void allocate();
   void set_unused(std::span<const size_t> slots);
   at::Tensor make_view(size_t slot) const;
   int64_t numel() const;
@@ -86,12 +94,14 @@ class DenseReplica final : public BucketReplica {
   const std::vector<size_t> parameters_;          // by slot
   const std::vector<const at::Tensor*> tensors_;  // by slot, of this replica
   const bool gradients_as_views_;
+  const at::TensorOptions options_;  // of flat_
+  const at::ScalarType wire_dtype_;
   const at::Tensor no_views_;      // undefined
   std::vector<SlotRange> ranges_;  // by slot
   // By slot: what the gradients' are. The parameters' may change at any time.
   std::vector<at::DimVector> strides_;
-  at::Tensor flat_;          // 1D, [numel], parameters' dtype
-  at::Tensor wire_;          // 1D, [numel], wire dtype; may be flat_
+  at::Tensor flat_;  // 1D, [numel], parameters' dtype; undefined: released
+  at::Tensor wire_;  // 1D, [numel], wire dtype; may be flat_
   MemoryHandover handover_;  // of flat_'s, from the second delivery on
   bool has_delivered_ = false;
   // By slot, into flat_. They share its memory but are no views to autograd, so

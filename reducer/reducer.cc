@@ -598,6 +598,9 @@ void Reducer::pack(size_t bucket) {
         r, streams_of(bucket, r), unused_slots(*iteration_, r, bucket));
   }
   bound_.buckets[bucket].sum_replicas();
+  if (options_.lazy_bucket_allocation) {
+    bound_.buckets[bucket].list_memory(bound_.memory);
+  }
 }
 
 StreamJoin& Reducer::streams_of(size_t bucket, size_t replica) {
@@ -722,10 +725,14 @@ void Reducer::on_backward_end(int64_t preparation, int backward_id) try {
   if (iteration_->launches.size() > launched_before) {
     return watch_backward(backward_id);
   }
-  if (finalizes_manually_) return;
-  // If gradients are missing, another backward may bring them. What has been
-  // launched is not waited for: a peer may have failed before it did.
-  if (iteration_->order.all_launched()) finalize();
+  if (iteration_->order.all_launched()) {
+    if (!finalizes_manually_) finalize();
+  } else if (options_.one_backward_per_forward &&
+             !iteration_->watched_backward) {
+    end_unfinished_iteration();
+  }
+  // Else another backward may bring what is missing. What has been launched is
+  // not waited for: a peer may have failed before it did.
 } catch (...) {
   observations_.note_error();
   throw;
@@ -788,8 +795,7 @@ Reducer::BoundPlan Reducer::bind(BucketPlan plan,
   std::vector<Bucket> buckets;
   buckets.reserve(plan.num_buckets());
   for (size_t b = 0; b < plan.num_buckets(); ++b) {
-    buckets.emplace_back(table_, plan, b, hook,
-                         options_.gradients_as_bucket_views);
+    buckets.emplace_back(table_, plan, b, hook, options_);
   }
   const uint64_t fingerprint = plan_fingerprint(plan, table_, hook);
   MemoryRanges memory;

@@ -336,6 +336,7 @@ class Reducer : private GradientListener {
       const IterationState& iteration) const;
   void tell_of_results(IterationState& iteration, RankSignature own,
                        const std::optional<BucketFailure>& failure);
+  void release_memory();
   void deliver(IterationState& iteration, const Launch& launch,
                const at::Tensor& result);
 

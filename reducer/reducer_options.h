@@ -56,6 +56,12 @@ struct ReducerOptions {
   // ends; later ones are held to that, at no cost per iteration.
   bool static_graph = false;
 
+  // A backward that brings some gradients of an iteration but not all is an
+  // error when it ends, which names those that are missing. If false, a later
+  // backward may bring them, and they are missed by the next
+  // prepare_for_backward(). Need not be alike on all ranks.
+  bool one_backward_per_forward = false;
+
   // Plan again, once, from the order in which the first iteration's gradients
   // became ready on rank 0. Costs one broadcast of 8 bytes per parameter and,
   // if the plan changes, one allocation of all buckets. Unset: unless a
@@ -75,6 +81,13 @@ struct ReducerOptions {
   // 64 KiB or more that nobody else holds gets its place in the bucket instead
   // (memory_handover.h).
   bool gradients_as_bucket_views = true;
+
+  // Buckets have memory from the time when they are packed until gradients have
+  // been delivered, so that theirs and that of forward's activations are needed
+  // less at the same time. Gradients that are views keep it until they are set
+  // to None. Costs an allocation per bucket and iteration, a new view per
+  // gradient, and large gradients on the CPU are copied out.
+  bool lazy_bucket_allocation = false;
 
   // Compare parameters and options across ranks at construction. Costs two
   // small collectives, and ranks connect to each other. If false, construction

@@ -55,6 +55,7 @@ void Reducer::finalize() {
   if (graph_.used_map) graph_.used_map->clear_marks();
   observations_.timeline.finalized();
   iteration->context_gradients.write_back();
+  if (options_.lazy_bucket_allocation) release_memory();
   ++observations_.reduced;
 }
 
@@ -185,6 +186,11 @@ void Reducer::tell_of_results(IterationState& iteration, RankSignature own,
       failure->error,
       absl::StrCat("Reducer: ",
                    describe_place(failure->bucket, iteration.iteration)));
+}
+
+void Reducer::release_memory() {
+  for (Bucket& bucket : bound_.buckets) bucket.release_memory();
+  bound_.memory = {};
 }
 
 void Reducer::deliver(IterationState& iteration, const Launch& launch,

@@ -35,6 +35,7 @@ class SparseReplica final : public BucketReplica {
                   std::span<const size_t> untouched_slots) override;
   void deliver_nothing(std::span<const size_t>) override {}
   void adopt_gradients() override {}
+  void release_memory() override { buffer_.reset(); }
   at::Tensor zeros() const override;
   const at::Tensor& views() const override { return no_views_; }
   bool is_view_in(size_t /*slot*/, const at::Tensor&) const override {

@@ -9,7 +9,16 @@ or, for frameworks that wrap the model themselves, once at the start:
     brigade.install()
 """
 
-import torch  # noqa: F401  (LibTorch must be loaded before the extension)
+import torch  # LibTorch must be loaded before the extension
+
+from brigade import _built_with
+
+# Another minor version has another binary interface.
+if not torch.__version__.startswith(f"{_built_with.TORCH}."):
+    raise ImportError(
+        f"brigade was built with torch {_built_with.TORCH}, this is torch {torch.__version__}.\n"
+        f"Install torch=={_built_with.TORCH}.*, or build brigade again with the torch that is here."
+    )
 
 from brigade._C import Logger, Reducer, then_collective, tie_outputs
 from brigade._C import version as _version

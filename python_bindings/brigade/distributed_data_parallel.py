@@ -112,10 +112,13 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
             pass, and come out with the bits of torch's default.
         forward_sync_buffers: Rank 0's buffers are broadcast before each forward
             that will be reduced, and by join(). Default: True.
-        lazy_bucket_allocation: Without effect: buckets keep their memory.
+        lazy_bucket_allocation: Buckets have memory from when they are packed until gradients
+            are delivered; as views, gradients keep it until they are set to None.
         check_module: What is done in a forward that finds other parameters in the
             module than were wrapped: "error", "warn" or "off", which looks for none.
         bucket_plan: What bucket_plan() of an earlier run returned; buckets are not rebuilt then.
+        one_backward_per_forward: A backward that leaves gradients out is an error when it
+            ends, not in the next forward.
 
     Raises:
         RuntimeError: Nothing to train, lazy parameters, or ranks differ.
@@ -126,6 +129,7 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
     # Of one that was pickled without.
     check_module = "error"
     _given_plan: list[list[int]] | None = None
+    one_backward_per_forward = False
 
     def __init__(
         self,
@@ -153,6 +157,7 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
         *,
         check_module: Literal["error", "warn", "off"] = "error",
         bucket_plan: Sequence[Sequence[int]] | None = None,
+        one_backward_per_forward: bool = False,
     ) -> None:
         # torch's own constructor would make a reducer of torch's.
         torch.nn.Module.__init__(self)
@@ -177,6 +182,7 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
                 f"{', '.join(_MODULE_CHECKS)}, got {check_module!r}.\nLeave it out for 'error'."
             )
         self.check_module = check_module
+        self.one_backward_per_forward = one_backward_per_forward
         self._given_plan = None if bucket_plan is None else [list(b) for b in bucket_plan]
         self.dim = dim
         syncs_buffers_at_init = self._set_up_buffers(broadcast_buffers, forward_sync_buffers)
@@ -428,6 +434,7 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
             rebuild_buckets=None if self._given_plan is None else False,
             static_graph=static_graph,
             verify_across_ranks=compare_ranks,
+            one_backward_per_forward=self.one_backward_per_forward,
         )
         if self._require_manual_backward_finalization:
             self.reducer._set_manual_finalization_required(True)

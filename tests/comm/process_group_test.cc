@@ -1,6 +1,10 @@
 #include "brigade/comm/process_group.h"
 
+#include <arpa/inet.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
 #include <torch/torch.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <cstdlib>
@@ -13,6 +17,7 @@
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "brigade/comm/peer_error.h"
 #include "brigade/tests/support/local_ranks.h"
 #include "brigade/tests/support/process_ranks.h"
@@ -259,6 +264,47 @@ TEST(InitProcessGroupTest, NamesThePlaceWhereNobodyCame) {
       AllOf(HasSubstr("rank 1 of 2 did not meet the others at 127.0.0.1:" +
                       std::to_string(port)),
             HasSubstr("within 300 ms")));
+}
+
+// Its connections are accepted, and never answered.
+class SilentListener {
+ public:
+  SilentListener() : socket_(::socket(AF_INET, SOCK_STREAM, 0)) {
+    sockaddr_in address = {.sin_family = AF_INET};
+    address.sin_addr.s_addr = ::htonl(INADDR_LOOPBACK);
+    socklen_t length = sizeof(address);
+    auto* const any = reinterpret_cast<sockaddr*>(&address);
+    EXPECT_EQ(::bind(socket_, any, length), 0);
+    EXPECT_EQ(::listen(socket_, 8), 0);
+    EXPECT_EQ(::getsockname(socket_, any, &length), 0);
+    port_ = ::ntohs(address.sin_port);
+  }
+  ~SilentListener() { ::close(socket_); }
+
+  uint16_t port() const { return port_; }
+
+ private:
+  const int socket_;
+  uint16_t port_ = 0;
+};
+
+TEST(InitProcessGroupTest, APortThatAnotherProgramHoldsIsAnErrorInTime) {
+  const SilentListener listener;
+  for (int rank = 0; rank < 2; ++rank) {
+    const LaunchEnvironment env = {.rank = rank,
+                                   .world_size = 2,
+                                   .local_rank = rank,
+                                   .master_addr = "127.0.0.1",
+                                   .master_port = listener.port()};
+    EXPECT_THAT(text_of<PeerError>([&] {
+                  init_process_group(env, {.rendezvous_timeout =
+                                               std::chrono::milliseconds(100)});
+                }),
+                HasSubstr(absl::StrCat("rank ", rank,
+                                       " of 2 did not meet the others "
+                                       "at 127.0.0.1:",
+                                       listener.port())));
+  }
 }
 
 TEST(GroupScopeTest, FinishesWhatIsInFlightOnTheNormalWayOut) {

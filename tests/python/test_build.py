@@ -4,6 +4,7 @@ import importlib.metadata
 import importlib.util
 import pathlib
 import re
+import subprocess
 import sys
 import sysconfig
 
@@ -84,6 +85,15 @@ def test_a_libtorch_that_the_user_names_is_not_looked_for(backend, site_packages
     backend.get_requires_for_build_wheel(settings)
     assert backend._with_torch(settings) == settings
     assert backend.torch_wheel.chosen == folder
+
+
+def test_another_torch_than_it_was_built_with_is_named_when_it_is_imported():
+    program = "import torch; torch.__version__ = '2.1.0+cpu'; import brigade"
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert run.returncode != 0
+    built_with = ".".join(torch.__version__.split(".")[:2])
+    assert f"built with torch {built_with}, this is torch 2.1.0+cpu" in run.stderr
+    assert f"Install torch=={built_with}.*" in run.stderr
 
 
 def test_the_compiler_for_cuda_has_the_version_that_the_wheel_requires():

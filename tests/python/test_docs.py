@@ -125,6 +125,15 @@ def _run_page(rank: int, page: str, folder: str, fault: str, world_size: int) ->
     return [tensor.tolist() for tensor in names["net"].parameters()], printed.getvalue()
 
 
+def test_no_block_is_of_a_language_that_no_test_runs():
+    # make_cpp.py takes the C++ blocks, use_from_cmake.py those of CMake and its error.
+    elsewhere = {("cpp", ""), ("cmake", ""), ("cmake", "in-tree"), ("text", "")}
+    here = {("python", ""), ("python", "late"), ("python", "dies")}
+    blocks = [block for page in DOCS.glob("*.md") for block in blocks_of(page) if block.language]
+    assert {(block.language, block.use) for block in blocks} == elsewhere | here
+    assert {block.page.stem for block in blocks if block.language in ("cmake", "text")} == {"cmake"}
+
+
 @pytest.mark.parametrize("page", pages_with("python"))
 def test_a_page_runs_and_ranks_end_with_equal_parameters(page, tmp_path):
     (first, _), (second, _) = run_ranks(_run_page, page, tmp_path, "", 2)

@@ -353,6 +353,43 @@ TEST(MisuseTest, MissingGradientsAreNamedAtTheNextPrepare) {
   });
 }
 
+// Rank 0 leaves parameters out, rank 1 none.
+TEST(OneBackwardTest, MissingGradientsAreNamedAtItsEnd) {
+  run_ranks(2, [&](const Group& group) {
+    const int rank = group->getRank();
+    const ToyModel model({{2}, {3}, {1}});
+    Reducer reducer(model.parameters, group,
+                    {.bucket_caps_bytes = {4},
+                     .parameter_names = model.names,
+                     .one_backward_per_forward = true});
+    for (int s = 0; s < 2; ++s) {
+      EXPECT_THAT(
+          text_of<c10::Error>([&] {
+            step(reducer,
+                 rank == 0 ? model.loss_in_order({1}, rank) : model.loss(rank));
+          }),
+          AllOf(HasSubstr("2 of 3 parameters got no gradient in iteration"),
+                HasSubstr("on rank 0"),
+                HasSubstr("parameters 0 ('p0'), 2 ('p2')")));
+      model.zero_grad();
+      expect_trains(reducer, model, rank, 2);
+      model.zero_grad();
+    }
+  });
+}
+
+TEST(OneBackwardTest, OneThatBringsNoGradientIsNone) {
+  const ToyModel model({{2}, {3}});
+  Reducer reducer(model.parameters, single_process_group(),
+                  {.one_backward_per_forward = true});
+  const at::Tensor input = at::ones({2}).requires_grad_();
+  const at::Tensor output = model.loss(0) + input.sum();
+  reducer.prepare_for_backward(output);
+  EXPECT_NO_THROW(input.sum().backward());
+  output.backward();
+  EXPECT_EQ(reducer.statistics().reduced, 1);
+}
+
 TEST(MisuseTest, ParameterMovedOrCastAfterConstruction) {
   const ToyModel model({{2}, {3}});
   Reducer reducer(model.parameters, single_process_group(),

@@ -1,0 +1,160 @@
+// Buckets that have memory only while gradients travel.
+
+#include <ATen/ops/equal.h>
+#include <c10/core/StorageImpl.h>
+#include <c10/util/intrusive_ptr.h>
+
+#include <cstddef>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "brigade/comm_hooks/all_reduce_hook.h"
+#include "brigade/comm_hooks/function_hook.h"
+#include "brigade/reducer/reducer.h"
+#include "brigade/tests/reducer/failing.h"
+#include "brigade/tests/reducer/toy_model.h"
+#include "brigade/tests/support/local_ranks.h"
+#include "gtest/gtest.h"
+
+namespace brigade {
+namespace {
+
+using testing::run_ranks;
+using testing::ToyModel;
+
+using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
+using WeakStorage = c10::weak_intrusive_ptr<c10::StorageImpl>;
+
+constexpr int kRanks = 2;
+
+struct Mode {
+  std::string name;
+  ReducerOptions options = {};
+  bool keeps_gradients = false;  // zeroed in place from step to step
+};
+
+void PrintTo(const Mode& mode, std::ostream* out) { *out << mode.name; }
+
+ReducerOptions lazy(ReducerOptions options) {
+  options.bucket_caps_bytes = {20};
+  options.lazy_bucket_allocation = true;
+  return options;
+}
+
+class LazyAllocationTest : public ::testing::TestWithParam<Mode> {};
+
+TEST_P(LazyAllocationTest, TrainsToTheSameGradientsAndKeepsNoBucket) {
+  run_ranks(kRanks, [](const Group& group) {
+    const ToyModel model({{3}, {2, 2}, {5}, {1}});
+    ReducerOptions options = lazy(GetParam().options);
+    std::vector<WeakStorage> buckets;
+    options.comm_hook = make_comm_hook(
+        [&buckets, average = all_reduce_hook(group)](c10d::GradBucket& bucket) {
+          const at::Tensor& buffer = bucket.getBufferRef();
+          buckets.emplace_back(buffer.storage().getWeakStorageImpl());
+          buffer.div_(kRanks);
+          return average->runHook(bucket);
+        });
+    Reducer reducer(model.parameters, group, options);
+    for (int s = 0; s < 4; ++s) {
+      model.zero_grad(/*set_to_none=*/!GetParam().keeps_gradients);
+      const at::Tensor loss = model.loss(group->getRank(), s);
+      reducer.prepare_for_backward(loss);
+      loss.backward();
+      for (size_t i = 0; i < model.parameters.size(); ++i) {
+        EXPECT_TRUE(
+            at::equal(model.parameters[i].grad(), model.average(i, kRanks, s)))
+            << "parameter " << i << ", step " << s;
+      }
+      EXPECT_GT(buckets.size(), 1U);
+      model.zero_grad();
+      for (const WeakStorage& bucket : buckets) EXPECT_TRUE(bucket.expired());
+      buckets.clear();
+    }
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Modes, LazyAllocationTest,
+    ::testing::Values(
+        Mode{.name = "Views"},
+        Mode{.name = "ViewsThatStay", .keeps_gradients = true},
+        Mode{.name = "Copies", .options = {.gradients_as_bucket_views = false}},
+        Mode{.name = "CopiesThatStay",
+             .options = {.gradients_as_bucket_views = false},
+             .keeps_gradients = true},
+        Mode{.name = "Unused", .options = {.find_unused_parameters = true}},
+        Mode{.name = "Static", .options = {.static_graph = true}}),
+    [](const auto& info) { return info.param.name; });
+
+// A gradient in the memory of a bucket that was let go is one like any other.
+TEST(LazyGradientsTest, AccumulateLocallyAndStayWhereNobodyUsesThem) {
+  run_ranks(kRanks, [](const Group& group) {
+    const int rank = group->getRank();
+    const ToyModel model({{3}, {2}});
+    Reducer reducer(model.parameters, group,
+                    lazy({.find_unused_parameters = true}));
+    const auto backward = [&](const at::Tensor& loss) {
+      reducer.prepare_for_backward(loss);
+      loss.backward();
+    };
+    backward(model.loss(rank, 0));
+    model.loss(rank, 1).backward();  // not reduced
+    backward(model.loss_in_order({0}, rank, 2));
+    // The average of what ranks hold, which is an average and a rank's own.
+    EXPECT_TRUE(
+        at::equal(model.parameters[0].grad(), model.average(0, kRanks, 0) +
+                                                  model.average(0, kRanks, 1) +
+                                                  model.average(0, kRanks, 2)));
+    EXPECT_TRUE(
+        at::equal(model.parameters[1].grad(),
+                  model.average(1, kRanks, 0) + model.average(1, kRanks, 1)));
+    const at::Tensor before = model.parameters[1].grad().clone();
+    backward(model.loss_in_order({0}, rank, 3));
+    EXPECT_TRUE(at::equal(model.parameters[1].grad(), before));
+  });
+}
+
+TEST(LazyGradientsTest, OfARankThatShadowsStay) {
+  run_ranks(kRanks, [](const Group& group) {
+    const int rank = group->getRank();
+    const ToyModel model({{3}, {2}});
+    Reducer reducer(model.parameters, group, lazy({}));
+    testing::step(reducer, model.loss(rank, 0));
+    const at::Tensor before = model.parameters[0].grad().clone();
+    if (rank == 0) {
+      reducer.shadow_iteration();
+      EXPECT_TRUE(at::equal(model.parameters[0].grad(), before));
+    } else {
+      model.zero_grad();
+      testing::step(reducer, model.loss(rank, 1));
+      EXPECT_TRUE(at::equal(model.parameters[0].grad(),
+                            model.gradient(0, rank, 1) / kRanks));
+    }
+    model.zero_grad();
+    testing::step(reducer, model.loss(rank, 2));
+    EXPECT_TRUE(
+        at::equal(model.parameters[1].grad(), model.average(1, kRanks, 2)));
+  });
+}
+
+TEST(LazyGradientsTest, AreRightAfterABackwardThatThrew) {
+  run_ranks(kRanks, [](const Group& group) {
+    const int rank = group->getRank();
+    const ToyModel model({{3}, {2}});
+    Reducer reducer(model.parameters, group, lazy({}));
+    testing::step(reducer, model.loss(rank, 0));
+    model.zero_grad();
+    const unsigned hook = model.parameters[0].register_hook(
+        [](const at::Tensor&) { throw testing::UserError("once"); });
+    EXPECT_THROW(testing::step(reducer, model.loss(rank, 1)),
+                 testing::UserError);
+    model.parameters[0].remove_hook(hook);
+    testing::expect_trains(reducer, model, rank, kRanks, 2);
+  });
+}
+
+}  // namespace
+}  // namespace brigade
