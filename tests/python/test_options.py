@@ -158,6 +158,27 @@ def test_lazily_allocated_buckets_train_to_the_same_bits(views, options):
     run_ranks(_lazy, views, options)
 
 
+def _leaves_out(rank):
+    module = nn.ModuleDict({"a": nn.Linear(2, 1), "b": nn.Linear(2, 1)})
+    module.forward = lambda x, parts: sum(module[part](x).sum() for part in parts)
+    wrapped = brigade.DistributedDataParallel(
+        module, bucket_cap_mb=1e-6, one_backward_per_forward=True
+    )
+    x = torch.full((1, 2), float(rank))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"(?s)2 of 4 parameters got no gradient.*on rank 0"):
+            wrapped(x, "a" if rank == 0 else "ab").backward()
+        assert wrapped.can_continue()
+        wrapped.zero_grad()
+        wrapped(x, "ab").backward()
+        for part in "ab":
+            assert torch.equal(module[part].weight.grad, torch.full((1, 2), 0.5))
+
+
+def test_one_backward_per_forward_tells_of_what_it_left_out_when_it_ends():
+    run_ranks(_leaves_out)
+
+
 def _bucket_config(rank):
     for options in (
         {},
