@@ -62,16 +62,14 @@ class GlooExchange final : public SignatureExchange {
     peers_[rank_].has_sent = true;
     failure_ = nullptr;
     const SigpipeBlock for_writes_of_this_thread;
-    try {
-      for_each_peer([&](int peer) {
+    for_each_peer([&](int peer) {
+      post([&] {
         peers_[peer].buffer->recv(peer, place, 0, sizeof(RankSignature));
       });
-      for_each_peer([&](int peer) {
-        send_buffer_->send(peer, place, 0, sizeof(RankSignature));
-      });
-    } catch (const std::exception&) {
-      failure_ = std::current_exception();  // told where it is waited for
-    }
+    });
+    for_each_peer([&](int peer) {
+      post([&] { send_buffer_->send(peer, place, 0, sizeof(RankSignature)); });
+    });
   }
 
   void wait(milliseconds timeout) override {
@@ -118,6 +116,17 @@ class GlooExchange final : public SignatureExchange {
   void for_each_peer(const F& visit) {
     for (size_t peer = 0; peer < peers_.size(); ++peer) {
       if (peers_[peer].buffer) visit(static_cast<int>(peer));
+    }
+  }
+
+  // Told where it is waited for. The other peers get their message though one
+  // is gone.
+  template <typename F>
+  void post(const F& message) {
+    try {
+      message();
+    } catch (const std::exception&) {
+      if (!failure_) failure_ = std::current_exception();
     }
   }
 

@@ -271,7 +271,12 @@ bool ReplicatedModule::will_reduce() const {
 
 void ReplicatedModule::sync_buffers() {
   if (buffers_.are_none()) return;
-  buffers_.run(session_ == nullptr ? 0 : session_->first_rank_with_data());
+  try {
+    buffers_.run(session_ == nullptr ? 0 : session_->first_rank_with_data());
+  } catch (const c10::DistBackendError&) {
+    reducer_->abandon_group();
+    throw;
+  }
 }
 
 void ReplicatedModule::enter(JoinSession& session, bool announces) {

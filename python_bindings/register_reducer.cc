@@ -226,6 +226,7 @@ void register_reducer(py::module_& module) {
            "False once the group's connections are closed, after a peer has "
            "died, left or not answered: a new group is needed. True after "
            "other errors.")
+      .def("_abandon_group", &TorchReducer::abandon_group, NoGil())
       .def("_meet_peers", &TorchReducer::meet_peers, NoGil())
       .def("_set_static_graph", &TorchReducer::set_static_graph, NoGil())
       .def("_ddp_graph_static", &TorchReducer::is_graph_static, NoGil())

@@ -744,6 +744,10 @@ void Reducer::rebuild() {
   try {
     order = &graph_.ready_order.agree(group_);
   } catch (...) {
+    leave_group(
+        {.kind = SignatureKind::kFailed,
+         .iteration = observations_.begun,
+         .text = signature_text(words_of_exception(std::current_exception()))});
     throw_peer_error(
         absl::StrCat("Reducer: agreeing on the order of gradients on rank ",
                      group_->getRank()),

@@ -260,6 +260,11 @@ class Reducer : private GradientListener {
   // it. Other errors leave the group usable.
   bool can_continue() const;
 
+  // A collective of the caller's own on the group has failed by the network:
+  // closes the group's connections, which ends what peers may be blocked in.
+  // can_continue() is false from here on.
+  void abandon_group();
+
   // True if the graph is declared static, or if all iterations so far left the
   // same parameters unused (which find_unused_parameters finds out): then
   // static_graph = true would save the search.
@@ -357,6 +362,7 @@ class Reducer : private GradientListener {
   void launch_zeros(IterationState& iteration, size_t bucket);
   void give_up();
   void wait_quietly(IterationState& iteration) const;
+  void leave_group(const RankSignature& last_words);
   void lose_group(IterationState& iteration);
   void leave_in_flight(IterationState& iteration);
   std::string describe_place(size_t bucket, int64_t iteration) const;

@@ -227,6 +227,20 @@ void Reducer::wait_quietly(IterationState& iteration) const {
   }
 }
 
+// Peers that wait for this rank's next signature get these words.
+void Reducer::leave_group(const RankSignature& last_words) {
+  signatures_.tell_of_loss(last_words);
+  signatures_.lose_group();
+  close_group(*group_);
+}
+
+void Reducer::abandon_group() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  leave_group({.kind = SignatureKind::kFailed,
+               .iteration = observations_.begun,
+               .text = signature_text("another collective failed")});
+}
+
 void Reducer::lose_group(IterationState& iteration) {
   signatures_.lose_group();
   close_group(*group_);
@@ -295,14 +309,11 @@ void Reducer::rethrow(const std::exception_ptr& error, ErrorSource source,
   }
   // A user's hook may use other groups, and be mistaken about the network.
   if (fails_by_network_only(*options_.comm_hook)) {
-    signatures_.tell_of_loss(
-        {.kind = SignatureKind::kFailed,
-         .iteration = iteration,
-         .unit = static_cast<int64_t>(bucket),
-         .text = signature_text(words_of_exception(error))});
+    leave_group({.kind = SignatureKind::kFailed,
+                 .iteration = iteration,
+                 .unit = static_cast<int64_t>(bucket),
+                 .text = signature_text(words_of_exception(error))});
     if (iteration_) iteration_->is_settled = true;
-    signatures_.lose_group();
-    close_group(*group_);
   }
   const std::optional<RollCall> roll =
       signatures_.call_survivors(absl::StrCat(iteration, "/", bucket));

@@ -60,6 +60,19 @@ def all_parameters(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
     return list(named.values())
 
 
+def frozen_parameters(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Those that require no gradient, under each of their names."""
+    if type(module).named_parameters is not _OWN:
+        named = module.named_parameters(remove_duplicate=False)
+        return [entry for entry in named if not entry[1].requires_grad]
+    return [
+        (f"{prefix}.{name}" if prefix else name, parameter)
+        for prefix, submodule in module.named_modules(remove_duplicate=False)
+        for name, parameter in submodule._parameters.items()
+        if parameter is not None and not parameter.requires_grad
+    ]
+
+
 def _own_parameters(module: nn.Module) -> Iterable[tuple[str, torch.Tensor | None]]:
     if type(module).named_parameters is _OWN:
         return module._parameters.items()

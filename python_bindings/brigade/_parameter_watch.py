@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from brigade import _checks
+from brigade._module_parameters import frozen_parameters
 
 _END = object()
 _requires_grad = operator.attrgetter("requires_grad")
@@ -41,13 +42,9 @@ class ParameterWatch:
         self._reduced = reduced
         self._known = {id(p): p for p in chain(reduced.values(), others)}
         self._ignored = ignored
-        named = list(module.named_parameters(remove_duplicate=False))
-        nobodys = {id(parameter) for name, parameter in named if name in ignored}
-        self._frozen = {
-            name: parameter
-            for name, parameter in named
-            if not parameter.requires_grad and id(parameter) not in nobodys
-        }
+        frozen = frozen_parameters(module)
+        nobodys = {id(parameter) for name, parameter in frozen if name in ignored}
+        self._frozen = {name: p for name, p in frozen if id(p) not in nobodys}
         self._remember()
 
     def check(self) -> None:

@@ -8,6 +8,7 @@ mixed precision's casts) is inherited.
 
 from __future__ import annotations
 
+import operator
 import os
 import sys
 import warnings
@@ -386,10 +387,15 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
     def _build_params_for_reducer(self) -> tuple[list[torch.Tensor], list[bool]]:
         self._assign_modules_buffers()
         self._reduced = reduced_parameters(self.module, self.parameters_to_ignore)
-        return self._reduced.tensors, self._reduced.expect_sparse
+        return list(self._reduced.tensors), list(self._reduced.expect_sparse)
 
-    def _build_debug_param_to_name_mapping(self, parameters: object) -> dict[int, str]:
-        return dict(enumerate(self._reduced.names))
+    def _build_debug_param_to_name_mapping(self, parameters: list[torch.Tensor]) -> dict[int, str]:
+        reduced = self._reduced
+        if len(parameters) == len(reduced.tensors) and all(
+            map(operator.is_, parameters, reduced.tensors)
+        ):
+            return dict(enumerate(reduced.names))
+        return super()._build_debug_param_to_name_mapping(parameters)
 
     def _ddp_init_helper(
         self,
@@ -553,6 +559,18 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
         # A rank that failed unnoticed must not take a peer's bucket for a buffer.
         self.reducer._meet_peers()
         super()._sync_buffers()
+
+    def _default_broadcast_coalesced(self, *args: Any, **kwargs: Any) -> None:
+        try:
+            super()._default_broadcast_coalesced(*args, **kwargs)
+        except RuntimeError as error:
+            if not self._delay_all_reduce_all_params:
+                self.reducer._abandon_group()
+            raise dist.DistBackendError(
+                "DistributedDataParallel: broadcasting buffers on rank "
+                f"{self.process_group.rank()} failed; a peer has died, left or not answered: "
+                f"{error}\nSave what is needed and make a new process group."
+            ) from error
 
     def can_continue(self) -> bool:
         """Whether the process group can be used after an error.

@@ -28,6 +28,7 @@ def load(path):
 def backend(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "python_bindings"))
     monkeypatch.delitem(sys.modules, "torch_wheel", raising=False)
+    monkeypatch.chdir(ROOT)  # where front ends run it
     yield load(ROOT / "python_bindings" / "build_backend.py")
     sys.modules.pop("torch_wheel", None)
 
