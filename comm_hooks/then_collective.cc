@@ -6,11 +6,14 @@
 #include <stdexcept>
 #include <utility>
 
+#include "brigade/comm/timed_wait.h"
+
 namespace brigade {
 namespace {
 
 using c10::ivalue::Future;
 using FuturePtr = c10::intrusive_ptr<Future>;
+using std::chrono::milliseconds;
 
 thread_local ChainedCollectives* current = nullptr;
 
@@ -47,16 +50,22 @@ FuturePtr then_collective(FuturePtr first, NextCollective next) {
 }
 
 void ChainedCollectives::launch(
+    milliseconds timeout,
     const std::function<void(const std::function<void()>&)>& count) {
   auto chains = std::exchange(chains_, {});
   for (size_t i = 0; i < chains.size(); ++i) {
     const Chain& chain = chains[i];
-    chain.first->wait();
-    if (chain.first->hasError()) {
-      chain.result->setError(chain.first->exception_ptr());
-      continue;
-    }
     try {
+      TORCH_CHECK(wait_for(*chain.first, timeout),
+                  "then_collective: the future of the first collective was not "
+                  "done within ",
+                  timeout.count() / 1000.0,
+                  " s, the group's timeout.\nComplete it on every rank.");
+      chain.first->wait();
+      if (chain.first->hasError()) {
+        chain.result->setError(chain.first->exception_ptr());
+        continue;
+      }
       count([&] {
         FuturePtr second = chain.next(chain.first->value());
         TORCH_CHECK(second,
@@ -67,15 +76,15 @@ void ChainedCollectives::launch(
     } catch (...) {
       chains_.assign(chains.begin() + static_cast<std::ptrdiff_t>(i),
                      chains.end());
-      cancel(/*wait_for_first=*/false);
+      cancel(milliseconds(0));
       throw;
     }
   }
 }
 
-void ChainedCollectives::cancel(bool wait_for_first) {
+void ChainedCollectives::cancel(milliseconds patience) {
   for (const Chain& chain : std::exchange(chains_, {})) {
-    if (wait_for_first) chain.first->wait();
+    wait_for(*chain.first, patience);
     chain.result->setErrorIfNeeded(std::make_exception_ptr(std::runtime_error(
         "the collective was not launched: its iteration was given up")));
   }

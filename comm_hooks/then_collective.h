@@ -22,6 +22,7 @@
 
 #include <ATen/core/ivalue.h>
 
+#include <chrono>
 #include <functional>
 #include <vector>
 
@@ -59,12 +60,14 @@ class ChainedCollectives {
 
   // Launches them in the order in which they were added, each by `count`, which
   // calls what it is given.  A first collective that failed hands its error on.
-  // Errors: what one throws; the others are cancelled then.
-  void launch(const std::function<void(const std::function<void()>&)>& count);
+  // Errors: what one throws, RuntimeError if a first one is not done within
+  // `timeout`; the others are cancelled then.
+  void launch(std::chrono::milliseconds timeout,
+              const std::function<void(const std::function<void()>&)>& count);
 
-  // They will not be launched: their futures end with an error.  Waits for the
-  // first ones if asked to.
-  void cancel(bool wait_for_first);
+  // They will not be launched: their futures end with an error.  Waits for each
+  // of the first ones so long.
+  void cancel(std::chrono::milliseconds patience);
 
  private:
   friend c10::intrusive_ptr<c10::ivalue::Future> then_collective(

@@ -37,6 +37,7 @@ enum class Phase {
 struct Launch {
   size_t bucket = 0;
   c10::intrusive_ptr<c10::ivalue::Future> future;  // null: nothing travelled
+  bool is_overdue = false;  // was waited for as long as anything is
 };
 
 // A gradient that came before it was known whether its backward belongs to the

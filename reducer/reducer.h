@@ -335,7 +335,7 @@ class Reducer : private GradientListener {
   void deliver_as_results_come(IterationState& iteration);
   void deliver_what_all_ranks_have(IterationState& iteration);
   std::optional<BucketFailure> launch_chained(IterationState& iteration);
-  void await_result(const Launch& launch);
+  void await_result(Launch& launch);
   at::Tensor result_of(const Launch& launch);
   std::optional<BucketFailure> find_unordered_collectives(
       const IterationState& iteration) const;
@@ -361,7 +361,7 @@ class Reducer : private GradientListener {
   void launch_map_of_zeros();
   void launch_zeros(IterationState& iteration, size_t bucket);
   void give_up();
-  void wait_quietly(IterationState& iteration) const;
+  void wait_quietly(IterationState& iteration);
   void leave_group(const RankSignature& last_words);
   void lose_group(IterationState& iteration);
   void leave_in_flight(IterationState& iteration);

@@ -16,7 +16,9 @@
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "brigade/comm/close_group.h"
+#include "brigade/comm/group_timeout.h"
 #include "brigade/comm/peer_error.h"
+#include "brigade/comm/timed_wait.h"
 #include "brigade/comm_hooks/hook_name.h"
 #include "brigade/comm_hooks/own_errors.h"
 #include "brigade/comm_hooks/wire_format.h"
@@ -25,6 +27,8 @@
 
 namespace brigade {
 namespace {
+
+using std::chrono::milliseconds;
 
 bool is_pending(const Launch& launch) {
   return launch.future && !launch.future->completed();
@@ -162,7 +166,7 @@ void Reducer::launch_zeros(IterationState& iteration, size_t bucket) {
   ++observations_.buckets_launched;
   if (iteration.chained.empty()) return future->waitAndThrow();
   // Nobody launches the second ones of an iteration that is given up.
-  iteration.chained.cancel(/*wait_for_first=*/true);
+  iteration.chained.cancel(group_timeout(*group_));
 }
 
 void Reducer::on_backward_abandoned(int64_t preparation) {
@@ -209,12 +213,15 @@ void Reducer::forget_observations(const IterationState& iteration) {
 }
 
 // So that nothing writes into a bucket behind the user's back.
-void Reducer::wait_quietly(IterationState& iteration) const {
+void Reducer::wait_quietly(IterationState& iteration) {
   const WaitForPeers waiting(*observations_.progress);
-  iteration.chained.cancel(/*wait_for_first=*/true);
-  for (const Launch& launch : iteration.launches) {
-    if (!launch.future) continue;
+  const milliseconds timeout = group_timeout(*group_);
+  iteration.chained.cancel(timeout);
+  for (Launch& launch : iteration.launches) {
+    if (!launch.future || launch.is_overdue) continue;
     try {
+      launch.is_overdue = !wait_for(*launch.future, timeout);
+      if (launch.is_overdue) continue;
       launch.future->wait();
       const c10::Device device = bound_.buckets[launch.bucket].device();
       // Waiting orders streams only, and not the ones that the user works on.
@@ -225,6 +232,7 @@ void Reducer::wait_quietly(IterationState& iteration) const {
                  words_of_exception(std::current_exception()));
     }
   }
+  leave_in_flight(iteration);
 }
 
 // Peers that wait for this rank's next signature get these words.
@@ -255,7 +263,7 @@ bool Reducer::can_continue() const {
 // Collectives that may never end keep their buckets; gradients go to new ones.
 // What they held is lost.
 void Reducer::leave_in_flight(IterationState& iteration) {
-  iteration.chained.cancel(/*wait_for_first=*/false);
+  iteration.chained.cancel(milliseconds(0));
   if (std::none_of(iteration.launches.begin(), iteration.launches.end(),
                    is_pending)) {
     return;

@@ -95,7 +95,7 @@ void Reducer::deliver_what_all_ranks_have(IterationState& iteration) {
     tell_of_results(iteration, {.kind = SignatureKind::kLaunch}, failure);
   }
   std::vector<at::Tensor> results;  // by launch
-  for (const Launch& launch : iteration.launches) {
+  for (Launch& launch : iteration.launches) {
     try {
       await_result(launch);
       results.push_back(failure ? at::Tensor() : result_of(launch));
@@ -117,9 +117,10 @@ std::optional<Reducer::BucketFailure> Reducer::launch_chained(
     IterationState& iteration) {
   try {
     const ChainedCollectives::Scope none_behind_these(iteration.chained);
-    iteration.chained.launch([this](const std::function<void()>& launch) {
-      signatures_.count(launch);
-    });
+    iteration.chained.launch(group_timeout(*group_),
+                             [this](const std::function<void()>& launch) {
+                               signatures_.count(launch);
+                             });
   } catch (...) {
     // Nothing can stand in for what its peers have launched.
     signatures_.lose_count();
@@ -128,10 +129,11 @@ std::optional<Reducer::BucketFailure> Reducer::launch_chained(
   return std::nullopt;
 }
 
-void Reducer::await_result(const Launch& launch) {
+void Reducer::await_result(Launch& launch) {
   if (!launch.future) return;
   const std::chrono::milliseconds timeout = group_timeout(*group_);
-  TORCH_CHECK(wait_for(*launch.future, timeout), "the future of ",
+  launch.is_overdue = !wait_for(*launch.future, timeout);
+  TORCH_CHECK(!launch.is_overdue, "the future of ",
               describe_hook(*options_.comm_hook), " was not done within ",
               timeout.count() / 1000.0,
               " s, the group's timeout.\nComplete it on every rank.");
