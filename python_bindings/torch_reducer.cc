@@ -349,8 +349,10 @@ void TorchReducer::set_static_graph() {
                 ", but its first iteration has to be watched.\nGive "
                 "static_graph=True to the constructor.");
   });
+  const bool is_default =
+      options_.rebuild_buckets == rebuilds_by_default(options_);
   options_.static_graph = true;
-  options_.rebuild_buckets = rebuilds_by_default(options_);
+  if (is_default) options_.rebuild_buckets = rebuilds_by_default(options_);
   follow_torchs_rebuild();
   if (!hooks_removed_) make();
 }

@@ -66,8 +66,7 @@ def _raises_before_the_collective(rank, options, steps_before, bucket_cap_mb):
     return str(caught.value)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("steps_before", [0, 3])
+@pytest.mark.parametrize(("world_size", "steps_before"), [(2, 3), (3, 0)])
 @pytest.mark.parametrize("mode", MODES)
 def test_both_raise_long_before_the_timeout(mode, steps_before, world_size):
     texts = run_ranks(

@@ -112,7 +112,7 @@ def _add_arm(tracks: list[Track], arm: Arm, workload: Workload, ranks: Ranks) ->
     """Looks at the buckets that the arm gives, and at what arrives in `.grad`."""
     with _wrapped(workload, arm, ranks, compare_ranks=not tracks) as model:
         _warm_up(model, workload, ranks)
-        buckets = _bucket_bytes(model)
+        buckets = _bucket_bytes(model, workload.parameters())
         for track in tracks:
             if track.bucket_bytes == buckets:
                 track.arms.append(arm)
@@ -188,11 +188,9 @@ def _require_loss(loss: torch.Tensor) -> None:
         )
 
 
-def _bucket_bytes(model: DistributedDataParallel) -> list[int]:
+def _bucket_bytes(model: DistributedDataParallel, parameters: list[torch.Tensor]) -> list[int]:
     """In launch order, after the one rebuild."""
-    data = model._get_ddp_logging_data()
-    sizes = data.get("rebuilt_bucket_sizes") or data["bucket_sizes"]
-    return [int(size) for size in sizes.split(", ")]
+    return [sum(parameters[i].nbytes for i in bucket) for bucket in model.bucket_plan()]
 
 
 def _all_reduce_alone(bucket_bytes: list[int], workload: Workload, ranks: Ranks) -> float:
