@@ -73,4 +73,10 @@ int running_backward_id() {
   return torch::autograd::get_current_graph_task_id();
 }
 
+bool accumulates_all_gradients() {
+  const auto* const to_execute =
+      torch::autograd::get_current_graph_task_exec_info();
+  return to_execute != nullptr && to_execute->empty();
+}
+
 }  // namespace brigade

@@ -34,6 +34,11 @@ void watch_backward_end(std::weak_ptr<void> owner, std::function<void()> on_end,
 // Reentrant backwards have ids of their own.
 int running_backward_id();
 
+// True if the backward that this thread is executing accumulates gradients of
+// all leaves that it reaches: false if it was asked for some only, or only to
+// return them (torch::autograd::grad).
+bool accumulates_all_gradients();
+
 }  // namespace brigade
 
 #endif  // BRIGADE_HOOKS_BACKWARD_END_H_

@@ -122,7 +122,8 @@ bool Reducer::rebuild_buckets() try {
   throw;
 }
 
-void Reducer::set_comm_hook(std::shared_ptr<c10d::CommHookInterface> hook) {
+void Reducer::set_comm_hook(
+    std::shared_ptr<c10d::CommHookInterface> hook) try {
   const std::lock_guard<std::mutex> lock(mutex_);
   TORCH_CHECK(
       !iteration_ || iteration_->phase == Phase::kPrepared,
@@ -135,6 +136,20 @@ void Reducer::set_comm_hook(std::shared_ptr<c10d::CommHookInterface> hook) {
   options_.comm_hook = std::move(hook);
   signatures_.compare_others(!fails_by_network_only(*options_.comm_hook));
   hook_since_ = observations_.begun;
+  // Later ranks may be in different places.
+  if (signatures_.is_connected()) agree_on_plan(*make_iteration());
+} catch (...) {
+  observations_.note_error();
+  throw;
+}
+
+std::shared_ptr<IterationState> Reducer::make_iteration() const {
+  const auto iteration = std::make_shared<IterationState>(
+      Preparation{.number = observations_.prepared,
+                  .iteration = observations_.begun + 1},
+      bound_.plan, table_.num_replicas());
+  iteration->sums_used_map = sums_used_map();
+  return iteration;
 }
 
 at::Tensor Reducer::local_used_parameters() const {
@@ -248,18 +263,15 @@ void Reducer::start_iteration() {
   graph_.ready_order.restart();
   signatures_.leave_meeting_point();
   ++observations_.prepared;
-  const int64_t iteration = observations_.begun + 1;
-  iteration_ = std::make_shared<IterationState>(
-      Preparation{.number = observations_.prepared, .iteration = iteration},
-      bound_.plan, table_.num_replicas());
+  iteration_ = make_iteration();
   for (const Bucket& bucket : bound_.buckets) {
     for (size_t r = 0; r < table_.num_replicas(); ++r) {
       iteration_->streams.emplace_back(bucket.device(r));
     }
   }
-  iteration_->sums_used_map = sums_used_map();
-  observations_.iteration_begins(iteration);
-  agree_on_plan();
+  observations_.iteration_begins(iteration_->iteration);
+  const std::shared_ptr<IterationState> agreeing = iteration_;
+  agree_on_plan(*agreeing);
 }
 
 void Reducer::check_parameters() const {
@@ -323,8 +335,8 @@ void Reducer::on_output_reached(Preparation preparation) try {
   if (iteration_->phase == Phase::kFailed) return;
   observations_.timeline.backward_begins();
   watch_backward(backward_id);
-  if (iteration_->early_gradients.empty()) return;
   try {
+    if (begins_at_outputs()) begin_reduction();
     accept_early_gradients(backward_id);
   } catch (...) {
     iteration_->failed(words_of_exception(std::current_exception()));
@@ -448,6 +460,14 @@ void Reducer::watch_backward(int backward_id) {
         on_backward_end(preparation, backward_id);
       },
       [this, preparation] { on_backward_abandoned(preparation); });
+}
+
+// What is launched without a gradient goes first: on a rank that leaves out
+// all but the last parameters the first gradient may come behind another
+// collective of the backward, which its peers meet behind their first buckets.
+bool Reducer::begins_at_outputs() const {
+  return (skips_unused_buckets() || !iteration_->prediction.unused.empty()) &&
+         accumulates_all_gradients();
 }
 
 bool Reducer::may_be_of_a_local_forward() const {

@@ -157,9 +157,11 @@ class Reducer : private GradientListener {
   bool rebuild_buckets();
 
   // From the next iteration on, buckets travel by this hook; null: the default.
-  // To be called on every rank at the same place.
+  // Collective: to be called on every rank at the same place.
   //
-  // Errors: RuntimeError in the middle of an iteration.
+  // Errors: RuntimeError in the middle of an iteration, and on all ranks alike
+  // if they differ in the hook's name or in what it puts on the wire;
+  // DistBackendError if a peer fails.
   void set_comm_hook(std::shared_ptr<c10d::CommHookInterface> hook);
 
   // What buckets travel by.
@@ -291,11 +293,13 @@ class Reducer : private GradientListener {
   void end_unfinished_iteration();
   bool is_frozen() const;
   void start_iteration();
+  std::shared_ptr<IterationState> make_iteration() const;
   void check_parameters() const;
   void keep_out_of_buckets(VariableIndex variable) const;
   UnusedPrediction predict_unused(const std::vector<at::Tensor>& outputs);
   void watch_backward(int backward_id);
   void begin_reduction();
+  bool begins_at_outputs() const;
   bool may_be_of_a_local_forward() const;
   void accept_early_gradient(VariableIndex variable, bool is_defined,
                              int backward_id);
@@ -348,7 +352,7 @@ class Reducer : private GradientListener {
   // Where ranks meet, and what follows if one has failed
   // (reducer_recovery.cc).
   void connect();
-  void agree_on_plan();
+  void agree_on_plan(IterationState& iteration);
   void begin_with_peers();
   RankSignature begin_signature() const;
   void meet_idle(MeetingPlace place);

@@ -44,13 +44,12 @@ void Reducer::connect() {
 
 // Peers are waited for where lengths could clash: before the first bucket of a
 // plan, and before a map whose sum decides what is launched. A plan is agreed
-// on while forward is prepared, since a peer's backward may wait for something
-// else than this rank's first gradient.
-void Reducer::agree_on_plan() {
-  const std::shared_ptr<IterationState> iteration = iteration_;
+// on where it is made, since afterwards a peer may wait for something else than
+// this rank's next forward or first gradient.
+void Reducer::agree_on_plan(IterationState& iteration) {
   if (!signatures_.is_connected()) connect();
   if (signatures_.is_agreed(bound_.fingerprint)) return;
-  end_together(*iteration, begin_signature());
+  end_together(iteration, begin_signature());
   signatures_.set_agreed(bound_.fingerprint);
   signatures_.leave_meeting_point();
 }

@@ -47,8 +47,8 @@ def _immediately(bucket):
 
 def _backward_fails(rank, options, hooks):
     training = Training(rank, options)
-    training.wrapped.register_comm_hook(None, hooks[rank])
     with pytest.raises(RuntimeError) as caught:
+        training.wrapped.register_comm_hook(None, hooks[rank])
         for _ in range(4):
             training.backward()
     can_continue = training.wrapped.reducer.can_continue()
