@@ -31,7 +31,8 @@ struct PeriodicThread::State {
       if (next == tasks.end()) {
         changed.wait(lock);
       } else if (Clock::now() < next->second.due) {
-        changed.wait_until(lock, next->second.due);
+        const Clock::time_point due = next->second.due;  // it may be removed
+        changed.wait_until(lock, due);
       } else {
         next->second.due = Clock::now() + next->second.period;
         run(next->first, next->second.run, lock);
