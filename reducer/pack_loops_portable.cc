@@ -25,6 +25,7 @@ void pack(std::span<const SlotRange> slots, const void* const* gradients,
   const auto factor = static_cast<Product<Gradient>>(scale);
   for (size_t i = 0; i < slots.size(); ++i) {
     const auto [offset, numel] = slots[i];
+    if (numel == 0) continue;  // perhaps of a buffer without memory
     const auto* from = static_cast<const Gradient*>(gradients[i]);
     Wire* to = static_cast<Wire*>(flat) + offset;
     if (from == nullptr) {

@@ -165,6 +165,7 @@ BRIGADE_AVX2 void pack(std::span<const SlotRange> slots,
       std::conditional_t<std::is_same_v<Gradient, double>, double, float>;
   const Lane factor = static_cast<Lane>(scale);
   for (size_t i = 0; i < slots.size(); ++i) {
+    if (slots[i].numel == 0) continue;  // perhaps of a buffer without memory
     const auto* from = static_cast<const Gradient*>(gradients[i]);
     Wire* to = static_cast<Wire*>(flat) + slots[i].offset_numel;
     if (from == nullptr) {

@@ -135,6 +135,7 @@ class CpuPacker final : public Packer {
   // A null source is all zeros; memory is never copied onto itself.
   void copy(const void* from, void* to, size_t slot) const {
     const size_t bytes = slots_[slot].numel * element_bytes_;
+    if (bytes == 0) return;  // perhaps without memory
     if (from == nullptr) {
       std::memset(to, 0, bytes);
     } else if (from != to) {
