@@ -11,8 +11,9 @@ import dataclasses
 import random
 
 import torch
-import torch.distributed as dist
 from torch import nn
+
+from exact_training import SumOverRanks
 
 MODES = {
     "plain": {},
@@ -113,20 +114,6 @@ def _draw_step(draw, mode, sizes, frozen, world_size) -> Step:
         fails_at=fails_at,
         set_to_none=draw.random() < 0.7,
     )
-
-
-class SumOverRanks(torch.autograd.Function):
-    """The same value; in backward, a collective that waits."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        gradient = gradient.clone()
-        dist.all_reduce(gradient)
-        return gradient
 
 
 class Parts(nn.Module):

@@ -7,22 +7,10 @@ from torch import nn
 
 import brigade
 
-from exact_training import MODES, UserError
+from exact_training import MODES, SumOverRanks, UserError
 from ranks import run_ranks
 
 HOUR_S = 3600  # of the group: nobody may wait for that
-
-
-class SumOverRanks(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        gradient = gradient.clone()
-        dist.all_reduce(gradient)
-        return gradient
 
 
 class AroundCollective(nn.Module):

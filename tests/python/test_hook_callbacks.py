@@ -7,17 +7,12 @@ from torch import nn
 
 import brigade
 
+from exact_training import MODES
 from ranks import run_ranks
 from training import CLASSES
 
 TIMEOUT_S = 20  # of the group: ranks that wait for different things fail early
 SIZES = (2, 3, 5)
-MODES = {
-    "plain": {},
-    "views": {"gradient_as_bucket_view": True},
-    "find_unused": {"find_unused_parameters": True},
-    "static_graph": {"static_graph": True},
-}
 
 
 class Model(nn.Module):

@@ -9,16 +9,11 @@ from torch import nn
 
 import brigade
 
+from exact_training import MODES
 from ranks import run_ranks
 from training import CLASSES
 
 TIMEOUT_S = 20  # of the group: ranks that wait for different things fail early
-MODES = {
-    "plain": {},
-    "views": {"gradient_as_bucket_view": True},
-    "find_unused": {"find_unused_parameters": True},
-    "static_graph": {"static_graph": True},
-}
 BOTH = ("p", "q")
 
 

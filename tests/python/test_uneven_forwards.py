@@ -5,17 +5,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import exact_training
 from ranks import run_ranks
 from training import CLASSES
 
 TIMEOUT_S = 20  # of the group: ranks that wait for different things fail early
-MODES = {
-    "plain": {},
-    "views": {"gradient_as_bucket_view": True},
-    "find_unused": {"find_unused_parameters": True},
-    "static_graph": {"static_graph": True},
-    "buckets": {"find_unused_parameters": True, "bucket_cap_mb": 1e-6},
-}
+MODES = {**exact_training.MODES, "buckets": {"find_unused_parameters": True, "bucket_cap_mb": 1e-6}}
 STEPS = 5  # buckets are rebuilt in between
 
 
