@@ -68,8 +68,11 @@ c10::intrusive_ptr<c10::ivalue::Future> RoutingHook::runHook(
   }
   const auto arrived = hook->runHook(bucket);
   if (!arrived) return arrived;
+  // The hook is not owned: it may own a group, and would end on its thread.
   return arrived->then(
-      [hook](c10::ivalue::Future& done) -> c10::IValue {
+      [weak = std::weak_ptr(hook)](c10::ivalue::Future& done) -> c10::IValue {
+        const HookPtr hook = weak.lock();
+        TORCH_CHECK(hook, "RoutingHook: the hook of a bucket is gone");
         const at::Tensor result = hook->parseHookResult(done.value());
         return result.defined() ? c10::IValue(result) : c10::IValue();
       },

@@ -51,12 +51,14 @@ void step_all(const at::Tensor& result,
 
 // None, or what went wrong, as text. An error in the future itself would look
 // like one of the network.
-c10::IValue error_of_steps(c10d::CommHookInterface& hook,
+c10::IValue error_of_steps(const std::weak_ptr<c10d::CommHookInterface>& weak,
                            const c10::IValue& arrived,
                            const std::vector<at::Tensor>& parameters,
                            const ParameterStep& step) {
   try {
-    const at::Tensor result = hook.parseHookResult(arrived);
+    const std::shared_ptr<c10d::CommHookInterface> hook = weak.lock();
+    TORCH_CHECK(hook, "its hook is gone");
+    const at::Tensor result = hook->parseHookResult(arrived);
     if (result.defined()) step_all(result, parameters, step);
     return {};
   } catch (const c10::Error& error) {
@@ -92,12 +94,13 @@ class SteppingHook final : public c10d::CommHookInterface,
     const bool steps = steps_parameters_of(bucket);
     const c10::intrusive_ptr<Future> arrived = hook_->runHook(bucket);
     if (!arrived || !has_data_ || !steps) return arrived;
-    // Whoever waits for the future also waits for what the steps wrote.
+    // Whoever waits for the future also waits for what the steps wrote. The
+    // hook is not owned: it may own a group, and would end on its thread.
     return arrived->then(
-        [hook = hook_, step = step_,
+        [hook = std::weak_ptr(hook_), step = step_,
          parameters = bucket.getParameters()](Future& done) {
           c10::IValue error =
-              error_of_steps(*hook, done.value(), parameters, step);
+              error_of_steps(hook, done.value(), parameters, step);
           return std::tuple(std::move(error), storages_of(parameters));
         },
         c10::AnyType::get());

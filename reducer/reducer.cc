@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "brigade/comm/end_on_own_thread.h"
 #include "brigade/comm/peer_error.h"
 #include "brigade/comm/status_bridge.h"
 #include "brigade/comm_hooks/all_reduce_hook.h"
@@ -73,12 +74,11 @@ Reducer::~Reducer() {
 }
 
 // Collectives in flight go on; they keep their buckets, and the hook, whose
-// continuations they run.
+// continuations they run. The hook may own its group.
 void Reducer::keep_until_done(BoundPlan bound,
                               std::span<const Launch> launches) const {
-  const auto kept = std::make_shared<
-      std::pair<BoundPlan, std::shared_ptr<c10d::CommHookInterface>>>(
-      std::move(bound), options_.comm_hook);
+  const auto kept =
+      end_on_own_thread(std::pair(std::move(bound), options_.comm_hook));
   for (const Launch& launch : launches) {
     if (!launch.future) continue;
     launch.future->addCallback([kept](c10::ivalue::Future&) {},
@@ -122,8 +122,7 @@ bool Reducer::rebuild_buckets() try {
   throw;
 }
 
-void Reducer::set_comm_hook(
-    std::shared_ptr<c10d::CommHookInterface> hook) try {
+void Reducer::set_comm_hook(std::shared_ptr<c10d::CommHookInterface> hook) try {
   const std::lock_guard<std::mutex> lock(mutex_);
   TORCH_CHECK(
       !iteration_ || iteration_->phase == Phase::kPrepared,

@@ -1,14 +1,18 @@
 #include <torch/torch.h>
 
+#include <functional>
 #include <memory>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "brigade/comm/process_group.h"
 #include "brigade/comm_hooks/all_reduce_hook.h"
 #include "brigade/comm_hooks/function_hook.h"
 #include "brigade/comm_hooks/hook_result.h"
+#include "brigade/comm_hooks/routing_hook.h"
+#include "brigade/comm_hooks/step_in_backward.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
@@ -35,6 +39,46 @@ TEST(AllReduceHookTest, DoesNotCompressWhatItCannot) {
 TEST(AllReduceHookTest, RefusesNoGroup) {
   EXPECT_THROW(all_reduce_hook(nullptr), c10::ValueError);
 }
+
+// A continuation is dropped on a thread of the group that the hook may own.
+using HookAroundAnother =
+    std::function<std::shared_ptr<c10d::CommHookInterface>(
+        std::shared_ptr<c10d::CommHookInterface>)>;
+
+class ContinuationTest : public ::testing::TestWithParam<HookAroundAnother> {};
+
+TEST_P(ContinuationTest, DoesNotOwnTheHookItGoesOnBehind) {
+  const at::Tensor parameter = at::zeros({2});
+  const auto future =
+      c10::make_intrusive<c10::ivalue::Future>(c10::AnyType::get());
+  auto inner = make_comm_hook([future](c10d::GradBucket&) { return future; });
+  const std::weak_ptr<c10d::CommHookInterface> watched = inner;
+  auto outer = GetParam()(std::move(inner));
+  c10d::GradBucket bucket(0, 1, at::zeros({2}), {0}, {2}, {parameter.sizes()},
+                          {parameter}, {});
+  const auto result = outer->runHook(bucket);
+  EXPECT_FALSE(watched.expired());
+  outer = nullptr;
+  EXPECT_TRUE(watched.expired());
+  future->markCompleted(at::ones({2}));
+  EXPECT_TRUE(result->completed());
+  EXPECT_TRUE(at::equal(parameter, at::zeros({2})));
+}
+
+INSTANTIATE_TEST_SUITE_P(Hooks, ContinuationTest,
+                         ::testing::Values(
+                             [](std::shared_ptr<c10d::CommHookInterface> hook) {
+                               return step_in_backward(
+                                   std::move(hook),
+                                   [](const at::Tensor& parameter) {
+                                     at::Tensor target = parameter;
+                                     target.add_(1);
+                                   });
+                             },
+                             [](std::shared_ptr<c10d::CommHookInterface> hook) {
+                               return std::make_shared<RoutingHook>(
+                                   std::move(hook), std::vector<Route>{});
+                             }));
 
 TEST(FunctionHookTest, RefusesNoFunction) {
   EXPECT_THROW(make_comm_hook(nullptr), c10::ValueError);

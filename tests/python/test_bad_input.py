@@ -452,9 +452,37 @@ def test_a_rank_that_dies_in_backward_is_an_error_on_the_others(world_size):
     assert ended == ["saved", 3, "saved"][:world_size]
 
 
+# A thread of a process group that works without the GIL, and then drops Python objects.
+_BUSY_THREAD = """
+import hashlib, threading
+
+store = dist.HashStore()
+
+def connect(rank):
+    groups[rank] = dist.ProcessGroupGloo(store, rank, 2, datetime.timedelta(seconds=30))
+
+groups = [None, None]
+late = threading.Thread(target=connect, args=(1,))
+late.start()
+connect(0)
+late.join()
+
+began = threading.Event()
+data = bytes(500_000_000)
+
+def be_busy(done):
+    began.set()
+    hashlib.sha256(data).digest()
+
+groups[0].allreduce([x.clone()]).get_future().then(be_busy)
+groups[1].allreduce([x.clone()])
+began.wait()
+"""
+
 # What is in flight when the interpreter of rank 1 exits, and how both ranks end.
 EXITS = {
     "a forward": ("wrapped(x)", 0, 0),
+    "a busy thread of a group": (_BUSY_THREAD, 0, 1),
     "an exit in a hook": ("state[0] = lambda: sys.exit(5); step()", 5, 1),
     "an exit in backward": (
         "wrapped.module[0].weight.register_hook(lambda gradient: sys.exit(6)); step()",

@@ -3,9 +3,12 @@
 
 #include <chrono>
 #include <functional>
+#include <future>
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <thread>
+#include <utility>
 #include <vector>
 
 #include "brigade/comm/peer_error.h"
@@ -477,6 +480,33 @@ TEST(PeerFailureTest, DestroyingTheReducerWithCollectivesInFlightIsClean) {
   const at::Tensor half = model.loss_in_order({1}, 0);
   step(*reducer, half);
   EXPECT_NO_THROW(reducer.reset());
+}
+
+struct Ending {
+  ~Ending() { thread.set_value(std::this_thread::get_id()); }
+  std::promise<std::thread::id>& thread;
+};
+
+// It may own the group whose thread completes the future.
+TEST(PeerFailureTest, TheHookOfCollectivesInFlightEndsOnAThreadOfItsOwn) {
+  RecordingGroup recording(2);
+  const ToyModel model({{2}, {3}});
+  std::promise<std::thread::id> thread;
+  const auto future =
+      c10::make_intrusive<c10::ivalue::Future>(c10::AnyType::get());
+  auto hook = make_comm_hook(
+      [future, ending = std::shared_ptr<Ending>(new Ending{thread})](
+          c10d::GradBucket&) { return future; });
+  auto reducer = std::make_unique<Reducer>(
+      model.parameters, recording.group(),
+      ReducerOptions{.bucket_plan = {{1}, {0}}, .comm_hook = std::move(hook)});
+  step(*reducer, model.loss_in_order({1}, 0));
+  reducer.reset();
+  std::future<std::thread::id> ended = thread.get_future();
+  EXPECT_EQ(ended.wait_for(std::chrono::seconds(0)),
+            std::future_status::timeout);
+  future->markCompleted(at::zeros({3}));
+  EXPECT_NE(ended.get(), std::this_thread::get_id());
 }
 
 }  // namespace
