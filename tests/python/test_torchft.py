@@ -2,6 +2,7 @@
 
 import importlib.util
 import sys
+import weakref
 from unittest.mock import MagicMock
 
 import pytest
@@ -17,11 +18,10 @@ from training import CLASSES
 
 HAS_TORCHFT = importlib.util.find_spec("torchft") is not None
 pytestmark = pytest.mark.skipif(not HAS_TORCHFT, reason="torchft is not installed")
-if HAS_TORCHFT:
-    from torchft import process_group as groups
 
 
-def _configured(group, rank, world_size, name):
+def _connect(groups, rank, world_size, name):
+    """A group of torchft's over Gloo, and what must live as long as it does."""
     port = [None]
     store = None
     if rank == 0:
@@ -29,7 +29,11 @@ def _configured(group, rank, world_size, name):
         port = [store.port]
     dist.broadcast_object_list(port)
     address = f"127.0.0.1:{port[0]}/{name}"
-    group.configure(address, f"replica_{rank}", rank, world_size)
+    group = groups.ProcessGroupGloo()
+    if hasattr(groups, "reconfigure_with_store"):
+        groups.reconfigure_with_store(group, address, rank, world_size)
+    else:  # until torchft 0.2.0
+        group.configure(address, f"replica_{rank}", rank, world_size)
     return group, store
 
 
@@ -49,6 +53,8 @@ def _manager(group):
 
 
 def _dummy(rank, kind, mode):
+    from torchft import process_group as groups
+
     group = groups.ProcessGroupDummy(0, 1)
     wrapped = CLASSES[kind](nn.Linear(3, 2), process_group=group, **MODES[mode])
     for _ in range(4):
@@ -66,7 +72,10 @@ def test_its_dummy_group(kind, mode):
 
 class _Work:
     def __init__(self, work):
-        self._future = type("Managed", (), {"_fut": work.get_future().then(self._average)})()
+        from torchft.manager import _ManagedFuture
+
+        self._future = _ManagedFuture(weakref.ref(self))
+        self._future._fut = work.get_future().then(self._average)
 
     @staticmethod
     def _average(done):
@@ -83,11 +92,12 @@ def _its_class(rank, installs):
     if installs == "before_import":
         brigade.install()
     assert "torchft.ddp" not in sys.modules
+    from torchft import process_group as groups
     from torchft.ddp import DistributedDataParallel
 
     if installs == "after_import":
         brigade.install()
-    group, store = _configured(groups.ProcessGroupGloo(), rank, dist.get_world_size(), "ddp")
+    group, store = _connect(groups, rank, dist.get_world_size(), "ddp")
     manager = _manager(group)
     plain = manager.allreduce.side_effect
     manager.allreduce.side_effect = lambda tensor: _Work(plain(tensor))
