@@ -1,13 +1,11 @@
 """What torch ships to go with its wrapper goes with brigade's: same bits in the end.
 
 Each companion is used as it is in the wheel. Left out, since torch's own class cannot
-use them on Gloo either (torch 2.11):
+use them on Gloo either (torch 2.15):
 
-* quantization_pertensor_hook and quantization_perchannel_hook index the future of an
-  all-gather as NCCL shapes it.
 * batched_powerSGD_hook hands 2-D matrices to a function that asserts 3-D ones.
-* hook_with_zero_step_interleaved and PowerSGD over several buckets start collectives
-  in callbacks, which come in another order on each rank.
+* hook_with_zero_step_interleaved, and PowerSGD and quantization over several buckets start
+  collectives in callbacks, which come in another order on each rank.
 
 The hook of mixed_precision_hooks needs what `mixed_precision=` sets up, and
 test_mixed_precision.py has that.
@@ -31,6 +29,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
     optimizer_overlap_hooks,
     post_localSGD_hook,
     powerSGD_hook,
+    quantization_hooks,
 )
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
@@ -149,6 +148,21 @@ def _train_with_power_sgd(rank, name, views):
 @pytest.mark.parametrize("name", POWER_SGD)
 def test_power_sgd_gives_the_same_bits(name, views):
     assert_ranks_agree(run_ranks(_train_with_power_sgd, name, views))
+
+
+def _train_with_quantization(rank, name, views):
+    hook = getattr(quantization_hooks, f"quantization_{name}_hook")
+    return _train_with(rank, no_state, hook, {"gradient_as_bucket_view": views})
+
+
+@pytest.mark.skipif(
+    torch.torch_version.TorchVersion(torch.__version__) < (2, 15),
+    reason="torch's quantization hooks cannot read what Gloo's all-gather leaves",
+)
+@pytest.mark.parametrize("views", [False, True])
+@pytest.mark.parametrize("name", ["pertensor", "perchannel"])
+def test_quantization_gives_the_same_bits(name, views):
+    assert_ranks_agree(run_ranks(_train_with_quantization, name, views))
 
 
 def _goes_on_with_a_pickled_state(rank, views):
