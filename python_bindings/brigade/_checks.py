@@ -147,11 +147,11 @@ def require_trainable(module: torch.nn.Module, parameters: Sequence[torch.Tensor
         )
 
 
-def require_initialized(module: torch.nn.Module, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+def require_initialized(module: torch.nn.Module, named: dict[str, torch.Tensor]) -> None:
     """Raises RuntimeError if a lazy parameter has no shape yet."""
     lazy = [
         name
-        for name, parameter in named
+        for name, parameter in named.items()
         if isinstance(parameter, torch.nn.parameter.UninitializedParameter)
     ]
     if lazy:

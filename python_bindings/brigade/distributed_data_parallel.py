@@ -43,10 +43,10 @@ _MODULE_CHECKS = ("error", "warn", "off")
 _TorchDistributedDataParallel = torch_ddp.DistributedDataParallel
 
 
-def _descriptions(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
+def _descriptions(tensors: dict[str, torch.Tensor]) -> list[str]:
     return [
         describe_tensor(name, tensor) + (", requires_grad" if tensor.requires_grad else "")
-        for name, tensor in tensors
+        for name, tensor in tensors.items()
     ]
 
 
@@ -57,9 +57,9 @@ def _profiler_range(name: str) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
-def _require_no_shards(named: Iterable[tuple[str, torch.Tensor]]) -> None:
+def _require_no_shards(named: dict[str, torch.Tensor]) -> None:
     tensor_parallelism = sys.modules.get("torch.distributed.tensor")
-    for name, parameter in named if tensor_parallelism is not None else ():
+    for name, parameter in named.items() if tensor_parallelism is not None else ():
         if isinstance(parameter, tensor_parallelism.DTensor):
             raise RuntimeError(
                 f"DistributedDataParallel: '{name}' is a DTensor, split over a mesh of its own.\n"
@@ -275,13 +275,12 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
         parameters = self._not_ignored(all_parameters(self.module))
         require_agreement(self.process_group, "parameter", _descriptions(parameters))
         if self.forward_sync_buffers or syncs_buffers_at_init:
-            buffers = self._not_ignored(self.module.named_buffers())
+            buffers = self._not_ignored(dict(self.module.named_buffers()))
             require_agreement(self.process_group, "buffer", _descriptions(buffers))
 
-    def _not_ignored(
-        self, tensors: Iterable[tuple[str, torch.Tensor]]
-    ) -> list[tuple[str, torch.Tensor]]:
-        return [entry for entry in tensors if entry[0] not in self.parameters_to_ignore]
+    def _not_ignored(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        ignored = self.parameters_to_ignore
+        return {name: tensor for name, tensor in tensors.items() if name not in ignored}
 
     def _set_up_group(
         self,
@@ -308,10 +307,12 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
         self.parameters_to_ignore.update(name for name, _ in delayed)
         self._delay_all_reduce_params = [parameter for _, parameter in delayed]
         named = self._not_ignored(all_parameters(module))
-        self._module_parameters = [parameter for _, parameter in named]
+        self._module_parameters = list(named.values())
         if not delayed:
             _checks.require_trainable(module, self._module_parameters)
-        of_other_types = [entry for entry in named if type(entry[1]) is not torch.nn.Parameter]
+        of_other_types = {
+            name: tensor for name, tensor in named.items() if type(tensor) is not torch.nn.Parameter
+        }
         _checks.require_initialized(module, of_other_types)
         _require_no_shards(of_other_types)
 
