@@ -50,7 +50,8 @@ struct SweepSamples {
 // Parameters keep their values and end without gradients. `after_visit` may be
 // null; it is called at most (arms + 2) * (rounds + 1) times.
 //
-// Errors: ValueError if rounds or steps are < 1; what a Reducer throws.
+// Errors: ValueError if rounds or steps are < 1 or there is no parameter; what
+// a Reducer throws. Thread safety: one call at a time.
 SweepSamples measure(
     SweepWorkload& workload, const std::vector<BucketArm>& arms,
     const c10::intrusive_ptr<c10d::ProcessGroup>& group,

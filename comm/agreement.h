@@ -24,11 +24,10 @@ namespace brigade {
 // A world of 1 communicates nothing.
 //
 // Errors:
-//   c10::ValueError  the same text on every rank.  If a rank's `local_status`
-//   is
-//                    not OK: its message, with the rank's number when not all
-//                    ranks say the same.  If items differ: the first one that
-//                    does, and what each rank has there; counts, if they
+//   c10::ValueError  the same text on every rank. If a rank's `local_status`
+//                    is not OK: its message, with the rank's number when not
+//                    all ranks say the same. If items differ: the first one
+//                    that does, and what each rank has there; counts, if they
 //                    differ.
 //   PeerError        the exchange itself failed.
 void require_agreement(const c10::intrusive_ptr<c10d::ProcessGroup>& group,

@@ -5,12 +5,13 @@
 namespace brigade {
 namespace {
 
-// Without a trailing full stop or line end: more words follow.
-std::string trimmed(std::string text) {
-  while (!text.empty() && (text.back() == '.' || text.back() == '\n')) {
-    text.pop_back();
-  }
-  return text;
+// With one full stop at its end, since more words follow; one that was cut
+// keeps its "...".
+std::string as_sentence(std::string text) {
+  while (text.ends_with('\n')) text.pop_back();
+  if (text.ends_with("...")) return text;
+  while (text.ends_with('.')) text.pop_back();
+  return text + '.';
 }
 
 // Rethrows `cause` if it passes unchanged, else returns its words.
@@ -45,9 +46,8 @@ std::string words_of(const std::exception_ptr& cause) {
 
 void throw_peer_error(std::string_view context, const std::exception_ptr& cause,
                       const RollCall* roll_call) {
-  std::string message = trimmed(words_of(cause));
+  std::string message = as_sentence(words_of(cause));
   if (!context.empty()) message = std::string(context) + ": " + message;
-  message += '.';
   if (roll_call != nullptr) message += ' ' + roll_call->describe() + '.';
   throw PeerError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)},
                   std::move(message));

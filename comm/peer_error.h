@@ -21,7 +21,8 @@ class PeerError : public c10::DistBackendError {
   using c10::DistBackendError::DistBackendError;
 };
 
-// Throws PeerError "<context>: <what cause says>. <roll call's words>".
+// Throws PeerError "<context>: <what cause says>. <roll call's words>". A text
+// that was cut keeps its "...".
 //
 // Three kinds pass unchanged: a PeerError, which has its context already; a
 // caller's mistake (ValueError, TypeError, IndexError, NotImplementedError);

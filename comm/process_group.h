@@ -52,19 +52,23 @@ struct ProcessGroupOptions {
 // single_process_group().
 //
 // Errors: c10::ValueError for a missing or contradictory variable or a bad
-// option; PeerError (a c10::DistBackendError) when ranks do not meet in time.
+// option; c10::Error for kCUDA without a GPU or in a build without CUDA;
+// PeerError (a c10::DistBackendError) when ranks do not meet in time.
 c10::intrusive_ptr<c10d::ProcessGroup> init_process_group(
     const ProcessGroupOptions& options = {});
 c10::intrusive_ptr<c10d::ProcessGroup> init_process_group(
     const LaunchEnvironment& environment,
     const ProcessGroupOptions& options = {});
 
-// The group of the ranks that meet at `store`.  The group works on a part of
-// the store of its own, which its getStore() returns: several groups may be
-// made from one store, by all ranks in the same order.  A world of 1 gets real
-// backends too.  With CUDA, the current device stays as it is.
+// Collective: the group of the ranks that meet at `store`. The group works on a
+// part of the store of its own, which its getStore() returns: several groups
+// may be made from one store, by all ranks in the same order. `store` gets
+// `timeout` for its own. A world of 1 gets real backends too.
 //
-// Errors: as init_process_group().
+// With CUDA, make this rank's device the current one before: from torch 2.15 on
+// the group serves that one only. It stays current.
+//
+// Errors: as init_process_group(); ValueError if `store` is null.
 c10::intrusive_ptr<c10d::ProcessGroup> make_process_group(
     c10::intrusive_ptr<c10d::Store> store, int rank, int world_size,
     const ProcessGroupOptions& options = {});

@@ -30,8 +30,10 @@ class AveragingHook final : public c10d::CommHookInterface,
   void divide_by_world_size();
 
   // Until the next call: the divisor is what `divisor` returns, equal on all
-  // ranks. It is asked once, when the first bucket is packed, and may wait
-  // there for a collective that was launched long before.
+  // ranks and not 0. It is asked once: when the first bucket is packed, or
+  // before that by a reducer that is made with this hook, is given it, or plans
+  // its buckets anew. It may wait there for a collective that every rank has
+  // launched long before.
   void divide_by(std::function<double()> divisor);
 
   c10::intrusive_ptr<c10::ivalue::Future> runHook(
@@ -49,7 +51,8 @@ class AveragingHook final : public c10d::CommHookInterface,
   mutable double divisor_;
 };
 
-// Adds up and divides by nothing.
+// Adds up over ranks and divides by nothing. Several local replicas are
+// averaged before that.
 std::shared_ptr<AveragingHook> sum_hook(
     const c10::intrusive_ptr<c10d::ProcessGroup>& group);
 

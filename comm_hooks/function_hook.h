@@ -21,13 +21,19 @@ namespace brigade {
 
 // The contract of a hook, ours or c10d's:
 //
-// - The bucket's buffer is 1D, [numel], in the parameters' dtype, and holds
-//   this rank's gradients undivided. Averaging is the hook's business.
+// - The bucket's buffer holds this rank's gradients undivided (of several local
+//   replicas: their mean), in the parameters' dtype: 1D, [numel]; complex ones
+//   as pairs of reals, [2 * numel]; a sparse one as a COO tensor of the
+//   parameter's shape. Averaging over ranks is the hook's business.
 // - The future holds the reduced buffer: a tensor of as many elements on the
-//   same device, or a list of one. It may be the bucket's own buffer, changed
-//   in place, or another tensor, of another dtype too. None says that the hook
-//   has dealt with the gradients itself (an optimizer that steps in backward):
-//   nothing is delivered.
+//   same device (of a sparse one: of its shape), or a list of one. It may be
+//   the bucket's own buffer, changed in place, or another tensor, of another
+//   floating-point dtype too. None says that the hook has dealt with the
+//   gradients itself (an optimizer that steps in backward): nothing is
+//   delivered.
+// - A rank that has run out of data, or whose backward has failed, calls the
+//   hook on zeros: its peers wait for what it launches. State that follows the
+//   gradients must stand that (comm_hooks/iteration_listener.h).
 // - Hooks run in plan order, on every rank alike, while the reducer's lock is
 //   held: a hook must not call the reducer. It runs under the thread-local
 //   state of the thread that prepared the backward, but with grad mode and
@@ -36,8 +42,11 @@ namespace brigade {
 //   continuation of the future must not launch any, since continuations run in
 //   another order on each rank.
 // - What a hook throws comes out of backward(), and so does what a continuation
-//   of its future throws: on this rank as it is, on the others as an error that
-//   tells of it. Nobody delivers then, and training can go on.
+//   of its future throws: on this rank with bucket, iteration and rank added, a
+//   c10::Error with its type and anything else as RuntimeError; on the others
+//   as an error that tells of it. Nobody delivers then. Training can go on
+//   unless the hook had launched something before it threw: see
+//   Reducer::can_continue().
 using CommHookFunction =
     std::function<c10::intrusive_ptr<c10::ivalue::Future>(c10d::GradBucket&)>;
 

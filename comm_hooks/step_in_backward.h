@@ -3,14 +3,14 @@
 //
 // Example:
 //
-//   auto hook = step_in_backward(all_reduce_hook(group),
-//                                [](const at::Tensor& parameter) {
+//   auto step = [](const at::Tensor& parameter) {
 //     at::Tensor target = parameter;
 //     target.sub_(parameter.grad(), 0.1);
-//   });
-//   DistributedDataParallel model(net, group, {.reducer = {.comm_hook =
-//   hook}}); loss(model(input), target).backward();  // and that is the whole
-//   step
+//   };
+//   ReducerOptions reducer = {
+//       .comm_hook = step_in_backward(all_reduce_hook(group), step)};
+//   DistributedDataParallel model(net, group, {.reducer = reducer});
+//   loss(model(input), target).backward();  // and that is the whole step
 //
 // For an optimizer of LibTorch's make one per parameter, and let the functor
 // call step() of the one that belongs to its parameter.

@@ -27,9 +27,12 @@ enum class BufferMode {
   kAfterForward,
 };
 
-// Takes the place of the broadcast: makes the buffers of all ranks equal, or
-// whatever else is wanted. `source` is the authoritative rank: rank 0, or the
-// lowest one with data while ranks join. Called at the same place on all ranks.
+// Takes the place of the broadcast in forward() and sync_buffers(), though not
+// at construction or when join() ends: makes the buffers of all ranks equal, or
+// whatever else is wanted. `buffers`: those of local replica 0, without ignored
+// ones. `source` is the authoritative rank: rank 0, or the lowest one with data
+// while ranks join. Called at the same place on all ranks. What it throws comes
+// out of these.
 using BufferHook =
     std::function<void(std::span<const NamedTensor> buffers, int source)>;
 

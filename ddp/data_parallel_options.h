@@ -15,7 +15,9 @@ namespace brigade {
 
 // Parameters that are copies of each other only on the ranks of `group`: the
 // experts of a layer, for instance, of which other ranks hold other ones. All
-// ranks name the same parameters, each with the group that it is in.
+// ranks name the same parameters, each with the group that it is in. They begin
+// with the values of the group's rank 0, and are averaged by all-reduce,
+// whatever `reducer.comm_hook` is: step_in_backward() does not step them.
 struct ParameterGroup {
   std::vector<std::string> names;
   c10::intrusive_ptr<c10d::ProcessGroup> group;
@@ -47,7 +49,9 @@ struct MixedPrecision {
 };
 
 struct DistributedDataParallelOptions {
-  // Parameter names are taken from the module unless given.
+  // Its lists (bucket_plan, parameter_names, expect_sparse_gradients) are of
+  // the parameters that require a gradient and are not ignored, in registration
+  // order, each once. Names are taken from the module unless given.
   ReducerOptions reducer = {};
 
   BufferMode buffer_mode = BufferMode::kBeforeForward;

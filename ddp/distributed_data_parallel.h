@@ -35,7 +35,8 @@ template <typename Module>
 class DistributedDataParallel {
  public:
   // Collective: every rank of `group` wraps the same module. Afterwards all
-  // hold rank 0's parameters and buffers. Errors: see ReplicatedModule.
+  // hold rank 0's parameters and buffers, but for ignored ones and those of
+  // parameter groups. Errors: see ReplicatedModule.
   DistributedDataParallel(Module module,
                           c10::intrusive_ptr<c10d::ProcessGroup> group,
                           DistributedDataParallelOptions options = {})
@@ -45,7 +46,8 @@ class DistributedDataParallel {
 
   // The module's forward, with any arguments and result. The backward that
   // follows averages gradients over the group, unless inside no_sync() or a
-  // NoGradGuard.
+  // NoGradGuard. Collective then: every rank calls it equally often. Evaluate
+  // on one rank under a NoGradGuard, which communicates nothing.
   //
   // Errors: what the module's forward and ReplicatedModule::run_forward()
   // throw.
@@ -71,7 +73,13 @@ class DistributedDataParallel {
   void sync_buffers() { replicated_.sync_buffers(); }
 
   Module& module() { return module_; }
+
+  // For its plan, statistics, timeline and errors. Its set_comm_hook() replaces
+  // all that carries buckets: parameter groups would then be averaged over the
+  // whole group, mixed_precision.reduction is lost, and join() can't divide by
+  // kRanksWithData. Give a hook to the constructor instead.
   Reducer& reducer() { return replicated_.reducer(); }
+
   Joinable& joinable() { return replicated_; }
 
  private:

@@ -83,6 +83,7 @@ class DistributedReplicas {
   [[nodiscard]] NoSync no_sync() { return NoSync(replicated_); }
 
   std::vector<Module>& modules() { return modules_; }
+  // See DistributedDataParallel.
   Reducer& reducer() { return replicated_.reducer(); }
   Joinable& joinable() { return replicated_; }
 

@@ -13,7 +13,11 @@
 //
 // When its loop has returned, a rank launches whatever its peers launch, on
 // zeros, until all loops have returned. Then every rank gets the model of the
-// lowest rank that had data last. States of optimizers are not copied.
+// lowest rank that had data last. States of optimizers are not copied
+// (optimizer_broadcast.h does that).
+//
+// Source: torch.distributed.algorithms.join. Differs: model and buffers are
+// those of the lowest rank that has data, there of the highest.
 //
 // Thread safety: one call at a time.
 
@@ -64,10 +68,11 @@ class Joinable {
 // next one begins. A forward that will be reduced is followed by its backward.
 //
 // Errors: ValueError if there is no joinable, if they are of several groups, if
-// ranks with data are to be counted under a comm hook that averages by itself,
-// or if ranks give other options; RuntimeError if one is
-// being joined already, and on every rank if one runs out and training ends
-// early; what the joinables throw.
+// a model has parameter groups, if ranks with data are to be counted under a
+// comm hook that averages by itself, or if ranks give other options;
+// RuntimeError if one is being joined already, if one is used before the first
+// of the list, and on every rank if one runs out and training ends early; what
+// the joinables throw.
 void join(std::span<Joinable* const> joinables,
           const std::function<void()>& loop, JoinOptions options = {});
 

@@ -9,6 +9,7 @@
 #include <exception>
 #include <sstream>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
@@ -55,7 +56,14 @@ void broadcast_optimizer_state(
   std::istringstream stream(
       std::string(static_cast<const char*>(state.const_data_ptr()),
                   static_cast<size_t>(state.numel())));
-  torch::load(optimizer, stream);
+  // Loading adds to what is there.
+  auto own_state = std::exchange(optimizer.state(), {});
+  try {
+    torch::load(optimizer, stream);
+  } catch (...) {
+    optimizer.state() = std::move(own_state);
+    throw;
+  }
 }
 
 }  // namespace brigade

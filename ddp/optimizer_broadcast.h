@@ -16,12 +16,14 @@
 namespace brigade {
 
 // Collective. Afterwards `optimizer` has the state and the options of rank
-// `source`'s, bit for bit; a rank that never stepped too. All are of one type
-// and hold the same parameters in the same order. Costs one broadcast of the
-// serialised state. A world of 1 communicates nothing.
+// `source`'s, bit for bit, and no state of parameters that `source` has never
+// stepped. After join(), `source` is to be a rank that had data to the end,
+// which rank 0 need not be. All are of one type and hold the same parameters in
+// the same order. Costs two broadcasts: of 8 bytes, and of the serialised
+// state. A world of 1 communicates nothing.
 //
 // Errors: PeerError if the network fails; what LibTorch throws if the state
-// does not fit this optimizer.
+// does not fit this optimizer, whose own state stays then.
 void broadcast_optimizer_state(
     torch::optim::Optimizer& optimizer,
     const c10::intrusive_ptr<c10d::ProcessGroup>& group, int source = 0);

@@ -243,7 +243,7 @@ void ReplicatedModule::before_forward() {
       });
     }
   }
-  if (buffer_mode_ == BufferMode::kBeforeForward) sync_buffers();
+  if (buffer_mode_ == BufferMode::kBeforeForward) make_buffers_equal();
 }
 
 void ReplicatedModule::meet_peers() {
@@ -260,7 +260,7 @@ void ReplicatedModule::after_forward(const std::vector<at::Tensor>& outputs) {
   if (buffer_mode_ == BufferMode::kAfterForward) {
     // A forward may have failed on one rank alone.
     reducer_->recover(MeetingPlace::kAfterForward);
-    sync_buffers();
+    make_buffers_equal();
   }
   reducer_->prepare_for_backward(outputs);
 }
@@ -270,6 +270,12 @@ bool ReplicatedModule::will_reduce() const {
 }
 
 void ReplicatedModule::sync_buffers() {
+  // A forward or a loss may have failed on one rank alone.
+  if (!buffers_.are_none()) reducer_->recover();
+  make_buffers_equal();
+}
+
+void ReplicatedModule::make_buffers_equal() {
   if (buffers_.are_none()) return;
   try {
     buffers_.run(session_ == nullptr ? 0 : session_->first_rank_with_data());
@@ -306,7 +312,7 @@ void ReplicatedModule::shadow() {
   if (buffer_mode_ == BufferMode::kAfterForward) {
     reducer_->recover(MeetingPlace::kAfterForward);
   }
-  if (buffer_mode_ != BufferMode::kNone) sync_buffers();
+  if (buffer_mode_ != BufferMode::kNone) make_buffers_equal();
   reducer_->shadow_iteration();
 }
 

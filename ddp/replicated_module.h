@@ -43,7 +43,8 @@ class ReplicatedModule final : public Joinable {
  public:
   // Collective. Verifies that all ranks hold the same module, then gives every
   // rank and every local replica the parameters and buffers of rank 0's replica
-  // 0. REQUIRES: at least one replica.
+  // 0, but for ignored ones and those of parameter groups. REQUIRES: at least
+  // one replica.
   //
   // Errors: ValueError on every rank if one has no parameter that requires a
   // gradient, or options that name what it does not have, if its replicas
@@ -56,12 +57,13 @@ class ReplicatedModule final : public Joinable {
 
   // What `forward` returns: the outputs of all replicas. The reducer is
   // prepared for a backward through them, unless gradients are not being
-  // recorded or not synchronised. Collective then if buffers are made equal or
-  // ranks join.
+  // recorded or not synchronised. Collective then: every rank calls it equally
+  // often.
   //
   // Errors: RuntimeError if the module got other parameters since it was
-  // wrapped; what `forward`, Reducer::prepare_for_backward() and, in mixed
-  // precision, ForwardPrecision::run() throw.
+  // wrapped; what `forward`, the buffer hook, Reducer::recover(),
+  // Reducer::prepare_for_backward() and, in mixed precision,
+  // ForwardPrecision::run() throw.
   template <typename Forward>
   auto run_forward(const Forward& forward) {
     before_forward();
@@ -87,9 +89,13 @@ class ReplicatedModule final : public Joinable {
 
   Reducer& reducer() { return *reducer_; }
 
-  // Collective: gives every rank the buffers of rank 0, or of the lowest rank
-  // with data while ranks join. They differ when training ends, since they are
-  // made equal before forwards (or behind them), and then updated by each rank.
+  // Collective, not in forward or backward: gives every rank the buffers of
+  // rank 0, or of the lowest rank with data while ranks join; by the buffer
+  // hook if there is one. They differ when training ends, since they are made
+  // equal before forwards (or behind them), and then updated by each rank.
+  //
+  // Errors: what Reducer::recover() and the hook throw; PeerError, and
+  // reducer().can_continue() is false then.
   void sync_buffers();
 
   // For join().
@@ -103,6 +109,7 @@ class ReplicatedModule final : public Joinable {
   void copy_from(int rank) override;
 
  private:
+  void make_buffers_equal();
   void before_forward();
   void after_forward(const std::vector<at::Tensor>& outputs);
   bool will_reduce() const;

@@ -29,6 +29,9 @@
 // - Checkpoints nest. A level of nesting costs another run of what is inside.
 // - Without grad mode the function is just called.
 //
+// Source: torch.utils.checkpoint. Differs: takes tensors only, and the second
+// run always goes to its end.
+//
 // Thread safety: any thread. The second run is on the thread that backward
 // uses.
 
@@ -61,15 +64,16 @@ struct CheckpointOptions {
 };
 
 // What `function(inputs...)` returns. `inputs` are tensors, defined or not. A
-// reentrant checkpoint must return a tensor or a nest of vectors, arrays,
-// lists, maps, pairs, tuples and optionals of them; the other kind may return
-// anything.
+// reentrant checkpoint must return a tensor or a nest of vectors, arrays, maps,
+// pairs, tuples and optionals of them (tensor_nest.h); the other kind may
+// return anything.
 //
 // Errors, out of backward: RuntimeError if an input was changed in place, the
 // second run saves or returns other tensors, or a reentrant checkpoint is met
 // by autograd::grad, by create_graph, or a second time without retain_graph.
-// Out of checkpoint(): RuntimeError in mixed precision, if parameters may be in
-// use on other threads during backward.
+// Out of checkpoint(): ValueError if a reentrant one returns anything else;
+// RuntimeError in mixed precision, if parameters may be in use on other threads
+// during backward.
 // What `function` throws comes out of checkpoint() or of backward().
 template <typename Function, typename... Inputs>
 auto checkpoint(const CheckpointOptions& options, Function&& function,

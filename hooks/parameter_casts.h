@@ -72,8 +72,9 @@ class ParameterCasts {
     explicit Scope(std::shared_ptr<const ParameterCasts> casts);
     ~Scope();
 
-    // The place, among the parameters that were cast, of the first one that was
-    // written, frozen or unfrozen inside of this scope.
+    // The index, in the list given to the constructor of the casts, of the
+    // first parameter that was written, frozen or unfrozen inside of this
+    // scope. Those that were not cast are not looked at.
     std::optional<size_t> first_changed() const;
 
     Scope(const Scope&) = delete;

@@ -55,7 +55,11 @@ void register_hooks(py::module_& module) {
       "the "
       "order of the buckets on every rank, and returns the future of what it "
       "launched. A continuation (`future.then`) must not launch collectives: "
-      "continuations run in another order on each rank.");
+      "continuations run in another order on each rank.\n\n"
+      "What `launch` raises comes out of backward, and ends the group's use: "
+      "peers wait for the collective. Outside of a comm hook, waits for "
+      "`future` and calls `launch` at once. Raises TypeError if `launch` "
+      "returns no future.");
 }
 
 }  // namespace brigade

@@ -14,7 +14,12 @@ void register_outputs(py::module_& module) {
       },
       py::arg("outputs"), py::arg("copies") = true,
       py::call_guard<py::gil_scoped_release>(),
-      "Stand-ins for tensors: a backward from some of them goes through all.");
+      "Stand-ins for tensors: a backward from some of them goes through all, "
+      "so "
+      "that with find_unused_parameters the loss may leave outputs out (the "
+      "wrapper's forward does it itself). copies=False: they share the "
+      "outputs' "
+      "memory, and must not be changed in place. One backward per forward.");
 }
 
 }  // namespace brigade

@@ -75,14 +75,19 @@ enum class MeetingPlace { kBeforeForward, kAfterForward };
 
 class Reducer : private GradientListener {
  public:
-  // Collective: every rank of `group` constructs its reducer with the same
-  // parameters (number, names, shapes, strides, dtypes) and options. Parameters
-  // keep their values; making those equal is the caller's business.
+  // Collective, unless verify_across_ranks is false: every rank of `group`
+  // constructs its reducer with the same parameters (number, names, shapes,
+  // strides, dtypes) and options. Parameters keep their values; making those
+  // equal is the caller's business. Keeps the group alive.
   //
   // Errors: ValueError, on every rank alike, if there is no parameter, one does
-  // not require a gradient, is not a leaf or is listed twice; a cap is <= 0;
-  // the plan misses or repeats a parameter, or mixes dtypes, devices or sparse
-  // and dense gradients in a bucket; or ranks differ.
+  // not require a gradient, is not a leaf, is sparse, is listed twice or is on
+  // a device that the group does not serve; names or sparse flags are not one
+  // per parameter; a cap is <= 0; the plan misses or repeats a parameter, or
+  // mixes dtypes, devices or sparse and dense gradients in a bucket; or ranks
+  // differ. On this rank alone if `group` is null, if rebuild_after_iterations
+  // is < 1 (its peers wait then), or if verify_across_ranks is false.
+  // DistBackendError if a peer has died or does not come in time.
   Reducer(std::vector<at::Tensor> parameters,
           c10::intrusive_ptr<c10d::ProcessGroup> group,
           ReducerOptions options = {});
@@ -106,16 +111,19 @@ class Reducer : private GradientListener {
   Reducer& operator=(const Reducer&) = delete;
 
   // The next backward will be reduced. Call it on what forward returned, on
-  // every rank the same number of times. `outputs` may be any nest of tensors
-  // (hooks/output_tensors.h). May be called again without a backward in
-  // between.
+  // every rank the same number of times: collective where ranks connect, plan
+  // buckets anew or lay them out anew, and free of communication otherwise.
+  // `outputs` may be any nest of tensors (hooks/output_tensors.h). May be
+  // called again without a backward in between. Does nothing while no parameter
+  // requires a gradient.
   //
   // Several backwards may share one preparation, as long as each parameter gets
   // its gradient once; the reduction ends with the last of them.
   //
   // Errors: RuntimeError if the last prepared backward left parameters without
-  // gradients that it should have reached, or a parameter was moved or cast
-  // since construction; DistBackendError if a peer fails.
+  // gradients that it should have reached, or was not finalized; if a parameter
+  // was moved, cast or resized since construction; or, on all ranks alike, if
+  // their plans differ. DistBackendError if a peer fails.
   template <typename Outputs>
   void prepare_for_backward(const Outputs& outputs) {
     prepare(tensors_of(outputs));
@@ -142,14 +150,17 @@ class Reducer : private GradientListener {
   // reduction; free otherwise.
   //
   // Errors, on all ranks alike: RuntimeError if they stood in different places;
-  // DistBackendError if one failed. Then they stand in one again. RuntimeError
-  // if the last prepared backward left parameters without gradients that it
-  // should have reached. Ranks that call it from different places are not in
-  // the same one.
+  // DistBackendError if one failed. Then they stand in one again, unless
+  // can_continue() is false: a peer has died or not answered, or something else
+  // was launched in between. RuntimeError on this rank if the last prepared
+  // backward left parameters without gradients that it should have reached.
+  // Ranks that call it from different places are not in the same one.
   void recover(MeetingPlace place = MeetingPlace::kBeforeForward);
 
   // An iteration that has begun gets no more gradients: ends it, if there is
-  // one. Errors: RuntimeError naming those that are missing.
+  // one, and tells the peers, who are waited for as failure_patience says.
+  // Errors: RuntimeError naming those that are missing, or if
+  // finalize_backward() should have been called. None if backward has thrown.
   void end_iteration();
 
   // Rebuilds the plan now, if prepare_for_backward() would. Collective then.
@@ -161,7 +172,7 @@ class Reducer : private GradientListener {
   //
   // Errors: RuntimeError in the middle of an iteration, and on all ranks alike
   // if they differ in the hook's name or in what it puts on the wire;
-  // DistBackendError if a peer fails.
+  // DistBackendError if a peer fails. The hook stays set after such an error.
   void set_comm_hook(std::shared_ptr<c10d::CommHookInterface> hook);
 
   // What buckets travel by.
@@ -234,8 +245,11 @@ class Reducer : private GradientListener {
   // negative.
   void set_stall_report_after(std::chrono::milliseconds time);
 
-  // Gets the text of that warning instead; null: warn again. Called on another
-  // thread, while this one waits.
+  // Gets the text of that warning instead; null: warn again. Called on a thread
+  // that all reducers of the process share, while this reducer waits with its
+  // lock held: of its methods the handler may call only last_error() and the
+  // two that set stall reports; all others would wait too. What it throws is
+  // dropped. The destructor waits until it has returned.
   void set_stall_handler(
       std::function<void(const std::string& report)> handler);
 

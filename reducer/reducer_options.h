@@ -16,12 +16,16 @@
 
 namespace brigade {
 
-// Compared across ranks at construction: caps, plan, names, sparse flags,
-// rebuild, unused parameters, static graph, and a built-in hook's wire dtype.
+// Compared across ranks at construction: number of local replicas, caps, plan,
+// names, sparse flags, rebuild, unused parameters, static graph, a built-in
+// hook's wire dtype, the name of another one. verify_across_ranks must be alike
+// too, which nobody can compare; the rest may differ.
 struct ReducerOptions {
-  // Sizes at which buckets close: the first to fill, the second, ...; the last
-  // one repeats. Small buckets start communication early and pay latency often;
-  // one huge bucket hides nothing behind backward.
+  // Sizes at which buckets close, of gradients in the parameters' dtype, for
+  // each dtype and device by itself: the first bucket of a kind to fill, the
+  // second, ...; the last one repeats. A bucket closes when it reaches its cap,
+  // which its last parameter may exceed. Small buckets start communication
+  // early and pay latency often; one huge bucket hides nothing behind backward.
   std::vector<int64_t> bucket_caps_bytes = {kDefaultBucketCapsBytes.begin(),
                                             kDefaultBucketCapsBytes.end()};
 
@@ -44,16 +48,18 @@ struct ReducerOptions {
   // last outputs until the next preparation if no backward goes through it.
   bool find_unused_parameters = false;
 
-  // With find_unused_parameters: leave out the collectives of buckets that no
-  // rank used. Backward then begins with a blocking all-reduce of 4 bytes per
-  // parameter, and every forward's graph is searched. A parameter that the
-  // graph reaches counts as used, whatever gradient comes.
+  // With find_unused_parameters, else without effect: leave out the collectives
+  // of buckets that no rank used. Backward then begins with a blocking
+  // all-reduce of 4 bytes per parameter, and every forward's graph is searched.
+  // A parameter that the graph reaches counts as used, whatever gradient comes.
   bool skip_all_reduce_unused_parameters = false;
 
   // The same parameters are used equally often in every iteration, which is
   // what checkpointing with reentrant backwards needs. The first iteration
   // counts how often each gradient hook fires and is reduced when its backward
-  // ends; later ones are held to that, at no cost per iteration.
+  // ends; later ones are held to that, at no cost per iteration. Unused
+  // parameters may be among them: find_unused_parameters and
+  // skip_all_reduce_unused_parameters have no effect beside this.
   bool static_graph = false;
 
   // A backward that brings some gradients of an iteration but not all is an
@@ -92,7 +98,8 @@ struct ReducerOptions {
   // Compare parameters and options across ranks at construction. Costs two
   // small collectives, and ranks connect to each other. If false, construction
   // communicates nothing; ranks connect, and those whose buckets differ raise,
-  // in the first prepare_for_backward().
+  // in the first prepare_for_backward(). Set it alike on every rank: one that
+  // compares waits for the others, at most for the group's timeout.
   bool verify_across_ranks = true;
 
   // A rank whose backward fails tells its peers, and waits so long for them to

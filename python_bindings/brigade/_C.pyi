@@ -145,10 +145,12 @@ def then_collective(future: torch.Future, launch: typing.Any) -> torch.Future:
     A second collective behind the first one of a comm hook.
     
     `launch` is called with the value of `future` when backward ends, in the order of the buckets on every rank, and returns the future of what it launched. A continuation (`future.then`) must not launch collectives: continuations run in another order on each rank.
+    
+    What `launch` raises comes out of backward, and ends the group's use: peers wait for the collective. Outside of a comm hook, waits for `future` and calls `launch` at once. Raises TypeError if `launch` returns no future.
     """
 def tie_outputs(outputs: collections.abc.Sequence[torch.Tensor], copies: bool = True) -> list[torch.Tensor]:
     """
-    Stand-ins for tensors: a backward from some of them goes through all.
+    Stand-ins for tensors: a backward from some of them goes through all, so that with find_unused_parameters the loss may leave outputs out (the wrapper's forward does it itself). copies=False: they share the outputs' memory, and must not be changed in place. One backward per forward.
     """
 def version() -> str:
     """

@@ -65,6 +65,9 @@ def install() -> _Installed:
     pickled under the name that the program used: read where brigade isn't, it
     is torch's. What was made before stays torch's, which a warning says.
 
+    To be called on every rank, before models are wrapped: brigade's wrapper and
+    torch's do not understand each other.
+
     ``isinstance`` holds for either class; ``type(model) is DistributedDataParallel``
     does not.
 

@@ -89,13 +89,16 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
         device_ids: The one accelerator that the module is on, or None.
         output_device: The same device, or None.
         dim: Kept for torch's scatter() and gather().
-        broadcast_buffers: Deprecated: forward_sync_buffers, and if False, buffers
-            are not synced now either.
+        broadcast_buffers: Deprecated. Stands for forward_sync_buffers where
+            that is None, and then False keeps buffers from being sent at
+            construction too.
         init_sync: Ranks are compared and given rank 0's tensors now.
         process_group: Default: the default group.
         bucket_cap_mb: Size of a bucket in MiB; default: 1 for the first, then 25.
-        find_unused_parameters: Parameters that an output does not depend on get
-            no gradient instead of raising an error.
+        find_unused_parameters: A parameter that the outputs do not depend on
+            counts as zero in the average; if no rank used it, its gradient
+            stays as it was. If False, it is an error. Costs a walk of the
+            graph per forward.
         check_reduction: Without effect.
         gradient_as_bucket_view: Gradients are views of their buckets, which saves
             a copy and the memory of the gradients.
@@ -106,9 +109,10 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
         param_to_hook_all_reduce: See above.
         mixed_precision: Dtypes of parameters, reduction and buffers.
         device_mesh: A 1-D mesh instead of a process group.
-        skip_all_reduce_unused_params: Buckets that no rank uses are not reduced.
+        skip_all_reduce_unused_params: With find_unused_parameters: buckets that
+            no rank uses are not reduced. Without effect beside static_graph.
         bucket_cap_mb_list: Sizes of the first, second, ... bucket in MiB; the
-            last one repeats.
+            last one repeats. bucket_cap_mb is without effect beside it.
         batched_grad_copy: Without effect: gradients always go into a bucket in one
             pass, and come out with the bits of torch's default.
         forward_sync_buffers: Rank 0's buffers are broadcast before each forward
@@ -122,12 +126,21 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
             ends, not in the next forward.
 
     Raises:
-        RuntimeError: Nothing to train, lazy parameters, or ranks differ.
+        DistBackendError: A peer has died, or did not come in time.
+        RuntimeError: Nothing to train, lazy parameters, a DTensor, a
+            bucket_plan that does not fit, both a process group and a mesh, a
+            mesh of several dimensions, mixed_precision beside
+            find_unused_parameters, or ranks differ.
         TypeError: Arguments of a wrong type.
-        ValueError: Arguments that contradict each other or the module.
+        ValueError: Devices that are not the module's, one of two arguments that
+            belong together, a size that is none, an unknown check_module.
     """
 
-    # Of one that was pickled without.
+    # Of one that was pickled without: an older torch's, for instance.
+    batched_grad_copy = False
+    lazy_bucket_allocation = False
+    bucket_bytes_cap_list: Sequence[int] = ()
+    _require_manual_backward_finalization = False
     check_module = "error"
     _given_plan: list[list[int]] | None = None
     one_backward_per_forward = False
@@ -499,12 +512,25 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
         state = super().__getstate__()
         for name in ("_watch", "_reduced", *_TRACED):  # made anew with the reducer
             state.pop(name, None)
+        if not hasattr(_TorchDistributedDataParallel, "broadcast_buffers"):
+            # Where it is read without brigade, a torch before 2.13 asks for this.
+            state["broadcast_buffers"] = self.forward_sync_buffers
         return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        state = dict(state)
+        if "broadcast_buffers" in state:
+            state.setdefault("forward_sync_buffers", state.pop("broadcast_buffers"))
+        super().__setstate__(state)
 
     # ---------------------------------------------------------------- forward
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The module's forward; a backward through what it returns is reduced."""
+        """The module's forward; a backward through what it returns is reduced.
+
+        Collective unless under no_sync() or no_grad(): every rank calls it
+        equally often. Evaluate on one rank under no_grad().
+        """
         with _profiler_range("DistributedDataParallel.forward"):
             inputs, kwargs = self._pre_forward(*inputs, **kwargs)
             if self._delay_all_reduce_all_params:
@@ -632,6 +658,8 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Lets `hook` carry buckets across ranks, once for all.
 
+        Collective: on every rank at the same place, with a hook of one name.
+
         Args:
             state: Handed to the hook at each call.
             hook: Takes `state` and a torch.distributed.GradBucket of raw
@@ -640,7 +668,8 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
         Raises:
             TypeError: `hook` is not callable.
             ValueError: `hook` is annotated with other types.
-            RuntimeError: There is a hook already.
+            DistBackendError: A peer failed.
+            RuntimeError: There is a hook already, or ranks give other hooks.
         """
         with self._errors_in_logging_data():
             _checks.require_comm_hook(hook)

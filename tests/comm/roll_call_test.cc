@@ -144,6 +144,12 @@ TEST(PeerErrorTest, PutsTheContextInFrontOfAnyBackendsWords) {
             "bucket 3: unknown error.");
 }
 
+TEST(PeerErrorTest, ShowsThatATextWasCut) {
+  EXPECT_EQ(thrown_for<PeerError>(std::make_exception_ptr(
+                std::runtime_error("the gradient of para..."))),
+            "bucket 3: the gradient of para...");
+}
+
 TEST(PeerErrorTest, AddsTheRollCall) {
   const RollCall roll = {.answers = {1, std::nullopt},
                          .patience = std::chrono::seconds(2)};

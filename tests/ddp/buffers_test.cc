@@ -66,6 +66,30 @@ TEST(BuffersTest, AreHandedToAHookInsteadOfBeingBroadcast) {
   });
 }
 
+TEST(BuffersTest, AreNotSyncedBesideTheBucketOfAPeerThatGoesOn) {
+  run_ranks(2, [](const Group& group) {
+    const int rank = group->getRank();
+    ToyModule module;
+    DistributedDataParallel model(module, group);
+    model(kAll, rank, 0).backward();
+    const at::Tensor loss = model(kAll, rank, 1);
+    if (rank == 0) {
+      EXPECT_THROW(loss.backward(), c10::Error);
+    } else {  // as if the loss had failed here
+      EXPECT_THROW(model.sync_buffers(), c10::Error);
+    }
+    EXPECT_TRUE(model.reducer().can_continue());
+    model.sync_buffers();
+    EXPECT_EQ(module->seen.item<float>(), 2);
+    module->toy.zero_grad();
+    model(kAll, rank, 2).backward();
+    for (const size_t i : kAll) {
+      EXPECT_TRUE(at::equal(module->toy.parameters[i].grad(),
+                            module->toy.average(i, 2, 2)));
+    }
+  });
+}
+
 TEST(IgnoredNamesTest, AreNeitherComparedNorMadeEqualNorReduced) {
   run_ranks(2, [](const Group& group) {
     const int rank = group->getRank();

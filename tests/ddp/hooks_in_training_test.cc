@@ -259,6 +259,52 @@ TEST(StepInBackwardTest, ThrowsOutOfBackwardWhatAStepThrowsAndGoesOn) {
   });
 }
 
+TEST(StepInBackwardTest, LeavesTheGradientsOfOtherParameters) {
+  run_ranks(2, [](const Group& group) {
+    ToyModule module;
+    const at::Tensor stepped = module->toy.parameters[1];
+    const at::Tensor before = stepped.detach().clone();
+    const auto is_stepped = [&](const at::Tensor& parameter) {
+      return parameter.is_same(stepped);
+    };
+    DistributedDataParallel model(
+        module, group,
+        {.reducer = {.bucket_plan = {{3}, {2}, {1}, {0}},
+                     .rebuild_buckets = false,
+                     .comm_hook = step_in_backward(all_reduce_hook(group),
+                                                   sgd_step, is_stepped)}});
+    model(kAll, group->getRank(), 0).backward();
+    EXPECT_TRUE(
+        at::equal(stepped, before - module->toy.average(1, 2, 0) * 0.25));
+    EXPECT_FALSE(stepped.grad().defined());
+    for (const size_t i : {0, 2, 3}) {
+      EXPECT_TRUE(at::equal(module->toy.parameters[i].grad(),
+                            module->toy.average(i, 2, 0)));
+    }
+  });
+}
+
+TEST(StepInBackwardTest, NamesTheBucketThatIsSteppedInPart) {
+  run_ranks(2, [](const Group& group) {
+    ToyModule module;
+    const at::Tensor stepped = module->toy.parameters[1];
+    const auto is_stepped = [&](const at::Tensor& parameter) {
+      return parameter.is_same(stepped);
+    };
+    DistributedDataParallel model(
+        module, group,
+        {.reducer = {.comm_hook = step_in_backward(all_reduce_hook(group),
+                                                   sgd_step, is_stepped)}});
+    try {
+      model(kAll, group->getRank(), 0).backward();
+      ADD_FAILURE() << "no error";
+    } catch (const c10::Error& error) {
+      EXPECT_THAT(error.what(), HasSubstr("bucket 0 holds parameters that are "
+                                          "stepped and others"));
+    }
+  });
+}
+
 TEST(StepInBackwardTest, NeedsAHookAndAStep) {
   const auto group = single_process_group();
   EXPECT_THROW(step_in_backward(nullptr, sgd_step), c10::ValueError);

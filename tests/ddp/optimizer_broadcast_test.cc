@@ -56,5 +56,15 @@ TEST(OptimizerBroadcastTest, LetsRanksThatSteppedUnequallyOftenGoOnAlike) {
   }
 }
 
+TEST(OptimizerBroadcastTest, LeavesNoStateThatTheSourceHasNot) {
+  run_ranks(2, [](const Group& group) {
+    const std::vector<at::Tensor> parameters = make_parameters();
+    torch::optim::Adam optimizer(parameters, /*lr=*/0.5);
+    if (group->getRank() == 1) step(optimizer, parameters, 1.0);
+    broadcast_optimizer_state(optimizer, group);
+    EXPECT_TRUE(optimizer.state().empty());
+  });
+}
+
 }  // namespace
 }  // namespace brigade

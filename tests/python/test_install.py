@@ -261,6 +261,29 @@ def _pickles(rank):
         assert again.module.weight.grad.tolist() == [[1.0] * 3] * 2
 
 
+def _older_pickle(rank):
+    """What torch 2.12 leaves out of a pickle, and has in it."""
+    wrapped = DistributedDataParallel(_net(), broadcast_buffers=False)
+    state = wrapped.__getstate__()
+    for name in (
+        "forward_sync_buffers",
+        "lazy_bucket_allocation",
+        "batched_grad_copy",
+        "_require_manual_backward_finalization",
+    ):
+        state.pop(name, None)
+    state["broadcast_buffers"] = False
+    again = brigade.DistributedDataParallel.__new__(brigade.DistributedDataParallel)
+    again.__setstate__(state)
+    assert again.forward_sync_buffers is again.broadcast_buffers is False
+    again(torch.ones(1, 3)).sum().backward()
+    assert again.module.weight.grad.tolist() == [[1.0] * 3] * 2
+
+
+def test_a_pickle_of_an_older_torchs_wrapper_is_read():
+    run_ranks(_older_pickle, world_size=1)
+
+
 def test_pickles_are_of_the_class_that_the_program_named():
     run_ranks(_pickles, world_size=1)
 

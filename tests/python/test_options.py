@@ -1,5 +1,6 @@
 """Options of the wrapper: what each does, beside torch's own class."""
 
+import inspect
 import warnings
 
 import pytest
@@ -11,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 import brigade
 
 from ranks import run_ranks
-from training import CLASSES, Perceptron, assert_equal, assert_same_bits, both, inputs
+from training import CLASSES, Perceptron, assert_equal, assert_same_bits, both, inputs, train
 
 
 def _changed(rank, check, expected):
@@ -62,8 +63,17 @@ class _OwnBuffer(nn.Module):
         return self.layer(x)
 
 
+_OURS = {"brigade": brigade.DistributedDataParallel}
+
+
+def _classes_with(argument):
+    """Brigade's, and torch's if its version knows the argument."""
+    known = inspect.signature(CLASSES["torch"]).parameters
+    return CLASSES if argument in known else _OURS
+
+
 def _synced(rank, options, at_construction, in_forward):
-    for wrapper in CLASSES.values():
+    for wrapper in _classes_with("forward_sync_buffers").values():
         wrapped = wrapper(_OwnBuffer(rank), **options)
         assert wrapped.module.seen.item() == (1 if at_construction else rank + 1)
         assert wrapped.forward_sync_buffers is wrapped.broadcast_buffers is in_forward
@@ -110,6 +120,9 @@ def _deprecated(rank):
             assert all(w.category is FutureWarning and w.filename == __file__ for w in found)
 
 
+@pytest.mark.skipif(
+    not hasattr(TorchDistributedDataParallel, "broadcast_buffers"), reason="not in this torch"
+)
 def test_broadcast_buffers_is_deprecated_as_torchs_is():
     run_ranks(_deprecated, world_size=1)
 
@@ -148,8 +161,13 @@ def test_batched_copies_have_the_bits_of_torchs_default(views):
 
 
 def _lazy(rank, views, options):
-    options = {"lazy_bucket_allocation": True, "gradient_as_bucket_view": views, **options}
-    assert_same_bits(both(Perceptron, inputs(rank, 4), bucket_cap_mb=1e-5, **options))
+    options = {"gradient_as_bucket_view": views, "bucket_cap_mb": 1e-5, **options}
+    batches = inputs(rank, 4)
+    expected = both(Perceptron, batches, **options)["torch"]
+    for wrapper in _classes_with("lazy_bucket_allocation").values():
+        torch.manual_seed(0)
+        lazy = wrapper(Perceptron(), lazy_bucket_allocation=True, **options)
+        assert_equal(train(lazy, batches), expected)
 
 
 @pytest.mark.parametrize("views", [False, True])

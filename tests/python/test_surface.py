@@ -32,9 +32,11 @@ def test_the_wrapper_takes_torchs_arguments_in_order_and_then_its_own_by_name():
     names = list(ours.parameters)
     assert names[: len(theirs.parameters)] == list(theirs.parameters)
     for name, parameter in theirs.parameters.items():
-        assert ours.parameters[name].default == parameter.default, name
+        if name != "broadcast_buffers" or "forward_sync_buffers" in theirs.parameters:
+            assert ours.parameters[name].default == parameter.default, name
         assert ours.parameters[name].kind == parameter.kind, name
-    for name in names[len(theirs.parameters) :]:
+    of_newer_torchs = {"forward_sync_buffers", "lazy_bucket_allocation"}
+    for name in set(names[len(theirs.parameters) :]) - of_newer_torchs:
         assert ours.parameters[name].kind is inspect.Parameter.KEYWORD_ONLY, name
 
 
@@ -60,7 +62,7 @@ def _looks_like_torchs(rank):
     theirs = TorchDistributedDataParallel(Perceptron())
     wrapped(torch.ones(4, 6))
     theirs(torch.ones(4, 6))
-    assert set(vars(theirs)) <= set(vars(wrapped))
+    assert all(hasattr(wrapped, name) for name in vars(theirs))
 
 
 def test_an_instance_is_one_of_torchs_class_and_has_its_attributes():
