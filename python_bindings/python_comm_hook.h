@@ -16,6 +16,7 @@
 #include <utility>
 
 #include "brigade/comm_hooks/hook_name.h"
+#include "brigade/comm_hooks/hook_result.h"
 #include "brigade/comm_hooks/own_errors.h"
 #include "brigade/python_bindings/exit_wait.h"
 
@@ -36,6 +37,12 @@ class PythonCommHook final : public c10d::PythonCommHook,
     auto future = c10d::PythonCommHook::runHook(bucket);
     if (future) wait_for_at_exit(future);
     return future;
+  }
+
+  // A collective's own future holds a list of tensors, which c10d refuses.
+  at::Tensor parseHookResult(const c10::IValue& result) override {
+    return result.isPyObject() ? c10d::PythonCommHook::parseHookResult(result)
+                               : tensor_of_hook_result(result);
   }
 
  private:

@@ -21,7 +21,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch._utils import _get_device_index
-from torch.distributed.algorithms.join import Joinable
+from torch.distributed.algorithms.join import Joinable, _JoinConfig
 from torch.distributed.utils import _sync_module_states
 from torch.nn.parallel import distributed as torch_ddp
 
@@ -528,10 +528,13 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's forward; a backward through what it returns is reduced.
 
-        Collective unless under no_sync() or no_grad(): every rank calls it
-        equally often. Evaluate on one rank under no_grad().
+        Collective unless under no_sync(): every rank calls it equally often. Under
+        no_grad() it makes buffers equal, if there are any, but not inside join():
+        evaluate on one rank with `module`.
         """
         with _profiler_range("DistributedDataParallel.forward"):
+            if self._join_config.enable and not torch.is_grad_enabled():
+                return self._forward_without_peers(*inputs, **kwargs)
             inputs, kwargs = self._pre_forward(*inputs, **kwargs)
             if self._delay_all_reduce_all_params:
                 outputs = self.module.forward(*inputs, **kwargs)
@@ -543,6 +546,17 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
         if torch.is_grad_enabled() and self.require_backward_grad_sync:
             self._check_parameters()
         return super()._pre_forward(*inputs, **kwargs)
+
+    def _forward_without_peers(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Ranks that have joined would not know that nothing is to be reduced."""
+        before = self._join_config, self.require_forward_param_sync
+        self._join_config = _JoinConfig.construct_disabled_join_config()
+        self.require_forward_param_sync = False
+        try:
+            inputs, kwargs = self._pre_forward(*inputs, **kwargs)
+            return self._run_ddp_forward(*inputs, **kwargs)
+        finally:
+            self._join_config, self.require_forward_param_sync = before
 
     def _check_parameters(self) -> None:
         if self._delay_all_reduce_all_params:

@@ -10,6 +10,22 @@ from ranks import run_ranks
 WORDS = r"(?i)int32|int\b|integer"
 
 
+def _bare_future(rank, options):
+    """Of a collective: its value is a list of the bucket's buffer."""
+
+    def hook(size, bucket):
+        return dist.all_reduce(bucket.buffer().div_(size), async_op=True).get_future()
+
+    training = Training(rank, options)
+    training.wrapped.register_comm_hook(dist.get_world_size(), hook)
+    training.expect_steps(4)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_collectives_own_future_will_do(mode):
+    run_ranks(_bare_future, MODES[mode], timeout_s=20, deadline_s=60)
+
+
 def _integer_result(rank, options, failing):
     armed = False
 

@@ -220,6 +220,31 @@ def test_forwards_without_backward_cost_nothing():
     run_ranks(_forwards_without_backward)
 
 
+def _evaluates_in_join(rank):
+    """Forwards that nothing is reduced behind, on a rank whose peer may have run out."""
+    seen = {}
+    for evaluates in (False, True):
+        torch.manual_seed(0)
+        wrapped = brigade.DistributedDataParallel(Perceptron())
+        optimizer = torch.optim.SGD(wrapped.parameters(), lr=1 / 128)
+        with wrapped.join():
+            for x in inputs(rank, 2 + 2 * rank):
+                optimizer.zero_grad()
+                loss_of(wrapped(x)).backward()
+                optimizer.step()
+                if evaluates and rank == 1:
+                    wrapped.eval()
+                    with torch.no_grad():
+                        wrapped(x)
+                    wrapped.train()
+        seen[evaluates] = [tensor.clone() for tensor in wrapped.state_dict().values()]
+    assert_equal(seen[True], seen[False])
+
+
+def test_a_rank_may_evaluate_inside_of_join():
+    run_ranks(_evaluates_in_join, timeout_s=30, deadline_s=60)
+
+
 def _join(rank, by_initial, batches):
     results = {}
     for name, wrapper in CLASSES.items():
