@@ -124,6 +124,7 @@ class Compiler:
             "-w",
             "-DUSE_DISTRIBUTED",
             "-DUSE_C10D_GLOO",
+            '-DBRIGADE_VERSION=""',
             f"-I{work}",
             f"-isystem{include}",
             f"-isystem{include}/torch/csrc/api/include",

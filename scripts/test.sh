@@ -1,24 +1,22 @@
 #!/usr/bin/env bash
 # Runs brigade's tests: the release build with every test (the consumer of the
 # installed tree among them), then under AddressSanitizer and
-# UndefinedBehaviorSanitizer, then reducer/ and comm/ under ThreadSanitizer.
+# UndefinedBehaviorSanitizer, then reducer/ and comm/ under ThreadSanitizer, and
+# the library's syntax against the headers of the oldest torch that is supported.
 # --quick: the release build only.
-# --headers: the syntax of the library against the oldest torch that is supported,
-# beside the rest; takes long on two cores.
 # --torch VERSION: on that torch (2.12, or 2.12.1), with a virtual environment and
 # build folders of its own: .venv-2.12, build/2.12-release.
 set -euo pipefail
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
 
 usage() {
-  echo "usage: scripts/test.sh [--quick] [--headers] [--torch VERSION]" >&2
+  echo "usage: scripts/test.sh [--quick] [--torch VERSION]" >&2
   exit 2
 }
-quick=no headers=no
+quick=no
 while (($# > 0)); do
   case "$1" in
     --quick) quick=yes ;;
-    --headers) headers=yes ;;
     --torch)
       (($# > 1)) || usage
       export BRIGADE_TORCH=$2
@@ -95,7 +93,7 @@ if [[ $quick == no ]]; then
   export GTEST_FILTER='-*ContextGradients*'
   stage tsan comm_test reducer_test -- -R '^(comm_test|reducer_test)$'
 fi
-if [[ $headers == yes && -z $build_prefix ]]; then
+if [[ $quick == no && -z $build_prefix ]]; then
   echo
   if "$venv/bin/python" scripts/check_headers.py; then
     passed=$((passed + 1))
