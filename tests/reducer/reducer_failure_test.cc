@@ -484,25 +484,24 @@ TEST(PeerFailureTest, DestroyingTheReducerWithCollectivesInFlightIsClean) {
 
 struct Ending {
   ~Ending() { thread.set_value(std::this_thread::get_id()); }
-  std::promise<std::thread::id>& thread;
+  std::promise<std::thread::id> thread;
 };
 
 // It may own the group whose thread completes the future.
 TEST(PeerFailureTest, TheHookOfCollectivesInFlightEndsOnAThreadOfItsOwn) {
   RecordingGroup recording(2);
   const ToyModel model({{2}, {3}});
-  std::promise<std::thread::id> thread;
+  auto ending = std::make_shared<Ending>();
+  std::future<std::thread::id> ended = ending->thread.get_future();
   const auto future =
       c10::make_intrusive<c10::ivalue::Future>(c10::AnyType::get());
-  auto hook = make_comm_hook(
-      [future, ending = std::shared_ptr<Ending>(new Ending{thread})](
-          c10d::GradBucket&) { return future; });
+  auto hook = make_comm_hook([future, ending = std::move(ending)](
+                                 c10d::GradBucket&) { return future; });
   auto reducer = std::make_unique<Reducer>(
       model.parameters, recording.group(),
       ReducerOptions{.bucket_plan = {{1}, {0}}, .comm_hook = std::move(hook)});
   step(*reducer, model.loss_in_order({1}, 0));
   reducer.reset();
-  std::future<std::thread::id> ended = thread.get_future();
   EXPECT_EQ(ended.wait_for(std::chrono::seconds(0)),
             std::future_status::timeout);
   future->markCompleted(at::zeros({3}));
