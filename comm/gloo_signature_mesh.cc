@@ -2,6 +2,8 @@
 
 #include <c10/util/Exception.h>
 #include <gloo/transport/unbound_buffer.h>
+#include <sys/types.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <array>
@@ -53,6 +55,14 @@ class GlooExchange final : public SignatureExchange {
       peers_[peer].buffer = context_->createUnboundBuffer(
           &received_[peer], sizeof(RankSignature));
     }
+  }
+
+  // Gloo's buffers wait, as they end, for threads that are using them.  A
+  // forked child has no such threads, but may have been forked while they did.
+  ~GlooExchange() override {
+    if (getpid() == process_) return;
+    for (Peer& peer : peers_) static_cast<void>(peer.buffer.release());
+    static_cast<void>(send_buffer_.release());
   }
 
   void begin(uint64_t place, const RankSignature& own) override {
@@ -144,12 +154,13 @@ class GlooExchange final : public SignatureExchange {
     peers_[peer].has_sent = true;
   }
 
+  const pid_t process_ = getpid();
   const ContextPtr context_;
   const int rank_;
   RankSignature sent_;
   std::vector<RankSignature> received_;  // by rank
   std::vector<Peer> peers_;              // by rank
-  const BufferPtr send_buffer_;
+  BufferPtr send_buffer_;
   std::exception_ptr failure_;
 };
 

@@ -111,6 +111,35 @@ TEST(SignatureFailureTest, AForkedChildIsRefusedAndTheParentGoesOn) {
   }
 }
 
+// The transport's thread is not always done with an exchange that has just been
+// awaited; a child in which it was not has nobody to wait for.
+const RankFunction kForkOften("fork_after_exchanges", [](RankContext& rank) {
+  GroupScope scope(init_process_group());
+  auto channel = std::make_unique<SignatureChannel>(scope.group());
+  int ended = 0;
+  for (int i = 0; i < 60; ++i) {
+    channel->await(channel->exchange({.iteration = i}));
+    const pid_t child = fork();
+    if (child == 0) {
+      alarm(20);
+      channel = nullptr;
+      _exit(0);
+    }
+    int status = -1;
+    waitpid(child, &status, 0);
+    if (WIFEXITED(status)) ++ended;
+  }
+  rank.report(std::to_string(ended) + " children have ended");
+});
+
+TEST(SignatureFailureTest, AForkedChildWaitsForNoThreadOfItsParent) {
+  ProcessRanks ranks({.world_size = 2, .function = "fork_after_exchanges"});
+  for (const RankResult& result : ranks.finish()) {
+    EXPECT_EQ(result.exit_code, 0) << result.error_output;
+    EXPECT_THAT(result.messages, ElementsAre("60 children have ended"));
+  }
+}
+
 // Tells the others when it goes.
 struct Farewell {
   explicit Farewell(c10::intrusive_ptr<c10d::Store> store)
