@@ -16,18 +16,23 @@ void register_agreement(py::module_& module) {
   module.def(
       "require_agreement",
       [](const c10::intrusive_ptr<c10d::ProcessGroup>& group,
-         const std::string& what, const std::vector<std::string>& items) {
+         const std::string& what, const std::vector<std::string>& items,
+         const std::string& failure) {
+        const absl::Status status = failure.empty()
+                                        ? absl::OkStatus()
+                                        : absl::InvalidArgumentError(failure);
         try {
-          require_agreement(group, control_device(*group), what, items,
-                            absl::OkStatus());
+          require_agreement(group, control_device(*group), what, items, status);
         } catch (const c10::ValueError& error) {
           TORCH_CHECK(false, error.what_without_backtrace());
         }
       },
       py::arg("group"), py::arg("what"), py::arg("items"),
-      py::call_guard<py::gil_scoped_release>(),
+      py::arg("failure") = "", py::call_guard<py::gil_scoped_release>(),
       "Collective. Raises RuntimeError on every rank alike, naming the first "
-      "item in which ranks differ; `what` is the name of one item.");
+      "item in which ranks differ; `what` is the name of one item. If some "
+      "ranks give a `failure`, what has gone wrong there, it says that "
+      "instead.");
   module.def("describe_tensor", &describe_tensor, py::arg("name"),
              py::arg("tensor"),
              "Name, dtype, sizes, strides and kind of device, as text.");

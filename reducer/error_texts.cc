@@ -42,15 +42,21 @@ const char* cure_of_second(const ReducerOptions& options) {
     return "Its hook fired more often than in the first iteration: use every "
            "parameter equally often in all iterations, or clear static_graph.";
   }
-  if (options.find_unused_parameters) {
-    return "Run one backward per forward, over the sum of the losses. If a "
-           "reentrant checkpoint hides the parameter from the search for "
-           "unused "
-           "ones, set static_graph.";
-  }
   return "Run one backward per forward, over the sum of the losses. If "
          "reentrant checkpoints or shared weights use the parameter several "
          "times, set static_graph.";
+}
+
+// What programs look for in the error of torch's reducer.
+std::string torchs_words_of_second(size_t parameter,
+                                   const ReducerOptions& options) {
+  return absl::StrCat(
+      "\nExpected to mark a variable ready only once: Parameter at index ",
+      parameter,
+      options.parameter_names.empty()
+          ? ""
+          : absl::StrCat(" with name ", options.parameter_names[parameter]),
+      ".");
 }
 
 }  // namespace
@@ -87,17 +93,24 @@ std::string describe_missing_finalization(Occasion occasion) {
 std::string describe_second_gradient(const ParameterTable& table,
                                      size_t parameter, Occasion occasion,
                                      const ReducerOptions& options) {
-  // What programs look for in the error of torch's reducer comes last.
+  return absl::StrCat("Reducer: the gradient of ", table.name_of(parameter),
+                      " became ready twice in ", describe(occasion),
+                      "; its bucket may already have been reduced.\n",
+                      cure_of_second(options),
+                      torchs_words_of_second(parameter, options));
+}
+
+std::string describe_gradient_of_unused(const ParameterTable& table,
+                                        size_t parameter, Occasion occasion,
+                                        const ReducerOptions& options) {
   return absl::StrCat(
-      "Reducer: the gradient of ", table.name_of(parameter),
-      " became ready twice in ", describe(occasion),
-      "; its bucket may already have been reduced.\n", cure_of_second(options),
-      "\nExpected to mark a variable ready only once: Parameter at index ",
-      parameter,
-      options.parameter_names.empty()
-          ? ""
-          : absl::StrCat(" with name ", options.parameter_names[parameter]),
-      ".");
+      "Reducer: backward reached ", table.name_of(parameter), " in ",
+      describe(occasion),
+      ", which the outputs of the last forward do not depend on; its bucket "
+      "may already have been reduced.\nGive each forward a backward of its "
+      "own, under no_sync() all but the last. If a reentrant checkpoint hides "
+      "the parameter from the search for unused ones, set static_graph.",
+      torchs_words_of_second(parameter, options));
 }
 
 std::string describe_unexpected_gradient(const ParameterTable& table,

@@ -35,6 +35,11 @@ std::string describe_missing_finalization(Occasion occasion);
 std::string describe_second_gradient(const ParameterTable& table,
                                      size_t parameter, Occasion occasion,
                                      const ReducerOptions& options);
+// Of a parameter that the search has found unused: of a forward before the one
+// that was searched, say.
+std::string describe_gradient_of_unused(const ParameterTable& table,
+                                        size_t parameter, Occasion occasion,
+                                        const ReducerOptions& options);
 // In a static graph: of a parameter that the first iteration did not use.
 std::string describe_unexpected_gradient(const ParameterTable& table,
                                          size_t parameter, Occasion occasion);

@@ -548,14 +548,16 @@ void Reducer::accept_gradient(VariableIndex variable, bool is_defined) {
 
 void Reducer::refuse_gradient(VariableIndex variable) const {
   const Occasion now = occasion(iteration_->iteration);
-  const bool is_unexpected =
-      graph_.firing_counts &&
-      graph_.firing_counts->is_silent(table_.number_of(variable));
+  const size_t number = table_.number_of(variable);
+  const size_t parameter = variable.parameter;
+  if (graph_.firing_counts && graph_.firing_counts->is_silent(number)) {
+    TORCH_CHECK(false, describe_unexpected_gradient(table_, parameter, now));
+  }
+  const std::vector<bool>& unused = iteration_->unused;
   TORCH_CHECK(
-      false, is_unexpected
-                 ? describe_unexpected_gradient(table_, variable.parameter, now)
-                 : describe_second_gradient(table_, variable.parameter, now,
-                                            options_));
+      false, !unused.empty() && unused[number]
+                 ? describe_gradient_of_unused(table_, parameter, now, options_)
+                 : describe_second_gradient(table_, parameter, now, options_));
 }
 
 // False if more parts of this gradient are to come.

@@ -136,9 +136,9 @@ def describe_tensor(name: str, tensor: torch.Tensor) -> str:
     """
     Name, dtype, sizes, strides and kind of device, as text.
     """
-def require_agreement(group: torch.distributed.distributed_c10d.ProcessGroup, what: str, items: collections.abc.Sequence[str]) -> None:
+def require_agreement(group: torch.distributed.distributed_c10d.ProcessGroup, what: str, items: collections.abc.Sequence[str], failure: str = '') -> None:
     """
-    Collective. Raises RuntimeError on every rank alike, naming the first item in which ranks differ; `what` is the name of one item.
+    Collective. Raises RuntimeError on every rank alike, naming the first item in which ranks differ; `what` is the name of one item. If some ranks give a `failure`, what has gone wrong there, it says that instead.
     """
 def then_collective(future: torch.Future, launch: typing.Any) -> torch.Future:
     """

@@ -7,11 +7,13 @@ torch's in an error, ours has them too.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import numbers
+import operator
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ import torch.distributed as dist
 from brigade import _C
 
 _LARGEST_CAP_MIB = 2**40
+_MODULE_CHECKS = ("error", "warn", "off")
 _DESCRIBED = re.compile(r"(\[[\d, ]*\]) strides (\[[\d, ]*\])")
 
 
@@ -71,6 +74,33 @@ def require_named_parameters(named: Iterable[tuple[str, torch.Tensor]]) -> None:
         raise TypeError(
             "DistributedDataParallel: delay_all_reduce_named_params must have pairs of a name "
             f"and a parameter, got {pair!r:.100}."
+        )
+
+
+def plan_of(bucket_plan: Any) -> list[list[int]]:
+    """Indices of parameters by bucket, as lists; TypeError or ValueError if they can't be."""
+    try:
+        plan = [[operator.index(i) for i in bucket] for bucket in bucket_plan]
+    except TypeError:
+        raise TypeError(
+            "DistributedDataParallel: bucket_plan must be sequences of indices of parameters, got "
+            f"{bucket_plan!r:.100}.\nGive what bucket_plan() returned, or leave it out."
+        ) from None
+    negative = [i for bucket in plan for i in bucket if i < 0]
+    if negative:
+        raise ValueError(
+            "DistributedDataParallel: bucket_plan must have indices of parameters, from 0, got "
+            f"{negative[0]}.\nGive what bucket_plan() returned, or leave it out."
+        )
+    return plan
+
+
+def require_module_check(name: Any) -> None:
+    """Raises ValueError unless it is one that check_module may be."""
+    if name not in _MODULE_CHECKS:
+        raise ValueError(
+            "DistributedDataParallel: check_module must be one of "
+            f"{', '.join(_MODULE_CHECKS)}, got {name!r:.100}.\nLeave it out for 'error'."
         )
 
 
@@ -127,6 +157,23 @@ def require_agreement(group: dist.ProcessGroup, what: str, items: Sequence[str])
             f"{error}\nA parameter appears not to match {unlike} of the same param in process 0. "
             "Make the module alike on all ranks, then wrap it."
         ) from None
+
+
+@contextlib.contextmanager
+def failure_told_to_peers(group: dist.ProcessGroup | None) -> Iterator[None]:
+    """What is raised inside is raised by the peers too, in their next require_agreement().
+
+    Collective where something is raised, unless there is no group or nobody else in it.
+    Nothing inside communicates.
+    """
+    try:
+        yield
+    except Exception as error:
+        if group is not None and group.size() > 1:
+            # Peers that are not there change nothing about this rank's own error.
+            with contextlib.suppress(RuntimeError):
+                _C.require_agreement(group, "option", [], f"{type(error).__name__}: {error}")
+        raise
 
 
 def _unlike_in_memory(text: str) -> str | None:

@@ -37,7 +37,6 @@ _MIB = 1024 * 1024
 _DEFAULT_BUCKET_CAP_MB = 25
 _BROADCAST_BYTES = 250 * _MIB
 _TRACED = ("forward", "_pre_forward", "_post_forward")
-_MODULE_CHECKS = ("error", "warn", "off")
 
 # What install() may have put in its place is not torch's.
 _TorchDistributedDataParallel = torch_ddp.DistributedDataParallel
@@ -176,28 +175,28 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
         # torch's own constructor would make a reducer of torch's.
         torch.nn.Module.__init__(self)
         Joinable.__init__(self)
-        _checks.require_module(module)
-        _checks.require_precision_fits(mixed_precision, find_unused_parameters)
-        self._set_up_group(module, process_group, device_mesh)
-        _checks.require_type(Iterable, delay_all_reduce_named_params=delay_all_reduce_named_params)
-        delayed = list(delay_all_reduce_named_params or [])
-        _checks.require_both_or_none(
-            delay_all_reduce_named_params=delay_all_reduce_named_params,
-            param_to_hook_all_reduce=param_to_hook_all_reduce,
-        )
-        _checks.require_named_parameters(delayed)
-        self._set_up_parameters(module, delayed)
-        self._set_up_devices(device_ids, output_device)
-        self._set_up_state()
-        self._set_up_buckets(bucket_cap_mb, bucket_cap_mb_list)
-        if check_module not in _MODULE_CHECKS:
-            raise ValueError(
-                "DistributedDataParallel: check_module must be one of "
-                f"{', '.join(_MODULE_CHECKS)}, got {check_module!r}.\nLeave it out for 'error'."
+        group = _checks.process_group_of(process_group, device_mesh)
+        with _checks.failure_told_to_peers(group if init_sync else None):
+            _checks.require_module(module)
+            _checks.require_precision_fits(mixed_precision, find_unused_parameters)
+            self._set_up_group(module, group, device_mesh)
+            _checks.require_type(
+                Iterable, delay_all_reduce_named_params=delay_all_reduce_named_params
             )
-        self.check_module = check_module
-        self.one_backward_per_forward = one_backward_per_forward
-        self._given_plan = None if bucket_plan is None else [list(b) for b in bucket_plan]
+            delayed = list(delay_all_reduce_named_params or [])
+            _checks.require_both_or_none(
+                delay_all_reduce_named_params=delay_all_reduce_named_params,
+                param_to_hook_all_reduce=param_to_hook_all_reduce,
+            )
+            _checks.require_named_parameters(delayed)
+            self._set_up_parameters(module, delayed)
+            self._set_up_devices(device_ids, output_device)
+            self._set_up_state()
+            self._set_up_buckets(bucket_cap_mb, bucket_cap_mb_list)
+            _checks.require_module_check(check_module)
+            self.check_module = check_module
+            self.one_backward_per_forward = one_backward_per_forward
+            self._given_plan = None if bucket_plan is None else _checks.plan_of(bucket_plan)
         self.dim = dim
         syncs_buffers_at_init = self._set_up_buffers(broadcast_buffers, forward_sync_buffers)
         self.find_unused_parameters = find_unused_parameters
@@ -212,6 +211,8 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
                 FutureWarning,
                 stacklevel=2,
             )
+        if init_sync and self.process_group.size() > 1:
+            self._require_same_module(static_graph, syncs_buffers_at_init)
         if delayed:
             self._register_delay_all_reduce_hook(
                 bucket_cap_mb=self.bucket_bytes_cap // _MIB,
@@ -221,8 +222,6 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
             if self._delay_all_reduce_all_params:
                 return
 
-        if init_sync and self.process_group.size() > 1:
-            self._require_same_module(static_graph, syncs_buffers_at_init)
         parameters, expect_sparse_gradients = self._build_params_for_reducer()
         names = self._build_debug_param_to_name_mapping(parameters)
         self._ddp_init_helper(
@@ -282,6 +281,7 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
             f"skip_all_reduce_unused_params = {self.skip_all_reduce_unused_params}",
             f"static_graph = {static_graph}",
             f"mixed_precision = {self.mixed_precision}",
+            f"one_backward_per_forward = {self.one_backward_per_forward}",
             f"delayed parameters = {len(self._delay_all_reduce_params)}",
         ]
         require_agreement(self.process_group, "option", options)
@@ -298,11 +298,11 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
     def _set_up_group(
         self,
         module: torch.nn.Module,
-        process_group: dist.ProcessGroup | None,
+        group: dist.ProcessGroup,
         device_mesh: dist.DeviceMesh | None,
     ) -> None:
         self.logger = None
-        self.process_group = _checks.process_group_of(process_group, device_mesh)
+        self.process_group = group
         if device_mesh is None:
             return
         self.device_mesh = device_mesh

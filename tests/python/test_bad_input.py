@@ -356,6 +356,61 @@ def test_a_bucket_whose_memory_a_hook_took_away_is_an_error():
     run_ranks(_takes_memory_away, timeout_s=TIMEOUT_S)
 
 
+# ------------------------------------------------------ wrong on one rank alone
+
+WRONG_ALONE = {
+    "bucket_cap_mb": (ValueError, lambda: {"bucket_cap_mb": -1}),
+    "bucket_cap_mb_list": (TypeError, lambda: {"bucket_cap_mb_list": ["a"]}),
+    "check_module": (ValueError, lambda: {"check_module": "x"}),
+    "bucket_plan must be sequences": (TypeError, lambda: {"bucket_plan": [["a"]]}),
+    "bucket_plan must be sequences .*, got 3": (TypeError, lambda: {"bucket_plan": 3}),
+    "bucket_plan must .*, got -1": (ValueError, lambda: {"bucket_plan": [[0, -1]]}),
+    "param_to_hook_all_reduce is missing": (
+        ValueError,
+        lambda: {"delay_all_reduce_named_params": []},
+    ),
+    "device_ids": (ValueError, lambda: {"device_ids": [0]}),
+    "module must be": (TypeError, lambda: {"module": 3}),
+    "nothing to reduce": (RuntimeError, lambda: {"module": nn.ReLU()}),
+    "DistributedDataParallel: find_unused_parameters": (
+        RuntimeError,
+        lambda: {
+            "mixed_precision": torch.nn.parallel.distributed._MixedPrecision(),
+            "find_unused_parameters": True,
+        },
+    ),
+}
+
+
+def _wrong_alone(rank):
+    for words, (error, options) in WRONG_ALONE.items():
+        if rank == 1:
+            with pytest.raises(error, match=words):
+                brigade.DistributedDataParallel(**{"module": nn.Linear(2, 2), **options()})
+        else:
+            with pytest.raises(RuntimeError, match=rf"rank 1: {error.__name__}: .*{words}"):
+                _wrap()
+    _wrap()(torch.ones(1, 2)).sum().backward()  # the group goes on working
+
+
+def test_an_argument_wrong_on_one_rank_alone_is_an_error_on_all():
+    run_ranks(_wrong_alone, timeout_s=TIMEOUT_S, world_size=3)
+
+
+def _wrong_beside_all_delayed(rank):
+    layer = nn.Linear(2, 2)
+    options = {
+        "delay_all_reduce_named_params": list(layer.named_parameters()),
+        "param_to_hook_all_reduce": layer.weight,
+    }
+    with pytest.raises((ValueError, RuntimeError), match="bucket_cap_mb"):
+        _wrap(layer, bucket_cap_mb=-1 if rank == 1 else 25, **options)
+
+
+def test_a_wrong_argument_is_told_to_ranks_that_delay_everything():
+    run_ranks(_wrong_beside_all_delayed, timeout_s=TIMEOUT_S)
+
+
 # ---------------------------------------------------- groups, forks, exits
 
 

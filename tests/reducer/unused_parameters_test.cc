@@ -12,6 +12,7 @@
 #include "brigade/comm/recording_group.h"
 #include "brigade/hooks/output_tie.h"
 #include "brigade/reducer/reducer.h"
+#include "brigade/tests/reducer/failing.h"
 #include "brigade/tests/reducer/toy_model.h"
 #include "brigade/tests/support/local_ranks.h"
 #include "gmock/gmock.h"
@@ -24,6 +25,7 @@ using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 using testing::run_ranks;
+using testing::text_of;
 using testing::ToyModel;
 
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
@@ -286,12 +288,35 @@ TEST(UnusedParametersTest, TravelAtTheSamePlaceAfterIterationsThatUsedAll) {
     }
     const size_t before = recording.log().size();
     size_t launched = 0;
-    const auto handle = model.parameters[0].register_hook(
+    model.parameters[0].register_hook(
         [&](const at::Tensor&) { launched = recording.log().size() - before; });
     step(reducer, model.loss_in_order({2, 0}, 0));
     launched_before.push_back(launched);
   }
   EXPECT_THAT(launched_before, ElementsAre(2, 2));  // {1}, unused, and {2}
+}
+
+TEST(UnusedParametersTest, OfAnEarlierForwardIsNamedAsSuch) {
+  const ToyModel model({{2}, {3}});
+  RecordingGroup recording(2);
+  ReducerOptions options = finding_unused();
+  options.parameter_names = model.names;
+  Reducer reducer(model.parameters, recording.group(), options);
+  const at::Tensor first = model.loss_in_order({0}, 0);
+  const at::Tensor second = model.loss_in_order({1}, 0);
+  reducer.prepare_for_backward(first);
+  reducer.prepare_for_backward(second);
+  const std::string text =
+      text_of<c10::Error>([&] { (first + second).backward(); });
+  EXPECT_THAT(text, HasSubstr("backward reached parameter 0 ('p0') in "
+                              "iteration 1 on rank 0, which the outputs of the "
+                              "last forward do not depend on"));
+  EXPECT_THAT(text, HasSubstr("under no_sync() all but the last"));
+  EXPECT_THAT(text, HasSubstr("mark a variable ready only once: Parameter at "
+                              "index 0 with name p0"));
+  model.zero_grad();
+  step(reducer, model.loss(0));
+  EXPECT_EQ(reducer.missing_gradients().size(), 0u);
 }
 
 // Writes the parameter's gradient itself, as fused kernels do.
