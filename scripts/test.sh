@@ -44,15 +44,15 @@ stage() {
   folder="$PWD/build/$build_prefix$preset"
   results="$folder/results.xml"
   echo
-  echo "test: building $preset with $torch_requirement"
+  echo "test: building $preset with $torch_requirement, ${SECONDS} s from the start"
   if ! scripts/build.sh "$preset" "${targets[@]}"; then
     broken+=("$preset does not build")
     return
   fi
-  echo "test: running $preset"
+  echo "test: running $preset, ${SECONDS} s from the start"
   rm -f "$results"
   if ! "${launcher[@]}" ctest --test-dir "$folder" --output-on-failure --output-junit "$results" \
-    --no-tests=error "$@"; then
+    --no-tests=error -j "$(nproc)" "$@"; then
     broken+=("$preset")
   fi
   count "$results"
@@ -80,7 +80,7 @@ PY
 }
 
 scripts/setup.sh
-stage release -- -j "$(nproc)"
+stage release --
 if [[ $quick == no ]]; then
   stage asan -- -LE gpu
   # ThreadSanitizer of GCC 12 cannot start where addresses are randomised more
@@ -103,6 +103,7 @@ if [[ $quick == no && -z $build_prefix ]]; then
 fi
 
 echo
+echo "test: $((SECONDS / 60)) min $((SECONDS % 60)) s"
 ((${#broken[@]} == 0)) || printf 'test: FAILED: %s\n' "${broken[@]}"
 summary="$passed passed, $failed failed"
 ((skipped == 0)) || summary+=", $skipped skipped"

@@ -24,19 +24,20 @@
 struct Given {
   using Batch = std::pair<at::Tensor, at::Tensor>;
 
-  Given() {
+  using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
+
+  explicit Given(Group group) : group(std::move(group)) {
     torch::manual_seed(1);
     net = torch::nn::Sequential(torch::nn::Linear(4, 8), torch::nn::ReLU(),
                                 torch::nn::Linear(8, 2));
-    torch::manual_seed(2 + group->getRank());
+    torch::manual_seed(2 + this->group->getRank());
     for (int i = 0; i < 8; ++i) {
       const at::Tensor inputs = torch::randn({6, 4});
       batches.emplace_back(inputs, inputs.slice(1, 0, 2).square());
     }
   }
 
-  brigade::GroupScope scope{brigade::init_process_group()};
-  const c10::intrusive_ptr<c10d::ProcessGroup>& group = scope.group();
+  const Group group;
   torch::nn::Sequential net;
   std::vector<Batch> batches;
 };
@@ -52,8 +53,9 @@ struct Given {
   [[maybe_unused]] torch::optim::SGD optimizer(net->parameters(), 0.1)
 
 // Says which page's blocks have run, and whether the ranks agree.
-inline void run_page(const std::string& page, void (*blocks)(Given&)) {
-  Given given;
+inline void run_page(const std::string& page, void (*blocks)(Given&),
+                     const Given::Group& group) {
+  Given given(group);
   blocks(given);
   for (const at::Tensor& parameter : given.net->parameters()) {
     std::vector<at::Tensor> first = {parameter.detach().clone()};

@@ -22,7 +22,8 @@ def main() -> None:
     text = '#include "brigade/tests/docs/given.h"\n\nnamespace {\n\n'
     text += "\n".join(function_of(page) for page in pages)
     text += "\n}  // namespace\n\nint main() {\n"
-    text += "".join(f'  run_page("{page}", {page});\n' for page in pages)
+    text += "  const brigade::GroupScope scope(brigade::init_process_group());\n"
+    text += "".join(f'  run_page("{page}", {page}, scope.group());\n' for page in pages)
     text += "  return 0;\n}\n"
     pathlib.Path(sys.argv[1]).write_text(text, encoding="utf-8")
 
