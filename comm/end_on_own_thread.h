@@ -9,8 +9,7 @@
 #ifndef BRIGADE_COMM_END_ON_OWN_THREAD_H_
 #define BRIGADE_COMM_END_ON_OWN_THREAD_H_
 
-#include <pthread.h>
-
+#include <atomic>
 #include <memory>
 #include <system_error>
 #include <thread>
@@ -18,19 +17,21 @@
 
 namespace brigade {
 
-// The thread's name, as the system lists it.
-inline constexpr char kEndingThread[] = "brigade_end";
+// Values of this process whose threads have been made and are not done.
+inline std::atomic<int> num_ending_values = 0;
 
 template <typename T>
 std::shared_ptr<T> end_on_own_thread(T value) {
   return {new T(std::move(value)), [](T* owned) {
+            ++num_ending_values;
             try {
               std::thread([owned] {
-                pthread_setname_np(pthread_self(), kEndingThread);
                 delete owned;
+                --num_ending_values;
               }).detach();
             } catch (const std::system_error&) {
               // No thread to be had: better kept for good.
+              --num_ending_values;
             }
           }};
 }

@@ -7,6 +7,7 @@
 
 #include <cstring>
 #include <exception>
+#include <memory>
 #include <sstream>
 #include <string>
 #include <utility>
@@ -56,12 +57,20 @@ void broadcast_optimizer_state(
   std::istringstream stream(
       std::string(static_cast<const char*>(state.const_data_ptr()),
                   static_cast<size_t>(state.numel())));
-  // Loading adds to what is there.
+  // Loading adds to what is there, and goes group by group until one does not
+  // fit.
   auto own_state = std::exchange(optimizer.state(), {});
+  std::vector<std::unique_ptr<torch::optim::OptimizerOptions>> own_options;
+  for (const auto& parameters : optimizer.param_groups()) {
+    own_options.push_back(parameters.options().clone());
+  }
   try {
     torch::load(optimizer, stream);
   } catch (...) {
     optimizer.state() = std::move(own_state);
+    for (size_t i = 0; i < own_options.size(); ++i) {
+      optimizer.param_groups()[i].set_options(std::move(own_options[i]));
+    }
     throw;
   }
 }

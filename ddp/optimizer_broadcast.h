@@ -23,7 +23,7 @@ namespace brigade {
 // state. A world of 1 communicates nothing.
 //
 // Errors: PeerError if the network fails; what LibTorch throws if the state
-// does not fit this optimizer, whose own state stays then.
+// does not fit this optimizer, whose own state and options stay then.
 void broadcast_optimizer_state(
     torch::optim::Optimizer& optimizer,
     const c10::intrusive_ptr<c10d::ProcessGroup>& group, int source = 0);

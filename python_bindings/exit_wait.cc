@@ -62,8 +62,8 @@ void wait_while(const std::function<bool()>& holds,
 
 // Threads that drop tensors of collectives, by the names the system keeps of
 // them.
-constexpr std::array<std::string_view, 3> kDroppingThreads = {
-    "pt_gloo_runloop", "pt_nccl_watchdg", kEndingThread};
+constexpr std::array<std::string_view, 2> kDroppingThreads = {
+    "pt_gloo_runloop", "pt_nccl_watchdg"};
 
 // `thread`: its folder in /proc.
 bool is_busy(const std::filesystem::path& thread) {
@@ -106,7 +106,8 @@ void wait_at_exit() {
     wait_while([&] { return !future.expired(); }, all_done + kPatienceOnceDone);
   }
   open.futures.clear();
-  wait_while(is_any_thread_busy, begin + kPatience);
+  wait_while([] { return num_ending_values > 0 || is_any_thread_busy(); },
+             begin + kPatience);
 }
 
 }  // namespace brigade

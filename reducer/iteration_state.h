@@ -40,6 +40,10 @@ struct Launch {
   bool is_overdue = false;  // was waited for as long as anything is
 };
 
+inline bool is_pending(const Launch& launch) {
+  return launch.future && !launch.future->completed();
+}
+
 // A gradient that came before it was known whether its backward belongs to the
 // iteration.
 struct EarlyGradient {

@@ -70,7 +70,9 @@ Reducer::~Reducer() {
   hooks_ = nullptr;
   while (!callbacks.expired()) std::this_thread::yield();
 
-  if (iteration_) keep_until_done(std::move(bound_), iteration_->launches);
+  if (iteration_ && std::ranges::any_of(iteration_->launches, is_pending)) {
+    keep_until_done(std::move(bound_), iteration_->launches);
+  }
 }
 
 // Collectives in flight go on; they keep their buckets, and the hook, whose

@@ -30,10 +30,6 @@ namespace {
 
 using std::chrono::milliseconds;
 
-bool is_pending(const Launch& launch) {
-  return launch.future && !launch.future->completed();
-}
-
 }  // namespace
 
 void Reducer::connect() {

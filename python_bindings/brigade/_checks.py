@@ -13,6 +13,8 @@ import numbers
 import operator
 import os
 import re
+import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -23,6 +25,7 @@ from brigade import _C
 
 _LARGEST_CAP_MIB = 2**40
 _MODULE_CHECKS = ("error", "warn", "off")
+_LATE_S = 3.0
 _DESCRIBED = re.compile(r"(\[[\d, ]*\]) strides (\[[\d, ]*\])")
 
 
@@ -104,6 +107,17 @@ def require_module_check(name: Any) -> None:
         )
 
 
+def require_trainable_parameter(**arguments: Any) -> None:
+    """Raises TypeError or ValueError naming the first one that is neither None nor trainable."""
+    require_type(torch.Tensor, **arguments)
+    for name, parameter in arguments.items():
+        if parameter is not None and not parameter.requires_grad:
+            raise ValueError(
+                f"DistributedDataParallel: {name} must require a gradient, which its hook waits "
+                "for; it is frozen.\nGive the parameter whose gradient comes last."
+            )
+
+
 def process_group_of(
     process_group: dist.ProcessGroup | None, device_mesh: Any
 ) -> dist.ProcessGroup:
@@ -164,15 +178,23 @@ def failure_told_to_peers(group: dist.ProcessGroup | None) -> Iterator[None]:
     """What is raised inside is raised by the peers too, in their next require_agreement().
 
     Collective where something is raised, unless there is no group or nobody else in it.
-    Nothing inside communicates.
+    Says on stderr what it is where peers are late. Nothing inside communicates.
     """
     try:
         yield
     except Exception as error:
         if group is not None and group.size() > 1:
-            # Peers that are not there change nothing about this rank's own error.
-            with contextlib.suppress(RuntimeError):
-                _C.require_agreement(group, "option", [], f"{type(error).__name__}: {error}")
+            failure = f"{type(error).__name__}: {error}"
+            text = f"DistributedDataParallel: waiting to tell the other ranks: {failure}"
+            late = threading.Timer(_LATE_S, print, [text], {"file": sys.stderr, "flush": True})
+            late.daemon = True
+            late.start()
+            try:
+                _C.require_agreement(group, "option", [], failure)
+            except RuntimeError:
+                pass  # this rank's own error stands, whatever became of its peers
+            finally:
+                late.cancel()
         raise
 
 

@@ -189,6 +189,7 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
                 param_to_hook_all_reduce=param_to_hook_all_reduce,
             )
             _checks.require_named_parameters(delayed)
+            _checks.require_trainable_parameter(param_to_hook_all_reduce=param_to_hook_all_reduce)
             self._set_up_parameters(module, delayed)
             self._set_up_devices(device_ids, output_device)
             self._set_up_state()
@@ -211,8 +212,9 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
                 FutureWarning,
                 stacklevel=2,
             )
-        if init_sync and self.process_group.size() > 1:
-            self._require_same_module(static_graph, syncs_buffers_at_init)
+        compares_ranks = init_sync and self.process_group.size() > 1
+        if compares_ranks:
+            self._require_same_options(static_graph, dict(delayed))
         if delayed:
             self._register_delay_all_reduce_hook(
                 bucket_cap_mb=self.bucket_bytes_cap // _MIB,
@@ -222,12 +224,14 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
             if self._delay_all_reduce_all_params:
                 return
 
+        if compares_ranks:
+            self._require_same_module(syncs_buffers_at_init)
         parameters, expect_sparse_gradients = self._build_params_for_reducer()
         names = self._build_debug_param_to_name_mapping(parameters)
         self._ddp_init_helper(
             parameters, expect_sparse_gradients, names, static_graph, compare_ranks=init_sync
         )
-        if init_sync and self.process_group.size() > 1:
+        if compares_ranks:
             _sync_module_states(
                 module=self.module,
                 process_group=self.process_group,
@@ -273,8 +277,8 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
     def broadcast_buffers(self, value: bool) -> None:
         self.forward_sync_buffers = value
 
-    def _require_same_module(self, static_graph: bool, syncs_buffers_at_init: bool) -> None:
-        """Compares with the other ranks what decides on collectives, frozen parameters too."""
+    def _require_same_options(self, static_graph: bool, delayed: dict[str, torch.Tensor]) -> None:
+        """Compares with the other ranks what decides on collectives, but for the module's own."""
         options = [
             f"forward_sync_buffers = {self.forward_sync_buffers}",
             f"find_unused_parameters = {self.find_unused_parameters}",
@@ -282,9 +286,14 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
             f"static_graph = {static_graph}",
             f"mixed_precision = {self.mixed_precision}",
             f"one_backward_per_forward = {self.one_backward_per_forward}",
-            f"delayed parameters = {len(self._delay_all_reduce_params)}",
+            f"delayed parameters = {len(delayed)}",
         ]
         require_agreement(self.process_group, "option", options)
+        if delayed:
+            require_agreement(self.process_group, "delayed parameter", _descriptions(delayed))
+
+    def _require_same_module(self, syncs_buffers_at_init: bool) -> None:
+        """Compares with the other ranks what is sent of the module, and frozen parameters."""
         parameters = self._not_ignored(all_parameters(self.module))
         require_agreement(self.process_group, "parameter", _descriptions(parameters))
         if self.forward_sync_buffers or syncs_buffers_at_init:

@@ -66,5 +66,27 @@ TEST(OptimizerBroadcastTest, LeavesNoStateThatTheSourceHasNot) {
   });
 }
 
+TEST(OptimizerBroadcastTest, AnOptimizerThatTheStateDoesNotFitKeepsItsOwn) {
+  run_ranks(2, [](const Group& group) {
+    const bool is_source = group->getRank() == 0;
+    std::vector<at::Tensor> parameters = make_parameters();
+    const double own_rate = is_source ? 0.1 : 0.5;
+    torch::optim::Adam optimizer(
+        {torch::optim::OptimizerParamGroup({parameters[0]}),
+         torch::optim::OptimizerParamGroup({parameters[1]})},
+        torch::optim::AdamOptions(own_rate));
+    step(optimizer, parameters, 1.0);
+    if (is_source) {
+      parameters.push_back(at::ones({1}).requires_grad_());
+      optimizer.param_groups()[1].params().push_back(parameters.back());
+      broadcast_optimizer_state(optimizer, group);
+    } else {
+      EXPECT_THROW(broadcast_optimizer_state(optimizer, group), c10::Error);
+    }
+    EXPECT_EQ(optimizer.state().size(), 2u);
+    EXPECT_EQ(optimizer.param_groups()[0].options().get_lr(), own_rate);
+  });
+}
+
 }  // namespace
 }  // namespace brigade

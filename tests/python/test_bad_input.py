@@ -369,6 +369,14 @@ WRONG_ALONE = {
         ValueError,
         lambda: {"delay_all_reduce_named_params": []},
     ),
+    "param_to_hook_all_reduce must be a torch.Tensor": (
+        TypeError,
+        lambda: {"delay_all_reduce_named_params": [], "param_to_hook_all_reduce": "weight"},
+    ),
+    "param_to_hook_all_reduce must require a gradient": (
+        ValueError,
+        lambda: {"delay_all_reduce_named_params": [], "param_to_hook_all_reduce": torch.ones(2)},
+    ),
     "device_ids": (ValueError, lambda: {"device_ids": [0]}),
     "module must be": (TypeError, lambda: {"module": 3}),
     "nothing to reduce": (RuntimeError, lambda: {"module": nn.ReLU()}),
@@ -409,6 +417,52 @@ def _wrong_beside_all_delayed(rank):
 
 def test_a_wrong_argument_is_told_to_ranks_that_delay_everything():
     run_ranks(_wrong_beside_all_delayed, timeout_s=TIMEOUT_S)
+
+
+def _all_delayed(net, order):
+    named = dict(net.named_parameters())
+    return _wrap(
+        net,
+        delay_all_reduce_named_params=[(name, named[name]) for name in order],
+        param_to_hook_all_reduce=named[order[-1]],
+    )
+
+
+def _delayed_apart(rank):
+    names = ["1.weight", "1.bias", "0.weight", "0.bias"]
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    net.register_buffer("mask", torch.ones(rank + 1))  # nobody sends it
+    _all_delayed(net, names)(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"delayed parameter 0 differs: .*1.weight.*1.bias"):
+        _all_delayed(net, [names[rank], names[1 - rank], *names[2:]])
+
+
+def test_delayed_parameters_in_another_order_are_an_error_on_all():
+    run_ranks(_delayed_apart, timeout_s=TIMEOUT_S)
+
+
+def _peers_are_late(rank):
+    store = dist.distributed_c10d._get_default_store()
+
+    class Stderr(io.StringIO):
+        def write(self, text):
+            if text.strip():
+                store.set("said", text)
+            return len(text)
+
+    if rank == 0:
+        store.wait(["said"])
+        with pytest.raises(RuntimeError, match="rank 1: ValueError"):
+            _wrap()
+        return
+    brigade._checks._LATE_S = 0.0
+    with contextlib.redirect_stderr(Stderr()), pytest.raises(ValueError, match="bucket_cap_mb"):
+        _wrap(bucket_cap_mb=-1)
+    assert b"waiting to tell the other ranks: ValueError: " in store.get("said")
+
+
+def test_a_wrong_argument_is_said_at_once_where_peers_are_late():
+    run_ranks(_peers_are_late, timeout_s=TIMEOUT_S)
 
 
 # ---------------------------------------------------- groups, forks, exits
