@@ -508,5 +508,26 @@ TEST(PeerFailureTest, TheHookOfCollectivesInFlightEndsOnAThreadOfItsOwn) {
   EXPECT_NE(ended.get(), std::this_thread::get_id());
 }
 
+TEST(PeerFailureTest, TheHookOfAForwardWithoutBackwardEndsWithTheReducer) {
+  RecordingGroup recording(2);
+  const ToyModel model({{2}, {3}});
+  auto ending = std::make_shared<Ending>();
+  std::future<std::thread::id> ended = ending->thread.get_future();
+  auto hook =
+      make_comm_hook([ending = std::move(ending)](c10d::GradBucket& bucket) {
+        auto done =
+            c10::make_intrusive<c10::ivalue::Future>(c10::AnyType::get());
+        done->markCompleted(bucket.getBuffer());
+        return done;
+      });
+  auto reducer =
+      std::make_unique<Reducer>(model.parameters, recording.group(),
+                                ReducerOptions{.comm_hook = std::move(hook)});
+  reducer->prepare_for_backward(model.loss(0));
+  reducer.reset();
+  ASSERT_EQ(ended.wait_for(std::chrono::seconds(0)), std::future_status::ready);
+  EXPECT_EQ(ended.get(), std::this_thread::get_id());
+}
+
 }  // namespace
 }  // namespace brigade
