@@ -555,9 +555,8 @@ void Reducer::refuse_gradient(VariableIndex variable) const {
   if (graph_.firing_counts && graph_.firing_counts->is_silent(number)) {
     TORCH_CHECK(false, describe_unexpected_gradient(table_, parameter, now));
   }
-  const std::vector<bool>& unused = iteration_->unused;
   TORCH_CHECK(
-      false, !unused.empty() && unused[number]
+      false, std::ranges::binary_search(iteration_->prediction.unused, number)
                  ? describe_gradient_of_unused(table_, parameter, now, options_)
                  : describe_second_gradient(table_, parameter, now, options_));
 }
