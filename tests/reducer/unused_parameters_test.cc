@@ -523,6 +523,19 @@ TEST_P(UndefinedGradientsTest, CountAsNone) {
   });
 }
 
+TEST_P(UndefinedGradientsTest, AreReachedAllTheSame) {
+  const ToyModel model({{2}, {3}});
+  RecordingGroup recording(2);
+  Reducer reducer(model.parameters, recording.group(), options());
+  const at::Tensor undefined =
+      Passes::apply(model.loss_in_order({0}, 0), /*passes=*/false);
+  const at::Tensor loss = model.loss(0);
+  reducer.prepare_for_backward(std::vector<at::Tensor>{undefined, loss});
+  undefined.backward();
+  EXPECT_THAT(text_of<c10::Error>([&] { loss.backward(); }),
+              HasSubstr("parameter 0 became ready twice"));
+}
+
 // A function that writes the gradient itself looks no different.
 TEST_P(UndefinedGradientsTest, AverageAGradientThatWasKept) {
   run_ranks(2, [&](const Group& group) {
