@@ -10,7 +10,7 @@ function(brigade_set_flags target)
   target_compile_options(
     ${target}
     PRIVATE $<$<COMPILE_LANGUAGE:CXX>:-fPIC -Wall -Wextra -Wno-unused-parameter>
-            # A tenth less time for a twelfth more memory: GCC does not collect
+            # A sixth less time for a twelfth more memory: GCC does not collect
             # its garbage below these KiB.
             $<$<COMPILE_LANG_AND_ID:CXX,GNU>:--param=ggc-min-heapsize=4000000>
             # CMake 3.25 knows no CUDA C++20.

@@ -177,13 +177,13 @@ def require_agreement(group: dist.ProcessGroup, what: str, items: Sequence[str])
 def failure_told_to_peers(group: dist.ProcessGroup | None) -> Iterator[None]:
     """What is raised inside is raised by the peers too, in their next require_agreement().
 
-    Collective where something is raised, unless there is no group or nobody else in it.
+    Collective where something is raised, unless `group` is None.
     Says on stderr what it is where peers are late. Nothing inside communicates.
     """
     try:
         yield
     except Exception as error:
-        if group is not None and group.size() > 1:
+        if group is not None:
             failure = f"{type(error).__name__}: {error}"
             text = f"DistributedDataParallel: waiting to tell the other ranks: {failure}"
             late = threading.Timer(_LATE_S, print, [text], {"file": sys.stderr, "flush": True})

@@ -176,7 +176,8 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
         torch.nn.Module.__init__(self)
         Joinable.__init__(self)
         group = _checks.process_group_of(process_group, device_mesh)
-        with _checks.failure_told_to_peers(group if init_sync else None):
+        compares_ranks = init_sync and group.size() > 1
+        with _checks.failure_told_to_peers(group if compares_ranks else None):
             _checks.require_module(module)
             _checks.require_precision_fits(mixed_precision, find_unused_parameters)
             self._set_up_group(module, group, device_mesh)
@@ -212,7 +213,6 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
                 FutureWarning,
                 stacklevel=2,
             )
-        compares_ranks = init_sync and self.process_group.size() > 1
         if compares_ranks:
             self._require_same_options(static_graph, dict(delayed))
         if delayed:

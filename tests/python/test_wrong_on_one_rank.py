@@ -1,0 +1,129 @@
+"""Arguments of the constructor that are wrong, or other than its peers', on one rank alone."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import brigade
+
+from ranks import run_ranks
+
+TIMEOUT_S = 20
+
+
+def _wrapped(module=None, **options):
+    return brigade.DistributedDataParallel(module or nn.Linear(2, 2), **options)
+
+
+WRONG_ALONE = {
+    "bucket_cap_mb": (ValueError, lambda: {"bucket_cap_mb": -1}),
+    "bucket_cap_mb_list": (TypeError, lambda: {"bucket_cap_mb_list": ["a"]}),
+    "check_module": (ValueError, lambda: {"check_module": "x"}),
+    "bucket_plan must be sequences": (TypeError, lambda: {"bucket_plan": [["a"]]}),
+    "bucket_plan must be sequences .*, got 3": (TypeError, lambda: {"bucket_plan": 3}),
+    "bucket_plan must .*, got -1": (ValueError, lambda: {"bucket_plan": [[0, -1]]}),
+    "param_to_hook_all_reduce is missing": (
+        ValueError,
+        lambda: {"delay_all_reduce_named_params": []},
+    ),
+    "param_to_hook_all_reduce must be a torch.Tensor": (
+        TypeError,
+        lambda: {"delay_all_reduce_named_params": [], "param_to_hook_all_reduce": "weight"},
+    ),
+    "param_to_hook_all_reduce must require a gradient": (
+        ValueError,
+        lambda: {"delay_all_reduce_named_params": [], "param_to_hook_all_reduce": torch.ones(2)},
+    ),
+    "device_ids": (ValueError, lambda: {"device_ids": [0]}),
+    "module must be": (TypeError, lambda: {"module": 3}),
+    "nothing to reduce": (RuntimeError, lambda: {"module": nn.ReLU()}),
+    "DistributedDataParallel: find_unused_parameters": (
+        RuntimeError,
+        lambda: {
+            "mixed_precision": torch.nn.parallel.distributed._MixedPrecision(),
+            "find_unused_parameters": True,
+        },
+    ),
+}
+
+
+def _wrong_alone(rank):
+    for words, (error, options) in WRONG_ALONE.items():
+        if rank == 1:
+            with pytest.raises(error, match=words):
+                brigade.DistributedDataParallel(**{"module": nn.Linear(2, 2), **options()})
+        else:
+            with pytest.raises(RuntimeError, match=rf"rank 1: {error.__name__}: .*{words}"):
+                _wrapped()
+    _wrapped()(torch.ones(1, 2)).sum().backward()  # the group goes on working
+
+
+def test_an_argument_wrong_on_one_rank_alone_is_an_error_on_all():
+    run_ranks(_wrong_alone, timeout_s=TIMEOUT_S, world_size=3)
+
+
+NAMES = ("1.weight", "1.bias", "0.weight", "0.bias")
+
+
+def _all_delayed(order, buffer_size=1, **options):
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    net.register_buffer("mask", torch.ones(buffer_size))
+    named = dict(net.named_parameters())
+    wrapped = _wrapped(
+        net,
+        delay_all_reduce_named_params=[(name, named[name]) for name in order],
+        param_to_hook_all_reduce=named[order[-1]],
+        **options,
+    )
+    assert wrapped._delay_all_reduce_all_params
+    return wrapped
+
+
+def _wrong_beside_all_delayed(rank):
+    with pytest.raises((ValueError, RuntimeError), match="bucket_cap_mb"):
+        _all_delayed(NAMES, bucket_cap_mb=-1 if rank == 1 else 25)
+
+
+def test_a_wrong_argument_is_told_to_ranks_that_delay_everything():
+    run_ranks(_wrong_beside_all_delayed, timeout_s=TIMEOUT_S)
+
+
+def _delayed_apart(rank):
+    # Nobody sends the buffers.
+    _all_delayed(NAMES, buffer_size=rank + 1)(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"delayed parameter 0 differs: .*1.weight.*1.bias"):
+        _all_delayed([NAMES[rank], NAMES[1 - rank], *NAMES[2:]])
+
+
+def test_delayed_parameters_in_another_order_are_an_error_on_all():
+    run_ranks(_delayed_apart, timeout_s=TIMEOUT_S)
+
+
+def _peers_are_late(rank):
+    store = dist.distributed_c10d._get_default_store()
+
+    class Stderr(io.StringIO):
+        def write(self, text):
+            if text.strip():
+                store.set("said", text)
+            return len(text)
+
+    if rank == 0:
+        store.wait(["said"])
+        with pytest.raises(RuntimeError, match="rank 1: ValueError"):
+            _wrapped()
+        return
+    brigade._checks._LATE_S = 0.0
+    with contextlib.redirect_stderr(Stderr()), pytest.raises(ValueError, match="bucket_cap_mb"):
+        _wrapped(bucket_cap_mb=-1)
+    assert b"waiting to tell the other ranks: ValueError: " in store.get("said")
+
+
+def test_a_wrong_argument_is_said_at_once_where_peers_are_late():
+    run_ranks(_peers_are_late, timeout_s=TIMEOUT_S)
