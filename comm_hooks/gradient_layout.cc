@@ -4,11 +4,11 @@
 
 namespace brigade {
 
-std::vector<int64_t> gradient_strides(const at::Tensor& parameter) {
+at::DimVector gradient_strides(const at::Tensor& parameter) {
   if (parameter.is_non_overlapping_and_dense()) {
-    return parameter.strides().vec();
+    return at::DimVector(parameter.strides());
   }
-  std::vector<int64_t> strides(parameter.dim(), 1);
+  at::DimVector strides(parameter.dim(), 1);
   for (int64_t d = parameter.dim() - 2; d >= 0; --d) {
     strides[d] = strides[d + 1] * std::max<int64_t>(parameter.size(d + 1), 1);
   }

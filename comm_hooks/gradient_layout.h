@@ -5,16 +5,16 @@
 #ifndef BRIGADE_COMM_HOOKS_GRADIENT_LAYOUT_H_
 #define BRIGADE_COMM_HOOKS_GRADIENT_LAYOUT_H_
 
+#include <ATen/core/DimVector.h>
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
-#include <vector>
 
 namespace brigade {
 
 // The parameter's own strides if it covers its memory without gaps, else those
 // of a contiguous tensor.
-std::vector<int64_t> gradient_strides(const at::Tensor& parameter);
+at::DimVector gradient_strides(const at::Tensor& parameter);
 
 // The part of a flat buffer that holds the gradient of `parameter`, in the
 // buffer's dtype. Shares its memory. REQUIRES: `flat` is 1D and contiguous.

@@ -6,6 +6,7 @@
 #include "brigade/python_bindings/register_agreement.h"
 #include "brigade/python_bindings/register_hooks.h"
 #include "brigade/python_bindings/register_logger.h"
+#include "brigade/python_bindings/register_module_scan.h"
 #include "brigade/python_bindings/register_outputs.h"
 #include "brigade/python_bindings/register_reducer.h"
 
@@ -20,6 +21,7 @@ PYBIND11_MODULE(_C, module) {
   brigade::register_logger(module);
   brigade::register_hooks(module);
   brigade::register_outputs(module);
+  brigade::register_module_scan(module);
   py::module_::import("atexit").attr("register")(py::cpp_function(
       &brigade::wait_at_exit, py::call_guard<py::gil_scoped_release>()));
 }

@@ -2,13 +2,14 @@
 
 #include <c10/util/Exception.h>
 #include <pybind11/chrono.h>
+#include <pybind11/typing.h>
 #include <torch/csrc/jit/python/pybind_utils.h>
 
 #include <cstdint>
-#include <map>
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <torch/csrc/distributed/c10d/default_comm_hooks.hpp>
 #include <utility>
 #include <vector>
@@ -38,15 +39,19 @@ FuturePtr wrapped(c10::intrusive_ptr<c10::ivalue::Future> future) {
   return std::make_shared<torch::jit::PythonFutureWrapper>(std::move(future));
 }
 
-std::vector<std::string> names_of(const std::map<size_t, std::string>& by_index,
-                                  size_t count) {
+using NamesByIndex = py::typing::Dict<size_t, std::string>;
+
+std::vector<std::string> names_of(const NamesByIndex& by_index, size_t count) {
   if (by_index.empty()) return {};
   std::vector<std::string> names(count);
-  for (const auto& [index, name] : by_index) {
+  for (const auto& [key, value] : by_index) {
+    const auto index = py::cast<size_t>(key);
     TORCH_CHECK(index < count, "brigade.Reducer: param_to_name_mapping names ",
                 "parameter ", index, ", but there are ", count,
                 " parameters.\nName each parameter by its index.");
-    names[index] = name;
+    // Torch's names of the root's own parameters begin with a dot.
+    const auto name = py::cast<std::string_view>(value);
+    names[index] = name.starts_with('.') ? name.substr(1) : name;
   }
   return names;
 }
@@ -58,9 +63,9 @@ std::shared_ptr<TorchReducer> make_reducer(
     c10d::ProcessGroup& process_group,
     std::vector<bool> expect_sparse_gradients, int64_t bucket_bytes_cap,
     bool find_unused_parameters, bool gradient_as_bucket_view,
-    const std::map<size_t, std::string>& param_to_name_mapping,
-    int64_t first_bucket_bytes_cap, bool skip_all_reduce_unused_params,
-    bool use_python_reducer, std::vector<int64_t> bucket_bytes_cap_list,
+    const NamesByIndex& param_to_name_mapping, int64_t first_bucket_bytes_cap,
+    bool skip_all_reduce_unused_params, bool use_python_reducer,
+    std::vector<int64_t> bucket_bytes_cap_list,
     bool /*batched_grad_copy: one pass anyway*/, bool lazy_bucket_allocation,
     std::optional<bool> rebuild_buckets, bool static_graph,
     bool verify_across_ranks, bool one_backward_per_forward) {
@@ -145,7 +150,7 @@ void register_reducer(py::module_& module) {
            py::arg("bucket_bytes_cap") = kDefaultBucketCapsBytes[1],
            py::arg("find_unused_parameters") = false,
            py::arg("gradient_as_bucket_view") = false,
-           py::arg("param_to_name_mapping") = std::map<size_t, std::string>(),
+           py::arg("param_to_name_mapping") = NamesByIndex(),
            py::arg("first_bucket_bytes_cap") = kDefaultBucketCapsBytes[0],
            py::arg("skip_all_reduce_unused_params") = false,
            py::arg("use_python_reducer") = false,

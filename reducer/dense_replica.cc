@@ -210,9 +210,19 @@ void DenseReplica::set_unused(std::span<const size_t> slots) {
   }
 }
 
+// What as_strided() makes on these devices, without the dispatcher: this is
+// half of the time that it takes to make a replica of tiny parameters.
 at::Tensor DenseReplica::make_view(size_t slot) const {
-  const at::AutoDispatchBelowADInplaceOrView no_view_tracking;
-  return view_out(slot, flat_);
+  if (!flat_.is_cpu() && !flat_.is_cuda()) {
+    const at::AutoDispatchBelowADInplaceOrView no_view_tracking;
+    return view_out(slot, flat_);
+  }
+  at::Tensor view = at::detail::make_tensor<c10::TensorImpl>(
+      c10::TensorImpl::VIEW, c10::Storage(flat_.storage()), flat_.key_set(),
+      flat_.dtype());
+  view.unsafeGetTensorImpl()->set_sizes_and_strides(
+      parameter(slot).sizes(), strides_[slot], ranges_[slot].offset_numel);
+  return view;
 }
 
 void DenseReplica::leave_memory_to_gradients() {

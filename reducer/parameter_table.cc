@@ -1,11 +1,11 @@
 #include "brigade/reducer/parameter_table.h"
 
 #include <algorithm>
-#include <map>
 #include <string>
-#include <unordered_map>
 #include <utility>
 
+#include "absl/container/flat_hash_map.h"
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
@@ -22,37 +22,37 @@ std::string quoted_name(const std::vector<std::string>& names, size_t i) {
 }
 
 absl::Status check_parameter(const at::Tensor& tensor,
-                             const std::string& name) {
+                             absl::FunctionRef<std::string()> name) {
   if (!tensor.defined()) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("parameter ", name, " must be a tensor, it is undefined"));
+    return absl::InvalidArgumentError(absl::StrCat(
+        "parameter ", name(), " must be a tensor, it is undefined"));
   }
   if (!tensor.requires_grad()) {
     return absl::InvalidArgumentError(absl::StrCat(
-        "parameter ", name,
+        "parameter ", name(),
         " must require a gradient; leave frozen parameters out of the list"));
   }
   if (!tensor.is_leaf()) {
     return absl::InvalidArgumentError(absl::StrCat(
-        "parameter ", name, " must be a leaf, it is the result of ",
+        "parameter ", name(), " must be a leaf, it is the result of ",
         std::string(tensor.grad_fn()->name()),
         "; its gradient is not accumulated"));
   }
   if (tensor.layout() != at::kStrided) {
     return absl::InvalidArgumentError(
-        absl::StrCat("parameter ", name, " must be a dense tensor"));
+        absl::StrCat("parameter ", name(), " must be a dense tensor"));
   }
   return absl::OkStatus();
 }
 
 absl::Status check_alike(const at::Tensor& first, const at::Tensor& tensor,
-                         const std::string& name) {
+                         absl::FunctionRef<std::string()> name) {
   if (tensor.sizes() == first.sizes() && tensor.strides() == first.strides() &&
       tensor.scalar_type() == first.scalar_type()) {
     return absl::OkStatus();
   }
   return absl::InvalidArgumentError(absl::StrCat(
-      "parameter ", name, " must be like that of replica 0, ",
+      "parameter ", name(), " must be like that of replica 0, ",
       describe_tensor("", first), "; it is ", describe_tensor("", tensor)));
 }
 
@@ -65,6 +65,40 @@ bool differ(at::IntArrayRef a, at::IntArrayRef b) {
   }
   return false;
 }
+
+// A dtype, and the device of each replica.
+struct Kind {
+  at::ScalarType dtype;
+  std::vector<at::Device> devices;
+};
+
+class Kinds {
+ public:
+  // In order of first appearance.
+  int number_of(std::span<const std::vector<at::Tensor>> replicas, size_t i) {
+    const auto is_kind = [&](const Kind& kind) {
+      return replicas.front()[i].scalar_type() == kind.dtype &&
+             std::ranges::equal(
+                 kind.devices, replicas, {}, {},
+                 [i](const auto& replica) { return replica[i].device(); });
+    };
+    const auto known = std::ranges::find_if(kinds_, is_kind);
+    if (known == kinds_.end()) return add(replicas, i);
+    return static_cast<int>(known - kinds_.begin());
+  }
+
+ private:
+  int add(std::span<const std::vector<at::Tensor>> replicas, size_t i) {
+    Kind kind = {.dtype = replicas.front()[i].scalar_type(), .devices = {}};
+    for (const std::vector<at::Tensor>& replica : replicas) {
+      kind.devices.push_back(replica[i].device());
+    }
+    kinds_.push_back(std::move(kind));
+    return static_cast<int>(kinds_.size() - 1);
+  }
+
+  std::vector<Kind> kinds_;  // a few
+};
 
 // Replica by replica; nullopt if there is none.
 template <typename Predicate>
@@ -104,7 +138,8 @@ absl::StatusOr<ParameterTable> ParameterTable::create(
     if (replicas.size() > 1) absl::StrAppend(&name, " of replica ", replica);
     return name;
   };
-  std::unordered_map<const c10::TensorImpl*, VariableIndex> seen;
+  absl::flat_hash_map<const c10::TensorImpl*, VariableIndex> seen;
+  seen.reserve(replicas.size() * parameters.size());
   for (size_t r = 0; r < replicas.size(); ++r) {
     if (replicas[r].size() != parameters.size()) {
       return absl::InvalidArgumentError(absl::StrCat(
@@ -112,7 +147,7 @@ absl::StatusOr<ParameterTable> ParameterTable::create(
           " parameters of replica 0, it has ", replicas[r].size()));
     }
     for (size_t i = 0; i < parameters.size(); ++i) {
-      const std::string name = name_in(r, i);
+      const auto name = [&] { return name_in(r, i); };
       if (absl::Status status = check_parameter(replicas[r][i], name);
           !status.ok()) {
         return status;
@@ -127,7 +162,7 @@ absl::StatusOr<ParameterTable> ParameterTable::create(
                        VariableIndex{.replica = r, .parameter = i});
       if (!is_new) {
         return absl::InvalidArgumentError(absl::StrCat(
-            "parameter ", name, " is the same tensor as parameter ",
+            "parameter ", name(), " is the same tensor as parameter ",
             name_in(it->second.replica, it->second.parameter),
             "; list it once"));
       }
@@ -141,23 +176,18 @@ ParameterTable::ParameterTable(std::vector<std::vector<at::Tensor>> replicas,
                                std::vector<std::string> names,
                                std::vector<bool> expect_sparse)
     : replicas_(std::move(replicas)), names_(std::move(names)) {
-  std::map<std::pair<at::ScalarType, std::string>, int> kinds;
+  Kinds kinds;
   specs_.reserve(size());
   adopt_strides();
   shapes_.reserve(size());
+  dtypes_.reserve(size());
   for (size_t i = 0; i < size(); ++i) {
     const at::Tensor& tensor = tensors()[i];
     shapes_.emplace_back(tensor.sizes());
     dtypes_.push_back(tensor.scalar_type());
-    std::string devices;
-    for (const std::vector<at::Tensor>& replica : replicas_) {
-      absl::StrAppend(&devices, replica[i].device().str(), " ");
-    }
-    const auto [it, is_new] =
-        kinds.try_emplace({tensor.scalar_type(), std::move(devices)},
-                          static_cast<int>(kinds.size()));
+
     specs_.push_back({.size_bytes = tensor.numel() * tensor.element_size(),
-                      .kind = it->second,
+                      .kind = kinds.number_of(replicas_, i),
                       .sparse = !expect_sparse.empty() && expect_sparse[i]});
   }
 }

@@ -24,7 +24,7 @@ uint64_t plan_fingerprint(const BucketPlan& plan, const ParameterTable& table,
       const at::ScalarType dtype = table.dtype(parameter);
       add(parameter);
       add(table[parameter].numel());
-      const std::vector<int64_t> strides = gradient_strides(table[parameter]);
+      const at::DimVector strides = gradient_strides(table[parameter]);
       for (size_t d = 0; d < strides.size(); ++d) {
         if (table[parameter].size(d) > 1) add(strides[d]);
       }

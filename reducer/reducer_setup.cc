@@ -2,6 +2,7 @@
 
 #include <c10/util/Exception.h>
 
+#include <optional>
 #include <set>
 #include <string>
 #include <utility>
@@ -45,14 +46,17 @@ absl::StatusOr<BucketPlan> initial_plan(const ParameterTable& table,
 
 absl::Status check_devices(const ParameterTable& table,
                            const c10d::ProcessGroup& group) {
+  std::optional<at::DeviceType> supported;
   for (size_t i = 0; i < table.size(); ++i) {
     const at::Device device = table[i].device();
+    if (device.type() == supported) continue;
     if (!supports_device(group, device.type())) {
       return absl::InvalidArgumentError(absl::StrCat(
           table.name_of(i), " is on ", device.str(),
           ", but the process group has no backend for that device; make the "
           "group for it, or move the parameter"));
     }
+    supported = device.type();
   }
   return absl::OkStatus();
 }

@@ -5,12 +5,12 @@ import torch
 import torch._C._distributed_c10d
 import torch.distributed.distributed_c10d
 import typing
-__all__: list[str] = ['Logger', 'Reducer', 'describe_tensor', 'require_agreement', 'then_collective', 'tie_outputs', 'version']
+__all__: list[str] = ['Logger', 'ModuleScan', 'Reducer', 'describe_tensor', 'entries_of', 'has_entries', 'one_per_device', 'require_agreement', 'then_collective', 'tie_outputs', 'version']
 class Reducer:
     """
     Averages gradients over a process group while backward runs; stands in for torch.distributed.Reducer.
     """
-    def __init__(self, params: collections.abc.Sequence[torch.Tensor], bucket_indices: collections.abc.Sequence[collections.abc.Sequence[typing.SupportsInt]], per_bucket_size_limits: collections.abc.Sequence[typing.SupportsInt], process_group: torch.distributed.distributed_c10d.ProcessGroup, expect_sparse_gradients: collections.abc.Sequence[bool] = [], bucket_bytes_cap: typing.SupportsInt = 26214400, find_unused_parameters: bool = False, gradient_as_bucket_view: bool = False, param_to_name_mapping: collections.abc.Mapping[typing.SupportsInt, str] = {}, first_bucket_bytes_cap: typing.SupportsInt = 1048576, skip_all_reduce_unused_params: bool = False, use_python_reducer: bool = False, bucket_bytes_cap_list: collections.abc.Sequence[typing.SupportsInt] = [], batched_grad_copy: bool = False, lazy_bucket_allocation: bool = False, *, rebuild_buckets: bool | None = None, static_graph: bool = False, verify_across_ranks: bool = True, one_backward_per_forward: bool = False) -> None:
+    def __init__(self, params: collections.abc.Sequence[torch.Tensor], bucket_indices: collections.abc.Sequence[collections.abc.Sequence[typing.SupportsInt]], per_bucket_size_limits: collections.abc.Sequence[typing.SupportsInt], process_group: torch.distributed.distributed_c10d.ProcessGroup, expect_sparse_gradients: collections.abc.Sequence[bool] = [], bucket_bytes_cap: typing.SupportsInt = 26214400, find_unused_parameters: bool = False, gradient_as_bucket_view: bool = False, param_to_name_mapping: dict[typing.SupportsInt, str] = {}, first_bucket_bytes_cap: typing.SupportsInt = 1048576, skip_all_reduce_unused_params: bool = False, use_python_reducer: bool = False, bucket_bytes_cap_list: collections.abc.Sequence[typing.SupportsInt] = [], batched_grad_copy: bool = False, lazy_bucket_allocation: bool = False, *, rebuild_buckets: bool | None = None, static_graph: bool = False, verify_across_ranks: bool = True, one_backward_per_forward: bool = False) -> None:
         ...
     def _abandon_group(self) -> None:
         ...
@@ -132,9 +132,51 @@ class Logger(torch._C._distributed_c10d.Logger):
         ...
     def set_runtime_stats_and_log(self) -> None:
         ...
+class ModuleScan:
+    """
+    What a module holds, from one walk over its submodules. Keeps all that it has found alive, out of the garbage collector's sight: for a moment.
+    """
+    def __init__(self, module: typing.Any) -> None:
+        ...
+    def classes(self) -> set:
+        """
+        Those of the module and its submodules.
+        """
+    def frozen_parameters(self) -> list:
+        """
+        Those that require no gradient, each once.
+        """
+    def named_buffers(self) -> dict:
+        """
+        What dict(module.named_buffers()) gives.
+        """
+    def named_parameters(self) -> dict:
+        """
+        What dict(module.named_parameters()) gives.
+        """
+    def reduced_parameters(self, ignored: set) -> tuple:
+        """
+        Tensors, names, and whether gradients are sparse, of the parameters that require one and whose names are not ignored. As torch's DistributedDataParallel has them: each once, in the order of registration; a dot before the names of the root's own; a shared one by its last name.
+        """
+    def tables(self) -> list:
+        """
+        The tables in which parameters and submodules are registered.
+        """
 def describe_tensor(name: str, tensor: torch.Tensor) -> str:
     """
     Name, dtype, sizes, strides and kind of device, as text.
+    """
+def entries_of(tables: list) -> list:
+    """
+    What is registered in tables of a module, one list for all.
+    """
+def has_entries(tables: list, entries: list) -> bool:
+    """
+    Whether entries_of() would give that list.
+    """
+def one_per_device(tensors: list) -> list:
+    """
+    The first of the tensors on each device.
     """
 def require_agreement(group: torch.distributed.distributed_c10d.ProcessGroup, what: str, items: collections.abc.Sequence[str], failure: str = '') -> None:
     """

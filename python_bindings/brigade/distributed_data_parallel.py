@@ -26,10 +26,9 @@ from torch.distributed.utils import _sync_module_states
 from torch.nn.parallel import distributed as torch_ddp
 
 from brigade import _checks, _compiling, _optimizer_in_backward
-from brigade._C import Logger, Reducer, describe_tensor
+from brigade._C import Logger, ModuleScan, Reducer, describe_tensor, one_per_device
 from brigade._checks import require_agreement
 from brigade._finalization import ManualFinalization
-from brigade._module_parameters import all_parameters, reduced_parameters
 from brigade._output_tie import tie
 from brigade._parameter_watch import ParameterWatch
 
@@ -191,7 +190,8 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
             )
             _checks.require_named_parameters(delayed)
             _checks.require_trainable_parameter(param_to_hook_all_reduce=param_to_hook_all_reduce)
-            self._set_up_parameters(module, delayed)
+            scan = ModuleScan(module)
+            self._set_up_parameters(module, scan, delayed)
             self._set_up_devices(device_ids, output_device)
             self._set_up_state()
             self._set_up_buckets(bucket_cap_mb, bucket_cap_mb_list)
@@ -225,11 +225,16 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
                 return
 
         if compares_ranks:
-            self._require_same_module(syncs_buffers_at_init)
-        parameters, expect_sparse_gradients = self._build_params_for_reducer()
+            self._require_same_module(scan, syncs_buffers_at_init)
+        parameters, expect_sparse_gradients = self._build_params_for_reducer(scan)
         names = self._build_debug_param_to_name_mapping(parameters)
         self._ddp_init_helper(
-            parameters, expect_sparse_gradients, names, static_graph, compare_ranks=init_sync
+            parameters,
+            expect_sparse_gradients,
+            names,
+            static_graph,
+            compare_ranks=init_sync,
+            scan=scan,
         )
         if compares_ranks:
             _sync_module_states(
@@ -292,16 +297,18 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
         if delayed:
             require_agreement(self.process_group, "delayed parameter", _descriptions(delayed))
 
-    def _require_same_module(self, syncs_buffers_at_init: bool) -> None:
+    def _require_same_module(self, scan: ModuleScan, syncs_buffers_at_init: bool) -> None:
         """Compares with the other ranks what is sent of the module, and frozen parameters."""
-        parameters = self._not_ignored(all_parameters(self.module))
+        parameters = self._not_ignored(scan.named_parameters())
         require_agreement(self.process_group, "parameter", _descriptions(parameters))
         if self.forward_sync_buffers or syncs_buffers_at_init:
-            buffers = self._not_ignored(dict(self.module.named_buffers()))
+            buffers = self._not_ignored(scan.named_buffers())
             require_agreement(self.process_group, "buffer", _descriptions(buffers))
 
     def _not_ignored(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         ignored = self.parameters_to_ignore
+        if not ignored:
+            return tensors
         return {name: tensor for name, tensor in tensors.items() if name not in ignored}
 
     def _set_up_group(
@@ -322,26 +329,26 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
             _pre_dp_module_transform(module)
 
     def _set_up_parameters(
-        self, module: torch.nn.Module, delayed: list[tuple[str, torch.nn.Parameter]]
+        self,
+        module: torch.nn.Module,
+        scan: ModuleScan,
+        delayed: list[tuple[str, torch.nn.Parameter]],
     ) -> None:
         self.module = module
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self.parameters_to_ignore.update(name for name, _ in delayed)
         self._delay_all_reduce_params = [parameter for _, parameter in delayed]
-        named = self._not_ignored(all_parameters(module))
+        named = self._not_ignored(scan.named_parameters())
         self._module_parameters = list(named.values())
         if not delayed:
             _checks.require_trainable(module, self._module_parameters)
-        of_other_types = {
-            name: tensor for name, tensor in named.items() if type(tensor) is not torch.nn.Parameter
-        }
-        _checks.require_initialized(module, of_other_types)
-        _require_no_shards(of_other_types)
+        if set(map(type, self._module_parameters)) - {torch.nn.Parameter}:
+            _checks.require_initialized(module, named)
+            _require_no_shards(named)
 
     def _set_up_devices(self, device_ids: Sequence[Any] | None, output_device: Any) -> None:
-        by_device = {p.device: p for p in self._module_parameters or self._delay_all_reduce_params}
-        parameters = list(by_device.values())
-        self.device = (self._module_parameters or self._delay_all_reduce_params)[0].device
+        parameters = one_per_device(self._module_parameters or self._delay_all_reduce_params)
+        self.device = parameters[0].device
         self.device_type = _checks.device_type_of(self.module, parameters)
         self.is_multi_device_module = len(parameters) > 1
         self.device_ids = None
@@ -407,17 +414,27 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
         self.register_comm_hook(state, hooks._reducer_allreduce_and_upcast_hook)
         self.reducer._set_mixed_precision_param_dtype(precision.param_dtype)
 
-    def _build_params_for_reducer(self) -> tuple[list[torch.Tensor], list[bool]]:
-        self._assign_modules_buffers()
-        self._reduced = reduced_parameters(self.module, self.parameters_to_ignore)
-        return list(self._reduced.tensors), list(self._reduced.expect_sparse)
+    def _build_params_for_reducer(
+        self, scan: ModuleScan | None = None
+    ) -> tuple[list[torch.Tensor], list[bool]]:
+        scan = scan or ModuleScan(self.module)
+        self._note_buffers(scan)
+        tensors, names, expect_sparse = scan.reduced_parameters(self.parameters_to_ignore)
+        self._reduced = tensors, names
+        return list(tensors), expect_sparse
+
+    def _assign_modules_buffers(self) -> None:
+        """Notes the buffers that are synced; a module may have replaced them since."""
+        self._note_buffers(ModuleScan(self.module))
+
+    def _note_buffers(self, scan: ModuleScan) -> None:
+        self.named_module_buffers = self._not_ignored(scan.named_buffers())
+        self.modules_buffers = list(self.named_module_buffers.values())
 
     def _build_debug_param_to_name_mapping(self, parameters: list[torch.Tensor]) -> dict[int, str]:
-        reduced = self._reduced
-        if len(parameters) == len(reduced.tensors) and all(
-            map(operator.is_, parameters, reduced.tensors)
-        ):
-            return dict(enumerate(reduced.names))
+        tensors, names = self._reduced
+        if len(parameters) == len(tensors) and all(map(operator.is_, parameters, tensors)):
+            return dict(enumerate(names))
         return super()._build_debug_param_to_name_mapping(parameters)
 
     def _ddp_init_helper(
@@ -427,6 +444,7 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
         param_to_name_mapping: dict[int, str],
         static_graph: bool,
         compare_ranks: bool = False,
+        scan: ModuleScan | None = None,
     ) -> None:
         """Makes reducer and logger, without a word to other ranks unless these are compared.
 
@@ -441,7 +459,7 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
             for index, parameter in enumerate(parameters):
                 parameter._idx = index
         buckets, limits = self._first_buckets(parameters, static_graph, expect_sparse_gradient)
-        names = {i: name.lstrip(".") for i, name in param_to_name_mapping.items()}
+
         self.reducer = Reducer(
             parameters,
             buckets,
@@ -451,7 +469,7 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
             self.bucket_bytes_cap,
             self.find_unused_parameters,
             self.gradient_as_bucket_view,
-            names,
+            param_to_name_mapping,
             dist._DEFAULT_FIRST_BUCKET_BYTES
             if self.bucket_bytes_cap_default
             else self.bucket_bytes_cap,
@@ -467,6 +485,8 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
         )
         if self._require_manual_backward_finalization:
             self.reducer._set_manual_finalization_required(True)
+        scan = scan or ModuleScan(self.module)
+        syncs_batch_norm = any(issubclass(c, torch.nn.SyncBatchNorm) for c in scan.classes())
         self.logger = Logger(self.reducer)
         self.reducer.set_logger(self.logger)
         self.logger.set_construction_data_and_log(
@@ -474,21 +494,22 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
             self.device_ids or [],
             -1 if self.output_device is None else self.output_device,
             self.forward_sync_buffers,
-            any(isinstance(m, torch.nn.SyncBatchNorm) for m in self.module.modules()),
+            syncs_batch_norm,
             static_graph,
         )
-        self._passing_sync_batchnorm_handle(self.module)
+        if syncs_batch_norm:
+            self._passing_sync_batchnorm_handle(self.module)
         self._process = os.getpid()
         # Torch takes the parameters that it splits over ranks out around each forward.
-        is_tensor_parallel = _is_transformed_by_tensor_parallelism(self.module)
+        watched = parameters
+        if _is_transformed_by_tensor_parallelism(self.module):
+            watched = [None if hasattr(p, "_st_info") else p for p in parameters]
         self._watch = ParameterWatch(
             self.module,
-            {
-                names.get(i, str(i)): parameter
-                for i, parameter in enumerate(parameters)
-                if not (is_tensor_parallel and hasattr(parameter, "_st_info"))
-            },
-            others=self._module_parameters,
+            scan,
+            reduced=watched,
+            names=param_to_name_mapping,
+            all_parameters=self._module_parameters,
             ignored=self.parameters_to_ignore,
         )
 

@@ -1,0 +1,248 @@
+#include "brigade/python_bindings/module_scan.h"
+
+#include <c10/util/Exception.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <algorithm>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <utility>
+
+#include "absl/container/flat_hash_map.h"
+#include "absl/container/flat_hash_set.h"
+#include "absl/functional/function_ref.h"
+
+namespace brigade {
+namespace {
+
+ClassCheck is_kind_of(py::object base) {
+  return ClassCheck([base = std::move(base)](py::handle type) {
+    return PyObject_IsSubclass(type.ptr(), base.ptr()) == 1;
+  });
+}
+
+// Python's tensors seen from C++, for a fraction of what the binding of one
+// argument costs.
+class Tensors {
+ public:
+  const at::Tensor& operator[](py::handle tensor) {
+    TORCH_CHECK_TYPE(is_tensor_(tensor), "brigade: expected a tensor, got ",
+                     std::string(py::repr(tensor)), ".");
+    return THPVariable_Unpack(tensor.ptr());
+  }
+
+ private:
+  ClassCheck is_tensor_ =
+      is_kind_of(py::reinterpret_borrow<py::object>(THPVariableClass));
+};
+
+void set_item(const py::dict& dict, const py::str& key, py::handle value) {
+  if (PyDict_SetItem(dict.ptr(), key.ptr(), value.ptr()) != 0) {
+    throw py::error_already_set();
+  }
+}
+
+class ReducedParameters {
+ public:
+  explicit ReducedParameters(const py::set& ignored)
+      : ignored_(ignored), ignores_some_(!ignored.empty()) {}
+
+  // `module` is a number: of several names in one module, the first counts.
+  void add(const py::str& name, const py::object& tensor, size_t module,
+           bool is_sparse) {
+    if (!in_cpp_[tensor].requires_grad()) return;
+    const auto [entry, is_new] =
+        places_.try_emplace(tensor.ptr(), Place{.last_module = module});
+    Place& place = entry->second;
+    if (!is_new && std::exchange(place.last_module, module) == module) return;
+    if (ignores_some_ && ignored_.contains(name)) return;
+    if (place.position) {
+      names_[*place.position] = name;
+      return;
+    }
+    place.position = py::len(tensors_);
+    tensors_.append(tensor);
+    names_.append(name);
+    expect_sparse_.append(is_sparse);
+  }
+
+  py::tuple lists() const {
+    return py::make_tuple(tensors_, names_, expect_sparse_);
+  }
+
+ private:
+  struct Place {
+    size_t last_module;
+    std::optional<size_t> position = std::nullopt;  // in the lists
+  };
+
+  const py::set& ignored_;
+  const bool ignores_some_;
+  Tensors in_cpp_;
+  absl::flat_hash_map<PyObject*, Place> places_;
+  py::list tensors_;
+  py::list names_;
+  py::list expect_sparse_;
+};
+
+// Stops, and returns false, where `visit` does.
+bool for_each_value(const py::list& tables,
+                    absl::FunctionRef<bool(PyObject*)> visit) {
+  for (py::handle table : tables) {
+    if (PyDict_Check(table.ptr())) {
+      PyObject* value = nullptr;
+      Py_ssize_t position = 0;
+      while (PyDict_Next(table.ptr(), &position, nullptr, &value) != 0) {
+        if (!visit(value)) return false;
+      }
+      continue;
+    }
+    // TorchScript's modules have tables of their own kind, over memory of C++.
+    for (py::handle value : table.attr("values")()) {
+      if (!visit(value.ptr())) return false;
+    }
+  }
+  return true;
+}
+
+}  // namespace
+
+ModuleScan::ModuleScan(py::object module)
+    : root_(std::move(module)), modules_(named_modules(root_)) {
+  for (size_t m = 0; m < modules_.size(); ++m) {
+    const NamedModule& in = modules_[m];
+    for_each_registered(
+        in.module, Table::kParameters,
+        [&](std::string_view name, py::handle tensor) {
+          parameters_.push_back(
+              {.name = py::str(joined_name(in.name, name)),
+               .tensor = py::reinterpret_borrow<py::object>(tensor),
+               .module = m});
+        });
+  }
+}
+
+py::dict ModuleScan::named_parameters() const {
+  if (overrides("named_parameters")(root_)) {
+    return py::dict(root_.attr("named_parameters")());
+  }
+  py::dict named;
+  absl::flat_hash_set<PyObject*> seen;
+  for (const Parameter& each : parameters_) {
+    if (!seen.insert(each.tensor.ptr()).second) continue;
+    set_item(named, each.name, each.tensor);
+  }
+  return named;
+}
+
+py::dict ModuleScan::named_buffers() const {
+  if (overrides("named_buffers")(root_)) {
+    return py::dict(root_.attr("named_buffers")());
+  }
+  py::dict named;
+  absl::flat_hash_set<PyObject*> seen;
+  for (const NamedModule& in : modules_) {
+    for_each_registered(in.module, Table::kBuffers,
+                        [&](std::string_view name, py::handle tensor) {
+                          if (!seen.insert(tensor.ptr()).second) return;
+                          set_item(named, py::str(joined_name(in.name, name)),
+                                   tensor);
+                        });
+  }
+  return named;
+}
+
+py::tuple ModuleScan::reduced_parameters(const py::set& ignored) const {
+  const py::module_ torchs = py::module_::import("torch.nn");
+  ClassCheck is_embedding = is_kind_of(
+      py::make_tuple(torchs.attr("Embedding"), torchs.attr("EmbeddingBag")));
+  ClassCheck names_its_own = overrides("named_parameters");
+  ReducedParameters reduced(ignored);
+  auto parameter = parameters_.begin();
+  for (size_t m = 0; m < modules_.size(); ++m) {
+    const NamedModule& in = modules_[m];
+    const bool is_sparse =
+        is_embedding(in.module) && py::cast<bool>(in.module.attr("sparse"));
+    const bool is_asked = names_its_own(in.module);
+    for (; parameter != parameters_.end() && parameter->module == m;
+         ++parameter) {
+      if (is_asked) continue;
+      const bool is_roots = in.name.empty();
+      reduced.add(is_roots ? py::str("." + std::string(parameter->name))
+                           : parameter->name,
+                  parameter->tensor, m, is_sparse);
+    }
+    if (!is_asked) continue;
+    for (py::handle pair :
+         in.module.attr("named_parameters")(py::arg("recurse") = false)) {
+      const auto entry = py::cast<py::tuple>(pair);
+      reduced.add(py::str(in.name + "." + py::cast<std::string>(entry[0])),
+                  py::object(entry[1]), m, is_sparse);
+    }
+  }
+  return reduced.lists();
+}
+
+py::set ModuleScan::classes() const {
+  absl::flat_hash_set<PyObject*> classes;
+  for (const NamedModule& each : modules_) {
+    classes.insert(py::type::handle_of(each.module).ptr());
+  }
+  py::set found;
+  for (PyObject* each : classes) found.add(py::handle(each));
+  return found;
+}
+
+py::list ModuleScan::frozen_parameters() const {
+  Tensors in_cpp;
+  absl::flat_hash_set<PyObject*> seen;
+  py::list frozen;
+  for (const Parameter& each : parameters_) {
+    if (in_cpp[each.tensor].requires_grad()) continue;
+    if (seen.insert(each.tensor.ptr()).second) frozen.append(each.tensor);
+  }
+  return frozen;
+}
+
+py::list ModuleScan::tables() const {
+  py::list tables;
+  for (const NamedModule& each : modules_) {
+    tables.append(table_of(each.module, Table::kParameters));
+    tables.append(table_of(each.module, Table::kModules));
+  }
+  return tables;
+}
+
+py::list one_per_device(const py::list& tensors) {
+  Tensors in_cpp;
+  std::vector<at::Device> devices;
+  py::list firsts;
+  for (py::handle tensor : tensors) {
+    const at::Device device = in_cpp[tensor].device();
+    if (std::ranges::find(devices, device) != devices.end()) continue;
+    devices.push_back(device);
+    firsts.append(tensor);
+  }
+  return firsts;
+}
+
+py::list entries_of(const py::list& tables) {
+  py::list entries;
+  for_each_value(tables, [&](PyObject* value) {
+    entries.append(py::handle(value));
+    return true;
+  });
+  return entries;
+}
+
+bool has_entries(const py::list& tables, const py::list& entries) {
+  const Py_ssize_t count = PyList_GET_SIZE(entries.ptr());
+  Py_ssize_t next = 0;
+  const bool all_known = for_each_value(tables, [&](PyObject* value) {
+    return next < count && PyList_GET_ITEM(entries.ptr(), next++) == value;
+  });
+  return all_known && next == count;
+}
+
+}  // namespace brigade

@@ -1,0 +1,64 @@
+// What a Python module holds, from one walk over its submodules.
+//
+// Thread safety: the caller holds the GIL.
+
+#ifndef BRIGADE_PYTHON_BINDINGS_MODULE_SCAN_H_
+#define BRIGADE_PYTHON_BINDINGS_MODULE_SCAN_H_
+
+#include <torch/csrc/utils/pybind.h>
+
+#include <cstddef>
+#include <vector>
+
+#include "brigade/python_bindings/module_walk.h"
+
+namespace brigade {
+
+class ModuleScan {
+ public:
+  explicit ModuleScan(py::object module);
+
+  // As dict(module.named_parameters()), dict(module.named_buffers()).
+  py::dict named_parameters() const;
+  py::dict named_buffers() const;
+
+  // Three lists, by parameter that requires a gradient and is not ignored: the
+  // tensor, its name, whether gradients are sparse.  As torch's
+  // DistributedDataParallel has them: each once, in the order of registration;
+  // a dot before the names of the root's own; a shared one by its name in the
+  // last module that has it.
+  py::tuple reduced_parameters(const py::set& ignored) const;
+
+  // Of the module and its submodules.
+  py::set classes() const;
+
+  // Those that require no gradient, each once.
+  py::list frozen_parameters() const;
+
+  // The tables in which parameters and submodules are registered.
+  py::list tables() const;
+
+ private:
+  struct Parameter {
+    py::str name;
+    py::object tensor;
+    size_t module;  // index into modules_
+  };
+
+  py::object root_;
+  std::vector<NamedModule> modules_;   // parents first
+  std::vector<Parameter> parameters_;  // by module; a shared one several times
+};
+
+// The first of the tensors on each device.
+py::list one_per_device(const py::list& tensors);
+
+// What is registered in tables of a module, one list for all.
+py::list entries_of(const py::list& tables);
+
+// Whether entries_of(tables) would give that list.
+bool has_entries(const py::list& tables, const py::list& entries);
+
+}  // namespace brigade
+
+#endif  // BRIGADE_PYTHON_BINDINGS_MODULE_SCAN_H_

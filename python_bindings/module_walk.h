@@ -1,0 +1,62 @@
+// The submodules of a Python module, and what each has registered: what
+// torch.nn.Module's own methods find, which make a generator per module and a
+// tuple per name.
+//
+// Thread safety: the caller holds the GIL.
+
+#ifndef BRIGADE_PYTHON_BINDINGS_MODULE_WALK_H_
+#define BRIGADE_PYTHON_BINDINGS_MODULE_WALK_H_
+
+#include <torch/csrc/utils/pybind.h>
+
+#include <functional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "absl/container/flat_hash_map.h"
+#include "absl/functional/function_ref.h"
+
+namespace brigade {
+
+struct NamedModule {
+  std::string name;  // "encoder.0"; empty for the root
+  py::object module;
+};
+
+// As root.named_modules(): each module once, parents first.
+std::vector<NamedModule> named_modules(py::handle root);
+
+// Where a module has registered something.
+enum class Table { kParameters, kBuffers, kModules };
+
+py::object table_of(py::handle module, Table table);
+
+// Calls `visit` with name and value for what `module` alone has registered,
+// but for None.
+void for_each_registered(
+    py::handle module, Table table,
+    absl::FunctionRef<void(std::string_view, py::handle)> visit);
+
+std::string joined_name(std::string_view prefix, std::string_view name);
+
+// Something that is true or false of a class, asked of its instances.
+class ClassCheck {
+ public:
+  explicit ClassCheck(std::function<bool(py::handle type)> check);
+
+  bool operator()(py::handle instance);
+
+ private:
+  std::function<bool(py::handle)> check_;
+  absl::flat_hash_map<PyObject*, bool> known_;
+  PyObject* last_ = nullptr;  // modules of one class come in rows
+  bool answer_ = false;
+};
+
+// Of classes that answer by `method` other than torch.nn.Module.
+ClassCheck overrides(const char* method);
+
+}  // namespace brigade
+
+#endif  // BRIGADE_PYTHON_BINDINGS_MODULE_WALK_H_
