@@ -4,6 +4,7 @@
 #include <c10/core/DeviceGuard.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <utility>
 #include <vector>
 
@@ -68,15 +69,17 @@ DenseReplica::Delivery delivery_of(const ReducerOptions& options,
 
 Bucket::Bucket(const ParameterTable& table, const BucketPlan& plan,
                size_t index, c10d::CommHookInterface& hook,
-               const ReducerOptions& options)
-    : hook_(hook),
+               const ReducerOptions& options, UsedParameterMap* skipped_by)
+    : index_(index),
+      members_(plan.buckets()[index]),
+      skipped_by_(skipped_by),
+      hook_(hook),
       parameters_(select(table, plan.buckets()[index])),
       devices_(devices_of(table, plan.buckets()[index].front())),
       dtype_(table.dtype(plan.buckets()[index].front())),
       sparse_(table.is_sparse(plan.buckets()[index].front())),
       numel_(sparse_ ? 0 : total_numel(parameters_)),
       declared_(dynamic_cast<const DeclaresWireFormat*>(&hook)) {
-  const std::vector<size_t>& members = plan.buckets()[index];
   const at::ScalarType wire_dtype =
       declared_ == nullptr ? dtype_ : declared_->wire_format(dtype_).dtype;
   const DenseReplica::Delivery delivery = delivery_of(options, declared_);
@@ -90,11 +93,11 @@ Bucket::Bucket(const ParameterTable& table, const BucketPlan& plan,
     if (sparse_) {
       replicas_.push_back(std::make_unique<SparseReplica>(
           table,
-          VariableIndex{.replica = replica, .parameter = members.front()}));
+          VariableIndex{.replica = replica, .parameter = members_.front()}));
       continue;
     }
     auto dense = std::make_unique<DenseReplica>(
-        table, replica, members, wire_dtype, delivery, allocation);
+        table, replica, members_, wire_dtype, delivery, allocation);
     if (replica == 0) {
       const size_t reals_per_number = c10::isComplexType(dtype_) ? 2 : 1;
       for (const SlotRange& range : dense->ranges()) {
@@ -110,6 +113,14 @@ Bucket::Bucket(const ParameterTable& table, const BucketPlan& plan,
                        as_reals(replicas_.front()->buffer()),
                        std::move(offsets), std::move(lengths), std::move(sizes),
                        parameters_, std::nullopt);
+}
+
+bool Bucket::is_skipped() {
+  if (skipped_by_ == nullptr) return false;
+  skipped_by_->wait();
+  return std::none_of(members_.begin(), members_.end(), [this](size_t member) {
+    return skipped_by_->is_used_anywhere(member);
+  });
 }
 
 // A hook that declares a scale may change it from iteration to iteration. The
@@ -168,14 +179,14 @@ c10::intrusive_ptr<c10::ivalue::Future> Bucket::launch() {
   // Pairs with the record in pack(): another stream may have packed this
   // bucket, long before the buckets ahead of it were full.
   if (packed_) packed_->block(current_stream(device()));
-  return launch(replicas_.front()->buffer());
+  return run_hook(replicas_.front()->buffer());
 }
 
-c10::intrusive_ptr<c10::ivalue::Future> Bucket::launch_zeros() {
-  return launch(replicas_.front()->zeros());
+c10::intrusive_ptr<c10::ivalue::Future> Bucket::launch_substitute() {
+  return run_hook(replicas_.front()->zeros());
 }
 
-c10::intrusive_ptr<c10::ivalue::Future> Bucket::launch(
+c10::intrusive_ptr<c10::ivalue::Future> Bucket::run_hook(
     const at::Tensor& buffer) {
   // The hook of the last iteration may have put another buffer there.
   grad_bucket_->getBufferRef() = as_reals(buffer);

@@ -26,19 +26,32 @@
 #include "brigade/comm_hooks/wire_format.h"
 #include "brigade/planning/bucket_plan.h"
 #include "brigade/reducer/bucket_replica.h"
+#include "brigade/reducer/collective.h"
 #include "brigade/reducer/memory_ranges.h"
 #include "brigade/reducer/parameter_table.h"
 #include "brigade/reducer/reducer_options.h"
 #include "brigade/reducer/stream_join.h"
+#include "brigade/reducer/used_parameter_map.h"
 
 namespace brigade {
 
-class Bucket {
+class Bucket final : public Collective {
  public:
-  // REQUIRES: `table` and `hook` outlive this object; `index` is in `plan`, and
-  // the parameters of a bucket are of one dtype and device.
+  // `skipped_by`: it is skipped where this map says that no rank used one of
+  // its parameters; null: never.
+  //
+  // REQUIRES: `table`, `hook` and `skipped_by` outlive this object; `index` is
+  // in `plan`, and the parameters of a bucket are of one dtype and device.
   Bucket(const ParameterTable& table, const BucketPlan& plan, size_t index,
-         c10d::CommHookInterface& hook, const ReducerOptions& options);
+         c10d::CommHookInterface& hook, const ReducerOptions& options,
+         UsedParameterMap* skipped_by);
+
+  std::optional<size_t> bucket() const override { return index_; }
+
+  // True if its collective is left out because no rank used its parameters.
+  // Waits for the map that says so. Errors: what the map's collective throws.
+  bool is_skipped();
+  bool is_left_out() override { return is_empty() || is_skipped(); }
 
   // Packs the gradients of one local replica, which `streams` produced. Returns
   // the bytes of gradients copied. Unused slots and errors: see
@@ -51,12 +64,10 @@ class Bucket {
 
   // Calls the comm hook on the packed buffer. Errors: RuntimeError if the hook
   // returns no future; what the hook throws.
-  c10::intrusive_ptr<c10::ivalue::Future> launch();
+  c10::intrusive_ptr<c10::ivalue::Future> launch() override;
 
-  // Calls the comm hook on zeros, for peers that wait for this rank's share of
-  // an iteration that all gave up. Gradients are not touched. Errors: as
-  // launch().
-  c10::intrusive_ptr<c10::ivalue::Future> launch_zeros();
+  // Calls the comm hook on zeros.
+  c10::intrusive_ptr<c10::ivalue::Future> launch_substitute() override;
 
   // The buffers, in all replicas: see BucketReplica::release_memory().
   void release_memory();
@@ -96,8 +107,11 @@ class Bucket {
 
  private:
   double scale() const;
-  c10::intrusive_ptr<c10::ivalue::Future> launch(const at::Tensor& buffer);
+  c10::intrusive_ptr<c10::ivalue::Future> run_hook(const at::Tensor& buffer);
 
+  const size_t index_;                 // in the plan
+  const std::vector<size_t> members_;  // parameters, by slot
+  UsedParameterMap* const skipped_by_;
   c10d::CommHookInterface& hook_;
   const std::vector<at::Tensor> parameters_;  // of replica 0
   const std::vector<c10::Device> devices_;    // by replica

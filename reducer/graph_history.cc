@@ -15,7 +15,8 @@ int64_t observed_iterations(const ReducerOptions& options) {
 
 GraphHistory::GraphHistory(const ReducerOptions& options,
                            const ParameterTable& table,
-                           const GradientHooks& hooks)
+                           const GradientHooks& hooks,
+                           c10d::ProcessGroup& group)
     : ready_order(observed_iterations(options)) {
   if (options.static_graph) {
     firing_counts.emplace(table.num_variables());
@@ -25,6 +26,7 @@ GraphHistory::GraphHistory(const ReducerOptions& options,
     return;
   }
   used_map.emplace(table.num_replicas(), table.size(), table[0].device());
+  used_map_sum.emplace(*used_map, group);
 }
 
 }  // namespace brigade

@@ -6,6 +6,7 @@
 #define BRIGADE_REDUCER_GRAPH_HISTORY_H_
 
 #include <optional>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "brigade/hooks/gradient_hooks.h"
 #include "brigade/reducer/firing_counts.h"
@@ -13,19 +14,23 @@
 #include "brigade/reducer/ready_order.h"
 #include "brigade/reducer/reducer_options.h"
 #include "brigade/reducer/unused_parameter_search.h"
+#include "brigade/reducer/used_map_sum.h"
 #include "brigade/reducer/used_parameter_map.h"
 
 namespace brigade {
 
 struct GraphHistory {
   GraphHistory(const ReducerOptions& options, const ParameterTable& table,
-               const GradientHooks& hooks);
+               const GradientHooks& hooks, c10d::ProcessGroup& group);
+  GraphHistory(const GraphHistory&) = delete;
+  GraphHistory& operator=(const GraphHistory&) = delete;
 
   // A static graph needs no search; its used map is summed once.
   ReadyOrder ready_order;
   std::optional<UnusedParameterSearch> unused_search;  // if it may change
   std::optional<FiringCounts> firing_counts;           // if it is static
   std::optional<UsedParameterMap> used_map;            // in both cases
+  std::optional<UsedMapSum> used_map_sum;              // of it
 };
 
 }  // namespace brigade

@@ -11,9 +11,11 @@
 #include <ATen/ThreadLocalState.h>
 #include <ATen/core/ivalue.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <optional>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -21,6 +23,7 @@
 #include "brigade/comm_hooks/continuation_watch.h"
 #include "brigade/comm_hooks/then_collective.h"
 #include "brigade/planning/launch_order.h"
+#include "brigade/reducer/collective.h"
 #include "brigade/reducer/context_gradients.h"
 #include "brigade/reducer/finished_iterations.h"
 #include "brigade/reducer/stream_join.h"
@@ -35,13 +38,19 @@ enum class Phase {
 };
 
 struct Launch {
-  size_t bucket = 0;
+  std::optional<size_t> bucket;                    // none: the used map
   c10::intrusive_ptr<c10::ivalue::Future> future;  // null: nothing travelled
   bool is_overdue = false;  // was waited for as long as anything is
 };
 
+// Of a bucket: who needs the used map waits for it.
 inline bool is_pending(const Launch& launch) {
-  return launch.future && !launch.future->completed();
+  return launch.bucket && launch.future && !launch.future->completed();
+}
+
+inline int64_t num_buckets(std::span<const Launch> launches) {
+  return std::ranges::count_if(
+      launches, [](const Launch& launch) { return launch.bucket.has_value(); });
 }
 
 // A gradient that came before it was known whether its backward belongs to the
@@ -59,7 +68,7 @@ struct IterationState {
         iteration(preparation.iteration),
         order(plan, num_replicas) {
     streams.reserve(plan.num_buckets() * num_replicas);
-    launches.reserve(plan.num_buckets());
+    launches.reserve(plan.num_buckets() + 1);
   }
 
   const Preparation preparation;
@@ -69,11 +78,13 @@ struct IterationState {
   bool creates_graph = false;           // its backward does
   const at::ThreadLocalState preparer;  // of the thread that prepared
   ContextGradients context_gradients;
+  std::span<Collective* const> sequence;  // what is launched, in this order
   LaunchOrder order;
   // By bucket, and by replica in it: who produced the gradients.
   std::vector<StreamJoin> streams;
-  std::vector<Launch> launches;  // in plan order; hooks that threw are not
-  ChainedCollectives chained;    // behind those of the hooks
+  // As far as the sequence has come; without the one that threw.
+  std::vector<Launch> launches;
+  ChainedCollectives chained;                      // behind those of the hooks
   std::optional<ContinuationWatch> continuations;  // of a user's new hook
 
   // The backward whose end is being watched, by its id. Reentrant backwards
@@ -88,8 +99,8 @@ struct IterationState {
 
   UnusedPrediction prediction;  // of parameters that backward will not reach
   std::vector<bool> unused;     // by variable; empty: none is known to be
-  bool sums_used_map = false;   // over the ranks, in this iteration
-  bool used_map_sent = false;
+
+  bool all_launched() const { return launches.size() == sequence.size(); }
 
   // Nothing is launched any more. `words` are for the other ranks; the first
   // ones are kept.

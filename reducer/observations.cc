@@ -29,10 +29,10 @@ void Observations::iteration_begins(int64_t iteration) {
   progress->launched.store(0, std::memory_order_relaxed);
 }
 
-void Observations::launched(const Launch& launch, size_t num_launched) {
-  if (launch.future) timeline.launched(launch.bucket, *launch.future);
-  progress->launched.store(static_cast<int64_t>(num_launched),
-                           std::memory_order_relaxed);
+void Observations::launched(const Launch& launch) {
+  if (!launch.bucket) return;
+  if (launch.future) timeline.launched(*launch.bucket, *launch.future);
+  progress->launched.fetch_add(1, std::memory_order_relaxed);
 }
 
 }  // namespace brigade

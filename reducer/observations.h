@@ -45,7 +45,7 @@ struct Observations : ReducerStatistics {
                     std::function<std::string()> describe_progress);
 
   void iteration_begins(int64_t iteration);
-  void launched(const Launch& launch, size_t num_launched);
+  void launched(const Launch& launch);
 
   // To be called in a catch block, without the reducer's lock.
   void note_error() { last_error.note(progress->iteration); }

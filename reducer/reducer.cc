@@ -7,6 +7,7 @@
 #include <chrono>
 #include <exception>
 #include <optional>
+#include <span>
 #include <string>
 #include <thread>
 #include <utility>
@@ -51,8 +52,8 @@ Reducer::Reducer(ReducerSetup setup)
       hooks_(std::make_shared<GradientHooks>(
           table_.replicas(), static_cast<GradientListener&>(*this))),
       options_(std::move(setup.options)),
+      graph_(options_, table_, *hooks_, *group_),
       bound_(bind(std::move(setup.plan), *options_.comm_hook)),
-      graph_(options_, table_, *hooks_),
       signatures_(group_) {
   observe_plan();
   signatures_.compare_others(!fails_by_network_only(*options_.comm_hook));
@@ -138,18 +139,22 @@ void Reducer::set_comm_hook(std::shared_ptr<c10d::CommHookInterface> hook) try {
   signatures_.compare_others(!fails_by_network_only(*options_.comm_hook));
   hook_since_ = observations_.begun;
   // Later ranks may be in different places.
-  if (signatures_.is_connected()) agree_on_plan(*make_iteration());
+  if (signatures_.is_connected()) {
+    agree_on_plan(*make_iteration(observations_.begun + 1));
+  }
 } catch (...) {
   observations_.note_error();
   throw;
 }
 
-std::shared_ptr<IterationState> Reducer::make_iteration() const {
+std::shared_ptr<IterationState> Reducer::make_iteration(int64_t number) {
   const auto iteration = std::make_shared<IterationState>(
-      Preparation{.number = observations_.prepared,
-                  .iteration = observations_.begun + 1},
+      Preparation{.number = observations_.prepared, .iteration = number},
       bound_.plan, table_.num_replicas());
-  iteration->sums_used_map = sums_used_map();
+  iteration->sequence = bound_.sequence;
+  if (graph_.used_map_sum && !is_used_map_due()) {
+    iteration->sequence = iteration->sequence.first(bound_.buckets.size());
+  }
   return iteration;
 }
 
@@ -197,12 +202,7 @@ void Reducer::recover(MeetingPlace place) try {
 
 // Peers may be in an iteration that this rank has not begun.
 void Reducer::meet_idle(MeetingPlace place) {
-  const auto iteration = std::make_shared<IterationState>(
-      Preparation{.number = observations_.prepared,
-                  .iteration = observations_.begun},
-      bound_.plan, table_.num_replicas());
-  iteration->sums_used_map = sums_used_map();
-  end_together(*iteration,
+  end_together(*make_iteration(observations_.begun),
                {.kind = SignatureKind::kIdle,
                 .unit = place == MeetingPlace::kAfterForward ? 0 : -1});
 }
@@ -214,7 +214,7 @@ void Reducer::end_unfinished_iteration() {
   if (iteration_->phase == Phase::kFailed || iteration_->watched_backward) {
     return give_up();
   }
-  TORCH_CHECK(!finalizes_manually_ || !iteration_->order.all_launched(),
+  TORCH_CHECK(!finalizes_manually_ || !iteration_->all_launched(),
               describe_missing_finalization(occasion(iteration_->iteration)));
   iteration_->failure =
       describe_missing_gradients(table_, iteration_->order.missing(),
@@ -264,7 +264,7 @@ void Reducer::start_iteration() {
   graph_.ready_order.restart();
   signatures_.leave_meeting_point();
   ++observations_.prepared;
-  iteration_ = make_iteration();
+  iteration_ = make_iteration(observations_.begun + 1);
   for (const Bucket& bucket : bound_.buckets) {
     for (size_t r = 0; r < table_.num_replicas(); ++r) {
       iteration_->streams.emplace_back(bucket.device(r));
@@ -390,7 +390,7 @@ void Reducer::finalize_backward() try {
               "Reducer::finalize_backward: no gradient reduction requires "
               "finalization.\nCall it once, after a backward outside of "
               "no_sync.");
-  TORCH_CHECK(iteration_->order.all_launched(),
+  TORCH_CHECK(iteration_->all_launched(),
               "Reducer::finalize_backward: called before all DDP buckets were "
               "ready: gradients of ",
               table_.name_of(iteration_->order.missing()),
@@ -516,7 +516,7 @@ void Reducer::begin_reduction() {
     for (size_t i = 0; i < reached.size(); ++i) {
       if (reached[i]) graph_.used_map->mark(i);
     }
-    send_used_map();
+    launch_ready();  // the map
     await_used_map();
   }
   tell_hook_of_iteration();
@@ -525,7 +525,7 @@ void Reducer::begin_reduction() {
     iteration_->continuations.emplace();
   }
   mark_unused(unused);
-  launch_full_buckets();
+  launch_ready();
 }
 
 void Reducer::tell_hook_of_iteration() const {
@@ -545,7 +545,7 @@ void Reducer::accept_gradient(VariableIndex variable, bool is_defined) {
   streams_of(bucket, variable.replica).gradient_produced();
   if (!completes_gradient(variable)) return;
   note_use(variable);
-  if (mark_ready(variable)) launch_full_buckets();
+  if (mark_ready(variable)) launch_ready();
 }
 
 void Reducer::refuse_gradient(VariableIndex variable) const {
@@ -577,7 +577,7 @@ void Reducer::learn_graph() {
     mark_ready(variable);
   }
   mark_unused(graph_.firing_counts->silent());
-  launch_full_buckets();
+  launch_ready();
 }
 
 void Reducer::mark_unused(std::span<const size_t> variables) {
@@ -612,7 +612,7 @@ bool Reducer::mark_ready(VariableIndex variable) {
 }
 
 void Reducer::pack(size_t bucket) {
-  if (is_skipped(bucket)) return;
+  if (bound_.buckets[bucket].is_skipped()) return;
   const HookScope scope(iteration_->preparer);
   const ObservedPack packing(observations_, bucket);
   for (size_t r = 0; r < table_.num_replicas(); ++r) {
@@ -660,23 +660,14 @@ bool Reducer::skips_unused_buckets() const {
   return options_.skip_all_reduce_unused_parameters && graph_.unused_search;
 }
 
-// True if its collective is left out, on every rank alike.
-bool Reducer::is_skipped(size_t bucket) {
-  if (!skips_unused_buckets()) return false;
-  const std::vector<size_t>& members = bound_.plan.buckets()[bucket];
-  return std::none_of(members.begin(), members.end(), [this](size_t member) {
-    return graph_.used_map->is_used_anywhere(member);
-  });
-}
-
-bool Reducer::sums_used_map() const {
+// In the iteration that is to come.
+bool Reducer::is_used_map_due() const {
   return graph_.unused_search ||
          (graph_.firing_counts && graph_.firing_counts->are_peers_learning());
 }
 
-void Reducer::send_used_map() {
-  signatures_.count([this] { graph_.used_map->launch(*group_); });
-  iteration_->used_map_sent = true;
+bool Reducer::sums_used_map(const IterationState& iteration) const {
+  return iteration.sequence.size() > bound_.buckets.size();
 }
 
 // Before anything is launched that depends on it.
@@ -690,35 +681,42 @@ void Reducer::await_used_map() {
   }
 }
 
-void Reducer::launch_full_buckets() {
-  while (const std::optional<size_t> next = iteration_->order.take_next()) {
-    Bucket& bucket = bound_.buckets[*next];
-    Launch launch = {.bucket = *next, .future = nullptr};
-    if (is_skipped(*next)) {
-      ++observations_.buckets_skipped;
-    } else if (!bucket.is_empty()) {
-      const HookScope scope(iteration_->preparer);
-      try {
-        signatures_.count([&] {
-          const ObservedLaunch launching(observations_, *next);
-          const ChainedCollectives::Scope chaining(iteration_->chained);
-          launch.future =
-              iteration_->is_shadow ? bucket.launch_zeros() : bucket.launch();
-        });
-      } catch (...) {
-        rethrow(std::current_exception(), ErrorSource::kHook, *next,
-                iteration_->iteration);
-      }
-      ++observations_.buckets_launched;
+Collective* Reducer::next_to_launch() {
+  if (iteration_->all_launched()) return nullptr;
+  Collective* const next = iteration_->sequence[iteration_->launches.size()];
+  const bool is_ready = !next->bucket() || iteration_->order.take_next();
+  return is_ready ? next : nullptr;
+}
+
+void Reducer::launch_ready() {
+  Collective* next = next_to_launch();
+  if (next == nullptr) return;
+  const HookScope scope(iteration_->preparer);
+  for (; next != nullptr; next = next_to_launch()) launch(*next);
+}
+
+void Reducer::launch(Collective& next) {
+  Launch launch = {.bucket = next.bucket(), .future = nullptr};
+  if (next.is_left_out()) {
+    if (skips_unused_buckets()) ++observations_.buckets_skipped;
+  } else {
+    try {
+      signatures_.count([&] {
+        std::optional<ObservedLaunch> launching;
+        if (launch.bucket) launching.emplace(observations_, *launch.bucket);
+        const ChainedCollectives::Scope chaining(iteration_->chained);
+        launch.future =
+            iteration_->is_shadow ? next.launch_substitute() : next.launch();
+      });
+    } catch (...) {
+      if (!launch.bucket) throw;
+      rethrow(std::current_exception(), ErrorSource::kHook, *launch.bucket,
+              iteration_->iteration);
     }
-    iteration_->launches.push_back(std::move(launch));
-    observations_.launched(iteration_->launches.back(),
-                           iteration_->launches.size());
+    if (launch.bucket) ++observations_.buckets_launched;
   }
-  if (iteration_->order.all_launched() && iteration_->sums_used_map &&
-      !iteration_->used_map_sent) {
-    send_used_map();
-  }
+  iteration_->launches.push_back(std::move(launch));
+  observations_.launched(iteration_->launches.back());
 }
 
 void Reducer::on_backward_end(int64_t preparation, int backward_id) try {
@@ -747,7 +745,7 @@ void Reducer::on_backward_end(int64_t preparation, int backward_id) try {
   if (iteration_->launches.size() > launched_before) {
     return watch_backward(backward_id);
   }
-  if (iteration_->order.all_launched()) {
+  if (iteration_->all_launched()) {
     if (!finalizes_manually_) finalize();
   } else if (options_.one_backward_per_forward &&
              !iteration_->watched_backward) {
@@ -804,6 +802,11 @@ void Reducer::follow_strides() {
 void Reducer::adopt(BoundPlan bound) {
   for (Bucket& bucket : bound.buckets) bucket.adopt_gradients();
   bound_ = std::move(bound);
+  if (iteration_) {
+    // Of the same plan: only a hook is changed while an iteration is prepared.
+    iteration_->sequence =
+        std::span(bound_.sequence).first(iteration_->sequence.size());
+  }
   observe_plan();
 }
 
@@ -817,17 +820,26 @@ void Reducer::observe_plan() {
 }
 
 Reducer::BoundPlan Reducer::bind(BucketPlan plan,
-                                 c10d::CommHookInterface& hook) const {
+                                 c10d::CommHookInterface& hook) {
+  const bool skips = skips_unused_buckets();
   std::vector<Bucket> buckets;
   buckets.reserve(plan.num_buckets());
   for (size_t b = 0; b < plan.num_buckets(); ++b) {
-    buckets.emplace_back(table_, plan, b, hook, options_);
+    buckets.emplace_back(table_, plan, b, hook, options_,
+                         skips ? &*graph_.used_map : nullptr);
+  }
+  std::vector<Collective*> sequence;
+  for (Bucket& bucket : buckets) sequence.push_back(&bucket);
+  if (graph_.used_map_sum) {
+    sequence.insert(skips ? sequence.begin() : sequence.end(),
+                    &*graph_.used_map_sum);
   }
   const uint64_t fingerprint = plan_fingerprint(plan, table_, hook);
   MemoryRanges memory;
   for (const Bucket& bucket : buckets) bucket.list_memory(memory);
   return {.plan = std::move(plan),
           .buckets = std::move(buckets),
+          .sequence = std::move(sequence),
           .memory = std::move(memory),
           .fingerprint = fingerprint};
 }

@@ -54,6 +54,7 @@
 #include "brigade/planning/bucket_plan.h"
 #include "brigade/reducer/bucket.h"
 #include "brigade/reducer/bucket_error.h"
+#include "brigade/reducer/collective.h"
 #include "brigade/reducer/error_texts.h"
 #include "brigade/reducer/finished_iterations.h"
 #include "brigade/reducer/graph_history.h"
@@ -291,7 +292,8 @@ class Reducer : private GradientListener {
   struct BoundPlan {
     BucketPlan plan;
     std::vector<Bucket> buckets;
-    MemoryRanges memory;       // of the gradients that are views
+    std::vector<Collective*> sequence;  // the buckets, and the used map
+    MemoryRanges memory;                // of the gradients that are views
     uint64_t fingerprint = 0;  // equal on ranks that launch the same lengths
   };
 
@@ -307,7 +309,7 @@ class Reducer : private GradientListener {
   void end_unfinished_iteration();
   bool is_frozen() const;
   void start_iteration();
-  std::shared_ptr<IterationState> make_iteration() const;
+  std::shared_ptr<IterationState> make_iteration(int64_t number);
   void check_parameters() const;
   void keep_out_of_buckets(VariableIndex variable) const;
   UnusedPrediction predict_unused(const std::vector<at::Tensor>& outputs);
@@ -327,20 +329,21 @@ class Reducer : private GradientListener {
   bool mark_ready(VariableIndex variable);  // whether its bucket is full now
   void pack(size_t bucket);
   StreamJoin& streams_of(size_t bucket, size_t replica);
-  void launch_full_buckets();
-  bool sums_used_map() const;
-  bool is_skipped(size_t bucket);
+  Collective* next_to_launch();  // null: it is not ready, or there is none
+  void launch_ready();
+  void launch(Collective& next);
+  bool is_used_map_due() const;
+  bool sums_used_map(const IterationState& iteration) const;
   bool skips_unused_buckets() const;
   std::vector<size_t> unused_slots(const IterationState& iteration,
                                    size_t replica, size_t bucket) const;
   std::vector<size_t> untouched_slots(const IterationState& iteration,
                                       size_t bucket);
-  void send_used_map();
   void await_used_map();
   void rebuild();
   void follow_strides();
   void adopt(BoundPlan bound);
-  BoundPlan bind(BucketPlan plan, c10d::CommHookInterface& hook) const;
+  BoundPlan bind(BucketPlan plan, c10d::CommHookInterface& hook);
   void keep_until_done(BoundPlan bound, std::span<const Launch> launches) const;
 
   // What becomes of the results (reducer_results.cc).
@@ -376,8 +379,7 @@ class Reducer : private GradientListener {
       std::optional<std::chrono::milliseconds> patience = std::nullopt);
   void settle(IterationState& iteration, Verdict& verdict);
   void pay(IterationState& iteration, int64_t num_launches);
-  void launch_map_of_zeros();
-  void launch_zeros(IterationState& iteration, size_t bucket);
+  void launch_substitute(IterationState& iteration, Collective& collective);
   void give_up();
   void wait_quietly(IterationState& iteration);
   void leave_group(const RankSignature& last_words);
@@ -406,10 +408,10 @@ class Reducer : private GradientListener {
   mutable std::mutex mutex_;
   // Guarded by mutex_.
   ReducerOptions options_;  // constant but for comm_hook, which is never null
+  GraphHistory graph_;
   BoundPlan bound_;
   std::shared_ptr<IterationState> iteration_;  // null between iterations
   FinishedIterations finished_;
-  GraphHistory graph_;
   PeerSignatures signatures_;
   Observations observations_;
   int64_t hook_since_ = 0;  // the iteration after which the hook was set

@@ -82,7 +82,7 @@ std::string Reducer::describe_progress() const {
   }
   const std::vector<size_t> missing = iteration_->order.missing();
   std::string words = absl::StrCat(
-      "has launched ", iteration_->launches.size(), " of ",
+      "has launched ", num_buckets(iteration_->launches), " of ",
       bound_.buckets.size(), " buckets of iteration ", iteration_->iteration);
   if (!missing.empty()) {
     absl::StrAppend(&words, " and waits for the gradients of ",

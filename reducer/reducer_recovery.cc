@@ -127,41 +127,28 @@ void Reducer::settle(IterationState& iteration, Verdict& verdict) {
 // Launches what the other ranks have launched of an iteration that is given up,
 // and discards the results.
 void Reducer::pay(IterationState& iteration, int64_t num_launches) {
-  const bool map_first = skips_unused_buckets();
-  auto done = static_cast<int64_t>(iteration.used_map_sent);
-  for (const Launch& launch : iteration.launches) {
-    if (launch.future) ++done;
+  for (Collective* const next :
+       iteration.sequence.subspan(iteration.launches.size())) {
+    if (num_launches == 0) return;
+    if (next->is_left_out()) continue;
+    launch_substitute(iteration, *next);
+    --num_launches;
   }
-  const auto is_due = [&] {
-    if (done > 0) {
-      --done;
-      return false;
-    }
-    return num_launches-- > 0;
-  };
-  if (iteration.sums_used_map && map_first && is_due()) launch_map_of_zeros();
-  for (size_t b = 0; b < bound_.buckets.size() && num_launches > 0; ++b) {
-    if (bound_.buckets[b].is_empty() || is_skipped(b)) continue;
-    if (is_due()) launch_zeros(iteration, b);
-  }
-  if (iteration.sums_used_map && !map_first && is_due()) launch_map_of_zeros();
-  TORCH_CHECK(num_launches <= 0, num_launches,
+  TORCH_CHECK(num_launches == 0, num_launches,
               " launches are owed beyond those of the plan");
 }
 
-void Reducer::launch_map_of_zeros() {
-  graph_.used_map->clear_marks();
-  graph_.used_map->launch(*group_);
-  graph_.used_map->wait();
-}
-
-void Reducer::launch_zeros(IterationState& iteration, size_t bucket) {
+void Reducer::launch_substitute(IterationState& iteration,
+                                Collective& collective) {
   const ChainedCollectives::Scope chaining(iteration.chained);
-  const auto future = bound_.buckets[bucket].launch_zeros();
-  ++observations_.buckets_launched;
-  if (iteration.chained.empty()) return future->waitAndThrow();
-  // Nobody launches the second ones of an iteration that is given up.
-  iteration.chained.cancel(group_timeout(*group_));
+  const auto future = collective.launch_substitute();
+  if (collective.bucket()) ++observations_.buckets_launched;
+  if (!iteration.chained.empty()) {
+    // Nobody launches the second ones of an iteration that is given up.
+    iteration.chained.cancel(group_timeout(*group_));
+  } else if (future) {
+    future->waitAndThrow();
+  }
 }
 
 void Reducer::on_backward_abandoned(int64_t preparation) {
@@ -185,7 +172,7 @@ void Reducer::give_up() {
     const Verdict verdict =
         compare(*iteration,
                 {.kind = SignatureKind::kFailed,
-                 .unit = static_cast<int64_t>(iteration->launches.size()),
+                 .unit = num_buckets(iteration->launches),
                  .text = signature_text(iteration->failure)},
                 options_.failure_patience);
     if (verdict.owed.ok()) return;
@@ -202,7 +189,7 @@ void Reducer::give_up() {
 // Of an iteration that did not end well, on no rank.
 void Reducer::forget_observations(const IterationState& iteration) {
   if (graph_.used_map) graph_.used_map->clear_marks();
-  if (graph_.firing_counts && iteration.sums_used_map) {
+  if (graph_.firing_counts && sums_used_map(iteration)) {
     graph_.firing_counts->forget();
   }
 }
@@ -213,17 +200,17 @@ void Reducer::wait_quietly(IterationState& iteration) {
   const milliseconds timeout = group_timeout(*group_);
   iteration.chained.cancel(timeout);
   for (Launch& launch : iteration.launches) {
-    if (!launch.future || launch.is_overdue) continue;
+    if (!launch.bucket || !launch.future || launch.is_overdue) continue;
     try {
       launch.is_overdue = !wait_for(*launch.future, timeout);
       if (launch.is_overdue) continue;
       launch.future->wait();
-      const c10::Device device = bound_.buckets[launch.bucket].device();
+      const c10::Device device = bound_.buckets[*launch.bucket].device();
       // Waiting orders streams only, and not the ones that the user works on.
       if (!device.is_cpu()) current_stream(device).synchronize();
     } catch (...) {
       TORCH_WARN("Reducer: while waiting for ",
-                 describe_place(launch.bucket, iteration.iteration), ": ",
+                 describe_place(*launch.bucket, iteration.iteration), ": ",
                  words_of_exception(std::current_exception()));
     }
   }
@@ -265,14 +252,14 @@ void Reducer::leave_in_flight(IterationState& iteration) {
   }
   for (const Launch& launch : iteration.launches) {
     if (!is_pending(launch)) continue;
-    const std::vector<size_t>& members = bound_.plan.buckets()[launch.bucket];
+    const std::vector<size_t>& members = bound_.plan.buckets()[*launch.bucket];
     for (size_t r = 0; r < table_.num_replicas(); ++r) {
       for (size_t slot = 0; slot < members.size(); ++slot) {
         at::Tensor& gradient =
             table_[VariableIndex{.replica = r, .parameter = members[slot]}]
                 .mutable_grad();
         if (gradient.defined() &&
-            bound_.buckets[launch.bucket].is_view_in(r, slot, gradient)) {
+            bound_.buckets[*launch.bucket].is_view_in(r, slot, gradient)) {
           gradient = at::zeros_like(gradient);
         }
       }
@@ -286,12 +273,13 @@ void Reducer::leave_in_flight(IterationState& iteration) {
 
 // The first bucket that has not arrived, or the last one launched.
 std::string Reducer::describe_awaited(const IterationState& iteration) const {
-  const Occasion here = occasion(iteration.iteration);
-  if (iteration.launches.empty()) return describe(here);
-  auto launch = std::find_if(iteration.launches.begin(),
-                             iteration.launches.end(), is_pending);
-  if (launch == iteration.launches.end()) --launch;
-  return describe_place(launch->bucket, iteration.iteration);
+  std::optional<size_t> awaited;
+  for (const Launch& launch : iteration.launches) {
+    if (launch.bucket) awaited = launch.bucket;
+    if (is_pending(launch)) break;
+  }
+  return awaited ? describe_place(*awaited, iteration.iteration)
+                 : describe(occasion(iteration.iteration));
 }
 
 std::string Reducer::describe_place(size_t bucket, int64_t iteration) const {

@@ -63,12 +63,13 @@ void Reducer::deliver_as_results_come(IterationState& iteration) {
   std::optional<BucketFailure> failure;
   const auto awake_until = std::chrono::steady_clock::now() + kMaxTimeAwake;
   for (const Launch& launch : iteration.launches) {
+    if (!launch.bucket) continue;
     ErrorSource step = ErrorSource::kFuture;
     try {
       if (launch.future) {
         wait_awake(*launch.future, awake_until);
         launch.future->waitAndThrow();
-        observations_.timeline.waited_for(launch.bucket);
+        observations_.timeline.waited_for(*launch.bucket);
       }
       if (failure) continue;
       step = ErrorSource::kDelivery;
@@ -77,7 +78,7 @@ void Reducer::deliver_as_results_come(IterationState& iteration) {
       if (failure) continue;
       failure = {.error = std::current_exception(),
                  .source = step,
-                 .bucket = launch.bucket};
+                 .bucket = *launch.bucket};
     }
   }
   if (!failure) return;
@@ -96,13 +97,17 @@ void Reducer::deliver_what_all_ranks_have(IterationState& iteration) {
   }
   std::vector<at::Tensor> results;  // by launch
   for (Launch& launch : iteration.launches) {
+    if (!launch.bucket) {
+      results.emplace_back();
+      continue;
+    }
     try {
       await_result(launch);
       results.push_back(failure ? at::Tensor() : result_of(launch));
     } catch (...) {
       results.emplace_back();
       if (failure) continue;
-      failure = {.error = std::current_exception(), .bucket = launch.bucket};
+      failure = {.error = std::current_exception(), .bucket = *launch.bucket};
     }
   }
   if (!failure) failure = find_unordered_collectives(iteration);
@@ -138,13 +143,13 @@ void Reducer::await_result(Launch& launch) {
               timeout.count() / 1000.0,
               " s, the group's timeout.\nComplete it on every rank.");
   launch.future->waitAndThrow();
-  observations_.timeline.waited_for(launch.bucket);
+  observations_.timeline.waited_for(*launch.bucket);
 }
 
 // Undefined: nothing travelled, or nothing is to be delivered.
 at::Tensor Reducer::result_of(const Launch& launch) {
   if (!launch.future) return {};
-  return bound_.buckets[launch.bucket].result_of(launch.future->value());
+  return bound_.buckets[*launch.bucket].result_of(launch.future->value());
 }
 
 // Of a hook's continuations, which run in another order on each rank. One
@@ -153,7 +158,7 @@ std::optional<Reducer::BucketFailure> Reducer::find_unordered_collectives(
     const IterationState& iteration) const {
   const bool has_seen_any = iteration.continuations.has_value() &&
                             iteration.continuations->has_seen_any();
-  if (!has_seen_any || iteration.launches.size() < 2) return std::nullopt;
+  if (!has_seen_any || bound_.buckets.size() < 2) return std::nullopt;
   return BucketFailure{
       .error = std::make_exception_ptr(std::runtime_error(absl::StrCat(
           describe_hook(*options_.comm_hook),
@@ -197,10 +202,11 @@ void Reducer::release_memory() {
 
 void Reducer::deliver(IterationState& iteration, const Launch& launch,
                       const at::Tensor& result) {
-  if (iteration.is_shadow || is_skipped(launch.bucket)) return;
-  Bucket& bucket = bound_.buckets[launch.bucket];
+  if (iteration.is_shadow || !launch.bucket) return;
+  Bucket& bucket = bound_.buckets[*launch.bucket];
+  if (bucket.is_skipped()) return;
   const std::vector<size_t> untouched =
-      untouched_slots(iteration, launch.bucket);
+      untouched_slots(iteration, *launch.bucket);
   if (!launch.future) {
     bucket.deliver_empty(untouched);
   } else {

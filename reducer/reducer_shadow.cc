@@ -26,7 +26,7 @@ void Reducer::shadow_iteration() try {
   try {
     if (skips_unused_buckets()) {
       begin_with_peers();
-      send_used_map();
+      launch_ready();  // the map
       await_used_map();
     }
     tell_hook_of_iteration();
@@ -38,7 +38,7 @@ void Reducer::shadow_iteration() try {
         }
       }
     }
-    launch_full_buckets();
+    launch_ready();
   } catch (...) {
     iteration_->failed(words_of_exception(std::current_exception()));
     give_up();

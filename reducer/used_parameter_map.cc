@@ -5,10 +5,22 @@
 #include <ATen/ops/zeros.h>
 #include <c10/core/GradMode.h>
 
+#include <exception>
 #include <utility>
 #include <vector>
 
 namespace brigade {
+namespace {
+
+c10::intrusive_ptr<c10::ivalue::Future> future_of(c10d::Work& work) {
+  try {
+    return work.getFuture();
+  } catch (const std::exception&) {
+    return nullptr;  // a backend of somebody's own, which can't tell
+  }
+}
+
+}  // namespace
 
 UsedParameterMap::UsedParameterMap(size_t num_replicas, size_t num_parameters,
                                    c10::Device device)
@@ -21,7 +33,8 @@ UsedParameterMap::UsedParameterMap(size_t num_replicas, size_t num_parameters,
 
 void UsedParameterMap::clear_marks() { local_.zero_(); }
 
-void UsedParameterMap::launch(c10d::ProcessGroup& group) {
+c10::intrusive_ptr<c10::ivalue::Future> UsedParameterMap::launch(
+    c10d::ProcessGroup& group) {
   const at::NoGradGuard no_grad;
   try {
     finish();  // the last sum, if nobody needed it
@@ -44,6 +57,7 @@ void UsedParameterMap::launch(c10d::ProcessGroup& group) {
   host_sum_.reset();
   std::vector<at::Tensor> tensors = {sum_};
   work_ = group.allreduce(tensors);
+  return future_of(*work_);
 }
 
 void UsedParameterMap::finish() {

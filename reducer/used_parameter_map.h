@@ -37,8 +37,9 @@ class UsedParameterMap {
   // the map itself, not a copy.
   const at::Tensor& local() const { return local_; }
 
-  // Starts the sum over replicas and ranks. Does not wait. Collective.
-  void launch(c10d::ProcessGroup& group);
+  // Starts the sum over replicas and ranks. Does not wait. Collective. Returns
+  // the future of the collective; null if the group's works have none.
+  c10::intrusive_ptr<c10::ivalue::Future> launch(c10d::ProcessGroup& group);
 
   // Waits until the sum is there for this thread to read; free if it is.
   // Errors: what the collective throws.
