@@ -1,17 +1,19 @@
-// Which bucket may be launched next, as gradients become ready in any order.
+// Which entry of a sequence of collectives may be launched next, as what they
+// wait for comes in any order.
 //
 // Every rank must launch the same collectives in the same order, although
-// gradients become ready in an order of their own on each rank. So a bucket is
-// launched when all its gradients are ready *and* all buckets before it have
-// been launched. With local replicas, a bucket waits for the gradients of all
-// of them. This class keeps that account for one iteration; it launches nothing
-// itself.
+// gradients become ready in an order of their own on each rank. So an entry is
+// launched when nothing is pending that it waits for *and* all entries before
+// it have been launched. This class keeps that account for one iteration, in
+// counts; it knows neither what is pending nor what an entry is, and launches
+// nothing itself.
 //
-// Example:
+// Example: two buckets of two gradients, and a collective that waits for its
+// turn only.
 //
-//   LaunchOrder order(plan);
-//   if (order.mark_ready(variable)) pack(bucket_of(variable));
-//   while (const auto bucket = order.take_next()) launch(*bucket);
+//   LaunchOrder order({2, 2, 0});
+//   if (order.mark(entry_of(gradient))) pack(entry_of(gradient));
+//   for (; const auto entry = order.next(); order.launched()) launch(*entry);
 //
 // Thread safety: none; the owner serialises calls.
 
@@ -20,43 +22,40 @@
 
 #include <cstddef>
 #include <optional>
+#include <utility>
 #include <vector>
-
-#include "brigade/planning/bucket_plan.h"
-#include "brigade/planning/variable_index.h"
 
 namespace brigade {
 
 class LaunchOrder {
  public:
-  // `plan` must outlive this object.
-  explicit LaunchOrder(const BucketPlan& plan, size_t num_replicas = 1);
+  // `pending[e]`: how many marks entry e waits for; 0: only its turn.
+  explicit LaunchOrder(std::vector<size_t> pending)
+      : pending_(std::move(pending)) {}
 
-  bool is_ready(VariableIndex variable) const {
-    return ready_[place(variable)];
+  // One of those that `entry` waits for is there. Returns true if it was the
+  // last. REQUIRES: it waits for one.
+  bool mark(size_t entry) { return --pending_[entry] == 0; }
+
+  // All that any entry waits for is there, or is done without.
+  void mark_all();
+
+  // The next entry, if it is ready. It stays the next one until launched().
+  std::optional<size_t> next() const {
+    if (all_launched() || pending_[num_launched_] > 0) return std::nullopt;
+    return num_launched_;
   }
 
-  // Returns true if this gradient was the last that its bucket waited for.
-  // REQUIRES: !is_ready(variable).
-  bool mark_ready(VariableIndex variable);
+  // REQUIRES: next().
+  void launched() { ++num_launched_; }
 
-  // The next bucket in plan order, if it is full; each bucket is given once.
-  std::optional<size_t> take_next();
-
-  bool all_launched() const { return next_bucket_ == pending_.size(); }
-
-  // Parameters that are not ready on some replica, ascending.
-  std::vector<size_t> missing() const;
+  // Those before next().
+  size_t num_launched() const { return num_launched_; }
+  bool all_launched() const { return num_launched_ == pending_.size(); }
 
  private:
-  size_t place(VariableIndex variable) const {
-    return variable.replica * plan_->num_parameters() + variable.parameter;
-  }
-
-  const BucketPlan* plan_;
-  std::vector<char> ready_;      // by place(); not vector<bool>: hot path
-  std::vector<size_t> pending_;  // by bucket: gradients it still waits for
-  size_t next_bucket_ = 0;
+  std::vector<size_t> pending_;  // by entry
+  size_t num_launched_ = 0;
 };
 
 }  // namespace brigade

@@ -47,6 +47,9 @@ class Bucket final : public Collective {
          UsedParameterMap* skipped_by);
 
   std::optional<size_t> bucket() const override { return index_; }
+  size_t num_gradients() const override {
+    return replicas_.size() * members_.size();
+  }
 
   // True if its collective is left out because no rank used its parameters.
   // Waits for the map that says so. Errors: what the map's collective throws.

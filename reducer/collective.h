@@ -20,9 +20,12 @@ class Collective {
  public:
   virtual ~Collective() = default;
 
-  // Its index among the buckets of the plan. None: it waits for no gradient,
-  // only for its turn, and whoever needs its result waits for that.
+  // Its index among the buckets of the plan. None: whoever needs its result
+  // waits for that.
   virtual std::optional<size_t> bucket() const = 0;
+
+  // Of all local replicas, that it waits for; 0: only for its turn.
+  virtual size_t num_gradients() const = 0;
 
   // It is left out of this iteration, on all ranks alike. Known once those
   // before it have been launched; may wait for one of them. Errors: what that

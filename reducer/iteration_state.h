@@ -23,6 +23,8 @@
 #include "brigade/comm_hooks/continuation_watch.h"
 #include "brigade/comm_hooks/then_collective.h"
 #include "brigade/planning/launch_order.h"
+#include "brigade/planning/ready_variables.h"
+#include "brigade/planning/variable_index.h"
 #include "brigade/reducer/collective.h"
 #include "brigade/reducer/context_gradients.h"
 #include "brigade/reducer/finished_iterations.h"
@@ -61,14 +63,25 @@ struct EarlyGradient {
   int backward_id;
 };
 
+inline LaunchOrder launch_order_of(std::span<Collective* const> sequence) {
+  std::vector<size_t> pending;
+  pending.reserve(sequence.size());
+  for (const Collective* collective : sequence) {
+    pending.push_back(collective->num_gradients());
+  }
+  return LaunchOrder(std::move(pending));
+}
+
 struct IterationState {
-  IterationState(Preparation preparation, const BucketPlan& plan,
-                 size_t num_replicas)
+  IterationState(Preparation preparation,
+                 std::span<Collective* const> sequence_of_it,
+                 size_t num_variables)
       : preparation(preparation),
         iteration(preparation.iteration),
-        order(plan, num_replicas) {
-    streams.reserve(plan.num_buckets() * num_replicas);
-    launches.reserve(plan.num_buckets() + 1);
+        sequence(sequence_of_it),
+        order(launch_order_of(sequence)),
+        ready(num_variables) {
+    launches.reserve(sequence.size());
   }
 
   const Preparation preparation;
@@ -79,7 +92,8 @@ struct IterationState {
   const at::ThreadLocalState preparer;  // of the thread that prepared
   ContextGradients context_gradients;
   std::span<Collective* const> sequence;  // what is launched, in this order
-  LaunchOrder order;
+  LaunchOrder order;                      // of the sequence
+  ReadyVariables ready;                   // by number
   // By bucket, and by replica in it: who produced the gradients.
   std::vector<StreamJoin> streams;
   // As far as the sequence has come; without the one that threw.
@@ -99,8 +113,6 @@ struct IterationState {
 
   UnusedPrediction prediction;  // of parameters that backward will not reach
   std::vector<bool> unused;     // by variable; empty: none is known to be
-
-  bool all_launched() const { return launches.size() == sequence.size(); }
 
   // Nothing is launched any more. `words` are for the other ranks; the first
   // ones are kept.

@@ -192,6 +192,18 @@ ParameterTable::ParameterTable(std::vector<std::vector<at::Tensor>> replicas,
   }
 }
 
+std::vector<size_t> ParameterTable::parameters_of(
+    std::span<const size_t> variables) const {
+  std::vector<size_t> parameters;
+  for (const size_t number : variables) {
+    parameters.push_back(variable(number).parameter);
+  }
+  std::ranges::sort(parameters);
+  const auto repeated = std::ranges::unique(parameters);
+  parameters.erase(repeated.begin(), repeated.end());
+  return parameters;
+}
+
 std::optional<VariableIndex> ParameterTable::first_resized() const {
   return first_variable(*this, [this](VariableIndex v) {
     return differ((*this)[v].sizes(), shapes_[v.parameter]);

@@ -58,6 +58,9 @@ class ParameterTable {
     return {.replica = number / size(), .parameter = number % size()};
   }
 
+  // Of variables, ascending; each parameter once, ascending.
+  std::vector<size_t> parameters_of(std::span<const size_t> variables) const;
+
   bool is_sparse(size_t i) const { return specs_[i].sparse; }
 
   // As it was at create(). The tensor itself may change its dtype later, where

@@ -111,7 +111,7 @@ ReducerStatistics Reducer::statistics() const {
 std::vector<size_t> Reducer::missing_gradients() const {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (!iteration_ || iteration_->phase == Phase::kPrepared) return {};
-  return iteration_->order.missing();
+  return missing_parameters();
 }
 
 bool Reducer::rebuild_buckets() try {
@@ -148,14 +148,13 @@ void Reducer::set_comm_hook(std::shared_ptr<c10d::CommHookInterface> hook) try {
 }
 
 std::shared_ptr<IterationState> Reducer::make_iteration(int64_t number) {
-  const auto iteration = std::make_shared<IterationState>(
-      Preparation{.number = observations_.prepared, .iteration = number},
-      bound_.plan, table_.num_replicas());
-  iteration->sequence = bound_.sequence;
+  std::span<Collective* const> sequence = bound_.sequence;
   if (graph_.used_map_sum && !is_used_map_due()) {
-    iteration->sequence = iteration->sequence.first(bound_.buckets.size());
+    sequence = sequence.first(bound_.buckets.size());
   }
-  return iteration;
+  return std::make_shared<IterationState>(
+      Preparation{.number = observations_.prepared, .iteration = number},
+      sequence, table_.num_variables());
 }
 
 at::Tensor Reducer::local_used_parameters() const {
@@ -214,11 +213,10 @@ void Reducer::end_unfinished_iteration() {
   if (iteration_->phase == Phase::kFailed || iteration_->watched_backward) {
     return give_up();
   }
-  TORCH_CHECK(!finalizes_manually_ || !iteration_->all_launched(),
+  TORCH_CHECK(!finalizes_manually_ || !iteration_->order.all_launched(),
               describe_missing_finalization(occasion(iteration_->iteration)));
-  iteration_->failure =
-      describe_missing_gradients(table_, iteration_->order.missing(),
-                                 occasion(iteration_->iteration), options_);
+  iteration_->failure = describe_missing_gradients(
+      table_, missing_parameters(), occasion(iteration_->iteration), options_);
   const std::string text = iteration_->failure;
   give_up();
   TORCH_CHECK(false, text);
@@ -265,6 +263,7 @@ void Reducer::start_iteration() {
   signatures_.leave_meeting_point();
   ++observations_.prepared;
   iteration_ = make_iteration(observations_.begun + 1);
+  iteration_->streams.reserve(bound_.buckets.size() * table_.num_replicas());
   for (const Bucket& bucket : bound_.buckets) {
     for (size_t r = 0; r < table_.num_replicas(); ++r) {
       iteration_->streams.emplace_back(bucket.device(r));
@@ -390,10 +389,10 @@ void Reducer::finalize_backward() try {
               "Reducer::finalize_backward: no gradient reduction requires "
               "finalization.\nCall it once, after a backward outside of "
               "no_sync.");
-  TORCH_CHECK(iteration_->all_launched(),
+  TORCH_CHECK(iteration_->order.all_launched(),
               "Reducer::finalize_backward: called before all DDP buckets were "
               "ready: gradients of ",
-              table_.name_of(iteration_->order.missing()),
+              table_.name_of(missing_parameters()),
               " are missing.\nCall it when all have come, at the latest after "
               "backward.");
   finalize();
@@ -480,10 +479,10 @@ bool Reducer::may_be_of_a_local_forward() const {
 void Reducer::accept_early_gradient(VariableIndex variable, bool is_defined,
                                     int backward_id) {
   if (iteration_->phase == Phase::kReducing &&
-      iteration_->order.is_ready(variable)) {
+      iteration_->ready.is_ready(table_.number_of(variable))) {
     // Its bucket is on its way. The iteration should have been over.
     TORCH_CHECK(false, describe_missing_gradients(
-                           table_, iteration_->order.missing(),
+                           table_, missing_parameters(),
                            occasion(iteration_->iteration), options_));
   }
   iteration_->early_gradients.push_back({.variable = variable,
@@ -540,7 +539,8 @@ void Reducer::accept_gradient(VariableIndex variable, bool is_defined) {
   if (is_defined) {
     iteration_->context_gradients.take(table_[variable], bound_.memory);
   }
-  if (iteration_->order.is_ready(variable)) refuse_gradient(variable);
+  const size_t number = table_.number_of(variable);
+  if (iteration_->ready.is_ready(number)) refuse_gradient(variable);
   const size_t bucket = bound_.plan.locate(variable.parameter).bucket;
   streams_of(bucket, variable.replica).gradient_produced();
   if (!completes_gradient(variable)) return;
@@ -588,8 +588,9 @@ void Reducer::mark_unused(std::span<const size_t> variables) {
     iteration_->unused[variable] = !graph_.used_map->is_marked(variable);
   }
   for (const size_t number : variables) {
-    const VariableIndex variable = table_.variable(number);
-    if (!iteration_->order.is_ready(variable)) mark_ready(variable);
+    if (!iteration_->ready.is_ready(number)) {
+      mark_ready(table_.variable(number));
+    }
   }
 }
 
@@ -606,7 +607,8 @@ void Reducer::note_use(VariableIndex variable) {
 
 bool Reducer::mark_ready(VariableIndex variable) {
   if (variable.replica == 0) graph_.ready_order.note(variable.parameter);
-  if (!iteration_->order.mark_ready(variable)) return false;
+  iteration_->ready.mark(table_.number_of(variable));
+  if (!iteration_->order.mark(entry_of(variable))) return false;
   pack(bound_.plan.locate(variable.parameter).bucket);
   return true;
 }
@@ -681,18 +683,23 @@ void Reducer::await_used_map() {
   }
 }
 
-Collective* Reducer::next_to_launch() {
-  if (iteration_->all_launched()) return nullptr;
-  Collective* const next = iteration_->sequence[iteration_->launches.size()];
-  const bool is_ready = !next->bucket() || iteration_->order.take_next();
-  return is_ready ? next : nullptr;
+// Not ready on some replica, ascending.
+std::vector<size_t> Reducer::missing_parameters() const {
+  return table_.parameters_of(iteration_->ready.missing());
+}
+
+// Where its bucket is in the sequence.
+size_t Reducer::entry_of(VariableIndex variable) const {
+  return bound_.first_bucket + bound_.plan.locate(variable.parameter).bucket;
 }
 
 void Reducer::launch_ready() {
-  Collective* next = next_to_launch();
-  if (next == nullptr) return;
+  LaunchOrder& order = iteration_->order;
+  if (!order.next()) return;
   const HookScope scope(iteration_->preparer);
-  for (; next != nullptr; next = next_to_launch()) launch(*next);
+  for (; const auto next = order.next(); order.launched()) {
+    launch(*iteration_->sequence[*next]);
+  }
 }
 
 void Reducer::launch(Collective& next) {
@@ -745,7 +752,7 @@ void Reducer::on_backward_end(int64_t preparation, int backward_id) try {
   if (iteration_->launches.size() > launched_before) {
     return watch_backward(backward_id);
   }
-  if (iteration_->all_launched()) {
+  if (iteration_->order.all_launched()) {
     if (!finalizes_manually_) finalize();
   } else if (options_.one_backward_per_forward &&
              !iteration_->watched_backward) {
@@ -829,10 +836,11 @@ Reducer::BoundPlan Reducer::bind(BucketPlan plan,
                          skips ? &*graph_.used_map : nullptr);
   }
   std::vector<Collective*> sequence;
+  if (skips) sequence.push_back(&*graph_.used_map_sum);
+  const size_t first_bucket = sequence.size();
   for (Bucket& bucket : buckets) sequence.push_back(&bucket);
-  if (graph_.used_map_sum) {
-    sequence.insert(skips ? sequence.begin() : sequence.end(),
-                    &*graph_.used_map_sum);
+  if (graph_.used_map_sum && !skips) {
+    sequence.push_back(&*graph_.used_map_sum);
   }
   const uint64_t fingerprint = plan_fingerprint(plan, table_, hook);
   MemoryRanges memory;
@@ -840,6 +848,7 @@ Reducer::BoundPlan Reducer::bind(BucketPlan plan,
   return {.plan = std::move(plan),
           .buckets = std::move(buckets),
           .sequence = std::move(sequence),
+          .first_bucket = first_bucket,
           .memory = std::move(memory),
           .fingerprint = fingerprint};
 }

@@ -293,6 +293,7 @@ class Reducer : private GradientListener {
     BucketPlan plan;
     std::vector<Bucket> buckets;
     std::vector<Collective*> sequence;  // the buckets, and the used map
+    size_t first_bucket = 0;            // its place there; the others follow
     MemoryRanges memory;                // of the gradients that are views
     uint64_t fingerprint = 0;  // equal on ranks that launch the same lengths
   };
@@ -329,7 +330,8 @@ class Reducer : private GradientListener {
   bool mark_ready(VariableIndex variable);  // whether its bucket is full now
   void pack(size_t bucket);
   StreamJoin& streams_of(size_t bucket, size_t replica);
-  Collective* next_to_launch();  // null: it is not ready, or there is none
+  std::vector<size_t> missing_parameters() const;
+  size_t entry_of(VariableIndex variable) const;
   void launch_ready();
   void launch(Collective& next);
   bool is_used_map_due() const;

@@ -80,7 +80,7 @@ std::string Reducer::describe_progress() const {
     return absl::StrCat("has prepared iteration ", iteration_->iteration,
                         ", whose backward has reached no parameter");
   }
-  const std::vector<size_t> missing = iteration_->order.missing();
+  const std::vector<size_t> missing = missing_parameters();
   std::string words = absl::StrCat(
       "has launched ", num_buckets(iteration_->launches), " of ",
       bound_.buckets.size(), " buckets of iteration ", iteration_->iteration);

@@ -128,7 +128,7 @@ void Reducer::settle(IterationState& iteration, Verdict& verdict) {
 // and discards the results.
 void Reducer::pay(IterationState& iteration, int64_t num_launches) {
   for (Collective* const next :
-       iteration.sequence.subspan(iteration.launches.size())) {
+       iteration.sequence.subspan(iteration.order.num_launched())) {
     if (num_launches == 0) return;
     if (next->is_left_out()) continue;
     launch_substitute(iteration, *next);

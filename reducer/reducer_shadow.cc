@@ -33,11 +33,9 @@ void Reducer::shadow_iteration() try {
     for (const std::vector<size_t>& bucket : bound_.plan.buckets()) {
       for (const size_t parameter : bucket) {
         graph_.ready_order.note(parameter);
-        for (size_t r = 0; r < table_.num_replicas(); ++r) {
-          iteration_->order.mark_ready({.replica = r, .parameter = parameter});
-        }
       }
     }
+    iteration_->order.mark_all();
     launch_ready();
   } catch (...) {
     iteration_->failed(words_of_exception(std::current_exception()));

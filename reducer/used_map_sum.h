@@ -22,6 +22,7 @@ class UsedMapSum final : public Collective {
       : map_(map), group_(group) {}
 
   std::optional<size_t> bucket() const override { return std::nullopt; }
+  size_t num_gradients() const override { return 0; }
   bool is_left_out() override { return false; }
   c10::intrusive_ptr<c10::ivalue::Future> launch() override {
     return map_.launch(group_);

@@ -1,6 +1,7 @@
 #include "brigade/planning/launch_order.h"
 
 #include <algorithm>
+#include <optional>
 #include <vector>
 
 #include "gmock/gmock.h"
@@ -14,22 +15,40 @@ using ::testing::IsEmpty;
 
 class LaunchOrderTest : public ::testing::Test {
  protected:
-  void plan(std::vector<std::vector<size_t>> buckets) {
-    size_t n = 0;
-    for (const auto& bucket : buckets) n += bucket.size();
-    plan_.emplace(*BucketPlan::create(std::move(buckets), n));
-    order_.emplace(*plan_);
+  // Entries that wait for gradients, each listed once, or for nothing.
+  void plan(const std::vector<std::vector<size_t>>& entries,
+            size_t num_replicas = 1) {
+    entry_of_.clear();
+    std::vector<size_t> pending;
+    for (size_t e = 0; e < entries.size(); ++e) {
+      pending.push_back(num_replicas * entries[e].size());
+      for (const size_t gradient : entries[e]) {
+        entry_of_.resize(std::max(entry_of_.size(), gradient + 1));
+        entry_of_[gradient] = e;
+      }
+    }
+    order_.emplace(std::move(pending));
   }
 
-  // The buckets that may be launched after this gradient.
-  std::vector<size_t> ready(size_t parameter) {
-    order_->mark_ready({.parameter = parameter});
+  bool mark_ready(size_t gradient) { return order_->mark(entry_of_[gradient]); }
+
+  // What may be launched.
+  std::vector<size_t> launch() {
     std::vector<size_t> launched;
-    while (auto bucket = order_->take_next()) launched.push_back(*bucket);
+    while (const auto entry = order_->next()) {
+      launched.push_back(*entry);
+      order_->launched();
+    }
     return launched;
   }
 
-  std::optional<BucketPlan> plan_;
+  // The entries that may be launched after this gradient.
+  std::vector<size_t> ready(size_t gradient) {
+    mark_ready(gradient);
+    return launch();
+  }
+
+  std::vector<size_t> entry_of_;  // by gradient
   std::optional<LaunchOrder> order_;
 };
 
@@ -43,32 +62,43 @@ TEST_F(LaunchOrderTest, HoldsLaterBucketUntilEarlierIsFull) {
 
 TEST_F(LaunchOrderTest, TellsWhichGradientFillsABucket) {
   plan({{0, 1}, {2}});
-  EXPECT_FALSE(order_->mark_ready({.parameter = 1}));
-  EXPECT_TRUE(order_->mark_ready({.parameter = 0}));
-}
-
-TEST_F(LaunchOrderTest, RemembersWhatIsMissing) {
-  plan({{0, 1}, {2, 3}});
-  ready(3);
-  ready(0);
-  EXPECT_THAT(order_->missing(), ElementsAre(1, 2));
-  EXPECT_TRUE(order_->is_ready({.parameter = 3}));
-  EXPECT_FALSE(order_->is_ready({.parameter = 1}));
+  EXPECT_FALSE(mark_ready(1));
+  EXPECT_TRUE(mark_ready(0));
 }
 
 TEST_F(LaunchOrderTest, WaitsForTheGradientsOfAllReplicas) {
+  plan({{0, 1}, {2}}, /*num_replicas=*/2);
+  for (const size_t gradient : {0, 1, 2}) EXPECT_FALSE(mark_ready(gradient));
+  EXPECT_FALSE(mark_ready(1));
+  EXPECT_TRUE(mark_ready(0));
+  EXPECT_THAT(launch(), ElementsAre(0));
+}
+
+TEST_F(LaunchOrderTest, AnEntryThatWaitsForNothingComesInItsTurn) {
+  plan({{0}, {}, {1}, {}});
+  EXPECT_THAT(launch(), IsEmpty());
+  EXPECT_THAT(ready(0), ElementsAre(0, 1));
+  EXPECT_THAT(ready(1), ElementsAre(2, 3));
+  plan({{}, {0}});
+  EXPECT_THAT(launch(), ElementsAre(0));
+}
+
+TEST_F(LaunchOrderTest, AnEntryIsTheNextOneUntilItHasBeenLaunched) {
+  plan({{0}, {1}});
+  mark_ready(0);
+  EXPECT_EQ(order_->next(), 0);
+  EXPECT_EQ(order_->next(), 0);
+  EXPECT_EQ(order_->num_launched(), 0);
+  order_->launched();
+  EXPECT_EQ(order_->next(), std::nullopt);
+  EXPECT_EQ(order_->num_launched(), 1);
+}
+
+TEST_F(LaunchOrderTest, AllMayBeReadyAtOnce) {
   plan({{0, 1}, {2}});
-  LaunchOrder order(*plan_, /*num_replicas=*/2);
-  for (size_t parameter : {0, 1, 2}) {
-    EXPECT_FALSE(order.mark_ready({.replica = 1, .parameter = parameter}));
-  }
-  EXPECT_FALSE(order.mark_ready({.replica = 0, .parameter = 1}));
-  EXPECT_FALSE(order.is_ready({.replica = 0, .parameter = 0}));
-  EXPECT_TRUE(order.is_ready({.replica = 1, .parameter = 0}));
-  EXPECT_THAT(order.missing(), ElementsAre(0, 2));
-  EXPECT_TRUE(order.mark_ready({.replica = 0, .parameter = 0}));
-  EXPECT_EQ(order.take_next(), 0);
-  EXPECT_EQ(order.take_next(), std::nullopt);
+  mark_ready(1);
+  order_->mark_all();
+  EXPECT_THAT(launch(), ElementsAre(0, 1));
 }
 
 // Every order of ready gradients for several small plans: what is launched is
@@ -85,21 +115,20 @@ TEST_F(LaunchOrderTest, LaunchesTheLongestFullPrefixInEveryInterleaving) {
       plan(buckets);
       std::vector<size_t> launched;
       std::vector<bool> is_ready(5, false);
-      for (size_t parameter : permutation) {
-        for (size_t bucket : ready(parameter)) launched.push_back(bucket);
-        is_ready[parameter] = true;
+      for (size_t gradient : permutation) {
+        for (size_t bucket : ready(gradient)) launched.push_back(bucket);
+        is_ready[gradient] = true;
         size_t full_prefix = 0;
         while (full_prefix < buckets.size() &&
                std::all_of(buckets[full_prefix].begin(),
                            buckets[full_prefix].end(),
-                           [&](size_t p) { return is_ready[p]; })) {
+                           [&](size_t g) { return is_ready[g]; })) {
           ++full_prefix;
         }
         ASSERT_EQ(launched.size(), full_prefix);
         for (size_t b = 0; b < launched.size(); ++b) ASSERT_EQ(launched[b], b);
       }
       EXPECT_TRUE(order_->all_launched());
-      EXPECT_THAT(order_->missing(), IsEmpty());
     } while (std::next_permutation(permutation.begin(), permutation.end()));
   }
 }
