@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "brigade/reducer/dense_replica.h"
+#include "brigade/reducer/error_texts.h"
 #include "brigade/reducer/sparse_replica.h"
 
 namespace brigade {
@@ -70,7 +71,9 @@ DenseReplica::Delivery delivery_of(const ReducerOptions& options,
 Bucket::Bucket(const ParameterTable& table, const BucketPlan& plan,
                size_t index, c10d::CommHookInterface& hook,
                const ReducerOptions& options, UsedParameterMap* skipped_by)
-    : index_(index),
+    : table_(table),
+      index_(index),
+      num_buckets_(plan.num_buckets()),
       members_(plan.buckets()[index]),
       skipped_by_(skipped_by),
       hook_(hook),
@@ -115,6 +118,14 @@ Bucket::Bucket(const ParameterTable& table, const BucketPlan& plan,
                        parameters_, std::nullopt);
 }
 
+bool Bucket::fails_by_network_only() const {
+  return brigade::fails_by_network_only(hook_);
+}
+
+std::string Bucket::describe() const {
+  return describe_bucket(table_, members_, index_, num_buckets_);
+}
+
 bool Bucket::is_skipped() {
   if (skipped_by_ == nullptr) return false;
   skipped_by_->wait();
@@ -133,11 +144,11 @@ double Bucket::scale() const {
 
 int64_t Bucket::pack(size_t replica, StreamJoin& streams,
                      std::span<const size_t> unused_slots) {
-  const c10::DeviceGuard on_device(device(replica));
+  const c10::DeviceGuard on_device(device_of(replica));
   if (streams.join()) {
     // The gradients are freed on the streams that made them while this one may
     // still read them.
-    replicas_[replica]->record_stream(current_stream(device(replica)));
+    replicas_[replica]->record_stream(current_stream(device_of(replica)));
   }
   const int64_t bytes_copied = replicas_[replica]->pack(scale(), unused_slots);
   if (replica == 0 && !device().is_cpu()) {
@@ -220,10 +231,10 @@ int64_t Bucket::deliver(const at::Tensor& result,
   }
   int64_t bytes_copied = replicas_.front()->deliver(result, untouched_slots);
   for (size_t replica = 1; replica < replicas_.size(); ++replica) {
-    const c10::DeviceGuard on_device(device(replica));
+    const c10::DeviceGuard on_device(device_of(replica));
     // A sparse result is installed as it is, so each replica needs its own.
     bytes_copied += replicas_[replica]->deliver(
-        result.to(result.options().device(device(replica)),
+        result.to(result.options().device(device_of(replica)),
                   /*non_blocking=*/true, /*copy=*/sparse_),
         untouched_slots);
   }

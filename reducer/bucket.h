@@ -94,8 +94,12 @@ class Bucket final : public Collective {
   int64_t numel() const { return numel_; }
   bool is_empty() const { return !sparse_ && numel_ == 0; }
 
-  // Of replica 0, where buckets travel, or of another one.
-  c10::Device device(size_t replica = 0) const { return devices_[replica]; }
+  // Buckets travel from that of replica 0.
+  c10::Device device_of(size_t replica) const { return devices_[replica]; }
+  c10::Device device() const override { return devices_.front(); }
+
+  bool fails_by_network_only() const override;
+  std::string describe() const override;
 
   // Where gradients that are views lie. Empty tensors are left out.
   void list_memory(MemoryRanges& memory) const;
@@ -112,7 +116,9 @@ class Bucket final : public Collective {
   double scale() const;
   c10::intrusive_ptr<c10::ivalue::Future> run_hook(const at::Tensor& buffer);
 
+  const ParameterTable& table_;
   const size_t index_;                 // in the plan
+  const size_t num_buckets_;           // of the plan
   const std::vector<size_t> members_;  // parameters, by slot
   UsedParameterMap* const skipped_by_;
   c10d::CommHookInterface& hook_;

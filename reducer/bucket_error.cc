@@ -4,8 +4,6 @@
 
 #include <typeinfo>
 
-#include "brigade/comm_hooks/wire_format.h"
-
 namespace brigade {
 
 std::string words_of_exception(const std::exception_ptr& error) {
@@ -21,18 +19,17 @@ std::string words_of_exception(const std::exception_ptr& error) {
 }
 
 bool is_peer_failure(const std::exception_ptr& error, ErrorSource source,
-                     const c10d::CommHookInterface& hook) {
-  const bool built_in = fails_by_network_only(hook);
+                     bool fails_by_network_only) {
   try {
     std::rethrow_exception(error);
   } catch (const c10::DistBackendError&) {
     return true;
   } catch (const c10::Error& known) {
-    return built_in && source != ErrorSource::kDelivery &&
+    return fails_by_network_only && source != ErrorSource::kDelivery &&
            typeid(known) == typeid(c10::Error);
   } catch (...) {
     return source == ErrorSource::kFuture ||
-           (built_in && source == ErrorSource::kHook);
+           (fails_by_network_only && source == ErrorSource::kHook);
   }
 }
 

@@ -6,7 +6,6 @@
 
 #include <exception>
 #include <string>
-#include <torch/csrc/distributed/c10d/comm.hpp>
 
 namespace brigade {
 
@@ -19,11 +18,11 @@ enum class ErrorSource {
   kDelivery,  // of handing its value out as gradients
 };
 
-// DistBackendError always is. Of a built-in hook, so is all that is not a wrong
-// value or type; of a user's, what its future holds and c10 does not know
-// (Gloo's own exceptions).
+// DistBackendError always is. Of a collective that only the network makes fail,
+// so is all that is not a wrong value or type; of a user's hook, what its
+// future holds and c10 does not know (Gloo's own exceptions).
 bool is_peer_failure(const std::exception_ptr& error, ErrorSource source,
-                     const c10d::CommHookInterface& hook);
+                     bool fails_by_network_only);
 
 // Rethrows with `where` in the text. c10's errors keep their type; others
 // become a RuntimeError.

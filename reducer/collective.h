@@ -10,9 +10,11 @@
 #define BRIGADE_REDUCER_COLLECTIVE_H_
 
 #include <ATen/core/ivalue.h>
+#include <c10/core/Device.h>
 
 #include <cstddef>
 #include <optional>
+#include <string>
 
 namespace brigade {
 
@@ -40,6 +42,15 @@ class Collective {
   // peers that wait for its share. Gradients are not touched. Errors: as
   // launch().
   virtual c10::intrusive_ptr<c10::ivalue::Future> launch_substitute() = 0;
+
+  // Of what it carries, and so of its result.
+  virtual c10::Device device() const = 0;
+
+  // Nothing but the network makes it fail, so that a failure is a peer's.
+  virtual bool fails_by_network_only() const = 0;
+
+  // "bucket 1 of 3 (parameter 4 ('head.weight'))".
+  virtual std::string describe() const = 0;
 };
 
 }  // namespace brigade

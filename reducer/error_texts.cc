@@ -135,9 +135,9 @@ std::string describe_late_gradient(const ParameterTable& table,
 
 std::string describe_bucket(const ParameterTable& table,
                             std::span<const size_t> parameters, size_t bucket,
-                            size_t num_buckets, Occasion occasion) {
+                            size_t num_buckets) {
   return absl::StrCat("bucket ", bucket, " of ", num_buckets, " (",
-                      table.name_of(parameters), ") in ", describe(occasion));
+                      table.name_of(parameters), ")");
 }
 
 }  // namespace brigade

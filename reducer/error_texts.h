@@ -46,11 +46,10 @@ std::string describe_unexpected_gradient(const ParameterTable& table,
 std::string describe_late_gradient(const ParameterTable& table,
                                    size_t parameter, Occasion occasion);
 
-// "bucket 2 of 5 (parameters 'a', ...), iteration 17, rank 1": goes in front of
-// what a hook or a collective threw.
+// "bucket 2 of 5 (parameters 0 ('a'), 2 ('c'))".
 std::string describe_bucket(const ParameterTable& table,
                             std::span<const size_t> parameters, size_t bucket,
-                            size_t num_buckets, Occasion occasion);
+                            size_t num_buckets);
 
 }  // namespace brigade
 

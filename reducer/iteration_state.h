@@ -40,19 +40,19 @@ enum class Phase {
 };
 
 struct Launch {
-  std::optional<size_t> bucket;                    // none: the used map
+  Collective* collective = nullptr;
   c10::intrusive_ptr<c10::ivalue::Future> future;  // null: nothing travelled
   bool is_overdue = false;  // was waited for as long as anything is
 };
 
-// Of a bucket: who needs the used map waits for it.
 inline bool is_pending(const Launch& launch) {
-  return launch.bucket && launch.future && !launch.future->completed();
+  return launch.future && !launch.future->completed();
 }
 
 inline int64_t num_buckets(std::span<const Launch> launches) {
-  return std::ranges::count_if(
-      launches, [](const Launch& launch) { return launch.bucket.has_value(); });
+  return std::ranges::count_if(launches, [](const Launch& launch) {
+    return launch.collective->bucket().has_value();
+  });
 }
 
 // A gradient that came before it was known whether its backward belongs to the

@@ -30,8 +30,9 @@ void Observations::iteration_begins(int64_t iteration) {
 }
 
 void Observations::launched(const Launch& launch) {
-  if (!launch.bucket) return;
-  if (launch.future) timeline.launched(*launch.bucket, *launch.future);
+  const std::optional<size_t> bucket = launch.collective->bucket();
+  if (!bucket) return;
+  if (launch.future) timeline.launched(*bucket, *launch.future);
   progress->launched.fetch_add(1, std::memory_order_relaxed);
 }
 

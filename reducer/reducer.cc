@@ -10,6 +10,7 @@
 #include <span>
 #include <string>
 #include <thread>
+#include <tuple>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -76,12 +77,14 @@ Reducer::~Reducer() {
   }
 }
 
-// Collectives in flight go on; they keep their buckets, and the hook, whose
-// continuations they run. The hook may own its group.
+// Collectives in flight go on; they keep their buckets, the memory of the used
+// map's sum, and the hook, whose continuations they run. The hook may own its
+// group.
 void Reducer::keep_until_done(BoundPlan bound,
-                              std::span<const Launch> launches) const {
-  const auto kept =
-      end_on_own_thread(std::pair(std::move(bound), options_.comm_hook));
+                              std::span<const Launch> launches) {
+  at::Tensor sum = graph_.used_map ? graph_.used_map->abandon() : at::Tensor();
+  const auto kept = end_on_own_thread(
+      std::tuple(std::move(bound), std::move(sum), options_.comm_hook));
   for (const Launch& launch : launches) {
     if (!launch.future) continue;
     launch.future->addCallback([kept](c10::ivalue::Future&) {},
@@ -266,7 +269,7 @@ void Reducer::start_iteration() {
   iteration_->streams.reserve(bound_.buckets.size() * table_.num_replicas());
   for (const Bucket& bucket : bound_.buckets) {
     for (size_t r = 0; r < table_.num_replicas(); ++r) {
-      iteration_->streams.emplace_back(bucket.device(r));
+      iteration_->streams.emplace_back(bucket.device_of(r));
     }
   }
   observations_.iteration_begins(iteration_->iteration);
@@ -678,7 +681,7 @@ void Reducer::await_used_map() {
   try {
     graph_.used_map->wait();
   } catch (...) {
-    rethrow(std::current_exception(), ErrorSource::kFuture, /*bucket=*/0,
+    rethrow(failure_of(*iteration_, ErrorSource::kFuture, *graph_.used_map_sum),
             iteration_->iteration);
   }
 }
@@ -703,24 +706,24 @@ void Reducer::launch_ready() {
 }
 
 void Reducer::launch(Collective& next) {
-  Launch launch = {.bucket = next.bucket(), .future = nullptr};
+  const std::optional<size_t> bucket = next.bucket();
+  Launch launch = {.collective = &next, .future = nullptr};
   if (next.is_left_out()) {
     if (skips_unused_buckets()) ++observations_.buckets_skipped;
   } else {
     try {
       signatures_.count([&] {
         std::optional<ObservedLaunch> launching;
-        if (launch.bucket) launching.emplace(observations_, *launch.bucket);
+        if (bucket) launching.emplace(observations_, *bucket);
         const ChainedCollectives::Scope chaining(iteration_->chained);
         launch.future =
             iteration_->is_shadow ? next.launch_substitute() : next.launch();
       });
     } catch (...) {
-      if (!launch.bucket) throw;
-      rethrow(std::current_exception(), ErrorSource::kHook, *launch.bucket,
+      rethrow(failure_of(*iteration_, ErrorSource::kHook, next),
               iteration_->iteration);
     }
-    if (launch.bucket) ++observations_.buckets_launched;
+    if (bucket) ++observations_.buckets_launched;
   }
   iteration_->launches.push_back(std::move(launch));
   observations_.launched(iteration_->launches.back());

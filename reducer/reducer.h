@@ -346,24 +346,28 @@ class Reducer : private GradientListener {
   void follow_strides();
   void adopt(BoundPlan bound);
   BoundPlan bind(BucketPlan plan, c10d::CommHookInterface& hook);
-  void keep_until_done(BoundPlan bound, std::span<const Launch> launches) const;
+  void keep_until_done(BoundPlan bound, std::span<const Launch> launches);
 
   // What becomes of the results (reducer_results.cc).
-  struct BucketFailure {
+  struct Failure {
     std::exception_ptr error;
     ErrorSource source = ErrorSource::kFuture;
-    size_t bucket = 0;
+    Collective* collective = nullptr;
+    std::string where = {};  // describes it, which may be gone by then
   };
+  Failure failure_of(const IterationState& iteration, ErrorSource source,
+                     Collective& collective) const;
+  const Launch* failed_map(const IterationState& iteration) const;
   void finalize();
   void deliver_as_results_come(IterationState& iteration);
   void deliver_what_all_ranks_have(IterationState& iteration);
-  std::optional<BucketFailure> launch_chained(IterationState& iteration);
+  std::optional<Failure> launch_chained(IterationState& iteration);
   void await_result(Launch& launch);
   at::Tensor result_of(const Launch& launch);
-  std::optional<BucketFailure> find_unordered_collectives(
-      const IterationState& iteration) const;
+  std::optional<Failure> find_unordered_collectives(
+      const IterationState& iteration);
   void tell_of_results(IterationState& iteration, RankSignature own,
-                       const std::optional<BucketFailure>& failure);
+                       const std::optional<Failure>& failure);
   void release_memory();
   void deliver(IterationState& iteration, const Launch& launch,
                const at::Tensor& result);
@@ -387,12 +391,12 @@ class Reducer : private GradientListener {
   void leave_group(const RankSignature& last_words);
   void lose_group(IterationState& iteration);
   void leave_in_flight(IterationState& iteration);
-  std::string describe_place(size_t bucket, int64_t iteration) const;
+  std::string describe_place(const Collective& collective,
+                             int64_t iteration) const;
   std::string describe_awaited(const IterationState& iteration) const;
   void forget_observations(const IterationState& iteration);
   void tell_hook_of_iteration() const;
-  [[noreturn]] void rethrow(const std::exception_ptr& error, ErrorSource source,
-                            size_t bucket, int64_t iteration);
+  [[noreturn]] void rethrow(const Failure& failure, int64_t iteration);
   Occasion occasion(int64_t iteration) const;
 
   void observe_plan();

@@ -200,17 +200,17 @@ void Reducer::wait_quietly(IterationState& iteration) {
   const milliseconds timeout = group_timeout(*group_);
   iteration.chained.cancel(timeout);
   for (Launch& launch : iteration.launches) {
-    if (!launch.bucket || !launch.future || launch.is_overdue) continue;
+    if (!launch.future || launch.is_overdue) continue;
     try {
       launch.is_overdue = !wait_for(*launch.future, timeout);
       if (launch.is_overdue) continue;
       launch.future->wait();
-      const c10::Device device = bound_.buckets[*launch.bucket].device();
+      const c10::Device device = launch.collective->device();
       // Waiting orders streams only, and not the ones that the user works on.
       if (!device.is_cpu()) current_stream(device).synchronize();
     } catch (...) {
       TORCH_WARN("Reducer: while waiting for ",
-                 describe_place(*launch.bucket, iteration.iteration), ": ",
+                 describe_place(*launch.collective, iteration.iteration), ": ",
                  words_of_exception(std::current_exception()));
     }
   }
@@ -251,15 +251,16 @@ void Reducer::leave_in_flight(IterationState& iteration) {
     return;
   }
   for (const Launch& launch : iteration.launches) {
-    if (!is_pending(launch)) continue;
-    const std::vector<size_t>& members = bound_.plan.buckets()[*launch.bucket];
+    const std::optional<size_t> bucket = launch.collective->bucket();
+    if (!bucket || !is_pending(launch)) continue;
+    const std::vector<size_t>& members = bound_.plan.buckets()[*bucket];
     for (size_t r = 0; r < table_.num_replicas(); ++r) {
       for (size_t slot = 0; slot < members.size(); ++slot) {
         at::Tensor& gradient =
             table_[VariableIndex{.replica = r, .parameter = members[slot]}]
                 .mutable_grad();
         if (gradient.defined() &&
-            bound_.buckets[*launch.bucket].is_view_in(r, slot, gradient)) {
+            bound_.buckets[*bucket].is_view_in(r, slot, gradient)) {
           gradient = at::zeros_like(gradient);
         }
       }
@@ -271,44 +272,62 @@ void Reducer::leave_in_flight(IterationState& iteration) {
   keep_until_done(std::move(old), iteration.launches);
 }
 
-// The first bucket that has not arrived, or the last one launched.
+// The first that has not arrived, or the last one launched.
 std::string Reducer::describe_awaited(const IterationState& iteration) const {
-  std::optional<size_t> awaited;
-  for (const Launch& launch : iteration.launches) {
-    if (launch.bucket) awaited = launch.bucket;
-    if (is_pending(launch)) break;
-  }
-  return awaited ? describe_place(*awaited, iteration.iteration)
-                 : describe(occasion(iteration.iteration));
+  const auto& launches = iteration.launches;
+  if (launches.empty()) return describe(occasion(iteration.iteration));
+  auto awaited = std::ranges::find_if(launches, is_pending);
+  if (awaited == launches.end()) --awaited;
+  return describe_place(*awaited->collective, iteration.iteration);
 }
 
-std::string Reducer::describe_place(size_t bucket, int64_t iteration) const {
-  return describe_bucket(table_, bound_.plan.buckets()[bucket], bucket,
-                         bound_.plan.num_buckets(), occasion(iteration));
+// "bucket 1 of 3 (parameter 4) in iteration 17 on rank 2".
+std::string Reducer::describe_place(const Collective& collective,
+                                    int64_t iteration) const {
+  return absl::StrCat(collective.describe(), " in ",
+                      describe(occasion(iteration)));
 }
 
-void Reducer::rethrow(const std::exception_ptr& error, ErrorSource source,
-                      size_t bucket, int64_t iteration) {
-  const std::string where =
-      absl::StrCat("Reducer: ", describe_place(bucket, iteration));
-  if (iteration_) iteration_->failed(words_of_exception(error));
-  if (dynamic_cast<ThrowsOwnErrors*>(options_.comm_hook.get())) {
-    std::rethrow_exception(error);
+// Of the exception that is being handled.
+Reducer::Failure Reducer::failure_of(const IterationState& iteration,
+                                     ErrorSource source,
+                                     Collective& collective) const {
+  return {.error = std::current_exception(),
+          .source = source,
+          .collective = &collective,
+          .where = absl::StrCat(
+              "Reducer: ", describe_place(collective, iteration.iteration))};
+}
+
+// REQUIRES: its collective is there.
+void Reducer::rethrow(const Failure& failure, int64_t iteration) {
+  const std::string words = words_of_exception(failure.error);
+  const Collective& failed = *failure.collective;
+  if (iteration_) iteration_->failed(words);
+  // What the map throws is no hook's.
+  if (failed.bucket() &&
+      dynamic_cast<ThrowsOwnErrors*>(options_.comm_hook.get())) {
+    std::rethrow_exception(failure.error);
   }
-  if (!is_peer_failure(error, source, *options_.comm_hook)) {
-    rethrow_hook_error(error, where);
+  if (!is_peer_failure(failure.error, failure.source,
+                       failed.fails_by_network_only())) {
+    rethrow_hook_error(failure.error, failure.where);
   }
+
   // A user's hook may use other groups, and be mistaken about the network.
-  if (fails_by_network_only(*options_.comm_hook)) {
+  if (failed.fails_by_network_only()) {
     leave_group({.kind = SignatureKind::kFailed,
                  .iteration = iteration,
-                 .unit = static_cast<int64_t>(bucket),
-                 .text = signature_text(words_of_exception(error))});
+                 .unit = static_cast<int64_t>(
+                     failed.bucket().value_or(bound_.buckets.size())),
+                 .text = signature_text(words)});
     if (iteration_) iteration_->is_settled = true;
   }
+  // By iteration: peers may notice the same loss in another collective of it.
   const std::optional<RollCall> roll =
-      signatures_.call_survivors(absl::StrCat(iteration, "/", bucket));
-  throw_peer_error(where, error, roll.has_value() ? &*roll : nullptr);
+      signatures_.call_survivors(absl::StrCat(iteration));
+  throw_peer_error(failure.where, failure.error,
+                   roll.has_value() ? &*roll : nullptr);
 }
 
 }  // namespace brigade

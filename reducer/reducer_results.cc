@@ -2,6 +2,7 @@
 
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <chrono>
 #include <exception>
 #include <optional>
@@ -60,36 +61,48 @@ void Reducer::finalize() {
 }
 
 void Reducer::deliver_as_results_come(IterationState& iteration) {
-  std::optional<BucketFailure> failure;
+  std::optional<Failure> failure;
   const auto awake_until = std::chrono::steady_clock::now() + kMaxTimeAwake;
   for (const Launch& launch : iteration.launches) {
-    if (!launch.bucket) continue;
+    const std::optional<size_t> bucket = launch.collective->bucket();
+    if (!bucket) continue;  // who needs the map waits for it
     ErrorSource step = ErrorSource::kFuture;
     try {
       if (launch.future) {
         wait_awake(*launch.future, awake_until);
         launch.future->waitAndThrow();
-        observations_.timeline.waited_for(*launch.bucket);
+        observations_.timeline.waited_for(*bucket);
       }
       if (failure) continue;
       step = ErrorSource::kDelivery;
       deliver(iteration, launch, result_of(launch));
     } catch (...) {
       if (failure) continue;
-      failure = {.error = std::current_exception(),
-                 .source = step,
-                 .bucket = *launch.bucket};
+      const Launch* const map =
+          step == ErrorSource::kDelivery ? failed_map(iteration) : nullptr;
+      failure =
+          map ? failure_of(iteration, ErrorSource::kFuture, *map->collective)
+              : failure_of(iteration, step, *launch.collective);
     }
   }
   if (!failure) return;
   if (graph_.used_map) graph_.used_map->clear_marks();
   ++observations_.given_up;
-  rethrow(failure->error, failure->source, failure->bucket,
-          iteration.iteration);
+  rethrow(*failure, iteration.iteration);
+}
+
+// Null unless the used map's sum has failed, which a bucket is delivered by.
+const Launch* Reducer::failed_map(const IterationState& iteration) const {
+  const auto map = std::ranges::find_if(
+      iteration.launches,
+      [](const Launch& launch) { return !launch.collective->bucket(); });
+  const bool has_failed = map != iteration.launches.end() && map->future &&
+                          map->future->completed() && map->future->hasError();
+  return has_failed ? &*map : nullptr;
 }
 
 void Reducer::deliver_what_all_ranks_have(IterationState& iteration) {
-  std::optional<BucketFailure> failure;
+  std::optional<Failure> failure;
   if (!iteration.chained.empty()) {
     failure = launch_chained(iteration);
     // One that a rank has not launched would be waited for in vain.
@@ -97,7 +110,7 @@ void Reducer::deliver_what_all_ranks_have(IterationState& iteration) {
   }
   std::vector<at::Tensor> results;  // by launch
   for (Launch& launch : iteration.launches) {
-    if (!launch.bucket) {
+    if (!launch.collective->bucket()) {
       results.emplace_back();
       continue;
     }
@@ -107,18 +120,27 @@ void Reducer::deliver_what_all_ranks_have(IterationState& iteration) {
     } catch (...) {
       results.emplace_back();
       if (failure) continue;
-      failure = {.error = std::current_exception(), .bucket = *launch.bucket};
+      failure = failure_of(iteration, ErrorSource::kFuture, *launch.collective);
     }
   }
   if (!failure) failure = find_unordered_collectives(iteration);
   tell_of_results(iteration, {.kind = SignatureKind::kArrived}, failure);
-  for (size_t i = 0; i < iteration.launches.size(); ++i) {
-    deliver(iteration, iteration.launches[i], results[i]);
+  try {
+    for (size_t i = 0; i < iteration.launches.size(); ++i) {
+      deliver(iteration, iteration.launches[i], results[i]);
+    }
+  } catch (...) {
+    const Launch* const map = failed_map(iteration);
+    if (map == nullptr) throw;
+    graph_.used_map->clear_marks();
+    ++observations_.given_up;
+    rethrow(failure_of(iteration, ErrorSource::kFuture, *map->collective),
+            iteration.iteration);
   }
 }
 
 // In the order of the buckets on every rank, on the thread that ends backward.
-std::optional<Reducer::BucketFailure> Reducer::launch_chained(
+std::optional<Reducer::Failure> Reducer::launch_chained(
     IterationState& iteration) {
   try {
     const ChainedCollectives::Scope none_behind_these(iteration.chained);
@@ -129,7 +151,7 @@ std::optional<Reducer::BucketFailure> Reducer::launch_chained(
   } catch (...) {
     // Nothing can stand in for what its peers have launched.
     signatures_.lose_count();
-    return BucketFailure{.error = std::current_exception()};
+    return failure_of(iteration, ErrorSource::kFuture, bound_.buckets.front());
   }
   return std::nullopt;
 }
@@ -143,36 +165,39 @@ void Reducer::await_result(Launch& launch) {
               timeout.count() / 1000.0,
               " s, the group's timeout.\nComplete it on every rank.");
   launch.future->waitAndThrow();
-  observations_.timeline.waited_for(*launch.bucket);
+  observations_.timeline.waited_for(*launch.collective->bucket());
 }
 
 // Undefined: nothing travelled, or nothing is to be delivered.
 at::Tensor Reducer::result_of(const Launch& launch) {
   if (!launch.future) return {};
-  return bound_.buckets[*launch.bucket].result_of(launch.future->value());
+  const size_t bucket = *launch.collective->bucket();
+  return bound_.buckets[bucket].result_of(launch.future->value());
 }
 
 // Of a hook's continuations, which run in another order on each rank. One
 // bucket has but one order.
-std::optional<Reducer::BucketFailure> Reducer::find_unordered_collectives(
-    const IterationState& iteration) const {
+std::optional<Reducer::Failure> Reducer::find_unordered_collectives(
+    const IterationState& iteration) {
   const bool has_seen_any = iteration.continuations.has_value() &&
                             iteration.continuations->has_seen_any();
   if (!has_seen_any || bound_.buckets.size() < 2) return std::nullopt;
-  return BucketFailure{
-      .error = std::make_exception_ptr(std::runtime_error(absl::StrCat(
-          describe_hook(*options_.comm_hook),
-          " launched collectives in a continuation of its future: "
-          "continuations run in another order on each rank, so that results "
-          "are wrong.\nLaunch them by then_collective().")))};
+  Failure failure =
+      failure_of(iteration, ErrorSource::kFuture, bound_.buckets.front());
+  failure.error = std::make_exception_ptr(std::runtime_error(absl::StrCat(
+      describe_hook(*options_.comm_hook),
+      " launched collectives in a continuation of its future: "
+      "continuations run in another order on each rank, so that results "
+      "are wrong.\nLaunch them by then_collective().")));
+  return failure;
 }
 
 // Throws on all ranks alike if one has failed.
 void Reducer::tell_of_results(IterationState& iteration, RankSignature own,
-                              const std::optional<BucketFailure>& failure) {
+                              const std::optional<Failure>& failure) {
   if (failure) {
     own = {.kind = SignatureKind::kFailed,
-           .unit = static_cast<int64_t>(failure->bucket),
+           .unit = static_cast<int64_t>(*failure->collective->bucket()),
            .text = signature_text(words_of_exception(failure->error))};
   }
   try {
@@ -189,10 +214,7 @@ void Reducer::tell_of_results(IterationState& iteration, RankSignature own,
   if (dynamic_cast<ThrowsOwnErrors*>(options_.comm_hook.get())) {
     std::rethrow_exception(failure->error);
   }
-  rethrow_hook_error(
-      failure->error,
-      absl::StrCat("Reducer: ",
-                   describe_place(failure->bucket, iteration.iteration)));
+  rethrow_hook_error(failure->error, failure->where);
 }
 
 void Reducer::release_memory() {
@@ -202,11 +224,11 @@ void Reducer::release_memory() {
 
 void Reducer::deliver(IterationState& iteration, const Launch& launch,
                       const at::Tensor& result) {
-  if (iteration.is_shadow || !launch.bucket) return;
-  Bucket& bucket = bound_.buckets[*launch.bucket];
+  const std::optional<size_t> index = launch.collective->bucket();
+  if (iteration.is_shadow || !index) return;
+  Bucket& bucket = bound_.buckets[*index];
   if (bucket.is_skipped()) return;
-  const std::vector<size_t> untouched =
-      untouched_slots(iteration, *launch.bucket);
+  const std::vector<size_t> untouched = untouched_slots(iteration, *index);
   if (!launch.future) {
     bucket.deliver_empty(untouched);
   } else {

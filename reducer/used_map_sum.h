@@ -8,6 +8,7 @@
 
 #include <cstddef>
 #include <optional>
+#include <string>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "brigade/reducer/collective.h"
@@ -31,6 +32,9 @@ class UsedMapSum final : public Collective {
     map_.clear_marks();
     return map_.launch(group_);
   }
+  c10::Device device() const override { return map_.device(); }
+  bool fails_by_network_only() const override { return true; }
+  std::string describe() const override { return "the map of used parameters"; }
 
  private:
   UsedParameterMap& map_;

@@ -3,6 +3,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
 #include <c10/core/GradMode.h>
 
 #include <exception>
@@ -58,6 +59,12 @@ c10::intrusive_ptr<c10::ivalue::Future> UsedParameterMap::launch(
   std::vector<at::Tensor> tensors = {sum_};
   work_ = group.allreduce(tensors);
   return future_of(*work_);
+}
+
+at::Tensor UsedParameterMap::abandon() {
+  work_ = nullptr;
+  host_sum_.reset();
+  return std::exchange(sum_, at::zeros_like(sum_));
 }
 
 void UsedParameterMap::finish() {

@@ -41,6 +41,13 @@ class UsedParameterMap {
   // the future of the collective; null if the group's works have none.
   c10::intrusive_ptr<c10::ivalue::Future> launch(c10d::ProcessGroup& group);
 
+  // Of the sum.
+  c10::Device device() const { return sum_.device(); }
+
+  // Does not wait for the sum any more, which may never come: the next one is
+  // taken elsewhere. Returns the memory that this one may still be written to.
+  at::Tensor abandon();
+
   // Waits until the sum is there for this thread to read; free if it is.
   // Errors: what the collective throws.
   void wait();

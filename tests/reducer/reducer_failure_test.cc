@@ -471,6 +471,60 @@ TEST(PeerFailureTest, NamesTheBucketAndKeepsTheReducerUsable) {
   EXPECT_TRUE(at::equal(model.parameters[1].grad(), model.gradient(1, 0)));
 }
 
+// Which a bucket with an unused parameter is delivered by.
+TEST(PeerFailureTest, NamesTheUsedMap) {
+  RecordingGroup recording(2);
+  const ToyModel model({{2}, {3}});
+  Reducer reducer(model.parameters, recording.group(),
+                  {.find_unused_parameters = true});
+  const auto step_without_1 = [&] {
+    const at::Tensor loss = model.loss_in_order({0}, 0);
+    reducer.prepare_for_backward(loss);
+    loss.backward();
+  };
+  const size_t first = recording.log().size();
+  recording.fail_at_completion(
+      first + 1, std::make_exception_ptr(UserError("connection closed")));
+  recording.fail_at_launch(
+      first + 3, std::make_exception_ptr(UserError("connection refused")));
+  EXPECT_THAT(text_of<c10::DistBackendError>(step_without_1),
+              AllOf(HasSubstr("the map of used parameters in iteration 1 on "
+                              "rank 0"),
+                    HasSubstr("connection closed")));
+  EXPECT_THAT(text_of<c10::DistBackendError>(step_without_1),
+              AllOf(HasSubstr("the map of used parameters in iteration 2 on "
+                              "rank 0"),
+                    HasSubstr("connection refused")));
+  model.zero_grad();
+  step_without_1();
+  EXPECT_TRUE(at::equal(model.parameters[0].grad(), model.gradient(0, 0)));
+  EXPECT_FALSE(model.parameters[1].grad().defined());
+}
+
+TEST(PeerFailureTest, NamesTheUsedMapUnderAUsersHook) {
+  RecordingGroup recording(2);
+  const ToyModel model({{2}, {3}});
+  const auto hook = make_comm_hook(
+      [group = recording.group()](c10d::GradBucket& bucket) {
+        std::vector<at::Tensor> tensors = {bucket.getBufferRef()};
+        return group->allreduce(tensors)->getFuture();
+      },
+      "summing");
+  Reducer reducer(model.parameters, recording.group(),
+                  {.find_unused_parameters = true, .comm_hook = hook});
+  recording.fail_at_completion(
+      recording.log().size() + 1,
+      std::make_exception_ptr(UserError("connection closed")));
+  EXPECT_THAT(text_of<c10::DistBackendError>([&] {
+                const at::Tensor loss = model.loss_in_order({0}, 0);
+                reducer.prepare_for_backward(loss);
+                loss.backward();
+              }),
+              AllOf(HasSubstr("the map of used parameters in iteration 1"),
+                    HasSubstr("connection closed")));
+  EXPECT_FALSE(reducer.can_continue());
+}
+
 TEST(PeerFailureTest, DestroyingTheReducerWithCollectivesInFlightIsClean) {
   RecordingGroup recording(2);
   const ToyModel model({{2}, {3}});
