@@ -89,7 +89,7 @@ void check_root(int64_t root, int world_size) {
 
 }  // namespace
 
-AnsweredWork::AnsweredWork(int rank, const Collective& collective,
+AnsweredWork::AnsweredWork(int rank, const CollectiveCall& collective,
                            std::chrono::milliseconds timeout)
     : Work(rank, collective.type),
       timeout_(timeout),
@@ -143,7 +143,7 @@ void IdenticalRanksBackend::setTimeout(std::chrono::milliseconds timeout) {
 }
 
 c10::intrusive_ptr<Work> IdenticalRanksBackend::launch(
-    Collective collective, std::function<void()> compute) {
+    CollectiveCall collective, std::function<void()> compute) {
   auto work =
       c10::make_intrusive<AnsweredWork>(getRank(), collective, timeout());
   work->answer(compute);

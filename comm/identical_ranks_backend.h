@@ -19,7 +19,7 @@
 namespace brigade {
 
 // What a collective looks like to the rank that launches it.
-struct Collective {
+struct CollectiveCall {
   c10d::OpType type = c10d::OpType::UNKNOWN;
   std::vector<at::Tensor> inputs = {};   // what this rank contributes
   std::vector<at::Tensor> outputs = {};  // the value of the work's future
@@ -30,7 +30,7 @@ struct Collective {
 // hooks rely on; on CUDA it orders streams as futures do.
 class AnsweredWork final : public c10d::Work {
  public:
-  AnsweredWork(int rank, const Collective& collective,
+  AnsweredWork(int rank, const CollectiveCall& collective,
                std::chrono::milliseconds timeout);
 
   // Computes the answer and finishes; an exception from it finishes the work
@@ -124,7 +124,7 @@ class IdenticalRanksBackend : public c10d::Backend {
  protected:
   // Every collective comes by here.  `compute` writes the outputs; it may run
   // now or later, on any thread.
-  virtual c10::intrusive_ptr<c10d::Work> launch(Collective collective,
+  virtual c10::intrusive_ptr<c10d::Work> launch(CollectiveCall collective,
                                                 std::function<void()> compute);
 
   // A minute unless set: an answer that waits for a test may never come.

@@ -18,7 +18,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-RecordedCollective describe(const Collective& collective, size_t sequence) {
+RecordedCollective describe(const CollectiveCall& collective, size_t sequence) {
   RecordedCollective record;
   record.sequence = sequence;
   record.type = collective.type;
@@ -168,7 +168,7 @@ class RecordingBackend final : public IdenticalRanksBackend,
 
  protected:
   c10::intrusive_ptr<c10d::Work> launch(
-      Collective collective, std::function<void()> compute) override {
+      CollectiveCall collective, std::function<void()> compute) override {
     Open open;
     open.work =
         c10::make_intrusive<AnsweredWork>(getRank(), collective, timeout());

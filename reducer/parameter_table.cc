@@ -1,5 +1,7 @@
 #include "brigade/reducer/parameter_table.h"
 
+#include <torch/csrc/autograd/function.h>
+
 #include <algorithm>
 #include <string>
 #include <utility>
