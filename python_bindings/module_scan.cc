@@ -37,11 +37,22 @@ class Tensors {
       is_kind_of(py::reinterpret_borrow<py::object>(THPVariableClass));
 };
 
-void set_item(const py::dict& dict, const py::str& key, py::handle value) {
-  if (PyDict_SetItem(dict.ptr(), key.ptr(), value.ptr()) != 0) {
-    throw py::error_already_set();
+// Each tensor once, by the first of its names.
+class FirstNames {
+ public:
+  void add(const py::str& name, py::handle tensor) {
+    if (!seen_.insert(tensor.ptr()).second) return;
+    if (PyDict_SetItem(named_.ptr(), name.ptr(), tensor.ptr()) != 0) {
+      throw py::error_already_set();
+    }
   }
-}
+
+  py::dict dict() const { return named_; }
+
+ private:
+  absl::flat_hash_set<PyObject*> seen_;
+  py::dict named_;
+};
 
 class ReducedParameters {
  public:
@@ -127,30 +138,24 @@ py::dict ModuleScan::named_parameters() const {
   if (overrides("named_parameters")(root_)) {
     return py::dict(root_.attr("named_parameters")());
   }
-  py::dict named;
-  absl::flat_hash_set<PyObject*> seen;
-  for (const Parameter& each : parameters_) {
-    if (!seen.insert(each.tensor.ptr()).second) continue;
-    set_item(named, each.name, each.tensor);
-  }
-  return named;
+  FirstNames named;
+  for (const Parameter& each : parameters_) named.add(each.name, each.tensor);
+  return named.dict();
 }
 
 py::dict ModuleScan::named_buffers() const {
   if (overrides("named_buffers")(root_)) {
     return py::dict(root_.attr("named_buffers")());
   }
-  py::dict named;
-  absl::flat_hash_set<PyObject*> seen;
+  FirstNames named;
   for (const NamedModule& in : modules_) {
     for_each_registered(in.module, Table::kBuffers,
                         [&](std::string_view name, py::handle tensor) {
-                          if (!seen.insert(tensor.ptr()).second) return;
-                          set_item(named, py::str(joined_name(in.name, name)),
-                                   tensor);
+                          named.add(py::str(joined_name(in.name, name)),
+                                    tensor);
                         });
   }
-  return named;
+  return named.dict();
 }
 
 py::tuple ModuleScan::reduced_parameters(const py::set& ignored) const {

@@ -1,7 +1,5 @@
 #include "brigade/python_bindings/module_walk.h"
 
-#include <c10/util/Exception.h>
-
 #include <utility>
 
 #include "absl/container/flat_hash_set.h"
