@@ -17,11 +17,11 @@ PYBIND11_MODULE(_C, module) {
   // Its types and exception translators are used below.
   py::module_::import("torch._C");
   brigade::register_agreement(module);
+  brigade::register_module_scan(module);
   brigade::register_reducer(module);
   brigade::register_logger(module);
   brigade::register_hooks(module);
   brigade::register_outputs(module);
-  brigade::register_module_scan(module);
   py::module_::import("atexit").attr("register")(py::cpp_function(
       &brigade::wait_at_exit, py::call_guard<py::gil_scoped_release>()));
 }

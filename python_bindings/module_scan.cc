@@ -40,9 +40,10 @@ class Tensors {
 // Each tensor once, by the first of its names.
 class FirstNames {
  public:
-  void add(const py::str& name, py::handle tensor) {
+  void add(absl::FunctionRef<std::string()> name, py::handle tensor) {
     if (!seen_.insert(tensor.ptr()).second) return;
-    if (PyDict_SetItem(named_.ptr(), name.ptr(), tensor.ptr()) != 0) {
+    if (PyDict_SetItem(named_.ptr(), py::str(name()).ptr(), tensor.ptr()) !=
+        0) {
       throw py::error_already_set();
     }
   }
@@ -54,33 +55,40 @@ class FirstNames {
   py::dict named_;
 };
 
-class ReducedParameters {
+class ReducedParametersBuilder {
  public:
-  explicit ReducedParameters(const py::set& ignored)
-      : ignored_(ignored), ignores_some_(!ignored.empty()) {}
+  ReducedParametersBuilder(const py::set& ignored, size_t most)
+      : ignored_(ignored), ignores_some_(!ignored.empty()) {
+    places_.reserve(most);
+    reduced_.names.reserve(most);
+    reduced_.expect_sparse.reserve(most);
+  }
 
   // `module` is a number: of several names in one module, the first counts.
-  void add(const py::str& name, const py::object& tensor, size_t module,
-           bool is_sparse) {
+  // Whoever ignores a parameter of the root calls it ".weight", as torch's
+  // DistributedDataParallel does there.
+  void add(std::string name, const py::object& tensor, size_t module,
+           bool is_roots, bool is_sparse) {
     if (!in_cpp_[tensor].requires_grad()) return;
     const auto [entry, is_new] =
         places_.try_emplace(tensor.ptr(), Place{.last_module = module});
     Place& place = entry->second;
     if (!is_new && std::exchange(place.last_module, module) == module) return;
-    if (ignores_some_ && ignored_.contains(name)) return;
-    if (place.position) {
-      names_[*place.position] = name;
+    if (ignores_some_ &&
+        ignored_.contains(py::str(is_roots ? "." + name : name))) {
       return;
     }
-    place.position = py::len(tensors_);
-    tensors_.append(tensor);
-    names_.append(name);
-    expect_sparse_.append(is_sparse);
+    if (place.position) {
+      reduced_.names[*place.position] = std::move(name);
+      return;
+    }
+    place.position = reduced_.names.size();
+    reduced_.tensors.append(tensor);
+    reduced_.names.push_back(std::move(name));
+    reduced_.expect_sparse.push_back(is_sparse);
   }
 
-  py::tuple lists() const {
-    return py::make_tuple(tensors_, names_, expect_sparse_);
-  }
+  ReducedParameters take() { return std::move(reduced_); }
 
  private:
   struct Place {
@@ -92,9 +100,7 @@ class ReducedParameters {
   const bool ignores_some_;
   Tensors in_cpp_;
   absl::flat_hash_map<PyObject*, Place> places_;
-  py::list tensors_;
-  py::list names_;
-  py::list expect_sparse_;
+  ReducedParameters reduced_;
 };
 
 // Stops, and returns false, where `visit` does.
@@ -122,16 +128,18 @@ bool for_each_value(const py::list& tables,
 ModuleScan::ModuleScan(py::object module)
     : root_(std::move(module)), modules_(named_modules(root_)) {
   for (size_t m = 0; m < modules_.size(); ++m) {
-    const NamedModule& in = modules_[m];
     for_each_registered(
-        in.module, Table::kParameters,
-        [&](std::string_view name, py::handle tensor) {
+        modules_[m].parameters, [&](py::handle name, py::handle tensor) {
           parameters_.push_back(
-              {.name = py::str(joined_name(in.name, name)),
+              {.own_name = py::reinterpret_borrow<py::object>(name),
                .tensor = py::reinterpret_borrow<py::object>(tensor),
                .module = m});
         });
   }
+}
+
+std::string ModuleScan::name_of(const Parameter& parameter) const {
+  return joined_name(modules_[parameter.module].name, parameter.own_name);
 }
 
 py::dict ModuleScan::named_parameters() const {
@@ -139,7 +147,9 @@ py::dict ModuleScan::named_parameters() const {
     return py::dict(root_.attr("named_parameters")());
   }
   FirstNames named;
-  for (const Parameter& each : parameters_) named.add(each.name, each.tensor);
+  for (const Parameter& each : parameters_) {
+    named.add([&] { return name_of(each); }, each.tensor);
+  }
   return named.dict();
 }
 
@@ -149,44 +159,59 @@ py::dict ModuleScan::named_buffers() const {
   }
   FirstNames named;
   for (const NamedModule& in : modules_) {
-    for_each_registered(in.module, Table::kBuffers,
-                        [&](std::string_view name, py::handle tensor) {
-                          named.add(py::str(joined_name(in.name, name)),
+    for_each_registered(table_of(in.module, Table::kBuffers),
+                        [&](py::handle name, py::handle tensor) {
+                          named.add([&] { return joined_name(in.name, name); },
                                     tensor);
                         });
   }
   return named.dict();
 }
 
-py::tuple ModuleScan::reduced_parameters(const py::set& ignored) const {
+py::list ModuleScan::parameters(const py::set& ignored) const {
+  py::list parameters;
+  if (ignored.empty() && !overrides("named_parameters")(root_)) {
+    absl::flat_hash_set<PyObject*> seen;
+    seen.reserve(parameters_.size());
+    for (const Parameter& each : parameters_) {
+      if (seen.insert(each.tensor.ptr()).second) parameters.append(each.tensor);
+    }
+    return parameters;
+  }
+  for (const auto& [name, tensor] : named_parameters()) {
+    if (!ignored.contains(name)) parameters.append(tensor);
+  }
+  return parameters;
+}
+
+ReducedParameters ModuleScan::reduced_parameters(const py::set& ignored) const {
   const py::module_ torchs = py::module_::import("torch.nn");
   ClassCheck is_embedding = is_kind_of(
       py::make_tuple(torchs.attr("Embedding"), torchs.attr("EmbeddingBag")));
   ClassCheck names_its_own = overrides("named_parameters");
-  ReducedParameters reduced(ignored);
+  ReducedParametersBuilder reduced(ignored, parameters_.size());
   auto parameter = parameters_.begin();
   for (size_t m = 0; m < modules_.size(); ++m) {
     const NamedModule& in = modules_[m];
     const bool is_sparse =
         is_embedding(in.module) && py::cast<bool>(in.module.attr("sparse"));
     const bool is_asked = names_its_own(in.module);
+    const bool is_root = in.name.empty();
     for (; parameter != parameters_.end() && parameter->module == m;
          ++parameter) {
       if (is_asked) continue;
-      const bool is_roots = in.name.empty();
-      reduced.add(is_roots ? py::str("." + std::string(parameter->name))
-                           : parameter->name,
-                  parameter->tensor, m, is_sparse);
+      reduced.add(name_of(*parameter), parameter->tensor, m, is_root,
+                  is_sparse);
     }
     if (!is_asked) continue;
     for (py::handle pair :
          in.module.attr("named_parameters")(py::arg("recurse") = false)) {
       const auto entry = py::cast<py::tuple>(pair);
-      reduced.add(py::str(in.name + "." + py::cast<std::string>(entry[0])),
-                  py::object(entry[1]), m, is_sparse);
+      reduced.add(joined_name(in.name, py::object(entry[0])),
+                  py::object(entry[1]), m, is_root, is_sparse);
     }
   }
-  return reduced.lists();
+  return reduced.take();
 }
 
 py::set ModuleScan::classes() const {
@@ -213,8 +238,8 @@ py::list ModuleScan::frozen_parameters() const {
 py::list ModuleScan::tables() const {
   py::list tables;
   for (const NamedModule& each : modules_) {
-    tables.append(table_of(each.module, Table::kParameters));
-    tables.append(table_of(each.module, Table::kModules));
+    tables.append(each.parameters);
+    tables.append(each.submodules);
   }
   return tables;
 }

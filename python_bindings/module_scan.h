@@ -8,9 +8,11 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <cstddef>
+#include <string>
 #include <vector>
 
 #include "brigade/python_bindings/module_walk.h"
+#include "brigade/python_bindings/reduced_parameters.h"
 
 namespace brigade {
 
@@ -22,12 +24,13 @@ class ModuleScan {
   py::dict named_parameters() const;
   py::dict named_buffers() const;
 
-  // Three lists, by parameter that requires a gradient and is not ignored: the
-  // tensor, its name, whether gradients are sparse.  As torch's
+  // Those of named_parameters() whose names are not ignored.
+  py::list parameters(const py::set& ignored) const;
+
+  // Those that require a gradient and whose names are not ignored, as torch's
   // DistributedDataParallel has them: each once, in the order of registration;
-  // a dot before the names of the root's own; a shared one by its name in the
-  // last module that has it.
-  py::tuple reduced_parameters(const py::set& ignored) const;
+  // a shared one by its name in the last module that has it.
+  ReducedParameters reduced_parameters(const py::set& ignored) const;
 
   // Of the module and its submodules.
   py::set classes() const;
@@ -40,10 +43,12 @@ class ModuleScan {
 
  private:
   struct Parameter {
-    py::str name;
+    py::object own_name;  // in its module
     py::object tensor;
     size_t module;  // index into modules_
   };
+
+  std::string name_of(const Parameter& parameter) const;
 
   py::object root_;
   std::vector<NamedModule> modules_;   // parents first

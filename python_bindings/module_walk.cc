@@ -7,13 +7,6 @@
 namespace brigade {
 namespace {
 
-std::string_view text_of(py::handle name) {
-  Py_ssize_t size = 0;
-  const char* text = PyUnicode_AsUTF8AndSize(name.ptr(), &size);
-  if (text == nullptr) throw py::error_already_set();
-  return {text, static_cast<size_t>(size)};
-}
-
 py::object torchs_module_class() {
   return py::module_::import("torch.nn").attr("Module");
 }
@@ -27,26 +20,31 @@ class Walk {
     }
     if (!seen_.insert(module.ptr()).second) return;
     const size_t position = found_.size();
-    found_.push_back(
-        {std::move(name), py::reinterpret_borrow<py::object>(module)});
-    for_each_registered(module, Table::kModules,
-                        [&](std::string_view child, py::handle submodule) {
-                          visit(joined_name(found_[position].name, child),
-                                submodule);
-                        });
+    add(std::move(name), module);
+    const py::object submodules = found_[position].submodules;
+    for_each_registered(submodules, [&](py::handle child, py::handle module) {
+      visit(joined_name(found_[position].name, child), module);
+    });
   }
 
   std::vector<NamedModule> take() { return std::move(found_); }
 
  private:
+  void add(std::string name, py::handle module) {
+    found_.push_back({.name = std::move(name),
+                      .module = py::reinterpret_borrow<py::object>(module),
+                      .parameters = table_of(module, Table::kParameters),
+                      .submodules = table_of(module, Table::kModules)});
+  }
+
   void visit_as_told(const std::string& name, py::handle module) {
     py::set memo;
     for (const NamedModule& each : found_) memo.add(each.module);
     for (py::handle pair : module.attr("named_modules")(memo, name)) {
       const auto entry = py::cast<py::tuple>(pair);
-      py::object submodule = entry[1];
+      const py::object submodule = entry[1];
       if (!seen_.insert(submodule.ptr()).second) continue;
-      found_.push_back({std::string(text_of(entry[0])), std::move(submodule)});
+      add(std::string(text_of(entry[0])), submodule);
     }
   }
 
@@ -57,10 +55,17 @@ class Walk {
 
 }  // namespace
 
-std::string joined_name(std::string_view prefix, std::string_view name) {
-  std::string joined(prefix);
-  if (!prefix.empty()) joined += '.';
-  return joined.append(name);
+std::string_view text_of(py::handle text) {
+  Py_ssize_t size = 0;
+  const char* utf8 = PyUnicode_AsUTF8AndSize(text.ptr(), &size);
+  if (utf8 == nullptr) throw py::error_already_set();
+  return {utf8, static_cast<size_t>(size)};
+}
+
+std::string joined_name(std::string_view module, py::handle name) {
+  std::string joined(module);
+  if (!module.empty()) joined += '.';
+  return joined.append(text_of(name));
 }
 
 py::object table_of(py::handle module, Table table) {
@@ -71,24 +76,22 @@ py::object table_of(py::handle module, Table table) {
 }
 
 void for_each_registered(
-    py::handle module, Table table,
-    absl::FunctionRef<void(std::string_view, py::handle)> visit) {
-  const py::object entries = table_of(module, table);
+    py::handle table, absl::FunctionRef<void(py::handle, py::handle)> visit) {
   // A subclass may have an order of its own.
-  if (PyDict_CheckExact(entries.ptr())) {
+  if (PyDict_CheckExact(table.ptr())) {
     PyObject* name = nullptr;
     PyObject* value = nullptr;
     Py_ssize_t position = 0;
-    while (PyDict_Next(entries.ptr(), &position, &name, &value) != 0) {
-      if (value != Py_None) visit(text_of(name), value);
+    while (PyDict_Next(table.ptr(), &position, &name, &value) != 0) {
+      if (value != Py_None) visit(name, value);
     }
     return;
   }
-  for (py::handle pair : entries.attr("items")()) {
+  for (py::handle pair : table.attr("items")()) {
     const auto entry = py::cast<py::tuple>(pair);
     const py::object name = entry[0];
     const py::object value = entry[1];
-    if (!value.is_none()) visit(text_of(name), value);
+    if (!value.is_none()) visit(name, value);
   }
 }
 

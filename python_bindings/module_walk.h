@@ -22,23 +22,29 @@ namespace brigade {
 struct NamedModule {
   std::string name;  // "encoder.0"; empty for the root
   py::object module;
+  // Its tables.
+  py::object parameters;
+  py::object submodules;
 };
 
 // As root.named_modules(): each module once, parents first.
 std::vector<NamedModule> named_modules(py::handle root);
 
-// Where a module has registered something.
+// Where a module has registered something itself.
 enum class Table { kParameters, kBuffers, kModules };
 
 py::object table_of(py::handle module, Table table);
 
-// Calls `visit` with name and value for what `module` alone has registered,
-// but for None.
-void for_each_registered(
-    py::handle module, Table table,
-    absl::FunctionRef<void(std::string_view, py::handle)> visit);
+// Calls `visit` with name and value of what is registered in a table, but for
+// None.
+void for_each_registered(py::handle table,
+                         absl::FunctionRef<void(py::handle, py::handle)> visit);
 
-std::string joined_name(std::string_view prefix, std::string_view name);
+// UTF-8, valid while `text` lives. Errors: what Python raises if it is no str.
+std::string_view text_of(py::handle text);
+
+// `name` in the module of that name.
+std::string joined_name(std::string_view module, py::handle name);
 
 // Something that is true or false of a class, asked of its instances.
 class ClassCheck {

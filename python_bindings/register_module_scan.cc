@@ -1,10 +1,32 @@
 #include "brigade/python_bindings/register_module_scan.h"
 
+#include <utility>
+#include <vector>
+
 #include "brigade/python_bindings/module_scan.h"
+#include "brigade/python_bindings/reduced_parameters.h"
 
 namespace brigade {
 
 void register_module_scan(py::module_& module) {
+  py::class_<ReducedParameters>(
+      module, "ReducedParameters",
+      "What a reducer is made of. For a moment, as ModuleScan.")
+      .def(py::init([](py::list tensors, const NamesByIndex& names,
+                       std::vector<bool> expect_sparse) {
+             const size_t count = py::len(tensors);
+             return ReducedParameters{
+                 .tensors = std::move(tensors),
+                 .names = names_of(names, count),
+                 .expect_sparse = std::move(expect_sparse)};
+           }),
+           py::arg("tensors"), py::arg("names"), py::arg("expect_sparse"))
+      .def_readonly("tensors", &ReducedParameters::tensors)
+      .def_readonly("names", &ReducedParameters::names,
+                    "By tensor, without a dot before those of the root's own "
+                    "parameters.")
+      .def_readonly("expect_sparse", &ReducedParameters::expect_sparse,
+                    "By tensor.");
   py::class_<ModuleScan>(
       module, "ModuleScan",
       "What a module holds, from one walk over its submodules. Keeps all that "
@@ -14,14 +36,13 @@ void register_module_scan(py::module_& module) {
            "What dict(module.named_parameters()) gives.")
       .def("named_buffers", &ModuleScan::named_buffers,
            "What dict(module.named_buffers()) gives.")
-      .def(
-          "reduced_parameters", &ModuleScan::reduced_parameters,
-          py::arg("ignored"),
-          "Tensors, names, and whether gradients are sparse, of the parameters "
-          "that require one and whose names are not ignored. As torch's "
-          "DistributedDataParallel has them: each once, in the order of "
-          "registration; a dot before the names of the root's own; a shared "
-          "one by its last name.")
+      .def("parameters", &ModuleScan::parameters, py::arg("ignored"),
+           "Those of named_parameters() whose names are not ignored.")
+      .def("reduced_parameters", &ModuleScan::reduced_parameters,
+           py::arg("ignored"),
+           "Those that require a gradient and whose names are not ignored, as "
+           "torch's DistributedDataParallel has them: each once, in the order "
+           "of registration; a shared one by its last name.")
       .def("classes", &ModuleScan::classes,
            "Those of the module and its submodules.")
       .def("frozen_parameters", &ModuleScan::frozen_parameters,

@@ -2,20 +2,23 @@
 
 #include <c10/util/Exception.h>
 #include <pybind11/chrono.h>
-#include <pybind11/typing.h>
+#include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/jit/python/pybind_utils.h>
 
+#include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <optional>
 #include <string>
-#include <string_view>
 #include <torch/csrc/distributed/c10d/default_comm_hooks.hpp>
+#include <torch/csrc/distributed/c10d/reducer.hpp>
 #include <utility>
 #include <vector>
 
 #include "brigade/python_bindings/python_comm_hook.h"
 #include "brigade/python_bindings/python_stepping_hook.h"
+#include "brigade/python_bindings/reduced_parameters.h"
 #include "brigade/python_bindings/torch_reducer.h"
 
 namespace brigade {
@@ -39,24 +42,19 @@ FuturePtr wrapped(c10::intrusive_ptr<c10::ivalue::Future> future) {
   return std::make_shared<torch::jit::PythonFutureWrapper>(std::move(future));
 }
 
-using NamesByIndex = py::typing::Dict<size_t, std::string>;
-
-std::vector<std::string> names_of(const NamesByIndex& by_index, size_t count) {
-  if (by_index.empty()) return {};
-  std::vector<std::string> names(count);
-  for (const auto& [key, value] : by_index) {
-    const auto index = py::cast<size_t>(key);
-    TORCH_CHECK(index < count, "brigade.Reducer: param_to_name_mapping names ",
-                "parameter ", index, ", but there are ", count,
-                " parameters.\nName each parameter by its index.");
-    // Torch's names of the root's own parameters begin with a dot.
-    const auto name = py::cast<std::string_view>(value);
-    names[index] = name.starts_with('.') ? name.substr(1) : name;
-  }
-  return names;
+std::shared_ptr<TorchReducer> make_reducer(std::vector<at::Tensor> parameters,
+                                           c10d::ProcessGroup& group,
+                                           ReducerOptions options,
+                                           bool reduces_by_itself) {
+  const py::gil_scoped_release no_gil;
+  auto reducer = std::make_unique<TorchReducer>(
+      std::move(parameters), owned(group), std::move(options));
+  if (!reduces_by_itself) reducer->remove_hooks();
+  return {reducer.release(), destroy_without_gil};
 }
 
-std::shared_ptr<TorchReducer> make_reducer(
+// As torch's reducer is made.
+std::shared_ptr<TorchReducer> make_torchs_reducer(
     std::vector<at::Tensor> params,
     std::vector<std::vector<size_t>> bucket_indices,
     const std::vector<int64_t>& per_bucket_size_limits,
@@ -89,17 +87,64 @@ std::shared_ptr<TorchReducer> make_reducer(
       bucket_bytes_cap_list.empty()
           ? std::vector<int64_t>{first_bucket_bytes_cap, bucket_bytes_cap}
           : std::move(bucket_bytes_cap_list);
-  auto reducer = [&] {
-    const py::gil_scoped_release no_gil;
-    return std::make_unique<TorchReducer>(
-        std::move(params), owned(process_group), std::move(options));
-  }();
-  // Compiled autograd reduces gradients itself.
-  if (use_python_reducer) {
-    const py::gil_scoped_release no_gil;
-    reducer->remove_hooks();
+  return make_reducer(std::move(params), process_group, std::move(options),
+                      /*reduces_by_itself=*/!use_python_reducer);
+}
+
+std::vector<at::Tensor> in_cpp(const py::list& tensors) {
+  std::vector<at::Tensor> unpacked;
+  unpacked.reserve(tensors.size());
+  for (py::handle tensor : tensors) {
+    TORCH_CHECK_TYPE(THPVariable_Check(tensor.ptr()),
+                     "brigade.Reducer: expected a tensor, got ",
+                     std::string(py::repr(tensor)), ".");
+    unpacked.push_back(THPVariable_Unpack(tensor.ptr()));
   }
-  return {reducer.release(), destroy_without_gil};
+  return unpacked;
+}
+
+// Buckets as torch's class makes them at first, in launch order: the last
+// layers' come first.
+std::vector<std::vector<size_t>> first_buckets(
+    const std::vector<at::Tensor>& parameters,
+    const std::vector<size_t>& caps_bytes,
+    const std::vector<bool>& expect_sparse) {
+  auto [buckets, limits] = c10d::compute_bucket_assignment_by_size(
+      parameters, caps_bytes, expect_sparse);
+  std::ranges::reverse(buckets);
+  return buckets;
+}
+
+std::shared_ptr<TorchReducer> make_reducer_of(
+    const ReducedParameters& parameters, c10d::ProcessGroup& process_group,
+    const std::vector<size_t>& first_bucket_caps_bytes,
+    std::vector<int64_t> bucket_caps_bytes,
+    std::optional<std::vector<std::vector<size_t>>> bucket_plan,
+    bool find_unused_parameters, bool skip_all_reduce_unused_parameters,
+    bool static_graph, bool gradients_as_bucket_views,
+    bool lazy_bucket_allocation, bool verify_across_ranks,
+    bool one_backward_per_forward, bool reduces_by_itself) {
+  std::vector<at::Tensor> tensors = in_cpp(parameters.tensors);
+  ReducerOptions options;
+  options.bucket_caps_bytes = std::move(bucket_caps_bytes);
+  if (!bucket_plan) {
+    options.bucket_plan = first_buckets(tensors, first_bucket_caps_bytes,
+                                        parameters.expect_sparse);
+  } else {
+    options.bucket_plan = *std::move(bucket_plan);
+    options.rebuild_buckets = false;
+  }
+  options.parameter_names = parameters.names;
+  options.expect_sparse_gradients = parameters.expect_sparse;
+  options.find_unused_parameters = find_unused_parameters;
+  options.skip_all_reduce_unused_parameters = skip_all_reduce_unused_parameters;
+  options.static_graph = static_graph;
+  options.gradients_as_bucket_views = gradients_as_bucket_views;
+  options.lazy_bucket_allocation = lazy_bucket_allocation;
+  options.verify_across_ranks = verify_across_ranks;
+  options.one_backward_per_forward = one_backward_per_forward;
+  return make_reducer(std::move(tensors), process_group, std::move(options),
+                      reduces_by_itself);
 }
 
 // c10d takes whatever the hook returns for a future.
@@ -143,7 +188,7 @@ void register_reducer(py::module_& module) {
       "Averages gradients over a process group while backward runs; stands in "
       "for torch.distributed.Reducer.");
   reducer
-      .def(py::init(&make_reducer), py::arg("params"),
+      .def(py::init(&make_torchs_reducer), py::arg("params"),
            py::arg("bucket_indices"), py::arg("per_bucket_size_limits"),
            py::arg("process_group"),
            py::arg("expect_sparse_gradients") = std::vector<bool>(),
@@ -162,6 +207,23 @@ void register_reducer(py::module_& module) {
            py::arg("verify_across_ranks") = true,
            py::arg("one_backward_per_forward") = false,
            py::keep_alive<1, 5>())  // a group may be written in Python
+      .def_static(
+          "of", &make_reducer_of, py::arg("parameters"),
+          py::arg("process_group"), py::kw_only(),
+          py::arg("first_bucket_caps_bytes"), py::arg("bucket_caps_bytes"),
+          py::arg("bucket_plan") = py::none(),
+          py::arg("find_unused_parameters") = false,
+          py::arg("skip_all_reduce_unused_parameters") = false,
+          py::arg("static_graph") = false,
+          py::arg("gradients_as_bucket_views") = false,
+          py::arg("lazy_bucket_allocation") = false,
+          py::arg("verify_across_ranks") = true,
+          py::arg("one_backward_per_forward") = false,
+          py::arg("reduces_by_itself") = true, py::keep_alive<0, 2>(),
+          "Without lists of thousands in between. The first buckets are of the "
+          "first caps, in the order of parameters, and launched from the last "
+          "one on; those that are rebuilt are of the other caps. A bucket_plan "
+          "takes the place of both.")
       .def("prepare_for_forward", &TorchReducer::prepare_for_forward, NoGil())
       .def("prepare_for_backward", &TorchReducer::prepare_for_backward,
            py::arg("outputs"), NoGil())
@@ -225,6 +287,12 @@ void register_reducer(py::module_& module) {
           "_push_all_rebuilt_params", [](TorchReducer&) {},
           "Nothing: _shadow_iteration() has done it.")
       .def("_shadow_iteration", &TorchReducer::shadow_iteration, NoGil())
+      .def(
+          "parameter_names",
+          [](const TorchReducer& self) {
+            return self.options().parameter_names;
+          },
+          "By parameter, or empty.")
       .def("_bucket_plan", &TorchReducer::buckets, NoGil(),
            "Indices of parameters by bucket, in launch order.")
       .def("can_continue", &TorchReducer::can_continue, NoGil(),

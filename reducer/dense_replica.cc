@@ -19,17 +19,16 @@
 namespace brigade {
 namespace {
 
-// True if both are of the same sizes and lay out their elements alike. Strides
-// of dimensions of size 1 do not matter.
-bool same_memory_order(const at::Tensor& a, const at::Tensor& b) {
-  const at::IntArrayRef a_sizes = a.sizes();
-  const at::IntArrayRef b_sizes = b.sizes();
-  const at::IntArrayRef a_strides = a.strides();
-  const at::IntArrayRef b_strides = b.strides();
-  if (a_sizes.size() != b_sizes.size()) return false;
-  for (size_t d = 0; d < a_sizes.size(); ++d) {
-    if (a_sizes[d] != b_sizes[d]) return false;
-    if (a_sizes[d] > 1 && a_strides[d] != b_strides[d]) return false;
+// True if `tensor` is of these sizes and lays out its elements so. Strides of
+// dimensions of size 1 do not matter.
+bool is_laid_out_as(const at::Tensor& tensor, at::IntArrayRef sizes,
+                    at::IntArrayRef strides) {
+  const at::IntArrayRef own_sizes = tensor.sizes();
+  const at::IntArrayRef own_strides = tensor.strides();
+  if (own_sizes.size() != sizes.size()) return false;
+  for (size_t d = 0; d < sizes.size(); ++d) {
+    if (own_sizes[d] != sizes[d]) return false;
+    if (sizes[d] > 1 && own_strides[d] != strides[d]) return false;
   }
   return true;
 }
@@ -145,7 +144,6 @@ void DenseReplica::allocate() {
               ? flat_
               : at::empty({numel()}, options_.dtype(wire_dtype_));
   note_memory();
-  for (size_t slot = 0; slot < parameters_.size(); ++slot) replace_view(slot);
 }
 
 void DenseReplica::release_memory() {
@@ -175,7 +173,7 @@ int64_t DenseReplica::pack(double scale, std::span<const size_t> unused_slots) {
       prefetch(parameter(slot + kPrefetchedSlots));
       if (gradients_as_views_) prefetch(views_in_[slot + kPrefetchedSlots]);
     }
-    if (gradients_as_views_) repair_view(slot);
+    if (gradients_as_views_) view_in(slot);
     gradients_[slot] = &parameter(slot).mutable_grad();
     keeps_graph_[slot] = false;
     sources_[slot] = source_of(slot, *gradients_[slot]);
@@ -202,7 +200,6 @@ void DenseReplica::set_unused(std::span<const size_t> slots) {
   set_aside_.clear();
   for (const size_t slot : slots) {
     unused_[slot] = true;
-    repair_view(slot);
     const at::Tensor& gradient = parameter(slot).grad();
     if (is_view_in(slot, gradient)) {
       set_aside_.push_back({.slot = slot, .gradient = gradient.clone()});
@@ -220,8 +217,8 @@ at::Tensor DenseReplica::make_view(size_t slot) const {
   at::Tensor view = at::detail::make_tensor<c10::TensorImpl>(
       c10::TensorImpl::VIEW, c10::Storage(flat_.storage()), flat_.key_set(),
       flat_.dtype());
-  view.unsafeGetTensorImpl()->set_sizes_and_strides(
-      parameter(slot).sizes(), strides_[slot], ranges_[slot].offset_numel);
+  view.unsafeGetTensorImpl()->set_sizes_and_strides(shape(slot), strides_[slot],
+                                                    ranges_[slot].offset_numel);
   return view;
 }
 
@@ -229,7 +226,6 @@ void DenseReplica::leave_memory_to_gradients() {
   flat_ = at::empty(flat_.sizes(), flat_.options());
   wire_ = flat_;
   note_memory();
-  for (size_t slot = 0; slot < parameters_.size(); ++slot) replace_view(slot);
   handover_.leave(flat_);
 }
 
@@ -248,38 +244,57 @@ void DenseReplica::repair_buffers() {
                          buffer->storage_offset() == 0;
     if (!as_made) buffer->set_(buffer->storage(), 0, {numel}, {1});
   }
-  if (flat_.const_data_ptr() == base_) return;
-  note_memory();
-  for (size_t slot = 0; slot < parameters_.size(); ++slot) replace_view(slot);
+  if (flat_.const_data_ptr() != base_) note_memory();
 }
 
+// Views of another memory are of no use then.
 void DenseReplica::note_memory() {
   base_ = flat_.const_data_ptr();
   end_ = static_cast<const char*>(base_) + flat_.nbytes();
-}
-
-void DenseReplica::replace_view(size_t slot) {
-  views_in_[slot] = make_view(slot);
-  places_[slot] = views_in_[slot].const_data_ptr();
+  const int64_t item_bytes = flat_.element_size();
+  for (size_t slot = 0; slot < parameters_.size(); ++slot) {
+    places_[slot] = static_cast<const char*>(base_) +
+                    ranges_[slot].offset_numel * item_bytes;
+    views_in_[slot].reset();
+  }
 }
 
 // Whoever was given a view as a gradient may have assigned to its data. Then it
 // is a gradient like any other.
-void DenseReplica::repair_view(size_t slot) {
-  if (!views_in_[slot].is_alias_of(flat_)) replace_view(slot);
+const at::Tensor& DenseReplica::view_in(size_t slot) {
+  at::Tensor& view = views_in_[slot];
+  if (!view.defined() || !view.is_alias_of(flat_)) view = make_view(slot);
+  return view;
+}
+
+bool DenseReplica::is_view_in(size_t slot, const at::Tensor& gradient) const {
+  return gradient.defined() && gradient.is_same(views_in_[slot]) &&
+         gradient.is_alias_of(flat_);
 }
 
 void DenseReplica::install_view(size_t slot) {
-  repair_view(slot);
+  const at::Tensor& view = view_in(slot);
   at::Tensor& gradient = *gradients_[slot];
-  if (!gradient.is_same(views_in_[slot])) gradient = views_in_[slot];
+  if (!gradient.is_same(view)) gradient = view;
 }
 
-// A tensor with the strides that the gradient should have: the parameter, which
-// is warm where its gradient is, unless it has gaps or may turn between forward
-// and backward.
-const at::Tensor& DenseReplica::laid_out_as_gradient(size_t slot) const {
-  return follows_parameter_[slot] ? parameter(slot) : views_in_[slot];
+// The parameter is warm where its gradient is. It says how the gradient should
+// be laid out unless it has gaps or may turn between forward and backward.
+bool DenseReplica::is_laid_out_as_gradient(size_t slot,
+                                           const at::Tensor& tensor) const {
+  if (follows_parameter_[slot]) {
+    const at::Tensor& alike = parameter(slot);
+    return is_laid_out_as(tensor, alike.sizes(), alike.strides());
+  }
+  return is_laid_out_as(tensor, shape(slot), strides_[slot]);
+}
+
+at::IntArrayRef DenseReplica::shape(size_t slot) const {
+  return table_.shape(parameters_[slot]);
+}
+
+at::Tensor DenseReplica::empty_gradient(size_t slot) const {
+  return at::empty_strided(shape(slot), strides_[slot], options_);
 }
 
 bool DenseReplica::lies_in_buffer(const void* elements) const {
@@ -296,16 +311,12 @@ const void* DenseReplica::source_of(size_t slot, const at::Tensor& gradient) {
   // A gradient may also be a piece of this bucket that is not its own place, if
   // the user put it there; reading it while that place is written would mix
   // them up.
-  if (same_kind(gradient, flat_) &&
-      same_memory_order(gradient, laid_out_as_gradient(slot))) {
+  if (same_kind(gradient, flat_) && is_laid_out_as_gradient(slot, gradient)) {
     const void* const elements = gradient.const_data_ptr();
     if (!lies_in_buffer(elements)) return elements;
   }
   check_gradient(table_, parameters_[slot], gradient);
-  const at::Tensor& view = views_in_[slot];
-  rearranged_.push_back(
-      at::empty_strided(view.sizes(), view.strides(), view.options())
-          .copy_(gradient));
+  rearranged_.push_back(empty_gradient(slot).copy_(gradient));
   return rearranged_.back().const_data_ptr();
 }
 
@@ -343,8 +354,9 @@ int64_t DenseReplica::deliver_views(const at::Tensor& result,
     if (unused_[slot] && contains(untouched_slots, slot)) continue;
     const at::Tensor& gradient = *gradients_[slot];
     if (keeps_graph_[slot] && gradient.defined()) {
-      gradient.detach().copy_(views_in_[slot]);
-      bytes_copied += views_in_[slot].nbytes();
+      const at::Tensor& view = view_in(slot);
+      gradient.detach().copy_(view);
+      bytes_copied += view.nbytes();
     } else {
       install_view(slot);  // the user may have taken it out meanwhile
     }
@@ -360,8 +372,7 @@ void DenseReplica::deliver_nothing(std::span<const size_t> untouched_slots) {
 void DenseReplica::put_back(std::span<const size_t> untouched_slots) {
   for (const SetAside& kept : set_aside_) {
     if (!contains(untouched_slots, kept.slot)) continue;
-    repair_view(kept.slot);
-    views_in_[kept.slot].copy_(kept.gradient);
+    view_in(kept.slot).copy_(kept.gradient);
   }
   set_aside_.clear();
 }
@@ -382,17 +393,15 @@ int64_t DenseReplica::deliver_copies(const at::Tensor& result,
     at::Tensor& gradient = parameter(slot).mutable_grad();
     // The backward may have been in another dtype than the parameter is.
     if (!gradient.defined() || gradient.scalar_type() != flat_.scalar_type()) {
-      const at::Tensor& view = views_in_[slot];
-      gradient =
-          at::empty_strided(view.sizes(), view.strides(), view.options());
+      gradient = empty_gradient(slot);
     }
     const bool plain = unpackable && same_kind(gradient, flat_) &&
                        !gradient.requires_grad() &&
-                       same_memory_order(gradient, laid_out_as_gradient(slot));
+                       is_laid_out_as_gradient(slot, gradient);
     if (plain && may_hand_over &&
         handover_.is_worthwhile(ranges_[slot].numel * item_bytes) &&
-        same_memory_order(gradient, views_in_[slot]) &&
-        handover_.give(gradient, views_in_[slot])) {
+        is_laid_out_as(gradient, shape(slot), strides_[slot]) &&
+        handover_.give(gradient, make_view(slot))) {
       continue;
     }
     destinations_[slot] = plain ? gradient.mutable_data_ptr() : nullptr;
@@ -411,12 +420,11 @@ void DenseReplica::adopt_gradients() {
     at::Tensor& gradient = parameter(slot).mutable_grad();
     // One that does not fit stays where it is; pack() tells of it.
     if (!gradient.defined() || gradient.requires_grad() ||
-        gradient.layout() != at::kStrided ||
-        gradient.sizes() != views_in_[slot].sizes()) {
+        gradient.layout() != at::kStrided || gradient.sizes() != shape(slot)) {
       continue;
     }
-    views_in_[slot].copy_(gradient);
-    gradient = views_in_[slot];
+    view_in(slot).copy_(gradient);
+    gradient = view_in(slot);
   }
 }
 
@@ -442,7 +450,7 @@ int64_t DenseReplica::numel() const {
 
 at::Tensor DenseReplica::view_out(size_t slot, const at::Tensor& result) const {
   return result.as_strided(
-      parameter(slot).sizes(), strides_[slot],
+      shape(slot), strides_[slot],
       result.storage_offset() + ranges_[slot].offset_numel);
 }
 

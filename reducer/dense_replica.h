@@ -1,9 +1,9 @@
 // One flat buffer for the dense gradients of a bucket, and the views into it.
 //
 // Views in: where gradients are packed to. They have the parameters' shapes and
-// strides, are made once per buffer, and in view mode are the gradients. Views
-// out: where results are read from; the same memory unless a comm hook returned
-// another tensor.
+// strides, are made once per buffer, when they are needed, and in view mode are
+// the gradients. Views out: where results are read from; the same memory unless
+// a comm hook returned another tensor.
 
 #ifndef BRIGADE_REDUCER_DENSE_REPLICA_H_
 #define BRIGADE_REDUCER_DENSE_REPLICA_H_
@@ -60,9 +60,7 @@ class DenseReplica final : public BucketReplica {
   const at::Tensor& views() const override {
     return gradients_as_views_ ? flat_ : no_views_;
   }
-  bool is_view_in(size_t slot, const at::Tensor& gradient) const override {
-    return gradient.is_same(views_in_[slot]) && gradient.is_alias_of(flat_);
-  }
+  bool is_view_in(size_t slot, const at::Tensor& gradient) const override;
 
   // Units: elements.
   std::span<const SlotRange> ranges() const { return ranges_; }
@@ -75,8 +73,7 @@ class DenseReplica final : public BucketReplica {
   void leave_memory_to_gradients();
   void note_memory();
   void repair_buffers();
-  void replace_view(size_t slot);
-  void repair_view(size_t slot);
+  const at::Tensor& view_in(size_t slot);
   void install_view(size_t slot);
   void put_back(std::span<const size_t> untouched_slots);
   const void* source_of(size_t slot, const at::Tensor& gradient);
@@ -86,7 +83,9 @@ class DenseReplica final : public BucketReplica {
                          std::span<const size_t> untouched_slots);
   at::Tensor view_out(size_t slot, const at::Tensor& result) const;
   const at::Tensor& parameter(size_t slot) const;
-  const at::Tensor& laid_out_as_gradient(size_t slot) const;
+  bool is_laid_out_as_gradient(size_t slot, const at::Tensor& tensor) const;
+  at::IntArrayRef shape(size_t slot) const;
+  at::Tensor empty_gradient(size_t slot) const;
   bool lies_in_buffer(const void* elements) const;
 
   // Constant after construction, unless a hook changes its bucket.
@@ -104,8 +103,8 @@ class DenseReplica final : public BucketReplica {
   at::Tensor wire_;  // 1D, [numel], wire dtype; may be flat_
   MemoryHandover handover_;  // of flat_'s, from the second delivery on
   bool has_delivered_ = false;
-  // By slot, into flat_. They share its memory but are no views to autograd, so
-  // that optimizers may detach_() them.
+  // By slot, into flat_; undefined until one is needed. They share its memory
+  // but are no views to autograd, so that optimizers may detach_() them.
   std::vector<at::Tensor> views_in_;
   std::vector<const void*> places_;      // by slot, of the views' elements
   const void* base_ = nullptr;           // of flat_'s memory, when made

@@ -49,13 +49,13 @@ const char* cure_of_second(const ReducerOptions& options) {
 
 // What programs look for in the error of torch's reducer.
 std::string torchs_words_of_second(size_t parameter,
-                                   const ReducerOptions& options) {
+                                   const ParameterTable& table) {
   return absl::StrCat(
       "\nExpected to mark a variable ready only once: Parameter at index ",
       parameter,
-      options.parameter_names.empty()
+      table.names().empty()
           ? ""
-          : absl::StrCat(" with name ", options.parameter_names[parameter]),
+          : absl::StrCat(" with name ", table.names()[parameter]),
       ".");
 }
 
@@ -97,7 +97,7 @@ std::string describe_second_gradient(const ParameterTable& table,
                       " became ready twice in ", describe(occasion),
                       "; its bucket may already have been reduced.\n",
                       cure_of_second(options),
-                      torchs_words_of_second(parameter, options));
+                      torchs_words_of_second(parameter, table));
 }
 
 std::string describe_gradient_of_unused(const ParameterTable& table,
@@ -110,7 +110,7 @@ std::string describe_gradient_of_unused(const ParameterTable& table,
       "may already have been reduced.\nGive each forward a backward of its "
       "own, under no_sync() all but the last. If a reentrant checkpoint hides "
       "the parameter from the search for unused ones, set static_graph.",
-      torchs_words_of_second(parameter, options));
+      torchs_words_of_second(parameter, table));
 }
 
 std::string describe_unexpected_gradient(const ParameterTable& table,

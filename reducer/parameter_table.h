@@ -61,11 +61,16 @@ class ParameterTable {
   // Of variables, ascending; each parameter once, ascending.
   std::vector<size_t> parameters_of(std::span<const size_t> variables) const;
 
+  std::span<const std::string> names() const { return names_; }  // maybe none
+
   bool is_sparse(size_t i) const { return specs_[i].sparse; }
 
   // As it was at create(). The tensor itself may change its dtype later, where
   // a caller swaps its data for a forward in lower precision.
   at::ScalarType dtype(size_t i) const { return dtypes_[i]; }
+
+  // As it was at create().
+  at::IntArrayRef shape(size_t i) const { return shapes_[i]; }
 
   // What the planner sees. Kinds number the (dtype, devices of the replicas)
   // pairs in order of first appearance.

@@ -110,12 +110,13 @@ struct LocalSetup {
   BucketPlan plan;
 };
 
+// Names and sparse flags move from `options` into the table.
 absl::StatusOr<LocalSetup> local_setup(
     std::vector<std::vector<at::Tensor>> replicas,
-    const c10d::ProcessGroup& group, const ReducerOptions& options) {
-  absl::StatusOr<ParameterTable> table =
-      ParameterTable::create(std::move(replicas), options.parameter_names,
-                             options.expect_sparse_gradients);
+    const c10d::ProcessGroup& group, ReducerOptions& options) {
+  absl::StatusOr<ParameterTable> table = ParameterTable::create(
+      std::move(replicas), std::move(options.parameter_names),
+      std::move(options.expect_sparse_gradients));
   if (!table.ok()) return table.status();
   if (absl::Status status = check_devices(*table, group); !status.ok()) {
     return status;

@@ -17,7 +17,7 @@ namespace brigade {
 
 struct ReducerSetup {
   c10::intrusive_ptr<c10d::ProcessGroup> group;
-  ReducerOptions options;  // its comm_hook is never null
+  ReducerOptions options;  // with a comm_hook; names and flags are the table's
   ParameterTable table;
   BucketPlan plan;
 };

@@ -5,11 +5,69 @@ import torch
 import torch._C._distributed_c10d
 import torch.distributed.distributed_c10d
 import typing
-__all__: list[str] = ['Logger', 'ModuleScan', 'Reducer', 'describe_tensor', 'entries_of', 'has_entries', 'one_per_device', 'require_agreement', 'then_collective', 'tie_outputs', 'version']
+__all__: list[str] = ['Logger', 'ModuleScan', 'ReducedParameters', 'Reducer', 'describe_tensor', 'entries_of', 'has_entries', 'one_per_device', 'require_agreement', 'then_collective', 'tie_outputs', 'version']
+class ReducedParameters:
+    """
+    What a reducer is made of. For a moment, as ModuleScan.
+    """
+    def __init__(self, tensors: list, names: dict[typing.SupportsInt, str], expect_sparse: collections.abc.Sequence[bool]) -> None:
+        ...
+    @property
+    def expect_sparse(self) -> list[bool]:
+        """
+        By tensor.
+        """
+    @property
+    def names(self) -> list[str]:
+        """
+        By tensor, without a dot before those of the root's own parameters.
+        """
+    @property
+    def tensors(self) -> list:
+        ...
+class ModuleScan:
+    """
+    What a module holds, from one walk over its submodules. Keeps all that it has found alive, out of the garbage collector's sight: for a moment.
+    """
+    def __init__(self, module: typing.Any) -> None:
+        ...
+    def classes(self) -> set:
+        """
+        Those of the module and its submodules.
+        """
+    def frozen_parameters(self) -> list:
+        """
+        Those that require no gradient, each once.
+        """
+    def named_buffers(self) -> dict:
+        """
+        What dict(module.named_buffers()) gives.
+        """
+    def named_parameters(self) -> dict:
+        """
+        What dict(module.named_parameters()) gives.
+        """
+    def parameters(self, ignored: set) -> list:
+        """
+        Those of named_parameters() whose names are not ignored.
+        """
+    def reduced_parameters(self, ignored: set) -> ReducedParameters:
+        """
+        Those that require a gradient and whose names are not ignored, as torch's DistributedDataParallel has them: each once, in the order of registration; a shared one by its last name.
+        """
+    def tables(self) -> list:
+        """
+        The tables in which parameters and submodules are registered.
+        """
 class Reducer:
     """
     Averages gradients over a process group while backward runs; stands in for torch.distributed.Reducer.
     """
+    @staticmethod
+    def of(parameters: ReducedParameters, process_group: torch.distributed.distributed_c10d.ProcessGroup, *, first_bucket_caps_bytes: collections.abc.Sequence[typing.SupportsInt], bucket_caps_bytes: collections.abc.Sequence[typing.SupportsInt], bucket_plan: collections.abc.Sequence[collections.abc.Sequence[typing.SupportsInt]] | None = None, find_unused_parameters: bool = False, skip_all_reduce_unused_parameters: bool = False, static_graph: bool = False, gradients_as_bucket_views: bool = False, lazy_bucket_allocation: bool = False, verify_across_ranks: bool = True, one_backward_per_forward: bool = False, reduces_by_itself: bool = True) -> Reducer:
+        """
+        Without lists of thousands in between. The first buckets are of the first caps, in the order of parameters, and launched from the last one on; those that are rebuilt are of the other caps. A bucket_plan takes the place of both.
+        """
     def __init__(self, params: collections.abc.Sequence[torch.Tensor], bucket_indices: collections.abc.Sequence[collections.abc.Sequence[typing.SupportsInt]], per_bucket_size_limits: collections.abc.Sequence[typing.SupportsInt], process_group: torch.distributed.distributed_c10d.ProcessGroup, expect_sparse_gradients: collections.abc.Sequence[bool] = [], bucket_bytes_cap: typing.SupportsInt = 26214400, find_unused_parameters: bool = False, gradient_as_bucket_view: bool = False, param_to_name_mapping: dict[typing.SupportsInt, str] = {}, first_bucket_bytes_cap: typing.SupportsInt = 1048576, skip_all_reduce_unused_params: bool = False, use_python_reducer: bool = False, bucket_bytes_cap_list: collections.abc.Sequence[typing.SupportsInt] = [], batched_grad_copy: bool = False, lazy_bucket_allocation: bool = False, *, rebuild_buckets: bool | None = None, static_graph: bool = False, verify_across_ranks: bool = True, one_backward_per_forward: bool = False) -> None:
         ...
     def _abandon_group(self) -> None:
@@ -96,6 +154,10 @@ class Reducer:
         """
         By parameter: ns from the begin of the last sampled backward to its gradient.
         """
+    def parameter_names(self) -> list[str]:
+        """
+        By parameter, or empty.
+        """
     @typing.overload
     def prepare_for_backward(self, outputs: collections.abc.Sequence[torch.Tensor]) -> None:
         ...
@@ -132,36 +194,6 @@ class Logger(torch._C._distributed_c10d.Logger):
         ...
     def set_runtime_stats_and_log(self) -> None:
         ...
-class ModuleScan:
-    """
-    What a module holds, from one walk over its submodules. Keeps all that it has found alive, out of the garbage collector's sight: for a moment.
-    """
-    def __init__(self, module: typing.Any) -> None:
-        ...
-    def classes(self) -> set:
-        """
-        Those of the module and its submodules.
-        """
-    def frozen_parameters(self) -> list:
-        """
-        Those that require no gradient, each once.
-        """
-    def named_buffers(self) -> dict:
-        """
-        What dict(module.named_buffers()) gives.
-        """
-    def named_parameters(self) -> dict:
-        """
-        What dict(module.named_parameters()) gives.
-        """
-    def reduced_parameters(self, ignored: set) -> tuple:
-        """
-        Tensors, names, and whether gradients are sparse, of the parameters that require one and whose names are not ignored. As torch's DistributedDataParallel has them: each once, in the order of registration; a dot before the names of the root's own; a shared one by its last name.
-        """
-    def tables(self) -> list:
-        """
-        The tables in which parameters and submodules are registered.
-        """
 def describe_tensor(name: str, tensor: torch.Tensor) -> str:
     """
     Name, dtype, sizes, strides and kind of device, as text.

@@ -7,7 +7,7 @@ are registered in the module, and under which names.
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import chain
 
 import torch
@@ -25,7 +25,7 @@ class ParameterWatch:
         module: The module as it was wrapped.
         scan: Of that module.
         reduced: Those of its parameters that are reduced; None stands for one that may change.
-        names: Of these, by index; a dot may come before them.
+        names: Gives theirs.
         all_parameters: Those that may be there, reduced or frozen.
         ignored: Names that are nobody's business.
     """
@@ -35,7 +35,7 @@ class ParameterWatch:
         module: torch.nn.Module,
         scan: ModuleScan,
         reduced: Sequence[torch.Tensor | None],
-        names: Mapping[int, str],
+        names: Callable[[], Sequence[str]],
         all_parameters: Sequence[torch.Tensor],
         ignored: Collection[str],
     ) -> None:
@@ -89,8 +89,8 @@ class ParameterWatch:
         scan = ModuleScan(self._module)
         found = scan.named_parameters()
         reduced = {
-            self._names.get(i, str(i)).lstrip("."): parameter
-            for i, parameter in enumerate(self._reduced)
+            name: parameter
+            for name, parameter in zip(self._names(), self._reduced, strict=True)
             if parameter is not None
         }
         known = {id(p) for p in chain(reduced.values(), self._all)}

@@ -8,7 +8,6 @@ mixed precision's casts) is inherited.
 
 from __future__ import annotations
 
-import operator
 import os
 import sys
 import warnings
@@ -26,7 +25,14 @@ from torch.distributed.utils import _sync_module_states
 from torch.nn.parallel import distributed as torch_ddp
 
 from brigade import _checks, _compiling, _optimizer_in_backward
-from brigade._C import Logger, ModuleScan, Reducer, describe_tensor, one_per_device
+from brigade._C import (
+    Logger,
+    ModuleScan,
+    ReducedParameters,
+    Reducer,
+    describe_tensor,
+    one_per_device,
+)
 from brigade._checks import require_agreement
 from brigade._finalization import ManualFinalization
 from brigade._output_tie import tie
@@ -226,16 +232,9 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
 
         if compares_ranks:
             self._require_same_module(scan, syncs_buffers_at_init)
-        parameters, expect_sparse_gradients = self._build_params_for_reducer(scan)
-        names = self._build_debug_param_to_name_mapping(parameters)
-        self._ddp_init_helper(
-            parameters,
-            expect_sparse_gradients,
-            names,
-            static_graph,
-            compare_ranks=init_sync,
-            scan=scan,
-        )
+        self._note_buffers(scan)
+        reduced = scan.reduced_parameters(self.parameters_to_ignore)
+        self._make_reducer(scan, reduced, static_graph, compare_ranks=init_sync)
         if compares_ranks:
             _sync_module_states(
                 module=self.module,
@@ -338,11 +337,11 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self.parameters_to_ignore.update(name for name, _ in delayed)
         self._delay_all_reduce_params = [parameter for _, parameter in delayed]
-        named = self._not_ignored(scan.named_parameters())
-        self._module_parameters = list(named.values())
+        self._module_parameters = scan.parameters(self.parameters_to_ignore)
         if not delayed:
             _checks.require_trainable(module, self._module_parameters)
         if set(map(type, self._module_parameters)) - {torch.nn.Parameter}:
+            named = self._not_ignored(scan.named_parameters())
             _checks.require_initialized(module, named)
             _require_no_shards(named)
 
@@ -414,15 +413,6 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
         self.register_comm_hook(state, hooks._reducer_allreduce_and_upcast_hook)
         self.reducer._set_mixed_precision_param_dtype(precision.param_dtype)
 
-    def _build_params_for_reducer(
-        self, scan: ModuleScan | None = None
-    ) -> tuple[list[torch.Tensor], list[bool]]:
-        scan = scan or ModuleScan(self.module)
-        self._note_buffers(scan)
-        tensors, names, expect_sparse = scan.reduced_parameters(self.parameters_to_ignore)
-        self._reduced = tensors, names
-        return list(tensors), expect_sparse
-
     def _assign_modules_buffers(self) -> None:
         """Notes the buffers that are synced; a module may have replaced them since."""
         self._note_buffers(ModuleScan(self.module))
@@ -431,61 +421,51 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
         self.named_module_buffers = self._not_ignored(scan.named_buffers())
         self.modules_buffers = list(self.named_module_buffers.values())
 
-    def _build_debug_param_to_name_mapping(self, parameters: list[torch.Tensor]) -> dict[int, str]:
-        tensors, names = self._reduced
-        if len(parameters) == len(tensors) and all(map(operator.is_, parameters, tensors)):
-            return dict(enumerate(names))
-        return super()._build_debug_param_to_name_mapping(parameters)
-
     def _ddp_init_helper(
         self,
         parameters: list[torch.Tensor],
         expect_sparse_gradient: list[bool],
         param_to_name_mapping: dict[int, str],
         static_graph: bool,
-        compare_ranks: bool = False,
-        scan: ModuleScan | None = None,
     ) -> None:
-        """Makes reducer and logger, without a word to other ranks unless these are compared.
+        """Called for a copy, and when a pickled wrapper is read, which one rank may do alone."""
+        reduced = ReducedParameters(parameters, param_to_name_mapping, expect_sparse_gradient)
+        self._make_reducer(ModuleScan(self.module), reduced, static_graph, compare_ranks=False)
 
-        Also called for a copy, and when a pickled wrapper is read, which one rank may do alone.
-        """
+    def _make_reducer(
+        self,
+        scan: ModuleScan,
+        reduced: ReducedParameters,
+        static_graph: bool,
+        compare_ranks: bool,
+    ) -> None:
+        """Makes reducer and logger, without a word to other ranks unless these are compared."""
         _compiling.leave_to_interpreter()
         if self._use_python_reducer:
             # What the compiler looks into is torch's.
             for name in _TRACED:
                 setattr(self, name, getattr(super(), name))
+        parameters = reduced.tensors
         if self.mixed_precision is not None:
             for index, parameter in enumerate(parameters):
                 parameter._idx = index
-        buckets, limits = self._first_buckets(parameters, static_graph, expect_sparse_gradient)
-
-        self.reducer = Reducer(
-            parameters,
-            buckets,
-            limits,
+        self.reducer = Reducer.of(
+            reduced,
             self.process_group,
-            expect_sparse_gradient,
-            self.bucket_bytes_cap,
-            self.find_unused_parameters,
-            self.gradient_as_bucket_view,
-            param_to_name_mapping,
-            dist._DEFAULT_FIRST_BUCKET_BYTES
-            if self.bucket_bytes_cap_default
-            else self.bucket_bytes_cap,
-            self.skip_all_reduce_unused_params,
-            self._use_python_reducer,
-            self.bucket_bytes_cap_list,
-            self.batched_grad_copy,
-            self.lazy_bucket_allocation,
-            rebuild_buckets=None if self._given_plan is None else False,
+            first_bucket_caps_bytes=self._first_bucket_caps(static_graph),
+            bucket_caps_bytes=self._bucket_caps(),
+            bucket_plan=self._given_plan,
+            find_unused_parameters=self.find_unused_parameters,
+            skip_all_reduce_unused_parameters=self.skip_all_reduce_unused_params,
             static_graph=static_graph,
+            gradients_as_bucket_views=self.gradient_as_bucket_view,
+            lazy_bucket_allocation=self.lazy_bucket_allocation,
             verify_across_ranks=compare_ranks,
             one_backward_per_forward=self.one_backward_per_forward,
+            reduces_by_itself=not self._use_python_reducer,
         )
         if self._require_manual_backward_finalization:
             self.reducer._set_manual_finalization_required(True)
-        scan = scan or ModuleScan(self.module)
         syncs_batch_norm = any(issubclass(c, torch.nn.SyncBatchNorm) for c in scan.classes())
         self.logger = Logger(self.reducer)
         self.reducer.set_logger(self.logger)
@@ -508,21 +488,10 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
             self.module,
             scan,
             reduced=watched,
-            names=param_to_name_mapping,
+            names=self.reducer.parameter_names,
             all_parameters=self._module_parameters,
             ignored=self.parameters_to_ignore,
         )
-
-    def _first_buckets(
-        self, parameters: list[torch.Tensor], static_graph: bool, is_sparse: list[bool]
-    ) -> tuple[list[list[int]], list[int]]:
-        """Buckets and their sizes in bytes, in launch order: the last layers' come first."""
-        if self._given_plan is not None:
-            return self._given_plan, [self.bucket_bytes_cap] * len(self._given_plan)
-        buckets, limits = dist._compute_bucket_assignment_by_size(
-            parameters, self._first_bucket_caps(static_graph), is_sparse
-        )
-        return buckets[::-1], limits[::-1]
 
     def _first_bucket_caps(self, static_graph: bool) -> list[int]:
         """Caps in bytes until buckets are rebuilt from the order that was seen.
@@ -530,17 +499,21 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
         One bucket per dtype where they will be rebuilt: before that, other
         collectives of the module's own might come between those of buckets.
         """
+        rebuilds = static_graph or not self.find_unused_parameters
+        if rebuilds and not self.bucket_bytes_cap_list:
+            return [sys.maxsize]
+        return self._bucket_caps()
+
+    def _bucket_caps(self) -> list[int]:
         if self.bucket_bytes_cap_list:
             return self.bucket_bytes_cap_list
-        if static_graph or not self.find_unused_parameters:
-            return [sys.maxsize]
         if self.bucket_bytes_cap_default:
             return [dist._DEFAULT_FIRST_BUCKET_BYTES, self.bucket_bytes_cap]
         return [self.bucket_bytes_cap]
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        for name in ("_watch", "_reduced", *_TRACED):  # made anew with the reducer
+        for name in ("_watch", *_TRACED):  # made anew with the reducer
             state.pop(name, None)
         if not hasattr(_TorchDistributedDataParallel, "broadcast_buffers"):
             # Where it is read without brigade, a torch before 2.13 asks for this.

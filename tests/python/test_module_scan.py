@@ -124,11 +124,21 @@ def test_reduced_parameters_are_torchs(seed):
     names = [f"{prefix}.{name}" for prefix, m in module.named_modules() for name in m._parameters]
     ignored = set(rng.sample(names, rng.randrange(3))) if len(names) > 3 else set()
     expected = _torchs_answer(module, ignored)
-    tensors, found_names, expect_sparse = ModuleScan(module).reduced_parameters(ignored)
-    assert len(tensors) == len(expected[0])
-    assert all(a is b for a, b in zip(tensors, expected[0], strict=True))
-    assert found_names == expected[1]
-    assert expect_sparse == expected[2]
+    reduced = ModuleScan(module).reduced_parameters(ignored)
+    assert list(map(id, reduced.tensors)) == list(map(id, expected[0]))
+    assert reduced.names == [name.removeprefix(".") for name in expected[1]]
+    assert reduced.expect_sparse == expected[2]
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_parameters_are_those_that_torch_keeps(seed):
+    rng = random.Random(seed)
+    module = random_module(rng)
+    named = dict(module.named_parameters())
+    ignored = set(rng.sample(list(named), rng.randrange(3))) if len(named) > 3 else set()
+    expected = [p for name, p in module.named_parameters() if name not in ignored]
+    found = ModuleScan(module).parameters(ignored)
+    assert list(map(id, found)) == list(map(id, expected))
 
 
 def test_a_module_that_is_its_own_descendant(alone):
