@@ -13,8 +13,9 @@
 namespace brigade {
 
 // The parameter's own strides if it covers its memory without gaps, else those
-// of a contiguous tensor.
-at::DimVector gradient_strides(const at::Tensor& parameter);
+// of a contiguous tensor, which are put into `room`.
+at::IntArrayRef gradient_strides(const at::Tensor& parameter,
+                                 at::DimVector& room);
 
 // The part of a flat buffer that holds the gradient of `parameter`, in the
 // buffer's dtype. Shares its memory. REQUIRES: `flat` is 1D and contiguous.

@@ -116,7 +116,7 @@ std::vector<std::vector<size_t>> first_buckets(
 }
 
 std::shared_ptr<TorchReducer> make_reducer_of(
-    const ReducedParameters& parameters, c10d::ProcessGroup& process_group,
+    ReducedParameters& parameters, c10d::ProcessGroup& process_group,
     const std::vector<size_t>& first_bucket_caps_bytes,
     std::vector<int64_t> bucket_caps_bytes,
     std::optional<std::vector<std::vector<size_t>>> bucket_plan,
@@ -134,7 +134,7 @@ std::shared_ptr<TorchReducer> make_reducer_of(
     options.bucket_plan = *std::move(bucket_plan);
     options.rebuild_buckets = false;
   }
-  options.parameter_names = parameters.names;
+  options.parameter_names = std::exchange(parameters.names, {});
   options.expect_sparse_gradients = parameters.expect_sparse;
   options.find_unused_parameters = find_unused_parameters;
   options.skip_all_reduce_unused_parameters = skip_all_reduce_unused_parameters;
@@ -220,7 +220,8 @@ void register_reducer(py::module_& module) {
           py::arg("verify_across_ranks") = true,
           py::arg("one_backward_per_forward") = false,
           py::arg("reduces_by_itself") = true, py::keep_alive<0, 2>(),
-          "Without lists of thousands in between. The first buckets are of the "
+          "Without lists of thousands in between; takes the names. The first "
+          "buckets are of the "
           "first caps, in the order of parameters, and launched from the last "
           "one on; those that are rebuilt are of the other caps. A bucket_plan "
           "takes the place of both.")
@@ -287,12 +288,8 @@ void register_reducer(py::module_& module) {
           "_push_all_rebuilt_params", [](TorchReducer&) {},
           "Nothing: _shadow_iteration() has done it.")
       .def("_shadow_iteration", &TorchReducer::shadow_iteration, NoGil())
-      .def(
-          "parameter_names",
-          [](const TorchReducer& self) {
-            return self.options().parameter_names;
-          },
-          "By parameter, or empty.")
+      .def("parameter_names", &TorchReducer::parameter_names,
+           "By parameter, or empty.")
       .def("_bucket_plan", &TorchReducer::buckets, NoGil(),
            "Indices of parameters by bucket, in launch order.")
       .def("can_continue", &TorchReducer::can_continue, NoGil(),

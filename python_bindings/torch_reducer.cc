@@ -93,6 +93,7 @@ TorchReducer::TorchReducer(std::vector<at::Tensor> parameters,
                            c10::intrusive_ptr<c10d::ProcessGroup> group,
                            ReducerOptions options)
     : parameters_(std::move(parameters)),
+      names_(std::exchange(options.parameter_names, {})),
       group_(std::move(group)),
       options_(std::move(options)),
       awaited_(std::make_shared<AwaitedFutures>()) {
@@ -114,6 +115,7 @@ void TorchReducer::make() {
   failures_dropped_ = 0;
   ReducerOptions options = options_;
   options.comm_hook = with_steps(std::move(options.comm_hook));
+  options.parameter_names = names_;
   try {
     reducer_ =
         std::make_unique<Reducer>(parameters_, group_, std::move(options));
@@ -232,20 +234,19 @@ void TorchReducer::check_last_backward() {
   } catch (const c10::DistBackendError&) {
     throw;
   } catch (const c10::Error& error) {
-    TORCH_CHECK(
-        false, error.what_without_backtrace(), where_to_set_unused(options_),
-        describe_missing(missing, options_.parameter_names, group_->getRank()));
+    TORCH_CHECK(false, error.what_without_backtrace(),
+                where_to_set_unused(options_),
+                describe_missing(missing, names_, group_->getRank()));
   }
 }
 
 void TorchReducer::check_finalized() const {
   const std::vector<size_t> missing = missing_gradients();
-  TORCH_CHECK(
-      missing.empty(), "brigade.Reducer: the last backward left ",
-      missing.size(), " of ", parameters_.size(),
-      " parameters without gradients, so that its reduction is not "
-      "finished.",
-      describe_missing(missing, options_.parameter_names, group_->getRank()));
+  TORCH_CHECK(missing.empty(), "brigade.Reducer: the last backward left ",
+              missing.size(), " of ", parameters_.size(),
+              " parameters without gradients, so that its reduction is not "
+              "finished.",
+              describe_missing(missing, names_, group_->getRank()));
 }
 
 void TorchReducer::register_comm_hook(

@@ -156,6 +156,7 @@ class TorchReducer {
   std::vector<int64_t> bucket_sizes_bytes() const;
 
   const std::vector<at::Tensor>& parameters() const { return parameters_; }
+  const std::vector<std::string>& parameter_names() const { return names_; }
   const ReducerOptions& options() const { return options_; }
   c10d::ProcessGroup& group() const { return *group_; }
 
@@ -173,8 +174,9 @@ class TorchReducer {
   void remember_errors(const std::function<void()>& call);
 
   const std::vector<at::Tensor> parameters_;
+  const std::vector<std::string> names_;  // by parameter, or empty
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
-  ReducerOptions options_;
+  ReducerOptions options_;  // but for names
   int64_t logging_sample_rate_ = 100;
   std::optional<std::chrono::milliseconds> stall_report_after_;  // else default
   bool watches_gradients_ = true;

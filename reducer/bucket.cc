@@ -44,13 +44,13 @@ at::Tensor as_reals(const at::Tensor& buffer) {
   return is_pairs ? at::view_as_real(buffer).view(-1) : buffer;
 }
 
-std::vector<std::vector<int64_t>> shapes_as_reals(
-    std::span<const at::Tensor> tensors) {
-  std::vector<std::vector<int64_t>> shapes;
-  shapes.reserve(tensors.size());
-  for (const at::Tensor& tensor : tensors) {
-    shapes.push_back(tensor.sizes().vec());
-    if (tensor.is_complex()) shapes.back().push_back(2);
+DimsList shapes_as_reals(const ParameterTable& table,
+                         std::span<const size_t> members) {
+  DimsList shapes;
+  for (const size_t member : members) {
+    at::DimVector shape(table.shape(member));
+    shape.push_back(2);
+    shapes.add(shape);
   }
   return shapes;
 }
@@ -102,13 +102,15 @@ Bucket::Bucket(const ParameterTable& table, const BucketPlan& plan,
     auto dense = std::make_unique<DenseReplica>(
         table, replica, members_, wire_dtype, delivery, allocation);
     if (replica == 0) {
-      const size_t reals_per_number = c10::isComplexType(dtype_) ? 2 : 1;
-      for (const SlotRange& range : dense->ranges()) {
-        offsets.push_back(reals_per_number * range.offset_numel);
-        lengths.push_back(reals_per_number * range.numel);
+      const bool is_complex = c10::isComplexType(dtype_);
+      if (is_complex) shapes_of_reals_ = shapes_as_reals(table, members_);
+      for (size_t slot = 0; slot < members_.size(); ++slot) {
+        const SlotRange& range = dense->ranges()[slot];
+        offsets.push_back(range.offset_numel * (is_complex ? 2 : 1));
+        lengths.push_back(range.numel * (is_complex ? 2 : 1));
+        sizes.push_back(is_complex ? shapes_of_reals_[slot]
+                                   : table.shape(members_[slot]));
       }
-      shapes_ = shapes_as_reals(parameters_);
-      sizes.assign(shapes_.begin(), shapes_.end());
     }
     replicas_.push_back(std::move(dense));
   }

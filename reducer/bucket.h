@@ -129,7 +129,7 @@ class Bucket final : public Collective {
   const int64_t numel_;
   const DeclaresWireFormat* const declared_;  // null: the hook gets raw ones
   std::vector<std::unique_ptr<BucketReplica>> replicas_;  // never empty
-  std::vector<std::vector<int64_t>> shapes_;  // of the gradients, for the hook
+  DimsList shapes_of_reals_;  // what the hook sees of complex gradients
   std::optional<c10d::GradBucket> grad_bucket_;  // what the hook sees
   std::optional<c10::Event> packed_;             // null on the CPU
 };

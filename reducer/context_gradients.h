@@ -33,8 +33,8 @@ class ContextGradients {
   ContextGradients(const ContextGradients&) = delete;
   ContextGradients& operator=(const ContextGradients&) = delete;
 
-  // Called when a defined gradient of `parameter` has been accumulated: lends it
-  // to `.grad` if this thread runs a backward of distributed autograd. Costs
+  // Called when a defined gradient of `parameter` has been accumulated: lends
+  // it to `.grad` if this thread runs a backward of distributed autograd. Costs
   // one look at a thread-local variable otherwise. What `.grad` held by then is
   // kept; a copy of it if it lies in `buckets`, which are about to be written.
   void take(const at::Tensor& parameter, const MemoryRanges& buckets);

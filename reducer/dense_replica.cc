@@ -121,7 +121,8 @@ DenseReplica::DenseReplica(const ParameterTable& table, size_t replica,
     ranges_.push_back(
         {.offset_numel = numel, .numel = parameter(slot).numel()});
     numel += parameter(slot).numel();
-    strides_.emplace_back(gradient_strides(parameter(slot)));
+    at::DimVector room;
+    strides_.add(gradient_strides(parameter(slot), room));
     follows_parameter_.push_back(
         parameter(slot).dim() <= 1 &&
         parameter(slot).is_non_overlapping_and_dense());

@@ -8,7 +8,6 @@
 #ifndef BRIGADE_REDUCER_DENSE_REPLICA_H_
 #define BRIGADE_REDUCER_DENSE_REPLICA_H_
 
-#include <ATen/DimVector.h>
 #include <ATen/core/Tensor.h>
 
 #include <cstddef>
@@ -18,6 +17,7 @@
 #include <vector>
 
 #include "brigade/reducer/bucket_replica.h"
+#include "brigade/reducer/dims_list.h"
 #include "brigade/reducer/memory_handover.h"
 #include "brigade/reducer/packer.h"
 #include "brigade/reducer/parameter_table.h"
@@ -98,7 +98,7 @@ class DenseReplica final : public BucketReplica {
   const at::Tensor no_views_;      // undefined
   std::vector<SlotRange> ranges_;  // by slot
   // By slot: what the gradients' are. The parameters' may change at any time.
-  std::vector<at::DimVector> strides_;
+  DimsList strides_;
   at::Tensor flat_;  // 1D, [numel], parameters' dtype; undefined: released
   at::Tensor wire_;  // 1D, [numel], wire dtype; may be flat_
   MemoryHandover handover_;  // of flat_'s, from the second delivery on

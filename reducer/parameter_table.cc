@@ -185,7 +185,7 @@ ParameterTable::ParameterTable(std::vector<std::vector<at::Tensor>> replicas,
   dtypes_.reserve(size());
   for (size_t i = 0; i < size(); ++i) {
     const at::Tensor& tensor = tensors()[i];
-    shapes_.emplace_back(tensor.sizes());
+    shapes_.add(tensor.sizes());
     dtypes_.push_back(tensor.scalar_type());
 
     specs_.push_back({.size_bytes = tensor.numel() * tensor.element_size(),
@@ -228,7 +228,7 @@ void ParameterTable::adopt_strides() {
   strides_.clear();
   strides_.reserve(size());
   for (const at::Tensor& tensor : tensors()) {
-    strides_.emplace_back(tensor.strides());
+    strides_.add(tensor.strides());
   }
 }
 

@@ -8,7 +8,6 @@
 #ifndef BRIGADE_REDUCER_PARAMETER_TABLE_H_
 #define BRIGADE_REDUCER_PARAMETER_TABLE_H_
 
-#include <ATen/core/DimVector.h>
 #include <ATen/core/Tensor.h>
 
 #include <cstddef>
@@ -20,6 +19,7 @@
 #include "absl/status/statusor.h"
 #include "brigade/planning/plan_by_size.h"
 #include "brigade/planning/variable_index.h"
+#include "brigade/reducer/dims_list.h"
 
 namespace brigade {
 
@@ -107,8 +107,8 @@ class ParameterTable {
   std::vector<std::string> names_;  // empty or one per parameter
   std::vector<at::ScalarType> dtypes_;
   std::vector<ParameterSpec> specs_;
-  std::vector<at::DimVector> shapes_;
-  std::vector<at::DimVector> strides_;
+  DimsList shapes_;
+  DimsList strides_;
 };
 
 }  // namespace brigade

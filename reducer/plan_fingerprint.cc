@@ -24,7 +24,8 @@ uint64_t plan_fingerprint(const BucketPlan& plan, const ParameterTable& table,
       const at::ScalarType dtype = table.dtype(parameter);
       add(parameter);
       add(table[parameter].numel());
-      const at::DimVector strides = gradient_strides(table[parameter]);
+      at::DimVector room;
+      const at::IntArrayRef strides = gradient_strides(table[parameter], room);
       for (size_t d = 0; d < strides.size(); ++d) {
         if (table[parameter].size(d) > 1) add(strides[d]);
       }
