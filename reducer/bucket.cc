@@ -70,19 +70,22 @@ DenseReplica::Delivery delivery_of(const ReducerOptions& options,
 
 Bucket::Bucket(const ParameterTable& table, const BucketPlan& plan,
                size_t index, c10d::CommHookInterface& hook,
-               const ReducerOptions& options, UsedParameterMap* skipped_by)
+               const ReducerOptions& options, UsedParameters* used,
+               ReducerStatistics& statistics)
     : table_(table),
       index_(index),
       num_buckets_(plan.num_buckets()),
       members_(plan.buckets()[index]),
-      skipped_by_(skipped_by),
+      used_(used),
+      statistics_(statistics),
       hook_(hook),
       parameters_(select(table, plan.buckets()[index])),
       devices_(devices_of(table, plan.buckets()[index].front())),
       dtype_(table.dtype(plan.buckets()[index].front())),
       sparse_(table.is_sparse(plan.buckets()[index].front())),
       numel_(sparse_ ? 0 : total_numel(parameters_)),
-      declared_(dynamic_cast<const DeclaresWireFormat*>(&hook)) {
+      declared_(dynamic_cast<const DeclaresWireFormat*>(&hook)),
+      streams_(devices_.begin(), devices_.end()) {
   const at::ScalarType wire_dtype =
       declared_ == nullptr ? dtype_ : declared_->wire_format(dtype_).dtype;
   const DenseReplica::Delivery delivery = delivery_of(options, declared_);
@@ -129,11 +132,12 @@ std::string Bucket::describe() const {
 }
 
 bool Bucket::is_skipped() {
-  if (skipped_by_ == nullptr) return false;
-  skipped_by_->wait();
-  return std::none_of(members_.begin(), members_.end(), [this](size_t member) {
-    return skipped_by_->is_used_anywhere(member);
-  });
+  return used_ != nullptr && used_->turn() == UsedParameters::Turn::kFirst &&
+         !used_->is_any_used_anywhere(members_);
+}
+
+void Bucket::restart() {
+  for (StreamJoin& streams : streams_) streams.forget();
 }
 
 // A hook that declares a scale may change it from iteration to iteration. The
@@ -144,20 +148,27 @@ double Bucket::scale() const {
   return scale / static_cast<double>(replicas_.size());
 }
 
-int64_t Bucket::pack(size_t replica, StreamJoin& streams,
-                     std::span<const size_t> unused_slots) {
+void Bucket::pack() {
+  for (size_t replica = 0; replica < replicas_.size(); ++replica) {
+    pack_replica(replica);
+  }
+  sum_replicas();
+}
+
+void Bucket::pack_replica(size_t replica) {
   const c10::DeviceGuard on_device(device_of(replica));
-  if (streams.join()) {
+  if (streams_[replica].join()) {
     // The gradients are freed on the streams that made them while this one may
     // still read them.
     replicas_[replica]->record_stream(current_stream(device_of(replica)));
   }
-  const int64_t bytes_copied = replicas_[replica]->pack(scale(), unused_slots);
+  std::vector<size_t> unused;
+  if (used_ != nullptr) unused = used_->unused_slots(replica, members_);
+  statistics_.bytes_packed += replicas_[replica]->pack(scale(), unused);
   if (replica == 0 && !device().is_cpu()) {
     if (!packed_) packed_.emplace(device().type());
     packed_->record(current_stream(device()));
   }
-  return bytes_copied;
 }
 
 void Bucket::sum_replicas() {
@@ -223,24 +234,27 @@ at::Tensor Bucket::result_of(const c10::IValue& value) {
   return result;
 }
 
-int64_t Bucket::deliver(const at::Tensor& result,
-                        std::span<const size_t> untouched_slots) {
+void Bucket::deliver(const at::Tensor& result) {
+  if (is_skipped()) return;
+  std::vector<size_t> untouched;
+  if (used_ != nullptr) untouched = used_->globally_unused_slots(members_);
+  if (is_empty()) return deliver_empty(untouched);
   if (!result.defined()) {
     for (const std::unique_ptr<BucketReplica>& replica : replicas_) {
-      replica->deliver_nothing(untouched_slots);
+      replica->deliver_nothing(untouched);
     }
-    return 0;
+    return;
   }
-  int64_t bytes_copied = replicas_.front()->deliver(result, untouched_slots);
+  int64_t bytes_copied = replicas_.front()->deliver(result, untouched);
   for (size_t replica = 1; replica < replicas_.size(); ++replica) {
     const c10::DeviceGuard on_device(device_of(replica));
     // A sparse result is installed as it is, so each replica needs its own.
     bytes_copied += replicas_[replica]->deliver(
         result.to(result.options().device(device_of(replica)),
                   /*non_blocking=*/true, /*copy=*/sparse_),
-        untouched_slots);
+        untouched);
   }
-  return bytes_copied;
+  statistics_.bytes_delivered += bytes_copied;
 }
 
 void Bucket::deliver_empty(std::span<const size_t> untouched_slots) {

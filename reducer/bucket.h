@@ -30,21 +30,23 @@
 #include "brigade/reducer/memory_ranges.h"
 #include "brigade/reducer/parameter_table.h"
 #include "brigade/reducer/reducer_options.h"
+#include "brigade/reducer/statistics.h"
 #include "brigade/reducer/stream_join.h"
-#include "brigade/reducer/used_parameter_map.h"
+#include "brigade/reducer/used_parameters.h"
 
 namespace brigade {
 
 class Bucket final : public Collective {
  public:
-  // `skipped_by`: it is skipped where this map says that no rank used one of
-  // its parameters; null: never.
+  // `used`: which parameters have gradients; null: all. Bytes of gradients that
+  // are copied are added to `statistics`.
   //
-  // REQUIRES: `table`, `hook` and `skipped_by` outlive this object; `index` is
-  // in `plan`, and the parameters of a bucket are of one dtype and device.
+  // REQUIRES: `table`, `hook`, `used` and `statistics` outlive this object, but
+  // for its destructor; `index` is in `plan`, and the parameters of a bucket
+  // are of one dtype and device.
   Bucket(const ParameterTable& table, const BucketPlan& plan, size_t index,
          c10d::CommHookInterface& hook, const ReducerOptions& options,
-         UsedParameterMap* skipped_by);
+         UsedParameters* used, ReducerStatistics& statistics);
 
   std::optional<size_t> bucket() const override { return index_; }
   size_t num_gradients() const override {
@@ -52,18 +54,22 @@ class Bucket final : public Collective {
   }
 
   // True if its collective is left out because no rank used its parameters.
-  // Waits for the map that says so. Errors: what the map's collective throws.
+  // Waits for the sum that says so. Errors: what its collective throws.
   bool is_skipped();
   bool is_left_out() override { return is_empty() || is_skipped(); }
 
-  // Packs the gradients of one local replica, which `streams` produced. Returns
-  // the bytes of gradients copied. Unused slots and errors: see
-  // BucketReplica::pack.
-  int64_t pack(size_t replica, StreamJoin& streams,
-               std::span<const size_t> unused_slots);
+  // An iteration begins; who produced gradients of an unfinished one is
+  // forgotten.
+  void restart();
 
-  // Adds up what all replicas have packed. REQUIRES: they have.
-  void sum_replicas();
+  // The calling thread's current stream has just produced one of its gradients.
+  void gradient_produced(size_t replica) {
+    streams_[replica].gradient_produced();
+  }
+
+  // Packs the gradients of each local replica, and adds up what all have
+  // packed. Errors: see BucketReplica::pack.
+  void pack() override;
 
   // Calls the comm hook on the packed buffer. Errors: RuntimeError if the hook
   // returns no future; what the hook throws.
@@ -75,27 +81,15 @@ class Bucket final : public Collective {
   // The buffers, in all replicas: see BucketReplica::release_memory().
   void release_memory();
 
-  // What the value of a completed future holds; undefined if it is None: the
-  // hook has seen to the gradients. Errors: TypeError, RuntimeError if it does
-  // not fit.
-  at::Tensor result_of(const c10::IValue& value);
+  // Undefined if the value is None: the hook has seen to the gradients.
+  at::Tensor result_of(const c10::IValue& value) override;
 
-  // Hands out a result to all replicas, or nothing if it is undefined. Returns
-  // the bytes copied. Untouched slots: see BucketReplica::deliver. REQUIRES:
-  // result_of() has returned it.
-  int64_t deliver(const at::Tensor& result,
-                  std::span<const size_t> untouched_slots);
-
-  // In place of launch() and deliver() where no element travels: gradients that
-  // other ranks have exist here too.
-  void deliver_empty(std::span<const size_t> untouched_slots);
-
-  // Elements that travel. 0 for a sparse gradient, whose length varies.
-  int64_t numel() const { return numel_; }
-  bool is_empty() const { return !sparse_ && numel_ == 0; }
+  // Hands out a result to all replicas, or nothing if it is undefined.
+  // Gradients of parameters that no rank used stay as they were. If no element
+  // travels, gradients that other ranks have exist here too.
+  void deliver(const at::Tensor& result) override;
 
   // Buckets travel from that of replica 0.
-  c10::Device device_of(size_t replica) const { return devices_[replica]; }
   c10::Device device() const override { return devices_.front(); }
 
   bool fails_by_network_only() const override;
@@ -113,14 +107,21 @@ class Bucket final : public Collective {
   void adopt_gradients();
 
  private:
+  // No element travels. A sparse gradient's length varies.
+  bool is_empty() const { return !sparse_ && numel_ == 0; }
+  c10::Device device_of(size_t replica) const { return devices_[replica]; }
   double scale() const;
+  void deliver_empty(std::span<const size_t> untouched_slots);
+  void pack_replica(size_t replica);
+  void sum_replicas();
   c10::intrusive_ptr<c10::ivalue::Future> run_hook(const at::Tensor& buffer);
 
   const ParameterTable& table_;
   const size_t index_;                 // in the plan
   const size_t num_buckets_;           // of the plan
   const std::vector<size_t> members_;  // parameters, by slot
-  UsedParameterMap* const skipped_by_;
+  UsedParameters* const used_;         // null: all are
+  ReducerStatistics& statistics_;
   c10d::CommHookInterface& hook_;
   const std::vector<at::Tensor> parameters_;  // of replica 0
   const std::vector<c10::Device> devices_;    // by replica
@@ -129,7 +130,8 @@ class Bucket final : public Collective {
   const int64_t numel_;
   const DeclaresWireFormat* const declared_;  // null: the hook gets raw ones
   std::vector<std::unique_ptr<BucketReplica>> replicas_;  // never empty
-  DimsList shapes_of_reals_;  // what the hook sees of complex gradients
+  DimsList shapes_of_reals_;         // what the hook sees of complex gradients
+  std::vector<StreamJoin> streams_;  // by replica: who produced gradients
   std::optional<c10d::GradBucket> grad_bucket_;  // what the hook sees
   std::optional<c10::Event> packed_;             // null on the CPU
 };

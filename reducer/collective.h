@@ -1,14 +1,15 @@
 // One entry of the sequence of collectives that an iteration launches, in the
 // same order on every rank: a bucket, or the sum of the used map.
 //
-// Decides how it is launched, and with what. Whoever holds the sequence decides
-// when.
+// Decides what it carries, how it is launched and what becomes of the result.
+// Whoever holds the sequence decides when.
 //
 // Thread safety: none; the reducer's lock covers it.
 
 #ifndef BRIGADE_REDUCER_COLLECTIVE_H_
 #define BRIGADE_REDUCER_COLLECTIVE_H_
 
+#include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
 #include <c10/core/Device.h>
 
@@ -34,6 +35,10 @@ class Collective {
   // one throws.
   virtual bool is_left_out() = 0;
 
+  // Fills what travels. REQUIRES: all gradients that it waits for are there; it
+  // waits for some. Errors: RuntimeError naming the one that does not fit.
+  virtual void pack() = 0;
+
   // Null: nobody can wait for it by a future. Errors: what the collective or a
   // comm hook throws.
   virtual c10::intrusive_ptr<c10::ivalue::Future> launch() = 0;
@@ -42,6 +47,16 @@ class Collective {
   // peers that wait for its share. Gradients are not touched. Errors: as
   // launch().
   virtual c10::intrusive_ptr<c10::ivalue::Future> launch_substitute() = 0;
+
+  // What the value of its future holds, to be given to deliver(); undefined:
+  // nothing that would have to be handed over. Errors: TypeError, RuntimeError
+  // if it does not fit.
+  virtual at::Tensor result_of(const c10::IValue& value) = 0;
+
+  // Gives what has arrived to those who wait for it; undefined also if nothing
+  // travelled. REQUIRES: its future is complete, or there is none. Errors: what
+  // a collective throws that it waits for, its own or one before it.
+  virtual void deliver(const at::Tensor& result) = 0;
 
   // Of what it carries, and so of its result.
   virtual c10::Device device() const = 0;

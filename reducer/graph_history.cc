@@ -18,15 +18,18 @@ GraphHistory::GraphHistory(const ReducerOptions& options,
                            const GradientHooks& hooks,
                            c10d::ProcessGroup& group)
     : ready_order(observed_iterations(options)) {
+  auto turn = UsedParameters::Turn::kLast;
   if (options.static_graph) {
     firing_counts.emplace(table.num_variables());
   } else if (options.find_unused_parameters) {
     unused_search.emplace(hooks.accumulators());
+    if (options.skip_all_reduce_unused_parameters) {
+      turn = UsedParameters::Turn::kFirst;
+    }
   } else {
     return;
   }
-  used_map.emplace(table.num_replicas(), table.size(), table[0].device());
-  used_map_sum.emplace(*used_map, group);
+  used.emplace(table, group, turn);
 }
 
 }  // namespace brigade

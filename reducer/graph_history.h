@@ -14,8 +14,7 @@
 #include "brigade/reducer/ready_order.h"
 #include "brigade/reducer/reducer_options.h"
 #include "brigade/reducer/unused_parameter_search.h"
-#include "brigade/reducer/used_map_sum.h"
-#include "brigade/reducer/used_parameter_map.h"
+#include "brigade/reducer/used_parameters.h"
 
 namespace brigade {
 
@@ -25,12 +24,11 @@ struct GraphHistory {
   GraphHistory(const GraphHistory&) = delete;
   GraphHistory& operator=(const GraphHistory&) = delete;
 
-  // A static graph needs no search; its used map is summed once.
+  // A static graph needs no search; what ranks used is summed once.
   ReadyOrder ready_order;
   std::optional<UnusedParameterSearch> unused_search;  // if it may change
   std::optional<FiringCounts> firing_counts;           // if it is static
-  std::optional<UsedParameterMap> used_map;            // in both cases
-  std::optional<UsedMapSum> used_map_sum;              // of it
+  std::optional<UsedParameters> used;                  // in both cases
 };
 
 }  // namespace brigade

@@ -28,7 +28,6 @@
 #include "brigade/reducer/collective.h"
 #include "brigade/reducer/context_gradients.h"
 #include "brigade/reducer/finished_iterations.h"
-#include "brigade/reducer/stream_join.h"
 #include "brigade/reducer/unused_parameter_search.h"
 
 namespace brigade {
@@ -94,8 +93,6 @@ struct IterationState {
   std::span<Collective* const> sequence;  // what is launched, in this order
   LaunchOrder order;                      // of the sequence
   ReadyVariables ready;                   // by number
-  // By bucket, and by replica in it: who produced the gradients.
-  std::vector<StreamJoin> streams;
   // As far as the sequence has come; without the one that threw.
   std::vector<Launch> launches;
   ChainedCollectives chained;                      // behind those of the hooks
@@ -112,7 +109,6 @@ struct IterationState {
   std::vector<EarlyGradient> early_gradients;
 
   UnusedPrediction prediction;  // of parameters that backward will not reach
-  std::vector<bool> unused;     // by variable; empty: none is known to be
 
   // Nothing is launched any more. `words` are for the other ranks; the first
   // ones are kept.

@@ -82,7 +82,7 @@ Reducer::~Reducer() {
 // group.
 void Reducer::keep_until_done(BoundPlan bound,
                               std::span<const Launch> launches) {
-  at::Tensor sum = graph_.used_map ? graph_.used_map->abandon() : at::Tensor();
+  at::Tensor sum = graph_.used ? graph_.used->abandon() : at::Tensor();
   const auto kept = end_on_own_thread(
       std::tuple(std::move(bound), std::move(sum), options_.comm_hook));
   for (const Launch& launch : launches) {
@@ -152,7 +152,7 @@ void Reducer::set_comm_hook(std::shared_ptr<c10d::CommHookInterface> hook) try {
 
 std::shared_ptr<IterationState> Reducer::make_iteration(int64_t number) {
   std::span<Collective* const> sequence = bound_.sequence;
-  if (graph_.used_map_sum && !is_used_map_due()) {
+  if (graph_.used && !is_used_map_due()) {
     sequence = sequence.first(bound_.buckets.size());
   }
   return std::make_shared<IterationState>(
@@ -162,14 +162,12 @@ std::shared_ptr<IterationState> Reducer::make_iteration(int64_t number) {
 
 at::Tensor Reducer::local_used_parameters() const {
   const std::lock_guard<std::mutex> lock(mutex_);
-  return graph_.used_map ? graph_.used_map->local().clone() : at::Tensor();
+  return graph_.used ? graph_.used->local().clone() : at::Tensor();
 }
 
 at::Tensor Reducer::used_parameter_counts() {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (!graph_.used_map) return {};
-  graph_.used_map->wait();
-  return graph_.used_map->counts().clone();
+  return graph_.used ? graph_.used->counts().clone() : at::Tensor();
 }
 
 bool Reducer::is_graph_static() const {
@@ -266,12 +264,8 @@ void Reducer::start_iteration() {
   signatures_.leave_meeting_point();
   ++observations_.prepared;
   iteration_ = make_iteration(observations_.begun + 1);
-  iteration_->streams.reserve(bound_.buckets.size() * table_.num_replicas());
-  for (const Bucket& bucket : bound_.buckets) {
-    for (size_t r = 0; r < table_.num_replicas(); ++r) {
-      iteration_->streams.emplace_back(bucket.device_of(r));
-    }
-  }
+  for (Bucket& bucket : bound_.buckets) bucket.restart();
+  if (graph_.used) graph_.used->restart();
   observations_.iteration_begins(iteration_->iteration);
   const std::shared_ptr<IterationState> agreeing = iteration_;
   agree_on_plan(*agreeing);
@@ -426,8 +420,8 @@ void Reducer::on_gradient_ready(VariableIndex variable, bool is_defined) try {
   const int backward_id = running_backward_id();
   // A function may write to `.grad` itself and return nothing. Source: torch's
   // Reducer, which looks at `.grad` too.
-  if (graph_.used_map && (is_defined || table_[variable].grad().defined())) {
-    graph_.used_map->mark(table_.number_of(variable));
+  if (graph_.used && (is_defined || table_[variable].grad().defined())) {
+    graph_.used->mark(table_.number_of(variable));
   }
   if (!iteration_) {
     if (const auto finished = finished_.passed_by(backward_id)) {
@@ -516,7 +510,7 @@ void Reducer::begin_reduction() {
     std::vector<bool> reached(table_.num_variables(), true);
     for (const size_t variable : unused) reached[variable] = false;
     for (size_t i = 0; i < reached.size(); ++i) {
-      if (reached[i]) graph_.used_map->mark(i);
+      if (reached[i]) graph_.used->mark(i);
     }
     launch_ready();  // the map
     await_used_map();
@@ -545,9 +539,9 @@ void Reducer::accept_gradient(VariableIndex variable, bool is_defined) {
   const size_t number = table_.number_of(variable);
   if (iteration_->ready.is_ready(number)) refuse_gradient(variable);
   const size_t bucket = bound_.plan.locate(variable.parameter).bucket;
-  streams_of(bucket, variable.replica).gradient_produced();
+  bound_.buckets[bucket].gradient_produced(variable.replica);
   if (!completes_gradient(variable)) return;
-  note_use(variable);
+  if (has_gradient(variable)) observations_.timeline.gradient_ready(variable);
   if (mark_ready(variable)) launch_ready();
 }
 
@@ -576,7 +570,7 @@ void Reducer::learn_graph() {
   if (!graph_.firing_counts || !graph_.firing_counts->is_learning()) return;
   for (const size_t number : graph_.firing_counts->settle()) {
     const VariableIndex variable = table_.variable(number);
-    note_use(variable);
+    if (has_gradient(variable)) observations_.timeline.gradient_ready(variable);
     mark_ready(variable);
   }
   mark_unused(graph_.firing_counts->silent());
@@ -584,85 +578,34 @@ void Reducer::learn_graph() {
 }
 
 void Reducer::mark_unused(std::span<const size_t> variables) {
-  if (variables.empty()) return;
-  iteration_->unused.resize(table_.num_variables());
-  for (const size_t variable : variables) {
-    // It may have got a gradient in an earlier backward, not reduced so far.
-    iteration_->unused[variable] = !graph_.used_map->is_marked(variable);
-  }
-  for (const size_t number : variables) {
-    if (!iteration_->ready.is_ready(number)) {
-      mark_ready(table_.variable(number));
-    }
-  }
+  for (const size_t number : variables) mark_ready(table_.variable(number));
 }
 
-// A parameter that was reached, but only by undefined gradients, is unused.
-void Reducer::note_use(VariableIndex variable) {
-  const size_t number = table_.number_of(variable);
-  if (!graph_.used_map || graph_.used_map->is_marked(number)) {
-    observations_.timeline.gradient_ready(variable);
-    return;
-  }
-  iteration_->unused.resize(table_.num_variables());
-  iteration_->unused[number] = true;
+// Undefined gradients may be all that has reached it.
+bool Reducer::has_gradient(VariableIndex variable) const {
+  return !graph_.used || graph_.used->is_marked(table_.number_of(variable));
 }
 
 bool Reducer::mark_ready(VariableIndex variable) {
+  const size_t number = table_.number_of(variable);
   if (variable.replica == 0) graph_.ready_order.note(variable.parameter);
-  iteration_->ready.mark(table_.number_of(variable));
+  if (graph_.used) graph_.used->note_ready(number);
+  iteration_->ready.mark(number);
   if (!iteration_->order.mark(entry_of(variable))) return false;
-  pack(bound_.plan.locate(variable.parameter).bucket);
+  pack(bound_.buckets[bound_.plan.locate(variable.parameter).bucket]);
   return true;
 }
 
-void Reducer::pack(size_t bucket) {
-  if (bound_.buckets[bucket].is_skipped()) return;
+void Reducer::pack(Bucket& bucket) {
+  if (bucket.is_skipped()) return;
   const HookScope scope(iteration_->preparer);
-  const ObservedPack packing(observations_, bucket);
-  for (size_t r = 0; r < table_.num_replicas(); ++r) {
-    observations_.bytes_packed += bound_.buckets[bucket].pack(
-        r, streams_of(bucket, r), unused_slots(*iteration_, r, bucket));
-  }
-  bound_.buckets[bucket].sum_replicas();
-  if (options_.lazy_bucket_allocation) {
-    bound_.buckets[bucket].list_memory(bound_.memory);
-  }
-}
-
-StreamJoin& Reducer::streams_of(size_t bucket, size_t replica) {
-  return iteration_->streams[bucket * table_.num_replicas() + replica];
-}
-
-// By slot, ascending: got no gradient on this replica since the last reduction.
-std::vector<size_t> Reducer::unused_slots(const IterationState& iteration,
-                                          size_t replica, size_t bucket) const {
-  std::vector<size_t> slots;
-  if (iteration.unused.empty()) return slots;
-  const std::vector<size_t>& members = bound_.plan.buckets()[bucket];
-  for (size_t slot = 0; slot < members.size(); ++slot) {
-    const VariableIndex variable = {.replica = replica,
-                                    .parameter = members[slot]};
-    if (iteration.unused[table_.number_of(variable)]) slots.push_back(slot);
-  }
-  return slots;
-}
-
-// By slot, ascending: got no gradient on any replica of any rank.
-std::vector<size_t> Reducer::untouched_slots(const IterationState& iteration,
-                                             size_t bucket) {
-  std::vector<size_t> slots = unused_slots(iteration, /*replica=*/0, bucket);
-  if (slots.empty()) return slots;
-  graph_.used_map->wait();
-  const std::vector<size_t>& members = bound_.plan.buckets()[bucket];
-  std::erase_if(slots, [&](size_t slot) {
-    return graph_.used_map->is_used_anywhere(members[slot]);
-  });
-  return slots;
+  const ObservedPack packing(observations_, *bucket.bucket());
+  bucket.pack();
+  if (options_.lazy_bucket_allocation) bucket.list_memory(bound_.memory);
 }
 
 bool Reducer::skips_unused_buckets() const {
-  return options_.skip_all_reduce_unused_parameters && graph_.unused_search;
+  return graph_.used && graph_.used->turn() == UsedParameters::Turn::kFirst;
 }
 
 // In the iteration that is to come.
@@ -679,9 +622,9 @@ bool Reducer::sums_used_map(const IterationState& iteration) const {
 void Reducer::await_used_map() {
   const WaitForPeers waiting(*observations_.progress);
   try {
-    graph_.used_map->wait();
+    graph_.used->deliver(/*result=*/{});
   } catch (...) {
-    rethrow(failure_of(*iteration_, ErrorSource::kFuture, *graph_.used_map_sum),
+    rethrow(failure_of(*iteration_, ErrorSource::kFuture, *graph_.used),
             iteration_->iteration);
   }
 }
@@ -709,7 +652,7 @@ void Reducer::launch(Collective& next) {
   const std::optional<size_t> bucket = next.bucket();
   Launch launch = {.collective = &next, .future = nullptr};
   if (next.is_left_out()) {
-    if (skips_unused_buckets()) ++observations_.buckets_skipped;
+    ++observations_.buckets_skipped;
   } else {
     try {
       signatures_.count([&] {
@@ -831,20 +774,17 @@ void Reducer::observe_plan() {
 
 Reducer::BoundPlan Reducer::bind(BucketPlan plan,
                                  c10d::CommHookInterface& hook) {
-  const bool skips = skips_unused_buckets();
+  UsedParameters* const used = graph_.used ? &*graph_.used : nullptr;
   std::vector<Bucket> buckets;
   buckets.reserve(plan.num_buckets());
   for (size_t b = 0; b < plan.num_buckets(); ++b) {
-    buckets.emplace_back(table_, plan, b, hook, options_,
-                         skips ? &*graph_.used_map : nullptr);
+    buckets.emplace_back(table_, plan, b, hook, options_, used, observations_);
   }
   std::vector<Collective*> sequence;
-  if (skips) sequence.push_back(&*graph_.used_map_sum);
+  if (skips_unused_buckets()) sequence.push_back(used);
   const size_t first_bucket = sequence.size();
   for (Bucket& bucket : buckets) sequence.push_back(&bucket);
-  if (graph_.used_map_sum && !skips) {
-    sequence.push_back(&*graph_.used_map_sum);
-  }
+  if (used != nullptr && !skips_unused_buckets()) sequence.push_back(used);
   const uint64_t fingerprint = plan_fingerprint(plan, table_, hook);
   MemoryRanges memory;
   for (const Bucket& bucket : buckets) bucket.list_memory(memory);

@@ -326,10 +326,9 @@ class Reducer : private GradientListener {
   bool completes_gradient(VariableIndex variable);
   void learn_graph();
   void mark_unused(std::span<const size_t> variables);
-  void note_use(VariableIndex variable);
+  bool has_gradient(VariableIndex variable) const;
   bool mark_ready(VariableIndex variable);  // whether its bucket is full now
-  void pack(size_t bucket);
-  StreamJoin& streams_of(size_t bucket, size_t replica);
+  void pack(Bucket& bucket);
   std::vector<size_t> missing_parameters() const;
   size_t entry_of(VariableIndex variable) const;
   void launch_ready();
@@ -337,10 +336,6 @@ class Reducer : private GradientListener {
   bool is_used_map_due() const;
   bool sums_used_map(const IterationState& iteration) const;
   bool skips_unused_buckets() const;
-  std::vector<size_t> unused_slots(const IterationState& iteration,
-                                   size_t replica, size_t bucket) const;
-  std::vector<size_t> untouched_slots(const IterationState& iteration,
-                                      size_t bucket);
   void await_used_map();
   void rebuild();
   void follow_strides();
@@ -363,14 +358,11 @@ class Reducer : private GradientListener {
   void deliver_what_all_ranks_have(IterationState& iteration);
   std::optional<Failure> launch_chained(IterationState& iteration);
   void await_result(Launch& launch);
-  at::Tensor result_of(const Launch& launch);
   std::optional<Failure> find_unordered_collectives(
       const IterationState& iteration);
   void tell_of_results(IterationState& iteration, RankSignature own,
                        const std::optional<Failure>& failure);
   void release_memory();
-  void deliver(IterationState& iteration, const Launch& launch,
-               const at::Tensor& result);
 
   // Where ranks meet, and what follows if one has failed
   // (reducer_recovery.cc).
@@ -414,12 +406,12 @@ class Reducer : private GradientListener {
   mutable std::mutex mutex_;
   // Guarded by mutex_.
   ReducerOptions options_;  // constant but for comm_hook, which is never null
+  Observations observations_;
   GraphHistory graph_;
   BoundPlan bound_;
   std::shared_ptr<IterationState> iteration_;  // null between iterations
   FinishedIterations finished_;
   PeerSignatures signatures_;
-  Observations observations_;
   int64_t hook_since_ = 0;  // the iteration after which the hook was set
   bool watches_gradients_ = true;
   bool finalizes_manually_ = false;

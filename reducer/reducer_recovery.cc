@@ -188,7 +188,7 @@ void Reducer::give_up() {
 
 // Of an iteration that did not end well, on no rank.
 void Reducer::forget_observations(const IterationState& iteration) {
-  if (graph_.used_map) graph_.used_map->clear_marks();
+  if (graph_.used) graph_.used->clear_marks();
   if (graph_.firing_counts && sums_used_map(iteration)) {
     graph_.firing_counts->forget();
   }

@@ -29,6 +29,12 @@ std::string describe_hook(const c10d::CommHookInterface& hook) {
   return name.empty() ? "the comm hook" : absl::StrCat("comm hook ", name);
 }
 
+// Undefined: nothing travelled, or nothing is to be handed over.
+at::Tensor result_of(const Launch& launch) {
+  if (!launch.future) return {};
+  return launch.collective->result_of(launch.future->value());
+}
+
 }  // namespace
 
 // Waits for every future, also after an error: nothing may write into a bucket
@@ -53,7 +59,7 @@ void Reducer::finalize() {
   } else {
     deliver_what_all_ranks_have(*iteration);
   }
-  if (graph_.used_map) graph_.used_map->clear_marks();
+  if (graph_.used) graph_.used->clear_marks();
   observations_.timeline.finalized();
   iteration->context_gradients.write_back();
   if (options_.lazy_bucket_allocation) release_memory();
@@ -75,7 +81,8 @@ void Reducer::deliver_as_results_come(IterationState& iteration) {
       }
       if (failure) continue;
       step = ErrorSource::kDelivery;
-      deliver(iteration, launch, result_of(launch));
+      const at::Tensor result = result_of(launch);
+      if (!iteration.is_shadow) launch.collective->deliver(result);
     } catch (...) {
       if (failure) continue;
       const Launch* const map =
@@ -86,7 +93,7 @@ void Reducer::deliver_as_results_come(IterationState& iteration) {
     }
   }
   if (!failure) return;
-  if (graph_.used_map) graph_.used_map->clear_marks();
+  if (graph_.used) graph_.used->clear_marks();
   ++observations_.given_up;
   rethrow(*failure, iteration.iteration);
 }
@@ -108,31 +115,29 @@ void Reducer::deliver_what_all_ranks_have(IterationState& iteration) {
     // One that a rank has not launched would be waited for in vain.
     tell_of_results(iteration, {.kind = SignatureKind::kLaunch}, failure);
   }
-  std::vector<at::Tensor> results;  // by launch
+  std::vector<std::pair<Collective*, at::Tensor>> results;
   for (Launch& launch : iteration.launches) {
-    if (!launch.collective->bucket()) {
-      results.emplace_back();
-      continue;
-    }
+    // Who needs the map waits for it.
+    if (!launch.collective->bucket()) continue;
     try {
       await_result(launch);
-      results.push_back(failure ? at::Tensor() : result_of(launch));
+      if (!failure) results.emplace_back(launch.collective, result_of(launch));
     } catch (...) {
-      results.emplace_back();
       if (failure) continue;
       failure = failure_of(iteration, ErrorSource::kFuture, *launch.collective);
     }
   }
   if (!failure) failure = find_unordered_collectives(iteration);
   tell_of_results(iteration, {.kind = SignatureKind::kArrived}, failure);
+  if (iteration.is_shadow) return;
   try {
-    for (size_t i = 0; i < iteration.launches.size(); ++i) {
-      deliver(iteration, iteration.launches[i], results[i]);
+    for (const auto& [collective, result] : results) {
+      collective->deliver(result);
     }
   } catch (...) {
     const Launch* const map = failed_map(iteration);
     if (map == nullptr) throw;
-    graph_.used_map->clear_marks();
+    graph_.used->clear_marks();
     ++observations_.given_up;
     rethrow(failure_of(iteration, ErrorSource::kFuture, *map->collective),
             iteration.iteration);
@@ -166,13 +171,6 @@ void Reducer::await_result(Launch& launch) {
               " s, the group's timeout.\nComplete it on every rank.");
   launch.future->waitAndThrow();
   observations_.timeline.waited_for(*launch.collective->bucket());
-}
-
-// Undefined: nothing travelled, or nothing is to be delivered.
-at::Tensor Reducer::result_of(const Launch& launch) {
-  if (!launch.future) return {};
-  const size_t bucket = *launch.collective->bucket();
-  return bound_.buckets[bucket].result_of(launch.future->value());
 }
 
 // Of a hook's continuations, which run in another order on each rank. One
@@ -220,20 +218,6 @@ void Reducer::tell_of_results(IterationState& iteration, RankSignature own,
 void Reducer::release_memory() {
   for (Bucket& bucket : bound_.buckets) bucket.release_memory();
   bound_.memory = {};
-}
-
-void Reducer::deliver(IterationState& iteration, const Launch& launch,
-                      const at::Tensor& result) {
-  const std::optional<size_t> index = launch.collective->bucket();
-  if (iteration.is_shadow || !index) return;
-  Bucket& bucket = bound_.buckets[*index];
-  if (bucket.is_skipped()) return;
-  const std::vector<size_t> untouched = untouched_slots(iteration, *index);
-  if (!launch.future) {
-    bucket.deliver_empty(untouched);
-  } else {
-    observations_.bytes_delivered += bucket.deliver(result, untouched);
-  }
 }
 
 }  // namespace brigade

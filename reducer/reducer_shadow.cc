@@ -22,7 +22,7 @@ void Reducer::shadow_iteration() try {
   iteration_->phase = Phase::kReducing;
   observations_.begun = iteration_->iteration;
   // Marks belong to gradients of earlier backwards, which do not travel.
-  if (graph_.used_map) graph_.used_map->clear_marks();
+  if (graph_.used) graph_.used->clear_marks();
   try {
     if (skips_unused_buckets()) {
       begin_with_peers();

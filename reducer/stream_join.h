@@ -26,6 +26,9 @@ class StreamJoin {
   // The calling thread's current stream has just produced a gradient.
   void gradient_produced();
 
+  // Whatever has been produced so far is not waited for.
+  void forget() { producers_.clear(); }
+
   // The calling thread's current stream waits for all gradients produced since
   // the last join. Returns true if other streams had produced any.
   bool join();

@@ -536,6 +536,7 @@ TEST(ReducerTest, GivesEmptyParametersThatAPeerUsedAnEmptyGradient) {
            model.loss_in_order(rank == 0 ? Order{1} : Order{0, 1}, rank));
       ASSERT_TRUE(model.parameters[0].grad().defined());
       EXPECT_EQ(model.parameters[0].grad().numel(), 0);
+      EXPECT_EQ(reducer.statistics().buckets_skipped, alone ? 1 : 0);
     });
   }
 }
