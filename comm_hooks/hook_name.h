@@ -6,7 +6,6 @@
 #define BRIGADE_COMM_HOOKS_HOOK_NAME_H_
 
 #include <string>
-#include <torch/csrc/distributed/c10d/comm.hpp>
 
 namespace brigade {
 
@@ -18,12 +17,6 @@ class HasHookName {
  protected:
   ~HasHookName() = default;
 };
-
-// Empty: it has none.
-inline std::string name_of(const c10d::CommHookInterface& hook) {
-  const auto* named = dynamic_cast<const HasHookName*>(&hook);
-  return named == nullptr ? "" : named->hook_name();
-}
 
 }  // namespace brigade
 

@@ -38,6 +38,7 @@ RoutingHook::RoutingHook(HookPtr hook, std::vector<Route> routes) {
   for (const HookPtr& each : hooks_) {
     TORCH_CHECK_VALUE(each,
                       "RoutingHook needs a comm hook per route, got null");
+    traits_.push_back(traits_of(*each));
   }
 }
 
@@ -46,8 +47,7 @@ size_t RoutingHook::route_of(const at::Tensor& parameter) const {
   return found == route_of_.end() ? 0 : found->second;
 }
 
-const RoutingHook::HookPtr& RoutingHook::hook_of(
-    const c10d::GradBucket& bucket) const {
+size_t RoutingHook::route_of(const c10d::GradBucket& bucket) const {
   const std::vector<at::Tensor> parameters = bucket.getParameters();
   const size_t route = route_of(parameters.front());
   for (const at::Tensor& parameter : parameters) {
@@ -56,14 +56,14 @@ const RoutingHook::HookPtr& RoutingHook::hook_of(
                 " holds parameters of several routes.\nGive a bucket_plan that "
                 "keeps them apart, and rebuild_buckets = false.");
   }
-  return hooks_[route];
+  return route;
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> RoutingHook::runHook(
     c10d::GradBucket& bucket) {
-  const HookPtr& hook = hook_of(bucket);
-  if (const auto* declared =
-          dynamic_cast<const DeclaresWireFormat*>(hook.get())) {
+  const size_t route = route_of(bucket);
+  const HookPtr& hook = hooks_[route];
+  if (const DeclaresWireFormat* declared = traits_[route].wire_format) {
     apply_wire_format(*declared, bucket);
   }
   const auto arrived = hook->runHook(bucket);
@@ -84,10 +84,8 @@ at::Tensor RoutingHook::parseHookResult(const c10::IValue& result) {
 }
 
 void RoutingHook::iteration_begins(bool has_data) {
-  for (const HookPtr& hook : hooks_) {
-    if (auto* listener = dynamic_cast<IterationListener*>(hook.get())) {
-      listener->iteration_begins(has_data);
-    }
+  for (const HookTraits& hook : traits_) {
+    if (hook.listener) hook.listener->iteration_begins(has_data);
   }
 }
 

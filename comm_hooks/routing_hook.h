@@ -13,6 +13,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "brigade/comm_hooks/hook_traits.h"
 #include "brigade/comm_hooks/iteration_listener.h"
 
 namespace brigade {
@@ -50,9 +51,10 @@ class RoutingHook final : public c10d::CommHookInterface,
   using HookPtr = std::shared_ptr<c10d::CommHookInterface>;
 
   size_t route_of(const at::Tensor& parameter) const;  // into hooks_
-  const HookPtr& hook_of(const c10d::GradBucket& bucket) const;
+  size_t route_of(const c10d::GradBucket& bucket) const;
 
-  std::vector<HookPtr> hooks_;  // the first one serves what has no route
+  std::vector<HookPtr> hooks_;      // the first one serves what has no route
+  std::vector<HookTraits> traits_;  // of each
   std::unordered_map<const c10::TensorImpl*, size_t> route_of_;  // into hooks_
 };
 

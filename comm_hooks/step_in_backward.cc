@@ -14,6 +14,7 @@
 
 #include "brigade/comm_hooks/gradient_layout.h"
 #include "brigade/comm_hooks/hook_name.h"
+#include "brigade/comm_hooks/hook_traits.h"
 #include "brigade/comm_hooks/iteration_listener.h"
 #include "brigade/comm_hooks/routing_hook.h"
 #include "brigade/comm_hooks/wire_format.h"
@@ -87,6 +88,7 @@ class SteppingHook final : public c10d::CommHookInterface,
   SteppingHook(std::shared_ptr<c10d::CommHookInterface> hook,
                ParameterStep step, ParameterFilter is_stepped)
       : hook_(std::move(hook)),
+        traits_(traits_of(*hook_)),
         step_(std::move(step)),
         is_stepped_(std::move(is_stepped)) {}
 
@@ -114,22 +116,20 @@ class SteppingHook final : public c10d::CommHookInterface,
 
   // Without a format of its own, `hook_` gets raw gradients.
   WireFormat wire_format(at::ScalarType gradient_dtype) const override {
-    const auto* declared = dynamic_cast<const DeclaresWireFormat*>(hook_.get());
-    return declared == nullptr ? WireFormat{.dtype = gradient_dtype}
-                               : declared->wire_format(gradient_dtype);
+    return traits_.wire_format == nullptr
+               ? WireFormat{.dtype = gradient_dtype}
+               : traits_.wire_format->wire_format(gradient_dtype);
   }
 
   bool fails_by_network_only() const override {
-    return brigade::fails_by_network_only(*hook_);
+    return traits_.fails_by_network_only;
   }
 
-  std::string hook_name() const override { return name_of(*hook_); }
+  std::string hook_name() const override { return traits_.name; }
 
   void iteration_begins(bool has_data) override {
     has_data_ = has_data;
-    if (auto* listener = dynamic_cast<IterationListener*>(hook_.get())) {
-      listener->iteration_begins(has_data);
-    }
+    if (traits_.listener) traits_.listener->iteration_begins(has_data);
   }
 
  private:
@@ -149,6 +149,7 @@ class SteppingHook final : public c10d::CommHookInterface,
   }
 
   const std::shared_ptr<c10d::CommHookInterface> hook_;
+  const HookTraits traits_;  // of hook_
   const ParameterStep step_;
   const ParameterFilter is_stepped_;  // null: all are
   bool has_data_ =

@@ -10,8 +10,6 @@
 
 #include <c10/core/ScalarType.h>
 
-#include <torch/csrc/distributed/c10d/comm.hpp>
-
 namespace brigade {
 
 struct WireFormat {
@@ -38,12 +36,6 @@ class DeclaresWireFormat {
  protected:
   ~DeclaresWireFormat() = default;
 };
-
-// False for a user's hook.
-inline bool fails_by_network_only(const c10d::CommHookInterface& hook) {
-  const auto* declared = dynamic_cast<const DeclaresWireFormat*>(&hook);
-  return declared != nullptr && declared->fails_by_network_only();
-}
 
 }  // namespace brigade
 

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "brigade/comm_hooks/hook_name.h"
+#include "brigade/comm_hooks/hook_traits.h"
 #include "brigade/comm_hooks/iteration_listener.h"
 #include "brigade/comm_hooks/own_errors.h"
 #include "brigade/comm_hooks/wire_format.h"
@@ -22,7 +23,7 @@ class PythonSteppingHook : public c10d::CommHookInterface,
                            public IterationListener {
  public:
   explicit PythonSteppingHook(std::shared_ptr<c10d::CommHookInterface> hook)
-      : hook_(std::move(hook)) {}
+      : hook_(std::move(hook)), traits_(traits_of(*hook_)) {}
 
   c10::intrusive_ptr<c10::ivalue::Future> runHook(
       c10d::GradBucket& bucket) override {
@@ -36,22 +37,22 @@ class PythonSteppingHook : public c10d::CommHookInterface,
   }
 
   WireFormat wire_format(at::ScalarType gradient_dtype) const override {
-    return dynamic_cast<const DeclaresWireFormat&>(*hook_).wire_format(
-        gradient_dtype);
+    return traits_.wire_format->wire_format(gradient_dtype);
   }
 
   bool fails_by_network_only() const override {
-    return brigade::fails_by_network_only(*hook_);
+    return traits_.fails_by_network_only;
   }
 
-  std::string hook_name() const override { return name_of(*hook_); }
+  std::string hook_name() const override { return traits_.name; }
 
   void iteration_begins(bool has_data) override {
-    dynamic_cast<IterationListener&>(*hook_).iteration_begins(has_data);
+    traits_.listener->iteration_begins(has_data);
   }
 
  private:
-  const std::shared_ptr<c10d::CommHookInterface> hook_;
+  const std::shared_ptr<c10d::CommHookInterface> hook_;  // steps in backward
+  const HookTraits traits_;                              // of hook_
 };
 
 class BehindAHookWithOwnErrors final : public PythonSteppingHook,
@@ -78,8 +79,7 @@ ParameterStep python_step(py::object step) {
 std::shared_ptr<c10d::CommHookInterface> python_stepping_hook(
     std::shared_ptr<c10d::CommHookInterface> hook, ParameterStep step,
     ParameterFilter is_stepped) {
-  const bool has_own_errors =
-      dynamic_cast<const ThrowsOwnErrors*>(hook.get()) != nullptr;
+  const bool has_own_errors = traits_of(*hook).throws_own_errors;
   auto stepping =
       step_in_backward(std::move(hook), std::move(step), std::move(is_stepped));
   if (has_own_errors) {

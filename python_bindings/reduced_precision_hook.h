@@ -13,6 +13,7 @@
 #include <utility>
 
 #include "brigade/comm_hooks/hook_name.h"
+#include "brigade/comm_hooks/hook_traits.h"
 #include "brigade/comm_hooks/own_errors.h"
 #include "brigade/comm_hooks/wire_format.h"
 
@@ -26,7 +27,7 @@ class ReducedPrecisionHook final : public c10d::CommHookInterface,
   // REQUIRES: `hook` is not null, `dtype` is a floating-point one.
   ReducedPrecisionHook(std::shared_ptr<c10d::CommHookInterface> hook,
                        at::ScalarType dtype)
-      : hook_(std::move(hook)), dtype_(dtype) {}
+      : hook_(std::move(hook)), traits_(traits_of(*hook_)), dtype_(dtype) {}
 
   c10::intrusive_ptr<c10::ivalue::Future> runHook(
       c10d::GradBucket& bucket) override {
@@ -41,14 +42,15 @@ class ReducedPrecisionHook final : public c10d::CommHookInterface,
                 c10::isFloatingType(gradient_dtype) ? dtype_ : gradient_dtype};
   }
 
-  std::string hook_name() const override { return name_of(*hook_); }
+  std::string hook_name() const override { return traits_.name; }
 
   bool fails_by_network_only() const override {
-    return brigade::fails_by_network_only(*hook_);
+    return traits_.fails_by_network_only;
   }
 
  private:
   const std::shared_ptr<c10d::CommHookInterface> hook_;
+  const HookTraits traits_;  // of hook_
   const at::ScalarType dtype_;
 };
 

@@ -55,13 +55,16 @@ DimsList shapes_as_reals(const ParameterTable& table,
   return shapes;
 }
 
-// A user's hook may keep the bucket, and write to it in a later iteration.
 // Memory that is to be let go of is not handed over.
+bool may_hand_over(const ReducerOptions& options) {
+  return !options.gradients_as_bucket_views && !options.lazy_bucket_allocation;
+}
+
+// A user's hook may keep the bucket, and write to it in a later iteration.
 DenseReplica::Delivery delivery_of(const ReducerOptions& options,
-                                   const DeclaresWireFormat* declared) {
+                                   const HookTraits& hook) {
   if (options.gradients_as_bucket_views) return DenseReplica::Delivery::kViews;
-  return declared != nullptr && declared->lets_go_of_buffer() &&
-                 !options.lazy_bucket_allocation
+  return may_hand_over(options) && hook.lets_go_of_buffer
              ? DenseReplica::Delivery::kHandoverOrCopy
              : DenseReplica::Delivery::kCopies;
 }
@@ -69,7 +72,7 @@ DenseReplica::Delivery delivery_of(const ReducerOptions& options,
 }  // namespace
 
 Bucket::Bucket(const ParameterTable& table, const BucketPlan& plan,
-               size_t index, c10d::CommHookInterface& hook,
+               size_t index, const HookTraits& hook,
                const ReducerOptions& options, UsedParameters* used,
                ReducerStatistics& statistics)
     : table_(table),
@@ -84,11 +87,10 @@ Bucket::Bucket(const ParameterTable& table, const BucketPlan& plan,
       dtype_(table.dtype(plan.buckets()[index].front())),
       sparse_(table.is_sparse(plan.buckets()[index].front())),
       numel_(sparse_ ? 0 : total_numel(parameters_)),
-      declared_(dynamic_cast<const DeclaresWireFormat*>(&hook)),
+      wire_dtype_(hook.wire_dtype(dtype_)),
+      may_hand_over_(may_hand_over(options)),
       streams_(devices_.begin(), devices_.end()) {
-  const at::ScalarType wire_dtype =
-      declared_ == nullptr ? dtype_ : declared_->wire_format(dtype_).dtype;
-  const DenseReplica::Delivery delivery = delivery_of(options, declared_);
+  const DenseReplica::Delivery delivery = delivery_of(options, hook);
   const auto allocation = options.lazy_bucket_allocation
                               ? DenseReplica::Allocation::kInPack
                               : DenseReplica::Allocation::kAtConstruction;
@@ -103,7 +105,7 @@ Bucket::Bucket(const ParameterTable& table, const BucketPlan& plan,
       continue;
     }
     auto dense = std::make_unique<DenseReplica>(
-        table, replica, members_, wire_dtype, delivery, allocation);
+        table, replica, members_, wire_dtype_, delivery, allocation);
     if (replica == 0) {
       const bool is_complex = c10::isComplexType(dtype_);
       if (is_complex) shapes_of_reals_ = shapes_as_reals(table, members_);
@@ -123,8 +125,9 @@ Bucket::Bucket(const ParameterTable& table, const BucketPlan& plan,
                        parameters_, std::nullopt);
 }
 
-bool Bucket::fails_by_network_only() const {
-  return brigade::fails_by_network_only(hook_);
+bool Bucket::fits(const HookTraits& hook) const {
+  return hook.wire_dtype(dtype_) == wire_dtype_ &&
+         (!may_hand_over_ || hook.lets_go_of_buffer == hook_.lets_go_of_buffer);
 }
 
 std::string Bucket::describe() const {
@@ -143,8 +146,9 @@ void Bucket::restart() {
 // A hook that declares a scale may change it from iteration to iteration. The
 // local replicas are averaged before anything travels.
 double Bucket::scale() const {
-  const double scale =
-      declared_ == nullptr ? 1.0 : declared_->wire_format(dtype_).scale;
+  const double scale = hook_.wire_format == nullptr
+                           ? 1.0
+                           : hook_.wire_format->wire_format(dtype_).scale;
   return scale / static_cast<double>(replicas_.size());
 }
 
@@ -214,7 +218,8 @@ c10::intrusive_ptr<c10::ivalue::Future> Bucket::run_hook(
     const at::Tensor& buffer) {
   // The hook of the last iteration may have put another buffer there.
   grad_bucket_->getBufferRef() = as_reals(buffer);
-  c10::intrusive_ptr<c10::ivalue::Future> future = hook_.runHook(*grad_bucket_);
+  c10::intrusive_ptr<c10::ivalue::Future> future =
+      hook_.hook->runHook(*grad_bucket_);
   TORCH_CHECK(future,
               "the comm hook must return a future, it returned none.\n"
               "Return the future of the collective that it launched.");
@@ -222,7 +227,7 @@ c10::intrusive_ptr<c10::ivalue::Future> Bucket::run_hook(
 }
 
 at::Tensor Bucket::result_of(const c10::IValue& value) {
-  at::Tensor result = hook_.parseHookResult(value);
+  at::Tensor result = hook_.hook->parseHookResult(value);
   if (!result.defined()) return result;
   TORCH_CHECK_TYPE(
       !c10::isIntegralType(result.scalar_type(), /*includeBool=*/true) ||

@@ -23,7 +23,7 @@
 #include <torch/csrc/distributed/c10d/comm.hpp>
 #include <vector>
 
-#include "brigade/comm_hooks/wire_format.h"
+#include "brigade/comm_hooks/hook_traits.h"
 #include "brigade/planning/bucket_plan.h"
 #include "brigade/reducer/bucket_replica.h"
 #include "brigade/reducer/collective.h"
@@ -41,11 +41,11 @@ class Bucket final : public Collective {
   // `used`: which parameters have gradients; null: all. Bytes of gradients that
   // are copied are added to `statistics`.
   //
-  // REQUIRES: `table`, `hook`, `used` and `statistics` outlive this object, but
-  // for its destructor; `index` is in `plan`, and the parameters of a bucket
-  // are of one dtype and device.
+  // REQUIRES: `table`, the hook, `used` and `statistics` outlive this object,
+  // but for its destructor; `index` is in `plan`, and the parameters of a
+  // bucket are of one dtype and device.
   Bucket(const ParameterTable& table, const BucketPlan& plan, size_t index,
-         c10d::CommHookInterface& hook, const ReducerOptions& options,
+         const HookTraits& hook, const ReducerOptions& options,
          UsedParameters* used, ReducerStatistics& statistics);
 
   std::optional<size_t> bucket() const override { return index_; }
@@ -92,7 +92,9 @@ class Bucket final : public Collective {
   // Buckets travel from that of replica 0.
   c10::Device device() const override { return devices_.front(); }
 
-  bool fails_by_network_only() const override;
+  bool fails_by_network_only() const override {
+    return hook_.fails_by_network_only;
+  }
   std::string describe() const override;
 
   // Where gradients that are views lie. Empty tensors are left out.
@@ -102,6 +104,13 @@ class Bucket final : public Collective {
                   const at::Tensor& gradient) const {
     return replicas_[replica]->is_view_in(slot, gradient);
   }
+
+  // True if another hook would get the same buffers and be delivered alike.
+  bool fits(const HookTraits& hook) const;
+
+  // Travels by `hook` from here on. REQUIRES: it fits, and outlives this object
+  // likewise; nothing is in flight.
+  void set_hook(const HookTraits& hook) { hook_ = hook; }
 
   // Moves existing gradients into this bucket, if its views are gradients.
   void adopt_gradients();
@@ -122,13 +131,14 @@ class Bucket final : public Collective {
   const std::vector<size_t> members_;  // parameters, by slot
   UsedParameters* const used_;         // null: all are
   ReducerStatistics& statistics_;
-  c10d::CommHookInterface& hook_;
+  HookTraits hook_;
   const std::vector<at::Tensor> parameters_;  // of replica 0
   const std::vector<c10::Device> devices_;    // by replica
   const at::ScalarType dtype_;                // of the gradients
   const bool sparse_;
   const int64_t numel_;
-  const DeclaresWireFormat* const declared_;  // null: the hook gets raw ones
+  const at::ScalarType wire_dtype_;  // of the buffers
+  const bool may_hand_over_;         // where the hook lets go of the buffer
   std::vector<std::unique_ptr<BucketReplica>> replicas_;  // never empty
   DimsList shapes_of_reals_;         // what the hook sees of complex gradients
   std::vector<StreamJoin> streams_;  // by replica: who produced gradients

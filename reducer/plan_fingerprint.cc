@@ -6,14 +6,11 @@
 #include <string>
 
 #include "brigade/comm_hooks/gradient_layout.h"
-#include "brigade/comm_hooks/hook_name.h"
-#include "brigade/comm_hooks/wire_format.h"
 
 namespace brigade {
 
 uint64_t plan_fingerprint(const BucketPlan& plan, const ParameterTable& table,
-                          const c10d::CommHookInterface& hook) {
-  const auto* declared = dynamic_cast<const DeclaresWireFormat*>(&hook);
+                          const HookTraits& hook) {
   uint64_t fingerprint = plan.num_buckets();
   const auto add = [&](uint64_t number) {
     fingerprint = c10::hash_combine(fingerprint, number);
@@ -21,7 +18,6 @@ uint64_t plan_fingerprint(const BucketPlan& plan, const ParameterTable& table,
   for (const std::vector<size_t>& bucket : plan.buckets()) {
     add(bucket.size());
     for (const size_t parameter : bucket) {
-      const at::ScalarType dtype = table.dtype(parameter);
       add(parameter);
       add(table[parameter].numel());
       at::DimVector room;
@@ -29,13 +25,10 @@ uint64_t plan_fingerprint(const BucketPlan& plan, const ParameterTable& table,
       for (size_t d = 0; d < strides.size(); ++d) {
         if (table[parameter].size(d) > 1) add(strides[d]);
       }
-      add(static_cast<uint64_t>(declared ? declared->wire_format(dtype).dtype
-                                         : dtype));
+      add(static_cast<uint64_t>(hook.wire_dtype(table.dtype(parameter))));
     }
   }
-  if (const std::string name = name_of(hook); !name.empty()) {
-    add(std::hash<std::string>()(name));
-  }
+  if (!hook.name.empty()) add(std::hash<std::string>()(hook.name));
   return fingerprint;
 }
 

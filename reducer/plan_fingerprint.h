@@ -7,8 +7,8 @@
 #define BRIGADE_REDUCER_PLAN_FINGERPRINT_H_
 
 #include <cstdint>
-#include <torch/csrc/distributed/c10d/comm.hpp>
 
+#include "brigade/comm_hooks/hook_traits.h"
 #include "brigade/planning/bucket_plan.h"
 #include "brigade/reducer/parameter_table.h"
 
@@ -16,7 +16,7 @@ namespace brigade {
 
 // The same in every process of the same build.
 uint64_t plan_fingerprint(const BucketPlan& plan, const ParameterTable& table,
-                          const c10d::CommHookInterface& hook);
+                          const HookTraits& hook);
 
 }  // namespace brigade
 

@@ -18,8 +18,6 @@
 #include "brigade/comm/peer_error.h"
 #include "brigade/comm/status_bridge.h"
 #include "brigade/comm_hooks/all_reduce_hook.h"
-#include "brigade/comm_hooks/iteration_listener.h"
-#include "brigade/comm_hooks/wire_format.h"
 #include "brigade/hooks/backward_end.h"
 #include "brigade/hooks/graph_search.h"
 #include "brigade/hooks/output_watch.h"
@@ -53,11 +51,12 @@ Reducer::Reducer(ReducerSetup setup)
       hooks_(std::make_shared<GradientHooks>(
           table_.replicas(), static_cast<GradientListener&>(*this))),
       options_(std::move(setup.options)),
+      hook_(traits_of(*options_.comm_hook)),
       graph_(options_, table_, *hooks_, *group_),
-      bound_(bind(std::move(setup.plan), *options_.comm_hook)),
+      bound_(bind(std::move(setup.plan), hook_)),
       signatures_(group_) {
   observe_plan();
-  signatures_.compare_others(!fails_by_network_only(*options_.comm_hook));
+  signatures_.compare_others(!hook_.fails_by_network_only);
   if (!options_.verify_across_ranks) return;
   connect();
   // What ranks have compared decides on the plan.
@@ -136,10 +135,18 @@ void Reducer::set_comm_hook(std::shared_ptr<c10d::CommHookInterface> hook) try {
       " is being reduced.\nSet the hook before the backward or after "
       "it.");
   if (!hook) hook = all_reduce_hook(group_);
-  BoundPlan bound = bind(bound_.plan, *hook);
-  adopt(std::move(bound));
+  HookTraits traits = traits_of(*hook);
+  if (std::ranges::all_of(bound_.buckets, [&](const Bucket& bucket) {
+        return bucket.fits(traits);
+      })) {
+    bound_.fingerprint = plan_fingerprint(bound_.plan, table_, traits);
+    for (Bucket& bucket : bound_.buckets) bucket.set_hook(traits);
+  } else {
+    adopt(bind(bound_.plan, traits));
+  }
   options_.comm_hook = std::move(hook);
-  signatures_.compare_others(!fails_by_network_only(*options_.comm_hook));
+  hook_ = std::move(traits);
+  signatures_.compare_others(!hook_.fails_by_network_only);
   hook_since_ = observations_.begun;
   // Later ranks may be in different places.
   if (signatures_.is_connected()) {
@@ -515,20 +522,13 @@ void Reducer::begin_reduction() {
     launch_ready();  // the map
     await_used_map();
   }
-  tell_hook_of_iteration();
-  if (!fails_by_network_only(*options_.comm_hook) &&
+  if (hook_.listener) hook_.listener->iteration_begins(/*has_data=*/true);
+  if (!hook_.fails_by_network_only &&
       iteration_->iteration - hook_since_ <= kWatchedIterations) {
     iteration_->continuations.emplace();
   }
   mark_unused(unused);
   launch_ready();
-}
-
-void Reducer::tell_hook_of_iteration() const {
-  if (auto* listener =
-          dynamic_cast<IterationListener*>(options_.comm_hook.get())) {
-    listener->iteration_begins(/*has_data=*/!iteration_->is_shadow);
-  }
 }
 
 void Reducer::accept_gradient(VariableIndex variable, bool is_defined) {
@@ -730,7 +730,7 @@ void Reducer::rebuild() {
       plan_by_size(table_.specs(), *order, options_.bucket_caps_bytes));
   const bool was_agreed = signatures_.is_agreed(bound_.fingerprint);
   if (plan != bound_.plan) {
-    adopt(bind(std::move(plan), *options_.comm_hook));
+    adopt(bind(std::move(plan), hook_));
   }
   // The same order makes the same plan.
   if (was_agreed) signatures_.set_agreed(bound_.fingerprint);
@@ -746,8 +746,7 @@ void Reducer::follow_strides() {
                 apart->replica, " and ", table_[apart->parameter].strides(),
                 " in replica 0.\nGive all replicas the same memory format.");
   }
-  BoundPlan bound = bind(bound_.plan, *options_.comm_hook);
-  adopt(std::move(bound));
+  adopt(bind(bound_.plan, hook_));
   table_.adopt_strides();
 }
 
@@ -772,8 +771,7 @@ void Reducer::observe_plan() {
   observations_.bind(std::move(devices), table_.num_variables());
 }
 
-Reducer::BoundPlan Reducer::bind(BucketPlan plan,
-                                 c10d::CommHookInterface& hook) {
+Reducer::BoundPlan Reducer::bind(BucketPlan plan, const HookTraits& hook) {
   UsedParameters* const used = graph_.used ? &*graph_.used : nullptr;
   std::vector<Bucket> buckets;
   buckets.reserve(plan.num_buckets());

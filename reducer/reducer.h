@@ -49,6 +49,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
 
+#include "brigade/comm_hooks/hook_traits.h"
 #include "brigade/hooks/gradient_hooks.h"
 #include "brigade/hooks/output_tensors.h"
 #include "brigade/planning/bucket_plan.h"
@@ -340,7 +341,7 @@ class Reducer : private GradientListener {
   void rebuild();
   void follow_strides();
   void adopt(BoundPlan bound);
-  BoundPlan bind(BucketPlan plan, c10d::CommHookInterface& hook);
+  BoundPlan bind(BucketPlan plan, const HookTraits& hook);
   void keep_until_done(BoundPlan bound, std::span<const Launch> launches);
 
   // What becomes of the results (reducer_results.cc).
@@ -387,7 +388,6 @@ class Reducer : private GradientListener {
                              int64_t iteration) const;
   std::string describe_awaited(const IterationState& iteration) const;
   void forget_observations(const IterationState& iteration);
-  void tell_hook_of_iteration() const;
   [[noreturn]] void rethrow(const Failure& failure, int64_t iteration);
   Occasion occasion(int64_t iteration) const;
 
@@ -406,6 +406,7 @@ class Reducer : private GradientListener {
   mutable std::mutex mutex_;
   // Guarded by mutex_.
   ReducerOptions options_;  // constant but for comm_hook, which is never null
+  HookTraits hook_;         // of that one
   Observations observations_;
   GraphHistory graph_;
   BoundPlan bound_;

@@ -19,9 +19,6 @@
 #include "brigade/comm/group_timeout.h"
 #include "brigade/comm/peer_error.h"
 #include "brigade/comm/timed_wait.h"
-#include "brigade/comm_hooks/hook_name.h"
-#include "brigade/comm_hooks/own_errors.h"
-#include "brigade/comm_hooks/wire_format.h"
 #include "brigade/reducer/hook_scope.h"
 #include "brigade/reducer/reducer.h"
 
@@ -57,8 +54,8 @@ void Reducer::begin_with_peers() {
 RankSignature Reducer::begin_signature() const {
   std::string plan = absl::StrCat(bound_.plan.num_buckets(), " buckets, ",
                                   table_.size(), " parameters");
-  if (const std::string hook = name_of(*options_.comm_hook); !hook.empty()) {
-    absl::StrAppend(&plan, ", comm hook ", hook);
+  if (!hook_.name.empty()) {
+    absl::StrAppend(&plan, ", comm hook ", hook_.name);
   }
   return {.kind = SignatureKind::kBegin, .text = signature_text(plan)};
 }
@@ -266,7 +263,7 @@ void Reducer::leave_in_flight(IterationState& iteration) {
       }
     }
   }
-  BoundPlan fresh = bind(bound_.plan, *options_.comm_hook);  // may throw
+  BoundPlan fresh = bind(bound_.plan, hook_);  // may throw
   BoundPlan old = std::move(bound_);
   adopt(std::move(fresh));
   keep_until_done(std::move(old), iteration.launches);
@@ -305,8 +302,7 @@ void Reducer::rethrow(const Failure& failure, int64_t iteration) {
   const Collective& failed = *failure.collective;
   if (iteration_) iteration_->failed(words);
   // What the map throws is no hook's.
-  if (failed.bucket() &&
-      dynamic_cast<ThrowsOwnErrors*>(options_.comm_hook.get())) {
+  if (failed.bucket() && hook_.throws_own_errors) {
     std::rethrow_exception(failure.error);
   }
   if (!is_peer_failure(failure.error, failure.source,

@@ -15,18 +15,15 @@
 #include "brigade/comm/group_timeout.h"
 #include "brigade/comm/timed_wait.h"
 #include "brigade/comm/wait_awake.h"
-#include "brigade/comm_hooks/hook_name.h"
-#include "brigade/comm_hooks/own_errors.h"
-#include "brigade/comm_hooks/wire_format.h"
 #include "brigade/reducer/hook_scope.h"
 #include "brigade/reducer/reducer.h"
 
 namespace brigade {
 namespace {
 
-std::string describe_hook(const c10d::CommHookInterface& hook) {
-  const std::string name = name_of(hook);
-  return name.empty() ? "the comm hook" : absl::StrCat("comm hook ", name);
+std::string describe(const HookTraits& hook) {
+  return hook.name.empty() ? "the comm hook"
+                           : absl::StrCat("comm hook ", hook.name);
 }
 
 // Undefined: nothing travelled, or nothing is to be handed over.
@@ -48,13 +45,12 @@ void Reducer::finalize() {
       std::exchange(iteration_, nullptr);
   finished_.mark_finished(iteration->preparation, iteration->creates_graph);
   const ObservedFinalize finalizing(observations_);
-  end_together(*iteration,
-               {.kind = SignatureKind::kEnd,
-                .text = signature_text(name_of(*options_.comm_hook))});
+  end_together(*iteration, {.kind = SignatureKind::kEnd,
+                            .text = signature_text(hook_.name)});
   graph_.ready_order.observe();
   const HookScope scope(iteration->preparer);
 
-  if (fails_by_network_only(*options_.comm_hook)) {
+  if (hook_.fails_by_network_only) {
     deliver_as_results_come(*iteration);
   } else {
     deliver_what_all_ranks_have(*iteration);
@@ -165,9 +161,8 @@ void Reducer::await_result(Launch& launch) {
   if (!launch.future) return;
   const std::chrono::milliseconds timeout = group_timeout(*group_);
   launch.is_overdue = !wait_for(*launch.future, timeout);
-  TORCH_CHECK(!launch.is_overdue, "the future of ",
-              describe_hook(*options_.comm_hook), " was not done within ",
-              timeout.count() / 1000.0,
+  TORCH_CHECK(!launch.is_overdue, "the future of ", describe(hook_),
+              " was not done within ", timeout.count() / 1000.0,
               " s, the group's timeout.\nComplete it on every rank.");
   launch.future->waitAndThrow();
   observations_.timeline.waited_for(*launch.collective->bucket());
@@ -183,7 +178,7 @@ std::optional<Reducer::Failure> Reducer::find_unordered_collectives(
   Failure failure =
       failure_of(iteration, ErrorSource::kFuture, bound_.buckets.front());
   failure.error = std::make_exception_ptr(std::runtime_error(absl::StrCat(
-      describe_hook(*options_.comm_hook),
+      describe(hook_),
       " launched collectives in a continuation of its future: "
       "continuations run in another order on each rank, so that results "
       "are wrong.\nLaunch them by then_collective().")));
@@ -209,9 +204,7 @@ void Reducer::tell_of_results(IterationState& iteration, RankSignature own,
   if (!failure) return;
   ++observations_.given_up;
   forget_observations(iteration);
-  if (dynamic_cast<ThrowsOwnErrors*>(options_.comm_hook.get())) {
-    std::rethrow_exception(failure->error);
-  }
+  if (hook_.throws_own_errors) std::rethrow_exception(failure->error);
   rethrow_hook_error(failure->error, failure->where);
 }
 

@@ -15,8 +15,7 @@
 #include "brigade/comm/control_device.h"
 #include "brigade/comm/status_bridge.h"
 #include "brigade/comm_hooks/all_reduce_hook.h"
-#include "brigade/comm_hooks/hook_name.h"
-#include "brigade/comm_hooks/wire_format.h"
+#include "brigade/comm_hooks/hook_traits.h"
 #include "brigade/planning/plan_by_size.h"
 #include "brigade/planning/plan_check.h"
 
@@ -61,19 +60,17 @@ absl::Status check_devices(const ParameterTable& table,
   return absl::OkStatus();
 }
 
-std::string describe_hook(const c10d::CommHookInterface& hook,
+std::string describe_hook(c10d::CommHookInterface& hook,
                           const ParameterTable& table) {
-  const auto* built_in = dynamic_cast<const DeclaresWireFormat*>(&hook);
-  if (built_in == nullptr) {
-    const std::string name = name_of(hook);
-    return name.empty() ? "the user's own" : name;
+  const HookTraits traits = traits_of(hook);
+  if (traits.wire_format == nullptr) {
+    return traits.name.empty() ? "the user's own" : traits.name;
   }
   std::set<std::string> formats;
   for (const at::Tensor& parameter : table.tensors()) {
     const at::ScalarType dtype = parameter.scalar_type();
-    formats.insert(
-        absl::StrCat(c10::toString(dtype), " travels as ",
-                     c10::toString(built_in->wire_format(dtype).dtype)));
+    formats.insert(absl::StrCat(c10::toString(dtype), " travels as ",
+                                c10::toString(traits.wire_dtype(dtype))));
   }
   return absl::StrJoin(formats, ", ");
 }

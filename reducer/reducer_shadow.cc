@@ -3,7 +3,6 @@
 
 #include <c10/util/ScopeExit.h>
 
-#include "brigade/comm_hooks/iteration_listener.h"
 #include "brigade/reducer/reducer.h"
 
 namespace brigade {
@@ -11,10 +10,8 @@ namespace brigade {
 void Reducer::shadow_iteration() try {
   const std::lock_guard<std::mutex> lock(mutex_);
   const auto tell_hook_of_the_end =
-      c10::make_scope_exit([hook = options_.comm_hook] {
-        if (auto* listener = dynamic_cast<IterationListener*>(hook.get())) {
-          listener->iteration_begins(/*has_data=*/true);
-        }
+      c10::make_scope_exit([listener = hook_.listener] {
+        if (listener) listener->iteration_begins(/*has_data=*/true);
       });
   end_unfinished_iteration();
   start_iteration();
@@ -29,7 +26,7 @@ void Reducer::shadow_iteration() try {
       launch_ready();  // the map
       await_used_map();
     }
-    tell_hook_of_iteration();
+    if (hook_.listener) hook_.listener->iteration_begins(/*has_data=*/false);
     for (const std::vector<size_t>& bucket : bound_.plan.buckets()) {
       for (const size_t parameter : bucket) {
         graph_.ready_order.note(parameter);

@@ -10,7 +10,10 @@
 #include "brigade/comm/process_group.h"
 #include "brigade/comm_hooks/all_reduce_hook.h"
 #include "brigade/comm_hooks/function_hook.h"
+#include "brigade/comm_hooks/hook_name.h"
 #include "brigade/comm_hooks/hook_result.h"
+#include "brigade/comm_hooks/hook_traits.h"
+#include "brigade/comm_hooks/own_errors.h"
 #include "brigade/comm_hooks/routing_hook.h"
 #include "brigade/comm_hooks/step_in_backward.h"
 #include "gmock/gmock.h"
@@ -38,6 +41,44 @@ TEST(AllReduceHookTest, DoesNotCompressWhatItCannot) {
 
 TEST(AllReduceHookTest, RefusesNoGroup) {
   EXPECT_THROW(all_reduce_hook(nullptr), c10::ValueError);
+}
+
+TEST(HookTraitsTest, OfABuiltInHook) {
+  const std::shared_ptr<AllReduceHook> hook = fp16_hook(single_process_group());
+  const HookTraits traits = traits_of(*hook);
+  EXPECT_EQ(traits.hook, hook.get());
+  EXPECT_EQ(traits.wire_format, hook.get());
+  EXPECT_EQ(traits.wire_dtype(at::kFloat), at::kHalf);
+  EXPECT_EQ(traits.listener, nullptr);
+  EXPECT_TRUE(traits.fails_by_network_only);
+  EXPECT_TRUE(traits.lets_go_of_buffer);
+  EXPECT_FALSE(traits.throws_own_errors);
+  EXPECT_EQ(traits.name, "");
+}
+
+class EverythingAHookCanSay final : public c10d::CommHookInterface,
+                                    public IterationListener,
+                                    public HasHookName,
+                                    public ThrowsOwnErrors {
+ public:
+  c10::intrusive_ptr<c10::ivalue::Future> runHook(c10d::GradBucket&) override {
+    return nullptr;
+  }
+  at::Tensor parseHookResult(const c10::IValue&) override { return {}; }
+  void iteration_begins(bool) override {}
+  std::string hook_name() const override { return "everything"; }
+};
+
+TEST(HookTraitsTest, OfAUsersHook) {
+  EverythingAHookCanSay hook;
+  const HookTraits traits = traits_of(hook);
+  EXPECT_EQ(traits.wire_format, nullptr);
+  EXPECT_EQ(traits.wire_dtype(at::kFloat), at::kFloat);
+  EXPECT_EQ(traits.listener, &hook);
+  EXPECT_FALSE(traits.fails_by_network_only);
+  EXPECT_FALSE(traits.lets_go_of_buffer);
+  EXPECT_TRUE(traits.throws_own_errors);
+  EXPECT_EQ(traits.name, "everything");
 }
 
 // A continuation is dropped on a thread of the group that the hook may own.

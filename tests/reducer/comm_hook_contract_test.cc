@@ -319,5 +319,64 @@ TEST(CommHookContractTest, TheHookMayBeReplacedBetweenIterations) {
   });
 }
 
+TEST(CommHookContractTest, AHookThatWantsTheSameTakesOverTheBuckets) {
+  run_ranks(2, [](const Group& group) {
+    const ToyModel model({{2}, {3}});
+    Reducer reducer(model.parameters, group);
+    step(reducer, model.loss(group->getRank(), 0));
+    const at::Tensor view = model.parameters[1].grad();
+    int64_t buckets = 0;
+    reducer.set_comm_hook(make_comm_hook([&](c10d::GradBucket& bucket) {
+      ++buckets;
+      return completed(bucket.getBuffer());
+    }));
+    EXPECT_TRUE(model.parameters[1].grad().is_same(view));
+    step(reducer, model.loss(group->getRank(), 1));
+    EXPECT_EQ(buckets, 1);
+    EXPECT_TRUE(model.parameters[1].grad().is_same(view));
+    reducer.set_comm_hook(nullptr);  // scales what it gets
+    model.zero_grad();
+    step(reducer, model.loss(group->getRank(), 2));
+    EXPECT_TRUE(at::equal(model.parameters[1].grad(), model.average(1, 2, 2)));
+  });
+}
+
+TEST(CommHookContractTest, AHookThatWantsAnotherDtypeGetsBucketsOfIt) {
+  run_ranks(2, [](const Group& group) {
+    const ToyModel model({{2}, {3}});
+    Reducer reducer(model.parameters, group);
+    step(reducer, model.loss(group->getRank(), 0));
+    reducer.set_comm_hook(fp16_hook(group));
+    model.zero_grad();
+    const at::Tensor loss = (model.parameters[0] * (1 + 1.0 / 4096)).sum() +
+                            model.parameters[1].sum();
+    step(reducer, loss);
+    // 1 + 2^-12 has no place in 11 bits.
+    EXPECT_TRUE(at::equal(model.parameters[0].grad(), at::ones({2})));
+  });
+}
+
+// What one hook lets go of becomes gradients, what another may have kept not.
+TEST(CommHookContractTest, AHookThatKeepsBuffersGetsItsOwn) {
+  const int64_t numel = 1 << 16;
+  const at::Tensor weight = at::ones({numel}).requires_grad_();
+  Reducer reducer({weight}, single_process_group(),
+                  {.gradients_as_bucket_views = false});
+  const auto train = [&](double gradient) {
+    step(reducer, (weight * gradient).sum());
+  };
+  train(1);
+  train(2);  // its memory may be the bucket's now
+  at::Tensor kept;
+  reducer.set_comm_hook(make_comm_hook([&](c10d::GradBucket& bucket) {
+    kept = bucket.getBuffer();
+    return completed(kept);
+  }));
+  train(4);
+  train(8);
+  kept.fill_(100);
+  EXPECT_TRUE(at::equal(weight.grad(), at::full({numel}, 15.0)));
+}
+
 }  // namespace
 }  // namespace brigade
