@@ -180,6 +180,15 @@ void set_steps_in_backward(TorchReducer& reducer,
   reducer.step_in_backward(parameters, std::move(steps));
 }
 
+// A rank that has joined would launch buckets of its own plan, and leave out
+// everything else that its peers wait for.
+[[noreturn]] void refuse_own_launches(const TorchReducer&, const py::args&) {
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      false,
+      "brigade.Reducer: a rank without data takes part in its peers' "
+      "iteration as a whole, not bucket by bucket.\nCall _shadow_iteration().");
+}
+
 }  // namespace
 
 void register_reducer(py::module_& module) {
@@ -241,18 +250,11 @@ void register_reducer(py::module_& module) {
            &TorchReducer::register_builtin_comm_hook, py::arg("comm_hook_type"),
            NoGil())
       .def(
-          "_run_comm_hook",
-          [](TorchReducer& self, c10d::GradBucket& bucket) {
-            return wrapped(self.run_comm_hook(bucket));
-          },
-          py::arg("bucket"), NoGil())
-      .def(
           "_run_allreduce_hook",
           [](TorchReducer& self, c10d::GradBucket& bucket) {
             return wrapped(self.run_all_reduce_hook(bucket));
           },
           py::arg("bucket"), NoGil())
-      .def("_get_zeros_like_grad_buckets", &TorchReducer::zero_buckets, NoGil())
       .def("_rebuild_buckets", &TorchReducer::rebuild_buckets, NoGil())
       .def("_remove_autograd_hooks", &TorchReducer::remove_hooks, NoGil())
       .def("_reset_state", &TorchReducer::reset, NoGil())
@@ -288,6 +290,8 @@ void register_reducer(py::module_& module) {
           "_push_all_rebuilt_params", [](TorchReducer&) {},
           "Nothing: _shadow_iteration() has done it.")
       .def("_shadow_iteration", &TorchReducer::shadow_iteration, NoGil())
+      .def("_get_zeros_like_grad_buckets", &refuse_own_launches)
+      .def("_run_comm_hook", &refuse_own_launches)
       .def("parameter_names", &TorchReducer::parameter_names,
            "By parameter, or empty.")
       .def("_bucket_plan", &TorchReducer::buckets, NoGil(),

@@ -1,6 +1,5 @@
 #include "brigade/python_bindings/torch_reducer.h"
 
-#include <ATen/ops/zeros.h>
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
 
@@ -316,11 +315,6 @@ void TorchReducer::register_builtin_comm_hook(c10d::BuiltinCommHookType type) {
   built_in_ = type;
 }
 
-c10::intrusive_ptr<c10::ivalue::Future> TorchReducer::run_comm_hook(
-    c10d::GradBucket& bucket) {
-  return options_.comm_hook->runHook(bucket);
-}
-
 c10::intrusive_ptr<c10::ivalue::Future> TorchReducer::run_all_reduce_hook(
     c10d::GradBucket& bucket) {
   return all_reduce_hook(group_)->runHook(bucket);
@@ -425,40 +419,6 @@ std::optional<ReducerError> TorchReducer::last_error() const {
   if (!last_error_) return inside;
   return inside && inside->time_ns > last_error_->time_ns ? inside
                                                           : last_error_;
-}
-
-std::vector<c10d::GradBucket> TorchReducer::zero_buckets() const {
-  const auto* built_in =
-      dynamic_cast<const DeclaresWireFormat*>(options_.comm_hook.get());
-  const std::vector<std::vector<size_t>> all = buckets();
-  std::vector<c10d::GradBucket> zeros;
-  for (size_t b = 0; b < all.size(); ++b) {
-    std::vector<size_t> offsets;
-    std::vector<size_t> lengths;
-    std::vector<c10::IntArrayRef> sizes;
-    std::vector<at::Tensor> members;
-    size_t numel = 0;
-    for (const size_t i : all[b]) {
-      const at::Tensor& parameter = parameters_[i];
-      offsets.push_back(numel);
-      lengths.push_back(static_cast<size_t>(parameter.numel()));
-      sizes.push_back(parameter.sizes());
-      members.push_back(parameter);
-      numel += lengths.back();
-    }
-    if (numel == 0) continue;
-    at::TensorOptions options = members.front().options();
-    if (built_in != nullptr) {
-      options = options.dtype(
-          built_in->wire_format(members.front().scalar_type()).dtype);
-    }
-    zeros.emplace_back(
-        b, all.size(),
-        at::zeros({static_cast<int64_t>(numel)}, options.requires_grad(false)),
-        std::move(offsets), std::move(lengths), std::move(sizes),
-        std::move(members), std::nullopt);
-  }
-  return zeros;
 }
 
 ReducerStatistics TorchReducer::statistics() const {

@@ -113,9 +113,7 @@ class TorchReducer {
   // False if the parameters that a graph left unused changed.
   bool is_graph_static() const;
 
-  // Calls the registered hook, or sums over the group, on any bucket.
-  c10::intrusive_ptr<c10::ivalue::Future> run_comm_hook(
-      c10d::GradBucket& bucket);
+  // Sums any bucket over the group, as hooks of torch's do.
   c10::intrusive_ptr<c10::ivalue::Future> run_all_reduce_hook(
       c10d::GradBucket& bucket);
 
@@ -127,10 +125,6 @@ class TorchReducer {
   // Takes the hooks off the parameters for good: from here on gradients are
   // local.
   void remove_hooks();
-
-  // All buckets in launch order, holding zeros: what a rank without data sends.
-  // A bucket without elements is left out, since none is launched.
-  std::vector<c10d::GradBucket> zero_buckets() const;
 
   // Timelines are of every `rate`-th iteration. Errors: ValueError below 1.
   int64_t logging_sample_rate() const { return logging_sample_rate_; }

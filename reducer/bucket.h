@@ -27,6 +27,7 @@
 #include "brigade/planning/bucket_plan.h"
 #include "brigade/reducer/bucket_replica.h"
 #include "brigade/reducer/collective.h"
+#include "brigade/reducer/dims_list.h"
 #include "brigade/reducer/memory_ranges.h"
 #include "brigade/reducer/parameter_table.h"
 #include "brigade/reducer/reducer_options.h"

@@ -110,7 +110,12 @@ WRONG = {
     "no work": (TypeError, "", lambda: _reducer()._set_forward_pass_work_handle(None, True)),
     "no future": (TypeError, "", lambda: _reducer()._install_post_backward_futures([None])),
     "no group": (TypeError, "", lambda: _reducer()._update_process_group(None)),
-    "no bucket": (TypeError, "", lambda: _reducer()._run_comm_hook(None)),
+    "no bucket": (TypeError, "", lambda: _reducer()._run_allreduce_hook(None)),
+    "a bucket of a rank that has joined": (
+        NotImplementedError,
+        r"Call _shadow_iteration\(\)",
+        lambda: _reducer()._run_comm_hook(None),
+    ),
     "a rate of 0": (
         ValueError,
         "at least 1",
