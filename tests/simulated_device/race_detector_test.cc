@@ -1,0 +1,297 @@
+#include "brigade/tests/support/simulated_device/race_detector.h"
+
+#include <string>
+#include <vector>
+
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+
+namespace brigade::simulated {
+namespace {
+
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+
+constexpr RaceDetector::Address kMemory = 0x1000;
+constexpr size_t kBytes = 64;
+
+// Two streams, and an allocation of the first one's.
+class RaceDetectorTest : public ::testing::Test {
+ protected:
+  explicit RaceDetectorTest(bool strict = true) : detector_(strict) {
+    detector_.allocate(kMemory, kBytes, a_);
+  }
+
+  void write(size_t stream, size_t begin = 0, size_t bytes = kBytes) {
+    detector_.run(stream, "write",
+                  {{.begin = kMemory + begin, .bytes = bytes, .writes = true}});
+  }
+
+  void read(size_t stream, size_t begin = 0, size_t bytes = kBytes) {
+    detector_.run(stream, "read", {{.begin = kMemory + begin, .bytes = bytes}});
+  }
+
+  // `waiter` waits for what `stream` has done.
+  void order(size_t stream, size_t waiter) {
+    detector_.wait(waiter, detector_.moment(stream));
+  }
+
+  void expect_no_races() {
+    for (const Race& race : detector_.take_races()) ADD_FAILURE() << race.text;
+  }
+
+  void expect_one(Race::Kind kind) {
+    const std::vector<Race> races = detector_.take_races();
+    ASSERT_EQ(races.size(), 1);
+    EXPECT_EQ(races[0].kind, kind) << races[0].text;
+  }
+
+  RaceDetector detector_;
+  const size_t a_ = detector_.add_stream("a");
+  const size_t b_ = detector_.add_stream("b");
+};
+
+class LaxRaceDetectorTest : public RaceDetectorTest {
+ protected:
+  LaxRaceDetectorTest() : RaceDetectorTest(/*strict=*/false) {}
+};
+
+TEST_F(RaceDetectorTest, OneStreamIsInOrder) {
+  write(a_);
+  read(a_);
+  write(a_);
+  expect_no_races();
+}
+
+TEST_F(RaceDetectorTest, AReadRacesWithAWriteOfAnotherStream) {
+  write(a_);
+  read(b_);
+  expect_one(Race::kUnordered);
+}
+
+TEST_F(RaceDetectorTest, AWriteRacesWithAReadOfAnotherStream) {
+  read(a_);
+  write(b_);
+  expect_one(Race::kUnordered);
+}
+
+TEST_F(RaceDetectorTest, AWriteRacesWithAWriteOfAnotherStream) {
+  write(a_);
+  write(b_);
+  expect_one(Race::kUnordered);
+}
+
+TEST_F(RaceDetectorTest, ReadsDoNotRaceWithReads) {
+  read(a_);
+  read(b_);
+  expect_no_races();
+}
+
+TEST_F(RaceDetectorTest, AnEventOrders) {
+  write(a_);
+  order(a_, b_);
+  read(b_);
+  expect_no_races();
+}
+
+TEST_F(RaceDetectorTest, AnEventOrdersOnlyWhatWasBeforeItsRecord) {
+  const RaceDetector::Moment too_early = detector_.moment(a_);
+  write(a_);
+  detector_.wait(b_, too_early);
+  read(b_);
+  expect_one(Race::kUnordered);
+}
+
+TEST_F(RaceDetectorTest, AnEventDoesNotOrderWhatItsWaiterHadDoneBefore) {
+  read(b_);
+  order(a_, b_);
+  write(a_);
+  expect_one(Race::kUnordered);
+}
+
+TEST_F(RaceDetectorTest, EventsOrderByWayOfAThirdStream) {
+  const size_t between = detector_.add_stream("between");
+  write(a_);
+  order(a_, between);
+  order(between, b_);
+  read(b_);
+  expect_no_races();
+}
+
+TEST_F(RaceDetectorTest, AWriteIsComparedWithTheReadsOfAllStreams) {
+  const size_t writer = detector_.add_stream("writer");
+  read(a_);
+  read(b_);
+  order(b_, writer);
+  write(writer);
+  const std::vector<Race> races = detector_.take_races();
+  ASSERT_EQ(races.size(), 1);
+  EXPECT_THAT(races[0].text, HasSubstr("'read' (operation 1) on a"));
+}
+
+TEST_F(RaceDetectorTest, WhatTheHostHasWaitedForIsBehindAllThatItEnqueues) {
+  write(a_);
+  detector_.host_waits(detector_.moment(a_));
+  read(b_);
+  expect_no_races();
+}
+
+TEST_F(RaceDetectorTest, WhatOneHostHasWaitedForIsNotBehindAnother) {
+  const size_t other = detector_.add_host();
+  write(a_);
+  detector_.host_waits(detector_.moment(a_), other);
+  EXPECT_TRUE(detector_.host_has_waited(detector_.moment(a_), other));
+  EXPECT_FALSE(detector_.host_has_waited(detector_.moment(a_)));
+  read(b_);
+  expect_one(Race::kUnordered);
+}
+
+TEST_F(RaceDetectorTest, OtherBytesDoNotRace) {
+  write(a_, 0, 32);
+  write(b_, 32, 32);
+  expect_no_races();
+}
+
+TEST_F(RaceDetectorTest, OneByteInCommonRaces) {
+  write(a_, 0, 33);
+  write(b_, 32, 32);
+  const std::vector<Race> races = detector_.take_races();
+  ASSERT_EQ(races.size(), 1);
+  EXPECT_THAT(races[0].text, HasSubstr("byte 32 of allocation 1"));
+}
+
+TEST_F(RaceDetectorTest, PartsOfAWriteAreRememberedApart) {
+  write(a_);
+  order(a_, b_);
+  write(b_, 16, 16);
+  read(a_, 0, 16);
+  read(a_, 32, 32);
+  expect_no_races();
+  read(a_, 31, 1);
+  expect_one(Race::kUnordered);
+}
+
+TEST_F(RaceDetectorTest, AnOperationMayReadWhatItWrites) {
+  const std::vector<Access> in_place = {
+      {.begin = kMemory, .bytes = kBytes, .writes = true},
+      {.begin = kMemory, .bytes = kBytes}};
+  detector_.run(a_, "scale", in_place);
+  detector_.run(a_, "scale", in_place);
+  expect_no_races();
+}
+
+TEST_F(RaceDetectorTest, WhoeverRacesWithAWriteIsNotToldOfTheReadsBehindIt) {
+  read(a_);
+  write(a_);
+  write(b_);
+  expect_one(Race::kUnordered);
+}
+
+TEST_F(RaceDetectorTest, APairOfOperationsIsToldOnce) {
+  write(a_, 0, 8);
+  order(a_, b_);
+  write(b_, 8, 8);
+  write(a_, 16, 8);
+  read(a_, 8, 8);
+  expect_one(Race::kUnordered);
+  detector_.run(b_, "twice",
+                {{.begin = kMemory + 16, .bytes = 4},
+                 {.begin = kMemory + 20, .bytes = 4}});
+  expect_one(Race::kUnordered);
+}
+
+TEST_F(RaceDetectorTest, AReportNamesBothSidesAndWhatToDo) {
+  write(a_);
+  read(b_);
+  EXPECT_EQ(detector_.take_races().at(0).text,
+            "race: 'read' (operation 2) on b reads what 'write' (operation 1) "
+            "on a writes (byte 0 of allocation 1, which has 64), and no event "
+            "orders them.\nRecord one on a and let b wait for it.");
+}
+
+TEST_F(RaceDetectorTest, AReportSaysWhereWhatWasEnqueued) {
+  detector_.run(a_, "first", {{.begin = kMemory, .bytes = 1, .writes = true}},
+                /*host=*/0, "in f()");
+  detector_.run(b_, "second", {{.begin = kMemory, .bytes = 1}}, /*host=*/0,
+                "in g()");
+  EXPECT_THAT(detector_.take_races().at(0).text,
+              HasSubstr("The later one was enqueued here:\nin g()\n"
+                        "The earlier one was enqueued here:\nin f()"));
+}
+
+TEST_F(RaceDetectorTest, MemoryThatNobodyHoldsMayNotBeUsed) {
+  detector_.free(kMemory);
+  read(a_);
+  expect_one(Race::kUseAfterFree);
+}
+
+TEST_F(RaceDetectorTest, AnAccessMayNotGoBeyondItsAllocation) {
+  read(a_, 60, 8);
+  expect_one(Race::kUseAfterFree);
+}
+
+TEST_F(RaceDetectorTest, ItsOwnersUsesDoNotKeepMemory) {
+  write(a_);
+  EXPECT_TRUE(detector_.may_serve(a_, detector_.free(kMemory)));
+  expect_no_races();
+}
+
+TEST_F(RaceDetectorTest, AFreeBehindAnotherStreamsUseIsInOrder) {
+  read(b_);
+  order(b_, a_);
+  detector_.free(kMemory);
+  expect_no_races();
+}
+
+TEST_F(RaceDetectorTest, AFreeRacesWithAnotherStreamsUse) {
+  read(b_);
+  detector_.free(kMemory);
+  expect_one(Race::kEarlyFree);
+}
+
+TEST_F(RaceDetectorTest, ARecordedUseMayOutliveTheMemory) {
+  read(b_);
+  detector_.record_use(kMemory, b_);
+  detector_.free(kMemory);
+  expect_no_races();
+}
+
+TEST_F(RaceDetectorTest, MemoryServesItsOwnerBehindRecordedUses) {
+  detector_.record_use(kMemory, b_);
+  read(b_);
+  const RaceDetector::Moment last_use = detector_.free(kMemory);
+  EXPECT_FALSE(detector_.may_serve(a_, last_use));
+  order(b_, a_);
+  EXPECT_TRUE(detector_.may_serve(a_, last_use));
+}
+
+TEST_F(RaceDetectorTest, ARecordOfMemoryThatNobodyHoldsIsNothing) {
+  detector_.record_use(kMemory + 1, b_);
+  expect_no_races();
+}
+
+TEST_F(RaceDetectorTest, FreedMemoryHasNoHistory) {
+  write(a_);
+  detector_.free(kMemory);
+  detector_.allocate(kMemory, kBytes, b_);
+  write(b_);
+  expect_no_races();
+}
+
+TEST_F(LaxRaceDetectorTest, AnEarlyFreeRacesOnlyWithWhoeverGetsTheMemory) {
+  read(b_);
+  detector_.free(kMemory);
+  expect_no_races();
+  detector_.allocate(kMemory, kBytes, a_);
+  write(a_);
+  expect_one(Race::kUnordered);
+}
+
+TEST_F(RaceDetectorTest, OperationsAreCounted) {
+  write(a_);
+  read(a_);
+  EXPECT_EQ(detector_.num_operations(), 2);
+}
+
+}  // namespace
+}  // namespace brigade::simulated
