@@ -256,6 +256,15 @@ TEST_F(RaceDetectorTest, ARecordedUseMayOutliveTheMemory) {
   expect_no_races();
 }
 
+TEST_F(RaceDetectorTest, ARecordedUseIsAlsoOfWhatItIsBehind) {
+  const size_t behind = detector_.add_stream("behind");
+  read(b_);
+  order(b_, behind);
+  detector_.record_use(kMemory, behind);
+  detector_.free(kMemory);
+  expect_no_races();
+}
+
 TEST_F(RaceDetectorTest, MemoryServesItsOwnerBehindRecordedUses) {
   detector_.record_use(kMemory, b_);
   read(b_);

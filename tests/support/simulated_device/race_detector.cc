@@ -135,22 +135,21 @@ void RaceDetector::record_use(Address begin, size_t stream) {
 RaceDetector::Moment RaceDetector::free(Address begin, size_t host,
                                         std::string where) {
   const auto allocation = allocations_.find(begin);
-  const size_t owner = allocation->second.owner;
+  const auto& [number, bytes, owner, recorded] = allocation->second;
+  Moment last_uses;
+  for (const size_t stream : recorded) last_uses.join(streams_[stream]);
   if (strict_) {
-    VectorClock clock = streams_[owner];
-    clock.join(hosts_[host]);
-    check_free(begin, allocation->second,
+    Moment reuse = streams_[owner];
+    reuse.join(hosts_[host]);
+    reuse.join(last_uses);
+    check_free(begin, bytes,
                {.name = "free",
                 .number = ++num_operations_,
                 .stream = owner,
                 .time = 0,
                 .where = std::move(where)},
-               clock);
-    history_.forget(begin, begin + allocation->second.bytes);
-  }
-  Moment last_uses;
-  for (const size_t stream : allocation->second.recorded) {
-    last_uses.join(streams_[stream]);
+               reuse);
+    history_.forget(begin, begin + bytes);
   }
   allocations_.erase(allocation);
   return last_uses;
@@ -162,15 +161,14 @@ bool RaceDetector::may_serve(size_t owner, const Moment& moment, size_t host) {
   return clock.covers(moment);
 }
 
-void RaceDetector::check_free(Address begin, const Allocation& allocation,
-                              const Operation& freeing,
-                              const VectorClock& owner) {
+// `reuse`: what is behind whoever gets the memory next.
+void RaceDetector::check_free(Address begin, size_t bytes,
+                              const Operation& freeing, const Moment& reuse) {
   const auto check = [&](Address at, const OperationPtr& use, bool writes) {
-    if (use->time <= owner.at(use->stream)) return;
-    if (allocation.recorded.count(use->stream) > 0) return;
+    if (use->time <= reuse.at(use->stream)) return;
     tell_early_free(at, *use, writes, freeing);
   };
-  history_.visit(begin, begin + allocation.bytes,
+  history_.visit(begin, begin + bytes,
                  [&](Address at, const MemoryHistory::Piece& piece) {
                    if (piece.write) check(at, piece.write, true);
                    for (const OperationPtr& read : piece.reads) {

@@ -126,8 +126,8 @@ class RaceDetector {
   VectorClock& enqueue(size_t stream, size_t host);
   bool is_allocated(const Access& access) const;
   void check_uses(const Access& access, const OperationPtr& operation);
-  void check_free(Address begin, const Allocation& allocation,
-                  const Operation& freeing, const VectorClock& owner);
+  void check_free(Address begin, size_t bytes, const Operation& freeing,
+                  const Moment& reuse);
   void tell_unordered(Address at, const Operation& before, bool before_writes,
                       const Operation& now, bool now_writes);
   void tell_early_free(Address at, const Operation& before, bool before_writes,

@@ -1,0 +1,108 @@
+// What the simulated devices have done: their streams, events and memory, and
+// the races between them. Kernels run at once, on the thread that enqueues
+// them; only the order of streams is simulated.
+//
+// Tests use stream_test.h; this is for the parts of the device.
+//
+// Thread safety: any thread.
+
+#ifndef BRIGADE_TESTS_SUPPORT_SIMULATED_DEVICE_SIMULATION_H_
+#define BRIGADE_TESTS_SUPPORT_SIMULATED_DEVICE_SIMULATION_H_
+
+#include <c10/core/Device.h>
+#include <c10/core/Stream.h>
+
+#include <chrono>
+#include <cstddef>
+#include <functional>
+#include <map>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "brigade/tests/support/simulated_device/device_memory.h"
+#include "brigade/tests/support/simulated_device/host_copies.h"
+#include "brigade/tests/support/simulated_device/race_detector.h"
+
+namespace brigade::simulated {
+
+constexpr c10::DeviceType kDeviceType = c10::DeviceType::PrivateUse1;
+
+// What a c10::Event points to.
+struct Event {
+  c10::Stream recorded_on;
+  RaceDetector::Moment moment;
+  std::chrono::steady_clock::time_point time;
+  int num_queries = 0;
+};
+
+// What a kernel reads or writes, at addresses of tensors.
+struct KernelAccess {
+  const void* begin = nullptr;
+  size_t bytes = 0;
+  bool writes = false;
+};
+
+class Simulation {
+ public:
+  // Makes the devices, once. Errors: RuntimeError if there are devices.
+  static void start(int num_devices);
+
+  // Errors: RuntimeError if there are no devices.
+  static Simulation& get();
+
+  int num_devices() const { return num_devices_; }
+  DeviceMemory& memory() { return memory_; }
+
+  // Runs `body` as a kernel of `stream`.
+  void run(const std::string& name, const c10::Stream& stream,
+           const std::vector<KernelAccess>& accesses,
+           const std::function<void()>& body);
+
+  // The kernel that ran last on `stream` has copied to or from pinned memory.
+  void copied_to_host(const std::string& name, const c10::Stream& stream,
+                      void* host, size_t bytes);
+  void copied_from_host(const std::string& name, const c10::Stream& stream,
+                        void* host, size_t bytes);
+  bool is_in_use_by_copies(const void* host, size_t bytes) const;
+
+  void record(Event& event, const c10::Stream& stream);
+  void wait(const c10::Stream& stream, const Event& event);
+  void host_waits(const Event& event);
+  void host_waits(const c10::Stream& stream);
+  void host_waits(c10::DeviceIndex device);
+  bool host_has_waited(const c10::Stream& stream);
+
+  // Whether the device is through: yes if the host has waited for it, and to
+  // whoever asks again and again.
+  bool query(Event& event);
+
+  // Of memory that `owner` allocates and frees. A freed block may serve its
+  // owner again from may_serve() on.
+  void allocated(const void* begin, size_t bytes, const c10::Stream& owner);
+  void record_use(const void* begin, const c10::Stream& stream);
+  RaceDetector::Moment freed(const void* begin);
+  bool may_serve(const c10::Stream& owner, const RaceDetector::Moment& moment);
+
+  std::vector<Race> take_races();
+
+ private:
+  explicit Simulation(int num_devices)
+      : num_devices_(num_devices), memory_(num_devices) {}
+
+  size_t number_of(const c10::Stream& stream);
+  void wait_on_host(const RaceDetector::Moment& moment);
+
+  const int num_devices_;
+  DeviceMemory memory_;
+  mutable std::mutex mutex_;
+  // Guarded by mutex_.
+  RaceDetector detector_;
+  HostCopies host_copies_;
+  std::map<std::pair<c10::DeviceIndex, c10::StreamId>, size_t> streams_;
+};
+
+}  // namespace brigade::simulated
+
+#endif  // BRIGADE_TESTS_SUPPORT_SIMULATED_DEVICE_SIMULATION_H_
