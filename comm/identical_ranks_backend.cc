@@ -14,11 +14,16 @@ using c10d::ReduceOp;
 using c10d::Work;
 using Tensors = std::vector<at::Tensor>;
 
-std::vector<at::Device> accelerators_of(const Tensors& tensors) {
+std::optional<at::Device> accelerator_of(const Tensors& tensors) {
   for (const at::Tensor& tensor : tensors) {
-    if (!tensor.device().is_cpu()) return {tensor.device()};
+    if (!tensor.device().is_cpu()) return tensor.device();
   }
-  return {};
+  return std::nullopt;
+}
+
+std::vector<at::Device> devices_of(const Tensors& tensors) {
+  const std::optional<at::Device> device = accelerator_of(tensors);
+  return device ? std::vector{*device} : std::vector<at::Device>{};
 }
 
 double premultiplier(const ReduceOp& op) {
@@ -89,6 +94,11 @@ void check_root(int64_t root, int world_size) {
 
 }  // namespace
 
+std::optional<at::Device> accelerator_of(const CollectiveCall& collective) {
+  const std::optional<at::Device> device = accelerator_of(collective.outputs);
+  return device ? device : accelerator_of(collective.inputs);
+}
+
 AnsweredWork::AnsweredWork(int rank, const CollectiveCall& collective,
                            std::chrono::milliseconds timeout)
     : Work(rank, collective.type),
@@ -96,7 +106,7 @@ AnsweredWork::AnsweredWork(int rank, const CollectiveCall& collective,
       outputs_(collective.outputs),
       future_(c10::make_intrusive<c10::ivalue::Future>(
           c10::ListType::create(c10::TensorType::get()),
-          accelerators_of(collective.outputs))) {}
+          devices_of(collective.outputs))) {}
 
 void AnsweredWork::answer(const std::function<void()>& compute) {
   try {

@@ -13,6 +13,7 @@
 #define BRIGADE_COMM_IDENTICAL_RANKS_BACKEND_H_
 
 #include <functional>
+#include <optional>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <vector>
 
@@ -26,8 +27,11 @@ struct CollectiveCall {
   int root = -1;                         // -1 when the operation has none
 };
 
+// Of its tensors; nothing if they are on the CPU.
+std::optional<at::Device> accelerator_of(const CollectiveCall& collective);
+
 // A collective in flight.  Its future's value is a list of tensors, which comm
-// hooks rely on; on CUDA it orders streams as futures do.
+// hooks rely on; on devices with streams it orders them as futures do.
 class AnsweredWork final : public c10d::Work {
  public:
   AnsweredWork(int rank, const CollectiveCall& collective,

@@ -19,6 +19,7 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <vector>
 
+#include "brigade/comm/device_types.h"
 #include "brigade/comm/launch_environment.h"
 
 namespace brigade {
@@ -77,7 +78,8 @@ c10::intrusive_ptr<c10d::ProcessGroup> make_process_group(
 // no threads.  Collectives are answered at once, on the caller's thread and
 // stream.
 c10::intrusive_ptr<c10d::ProcessGroup> single_process_group(
-    std::vector<at::DeviceType> device_types = {at::kCPU, at::kCUDA});
+    std::vector<at::DeviceType> device_types = {kDeviceTypes.begin(),
+                                                kDeviceTypes.end()});
 
 // Ends a group when the scope is left.  Declare it before everything that uses
 // the group, so that it goes last.

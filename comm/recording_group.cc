@@ -10,6 +10,8 @@
 #include <thread>
 #include <utility>
 
+#include "brigade/comm/communication_streams.h"
+#include "brigade/comm/device_types.h"
 #include "brigade/comm/identical_ranks_backend.h"
 #include "brigade/comm/signature_answers.h"
 
@@ -172,6 +174,12 @@ class RecordingBackend final : public IdenticalRanksBackend,
     Open open;
     open.work =
         c10::make_intrusive<AnsweredWork>(getRank(), collective, timeout());
+    if (const auto device = accelerator_of(collective)) {
+      open.launch = CommunicationStreams::record_launch(*device);
+      open.tensors = collective.inputs;
+      open.tensors.insert(open.tensors.end(), collective.outputs.begin(),
+                          collective.outputs.end());
+    }
     {
       std::lock_guard<std::mutex> lock(mutex_);
       open.sequence = log_.size();
@@ -206,6 +214,8 @@ class RecordingBackend final : public IdenticalRanksBackend,
     size_t sequence = 0;
     c10::intrusive_ptr<AnsweredWork> work = {};
     std::function<void()> compute = {};
+    std::optional<c10::Event> launch = {};  // on a device with streams only
+    std::vector<at::Tensor> tensors = {};   // there
     std::exception_ptr error = {};
     Clock::time_point due = {};
   };
@@ -226,9 +236,12 @@ class RecordingBackend final : public IdenticalRanksBackend,
   }
 
   // Not under the lock: callbacks of the future may launch collectives.
-  static void finish(Open& open) {
+  void finish(Open& open) {
     if (open.error) {
       open.work->fail(open.error);
+    } else if (open.launch) {
+      streams_.run(*open.launch, std::move(open.tensors),
+                   [&] { open.work->answer(open.compute); });
     } else {
       open.work->answer(open.compute);
     }
@@ -256,6 +269,7 @@ class RecordingBackend final : public IdenticalRanksBackend,
     }
   }
 
+  CommunicationStreams streams_;
   mutable std::mutex mutex_;
   mutable std::condition_variable launched_;
   std::condition_variable link_changed_;
@@ -293,7 +307,7 @@ RecordingGroup::RecordingGroup(int world_size, int rank) {
   using c10d::ProcessGroup;
   backend_ = c10::make_intrusive<RecordingBackend>(rank, world_size);
   group_ = c10::make_intrusive<ProcessGroup>(rank, world_size);
-  for (at::DeviceType type : {at::kCPU, at::kCUDA}) {
+  for (const at::DeviceType type : kDeviceTypes) {
     group_->setBackend(type, ProcessGroup::BackendType::CUSTOM,
                        c10::intrusive_ptr<c10d::Backend>(backend_));
   }

@@ -12,7 +12,9 @@
 //   recording.complete(0);
 //   EXPECT_EQ(recording.log()[0].numel, 1024);
 //
-// Outputs are written when a collective completes, not before.
+// Outputs are written when a collective completes, not before. On devices with
+// streams it runs on a stream of the group's own, as NCCL's do, and is behind
+// what the launching stream had been given.
 //
 // Thread safety: all methods may be called from any thread.
 
@@ -70,7 +72,8 @@ class RecordingGroup {
   RecordingGroup(const RecordingGroup&) = delete;
   RecordingGroup& operator=(const RecordingGroup&) = delete;
 
-  // For CPU and CUDA tensors.  Has no store: identical ranks fail alike.
+  // For tensors of any device (comm/device_types.h).  Has no store: identical
+  // ranks fail alike.
   const c10::intrusive_ptr<c10d::ProcessGroup>& group() const { return group_; }
 
   // In order of launch.  A launch that failed is logged too.

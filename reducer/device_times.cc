@@ -58,13 +58,13 @@ void DeviceTimes::restart(size_t num_buckets) {
 
 void DeviceTimes::record(size_t bucket, Step step,
                          c10::Device device) noexcept {
-  if (!device.is_cuda()) return;
+  if (device.is_cpu()) return;
   const std::lock_guard<std::mutex> lock(mutex_);
   record(by_bucket_[bucket][step], device);
 }
 
 void DeviceTimes::record(Mark mark, c10::Device device) noexcept {
-  if (!device.is_cuda()) return;
+  if (device.is_cpu()) return;
   const std::lock_guard<std::mutex> lock(mutex_);
   record(marks_[mark], device);
 }

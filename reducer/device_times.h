@@ -1,5 +1,5 @@
-// When a CUDA device passed the steps of an iteration and of its buckets:
-// events between the work of its streams.
+// When a device with streams passed the steps of an iteration and of its
+// buckets: events between the work of its streams.
 //
 // Costs one event per step, and nothing waits until somebody asks.
 //

@@ -83,9 +83,11 @@ std::unique_ptr<Packer> make_packer(at::Device device,
       "make_packer: expected gradients of a floating-point or complex dtype "
       "(float32, float64, float16, bfloat16, complex64, complex128), found ",
       gradient_dtype, ".\nCast the parameters to one of them.");
-  TORCH_CHECK_VALUE(device.is_cpu() || device.is_cuda(),
-                    "make_packer: expected a CPU or CUDA device, found ",
-                    device, ".\nMove the parameters to one of them.");
+  TORCH_CHECK_VALUE(!device.is_meta(),
+                    "make_packer: expected a device with memory, found ",
+                    device,
+                    ".\nMove the parameters to the CPU or to an "
+                    "accelerator.");
   check_slots(slots);
   if (device.is_cpu()) {
     return make_cpu_packer(gradient_dtype, std::move(slots));
@@ -93,7 +95,10 @@ std::unique_ptr<Packer> make_packer(at::Device device,
   if (!device.has_index()) {
     device = c10::impl::VirtualGuardImpl(device.type()).getDevice();
   }
-  return make_cuda_packer(device, gradient_dtype, std::move(slots));
+  if (device.is_cuda()) {
+    return make_cuda_packer(device, gradient_dtype, std::move(slots));
+  }
+  return make_generic_packer(device, gradient_dtype, std::move(slots));
 }
 
 }  // namespace brigade

@@ -44,10 +44,11 @@ struct SlotRange {
 //   - NaN: it stays NaN, with a payload of its own.
 // A scale of 1 without a change of dtype copies bits.
 //
-// A packer allocates nothing after its construction, but for CUDA's staging
-// buffers (see packer_cuda.cu).  On CUDA both calls return before the work is
-// done: it is ordered on the current stream of the packer's device, which is
-// where `flat` and the gradients must be ready, and where the result is.
+// On the CPU and on CUDA a packer allocates nothing after its construction, but
+// for CUDA's staging buffers (see packer_cuda.cu).  On devices with streams
+// both calls return before the work is done: it is ordered on the current
+// stream of the packer's device, which is where `flat` and the gradients must
+// be ready, and where the result is.
 //
 // Thread safety: none; calls of one packer must not overlap.
 class Packer {
@@ -75,9 +76,9 @@ class Packer {
 };
 
 // REQUIRES: nothing; everything is checked.
-// Errors: ValueError if `device` is neither a CPU nor a CUDA device,
-//     `gradient_dtype` is none of the table's, or the slots are not ascending
-//     or overlap; RuntimeError for a CUDA device in a build without CUDA.
+// Errors: ValueError if `device` has no memory (meta), `gradient_dtype` is none
+//     of the table's, or the slots are not ascending or overlap; RuntimeError
+//     for a CUDA device in a build without CUDA.
 std::unique_ptr<Packer> make_packer(at::Device device,
                                     at::ScalarType gradient_dtype,
                                     std::vector<SlotRange> slots);

@@ -23,6 +23,11 @@ std::unique_ptr<Packer> make_cuda_packer(at::Device device,
                                          at::ScalarType gradient_dtype,
                                          std::vector<SlotRange> slots);
 
+// For every other device, by ATen's operators. `device` has an index.
+std::unique_ptr<Packer> make_generic_packer(at::Device device,
+                                            at::ScalarType gradient_dtype,
+                                            std::vector<SlotRange> slots);
+
 // Whether gradients of one dtype may travel as the other: the table in
 // packer.h.
 bool can_travel_as(at::ScalarType gradient_dtype, at::ScalarType wire_dtype);

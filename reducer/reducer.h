@@ -231,7 +231,7 @@ class Reducer : private GradientListener {
   void forward_begins();
 
   // Of the last iteration that was sampled and reduced to the end. With buckets
-  // on CUDA devices, waits for these.
+  // on devices with streams, waits for these.
   Timeline timeline() const;
 
   // Iterations whose timeline is recorded, from the next one on: the first 10,

@@ -6,8 +6,8 @@
 //   std::cout << describe(reducer.timeline());
 //
 // All times are nanoseconds of the steady clock, 0 for what did not happen.
-// Steps of buckets on CUDA devices are stamped when the device's stream passed
-// them, all others when the host did.
+// Steps of buckets on devices with streams are stamped when the device's stream
+// passed them, all others when the host did.
 //
 // Thread safety: pure functions.
 
@@ -39,7 +39,7 @@ struct Timeline {
   int64_t forward_begin_ns = 0;  // Reducer::forward_begins()
   int64_t forward_end_ns = 0;    // prepare_for_backward()
   int64_t backward_begin_ns = 0;
-  int64_t host_backward_begin_ns = 0;  // the host is ahead of a CUDA device
+  int64_t host_backward_begin_ns = 0;  // the host is ahead of a device
   int64_t backward_end_ns = 0;         // finalize begins
   int64_t finalize_end_ns = 0;
   std::vector<GradientTime> gradients = {};  // in the order they became ready

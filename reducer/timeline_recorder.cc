@@ -124,7 +124,7 @@ void TimelineRecorder::watch(size_t bucket, c10::ivalue::Future& future) {
         completions->device_times.record(bucket, DeviceTimes::kComplete,
                                          device);
       },
-      /*uses_future=*/device.is_cuda());
+      /*uses_future=*/!device.is_cpu());
 }
 
 void TimelineRecorder::stamp_complete(size_t bucket) {

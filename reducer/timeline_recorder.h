@@ -76,7 +76,7 @@ class TimelineRecorder {
   }
 
   // The last sampled iteration that was reduced to the end. With buckets on
-  // CUDA devices, waits for these.
+  // devices with streams, waits for these.
   Timeline last() const;
 
  private:

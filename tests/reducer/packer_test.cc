@@ -255,7 +255,7 @@ TEST(PackerTest, RejectsOtherDevices) {
       [] {
         make_packer(at::kMeta, at::kFloat, {{0, 1}});
       },
-      "expected a CPU or CUDA device, found meta");
+      "expected a device with memory, found meta");
 }
 
 TEST(PackerTest, RejectsSlotsThatOverlapOrDescend) {
