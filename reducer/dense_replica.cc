@@ -147,6 +147,14 @@ void DenseReplica::allocate() {
   note_memory();
 }
 
+// `tensor`'s memory belongs to the packing stream, or was recorded on it; it is
+// used on the current one.
+void DenseReplica::record_delivery(const at::Tensor& tensor) const {
+  if (!packed_on_) return;
+  const c10::Stream here = current_stream(tensor.device());
+  if (here != *packed_on_) tensor.record_stream(here);
+}
+
 void DenseReplica::release_memory() {
   if (!flat_.defined()) return;
   // It was allocated for the stream that packed; results are read on this one.
@@ -167,6 +175,7 @@ int64_t DenseReplica::pack(double scale, std::span<const size_t> unused_slots) {
   if (!flat_.defined()) allocate();
   if (handover_.is_taken()) leave_memory_to_gradients();
   repair_buffers();
+  if (!flat_.device().is_cpu()) packed_on_ = current_stream(flat_.device());
   set_unused(unused_slots);
   int64_t numel_copied = 0;
   for (size_t slot = 0; slot < parameters_.size(); ++slot) {
@@ -355,6 +364,7 @@ int64_t DenseReplica::deliver_views(const at::Tensor& result,
     if (unused_[slot] && contains(untouched_slots, slot)) continue;
     const at::Tensor& gradient = *gradients_[slot];
     if (keeps_graph_[slot] && gradient.defined()) {
+      record_delivery(gradient);
       const at::Tensor& view = view_in(slot);
       gradient.detach().copy_(view);
       bytes_copied += view.nbytes();
@@ -405,6 +415,7 @@ int64_t DenseReplica::deliver_copies(const at::Tensor& result,
         handover_.give(gradient, make_view(slot))) {
       continue;
     }
+    record_delivery(gradient);
     destinations_[slot] = plain ? gradient.mutable_data_ptr() : nullptr;
     gradient.unsafeGetTensorImpl()->bump_version();
     if (!plain) gradient.detach().copy_(view_out(slot, result));

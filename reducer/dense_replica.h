@@ -9,10 +9,12 @@
 #define BRIGADE_REDUCER_DENSE_REPLICA_H_
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Stream.h>
 
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -67,6 +69,7 @@ class DenseReplica final : public BucketReplica {
 
  private:
   void allocate();
+  void record_delivery(const at::Tensor& tensor) const;
   void set_unused(std::span<const size_t> slots);
   at::Tensor make_view(size_t slot) const;
   int64_t numel() const;
@@ -111,6 +114,8 @@ class DenseReplica final : public BucketReplica {
   const void* end_ = nullptr;            // of flat_'s memory
   std::vector<char> follows_parameter_;  // by slot: strides are the parameter's
   std::unique_ptr<Packer> packer_;
+  // On devices with streams.
+  std::optional<c10::Stream> packed_on_;     // last
 
   // This iteration only.
   std::vector<at::Tensor*> gradients_;  // by slot: the parameters' .grad
