@@ -383,6 +383,7 @@ void DenseReplica::deliver_nothing(std::span<const size_t> untouched_slots) {
 void DenseReplica::put_back(std::span<const size_t> untouched_slots) {
   for (const SetAside& kept : set_aside_) {
     if (!contains(untouched_slots, kept.slot)) continue;
+    record_delivery(kept.gradient);
     view_in(kept.slot).copy_(kept.gradient);
   }
   set_aside_.clear();
