@@ -145,6 +145,23 @@ void DenseReplica::allocate() {
               ? flat_
               : at::empty({numel()}, options_.dtype(wire_dtype_));
   note_memory();
+  if (flat_.device().is_cpu()) return;
+  allocated_on_ = current_stream(flat_.device());
+  zeroed_.emplace(flat_.device().type());
+  zeroed_->record(*allocated_on_);
+}
+
+// Buffers are zeroed on the stream that allocates them, and their memory goes
+// back to it. Others use them as well: where gradients are accumulated, and
+// where backward was called.
+void DenseReplica::use_buffers_here() {
+  if (flat_.device().is_cpu()) return;
+  const c10::Stream here = current_stream(flat_.device());
+  if (here == *allocated_on_) return;
+  if (zeroed_) zeroed_->block(here);  // pairs with the record in allocate()
+  zeroed_.reset();
+  flat_.record_stream(here);
+  if (!wire_.is_same(flat_)) wire_.record_stream(here);
 }
 
 // `tensor`'s memory belongs to the packing stream, or was recorded on it; it is
@@ -157,13 +174,7 @@ void DenseReplica::record_delivery(const at::Tensor& tensor) const {
 
 void DenseReplica::release_memory() {
   if (!flat_.defined()) return;
-  // It was allocated for the stream that packed; results are read on this one.
-  if (!flat_.device().is_cpu()) {
-    flat_.record_stream(current_stream(flat_.device()));
-    if (!wire_.is_same(flat_)) {
-      wire_.record_stream(current_stream(wire_.device()));
-    }
-  }
+  use_buffers_here();
   flat_.reset();
   wire_.reset();
   std::fill(views_in_.begin(), views_in_.end(), at::Tensor());
@@ -175,6 +186,7 @@ int64_t DenseReplica::pack(double scale, std::span<const size_t> unused_slots) {
   if (!flat_.defined()) allocate();
   if (handover_.is_taken()) leave_memory_to_gradients();
   repair_buffers();
+  use_buffers_here();
   if (!flat_.device().is_cpu()) packed_on_ = current_stream(flat_.device());
   set_unused(unused_slots);
   int64_t numel_copied = 0;
@@ -345,6 +357,7 @@ void DenseReplica::check_result(const at::Tensor& result) const {
 int64_t DenseReplica::deliver(const at::Tensor& result,
                               std::span<const size_t> untouched_slots) {
   const at::NoGradGuard no_grad;
+  use_buffers_here();
   const at::Tensor typed =
       as_numbers(result, flat_.scalar_type(), flat_.numel());
   return gradients_as_views_ ? deliver_views(typed, untouched_slots)

@@ -9,6 +9,7 @@
 #define BRIGADE_REDUCER_DENSE_REPLICA_H_
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Event.h>
 #include <c10/core/Stream.h>
 
 #include <cstddef>
@@ -69,6 +70,7 @@ class DenseReplica final : public BucketReplica {
 
  private:
   void allocate();
+  void use_buffers_here();
   void record_delivery(const at::Tensor& tensor) const;
   void set_unused(std::span<const size_t> slots);
   at::Tensor make_view(size_t slot) const;
@@ -115,6 +117,8 @@ class DenseReplica final : public BucketReplica {
   std::vector<char> follows_parameter_;  // by slot: strides are the parameter's
   std::unique_ptr<Packer> packer_;
   // On devices with streams.
+  std::optional<c10::Stream> allocated_on_;  // the buffers
+  std::optional<c10::Event> zeroed_;         // null: waited for
   std::optional<c10::Stream> packed_on_;     // last
 
   // This iteration only.
