@@ -164,6 +164,17 @@ void DenseReplica::use_buffers_here() {
   if (!wire_.is_same(flat_)) wire_.record_stream(here);
 }
 
+// Views take the place of gradients, whose memory goes back to the streams that
+// made them: in this backward (StreamJoin knows those), or that of whoever
+// called it.
+void DenseReplica::note_packing_stream() {
+  if (flat_.device().is_cpu()) return;
+  packed_on_ = current_stream(flat_.device());
+  if (gradients_as_views_ && packed_on_ != delivered_on_) {
+    record_stream(*packed_on_);
+  }
+}
+
 // `tensor`'s memory belongs to the packing stream, or was recorded on it; it is
 // used on the current one.
 void DenseReplica::record_delivery(const at::Tensor& tensor) const {
@@ -187,7 +198,7 @@ int64_t DenseReplica::pack(double scale, std::span<const size_t> unused_slots) {
   if (handover_.is_taken()) leave_memory_to_gradients();
   repair_buffers();
   use_buffers_here();
-  if (!flat_.device().is_cpu()) packed_on_ = current_stream(flat_.device());
+  note_packing_stream();
   set_unused(unused_slots);
   int64_t numel_copied = 0;
   for (size_t slot = 0; slot < parameters_.size(); ++slot) {
@@ -358,6 +369,7 @@ int64_t DenseReplica::deliver(const at::Tensor& result,
                               std::span<const size_t> untouched_slots) {
   const at::NoGradGuard no_grad;
   use_buffers_here();
+  if (packed_on_) delivered_on_ = current_stream(flat_.device());
   const at::Tensor typed =
       as_numbers(result, flat_.scalar_type(), flat_.numel());
   return gradients_as_views_ ? deliver_views(typed, untouched_slots)

@@ -71,6 +71,7 @@ class DenseReplica final : public BucketReplica {
  private:
   void allocate();
   void use_buffers_here();
+  void note_packing_stream();
   void record_delivery(const at::Tensor& tensor) const;
   void set_unused(std::span<const size_t> slots);
   at::Tensor make_view(size_t slot) const;
@@ -120,6 +121,7 @@ class DenseReplica final : public BucketReplica {
   std::optional<c10::Stream> allocated_on_;  // the buffers
   std::optional<c10::Event> zeroed_;         // null: waited for
   std::optional<c10::Stream> packed_on_;     // last
+  std::optional<c10::Stream> delivered_on_;  // last
 
   // This iteration only.
   std::vector<at::Tensor*> gradients_;  // by slot: the parameters' .grad
