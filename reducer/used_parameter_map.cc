@@ -3,7 +3,6 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/zeros.h>
-#include <ATen/ops/zeros_like.h>
 #include <c10/core/GradMode.h>
 
 #include <exception>
@@ -29,8 +28,9 @@ UsedParameterMap::UsedParameterMap(size_t num_replicas, size_t num_parameters,
                         static_cast<int64_t>(num_parameters)},
                        at::kInt)),
       marks_(local_.mutable_data_ptr<int32_t>()),
-      sum_(at::zeros({static_cast<int64_t>(num_parameters)},
-                     at::TensorOptions(at::kInt).device(device))) {}
+      sum_(at::empty({static_cast<int64_t>(num_parameters)},
+                     at::TensorOptions(at::kInt).device(device))),
+      host_sum_(at::zeros({static_cast<int64_t>(num_parameters)}, at::kInt)) {}
 
 void UsedParameterMap::clear_marks() { local_.zero_(); }
 
@@ -53,7 +53,9 @@ c10::intrusive_ptr<c10::ivalue::Future> UsedParameterMap::launch(
     const at::Tensor staging =
         at::empty_like(used, used.options().pinned_memory(true));
     staging.copy_(used);
-    sum_.copy_(staging, /*non_blocking=*/true);
+    // New memory: that of the last sum belongs to the stream that launched it,
+    // and this one may not be behind it.
+    sum_ = staging.to(sum_.device(), /*non_blocking=*/true);
   }
   host_sum_.reset();
   std::vector<at::Tensor> tensors = {sum_};
@@ -63,8 +65,8 @@ c10::intrusive_ptr<c10::ivalue::Future> UsedParameterMap::launch(
 
 at::Tensor UsedParameterMap::abandon() {
   work_ = nullptr;
-  host_sum_.reset();
-  return std::exchange(sum_, at::zeros_like(sum_));
+  host_sum_ = at::zeros(sum_.sizes(), at::kInt);
+  return std::exchange(sum_, at::empty_like(sum_));
 }
 
 void UsedParameterMap::finish() {

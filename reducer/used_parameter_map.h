@@ -5,9 +5,9 @@
 // accumulate over iterations that are not reduced.
 //
 // The map is a CPU tensor that hooks write. What travels is a copy of it, on
-// the device where buckets travel; on CUDA the copy goes through a pinned
-// buffer of its own, so that the host neither waits for the device nor changes
-// what is still being copied.
+// the device where buckets travel; on devices with streams the copy goes
+// through a pinned buffer of its own, so that the host neither waits for the
+// device nor changes what is still being copied.
 //
 // Thread safety: none; the reducer's lock covers it.
 
@@ -66,10 +66,11 @@ class UsedParameterMap {
  private:
   void finish();
 
-  at::Tensor local_;     // int32, [num_parameters], CPU
-  int32_t* marks_;       // elements of local_
-  at::Tensor sum_;       // int32, [num_parameters], on the buckets' device
-  at::Tensor host_sum_;  // sum_ on the CPU; undefined until waited for
+  at::Tensor local_;  // int32, [num_parameters], CPU
+  int32_t* marks_;    // elements of local_
+  at::Tensor sum_;    // int32, [num_parameters], on the buckets' device
+  at::Tensor
+      host_sum_;  // the last sum, on the CPU; undefined: to be waited for
   c10::intrusive_ptr<c10d::Work> work_;  // null: nothing to wait for
 };
 
