@@ -1,0 +1,93 @@
+// Wrapped modules on every layout of streams: buffers, copies of parameters in
+// lower precision, no_sync.
+
+#include <torch/torch.h>
+
+#include <utility>
+
+#include "brigade/ddp/distributed_data_parallel.h"
+#include "brigade/tests/simulated_device/streamed_training.h"
+#include "brigade/tests/support/simulated_device/stream_test.h"
+#include "gtest/gtest.h"
+
+namespace brigade {
+namespace {
+
+using testing::all_stream_layouts;
+using testing::StreamedModel;
+using testing::StreamedTraining;
+using testing::StreamLayout;
+
+struct StreamedModuleImpl : torch::nn::Module {
+  explicit StreamedModuleImpl(const StreamedModel& streamed) : model(streamed) {
+    for (size_t i = 0; i < model.size(); ++i) {
+      register_parameter(c10::str("p", i), model.parameters()[i]);
+    }
+    seen = register_buffer("seen", at::zeros({1}, simulated::on_device()));
+  }
+
+  at::Tensor forward(int step) {
+    seen.add_(1);
+    precision = model.parameters()[0].scalar_type();
+    return model.loss(step);
+  }
+
+  const StreamedModel& model;
+  at::Tensor seen;
+  at::ScalarType precision = at::kFloat;  // in the last forward
+};
+TORCH_MODULE(StreamedModule);
+
+// Gradients as views.
+class DdpStreamsTest : public simulated::StreamTest,
+                       public ::testing::WithParamInterface<bool> {
+ protected:
+  DistributedDataParallelOptions options() const {
+    return {.reducer = {.bucket_caps_bytes = {64},
+                        .gradients_as_bucket_views = GetParam()}};
+  }
+
+  // Steps of which the first backward of every other one stays local.
+  static void train(const StreamLayout& layout,
+                    DistributedDataParallelOptions options,
+                    at::ScalarType precision) {
+    StreamedTraining training(layout);
+    StreamedModule module(training.model());
+    DistributedDataParallel model(module, training.recording().group(),
+                                  std::move(options));
+    for (int s = 0; s < 4; ++s) {
+      if (s % 2 == 1) {
+        const NoSync local = model.no_sync();
+        model(s).backward();
+      }
+      model(s).backward();
+      EXPECT_EQ(module->precision, precision);
+      training.expect_gradients(s, {}, s % 2 + 1);
+      training.update();
+      training.zero_grad();
+    }
+  }
+};
+
+TEST_P(DdpStreamsTest, TrainsOnEveryLayout) {
+  for (const StreamLayout& layout : all_stream_layouts()) {
+    SCOPED_TRACE(name_of(layout));
+    train(layout, options(), at::kFloat);
+    simulated::expect_no_races();
+  }
+}
+
+TEST_P(DdpStreamsTest, TrainsInLowerPrecisionOnEveryLayout) {
+  for (const StreamLayout& layout : all_stream_layouts()) {
+    SCOPED_TRACE(name_of(layout));
+    DistributedDataParallelOptions mixed = options();
+    mixed.mixed_precision = MixedPrecision{.parameters = at::kBFloat16};
+    train(layout, std::move(mixed), at::kBFloat16);
+    simulated::expect_no_races();
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Modes, DdpStreamsTest, ::testing::Bool());
+
+}  // namespace
+}  // namespace brigade

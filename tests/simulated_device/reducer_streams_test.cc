@@ -1,0 +1,499 @@
+// Every mode of the reducer on every layout of streams: exact gradients, and
+// all that uses a gradient or a bucket behind what it needs.
+
+#include <torch/torch.h>
+
+#include <memory>
+#include <ostream>
+#include <set>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "brigade/comm_hooks/all_reduce_hook.h"
+#include "brigade/comm_hooks/averaging_hook.h"
+#include "brigade/comm_hooks/function_hook.h"
+#include "brigade/comm_hooks/weighted_mean_hook.h"
+#include "brigade/tests/simulated_device/streamed_training.h"
+#include "brigade/tests/support/simulated_device/stream_test.h"
+#include "gtest/gtest.h"
+
+namespace brigade {
+namespace {
+
+using simulated::make_wait;
+using simulated::new_stream;
+using testing::all_stream_layouts;
+using testing::kWorldSize;
+using testing::StreamedModel;
+using testing::StreamedTraining;
+using testing::StreamLayout;
+
+constexpr int kNumSteps = 4;
+
+// Steps of any kind, of which every other one drops its gradients unread.
+template <typename Step>
+void train(StreamedTraining& training, const Step& step,
+           const std::set<size_t>& not_compared = {}) {
+  for (int s = 0; s < kNumSteps; ++s) {
+    step(s);
+    if (s % 2 == 0) {
+      training.expect_gradients(s, not_compared);
+      training.update();
+    }
+    training.zero_grad();
+  }
+}
+
+void plain(const StreamLayout& layout, ReducerOptions options) {
+  StreamedTraining training(layout);
+  training.make_reducer(std::move(options));
+  train(training, [&](int s) { training.step(s); });
+  EXPECT_EQ(training.reducer().statistics().rebuilds, 1);
+}
+
+void gradients_dropped_unread(const StreamLayout& layout,
+                              ReducerOptions options) {
+  StreamedTraining training(layout);
+  training.make_reducer(std::move(options));
+  for (int s = 0; s < kNumSteps; ++s) {
+    training.step(s);
+    training.zero_grad();
+  }
+}
+
+void gradients_zeroed_in_place(const StreamLayout& layout,
+                               ReducerOptions options) {
+  StreamedTraining training(layout);
+  training.make_reducer(std::move(options));
+  for (int s = 0; s < kNumSteps; ++s) {
+    training.step(s);
+    training.expect_gradients(s);
+    training.update();
+    training.zero_grad(/*set_to_none=*/false);
+  }
+}
+
+void gradients_accumulated_locally(const StreamLayout& layout,
+                                   ReducerOptions options) {
+  StreamedTraining training(layout);
+  training.make_reducer(std::move(options));
+  for (int s = 0; s < kNumSteps; ++s) {
+    training.loss(s).backward();
+    training.loss(s).backward();
+    training.step(s);
+    training.expect_gradients(s, {}, 3);
+    training.update();
+    training.zero_grad(s % 2 == 0);
+  }
+}
+
+void local_forward_between(const StreamLayout& layout, ReducerOptions options) {
+  StreamedTraining training(layout);
+  training.make_reducer(std::move(options));
+  for (int s = 0; s < kNumSteps; ++s) {
+    const at::Tensor loss = training.loss(s);
+    training.reducer().prepare_for_backward(loss);
+    training.reducer().note_local_forward();
+    training.loss(s).backward();
+    loss.backward();
+    training.expect_gradients(s, {}, 2);
+    training.update();
+    training.zero_grad();
+  }
+}
+
+void two_backwards(const StreamLayout& layout, ReducerOptions options) {
+  StreamedTraining training(layout);
+  training.make_reducer(std::move(options));
+  train(training, [&](int s) {
+    const std::vector<at::Tensor> losses = {training.loss(s, {0, 2, 4}),
+                                            training.loss(s, {1, 3, 5})};
+    training.reducer().prepare_for_backward(losses);
+    for (const at::Tensor& loss : losses) loss.backward();
+  });
+}
+
+void backwards_on_other_streams(const StreamLayout& layout,
+                                ReducerOptions options) {
+  StreamedTraining training(layout);
+  training.make_reducer(std::move(options));
+  const c10::Stream caller = simulated::current_stream_of();
+  train(training, [&](int s) {
+    const std::vector<at::Tensor> losses = {training.loss(s, {0, 2, 4}),
+                                            training.loss(s, {1, 3, 5})};
+    training.reducer().prepare_for_backward(losses);
+    for (const at::Tensor& loss : losses) {
+      const c10::Stream stream = new_stream();
+      make_wait(stream, caller);
+      {
+        const c10::StreamGuard on_stream(stream);
+        loss.record_stream(stream);
+        loss.backward();
+      }
+      make_wait(caller, stream);
+    }
+  });
+}
+
+// Parameters 1 and 3 are used in every other step.
+void unused_parameters(const StreamLayout& layout, ReducerOptions options,
+                       bool set_to_none) {
+  options.find_unused_parameters = true;
+  StreamedTraining training(layout);
+  training.make_reducer(std::move(options));
+  for (int s = 0; s < 2 * kNumSteps; ++s) {
+    const std::set<size_t> left_out =
+        s % 2 == 1 ? std::set<size_t>{1, 3} : std::set<size_t>{};
+    training.step(s, left_out);
+    if (s % 4 < 2) training.expect_gradients(s, left_out);
+    if (!set_to_none && s % 2 == 1) {
+      for (const size_t i : left_out) training.expect_gradient(i, s, 0);
+    }
+    training.zero_grad(set_to_none);
+  }
+}
+
+void unused_parameters_dropped(const StreamLayout& layout,
+                               ReducerOptions options) {
+  unused_parameters(layout, std::move(options), /*set_to_none=*/true);
+}
+
+void unused_parameters_kept(const StreamLayout& layout,
+                            ReducerOptions options) {
+  unused_parameters(layout, std::move(options), /*set_to_none=*/false);
+}
+
+// Gradients that are not dropped keep what an earlier step gave them.
+void unused_parameters_untouched(const StreamLayout& layout,
+                                 ReducerOptions options) {
+  options.find_unused_parameters = true;
+  StreamedTraining training(layout);
+  training.make_reducer(std::move(options));
+  for (int s = 0; s < kNumSteps; ++s) {
+    training.zero_grad();
+    training.step(2 * s);
+    for (const size_t i : {0, 2, 4, 5}) {
+      training.model().parameters()[i].mutable_grad().reset();
+    }
+    training.step(2 * s + 1, {1, 3});
+    training.expect_gradient(1, 2 * s);
+    training.expect_gradient(3, 2 * s);
+    training.expect_gradients(2 * s + 1, {1, 3});
+  }
+}
+
+void unused_buckets_skipped(const StreamLayout& layout,
+                            ReducerOptions options) {
+  options.find_unused_parameters = true;
+  options.skip_all_reduce_unused_parameters = true;
+  StreamedTraining training(layout);
+  training.make_reducer(std::move(options));
+  train(training, [&](int s) { training.step(s, {2, 4, 5}); }, {2, 4, 5});
+}
+
+// Buckets are laid out anew there, which nothing waits for.
+void prepared_elsewhere(const StreamLayout& layout, ReducerOptions options) {
+  StreamedTraining training(layout);
+  training.make_reducer(std::move(options));
+  train(training, [&](int s) {
+    const at::Tensor loss = training.loss(s);
+    const c10::Stream stream = new_stream();
+    make_wait(stream, simulated::current_stream_of());
+    {
+      const c10::StreamGuard on_stream(stream);
+      training.reducer().prepare_for_backward(loss);
+    }
+    loss.backward();
+  });
+}
+
+void static_graph(const StreamLayout& layout, ReducerOptions options) {
+  options.static_graph = true;
+  StreamedTraining training(layout);
+  training.make_reducer(std::move(options));
+  train(training, [&](int s) { training.step(s, {3}); }, {3});
+}
+
+void shadowed(const StreamLayout& layout, ReducerOptions options) {
+  StreamedTraining training(layout);
+  training.make_reducer(std::move(options));
+  const c10::Stream caller = simulated::current_stream_of();
+  train(training, [&](int s) {
+    training.step(s);
+    const c10::Stream stream = new_stream();
+    make_wait(stream, caller);
+    {
+      const c10::StreamGuard on_stream(stream);
+      training.reducer().shadow_iteration();
+    }
+    make_wait(caller, stream);
+  });
+}
+
+void half_precision_on_the_wire(const StreamLayout& layout,
+                                ReducerOptions options) {
+  StreamedTraining training(layout);
+  options.comm_hook = fp16_hook(training.recording().group());
+  training.make_reducer(std::move(options));
+  train(training, [&](int s) { training.step(s); });
+}
+
+void weighted_mean(const StreamLayout& layout, ReducerOptions options) {
+  StreamedTraining training(layout);
+  auto hook = std::make_shared<WeightedMeanHook>(training.recording().group());
+  hook->set_weight(2);
+  options.comm_hook = std::move(hook);
+  training.make_reducer(std::move(options));
+  train(training, [&](int s) { training.step(s); });
+}
+
+// A hook of the user's that computes before and behind its collective.
+std::shared_ptr<c10d::CommHookInterface> casting_hook(
+    c10::intrusive_ptr<c10d::ProcessGroup> group) {
+  return make_comm_hook([group](c10d::GradBucket& bucket) {
+    std::vector<at::Tensor> halves = {bucket.getBuffer().to(at::kHalf)};
+    return group->allreduce(halves)->getFuture()->then(
+        [](c10::ivalue::Future& sum) {
+          return c10::IValue(
+              sum.value().toTensorVector()[0].to(at::kFloat).div(kWorldSize));
+        },
+        c10::TensorType::get());
+  });
+}
+
+void hook_with_a_continuation(const StreamLayout& layout,
+                              ReducerOptions options) {
+  StreamedTraining training(layout);
+  options.comm_hook = casting_hook(training.recording().group());
+  training.make_reducer(std::move(options));
+  train(training, [&](int s) { training.step(s); });
+}
+
+void hook_changed(const StreamLayout& layout, ReducerOptions options) {
+  StreamedTraining training(layout);
+  training.make_reducer(std::move(options));
+  train(training, [&](int s) {
+    if (s == 1) {
+      training.reducer().set_comm_hook(fp16_hook(training.recording().group()));
+    }
+    if (s == 2) training.reducer().set_comm_hook(nullptr);
+    training.step(s);
+  });
+}
+
+void timed(const StreamLayout& layout, ReducerOptions options) {
+  StreamedTraining training(layout);
+  training.make_reducer(std::move(options));
+  training.reducer().set_timeline_sample_rate(1);
+  train(training, [&](int s) {
+    training.reducer().forward_begins();
+    training.step(s);
+  });
+  for (const BucketTimes& bucket : training.reducer().timeline().buckets) {
+    EXPECT_LE(bucket.pack_begin_ns, bucket.pack_end_ns);
+    EXPECT_LE(bucket.pack_end_ns, bucket.launch_ns);
+    EXPECT_LE(bucket.launch_ns, bucket.complete_ns);
+  }
+}
+
+void lazily_allocated(const StreamLayout& layout, ReducerOptions options) {
+  options.lazy_bucket_allocation = true;
+  StreamedTraining training(layout);
+  training.make_reducer(std::move(options));
+  train(training, [&](int s) { training.step(s); });
+}
+
+void finalized_elsewhere(const StreamLayout& layout, ReducerOptions options) {
+  StreamedTraining training(layout);
+  training.make_reducer(std::move(options));
+  training.reducer().set_manual_finalization(true);
+  const c10::Stream caller = simulated::current_stream_of();
+  train(training, [&](int s) {
+    training.step(s);
+    const c10::Stream stream = new_stream();
+    make_wait(stream, caller);
+    {
+      const c10::StreamGuard on_stream(stream);
+      training.reducer().finalize_backward();
+    }
+    make_wait(caller, stream);
+  });
+}
+
+void local_replicas(const StreamLayout& layout, ReducerOptions options) {
+  StreamedTraining training(layout, /*num_replicas=*/2);
+  training.make_reducer(std::move(options));
+  train(training, [&](int s) { training.step(s); });
+}
+
+void complex_gradients(const StreamLayout& layout, ReducerOptions options) {
+  StreamedTraining training(layout, /*num_replicas=*/1,
+                            StreamedModel::default_sizes(), at::kComplexFloat);
+  training.make_reducer(std::move(options));
+  train(training, [&](int s) { training.step(s); });
+}
+
+void large_gradients(const StreamLayout& layout, ReducerOptions options) {
+  options.bucket_caps_bytes = {200 << 10};
+  StreamedTraining training(layout, /*num_replicas=*/1,
+                            {{30000}, {20, 1000}, {5}, {40000}});
+  training.make_reducer(std::move(options));
+  train(training, [&](int s) { training.step(s); });
+}
+
+void gradients_in_another_memory_order(const StreamLayout& layout,
+                                       ReducerOptions options) {
+  StreamedTraining training(layout);
+  training.make_reducer(std::move(options));
+  const at::Tensor parameter = training.model().parameters()[1];
+  for (int s = 0; s < kNumSteps; ++s) {
+    parameter.mutable_grad() = at::zeros({5, 3}, simulated::on_device()).t();
+    training.step(s);
+    training.expect_gradients(s);
+    training.zero_grad();
+  }
+}
+
+void gradients_with_a_history(const StreamLayout& layout,
+                              ReducerOptions options) {
+  StreamedTraining training(layout);
+  training.make_reducer(std::move(options));
+  for (int s = 0; s < kNumSteps; ++s) {
+    const at::Tensor loss = training.loss(s);
+    training.reducer().prepare_for_backward(loss);
+    loss.backward({}, /*retain_graph=*/true, /*create_graph=*/true);
+    training.expect_gradients(s);
+    training.zero_grad();
+  }
+}
+
+void destroyed_at_once(const StreamLayout& layout, ReducerOptions options) {
+  StreamedTraining training(layout);
+  training.make_reducer(std::move(options));
+  for (int s = 0; s < 2; ++s) training.step(s);
+  training.end_reducer();
+  training.zero_grad();
+}
+
+void destroyed_while_collectives_are_open(const StreamLayout& layout,
+                                          ReducerOptions options) {
+  StreamedTraining training(layout);
+  training.make_reducer(std::move(options));
+  training.reducer().set_manual_finalization(true);
+  training.recording().hold();
+  training.step(0);
+  training.end_reducer();
+  training.zero_grad();
+  training.recording().release();
+}
+
+// The collective of the second bucket fails, then two steps go well.
+template <typename Fail>
+void train_after_failure(StreamedTraining& training, const Fail& fail) {
+  training.step(0);
+  training.zero_grad();
+  fail(training.recording().log().size() + 1);
+  EXPECT_ANY_THROW(training.step(1));
+  // LibTorch leaves the streams of a backward that throws as they are.
+  simulated::synchronize_all();
+  training.zero_grad();
+  for (int s = 2; s < 4; ++s) {
+    training.step(s);
+    training.expect_gradients(s);
+    training.zero_grad();
+  }
+}
+
+std::exception_ptr failure() {
+  return std::make_exception_ptr(std::runtime_error("the network"));
+}
+
+void collective_fails_at_launch(const StreamLayout& layout,
+                                ReducerOptions options) {
+  StreamedTraining training(layout);
+  options.comm_hook = casting_hook(training.recording().group());
+  training.make_reducer(std::move(options));
+  train_after_failure(training, [&](size_t sequence) {
+    training.recording().fail_at_launch(sequence, failure());
+  });
+}
+
+void collective_fails_at_completion(const StreamLayout& layout,
+                                    ReducerOptions options) {
+  StreamedTraining training(layout);
+  options.comm_hook = casting_hook(training.recording().group());
+  training.make_reducer(std::move(options));
+  train_after_failure(training, [&](size_t sequence) {
+    training.recording().fail_at_completion(sequence, failure());
+  });
+}
+
+struct Scenario {
+  const char* name;
+  void (*run)(const StreamLayout&, ReducerOptions);
+};
+
+std::ostream& operator<<(std::ostream& out, const Scenario& scenario) {
+  return out << scenario.name;
+}
+
+const Scenario kScenarios[] = {
+    {"Plain", plain},
+    {"GradientsDroppedUnread", gradients_dropped_unread},
+    {"GradientsZeroedInPlace", gradients_zeroed_in_place},
+    {"GradientsAccumulatedLocally", gradients_accumulated_locally},
+    {"LocalForwardBetween", local_forward_between},
+    {"TwoBackwards", two_backwards},
+    {"BackwardsOnOtherStreams", backwards_on_other_streams},
+    {"PreparedElsewhere", prepared_elsewhere},
+    {"UnusedParametersDropped", unused_parameters_dropped},
+    {"UnusedParametersKept", unused_parameters_kept},
+    {"UnusedParametersUntouched", unused_parameters_untouched},
+    {"UnusedBucketsSkipped", unused_buckets_skipped},
+    {"StaticGraph", static_graph},
+    {"Shadowed", shadowed},
+    {"HalfPrecisionOnTheWire", half_precision_on_the_wire},
+    {"WeightedMean", weighted_mean},
+    {"HookWithAContinuation", hook_with_a_continuation},
+    {"HookChanged", hook_changed},
+    {"Timed", timed},
+    {"LazilyAllocated", lazily_allocated},
+    {"FinalizedElsewhere", finalized_elsewhere},
+    {"LocalReplicas", local_replicas},
+    {"ComplexGradients", complex_gradients},
+    {"LargeGradients", large_gradients},
+    {"GradientsInAnotherMemoryOrder", gradients_in_another_memory_order},
+    {"GradientsWithAHistory", gradients_with_a_history},
+    {"DestroyedAtOnce", destroyed_at_once},
+    {"DestroyedWhileCollectivesAreOpen", destroyed_while_collectives_are_open},
+    {"CollectiveFailsAtLaunch", collective_fails_at_launch},
+    {"CollectiveFailsAtCompletion", collective_fails_at_completion},
+};
+
+// Scenario x gradients as views.
+class ReducerStreamsTest
+    : public simulated::StreamTest,
+      public ::testing::WithParamInterface<std::tuple<Scenario, bool>> {};
+
+TEST_P(ReducerStreamsTest, IsRightOnEveryLayout) {
+  const auto& [scenario, views] = GetParam();
+  for (const StreamLayout& layout : all_stream_layouts()) {
+    SCOPED_TRACE(name_of(layout));
+    scenario.run(layout, {.gradients_as_bucket_views = views});
+    simulated::expect_no_races();
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Modes, ReducerStreamsTest,
+                         ::testing::Combine(::testing::ValuesIn(kScenarios),
+                                            ::testing::Bool()),
+                         [](const auto& info) {
+                           return std::string(std::get<0>(info.param).name) +
+                                  (std::get<1>(info.param) ? "AsViews"
+                                                           : "AsCopies");
+                         });
+
+}  // namespace
+}  // namespace brigade
