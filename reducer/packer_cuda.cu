@@ -289,10 +289,27 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksPerMultiprocessor)
 // it.  Neither side may be written while an earlier copy or kernel still reads
 // it, also not from another stream.  So there are several stagings, and an
 // event is recorded after the kernel of each: recorded in release(), waited for
-// in acquire().  The host only asks whether it has happened, and takes the next
-// staging if not.  It waits for the device only if all kNumStagings are under
-// way: when the host is that many bucket moves ahead of the device.  A launch
-// that needs no staging asks nothing, so it may be captured in a CUDA graph.
+// in acquire_staging().  The host only asks whether it has happened, and takes
+// the next staging if not.  It waits for the device only if all kNumStagings
+// are under way: when the host is that many bucket moves ahead of the device.
+// A launch that needs no staging asks nothing, so it may be captured in a CUDA
+// graph.
+//
+// Why nothing races.  In one use of a staging, on stream S, the host writes
+// host_ (W), S copies host_ to device_ (C), S runs the kernel that reads
+// device_ (K), and S records read_ (R).  The next use, on any stream, is W',
+// C', K', R'.
+//   W, C     The host has written before it enqueues C.
+//   C, K, R  One stream, in this order.  R follows C also where K could not be
+//            launched: release() comes before the check.
+//   C, W'    is_free() or wait() has seen R happen, so C is over.  Uses of one
+//            packer do not overlap, so no thread is between W and R meanwhile.
+//   K, C'    The same: K is over before the host enqueues C'.
+//   W, K     Of the first use: an event that was never recorded counts as
+//            happened.  What had used the memory before is over, since
+//            CudaPacker() waits for the stream that it was allocated on.
+//   K, free  The memory may go back to its allocators before R happens.  Both
+//            were told of S in release(), and hold it back until then.
 class Staging {
  public:
   explicit Staging(size_t num_slots)
@@ -377,8 +394,9 @@ void launch(const Launch& what) {
   move_slots<Gradient, Wire, kDirection>
       <<<num_blocks, kThreads, 0, what.stream>>>(addresses, what.tables, flat,
                                                  scale);
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  // Also where the kernel could not be launched: the copy is under way.
   what.staging->release(what.stream);
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
 using Launcher = void (*)(const Launch&);
