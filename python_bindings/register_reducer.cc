@@ -216,8 +216,8 @@ void register_reducer(py::module_& module) {
            py::arg("verify_across_ranks") = true,
            py::arg("one_backward_per_forward") = false,
            py::keep_alive<1, 5>())  // a group may be written in Python
-      .def_static(
-          "of", &make_reducer_of, py::arg("parameters"),
+      .def(
+          py::init(&make_reducer_of), py::arg("parameters"),
           py::arg("process_group"), py::kw_only(),
           py::arg("first_bucket_caps_bytes"), py::arg("bucket_caps_bytes"),
           py::arg("bucket_plan") = py::none(),
@@ -228,7 +228,7 @@ void register_reducer(py::module_& module) {
           py::arg("lazy_bucket_allocation") = false,
           py::arg("verify_across_ranks") = true,
           py::arg("one_backward_per_forward") = false,
-          py::arg("reduces_by_itself") = true, py::keep_alive<0, 2>(),
+          py::arg("reduces_by_itself") = true, py::keep_alive<1, 3>(),
           "Without lists of thousands in between; takes the names. The first "
           "buckets are of the "
           "first caps, in the order of parameters, and launched from the last "

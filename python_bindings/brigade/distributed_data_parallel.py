@@ -449,7 +449,7 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
         if self.mixed_precision is not None:
             for index, parameter in enumerate(parameters):
                 parameter._idx = index
-        self.reducer = Reducer.of(
+        self.reducer = Reducer(
             reduced,
             self.process_group,
             first_bucket_caps_bytes=self._first_bucket_caps(static_graph),
