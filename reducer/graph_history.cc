@@ -20,7 +20,7 @@ GraphHistory::GraphHistory(const ReducerOptions& options,
     : ready_order(observed_iterations(options)) {
   auto turn = UsedParameters::Turn::kLast;
   if (options.static_graph) {
-    firing_counts.emplace(table.num_variables());
+    hook_counts.emplace(table.num_variables());
   } else if (options.find_unused_parameters) {
     unused_search.emplace(hooks.accumulators());
     if (options.skip_all_reduce_unused_parameters) {

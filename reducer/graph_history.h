@@ -9,7 +9,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "brigade/hooks/gradient_hooks.h"
-#include "brigade/reducer/firing_counts.h"
+#include "brigade/reducer/hook_counts.h"
 #include "brigade/reducer/parameter_table.h"
 #include "brigade/reducer/ready_order.h"
 #include "brigade/reducer/reducer_options.h"
@@ -27,7 +27,7 @@ struct GraphHistory {
   // A static graph needs no search; what ranks used is summed once.
   ReadyOrder ready_order;
   std::optional<UnusedParameterSearch> unused_search;  // if it may change
-  std::optional<FiringCounts> firing_counts;           // if it is static
+  std::optional<HookCounts> hook_counts;               // if it is static
   std::optional<UsedParameters> used;                  // in both cases
 };
 

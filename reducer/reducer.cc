@@ -239,7 +239,7 @@ void Reducer::prepare(const std::vector<at::Tensor>& outputs) try {
   }
   start_iteration();
   iteration_->prediction = predict_unused(outputs);
-  if (graph_.firing_counts) graph_.firing_counts->restart();
+  if (graph_.hook_counts) graph_.hook_counts->restart();
   iteration_->outputs_are_watched = watch_outputs(
       outputs, hooks_, [this, preparation = iteration_->preparation] {
         on_output_reached(preparation);
@@ -316,9 +316,9 @@ UnusedPrediction Reducer::predict_unused(
     return graph_.unused_search->predict(outputs);
   }
   UnusedPrediction prediction;
-  if (!graph_.firing_counts) return prediction;
-  if (!graph_.firing_counts->is_learning()) {
-    prediction.unused = graph_.firing_counts->silent();
+  if (!graph_.hook_counts) return prediction;
+  if (!graph_.hook_counts->is_learning()) {
+    prediction.unused = graph_.hook_counts->silent();
     prediction.none_reached =
         prediction.unused.size() == table_.num_variables();
   } else if (watches_gradients_) {
@@ -380,7 +380,7 @@ void Reducer::set_manual_finalization(bool required) {
 bool Reducer::must_finalize_after_backward() const {
   const std::lock_guard<std::mutex> lock(mutex_);
   return graph_.ready_order.is_observing() ||
-         (graph_.firing_counts && graph_.firing_counts->is_learning());
+         (graph_.hook_counts && graph_.hook_counts->is_learning());
 }
 
 void Reducer::finalize_backward() try {
@@ -549,7 +549,7 @@ void Reducer::refuse_gradient(VariableIndex variable) const {
   const Occasion now = occasion(iteration_->iteration);
   const size_t number = table_.number_of(variable);
   const size_t parameter = variable.parameter;
-  if (graph_.firing_counts && graph_.firing_counts->is_silent(number)) {
+  if (graph_.hook_counts && graph_.hook_counts->is_silent(number)) {
     TORCH_CHECK(false, describe_unexpected_gradient(table_, parameter, now));
   }
   TORCH_CHECK(
@@ -560,20 +560,20 @@ void Reducer::refuse_gradient(VariableIndex variable) const {
 
 // False if more parts of this gradient are to come.
 bool Reducer::completes_gradient(VariableIndex variable) {
-  return !graph_.firing_counts ||
-         graph_.firing_counts->is_last(table_.number_of(variable));
+  return !graph_.hook_counts ||
+         graph_.hook_counts->is_last(table_.number_of(variable));
 }
 
 // What only the end of a static graph's first backward tells: which gradients
 // have come, and which will not come.
 void Reducer::learn_graph() {
-  if (!graph_.firing_counts || !graph_.firing_counts->is_learning()) return;
-  for (const size_t number : graph_.firing_counts->settle()) {
+  if (!graph_.hook_counts || !graph_.hook_counts->is_learning()) return;
+  for (const size_t number : graph_.hook_counts->freeze()) {
     const VariableIndex variable = table_.variable(number);
     if (has_gradient(variable)) observations_.timeline.gradient_ready(variable);
     mark_ready(variable);
   }
-  mark_unused(graph_.firing_counts->silent());
+  mark_unused(graph_.hook_counts->silent());
   launch_ready();
 }
 
@@ -611,11 +611,7 @@ bool Reducer::skips_unused_buckets() const {
 // In the iteration that is to come.
 bool Reducer::is_used_map_due() const {
   return graph_.unused_search ||
-         (graph_.firing_counts && graph_.firing_counts->are_peers_learning());
-}
-
-bool Reducer::sums_used_map(const IterationState& iteration) const {
-  return iteration.sequence.size() > bound_.buckets.size();
+         (graph_.hook_counts && graph_.hook_counts->are_all_learning());
 }
 
 // Before anything is launched that depends on it.

@@ -335,7 +335,6 @@ class Reducer : private GradientListener {
   void launch_ready();
   void launch(Collective& next);
   bool is_used_map_due() const;
-  bool sums_used_map(const IterationState& iteration) const;
   bool skips_unused_buckets() const;
   void await_used_map();
   void rebuild();
@@ -387,7 +386,7 @@ class Reducer : private GradientListener {
   std::string describe_place(const Collective& collective,
                              int64_t iteration) const;
   std::string describe_awaited(const IterationState& iteration) const;
-  void forget_observations(const IterationState& iteration);
+  void forget_observations();
   [[noreturn]] void rethrow(const Failure& failure, int64_t iteration);
   Occasion occasion(int64_t iteration) const;
 

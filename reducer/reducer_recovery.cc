@@ -70,7 +70,7 @@ void Reducer::end_together(IterationState& iteration,
   } catch (...) {
     iteration_ = nullptr;
     ++observations_.given_up;
-    forget_observations(iteration);
+    forget_observations();
     throw;
   }
 }
@@ -160,7 +160,7 @@ void Reducer::give_up() {
       std::exchange(iteration_, nullptr);
   finished_.mark_finished(iteration->preparation, /*may_be_repeated=*/false);
   ++observations_.given_up;
-  forget_observations(*iteration);
+  forget_observations();
   if (iteration->is_settled) return;
   if (iteration->failure.empty()) {
     iteration->failure = "an exception ended backward";
@@ -184,11 +184,9 @@ void Reducer::give_up() {
 }
 
 // Of an iteration that did not end well, on no rank.
-void Reducer::forget_observations(const IterationState& iteration) {
+void Reducer::forget_observations() {
   if (graph_.used) graph_.used->clear_marks();
-  if (graph_.firing_counts && sums_used_map(iteration)) {
-    graph_.firing_counts->forget();
-  }
+  if (graph_.hook_counts) graph_.hook_counts->abort();
 }
 
 // So that nothing writes into a bucket behind the user's back.

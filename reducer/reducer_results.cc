@@ -63,6 +63,7 @@ void Reducer::finalize() {
 }
 
 void Reducer::deliver_as_results_come(IterationState& iteration) {
+  if (graph_.hook_counts) graph_.hook_counts->confirm();
   std::optional<Failure> failure;
   const auto awake_until = std::chrono::steady_clock::now() + kMaxTimeAwake;
   for (const Launch& launch : iteration.launches) {
@@ -125,6 +126,7 @@ void Reducer::deliver_what_all_ranks_have(IterationState& iteration) {
   }
   if (!failure) failure = find_unordered_collectives(iteration);
   tell_of_results(iteration, {.kind = SignatureKind::kArrived}, failure);
+  if (graph_.hook_counts) graph_.hook_counts->confirm();
   if (iteration.is_shadow) return;
   try {
     for (const auto& [collective, result] : results) {
@@ -198,12 +200,12 @@ void Reducer::tell_of_results(IterationState& iteration, RankSignature own,
     if (!failure) throw_if_apart(verdict);
   } catch (...) {
     ++observations_.given_up;
-    forget_observations(iteration);
+    forget_observations();
     if (!failure) throw;
   }
   if (!failure) return;
   ++observations_.given_up;
-  forget_observations(iteration);
+  forget_observations();
   if (hook_.throws_own_errors) std::rethrow_exception(failure->error);
   rethrow_hook_error(failure->error, failure->where);
 }

@@ -40,7 +40,6 @@ void Reducer::shadow_iteration() try {
     throw;
   }
   finalize();
-  if (graph_.firing_counts) graph_.firing_counts->peers_settled();
 } catch (...) {
   observations_.note_error();
   throw;

@@ -9,8 +9,8 @@
 //
 // Thread safety: none; the reducer's lock covers it.
 
-#ifndef BRIGADE_REDUCER_FIRING_COUNTS_H_
-#define BRIGADE_REDUCER_FIRING_COUNTS_H_
+#ifndef BRIGADE_REDUCER_HOOK_COUNTS_H_
+#define BRIGADE_REDUCER_HOOK_COUNTS_H_
 
 #include <cstddef>
 #include <cstdint>
@@ -18,19 +18,15 @@
 
 namespace brigade {
 
-class FiringCounts {
+class HookCounts {
  public:
-  explicit FiringCounts(size_t num_variables);
+  explicit HookCounts(size_t num_variables);
 
-  // True until settle(): nothing is known of the graph.
-  bool is_learning() const { return learning_; }
+  // True until freeze(): nothing is known of the graph.
+  bool is_learning() const { return stage_ <= Stage::kLearningAlone; }
 
   // True if all ranks learn in this iteration.
-  bool are_peers_learning() const { return learning_ && !peers_settled_; }
-
-  // The other ranks have settled in an iteration that this one only shadowed;
-  // it learns in its own first one.
-  void peers_settled() { peers_settled_ = true; }
+  bool are_all_learning() const { return stage_ == Stage::kLearning; }
 
   // An iteration begins; what an unfinished one counted is forgotten.
   void restart();
@@ -39,24 +35,36 @@ class FiringCounts {
   // learning. REQUIRES: it has not been the last before.
   bool is_last(size_t variable);
 
-  // The first iteration is over: its counts hold from now on. Returns the
-  // variables that fired, in the order of their last firings.
-  std::vector<size_t> settle();
+  // The first iteration's backward is over: its counts hold from now on, unless
+  // it is aborted. Returns the variables that fired, in the order of their last
+  // firings. REQUIRES: is_learning().
+  std::vector<size_t> freeze();
 
-  // The first iteration is to be repeated: an error ended it.
-  void forget();
+  // The iteration has ended on all ranks, and well. If this one has frozen no
+  // counts in it, it shadowed the first, and learns alone in its own first one.
+  void confirm();
+
+  // The iteration has ended on no rank: if it was to be learnt from, the next
+  // one is.
+  void abort();
 
   // Variables that never fire, ascending. REQUIRES: !is_learning().
   const std::vector<size_t>& silent() const { return silent_; }
 
   // True if a variable is known never to fire.
   bool is_silent(size_t variable) const {
-    return !learning_ && expected_[variable] == 0;
+    return !is_learning() && expected_[variable] == 0;
   }
 
  private:
-  bool learning_ = true;
-  bool peers_settled_ = false;
+  enum class Stage {
+    kLearning,       // with the others
+    kLearningAlone,  // the others know already
+    kCounted,        // in this iteration, which may still be aborted
+    kKnown,
+  };
+
+  Stage stage_ = Stage::kLearning;
   std::vector<uint32_t> counts_;      // by variable, in this iteration
   std::vector<uint32_t> expected_;    // by variable
   std::vector<uint64_t> last_fired_;  // by variable: when, while learning
@@ -66,4 +74,4 @@ class FiringCounts {
 
 }  // namespace brigade
 
-#endif  // BRIGADE_REDUCER_FIRING_COUNTS_H_
+#endif  // BRIGADE_REDUCER_HOOK_COUNTS_H_

@@ -1,0 +1,43 @@
+#include "brigade/reducer/hook_counts.h"
+
+#include <algorithm>
+
+namespace brigade {
+
+HookCounts::HookCounts(size_t num_variables)
+    : counts_(num_variables), last_fired_(num_variables) {}
+
+void HookCounts::restart() { std::fill(counts_.begin(), counts_.end(), 0); }
+
+bool HookCounts::is_last(size_t variable) {
+  ++counts_[variable];
+  if (!is_learning()) return counts_[variable] == expected_[variable];
+  last_fired_[variable] = ++num_fired_;
+  return false;
+}
+
+std::vector<size_t> HookCounts::freeze() {
+  // What one rank learns alone, no other will count anew with it.
+  stage_ = stage_ == Stage::kLearning ? Stage::kCounted : Stage::kKnown;
+  expected_ = counts_;
+  std::vector<size_t> fired;
+  for (size_t i = 0; i < counts_.size(); ++i) {
+    (counts_[i] > 0 ? fired : silent_).push_back(i);
+  }
+  std::sort(fired.begin(), fired.end(), [this](size_t a, size_t b) {
+    return last_fired_[a] < last_fired_[b];
+  });
+  last_fired_ = {};
+  return fired;
+}
+
+void HookCounts::confirm() {
+  if (stage_ == Stage::kLearning) stage_ = Stage::kLearningAlone;
+  if (stage_ == Stage::kCounted) stage_ = Stage::kKnown;
+}
+
+void HookCounts::abort() {
+  if (stage_ == Stage::kCounted) *this = HookCounts(counts_.size());
+}
+
+}  // namespace brigade
