@@ -57,6 +57,7 @@ class GradientHooks {
   // From here on the listener is told nothing. Not to be called during a
   // backward through the parameters.
   void remove();
+  bool are_removed() const { return registrations_.empty(); }
 
   // The first variable that has lost its hook, which happens when it is moved
   // to another device or dtype; nullopt while all have theirs, or are removed.

@@ -1,7 +1,7 @@
 // Everything that belongs to one iteration and dies with it.
 //
 // Made by prepare_for_backward, dropped when the gradients have been delivered
-// or the iteration is given up. docs/protocol.md describes the phases.
+// or the iteration is given up.
 //
 // Thread safety: none; the reducer's lock covers it.
 
@@ -24,19 +24,12 @@
 #include "brigade/comm_hooks/then_collective.h"
 #include "brigade/planning/launch_order.h"
 #include "brigade/planning/ready_variables.h"
-#include "brigade/planning/variable_index.h"
+#include "brigade/reducer/backward_membership.h"
 #include "brigade/reducer/collective.h"
 #include "brigade/reducer/context_gradients.h"
-#include "brigade/reducer/finished_iterations.h"
 #include "brigade/reducer/unused_parameter_search.h"
 
 namespace brigade {
-
-enum class Phase {
-  kPrepared,  // forward is done, no gradient has come
-  kReducing,  // gradients come, full buckets are launched
-  kFailed,    // an error is on its way out of backward; nothing is launched
-};
 
 struct Launch {
   Collective* collective = nullptr;
@@ -53,14 +46,6 @@ inline int64_t num_buckets(std::span<const Launch> launches) {
     return launch.collective->bucket().has_value();
   });
 }
-
-// A gradient that came before it was known whether its backward belongs to the
-// iteration.
-struct EarlyGradient {
-  VariableIndex variable;
-  bool is_defined;
-  int backward_id;
-};
 
 inline LaunchOrder launch_order_of(std::span<Collective* const> sequence) {
   std::vector<size_t> pending;
@@ -84,9 +69,7 @@ struct IterationState {
   }
 
   const Preparation preparation;
-  const int64_t iteration;  // that its backward makes it
-  Phase phase = Phase::kPrepared;
-  bool is_shadow = false;               // zeros travel, nothing is delivered
+  const int64_t iteration;              // that its backward makes it
   bool creates_graph = false;           // its backward does
   const at::ThreadLocalState preparer;  // of the thread that prepared
   ContextGradients context_gradients;
@@ -98,28 +81,8 @@ struct IterationState {
   ChainedCollectives chained;                      // behind those of the hooks
   std::optional<ContinuationWatch> continuations;  // of a user's new hook
 
-  // The backward whose end is being watched, by its id. Reentrant backwards
-  // inside of it are not watched.
-  std::optional<int> watched_backward;
-
-  // A forward that is not to be reduced has run since: only backwards that go
-  // through the prepared outputs are this iteration's.
-  bool only_through_outputs = false;
-  bool outputs_are_watched = false;
-  std::vector<EarlyGradient> early_gradients;
-
   UnusedPrediction prediction;  // of parameters that backward will not reach
-
-  // Nothing is launched any more. `words` are for the other ranks; the first
-  // ones are kept.
-  void failed(std::string words) {
-    phase = Phase::kFailed;
-    if (failure.empty()) failure = std::move(words);
-  }
-  std::string failure;
-
-  // All ranks know how it ended.
-  bool is_settled = false;
+  std::string failure;  // what went wrong first, told to the other ranks
 };
 
 }  // namespace brigade

@@ -56,8 +56,6 @@ Verdict PeerSignatures::exchange(
   }
   if (!verdict.status.ok()) {
     verdict.owed = launches_owed(by_rank, group_->getRank());
-  } else {
-    is_at_meeting_point_ = true;
   }
   return verdict;
 }
@@ -83,7 +81,6 @@ void PeerSignatures::met() {
   channel_->count_from_here();
   launches_ = 0;
   own_collectives_ = 0;
-  is_at_meeting_point_ = true;
 }
 
 void PeerSignatures::tell_of_loss(RankSignature own) noexcept {

@@ -89,11 +89,6 @@ class PeerSignatures {
   // for hooks that may launch some when others are complete.
   void compare_others(bool value) { compares_others_ = value; }
 
-  // The place where ranks met last is left when one goes on to what it launches
-  // for other purposes, or to a forward.
-  bool is_at_meeting_point() const { return is_at_meeting_point_; }
-  void leave_meeting_point() { is_at_meeting_point_ = false; }
-
   // All ranks stand in the same place, after they have launched what they owed.
   void met();
 
@@ -103,7 +98,8 @@ class PeerSignatures {
   // Errors: PeerError if a rank has left, died, or does not come within
   // `patience`, at most the group's timeout; RuntimeError in a forked child.
   // REQUIRES: is_connected().
-  // ENSURES: at the meeting point if all agree; otherwise met() is to follow.
+  // ENSURES: all ranks stand in the same place if all agree; otherwise met() is
+  // to follow.
   Verdict exchange(
       RankSignature own,
       std::optional<std::chrono::milliseconds> patience = std::nullopt);
@@ -134,8 +130,7 @@ class PeerSignatures {
   int64_t own_collectives_ = 0;  // of these
   uint64_t others_ = 0;          // a digest: where others lie between them
   std::optional<int64_t> last_count_;  // the group's, at the last launch
-  bool is_at_meeting_point_ = true;
-  SignatureTicket last_words_;  // nobody waits for it, but it travels
+  SignatureTicket last_words_;         // nobody waits for it, but it travels
   std::optional<uint64_t> agreed_;
 };
 

@@ -112,13 +112,13 @@ ReducerStatistics Reducer::statistics() const {
 
 std::vector<size_t> Reducer::missing_gradients() const {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (!iteration_ || iteration_->phase == Phase::kPrepared) return {};
+  if (!has_begun(phase_)) return {};
   return missing_parameters();
 }
 
 bool Reducer::rebuild_buckets() try {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (iteration_ && iteration_->phase != Phase::kPrepared) return false;
+  if (has_begun(phase_)) return false;
   if (!graph_.ready_order.is_pending()) return false;
   rebuild();
   return true;
@@ -129,11 +129,10 @@ bool Reducer::rebuild_buckets() try {
 
 void Reducer::set_comm_hook(std::shared_ptr<c10d::CommHookInterface> hook) try {
   const std::lock_guard<std::mutex> lock(mutex_);
-  TORCH_CHECK(
-      !iteration_ || iteration_->phase == Phase::kPrepared,
-      "Reducer::set_comm_hook: ", describe(occasion(observations_.begun)),
-      " is being reduced.\nSet the hook before the backward or after "
-      "it.");
+  TORCH_CHECK(!has_begun(phase_), "Reducer::set_comm_hook: ",
+              describe(occasion(observations_.begun)),
+              " is being reduced.\nSet the hook before the backward or after "
+              "it.");
   if (!hook) hook = all_reduce_hook(group_);
   HookTraits traits = traits_of(*hook);
   if (std::ranges::all_of(bound_.buckets, [&](const Bucket& bucket) {
@@ -185,8 +184,7 @@ bool Reducer::is_graph_static() const {
 
 void Reducer::note_local_forward() {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (!iteration_) return;
-  iteration_->only_through_outputs = iteration_->outputs_are_watched;
+  membership_.note_local_forward();
 }
 
 void Reducer::end_iteration() try {
@@ -200,8 +198,8 @@ void Reducer::end_iteration() try {
 void Reducer::recover(MeetingPlace place) try {
   const std::lock_guard<std::mutex> lock(mutex_);
   end_unfinished_iteration();
-  if (!signatures_.is_at_meeting_point()) meet_idle(place);
-  signatures_.leave_meeting_point();
+  if (phase_ != Phase::kAtSyncPoint) meet_idle(place);
+  leave_sync_point();
 } catch (...) {
   observations_.note_error();
   throw;
@@ -214,13 +212,17 @@ void Reducer::meet_idle(MeetingPlace place) {
                 .unit = place == MeetingPlace::kAfterForward ? 0 : -1});
 }
 
+// The place where ranks met last is left when this one goes on to a forward, or
+// to what it launches for other purposes.
+void Reducer::leave_sync_point() {
+  if (phase_ == Phase::kAtSyncPoint) phase_ = Phase::kIdle;
+}
+
 // An iteration that has begun and is not over will get no more gradients.
 void Reducer::end_unfinished_iteration() {
-  if (!iteration_ || iteration_->phase == Phase::kPrepared) return;
+  if (!has_begun(phase_)) return;
   // A backward whose end has not been told has thrown, on another thread.
-  if (iteration_->phase == Phase::kFailed || iteration_->watched_backward) {
-    return give_up();
-  }
+  if (phase_ != Phase::kSuspended) return give_up();
   TORCH_CHECK(!finalizes_manually_ || !iteration_->order.all_launched(),
               describe_missing_finalization(occasion(iteration_->iteration)));
   iteration_->failure = describe_missing_gradients(
@@ -234,16 +236,16 @@ void Reducer::prepare(const std::vector<at::Tensor>& outputs) try {
   const std::lock_guard<std::mutex> lock(mutex_);
   end_unfinished_iteration();
   if (is_frozen()) {
-    iteration_ = nullptr;
+    take_iteration();
     return;
   }
   start_iteration();
   iteration_->prediction = predict_unused(outputs);
   if (graph_.hook_counts) graph_.hook_counts->restart();
-  iteration_->outputs_are_watched = watch_outputs(
+  membership_.prepared(watch_outputs(
       outputs, hooks_, [this, preparation = iteration_->preparation] {
         on_output_reached(preparation);
-      });
+      }));
   observations_.timeline.prepared(iteration_->iteration);
 } catch (...) {
   observations_.note_error();
@@ -262,15 +264,16 @@ bool Reducer::is_frozen() const {
 }
 
 void Reducer::start_iteration() {
-  iteration_ = nullptr;
+  take_iteration();
   check_parameters();
   if (graph_.ready_order.is_pending()) rebuild();
   if (table_.first_restrided()) follow_strides();
 
   graph_.ready_order.restart();
-  signatures_.leave_meeting_point();
   ++observations_.prepared;
   iteration_ = make_iteration(observations_.begun + 1);
+  phase_ = Phase::kPrepared;
+  membership_.prepared(/*outputs_are_watched=*/false);
   for (Bucket& bucket : bound_.buckets) bucket.restart();
   if (graph_.used) graph_.used->restart();
   observations_.iteration_begins(iteration_->iteration);
@@ -321,7 +324,7 @@ UnusedPrediction Reducer::predict_unused(
     prediction.unused = graph_.hook_counts->silent();
     prediction.none_reached =
         prediction.unused.size() == table_.num_variables();
-  } else if (watches_gradients_) {
+  } else if (!hooks_->are_removed()) {
     // No more than this: reentrant checkpoints hide what they use.
     prediction.none_reached =
         GraphSearch(hooks_->accumulators()).unreached(outputs).size() ==
@@ -334,16 +337,16 @@ UnusedPrediction Reducer::predict_unused(
 void Reducer::on_output_reached(Preparation preparation) try {
   const std::lock_guard<std::mutex> lock(mutex_);
   const int backward_id = running_backward_id();
-  finished_.output_reached(preparation, backward_id);
-  if (!iteration_ || finished_.is_finished(preparation)) return;
-  if (iteration_->phase == Phase::kFailed) return;
+  membership_.output_reached(preparation, backward_id);
+  if (is_between(phase_) || membership_.is_finished(preparation)) return;
+  if (is_ending(phase_)) return;
   observations_.timeline.backward_begins();
-  watch_backward(backward_id);
+  enter_backward(backward_id);
   try {
     if (begins_at_outputs()) begin_reduction();
     accept_early_gradients(backward_id);
   } catch (...) {
-    iteration_->failed(words_of_exception(std::current_exception()));
+    failed(std::current_exception());
     throw;
   }
 } catch (...) {
@@ -358,18 +361,16 @@ void Reducer::stop_watching_gradients() {
       "Reducer::stop_watching_gradients: find_unused_parameters must be false, "
       "it is true: parameters are found in the graph by the accumulators that "
       "the reducer watches.\nSet static_graph instead.");
-  TORCH_CHECK(!iteration_ || iteration_->phase == Phase::kPrepared,
-              "Reducer::stop_watching_gradients: ",
+  TORCH_CHECK(!has_begun(phase_), "Reducer::stop_watching_gradients: ",
               describe(occasion(observations_.begun)),
               " is being reduced.\nCall it before the backward or after it.");
   hooks_->remove();
-  watches_gradients_ = false;
 }
 
 void Reducer::set_manual_finalization(bool required) {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (required == finalizes_manually_) return;
-  TORCH_CHECK(!iteration_, "Reducer::set_manual_finalization: ",
+  TORCH_CHECK(is_between(phase_), "Reducer::set_manual_finalization: ",
               describe(occasion(iteration_->iteration)),
               " is prepared or under way; this cannot be called after forward "
               "while a backward is expected.\nCall it before forward, or when "
@@ -389,7 +390,7 @@ void Reducer::finalize_backward() try {
               "Reducer::finalize_backward: manual backward finalization is not "
               "required.\nSet it before forward, or let backward end the "
               "iteration.");
-  TORCH_CHECK(iteration_ && iteration_->phase == Phase::kReducing,
+  TORCH_CHECK(phase_ == Phase::kReducing || phase_ == Phase::kSuspended,
               "Reducer::finalize_backward: no gradient reduction requires "
               "finalization.\nCall it once, after a backward outside of "
               "no_sync.");
@@ -406,7 +407,7 @@ void Reducer::finalize_backward() try {
 }
 
 void Reducer::gradient_ready(size_t parameter, size_t replica) {
-  TORCH_CHECK(!watches_gradients_,
+  TORCH_CHECK(hooks_->are_removed(),
               "Reducer::gradient_ready: this reducer watches its gradients "
               "itself.\nCall stop_watching_gradients() first.");
   TORCH_CHECK_VALUE(
@@ -430,22 +431,22 @@ void Reducer::on_gradient_ready(VariableIndex variable, bool is_defined) try {
   if (graph_.used && (is_defined || table_[variable].grad().defined())) {
     graph_.used->mark(table_.number_of(variable));
   }
-  if (!iteration_) {
-    if (const auto finished = finished_.passed_by(backward_id)) {
+  if (is_between(phase_)) {
+    if (const auto finished = membership_.passed_by(backward_id)) {
       TORCH_CHECK(false, describe_late_gradient(table_, variable.parameter,
                                                 occasion(*finished)));
     }
     return;  // accumulates locally
   }
-  if (iteration_->phase == Phase::kFailed) return;
+  if (is_ending(phase_)) return;
   try {
-    if (may_be_of_a_local_forward()) {
+    if (membership_.is_undecided(phase_)) {
       return accept_early_gradient(variable, is_defined, backward_id);
     }
-    watch_backward(backward_id);
+    enter_backward(backward_id);
     accept_gradient(variable, is_defined);
   } catch (...) {
-    iteration_->failed(words_of_exception(std::current_exception()));
+    failed(std::current_exception());
     throw;
   }
 } catch (...) {
@@ -453,10 +454,20 @@ void Reducer::on_gradient_ready(VariableIndex variable, bool is_defined) try {
   throw;
 }
 
+// Reentrant backwards inside of one change nothing.
+void Reducer::enter_backward(int backward_id) {
+  if (phase_ == Phase::kPrepared) {
+    phase_ = Phase::kReached;
+  } else if (phase_ == Phase::kSuspended) {
+    phase_ = Phase::kReducing;
+  } else {
+    return;
+  }
+  watch_end(backward_id);
+}
+
 // Autograd tells of a backward's end only to those who ask during it.
-void Reducer::watch_backward(int backward_id) {
-  if (iteration_->watched_backward) return;
-  iteration_->watched_backward = backward_id;
+void Reducer::watch_end(int backward_id) {
   const int64_t preparation = iteration_->preparation.number;
   watch_backward_end(
       hooks_,
@@ -474,31 +485,23 @@ bool Reducer::begins_at_outputs() const {
          accumulates_all_gradients();
 }
 
-bool Reducer::may_be_of_a_local_forward() const {
-  return iteration_->only_through_outputs && !iteration_->watched_backward;
-}
-
 // The backward may come to the prepared outputs later; else the gradient stays
 // on this rank.
 void Reducer::accept_early_gradient(VariableIndex variable, bool is_defined,
                                     int backward_id) {
-  if (iteration_->phase == Phase::kReducing &&
-      iteration_->ready.is_ready(table_.number_of(variable))) {
+  if (iteration_->ready.is_ready(table_.number_of(variable))) {
     // Its bucket is on its way. The iteration should have been over.
     TORCH_CHECK(false, describe_missing_gradients(
                            table_, missing_parameters(),
                            occasion(iteration_->iteration), options_));
   }
-  iteration_->early_gradients.push_back({.variable = variable,
-                                         .is_defined = is_defined,
-                                         .backward_id = backward_id});
+  membership_.keep({.variable = variable,
+                    .is_defined = is_defined,
+                    .backward_id = backward_id});
 }
 
-// Reentrant backwards inside this one have later ids.
 void Reducer::accept_early_gradients(int backward_id) {
-  for (const EarlyGradient& early :
-       std::exchange(iteration_->early_gradients, {})) {
-    if (early.backward_id < backward_id) continue;
+  for (const EarlyGradient& early : membership_.take_from(backward_id)) {
     accept_gradient(early.variable, early.is_defined);
   }
 }
@@ -506,8 +509,8 @@ void Reducer::accept_early_gradients(int backward_id) {
 // Gradients that will not come are ready once backward has begun. Not before:
 // forward's outputs may be used for something else.
 void Reducer::begin_reduction() {
-  if (iteration_->phase != Phase::kPrepared) return;
-  iteration_->phase = Phase::kReducing;
+  if (has_begun(phase_)) return;
+  phase_ = Phase::kReducing;
   observations_.begun = iteration_->iteration;
   observations_.timeline.backward_begins();
   iteration_->creates_graph = at::GradMode::is_enabled();
@@ -655,8 +658,8 @@ void Reducer::launch(Collective& next) {
         std::optional<ObservedLaunch> launching;
         if (bucket) launching.emplace(observations_, *bucket);
         const ChainedCollectives::Scope chaining(iteration_->chained);
-        launch.future =
-            iteration_->is_shadow ? next.launch_substitute() : next.launch();
+        launch.future = phase_ == Phase::kShadowing ? next.launch_substitute()
+                                                    : next.launch();
       });
     } catch (...) {
       rethrow(failure_of(*iteration_, ErrorSource::kHook, next),
@@ -671,14 +674,11 @@ void Reducer::launch(Collective& next) {
 void Reducer::on_backward_end(int64_t preparation, int backward_id) try {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (!iteration_ || iteration_->preparation.number != preparation) return;
-  if (iteration_->watched_backward == backward_id) {
-    iteration_->watched_backward.reset();
-  }
-  if (iteration_->phase == Phase::kFailed) return give_up();
+  if (is_ending(phase_)) return give_up();
   // Gradients were computed, but not of parameters; perhaps there are none to
   // come.
-  if (iteration_->phase == Phase::kPrepared &&
-      !iteration_->prediction.none_reached) {
+  if (!has_begun(phase_) && !iteration_->prediction.none_reached) {
+    phase_ = Phase::kPrepared;
     return;
   }
   const size_t launched_before = iteration_->launches.size();
@@ -686,18 +686,18 @@ void Reducer::on_backward_end(int64_t preparation, int backward_id) try {
     begin_reduction();
     learn_graph();
   } catch (...) {
-    iteration_->failed(words_of_exception(std::current_exception()));
+    failed(std::current_exception());
     give_up();
     throw;
   }
   // Comm hooks that have only now been called may have queued callbacks.
   if (iteration_->launches.size() > launched_before) {
-    return watch_backward(backward_id);
+    return watch_end(backward_id);
   }
+  phase_ = Phase::kSuspended;
   if (iteration_->order.all_launched()) {
     if (!finalizes_manually_) finalize();
-  } else if (options_.one_backward_per_forward &&
-             !iteration_->watched_backward) {
+  } else if (options_.one_backward_per_forward) {
     end_unfinished_iteration();
   }
   // Else another backward may bring what is missing. What has been launched is
@@ -705,6 +705,23 @@ void Reducer::on_backward_end(int64_t preparation, int backward_id) try {
 } catch (...) {
   observations_.note_error();
   throw;
+}
+
+// Nothing is launched any more. The first words are kept.
+void Reducer::failed(const std::exception_ptr& error) {
+  if (phase_ == Phase::kLost || phase_ == Phase::kSettled) return;
+  phase_ = Phase::kFailed;
+  if (iteration_->failure.empty()) {
+    iteration_->failure = words_of_exception(error);
+  }
+}
+
+// Whatever phase it was in, it is over on this rank. Null if there is none.
+std::shared_ptr<IterationState> Reducer::take_iteration() {
+  if (!is_between(phase_)) {
+    phase_ = phase_ == Phase::kSettled ? Phase::kAtSyncPoint : Phase::kIdle;
+  }
+  return std::exchange(iteration_, nullptr);
 }
 
 void Reducer::rebuild() {

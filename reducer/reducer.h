@@ -53,11 +53,11 @@
 #include "brigade/hooks/gradient_hooks.h"
 #include "brigade/hooks/output_tensors.h"
 #include "brigade/planning/bucket_plan.h"
+#include "brigade/reducer/backward_membership.h"
 #include "brigade/reducer/bucket.h"
 #include "brigade/reducer/bucket_error.h"
 #include "brigade/reducer/collective.h"
 #include "brigade/reducer/error_texts.h"
-#include "brigade/reducer/finished_iterations.h"
 #include "brigade/reducer/graph_history.h"
 #include "brigade/reducer/iteration_state.h"
 #include "brigade/reducer/last_error.h"
@@ -65,6 +65,7 @@
 #include "brigade/reducer/observations.h"
 #include "brigade/reducer/parameter_table.h"
 #include "brigade/reducer/peer_signatures.h"
+#include "brigade/reducer/phase.h"
 #include "brigade/reducer/reducer_options.h"
 #include "brigade/reducer/reducer_setup.h"
 #include "brigade/reducer/statistics.h"
@@ -315,10 +316,10 @@ class Reducer : private GradientListener {
   void check_parameters() const;
   void keep_out_of_buckets(VariableIndex variable) const;
   UnusedPrediction predict_unused(const std::vector<at::Tensor>& outputs);
-  void watch_backward(int backward_id);
+  void enter_backward(int backward_id);
+  void watch_end(int backward_id);
   void begin_reduction();
   bool begins_at_outputs() const;
-  bool may_be_of_a_local_forward() const;
   void accept_early_gradient(VariableIndex variable, bool is_defined,
                              int backward_id);
   void accept_early_gradients(int backward_id);
@@ -342,6 +343,9 @@ class Reducer : private GradientListener {
   void adopt(BoundPlan bound);
   BoundPlan bind(BucketPlan plan, const HookTraits& hook);
   void keep_until_done(BoundPlan bound, std::span<const Launch> launches);
+  void failed(const std::exception_ptr& error);
+  std::shared_ptr<IterationState> take_iteration();
+  void leave_sync_point();
 
   // What becomes of the results (reducer_results.cc).
   struct Failure {
@@ -354,8 +358,8 @@ class Reducer : private GradientListener {
                      Collective& collective) const;
   const Launch* failed_map(const IterationState& iteration) const;
   void finalize();
-  void deliver_as_results_come(IterationState& iteration);
-  void deliver_what_all_ranks_have(IterationState& iteration);
+  void deliver_as_results_come(IterationState& iteration, bool is_shadow);
+  void deliver_what_all_ranks_have(IterationState& iteration, bool is_shadow);
   std::optional<Failure> launch_chained(IterationState& iteration);
   void await_result(Launch& launch);
   std::optional<Failure> find_unordered_collectives(
@@ -375,6 +379,7 @@ class Reducer : private GradientListener {
   Verdict compare(
       IterationState& iteration, RankSignature own,
       std::optional<std::chrono::milliseconds> patience = std::nullopt);
+  void exchange_failed(bool have_met);
   void settle(IterationState& iteration, Verdict& verdict);
   void pay(IterationState& iteration, int64_t num_launches);
   void launch_substitute(IterationState& iteration, Collective& collective);
@@ -409,11 +414,11 @@ class Reducer : private GradientListener {
   Observations observations_;
   GraphHistory graph_;
   BoundPlan bound_;
-  std::shared_ptr<IterationState> iteration_;  // null between iterations
-  FinishedIterations finished_;
+  Phase phase_ = Phase::kAtSyncPoint;
+  std::shared_ptr<IterationState> iteration_;  // null iff is_between(phase_)
+  BackwardMembership membership_;
   PeerSignatures signatures_;
   int64_t hook_since_ = 0;  // the iteration after which the hook was set
-  bool watches_gradients_ = true;
   bool finalizes_manually_ = false;
 };
 

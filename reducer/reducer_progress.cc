@@ -72,11 +72,11 @@ std::string Reducer::describe_progress() const {
                ? absl::StrCat(how_far, " and waits for its peers")
                : absl::StrCat(how_far, " and is inside a hook");
   }
-  if (!iteration_) {
+  if (is_between(phase_)) {
     return absl::StrCat("has prepared nothing since iteration ",
                         observations_.begun);
   }
-  if (iteration_->phase == Phase::kPrepared) {
+  if (!has_begun(phase_)) {
     return absl::StrCat("has prepared iteration ", iteration_->iteration,
                         ", whose backward has reached no parameter");
   }

@@ -44,7 +44,7 @@ void Reducer::agree_on_plan(IterationState& iteration) {
   if (signatures_.is_agreed(bound_.fingerprint)) return;
   end_together(iteration, begin_signature());
   signatures_.set_agreed(bound_.fingerprint);
-  signatures_.leave_meeting_point();
+  leave_sync_point();
 }
 
 void Reducer::begin_with_peers() {
@@ -68,7 +68,7 @@ void Reducer::end_together(IterationState& iteration,
     if (!signatures_.is_connected()) connect();
     throw_if_apart(compare(iteration, own));
   } catch (...) {
-    iteration_ = nullptr;
+    take_iteration();
     ++observations_.given_up;
     forget_observations();
     throw;
@@ -86,22 +86,33 @@ Verdict Reducer::compare(IterationState& iteration, RankSignature own,
   try {
     verdict = signatures_.exchange(own, patience);
   } catch (const c10::DistBackendError& error) {
-    iteration.is_settled = true;
+    exchange_failed(/*have_met=*/false);
     const std::string where = describe_awaited(iteration);
     lose_group(iteration);
     throw_peer_error(absl::StrCat("Reducer: ", where),
                      std::make_exception_ptr(
                          std::runtime_error(error.what_without_backtrace())));
   } catch (...) {
-    iteration.is_settled = true;
+    exchange_failed(/*have_met=*/false);
     leave_in_flight(iteration);
     throw;
   }
-  if (!verdict->status.ok()) {
-    iteration.is_settled = true;
+  if (verdict->status.ok()) {
+    if (is_between(phase_)) phase_ = Phase::kAtSyncPoint;
+  } else {
+    exchange_failed(/*have_met=*/false);
     settle(iteration, *verdict);
   }
   return *std::move(verdict);
+}
+
+// Ranks differ, or one has failed. If an iteration is under way, it is over.
+void Reducer::exchange_failed(bool have_met) {
+  if (is_between(phase_)) {
+    phase_ = have_met ? Phase::kAtSyncPoint : Phase::kIdle;
+  } else {
+    phase_ = have_met ? Phase::kSettled : Phase::kLost;
+  }
 }
 
 void Reducer::settle(IterationState& iteration, Verdict& verdict) {
@@ -119,6 +130,7 @@ void Reducer::settle(IterationState& iteration, Verdict& verdict) {
   if (!verdict.owed.ok()) return lose_group(iteration);
   wait_quietly(iteration);
   signatures_.met();
+  exchange_failed(/*have_met=*/true);
 }
 
 // Launches what the other ranks have launched of an iteration that is given up,
@@ -156,12 +168,12 @@ void Reducer::on_backward_abandoned(int64_t preparation) {
 // Does not throw: destructors of autograd's call it, and an error is on its way
 // already.
 void Reducer::give_up() {
-  const std::shared_ptr<IterationState> iteration =
-      std::exchange(iteration_, nullptr);
-  finished_.mark_finished(iteration->preparation, /*may_be_repeated=*/false);
+  const bool is_known = phase_ == Phase::kLost || phase_ == Phase::kSettled;
+  const std::shared_ptr<IterationState> iteration = take_iteration();
+  membership_.mark_finished(iteration->preparation, /*may_be_repeated=*/false);
   ++observations_.given_up;
   forget_observations();
-  if (iteration->is_settled) return;
+  if (is_known) return;
   if (iteration->failure.empty()) {
     iteration->failure = "an exception ended backward";
   }
@@ -296,26 +308,25 @@ Reducer::Failure Reducer::failure_of(const IterationState& iteration,
 
 // REQUIRES: its collective is there.
 void Reducer::rethrow(const Failure& failure, int64_t iteration) {
-  const std::string words = words_of_exception(failure.error);
-  const Collective& failed = *failure.collective;
-  if (iteration_) iteration_->failed(words);
+  const Collective& collective = *failure.collective;
+  if (!is_between(phase_)) failed(failure.error);
   // What the map throws is no hook's.
-  if (failed.bucket() && hook_.throws_own_errors) {
+  if (collective.bucket() && hook_.throws_own_errors) {
     std::rethrow_exception(failure.error);
   }
   if (!is_peer_failure(failure.error, failure.source,
-                       failed.fails_by_network_only())) {
+                       collective.fails_by_network_only())) {
     rethrow_hook_error(failure.error, failure.where);
   }
 
   // A user's hook may use other groups, and be mistaken about the network.
-  if (failed.fails_by_network_only()) {
+  if (collective.fails_by_network_only()) {
     leave_group({.kind = SignatureKind::kFailed,
                  .iteration = iteration,
                  .unit = static_cast<int64_t>(
-                     failed.bucket().value_or(bound_.buckets.size())),
-                 .text = signature_text(words)});
-    if (iteration_) iteration_->is_settled = true;
+                     collective.bucket().value_or(bound_.buckets.size())),
+                 .text = signature_text(words_of_exception(failure.error))});
+    if (!is_between(phase_)) phase_ = Phase::kLost;
   }
   // By iteration: peers may notice the same loss in another collective of it.
   const std::optional<RollCall> roll =

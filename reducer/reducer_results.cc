@@ -41,9 +41,9 @@ at::Tensor result_of(const Launch& launch) {
 // delivered as it comes. A user's hook may fail on one rank alone, so that
 // ranks tell each other before anybody delivers.
 void Reducer::finalize() {
-  const std::shared_ptr<IterationState> iteration =
-      std::exchange(iteration_, nullptr);
-  finished_.mark_finished(iteration->preparation, iteration->creates_graph);
+  const bool is_shadow = phase_ == Phase::kShadowing;
+  const std::shared_ptr<IterationState> iteration = take_iteration();
+  membership_.mark_finished(iteration->preparation, iteration->creates_graph);
   const ObservedFinalize finalizing(observations_);
   end_together(*iteration, {.kind = SignatureKind::kEnd,
                             .text = signature_text(hook_.name)});
@@ -51,9 +51,9 @@ void Reducer::finalize() {
   const HookScope scope(iteration->preparer);
 
   if (hook_.fails_by_network_only) {
-    deliver_as_results_come(*iteration);
+    deliver_as_results_come(*iteration, is_shadow);
   } else {
-    deliver_what_all_ranks_have(*iteration);
+    deliver_what_all_ranks_have(*iteration, is_shadow);
   }
   if (graph_.used) graph_.used->clear_marks();
   observations_.timeline.finalized();
@@ -62,7 +62,8 @@ void Reducer::finalize() {
   ++observations_.reduced;
 }
 
-void Reducer::deliver_as_results_come(IterationState& iteration) {
+void Reducer::deliver_as_results_come(IterationState& iteration,
+                                      bool is_shadow) {
   if (graph_.hook_counts) graph_.hook_counts->confirm();
   std::optional<Failure> failure;
   const auto awake_until = std::chrono::steady_clock::now() + kMaxTimeAwake;
@@ -79,7 +80,7 @@ void Reducer::deliver_as_results_come(IterationState& iteration) {
       if (failure) continue;
       step = ErrorSource::kDelivery;
       const at::Tensor result = result_of(launch);
-      if (!iteration.is_shadow) launch.collective->deliver(result);
+      if (!is_shadow) launch.collective->deliver(result);
     } catch (...) {
       if (failure) continue;
       const Launch* const map =
@@ -105,7 +106,8 @@ const Launch* Reducer::failed_map(const IterationState& iteration) const {
   return has_failed ? &*map : nullptr;
 }
 
-void Reducer::deliver_what_all_ranks_have(IterationState& iteration) {
+void Reducer::deliver_what_all_ranks_have(IterationState& iteration,
+                                          bool is_shadow) {
   std::optional<Failure> failure;
   if (!iteration.chained.empty()) {
     failure = launch_chained(iteration);
@@ -127,7 +129,7 @@ void Reducer::deliver_what_all_ranks_have(IterationState& iteration) {
   if (!failure) failure = find_unordered_collectives(iteration);
   tell_of_results(iteration, {.kind = SignatureKind::kArrived}, failure);
   if (graph_.hook_counts) graph_.hook_counts->confirm();
-  if (iteration.is_shadow) return;
+  if (is_shadow) return;
   try {
     for (const auto& [collective, result] : results) {
       collective->deliver(result);

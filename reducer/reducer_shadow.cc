@@ -15,8 +15,7 @@ void Reducer::shadow_iteration() try {
       });
   end_unfinished_iteration();
   start_iteration();
-  iteration_->is_shadow = true;
-  iteration_->phase = Phase::kReducing;
+  phase_ = Phase::kShadowing;
   observations_.begun = iteration_->iteration;
   // Marks belong to gradients of earlier backwards, which do not travel.
   if (graph_.used) graph_.used->clear_marks();
@@ -35,7 +34,7 @@ void Reducer::shadow_iteration() try {
     iteration_->order.mark_all();
     launch_ready();
   } catch (...) {
-    iteration_->failed(words_of_exception(std::current_exception()));
+    failed(std::current_exception());
     give_up();
     throw;
   }
