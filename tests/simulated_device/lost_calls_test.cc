@@ -181,21 +181,24 @@ TEST_F(LostCallsTest, GradientsAreRecordedOnThePackingStream) {
   simulated::make_wait(stream_of(3), simulated::default_stream());
   const c10::StreamGuard on_caller(stream_of(3));
   train_one_step(kTwoBuckets);
+  bool in_backward = false;
   bool joined = false;
   const Count recorded = count(
       [&](const OrderingCall& call) {
-        joined = joined ||
-                 (call.kind == OrderingCall::kWait &&
-                  call.stream == stream_of(3) && call.other == stream_of(5));
-        joined = joined && call.stream != stream_of(2);
+        // The last wait of the bucket's join, and what comes right behind it.
+        if (call.kind != OrderingCall::kRecordUse) {
+          joined = in_backward && call.kind == OrderingCall::kWait &&
+                   call.stream == stream_of(3) && call.other == stream_of(4);
+        }
         return joined && call.kind == OrderingCall::kRecordUse &&
                call.stream == stream_of(3);
       },
       [&] {
         const at::Tensor loss = training_->loss(1);
         training_->reducer().prepare_for_backward(loss);
-        joined = false;
+        in_backward = true;
         loss.backward();
+        in_backward = false;
         training_->zero_grad();
       });
   EXPECT_EQ(recorded.needed, 2);
