@@ -9,16 +9,12 @@
 
 #include "absl/cleanup/cleanup.h"
 #include "absl/strings/match.h"
-#include "absl/strings/str_cat.h"
 #include "brigade/comm/tcp_store_of.h"
 
 namespace brigade {
 namespace {
 
 constexpr const char* kAnyPort = "9";  // nothing is sent there
-
-// What a rank publishes that leaves the choice to Gloo.
-constexpr const char* kUnknown = "unknown";
 
 std::optional<std::string> source_address(const addrinfo& destination) {
   const int connection =
@@ -60,25 +56,12 @@ bool is_loopback(const std::string& address) {
   return absl::StartsWith(address, "127.") || address == "::1";
 }
 
-std::string control_address(const c10::intrusive_ptr<c10d::Store>& store,
-                            int rank, int world_size) {
+std::string control_address(const c10::intrusive_ptr<c10d::Store>& store) {
   c10d::TCPStore* const tcp_store = tcp_store_of(store);
   if (tcp_store == nullptr) return "";
   const char* const interfaces = std::getenv("GLOO_SOCKET_IFNAME");
-  const bool is_chosen = interfaces != nullptr && *interfaces != '\0';
-  const std::string own =
-      is_chosen ? ""
-                : source_address_towards(tcp_store->getHost()).value_or("");
-  const auto key = [](int of) { return absl::StrCat("address/", of); };
-  store->set(key(rank), own.empty() ? kUnknown : own);
-  if (own.empty() || !is_loopback(own)) return own;
-  for (int peer = 0; peer < world_size; ++peer) {
-    if (peer == rank) continue;
-    const std::string theirs = store->get_to_str(key(peer));
-    if (theirs == kUnknown || is_loopback(theirs)) continue;
-    if (auto address = source_address_towards(theirs)) return *address;
-  }
-  return own;
+  if (interfaces != nullptr && *interfaces != '\0') return "";
+  return source_address_towards(tcp_store->getHost()).value_or("");
 }
 
 }  // namespace brigade

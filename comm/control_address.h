@@ -15,12 +15,10 @@
 
 namespace brigade {
 
-// Numeric; empty if Gloo's own choice is to be used: GLOO_SOCKET_IFNAME is set,
-// or the store is no TCPStore.  Collective over `store`: a rank that reaches it
-// over loopback, since it lies on this machine, asks for the others' addresses,
-// and takes the one from which it reaches the first that is not loopback.
-std::string control_address(const c10::intrusive_ptr<c10d::Store>& store,
-                            int rank, int world_size);
+// Numeric, of this rank; empty if Gloo's own choice is to be used:
+// GLOO_SOCKET_IFNAME is set, or the store is no TCPStore.  Loopback for a rank
+// on the machine where the store lies.
+std::string control_address(const c10::intrusive_ptr<c10d::Store>& store);
 
 // The numeric address from which this machine sends to `host`; nothing is sent.
 // Nullopt if there is no way there.

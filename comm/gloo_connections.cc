@@ -7,7 +7,10 @@
 #include <cstdlib>
 #include <exception>
 #include <sstream>
+#include <string_view>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
+
+#include "brigade/comm/sigpipe_block.h"
 
 namespace brigade {
 namespace {
@@ -31,6 +34,19 @@ std::vector<std::string> interfaces_from_environment() {
   return interfaces;
 }
 
+// A device tells it as part of its description only:
+// "tcp, pci=, iface=lo, speed=-1, addr=[127.0.0.1]".
+std::string address_of(const ::gloo::transport::Device& device) {
+  constexpr std::string_view kLabel = "addr=";
+  const std::string description = device.str();
+  const size_t label = description.find(kLabel);
+  if (label == std::string::npos) return "";
+  const size_t begin =
+      description.find_first_not_of('[', label + kLabel.size());
+  const size_t end = description.find_first_of("], ", begin);
+  return description.substr(begin, end - begin);
+}
+
 }  // namespace
 
 GlooDevices open_gloo_devices(std::vector<std::string> interfaces) {
@@ -45,16 +61,22 @@ GlooDevices open_gloo_devices(std::vector<std::string> interfaces) {
   return devices;
 }
 
-GlooDevices gloo_devices_of(c10d::ProcessGroup& group) {
+std::string gloo_address_of(c10d::ProcessGroup& group) {
   try {
     const auto backend = group.getBackend(at::kCPU);
     if (auto* gloo = dynamic_cast<ProcessGroupGloo*>(backend.get())) {
-      return gloo->getOptions()->devices;
+      const GlooDevices& devices = gloo->getOptions()->devices;
+      if (!devices.empty()) return address_of(*devices.front());
     }
   } catch (const std::exception&) {
     // It serves no CPU tensors.
   }
-  return {};
+  return "";
+}
+
+std::string default_gloo_address() {
+  const SigpipeBlock inherited_by_its_threads;
+  return address_of(*open_gloo_devices({}).front());
 }
 
 // A wait that times out ends all operations of its context, which closing the

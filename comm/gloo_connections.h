@@ -1,7 +1,7 @@
 // What the backends made of Gloo share: the network devices they open, and how
 // their operations are ended.
 //
-// With gloo_backend.cc and gloo_signature_mesh.cc, all that sees Gloo's own
+// With gloo_backend.cc, all that sees Gloo's own
 // headers.  Internal to comm/.
 
 #ifndef BRIGADE_COMM_GLOO_CONNECTIONS_H_
@@ -25,8 +25,12 @@ using GlooContexts = std::vector<std::shared_ptr<::gloo::Context>>;
 // Errors: c10::ValueError for an empty name in GLOO_SOCKET_IFNAME.
 GlooDevices open_gloo_devices(std::vector<std::string> interfaces);
 
-// Those of the group's Gloo backend; none if it has no such backend.
-GlooDevices gloo_devices_of(c10d::ProcessGroup& group);
+// The numeric address of the group's Gloo backend; empty if it has no such
+// backend.
+std::string gloo_address_of(c10d::ProcessGroup& group);
+
+// The one that Gloo would choose. Errors: as open_gloo_devices().
+std::string default_gloo_address();
 
 // All operations in flight end with an error, here and at the peers, and so do
 // later ones.

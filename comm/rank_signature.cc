@@ -58,8 +58,6 @@ std::string describe_signature(const RankSignature& signature,
                           signature.launches == 1 ? " launch" : " launches");
     case SignatureKind::kArrived:
       return "has the results of " + iteration;
-    case SignatureKind::kGone:
-      return "has left after " + iteration;
     case SignatureKind::kFailed: {
       std::string failure = "failed in " + iteration;
       if (!unit.empty()) failure += " at " + unit;

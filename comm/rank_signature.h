@@ -31,7 +31,6 @@ enum class SignatureKind : int64_t {
   kEnd,      // has launched all collectives of the iteration
   kArrived,  // has their results
   kFailed,   // has given the iteration up
-  kGone,     // has left the channel, after the iteration; the channel's own
 };
 
 // In place of a number of launches: the sender's connections are gone, or it

@@ -14,6 +14,7 @@
 #include "brigade/comm/peer_error.h"
 #include "brigade/comm/roll_call.h"
 #include "brigade/comm/signature_answers.h"
+#include "brigade/comm/signature_check.h"
 
 namespace brigade {
 namespace {
@@ -22,12 +23,6 @@ using std::chrono::milliseconds;
 
 // Survivors learn of a death within milliseconds of each other on one host.
 constexpr milliseconds kAnswerPatience{3000};
-
-// Peers may still be reading what was sent in an exchange while its answers are
-// all here, but no longer once the next one's are.
-constexpr int64_t kSafeDistance = 1;
-
-constexpr int kSequenceBits = 40;
 
 std::string end_key(const std::string& prefix) {
   return absl::StrCat(prefix, "end");
@@ -59,16 +54,19 @@ std::string describe_leavers(const RollCall& roll) {
 
 }  // namespace
 
-SignatureChannel::SignatureChannel(c10::intrusive_ptr<c10d::ProcessGroup> group)
+SignatureChannel::SignatureChannel(c10::intrusive_ptr<c10d::ProcessGroup> group,
+                                   std::optional<ChannelIdentity> identity)
     : group_(std::move(group)),
       process_(getpid()),
       timeout_(group_timeout(*group_)),
       answers_(find_answers(*group_)),
       group_count_(count_collectives(*group_)) {
-  if (group_->getSize() > 1 && group_->getStore() && !answers_) connect();
+  if (group_->getSize() > 1 && group_->getStore() && !answers_) {
+    connect(identity);
+  }
 }
 
-void SignatureChannel::connect() {
+void SignatureChannel::connect(std::optional<ChannelIdentity> identity) {
   try {
     mesh_ = SignatureMesh::of(group_);
   } catch (...) {
@@ -77,7 +75,8 @@ void SignatureChannel::connect() {
                      group_->getSize(), " could not connect to the others"),
         std::current_exception());
   }
-  number_ = mesh_->add_channel();
+  if (!identity) identity = ChannelIdentity::made_together(group_);
+  number_ = identity->number();
   prefix_ = absl::StrCat(mesh_->prefix(), "channel/", number_, "/");
 }
 
@@ -95,24 +94,14 @@ SignatureChannel::~SignatureChannel() {
   }
 }
 
-// Told in two ways: peers that wait, or will, get a message in place of a
-// signature, as long as the mesh lives; later the store tells.
+// Told in two ways: by the mesh, as long as it lives; later by the store.
 void SignatureChannel::leave() {
   const std::lock_guard<std::mutex> lock(mutex_);
-  for (const KeptExchange& kept : exchanges_) {
-    if (kept.sequence <= last_awaited_) continue;
-    kept.exchange->abort();
-    mesh_->keep(kept.exchange);  // peers may come to it
-  }
+  for (const auto& [sequence, exchange] : in_flight_) exchange->abort();
   if (failure_) return;
   call_roll(group_, end_key(prefix_), left_after(last_.iteration),
             milliseconds{0});
-  const RankSignature farewell = {.kind = SignatureKind::kGone,
-                                  .sequence = last_.sequence + 1,
-                                  .iteration = last_.iteration};
-  const auto exchange = mesh_->make_exchange();
-  exchange->begin(place_of(farewell.sequence), farewell);
-  mesh_->keep(exchange);
+  mesh_->leave(number_, last_);
 }
 
 void SignatureChannel::check_process() const {
@@ -120,10 +109,6 @@ void SignatureChannel::check_process() const {
               process_, ", it can't be used in process ", getpid(),
               ", which was forked from that.\nMake the group and what uses it "
               "after the fork.");
-}
-
-uint64_t SignatureChannel::place_of(int64_t sequence) const {
-  return (number_ << kSequenceBits) | static_cast<uint64_t>(sequence);
 }
 
 SignatureTicket SignatureChannel::exchange(RankSignature own) {
@@ -139,8 +124,8 @@ SignatureTicket SignatureChannel::exchange(RankSignature own) {
   last_ = own;
   SignatureTicket ticket = {.own = own};
   if (mesh_) {
-    ticket.exchange = free_exchange(own.sequence);
-    ticket.exchange->begin(place_of(own.sequence), own);
+    ticket.exchange = mesh_->begin(number_, own);
+    in_flight_[own.sequence] = ticket.exchange;
   } else if (answers_ != nullptr) {
     ticket.answers = answers_->answer_signature(own);
   } else {
@@ -149,34 +134,35 @@ SignatureTicket SignatureChannel::exchange(RankSignature own) {
   return ticket;
 }
 
-std::shared_ptr<SignatureExchange> SignatureChannel::free_exchange(
-    int64_t sequence) {
-  for (KeptExchange& kept : exchanges_) {
-    if (kept.exchange.use_count() > 1) continue;
-    if (kept.sequence + kSafeDistance > last_awaited_) continue;
-    kept.sequence = sequence;
-    return kept.exchange;
+std::optional<std::vector<RankSignature>> SignatureChannel::await_difference(
+    const SignatureTicket& ticket, std::optional<milliseconds> patience) {
+  if (!ticket.exchange) {
+    if (check_signatures(ticket.answers).ok()) return std::nullopt;
+    return ticket.answers;
   }
-  exchanges_.push_back(
-      {.exchange = mesh_->make_exchange(), .sequence = sequence});
-  return exchanges_.back().exchange;
+  using enum SignatureExchange::Outcome;
+  check_process();
+  const milliseconds limit = std::min(patience.value_or(timeout_), timeout_);
+  const auto outcome = ticket.exchange->wait_for_outcome(limit);
+  if (outcome == kAgreed || outcome == kDiffer) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    in_flight_.erase(ticket.own.sequence);
+  }
+  if (outcome == kAgreed) return std::nullopt;
+  if (outcome == kDiffer) return ticket.exchange->received();
+  try {
+    ticket.exchange->throw_why(outcome, limit);
+  } catch (...) {
+    fail(ticket, outcome, std::current_exception());
+  }
 }
 
 std::vector<RankSignature> SignatureChannel::await(
     const SignatureTicket& ticket, std::optional<milliseconds> patience) {
   if (!ticket.exchange) return ticket.answers;
-  check_process();
-  try {
-    ticket.exchange->wait(std::min(patience.value_or(timeout_), timeout_));
-  } catch (...) {
-    fail(ticket, std::current_exception());
-  }
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    last_awaited_ = std::max(last_awaited_, ticket.own.sequence);
-  }
-  require_nobody_left(ticket);
-  return ticket.exchange->received();
+  auto different = await_difference(ticket, patience);
+  if (different) return *std::move(different);
+  return std::vector<RankSignature>(group_->getSize(), ticket.own);
 }
 
 void SignatureChannel::count_from_here() {
@@ -198,35 +184,40 @@ std::string SignatureChannel::describe_wait(
                       describe_signature(ticket.own));
 }
 
-void SignatureChannel::require_nobody_left(const SignatureTicket& ticket) {
-  RollCall told;
-  for (const RankSignature& signature : ticket.exchange->received()) {
-    const bool has_left = signature.kind == SignatureKind::kGone;
-    told.answers.emplace_back(has_left ? left_after(signature.iteration) : 0);
-  }
-  const std::string leavers = describe_leavers(told);
-  if (leavers.empty()) return;
-  fail_with(absl::StrCat(describe_wait(ticket), ": ", leavers),
-            std::make_exception_ptr(
-                std::runtime_error("nobody will answer in its place")),
-            /*roll=*/nullptr);
-}
-
 void SignatureChannel::fail(const SignatureTicket& ticket,
+                            SignatureExchange::Outcome outcome,
                             const std::exception_ptr& cause) {
+  using enum SignatureExchange::Outcome;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (failure_) std::rethrow_exception(failure_);
   }
-  const std::vector<int> lost = ticket.exchange->lost_peers();
+  std::vector<Absence> absences;
+  if (outcome == kBroken) absences = ticket.exchange->absences();
+  const auto has_left = [](const Absence& absence) {
+    return absence.reason == AbsenceReason::kLeft;
+  };
+  std::string context = describe_wait(ticket);
+  if (!absences.empty() && std::ranges::all_of(absences, has_left)) {
+    absl::StrAppend(&context, ": ", describe(absences));
+    fail_with(context,
+              std::make_exception_ptr(
+                  std::runtime_error("nobody will answer in its place")),
+              /*roll=*/nullptr);
+  }
+  if (outcome == kAborted) fail_with(context, cause, /*roll=*/nullptr);
+
+  std::vector<int> lost;
+  for (const Absence& absence : absences) {
+    if (absence.reason == AbsenceReason::kClosed) lost.push_back(absence.rank);
+  }
   const std::string key = end_key(prefix_);
   call_roll(group_, key, ticket.own.iteration, milliseconds{0});
-  // Its end is what ranks notice that do not wait for the lost one.
-  mesh_->close();
+  // The others are to notice it now, and answer.
+  if (outcome == kTimedOut) mesh_->give_up(ticket.own);
   const RollCall roll =
       call_roll(group_, key, ticket.own.iteration, kAnswerPatience, lost);
   const std::string leavers = describe_leavers(roll);
-  std::string context = describe_wait(ticket);
   if (!leavers.empty()) absl::StrAppend(&context, ": ", leavers);
   fail_with(context, cause, leavers.empty() ? &roll : nullptr);
 }

@@ -2,8 +2,8 @@
 // that they speak of.
 //
 // Decides how long signatures are waited for, and what a rank is told whose
-// peer has left or died; how they travel is comm/signature_mesh.h's.  What they
-// mean is decided by those who send them (docs/protocol.md, "Signatures").
+// peer has left or died; how they travel is comm/signature_protocol.h's.  What
+// they mean is decided by those who send them (docs/protocol.md, "Signatures").
 //
 //   SignatureChannel channel(group);
 //   SignatureTicket end = channel.exchange({.kind = SignatureKind::kEnd,
@@ -12,10 +12,11 @@
 //   ...  // the collectives go on
 //   absl::Status equal = check_signatures(channel.await(end));
 //
-// All channels of a group share its mesh of connections, and no channel has a
-// thread.  All signatures have one size, so that nothing clashes there whatever
-// ranks do: the n-th exchange of one rank on a channel meets the n-th of every
-// other.  Nothing is copied to or from a GPU, and no stream is touched.
+// All channels of a group share its connections, and all of a process one
+// thread, which passes on what others need whatever the caller does.  Nothing
+// clashes there whatever ranks do: the n-th exchange of one rank on a channel
+// meets the n-th of every other.  Nothing is copied to or from a GPU, and no
+// stream is touched.
 //
 // A world of 1 answers itself.  So does a group without a store, with its own
 // signature for every rank: its ranks are taken to be identical.
@@ -31,6 +32,7 @@
 #include <chrono>
 #include <cstdint>
 #include <exception>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -38,6 +40,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
 
+#include "brigade/comm/channel_identity.h"
 #include "brigade/comm/rank_signature.h"
 #include "brigade/comm/roll_call.h"
 #include "brigade/comm/signature_mesh.h"
@@ -55,10 +58,13 @@ struct SignatureTicket {
 
 class SignatureChannel {
  public:
-  // Collective: the first one of a group connects the ranks.  Ranks make their
-  // channels on a group in the same order.  Its timeout is the group's.
-  // Errors: PeerError if ranks don't meet in time.
-  explicit SignatureChannel(c10::intrusive_ptr<c10d::ProcessGroup> group);
+  // Collective: the first one of a group connects the ranks.  `identity`: that
+  // of the peers' channels which this one meets; none: ranks make this channel
+  // together.  Its timeout is the group's.  Errors: PeerError if ranks don't
+  // meet in time.
+  explicit SignatureChannel(
+      c10::intrusive_ptr<c10d::ProcessGroup> group,
+      std::optional<ChannelIdentity> identity = std::nullopt);
 
   // Never waits for a peer.  Exchanges in flight end with an error, here and on
   // the ranks that wait for this one; those are told that this rank has left.
@@ -68,21 +74,28 @@ class SignatureChannel {
   SignatureChannel(const SignatureChannel&) = delete;
   SignatureChannel& operator=(const SignatureChannel&) = delete;
 
-  // Sends `own` to every rank, with `sequence` and `group_launches` filled in,
-  // and returns at once.
+  // Sends `own`, with `sequence` and `group_launches` filled in, and returns at
+  // once.
   //
   // Errors: PeerError, the one of before, when an exchange has failed;
   // RuntimeError in a forked child.
   SignatureTicket exchange(RankSignature own);
 
-  // Waits for all ranks' signatures, and returns them by rank.  `patience`:
-  // less than the group's timeout.
+  // Waits for all ranks, and returns their signatures by rank if they differ:
+  // if check_signatures() of them is not OK.  `patience`: less than the group's
+  // timeout.
   //
   // Errors: PeerError if a rank has left, died or not come in time: which
   // ranks, what this one waited for.  The channel is of no use then, and nor
   // are the group's others, unless the rank has left this one only.  The first
   // failure takes up to 3 s to find out who is still there, and a moment if the
   // missing ones' connections are closed.
+  std::optional<std::vector<RankSignature>> await_difference(
+      const SignatureTicket& ticket,
+      std::optional<std::chrono::milliseconds> patience = std::nullopt);
+
+  // The same, by rank in any case.  If they don't differ, the own one stands
+  // for each: what is not compared is this rank's.
   std::vector<RankSignature> await(
       const SignatureTicket& ticket,
       std::optional<std::chrono::milliseconds> patience = std::nullopt);
@@ -101,23 +114,15 @@ class SignatureChannel {
   void count_from_here();
 
  private:
-  // One that is over, to be used again.
-  struct KeptExchange {
-    std::shared_ptr<SignatureExchange> exchange;
-    int64_t sequence;  // of its last use
-  };
-
-  void connect();
+  void connect(std::optional<ChannelIdentity> identity);
   void check_process() const;
-  std::shared_ptr<SignatureExchange> free_exchange(int64_t sequence);
-  void require_nobody_left(const SignatureTicket& ticket);
   [[noreturn]] void fail(const SignatureTicket& ticket,
+                         SignatureExchange::Outcome outcome,
                          const std::exception_ptr& cause);
   [[noreturn]] void fail_with(const std::string& context,
                               const std::exception_ptr& cause,
                               const RollCall* roll);
   std::string describe_wait(const SignatureTicket& ticket) const;
-  uint64_t place_of(int64_t sequence) const;
   void leave();
 
   // Constant after construction.
@@ -125,16 +130,15 @@ class SignatureChannel {
   const pid_t process_;
   const std::chrono::milliseconds timeout_;
   std::shared_ptr<SignatureMesh> mesh_;   // null: nobody to talk to
-  uint64_t number_ = 0;                   // among the mesh's channels
+  uint64_t number_ = 0;                   // the identity's
   std::string prefix_;                    // of store keys; equal on all ranks
   AnswersSignatures* answers_ = nullptr;  // owned by group_
 
   mutable std::mutex mutex_;
   // Guarded by mutex_.
   RankSignature last_;                  // that was sent
-  int64_t last_awaited_ = 0;            // by sequence
   std::optional<int64_t> group_count_;  // where all stood last, if it counts
-  std::vector<KeptExchange> exchanges_;
+  std::map<int64_t, std::shared_ptr<SignatureExchange>> in_flight_;
   std::exception_ptr failure_;
 };
 

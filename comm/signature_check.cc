@@ -124,6 +124,14 @@ absl::Status check_signatures(std::span<const RankSignature> by_rank,
   return absl::OkStatus();
 }
 
+bool agree(const RankSignature& a, const RankSignature& b) {
+  const auto compared = [](const RankSignature& s) {
+    return std::tuple(s.kind, s.iteration, s.unit, s.numel, s.fingerprint,
+                      s.launches, s.others);
+  };
+  return a.kind != SignatureKind::kFailed && compared(a) == compared(b);
+}
+
 absl::StatusOr<int64_t> launches_owed(std::span<const RankSignature> by_rank,
                                       int rank) {
   std::vector<int> lost;

@@ -28,6 +28,10 @@ namespace brigade {
 absl::Status check_signatures(std::span<const RankSignature> by_rank,
                               std::string_view unit_name = "bucket");
 
+// Whether check_signatures() is OK with these two; it is with any number of
+// ranks if it is with each two of them.
+bool agree(const RankSignature& a, const RankSignature& b);
+
 // How often `rank` has to launch on zeros to stand where the rank that launched
 // most stands.  The payment is for the caller to make, on every
 // rank that owes one, before anything else is launched on the group.

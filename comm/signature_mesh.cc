@@ -1,13 +1,17 @@
 #include "brigade/comm/signature_mesh.h"
 
-#include <map>
-#include <mutex>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "brigade/comm/connect_peers.h"
+#include "brigade/comm/control_address.h"
 #include "brigade/comm/control_store.h"
-#include "brigade/comm/gloo_signature_mesh.h"
+#include "brigade/comm/exchange_rounds.h"
+#include "brigade/comm/gloo_connections.h"
 #include "brigade/comm/group_timeout.h"
+#include "brigade/comm/per_group.h"
+#include "brigade/comm/tcp_links.h"
 
 namespace brigade {
 namespace {
@@ -15,47 +19,99 @@ namespace {
 // Ranks whose signatures are not of one size must not meet.
 constexpr const char* kPrefix = "brigade/signatures_256/";
 
-using GroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
+using StorePtr = c10::intrusive_ptr<c10d::Store>;
 
 // A group's mesh lives as long as the group. If it lived as long as the
 // channels on it, ranks could differ in whether there is one: when a reducer is
 // destroyed is each rank's own business.
-struct Place {
-  explicit Place(const GroupPtr& group) : group(group) {}
-
-  const c10::weak_intrusive_ptr<c10d::ProcessGroup> group;
+struct MeshOfGroup {
   std::mutex connecting;
   std::shared_ptr<SignatureMesh> mesh;  // guarded by connecting
 };
 
-std::shared_ptr<Place> place_of(const GroupPtr& group) {
-  static std::mutex mutex;
-  static auto& places =
-      *new std::map<const c10d::ProcessGroup*, std::shared_ptr<Place>>();
-  const std::lock_guard<std::mutex> lock(mutex);
-  std::erase_if(places,
-                [](const auto& entry) { return entry.second->group.expired(); });
-  std::shared_ptr<Place>& place = places[group.get()];
-  if (!place) place = std::make_shared<Place>(group);
-  return place;
+std::string own_address(c10d::ProcessGroup& group, const StorePtr& store) {
+  std::string address = gloo_address_of(group);
+  if (address.empty()) address = control_address(store);
+  return address.empty() ? default_gloo_address() : address;
+}
+
+std::shared_ptr<SignatureMesh> connect_mesh(c10d::ProcessGroup& group) {
+  const StorePtr store = control_store(group);
+  const int rank = group.getRank();
+  const int size = group.getSize();
+  // Every rank counts its own, since several ranks may live in one process, and
+  // several groups may have one store.
+  const int64_t nth = store->add(absl::StrCat(kPrefix, "meshes/", rank), 1);
+  const std::string prefix = absl::StrCat(kPrefix, nth, "/");
+  auto sockets =
+      connect_peers(c10::make_intrusive<c10d::PrefixStore>(prefix, store),
+                    {.rank = rank,
+                     .peers = neighbours_of(rank, size),
+                     .address = own_address(group, store)},
+                    group_timeout(group));
+  auto mesh = std::make_shared<SignatureMesh>(
+      prefix, rank, size, std::make_unique<TcpLinks>(std::move(sockets)));
+  mesh->say_hello(group_timeout(group));
+  return mesh;
 }
 
 }  // namespace
 
 std::shared_ptr<SignatureMesh> SignatureMesh::of(
     const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
-  const std::shared_ptr<Place> place = place_of(group);
-  const std::lock_guard<std::mutex> lock(place->connecting);
-  if (place->mesh) return place->mesh;
-  const c10::intrusive_ptr<c10d::Store> store = control_store(*group);
-  // Every rank counts its own, since several ranks may live in one process, and
-  // several groups may have one store.
-  const int64_t nth =
-      store->add(absl::StrCat(kPrefix, "meshes/", group->getRank()), 1);
-  place->mesh = connect_gloo_mesh(*group, store,
-                                  absl::StrCat(kPrefix, nth, "/"),
-                                  group_timeout(*group));
-  return place->mesh;
+  const std::shared_ptr<MeshOfGroup> of_group = per_group<MeshOfGroup>(group);
+  const std::lock_guard<std::mutex> lock(of_group->connecting);
+  if (!of_group->mesh) of_group->mesh = connect_mesh(*group);
+  return of_group->mesh;
+}
+
+SignatureMesh::SignatureMesh(std::string prefix, int rank, int size,
+                             std::unique_ptr<PeerLinks> links)
+    : prefix_(std::move(prefix)),
+      protocol_(rank, size,
+                [this](int peer, Bytes message) {
+                  ++messages_sent_;
+                  links_->send(peer, message);
+                }),
+      links_(std::move(links)) {
+  links_->start(*this);
+}
+
+void SignatureMesh::say_hello(std::chrono::milliseconds timeout) {
+  begin(kHelloChannel, {.sequence = 1})->wait(timeout);
+}
+
+std::shared_ptr<SignatureExchange> SignatureMesh::begin(
+    uint64_t channel, const RankSignature& own) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return protocol_.begin(channel, own);
+}
+
+void SignatureMesh::leave(uint64_t channel, const RankSignature& last) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  protocol_.leave(channel, last);
+}
+
+void SignatureMesh::give_up(const RankSignature& last) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  protocol_.give_up(last);
+}
+
+SignatureMesh::Traffic SignatureMesh::traffic() const {
+  return {.connections = links_->num_connections(),
+          .messages_sent = messages_sent_,
+          .messages_received = messages_received_};
+}
+
+void SignatureMesh::on_message(int from, Bytes message) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  ++messages_received_;
+  protocol_.on_message(from, message);
+}
+
+void SignatureMesh::on_closed(int peer) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  protocol_.on_closed(peer);
 }
 
 }  // namespace brigade

@@ -1,15 +1,13 @@
-// Connections between the ranks of a group over which signatures travel, beside
-// those of the group's collectives.
+// What the ranks of a group exchange signatures over, beside the connections of
+// its collectives: links to a few of the other ranks, which pass on to the
+// rest.
 //
 // Decides when ranks connect: one mesh serves all channels that a process has
-// on a group, and is made by the first of them.  Knows no meaning of what is
-// sent.  Internal to comm/.
+// on a group, and is made by the first of them.  What is sent is decided by
+// comm/signature_protocol.h, here is its lock.  Internal to comm/.
 //
-// A mesh has no thread of its own: messages are posted by the thread that
-// begins an exchange and awaited by the one that wants the answers.
-//
-// Thread safety: any thread may use a mesh; an exchange belongs to one thread
-// at a time, but for abort().
+// Thread safety: any thread.  What comes is handled on the links' thread, so an
+// exchange goes on whatever the threads of this rank do.
 
 #ifndef BRIGADE_COMM_SIGNATURE_MESH_H_
 #define BRIGADE_COMM_SIGNATURE_MESH_H_
@@ -21,75 +19,64 @@
 #include <mutex>
 #include <string>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
-#include <utility>
-#include <vector>
 
+#include "brigade/comm/peer_links.h"
 #include "brigade/comm/rank_signature.h"
+#include "brigade/comm/signature_exchange.h"
+#include "brigade/comm/signature_protocol.h"
 
 namespace brigade {
 
-// One message to every rank, and one of every rank.  Owns their memory, which
-// must stay until a later exchange at the same channel is over: a peer may be
-// reading.
-class SignatureExchange {
+class SignatureMesh final : private LinkListener {
  public:
-  virtual ~SignatureExchange() = default;
-
-  // Posts the messages and returns at once.  `place`: meets the peers' exchange
-  // at the same place; each place is used once.
-  virtual void begin(uint64_t place, const RankSignature& own) = 0;
-
-  // Waits until all messages have come.  Errors: what the transport throws when
-  // a peer's connection is closed, or `timeout` is over, which closes all
-  // connections of the mesh.
-  virtual void wait(std::chrono::milliseconds timeout) = 0;
-
-  // A wait for it ends with an error, on whatever thread.
-  virtual void abort() = 0;
-
-  // By rank.  REQUIRES: wait() has returned.
-  virtual const std::vector<RankSignature>& received() const = 0;
-
-  // Peers that have sent nothing and whose connections are closed.  To be asked
-  // after wait() has thrown, before the mesh is closed here.
-  virtual std::vector<int> lost_peers() = 0;
-};
-
-class SignatureMesh {
- public:
-  // That of a group, for as long as the group lives.  Collective the first time:
-  // ranks connect, within the group's timeout.  The group's store is not held
-  // meanwhile.  REQUIRES: more than one rank, and a store.
+  // That of a group, for as long as the group lives.  Collective the first
+  // time: ranks connect, within the group's timeout.  The group's store is not
+  // held meanwhile.  Errors: RuntimeError, and what the store throws. REQUIRES:
+  // more than one rank, and a store.
   static std::shared_ptr<SignatureMesh> of(
       const c10::intrusive_ptr<c10d::ProcessGroup>& group);
 
-  virtual ~SignatureMesh() = default;
+  // `prefix`: of keys in the group's store; equal on all ranks, and this mesh's
+  // own.  `links`: to this rank's neighbours (comm/exchange_rounds.h).
+  SignatureMesh(std::string prefix, int rank, int size,
+                std::unique_ptr<PeerLinks> links);
 
-  virtual std::shared_ptr<SignatureExchange> make_exchange() = 0;
+  // Waits until all ranks have come here.  Errors: RuntimeError.
+  void say_hello(std::chrono::milliseconds timeout);
 
-  // Until the mesh ends: a message that nobody waits for, but peers may.
-  void keep(std::shared_ptr<SignatureExchange> exchange) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    kept_.push_back(std::move(exchange));
-  }
+  // Sends `own`, and returns at once. The exchange meets the peers' at the same
+  // channel and sequence.
+  std::shared_ptr<SignatureExchange> begin(uint64_t channel,
+                                           const RankSignature& own);
 
-  // Closes all connections, which peers notice.
-  virtual void close() = 0;
+  // Tells all ranks that this one takes part in nothing behind `last` on the
+  // channel.  What it has begun goes on.
+  void leave(uint64_t channel, const RankSignature& last);
 
-  // Numbers channels, from 1: ranks make theirs in the same order.
-  uint64_t add_channel() { return ++num_channels_; }
+  // Ends all exchanges that are not over, on every channel and rank, and all to
+  // come.  `last`: what this rank was waiting with.
+  void give_up(const RankSignature& last);
 
-  // Of keys in the group's store; equal on all ranks, and this mesh's own.
   const std::string& prefix() const { return prefix_; }
 
- protected:
-  explicit SignatureMesh(std::string prefix) : prefix_(std::move(prefix)) {}
+  struct Traffic {
+    int connections = 0;
+    int64_t messages_sent = 0;  // so far
+    int64_t messages_received = 0;
+  };
+  Traffic traffic() const;
 
  private:
+  void on_message(int from, Bytes message) override;
+  void on_closed(int peer) override;
+
   const std::string prefix_;
-  std::atomic<uint64_t> num_channels_ = 0;
+  std::atomic<int64_t> messages_sent_ = 0;
+  std::atomic<int64_t> messages_received_ = 0;
   std::mutex mutex_;
-  std::vector<std::shared_ptr<SignatureExchange>> kept_;  // guarded by mutex_
+  SignatureProtocol protocol_;  // guarded by mutex_
+  // Ends first: it calls this object.
+  const std::unique_ptr<PeerLinks> links_;
 };
 
 }  // namespace brigade

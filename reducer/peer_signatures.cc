@@ -37,7 +37,12 @@ PeerSignatures::PeerSignatures(c10::intrusive_ptr<c10d::ProcessGroup> group)
       group_counts_(group_->getSize() > 1 && group_->getStore()) {}
 
 void PeerSignatures::connect() {
-  if (!channel_) channel_ = std::make_unique<SignatureChannel>(group_);
+  if (channel_) return;
+  channel_ = std::make_unique<SignatureChannel>(group_, identity_);
+}
+
+void PeerSignatures::connect_later() {
+  identity_ = ChannelIdentity::made_alone(group_);
 }
 
 Verdict PeerSignatures::exchange(
@@ -48,14 +53,17 @@ Verdict PeerSignatures::exchange(
   own.launches = std::exchange(launches_, 0);
   own.own_collectives = std::exchange(own_collectives_, 0);
   last_count_.reset();
-  const std::vector<RankSignature> by_rank =
-      channel_->await(channel_->exchange(own), patience);
-  Verdict verdict = {.status = check_signatures(by_rank), .owed = 0};
-  for (const RankSignature& signature : by_rank) {
+  const SignatureTicket ticket = channel_->exchange(own);
+  const auto by_rank = channel_->await_difference(ticket, patience);
+  if (!by_rank) {
+    return {.status = absl::OkStatus(), .owed = 0, .iteration = own.iteration};
+  }
+  Verdict verdict = {.status = check_signatures(*by_rank), .owed = 0};
+  for (const RankSignature& signature : *by_rank) {
     verdict.iteration = std::max(verdict.iteration, signature.iteration);
   }
   if (!verdict.status.ok()) {
-    verdict.owed = launches_owed(by_rank, group_->getRank());
+    verdict.owed = launches_owed(*by_rank, group_->getRank());
   }
   return verdict;
 }

@@ -17,6 +17,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "brigade/comm/channel_identity.h"
 #include "brigade/comm/rank_signature.h"
 #include "brigade/comm/roll_call.h"
 #include "brigade/comm/signature_channel.h"
@@ -48,6 +49,10 @@ class PeerSignatures {
   // Collective, once: ranks connect.  To be called before the first exchange,
   // and not in backward, where peers may wait for something else.
   void connect();
+
+  // In place of connect(), where ranks don't construct this together: they
+  // connect later, and meet whatever the others have constructed here.
+  void connect_later();
   bool is_connected() const { return channel_ != nullptr; }
 
   // Of keys in the group's store, equal on all ranks; empty: nobody to talk to.
@@ -122,6 +127,7 @@ class PeerSignatures {
   void add_to_digest(int64_t num_collectives);
 
   const c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  std::optional<ChannelIdentity> identity_;    // if ranks connect later
   std::unique_ptr<SignatureChannel> channel_;  // null until ranks connect
   bool group_counts_;
   bool has_lost_group_ = false;

@@ -57,7 +57,10 @@ Reducer::Reducer(ReducerSetup setup)
       signatures_(group_) {
   observe_plan();
   signatures_.compare_others(!hook_.fails_by_network_only);
-  if (!options_.verify_across_ranks) return;
+  if (!options_.verify_across_ranks) {
+    signatures_.connect_later();
+    return;
+  }
   connect();
   // What ranks have compared decides on the plan.
   signatures_.set_agreed(bound_.fingerprint);

@@ -5,11 +5,12 @@
 #include <cstdlib>
 #include <optional>
 #include <string>
-#include <thread>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
+#include "brigade/comm/gloo_connections.h"
+#include "brigade/comm/process_group.h"
 #include "gtest/gtest.h"
 
 namespace brigade {
@@ -23,6 +24,7 @@ class ControlAddressTest : public ::testing::Test {
     unsetenv(kVariable);
   }
   ~ControlAddressTest() override {
+    unsetenv(kVariable);
     if (before_) setenv(kVariable, before_->c_str(), /*overwrite=*/1);
   }
 
@@ -40,36 +42,25 @@ class ControlAddressTest : public ::testing::Test {
 };
 
 TEST_F(ControlAddressTest, IsTheOneFromWhichTheStoreIsReached) {
-  EXPECT_EQ(control_address(server(), /*rank=*/0, /*world_size=*/1),
-            "127.0.0.1");
+  EXPECT_EQ(control_address(server()), "127.0.0.1");
   EXPECT_EQ(source_address_towards("127.0.0.2"), "127.0.0.1");
   EXPECT_EQ(source_address_towards("no such host."), std::nullopt);
 }
 
-TEST_F(ControlAddressTest, OfRanksOnOneMachineIsLoopback) {
-  const auto store = server();
-  std::string of_rank_1;
-  // A client of its own: one that waits for a key is locked.
-  std::thread other([&] { of_rank_1 = control_address(store->clone(), 1, 2); });
-  EXPECT_EQ(control_address(store, 0, 2), "127.0.0.1");
-  other.join();
-  EXPECT_EQ(of_rank_1, "127.0.0.1");
-}
-
-// Rank 0, which serves the store, reaches it over loopback; its peers are
-// elsewhere and have published where.
-TEST_F(ControlAddressTest, BesideTheStoreIsTheOneThatReachesThePeers) {
-  const auto store = server();
-  store->set("address/1", "127.0.0.1");
-  store->set("address/2", "unknown");
-  EXPECT_EQ(control_address(store, 0, 3), "127.0.0.1");
-}
-
 TEST_F(ControlAddressTest, IsLeftToGlooWhereItIsChosenOrUnknown) {
-  EXPECT_EQ(control_address(c10::make_intrusive<c10d::HashStore>(), 0, 2), "");
+  EXPECT_EQ(control_address(c10::make_intrusive<c10d::HashStore>()), "");
   setenv(kVariable, "lo", /*overwrite=*/1);
-  EXPECT_EQ(control_address(server(), 0, 2), "");
-  unsetenv(kVariable);
+  EXPECT_EQ(control_address(server()), "");
+}
+
+TEST_F(ControlAddressTest, OfGlooIsWhereItListens) {
+  const auto group =
+      make_process_group(c10::make_intrusive<c10d::HashStore>(), /*rank=*/0,
+                         /*world_size=*/1, {.gloo_interfaces = {"lo"}});
+  EXPECT_EQ(gloo_address_of(*group), "127.0.0.1");
+  EXPECT_EQ(gloo_address_of(*single_process_group()), "");
+  setenv(kVariable, "lo", /*overwrite=*/1);
+  EXPECT_EQ(default_gloo_address(), "127.0.0.1");
 }
 
 TEST_F(ControlAddressTest, KnowsLoopback) {

@@ -71,6 +71,22 @@ TEST_P(SignatureFailureTest, SurvivorsSayWhichRankIsMissing) {
   }
 }
 
+// Of six ranks, rank 4 has no connection to rank 1.
+TEST(SignatureFailureTest, RanksThatWereNotConnectedSayTheSame) {
+  ProcessRanks ranks({.world_size = 6, .function = "exchange_forever"});
+  ranks.wait_for_all("running");
+  ranks.signal(1, SIGKILL);
+  const std::vector<RankResult> results = ranks.finish();
+  for (const int rank : {0, 2, 3, 4, 5}) {
+    EXPECT_EQ(results[rank].exit_code, 0) << results[rank].error_output;
+    EXPECT_THAT(
+        results[rank].messages,
+        Contains(AllOf(StartsWith("error waiting for the other ranks'"),
+                       HasSubstr("ranks 0, 2-5 answered a roll call, rank 1 "
+                                 "did not: its connection is closed."))));
+  }
+}
+
 // What a forked child makes of its parent's channel.
 std::string use_after_fork(std::unique_ptr<SignatureChannel> channel) {
   std::string error = "no error";
