@@ -312,7 +312,7 @@ TEST(ConnectPeersTest, StrangersAreTurnedAway) {
   const std::string listens = store->get_to_str("listens/1");
   const auto port = std::stoi(listens.substr(listens.find(' ') + 1));
   std::vector<OwnedSocket> strangers;
-  for (const std::string& words : {std::string(), std::string(16, 'x')}) {
+  for (const std::string& words : {std::string(), std::string(16, '\0')}) {
     strangers.push_back(connected_to_port(port));
     EXPECT_EQ(send(strangers.back().get(), words.data(), words.size(), 0),
               words.size());
