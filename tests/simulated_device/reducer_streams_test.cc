@@ -3,6 +3,7 @@
 
 #include <torch/torch.h>
 
+#include <chrono>
 #include <memory>
 #include <ostream>
 #include <set>
@@ -298,6 +299,17 @@ void timed(const StreamLayout& layout, ReducerOptions options) {
   }
 }
 
+// As over a network: on a thread whose current streams are the default ones.
+void completed_on_another_thread(const StreamLayout& layout,
+                                 ReducerOptions options) {
+  StreamedTraining training(layout);
+  training.recording().delay_by(
+      [](const RecordedCollective&) { return std::chrono::microseconds(50); });
+  options.comm_hook = casting_hook(training.recording().group());
+  training.make_reducer(std::move(options));
+  train(training, [&](int s) { training.step(s); });
+}
+
 void lazily_allocated(const StreamLayout& layout, ReducerOptions options) {
   options.lazy_bucket_allocation = true;
   StreamedTraining training(layout);
@@ -430,6 +442,26 @@ void collective_fails_at_completion(const StreamLayout& layout,
   });
 }
 
+void backward_throws(const StreamLayout& layout, ReducerOptions options) {
+  bool throws = false;
+  StreamedTraining training(layout);
+  training.make_reducer(std::move(options));
+  training.model().parameters()[2].register_hook([&](const at::Tensor&) {
+    if (throws) throw std::runtime_error("in backward");
+  });
+  for (int s = 0; s < kNumSteps; ++s) {
+    throws = s % 2 == 1;
+    if (throws) {
+      EXPECT_ANY_THROW(training.step(s));
+      simulated::synchronize_all();
+    } else {
+      training.step(s);
+      training.expect_gradients(s);
+    }
+    training.zero_grad();
+  }
+}
+
 struct Scenario {
   const char* name;
   void (*run)(const StreamLayout&, ReducerOptions);
@@ -459,6 +491,7 @@ const Scenario kScenarios[] = {
     {"HookWithAContinuation", hook_with_a_continuation},
     {"HookChanged", hook_changed},
     {"Timed", timed},
+    {"CompletedOnAnotherThread", completed_on_another_thread},
     {"LazilyAllocated", lazily_allocated},
     {"FinalizedElsewhere", finalized_elsewhere},
     {"LocalReplicas", local_replicas},
@@ -468,6 +501,7 @@ const Scenario kScenarios[] = {
     {"GradientsWithAHistory", gradients_with_a_history},
     {"DestroyedAtOnce", destroyed_at_once},
     {"DestroyedWhileCollectivesAreOpen", destroyed_while_collectives_are_open},
+    {"BackwardThrows", backward_throws},
     {"CollectiveFailsAtLaunch", collective_fails_at_launch},
     {"CollectiveFailsAtCompletion", collective_fails_at_completion},
 };
