@@ -2,7 +2,7 @@
 // about to launch, or that it has ended an iteration, or that it has failed.
 //
 // Decides what a signature holds and how it is put into words.  How signatures
-// travel is comm/signature_channel.h's, what follows from them is
+// travel is comm/signature_protocol.h's, what follows from them is
 // comm/signature_check.h's business; docs/protocol.md, "Signatures", has both.
 //
 //   RankSignature end = {.kind = SignatureKind::kEnd,
