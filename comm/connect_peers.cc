@@ -110,7 +110,7 @@ std::string port_of(const OwnedSocket& socket) {
   return port;
 }
 
-OwnedSocket connect_to(const Listening& peer, int rank,
+OwnedSocket connect_to(const Listening& peer, int peer_rank, int rank,
                        Clock::time_point deadline) {
   const AddrinfoPtr at = resolve(peer.address, peer.port);
   OwnedSocket socket = open_socket(*at);
@@ -127,7 +127,8 @@ OwnedSocket connect_to(const Listening& peer, int rank,
   const Greeting greeting = {.secret = peer.secret, .rank = rank};
   TORCH_CHECK(error == 0 && send(socket.get(), &greeting, sizeof(greeting),
                                  MSG_NOSIGNAL) == sizeof(greeting),
-              "no connection to ", peer.address, " port ", peer.port, ": ",
+              "no connection to rank ", peer_rank, " at ", peer.address,
+              " port ", peer.port, ": ",
               std::strerror(error != 0 ? error : errno));
   return socket;
 }
@@ -141,6 +142,7 @@ class Reception {
   // Hands over those that have greeted. False: the deadline has come.
   template <typename Accept>
   bool receive(Clock::time_point deadline, const Accept& accept) {
+    if (Clock::now() >= deadline) return false;
     std::vector<pollfd> sockets = {{listener_.get(), POLLIN, 0}};
     for (const OwnedSocket& guest : guests_) {
       sockets.push_back({guest.get(), POLLIN, 0});
@@ -213,7 +215,7 @@ std::map<int, OwnedSocket> connect_peers(
   for (const int peer : own.peers) {
     const Listening theirs = parse(store->get_to_str(key(peer)));
     if (connects(own.rank, own.address, peer, theirs.address)) {
-      sockets[peer] = connect_to(theirs, own.rank, deadline);
+      sockets[peer] = connect_to(theirs, peer, own.rank, deadline);
     } else {
       awaited.push_back(peer);
     }

@@ -39,7 +39,8 @@ std::optional<std::string> source_address(const addrinfo& destination) {
 }  // namespace
 
 std::optional<std::string> source_address_towards(const std::string& host) {
-  const addrinfo hints = {.ai_socktype = SOCK_DGRAM};
+  addrinfo hints = {};
+  hints.ai_socktype = SOCK_DGRAM;
   addrinfo* found = nullptr;
   if (getaddrinfo(host.c_str(), kAnyPort, &hints, &found) != 0) {
     return std::nullopt;

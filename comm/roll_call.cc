@@ -39,7 +39,8 @@ std::string words_of(const std::exception& error) {
 
 void collect(const c10::intrusive_ptr<c10d::Store>& store,
              const std::string& key, int rank, int64_t value,
-             Clock::time_point deadline, const std::vector<int>& lost,
+             Clock::time_point deadline,
+             const std::function<std::vector<int>()>& lost,
              Collection& collection) {
   const auto key_of = [&](size_t peer) {
     return absl::StrCat("roll_call/", key, "/", peer);
@@ -55,8 +56,11 @@ void collect(const c10::intrusive_ptr<c10d::Store>& store,
   const Clock::time_point deadline_of_lost =
       std::min(deadline, Clock::now() + kPatienceWithLost);
   const auto is_over = [&](milliseconds pause) {
+    const std::lock_guard<std::mutex> lock(collection.mutex);
+    std::vector<int>& known = collection.roll.lost;
+    if (lost) known = lost();
     const bool only_lost = std::ranges::all_of(missing, [&](size_t peer) {
-      return std::ranges::count(lost, static_cast<int>(peer)) > 0;
+      return std::ranges::count(known, static_cast<int>(peer)) > 0;
     });
     return Clock::now() + pause > (only_lost ? deadline_of_lost : deadline);
   };
@@ -82,13 +86,13 @@ std::string seconds(milliseconds time) {
 
 RollCall call_roll(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
                    std::string_view key, int64_t value,
-                   std::chrono::milliseconds patience, std::vector<int> lost) {
+                   std::chrono::milliseconds patience,
+                   std::function<std::vector<int>()> lost) {
   const Clock::time_point deadline = Clock::now() + patience;
   auto collection = std::make_shared<Collection>();
   collection->roll.answers.resize(group->getSize());
   collection->roll.answers[group->getRank()] = value;
   collection->roll.patience = patience;
-  collection->roll.lost = lost;
 
   c10::intrusive_ptr<c10d::Store> store = group->getStore();
   if (!store) {

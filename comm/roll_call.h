@@ -13,6 +13,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <span>
 #include <string>
@@ -39,9 +40,9 @@ struct RollCall {
 // to hear each other use the same key; a key serves one roll call. Without
 // patience, only answers, for others to find later.
 //
-// `lost`: ranks whose connections are known to be closed.  One that has closed
-// them itself answers before; so once nobody else is missing, these are waited
-// for a moment only.
+// `lost`: tells, on another thread, which ranks' connections are known to be
+// closed by now.  One that has closed them itself answers before; so once
+// nobody else is missing, these are waited for a moment only.
 //
 // Never throws, and returns within `patience` and a second even when the
 // machine that serves the store hangs; a thread is then left behind that waits
@@ -49,7 +50,7 @@ struct RollCall {
 RollCall call_roll(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
                    std::string_view key, int64_t value,
                    std::chrono::milliseconds patience,
-                   std::vector<int> lost = {});
+                   std::function<std::vector<int>()> lost = {});
 
 // "rank 3", "ranks 0, 2, 5-9".
 std::string describe_ranks(std::span<const int> ranks);

@@ -207,16 +207,13 @@ void SignatureChannel::fail(const SignatureTicket& ticket,
   }
   if (outcome == kAborted) fail_with(context, cause, /*roll=*/nullptr);
 
-  std::vector<int> lost;
-  for (const Absence& absence : absences) {
-    if (absence.reason == AbsenceReason::kClosed) lost.push_back(absence.rank);
-  }
   const std::string key = end_key(prefix_);
   call_roll(group_, key, ticket.own.iteration, milliseconds{0});
   // The others are to notice it now, and answer.
   if (outcome == kTimedOut) mesh_->give_up(ticket.own);
   const RollCall roll =
-      call_roll(group_, key, ticket.own.iteration, kAnswerPatience, lost);
+      call_roll(group_, key, ticket.own.iteration, kAnswerPatience,
+                [mesh = mesh_] { return mesh->closed_ranks(); });
   const std::string leavers = describe_leavers(roll);
   if (!leavers.empty()) absl::StrAppend(&context, ": ", leavers);
   fail_with(context, cause, leavers.empty() ? &roll : nullptr);

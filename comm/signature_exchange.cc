@@ -55,7 +55,7 @@ void SignatureExchange::wait(std::chrono::milliseconds timeout) {
 void SignatureExchange::throw_why(Outcome outcome,
                                   std::chrono::milliseconds timeout) const {
   TORCH_CHECK(outcome != Outcome::kAborted, "the exchange was aborted");
-  TORCH_CHECK(outcome != Outcome::kBroken, describe(absences_));
+  TORCH_CHECK(outcome != Outcome::kBroken, describe(absences()));
   TORCH_CHECK(false, "not all ranks' signatures have come within ",
               static_cast<double>(timeout.count()) / 1000.0, " s");
 }
@@ -66,6 +66,18 @@ void SignatureExchange::abort() {
   is_over_.notify_all();
 }
 
+// A copy, made under the lock: who makes the next use of this object orders
+// itself behind it by renew().
+std::vector<RankSignature> SignatureExchange::received() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return by_rank_;
+}
+
+std::vector<Absence> SignatureExchange::absences() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return absences_;
+}
+
 void SignatureExchange::renew() {
   const std::lock_guard<std::mutex> lock(mutex_);
   outcome_ = Outcome::kPending;
@@ -73,12 +85,18 @@ void SignatureExchange::renew() {
 }
 
 void SignatureExchange::finish_different(std::vector<RankSignature> by_rank) {
-  by_rank_ = std::move(by_rank);
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    by_rank_ = std::move(by_rank);
+  }
   finish(Outcome::kDiffer);
 }
 
 void SignatureExchange::finish_broken(std::vector<Absence> absences) {
-  absences_ = std::move(absences);
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    absences_ = std::move(absences);
+  }
   finish(Outcome::kBroken);
 }
 

@@ -64,10 +64,10 @@ class SignatureExchange {
   void abort();
 
   // By rank. REQUIRES: kDiffer.
-  const std::vector<RankSignature>& received() const { return by_rank_; }
+  std::vector<RankSignature> received() const;
 
   // REQUIRES: kBroken.
-  const std::vector<Absence>& absences() const { return absences_; }
+  std::vector<Absence> absences() const;
 
   // For whoever makes it: back to pending, or over.
   void renew();
@@ -78,13 +78,12 @@ class SignatureExchange {
  private:
   void finish(Outcome outcome);
 
-  std::mutex mutex_;
+  mutable std::mutex mutex_;
   std::condition_variable is_over_;
   Outcome outcome_ = Outcome::kPending;  // guarded by mutex_
   bool is_aborted_ = false;              // guarded by mutex_
-  // Constant once it is over.
-  std::vector<RankSignature> by_rank_;
-  std::vector<Absence> absences_;
+  std::vector<RankSignature> by_rank_;   // guarded by mutex_
+  std::vector<Absence> absences_;        // guarded by mutex_
 };
 
 }  // namespace brigade

@@ -1,5 +1,9 @@
 #include "brigade/comm/signature_mesh.h"
 
+#include <c10/util/Exception.h>
+#include <sys/types.h>
+#include <unistd.h>
+
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <utility>
 
@@ -25,6 +29,12 @@ using StorePtr = c10::intrusive_ptr<c10d::Store>;
 // channels on it, ranks could differ in whether there is one: when a reducer is
 // destroyed is each rank's own business.
 struct MeshOfGroup {
+  // In a forked child the connections are the parent's, which goes on.
+  ~MeshOfGroup() {
+    if (process != getpid()) new std::shared_ptr<SignatureMesh>(mesh);
+  }
+
+  const pid_t process = getpid();
   std::mutex connecting;
   std::shared_ptr<SignatureMesh> mesh;  // guarded by connecting
 };
@@ -60,6 +70,11 @@ std::shared_ptr<SignatureMesh> connect_mesh(c10d::ProcessGroup& group) {
 std::shared_ptr<SignatureMesh> SignatureMesh::of(
     const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
   const std::shared_ptr<MeshOfGroup> of_group = per_group<MeshOfGroup>(group);
+  TORCH_CHECK(of_group->process == getpid(),
+              "SignatureMesh: the group's ranks were connected in process ",
+              of_group->process, ", it can't be used in process ", getpid(),
+              ", which was forked from that.\nMake the group and what uses it "
+              "after the fork.");
   const std::lock_guard<std::mutex> lock(of_group->connecting);
   if (!of_group->mesh) of_group->mesh = connect_mesh(*group);
   return of_group->mesh;
@@ -95,6 +110,11 @@ void SignatureMesh::leave(uint64_t channel, const RankSignature& last) {
 void SignatureMesh::give_up(const RankSignature& last) {
   const std::lock_guard<std::mutex> lock(mutex_);
   protocol_.give_up(last);
+}
+
+std::vector<int> SignatureMesh::closed_ranks() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return protocol_.closed_ranks();
 }
 
 SignatureMesh::Traffic SignatureMesh::traffic() const {

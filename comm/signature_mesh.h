@@ -19,6 +19,7 @@
 #include <mutex>
 #include <string>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <vector>
 
 #include "brigade/comm/peer_links.h"
 #include "brigade/comm/rank_signature.h"
@@ -56,6 +57,9 @@ class SignatureMesh final : private LinkListener {
   // Ends all exchanges that are not over, on every channel and rank, and all to
   // come.  `last`: what this rank was waiting with.
   void give_up(const RankSignature& last);
+
+  // Those whose connections are closed, by anybody's word.
+  std::vector<int> closed_ranks();
 
   const std::string& prefix() const { return prefix_; }
 

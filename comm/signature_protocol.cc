@@ -445,6 +445,16 @@ bool SignatureProtocol::merge(const Departure& departure) {
   return is_new;
 }
 
+std::vector<int> SignatureProtocol::closed_ranks() const {
+  std::vector<int> closed;
+  for (const auto& [rank, known] : departed_) {
+    if (known.ends && known.reason == AbsenceReason::kClosed) {
+      closed.push_back(rank);
+    }
+  }
+  return closed;
+}
+
 std::vector<Absence> SignatureProtocol::absences_at(const Place& place) const {
   std::vector<Absence> absences;
   for (const auto& [rank, known] : departed_) {

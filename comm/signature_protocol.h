@@ -49,6 +49,9 @@ class SignatureProtocol {
   // This rank takes part in no exchange behind `last` on the channel.
   void leave(uint64_t channel, const RankSignature& last);
 
+  // Whose connections are closed, by anybody's word.
+  std::vector<int> closed_ranks() const;
+
   // Nor in any that is not over, on any channel.  `last`: why.
   void give_up(const RankSignature& last);
 

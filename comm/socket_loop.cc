@@ -53,8 +53,8 @@ class SocketLoop::State {
   Watch add(int socket, std::shared_ptr<SocketHandler> handler) {
     const std::lock_guard<std::mutex> lock(mutex_);
     const Watch watch = ++last_watch_;
-    watched_[watch] = {.socket = socket, .handler = std::move(handler)};
     control(EPOLL_CTL_ADD, socket, EPOLLIN, watch);
+    watched_[watch] = {.socket = socket, .handler = std::move(handler)};
     return watch;
   }
 

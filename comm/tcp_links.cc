@@ -71,8 +71,7 @@ class TcpLinks::Connection final : public SocketHandler {
       all.msg_iovlen = parts.size();
       const ssize_t result =
           sendmsg(socket_.get(), &all, MSG_NOSIGNAL | MSG_DONTWAIT);
-      // A connection that has ended is told of where it is read.
-      if (result < 0 && !is_only_full_or_empty(errno)) return;
+      if (result < 0 && !is_only_full_or_empty(errno)) return break_off();
       written = result < 0 ? 0 : static_cast<size_t>(result);
       if (written == head.size() + message.size()) return;
       if (loop_ != nullptr) loop_->set_wants_to_write(watch_, true);
@@ -98,6 +97,7 @@ class TcpLinks::Connection final : public SocketHandler {
                                   MSG_NOSIGNAL | MSG_DONTWAIT);
     if (result < 0 && is_only_full_or_empty(errno)) return;
     if (result < 0) {
+      break_off();
       unsent_.clear();
     } else {
       unsent_.erase(unsent_.begin(), unsent_.begin() + result);
@@ -138,7 +138,11 @@ class TcpLinks::Connection final : public SocketHandler {
     return true;
   }
 
+  // Both sides are told of it where they read.
+  void break_off() { shutdown(socket_.get(), SHUT_RDWR); }
+
   void close() {
+    break_off();
     LinkListener& listener = *std::exchange(listener_, nullptr);
     {
       const std::lock_guard<std::mutex> lock(writing_);

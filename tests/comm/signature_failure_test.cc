@@ -7,7 +7,9 @@
 
 #include <cstdlib>
 #include <memory>
+#include <stdexcept>
 #include <string>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <utility>
 #include <vector>
 
@@ -87,6 +89,23 @@ TEST(SignatureFailureTest, RanksThatWereNotConnectedSayTheSame) {
   }
 }
 
+// Both are stopped before one dies, so that neither answers for the other.
+TEST(SignatureFailureTest, SeveralThatDieTogetherAreAllNamed) {
+  ProcessRanks ranks({.world_size = 4, .function = "exchange_forever"});
+  ranks.wait_for_all("running");
+  for (const int signal : {SIGSTOP, SIGKILL}) {
+    for (const int rank : {1, 2}) ranks.signal(rank, signal);
+  }
+  const std::vector<RankResult> results = ranks.finish();
+  for (const int rank : {0, 3}) {
+    EXPECT_EQ(results[rank].exit_code, 0) << results[rank].error_output;
+    EXPECT_THAT(
+        results[rank].messages,
+        Contains(HasSubstr("ranks 0, 3 answered a roll call, ranks 1, 2 did "
+                           "not: their connections are closed.")));
+  }
+}
+
 // What a forked child makes of its parent's channel.
 std::string use_after_fork(std::unique_ptr<SignatureChannel> channel) {
   std::string error = "no error";
@@ -121,6 +140,56 @@ const RankFunction kFork("fork_with_channel", [](RankContext& rank) {
 
 TEST(SignatureFailureTest, AForkedChildIsRefusedAndTheParentGoesOn) {
   ProcessRanks ranks({.world_size = 2, .function = "fork_with_channel"});
+  for (const RankResult& result : ranks.finish()) {
+    EXPECT_EQ(result.exit_code, 0) << result.error_output;
+    EXPECT_THAT(result.messages, ElementsAre("child 0", "parent goes on"));
+  }
+}
+
+class StoreOfNobody final : public c10d::HashStore {
+ public:
+  int64_t add(const std::string&, int64_t) override {
+    throw std::runtime_error("nobody is here");
+  }
+};
+
+// Of a group without a backend, which a child may let go of.
+const RankFunction kForkWithGroup("fork_with_group", [](RankContext& rank) {
+  GroupScope scope(init_process_group());
+  auto group = c10::make_intrusive<c10d::ProcessGroup>(
+      scope.group()->getStore(), rank.rank(), 2);
+  {
+    SignatureChannel channel(group);
+    channel.await(channel.exchange({}));
+  }
+  const pid_t child = fork();
+  if (child == 0) {
+    alarm(20);
+    std::string error = "no error";
+    try {
+      SignatureChannel refused(group);
+    } catch (const c10::Error& e) {
+      error = e.what_without_backtrace();
+    }
+    group.reset();
+    try {
+      // Looks through the groups that are gone.
+      SignatureChannel(c10::make_intrusive<c10d::ProcessGroup>(
+          c10::make_intrusive<StoreOfNobody>(), 0, 2));
+    } catch (const std::exception&) {
+    }
+    _exit(error.find("was forked") != std::string::npos ? 0 : 1);
+  }
+  int status = -1;
+  waitpid(child, &status, 0);
+  rank.report("child " + std::to_string(status));
+  SignatureChannel channel(group);
+  channel.await(channel.exchange({}));
+  rank.report("parent goes on");
+});
+
+TEST(SignatureFailureTest, AForkedChildCantEndItsParentsConnections) {
+  ProcessRanks ranks({.world_size = 2, .function = "fork_with_group"});
   for (const RankResult& result : ranks.finish()) {
     EXPECT_EQ(result.exit_code, 0) << result.error_output;
     EXPECT_THAT(result.messages, ElementsAre("child 0", "parent goes on"));
