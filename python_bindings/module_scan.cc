@@ -37,43 +37,50 @@ class Tensors {
       is_kind_of(py::reinterpret_borrow<py::object>(THPVariableClass));
 };
 
-// Each tensor once, by the first of its names.
-class FirstNames {
- public:
-  void add(absl::FunctionRef<std::string()> name, py::handle tensor) {
-    if (!seen_.insert(tensor.ptr()).second) return;
-    if (PyDict_SetItem(named_.ptr(), py::str(name()).ptr(), tensor.ptr()) !=
-        0) {
-      throw py::error_already_set();
-    }
+void set_item(const py::dict& dict, const std::string& key, py::handle value) {
+  if (PyDict_SetItem(dict.ptr(), py::str(key).ptr(), value.ptr()) != 0) {
+    throw py::error_already_set();
   }
-
-  py::dict dict() const { return named_; }
-
- private:
-  absl::flat_hash_set<PyObject*> seen_;
-  py::dict named_;
-};
+}
 
 class ReducedParametersBuilder {
  public:
-  ReducedParametersBuilder(const py::set& ignored, size_t most)
-      : ignored_(ignored), ignores_some_(!ignored.empty()) {
-    places_.reserve(most);
-    reduced_.names.reserve(most);
-    reduced_.expect_sparse.reserve(most);
+  // `numbers`: of tensors.
+  ReducedParametersBuilder(
+      const py::set& ignored,
+      const absl::flat_hash_map<PyObject*, size_t>& numbers)
+      : ignored_(ignored),
+        ignores_some_(!ignored.empty()),
+        numbers_(numbers),
+        places_(numbers.size()) {
+    reduced_.names.reserve(numbers.size());
+    reduced_.expect_sparse.reserve(numbers.size());
+  }
+
+  // A module that answers in its own way may have tensors of its own.
+  size_t number_of(const py::object& tensor) {
+    if (const auto known = numbers_.find(tensor.ptr());
+        known != numbers_.end()) {
+      return known->second;
+    }
+    const auto [entry, is_new] =
+        others_.try_emplace(tensor.ptr(), places_.size());
+    if (is_new) {
+      places_.emplace_back();
+      kept_.append(tensor);
+    }
+    return entry->second;
   }
 
   // `module` is a number: of several names in one module, the first counts.
   // Whoever ignores a parameter of the root calls it ".weight", as torch's
   // DistributedDataParallel does there.
-  void add(std::string name, const py::object& tensor, size_t module,
-           bool is_roots, bool is_sparse) {
+  void add(absl::FunctionRef<std::string()> name_of, const py::object& tensor,
+           size_t number, size_t module, bool is_roots, bool is_sparse) {
     if (!in_cpp_[tensor].requires_grad()) return;
-    const auto [entry, is_new] =
-        places_.try_emplace(tensor.ptr(), Place{.last_module = module});
-    Place& place = entry->second;
-    if (!is_new && std::exchange(place.last_module, module) == module) return;
+    Place& place = places_[number];
+    if (std::exchange(place.last_module, module) == module) return;
+    std::string name = name_of();
     if (ignores_some_ &&
         ignored_.contains(py::str(is_roots ? "." + name : name))) {
       return;
@@ -92,14 +99,17 @@ class ReducedParametersBuilder {
 
  private:
   struct Place {
-    size_t last_module;
+    std::optional<size_t> last_module = std::nullopt;
     std::optional<size_t> position = std::nullopt;  // in the lists
   };
 
   const py::set& ignored_;
   const bool ignores_some_;
   Tensors in_cpp_;
-  absl::flat_hash_map<PyObject*, Place> places_;
+  const absl::flat_hash_map<PyObject*, size_t>& numbers_;
+  absl::flat_hash_map<PyObject*, size_t> others_;  // beside these
+  py::list kept_;                                  // theirs
+  std::vector<Place> places_;                      // by number
   ReducedParameters reduced_;
 };
 
@@ -130,10 +140,13 @@ ModuleScan::ModuleScan(py::object module)
   for (size_t m = 0; m < modules_.size(); ++m) {
     for_each_registered(
         modules_[m].parameters, [&](py::handle name, py::handle tensor) {
+          const auto number =
+              numbers_.try_emplace(tensor.ptr(), numbers_.size()).first->second;
           parameters_.push_back(
               {.own_name = py::reinterpret_borrow<py::object>(name),
                .tensor = py::reinterpret_borrow<py::object>(tensor),
-               .module = m});
+               .module = m,
+               .number = number});
         });
   }
 }
@@ -142,40 +155,49 @@ std::string ModuleScan::name_of(const Parameter& parameter) const {
   return joined_name(modules_[parameter.module].name, parameter.own_name);
 }
 
+void ModuleScan::for_each_tensor(
+    absl::FunctionRef<void(const Parameter&)> visit) const {
+  size_t next = 0;
+  for (const Parameter& each : parameters_) {
+    if (each.number != next) continue;
+    visit(each);
+    ++next;
+  }
+}
+
 py::dict ModuleScan::named_parameters() const {
   if (overrides("named_parameters")(root_)) {
     return py::dict(root_.attr("named_parameters")());
   }
-  FirstNames named;
-  for (const Parameter& each : parameters_) {
-    named.add([&] { return name_of(each); }, each.tensor);
-  }
-  return named.dict();
+  py::dict named;
+  for_each_tensor([&](const Parameter& parameter) {
+    set_item(named, name_of(parameter), parameter.tensor);
+  });
+  return named;
 }
 
 py::dict ModuleScan::named_buffers() const {
   if (overrides("named_buffers")(root_)) {
     return py::dict(root_.attr("named_buffers")());
   }
-  FirstNames named;
+  py::dict named;
+  absl::flat_hash_set<PyObject*> seen;
   for (const NamedModule& in : modules_) {
     for_each_registered(table_of(in.module, Table::kBuffers),
                         [&](py::handle name, py::handle tensor) {
-                          named.add([&] { return joined_name(in.name, name); },
-                                    tensor);
+                          if (!seen.insert(tensor.ptr()).second) return;
+                          set_item(named, joined_name(in.name, name), tensor);
                         });
   }
-  return named.dict();
+  return named;
 }
 
 py::list ModuleScan::parameters(const py::set& ignored) const {
   py::list parameters;
   if (ignored.empty() && !overrides("named_parameters")(root_)) {
-    absl::flat_hash_set<PyObject*> seen;
-    seen.reserve(parameters_.size());
-    for (const Parameter& each : parameters_) {
-      if (seen.insert(each.tensor.ptr()).second) parameters.append(each.tensor);
-    }
+    for_each_tensor([&](const Parameter& parameter) {
+      parameters.append(parameter.tensor);
+    });
     return parameters;
   }
   for (const auto& [name, tensor] : named_parameters()) {
@@ -189,7 +211,7 @@ ReducedParameters ModuleScan::reduced_parameters(const py::set& ignored) const {
   ClassCheck is_embedding = is_kind_of(
       py::make_tuple(torchs.attr("Embedding"), torchs.attr("EmbeddingBag")));
   ClassCheck names_its_own = overrides("named_parameters");
-  ReducedParametersBuilder reduced(ignored, parameters_.size());
+  ReducedParametersBuilder reduced(ignored, numbers_);
   auto parameter = parameters_.begin();
   for (size_t m = 0; m < modules_.size(); ++m) {
     const NamedModule& in = modules_[m];
@@ -200,15 +222,16 @@ ReducedParameters ModuleScan::reduced_parameters(const py::set& ignored) const {
     for (; parameter != parameters_.end() && parameter->module == m;
          ++parameter) {
       if (is_asked) continue;
-      reduced.add(name_of(*parameter), parameter->tensor, m, is_root,
-                  is_sparse);
+      reduced.add([&] { return name_of(*parameter); }, parameter->tensor,
+                  parameter->number, m, is_root, is_sparse);
     }
     if (!is_asked) continue;
     for (py::handle pair :
          in.module.attr("named_parameters")(py::arg("recurse") = false)) {
       const auto entry = py::cast<py::tuple>(pair);
-      reduced.add(joined_name(in.name, py::object(entry[0])),
-                  py::object(entry[1]), m, is_root, is_sparse);
+      const py::object tensor = entry[1];
+      reduced.add([&] { return joined_name(in.name, py::object(entry[0])); },
+                  tensor, reduced.number_of(tensor), m, is_root, is_sparse);
     }
   }
   return reduced.take();
@@ -226,12 +249,12 @@ py::set ModuleScan::classes() const {
 
 py::list ModuleScan::frozen_parameters() const {
   Tensors in_cpp;
-  absl::flat_hash_set<PyObject*> seen;
   py::list frozen;
-  for (const Parameter& each : parameters_) {
-    if (in_cpp[each.tensor].requires_grad()) continue;
-    if (seen.insert(each.tensor.ptr()).second) frozen.append(each.tensor);
-  }
+  for_each_tensor([&](const Parameter& parameter) {
+    if (!in_cpp[parameter.tensor].requires_grad()) {
+      frozen.append(parameter.tensor);
+    }
+  });
   return frozen;
 }
 

@@ -11,6 +11,8 @@
 #include <string>
 #include <vector>
 
+#include "absl/container/flat_hash_map.h"
+#include "absl/functional/function_ref.h"
 #include "brigade/python_bindings/module_walk.h"
 #include "brigade/python_bindings/reduced_parameters.h"
 
@@ -46,13 +48,18 @@ class ModuleScan {
     py::object own_name;  // in its module
     py::object tensor;
     size_t module;  // index into modules_
+    size_t number;  // of the tensor, in order of first appearance
   };
 
   std::string name_of(const Parameter& parameter) const;
 
+  // Calls `visit` with each tensor once, by the first of its names.
+  void for_each_tensor(absl::FunctionRef<void(const Parameter&)> visit) const;
+
   py::object root_;
   std::vector<NamedModule> modules_;   // parents first
   std::vector<Parameter> parameters_;  // by module; a shared one several times
+  absl::flat_hash_map<PyObject*, size_t> numbers_;  // of tensors
 };
 
 // The first of the tensors on each device.
