@@ -33,13 +33,15 @@ using testing::StreamLayout;
 
 constexpr int kNumSteps = 4;
 
-// Steps of any kind, of which every other one drops its gradients unread.
+// Steps of any kind, of which every other one drops its gradients unread:
+// whoever reads them tells their memory of it. After the first one buckets are
+// rebuilt.
 template <typename Step>
 void train(StreamedTraining& training, const Step& step,
            const std::set<size_t>& not_compared = {}) {
   for (int s = 0; s < kNumSteps; ++s) {
     step(s);
-    if (s % 2 == 0) {
+    if (s % 2 == 1) {
       training.expect_gradients(s, not_compared);
       training.update();
     }
@@ -372,13 +374,11 @@ void gradients_with_a_history(const StreamLayout& layout,
                               ReducerOptions options) {
   StreamedTraining training(layout);
   training.make_reducer(std::move(options));
-  for (int s = 0; s < kNumSteps; ++s) {
+  train(training, [&](int s) {
     const at::Tensor loss = training.loss(s);
     training.reducer().prepare_for_backward(loss);
     loss.backward({}, /*retain_graph=*/true, /*create_graph=*/true);
-    training.expect_gradients(s);
-    training.zero_grad();
-  }
+  });
 }
 
 void destroyed_at_once(const StreamLayout& layout, ReducerOptions options) {
@@ -399,6 +399,22 @@ void destroyed_while_collectives_are_open(const StreamLayout& layout,
   training.end_reducer();
   training.zero_grad();
   training.recording().release();
+}
+
+// The second bucket has been packed on one stream or another, and waits for the
+// first to be launched.
+void destroyed_between_backwards(const StreamLayout& layout,
+                                 ReducerOptions options) {
+  options.bucket_plan = {{0, 1, 2}, {3, 4, 5}};
+  for (const bool is_half : {false, true}) {
+    StreamedTraining training(layout);
+    const auto group = training.recording().group();
+    options.comm_hook = is_half ? fp16_hook(group) : nullptr;
+    training.make_reducer(options);
+    training.step(0, {0, 1, 2});
+    training.end_reducer();
+    training.zero_grad();
+  }
 }
 
 // The collective of the second bucket fails, then two steps go well.
@@ -500,6 +516,7 @@ const Scenario kScenarios[] = {
     {"GradientsInAnotherMemoryOrder", gradients_in_another_memory_order},
     {"GradientsWithAHistory", gradients_with_a_history},
     {"DestroyedAtOnce", destroyed_at_once},
+    {"DestroyedBetweenBackwards", destroyed_between_backwards},
     {"DestroyedWhileCollectivesAreOpen", destroyed_while_collectives_are_open},
     {"BackwardThrows", backward_throws},
     {"CollectiveFailsAtLaunch", collective_fails_at_launch},

@@ -66,7 +66,10 @@ at::Tensor StreamedModel::use(size_t i, const c10::Stream& stream,
   at::Tensor result;
   {
     const c10::StreamGuard on_stream(stream);
-    result = (parameters_[i] * weights_[i] * (step + 1)).sum();
+    // Parameters are ones. Not linear, so that gradients may have a history.
+    const at::Tensor& p = parameters_[i];
+    p.record_stream(stream);  // a copy, in mixed precision
+    result = (p * p * weights_[i] * ((step + 1) / 2.0)).sum();
     if (result.is_complex()) result = at::real(result);
   }
   make_wait(caller, stream);
