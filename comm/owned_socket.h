@@ -16,7 +16,7 @@ class OwnedSocket {
   OwnedSocket() = default;
   explicit OwnedSocket(int descriptor) : descriptor_(descriptor) {}
   ~OwnedSocket() {
-    if (descriptor_ >= 0) close(descriptor_);
+    if (descriptor_ >= 0) ::close(descriptor_);
   }
   OwnedSocket(OwnedSocket&& other) noexcept
       : descriptor_(std::exchange(other.descriptor_, -1)) {}
