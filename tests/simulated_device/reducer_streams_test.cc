@@ -219,19 +219,25 @@ void static_graph(const StreamLayout& layout, ReducerOptions options) {
   train(training, [&](int s) { training.step(s, {3}); }, {3});
 }
 
+// Behind what the current stream has been given, which then waits for it.
+template <typename Function>
+void on_new_stream(const Function& function) {
+  const c10::Stream caller = simulated::current_stream_of();
+  const c10::Stream stream = new_stream();
+  make_wait(stream, caller);
+  {
+    const c10::StreamGuard on_stream(stream);
+    function();
+  }
+  make_wait(caller, stream);
+}
+
 void shadowed(const StreamLayout& layout, ReducerOptions options) {
   StreamedTraining training(layout);
   training.make_reducer(std::move(options));
-  const c10::Stream caller = simulated::current_stream_of();
   train(training, [&](int s) {
     training.step(s);
-    const c10::Stream stream = new_stream();
-    make_wait(stream, caller);
-    {
-      const c10::StreamGuard on_stream(stream);
-      training.reducer().shadow_iteration();
-    }
-    make_wait(caller, stream);
+    on_new_stream([&] { training.reducer().shadow_iteration(); });
   });
 }
 
@@ -323,16 +329,9 @@ void finalized_elsewhere(const StreamLayout& layout, ReducerOptions options) {
   StreamedTraining training(layout);
   training.make_reducer(std::move(options));
   training.reducer().set_manual_finalization(true);
-  const c10::Stream caller = simulated::current_stream_of();
   train(training, [&](int s) {
     training.step(s);
-    const c10::Stream stream = new_stream();
-    make_wait(stream, caller);
-    {
-      const c10::StreamGuard on_stream(stream);
-      training.reducer().finalize_backward();
-    }
-    make_wait(caller, stream);
+    on_new_stream([&] { training.reducer().finalize_backward(); });
   });
 }
 
