@@ -125,9 +125,26 @@ def measure_steps(count: int, rounds: int) -> None:
 
 
 def measure_construction(count: int, rounds: int) -> None:
-    """Prints what making a reducer over one bucket costs, and a whole wrapper."""
+    """Prints what making a reducer over one bucket costs, and a whole wrapper.
+
+    Of one module with all parameters, and of layers with two each, both where a garbage
+    collection has just emptied the caches.
+    """
     group = dist.group.WORLD
     rows: dict[str, dict[str, list[float]]] = {"reducer": {}, "wrapper": {}}
+    for label, make_module in {
+        "cold": lambda: Chain(count),
+        "cold, layers": lambda: nn.Sequential(*(nn.Linear(2, 2) for _ in range(count // 2))),
+    }.items():
+        rows[label] = {name: [] for name in CLASSES}
+        for _ in range(rounds):
+            for name, wrapper in CLASSES.items():
+                module = make_module()
+                gc.collect()
+                begin = time.perf_counter()
+                made = wrapper(module)
+                rows[label][name].append(time.perf_counter() - begin)
+                del made, module
     for _ in range(rounds):
         for name, wrapper in CLASSES.items():
             reducer = brigade.Reducer if name == "brigade" else dist.Reducer
