@@ -11,9 +11,9 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
-#include "brigade/comm/camps.h"
+#include "brigade/comm/liveness_probe.h"
 #include "brigade/comm/peer_error.h"
-#include "brigade/comm/roll_call.h"
+#include "brigade/comm/ranks_by_value.h"
 #include "brigade/comm/status_bridge.h"
 
 namespace brigade {
@@ -78,12 +78,14 @@ bool all_equal(const std::vector<std::vector<int64_t>>& rows) {
 }
 
 std::string describe_failures(const std::vector<std::string>& messages) {
-  const std::vector<Camp<std::string>> camps = camps_of(messages);
-  if (camps.size() == 1) return camps.front().value;
+  const std::vector<RanksOfValue<std::string>> groups =
+      ranks_by_value(messages);
+  if (groups.size() == 1) return groups.front().value;
   std::vector<std::string> parts;
-  for (const Camp<std::string>& camp : camps) {
-    if (camp.value.empty()) continue;  // these ranks are fine
-    parts.push_back(absl::StrCat(describe_ranks(camp.ranks), ": ", camp.value));
+  for (const RanksOfValue<std::string>& group : groups) {
+    if (group.value.empty()) continue;  // these ranks are fine
+    parts.push_back(
+        absl::StrCat(describe_ranks(group.ranks), ": ", group.value));
   }
   return absl::StrJoin(parts, "\n");
 }
@@ -94,10 +96,10 @@ std::string describe_difference(std::string_view what, size_t index,
   const std::string item(what);
   std::string message =
       absl::StrCat("expected the same ", item, "s on every rank; ", item, " ",
-                   index, " differs: ", describe_camps(texts), ".");
-  if (camps_of(counts).size() > 1) {
+                   index, " differs: ", describe_by_value(texts), ".");
+  if (ranks_by_value(counts).size() > 1) {
     absl::StrAppend(&message, " Number of ", item,
-                    "s: ", describe_camps(counts), ".");
+                    "s: ", describe_by_value(counts), ".");
   }
   return message;
 }

@@ -16,7 +16,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "brigade/comm/control_address.h"
-#include "brigade/comm/roll_call.h"
+#include "brigade/comm/liveness_probe.h"
 
 namespace brigade {
 namespace {

@@ -66,7 +66,7 @@ class Reader {
     env.rank = static_cast<int>(*rank);
     env.local_rank = static_cast<int>(*local_rank);
 
-    if (absl::Status s = read_meeting_place(env); !s.ok()) return s;
+    if (absl::Status s = read_rendezvous(env); !s.ok()) return s;
 
     if (launcher_.name == kTorchrun.name) {
       env.agent_hosts_store = lookup_("TORCHELASTIC_USE_AGENT_STORE") == "True";
@@ -127,7 +127,7 @@ class Reader {
     return rank;
   }
 
-  absl::Status read_meeting_place(LaunchEnvironment& env) const {
+  absl::Status read_rendezvous(LaunchEnvironment& env) const {
     const bool alone = env.world_size == 1;
     const bool slurm = launcher_.name == kSlurm.name;
 

@@ -7,7 +7,7 @@
 //   torchrun   RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT
 //   Open MPI   OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK; MASTER_ADDR and
 //              MASTER_PORT must be set by hand (mpirun -x MASTER_ADDR=...)
-//   Slurm      SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID; the meeting place is
+//   Slurm      SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID; the rendezvous is
 //              the first host of the step's (or job's) node list and a port
 //              made of SLURM_JOB_ID, unless MASTER_ADDR or MASTER_PORT is set
 //
@@ -37,7 +37,7 @@ struct LaunchEnvironment {
   std::string master_addr = {};
   uint16_t master_port = 0;
 
-  // The launcher already serves the store at the meeting place, so that rank 0
+  // The launcher already serves the store at the rendezvous, so that rank 0
   // must not (torchrun's TORCHELASTIC_USE_AGENT_STORE).
   bool agent_hosts_store = false;
 

@@ -45,10 +45,11 @@ std::string words_of(const std::exception_ptr& cause) {
 }  // namespace
 
 void throw_peer_error(std::string_view context, const std::exception_ptr& cause,
-                      const RollCall* roll_call) {
+                      const LivenessProbe* liveness_probe) {
   std::string message = as_sentence(words_of(cause));
   if (!context.empty()) message = std::string(context) + ": " + message;
-  if (roll_call != nullptr) message += ' ' + roll_call->describe() + '.';
+  if (liveness_probe != nullptr)
+    message += ' ' + liveness_probe->describe() + '.';
   throw PeerError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)},
                   std::move(message));
 }

@@ -11,7 +11,7 @@
 #include <exception>
 #include <string_view>
 
-#include "brigade/comm/roll_call.h"
+#include "brigade/comm/liveness_probe.h"
 
 namespace brigade {
 
@@ -21,15 +21,15 @@ class PeerError : public c10::DistBackendError {
   using c10::DistBackendError::DistBackendError;
 };
 
-// Throws PeerError "<context>: <what cause says>. <roll call's words>". A text
-// that was cut keeps its "...".
+// Throws PeerError "<context>: <what cause says>. <liveness probe's words>". A
+// text that was cut keeps its "...".
 //
 // Three kinds pass unchanged: a PeerError, which has its context already; a
 // caller's mistake (ValueError, TypeError, IndexError, NotImplementedError);
 // and a failure of this machine (OutOfMemoryError, AcceleratorError).
-[[noreturn]] void throw_peer_error(std::string_view context,
-                                   const std::exception_ptr& cause,
-                                   const RollCall* roll_call = nullptr);
+[[noreturn]] void throw_peer_error(
+    std::string_view context, const std::exception_ptr& cause,
+    const LivenessProbe* liveness_probe = nullptr);
 
 }  // namespace brigade
 

@@ -13,7 +13,7 @@
 #include "brigade/comm/communication_streams.h"
 #include "brigade/comm/device_types.h"
 #include "brigade/comm/identical_ranks_backend.h"
-#include "brigade/comm/signature_answers.h"
+#include "brigade/comm/status_answers.h"
 
 namespace brigade {
 namespace {
@@ -40,7 +40,7 @@ RecordedCollective describe(const CollectiveCall& collective, size_t sequence) {
 }  // namespace
 
 class RecordingBackend final : public IdenticalRanksBackend,
-                               public AnswersSignatures {
+                               public AnswersStatuses {
  public:
   RecordingBackend(int rank, int world_size)
       : IdenticalRanksBackend(rank, world_size) {}
@@ -115,29 +115,28 @@ class RecordingBackend final : public IdenticalRanksBackend,
     }
   }
 
-  std::vector<std::string> signatures() const {
+  std::vector<std::string> statuses() const {
     std::lock_guard<std::mutex> lock(mutex_);
-    return signatures_.sent;
+    return statuses_.sent;
   }
 
-  void answer_signatures_with(SignatureAnswers answers) {
+  void answer_statuses_with(StatusAnswers answers) {
     std::lock_guard<std::mutex> lock(mutex_);
-    signatures_.answers = std::move(answers);
+    statuses_.answers = std::move(answers);
   }
 
-  std::vector<RankSignature> answer_signature(
-      const RankSignature& own) override {
-    SignatureAnswers answers;
+  std::vector<RankStatus> answer_status(const RankStatus& own) override {
+    StatusAnswers answers;
     {
       std::lock_guard<std::mutex> lock(mutex_);
-      signatures_.sent.push_back(describe_signature(own));
-      signatures_.latest = signatures_.sent.back();
-      answers = signatures_.answers;
+      statuses_.sent.push_back(describe_status(own));
+      statuses_.latest = statuses_.sent.back();
+      answers = statuses_.answers;
     }
-    if (!answers) return std::vector<RankSignature>(getSize(), own);
-    std::vector<RankSignature> by_rank = answers(own);
+    if (!answers) return std::vector<RankStatus>(getSize(), own);
+    std::vector<RankStatus> by_rank = answers(own);
     TORCH_CHECK_VALUE(by_rank.size() == static_cast<size_t>(getSize()),
-                      "answers to a signature must be one per rank, ",
+                      "answers to a rank_status must be one per rank, ",
                       getSize(), ", got ", by_rank.size(), ".");
     return by_rank;
   }
@@ -184,7 +183,7 @@ class RecordingBackend final : public IdenticalRanksBackend,
       std::lock_guard<std::mutex> lock(mutex_);
       open.sequence = log_.size();
       log_.push_back(describe(collective, open.sequence));
-      log_.back().signature = std::exchange(signatures_.latest, std::nullopt);
+      log_.back().rank_status = std::exchange(statuses_.latest, std::nullopt);
       launched_.notify_all();
       if (auto error = take(launch_errors_, open.sequence)) {
         std::rethrow_exception(error);
@@ -220,10 +219,10 @@ class RecordingBackend final : public IdenticalRanksBackend,
     Clock::time_point due = {};
   };
 
-  struct Signatures {
+  struct Statuses {
     std::vector<std::string> sent = {};
     std::optional<std::string> latest = {};  // since the last collective
-    SignatureAnswers answers = {};
+    StatusAnswers answers = {};
   };
 
   static std::exception_ptr take(std::map<size_t, std::exception_ptr>& errors,
@@ -275,7 +274,7 @@ class RecordingBackend final : public IdenticalRanksBackend,
   std::condition_variable link_changed_;
   // Guarded by mutex_.
   std::vector<RecordedCollective> log_;
-  Signatures signatures_;
+  Statuses statuses_;
   std::map<size_t, Open> held_;
   std::deque<Open> on_link_;
   std::map<size_t, std::exception_ptr> launch_errors_;
@@ -344,12 +343,12 @@ void RecordingGroup::delay_by(CollectiveCost cost) {
   backend_->delay_by(std::move(cost));
 }
 
-std::vector<std::string> RecordingGroup::signatures() const {
-  return backend_->signatures();
+std::vector<std::string> RecordingGroup::statuses() const {
+  return backend_->statuses();
 }
 
-void RecordingGroup::answer_signatures_with(SignatureAnswers answers) {
-  backend_->answer_signatures_with(std::move(answers));
+void RecordingGroup::answer_statuses_with(StatusAnswers answers) {
+  backend_->answer_statuses_with(std::move(answers));
 }
 
 }  // namespace brigade

@@ -30,7 +30,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
 
-#include "brigade/comm/rank_signature.h"
+#include "brigade/comm/rank_status.h"
 
 namespace brigade {
 
@@ -46,13 +46,13 @@ struct RecordedCollective {
   int root = -1;  // -1 when the operation has none
 
   // What this rank told the others last, between the collective before and this
-  // one (describe_signature()); nothing when no signature travelled.
-  std::optional<std::string> signature = {};
+  // one (describe_status()); nothing when no status travelled.
+  std::optional<std::string> rank_status = {};
 };
 
-// Given the signature that a rank has sent, those of all ranks, by rank.
-using SignatureAnswers =
-    std::function<std::vector<RankSignature>(const RankSignature& own)>;
+// Given the status that a rank has sent, those of all ranks, by rank.
+using StatusAnswers =
+    std::function<std::vector<RankStatus>(const RankStatus& own)>;
 
 // How long a collective takes, from what is known at its launch.
 using CollectiveCost =
@@ -108,13 +108,13 @@ class RecordingGroup {
   // thread of the group.  An empty function turns this off for later ones.
   void delay_by(CollectiveCost cost);
 
-  // All signatures that were sent, in order, as describe_signature() has them.
-  std::vector<std::string> signatures() const;
+  // All statuses that were sent, in order, as describe_status() has them.
+  std::vector<std::string> statuses() const;
 
-  // From here on, signature exchanges are answered so; before, and with an
+  // From here on, status exchanges are answered so; before, and with an
   // empty function, all ranks send what this one sends.  `answers` gives as
   // many as there are ranks, and may be called from any thread.
-  void answer_signatures_with(SignatureAnswers answers);
+  void answer_statuses_with(StatusAnswers answers);
 
  private:
   c10::intrusive_ptr<RecordingBackend> backend_;

@@ -259,7 +259,7 @@ void ReplicatedModule::after_forward(const std::vector<at::Tensor>& outputs) {
   if (!synchronizes_) return reducer_->note_local_forward();
   if (buffer_mode_ == BufferMode::kAfterForward) {
     // A forward may have failed on one rank alone.
-    reducer_->recover(MeetingPlace::kAfterForward);
+    reducer_->recover(SyncPoint::kAfterForward);
     make_buffers_equal();
   }
   reducer_->prepare_for_backward(outputs);
@@ -310,7 +310,7 @@ void ReplicatedModule::leave() noexcept {
 
 void ReplicatedModule::shadow() {
   if (buffer_mode_ == BufferMode::kAfterForward) {
-    reducer_->recover(MeetingPlace::kAfterForward);
+    reducer_->recover(SyncPoint::kAfterForward);
   }
   if (buffer_mode_ != BufferMode::kNone) make_buffers_equal();
   reducer_->shadow_iteration();

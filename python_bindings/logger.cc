@@ -10,9 +10,9 @@
 
 #include "absl/strings/ascii.h"
 #include "absl/strings/str_join.h"
-#include "brigade/reducer/steady_time.h"
-#include "brigade/reducer/timeline.h"
-#include "brigade/reducer/timeline_recorder.h"
+#include "brigade/engine/steady_time.h"
+#include "brigade/engine/timeline.h"
+#include "brigade/engine/timeline_recorder.h"
 
 namespace brigade {
 namespace {
@@ -217,7 +217,7 @@ at::DDPLoggingData Logger::data() {
     set_error(error->text);
     data_.ints_map["iteration"] = error->iteration;
     error_time_ns_ = error->time_ns;
-  } else if (reducer_.statistics().given_up > 0 &&
+  } else if (reducer_.statistics().aborted > 0 &&
              data_.ints_map.count("has_error") == 0) {
     set_error(
         "an error ended a backward; the exception that it raised says "

@@ -11,9 +11,9 @@
 #include "brigade/comm_hooks/all_reduce_hook.h"
 #include "brigade/comm_hooks/hook_result.h"
 #include "brigade/comm_hooks/wire_format.h"
+#include "brigade/engine/steady_time.h"
 #include "brigade/python_bindings/python_stepping_hook.h"
 #include "brigade/python_bindings/reduced_precision_hook.h"
-#include "brigade/reducer/steady_time.h"
 
 namespace brigade {
 namespace {
@@ -156,7 +156,7 @@ void TorchReducer::step_in_backward(const std::vector<at::Tensor>& parameters,
 // Nobody else would: there is no optimizer of the user's to do it.
 void TorchReducer::drop_gradients_of_failed_steps() {
   if (!step_) return;
-  const int64_t failures = statistics().given_up;
+  const int64_t failures = statistics().aborted;
   if (std::exchange(failures_dropped_, failures) == failures) return;
   for (const at::Tensor& parameter : parameters_) {
     if (is_in(stepped_)(parameter)) parameter.mutable_grad().reset();

@@ -56,7 +56,7 @@ DimsList shapes_as_reals(const ParameterTable& table,
 }
 
 // Memory that is to be let go of is not handed over.
-bool may_hand_over(const ReducerOptions& options) {
+bool may_donate(const ReducerOptions& options) {
   return !options.gradients_as_bucket_views && !options.lazy_bucket_allocation;
 }
 
@@ -64,8 +64,8 @@ bool may_hand_over(const ReducerOptions& options) {
 DenseReplica::Delivery delivery_of(const ReducerOptions& options,
                                    const HookTraits& hook) {
   if (options.gradients_as_bucket_views) return DenseReplica::Delivery::kViews;
-  return may_hand_over(options) && hook.lets_go_of_buffer
-             ? DenseReplica::Delivery::kHandoverOrCopy
+  return may_donate(options) && hook.lets_go_of_buffer
+             ? DenseReplica::Delivery::kDonationOrCopy
              : DenseReplica::Delivery::kCopies;
 }
 
@@ -88,7 +88,7 @@ Bucket::Bucket(const ParameterTable& table, const BucketPlan& plan,
       sparse_(table.is_sparse(plan.buckets()[index].front())),
       numel_(sparse_ ? 0 : total_numel(parameters_)),
       wire_dtype_(hook.wire_dtype(dtype_)),
-      may_hand_over_(may_hand_over(options)),
+      may_donate_(may_donate(options)),
       streams_(devices_.begin(), devices_.end()) {
   const DenseReplica::Delivery delivery = delivery_of(options, hook);
   const auto allocation = options.lazy_bucket_allocation
@@ -127,7 +127,7 @@ Bucket::Bucket(const ParameterTable& table, const BucketPlan& plan,
 
 bool Bucket::fits(const HookTraits& hook) const {
   return hook.wire_dtype(dtype_) == wire_dtype_ &&
-         (!may_hand_over_ || hook.lets_go_of_buffer == hook_.lets_go_of_buffer);
+         (!may_donate_ || hook.lets_go_of_buffer == hook_.lets_go_of_buffer);
 }
 
 std::string Bucket::describe() const {
@@ -241,30 +241,31 @@ at::Tensor Bucket::result_of(const c10::IValue& value) {
 
 void Bucket::deliver(const at::Tensor& result) {
   if (is_skipped()) return;
-  std::vector<size_t> untouched;
-  if (used_ != nullptr) untouched = used_->globally_unused_slots(members_);
-  if (is_empty()) return deliver_empty(untouched);
+  std::vector<size_t> globally_unused;
+  if (used_ != nullptr)
+    globally_unused = used_->globally_unused_slots(members_);
+  if (is_empty()) return deliver_empty(globally_unused);
   if (!result.defined()) {
     for (const std::unique_ptr<BucketReplica>& replica : replicas_) {
-      replica->deliver_nothing(untouched);
+      replica->deliver_nothing(globally_unused);
     }
     return;
   }
-  int64_t bytes_copied = replicas_.front()->deliver(result, untouched);
+  int64_t bytes_copied = replicas_.front()->deliver(result, globally_unused);
   for (size_t replica = 1; replica < replicas_.size(); ++replica) {
     const c10::DeviceGuard on_device(device_of(replica));
     // A sparse result is installed as it is, so each replica needs its own.
     bytes_copied += replicas_[replica]->deliver(
         result.to(result.options().device(device_of(replica)),
                   /*non_blocking=*/true, /*copy=*/sparse_),
-        untouched);
+        globally_unused);
   }
   statistics_.bytes_delivered += bytes_copied;
 }
 
-void Bucket::deliver_empty(std::span<const size_t> untouched_slots) {
+void Bucket::deliver_empty(std::span<const size_t> globally_unused_slots) {
   for (const std::unique_ptr<BucketReplica>& replica : replicas_) {
-    replica->deliver(replica->buffer(), untouched_slots);
+    replica->deliver(replica->buffer(), globally_unused_slots);
   }
 }
 

@@ -24,15 +24,15 @@
 #include <vector>
 
 #include "brigade/comm_hooks/hook_traits.h"
+#include "brigade/engine/collective.h"
+#include "brigade/engine/stream_join.h"
 #include "brigade/planning/bucket_plan.h"
 #include "brigade/reducer/bucket_replica.h"
-#include "brigade/reducer/collective.h"
 #include "brigade/reducer/dims_list.h"
 #include "brigade/reducer/memory_ranges.h"
 #include "brigade/reducer/parameter_table.h"
 #include "brigade/reducer/reducer_options.h"
 #include "brigade/reducer/statistics.h"
-#include "brigade/reducer/stream_join.h"
 #include "brigade/reducer/used_parameters.h"
 
 namespace brigade {
@@ -50,7 +50,7 @@ class Bucket final : public Collective {
          UsedParameters* used, ReducerStatistics& statistics);
 
   std::optional<size_t> bucket() const override { return index_; }
-  size_t num_gradients() const override {
+  size_t num_awaited() const override {
     return replicas_.size() * members_.size();
   }
 
@@ -121,7 +121,7 @@ class Bucket final : public Collective {
   bool is_empty() const { return !sparse_ && numel_ == 0; }
   c10::Device device_of(size_t replica) const { return devices_[replica]; }
   double scale() const;
-  void deliver_empty(std::span<const size_t> untouched_slots);
+  void deliver_empty(std::span<const size_t> globally_unused_slots);
   void pack_replica(size_t replica);
   void sum_replicas();
   c10::intrusive_ptr<c10::ivalue::Future> run_hook(const at::Tensor& buffer);
@@ -139,7 +139,7 @@ class Bucket final : public Collective {
   const bool sparse_;
   const int64_t numel_;
   const at::ScalarType wire_dtype_;  // of the buffers
-  const bool may_hand_over_;         // where the hook lets go of the buffer
+  const bool may_donate_;            // where the hook lets go of the buffer
   std::vector<std::unique_ptr<BucketReplica>> replicas_;  // never empty
   DimsList shapes_of_reals_;         // what the hook sees of complex gradients
   std::vector<StreamJoin> streams_;  // by replica: who produced gradients

@@ -44,18 +44,19 @@ class BucketReplica {
   virtual void check_result(const at::Tensor& result) const = 0;
 
   // Hands the reduced buffer out as gradients. `result` may be buffer() itself
-  // or another tensor on the same device. The gradients of `untouched_slots`,
-  // some of those that pack() was told are unused, stay as they were before it.
-  // Returns the bytes copied.
+  // or another tensor on the same device. The gradients of
+  // `globally_unused_slots`, some of those that pack() was told are unused,
+  // stay as they were before it. Returns the bytes copied.
   //
   // Errors: RuntimeError if `result` does not have the bucket's numel or
   // device.
   virtual int64_t deliver(const at::Tensor& result,
-                          std::span<const size_t> untouched_slots) = 0;
+                          std::span<const size_t> globally_unused_slots) = 0;
 
   // In place of deliver(): gradients are what the comm hook left, but those of
-  // `untouched_slots` are as they were before pack().
-  virtual void deliver_nothing(std::span<const size_t> untouched_slots) = 0;
+  // `globally_unused_slots` are as they were before pack().
+  virtual void deliver_nothing(
+      std::span<const size_t> globally_unused_slots) = 0;
 
   // Copies gradients that exist into the bucket and lets them be views of it,
   // so that the memory where they were is free. Only where gradients are views.

@@ -14,7 +14,7 @@
 #include <utility>
 
 #include "brigade/comm_hooks/gradient_layout.h"
-#include "brigade/reducer/stream_join.h"
+#include "brigade/engine/stream_join.h"
 
 namespace brigade {
 namespace {
@@ -133,9 +133,9 @@ DenseReplica::DenseReplica(const ParameterTable& table, size_t replica,
   const at::NoGradGuard no_grad;
   allocate();
   // Complex buckets are also seen as pairs of reals, which is one more tensor.
-  if (delivery == Delivery::kHandoverOrCopy && wire_.is_same(flat_) &&
+  if (delivery == Delivery::kDonationOrCopy && wire_.is_same(flat_) &&
       !flat_.is_complex()) {
-    handover_ = MemoryHandover(flat_);
+    donation_ = BufferDonation(flat_);
   }
 }
 
@@ -195,7 +195,7 @@ void DenseReplica::release_memory() {
 int64_t DenseReplica::pack(double scale, std::span<const size_t> unused_slots) {
   const at::NoGradGuard no_grad;
   if (!flat_.defined()) allocate();
-  if (handover_.is_taken()) leave_memory_to_gradients();
+  if (donation_.is_taken()) leave_memory_to_gradients();
   repair_buffers();
   use_buffers_here();
   note_packing_stream();
@@ -259,7 +259,7 @@ void DenseReplica::leave_memory_to_gradients() {
   flat_ = at::empty(flat_.sizes(), flat_.options());
   wire_ = flat_;
   note_memory();
-  handover_.leave(flat_);
+  donation_.leave(flat_);
 }
 
 // A comm hook may have kept a bucket's tensor, and changed what it is.
@@ -366,27 +366,27 @@ void DenseReplica::check_result(const at::Tensor& result) const {
 }
 
 int64_t DenseReplica::deliver(const at::Tensor& result,
-                              std::span<const size_t> untouched_slots) {
+                              std::span<const size_t> globally_unused_slots) {
   const at::NoGradGuard no_grad;
   use_buffers_here();
   if (packed_on_) delivered_on_ = current_stream(flat_.device());
   const at::Tensor typed =
       as_numbers(result, flat_.scalar_type(), flat_.numel());
-  return gradients_as_views_ ? deliver_views(typed, untouched_slots)
+  return gradients_as_views_ ? deliver_views(typed, globally_unused_slots)
                              : deliver_copies(typed.reshape({-1}).contiguous(),
-                                              untouched_slots);
+                                              globally_unused_slots);
 }
 
-int64_t DenseReplica::deliver_views(const at::Tensor& result,
-                                    std::span<const size_t> untouched_slots) {
+int64_t DenseReplica::deliver_views(
+    const at::Tensor& result, std::span<const size_t> globally_unused_slots) {
   int64_t bytes_copied = 0;
   if (result.const_data_ptr() != flat_.const_data_ptr()) {
     flat_.copy_(result.reshape({-1}));
     bytes_copied += flat_.nbytes();
   }
-  put_back(untouched_slots);
+  put_back(globally_unused_slots);
   for (size_t slot = 0; slot < parameters_.size(); ++slot) {
-    if (unused_[slot] && contains(untouched_slots, slot)) continue;
+    if (unused_[slot] && contains(globally_unused_slots, slot)) continue;
     const at::Tensor& gradient = *gradients_[slot];
     if (keeps_graph_[slot] && gradient.defined()) {
       record_delivery(gradient);
@@ -400,33 +400,34 @@ int64_t DenseReplica::deliver_views(const at::Tensor& result,
   return bytes_copied;
 }
 
-void DenseReplica::deliver_nothing(std::span<const size_t> untouched_slots) {
+void DenseReplica::deliver_nothing(
+    std::span<const size_t> globally_unused_slots) {
   const at::NoGradGuard no_grad;
-  put_back(untouched_slots);
+  put_back(globally_unused_slots);
 }
 
-void DenseReplica::put_back(std::span<const size_t> untouched_slots) {
+void DenseReplica::put_back(std::span<const size_t> globally_unused_slots) {
   for (const SetAside& kept : set_aside_) {
-    if (!contains(untouched_slots, kept.slot)) continue;
+    if (!contains(globally_unused_slots, kept.slot)) continue;
     record_delivery(kept.gradient);
     view_in(kept.slot).copy_(kept.gradient);
   }
   set_aside_.clear();
 }
 
-int64_t DenseReplica::deliver_copies(const at::Tensor& result,
-                                     std::span<const size_t> untouched_slots) {
+int64_t DenseReplica::deliver_copies(
+    const at::Tensor& result, std::span<const size_t> globally_unused_slots) {
   int64_t numel_copied = 0;
   const int64_t item_bytes = flat_.element_size();
   // Not the first time: buckets may be rebuilt after it, and would live on in
   // gradients.
-  const bool may_hand_over =
+  const bool may_donate =
       std::exchange(has_delivered_, true) && result.const_data_ptr() == base_;
   const bool unpackable = result.scalar_type() == wire_.scalar_type() ||
                           result.scalar_type() == flat_.scalar_type();
   for (size_t slot = 0; slot < parameters_.size(); ++slot) {
     destinations_[slot] = nullptr;
-    if (unused_[slot] && contains(untouched_slots, slot)) continue;
+    if (unused_[slot] && contains(globally_unused_slots, slot)) continue;
     at::Tensor& gradient = parameter(slot).mutable_grad();
     // The backward may have been in another dtype than the parameter is.
     if (!gradient.defined() || gradient.scalar_type() != flat_.scalar_type()) {
@@ -435,10 +436,10 @@ int64_t DenseReplica::deliver_copies(const at::Tensor& result,
     const bool plain = unpackable && same_kind(gradient, flat_) &&
                        !gradient.requires_grad() &&
                        is_laid_out_as_gradient(slot, gradient);
-    if (plain && may_hand_over &&
-        handover_.is_worthwhile(ranges_[slot].numel * item_bytes) &&
+    if (plain && may_donate &&
+        donation_.is_worthwhile(ranges_[slot].numel * item_bytes) &&
         is_laid_out_as(gradient, shape(slot), strides_[slot]) &&
-        handover_.give(gradient, make_view(slot))) {
+        donation_.give(gradient, make_view(slot))) {
       continue;
     }
     record_delivery(gradient);

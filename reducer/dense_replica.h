@@ -19,10 +19,10 @@
 #include <span>
 #include <vector>
 
+#include "brigade/engine/packer.h"
 #include "brigade/reducer/bucket_replica.h"
+#include "brigade/reducer/buffer_donation.h"
 #include "brigade/reducer/dims_list.h"
-#include "brigade/reducer/memory_handover.h"
-#include "brigade/reducer/packer.h"
 #include "brigade/reducer/parameter_table.h"
 
 namespace brigade {
@@ -33,7 +33,7 @@ class DenseReplica final : public BucketReplica {
   enum class Delivery {
     kViews,           // gradients are views of the buffer
     kCopies,          // the buffer is copied into gradients
-    kHandoverOrCopy,  // gradients may get the buffer's memory, or copies
+    kDonationOrCopy,  // gradients may get the buffer's memory, or copies
   };
 
   // Since when there is a buffer.
@@ -43,7 +43,7 @@ class DenseReplica final : public BucketReplica {
   };
 
   // REQUIRES: `parameters` index into `table`, are of one dtype and device, and
-  // `table` outlives this object. With kHandoverOrCopy, nobody who is given
+  // `table` outlives this object. With kDonationOrCopy, nobody who is given
   // buffer() writes to it after the collective.
   DenseReplica(const ParameterTable& table, size_t replica,
                std::span<const size_t> parameters, at::ScalarType wire_dtype,
@@ -55,8 +55,8 @@ class DenseReplica final : public BucketReplica {
   void add(const at::Tensor& buffer) override;
   void check_result(const at::Tensor& result) const override;
   int64_t deliver(const at::Tensor& result,
-                  std::span<const size_t> untouched_slots) override;
-  void deliver_nothing(std::span<const size_t> untouched_slots) override;
+                  std::span<const size_t> globally_unused_slots) override;
+  void deliver_nothing(std::span<const size_t> globally_unused_slots) override;
   void adopt_gradients() override;
   void release_memory() override;
   at::Tensor zeros() const override;
@@ -81,12 +81,12 @@ class DenseReplica final : public BucketReplica {
   void repair_buffers();
   const at::Tensor& view_in(size_t slot);
   void install_view(size_t slot);
-  void put_back(std::span<const size_t> untouched_slots);
+  void put_back(std::span<const size_t> globally_unused_slots);
   const void* source_of(size_t slot, const at::Tensor& gradient);
   int64_t deliver_views(const at::Tensor& result,
-                        std::span<const size_t> untouched_slots);
+                        std::span<const size_t> globally_unused_slots);
   int64_t deliver_copies(const at::Tensor& result,
-                         std::span<const size_t> untouched_slots);
+                         std::span<const size_t> globally_unused_slots);
   at::Tensor view_out(size_t slot, const at::Tensor& result) const;
   const at::Tensor& parameter(size_t slot) const;
   bool is_laid_out_as_gradient(size_t slot, const at::Tensor& tensor) const;
@@ -107,7 +107,7 @@ class DenseReplica final : public BucketReplica {
   DimsList strides_;
   at::Tensor flat_;  // 1D, [numel], parameters' dtype; undefined: released
   at::Tensor wire_;  // 1D, [numel], wire dtype; may be flat_
-  MemoryHandover handover_;  // of flat_'s, from the second delivery on
+  BufferDonation donation_;  // of flat_'s, from the second delivery on
   bool has_delivered_ = false;
   // By slot, into flat_; undefined until one is needed. They share its memory
   // but are no views to autograd, so that optimizers may detach_() them.

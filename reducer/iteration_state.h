@@ -22,10 +22,10 @@
 
 #include "brigade/comm_hooks/continuation_watch.h"
 #include "brigade/comm_hooks/then_collective.h"
+#include "brigade/engine/backward_membership.h"
+#include "brigade/engine/collective.h"
 #include "brigade/planning/launch_order.h"
 #include "brigade/planning/ready_variables.h"
-#include "brigade/reducer/backward_membership.h"
-#include "brigade/reducer/collective.h"
 #include "brigade/reducer/context_gradients.h"
 #include "brigade/reducer/unused_parameter_search.h"
 
@@ -51,7 +51,7 @@ inline LaunchOrder launch_order_of(std::span<Collective* const> sequence) {
   std::vector<size_t> pending;
   pending.reserve(sequence.size());
   for (const Collective* collective : sequence) {
-    pending.push_back(collective->num_gradients());
+    pending.push_back(collective->num_awaited());
   }
   return LaunchOrder(std::move(pending));
 }

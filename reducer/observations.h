@@ -25,13 +25,13 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
 
+#include "brigade/engine/last_error.h"
+#include "brigade/engine/profiler_range.h"
+#include "brigade/engine/progress.h"
+#include "brigade/engine/stall_watch.h"
+#include "brigade/engine/timeline_recorder.h"
 #include "brigade/reducer/iteration_state.h"
-#include "brigade/reducer/last_error.h"
-#include "brigade/reducer/profiler_range.h"
-#include "brigade/reducer/progress.h"
-#include "brigade/reducer/stall_watch.h"
 #include "brigade/reducer/statistics.h"
-#include "brigade/reducer/timeline_recorder.h"
 
 namespace brigade {
 

@@ -31,9 +31,9 @@ const std::vector<size_t>& ReadyOrder::agree(
   return order_;
 }
 
-void ReadyOrder::settle() {
+void ReadyOrder::freeze() {
   order_.clear();
-  stage_ = Stage::kSettled;
+  stage_ = Stage::kFrozen;
 }
 
 }  // namespace brigade

@@ -17,7 +17,7 @@ class ReadyOrder {
   // Observes the last of the first `iterations`; 0: never anything.
   explicit ReadyOrder(int64_t iterations)
       : iterations_left_(iterations),
-        stage_(iterations > 0 ? Stage::kObserving : Stage::kSettled) {}
+        stage_(iterations > 0 ? Stage::kObserving : Stage::kFrozen) {}
 
   // An iteration begins: forgets what was noted of one that was given up.
   void restart();
@@ -34,7 +34,7 @@ class ReadyOrder {
   // True until an order has been observed.
   bool is_observing() const { return stage_ == Stage::kObserving; }
 
-  // True between the observation and settle().
+  // True between the observation and freeze().
   bool is_pending() const {
     return stage_ == Stage::kObserved || stage_ == Stage::kAgreed;
   }
@@ -46,10 +46,10 @@ class ReadyOrder {
       const c10::intrusive_ptr<c10d::ProcessGroup>& group);
 
   // The order has been adopted. Nothing is observed any more.
-  void settle();
+  void freeze();
 
  private:
-  enum class Stage { kObserving, kObserved, kAgreed, kSettled };
+  enum class Stage { kObserving, kObserved, kAgreed, kFrozen };
 
   int64_t iterations_left_;
   Stage stage_;

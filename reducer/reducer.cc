@@ -18,11 +18,11 @@
 #include "brigade/comm/peer_error.h"
 #include "brigade/comm/status_bridge.h"
 #include "brigade/comm_hooks/all_reduce_hook.h"
+#include "brigade/engine/hook_scope.h"
 #include "brigade/hooks/backward_end.h"
 #include "brigade/hooks/graph_search.h"
 #include "brigade/hooks/output_watch.h"
 #include "brigade/planning/plan_by_size.h"
-#include "brigade/reducer/hook_scope.h"
 #include "brigade/reducer/plan_fingerprint.h"
 
 namespace brigade {
@@ -54,16 +54,16 @@ Reducer::Reducer(ReducerSetup setup)
       hook_(traits_of(*options_.comm_hook)),
       graph_(options_, table_, *hooks_, *group_),
       bound_(bind(std::move(setup.plan), hook_)),
-      signatures_(group_) {
+      statuses_(group_) {
   observe_plan();
-  signatures_.compare_others(!hook_.fails_by_network_only);
+  statuses_.compare_others(!hook_.fails_by_network_only);
   if (!options_.verify_across_ranks) {
-    signatures_.connect_later();
+    statuses_.connect_later();
     return;
   }
   connect();
   // What ranks have compared decides on the plan.
-  signatures_.set_agreed(bound_.fingerprint);
+  statuses_.set_agreed(bound_.fingerprint);
 }
 
 Reducer::~Reducer() {
@@ -148,10 +148,10 @@ void Reducer::set_comm_hook(std::shared_ptr<c10d::CommHookInterface> hook) try {
   }
   options_.comm_hook = std::move(hook);
   hook_ = std::move(traits);
-  signatures_.compare_others(!hook_.fails_by_network_only);
+  statuses_.compare_others(!hook_.fails_by_network_only);
   hook_since_ = observations_.begun;
   // Later ranks may be in different places.
-  if (signatures_.is_connected()) {
+  if (statuses_.is_connected()) {
     agree_on_plan(*make_iteration(observations_.begun + 1));
   }
 } catch (...) {
@@ -198,10 +198,10 @@ void Reducer::end_iteration() try {
   throw;
 }
 
-void Reducer::recover(MeetingPlace place) try {
+void Reducer::recover(SyncPoint place) try {
   const std::lock_guard<std::mutex> lock(mutex_);
   end_unfinished_iteration();
-  if (phase_ != Phase::kAtSyncPoint) meet_idle(place);
+  if (phase_ != Phase::kAtSyncPoint) synchronize_idle(place);
   leave_sync_point();
 } catch (...) {
   observations_.note_error();
@@ -209,10 +209,10 @@ void Reducer::recover(MeetingPlace place) try {
 }
 
 // Peers may be in an iteration that this rank has not begun.
-void Reducer::meet_idle(MeetingPlace place) {
+void Reducer::synchronize_idle(SyncPoint place) {
   end_together(*make_iteration(observations_.begun),
-               {.kind = SignatureKind::kIdle,
-                .unit = place == MeetingPlace::kAfterForward ? 0 : -1});
+               {.kind = StatusKind::kIdle,
+                .unit = place == SyncPoint::kAfterForward ? 0 : -1});
 }
 
 // The place where ranks met last is left when this one goes on to a forward, or
@@ -225,13 +225,13 @@ void Reducer::leave_sync_point() {
 void Reducer::end_unfinished_iteration() {
   if (!has_begun(phase_)) return;
   // A backward whose end has not been told has thrown, on another thread.
-  if (phase_ != Phase::kSuspended) return give_up();
+  if (phase_ != Phase::kSuspended) return abort_iteration();
   TORCH_CHECK(!finalizes_manually_ || !iteration_->order.all_launched(),
               describe_missing_finalization(occasion(iteration_->iteration)));
   iteration_->failure = describe_missing_gradients(
       table_, missing_parameters(), occasion(iteration_->iteration), options_);
   const std::string text = iteration_->failure;
-  give_up();
+  abort_iteration();
   TORCH_CHECK(false, text);
 }
 
@@ -626,8 +626,8 @@ void Reducer::await_used_map() {
   try {
     graph_.used->deliver(/*result=*/{});
   } catch (...) {
-    rethrow(failure_of(*iteration_, ErrorSource::kFuture, *graph_.used),
-            iteration_->iteration);
+    raise(failure_of(*iteration_, ErrorSource::kFuture, *graph_.used),
+          iteration_->iteration);
   }
 }
 
@@ -657,7 +657,7 @@ void Reducer::launch(Collective& next) {
     ++observations_.buckets_skipped;
   } else {
     try {
-      signatures_.count([&] {
+      statuses_.count([&] {
         std::optional<ObservedLaunch> launching;
         if (bucket) launching.emplace(observations_, *bucket);
         const ChainedCollectives::Scope chaining(iteration_->chained);
@@ -665,8 +665,8 @@ void Reducer::launch(Collective& next) {
                                                     : next.launch();
       });
     } catch (...) {
-      rethrow(failure_of(*iteration_, ErrorSource::kHook, next),
-              iteration_->iteration);
+      raise(failure_of(*iteration_, ErrorSource::kHook, next),
+            iteration_->iteration);
     }
     if (bucket) ++observations_.buckets_launched;
   }
@@ -677,7 +677,7 @@ void Reducer::launch(Collective& next) {
 void Reducer::on_backward_end(int64_t preparation, int backward_id) try {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (!iteration_ || iteration_->preparation.number != preparation) return;
-  if (is_ending(phase_)) return give_up();
+  if (is_ending(phase_)) return abort_iteration();
   // Gradients were computed, but not of parameters; perhaps there are none to
   // come.
   if (!has_begun(phase_) && !iteration_->prediction.none_reached) {
@@ -690,7 +690,7 @@ void Reducer::on_backward_end(int64_t preparation, int backward_id) try {
     learn_graph();
   } catch (...) {
     failed(std::current_exception());
-    give_up();
+    abort_iteration();
     throw;
   }
   // Comm hooks that have only now been called may have queued callbacks.
@@ -712,7 +712,7 @@ void Reducer::on_backward_end(int64_t preparation, int backward_id) try {
 
 // Nothing is launched any more. The first words are kept.
 void Reducer::failed(const std::exception_ptr& error) {
-  if (phase_ == Phase::kLost || phase_ == Phase::kSettled) return;
+  if (phase_ == Phase::kLost || phase_ == Phase::kResynced) return;
   phase_ = Phase::kFailed;
   if (iteration_->failure.empty()) {
     iteration_->failure = words_of_exception(error);
@@ -722,7 +722,7 @@ void Reducer::failed(const std::exception_ptr& error) {
 // Whatever phase it was in, it is over on this rank. Null if there is none.
 std::shared_ptr<IterationState> Reducer::take_iteration() {
   if (!is_between(phase_)) {
-    phase_ = phase_ == Phase::kSettled ? Phase::kAtSyncPoint : Phase::kIdle;
+    phase_ = phase_ == Phase::kResynced ? Phase::kAtSyncPoint : Phase::kIdle;
   }
   return std::exchange(iteration_, nullptr);
 }
@@ -733,10 +733,10 @@ void Reducer::rebuild() {
   try {
     order = &graph_.ready_order.agree(group_);
   } catch (...) {
-    leave_group(
-        {.kind = SignatureKind::kFailed,
+    abort_group(
+        {.kind = StatusKind::kFailed,
          .iteration = observations_.begun,
-         .text = signature_text(words_of_exception(std::current_exception()))});
+         .text = status_text(words_of_exception(std::current_exception()))});
     throw_peer_error(
         absl::StrCat("Reducer: agreeing on the order of gradients on rank ",
                      group_->getRank()),
@@ -744,14 +744,14 @@ void Reducer::rebuild() {
   }
   BucketPlan plan = value_or_throw(
       plan_by_size(table_.specs(), *order, options_.bucket_caps_bytes));
-  const bool was_agreed = signatures_.is_agreed(bound_.fingerprint);
+  const bool was_agreed = statuses_.is_agreed(bound_.fingerprint);
   if (plan != bound_.plan) {
     adopt(bind(std::move(plan), hook_));
   }
   // The same order makes the same plan.
-  if (was_agreed) signatures_.set_agreed(bound_.fingerprint);
+  if (was_agreed) statuses_.set_agreed(bound_.fingerprint);
   ++observations_.rebuilds;
-  graph_.ready_order.settle();
+  graph_.ready_order.freeze();
 }
 
 // Gradients lie in buckets as parameters do in memory.

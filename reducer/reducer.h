@@ -50,31 +50,31 @@
 #include <vector>
 
 #include "brigade/comm_hooks/hook_traits.h"
+#include "brigade/engine/backward_membership.h"
+#include "brigade/engine/collective.h"
+#include "brigade/engine/collective_error.h"
+#include "brigade/engine/last_error.h"
+#include "brigade/engine/peer_status.h"
+#include "brigade/engine/phase.h"
+#include "brigade/engine/timeline.h"
 #include "brigade/hooks/gradient_hooks.h"
 #include "brigade/hooks/output_tensors.h"
 #include "brigade/planning/bucket_plan.h"
-#include "brigade/reducer/backward_membership.h"
 #include "brigade/reducer/bucket.h"
-#include "brigade/reducer/bucket_error.h"
-#include "brigade/reducer/collective.h"
 #include "brigade/reducer/error_texts.h"
 #include "brigade/reducer/graph_history.h"
 #include "brigade/reducer/iteration_state.h"
-#include "brigade/reducer/last_error.h"
 #include "brigade/reducer/memory_ranges.h"
 #include "brigade/reducer/observations.h"
 #include "brigade/reducer/parameter_table.h"
-#include "brigade/reducer/peer_signatures.h"
-#include "brigade/reducer/phase.h"
 #include "brigade/reducer/reducer_options.h"
 #include "brigade/reducer/reducer_setup.h"
 #include "brigade/reducer/statistics.h"
-#include "brigade/reducer/timeline.h"
 
 namespace brigade {
 
 // Where Reducer::recover() is called.
-enum class MeetingPlace { kBeforeForward, kAfterForward };
+enum class SyncPoint { kBeforeForward, kAfterForward };
 
 class Reducer : private GradientListener {
  public:
@@ -158,7 +158,7 @@ class Reducer : private GradientListener {
   // was launched in between. RuntimeError on this rank if the last prepared
   // backward left parameters without gradients that it should have reached.
   // Ranks that call it from different places are not in the same one.
-  void recover(MeetingPlace place = MeetingPlace::kBeforeForward);
+  void recover(SyncPoint place = SyncPoint::kBeforeForward);
 
   // An iteration that has begun gets no more gradients: ends it, if there is
   // one, and tells the peers, who are waited for as failure_patience says.
@@ -364,7 +364,7 @@ class Reducer : private GradientListener {
   void await_result(Launch& launch);
   std::optional<Failure> find_unordered_collectives(
       const IterationState& iteration);
-  void tell_of_results(IterationState& iteration, RankSignature own,
+  void tell_of_results(IterationState& iteration, RankStatus own,
                        const std::optional<Failure>& failure);
   void release_memory();
 
@@ -373,26 +373,26 @@ class Reducer : private GradientListener {
   void connect();
   void agree_on_plan(IterationState& iteration);
   void begin_with_peers();
-  RankSignature begin_signature() const;
-  void meet_idle(MeetingPlace place);
-  void end_together(IterationState& iteration, const RankSignature& own);
-  Verdict compare(
-      IterationState& iteration, RankSignature own,
+  RankStatus begin_status() const;
+  void synchronize_idle(SyncPoint place);
+  void end_together(IterationState& iteration, const RankStatus& own);
+  StatusComparison compare(
+      IterationState& iteration, RankStatus own,
       std::optional<std::chrono::milliseconds> patience = std::nullopt);
   void exchange_failed(bool have_met);
-  void settle(IterationState& iteration, Verdict& verdict);
-  void pay(IterationState& iteration, int64_t num_launches);
+  void resync(IterationState& iteration, StatusComparison& comparison);
+  void launch_deficit(IterationState& iteration, int64_t num_launches);
   void launch_substitute(IterationState& iteration, Collective& collective);
-  void give_up();
-  void wait_quietly(IterationState& iteration);
-  void leave_group(const RankSignature& last_words);
-  void lose_group(IterationState& iteration);
-  void leave_in_flight(IterationState& iteration);
+  void abort_iteration();
+  void drain(IterationState& iteration);
+  void abort_group(const RankStatus& last_words);
+  void abort_group(IterationState& iteration);
+  void abandon_buffers(IterationState& iteration);
   std::string describe_place(const Collective& collective,
                              int64_t iteration) const;
   std::string describe_awaited(const IterationState& iteration) const;
   void forget_observations();
-  [[noreturn]] void rethrow(const Failure& failure, int64_t iteration);
+  [[noreturn]] void raise(const Failure& failure, int64_t iteration);
   Occasion occasion(int64_t iteration) const;
 
   void observe_plan();
@@ -417,7 +417,7 @@ class Reducer : private GradientListener {
   Phase phase_ = Phase::kAtSyncPoint;
   std::shared_ptr<IterationState> iteration_;  // null iff is_between(phase_)
   BackwardMembership membership_;
-  PeerSignatures signatures_;
+  PeerStatus statuses_;
   int64_t hook_since_ = 0;  // the iteration after which the hook was set
   bool finalizes_manually_ = false;
 };

@@ -85,7 +85,7 @@ struct ReducerOptions {
   // copies, from buckets that are memory on top of theirs. On the CPU, where
   // real gradients travel in their own dtype to be averaged or summed, one of
   // 64 KiB or more that nobody else holds gets its place in the bucket instead
-  // (memory_handover.h).
+  // (buffer_donation.h).
   bool gradients_as_bucket_views = true;
 
   // Buckets have memory from the time when they are packed until gradients have

@@ -19,7 +19,7 @@
 #include "brigade/comm/group_timeout.h"
 #include "brigade/comm/peer_error.h"
 #include "brigade/comm/timed_wait.h"
-#include "brigade/reducer/hook_scope.h"
+#include "brigade/engine/hook_scope.h"
 #include "brigade/reducer/reducer.h"
 
 namespace brigade {
@@ -30,8 +30,8 @@ using std::chrono::milliseconds;
 }  // namespace
 
 void Reducer::connect() {
-  signatures_.connect();
-  observations_.watch_stalls(group_, signatures_.store_prefix(),
+  statuses_.connect();
+  observations_.watch_stalls(group_, statuses_.store_prefix(),
                              [this] { return describe_progress(); });
 }
 
@@ -40,36 +40,35 @@ void Reducer::connect() {
 // on where it is made, since afterwards a peer may wait for something else than
 // this rank's next forward or first gradient.
 void Reducer::agree_on_plan(IterationState& iteration) {
-  if (!signatures_.is_connected()) connect();
-  if (signatures_.is_agreed(bound_.fingerprint)) return;
-  end_together(iteration, begin_signature());
-  signatures_.set_agreed(bound_.fingerprint);
+  if (!statuses_.is_connected()) connect();
+  if (statuses_.is_agreed(bound_.fingerprint)) return;
+  end_together(iteration, begin_status());
+  statuses_.set_agreed(bound_.fingerprint);
   leave_sync_point();
 }
 
 void Reducer::begin_with_peers() {
-  throw_if_apart(compare(*iteration_, begin_signature()));
+  throw_if_apart(compare(*iteration_, begin_status()));
 }
 
-RankSignature Reducer::begin_signature() const {
+RankStatus Reducer::begin_status() const {
   std::string plan = absl::StrCat(bound_.plan.num_buckets(), " buckets, ",
                                   table_.size(), " parameters");
   if (!hook_.name.empty()) {
     absl::StrAppend(&plan, ", comm hook ", hook_.name);
   }
-  return {.kind = SignatureKind::kBegin, .text = signature_text(plan)};
+  return {.kind = StatusKind::kBegin, .text = status_text(plan)};
 }
 
 // Throws on all ranks alike unless all are in the same place. The iteration is
 // given up then.
-void Reducer::end_together(IterationState& iteration,
-                           const RankSignature& own) {
+void Reducer::end_together(IterationState& iteration, const RankStatus& own) {
   try {
-    if (!signatures_.is_connected()) connect();
+    if (!statuses_.is_connected()) connect();
     throw_if_apart(compare(iteration, own));
   } catch (...) {
     take_iteration();
-    ++observations_.given_up;
+    ++observations_.aborted;
     forget_observations();
     throw;
   }
@@ -77,33 +76,34 @@ void Reducer::end_together(IterationState& iteration,
 
 // Tells peers where this rank is, and brings all to the same place if they are
 // not. Errors: PeerError if peers do not answer.
-Verdict Reducer::compare(IterationState& iteration, RankSignature own,
-                         std::optional<std::chrono::milliseconds> patience) {
+StatusComparison Reducer::compare(
+    IterationState& iteration, RankStatus own,
+    std::optional<std::chrono::milliseconds> patience) {
   own.iteration = iteration.iteration;
   own.fingerprint = bound_.fingerprint;
   const WaitForPeers waiting(*observations_.progress);
-  std::optional<Verdict> verdict;
+  std::optional<StatusComparison> comparison;
   try {
-    verdict = signatures_.exchange(own, patience);
+    comparison = statuses_.exchange(own, patience);
   } catch (const c10::DistBackendError& error) {
     exchange_failed(/*have_met=*/false);
     const std::string where = describe_awaited(iteration);
-    lose_group(iteration);
+    abort_group(iteration);
     throw_peer_error(absl::StrCat("Reducer: ", where),
                      std::make_exception_ptr(
                          std::runtime_error(error.what_without_backtrace())));
   } catch (...) {
     exchange_failed(/*have_met=*/false);
-    leave_in_flight(iteration);
+    abandon_buffers(iteration);
     throw;
   }
-  if (verdict->status.ok()) {
+  if (comparison->status.ok()) {
     if (is_between(phase_)) phase_ = Phase::kAtSyncPoint;
   } else {
     exchange_failed(/*have_met=*/false);
-    settle(iteration, *verdict);
+    resync(iteration, *comparison);
   }
-  return *std::move(verdict);
+  return *std::move(comparison);
 }
 
 // Ranks differ, or one has failed. If an iteration is under way, it is over.
@@ -111,31 +111,31 @@ void Reducer::exchange_failed(bool have_met) {
   if (is_between(phase_)) {
     phase_ = have_met ? Phase::kAtSyncPoint : Phase::kIdle;
   } else {
-    phase_ = have_met ? Phase::kSettled : Phase::kLost;
+    phase_ = have_met ? Phase::kResynced : Phase::kLost;
   }
 }
 
-void Reducer::settle(IterationState& iteration, Verdict& verdict) {
-  observations_.begun = std::max(observations_.begun, verdict.iteration);
-  if (verdict.owed.ok()) {
+void Reducer::resync(IterationState& iteration, StatusComparison& comparison) {
+  observations_.begun = std::max(observations_.begun, comparison.iteration);
+  if (comparison.deficit.ok()) {
     const HookScope scope(iteration.preparer);
     try {
-      pay(iteration, *verdict.owed);
+      launch_deficit(iteration, *comparison.deficit);
     } catch (...) {
-      verdict.owed = absl::UnavailableError(
+      comparison.deficit = absl::UnavailableError(
           absl::StrCat("this rank could not be brought in step: ",
                        words_of_exception(std::current_exception())));
     }
   }
-  if (!verdict.owed.ok()) return lose_group(iteration);
-  wait_quietly(iteration);
-  signatures_.met();
+  if (!comparison.deficit.ok()) return abort_group(iteration);
+  drain(iteration);
+  statuses_.met();
   exchange_failed(/*have_met=*/true);
 }
 
 // Launches what the other ranks have launched of an iteration that is given up,
 // and discards the results.
-void Reducer::pay(IterationState& iteration, int64_t num_launches) {
+void Reducer::launch_deficit(IterationState& iteration, int64_t num_launches) {
   for (Collective* const next :
        iteration.sequence.subspan(iteration.order.num_launched())) {
     if (num_launches == 0) return;
@@ -162,32 +162,33 @@ void Reducer::launch_substitute(IterationState& iteration,
 
 void Reducer::on_backward_abandoned(int64_t preparation) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (iteration_ && iteration_->preparation.number == preparation) give_up();
+  if (iteration_ && iteration_->preparation.number == preparation)
+    abort_iteration();
 }
 
 // Does not throw: destructors of autograd's call it, and an error is on its way
 // already.
-void Reducer::give_up() {
-  const bool is_known = phase_ == Phase::kLost || phase_ == Phase::kSettled;
+void Reducer::abort_iteration() {
+  const bool is_known = phase_ == Phase::kLost || phase_ == Phase::kResynced;
   const std::shared_ptr<IterationState> iteration = take_iteration();
   membership_.mark_finished(iteration->preparation, /*may_be_repeated=*/false);
-  ++observations_.given_up;
+  ++observations_.aborted;
   forget_observations();
   if (is_known) return;
   if (iteration->failure.empty()) {
     iteration->failure = "an exception ended backward";
   }
   try {
-    const Verdict verdict =
+    const StatusComparison comparison =
         compare(*iteration,
-                {.kind = SignatureKind::kFailed,
+                {.kind = StatusKind::kFailed,
                  .unit = num_buckets(iteration->launches),
-                 .text = signature_text(iteration->failure)},
+                 .text = status_text(iteration->failure)},
                 options_.failure_patience);
-    if (verdict.owed.ok()) return;
+    if (comparison.deficit.ok()) return;
     TORCH_WARN("Reducer: while giving up ",
                describe(occasion(iteration->iteration)), ": ",
-               verdict.owed.status().message());
+               comparison.deficit.status().message());
   } catch (...) {
     TORCH_WARN("Reducer: while giving up ",
                describe(occasion(iteration->iteration)), ": ",
@@ -202,7 +203,7 @@ void Reducer::forget_observations() {
 }
 
 // So that nothing writes into a bucket behind the user's back.
-void Reducer::wait_quietly(IterationState& iteration) {
+void Reducer::drain(IterationState& iteration) {
   const WaitForPeers waiting(*observations_.progress);
   const milliseconds timeout = group_timeout(*group_);
   iteration.chained.cancel(timeout);
@@ -221,37 +222,37 @@ void Reducer::wait_quietly(IterationState& iteration) {
                  words_of_exception(std::current_exception()));
     }
   }
-  leave_in_flight(iteration);
+  abandon_buffers(iteration);
 }
 
-// Peers that wait for this rank's next signature get these words.
-void Reducer::leave_group(const RankSignature& last_words) {
-  signatures_.tell_of_loss(last_words);
-  signatures_.lose_group();
+// Peers that wait for this rank's next status get these words.
+void Reducer::abort_group(const RankStatus& last_words) {
+  statuses_.tell_of_loss(last_words);
+  statuses_.lose_group();
   close_group(*group_);
 }
 
 void Reducer::abandon_group() {
   const std::lock_guard<std::mutex> lock(mutex_);
-  leave_group({.kind = SignatureKind::kFailed,
+  abort_group({.kind = StatusKind::kFailed,
                .iteration = observations_.begun,
-               .text = signature_text("another collective failed")});
+               .text = status_text("another collective failed")});
 }
 
-void Reducer::lose_group(IterationState& iteration) {
-  signatures_.lose_group();
+void Reducer::abort_group(IterationState& iteration) {
+  statuses_.lose_group();
   close_group(*group_);
-  leave_in_flight(iteration);
+  abandon_buffers(iteration);
 }
 
 bool Reducer::can_continue() const {
   const std::lock_guard<std::mutex> lock(mutex_);
-  return !signatures_.has_lost_group();
+  return !statuses_.has_lost_group();
 }
 
 // Collectives that may never end keep their buckets; gradients go to new ones.
 // What they held is lost.
-void Reducer::leave_in_flight(IterationState& iteration) {
+void Reducer::abandon_buffers(IterationState& iteration) {
   iteration.chained.cancel(milliseconds(0));
   if (std::none_of(iteration.launches.begin(), iteration.launches.end(),
                    is_pending)) {
@@ -307,7 +308,7 @@ Reducer::Failure Reducer::failure_of(const IterationState& iteration,
 }
 
 // REQUIRES: its collective is there.
-void Reducer::rethrow(const Failure& failure, int64_t iteration) {
+void Reducer::raise(const Failure& failure, int64_t iteration) {
   const Collective& collective = *failure.collective;
   if (!is_between(phase_)) failed(failure.error);
   // What the map throws is no hook's.
@@ -321,18 +322,18 @@ void Reducer::rethrow(const Failure& failure, int64_t iteration) {
 
   // A user's hook may use other groups, and be mistaken about the network.
   if (collective.fails_by_network_only()) {
-    leave_group({.kind = SignatureKind::kFailed,
+    abort_group({.kind = StatusKind::kFailed,
                  .iteration = iteration,
                  .unit = static_cast<int64_t>(
                      collective.bucket().value_or(bound_.buckets.size())),
-                 .text = signature_text(words_of_exception(failure.error))});
+                 .text = status_text(words_of_exception(failure.error))});
     if (!is_between(phase_)) phase_ = Phase::kLost;
   }
   // By iteration: peers may notice the same loss in another collective of it.
-  const std::optional<RollCall> roll =
-      signatures_.call_survivors(absl::StrCat(iteration));
+  const std::optional<LivenessProbe> probe =
+      statuses_.find_survivors(absl::StrCat(iteration));
   throw_peer_error(failure.where, failure.error,
-                   roll.has_value() ? &*roll : nullptr);
+                   probe.has_value() ? &*probe : nullptr);
 }
 
 }  // namespace brigade

@@ -15,7 +15,7 @@
 #include "brigade/comm/group_timeout.h"
 #include "brigade/comm/timed_wait.h"
 #include "brigade/comm/wait_awake.h"
-#include "brigade/reducer/hook_scope.h"
+#include "brigade/engine/hook_scope.h"
 #include "brigade/reducer/reducer.h"
 
 namespace brigade {
@@ -45,8 +45,8 @@ void Reducer::finalize() {
   const std::shared_ptr<IterationState> iteration = take_iteration();
   membership_.mark_finished(iteration->preparation, iteration->creates_graph);
   const ObservedFinalize finalizing(observations_);
-  end_together(*iteration, {.kind = SignatureKind::kEnd,
-                            .text = signature_text(hook_.name)});
+  end_together(*iteration,
+               {.kind = StatusKind::kEnd, .text = status_text(hook_.name)});
   graph_.ready_order.observe();
   const HookScope scope(iteration->preparer);
 
@@ -92,8 +92,8 @@ void Reducer::deliver_as_results_come(IterationState& iteration,
   }
   if (!failure) return;
   if (graph_.used) graph_.used->clear_marks();
-  ++observations_.given_up;
-  rethrow(*failure, iteration.iteration);
+  ++observations_.aborted;
+  raise(*failure, iteration.iteration);
 }
 
 // Null unless the used map's sum has failed, which a bucket is delivered by.
@@ -112,7 +112,7 @@ void Reducer::deliver_what_all_ranks_have(IterationState& iteration,
   if (!iteration.chained.empty()) {
     failure = launch_chained(iteration);
     // One that a rank has not launched would be waited for in vain.
-    tell_of_results(iteration, {.kind = SignatureKind::kLaunch}, failure);
+    tell_of_results(iteration, {.kind = StatusKind::kLaunch}, failure);
   }
   std::vector<std::pair<Collective*, at::Tensor>> results;
   for (Launch& launch : iteration.launches) {
@@ -127,7 +127,7 @@ void Reducer::deliver_what_all_ranks_have(IterationState& iteration,
     }
   }
   if (!failure) failure = find_unordered_collectives(iteration);
-  tell_of_results(iteration, {.kind = SignatureKind::kArrived}, failure);
+  tell_of_results(iteration, {.kind = StatusKind::kArrived}, failure);
   if (graph_.hook_counts) graph_.hook_counts->confirm();
   if (is_shadow) return;
   try {
@@ -138,9 +138,9 @@ void Reducer::deliver_what_all_ranks_have(IterationState& iteration,
     const Launch* const map = failed_map(iteration);
     if (map == nullptr) throw;
     graph_.used->clear_marks();
-    ++observations_.given_up;
-    rethrow(failure_of(iteration, ErrorSource::kFuture, *map->collective),
-            iteration.iteration);
+    ++observations_.aborted;
+    raise(failure_of(iteration, ErrorSource::kFuture, *map->collective),
+          iteration.iteration);
   }
 }
 
@@ -151,11 +151,11 @@ std::optional<Reducer::Failure> Reducer::launch_chained(
     const ChainedCollectives::Scope none_behind_these(iteration.chained);
     iteration.chained.launch(group_timeout(*group_),
                              [this](const std::function<void()>& launch) {
-                               signatures_.count(launch);
+                               statuses_.count(launch);
                              });
   } catch (...) {
     // Nothing can stand in for what its peers have launched.
-    signatures_.lose_count();
+    statuses_.lose_count();
     return failure_of(iteration, ErrorSource::kFuture, bound_.buckets.front());
   }
   return std::nullopt;
@@ -190,23 +190,23 @@ std::optional<Reducer::Failure> Reducer::find_unordered_collectives(
 }
 
 // Throws on all ranks alike if one has failed.
-void Reducer::tell_of_results(IterationState& iteration, RankSignature own,
+void Reducer::tell_of_results(IterationState& iteration, RankStatus own,
                               const std::optional<Failure>& failure) {
   if (failure) {
-    own = {.kind = SignatureKind::kFailed,
+    own = {.kind = StatusKind::kFailed,
            .unit = static_cast<int64_t>(*failure->collective->bucket()),
-           .text = signature_text(words_of_exception(failure->error))};
+           .text = status_text(words_of_exception(failure->error))};
   }
   try {
-    const Verdict verdict = compare(iteration, own);
-    if (!failure) throw_if_apart(verdict);
+    const StatusComparison comparison = compare(iteration, own);
+    if (!failure) throw_if_apart(comparison);
   } catch (...) {
-    ++observations_.given_up;
+    ++observations_.aborted;
     forget_observations();
     if (!failure) throw;
   }
   if (!failure) return;
-  ++observations_.given_up;
+  ++observations_.aborted;
   forget_observations();
   if (hook_.throws_own_errors) std::rethrow_exception(failure->error);
   rethrow_hook_error(failure->error, failure->where);

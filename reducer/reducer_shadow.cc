@@ -35,7 +35,7 @@ void Reducer::shadow_iteration() try {
     launch_ready();
   } catch (...) {
     failed(std::current_exception());
-    give_up();
+    abort_iteration();
     throw;
   }
   finalize();

@@ -42,8 +42,8 @@ void SparseReplica::check_result(const at::Tensor& result) const {
 }
 
 int64_t SparseReplica::deliver(const at::Tensor& result,
-                               std::span<const size_t> untouched_slots) {
-  if (!untouched_slots.empty()) return 0;
+                               std::span<const size_t> globally_unused_slots) {
+  if (!globally_unused_slots.empty()) return 0;
   const at::NoGradGuard no_grad;
   const at::Tensor& parameter = table_[variable_];
   parameter.mutable_grad() = result.to(parameter.scalar_type());

@@ -32,7 +32,7 @@ class SparseReplica final : public BucketReplica {
 
   void check_result(const at::Tensor& result) const override;
   int64_t deliver(const at::Tensor& result,
-                  std::span<const size_t> untouched_slots) override;
+                  std::span<const size_t> globally_unused_slots) override;
   void deliver_nothing(std::span<const size_t>) override {}
   void adopt_gradients() override {}
   void release_memory() override { buffer_.reset(); }

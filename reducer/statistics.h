@@ -12,7 +12,7 @@ struct ReducerStatistics {
   int64_t prepared = 0;          // calls of prepare_for_backward
   int64_t begun = 0;             // iterations; as far as the furthest rank
   int64_t reduced = 0;           // iterations reduced to the end
-  int64_t given_up = 0;          // iterations that an error ended
+  int64_t aborted = 0;           // iterations that an error ended
   int64_t buckets_launched = 0;  // comm hook calls that returned
   int64_t bytes_packed = 0;      // of gradients copied into buckets
   int64_t bytes_delivered = 0;   // of gradients copied out of buckets

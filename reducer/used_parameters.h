@@ -22,7 +22,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
 
-#include "brigade/reducer/collective.h"
+#include "brigade/engine/collective.h"
 #include "brigade/reducer/parameter_table.h"
 #include "brigade/reducer/used_parameter_map.h"
 
@@ -84,7 +84,7 @@ class UsedParameters final : public Collective {
   at::Tensor abandon() { return map_.abandon(); }
 
   std::optional<size_t> bucket() const override { return std::nullopt; }
-  size_t num_gradients() const override { return 0; }
+  size_t num_awaited() const override { return 0; }
   bool is_left_out() override { return false; }
   void pack() override {}  // launch() takes the marks of its time
   c10::intrusive_ptr<c10::ivalue::Future> launch() override;

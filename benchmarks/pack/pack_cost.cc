@@ -26,7 +26,7 @@
 #include <string>
 #include <vector>
 
-#include "brigade/reducer/packer.h"
+#include "brigade/engine/packer.h"
 
 namespace brigade {
 namespace {

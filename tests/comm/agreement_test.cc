@@ -27,7 +27,7 @@ using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 using Items = std::vector<std::string>;
 
 // Every rank's ValueError, or "" where it agreed.
-std::vector<std::string> verdicts(
+std::vector<std::string> comparisons(
     const std::vector<Items>& items_of,
     const std::vector<absl::Status>& status_of = {}) {
   const int world_size = static_cast<int>(items_of.size());
@@ -40,7 +40,7 @@ std::vector<std::string> verdicts(
     } catch (const c10::ValueError& error) {
       texts[rank] = error.what_without_backtrace();
     }
-    // The group goes on in step, whatever the verdict.
+    // The group goes on in step, whatever the comparison.
     std::vector<at::Tensor> one = {at::ones(1)};
     group->allreduce(one)->wait();
     EXPECT_EQ(one[0].item<int>(), world_size);
@@ -59,16 +59,16 @@ Items numbered(size_t count) {
 
 TEST(AgreementTest, EqualItemsAgree) {
   for (int world_size : {1, 2, 3, 4}) {
-    EXPECT_THAT(verdicts(std::vector<Items>(world_size, numbered(5))),
+    EXPECT_THAT(comparisons(std::vector<Items>(world_size, numbered(5))),
                 Each(""));
   }
-  EXPECT_THAT(verdicts({{}, {}}), Each(""));
+  EXPECT_THAT(comparisons({{}, {}}), Each(""));
 }
 
 TEST(AgreementTest, NamesTheItemTheRanksAndBothSides) {
   Items other = numbered(7);
   other[3] = "'layer.3.weight' float32 [20, 10]";
-  const auto texts = verdicts({numbered(7), other, numbered(7), other});
+  const auto texts = comparisons({numbered(7), other, numbered(7), other});
   EXPECT_THAT(
       texts,
       Each("expected the same parameters on every rank; parameter 3 differs: "
@@ -80,7 +80,7 @@ TEST(AgreementTest, NamesTheFirstOfSeveralDifferences) {
   for (size_t first : {0, 1, 49, 98, 99}) {
     Items other = numbered(100);
     for (size_t i = first; i < 100; i += 7) other[i] = "other";
-    EXPECT_THAT(verdicts({numbered(100), other}),
+    EXPECT_THAT(comparisons({numbered(100), other}),
                 Each(HasSubstr("; parameter " + std::to_string(first) +
                                " differs: rank 0 has 'layer.")));
   }
@@ -88,52 +88,53 @@ TEST(AgreementTest, NamesTheFirstOfSeveralDifferences) {
 
 TEST(AgreementTest, SaysCountsThatDiffer) {
   EXPECT_THAT(
-      verdicts({numbered(2), numbered(3), numbered(2)}),
+      comparisons({numbered(2), numbered(3), numbered(2)}),
       Each("expected the same parameters on every rank; parameter 2 differs: "
            "ranks 0, 2 have no such parameter, rank 1 has 'layer.2.weight' "
            "float32 [10, 20]. Number of parameters: ranks 0, 2 have 2, rank 1 "
            "has 3."));
-  EXPECT_THAT(verdicts({{}, numbered(1)}),
+  EXPECT_THAT(comparisons({{}, numbered(1)}),
               Each(HasSubstr("parameter 0 differs: rank 0 has no such")));
 }
 
 TEST(AgreementTest, ItemsDoNotRunTogether) {
   EXPECT_THAT(
-      verdicts({{"ab", "c"}, {"a", "bc"}}),
+      comparisons({{"ab", "c"}, {"a", "bc"}}),
       Each(HasSubstr("parameter 0 differs: rank 0 has ab, rank 1 has a.")));
 }
 
 TEST(AgreementTest, AFailureOfOneRankReachesAll) {
   EXPECT_THAT(
-      verdicts({numbered(3), numbered(3), numbered(3)},
-               {absl::OkStatus(), absl::InvalidArgumentError("no parameter"),
-                absl::OkStatus()}),
+      comparisons({numbered(3), numbered(3), numbered(3)},
+                  {absl::OkStatus(), absl::InvalidArgumentError("no parameter"),
+                   absl::OkStatus()}),
       Each("rank 1: no parameter"));
 }
 
 TEST(AgreementTest, FailuresCountBeforeDifferences) {
-  EXPECT_THAT(verdicts({numbered(3), numbered(4)},
-                       {absl::OkStatus(), absl::InvalidArgumentError("bad")}),
-              Each("rank 1: bad"));
+  EXPECT_THAT(
+      comparisons({numbered(3), numbered(4)},
+                  {absl::OkStatus(), absl::InvalidArgumentError("bad")}),
+      Each("rank 1: bad"));
 }
 
 TEST(AgreementTest, DifferentFailuresAreAllNamed) {
-  EXPECT_THAT(verdicts({{}, {}, {}}, {absl::InvalidArgumentError("a"),
-                                      absl::InvalidArgumentError("b"),
-                                      absl::InvalidArgumentError("a")}),
+  EXPECT_THAT(comparisons({{}, {}, {}}, {absl::InvalidArgumentError("a"),
+                                         absl::InvalidArgumentError("b"),
+                                         absl::InvalidArgumentError("a")}),
               Each("ranks 0, 2: a\nrank 1: b"));
 }
 
 TEST(AgreementTest, AFailureThatAllShareNamesNoRank) {
-  EXPECT_THAT(verdicts({{}, {}}, {absl::InvalidArgumentError("all bad"),
-                                  absl::InvalidArgumentError("all bad")}),
+  EXPECT_THAT(comparisons({{}, {}}, {absl::InvalidArgumentError("all bad"),
+                                     absl::InvalidArgumentError("all bad")}),
               Each("all bad"));
 }
 
 TEST(AgreementTest, LongTextsAreCut) {
   const std::string x(5000, 'x');
   const std::string y(5000, 'y');
-  for (const std::string& text : verdicts({{x}, {y}})) {
+  for (const std::string& text : comparisons({{x}, {y}})) {
     EXPECT_THAT(text, AllOf(HasSubstr("xxx..."), HasSubstr("yyy...")));
     EXPECT_LT(text.size(), 4500);
   }

@@ -6,9 +6,9 @@
 #include <string>
 #include <vector>
 
+#include "brigade/comm/liveness_probe.h"
 #include "brigade/comm/peer_error.h"
 #include "brigade/comm/process_group.h"
-#include "brigade/comm/roll_call.h"
 #include "brigade/tests/support/process_ranks.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -39,11 +39,11 @@ const RankFunction kReduceForever("reduce_forever", [](RankContext& rank) {
       group->allreduce(gradients)->wait();
     } catch (...) {
       group->abort();
-      const RollCall roll =
-          call_roll(group, "failed", iteration, std::chrono::seconds(5));
+      const LivenessProbe probe =
+          probe_liveness(group, "failed", iteration, std::chrono::seconds(5));
       try {
         throw_peer_error(c10::str("rank ", rank.rank(), ", bucket 0"),
-                         std::current_exception(), &roll);
+                         std::current_exception(), &probe);
       } catch (const c10::DistBackendError& error) {
         rank.report(std::string("error ") + error.what_without_backtrace());
       }
@@ -73,7 +73,7 @@ TEST_P(PeerFailureTest, EverySurvivorOfAKilledPeerSaysWhoIsMissing) {
         results[rank].messages,
         Contains(AllOf(
             StartsWith("error rank " + std::to_string(rank) + ", bucket 0: "),
-            ContainsRegex("ranks? 0(, 2)? answered a roll call, rank "
+            ContainsRegex("ranks? 0(, 2)? answered a liveness probe, rank "
                           "1 did not within 5 s\\."))));
     EXPECT_THAT(results[rank].messages, Contains("weights 4"));
   }

@@ -305,7 +305,7 @@ TEST(RecordingGroupTest, LogsEveryCollectiveInOrder) {
   EXPECT_EQ(log[0].bytes, 40);
   EXPECT_EQ(log[0].dtype, at::kFloat);
   EXPECT_EQ(log[0].root, -1);
-  EXPECT_EQ(log[0].signature, std::nullopt);
+  EXPECT_EQ(log[0].rank_status, std::nullopt);
   EXPECT_EQ(log[1].sequence, 1);
   EXPECT_EQ(log[1].type, OpType::BROADCAST);
   EXPECT_EQ(log[1].numel, 6);

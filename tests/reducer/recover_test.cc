@@ -7,7 +7,7 @@
 #include <optional>
 #include <vector>
 
-#include "brigade/comm/rank_signature.h"
+#include "brigade/comm/rank_status.h"
 #include "brigade/comm/recording_group.h"
 #include "brigade/reducer/reducer.h"
 #include "brigade/tests/reducer/failing.h"
@@ -24,27 +24,27 @@ class RecoverTest : public ::testing::TestWithParam<bool> {
  protected:
   // Whether recover() has asked.
   bool asks() {
-    const size_t before = recording_.signatures().size();
+    const size_t before = recording_.statuses().size();
     reducer_.recover();
-    return recording_.signatures().size() > before;
+    return recording_.statuses().size() > before;
   }
 
   void train() { step(reducer_, model_.loss(0)); }
 
   // At the next exchange of `kind` the peer has failed, after the same launches
   // as this rank, or after `launches`.
-  void peer_fails_at(SignatureKind kind,
+  void peer_fails_at(StatusKind kind,
                      std::optional<int64_t> launches = std::nullopt) {
-    recording_.answer_signatures_with([=](const RankSignature& own) {
-      RankSignature peer = own;
+    recording_.answer_statuses_with([=](const RankStatus& own) {
+      RankStatus peer = own;
       if (own.kind == kind) {
-        peer.kind = SignatureKind::kFailed;
+        peer.kind = StatusKind::kFailed;
         peer.launches = launches.value_or(own.launches);
       }
-      return std::vector<RankSignature>{own, peer};
+      return std::vector<RankStatus>{own, peer};
     });
     EXPECT_THROW(train(), c10::DistBackendError);
-    recording_.answer_signatures_with({});
+    recording_.answer_statuses_with({});
   }
 
   const ToyModel model_{{{2}, {3}}};
@@ -85,20 +85,20 @@ TEST_P(RecoverTest, LeavesWhatIsPreparedPrepared) {
 }
 
 TEST_P(RecoverTest, IsFreeBehindAFailureThatAllRanksHaveSettled) {
-  peer_fails_at(SignatureKind::kEnd);
+  peer_fails_at(StatusKind::kEnd);
   EXPECT_FALSE(asks());
   train();
 }
 
 TEST_P(RecoverTest, IsFreeBehindAFailureAtTheBegin) {
   if (!GetParam()) GTEST_SKIP() << "nobody is asked at the begin";
-  peer_fails_at(SignatureKind::kBegin);
+  peer_fails_at(StatusKind::kBegin);
   EXPECT_FALSE(asks());
   train();
 }
 
 TEST_P(RecoverTest, AsksBehindAnEndAtWhichThePeerWasLost) {
-  peer_fails_at(SignatureKind::kEnd, kLostGroup);
+  peer_fails_at(StatusKind::kEnd, kLostGroup);
   EXPECT_FALSE(reducer_.can_continue());
   EXPECT_TRUE(asks());
 }

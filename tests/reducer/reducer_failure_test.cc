@@ -151,7 +151,7 @@ TEST(BackwardFailureTest, OnAllRanksLeavesTheNextIterationIntact) {
         throw_before(model, where, loss);
         expect_trains(reducer, model, group->getRank(), 2, s);
       }
-      EXPECT_EQ(reducer.statistics().given_up, 2);
+      EXPECT_EQ(reducer.statistics().aborted, 2);
     });
   }
 }

@@ -18,9 +18,9 @@
 
 #include "absl/strings/str_cat.h"
 #include "brigade/comm_hooks/function_hook.h"
+#include "brigade/engine/stall_check.h"
+#include "brigade/engine/stall_watch.h"
 #include "brigade/reducer/reducer.h"
-#include "brigade/reducer/stall_check.h"
-#include "brigade/reducer/stall_watch.h"
 #include "brigade/tests/reducer/toy_model.h"
 #include "brigade/tests/support/local_ranks.h"
 #include "gmock/gmock.h"
@@ -39,7 +39,8 @@ using testing::ToyModel;
 
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
-// ------------------------------------------- ranks of a board, an own clock
+// ------------------------------------------- ranks of a stall status, an own
+// clock
 
 class StallCheckTest : public ::testing::Test {
  protected:
@@ -56,7 +57,7 @@ class StallCheckTest : public ::testing::Test {
       auto rank = std::make_unique<Rank>();
       rank->progress->num_buckets = 5;
       rank->check = std::make_unique<StallCheck>(
-          ProgressBoard(store_, "progress/", r, kWorldSize), milliseconds{1000},
+          StallStatus(store_, "progress/", r, kWorldSize), milliseconds{1000},
           rank->progress, [words = &rank->words] { return *words; });
       ranks_.push_back(std::move(rank));
     }
@@ -239,7 +240,7 @@ class ClosedStore : public c10d::HashStore {
 };
 
 // Of the keys of the first reducer on a group.
-constexpr const char* kFirstChannel = "brigade/signatures_256/1/channel/1/";
+constexpr const char* kFirstChannel = "brigade/statuses_256/1/channel/1/";
 
 std::unique_ptr<StallWatch> watch(c10::intrusive_ptr<c10d::Store> store,
                                   int world_size = 2) {

@@ -1,0 +1,114 @@
+#include "brigade/engine/peer_status.h"
+
+#include <c10/util/Exception.h>
+#include <c10/util/hash.h>
+
+#include <algorithm>
+#include <chrono>
+#include <exception>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "brigade/comm/collective_count.h"
+#include "brigade/comm/peer_error.h"
+
+namespace brigade {
+
+// All ranks throw alike, with the same words.
+void throw_if_apart(const StatusComparison& comparison) {
+  if (comparison.status.ok()) return;
+  std::string text(comparison.status.message());
+  if (!comparison.deficit.ok()) {
+    absl::StrAppend(&text, "\n", comparison.deficit.status().message());
+  }
+  if (absl::IsAborted(comparison.status)) {
+    throw_peer_error("Reducer",
+                     std::make_exception_ptr(std::runtime_error(text)));
+  }
+  TORCH_CHECK(false, "Reducer: ", text);
+}
+
+PeerStatus::PeerStatus(c10::intrusive_ptr<c10d::ProcessGroup> group)
+    : group_(std::move(group)),
+      // Else there is nobody to compare with.
+      group_counts_(group_->getSize() > 1 && group_->getStore()) {}
+
+void PeerStatus::connect() {
+  if (channel_) return;
+  channel_ = std::make_unique<ControlChannel>(group_, identity_);
+}
+
+void PeerStatus::connect_later() {
+  identity_ = ChannelIdentity::made_alone(group_);
+}
+
+StatusComparison PeerStatus::exchange(
+    RankStatus own, std::optional<std::chrono::milliseconds> patience) {
+  // One launch has but one order.
+  const uint64_t others = std::exchange(others_, 0);
+  own.others = launches_ > 1 ? others : 0;
+  own.launches = std::exchange(launches_, 0);
+  own.own_collectives = std::exchange(own_collectives_, 0);
+  last_count_.reset();
+  const PendingExchange pending = channel_->exchange(own);
+  const auto by_rank = channel_->await_difference(pending, patience);
+  if (!by_rank) {
+    return {
+        .status = absl::OkStatus(), .deficit = 0, .iteration = own.iteration};
+  }
+  StatusComparison comparison = {.status = check_statuses(*by_rank),
+                                 .deficit = 0};
+  for (const RankStatus& rank_status : *by_rank) {
+    comparison.iteration =
+        std::max(comparison.iteration, rank_status.iteration);
+  }
+  if (!comparison.status.ok()) {
+    comparison.deficit = launch_deficit(*by_rank, group_->getRank());
+  }
+  return comparison;
+}
+
+std::optional<int64_t> PeerStatus::group_count() {
+  if (!group_counts_) return std::nullopt;
+  const std::optional<int64_t> count = count_collectives(*group_);
+  group_counts_ = count.has_value();  // not to be asked again: slow
+  return count;
+}
+
+// Nothing before the first launch counts: forwards may be unequally many.
+void PeerStatus::note_others(std::optional<int64_t> count) {
+  if (count && last_count_) add_to_digest(*count - *last_count_);
+}
+
+void PeerStatus::add_to_digest(int64_t num_collectives) {
+  if (!compares_others_) return;
+  others_ = c10::hash_combine(others_, num_collectives + 1);
+}
+
+void PeerStatus::met() {
+  channel_->count_from_here();
+  launches_ = 0;
+  own_collectives_ = 0;
+}
+
+void PeerStatus::tell_of_loss(RankStatus own) noexcept {
+  own.launches = kLostGroup;
+  launches_ = 0;
+  own_collectives_ = 0;
+  try {
+    if (channel_) last_words_ = channel_->exchange(own);
+  } catch (const std::exception&) {
+    // The channel is lost as well, which peers notice by themselves.
+  }
+}
+
+std::optional<LivenessProbe> PeerStatus::find_survivors(
+    const std::string& occasion) {
+  if (!channel_) return std::nullopt;
+  return channel_->find_survivors(occasion);
+}
+
+}  // namespace brigade

@@ -1,0 +1,145 @@
+// What the reducers of different ranks tell each other about their iterations,
+// and what follows for this one.
+//
+// Decides when ranks are connected, what a launch is, and who has to launch
+// what; the reducer does it. docs/protocol.md, "Statuses".
+//
+// Thread safety: none; the reducer's lock covers it.
+
+#ifndef BRIGADE_ENGINE_PEER_STATUS_H_
+#define BRIGADE_ENGINE_PEER_STATUS_H_
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "brigade/comm/channel_identity.h"
+#include "brigade/comm/control_channel.h"
+#include "brigade/comm/liveness_probe.h"
+#include "brigade/comm/rank_status.h"
+#include "brigade/comm/status_check.h"
+
+namespace brigade {
+
+// What all ranks said, and so the same on every rank but for `deficit`.
+struct StatusComparison {
+  // OK: all stand in the same place, none has failed. Aborted: ranks have
+  // failed. FailedPrecondition: ranks differ.
+  absl::Status status;
+
+  // Launches on zeros that bring this rank where the others are. An error on
+  // every rank if nothing can bring all of them there.
+  absl::StatusOr<int64_t> deficit;
+
+  int64_t iteration = 0;  // of the rank that is furthest
+};
+
+// Throws on all ranks alike, unless all stand in the same place. Errors:
+// PeerError if ranks have failed, RuntimeError if they differ.
+void throw_if_apart(const StatusComparison& comparison);
+
+class PeerStatus {
+ public:
+  explicit PeerStatus(c10::intrusive_ptr<c10d::ProcessGroup> group);
+
+  // Collective, once: ranks connect.  To be called before the first exchange,
+  // and not in backward, where peers may wait for something else.
+  void connect();
+
+  // In place of connect(), where ranks don't construct this together: they
+  // connect later, and meet whatever the others have constructed here.
+  void connect_later();
+  bool is_connected() const { return channel_ != nullptr; }
+
+  // Of keys in the group's store, equal on all ranks; empty: nobody to talk to.
+  // REQUIRES: is_connected().
+  const std::string& store_prefix() const { return channel_->store_prefix(); }
+
+  // Calls `launch` and counts it, with its collectives, as one of those that
+  // all ranks launch. If it throws after it has launched something, that
+  // belongs to no launch, and what this rank owes can't be told any more.
+  template <typename Launch>
+  void count(const Launch& launch) {
+    const std::optional<int64_t> before = group_count();
+    note_others(before);
+    try {
+      launch();
+    } catch (...) {
+      if (before && group_count() != before) launches_ = kLostGroup;
+      throw;
+    }
+    ++launches_;
+    if (!before) return;
+    const int64_t own = group_count().value_or(*before) - *before;
+    own_collectives_ += own;
+    add_to_digest(own);
+    last_count_ = *before + own;
+  }
+
+  // What this rank has launched can't be told any more.
+  void lose_count() { launches_ = kLostGroup; }
+
+  // Collectives that the group has launched so far, if it counts them.
+  std::optional<int64_t> group_count();
+
+  // The group's connections are closed.
+  void lose_group() { has_lost_group_ = true; }
+  bool has_lost_group() const { return has_lost_group_; }
+
+  // Ranks compare where the group's other collectives lie between the launches:
+  // for hooks that may launch some when others are complete.
+  void compare_others(bool value) { compares_others_ = value; }
+
+  // All ranks stand in the same place, after they have launched what they owed.
+  void met();
+
+  // Tells the others where this rank is, and waits until all have told; fills
+  // in what was launched.
+  //
+  // Errors: PeerError if a rank has left, died, or does not come within
+  // `patience`, at most the group's timeout; RuntimeError in a forked child.
+  // REQUIRES: is_connected().
+  // ENSURES: all ranks stand in the same place if all agree; otherwise met() is
+  // to follow.
+  StatusComparison exchange(
+      RankStatus own,
+      std::optional<std::chrono::milliseconds> patience = std::nullopt);
+
+  // This rank can't launch on the group any more; says so and does not wait.
+  // Does not throw.
+  void tell_of_loss(RankStatus own) noexcept;
+
+  // The plan that all ranks have been seen to have.
+  bool is_agreed(uint64_t fingerprint) const { return agreed_ == fingerprint; }
+  void set_agreed(uint64_t fingerprint) { agreed_ = fingerprint; }
+
+  // Which ranks still answer after a collective failed; nullopt if there is
+  // nobody to ask. `occasion` is unique, and equal on all ranks. Waits a few
+  // seconds at most.
+  std::optional<LivenessProbe> find_survivors(const std::string& occasion);
+
+ private:
+  void note_others(std::optional<int64_t> count);
+  void add_to_digest(int64_t num_collectives);
+
+  const c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  std::optional<ChannelIdentity> identity_;  // if ranks connect later
+  std::unique_ptr<ControlChannel> channel_;  // null until ranks connect
+  bool group_counts_;
+  bool has_lost_group_ = false;
+  bool compares_others_ = false;
+  int64_t launches_ = 0;         // since ranks met
+  int64_t own_collectives_ = 0;  // of these
+  uint64_t others_ = 0;          // a digest: where others lie between them
+  std::optional<int64_t> last_count_;  // the group's, at the last launch
+  PendingExchange last_words_;         // nobody waits for it, but it travels
+  std::optional<uint64_t> agreed_;
+};
+
+}  // namespace brigade
+
+#endif  // BRIGADE_ENGINE_PEER_STATUS_H_

@@ -1,0 +1,43 @@
+// How far a reducer has come, for a thread that must not wait for its lock.
+//
+// Thread safety: one thread at a time writes (the reducer's lock covers it),
+// any may read. A reader may see a step of one field before that of another.
+
+#ifndef BRIGADE_ENGINE_PROGRESS_H_
+#define BRIGADE_ENGINE_PROGRESS_H_
+
+#include <atomic>
+#include <cstdint>
+
+namespace brigade {
+
+struct Progress {
+  std::atomic<int64_t> iteration = 0;  // prepared last
+  std::atomic<int64_t> launched = 0;   // buckets of it
+  std::atomic<int64_t> num_buckets = 0;
+  std::atomic<int64_t> num_waits = 0;  // that have begun, for peers
+  std::atomic<int> num_waiting = 0;    // of these, in progress
+
+  bool is_waiting() const { return num_waiting > 0; }
+};
+
+// This rank waits for its peers while it lives. May be nested.
+class WaitForPeers {
+ public:
+  explicit WaitForPeers(Progress& progress) : progress_(progress) {
+    progress_.num_waits.fetch_add(1, std::memory_order_relaxed);
+    progress_.num_waiting.fetch_add(1, std::memory_order_relaxed);
+  }
+  ~WaitForPeers() {
+    progress_.num_waiting.fetch_sub(1, std::memory_order_relaxed);
+  }
+  WaitForPeers(const WaitForPeers&) = delete;
+  WaitForPeers& operator=(const WaitForPeers&) = delete;
+
+ private:
+  Progress& progress_;
+};
+
+}  // namespace brigade
+
+#endif  // BRIGADE_ENGINE_PROGRESS_H_

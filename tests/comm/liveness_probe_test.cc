@@ -1,0 +1,190 @@
+#include "brigade/comm/liveness_probe.h"
+
+#include <torch/torch.h>
+
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include <vector>
+
+#include "brigade/comm/peer_error.h"
+#include "brigade/comm/process_group.h"
+#include "brigade/comm/recording_group.h"
+#include "brigade/tests/support/local_ranks.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+
+namespace brigade {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using testing::run_ranks;
+
+using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
+
+constexpr std::chrono::milliseconds kLong = std::chrono::minutes(2);
+constexpr std::chrono::milliseconds kShort{50};
+
+TEST(LivenessProbeTest, HearsAllRanks) {
+  run_ranks(3, [](Group group) {
+    const LivenessProbe probe =
+        probe_liveness(group, "k", 10 + group->getRank(), kLong);
+    EXPECT_THAT(probe.answers, ElementsAre(10, 11, 12));
+    EXPECT_EQ(probe.describe(), "all 3 ranks answered a liveness probe");
+  });
+}
+
+TEST(LivenessProbeTest, NamesTheRankThatDoesNotAnswer) {
+  run_ranks(3, [](Group group) {
+    // Ranks 0 and 2 hear each other first, so that the second call, for which
+    // patience is short, finds both.
+    if (group->getRank() == 1) {
+      probe_liveness(group, "first", 0, kLong);
+      return;
+    }
+    probe_liveness(group, "first", 0, kLong);
+    group->getStore()->set(
+        "liveness_probe/second/" + std::to_string(group->getRank()), "7");
+    group->getStore()->wait(
+        {"liveness_probe/second/0", "liveness_probe/second/2"});
+    const LivenessProbe probe = probe_liveness(group, "second", 7, kShort);
+    EXPECT_THAT(probe.answers, ElementsAre(7, std::nullopt, 7));
+    EXPECT_EQ(
+        probe.describe(),
+        "ranks 0, 2 answered a liveness probe, rank 1 did not within 0.05 s");
+    EXPECT_EQ(probe.store_error, "");
+  });
+}
+
+TEST(LivenessProbeTest, KeysKeepCallsApart) {
+  run_ranks(2, [](Group group) {
+    for (int64_t i = 0; i < 5; ++i) {
+      const LivenessProbe probe =
+          probe_liveness(group, std::to_string(i), i, kLong);
+      EXPECT_THAT(probe.answers, ElementsAre(i, i));
+    }
+  });
+}
+
+class BrokenStore : public c10d::HashStore {
+ public:
+  void set(const std::string&, const std::vector<uint8_t>&) override {
+    throw std::runtime_error("Broken pipe");
+  }
+};
+
+TEST(LivenessProbeTest, AStoreThatFailsIsReported) {
+  auto group = c10::make_intrusive<c10d::ProcessGroup>(
+      c10::make_intrusive<BrokenStore>(), 0, 2);
+  const LivenessProbe probe = probe_liveness(group, "k", 1, kLong);
+  EXPECT_THAT(probe.answers, ElementsAre(1, std::nullopt));
+  EXPECT_EQ(probe.store_error, "Broken pipe");
+  EXPECT_THAT(probe.describe(),
+              HasSubstr("(the group's store failed: Broken pipe)"));
+}
+
+// Hangs until its key is released, as the client of a stopped server does.
+class HangingStore : public c10d::HashStore {
+ public:
+  void set(const std::string&, const std::vector<uint8_t>&) override {
+    released.wait(false);
+  }
+  std::atomic<bool> released = false;
+};
+
+TEST(LivenessProbeTest, AStoreThatHangsDoesNotHoldTheCaller) {
+  auto store = c10::make_intrusive<HangingStore>();
+  auto group = c10::make_intrusive<c10d::ProcessGroup>(store, 0, 2);
+  const LivenessProbe probe = probe_liveness(group, "k", 1, kShort);
+  EXPECT_THAT(probe.store_error, HasSubstr("no reply from the store within"));
+  store->released = true;
+  store->released.notify_all();
+}
+
+TEST(LivenessProbeTest, AGroupWithoutStoreSaysSo) {
+  RecordingGroup recording(2, 1);
+  const LivenessProbe probe = probe_liveness(recording.group(), "k", 5, kLong);
+  EXPECT_THAT(probe.answers, ElementsAre(std::nullopt, 5));
+  EXPECT_EQ(probe.store_error, "the group has no store");
+}
+
+TEST(LivenessProbeTest, AWorldOfOneAnswersItself) {
+  const LivenessProbe probe =
+      probe_liveness(single_process_group(), "k", 5, kLong);
+  EXPECT_THAT(probe.answers, ElementsAre(5));
+  EXPECT_EQ(probe.describe(), "the only rank answered a liveness probe");
+}
+
+TEST(DescribeRanksTest, ListsAndRanges) {
+  using Ranks = std::vector<int>;
+  EXPECT_EQ(describe_ranks(Ranks{}), "no rank");
+  EXPECT_EQ(describe_ranks(Ranks{4}), "rank 4");
+  EXPECT_EQ(describe_ranks(Ranks{0, 1}), "ranks 0, 1");
+  EXPECT_EQ(describe_ranks(Ranks{0, 2, 5, 6, 7, 9}), "ranks 0, 2, 5-7, 9");
+}
+
+// The text and kind of what comes out when `error` goes in.
+template <typename E>
+std::string thrown_for(std::exception_ptr error,
+                       const LivenessProbe* probe = nullptr) {
+  try {
+    throw_peer_error("bucket 3", error, probe);
+  } catch (const E& e) {
+    return typeid(e) == typeid(E) ? e.what_without_backtrace() : "other type";
+  } catch (...) {
+    return "other type";
+  }
+}
+
+TEST(PeerErrorTest, PutsTheContextInFrontOfAnyBackendsWords) {
+  EXPECT_EQ(thrown_for<PeerError>(std::make_exception_ptr(
+                std::runtime_error("Connection closed by peer.\n"))),
+            "bucket 3: Connection closed by peer.");
+  EXPECT_EQ(thrown_for<PeerError>(
+                std::make_exception_ptr(c10::DistBackendError("NCCL error"))),
+            "bucket 3: NCCL error.");
+  EXPECT_EQ(thrown_for<PeerError>(std::make_exception_ptr(5)),
+            "bucket 3: unknown error.");
+}
+
+TEST(PeerErrorTest, ShowsThatATextWasCut) {
+  EXPECT_EQ(thrown_for<PeerError>(std::make_exception_ptr(
+                std::runtime_error("the gradient of para..."))),
+            "bucket 3: the gradient of para...");
+}
+
+TEST(PeerErrorTest, AddsTheLivenessProbe) {
+  const LivenessProbe probe = {.answers = {1, std::nullopt},
+                               .patience = std::chrono::seconds(2)};
+  EXPECT_EQ(thrown_for<PeerError>(
+                std::make_exception_ptr(std::runtime_error("reset")), &probe),
+            "bucket 3: reset. rank 0 answered a liveness probe, rank 1 did not "
+            "within 2 s.");
+}
+
+TEST(PeerErrorTest, LetsPassWhatHasItsContextOrIsNoPeersFault) {
+  const auto first = [] {
+    try {
+      throw_peer_error("first",
+                       std::make_exception_ptr(std::runtime_error("reset")));
+    } catch (...) {
+      return std::current_exception();
+    }
+  }();
+  EXPECT_EQ(thrown_for<PeerError>(first), "first: reset.");
+  EXPECT_EQ(thrown_for<c10::ValueError>(
+                std::make_exception_ptr(c10::ValueError("bad argument"))),
+            "bad argument");
+  EXPECT_EQ(thrown_for<c10::OutOfMemoryError>(
+                std::make_exception_ptr(c10::OutOfMemoryError("full"))),
+            "full");
+}
+
+TEST(PeerErrorTest, IsADistBackendErrorToWhoeverCatchesIt) {
+  EXPECT_THROW(throw_peer_error("x", nullptr), c10::DistBackendError);
+}
+
+}  // namespace
+}  // namespace brigade

@@ -1,0 +1,116 @@
+#include "brigade/comm/status_digest.h"
+
+#include <algorithm>
+#include <random>
+#include <vector>
+
+#include "brigade/comm/status_check.h"
+#include "gtest/gtest.h"
+
+namespace brigade {
+namespace {
+
+using enum StatusKind;
+
+StatusDigest digest_in(const std::vector<int>& order,
+                       const std::vector<RankStatus>& by_rank) {
+  StatusDigest digest = digest_of(order.front(), by_rank[order.front()]);
+  for (const int rank : order) {
+    digest = combine(digest, digest_of(rank, by_rank[rank]));
+  }
+  return digest;
+}
+
+// Equal but for one rank at most, in one thing or in none.
+std::vector<RankStatus> some_statuses(std::mt19937& random) {
+  const RankStatus common = {.kind = kEnd,
+                             .iteration = 7,
+                             .unit = 1,
+                             .numel = 3,
+                             .fingerprint = 5,
+                             .launches = 2,
+                             .others = 9};
+  std::vector<RankStatus> by_rank(2 + random() % 6, common);
+  RankStatus& one = by_rank[random() % by_rank.size()];
+  switch (random() % 12) {
+    case 0:
+      one.kind = kFailed;
+      break;
+    case 1:
+      one.kind = kBegin;
+      break;
+    case 2:
+      ++one.iteration;
+      break;
+    case 3:
+      ++one.unit;
+      break;
+    case 4:
+      ++one.numel;
+      break;
+    case 5:
+      ++one.fingerprint;
+      break;
+    case 6:
+      ++one.launches;
+      break;
+    case 7:
+      ++one.others;
+      break;
+    case 8:
+      one.text = status_text("not compared");
+      break;
+    case 9:
+      ++one.group_launches;
+      break;
+    case 10:
+      ++one.own_collectives;
+      break;
+    case 11:
+      for (RankStatus& each : by_rank) each.kind = kFailed;
+      break;
+  }
+  return by_rank;
+}
+
+TEST(StatusDigestTest, SaysWhatTheCheckOfAllSays) {
+  std::mt19937 random(1);
+  for (int i = 0; i < 3000; ++i) {
+    const std::vector<RankStatus> by_rank = some_statuses(random);
+    std::vector<int> order;
+    for (size_t rank = 0; rank < by_rank.size(); ++rank) {
+      order.push_back(static_cast<int>(rank));
+      order.push_back(static_cast<int>(random() % by_rank.size()));
+    }
+    std::ranges::shuffle(order, random);
+    EXPECT_EQ(digest_in(order, by_rank).all_agree != 0,
+              check_statuses(by_rank).ok());
+  }
+}
+
+TEST(StatusDigestTest, KeepsTheFailureOfTheLowestRank) {
+  std::vector<RankStatus> by_rank(5, {.kind = kEnd});
+  for (const int rank : {1, 3}) {
+    by_rank[rank] = {.kind = kFailed,
+                     .iteration = 7,
+                     .text = status_text(rank == 1 ? "low" : "high")};
+  }
+  std::vector<int> order = {0, 1, 2, 3, 4};
+  do {
+    const auto failure = first_failure(digest_in(order, by_rank));
+    ASSERT_TRUE(failure.has_value());
+    EXPECT_EQ(describe(*failure), "rank 1 failed in iteration 7: low");
+  } while (std::ranges::next_permutation(order).found);
+}
+
+TEST(StatusDigestTest, KeepsTheLowestRankWhereNoneHasFailed) {
+  const std::vector<RankStatus> by_rank = {{.kind = kEnd, .iteration = 4},
+                                           {.kind = kEnd, .iteration = 5}};
+  const StatusDigest digest = digest_in({1, 0}, by_rank);
+  EXPECT_EQ(digest.first.rank, 0);
+  EXPECT_EQ(digest.first.rank_status.iteration, 4);
+  EXPECT_FALSE(first_failure(digest).has_value());
+}
+
+}  // namespace
+}  // namespace brigade

@@ -1,0 +1,342 @@
+#include "brigade/reducer/buffer_donation.h"
+
+#include <torch/torch.h>
+
+#include <cstring>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "brigade/comm/process_group.h"
+#include "brigade/comm_hooks/all_reduce_hook.h"
+#include "brigade/comm_hooks/function_hook.h"
+#include "brigade/reducer/reducer.h"
+#include "brigade/tests/reducer/toy_model.h"
+#include "brigade/tests/support/local_ranks.h"
+#include "gtest/gtest.h"
+
+namespace brigade {
+namespace {
+
+using testing::run_ranks;
+using testing::ToyModel;
+
+using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
+
+// One gradient that is worth a donation, and one that is not.
+const ToyModel::Sizes kSizes = {{BufferDonation::kMinBytes / 4}, {3}};
+constexpr int kRanks = 2;
+
+ReducerOptions copies() {
+  return {.bucket_plan = {{0, 1}},
+          .rebuild_buckets = false,
+          .gradients_as_bucket_views = false};
+}
+
+void step(Reducer& reducer, const ToyModel& model, int rank, int number,
+          bool create_graph = false) {
+  const at::Tensor loss = model.loss(rank, number);
+  reducer.prepare_for_backward(loss);
+  loss.backward({}, /*retain_graph=*/create_graph, create_graph);
+}
+
+void expect_averages(const ToyModel& model, int number) {
+  for (size_t i = 0; i < model.parameters.size(); ++i) {
+    EXPECT_TRUE(
+        at::equal(model.parameters[i].grad(), model.average(i, kRanks, number)))
+        << "parameter " << i << ", step " << number;
+  }
+}
+
+bool lies_in_bucket(const at::Tensor& gradient) {
+  return gradient.storage().nbytes() > gradient.nbytes();
+}
+
+// The first step's buckets may be rebuilt; it is copied.
+void take_first_step(Reducer& reducer, const ToyModel& model, int rank) {
+  step(reducer, model, rank, 0);
+  EXPECT_FALSE(lies_in_bucket(model.parameters[0].grad()));
+  model.zero_grad();
+}
+
+TEST(BufferDonationTest, GivesALargeGradientItsPlaceInTheBucket) {
+  run_ranks(kRanks, [](const Group& group) {
+    const ToyModel model(kSizes);
+    Reducer reducer(model.parameters, group, copies());
+    take_first_step(reducer, model, group->getRank());
+    const int64_t delivered = reducer.statistics().bytes_delivered;
+    const void* memory = nullptr;
+    for (int s = 1; s < 5; ++s) {
+      model.zero_grad();
+      step(reducer, model, group->getRank(), s);
+      expect_averages(model, s);
+      const at::Tensor& large = model.parameters[0].grad();
+      EXPECT_TRUE(lies_in_bucket(large));
+      EXPECT_FALSE(large.is_view());
+      EXPECT_FALSE(lies_in_bucket(model.parameters[1].grad()));
+      if (s > 1) {
+        EXPECT_EQ(large.const_data_ptr(), memory) << "step " << s;
+      }
+      memory = large.const_data_ptr();
+    }
+    EXPECT_EQ(reducer.statistics().bytes_delivered - delivered,
+              static_cast<int64_t>(4 * model.parameters[1].nbytes()));
+  });
+}
+
+TEST(BufferDonationTest, TheGradientStaysTheTensorThatAutogradMade) {
+  run_ranks(kRanks, [](const Group& group) {
+    const ToyModel model(kSizes);
+    Reducer reducer(model.parameters, group, copies());
+    take_first_step(reducer, model, group->getRank());
+    const c10::TensorImpl* seen = nullptr;
+    model.parameters[1].register_hook([&](const at::Tensor&) {
+      seen = model.parameters[0].grad().unsafeGetTensorImpl();
+    });
+    const at::Tensor loss = model.loss_in_order({0, 1}, group->getRank());
+    reducer.prepare_for_backward(loss);
+    loss.backward();
+    const at::Tensor& gradient = model.parameters[0].grad();
+    EXPECT_EQ(gradient.unsafeGetTensorImpl(), seen);
+    EXPECT_TRUE(lies_in_bucket(gradient));
+    EXPECT_GT(gradient._version(), 0);
+    expect_averages(model, 0);
+  });
+}
+
+// What a user may keep of a gradient that he then sets to none.
+TEST(BufferDonationTest, LeavesMemoryToWhoeverStillSeesIt) {
+  struct Keeper {
+    std::string name;
+    std::function<std::shared_ptr<void>(const at::Tensor&)> keep;
+  };
+  const auto keeps = [](auto made) {
+    return std::make_shared<decltype(made)>(std::move(made));
+  };
+  const std::vector<Keeper> keepers = {
+      {"the tensor", [&](const at::Tensor& g) { return keeps(g); }},
+      {"an alias", [&](const at::Tensor& g) { return keeps(g.detach()); }},
+      {"a part", [&](const at::Tensor& g) { return keeps(g.slice(0, 0, 1)); }},
+      {"the storage", [&](const at::Tensor& g) { return keeps(g.storage()); }}};
+  for (const Keeper& keeper : keepers) {
+    run_ranks(kRanks, [&](const Group& group) {
+      const ToyModel model(kSizes);
+      Reducer reducer(model.parameters, group, copies());
+      take_first_step(reducer, model, group->getRank());
+      std::vector<std::shared_ptr<void>> kept;
+      std::vector<const float*> memory;
+      for (int s = 0; s < 5; ++s) {
+        model.zero_grad();
+        step(reducer, model, group->getRank(), s);
+        expect_averages(model, s);
+        const at::Tensor& gradient = model.parameters[0].grad();
+        // So many buckets are kept for the sake of a gradient.
+        EXPECT_EQ(lies_in_bucket(gradient), s < BufferDonation::kMaxLeft);
+        kept.push_back(keeper.keep(gradient));
+        memory.push_back(gradient.const_data_ptr<float>());
+        for (int before = 0; before <= s; ++before) {
+          EXPECT_EQ(*memory[before],
+                    model.average(0, kRanks, before)[0].item<float>())
+              << keeper.name << " of step " << before << " in step " << s;
+        }
+      }
+    });
+  }
+}
+
+TEST(BufferDonationTest, LeavesMemoryThatWasMovedForAnotherProcess) {
+  run_ranks(kRanks, [](const Group& group) {
+    const ToyModel model(kSizes);
+    Reducer reducer(model.parameters, group, copies());
+    take_first_step(reducer, model, group->getRank());
+    step(reducer, model, group->getRank(), 0);
+    ASSERT_TRUE(lies_in_bucket(model.parameters[0].grad()));
+    const at::Tensor elsewhere =
+        at::empty({kSizes[0][0] + kSizes[1][0]}, at::kFloat);
+    c10::StorageImpl* storage =
+        model.parameters[0].grad().storage().unsafeGetStorageImpl();
+    std::memcpy(elsewhere.mutable_data_ptr(), storage->data(),
+                storage->nbytes());
+    storage->set_data_ptr_noswap(c10::DataPtr(
+        elsewhere.mutable_data_ptr(), c10::Device(c10::DeviceType::CPU)));
+    model.zero_grad();
+    step(reducer, model, group->getRank(), 1);
+    expect_averages(model, 1);
+    EXPECT_TRUE(at::equal(elsewhere.slice(0, 0, kSizes[0][0]),
+                          model.average(0, kRanks, 0)));
+  });
+}
+
+TEST(BufferDonationTest, GradientsThatAreKeptStayWhereTheyAre) {
+  for (const bool zeroed : {true, false}) {
+    run_ranks(kRanks, [&](const Group& group) {
+      const ToyModel model(kSizes);
+      Reducer reducer(model.parameters, group, copies());
+      take_first_step(reducer, model, group->getRank());
+      step(reducer, model, group->getRank(), 0);
+      const void* memory = model.parameters[0].grad().const_data_ptr();
+      for (int s = 1; s < 4; ++s) {
+        if (zeroed) model.zero_grad(/*set_to_none=*/false);
+        const at::Tensor before = model.parameters[0].grad().clone();
+        step(reducer, model, group->getRank(), s);
+        // A gradient that is kept is averaged with what it was: equal on all.
+        EXPECT_TRUE(at::equal(model.parameters[0].grad(),
+                              before + model.average(0, kRanks, s)));
+        EXPECT_EQ(model.parameters[0].grad().const_data_ptr(), memory);
+      }
+    });
+  }
+}
+
+// Each of these sees a gradient's memory, or has it in another form; it gets
+// its copy.
+TEST(BufferDonationTest, CopiesIntoMemoryThatOthersSee) {
+  struct Case {
+    ReducerOptions options = copies();
+    std::function<at::Tensor(const at::Tensor&)> look = [](const at::Tensor&) {
+      return at::Tensor();
+    };
+    bool creates_graph = false;
+    bool accumulates = false;
+  };
+  const std::map<std::string, std::function<Case(const Group&)>> cases = {
+      {"the tensor",
+       [](const Group&) {
+         return Case{.look = [](const at::Tensor& g) { return g; }};
+       }},
+      {"an alias",
+       [](const Group&) {
+         return Case{.look = [](const at::Tensor& g) { return g.detach(); }};
+       }},
+      {"another library",
+       [](const Group&) {
+         return Case{.look = [](const at::Tensor& g) {
+           g.storage().unsafeGetStorageImpl()->set_resizable(false);
+           return at::Tensor();
+         }};
+       }},
+      {"a graph of its own",
+       [](const Group&) { return Case{.creates_graph = true}; }},
+      {"an accumulated one",
+       [](const Group&) { return Case{.accumulates = true}; }},
+      {"a user's hook",
+       [](const Group& group) {
+         Case made;
+         made.options.comm_hook = make_comm_hook(
+             [hook = all_reduce_hook(group)](c10d::GradBucket& bucket) {
+               bucket.getBufferRef().div_(kRanks);
+               return hook->runHook(bucket);
+             });
+         return made;
+       }},
+      {"another dtype on the wire",
+       [](const Group& group) {
+         Case made;
+         made.options.comm_hook = fp16_hook(group);
+         return made;
+       }},
+  };
+  for (const auto& [name, make] : cases) {
+    run_ranks(kRanks, [&, &name = name, &make = make](const Group& group) {
+      const ToyModel model(kSizes);
+      const Case setting = make(group);
+      Reducer reducer(model.parameters, group, setting.options);
+      take_first_step(reducer, model, group->getRank());
+      at::Tensor seen;
+      const void* memory = nullptr;
+      model.parameters[1].register_hook([&](const at::Tensor&) {
+        seen = setting.look(model.parameters[0].grad());
+        memory = model.parameters[0].grad().const_data_ptr();
+      });
+      if (setting.accumulates) {
+        model.loss_in_order({0, 1}, group->getRank()).backward();
+      }
+      const at::Tensor loss = model.loss_in_order({0, 1}, group->getRank());
+      reducer.prepare_for_backward(loss);
+      loss.backward({}, setting.creates_graph, setting.creates_graph);
+      const at::Tensor gradient = model.parameters[0].grad().detach();
+      EXPECT_EQ(gradient.const_data_ptr(), memory) << name;
+      const at::Tensor once = model.average(0, kRanks);
+      const at::Tensor expected = setting.accumulates ? 2 * once : once;
+      EXPECT_TRUE(at::equal(gradient, expected)) << name;
+      if (seen.defined()) {
+        EXPECT_TRUE(at::equal(seen, expected)) << name;
+      }
+      for (const at::Tensor& p : model.parameters) p.mutable_grad().reset();
+    });
+  }
+}
+
+TEST(BufferDonationTest, RanksMayKeepGradientsApart) {
+  run_ranks(kRanks, [](const Group& group) {
+    const ToyModel model(kSizes);
+    Reducer reducer(model.parameters, group, copies());
+    std::vector<at::Tensor> kept;
+    for (int s = 0; s < 5; ++s) {
+      model.zero_grad();
+      step(reducer, model, group->getRank(), s);
+      expect_averages(model, s);
+      if (group->getRank() == 0) kept.push_back(model.parameters[0].grad());
+    }
+    for (size_t s = 0; s < kept.size(); ++s) {
+      EXPECT_TRUE(at::equal(kept[s], model.average(0, kRanks, s)));
+    }
+  });
+}
+
+// A second derivative: what accumulates under create_graph is a new tensor.
+TEST(BufferDonationTest, CopiesIntoAGradientThatHasAHistory) {
+  run_ranks(kRanks, [](const Group& group) {
+    const ToyModel model(kSizes);
+    Reducer reducer(model.parameters, group, copies());
+    take_first_step(reducer, model, group->getRank());
+    const auto loss = [&] {
+      return model.parameters[0].pow(3).sum() + model.parameters[1].sum();
+    };
+    loss().backward({}, /*retain_graph=*/true, /*create_graph=*/true);
+    const at::Tensor reduced = loss();
+    reducer.prepare_for_backward(reduced);
+    reduced.backward({}, /*retain_graph=*/true, /*create_graph=*/true);
+    const at::Tensor gradient = model.parameters[0].grad();
+    EXPECT_TRUE(gradient.requires_grad());
+    EXPECT_FALSE(lies_in_bucket(gradient));
+    EXPECT_TRUE(at::equal(gradient, at::full_like(gradient, 6)));
+    model.zero_grad();
+  });
+}
+
+// Buckets follow a parameter's strides when the next forward is prepared.
+TEST(BufferDonationTest, AParameterMayTurnBetweenForwardAndBackward) {
+  run_ranks(kRanks, [](const Group& group) {
+    const ToyModel model({{8, 16, 16, 8}, {3}});
+    Reducer reducer(model.parameters, group, copies());
+    take_first_step(reducer, model, group->getRank());
+    const at::Tensor slope = model.gradient(0, group->getRank(), 1)
+                                 .contiguous(at::MemoryFormat::ChannelsLast);
+    const at::Tensor loss = (model.parameters[0] * slope).sum() +
+                            model.loss_in_order({1}, group->getRank(), 1);
+    reducer.prepare_for_backward(loss);
+    model.parameters[0].set_data(model.parameters[0].detach().contiguous(
+        at::MemoryFormat::ChannelsLast));
+    loss.backward();
+    expect_averages(model, 1);
+  });
+}
+
+TEST(BufferDonationTest, EveryLocalReplicaGetsTheResult) {
+  const std::vector<ToyModel> models = {ToyModel(kSizes), ToyModel(kSizes)};
+  Reducer reducer(std::vector{models[0].parameters, models[1].parameters},
+                  single_process_group(), copies());
+  for (int s = 0; s < 4; ++s) {
+    for (const ToyModel& model : models) model.zero_grad();
+    const at::Tensor loss = models[0].loss(0, s) + models[1].loss(1, s);
+    reducer.prepare_for_backward(loss);
+    loss.backward();
+    for (const ToyModel& model : models) expect_averages(model, s);
+  }
+}
+
+}  // namespace
+}  // namespace brigade
