@@ -7,6 +7,7 @@
 #include <thread>
 
 #include "absl/strings/str_cat.h"
+#include "brigade/comm/message_of.h"
 
 namespace brigade {
 namespace {
@@ -29,13 +30,6 @@ struct Collection {
   LivenessProbe probe;
   bool finished = false;
 };
-
-std::string words_of(const std::exception& error) {
-  if (const auto* ours = dynamic_cast<const c10::Error*>(&error)) {
-    return ours->what_without_backtrace();
-  }
-  return error.what();
-}
 
 void collect(const c10::intrusive_ptr<c10d::Store>& store,
              const std::string& key, int rank, int64_t value,
@@ -109,8 +103,8 @@ LivenessProbe probe_liveness(
       std::string error;
       try {
         collect(store, key, rank, value, deadline, lost, *collection);
-      } catch (const std::exception& e) {
-        error = words_of(e);
+      } catch (...) {
+        error = message_of(std::current_exception());
       }
       std::lock_guard<std::mutex> lock(collection->mutex);
       collection->probe.store_error = std::move(error);

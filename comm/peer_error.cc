@@ -2,6 +2,8 @@
 
 #include <string>
 
+#include "brigade/comm/message_of.h"
+
 namespace brigade {
 namespace {
 
@@ -33,12 +35,8 @@ std::string words_of(const std::exception_ptr& cause) {
     throw;
   } catch (const c10::AcceleratorError&) {
     throw;
-  } catch (const c10::Error& error) {
-    return error.what_without_backtrace();
-  } catch (const std::exception& error) {
-    return error.what();
   } catch (...) {
-    return "unknown error";
+    return message_of(cause);
   }
 }
 

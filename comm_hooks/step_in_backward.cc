@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "brigade/comm/message_of.h"
 #include "brigade/comm_hooks/gradient_layout.h"
 #include "brigade/comm_hooks/hook_name.h"
 #include "brigade/comm_hooks/hook_traits.h"
@@ -62,12 +63,8 @@ c10::IValue error_of_steps(const std::weak_ptr<c10d::CommHookInterface>& weak,
     const at::Tensor result = hook->parseHookResult(arrived);
     if (result.defined()) step_all(result, parameters, step);
     return {};
-  } catch (const c10::Error& error) {
-    return std::string(error.what_without_backtrace());
-  } catch (const std::exception& error) {
-    return std::string(error.what());
   } catch (...) {
-    return std::string("an unknown exception");
+    return message_of(std::current_exception());
   }
 }
 

@@ -1,10 +1,10 @@
 // One entry of the sequence of collectives that an iteration launches, in the
-// same order on every rank: a bucket, or the sum of the used map.
+// same order on every rank: a bucket's all-reduce, say, or a unit's gather.
 //
 // Decides what it carries, how it is launched and what becomes of the result.
-// Whoever holds the sequence decides when.
+// The engine decides when.
 //
-// Thread safety: none; the reducer's lock covers it.
+// Thread safety: none; the engine's lock covers it.
 
 #ifndef BRIGADE_ENGINE_COLLECTIVE_H_
 #define BRIGADE_ENGINE_COLLECTIVE_H_
@@ -23,11 +23,13 @@ class Collective {
  public:
   virtual ~Collective() = default;
 
-  // Its index among the buckets of the plan. None: whoever needs its result
-  // waits for that.
-  virtual std::optional<size_t> bucket() const = 0;
+  // Its index in timelines and messages. None: it has no line there, and its
+  // result is not delivered at the end of the iteration: who needs it waits for
+  // it.
+  virtual std::optional<size_t> unit() const = 0;
 
-  // Of all local replicas, that it waits for; 0: only for its turn.
+  // How much it waits for before its turn may come: gradients of all local
+  // replicas, or 1 for its owner's word (Engine::launch). 0: only its turn.
   virtual size_t num_awaited() const = 0;
 
   // It is left out of this iteration, on all ranks alike. Known once those
@@ -35,8 +37,12 @@ class Collective {
   // one throws.
   virtual bool is_left_out() = 0;
 
-  // Fills what travels. REQUIRES: all gradients that it waits for are there; it
-  // waits for some. Errors: RuntimeError naming the one that does not fit.
+  // True if what it waits for is to be packed; known as is_left_out() is. One
+  // without elements is left out and packed all the same.
+  virtual bool needs_pack() = 0;
+
+  // Fills what travels; called when all that it waits for is there, if it waits
+  // for something. Errors: RuntimeError naming the gradient that does not fit.
   virtual void pack() = 0;
 
   // Null: nobody can wait for it by a future. Errors: what the collective or a
@@ -54,8 +60,12 @@ class Collective {
   virtual at::Tensor result_of(const c10::IValue& value) = 0;
 
   // Gives what has arrived to those who wait for it; undefined also if nothing
-  // travelled. REQUIRES: its future is complete, or there is none. Errors: what
-  // a collective throws that it waits for, its own or one before it.
+  // travelled. REQUIRES: its future is complete, or there is none; one without a
+  // unit waits for it here. Errors: what a collective throws that it waits for,
+  // its own or one before it.
+  //
+  // Before the iteration has ended on all ranks (Engine::deliver_through), what
+  // is delivered is provisional: the policy hears how the iteration ended.
   virtual void deliver(const at::Tensor& result) = 0;
 
   // Of what it carries, and so of its result.

@@ -6,18 +6,6 @@
 
 namespace brigade {
 
-std::string words_of_exception(const std::exception_ptr& error) {
-  try {
-    std::rethrow_exception(error);
-  } catch (const c10::Error& known) {
-    return known.what_without_backtrace();
-  } catch (const std::exception& unknown) {
-    return unknown.what();
-  } catch (...) {
-    return "an unknown exception";
-  }
-}
-
 bool is_peer_failure(const std::exception_ptr& error, ErrorSource source,
                      bool fails_by_network_only) {
   try {

@@ -1,4 +1,4 @@
-// Tells the errors of a bucket's collective apart: a peer's or the network's,
+// Tells the errors of a collective apart: a peer's or the network's,
 // or a comm hook's own.
 
 #ifndef BRIGADE_ENGINE_COLLECTIVE_ERROR_H_
@@ -8,9 +8,6 @@
 #include <string>
 
 namespace brigade {
-
-// What it says, without a backtrace.
-std::string words_of_exception(const std::exception_ptr& error);
 
 enum class ErrorSource {
   kHook,      // thrown when the hook was called

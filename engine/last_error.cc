@@ -3,14 +3,14 @@
 #include <exception>
 #include <utility>
 
-#include "brigade/engine/collective_error.h"
+#include "brigade/comm/message_of.h"
 #include "brigade/engine/steady_time.h"
 
 namespace brigade {
 
 void LastError::note(int64_t iteration) {
   // May take locks of other languages, so not under ours.
-  std::string text = words_of_exception(std::current_exception());
+  std::string text = message_of(std::current_exception());
   const std::lock_guard<std::mutex> lock(mutex_);
   error_ = {
       .time_ns = now_ns(), .iteration = iteration, .text = std::move(text)};

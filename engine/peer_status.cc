@@ -18,17 +18,17 @@
 namespace brigade {
 
 // All ranks throw alike, with the same words.
-void throw_if_apart(const StatusComparison& comparison) {
+void throw_if_apart(const StatusComparison& comparison,
+                    const std::string& name) {
   if (comparison.status.ok()) return;
   std::string text(comparison.status.message());
   if (!comparison.deficit.ok()) {
     absl::StrAppend(&text, "\n", comparison.deficit.status().message());
   }
   if (absl::IsAborted(comparison.status)) {
-    throw_peer_error("Reducer",
-                     std::make_exception_ptr(std::runtime_error(text)));
+    throw_peer_error(name, std::make_exception_ptr(std::runtime_error(text)));
   }
-  TORCH_CHECK(false, "Reducer: ", text);
+  TORCH_CHECK(false, name, ": ", text);
 }
 
 PeerStatus::PeerStatus(c10::intrusive_ptr<c10d::ProcessGroup> group)

@@ -1,10 +1,10 @@
-// What the reducers of different ranks tell each other about their iterations,
+// What the engines of different ranks tell each other about their iterations,
 // and what follows for this one.
 //
 // Decides when ranks are connected, what a launch is, and who has to launch
-// what; the reducer does it. docs/protocol.md, "Statuses".
+// what; the engine does it. docs/protocol.md, "Statuses".
 //
-// Thread safety: none; the reducer's lock covers it.
+// Thread safety: none; the engine's lock covers it.
 
 #ifndef BRIGADE_ENGINE_PEER_STATUS_H_
 #define BRIGADE_ENGINE_PEER_STATUS_H_
@@ -40,7 +40,9 @@ struct StatusComparison {
 
 // Throws on all ranks alike, unless all stand in the same place. Errors:
 // PeerError if ranks have failed, RuntimeError if they differ.
-void throw_if_apart(const StatusComparison& comparison);
+// `name` begins the text.
+void throw_if_apart(const StatusComparison& comparison,
+                    const std::string& name);
 
 class PeerStatus {
  public:

@@ -38,9 +38,6 @@ struct RangeNames {
   std::vector<std::string> pack;    // by bucket
   std::vector<std::string> launch;  // by bucket
   std::string finalize = "brigade: finalize";
-  // As torch calls it, since tools look for it.
-  std::string search =
-      "torch.distributed.ddp.reducer::search_unused_parameters";
 };
 
 }  // namespace brigade

@@ -74,12 +74,13 @@ DenseReplica::Delivery delivery_of(const ReducerOptions& options,
 Bucket::Bucket(const ParameterTable& table, const BucketPlan& plan,
                size_t index, const HookTraits& hook,
                const ReducerOptions& options, UsedParameters* used,
-               ReducerStatistics& statistics)
+               MemoryRanges& memory, ReducerStatistics& statistics)
     : table_(table),
       index_(index),
       num_buckets_(plan.num_buckets()),
       members_(plan.buckets()[index]),
       used_(used),
+      memory_(memory),
       statistics_(statistics),
       hook_(hook),
       parameters_(select(table, plan.buckets()[index])),
@@ -88,6 +89,7 @@ Bucket::Bucket(const ParameterTable& table, const BucketPlan& plan,
       sparse_(table.is_sparse(plan.buckets()[index].front())),
       numel_(sparse_ ? 0 : total_numel(parameters_)),
       wire_dtype_(hook.wire_dtype(dtype_)),
+      is_lazy_(options.lazy_bucket_allocation),
       may_donate_(may_donate(options)),
       streams_(devices_.begin(), devices_.end()) {
   const DenseReplica::Delivery delivery = delivery_of(options, hook);
@@ -157,6 +159,7 @@ void Bucket::pack() {
     pack_replica(replica);
   }
   sum_replicas();
+  if (is_lazy_) list_memory(memory_);
 }
 
 void Bucket::pack_replica(size_t replica) {

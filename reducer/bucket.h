@@ -6,9 +6,9 @@
 // replica 0's, one collective runs on that, and the result goes to all.
 //
 // A bucket knows how to pack, launch and deliver itself; when it does so is
-// decided by the reducer.
+// decided by the engine.
 //
-// Thread safety: none; the reducer's lock covers it.
+// Thread safety: none; the engine's lock covers it.
 
 #ifndef BRIGADE_REDUCER_BUCKET_H_
 #define BRIGADE_REDUCER_BUCKET_H_
@@ -39,17 +39,19 @@ namespace brigade {
 
 class Bucket final : public Collective {
  public:
-  // `used`: which parameters have gradients; null: all. Bytes of gradients that
-  // are copied are added to `statistics`.
+  // `used`: which parameters have gradients; null: all. Buffers that are
+  // allocated in pack() are listed in `memory`; bytes of gradients that are
+  // copied are added to `statistics`.
   //
-  // REQUIRES: `table`, the hook, `used` and `statistics` outlive this object,
+  // REQUIRES: `table`, the hook and all references outlive this object,
   // but for its destructor; `index` is in `plan`, and the parameters of a
   // bucket are of one dtype and device.
   Bucket(const ParameterTable& table, const BucketPlan& plan, size_t index,
          const HookTraits& hook, const ReducerOptions& options,
-         UsedParameters* used, ReducerStatistics& statistics);
+         UsedParameters* used, MemoryRanges& memory,
+         ReducerStatistics& statistics);
 
-  std::optional<size_t> bucket() const override { return index_; }
+  std::optional<size_t> unit() const override { return index_; }
   size_t num_awaited() const override {
     return replicas_.size() * members_.size();
   }
@@ -58,6 +60,7 @@ class Bucket final : public Collective {
   // Waits for the sum that says so. Errors: what its collective throws.
   bool is_skipped();
   bool is_left_out() override { return is_empty() || is_skipped(); }
+  bool needs_pack() override { return !is_skipped(); }
 
   // An iteration begins; who produced gradients of an unfinished one is
   // forgotten.
@@ -131,6 +134,7 @@ class Bucket final : public Collective {
   const size_t num_buckets_;           // of the plan
   const std::vector<size_t> members_;  // parameters, by slot
   UsedParameters* const used_;         // null: all are
+  MemoryRanges& memory_;
   ReducerStatistics& statistics_;
   HookTraits hook_;
   const std::vector<at::Tensor> parameters_;  // of replica 0
@@ -139,6 +143,7 @@ class Bucket final : public Collective {
   const bool sparse_;
   const int64_t numel_;
   const at::ScalarType wire_dtype_;  // of the buffers
+  const bool is_lazy_;               // its buffers are allocated in pack()
   const bool may_donate_;            // where the hook lets go of the buffer
   std::vector<std::unique_ptr<BucketReplica>> replicas_;  // never empty
   DimsList shapes_of_reals_;         // what the hook sees of complex gradients

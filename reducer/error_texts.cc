@@ -61,11 +61,6 @@ std::string torchs_words_of_second(size_t parameter,
 
 }  // namespace
 
-std::string describe(Occasion occasion) {
-  return absl::StrCat("iteration ", occasion.iteration, " on rank ",
-                      occasion.rank);
-}
-
 std::string describe_missing_gradients(const ParameterTable& table,
                                        std::span<const size_t> missing,
                                        Occasion occasion,
@@ -80,14 +75,6 @@ std::string describe_missing_gradients(const ParameterTable& table,
                      : absl::StrCat(" Frozen since the module was wrapped: ",
                                     table.name_of(frozen), "."),
       "\n", cure_of_missing(options, all_frozen));
-}
-
-std::string describe_missing_finalization(Occasion occasion) {
-  return absl::StrCat(
-      "Expected to have finalized the prior backward pass, but that of ",
-      describe(occasion),
-      " was not.\nCall finalize_backward() once after each backward that is "
-      "reduced.");
 }
 
 std::string describe_second_gradient(const ParameterTable& table,

@@ -11,27 +11,16 @@
 #include <span>
 #include <string>
 
+#include "brigade/engine/occasion.h"
 #include "brigade/reducer/parameter_table.h"
 #include "brigade/reducer/reducer_options.h"
 
 namespace brigade {
 
-// When and where something happened.
-struct Occasion {
-  int64_t iteration = 0;
-  int rank = 0;
-};
-
-// "iteration 17 on rank 2".
-std::string describe(Occasion occasion);
-
 std::string describe_missing_gradients(const ParameterTable& table,
                                        std::span<const size_t> missing,
                                        Occasion occasion,
                                        const ReducerOptions& options);
-// A backward whose iteration was to be finalized by the caller.
-std::string describe_missing_finalization(Occasion occasion);
-
 std::string describe_second_gradient(const ParameterTable& table,
                                      size_t parameter, Occasion occasion,
                                      const ReducerOptions& options);

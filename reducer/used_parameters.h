@@ -8,7 +8,7 @@
 //
 // Variables go by their number, replica by replica.
 //
-// Thread safety: none; the reducer's lock covers it.
+// Thread safety: none; the engine's lock covers it.
 
 #ifndef BRIGADE_REDUCER_USED_PARAMETERS_H_
 #define BRIGADE_REDUCER_USED_PARAMETERS_H_
@@ -83,9 +83,10 @@ class UsedParameters final : public Collective {
   // memory that it may still be written to.
   at::Tensor abandon() { return map_.abandon(); }
 
-  std::optional<size_t> bucket() const override { return std::nullopt; }
+  std::optional<size_t> unit() const override { return std::nullopt; }
   size_t num_awaited() const override { return 0; }
   bool is_left_out() override { return false; }
+  bool needs_pack() override { return false; }
   void pack() override {}  // launch() takes the marks of its time
   c10::intrusive_ptr<c10::ivalue::Future> launch() override;
   c10::intrusive_ptr<c10::ivalue::Future> launch_substitute() override;

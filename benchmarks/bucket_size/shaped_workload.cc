@@ -115,7 +115,7 @@ class ShapedWorkload : public SweepWorkload {
     const auto begin = static_cast<int64_t>(parameter);
     const int64_t count = parameters_[parameter].numel();
     const at::Tensor period =
-        at::arange(1, kPeriod + 1, at::kFloat).probe(-begin).mul_(factor);
+        at::arange(1, kPeriod + 1, at::kFloat).roll(-begin).mul_(factor);
     return period.repeat({count / kPeriod + 1})
         .narrow(0, 0, count)
         .clone()

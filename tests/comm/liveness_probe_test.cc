@@ -146,7 +146,7 @@ TEST(PeerErrorTest, PutsTheContextInFrontOfAnyBackendsWords) {
                 std::make_exception_ptr(c10::DistBackendError("NCCL error"))),
             "bucket 3: NCCL error.");
   EXPECT_EQ(thrown_for<PeerError>(std::make_exception_ptr(5)),
-            "bucket 3: unknown error.");
+            "bucket 3: an unknown exception.");
 }
 
 TEST(PeerErrorTest, ShowsThatATextWasCut) {

@@ -50,6 +50,12 @@ class CheckIncludesTest(unittest.TestCase):
     def test_a_lower_folder_must_not_include_a_higher_one(self):
         self.assert_forbidden("comm/a.cc", '#include "brigade/reducer/reducer.h"', "only comm")
 
+    def test_the_engine_must_not_know_a_policy(self):
+        self.assert_forbidden("engine/a.cc", '#include "brigade/reducer/reducer.h"', "may include only")
+
+    def test_a_policy_may_include_the_engine(self):
+        self.assert_allowed("reducer/a.cc", '#include "brigade/engine/engine.h"')
+
     def test_siblings_must_not_include_each_other(self):
         self.assert_forbidden("hooks/a.cc", '#include "brigade/comm/comm.h"', "only hooks")
 

@@ -1,4 +1,4 @@
-// What is observed of a reducer beside its work: counts, the timeline, ranges
+// What is observed of an engine beside its work: counts, the timeline, ranges
 // for profilers, the last error, and how far it has come.
 //
 // Decides nothing. Each event of an iteration is one call here, which passes it
@@ -7,11 +7,11 @@
 //   const ObservedPack packing(observations_, bucket);
 //   ... packs it ...
 //
-// Thread safety: the reducer's lock covers it, but for what says otherwise in
+// Thread safety: the engine's lock covers it, but for what says otherwise in
 // its own header.
 
-#ifndef BRIGADE_REDUCER_OBSERVATIONS_H_
-#define BRIGADE_REDUCER_OBSERVATIONS_H_
+#ifndef BRIGADE_ENGINE_OBSERVATIONS_H_
+#define BRIGADE_ENGINE_OBSERVATIONS_H_
 
 #include <c10/core/Device.h>
 
@@ -25,17 +25,17 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
 
+#include "brigade/engine/iteration.h"
 #include "brigade/engine/last_error.h"
 #include "brigade/engine/profiler_range.h"
 #include "brigade/engine/progress.h"
 #include "brigade/engine/stall_watch.h"
+#include "brigade/engine/statistics.h"
 #include "brigade/engine/timeline_recorder.h"
-#include "brigade/reducer/iteration_state.h"
-#include "brigade/reducer/statistics.h"
 
 namespace brigade {
 
-struct Observations : ReducerStatistics {
+struct Observations : EngineStatistics {
   // The buckets are these from here on; `devices` of each, in launch order.
   void bind(std::vector<c10::Device> devices, size_t num_variables);
 
@@ -47,7 +47,7 @@ struct Observations : ReducerStatistics {
   void iteration_begins(int64_t iteration);
   void launched(const Launch& launch);
 
-  // To be called in a catch block, without the reducer's lock.
+  // To be called in a catch block, without the engine's lock.
   void note_error() { last_error.note(progress->iteration); }
 
   TimelineRecorder timeline;
@@ -104,4 +104,4 @@ class ObservedFinalize {
 
 }  // namespace brigade
 
-#endif  // BRIGADE_REDUCER_OBSERVATIONS_H_
+#endif  // BRIGADE_ENGINE_OBSERVATIONS_H_

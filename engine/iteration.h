@@ -1,12 +1,12 @@
 // Everything that belongs to one iteration and dies with it.
 //
-// Made by prepare_for_backward, dropped when the gradients have been delivered
-// or the iteration is given up.
+// Made when a backward is prepared, dropped when the results have been
+// delivered or the iteration is aborted.
 //
-// Thread safety: none; the reducer's lock covers it.
+// Thread safety: none; the engine's lock covers it.
 
-#ifndef BRIGADE_REDUCER_ITERATION_STATE_H_
-#define BRIGADE_REDUCER_ITERATION_STATE_H_
+#ifndef BRIGADE_ENGINE_ITERATION_H_
+#define BRIGADE_ENGINE_ITERATION_H_
 
 #include <ATen/ThreadLocalState.h>
 #include <ATen/core/ivalue.h>
@@ -26,8 +26,6 @@
 #include "brigade/engine/collective.h"
 #include "brigade/planning/launch_order.h"
 #include "brigade/planning/ready_variables.h"
-#include "brigade/reducer/context_gradients.h"
-#include "brigade/reducer/unused_parameter_search.h"
 
 namespace brigade {
 
@@ -41,9 +39,15 @@ inline bool is_pending(const Launch& launch) {
   return launch.future && !launch.future->completed();
 }
 
-inline int64_t num_buckets(std::span<const Launch> launches) {
+inline int64_t num_units(std::span<Collective* const> sequence) {
+  return std::ranges::count_if(sequence, [](const Collective* collective) {
+    return collective->unit().has_value();
+  });
+}
+
+inline int64_t num_units(std::span<const Launch> launches) {
   return std::ranges::count_if(launches, [](const Launch& launch) {
-    return launch.collective->bucket().has_value();
+    return launch.collective->unit().has_value();
   });
 }
 
@@ -56,12 +60,11 @@ inline LaunchOrder launch_order_of(std::span<Collective* const> sequence) {
   return LaunchOrder(std::move(pending));
 }
 
-struct IterationState {
-  IterationState(Preparation preparation,
-                 std::span<Collective* const> sequence_of_it,
-                 size_t num_variables)
+struct Iteration {
+  Iteration(Preparation preparation,
+            std::span<Collective* const> sequence_of_it, size_t num_variables)
       : preparation(preparation),
-        iteration(preparation.iteration),
+        number(preparation.iteration),
         sequence(sequence_of_it),
         order(launch_order_of(sequence)),
         ready(num_variables) {
@@ -69,22 +72,20 @@ struct IterationState {
   }
 
   const Preparation preparation;
-  const int64_t iteration;              // that its backward makes it
-  bool creates_graph = false;           // its backward does
-  const at::ThreadLocalState preparer;  // of the thread that prepared
-  ContextGradients context_gradients;
+  const int64_t number;                   // that its backward makes it
+  bool creates_graph = false;             // its backward does
+  const at::ThreadLocalState preparer;    // of the thread that prepared
   std::span<Collective* const> sequence;  // what is launched, in this order
   LaunchOrder order;                      // of the sequence
   ReadyVariables ready;                   // by number
   // As far as the sequence has come; without the one that threw.
   std::vector<Launch> launches;
-  ChainedCollectives chained;                      // behind those of the hooks
+  size_t num_delivered = 0;    // of these, before the end of the iteration
+  ChainedCollectives chained;  // behind those of the hooks
   std::optional<ContinuationWatch> continuations;  // of a user's new hook
-
-  UnusedPrediction prediction;  // of parameters that backward will not reach
   std::string failure;  // what went wrong first, told to the other ranks
 };
 
 }  // namespace brigade
 
-#endif  // BRIGADE_REDUCER_ITERATION_STATE_H_
+#endif  // BRIGADE_ENGINE_ITERATION_H_

@@ -1,4 +1,4 @@
-#include "brigade/reducer/observations.h"
+#include "brigade/engine/observations.h"
 
 #include <utility>
 
@@ -30,9 +30,9 @@ void Observations::iteration_begins(int64_t iteration) {
 }
 
 void Observations::launched(const Launch& launch) {
-  const std::optional<size_t> bucket = launch.collective->bucket();
-  if (!bucket) return;
-  if (launch.future) timeline.launched(*bucket, *launch.future);
+  const std::optional<size_t> unit = launch.collective->unit();
+  if (!unit) return;
+  if (launch.future) timeline.launched(*unit, *launch.future);
   progress->launched.fetch_add(1, std::memory_order_relaxed);
 }
 

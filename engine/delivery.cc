@@ -1,0 +1,300 @@
+#include "brigade/engine/delivery.h"
+
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <chrono>
+#include <functional>
+#include <optional>
+#include <span>
+#include <stdexcept>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "brigade/comm/group_timeout.h"
+#include "brigade/comm/message_of.h"
+#include "brigade/comm/peer_error.h"
+#include "brigade/comm/timed_wait.h"
+#include "brigade/comm/wait_awake.h"
+#include "brigade/engine/recovery.h"
+
+namespace brigade {
+namespace {
+
+std::string describe(const HookTraits& hook) {
+  return hook.name.empty() ? "the comm hook"
+                           : absl::StrCat("comm hook ", hook.name);
+}
+
+// Undefined: nothing travelled, or nothing is to be handed over.
+at::Tensor result_of(const Launch& launch) {
+  if (!launch.future) return {};
+  return launch.collective->result_of(launch.future->value());
+}
+
+// What is left to be delivered when the iteration ends.
+std::span<Launch> undelivered(Iteration& iteration) {
+  return std::span(iteration.launches).subspan(iteration.num_delivered);
+}
+
+// The one that stands for all, where all are to blame.
+Collective& first_unit(const Iteration& iteration) {
+  return **std::ranges::find_if(
+      iteration.sequence,
+      [](const Collective* entry) { return entry->unit().has_value(); });
+}
+
+// Null unless an entry without a unit has failed, whose result a unit's
+// delivery waits for: the failure is its own.
+const Launch* failed_dependency(const Iteration& iteration) {
+  const auto found =
+      std::ranges::find_if(iteration.launches, [](const Launch& launch) {
+        return !launch.collective->unit() && launch.future &&
+               launch.future->completed() && launch.future->hasError();
+      });
+  return found == iteration.launches.end() ? nullptr : &*found;
+}
+
+// Of the exception that is being handled, of a delivery.
+Failure failed_delivery(const EngineState& state, const Iteration& iteration,
+                        Collective& collective) {
+  if (const Launch* const dependency = failed_dependency(iteration)) {
+    return failure_of(state, iteration, ErrorSource::kFuture,
+                      *dependency->collective);
+  }
+  return failure_of(state, iteration, ErrorSource::kDelivery, collective);
+}
+
+[[noreturn]] void give_up_delivery(EngineState& state,
+                                   const Iteration& iteration,
+                                   const Failure& failure) {
+  ++state.observations.aborted;
+  state.policy.on_iteration_over(Outcome::kDeliveryFailed);
+  throw_failure(state, failure, iteration.number);
+}
+
+void deliver_as_results_come(EngineState& state, Iteration& iteration,
+                             bool is_shadow) {
+  state.policy.on_ended_everywhere();
+  std::optional<Failure> failure;
+  const auto awake_until = std::chrono::steady_clock::now() + kMaxTimeAwake;
+  for (const Launch& launch : undelivered(iteration)) {
+    const std::optional<size_t> unit = launch.collective->unit();
+    if (!unit) continue;  // who needs it waits for it
+    try {
+      if (launch.future) {
+        wait_awake(*launch.future, awake_until);
+        launch.future->waitAndThrow();
+        state.observations.timeline.waited_for(*unit);
+      }
+    } catch (...) {
+      if (!failure) {
+        failure = failure_of(state, iteration, ErrorSource::kFuture,
+                             *launch.collective);
+      }
+    }
+    if (failure) continue;
+    try {
+      const at::Tensor result = result_of(launch);
+      if (!is_shadow) launch.collective->deliver(result);
+    } catch (...) {
+      failure = failed_delivery(state, iteration, *launch.collective);
+    }
+  }
+  if (failure) give_up_delivery(state, iteration, *failure);
+}
+
+// In the order of the sequence on every rank, on the thread that ends backward.
+std::optional<Failure> launch_chained(EngineState& state,
+                                      Iteration& iteration) {
+  try {
+    const ChainedCollectives::Scope none_behind_these(iteration.chained);
+    iteration.chained.launch(group_timeout(*state.group),
+                             [&state](const std::function<void()>& launch) {
+                               state.peers.count(launch);
+                             });
+  } catch (...) {
+    // Nothing can stand in for what its peers have launched.
+    state.peers.lose_count();
+    return failure_of(state, iteration, ErrorSource::kFuture,
+                      first_unit(iteration));
+  }
+  return std::nullopt;
+}
+
+void await_result(EngineState& state, Launch& launch) {
+  if (!launch.future) return;
+  const std::chrono::milliseconds timeout = group_timeout(*state.group);
+  launch.is_overdue = !wait_for(*launch.future, timeout);
+  TORCH_CHECK(!launch.is_overdue, "the future of ",
+              describe(state.policy.hook_traits()), " was not done within ",
+              timeout.count() / 1000.0,
+              " s, the group's timeout.\nComplete it on every rank.");
+  launch.future->waitAndThrow();
+  state.observations.timeline.waited_for(*launch.collective->unit());
+}
+
+// Of a hook's continuations, which run in another order on each rank. One unit
+// has but one order.
+std::optional<Failure> find_unordered_collectives(const EngineState& state,
+                                                  const Iteration& iteration) {
+  const bool has_seen_any = iteration.continuations.has_value() &&
+                            iteration.continuations->has_seen_any();
+  if (!has_seen_any || num_units(iteration.sequence) < 2) return std::nullopt;
+  Failure failure =
+      failure_of(state, iteration, ErrorSource::kFuture, first_unit(iteration));
+  failure.error = std::make_exception_ptr(std::runtime_error(absl::StrCat(
+      describe(state.policy.hook_traits()),
+      " launched collectives in a continuation of its future: "
+      "continuations run in another order on each rank, so that results "
+      "are wrong.\nLaunch them by then_collective().")));
+  return failure;
+}
+
+// Throws on all ranks alike if one has failed.
+void tell_of_results(EngineState& state, Iteration& iteration, RankStatus own,
+                     const std::optional<Failure>& failure) {
+  if (failure) {
+    own = {.kind = StatusKind::kFailed,
+           .unit = static_cast<int64_t>(*failure->collective->unit()),
+           .text = status_text(message_of(failure->error))};
+  }
+  try {
+    const StatusComparison comparison = compare(state, iteration, own);
+    if (!failure) throw_if_apart(comparison, state.options.name);
+    if (!failure) return;
+  } catch (...) {
+    if (!failure) {
+      ++state.observations.aborted;
+      state.policy.on_iteration_over(Outcome::kAborted);
+      throw;
+    }
+  }
+  ++state.observations.aborted;
+  state.policy.on_iteration_over(Outcome::kAborted);
+  if (state.policy.hook_traits().throws_own_errors) {
+    std::rethrow_exception(failure->error);
+  }
+  rethrow_hook_error(failure->error, failure->where);
+}
+
+void deliver_what_all_ranks_have(EngineState& state, Iteration& iteration,
+                                 bool is_shadow) {
+  std::optional<Failure> failure;
+  if (!iteration.chained.empty()) {
+    failure = launch_chained(state, iteration);
+    // One that a rank has not launched would be waited for in vain.
+    tell_of_results(state, iteration, {.kind = StatusKind::kLaunch}, failure);
+  }
+  std::vector<std::pair<Collective*, at::Tensor>> results;
+  for (Launch& launch : undelivered(iteration)) {
+    if (!launch.collective->unit()) continue;  // who needs it waits for it
+    try {
+      await_result(state, launch);
+      if (!failure) results.emplace_back(launch.collective, result_of(launch));
+    } catch (...) {
+      if (failure) continue;
+      failure = failure_of(state, iteration, ErrorSource::kFuture,
+                           *launch.collective);
+    }
+  }
+  if (!failure) failure = find_unordered_collectives(state, iteration);
+  tell_of_results(state, iteration, {.kind = StatusKind::kArrived}, failure);
+  state.policy.on_ended_everywhere();
+  if (is_shadow) return;
+  for (const auto& [collective, result] : results) {
+    try {
+      collective->deliver(result);
+    } catch (...) {
+      give_up_delivery(state, iteration,
+                       failed_delivery(state, iteration, *collective));
+    }
+  }
+}
+
+}  // namespace
+
+void deliver_all(EngineState& state, Iteration& iteration, bool is_shadow) {
+  if (state.policy.hook_traits().fails_by_network_only) {
+    deliver_as_results_come(state, iteration, is_shadow);
+  } else {
+    deliver_what_all_ranks_have(state, iteration, is_shadow);
+  }
+  state.observations.timeline.finalized();
+  state.policy.on_iteration_over(Outcome::kDelivered);
+  ++state.observations.reduced;
+}
+
+void deliver_through(EngineState& state, Iteration& iteration, size_t entry) {
+  for (; iteration.num_delivered <= entry; ++iteration.num_delivered) {
+    const Launch& launch = iteration.launches[iteration.num_delivered];
+    const WaitForPeers waiting(*state.observations.progress);
+    try {
+      const std::optional<size_t> unit = launch.collective->unit();
+      if (!unit) {
+        launch.collective->deliver(/*result=*/{});  // which waits
+        continue;
+      }
+      if (launch.future) {
+        launch.future->waitAndThrow();
+        state.observations.timeline.waited_for(*unit);
+      }
+      if (state.phase != Phase::kShadowing) {
+        launch.collective->deliver(result_of(launch));
+      }
+    } catch (...) {
+      throw_failure(state,
+                    failure_of(state, iteration, ErrorSource::kFuture,
+                               *launch.collective),
+                    iteration.number);
+    }
+  }
+}
+
+Failure failure_of(const EngineState& state, const Iteration& iteration,
+                   ErrorSource source, Collective& collective) {
+  return {.error = std::current_exception(),
+          .source = source,
+          .collective = &collective,
+          .where = absl::StrCat(
+              state.options.name, ": ",
+              describe_place(state, collective, iteration.number))};
+}
+
+void throw_failure(EngineState& state, const Failure& failure,
+                   int64_t iteration) {
+  const Collective& collective = *failure.collective;
+  if (!is_between(state.phase)) state.failed(failure.error);
+  // What an entry without a unit throws is no hook's.
+  if (collective.unit() && state.policy.hook_traits().throws_own_errors) {
+    std::rethrow_exception(failure.error);
+  }
+  if (!is_peer_failure(failure.error, failure.source,
+                       collective.fails_by_network_only())) {
+    rethrow_hook_error(failure.error, failure.where);
+  }
+
+  // A user's hook may use other groups, and be mistaken about the network.
+  if (collective.fails_by_network_only()) {
+    abort_group(state, {.kind = StatusKind::kFailed,
+                        .iteration = iteration,
+                        .unit = static_cast<int64_t>(collective.unit().value_or(
+                            num_units(state.policy.sequence()))),
+                        .text = status_text(message_of(failure.error))});
+    if (!is_between(state.phase)) state.phase = Phase::kLost;
+  }
+  // By iteration: peers may notice the same loss in another collective of it.
+  const std::optional<LivenessProbe> probe =
+      state.peers.find_survivors(absl::StrCat(iteration));
+  throw_peer_error(failure.where, failure.error,
+                   probe.has_value() ? &*probe : nullptr);
+}
+
+std::string describe_place(const EngineState& state,
+                           const Collective& collective, int64_t iteration) {
+  return absl::StrCat(collective.describe(), " in ",
+                      describe(state.occasion(iteration)));
+}
+
+}  // namespace brigade

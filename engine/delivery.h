@@ -1,0 +1,59 @@
+// What becomes of the results of collectives: waited for, delivered, or made an
+// error that says whose they are.
+//
+// Thread safety: none; the engine's lock covers it.
+
+#ifndef BRIGADE_ENGINE_DELIVERY_H_
+#define BRIGADE_ENGINE_DELIVERY_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <exception>
+#include <string>
+
+#include "brigade/engine/collective_error.h"
+#include "brigade/engine/engine_state.h"
+#include "brigade/engine/iteration.h"
+
+namespace brigade {
+
+// Waits for the results of an iteration that all ranks have launched to its
+// end, also after an error: nothing may write into an entry's memory behind the
+// user's back. Delivers them, unless the iteration `is_shadow`, and tells the
+// policy of the end.
+//
+// What a built-in hook's future holds is right on all ranks or on none, and is
+// delivered as it comes. A user's hook may fail on one rank alone, so that
+// ranks tell each other before anybody delivers.
+//
+// Errors: what a collective or a hook failed with, and of a user's hook on all
+// ranks alike.
+void deliver_all(EngineState& state, Iteration& iteration, bool is_shadow);
+
+// Waits for the entries up to this one and delivers them. REQUIRES: they have
+// been launched. Errors: as deliver_all().
+void deliver_through(EngineState& state, Iteration& iteration, size_t entry);
+
+struct Failure {
+  std::exception_ptr error;
+  ErrorSource source = ErrorSource::kFuture;
+  Collective* collective = nullptr;
+  std::string where = {};  // describes it, which may be gone by then
+};
+
+// Of the exception that is being handled.
+Failure failure_of(const EngineState& state, const Iteration& iteration,
+                   ErrorSource source, Collective& collective);
+
+// Throws it with its place in front. A peer's failure ends the group and is
+// told to those that still answer. REQUIRES: its collective is there.
+[[noreturn]] void throw_failure(EngineState& state, const Failure& failure,
+                                int64_t iteration);
+
+// "bucket 1 of 3 (parameter 4) in iteration 17 on rank 2".
+std::string describe_place(const EngineState& state,
+                           const Collective& collective, int64_t iteration);
+
+}  // namespace brigade
+
+#endif  // BRIGADE_ENGINE_DELIVERY_H_

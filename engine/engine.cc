@@ -1,0 +1,354 @@
+// What is called from outside of a backward.
+
+#include "brigade/engine/engine.h"
+
+#include <c10/util/Exception.h>
+#include <c10/util/ScopeExit.h>
+
+#include <algorithm>
+#include <thread>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "brigade/engine/delivery.h"
+#include "brigade/engine/launching.h"
+#include "brigade/engine/recovery.h"
+#include "brigade/hooks/output_watch.h"
+
+namespace brigade {
+namespace {
+
+// Of a user's hook, to see whether its continuations launch collectives.
+constexpr int64_t kWatchedIterations = 5;
+
+}  // namespace
+
+Engine::Engine(c10::intrusive_ptr<c10d::ProcessGroup> group,
+               std::span<const std::vector<at::Tensor>> replicas,
+               ReductionPolicy& policy, EngineOptions options)
+    : hooks_(std::make_shared<GradientHooks>(
+          replicas, static_cast<GradientListener&>(*this))),
+      state_{.group = group,
+             .policy = policy,
+             .options = std::move(options),
+             .num_replicas = replicas.size(),
+             .num_parameters = replicas.front().size(),
+             .describe_progress = [this] { return describe_progress(); },
+             .peers = PeerStatus(group),
+             .watches_continuations_until = kWatchedIterations} {
+  state_.adopt_sequence();
+  state_.peers.compare_others(!policy.hook_traits().fails_by_network_only);
+}
+
+Engine::~Engine() {
+  state_.observations.stall_watch = nullptr;  // asks this object
+
+  // A backward that failed may tell of it a little late, on another thread.
+  const std::weak_ptr<GradientHooks> callbacks = hooks_;
+  hooks_ = nullptr;
+  while (!callbacks.expired()) std::this_thread::yield();
+
+  const std::shared_ptr<Iteration>& iteration = state_.iteration;
+  if (iteration && std::ranges::any_of(iteration->launches, is_pending)) {
+    keep_until_done(state_.policy.let_go(), *iteration);
+  }
+}
+
+void Engine::connect() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  brigade::connect(state_);
+  state_.peers.set_agreed(state_.policy.fingerprint());
+}
+
+void Engine::connect_later() { state_.peers.connect_later(); }
+
+void Engine::prepare(std::span<const at::Tensor> outputs) try {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  end_unfinished_iteration();
+  if (!state_.policy.expects_gradients()) {
+    state_.take_iteration();
+    return;
+  }
+  start_iteration();
+  state_.policy.on_prepared(outputs);
+  state_.membership.prepared(watch_outputs(
+      outputs, hooks_, [this, preparation = state_.iteration->preparation] {
+        on_output_reached(preparation);
+      }));
+  state_.observations.timeline.prepared(state_.iteration->number);
+} catch (...) {
+  state_.observations.note_error();
+  throw;
+}
+
+void Engine::start_iteration() {
+  state_.take_iteration();
+  state_.policy.check_variables();
+  replan_if_due();
+  if (state_.policy.before_iteration()) state_.adopt_sequence();
+
+  ++state_.observations.prepared;
+  state_.iteration = state_.make_iteration(state_.observations.begun + 1);
+  state_.phase = Phase::kPrepared;
+  state_.membership.prepared(/*outputs_are_watched=*/false);
+  state_.observations.iteration_begins(state_.iteration->number);
+  const std::shared_ptr<Iteration> agreeing = state_.iteration;
+  agree_on_sequence(state_, *agreeing);
+}
+
+// An iteration that has begun and is not over will get no more gradients.
+void Engine::end_unfinished_iteration() {
+  if (!has_begun(state_.phase)) return;
+  // A backward whose end has not been told has thrown, on another thread.
+  if (state_.phase != Phase::kSuspended) return abort_iteration(state_);
+  Iteration& iteration = *state_.iteration;
+  TORCH_CHECK(
+      !finalizes_manually_ || !iteration.order.all_launched(),
+      "Expected to have finalized the prior backward pass, but that of ",
+      describe(state_.occasion(iteration.number)),
+      " was not.\nCall finalize_backward() once after each backward "
+      "that is reduced.");
+  iteration.failure = state_.policy.describe_missing(
+      iteration.ready.missing(), state_.occasion(iteration.number));
+  const std::string text = iteration.failure;
+  abort_iteration(state_);
+  TORCH_CHECK(false, text);
+}
+
+void Engine::end_iteration() try {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  end_unfinished_iteration();
+} catch (...) {
+  state_.observations.note_error();
+  throw;
+}
+
+void Engine::note_local_forward() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  state_.membership.note_local_forward();
+}
+
+void Engine::shadow() try {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  end_unfinished_iteration();
+  start_iteration();
+  state_.phase = Phase::kShadowing;
+  state_.observations.begun = state_.iteration->number;
+  try {
+    if (state_.policy.compares_each_iteration()) begin_together(state_);
+    Marker marker(state_);
+    state_.policy.on_backward_begins(marker, /*is_shadow=*/true);
+    state_.iteration->order.mark_all();
+    launch_ready(state_);
+  } catch (...) {
+    state_.failed(std::current_exception());
+    abort_iteration(state_);
+    throw;
+  }
+  finish();
+} catch (...) {
+  state_.observations.note_error();
+  throw;
+}
+
+void Engine::synchronize(SyncPoint place) try {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  end_unfinished_iteration();
+  if (state_.phase != Phase::kAtSyncPoint) {
+    // Peers may be in an iteration that this rank has not begun.
+    end_together(state_, *state_.make_iteration(state_.observations.begun),
+                 {.kind = StatusKind::kIdle,
+                  .unit = place == SyncPoint::kAfterForward ? 0 : -1});
+  }
+  state_.leave_sync_point();
+} catch (...) {
+  state_.observations.note_error();
+  throw;
+}
+
+bool Engine::replan() try {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return !has_begun(state_.phase) && replan_if_due();
+} catch (...) {
+  state_.observations.note_error();
+  throw;
+}
+
+bool Engine::replan_if_due() {
+  const bool was_agreed = state_.peers.is_agreed(state_.policy.fingerprint());
+  const Replanned replanned = state_.policy.replan(
+      [this](std::string_view doing, const std::function<void()>& collective) {
+        call_apart(state_, doing, collective);
+      });
+  if (replanned == Replanned::kOtherSequence) {
+    state_.adopt_sequence();
+    if (was_agreed) state_.peers.set_agreed(state_.policy.fingerprint());
+  }
+  return replanned != Replanned::kNotDue;
+}
+
+void Engine::change_sequence(std::string_view caller,
+                             const std::function<bool()>& change) try {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  TORCH_CHECK(!has_begun(state_.phase), caller, ": ",
+              describe(state_.occasion(state_.observations.begun)),
+              " is being reduced.\nCall it before the backward or after it.");
+  if (change()) state_.adopt_sequence();
+  state_.peers.compare_others(
+      !state_.policy.hook_traits().fails_by_network_only);
+  state_.watches_continuations_until =
+      state_.observations.begun + kWatchedIterations;
+  // Later ranks may be in different places.
+  if (state_.peers.is_connected()) {
+    agree_on_sequence(state_,
+                      *state_.make_iteration(state_.observations.begun + 1));
+  }
+} catch (...) {
+  state_.observations.note_error();
+  throw;
+}
+
+void Engine::stop_watching_gradients(std::string_view caller) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  TORCH_CHECK(!has_begun(state_.phase), caller, ": ",
+              describe(state_.occasion(state_.observations.begun)),
+              " is being reduced.\nCall it before the backward or after it.");
+  hooks_->remove();
+}
+
+void Engine::set_manual_finalization(bool required) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (required == finalizes_manually_) return;
+  TORCH_CHECK(is_between(state_.phase), state_.options.name,
+              "::set_manual_finalization: ",
+              describe(state_.occasion(state_.iteration->number)),
+              " is prepared or under way; this cannot be called after forward "
+              "while a backward is expected.\nCall it before forward, or when "
+              "the iteration is over.");
+  finalizes_manually_ = required;
+}
+
+void Engine::finalize() try {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  TORCH_CHECK(finalizes_manually_, state_.options.name,
+              "::finalize_backward: manual backward finalization is not "
+              "required.\nSet it before forward, or let backward end the "
+              "iteration.");
+  TORCH_CHECK(
+      state_.phase == Phase::kReducing || state_.phase == Phase::kSuspended,
+      state_.options.name,
+      "::finalize_backward: no gradient reduction requires "
+      "finalization.\nCall it once, after a backward outside of "
+      "no_sync.");
+  TORCH_CHECK(state_.iteration->order.all_launched(), state_.options.name,
+              "::finalize_backward: called before all DDP buckets were "
+              "ready: gradients of ",
+              state_.policy.name_of(state_.iteration->ready.missing()),
+              " are missing.\nCall it when all have come, at the latest after "
+              "backward.");
+  finish();
+} catch (...) {
+  state_.observations.note_error();
+  throw;
+}
+
+bool Engine::can_continue() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return !state_.peers.has_lost_group();
+}
+
+void Engine::abandon_group() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  abort_group(state_, {.kind = StatusKind::kFailed,
+                       .iteration = state_.observations.begun,
+                       .text = status_text("another collective failed")});
+}
+
+std::vector<size_t> Engine::missing_gradients() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (!has_begun(state_.phase)) return {};
+  return state_.iteration->ready.missing();
+}
+
+EngineStatistics Engine::statistics() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return state_.observations;
+}
+
+void Engine::forward_begins() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  hooks_->prefetch_for_forward();
+  state_.observations.timeline.forward_begins(state_.observations.begun + 1);
+}
+
+Timeline Engine::timeline() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return state_.observations.timeline.last();
+}
+
+void Engine::set_timeline_sample_rate(int64_t sample_rate) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  state_.observations.timeline.set_sample_rate(sample_rate);
+}
+
+void Engine::set_stall_report_after(std::chrono::milliseconds time) {
+  TORCH_CHECK_VALUE(time.count() >= 0, state_.options.name,
+                    "::set_stall_report_after: expected at least 0, got ",
+                    time.count(),
+                    " ms.\nGive the time after which a stall is reported, or 0 "
+                    "for never.");
+  state_.observations.stall_report_after = time;
+  if (state_.observations.stall_watch) {
+    state_.observations.stall_watch->set_report_after(time);
+  }
+}
+
+void Engine::set_stall_handler(
+    std::function<void(const std::string&)> handler) {
+  if (state_.observations.stall_watch) {
+    state_.observations.stall_watch->set_handler(std::move(handler));
+  } else {
+    state_.observations.stall_handler = std::move(handler);
+  }
+}
+
+std::optional<ReducerError> Engine::last_error() const {
+  return state_.observations.last_error.get();
+}
+
+// Called on another thread; never waits for the lock, which an engine that
+// waits for its peers holds.
+std::string Engine::describe_progress() const {
+  const Progress& progress = *state_.observations.progress;
+  const std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
+  if (!lock.owns_lock()) {
+    const std::string how_far =
+        absl::StrCat("has launched ", progress.launched.load(), " of ",
+                     progress.num_buckets.load(), " buckets of iteration ",
+                     progress.iteration.load());
+    return progress.is_waiting()
+               ? absl::StrCat(how_far, " and waits for its peers")
+               : absl::StrCat(how_far, " and is inside a hook");
+  }
+  if (is_between(state_.phase)) {
+    return absl::StrCat("has prepared nothing since iteration ",
+                        state_.observations.begun);
+  }
+  const Iteration& iteration = *state_.iteration;
+  if (!has_begun(state_.phase)) {
+    return absl::StrCat("has prepared iteration ", iteration.number,
+                        ", whose backward has reached no parameter");
+  }
+  const std::vector<size_t> missing = iteration.ready.missing();
+  std::string words =
+      absl::StrCat("has launched ", num_units(iteration.launches), " of ",
+                   num_units(iteration.sequence), " buckets of iteration ",
+                   iteration.number);
+  if (!missing.empty()) {
+    absl::StrAppend(&words, " and waits for the gradients of ",
+                    state_.policy.name_of(missing));
+  }
+  return words;
+}
+
+}  // namespace brigade

@@ -1,0 +1,192 @@
+// Brings the gradients of an iteration to its collectives, launches these in
+// one agreed order, and leads all ranks to the same end: delivered on all of
+// them, or an error on all.
+//
+// What is reduced, and how, is a policy's: data parallelism, or sharding. The
+// engine knows the phases of an iteration (phase.h), which backward belongs to
+// it, and what peers have done.
+//
+//   Engine engine(group, replicas, policy, {.name = "Reducer", ...});
+//   engine.connect();
+//   engine.prepare(outputs);   // behind each forward
+//   ... backward: gradients become ready, collectives are launched; when it
+//   ends, results are delivered.
+//
+// docs/protocol.md tells what is launched when, and what happens when something
+// fails.
+//
+// Thread safety: any thread, one call at a time; gradients on several threads
+// at once. Order of locks: the engine's, then Python's GIL, then a future's or
+// a store's own. The stall watch only tries the engine's.
+
+#ifndef BRIGADE_ENGINE_ENGINE_H_
+#define BRIGADE_ENGINE_ENGINE_H_
+
+#include <ATen/core/Tensor.h>
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <vector>
+
+#include "brigade/engine/engine_options.h"
+#include "brigade/engine/engine_state.h"
+#include "brigade/engine/last_error.h"
+#include "brigade/engine/reduction_policy.h"
+#include "brigade/engine/statistics.h"
+#include "brigade/engine/sync_point.h"
+#include "brigade/engine/timeline.h"
+#include "brigade/hooks/gradient_hooks.h"
+
+namespace brigade {
+
+class Engine : private GradientListener {
+ public:
+  // `replicas[r]`: the variables of local replica r, equally many each.
+  // REQUIRES: each is a leaf that requires a gradient; `policy` outlives this
+  // object.
+  Engine(c10::intrusive_ptr<c10d::ProcessGroup> group,
+         std::span<const std::vector<at::Tensor>> replicas,
+         ReductionPolicy& policy, EngineOptions options);
+
+  // Takes the hooks off the variables. Does not wait for collectives in flight.
+  // REQUIRES: no backward through the variables is running.
+  ~Engine();
+
+  Engine(const Engine&) = delete;
+  Engine& operator=(const Engine&) = delete;
+
+  // Ranks connect, all of which have compared what the policy's sequence is
+  // made of. Collective, once; or connect_later(): the first prepare() does,
+  // and compares.
+  void connect();
+  void connect_later();
+
+  // ---- An iteration.
+
+  // The next backward will be reduced; one that is prepared and has not begun
+  // is replaced. Collective where ranks connect or the sequence changes.
+  // Errors: those of end_iteration(), and of the policy's before_iteration().
+  void prepare(std::span<const at::Tensor> outputs);
+
+  // A forward has run whose gradients are not the iteration's.
+  void note_local_forward();
+
+  // The gradient of a variable has been accumulated: for variables that are not
+  // watched any more. REQUIRES: inside of a backward.
+  void gradient_ready(VariableIndex variable, bool is_defined);
+
+  // The owner's word for an entry that waits for it (num_awaited() is 1): it is
+  // packed, and launched in its turn. Begins the iteration. Errors:
+  // RuntimeError if none is prepared; what the collective throws.
+  void launch(size_t entry);
+
+  // Waits for the entries of the iteration up to this one and delivers them, on
+  // the word that the iteration may still fail elsewhere. Errors: RuntimeError
+  // if it has not been launched; what a collective failed with.
+  void deliver_through(size_t entry);
+
+  // Launches substitutes for all entries of an iteration, and delivers nothing.
+  void shadow();
+
+  // An iteration that has begun gets no more gradients. Errors: RuntimeError
+  // naming what is missing, on all ranks.
+  void end_iteration();
+
+  // While set, an iteration ends in finalize() and not with its backward.
+  // Errors: RuntimeError between a forward and the end of its iteration.
+  void set_manual_finalization(bool required);
+
+  // Delivers. Errors: RuntimeError if it is not to be called, or gradients are
+  // missing; what the end of a backward throws otherwise.
+  void finalize();
+
+  // ---- Between iterations.
+
+  // All ranks stand in the same place, if they may stand in different ones.
+  void synchronize(SyncPoint place);
+
+  // The policy changes its sequence, if a change is due. Returns whether it
+  // was. Collective then.
+  bool replan();
+
+  // `change` makes the policy's entries travel in another way, and returns
+  // whether they are other ones. Ranks compare, if they are connected.
+  // `caller`: for the error in the middle of an iteration, RuntimeError.
+  void change_sequence(std::string_view caller,
+                       const std::function<bool()>& change);
+
+  // Variables are told of by gradient_ready() from here on. Errors:
+  // RuntimeError in the middle of an iteration.
+  void stop_watching_gradients(std::string_view caller);
+  bool is_watching_gradients() const { return !hooks_->are_removed(); }
+
+  // Calls `read` under the lock that also covers the policy.
+  template <typename Read>
+  auto locked(const Read& read) const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return read();
+  }
+
+  // ---- A group that is lost.
+
+  bool can_continue() const;
+
+  // A collective of the caller's has failed by the network: ends what peers may
+  // be blocked in.
+  void abandon_group();
+
+  // ---- What can be observed.
+
+  // What an iteration that has begun waits for; by number.
+  std::vector<size_t> missing_gradients() const;
+  EngineStatistics statistics() const;
+  void forward_begins();
+  Timeline timeline() const;
+  void set_timeline_sample_rate(int64_t sample_rate);
+  void set_stall_report_after(std::chrono::milliseconds time);
+  void set_stall_handler(std::function<void(const std::string&)> handler);
+  std::optional<ReducerError> last_error() const;
+  const GradientHooks& hooks() const { return *hooks_; }
+
+ private:
+  void on_gradient_ready(VariableIndex variable, bool is_defined) override;
+  void on_output_reached(Preparation preparation);
+  void on_backward_end(int64_t preparation, int backward_id);
+  void on_backward_abandoned(int64_t preparation);
+
+  // REQUIRES: mutex_ held, for all that follow.
+  void start_iteration();
+  bool replan_if_due();
+  void end_unfinished_iteration();
+  void enter_backward(int backward_id);
+  void watch_end(int backward_id);
+  void begin_reduction();
+  void accept_gradient(VariableIndex variable, bool is_defined);
+  void accept_early_gradient(VariableIndex variable, bool is_defined,
+                             int backward_id);
+  void finish();
+
+  // Takes the lock only if it is free.
+  std::string describe_progress() const;
+
+  // Callbacks of a backward hold it while they run.
+  std::shared_ptr<GradientHooks> hooks_;
+
+  mutable std::mutex mutex_;
+  // Guarded by mutex_.
+  EngineState state_;
+  bool finalizes_manually_ = false;
+};
+
+}  // namespace brigade
+
+#endif  // BRIGADE_ENGINE_ENGINE_H_

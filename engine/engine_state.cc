@@ -1,0 +1,39 @@
+#include "brigade/engine/engine_state.h"
+
+#include <utility>
+#include <vector>
+
+#include "brigade/comm/message_of.h"
+
+namespace brigade {
+
+std::shared_ptr<Iteration> EngineState::take_iteration() {
+  if (!is_between(phase)) {
+    phase = phase == Phase::kResynced ? Phase::kAtSyncPoint : Phase::kIdle;
+  }
+  return std::exchange(iteration, nullptr);
+}
+
+void EngineState::leave_sync_point() {
+  if (phase == Phase::kAtSyncPoint) phase = Phase::kIdle;
+}
+
+void EngineState::failed(const std::exception_ptr& error) {
+  if (phase == Phase::kLost || phase == Phase::kResynced) return;
+  phase = Phase::kFailed;
+  if (iteration->failure.empty()) iteration->failure = message_of(error);
+}
+
+void EngineState::adopt_sequence() {
+  const std::span<Collective* const> sequence = policy.sequence();
+  // Of equal entries: an iteration that is prepared is of the same plan.
+  if (iteration) iteration->sequence = sequence;
+  std::vector<c10::Device> devices;
+  devices.reserve(sequence.size());
+  for (const Collective* collective : sequence) {
+    if (collective->unit()) devices.push_back(collective->device());
+  }
+  observations.bind(std::move(devices), num_variables());
+}
+
+}  // namespace brigade

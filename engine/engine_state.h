@@ -1,0 +1,79 @@
+// What the parts of an engine share: launching, delivery, recovery.
+//
+// Thread safety: none; the engine's lock covers it, but for what is constant.
+
+#ifndef BRIGADE_ENGINE_ENGINE_STATE_H_
+#define BRIGADE_ENGINE_ENGINE_STATE_H_
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include "brigade/engine/backward_membership.h"
+#include "brigade/engine/engine_options.h"
+#include "brigade/engine/iteration.h"
+#include "brigade/engine/observations.h"
+#include "brigade/engine/occasion.h"
+#include "brigade/engine/peer_status.h"
+#include "brigade/engine/phase.h"
+#include "brigade/engine/reduction_policy.h"
+
+namespace brigade {
+
+struct EngineState {
+  // Constant.
+  const c10::intrusive_ptr<c10d::ProcessGroup> group;
+  ReductionPolicy& policy;
+  const EngineOptions options;
+  const size_t num_replicas;
+  const size_t num_parameters;
+  const std::function<std::string()> describe_progress;  // takes the lock
+
+  Observations observations = {};
+  Phase phase = Phase::kAtSyncPoint;
+  std::shared_ptr<Iteration> iteration = {};  // null iff is_between(phase)
+  BackwardMembership membership = {};
+  PeerStatus peers;
+  // Continuations of the hook are watched up to this iteration.
+  int64_t watches_continuations_until = 0;
+
+  size_t num_variables() const { return num_replicas * num_parameters; }
+  size_t number_of(VariableIndex variable) const {
+    return variable.replica * num_parameters + variable.parameter;
+  }
+  VariableIndex variable(size_t number) const {
+    return {.replica = number / num_parameters,
+            .parameter = number % num_parameters};
+  }
+  Occasion occasion(int64_t number) const {
+    return {.iteration = number, .rank = group->getRank()};
+  }
+
+  // Of the sequence as it is now.
+  std::shared_ptr<Iteration> make_iteration(int64_t number) const {
+    return std::make_shared<Iteration>(
+        Preparation{.number = observations.prepared, .iteration = number},
+        policy.sequence(), num_variables());
+  }
+
+  // Whatever phase it was in, it is over on this rank. Null if there is none.
+  std::shared_ptr<Iteration> take_iteration();
+
+  // The place where ranks met last is left when this one goes on to a forward,
+  // or to what it launches for other purposes.
+  void leave_sync_point();
+
+  // Nothing is launched any more. The first words are kept.
+  void failed(const std::exception_ptr& error);
+
+  // The policy has another sequence.
+  void adopt_sequence();
+};
+
+}  // namespace brigade
+
+#endif  // BRIGADE_ENGINE_ENGINE_STATE_H_

@@ -1,0 +1,246 @@
+#include "brigade/engine/recovery.h"
+
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <exception>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
+#include "brigade/comm/close_group.h"
+#include "brigade/comm/group_timeout.h"
+#include "brigade/comm/message_of.h"
+#include "brigade/comm/peer_error.h"
+#include "brigade/comm/timed_wait.h"
+#include "brigade/engine/delivery.h"
+#include "brigade/engine/hook_scope.h"
+#include "brigade/engine/launching.h"
+#include "brigade/engine/stream_join.h"
+
+namespace brigade {
+namespace {
+
+using std::chrono::milliseconds;
+
+// Of the policy's sequence.
+RankStatus begin_status(const EngineState& state) {
+  std::string words = state.policy.describe_sequence();
+  if (const std::string& hook = state.policy.hook_traits().name;
+      !hook.empty()) {
+    absl::StrAppend(&words, ", comm hook ", hook);
+  }
+  return {.kind = StatusKind::kBegin, .text = status_text(words)};
+}
+
+// Ranks differ, or one has failed. If an iteration is under way, it is over.
+void exchange_failed(EngineState& state, bool have_met) {
+  if (is_between(state.phase)) {
+    state.phase = have_met ? Phase::kAtSyncPoint : Phase::kIdle;
+  } else {
+    state.phase = have_met ? Phase::kResynced : Phase::kLost;
+  }
+}
+
+// Collectives that may never end keep their memory; gradients go to another.
+void abandon_buffers(EngineState& state, Iteration& iteration) {
+  iteration.chained.cancel(milliseconds(0));
+  std::vector<Collective*> in_flight;
+  for (const Launch& launch : iteration.launches) {
+    if (is_pending(launch)) in_flight.push_back(launch.collective);
+  }
+  if (in_flight.empty()) return;
+  keep_until_done(state.policy.abandon(in_flight), iteration);
+  state.adopt_sequence();
+}
+
+// So that nothing writes into a bucket behind the user's back.
+void drain(EngineState& state, Iteration& iteration) {
+  const WaitForPeers waiting(*state.observations.progress);
+  const milliseconds timeout = group_timeout(*state.group);
+  iteration.chained.cancel(timeout);
+  for (Launch& launch : iteration.launches) {
+    if (!launch.future || launch.is_overdue) continue;
+    try {
+      launch.is_overdue = !wait_for(*launch.future, timeout);
+      if (launch.is_overdue) continue;
+      launch.future->wait();
+      const c10::Device device = launch.collective->device();
+      // Waiting orders streams only, and not the ones that the user works on.
+      if (!device.is_cpu()) current_stream(device).synchronize();
+    } catch (...) {
+      TORCH_WARN(state.options.name, ": while waiting for ",
+                 describe_place(state, *launch.collective, iteration.number),
+                 ": ", message_of(std::current_exception()));
+    }
+  }
+  abandon_buffers(state, iteration);
+}
+
+void lose_group(EngineState& state, Iteration& iteration) {
+  state.peers.lose_group();
+  close_group(*state.group);
+  abandon_buffers(state, iteration);
+}
+
+// Brings all ranks to the same place.
+void resync(EngineState& state, Iteration& iteration,
+            StatusComparison& comparison) {
+  state.observations.begun =
+      std::max(state.observations.begun, comparison.iteration);
+  if (comparison.deficit.ok()) {
+    const HookScope scope(iteration.preparer);
+    try {
+      launch_deficit(state, iteration, *comparison.deficit);
+    } catch (...) {
+      comparison.deficit = absl::UnavailableError(
+          absl::StrCat("this rank could not be brought in step: ",
+                       message_of(std::current_exception())));
+    }
+  }
+  if (!comparison.deficit.ok()) return lose_group(state, iteration);
+  drain(state, iteration);
+  state.peers.met();
+  exchange_failed(state, /*have_met=*/true);
+}
+
+// The first that has not arrived, or the last one launched.
+std::string describe_awaited(const EngineState& state,
+                             const Iteration& iteration) {
+  const auto& launches = iteration.launches;
+  if (launches.empty()) return describe(state.occasion(iteration.number));
+  auto awaited = std::ranges::find_if(launches, is_pending);
+  if (awaited == launches.end()) --awaited;
+  return describe_place(state, *awaited->collective, iteration.number);
+}
+
+}  // namespace
+
+void connect(EngineState& state) {
+  state.peers.connect();
+  state.observations.watch_stalls(state.group, state.peers.store_prefix(),
+                                  state.describe_progress);
+}
+
+// Peers are waited for where lengths could clash: before the first entry of a
+// sequence, and before one whose result decides what is launched. A sequence is
+// agreed on where it is made, since afterwards a peer may wait for something
+// else than this rank's next forward or first gradient.
+void agree_on_sequence(EngineState& state, Iteration& iteration) {
+  if (!state.peers.is_connected()) connect(state);
+  if (state.peers.is_agreed(state.policy.fingerprint())) return;
+  end_together(state, iteration, begin_status(state));
+  state.peers.set_agreed(state.policy.fingerprint());
+  state.leave_sync_point();
+}
+
+void begin_together(EngineState& state) {
+  throw_if_apart(compare(state, *state.iteration, begin_status(state)),
+                 state.options.name);
+}
+
+void end_together(EngineState& state, Iteration& iteration,
+                  const RankStatus& own) {
+  try {
+    if (!state.peers.is_connected()) connect(state);
+    throw_if_apart(compare(state, iteration, own), state.options.name);
+  } catch (...) {
+    state.take_iteration();
+    ++state.observations.aborted;
+    state.policy.on_iteration_over(Outcome::kAborted);
+    throw;
+  }
+}
+
+StatusComparison compare(EngineState& state, Iteration& iteration,
+                         RankStatus own, std::optional<milliseconds> patience) {
+  own.iteration = iteration.number;
+  own.fingerprint = state.policy.fingerprint();
+  const WaitForPeers waiting(*state.observations.progress);
+  std::optional<StatusComparison> comparison;
+  try {
+    comparison = state.peers.exchange(own, patience);
+  } catch (const c10::DistBackendError& error) {
+    exchange_failed(state, /*have_met=*/false);
+    const std::string where = describe_awaited(state, iteration);
+    lose_group(state, iteration);
+    throw_peer_error(absl::StrCat(state.options.name, ": ", where),
+                     std::make_exception_ptr(
+                         std::runtime_error(error.what_without_backtrace())));
+  } catch (...) {
+    exchange_failed(state, /*have_met=*/false);
+    abandon_buffers(state, iteration);
+    throw;
+  }
+  if (comparison->status.ok()) {
+    if (is_between(state.phase)) state.phase = Phase::kAtSyncPoint;
+  } else {
+    exchange_failed(state, /*have_met=*/false);
+    resync(state, iteration, *comparison);
+  }
+  return *std::move(comparison);
+}
+
+void abort_iteration(EngineState& state) {
+  const bool is_known =
+      state.phase == Phase::kLost || state.phase == Phase::kResynced;
+  const std::shared_ptr<Iteration> iteration = state.take_iteration();
+  state.membership.mark_finished(iteration->preparation,
+                                 /*may_be_repeated=*/false);
+  ++state.observations.aborted;
+  state.policy.on_iteration_over(Outcome::kAborted);
+  if (is_known) return;
+  if (iteration->failure.empty()) {
+    iteration->failure = "an exception ended backward";
+  }
+  std::string problem;
+  try {
+    const StatusComparison comparison =
+        compare(state, *iteration,
+                {.kind = StatusKind::kFailed,
+                 .unit = num_units(iteration->launches),
+                 .text = status_text(iteration->failure)},
+                state.options.failure_patience);
+    if (comparison.deficit.ok()) return;
+    problem = std::string(comparison.deficit.status().message());
+  } catch (...) {
+    problem = message_of(std::current_exception());
+  }
+  TORCH_WARN(state.options.name, ": while giving up ",
+             describe(state.occasion(iteration->number)), ": ", problem);
+}
+
+void abort_group(EngineState& state, const RankStatus& last_words) {
+  state.peers.tell_of_loss(last_words);
+  state.peers.lose_group();
+  close_group(*state.group);
+}
+
+void call_apart(EngineState& state, std::string_view doing,
+                const std::function<void()>& collective) {
+  const WaitForPeers waiting(*state.observations.progress);
+  try {
+    collective();
+  } catch (...) {
+    abort_group(state,
+                {.kind = StatusKind::kFailed,
+                 .iteration = state.observations.begun,
+                 .text = status_text(message_of(std::current_exception()))});
+    throw_peer_error(absl::StrCat(state.options.name, ": ", std::string(doing),
+                                  " on rank ", state.group->getRank()),
+                     std::current_exception());
+  }
+}
+
+void keep_until_done(std::shared_ptr<void> kept, const Iteration& iteration) {
+  for (const Launch& launch : iteration.launches) {
+    if (!launch.future) continue;
+    launch.future->addCallback([kept](c10::ivalue::Future&) {},
+                               /*uses_future=*/false);
+  }
+}
+
+}  // namespace brigade

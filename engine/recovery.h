@@ -1,0 +1,58 @@
+// Where the ranks of an iteration meet, and what becomes of it when one of them
+// has failed or is somewhere else. docs/protocol.md, "Statuses".
+//
+// Thread safety: none; the engine's lock covers it.
+
+#ifndef BRIGADE_ENGINE_RECOVERY_H_
+#define BRIGADE_ENGINE_RECOVERY_H_
+
+#include <chrono>
+#include <optional>
+
+#include "brigade/engine/engine_state.h"
+#include "brigade/engine/iteration.h"
+#include "brigade/engine/peer_status.h"
+
+namespace brigade {
+
+// Ranks connect to each other. Collective.
+void connect(EngineState& state);
+
+// Compares the policy's sequence, if it is another one than was compared last.
+// Errors: as end_together().
+void agree_on_sequence(EngineState& state, Iteration& iteration);
+
+// Ranks begin the running iteration together. Errors: as compare(),
+// RuntimeError if they differ.
+void begin_together(EngineState& state);
+
+// Throws on all ranks alike unless all are in the same place. The iteration is
+// aborted then.
+void end_together(EngineState& state, Iteration& iteration,
+                  const RankStatus& own);
+
+// Tells peers where this rank is, and brings all to the same place if they are
+// not. Errors: PeerError if peers do not answer.
+StatusComparison compare(
+    EngineState& state, Iteration& iteration, RankStatus own,
+    std::optional<std::chrono::milliseconds> patience = std::nullopt);
+
+// Ends the running iteration, and tells peers why. Does not throw: destructors
+// of autograd's call it, and an error is on its way already.
+void abort_iteration(EngineState& state);
+
+// Closes the group's connections. Peers that wait for this rank's next status
+// get these words.
+void abort_group(EngineState& state, const RankStatus& last_words);
+
+// Calls a collective that belongs to no iteration. Errors: PeerError; the group
+// is lost then.
+void call_apart(EngineState& state, std::string_view doing,
+                const std::function<void()>& collective);
+
+// Collectives in flight that may never end keep what `policy` lets go of.
+void keep_until_done(std::shared_ptr<void> kept, const Iteration& iteration);
+
+}  // namespace brigade
+
+#endif  // BRIGADE_ENGINE_RECOVERY_H_

@@ -1,0 +1,411 @@
+#include "brigade/reducer/data_parallel_policy.h"
+
+#include <ATen/ops/zeros_like.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <tuple>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "brigade/comm/end_on_own_thread.h"
+#include "brigade/comm/status_bridge.h"
+#include "brigade/comm_hooks/all_reduce_hook.h"
+#include "brigade/engine/profiler_range.h"
+#include "brigade/hooks/graph_search.h"
+#include "brigade/planning/plan_by_size.h"
+#include "brigade/reducer/error_texts.h"
+#include "brigade/reducer/plan_fingerprint.h"
+
+namespace brigade {
+namespace {
+
+// Until buckets are rebuilt; 0: never.
+int64_t observed_iterations(const ReducerOptions& options) {
+  const bool wants_rebuild = options.rebuild_buckets.value_or(
+      options.bucket_plan.empty() &&
+      (options.static_graph || !options.find_unused_parameters));
+  return wants_rebuild ? options.rebuild_after_iterations : 0;
+}
+
+std::optional<HookCounts> hook_counts(const ReducerOptions& options,
+                                      const ParameterTable& table) {
+  if (!options.static_graph) return std::nullopt;
+  return HookCounts(table.num_variables());
+}
+
+std::unique_ptr<UsedParameters> used_parameters(const ReducerOptions& options,
+                                                const ParameterTable& table,
+                                                c10d::ProcessGroup& group) {
+  using enum UsedParameters::Turn;
+  if (options.static_graph) {
+    return std::make_unique<UsedParameters>(table, group, kLast);
+  }
+  if (!options.find_unused_parameters) return nullptr;
+  return std::make_unique<UsedParameters>(
+      table, group, options.skip_all_reduce_unused_parameters ? kFirst : kLast);
+}
+
+}  // namespace
+
+DataParallelPolicy::DataParallelPolicy(ReducerSetup setup)
+    : group_(std::move(setup.group)),
+      table_(std::move(setup.table)),
+      options_(std::move(setup.options)),
+      hook_(traits_of(*options_.comm_hook)),
+      ready_order_(observed_iterations(options_)),
+      hook_counts_(hook_counts(options_, table_)),
+      used_(brigade::used_parameters(options_, table_, *group_)),
+      bound_(bind(std::move(setup.plan), hook_)) {
+  for (const Bucket& bucket : bound_.buckets) bucket.list_memory(memory_);
+}
+
+void DataParallelPolicy::set_hooks(const GradientHooks& hooks) {
+  hooks_ = &hooks;
+  if (used_ && !hook_counts_) unused_search_.emplace(hooks.accumulators());
+}
+
+bool DataParallelPolicy::set_hook(
+    std::shared_ptr<c10d::CommHookInterface> hook) {
+  if (!hook) hook = all_reduce_hook(group_);
+  HookTraits traits = traits_of(*hook);
+  const bool fits = std::ranges::all_of(
+      bound_.buckets,
+      [&](const Bucket& bucket) { return bucket.fits(traits); });
+  if (fits) {
+    bound_.fingerprint = plan_fingerprint(bound_.plan, table_, traits);
+    for (Bucket& bucket : bound_.buckets) bucket.set_hook(traits);
+  } else {
+    adopt(bind(bound_.plan, traits));
+  }
+  options_.comm_hook = std::move(hook);
+  hook_ = std::move(traits);
+  return !fits;
+}
+
+bool DataParallelPolicy::is_graph_static() const {
+  return options_.static_graph ||
+         (unused_search_ && unused_search_->is_static());
+}
+
+bool DataParallelPolicy::is_learning() const {
+  return ready_order_.is_observing() ||
+         (hook_counts_ && hook_counts_->is_learning());
+}
+
+ReducerStatistics DataParallelPolicy::statistics() const {
+  ReducerStatistics statistics = statistics_;
+  if (unused_search_) {
+    statistics.graph_searches = unused_search_->num_searches();
+  }
+  return statistics;
+}
+
+// The used map is last where it may be missing: a static graph is summed once.
+std::span<Collective* const> DataParallelPolicy::sequence() {
+  const bool sums_map = !hook_counts_ || hook_counts_->are_all_learning();
+  return sums_map ? bound_.sequence
+                  : std::span(bound_.sequence).first(bound_.buckets.size());
+}
+
+std::string DataParallelPolicy::describe_sequence() const {
+  return absl::StrCat(bound_.buckets.size(), " buckets, ", table_.size(),
+                      " parameters");
+}
+
+bool DataParallelPolicy::compares_each_iteration() const {
+  return skips_unused_buckets();
+}
+
+bool DataParallelPolicy::skips_unused_buckets() const {
+  return used_ && used_->turn() == UsedParameters::Turn::kFirst;
+}
+
+// No backward brings gradients, whatever it goes through: a discriminator's
+// while the generator is trained.
+bool DataParallelPolicy::expects_gradients() const {
+  for (const std::vector<at::Tensor>& replica : table_.replicas()) {
+    for (const at::Tensor& parameter : replica) {
+      if (parameter.requires_grad()) return true;
+    }
+  }
+  return false;
+}
+
+Replanned DataParallelPolicy::replan(const CallCollective& call) {
+  if (!ready_order_.is_pending()) return Replanned::kNotDue;
+  const std::vector<size_t>* order = nullptr;
+  call("agreeing on the order of gradients",
+       [&] { order = &ready_order_.agree(group_); });
+  BucketPlan plan = value_or_throw(
+      plan_by_size(table_.specs(), *order, options_.bucket_caps_bytes));
+  const bool is_other = plan != bound_.plan;
+  if (is_other) adopt(bind(std::move(plan), hook_));
+  ++statistics_.rebuilds;
+  ready_order_.freeze();
+  return is_other ? Replanned::kOtherSequence : Replanned::kSameSequence;
+}
+
+bool DataParallelPolicy::before_iteration() {
+  const bool is_restrided = table_.first_restrided().has_value();
+  if (is_restrided) follow_strides();
+  ready_order_.restart();
+  for (Bucket& bucket : bound_.buckets) bucket.restart();
+  if (used_) used_->restart();
+  prediction_ = {};
+  context_gradients_.emplace();
+  return is_restrided;
+}
+
+void DataParallelPolicy::check_variables() const {
+  if (const auto detached = hooks_->first_detached(table_.replicas())) {
+    TORCH_CHECK(false, "Reducer: ", table_.name_of(detached->parameter),
+                " was moved or cast after the reducer was made, so that its "
+                "gradient is not seen.\nMove the module first, then wrap it.");
+  }
+  if (const auto resized = table_.first_resized()) {
+    TORCH_CHECK(false, "Reducer: ", table_.describe_resized(*resized),
+                ".\nResize parameters first, then wrap the module.");
+  }
+  if (!options_.gradients_as_bucket_views) return;
+  for (size_t r = 0; r < table_.num_replicas(); ++r) {
+    for (size_t i = 0; i < table_.size(); ++i) {
+      keep_out_of_buckets({.replica = r, .parameter = i});
+    }
+  }
+}
+
+// A gradient that the user put where it is must not lie in the place of another
+// one, which travels while this one is still accumulated.
+void DataParallelPolicy::keep_out_of_buckets(VariableIndex variable) const {
+  at::Tensor& gradient = table_[variable].mutable_grad();
+  if (!gradient.defined() || gradient.layout() != at::kStrided) return;
+  const auto [bucket, slot] = bound_.plan.locate(variable.parameter);
+  if (bound_.buckets[bucket].is_view_in(variable.replica, slot, gradient)) {
+    return;
+  }
+  if (memory_.contains(gradient)) gradient = gradient.clone();
+}
+
+// Gradients lie in buckets as parameters do in memory.
+void DataParallelPolicy::follow_strides() {
+  if (const auto apart = table_.first_unlike_replica_0()) {
+    TORCH_CHECK(false, "Reducer: ", table_.name_of(apart->parameter),
+                " has strides ", table_[*apart].strides(), " in local replica ",
+                apart->replica, " and ", table_[apart->parameter].strides(),
+                " in replica 0.\nGive all replicas the same memory format.");
+  }
+  adopt(bind(bound_.plan, hook_));
+  table_.adopt_strides();
+}
+
+void DataParallelPolicy::on_prepared(std::span<const at::Tensor> outputs) {
+  prediction_ = predict_unused(outputs);
+  if (hook_counts_) hook_counts_->restart();
+}
+
+UnusedPrediction DataParallelPolicy::predict_unused(
+    std::span<const at::Tensor> outputs) {
+  if (unused_search_) {
+    // As torch calls it, since tools look for it.
+    static const std::string name =
+        "torch.distributed.ddp.reducer::search_unused_parameters";
+    const ProfilerRange searching(name, at::RecordScope::FUNCTION);
+    return unused_search_->predict(outputs);
+  }
+  UnusedPrediction prediction;
+  if (!hook_counts_) return prediction;
+  if (!hook_counts_->is_learning()) {
+    prediction.unused = hook_counts_->silent();
+    prediction.none_reached =
+        prediction.unused.size() == table_.num_variables();
+  } else if (!hooks_->are_removed()) {
+    // No more than this: reentrant checkpoints hide what they use.
+    prediction.none_reached =
+        GraphSearch(hooks_->accumulators()).unreached(outputs).size() ==
+        table_.num_variables();
+  }
+  return prediction;
+}
+
+bool DataParallelPolicy::begins_at_outputs() const {
+  return skips_unused_buckets() || !prediction_.unused.empty();
+}
+
+void DataParallelPolicy::on_backward_begins(Marker& marker, bool is_shadow) {
+  is_shadow_ = is_shadow;
+  // Marks belong to gradients of earlier backwards, which do not travel.
+  if (is_shadow && used_) used_->clear_marks();
+  if (skips_unused_buckets()) {
+    if (!is_shadow) {
+      std::vector<bool> reached(table_.num_variables(), true);
+      for (const size_t variable : prediction_.unused) {
+        reached[variable] = false;
+      }
+      for (size_t i = 0; i < reached.size(); ++i) {
+        if (reached[i]) used_->mark(i);
+      }
+    }
+    // Before anything is launched that depends on the map.
+    marker.deliver_through(0);
+  }
+  if (hook_.listener) hook_.listener->iteration_begins(!is_shadow);
+  if (!is_shadow) return mark_unused(marker, prediction_.unused);
+  for (const std::vector<size_t>& bucket : bound_.plan.buckets()) {
+    for (const size_t parameter : bucket) ready_order_.note(parameter);
+  }
+}
+
+// A function may write to `.grad` itself and return nothing. Source: torch's
+// Reducer, which looks at `.grad` too.
+void DataParallelPolicy::on_local_gradient(VariableIndex variable,
+                                           bool is_defined) {
+  if (used_ && (is_defined || table_[variable].grad().defined())) {
+    used_->mark(table_.number_of(variable));
+  }
+}
+
+std::optional<Slot> DataParallelPolicy::on_gradient(VariableIndex variable,
+                                                    bool is_defined) {
+  on_local_gradient(variable, is_defined);
+  if (is_defined) context_gradients_->take(table_[variable], memory_);
+  const size_t bucket = bound_.plan.locate(variable.parameter).bucket;
+  bound_.buckets[bucket].gradient_produced(variable.replica);
+  const size_t number = table_.number_of(variable);
+  if (hook_counts_ && !hook_counts_->is_last(number)) return std::nullopt;
+  return ready_slot(variable, number);
+}
+
+Slot DataParallelPolicy::ready_slot(VariableIndex variable, size_t number) {
+  if (variable.replica == 0) ready_order_.note(variable.parameter);
+  if (used_) used_->note_ready(number);
+  const size_t bucket = bound_.plan.locate(variable.parameter).bucket;
+  return {.entry = static_cast<uint32_t>(bound_.first_bucket + bucket),
+          .has_gradient = has_gradient(number)};
+}
+
+void DataParallelPolicy::mark_unused(Marker& marker,
+                                     std::span<const size_t> variables) {
+  for (const size_t number : variables) {
+    Slot slot = ready_slot(table_.variable(number), number);
+    slot.has_gradient = false;
+    marker.mark(number, slot);
+  }
+}
+
+// What only the end of a static graph's first backward tells: which gradients
+// have come, and which will not come.
+void DataParallelPolicy::on_backward_ends(Marker& marker) {
+  if (!hook_counts_ || !hook_counts_->is_learning()) return;
+  for (const size_t number : hook_counts_->freeze()) {
+    marker.mark(number, ready_slot(table_.variable(number), number));
+  }
+  mark_unused(marker, hook_counts_->silent());
+}
+
+void DataParallelPolicy::on_ended_everywhere() {
+  ready_order_.observe();
+  if (hook_counts_) hook_counts_->confirm();
+}
+
+void DataParallelPolicy::on_iteration_over(Outcome outcome) {
+  if (used_) used_->clear_marks();
+  if (std::exchange(is_shadow_, false) && hook_.listener) {
+    hook_.listener->iteration_begins(/*has_data=*/true);
+  }
+  if (outcome == Outcome::kAborted && hook_counts_) hook_counts_->abort();
+  if (outcome == Outcome::kDelivered) {
+    context_gradients_->write_back();
+    if (options_.lazy_bucket_allocation) {
+      for (Bucket& bucket : bound_.buckets) bucket.release_memory();
+      memory_ = {};
+    }
+  }
+  context_gradients_.reset();
+}
+
+std::shared_ptr<void> DataParallelPolicy::abandon(
+    std::span<Collective* const> in_flight) {
+  for (const Collective* const entry : in_flight) {
+    if (const auto bucket = entry->unit()) {
+      zero_views(bound_.buckets[*bucket], *bucket);
+    }
+  }
+  BoundPlan fresh = bind(bound_.plan, hook_);  // may throw
+  BoundPlan old = std::move(bound_);
+  adopt(std::move(fresh));
+  return keep(std::move(old));
+}
+
+// Gradients that are views of a bucket leave it.
+void DataParallelPolicy::zero_views(const Bucket& bucket, size_t index) const {
+  const std::vector<size_t>& members = bound_.plan.buckets()[index];
+  for (size_t r = 0; r < table_.num_replicas(); ++r) {
+    for (size_t slot = 0; slot < members.size(); ++slot) {
+      const VariableIndex variable = {.replica = r, .parameter = members[slot]};
+      at::Tensor& gradient = table_[variable].mutable_grad();
+      if (gradient.defined() && bucket.is_view_in(r, slot, gradient)) {
+        gradient = at::zeros_like(gradient);
+      }
+    }
+  }
+}
+
+std::shared_ptr<void> DataParallelPolicy::let_go() {
+  return keep(std::move(bound_));
+}
+
+// Collectives in flight go on; they keep their buckets, the memory of the used
+// map's sum, and the hook, whose continuations they run. The hook may own its
+// group.
+std::shared_ptr<void> DataParallelPolicy::keep(BoundPlan bound) {
+  at::Tensor sum = used_ ? used_->abandon() : at::Tensor();
+  return end_on_own_thread(
+      std::tuple(std::move(bound), std::move(sum), options_.comm_hook));
+}
+
+// Gradients that lie in the old buckets move to the new ones.
+void DataParallelPolicy::adopt(BoundPlan bound) {
+  for (Bucket& bucket : bound.buckets) bucket.adopt_gradients();
+  bound_ = std::move(bound);
+  memory_ = {};
+  for (const Bucket& bucket : bound_.buckets) bucket.list_memory(memory_);
+}
+
+BoundPlan DataParallelPolicy::bind(BucketPlan plan, const HookTraits& hook) {
+  return bind_plan(std::move(plan), table_, hook, options_, used_parameters(),
+                   memory_, statistics_);
+}
+
+std::string DataParallelPolicy::name_of(
+    std::span<const size_t> variables) const {
+  return table_.name_of(table_.parameters_of(variables));
+}
+
+std::string DataParallelPolicy::describe_missing(
+    std::span<const size_t> variables, Occasion occasion) const {
+  return describe_missing_gradients(table_, table_.parameters_of(variables),
+                                    occasion, options_);
+}
+
+std::string DataParallelPolicy::describe_late(VariableIndex variable,
+                                              Occasion occasion) const {
+  return describe_late_gradient(table_, variable.parameter, occasion);
+}
+
+void DataParallelPolicy::refuse(VariableIndex variable,
+                                Occasion occasion) const {
+  const size_t number = table_.number_of(variable);
+  const size_t parameter = variable.parameter;
+  if (hook_counts_ && hook_counts_->is_silent(number)) {
+    TORCH_CHECK(false,
+                describe_unexpected_gradient(table_, parameter, occasion));
+  }
+  TORCH_CHECK(
+      false,
+      std::ranges::binary_search(prediction_.unused, number)
+          ? describe_gradient_of_unused(table_, parameter, occasion, options_)
+          : describe_second_gradient(table_, parameter, occasion, options_));
+}
+
+}  // namespace brigade
