@@ -60,9 +60,9 @@ class Collective {
   virtual at::Tensor result_of(const c10::IValue& value) = 0;
 
   // Gives what has arrived to those who wait for it; undefined also if nothing
-  // travelled. REQUIRES: its future is complete, or there is none; one without a
-  // unit waits for it here. Errors: what a collective throws that it waits for,
-  // its own or one before it.
+  // travelled. REQUIRES: its future is complete, or there is none; one without
+  // a unit waits for it here. Errors: what a collective throws that it waits
+  // for, its own or one before it.
   //
   // Before the iteration has ended on all ranks (Engine::deliver_through), what
   // is delivered is provisional: the policy hears how the iteration ended.

@@ -179,15 +179,12 @@ void tell_of_results(EngineState& state, Iteration& iteration, RankStatus own,
   rethrow_hook_error(failure->error, failure->where);
 }
 
-void deliver_what_all_ranks_have(EngineState& state, Iteration& iteration,
-                                 bool is_shadow) {
+using Results = std::vector<std::pair<Collective*, at::Tensor>>;
+
+// Waits for all, also after an error.
+std::optional<Failure> collect(EngineState& state, Iteration& iteration,
+                               Results& results) {
   std::optional<Failure> failure;
-  if (!iteration.chained.empty()) {
-    failure = launch_chained(state, iteration);
-    // One that a rank has not launched would be waited for in vain.
-    tell_of_results(state, iteration, {.kind = StatusKind::kLaunch}, failure);
-  }
-  std::vector<std::pair<Collective*, at::Tensor>> results;
   for (Launch& launch : undelivered(iteration)) {
     if (!launch.collective->unit()) continue;  // who needs it waits for it
     try {
@@ -200,7 +197,11 @@ void deliver_what_all_ranks_have(EngineState& state, Iteration& iteration,
     }
   }
   if (!failure) failure = find_unordered_collectives(state, iteration);
-  tell_of_results(state, iteration, {.kind = StatusKind::kArrived}, failure);
+  return failure;
+}
+
+void deliver(EngineState& state, const Iteration& iteration,
+             const Results& results, bool is_shadow) {
   state.policy.on_ended_everywhere();
   if (is_shadow) return;
   for (const auto& [collective, result] : results) {
@@ -213,6 +214,25 @@ void deliver_what_all_ranks_have(EngineState& state, Iteration& iteration,
   }
 }
 
+void deliver_what_all_ranks_have(EngineState& state, Iteration& iteration,
+                                 bool is_shadow) {
+  if (!iteration.chained.empty()) {
+    // One that a rank has not launched would be waited for in vain.
+    const std::optional<Failure> failure = launch_chained(state, iteration);
+    tell_of_results(state, iteration, {.kind = StatusKind::kLaunch}, failure);
+  }
+  Results results;
+  const std::optional<Failure> failure = collect(state, iteration, results);
+  tell_of_results(state, iteration, {.kind = StatusKind::kArrived}, failure);
+  deliver(state, iteration, results, is_shadow);
+}
+
+void delivered(EngineState& state) {
+  state.observations.timeline.finalized();
+  state.policy.on_iteration_over(Outcome::kDelivered);
+  ++state.observations.reduced;
+}
+
 }  // namespace
 
 void deliver_all(EngineState& state, Iteration& iteration, bool is_shadow) {
@@ -221,9 +241,24 @@ void deliver_all(EngineState& state, Iteration& iteration, bool is_shadow) {
   } else {
     deliver_what_all_ranks_have(state, iteration, is_shadow);
   }
-  state.observations.timeline.finalized();
-  state.policy.on_iteration_over(Outcome::kDelivered);
-  ++state.observations.reduced;
+  delivered(state);
+}
+
+void deliver_unconfirmed(EngineState& state,
+                         const std::shared_ptr<Iteration>& iteration,
+                         bool is_shadow, const RankStatus& end) {
+  if (state.policy.hook_traits().fails_by_network_only) {
+    end_unconfirmed(state, iteration, end);
+    deliver_as_results_come(state, *iteration, is_shadow);
+    return delivered(state);
+  }
+  Results results;
+  if (const auto failure = collect(state, *iteration, results)) {
+    tell_of_results(state, *iteration, end, failure);
+  }
+  end_unconfirmed(state, iteration, end);
+  deliver(state, *iteration, results, is_shadow);
+  delivered(state);
 }
 
 void deliver_through(EngineState& state, Iteration& iteration, size_t entry) {

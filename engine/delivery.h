@@ -9,6 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <exception>
+#include <memory>
 #include <string>
 
 #include "brigade/engine/collective_error.h"
@@ -29,6 +30,17 @@ namespace brigade {
 // Errors: what a collective or a hook failed with, and of a user's hook on all
 // ranks alike.
 void deliver_all(EngineState& state, Iteration& iteration, bool is_shadow);
+
+// The same where peers may not have ended it yet: tells them `end` once this
+// rank has the results, or at once if only the network makes these fail, and
+// does not wait for theirs (confirm_end() does). REQUIRES:
+// may_defer_status_check().
+//
+// Errors: what a collective or a hook failed with on this rank; peers that have
+// delivered hear of it when they confirm.
+void deliver_unconfirmed(EngineState& state,
+                         const std::shared_ptr<Iteration>& iteration,
+                         bool is_shadow, const RankStatus& end);
 
 // Waits for the entries up to this one and delivers them. REQUIRES: they have
 // been launched. Errors: as deliver_all().

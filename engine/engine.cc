@@ -34,7 +34,7 @@ Engine::Engine(c10::intrusive_ptr<c10d::ProcessGroup> group,
              .num_replicas = replicas.size(),
              .num_parameters = replicas.front().size(),
              .describe_progress = [this] { return describe_progress(); },
-             .peers = PeerStatus(group),
+             .peers = PeerStatus(group, state_.options.has_control_channel),
              .watches_continuations_until = kWatchedIterations} {
   state_.adopt_sequence();
   state_.peers.compare_others(!policy.hook_traits().fails_by_network_only);
@@ -85,7 +85,9 @@ void Engine::start_iteration() {
   state_.take_iteration();
   state_.policy.check_variables();
   replan_if_due();
-  if (state_.policy.before_iteration()) state_.adopt_sequence();
+  if (state_.policy.before_iteration([this] { confirm_end(state_); })) {
+    state_.adopt_sequence();
+  }
 
   ++state_.observations.prepared;
   state_.iteration = state_.make_iteration(state_.observations.begun + 1);
@@ -132,9 +134,10 @@ void Engine::shadow() try {
   const std::lock_guard<std::mutex> lock(mutex_);
   end_unfinished_iteration();
   start_iteration();
-  state_.phase = Phase::kShadowing;
-  state_.observations.begun = state_.iteration->number;
   try {
+    confirm_end(state_);
+    state_.phase = Phase::kShadowing;
+    state_.observations.begun = state_.iteration->number;
     if (state_.policy.compares_each_iteration()) begin_together(state_);
     Marker marker(state_);
     state_.policy.on_backward_begins(marker, /*is_shadow=*/true);
@@ -160,6 +163,7 @@ void Engine::synchronize(SyncPoint place) try {
                  {.kind = StatusKind::kIdle,
                   .unit = place == SyncPoint::kAfterForward ? 0 : -1});
   }
+  confirm_end(state_);
   state_.leave_sync_point();
 } catch (...) {
   state_.observations.note_error();
@@ -193,6 +197,7 @@ void Engine::change_sequence(std::string_view caller,
   TORCH_CHECK(!has_begun(state_.phase), caller, ": ",
               describe(state_.occasion(state_.observations.begun)),
               " is being reduced.\nCall it before the backward or after it.");
+  confirm_end(state_);
   if (change()) state_.adopt_sequence();
   state_.peers.compare_others(
       !state_.policy.hook_traits().fails_by_network_only);

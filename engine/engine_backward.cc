@@ -124,6 +124,7 @@ void Engine::accept_early_gradient(VariableIndex variable, bool is_defined,
 // forward's outputs may be used for something else.
 void Engine::begin_reduction() {
   if (has_begun(state_.phase)) return;
+  confirm_end(state_);
   Iteration& iteration = *state_.iteration;
   state_.phase = Phase::kReducing;
   state_.observations.begun = iteration.number;
@@ -251,9 +252,14 @@ void Engine::finish() {
   state_.membership.mark_finished(iteration->preparation,
                                   iteration->creates_graph);
   const ObservedFinalize finalizing(state_.observations);
-  end_together(state_, *iteration,
-               {.kind = StatusKind::kEnd,
-                .text = status_text(state_.policy.hook_traits().name)});
+  const RankStatus end = {
+      .kind = StatusKind::kEnd,
+      .text = status_text(state_.policy.hook_traits().name)};
+  if (may_defer_status_check(state_, *iteration)) {
+    const HookScope scope(iteration->preparer);
+    return deliver_unconfirmed(state_, iteration, is_shadow, end);
+  }
+  end_together(state_, *iteration, end);
   const HookScope scope(iteration->preparer);
   deliver_all(state_, *iteration, is_shadow);
 }

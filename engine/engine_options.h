@@ -2,6 +2,7 @@
 #define BRIGADE_ENGINE_ENGINE_OPTIONS_H_
 
 #include <chrono>
+#include <optional>
 #include <string>
 
 namespace brigade {
@@ -9,6 +10,15 @@ namespace brigade {
 struct EngineOptions {
   // Begins the texts of errors: "Reducer".
   std::string name;
+
+  // Ranks tell each other where they are (docs/protocol.md, "Statuses"). False:
+  // a failure ends the group, and peers hear of it from that.
+  bool has_control_channel = true;
+
+  // Whether a rank goes on from the end of an iteration before it knows that
+  // all ranks have ended it well, and looks at that when the next one begins.
+  // Unset: where collectives don't keep the host waiting, on devices.
+  std::optional<bool> defers_status_check = std::nullopt;
 
   // A rank whose backward fails waits so long for its peers to hear it.
   std::chrono::milliseconds failure_patience;

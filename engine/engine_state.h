@@ -24,6 +24,11 @@
 
 namespace brigade {
 
+struct UnconfirmedEnd {
+  std::shared_ptr<Iteration> iteration;
+  PendingExchange exchange;
+};
+
 struct EngineState {
   // Constant.
   const c10::intrusive_ptr<c10d::ProcessGroup> group;
@@ -38,6 +43,9 @@ struct EngineState {
   std::shared_ptr<Iteration> iteration = {};  // null iff is_between(phase)
   BackwardMembership membership = {};
   PeerStatus peers;
+  // The iteration that was delivered before all ranks were known to have ended
+  // it, if there is one.
+  std::optional<UnconfirmedEnd> unconfirmed_end = {};
   // Continuations of the hook are watched up to this iteration.
   int64_t watches_continuations_until = 0;
 

@@ -31,13 +31,16 @@ void throw_if_apart(const StatusComparison& comparison,
   TORCH_CHECK(false, name, ": ", text);
 }
 
-PeerStatus::PeerStatus(c10::intrusive_ptr<c10d::ProcessGroup> group)
+PeerStatus::PeerStatus(c10::intrusive_ptr<c10d::ProcessGroup> group,
+                       bool has_channel)
     : group_(std::move(group)),
+      has_channel_(has_channel),
       // Else there is nobody to compare with.
-      group_counts_(group_->getSize() > 1 && group_->getStore()) {}
+      group_counts_(has_channel && group_->getSize() > 1 &&
+                    group_->getStore()) {}
 
 void PeerStatus::connect() {
-  if (channel_) return;
+  if (is_connected()) return;
   channel_ = std::make_unique<ControlChannel>(group_, identity_);
 }
 
@@ -45,19 +48,26 @@ void PeerStatus::connect_later() {
   identity_ = ChannelIdentity::made_alone(group_);
 }
 
-StatusComparison PeerStatus::exchange(
-    RankStatus own, std::optional<std::chrono::milliseconds> patience) {
+PendingExchange PeerStatus::begin_exchange(RankStatus own) {
   // One launch has but one order.
   const uint64_t others = std::exchange(others_, 0);
   own.others = launches_ > 1 ? others : 0;
   own.launches = std::exchange(launches_, 0);
   own.own_collectives = std::exchange(own_collectives_, 0);
   last_count_.reset();
-  const PendingExchange pending = channel_->exchange(own);
+  if (!channel_) return {.own = own};
+  return channel_->exchange(own);
+}
+
+StatusComparison PeerStatus::await(
+    const PendingExchange& pending,
+    std::optional<std::chrono::milliseconds> patience) {
+  if (!channel_) return without_channel(pending.own);
   const auto by_rank = channel_->await_difference(pending, patience);
   if (!by_rank) {
-    return {
-        .status = absl::OkStatus(), .deficit = 0, .iteration = own.iteration};
+    return {.status = absl::OkStatus(),
+            .deficit = 0,
+            .iteration = pending.own.iteration};
   }
   StatusComparison comparison = {.status = check_statuses(*by_rank),
                                  .deficit = 0};
@@ -67,6 +77,19 @@ StatusComparison PeerStatus::exchange(
   }
   if (!comparison.status.ok()) {
     comparison.deficit = launch_deficit(*by_rank, group_->getRank());
+  }
+  return comparison;
+}
+
+StatusComparison PeerStatus::without_channel(const RankStatus& own) const {
+  StatusComparison comparison = {
+      .status = absl::OkStatus(), .deficit = 0, .iteration = own.iteration};
+  if (own.kind != StatusKind::kFailed) return comparison;
+  comparison.status = absl::AbortedError(describe_status(own));
+  if (group_->getSize() > 1) {
+    comparison.deficit = absl::FailedPreconditionError(
+        "There is no control channel that would tell the other ranks, so that "
+        "the group's connections are closed.\nMake a new group.");
   }
   return comparison;
 }
@@ -89,7 +112,7 @@ void PeerStatus::add_to_digest(int64_t num_collectives) {
 }
 
 void PeerStatus::met() {
-  channel_->count_from_here();
+  if (channel_) channel_->count_from_here();
   launches_ = 0;
   own_collectives_ = 0;
 }

@@ -46,7 +46,10 @@ void throw_if_apart(const StatusComparison& comparison,
 
 class PeerStatus {
  public:
-  explicit PeerStatus(c10::intrusive_ptr<c10d::ProcessGroup> group);
+  // `has_channel`: false, ranks tell each other nothing. All exchanges agree
+  // then, but for one that tells of a failure, which nobody hears: nothing can
+  // bring ranks to the same place behind it.
+  PeerStatus(c10::intrusive_ptr<c10d::ProcessGroup> group, bool has_channel);
 
   // Collective, once: ranks connect.  To be called before the first exchange,
   // and not in backward, where peers may wait for something else.
@@ -55,11 +58,13 @@ class PeerStatus {
   // In place of connect(), where ranks don't construct this together: they
   // connect later, and meet whatever the others have constructed here.
   void connect_later();
-  bool is_connected() const { return channel_ != nullptr; }
+  bool is_connected() const { return channel_ != nullptr || !has_channel_; }
 
   // Of keys in the group's store, equal on all ranks; empty: nobody to talk to.
   // REQUIRES: is_connected().
-  const std::string& store_prefix() const { return channel_->store_prefix(); }
+  std::string store_prefix() const {
+    return channel_ ? channel_->store_prefix() : std::string();
+  }
 
   // Calls `launch` and counts it, with its collectives, as one of those that
   // all ranks launch. If it throws after it has launched something, that
@@ -99,16 +104,21 @@ class PeerStatus {
   // All ranks stand in the same place, after they have launched what they owed.
   void met();
 
-  // Tells the others where this rank is, and waits until all have told; fills
-  // in what was launched.
+  // Tells the others where this rank is, filling in what was launched, and
+  // returns at once. To be awaited before the next one.
+  //
+  // Errors: PeerError if the channel has failed before; RuntimeError in a
+  // forked child. REQUIRES: is_connected().
+  PendingExchange begin_exchange(RankStatus own);
+
+  // Waits until all have told.
   //
   // Errors: PeerError if a rank has left, died, or does not come within
-  // `patience`, at most the group's timeout; RuntimeError in a forked child.
-  // REQUIRES: is_connected().
+  // `patience`, at most the group's timeout.
   // ENSURES: all ranks stand in the same place if all agree; otherwise met() is
   // to follow.
-  StatusComparison exchange(
-      RankStatus own,
+  StatusComparison await(
+      const PendingExchange& pending,
       std::optional<std::chrono::milliseconds> patience = std::nullopt);
 
   // This rank can't launch on the group any more; says so and does not wait.
@@ -125,10 +135,12 @@ class PeerStatus {
   std::optional<LivenessProbe> find_survivors(const std::string& occasion);
 
  private:
+  StatusComparison without_channel(const RankStatus& own) const;
   void note_others(std::optional<int64_t> count);
   void add_to_digest(int64_t num_collectives);
 
   const c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  const bool has_channel_;
   std::optional<ChannelIdentity> identity_;  // if ranks connect later
   std::unique_ptr<ControlChannel> channel_;  // null until ranks connect
   bool group_counts_;

@@ -117,10 +117,49 @@ std::string describe_awaited(const EngineState& state,
   return describe_place(state, *awaited->collective, iteration.number);
 }
 
+PendingExchange begin_exchange(EngineState& state, const Iteration& iteration,
+                               RankStatus own) {
+  own.iteration = iteration.number;
+  own.fingerprint = state.policy.fingerprint();
+  return state.peers.begin_exchange(own);
+}
+
+// Awaits what `begin` returns, and brings all ranks to the same place if they
+// are not.
+template <typename Begin>
+StatusComparison compare_when(EngineState& state, Iteration& iteration,
+                              const Begin& begin,
+                              std::optional<milliseconds> patience) {
+  const WaitForPeers waiting(*state.observations.progress);
+  std::optional<StatusComparison> comparison;
+  try {
+    comparison = state.peers.await(begin(), patience);
+  } catch (const c10::DistBackendError& error) {
+    exchange_failed(state, /*have_met=*/false);
+    const std::string where = describe_awaited(state, iteration);
+    lose_group(state, iteration);
+    throw_peer_error(absl::StrCat(state.options.name, ": ", where),
+                     std::make_exception_ptr(
+                         std::runtime_error(error.what_without_backtrace())));
+  } catch (...) {
+    exchange_failed(state, /*have_met=*/false);
+    abandon_buffers(state, iteration);
+    throw;
+  }
+  if (comparison->status.ok()) {
+    if (is_between(state.phase)) state.phase = Phase::kAtSyncPoint;
+  } else {
+    exchange_failed(state, /*have_met=*/false);
+    resync(state, iteration, *comparison);
+  }
+  return *std::move(comparison);
+}
+
 }  // namespace
 
 void connect(EngineState& state) {
   state.peers.connect();
+  if (!state.options.has_control_channel) return;
   state.observations.watch_stalls(state.group, state.peers.store_prefix(),
                                   state.describe_progress);
 }
@@ -157,31 +196,48 @@ void end_together(EngineState& state, Iteration& iteration,
 
 StatusComparison compare(EngineState& state, Iteration& iteration,
                          RankStatus own, std::optional<milliseconds> patience) {
-  own.iteration = iteration.number;
-  own.fingerprint = state.policy.fingerprint();
-  const WaitForPeers waiting(*state.observations.progress);
-  std::optional<StatusComparison> comparison;
-  try {
-    comparison = state.peers.exchange(own, patience);
-  } catch (const c10::DistBackendError& error) {
-    exchange_failed(state, /*have_met=*/false);
-    const std::string where = describe_awaited(state, iteration);
-    lose_group(state, iteration);
-    throw_peer_error(absl::StrCat(state.options.name, ": ", where),
-                     std::make_exception_ptr(
-                         std::runtime_error(error.what_without_backtrace())));
-  } catch (...) {
-    exchange_failed(state, /*have_met=*/false);
-    abandon_buffers(state, iteration);
-    throw;
-  }
-  if (comparison->status.ok()) {
-    if (is_between(state.phase)) state.phase = Phase::kAtSyncPoint;
-  } else {
-    exchange_failed(state, /*have_met=*/false);
-    resync(state, iteration, *comparison);
-  }
-  return *std::move(comparison);
+  confirm_end(state);
+  return compare_when(
+      state, iteration, [&] { return begin_exchange(state, iteration, own); },
+      patience);
+}
+
+bool may_defer_status_check(const EngineState& state,
+                            const Iteration& iteration) {
+  // Who has launched a second collective that a peer has not would be waited
+  // for in vain.
+  if (!iteration.chained.empty() || state.policy.is_learning()) return false;
+  const bool is_wanted = state.options.defers_status_check.value_or(true);
+  // Results on the CPU keep the host waiting, and those of a user's hook are
+  // waited for before this rank can tell that it has them.
+  const bool may_wait = state.options.defers_status_check.has_value() &&
+                        state.policy.hook_traits().fails_by_network_only;
+  return is_wanted &&
+         (may_wait ||
+          std::ranges::none_of(iteration.launches, [](const Launch& launch) {
+            return launch.collective->device().is_cpu();
+          }));
+}
+
+void end_unconfirmed(EngineState& state, std::shared_ptr<Iteration> iteration,
+                     RankStatus own) {
+  PendingExchange exchange = begin_exchange(state, *iteration, own);
+  state.unconfirmed_end = {.iteration = std::move(iteration),
+                           .exchange = std::move(exchange)};
+  if (is_between(state.phase)) state.phase = Phase::kAtSyncPoint;
+}
+
+void confirm_end(EngineState& state) {
+  if (!state.unconfirmed_end) return;
+  const UnconfirmedEnd end =
+      *std::exchange(state.unconfirmed_end, std::nullopt);
+  const StatusComparison comparison = compare_when(
+      state, *end.iteration, [&] { return end.exchange; }, std::nullopt);
+  throw_if_apart(
+      comparison,
+      absl::StrCat(state.options.name, ": iteration ", end.iteration->number,
+                   ", whose results this rank has delivered without "
+                   "knowing it"));
 }
 
 void abort_iteration(EngineState& state) {
@@ -221,6 +277,7 @@ void abort_group(EngineState& state, const RankStatus& last_words) {
 
 void call_apart(EngineState& state, std::string_view doing,
                 const std::function<void()>& collective) {
+  confirm_end(state);
   const WaitForPeers waiting(*state.observations.progress);
   try {
     collective();

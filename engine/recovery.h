@@ -37,6 +37,21 @@ StatusComparison compare(
     EngineState& state, Iteration& iteration, RankStatus own,
     std::optional<std::chrono::milliseconds> patience = std::nullopt);
 
+// True if `iteration`, of which all is launched, may be delivered before peers
+// are known to have ended it.
+bool may_defer_status_check(const EngineState& state,
+                            const Iteration& iteration);
+
+// Tells peers that all is launched, and does not wait for them. REQUIRES:
+// confirm_end().
+void end_unconfirmed(EngineState& state, std::shared_ptr<Iteration> iteration,
+                     RankStatus own);
+
+// What peers said at the end of an iteration that was delivered before. Errors,
+// on all ranks alike but for those that failed, which know already: as
+// compare(), PeerError if ranks have failed in it.
+void confirm_end(EngineState& state);
+
 // Ends the running iteration, and tells peers why. Does not throw: destructors
 // of autograd's call it, and an error is on its way already.
 void abort_iteration(EngineState& state);

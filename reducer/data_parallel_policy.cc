@@ -146,9 +146,13 @@ Replanned DataParallelPolicy::replan(const CallCollective& call) {
   return is_other ? Replanned::kOtherSequence : Replanned::kSameSequence;
 }
 
-bool DataParallelPolicy::before_iteration() {
+bool DataParallelPolicy::before_iteration(
+    const std::function<void()>& before_change) {
   const bool is_restrided = table_.first_restrided().has_value();
-  if (is_restrided) follow_strides();
+  if (is_restrided) {
+    before_change();
+    follow_strides();
+  }
   ready_order_.restart();
   for (Bucket& bucket : bound_.buckets) bucket.restart();
   if (used_) used_->restart();

@@ -48,6 +48,10 @@ class DataParallelPolicy final : public ReductionPolicy {
   // object but for its destructor.
   void set_hooks(const GradientHooks& hooks);
 
+  const c10::intrusive_ptr<c10d::ProcessGroup>& group() const {
+    return group_;
+  }
+
   // What the table and the options are does not change, but for strides and the
   // hook.
   const ParameterTable& table() const { return table_; }
@@ -63,7 +67,7 @@ class DataParallelPolicy final : public ReductionPolicy {
 
   // An iteration tells more when its backward is over: the order of gradients,
   // or a static graph.
-  bool is_learning() const;
+  bool is_learning() const override;
 
   // Counts of its own; the engine's are 0.
   ReducerStatistics statistics() const;
@@ -77,7 +81,7 @@ class DataParallelPolicy final : public ReductionPolicy {
   bool expects_gradients() const override;
   void check_variables() const override;
   Replanned replan(const CallCollective& call) override;
-  bool before_iteration() override;
+  bool before_iteration(const std::function<void()>& before_change) override;
   void on_prepared(std::span<const at::Tensor> outputs) override;
   bool begins_at_outputs() const override;
   void on_backward_begins(Marker& marker, bool is_shadow) override;

@@ -23,13 +23,16 @@ Reducer::Reducer(std::vector<std::vector<at::Tensor>> replicas,
                             std::move(options))) {}
 
 Reducer::Reducer(ReducerSetup setup)
-    : policy_(std::make_unique<DataParallelPolicy>(setup)),
+    : policy_(std::make_unique<DataParallelPolicy>(std::move(setup))),
       engine_(std::make_unique<Engine>(
-          std::move(setup.group), policy_->table().replicas(), *policy_,
-          EngineOptions{.name = "Reducer",
-                        .failure_patience = policy_->options().failure_patience,
-                        .one_backward_per_forward =
-                            policy_->options().one_backward_per_forward})) {
+          policy_->group(), policy_->table().replicas(), *policy_,
+          EngineOptions{
+              .name = "Reducer",
+              .has_control_channel = policy_->options().control_channel,
+              .defers_status_check = policy_->options().defer_status_check,
+              .failure_patience = policy_->options().failure_patience,
+              .one_backward_per_forward =
+                  policy_->options().one_backward_per_forward})) {
   policy_->set_hooks(engine_->hooks());
   // What ranks have compared decides on the plan.
   if (policy_->options().verify_across_ranks) {

@@ -18,8 +18,9 @@ namespace brigade {
 
 // Compared across ranks at construction: number of local replicas, caps, plan,
 // names, sparse flags, rebuild, unused parameters, static graph, a built-in
-// hook's wire dtype, the name of another one. verify_across_ranks must be alike
-// too, which nobody can compare; the rest may differ.
+// hook's wire dtype, the name of another one, control_channel.
+// verify_across_ranks must be alike too, which nobody can compare; the rest may
+// differ.
 struct ReducerOptions {
   // Sizes at which buckets close, of gradients in the parameters' dtype, for
   // each dtype and device by itself: the first bucket of a kind to fill, the
@@ -101,6 +102,25 @@ struct ReducerOptions {
   // in the first prepare_for_backward(). Set it alike on every rank: one that
   // compares waits for the others, at most for the group's timeout.
   bool verify_across_ranks = true;
+
+  // Ranks tell each other how far they have come: at the end of each iteration,
+  // and when one fails, so that all raise the same error and the group stays
+  // usable (docs/protocol.md). If false, nothing travels but gradients: a
+  // failure closes the group, ranks that do not launch alike hang until its
+  // timeout or get wrong sums, and stalls are not reported.
+  bool control_channel = true;
+
+  // When ranks look at what the others said at the end of an iteration. False:
+  // before its gradients are delivered, so that no rank steps if one has
+  // failed; the host waits for the slowest. True: when the next iteration
+  // begins to launch, or at recover(), so that it does not: if a rank fails
+  // while another one has delivered, that one has stepped with sums to which
+  // the failed rank gave zeros, and hears of it one iteration later: load a
+  // checkpoint on all ranks. Unset: true where all buckets are on devices,
+  // whose collectives don't keep the host waiting, and false on the CPU. An
+  // iteration from which ranks learn, hooks that use then_collective() and, on
+  // the CPU, a user's hooks wait in any case. Need not be alike on all ranks.
+  std::optional<bool> defer_status_check = std::nullopt;
 
   // A rank whose backward fails tells its peers, and waits so long for them to
   // come to a place where they hear it. Then it closes the group, which ends

@@ -99,6 +99,7 @@ std::vector<std::string> describe(const ReducerOptions& options,
       describe("skip_all_reduce_unused_parameters",
                options.skip_all_reduce_unused_parameters),
       describe("static_graph", options.static_graph),
+      describe("control_channel", options.control_channel),
       absl::StrCat("comm_hook: ", describe_hook(*options.comm_hook, table))};
 }
 

@@ -1,0 +1,308 @@
+// Iterations that are delivered before all ranks are known to have ended them,
+// and reducers whose ranks tell each other nothing.
+
+#include <c10/util/Exception.h>
+#include <torch/torch.h>
+
+#include <latch>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "brigade/comm/recording_group.h"
+#include "brigade/comm_hooks/function_hook.h"
+#include "brigade/reducer/reducer.h"
+#include "brigade/tests/reducer/failing.h"
+#include "brigade/tests/reducer/toy_model.h"
+#include "brigade/tests/support/local_ranks.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+
+namespace brigade {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+using testing::run_ranks;
+using ::testing::StartsWith;
+using testing::step;
+using testing::text_of;
+using testing::ToyModel;
+using testing::UserError;
+
+using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
+
+const ToyModel::Sizes kSizes = {{2}, {3}, {5}};
+const std::vector<std::vector<size_t>> kOneEach = {{2}, {1}, {0}};
+
+// `throws_at`: the parameter whose gradient is due then; 3: before any
+// gradient; -1: after all of them.
+void fail_in_backward(Reducer& reducer, const ToyModel& model, int rank,
+                      int throws_at) {
+  const auto thrower = [](const at::Tensor&) { throw UserError("no disk"); };
+  const at::Tensor input = at::ones({1}).requires_grad_();
+  const at::Tensor last = input * 0;  // its gradient comes after all others
+  const at::Tensor first = model.loss(rank);
+  const at::Tensor at = throws_at == -1  ? last
+                        : throws_at == 3 ? first
+                                         : model.parameters[throws_at];
+  const unsigned hook = at.register_hook(thrower);
+  const at::Tensor loss = last.sum() + first;
+  reducer.prepare_for_backward(loss);
+  EXPECT_THROW(loss.backward(), UserError);
+  at.remove_hook(hook);
+}
+
+void expect_trains(Reducer& reducer, const ToyModel& model, const Group& group,
+                   int steps) {
+  for (int s = 0; s < steps; ++s) {
+    testing::expect_trains(reducer, model, group->getRank(), group->getSize(),
+                           s);
+  }
+}
+
+const auto kTellsOfIteration3 = AllOf(
+    StartsWith("Reducer: iteration 3, whose results this rank has delivered"),
+    HasSubstr("rank 1 failed in iteration 3 at bucket "));
+
+struct Mode {
+  const char* name;
+  ReducerOptions options;
+};
+
+class DeferredStatusTest : public ::testing::TestWithParam<Mode> {
+ protected:
+  ReducerOptions options() const {
+    ReducerOptions options = GetParam().options;
+    options.bucket_plan = kOneEach;
+    options.defer_status_check = true;
+    return options;
+  }
+};
+INSTANTIATE_TEST_SUITE_P(
+    Modes, DeferredStatusTest,
+    ::testing::Values(Mode{"plain", {}},
+                      Mode{"copies", {.gradients_as_bucket_views = false}},
+                      Mode{"find_unused", {.find_unused_parameters = true}},
+                      Mode{"skipping",
+                           {.find_unused_parameters = true,
+                            .skip_all_reduce_unused_parameters = true}},
+                      Mode{"static_graph", {.static_graph = true}},
+                      Mode{"lazy", {.lazy_bucket_allocation = true}}),
+    [](const auto& info) { return std::string(info.param.name); });
+
+TEST_P(DeferredStatusTest, AFailureIsToldWhenTheNextIterationBegins) {
+  for (int throws_at = -1; throws_at <= 3; ++throws_at) {
+    SCOPED_TRACE("throws at " + std::to_string(throws_at));
+    run_ranks(3, [&](const Group& group) {
+      const ToyModel model(kSizes);
+      Reducer reducer(model.parameters, group, options());
+      expect_trains(reducer, model, group, /*steps=*/2);
+      const auto train = [&] { step(reducer, model.loss(group->getRank())); };
+      if (group->getRank() == 1) {
+        fail_in_backward(reducer, model, 1, throws_at);
+      } else {
+        train();
+        EXPECT_THAT(text_of<c10::DistBackendError>(train), kTellsOfIteration3);
+      }
+      EXPECT_TRUE(reducer.can_continue());
+      expect_trains(reducer, model, group, /*steps=*/3);
+    });
+  }
+}
+
+// Rank 1 ends its iteration only when rank 0 has come out of its backward.
+TEST_P(DeferredStatusTest, ARankDoesNotWaitForItsPeersEnd) {
+  std::latch rank_0_is_done(1);
+  run_ranks(2, [&](const Group& group) {
+    const ToyModel model(kSizes);
+    Reducer reducer(model.parameters, group, options());
+    expect_trains(reducer, model, group, /*steps=*/2);
+    reducer.set_manual_finalization(group->getRank() == 1);
+    model.zero_grad();
+    step(reducer, model.loss(group->getRank()));
+    if (group->getRank() == 0) {
+      rank_0_is_done.count_down();
+    } else {
+      rank_0_is_done.wait();
+      reducer.finalize_backward();
+    }
+    for (size_t i = 0; i < model.parameters.size(); ++i) {
+      EXPECT_TRUE(
+          at::equal(model.parameters[i].grad(), model.average(i, 2, 0)));
+    }
+  });
+}
+
+TEST_P(DeferredStatusTest, OtherCallsThatCommunicateLookAtIt) {
+  const std::vector<std::function<void(Reducer&)>> calls = {
+      [](Reducer& reducer) { reducer.recover(); },
+      [](Reducer& reducer) { reducer.shadow_iteration(); },
+      [](Reducer& reducer) { reducer.set_comm_hook(nullptr); }};
+  for (const auto& call : calls) {
+    run_ranks(2, [&](const Group& group) {
+      const ToyModel model(kSizes);
+      Reducer reducer(model.parameters, group, options());
+      expect_trains(reducer, model, group, /*steps=*/2);
+      if (group->getRank() == 1) {
+        fail_in_backward(reducer, model, 1, /*throws_at=*/1);
+      } else {
+        step(reducer, model.loss(0));
+        EXPECT_THAT(text_of<c10::DistBackendError>([&] { call(reducer); }),
+                    kTellsOfIteration3);
+      }
+      expect_trains(reducer, model, group, /*steps=*/2);
+    });
+  }
+}
+
+// One that throws in its next backward before that begins raises its own error;
+// ranks are in step all the same.
+TEST_P(DeferredStatusTest, AFailureBehindAFailureIsItsOwn) {
+  if (options().skip_all_reduce_unused_parameters) {
+    GTEST_SKIP() << "an iteration begins where backward reaches its outputs";
+  }
+  run_ranks(2, [&](const Group& group) {
+    const ToyModel model(kSizes);
+    Reducer reducer(model.parameters, group, options());
+    expect_trains(reducer, model, group, /*steps=*/2);
+    if (group->getRank() == 1) {
+      fail_in_backward(reducer, model, 1, /*throws_at=*/1);
+    } else {
+      step(reducer, model.loss(0));
+      fail_in_backward(reducer, model, 0, /*throws_at=*/3);
+    }
+    expect_trains(reducer, model, group, /*steps=*/2);
+  });
+}
+
+// Ranks that don't defer are told in the iteration itself.
+TEST(DeferredStatusOfSomeRanksTest, EachRankHearsItInItsOwnTime) {
+  run_ranks(3, [&](const Group& group) {
+    const ToyModel model(kSizes);
+    Reducer reducer(
+        model.parameters, group,
+        {.bucket_plan = kOneEach, .defer_status_check = group->getRank() == 0});
+    expect_trains(reducer, model, group, /*steps=*/2);
+    const auto train = [&] { step(reducer, model.loss(group->getRank())); };
+    if (group->getRank() == 1) {
+      fail_in_backward(reducer, model, 1, /*throws_at=*/0);
+    } else if (group->getRank() == 0) {
+      train();
+      EXPECT_THAT(text_of<c10::DistBackendError>(train), kTellsOfIteration3);
+    } else {
+      EXPECT_THAT(text_of<c10::DistBackendError>(train),
+                  StartsWith("Reducer: rank 1 failed in iteration 3"));
+    }
+    expect_trains(reducer, model, group, /*steps=*/2);
+  });
+}
+
+// What a user's hook returns may fail on one rank alone, and on the CPU ranks
+// would wait for it before they can tell.
+TEST(DeferredStatusOfHooksTest, AUsersHookIsWaitedForOnTheCpu) {
+  run_ranks(2, [](const Group& group) {
+    const ToyModel model(kSizes);
+    int failing = 0;
+    const auto hook = make_comm_hook([&](c10d::GradBucket& bucket) {
+      std::vector<at::Tensor> tensors = {bucket.getBuffer().div_(2)};
+      return group->allreduce(tensors)->getFuture()->then(
+          [&failing](c10::ivalue::Future& reduced) {
+            if (failing > 0) throw UserError("no disk");
+            return reduced.value();
+          },
+          c10::AnyType::get());
+    });
+    Reducer reducer(model.parameters, group,
+                    {.bucket_plan = kOneEach,
+                     .defer_status_check = true,
+                     .comm_hook = hook});
+    expect_trains(reducer, model, group, /*steps=*/2);
+    failing = group->getRank();
+    EXPECT_THROW(step(reducer, model.loss(group->getRank())), std::exception);
+    failing = 0;
+    expect_trains(reducer, model, group, /*steps=*/2);
+  });
+}
+
+class WithoutControlChannelTest : public ::testing::TestWithParam<Mode> {
+ protected:
+  ReducerOptions options() const {
+    ReducerOptions options = GetParam().options;
+    options.bucket_plan = kOneEach;
+    options.control_channel = false;
+    return options;
+  }
+};
+INSTANTIATE_TEST_SUITE_P(
+    Modes, WithoutControlChannelTest,
+    ::testing::Values(Mode{"plain", {}},
+                      Mode{"find_unused", {.find_unused_parameters = true}},
+                      Mode{"skipping",
+                           {.find_unused_parameters = true,
+                            .skip_all_reduce_unused_parameters = true}},
+                      Mode{"static_graph", {.static_graph = true}},
+                      Mode{"rebuilding", {.rebuild_buckets = true}}),
+    [](const auto& info) { return std::string(info.param.name); });
+
+TEST_P(WithoutControlChannelTest, Trains) {
+  run_ranks(3, [&](const Group& group) {
+    const ToyModel model(kSizes);
+    Reducer reducer(model.parameters, group, options());
+    expect_trains(reducer, model, group, /*steps=*/4);
+    reducer.recover();
+    reducer.set_comm_hook(nullptr);
+    expect_trains(reducer, model, group, /*steps=*/1);
+    reducer.shadow_iteration();
+    expect_trains(reducer, model, group, /*steps=*/1);
+  });
+}
+
+TEST_P(WithoutControlChannelTest, SaysNothingToItsPeers) {
+  RecordingGroup recording(/*world_size=*/2);
+  const ToyModel model(kSizes);
+  Reducer reducer(model.parameters, recording.group(), options());
+  step(reducer, model.loss(0));
+  EXPECT_THAT(recording.statuses(), IsEmpty());
+}
+
+TEST_P(WithoutControlChannelTest, AFailureEndsTheGroupOnAllRanks) {
+  run_ranks(2, [&](const Group& group) {
+    const ToyModel model(kSizes);
+    Reducer reducer(model.parameters, group, options());
+    expect_trains(reducer, model, group, /*steps=*/2);
+    if (group->getRank() == 1) {
+      fail_in_backward(reducer, model, 1, /*throws_at=*/1);
+    } else {
+      EXPECT_THROW(step(reducer, model.loss(0)), c10::DistBackendError);
+    }
+    EXPECT_FALSE(reducer.can_continue());
+  });
+}
+
+TEST(WithoutControlChannelTest, MustBeAlikeOnAllRanks) {
+  run_ranks(2, [](const Group& group) {
+    const ToyModel model(kSizes);
+    EXPECT_THAT(text_of<c10::ValueError>([&] {
+                  Reducer(model.parameters, group,
+                          {.control_channel = group->getRank() == 0});
+                }),
+                HasSubstr("control_channel = "));
+  });
+}
+
+TEST(WithoutControlChannelTest, AWorldOfOneGoesOnBehindAFailure) {
+  run_ranks(1, [](const Group& group) {
+    const ToyModel model(kSizes);
+    Reducer reducer(model.parameters, group,
+                    {.bucket_plan = kOneEach, .control_channel = false});
+    fail_in_backward(reducer, model, 0, /*throws_at=*/1);
+    EXPECT_TRUE(reducer.can_continue());
+    expect_trains(reducer, model, group, /*steps=*/2);
+  });
+}
+
+}  // namespace
+}  // namespace brigade
