@@ -1,6 +1,7 @@
 #include "brigade/planning/plan_by_size.h"
 
 #include <algorithm>
+#include <functional>
 #include <map>
 #include <numeric>
 #include <utility>
@@ -60,6 +61,51 @@ struct ClosedBucket {
   std::vector<size_t> members = {};
 };
 
+// In the order in which they close.
+std::vector<ClosedBucket> fill_buckets(
+    std::span<const ParameterSpec> parameters, std::span<const size_t> order,
+    std::span<const int64_t> caps_bytes) {
+  std::vector<ClosedBucket> closed;
+  std::map<int, KindState> kinds;
+  auto last_kind = kinds.end();  // neighbours are mostly of one
+  for (size_t position = 0; position < order.size(); ++position) {
+    const size_t parameter = order[position];
+    const ParameterSpec& spec = parameters[parameter];
+    if (spec.sparse) {
+      closed.push_back({position, {parameter}});
+      continue;
+    }
+    if (last_kind == kinds.end() || last_kind->first != spec.kind) {
+      last_kind = kinds.try_emplace(spec.kind).first;
+    }
+    KindState& kind = last_kind->second;
+    kind.members.push_back(parameter);
+    kind.size_bytes += spec.size_bytes;
+    kind.last_position = position;
+    const int64_t cap_bytes =
+        caps_bytes[std::min(kind.num_closed, caps_bytes.size() - 1)];
+    if (kind.size_bytes >= cap_bytes) {
+      closed.push_back({position, std::move(kind.members)});
+      kind = KindState{.num_closed = kind.num_closed + 1};
+    }
+  }
+  for (auto& [id, kind] : kinds) {
+    if (!kind.members.empty()) {
+      closed.push_back({kind.last_position, std::move(kind.members)});
+    }
+  }
+  return closed;
+}
+
+std::vector<std::vector<size_t>> members_of(std::vector<ClosedBucket> closed) {
+  std::vector<std::vector<size_t>> buckets;
+  buckets.reserve(closed.size());
+  for (ClosedBucket& bucket : closed) {
+    buckets.push_back(std::move(bucket.members));
+  }
+  return buckets;
+}
+
 }  // namespace
 
 absl::Status check_bucket_caps(std::span<const int64_t> caps_bytes) {
@@ -89,41 +135,22 @@ absl::StatusOr<BucketPlan> plan_by_size(
     return status;
   }
 
-  std::vector<ClosedBucket> closed;
-  std::map<int, KindState> kinds;
-  for (size_t position = 0; position < order.size(); ++position) {
-    const size_t parameter = order[position];
-    const ParameterSpec& spec = parameters[parameter];
-    if (spec.sparse) {
-      closed.push_back({position, {parameter}});
-      continue;
-    }
-    KindState& kind = kinds[spec.kind];
-    kind.members.push_back(parameter);
-    kind.size_bytes += spec.size_bytes;
-    kind.last_position = position;
-    const int64_t cap_bytes =
-        caps_bytes[std::min(kind.num_closed, caps_bytes.size() - 1)];
-    if (kind.size_bytes >= cap_bytes) {
-      closed.push_back({position, std::move(kind.members)});
-      kind = KindState{.num_closed = kind.num_closed + 1};
-    }
-  }
-  for (auto& [id, kind] : kinds) {
-    if (!kind.members.empty()) {
-      closed.push_back({kind.last_position, std::move(kind.members)});
-    }
-  }
+  std::vector<ClosedBucket> closed =
+      fill_buckets(parameters, order, caps_bytes);
+  std::ranges::sort(closed, {}, &ClosedBucket::last_position);
+  return BucketPlan::create(members_of(std::move(closed)), parameters.size());
+}
 
-  std::sort(closed.begin(), closed.end(), [](const auto& a, const auto& b) {
-    return a.last_position < b.last_position;
-  });
-  std::vector<std::vector<size_t>> buckets;
-  buckets.reserve(closed.size());
-  for (ClosedBucket& bucket : closed) {
-    buckets.push_back(std::move(bucket.members));
-  }
-  return BucketPlan::create(std::move(buckets), parameters.size());
+std::vector<std::vector<size_t>> buckets_in_registration_order(
+    std::span<const ParameterSpec> parameters,
+    std::span<const int64_t> caps_bytes) {
+  std::vector<size_t> order(parameters.size());
+  std::iota(order.begin(), order.end(), size_t{0});
+  std::vector<ClosedBucket> closed =
+      fill_buckets(parameters, order, caps_bytes);
+  std::ranges::sort(closed, std::ranges::greater(),
+                    [](const auto& bucket) { return bucket.members.front(); });
+  return members_of(std::move(closed));
 }
 
 }  // namespace brigade
