@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "brigade/hooks/compiled_autograd.h"
+#include "brigade/hooks/prefetch.h"
 
 namespace brigade {
 namespace {
@@ -13,16 +14,6 @@ namespace {
 using torch::autograd::AutogradMeta;
 using torch::autograd::Node;
 using torch::autograd::variable_list;
-
-constexpr size_t kCacheLineBytes = 64;
-
-template <typename T>
-void prefetch(const T* object) {
-  const char* const begin = reinterpret_cast<const char*>(object);
-  for (size_t offset = 0; offset < sizeof(T); offset += kCacheLineBytes) {
-    __builtin_prefetch(begin + offset, /*write=*/1);
-  }
-}
 
 }  // namespace
 
@@ -32,6 +23,12 @@ void prefetch(const T* object) {
 // hook remembers which one was called after it, and prefetches for that one.
 class ReadyHook final : public torch::autograd::FunctionPostHook {
  public:
+  // Hooks lie side by side where GradientHooks says. An accumulator, which owns
+  // its hook, ends it, but does not free it.
+  static void* operator new(size_t /*size*/, void* place) { return place; }
+  static void operator delete(void* /*hook*/, void* /*place*/) {}
+  static void operator delete(void* /*hook*/) {}
+
   // REQUIRES: `last_called` outlives this object.
   ReadyHook(GradientListener& listener, VariableIndex variable,
             const Node* accumulator, const at::Tensor& parameter,
@@ -88,16 +85,26 @@ class ReadyHook final : public torch::autograd::FunctionPostHook {
 
 GradientHooks::GradientHooks(std::span<const std::vector<at::Tensor>> replicas,
                              GradientListener& listener) {
+  size_t num_variables = 0;
+  for (const std::vector<at::Tensor>& replica : replicas) {
+    num_variables += replica.size();
+  }
+  registrations_.reserve(num_variables);
+  static_assert(alignof(ReadyHook) <= __STDCPP_DEFAULT_NEW_ALIGNMENT__);
+  hooks_ = std::make_unique_for_overwrite<std::byte[]>(num_variables *
+                                                       sizeof(ReadyHook));
+  std::byte* place = hooks_.get();
   for (size_t r = 0; r < replicas.size(); ++r) {
-    registrations_.reserve(replicas.size() * replicas[r].size());
     for (size_t i = 0; i < replicas[r].size(); ++i) {
+      prefetch_after(replicas[r], i);
       NodePtr accumulator =
           torch::autograd::impl::grad_accumulator(replicas[r][i]);
-      const uintptr_t key =
-          accumulator->add_post_hook(std::make_unique<ReadyHook>(
+      const uintptr_t key = accumulator->add_post_hook(
+          std::unique_ptr<ReadyHook>(new (place) ReadyHook(
               listener, VariableIndex{.replica = r, .parameter = i},
-              accumulator.get(), replicas[r][i], last_called_));
+              accumulator.get(), replicas[r][i], last_called_)));
       registrations_.push_back({std::move(accumulator), key});
+      place += sizeof(ReadyHook);
     }
   }
 }
@@ -109,6 +116,7 @@ void GradientHooks::remove() {
     registration.accumulator->del_post_hook(registration.key);
   }
   registrations_.clear();
+  hooks_.reset();
   last_called_ = nullptr;
 }
 

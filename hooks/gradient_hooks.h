@@ -81,6 +81,7 @@ class GradientHooks {
     NodePtr accumulator;
     uintptr_t key;
   };
+  std::unique_ptr<std::byte[]> hooks_;       // memory, one after the other
   std::vector<Registration> registrations_;  // as accumulators()
   std::atomic<ReadyHook*> last_called_ = nullptr;
 };
