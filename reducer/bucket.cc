@@ -32,12 +32,6 @@ std::vector<c10::Device> devices_of(const ParameterTable& table,
   return devices;
 }
 
-int64_t total_numel(std::span<const at::Tensor> tensors) {
-  int64_t numel = 0;
-  for (const at::Tensor& tensor : tensors) numel += tensor.numel();
-  return numel;
-}
-
 // A complex number is two reals to a comm hook.
 at::Tensor as_reals(const at::Tensor& buffer) {
   const bool is_pairs = buffer.layout() == at::kStrided && buffer.is_complex();
@@ -83,11 +77,9 @@ Bucket::Bucket(const ParameterTable& table, const BucketPlan& plan,
       memory_(memory),
       statistics_(statistics),
       hook_(hook),
-      parameters_(select(table, plan.buckets()[index])),
       devices_(devices_of(table, plan.buckets()[index].front())),
       dtype_(table.dtype(plan.buckets()[index].front())),
       sparse_(table.is_sparse(plan.buckets()[index].front())),
-      numel_(sparse_ ? 0 : total_numel(parameters_)),
       wire_dtype_(hook.wire_dtype(dtype_)),
       is_lazy_(options.lazy_bucket_allocation),
       may_donate_(may_donate(options)),
@@ -96,9 +88,6 @@ Bucket::Bucket(const ParameterTable& table, const BucketPlan& plan,
   const auto allocation = options.lazy_bucket_allocation
                               ? DenseReplica::Allocation::kInPack
                               : DenseReplica::Allocation::kAtConstruction;
-  std::vector<size_t> offsets;
-  std::vector<size_t> lengths;
-  std::vector<c10::IntArrayRef> sizes;
   for (size_t replica = 0; replica < devices_.size(); ++replica) {
     if (sparse_) {
       replicas_.push_back(std::make_unique<SparseReplica>(
@@ -108,23 +97,33 @@ Bucket::Bucket(const ParameterTable& table, const BucketPlan& plan,
     }
     auto dense = std::make_unique<DenseReplica>(
         table, replica, members_, wire_dtype_, delivery, allocation);
-    if (replica == 0) {
-      const bool is_complex = c10::isComplexType(dtype_);
-      if (is_complex) shapes_of_reals_ = shapes_as_reals(table, members_);
-      for (size_t slot = 0; slot < members_.size(); ++slot) {
-        const SlotRange& range = dense->ranges()[slot];
-        offsets.push_back(range.offset_numel * (is_complex ? 2 : 1));
-        lengths.push_back(range.numel * (is_complex ? 2 : 1));
-        sizes.push_back(is_complex ? shapes_of_reals_[slot]
-                                   : table.shape(members_[slot]));
-      }
-    }
+    if (replica == 0) ranges_ = dense->ranges();
     replicas_.push_back(std::move(dense));
   }
-  grad_bucket_.emplace(index, plan.num_buckets(),
-                       as_reals(replicas_.front()->buffer()),
-                       std::move(offsets), std::move(lengths), std::move(sizes),
-                       parameters_, std::nullopt);
+}
+
+void Bucket::make_grad_bucket() {
+  const bool is_complex = c10::isComplexType(dtype_);
+  if (is_complex) shapes_of_reals_ = shapes_as_reals(table_, members_);
+  std::vector<size_t> offsets;
+  std::vector<size_t> lengths;
+  std::vector<c10::IntArrayRef> sizes;
+  offsets.reserve(ranges_.size());
+  lengths.reserve(ranges_.size());
+  sizes.reserve(ranges_.size());
+  for (size_t slot = 0; slot < ranges_.size(); ++slot) {
+    offsets.push_back(ranges_[slot].offset_numel * (is_complex ? 2 : 1));
+    lengths.push_back(ranges_[slot].numel * (is_complex ? 2 : 1));
+    sizes.push_back(is_complex ? shapes_of_reals_[slot]
+                               : table_.shape(members_[slot]));
+  }
+  grad_bucket_.emplace(index_, num_buckets_, at::Tensor(), std::move(offsets),
+                       std::move(lengths), std::move(sizes),
+                       select(table_, members_), std::nullopt);
+}
+
+bool Bucket::is_empty() const {
+  return !sparse_ && ranges_.back().offset_numel + ranges_.back().numel == 0;
 }
 
 bool Bucket::fits(const HookTraits& hook) const {
@@ -200,7 +199,7 @@ void Bucket::adopt_gradients() {
 }
 
 void Bucket::release_memory() {
-  grad_bucket_->getBufferRef().reset();
+  if (grad_bucket_) grad_bucket_->getBufferRef().reset();
   for (const std::unique_ptr<BucketReplica>& replica : replicas_) {
     replica->release_memory();
   }
@@ -219,6 +218,7 @@ c10::intrusive_ptr<c10::ivalue::Future> Bucket::launch_substitute() {
 
 c10::intrusive_ptr<c10::ivalue::Future> Bucket::run_hook(
     const at::Tensor& buffer) {
+  if (!grad_bucket_) make_grad_bucket();
   // The hook of the last iteration may have put another buffer there.
   grad_bucket_->getBufferRef() = as_reals(buffer);
   c10::intrusive_ptr<c10::ivalue::Future> future =

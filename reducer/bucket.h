@@ -30,6 +30,7 @@
 #include "brigade/reducer/bucket_replica.h"
 #include "brigade/reducer/dims_list.h"
 #include "brigade/reducer/memory_ranges.h"
+#include "brigade/reducer/packer.h"
 #include "brigade/reducer/parameter_table.h"
 #include "brigade/reducer/reducer_options.h"
 #include "brigade/reducer/statistics.h"
@@ -121,13 +122,14 @@ class Bucket final : public Collective {
 
  private:
   // No element travels. A sparse gradient's length varies.
-  bool is_empty() const { return !sparse_ && numel_ == 0; }
+  bool is_empty() const;
   c10::Device device_of(size_t replica) const { return devices_[replica]; }
   double scale() const;
   void deliver_empty(std::span<const size_t> globally_unused_slots);
   void pack_replica(size_t replica);
   void sum_replicas();
   c10::intrusive_ptr<c10::ivalue::Future> run_hook(const at::Tensor& buffer);
+  void make_grad_bucket();
 
   const ParameterTable& table_;
   const size_t index_;                 // in the plan
@@ -137,19 +139,19 @@ class Bucket final : public Collective {
   MemoryRanges& memory_;
   ReducerStatistics& statistics_;
   HookTraits hook_;
-  const std::vector<at::Tensor> parameters_;  // of replica 0
-  const std::vector<c10::Device> devices_;    // by replica
-  const at::ScalarType dtype_;                // of the gradients
+  const std::vector<c10::Device> devices_;  // by replica
+  const at::ScalarType dtype_;              // of the gradients
   const bool sparse_;
-  const int64_t numel_;
   const at::ScalarType wire_dtype_;  // of the buffers
   const bool is_lazy_;               // its buffers are allocated in pack()
   const bool may_donate_;            // where the hook lets go of the buffer
   std::vector<std::unique_ptr<BucketReplica>> replicas_;  // never empty
+  std::span<const SlotRange> ranges_;  // of replica 0's slots; none if sparse
   DimsList shapes_of_reals_;         // what the hook sees of complex gradients
   std::vector<StreamJoin> streams_;  // by replica: who produced gradients
-  std::optional<c10d::GradBucket> grad_bucket_;  // what the hook sees
-  std::optional<c10::Event> packed_;             // null on the CPU
+  // What the hook sees; null until it is called, since it is no small thing.
+  std::optional<c10d::GradBucket> grad_bucket_;
+  std::optional<c10::Event> packed_;  // null on the CPU
 };
 
 }  // namespace brigade

@@ -15,6 +15,7 @@
 
 #include "brigade/comm_hooks/gradient_layout.h"
 #include "brigade/engine/stream_join.h"
+#include "brigade/hooks/prefetch.h"
 
 namespace brigade {
 namespace {
@@ -114,18 +115,21 @@ DenseReplica::DenseReplica(const ParameterTable& table, size_t replica,
       keeps_graph_(parameters.size()),
       unused_(parameters.size()) {
   int64_t numel = 0;
+  at::DimVector room;
   ranges_.reserve(parameters_.size());
   strides_.reserve(parameters_.size());
   follows_parameter_.reserve(parameters_.size());
   for (size_t slot = 0; slot < parameters_.size(); ++slot) {
-    ranges_.push_back(
-        {.offset_numel = numel, .numel = parameter(slot).numel()});
-    numel += parameter(slot).numel();
-    at::DimVector room;
-    strides_.add(gradient_strides(parameter(slot), room));
-    follows_parameter_.push_back(
-        parameter(slot).dim() <= 1 &&
-        parameter(slot).is_non_overlapping_and_dense());
+    if (slot + kPrefetchedSlots < parameters_.size()) {
+      brigade::prefetch(
+          parameter(slot + kPrefetchedSlots).unsafeGetTensorImpl());
+    }
+    const at::Tensor& tensor = parameter(slot);
+    ranges_.push_back({.offset_numel = numel, .numel = tensor.numel()});
+    numel += tensor.numel();
+    strides_.add(gradient_strides(tensor, room));
+    follows_parameter_.push_back(tensor.dim() <= 1 &&
+                                 tensor.is_non_overlapping_and_dense());
   }
   packer_ = make_packer(tensors_.front()->device(),
                         table.dtype(parameters_.front()), ranges_);
