@@ -5,6 +5,7 @@
 
 #include <chrono>
 #include <cstdlib>
+#include <optional>
 #include <set>
 #include <type_traits>
 
@@ -92,10 +93,16 @@ void Logger::set_construction_data(const std::string& module_name,
 
 void Logger::describe_parameters() {
   std::set<std::string> dtypes;
-  std::set<at::Device> devices;
+  const at::Device device = reducer_.parameters().front().device();
+  bool several_devices = false;
   int64_t bytes = 0;
+  std::optional<caffe2::TypeMeta> last_dtype;
   for (const at::Tensor& parameter : reducer_.parameters()) {
-    dtypes.emplace(parameter.dtype().name());
+    if (last_dtype != parameter.dtype()) {
+      last_dtype = parameter.dtype();
+      dtypes.emplace(parameter.dtype().name());
+    }
+    several_devices |= parameter.device() != device;
     bytes += static_cast<int64_t>(parameter.nbytes());
   }
   data_.strs_map["dtypes"] = absl::StrJoin(dtypes, ", ");
@@ -104,11 +111,6 @@ void Logger::describe_parameters() {
       static_cast<int64_t>(reducer_.parameters().size());
   data_.strs_map["bucket_sizes"] =
       absl::StrJoin(reducer_.bucket_sizes_bytes(), ", ");
-  bool several_devices = false;
-  for (const at::Tensor& parameter : reducer_.parameters()) {
-    several_devices |=
-        parameter.device() != reducer_.parameters().front().device();
-  }
   data_.ints_map["is_multi_device_module"] = several_devices;
 }
 
