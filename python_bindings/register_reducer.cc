@@ -292,8 +292,12 @@ void register_reducer(py::module_& module) {
       .def("_shadow_iteration", &TorchReducer::shadow_iteration, NoGil())
       .def("_get_zeros_like_grad_buckets", &refuse_own_launches)
       .def("_run_comm_hook", &refuse_own_launches)
-      .def("parameter_names", &TorchReducer::parameter_names,
-           "By parameter, or empty.")
+      .def(
+          "parameter_names",
+          [](const TorchReducer& self) {
+            return self.parameter_names().strings();
+          },
+          "By parameter, or empty.")
       .def("_bucket_plan", &TorchReducer::buckets, NoGil(),
            "Indices of parameters by bucket, in launch order.")
       .def("can_continue", &TorchReducer::can_continue, NoGil(),

@@ -150,7 +150,7 @@ class TorchReducer {
   std::vector<int64_t> bucket_sizes_bytes() const;
 
   const std::vector<at::Tensor>& parameters() const { return parameters_; }
-  const std::vector<std::string>& parameter_names() const { return names_; }
+  const ParameterNames& parameter_names() const { return names_; }
   const ReducerOptions& options() const { return options_; }
   c10d::ProcessGroup& group() const { return *group_; }
 
@@ -168,7 +168,7 @@ class TorchReducer {
   void remember_errors(const std::function<void()>& call);
 
   const std::vector<at::Tensor> parameters_;
-  const std::vector<std::string> names_;  // by parameter, or empty
+  const ParameterNames names_;  // by parameter, or empty
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
   ReducerOptions options_;  // but for names
   int64_t logging_sample_rate_ = 100;

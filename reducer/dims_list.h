@@ -22,7 +22,8 @@ class DimsList {
   }
 
   void add(c10::IntArrayRef dims) {
-    dims_.insert(dims_.end(), dims.begin(), dims.end());
+    // One by one: dimensions are few, and a call for each tensor costs more.
+    for (const int64_t dim : dims) dims_.push_back(dim);
     ends_.push_back(dims_.size());
   }
 

@@ -6,21 +6,22 @@
 #include <string>
 #include <utility>
 
-#include "absl/container/flat_hash_map.h"
+#include "absl/container/flat_hash_set.h"
 #include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "brigade/comm/describe_tensor.h"
+#include "brigade/hooks/prefetch.h"
 
 namespace brigade {
 namespace {
 
 constexpr size_t kNamesListed = 5;
 
-std::string quoted_name(const std::vector<std::string>& names, size_t i) {
+std::string quoted_name(const ParameterNames& names, size_t i) {
   return names.empty() ? absl::StrCat(i)
-                       : absl::StrCat(i, " ('", names[i], "')");
+                       : absl::StrCat(i, " ('", std::string(names[i]), "')");
 }
 
 absl::Status check_parameter(const at::Tensor& tensor,
@@ -47,17 +48,6 @@ absl::Status check_parameter(const at::Tensor& tensor,
   return absl::OkStatus();
 }
 
-absl::Status check_alike(const at::Tensor& first, const at::Tensor& tensor,
-                         absl::FunctionRef<std::string()> name) {
-  if (tensor.sizes() == first.sizes() && tensor.strides() == first.strides() &&
-      tensor.scalar_type() == first.scalar_type()) {
-    return absl::OkStatus();
-  }
-  return absl::InvalidArgumentError(absl::StrCat(
-      "parameter ", name(), " must be like that of replica 0, ",
-      describe_tensor("", first), "; it is ", describe_tensor("", tensor)));
-}
-
 // Dimensions are few: a loop takes a third of the instructions that comparing
 // memory does.
 bool differ(at::IntArrayRef a, at::IntArrayRef b) {
@@ -66,6 +56,18 @@ bool differ(at::IntArrayRef a, at::IntArrayRef b) {
     if (a[d] != b[d]) return true;
   }
   return false;
+}
+
+absl::Status check_alike(const at::Tensor& first, const at::Tensor& tensor,
+                         absl::FunctionRef<std::string()> name) {
+  if (!differ(tensor.sizes(), first.sizes()) &&
+      !differ(tensor.strides(), first.strides()) &&
+      tensor.scalar_type() == first.scalar_type()) {
+    return absl::OkStatus();
+  }
+  return absl::InvalidArgumentError(absl::StrCat(
+      "parameter ", name(), " must be like that of replica 0, ",
+      describe_tensor("", first), "; it is ", describe_tensor("", tensor)));
 }
 
 // A dtype, and the device of each replica.
@@ -77,28 +79,17 @@ struct Kind {
 class Kinds {
  public:
   // In order of first appearance.
-  int number_of(std::span<const std::vector<at::Tensor>> replicas, size_t i) {
-    const auto is_kind = [&](const Kind& kind) {
-      return replicas.front()[i].scalar_type() == kind.dtype &&
-             std::ranges::equal(
-                 kind.devices, replicas, {}, {},
-                 [i](const auto& replica) { return replica[i].device(); });
-    };
-    const auto known = std::ranges::find_if(kinds_, is_kind);
-    if (known == kinds_.end()) return add(replicas, i);
-    return static_cast<int>(known - kinds_.begin());
-  }
-
- private:
-  int add(std::span<const std::vector<at::Tensor>> replicas, size_t i) {
-    Kind kind = {.dtype = replicas.front()[i].scalar_type(), .devices = {}};
-    for (const std::vector<at::Tensor>& replica : replicas) {
-      kind.devices.push_back(replica[i].device());
-    }
-    kinds_.push_back(std::move(kind));
+  int number_of(at::ScalarType dtype, std::span<const at::Device> devices) {
+    const auto known = std::ranges::find_if(kinds_, [&](const Kind& kind) {
+      return kind.dtype == dtype && std::ranges::equal(kind.devices, devices);
+    });
+    if (known != kinds_.end()) return static_cast<int>(known - kinds_.begin());
+    kinds_.push_back(
+        {.dtype = dtype, .devices = {devices.begin(), devices.end()}});
     return static_cast<int>(kinds_.size() - 1);
   }
 
+ private:
   std::vector<Kind> kinds_;  // a few
 };
 
@@ -118,80 +109,93 @@ std::optional<VariableIndex> first_variable(const ParameterTable& table,
 }  // namespace
 
 absl::StatusOr<ParameterTable> ParameterTable::create(
-    std::vector<std::vector<at::Tensor>> replicas,
-    std::vector<std::string> names, std::vector<bool> expect_sparse) {
+    std::vector<std::vector<at::Tensor>> replicas, ParameterNames names,
+    std::vector<bool> expect_sparse) {
   if (replicas.empty() || replicas.front().empty()) {
     return absl::InvalidArgumentError(
         "a reducer needs at least 1 parameter that requires a gradient, got 0");
   }
-  const std::vector<at::Tensor>& parameters = replicas.front();
-  if (!names.empty() && names.size() != parameters.size()) {
+  const size_t size = replicas.front().size();
+  if (!names.empty() && names.size() != size) {
     return absl::InvalidArgumentError(
-        absl::StrCat("parameter_names must have one entry for each of ",
-                     parameters.size(), " parameters, got ", names.size()));
+        absl::StrCat("parameter_names must have one entry for each of ", size,
+                     " parameters, got ", names.size()));
   }
-  if (!expect_sparse.empty() && expect_sparse.size() != parameters.size()) {
-    return absl::InvalidArgumentError(absl::StrCat(
-        "expect_sparse_gradients must have one entry for each of ",
-        parameters.size(), " parameters, got ", expect_sparse.size()));
+  if (!expect_sparse.empty() && expect_sparse.size() != size) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("expect_sparse_gradients must have one entry for each of ",
+                     size, " parameters, got ", expect_sparse.size()));
   }
-  const auto name_in = [&](size_t replica, size_t i) {
-    std::string name = quoted_name(names, i);
-    if (replicas.size() > 1) absl::StrAppend(&name, " of replica ", replica);
-    return name;
-  };
-  absl::flat_hash_map<const c10::TensorImpl*, VariableIndex> seen;
-  seen.reserve(replicas.size() * parameters.size());
-  for (size_t r = 0; r < replicas.size(); ++r) {
-    if (replicas[r].size() != parameters.size()) {
-      return absl::InvalidArgumentError(absl::StrCat(
-          "replica ", r, " must have the ", parameters.size(),
-          " parameters of replica 0, it has ", replicas[r].size()));
-    }
-    for (size_t i = 0; i < parameters.size(); ++i) {
-      const auto name = [&] { return name_in(r, i); };
-      if (absl::Status status = check_parameter(replicas[r][i], name);
-          !status.ok()) {
-        return status;
-      }
-      if (absl::Status status =
-              check_alike(parameters[i], replicas[r][i], name);
-          !status.ok()) {
-        return status;
-      }
-      const auto [it, is_new] =
-          seen.emplace(replicas[r][i].unsafeGetTensorImpl(),
-                       VariableIndex{.replica = r, .parameter = i});
-      if (!is_new) {
-        return absl::InvalidArgumentError(absl::StrCat(
-            "parameter ", name(), " is the same tensor as parameter ",
-            name_in(it->second.replica, it->second.parameter),
-            "; list it once"));
-      }
-    }
+  ParameterTable table(std::move(replicas), std::move(names));
+  if (absl::Status status = table.check_and_note(expect_sparse); !status.ok()) {
+    return status;
   }
-  return ParameterTable(std::move(replicas), std::move(names),
-                        std::move(expect_sparse));
+  return table;
 }
 
 ParameterTable::ParameterTable(std::vector<std::vector<at::Tensor>> replicas,
-                               std::vector<std::string> names,
-                               std::vector<bool> expect_sparse)
+                               ParameterNames names)
     : replicas_(std::move(replicas)), names_(std::move(names)) {
-  Kinds kinds;
-  specs_.reserve(size());
-  adopt_strides();
-  shapes_.reserve(size());
   dtypes_.reserve(size());
-  for (size_t i = 0; i < size(); ++i) {
-    const at::Tensor& tensor = tensors()[i];
-    shapes_.add(tensor.sizes());
-    dtypes_.push_back(tensor.scalar_type());
+  specs_.reserve(size());
+  shapes_.reserve(size());
+  strides_.reserve(size());
+}
 
-    specs_.push_back({.size_bytes = tensor.numel() * tensor.element_size(),
-                      .kind = kinds.number_of(replicas_, i),
-                      .sparse = !expect_sparse.empty() && expect_sparse[i]});
+// Thousands of tensors don't stay in a cache: all that is asked of one is asked
+// at once.
+absl::Status ParameterTable::check_and_note(
+    const std::vector<bool>& expect_sparse) {
+  absl::flat_hash_set<const c10::TensorImpl*> seen;
+  seen.reserve(num_variables());
+  // Of a parameter's variables, side by side.
+  std::vector<at::Device> devices(num_variables(), at::kCPU);
+  for (size_t r = 0; r < num_replicas(); ++r) {
+    const std::vector<at::Tensor>& replica = replicas_[r];
+    if (replica.size() != size()) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("replica ", r, " must have the ", size(),
+                       " parameters of replica 0, it has ", replica.size()));
+    }
+    for (size_t i = 0; i < size(); ++i) {
+      prefetch_after(replica, i);
+      const at::Tensor& tensor = replica[i];
+      const auto name = [&] {
+        return name_with_replica({.replica = r, .parameter = i});
+      };
+      if (absl::Status status = check_parameter(tensor, name); !status.ok()) {
+        return status;
+      }
+      if (r > 0) {
+        if (absl::Status status = check_alike(tensors()[i], tensor, name);
+            !status.ok()) {
+          return status;
+        }
+      }
+      if (!seen.insert(tensor.unsafeGetTensorImpl()).second) {
+        const auto first = first_variable(*this, [&](VariableIndex variable) {
+          return (*this)[variable].is_same(tensor);
+        });
+        return absl::InvalidArgumentError(absl::StrCat(
+            "parameter ", name(), " is the same tensor as ", "parameter ",
+            name_with_replica(*first), "; list it once"));
+      }
+      devices[i * num_replicas() + r] = tensor.device();
+      if (r > 0) continue;
+      shapes_.add(tensor.sizes());
+      strides_.add(tensor.strides());
+      dtypes_.push_back(tensor.scalar_type());
+      specs_.push_back({.size_bytes = static_cast<int64_t>(tensor.nbytes()),
+                        .sparse = !expect_sparse.empty() && expect_sparse[i]});
+    }
   }
+  Kinds kinds;
+  for (size_t i = 0; i < size(); ++i) {
+    specs_[i].kind = kinds.number_of(
+        dtypes_[i],
+        std::span(devices).subspan(i * num_replicas(), num_replicas()));
+  }
+  return absl::OkStatus();
 }
 
 std::vector<size_t> ParameterTable::parameters_of(
@@ -237,6 +241,15 @@ std::string ParameterTable::describe_resized(VariableIndex variable) const {
                       absl::StrJoin(shapes_[variable.parameter], ", "),
                       "] when the reducer was made, it has [",
                       absl::StrJoin((*this)[variable].sizes(), ", "), "]");
+}
+
+// "3 ('head.bias') of replica 1".
+std::string ParameterTable::name_with_replica(VariableIndex variable) const {
+  std::string name = quoted_name(names_, variable.parameter);
+  if (num_replicas() > 1) {
+    absl::StrAppend(&name, " of replica ", variable.replica);
+  }
+  return name;
 }
 
 std::string ParameterTable::name_of(size_t i) const {

@@ -9,12 +9,23 @@
 #include "brigade/reducer/data_parallel_policy.h"
 
 namespace brigade {
+namespace {
+
+// A list in braces would copy it.
+std::vector<std::vector<at::Tensor>> only_replica(
+    std::vector<at::Tensor> parameters) {
+  std::vector<std::vector<at::Tensor>> replicas;
+  replicas.push_back(std::move(parameters));
+  return replicas;
+}
+
+}  // namespace
 
 Reducer::Reducer(std::vector<at::Tensor> parameters,
                  c10::intrusive_ptr<c10d::ProcessGroup> group,
                  ReducerOptions options)
-    : Reducer(checked_setup({std::move(parameters)}, std::move(group),
-                            std::move(options))) {}
+    : Reducer(only_replica(std::move(parameters)), std::move(group),
+              std::move(options)) {}
 
 Reducer::Reducer(std::vector<std::vector<at::Tensor>> replicas,
                  c10::intrusive_ptr<c10d::ProcessGroup> group,

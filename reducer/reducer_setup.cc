@@ -45,17 +45,18 @@ absl::StatusOr<BucketPlan> initial_plan(const ParameterTable& table,
 
 absl::Status check_devices(const ParameterTable& table,
                            const c10d::ProcessGroup& group) {
-  std::optional<at::DeviceType> supported;
+  // The first parameter of a kind stands for its device.
+  int num_kinds = 0;
   for (size_t i = 0; i < table.size(); ++i) {
+    if (table.specs()[i].kind < num_kinds) continue;
+    ++num_kinds;
     const at::Device device = table[i].device();
-    if (device.type() == supported) continue;
     if (!supports_device(group, device.type())) {
       return absl::InvalidArgumentError(absl::StrCat(
           table.name_of(i), " is on ", device.str(),
           ", but the process group has no backend for that device; make the "
           "group for it, or move the parameter"));
     }
-    supported = device.type();
   }
   return absl::OkStatus();
 }
