@@ -12,6 +12,7 @@
 #include "absl/container/flat_hash_map.h"
 #include "absl/container/flat_hash_set.h"
 #include "absl/functional/function_ref.h"
+#include "brigade/hooks/prefetch.h"
 
 namespace brigade {
 namespace {
@@ -32,10 +33,19 @@ class Tensors {
     return THPVariable_Unpack(tensor.ptr());
   }
 
+  // What a pass that asks each of thousands will come to soon.
+  void prefetch(py::handle tensor) {
+    if (!is_tensor_(tensor)) return;
+    brigade::prefetch(THPVariable_Unpack(tensor.ptr()).unsafeGetTensorImpl());
+  }
+
  private:
   ClassCheck is_tensor_ =
       is_kind_of(py::reinterpret_borrow<py::object>(THPVariableClass));
 };
+
+// Far enough for a tensor to come while others are looked at.
+constexpr ptrdiff_t kTensorAhead = 8;
 
 void set_item(const py::dict& dict, const std::string& key, py::handle value) {
   if (PyDict_SetItem(dict.ptr(), py::str(key).ptr(), value.ptr()) != 0) {
@@ -54,6 +64,7 @@ class ReducedParametersBuilder {
         numbers_(numbers),
         places_(numbers.size()) {
     reduced_.names.reserve(numbers.size());
+    reduced_.tensors_in_cpp.reserve(numbers.size());
     reduced_.expect_sparse.reserve(numbers.size());
   }
 
@@ -75,41 +86,44 @@ class ReducedParametersBuilder {
   // `module` is a number: of several names in one module, the first counts.
   // Whoever ignores a parameter of the root calls it ".weight", as torch's
   // DistributedDataParallel does there.
-  void add(absl::FunctionRef<std::string()> name_of, const py::object& tensor,
-           size_t number, size_t module, bool is_roots, bool is_sparse) {
-    if (!in_cpp_[tensor].requires_grad()) return;
+  void add(std::string_view module_name, py::handle own_name,
+           const py::object& tensor, const at::Tensor& in_cpp, size_t number,
+           size_t module, bool is_sparse) {
     Place& place = places_[number];
     if (std::exchange(place.last_module, module) == module) return;
-    std::string name = name_of();
+    join_name(module_name, own_name, name_);
     if (ignores_some_ &&
-        ignored_.contains(py::str(is_roots ? "." + name : name))) {
+        ignored_.contains(py::str(module_name.empty() ? "." + name_ : name_))) {
       return;
     }
-    if (place.position) {
-      reduced_.names[*place.position] = std::move(name);
+    if (place.position != kNone) {
+      reduced_.names.set(place.position, name_);
       return;
     }
     place.position = reduced_.names.size();
     reduced_.tensors.append(tensor);
-    reduced_.names.push_back(std::move(name));
+    reduced_.tensors_in_cpp.push_back(in_cpp);
+    reduced_.names.push_back(name_);
     reduced_.expect_sparse.push_back(is_sparse);
   }
 
   ReducedParameters take() { return std::move(reduced_); }
 
  private:
+  static constexpr size_t kNone = static_cast<size_t>(-1);
+
   struct Place {
-    std::optional<size_t> last_module = std::nullopt;
-    std::optional<size_t> position = std::nullopt;  // in the lists
+    size_t last_module = kNone;
+    size_t position = kNone;  // in the lists
   };
 
   const py::set& ignored_;
   const bool ignores_some_;
-  Tensors in_cpp_;
   const absl::flat_hash_map<PyObject*, size_t>& numbers_;
   absl::flat_hash_map<PyObject*, size_t> others_;  // beside these
   py::list kept_;                                  // theirs
   std::vector<Place> places_;                      // by number
+  std::string name_;                               // room for one
   ReducedParameters reduced_;
 };
 
@@ -137,6 +151,12 @@ bool for_each_value(const py::list& tables,
 
 ModuleScan::ModuleScan(py::object module)
     : root_(std::move(module)), modules_(named_modules(root_)) {
+  size_t num_entries = 0;
+  for (const NamedModule& each : modules_) {
+    num_entries += size_of(each.parameters);
+  }
+  parameters_.reserve(num_entries);
+  numbers_.reserve(num_entries);
   for (size_t m = 0; m < modules_.size(); ++m) {
     for_each_registered(
         modules_[m].parameters, [&](py::handle name, py::handle tensor) {
@@ -206,32 +226,42 @@ py::list ModuleScan::parameters(const py::set& ignored) const {
   return parameters;
 }
 
-ReducedParameters ModuleScan::reduced_parameters(const py::set& ignored) const {
+ReducedParameters ModuleScan::reduced_parameters(const py::set& ignored) {
   const py::module_ torchs = py::module_::import("torch.nn");
   ClassCheck is_embedding = is_kind_of(
       py::make_tuple(torchs.attr("Embedding"), torchs.attr("EmbeddingBag")));
   ClassCheck names_its_own = overrides("named_parameters");
+  Tensors in_cpp;
   ReducedParametersBuilder reduced(ignored, numbers_);
+  requires_grad_.resize(numbers_.size());
   auto parameter = parameters_.begin();
   for (size_t m = 0; m < modules_.size(); ++m) {
     const NamedModule& in = modules_[m];
     const bool is_sparse =
         is_embedding(in.module) && py::cast<bool>(in.module.attr("sparse"));
     const bool is_asked = names_its_own(in.module);
-    const bool is_root = in.name.empty();
     for (; parameter != parameters_.end() && parameter->module == m;
          ++parameter) {
       if (is_asked) continue;
-      reduced.add([&] { return name_of(*parameter); }, parameter->tensor,
-                  parameter->number, m, is_root, is_sparse);
+      if (parameters_.end() - parameter > kTensorAhead) {
+        in_cpp.prefetch(parameter[kTensorAhead].tensor);
+      }
+      const at::Tensor& tensor = in_cpp[parameter->tensor];
+      const bool requires_grad = tensor.requires_grad();
+      requires_grad_[parameter->number] = requires_grad;
+      if (!requires_grad) continue;
+      reduced.add(in.name, parameter->own_name, parameter->tensor, tensor,
+                  parameter->number, m, is_sparse);
     }
     if (!is_asked) continue;
     for (py::handle pair :
          in.module.attr("named_parameters")(py::arg("recurse") = false)) {
       const auto entry = py::cast<py::tuple>(pair);
+      const py::object name = entry[0];
       const py::object tensor = entry[1];
-      reduced.add([&] { return joined_name(in.name, py::object(entry[0])); },
-                  tensor, reduced.number_of(tensor), m, is_root, is_sparse);
+      if (!in_cpp[tensor].requires_grad()) continue;
+      reduced.add(in.name, name, tensor, in_cpp[tensor],
+                  reduced.number_of(tensor), m, is_sparse);
     }
   }
   return reduced.take();
@@ -247,13 +277,15 @@ py::set ModuleScan::classes() const {
   return found;
 }
 
-py::list ModuleScan::frozen_parameters() const {
+py::list ModuleScan::frozen_parameters() {
   Tensors in_cpp;
   py::list frozen;
+  requires_grad_.resize(numbers_.size());
   for_each_tensor([&](const Parameter& parameter) {
-    if (!in_cpp[parameter.tensor].requires_grad()) {
-      frozen.append(parameter.tensor);
-    }
+    std::optional<bool>& requires_grad = requires_grad_[parameter.number];
+    if (!requires_grad)
+      requires_grad = in_cpp[parameter.tensor].requires_grad();
+    if (!*requires_grad) frozen.append(parameter.tensor);
   });
   return frozen;
 }
@@ -271,7 +303,12 @@ py::list one_per_device(const py::list& tensors) {
   Tensors in_cpp;
   std::vector<at::Device> devices;
   py::list firsts;
-  for (py::handle tensor : tensors) {
+  const Py_ssize_t count = PyList_GET_SIZE(tensors.ptr());
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    if (i + kTensorAhead < count) {
+      in_cpp.prefetch(PyList_GET_ITEM(tensors.ptr(), i + kTensorAhead));
+    }
+    const py::handle tensor = PyList_GET_ITEM(tensors.ptr(), i);
     const at::Device device = in_cpp[tensor].device();
     if (std::ranges::find(devices, device) != devices.end()) continue;
     devices.push_back(device);

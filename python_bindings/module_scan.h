@@ -8,6 +8,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <cstddef>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -32,13 +33,13 @@ class ModuleScan {
   // Those that require a gradient and whose names are not ignored, as torch's
   // DistributedDataParallel has them: each once, in the order of registration;
   // a shared one by its name in the last module that has it.
-  ReducedParameters reduced_parameters(const py::set& ignored) const;
+  ReducedParameters reduced_parameters(const py::set& ignored);
 
   // Of the module and its submodules.
   py::set classes() const;
 
   // Those that require no gradient, each once.
-  py::list frozen_parameters() const;
+  py::list frozen_parameters();
 
   // The tables in which parameters and submodules are registered.
   py::list tables() const;
@@ -60,6 +61,8 @@ class ModuleScan {
   std::vector<NamedModule> modules_;   // parents first
   std::vector<Parameter> parameters_;  // by module; a shared one several times
   absl::flat_hash_map<PyObject*, size_t> numbers_;  // of tensors
+  // By number, whether a tensor requires a gradient; null: not asked yet.
+  std::vector<std::optional<bool>> requires_grad_;
 };
 
 // The first of the tensors on each device.

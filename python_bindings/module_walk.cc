@@ -63,9 +63,19 @@ std::string_view text_of(py::handle text) {
 }
 
 std::string joined_name(std::string_view module, py::handle name) {
-  std::string joined(module);
+  std::string joined;
+  join_name(module, name, joined);
+  return joined;
+}
+
+void join_name(std::string_view module, py::handle name, std::string& joined) {
+  joined = module;
   if (!module.empty()) joined += '.';
-  return joined.append(text_of(name));
+  joined += text_of(name);
+}
+
+size_t size_of(py::handle table) {
+  return PyDict_Check(table.ptr()) ? PyDict_GET_SIZE(table.ptr()) : 0;
 }
 
 py::object table_of(py::handle module, Table table) {

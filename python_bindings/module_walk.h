@@ -9,6 +9,7 @@
 
 #include <torch/csrc/utils/pybind.h>
 
+#include <cstddef>
 #include <functional>
 #include <string>
 #include <string_view>
@@ -35,6 +36,9 @@ enum class Table { kParameters, kBuffers, kModules };
 
 py::object table_of(py::handle module, Table table);
 
+// How many entries a table has, None among them; 0 if it won't say.
+size_t size_of(py::handle table);
+
 // Calls `visit` with name and value of what is registered in a table, but for
 // None.
 void for_each_registered(py::handle table,
@@ -45,6 +49,7 @@ std::string_view text_of(py::handle text);
 
 // `name` in the module of that name.
 std::string joined_name(std::string_view module, py::handle name);
+void join_name(std::string_view module, py::handle name, std::string& joined);
 
 // Something that is true or false of a class, asked of its instances.
 class ClassCheck {

@@ -6,7 +6,7 @@
 
 namespace brigade {
 
-std::vector<std::string> names_of(const NamesByIndex& by_index, size_t count) {
+ParameterNames names_of(const NamesByIndex& by_index, size_t count) {
   if (by_index.empty()) return {};
   std::vector<std::string> names(count);
   for (const auto& [key, value] : by_index) {

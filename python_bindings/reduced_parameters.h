@@ -12,12 +12,16 @@
 #include <string>
 #include <vector>
 
+#include "brigade/reducer/parameter_names.h"
+
 namespace brigade {
 
 struct ReducedParameters {
   py::list tensors;
+  // The same, or empty: not yet or no longer there.
+  std::vector<at::Tensor> tensors_in_cpp;
   // By tensor, or empty: "encoder.weight".
-  std::vector<std::string> names;
+  ParameterNames names;
   std::vector<bool> expect_sparse;
 };
 
@@ -25,7 +29,7 @@ using NamesByIndex = py::typing::Dict<size_t, std::string>;
 
 // By index, without the dot that torch puts before the names of the root's own
 // parameters. Errors: RuntimeError if there is no such parameter.
-std::vector<std::string> names_of(const NamesByIndex& by_index, size_t count);
+ParameterNames names_of(const NamesByIndex& by_index, size_t count);
 
 }  // namespace brigade
 

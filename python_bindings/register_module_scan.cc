@@ -17,14 +17,16 @@ void register_module_scan(py::module_& module) {
              const size_t count = py::len(tensors);
              return ReducedParameters{
                  .tensors = std::move(tensors),
+                 .tensors_in_cpp = {},
                  .names = names_of(names, count),
                  .expect_sparse = std::move(expect_sparse)};
            }),
            py::arg("tensors"), py::arg("names"), py::arg("expect_sparse"))
       .def_readonly("tensors", &ReducedParameters::tensors)
-      .def_readonly("names", &ReducedParameters::names,
-                    "By tensor, without a dot before those of the root's own "
-                    "parameters.")
+      .def_property_readonly(
+          "names",
+          [](const ReducedParameters& self) { return self.names.strings(); },
+          "By tensor, without a dot before those of the root's own parameters.")
       .def_readonly("expect_sparse", &ReducedParameters::expect_sparse,
                     "By tensor.");
   py::class_<ModuleScan>(

@@ -16,6 +16,8 @@
 #include <utility>
 #include <vector>
 
+#include "brigade/hooks/prefetch.h"
+#include "brigade/planning/plan_by_size.h"
 #include "brigade/python_bindings/python_comm_hook.h"
 #include "brigade/python_bindings/python_stepping_hook.h"
 #include "brigade/python_bindings/reduced_parameters.h"
@@ -103,28 +105,41 @@ std::vector<at::Tensor> in_cpp(const py::list& tensors) {
   return unpacked;
 }
 
-// Buckets as torch's class makes them at first, in launch order: the last
-// layers' come first.
+// As torch's class makes them, in launch order.
 std::vector<std::vector<size_t>> first_buckets(
     const std::vector<at::Tensor>& parameters,
-    const std::vector<size_t>& caps_bytes,
+    const std::vector<int64_t>& caps_bytes,
     const std::vector<bool>& expect_sparse) {
-  auto [buckets, limits] = c10d::compute_bucket_assignment_by_size(
-      parameters, caps_bytes, expect_sparse);
-  std::ranges::reverse(buckets);
-  return buckets;
+  std::vector<std::pair<at::ScalarType, at::Device>> kinds;
+  std::vector<ParameterSpec> specs;
+  specs.reserve(parameters.size());
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    prefetch_after(parameters, i);
+    const at::Tensor& tensor = parameters[i];
+    TORCH_CHECK(!tensor.is_sparse(), "No support for sparse tensors.");
+    const std::pair kind(tensor.scalar_type(), tensor.device());
+    const auto known = std::ranges::find(kinds, kind);
+    specs.push_back({.size_bytes = static_cast<int64_t>(tensor.nbytes()),
+                     .kind = static_cast<int>(known - kinds.begin()),
+                     .sparse = i < expect_sparse.size() && expect_sparse[i]});
+    if (known == kinds.end()) kinds.push_back(kind);
+  }
+  return buckets_in_registration_order(specs, caps_bytes);
 }
 
 std::shared_ptr<TorchReducer> make_reducer_of(
     ReducedParameters& parameters, c10d::ProcessGroup& process_group,
-    const std::vector<size_t>& first_bucket_caps_bytes,
+    const std::vector<int64_t>& first_bucket_caps_bytes,
     std::vector<int64_t> bucket_caps_bytes,
     std::optional<std::vector<std::vector<size_t>>> bucket_plan,
     bool find_unused_parameters, bool skip_all_reduce_unused_parameters,
     bool static_graph, bool gradients_as_bucket_views,
     bool lazy_bucket_allocation, bool verify_across_ranks,
     bool one_backward_per_forward, bool reduces_by_itself) {
-  std::vector<at::Tensor> tensors = in_cpp(parameters.tensors);
+  std::vector<at::Tensor> tensors =
+      parameters.tensors_in_cpp.empty()
+          ? in_cpp(parameters.tensors)
+          : std::exchange(parameters.tensors_in_cpp, {});
   ReducerOptions options;
   options.bucket_caps_bytes = std::move(bucket_caps_bytes);
   if (!bucket_plan) {
