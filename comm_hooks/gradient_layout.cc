@@ -6,10 +6,17 @@ namespace brigade {
 
 at::IntArrayRef gradient_strides(const at::Tensor& parameter,
                                  at::DimVector& room) {
-  if (parameter.is_non_overlapping_and_dense()) return parameter.strides();
-  room.assign(parameter.dim(), 1);
-  for (int64_t d = parameter.dim() - 2; d >= 0; --d) {
-    room[d] = room[d + 1] * std::max<int64_t>(parameter.size(d + 1), 1);
+  return gradient_strides(parameter.sizes(), parameter.strides(),
+                          parameter.is_non_overlapping_and_dense(), room);
+}
+
+at::IntArrayRef gradient_strides(at::IntArrayRef sizes, at::IntArrayRef strides,
+                                 bool is_non_overlapping_and_dense,
+                                 at::DimVector& room) {
+  if (is_non_overlapping_and_dense) return strides;
+  room.assign(sizes.size(), 1);
+  for (auto d = static_cast<int64_t>(sizes.size()) - 2; d >= 0; --d) {
+    room[d] = room[d + 1] * std::max<int64_t>(sizes[d + 1], 1);
   }
   return room;
 }

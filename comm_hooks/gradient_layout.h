@@ -17,6 +17,11 @@ namespace brigade {
 at::IntArrayRef gradient_strides(const at::Tensor& parameter,
                                  at::DimVector& room);
 
+// As above, of a parameter of these sizes and strides.
+at::IntArrayRef gradient_strides(at::IntArrayRef sizes, at::IntArrayRef strides,
+                                 bool is_non_overlapping_and_dense,
+                                 at::DimVector& room);
+
 // The part of a flat buffer that holds the gradient of `parameter`, in the
 // buffer's dtype. Shares its memory. REQUIRES: `flat` is 1D and contiguous.
 at::Tensor gradient_in(const at::Tensor& flat, int64_t offset_numel,

@@ -199,8 +199,13 @@ void DataParallelPolicy::follow_strides() {
                 apart->replica, " and ", table_[apart->parameter].strides(),
                 " in replica 0.\nGive all replicas the same memory format.");
   }
-  adopt(bind(bound_.plan, hook_));
-  table_.adopt_strides();
+  ParameterTable::Layout before = table_.adopt_layout();
+  try {
+    adopt(bind(bound_.plan, hook_));
+  } catch (...) {
+    table_.adopt_layout(std::move(before));
+    throw;
+  }
 }
 
 void DataParallelPolicy::on_prepared(std::span<const at::Tensor> outputs) {

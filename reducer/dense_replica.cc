@@ -120,16 +120,13 @@ DenseReplica::DenseReplica(const ParameterTable& table, size_t replica,
   strides_.reserve(parameters_.size());
   follows_parameter_.reserve(parameters_.size());
   for (size_t slot = 0; slot < parameters_.size(); ++slot) {
-    if (slot + kPrefetchedSlots < parameters_.size()) {
-      brigade::prefetch(
-          parameter(slot + kPrefetchedSlots).unsafeGetTensorImpl());
-    }
-    const at::Tensor& tensor = parameter(slot);
-    ranges_.push_back({.offset_numel = numel, .numel = tensor.numel()});
-    numel += tensor.numel();
-    strides_.add(gradient_strides(tensor, room));
-    follows_parameter_.push_back(tensor.dim() <= 1 &&
-                                 tensor.is_non_overlapping_and_dense());
+    // The table knows, and is warm; thousands of tensors are not.
+    const size_t i = parameters_[slot];
+    ranges_.push_back({.offset_numel = numel, .numel = table.numel(i)});
+    numel += ranges_.back().numel;
+    strides_.add(table.gradient_strides(i, room));
+    follows_parameter_.push_back(table.shape(i).size() <= 1 &&
+                                 table.is_dense(i));
   }
   packer_ = make_packer(tensors_.front()->device(),
                         table.dtype(parameters_.front()), ranges_);

@@ -33,11 +33,6 @@ class DimsList {
     return {dims_.data() + begin, ends_[i] - begin};
   }
 
-  void clear() {
-    dims_.clear();
-    ends_.clear();
-  }
-
  private:
   std::vector<int64_t> dims_;
   std::vector<size_t> ends_;

@@ -12,6 +12,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "brigade/comm/describe_tensor.h"
+#include "brigade/comm_hooks/gradient_layout.h"
 #include "brigade/hooks/prefetch.h"
 
 namespace brigade {
@@ -93,6 +94,11 @@ class Kinds {
   std::vector<Kind> kinds_;  // a few
 };
 
+void note_layout(const at::Tensor& tensor, ParameterTable::Layout& layout) {
+  layout.strides.add(tensor.strides());
+  layout.is_dense.push_back(tensor.is_non_overlapping_and_dense());
+}
+
 // Replica by replica; nullopt if there is none.
 template <typename Predicate>
 std::optional<VariableIndex> first_variable(const ParameterTable& table,
@@ -139,7 +145,8 @@ ParameterTable::ParameterTable(std::vector<std::vector<at::Tensor>> replicas,
   dtypes_.reserve(size());
   specs_.reserve(size());
   shapes_.reserve(size());
-  strides_.reserve(size());
+  layout_.strides.reserve(size());
+  layout_.is_dense.reserve(size());
 }
 
 // Thousands of tensors don't stay in a cache: all that is asked of one is asked
@@ -183,7 +190,7 @@ absl::Status ParameterTable::check_and_note(
       devices[i * num_replicas() + r] = tensor.device();
       if (r > 0) continue;
       shapes_.add(tensor.sizes());
-      strides_.add(tensor.strides());
+      note_layout(tensor, layout_);
       dtypes_.push_back(tensor.scalar_type());
       specs_.push_back({.size_bytes = static_cast<int64_t>(tensor.nbytes()),
                         .sparse = !expect_sparse.empty() && expect_sparse[i]});
@@ -218,7 +225,7 @@ std::optional<VariableIndex> ParameterTable::first_resized() const {
 
 std::optional<VariableIndex> ParameterTable::first_restrided() const {
   return first_variable(*this, [this](VariableIndex v) {
-    return differ((*this)[v].strides(), strides_[v.parameter]);
+    return differ((*this)[v].strides(), layout_.strides[v.parameter]);
   });
 }
 
@@ -228,12 +235,16 @@ std::optional<VariableIndex> ParameterTable::first_unlike_replica_0() const {
   });
 }
 
-void ParameterTable::adopt_strides() {
-  strides_.clear();
-  strides_.reserve(size());
-  for (const at::Tensor& tensor : tensors()) {
-    strides_.add(tensor.strides());
-  }
+ParameterTable::Layout ParameterTable::adopt_layout() {
+  Layout layout;
+  for (const at::Tensor& tensor : tensors()) note_layout(tensor, layout);
+  return adopt_layout(std::move(layout));
+}
+
+at::IntArrayRef ParameterTable::gradient_strides(size_t i,
+                                                 at::DimVector& room) const {
+  return brigade::gradient_strides(shape(i), layout_.strides[i], is_dense(i),
+                                   room);
 }
 
 std::string ParameterTable::describe_resized(VariableIndex variable) const {

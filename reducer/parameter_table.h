@@ -8,12 +8,16 @@
 #ifndef BRIGADE_REDUCER_PARAMETER_TABLE_H_
 #define BRIGADE_REDUCER_PARAMETER_TABLE_H_
 
+#include <ATen/core/DimVector.h>
 #include <ATen/core/Tensor.h>
+#include <c10/util/accumulate.h>
 
 #include <cstddef>
+#include <cstdint>
 #include <optional>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/status/statusor.h"
@@ -70,8 +74,9 @@ class ParameterTable {
   // a caller swaps its data for a forward in lower precision.
   at::ScalarType dtype(size_t i) const { return dtypes_[i]; }
 
-  // As it was at create().
+  // As they were at create().
   at::IntArrayRef shape(size_t i) const { return shapes_[i]; }
+  int64_t numel(size_t i) const { return c10::multiply_integers(shape(i)); }
 
   // What the planner sees. Kinds number the (dtype, devices of the replicas)
   // pairs in order of first appearance.
@@ -81,10 +86,25 @@ class ParameterTable {
   std::optional<VariableIndex> first_resized() const;
   std::string describe_resized(VariableIndex variable) const;
 
-  // The first parameter that lies in memory in another order than it did at
-  // construction, or at adopt_strides(): module.to(memory_format), say.
+  // How parameters lie in memory: at create(), or the last adopt_layout().
+  struct Layout {
+    DimsList strides;
+    std::vector<char> is_dense;  // by parameter: without gaps or overlap
+  };
+  bool is_dense(size_t i) const { return layout_.is_dense[i]; }
+
+  // What gradients are laid out by: see comm_hooks/gradient_layout.h.
+  at::IntArrayRef gradient_strides(size_t i, at::DimVector& room) const;
+
+  // The first parameter that lies in memory in another order than that:
+  // module.to(memory_format), say.
   std::optional<VariableIndex> first_restrided() const;
-  void adopt_strides();  // those of replica 0
+
+  // Takes the layout that replica 0 has, or another; returns the one before.
+  Layout adopt_layout();
+  Layout adopt_layout(Layout layout) {
+    return std::exchange(layout_, std::move(layout));
+  }
 
   // The first parameter that lies in another order than in replica 0.
   std::optional<VariableIndex> first_unlike_replica_0() const;
@@ -110,7 +130,7 @@ class ParameterTable {
   std::vector<at::ScalarType> dtypes_;
   std::vector<ParameterSpec> specs_;
   DimsList shapes_;
-  DimsList strides_;
+  Layout layout_;
 };
 
 }  // namespace brigade

@@ -5,8 +5,6 @@
 #include <functional>
 #include <string>
 
-#include "brigade/comm_hooks/gradient_layout.h"
-
 namespace brigade {
 
 uint64_t plan_fingerprint(const BucketPlan& plan, const ParameterTable& table,
@@ -15,15 +13,16 @@ uint64_t plan_fingerprint(const BucketPlan& plan, const ParameterTable& table,
   const auto add = [&](uint64_t number) {
     fingerprint = c10::hash_combine(fingerprint, number);
   };
+  at::DimVector room;
   for (const std::vector<size_t>& bucket : plan.buckets()) {
     add(bucket.size());
     for (const size_t parameter : bucket) {
       add(parameter);
-      add(table[parameter].numel());
-      at::DimVector room;
-      const at::IntArrayRef strides = gradient_strides(table[parameter], room);
+      add(table.numel(parameter));
+      const at::IntArrayRef shape = table.shape(parameter);
+      const at::IntArrayRef strides = table.gradient_strides(parameter, room);
       for (size_t d = 0; d < strides.size(); ++d) {
-        if (table[parameter].size(d) > 1) add(strides[d]);
+        if (shape[d] > 1) add(strides[d]);
       }
       add(static_cast<uint64_t>(hook.wire_dtype(table.dtype(parameter))));
     }
