@@ -5,6 +5,7 @@
 
 #include <chrono>
 #include <cstdlib>
+#include <numeric>
 #include <optional>
 #include <set>
 #include <type_traits>
@@ -95,7 +96,8 @@ void Logger::describe_parameters() {
   std::set<std::string> dtypes;
   const at::Device device = reducer_.parameters().front().device();
   bool several_devices = false;
-  int64_t bytes = 0;
+  std::vector<int64_t> sizes_bytes;
+  sizes_bytes.reserve(reducer_.parameters().size());
   std::optional<caffe2::TypeMeta> last_dtype;
   for (const at::Tensor& parameter : reducer_.parameters()) {
     if (last_dtype != parameter.dtype()) {
@@ -103,14 +105,15 @@ void Logger::describe_parameters() {
       dtypes.emplace(parameter.dtype().name());
     }
     several_devices |= parameter.device() != device;
-    bytes += static_cast<int64_t>(parameter.nbytes());
+    sizes_bytes.push_back(static_cast<int64_t>(parameter.nbytes()));
   }
   data_.strs_map["dtypes"] = absl::StrJoin(dtypes, ", ");
-  data_.ints_map["total_parameter_size_bytes"] = bytes;
+  data_.ints_map["total_parameter_size_bytes"] =
+      std::accumulate(sizes_bytes.begin(), sizes_bytes.end(), int64_t{0});
   data_.ints_map["num_parameter_tensors"] =
       static_cast<int64_t>(reducer_.parameters().size());
   data_.strs_map["bucket_sizes"] =
-      absl::StrJoin(reducer_.bucket_sizes_bytes(), ", ");
+      absl::StrJoin(reducer_.bucket_sizes_bytes(sizes_bytes), ", ");
   data_.ints_map["is_multi_device_module"] = several_devices;
 }
 
@@ -151,8 +154,12 @@ void Logger::sample_runtime() {
 }
 
 void Logger::describe_buckets() {
+  std::vector<int64_t> sizes_bytes;
+  for (const at::Tensor& parameter : reducer_.parameters()) {
+    sizes_bytes.push_back(static_cast<int64_t>(parameter.nbytes()));
+  }
   data_.strs_map["rebuilt_bucket_sizes"] =
-      absl::StrJoin(reducer_.bucket_sizes_bytes(), ", ");
+      absl::StrJoin(reducer_.bucket_sizes_bytes(sizes_bytes), ", ");
   std::vector<std::string> buckets;
   for (const std::vector<size_t>& bucket : reducer_.buckets()) {
     buckets.push_back(absl::StrJoin(bucket, " "));

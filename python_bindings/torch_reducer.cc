@@ -434,12 +434,13 @@ std::vector<std::vector<size_t>> TorchReducer::buckets() const {
   return reducer_->plan().buckets();
 }
 
-std::vector<int64_t> TorchReducer::bucket_sizes_bytes() const {
+std::vector<int64_t> TorchReducer::bucket_sizes_bytes(
+    std::span<const int64_t> parameter_sizes_bytes) const {
   std::vector<int64_t> sizes;
   for (const std::vector<size_t>& bucket : buckets()) {
     int64_t bytes = 0;
     for (const size_t i : bucket) {
-      bytes += static_cast<int64_t>(parameters_[i].nbytes());
+      bytes += parameter_sizes_bytes[i];
     }
     sizes.push_back(bytes);
   }

@@ -18,6 +18,7 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <string_view>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -147,7 +148,8 @@ class TorchReducer {
   ReducerStatistics statistics() const;
   int64_t buckets_reduced() const;  // since the last prepare_for_backward()
   std::vector<std::vector<size_t>> buckets() const;
-  std::vector<int64_t> bucket_sizes_bytes() const;
+  std::vector<int64_t> bucket_sizes_bytes(
+      std::span<const int64_t> parameter_sizes_bytes) const;
 
   const std::vector<at::Tensor>& parameters() const { return parameters_; }
   const ParameterNames& parameter_names() const { return names_; }
