@@ -215,10 +215,12 @@ py::dict ModuleScan::named_buffers() const {
 py::list ModuleScan::parameters(const py::set& ignored) const {
   py::list parameters;
   if (ignored.empty() && !overrides("named_parameters")(root_)) {
+    py::list all(numbers_.size());
     for_each_tensor([&](const Parameter& parameter) {
-      parameters.append(parameter.tensor);
+      PyList_SET_ITEM(all.ptr(), parameter.number,
+                      parameter.tensor.inc_ref().ptr());
     });
-    return parameters;
+    return all;
   }
   for (const auto& [name, tensor] : named_parameters()) {
     if (!ignored.contains(name)) parameters.append(tensor);
@@ -245,6 +247,7 @@ ReducedParameters ModuleScan::reduced_parameters(const py::set& ignored) {
       if (is_asked) continue;
       if (parameters_.end() - parameter > kTensorAhead) {
         in_cpp.prefetch(parameter[kTensorAhead].tensor);
+        __builtin_prefetch(parameter[kTensorAhead].own_name.ptr());
       }
       const at::Tensor& tensor = in_cpp[parameter->tensor];
       const bool requires_grad = tensor.requires_grad();
@@ -315,6 +318,13 @@ py::list one_per_device(const py::list& tensors) {
     firsts.append(tensor);
   }
   return firsts;
+}
+
+bool are_exactly(const py::list& objects, py::handle type) {
+  for (py::handle object : objects) {
+    if (py::type::handle_of(object).ptr() != type.ptr()) return false;
+  }
+  return true;
 }
 
 py::list entries_of(const py::list& tables) {

@@ -68,6 +68,9 @@ class ModuleScan {
 // The first of the tensors on each device.
 py::list one_per_device(const py::list& tensors);
 
+// Whether all are of this class, and not of one derived from it.
+bool are_exactly(const py::list& objects, py::handle type);
+
 // What is registered in tables of a module, one list for all.
 py::list entries_of(const py::list& tables);
 

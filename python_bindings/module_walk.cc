@@ -11,6 +11,31 @@ py::object torchs_module_class() {
   return py::module_::import("torch.nn").attr("Module");
 }
 
+// Runs ahead of a walk through a large dictionary.
+class Prefetch {
+ public:
+  explicit Prefetch(py::handle dict) : dict_(dict) {
+    if (PyDict_GET_SIZE(dict_.ptr()) <= kAhead) is_over_ = true;
+    for (Py_ssize_t i = 0; i < kAhead && !is_over_; ++i) next();
+  }
+
+  void next() {
+    if (is_over_) return;
+    PyObject* key = nullptr;
+    PyObject* value = nullptr;
+    is_over_ = PyDict_Next(dict_.ptr(), &position_, &key, &value) == 0;
+    __builtin_prefetch(key, /*write=*/1);
+    __builtin_prefetch(value, /*write=*/1);
+  }
+
+ private:
+  static constexpr Py_ssize_t kAhead = 12;
+
+  const py::handle dict_;
+  Py_ssize_t position_ = 0;
+  bool is_over_ = false;
+};
+
 class Walk {
  public:
   void visit(std::string name, py::handle module) {
@@ -92,7 +117,9 @@ void for_each_registered(
     PyObject* name = nullptr;
     PyObject* value = nullptr;
     Py_ssize_t position = 0;
+    Prefetch ahead(table);
     while (PyDict_Next(table.ptr(), &position, &name, &value) != 0) {
+      ahead.next();
       if (value != Py_None) visit(name, value);
     }
     return;

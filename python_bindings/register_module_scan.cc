@@ -53,6 +53,8 @@ void register_module_scan(py::module_& module) {
            "The tables in which parameters and submodules are registered.");
   module.def("one_per_device", &one_per_device, py::arg("tensors"),
              "The first of the tensors on each device.");
+  module.def("are_exactly", &are_exactly, py::arg("objects"), py::arg("type"),
+             "Whether all are of this class, and not of one derived from it.");
   module.def("entries_of", &entries_of, py::arg("tables"),
              "What is registered in tables of a module, one list for all.");
   module.def("has_entries", &has_entries, py::arg("tables"), py::arg("entries"),

@@ -5,7 +5,7 @@ import torch
 import torch._C._distributed_c10d
 import torch.distributed.distributed_c10d
 import typing
-__all__: list[str] = ['Logger', 'ModuleScan', 'ReducedParameters', 'Reducer', 'describe_tensor', 'entries_of', 'has_entries', 'one_per_device', 'require_agreement', 'then_collective', 'tie_outputs', 'version']
+__all__: list[str] = ['Logger', 'ModuleScan', 'ReducedParameters', 'Reducer', 'are_exactly', 'describe_tensor', 'entries_of', 'has_entries', 'one_per_device', 'require_agreement', 'then_collective', 'tie_outputs', 'version']
 class ReducedParameters:
     """
     What a reducer is made of. For a moment, as ModuleScan.
@@ -195,6 +195,10 @@ class Logger(torch._C._distributed_c10d.Logger):
         ...
     def set_runtime_stats_and_log(self) -> None:
         ...
+def are_exactly(objects: list, type: typing.Any) -> bool:
+    """
+    Whether all are of this class, and not of one derived from it.
+    """
 def describe_tensor(name: str, tensor: torch.Tensor) -> str:
     """
     Name, dtype, sizes, strides and kind of device, as text.

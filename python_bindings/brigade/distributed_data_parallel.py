@@ -30,6 +30,7 @@ from brigade._C import (
     ModuleScan,
     ReducedParameters,
     Reducer,
+    are_exactly,
     describe_tensor,
     one_per_device,
 )
@@ -340,7 +341,7 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
         self._module_parameters = scan.parameters(self.parameters_to_ignore)
         if not delayed:
             _checks.require_trainable(module, self._module_parameters)
-        if set(map(type, self._module_parameters)) - {torch.nn.Parameter}:
+        if not are_exactly(self._module_parameters, torch.nn.Parameter):
             named = self._not_ignored(scan.named_parameters())
             _checks.require_initialized(module, named)
             _require_no_shards(named)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 import brigade
-from brigade._C import ModuleScan, entries_of, has_entries, one_per_device
+from brigade._C import ModuleScan, are_exactly, entries_of, has_entries, one_per_device
 
 TORCHS = torch.nn.parallel.DistributedDataParallel
 
@@ -202,6 +202,15 @@ def test_first_of_each_device():
     cpu, meta = torch.zeros(1), torch.zeros(1, device="meta")
     found = one_per_device([cpu, meta, torch.zeros(2), torch.zeros(2, device="meta")])
     assert list(map(id, found)) == [id(cpu), id(meta)]
+
+
+def test_whether_all_are_exactly_of_a_class():
+    plain, buffer = nn.Parameter(torch.zeros(1)), nn.Buffer(torch.zeros(1))
+    assert are_exactly([], nn.Parameter)
+    assert are_exactly([plain, plain], nn.Parameter)
+    assert not are_exactly([plain, buffer], nn.Parameter)
+    assert not are_exactly([plain], torch.Tensor)
+    assert not are_exactly([plain, nn.UninitializedParameter()], nn.Parameter)
 
 
 def test_a_parameter_ignored_by_its_second_name_may_be_unfrozen(alone):
