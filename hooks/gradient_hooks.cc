@@ -94,18 +94,23 @@ GradientHooks::GradientHooks(std::span<const std::vector<at::Tensor>> replicas,
   hooks_ = std::make_unique_for_overwrite<std::byte[]>(num_variables *
                                                        sizeof(ReadyHook));
   std::byte* place = hooks_.get();
-  for (size_t r = 0; r < replicas.size(); ++r) {
-    for (size_t i = 0; i < replicas[r].size(); ++i) {
-      prefetch_after(replicas[r], i);
-      NodePtr accumulator =
-          torch::autograd::impl::grad_accumulator(replicas[r][i]);
-      const uintptr_t key = accumulator->add_post_hook(
-          std::unique_ptr<ReadyHook>(new (place) ReadyHook(
-              listener, VariableIndex{.replica = r, .parameter = i},
-              accumulator.get(), replicas[r][i], last_called_)));
-      registrations_.push_back({std::move(accumulator), key});
-      place += sizeof(ReadyHook);
+  try {
+    for (size_t r = 0; r < replicas.size(); ++r) {
+      for (size_t i = 0; i < replicas[r].size(); ++i) {
+        prefetch_after(replicas[r], i);
+        NodePtr accumulator =
+            torch::autograd::impl::grad_accumulator(replicas[r][i]);
+        const uintptr_t key = accumulator->add_post_hook(
+            std::unique_ptr<ReadyHook>(new (place) ReadyHook(
+                listener, VariableIndex{.replica = r, .parameter = i},
+                accumulator.get(), replicas[r][i], last_called_)));
+        registrations_.push_back({std::move(accumulator), key});
+        place += sizeof(ReadyHook);
+      }
     }
+  } catch (...) {
+    remove();  // before their memory goes
+    throw;
   }
 }
 
