@@ -25,12 +25,12 @@
 
 #include "brigade/comm_hooks/hook_traits.h"
 #include "brigade/engine/collective.h"
+#include "brigade/engine/packer.h"
 #include "brigade/engine/stream_join.h"
 #include "brigade/planning/bucket_plan.h"
 #include "brigade/reducer/bucket_replica.h"
 #include "brigade/reducer/dims_list.h"
 #include "brigade/reducer/memory_ranges.h"
-#include "brigade/reducer/packer.h"
 #include "brigade/reducer/parameter_table.h"
 #include "brigade/reducer/reducer_options.h"
 #include "brigade/reducer/statistics.h"
