@@ -76,7 +76,6 @@ Failure failed_delivery(const EngineState& state, const Iteration& iteration,
 
 void deliver_as_results_come(EngineState& state, Iteration& iteration,
                              bool is_shadow) {
-  state.policy.on_ended_everywhere();
   std::optional<Failure> failure;
   const auto awake_until = std::chrono::steady_clock::now() + kMaxTimeAwake;
   for (const Launch& launch : undelivered(iteration)) {
@@ -202,7 +201,6 @@ std::optional<Failure> collect(EngineState& state, Iteration& iteration,
 
 void deliver(EngineState& state, const Iteration& iteration,
              const Results& results, bool is_shadow) {
-  state.policy.on_ended_everywhere();
   if (is_shadow) return;
   for (const auto& [collective, result] : results) {
     try {
@@ -224,6 +222,7 @@ void deliver_what_all_ranks_have(EngineState& state, Iteration& iteration,
   Results results;
   const std::optional<Failure> failure = collect(state, iteration, results);
   tell_of_results(state, iteration, {.kind = StatusKind::kArrived}, failure);
+  state.policy.on_end_confirmed();
   deliver(state, iteration, results, is_shadow);
 }
 
@@ -237,6 +236,7 @@ void delivered(EngineState& state) {
 
 void deliver_all(EngineState& state, Iteration& iteration, bool is_shadow) {
   if (state.policy.hook_traits().fails_by_network_only) {
+    state.policy.on_end_confirmed();
     deliver_as_results_come(state, iteration, is_shadow);
   } else {
     deliver_what_all_ranks_have(state, iteration, is_shadow);
@@ -253,9 +253,10 @@ void deliver_unconfirmed(EngineState& state,
     return delivered(state);
   }
   Results results;
-  if (const auto failure = collect(state, *iteration, results)) {
-    tell_of_results(state, *iteration, end, failure);
-  }
+  std::optional<Failure> failure;
+  if (!iteration->chained.empty()) failure = launch_chained(state, *iteration);
+  if (!failure) failure = collect(state, *iteration, results);
+  if (failure) tell_of_results(state, *iteration, end, failure);
   end_unconfirmed(state, iteration, end);
   deliver(state, *iteration, results, is_shadow);
   delivered(state);

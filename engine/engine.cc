@@ -83,11 +83,10 @@ void Engine::prepare(std::span<const at::Tensor> outputs) try {
 
 void Engine::start_iteration() {
   state_.take_iteration();
+  confirm_end(state_);
   state_.policy.check_variables();
   replan_if_due();
-  if (state_.policy.before_iteration([this] { confirm_end(state_); })) {
-    state_.adopt_sequence();
-  }
+  if (state_.policy.before_iteration()) state_.adopt_sequence();
 
   ++state_.observations.prepared;
   state_.iteration = state_.make_iteration(state_.observations.begun + 1);
@@ -134,10 +133,9 @@ void Engine::shadow() try {
   const std::lock_guard<std::mutex> lock(mutex_);
   end_unfinished_iteration();
   start_iteration();
+  state_.phase = Phase::kShadowing;
+  state_.observations.begun = state_.iteration->number;
   try {
-    confirm_end(state_);
-    state_.phase = Phase::kShadowing;
-    state_.observations.begun = state_.iteration->number;
     if (state_.policy.compares_each_iteration()) begin_together(state_);
     Marker marker(state_);
     state_.policy.on_backward_begins(marker, /*is_shadow=*/true);
@@ -172,7 +170,9 @@ void Engine::synchronize(SyncPoint place) try {
 
 bool Engine::replan() try {
   const std::lock_guard<std::mutex> lock(mutex_);
-  return !has_begun(state_.phase) && replan_if_due();
+  if (has_begun(state_.phase)) return false;
+  confirm_end(state_);
+  return replan_if_due();
 } catch (...) {
   state_.observations.note_error();
   throw;

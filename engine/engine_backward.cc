@@ -124,7 +124,6 @@ void Engine::accept_early_gradient(VariableIndex variable, bool is_defined,
 // forward's outputs may be used for something else.
 void Engine::begin_reduction() {
   if (has_begun(state_.phase)) return;
-  confirm_end(state_);
   Iteration& iteration = *state_.iteration;
   state_.phase = Phase::kReducing;
   state_.observations.begun = iteration.number;

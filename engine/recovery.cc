@@ -204,9 +204,6 @@ StatusComparison compare(EngineState& state, Iteration& iteration,
 
 bool may_defer_status_check(const EngineState& state,
                             const Iteration& iteration) {
-  // Who has launched a second collective that a peer has not would be waited
-  // for in vain.
-  if (!iteration.chained.empty() || state.policy.is_learning()) return false;
   const bool is_wanted = state.options.defers_status_check.value_or(true);
   // Results on the CPU keep the host waiting, and those of a user's hook are
   // waited for before this rank can tell that it has them.
@@ -231,10 +228,18 @@ void confirm_end(EngineState& state) {
   if (!state.unconfirmed_end) return;
   const UnconfirmedEnd end =
       *std::exchange(state.unconfirmed_end, std::nullopt);
-  const StatusComparison comparison = compare_when(
-      state, *end.iteration, [&] { return end.exchange; }, std::nullopt);
+  std::optional<StatusComparison> comparison;
+  try {
+    comparison = compare_when(
+        state, *end.iteration, [&] { return end.exchange; }, std::nullopt);
+  } catch (...) {
+    state.policy.on_end_refuted();
+    throw;
+  }
+  if (comparison->status.ok()) return state.policy.on_end_confirmed();
+  state.policy.on_end_refuted();
   throw_if_apart(
-      comparison,
+      *comparison,
       absl::StrCat(state.options.name, ": iteration ", end.iteration->number,
                    ", whose results this rank has delivered without "
                    "knowing it"));
@@ -277,7 +282,6 @@ void abort_group(EngineState& state, const RankStatus& last_words) {
 
 void call_apart(EngineState& state, std::string_view doing,
                 const std::function<void()>& collective) {
-  confirm_end(state);
   const WaitForPeers waiting(*state.observations.progress);
   try {
     collective();

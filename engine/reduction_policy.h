@@ -86,10 +86,9 @@ class ReductionPolicy {
   // is equal on all ranks.
   virtual Replanned replan(const CallCollective& call) = 0;
 
-  // An iteration is prepared. If the sequence has to be another one, calls
-  // `before_change`, changes it and returns true; peers may not have it, so
-  // that ranks compare.
-  virtual bool before_iteration(const std::function<void()>& before_change) = 0;
+  // An iteration is prepared. Returns whether the sequence is another one,
+  // which peers may not have: ranks compare it.
+  virtual bool before_iteration() = 0;
 
   virtual void on_prepared(std::span<const at::Tensor> outputs) = 0;
 
@@ -115,13 +114,12 @@ class ReductionPolicy {
   // A backward that reached the outputs may bring no gradient at all.
   virtual bool may_end_without_gradients() const = 0;
 
-  // The iteration that is ending teaches ranks something that all of them must
-  // know or none: they wait for each other.
-  virtual bool is_learning() const = 0;
+  // All ranks have ended the iteration well: before its results are delivered,
+  // or, if this one did not wait for the others, before the next is prepared.
+  virtual void on_end_confirmed() = 0;
 
-  // All ranks have ended the iteration well, or are taken to have (an engine
-  // may look later, unless it is_learning()); results will be delivered.
-  virtual void on_ended_everywhere() = 0;
+  // In place of that: it has been delivered here, and not on all ranks.
+  virtual void on_end_refuted() = 0;
 
   // It is over on this rank. Also of one that ranks gave up before it began.
   // Must not throw unless all was delivered.

@@ -146,13 +146,9 @@ Replanned DataParallelPolicy::replan(const CallCollective& call) {
   return is_other ? Replanned::kOtherSequence : Replanned::kSameSequence;
 }
 
-bool DataParallelPolicy::before_iteration(
-    const std::function<void()>& before_change) {
+bool DataParallelPolicy::before_iteration() {
   const bool is_restrided = table_.first_restrided().has_value();
-  if (is_restrided) {
-    before_change();
-    follow_strides();
-  }
+  if (is_restrided) follow_strides();
   ready_order_.restart();
   for (Bucket& bucket : bound_.buckets) bucket.restart();
   if (used_) used_->restart();
@@ -312,9 +308,13 @@ void DataParallelPolicy::on_backward_ends(Marker& marker) {
   mark_unused(marker, hook_counts_->silent());
 }
 
-void DataParallelPolicy::on_ended_everywhere() {
+void DataParallelPolicy::on_end_confirmed() {
   ready_order_.observe();
   if (hook_counts_) hook_counts_->confirm();
+}
+
+void DataParallelPolicy::on_end_refuted() {
+  if (hook_counts_) hook_counts_->abort();
 }
 
 void DataParallelPolicy::on_iteration_over(Outcome outcome) {

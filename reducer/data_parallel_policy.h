@@ -48,9 +48,7 @@ class DataParallelPolicy final : public ReductionPolicy {
   // object but for its destructor.
   void set_hooks(const GradientHooks& hooks);
 
-  const c10::intrusive_ptr<c10d::ProcessGroup>& group() const {
-    return group_;
-  }
+  const c10::intrusive_ptr<c10d::ProcessGroup>& group() const { return group_; }
 
   // What the table and the options are does not change, but for strides and the
   // hook.
@@ -67,7 +65,7 @@ class DataParallelPolicy final : public ReductionPolicy {
 
   // An iteration tells more when its backward is over: the order of gradients,
   // or a static graph.
-  bool is_learning() const override;
+  bool is_learning() const;
 
   // Counts of its own; the engine's are 0.
   ReducerStatistics statistics() const;
@@ -81,7 +79,7 @@ class DataParallelPolicy final : public ReductionPolicy {
   bool expects_gradients() const override;
   void check_variables() const override;
   Replanned replan(const CallCollective& call) override;
-  bool before_iteration(const std::function<void()>& before_change) override;
+  bool before_iteration() override;
   void on_prepared(std::span<const at::Tensor> outputs) override;
   bool begins_at_outputs() const override;
   void on_backward_begins(Marker& marker, bool is_shadow) override;
@@ -92,7 +90,8 @@ class DataParallelPolicy final : public ReductionPolicy {
   bool may_end_without_gradients() const override {
     return prediction_.none_reached;
   }
-  void on_ended_everywhere() override;
+  void on_end_confirmed() override;
+  void on_end_refuted() override;
   void on_iteration_over(Outcome outcome) override;
 
   std::shared_ptr<void> abandon(

@@ -112,14 +112,14 @@ struct ReducerOptions {
 
   // When ranks look at what the others said at the end of an iteration. False:
   // before its gradients are delivered, so that no rank steps if one has
-  // failed; the host waits for the slowest. True: when the next iteration
-  // begins to launch, or at recover(), so that it does not: if a rank fails
-  // while another one has delivered, that one has stepped with sums to which
-  // the failed rank gave zeros, and hears of it one iteration later: load a
-  // checkpoint on all ranks. Unset: true where all buckets are on devices,
-  // whose collectives don't keep the host waiting, and false on the CPU. An
-  // iteration from which ranks learn, hooks that use then_collective() and, on
-  // the CPU, a user's hooks wait in any case. Need not be alike on all ranks.
+  // failed; the host waits for the slowest, where backward ends. True: in the
+  // next prepare_for_backward() or recover(), so that the host runs ahead by a
+  // forward: if a rank fails while another one has delivered, that one has
+  // stepped with sums to which the failed rank gave zeros, and hears of it one
+  // iteration later: load a checkpoint on all ranks. Unset: true where all
+  // buckets are on devices, whose collectives don't keep the host waiting, and
+  // false on the CPU, where a user's hooks wait in any case. Need not be alike
+  // on all ranks.
   std::optional<bool> defer_status_check = std::nullopt;
 
   // A rank whose backward fails tells its peers, and waits so long for them to

@@ -63,9 +63,13 @@ void expect_trains(Reducer& reducer, const ToyModel& model, const Group& group,
   }
 }
 
-const auto kTellsOfIteration3 = AllOf(
-    StartsWith("Reducer: iteration 3, whose results this rank has delivered"),
-    HasSubstr("rank 1 failed in iteration 3 at bucket "));
+auto tells_of_iteration(int iteration) {
+  const std::string number = std::to_string(iteration);
+  return AllOf(
+      StartsWith("Reducer: iteration " + number +
+                 ", whose results this rank has delivered"),
+      HasSubstr("rank 1 failed in iteration " + number + " at bucket "));
+}
 
 struct Mode {
   const char* name;
@@ -90,26 +94,32 @@ INSTANTIATE_TEST_SUITE_P(
                            {.find_unused_parameters = true,
                             .skip_all_reduce_unused_parameters = true}},
                       Mode{"static_graph", {.static_graph = true}},
+                      Mode{"rebuilding", {.rebuild_buckets = true}},
                       Mode{"lazy", {.lazy_bucket_allocation = true}}),
     [](const auto& info) { return std::string(info.param.name); });
 
-TEST_P(DeferredStatusTest, AFailureIsToldWhenTheNextIterationBegins) {
-  for (int throws_at = -1; throws_at <= 3; ++throws_at) {
-    SCOPED_TRACE("throws at " + std::to_string(throws_at));
-    run_ranks(3, [&](const Group& group) {
-      const ToyModel model(kSizes);
-      Reducer reducer(model.parameters, group, options());
-      expect_trains(reducer, model, group, /*steps=*/2);
-      const auto train = [&] { step(reducer, model.loss(group->getRank())); };
-      if (group->getRank() == 1) {
-        fail_in_backward(reducer, model, 1, throws_at);
-      } else {
-        train();
-        EXPECT_THAT(text_of<c10::DistBackendError>(train), kTellsOfIteration3);
-      }
-      EXPECT_TRUE(reducer.can_continue());
-      expect_trains(reducer, model, group, /*steps=*/3);
-    });
+// Also of the first one, from which ranks learn.
+TEST_P(DeferredStatusTest, AFailureIsToldWhenTheNextIterationIsPrepared) {
+  for (const int failing : {1, 3}) {
+    for (int throws_at = -1; throws_at <= 3; ++throws_at) {
+      SCOPED_TRACE("throws in iteration " + std::to_string(failing) + " at " +
+                   std::to_string(throws_at));
+      run_ranks(3, [&](const Group& group) {
+        const ToyModel model(kSizes);
+        Reducer reducer(model.parameters, group, options());
+        expect_trains(reducer, model, group, /*steps=*/failing - 1);
+        if (group->getRank() == 1) {
+          fail_in_backward(reducer, model, 1, throws_at);
+        } else {
+          step(reducer, model.loss(group->getRank()));
+          EXPECT_THAT(text_of<c10::DistBackendError>(
+                          [&] { reducer.prepare_for_backward(model.loss(0)); }),
+                      tells_of_iteration(failing));
+        }
+        EXPECT_TRUE(reducer.can_continue());
+        expect_trains(reducer, model, group, /*steps=*/3);
+      });
+    }
   }
 }
 
@@ -151,31 +161,11 @@ TEST_P(DeferredStatusTest, OtherCallsThatCommunicateLookAtIt) {
       } else {
         step(reducer, model.loss(0));
         EXPECT_THAT(text_of<c10::DistBackendError>([&] { call(reducer); }),
-                    kTellsOfIteration3);
+                    tells_of_iteration(3));
       }
       expect_trains(reducer, model, group, /*steps=*/2);
     });
   }
-}
-
-// One that throws in its next backward before that begins raises its own error;
-// ranks are in step all the same.
-TEST_P(DeferredStatusTest, AFailureBehindAFailureIsItsOwn) {
-  if (options().skip_all_reduce_unused_parameters) {
-    GTEST_SKIP() << "an iteration begins where backward reaches its outputs";
-  }
-  run_ranks(2, [&](const Group& group) {
-    const ToyModel model(kSizes);
-    Reducer reducer(model.parameters, group, options());
-    expect_trains(reducer, model, group, /*steps=*/2);
-    if (group->getRank() == 1) {
-      fail_in_backward(reducer, model, 1, /*throws_at=*/1);
-    } else {
-      step(reducer, model.loss(0));
-      fail_in_backward(reducer, model, 0, /*throws_at=*/3);
-    }
-    expect_trains(reducer, model, group, /*steps=*/2);
-  });
 }
 
 // Ranks that don't defer are told in the iteration itself.
@@ -191,7 +181,7 @@ TEST(DeferredStatusOfSomeRanksTest, EachRankHearsItInItsOwnTime) {
       fail_in_backward(reducer, model, 1, /*throws_at=*/0);
     } else if (group->getRank() == 0) {
       train();
-      EXPECT_THAT(text_of<c10::DistBackendError>(train), kTellsOfIteration3);
+      EXPECT_THAT(text_of<c10::DistBackendError>(train), tells_of_iteration(3));
     } else {
       EXPECT_THAT(text_of<c10::DistBackendError>(train),
                   StartsWith("Reducer: rank 1 failed in iteration 3"));
