@@ -26,7 +26,7 @@ void launch(EngineState& state, Collective& entry) {
   const std::optional<size_t> unit = entry.unit();
   Launch launch = {.collective = &entry, .future = nullptr};
   if (entry.is_left_out()) {
-    ++state.observations.units_left_out;
+    if (unit) ++state.observations.units_left_out;
   } else {
     try {
       state.peers.count([&] {

@@ -183,6 +183,13 @@ TEST_F(LaunchingTest, WhatIsLeftOutWaitsForItsGradientsToo) {
   EXPECT_EQ(num_passed(), 2);
 }
 
+TEST_F(LaunchingTest, CountsEntriesWithAUnit) {
+  sequence({1, without_unit(0), left_out(1), without_unit(left_out(0)), 1});
+  for (const size_t gradient : {0, 1, 2}) ready(gradient);
+  EXPECT_EQ(statistics().units_launched, 2);
+  EXPECT_EQ(statistics().units_left_out, 1);
+}
+
 TEST_F(LaunchingTest, AMarkedVariableIsNotMissingAnyMore) {
   sequence({1, 2});
   Marker marker(*state_);
