@@ -32,6 +32,7 @@ class ScriptedCollective final : public Collective {
   c10::intrusive_ptr<c10::ivalue::Future> launch() override {
     policy_.throw_if_scripted(Step::kLaunch, index_);
     note("launch");
+    if (policy_.when_launched) policy_.when_launched(index_);
     return all_reduce();
   }
 

@@ -18,6 +18,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <exception>
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
@@ -92,6 +93,9 @@ class ScriptedPolicy final : public ReductionPolicy {
   // At the next replan(): the same sequence, or these entries.
   void replan_to_same() { replanned_ = Replanned::kSameSequence; }
   void replan_to(std::vector<ScriptedEntry> entries);
+
+  // Called by a launch of the entry.
+  std::function<void(size_t entry)> when_launched = {};
 
   // In the iterations that follow.
   std::vector<size_t> unused = {};           // known when a backward begins
