@@ -266,6 +266,7 @@ void deliver_through(EngineState& state, Iteration& iteration, size_t entry) {
   for (; iteration.num_delivered <= entry; ++iteration.num_delivered) {
     const Launch& launch = iteration.launches[iteration.num_delivered];
     const WaitForPeers waiting(*state.observations.progress);
+    ErrorSource source = ErrorSource::kFuture;
     try {
       const std::optional<size_t> unit = launch.collective->unit();
       if (!unit) {
@@ -276,13 +277,13 @@ void deliver_through(EngineState& state, Iteration& iteration, size_t entry) {
         launch.future->waitAndThrow();
         state.observations.timeline.waited_for(*unit);
       }
+      source = ErrorSource::kDelivery;
       if (state.phase != Phase::kShadowing) {
         launch.collective->deliver(result_of(launch));
       }
     } catch (...) {
       throw_failure(state,
-                    failure_of(state, iteration, ErrorSource::kFuture,
-                               *launch.collective),
+                    failure_of(state, iteration, source, *launch.collective),
                     iteration.number);
     }
   }

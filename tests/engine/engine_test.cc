@@ -31,6 +31,11 @@ std::exception_ptr network_error() {
       c10::DistBackendError("connection reset by peer"));
 }
 
+std::exception_ptr runtime_error() {
+  return std::make_exception_ptr(
+      c10::Error(c10::SourceLocation{}, "no memory"));
+}
+
 class EngineTest : public testing::EngineFixture {
  protected:
   // A user's hook, which may fail on one rank alone.
@@ -353,6 +358,22 @@ TEST_F(EngineTest, WhatWasDeliveredEarlyIsTakenBackIfAPeerFails) {
   EXPECT_THROW(backward({1}), c10::DistBackendError);
   expect_events(
       {"pack 0", "launch 0", "deliver 0", "pack 1", "launch 1", "aborted"});
+}
+
+TEST_F(EngineTest, AnEarlyDeliveryThatFailsOutsideOfABackwardIsTold) {
+  sequence({1, 1});
+  for (const bool is_hook : {false, true}) {
+    policy().traits.fails_by_network_only = !is_hook;
+    prepare();
+    backward({0});
+    policy().fail(Step::kDeliver, 0, runtime_error());
+    EXPECT_THAT([&] { engine().deliver_through(0); },
+                ThrowsMessage<c10::Error>(HasSubstr("no memory")));
+    expect_events({"pack 0", "launch 0", "aborted"});
+    EXPECT_THAT(take_statuses(), ElementsAre(HasSubstr("no memory")));
+    EXPECT_TRUE(engine().can_continue());
+    EXPECT_TRUE(is_at_sync_point());
+  }
 }
 
 TEST_F(EngineTest, AnEarlyDeliveryThatFailsInABackwardEndsIt) {
