@@ -26,8 +26,11 @@ void EngineState::failed(const std::exception_ptr& error) {
 
 void EngineState::adopt_sequence() {
   const std::span<Collective* const> sequence = policy.sequence();
-  // Of equal entries: an iteration that is prepared is of the same plan.
-  if (iteration) iteration->sequence = sequence;
+  if (iteration) {
+    iteration->sequence = sequence;
+    // One that has begun goes on, with entries that wait for the same.
+    if (!has_begun(phase)) iteration->order = launch_order_of(sequence);
+  }
   std::vector<c10::Device> devices;
   devices.reserve(sequence.size());
   for (const Collective* collective : sequence) {

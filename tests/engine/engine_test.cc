@@ -588,6 +588,19 @@ TEST_F(EngineTest, ChangesItsSequenceBetweenIterations) {
       {"pack 0", "launch 0", "ended everywhere", "deliver 0", "delivered"});
 }
 
+TEST_F(EngineTest, ChangesTheSequenceOfWhatIsPrepared) {
+  sequence({1, 1});
+  prepare();
+  engine().change_sequence("caller", [this] {
+    policy().adopt({2, 0, 0});
+    return true;
+  });
+  backward({0, 1});
+  expect_events({"pack 0", "launch 0", "launch 1", "launch 2",
+                 "ended everywhere", "deliver 0", "deliver 1", "deliver 2",
+                 "delivered"});
+}
+
 TEST_F(EngineTest, RefusesAnotherSequenceInTheMiddleOfAnIteration) {
   sequence({1, 1});
   prepare();
