@@ -13,6 +13,7 @@
 #include "brigade/comm_hooks/all_reduce_hook.h"
 #include "brigade/comm_hooks/function_hook.h"
 #include "brigade/reducer/reducer.h"
+#include "brigade/tests/reducer/step.h"
 #include "brigade/tests/reducer/toy_model.h"
 #include "brigade/tests/support/local_ranks.h"
 #include "gtest/gtest.h"
@@ -21,6 +22,7 @@ namespace brigade {
 namespace {
 
 using testing::run_ranks;
+using testing::step;
 using testing::ToyModel;
 
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
@@ -33,13 +35,6 @@ ReducerOptions copies() {
   return {.bucket_plan = {{0, 1}},
           .rebuild_buckets = false,
           .gradients_as_bucket_views = false};
-}
-
-void step(Reducer& reducer, const ToyModel& model, int rank, int number,
-          bool create_graph = false) {
-  const at::Tensor loss = model.loss(rank, number);
-  reducer.prepare_for_backward(loss);
-  loss.backward({}, /*retain_graph=*/create_graph, create_graph);
 }
 
 void expect_averages(const ToyModel& model, int number) {
@@ -56,7 +51,7 @@ bool lies_in_bucket(const at::Tensor& gradient) {
 
 // The first step's buckets may be rebuilt; it is copied.
 void take_first_step(Reducer& reducer, const ToyModel& model, int rank) {
-  step(reducer, model, rank, 0);
+  step(reducer, model.loss(rank, 0));
   EXPECT_FALSE(lies_in_bucket(model.parameters[0].grad()));
   model.zero_grad();
 }
@@ -70,7 +65,7 @@ TEST(BufferDonationTest, GivesALargeGradientItsPlaceInTheBucket) {
     const void* memory = nullptr;
     for (int s = 1; s < 5; ++s) {
       model.zero_grad();
-      step(reducer, model, group->getRank(), s);
+      step(reducer, model.loss(group->getRank(), s));
       expect_averages(model, s);
       const at::Tensor& large = model.parameters[0].grad();
       EXPECT_TRUE(lies_in_bucket(large));
@@ -129,7 +124,7 @@ TEST(BufferDonationTest, LeavesMemoryToWhoeverStillSeesIt) {
       std::vector<const float*> memory;
       for (int s = 0; s < 5; ++s) {
         model.zero_grad();
-        step(reducer, model, group->getRank(), s);
+        step(reducer, model.loss(group->getRank(), s));
         expect_averages(model, s);
         const at::Tensor& gradient = model.parameters[0].grad();
         // So many buckets are kept for the sake of a gradient.
@@ -151,7 +146,7 @@ TEST(BufferDonationTest, LeavesMemoryThatWasMovedForAnotherProcess) {
     const ToyModel model(kSizes);
     Reducer reducer(model.parameters, group, copies());
     take_first_step(reducer, model, group->getRank());
-    step(reducer, model, group->getRank(), 0);
+    step(reducer, model.loss(group->getRank(), 0));
     ASSERT_TRUE(lies_in_bucket(model.parameters[0].grad()));
     const at::Tensor elsewhere =
         at::empty({kSizes[0][0] + kSizes[1][0]}, at::kFloat);
@@ -162,7 +157,7 @@ TEST(BufferDonationTest, LeavesMemoryThatWasMovedForAnotherProcess) {
     storage->set_data_ptr_noswap(c10::DataPtr(
         elsewhere.mutable_data_ptr(), c10::Device(c10::DeviceType::CPU)));
     model.zero_grad();
-    step(reducer, model, group->getRank(), 1);
+    step(reducer, model.loss(group->getRank(), 1));
     expect_averages(model, 1);
     EXPECT_TRUE(at::equal(elsewhere.slice(0, 0, kSizes[0][0]),
                           model.average(0, kRanks, 0)));
@@ -175,12 +170,12 @@ TEST(BufferDonationTest, GradientsThatAreKeptStayWhereTheyAre) {
       const ToyModel model(kSizes);
       Reducer reducer(model.parameters, group, copies());
       take_first_step(reducer, model, group->getRank());
-      step(reducer, model, group->getRank(), 0);
+      step(reducer, model.loss(group->getRank(), 0));
       const void* memory = model.parameters[0].grad().const_data_ptr();
       for (int s = 1; s < 4; ++s) {
         if (zeroed) model.zero_grad(/*set_to_none=*/false);
         const at::Tensor before = model.parameters[0].grad().clone();
-        step(reducer, model, group->getRank(), s);
+        step(reducer, model.loss(group->getRank(), s));
         // A gradient that is kept is averaged with what it was: equal on all.
         EXPECT_TRUE(at::equal(model.parameters[0].grad(),
                               before + model.average(0, kRanks, s)));
@@ -276,7 +271,7 @@ TEST(BufferDonationTest, RanksMayKeepGradientsApart) {
     std::vector<at::Tensor> kept;
     for (int s = 0; s < 5; ++s) {
       model.zero_grad();
-      step(reducer, model, group->getRank(), s);
+      step(reducer, model.loss(group->getRank(), s));
       expect_averages(model, s);
       if (group->getRank() == 0) kept.push_back(model.parameters[0].grad());
     }

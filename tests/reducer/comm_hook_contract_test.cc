@@ -11,6 +11,7 @@
 #include "brigade/comm_hooks/all_reduce_hook.h"
 #include "brigade/comm_hooks/function_hook.h"
 #include "brigade/reducer/reducer.h"
+#include "brigade/tests/reducer/step.h"
 #include "brigade/tests/reducer/toy_model.h"
 #include "brigade/tests/support/local_ranks.h"
 #include "gmock/gmock.h"
@@ -20,6 +21,7 @@ namespace brigade {
 namespace {
 
 using testing::run_ranks;
+using testing::step;
 using testing::ToyModel;
 
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
@@ -30,11 +32,6 @@ FuturePtr completed(const at::Tensor& tensor) {
       c10::make_intrusive<c10::ivalue::Future>(c10::TensorType::get());
   future->markCompleted(tensor);
   return future;
-}
-
-void step(Reducer& reducer, const at::Tensor& loss) {
-  reducer.prepare_for_backward(loss);
-  loss.backward();
 }
 
 TEST(CommHookContractTest, GetsRawGradientsWithTheirPlaces) {

@@ -15,6 +15,7 @@
 #include <typeinfo>
 
 #include "brigade/reducer/reducer.h"
+#include "brigade/tests/reducer/step.h"
 #include "brigade/tests/reducer/toy_model.h"
 #include "gtest/gtest.h"
 
@@ -42,11 +43,6 @@ std::string text_of(const std::function<void()>& action) {
   }
   ADD_FAILURE() << "nothing was thrown";
   return "";
-}
-
-inline void step(Reducer& reducer, const at::Tensor& loss) {
-  reducer.prepare_for_backward(loss);
-  loss.backward();
 }
 
 // One step, after which every gradient is the average over all ranks.

@@ -11,6 +11,7 @@
 #include "brigade/comm/recording_group.h"
 #include "brigade/reducer/reducer.h"
 #include "brigade/tests/reducer/failing.h"
+#include "brigade/tests/reducer/step.h"
 #include "brigade/tests/reducer/toy_model.h"
 #include "gtest/gtest.h"
 

@@ -16,6 +16,7 @@
 #include "brigade/comm/recording_group.h"
 #include "brigade/comm_hooks/all_reduce_hook.h"
 #include "brigade/comm_hooks/function_hook.h"
+#include "brigade/tests/reducer/step.h"
 #include "brigade/tests/reducer/toy_model.h"
 #include "brigade/tests/support/local_ranks.h"
 #include "gmock/gmock.h"
@@ -27,16 +28,12 @@ namespace {
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using testing::run_ranks;
+using testing::step;
 using testing::ToyModel;
 
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
 const ToyModel::Sizes kSizes = {{3, 2}, {5}, {}, {2, 2, 2}, {0}, {7}};
-
-void step(Reducer& reducer, const ToyModel& model, const at::Tensor& loss) {
-  reducer.prepare_for_backward(loss);
-  loss.backward();
-}
 
 void expect_averages(const ToyModel& model, int world_size, int step = 0) {
   for (size_t i = 0; i < model.parameters.size(); ++i) {
@@ -77,7 +74,7 @@ TEST_P(ReducerOnRanksTest, AveragesGradientsInEveryStep) {
     Reducer reducer(model.parameters, group, options());
     for (int s = 0; s < 4; ++s) {
       model.zero_grad();
-      step(reducer, model, model.loss(group->getRank(), s));
+      step(reducer, model.loss(group->getRank(), s));
       expect_averages(model, world_size(), s);
     }
     EXPECT_EQ(reducer.statistics().reduced, 4);
@@ -90,7 +87,7 @@ TEST_P(ReducerOnRanksTest, AveragesGradientsThatAreKeptAndZeroed) {
     Reducer reducer(model.parameters, group, options());
     for (int s = 0; s < 4; ++s) {
       model.zero_grad(/*set_to_none=*/false);
-      step(reducer, model, model.loss(group->getRank(), s));
+      step(reducer, model.loss(group->getRank(), s));
       expect_averages(model, world_size(), s);
     }
   });
@@ -106,7 +103,7 @@ TEST_P(ReducerOnRanksTest, ReducesWhatWasAccumulatedWithoutPreparing) {
       model.loss(group->getRank(), 0).backward();
       model.loss(group->getRank(), 1).backward();
       EXPECT_EQ(reducer.statistics().buckets_launched, before);
-      step(reducer, model, model.loss(group->getRank(), 2));
+      step(reducer, model.loss(group->getRank(), 2));
       for (size_t i = 0; i < model.parameters.size(); ++i) {
         EXPECT_TRUE(at::equal(model.parameters[i].grad(),
                               model.average(i, world_size(), 0) +
@@ -122,10 +119,8 @@ TEST_P(ReducerOnRanksTest, CarriesAccumulatedGradientsOverARebuild) {
   run_ranks(world_size(), [&](const Group& group) {
     const ToyModel model(kSizes);
     Reducer reducer(model.parameters, group, options());
-    step(reducer, model,
-         model.loss_in_order({0, 3, 1, 4, 2, 5}, group->getRank(), 0));
-    step(reducer, model,
-         model.loss_in_order({0, 3, 1, 4, 2, 5}, group->getRank(), 1));
+    step(reducer, model.loss_in_order({0, 3, 1, 4, 2, 5}, group->getRank(), 0));
+    step(reducer, model.loss_in_order({0, 3, 1, 4, 2, 5}, group->getRank(), 1));
     EXPECT_EQ(reducer.statistics().rebuilds, 1);
     for (size_t i = 0; i < model.parameters.size(); ++i) {
       EXPECT_TRUE(at::equal(model.parameters[i].grad(),
@@ -145,7 +140,7 @@ TEST_P(ReducerOnRanksTest, AgreesOnTheOrderOfRank0) {
                 order.end());
     for (int s = 0; s < 3; ++s) {
       model.zero_grad();
-      step(reducer, model, model.loss_in_order(order, group->getRank(), s));
+      step(reducer, model.loss_in_order(order, group->getRank(), s));
       expect_averages(model, world_size(), s);
     }
     std::vector<size_t> flat;
@@ -181,7 +176,7 @@ TEST(ReducerTest, LaunchesInPlanOrderForEveryReadyOrder) {
     do {
       const size_t before = all_reduced(recording).size();
       model.zero_grad();
-      step(reducer, model, model.loss_in_order(order, 0));
+      step(reducer, model.loss_in_order(order, 0));
       std::vector<int64_t> launched = all_reduced(recording);
       launched.erase(launched.begin(), launched.begin() + before);
       ASSERT_EQ(launched, expected);
@@ -203,7 +198,7 @@ TEST(ReducerTest, LaunchesABucketBeforeBackwardHasEnded) {
   model.parameters[0].register_hook([&](const at::Tensor&) {
     launched_before_last = all_reduced(recording).size();
   });
-  step(reducer, model, loss);
+  step(reducer, loss);
   EXPECT_EQ(launched_before_last, 1);
 }
 
@@ -221,7 +216,7 @@ TEST(ReducerTest, WaitsForCollectivesThatCompleteInAnyOrder) {
     std::vector<size_t> held = recording.held();
     for (auto k = held.rbegin(); k != held.rend(); ++k) recording.complete(*k);
   });
-  step(reducer, model, model.loss(0));
+  step(reducer, model.loss(0));
   network.join();
   for (size_t i = 0; i < 3; ++i) {
     EXPECT_TRUE(at::equal(model.parameters[i].grad(), model.gradient(i, 0)));
@@ -232,7 +227,7 @@ TEST(ReducerTest, MakesGradientsViewsOfOneBufferPerBucket) {
   const ToyModel model({{2}, {3}, {4}});
   Reducer reducer(model.parameters, single_process_group(),
                   {.bucket_plan = {{2, 0}, {1}}});
-  step(reducer, model, model.loss(0));
+  step(reducer, model.loss(0));
   EXPECT_TRUE(
       model.parameters[0].grad().is_alias_of(model.parameters[2].grad()));
   EXPECT_FALSE(
@@ -245,12 +240,12 @@ TEST(ReducerTest, LeavesGradientsTheirMemoryWhenTheyAreNoViews) {
   const ToyModel model({{2}, {3}});
   Reducer reducer(model.parameters, single_process_group(),
                   {.gradients_as_bucket_views = false});
-  step(reducer, model, model.loss(0));
+  step(reducer, model.loss(0));
   const void* memory = model.parameters[0].grad().const_data_ptr();
   EXPECT_FALSE(
       model.parameters[0].grad().is_alias_of(model.parameters[1].grad()));
   model.zero_grad(/*set_to_none=*/false);
-  step(reducer, model, model.loss(0));
+  step(reducer, model.loss(0));
   EXPECT_EQ(model.parameters[0].grad().const_data_ptr(), memory);
 }
 
@@ -266,7 +261,7 @@ TEST(ReducerTest, FollowsTheStridesOfTheParameter) {
                       {.gradients_as_bucket_views = views});
       for (int s = 0; s < 3; ++s) {
         model.zero_grad();
-        step(reducer, model, model.loss(group->getRank(), s));
+        step(reducer, model.loss(group->getRank(), s));
         expect_averages(model, 2, s);
         for (const at::Tensor& p : model.parameters) {
           EXPECT_EQ(p.grad().strides(), p.strides());
@@ -276,7 +271,7 @@ TEST(ReducerTest, FollowsTheStridesOfTheParameter) {
       for (const at::Tensor& p : model.parameters) {
         p.mutable_grad() = at::zeros(p.sizes());
       }
-      step(reducer, model, model.loss(group->getRank(), 7));
+      step(reducer, model.loss(group->getRank(), 7));
       expect_averages(model, 2, 7);
     });
   }
@@ -299,7 +294,7 @@ TEST(ReducerTest, FollowsAParameterToAnotherMemoryFormat) {
                        : at::MemoryFormat::Contiguous));
           }
           model.zero_grad(set_to_none);
-          step(reducer, model, model.loss(group->getRank(), s));
+          step(reducer, model.loss(group->getRank(), s));
           expect_averages(model, 2, s);
           if (views) {
             EXPECT_EQ(moved.grad().strides(), moved.strides());
@@ -344,11 +339,11 @@ TEST(ReducerTest, AcceptsGradientsThatTheUserSwapped) {
     const ToyModel model({{3}, {3}});
     Reducer reducer(model.parameters, single_process_group(),
                     {.bucket_plan = plan});
-    step(reducer, model, model.loss(0));
+    step(reducer, model.loss(0));
     const at::Tensor first = model.parameters[0].grad();
     model.parameters[0].mutable_grad() = model.parameters[1].grad();
     model.parameters[1].mutable_grad() = first;
-    step(reducer, model, model.loss(0));
+    step(reducer, model.loss(0));
     for (const at::Tensor& p : model.parameters) {
       EXPECT_TRUE(
           at::equal(p.grad(), model.gradient(0, 0) + model.gradient(1, 0)));
@@ -363,10 +358,10 @@ TEST(ReducerTest, AcceptsGradientsWhoseDataTheUserReplaced) {
     const int rank = group->getRank();
     for (int s = 0; s < 3; ++s) {
       model.zero_grad();
-      step(reducer, model, model.loss(rank));
+      step(reducer, model.loss(rank));
       const at::Tensor& gradient = model.parameters[0].grad();
       model.parameters[0].mutable_grad().set_data(gradient * 3);
-      step(reducer, model, model.loss(rank, 1));
+      step(reducer, model.loss(rank, 1));
       EXPECT_TRUE(at::equal(model.parameters[0].grad(),
                             3 * model.average(0, 2) + model.average(0, 2, 1)));
       EXPECT_TRUE(at::equal(model.parameters[1].grad(),
@@ -386,7 +381,7 @@ TEST(ReducerTest, PutsBackAGradientThatWasTakenOutWhileItTravelled) {
       model.parameters[0].register_hook([&](const at::Tensor&) {
         model.parameters[1].mutable_grad().reset();
       });
-      step(reducer, model, loss);
+      step(reducer, loss);
       expect_averages(model, 2);
     });
   }
@@ -445,7 +440,7 @@ TEST(ReducerTest, NamesWhatAnUnfinishedIterationLacksInTheNextLocalBackward) {
       EXPECT_THAT(error.what(), HasSubstr("'p2'"));
     }
     model.zero_grad();
-    step(reducer, model, model.loss(rank));
+    step(reducer, model.loss(rank));
     expect_averages(model, 2);
   });
 }
@@ -462,7 +457,7 @@ TEST(ReducerTest, ReducesNothingWhileAllParametersAreFrozen) {
     loss.backward();
     EXPECT_EQ(reducer.statistics().reduced, 0);
     for (const at::Tensor& p : model.parameters) p.set_requires_grad(true);
-    step(reducer, model, model.loss(0));
+    step(reducer, model.loss(0));
     EXPECT_EQ(reducer.statistics().reduced, 1);
   }
 }
@@ -477,7 +472,7 @@ TEST(ReducerTest, CountsIterationsByBackwardsAndNotByForwards) {
       for (int i = 0; i < rank * 2; ++i) {
         reducer.prepare_for_backward(model.loss(rank, s));  // for a log
       }
-      step(reducer, model, model.loss(rank, s));
+      step(reducer, model.loss(rank, s));
       expect_averages(model, 2, s);
     }
     EXPECT_EQ(reducer.statistics().begun, 3);
@@ -500,7 +495,7 @@ TEST(ReducerTest, DeliversAfterCallbacksThatHooksHaveQueued) {
   });
   Reducer reducer(model.parameters, single_process_group(),
                   {.gradients_as_bucket_views = false, .comm_hook = hook});
-  step(reducer, model, model.loss(0));
+  step(reducer, model.loss(0));
   EXPECT_TRUE(at::equal(model.parameters[0].grad(), 2 * model.gradient(0, 0)));
 }
 
@@ -515,7 +510,7 @@ TEST(ReducerTest, RefusesIntegersForGradientsOfFloats) {
   Reducer reducer(model.parameters, single_process_group(),
                   {.comm_hook = hook});
   try {
-    step(reducer, model, model.loss(0));
+    step(reducer, model.loss(0));
     FAIL() << "accepted";
   } catch (const c10::TypeError& error) {
     EXPECT_THAT(error.what(), HasSubstr("floating-point"));
@@ -532,7 +527,7 @@ TEST(ReducerTest, GivesEmptyParametersThatAPeerUsedAnEmptyGradient) {
       Reducer reducer(model.parameters, group, options);
       const int rank = group->getRank();
       using Order = std::vector<size_t>;
-      step(reducer, model,
+      step(reducer,
            model.loss_in_order(rank == 0 ? Order{1} : Order{0, 1}, rank));
       ASSERT_TRUE(model.parameters[0].grad().defined());
       EXPECT_EQ(model.parameters[0].grad().numel(), 0);
@@ -549,7 +544,7 @@ TEST(ReducerTest, TreatsGradientsSetToNoneByTheUserAtAnyTimeAsZero) {
     // Parameter 1 is ready first and then loses its gradient on both ranks.
     model.parameters[0].register_hook(
         [&](const at::Tensor&) { model.parameters[1].mutable_grad().reset(); });
-    step(reducer, model, loss);
+    step(reducer, loss);
     EXPECT_TRUE(at::equal(model.parameters[0].grad(), model.average(0, 2)));
     EXPECT_TRUE(at::equal(model.parameters[1].grad(), at::zeros({3})));
   });
@@ -564,7 +559,7 @@ TEST(ReducerTest, KeepsSeveralDtypesApart) {
     EXPECT_EQ(reducer.plan().num_buckets(), 3);
     for (int s = 0; s < 2; ++s) {
       model.zero_grad();
-      step(reducer, model, model.loss(group->getRank(), s));
+      step(reducer, model.loss(group->getRank(), s));
       expect_averages(model, 2, s);
     }
   });
@@ -639,7 +634,7 @@ TEST(ReducerTest, ForgetsForwardsWithoutBackward) {
   const ToyModel model(ToyModel::Sizes{{3}});
   Reducer reducer(model.parameters, single_process_group());
   for (int k = 0; k < 5; ++k) reducer.prepare_for_backward(model.loss(0));
-  step(reducer, model, model.loss(0));
+  step(reducer, model.loss(0));
   expect_averages(model, 1);
   EXPECT_EQ(reducer.statistics().reduced, 1);
 }
@@ -648,7 +643,7 @@ TEST(ReducerTest, IgnoresGradientsComputedWithoutAccumulating) {
   const ToyModel model(ToyModel::Sizes{{3}});
   Reducer reducer(model.parameters, single_process_group());
   const at::Tensor loss = model.loss(0);
-  step(reducer, model, loss);
+  step(reducer, loss);
   // Not a second backward over the iteration: nothing is accumulated.
   const at::Tensor again = model.loss(0);
   reducer.prepare_for_backward(again);
@@ -669,7 +664,7 @@ TEST(ReducerTest, TakesItsHooksOffWhenDestroyedWithALiveGraph) {
   EXPECT_TRUE(at::equal(model.parameters[0].grad(), model.gradient(0, 0)));
   Reducer second(model.parameters, single_process_group());
   model.zero_grad();
-  step(second, model, model.loss(0));
+  step(second, model.loss(0));
   expect_averages(model, 1);
 }
 
@@ -679,7 +674,7 @@ TEST(ReducerTest, KeepsAnExplicitPlan) {
                   {.bucket_plan = {{0, 2}, {1}}});
   for (int s = 0; s < 3; ++s) {
     model.zero_grad();
-    step(reducer, model, model.loss_in_order({1, 2, 0}, 0));
+    step(reducer, model.loss_in_order({1, 2, 0}, 0));
   }
   EXPECT_THAT(reducer.plan().buckets(),
               ElementsAre(ElementsAre(0, 2), ElementsAre(1)));
@@ -695,7 +690,7 @@ TEST(ReducerTest, RebuildsOnceAndNotWhenSwitchedOff) {
     const size_t before = recording.log().size();
     for (int s = 0; s < 4; ++s) {
       model.zero_grad();
-      step(reducer, model, model.loss_in_order({1, 2, 0}, 0));
+      step(reducer, model.loss_in_order({1, 2, 0}, 0));
     }
     EXPECT_EQ(reducer.statistics().rebuilds, rebuild ? 1 : 0);
     EXPECT_THAT(reducer.plan().buckets().front(),
@@ -711,13 +706,13 @@ TEST(ReducerTest, CopiesGradientsOncePerStepAndNotWhenTheyAreKept) {
   Reducer reducer(model.parameters, single_process_group());
   for (int s = 0; s < 10; ++s) {
     model.zero_grad();
-    step(reducer, model, model.loss(0, s));
+    step(reducer, model.loss(0, s));
   }
   EXPECT_EQ(reducer.statistics().bytes_packed, 10 * 128 * 4);
   EXPECT_EQ(reducer.statistics().bytes_delivered, 0);
   for (int s = 0; s < 10; ++s) {
     model.zero_grad(/*set_to_none=*/false);
-    step(reducer, model, model.loss(0, s));
+    step(reducer, model.loss(0, s));
   }
   EXPECT_EQ(reducer.statistics().bytes_packed, 10 * 128 * 4);
 }
@@ -805,7 +800,7 @@ TEST(ReducerTest, RebuildsFromAnExplicitPlanIfAsked) {
                   {.bucket_caps_bytes = {1},
                    .bucket_plan = {{0, 1, 2}},
                    .rebuild_buckets = true});
-  step(reducer, model, model.loss_in_order({1, 0, 2}, 0));
+  step(reducer, model.loss_in_order({1, 0, 2}, 0));
   EXPECT_TRUE(reducer.rebuild_buckets());
   EXPECT_FALSE(reducer.rebuild_buckets());
   EXPECT_THAT(reducer.plan().buckets(),

@@ -12,6 +12,7 @@
 #include "brigade/comm/recording_group.h"
 #include "brigade/hooks/output_tie.h"
 #include "brigade/reducer/reducer.h"
+#include "brigade/tests/reducer/step.h"
 #include "brigade/tests/reducer/toy_model.h"
 #include "brigade/tests/support/local_ranks.h"
 #include "gmock/gmock.h"
@@ -23,16 +24,12 @@ namespace {
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using testing::run_ranks;
+using testing::step;
 using testing::ToyModel;
 
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
 ReducerOptions static_graph() { return {.static_graph = true}; }
-
-void step(Reducer& reducer, const at::Tensor& loss) {
-  reducer.prepare_for_backward(loss);
-  loss.backward();
-}
 
 // A loss whose backward runs the backwards of `parts` inside of itself, one
 // after the other, as reentrant checkpoints do.

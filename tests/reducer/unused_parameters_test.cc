@@ -13,6 +13,7 @@
 #include "brigade/hooks/output_tie.h"
 #include "brigade/reducer/reducer.h"
 #include "brigade/tests/reducer/failing.h"
+#include "brigade/tests/reducer/step.h"
 #include "brigade/tests/reducer/toy_model.h"
 #include "brigade/tests/support/local_ranks.h"
 #include "gmock/gmock.h"
@@ -25,6 +26,7 @@ using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 using testing::run_ranks;
+using testing::step;
 using testing::text_of;
 using testing::ToyModel;
 
@@ -34,11 +36,6 @@ using Order = std::vector<size_t>;
 const ToyModel::Sizes kSizes = {{3, 2}, {5}, {2, 2, 2}, {7}};
 
 ReducerOptions finding_unused() { return {.find_unused_parameters = true}; }
-
-void step(Reducer& reducer, const at::Tensor& loss) {
-  reducer.prepare_for_backward(loss);
-  loss.backward();
-}
 
 bool contains(const Order& order, size_t parameter) {
   return std::find(order.begin(), order.end(), parameter) != order.end();
