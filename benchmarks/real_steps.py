@@ -6,7 +6,8 @@ Each class trains with four bucket caps, and the same model alone shows what
 communication adds. All take turns in one order per round, drawn at random; a
 step is forward and backward, timed on rank 0 between barriers. Printed are
 medians with quartiles, and the medians of paired ratios: brigade with its default
-cap, and with its fastest, over the fastest of torch's.
+cap, and with its fastest, over the fastest of torch's.  Tiny models follow, whose
+steps are nearly all latency, in each mode.
 """
 
 from __future__ import annotations
@@ -81,6 +82,26 @@ def make_transformer() -> tuple[nn.Module, torch.Tensor]:
 MODELS = {"MLP": make_mlp, "ResNet-18": make_resnet18, "transformer": make_transformer}
 
 
+def make_tiny_mlp() -> tuple[nn.Module, torch.Tensor]:
+    layers = [layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.ReLU())]
+    return nn.Sequential(*layers), torch.randn(32, 64)
+
+
+def make_tiny_normed() -> tuple[nn.Module, torch.Tensor]:
+    layers = [layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.BatchNorm1d(64))]
+    return nn.Sequential(*layers), torch.randn(32, 64)
+
+
+# Of one small bucket, so that a step is nearly all latency.
+TINY_MODELS = {"MLP": make_tiny_mlp, "with batch norm": make_tiny_normed}
+TINY_MODES = {
+    "default": {},
+    "views": {"gradient_as_bucket_view": True},
+    "find_unused": {"find_unused_parameters": True},
+    "static_graph": {"static_graph": True},
+}
+
+
 def step_seconds(model: nn.Module, x: torch.Tensor) -> float:
     model.zero_grad()
     dist.barrier()
@@ -96,6 +117,38 @@ def quartiles(values: list[float]) -> str:
 
 def paired_ratio(ours: list[float], theirs: list[float]) -> float:
     return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
+
+
+def measure_tiny(name: str, rounds: int) -> None:
+    """Prints what brigade takes more than torch, of steps of about a millisecond."""
+    contenders = {
+        (kind, mode): wrapper(TINY_MODELS[name]()[0], **options)
+        for mode, options in TINY_MODES.items()
+        for kind, wrapper in CLASSES.items()
+    }
+    x = TINY_MODELS[name]()[1]
+    seconds: dict[tuple[str, str], list[float]] = {key: [] for key in contenders}
+    order = list(contenders)
+    shuffle = random.Random(0)
+    for round in range(-WARM_UP_STEPS, rounds):
+        shuffle.shuffle(order)
+        for key in order:
+            taken = step_seconds(contenders[key], x)
+            if round >= 0:
+                seconds[key].append(taken)
+    if dist.get_rank() != 0:
+        return
+    print(f"\ntiny, {name}: us per step, {rounds} rounds; brigade less torch, paired")
+    for mode in TINY_MODES:
+        ours, theirs = seconds["brigade", mode], seconds["torch", mode]
+        low, middle, high = statistics.quantiles(
+            [1e6 * (a - b) for a, b in zip(ours, theirs, strict=True)], n=4
+        )
+        print(
+            f"{mode:14}torch {1e6 * statistics.median(theirs):7.0f}   brigade "
+            f"{1e6 * statistics.median(ours):7.0f}   difference {middle:6.0f} "
+            f"[{low:.0f}, {high:.0f}]   ratio {paired_ratio(ours, theirs):.3f}"
+        )
 
 
 def measure(name: str, rounds: int) -> dict[str, float]:
@@ -142,7 +195,9 @@ def measure(name: str, rounds: int) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--models", nargs="*", default=list(MODELS), choices=MODELS)
+    parser.add_argument("--tiny-rounds", type=int, default=300)
+    parser.add_argument("--tiny", nargs="*", default=list(TINY_MODELS), choices=TINY_MODELS)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -152,7 +207,9 @@ def main() -> None:
         print(f"torch {torch.__version__}, {ranks} ranks on {cores} cores, ", end="")
         print(f"load {os.getloadavg()[0]:.1f}")
     found = [measure(name, arguments.rounds) for name in arguments.models]
-    if dist.get_rank() == 0:
+    for name in arguments.tiny:
+        measure_tiny(name, arguments.tiny_rounds)
+    if dist.get_rank() == 0 and found:
         for what in ("default", "fastest"):
             mean = math.exp(statistics.fmean(math.log(ratios[what]) for ratios in found))
             print(f"geometric mean, {what}: {mean:.3f}")

@@ -53,7 +53,7 @@ TEST_F(EngineTest, ReducesABackward) {
   sequence({2, 1, 0});
   step({2, 1, 0});
   expect_events({"pack 1", "pack 0", "launch 0", "launch 1", "launch 2",
-                 "ended everywhere", "deliver 0", "deliver 1", "deliver 2",
+                 "end confirmed", "deliver 0", "deliver 1", "deliver 2",
                  "delivered"});
   const EngineStatistics counts = engine().statistics();
   EXPECT_EQ(counts.prepared, 1);
@@ -78,7 +78,7 @@ TEST_F(EngineTest, ReducesOneIterationAfterTheOther) {
 TEST_F(EngineTest, DeliversWhatIsLeftOutButNotWhatHasNoUnit) {
   sequence({left_out(1), without_unit(0), 1});
   step({0, 1});
-  expect_events({"pack 0", "launch 1", "pack 2", "launch 2", "ended everywhere",
+  expect_events({"pack 0", "launch 1", "pack 2", "launch 2", "end confirmed",
                  "deliver 0", "deliver 2", "delivered"});
 }
 
@@ -88,7 +88,7 @@ TEST_F(EngineTest, WhatIsKnownNotToComeIsReadyWhenBackwardBegins) {
   prepare();
   expect_events({});
   backward({2});
-  expect_events({"pack 0", "launch 0", "pack 1", "launch 1", "ended everywhere",
+  expect_events({"pack 0", "launch 0", "pack 1", "launch 1", "end confirmed",
                  "deliver 0", "deliver 1", "delivered"});
 }
 
@@ -97,7 +97,7 @@ TEST_F(EngineTest, WhatOnlyTheEndTellsIsLaunchedThere) {
   policy().unused_in_end = {0, 1};
   prepare();
   backward({2});
-  expect_events({"pack 1", "pack 0", "launch 0", "launch 1", "ended everywhere",
+  expect_events({"pack 1", "pack 0", "launch 0", "launch 1", "end confirmed",
                  "deliver 0", "deliver 1", "delivered"});
 }
 
@@ -105,7 +105,7 @@ TEST_F(EngineTest, MayLaunchBeforeTheFirstGradient) {
   sequence({0, 1});
   policy().begins_with_outputs = true;
   step({0}, [this](size_t) { expect_events({"launch 0"}); });
-  expect_events({"pack 1", "launch 1", "ended everywhere", "deliver 0",
+  expect_events({"pack 1", "launch 1", "end confirmed", "deliver 0",
                  "deliver 1", "delivered"});
 }
 
@@ -113,8 +113,8 @@ TEST_F(EngineTest, DeliversAtTheBeginWhatThePolicyAsksFor) {
   sequence({0, 1});
   policy().delivered_at_begin = 0;
   step({0});
-  expect_events({"launch 0", "deliver 0", "pack 1", "launch 1",
-                 "ended everywhere", "deliver 1", "delivered"});
+  expect_events({"launch 0", "deliver 0", "pack 1", "launch 1", "end confirmed",
+                 "deliver 1", "delivered"});
 }
 
 TEST_F(EngineTest, GradientsOutsideOfAnIterationAreLocal) {
@@ -152,7 +152,7 @@ TEST_F(EngineTest, IsToldOfGradientsThatItDoesNotWatch) {
   backward({1, 0}, [this](size_t v) {
     engine().gradient_ready({.parameter = v}, /*is_defined=*/true);
   });
-  expect_events({"pack 1", "pack 0", "launch 0", "launch 1", "ended everywhere",
+  expect_events({"pack 1", "pack 0", "launch 0", "launch 1", "end confirmed",
                  "deliver 0", "deliver 1", "delivered"});
 }
 
@@ -178,9 +178,8 @@ TEST_F(EngineTest, SeveralBackwardsMayBringTheGradients) {
   expect_events({});
   EXPECT_THAT(take_statuses(), IsEmpty());
   backward({1});
-  expect_events({"pack 0", "launch 0", "launch 1", "launch 2",
-                 "ended everywhere", "deliver 0", "deliver 1", "deliver 2",
-                 "delivered"});
+  expect_events({"pack 0", "launch 0", "launch 1", "launch 2", "end confirmed",
+                 "deliver 0", "deliver 1", "deliver 2", "delivered"});
   EXPECT_FALSE(has_begun());
   EXPECT_THAT(engine().missing_gradients(), IsEmpty());
 }
@@ -242,7 +241,7 @@ TEST_F(EngineTest, AnOwnersWordOutsideOfABackwardBeginsTheIteration) {
   expect_events({"pack 0", "launch 0"});
   EXPECT_TRUE(has_begun());
   backward({0});
-  expect_events({"pack 1", "launch 1", "ended everywhere", "deliver 0",
+  expect_events({"pack 1", "launch 1", "end confirmed", "deliver 0",
                  "deliver 1", "delivered"});
 }
 
@@ -252,7 +251,7 @@ TEST_F(EngineTest, AnOwnersWordInABackwardIsHeardInItsTurn) {
     if (v == 0) engine().launch(1);
   });
   expect_events({"pack 2", "pack 1", "pack 0", "launch 0", "launch 1",
-                 "launch 2", "ended everywhere", "deliver 0", "deliver 1",
+                 "launch 2", "end confirmed", "deliver 0", "deliver 1",
                  "deliver 2", "delivered"});
 }
 
@@ -302,7 +301,7 @@ TEST_F(EngineTest, DeliversInTheMiddleOfABackward) {
     if (v == 2) engine().deliver_through(0);
   });
   expect_events({"pack 0", "launch 0", "pack 1", "launch 1", "deliver 0",
-                 "pack 2", "launch 2", "ended everywhere", "deliver 1",
+                 "pack 2", "launch 2", "end confirmed", "deliver 1",
                  "deliver 2", "delivered"});
 }
 
@@ -317,7 +316,7 @@ TEST_F(EngineTest, DeliversAllUpToAnEntryOnce) {
   expect_events({});
   backward({1});
   expect_events(
-      {"pack 3", "launch 3", "ended everywhere", "deliver 3", "delivered"});
+      {"pack 3", "launch 3", "end confirmed", "deliver 3", "delivered"});
 }
 
 TEST_F(EngineTest, AUsersResultsMayBeDeliveredEarlyToo) {
@@ -328,7 +327,7 @@ TEST_F(EngineTest, AUsersResultsMayBeDeliveredEarlyToo) {
   engine().deliver_through(0);
   backward({1});
   expect_events({"pack 0", "launch 0", "deliver 0", "pack 1", "launch 1",
-                 "ended everywhere", "deliver 1", "delivered"});
+                 "end confirmed", "deliver 1", "delivered"});
 }
 
 TEST_F(EngineTest, DeliversOnlyWhatHasBeenLaunched) {
@@ -411,7 +410,7 @@ TEST_F(EngineTest, AShadowLaunchesSubstitutesAndDeliversNothing) {
     policy().traits.fails_by_network_only = !is_hook;
     engine().shadow();
     expect_events({"substitute 0", "substitute 2", "substitute 3",
-                   "ended everywhere", "delivered"});
+                   "end confirmed", "delivered"});
   }
   EXPECT_EQ(engine().statistics().begun, 2);
   EXPECT_EQ(engine().statistics().reduced, 2);
@@ -422,7 +421,7 @@ TEST_F(EngineTest, AShadowWaitsForWhatDecidesTheRest) {
   policy().delivered_at_begin = 1;
   engine().shadow();
   expect_events({"substitute 0", "substitute 1", "deliver 0", "substitute 2",
-                 "ended everywhere", "delivered"});
+                 "end confirmed", "delivered"});
 }
 
 TEST_F(EngineTest, AShadowThatFailsTellsItsPeers) {
@@ -540,7 +539,7 @@ TEST_P(EngineFailureTest, EndsTheIterationOnce) {
   const std::vector<std::string> events = policy().events();
   EXPECT_EQ(events.back(), failure.outcome);
   EXPECT_EQ(std::ranges::count_if(events, is_outcome), 1);
-  EXPECT_EQ(std::ranges::count(events, "ended everywhere"),
+  EXPECT_EQ(std::ranges::count(events, "end confirmed"),
             failure.outcome == std::string("delivery failed"));
   EXPECT_EQ(engine().statistics().aborted, 1);
   EXPECT_EQ(engine().statistics().reduced, 0);
@@ -568,8 +567,7 @@ TEST_F(EngineTest, DeliversNothingBehindADeliveryThatFailed) {
   policy().fail(Step::kDeliver, 1);
   EXPECT_ANY_THROW(step({0, 1, 2}));
   expect_events({"pack 0", "launch 0", "pack 1", "launch 1", "pack 2",
-                 "launch 2", "ended everywhere", "deliver 0",
-                 "delivery failed"});
+                 "launch 2", "end confirmed", "deliver 0", "delivery failed"});
 }
 
 // ---- Another sequence.
@@ -585,7 +583,7 @@ TEST_F(EngineTest, ChangesItsSequenceBetweenIterations) {
   EXPECT_THAT(take_statuses().back(), HasSubstr("began iteration 2"));
   step({0, 1});
   expect_events(
-      {"pack 0", "launch 0", "ended everywhere", "deliver 0", "delivered"});
+      {"pack 0", "launch 0", "end confirmed", "deliver 0", "delivered"});
 }
 
 TEST_F(EngineTest, ChangesTheSequenceOfWhatIsPrepared) {
@@ -596,9 +594,8 @@ TEST_F(EngineTest, ChangesTheSequenceOfWhatIsPrepared) {
     return true;
   });
   backward({0, 1});
-  expect_events({"pack 0", "launch 0", "launch 1", "launch 2",
-                 "ended everywhere", "deliver 0", "deliver 1", "deliver 2",
-                 "delivered"});
+  expect_events({"pack 0", "launch 0", "launch 1", "launch 2", "end confirmed",
+                 "deliver 0", "deliver 1", "deliver 2", "delivered"});
 }
 
 TEST_F(EngineTest, RefusesAnotherSequenceInTheMiddleOfAnIteration) {
@@ -641,8 +638,8 @@ TEST_F(EngineTest, PlansAnewWherePreparingAsksForIt) {
   policy().events();
   take_statuses();
   step({0, 1});
-  expect_events({"replan", "pack 0", "launch 0", "ended everywhere",
-                 "deliver 0", "delivered"});
+  expect_events({"replan", "pack 0", "launch 0", "end confirmed", "deliver 0",
+                 "delivered"});
   // All ranks have made the same one, and need not compare it.
   EXPECT_THAT(take_statuses(), ElementsAre(HasSubstr("ended iteration 2")));
 }
@@ -679,7 +676,7 @@ TEST_F(EngineTest, DeliversWhenItIsFinalized) {
   expect_events({"pack 0", "launch 0", "pack 1", "launch 1"});
   EXPECT_THAT(take_statuses(), IsEmpty());
   engine().finalize();
-  expect_events({"ended everywhere", "deliver 0", "deliver 1", "delivered"});
+  expect_events({"end confirmed", "deliver 0", "deliver 1", "delivered"});
   EXPECT_THROW(engine().finalize(), c10::Error);
 }
 

@@ -58,7 +58,7 @@ class LaunchingTest : public ::testing::Test {
         .num_replicas = 1,
         .num_parameters = policy_->num_variables(),
         .describe_progress = {},
-        .peers = PeerStatus(recording_.group()),
+        .peers = PeerStatus(recording_.group(), /*has_channel=*/true),
     });
     state_->adopt_sequence();
     state_->iteration = state_->make_iteration(/*number=*/1);

@@ -166,7 +166,9 @@ void ScriptedPolicy::on_backward_ends(Marker& marker) {
   mark(marker, unused_in_end);
 }
 
-void ScriptedPolicy::on_ended_everywhere() { note("ended everywhere"); }
+void ScriptedPolicy::on_end_confirmed() { note("end confirmed"); }
+
+void ScriptedPolicy::on_end_refuted() { note("end refuted"); }
 
 void ScriptedPolicy::on_iteration_over(Outcome outcome) {
   switch (outcome) {

@@ -138,7 +138,8 @@ class ScriptedPolicy final : public ReductionPolicy {
   bool may_end_without_gradients() const override {
     return ends_without_gradients;
   }
-  void on_ended_everywhere() override;
+  void on_end_confirmed() override;
+  void on_end_refuted() override;
   void on_iteration_over(Outcome outcome) override;
 
   std::shared_ptr<void> abandon(

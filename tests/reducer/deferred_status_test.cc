@@ -14,6 +14,7 @@
 #include "brigade/comm_hooks/function_hook.h"
 #include "brigade/reducer/reducer.h"
 #include "brigade/tests/reducer/failing.h"
+#include "brigade/tests/reducer/step.h"
 #include "brigade/tests/reducer/toy_model.h"
 #include "brigade/tests/support/local_ranks.h"
 #include "gmock/gmock.h"
