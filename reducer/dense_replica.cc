@@ -1,19 +1,13 @@
 #include "brigade/reducer/dense_replica.h"
 
-#include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/empty_strided.h>
 #include <ATen/ops/view_as_complex.h>
 #include <ATen/ops/zeros.h>
-#include <ATen/ops/zeros_like.h>
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
-#include <functional>
 #include <utility>
 
-#include "brigade/comm_hooks/gradient_layout.h"
 #include "brigade/engine/stream_join.h"
 #include "brigade/hooks/prefetch.h"
 
@@ -101,76 +95,34 @@ DenseReplica::DenseReplica(const ParameterTable& table, size_t replica,
                            at::ScalarType wire_dtype, Delivery delivery,
                            Allocation allocation)
     : table_(table),
-      parameters_(parameters.begin(), parameters.end()),
       tensors_(tensors_of(table, replica, parameters)),
       gradients_as_views_(delivery == Delivery::kViews),
-      options_(at::TensorOptions(table.dtype(parameters.front()))
-                   .device(tensors_.front()->device())),
-      wire_dtype_(wire_dtype),
-      views_in_(parameters.size()),
-      places_(parameters.size()),
+      memory_(table, replica, parameters, wire_dtype),
       gradients_(parameters.size()),
       sources_(parameters.size()),
       destinations_(parameters.size()),
       keeps_graph_(parameters.size()),
       unused_(parameters.size()) {
-  int64_t numel = 0;
-  at::DimVector room;
-  ranges_.reserve(parameters_.size());
-  strides_.reserve(parameters_.size());
-  follows_parameter_.reserve(parameters_.size());
-  for (size_t slot = 0; slot < parameters_.size(); ++slot) {
-    // The table knows, and is warm; thousands of tensors are not.
-    const size_t i = parameters_[slot];
-    ranges_.push_back({.offset_numel = numel, .numel = table.numel(i)});
-    numel += ranges_.back().numel;
-    strides_.add(table.gradient_strides(i, room));
-    follows_parameter_.push_back(table.shape(i).size() <= 1 &&
-                                 table.is_dense(i));
-  }
-  packer_ = make_packer(tensors_.front()->device(),
-                        table.dtype(parameters_.front()), ranges_);
+  const std::span<const SlotRange> ranges = memory_.ranges();
+  packer_ =
+      make_packer(memory_.options().device(), table.dtype(parameters.front()),
+                  {ranges.begin(), ranges.end()});
   if (allocation == Allocation::kInPack) return;
   const at::NoGradGuard no_grad;
-  allocate();
+  memory_.allocate();
   // Complex buckets are also seen as pairs of reals, which is one more tensor.
-  if (delivery == Delivery::kDonationOrCopy && wire_.is_same(flat_) &&
-      !flat_.is_complex()) {
-    donation_ = BufferDonation(flat_);
+  if (delivery == Delivery::kDonationOrCopy && memory_.flat_travels() &&
+      !memory_.flat().is_complex()) {
+    donation_ = BufferDonation(memory_.flat());
   }
-}
-
-void DenseReplica::allocate() {
-  flat_ = at::zeros({numel()}, options_);
-  wire_ = wire_dtype_ == flat_.scalar_type()
-              ? flat_
-              : at::empty({numel()}, options_.dtype(wire_dtype_));
-  note_memory();
-  if (flat_.device().is_cpu()) return;
-  allocated_on_ = current_stream(flat_.device());
-  zeroed_.emplace(flat_.device().type());
-  zeroed_->record(*allocated_on_);
-}
-
-// Buffers are zeroed on the stream that allocates them, and their memory goes
-// back to it. Others use them as well: where gradients are accumulated, and
-// where backward was called.
-void DenseReplica::use_buffers_here() {
-  if (flat_.device().is_cpu()) return;
-  const c10::Stream here = current_stream(flat_.device());
-  if (here == *allocated_on_) return;
-  if (zeroed_) zeroed_->block(here);  // pairs with the record in allocate()
-  zeroed_.reset();
-  flat_.record_stream(here);
-  if (!wire_.is_same(flat_)) wire_.record_stream(here);
 }
 
 // Views take the place of gradients, whose memory goes back to the streams that
 // made them: in this backward (StreamJoin knows those), or that of whoever
 // called it.
 void DenseReplica::note_packing_stream() {
-  if (flat_.device().is_cpu()) return;
-  packed_on_ = current_stream(flat_.device());
+  if (memory_.flat().device().is_cpu()) return;
+  packed_on_ = current_stream(memory_.flat().device());
   if (gradients_as_views_ && packed_on_ != delivered_on_) {
     record_stream(*packed_on_);
   }
@@ -185,48 +137,46 @@ void DenseReplica::record_delivery(const at::Tensor& tensor) const {
 }
 
 void DenseReplica::release_memory() {
-  if (!flat_.defined()) return;
-  use_buffers_here();
-  flat_.reset();
-  wire_.reset();
-  std::fill(views_in_.begin(), views_in_.end(), at::Tensor());
+  memory_.release();
   set_aside_.clear();
 }
 
 int64_t DenseReplica::pack(double scale, std::span<const size_t> unused_slots) {
   const at::NoGradGuard no_grad;
-  if (!flat_.defined()) allocate();
+  if (!memory_.is_allocated()) memory_.allocate();
   if (donation_.is_taken()) leave_memory_to_gradients();
-  repair_buffers();
-  use_buffers_here();
+  memory_.repair();
+  memory_.use_here();
   note_packing_stream();
   set_unused(unused_slots);
   int64_t numel_copied = 0;
-  for (size_t slot = 0; slot < parameters_.size(); ++slot) {
-    if (slot + kPrefetchedSlots < parameters_.size()) {
-      prefetch(parameter(slot + kPrefetchedSlots));
-      if (gradients_as_views_) prefetch(views_in_[slot + kPrefetchedSlots]);
+  for (size_t slot = 0; slot < num_slots(); ++slot) {
+    const size_t ahead = slot + kPrefetchedSlots;
+    if (ahead < num_slots()) {
+      prefetch(parameter(ahead));
+      if (gradients_as_views_) prefetch(memory_.made_view(ahead));
     }
-    if (gradients_as_views_) view_in(slot);
+    if (gradients_as_views_) memory_.view(slot);
     gradients_[slot] = &parameter(slot).mutable_grad();
     keeps_graph_[slot] = false;
     sources_[slot] = source_of(slot, *gradients_[slot]);
-    const bool stays = sources_[slot] == places_[slot] && wire_.is_same(flat_);
-    if (!stays) numel_copied += ranges_[slot].numel;
+    const bool stays =
+        sources_[slot] == memory_.place(slot) && memory_.flat_travels();
+    if (!stays) numel_copied += numel(slot);
   }
-  packer_->pack(sources_, wire_, scale);
+  packer_->pack(sources_, memory_.wire(), scale);
   if (gradients_as_views_) {
-    for (size_t slot = 0; slot < parameters_.size(); ++slot) {
+    for (size_t slot = 0; slot < num_slots(); ++slot) {
       // Whoever saved the last iteration's gradient for a backward of its own
       // shall be told that it has changed.
-      if (views_in_[slot].use_count() > 1) {
-        views_in_[slot].unsafeGetTensorImpl()->bump_version();
+      if (memory_.made_view(slot).use_count() > 1) {
+        memory_.made_view(slot).unsafeGetTensorImpl()->bump_version();
       }
       if (!keeps_graph_[slot] && !unused_[slot]) install_view(slot);
     }
   }
   rearranged_.clear();
-  return numel_copied * flat_.element_size();
+  return numel_copied * memory_.flat().element_size();
 }
 
 void DenseReplica::set_unused(std::span<const size_t> slots) {
@@ -241,73 +191,13 @@ void DenseReplica::set_unused(std::span<const size_t> slots) {
   }
 }
 
-// What as_strided() makes on these devices, without the dispatcher: this is
-// half of the time that it takes to make a replica of tiny parameters.
-at::Tensor DenseReplica::make_view(size_t slot) const {
-  if (!flat_.is_cpu() && !flat_.is_cuda()) {
-    const at::AutoDispatchBelowADInplaceOrView no_view_tracking;
-    return view_out(slot, flat_);
-  }
-  at::Tensor view = at::detail::make_tensor<c10::TensorImpl>(
-      c10::TensorImpl::VIEW, c10::Storage(flat_.storage()), flat_.key_set(),
-      flat_.dtype());
-  view.unsafeGetTensorImpl()->set_sizes_and_strides(shape(slot), strides_[slot],
-                                                    ranges_[slot].offset_numel);
-  return view;
-}
-
 void DenseReplica::leave_memory_to_gradients() {
-  flat_ = at::empty(flat_.sizes(), flat_.options());
-  wire_ = flat_;
-  note_memory();
-  donation_.leave(flat_);
-}
-
-// A comm hook may have kept a bucket's tensor, and changed what it is.
-void DenseReplica::repair_buffers() {
-  const int64_t numel = this->numel();
-  for (at::Tensor* buffer : {&flat_, &wire_}) {
-    const int64_t there =
-        static_cast<int64_t>(buffer->storage().nbytes() / buffer->itemsize());
-    TORCH_CHECK_VALUE(there >= numel, "the bucket's buffer must have ", numel,
-                      " elements, it has ", there,
-                      ": a comm hook has made it smaller.\nLet the hook resize "
-                      "a copy.");
-    const bool as_made = buffer->numel() == numel && buffer->dim() == 1 &&
-                         buffer->is_contiguous() &&
-                         buffer->storage_offset() == 0;
-    if (!as_made) buffer->set_(buffer->storage(), 0, {numel}, {1});
-  }
-  if (flat_.const_data_ptr() != base_) note_memory();
-}
-
-// Views of another memory are of no use then.
-void DenseReplica::note_memory() {
-  base_ = flat_.const_data_ptr();
-  end_ = static_cast<const char*>(base_) + flat_.nbytes();
-  const int64_t item_bytes = flat_.element_size();
-  for (size_t slot = 0; slot < parameters_.size(); ++slot) {
-    places_[slot] = static_cast<const char*>(base_) +
-                    ranges_[slot].offset_numel * item_bytes;
-    views_in_[slot].reset();
-  }
-}
-
-// Whoever was given a view as a gradient may have assigned to its data. Then it
-// is a gradient like any other.
-const at::Tensor& DenseReplica::view_in(size_t slot) {
-  at::Tensor& view = views_in_[slot];
-  if (!view.defined() || !view.is_alias_of(flat_)) view = make_view(slot);
-  return view;
-}
-
-bool DenseReplica::is_view_in(size_t slot, const at::Tensor& gradient) const {
-  return gradient.defined() && gradient.is_same(views_in_[slot]) &&
-         gradient.is_alias_of(flat_);
+  memory_.replace();
+  donation_.leave(memory_.flat());
 }
 
 void DenseReplica::install_view(size_t slot) {
-  const at::Tensor& view = view_in(slot);
+  const at::Tensor& view = memory_.view(slot);
   at::Tensor& gradient = *gradients_[slot];
   if (!gradient.is_same(view)) gradient = view;
 }
@@ -316,52 +206,41 @@ void DenseReplica::install_view(size_t slot) {
 // be laid out unless it has gaps or may turn between forward and backward.
 bool DenseReplica::is_laid_out_as_gradient(size_t slot,
                                            const at::Tensor& tensor) const {
-  if (follows_parameter_[slot]) {
+  if (memory_.follows_parameter(slot)) {
     const at::Tensor& alike = parameter(slot);
     return is_laid_out_as(tensor, alike.sizes(), alike.strides());
   }
-  return is_laid_out_as(tensor, shape(slot), strides_[slot]);
-}
-
-at::IntArrayRef DenseReplica::shape(size_t slot) const {
-  return table_.shape(parameters_[slot]);
-}
-
-at::Tensor DenseReplica::empty_gradient(size_t slot) const {
-  return at::empty_strided(shape(slot), strides_[slot], options_);
-}
-
-bool DenseReplica::lies_in_buffer(const void* elements) const {
-  return std::less_equal<>()(base_, elements) && std::less<>()(elements, end_);
+  return is_laid_out_as(tensor, memory_.shape(slot), memory_.strides(slot));
 }
 
 // Where to read the gradient of a slot; null if there is none.
 const void* DenseReplica::source_of(size_t slot, const at::Tensor& gradient) {
   if (!gradient.defined()) return nullptr;
-  if (gradients_as_views_ && gradient.is_same(views_in_[slot])) {
-    return places_[slot];
+  if (gradients_as_views_ && gradient.is_same(memory_.made_view(slot))) {
+    return memory_.place(slot);
   }
   keeps_graph_[slot] = gradient.requires_grad();
   // A gradient may also be a piece of this bucket that is not its own place, if
   // the user put it there; reading it while that place is written would mix
   // them up.
-  if (same_kind(gradient, flat_) && is_laid_out_as_gradient(slot, gradient)) {
+  if (same_kind(gradient, memory_.flat()) &&
+      is_laid_out_as_gradient(slot, gradient)) {
     const void* const elements = gradient.const_data_ptr();
-    if (!lies_in_buffer(elements)) return elements;
+    if (!memory_.contains(elements)) return elements;
   }
-  check_gradient(table_, parameters_[slot], gradient);
-  rearranged_.push_back(empty_gradient(slot).copy_(gradient));
+  check_gradient(table_, memory_.parameter_at(slot), gradient);
+  rearranged_.push_back(memory_.empty_gradient(slot).copy_(gradient));
   return rearranged_.back().const_data_ptr();
 }
 
 void DenseReplica::check_result(const at::Tensor& result) const {
-  const int64_t numel = this->numel();
-  const at::Tensor typed =
-      as_numbers(result, c10::typeMetaToScalarType(options_.dtype()), numel);
+  const int64_t numel = memory_.numel();
+  const at::Tensor typed = as_numbers(
+      result, c10::typeMetaToScalarType(memory_.options().dtype()), numel);
   TORCH_CHECK(typed.layout() == at::kStrided && typed.numel() == numel &&
-                  typed.device() == options_.device(),
+                  typed.device() == memory_.options().device(),
               "the comm hook must return a dense tensor of ", numel,
-              " elements on ", options_.device(), ", it returned ",
+              " elements on ", memory_.options().device(), ", it returned ",
               typed.layout(), " ", typed.sizes(), " on ", typed.device(),
               ".\nReturn the reduced bucket.");
 }
@@ -369,10 +248,10 @@ void DenseReplica::check_result(const at::Tensor& result) const {
 int64_t DenseReplica::deliver(const at::Tensor& result,
                               std::span<const size_t> globally_unused_slots) {
   const at::NoGradGuard no_grad;
-  use_buffers_here();
-  if (packed_on_) delivered_on_ = current_stream(flat_.device());
+  memory_.use_here();
+  if (packed_on_) delivered_on_ = current_stream(memory_.flat().device());
   const at::Tensor typed =
-      as_numbers(result, flat_.scalar_type(), flat_.numel());
+      as_numbers(result, memory_.flat().scalar_type(), memory_.flat().numel());
   return gradients_as_views_ ? deliver_views(typed, globally_unused_slots)
                              : deliver_copies(typed.reshape({-1}).contiguous(),
                                               globally_unused_slots);
@@ -381,17 +260,17 @@ int64_t DenseReplica::deliver(const at::Tensor& result,
 int64_t DenseReplica::deliver_views(
     const at::Tensor& result, std::span<const size_t> globally_unused_slots) {
   int64_t bytes_copied = 0;
-  if (result.const_data_ptr() != flat_.const_data_ptr()) {
-    flat_.copy_(result.reshape({-1}));
-    bytes_copied += flat_.nbytes();
+  if (result.const_data_ptr() != memory_.flat().const_data_ptr()) {
+    memory_.flat().copy_(result.reshape({-1}));
+    bytes_copied += memory_.flat().nbytes();
   }
   put_back(globally_unused_slots);
-  for (size_t slot = 0; slot < parameters_.size(); ++slot) {
+  for (size_t slot = 0; slot < num_slots(); ++slot) {
     if (unused_[slot] && contains(globally_unused_slots, slot)) continue;
     const at::Tensor& gradient = *gradients_[slot];
     if (keeps_graph_[slot] && gradient.defined()) {
       record_delivery(gradient);
-      const at::Tensor& view = view_in(slot);
+      const at::Tensor& view = memory_.view(slot);
       gradient.detach().copy_(view);
       bytes_copied += view.nbytes();
     } else {
@@ -411,7 +290,7 @@ void DenseReplica::put_back(std::span<const size_t> globally_unused_slots) {
   for (const SetAside& kept : set_aside_) {
     if (!contains(globally_unused_slots, kept.slot)) continue;
     record_delivery(kept.gradient);
-    view_in(kept.slot).copy_(kept.gradient);
+    memory_.view(kept.slot).copy_(kept.gradient);
   }
   set_aside_.clear();
 }
@@ -419,57 +298,60 @@ void DenseReplica::put_back(std::span<const size_t> globally_unused_slots) {
 int64_t DenseReplica::deliver_copies(
     const at::Tensor& result, std::span<const size_t> globally_unused_slots) {
   int64_t numel_copied = 0;
-  const int64_t item_bytes = flat_.element_size();
+  const int64_t item_bytes = memory_.flat().element_size();
   // Not the first time: buckets may be rebuilt after it, and would live on in
   // gradients.
-  const bool may_donate =
-      std::exchange(has_delivered_, true) && result.const_data_ptr() == base_;
-  const bool unpackable = result.scalar_type() == wire_.scalar_type() ||
-                          result.scalar_type() == flat_.scalar_type();
-  for (size_t slot = 0; slot < parameters_.size(); ++slot) {
+  const bool may_donate = std::exchange(has_delivered_, true) &&
+                          result.const_data_ptr() == memory_.place(0);
+  const bool unpackable =
+      result.scalar_type() == memory_.wire().scalar_type() ||
+      result.scalar_type() == memory_.flat().scalar_type();
+  for (size_t slot = 0; slot < num_slots(); ++slot) {
     destinations_[slot] = nullptr;
     if (unused_[slot] && contains(globally_unused_slots, slot)) continue;
     at::Tensor& gradient = parameter(slot).mutable_grad();
     // The backward may have been in another dtype than the parameter is.
-    if (!gradient.defined() || gradient.scalar_type() != flat_.scalar_type()) {
-      gradient = empty_gradient(slot);
+    if (!gradient.defined() ||
+        gradient.scalar_type() != memory_.flat().scalar_type()) {
+      gradient = memory_.empty_gradient(slot);
     }
-    const bool plain = unpackable && same_kind(gradient, flat_) &&
+    const bool plain = unpackable && same_kind(gradient, memory_.flat()) &&
                        !gradient.requires_grad() &&
                        is_laid_out_as_gradient(slot, gradient);
     if (plain && may_donate &&
-        donation_.is_worthwhile(ranges_[slot].numel * item_bytes) &&
-        is_laid_out_as(gradient, shape(slot), strides_[slot]) &&
-        donation_.give(gradient, make_view(slot))) {
+        donation_.is_worthwhile(numel(slot) * item_bytes) &&
+        is_laid_out_as(gradient, memory_.shape(slot), memory_.strides(slot)) &&
+        donation_.give(gradient, memory_.make_view(slot))) {
       continue;
     }
     record_delivery(gradient);
     destinations_[slot] = plain ? gradient.mutable_data_ptr() : nullptr;
     gradient.unsafeGetTensorImpl()->bump_version();
-    if (!plain) gradient.detach().copy_(view_out(slot, result));
-    numel_copied += ranges_[slot].numel;
+    if (!plain) gradient.detach().copy_(memory_.view_of(result, slot));
+    numel_copied += numel(slot);
   }
   if (unpackable) packer_->unpack(result, destinations_);
   return numel_copied * item_bytes;
 }
 
 void DenseReplica::adopt_gradients() {
-  if (!gradients_as_views_ || !flat_.defined()) return;
+  if (!gradients_as_views_ || !memory_.is_allocated()) return;
   const at::NoGradGuard no_grad;
-  for (size_t slot = 0; slot < parameters_.size(); ++slot) {
+  for (size_t slot = 0; slot < num_slots(); ++slot) {
     at::Tensor& gradient = parameter(slot).mutable_grad();
     // One that does not fit stays where it is; pack() tells of it.
     if (!gradient.defined() || gradient.requires_grad() ||
-        gradient.layout() != at::kStrided || gradient.sizes() != shape(slot)) {
+        gradient.layout() != at::kStrided ||
+        gradient.sizes() != memory_.shape(slot)) {
       continue;
     }
-    view_in(slot).copy_(gradient);
-    gradient = view_in(slot);
+    memory_.view(slot).copy_(gradient);
+    gradient = memory_.view(slot);
   }
 }
 
 void DenseReplica::record_stream(c10::Stream stream) const {
-  for (size_t slot = 0; slot < parameters_.size(); ++slot) {
+  for (size_t slot = 0; slot < num_slots(); ++slot) {
     const at::Tensor& gradient = parameter(slot).grad();
     if (gradient.defined()) gradient.record_stream(stream);
   }
@@ -477,25 +359,12 @@ void DenseReplica::record_stream(c10::Stream stream) const {
 
 void DenseReplica::add(const at::Tensor& buffer) {
   const at::NoGradGuard no_grad;
-  wire_.add_(buffer.to(wire_.device(), /*non_blocking=*/true));
+  memory_.wire().add_(
+      buffer.to(memory_.wire().device(), /*non_blocking=*/true));
 }
 
 at::Tensor DenseReplica::zeros() const {
-  return at::zeros({numel()}, options_.dtype(wire_dtype_));
-}
-
-int64_t DenseReplica::numel() const {
-  return ranges_.back().offset_numel + ranges_.back().numel;
-}
-
-at::Tensor DenseReplica::view_out(size_t slot, const at::Tensor& result) const {
-  return result.as_strided(
-      shape(slot), strides_[slot],
-      result.storage_offset() + ranges_[slot].offset_numel);
-}
-
-const at::Tensor& DenseReplica::parameter(size_t slot) const {
-  return *tensors_[slot];
+  return at::zeros({memory_.numel()}, memory_.wire_options());
 }
 
 }  // namespace brigade

@@ -1,0 +1,141 @@
+// The memory of a bucket of dense gradients: one flat buffer in their dtype,
+// the buffer that travels, and the place of each gradient in both.
+//
+// Knows when memory is allocated, repaired and let go of, and which streams use
+// it. What goes in and comes out is dense_replica.h's business.
+//
+// Thread safety: none.
+
+#ifndef BRIGADE_REDUCER_BUCKET_MEMORY_H_
+#define BRIGADE_REDUCER_BUCKET_MEMORY_H_
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Event.h>
+#include <c10/core/Stream.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "brigade/engine/packer.h"
+#include "brigade/reducer/dims_list.h"
+#include "brigade/reducer/parameter_table.h"
+
+namespace brigade {
+
+class BucketMemory {
+ public:
+  // Allocates nothing yet. REQUIRES: `parameters` index into `table`, are of
+  // one dtype and device, and `table` outlives this object.
+  BucketMemory(const ParameterTable& table, size_t replica,
+               std::span<const size_t> parameters, at::ScalarType wire_dtype);
+
+  // 1D, [numel]; undefined while there is no memory.
+  const at::Tensor& flat() const { return flat_; }  // parameters' dtype
+  const at::Tensor& wire() const { return wire_; }  // wire dtype; may be flat()
+  bool is_allocated() const { return flat_.defined(); }
+  bool flat_travels() const { return wire_.is_same(flat_); }
+
+  // Zeros, on the current stream.
+  void allocate();
+
+  // Views keep what they lie in.
+  void release();
+
+  // Lets views keep what they lie in, and takes new memory, which holds
+  // anything. REQUIRES: flat_travels(), on the CPU.
+  void replace();
+
+  // To be called before buffers are read or written: a comm hook may have kept
+  // a tensor of them, and changed what it is.
+  //
+  // Errors: ValueError if it has made one smaller.
+  void repair();
+
+  // The current stream is about to use the buffers.
+  void use_here();
+
+  // Where the gradient of a slot lies in flat(): with the parameter's shape and
+  // the gradient's strides, but no view to autograd, so that optimizers may
+  // detach_() it. Made once per buffer, when it is first asked for.
+  const at::Tensor& view(size_t slot) {
+    // Whoever was given a view as a gradient may have assigned to its data.
+    // Then it is a gradient like any other.
+    at::Tensor& view = views_[slot];
+    if (!view.defined() || !view.is_alias_of(flat_)) view = make_view(slot);
+    return view;
+  }
+
+  // As view(), but undefined if it has not been made.
+  const at::Tensor& made_view(size_t slot) const { return views_[slot]; }
+
+  bool is_view(size_t slot, const at::Tensor& tensor) const {
+    return tensor.defined() && tensor.is_same(views_[slot]) &&
+           tensor.is_alias_of(flat_);
+  }
+
+  // A further tensor like view().
+  at::Tensor make_view(size_t slot) const;
+
+  // The slot's place in another tensor, 1D, [numel].
+  at::Tensor view_of(const at::Tensor& buffer, size_t slot) const;
+
+  // Of view()'s first element.
+  const void* place(size_t slot) const { return places_[slot]; }
+
+  bool contains(const void* elements) const {
+    return std::less_equal<>()(base_, elements) &&
+           std::less<>()(elements, end_);
+  }
+
+  // What a slot's gradient is, whatever its parameter turns into.
+  at::IntArrayRef shape(size_t slot) const {
+    return table_.shape(parameters_[slot]);
+  }
+  at::IntArrayRef strides(size_t slot) const { return strides_[slot]; }
+
+  // True if its parameter has those strides at any time: it has no gaps and can
+  // not turn.
+  bool follows_parameter(size_t slot) const { return follows_[slot]; }
+
+  at::Tensor empty_gradient(size_t slot) const;
+
+  // Units: elements.
+  int64_t numel() const;
+  std::span<const SlotRange> ranges() const { return ranges_; }
+
+  const at::TensorOptions& options() const { return options_; }  // of flat()
+  const at::TensorOptions& wire_options() const { return wire_options_; }
+
+  size_t num_slots() const { return parameters_.size(); }
+  size_t parameter_at(size_t slot) const { return parameters_[slot]; }
+
+ private:
+  void note_place();
+
+  // Constant after construction, unless a hook changes its bucket.
+  const ParameterTable& table_;
+  const std::vector<size_t> parameters_;  // by slot
+  const at::TensorOptions options_;
+  const at::TensorOptions wire_options_;
+  std::vector<SlotRange> ranges_;  // by slot
+  DimsList strides_;               // by slot
+  std::vector<char> follows_;      // by slot
+  at::Tensor flat_;
+  at::Tensor wire_;
+  std::vector<at::Tensor> views_;    // by slot, into flat_
+  std::vector<const void*> places_;  // by slot
+  const void* base_ = nullptr;       // of flat_'s memory, when made
+  const void* end_ = nullptr;        // of flat_'s memory
+
+  // On devices with streams.
+  std::optional<c10::Stream> allocated_on_;
+  std::optional<c10::Event> zeroed_;  // null: waited for
+};
+
+}  // namespace brigade
+
+#endif  // BRIGADE_REDUCER_BUCKET_MEMORY_H_
