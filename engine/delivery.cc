@@ -16,7 +16,6 @@
 #include "brigade/comm/message_of.h"
 #include "brigade/comm/peer_error.h"
 #include "brigade/comm/timed_wait.h"
-#include "brigade/comm/wait_awake.h"
 #include "brigade/engine/recovery.h"
 
 namespace brigade {
@@ -77,13 +76,11 @@ Failure failed_delivery(const EngineState& state, const Iteration& iteration,
 void deliver_as_results_come(EngineState& state, Iteration& iteration,
                              bool is_shadow) {
   std::optional<Failure> failure;
-  const auto awake_until = std::chrono::steady_clock::now() + kMaxTimeAwake;
   for (const Launch& launch : undelivered(iteration)) {
     const std::optional<size_t> unit = launch.collective->unit();
     if (!unit) continue;  // who needs it waits for it
     try {
       if (launch.future) {
-        wait_awake(*launch.future, awake_until);
         launch.future->waitAndThrow();
         state.observations.timeline.waited_for(*unit);
       }
