@@ -282,7 +282,6 @@ EngineStatistics Engine::statistics() const {
 
 void Engine::forward_begins() {
   const std::lock_guard<std::mutex> lock(mutex_);
-  hooks_->prefetch_for_forward();
   state_.observations.timeline.forward_begins(state_.observations.begun + 1);
 }
 

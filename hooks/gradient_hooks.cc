@@ -125,16 +125,6 @@ void GradientHooks::remove() {
   last_called_ = nullptr;
 }
 
-void GradientHooks::prefetch_for_forward() const {
-  for (const Registration& registration : registrations_) {
-    // Reference counts, and the node's place in the topological order.
-    const auto* const node =
-        reinterpret_cast<const char*>(registration.accumulator.get());
-    __builtin_prefetch(node, /*write=*/1);
-    __builtin_prefetch(node + kCacheLineBytes, /*write=*/1);
-  }
-}
-
 std::optional<VariableIndex> GradientHooks::first_detached(
     std::span<const std::vector<at::Tensor>> replicas) const {
   if (registrations_.empty()) return std::nullopt;

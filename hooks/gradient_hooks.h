@@ -66,9 +66,6 @@ class GradientHooks {
   std::optional<VariableIndex> first_detached(
       std::span<const std::vector<at::Tensor>> replicas) const;
 
-  // A forward is about to begin: prefetches what it touches of accumulators.
-  void prefetch_for_forward() const;
-
   // Replica by replica, by parameter; alive as long as this object. Empty once
   // hooks are removed.
   std::vector<torch::autograd::Node*> accumulators() const;

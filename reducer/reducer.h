@@ -181,8 +181,7 @@ class Reducer {
 
   ReducerStatistics statistics() const;
 
-  // Forward begins. Nobody has to tell: without it the timeline has no forward,
-  // and what a forward touches of hooks is not prefetched.
+  // Forward begins. Nobody has to tell: without it the timeline has no forward.
   void forward_begins();
 
   // Of the last iteration that was sampled and reduced to the end. With buckets
