@@ -25,68 +25,24 @@
 #include <string>
 #include <thread>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
-#include <unordered_set>
 #include <vector>
 
 #include "brigade/benchmarks/support/set_up.h"
 #include "brigade/bucket_sweep/quantiles.h"
 #include "brigade/comm/control_channel.h"
 #include "brigade/comm/status_mesh.h"
+#include "brigade/tests/support/counting_store.h"
 
 namespace brigade::benchmarks {
 namespace {
+
+using testing::CountingStore;
 
 using Clock = std::chrono::steady_clock;
 
 struct Options {
   std::vector<int> ranks = {2, 3, 4, 8, 16, 32, 64, 128, 256, 512};
   int exchanges = 200;
-};
-
-// Counts the keys that one rank reads and writes.
-class CountingStore : public c10d::Store {
- public:
-  explicit CountingStore(c10::intrusive_ptr<c10d::Store> store)
-      : store_(std::move(store)) {}
-
-  int64_t num_keys() const { return static_cast<int64_t>(keys_.size()); }
-
-  void set(const std::string& key, const std::vector<uint8_t>& value) override {
-    keys_.insert(key);
-    store_->set(key, value);
-  }
-  std::vector<uint8_t> get(const std::string& key) override {
-    keys_.insert(key);
-    return store_->get(key);
-  }
-  int64_t add(const std::string& key, int64_t value) override {
-    keys_.insert(key);
-    return store_->add(key, value);
-  }
-  bool check(const std::vector<std::string>& keys) override {
-    keys_.insert(keys.begin(), keys.end());
-    return store_->check(keys);
-  }
-  void wait(const std::vector<std::string>& keys) override {
-    keys_.insert(keys.begin(), keys.end());
-    store_->wait(keys);
-  }
-  void wait(const std::vector<std::string>& keys,
-            const std::chrono::milliseconds& timeout) override {
-    keys_.insert(keys.begin(), keys.end());
-    store_->wait(keys, timeout);
-  }
-  bool deleteKey(const std::string& key) override {
-    return store_->deleteKey(key);
-  }
-  int64_t getNumKeys() override { return store_->getNumKeys(); }
-  c10::intrusive_ptr<c10d::Store> clone() override {
-    return c10::intrusive_ptr<c10d::Store>::reclaim_copy(this);
-  }
-
- private:
-  const c10::intrusive_ptr<c10d::Store> store_;
-  std::unordered_set<std::string> keys_;
 };
 
 struct Cost {

@@ -29,6 +29,8 @@
 #include "brigade/comm/exchange_rounds.h"
 #include "brigade/comm/peer_error.h"
 #include "brigade/comm/tcp_links.h"
+#include "brigade/tests/comm/world_sizes.h"
+#include "brigade/tests/support/counting_store.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
@@ -37,67 +39,14 @@ namespace {
 
 using enum StatusKind;
 using enum StatusExchange::Outcome;
+using testing::CountingStore;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
+using testing::world_sizes;
 
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
 constexpr std::chrono::milliseconds kNever = std::chrono::minutes(10);
-
-// Counts the keys that one rank reads and writes.
-class CountingStore : public c10d::Store {
- public:
-  explicit CountingStore(c10::intrusive_ptr<c10d::Store> store)
-      : store_(std::move(store)) {}
-
-  int64_t num_keys() const {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    return static_cast<int64_t>(keys_.size());
-  }
-
-  void set(const std::string& key, const std::vector<uint8_t>& value) override {
-    note({key});
-    store_->set(key, value);
-  }
-  std::vector<uint8_t> get(const std::string& key) override {
-    note({key});
-    return store_->get(key);
-  }
-  int64_t add(const std::string& key, int64_t value) override {
-    note({key});
-    return store_->add(key, value);
-  }
-  bool check(const std::vector<std::string>& keys) override {
-    note(keys);
-    return store_->check(keys);
-  }
-  void wait(const std::vector<std::string>& keys) override {
-    note(keys);
-    store_->wait(keys);
-  }
-  void wait(const std::vector<std::string>& keys,
-            const std::chrono::milliseconds& timeout) override {
-    note(keys);
-    store_->wait(keys, timeout);
-  }
-  bool deleteKey(const std::string& key) override {
-    return store_->deleteKey(key);
-  }
-  int64_t getNumKeys() override { return store_->getNumKeys(); }
-  c10::intrusive_ptr<c10d::Store> clone() override {
-    return c10::intrusive_ptr<c10d::Store>::reclaim_copy(this);
-  }
-
- private:
-  void note(const std::vector<std::string>& keys) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    keys_.insert(keys.begin(), keys.end());
-  }
-
-  const c10::intrusive_ptr<c10d::Store> store_;
-  mutable std::mutex mutex_;
-  std::set<std::string> keys_;  // guarded by mutex_
-};
 
 // Ranks of groups that have a store, and no backend.
 void run_ranks(int size, const std::function<void(Group, CountingStore&)>& fn) {
@@ -109,14 +58,6 @@ void run_ranks(int size, const std::function<void(Group, CountingStore&)>& fn) {
       fn(c10::make_intrusive<c10d::ProcessGroup>(store, rank, size), *store);
     });
   }
-}
-
-std::vector<int> world_sizes() {
-  std::vector<int> sizes;
-  for (int size = 2; size <= 17; ++size) sizes.push_back(size);
-  sizes.push_back(32);
-  sizes.push_back(64);
-  return sizes;
 }
 
 class StatusMeshTest : public ::testing::TestWithParam<int> {};

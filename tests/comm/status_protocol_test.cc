@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "brigade/comm/exchange_rounds.h"
+#include "brigade/tests/comm/world_sizes.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
@@ -137,17 +138,9 @@ std::vector<int> absent_ranks(const ExchangePtr& exchange) {
   return ranks;
 }
 
-std::vector<int> world_sizes() {
-  std::vector<int> sizes;
-  for (int size = 2; size <= 17; ++size) sizes.push_back(size);
-  sizes.push_back(32);
-  sizes.push_back(64);
-  return sizes;
-}
-
 class StatusProtocolTest : public ::testing::TestWithParam<int> {};
 INSTANTIATE_TEST_SUITE_P(WorldSizes, StatusProtocolTest,
-                         ::testing::ValuesIn(world_sizes()));
+                         ::testing::ValuesIn(testing::world_sizes()));
 
 TEST_P(StatusProtocolTest, EqualStatusesTakeOneMessageARound) {
   Ranks ranks(GetParam());
