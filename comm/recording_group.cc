@@ -286,19 +286,6 @@ class RecordingBackend final : public IdenticalRanksBackend,
   std::thread link_;
 };
 
-CollectiveCost alpha_beta_cost(std::chrono::nanoseconds latency,
-                               double bytes_per_second) {
-  TORCH_CHECK_VALUE(bytes_per_second > 0,
-                    "a link's bandwidth must be > 0 bytes/s, got ",
-                    bytes_per_second, ".");
-  return [=](const RecordedCollective& collective) {
-    const double transfer_ns =
-        static_cast<double>(collective.bytes) / bytes_per_second * 1e9;
-    return latency +
-           std::chrono::nanoseconds(static_cast<int64_t>(transfer_ns));
-  };
-}
-
 RecordingGroup::RecordingGroup(int world_size, int rank) {
   TORCH_CHECK_VALUE(world_size >= 1 && rank >= 0 && rank < world_size,
                     "rank must be >= 0 and below the world size, got rank ",

@@ -58,10 +58,6 @@ using StatusAnswers =
 using CollectiveCost =
     std::function<std::chrono::nanoseconds(const RecordedCollective&)>;
 
-// latency + bytes / bandwidth.
-CollectiveCost alpha_beta_cost(std::chrono::nanoseconds latency,
-                               double bytes_per_second);
-
 class RecordingGroup {
  public:
   explicit RecordingGroup(int world_size, int rank = 0);

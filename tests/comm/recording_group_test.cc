@@ -456,14 +456,6 @@ TEST(RecordingGroupTest, TheSecondOnALinkStartsAfterTheFirst) {
             std::chrono::milliseconds(40));
 }
 
-TEST(RecordingGroupTest, CostIsLatencyAndBytesOverBandwidth) {
-  const CollectiveCost cost =
-      alpha_beta_cost(std::chrono::microseconds(50), 1e9);
-  EXPECT_EQ(cost({.bytes = 0}), std::chrono::microseconds(50));
-  EXPECT_EQ(cost({.bytes = 1000000}), std::chrono::microseconds(1050));
-  EXPECT_THROW(alpha_beta_cost({}, 0), c10::ValueError);
-}
-
 TEST(RecordingGroupTest, EndsWhatIsOpenWithAnError) {
   Launched held;
   Launched delayed;
