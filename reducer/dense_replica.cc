@@ -9,7 +9,6 @@
 #include <utility>
 
 #include "brigade/engine/stream_join.h"
-#include "brigade/hooks/prefetch.h"
 
 namespace brigade {
 namespace {
