@@ -135,7 +135,8 @@ std::shared_ptr<TorchReducer> make_reducer_of(
     bool find_unused_parameters, bool skip_all_reduce_unused_parameters,
     bool static_graph, bool gradients_as_bucket_views,
     bool lazy_bucket_allocation, bool verify_across_ranks,
-    bool one_backward_per_forward, bool reduces_by_itself) {
+    bool one_backward_per_forward, std::optional<bool> defer_status_check,
+    bool control_channel, bool reduces_by_itself) {
   std::vector<at::Tensor> tensors =
       parameters.tensors_in_cpp.empty()
           ? in_cpp(parameters.tensors)
@@ -158,6 +159,8 @@ std::shared_ptr<TorchReducer> make_reducer_of(
   options.lazy_bucket_allocation = lazy_bucket_allocation;
   options.verify_across_ranks = verify_across_ranks;
   options.one_backward_per_forward = one_backward_per_forward;
+  options.defer_status_check = defer_status_check;
+  options.control_channel = control_channel;
   return make_reducer(std::move(tensors), process_group, std::move(options),
                       reduces_by_itself);
 }
@@ -243,6 +246,8 @@ void register_reducer(py::module_& module) {
           py::arg("lazy_bucket_allocation") = false,
           py::arg("verify_across_ranks") = true,
           py::arg("one_backward_per_forward") = false,
+          py::arg("defer_status_check") = py::none(),
+          py::arg("control_channel") = true,
           py::arg("reduces_by_itself") = true, py::keep_alive<1, 3>(),
           "Without lists of thousands in between; takes the names. The first "
           "buckets are of the "

@@ -129,6 +129,11 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
         bucket_plan: What bucket_plan() of an earlier run returned; buckets are not rebuilt then.
         one_backward_per_forward: A backward that leaves gradients out is an error when it
             ends, not in the next forward.
+        defer_status_check: True: what peers said at the end of an iteration is looked at in
+            the next forward, so that no rank waits for the slowest one's backward, and an
+            error is told a step later (docs/recovery.md). Default: on devices, not on the CPU.
+        control_channel: False: ranks tell each other nothing but gradients; a failure ends
+            the process group.
 
     Raises:
         DistBackendError: A peer has died, or did not come in time.
@@ -149,6 +154,8 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
     check_module = "error"
     _given_plan: list[list[int]] | None = None
     one_backward_per_forward = False
+    defer_status_check: bool | None = None
+    control_channel = True
 
     def __init__(
         self,
@@ -177,6 +184,8 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
         check_module: Literal["error", "warn", "off"] = "error",
         bucket_plan: Sequence[Sequence[int]] | None = None,
         one_backward_per_forward: bool = False,
+        defer_status_check: bool | None = None,
+        control_channel: bool = True,
     ) -> None:
         # torch's own constructor would make a reducer of torch's.
         torch.nn.Module.__init__(self)
@@ -205,6 +214,8 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
             _checks.require_module_check(check_module)
             self.check_module = check_module
             self.one_backward_per_forward = one_backward_per_forward
+            self.defer_status_check = defer_status_check
+            self.control_channel = control_channel
             self._given_plan = None if bucket_plan is None else _checks.plan_of(bucket_plan)
         self.dim = dim
         syncs_buffers_at_init = self._set_up_buffers(broadcast_buffers, forward_sync_buffers)
@@ -291,6 +302,7 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
             f"static_graph = {static_graph}",
             f"mixed_precision = {self.mixed_precision}",
             f"one_backward_per_forward = {self.one_backward_per_forward}",
+            f"control_channel = {self.control_channel}",
             f"delayed parameters = {len(delayed)}",
         ]
         require_agreement(self.process_group, "option", options)
@@ -463,6 +475,8 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
             lazy_bucket_allocation=self.lazy_bucket_allocation,
             verify_across_ranks=compare_ranks,
             one_backward_per_forward=self.one_backward_per_forward,
+            defer_status_check=self.defer_status_check,
+            control_channel=self.control_channel,
             reduces_by_itself=not self._use_python_reducer,
         )
         if self._require_manual_backward_finalization:

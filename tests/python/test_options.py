@@ -197,6 +197,58 @@ def test_one_backward_per_forward_tells_of_what_it_left_out_when_it_ends():
     run_ranks(_leaves_out)
 
 
+def _train_twice(wrapped, x):
+    for _ in range(2):
+        wrapped.zero_grad()
+        wrapped(x).sum().backward()
+        assert wrapped.module.weight.grad.item() == 1.5
+
+
+def _fail_in_backward(wrapped, x):
+    def fail(_):
+        raise ValueError("no disk")
+
+    output = wrapped(x)
+    output.register_hook(fail)
+    with pytest.raises(ValueError, match="no disk"):
+        output.sum().backward()
+
+
+def _hears_of_it_a_step_later(rank):
+    wrapped = brigade.DistributedDataParallel(nn.Linear(1, 1, bias=False), defer_status_check=True)
+    x = torch.full((1, 1), float(rank + 1))
+    _train_twice(wrapped, x)
+    if rank == 1:
+        _fail_in_backward(wrapped, x)
+    else:
+        wrapped(x).sum().backward()
+        with pytest.raises(dist.DistBackendError, match=r"iteration 3, whose.*rank 1 failed"):
+            wrapped(x)
+    assert wrapped.can_continue()
+    _train_twice(wrapped, x)
+
+
+def test_a_deferred_failure_is_told_in_the_next_forward():
+    run_ranks(_hears_of_it_a_step_later)
+
+
+def _says_nothing(rank):
+    wrapped = brigade.DistributedDataParallel(nn.Linear(1, 1, bias=False), control_channel=False)
+    x = torch.full((1, 1), float(rank + 1))
+    _train_twice(wrapped, x)
+    if rank == 1:
+        _fail_in_backward(wrapped, x)
+    else:
+        with pytest.raises(dist.DistBackendError):
+            wrapped(x).sum().backward()
+    assert not wrapped.can_continue()
+    dist.destroy_process_group()
+
+
+def test_without_a_control_channel_a_failure_ends_the_group():
+    run_ranks(_says_nothing)
+
+
 def _bucket_config(rank):
     for options in (
         {},
