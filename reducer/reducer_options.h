@@ -18,9 +18,9 @@ namespace brigade {
 
 // Compared across ranks at construction: number of local replicas, caps, plan,
 // names, sparse flags, rebuild, unused parameters, static graph, a built-in
-// hook's wire dtype, the name of another one, control_channel.
-// verify_across_ranks must be alike too, which nobody can compare; the rest may
-// differ.
+// hook's wire dtype, the name of another one, control_channel,
+// defer_status_check. verify_across_ranks must be alike too, which nobody can
+// compare; the rest may differ.
 struct ReducerOptions {
   // Sizes at which buckets close, of gradients in the parameters' dtype, for
   // each dtype and device by itself: the first bucket of a kind to fill, the
@@ -118,8 +118,7 @@ struct ReducerOptions {
   // stepped with sums to which the failed rank gave zeros, and hears of it one
   // iteration later: load a checkpoint on all ranks. Unset: true where all
   // buckets are on devices, whose collectives don't keep the host waiting, and
-  // false on the CPU, where a user's hooks wait in any case. Need not be alike
-  // on all ranks.
+  // false on the CPU, where a user's hooks wait in any case.
   std::optional<bool> defer_status_check = std::nullopt;
 
   // A rank whose backward fails tells its peers, and waits so long for them to

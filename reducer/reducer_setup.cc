@@ -101,6 +101,7 @@ std::vector<std::string> describe(const ReducerOptions& options,
                options.skip_all_reduce_unused_parameters),
       describe("static_graph", options.static_graph),
       describe("control_channel", options.control_channel),
+      describe("defer_status_check", options.defer_status_check),
       absl::StrCat("comm_hook: ", describe_hook(*options.comm_hook, table))};
 }
 

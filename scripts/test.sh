@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs brigade's tests: the release build with every test (the consumer of the
 # installed tree among them), then under AddressSanitizer and
-# UndefinedBehaviorSanitizer, then reducer/ and comm/ under ThreadSanitizer, and
+# UndefinedBehaviorSanitizer, then engine/, reducer/ and comm/ under ThreadSanitizer, and
 # the library's syntax against the headers of the oldest torch that is supported.
 # --quick: the release build only.
 # --torch VERSION: on that torch (2.12, or 2.12.1), with a virtual environment and
@@ -91,7 +91,7 @@ if [[ $quick == no ]]; then
   # Distributed autograd hands objects from thread to thread inside LibTorch,
   # where ThreadSanitizer does not see it.
   export GTEST_FILTER='-*ContextGradients*'
-  stage tsan comm_test reducer_test -- -R '^(comm_test|reducer_test)$'
+  stage tsan comm_test engine_test reducer_test -- -R '^(comm_test|engine_test|reducer_test)$'
 fi
 if [[ $quick == no && -z $build_prefix ]]; then
   echo

@@ -303,6 +303,7 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
             f"mixed_precision = {self.mixed_precision}",
             f"one_backward_per_forward = {self.one_backward_per_forward}",
             f"control_channel = {self.control_channel}",
+            f"defer_status_check = {self.defer_status_check}",
             f"delayed parameters = {len(delayed)}",
         ]
         require_agreement(self.process_group, "option", options)

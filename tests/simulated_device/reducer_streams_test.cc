@@ -477,6 +477,26 @@ void backward_throws(const StreamLayout& layout, ReducerOptions options) {
   }
 }
 
+// The host does not wait for peers where backward ends.
+void a_peer_failed_a_step_ago(const StreamLayout& layout,
+                              ReducerOptions options) {
+  StreamedTraining training(layout);
+  training.make_reducer(std::move(options));
+  training.recording().answer_statuses_with([](const RankStatus& own) {
+    std::vector<RankStatus> by_rank(kWorldSize, own);
+    if (own.kind == StatusKind::kEnd && own.iteration == 3) {
+      by_rank[1].kind = StatusKind::kFailed;
+    }
+    return by_rank;
+  });
+  for (int s = 0; s < kNumSteps; ++s) {
+    if (s == 3) EXPECT_THROW(training.step(s), c10::DistBackendError);
+    training.step(s);
+    training.expect_gradients(s);
+    training.zero_grad();
+  }
+}
+
 struct Scenario {
   const char* name;
   void (*run)(const StreamLayout&, ReducerOptions);
@@ -518,6 +538,7 @@ const Scenario kScenarios[] = {
     {"DestroyedBetweenBackwards", destroyed_between_backwards},
     {"DestroyedWhileCollectivesAreOpen", destroyed_while_collectives_are_open},
     {"BackwardThrows", backward_throws},
+    {"APeerFailedAStepAgo", a_peer_failed_a_step_ago},
     {"CollectiveFailsAtLaunch", collective_fails_at_launch},
     {"CollectiveFailsAtCompletion", collective_fails_at_completion},
 };
