@@ -3,7 +3,7 @@
 //
 // The outputs of a forward pass report here when a backward reaches them.
 //
-// Thread safety: none; the reducer's lock covers it.
+// Thread safety: none; the engine's lock covers it.
 
 #ifndef BRIGADE_ENGINE_BACKWARD_MEMBERSHIP_H_
 #define BRIGADE_ENGINE_BACKWARD_MEMBERSHIP_H_

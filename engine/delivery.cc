@@ -244,19 +244,11 @@ void deliver_all(EngineState& state, Iteration& iteration, bool is_shadow) {
 void deliver_unconfirmed(EngineState& state,
                          const std::shared_ptr<Iteration>& iteration,
                          bool is_shadow, const RankStatus& end) {
-  if (state.policy.hook_traits().fails_by_network_only) {
-    end_unconfirmed(state, iteration, end);
-    deliver_as_results_come(state, *iteration, is_shadow);
-    return delivered(state);
-  }
-  Results results;
-  std::optional<Failure> failure;
-  if (!iteration->chained.empty()) failure = launch_chained(state, *iteration);
-  if (!failure) failure = collect(state, *iteration, results);
-  if (failure) tell_of_results(state, *iteration, end, failure);
   end_unconfirmed(state, iteration, end);
-  deliver(state, *iteration, results, is_shadow);
+  deliver_as_results_come(state, *iteration, is_shadow);
   delivered(state);
+  // They hold the results, whose memory is the policy's to let go of.
+  for (Launch& launch : iteration->launches) launch.future = nullptr;
 }
 
 void deliver_through(EngineState& state, Iteration& iteration, size_t entry) {

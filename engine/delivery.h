@@ -31,13 +31,8 @@ namespace brigade {
 // ranks alike.
 void deliver_all(EngineState& state, Iteration& iteration, bool is_shadow);
 
-// The same where peers may not have ended it yet: tells them `end` once this
-// rank has the results, or at once if only the network makes these fail, and
-// does not wait for theirs (confirm_end() does). REQUIRES:
-// may_defer_status_check().
-//
-// Errors: what a collective or a hook failed with on this rank; peers that have
-// delivered hear of it when they confirm.
+// The same where peers may not have ended it yet: tells them `end` and does not
+// wait for theirs (confirm_end() does). REQUIRES: may_defer_status_check().
 void deliver_unconfirmed(EngineState& state,
                          const std::shared_ptr<Iteration>& iteration,
                          bool is_shadow, const RankStatus& end);

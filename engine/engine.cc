@@ -3,9 +3,9 @@
 #include "brigade/engine/engine.h"
 
 #include <c10/util/Exception.h>
-#include <c10/util/ScopeExit.h>
 
 #include <algorithm>
+#include <exception>
 #include <thread>
 #include <utility>
 
@@ -171,7 +171,8 @@ void Engine::synchronize(SyncPoint place) try {
 bool Engine::replan() try {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (has_begun(state_.phase)) return false;
-  confirm_end(state_);
+  // What was learnt counts when its end is confirmed.
+  if (state_.policy.is_learning()) confirm_end(state_);
   return replan_if_due();
 } catch (...) {
   state_.observations.note_error();
@@ -197,7 +198,13 @@ void Engine::change_sequence(std::string_view caller,
   TORCH_CHECK(!has_begun(state_.phase), caller, ": ",
               describe(state_.occasion(state_.observations.begun)),
               " is being reduced.\nCall it before the backward or after it.");
-  confirm_end(state_);
+  // All ranks change it, whatever each of them is still to hear.
+  std::exception_ptr refuted;
+  try {
+    confirm_end(state_);
+  } catch (...) {
+    refuted = std::current_exception();
+  }
   if (change()) state_.adopt_sequence();
   state_.peers.compare_others(
       !state_.policy.hook_traits().fails_by_network_only);
@@ -208,6 +215,7 @@ void Engine::change_sequence(std::string_view caller,
     agree_on_sequence(state_,
                       *state_.make_iteration(state_.observations.begun + 1));
   }
+  if (refuted) std::rethrow_exception(refuted);
 } catch (...) {
   state_.observations.note_error();
   throw;

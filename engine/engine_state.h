@@ -27,6 +27,7 @@ namespace brigade {
 struct UnconfirmedEnd {
   std::shared_ptr<Iteration> iteration;
   PendingExchange exchange;
+  std::optional<int64_t> group_count;  // PeerStatus::group_count() then
 };
 
 struct EngineState {

@@ -31,8 +31,9 @@ namespace brigade {
 
 struct Launch {
   Collective* collective = nullptr;
-  c10::intrusive_ptr<c10::ivalue::Future> future;  // null: nothing travelled
-  bool is_overdue = false;  // was waited for as long as anything is
+  c10::intrusive_ptr<c10::ivalue::Future> future;  // null: nothing to await
+  bool has_travelled = false;  // also when the future has been let go of
+  bool is_overdue = false;     // was waited for as long as anything is
 };
 
 inline bool is_pending(const Launch& launch) {

@@ -44,6 +44,7 @@ void launch(EngineState& state, Collective& entry) {
     }
     if (unit) ++state.observations.units_launched;
   }
+  launch.has_travelled = launch.future != nullptr;
   iteration.launches.push_back(std::move(launch));
   state.observations.launched(iteration.launches.back());
 }

@@ -1,6 +1,6 @@
 // How far a reducer has come, for a thread that must not wait for its lock.
 //
-// Thread safety: one thread at a time writes (the reducer's lock covers it),
+// Thread safety: one thread at a time writes (the engine's lock covers it),
 // any may read. A reader may see a step of one field before that of another.
 
 #ifndef BRIGADE_ENGINE_PROGRESS_H_

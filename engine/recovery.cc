@@ -63,11 +63,13 @@ void drain(EngineState& state, Iteration& iteration) {
   const milliseconds timeout = group_timeout(*state.group);
   iteration.chained.cancel(timeout);
   for (Launch& launch : iteration.launches) {
-    if (!launch.future || launch.is_overdue) continue;
+    if (!launch.has_travelled || launch.is_overdue) continue;
     try {
-      launch.is_overdue = !wait_for(*launch.future, timeout);
-      if (launch.is_overdue) continue;
-      launch.future->wait();
+      if (launch.future) {
+        launch.is_overdue = !wait_for(*launch.future, timeout);
+        if (launch.is_overdue) continue;
+        launch.future->wait();
+      }
       const c10::Device device = launch.collective->device();
       // Waiting orders streams only, and not the ones that the user works on.
       if (!device.is_cpu()) current_stream(device).synchronize();
@@ -124,16 +126,21 @@ PendingExchange begin_exchange(EngineState& state, const Iteration& iteration,
   return state.peers.begin_exchange(own);
 }
 
-// Awaits what `begin` returns, and brings all ranks to the same place if they
+// What this rank launched then would meet what others launch to get there.
+bool has_gone_on(EngineState& state, const UnconfirmedEnd& end) {
+  return end.group_count && state.peers.group_count() != end.group_count;
+}
+
+// Gets a comparison by `await`, and brings all ranks to the same place if they
 // are not.
-template <typename Begin>
-StatusComparison compare_when(EngineState& state, Iteration& iteration,
-                              const Begin& begin,
-                              std::optional<milliseconds> patience) {
+template <typename Await>
+StatusComparison compare_by(EngineState& state, Iteration& iteration,
+                            const Await& await,
+                            std::optional<milliseconds> patience) {
   const WaitForPeers waiting(*state.observations.progress);
   std::optional<StatusComparison> comparison;
   try {
-    comparison = state.peers.await(begin(), patience);
+    comparison = await(patience);
   } catch (const c10::DistBackendError& error) {
     exchange_failed(state, /*have_met=*/false);
     const std::string where = describe_awaited(state, iteration);
@@ -197,30 +204,41 @@ void end_together(EngineState& state, Iteration& iteration,
 StatusComparison compare(EngineState& state, Iteration& iteration,
                          RankStatus own, std::optional<milliseconds> patience) {
   confirm_end(state);
-  return compare_when(
-      state, iteration, [&] { return begin_exchange(state, iteration, own); },
+  return compare_by(
+      state, iteration,
+      [&](std::optional<milliseconds> limit) {
+        return state.peers.await(begin_exchange(state, iteration, own), limit);
+      },
       patience);
 }
 
 bool may_defer_status_check(const EngineState& state,
                             const Iteration& iteration) {
-  const bool is_wanted = state.options.defers_status_check.value_or(true);
-  // Results on the CPU keep the host waiting, and those of a user's hook are
-  // waited for before this rank can tell that it has them.
-  const bool may_wait = state.options.defers_status_check.has_value() &&
-                        state.policy.hook_traits().fails_by_network_only;
-  return is_wanted &&
-         (may_wait ||
-          std::ranges::none_of(iteration.launches, [](const Launch& launch) {
-            return launch.collective->device().is_cpu();
-          }));
+  // What a user's hook returns may fail on one rank alone.
+  if (!state.policy.hook_traits().fails_by_network_only ||
+      !iteration.chained.empty()) {
+    return false;
+  }
+  // Results on the CPU keep the host waiting anyway.
+  return state.options.defers_status_check.value_or(
+      std::ranges::none_of(iteration.launches, [](const Launch& launch) {
+        return launch.collective->device().is_cpu();
+      }));
 }
 
 void end_unconfirmed(EngineState& state, std::shared_ptr<Iteration> iteration,
-                     RankStatus own) {
-  PendingExchange exchange = begin_exchange(state, *iteration, own);
-  state.unconfirmed_end = {.iteration = std::move(iteration),
-                           .exchange = std::move(exchange)};
+                     const RankStatus& own) {
+  try {
+    PendingExchange exchange = begin_exchange(state, *iteration, own);
+    state.unconfirmed_end = {.iteration = std::move(iteration),
+                             .exchange = std::move(exchange),
+                             .group_count = state.peers.group_count()};
+  } catch (...) {
+    abandon_buffers(state, *iteration);
+    ++state.observations.aborted;
+    state.policy.on_iteration_over(Outcome::kAborted);
+    throw;
+  }
   if (is_between(state.phase)) state.phase = Phase::kAtSyncPoint;
 }
 
@@ -230,8 +248,22 @@ void confirm_end(EngineState& state) {
       *std::exchange(state.unconfirmed_end, std::nullopt);
   std::optional<StatusComparison> comparison;
   try {
-    comparison = compare_when(
-        state, *end.iteration, [&] { return end.exchange; }, std::nullopt);
+    comparison = compare_by(
+        state, *end.iteration,
+        [&](std::optional<milliseconds> patience) {
+          StatusComparison found = state.peers.await(end.exchange, patience);
+          if (!found.status.ok() && has_gone_on(state, end)) {
+            found.deficit = absl::FailedPreconditionError(
+                "A rank that had delivered has launched other collectives on "
+                "the group since, so that its connections are closed.");
+            state.peers.tell_of_loss(
+                {.kind = StatusKind::kFailed,
+                 .iteration = end.iteration->number,
+                 .text = status_text(found.deficit.status().ToString())});
+          }
+          return found;
+        },
+        std::nullopt);
   } catch (...) {
     state.policy.on_end_refuted();
     throw;

@@ -44,8 +44,10 @@ bool may_defer_status_check(const EngineState& state,
 
 // Tells peers that all is launched, and does not wait for them. REQUIRES:
 // confirm_end().
+//
+// Errors: as begin_exchange(); the iteration is aborted then.
 void end_unconfirmed(EngineState& state, std::shared_ptr<Iteration> iteration,
-                     RankStatus own);
+                     const RankStatus& own);
 
 // What peers said at the end of an iteration that was delivered before. Errors,
 // on all ranks alike but for those that failed, which know already: as

@@ -35,7 +35,7 @@ namespace brigade {
 
 // How an iteration ended.
 enum class Outcome {
-  kDelivered,       // well, on all ranks
+  kDelivered,       // well; on all ranks, unless on_end_refuted() follows
   kAborted,         // on no rank, and all know
   kDeliveryFailed,  // well on all ranks, but this one could not deliver
 };
@@ -113,6 +113,9 @@ class ReductionPolicy {
 
   // A backward that reached the outputs may bring no gradient at all.
   virtual bool may_end_without_gradients() const = 0;
+
+  // The end of an iteration may make a change of the sequence due.
+  virtual bool is_learning() const = 0;
 
   // All ranks have ended the iteration well: before its results are delivered,
   // or, if this one did not wait for the others, before the next is prepared.

@@ -2,7 +2,7 @@
 //
 // Decides when to look; what it sees and says is stall_check.h's. It looks a
 // few times within the time after which a stall is reported, on a thread that
-// all watches of the process share, never takes the reducer's lock for long,
+// all watches of the process share, never takes the engine's lock for long,
 // and keeps what the store throws to itself.
 //
 // Thread safety: made and destroyed by one thread.

@@ -4,7 +4,7 @@
 // device, while one stream packs them all. For devices without streams (CPU)
 // nothing here does anything.
 //
-// Thread safety: none; the reducer's lock covers it.
+// Thread safety: none; the engine's lock covers it.
 
 #ifndef BRIGADE_ENGINE_STREAM_JOIN_H_
 #define BRIGADE_ENGINE_STREAM_JOIN_H_

@@ -4,7 +4,7 @@
 // others each call is one branch. What a sampled iteration needs is allocated
 // when buckets are bound; a bucket's future keeps a callback on top of that.
 //
-// Thread safety: none; the reducer's lock covers it. Callbacks of futures write
+// Thread safety: none; the engine's lock covers it. Callbacks of futures write
 // into a state of their own, which outlives this object.
 
 #ifndef BRIGADE_ENGINE_TIMELINE_RECORDER_H_

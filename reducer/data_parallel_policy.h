@@ -65,7 +65,7 @@ class DataParallelPolicy final : public ReductionPolicy {
 
   // An iteration tells more when its backward is over: the order of gradients,
   // or a static graph.
-  bool is_learning() const;
+  bool is_learning() const override;
 
   // Counts of its own; the engine's are 0.
   ReducerStatistics statistics() const;

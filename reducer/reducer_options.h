@@ -118,7 +118,10 @@ struct ReducerOptions {
   // stepped with sums to which the failed rank gave zeros, and hears of it one
   // iteration later: load a checkpoint on all ranks. Unset: true where all
   // buckets are on devices, whose collectives don't keep the host waiting, and
-  // false on the CPU, where a user's hooks wait in any case.
+  // false on the CPU. Hooks of the user's wait in any case. Other collectives
+  // that a rank launches on the group between delivery and that look meet
+  // those of a rank that has failed: where they are noticed, the group's
+  // connections are closed.
   std::optional<bool> defer_status_check = std::nullopt;
 
   // A rank whose backward fails tells its peers, and waits so long for them to

@@ -138,6 +138,7 @@ class ScriptedPolicy final : public ReductionPolicy {
   bool may_end_without_gradients() const override {
     return ends_without_gradients;
   }
+  bool is_learning() const override { return true; }
   void on_end_confirmed() override;
   void on_end_refuted() override;
   void on_iteration_over(Outcome outcome) override;

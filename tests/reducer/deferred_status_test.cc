@@ -169,6 +169,47 @@ TEST_P(DeferredStatusTest, OtherCallsThatCommunicateLookAtIt) {
   }
 }
 
+// It would meet what the failed rank launches next.
+TEST_P(DeferredStatusTest, ACollectiveInBetweenEndsTheGroupIfARankHasFailed) {
+  run_ranks(2, [&](const Group& group) {
+    const ToyModel model(kSizes);
+    Reducer reducer(model.parameters, group, options());
+    expect_trains(reducer, model, group, /*steps=*/2);
+    if (group->getRank() == 1) {
+      fail_in_backward(reducer, model, 1, /*throws_at=*/1);
+      EXPECT_ANY_THROW(step(reducer, model.loss(1)));
+    } else {
+      step(reducer, model.loss(0));
+      std::vector<at::Tensor> own = {at::ones({2})};
+      const auto work = group->allreduce(own);
+      EXPECT_THAT(text_of<c10::DistBackendError>(
+                      [&] { reducer.prepare_for_backward(model.loss(0)); }),
+                  AllOf(tells_of_iteration(3),
+                        HasSubstr("has launched other collectives")));
+    }
+    EXPECT_FALSE(reducer.can_continue());
+  });
+}
+
+// The hook is another one on all ranks, also where it could not be said.
+TEST_P(DeferredStatusTest, AHookIsSetWhateverIsHeardThen) {
+  run_ranks(2, [&](const Group& group) {
+    const ToyModel model(kSizes);
+    Reducer reducer(model.parameters, group, options());
+    expect_trains(reducer, model, group, /*steps=*/2);
+    const auto before = reducer.comm_hook();
+    if (group->getRank() == 1) {
+      fail_in_backward(reducer, model, 1, /*throws_at=*/1);
+      reducer.set_comm_hook(nullptr);
+    } else {
+      step(reducer, model.loss(0));
+      EXPECT_THROW(reducer.set_comm_hook(nullptr), c10::DistBackendError);
+    }
+    EXPECT_NE(reducer.comm_hook(), before);
+    expect_trains(reducer, model, group, /*steps=*/2);
+  });
+}
+
 // Ranks would come to the same exchange with different things to say.
 TEST(DeferredStatusOfSomeRanksTest, IsAnErrorOnAllRanks) {
   run_ranks(2, [](const Group& group) {
