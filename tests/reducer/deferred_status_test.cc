@@ -171,12 +171,14 @@ TEST_P(DeferredStatusTest, OtherCallsThatCommunicateLookAtIt) {
 
 // It would meet what the failed rank launches next.
 TEST_P(DeferredStatusTest, ACollectiveInBetweenEndsTheGroupIfARankHasFailed) {
+  std::latch rank_0_has_heard(1);
   run_ranks(2, [&](const Group& group) {
     const ToyModel model(kSizes);
     Reducer reducer(model.parameters, group, options());
     expect_trains(reducer, model, group, /*steps=*/2);
     if (group->getRank() == 1) {
       fail_in_backward(reducer, model, 1, /*throws_at=*/1);
+      rank_0_has_heard.wait();
       EXPECT_ANY_THROW(step(reducer, model.loss(1)));
     } else {
       step(reducer, model.loss(0));
@@ -186,6 +188,7 @@ TEST_P(DeferredStatusTest, ACollectiveInBetweenEndsTheGroupIfARankHasFailed) {
                       [&] { reducer.prepare_for_backward(model.loss(0)); }),
                   AllOf(tells_of_iteration(3),
                         HasSubstr("has launched other collectives")));
+      rank_0_has_heard.count_down();
     }
     EXPECT_FALSE(reducer.can_continue());
   });
