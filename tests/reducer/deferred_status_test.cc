@@ -225,9 +225,8 @@ TEST(DeferredStatusOfSomeRanksTest, IsAnErrorOnAllRanks) {
   });
 }
 
-// What a user's hook returns may fail on one rank alone, and on the CPU ranks
-// would wait for it before they can tell.
-TEST(DeferredStatusOfHooksTest, AUsersHookIsWaitedForOnTheCpu) {
+// What a user's hook returns may fail on one rank alone.
+TEST(DeferredStatusOfHooksTest, AUsersHookIsWaitedForInAnyCase) {
   run_ranks(2, [](const Group& group) {
     const ToyModel model(kSizes);
     int failing = 0;
