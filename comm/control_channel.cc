@@ -9,7 +9,6 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
-#include "brigade/comm/collective_count.h"
 #include "brigade/comm/group_timeout.h"
 #include "brigade/comm/liveness_probe.h"
 #include "brigade/comm/peer_error.h"
@@ -59,8 +58,7 @@ ControlChannel::ControlChannel(c10::intrusive_ptr<c10d::ProcessGroup> group,
     : group_(std::move(group)),
       process_(getpid()),
       timeout_(group_timeout(*group_)),
-      answers_(find_answers(*group_)),
-      group_count_(count_collectives(*group_)) {
+      answers_(find_answers(*group_)) {
   if (group_->getSize() > 1 && group_->getStore() && !answers_) {
     connect(identity);
   }
@@ -116,11 +114,6 @@ PendingExchange ControlChannel::exchange(RankStatus own) {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (failure_) std::rethrow_exception(failure_);
   own.sequence = last_.sequence + 1;
-  if (group_count_) {
-    const std::optional<int64_t> count = count_collectives(*group_);
-    if (count) own.group_launches = *count - *group_count_;
-    group_count_ = count;
-  }
   last_ = own;
   PendingExchange pending = {.own = own};
   if (mesh_) {
@@ -163,11 +156,6 @@ std::vector<RankStatus> ControlChannel::await(
   auto different = await_difference(pending, patience);
   if (different) return *std::move(different);
   return std::vector<RankStatus>(group_->getSize(), pending.own);
-}
-
-void ControlChannel::count_from_here() {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  if (group_count_) group_count_ = count_collectives(*group_);
 }
 
 std::optional<LivenessProbe> ControlChannel::find_survivors(

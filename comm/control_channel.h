@@ -6,9 +6,8 @@
 // they mean is decided by those who send them (docs/protocol.md, "Statuses").
 //
 //   ControlChannel channel(group);
-//   PendingExchange end = channel.exchange({.kind = StatusKind::kEnd,
-//                                           .iteration = 7,
-//                                           .launches = 3});
+//   PendingExchange end =
+//       channel.exchange({.kind = StatusKind::kEnd, .iteration = 7});
 //   ...  // the collectives go on
 //   absl::Status equal = check_statuses(channel.await(end));
 //
@@ -74,8 +73,7 @@ class ControlChannel {
   ControlChannel(const ControlChannel&) = delete;
   ControlChannel& operator=(const ControlChannel&) = delete;
 
-  // Sends `own`, with `sequence` and `group_launches` filled in, and returns at
-  // once.
+  // Sends `own`, with `sequence` filled in, and returns at once.
   //
   // Errors: PeerError, the one of before, when an exchange has failed;
   // RuntimeError in a forked child.
@@ -109,10 +107,6 @@ class ControlChannel {
   // Empty: nobody to talk to.
   const std::string& store_prefix() const { return prefix_; }
 
-  // All ranks stand in the same place now: what they owed has been launched.
-  // Later statuses count from here.
-  void count_from_here();
-
  private:
   void connect(std::optional<ChannelIdentity> identity);
   void check_process() const;
@@ -136,8 +130,7 @@ class ControlChannel {
 
   mutable std::mutex mutex_;
   // Guarded by mutex_.
-  RankStatus last_;                     // that was sent
-  std::optional<int64_t> group_count_;  // where all stood last, if it counts
+  RankStatus last_;  // that was sent
   std::map<int64_t, std::shared_ptr<StatusExchange>> in_flight_;
   std::exception_ptr failure_;
 };

@@ -33,14 +33,17 @@ std::string_view words_of(const StatusText& text) {
   return {text.data(), strnlen(text.data(), text.size())};
 }
 
-std::string describe_status(const RankStatus& rank_status,
-                            std::string_view unit_name) {
+int64_t num_launches(const RankStatus& rank_status) {
+  int64_t launches = 0;
+  for (const GroupCounts& counts : rank_status.by_group) {
+    launches += counts.launches;
+  }
+  return launches;
+}
+
+std::string describe_status(const RankStatus& rank_status) {
   const std::string iteration =
       absl::StrCat("iteration ", rank_status.iteration);
-  const std::string unit =
-      rank_status.unit < 0
-          ? ""
-          : absl::StrCat(std::string(unit_name), " ", rank_status.unit);
   switch (rank_status.kind) {
     case StatusKind::kIdle:
       return "ran no backward in " + iteration +
@@ -50,18 +53,20 @@ std::string describe_status(const RankStatus& rank_status,
       return "began " + iteration +
              (words.empty() ? "" : " (" + std::string(words) + ")");
     }
-    case StatusKind::kLaunch:
-      return absl::StrCat("was to launch ",
-                          unit.empty() ? "a collective" : unit, " of ",
-                          iteration, ", ", rank_status.numel, " elements");
-    case StatusKind::kEnd:
-      return absl::StrCat("ended ", iteration, " after ", rank_status.launches,
-                          rank_status.launches == 1 ? " launch" : " launches");
+    case StatusKind::kEnd: {
+      const int64_t launches = num_launches(rank_status);
+      return absl::StrCat("ended ", iteration, " after ", launches,
+                          launches == 1 ? " launch" : " launches");
+    }
+    case StatusKind::kChained:
+      return "has launched the second collectives of " + iteration;
     case StatusKind::kArrived:
       return "has the results of " + iteration;
     case StatusKind::kFailed: {
       std::string failure = "failed in " + iteration;
-      if (!unit.empty()) failure += " at " + unit;
+      if (rank_status.unit >= 0) {
+        absl::StrAppend(&failure, " at bucket ", rank_status.unit);
+      }
       const std::string_view words = words_of(rank_status.text);
       if (!words.empty()) failure += ": " + std::string(words);
       return failure;

@@ -5,9 +5,8 @@
 // travel is comm/status_protocol.h's, what follows from them is
 // comm/status_check.h's business; docs/protocol.md, "Statuses", has both.
 //
-//   RankStatus end = {.kind = StatusKind::kEnd,
-//                        .iteration = 7,
-//                        .launches = 3};
+//   RankStatus end = {.kind = StatusKind::kEnd, .iteration = 7};
+//   end.by_group[0].launches = 3;
 //
 // Thread safety: values and pure functions.
 
@@ -27,20 +26,32 @@ namespace brigade {
 enum class StatusKind : int64_t {
   kIdle,     // has not begun the iteration, and asks where the others are
   kBegin,    // begins an iteration
-  kLaunch,   // launches one collective
   kEnd,      // has launched all collectives of the iteration
+  kChained,  // has launched the second ones behind them (then_collective())
   kArrived,  // has their results
   kFailed,   // has given the iteration up
 };
 
 // In place of a number of launches: the sender's connections are gone, or it
 // can't tell what it has launched.
-inline constexpr int64_t kLostGroup = -1;
+inline constexpr int32_t kLostGroup = -1;
 
-inline constexpr int64_t kUnknownCount = std::numeric_limits<int64_t>::min();
+inline constexpr int32_t kUnknownCount = std::numeric_limits<int32_t>::min();
+
+// Of one process group, since the last exchange.
+struct GroupCounts {
+  int32_t launches = 0;  // the sender's, or kLostGroup
+
+  // Collectives that the group has launched, by whomever, and that are part of
+  // none of these.
+  int32_t foreign = kUnknownCount;
+};
+
+// That a sender launches on.
+inline constexpr size_t kMaxGroups = 8;
 
 // Zero-terminated unless full.
-using StatusText = std::array<char, 176>;
+using StatusText = std::array<char, 208>;
 
 // Travels as it lies in memory: ranks run the same build on like machines.
 struct RankStatus {
@@ -48,37 +59,30 @@ struct RankStatus {
   int64_t sequence = 0;  // place among the exchanges; set by the channel
   int64_t iteration = 0;
   int64_t unit = -1;         // bucket, or unit of sharding; -1: none
-  int64_t numel = 0;         // of what is launched
   uint64_t fingerprint = 0;  // of plan and options
 
-  // What the sender has launched since the last exchange, or kLostGroup; and
-  // how many collectives of the group that was.
-  int64_t launches = 0;
-  int64_t own_collectives = 0;
-
-  // All collectives that the group has launched since then, by whomever, or
-  // kUnknownCount. Set by the channel.
-  int64_t group_launches = kUnknownCount;
-
-  // A digest of where others' collectives of the group lie between the
-  // sender's launches; 0: not compared.
+  // A digest of where others' collectives lie between the sender's launches; 0:
+  // not compared.
   uint64_t others = 0;
+
+  std::array<GroupCounts, kMaxGroups> by_group = {};
 
   StatusText text = {};  // an error, or what the fingerprint stands for
 };
 
-static_assert(sizeof(RankStatus) == 256);
+static_assert(sizeof(RankStatus) == 320);
 static_assert(std::is_trivially_copyable_v<RankStatus>);
 
 // Longer ones are cut, between characters of UTF-8, and end in "...".
 StatusText status_text(std::string_view words);
 std::string_view words_of(const StatusText& text);
 
+// On all groups.
+int64_t num_launches(const RankStatus& rank_status);
+
 // What the rank does, to follow "rank 3": "ended iteration 7 after 3 launches",
-// "failed in iteration 7 at bucket 2: division by zero".  `unit_name` is what
-// the caller calls a unit.
-std::string describe_status(const RankStatus& rank_status,
-                            std::string_view unit_name = "bucket");
+// "failed in iteration 7 at bucket 2: division by zero".
+std::string describe_status(const RankStatus& rank_status);
 
 }  // namespace brigade
 

@@ -47,24 +47,61 @@ std::string describe_fingerprint(const RankStatus& rank_status) {
                          words.empty() ? "" : ")");
 }
 
+// Behind what is told of one group; that of all ranks needs no word.
+std::string on_group(size_t group) {
+  return group == 0 ? "" : absl::StrCat(" on group ", group);
+}
+
+std::vector<int32_t> launches_on(size_t group,
+                                 std::span<const RankStatus> by_rank) {
+  return by_rank_of(by_rank, [group](const RankStatus& s) {
+    return s.by_group[group].launches;
+  });
+}
+
+bool has_lost_a_group(const RankStatus& rank_status) {
+  return std::ranges::any_of(
+      rank_status.by_group,
+      [](const GroupCounts& counts) { return counts.launches == kLostGroup; });
+}
+
 // The most that one of the ranks has, and how much less than that each has.
-std::vector<int64_t> shortfalls(const std::vector<int64_t>& counts) {
-  const int64_t most = *std::max_element(counts.begin(), counts.end());
-  std::vector<int64_t> missing;
-  for (const int64_t count : counts) missing.push_back(most - count);
+std::vector<int32_t> shortfalls(const std::vector<int32_t>& counts) {
+  const int32_t most = *std::max_element(counts.begin(), counts.end());
+  std::vector<int32_t> missing;
+  for (const int32_t count : counts) missing.push_back(most - count);
   return missing;
+}
+
+std::string describe_shortfalls(size_t group,
+                                const std::vector<int32_t>& missing) {
+  return absl::StrCat("behind by ", absl::StrJoin(missing, ", "),
+                      " launches (by rank)", on_group(group));
+}
+
+// OK if all ranks have launched equally many collectives on the group that are
+// no senders', as far as groups count them.
+absl::Status check_foreign(size_t group, std::span<const RankStatus> by_rank,
+                           const std::vector<int32_t>& missing) {
+  const auto foreign = by_rank_of(by_rank, [group](const RankStatus& s) {
+    return s.by_group[group].foreign;
+  });
+  if (std::ranges::count(foreign, kUnknownCount) > 0 || all_equal(foreign)) {
+    return absl::OkStatus();
+  }
+  return absl::FailedPreconditionError(absl::StrCat(
+      "ranks can't be brought in step: ", describe_shortfalls(group, missing),
+      ", but in between the group has launched ", absl::StrJoin(foreign, ", "),
+      " other collectives (by rank).\nMake a new process group on all "
+      "ranks."));
 }
 
 }  // namespace
 
-absl::Status check_statuses(std::span<const RankStatus> by_rank,
-                            std::string_view unit_name) {
-  const auto describe = [&](const RankStatus& rank_status) {
-    return describe_status(rank_status, unit_name);
-  };
+absl::Status check_statuses(std::span<const RankStatus> by_rank) {
   const auto failures =
-      by_rank_of(by_rank, [&](const RankStatus& s) -> std::string {
-        return s.kind == StatusKind::kFailed ? describe(s) : "";
+      by_rank_of(by_rank, [](const RankStatus& s) -> std::string {
+        return s.kind == StatusKind::kFailed ? describe_status(s) : "";
       });
   if (std::string text = describe_deeds(failures, "\n"); !text.empty()) {
     return absl::AbortedError(text);
@@ -77,23 +114,11 @@ absl::Status check_statuses(std::span<const RankStatus> by_rank,
   if (!all_equal(places)) {
     return absl::FailedPreconditionError(absl::StrCat(
         "expected every rank in the same place: ",
-        describe_deeds(by_rank_of(by_rank, describe), ", "),
+        describe_deeds(by_rank_of(by_rank, describe_status), ", "),
         ".\nRun forward and backward equally often on every rank, and forwards "
         "without backward under no_grad."));
   }
   const std::string iteration = absl::StrCat("iteration ", first.iteration);
-  const auto numels =
-      by_rank_of(by_rank, [](const RankStatus& s) { return s.numel; });
-  if (!all_equal(numels)) {
-    const std::string unit =
-        first.unit < 0 ? "the collective"
-                       : absl::StrCat(std::string(unit_name), " ", first.unit);
-    return absl::FailedPreconditionError(
-        absl::StrCat("expected ", unit, " of ", iteration,
-                     " to have the same number of elements on every rank: ",
-                     describe_by_value(numels),
-                     ".\nMake it a function of what all ranks know."));
-  }
   const auto fingerprints =
       by_rank_of(by_rank, [](const RankStatus& s) { return s.fingerprint; });
   if (!all_equal(fingerprints)) {
@@ -102,13 +127,13 @@ absl::Status check_statuses(std::span<const RankStatus> by_rank,
         describe_by_value(by_rank_of(by_rank, describe_fingerprint)),
         ".\nGive every rank the same options."));
   }
-  const auto launches =
-      by_rank_of(by_rank, [](const RankStatus& s) { return s.launches; });
-  if (!all_equal(launches)) {
-    return absl::FailedPreconditionError(
-        absl::StrCat("expected the same number of launches on every rank in ",
-                     iteration, ": ", describe_by_value(launches),
-                     ".\nLaunch equally often on every rank."));
+  for (size_t group = 0; group < kMaxGroups; ++group) {
+    const auto launches = launches_on(group, by_rank);
+    if (all_equal(launches)) continue;
+    return absl::FailedPreconditionError(absl::StrCat(
+        "expected the same number of launches on every rank in ", iteration,
+        ": ", describe_by_value(launches), on_group(group),
+        ".\nLaunch equally often on every rank."));
   }
   const auto others =
       by_rank_of(by_rank, [](const RankStatus& s) { return s.others; });
@@ -127,17 +152,20 @@ absl::Status check_statuses(std::span<const RankStatus> by_rank,
 
 bool agree(const RankStatus& a, const RankStatus& b) {
   const auto compared = [](const RankStatus& s) {
-    return std::tuple(s.kind, s.iteration, s.unit, s.numel, s.fingerprint,
-                      s.launches, s.others);
+    return std::tuple(s.kind, s.iteration, s.unit, s.fingerprint, s.others);
   };
-  return a.kind != StatusKind::kFailed && compared(a) == compared(b);
+  const auto same_launches = [](const GroupCounts& x, const GroupCounts& y) {
+    return x.launches == y.launches;
+  };
+  return a.kind != StatusKind::kFailed && compared(a) == compared(b) &&
+         std::ranges::equal(a.by_group, b.by_group, same_launches);
 }
 
-absl::StatusOr<int64_t> launch_deficit(std::span<const RankStatus> by_rank,
-                                       int rank) {
+absl::StatusOr<LaunchDeficit> launch_deficit(
+    std::span<const RankStatus> by_rank, int rank) {
   std::vector<int> lost;
   for (size_t r = 0; r < by_rank.size(); ++r) {
-    if (by_rank[r].launches == kLostGroup) lost.push_back(static_cast<int>(r));
+    if (has_lost_a_group(by_rank[r])) lost.push_back(static_cast<int>(r));
   }
   if (!lost.empty()) {
     return absl::FailedPreconditionError(
@@ -145,31 +173,25 @@ absl::StatusOr<int64_t> launch_deficit(std::span<const RankStatus> by_rank,
                      " can't go on with the group.\nMake a new process group "
                      "on all ranks."));
   }
-  const std::vector<int64_t> owed = shortfalls(
-      by_rank_of(by_rank, [](const RankStatus& s) { return s.launches; }));
-  const bool known = std::none_of(
-      by_rank.begin(), by_rank.end(),
-      [](const RankStatus& s) { return s.group_launches == kUnknownCount; });
-  const auto foreign = by_rank_of(by_rank, [known](const RankStatus& s) {
-    return known ? s.group_launches - s.own_collectives : 0;
-  });
-  if (!all_equal(foreign)) {
-    return absl::FailedPreconditionError(absl::StrCat(
-        "ranks can't be brought in step: behind by ", absl::StrJoin(owed, ", "),
-        " launches (by rank), but in between the group has launched ",
-        absl::StrJoin(foreign, ", "),
-        " other collectives (by rank).\nMake a new process group on all "
-        "ranks."));
-  }
   const bool one_plan = all_equal(
       by_rank_of(by_rank, [](const auto& s) { return s.fingerprint; }));
-  if (!one_plan && !all_equal(owed)) {
-    return absl::FailedPreconditionError(absl::StrCat(
-        "ranks can't be brought in step: behind by ", absl::StrJoin(owed, ", "),
-        " launches (by rank), of different plans.\nMake a new process group on "
-        "all ranks."));
+  LaunchDeficit deficit = {};
+  for (size_t group = 0; group < kMaxGroups; ++group) {
+    const std::vector<int32_t> missing =
+        shortfalls(launches_on(group, by_rank));
+    if (auto status = check_foreign(group, by_rank, missing); !status.ok()) {
+      return status;
+    }
+    if (!one_plan && !all_equal(missing)) {
+      return absl::FailedPreconditionError(
+          absl::StrCat("ranks can't be brought in step: ",
+                       describe_shortfalls(group, missing),
+                       ", of different plans.\nMake a new process group on all "
+                       "ranks."));
+    }
+    deficit[group] = missing[rank];
   }
-  return owed[rank];
+  return deficit;
 }
 
 }  // namespace brigade

@@ -9,9 +9,9 @@
 #ifndef BRIGADE_COMM_STATUS_CHECK_H_
 #define BRIGADE_COMM_STATUS_CHECK_H_
 
+#include <array>
 #include <cstdint>
 #include <span>
-#include <string_view>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -19,29 +19,35 @@
 
 namespace brigade {
 
-// OK if no rank has failed, and kind, iteration, unit, number of elements,
-// fingerprint and launches are equal on all ranks.
+// OK if no rank has failed, and kind, iteration, unit, fingerprint and launches
+// on each group are equal on all ranks.
 //
 // Errors: Aborted if ranks have failed: which, where, with what words.
 // FailedPrecondition for the first of the above that differs: what was
 // expected, and what each rank has.
-absl::Status check_statuses(std::span<const RankStatus> by_rank,
-                            std::string_view unit_name = "bucket");
+absl::Status check_statuses(std::span<const RankStatus> by_rank);
 
 // Whether check_statuses() is OK with these two; it is with any number of
 // ranks if it is with each two of them.
 bool agree(const RankStatus& a, const RankStatus& b);
 
-// How often `rank` has to launch on zeros to stand where the rank that launched
-// most stands.  The payment is for the caller to make, on every
-// rank that owes one, before anything else is launched on the group.
+// Launches that are missing, by group.
+using LaunchDeficit = std::array<int32_t, kMaxGroups>;
+
+// How often `rank` has to launch on zeros to stand where the ranks that
+// launched most on each group stand. To be launched, on every rank that misses
+// any, before anything else is launched on these groups.
 //
-// Errors: FailedPrecondition, on every rank alike, if some rank's debt cannot
-// be paid: it has lost the group; ranks have different plans; or the group has
-// launched collectives that are not the senders', and not equally many on every
-// rank, so that zeros would meet another collective.
-absl::StatusOr<int64_t> launch_deficit(std::span<const RankStatus> by_rank,
-                                       int rank);
+// A rank's launches on a group are compared with those of all ranks, though
+// only some may be in that group with it: all others then have as many groups
+// of the same number, on which they launch the same.
+//
+// Errors: FailedPrecondition, on every rank alike, if some rank's deficit can't
+// be launched: it has lost the group; ranks have different plans; or the group
+// has launched collectives that are not the senders', and not equally many on
+// every rank, so that zeros would meet another collective.
+absl::StatusOr<LaunchDeficit> launch_deficit(
+    std::span<const RankStatus> by_rank, int rank);
 
 }  // namespace brigade
 

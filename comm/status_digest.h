@@ -28,7 +28,7 @@ struct StatusDigest {
   int64_t all_agree = 1;  // check_statuses() of all is OK
 };
 
-static_assert(sizeof(StatusDigest) == 272);
+static_assert(sizeof(StatusDigest) == 336);
 static_assert(std::is_trivially_copyable_v<StatusDigest>);
 
 StatusDigest digest_of(int rank, const RankStatus& rank_status);

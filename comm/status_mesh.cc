@@ -21,7 +21,7 @@ namespace brigade {
 namespace {
 
 // Ranks whose statuses are not of one size must not meet.
-constexpr const char* kPrefix = "brigade/statuses_256/";
+constexpr const char* kPrefix = "brigade/statuses_320/";
 
 using StorePtr = c10::intrusive_ptr<c10d::Store>;
 

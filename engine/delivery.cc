@@ -6,7 +6,7 @@
 #include <chrono>
 #include <functional>
 #include <optional>
-#include <span>
+#include <ranges>
 #include <stdexcept>
 #include <utility>
 #include <vector>
@@ -32,9 +32,12 @@ at::Tensor result_of(const Launch& launch) {
   return launch.collective->result_of(launch.future->value());
 }
 
-// What is left to be delivered when the iteration ends.
-std::span<Launch> undelivered(Iteration& iteration) {
-  return std::span(iteration.launches).subspan(iteration.num_delivered);
+// What is left to be delivered when the iteration ends. What has no unit is
+// waited for by who needs it.
+auto undelivered(Iteration& iteration) {
+  return iteration.launches | std::views::filter([](const Launch& launch) {
+           return launch.collective->unit() && !launch.is_delivered;
+         });
 }
 
 // The one that stands for all, where all are to blame.
@@ -77,12 +80,10 @@ void deliver_as_results_come(EngineState& state, Iteration& iteration,
                              bool is_shadow) {
   std::optional<Failure> failure;
   for (const Launch& launch : undelivered(iteration)) {
-    const std::optional<size_t> unit = launch.collective->unit();
-    if (!unit) continue;  // who needs it waits for it
     try {
       if (launch.future) {
         launch.future->waitAndThrow();
-        state.observations.timeline.waited_for(*unit);
+        state.observations.timeline.waited_for(*launch.collective->unit());
       }
     } catch (...) {
       if (!failure) {
@@ -104,24 +105,29 @@ void deliver_as_results_come(EngineState& state, Iteration& iteration,
 // In the order of the sequence on every rank, on the thread that ends backward.
 std::optional<Failure> launch_chained(EngineState& state,
                                       Iteration& iteration) {
-  try {
-    const ChainedCollectives::Scope none_behind_these(iteration.chained);
-    iteration.chained.launch(group_timeout(*state.group),
-                             [&state](const std::function<void()>& launch) {
-                               state.peers.count(launch);
-                             });
-  } catch (...) {
-    // Nothing can stand in for what its peers have launched.
-    state.peers.lose_count();
-    return failure_of(state, iteration, ErrorSource::kFuture,
-                      first_unit(iteration));
+  for (size_t group = 0; group < state.groups.size(); ++group) {
+    ChainedCollectives& chained = iteration.chained[group];
+    GroupAccount& account = state.peers.on(group);
+    try {
+      const ChainedCollectives::Scope none_behind_these(chained);
+      chained.launch(group_timeout(*state.groups[group]),
+                     [&account](const std::function<void()>& launch) {
+                       account.count(launch);
+                     });
+    } catch (...) {
+      // Nothing can stand in for what its peers have launched.
+      account.lose();
+      return failure_of(state, iteration, ErrorSource::kFuture,
+                        first_unit(iteration));
+    }
   }
   return std::nullopt;
 }
 
 void await_result(EngineState& state, Launch& launch) {
   if (!launch.future) return;
-  const std::chrono::milliseconds timeout = group_timeout(*state.group);
+  const std::chrono::milliseconds timeout =
+      state.timeout_of(*launch.collective);
   launch.is_overdue = !wait_for(*launch.future, timeout);
   TORCH_CHECK(!launch.is_overdue, "the future of ",
               describe(state.policy.hook_traits()), " was not done within ",
@@ -148,31 +154,30 @@ std::optional<Failure> find_unordered_collectives(const EngineState& state,
   return failure;
 }
 
-// Throws on all ranks alike if one has failed.
-void tell_of_results(EngineState& state, Iteration& iteration, RankStatus own,
-                     const std::optional<Failure>& failure) {
-  if (failure) {
-    own = {.kind = StatusKind::kFailed,
-           .unit = static_cast<int64_t>(*failure->collective->unit()),
-           .text = status_text(message_of(failure->error))};
-  }
+// Throws it when peers know, or can't be told.
+[[noreturn]] void tell_of_failure(EngineState& state, Iteration& iteration,
+                                  const Failure& failure) {
   try {
-    const StatusComparison comparison = compare(state, iteration, own);
-    if (!failure) throw_if_apart(comparison, state.options.name);
-    if (!failure) return;
+    compare(state, iteration,
+            {.kind = StatusKind::kFailed,
+             .unit = static_cast<int64_t>(*failure.collective->unit()),
+             .text = status_text(message_of(failure.error))});
   } catch (...) {
-    if (!failure) {
-      ++state.observations.aborted;
-      state.policy.on_iteration_over(Outcome::kAborted);
-      throw;
-    }
+    // This rank has an error of its own.
   }
   ++state.observations.aborted;
   state.policy.on_iteration_over(Outcome::kAborted);
   if (state.policy.hook_traits().throws_own_errors) {
-    std::rethrow_exception(failure->error);
+    std::rethrow_exception(failure.error);
   }
-  rethrow_hook_error(failure->error, failure->where);
+  rethrow_hook_error(failure.error, failure.where);
+}
+
+// Throws on all ranks alike if one has failed.
+void tell_of_results(EngineState& state, Iteration& iteration, StatusKind kind,
+                     const std::optional<Failure>& failure) {
+  if (failure) tell_of_failure(state, iteration, *failure);
+  end_together(state, iteration, {.kind = kind});
 }
 
 using Results = std::vector<std::pair<Collective*, at::Tensor>>;
@@ -182,7 +187,6 @@ std::optional<Failure> collect(EngineState& state, Iteration& iteration,
                                Results& results) {
   std::optional<Failure> failure;
   for (Launch& launch : undelivered(iteration)) {
-    if (!launch.collective->unit()) continue;  // who needs it waits for it
     try {
       await_result(state, launch);
       if (!failure) results.emplace_back(launch.collective, result_of(launch));
@@ -211,14 +215,14 @@ void deliver(EngineState& state, const Iteration& iteration,
 
 void deliver_what_all_ranks_have(EngineState& state, Iteration& iteration,
                                  bool is_shadow) {
-  if (!iteration.chained.empty()) {
+  if (iteration.has_chained()) {
     // One that a rank has not launched would be waited for in vain.
     const std::optional<Failure> failure = launch_chained(state, iteration);
-    tell_of_results(state, iteration, {.kind = StatusKind::kLaunch}, failure);
+    tell_of_results(state, iteration, StatusKind::kChained, failure);
   }
   Results results;
   const std::optional<Failure> failure = collect(state, iteration, results);
-  tell_of_results(state, iteration, {.kind = StatusKind::kArrived}, failure);
+  tell_of_results(state, iteration, StatusKind::kArrived, failure);
   state.policy.on_end_confirmed();
   deliver(state, iteration, results, is_shadow);
 }
@@ -244,22 +248,36 @@ void deliver_all(EngineState& state, Iteration& iteration, bool is_shadow) {
 void deliver_unconfirmed(EngineState& state,
                          const std::shared_ptr<Iteration>& iteration,
                          bool is_shadow, const RankStatus& end) {
-  end_unconfirmed(state, iteration, end);
-  deliver_as_results_come(state, *iteration, is_shadow);
+  if (state.policy.hook_traits().fails_by_network_only) {
+    end_unconfirmed(state, iteration, end);
+    deliver_as_results_come(state, *iteration, is_shadow);
+  } else {
+    Results results;
+    if (const auto failure = collect(state, *iteration, results)) {
+      tell_of_failure(state, *iteration, *failure);
+    }
+    end_unconfirmed(state, iteration, end);
+    deliver(state, *iteration, results, is_shadow);
+  }
   delivered(state);
   // They hold the results, whose memory is the policy's to let go of.
   for (Launch& launch : iteration->launches) launch.future = nullptr;
 }
 
 void deliver_through(EngineState& state, Iteration& iteration, size_t entry) {
-  for (; iteration.num_delivered <= entry; ++iteration.num_delivered) {
-    const Launch& launch = iteration.launches[iteration.num_delivered];
+  const size_t group = iteration.sequence[entry]->group();
+  for (Launch& launch : iteration.launches) {
+    if (launch.is_delivered || launch.entry > entry ||
+        launch.collective->group() != group) {
+      continue;
+    }
     const WaitForPeers waiting(*state.observations.progress);
     ErrorSource source = ErrorSource::kFuture;
     try {
       const std::optional<size_t> unit = launch.collective->unit();
       if (!unit) {
         launch.collective->deliver(/*result=*/{});  // which waits
+        launch.is_delivered = true;
         continue;
       }
       if (launch.future) {
@@ -270,6 +288,7 @@ void deliver_through(EngineState& state, Iteration& iteration, size_t entry) {
       if (state.phase != Phase::kShadowing) {
         launch.collective->deliver(result_of(launch));
       }
+      launch.is_delivered = true;
     } catch (...) {
       throw_failure(state,
                     failure_of(state, iteration, source, *launch.collective),

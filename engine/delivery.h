@@ -37,8 +37,8 @@ void deliver_unconfirmed(EngineState& state,
                          const std::shared_ptr<Iteration>& iteration,
                          bool is_shadow, const RankStatus& end);
 
-// Waits for the entries up to this one and delivers them. REQUIRES: they have
-// been launched. Errors: as deliver_all().
+// Waits for the entries of its group up to this one and delivers them.
+// REQUIRES: they have been launched. Errors: as deliver_all().
 void deliver_through(EngineState& state, Iteration& iteration, size_t entry);
 
 struct Failure {

@@ -23,18 +23,19 @@ constexpr int64_t kWatchedIterations = 5;
 
 }  // namespace
 
-Engine::Engine(c10::intrusive_ptr<c10d::ProcessGroup> group,
+Engine::Engine(std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> groups,
                std::span<const std::vector<at::Tensor>> replicas,
                ReductionPolicy& policy, EngineOptions options)
     : hooks_(std::make_shared<GradientHooks>(
           replicas, static_cast<GradientListener&>(*this))),
-      state_{.group = group,
+      state_{.groups = std::move(groups),
              .policy = policy,
              .options = std::move(options),
              .num_replicas = replicas.size(),
              .num_parameters = replicas.front().size(),
              .describe_progress = [this] { return describe_progress(); },
-             .peers = PeerStatus(group, state_.options.has_control_channel),
+             .peers =
+                 PeerStatus(state_.groups, state_.options.has_control_channel),
              .watches_continuations_until = kWatchedIterations} {
   state_.adopt_sequence();
   state_.peers.compare_others(!policy.hook_traits().fails_by_network_only);

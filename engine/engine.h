@@ -1,12 +1,12 @@
-// Brings the gradients of an iteration to its collectives, launches these in
-// one agreed order, and leads all ranks to the same end: delivered on all of
-// them, or an error on all.
+// Brings the gradients of an iteration to its collectives, launches those of
+// each group in one agreed order, and leads all ranks to the same end:
+// delivered on all of them, or an error on all.
 //
 // What is reduced, and how, is a policy's: data parallelism, or sharding. The
 // engine knows the phases of an iteration (phase.h), which backward belongs to
 // it, and what peers have done.
 //
-//   Engine engine(group, replicas, policy, {.name = "Reducer", ...});
+//   Engine engine({group}, replicas, policy, {.name = "Reducer", ...});
 //   engine.connect();
 //   engine.prepare(outputs);   // behind each forward
 //   ... backward: gradients become ready, collectives are launched; when it
@@ -50,10 +50,13 @@ namespace brigade {
 
 class Engine : private GradientListener {
  public:
+  // `groups`: those that entries are launched on (Collective::group()), at most
+  // kMaxGroups. The first one has all ranks that share the policy's sequence;
+  // the others have some of them each, and each rank is in as many.
   // `replicas[r]`: the variables of local replica r, equally many each.
   // REQUIRES: each is a leaf that requires a gradient; `policy` outlives this
-  // object.
-  Engine(c10::intrusive_ptr<c10d::ProcessGroup> group,
+  // object. Errors: ValueError if there are too many groups.
+  Engine(std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> groups,
          std::span<const std::vector<at::Tensor>> replicas,
          ReductionPolicy& policy, EngineOptions options);
 
@@ -85,13 +88,15 @@ class Engine : private GradientListener {
   void gradient_ready(VariableIndex variable, bool is_defined);
 
   // The owner's word for an entry that waits for it (num_awaited() is 1): it is
-  // packed, and launched in its turn. Begins the iteration. Errors:
-  // RuntimeError if none is prepared; what the collective throws.
+  // packed, and launched in its turn. Begins the iteration, and ends it if all
+  // is launched then and no backward is running. Errors: RuntimeError if none
+  // is prepared; what the collective throws; those of finalize().
   void launch(size_t entry);
 
-  // Waits for the entries of the iteration up to this one and delivers them, on
-  // the word that the iteration may still fail elsewhere. Errors: RuntimeError
-  // if it has not been launched; what a collective failed with.
+  // Waits for the entries of the iteration up to this one, of its group, and
+  // delivers them, on the word that the iteration may still fail elsewhere.
+  // Errors: RuntimeError if it has not been launched; what a collective failed
+  // with.
   void deliver_through(size_t entry);
 
   // Launches substitutes for all entries of an iteration, and delivers nothing.

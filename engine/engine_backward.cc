@@ -3,6 +3,7 @@
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <memory>
 #include <optional>
 
@@ -172,7 +173,9 @@ void Engine::launch(size_t entry) try {
     if (!is_in_backward) abort_iteration(state_);
     throw;
   }
-  if (!is_in_backward) state_.phase = Phase::kSuspended;
+  if (is_in_backward) return;
+  state_.phase = Phase::kSuspended;
+  if (state_.iteration->order.all_launched() && !finalizes_manually_) finish();
 } catch (...) {
   state_.observations.note_error();
   throw;
@@ -181,7 +184,8 @@ void Engine::launch(size_t entry) try {
 void Engine::deliver_through(size_t entry) try {
   const std::lock_guard<std::mutex> lock(mutex_);
   TORCH_CHECK(has_begun(state_.phase) && !is_ending(state_.phase) &&
-                  entry < state_.iteration->order.num_launched(),
+                  entry < state_.iteration->sequence.size() &&
+                  state_.iteration->order.is_launched(entry),
               state_.options.name, "::deliver_through: entry ", entry,
               " has not been launched in this iteration.\nLaunch it first.");
   const bool is_in_backward = state_.phase == Phase::kReducing;
@@ -250,6 +254,8 @@ void Engine::finish() {
   const std::shared_ptr<Iteration> iteration = state_.take_iteration();
   state_.membership.mark_finished(iteration->preparation,
                                   iteration->creates_graph);
+  // Those of different groups were launched in another order on each rank.
+  std::ranges::sort(iteration->launches, {}, &Launch::entry);
   const ObservedFinalize finalizing(state_.observations);
   const RankStatus end = {
       .kind = StatusKind::kEnd,

@@ -12,7 +12,9 @@
 #include <memory>
 #include <string>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <vector>
 
+#include "brigade/comm/group_timeout.h"
 #include "brigade/engine/backward_membership.h"
 #include "brigade/engine/engine_options.h"
 #include "brigade/engine/iteration.h"
@@ -27,12 +29,12 @@ namespace brigade {
 struct UnconfirmedEnd {
   std::shared_ptr<Iteration> iteration;
   PendingExchange exchange;
-  std::optional<int64_t> group_count;  // PeerStatus::group_count() then
+  int64_t group_count;  // PeerStatus::group_count() then
 };
 
 struct EngineState {
   // Constant.
-  const c10::intrusive_ptr<c10d::ProcessGroup> group;
+  const std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> groups;
   ReductionPolicy& policy;
   const EngineOptions options;
   const size_t num_replicas;
@@ -50,6 +52,13 @@ struct EngineState {
   // Continuations of the hook are watched up to this iteration.
   int64_t watches_continuations_until = 0;
 
+  // Of all ranks.
+  const c10::intrusive_ptr<c10d::ProcessGroup>& group() const {
+    return groups.front();
+  }
+  std::chrono::milliseconds timeout_of(const Collective& collective) const {
+    return group_timeout(*groups[collective.group()]);
+  }
   size_t num_variables() const { return num_replicas * num_parameters; }
   size_t number_of(VariableIndex variable) const {
     return variable.replica * num_parameters + variable.parameter;
@@ -59,7 +68,7 @@ struct EngineState {
             .parameter = number % num_parameters};
   }
   Occasion occasion(int64_t number) const {
-    return {.iteration = number, .rank = group->getRank()};
+    return {.iteration = number, .rank = group()->getRank()};
   }
 
   // Of the sequence as it is now.

@@ -12,6 +12,7 @@
 #include <ATen/core/ivalue.h>
 
 #include <algorithm>
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <optional>
@@ -20,6 +21,7 @@
 #include <utility>
 #include <vector>
 
+#include "brigade/comm/rank_status.h"
 #include "brigade/comm_hooks/continuation_watch.h"
 #include "brigade/comm_hooks/then_collective.h"
 #include "brigade/engine/backward_membership.h"
@@ -30,10 +32,12 @@
 namespace brigade {
 
 struct Launch {
+  size_t entry = 0;  // of the sequence
   Collective* collective = nullptr;
   c10::intrusive_ptr<c10::ivalue::Future> future;  // null: nothing to await
   bool has_travelled = false;  // also when the future has been let go of
   bool is_overdue = false;     // was waited for as long as anything is
+  bool is_delivered = false;   // before the end of the iteration
 };
 
 inline bool is_pending(const Launch& launch) {
@@ -53,12 +57,14 @@ inline int64_t num_units(std::span<const Launch> launches) {
 }
 
 inline LaunchOrder launch_order_of(std::span<Collective* const> sequence) {
-  std::vector<size_t> pending;
-  pending.reserve(sequence.size());
+  std::vector<LaunchOrder::Entry> entries;
+  entries.reserve(sequence.size());
   for (const Collective* collective : sequence) {
-    pending.push_back(collective->num_awaited());
+    entries.push_back(
+        {.num_pending = static_cast<uint32_t>(collective->num_awaited()),
+         .group = static_cast<uint32_t>(collective->group())});
   }
-  return LaunchOrder(std::move(pending));
+  return LaunchOrder(std::move(entries));
 }
 
 struct Iteration {
@@ -72,18 +78,22 @@ struct Iteration {
     launches.reserve(sequence.size());
   }
 
+  bool has_chained() const {
+    return !std::ranges::all_of(chained, &ChainedCollectives::empty);
+  }
+
   const Preparation preparation;
   const int64_t number;                   // that its backward makes it
   bool creates_graph = false;             // its backward does
   const at::ThreadLocalState preparer;    // of the thread that prepared
-  std::span<Collective* const> sequence;  // what is launched, in this order
+  std::span<Collective* const> sequence;  // what is launched
   LaunchOrder order;                      // of the sequence
   ReadyVariables ready;                   // by number
-  // As far as the sequence has come; without the one that threw.
+  // In the order of launching, which is that of the sequence on each group; in
+  // that of the sequence once all are. Without the one that threw.
   std::vector<Launch> launches;
-  size_t num_delivered = 0;    // of these, before the end of the iteration
-  ChainedCollectives chained;  // behind those of the hooks
-  std::optional<ContinuationWatch> continuations;  // of a user's new hook
+  std::array<ChainedCollectives, kMaxGroups> chained;  // by group
+  std::optional<ContinuationWatch> continuations;      // of a user's new hook
   std::string failure;  // what went wrong first, told to the other ranks
 };
 

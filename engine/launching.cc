@@ -2,10 +2,10 @@
 
 #include <c10/util/Exception.h>
 
+#include <numeric>
 #include <optional>
 #include <utility>
 
-#include "brigade/comm/group_timeout.h"
 #include "brigade/engine/delivery.h"
 #include "brigade/engine/hook_scope.h"
 #include "brigade/engine/marker.h"
@@ -21,18 +21,20 @@ void pack(EngineState& state, Collective& entry) {
   entry.pack();
 }
 
-void launch(EngineState& state, Collective& entry) {
+void launch(EngineState& state, size_t index) {
   Iteration& iteration = *state.iteration;
+  Collective& entry = *iteration.sequence[index];
   const std::optional<size_t> unit = entry.unit();
-  Launch launch = {.collective = &entry, .future = nullptr};
+  Launch launch = {.entry = index, .collective = &entry, .future = nullptr};
   if (entry.is_left_out()) {
     if (unit) ++state.observations.units_left_out;
   } else {
     try {
-      state.peers.count([&] {
+      state.peers.on(entry.group()).count([&] {
         std::optional<ObservedLaunch> launching;
         if (unit) launching.emplace(state.observations, *unit);
-        const ChainedCollectives::Scope chaining(iteration.chained);
+        const ChainedCollectives::Scope chaining(
+            iteration.chained[entry.group()]);
         launch.future = state.phase == Phase::kShadowing
                             ? entry.launch_substitute()
                             : entry.launch();
@@ -51,12 +53,13 @@ void launch(EngineState& state, Collective& entry) {
 
 void launch_substitute(EngineState& state, Iteration& iteration,
                        Collective& entry) {
-  const ChainedCollectives::Scope chaining(iteration.chained);
+  ChainedCollectives& chained = iteration.chained[entry.group()];
+  const ChainedCollectives::Scope chaining(chained);
   const auto future = entry.launch_substitute();
   if (entry.unit()) ++state.observations.units_launched;
-  if (!iteration.chained.empty()) {
+  if (!chained.empty()) {
     // Nobody launches the second ones of an iteration that is aborted.
-    iteration.chained.cancel(group_timeout(*state.group));
+    chained.cancel(state.timeout_of(entry));
   } else if (future) {
     future->waitAndThrow();
   }
@@ -75,21 +78,26 @@ void launch_ready(EngineState& state) {
   LaunchOrder& order = state.iteration->order;
   if (!order.next()) return;
   const HookScope scope(state.iteration->preparer);
-  for (; const auto next = order.next(); order.launched()) {
-    launch(state, *state.iteration->sequence[*next]);
+  while (const auto next = order.next()) {
+    launch(state, *next);
+    order.launched(*next);
   }
 }
 
 void launch_deficit(EngineState& state, Iteration& iteration,
-                    int64_t num_launches) {
-  for (Collective* const next :
-       iteration.sequence.subspan(iteration.order.num_launched())) {
-    if (num_launches == 0) return;
-    if (next->is_left_out()) continue;
-    launch_substitute(state, iteration, *next);
-    --num_launches;
+                    LaunchDeficit deficit) {
+  for (size_t entry = 0; entry < iteration.sequence.size(); ++entry) {
+    Collective& next = *iteration.sequence[entry];
+    if (iteration.order.is_launched(entry) || deficit[next.group()] == 0 ||
+        next.is_left_out()) {
+      continue;
+    }
+    launch_substitute(state, iteration, next);
+    --deficit[next.group()];
   }
-  TORCH_CHECK(num_launches == 0, num_launches,
+  const int64_t missing =
+      std::accumulate(deficit.begin(), deficit.end(), int64_t{0});
+  TORCH_CHECK(missing == 0, missing,
               " launches are missing beyond those of the sequence");
 }
 

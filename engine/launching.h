@@ -1,4 +1,4 @@
-// Launches the entries of an iteration's sequence, in order.
+// Launches the entries of an iteration's sequence, those of a group in order.
 //
 // Thread safety: none; the engine's lock covers it.
 
@@ -6,8 +6,8 @@
 #define BRIGADE_ENGINE_LAUNCHING_H_
 
 #include <cstddef>
-#include <cstdint>
 
+#include "brigade/comm/status_check.h"
 #include "brigade/engine/engine_state.h"
 #include "brigade/engine/iteration.h"
 
@@ -24,7 +24,7 @@ void launch_ready(EngineState& state);
 // Launches on nothing what the other ranks have launched of an iteration that
 // is aborted, and discards the results. Errors: what a collective throws.
 void launch_deficit(EngineState& state, Iteration& iteration,
-                    int64_t num_launches);
+                    LaunchDeficit deficit);
 
 }  // namespace brigade
 

@@ -12,7 +12,6 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "brigade/comm/collective_count.h"
 #include "brigade/comm/peer_error.h"
 
 namespace brigade {
@@ -31,17 +30,23 @@ void throw_if_apart(const StatusComparison& comparison,
   TORCH_CHECK(false, name, ": ", text);
 }
 
-PeerStatus::PeerStatus(c10::intrusive_ptr<c10d::ProcessGroup> group,
-                       bool has_channel)
-    : group_(std::move(group)),
-      has_channel_(has_channel),
-      // Else there is nobody to compare with.
-      group_counts_(has_channel && group_->getSize() > 1 &&
-                    group_->getStore()) {}
+PeerStatus::PeerStatus(
+    std::span<const c10::intrusive_ptr<c10d::ProcessGroup>> groups,
+    bool has_channel)
+    : group_(groups.front()), has_channel_(has_channel) {
+  TORCH_CHECK_VALUE(groups.size() <= kMaxGroups, "expected at most ",
+                    kMaxGroups, " process groups, got ", groups.size(),
+                    ".\nUse one for several of them.");
+  // Else there is nobody to compare with.
+  const bool is_compared =
+      has_channel && group_->getSize() > 1 && group_->getStore();
+  for (const auto& group : groups) accounts_.emplace_back(group, is_compared);
+}
 
 void PeerStatus::connect() {
   if (is_connected()) return;
   channel_ = std::make_unique<ControlChannel>(group_, identity_);
+  met();
 }
 
 void PeerStatus::connect_later() {
@@ -49,12 +54,13 @@ void PeerStatus::connect_later() {
 }
 
 PendingExchange PeerStatus::begin_exchange(RankStatus own) {
-  // One launch has but one order.
-  const uint64_t others = std::exchange(others_, 0);
-  own.others = launches_ > 1 ? others : 0;
-  own.launches = std::exchange(launches_, 0);
-  own.own_collectives = std::exchange(own_collectives_, 0);
-  last_count_.reset();
+  for (size_t group = 0; group < accounts_.size(); ++group) {
+    const GroupAccount::Told told = accounts_[group].take();
+    own.by_group[group] = told.counts;
+    if (told.others != 0) {
+      own.others = c10::hash_combine(own.others, told.others);
+    }
+  }
   if (!channel_) return {.own = own};
   return channel_->exchange(own);
 }
@@ -66,11 +72,11 @@ StatusComparison PeerStatus::await(
   const auto by_rank = channel_->await_difference(pending, patience);
   if (!by_rank) {
     return {.status = absl::OkStatus(),
-            .deficit = 0,
+            .deficit = LaunchDeficit{},
             .iteration = pending.own.iteration};
   }
   StatusComparison comparison = {.status = check_statuses(*by_rank),
-                                 .deficit = 0};
+                                 .deficit = LaunchDeficit{}};
   for (const RankStatus& rank_status : *by_rank) {
     comparison.iteration =
         std::max(comparison.iteration, rank_status.iteration);
@@ -82,8 +88,9 @@ StatusComparison PeerStatus::await(
 }
 
 StatusComparison PeerStatus::without_channel(const RankStatus& own) const {
-  StatusComparison comparison = {
-      .status = absl::OkStatus(), .deficit = 0, .iteration = own.iteration};
+  StatusComparison comparison = {.status = absl::OkStatus(),
+                                 .deficit = LaunchDeficit{},
+                                 .iteration = own.iteration};
   if (own.kind != StatusKind::kFailed) return comparison;
   comparison.status = absl::AbortedError(describe_status(own));
   if (group_->getSize() > 1) {
@@ -94,33 +101,25 @@ StatusComparison PeerStatus::without_channel(const RankStatus& own) const {
   return comparison;
 }
 
-std::optional<int64_t> PeerStatus::group_count() {
-  if (!group_counts_) return std::nullopt;
-  const std::optional<int64_t> count = count_collectives(*group_);
-  group_counts_ = count.has_value();  // not to be asked again: slow
+int64_t PeerStatus::group_count() {
+  int64_t count = 0;
+  for (GroupAccount& account : accounts_) {
+    count += account.group_count().value_or(0);
+  }
   return count;
 }
 
-// Nothing before the first launch counts: forwards may be unequally many.
-void PeerStatus::note_others(std::optional<int64_t> count) {
-  if (count && last_count_) add_to_digest(*count - *last_count_);
-}
-
-void PeerStatus::add_to_digest(int64_t num_collectives) {
-  if (!compares_others_) return;
-  others_ = c10::hash_combine(others_, num_collectives + 1);
+void PeerStatus::compare_others(bool value) {
+  for (GroupAccount& account : accounts_) account.compare_others(value);
 }
 
 void PeerStatus::met() {
-  if (channel_) channel_->count_from_here();
-  launches_ = 0;
-  own_collectives_ = 0;
+  for (GroupAccount& account : accounts_) account.restart();
 }
 
 void PeerStatus::tell_of_loss(RankStatus own) noexcept {
-  own.launches = kLostGroup;
-  launches_ = 0;
-  own_collectives_ = 0;
+  met();
+  for (GroupCounts& counts : own.by_group) counts.launches = kLostGroup;
   try {
     if (channel_) last_words_ = channel_->exchange(own);
   } catch (const std::exception&) {

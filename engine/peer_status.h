@@ -1,19 +1,23 @@
 // What the engines of different ranks tell each other about their iterations,
 // and what follows for this one.
 //
-// Decides when ranks are connected, what a launch is, and who has to launch
-// what; the engine does it. docs/protocol.md, "Statuses".
+// Decides when ranks are connected, and who has to launch what; the engine does
+// it. docs/protocol.md, "Statuses".
 //
 // Thread safety: none; the engine's lock covers it.
 
 #ifndef BRIGADE_ENGINE_PEER_STATUS_H_
 #define BRIGADE_ENGINE_PEER_STATUS_H_
 
+#include <chrono>
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -22,6 +26,7 @@
 #include "brigade/comm/liveness_probe.h"
 #include "brigade/comm/rank_status.h"
 #include "brigade/comm/status_check.h"
+#include "brigade/engine/group_account.h"
 
 namespace brigade {
 
@@ -33,7 +38,7 @@ struct StatusComparison {
 
   // Launches on zeros that bring this rank where the others are. An error on
   // every rank if nothing can bring all of them there.
-  absl::StatusOr<int64_t> deficit;
+  absl::StatusOr<LaunchDeficit> deficit;
 
   int64_t iteration = 0;  // of the rank that is furthest
 };
@@ -46,10 +51,14 @@ void throw_if_apart(const StatusComparison& comparison,
 
 class PeerStatus {
  public:
+  // `groups`: those that are launched on, kMaxGroups at most. The first one has
+  // all ranks, which tell each other on it where they are; the others have some
+  // of them each.
   // `has_channel`: false, ranks tell each other nothing. All exchanges agree
   // then, but for one that tells of a failure, which nobody hears: nothing can
   // bring ranks to the same place behind it.
-  PeerStatus(c10::intrusive_ptr<c10d::ProcessGroup> group, bool has_channel);
+  PeerStatus(std::span<const c10::intrusive_ptr<c10d::ProcessGroup>> groups,
+             bool has_channel);
 
   // Collective, once: ranks connect.  To be called before the first exchange,
   // and not in backward, where peers may wait for something else.
@@ -66,40 +75,19 @@ class PeerStatus {
     return channel_ ? channel_->store_prefix() : std::string();
   }
 
-  // Calls `launch` and counts it, with its collectives, as one of those that
-  // all ranks launch. If it throws after it has launched something, that
-  // belongs to no launch, and what this rank owes can't be told any more.
-  template <typename Launch>
-  void count(const Launch& launch) {
-    const std::optional<int64_t> before = group_count();
-    note_others(before);
-    try {
-      launch();
-    } catch (...) {
-      if (before && group_count() != before) launches_ = kLostGroup;
-      throw;
-    }
-    ++launches_;
-    if (!before) return;
-    const int64_t own = group_count().value_or(*before) - *before;
-    own_collectives_ += own;
-    add_to_digest(own);
-    last_count_ = *before + own;
-  }
+  // Of what is launched on a group, by its index.
+  GroupAccount& on(size_t group) { return accounts_[group]; }
 
-  // What this rank has launched can't be told any more.
-  void lose_count() { launches_ = kLostGroup; }
+  // Collectives that the groups have launched so far, of those that count them.
+  int64_t group_count();
 
-  // Collectives that the group has launched so far, if it counts them.
-  std::optional<int64_t> group_count();
-
-  // The group's connections are closed.
+  // The groups' connections are closed.
   void lose_group() { has_lost_group_ = true; }
   bool has_lost_group() const { return has_lost_group_; }
 
-  // Ranks compare where the group's other collectives lie between the launches:
+  // Ranks compare where the groups' other collectives lie between the launches:
   // for hooks that may launch some when others are complete.
-  void compare_others(bool value) { compares_others_ = value; }
+  void compare_others(bool value);
 
   // All ranks stand in the same place, after they have launched what they owed.
   void met();
@@ -136,21 +124,14 @@ class PeerStatus {
 
  private:
   StatusComparison without_channel(const RankStatus& own) const;
-  void note_others(std::optional<int64_t> count);
-  void add_to_digest(int64_t num_collectives);
 
-  const c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  const c10::intrusive_ptr<c10d::ProcessGroup> group_;  // of all ranks
   const bool has_channel_;
+  std::vector<GroupAccount> accounts_;       // by group
   std::optional<ChannelIdentity> identity_;  // if ranks connect later
   std::unique_ptr<ControlChannel> channel_;  // null until ranks connect
-  bool group_counts_;
   bool has_lost_group_ = false;
-  bool compares_others_ = false;
-  int64_t launches_ = 0;         // since ranks met
-  int64_t own_collectives_ = 0;  // of these
-  uint64_t others_ = 0;          // a digest: where others lie between them
-  std::optional<int64_t> last_count_;  // the group's, at the last launch
-  PendingExchange last_words_;         // nobody waits for it, but it travels
+  PendingExchange last_words_;  // nobody waits for it, but it travels
   std::optional<uint64_t> agreed_;
 };
 

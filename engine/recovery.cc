@@ -47,7 +47,7 @@ void exchange_failed(EngineState& state, bool have_met) {
 
 // Collectives that may never end keep their memory; gradients go to another.
 void abandon_buffers(EngineState& state, Iteration& iteration) {
-  iteration.chained.cancel(milliseconds(0));
+  for (auto& chained : iteration.chained) chained.cancel(milliseconds(0));
   std::vector<Collective*> in_flight;
   for (const Launch& launch : iteration.launches) {
     if (is_pending(launch)) in_flight.push_back(launch.collective);
@@ -60,13 +60,15 @@ void abandon_buffers(EngineState& state, Iteration& iteration) {
 // So that nothing writes into a bucket behind the user's back.
 void drain(EngineState& state, Iteration& iteration) {
   const WaitForPeers waiting(*state.observations.progress);
-  const milliseconds timeout = group_timeout(*state.group);
-  iteration.chained.cancel(timeout);
+  for (auto& chained : iteration.chained) {
+    chained.cancel(group_timeout(*state.group()));
+  }
   for (Launch& launch : iteration.launches) {
     if (!launch.has_travelled || launch.is_overdue) continue;
     try {
       if (launch.future) {
-        launch.is_overdue = !wait_for(*launch.future, timeout);
+        launch.is_overdue =
+            !wait_for(*launch.future, state.timeout_of(*launch.collective));
         if (launch.is_overdue) continue;
         launch.future->wait();
       }
@@ -82,9 +84,13 @@ void drain(EngineState& state, Iteration& iteration) {
   abandon_buffers(state, iteration);
 }
 
-void lose_group(EngineState& state, Iteration& iteration) {
+void close_groups(EngineState& state) {
   state.peers.lose_group();
-  close_group(*state.group);
+  for (const auto& group : state.groups) close_group(*group);
+}
+
+void lose_group(EngineState& state, Iteration& iteration) {
+  close_groups(state);
   abandon_buffers(state, iteration);
 }
 
@@ -128,7 +134,7 @@ PendingExchange begin_exchange(EngineState& state, const Iteration& iteration,
 
 // What this rank launched then would meet what others launch to get there.
 bool has_gone_on(EngineState& state, const UnconfirmedEnd& end) {
-  return end.group_count && state.peers.group_count() != end.group_count;
+  return state.peers.group_count() != end.group_count;
 }
 
 // Gets a comparison by `await`, and brings all ranks to the same place if they
@@ -167,7 +173,7 @@ StatusComparison compare_by(EngineState& state, Iteration& iteration,
 void connect(EngineState& state) {
   state.peers.connect();
   if (!state.options.has_control_channel) return;
-  state.observations.watch_stalls(state.group, state.peers.store_prefix(),
+  state.observations.watch_stalls(state.group(), state.peers.store_prefix(),
                                   state.describe_progress);
 }
 
@@ -214,16 +220,18 @@ StatusComparison compare(EngineState& state, Iteration& iteration,
 
 bool may_defer_status_check(const EngineState& state,
                             const Iteration& iteration) {
-  // What a user's hook returns may fail on one rank alone.
-  if (!state.policy.hook_traits().fails_by_network_only ||
-      !iteration.chained.empty()) {
-    return false;
-  }
-  // Results on the CPU keep the host waiting anyway.
-  return state.options.defers_status_check.value_or(
+  if (iteration.has_chained()) return false;
+  // On the CPU results keep the host waiting for peers anyway.
+  const bool runs_ahead =
       std::ranges::none_of(iteration.launches, [](const Launch& launch) {
         return launch.collective->device().is_cpu();
-      }));
+      });
+  // What a user's hook returns may fail on one rank alone, which is to be told
+  // with the end: the results come first, and the host must not wait for them.
+  if (!state.policy.hook_traits().fails_by_network_only && !runs_ahead) {
+    return false;
+  }
+  return state.options.defers_status_check.value_or(runs_ahead);
 }
 
 void end_unconfirmed(EngineState& state, std::shared_ptr<Iteration> iteration,
@@ -308,8 +316,7 @@ void abort_iteration(EngineState& state) {
 
 void abort_group(EngineState& state, const RankStatus& last_words) {
   state.peers.tell_of_loss(last_words);
-  state.peers.lose_group();
-  close_group(*state.group);
+  close_groups(state);
 }
 
 void call_apart(EngineState& state, std::string_view doing,
@@ -323,7 +330,7 @@ void call_apart(EngineState& state, std::string_view doing,
                  .iteration = state.observations.begun,
                  .text = status_text(message_of(std::current_exception()))});
     throw_peer_error(absl::StrCat(state.options.name, ": ", std::string(doing),
-                                  " on rank ", state.group->getRank()),
+                                  " on rank ", state.group()->getRank()),
                      std::current_exception());
   }
 }

@@ -36,7 +36,7 @@ Reducer::Reducer(std::vector<std::vector<at::Tensor>> replicas,
 Reducer::Reducer(ReducerSetup setup)
     : policy_(std::make_unique<DataParallelPolicy>(std::move(setup))),
       engine_(std::make_unique<Engine>(
-          policy_->group(), policy_->table().replicas(), *policy_,
+          std::vector{policy_->group()}, policy_->table().replicas(), *policy_,
           EngineOptions{
               .name = "Reducer",
               .has_control_channel = policy_->options().control_channel,

@@ -118,10 +118,13 @@ struct ReducerOptions {
   // stepped with sums to which the failed rank gave zeros, and hears of it one
   // iteration later: load a checkpoint on all ranks. Unset: true where all
   // buckets are on devices, whose collectives don't keep the host waiting, and
-  // false on the CPU. Hooks of the user's wait in any case. Other collectives
-  // that a rank launches on the group between delivery and that look meet
-  // those of a rank that has failed: where they are noticed, the group's
-  // connections are closed.
+  // false on the CPU. Always false where a hook calls then_collective(), and
+  // with a hook of the user's on the CPU. With one on devices, a rank waits for
+  // its own results before it tells that it has ended: where that keeps the
+  // host waiting (Gloo) and a peer fails, the group is closed after
+  // failure_patience; say false there. Other collectives that a rank launches
+  // on the group between delivery and that look meet those of a rank that has
+  // failed: where they are noticed, the group's connections are closed.
   std::optional<bool> defer_status_check = std::nullopt;
 
   // A rank whose backward fails tells its peers, and waits so long for them to

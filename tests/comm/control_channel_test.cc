@@ -68,16 +68,16 @@ TEST_P(ControlChannelTest, EveryRankGetsEveryRanksStatus) {
     ControlChannel channel(group);
     for (int64_t i = 1; i <= 20; ++i) {
       const auto by_rank = exchange(
-          channel, {.kind = kLaunch,
+          channel, {.kind = kBegin,
                     .iteration = 100 * i + group->getRank(),
-                    .numel = -group->getRank(),
+                    .unit = -group->getRank(),
                     .text = status_text(std::to_string(group->getRank()))});
       ASSERT_EQ(by_rank.size(), static_cast<size_t>(group->getSize()));
       for (int rank = 0; rank < group->getSize(); ++rank) {
-        EXPECT_EQ(by_rank[rank].kind, kLaunch);
+        EXPECT_EQ(by_rank[rank].kind, kBegin);
         EXPECT_EQ(by_rank[rank].sequence, i);
         EXPECT_EQ(by_rank[rank].iteration, 100 * i + rank);
-        EXPECT_EQ(by_rank[rank].numel, -rank);
+        EXPECT_EQ(by_rank[rank].unit, -rank);
         EXPECT_EQ(words_of(by_rank[rank].text), std::to_string(rank));
       }
     }
@@ -150,113 +150,6 @@ TEST(ControlChannelTest, RanksOutOfStepReadTheSameAndGoOn) {
   EXPECT_EQ(texts[2], texts[0]);
 }
 
-TEST(ControlChannelTest, LengthsThatDifferAreKnownBeforeTheLaunch) {
-  run_ranks(2, [](Group group) {
-    ControlChannel channel(group);
-    const int64_t numel = group->getRank() == 0 ? 1024 : 512;
-    const auto by_rank =
-        exchange(channel, {.kind = kLaunch, .unit = 2, .numel = numel});
-    EXPECT_THAT(difference(by_rank),
-                HasSubstr("rank 0 has 1024, rank 1 has 512"));
-    const at::Tensor agreed = at::ones(16);
-    launch(group, agreed)->wait();
-    EXPECT_TRUE(agreed.equal(at::full(16, 2.0)));
-  });
-}
-
-// One iteration as a reducer runs it: all-reduces of different lengths, and an
-// exchange at the end.  A rank that fails pays with zeros.
-TEST(ControlChannelTest, AfterAFailureTheGroupIsUsable) {
-  const std::vector<int64_t> lengths = {1 << 16, 3, 1 << 10};
-  std::vector<std::string> texts(3);
-  run_ranks(3, [&](Group group) {
-    const int rank = group->getRank();
-    ControlChannel channel(group);
-    std::vector<Work> works;
-    const auto launch_next = [&](double value) {
-      works.push_back(launch(group, at::full({lengths[works.size()]}, value)));
-    };
-    launch_next(1);
-    if (rank != 1) launch_next(1);
-    if (rank == 2) launch_next(1);
-    const auto by_rank = exchange(
-        channel, {.kind = rank == 2 ? kEnd : kFailed,
-                  .iteration = 7,
-                  .unit = rank == 2 ? -1 : 2 - rank,
-                  .launches = static_cast<int64_t>(works.size()),
-                  .own_collectives = static_cast<int64_t>(works.size()),
-                  .text = status_text(rank == 2 ? "" : "bad input")});
-    texts[rank] = difference(by_rank);
-    const int64_t owed = *launch_deficit(by_rank, rank);
-    EXPECT_EQ(owed, std::vector<int64_t>({1, 2, 0})[rank]);
-    for (int64_t i = 0; i < owed; ++i) launch_next(0);
-    for (const Work& work : works) work->wait();
-    channel.count_from_here();
-
-    const at::Tensor next = at::full(5, rank + 1.0);
-    launch(group, next)->wait();
-    EXPECT_TRUE(next.equal(at::full(5, 6.0)));
-    // All are counted from where all stood.
-    for (const RankStatus& rank_status : exchange(channel, {})) {
-      EXPECT_EQ(rank_status.group_launches, 1);
-    }
-  });
-  EXPECT_EQ(texts[0],
-            "rank 0 failed in iteration 7 at bucket 2: bad input\n"
-            "rank 1 failed in iteration 7 at bucket 1: bad input");
-  EXPECT_EQ(texts[1], texts[0]);
-  EXPECT_EQ(texts[2], texts[0]);
-}
-
-TEST(ControlChannelTest, ACollectiveOfTheUsersInBetweenIsNoticed) {
-  run_ranks(2, [](Group group) {
-    ControlChannel channel(group);
-    std::vector<Work> works;
-    const auto launch_one = [&] {
-      works.push_back(launch(group, at::ones(4)));
-    };
-    launch_one();
-    if (group->getRank() == 0) {
-      launch_one();  // the user's
-      launch_one();
-    }
-    const auto by_rank =
-        exchange(channel, {.kind = group->getRank() == 0 ? kEnd : kFailed,
-                           .launches = group->getRank() == 0 ? 2 : 1,
-                           .own_collectives = group->getRank() == 0 ? 2 : 1});
-    EXPECT_EQ(by_rank[0].group_launches, 3);
-    EXPECT_EQ(by_rank[1].group_launches, 1);
-    EXPECT_THAT(
-        std::string(launch_deficit(by_rank, 0).status().message()),
-        StartsWith("ranks can't be brought in step: behind by 0, 1 launches"));
-    while (works.size() < 3) launch_one();  // all have the same length here
-    for (const Work& work : works) work->wait();
-  });
-}
-
-// A send counts where it starts and a receive where it ends: what one interval
-// has more, no later one has less.
-TEST(ControlChannelTest, AnUnevenIntervalDoesNotSpoilTheNext) {
-  run_ranks(2, [](Group group) {
-    ControlChannel channel(group);
-    if (group->getRank() == 0) {
-      std::vector<at::Tensor> sent = {at::ones(4)};
-      for (int i = 0; i < 3; ++i) group->send(sent, 1, i)->wait();
-    } else {
-      std::vector<at::Tensor> received = {at::ones(4)};
-      for (int i = 0; i < 3; ++i) group->recv(received, 0, i)->wait();
-    }
-    exchange(channel, {.kind = kEnd});
-    for (int interval = 0; interval < 2; ++interval) {
-      const at::Tensor tensor = at::ones(4);
-      launch(group, tensor)->wait();
-      for (const RankStatus& rank_status : exchange(channel, {.kind = kEnd})) {
-        EXPECT_EQ(rank_status.group_launches, 1);
-      }
-    }
-  });
-}
-
 TEST(ControlChannelTest, ARankThatLeavesIsNamedAtOnce) {
   run_ranks(
       3,
@@ -266,14 +159,13 @@ TEST(ControlChannelTest, ARankThatLeavesIsNamedAtOnce) {
         if (group->getRank() == 1) {
           channel = nullptr;
         } else {
-          const std::string error = peer_error([&] {
-            exchange(*channel, {.kind = kEnd, .iteration = 8, .launches = 3});
-          });
+          const std::string error = peer_error(
+              [&] { exchange(*channel, {.kind = kEnd, .iteration = 8}); });
           EXPECT_THAT(
               error,
               StartsWith("waiting for the other ranks' statuses on rank " +
                          std::to_string(group->getRank()) +
-                         ", which ended iteration 8 after 3 launches: rank 1 "
+                         ", which ended iteration 8 after 0 launches: rank 1 "
                          "has left after iteration 7: "));
           // Of no use any more, and says so without another wait.
           EXPECT_EQ(peer_error([&] { channel->exchange({}); }), error);
@@ -415,7 +307,6 @@ TEST(ControlChannelTest, AGroupWithoutStoreAnswersItself) {
   const auto by_rank = channel.await(pending);
   EXPECT_EQ(by_rank.size(), 3);
   EXPECT_TRUE(check_statuses(by_rank).ok());
-  EXPECT_EQ(by_rank[2].group_launches, kUnknownCount);
 }
 
 TEST(RecordedStatusesTest, AreSeenWithTheCollectiveThatFollows) {
@@ -423,15 +314,15 @@ TEST(RecordedStatusesTest, AreSeenWithTheCollectiveThatFollows) {
   ControlChannel channel(recording.group());
   launch(recording.group(), at::ones(1));
   exchange(channel, {.kind = kBegin, .iteration = 7});
-  exchange(channel, {.kind = kLaunch, .iteration = 7, .unit = 0, .numel = 4});
+  exchange(channel, {.kind = kEnd, .iteration = 7});
   launch(recording.group(), at::ones(4));
   launch(recording.group(), at::ones(5));
-  EXPECT_THAT(recording.statuses(),
-              ElementsAre("began iteration 7",
-                          "was to launch bucket 0 of iteration 7, 4 elements"));
+  EXPECT_THAT(
+      recording.statuses(),
+      ElementsAre("began iteration 7", "ended iteration 7 after 0 launches"));
   EXPECT_EQ(recording.log()[0].rank_status, std::nullopt);
   EXPECT_EQ(recording.log()[1].rank_status,
-            "was to launch bucket 0 of iteration 7, 4 elements");
+            "ended iteration 7 after 0 launches");
   EXPECT_EQ(recording.log()[2].rank_status, std::nullopt);
 }
 

@@ -9,23 +9,23 @@ namespace brigade {
 namespace {
 
 TEST(StatusTextTest, KeepsWhatFits) {
-  for (const size_t length : {0, 1, 175, 176}) {
+  for (const size_t length : {0, 1, 207, 208}) {
     const std::string words(length, 'x');
     EXPECT_EQ(words_of(status_text(words)), words);
   }
 }
 
 TEST(StatusTextTest, CutsWhatIsTooLong) {
-  EXPECT_EQ(words_of(status_text(std::string(177, 'x'))),
-            std::string(173, 'x') + "...");
+  EXPECT_EQ(words_of(status_text(std::string(209, 'x'))),
+            std::string(205, 'x') + "...");
 }
 
 TEST(StatusTextTest, CutsBetweenCharacters) {
   std::string words;
-  for (int i = 0; i < 100; ++i) words += "\xC3\xA9";  // of two bytes
-  EXPECT_EQ(words_of(status_text(words)), words.substr(0, 172) + "...");
+  for (int i = 0; i < 110; ++i) words += "\xC3\xA9";  // of two bytes
+  EXPECT_EQ(words_of(status_text(words)), words.substr(0, 204) + "...");
   words.insert(words.begin(), 'x');
-  EXPECT_EQ(words_of(status_text(words)), words.substr(0, 173) + "...");
+  EXPECT_EQ(words_of(status_text(words)), words.substr(0, 205) + "...");
 }
 
 std::string described(const RankStatus& rank_status) {
@@ -39,15 +39,15 @@ TEST(DescribeStatusTest, SaysWhatARankDid) {
   EXPECT_EQ(described({.kind = kIdle, .iteration = 7, .unit = 0}),
             "ran no backward in iteration 7 and is behind another forward");
   EXPECT_EQ(described({.kind = kBegin, .iteration = 7}), "began iteration 7");
-  EXPECT_EQ(described({.kind = kEnd, .iteration = 7, .launches = 3}),
-            "ended iteration 7 after 3 launches");
-  EXPECT_EQ(described({.kind = kEnd, .iteration = 7, .launches = 1}),
-            "ended iteration 7 after 1 launch");
-  EXPECT_EQ(
-      described({.kind = kLaunch, .iteration = 7, .unit = 2, .numel = 1024}),
-      "was to launch bucket 2 of iteration 7, 1024 elements");
-  EXPECT_EQ(described({.kind = kLaunch, .iteration = 7, .numel = 1}),
-            "was to launch a collective of iteration 7, 1 elements");
+  RankStatus end = {.kind = kEnd, .iteration = 7};
+  end.by_group[0].launches = 1;
+  EXPECT_EQ(described(end), "ended iteration 7 after 1 launch");
+  end.by_group[2].launches = 2;
+  EXPECT_EQ(described(end), "ended iteration 7 after 3 launches");
+  EXPECT_EQ(described({.kind = kChained, .iteration = 7}),
+            "has launched the second collectives of iteration 7");
+  EXPECT_EQ(described({.kind = kArrived, .iteration = 7}),
+            "has the results of iteration 7");
   EXPECT_EQ(described({.kind = kFailed, .iteration = 7}),
             "failed in iteration 7");
   EXPECT_EQ(described({.kind = kFailed,
@@ -55,11 +55,6 @@ TEST(DescribeStatusTest, SaysWhatARankDid) {
                        .unit = 2,
                        .text = status_text("division by zero")}),
             "failed in iteration 7 at bucket 2: division by zero");
-}
-
-TEST(DescribeStatusTest, CallsAUnitWhatTheCallerCallsIt) {
-  EXPECT_EQ(describe_status({.kind = StatusKind::kFailed, .unit = 2}, "layer"),
-            "failed in iteration 0 at layer 2");
 }
 
 TEST(DescribeStatusTest, SurvivesAnUnknownKind) {

@@ -1,6 +1,7 @@
 #include "brigade/comm/status_check.h"
 
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "gmock/gmock.h"
@@ -12,8 +13,18 @@ namespace {
 using enum StatusKind;
 using Statuses = std::vector<RankStatus>;
 
+// After these on the first group, and on a second one.
+RankStatus launched(const GroupCounts& counts, const GroupCounts& second = {}) {
+  RankStatus rank_status = {.kind = kEnd};
+  rank_status.by_group[0] = counts;
+  rank_status.by_group[1] = second;
+  return rank_status;
+}
+
 RankStatus ended(int64_t iteration) {
-  return {.kind = kEnd, .iteration = iteration, .launches = 3};
+  RankStatus rank_status = launched({.launches = 3});
+  rank_status.iteration = iteration;
+  return rank_status;
 }
 
 RankStatus failed(int64_t iteration, std::string_view words) {
@@ -41,7 +52,7 @@ TEST(CheckStatusesTest, EqualOnesAreRight) {
 TEST(CheckStatusesTest, WhatOnlyTheChannelKnowsIsNotCompared) {
   Statuses by_rank(2, ended(7));
   by_rank[0].sequence = 1;
-  by_rank[0].group_launches = 5;
+  by_rank[0].by_group[0].foreign = 5;
   EXPECT_TRUE(check_statuses(by_rank).ok());
 }
 
@@ -66,23 +77,13 @@ TEST(CheckStatusesTest, ARankThatDoesSomethingElseIsNamed) {
 
 TEST(CheckStatusesTest, DifferentUnitsAreNamed) {
   EXPECT_EQ(
-      difference({{.kind = kLaunch, .unit = 1, .numel = 8},
-                  {.kind = kLaunch, .unit = 2, .numel = 8}}),
-      "expected every rank in the same place: rank 0 was to launch "
-      "bucket 1 of iteration 0, 8 elements, rank 1 was to launch bucket "
-      "2 of iteration 0, 8 elements.\n"
+      difference({{.kind = kIdle, .unit = -1}, {.kind = kIdle, .unit = 0}}),
+      "expected every rank in the same place: rank 0 ran no backward in "
+      "iteration 0, rank 1 ran no backward in iteration 0 and is behind "
+      "another "
+      "forward.\n"
       "Run forward and backward equally often on every rank, and forwards "
       "without backward under no_grad.");
-}
-
-TEST(CheckStatusesTest, DifferentLengthsAreNamed) {
-  Statuses by_rank(2,
-                   {.kind = kLaunch, .iteration = 7, .unit = 2, .numel = 1024});
-  by_rank[1].numel = 512;
-  EXPECT_EQ(difference(by_rank),
-            "expected bucket 2 of iteration 7 to have the same number of "
-            "elements on every rank: rank 0 has 1024, rank 1 has 512.\n"
-            "Make it a function of what all ranks know.");
 }
 
 TEST(CheckStatusesTest, DifferentPlansAreNamedWithWhatTheyStandFor) {
@@ -100,7 +101,7 @@ TEST(CheckStatusesTest, DifferentPlansAreNamedWithWhatTheyStandFor) {
 
 TEST(CheckStatusesTest, DifferentNumbersOfLaunchesAreNamed) {
   Statuses by_rank(3, ended(7));
-  by_rank[2].launches = 2;
+  by_rank[2].by_group[0].launches = 2;
   EXPECT_EQ(difference(by_rank),
             "expected the same number of launches on every rank in iteration "
             "7: ranks 0, 1 have 3, rank 2 has 2.\n"
@@ -124,25 +125,49 @@ TEST(CheckStatusesTest, AllRanksFailingAlikeIsAFailureToo) {
             "ranks 0, 1 failed in iteration 7: x");
 }
 
+TEST(CheckStatusesTest, DifferentNumbersOfLaunchesOnAGroupAreNamed) {
+  EXPECT_EQ(difference({launched({.launches = 3}, {.launches = 1}),
+                        launched({.launches = 3}, {.launches = 2})}),
+            "expected the same number of launches on every rank in iteration "
+            "0: rank 0 has 1, rank 1 has 2 on group 1.\n"
+            "Launch equally often on every rank.");
+}
+
+// Its deficit on the first group.
+int32_t deficit_of(int rank, const Statuses& by_rank) {
+  return (*launch_deficit(by_rank, rank))[0];
+}
+
 TEST(LaunchDeficitTest, IsWhatTheFurthestRankHasMore) {
-  const Statuses by_rank = {{.launches = 1}, {.launches = 3}, {}};
-  EXPECT_EQ(*launch_deficit(by_rank, 0), 2);
-  EXPECT_EQ(*launch_deficit(by_rank, 1), 0);
-  EXPECT_EQ(*launch_deficit(by_rank, 2), 3);
+  const Statuses by_rank = {
+      launched({.launches = 1}), launched({.launches = 3}), {}};
+  EXPECT_EQ(deficit_of(0, by_rank), 2);
+  EXPECT_EQ(deficit_of(1, by_rank), 0);
+  EXPECT_EQ(deficit_of(2, by_rank), 3);
+}
+
+TEST(LaunchDeficitTest, IsThatOfEachGroup) {
+  const Statuses by_rank = {launched({.launches = 1}, {.launches = 5}),
+                            launched({.launches = 3}, {.launches = 1}),
+                            launched({.launches = 2}, {.launches = 7})};
+  const std::vector<std::pair<int, int>> expected = {{2, 2}, {0, 6}, {1, 0}};
+  for (int rank = 0; rank < 3; ++rank) {
+    const LaunchDeficit deficit = *launch_deficit(by_rank, rank);
+    EXPECT_EQ(std::pair(deficit[0], deficit[1]), expected[rank]);
+    EXPECT_EQ(deficit[2], 0);
+  }
 }
 
 TEST(LaunchDeficitTest, CollectivesOfOthersThatAllRanksLaunchedDoNoHarm) {
-  const Statuses by_rank = {
-      {.launches = 1, .own_collectives = 1, .group_launches = 6},
-      {.launches = 3, .own_collectives = 3, .group_launches = 8}};
-  EXPECT_EQ(*launch_deficit(by_rank, 0), 2);
+  EXPECT_EQ(deficit_of(0, {launched({.launches = 1, .foreign = 5}),
+                           launched({.launches = 3, .foreign = 5})}),
+            2);
 }
 
 TEST(LaunchDeficitTest, CollectivesOfOthersInBetweenCannotBePaid) {
-  const Statuses by_rank = {
-      {.launches = 1, .own_collectives = 1, .group_launches = 1},
-      {.launches = 3, .own_collectives = 3, .group_launches = 4},
-      {.launches = 3, .own_collectives = 3, .group_launches = 4}};
+  const Statuses by_rank = {launched({.launches = 1, .foreign = 0}),
+                            launched({.launches = 3, .foreign = 1}),
+                            launched({.launches = 3, .foreign = 1})};
   const std::string expected =
       "ranks can't be brought in step: behind by 2, 0, 0 launches (by rank), "
       "but in between the group has launched 0, 1, 1 other collectives (by "
@@ -152,44 +177,51 @@ TEST(LaunchDeficitTest, CollectivesOfOthersInBetweenCannotBePaid) {
   }
 }
 
-TEST(LaunchDeficitTest, EqualLaunchesWithDifferentCollectivesOfTheGroupAreOut) {
+TEST(LaunchDeficitTest, CollectivesOfOthersOnAGroupCannotBePaid) {
   const Statuses by_rank = {
-      {.launches = 3, .own_collectives = 3, .group_launches = 3},
-      {.launches = 3, .own_collectives = 3, .group_launches = 4}};
+      launched({.launches = 1}, {.launches = 2, .foreign = 3}),
+      launched({.launches = 1}, {.launches = 2, .foreign = 4})};
+  EXPECT_EQ(launch_deficit(by_rank, 0).status().message(),
+            "ranks can't be brought in step: behind by 0, 0 launches (by rank) "
+            "on group 1, but in between the group has launched 3, 4 other "
+            "collectives (by rank).\nMake a new process group on all ranks.");
+}
+
+TEST(LaunchDeficitTest, EqualLaunchesWithDifferentCollectivesOfTheGroupAreOut) {
+  const Statuses by_rank = {launched({.launches = 3, .foreign = 0}),
+                            launched({.launches = 3, .foreign = 1})};
   EXPECT_FALSE(launch_deficit(by_rank, 0).ok());
 }
 
 TEST(LaunchDeficitTest, AGroupThatDoesNotCountIsBelieved) {
-  const Statuses by_rank = {
-      {.launches = 1, .own_collectives = 1},
-      {.launches = 3, .own_collectives = 3, .group_launches = 4}};
-  EXPECT_EQ(*launch_deficit(by_rank, 0), 2);
-}
-
-TEST(LaunchDeficitTest, LaunchesMayBeAnyNumberOfCollectivesEach) {
-  Statuses by_rank = {
-      {.launches = 3, .own_collectives = 5, .group_launches = 7},
-      {.launches = 1, .own_collectives = 2, .group_launches = 4},
-      {.launches = 2, .own_collectives = 2, .group_launches = 4}};
-  EXPECT_EQ(*launch_deficit(by_rank, 1), 2);
-  by_rank[2].own_collectives = 3;
-  EXPECT_FALSE(launch_deficit(by_rank, 1).ok());
+  EXPECT_EQ(deficit_of(0, {launched({.launches = 1}),
+                           launched({.launches = 3, .foreign = 1})}),
+            2);
 }
 
 TEST(LaunchDeficitTest, ADebtOfAnotherPlanCannotBePaid) {
-  const Statuses by_rank = {{.fingerprint = 1, .launches = 1},
-                            {.fingerprint = 2, .launches = 3}};
-  EXPECT_THAT(
-      std::string(launch_deficit(by_rank, 1).status().message()),
-      ::testing::HasSubstr("behind by 2, 0 launches (by rank), of different"));
+  for (const size_t group : {0, 1}) {
+    Statuses by_rank(2);
+    for (int rank = 0; rank < 2; ++rank) {
+      by_rank[rank].fingerprint = rank;
+      by_rank[rank].by_group[group].launches = 1 + 2 * rank;
+    }
+    EXPECT_THAT(
+        std::string(launch_deficit(by_rank, 1).status().message()),
+        ::testing::ContainsRegex("behind by 2, 0 launches \\(by rank\\)( on "
+                                 "group 1)?, of different"));
+  }
 }
 
 TEST(LaunchDeficitTest, NothingCanBePaidWhereARankHasLostTheGroup) {
-  const Statuses by_rank = {{.launches = 1}, {.launches = kLostGroup}, {}};
-  for (int rank = 0; rank < 3; ++rank) {
-    EXPECT_EQ(launch_deficit(by_rank, rank).status().message(),
-              "ranks can't be brought in step: rank 1 can't go on with "
-              "the group.\nMake a new process group on all ranks.");
+  for (const size_t group : {0, 1}) {
+    Statuses by_rank = {launched({.launches = 1}), {}, {}};
+    by_rank[1].by_group[group].launches = kLostGroup;
+    for (int rank = 0; rank < 3; ++rank) {
+      EXPECT_EQ(launch_deficit(by_rank, rank).status().message(),
+                "ranks can't be brought in step: rank 1 can't go on with "
+                "the group.\nMake a new process group on all ranks.");
+    }
   }
 }
 

@@ -23,13 +23,9 @@ StatusDigest digest_in(const std::vector<int>& order,
 
 // Equal but for one rank at most, in one thing or in none.
 std::vector<RankStatus> some_statuses(std::mt19937& random) {
-  const RankStatus common = {.kind = kEnd,
-                             .iteration = 7,
-                             .unit = 1,
-                             .numel = 3,
-                             .fingerprint = 5,
-                             .launches = 2,
-                             .others = 9};
+  RankStatus common = {
+      .kind = kEnd, .iteration = 7, .unit = 1, .fingerprint = 5, .others = 9};
+  common.by_group[0].launches = 2;
   std::vector<RankStatus> by_rank(2 + random() % 6, common);
   RankStatus& one = by_rank[random() % by_rank.size()];
   switch (random() % 12) {
@@ -46,13 +42,13 @@ std::vector<RankStatus> some_statuses(std::mt19937& random) {
       ++one.unit;
       break;
     case 4:
-      ++one.numel;
+      ++one.by_group[kMaxGroups - 1].launches;
       break;
     case 5:
       ++one.fingerprint;
       break;
     case 6:
-      ++one.launches;
+      ++one.by_group[0].launches;
       break;
     case 7:
       ++one.others;
@@ -61,10 +57,10 @@ std::vector<RankStatus> some_statuses(std::mt19937& random) {
       one.text = status_text("not compared");
       break;
     case 9:
-      ++one.group_launches;
+      ++one.by_group[0].foreign;
       break;
     case 10:
-      ++one.own_collectives;
+      ++one.sequence;
       break;
     case 11:
       for (RankStatus& each : by_rank) each.kind = kFailed;

@@ -162,7 +162,7 @@ TEST_P(StatusProtocolTest, AnyDifferenceBringsEachToAll) {
       exchanges.push_back(ranks.begin(rank, {.kind = kEnd,
                                              .sequence = 1,
                                              .iteration = rank == odd,
-                                             .own_collectives = rank}));
+                                             .fingerprint = uint64_t(rank)}));
     }
     ranks.deliver_all();
     EXPECT_THAT(outcomes_of(exchanges), Each(kDiffer));
@@ -172,7 +172,7 @@ TEST_P(StatusProtocolTest, AnyDifferenceBringsEachToAll) {
       ASSERT_EQ(by_rank.size(), ranks.size());
       for (int of = 0; of < ranks.size(); ++of) {
         EXPECT_EQ(by_rank[of].iteration, of == odd);
-        EXPECT_EQ(by_rank[of].own_collectives, of);
+        EXPECT_EQ(by_rank[of].fingerprint, of);
       }
     }
   }

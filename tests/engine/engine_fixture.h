@@ -38,7 +38,8 @@ class EngineFixture : public ::testing::Test {
   void sequence(const std::vector<ScriptedEntry>& entries,
                 bool one_backward_per_forward = false) {
     engine_ = nullptr;
-    policy_ = std::make_unique<ScriptedPolicy>(recording_, entries);
+    policy_ = std::make_unique<ScriptedPolicy>(
+        ScriptedPolicy::Groups{recording_.group()}, entries);
     variables_.clear();
     for (size_t v = 0; v < policy_->num_variables(); ++v) {
       variables_.push_back(at::ones({}).requires_grad_());
@@ -46,8 +47,8 @@ class EngineFixture : public ::testing::Test {
     // An engine wants a variable, if only one that gets no gradient.
     if (variables_.empty()) variables_.push_back(at::ones({}).requires_grad_());
     engine_ = std::make_unique<Engine>(
-        recording_.group(), std::vector<std::vector<at::Tensor>>{variables_},
-        *policy_,
+        std::vector{recording_.group()},
+        std::vector<std::vector<at::Tensor>>{variables_}, *policy_,
         EngineOptions{.name = "Engine",
                       .failure_patience = std::chrono::seconds(1),
                       .one_backward_per_forward = one_backward_per_forward});
@@ -114,10 +115,11 @@ class EngineFixture : public ::testing::Test {
 
   // After this many launches, or as many as this rank.
   void peer_fails_at(StatusKind kind,
-                     std::optional<int64_t> launches = std::nullopt) {
+                     std::optional<int32_t> launches = std::nullopt) {
     peer_at(kind, [launches](RankStatus& peer) {
       peer.kind = StatusKind::kFailed;
-      peer.launches = launches.value_or(peer.launches);
+      int32_t& on_group = peer.by_group[0].launches;
+      on_group = launches.value_or(on_group);
       peer.text = status_text("a peer's error");
     });
   }

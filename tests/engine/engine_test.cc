@@ -265,6 +265,19 @@ TEST_F(EngineTest, AnOwnersWordBetweenTwoBackwardsIsHeard) {
   EXPECT_EQ(engine().statistics().reduced, 1);
 }
 
+TEST_F(EngineTest, TheLastOwnersWordOutsideOfABackwardEndsTheIteration) {
+  sequence({owners_word(), 1, owners_word()});
+  prepare();
+  engine().launch(0);
+  backward({0});
+  policy().events();
+  engine().launch(2);
+  expect_events({"pack 2", "launch 2", "end confirmed", "deliver 0",
+                 "deliver 1", "deliver 2", "delivered"});
+  EXPECT_FALSE(has_begun());
+  EXPECT_EQ(engine().statistics().reduced, 1);
+}
+
 TEST_F(EngineTest, AnOwnersWordNeedsAnIteration) {
   sequence({owners_word(), 1});
   const auto launches = [this] { engine().launch(0); };
@@ -444,7 +457,7 @@ TEST_F(EngineTest, PeersAreBroughtWhereThisRankFailed) {
   policy().fail(Step::kPack, 1);
   peer_at(StatusKind::kFailed, [](RankStatus& peer) {
     peer.kind = StatusKind::kEnd;
-    peer.launches = 3;
+    peer.by_group[0].launches = 3;
   });
   EXPECT_THROW(step({0, 1, 2}), ScriptedError);
   expect_events(

@@ -6,6 +6,7 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <memory>
 #include <numeric>
@@ -16,6 +17,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "brigade/comm/recording_group.h"
+#include "brigade/engine/delivery.h"
 #include "brigade/engine/marker.h"
 #include "brigade/tests/engine/scripted_policy.h"
 #include "gmock/gmock.h"
@@ -29,6 +31,7 @@ using ::testing::ElementsAreArray;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 using testing::left_out;
+using testing::on_group;
 using testing::owners_word;
 using testing::ScriptedEntry;
 using testing::ScriptedPolicy;
@@ -48,9 +51,11 @@ class LaunchingTest : public ::testing::Test {
     for (size_t e = 0; e < entries.size(); ++e) {
       entry_of_.insert(entry_of_.end(), entries[e].num_gradients, e);
     }
-    policy_ = std::make_unique<ScriptedPolicy>(recording_, entries);
+    const ScriptedPolicy::Groups groups = {recording_.group(),
+                                           second_recording_.group()};
+    policy_ = std::make_unique<ScriptedPolicy>(groups, entries);
     state_.reset(new EngineState{
-        .group = recording_.group(),
+        .groups = groups,
         .policy = *policy_,
         .options = {.name = "Engine",
                     .failure_patience = std::chrono::seconds(1),
@@ -58,7 +63,7 @@ class LaunchingTest : public ::testing::Test {
         .num_replicas = 1,
         .num_parameters = policy_->num_variables(),
         .describe_progress = {},
-        .peers = PeerStatus(recording_.group(), /*has_channel=*/true),
+        .peers = PeerStatus(groups, /*has_channel=*/true),
     });
     state_->adopt_sequence();
     state_->iteration = state_->make_iteration(/*number=*/1);
@@ -78,8 +83,9 @@ class LaunchingTest : public ::testing::Test {
     policy_->fail(step, entry);
   }
 
-  void deficit(int64_t num_launches) {
-    launch_deficit(*state_, *state_->iteration, num_launches);
+  void deficit(int32_t num_launches, int32_t on_second_group = 0) {
+    launch_deficit(*state_, *state_->iteration,
+                   {num_launches, on_second_group});
   }
 
   // Since the last call.
@@ -106,6 +112,7 @@ class LaunchingTest : public ::testing::Test {
   EngineStatistics statistics() const { return state_->observations; }
 
   RecordingGroup recording_{2};
+  RecordingGroup second_recording_{2};
   std::vector<ScriptedEntry> entries_;
   std::vector<size_t> entry_of_;  // by gradient
   std::unique_ptr<ScriptedPolicy> policy_;
@@ -206,6 +213,56 @@ TEST_F(LaunchingTest, AShadowLaunchesSubstitutes) {
   launch_ready(*state_);
   expect_events({"substitute 0", "substitute 2"});
   EXPECT_EQ(num_passed(), 3);
+}
+
+// ---- Two groups.
+
+TEST_F(LaunchingTest, GroupsDoNotWaitForEachOther) {
+  sequence({1, on_group(1, 1), 0, on_group(1, 0)});
+  ready(1);
+  expect_events({"pack 1", "launch 1", "launch 3"});
+  ready(0);
+  expect_events({"pack 0", "launch 0", "launch 2"});
+  EXPECT_EQ(recording_.log().size(), 2);
+  EXPECT_EQ(second_recording_.log().size(), 2);
+}
+
+TEST_F(LaunchingTest, WhatIsLeftOutOfAGroupIsPassedOverThere) {
+  sequence({on_group(1, 1), on_group(1, left_out(1)), 1, on_group(1, 1)});
+  ready(3);
+  ready(1);
+  expect_events({"pack 3", "pack 1"});
+  ready(0);
+  expect_events({"pack 0", "launch 0", "launch 3"});
+  EXPECT_EQ(num_passed(), 3);
+}
+
+TEST_F(LaunchingTest, TheDeficitIsThatOfEachGroup) {
+  sequence({1, on_group(1, 1), 1, on_group(1, 1), 1});
+  ready(1);
+  policy_->events();
+  deficit(/*num_launches=*/2, /*on_second_group=*/1);
+  expect_events({"substitute 0", "substitute 2", "substitute 3"});
+}
+
+TEST_F(LaunchingTest, ADeficitBeyondAGroupsEntriesIsAnError) {
+  sequence({1, on_group(1, 1), 1});
+  EXPECT_THAT([&] { deficit(1, /*on_second_group=*/2); },
+              ThrowsMessage<c10::Error>(HasSubstr(
+                  "1 launches are missing beyond those of the sequence")));
+  expect_events({"substitute 0", "substitute 1"});
+}
+
+TEST_F(LaunchingTest, WhatEntriesUpToOneDeliverIsTheirGroups) {
+  sequence({1, on_group(1, 1), 1, on_group(1, 1)});
+  for (const size_t gradient : {3, 1, 0, 2}) ready(gradient);
+  policy_->events();
+  deliver_through(*state_, *state_->iteration, 3);
+  expect_events({"deliver 1", "deliver 3"});
+  deliver_through(*state_, *state_->iteration, 0);
+  expect_events({"deliver 0"});
+  deliver_through(*state_, *state_->iteration, 2);
+  expect_events({"deliver 2"});
 }
 
 // ---- Failures.
@@ -311,12 +368,17 @@ class Expectation {
     return events;
   }
 
-  // What needs nothing more, as far as nothing is pending before it.
+  // What needs nothing more, as far as nothing is pending before it on its
+  // group.
   std::vector<std::string> pass() {
     std::vector<std::string> events;
-    for (; passed_ < entries_.size() && pending_[passed_] == 0; ++passed_) {
-      if (entries_[passed_].is_left_out) continue;
-      events.push_back(absl::StrCat("launch ", passed_));
+    for (size_t group = 0; group < passed_.size(); ++group) {
+      for (size_t& next = passed_[group]; next < entries_.size(); ++next) {
+        if (entries_[next].group != group) continue;
+        if (pending_[next] > 0) break;
+        if (entries_[next].is_left_out) continue;
+        events.push_back(absl::StrCat("launch ", next));
+      }
     }
     return events;
   }
@@ -324,7 +386,7 @@ class Expectation {
  private:
   const std::vector<ScriptedEntry> entries_;
   std::vector<size_t> pending_;
-  size_t passed_ = 0;
+  std::array<size_t, 2> passed_ = {};  // by group
 };
 
 // Of each entry, as often as it waits for something.
@@ -377,6 +439,7 @@ TEST_F(EveryOrderTest, OfRandomSequencesLaunchesInSequence) {
       ScriptedEntry entry = random() % 5 == 0 ? owners_word() : random() % 4;
       if (random() % 4 == 0) entry = without_unit(entry);
       if (random() % 4 == 0) entry = left_out(entry);
+      if (round % 2 == 1) entry = on_group(random() % 2, entry);
       entries.push_back(entry);
     }
     Entries marks = marks_of(entries);

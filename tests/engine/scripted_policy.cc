@@ -4,7 +4,6 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
@@ -18,6 +17,7 @@ class ScriptedCollective final : public Collective {
       : policy_(policy), index_(index), unit_(unit), entry_(entry) {}
 
   std::optional<size_t> unit() const override { return unit_; }
+  size_t group() const override { return entry_.group; }
   size_t num_awaited() const override {
     return entry_.waits_for_word ? 1 : entry_.num_gradients;
   }
@@ -33,13 +33,13 @@ class ScriptedCollective final : public Collective {
     policy_.throw_if_scripted(Step::kLaunch, index_);
     note("launch");
     if (policy_.when_launched) policy_.when_launched(index_);
-    return all_reduce();
+    return all_reduce(policy_.contribution);
   }
 
   c10::intrusive_ptr<c10::ivalue::Future> launch_substitute() override {
     policy_.throw_if_scripted(Step::kSubstitute, index_);
     note("substitute");
-    return all_reduce();
+    return all_reduce(0);
   }
 
   at::Tensor result_of(const c10::IValue& value) override {
@@ -51,6 +51,7 @@ class ScriptedCollective final : public Collective {
     policy_.throw_if_scripted(Step::kDeliver, index_);
     if (result.defined()) {
       TORCH_CHECK(result.numel() == numel(), "the result of another entry");
+      policy_.results_[index_] = result[0].item<double>();
     }
     if (!unit_ && future_) future_->waitAndThrow();
     note("deliver");
@@ -69,9 +70,9 @@ class ScriptedCollective final : public Collective {
 
   void note(const char* step) { policy_.note(absl::StrCat(step, " ", index_)); }
 
-  c10::intrusive_ptr<c10::ivalue::Future> all_reduce() {
-    std::vector<at::Tensor> tensors = {at::zeros({numel()})};
-    future_ = policy_.recording_.group()->allreduce(tensors)->getFuture();
+  c10::intrusive_ptr<c10::ivalue::Future> all_reduce(double value) {
+    std::vector<at::Tensor> tensors = {at::full({numel()}, value)};
+    future_ = policy_.groups_[group()]->allreduce(tensors)->getFuture();
     return future_;
   }
 
@@ -82,9 +83,9 @@ class ScriptedCollective final : public Collective {
   c10::intrusive_ptr<c10::ivalue::Future> future_;  // of the last launch
 };
 
-ScriptedPolicy::ScriptedPolicy(RecordingGroup& recording,
+ScriptedPolicy::ScriptedPolicy(Groups groups,
                                std::vector<ScriptedEntry> entries)
-    : recording_(recording) {
+    : groups_(std::move(groups)) {
   adopt(std::move(entries));
 }
 
@@ -128,7 +129,7 @@ Replanned ScriptedPolicy::replan(const CallCollective& call) {
   if (replanned_ == Replanned::kNotDue) return Replanned::kNotDue;
   call("agreeing on a sequence", [this] {
     std::vector<at::Tensor> order = {at::zeros({1})};
-    recording_.group()->broadcast(order)->wait();
+    groups_.front()->broadcast(order)->wait();
   });
   note("replan");
   if (replanned_ == Replanned::kOtherSequence) adopt(next_entries_);

@@ -3,7 +3,7 @@
 // becomes of them.
 //
 //   RecordingGroup recording(2);
-//   ScriptedPolicy policy(recording, {2, owners_word(), 0});
+//   ScriptedPolicy policy({recording.group()}, {2, owners_word(), 0});
 //   policy.fail(Step::kPack, 1);
 //   ...
 //   EXPECT_THAT(policy.events(), ElementsAre("pack 0", "launch 0"));
@@ -25,10 +25,10 @@
 #include <span>
 #include <stdexcept>
 #include <string>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <utility>
 #include <vector>
 
-#include "brigade/comm/recording_group.h"
 #include "brigade/engine/collective.h"
 #include "brigade/engine/reduction_policy.h"
 
@@ -43,6 +43,7 @@ struct ScriptedEntry {
   ScriptedEntry(size_t count) : num_gradients(count) {}
 
   size_t num_gradients = 0;  // that it waits for
+  size_t group = 0;          // that it is launched on
   bool waits_for_word = false;
   bool has_unit = true;
   bool is_left_out = false;
@@ -57,6 +58,11 @@ inline ScriptedEntry owners_word() {
 
 inline ScriptedEntry without_unit(ScriptedEntry entry) {
   entry.has_unit = false;
+  return entry;
+}
+
+inline ScriptedEntry on_group(size_t group, ScriptedEntry entry) {
+  entry.group = group;
   return entry;
 }
 
@@ -77,7 +83,9 @@ class ScriptedCollective;
 
 class ScriptedPolicy final : public ReductionPolicy {
  public:
-  ScriptedPolicy(RecordingGroup& recording, std::vector<ScriptedEntry> entries);
+  using Groups = std::vector<c10::intrusive_ptr<c10d::ProcessGroup>>;
+
+  ScriptedPolicy(Groups groups, std::vector<ScriptedEntry> entries);
   ~ScriptedPolicy() override;
 
   // ---- The script.
@@ -105,6 +113,7 @@ class ScriptedPolicy final : public ReductionPolicy {
   bool begins_with_outputs = false;
   bool ends_without_gradients = false;
   bool compares_iterations = false;
+  double contribution = 1;  // to each entry; a substitute's is 0
   HookTraits traits = {.fails_by_network_only = true, .name = "scripted"};
 
   // ---- What came of it.
@@ -113,6 +122,9 @@ class ScriptedPolicy final : public ReductionPolicy {
   // "deliver 0", "abandon 0", "local 2" (a gradient that is not reduced),
   // "replan", "ended everywhere", "delivered", "aborted", "delivery failed".
   std::vector<std::string> events() { return std::exchange(events_, {}); }
+
+  // That were delivered last, by entry.
+  const std::map<size_t, double>& results() const { return results_; }
 
   size_t num_variables() const { return entry_of_.size(); }
 
@@ -162,7 +174,7 @@ class ScriptedPolicy final : public ReductionPolicy {
   void throw_if_scripted(Step step, size_t entry);
   void mark(Marker& marker, std::span<const size_t> variables);
 
-  RecordingGroup& recording_;
+  const Groups groups_;
   uint64_t fingerprint_ = 0;
   std::vector<std::unique_ptr<ScriptedCollective>> entries_;
   std::vector<Collective*> sequence_;
@@ -171,6 +183,7 @@ class ScriptedPolicy final : public ReductionPolicy {
   Replanned replanned_ = Replanned::kNotDue;
   std::vector<ScriptedEntry> next_entries_;
   std::vector<std::string> events_;
+  std::map<size_t, double> results_;
 };
 
 }  // namespace brigade::testing

@@ -225,8 +225,9 @@ TEST(DeferredStatusOfSomeRanksTest, IsAnErrorOnAllRanks) {
   });
 }
 
-// What a user's hook returns may fail on one rank alone.
-TEST(DeferredStatusOfHooksTest, AUsersHookIsWaitedForInAnyCase) {
+// What a user's hook returns may fail on one rank alone, and is not there when
+// backward ends.
+TEST(DeferredStatusOfHooksTest, AUsersHookOnTheCpuIsWaitedForInAnyCase) {
   run_ranks(2, [](const Group& group) {
     const ToyModel model(kSizes);
     int failing = 0;

@@ -35,12 +35,12 @@ class RecoverTest : public ::testing::TestWithParam<bool> {
   // At the next exchange of `kind` the peer has failed, after the same launches
   // as this rank, or after `launches`.
   void peer_fails_at(StatusKind kind,
-                     std::optional<int64_t> launches = std::nullopt) {
+                     std::optional<int32_t> launches = std::nullopt) {
     recording_.answer_statuses_with([=](const RankStatus& own) {
       RankStatus peer = own;
       if (own.kind == kind) {
         peer.kind = StatusKind::kFailed;
-        peer.launches = launches.value_or(own.launches);
+        peer.by_group[0].launches = launches.value_or(own.by_group[0].launches);
       }
       return std::vector<RankStatus>{own, peer};
     });

@@ -240,7 +240,7 @@ class ClosedStore : public c10d::HashStore {
 };
 
 // Of the keys of the first reducer on a group.
-constexpr const char* kFirstChannel = "brigade/statuses_256/1/channel/1/";
+constexpr const char* kFirstChannel = "brigade/statuses_320/1/channel/1/";
 
 std::unique_ptr<StallWatch> watch(c10::intrusive_ptr<c10d::Store> store,
                                   int world_size = 2) {

@@ -18,11 +18,13 @@
 #include "brigade/comm_hooks/weighted_mean_hook.h"
 #include "brigade/tests/simulated_device/streamed_training.h"
 #include "brigade/tests/support/simulated_device/stream_test.h"
+#include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
 namespace brigade {
 namespace {
 
+using ::testing::ElementsAre;
 using simulated::make_wait;
 using simulated::new_stream;
 using testing::all_stream_layouts;
@@ -477,11 +479,9 @@ void backward_throws(const StreamLayout& layout, ReducerOptions options) {
   }
 }
 
-// The host does not wait for peers where backward ends.
-void a_peer_failed_a_step_ago(const StreamLayout& layout,
-                              ReducerOptions options) {
-  StreamedTraining training(layout);
-  training.make_reducer(std::move(options));
+// The host does not wait for peers where backward ends: it hears of a failure
+// when the next step is prepared.
+void hear_of_a_failure_a_step_ago(StreamedTraining& training) {
   training.recording().answer_statuses_with([](const RankStatus& own) {
     std::vector<RankStatus> by_rank(kWorldSize, own);
     if (own.kind == StatusKind::kEnd && own.iteration == 3) {
@@ -493,6 +493,52 @@ void a_peer_failed_a_step_ago(const StreamLayout& layout,
     if (s == 3) EXPECT_THROW(training.step(s), c10::DistBackendError);
     training.step(s);
     training.expect_gradients(s);
+    training.zero_grad();
+  }
+}
+
+void a_peer_failed_a_step_ago(const StreamLayout& layout,
+                              ReducerOptions options) {
+  StreamedTraining training(layout);
+  training.make_reducer(std::move(options));
+  hear_of_a_failure_a_step_ago(training);
+}
+
+void a_peer_failed_under_a_users_hook(const StreamLayout& layout,
+                                      ReducerOptions options) {
+  StreamedTraining training(layout);
+  options.comm_hook = casting_hook(training.recording().group());
+  training.make_reducer(std::move(options));
+  hear_of_a_failure_a_step_ago(training);
+}
+
+// All that it tells its peers of its results is the end of the iteration, or
+// its failure: it may fail alone.
+void a_users_hook_failed_alone(const StreamLayout& layout,
+                               ReducerOptions options) {
+  StreamedTraining training(layout);
+  options.comm_hook = casting_hook(training.recording().group());
+  training.make_reducer(std::move(options));
+  std::vector<StatusKind> told;
+  training.recording().answer_statuses_with([&](const RankStatus& own) {
+    told.push_back(own.kind);
+    std::vector<RankStatus> by_rank(kWorldSize, own);
+    if (own.kind == StatusKind::kFailed) by_rank[1].kind = StatusKind::kEnd;
+    return by_rank;
+  });
+  for (int s = 0; s < kNumSteps; ++s) {
+    if (s == 3) {
+      training.recording().fail_at_completion(training.recording().log().size(),
+                                              failure());
+      EXPECT_ANY_THROW(training.step(s));
+      simulated::synchronize_all();
+    } else {
+      training.step(s);
+      training.expect_gradients(s);
+    }
+    EXPECT_THAT(told,
+                ElementsAre(s == 3 ? StatusKind::kFailed : StatusKind::kEnd));
+    told.clear();
     training.zero_grad();
   }
 }
@@ -539,6 +585,8 @@ const Scenario kScenarios[] = {
     {"DestroyedWhileCollectivesAreOpen", destroyed_while_collectives_are_open},
     {"BackwardThrows", backward_throws},
     {"APeerFailedAStepAgo", a_peer_failed_a_step_ago},
+    {"APeerFailedUnderAUsersHook", a_peer_failed_under_a_users_hook},
+    {"AUsersHookFailedAlone", a_users_hook_failed_alone},
     {"CollectiveFailsAtLaunch", collective_fails_at_launch},
     {"CollectiveFailsAtCompletion", collective_fails_at_completion},
 };

@@ -1,0 +1,57 @@
+#include "brigade/engine/group_account.h"
+
+#include <c10/util/hash.h>
+
+#include <utility>
+
+#include "brigade/comm/collective_count.h"
+
+namespace brigade {
+
+GroupAccount::GroupAccount(c10::intrusive_ptr<c10d::ProcessGroup> group,
+                           bool is_compared)
+    : group_(std::move(group)), group_counts_(is_compared) {
+  restart();
+}
+
+std::optional<int64_t> GroupAccount::group_count() {
+  if (!group_counts_) return std::nullopt;
+  const std::optional<int64_t> count = count_collectives(*group_);
+  group_counts_ = count.has_value();  // not to be asked again: slow
+  return count;
+}
+
+GroupAccount::Told GroupAccount::take() {
+  Told told = {.counts = {.launches = launches_}};
+  // One launch has but one order.
+  if (launches_ > 1) told.others = others_;
+  const std::optional<int64_t> count = group_count();
+  if (count && counted_from_) {
+    told.counts.foreign =
+        static_cast<int32_t>(*count - *counted_from_ - own_collectives_);
+  }
+  count_from(count);
+  return told;
+}
+
+void GroupAccount::restart() { count_from(group_count()); }
+
+void GroupAccount::count_from(std::optional<int64_t> count) {
+  launches_ = 0;
+  own_collectives_ = 0;
+  others_ = 0;
+  last_count_.reset();
+  counted_from_ = count;
+}
+
+// Nothing before the first launch counts: forwards may be unequally many.
+void GroupAccount::note_others(std::optional<int64_t> count) {
+  if (count && last_count_) add_to_digest(*count - *last_count_);
+}
+
+void GroupAccount::add_to_digest(int64_t num_collectives) {
+  if (!compares_others_) return;
+  others_ = c10::hash_combine(others_, num_collectives + 1);
+}
+
+}  // namespace brigade

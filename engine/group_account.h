@@ -1,0 +1,82 @@
+// What an engine has launched on one of its groups since ranks compared last,
+// and what else the group has launched in between.
+//
+// Thread safety: none; the engine's lock covers it.
+
+#ifndef BRIGADE_ENGINE_GROUP_ACCOUNT_H_
+#define BRIGADE_ENGINE_GROUP_ACCOUNT_H_
+
+#include <cstdint>
+#include <optional>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include "brigade/comm/rank_status.h"
+
+namespace brigade {
+
+class GroupAccount {
+ public:
+  // `is_compared`: false, nobody compares what the group counts, and it is not
+  // asked.
+  GroupAccount(c10::intrusive_ptr<c10d::ProcessGroup> group, bool is_compared);
+
+  // Calls `launch` and counts it, with its collectives, as one of those that
+  // all ranks launch. If it throws after it has launched something, that
+  // belongs to no launch, and what this rank has launched can't be told any
+  // more.
+  template <typename Launch>
+  void count(const Launch& launch) {
+    const std::optional<int64_t> before = group_count();
+    note_others(before);
+    try {
+      launch();
+    } catch (...) {
+      if (before && group_count() != before) launches_ = kLostGroup;
+      throw;
+    }
+    ++launches_;
+    if (!before) return;
+    const int64_t own = group_count().value_or(*before) - *before;
+    own_collectives_ += own;
+    add_to_digest(own);
+    last_count_ = *before + own;
+  }
+
+  // What this rank has launched can't be told any more.
+  void lose() { launches_ = kLostGroup; }
+
+  // Where the group's other collectives lie between the launches is told, too.
+  void compare_others(bool value) { compares_others_ = value; }
+
+  // Collectives that the group has launched so far, if it counts them.
+  std::optional<int64_t> group_count();
+
+  struct Told {
+    GroupCounts counts = {};
+    uint64_t others = 0;  // a digest of where they lie; 0: not compared
+  };
+
+  // Since the last call or restart(); counts anew from here.
+  Told take();
+
+  // All ranks stand in the same place.
+  void restart();
+
+ private:
+  void count_from(std::optional<int64_t> count);
+  void note_others(std::optional<int64_t> count);
+  void add_to_digest(int64_t num_collectives);
+
+  const c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  bool group_counts_;
+  bool compares_others_ = false;
+  std::optional<int64_t> counted_from_;
+  int32_t launches_ = 0;
+  int64_t own_collectives_ = 0;  // of these
+  uint64_t others_ = 0;
+  std::optional<int64_t> last_count_;  // the group's, at the last launch
+};
+
+}  // namespace brigade
+
+#endif  // BRIGADE_ENGINE_GROUP_ACCOUNT_H_
