@@ -249,15 +249,19 @@ void ReplicatedModule::before_forward() {
 void ReplicatedModule::meet_peers() {
   // Before anything that one rank may fail in alone.
   reducer_->rebuild_buckets();
-  if (session_ != nullptr || buffer_mode_ == BufferMode::kBeforeForward) {
+  if (session_ != nullptr || sends_buffers(BufferMode::kBeforeForward)) {
     reducer_->recover();
   }
+}
+
+bool ReplicatedModule::sends_buffers(BufferMode place) const {
+  return buffer_mode_ == place && !buffers_.are_none();
 }
 
 void ReplicatedModule::after_forward(const std::vector<at::Tensor>& outputs) {
   if (!at::GradMode::is_enabled()) return;
   if (!synchronizes_) return reducer_->note_local_forward();
-  if (buffer_mode_ == BufferMode::kAfterForward) {
+  if (sends_buffers(BufferMode::kAfterForward)) {
     // A forward may have failed on one rank alone.
     reducer_->recover(SyncPoint::kAfterForward);
     make_buffers_equal();

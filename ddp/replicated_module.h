@@ -109,6 +109,7 @@ class ReplicatedModule final : public Joinable {
   void copy_from(int rank) override;
 
  private:
+  bool sends_buffers(BufferMode place) const;
   void make_buffers_equal();
   void before_forward();
   void after_forward(const std::vector<at::Tensor>& outputs);

@@ -90,6 +90,24 @@ TEST(BuffersTest, AreNotSyncedBesideTheBucketOfAPeerThatGoesOn) {
   });
 }
 
+// It is for the sake of buffers that ranks meet at a forward.
+TEST(BuffersTest, WhereThereAreNoneARankMayRunAForwardMore) {
+  for (const BufferMode mode :
+       {BufferMode::kBeforeForward, BufferMode::kAfterForward}) {
+    run_ranks(2, [&](const Group& group) {
+      torch::nn::Linear module(
+          torch::nn::LinearOptions(/*in_features=*/1, 1).bias(false));
+      DistributedDataParallel model(module, group, {.buffer_mode = mode});
+      for (int s = 0; s < 3; ++s) {
+        if (group->getRank() == 0) model(at::ones({1, 1}));
+        module->zero_grad();
+        model(at::full({1, 1}, 1.0 + group->getRank())).sum().backward();
+        EXPECT_EQ(module->weight.grad().item<float>(), 1.5);
+      }
+    });
+  }
+}
+
 TEST(IgnoredNamesTest, AreNeitherComparedNorMadeEqualNorReduced) {
   run_ranks(2, [](const Group& group) {
     const int rank = group->getRank();

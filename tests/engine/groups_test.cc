@@ -22,6 +22,7 @@
 namespace brigade {
 namespace {
 
+using ::testing::ElementsAre;
 using testing::make_subgroup;
 using testing::on_group;
 using ::testing::Pair;
@@ -73,6 +74,15 @@ class MeshRank {
     loss.backward();
   }
 
+  // Since the last call, in order.
+  std::vector<std::string> take_deliveries() {
+    std::vector<std::string> events = policy_.events();
+    std::erase_if(events, [](const std::string& event) {
+      return !event.starts_with("deliver ");
+    });
+    return events;
+  }
+
   // Rank r contributes 2^r to each sum.
   void expect_sums_of_each_group(int rank) {
     const double row = rank < 2 ? 1 + 2 : 4 + 8;
@@ -105,6 +115,9 @@ TEST(GroupsTest, EachEntryIsReducedOverItsGroup) {
     for (int iteration = 0; iteration < 20; ++iteration) {
       mesh_rank.step();
       mesh_rank.expect_sums_of_each_group(all->getRank());
+      EXPECT_THAT(mesh_rank.take_deliveries(),
+                  ElementsAre("deliver 0", "deliver 1", "deliver 2",
+                              "deliver 3", "deliver 4", "deliver 5"));
     }
     EXPECT_EQ(mesh_rank.engine().statistics().reduced, 20);
   });
