@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_join.h"
+#include "brigade/comm/shortened_list.h"
 
 namespace brigade {
 namespace {
@@ -30,15 +30,9 @@ bool contains(const std::vector<NamedTensor>& list, const at::Tensor& tensor) {
 
 std::string told(const char* change, const Names& names) {
   if (names.empty()) return "";
-  constexpr size_t kMost = 5;
   return absl::StrCat(
       change, ": ",
-      absl::StrJoin(names.begin(),
-                    names.begin() + std::min(kMost, names.size()), ", "),
-      names.size() > kMost
-          ? absl::StrCat(" and ", names.size() - kMost, " more")
-          : "",
-      ". ");
+      shortened_list(names.size(), [&](size_t i) { return names[i]; }), ". ");
 }
 
 }  // namespace

@@ -12,13 +12,12 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "brigade/comm/describe_tensor.h"
+#include "brigade/comm/shortened_list.h"
 #include "brigade/comm_hooks/gradient_layout.h"
 #include "brigade/hooks/prefetch.h"
 
 namespace brigade {
 namespace {
-
-constexpr size_t kNamesListed = 5;
 
 std::string quoted_name(const ParameterNames& names, size_t i) {
   return names.empty() ? absl::StrCat(i)
@@ -268,17 +267,10 @@ std::string ParameterTable::name_of(size_t i) const {
 }
 
 std::string ParameterTable::name_of(std::span<const size_t> parameters) const {
-  std::vector<std::string> listed;
-  for (size_t k = 0; k < std::min(parameters.size(), kNamesListed); ++k) {
-    listed.push_back(quoted_name(names_, parameters[k]));
-  }
-  std::string text =
-      absl::StrCat(parameters.size() == 1 ? "parameter " : "parameters ",
-                   absl::StrJoin(listed, ", "));
-  if (parameters.size() > kNamesListed) {
-    absl::StrAppend(&text, " and ", parameters.size() - kNamesListed, " more");
-  }
-  return text;
+  return absl::StrCat(parameters.size() == 1 ? "parameter " : "parameters ",
+                      shortened_list(parameters.size(), [&](size_t k) {
+                        return quoted_name(names_, parameters[k]);
+                      }));
 }
 
 std::vector<std::string> ParameterTable::describe_all() const {

@@ -1,11 +1,12 @@
 // Wrapped modules on every layout of streams: buffers, copies of parameters in
-// lower precision, no_sync.
+// lower precision, no_sync, join.
 
 #include <torch/torch.h>
 
 #include <utility>
 
 #include "brigade/ddp/distributed_data_parallel.h"
+#include "brigade/ddp/join.h"
 #include "brigade/tests/simulated_device/streamed_training.h"
 #include "brigade/tests/support/simulated_device/stream_test.h"
 #include "gtest/gtest.h"
@@ -83,6 +84,30 @@ TEST_P(DdpStreamsTest, TrainsInLowerPrecisionOnEveryLayout) {
     DistributedDataParallelOptions mixed = options();
     mixed.mixed_precision = MixedPrecision{.parameters = at::kBFloat16};
     train(layout, std::move(mixed), at::kBFloat16);
+    simulated::expect_no_races();
+  }
+}
+
+// Identical ranks all have data, or none has.
+TEST_P(DdpStreamsTest, JoinsOnEveryLayout) {
+  for (const StreamLayout& layout : all_stream_layouts()) {
+    SCOPED_TRACE(name_of(layout));
+    StreamedTraining training(layout);
+    StreamedModule module(training.model());
+    DistributedDataParallel model(module, training.recording().group(),
+                                  options());
+    int num_steps = 0;
+    join(model,
+         [&] {
+           for (; num_steps < 4; ++num_steps) {
+             model(num_steps).backward();
+             training.expect_gradients(num_steps);
+             training.update();
+             training.zero_grad();
+           }
+         },
+         {.divide_by = JoinDivisor::kWorldSize});
+    EXPECT_EQ(num_steps, 4);
     simulated::expect_no_races();
   }
 }
