@@ -20,6 +20,7 @@ LAYERS = {
     "comm_hooks": (("comm",), LIBTORCH),
     "engine": (("planning", "hooks", "comm", "comm_hooks"), LIBTORCH + ("cuda",)),
     "reducer": (("engine",), LIBTORCH),
+    "fsdp": (("engine",), LIBTORCH),
     "ddp": (("reducer",), LIBTORCH),
     "bucket_sweep": (("reducer",), LIBTORCH),
     "python_bindings": (("ddp",), LIBTORCH + ("pybind11/",)),

@@ -66,6 +66,10 @@ class CheckIncludesTest(unittest.TestCase):
         self.assert_allowed("comm/a.cc", "#include <gloo/context.h>")
         self.assert_forbidden("hooks/a.cc", "#include <gloo/context.h>", "may include only")
 
+    def test_sharding_is_beside_the_reducer_not_on_it(self):
+        self.assert_allowed("fsdp/a.cc", '#include "brigade/engine/engine.h"')
+        self.assert_forbidden("fsdp/a.cc", '#include "brigade/reducer/reducer.h"', "may include only")
+
     def test_cuda_headers_are_for_reducer_and_comm(self):
         self.assert_allowed("reducer/a.cu", "#include <cuda_runtime.h>")
         self.assert_forbidden("hooks/a.cc", "#include <cuda_runtime.h>", "may include only")
