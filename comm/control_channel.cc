@@ -69,7 +69,7 @@ void ControlChannel::connect(std::optional<ChannelIdentity> identity) {
     mesh_ = StatusMesh::of(group_);
   } catch (...) {
     throw_peer_error(
-        absl::StrCat("rank_status channel: rank ", group_->getRank(), " of ",
+        absl::StrCat("control channel: rank ", group_->getRank(), " of ",
                      group_->getSize(), " could not connect to the others"),
         std::current_exception());
   }
@@ -88,7 +88,7 @@ ControlChannel::~ControlChannel() {
   try {
     leave();
   } catch (const std::exception& error) {
-    TORCH_WARN("rank_status channel: while leaving: ", error.what());
+    TORCH_WARN("control channel: while leaving: ", error.what());
   }
 }
 

@@ -72,7 +72,7 @@ std::string describe_status(const RankStatus& rank_status) {
       return failure;
     }
   }
-  return absl::StrCat("sent a rank_status of unknown kind ",
+  return absl::StrCat("sent a status of unknown kind ",
                       static_cast<int64_t>(rank_status.kind));
 }
 

@@ -1,5 +1,5 @@
-// What a rank says about its place among the collectives of a group: what it is
-// about to launch, or that it has ended an iteration, or that it has failed.
+// What a rank says about its place among the collectives of its groups: that it
+// begins an iteration, or has ended it, or has failed.
 //
 // Decides what a status holds and how it is put into words.  How statuses
 // travel is comm/status_protocol.h's, what follows from them is
@@ -58,7 +58,8 @@ struct RankStatus {
   StatusKind kind = StatusKind::kIdle;
   int64_t sequence = 0;  // place among the exchanges; set by the channel
   int64_t iteration = 0;
-  int64_t unit = -1;         // bucket, or unit of sharding; -1: none
+  // Where it has failed: a bucket. Of kIdle: 0 behind a forward. -1: none.
+  int64_t unit = -1;
   uint64_t fingerprint = 0;  // of plan and options
 
   // A digest of where others' collectives lie between the sender's launches; 0:

@@ -19,8 +19,8 @@
 
 namespace brigade {
 
-// OK if no rank has failed, and kind, iteration, unit, fingerprint and launches
-// on each group are equal on all ranks.
+// OK if no rank has failed, and kind, iteration, unit, fingerprint, launches
+// on each group and `others` are equal on all ranks.
 //
 // Errors: Aborted if ranks have failed: which, where, with what words.
 // FailedPrecondition for the first of the above that differs: what was

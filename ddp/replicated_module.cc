@@ -243,7 +243,7 @@ void ReplicatedModule::before_forward() {
       });
     }
   }
-  if (buffer_mode_ == BufferMode::kBeforeForward) make_buffers_equal();
+  if (sends_buffers(BufferMode::kBeforeForward)) make_buffers_equal();
 }
 
 void ReplicatedModule::meet_peers() {
@@ -274,13 +274,13 @@ bool ReplicatedModule::will_reduce() const {
 }
 
 void ReplicatedModule::sync_buffers() {
+  if (buffers_.are_none()) return;
   // A forward or a loss may have failed on one rank alone.
-  if (!buffers_.are_none()) reducer_->recover();
+  reducer_->recover();
   make_buffers_equal();
 }
 
 void ReplicatedModule::make_buffers_equal() {
-  if (buffers_.are_none()) return;
   try {
     buffers_.run(session_ == nullptr ? 0 : session_->first_rank_with_data());
   } catch (const c10::DistBackendError&) {
@@ -316,7 +316,9 @@ void ReplicatedModule::shadow() {
   if (buffer_mode_ == BufferMode::kAfterForward) {
     reducer_->recover(SyncPoint::kAfterForward);
   }
-  if (buffer_mode_ != BufferMode::kNone) make_buffers_equal();
+  if (buffer_mode_ != BufferMode::kNone && !buffers_.are_none()) {
+    make_buffers_equal();
+  }
   reducer_->shadow_iteration();
 }
 

@@ -265,6 +265,7 @@ void deliver_unconfirmed(EngineState& state,
 }
 
 void deliver_through(EngineState& state, Iteration& iteration, size_t entry) {
+  TORCH_INTERNAL_ASSERT(iteration.order.is_launched(entry));
   const size_t group = iteration.sequence[entry]->group();
   for (Launch& launch : iteration.launches) {
     if (launch.is_delivered || launch.entry > entry ||

@@ -52,7 +52,8 @@ class Engine : private GradientListener {
  public:
   // `groups`: those that entries are launched on (Collective::group()), at most
   // kMaxGroups. The first one has all ranks that share the policy's sequence;
-  // the others have some of them each, and each rank is in as many.
+  // the others have some of them each, and each rank is in as many; what else
+  // is launched on them is equally much on all ranks, whichever they are in.
   // `replicas[r]`: the variables of local replica r, equally many each.
   // REQUIRES: each is a leaf that requires a gradient; `policy` outlives this
   // object. Errors: ValueError if there are too many groups.

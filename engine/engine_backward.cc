@@ -163,9 +163,14 @@ void Engine::launch(size_t entry) try {
               state_.options.name,
               "::launch: no iteration is prepared.\n"
               "Prepare one first.");
-  const bool is_in_backward =
-      state_.phase == Phase::kReached || state_.phase == Phase::kReducing;
+  TORCH_CHECK(state_.iteration->order.is_pending(entry), state_.options.name,
+              "::launch: entry ", entry,
+              " waits for nothing more in this iteration.\nGive one word for "
+              "each entry that waits for it.");
+  const int backward_id = running_backward_id();
+  const bool is_in_backward = backward_id >= 0;
   try {
+    if (is_in_backward) enter_backward(backward_id);
     begin_reduction();
     if (mark_entry(state_, entry)) launch_ready(state_);
   } catch (...) {
@@ -184,13 +189,14 @@ void Engine::launch(size_t entry) try {
 void Engine::deliver_through(size_t entry) try {
   const std::lock_guard<std::mutex> lock(mutex_);
   TORCH_CHECK(has_begun(state_.phase) && !is_ending(state_.phase) &&
-                  entry < state_.iteration->sequence.size() &&
                   state_.iteration->order.is_launched(entry),
               state_.options.name, "::deliver_through: entry ", entry,
               " has not been launched in this iteration.\nLaunch it first.");
-  const bool is_in_backward = state_.phase == Phase::kReducing;
+  const int backward_id = running_backward_id();
+  const bool is_in_backward = backward_id >= 0;
   const HookScope scope(state_.iteration->preparer);
   try {
+    if (is_in_backward) enter_backward(backward_id);
     brigade::deliver_through(state_, *state_.iteration, entry);
   } catch (...) {
     state_.failed(std::current_exception());

@@ -17,7 +17,8 @@ struct EngineOptions {
 
   // Whether a rank goes on from the end of an iteration before it knows that
   // all ranks have ended it well, and looks at that when the next one begins.
-  // Unset: where collectives don't keep the host waiting, on devices.
+  // Unset: where collectives don't keep the host waiting, on devices. Never
+  // where a hook chains collectives, or a user's hook gives results on the CPU.
   std::optional<bool> defers_status_check = std::nullopt;
 
   // A rank whose backward fails waits so long for its peers to hear it.

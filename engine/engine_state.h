@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
@@ -29,7 +30,6 @@ namespace brigade {
 struct UnconfirmedEnd {
   std::shared_ptr<Iteration> iteration;
   PendingExchange exchange;
-  int64_t group_count;  // PeerStatus::group_count() then
 };
 
 struct EngineState {

@@ -10,9 +10,7 @@ namespace brigade {
 
 GroupAccount::GroupAccount(c10::intrusive_ptr<c10d::ProcessGroup> group,
                            bool is_compared)
-    : group_(std::move(group)), group_counts_(is_compared) {
-  restart();
-}
+    : group_(std::move(group)), group_counts_(is_compared) {}
 
 std::optional<int64_t> GroupAccount::group_count() {
   if (!group_counts_) return std::nullopt;
@@ -21,27 +19,29 @@ std::optional<int64_t> GroupAccount::group_count() {
   return count;
 }
 
-GroupAccount::Told GroupAccount::take() {
-  Told told = {.counts = {.launches = launches_}};
-  // One launch has but one order.
-  if (launches_ > 1) told.others = others_;
+std::optional<int64_t> GroupAccount::foreign() {
+  if (!counted_from_) return std::nullopt;
   const std::optional<int64_t> count = group_count();
-  if (count && counted_from_) {
-    told.counts.foreign =
-        static_cast<int32_t>(*count - *counted_from_ - own_collectives_);
+  if (!count) return std::nullopt;
+  return *count - *counted_from_;
+}
+
+GroupAccount::Told GroupAccount::take() {
+  Told told = {.counts = {.launches = std::exchange(launches_, 0)}};
+  const uint64_t others = std::exchange(others_, 0);
+  // One launch has but one order.
+  if (told.counts.launches > 1) told.others = others;
+  last_count_.reset();
+  if (const std::optional<int64_t> count = foreign()) {
+    told.counts.foreign = static_cast<int32_t>(*count);
+    *counted_from_ += *count;
   }
-  count_from(count);
   return told;
 }
 
-void GroupAccount::restart() { count_from(group_count()); }
-
-void GroupAccount::count_from(std::optional<int64_t> count) {
-  launches_ = 0;
-  own_collectives_ = 0;
-  others_ = 0;
-  last_count_.reset();
-  counted_from_ = count;
+void GroupAccount::restart() {
+  take();
+  counted_from_ = group_count();
 }
 
 // Nothing before the first launch counts: forwards may be unequally many.

@@ -18,6 +18,7 @@ class GroupAccount {
  public:
   // `is_compared`: false, nobody compares what the group counts, and it is not
   // asked.
+  // Counts from the first restart() on.
   GroupAccount(c10::intrusive_ptr<c10d::ProcessGroup> group, bool is_compared);
 
   // Calls `launch` and counts it, with its collectives, as one of those that
@@ -34,10 +35,10 @@ class GroupAccount {
       if (before && group_count() != before) launches_ = kLostGroup;
       throw;
     }
-    ++launches_;
+    if (launches_ != kLostGroup) ++launches_;
     if (!before) return;
     const int64_t own = group_count().value_or(*before) - *before;
-    own_collectives_ += own;
+    if (counted_from_) *counted_from_ += own;
     add_to_digest(own);
     last_count_ = *before + own;
   }
@@ -48,8 +49,9 @@ class GroupAccount {
   // Where the group's other collectives lie between the launches is told, too.
   void compare_others(bool value) { compares_others_ = value; }
 
-  // Collectives that the group has launched so far, if it counts them.
-  std::optional<int64_t> group_count();
+  // Collectives that the group has launched since the last take() or restart()
+  // and that are no launches', if it counts them.
+  std::optional<int64_t> foreign();
 
   struct Told {
     GroupCounts counts = {};
@@ -63,16 +65,16 @@ class GroupAccount {
   void restart();
 
  private:
-  void count_from(std::optional<int64_t> count);
+  std::optional<int64_t> group_count();
   void note_others(std::optional<int64_t> count);
   void add_to_digest(int64_t num_collectives);
 
   const c10::intrusive_ptr<c10d::ProcessGroup> group_;
   bool group_counts_;
   bool compares_others_ = false;
+  // What the group's count would be without others' collectives.
   std::optional<int64_t> counted_from_;
   int32_t launches_ = 0;
-  int64_t own_collectives_ = 0;  // of these
   uint64_t others_ = 0;
   std::optional<int64_t> last_count_;  // the group's, at the last launch
 };

@@ -97,6 +97,18 @@ struct Iteration {
   std::string failure;  // what went wrong first, told to the other ranks
 };
 
+// The unit that is to be launched next, or how many there are: where an
+// iteration that fails has come to.
+inline int64_t next_unit(const Iteration& iteration) {
+  for (size_t entry = 0; entry < iteration.sequence.size(); ++entry) {
+    const std::optional<size_t> unit = iteration.sequence[entry]->unit();
+    if (unit && !iteration.order.is_launched(entry)) {
+      return static_cast<int64_t>(*unit);
+    }
+  }
+  return num_units(iteration.sequence);
+}
+
 }  // namespace brigade
 
 #endif  // BRIGADE_ENGINE_ITERATION_H_

@@ -101,12 +101,10 @@ StatusComparison PeerStatus::without_channel(const RankStatus& own) const {
   return comparison;
 }
 
-int64_t PeerStatus::group_count() {
-  int64_t count = 0;
-  for (GroupAccount& account : accounts_) {
-    count += account.group_count().value_or(0);
-  }
-  return count;
+bool PeerStatus::has_gone_on() {
+  return std::ranges::any_of(accounts_, [](GroupAccount& account) {
+    return account.foreign().value_or(0) != 0;
+  });
 }
 
 void PeerStatus::compare_others(bool value) {

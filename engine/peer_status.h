@@ -78,8 +78,9 @@ class PeerStatus {
   // Of what is launched on a group, by its index.
   GroupAccount& on(size_t group) { return accounts_[group]; }
 
-  // Collectives that the groups have launched so far, of those that count them.
-  int64_t group_count();
+  // Whether a group has launched anything since the last exchange: what others
+  // launch to get in step would meet that.
+  bool has_gone_on();
 
   // The groups' connections are closed.
   void lose_group() { has_lost_group_ = true; }

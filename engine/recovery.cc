@@ -60,8 +60,8 @@ void abandon_buffers(EngineState& state, Iteration& iteration) {
 // So that nothing writes into a bucket behind the user's back.
 void drain(EngineState& state, Iteration& iteration) {
   const WaitForPeers waiting(*state.observations.progress);
-  for (auto& chained : iteration.chained) {
-    chained.cancel(group_timeout(*state.group()));
+  for (size_t group = 0; group < state.groups.size(); ++group) {
+    iteration.chained[group].cancel(group_timeout(*state.groups[group]));
   }
   for (Launch& launch : iteration.launches) {
     if (!launch.has_travelled || launch.is_overdue) continue;
@@ -130,11 +130,6 @@ PendingExchange begin_exchange(EngineState& state, const Iteration& iteration,
   own.iteration = iteration.number;
   own.fingerprint = state.policy.fingerprint();
   return state.peers.begin_exchange(own);
-}
-
-// What this rank launched then would meet what others launch to get there.
-bool has_gone_on(EngineState& state, const UnconfirmedEnd& end) {
-  return state.peers.group_count() != end.group_count;
 }
 
 // Gets a comparison by `await`, and brings all ranks to the same place if they
@@ -227,7 +222,8 @@ bool may_defer_status_check(const EngineState& state,
         return launch.collective->device().is_cpu();
       });
   // What a user's hook returns may fail on one rank alone, which is to be told
-  // with the end: the results come first, and the host must not wait for them.
+  // with the end: its results come first, and that is no wait for peers only
+  // where the host runs ahead of them.
   if (!state.policy.hook_traits().fails_by_network_only && !runs_ahead) {
     return false;
   }
@@ -239,8 +235,7 @@ void end_unconfirmed(EngineState& state, std::shared_ptr<Iteration> iteration,
   try {
     PendingExchange exchange = begin_exchange(state, *iteration, own);
     state.unconfirmed_end = {.iteration = std::move(iteration),
-                             .exchange = std::move(exchange),
-                             .group_count = state.peers.group_count()};
+                             .exchange = std::move(exchange)};
   } catch (...) {
     abandon_buffers(state, *iteration);
     ++state.observations.aborted;
@@ -260,7 +255,7 @@ void confirm_end(EngineState& state) {
         state, *end.iteration,
         [&](std::optional<milliseconds> patience) {
           StatusComparison found = state.peers.await(end.exchange, patience);
-          if (!found.status.ok() && has_gone_on(state, end)) {
+          if (!found.status.ok() && state.peers.has_gone_on()) {
             found.deficit = absl::FailedPreconditionError(
                 "A rank that had delivered has launched other collectives on "
                 "the group since, so that its connections are closed.");
@@ -302,7 +297,7 @@ void abort_iteration(EngineState& state) {
     const StatusComparison comparison =
         compare(state, *iteration,
                 {.kind = StatusKind::kFailed,
-                 .unit = num_units(iteration->launches),
+                 .unit = next_unit(*iteration),
                  .text = status_text(iteration->failure)},
                 state.options.failure_patience);
     if (comparison.deficit.ok()) return;

@@ -79,7 +79,8 @@ class GatherSchedule {
   // The program is about to use `unit`; before it does, it waits for it and
   // calls gathered(), unless the unit is held. A need of a unit that is held is
   // met already. Activations that backward computes anew need units as forward
-  // does. REQUIRES: gathered() has been called for the unit needed before.
+  // does. REQUIRES: `unit` < num_units, here and below; gathered() has been
+  // called for the unit needed before.
   GatherStep needs(size_t unit);
 
   // The program has waited for `unit`, needed or not. Returns what is launched
@@ -116,7 +117,7 @@ class GatherSchedule {
 
   GatherScheduleOptions options_;  // constant after construction
 
-  std::vector<Unit> units_;
+  std::vector<Unit> units_;    // by unit
   std::vector<size_t> ahead_;  // launched for a prediction, not needed since
   size_t num_ahead_in_flight_ = 0;
 
@@ -124,7 +125,7 @@ class GatherSchedule {
   std::vector<size_t> to_go_backward_;  // forwards since end(), as needed
   std::vector<size_t> forward_;         // the present one, as far as it is
   bool in_forward_ = false;
-  bool goes_backward_ = false;
+  bool goes_backward_ = false;  // the present one's units are backward's
 
   std::vector<size_t> prediction_;
   size_t cursor_ = 0;  // in prediction_: what is needed next

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <limits>
-#include <numeric>
 #include <utility>
 
 #include "absl/status/status.h"
@@ -82,9 +81,7 @@ ShardLayout::ShardLayout(std::vector<ShardSpec> parameters, int64_t num_ranks,
       offsets_(std::move(offsets)),
       num_ranks_(num_ranks),
       shard_numel_(shard_numel),
-      parameters_numel_(std::transform_reduce(
-          parameters_.begin(), parameters_.end(), int64_t{0}, std::plus<>(),
-          [](const ShardSpec& parameter) { return parameter.numel; })) {}
+      parameters_numel_(total_numel(parameters_)) {}
 
 int64_t ShardLayout::held_numel(int64_t rank) const {
   int64_t held = 0;

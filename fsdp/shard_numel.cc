@@ -1,7 +1,6 @@
 #include "brigade/fsdp/shard_numel.h"
 
 #include <algorithm>
-#include <functional>
 #include <iterator>
 #include <numeric>
 #include <utility>
@@ -10,7 +9,7 @@ namespace brigade {
 namespace {
 
 int64_t ceil_div(int64_t numerator, int64_t denominator) {
-  return (numerator + denominator - 1) / denominator;
+  return numerator / denominator + (numerator % denominator != 0);
 }
 
 int64_t round_up(int64_t value, int64_t multiple) {
@@ -62,12 +61,6 @@ bool blocks_fit(std::span<const ShardSpec> parameters, int64_t num_ranks,
     room = shard_numel - (left - (shards - 1) * per_shard);
   }
   return true;
-}
-
-int64_t total_numel(std::span<const ShardSpec> parameters) {
-  int64_t total = 0;
-  for (const ShardSpec& parameter : parameters) total += parameter.numel;
-  return total;
 }
 
 }  // namespace

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <limits>
+#include <span>
 
 namespace brigade {
 
@@ -18,6 +19,12 @@ struct ShardSpec {
 
   friend bool operator==(const ShardSpec&, const ShardSpec&) = default;
 };
+
+inline int64_t total_numel(std::span<const ShardSpec> parameters) {
+  int64_t total = 0;
+  for (const ShardSpec& parameter : parameters) total += parameter.numel;
+  return total;
+}
 
 }  // namespace brigade
 

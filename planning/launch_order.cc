@@ -32,7 +32,11 @@ std::optional<size_t> LaunchOrder::next() const {
 void LaunchOrder::launched(size_t entry) {
   const uint32_t group = entries_[entry].group;
   next_[group] = find(group, entry + 1);
-  ++num_launched_;
+}
+
+bool LaunchOrder::all_launched() const {
+  return std::ranges::all_of(
+      next_, [this](size_t entry) { return entry == entries_.size(); });
 }
 
 size_t LaunchOrder::find(uint32_t group, size_t from) const {

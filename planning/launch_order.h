@@ -55,11 +55,14 @@ class LaunchOrder {
   // REQUIRES: `entry` is next().
   void launched(size_t entry);
 
-  bool is_launched(size_t entry) const {
-    return entry < next_[entries_[entry].group];
+  // False of what is no entry.
+  bool is_pending(size_t entry) const {
+    return entry < entries_.size() && entries_[entry].num_pending > 0;
   }
-  size_t num_launched() const { return num_launched_; }
-  bool all_launched() const { return num_launched_ == entries_.size(); }
+  bool is_launched(size_t entry) const {
+    return entry < entries_.size() && entry < next_[entries_[entry].group];
+  }
+  bool all_launched() const;
 
  private:
   // The first entry of this group from here on.
@@ -67,7 +70,6 @@ class LaunchOrder {
 
   std::vector<Entry> entries_;
   absl::InlinedVector<size_t, 2> next_;  // by group; entries_.size(): none
-  size_t num_launched_ = 0;
 };
 
 }  // namespace brigade

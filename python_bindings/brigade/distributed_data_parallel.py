@@ -131,8 +131,8 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
             ends, not in the next forward.
         defer_status_check: True: what peers said at the end of an iteration is looked at in
             the next forward, so that no rank waits for the slowest one's backward, and an
-            error is told a step later (docs/recovery.md); not with comm hooks of your own.
-            Default: on devices, not on the CPU.
+            error is told a step later (docs/recovery.md); not with comm hooks of your own
+            on the CPU. Default: on devices, not on the CPU.
         control_channel: False: ranks tell each other nothing but gradients; a failure ends
             the process group.
 

@@ -229,7 +229,7 @@ TEST(ControlChannelTest, RanksThatDoNotMeetAreAnError) {
       [&](Group group) {
         if (group->getRank() == 1) return over.wait();
         EXPECT_THAT(peer_error([&] { ControlChannel channel(group); }),
-                    StartsWith("rank_status channel: rank 0 of 2 could not "
+                    StartsWith("control channel: rank 0 of 2 could not "
                                "connect to the others: "));
         over.count_down();
       },

@@ -59,7 +59,7 @@ TEST(DescribeStatusTest, SaysWhatARankDid) {
 
 TEST(DescribeStatusTest, SurvivesAnUnknownKind) {
   EXPECT_EQ(described({.kind = static_cast<StatusKind>(99)}),
-            "sent a rank_status of unknown kind 99");
+            "sent a status of unknown kind 99");
 }
 
 }  // namespace

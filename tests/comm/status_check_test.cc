@@ -49,7 +49,7 @@ TEST(CheckStatusesTest, EqualOnesAreRight) {
   EXPECT_TRUE(check_statuses(Statuses(4, ended(7))).ok());
 }
 
-TEST(CheckStatusesTest, WhatOnlyTheChannelKnowsIsNotCompared) {
+TEST(CheckStatusesTest, WhatMakesNoDifferenceIsNotCompared) {
   Statuses by_rank(2, ended(7));
   by_rank[0].sequence = 1;
   by_rank[0].by_group[0].foreign = 5;
@@ -75,7 +75,7 @@ TEST(CheckStatusesTest, ARankThatDoesSomethingElseIsNamed) {
       "without backward under no_grad.");
 }
 
-TEST(CheckStatusesTest, DifferentUnitsAreNamed) {
+TEST(CheckStatusesTest, DifferentPlacesAreNamed) {
   EXPECT_EQ(
       difference({{.kind = kIdle, .unit = -1}, {.kind = kIdle, .unit = 0}}),
       "expected every rank in the same place: rank 0 ran no backward in "

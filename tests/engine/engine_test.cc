@@ -278,6 +278,54 @@ TEST_F(EngineTest, TheLastOwnersWordOutsideOfABackwardEndsTheIteration) {
   EXPECT_EQ(engine().statistics().reduced, 1);
 }
 
+// Not in the middle of it.
+TEST_F(EngineTest, TheLastOwnersWordInABackwardEndsTheIterationWithIt) {
+  sequence({1, owners_word()});
+  prepare();
+  backward({0});
+  policy().events();
+  const at::Tensor factor = at::ones({}).requires_grad_() * 1;
+  factor.register_hook([this](const at::Tensor&) {
+    engine().launch(1);
+    expect_events({"pack 1", "launch 1"});
+  });
+  factor.backward();
+  expect_events({"end confirmed", "deliver 0", "deliver 1", "delivered"});
+}
+
+TEST_F(EngineTest, WhenTheLastOwnersWordEndsTheIterationAPeersFailureIsRaised) {
+  sequence({owners_word()});
+  prepare();
+  peer_fails_at(StatusKind::kEnd);
+  EXPECT_THROW(engine().launch(0), c10::DistBackendError);
+  peers_agree();
+  expect_events({"pack 0", "launch 0", "aborted"});
+  EXPECT_TRUE(is_at_sync_point());
+}
+
+TEST_F(EngineTest, AnOwnersWordFinalizesNothingThatIsToBeFinalized) {
+  sequence({owners_word()});
+  engine().set_manual_finalization(true);
+  prepare();
+  engine().launch(0);
+  expect_events({"pack 0", "launch 0"});
+  engine().finalize();
+  expect_events({"end confirmed", "deliver 0", "delivered"});
+}
+
+TEST_F(EngineTest, ASecondWordForAnEntryIsAnError) {
+  sequence({1, owners_word()});
+  prepare();
+  engine().launch(1);
+  for (const size_t entry : {1, 7}) {
+    EXPECT_THAT([&] { engine().launch(entry); },
+                ThrowsMessage<c10::Error>(
+                    HasSubstr("waits for nothing more in this iteration")));
+  }
+  backward({0});
+  EXPECT_EQ(engine().statistics().reduced, 1);
+}
+
 TEST_F(EngineTest, AnOwnersWordNeedsAnIteration) {
   sequence({owners_word(), 1});
   const auto launches = [this] { engine().launch(0); };

@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "brigade/comm/process_group.h"
 #include "brigade/engine/engine.h"
 #include "brigade/tests/engine/scripted_policy.h"
@@ -24,6 +25,7 @@ namespace {
 
 using ::testing::ElementsAre;
 using testing::make_subgroup;
+using ::testing::MatchesRegex;
 using testing::on_group;
 using ::testing::Pair;
 using testing::run_ranks;
@@ -31,6 +33,7 @@ using testing::ScriptedEntry;
 using testing::ScriptedError;
 using testing::ScriptedPolicy;
 using testing::Step;
+using ::testing::ThrowsMessage;
 using ::testing::UnorderedElementsAre;
 
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
@@ -42,8 +45,9 @@ constexpr size_t kColumn = 2;
 // One rank of the mesh.
 class MeshRank {
  public:
-  explicit MeshRank(const Group& all)
-      : row_(make_subgroup(all, "row", row_of(all->getRank()))),
+  explicit MeshRank(const Group& all, std::optional<bool> defers = std::nullopt)
+      : all_(all),
+        row_(make_subgroup(all, "row", row_of(all->getRank()))),
         column_(make_subgroup(all, "column", column_of(all->getRank()))),
         policy_({all, row_.group(), column_.group()},
                 {on_group(kRow, 2), on_group(kColumn, 1), on_group(kAll, 1),
@@ -57,6 +61,7 @@ class MeshRank {
         std::vector{all, row_.group(), column_.group()},
         std::vector<std::vector<at::Tensor>>{variables_}, policy_,
         EngineOptions{.name = "Engine",
+                      .defers_status_check = defers,
                       .failure_patience = std::chrono::seconds(10),
                       .one_backward_per_forward = true});
     engine_->connect();
@@ -72,6 +77,13 @@ class MeshRank {
     for (const at::Tensor& variable : variables_) loss = loss + variable;
     engine_->prepare(std::vector{loss});
     loss.backward();
+  }
+
+  // A collective of the user's.
+  void all_reduce(size_t group) const {
+    const std::vector<Group> groups = {all_, row_.group(), column_.group()};
+    std::vector<at::Tensor> tensors = {at::ones({1})};
+    groups[group]->allreduce(tensors)->wait();
   }
 
   // Since the last call, in order.
@@ -101,6 +113,7 @@ class MeshRank {
     return rank % 2 == 0 ? std::vector{0, 2} : std::vector{1, 3};
   }
 
+  const Group all_;
   const GroupScope row_;
   const GroupScope column_;
   ScriptedPolicy policy_;
@@ -141,7 +154,12 @@ TEST(GroupsTest, WhenARankFailsAllGroupsStayUsable) {
             mesh_rank.policy().fail(step, entry);
             EXPECT_THROW(mesh_rank.step(), ScriptedError);
           } else {
-            EXPECT_THROW(mesh_rank.step(), c10::DistBackendError);
+            EXPECT_THAT(
+                [&] { mesh_rank.step(); },
+                ThrowsMessage<c10::DistBackendError>(MatchesRegex(
+                    absl::StrCat("(.|\n)*rank ", failing,
+                                 " failed in iteration .* at bucket [0-", entry,
+                                 "]: as scripted(.|\n)*"))));
           }
           ASSERT_TRUE(mesh_rank.engine().can_continue());
           mesh_rank.step();
@@ -181,6 +199,80 @@ TEST(GroupsTest, WhenAPeerIsLostInAColumnRowsHearOfIt) {
     left.wait();
     EXPECT_THROW(mesh_rank->step(), c10::DistBackendError);
     EXPECT_FALSE(mesh_rank->engine().can_continue());
+    for (const size_t group : {kAll, kRow, kColumn}) {
+      EXPECT_ANY_THROW(mesh_rank->all_reduce(group)) << group;
+    }
+  });
+}
+
+// What it has launched can't be told any more, on whichever group.
+TEST(GroupsTest, ALaunchThatThrowsBehindItsCollectiveClosesAllGroups) {
+  for (const int entry : {0, 1, 2}) {
+    run_ranks(4, [&](const Group& all) {
+      MeshRank mesh_rank(all);
+      mesh_rank.policy().traits.fails_by_network_only = false;
+      mesh_rank.step();
+      if (all->getRank() == 0) mesh_rank.policy().fail(Step::kLaunched, entry);
+      EXPECT_ANY_THROW(mesh_rank.step());
+      EXPECT_FALSE(mesh_rank.engine().can_continue());
+      for (const size_t group : {kAll, kRow, kColumn}) {
+        EXPECT_ANY_THROW(mesh_rank.all_reduce(group)) << group;
+      }
+    });
+  }
+}
+
+// In the order of the sequence, each on its group.
+TEST(GroupsTest, SecondCollectivesAreLaunchedOnTheGroupsOfTheFirst) {
+  run_ranks(4, [](const Group& all) {
+    MeshRank mesh_rank(all);
+    mesh_rank.policy().traits.fails_by_network_only = false;
+    mesh_rank.policy().chains = true;
+    for (int iteration = 0; iteration < 10; ++iteration) {
+      mesh_rank.step();
+      const double row = all->getRank() < 2 ? 1 + 2 : 4 + 8;
+      const double column = all->getRank() % 2 == 0 ? 1 + 4 : 2 + 8;
+      EXPECT_THAT(mesh_rank.policy().results(),
+                  UnorderedElementsAre(Pair(0, 2 * row), Pair(1, 2 * column),
+                                       Pair(2, 4 * 15), Pair(3, 2 * row),
+                                       Pair(4, 2 * column), Pair(5, 4 * 15)));
+    }
+  });
+}
+
+TEST(GroupsTest, AFailureMayBeHeardOfOneIterationLater) {
+  run_ranks(4, [](const Group& all) {
+    MeshRank mesh_rank(all, /*defers=*/true);
+    for (int round = 0; round < 3; ++round) {
+      mesh_rank.step();
+      if (all->getRank() == 2) {
+        mesh_rank.policy().fail(Step::kPack, 1);
+        EXPECT_THROW(mesh_rank.step(), ScriptedError);
+      } else {
+        mesh_rank.step();
+        EXPECT_THROW(mesh_rank.step(), c10::DistBackendError);
+      }
+      ASSERT_TRUE(mesh_rank.engine().can_continue());
+      mesh_rank.step();
+      mesh_rank.expect_sums_of_each_group(all->getRank());
+    }
+  });
+}
+
+// Zeros of the rank that failed would meet it.
+TEST(GroupsTest, WhatARankLaunchesUntilItHearsOfAFailureClosesAllGroups) {
+  run_ranks(4, [](const Group& all) {
+    MeshRank mesh_rank(all, /*defers=*/true);
+    mesh_rank.step();
+    if (all->getRank() == 2) {
+      mesh_rank.policy().fail(Step::kPack, 1);
+      EXPECT_ANY_THROW(mesh_rank.step());
+    } else {
+      mesh_rank.step();
+      if (all->getRank() < 2) mesh_rank.all_reduce(kRow);
+      EXPECT_THROW(mesh_rank.step(), c10::DistBackendError);
+    }
+    EXPECT_FALSE(all->getRank() < 2 && mesh_rank.engine().can_continue());
   });
 }
 

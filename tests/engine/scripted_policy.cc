@@ -7,6 +7,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "brigade/comm_hooks/then_collective.h"
 
 namespace brigade::testing {
 
@@ -33,7 +34,14 @@ class ScriptedCollective final : public Collective {
     policy_.throw_if_scripted(Step::kLaunch, index_);
     note("launch");
     if (policy_.when_launched) policy_.when_launched(index_);
-    return all_reduce(policy_.contribution);
+    const auto first = all_reduce(policy_.contribution);
+    policy_.throw_if_scripted(Step::kLaunched, index_);
+    if (!policy_.chains) return first;
+    future_ = then_collective(first, [this](const c10::IValue& sum) {
+      note("launch behind");
+      return all_reduce(sum.toTensorVector()[0][0].item<double>());
+    });
+    return future_;
   }
 
   c10::intrusive_ptr<c10::ivalue::Future> launch_substitute() override {

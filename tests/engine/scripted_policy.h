@@ -77,7 +77,14 @@ inline ScriptedEntry without_pack(ScriptedEntry entry) {
 }
 
 // Of an entry, in the words that events begin with.
-enum class Step { kPack, kLaunch, kSubstitute, kResult, kDeliver };
+enum class Step {
+  kPack,
+  kLaunch,    // before anything travels
+  kLaunched,  // behind that
+  kSubstitute,
+  kResult,
+  kDeliver
+};
 
 class ScriptedCollective;
 
@@ -90,7 +97,7 @@ class ScriptedPolicy final : public ReductionPolicy {
 
   // ---- The script.
 
-  // Once, at this step of the entry. Of a launch: before anything travels.
+  // Once, at this step of the entry.
   void fail(Step step, size_t entry,
             std::exception_ptr error =
                 std::make_exception_ptr(ScriptedError("as scripted")));
@@ -113,6 +120,8 @@ class ScriptedPolicy final : public ReductionPolicy {
   bool begins_with_outputs = false;
   bool ends_without_gradients = false;
   bool compares_iterations = false;
+  bool chains =
+      false;  // each launch has a second one behind it, like the first
   double contribution = 1;  // to each entry; a substitute's is 0
   HookTraits traits = {.fails_by_network_only = true, .name = "scripted"};
 

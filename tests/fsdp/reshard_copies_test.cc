@@ -4,6 +4,7 @@
 #include <string>
 #include <vector>
 
+#include "brigade/tests/fsdp/layout_of.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
@@ -12,14 +13,7 @@ namespace {
 
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
-
-ShardLayout layout_of(std::vector<ShardSpec> parameters, int64_t num_ranks,
-                      int64_t alignment = 1) {
-  auto layout =
-      ShardLayout::create(std::move(parameters), num_ranks, alignment);
-  EXPECT_TRUE(layout.ok()) << layout.status();
-  return *std::move(layout);
-}
+using testing::layout_of;
 
 // Shards by rank, in which element i of parameter p is 1000 * p + i + 1 and
 // padding 0.

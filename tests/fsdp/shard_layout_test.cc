@@ -1,12 +1,14 @@
 #include "brigade/fsdp/shard_layout.h"
 
 #include <algorithm>
+#include <limits>
 #include <numeric>
 #include <random>
 #include <string>
 #include <vector>
 
 #include "brigade/fsdp/shard_numel.h"
+#include "brigade/tests/fsdp/layout_of.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
@@ -14,14 +16,7 @@ namespace brigade {
 namespace {
 
 using ::testing::HasSubstr;
-
-ShardLayout layout_of(std::vector<ShardSpec> parameters, int64_t num_ranks,
-                      int64_t alignment = 1) {
-  auto layout =
-      ShardLayout::create(std::move(parameters), num_ranks, alignment);
-  EXPECT_TRUE(layout.ok()) << layout.status();
-  return *std::move(layout);
-}
+using testing::layout_of;
 
 std::string error_of(std::vector<ShardSpec> parameters, int64_t num_ranks,
                      int64_t alignment = 1) {
@@ -31,12 +26,6 @@ std::string error_of(std::vector<ShardSpec> parameters, int64_t num_ranks,
           .message());
 }
 
-int64_t total_numel(const std::vector<ShardSpec>& parameters) {
-  int64_t total = 0;
-  for (const ShardSpec& parameter : parameters) total += parameter.numel;
-  return total;
-}
-
 int64_t largest_block(const std::vector<ShardSpec>& parameters) {
   int64_t largest = 1;
   for (const ShardSpec& parameter : parameters) {
@@ -44,6 +33,14 @@ int64_t largest_block(const std::vector<ShardSpec>& parameters) {
         std::max(largest, std::min(parameter.block_numel, parameter.numel));
   }
   return largest;
+}
+
+TEST(ShardLayoutTest, ManyMoreRanksThanElementsHoldOneAtMost) {
+  const ShardLayout layout =
+      layout_of({{.numel = 10}}, std::numeric_limits<int64_t>::max());
+  EXPECT_EQ(layout.shard_numel(), 1);
+  EXPECT_EQ(layout.held_numel(9), 1);
+  EXPECT_EQ(layout.held_numel(10), 0);
 }
 
 // All that a layout promises, by counting elements one by one.

@@ -90,13 +90,12 @@ TEST_F(LaunchOrderTest, AnEntryIsTheNextOneUntilItHasBeenLaunched) {
   mark_ready(0);
   EXPECT_EQ(order_->next(), 0);
   EXPECT_EQ(order_->next(), 0);
-  EXPECT_EQ(order_->num_launched(), 0);
   EXPECT_FALSE(order_->is_launched(0));
   order_->launched(0);
   EXPECT_TRUE(order_->is_launched(0));
   EXPECT_FALSE(order_->is_launched(1));
   EXPECT_EQ(order_->next(), std::nullopt);
-  EXPECT_EQ(order_->num_launched(), 1);
+  EXPECT_FALSE(order_->all_launched());
 }
 
 TEST_F(LaunchOrderTest, AllMayBeReadyAtOnce) {
@@ -118,15 +117,24 @@ TEST(LaunchOrderOfGroupsTest, GroupsDoNotWaitForEachOther) {
   EXPECT_EQ(order.next(), 3);
   order.launched(3);
   EXPECT_EQ(order.next(), std::nullopt);
-  EXPECT_EQ(order.num_launched(), 2);
-  EXPECT_FALSE(order.is_launched(2));
-  EXPECT_TRUE(order.is_launched(3));
+  for (const size_t entry : {1, 3}) EXPECT_TRUE(order.is_launched(entry));
+  for (const size_t entry : {0, 2}) EXPECT_FALSE(order.is_launched(entry));
   order.mark(0);
   for (const size_t entry : {0, 2}) {
     EXPECT_EQ(order.next(), entry);
     order.launched(entry);
   }
   EXPECT_TRUE(order.all_launched());
+}
+
+TEST(LaunchOrderOfGroupsTest, TellsWhatIsPending) {
+  LaunchOrder order({{.num_pending = 1}, {.num_pending = 0}});
+  EXPECT_TRUE(order.is_pending(0));
+  EXPECT_FALSE(order.is_pending(1));
+  EXPECT_FALSE(order.is_pending(2));
+  EXPECT_FALSE(order.is_launched(2));
+  order.mark(0);
+  EXPECT_FALSE(order.is_pending(0));
 }
 
 TEST(LaunchOrderOfGroupsTest, AGroupMayHaveNoEntry) {
