@@ -340,9 +340,12 @@ int run(int argc, char** argv) {
       ->check(CLI::NonNegativeNumber);
   app.add_option("--rounds", options.rounds)->check(CLI::PositiveNumber);
   CLI11_PARSE(app, argc, argv);
-  for (const auto& [name, value] : describe_set_up(argc, argv)) {
-    fmt::print("{}: {}\n", name, value);
+  if (options.late_step >= options.steps) {
+    fmt::print(stderr, "--late-step: expected less than --steps, {}, got {}\n",
+               options.steps, options.late_step);
+    return 1;
   }
+  print_set_up(argc, argv);
   fmt::print("{:<7}{:>7}  {:<9}{:>13}{:>8}{:>15}{:>27}{:>23}\n", "late",
              "device", "", "longest step", "held", "ahead st., ms", "run ms",
              "/ torch");

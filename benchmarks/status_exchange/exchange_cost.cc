@@ -120,9 +120,7 @@ int run(int argc, char** argv) {
   app.add_option("--numel", options.numel)->check(CLI::PositiveNumber);
   CLI11_PARSE(app, argc, argv);
   if (!is_rank()) {
-    for (const auto& [name, value] : describe_set_up(argc, argv)) {
-      fmt::print("{}: {}\n", name, value);
-    }
+    print_set_up(argc, argv);
     std::fflush(stdout);
     if (!options.threads) return launch_local_ranks(options.ranks, argv);
     setenv("TORCH_FR_BUFFER_SIZE", "0", /*overwrite=*/1);  // one per process

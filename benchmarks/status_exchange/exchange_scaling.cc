@@ -122,9 +122,7 @@ int run(int argc, char** argv) {
       ->check(CLI::Range(2, 1024));
   app.add_option("--exchanges", options.exchanges)->check(CLI::PositiveNumber);
   CLI11_PARSE(app, argc, argv);
-  for (const auto& [name, value] : describe_set_up(argc, argv)) {
-    fmt::print("{}: {}\n", name, value);
-  }
+  print_set_up(argc, argv);
   fmt::print("{:>6}{:>13}{:>6}{:>7}{:>11}{:>12}{:>24}{:>24}\n", "ranks",
              "connections", "keys", "equal", "different", "connect ms",
              "exchange us", "gather us");

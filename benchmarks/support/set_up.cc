@@ -72,4 +72,10 @@ SetUp describe_set_up(int argc, char** argv) {
   };
 }
 
+void print_set_up(int argc, char** argv) {
+  for (const auto& [name, value] : describe_set_up(argc, argv)) {
+    fmt::print("{}: {}\n", name, value);
+  }
+}
+
 }  // namespace brigade::benchmarks

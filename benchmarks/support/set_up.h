@@ -17,6 +17,9 @@ using SetUp = std::vector<std::pair<std::string, std::string>>;
 // can't be found out is "unknown".
 SetUp describe_set_up(int argc, char** argv);
 
+// A line for each.
+void print_set_up(int argc, char** argv);
+
 }  // namespace brigade::benchmarks
 
 #endif  // BRIGADE_BENCHMARKS_SUPPORT_SET_UP_H_

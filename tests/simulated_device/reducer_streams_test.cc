@@ -24,10 +24,10 @@
 namespace brigade {
 namespace {
 
-using ::testing::ElementsAre;
 using simulated::make_wait;
 using simulated::new_stream;
 using testing::all_stream_layouts;
+using ::testing::ElementsAre;
 using testing::kWorldSize;
 using testing::StreamedModel;
 using testing::StreamedTraining;
@@ -274,11 +274,16 @@ std::shared_ptr<c10d::CommHookInterface> casting_hook(
   });
 }
 
+void make_reducer_with_casting_hook(StreamedTraining& training,
+                                    ReducerOptions options) {
+  options.comm_hook = casting_hook(training.recording().group());
+  training.make_reducer(std::move(options));
+}
+
 void hook_with_a_continuation(const StreamLayout& layout,
                               ReducerOptions options) {
   StreamedTraining training(layout);
-  options.comm_hook = casting_hook(training.recording().group());
-  training.make_reducer(std::move(options));
+  make_reducer_with_casting_hook(training, std::move(options));
   train(training, [&](int s) { training.step(s); });
 }
 
@@ -315,8 +320,7 @@ void completed_on_another_thread(const StreamLayout& layout,
   StreamedTraining training(layout);
   training.recording().delay_by(
       [](const RecordedCollective&) { return std::chrono::microseconds(50); });
-  options.comm_hook = casting_hook(training.recording().group());
-  training.make_reducer(std::move(options));
+  make_reducer_with_casting_hook(training, std::move(options));
   train(training, [&](int s) { training.step(s); });
 }
 
@@ -442,8 +446,7 @@ std::exception_ptr failure() {
 void collective_fails_at_launch(const StreamLayout& layout,
                                 ReducerOptions options) {
   StreamedTraining training(layout);
-  options.comm_hook = casting_hook(training.recording().group());
-  training.make_reducer(std::move(options));
+  make_reducer_with_casting_hook(training, std::move(options));
   train_after_failure(training, [&](size_t sequence) {
     training.recording().fail_at_launch(sequence, failure());
   });
@@ -452,8 +455,7 @@ void collective_fails_at_launch(const StreamLayout& layout,
 void collective_fails_at_completion(const StreamLayout& layout,
                                     ReducerOptions options) {
   StreamedTraining training(layout);
-  options.comm_hook = casting_hook(training.recording().group());
-  training.make_reducer(std::move(options));
+  make_reducer_with_casting_hook(training, std::move(options));
   train_after_failure(training, [&](size_t sequence) {
     training.recording().fail_at_completion(sequence, failure());
   });
@@ -507,8 +509,7 @@ void a_peer_failed_a_step_ago(const StreamLayout& layout,
 void a_peer_failed_under_a_users_hook(const StreamLayout& layout,
                                       ReducerOptions options) {
   StreamedTraining training(layout);
-  options.comm_hook = casting_hook(training.recording().group());
-  training.make_reducer(std::move(options));
+  make_reducer_with_casting_hook(training, std::move(options));
   hear_of_a_failure_a_step_ago(training);
 }
 
@@ -517,8 +518,7 @@ void a_peer_failed_under_a_users_hook(const StreamLayout& layout,
 void a_users_hook_failed_alone(const StreamLayout& layout,
                                ReducerOptions options) {
   StreamedTraining training(layout);
-  options.comm_hook = casting_hook(training.recording().group());
-  training.make_reducer(std::move(options));
+  make_reducer_with_casting_hook(training, std::move(options));
   std::vector<StatusKind> told;
   training.recording().answer_statuses_with([&](const RankStatus& own) {
     told.push_back(own.kind);
