@@ -260,8 +260,10 @@ void deliver_unconfirmed(EngineState& state,
     deliver(state, *iteration, results, is_shadow);
   }
   delivered(state);
-  // They hold the results, whose memory is the policy's to let go of.
-  for (Launch& launch : iteration->launches) launch.future = nullptr;
+  // They hold the results, whose memory is the policy's to let go of, and the
+  // policy may have other entries before the end is confirmed.
+  iteration->launches.clear();
+  iteration->sequence = {};
 }
 
 void deliver_through(EngineState& state, Iteration& iteration, size_t entry) {

@@ -32,7 +32,7 @@ namespace brigade {
 void deliver_all(EngineState& state, Iteration& iteration, bool is_shadow);
 
 // The same where peers may not have ended it yet: tells them `end` and does not
-// wait for theirs (confirm_end() does). A user's hook's results come first; if
+// wait for theirs (confirm_ends() does). A user's hook's results come first; if
 // they fail, peers are told of that instead, and waited for. Errors: as
 // deliver_all(), but of a user's hook on this rank only, on the others in
 // confirm_end(). REQUIRES: may_defer_status_check().

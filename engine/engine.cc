@@ -84,7 +84,7 @@ void Engine::prepare(std::span<const at::Tensor> outputs) try {
 
 void Engine::start_iteration() {
   state_.take_iteration();
-  confirm_end(state_);
+  confirm_ends(state_, num_ends_left_open(state_));
   state_.policy.check_variables();
   replan_if_due();
   if (state_.policy.before_iteration()) state_.adopt_sequence();
@@ -162,7 +162,7 @@ void Engine::synchronize(SyncPoint place) try {
                  {.kind = StatusKind::kIdle,
                   .unit = place == SyncPoint::kAfterForward ? 0 : -1});
   }
-  confirm_end(state_);
+  confirm_ends(state_);
   state_.leave_sync_point();
 } catch (...) {
   state_.observations.note_error();
@@ -173,7 +173,7 @@ bool Engine::replan() try {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (has_begun(state_.phase)) return false;
   // What was learnt counts when its end is confirmed.
-  if (state_.policy.is_learning()) confirm_end(state_);
+  if (state_.policy.is_learning()) confirm_ends(state_);
   return replan_if_due();
 } catch (...) {
   state_.observations.note_error();
@@ -202,7 +202,7 @@ void Engine::change_sequence(std::string_view caller,
   // All ranks change it, whatever each of them is still to hear.
   std::exception_ptr refuted;
   try {
-    confirm_end(state_);
+    confirm_ends(state_);
   } catch (...) {
     refuted = std::current_exception();
   }

@@ -21,6 +21,11 @@ struct EngineOptions {
   // where a hook chains collectives, or a user's hook gives results on the CPU.
   std::optional<bool> defers_status_check = std::nullopt;
 
+  // Then: so many iterations may be delivered before all ranks are known to
+  // have ended the first of them, which is how many steps a host may be ahead
+  // of its slowest peer's. 1 at least; alike on all ranks.
+  int max_unconfirmed_iterations = 1;
+
   // A rank whose backward fails waits so long for its peers to hear it.
   std::chrono::milliseconds failure_patience;
 

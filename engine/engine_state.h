@@ -8,6 +8,7 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -46,9 +47,9 @@ struct EngineState {
   std::shared_ptr<Iteration> iteration = {};  // null iff is_between(phase)
   BackwardMembership membership = {};
   PeerStatus peers;
-  // The iteration that was delivered before all ranks were known to have ended
-  // it, if there is one.
-  std::optional<UnconfirmedEnd> unconfirmed_end = {};
+  // Of iterations that were delivered before all ranks were known to have ended
+  // them, oldest first.
+  std::deque<UnconfirmedEnd> unconfirmed_ends = {};
   // Continuations of the hook are watched up to this iteration.
   int64_t watches_continuations_until = 0;
 

@@ -94,7 +94,7 @@ class PeerStatus {
   void met();
 
   // Tells the others where this rank is, filling in what was launched, and
-  // returns at once. To be awaited before the next one.
+  // returns at once. To be awaited in this order.
   //
   // Errors: PeerError if the channel has failed before; RuntimeError in a
   // forked child. REQUIRES: is_connected().

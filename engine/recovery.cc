@@ -94,24 +94,32 @@ void lose_group(EngineState& state, Iteration& iteration) {
   abandon_buffers(state, iteration);
 }
 
+void tell_of_loss(EngineState& state, const Iteration& iteration,
+                  const absl::Status& why) {
+  state.peers.tell_of_loss({.kind = StatusKind::kFailed,
+                            .iteration = iteration.number,
+                            .text = status_text(why.ToString())});
+}
+
 // Brings all ranks to the same place.
 void resync(EngineState& state, Iteration& iteration,
             StatusComparison& comparison) {
   state.observations.begun =
       std::max(state.observations.begun, comparison.iteration);
-  if (comparison.deficit.ok()) {
+  if (comparison.deficit.ok() && *comparison.deficit != LaunchDeficit{}) {
     const HookScope scope(iteration.preparer);
     try {
       launch_deficit(state, iteration, *comparison.deficit);
+      state.peers.met();
     } catch (...) {
       comparison.deficit = absl::UnavailableError(
           absl::StrCat("this rank could not be brought in step: ",
                        message_of(std::current_exception())));
+      tell_of_loss(state, iteration, comparison.deficit.status());
     }
   }
   if (!comparison.deficit.ok()) return lose_group(state, iteration);
   drain(state, iteration);
-  state.peers.met();
   exchange_failed(state, /*have_met=*/true);
 }
 
@@ -163,6 +171,99 @@ StatusComparison compare_by(EngineState& state, Iteration& iteration,
   return *std::move(comparison);
 }
 
+// An iteration that this rank is in when it looks at ends of earlier ones.
+struct OwnTurn {
+  Iteration& iteration;
+  RankStatus own;
+  std::optional<milliseconds> patience;
+  bool is_told = false;
+};
+
+StatusComparison take_turn(EngineState& state, OwnTurn& turn) {
+  turn.is_told = true;
+  return compare_by(
+      state, turn.iteration,
+      [&](std::optional<milliseconds> limit) {
+        return state.peers.await(
+            begin_exchange(state, turn.iteration, turn.own), limit);
+      },
+      turn.patience);
+}
+
+UnconfirmedEnd take_oldest_end(EngineState& state) {
+  UnconfirmedEnd oldest = std::move(state.unconfirmed_ends.front());
+  state.unconfirmed_ends.pop_front();
+  return oldest;
+}
+
+// Ranks that hear that an exchange is refuted have begun different numbers of
+// others behind it. All take part in as many as one of them may have begun, and
+// so come to the same place: what they launched in each is brought in step
+// behind it, since a rank may begin the next only when its device has seen
+// that. docs/protocol.md, "Deferred".
+//
+// `turn`: what this rank is in, if anything.
+void follow_up(EngineState& state, OwnTurn* turn,
+               std::optional<milliseconds> patience) {
+  for (int i = 1; i < state.options.max_unconfirmed_iterations &&
+                  !state.peers.has_lost_group();
+       ++i) {
+    if (!state.unconfirmed_ends.empty()) {
+      const UnconfirmedEnd end = take_oldest_end(state);
+      compare_by(
+          state, *end.iteration,
+          [&](std::optional<milliseconds> limit) {
+            return state.peers.await(end.exchange, limit);
+          },
+          patience);
+    } else if (turn != nullptr && !turn->is_told) {
+      if (take_turn(state, *turn).status.ok()) drain(state, turn->iteration);
+    } else {
+      const auto none = state.make_iteration(state.observations.begun);
+      OwnTurn nothing = {.iteration = *none,
+                         .own = {.kind = StatusKind::kIdle},
+                         .patience = patience};
+      take_turn(state, nothing);
+    }
+  }
+  state.unconfirmed_ends.clear();
+  if (!state.peers.has_lost_group()) state.peers.met();
+}
+
+void confirm_oldest_end(EngineState& state, OwnTurn* turn) {
+  const UnconfirmedEnd end = take_oldest_end(state);
+  const size_t num_behind = state.unconfirmed_ends.size();
+  const auto patience = turn != nullptr ? turn->patience : std::nullopt;
+  try {
+    const StatusComparison comparison = compare_by(
+        state, *end.iteration,
+        [&](std::optional<milliseconds> limit) {
+          StatusComparison found = state.peers.await(end.exchange, limit);
+          if (!found.status.ok() && state.peers.has_gone_on()) {
+            found.deficit = absl::FailedPreconditionError(
+                "A rank that had delivered has launched other collectives on "
+                "the group since, so that its connections are closed.");
+            tell_of_loss(state, *end.iteration, found.deficit.status());
+          }
+          return found;
+        },
+        patience);
+    if (comparison.status.ok()) return state.policy.on_end_confirmed();
+    follow_up(state, turn, patience);
+    throw_if_apart(
+        comparison,
+        absl::StrCat(
+            state.options.name, ": iteration ", end.iteration->number,
+            num_behind == 0 ? ""
+                            : absl::StrCat(", and ", num_behind, " behind it"),
+            ", whose results this rank has delivered without knowing it"));
+  } catch (...) {
+    state.unconfirmed_ends.clear();
+    state.policy.on_end_refuted();
+    throw;
+  }
+}
+
 }  // namespace
 
 void connect(EngineState& state) {
@@ -204,13 +305,16 @@ void end_together(EngineState& state, Iteration& iteration,
 
 StatusComparison compare(EngineState& state, Iteration& iteration,
                          RankStatus own, std::optional<milliseconds> patience) {
-  confirm_end(state);
-  return compare_by(
-      state, iteration,
-      [&](std::optional<milliseconds> limit) {
-        return state.peers.await(begin_exchange(state, iteration, own), limit);
-      },
-      patience);
+  OwnTurn turn = {.iteration = iteration, .own = own, .patience = patience};
+  try {
+    while (!state.unconfirmed_ends.empty()) confirm_oldest_end(state, &turn);
+  } catch (...) {
+    if (!turn.is_told) abandon_buffers(state, iteration);
+    throw;
+  }
+  StatusComparison comparison = take_turn(state, turn);
+  if (!comparison.status.ok()) follow_up(state, /*turn=*/nullptr, patience);
+  return comparison;
 }
 
 bool may_defer_status_check(const EngineState& state,
@@ -234,8 +338,8 @@ void end_unconfirmed(EngineState& state, std::shared_ptr<Iteration> iteration,
                      const RankStatus& own) {
   try {
     PendingExchange exchange = begin_exchange(state, *iteration, own);
-    state.unconfirmed_end = {.iteration = std::move(iteration),
-                             .exchange = std::move(exchange)};
+    state.unconfirmed_ends.push_back(
+        {.iteration = std::move(iteration), .exchange = std::move(exchange)});
   } catch (...) {
     abandon_buffers(state, *iteration);
     ++state.observations.aborted;
@@ -245,39 +349,20 @@ void end_unconfirmed(EngineState& state, std::shared_ptr<Iteration> iteration,
   if (is_between(state.phase)) state.phase = Phase::kAtSyncPoint;
 }
 
-void confirm_end(EngineState& state) {
-  if (!state.unconfirmed_end) return;
-  const UnconfirmedEnd end =
-      *std::exchange(state.unconfirmed_end, std::nullopt);
-  std::optional<StatusComparison> comparison;
-  try {
-    comparison = compare_by(
-        state, *end.iteration,
-        [&](std::optional<milliseconds> patience) {
-          StatusComparison found = state.peers.await(end.exchange, patience);
-          if (!found.status.ok() && state.peers.has_gone_on()) {
-            found.deficit = absl::FailedPreconditionError(
-                "A rank that had delivered has launched other collectives on "
-                "the group since, so that its connections are closed.");
-            state.peers.tell_of_loss(
-                {.kind = StatusKind::kFailed,
-                 .iteration = end.iteration->number,
-                 .text = status_text(found.deficit.status().ToString())});
-          }
-          return found;
-        },
-        std::nullopt);
-  } catch (...) {
-    state.policy.on_end_refuted();
-    throw;
+void confirm_ends(EngineState& state, size_t num_left) {
+  while (state.unconfirmed_ends.size() > num_left) {
+    confirm_oldest_end(state, /*turn=*/nullptr);
   }
-  if (comparison->status.ok()) return state.policy.on_end_confirmed();
-  state.policy.on_end_refuted();
-  throw_if_apart(
-      *comparison,
-      absl::StrCat(state.options.name, ": iteration ", end.iteration->number,
-                   ", whose results this rank has delivered without "
-                   "knowing it"));
+}
+
+// What an iteration teaches counts before the next one is prepared. One that
+// could not be delivered still has entries of the policy's, which may change.
+size_t num_ends_left_open(const EngineState& state) {
+  const bool is_delivered = std::ranges::all_of(
+      state.unconfirmed_ends,
+      [](const auto& end) { return end.iteration->launches.empty(); });
+  if (state.policy.is_learning() || !is_delivered) return 0;
+  return static_cast<size_t>(state.options.max_unconfirmed_iterations - 1);
 }
 
 void abort_iteration(EngineState& state) {

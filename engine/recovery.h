@@ -7,6 +7,7 @@
 #define BRIGADE_ENGINE_RECOVERY_H_
 
 #include <chrono>
+#include <cstddef>
 #include <optional>
 
 #include "brigade/engine/engine_state.h"
@@ -42,17 +43,21 @@ StatusComparison compare(
 bool may_defer_status_check(const EngineState& state,
                             const Iteration& iteration);
 
-// Tells peers that all is launched, and does not wait for them. REQUIRES:
-// confirm_end().
+// Tells peers that all is launched, and does not wait for them. REQUIRES: fewer
+// unconfirmed ends than may be.
 //
 // Errors: as begin_exchange(); the iteration is aborted then.
 void end_unconfirmed(EngineState& state, std::shared_ptr<Iteration> iteration,
                      const RankStatus& own);
 
-// What peers said at the end of an iteration that was delivered before. Errors,
-// on all ranks alike but for those that failed, which know already: as
-// compare(), PeerError if ranks have failed in it.
-void confirm_end(EngineState& state);
+// What peers said at the ends of iterations that were delivered before, oldest
+// first, until `num_left` are left. Errors, on all ranks alike but for those
+// that failed, which know already: as compare(), PeerError if ranks have failed
+// in one of them; none is left then.
+void confirm_ends(EngineState& state, size_t num_left = 0);
+
+// How many ends may be left unconfirmed when the next iteration is prepared.
+size_t num_ends_left_open(const EngineState& state);
 
 // Ends the running iteration, and tells peers why. Does not throw: destructors
 // of autograd's call it, and an error is on its way already.

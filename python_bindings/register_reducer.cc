@@ -136,7 +136,7 @@ std::shared_ptr<TorchReducer> make_reducer_of(
     bool static_graph, bool gradients_as_bucket_views,
     bool lazy_bucket_allocation, bool verify_across_ranks,
     bool one_backward_per_forward, std::optional<bool> defer_status_check,
-    bool control_channel, bool reduces_by_itself) {
+    int max_unconfirmed_iterations, bool control_channel, bool reduces_by_itself) {
   std::vector<at::Tensor> tensors =
       parameters.tensors_in_cpp.empty()
           ? in_cpp(parameters.tensors)
@@ -160,6 +160,7 @@ std::shared_ptr<TorchReducer> make_reducer_of(
   options.verify_across_ranks = verify_across_ranks;
   options.one_backward_per_forward = one_backward_per_forward;
   options.defer_status_check = defer_status_check;
+  options.max_unconfirmed_iterations = max_unconfirmed_iterations;
   options.control_channel = control_channel;
   return make_reducer(std::move(tensors), process_group, std::move(options),
                       reduces_by_itself);
@@ -247,6 +248,7 @@ void register_reducer(py::module_& module) {
           py::arg("verify_across_ranks") = true,
           py::arg("one_backward_per_forward") = false,
           py::arg("defer_status_check") = py::none(),
+          py::arg("max_unconfirmed_iterations") = 1,
           py::arg("control_channel") = true,
           py::arg("reduces_by_itself") = true, py::keep_alive<1, 3>(),
           "Without lists of thousands in between; takes the names. The first "

@@ -41,6 +41,8 @@ Reducer::Reducer(ReducerSetup setup)
               .name = "Reducer",
               .has_control_channel = policy_->options().control_channel,
               .defers_status_check = policy_->options().defer_status_check,
+              .max_unconfirmed_iterations =
+                  policy_->options().max_unconfirmed_iterations,
               .failure_patience = policy_->options().failure_patience,
               .one_backward_per_forward =
                   policy_->options().one_backward_per_forward})) {

@@ -127,6 +127,16 @@ struct ReducerOptions {
   // failed: where they are noticed, the group's connections are closed.
   std::optional<bool> defer_status_check = std::nullopt;
 
+  // Where status checks are deferred: how many iterations may be delivered
+  // before all ranks are known to have ended the first of them, 1 at least. A
+  // host runs so many steps ahead of its slowest peer's. A rank that fails is
+  // heard of as many iterations later: those that delivered have stepped as
+  // often with sums to which it gave zeros. Iterations that ranks learn from (a
+  // first one that buckets are rebuilt after, a static graph's), that compare
+  // when they begin (skip_all_reduce_unused_parameters), recover() and changes
+  // of the hook wait for all that is outstanding.
+  int max_unconfirmed_iterations = 1;
+
   // A rank whose backward fails tells its peers, and waits so long for them to
   // come to a place where they hear it. Then it closes the group, which ends
   // collectives that they may be blocked in, and raises. At most the group's

@@ -102,6 +102,8 @@ std::vector<std::string> describe(const ReducerOptions& options,
       describe("static_graph", options.static_graph),
       describe("control_channel", options.control_channel),
       describe("defer_status_check", options.defer_status_check),
+      absl::StrCat("max_unconfirmed_iterations = ",
+                   options.max_unconfirmed_iterations),
       absl::StrCat("comm_hook: ", describe_hook(*options.comm_hook, table))};
 }
 
@@ -143,6 +145,10 @@ ReducerSetup checked_setup(std::vector<std::vector<at::Tensor>> replicas,
                     "Reducer: rebuild_after_iterations must be at least 1, it "
                     "is ",
                     options.rebuild_after_iterations, ".");
+  TORCH_CHECK_VALUE(options.max_unconfirmed_iterations >= 1,
+                    "Reducer: max_unconfirmed_iterations must be at least 1, "
+                    "it is ",
+                    options.max_unconfirmed_iterations, ".");
   const bool alone = group->getSize() == 1 || !options.verify_across_ranks;
   std::vector<std::string> items;
   if (local.ok() && !alone) items = local->table.describe_all();

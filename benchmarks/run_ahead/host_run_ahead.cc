@@ -19,6 +19,7 @@
 //   torch      c10d::Reducer
 //   waiting    ours, statuses looked at where backward ends
 //   deferred   ours, looked at in the next prepare_for_backward
+//   deferred4  ours, looked at in the fourth one from there
 //   silent     ours without control channel
 // Columns, of rank 0, medians of `rounds` runs:
 //   longest    what its longest step takes more than its median one, its own
@@ -137,6 +138,8 @@ std::vector<Arm> arms() {
   return {{"torch", torch},
           our_arm("waiting", {.defer_status_check = false}),
           our_arm("deferred", {.defer_status_check = true}),
+          our_arm("deferred4", {.defer_status_check = true,
+                                .max_unconfirmed_iterations = 4}),
           our_arm("silent", {.control_channel = false})};
 }
 

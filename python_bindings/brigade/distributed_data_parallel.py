@@ -133,6 +133,8 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
             the next forward, so that no rank waits for the slowest one's backward, and an
             error is told a step later (docs/recovery.md); not with comm hooks of your own
             on the CPU. Default: on devices, not on the CPU.
+        max_unconfirmed_iterations: How many forwards later, then: a host runs so many steps
+            ahead of the slowest one. 4 is enough where a step takes it 20 ms.
         control_channel: False: ranks tell each other nothing but gradients; a failure ends
             the process group.
 
@@ -156,6 +158,7 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
     _given_plan: list[list[int]] | None = None
     one_backward_per_forward = False
     defer_status_check: bool | None = None
+    max_unconfirmed_iterations = 1
     control_channel = True
 
     def __init__(
@@ -186,6 +189,7 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
         bucket_plan: Sequence[Sequence[int]] | None = None,
         one_backward_per_forward: bool = False,
         defer_status_check: bool | None = None,
+        max_unconfirmed_iterations: int = 1,
         control_channel: bool = True,
     ) -> None:
         # torch's own constructor would make a reducer of torch's.
@@ -216,6 +220,7 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
             self.check_module = check_module
             self.one_backward_per_forward = one_backward_per_forward
             self.defer_status_check = defer_status_check
+            self.max_unconfirmed_iterations = max_unconfirmed_iterations
             self.control_channel = control_channel
             self._given_plan = None if bucket_plan is None else _checks.plan_of(bucket_plan)
         self.dim = dim
@@ -305,6 +310,7 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
             f"one_backward_per_forward = {self.one_backward_per_forward}",
             f"control_channel = {self.control_channel}",
             f"defer_status_check = {self.defer_status_check}",
+            f"max_unconfirmed_iterations = {self.max_unconfirmed_iterations}",
             f"delayed parameters = {len(delayed)}",
         ]
         require_agreement(self.process_group, "option", options)
@@ -478,6 +484,7 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
             verify_across_ranks=compare_ranks,
             one_backward_per_forward=self.one_backward_per_forward,
             defer_status_check=self.defer_status_check,
+            max_unconfirmed_iterations=self.max_unconfirmed_iterations,
             control_channel=self.control_channel,
             reduces_by_itself=not self._use_python_reducer,
         )

@@ -45,7 +45,8 @@ constexpr size_t kColumn = 2;
 // One rank of the mesh.
 class MeshRank {
  public:
-  explicit MeshRank(const Group& all, std::optional<bool> defers = std::nullopt)
+  explicit MeshRank(const Group& all, std::optional<bool> defers = std::nullopt,
+                    int max_unconfirmed_iterations = 1)
       : all_(all),
         row_(make_subgroup(all, "row", row_of(all->getRank()))),
         column_(make_subgroup(all, "column", column_of(all->getRank()))),
@@ -62,6 +63,7 @@ class MeshRank {
         std::vector<std::vector<at::Tensor>>{variables_}, policy_,
         EngineOptions{.name = "Engine",
                       .defers_status_check = defers,
+                      .max_unconfirmed_iterations = max_unconfirmed_iterations,
                       .failure_patience = std::chrono::seconds(10),
                       .one_backward_per_forward = true});
     engine_->connect();
@@ -250,6 +252,32 @@ TEST(GroupsTest, AFailureMayBeHeardOfOneIterationLater) {
         EXPECT_THROW(mesh_rank.step(), ScriptedError);
       } else {
         mesh_rank.step();
+        EXPECT_THROW(mesh_rank.step(), c10::DistBackendError);
+      }
+      ASSERT_TRUE(mesh_rank.engine().can_continue());
+      mesh_rank.step();
+      mesh_rank.expect_sums_of_each_group(all->getRank());
+    }
+  });
+}
+
+// Rank 2 fails in an iteration, rank 1 in the one behind that.
+TEST(GroupsTest, AFailureMayBeHeardOfSeveralIterationsLater) {
+  constexpr int kDepth = 3;
+  run_ranks(4, [](const Group& all) {
+    MeshRank mesh_rank(all, /*defers=*/true, kDepth);
+    mesh_rank.policy().learns = false;
+    for (size_t entry = 0; entry < 4; ++entry) {
+      mesh_rank.step();
+      if (all->getRank() == 2) {
+        mesh_rank.policy().fail(Step::kPack, entry);
+        EXPECT_THROW(mesh_rank.step(), ScriptedError);
+      } else if (all->getRank() == 1) {
+        mesh_rank.step();
+        mesh_rank.policy().fail(Step::kPack, 3 - entry);
+        EXPECT_THROW(mesh_rank.step(), ScriptedError);
+      } else {
+        for (int i = 0; i < kDepth; ++i) mesh_rank.step();
         EXPECT_THROW(mesh_rank.step(), c10::DistBackendError);
       }
       ASSERT_TRUE(mesh_rank.engine().can_continue());

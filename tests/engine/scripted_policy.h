@@ -120,6 +120,7 @@ class ScriptedPolicy final : public ReductionPolicy {
   bool begins_with_outputs = false;
   bool ends_without_gradients = false;
   bool compares_iterations = false;
+  bool learns = true;
   bool chains =
       false;  // each launch has a second one behind it, like the first
   double contribution = 1;  // to each entry; a substitute's is 0
@@ -159,7 +160,7 @@ class ScriptedPolicy final : public ReductionPolicy {
   bool may_end_without_gradients() const override {
     return ends_without_gradients;
   }
-  bool is_learning() const override { return true; }
+  bool is_learning() const override { return learns; }
   void on_end_confirmed() override;
   void on_end_refuted() override;
   void on_iteration_over(Outcome outcome) override;

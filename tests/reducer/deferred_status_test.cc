@@ -6,10 +6,15 @@
 
 #include <latch>
 #include <memory>
+#include <random>
 #include <string>
+#include <string_view>
+#include <tuple>
 #include <utility>
 #include <vector>
 
+#include "absl/cleanup/cleanup.h"
+#include "absl/strings/str_cat.h"
 #include "brigade/comm/recording_group.h"
 #include "brigade/comm_hooks/function_hook.h"
 #include "brigade/reducer/reducer.h"
@@ -40,8 +45,8 @@ const std::vector<std::vector<size_t>> kOneEach = {{2}, {1}, {0}};
 
 // `throws_at`: the parameter whose gradient is due then; 3: before any
 // gradient; -1: after all of them.
-void fail_in_backward(Reducer& reducer, const ToyModel& model, int rank,
-                      int throws_at) {
+void throw_in_backward(Reducer& reducer, const ToyModel& model, int rank,
+                       int throws_at) {
   const auto thrower = [](const at::Tensor&) { throw UserError("no disk"); };
   const at::Tensor input = at::ones({1}).requires_grad_();
   const at::Tensor last = input * 0;  // its gradient comes after all others
@@ -50,10 +55,15 @@ void fail_in_backward(Reducer& reducer, const ToyModel& model, int rank,
                         : throws_at == 3 ? first
                                          : model.parameters[throws_at];
   const unsigned hook = at.register_hook(thrower);
+  const absl::Cleanup removing = [&] { at.remove_hook(hook); };
   const at::Tensor loss = last.sum() + first;
   reducer.prepare_for_backward(loss);
-  EXPECT_THROW(loss.backward(), UserError);
-  at.remove_hook(hook);
+  loss.backward();
+}
+
+void fail_in_backward(Reducer& reducer, const ToyModel& model, int rank,
+                      int throws_at) {
+  EXPECT_THROW(throw_in_backward(reducer, model, rank, throws_at), UserError);
 }
 
 void expect_trains(Reducer& reducer, const ToyModel& model, const Group& group,
@@ -64,10 +74,13 @@ void expect_trains(Reducer& reducer, const ToyModel& model, const Group& group,
   }
 }
 
-auto tells_of_iteration(int iteration) {
+auto tells_of_iteration(int iteration, int num_behind = 0) {
   const std::string number = std::to_string(iteration);
+  const std::string behind =
+      num_behind == 0 ? ""
+                      : ", and " + std::to_string(num_behind) + " behind it";
   return AllOf(
-      StartsWith("Reducer: iteration " + number +
+      StartsWith("Reducer: iteration " + number + behind +
                  ", whose results this rank has delivered"),
       HasSubstr("rank 1 failed in iteration " + number + " at bucket "));
 }
@@ -250,6 +263,188 @@ TEST(DeferredStatusOfHooksTest, AUsersHookOnTheCpuIsWaitedForInAnyCase) {
     failing = 0;
     expect_trains(reducer, model, group, /*steps=*/2);
   });
+}
+
+// Ends of several iterations are outstanding.
+class RunAheadTest
+    : public ::testing::TestWithParam<std::tuple<const char*, int>> {
+ protected:
+  int depth() const { return std::get<int>(GetParam()); }
+
+  ReducerOptions options() const {
+    const std::string_view mode = std::get<const char*>(GetParam());
+    return {.bucket_plan = kOneEach,
+            .find_unused_parameters = mode == "find_unused",
+            .static_graph = mode == "static_graph",
+            .rebuild_buckets = mode == "rebuilding",
+            .gradients_as_bucket_views = mode != "copies",
+            .lazy_bucket_allocation = mode == "lazy",
+            .defer_status_check = true,
+            .max_unconfirmed_iterations = depth()};
+  }
+};
+INSTANTIATE_TEST_SUITE_P(
+    Modes, RunAheadTest,
+    ::testing::Combine(::testing::Values("plain", "copies", "find_unused",
+                                         "static_graph", "rebuilding", "lazy"),
+                       ::testing::Values(1, 2, 4)),
+    [](const auto& info) {
+      return absl::StrCat(std::get<const char*>(info.param), "_",
+                          std::get<int>(info.param));
+    });
+
+TEST_P(RunAheadTest, AFailureIsToldAsManyIterationsLater) {
+  for (int throws_at = -1; throws_at <= 3; ++throws_at) {
+    SCOPED_TRACE("throws at " + std::to_string(throws_at));
+    run_ranks(3, [&](const Group& group) {
+      const ToyModel model(kSizes);
+      Reducer reducer(model.parameters, group, options());
+      expect_trains(reducer, model, group, /*steps=*/3);
+      if (group->getRank() == 1) {
+        fail_in_backward(reducer, model, 1, throws_at);
+      } else {
+        for (int i = 0; i < depth(); ++i) step(reducer, model.loss(0));
+        EXPECT_THAT(text_of<c10::DistBackendError>(
+                        [&] { reducer.prepare_for_backward(model.loss(0)); }),
+                    tells_of_iteration(4, depth() - 1));
+      }
+      EXPECT_TRUE(reducer.can_continue());
+      expect_trains(reducer, model, group, /*steps=*/depth() + 2);
+    });
+  }
+}
+
+// Ranks learn from it.
+TEST_P(RunAheadTest, AFailureOfTheFirstIterationIsTold) {
+  run_ranks(2, [&](const Group& group) {
+    const ToyModel model(kSizes);
+    Reducer reducer(model.parameters, group, options());
+    if (group->getRank() == 1) {
+      fail_in_backward(reducer, model, 1, /*throws_at=*/1);
+    } else {
+      const auto train = [&] {
+        for (int i = 0; i <= depth(); ++i) step(reducer, model.loss(0));
+      };
+      EXPECT_THAT(text_of<c10::DistBackendError>(train),
+                  HasSubstr("rank 1 failed in iteration 1 at bucket "));
+    }
+    EXPECT_TRUE(reducer.can_continue());
+    expect_trains(reducer, model, group, /*steps=*/depth() + 2);
+  });
+}
+
+// What a rank may do while ends are outstanding: each rank raises once, and
+// all stand in the same place behind that.
+TEST_P(RunAheadTest, RanksMayFailInDifferentIterations) {
+  constexpr int kRanks = 3;
+  run_ranks(kRanks, [&](const Group& group) {
+    const ToyModel model(kSizes);
+    Reducer reducer(model.parameters, group, options());
+    expect_trains(reducer, model, group, /*steps=*/2);
+    std::mt19937 random(7);  // the same on all ranks
+    const auto draw = [&](int from, int to) {
+      return std::uniform_int_distribution<int>(from, to)(random);
+    };
+    for (int round = 0; round < 25; ++round) {
+      // In how many steps from here, and where; the first one is heard by all.
+      std::vector<int> fails_in;
+      std::vector<int> throws_at;
+      for (int rank = 0; rank < kRanks; ++rank) {
+        fails_in.push_back(draw(0, 2 * depth()));
+        throws_at.push_back(draw(-1, 3));
+      }
+      // All look at what is outstanding then, if they come so far.
+      const int recovers_in = draw(0, 3 * depth());
+      const int rank = group->getRank();
+      try {
+        for (int i = 0; i < fails_in[rank]; ++i) {
+          if (i == recovers_in) reducer.recover();
+          step(reducer, model.loss(rank));
+        }
+        if (fails_in[rank] == recovers_in) reducer.recover();
+        throw_in_backward(reducer, model, rank, throws_at[rank]);
+        ADD_FAILURE() << "nothing was raised";
+      } catch (const UserError&) {
+      } catch (const c10::DistBackendError&) {
+      }
+      ASSERT_TRUE(reducer.can_continue()) << "round " << round;
+      expect_trains(reducer, model, group, draw(1, depth() + 1));
+    }
+  });
+}
+
+TEST_P(RunAheadTest, OtherCallsThatCommunicateLookAtAllThatIsOutstanding) {
+  const std::vector<std::function<void(Reducer&)>> calls = {
+      [](Reducer& reducer) { reducer.recover(); },
+      [](Reducer& reducer) { reducer.set_comm_hook(nullptr); }};
+  for (const auto& call : calls) {
+    run_ranks(2, [&](const Group& group) {
+      const ToyModel model(kSizes);
+      Reducer reducer(model.parameters, group, options());
+      expect_trains(reducer, model, group, /*steps=*/3);
+      if (group->getRank() == 1) {
+        fail_in_backward(reducer, model, 1, /*throws_at=*/1);
+      } else {
+        const int num_behind = depth() / 2;
+        for (int i = 0; i <= num_behind; ++i) step(reducer, model.loss(0));
+        EXPECT_THAT(text_of<c10::DistBackendError>([&] { call(reducer); }),
+                    tells_of_iteration(4, num_behind));
+      }
+      expect_trains(reducer, model, group, /*steps=*/depth() + 1);
+    });
+  }
+}
+
+// The second one's follows on iterations that are outstanding.
+TEST(RunAheadOfSomeRanksTest, ACollectiveInBetweenEndsTheGroupIfARankFails) {
+  for (const int behind : {0, 1}) {
+    SCOPED_TRACE("behind " + std::to_string(behind) + " others");
+    std::latch all_have_heard(2);
+    run_ranks(2, [&](const Group& group) {
+      const ToyModel model(kSizes);
+      Reducer reducer(model.parameters, group,
+                      {.bucket_plan = kOneEach,
+                       .defer_status_check = true,
+                       .max_unconfirmed_iterations = 2});
+      expect_trains(reducer, model, group, /*steps=*/3);
+      if (group->getRank() == 1) {
+        fail_in_backward(reducer, model, 1, /*throws_at=*/1);
+      } else {
+        const auto train = [&] {
+          std::vector<at::Tensor> own = {at::ones({2})};
+          for (int i = 0; i <= 2; ++i) {
+            step(reducer, model.loss(0));
+            if (i == behind) group->allreduce(own);
+          }
+        };
+        EXPECT_THROW(train(), c10::DistBackendError);
+      }
+      all_have_heard.arrive_and_wait();
+      EXPECT_ANY_THROW(step(reducer, model.loss(1)));
+      EXPECT_FALSE(reducer.can_continue());
+    });
+  }
+}
+
+TEST(RunAheadOfSomeRanksTest, IsAnErrorOnAllRanks) {
+  run_ranks(2, [](const Group& group) {
+    const ToyModel model(kSizes);
+    EXPECT_THAT(text_of<c10::ValueError>([&] {
+                  Reducer(model.parameters, group,
+                          {.max_unconfirmed_iterations = 1 + group->getRank()});
+                }),
+                HasSubstr("max_unconfirmed_iterations = "));
+  });
+}
+
+TEST(RunAheadOfSomeRanksTest, IsOneIterationAtLeast) {
+  RecordingGroup recording(/*world_size=*/2);
+  const ToyModel model(kSizes);
+  EXPECT_THAT(text_of<c10::ValueError>([&] {
+                Reducer(model.parameters, recording.group(),
+                        {.max_unconfirmed_iterations = 0});
+              }),
+              HasSubstr("max_unconfirmed_iterations must be at least 1"));
 }
 
 class WithoutControlChannelTest : public ::testing::TestWithParam<Mode> {
