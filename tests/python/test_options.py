@@ -232,6 +232,27 @@ def test_a_deferred_failure_is_told_in_the_next_forward():
     run_ranks(_hears_of_it_a_step_later)
 
 
+def _hears_of_it_three_steps_later(rank):
+    wrapped = brigade.DistributedDataParallel(
+        nn.Linear(1, 1, bias=False), defer_status_check=True, max_unconfirmed_iterations=3
+    )
+    x = torch.full((1, 1), float(rank + 1))
+    _train_twice(wrapped, x)
+    if rank == 1:
+        _fail_in_backward(wrapped, x)
+    else:
+        for _ in range(3):
+            wrapped(x).sum().backward()
+        with pytest.raises(dist.DistBackendError, match=r"iteration 3, and 2 behind it, whose"):
+            wrapped(x)
+    assert wrapped.can_continue()
+    _train_twice(wrapped, x)
+
+
+def test_a_deferred_failure_may_be_told_several_forwards_later():
+    run_ranks(_hears_of_it_three_steps_later)
+
+
 def _says_nothing(rank):
     wrapped = brigade.DistributedDataParallel(nn.Linear(1, 1, bias=False), control_channel=False)
     x = torch.full((1, 1), float(rank + 1))
