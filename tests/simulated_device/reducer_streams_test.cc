@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "brigade/comm_hooks/all_reduce_hook.h"
 #include "brigade/comm_hooks/averaging_hook.h"
 #include "brigade/comm_hooks/function_hook.h"
@@ -27,7 +28,6 @@ namespace {
 using simulated::make_wait;
 using simulated::new_stream;
 using testing::all_stream_layouts;
-using ::testing::ElementsAre;
 using testing::kWorldSize;
 using testing::StreamedModel;
 using testing::StreamedTraining;
@@ -482,8 +482,8 @@ void backward_throws(const StreamLayout& layout, ReducerOptions options) {
 }
 
 // The host does not wait for peers where backward ends: it hears of a failure
-// when the next step is prepared.
-void hear_of_a_failure_a_step_ago(StreamedTraining& training) {
+// when the next step is prepared, or one further on.
+void hear_of_a_failure_later(StreamedTraining& training, int steps_later) {
   training.recording().answer_statuses_with([](const RankStatus& own) {
     std::vector<RankStatus> by_rank(kWorldSize, own);
     if (own.kind == StatusKind::kEnd && own.iteration == 3) {
@@ -491,26 +491,28 @@ void hear_of_a_failure_a_step_ago(StreamedTraining& training) {
     }
     return by_rank;
   });
-  for (int s = 0; s < kNumSteps; ++s) {
-    if (s == 3) EXPECT_THROW(training.step(s), c10::DistBackendError);
+  const int heard_in = 2 + steps_later;
+  for (int s = 0; s < heard_in + kNumSteps; ++s) {
+    if (s == heard_in) EXPECT_THROW(training.step(s), c10::DistBackendError);
     training.step(s);
     training.expect_gradients(s);
     training.zero_grad();
   }
 }
 
-void a_peer_failed_a_step_ago(const StreamLayout& layout,
-                              ReducerOptions options) {
+void a_peer_has_failed(const StreamLayout& layout, ReducerOptions options) {
   StreamedTraining training(layout);
+  const int steps_later = options.max_unconfirmed_iterations;
   training.make_reducer(std::move(options));
-  hear_of_a_failure_a_step_ago(training);
+  hear_of_a_failure_later(training, steps_later);
 }
 
-void a_peer_failed_under_a_users_hook(const StreamLayout& layout,
-                                      ReducerOptions options) {
+void a_peer_has_failed_under_a_users_hook(const StreamLayout& layout,
+                                          ReducerOptions options) {
   StreamedTraining training(layout);
+  const int steps_later = options.max_unconfirmed_iterations;
   make_reducer_with_casting_hook(training, std::move(options));
-  hear_of_a_failure_a_step_ago(training);
+  hear_of_a_failure_later(training, steps_later);
 }
 
 // All that it tells its peers of its results is the end of the iteration, or
@@ -518,6 +520,10 @@ void a_peer_failed_under_a_users_hook(const StreamLayout& layout,
 void a_users_hook_failed_alone(const StreamLayout& layout,
                                ReducerOptions options) {
   StreamedTraining training(layout);
+  std::vector<StatusKind> told_by_failure = {StatusKind::kFailed};
+  for (int i = 1; i < options.max_unconfirmed_iterations; ++i) {
+    told_by_failure.push_back(StatusKind::kIdle);
+  }
   make_reducer_with_casting_hook(training, std::move(options));
   std::vector<StatusKind> told;
   training.recording().answer_statuses_with([&](const RankStatus& own) {
@@ -536,8 +542,7 @@ void a_users_hook_failed_alone(const StreamLayout& layout,
       training.step(s);
       training.expect_gradients(s);
     }
-    EXPECT_THAT(told,
-                ElementsAre(s == 3 ? StatusKind::kFailed : StatusKind::kEnd));
+    EXPECT_EQ(told, s == 3 ? told_by_failure : std::vector{StatusKind::kEnd});
     told.clear();
     training.zero_grad();
   }
@@ -584,35 +589,40 @@ const Scenario kScenarios[] = {
     {"DestroyedBetweenBackwards", destroyed_between_backwards},
     {"DestroyedWhileCollectivesAreOpen", destroyed_while_collectives_are_open},
     {"BackwardThrows", backward_throws},
-    {"APeerFailedAStepAgo", a_peer_failed_a_step_ago},
-    {"APeerFailedUnderAUsersHook", a_peer_failed_under_a_users_hook},
+    {"APeerHasFailed", a_peer_has_failed},
+    {"APeerHasFailedUnderAUsersHook", a_peer_has_failed_under_a_users_hook},
     {"AUsersHookFailedAlone", a_users_hook_failed_alone},
     {"CollectiveFailsAtLaunch", collective_fails_at_launch},
     {"CollectiveFailsAtCompletion", collective_fails_at_completion},
 };
 
-// Scenario x gradients as views.
+// Scenario x gradients as views x iterations that may be unconfirmed.
 class ReducerStreamsTest
     : public simulated::StreamTest,
-      public ::testing::WithParamInterface<std::tuple<Scenario, bool>> {};
+      public ::testing::WithParamInterface<std::tuple<Scenario, bool, int>> {};
 
 TEST_P(ReducerStreamsTest, IsRightOnEveryLayout) {
-  const auto& [scenario, views] = GetParam();
+  const auto& [scenario, views, depth] = GetParam();
   for (const StreamLayout& layout : all_stream_layouts()) {
     SCOPED_TRACE(name_of(layout));
-    scenario.run(layout, {.gradients_as_bucket_views = views});
+    scenario.run(layout, {.gradients_as_bucket_views = views,
+                          .max_unconfirmed_iterations = depth});
     simulated::expect_no_races();
   }
 }
 
+std::string name_of_mode(
+    const ::testing::TestParamInfo<ReducerStreamsTest::ParamType>& info) {
+  const auto& [scenario, views, depth] = info.param;
+  return absl::StrCat(scenario.name, views ? "AsViews" : "AsCopies",
+                      depth == 1 ? "" : "FourAhead");
+}
+
 INSTANTIATE_TEST_SUITE_P(Modes, ReducerStreamsTest,
                          ::testing::Combine(::testing::ValuesIn(kScenarios),
-                                            ::testing::Bool()),
-                         [](const auto& info) {
-                           return std::string(std::get<0>(info.param).name) +
-                                  (std::get<1>(info.param) ? "AsViews"
-                                                           : "AsCopies");
-                         });
+                                            ::testing::Bool(),
+                                            ::testing::Values(1, 4)),
+                         name_of_mode);
 
 }  // namespace
 }  // namespace brigade
