@@ -9,6 +9,7 @@
 #include <chrono>
 #include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <vector>
 
@@ -30,6 +31,13 @@ c10::intrusive_ptr<c10d::Backend> make_gloo_backend(
     const c10::intrusive_ptr<c10d::Store>& store, int rank, int world_size,
     std::chrono::milliseconds timeout,
     std::vector<std::string> interfaces = {});
+
+// The same among the ranks of `group`, with connections of its own, over the
+// network devices (and by the threads) of the group's own Gloo backend if it
+// has one.
+c10::intrusive_ptr<c10d::Backend> make_gloo_backend_beside(
+    c10d::ProcessGroup& group, const c10::intrusive_ptr<c10d::Store>& store,
+    std::chrono::milliseconds timeout);
 
 }  // namespace brigade
 

@@ -61,17 +61,21 @@ GlooDevices open_gloo_devices(std::vector<std::string> interfaces) {
   return devices;
 }
 
-std::string gloo_address_of(c10d::ProcessGroup& group) {
+GlooDevices gloo_devices_of(c10d::ProcessGroup& group) {
   try {
     const auto backend = group.getBackend(at::kCPU);
     if (auto* gloo = dynamic_cast<ProcessGroupGloo*>(backend.get())) {
-      const GlooDevices& devices = gloo->getOptions()->devices;
-      if (!devices.empty()) return address_of(*devices.front());
+      return gloo->getOptions()->devices;
     }
   } catch (const std::exception&) {
     // It serves no CPU tensors.
   }
-  return "";
+  return {};
+}
+
+std::string gloo_address_of(c10d::ProcessGroup& group) {
+  const GlooDevices devices = gloo_devices_of(group);
+  return devices.empty() ? "" : address_of(*devices.front());
 }
 
 std::string default_gloo_address() {

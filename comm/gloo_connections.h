@@ -25,6 +25,9 @@ using GlooContexts = std::vector<std::shared_ptr<::gloo::Context>>;
 // Errors: c10::ValueError for an empty name in GLOO_SOCKET_IFNAME.
 GlooDevices open_gloo_devices(std::vector<std::string> interfaces);
 
+// Those of the group's Gloo backend; none if it has no such backend.
+GlooDevices gloo_devices_of(c10d::ProcessGroup& group);
+
 // The numeric address of the group's Gloo backend; empty if it has no such
 // backend.
 std::string gloo_address_of(c10d::ProcessGroup& group);

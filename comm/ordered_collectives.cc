@@ -1,0 +1,339 @@
+#include "brigade/comm/ordered_collectives.h"
+
+#include <ATen/core/List.h>
+#include <c10/util/Exception.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <utility>
+
+#include "brigade/comm/channel_identity.h"
+#include "brigade/comm/control_store.h"
+#include "brigade/comm/gloo_backend.h"
+#include "brigade/comm/group_timeout.h"
+#include "brigade/comm/ordered_reduction.h"
+#include "brigade/comm/ordered_sum.h"
+#include "brigade/comm/peer_error.h"
+#include "brigade/comm/sigpipe_block.h"
+
+namespace brigade {
+namespace {
+
+using c10::ivalue::Future;
+using std::chrono::milliseconds;
+
+constexpr int kNumWorkers = 2;
+
+// Longer than anybody waits: what ends it is a message, a failure or an abort.
+constexpr milliseconds kForEver = std::chrono::hours(24 * 365);
+
+c10::intrusive_ptr<Future> make_future() {
+  return c10::make_intrusive<Future>(
+      c10::ListType::create(c10::TensorType::get()));
+}
+
+void complete(Future& future, const at::Tensor& result) {
+  future.markCompleted(c10::IValue(std::vector<at::Tensor>{result}));
+}
+
+void check_tensor(std::string_view name, const at::Tensor& tensor) {
+  TORCH_CHECK_VALUE(
+      tensor.defined() && tensor.layout() == at::kStrided && tensor.is_cpu() &&
+          tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg(),
+      "ordered collectives: expected ", name,
+      " to be a dense contiguous CPU tensor with values of its "
+      "own, found ",
+      tensor.defined() ? tensor.toString() : "an undefined one",
+      tensor.defined() && tensor.layout() == at::kStrided
+          ? c10::str(" of sizes ", tensor.sizes(), " and strides ",
+                     tensor.strides(), " on ", tensor.device())
+          : "",
+      ".\nReduce its contiguous() or resolve_conj() copy.");
+  TORCH_CHECK_TYPE(can_add(tensor.scalar_type()),
+                   "ordered collectives: can't add ", tensor.scalar_type(),
+                   ".\nReduce a copy in a dtype that can be added.");
+}
+
+}  // namespace
+
+OrderedCollectives::OrderedCollectives(
+    const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+    std::optional<int> group_size)
+    : rank_(group->getRank()),
+      size_(group->getSize()),
+      group_size_(group_size.value_or(size_)),
+      timeout_(group_timeout(*group)),
+      process_(getpid()) {
+  TORCH_CHECK_VALUE(group_size_ > 0 && size_ % group_size_ == 0,
+                    "ordered collectives: expected a group size that divides "
+                    "the number of ranks, ",
+                    size_, ", found ", group_size_,
+                    ".\nGive the size of a row of the mesh.");
+  if (size_ == 1) return;
+  const auto store = control_store(*group);
+  TORCH_CHECK_VALUE(store, "ordered collectives: the group of ", size_,
+                    " ranks has no store to connect them by.\nUse a group made "
+                    "by init_process_group().");
+  const uint64_t number = ChannelIdentity::made_together(group).number();
+  const SigpipeBlock inherited_by_its_threads;
+  try {
+    backend_ = make_gloo_backend_beside(
+        *group,
+        c10::make_intrusive<c10d::PrefixStore>(
+            c10::str("brigade/ordered/", number), store),
+        timeout_);
+    std::vector<at::Tensor> goodbye = {at::empty({1}, at::kByte)};
+    departure_ = backend_->recv(goodbye, (rank_ + 1) % size_,
+                                OrderedReduction::kUnusedTag);
+  } catch (...) {
+    throw_peer_error(c10::str("ordered collectives: rank ", rank_, " of ",
+                              size_, " could not connect to the others"),
+                     std::current_exception());
+  }
+  for (int i = 0; i < kNumWorkers; ++i)
+    threads_.emplace_back([this] { work(); });
+  threads_.emplace_back([this] { watch(); });
+}
+
+OrderedCollectives::~OrderedCollectives() {
+  if (!backend_) return;
+  if (getpid() != process_) {
+    // Connections and threads are the parent's.
+    new auto(std::move(backend_));
+    new auto(std::move(departure_));
+    new auto(std::move(in_flight_));
+    new auto(std::move(threads_));
+    return;
+  }
+  bool is_idle = false;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    is_idle = in_flight_.empty() && !failure_;
+    is_ending_ = true;
+  }
+  if (is_idle) {
+    say_goodbye();
+  } else {
+    fail("it ended with reductions in flight", nullptr);
+  }
+  changed_.notify_all();
+  departure_->abort();
+  for (std::thread& thread : threads_) thread.join();
+  backend_.reset();
+}
+
+OrderedCollectives::FuturePtr OrderedCollectives::all_reduce(
+    const at::Tensor& tensor, std::optional<double> scale) {
+  return launch(/*all_reduce=*/true, tensor, tensor, scale);
+}
+
+OrderedCollectives::FuturePtr OrderedCollectives::reduce_scatter(
+    const at::Tensor& input, const at::Tensor& output,
+    std::optional<double> scale) {
+  return launch(/*all_reduce=*/false, input, output, scale);
+}
+
+OrderedCollectives::FuturePtr OrderedCollectives::launch(
+    bool all_reduce, const at::Tensor& input, const at::Tensor& output,
+    std::optional<double> scale) {
+  check_process();
+  check_tensor("the input", input);
+  if (!all_reduce) {
+    check_tensor("the output", output);
+    TORCH_CHECK_VALUE(output.numel() == slice(input.numel()).numel &&
+                          output.scalar_type() == input.scalar_type(),
+                      "ordered reduce-scatter: expected an output of ",
+                      slice(input.numel()).numel, ' ', input.scalar_type(),
+                      ", rank ", rank_, "'s slice of the input, found ",
+                      output.numel(), ' ', output.scalar_type(),
+                      ".\nMake it as long as slice() says.");
+  }
+  TORCH_CHECK_VALUE(!scale || !at::isIntegralType(input.scalar_type(),
+                                                  /*includeBool=*/true),
+                    "ordered collectives: expected no scale for ",
+                    input.scalar_type(), ", found ", scale.value_or(1),
+                    ".\nScale a floating-point copy.");
+  const FuturePtr future = make_future();
+  if (input.numel() == 0) {
+    complete(*future, output);
+    return future;
+  }
+  const OrderedReduction::Call call = {.all_reduce = all_reduce,
+                                       .input = input.detach().view(-1),
+                                       .output = output.detach().view(-1),
+                                       .scale = scale,
+                                       .result = output};
+  Launched launched = {.reduction = nullptr, .future = future};
+  std::exception_ptr failure;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    ++num_launches_;
+    failure = failure_;
+    if (backend_ && !failure) {
+      launched.reduction = std::make_shared<OrderedReduction>(
+          backend_, call, group_size_, num_launches_);
+      in_flight_.push_back(launched.reduction);
+    }
+  }
+  if (failure) {
+    future->setError(failure);
+  } else if (backend_) {
+    post(launched);
+  } else {
+    ordered_sum({{call.input}}, 1, scale, call.output);
+    complete(*future, output);
+  }
+  return future;
+}
+
+void OrderedCollectives::post(const Launched& launched) {
+  try {
+    const SigpipeBlock writes_to_peers;
+    launched.reduction->launch(
+        take_scratch(launched.reduction->scratch_bytes()));
+  } catch (...) {
+    fail(launched.reduction->describe(), std::current_exception());
+  }
+  const std::lock_guard<std::mutex> lock(mutex_);
+  queue_.push_back(launched);
+  changed_.notify_one();
+}
+
+void OrderedCollectives::work() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  while (true) {
+    changed_.wait(lock, [&] { return is_ending_ || !queue_.empty(); });
+    if (queue_.empty()) return;
+    Launched launched = std::move(queue_.front());
+    queue_.pop_front();
+    lock.unlock();
+    finish(launched);
+    launched = {};
+    lock.lock();
+  }
+}
+
+void OrderedCollectives::finish(const Launched& launched) {
+  OrderedReduction& reduction = *launched.reduction;
+  std::exception_ptr failure;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    failure = failure_;
+  }
+  if (!failure) {
+    try {
+      reduction.finish(timeout_);
+    } catch (...) {
+      failure = fail(reduction.describe(), std::current_exception());
+    }
+  }
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    std::erase(in_flight_, launched.reduction);
+    if (failure) {
+      abandoned_.push_back(launched.reduction);
+    } else {
+      free_scratch_.push_back(reduction.take_scratch());
+    }
+  }
+  if (failure) {
+    launched.future->setError(failure);
+  } else {
+    complete(*launched.future, reduction.call().result);
+  }
+}
+
+// The largest that is free, so that there are never more than were in use at
+// once, each as large as the largest that it was used for.
+at::Tensor OrderedCollectives::take_scratch(int64_t bytes) {
+  at::Tensor scratch;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (!free_scratch_.empty()) {
+      const auto largest = std::ranges::max_element(
+          free_scratch_, {},
+          [](const at::Tensor& free) { return free.numel(); });
+      scratch = std::move(*largest);
+      free_scratch_.erase(largest);
+    }
+  }
+  if (!scratch.defined() || scratch.numel() < bytes) {
+    scratch = at::empty({bytes}, at::kByte);
+  }
+  return scratch;
+}
+
+void OrderedCollectives::watch() {
+  try {
+    departure_->wait(kForEver);  // it has left, or this rank ends
+  } catch (...) {
+    fail(describe_loss(), std::current_exception());
+  }
+}
+
+// Gloo closes all connections when a wait times out: then the next rank is not
+// the one to blame.
+std::string OrderedCollectives::describe_loss() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (const auto& reduction : in_flight_) {
+    if (reduction->is_overdue()) return reduction->describe();
+  }
+  return c10::str("rank ", (rank_ + 1) % size_,
+                  " is lost, or has lost another one");
+}
+
+// All that this rank owed has been sent before, so its watcher need not end
+// what is in flight there.
+void OrderedCollectives::say_goodbye() {
+  try {
+    const SigpipeBlock writes_to_peers;
+    std::vector<at::Tensor> goodbye = {at::zeros({1}, at::kByte)};
+    const int watcher = (rank_ + size_ - 1) % size_;
+    backend_->send(goodbye, watcher, OrderedReduction::kUnusedTag)
+        ->wait(timeout_);
+  } catch (const std::exception&) {
+    // The watcher has gone before.
+  }
+}
+
+std::exception_ptr OrderedCollectives::fail(
+    std::string_view context, const std::exception_ptr& cause) noexcept {
+  std::vector<std::shared_ptr<OrderedReduction>> in_flight;
+  std::exception_ptr failure;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (failure_) return failure_;
+    try {
+      throw_peer_error(c10::str("ordered collectives on rank ", rank_, " of ",
+                                size_, ": ", context),
+                       cause);
+    } catch (...) {
+      failure_ = std::current_exception();
+    }
+    failure = failure_;
+    in_flight.assign(in_flight_.begin(), in_flight_.end());
+  }
+  try {
+    const SigpipeBlock writes_to_peers;
+    backend_->abort();
+  } catch (const std::exception&) {
+    // What waits for its peers ends by what follows.
+  }
+  for (const auto& reduction : in_flight) reduction->abort();
+  return failure;
+}
+
+int64_t OrderedCollectives::num_launches() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return num_launches_;
+}
+
+void OrderedCollectives::check_process() const {
+  TORCH_CHECK(getpid() == process_, "OrderedCollectives: made in process ",
+              process_, ", it can't be used in process ", getpid(),
+              ", which was forked from that.\nMake the group and what uses it "
+              "after the fork.");
+}
+
+}  // namespace brigade

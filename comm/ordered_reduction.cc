@@ -1,0 +1,211 @@
+#include "brigade/comm/ordered_reduction.h"
+
+#include <c10/util/Exception.h>
+#include <c10/util/hash.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "brigade/comm/ordered_sum.h"
+
+namespace brigade {
+namespace {
+
+using std::chrono::milliseconds;
+using std::chrono::steady_clock;
+
+// Large enough that a message's cost is lost in it, small enough to stay in the
+// cache until it is added.
+constexpr int64_t kPartBytes = int64_t{1} << 20;
+
+// Bytes to send in one phase up to which saving the other one is worth the
+// additions, and for more than two ranks the bytes, that are made W times.
+constexpr int64_t kOnePhaseBytes = int64_t{1} << 15;
+
+// One after the other, beginning with the next rank, so that not all ranks send
+// to the same one first.
+template <typename Function>
+void for_each_peer(int rank, int size, const Function& function) {
+  for (int step = 1; step < size; ++step) function((rank + step) % size);
+}
+
+}  // namespace
+
+OrderedReduction::OrderedReduction(c10::intrusive_ptr<c10d::Backend> backend,
+                                   Call call, int group_size, uint64_t number)
+    : backend_(std::move(backend)),
+      call_(std::move(call)),
+      rank_(backend_->getRank()),
+      size_(backend_->getSize()),
+      group_size_(group_size),
+      number_(number),
+      in_one_phase_(call_.all_reduce &&
+                    static_cast<int64_t>(call_.input.nbytes()) * (size_ - 1) <=
+                        kOnePhaseBytes),
+      own_(slice_of(rank_)) {}
+
+int64_t OrderedReduction::scratch_bytes() const {
+  const int64_t num_slices = size_ - 1 + (in_one_phase_ ? 1 : 0);
+  return num_slices * own_.numel * call_.input.element_size();
+}
+
+// 31 bits, none of them c10d's sign: 1 or 2 for the phase, 10 for the number,
+// the rest for what must be equal.
+OrderedReduction::Tag OrderedReduction::tag_of(Phase phase) const {
+  const uint64_t agreed = c10::get_hash(
+      call_.all_reduce, call_.input.numel(),
+      static_cast<int>(call_.input.scalar_type()), call_.scale.has_value(),
+      call_.scale.value_or(0), group_size_, number_);
+  const uint64_t mixed = (agreed ^ (agreed >> 32)) * 0x9e3779b97f4a7c15ULL;
+  return static_cast<Tag>((mixed >> 45) << 12 | (number_ & 0x3ff) << 2 |
+                          (phase == Phase::kTerms ? 1 : 2));
+}
+
+RankSlice OrderedReduction::slice_of(int rank) const {
+  const int64_t numel = call_.input.numel();
+  if (in_one_phase_) return {.offset = 0, .numel = numel};
+  return slice_of_rank(numel, rank, size_);
+}
+
+int64_t OrderedReduction::num_parts(const RankSlice& slice) const {
+  const int64_t part_numel = kPartBytes / call_.input.element_size();
+  return (slice.numel + part_numel - 1) / part_numel;
+}
+
+RankSlice OrderedReduction::part(const RankSlice& slice, int64_t index) const {
+  const int64_t part_numel = kPartBytes / call_.input.element_size();
+  const int64_t offset = index * part_numel;
+  return {.offset = offset,
+          .numel = std::min(part_numel, slice.numel - offset)};
+}
+
+OrderedReduction::Message OrderedReduction::send(int peer, Phase phase,
+                                                 const at::Tensor& elements) {
+  std::vector<at::Tensor> bytes = {elements.view(at::kByte)};
+  return {.peer = peer,
+          .work = keep(backend_->send(bytes, peer, tag_of(phase)))};
+}
+
+OrderedReduction::Message OrderedReduction::receive(
+    int peer, Phase phase, const at::Tensor& elements) {
+  std::vector<at::Tensor> bytes = {elements.view(at::kByte)};
+  return {.peer = peer,
+          .work = keep(backend_->recv(bytes, peer, tag_of(phase)))};
+}
+
+OrderedReduction::WorkPtr OrderedReduction::keep(WorkPtr work) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  works_.push_back(work);
+  return work;
+}
+
+void OrderedReduction::launch(at::Tensor scratch) {
+  scratch_ = std::move(scratch);
+  const at::Tensor elements =
+      scratch_.narrow(0, 0, scratch_bytes()).view(call_.input.scalar_type());
+  terms_ = elements.narrow(0, 0, (size_ - 1) * own_.numel)
+               .view({size_ - 1, own_.numel});
+  source_ = call_.input;
+  if (in_one_phase_) {
+    // The sum is written where the input is, maybe before it has left.
+    source_ = elements.narrow(0, (size_ - 1) * own_.numel, own_.numel);
+    source_.copy_(call_.input);
+  }
+
+  incoming_.resize(num_parts(own_));
+  for (size_t i = 0; i < incoming_.size(); ++i) {
+    const RankSlice own_part = part(own_, static_cast<int64_t>(i));
+    for_each_peer(rank_, size_, [&](int peer) {
+      incoming_[i].push_back(
+          receive(peer, Phase::kTerms, term_of(peer, own_part)));
+    });
+  }
+  const auto for_each_part_of_others = [&](const auto& function) {
+    // Slices differ by one element: no other has more parts than the first.
+    const int64_t most_parts = num_parts(slice_of(0));
+    for (int64_t i = 0; i < most_parts; ++i) {
+      for_each_peer(rank_, size_, [&](int peer) {
+        const RankSlice slice = slice_of(peer);
+        if (i >= num_parts(slice)) return;
+        const RankSlice relative = part(slice, i);
+        function(peer, slice.offset + relative.offset, relative.numel);
+      });
+    }
+  };
+  if (call_.all_reduce && !in_one_phase_) {
+    for_each_part_of_others([&](int peer, int64_t offset, int64_t numel) {
+      sums_.push_back(
+          receive(peer, Phase::kSums, call_.output.narrow(0, offset, numel)));
+    });
+  }
+  for_each_part_of_others([&](int peer, int64_t offset, int64_t numel) {
+    sends_.push_back(
+        send(peer, Phase::kTerms, source_.narrow(0, offset, numel)));
+  });
+}
+
+at::Tensor OrderedReduction::term_of(int rank,
+                                     const RankSlice& own_part) const {
+  if (rank == rank_) {
+    return source_.narrow(0, own_.offset + own_part.offset, own_part.numel);
+  }
+  const int row = rank < rank_ ? rank : rank - 1;
+  return terms_[row].narrow(0, own_part.offset, own_part.numel);
+}
+
+void OrderedReduction::finish(milliseconds timeout) {
+  deadline_ = steady_clock::now() + timeout;
+  const at::Tensor own_output =
+      call_.all_reduce ? call_.output.narrow(0, own_.offset, own_.numel)
+                       : call_.output;
+  for (size_t i = 0; i < incoming_.size(); ++i) {
+    const RankSlice own_part = part(own_, static_cast<int64_t>(i));
+    std::vector<at::Tensor> terms;
+    for (int rank = 0; rank < size_; ++rank) {
+      terms.push_back(term_of(rank, own_part));
+    }
+    for (const Message& message : incoming_[i]) await(message);
+    const at::Tensor sum =
+        own_output.narrow(0, own_part.offset, own_part.numel);
+    ordered_sum(terms, group_size_, call_.scale, sum);
+    if (!call_.all_reduce || in_one_phase_) continue;
+    for_each_peer(rank_, size_, [&](int peer) {
+      sends_.push_back(send(peer, Phase::kSums, sum));
+    });
+  }
+  for (const Message& message : sums_) await(message);
+  for (const Message& message : sends_) await(message);
+}
+
+void OrderedReduction::await(const Message& message) {
+  awaited_ = message.peer;
+  // Gloo takes 0 and less for its own default.
+  const milliseconds patience = std::max(
+      milliseconds(1),
+      std::chrono::ceil<milliseconds>(deadline_.load() - steady_clock::now()));
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    TORCH_CHECK(!is_aborted_, "it was given up");
+  }
+  TORCH_CHECK(message.work->wait(patience), "it was given up");
+}
+
+bool OrderedReduction::is_overdue() const {
+  return steady_clock::now() >= deadline_.load();
+}
+
+void OrderedReduction::abort() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  is_aborted_ = true;
+  for (const WorkPtr& work : works_) work->abort();
+}
+
+std::string OrderedReduction::describe() const {
+  const int awaited = awaited_;
+  return c10::str(call_.all_reduce ? "all-reduce " : "reduce-scatter ", number_,
+                  " of ", call_.input.numel(), ' ',
+                  c10::toString(call_.input.scalar_type()),
+                  awaited < 0 ? "" : c10::str(", waiting for rank ", awaited));
+}
+
+}  // namespace brigade

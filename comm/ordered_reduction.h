@@ -1,0 +1,133 @@
+// One reduction of ordered_collectives.h in flight: its messages, its sum, its
+// result.  Internal to comm/.
+//
+// What the ranks do with n elements, if each is to add up a slice:
+//
+//   launch()   post receives of all terms of the own slice, into scratch, and
+//   of
+//              all sums of the others, into their place; then send everyone its
+//              term.  A sum can't come before the term whose place it takes has
+//              left, since its rank needs that term.
+//   finish()   as terms come: add them in order, send the sum to everyone; then
+//              wait for the others' sums.
+//
+// A slice travels in parts, so that one is added while the next one comes, and
+// is still in the cache.  A small all-reduce is done in one phase: every rank
+// adds up all of it.  Neither changes the order in which an element is summed.
+//
+// Messages are told apart by tags made of the reduction's number and of all
+// that ranks must agree about.  So those of two ranks that disagree never meet:
+// they wait for their timeout, and no memory is written that should not be.
+
+#ifndef BRIGADE_COMM_ORDERED_REDUCTION_H_
+#define BRIGADE_COMM_ORDERED_REDUCTION_H_
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+#include <vector>
+
+#include "brigade/comm/rank_slice.h"
+
+namespace brigade {
+
+class OrderedReduction {
+ public:
+  struct Call {
+    bool all_reduce;    // else reduce-scatter
+    at::Tensor input;   // [n]
+    at::Tensor output;  // [n], the input itself; or the rank's slice
+    std::optional<double> scale;
+    at::Tensor result;  // of the future
+  };
+  using Tag = int;
+
+  // No message of a reduction has it.
+  static constexpr Tag kUnusedTag = 0;
+
+  // `number`: > 0, equal on all ranks.
+  OrderedReduction(c10::intrusive_ptr<c10d::Backend> backend, Call call,
+                   int group_size, uint64_t number);
+
+  int64_t scratch_bytes() const;
+
+  // `scratch`: uint8, of scratch_bytes() at least.  Posts messages, and waits
+  // for none.  Errors: the backend's.
+  void launch(at::Tensor scratch);
+
+  // To be called once after launch().  Errors: the backend's; RuntimeError
+  // after abort().
+  void finish(std::chrono::milliseconds timeout);
+
+  // Ends a finish() that waits, or comes later.  Any thread.
+  void abort();
+
+  // Whether finish() has waited for as long as it may.  Any thread.
+  bool is_overdue() const;
+
+  // "all-reduce 3 of 1000 Float, waiting for rank 1".  Any thread.
+  std::string describe() const;
+
+  // The scratch, to be used again once finish() has returned.
+  at::Tensor take_scratch() { return std::move(scratch_); }
+
+  const Call& call() const { return call_; }
+
+ private:
+  using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+  enum class Phase { kTerms, kSums };
+  struct Message {
+    int peer;
+    WorkPtr work;
+  };
+
+  Tag tag_of(Phase phase) const;
+  RankSlice slice_of(int rank) const;
+  // Parts of a slice: their number, and the i-th, relative to the slice.
+  int64_t num_parts(const RankSlice& slice) const;
+  RankSlice part(const RankSlice& slice, int64_t index) const;
+  at::Tensor term_of(int rank, const RankSlice& own_part) const;
+
+  Message send(int peer, Phase phase, const at::Tensor& elements);
+  Message receive(int peer, Phase phase, const at::Tensor& elements);
+  WorkPtr keep(WorkPtr work);
+  void await(const Message& message);
+
+  // Constant after construction.
+  const c10::intrusive_ptr<c10d::Backend> backend_;
+  const Call call_;
+  const int rank_;
+  const int size_;
+  const int group_size_;
+  const uint64_t number_;
+  const bool in_one_phase_;
+  const RankSlice own_;
+
+  // Of launch() and finish().
+  at::Tensor scratch_;
+  at::Tensor terms_;                            // [size - 1, own slice]
+  at::Tensor source_;                           // [n]: what is sent
+  std::vector<std::vector<Message>> incoming_;  // by part, then by peer
+  std::vector<Message> sums_;
+  std::vector<Message> sends_;
+  std::atomic<std::chrono::steady_clock::time_point> deadline_ =
+      std::chrono::steady_clock::time_point::max();
+  std::atomic<int> awaited_ = -1;
+
+  std::mutex mutex_;
+  // Guarded by mutex_.
+  std::vector<WorkPtr> works_;
+  bool is_aborted_ = false;
+};
+
+}  // namespace brigade
+
+#endif  // BRIGADE_COMM_ORDERED_REDUCTION_H_

@@ -1,0 +1,482 @@
+// Reductions in the order of the ranks, on ranks as threads and as processes.
+
+#include "brigade/comm/ordered_collectives.h"
+
+#include <signal.h>
+#include <torch/torch.h>
+
+#include <functional>
+#include <future>
+#include <memory>
+#include <optional>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "brigade/comm/collective_count.h"
+#include "brigade/comm/ordered_sum.h"
+#include "brigade/comm/peer_error.h"
+#include "brigade/comm/process_group.h"
+#include "brigade/tests/support/local_ranks.h"
+#include "brigade/tests/support/process_ranks.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+
+namespace brigade {
+namespace {
+
+using ::testing::Contains;
+using ::testing::HasSubstr;
+using testing::ProcessRanks;
+using testing::RankContext;
+using testing::RankFunction;
+using testing::RankResult;
+using testing::run_ranks;
+using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
+using FuturePtr = OrderedCollectives::FuturePtr;
+
+// What rank `rank` holds: over so many decades that the order shows.
+at::Tensor values_of(int rank, int64_t numel, at::ScalarType dtype,
+                     uint64_t seed = 1) {
+  auto generator = at::make_generator<at::CPUGeneratorImpl>(
+      seed * 1000 + static_cast<uint64_t>(rank));
+  const at::Tensor values =
+      at::randn({numel}, generator, at::kDouble) *
+      at::pow(10, at::randint(-2, 5, {numel}, generator, at::kDouble));
+  if (at::isComplexType(dtype)) {
+    return at::complex(values, values.flip(0)).to(dtype);
+  }
+  return values.to(dtype);
+}
+
+// The sum over ranks, by one process.
+at::Tensor expected_sum(int world_size, int64_t numel, at::ScalarType dtype,
+                        std::optional<double> scale = std::nullopt,
+                        uint64_t seed = 1) {
+  const bool is_half = dtype == at::kHalf || dtype == at::kBFloat16;
+  at::Tensor sum = values_of(0, numel, dtype, seed);
+  if (is_half) sum = sum.to(at::kFloat);
+  for (int rank = 1; rank < world_size; ++rank) {
+    sum.add_(values_of(rank, numel, dtype, seed));
+  }
+  if (scale) sum.mul_(*scale);
+  return sum.to(dtype);
+}
+
+class OrderedCollectivesTest : public ::testing::TestWithParam<int> {
+ protected:
+  // Each rank's thread; every rank has left when it returns.
+  void run(const std::function<void(OrderedCollectives&, int rank)>& fn) {
+    run_ranks(GetParam(), [&](const Group& group) {
+      OrderedCollectives collectives(group);
+      fn(collectives, group->getRank());
+    });
+  }
+};
+INSTANTIATE_TEST_SUITE_P(WorldSizes, OrderedCollectivesTest,
+                         ::testing::Values(1, 2, 3, 4, 5, 8));
+
+constexpr at::ScalarType kDtypes[] = {
+    at::kFloat, at::kDouble,       at::kHalf, at::kBFloat16,
+    at::kLong,  at::kComplexFloat, at::kByte, at::kComplexDouble};
+
+TEST_P(OrderedCollectivesTest, AllReduceAddsInTheOrderOfTheRanks) {
+  run([&](OrderedCollectives& collectives, int rank) {
+    for (const at::ScalarType dtype : kDtypes) {
+      for (const int64_t numel : {0, 1, 2, 7, 1000, 40003}) {
+        const at::Tensor tensor = values_of(rank, numel, dtype);
+        const FuturePtr future = collectives.all_reduce(tensor);
+        future->waitAndThrow();
+        EXPECT_TRUE(at::equal(tensor, expected_sum(GetParam(), numel, dtype)))
+            << dtype << ' ' << numel;
+        EXPECT_TRUE(future->value().toTensorVector().at(0).is_same(tensor));
+      }
+    }
+  });
+}
+
+TEST_P(OrderedCollectivesTest, ReduceScatterGivesEachRankItsSlice) {
+  run([&](OrderedCollectives& collectives, int rank) {
+    for (const at::ScalarType dtype : kDtypes) {
+      for (const int64_t numel : {0, 1, 2, 7, 1000, 40003}) {
+        const at::Tensor input = values_of(rank, numel, dtype);
+        const RankSlice slice = collectives.slice(numel);
+        const at::Tensor output = at::empty({slice.numel}, dtype);
+        collectives.reduce_scatter(input, output)->waitAndThrow();
+        EXPECT_TRUE(
+            at::equal(output, expected_sum(GetParam(), numel, dtype)
+                                  .narrow(0, slice.offset, slice.numel)))
+            << dtype << ' ' << numel;
+        EXPECT_TRUE(at::equal(input, values_of(rank, numel, dtype)));
+      }
+    }
+  });
+}
+
+TEST_P(OrderedCollectivesTest, AReduceScatterMayWriteIntoItsInput) {
+  const int64_t numel = 30001;
+  run([&](OrderedCollectives& collectives, int rank) {
+    const at::Tensor input = values_of(rank, numel, at::kFloat);
+    const RankSlice slice = collectives.slice(numel);
+    const at::Tensor output = input.narrow(0, slice.offset, slice.numel);
+    collectives.reduce_scatter(input, output)->waitAndThrow();
+    at::Tensor expected = values_of(rank, numel, at::kFloat);
+    expected.narrow(0, slice.offset, slice.numel)
+        .copy_(expected_sum(GetParam(), numel, at::kFloat)
+                   .narrow(0, slice.offset, slice.numel));
+    EXPECT_TRUE(at::equal(input, expected));
+  });
+}
+
+// Of a megabyte: two whole ones and a short one for each slice.
+TEST_P(OrderedCollectivesTest, LargeTensorsTravelInParts) {
+  const int64_t numel = GetParam() * ((int64_t{1} << 19) + 77) + 1;
+  const at::Tensor expected = expected_sum(GetParam(), numel, at::kFloat, 0.5);
+  run([&](OrderedCollectives& collectives, int rank) {
+    const at::Tensor tensor = values_of(rank, numel, at::kFloat);
+    const RankSlice slice = collectives.slice(numel);
+    const at::Tensor output = at::empty({slice.numel});
+    const FuturePtr scattered = collectives.reduce_scatter(tensor, output, 0.5);
+    scattered->waitAndThrow();
+    collectives.all_reduce(tensor, 0.5)->waitAndThrow();
+    EXPECT_TRUE(at::equal(tensor, expected));
+    EXPECT_TRUE(
+        at::equal(output, expected.narrow(0, slice.offset, slice.numel)));
+  });
+}
+
+TEST_P(OrderedCollectivesTest, ScalesTheSumOnce) {
+  const double third = 1.0 / 3;
+  run([&](OrderedCollectives& collectives, int rank) {
+    for (const at::ScalarType dtype :
+         {at::kFloat, at::kDouble, at::kBFloat16}) {
+      const at::Tensor tensor = values_of(rank, 999, dtype);
+      collectives.all_reduce(tensor, third)->waitAndThrow();
+      EXPECT_TRUE(
+          at::equal(tensor, expected_sum(GetParam(), 999, dtype, third)));
+    }
+  });
+}
+
+TEST_P(OrderedCollectivesTest, ShapesDoNotMatter) {
+  run([&](OrderedCollectives& collectives, int rank) {
+    const at::Tensor matrix =
+        values_of(rank, 60, at::kFloat).view({3, 4, 5}).requires_grad_();
+    const at::Tensor scalar = values_of(rank, 1, at::kFloat).squeeze();
+    collectives.all_reduce(matrix)->waitAndThrow();
+    collectives.all_reduce(scalar)->waitAndThrow();
+    EXPECT_TRUE(
+        at::equal(matrix.view({60}), expected_sum(GetParam(), 60, at::kFloat)));
+    EXPECT_TRUE(at::equal(scalar, expected_sum(GetParam(), 1, at::kFloat)[0]));
+  });
+}
+
+// However the vector is cut, and in whatever order the cuts are launched.
+TEST_P(OrderedCollectivesTest, BucketSizesDoNotShow) {
+  const int64_t numel = 100003;
+  const at::Tensor expected = expected_sum(GetParam(), numel, at::kFloat);
+  run([&](OrderedCollectives& collectives, int rank) {
+    std::mt19937 cuts(7);
+    for (int round = 0; round < 6; ++round) {
+      const at::Tensor whole = values_of(rank, numel, at::kFloat);
+      std::vector<FuturePtr> in_flight;
+      for (int64_t begin = 0; begin < numel;) {
+        const int64_t most = round == 0 ? numel : 1 << (10 + round);
+        const int64_t length = std::min<int64_t>(
+            numel - begin, most - static_cast<int64_t>(cuts() % (most / 2)));
+        in_flight.push_back(
+            collectives.all_reduce(whole.narrow(0, begin, length)));
+        begin += length;
+      }
+      for (const FuturePtr& future : in_flight) future->waitAndThrow();
+      EXPECT_TRUE(at::equal(whole, expected)) << round;
+    }
+  });
+}
+
+// Of many sizes at once, some of them while callbacks of others run.
+TEST_P(OrderedCollectivesTest, ManyInFlight) {
+  run([&](OrderedCollectives& collectives, int rank) {
+    std::mt19937 sizes(3);
+    struct Pending {
+      uint64_t seed;
+      at::Tensor input;
+      at::Tensor output = {};
+      FuturePtr future = {};
+    };
+    for (int round = 0; round < 3; ++round) {
+      std::vector<Pending> all;
+      for (uint64_t seed = 1; seed <= 40; ++seed) {
+        const int64_t numel =
+            static_cast<int64_t>(sizes() % (1U << (seed % 18)));
+        Pending pending = {.seed = seed,
+                           .input = values_of(rank, numel, at::kFloat, seed)};
+        if (seed % 3 == 0) {
+          pending.output = at::empty({collectives.slice(numel).numel});
+          pending.future =
+              collectives.reduce_scatter(pending.input, pending.output);
+        } else {
+          pending.future = collectives.all_reduce(pending.input);
+        }
+        all.push_back(pending);
+      }
+      for (const Pending& pending : all) {
+        pending.future->waitAndThrow();
+        const at::Tensor expected =
+            expected_sum(GetParam(), pending.input.numel(), at::kFloat,
+                         std::nullopt, pending.seed);
+        const RankSlice slice = collectives.slice(pending.input.numel());
+        EXPECT_TRUE(
+            at::equal(pending.output.defined() ? pending.output : pending.input,
+                      pending.output.defined()
+                          ? expected.narrow(0, slice.offset, slice.numel)
+                          : expected))
+            << pending.seed;
+      }
+    }
+  });
+}
+
+// Each rank adds to what it has got, from the thread that completes it.
+TEST_P(OrderedCollectivesTest, CallbacksRunWhenTheSumIsThere) {
+  run([&](OrderedCollectives& collectives, int rank) {
+    const at::Tensor tensor = values_of(rank, 500, at::kDouble);
+    const auto doubled = collectives.all_reduce(tensor)->then(
+        [](c10::ivalue::Future& done) {
+          return c10::IValue(done.value().toTensorVector().at(0) * 2);
+        },
+        c10::TensorType::get());
+    doubled->waitAndThrow();
+    EXPECT_TRUE(at::equal(doubled->value().toTensor(),
+                          expected_sum(GetParam(), 500, at::kDouble) * 2));
+  });
+}
+
+TEST_P(OrderedCollectivesTest, TheGroupIsLeftAlone) {
+  run_ranks(GetParam(), [&](const Group& group) {
+    OrderedCollectives collectives(group);
+    const auto before = count_collectives(*group);
+    std::vector<FuturePtr> in_flight;
+    std::vector<at::Tensor> tensors;
+    for (int i = 0; i < 5; ++i) {
+      tensors.push_back(values_of(group->getRank(), 10000, at::kFloat));
+      in_flight.push_back(collectives.all_reduce(tensors.back()));
+    }
+    EXPECT_EQ(count_collectives(*group), before);
+    EXPECT_EQ(collectives.num_launches(), 5);
+    std::vector<at::Tensor> ones = {at::ones(10)};
+    group->allreduce(ones)->wait();
+    EXPECT_EQ(ones[0][0].item<int>(), GetParam());
+    for (int i = 0; i < 5; ++i) {
+      in_flight[i]->waitAndThrow();
+      EXPECT_TRUE(
+          at::equal(tensors[i], expected_sum(GetParam(), 10000, at::kFloat)));
+    }
+  });
+}
+
+TEST(OrderedMeshTest, AddsWithinGroupsFirst) {
+  const int world_size = 6;
+  for (const int group_size : {1, 2, 3, 6}) {
+    for (const at::ScalarType dtype : {at::kFloat, at::kHalf}) {
+      const int64_t numel = 30011;
+      std::vector<at::Tensor> sums;
+      for (int first = 0; first < world_size; first += group_size) {
+        std::vector<at::Tensor> terms;
+        for (int rank = first; rank < first + group_size; ++rank) {
+          terms.push_back(values_of(rank, numel, dtype));
+        }
+        sums.push_back(at::empty({numel}, dtype));
+        ordered_sum(terms, terms.size(), std::nullopt, sums.back());
+      }
+      const at::Tensor expected = at::empty({numel}, dtype);
+      ordered_sum(sums, sums.size(), 0.25, expected);
+      run_ranks(world_size, [&](const Group& group) {
+        OrderedCollectives collectives(group, group_size);
+        const at::Tensor tensor = values_of(group->getRank(), numel, dtype);
+        collectives.all_reduce(tensor, 0.25)->waitAndThrow();
+        EXPECT_TRUE(at::equal(tensor, expected)) << group_size << dtype;
+      });
+    }
+  }
+}
+
+// The message of what `fn` throws.
+template <typename Error>
+std::string error_of(const std::function<void()>& fn) {
+  try {
+    fn();
+  } catch (const Error& error) {
+    return error.what_without_backtrace();
+  }
+  return "no error";
+}
+
+TEST(OrderedCollectivesErrorTest, SaysWhatCannotBeReduced) {
+  run_ranks(2, [](const Group& group) {
+    OrderedCollectives collectives(group);
+    const auto reduce = [&](const at::Tensor& tensor,
+                            std::optional<double> scale = std::nullopt) {
+      return [&collectives, tensor, scale] {
+        collectives.all_reduce(tensor, scale);
+      };
+    };
+    const at::Tensor ones = at::ones({4, 4});
+    EXPECT_THAT(error_of<c10::ValueError>(reduce(ones.t().narrow(0, 0, 2))),
+                HasSubstr("contiguous"));
+    EXPECT_THAT(error_of<c10::ValueError>(reduce(at::Tensor())),
+                HasSubstr("undefined"));
+    EXPECT_THAT(error_of<c10::ValueError>(reduce(ones.to_sparse())),
+                HasSubstr("dense"));
+    EXPECT_THAT(error_of<c10::ValueError>(
+                    reduce(at::ones({4}, at::kComplexFloat).conj())),
+                HasSubstr("resolve_conj"));
+    EXPECT_THAT(error_of<c10::TypeError>(reduce(at::ones({4}, at::kBool))),
+                HasSubstr("can't add Bool"));
+    EXPECT_THAT(error_of<c10::ValueError>(reduce(at::ones({4}, at::kInt), 0.5)),
+                HasSubstr("no scale for Int"));
+    EXPECT_THAT(error_of<c10::ValueError>([&] {
+                  collectives.reduce_scatter(at::ones(5), at::ones(1));
+                }),
+                HasSubstr("expected an output of "));
+    EXPECT_EQ(collectives.num_launches(), 0);
+    EXPECT_THAT(
+        error_of<c10::ValueError>([&] { OrderedCollectives(group, 3); }),
+        HasSubstr("divides"));
+  });
+}
+
+TEST_P(OrderedCollectivesTest, ARankThatLeavesEndsWhatWaitsForIt) {
+  if (GetParam() == 1) GTEST_SKIP() << "there is nobody to leave";
+  run_ranks(
+      GetParam(),
+      [&](const Group& group) {
+        auto collectives = std::make_unique<OrderedCollectives>(group);
+        const at::Tensor first = values_of(group->getRank(), 100, at::kFloat);
+        collectives->all_reduce(first)->waitAndThrow();
+        EXPECT_TRUE(
+            at::equal(first, expected_sum(GetParam(), 100, at::kFloat)));
+        if (group->getRank() == 1) collectives.reset();
+        if (collectives) {
+          std::vector<FuturePtr> in_flight;
+          for (const int64_t numel : {10, 100000, 10000000}) {
+            in_flight.push_back(collectives->all_reduce(at::ones(numel)));
+          }
+          for (const FuturePtr& future : in_flight) {
+            EXPECT_THROW(future->waitAndThrow(), PeerError);
+          }
+          EXPECT_THROW(collectives->all_reduce(at::ones(3))->waitAndThrow(),
+                       PeerError);
+        }
+        std::vector<at::Tensor> ones = {at::ones(10)};
+        group->allreduce(ones)->wait();
+        EXPECT_EQ(ones[0][0].item<int>(), GetParam());
+      },
+      std::chrono::minutes(10));
+}
+
+TEST(OrderedCollectivesErrorTest, ARankThatEndsWithOneInFlightEndsTheOthers) {
+  run_ranks(
+      3,
+      [](const Group& group) {
+        std::optional<OrderedCollectives> collectives(group);
+        std::vector<FuturePtr> in_flight;
+        const int num_launched = group->getRank() == 2 ? 5 : 4;
+        for (int i = 0; i < num_launched; ++i) {
+          in_flight.push_back(collectives->all_reduce(at::ones(1000000)));
+        }
+        if (group->getRank() == 2) collectives.reset();
+        const FuturePtr last = collectives
+                                   ? collectives->all_reduce(at::ones(10))
+                                   : in_flight.back();
+        for (const FuturePtr& future : in_flight) future->wait();
+        EXPECT_THROW(last->waitAndThrow(), PeerError);
+      },
+      std::chrono::minutes(10));
+}
+
+TEST(OrderedCollectivesErrorTest, RanksThatDisagreeNeverMeet) {
+  run_ranks(
+      2,
+      [](const Group& group) {
+        OrderedCollectives collectives(group);
+        const int64_t numel = group->getRank() == 0 ? 100 : 1000000;
+        const at::Tensor tensor = at::ones(numel);
+        const FuturePtr future = collectives.all_reduce(tensor);
+        EXPECT_THAT(error_of<PeerError>([&] { future->waitAndThrow(); }),
+                    HasSubstr("ordered collectives on rank"));
+        EXPECT_TRUE(at::equal(tensor, at::ones(numel)));
+      },
+      std::chrono::seconds(1));
+}
+
+TEST(OrderedCollectivesErrorTest, ARankThatNeverComesIsNamed) {
+  std::promise<void> failed;
+  run_ranks(
+      2,
+      [&](const Group& group) {
+        OrderedCollectives collectives(group);
+        if (group->getRank() == 0) {
+          EXPECT_THAT(error_of<PeerError>([&] {
+                        collectives.all_reduce(at::ones(8))->waitAndThrow();
+                      }),
+                      HasSubstr("rank 0 of 2: all-reduce 1 of 8 Float, waiting "
+                                "for rank 1: "));
+          failed.set_value();
+        } else {
+          failed.get_future().wait();
+          EXPECT_THROW(collectives.all_reduce(at::ones(8))->waitAndThrow(),
+                       PeerError);
+        }
+      },
+      std::chrono::seconds(1));
+}
+
+// Reduces 16 MB until it fails, and says so.
+const RankFunction kOrderedForever("ordered_forever", [](RankContext& rank) {
+  GroupScope scope(init_process_group({.timeout = std::chrono::minutes(10)}));
+  OrderedCollectives collectives(scope.group());
+  for (int64_t iteration = 0;; ++iteration) {
+    std::vector<at::Tensor> tensors;
+    std::vector<FuturePtr> in_flight;
+    for (int i = 0; i < 3; ++i) {
+      tensors.push_back(at::ones(int64_t{1} << 22));
+      in_flight.push_back(collectives.all_reduce(tensors.back()));
+    }
+    int num_failed = 0;
+    for (const FuturePtr& future : in_flight) {
+      future->wait();
+      if (future->hasError()) ++num_failed;
+    }
+    if (num_failed > 0) {
+      rank.report("failed");
+      return;
+    }
+    if (iteration == 1) rank.report("running");
+  }
+});
+
+class OrderedPeerLossTest : public ::testing::TestWithParam<int> {};
+INSTANTIATE_TEST_SUITE_P(WorldSizes, OrderedPeerLossTest,
+                         ::testing::Values(2, 3, 4));
+
+// With a timeout of ten minutes: a death in the middle of a message is told.
+TEST_P(OrderedPeerLossTest, AKilledRankEndsTheOthers) {
+  for (int repetition = 0; repetition < 3; ++repetition) {
+    const int victim = GetParam() - 1;
+    ProcessRanks ranks(
+        {.world_size = GetParam(), .function = "ordered_forever"});
+    ranks.wait_for_all("running");
+    ranks.signal(victim, SIGKILL);
+    const std::vector<RankResult> results = ranks.finish();
+    for (int rank = 0; rank < GetParam(); ++rank) {
+      if (rank == victim) continue;
+      EXPECT_EQ(results[rank].exit_code, 0) << results[rank].error_output;
+      EXPECT_FALSE(results[rank].timed_out);
+      EXPECT_THAT(results[rank].messages, Contains("failed"));
+    }
+  }
+}
+
+}  // namespace
+}  // namespace brigade
