@@ -58,11 +58,11 @@ void check_tensor(std::string_view name, const at::Tensor& tensor) {
 }  // namespace
 
 OrderedCollectives::OrderedCollectives(
-    const c10::intrusive_ptr<c10d::ProcessGroup>& group,
-    std::optional<int> group_size)
+    const c10::intrusive_ptr<c10d::ProcessGroup>& group, OrderedOptions options)
     : rank_(group->getRank()),
       size_(group->getSize()),
-      group_size_(group_size.value_or(size_)),
+      group_size_(options.group_size.value_or(size_)),
+      part_bytes_(options.part_bytes),
       timeout_(group_timeout(*group)),
       process_(getpid()) {
   TORCH_CHECK_VALUE(group_size_ > 0 && size_ % group_size_ == 0,
@@ -70,6 +70,10 @@ OrderedCollectives::OrderedCollectives(
                     "the number of ranks, ",
                     size_, ", found ", group_size_,
                     ".\nGive the size of a row of the mesh.");
+  TORCH_CHECK_VALUE(part_bytes_ > 0,
+                    "ordered collectives: expected parts of at least 1 byte, "
+                    "found ",
+                    part_bytes_, ".\nGive the size of a message.");
   if (size_ == 1) return;
   const auto store = control_store(*group);
   TORCH_CHECK_VALUE(store, "ordered collectives: the group of ", size_,
@@ -172,7 +176,7 @@ OrderedCollectives::FuturePtr OrderedCollectives::launch(
     failure = failure_;
     if (backend_ && !failure) {
       launched.reduction = std::make_shared<OrderedReduction>(
-          backend_, call, group_size_, num_launches_);
+          backend_, call, group_size_, part_bytes_, num_launches_);
       in_flight_.push_back(launched.reduction);
     }
   }

@@ -9,10 +9,10 @@
 //   ...                                  // computes meanwhile
 //   reduced->wait();
 //
-// *Order.*  Rank 0's value first, then rank 1's and so on; with `group_size` F,
-// for the order of a 2-D mesh, those of ranks 0..F-1, of F..2F-1 and so on each
-// by itself, then these sums.  `scale` multiplies the sum, once.  float16 and
-// bfloat16 are added in float32 and rounded once at the end of each level:
+// *Order.*  Rank 0's value first, then rank 1's and so on; with a group size of
+// F, for the order of a 2-D mesh, those of ranks 0..F-1, of F..2F-1 and so on
+// each by itself, then these sums.  `scale` multiplies the sum, once.  float16
+// and bfloat16 are added in float32 and rounded once at the end of each level:
 // rounding after every rank would lose small gradients beside large ones, with
 // W as many roundings, and costs the same bytes.  Sent is the tensor's own
 // dtype, so a level is rounded where its sum would travel between two groups,
@@ -79,18 +79,28 @@ namespace brigade {
 
 class OrderedReduction;
 
+// Equal on all ranks.
+struct OrderedOptions {
+  // See above; none: all ranks are one group.
+  std::optional<int> group_size = {};
+  // What is added while the next part comes, > 0: large enough that a message's
+  // cost is lost in it, small enough to be in the cache still.
+  int64_t part_bytes = int64_t{1} << 20;
+};
+
 class OrderedCollectives {
  public:
   using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
 
   // Collective: connects all ranks of the group, unless it has one only.  The
-  // timeout is the group's.  `group_size`: see above; none: all ranks are one.
+  // timeout is the group's.
   //
-  // Errors: ValueError if `group_size` does not divide the number of ranks, or
-  // the group has several ranks and no store; PeerError if ranks don't meet.
+  // Errors: ValueError if the group size does not divide the number of ranks, a
+  // part has no bytes, or the group has several ranks and no store; PeerError
+  // if ranks don't meet.
   explicit OrderedCollectives(
       const c10::intrusive_ptr<c10d::ProcessGroup>& group,
-      std::optional<int> group_size = std::nullopt);
+      OrderedOptions options = {});
 
   // Reductions in flight end with an error, here and on the other ranks.
   // REQUIRES: not from a callback of one of its futures
@@ -153,6 +163,7 @@ class OrderedCollectives {
   const int rank_;
   const int size_;
   const int group_size_;
+  const int64_t part_bytes_;
   const std::chrono::milliseconds timeout_;
   const pid_t process_;
   c10::intrusive_ptr<c10d::Backend> backend_;  // null: a world of 1

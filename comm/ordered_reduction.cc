@@ -14,10 +14,6 @@ namespace {
 using std::chrono::milliseconds;
 using std::chrono::steady_clock;
 
-// Large enough that a message's cost is lost in it, small enough to stay in the
-// cache until it is added.
-constexpr int64_t kPartBytes = int64_t{1} << 20;
-
 // Bytes to send in one phase up to which saving the other one is worth the
 // additions, and for more than two ranks the bytes, that are made W times.
 constexpr int64_t kOnePhaseBytes = int64_t{1} << 15;
@@ -32,12 +28,15 @@ void for_each_peer(int rank, int size, const Function& function) {
 }  // namespace
 
 OrderedReduction::OrderedReduction(c10::intrusive_ptr<c10d::Backend> backend,
-                                   Call call, int group_size, uint64_t number)
+                                   Call call, int group_size,
+                                   int64_t part_bytes, uint64_t number)
     : backend_(std::move(backend)),
       call_(std::move(call)),
       rank_(backend_->getRank()),
       size_(backend_->getSize()),
       group_size_(group_size),
+      part_numel_(
+          std::max<int64_t>(1, part_bytes / call_.input.element_size())),
       number_(number),
       in_one_phase_(call_.all_reduce &&
                     static_cast<int64_t>(call_.input.nbytes()) * (size_ - 1) <=
@@ -55,7 +54,7 @@ OrderedReduction::Tag OrderedReduction::tag_of(Phase phase) const {
   const uint64_t agreed = c10::get_hash(
       call_.all_reduce, call_.input.numel(),
       static_cast<int>(call_.input.scalar_type()), call_.scale.has_value(),
-      call_.scale.value_or(0), group_size_, number_);
+      call_.scale.value_or(0), group_size_, part_numel_, number_);
   const uint64_t mixed = (agreed ^ (agreed >> 32)) * 0x9e3779b97f4a7c15ULL;
   return static_cast<Tag>((mixed >> 45) << 12 | (number_ & 0x3ff) << 2 |
                           (phase == Phase::kTerms ? 1 : 2));
@@ -68,15 +67,13 @@ RankSlice OrderedReduction::slice_of(int rank) const {
 }
 
 int64_t OrderedReduction::num_parts(const RankSlice& slice) const {
-  const int64_t part_numel = kPartBytes / call_.input.element_size();
-  return (slice.numel + part_numel - 1) / part_numel;
+  return (slice.numel + part_numel_ - 1) / part_numel_;
 }
 
 RankSlice OrderedReduction::part(const RankSlice& slice, int64_t index) const {
-  const int64_t part_numel = kPartBytes / call_.input.element_size();
-  const int64_t offset = index * part_numel;
+  const int64_t offset = index * part_numel_;
   return {.offset = offset,
-          .numel = std::min(part_numel, slice.numel - offset)};
+          .numel = std::min(part_numel_, slice.numel - offset)};
 }
 
 OrderedReduction::Message OrderedReduction::send(int peer, Phase phase,

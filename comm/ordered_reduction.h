@@ -55,7 +55,7 @@ class OrderedReduction {
 
   // `number`: > 0, equal on all ranks.
   OrderedReduction(c10::intrusive_ptr<c10d::Backend> backend, Call call,
-                   int group_size, uint64_t number);
+                   int group_size, int64_t part_bytes, uint64_t number);
 
   int64_t scratch_bytes() const;
 
@@ -107,6 +107,7 @@ class OrderedReduction {
   const int rank_;
   const int size_;
   const int group_size_;
+  const int64_t part_numel_;
   const uint64_t number_;
   const bool in_one_phase_;
   const RankSlice own_;

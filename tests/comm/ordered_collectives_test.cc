@@ -7,6 +7,7 @@
 
 #include <functional>
 #include <future>
+#include <limits>
 #include <memory>
 #include <optional>
 #include <random>
@@ -14,6 +15,7 @@
 #include <vector>
 
 #include "brigade/comm/collective_count.h"
+#include "brigade/comm/message_of.h"
 #include "brigade/comm/ordered_sum.h"
 #include "brigade/comm/peer_error.h"
 #include "brigade/comm/process_group.h"
@@ -142,6 +144,22 @@ TEST_P(OrderedCollectivesTest, LargeTensorsTravelInParts) {
     EXPECT_TRUE(at::equal(tensor, expected));
     EXPECT_TRUE(
         at::equal(output, expected.narrow(0, slice.offset, slice.numel)));
+  });
+}
+
+TEST_P(OrderedCollectivesTest, PartsMayBeOfAnySize) {
+  run_ranks(GetParam(), [&](const Group& group) {
+    for (const int64_t part_bytes : {1, 7, 4096}) {
+      OrderedCollectives collectives(group, {.part_bytes = part_bytes});
+      for (const int64_t numel : {17, 10007}) {
+        if (numel / part_bytes > 2000) continue;
+        const at::Tensor tensor =
+            values_of(group->getRank(), numel, at::kDouble);
+        collectives.all_reduce(tensor)->waitAndThrow();
+        EXPECT_TRUE(
+            at::equal(tensor, expected_sum(GetParam(), numel, at::kDouble)));
+      }
+    }
   });
 }
 
@@ -292,7 +310,7 @@ TEST(OrderedMeshTest, AddsWithinGroupsFirst) {
       const at::Tensor expected = at::empty({numel}, dtype);
       ordered_sum(sums, sums.size(), 0.25, expected);
       run_ranks(world_size, [&](const Group& group) {
-        OrderedCollectives collectives(group, group_size);
+        OrderedCollectives collectives(group, {.group_size = group_size});
         const at::Tensor tensor = values_of(group->getRank(), numel, dtype);
         collectives.all_reduce(tensor, 0.25)->waitAndThrow();
         EXPECT_TRUE(at::equal(tensor, expected)) << group_size << dtype;
@@ -340,9 +358,9 @@ TEST(OrderedCollectivesErrorTest, SaysWhatCannotBeReduced) {
                 }),
                 HasSubstr("expected an output of "));
     EXPECT_EQ(collectives.num_launches(), 0);
-    EXPECT_THAT(
-        error_of<c10::ValueError>([&] { OrderedCollectives(group, 3); }),
-        HasSubstr("divides"));
+    EXPECT_THAT(error_of<c10::ValueError>(
+                    [&] { OrderedCollectives(group, {.group_size = 3}); }),
+                HasSubstr("divides"));
   });
 }
 
@@ -432,50 +450,78 @@ TEST(OrderedCollectivesErrorTest, ARankThatNeverComesIsNamed) {
       std::chrono::seconds(1));
 }
 
-// Reduces 16 MB until it fails, and says so.
+constexpr OrderedOptions kOneMessage = {
+    .part_bytes = std::numeric_limits<int64_t>::max()};
+
+void report_failure(RankContext& rank, const FuturePtr& future) {
+  future->wait();
+  if (future->hasError()) rank.report(message_of(future->exception_ptr()));
+}
+
+// Reduces until it fails, and says how.
 const RankFunction kOrderedForever("ordered_forever", [](RankContext& rank) {
   GroupScope scope(init_process_group({.timeout = std::chrono::minutes(10)}));
   OrderedCollectives collectives(scope.group());
+  const std::vector<at::Tensor> tensors(3, at::ones(1 << 22));
   for (int64_t iteration = 0;; ++iteration) {
-    std::vector<at::Tensor> tensors;
     std::vector<FuturePtr> in_flight;
-    for (int i = 0; i < 3; ++i) {
-      tensors.push_back(at::ones(int64_t{1} << 22));
-      in_flight.push_back(collectives.all_reduce(tensors.back()));
+    for (const at::Tensor& tensor : tensors) {
+      in_flight.push_back(collectives.all_reduce(tensor.clone()));
     }
-    int num_failed = 0;
     for (const FuturePtr& future : in_flight) {
-      future->wait();
-      if (future->hasError()) ++num_failed;
-    }
-    if (num_failed > 0) {
-      rank.report("failed");
-      return;
+      report_failure(rank, future);
+      if (future->hasError()) return;
     }
     if (iteration == 1) rank.report("running");
   }
 });
 
-class OrderedPeerLossTest : public ::testing::TestWithParam<int> {};
+// The last rank dies while its message of 32 MB is being written; the others
+// have nothing to receive from it behind that.
+const RankFunction kDieInAMessage("die_in_a_message", [](RankContext& rank) {
+  GroupScope scope(init_process_group({.timeout = std::chrono::minutes(10)}));
+  const int size = scope.group()->getSize();
+  OrderedCollectives collectives(scope.group(), kOneMessage);
+  const at::Tensor input = at::ones(size * (int64_t{1} << 23));
+  const at::Tensor output = at::empty(1 << 23);
+  const bool dies = rank.rank() == size - 1;
+  if (dies) rank.await();
+  const FuturePtr future = collectives.reduce_scatter(input, output);
+  if (dies) raise(SIGKILL);
+  rank.report("waiting");
+  report_failure(rank, future);
+});
+
+class OrderedPeerLossTest : public ::testing::TestWithParam<int> {
+ protected:
+  // With a timeout of ten minutes, that is: not at the timeout.
+  void expect_that_all_are_told(ProcessRanks& ranks) {
+    const std::vector<RankResult> results = ranks.finish();
+    for (int rank = 0; rank < GetParam() - 1; ++rank) {
+      EXPECT_EQ(results[rank].exit_code, 0) << results[rank].error_output;
+      EXPECT_THAT(results[rank].messages,
+                  Contains(HasSubstr("ordered collectives on rank")));
+    }
+  }
+};
 INSTANTIATE_TEST_SUITE_P(WorldSizes, OrderedPeerLossTest,
                          ::testing::Values(2, 3, 4));
 
-// With a timeout of ten minutes: a death in the middle of a message is told.
-TEST_P(OrderedPeerLossTest, AKilledRankEndsTheOthers) {
-  for (int repetition = 0; repetition < 3; ++repetition) {
-    const int victim = GetParam() - 1;
-    ProcessRanks ranks(
-        {.world_size = GetParam(), .function = "ordered_forever"});
-    ranks.wait_for_all("running");
-    ranks.signal(victim, SIGKILL);
-    const std::vector<RankResult> results = ranks.finish();
-    for (int rank = 0; rank < GetParam(); ++rank) {
-      if (rank == victim) continue;
-      EXPECT_EQ(results[rank].exit_code, 0) << results[rank].error_output;
-      EXPECT_FALSE(results[rank].timed_out);
-      EXPECT_THAT(results[rank].messages, Contains("failed"));
-    }
+TEST_P(OrderedPeerLossTest, AKilledRankEndsWhatIsInFlight) {
+  ProcessRanks ranks({.world_size = GetParam(), .function = "ordered_forever"});
+  ranks.wait_for_all("running");
+  ranks.signal(GetParam() - 1, SIGKILL);
+  expect_that_all_are_told(ranks);
+}
+
+TEST_P(OrderedPeerLossTest, ADeathInTheMiddleOfAMessageIsTold) {
+  ProcessRanks ranks(
+      {.world_size = GetParam(), .function = "die_in_a_message"});
+  for (int rank = 0; rank < GetParam() - 1; ++rank) {
+    ranks.wait_for(rank, "waiting");
   }
+  ranks.tell(GetParam() - 1, "go");
+  expect_that_all_are_told(ranks);
 }
 
 }  // namespace
