@@ -1,0 +1,171 @@
+// The ordered all-reduce beside the group's own: what the bits cost.
+//
+//   ordered_all_reduce [--ranks 2] [--sizes 1024,...,67108864] [--rounds 40]
+//                      [--at-once 1] [--part-bytes 1048576]
+//
+// Ranks are processes on this machine, over loopback.  Each round times one
+// all-reduce of float32 of either kind, until it is done, with a barrier
+// before, in an order that changes from round to round; with --at-once N, N in
+// flight. Times are rank 0's: medians and quartiles.
+//   group     the group's all-reduce
+//   ordered   OrderedCollectives::all_reduce()
+//   ratio     ordered / group, of each round
+//   launch    what the calls of the ordered ones take of the caller's time
+// Sums are compared with those of one process; a wrong one ends the program.
+
+#include <fmt/format.h>
+#include <torch/torch.h>
+
+#include <CLI/CLI.hpp>
+#include <chrono>
+#include <cstdio>
+#include <string>
+#include <vector>
+
+#include "brigade/benchmarks/support/local_launch.h"
+#include "brigade/benchmarks/support/set_up.h"
+#include "brigade/bucket_sweep/quantiles.h"
+#include "brigade/comm/ordered_collectives.h"
+#include "brigade/comm/process_group.h"
+
+namespace brigade::benchmarks {
+namespace {
+
+using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
+using Clock = std::chrono::steady_clock;
+
+struct Options {
+  int ranks = 2;
+  std::vector<int64_t> sizes = {1 << 10, 1 << 14, 1 << 16, 1 << 18,
+                                1 << 20, 1 << 22, 1 << 24, 1 << 26};
+  int rounds = 40;
+  int at_once = 1;
+  int64_t part_bytes = OrderedOptions().part_bytes;
+};
+
+double microseconds_since(Clock::time_point start) {
+  return std::chrono::duration<double, std::micro>(Clock::now() - start)
+      .count();
+}
+
+at::Tensor values_of(int rank, int64_t numel) {
+  return at::arange(numel, at::kFloat).fmod(1000).mul(0.1).add(rank);
+}
+
+class Measurement {
+ public:
+  Measurement(const Group& group, OrderedCollectives& collectives,
+              int64_t numel, int at_once)
+      : group_(group), collectives_(collectives) {
+    for (int i = 0; i < at_once; ++i) {
+      tensors_.push_back({values_of(group->getRank(), numel)});
+    }
+    expected_ = values_of(0, numel);
+    for (int rank = 1; rank < group->getSize(); ++rank) {
+      expected_.add_(values_of(rank, numel));
+    }
+  }
+
+  double time_group() {
+    const auto start = begin();
+    std::vector<c10::intrusive_ptr<c10d::Work>> works;
+    for (auto& tensor : tensors_) works.push_back(group_->allreduce(tensor));
+    for (const auto& work : works) work->wait();
+    return microseconds_since(start);
+  }
+
+  double time_ordered() {
+    const auto start = begin();
+    std::vector<OrderedCollectives::FuturePtr> futures;
+    for (const auto& tensor : tensors_) {
+      futures.push_back(collectives_.all_reduce(tensor[0]));
+    }
+    launch_us.push_back(microseconds_since(start));
+    for (const auto& future : futures) future->waitAndThrow();
+    const double time = microseconds_since(start);
+    for (const auto& tensor : tensors_) {
+      TORCH_CHECK(at::equal(tensor[0], expected_), "expected the sum of ",
+                  group_->getSize(), " ranks, found another");
+    }
+    return time;
+  }
+
+  std::vector<double> launch_us;
+
+ private:
+  Clock::time_point begin() {
+    for (auto& tensor : tensors_) {
+      tensor[0].copy_(values_of(group_->getRank(), tensor[0].numel()));
+    }
+    group_->barrier()->wait();
+    return Clock::now();
+  }
+
+  const Group group_;
+  OrderedCollectives& collectives_;
+  std::vector<std::vector<at::Tensor>> tensors_;
+  at::Tensor expected_;
+};
+
+std::string spread(const std::vector<double>& values, const char* format) {
+  const Quartiles of = quartiles(values);
+  return fmt::format(fmt::runtime(format), of.median, of.p25, of.p75);
+}
+
+void measure(const Group& group, const Options& options) {
+  constexpr const char* kTime = "{:.0f} [{:.0f}, {:.0f}]";
+  constexpr const char* kRatio = "{:.2f} [{:.2f}, {:.2f}]";
+  OrderedCollectives collectives(group, {.part_bytes = options.part_bytes});
+  if (group->getRank() == 0) {
+    fmt::print("{:>10}{:>24}{:>24}{:>20}{:>24}\n", "bytes", "group us",
+               "ordered us", "ratio", "launch us");
+  }
+  for (const int64_t bytes : options.sizes) {
+    Measurement measurement(group, collectives, bytes / 4, options.at_once);
+    measurement.time_group();  // first ones make memory, and are not counted
+    measurement.time_ordered();
+    measurement.launch_us.clear();
+    std::vector<double> group_us, ordered_us, ratio;
+    for (int round = 0; round < options.rounds; ++round) {
+      if (round % 2 == 0) group_us.push_back(measurement.time_group());
+      ordered_us.push_back(measurement.time_ordered());
+      if (round % 2 != 0) group_us.push_back(measurement.time_group());
+      ratio.push_back(ordered_us.back() / group_us.back());
+    }
+    if (group->getRank() != 0) continue;
+    fmt::print("{:>10}{:>24}{:>24}{:>20}{:>24}\n", bytes,
+               spread(group_us, kTime), spread(ordered_us, kTime),
+               spread(ratio, kRatio), spread(measurement.launch_us, kTime));
+    std::fflush(stdout);
+  }
+}
+
+int run(int argc, char** argv) {
+  Options options;
+  CLI::App app("The ordered all-reduce beside the group's own.");
+  app.add_option("--ranks", options.ranks)->check(CLI::Range(2, 64));
+  app.add_option("--sizes", options.sizes, "bytes, multiples of 4")
+      ->delimiter(',')
+      ->check(CLI::Range(int64_t{4}, int64_t{1} << 32));
+  app.add_option("--rounds", options.rounds)->check(CLI::Range(2, 100000));
+  app.add_option("--at-once", options.at_once)->check(CLI::Range(1, 1000));
+  app.add_option("--part-bytes", options.part_bytes)
+      ->check(CLI::PositiveNumber);
+  CLI11_PARSE(app, argc, argv);
+  if (!is_rank()) {
+    for (const auto& [name, value] : describe_set_up(argc, argv)) {
+      fmt::print("{}: {}\n", name, value);
+    }
+    std::fflush(stdout);
+    return launch_local_ranks(options.ranks, argv);
+  }
+  end_with_launcher();
+  GroupScope scope(init_process_group());
+  measure(scope.group(), options);
+  return 0;
+}
+
+}  // namespace
+}  // namespace brigade::benchmarks
+
+int main(int argc, char** argv) { return brigade::benchmarks::run(argc, argv); }
