@@ -2,9 +2,12 @@
 
 #include <ATen/core/List.h>
 #include <c10/util/Exception.h>
+#include <c10/util/ScopeExit.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <functional>
+#include <stdexcept>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <utility>
 
@@ -31,6 +34,22 @@ constexpr milliseconds kForEver = std::chrono::hours(24 * 365);
 c10::intrusive_ptr<Future> make_future() {
   return c10::make_intrusive<Future>(
       c10::ListType::create(c10::TensorType::get()));
+}
+
+// Whether `output` shares memory with `input` elsewhere than from its element
+// `offset` on.  REQUIRES: both contiguous and of one dtype.
+bool overlaps_elsewhere(const at::Tensor& input, int64_t offset,
+                        const at::Tensor& output) {
+  const auto begin_of = [](const at::Tensor& tensor) {
+    return static_cast<const char*>(tensor.const_data_ptr());
+  };
+  const char* const input_begin = begin_of(input);
+  const char* const output_begin = begin_of(output);
+  const std::less<> before;
+  return output.numel() > 0 &&
+         before(input_begin, output_begin + output.nbytes()) &&
+         before(output_begin, input_begin + input.nbytes()) &&
+         output_begin != input_begin + offset * input.element_size();
 }
 
 void complete(Future& future, const at::Tensor& result) {
@@ -89,7 +108,7 @@ OrderedCollectives::OrderedCollectives(
         timeout_);
     std::vector<at::Tensor> goodbye = {at::empty({1}, at::kByte)};
     departure_ = backend_->recv(goodbye, (rank_ + 1) % size_,
-                                OrderedReduction::kUnusedTag);
+                                OrderedReduction::kGoodbyeTag);
   } catch (...) {
     throw_peer_error(c10::str("ordered collectives: rank ", rank_, " of ",
                               size_, " could not connect to the others"),
@@ -103,11 +122,14 @@ OrderedCollectives::OrderedCollectives(
 OrderedCollectives::~OrderedCollectives() {
   if (!backend_) return;
   if (getpid() != process_) {
-    // Connections and threads are the parent's.
+    // Connections and threads are the parent's.  The latter seem to wait here
+    // too, and the end of what they wait for would wait for them.
     new auto(std::move(backend_));
     new auto(std::move(departure_));
     new auto(std::move(in_flight_));
+    new auto(std::move(abandoned_));
     new auto(std::move(threads_));
+    new auto(std::move(changed_));
     return;
   }
   bool is_idle = false;
@@ -115,13 +137,15 @@ OrderedCollectives::~OrderedCollectives() {
     const std::lock_guard<std::mutex> lock(mutex_);
     is_idle = in_flight_.empty() && !failure_;
     is_ending_ = true;
+    // Of what callbacks launch that still run.
+    if (is_idle) failure_ = failure_of("it has ended", nullptr);
   }
   if (is_idle) {
     say_goodbye();
   } else {
     fail("it ended with reductions in flight", nullptr);
   }
-  changed_.notify_all();
+  changed_->notify_all();
   departure_->abort();
   for (std::thread& thread : threads_) thread.join();
   backend_.reset();
@@ -152,6 +176,11 @@ OrderedCollectives::FuturePtr OrderedCollectives::launch(
                       ", rank ", rank_, "'s slice of the input, found ",
                       output.numel(), ' ', output.scalar_type(),
                       ".\nMake it as long as slice() says.");
+    TORCH_CHECK_VALUE(
+        !overlaps_elsewhere(input, slice(input.numel()).offset, output),
+        "ordered reduce-scatter: expected an output that is rank ", rank_,
+        "'s slice of the input or shares no memory with it, found another part "
+        "of it.\nGive memory of its own.");
   }
   TORCH_CHECK_VALUE(!scale || !at::isIntegralType(input.scalar_type(),
                                                   /*includeBool=*/true),
@@ -201,13 +230,13 @@ void OrderedCollectives::post(const Launched& launched) {
   }
   const std::lock_guard<std::mutex> lock(mutex_);
   queue_.push_back(launched);
-  changed_.notify_one();
+  changed_->notify_one();
 }
 
 void OrderedCollectives::work() {
   std::unique_lock<std::mutex> lock(mutex_);
   while (true) {
-    changed_.wait(lock, [&] { return is_ending_ || !queue_.empty(); });
+    changed_->wait(lock, [&] { return is_ending_ || !queue_.empty(); });
     if (queue_.empty()) return;
     Launched launched = std::move(queue_.front());
     queue_.pop_front();
@@ -289,15 +318,46 @@ std::string OrderedCollectives::describe_loss() const {
 
 // All that this rank owed has been sent before, so its watcher need not end
 // what is in flight there.
+//
+// A watcher that leaves at the same time closes its connection, of which Gloo
+// tells those that wait to receive, but no send that it has begun to write.
 void OrderedCollectives::say_goodbye() {
+  const int watcher = (rank_ + size_ - 1) % size_;
+  std::vector<at::Tensor> byte = {at::zeros({1}, at::kByte)};
+  std::vector<at::Tensor> never_sent = {at::zeros({1}, at::kByte)};
   try {
     const SigpipeBlock writes_to_peers;
-    std::vector<at::Tensor> goodbye = {at::zeros({1}, at::kByte)};
-    const int watcher = (rank_ + size_ - 1) % size_;
-    backend_->send(goodbye, watcher, OrderedReduction::kUnusedTag)
-        ->wait(timeout_);
+    const auto end_of_watcher =
+        backend_->recv(never_sent, watcher, OrderedReduction::kSilentTag);
+    const auto goodbye =
+        backend_->send(byte, watcher, OrderedReduction::kGoodbyeTag);
+    std::thread listener([&] {
+      try {
+        end_of_watcher->wait(kForEver);
+      } catch (const std::exception&) {
+        goodbye->abort();
+      }
+    });
+    const auto stop_listening = c10::make_scope_exit([&] {
+      end_of_watcher->abort();
+      listener.join();
+    });
+    goodbye->wait(timeout_);
   } catch (const std::exception&) {
     // The watcher has gone before.
+  }
+}
+
+std::exception_ptr OrderedCollectives::failure_of(
+    std::string_view context, const std::exception_ptr& cause) const noexcept {
+  const std::string here =
+      c10::str("ordered collectives on rank ", rank_, " of ", size_);
+  try {
+    if (cause) throw_peer_error(c10::str(here, ": ", context), cause);
+    throw_peer_error(here, std::make_exception_ptr(
+                               std::runtime_error(std::string(context))));
+  } catch (...) {
+    return std::current_exception();
   }
 }
 
@@ -308,14 +368,7 @@ std::exception_ptr OrderedCollectives::fail(
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (failure_) return failure_;
-    try {
-      throw_peer_error(c10::str("ordered collectives on rank ", rank_, " of ",
-                                size_, ": ", context),
-                       cause);
-    } catch (...) {
-      failure_ = std::current_exception();
-    }
-    failure = failure_;
+    failure = failure_ = failure_of(context, cause);
     in_flight.assign(in_flight_.begin(), in_flight_.end());
   }
   try {

@@ -123,11 +123,11 @@ class OrderedCollectives {
 
   // Writes into `output` the sum over ranks of this rank's slice of `input`
   // [any shape]: elements slice(input.numel()).  `output` may be just that part
-  // of `input`, which is left as it is else; it overlaps it nowhere else.  The
-  // future holds a list of the output.
+  // of `input`, which is left as it is else.  The future holds a list of the
+  // output.
   //
   // Errors: as all_reduce(); ValueError if the output has another length or
-  // dtype.
+  // dtype, or overlaps the input elsewhere.
   FuturePtr reduce_scatter(const at::Tensor& input, const at::Tensor& output,
                            std::optional<double> scale = std::nullopt);
 
@@ -155,6 +155,9 @@ class OrderedCollectives {
   void say_goodbye();
   void check_process() const;
   at::Tensor take_scratch(int64_t bytes);
+  // Without a cause, the context is the whole story.
+  std::exception_ptr failure_of(std::string_view context,
+                                const std::exception_ptr& cause) const noexcept;
   // The one that all get from here on: that of the first call.
   std::exception_ptr fail(std::string_view context,
                           const std::exception_ptr& cause) noexcept;
@@ -170,7 +173,8 @@ class OrderedCollectives {
   c10::intrusive_ptr<c10d::Work> departure_;   // of the next rank
 
   mutable std::mutex mutex_;
-  std::condition_variable changed_;
+  std::unique_ptr<std::condition_variable> changed_ =
+      std::make_unique<std::condition_variable>();
   // Guarded by mutex_.
   int64_t num_launches_ = 0;
   std::deque<Launched> queue_;

@@ -67,7 +67,7 @@ RankSlice OrderedReduction::slice_of(int rank) const {
 }
 
 int64_t OrderedReduction::num_parts(const RankSlice& slice) const {
-  return (slice.numel + part_numel_ - 1) / part_numel_;
+  return slice.numel / part_numel_ + (slice.numel % part_numel_ > 0 ? 1 : 0);
 }
 
 RankSlice OrderedReduction::part(const RankSlice& slice, int64_t index) const {

@@ -50,8 +50,9 @@ class OrderedReduction {
   };
   using Tag = int;
 
-  // No message of a reduction has it.
-  static constexpr Tag kUnusedTag = 0;
+  // No message of a reduction has these.
+  static constexpr Tag kGoodbyeTag = 0;
+  static constexpr Tag kSilentTag = 3;
 
   // `number`: > 0, equal on all ranks.
   OrderedReduction(c10::intrusive_ptr<c10d::Backend> backend, Call call,

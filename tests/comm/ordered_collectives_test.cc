@@ -3,7 +3,9 @@
 #include "brigade/comm/ordered_collectives.h"
 
 #include <signal.h>
+#include <sys/wait.h>
 #include <torch/torch.h>
+#include <unistd.h>
 
 #include <functional>
 #include <future>
@@ -28,6 +30,7 @@ namespace brigade {
 namespace {
 
 using ::testing::Contains;
+using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using testing::ProcessRanks;
 using testing::RankContext;
@@ -357,6 +360,11 @@ TEST(OrderedCollectivesErrorTest, SaysWhatCannotBeReduced) {
                   collectives.reduce_scatter(at::ones(5), at::ones(1));
                 }),
                 HasSubstr("expected an output of "));
+    EXPECT_THAT(error_of<c10::ValueError>([&] {
+                  const at::Tensor input = at::ones(8);
+                  collectives.reduce_scatter(input, input.narrow(0, 2, 4));
+                }),
+                HasSubstr("another part"));
     EXPECT_EQ(collectives.num_launches(), 0);
     EXPECT_THAT(error_of<c10::ValueError>(
                     [&] { OrderedCollectives(group, {.group_size = 3}); }),
@@ -393,6 +401,21 @@ TEST_P(OrderedCollectivesTest, ARankThatLeavesEndsWhatWaitsForIt) {
       std::chrono::minutes(10));
 }
 
+// Some close their connections while others say goodbye.
+TEST(OrderedCollectivesErrorTest, RanksThatLeaveAtOnceDoNotWaitForEachOther) {
+  run_ranks(
+      5,
+      [](const Group& group) {
+        for (int round = 0; round < 100; ++round) {
+          OrderedCollectives collectives(group);
+          if (round % 2 == 0) {
+            collectives.all_reduce(at::ones(10))->waitAndThrow();
+          }
+        }
+      },
+      std::chrono::minutes(10));
+}
+
 TEST(OrderedCollectivesErrorTest, ARankThatEndsWithOneInFlightEndsTheOthers) {
   run_ranks(
       3,
@@ -408,7 +431,11 @@ TEST(OrderedCollectivesErrorTest, ARankThatEndsWithOneInFlightEndsTheOthers) {
                                    ? collectives->all_reduce(at::ones(10))
                                    : in_flight.back();
         for (const FuturePtr& future : in_flight) future->wait();
-        EXPECT_THROW(last->waitAndThrow(), PeerError);
+        EXPECT_THAT(error_of<PeerError>([&] { last->waitAndThrow(); }),
+                    HasSubstr(group->getRank() == 2
+                                  ? "rank 2 of 3: it ended with reductions in "
+                                    "flight."
+                                  : "ordered collectives on rank"));
       },
       std::chrono::minutes(10));
 }
@@ -453,6 +480,15 @@ TEST(OrderedCollectivesErrorTest, ARankThatNeverComesIsNamed) {
 constexpr OrderedOptions kOneMessage = {
     .part_bytes = std::numeric_limits<int64_t>::max()};
 
+TEST(OrderedCollectivesErrorTest, APartMayBeLargerThanAnyTensor) {
+  run_ranks(2, [](const Group& group) {
+    OrderedCollectives collectives(group, kOneMessage);
+    const at::Tensor bytes = at::ones({100001}, at::kByte);
+    collectives.all_reduce(bytes)->waitAndThrow();
+    EXPECT_TRUE(at::equal(bytes, at::full({100001}, 2, at::kByte)));
+  });
+}
+
 void report_failure(RankContext& rank, const FuturePtr& future) {
   future->wait();
   if (future->hasError()) rank.report(message_of(future->exception_ptr()));
@@ -492,6 +528,58 @@ const RankFunction kDieInAMessage("die_in_a_message", [](RankContext& rank) {
   report_failure(rank, future);
 });
 
+// The last rank dies while nothing is in flight.
+const RankFunction kIdle("ordered_idle", [](RankContext& rank) {
+  GroupScope scope(init_process_group({.timeout = std::chrono::minutes(10)}));
+  OrderedCollectives collectives(scope.group());
+  collectives.all_reduce(at::ones(10))->waitAndThrow();
+  rank.report("idle");
+  rank.await();
+  report_failure(rank, collectives.all_reduce(at::ones(10)));
+});
+
+// With a reduction in flight that waits for rank 1, and after it.
+const RankFunction kForkOrdered("fork_ordered", [](RankContext& rank) {
+  GroupScope scope(init_process_group());
+  auto collectives = std::make_unique<OrderedCollectives>(scope.group());
+  collectives->all_reduce(at::ones(10))->waitAndThrow();
+  const at::Tensor tensor = at::ones(100000);
+  FuturePtr in_flight;
+  if (rank.rank() == 0) in_flight = collectives->all_reduce(tensor);
+  const pid_t child = fork();
+  if (child == 0) {
+    alarm(20);
+    std::string error = "no error";
+    try {
+      collectives->all_reduce(at::ones(10));
+    } catch (const c10::Error& e) {
+      error = e.what_without_backtrace();
+    }
+    collectives.reset();
+    _exit(error.find("was forked") != std::string::npos ? 0 : 1);
+  }
+  int status = -1;
+  waitpid(child, &status, 0);
+  rank.report("child " + std::to_string(status));
+  if (rank.rank() == 1) {
+    rank.await();
+    in_flight = collectives->all_reduce(tensor);
+  }
+  in_flight->waitAndThrow();
+  rank.report(at::equal(tensor, at::full({100000}, 2.0)) ? "parent goes on"
+                                                         : "wrong sum");
+});
+
+TEST(OrderedCollectivesErrorTest, AForkedChildIsRefusedAndTheParentGoesOn) {
+  ProcessRanks ranks({.world_size = 2, .function = "fork_ordered"});
+  ranks.wait_for(0, "child 0");
+  ranks.tell(1, "go");
+  for (const RankResult& result : ranks.finish()) {
+    EXPECT_EQ(result.exit_code, 0) << result.error_output;
+    EXPECT_THAT(result.messages, ElementsAre("child 0", "parent goes on"));
+  }
+}
+
 class OrderedPeerLossTest : public ::testing::TestWithParam<int> {
  protected:
   // With a timeout of ten minutes, that is: not at the timeout.
@@ -511,6 +599,14 @@ TEST_P(OrderedPeerLossTest, AKilledRankEndsWhatIsInFlight) {
   ProcessRanks ranks({.world_size = GetParam(), .function = "ordered_forever"});
   ranks.wait_for_all("running");
   ranks.signal(GetParam() - 1, SIGKILL);
+  expect_that_all_are_told(ranks);
+}
+
+TEST_P(OrderedPeerLossTest, ADeathBetweenReductionsEndsTheNext) {
+  ProcessRanks ranks({.world_size = GetParam(), .function = "ordered_idle"});
+  ranks.wait_for_all("idle");
+  ranks.signal(GetParam() - 1, SIGKILL);
+  for (int rank = 0; rank < GetParam() - 1; ++rank) ranks.tell(rank, "go");
   expect_that_all_are_told(ranks);
 }
 
