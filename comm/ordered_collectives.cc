@@ -74,6 +74,13 @@ void check_tensor(std::string_view name, const at::Tensor& tensor) {
                    ".\nReduce a copy in a dtype that can be added.");
 }
 
+void check_scale(std::optional<double> scale, at::ScalarType dtype) {
+  TORCH_CHECK_VALUE(!scale || !at::isIntegralType(dtype, /*includeBool=*/true),
+                    "ordered collectives: expected no scale for ", dtype,
+                    ", found ", scale.value_or(1),
+                    ".\nScale a floating-point copy.");
+}
+
 }  // namespace
 
 OrderedCollectives::OrderedCollectives(
@@ -153,40 +160,44 @@ OrderedCollectives::~OrderedCollectives() {
 
 OrderedCollectives::FuturePtr OrderedCollectives::all_reduce(
     const at::Tensor& tensor, std::optional<double> scale) {
+  check_process();
+  check_tensor("the input", tensor);
+  check_scale(scale, tensor.scalar_type());
   return launch(/*all_reduce=*/true, tensor, tensor, scale);
 }
 
 OrderedCollectives::FuturePtr OrderedCollectives::reduce_scatter(
     const at::Tensor& input, const at::Tensor& output,
     std::optional<double> scale) {
+  check_reduce_scatter(input, output, scale);
   return launch(/*all_reduce=*/false, input, output, scale);
+}
+
+void OrderedCollectives::check_reduce_scatter(
+    const at::Tensor& input, const at::Tensor& output,
+    std::optional<double> scale) const {
+  check_process();
+  check_tensor("the input", input);
+  check_tensor("the output", output);
+  const RankSlice own = slice(input.numel());
+  TORCH_CHECK_VALUE(output.numel() == own.numel &&
+                        output.scalar_type() == input.scalar_type(),
+                    "ordered reduce-scatter: expected an output of ", own.numel,
+                    ' ', input.scalar_type(), ", rank ", rank_,
+                    "'s slice of the input, found ", output.numel(), ' ',
+                    output.scalar_type(),
+                    ".\nMake it as long as slice() says.");
+  TORCH_CHECK_VALUE(
+      !overlaps_elsewhere(input, own.offset, output),
+      "ordered reduce-scatter: expected an output that is rank ", rank_,
+      "'s slice of the input or shares no memory with it, found another part "
+      "of it.\nGive memory of its own.");
+  check_scale(scale, input.scalar_type());
 }
 
 OrderedCollectives::FuturePtr OrderedCollectives::launch(
     bool all_reduce, const at::Tensor& input, const at::Tensor& output,
     std::optional<double> scale) {
-  check_process();
-  check_tensor("the input", input);
-  if (!all_reduce) {
-    check_tensor("the output", output);
-    TORCH_CHECK_VALUE(output.numel() == slice(input.numel()).numel &&
-                          output.scalar_type() == input.scalar_type(),
-                      "ordered reduce-scatter: expected an output of ",
-                      slice(input.numel()).numel, ' ', input.scalar_type(),
-                      ", rank ", rank_, "'s slice of the input, found ",
-                      output.numel(), ' ', output.scalar_type(),
-                      ".\nMake it as long as slice() says.");
-    TORCH_CHECK_VALUE(
-        !overlaps_elsewhere(input, slice(input.numel()).offset, output),
-        "ordered reduce-scatter: expected an output that is rank ", rank_,
-        "'s slice of the input or shares no memory with it, found another part "
-        "of it.\nGive memory of its own.");
-  }
-  TORCH_CHECK_VALUE(!scale || !at::isIntegralType(input.scalar_type(),
-                                                  /*includeBool=*/true),
-                    "ordered collectives: expected no scale for ",
-                    input.scalar_type(), ", found ", scale.value_or(1),
-                    ".\nScale a floating-point copy.");
   const FuturePtr future = make_future();
   if (input.numel() == 0) {
     complete(*future, output);
@@ -371,6 +382,7 @@ std::exception_ptr OrderedCollectives::fail(
     failure = failure_ = failure_of(context, cause);
     in_flight.assign(in_flight_.begin(), in_flight_.end());
   }
+  if (!backend_) return failure;
   try {
     const SigpipeBlock writes_to_peers;
     backend_->abort();
@@ -379,6 +391,10 @@ std::exception_ptr OrderedCollectives::fail(
   }
   for (const auto& reduction : in_flight) reduction->abort();
   return failure;
+}
+
+void OrderedCollectives::abort(const std::exception_ptr& cause) noexcept {
+  fail("it was given up", cause);
 }
 
 int64_t OrderedCollectives::num_launches() const {

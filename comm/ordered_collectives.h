@@ -131,6 +131,14 @@ class OrderedCollectives {
   FuturePtr reduce_scatter(const at::Tensor& input, const at::Tensor& output,
                            std::optional<double> scale = std::nullopt);
 
+  // What reduce_scatter() does before it calls anybody.
+  void check_reduce_scatter(const at::Tensor& input, const at::Tensor& output,
+                            std::optional<double> scale) const;
+
+  // Reductions in flight and later ones end with an error that tells the cause,
+  // here and on the other ranks.
+  void abort(const std::exception_ptr& cause) noexcept;
+
   // Of this rank, of n elements in a row.
   RankSlice slice(int64_t numel) const {
     return slice_of_rank(numel, rank_, size_);

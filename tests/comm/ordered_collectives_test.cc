@@ -296,7 +296,7 @@ TEST_P(OrderedCollectivesTest, TheGroupIsLeftAlone) {
   });
 }
 
-TEST(OrderedMeshTest, AddsWithinGroupsFirst) {
+TEST(OrderedGroupSizeTest, AddsWithinGroupsFirst) {
   const int world_size = 6;
   for (const int group_size : {1, 2, 3, 6}) {
     for (const at::ScalarType dtype : {at::kFloat, at::kHalf}) {
