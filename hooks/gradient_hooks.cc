@@ -44,7 +44,7 @@ class ReadyHook final : public torch::autograd::FunctionPostHook {
   variable_list operator()(const variable_list& outputs,
                            const variable_list& inputs) override {
     prefetch_next();
-    listener_.on_gradient_ready(variable_, inputs.at(0).defined());
+    listener_.on_gradient_ready(variable_, inputs.at(0).defined() || is_taken_);
     return outputs;  // empty: an accumulator has no successors
   }
 
@@ -52,6 +52,11 @@ class ReadyHook final : public torch::autograd::FunctionPostHook {
       torch::dynamo::autograd::CompiledNodeArgs&) const override {
     refuse_compiled_autograd();
   }
+
+  VariableIndex variable() const { return variable_; }
+
+  // Whether a sink has the gradient that the accumulator is called with.
+  void set_taken(bool is_taken) { is_taken_ = is_taken; }
 
  private:
   // Backwards of several threads may mix up what is remembered, which costs
@@ -81,10 +86,48 @@ class ReadyHook final : public torch::autograd::FunctionPostHook {
 
   std::atomic<ReadyHook*>& last_called_;
   std::atomic<ReadyHook*> next_ = nullptr;
+
+  bool is_taken_ = false;  // by a sink, in the present call
 };
 
+namespace {
+
+// Gives the sink what its accumulator would accumulate. An accumulator that
+// gets an undefined gradient leaves `.grad` alone and calls its hooks.
+class TakingHook final : public torch::autograd::FunctionPreHook {
+ public:
+  // REQUIRES: `ready`, of the same accumulator, outlives this object.
+  TakingHook(GradientSink& sink, ReadyHook& ready)
+      : sink_(sink), ready_(ready) {}
+
+  variable_list operator()(const variable_list& gradients) override {
+    const at::Tensor& gradient = gradients.at(0);
+    ready_.set_taken(gradient.defined());
+    if (gradient.defined()) sink_.take(ready_.variable(), gradient);
+    return {at::Tensor()};
+  }
+
+  void compiled_args(
+      torch::dynamo::autograd::CompiledNodeArgs&) const override {
+    refuse_compiled_autograd();
+  }
+
+ private:
+  GradientSink& sink_;
+  ReadyHook& ready_;
+};
+
+// Autograd has a call for this for post-hooks only.
+void remove_pre_hook(Node& node,
+                     const torch::autograd::FunctionPreHook* removed) {
+  std::erase_if(node.pre_hooks(),
+                [&](const auto& hook) { return hook.get() == removed; });
+}
+
+}  // namespace
+
 GradientHooks::GradientHooks(std::span<const std::vector<at::Tensor>> replicas,
-                             GradientListener& listener) {
+                             GradientListener& listener, GradientSink* sink) {
   size_t num_variables = 0;
   for (const std::vector<at::Tensor>& replica : replicas) {
     num_variables += replica.size();
@@ -100,12 +143,18 @@ GradientHooks::GradientHooks(std::span<const std::vector<at::Tensor>> replicas,
         prefetch_after(replicas[r], i);
         NodePtr accumulator =
             torch::autograd::impl::grad_accumulator(replicas[r][i]);
-        const uintptr_t key = accumulator->add_post_hook(
-            std::unique_ptr<ReadyHook>(new (place) ReadyHook(
-                listener, VariableIndex{.replica = r, .parameter = i},
-                accumulator.get(), replicas[r][i], last_called_)));
-        registrations_.push_back({std::move(accumulator), key});
+        std::unique_ptr<ReadyHook> hook(new (place) ReadyHook(
+            listener, VariableIndex{.replica = r, .parameter = i},
+            accumulator.get(), replicas[r][i], last_called_));
+        ReadyHook& ready = *hook;
+        const uintptr_t key = accumulator->add_post_hook(std::move(hook));
+        Registration& registration = registrations_.emplace_back(
+            Registration{std::move(accumulator), key, nullptr});
         place += sizeof(ReadyHook);
+        if (sink == nullptr) continue;
+        auto taking = std::make_unique<TakingHook>(*sink, ready);
+        registration.taking = taking.get();
+        registration.accumulator->add_pre_hook(std::move(taking));
       }
     }
   } catch (...) {
@@ -118,6 +167,9 @@ GradientHooks::~GradientHooks() { remove(); }
 
 void GradientHooks::remove() {
   for (Registration& registration : registrations_) {
+    if (registration.taking != nullptr) {
+      remove_pre_hook(*registration.accumulator, registration.taking);
+    }
     registration.accumulator->del_post_hook(registration.key);
   }
   registrations_.clear();

@@ -1,9 +1,10 @@
 // Tells when the gradient of a parameter has been accumulated.
 //
 // Each parameter's gradient accumulator gets a post-hook that calls the
-// listener after `.grad` holds the parameter's gradient of this backward. The
-// hooks live as long as this object: its destructor takes them off the
-// accumulators, even while a graph that leads to them is alive.
+// listener after `.grad` holds the parameter's gradient of this backward, or a
+// sink has taken it. The hooks live as long as this object: its destructor
+// takes them off the accumulators, even while a graph that leads to them is
+// alive.
 //
 // The accumulators are kept alive here. Autograd holds them weakly, and a hook
 // dies with its accumulator.
@@ -27,6 +28,7 @@
 #include <vector>
 
 #include "brigade/hooks/autograd_node.h"
+#include "brigade/hooks/gradient_sink.h"
 #include "brigade/planning/variable_index.h"
 
 namespace brigade {
@@ -35,7 +37,8 @@ class GradientListener {
  public:
   // `variable`: its place in the lists given to GradientHooks. `is_defined`:
   // false if backward reached the parameter with an undefined gradient, which
-  // changes nothing in `.grad`. What this throws comes out of backward().
+  // changes nothing in `.grad` and is not taken by a sink. What this throws
+  // comes out of backward().
   virtual void on_gradient_ready(VariableIndex variable, bool is_defined) = 0;
 
  protected:
@@ -48,10 +51,12 @@ class GradientHooks {
  public:
   // `replicas[r]` holds the parameters of local replica r, equally many each.
   //
+  // `sink`: takes each gradient, see gradient_sink.h; null: `.grad` does.
+  //
   // REQUIRES: every parameter is a leaf that requires a gradient; `listener`
-  // outlives this object.
+  // and `sink` outlive this object.
   GradientHooks(std::span<const std::vector<at::Tensor>> replicas,
-                GradientListener& listener);
+                GradientListener& listener, GradientSink* sink = nullptr);
   ~GradientHooks();
 
   // From here on the listener is told nothing. Not to be called during a
@@ -77,6 +82,7 @@ class GradientHooks {
   struct Registration {
     NodePtr accumulator;
     uintptr_t key;
+    const torch::autograd::FunctionPreHook* taking;  // null without a sink
   };
   std::unique_ptr<std::byte[]> hooks_;       // memory, one after the other
   std::vector<Registration> registrations_;  // as accumulators()

@@ -1,0 +1,237 @@
+#include "brigade/hooks/gradient_sink.h"
+
+#include <torch/torch.h>
+
+#include <array>
+#include <functional>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "brigade/hooks/gradient_hooks.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+
+namespace brigade {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::IsEmpty;
+
+at::Tensor leaf(const std::vector<double>& values,
+                at::ScalarType dtype = at::kFloat) {
+  return torch::tensor(values).to(dtype).requires_grad_();
+}
+
+// Keeps copies of what is taken, and notes who is told what in which order.
+class Recorder final : public GradientSink, public GradientListener {
+ public:
+  void take(VariableIndex variable, const at::Tensor& gradient) override {
+    events.push_back("take " + std::to_string(variable.parameter));
+    if (throws) throw std::domain_error("sink");
+    has_history = gradient.requires_grad();
+    taken.push_back(gradient.detach().clone());
+  }
+
+  void on_gradient_ready(VariableIndex variable, bool is_defined) override {
+    events.push_back((is_defined ? "ready " : "undefined ") +
+                     std::to_string(variable.parameter));
+  }
+
+  std::vector<std::string> events;
+  std::vector<at::Tensor> taken;
+  bool has_history = false;
+  bool throws = false;
+};
+
+class PostAccumulateHook final
+    : public torch::autograd::PostAccumulateGradHook {
+ public:
+  explicit PostAccumulateHook(std::function<void(const at::Tensor&)> function)
+      : function_(std::move(function)) {}
+  void operator()(const at::Tensor& tensor) override { function_(tensor); }
+
+ private:
+  std::function<void(const at::Tensor&)> function_;
+};
+
+// A function whose backward has nothing to say.
+class Undefined : public torch::autograd::Function<Undefined> {
+ public:
+  static at::Tensor forward(torch::autograd::AutogradContext*,
+                            const at::Tensor& x) {
+    return x.clone();
+  }
+  static torch::autograd::variable_list backward(
+      torch::autograd::AutogradContext*, torch::autograd::variable_list) {
+    return {at::Tensor()};
+  }
+};
+
+class GradientSinkTest : public ::testing::Test {
+ protected:
+  std::unique_ptr<GradientHooks> hooks_for(Recorder& recorder) const {
+    return std::make_unique<GradientHooks>(std::array{parameters_}, recorder,
+                                           &recorder);
+  }
+
+  void expect_taken(const std::vector<std::vector<double>>& expected) const {
+    ASSERT_EQ(recorder_.taken.size(), expected.size());
+    for (size_t i = 0; i < expected.size(); ++i) {
+      EXPECT_TRUE(at::equal(recorder_.taken[i].to(at::kDouble),
+                            torch::tensor(expected[i], at::kDouble)))
+          << recorder_.taken[i];
+    }
+  }
+
+  const std::vector<at::Tensor> parameters_ = {leaf({1, 2}), leaf({3, 4})};
+  Recorder recorder_;
+  std::unique_ptr<GradientHooks> hooks_ = hooks_for(recorder_);
+};
+
+TEST_F(GradientSinkTest, TakesBeforeTheListenerHearsAndGradStaysUndefined) {
+  (parameters_[0] * 5).sum().backward();
+  (parameters_[1] * 7).sum().backward();
+  expect_taken({{5, 5}, {7, 7}});
+  EXPECT_THAT(recorder_.events,
+              ElementsAre("take 0", "ready 0", "take 1", "ready 1"));
+  EXPECT_FALSE(parameters_[0].grad().defined());
+  EXPECT_FALSE(parameters_[1].grad().defined());
+}
+
+TEST_F(GradientSinkTest, LeavesAGradThatIsThereAsItIs) {
+  const at::Tensor before = torch::full({2}, 9.0);
+  parameters_[0].mutable_grad() = before;
+  (parameters_[0] * 5).sum().backward();
+  expect_taken({{5, 5}});
+  EXPECT_TRUE(parameters_[0].grad().is_same(before));
+  EXPECT_TRUE(at::equal(before, torch::full({2}, 9.0)));
+}
+
+TEST_F(GradientSinkTest, TakesTheSumOfAllUsesOnce) {
+  (parameters_[0] * parameters_[0] + parameters_[0]).sum().backward();
+  expect_taken({{3, 5}});
+  EXPECT_THAT(recorder_.events, ElementsAre("take 0", "ready 0"));
+}
+
+TEST_F(GradientSinkTest, TakesInEachBackward) {
+  const at::Tensor loss = (parameters_[0] * parameters_[0]).sum();
+  loss.backward({}, /*retain_graph=*/true);
+  loss.backward();
+  expect_taken({{2, 4}, {2, 4}});
+}
+
+TEST_F(GradientSinkTest, AnUndefinedGradientIsNotTaken) {
+  parameters_[0].sum().backward();
+  Undefined::apply(parameters_[0]).sum().backward();
+  EXPECT_THAT(recorder_.events,
+              ElementsAre("take 0", "ready 0", "undefined 0"));
+}
+
+TEST_F(GradientSinkTest, HooksOnTheTensorRunBeforeAndPostHooksBehind) {
+  auto& events = recorder_.events;
+  parameters_[0].register_hook([&](const at::Tensor& gradient) {
+    events.push_back("tensor hook");
+    return gradient * 10;
+  });
+  torch::autograd::impl::set_post_acc_grad_hooks(
+      parameters_[0],
+      std::make_unique<PostAccumulateHook>([&](const at::Tensor& tensor) {
+        events.push_back(tensor.grad().defined() ? "grad" : "no grad");
+      }));
+  (parameters_[0] * 5).sum().backward();
+  expect_taken({{50, 50}});
+  EXPECT_THAT(events,
+              ElementsAre("tensor hook", "take 0", "no grad", "ready 0"));
+}
+
+TEST_F(GradientSinkTest, GradientsComeInTheParametersPrecision) {
+  const std::vector<at::Tensor> parameters = {leaf({1, 2}, at::kBFloat16),
+                                              leaf({1, 2}, at::kDouble)};
+  Recorder recorder;
+  const GradientHooks hooks(std::array{parameters}, recorder, &recorder);
+  for (const at::Tensor& parameter : parameters) {
+    (parameter.to(at::kFloat) * 5).sum().backward();
+  }
+  ASSERT_EQ(recorder.taken.size(), 2u);
+  EXPECT_EQ(recorder.taken[0].scalar_type(), at::kBFloat16);
+  EXPECT_EQ(recorder.taken[1].scalar_type(), at::kDouble);
+}
+
+TEST_F(GradientSinkTest, ASparseGradientIsHandedOnAsItIs) {
+  const std::vector<at::Tensor> parameters = {
+      torch::ones({3, 2}, at::requires_grad())};
+  Recorder recorder;
+  const GradientHooks hooks(std::array{parameters}, recorder, &recorder);
+  torch::embedding(parameters[0], torch::tensor({1}), /*padding_idx=*/-1,
+                   /*scale_grad_by_freq=*/false, /*sparse=*/true)
+      .sum()
+      .backward();
+  ASSERT_EQ(recorder.taken.size(), 1u);
+  EXPECT_TRUE(recorder.taken[0].is_sparse());
+}
+
+TEST_F(GradientSinkTest, UnderCreateGraphAGradientHasAHistory) {
+  const at::Tensor loss = (parameters_[0] * parameters_[0]).sum();
+  loss.backward({}, /*retain_graph=*/true);
+  EXPECT_FALSE(recorder_.has_history);
+  loss.backward({}, /*retain_graph=*/true, /*create_graph=*/true);
+  EXPECT_TRUE(recorder_.has_history);
+}
+
+TEST_F(GradientSinkTest, WhatAutogradGradReturnsIsNotTaken) {
+  const auto gradients =
+      torch::autograd::grad({(parameters_[0] * 5).sum()}, {parameters_[0]});
+  EXPECT_TRUE(at::equal(gradients.at(0), torch::full({2}, 5.0)));
+  EXPECT_THAT(recorder_.events, IsEmpty());
+}
+
+TEST_F(GradientSinkTest, WhatASinkThrowsComesOutAndTheListenerHearsNothing) {
+  recorder_.throws = true;
+  EXPECT_THROW(parameters_[0].sum().backward(), std::domain_error);
+  EXPECT_THAT(recorder_.events, ElementsAre("take 0"));
+  recorder_.throws = false;
+  (parameters_[0] * 5).sum().backward();
+  expect_taken({{5, 5}});
+}
+
+TEST_F(GradientSinkTest, OnceRemovedGradHoldsTheGradientsOfALiveGraph) {
+  const at::Tensor loss = (parameters_[0] * 5).sum();
+  hooks_.reset();
+  loss.backward();
+  EXPECT_THAT(recorder_.events, IsEmpty());
+  EXPECT_TRUE(at::equal(parameters_[0].grad(), torch::full({2}, 5.0)));
+}
+
+TEST_F(GradientSinkTest, RemovalLeavesTheSinksOfOthers) {
+  Recorder other;
+  const std::unique_ptr<GradientHooks> others = hooks_for(other);
+  hooks_.reset();
+  (parameters_[0] * 5).sum().backward();
+  EXPECT_THAT(recorder_.events, IsEmpty());
+  EXPECT_THAT(other.events, ElementsAre("take 0", "ready 0"));
+  EXPECT_FALSE(parameters_[0].grad().defined());
+}
+
+// Of a gradient that only autograd holds.
+TEST_F(GradientSinkTest, AGradientIsFreedBeforeTheListenerHears) {
+  struct Watch final : GradientSink, GradientListener {
+    void take(VariableIndex, const at::Tensor& gradient) override {
+      weak.emplace_back(gradient.getIntrusivePtr());
+    }
+    void on_gradient_ready(VariableIndex, bool) override {
+      is_freed.push_back(weak.back().expired());
+    }
+    std::vector<c10::weak_intrusive_ptr<c10::TensorImpl>> weak;
+    std::vector<bool> is_freed;
+  } watch;
+  hooks_.reset();
+  const GradientHooks hooks(std::array{parameters_}, watch, &watch);
+  (parameters_[0] * 5).sum().backward();
+  EXPECT_THAT(watch.is_freed, ElementsAre(true));
+}
+
+}  // namespace
+}  // namespace brigade
