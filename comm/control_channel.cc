@@ -150,6 +150,13 @@ std::optional<std::vector<RankStatus>> ControlChannel::await_difference(
   }
 }
 
+bool ControlChannel::all_propose_the_same(const PendingExchange& pending) {
+  if (pending.exchange) return pending.exchange->all_propose_the_same();
+  return std::ranges::all_of(pending.answers, [&](const RankStatus& answer) {
+    return answer.proposal == pending.own.proposal;
+  });
+}
+
 std::vector<RankStatus> ControlChannel::await(
     const PendingExchange& pending, std::optional<milliseconds> patience) {
   if (!pending.exchange) return pending.answers;

@@ -53,6 +53,9 @@ std::string describe_status(const RankStatus& rank_status) {
       return "began " + iteration +
              (words.empty() ? "" : " (" + std::string(words) + ")");
     }
+    case StatusKind::kAsk:
+      return absl::StrCat(std::string(words_of(rank_status.text)), " behind ",
+                          iteration);
     case StatusKind::kEnd: {
       const int64_t launches = num_launches(rank_status);
       return absl::StrCat("ended ", iteration, " after ", launches,

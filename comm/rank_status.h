@@ -26,6 +26,7 @@ namespace brigade {
 enum class StatusKind : int64_t {
   kIdle,     // has not begun the iteration, and asks where the others are
   kBegin,    // begins an iteration
+  kAsk,      // is about to do what `text` says, if all ranks are
   kEnd,      // has launched all collectives of the iteration
   kChained,  // has launched the second ones behind them (then_collective())
   kArrived,  // has their results
@@ -51,7 +52,7 @@ struct GroupCounts {
 inline constexpr size_t kMaxGroups = 8;
 
 // Zero-terminated unless full.
-using StatusText = std::array<char, 208>;
+using StatusText = std::array<char, 200>;
 
 // Travels as it lies in memory: ranks run the same build on like machines.
 struct RankStatus {
@@ -65,6 +66,10 @@ struct RankStatus {
   // A digest of where others' collectives lie between the sender's launches; 0:
   // not compared.
   uint64_t others = 0;
+
+  // What the sender would do from the next iteration on, in a digest; 0:
+  // nothing else. Ranks that propose different things agree nevertheless.
+  uint64_t proposal = 0;
 
   std::array<GroupCounts, kMaxGroups> by_group = {};
 

@@ -25,7 +25,10 @@ StatusDigest combine(const StatusDigest& a, const StatusDigest& b) {
   };
   return {.first = place(b) < place(a) ? b.first : a.first,
           .all_agree = a.all_agree != 0 && b.all_agree != 0 &&
-                       agree(a.first.rank_status, b.first.rank_status)};
+                       agree(a.first.rank_status, b.first.rank_status),
+          .all_propose_the_same =
+              a.all_propose_the_same != 0 && b.all_propose_the_same != 0 &&
+              a.first.rank_status.proposal == b.first.rank_status.proposal};
 }
 
 std::optional<StatusOf> first_failure(const StatusDigest& digest) {

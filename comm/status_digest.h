@@ -25,7 +25,8 @@ struct StatusOf {
 struct StatusDigest {
   // Of the lowest rank that has failed; else of the lowest rank.
   StatusOf first = {};
-  int64_t all_agree = 1;  // check_statuses() of all is OK
+  int32_t all_agree = 1;  // check_statuses() of all is OK
+  int32_t all_propose_the_same = 1;
 };
 
 static_assert(sizeof(StatusDigest) == 336);

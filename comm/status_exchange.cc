@@ -84,6 +84,19 @@ void StatusExchange::renew() {
   is_aborted_ = false;
 }
 
+bool StatusExchange::all_propose_the_same() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return all_propose_the_same_;
+}
+
+void StatusExchange::finish_agreed(bool all_propose_the_same) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    all_propose_the_same_ = all_propose_the_same;
+  }
+  finish(Outcome::kAgreed);
+}
+
 void StatusExchange::finish_different(std::vector<RankStatus> by_rank) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);

@@ -63,6 +63,9 @@ class StatusExchange {
   // Waits for it end, on whatever thread; others still get this rank's part.
   void abort();
 
+  // REQUIRES: kAgreed.
+  bool all_propose_the_same() const;
+
   // By rank. REQUIRES: kDiffer.
   std::vector<RankStatus> received() const;
 
@@ -71,7 +74,7 @@ class StatusExchange {
 
   // For whoever makes it: back to pending, or over.
   void renew();
-  void finish_agreed() { finish(Outcome::kAgreed); }
+  void finish_agreed(bool all_propose_the_same);
   void finish_different(std::vector<RankStatus> by_rank);
   void finish_broken(std::vector<Absence> absences);
 
@@ -82,6 +85,7 @@ class StatusExchange {
   std::condition_variable is_over_;
   Outcome outcome_ = Outcome::kPending;  // guarded by mutex_
   bool is_aborted_ = false;              // guarded by mutex_
+  bool all_propose_the_same_ = false;    // guarded by mutex_
   std::vector<RankStatus> by_rank_;      // guarded by mutex_
   std::vector<Absence> absences_;        // guarded by mutex_
 };

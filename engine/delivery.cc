@@ -214,7 +214,7 @@ void deliver(EngineState& state, const Iteration& iteration,
 }
 
 void deliver_what_all_ranks_have(EngineState& state, Iteration& iteration,
-                                 bool is_shadow) {
+                                 bool is_shadow, bool has_agreed_proposal) {
   if (iteration.has_chained()) {
     // One that a rank has not launched would be waited for in vain.
     const std::optional<Failure> failure = launch_chained(state, iteration);
@@ -223,7 +223,7 @@ void deliver_what_all_ranks_have(EngineState& state, Iteration& iteration,
   Results results;
   const std::optional<Failure> failure = collect(state, iteration, results);
   tell_of_results(state, iteration, StatusKind::kArrived, failure);
-  state.policy.on_end_confirmed();
+  state.policy.on_end_confirmed(has_agreed_proposal);
   deliver(state, iteration, results, is_shadow);
 }
 
@@ -235,12 +235,14 @@ void delivered(EngineState& state) {
 
 }  // namespace
 
-void deliver_all(EngineState& state, Iteration& iteration, bool is_shadow) {
+void deliver_all(EngineState& state, Iteration& iteration, bool is_shadow,
+                 bool has_agreed_proposal) {
   if (state.policy.hook_traits().fails_by_network_only) {
-    state.policy.on_end_confirmed();
+    state.policy.on_end_confirmed(has_agreed_proposal);
     deliver_as_results_come(state, iteration, is_shadow);
   } else {
-    deliver_what_all_ranks_have(state, iteration, is_shadow);
+    deliver_what_all_ranks_have(state, iteration, is_shadow,
+                                has_agreed_proposal);
   }
   delivered(state);
 }

@@ -27,9 +27,12 @@ namespace brigade {
 // delivered as it comes. A user's hook may fail on one rank alone, so that
 // ranks tell each other before anybody delivers.
 //
+// `has_agreed_proposal`: what ranks told each other at its end.
+//
 // Errors: what a collective or a hook failed with, and of a user's hook on all
 // ranks alike.
-void deliver_all(EngineState& state, Iteration& iteration, bool is_shadow);
+void deliver_all(EngineState& state, Iteration& iteration, bool is_shadow,
+                 bool has_agreed_proposal);
 
 // The same where peers may not have ended it yet: tells them `end` and does not
 // wait for theirs (confirm_ends() does). A user's hook's results come first; if

@@ -27,7 +27,7 @@ Engine::Engine(std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> groups,
                std::span<const std::vector<at::Tensor>> replicas,
                ReductionPolicy& policy, EngineOptions options)
     : hooks_(std::make_shared<GradientHooks>(
-          replicas, static_cast<GradientListener&>(*this))),
+          replicas, static_cast<GradientListener&>(*this), options.sink)),
       state_{.groups = std::move(groups),
              .policy = policy,
              .options = std::move(options),
@@ -128,6 +128,32 @@ void Engine::end_iteration() try {
 void Engine::note_local_forward() {
   const std::lock_guard<std::mutex> lock(mutex_);
   state_.membership.note_local_forward();
+}
+
+void Engine::ask(std::string_view words, uint64_t digest) try {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const RankStatus own = {.kind = StatusKind::kAsk,
+                          .fingerprint = digest,
+                          .text = status_text(words)};
+  if (has_begun(state_.phase)) return ask_together(state_, own);
+  const std::shared_ptr<Iteration> asking =
+      state_.iteration ? state_.iteration
+                       : state_.make_iteration(state_.observations.begun);
+  end_together(state_, *asking, own);
+  state_.leave_sync_point();
+} catch (...) {
+  state_.observations.note_error();
+  throw;
+}
+
+void Engine::fail(const std::exception_ptr& error) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (has_begun(state_.phase) || state_.peers.has_lost_group()) return;
+  if (!state_.iteration) {
+    state_.iteration = state_.make_iteration(state_.observations.begun + 1);
+  }
+  state_.failed(error);
+  abort_iteration(state_);
 }
 
 void Engine::shadow() try {

@@ -27,6 +27,7 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <exception>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -81,6 +82,12 @@ class Engine : private GradientListener {
   // Errors: those of end_iteration(), and of the policy's before_iteration().
   void prepare(std::span<const at::Tensor> outputs);
 
+  // In place of prepare(), for an owner that knows when a backward begins: the
+  // running one is an iteration, which begins here. Nothing if it has begun.
+  // Errors: as prepare(); those of launches. REQUIRES: inside of a backward,
+  // before any of its gradients has come.
+  void begin_in_backward();
+
   // A forward has run whose gradients are not the iteration's.
   void note_local_forward();
 
@@ -99,6 +106,19 @@ class Engine : private GradientListener {
   // Errors: RuntimeError if it has not been launched; what a collective failed
   // with.
   void deliver_through(size_t entry);
+
+  // Goes on when all ranks ask the same: `words` follow "rank 3", `digest` goes
+  // with them. At any place but in a hook of a collective, and no place among
+  // the launches. Collective.
+  // Errors: RuntimeError on all ranks if they differ, PeerError if one has
+  // failed or does not answer; a running iteration is over then.
+  // REQUIRES: EngineOptions::launches_rest_when_failing in an iteration.
+  void ask(std::string_view words, uint64_t digest);
+
+  // This rank has failed outside of a backward, and its peers are to know where
+  // they tell each other where they are next. Waits for them
+  // `failure_patience`, and does not throw.
+  void fail(const std::exception_ptr& error);
 
   // Launches substitutes for all entries of an iteration, and delivers nothing.
   void shadow();

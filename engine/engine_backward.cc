@@ -48,6 +48,22 @@ void Engine::on_output_reached(Preparation preparation) try {
   throw;
 }
 
+void Engine::begin_in_backward() try {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (has_begun(state_.phase)) return;
+  if (is_between(state_.phase)) start_iteration();
+  enter_backward(running_backward_id());
+  try {
+    begin_reduction();
+  } catch (...) {
+    state_.failed(std::current_exception());
+    throw;
+  }
+} catch (...) {
+  state_.observations.note_error();
+  throw;
+}
+
 void Engine::gradient_ready(VariableIndex variable, bool is_defined) {
   on_gradient_ready(variable, is_defined);
 }
@@ -270,9 +286,9 @@ void Engine::finish() {
     const HookScope scope(iteration->preparer);
     return deliver_unconfirmed(state_, iteration, is_shadow, end);
   }
-  end_together(state_, *iteration, end);
+  const bool has_agreed_proposal = end_together(state_, *iteration, end);
   const HookScope scope(iteration->preparer);
-  deliver_all(state_, *iteration, is_shadow);
+  deliver_all(state_, *iteration, is_shadow, has_agreed_proposal);
 }
 
 }  // namespace brigade

@@ -5,6 +5,8 @@
 #include <optional>
 #include <string>
 
+#include "brigade/hooks/gradient_sink.h"
+
 namespace brigade {
 
 struct EngineOptions {
@@ -31,6 +33,16 @@ struct EngineOptions {
 
   // A backward that brings some gradients but not all is an error at its end.
   bool one_backward_per_forward;
+
+  // Takes gradients in place of `.grad`; null: nobody does. It outlives the
+  // engine.
+  GradientSink* sink = nullptr;
+
+  // A rank whose iteration fails launches the rest of the sequence at once, and
+  // then tells its peers: whoever waits for an entry in the middle of its
+  // backward goes on. REQUIRES: the groups are the policy's alone, and ranks
+  // compare each iteration.
+  bool launches_rest_when_failing = false;
 };
 
 }  // namespace brigade

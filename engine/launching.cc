@@ -101,6 +101,20 @@ void launch_deficit(EngineState& state, Iteration& iteration,
               " launches are missing beyond those of the sequence");
 }
 
+void launch_rest(EngineState& state, Iteration& iteration) {
+  const HookScope scope(iteration.preparer);
+  for (size_t entry = 0; entry < iteration.sequence.size(); ++entry) {
+    Collective& next = *iteration.sequence[entry];
+    if (iteration.order.is_launched(entry) || next.is_left_out()) continue;
+    Launch launch = {.entry = entry, .collective = &next, .future = nullptr};
+    state.peers.on(next.group()).count(
+        [&] { launch.future = next.launch_substitute(); });
+    launch.has_travelled = launch.future != nullptr;
+    if (next.unit()) ++state.observations.units_launched;
+    iteration.launches.push_back(std::move(launch));
+  }
+}
+
 void Marker::mark(size_t variable, Slot slot) {
   if (slot.has_gradient) {
     state_.observations.timeline.gradient_ready(state_.variable(variable));

@@ -26,6 +26,10 @@ void launch_ready(EngineState& state);
 void launch_deficit(EngineState& state, Iteration& iteration,
                     LaunchDeficit deficit);
 
+// Launches on nothing all of an iteration that is aborted and has not been
+// launched, and does not wait. Errors: what a collective throws.
+void launch_rest(EngineState& state, Iteration& iteration);
+
 }  // namespace brigade
 
 #endif  // BRIGADE_ENGINE_LAUNCHING_H_

@@ -53,8 +53,9 @@ void PeerStatus::connect_later() {
   identity_ = ChannelIdentity::made_alone(group_);
 }
 
-PendingExchange PeerStatus::begin_exchange(RankStatus own) {
-  for (size_t group = 0; group < accounts_.size(); ++group) {
+PendingExchange PeerStatus::begin_exchange(RankStatus own,
+                                           bool tells_launches) {
+  for (size_t group = 0; tells_launches && group < accounts_.size(); ++group) {
     const GroupAccount::Told told = accounts_[group].take();
     own.by_group[group] = told.counts;
     if (told.others != 0) {
@@ -73,7 +74,9 @@ StatusComparison PeerStatus::await(
   if (!by_rank) {
     return {.status = absl::OkStatus(),
             .deficit = LaunchDeficit{},
-            .iteration = pending.own.iteration};
+            .iteration = pending.own.iteration,
+            .has_agreed_proposal =
+                ControlChannel::all_propose_the_same(pending)};
   }
   StatusComparison comparison = {.status = check_statuses(*by_rank),
                                  .deficit = LaunchDeficit{}};
@@ -90,7 +93,8 @@ StatusComparison PeerStatus::await(
 StatusComparison PeerStatus::without_channel(const RankStatus& own) const {
   StatusComparison comparison = {.status = absl::OkStatus(),
                                  .deficit = LaunchDeficit{},
-                                 .iteration = own.iteration};
+                                 .iteration = own.iteration,
+                                 .has_agreed_proposal = true};
   if (own.kind != StatusKind::kFailed) return comparison;
   comparison.status = absl::AbortedError(describe_status(own));
   if (group_->getSize() > 1) {

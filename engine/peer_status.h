@@ -41,6 +41,9 @@ struct StatusComparison {
   absl::StatusOr<LaunchDeficit> deficit;
 
   int64_t iteration = 0;  // of the rank that is furthest
+
+  // All ranks propose the same; false if they differ.
+  bool has_agreed_proposal = false;
 };
 
 // Throws on all ranks alike, unless all stand in the same place. Errors:
@@ -96,9 +99,12 @@ class PeerStatus {
   // Tells the others where this rank is, filling in what was launched, and
   // returns at once. To be awaited in this order.
   //
+  // `tells_launches`: false, what was launched is left for the next exchange to
+  // tell.
+  //
   // Errors: PeerError if the channel has failed before; RuntimeError in a
   // forked child. REQUIRES: is_connected().
-  PendingExchange begin_exchange(RankStatus own);
+  PendingExchange begin_exchange(RankStatus own, bool tells_launches = true);
 
   // Waits until all have told.
   //

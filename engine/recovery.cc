@@ -1,6 +1,7 @@
 #include "brigade/engine/recovery.h"
 
 #include <c10/util/Exception.h>
+#include <c10/util/hash.h>
 
 #include <algorithm>
 #include <exception>
@@ -33,7 +34,9 @@ RankStatus begin_status(const EngineState& state) {
       !hook.empty()) {
     absl::StrAppend(&words, ", comm hook ", hook);
   }
-  return {.kind = StatusKind::kBegin, .text = status_text(words)};
+  return {.kind = StatusKind::kBegin,
+          .fingerprint = state.policy.backward_digest(),
+          .text = status_text(words)};
 }
 
 // Ranks differ, or one has failed. If an iteration is under way, it is over.
@@ -133,11 +136,16 @@ std::string describe_awaited(const EngineState& state,
   return describe_place(state, *awaited->collective, iteration.number);
 }
 
+// What `own` has for a fingerprint goes with that of the sequence.
 PendingExchange begin_exchange(EngineState& state, const Iteration& iteration,
-                               RankStatus own) {
+                               RankStatus own, bool tells_launches = true) {
   own.iteration = iteration.number;
-  own.fingerprint = state.policy.fingerprint();
-  return state.peers.begin_exchange(own);
+  const uint64_t of_sequence = state.policy.fingerprint();
+  own.fingerprint = own.fingerprint == 0
+                        ? of_sequence
+                        : c10::hash_combine(of_sequence, own.fingerprint);
+  if (own.kind == StatusKind::kEnd) own.proposal = state.policy.proposal();
+  return state.peers.begin_exchange(own, tells_launches);
 }
 
 // Gets a comparison by `await`, and brings all ranks to the same place if they
@@ -248,7 +256,9 @@ void confirm_oldest_end(EngineState& state, OwnTurn* turn) {
           return found;
         },
         patience);
-    if (comparison.status.ok()) return state.policy.on_end_confirmed();
+    if (comparison.status.ok()) {
+      return state.policy.on_end_confirmed(comparison.has_agreed_proposal);
+    }
     follow_up(state, turn, patience);
     throw_if_apart(
         comparison,
@@ -288,13 +298,16 @@ void agree_on_sequence(EngineState& state, Iteration& iteration) {
 void begin_together(EngineState& state) {
   throw_if_apart(compare(state, *state.iteration, begin_status(state)),
                  state.options.name);
+  state.iteration->has_begun_together = true;
 }
 
-void end_together(EngineState& state, Iteration& iteration,
+bool end_together(EngineState& state, Iteration& iteration,
                   const RankStatus& own) {
   try {
     if (!state.peers.is_connected()) connect(state);
-    throw_if_apart(compare(state, iteration, own), state.options.name);
+    const StatusComparison comparison = compare(state, iteration, own);
+    throw_if_apart(comparison, state.options.name);
+    return comparison.has_agreed_proposal;
   } catch (...) {
     state.take_iteration();
     ++state.observations.aborted;
@@ -315,6 +328,26 @@ StatusComparison compare(EngineState& state, Iteration& iteration,
   StatusComparison comparison = take_turn(state, turn);
   if (!comparison.status.ok()) follow_up(state, /*turn=*/nullptr, patience);
   return comparison;
+}
+
+void ask_together(EngineState& state, const RankStatus& own) {
+  Iteration& iteration = *state.iteration;
+  const StatusComparison comparison = compare_by(
+      state, iteration,
+      [&](std::optional<milliseconds> limit) {
+        StatusComparison found = state.peers.await(
+            begin_exchange(state, iteration, own, /*tells_launches=*/false),
+            limit);
+        // Ranks may have launched unequally much, but each launches the rest.
+        found.deficit = LaunchDeficit{};
+        if (!found.status.ok()) {
+          launch_rest(state, iteration);
+          state.peers.met();
+        }
+        return found;
+      },
+      /*patience=*/std::nullopt);
+  throw_if_apart(comparison, state.options.name);
 }
 
 bool may_defer_status_check(const EngineState& state,
@@ -374,6 +407,17 @@ void abort_iteration(EngineState& state) {
   ++state.observations.aborted;
   state.policy.on_iteration_over(Outcome::kAborted);
   if (is_known) return;
+  if (state.options.launches_rest_when_failing &&
+      iteration->has_begun_together) {
+    try {
+      launch_rest(state, *iteration);
+    } catch (...) {
+      for (size_t group = 0; group < state.groups.size(); ++group) {
+        state.peers.on(group).lose();
+      }
+      iteration->failure = message_of(std::current_exception());
+    }
+  }
   if (iteration->failure.empty()) {
     iteration->failure = "an exception ended backward";
   }

@@ -28,8 +28,8 @@ void agree_on_sequence(EngineState& state, Iteration& iteration);
 void begin_together(EngineState& state);
 
 // Throws on all ranks alike unless all are in the same place. The iteration is
-// aborted then.
-void end_together(EngineState& state, Iteration& iteration,
+// aborted then. Returns whether all ranks propose the same.
+bool end_together(EngineState& state, Iteration& iteration,
                   const RankStatus& own);
 
 // Tells peers where this rank is, and brings all to the same place if they are
@@ -37,6 +37,13 @@ void end_together(EngineState& state, Iteration& iteration,
 StatusComparison compare(
     EngineState& state, Iteration& iteration, RankStatus own,
     std::optional<std::chrono::milliseconds> patience = std::nullopt);
+
+// All ranks are about to do what `own` says, in the middle of the running
+// iteration; what they have launched of it need not be the same. Errors:
+// RuntimeError on all ranks if they differ, PeerError if one has failed or does
+// not answer; the rest of the sequence has been launched then.
+// REQUIRES: EngineOptions::launches_rest_when_failing.
+void ask_together(EngineState& state, const RankStatus& own);
 
 // True if `iteration`, of which all is launched, may be delivered before peers
 // are known to have ended it.

@@ -66,6 +66,14 @@ class ReductionPolicy {
   // compare before the first launch of every iteration.
   virtual bool compares_each_iteration() const = 0;
 
+  // Of what this rank is about to launch in the running backward beside the
+  // sequence: ranks compare it where they compare each iteration. 0: nothing.
+  virtual uint64_t backward_digest() const { return 0; }
+
+  // What this rank would do from the next iteration on, as far as ranks must
+  // agree on it; asked when an iteration ends. 0: nothing else.
+  virtual uint64_t proposal() const { return 0; }
+
   // Of the hook that launches the entries with a unit.
   virtual const HookTraits& hook_traits() const = 0;
 
@@ -119,7 +127,8 @@ class ReductionPolicy {
 
   // All ranks have ended the iteration well: before its results are delivered,
   // or, if this one did not wait for the others, before the next is prepared.
-  virtual void on_end_confirmed() = 0;
+  // `has_agreed_proposal`: all have proposed the same.
+  virtual void on_end_confirmed(bool has_agreed_proposal) = 0;
 
   // In place of that: it has been delivered here, and not on all ranks.
   virtual void on_end_refuted() = 0;

@@ -308,7 +308,7 @@ void DataParallelPolicy::on_backward_ends(Marker& marker) {
   mark_unused(marker, hook_counts_->silent());
 }
 
-void DataParallelPolicy::on_end_confirmed() {
+void DataParallelPolicy::on_end_confirmed(bool /*has_agreed_proposal*/) {
   ready_order_.observe();
   if (hook_counts_) hook_counts_->confirm();
 }

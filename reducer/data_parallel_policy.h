@@ -90,7 +90,7 @@ class DataParallelPolicy final : public ReductionPolicy {
   bool may_end_without_gradients() const override {
     return prediction_.none_reached;
   }
-  void on_end_confirmed() override;
+  void on_end_confirmed(bool has_agreed_proposal) override;
   void on_end_refuted() override;
   void on_iteration_over(Outcome outcome) override;
 

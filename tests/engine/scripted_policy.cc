@@ -175,7 +175,9 @@ void ScriptedPolicy::on_backward_ends(Marker& marker) {
   mark(marker, unused_in_end);
 }
 
-void ScriptedPolicy::on_end_confirmed() { note("end confirmed"); }
+void ScriptedPolicy::on_end_confirmed(bool has_agreed_proposal) {
+  note(has_agreed_proposal ? "end confirmed" : "end confirmed, no proposal");
+}
 
 void ScriptedPolicy::on_end_refuted() { note("end refuted"); }
 

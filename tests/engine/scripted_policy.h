@@ -161,7 +161,7 @@ class ScriptedPolicy final : public ReductionPolicy {
     return ends_without_gradients;
   }
   bool is_learning() const override { return learns; }
-  void on_end_confirmed() override;
+  void on_end_confirmed(bool has_agreed_proposal) override;
   void on_end_refuted() override;
   void on_iteration_over(Outcome outcome) override;
 
