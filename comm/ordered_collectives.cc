@@ -56,7 +56,7 @@ void complete(Future& future, const at::Tensor& result) {
   future.markCompleted(c10::IValue(std::vector<at::Tensor>{result}));
 }
 
-void check_tensor(std::string_view name, const at::Tensor& tensor) {
+void check_layout(std::string_view name, const at::Tensor& tensor) {
   TORCH_CHECK_VALUE(
       tensor.defined() && tensor.layout() == at::kStrided && tensor.is_cpu() &&
           tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg(),
@@ -68,7 +68,11 @@ void check_tensor(std::string_view name, const at::Tensor& tensor) {
           ? c10::str(" of sizes ", tensor.sizes(), " and strides ",
                      tensor.strides(), " on ", tensor.device())
           : "",
-      ".\nReduce its contiguous() or resolve_conj() copy.");
+      ".\nGive its contiguous() or resolve_conj() copy.");
+}
+
+void check_tensor(std::string_view name, const at::Tensor& tensor) {
+  check_layout(name, tensor);
   TORCH_CHECK_TYPE(can_add(tensor.scalar_type()),
                    "ordered collectives: can't add ", tensor.scalar_type(),
                    ".\nReduce a copy in a dtype that can be added.");
@@ -163,14 +167,21 @@ OrderedCollectives::FuturePtr OrderedCollectives::all_reduce(
   check_process();
   check_tensor("the input", tensor);
   check_scale(scale, tensor.scalar_type());
-  return launch(/*all_reduce=*/true, tensor, tensor, scale);
+  return launch(OrderedKind::kAllReduce, tensor, tensor, scale);
 }
 
 OrderedCollectives::FuturePtr OrderedCollectives::reduce_scatter(
     const at::Tensor& input, const at::Tensor& output,
     std::optional<double> scale) {
   check_reduce_scatter(input, output, scale);
-  return launch(/*all_reduce=*/false, input, output, scale);
+  return launch(OrderedKind::kReduceScatter, input, output, scale);
+}
+
+OrderedCollectives::FuturePtr OrderedCollectives::all_gather(
+    const at::Tensor& whole) {
+  check_process();
+  check_layout("the output", whole);
+  return launch(OrderedKind::kAllGather, whole, whole, std::nullopt);
 }
 
 void OrderedCollectives::check_reduce_scatter(
@@ -196,14 +207,14 @@ void OrderedCollectives::check_reduce_scatter(
 }
 
 OrderedCollectives::FuturePtr OrderedCollectives::launch(
-    bool all_reduce, const at::Tensor& input, const at::Tensor& output,
+    OrderedKind kind, const at::Tensor& input, const at::Tensor& output,
     std::optional<double> scale) {
   const FuturePtr future = make_future();
   if (input.numel() == 0) {
     complete(*future, output);
     return future;
   }
-  const OrderedReduction::Call call = {.all_reduce = all_reduce,
+  const OrderedReduction::Call call = {.kind = kind,
                                        .input = input.detach().view(-1),
                                        .output = output.detach().view(-1),
                                        .scale = scale,
@@ -225,7 +236,9 @@ OrderedCollectives::FuturePtr OrderedCollectives::launch(
   } else if (backend_) {
     post(launched);
   } else {
-    ordered_sum({{call.input}}, 1, scale, call.output);
+    if (kind != OrderedKind::kAllGather) {
+      ordered_sum({{call.input}}, 1, scale, call.output);
+    }
     complete(*future, output);
   }
   return future;

@@ -78,6 +78,7 @@
 namespace brigade {
 
 class OrderedReduction;
+enum class OrderedKind { kAllReduce, kReduceScatter, kAllGather };
 
 // Equal on all ranks.
 struct OrderedOptions {
@@ -131,6 +132,13 @@ class OrderedCollectives {
   FuturePtr reduce_scatter(const at::Tensor& input, const at::Tensor& output,
                            std::optional<double> scale = std::nullopt);
 
+  // Each rank's slice of `whole` [any shape, any dtype] holds what is to come
+  // there on all ranks: elements slice(whole.numel()).  Writes the others'
+  // slices.  The future holds a list of the tensor.
+  //
+  // Errors: as all_reduce().
+  FuturePtr all_gather(const at::Tensor& whole);
+
   // What reduce_scatter() does before it calls anybody.
   void check_reduce_scatter(const at::Tensor& input, const at::Tensor& output,
                             std::optional<double> scale) const;
@@ -153,7 +161,7 @@ class OrderedCollectives {
     FuturePtr future;
   };
 
-  FuturePtr launch(bool all_reduce, const at::Tensor& input,
+  FuturePtr launch(OrderedKind kind, const at::Tensor& input,
                    const at::Tensor& output, std::optional<double> scale);
   void post(const Launched& launched);
   void work();

@@ -38,12 +38,13 @@ OrderedReduction::OrderedReduction(c10::intrusive_ptr<c10d::Backend> backend,
       part_numel_(
           std::max<int64_t>(1, part_bytes / call_.input.element_size())),
       number_(number),
-      in_one_phase_(call_.all_reduce &&
+      in_one_phase_(call_.kind == Kind::kAllReduce &&
                     static_cast<int64_t>(call_.input.nbytes()) * (size_ - 1) <=
                         kOnePhaseBytes),
       own_(slice_of(rank_)) {}
 
 int64_t OrderedReduction::scratch_bytes() const {
+  if (!has_terms()) return 0;
   const int64_t num_slices = size_ - 1 + (in_one_phase_ ? 1 : 0);
   return num_slices * own_.numel * call_.input.element_size();
 }
@@ -52,7 +53,7 @@ int64_t OrderedReduction::scratch_bytes() const {
 // the rest for what must be equal.
 OrderedReduction::Tag OrderedReduction::tag_of(Phase phase) const {
   const uint64_t agreed = c10::get_hash(
-      call_.all_reduce, call_.input.numel(),
+      static_cast<int>(call_.kind), call_.input.numel(),
       static_cast<int>(call_.input.scalar_type()), call_.scale.has_value(),
       call_.scale.value_or(0), group_size_, part_numel_, number_);
   const uint64_t mixed = (agreed ^ (agreed >> 32)) * 0x9e3779b97f4a7c15ULL;
@@ -96,8 +97,47 @@ OrderedReduction::WorkPtr OrderedReduction::keep(WorkPtr work) {
   return work;
 }
 
+template <typename Function>
+void OrderedReduction::for_each_part_of_others(const Function& function) const {
+  // Slices differ by one element: no other has more parts than the first.
+  const int64_t most_parts = num_parts(slice_of(0));
+  for (int64_t i = 0; i < most_parts; ++i) {
+    for_each_peer(rank_, size_, [&](int peer) {
+      const RankSlice slice = slice_of(peer);
+      if (i >= num_parts(slice)) return;
+      const RankSlice relative = part(slice, i);
+      function(peer, slice.offset + relative.offset, relative.numel);
+    });
+  }
+}
+
 void OrderedReduction::launch(at::Tensor scratch) {
   scratch_ = std::move(scratch);
+  if (has_terms()) launch_terms();
+  if (has_sums()) {
+    for_each_part_of_others([&](int peer, int64_t offset, int64_t numel) {
+      sums_.push_back(
+          receive(peer, Phase::kSums, call_.output.narrow(0, offset, numel)));
+    });
+  }
+  if (has_terms()) {
+    for_each_part_of_others([&](int peer, int64_t offset, int64_t numel) {
+      sends_.push_back(
+          send(peer, Phase::kTerms, source_.narrow(0, offset, numel)));
+    });
+    return;
+  }
+  for (int64_t i = 0; i < num_parts(own_); ++i) {
+    const RankSlice own_part = part(own_, i);
+    const at::Tensor elements =
+        call_.output.narrow(0, own_.offset + own_part.offset, own_part.numel);
+    for_each_peer(rank_, size_, [&](int peer) {
+      sends_.push_back(send(peer, Phase::kSums, elements));
+    });
+  }
+}
+
+void OrderedReduction::launch_terms() {
   const at::Tensor elements =
       scratch_.narrow(0, 0, scratch_bytes()).view(call_.input.scalar_type());
   terms_ = elements.narrow(0, 0, (size_ - 1) * own_.numel)
@@ -108,7 +148,6 @@ void OrderedReduction::launch(at::Tensor scratch) {
     source_ = elements.narrow(0, (size_ - 1) * own_.numel, own_.numel);
     source_.copy_(call_.input);
   }
-
   incoming_.resize(num_parts(own_));
   for (size_t i = 0; i < incoming_.size(); ++i) {
     const RankSlice own_part = part(own_, static_cast<int64_t>(i));
@@ -117,28 +156,6 @@ void OrderedReduction::launch(at::Tensor scratch) {
           receive(peer, Phase::kTerms, term_of(peer, own_part)));
     });
   }
-  const auto for_each_part_of_others = [&](const auto& function) {
-    // Slices differ by one element: no other has more parts than the first.
-    const int64_t most_parts = num_parts(slice_of(0));
-    for (int64_t i = 0; i < most_parts; ++i) {
-      for_each_peer(rank_, size_, [&](int peer) {
-        const RankSlice slice = slice_of(peer);
-        if (i >= num_parts(slice)) return;
-        const RankSlice relative = part(slice, i);
-        function(peer, slice.offset + relative.offset, relative.numel);
-      });
-    }
-  };
-  if (call_.all_reduce && !in_one_phase_) {
-    for_each_part_of_others([&](int peer, int64_t offset, int64_t numel) {
-      sums_.push_back(
-          receive(peer, Phase::kSums, call_.output.narrow(0, offset, numel)));
-    });
-  }
-  for_each_part_of_others([&](int peer, int64_t offset, int64_t numel) {
-    sends_.push_back(
-        send(peer, Phase::kTerms, source_.narrow(0, offset, numel)));
-  });
 }
 
 at::Tensor OrderedReduction::term_of(int rank,
@@ -153,8 +170,9 @@ at::Tensor OrderedReduction::term_of(int rank,
 void OrderedReduction::finish(milliseconds timeout) {
   deadline_ = steady_clock::now() + timeout;
   const at::Tensor own_output =
-      call_.all_reduce ? call_.output.narrow(0, own_.offset, own_.numel)
-                       : call_.output;
+      call_.kind == Kind::kReduceScatter
+          ? call_.output
+          : call_.output.narrow(0, own_.offset, own_.numel);
   for (size_t i = 0; i < incoming_.size(); ++i) {
     const RankSlice own_part = part(own_, static_cast<int64_t>(i));
     std::vector<at::Tensor> terms;
@@ -165,7 +183,7 @@ void OrderedReduction::finish(milliseconds timeout) {
     const at::Tensor sum =
         own_output.narrow(0, own_part.offset, own_part.numel);
     ordered_sum(terms, group_size_, call_.scale, sum);
-    if (!call_.all_reduce || in_one_phase_) continue;
+    if (!has_sums()) continue;
     for_each_peer(rank_, size_, [&](int peer) {
       sends_.push_back(send(peer, Phase::kSums, sum));
     });
@@ -199,8 +217,11 @@ void OrderedReduction::abort() {
 
 std::string OrderedReduction::describe() const {
   const int awaited = awaited_;
-  return c10::str(call_.all_reduce ? "all-reduce " : "reduce-scatter ", number_,
-                  " of ", call_.input.numel(), ' ',
+  const char* const kind = call_.kind == Kind::kAllReduce ? "all-reduce "
+                           : call_.kind == Kind::kReduceScatter
+                               ? "reduce-scatter "
+                               : "all-gather ";
+  return c10::str(kind, number_, " of ", call_.input.numel(), ' ',
                   c10::toString(call_.input.scalar_type()),
                   awaited < 0 ? "" : c10::str(", waiting for rank ", awaited));
 }

@@ -15,6 +15,8 @@
 // is still in the cache.  A small all-reduce is done in one phase: every rank
 // adds up all of it.  Neither changes the order in which an element is summed.
 //
+// An all-gather is the second phase alone, from slices that are there.
+//
 // Messages are told apart by tags made of the reduction's number and of all
 // that ranks must agree about.  So those of two ranks that disagree never meet:
 // they wait for their timeout, and no memory is written that should not be.
@@ -35,16 +37,19 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <vector>
 
+#include "brigade/comm/ordered_collectives.h"
 #include "brigade/comm/rank_slice.h"
 
 namespace brigade {
 
 class OrderedReduction {
  public:
+  using Kind = OrderedKind;
   struct Call {
-    bool all_reduce;    // else reduce-scatter
+    Kind kind;
     at::Tensor input;   // [n]
-    at::Tensor output;  // [n], the input itself; or the rank's slice
+    at::Tensor output;  // [n], the input itself; or the rank's slice of a
+                        // reduce-scatter
     std::optional<double> scale;
     at::Tensor result;  // of the future
   };
@@ -96,6 +101,13 @@ class OrderedReduction {
   int64_t num_parts(const RankSlice& slice) const;
   RankSlice part(const RankSlice& slice, int64_t index) const;
   at::Tensor term_of(int rank, const RankSlice& own_part) const;
+  bool has_terms() const { return call_.kind != Kind::kAllGather; }
+  bool has_sums() const {
+    return call_.kind != Kind::kReduceScatter && !in_one_phase_;
+  }
+  template <typename Function>
+  void for_each_part_of_others(const Function& function) const;
+  void launch_terms();
 
   Message send(int peer, Phase phase, const at::Tensor& elements);
   Message receive(int peer, Phase phase, const at::Tensor& elements);
