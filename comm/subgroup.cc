@@ -1,0 +1,40 @@
+#include "brigade/comm/subgroup.h"
+
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <string>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "brigade/comm/channel_identity.h"
+#include "brigade/comm/control_store.h"
+#include "brigade/comm/group_timeout.h"
+
+namespace brigade {
+
+GroupScope make_subgroup(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+                         const std::vector<int>& ranks) {
+  const auto own = std::ranges::find(ranks, group->getRank());
+  TORCH_CHECK_VALUE(std::ranges::is_sorted(ranks) && own != ranks.end(),
+                    "subgroup: expected ranks in rising order, rank ",
+                    group->getRank(), " among them, found ",
+                    absl::StrJoin(ranks, ", "), ".");
+  if (ranks.size() == 1) return GroupScope(single_process_group());
+  const auto store = control_store(*group);
+  TORCH_CHECK_VALUE(store, "subgroup: the group of ", group->getSize(),
+                    " ranks has no store to connect them by.\nUse a group made "
+                    "by init_process_group().");
+  const uint64_t number = ChannelIdentity::made_together(group).number();
+  const std::string name =
+      absl::StrCat("brigade/subgroup/", number, "/", absl::StrJoin(ranks, "_"));
+  return GroupScope(make_process_group(
+      c10::make_intrusive<c10d::PrefixStore>(name, store),
+      static_cast<int>(own - ranks.begin()), static_cast<int>(ranks.size()),
+      {.timeout = group_timeout(*group),
+       .name = name,
+       .rendezvous_timeout = group_timeout(*group)}));
+}
+
+}  // namespace brigade

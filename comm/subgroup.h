@@ -1,0 +1,24 @@
+// Groups of some ranks of another group, with connections of their own.
+
+#ifndef BRIGADE_COMM_SUBGROUP_H_
+#define BRIGADE_COMM_SUBGROUP_H_
+
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <vector>
+
+#include "brigade/comm/process_group.h"
+
+namespace brigade {
+
+// Collective over `group`: each rank makes the group of the ranks it names, in
+// rising order and itself among them, and each of these names the same. Ends
+// with the scope.
+//
+// On the CPU, over Gloo. Its timeout is the group's. Errors: ValueError if
+// `ranks` are not as said, or the group has no store; as make_process_group().
+GroupScope make_subgroup(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+                         const std::vector<int>& ranks);
+
+}  // namespace brigade
+
+#endif  // BRIGADE_COMM_SUBGROUP_H_
