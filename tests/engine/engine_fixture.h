@@ -51,10 +51,16 @@ class EngineFixture : public ::testing::Test {
         std::vector<std::vector<at::Tensor>>{variables_}, *policy_,
         EngineOptions{.name = "Engine",
                       .failure_patience = std::chrono::seconds(1),
-                      .one_backward_per_forward = one_backward_per_forward});
+                      .one_backward_per_forward = one_backward_per_forward,
+                      .sink = sink,
+                      .launches_rest_when_failing = launches_rest});
     engine_->connect();
     take_statuses();
   }
+
+  // Of the engines of sequence().
+  GradientSink* sink = nullptr;
+  bool launches_rest = false;
 
   Engine& engine() { return *engine_; }
   ScriptedPolicy& policy() { return *policy_; }
