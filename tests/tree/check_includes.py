@@ -20,10 +20,10 @@ LAYERS = {
     "comm_hooks": (("comm",), LIBTORCH),
     "engine": (("planning", "hooks", "comm", "comm_hooks"), LIBTORCH + ("cuda",)),
     "reducer": (("engine",), LIBTORCH),
-    "fsdp": (("engine",), LIBTORCH),
+    "fsdp": (("engine",), LIBTORCH + ("nlohmann/",)),
     "ddp": (("reducer",), LIBTORCH),
     "bucket_sweep": (("reducer",), LIBTORCH),
-    "python_bindings": (("ddp",), LIBTORCH + ("pybind11/",)),
+    "python_bindings": (("ddp", "fsdp"), LIBTORCH + ("pybind11/",)),
 }
 # Libraries that an otherwise allowed prefix does not cover.
 FORBIDDEN = {"hooks": ("torch/csrc/distributed/",)}
