@@ -1,0 +1,243 @@
+// Sharded training of a LibTorch module: each rank holds a part of every
+// parameter, gathers a unit's while it runs, and gets its part of the average
+// gradient.
+//
+//   struct NetImpl : torch::nn::Module {
+//     at::Tensor forward(at::Tensor x) { return out(second(first(x))); }
+//     Sharded<Block> first = register_module("first",
+//     Sharded<Block>(Block(64))); Sharded<Block> second =
+//     register_module("second", ...); torch::nn::Linear out =
+//     register_module("out", torch::nn::Linear(64, 1));
+//   };
+//   TORCH_MODULE(Net);
+//
+//   FullySharded model(Net(), scope.group());
+//   torch::optim::AdamW optimizer(model.parameters(), 1e-3);
+//   for (...) {
+//     optimizer.zero_grad();
+//     loss(model(x)).backward();
+//     optimizer.step();
+//   }
+//
+// A LibTorch module tells nobody that it runs. So what is to be a unit of its
+// own is held by Sharded, or is a child of a torch::nn::Sequential that is
+// itself sharded; all other parameters are the outermost unit's.
+//
+// Thread safety: as ShardedRoot.
+
+#ifndef BRIGADE_FSDP_FULLY_SHARD_H_
+#define BRIGADE_FSDP_FULLY_SHARD_H_
+
+#include <torch/nn/modules/container/sequential.h>
+#include <torch/nn/pimpl.h>
+
+#include <cstddef>
+#include <memory>
+#include <optional>
+#include <string>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "brigade/fsdp/sharded_root.h"
+
+namespace brigade {
+
+// A module that is a unit of the root that is made of a module above it.
+// Registered in between, as "unit", so that a parameter of Sharded<Linear> lin
+// is "lin.unit.weight" to LibTorch; sharded_names() leaves that out.
+class UnitModule : public torch::nn::Module {
+ public:
+  using Module::Module;
+
+ private:
+  template <typename Holder>
+  friend class FullySharded;
+
+ protected:
+  ShardedRoot* root_ = nullptr;  // null: not sharded, or without parameters
+  size_t unit_ = 0;
+};
+
+template <typename Holder>
+class ShardedImpl : public UnitModule {
+ public:
+  explicit ShardedImpl(Holder module)
+      : UnitModule("Sharded"), module_(register_module("unit", module)) {}
+
+  // As the module's. The first argument is a tensor; gradients of the others
+  // flow, but don't tell when the unit's backward is over.
+  template <typename... Others>
+  auto forward(at::Tensor first, Others&&... others) {
+    if (root_ == nullptr) {
+      return module_(std::move(first), std::forward<Others>(others)...);
+    }
+    return root_->call(unit_, std::move(first), [&](at::Tensor input) {
+      return module_(std::move(input), std::forward<Others>(others)...);
+    });
+  }
+
+  Holder& module() { return module_; }
+
+ private:
+  Holder module_;
+};
+
+// Holds a module that is a unit. Constructed from the module's holder.
+template <typename Holder>
+class Sharded : public torch::nn::ModuleHolder<ShardedImpl<Holder>> {
+ public:
+  using torch::nn::ModuleHolder<ShardedImpl<Holder>>::ModuleHolder;
+  using Impl = ShardedImpl<Holder>;
+
+  // ModuleHolder's own does not know forwards that are templates.
+  template <typename... Others>
+  auto operator()(at::Tensor first, Others&&... others) {
+    return this->get()->forward(std::move(first),
+                                std::forward<Others>(others)...);
+  }
+};
+
+// A name as the module without Sharded would have it.
+std::string without_unit_levels(std::string name);
+
+struct ModuleUnits {
+  std::vector<UnitSpec> specs;
+  bool has_outermost = false;  // it is the first
+  // And those of Sharded; none: all its parameters are the outermost unit's.
+  std::vector<std::pair<UnitModule*, std::optional<size_t>>> modules;
+};
+
+// The outermost unit has what no unit below it has, and what several have that
+// is tied; each other unit is of one UnitModule, in the order of registration.
+ModuleUnits units_of_module(torch::nn::Module& module);
+
+template <typename Holder>
+class FullySharded {
+  static constexpr bool kIsSequential =
+      std::is_same_v<Holder, torch::nn::Sequential>;
+
+ public:
+  // Collective. Errors: as ShardedRoot's; ValueError if the module has no
+  // parameters.
+  FullySharded(Holder module, c10::intrusive_ptr<c10d::ProcessGroup> group,
+               ShardingOptions options = {})
+      : module_(std::move(module)) {
+    if constexpr (kIsSequential) {
+      std::vector<UnitSpec> specs;
+      for (const auto& child : module_->named_children()) {
+        UnitSpec spec;
+        spec.name = child.key();
+        for (const auto& parameter : child.value()->named_parameters()) {
+          spec.parameters.push_back(
+              {.name = child.key() + "." + parameter.key(),
+               .tensor = parameter.value()});
+        }
+        unit_of_child_.push_back(spec.parameters.empty()
+                                     ? std::nullopt
+                                     : std::optional(specs.size()));
+        if (!spec.parameters.empty()) specs.push_back(std::move(spec));
+      }
+      make_root(std::move(specs), std::move(group), options);
+      return;
+    }
+    ModuleUnits units = units_of_module(*module_);
+    has_outermost_unit_ = units.has_outermost;
+    make_root(std::move(units.specs), std::move(group), options);
+    for (const auto& [module_of_unit, unit] : units.modules) {
+      if (!unit) continue;
+      module_of_unit->root_ = root_.get();
+      module_of_unit->unit_ = *unit;
+    }
+  }
+
+  ~FullySharded() {
+    if (kIsSequential) return;
+    for (const auto& child : module_->modules(/*include_self=*/true)) {
+      if (auto* unit = dynamic_cast<UnitModule*>(child.get())) {
+        unit->root_ = nullptr;
+      }
+    }
+  }
+  FullySharded(const FullySharded&) = delete;
+  FullySharded& operator=(const FullySharded&) = delete;
+
+  // The module's forward; its first argument is a tensor. Errors: the module's;
+  // ShardedRoot::begin_forward()'s.
+  template <typename... Others>
+  auto operator()(at::Tensor first, Others&&... others) {
+    return root_->forward([&] {
+      if constexpr (kIsSequential) {
+        return run_children(std::move(first));
+      } else if (!has_outermost_unit_) {
+        return module_(std::move(first), std::forward<Others>(others)...);
+      } else {
+        return root_->call(0, std::move(first), [&](at::Tensor input) {
+          return module_(std::move(input), std::forward<Others>(others)...);
+        });
+      }
+    });
+  }
+
+  // What an optimizer is given: this rank's parts, whose `.grad` is the average
+  // over ranks.
+  std::vector<at::Tensor> parameters() const { return root_->shards(); }
+
+  ShardedRoot& root() { return *root_; }
+  const Holder& module() const { return module_; }
+
+  // Whole parameters until it ends. Collective, at both ends.
+  class Unsharded {
+   public:
+    Unsharded(ShardedRoot& root, bool writes) : root_(root), writes_(writes) {
+      root_.unshard();
+    }
+    ~Unsharded() { root_.reshard(writes_); }
+    Unsharded(const Unsharded&) = delete;
+    Unsharded& operator=(const Unsharded&) = delete;
+
+   private:
+    ShardedRoot& root_;
+    const bool writes_;
+  };
+  // `writes`: what is changed inside becomes the parameters' value; alike on
+  // all ranks.
+  [[nodiscard]] Unsharded unsharded(bool writes = false) {
+    return Unsharded(*root_, writes);
+  }
+
+ private:
+  void make_root(std::vector<UnitSpec> specs,
+                 c10::intrusive_ptr<c10d::ProcessGroup> group,
+                 ShardingOptions options) {
+    TORCH_CHECK_VALUE(!specs.empty(),
+                      "fully_shard: the module has no parameters.\nShard one "
+                      "that has some.");
+    // What ends forward begins backward: it stays whole in between.
+    UnitSpec& kept = kIsSequential ? specs.back() : specs.front();
+    if (!kept.reshards_after_forward) kept.reshards_after_forward = false;
+    root_ = std::make_unique<ShardedRoot>(specs, std::move(group), options);
+  }
+
+  at::Tensor run_children(at::Tensor x) {
+    size_t index = 0;
+    for (torch::nn::AnyModule& child : *module_) {
+      const std::optional<size_t> unit = unit_of_child_[index++];
+      const auto run = [&](at::Tensor input) {
+        return child.template forward<at::Tensor>(std::move(input));
+      };
+      x = unit ? root_->call(*unit, std::move(x), run) : run(std::move(x));
+    }
+    return x;
+  }
+
+  Holder module_;
+  std::vector<std::optional<size_t>> unit_of_child_;  // of a Sequential
+  bool has_outermost_unit_ = false;
+  std::unique_ptr<ShardedRoot> root_;
+};
+
+}  // namespace brigade
+
+#endif  // BRIGADE_FSDP_FULLY_SHARD_H_

@@ -1,0 +1,62 @@
+// The memory of whole gradients: taken by a unit with its first gradient, and
+// given back behind its reduction.
+//
+// At most so many reductions keep memory at once: whoever needs some then waits
+// for the oldest, so that a backward that is faster than the network does not
+// pile up gradients. What waits for its turn to be launched is not waited for.
+//
+// Thread safety: none; one backward at a time.
+
+#ifndef BRIGADE_FSDP_GRADIENT_MEMORY_H_
+#define BRIGADE_FSDP_GRADIENT_MEMORY_H_
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <vector>
+
+#include "brigade/fsdp/memory_pool.h"
+
+namespace brigade {
+
+class GradientMemory {
+ public:
+  using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
+
+  // `max_reducing`: at least 1.
+  GradientMemory(MemoryPool& pool, size_t max_reducing)
+      : pool_(pool), max_reducing_(max_reducing) {}
+  GradientMemory(const GradientMemory&) = delete;
+  GradientMemory& operator=(const GradientMemory&) = delete;
+
+  // uint8, at least [bytes].
+  at::Tensor acquire(int64_t bytes);
+
+  // At once; undefined: nothing.
+  void release(at::Tensor buffer);
+
+  // When the reduction that reads it is done.
+  void release_behind(at::Tensor buffer, FuturePtr reduction);
+
+  // Reductions may never end. Returns what they read, which is not lent again.
+  std::vector<at::Tensor> abandon();
+
+ private:
+  struct Reducing {
+    at::Tensor buffer;
+    FuturePtr reduction;
+  };
+
+  void reclaim(size_t max_left);
+
+  MemoryPool& pool_;
+  const size_t max_reducing_;
+  std::deque<Reducing> reducing_;  // in the order of their launches
+};
+
+}  // namespace brigade
+
+#endif  // BRIGADE_FSDP_GRADIENT_MEMORY_H_

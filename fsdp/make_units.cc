@@ -1,0 +1,93 @@
+#include "brigade/fsdp/make_units.h"
+
+#include <ATen/core/grad_mode.h>
+#include <c10/core/ScalarType.h>
+
+#include <algorithm>
+#include <memory>
+#include <utility>
+
+#include "brigade/fsdp/sharding_check.h"
+
+namespace brigade {
+namespace {
+
+void broadcast_from_rank_0(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+                           const std::vector<UnitSpec>& units) {
+  if (group->getSize() == 1) return;
+  const at::NoGradGuard no_grad;
+  for (const UnitSpec& unit : units) {
+    for (const NamedParameter& parameter : unit.parameters) {
+      if (parameter.tensor.numel() == 0) continue;
+      const at::Tensor values = parameter.tensor.detach();
+      std::vector<at::Tensor> sent = {values.contiguous()};
+      group->broadcast(sent)->wait();
+      if (!values.is_same(sent.front())) values.copy_(sent.front());
+    }
+  }
+}
+
+// Parameters of one dtype that are all trained or all frozen.
+std::vector<std::vector<size_t>> segments_of(const UnitSpec& unit) {
+  std::vector<std::vector<size_t>> segments;
+  const auto kind = [&](size_t i) {
+    const at::Tensor& tensor = unit.parameters[i].tensor;
+    return std::pair(tensor.scalar_type(), tensor.requires_grad());
+  };
+  for (size_t i = 0; i < unit.parameters.size(); ++i) {
+    const auto found =
+        std::ranges::find_if(segments, [&](const std::vector<size_t>& segment) {
+          return kind(segment.front()) == kind(i);
+        });
+    if (found == segments.end()) {
+      segments.push_back({i});
+    } else {
+      found->push_back(i);
+    }
+  }
+  return segments;
+}
+
+at::ScalarType dtype_or(std::optional<at::ScalarType> chosen,
+                        at::ScalarType own) {
+  return chosen && at::isFloatingType(own) ? *chosen : own;
+}
+
+}  // namespace
+
+std::vector<Unit> make_units(
+    const std::vector<UnitSpec>& specs,
+    const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+    const ShardingOptions& options) {
+  require_alike(group, specs, options);
+  if (options.broadcasts_parameters) broadcast_from_rank_0(group, specs);
+  const int num_shards = options.num_shards.value_or(group->getSize());
+  std::vector<Unit> units;
+  units.reserve(specs.size());
+  for (const UnitSpec& spec : specs) {
+    Unit& unit = units.emplace_back();
+    unit.name = spec.name;
+    unit.reshards_after_forward =
+        spec.reshards_after_forward.value_or(options.reshards_after_forward);
+    unit.shards.resize(spec.parameters.size());
+    for (const std::vector<size_t>& members : segments_of(spec)) {
+      std::vector<NamedParameter> parameters;
+      for (const size_t i : members) parameters.push_back(spec.parameters[i]);
+      const at::ScalarType dtype = parameters.front().tensor.scalar_type();
+      unit.segments.push_back(std::make_unique<Segment>(
+          std::move(parameters),
+          SegmentOptions{
+              .unit = unit.name,
+              .num_ranks = num_shards,
+              .rank = group->getRank() % num_shards,
+              .whole_dtype = dtype_or(options.param_dtype, dtype),
+              .reduce_dtype = dtype_or(options.reduce_dtype, dtype)}));
+      for (size_t i = 0; i < members.size(); ++i) {
+        unit.shards[members[i]] = unit.segments.back()->shards()[i];
+      }
+    }
+  }
+  return units;
+}
+
+}  // namespace brigade

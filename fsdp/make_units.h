@@ -1,0 +1,38 @@
+// Makes units of parameters: from here on each rank holds its part of them.
+//
+// Thread safety: none.
+
+#ifndef BRIGADE_FSDP_MAKE_UNITS_H_
+#define BRIGADE_FSDP_MAKE_UNITS_H_
+
+#include <optional>
+#include <string>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <vector>
+
+#include "brigade/fsdp/sharding_options.h"
+#include "brigade/fsdp/unit.h"
+
+namespace brigade {
+
+struct UnitSpec {
+  std::string name;
+  std::vector<NamedParameter> parameters;  // each in one unit only
+  std::optional<bool> reshards_after_forward = std::nullopt;  // the options'
+};
+
+// Collective: ranks compare units and options, and get the parameters of rank
+// 0. The parameters are whole only while they are needed from here on: reading
+// them at other times is an error.
+//
+// Errors: ValueError on all ranks alike if units or options differ, a parameter
+// is in two units, is no leaf, is not dense, is on meta or elsewhere than on
+// the CPU, or options don't make sense; no parameter is changed then.
+std::vector<Unit> make_units(
+    const std::vector<UnitSpec>& specs,
+    const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+    const ShardingOptions& options);
+
+}  // namespace brigade
+
+#endif  // BRIGADE_FSDP_MAKE_UNITS_H_

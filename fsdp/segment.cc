@@ -1,0 +1,263 @@
+#include "brigade/fsdp/segment.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/ScalarType.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+
+namespace brigade {
+namespace {
+
+ShardLayout layout_of(const std::vector<NamedParameter>& parameters,
+                      const SegmentOptions& options) {
+  std::vector<ShardSpec> specs;
+  specs.reserve(parameters.size());
+  for (const NamedParameter& parameter : parameters) {
+    specs.push_back({.numel = parameter.tensor.numel(),
+                     .block_numel = parameter.block_numel});
+  }
+  absl::StatusOr<ShardLayout> layout =
+      ShardLayout::create(std::move(specs), options.num_ranks);
+  TORCH_CHECK_VALUE(layout.ok(), "unit '", options.unit,
+                    "': ", std::string(layout.status().message()));
+  return *std::move(layout);
+}
+
+// Those of memory that it shares with nobody, in which it is dense.
+at::Tensor dense(const at::Tensor& tensor) {
+  return tensor.is_non_overlapping_and_dense() ? tensor : tensor.contiguous();
+}
+
+// Its elements as they lie in memory.
+at::Tensor in_memory_order(const at::Tensor& dense_tensor) {
+  return dense_tensor.as_strided({dense_tensor.numel()}, {1});
+}
+
+// [S], of all parameters that this rank holds; padding is 0.
+at::Tensor shard_of(const std::vector<NamedParameter>& parameters,
+                    const ShardLayout& layout, int rank) {
+  const at::NoGradGuard no_grad;
+  at::Tensor shard =
+      at::zeros({layout.shard_numel()}, parameters.front().tensor.options());
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    const ShardRange range = layout.range(i, rank);
+    if (range.numel == 0) continue;
+    shard.narrow(0, range.in_shard, range.numel)
+        .copy_(in_memory_order(dense(parameters[i].tensor.detach()))
+                   .narrow(0, range.in_parameter, range.numel));
+  }
+  return shard;
+}
+
+std::string why_sharded(const std::string& unit) {
+  return absl::StrCat("the parameters of unit '", unit,
+                      "' are sharded here. Read them in the forward of their "
+                      "unit, or inside of unshard().");
+}
+
+bool have_same_layout(const at::Tensor& a, const at::Tensor& b) {
+  return a.scalar_type() == b.scalar_type() && a.is_cpu() &&
+         a.layout() == at::kStrided && a.strides() == b.strides() &&
+         !a.is_neg() && !a.is_conj();
+}
+
+}  // namespace
+
+Segment::Segment(std::vector<NamedParameter> parameters, SegmentOptions options)
+    : options_(std::move(options)),
+      parameters_(std::move(parameters)),
+      layout_(layout_of(parameters_, options_)),
+      is_trained_(parameters_.front().tensor.requires_grad()),
+      shard_(shard_of(parameters_, layout_, options_.rank)),
+      whole_(options_.whole_dtype, layout_.whole_numel(), shard_.device(),
+             why_sharded(options_.unit)),
+      is_written_(parameters_.size(), 0) {
+  const at::NoGradGuard no_grad;
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    at::Tensor& parameter = parameters_[i].tensor;
+    const at::Tensor shape = dense(parameter.detach());
+    parameter.set_data(
+        whole_.view(layout_.offset(i), shape.sizes(), shape.strides()));
+  }
+  shards_ = views_of(shard_);
+  for (at::Tensor& shard : shards_) shard.requires_grad_(is_trained_);
+}
+
+void Segment::rename(const std::string& unit, const std::string& prefix) {
+  options_.unit = unit;
+  whole_.set_why_unbound(why_sharded(unit));
+  for (NamedParameter& parameter : parameters_) {
+    parameter.name = prefix + parameter.name;
+  }
+}
+
+int64_t Segment::whole_bytes() const {
+  return layout_.whole_numel() *
+         static_cast<int64_t>(c10::elementSize(options_.whole_dtype));
+}
+
+int64_t Segment::gradient_bytes() const {
+  return layout_.whole_numel() *
+         static_cast<int64_t>(c10::elementSize(options_.reduce_dtype));
+}
+
+at::Tensor Segment::view_of(const at::Tensor& flat, size_t parameter) const {
+  const ShardRange range = layout_.range(parameter, options_.rank);
+  const at::Tensor& whole = parameters_[parameter].tensor;
+  return range.numel == whole.numel()
+             ? flat.as_strided(whole.sizes(), whole.strides(), range.in_shard)
+             : flat.narrow(0, range.in_shard, range.numel);
+}
+
+std::vector<at::Tensor> Segment::views_of(const at::Tensor& flat) const {
+  std::vector<at::Tensor> views;
+  views.reserve(parameters_.size());
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    views.push_back(view_of(flat, i).detach());
+  }
+  return views;
+}
+
+void Segment::bind(at::Tensor memory) {
+  whole_.bind(whole_in(memory));
+  bound_memory_ = std::move(memory);
+}
+
+at::Tensor Segment::unbind() {
+  whole_.unbind();
+  bound_version_ = -1;
+  return std::exchange(bound_memory_, at::Tensor());
+}
+
+at::Tensor Segment::whole_in(const at::Tensor& memory) const {
+  return memory.narrow(0, 0, whole_bytes()).view(options_.whole_dtype);
+}
+
+void Segment::write_own_slice(const at::Tensor& whole) const {
+  const at::NoGradGuard no_grad;
+  whole.narrow(0, options_.rank * layout_.shard_numel(), layout_.shard_numel())
+      .copy_(shard_);
+}
+
+void Segment::read_own_slice() {
+  const at::NoGradGuard no_grad;
+  shard_.copy_(whole_.memory().narrow(0, options_.rank * layout_.shard_numel(),
+                                      layout_.shard_numel()));
+}
+
+// Where the gradient of a parameter lies among all.
+at::Tensor Segment::slot(const at::Tensor& flat, size_t parameter) const {
+  const at::Tensor& like = parameters_[parameter].tensor;
+  return flat.as_strided(like.sizes(), like.strides(),
+                         layout_.offset(parameter));
+}
+
+void Segment::take(size_t parameter, const at::Tensor& gradient,
+                   GradientMemory& memory) {
+  const at::Tensor& like = parameters_[parameter].tensor;
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      gradient.layout() == at::kStrided, "parameter '",
+      parameters_[parameter].name, "' of unit '", options_.unit,
+      "' got a gradient of layout ", gradient.layout(),
+      "; sharded gradients are dense.\nMake it dense, or leave the parameter "
+      "out of sharding.");
+  const at::NoGradGuard no_grad;
+  acquire_gradients(memory);
+  if (!is_written_[parameter] && gradient.scalar_type() == reduce_dtype() &&
+      have_same_layout(gradient, like)) {
+    std::memcpy(static_cast<char*>(gradients_.mutable_data_ptr()) +
+                    layout_.offset(parameter) * gradients_.element_size(),
+                gradient.const_data_ptr(), gradient.nbytes());
+  } else if (is_written_[parameter]) {
+    slot(gradients_, parameter).add_(gradient);
+  } else {
+    slot(gradients_, parameter).copy_(gradient);
+  }
+  is_written_[parameter] = 1;
+}
+
+void Segment::acquire_gradients(GradientMemory& memory) {
+  if (gradients_.defined()) return;
+  gradient_memory_ = memory.acquire(gradient_bytes());
+  gradients_ = gradient_memory_.narrow(0, 0, gradient_bytes())
+                   .view(options_.reduce_dtype);
+}
+
+at::Tensor Segment::finish_gradients(GradientMemory& memory) {
+  const at::NoGradGuard no_grad;
+  acquire_gradients(memory);
+  int64_t end = 0;  // of what is written, or zeroed
+  const auto zero_up_to = [&](int64_t begin) {
+    if (begin > end) gradients_.narrow(0, end, begin - end).zero_();
+  };
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    if (!is_written_[i]) continue;
+    zero_up_to(layout_.offset(i));
+    end = layout_.offset(i) + parameters_[i].tensor.numel();
+  }
+  zero_up_to(layout_.whole_numel());
+  return gradients_;
+}
+
+at::Tensor Segment::take_gradient_memory() {
+  std::ranges::fill(is_written_, 0);
+  gradients_ = at::Tensor();
+  return std::exchange(gradient_memory_, at::Tensor());
+}
+
+const at::Tensor& Segment::pending() {
+  if (!pending_.defined()) {
+    const at::NoGradGuard no_grad;
+    pending_ = at::empty({layout_.shard_numel()},
+                         shard_.options().dtype(options_.reduce_dtype));
+  }
+  return pending_;
+}
+
+// One that nobody holds, of the two that take turns: a gradient that was set to
+// None, and is not kept elsewhere, is not read any more.
+Segment::ShardGradient& Segment::free_gradient() {
+  for (ShardGradient& gradient : gradient_of_shard_) {
+    const bool is_held = std::ranges::any_of(
+        gradient.views,
+        [](const at::Tensor& view) { return view.use_count() > 1; });
+    if (gradient.flat.defined() && !is_held) return gradient;
+  }
+  ShardGradient& gradient = gradient_of_shard_[0].flat.defined() &&
+                                    !gradient_of_shard_[1].flat.defined()
+                                ? gradient_of_shard_[1]
+                                : gradient_of_shard_[0];
+  gradient.flat = at::empty({layout_.shard_numel()}, shard_.options());
+  gradient.views = views_of(gradient.flat);
+  return gradient;
+}
+
+void Segment::commit(const std::vector<char>& is_used, double scale) {
+  const at::NoGradGuard no_grad;
+  const auto is_new = [&](size_t i) {
+    return is_used[i] && !shards_[i].grad().defined();
+  };
+  ShardGradient* fresh = nullptr;
+  for (size_t i = 0; i < shards_.size() && fresh == nullptr; ++i) {
+    if (is_new(i)) fresh = &free_gradient();
+  }
+  if (scale != 1) pending_.mul_(scale);
+  if (fresh != nullptr) fresh->flat.copy_(pending_);
+  for (size_t i = 0; i < shards_.size(); ++i) {
+    if (!is_used[i]) continue;
+    if (!shards_[i].grad().defined()) {
+      shards_[i].mutable_grad() = fresh->views[i];
+      continue;
+    }
+    shards_[i].mutable_grad().add_(view_of(pending_, i));
+  }
+}
+
+}  // namespace brigade

@@ -1,0 +1,154 @@
+// Parameters of a unit that travel together: of one dtype, all trained or all
+// frozen. This rank's shard of them, and the whole ones while they are
+// gathered.
+//
+// Owns the shard (what the optimizer sees), the storage of the whole parameters
+// and the memory of their gradients. Decides what lies where; communicates
+// nothing. Lengths: W ranks, S elements of a shard, W * S of the whole.
+//
+// Thread safety: none; one backward at a time, and nothing else beside it.
+
+#ifndef BRIGADE_FSDP_SEGMENT_H_
+#define BRIGADE_FSDP_SEGMENT_H_
+
+#include <ATen/core/Tensor.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "brigade/fsdp/gradient_memory.h"
+#include "brigade/fsdp/shard_layout.h"
+#include "brigade/fsdp/whole_storage.h"
+
+namespace brigade {
+
+struct NamedParameter {
+  std::string name;  // "blocks.2.weight"
+  at::Tensor tensor;
+  int64_t block_numel = 1;  // see shard_spec.h
+};
+
+struct SegmentOptions {
+  std::string unit;  // its name, for errors
+  int num_ranks = 1;
+  int rank = 0;
+  at::ScalarType whole_dtype = at::kFloat;   // forward and backward see it
+  at::ScalarType reduce_dtype = at::kFloat;  // gradients travel in it
+};
+
+class Segment {
+ public:
+  // Takes this rank's part of each parameter, and makes the parameter, which
+  // keeps its shape and strides, a view of a storage without memory, in
+  // `whole_dtype`. REQUIRES: all are leaves of one dtype and device, dense, all
+  // of them require gradients or none does.
+  //
+  // Errors: ValueError for blocks that ShardLayout refuses.
+  Segment(std::vector<NamedParameter> parameters, SegmentOptions options);
+  Segment(const Segment&) = delete;
+  Segment& operator=(const Segment&) = delete;
+
+  const std::vector<NamedParameter>& parameters() const { return parameters_; }
+  const ShardLayout& layout() const { return layout_; }
+  bool is_trained() const { return is_trained_; }
+
+  // The unit's name, and what its parameters' begin with, for errors.
+  void rename(const std::string& unit, const std::string& prefix);
+  at::ScalarType dtype() const { return shard_.scalar_type(); }
+  at::ScalarType whole_dtype() const { return options_.whole_dtype; }
+  at::ScalarType reduce_dtype() const { return options_.reduce_dtype; }
+  c10::Device device() const { return shard_.device(); }
+  int64_t whole_bytes() const;     // of the parameters
+  int64_t gradient_bytes() const;  // of all gradients, whole
+
+  // By parameter: the elements of it that this rank holds, 1D in the order of
+  // memory, perhaps none; all of them, in the parameter's shape. Leaves: what
+  // an optimizer is given.
+  const std::vector<at::Tensor>& shards() const { return shards_; }
+  // [S], which they are views of.
+  const at::Tensor& shard() const { return shard_; }
+
+  // ---- Whole parameters.
+
+  // From here on they read `memory`, at least [whole_bytes()].
+  void bind(at::Tensor memory);
+  // Gives the memory back.
+  at::Tensor unbind();
+  bool is_bound() const { return whole_.is_bound(); }
+
+  // `memory` as [W * S] elements.
+  at::Tensor whole_in(const at::Tensor& memory) const;
+  // This rank's slice of that gets what the shard holds.
+  void write_own_slice(const at::Tensor& whole) const;
+  // Counts changes of the shard in place.
+  int64_t version() const { return shard_._version(); }
+
+  // What is bound is the whole of `version`.
+  void set_bound_version(int64_t version) { bound_version_ = version; }
+  int64_t bound_version() const { return bound_version_; }
+
+  // The shard gets what the whole parameters hold. REQUIRES: is_bound().
+  void read_own_slice();
+
+  // ---- Gradients of the running backward.
+
+  // Writes the parameter's gradient, or adds it to what is there.
+  void take(size_t parameter, const at::Tensor& gradient,
+            GradientMemory& memory);
+  bool has_gradient(size_t parameter) const { return is_written_[parameter]; }
+  bool has_gradients() const { return gradients_.defined(); }
+  // [W * S], zeros where nothing was taken; made if need be.
+  at::Tensor finish_gradients(GradientMemory& memory);
+  // Forgets them. The memory is the caller's; undefined if there is none.
+  at::Tensor take_gradient_memory();
+
+  // ---- The shard's gradient.
+
+  // [S] of the reduce dtype: where a sum is to be written.
+  const at::Tensor& pending();
+  // A sum may be written there for ever: goes on with other memory.
+  at::Tensor abandon_pending() { return std::exchange(pending_, at::Tensor()); }
+
+  // The sum in pending(), times `scale`, becomes the gradient of the shards, or
+  // is added to it; of those parameters only that `is_used`.
+  void commit(const std::vector<char>& is_used, double scale);
+
+ private:
+  // A buffer for a shard's gradient with its views by parameter.
+  struct ShardGradient {
+    at::Tensor flat;  // [S] of dtype()
+    std::vector<at::Tensor> views;
+  };
+
+  at::Tensor slot(const at::Tensor& flat, size_t parameter) const;
+  at::Tensor view_of(const at::Tensor& flat, size_t parameter) const;
+  void acquire_gradients(GradientMemory& memory);
+  std::vector<at::Tensor> views_of(const at::Tensor& flat) const;
+  ShardGradient& free_gradient();
+
+  SegmentOptions options_;  // constant but for the name
+  std::vector<NamedParameter> parameters_;
+  const ShardLayout layout_;
+  const bool is_trained_;
+
+  at::Tensor shard_;
+  std::vector<at::Tensor> shards_;
+
+  WholeStorage whole_;
+  at::Tensor bound_memory_;
+  int64_t bound_version_ = -1;
+
+  at::Tensor gradient_memory_;
+  at::Tensor gradients_;  // [W * S], in it
+  std::vector<char> is_written_;
+
+  at::Tensor pending_;
+  ShardGradient gradient_of_shard_[2];
+};
+
+}  // namespace brigade
+
+#endif  // BRIGADE_FSDP_SEGMENT_H_

@@ -1,0 +1,141 @@
+#include "brigade/fsdp/shard_transport.h"
+
+#include <c10/util/Exception.h>
+
+#include <numeric>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "brigade/comm/ordered_collectives.h"
+#include "brigade/comm/ordered_mesh.h"
+#include "brigade/comm/subgroup.h"
+
+namespace brigade {
+namespace {
+
+using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
+
+std::vector<int> row_of(int rank, int num_shards) {
+  std::vector<int> ranks(num_shards);
+  std::iota(ranks.begin(), ranks.end(), rank / num_shards * num_shards);
+  return ranks;
+}
+
+std::vector<int> column_of(int rank, int num_shards, int num_ranks) {
+  std::vector<int> ranks;
+  for (int r = rank % num_shards; r < num_ranks; r += num_shards) {
+    ranks.push_back(r);
+  }
+  return ranks;
+}
+
+// One row: gathers and sums need no groups but the given one.
+class OrderedRow final : public ShardTransport {
+ public:
+  explicit OrderedRow(const Group& group)
+      : ShardTransport(group->getSize(), 1, group->getRank()),
+        scale_(1.0 / group->getSize()),
+        gathers_(group),
+        sums_(group) {}
+
+  FuturePtr all_gather(const at::Tensor& whole) override {
+    return gathers_.all_gather(whole);
+  }
+  FuturePtr reduce_scatter(const at::Tensor& whole,
+                           const at::Tensor& shard) override {
+    return sums_.reduce_scatter(whole, shard, scale_);
+  }
+  FuturePtr all_reduce(const at::Tensor& tensor) override {
+    return gathers_.all_reduce(tensor);
+  }
+  bool scales() const override { return true; }
+
+ private:
+  const double scale_;
+  OrderedCollectives gathers_;
+  OrderedCollectives sums_;
+};
+
+class OrderedRows final : public ShardTransport {
+ public:
+  OrderedRows(const Group& group, int num_shards)
+      : ShardTransport(num_shards, group->getSize() / num_shards,
+                       group->getRank() % num_shards),
+        scale_(1.0 / group->getSize()),
+        row_(make_subgroup(group, row_of(group->getRank(), num_shards))),
+        column_(make_subgroup(
+            group, column_of(group->getRank(), num_shards, group->getSize()))),
+        gathers_(row_.group()),
+        sums_(row_.group(), column_.group()),
+        all_(group) {}
+
+  FuturePtr all_gather(const at::Tensor& whole) override {
+    return gathers_.all_gather(whole);
+  }
+  FuturePtr reduce_scatter(const at::Tensor& whole,
+                           const at::Tensor& shard) override {
+    return sums_.reduce_scatter(whole, shard, scale_);
+  }
+  FuturePtr all_reduce(const at::Tensor& tensor) override {
+    return all_.all_reduce(tensor);
+  }
+  bool scales() const override { return true; }
+
+ private:
+  const double scale_;
+  const GroupScope row_;
+  const GroupScope column_;
+  OrderedCollectives gathers_;
+  OrderedMesh sums_;
+  OrderedCollectives all_;
+};
+
+class GroupTransport final : public ShardTransport {
+ public:
+  explicit GroupTransport(Group group)
+      : ShardTransport(group->getSize(), 1, group->getRank()),
+        group_(std::move(group)) {}
+
+  FuturePtr all_gather(const at::Tensor& whole) override {
+    at::Tensor output = whole;
+    const int64_t shard_numel = whole.numel() / num_shards();
+    at::Tensor input = whole.narrow(0, shard_rank() * shard_numel, shard_numel);
+    return group_->_allgather_base(output, input)->getFuture();
+  }
+  FuturePtr reduce_scatter(const at::Tensor& whole,
+                           const at::Tensor& shard) override {
+    at::Tensor input = whole;
+    at::Tensor output = shard;
+    return group_->_reduce_scatter_base(output, input)->getFuture();
+  }
+  FuturePtr all_reduce(const at::Tensor& tensor) override {
+    std::vector<at::Tensor> tensors = {tensor};
+    return group_->allreduce(tensors)->getFuture();
+  }
+  bool scales() const override { return false; }
+
+ private:
+  const Group group_;
+};
+
+}  // namespace
+
+std::unique_ptr<ShardTransport> make_ordered_transport(const Group& group,
+                                                       int num_shards) {
+  TORCH_CHECK_VALUE(num_shards > 0 && group->getSize() % num_shards == 0,
+                    "expected a number of shards that divides the number of "
+                    "ranks, ",
+                    group->getSize(), ", found ", num_shards,
+                    ".\nGive the ranks of a host, or all.");
+  if (num_shards == group->getSize()) {
+    return std::make_unique<OrderedRow>(group);
+  }
+  return std::make_unique<OrderedRows>(group, num_shards);
+}
+
+std::unique_ptr<ShardTransport> make_group_transport(Group group) {
+  return std::make_unique<GroupTransport>(std::move(group));
+}
+
+}  // namespace brigade

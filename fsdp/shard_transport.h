@@ -1,0 +1,75 @@
+// How shards are gathered and gradients are summed: the collectives of a mesh.
+//
+// A mesh has R rows of F ranks. A unit's parameters are cut into F shards over
+// a row; the ranks of a column hold the same shard. All ranks of a row gather
+// together; a gradient is summed over a row first, and then over the column.
+// R = 1: full sharding. F = 1: every rank holds all.
+//
+// Gathers and sums are independent of each other, each in the order of its
+// calls, which is the same on all ranks.
+//
+// Thread safety: one call at a time of each kind.
+
+#ifndef BRIGADE_FSDP_SHARD_TRANSPORT_H_
+#define BRIGADE_FSDP_SHARD_TRANSPORT_H_
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
+
+#include <memory>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+namespace brigade {
+
+class ShardTransport {
+ public:
+  using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
+
+  virtual ~ShardTransport() = default;
+
+  // `whole`: [F * S], whose slice of this rank's place in its row is there.
+  // Writes the others.
+  virtual FuturePtr all_gather(const at::Tensor& whole) = 0;
+
+  // Writes into `shard` [S] this rank's slice of the sum over all ranks of
+  // `whole` [F * S]; times 1 / (F * R), unless scales() is false.
+  virtual FuturePtr reduce_scatter(const at::Tensor& whole,
+                                   const at::Tensor& shard) = 0;
+
+  // Replaces `tensor` by its sum over all ranks, in their order.
+  virtual FuturePtr all_reduce(const at::Tensor& tensor) = 0;
+
+  // False: the sum is to be divided by whoever takes it.
+  virtual bool scales() const = 0;
+
+  int num_shards() const { return num_shards_; }      // F
+  int num_replicas() const { return num_replicas_; }  // R
+  int shard_rank() const { return shard_rank_; }      // this rank's place
+
+ protected:
+  ShardTransport(int num_shards, int num_replicas, int shard_rank)
+      : num_shards_(num_shards),
+        num_replicas_(num_replicas),
+        shard_rank_(shard_rank) {}
+
+ private:
+  const int num_shards_;
+  const int num_replicas_;
+  const int shard_rank_;
+};
+
+// Sums in the order of the ranks (comm/ordered_collectives.h), on connections
+// of its own: on CPUs. Collective over the group. `num_shards` divides the
+// number of ranks: rank r is in row r / F.
+//
+// Errors: ValueError if it does not; as OrderedCollectives'.
+std::unique_ptr<ShardTransport> make_ordered_transport(
+    const c10::intrusive_ptr<c10d::ProcessGroup>& group, int num_shards);
+
+// By the group's own collectives, full sharding only: for a recording group.
+std::unique_ptr<ShardTransport> make_group_transport(
+    c10::intrusive_ptr<c10d::ProcessGroup> group);
+
+}  // namespace brigade
+
+#endif  // BRIGADE_FSDP_SHARD_TRANSPORT_H_

@@ -1,0 +1,380 @@
+#include "brigade/fsdp/sharded_root.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/linalg_vector_norm.h>
+#include <ATen/ops/maximum.h>
+#include <ATen/ops/zeros.h>
+#include <c10/util/Exception.h>
+#include <c10/util/hash.h>
+
+#include <algorithm>
+#include <cmath>
+#include <functional>
+#include <limits>
+#include <optional>
+#include <string_view>
+
+#include "absl/strings/str_cat.h"
+#include "brigade/hooks/backward_end.h"
+#include "brigade/hooks/input_gate.h"
+#include "brigade/hooks/output_watch.h"
+
+namespace brigade {
+namespace {
+
+std::unique_ptr<ShardTransport> make_transport(
+    const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+    const ShardingOptions& options) {
+  if (!group->getStore() && group->getSize() > 1) {
+    return make_group_transport(group);
+  }
+  return make_ordered_transport(group,
+                                options.num_shards.value_or(group->getSize()));
+}
+
+uint64_t digest_of(std::string_view words, const std::vector<size_t>& units) {
+  uint64_t digest = std::hash<std::string_view>{}(words);
+  for (const size_t unit : units) digest = c10::hash_combine(digest, unit);
+  return digest | 1;  // never 0, which would be none
+}
+
+}  // namespace
+
+ShardedRoot::ShardedRoot(const std::vector<UnitSpec>& units,
+                         c10::intrusive_ptr<c10d::ProcessGroup> group,
+                         ShardingOptions options)
+    : ShardedRoot(make_units(units, group, options), group, options) {}
+
+ShardedRoot::ShardedRoot(std::vector<Unit> units,
+                         c10::intrusive_ptr<c10d::ProcessGroup> group,
+                         ShardingOptions options)
+    : group_(std::move(group)),
+      options_(options),
+      transport_(make_transport(group_, options_)),
+      pool_(at::kCPU),
+      gradient_memory_(pool_, std::max<size_t>(options.max_reducing, 1)),
+      units_(std::move(units)) {
+  uint64_t fingerprint = units_.size();
+  for (const Unit& unit : units_) {
+    fingerprint = c10::hash_combine(fingerprint, unit.reshards_after_forward);
+    for (const auto& segment : unit.segments) {
+      fingerprint =
+          c10::hash_combine(fingerprint, segment->layout().fingerprint());
+    }
+  }
+  num_running_.assign(units_.size(), 0);
+  num_open_.assign(units_.size(), 0);
+  is_kept_.assign(units_.size(), 0);
+  left_with_gradients_.resize(units_.size());
+  gathers_ = std::make_unique<UnitGathers>(units_, *transport_, pool_,
+                                           options_.prefetch_depth);
+  policy_ = std::make_unique<UnitPolicy>(
+      units_, *transport_, *gathers_, gradient_memory_,
+      static_cast<UnitPolicy::Listener&>(*this), fingerprint);
+  const std::vector<std::vector<at::Tensor>> variables = {policy_->variables()};
+  engine_ = std::make_unique<Engine>(
+      std::vector{group_}, variables, *policy_,
+      EngineOptions{.name = "fully_shard",
+                    .defers_status_check = false,
+                    .failure_patience = options_.failure_patience,
+                    .one_backward_per_forward = false,
+                    .sink = policy_.get(),
+                    .launches_rest_when_failing = true});
+  engine_->connect();
+}
+
+ShardedRoot::~ShardedRoot() { alive_ = nullptr; }
+
+std::vector<at::Tensor> ShardedRoot::shards() const {
+  std::vector<at::Tensor> all;
+  for (const Unit& unit : units_) {
+    all.insert(all.end(), unit.shards.begin(), unit.shards.end());
+  }
+  return all;
+}
+
+void ShardedRoot::ask(std::string_view words,
+                      const std::vector<size_t>& expected) {
+  try {
+    engine_->ask(words, digest_of(words, expected));
+  } catch (...) {
+    peers_know_ = true;
+    on_backward_over();
+    throw;
+  }
+}
+
+// ---- Forward.
+
+void ShardedRoot::begin_forward() {
+  if (pass_ == Pass::kBackward) return;  // what it needs is asked for
+  TORCH_CHECK(pass_ != Pass::kForward,
+              "fully_shard: a forward began inside of another one of the same "
+              "root.\nLet the outer one end first.");
+  peers_know_ = false;
+  release_outdated();
+  const std::vector<size_t> expected = policy_->expected_in_forward();
+  ask("began a forward", expected);
+  gathers_->begin(expected);
+  if (pass_ == Pass::kNone) pass_ = Pass::kForward;
+}
+
+void ShardedRoot::end_forward() {
+  if (pass_ == Pass::kBackward) return;
+  gathers_->launch_rest();
+  if (at::GradMode::is_enabled()) {
+    policy_->note_forward(gathers_->schedule().record());
+  }
+  if (pass_ == Pass::kForward) pass_ = Pass::kNone;
+}
+
+void ShardedRoot::forward_failed(const std::exception_ptr& error) {
+  if (pass_ == Pass::kBackward) return;  // which fails, and tells of it
+  try {
+    gathers_->launch_rest();
+  } catch (const std::exception&) {
+    // Connections are lost: there is nobody to gather for.
+  }
+  std::ranges::fill(num_running_, 0);
+  for (size_t unit = 0; unit < units_.size(); ++unit) {
+    if (gathers_->is_claimed(unit)) release_if_unused(unit);
+  }
+  if (pass_ == Pass::kForward) pass_ = Pass::kNone;
+  if (!peers_know_) engine_->fail(error);
+}
+
+// What is whole and was gathered before its shards changed.
+void ShardedRoot::release_outdated() {
+  for (size_t unit = 0; unit < units_.size(); ++unit) {
+    if (gathers_->is_claimed(unit) && !gathers_->is_current(unit)) {
+      release_if_unused(unit);
+    }
+  }
+}
+
+void ShardedRoot::need(size_t unit) {
+  gathers_->need(unit, [&] {
+    const std::string words =
+        absl::StrCat("needed unit '", units_[unit].name, "' again");
+    ask(words, {unit});
+  });
+}
+
+std::shared_ptr<ShardedRoot::Call> ShardedRoot::begin_call(
+    size_t unit, std::span<at::Tensor> inputs) {
+  need(unit);
+  ++num_running_[unit];
+  const auto call = std::make_shared<Call>(Call{.unit = unit});
+  call->is_left_by_inputs =
+      gate_inputs(inputs, alive_, [this, call] { close(*call); });
+  return call;
+}
+
+void ShardedRoot::abort_call(const Call& call) {
+  if (num_running_[call.unit] > 0) --num_running_[call.unit];
+}
+
+void ShardedRoot::end_call(const std::shared_ptr<Call>& call,
+                           std::span<const at::Tensor> outputs) {
+  const size_t unit = call->unit;
+  const bool has_backward =
+      at::GradMode::is_enabled() &&
+      watch_outputs(outputs, alive_, [this, call] { open(call); });
+  if (num_running_[unit] > 0) --num_running_[unit];
+  if (running_backward_id() >= 0) return;  // computed again for its backward
+  if (has_backward && !units_[unit].reshards_after_forward) is_kept_[unit] = 1;
+  if (is_kept_[unit] == 0) release_if_unused(unit);
+}
+
+void ShardedRoot::release_if_unused(size_t unit) {
+  if (num_running_[unit] > 0 || num_open_[unit] > 0) return;
+  if (pass_ == Pass::kApart) return;
+  is_kept_[unit] = 0;
+  gathers_->release(unit);
+}
+
+// ---- Backward.
+
+void ShardedRoot::open(const std::shared_ptr<Call>& call) {
+  if (pass_ != Pass::kBackward) begin_backward();
+  const size_t unit = call->unit;
+  if (!call->is_open) {
+    call->is_open = true;
+    ++num_open_[unit];
+    if (!call->is_left_by_inputs) left_with_gradients_[unit].push_back(call);
+  }
+  need(unit);
+}
+
+void ShardedRoot::close(Call& call) {
+  if (!call.is_open) return;
+  call.is_open = false;
+  --num_open_[call.unit];
+  release_if_unused(call.unit);
+}
+
+void ShardedRoot::begin_backward() {
+  if (synchronizes_ && accumulates_all_gradients()) {
+    engine_->begin_in_backward();
+    pass_ = Pass::kBackward;
+    return;
+  }
+  const std::vector<size_t> expected = policy_->expected_in_backward();
+  ask("began a backward that is not reduced", expected);
+  gathers_->begin(expected);
+  pass_ = Pass::kBackward;
+  watch_backward_end(
+      alive_, [this] { on_backward_over(); },
+      [this] {
+        on_backward_over();
+        engine_->fail(std::make_exception_ptr(
+            std::runtime_error("an exception ended backward")));
+      });
+}
+
+void ShardedRoot::on_unit_reduced(size_t unit) {
+  for (const auto& call : std::exchange(left_with_gradients_[unit], {})) {
+    close(*call);
+  }
+}
+
+// Nothing is waited for here: peers may not have launched what is in flight.
+void ShardedRoot::on_backward_over() {
+  if (pass_ == Pass::kApart) return;
+  pass_ = Pass::kNone;
+  try {
+    gathers_->launch_rest();
+  } catch (const std::exception&) {
+    // As in forward_failed().
+  }
+  for (size_t unit = 0; unit < units_.size(); ++unit) {
+    for (const auto& call : std::exchange(left_with_gradients_[unit], {})) {
+      call->is_open = false;
+    }
+    num_open_[unit] = 0;
+    if (gathers_->is_claimed(unit)) release_if_unused(unit);
+  }
+}
+
+// ---- Between them.
+
+void ShardedRoot::unshard() {
+  TORCH_CHECK(pass_ == Pass::kNone,
+              "fully_shard: unshard() inside of a forward or backward, or of "
+              "another unshard().\nCall it between them.");
+  release_outdated();
+  std::vector<size_t> expected;
+  for (size_t unit = 0; unit < units_.size(); ++unit) {
+    if (!gathers_->is_current(unit)) expected.push_back(unit);
+  }
+  ask("gathers all units", expected);
+  gathers_->begin(expected);
+  pass_ = Pass::kApart;
+  for (size_t unit = 0; unit < units_.size(); ++unit) need(unit);
+}
+
+void ShardedRoot::reshard(bool writes) {
+  if (pass_ != Pass::kApart) return;
+  pass_ = Pass::kNone;
+  for (size_t unit = 0; unit < units_.size(); ++unit) {
+    for (const auto& segment : units_[unit].segments) {
+      if (writes && segment->is_bound()) segment->read_own_slice();
+    }
+    release_if_unused(unit);
+  }
+}
+
+// One place for each rank, so that all add up, or compare, in one order.
+// Replicas hold the same.
+void ShardedRoot::sum_over_shards(const at::Tensor& values,
+                                  bool takes_largest) {
+  const at::NoGradGuard no_grad;
+  ask("sums over shards", {static_cast<size_t>(values.numel())});
+  const int num_shards = transport_->num_shards();
+  at::Tensor by_rank =
+      at::zeros({num_shards, values.numel()}, values.options());
+  if (group_->getRank() < num_shards) {
+    by_rank[group_->getRank()].copy_(values);
+  }
+  transport_->all_reduce(by_rank)->waitAndThrow();
+  values.copy_(by_rank[0]);
+  for (int rank = 1; rank < num_shards; ++rank) {
+    if (takes_largest) {
+      at::Tensor largest = values;
+      at::maximum_out(largest, values, by_rank[rank]);
+    } else {
+      values.add_(by_rank[rank]);
+    }
+  }
+}
+
+double ShardedRoot::clip_grad_norm(double max_norm, double p) {
+  TORCH_CHECK_VALUE(p > 0, "clip_grad_norm: expected p > 0, found ", p,
+                    ".\nGive 2 for the Euclidean norm, or infinity.");
+  const at::NoGradGuard no_grad;
+  const bool is_max = std::isinf(p);
+  double total = 0;
+  for (const Unit& unit : units_) {
+    for (const at::Tensor& shard : unit.shards) {
+      if (!shard.grad().defined() || shard.numel() == 0) continue;
+      const double norm =
+          at::linalg_vector_norm(shard.grad(), p, at::OptionalIntArrayRef(),
+                                 /*keepdim=*/false, at::kDouble)
+              .item<double>();
+      total = is_max ? std::max(total, norm) : total + std::pow(norm, p);
+    }
+  }
+  const at::Tensor sum = at::full({1}, total, at::kDouble);
+  sum_over_shards(sum, is_max);
+  total = sum.item<double>();
+  const double norm = is_max ? total : std::pow(total, 1 / p);
+  const double factor = max_norm / (norm + 1e-6);
+  if (factor < 1) {
+    for (const Unit& unit : units_) {
+      for (const at::Tensor& shard : unit.shards) {
+        if (shard.grad().defined()) shard.grad().mul_(factor);
+      }
+    }
+  }
+  return norm;
+}
+
+ShardingStatistics ShardedRoot::statistics() const {
+  ShardingStatistics statistics = {
+      .late_gathers = static_cast<int64_t>(gathers_->schedule().num_late()),
+      .ahead_gathers = static_cast<int64_t>(gathers_->schedule().num_ahead()),
+      .allocations = pool_.num_allocations(),
+      .whole_bytes = pool_.bytes(),
+      .peak_whole_bytes = pool_.peak_bytes()};
+  for (const Unit& unit : units_) {
+    for (const auto& segment : unit.segments) {
+      const int64_t element = segment->shard().element_size();
+      statistics.shard_bytes += segment->layout().shard_numel() * element;
+      statistics.padding_bytes += segment->layout().padding_numel() * element;
+    }
+  }
+  return statistics;
+}
+
+std::string ShardedRoot::explain() const {
+  std::string text =
+      absl::StrCat(units_.size(), units_.size() == 1 ? " unit" : " units", ", ",
+                   transport_->num_shards(), " shards, ",
+                   transport_->num_replicas(), " replicas\n");
+  for (const Unit& unit : units_) {
+    for (const auto& segment : unit.segments) {
+      absl::StrAppend(
+          &text, "  '", unit.name, "': ", segment->parameters().size(),
+          " parameters, ", segment->whole_bytes(), " bytes whole, ",
+          segment->layout().shard_numel() * segment->shard().element_size(),
+          " bytes here, ", segment->layout().padding_numel(),
+          " elements of padding", segment->is_trained() ? "" : ", frozen",
+          unit.reshards_after_forward ? "" : ", whole from forward to backward",
+          "\n");
+    }
+  }
+  return text;
+}
+
+}  // namespace brigade

@@ -1,0 +1,223 @@
+// Trains parameters of which each rank holds a part: gathers a unit's when it
+// is used, and sums its gradients when they are there.
+//
+// The part of sharding that does not depend on the module's type. Whoever runs
+// the module tells of each forward, and of each call of a unit in it:
+//
+//   ShardedRoot root(units, group, {});
+//   torch::optim::AdamW optimizer(root.shards());
+//   ...
+//   root.forward([&] {
+//     at::Tensor h = root.call(0, x, [&](at::Tensor in) { return first(in); });
+//     return root.call(1, h, [&](at::Tensor in) { return second(in); });
+//   }).sum().backward();
+//   optimizer.step();
+//
+// Backward needs no calls: the outputs of a unit tell when it begins, and its
+// inputs when it is left. Inside of a backward, calls are those of activation
+// checkpoints that compute again.
+//
+// Ranks may take different branches: what one leaves out it gathers for its
+// peers, and sums as zeros. They run equally many forwards and backwards.
+//
+// Thread safety: one call at a time, one backward at a time, on the CPU.
+
+#ifndef BRIGADE_FSDP_SHARDED_ROOT_H_
+#define BRIGADE_FSDP_SHARDED_ROOT_H_
+
+#include <ATen/core/Tensor.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <utility>
+#include <vector>
+
+#include "brigade/engine/engine.h"
+#include "brigade/fsdp/gradient_memory.h"
+#include "brigade/fsdp/make_units.h"
+#include "brigade/fsdp/memory_pool.h"
+#include "brigade/fsdp/shard_transport.h"
+#include "brigade/fsdp/sharding_options.h"
+#include "brigade/fsdp/unit.h"
+#include "brigade/fsdp/unit_gathers.h"
+#include "brigade/fsdp/unit_policy.h"
+#include "brigade/hooks/output_tensors.h"
+
+namespace brigade {
+
+// Counts since construction, bytes as they are now.
+struct ShardingStatistics {
+  int64_t late_gathers = 0;   // needed, and not expected
+  int64_t ahead_gathers = 0;  // launched before their need
+  int64_t allocations = 0;    // of memory for whole units and gradients
+  int64_t whole_bytes = 0;    // that memory
+  int64_t peak_whole_bytes = 0;
+  int64_t shard_bytes = 0;    // parameters that this rank holds, with padding
+  int64_t padding_bytes = 0;  // in all shards of all units, on all ranks
+};
+
+class ShardedRoot final : private UnitPolicy::Listener {
+ public:
+  // Collective: ranks connect. `units`: of make_units(), by the same group and
+  // options. Errors: PeerError if ranks don't meet.
+  ShardedRoot(std::vector<Unit> units,
+              c10::intrusive_ptr<c10d::ProcessGroup> group,
+              ShardingOptions options);
+  // Makes the units, too. Errors: make_units()' too.
+  ShardedRoot(const std::vector<UnitSpec>& units,
+              c10::intrusive_ptr<c10d::ProcessGroup> group,
+              ShardingOptions options);
+  ~ShardedRoot();
+  ShardedRoot(const ShardedRoot&) = delete;
+  ShardedRoot& operator=(const ShardedRoot&) = delete;
+
+  // By unit, by parameter as given: what this rank holds of it, 1D unless it
+  // holds all. What an optimizer is given; `.grad` is the average over ranks.
+  std::vector<at::Tensor> shards() const;
+  // The same, of one unit, in the order of its UnitSpec.
+  const std::vector<at::Tensor>& shards_of(size_t unit) const {
+    return units_[unit].shards;
+  }
+  const Unit& unit(size_t unit) const { return units_[unit]; }
+  size_t num_units() const { return units_.size(); }
+
+  // ---- A forward: all of it between these, on all ranks.
+
+  // Errors: RuntimeError on all ranks if some do something else; PeerError if a
+  // rank has failed or is lost.
+  void begin_forward();
+  void end_forward();
+  // In place of end_forward(): peers are told. Does not throw.
+  void forward_failed(const std::exception_ptr& error);
+
+  template <typename Forward>
+  auto forward(const Forward& run) {
+    begin_forward();
+    try {
+      auto outputs = run();
+      end_forward();
+      return outputs;
+    } catch (...) {
+      forward_failed(std::current_exception());
+      throw;
+    }
+  }
+
+  // ---- A call of a unit.
+
+  // A handle of the call, for its two ends and its backward.
+  struct Call {
+    const size_t unit;
+    bool is_left_by_inputs = false;  // else when the unit's gradients have come
+    bool is_open = false;            // its backward is under way
+  };
+
+  // The unit is whole when it returns. Inputs that require a gradient are
+  // replaced by stand-ins, which the unit is to compute with.
+  std::shared_ptr<Call> begin_call(size_t unit, std::span<at::Tensor> inputs);
+  void end_call(const std::shared_ptr<Call>& call,
+                std::span<const at::Tensor> outputs);
+  // In place of end_call(): the unit has thrown.
+  void abort_call(const Call& call);
+
+  template <typename Run>
+  auto call(size_t unit, at::Tensor input, const Run& run) {
+    const auto called = begin_call(unit, {&input, 1});
+    try {
+      auto outputs = run(std::move(input));
+      end_call(called, tensors_of(outputs));
+      return outputs;
+    } catch (...) {
+      abort_call(*called);
+      throw;
+    }
+  }
+
+  // ---- Settings.
+
+  // While off, backwards add gradients up on this rank, whole: nothing is
+  // communicated but parameters. Alike on all ranks; read when a backward
+  // begins.
+  void set_synchronizes(bool value) { synchronizes_ = value; }
+  bool synchronizes() const { return synchronizes_; }
+
+  // Of one unit, from the next forward on; alike on all ranks.
+  void set_reshards_after_forward(size_t unit, bool value) {
+    units_.at(unit).reshards_after_forward = value;
+  }
+
+  // ---- Whole parameters, outside of a forward and backward. Collective.
+
+  // All units are whole until reshard(). `writes`: what is in them then becomes
+  // their value: alike on all ranks.
+  void unshard();
+  void reshard(bool writes);
+
+  // Sums, or the largest, of each value over the ranks of a row, which hold the
+  // parts of parameters; in the order of the ranks, and the same on all.
+  // `values`: 1D, float64, replaced. Collective.
+  void sum_over_shards(const at::Tensor& values, bool takes_largest);
+
+  // The norm over all parameters of all ranks' gradients, which are multiplied
+  // by max_norm / norm if that is less than 1. `p`: infinity for the largest.
+  // The same number on all ranks. Collective. Errors: ValueError for p <= 0.
+  double clip_grad_norm(double max_norm, double p = 2.0);
+
+  ShardingStatistics statistics() const;
+  EngineStatistics engine_statistics() const { return engine_->statistics(); }
+
+  // Units, bytes, padding and memory, in words.
+  std::string explain() const;
+
+  bool can_continue() const { return engine_->can_continue(); }
+
+ private:
+  void on_unit_reduced(size_t unit) override;
+  void on_backward_over() override;
+
+  void need(size_t unit);
+  void release_if_unused(size_t unit);
+  void release_outdated();
+  void open(const std::shared_ptr<Call>& call);
+  void close(Call& call);
+  void begin_backward();
+  void ask(std::string_view words, const std::vector<size_t>& expected);
+
+  const c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  const ShardingOptions options_;
+  const std::unique_ptr<ShardTransport> transport_;
+  MemoryPool pool_;
+  GradientMemory gradient_memory_;
+  std::vector<Unit> units_;
+  std::unique_ptr<UnitGathers> gathers_;
+  std::unique_ptr<UnitPolicy> policy_;
+  std::unique_ptr<Engine> engine_;
+
+  enum class Pass { kNone, kForward, kBackward, kApart };
+  Pass pass_ = Pass::kNone;
+  bool peers_know_ = false;  // of the failure that is on its way out of forward
+  bool synchronizes_ = true;
+
+  // By unit: calls between their ends, in forward; calls whose backward is
+  // under way; whether it stays whole until a backward.
+  std::vector<int> num_running_;
+  std::vector<int> num_open_;
+  std::vector<char> is_kept_;
+  // Calls whose backward is under way, and that no input tells to be over.
+  std::vector<std::vector<std::shared_ptr<Call>>> left_with_gradients_;
+
+  // Callbacks of graphs that outlive this object look at it.
+  std::shared_ptr<char> alive_ = std::make_shared<char>();
+};
+
+}  // namespace brigade
+
+#endif  // BRIGADE_FSDP_SHARDED_ROOT_H_

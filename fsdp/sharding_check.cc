@@ -1,0 +1,132 @@
+#include "brigade/fsdp/sharding_check.h"
+
+#include <c10/core/ScalarType.h>
+
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
+#include "brigade/comm/agreement.h"
+
+namespace brigade {
+namespace {
+
+std::string dtype_name(const std::optional<at::ScalarType>& dtype) {
+  return dtype ? c10::toString(*dtype) : "own";
+}
+
+std::string describe(const ShardingOptions& options) {
+  return absl::StrCat(
+      "sharding options: num_shards ",
+      options.num_shards ? absl::StrCat(*options.num_shards) : "all",
+      ", reshards_after_forward ", options.reshards_after_forward,
+      ", prefetch_depth ", options.prefetch_depth, ", max_reducing ",
+      options.max_reducing, ", param_dtype ", dtype_name(options.param_dtype),
+      ", reduce_dtype ", dtype_name(options.reduce_dtype),
+      ", broadcasts_parameters ", options.broadcasts_parameters);
+}
+
+absl::Status check_options(const ShardingOptions& options, int num_ranks) {
+  if (options.num_shards &&
+      (*options.num_shards < 1 || num_ranks % *options.num_shards != 0)) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "fully_shard: expected num_shards to divide the number of ranks, ",
+        num_ranks, ", found ", *options.num_shards,
+        ".\nGive the ranks of a host, or leave it out for all."));
+  }
+  for (const auto& dtype : {options.param_dtype, options.reduce_dtype}) {
+    if (dtype && !at::isFloatingType(*dtype)) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          "fully_shard: expected a floating dtype to compute in, found ",
+          c10::toString(*dtype), ".\nGive bfloat16, for instance."));
+    }
+  }
+  return absl::OkStatus();
+}
+
+absl::Status check_parameter(const UnitSpec& unit,
+                             const NamedParameter& parameter) {
+  const auto refuse = [&](const auto&... words) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("fully_shard: parameter '", parameter.name, "' of unit '",
+                     unit.name, "' ", words...));
+  };
+  const at::Tensor& tensor = parameter.tensor;
+  if (!tensor.defined()) return refuse("is undefined.");
+  if (tensor.is_meta()) {
+    return refuse(
+        "is on meta: it has no values.\nGive it memory and values before it is "
+        "sharded.");
+  }
+  if (!tensor.is_cpu()) {
+    return refuse("is on ", tensor.device().str(),
+                  "; so far parameters are sharded on the CPU.\nMove the "
+                  "module there, or use DistributedDataParallel.");
+  }
+  if (tensor.layout() != at::kStrided) {
+    return refuse("is not dense.\nUse a dense parameter.");
+  }
+  if (!tensor.is_leaf()) {
+    return refuse(
+        "was computed from others.\nShard the parameters of a "
+        "module, which are leaves.");
+  }
+  return absl::OkStatus();
+}
+
+absl::Status check_units(std::span<const UnitSpec> units) {
+  std::unordered_map<const void*, std::string> owners;
+  for (const UnitSpec& unit : units) {
+    if (unit.parameters.empty()) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("fully_shard: unit '", unit.name,
+                       "' has no parameters.\nMake a unit of a module that "
+                       "has some of its own."));
+    }
+    for (const NamedParameter& parameter : unit.parameters) {
+      if (auto status = check_parameter(unit, parameter); !status.ok()) {
+        return status;
+      }
+      if (parameter.tensor.numel() == 0) continue;
+      const auto [owner, is_new] = owners.emplace(
+          parameter.tensor.storage().unsafeGetStorageImpl(),
+          absl::StrCat("'", parameter.name, "' of unit '", unit.name, "'"));
+      if (is_new) continue;
+      return absl::InvalidArgumentError(absl::StrCat(
+          "fully_shard: parameter '", parameter.name, "' of unit '", unit.name,
+          "' shares its memory with ", owner->second,
+          ".\nPut tied parameters into one unit, once."));
+    }
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+void require_alike(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+                   std::span<const UnitSpec> units,
+                   const ShardingOptions& options) {
+  absl::Status status = check_options(options, group->getSize());
+  if (status.ok()) status = check_units(units);
+  std::vector<std::string> items = {describe(options)};
+  for (const UnitSpec& unit : units) {
+    for (const NamedParameter& parameter : unit.parameters) {
+      const at::Tensor& tensor = parameter.tensor;
+      items.push_back(absl::StrCat(
+          "unit '", unit.name, "'",
+          unit.reshards_after_forward
+              ? absl::StrCat(" (reshards ", *unit.reshards_after_forward, ")")
+              : "",
+          ": '", parameter.name, "' ",
+          tensor.defined() ? c10::str(tensor.scalar_type(), ' ', tensor.sizes(),
+                                      ' ', tensor.strides(),
+                                      tensor.requires_grad() ? "" : ", frozen")
+                           : "undefined"));
+    }
+  }
+  require_agreement(group, at::kCPU, "sharded parameter", items, status);
+}
+
+}  // namespace brigade

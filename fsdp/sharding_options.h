@@ -1,0 +1,51 @@
+#ifndef BRIGADE_FSDP_SHARDING_OPTIONS_H_
+#define BRIGADE_FSDP_SHARDING_OPTIONS_H_
+
+#include <c10/core/ScalarType.h>
+
+#include <chrono>
+#include <cstddef>
+#include <optional>
+
+namespace brigade {
+
+// How parameters are sharded, and what that costs. Compared across ranks at
+// construction, but for the patience.
+struct ShardingOptions {
+  // Over so many ranks, which divides their number; the groups of so many ranks
+  // are replicas of each other. 1: every rank holds all. Unset: all ranks.
+  std::optional<int> num_shards = std::nullopt;
+
+  // Units are released behind their forward and gathered again for backward: a
+  // third more bytes, and memory for prefetch_depth + 1 units only. The
+  // outermost unit stays whole. False: gradients and optimizer state are
+  // sharded, parameters from backward's end to forward only.
+  bool reshards_after_forward = true;
+
+  // Gathers that are under way before their unit is needed. 0: none, so that
+  // nothing is computed meanwhile.
+  size_t prefetch_depth = 1;
+
+  // Reductions that keep the memory of a unit's whole gradients at once; the
+  // next unit's gradients wait for the oldest. At least 1.
+  size_t max_reducing = 2;
+
+  // What forward and backward compute in; shards, and so the optimizer, stay in
+  // the parameters' dtype. Unset: the parameters' dtype.
+  std::optional<at::ScalarType> param_dtype = std::nullopt;
+
+  // What gradients are summed in. Unset: the parameters' dtype.
+  std::optional<at::ScalarType> reduce_dtype = std::nullopt;
+
+  // All ranks begin with the parameters of rank 0. False: each keeps its part
+  // of its own.
+  bool broadcasts_parameters = true;
+
+  // A rank whose forward or backward fails waits so long for its peers to come
+  // to where they hear it. Then it closes its connections, and raises.
+  std::chrono::milliseconds failure_patience = std::chrono::seconds(30);
+};
+
+}  // namespace brigade
+
+#endif  // BRIGADE_FSDP_SHARDING_OPTIONS_H_

@@ -1,0 +1,28 @@
+// Parameters that are gathered together, and released together.
+
+#ifndef BRIGADE_FSDP_UNIT_H_
+#define BRIGADE_FSDP_UNIT_H_
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "brigade/fsdp/segment.h"
+
+namespace brigade {
+
+struct Unit {
+  std::string name;  // "blocks.2"; of the outermost one it may be empty
+  std::vector<std::unique_ptr<Segment>> segments;
+
+  // By parameter, in the order in which they were given: the segments' shards.
+  std::vector<at::Tensor> shards;
+
+  // Released behind its forward, and gathered again for its backward. False: it
+  // stays whole from forward to backward.
+  bool reshards_after_forward = true;
+};
+
+}  // namespace brigade
+
+#endif  // BRIGADE_FSDP_UNIT_H_

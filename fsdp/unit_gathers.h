@@ -1,0 +1,86 @@
+// Makes units whole when they are needed, and takes their memory back.
+//
+// Launches what gather_schedule.h says. A unit that is whole already is
+// gathered into memory that nobody reads, for the peers' sake.
+//
+// Thread safety: none; one pass at a time, and needs from one thread at a time.
+
+#ifndef BRIGADE_FSDP_UNIT_GATHERS_H_
+#define BRIGADE_FSDP_UNIT_GATHERS_H_
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <vector>
+
+#include "brigade/fsdp/gather_schedule.h"
+#include "brigade/fsdp/memory_pool.h"
+#include "brigade/fsdp/shard_transport.h"
+#include "brigade/fsdp/unit.h"
+
+namespace brigade {
+
+class UnitGathers {
+ public:
+  // REQUIRES: all outlive this object.
+  UnitGathers(std::vector<Unit>& units, ShardTransport& transport,
+              MemoryPool& pool, size_t depth);
+
+  // Memory that collectives in flight write to is kept for ever.
+  ~UnitGathers();
+  UnitGathers(const UnitGathers&) = delete;
+  UnitGathers& operator=(const UnitGathers&) = delete;
+
+  // A pass begins; what an earlier one has left is released. Errors: as need().
+  void begin(std::vector<size_t> expected);
+
+  // Returns when `unit` is whole. `ask` is called before a gather that is not
+  // expected, and throws if peers don't ask the same. Errors: what a gather
+  // fails with.
+  void need(size_t unit, const std::function<void()>& ask);
+
+  // Sharded again. Nothing if it is sharded. Waits for a gather in flight.
+  void release(size_t unit);
+
+  // Launches what is left of the pass, and does not wait for it. May be called
+  // again.
+  void launch_rest();
+
+  // It is whole, and of what its shards hold now.
+  bool is_current(size_t unit) const;
+  bool is_claimed(size_t unit) const { return schedule_.is_claimed(unit); }
+
+  const GatherSchedule& schedule() const { return schedule_; }
+
+ private:
+  using FuturePtr = ShardTransport::FuturePtr;
+  struct Gather {
+    at::Tensor memory;    // uint8
+    int64_t version = 0;  // of the shard
+    FuturePtr future;     // null: it is there
+  };
+
+  bool is_local(const Segment& segment) const;
+  void launch_all(const std::vector<size_t>& units);
+  void launch(size_t unit);
+  FuturePtr gather(const Segment& segment, const at::Tensor& memory);
+  void finish(Gather& gather);
+  void reclaim(Gather gather);
+  void release_unneeded();
+
+  std::vector<Unit>& units_;
+  ShardTransport& transport_;
+  MemoryPool& pool_;
+  GatherSchedule schedule_;
+
+  // By unit, then by segment. Bound when they are needed.
+  std::vector<std::vector<Gather>> gathers_;
+  std::vector<Gather> unread_;  // for the peers' sake
+};
+
+}  // namespace brigade
+
+#endif  // BRIGADE_FSDP_UNIT_GATHERS_H_

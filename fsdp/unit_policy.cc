@@ -1,0 +1,285 @@
+#include "brigade/fsdp/unit_policy.h"
+
+#include <ATen/ops/from_blob.h>
+#include <c10/util/Exception.h>
+#include <c10/util/hash.h>
+
+#include <algorithm>
+#include <numeric>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "brigade/comm/shortened_list.h"
+
+namespace brigade {
+namespace {
+
+template <typename T>
+uint64_t digest_of(const std::vector<T>& values) {
+  uint64_t digest = values.size();
+  for (const T& value : values) {
+    digest = c10::hash_combine(digest, static_cast<uint64_t>(value));
+  }
+  return digest;
+}
+
+}  // namespace
+
+UnitPolicy::UnitPolicy(std::vector<Unit>& units, ShardTransport& transport,
+                       UnitGathers& gathers, GradientMemory& memory,
+                       Listener& listener, uint64_t fingerprint_of_units)
+    : units_(units),
+      transport_(transport),
+      gathers_(gathers),
+      memory_(memory),
+      listener_(listener),
+      fingerprint_of_units_(fingerprint_of_units) {
+  size_t num_reductions = 0;
+  for (const Unit& unit : units_) {
+    num_reductions += std::ranges::count_if(
+        unit.segments,
+        [](const auto& segment) { return segment->is_trained(); });
+  }
+  reductions_.reserve(num_reductions);  // they stay where they are
+  for (size_t unit = 0; unit < units_.size(); ++unit) {
+    for (const auto& segment : units_[unit].segments) {
+      if (!segment->is_trained()) continue;
+      const size_t index = reductions_.size();
+      reductions_.emplace_back(index, units_[unit].name, *segment, transport_,
+                               memory_);
+      first_variable_.push_back(variables_.size());
+      for (size_t i = 0; i < segment->parameters().size(); ++i) {
+        variables_.push_back(
+            {.unit = unit, .reduction = index, .in_segment = i});
+      }
+    }
+  }
+  is_used_.assign(variables_.size(), 0);
+  forward_order_.resize(units_.size());
+  std::iota(forward_order_.begin(), forward_order_.end(), size_t{0});
+  backward_order_.assign(forward_order_.rbegin(), forward_order_.rend());
+  std::vector<size_t> order(reductions_.size());
+  std::iota(order.rbegin(), order.rend(), size_t{0});
+  adopt_order(std::move(order));
+}
+
+std::vector<at::Tensor> UnitPolicy::variables() const {
+  std::vector<at::Tensor> tensors;
+  tensors.reserve(variables_.size());
+  for (size_t i = 0; i < variables_.size(); ++i) {
+    tensors.push_back(parameter(i).tensor);
+  }
+  return tensors;
+}
+
+const NamedParameter& UnitPolicy::parameter(size_t variable) const {
+  const Variable& found = variables_[variable];
+  return const_cast<UnitReduction&>(reductions_[found.reduction])
+      .segment()
+      .parameters()[found.in_segment];
+}
+
+void UnitPolicy::adopt_order(std::vector<size_t> reductions) {
+  reduction_order_ = std::move(reductions);
+  sequence_.clear();
+  places_.resize(reductions_.size());
+  for (const size_t reduction : reduction_order_) {
+    places_[reduction] = sequence_.size();
+    sequence_.push_back(&reductions_[reduction]);
+  }
+}
+
+std::vector<size_t> UnitPolicy::expected_in_forward() const {
+  std::vector<size_t> expected;
+  for (const size_t unit : forward_order_) {
+    if (!gathers_.is_current(unit)) expected.push_back(unit);
+  }
+  return expected;
+}
+
+std::vector<size_t> UnitPolicy::expected_in_backward() const {
+  std::vector<size_t> expected;
+  std::vector<char> is_whole(units_.size());
+  for (size_t unit = 0; unit < units_.size(); ++unit) {
+    is_whole[unit] = gathers_.is_claimed(unit) ? 1 : 0;
+  }
+  for (const size_t unit : backward_order_) {
+    // The second time it has been released.
+    if (!std::exchange(is_whole[unit], 0)) expected.push_back(unit);
+  }
+  return expected;
+}
+
+void UnitPolicy::note_forward(std::vector<size_t> record) {
+  forward_record_ = std::move(record);
+}
+
+void UnitPolicy::take(VariableIndex variable, const at::Tensor& gradient) {
+  const Variable& taken = variables_[variable.parameter];
+  reductions_[taken.reduction].segment().take(taken.in_segment, gradient,
+                                              memory_);
+}
+
+std::string UnitPolicy::describe_sequence() const {
+  return absl::StrCat(units_.size(), " units, ", variables_.size(),
+                      " parameters");
+}
+
+uint64_t UnitPolicy::backward_digest() const {
+  return c10::hash_combine(digest_of(reduction_order_),
+                           digest_of(expected_in_backward())) |
+         1;  // never 0, which would be none
+}
+
+// Never 0: that would be nothing to propose.
+uint64_t UnitPolicy::proposal() const {
+  uint64_t digest = digest_of(forward_record_);
+  for (const uint64_t part : {digest_of(gathers_.schedule().record()),
+                              digest_of(completion_), digest_of(is_used_)}) {
+    digest = c10::hash_combine(digest, part);
+  }
+  return digest | 1;
+}
+
+Replanned UnitPolicy::replan(const CallCollective& /*call*/) {
+  if (!next_reduction_order_) return Replanned::kNotDue;
+  std::vector<size_t> next = *std::exchange(next_reduction_order_, {});
+  if (next == reduction_order_) return Replanned::kSameSequence;
+  adopt_order(std::move(next));
+  return Replanned::kOtherSequence;
+}
+
+void UnitPolicy::on_backward_begins(Marker& /*marker*/, bool /*is_shadow*/) {
+  is_ready_.assign(variables_.size(), 0);
+  completion_.clear();
+  num_missing_.assign(reductions_.size(), 0);
+  units_missing_.assign(units_.size(), 0);
+  for (const Variable& variable : variables_) {
+    ++num_missing_[variable.reduction];
+    ++units_missing_[variable.unit];
+  }
+  gathers_.begin(expected_in_backward());
+}
+
+void UnitPolicy::on_local_gradient(VariableIndex variable, bool is_defined) {
+  if (is_defined) is_used_[variable.parameter] = 1;
+}
+
+std::optional<Slot> UnitPolicy::on_gradient(VariableIndex variable,
+                                            bool is_defined) {
+  const size_t number = variable.parameter;
+  if (is_defined) is_used_[number] = 1;
+  note_ready(number);
+  return Slot{
+      .entry = static_cast<uint32_t>(places_[variables_[number].reduction]),
+      .has_gradient = is_defined};
+}
+
+void UnitPolicy::note_ready(size_t number) {
+  const Variable& variable = variables_[number];
+  is_ready_[number] = 1;
+  if (--num_missing_[variable.reduction] == 0) {
+    completion_.push_back(variable.reduction);
+  }
+  if (--units_missing_[variable.unit] == 0) {
+    listener_.on_unit_reduced(variable.unit);
+  }
+}
+
+void UnitPolicy::on_backward_ends(Marker& marker) {
+  gathers_.launch_rest();
+  for (size_t number = 0; number < variables_.size(); ++number) {
+    if (is_ready_[number]) continue;
+    note_ready(number);
+    marker.mark(
+        number,
+        {.entry = static_cast<uint32_t>(places_[variables_[number].reduction]),
+         .has_gradient = false});
+  }
+}
+
+void UnitPolicy::on_end_confirmed(bool has_agreed_proposal) {
+  if (!has_agreed_proposal) return sum_used();
+  if (!forward_record_.empty()) forward_order_ = forward_record_;
+  if (!gathers_.schedule().record().empty()) {
+    backward_order_ = gathers_.schedule().record();
+  }
+  next_reduction_order_ = completion_;
+}
+
+// Ranks have used different parameters, or in another order.
+void UnitPolicy::sum_used() {
+  const at::Tensor used = at::from_blob(
+      is_used_.data(), {static_cast<int64_t>(is_used_.size())}, at::kInt);
+  transport_.all_reduce(used)->waitAndThrow();
+}
+
+std::vector<char> UnitPolicy::used_of(size_t reduction) const {
+  const auto begin = is_used_.begin() +
+                     static_cast<std::ptrdiff_t>(first_variable_[reduction]);
+  const auto count =
+      static_cast<std::ptrdiff_t>(reductions_[reduction].num_awaited());
+  std::vector<char> used;
+  for (auto it = begin; it != begin + count; ++it) used.push_back(*it != 0);
+  return used;
+}
+
+void UnitPolicy::on_iteration_over(Outcome outcome) {
+  if (outcome == Outcome::kDelivered) {
+    for (size_t i = 0; i < reductions_.size(); ++i) {
+      reductions_[i].segment().commit(used_of(i), reductions_[i].scale());
+    }
+  } else {
+    gathers_.launch_rest();
+    for (UnitReduction& reduction : reductions_) {
+      memory_.release(reduction.segment().take_gradient_memory());
+    }
+  }
+  std::ranges::fill(is_used_, 0);
+  listener_.on_backward_over();
+}
+
+std::shared_ptr<void> UnitPolicy::abandon(
+    std::span<Collective* const> /*in_flight*/) {
+  return let_go();
+}
+
+std::shared_ptr<void> UnitPolicy::let_go() {
+  auto kept = std::make_shared<std::vector<at::Tensor>>(memory_.abandon());
+  for (UnitReduction& reduction : reductions_) {
+    kept->push_back(reduction.segment().abandon_pending());
+  }
+  return kept;
+}
+
+std::string UnitPolicy::name_of(std::span<const size_t> variables) const {
+  return absl::StrCat(variables.size() == 1 ? "parameter " : "parameters ",
+                      shortened_list(variables.size(), [&](size_t i) {
+                        return absl::StrCat("'", parameter(variables[i]).name,
+                                            "'");
+                      }));
+}
+
+std::string UnitPolicy::describe_missing(std::span<const size_t> variables,
+                                         Occasion occasion) const {
+  return absl::StrCat(name_of(variables), " got no gradient in ",
+                      describe(occasion), ".");
+}
+
+std::string UnitPolicy::describe_late(VariableIndex variable,
+                                      Occasion occasion) const {
+  const size_t number = variable.parameter;
+  return absl::StrCat("the gradient of ", name_of({&number, 1}), " came when ",
+                      describe(occasion), " was over.");
+}
+
+void UnitPolicy::refuse(VariableIndex variable, Occasion occasion) const {
+  const size_t number = variable.parameter;
+  TORCH_CHECK(false, "the gradient of ", name_of({&number, 1}),
+              " was ready twice in ", describe(occasion),
+              ": its unit is called several times in checkpoints that run "
+              "backward inside of backward.\nUse checkpoints that don't "
+              "(use_reentrant=False).");
+}
+
+}  // namespace brigade

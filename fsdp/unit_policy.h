@@ -1,0 +1,148 @@
+// Sharded training as a policy of the engine: each backward sums the gradients
+// of every unit once, in one agreed order, and each rank gets its shard of the
+// sums.
+//
+// Which parameters a rank has used may differ: what it has not used counts as
+// zeros, and the gradient of a parameter that no rank used stays as it is.
+// Ranks propose at the end of an iteration what they have used, and in which
+// order; if all have done the same, that is how the next iteration goes.
+//
+// Thread safety: none; the engine's lock covers the policy, and take() comes on
+// the thread that calls the engine next.
+
+#ifndef BRIGADE_FSDP_UNIT_POLICY_H_
+#define BRIGADE_FSDP_UNIT_POLICY_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "brigade/comm_hooks/hook_traits.h"
+#include "brigade/engine/reduction_policy.h"
+#include "brigade/fsdp/gradient_memory.h"
+#include "brigade/fsdp/unit.h"
+#include "brigade/fsdp/unit_gathers.h"
+#include "brigade/fsdp/unit_reduction.h"
+#include "brigade/hooks/gradient_sink.h"
+
+namespace brigade {
+
+class UnitPolicy final : public ReductionPolicy, public GradientSink {
+ public:
+  // Called when all gradients of a unit have come, if any were to come; and
+  // when an iteration is over.
+  struct Listener {
+    virtual void on_unit_reduced(size_t unit) = 0;
+    virtual void on_backward_over() = 0;
+
+   protected:
+    ~Listener() = default;
+  };
+
+  // REQUIRES: all outlive this object.
+  UnitPolicy(std::vector<Unit>& units, ShardTransport& transport,
+             UnitGathers& gathers, GradientMemory& memory, Listener& listener,
+             uint64_t fingerprint_of_units);
+
+  // All parameters that are trained, unit by unit: the engine's variables.
+  std::vector<at::Tensor> variables() const;
+
+  // Orders that a pass is expected to follow, equal on all ranks; units in
+  // them that are whole are left out. Digests are for peers to compare.
+  std::vector<size_t> expected_in_forward() const;
+  std::vector<size_t> expected_in_backward() const;
+
+  // A forward is over, whose gathers are these.
+  void note_forward(std::vector<size_t> record);
+
+  void take(VariableIndex variable, const at::Tensor& gradient) override;
+
+  std::span<Collective* const> sequence() override { return sequence_; }
+  // Of the units. The order is compared where a backward begins: a rank adopts
+  // it there, and may fail before.
+  uint64_t fingerprint() const override { return fingerprint_of_units_; }
+  std::string describe_sequence() const override;
+  bool compares_each_iteration() const override { return true; }
+  uint64_t backward_digest() const override;
+  uint64_t proposal() const override;
+  const HookTraits& hook_traits() const override { return traits_; }
+
+  bool expects_gradients() const override { return !variables_.empty(); }
+  void check_variables() const override {}
+  Replanned replan(const CallCollective& call) override;
+  bool before_iteration() override { return false; }
+  void on_prepared(std::span<const at::Tensor> outputs) override {}
+  bool begins_at_outputs() const override { return true; }
+  void on_backward_begins(Marker& marker, bool is_shadow) override;
+  void on_local_gradient(VariableIndex variable, bool is_defined) override;
+  std::optional<Slot> on_gradient(VariableIndex variable,
+                                  bool is_defined) override;
+  void on_backward_ends(Marker& marker) override;
+  bool may_end_without_gradients() const override { return true; }
+  bool is_learning() const override { return false; }
+  void on_end_confirmed(bool has_agreed_proposal) override;
+  void on_end_refuted() override {}
+  void on_iteration_over(Outcome outcome) override;
+
+  std::shared_ptr<void> abandon(
+      std::span<Collective* const> in_flight) override;
+  std::shared_ptr<void> let_go() override;
+
+  std::string name_of(std::span<const size_t> variables) const override;
+  std::string describe_missing(std::span<const size_t> variables,
+                               Occasion occasion) const override;
+  std::string describe_late(VariableIndex variable,
+                            Occasion occasion) const override;
+  [[noreturn]] void refuse(VariableIndex variable,
+                           Occasion occasion) const override;
+
+ private:
+  struct Variable {
+    size_t unit;
+    size_t reduction;
+    size_t in_segment;  // parameter of the segment
+  };
+
+  const NamedParameter& parameter(size_t variable) const;
+  void adopt_order(std::vector<size_t> reductions);
+  void note_ready(size_t variable);
+  void sum_used();
+  std::vector<char> used_of(size_t reduction) const;
+
+  // Constant.
+  std::vector<Unit>& units_;
+  ShardTransport& transport_;
+  UnitGathers& gathers_;
+  GradientMemory& memory_;
+  Listener& listener_;
+  const uint64_t fingerprint_of_units_;
+  const HookTraits traits_ = {.fails_by_network_only = true};
+  std::vector<UnitReduction> reductions_;
+  std::vector<Variable> variables_;
+  std::vector<size_t> first_variable_;  // by reduction
+
+  // What ranks have agreed on.
+  std::vector<size_t> forward_order_;   // of units
+  std::vector<size_t> backward_order_;  // of units
+  std::vector<size_t> reduction_order_;
+  std::vector<size_t> places_;  // in the sequence, by reduction
+  std::vector<Collective*> sequence_;
+  std::optional<std::vector<size_t>> next_reduction_order_;
+
+  // What this rank has seen since the last iteration.
+  std::vector<size_t> forward_record_;
+  std::vector<size_t> completion_;     // of reductions
+  std::vector<size_t> num_missing_;    // gradients, by reduction
+  std::vector<size_t> units_missing_;  // gradients, by unit
+  std::vector<char> is_ready_;         // by variable
+  std::vector<int32_t> is_used_;       // by variable
+};
+
+}  // namespace brigade
+
+#endif  // BRIGADE_FSDP_UNIT_POLICY_H_

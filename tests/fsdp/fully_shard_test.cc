@@ -1,0 +1,198 @@
+#include "brigade/fsdp/fully_shard.h"
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <torch/torch.h>
+
+#include <algorithm>
+#include <string>
+#include <vector>
+
+#include "brigade/tests/support/local_ranks.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+
+namespace brigade {
+namespace {
+
+using ::testing::ElementsAre;
+using testing::run_ranks;
+
+using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
+
+at::Tensor random(at::IntArrayRef sizes, uint64_t seed) {
+  return torch::randn(sizes, at::make_generator<at::CPUGeneratorImpl>(seed));
+}
+
+// Ranks are threads: parameters are written from generators of their own.
+template <typename Holder>
+Holder with_values(Holder module, uint64_t seed) {
+  const torch::NoGradGuard no_grad;
+  for (at::Tensor& parameter : module->parameters()) {
+    parameter.copy_(random(parameter.sizes(), seed++).mul_(0.3));
+  }
+  return module;
+}
+
+struct BlockImpl : torch::nn::Module {
+  explicit BlockImpl(int64_t size)
+      : lin(register_module("lin", torch::nn::Linear(size, size))),
+        gain(register_parameter("gain", torch::ones({size}))) {}
+  at::Tensor forward(const at::Tensor& x, double slope = 1) {
+    return x + torch::tanh(lin(x) * slope) * gain;
+  }
+  torch::nn::Linear lin;
+  at::Tensor gain;
+};
+TORCH_MODULE(Block);
+
+struct NetImpl : torch::nn::Module {
+  NetImpl()
+      : first(register_module("first", Sharded<Block>(Block(6)))),
+        second(register_module("second", Sharded<Block>(Block(6)))),
+        head(register_module("head", torch::nn::Linear(6, 2))) {}
+  at::Tensor forward(const at::Tensor& x) {
+    return head(second(first(x), 2.0));
+  }
+  Sharded<Block> first;
+  Sharded<Block> second;
+  torch::nn::Linear head;
+};
+TORCH_MODULE(Net);
+
+TEST(FullyShardedTest, NamesAreTheModulesOwn) {
+  Net net;
+  const ModuleUnits units = units_of_module(*net);
+  ASSERT_EQ(units.specs.size(), 3u);
+  std::vector<std::string> names;
+  for (const UnitSpec& spec : units.specs) {
+    names.push_back(spec.name);
+    for (const NamedParameter& parameter : spec.parameters) {
+      names.push_back(parameter.name);
+    }
+  }
+  EXPECT_THAT(names, ElementsAre("", "head.weight", "head.bias", "first",
+                                 "first.gain", "first.lin.weight",
+                                 "first.lin.bias", "second", "second.gain",
+                                 "second.lin.weight", "second.lin.bias"));
+  EXPECT_EQ(without_unit_levels("a.unit.my_unit.unit.weight"),
+            "a.my_unit.weight");
+}
+
+// Each once; LibTorch lists a tied one where it is registered.
+std::vector<at::Tensor> parameters_of(const torch::nn::Module& module) {
+  std::vector<at::Tensor> parameters;
+  for (const at::Tensor& parameter : module.parameters()) {
+    const bool is_known = std::ranges::any_of(
+        parameters,
+        [&](const at::Tensor& known) { return known.is_same(parameter); });
+    if (!is_known) parameters.push_back(parameter);
+  }
+  return parameters;
+}
+
+// Against the same module without sharding, in one process.
+template <typename Make>
+void expect_same_training(const Make& make, int num_ranks) {
+  run_ranks(num_ranks, [&](const Group& group) {
+    const int rank = group->getRank();
+    auto plain = make();
+    FullySharded model(make(), group);
+    torch::optim::SGD plain_optimizer(parameters_of(*plain), 0.1);
+    torch::optim::SGD optimizer(model.parameters(), 0.1);
+    const auto input = [](int r, int step) {
+      return random({3, 6}, 100 * step + r);
+    };
+    for (int step = 0; step < 4; ++step) {
+      plain_optimizer.zero_grad();
+      std::vector<at::Tensor> sums;
+      for (int r = 0; r < num_ranks; ++r) {
+        for (const at::Tensor& p : parameters_of(*plain)) {
+          p.mutable_grad() = at::Tensor();
+        }
+        plain->forward(input(r, step)).square().sum().backward();
+        size_t i = 0;
+        for (const at::Tensor& p : parameters_of(*plain)) {
+          if (r == 0) {
+            sums.push_back(p.grad().clone());
+          } else {
+            sums[i] += p.grad();
+          }
+          ++i;
+        }
+      }
+      size_t i = 0;
+      for (const at::Tensor& p : parameters_of(*plain)) {
+        p.mutable_grad() = sums[i++] * (1.0 / num_ranks);
+      }
+      plain_optimizer.step();
+      optimizer.zero_grad();
+      model(input(rank, step)).square().sum().backward();
+      optimizer.step();
+    }
+    const auto whole = model.unsharded();
+    const auto expected = plain->named_parameters();
+    const auto found = model.module()->named_parameters();
+    ASSERT_EQ(expected.size(), found.size());
+    for (const auto& parameter : expected) {
+      EXPECT_TRUE(at::equal(parameter.value(), found[parameter.key()]))
+          << parameter.key();
+    }
+  });
+}
+
+TEST(FullyShardedTest, TrainsAModuleWithUnitsAsOneProcessDoes) {
+  for (const int num_ranks : {1, 2, 3}) {
+    expect_same_training([] { return with_values(Net(), 1); }, num_ranks);
+  }
+}
+
+TEST(FullyShardedTest, TrainsASequentialWhoseChildrenAreUnits) {
+  for (const int num_ranks : {1, 2}) {
+    expect_same_training(
+        [] {
+          return with_values(
+              torch::nn::Sequential(torch::nn::Linear(6, 8), torch::nn::Tanh(),
+                                    torch::nn::Linear(8, 5), torch::nn::ReLU(),
+                                    torch::nn::Linear(5, 2)),
+              7);
+        },
+        num_ranks);
+  }
+}
+
+// One tensor that two units use belongs to the outermost one.
+struct TiedImpl : torch::nn::Module {
+  struct PartImpl : torch::nn::Module {
+    explicit PartImpl(const at::Tensor& shared)
+        : weight(register_parameter("weight", shared)),
+          bias(register_parameter("bias", torch::zeros({6}))) {}
+    at::Tensor forward(const at::Tensor& x) {
+      return torch::tanh(torch::matmul(x, weight) + bias);
+    }
+    at::Tensor weight;
+    at::Tensor bias;
+  };
+  TORCH_MODULE(Part);
+
+  TiedImpl() {
+    const at::Tensor shared = torch::ones({6, 6});
+    in = register_module("in", Sharded<Part>(Part(shared)));
+    out = register_module("out", Sharded<Part>(Part(shared)));
+  }
+  at::Tensor forward(const at::Tensor& x) { return out(in(x)); }
+  Sharded<Part> in = nullptr;
+  Sharded<Part> out = nullptr;
+};
+TORCH_MODULE(Tied);
+
+TEST(FullyShardedTest, TiedParametersStayTied) {
+  Tied tied;
+  const ModuleUnits units = units_of_module(*tied);
+  ASSERT_EQ(units.specs.size(), 3u);
+  EXPECT_EQ(units.specs[0].parameters.size(), 1u);
+  EXPECT_EQ(units.specs[0].parameters[0].name, "in.weight");
+  expect_same_training([] { return with_values(Tied(), 3); }, 2);
+}
+
+}  // namespace
+}  // namespace brigade
