@@ -96,8 +96,8 @@ class ControlChannel {
   // awaited, and ranks did not differ.
   static bool all_propose_the_same(const PendingExchange& pending);
 
-  // The same as await_difference(), by rank in any case.  If they don't differ, the own one stands
-  // for each: what is not compared is this rank's.
+  // The same as await_difference(), by rank in any case.  If they don't differ,
+  // the own one stands for each: what is not compared is this rank's.
   std::vector<RankStatus> await(
       const PendingExchange& pending,
       std::optional<std::chrono::milliseconds> patience = std::nullopt);

@@ -107,8 +107,9 @@ void launch_rest(EngineState& state, Iteration& iteration) {
     Collective& next = *iteration.sequence[entry];
     if (iteration.order.is_launched(entry) || next.is_left_out()) continue;
     Launch launch = {.entry = entry, .collective = &next, .future = nullptr};
-    state.peers.on(next.group()).count(
-        [&] { launch.future = next.launch_substitute(); });
+    state.peers.on(next.group()).count([&] {
+      launch.future = next.launch_substitute();
+    });
     launch.has_travelled = launch.future != nullptr;
     if (next.unit()) ++state.observations.units_launched;
     iteration.launches.push_back(std::move(launch));

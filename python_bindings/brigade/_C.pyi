@@ -5,7 +5,7 @@ import torch
 import torch._C._distributed_c10d
 import torch.distributed.distributed_c10d
 import typing
-__all__: list[str] = ['Logger', 'ModuleScan', 'ReducedParameters', 'Reducer', 'are_exactly', 'describe_tensor', 'entries_of', 'has_entries', 'one_per_device', 'require_agreement', 'then_collective', 'tie_outputs', 'version']
+__all__: list[str] = ['Logger', 'ModuleScan', 'ReducedParameters', 'Reducer', 'ShardedRoot', 'ShardedUnit', 'ShardingOptions', 'UnitCall', 'are_exactly', 'describe_tensor', 'entries_of', 'has_entries', 'one_per_device', 'require_agreement', 'then_collective', 'tie_outputs', 'version']
 class ReducedParameters:
     """
     What a reducer is made of. For a moment, as ModuleScan.
@@ -194,6 +194,78 @@ class Logger(torch._C._distributed_c10d.Logger):
     def set_error_and_log(self, error: str) -> None:
         ...
     def set_runtime_stats_and_log(self) -> None:
+        ...
+class ShardingOptions:
+    """
+    See fsdp/sharding_options.h.
+    """
+    def __init__(self, *, num_shards: typing.SupportsInt | None = None, reshards_after_forward: bool = True, prefetch_depth: typing.SupportsInt = 1, max_reducing: typing.SupportsInt = 2, param_dtype: torch.dtype | None = None, reduce_dtype: torch.dtype | None = None, broadcasts_parameters: bool = True, failure_patience: datetime.timedelta = ...) -> None:
+        ...
+class ShardedUnit:
+    """
+    Parameters of which each rank holds a part.
+    """
+    def __init__(self, name: str, names: collections.abc.Sequence[str], parameters: collections.abc.Sequence[torch.Tensor], group: torch.distributed.distributed_c10d.ProcessGroup, options: ShardingOptions) -> None:
+        """
+        Collective.
+        """
+    def rename(self, name: str, prefix: str) -> None:
+        """
+        For errors: where it is in the outermost module.
+        """
+    def set_reshards_after_forward(self, value: bool) -> None:
+        """
+        Before there is a root.
+        """
+    @property
+    def shards(self) -> list[torch.Tensor]:
+        """
+        What this rank holds, by parameter.
+        """
+class UnitCall:
+    """
+    A call of a unit, in forward.
+    """
+class ShardedRoot:
+    """
+    See fsdp/sharded_root.h.
+    """
+    synchronizes: bool
+    def __init__(self, units: collections.abc.Sequence[ShardedUnit], group: torch.distributed.distributed_c10d.ProcessGroup, options: ShardingOptions) -> None:
+        """
+        Collective. Takes the units over.
+        """
+    def abort_call(self, call: UnitCall) -> None:
+        ...
+    def begin_call(self, unit: typing.SupportsInt, inputs: collections.abc.Sequence[torch.Tensor]) -> tuple[UnitCall, list[torch.Tensor]]:
+        """
+        The unit is whole when it returns. Returns the call and stand-ins for the inputs.
+        """
+    def begin_forward(self) -> None:
+        ...
+    def can_continue(self) -> bool:
+        ...
+    def clip_grad_norm(self, max_norm: typing.SupportsFloat, norm_type: typing.SupportsFloat = 2.0) -> float:
+        ...
+    def end_call(self, call: UnitCall, outputs: collections.abc.Sequence[torch.Tensor]) -> None:
+        ...
+    def end_forward(self) -> None:
+        ...
+    def explain(self) -> str:
+        ...
+    def forward_failed(self, message: str) -> None:
+        ...
+    def reshard(self, writes: bool) -> None:
+        ...
+    def set_unit_reshards_after_forward(self, unit: typing.SupportsInt, value: bool) -> None:
+        ...
+    def statistics(self) -> dict:
+        ...
+    def sum_over_shards(self, values: torch.Tensor, takes_largest: bool) -> None:
+        """
+        Collective: sums, or largest, over the ranks that hold the parts of parameters; float64, in place.
+        """
+    def unshard(self) -> None:
         ...
 def are_exactly(objects: list, type: typing.Any) -> bool:
     """

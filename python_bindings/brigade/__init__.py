@@ -25,15 +25,19 @@ from brigade._C import version as _version
 from brigade._install import install, uninstall
 from brigade._optimizer_state import broadcast_optimizer_state
 from brigade.distributed_data_parallel import DistributedDataParallel
+from brigade.fully_shard import FSDPModule, ShardedParameter, fully_shard
 
 __version__ = _version()
 
 __all__ = [
     "DistributedDataParallel",
+    "FSDPModule",
     "Logger",
     "Reducer",
+    "ShardedParameter",
     "__version__",
     "broadcast_optimizer_state",
+    "fully_shard",
     "install",
     "then_collective",
     "tie_outputs",

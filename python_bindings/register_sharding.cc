@@ -1,0 +1,194 @@
+#include "brigade/python_bindings/register_sharding.h"
+
+#include <c10/util/Exception.h>
+#include <pybind11/chrono.h>
+
+#include <chrono>
+#include <cstddef>
+#include <memory>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <utility>
+#include <vector>
+
+#include "brigade/fsdp/sharded_root.h"
+
+namespace brigade {
+namespace {
+
+using NoGil = py::call_guard<py::gil_scoped_release>;
+using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
+using CallPtr = std::shared_ptr<ShardedRoot::Call>;
+
+// Python's handle of a unit, until a root takes it over.
+struct ShardedUnit {
+  std::optional<Unit> unit;
+  std::vector<at::Tensor> shards;
+};
+
+// Waits for callbacks that may want the GIL.
+void destroy_without_gil(ShardedRoot* root) {
+  const py::gil_scoped_release no_gil;
+  delete root;
+}
+
+std::shared_ptr<ShardedUnit> make_unit(
+    std::string name, const std::vector<std::string>& names,
+    const std::vector<at::Tensor>& parameters, const Group& group,
+    const ShardingOptions& options) {
+  UnitSpec spec = {.name = std::move(name)};
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    spec.parameters.push_back({.name = names.at(i), .tensor = parameters[i]});
+  }
+  std::vector<Unit> units = make_units({spec}, group, options);
+  auto made = std::make_shared<ShardedUnit>();
+  made->shards = units.front().shards;
+  made->unit = std::move(units.front());
+  return made;
+}
+
+std::shared_ptr<ShardedRoot> make_root(
+    const std::vector<std::shared_ptr<ShardedUnit>>& units, const Group& group,
+    const ShardingOptions& options) {
+  std::vector<Unit> taken;
+  for (const auto& unit : units) {
+    TORCH_CHECK(unit->unit.has_value(),
+                "fully_shard: a unit has a root "
+                "already.\nRun forward through the outermost module first.");
+    taken.push_back(*std::exchange(unit->unit, std::nullopt));
+  }
+  return {
+      std::make_unique<ShardedRoot>(std::move(taken), group, options).release(),
+      destroy_without_gil};
+}
+
+std::pair<CallPtr, std::vector<at::Tensor>> begin_call(
+    ShardedRoot& root, size_t unit, std::vector<at::Tensor> inputs) {
+  CallPtr call = root.begin_call(unit, inputs);
+  return {std::move(call), std::move(inputs)};
+}
+
+}  // namespace
+
+void register_sharding(py::module_& module) {
+  py::class_<ShardingOptions>(module, "ShardingOptions",
+                              "See fsdp/sharding_options.h.")
+      .def(py::init([](std::optional<int> num_shards,
+                       bool reshards_after_forward, size_t prefetch_depth,
+                       size_t max_reducing,
+                       std::optional<at::ScalarType> param_dtype,
+                       std::optional<at::ScalarType> reduce_dtype,
+                       bool broadcasts_parameters,
+                       std::chrono::milliseconds failure_patience) {
+             return ShardingOptions{
+                 .num_shards = num_shards,
+                 .reshards_after_forward = reshards_after_forward,
+                 .prefetch_depth = prefetch_depth,
+                 .max_reducing = max_reducing,
+                 .param_dtype = param_dtype,
+                 .reduce_dtype = reduce_dtype,
+                 .broadcasts_parameters = broadcasts_parameters,
+                 .failure_patience = failure_patience};
+           }),
+           py::kw_only(), py::arg("num_shards") = std::nullopt,
+           py::arg("reshards_after_forward") = true,
+           py::arg("prefetch_depth") = 1, py::arg("max_reducing") = 2,
+           py::arg("param_dtype") = std::nullopt,
+           py::arg("reduce_dtype") = std::nullopt,
+           py::arg("broadcasts_parameters") = true,
+           py::arg("failure_patience") = std::chrono::seconds(30));
+
+  py::class_<ShardedUnit, std::shared_ptr<ShardedUnit>>(
+      module, "ShardedUnit", "Parameters of which each rank holds a part.")
+      .def(py::init(&make_unit), NoGil(), py::arg("name"), py::arg("names"),
+           py::arg("parameters"), py::arg("group"), py::arg("options"),
+           "Collective.")
+      .def_readonly("shards", &ShardedUnit::shards,
+                    "What this rank holds, by parameter.")
+      .def(
+          "rename",
+          [](ShardedUnit& self, const std::string& name,
+             const std::string& prefix) {
+            if (!self.unit) return;
+            self.unit->name = name;
+            for (const auto& segment : self.unit->segments) {
+              segment->rename(name, prefix);
+            }
+          },
+          py::arg("name"), py::arg("prefix"),
+          "For errors: where it is in the outermost module.")
+      .def(
+          "set_reshards_after_forward",
+          [](ShardedUnit& self, bool value) {
+            if (self.unit) self.unit->reshards_after_forward = value;
+          },
+          py::arg("value"), "Before there is a root.");
+
+  py::class_<ShardedRoot::Call, CallPtr>(module, "UnitCall",
+                                         "A call of a unit, in forward.");
+
+  py::class_<ShardedRoot, std::shared_ptr<ShardedRoot>>(
+      module, "ShardedRoot", "See fsdp/sharded_root.h.")
+      .def(py::init(&make_root), NoGil(), py::arg("units"), py::arg("group"),
+           py::arg("options"), "Collective. Takes the units over.")
+      .def("begin_forward", &ShardedRoot::begin_forward, NoGil())
+      .def("end_forward", &ShardedRoot::end_forward, NoGil())
+      .def(
+          "forward_failed",
+          [](ShardedRoot& self, const std::string& message) {
+            self.forward_failed(
+                std::make_exception_ptr(std::runtime_error(message)));
+          },
+          NoGil(), py::arg("message"))
+      .def("begin_call", &begin_call, NoGil(), py::arg("unit"),
+           py::arg("inputs"),
+           "The unit is whole when it returns. Returns the call and stand-ins "
+           "for the inputs.")
+      .def(
+          "end_call",
+          [](ShardedRoot& self, const CallPtr& call,
+             const std::vector<at::Tensor>& outputs) {
+            self.end_call(call, outputs);
+          },
+          NoGil(), py::arg("call"), py::arg("outputs"))
+      .def(
+          "abort_call",
+          [](ShardedRoot& self, const CallPtr& call) {
+            self.abort_call(*call);
+          },
+          py::arg("call"))
+      .def_property("synchronizes", &ShardedRoot::synchronizes,
+                    &ShardedRoot::set_synchronizes)
+      .def("unshard", &ShardedRoot::unshard, NoGil())
+      .def("reshard", &ShardedRoot::reshard, NoGil(), py::arg("writes"))
+      .def("clip_grad_norm", &ShardedRoot::clip_grad_norm, NoGil(),
+           py::arg("max_norm"), py::arg("norm_type") = 2.0)
+      .def("sum_over_shards", &ShardedRoot::sum_over_shards, NoGil(),
+           py::arg("values"), py::arg("takes_largest"),
+           "Collective: sums, or largest, over the ranks that hold the parts "
+           "of parameters; float64, in place.")
+      .def("set_unit_reshards_after_forward",
+           &ShardedRoot::set_reshards_after_forward, py::arg("unit"),
+           py::arg("value"))
+      .def("explain", &ShardedRoot::explain)
+      .def("can_continue", &ShardedRoot::can_continue)
+      .def("statistics", [](const ShardedRoot& self) {
+        const ShardingStatistics found = self.statistics();
+        const EngineStatistics engine = self.engine_statistics();
+        py::dict statistics;
+        statistics["late_gathers"] = found.late_gathers;
+        statistics["ahead_gathers"] = found.ahead_gathers;
+        statistics["allocations"] = found.allocations;
+        statistics["whole_bytes"] = found.whole_bytes;
+        statistics["peak_whole_bytes"] = found.peak_whole_bytes;
+        statistics["shard_bytes"] = found.shard_bytes;
+        statistics["padding_bytes"] = found.padding_bytes;
+        statistics["reduced"] = engine.reduced;
+        statistics["reductions_launched"] = engine.units_launched;
+        return statistics;
+      });
+}
+
+}  // namespace brigade

@@ -1,0 +1,386 @@
+"""Sharded training against one process, and against torch's fully_shard."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.utils.checkpoint import checkpoint
+
+import brigade
+
+from ranks import run_ranks
+
+
+class Block(nn.Module):
+    """A residual MLP, of sizes that no number of ranks divides."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(size)
+        self.up = nn.Linear(size, 2 * size + 1)
+        self.down = nn.Linear(2 * size + 1, size)
+
+    def forward(self, x, scale=None):
+        y = self.down(torch.tanh(self.up(self.norm(x))))
+        return x + (y if scale is None else y * scale)
+
+
+class Net(nn.Module):
+    def __init__(self, checkpointed=None) -> None:
+        super().__init__()
+        self.embed = nn.Linear(5, 7)
+        self.blocks = nn.ModuleList([Block(7) for _ in range(3)])
+        self.head = nn.Linear(7, 2)
+        self.checkpointed = checkpointed
+
+    def forward(self, x):
+        x = self.embed(x)
+        for block in self.blocks:
+            if self.checkpointed is None:
+                x = block(x)
+            else:
+                x = checkpoint(block, x, use_reentrant=self.checkpointed)
+        return self.head(x)
+
+
+def _net(**arguments):
+    torch.manual_seed(0)
+    return Net(**arguments)
+
+
+def _input(rank, step):
+    return torch.randn(4, 5, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def _sharded(net, shard=brigade.fully_shard, **arguments):
+    for block in net.blocks:
+        shard(block, **arguments)
+    return shard(net, **arguments)
+
+
+def _step_of_all(plain, optimizer, step, world_size):
+    """A step of one process: gradients of the ranks' batches apart, summed in order."""
+    sums = None
+    for rank in range(world_size):
+        plain.zero_grad()
+        plain(_input(rank, step)).square().mean().backward()
+        gradients = [p.grad for p in plain.parameters()]
+        sums = gradients if sums is None else [a + b for a, b in zip(sums, gradients, strict=True)]
+    for parameter, gradient in zip(plain.parameters(), sums, strict=True):
+        parameter.grad = gradient * (1.0 / world_size)
+    optimizer.step()
+
+
+def _expect_equal(model, plain):
+    state = model.full_state_dict()
+    for name, value in plain.state_dict().items():
+        assert torch.equal(state[name], value), name
+
+
+def _trains(rank, world_size, arguments, optimizer_name):
+    plain = _net()
+    model = _sharded(_net(**arguments.pop("net", {})), **arguments)
+    make = getattr(torch.optim, optimizer_name)
+    plain_optimizer = make(plain.parameters(), lr=0.1, foreach=False)
+    optimizer = make(model.parameters(), lr=0.1)
+    for step in range(4):
+        _step_of_all(plain, plain_optimizer, step, world_size)
+        optimizer.zero_grad()
+        model(_input(rank, step)).square().mean().backward()
+        optimizer.step()
+    _expect_equal(model, plain)
+    return model.sharding_statistics()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
+@pytest.mark.parametrize("reshards", [None, True, False])
+def test_equals_one_process(world_size, optimizer, reshards):
+    arguments = {"reshard_after_forward": reshards}
+    statistics = run_ranks(_trains, world_size, arguments, optimizer, world_size=world_size)
+    assert all(found["late_gathers"] == 0 for found in statistics)
+    assert all(found["reduced"] == 4 for found in statistics)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointed_blocks(reentrant):
+    run_ranks(_trains, 2, {"net": {"checkpointed": reentrant}}, "SGD")
+
+
+def _hybrid(rank):
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2))
+    found = {}
+    for name, shard in (("mesh", mesh), ("all", None)):
+        model = _sharded(_net(), mesh=shard)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(3):
+            optimizer.zero_grad()
+            model(_input(rank, step)).square().mean().backward()
+            optimizer.step()
+        found[name] = model.full_state_dict()
+    for key, value in found["mesh"].items():
+        torch.testing.assert_close(value, found["all"][key])
+    return sum(p.numel() for p in _sharded(_net(), mesh=mesh).parameters())
+
+
+def test_hybrid_shards():
+    numels = run_ranks(_hybrid, world_size=4)
+    whole = sum(p.numel() for p in _net().parameters())
+    assert numels[0] == numels[2]
+    assert numels[0] + numels[1] == whole
+
+
+def _surface(rank):
+    model = _sharded(_net())
+    assert isinstance(model, brigade.FSDPModule)
+    assert isinstance(model, Net)
+    names = dict(_net().named_parameters())
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, brigade.ShardedParameter)
+        assert parameter.whole_shape == names[name].shape
+    held = torch.tensor(sum(p.numel() for p in model.parameters()))
+    dist.all_reduce(held)
+    assert held.item() == sum(p.numel() for p in names.values())
+    inside = []
+    model.blocks[1].up.register_forward_hook(
+        lambda module, args, output: inside.append(module.weight.shape)
+    )
+    model(_input(rank, 0)).sum().backward()
+    assert inside == [names["blocks.1.up.weight"].shape]
+    assert "'blocks.1': 6 parameters" in model.explain()
+    with model.whole_parameters():
+        assert torch.equal(model.head.weight, _net().head.weight)
+    whole = model.blocks[1].up.weight
+    assert isinstance(whole, brigade.ShardedParameter)
+    with pytest.raises(NotImplementedError, match="set_symm_mem_for_comm"):
+        model.set_symm_mem_for_comm()
+    with pytest.raises(ValueError, match="sharded already"):
+        brigade.fully_shard(model)
+    unread = model._brigade_unit.wholes[0]
+    with pytest.raises(RuntimeError, match="the parameters of unit '' are sharded here"):
+        unread.sum()
+
+
+def test_surface():
+    run_ranks(_surface)
+
+
+def _state(rank):
+    model = _sharded(_net())
+    model(_input(rank, 0)).sum()
+    torch.manual_seed(5)
+    other = Net()
+    model.load_full_state_dict(other.state_dict())
+    _expect_equal(model, other)
+
+
+def test_full_state_is_loaded():
+    run_ranks(_state)
+
+
+def _clips(rank, norm_type):
+    plain = _net()
+    model = _sharded(_net())
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.0)
+    _step_of_all(plain, optimizer, 0, 2)
+    model(_input(rank, 0)).square().mean().backward()
+    expected = nn.utils.get_total_norm([p.grad for p in plain.parameters()], norm_type)
+    found = nn.utils.clip_grad_norm_(model.parameters(), 0.5 * expected.item(), norm_type)
+    torch.testing.assert_close(found, expected)
+    clipped = model.clip_grad_norm_(1e9, norm_type)
+    torch.testing.assert_close(clipped, 0.5 * expected, check_dtype=False)
+    every = [None, None]
+    dist.all_gather_object(every, found.item())
+    assert every[0] == every[1]
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, float("inf")])
+def test_torchs_clip_grad_norm_is_global(norm_type):
+    run_ranks(_clips, norm_type)
+
+
+def _accumulates(rank):
+    plain, model = _net(), _sharded(_net())
+    sums = None
+    for r in range(2):
+        plain.zero_grad()
+        for step in range(3):
+            plain(_input(r, step)).square().mean().backward()
+        gradients = [p.grad for p in plain.parameters()]
+        sums = gradients if sums is None else [a + b for a, b in zip(sums, gradients, strict=True)]
+    for step in range(3):
+        model.set_requires_gradient_sync(step == 2)
+        model(_input(rank, step)).square().mean().backward()
+        assert (next(model.parameters()).grad is None) == (step < 2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.sub_(parameter.grad)
+        for parameter, gradient in zip(plain.parameters(), sums, strict=True):
+            parameter.sub_(gradient * 0.5)
+    _expect_equal(model, plain)
+
+
+def test_accumulates_without_communication():
+    run_ranks(_accumulates)
+
+
+def _low_precision(rank):
+    model = _net()
+    for block in model.blocks:
+        brigade.fully_shard(block, mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+    policy = MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float32)
+    brigade.fully_shard(model, mp_policy=policy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    losses = []
+    for _ in range(20):
+        optimizer.zero_grad()
+        output = model(_input(rank, 0))
+        assert output.dtype == torch.float32
+        loss = output.square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert all(
+        p.dtype == torch.float32 and p.grad.dtype == torch.float32 for p in model.parameters()
+    )
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_low_precision():
+    run_ranks(_low_precision)
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+        self.b = nn.Linear(4, 4)
+        self.unused = nn.Linear(4, 4)
+
+    def forward(self, x, branch):
+        return (self.a if branch == 0 else self.b)(x)
+
+
+def _branch_in_a_unit(rank):
+    torch.manual_seed(0)
+    model = Branches()
+    plain = copy.deepcopy(model)
+    brigade.fully_shard(model)
+    x = torch.ones(2, 4)
+    plain(x, 0).sum().backward()
+    plain(2 * x, 1).sum().backward()
+    for _ in range(2):
+        model.zero_grad()
+        model((rank + 1) * x, rank).sum().backward()
+    for name, parameter in plain.named_parameters():
+        sharded = model.get_parameter(name)
+        if parameter.grad is None:
+            assert sharded.grad is None
+    with model.whole_parameters(writes=True):
+        pass
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.copy_(parameter.grad)
+    state = model.full_state_dict()
+    for name, parameter in plain.named_parameters():
+        if parameter.grad is not None:
+            assert torch.equal(state[name], parameter.grad / 2), name
+
+
+def test_ranks_may_take_different_branches_of_a_unit():
+    run_ranks(_branch_in_a_unit)
+
+
+def _forward_fails(rank):
+    class Bad(nn.Linear):
+        fails = False
+
+        def forward(self, x):
+            if self.fails:
+                raise ValueError("bad batch")
+            return super().forward(x)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), Bad(4, 4), nn.Linear(4, 4))
+    brigade.fully_shard(model[1])
+    brigade.fully_shard(model)
+    for step in range(4):
+        model[1].fails = step == 1 and rank == 1
+        expected = ValueError if model[1].fails else dist.DistBackendError
+        model.zero_grad()
+        if step == 1:
+            with pytest.raises(expected, match="bad batch"):
+                model(torch.ones(2, 4)).sum().backward()
+            assert all(isinstance(p, brigade.ShardedParameter) for p in model.parameters())
+            assert all(p.grad is None for p in model.parameters())
+        else:
+            model(torch.ones(2, 4)).sum().backward()
+            assert all(p.grad is not None for p in model.parameters())
+
+
+def test_a_forward_that_fails_on_one_rank():
+    run_ranks(_forward_fails)
+
+
+def _tied(rank):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    model[2].weight = model[0].weight
+    brigade.fully_shard(model[2])
+    with pytest.raises(
+        ValueError, match=r"'0\.weight' of Sequential is 'weight' of a sharded Linear"
+    ):
+        brigade.fully_shard(model)
+
+
+def test_tied_across_units_is_an_error():
+    run_ranks(_tied)
+
+
+def _tied_in_one_unit(rank):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    model[2].weight = model[0].weight
+    plain = copy.deepcopy(model)
+    brigade.fully_shard(model)
+    assert len(list(model.parameters())) == 3
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for _ in range(3):
+        for trained, stepped in ((model, optimizer), (plain, plain_optimizer)):
+            stepped.zero_grad()
+            trained(torch.ones(2, 4)).square().sum().backward()
+            stepped.step()
+    state = model.full_state_dict()
+    for name, value in plain.state_dict().items():
+        assert torch.equal(state[name], value), name
+
+
+def test_tied_in_one_unit_stay_tied():
+    run_ranks(_tied_in_one_unit)
+
+
+def _against_torch(rank):
+    results = []
+    for shard in (brigade.fully_shard, torch_fully_shard):
+        net = _net()
+        mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+        model = _sharded(net, shard, mesh=mesh)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        losses = []
+        for step in range(5):
+            optimizer.zero_grad()
+            loss = model(_input(rank, step)).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        results.append(losses)
+    assert results[0] == results[1]
+
+
+def test_losses_equal_torchs_on_two_ranks():
+    run_ranks(_against_torch)
