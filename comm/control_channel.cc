@@ -205,7 +205,7 @@ void ControlChannel::fail(const PendingExchange& pending,
   const std::string key = end_key(prefix_);
   probe_liveness(group_, key, pending.own.iteration, milliseconds{0});
   // The others are to notice it now, and answer.
-  if (outcome == kTimedOut) mesh_->give_up(pending.own);
+  if (outcome == kTimedOut) mesh_->abort_exchanges(pending.own);
   const LivenessProbe probe =
       probe_liveness(group_, key, pending.own.iteration, kAnswerPatience,
                      [mesh = mesh_] { return mesh->closed_ranks(); });

@@ -30,7 +30,7 @@ enum class StatusKind : int64_t {
   kEnd,      // has launched all collectives of the iteration
   kChained,  // has launched the second ones behind them (then_collective())
   kArrived,  // has their results
-  kFailed,   // has given the iteration up
+  kFailed,   // has aborted the iteration
 };
 
 // In place of a number of launches: the sender's connections are gone, or it

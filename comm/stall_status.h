@@ -3,11 +3,12 @@
 // A stall status lies in the group's store. Nothing is written there until a
 // rank asks; then each rank posts a line under its own key.
 //
-//   StallStatus stall status(store, rank, world_size);
-//   const int64_t question = stall status.ask();     // the rank that waits
+//   StallStatus stall_status(store, prefix, rank, world_size);
+//   const int64_t question = stall_status.ask();      // the rank that waits
 //   ...
-//   if (stall status.num_questions() > answered) stall status.post(...);  //
-//   the others
+//   if (stall_status.num_questions() > answered) {    // the others
+//     stall_status.post(line);
+//   }
 //
 // What lines mean is decided by those who post them.
 //
@@ -26,7 +27,7 @@ namespace brigade {
 
 class StallStatus {
  public:
-  // `prefix`: of the stall status's keys, equal on all ranks, and on no other
+  // `prefix`: of the stall status's keys, equal on all ranks, and of no other
   // stall status.
   StallStatus(c10::intrusive_ptr<c10d::Store> store, std::string prefix,
               int rank, int world_size);

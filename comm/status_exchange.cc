@@ -21,7 +21,7 @@ std::string describe(const Absence& absence) {
     case AbsenceReason::kClosed:
       return absl::StrCat(failure, "the connection of rank ", absence.rank,
                           " is closed");
-    case AbsenceReason::kGaveUp:
+    case AbsenceReason::kTimedOut:
       return absl::StrCat(failure, "rank ", absence.rank, " waits no longer");
   }
   return absl::StrCat("rank ", absence.rank, " is absent");

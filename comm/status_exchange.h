@@ -22,9 +22,9 @@
 namespace brigade {
 
 enum class AbsenceReason : int64_t {
-  kLeft,    // has destroyed its channel
-  kClosed,  // its connections are closed
-  kGaveUp,  // has waited too long for others
+  kLeft,      // has destroyed its channel
+  kClosed,    // its connections are closed
+  kTimedOut,  // has waited too long for others
 };
 
 // Why a rank does not do its part.

@@ -107,9 +107,9 @@ void StatusMesh::leave(uint64_t channel, const RankStatus& last) {
   protocol_.leave(channel, last);
 }
 
-void StatusMesh::give_up(const RankStatus& last) {
+void StatusMesh::abort_exchanges(const RankStatus& last) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  protocol_.give_up(last);
+  protocol_.abort_exchanges(last);
 }
 
 std::vector<int> StatusMesh::closed_ranks() {

@@ -56,7 +56,7 @@ class StatusMesh final : private LinkListener {
 
   // Ends all exchanges that are not over, on every channel and rank, and all to
   // come.  `last`: what this rank was waiting with.
-  void give_up(const RankStatus& last);
+  void abort_exchanges(const RankStatus& last);
 
   // Those whose connections are closed, by anybody's word.
   std::vector<int> closed_ranks();

@@ -287,9 +287,9 @@ void StatusProtocol::leave(uint64_t channel, const RankStatus& last) {
         .ends = {{.channel = channel, .last_sequence = last.sequence}}});
 }
 
-void StatusProtocol::give_up(const RankStatus& last) {
+void StatusProtocol::abort_exchanges(const RankStatus& last) {
   Departure departure = {
-      .head = {.rank = rank_, .reason = AbsenceReason::kGaveUp}};
+      .head = {.rank = rank_, .reason = AbsenceReason::kTimedOut}};
   std::map<uint64_t, int64_t> ends = channels_;
   std::optional<StatusOf> failure;
   if (last.kind == StatusKind::kFailed) failure = {rank_, last};

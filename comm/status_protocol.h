@@ -53,7 +53,7 @@ class StatusProtocol {
   std::vector<int> closed_ranks() const;
 
   // Nor in any that is not over, on any channel.  `last`: why.
-  void give_up(const RankStatus& last);
+  void abort_exchanges(const RankStatus& last);
 
  private:
   enum class MessageKind : uint32_t { kDigest, kStatuses, kDeparture };

@@ -32,24 +32,24 @@ void JoinSession::begin_iteration() {
 
 bool JoinSession::begin_shadow() {
   count(/*has_data=*/false);
-  settle();
+  wait_for_count();
   if (with_data_.empty()) return false;
   end_early_if_uneven();
   return true;
 }
 
 int JoinSession::num_ranks_with_data() {
-  settle();
+  wait_for_count();
   return static_cast<int>(with_data_.size());
 }
 
 int JoinSession::first_rank_with_data() {
-  settle();
+  wait_for_count();
   return with_data_.front();
 }
 
 int JoinSession::last_rank_with_data() {
-  settle();
+  wait_for_count();
   return last_rank_with_data_;
 }
 
@@ -67,7 +67,7 @@ void JoinSession::count(bool has_data) {
                                        .work = group_->allreduce(tensors)});
 }
 
-void JoinSession::settle() {
+void JoinSession::wait_for_count() {
   TORCH_CHECK(iteration_ > 0,
               "join: a model was used before the first one of the list.\nUse "
               "them in the list's order.");
@@ -106,7 +106,7 @@ std::vector<int> JoinSession::read(const Count& count) const {
 
 void JoinSession::end_early_if_uneven() {
   if (!options_.end_early) return;
-  settle();
+  wait_for_count();
   std::vector<int> without;
   for (int rank = 0; rank < group_->getSize(); ++rank) {
     if (!std::binary_search(with_data_.begin(), with_data_.end(), rank)) {

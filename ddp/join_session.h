@@ -46,8 +46,8 @@ class JoinSession {
   // to be shadowed. Collective. Errors: as begin_iteration().
   bool begin_shadow();
 
-  // Of this iteration. The first call waits for the count. Errors: ValueError if
-  // ranks have other options.
+  // Of this iteration. The first call waits for the count. Errors: ValueError
+  // if ranks have other options.
   int num_ranks_with_data();
   int first_rank_with_data();
 
@@ -65,7 +65,7 @@ class JoinSession {
 
   void count(bool has_data);
   std::vector<int> read(const Count& count) const;
-  void settle();
+  void wait_for_count();
   void end_early_if_uneven();
 
   const c10::intrusive_ptr<c10d::ProcessGroup> group_;

@@ -56,7 +56,7 @@ class BackwardMembership {
   // outputs, and the backwards inside of it, which have later ids. Forgets all.
   std::vector<EarlyGradient> take_from(int backward_id);
 
-  // The iteration was reduced, or given up after an error, and what was
+  // The iteration was reduced, or aborted after an error, and what was
   // prepared before it too. `may_be_repeated`: its backward created a graph, so
   // that a later one through the same outputs computes higher derivatives, and
   // is not mistaken for a repetition.

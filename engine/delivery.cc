@@ -68,9 +68,8 @@ Failure failed_delivery(const EngineState& state, const Iteration& iteration,
   return failure_of(state, iteration, ErrorSource::kDelivery, collective);
 }
 
-[[noreturn]] void give_up_delivery(EngineState& state,
-                                   const Iteration& iteration,
-                                   const Failure& failure) {
+[[noreturn]] void abort_delivery(EngineState& state, const Iteration& iteration,
+                                 const Failure& failure) {
   ++state.observations.aborted;
   state.policy.on_iteration_over(Outcome::kDeliveryFailed);
   throw_failure(state, failure, iteration.number);
@@ -99,7 +98,7 @@ void deliver_as_results_come(EngineState& state, Iteration& iteration,
       failure = failed_delivery(state, iteration, *launch.collective);
     }
   }
-  if (failure) give_up_delivery(state, iteration, *failure);
+  if (failure) abort_delivery(state, iteration, *failure);
 }
 
 // In the order of the sequence on every rank, on the thread that ends backward.
@@ -207,8 +206,8 @@ void deliver(EngineState& state, const Iteration& iteration,
     try {
       collective->deliver(result);
     } catch (...) {
-      give_up_delivery(state, iteration,
-                       failed_delivery(state, iteration, *collective));
+      abort_delivery(state, iteration,
+                     failed_delivery(state, iteration, *collective));
     }
   }
 }

@@ -86,14 +86,14 @@ class PeerStatus {
   bool has_gone_on();
 
   // The groups' connections are closed.
-  void lose_group() { has_lost_group_ = true; }
+  void note_lost_group() { has_lost_group_ = true; }
   bool has_lost_group() const { return has_lost_group_; }
 
   // Ranks compare where the groups' other collectives lie between the launches:
   // for hooks that may launch some when others are complete.
   void compare_others(bool value);
 
-  // All ranks stand in the same place, after they have launched what they owed.
+  // All ranks stand in the same place, after they have launched their deficit.
   void met();
 
   // Tells the others where this rank is, filling in what was launched, and

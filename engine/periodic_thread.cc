@@ -76,7 +76,7 @@ struct PeriodicThread::State {
   int64_t last_added = 0;
   int64_t running = 0;  // 0: none
   bool stopping = false;
-  bool is_blocked = false;  // by a task that was given up
+  bool is_blocked = false;  // by a task that was abandoned
 };
 
 std::shared_ptr<PeriodicThread> PeriodicThread::shared() {

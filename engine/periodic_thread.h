@@ -21,7 +21,7 @@ class PeriodicThread {
   // The process's; ends with its last owner.  A forked child gets its own.
   static std::shared_ptr<PeriodicThread> shared();
 
-  // Joins; leaves the thread behind if a task was given up.
+  // Joins; leaves the thread behind if a task was abandoned.
   ~PeriodicThread();
 
   PeriodicThread(const PeriodicThread&) = delete;

@@ -88,11 +88,11 @@ void drain(EngineState& state, Iteration& iteration) {
 }
 
 void close_groups(EngineState& state) {
-  state.peers.lose_group();
+  state.peers.note_lost_group();
   for (const auto& group : state.groups) close_group(*group);
 }
 
-void lose_group(EngineState& state, Iteration& iteration) {
+void close_and_abandon(EngineState& state, Iteration& iteration) {
   close_groups(state);
   abandon_buffers(state, iteration);
 }
@@ -121,7 +121,7 @@ void resync(EngineState& state, Iteration& iteration,
       tell_of_loss(state, iteration, comparison.deficit.status());
     }
   }
-  if (!comparison.deficit.ok()) return lose_group(state, iteration);
+  if (!comparison.deficit.ok()) return close_and_abandon(state, iteration);
   drain(state, iteration);
   exchange_failed(state, /*have_met=*/true);
 }
@@ -161,7 +161,7 @@ StatusComparison compare_by(EngineState& state, Iteration& iteration,
   } catch (const c10::DistBackendError& error) {
     exchange_failed(state, /*have_met=*/false);
     const std::string where = describe_awaited(state, iteration);
-    lose_group(state, iteration);
+    close_and_abandon(state, iteration);
     throw_peer_error(absl::StrCat(state.options.name, ": ", where),
                      std::make_exception_ptr(
                          std::runtime_error(error.what_without_backtrace())));
@@ -434,7 +434,7 @@ void abort_iteration(EngineState& state) {
   } catch (...) {
     problem = message_of(std::current_exception());
   }
-  TORCH_WARN(state.options.name, ": while giving up ",
+  TORCH_WARN(state.options.name, ": while aborting ",
              describe(state.occasion(iteration->number)), ": ", problem);
 }
 

@@ -133,7 +133,7 @@ class ReductionPolicy {
   // In place of that: it has been delivered here, and not on all ranks.
   virtual void on_end_refuted() = 0;
 
-  // It is over on this rank. Also of one that ranks gave up before it began.
+  // It is over on this rank. Also of one that ranks aborted before it began.
   // Must not throw unless all was delivered.
   virtual void on_iteration_over(Outcome outcome) = 0;
 

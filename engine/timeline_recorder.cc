@@ -68,7 +68,7 @@ void TimelineRecorder::prepared(int64_t iteration) {
   current_.gradients.clear();
   current_.gradients.reserve(num_variables_);
   current_.buckets.assign(devices_.size(), BucketTimes{});
-  // Not if futures of an iteration that was given up may still write there.
+  // Not if futures of an iteration that was aborted may still write there.
   if (!current_completions_ || current_completions_.use_count() > 1 ||
       current_completions_->complete_ns.size() != devices_.size()) {
     current_completions_ = std::make_shared<Completions>(devices_.size());

@@ -183,7 +183,7 @@ class TorchReducer {
   std::shared_ptr<AveragingHook> averaging_;
   ParameterStep step_;  // empty: optimizers step after backward
   std::unordered_set<const c10::TensorImpl*> stepped_;
-  int64_t failures_dropped_ = 0;  // iterations given up, whose gradients went
+  int64_t failures_dropped_ = 0;  // iterations aborted, whose gradients went
   std::shared_ptr<AwaitedFutures> awaited_;
   int64_t launched_before_ = 0;  // buckets, by earlier iterations
   bool hooks_removed_ = false;

@@ -19,7 +19,7 @@ class ReadyOrder {
       : iterations_left_(iterations),
         stage_(iterations > 0 ? Stage::kObserving : Stage::kFrozen) {}
 
-  // An iteration begins: forgets what was noted of one that was given up.
+  // An iteration begins: forgets what was noted of one that was aborted.
   void restart();
 
   // A gradient is ready. Costs nothing once an order has been observed.

@@ -336,7 +336,7 @@ TEST_P(StatusProtocolTest, ARankThatHasLeftIsNotLost) {
   }
 }
 
-TEST_P(StatusProtocolTest, WhoGivesUpEndsTheWaitOfAllAndTellsItsWords) {
+TEST_P(StatusProtocolTest, WhoAbortsEndsTheWaitOfAllAndTellsItsWords) {
   if (GetParam() == 2) GTEST_SKIP() << "needs a rank that is not there";
   Ranks ranks(GetParam());
   const int late = GetParam() / 2;
@@ -352,7 +352,7 @@ TEST_P(StatusProtocolTest, WhoGivesUpEndsTheWaitOfAllAndTellsItsWords) {
   }
   ranks.deliver_all();
   EXPECT_THAT(outcomes_of(exchanges), Each(kPending));
-  ranks[0].give_up(failed);
+  ranks[0].abort_exchanges(failed);
   ranks.deliver_all();
   EXPECT_THAT(outcomes_of(exchanges), Each(kBroken));
   exchanges.push_back(ranks.begin(late, {.sequence = 1}));
@@ -408,7 +408,7 @@ TEST_P(StatusProtocolTest, TakesTheMemoryOfEarlierExchangesAgain) {
 }
 
 // What may happen to exchanges at random: they differ, ranks come late, die in
-// the middle of what they send, leave, give up.
+// the middle of what they send, leave, abort.
 class Fuzz {
  public:
   Fuzz(int size, unsigned seed) : ranks_(size, seed), next_(size, 1) {
@@ -473,7 +473,7 @@ class Fuzz {
     if (!departed_.insert(rank).second) return;
     const int what = below(4);
     if (what == 0) ranks_.kill(rank, below(4));
-    if (what == 1) ranks_[rank].give_up({});
+    if (what == 1) ranks_[rank].abort_exchanges({});
     if (what >= 2) ranks_[rank].leave(kChannel, {.sequence = next_[rank] - 1});
     if (what == 3) ranks_.kill(rank);
     last_of_all_ = what == 2 ? std::min(last_of_all_, next_[rank] - 1) : 0;

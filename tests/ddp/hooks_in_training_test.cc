@@ -375,7 +375,7 @@ TEST(HookFailureTest, ParametersStayEqualUnderStepsInBackward) {
     join(model, [&] {
       for (int s = 0; s < rank; ++s) model(kAll, rank, s).backward();
     });
-    // It pays what its peer launched, and steps like it.
+    // It launches its deficit, and steps like it.
     const at::Tensor loss = model(kAll, rank, 1);
     const at::Tensor above = loss * 1;
     above.register_hook([rank](const at::Tensor&) {

@@ -433,7 +433,7 @@ TEST_F(PhaseTest, SynchronizingKeepsWhatIsPrepared) {
   expect_prepared();
 }
 
-TEST_F(PhaseTest, SynchronizingWithPeersThatDifferGivesUpWhatIsPrepared) {
+TEST_F(PhaseTest, SynchronizingWithPeersThatDifferAbortsWhatIsPrepared) {
   prepare();
   peer_at(StatusKind::kIdle, [](RankStatus& peer) { ++peer.iteration; });
   EXPECT_THROW(engine().synchronize(SyncPoint::kAfterForward), c10::Error);

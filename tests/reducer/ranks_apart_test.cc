@@ -188,8 +188,8 @@ TEST(RanksApartTest, AHookThatThrowsAfterALaunchEndsTheGroupOnAllRanks) {
       kNever);
 }
 
-// A rank pays with as many calls of the hook, however many collectives each is.
-TEST(RanksApartTest, AHookOfTwoCollectivesIsPaidForToo) {
+// A deficit is in calls of the hook, however many collectives each launches.
+TEST(RanksApartTest, TheDeficitOfAHookOfTwoCollectivesIsLaunchedToo) {
   run_ranks(
       3,
       [](const Group& group) {
@@ -395,7 +395,7 @@ TEST(RanksApartTest, AMemoryFormatOfOneRankOnlyIsTold) {
       kNever);
 }
 
-// What lies between a rank's launches and its peer's can't be paid for.
+// No deficit covers what lies between a rank's launches and its peer's.
 TEST(RanksApartTest, ACollectiveInBetweenEndsTheGroupOnAllRanks) {
   run_ranks(
       2,

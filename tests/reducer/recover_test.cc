@@ -85,7 +85,7 @@ TEST_P(RecoverTest, LeavesWhatIsPreparedPrepared) {
   EXPECT_EQ(reducer_.statistics().reduced, 1);
 }
 
-TEST_P(RecoverTest, IsFreeBehindAFailureThatAllRanksHaveSettled) {
+TEST_P(RecoverTest, IsFreeBehindAFailureThatAllRanksKnow) {
   peer_fails_at(StatusKind::kEnd);
   EXPECT_FALSE(asks());
   train();

@@ -157,7 +157,7 @@ TEST(BackwardFailureTest, OnAllRanksLeavesTheNextIterationIntact) {
   }
 }
 
-// Ranks have launched different numbers of buckets when they give up: without
+// Ranks have launched different numbers of buckets when they abort: without
 // realignment the next all-reduce would meet one of another size.
 TEST(BackwardFailureTest, OnAllRanksAtDifferentPlacesRealigns) {
   run_ranks(3, [&](const Group& group) {

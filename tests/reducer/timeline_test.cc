@@ -114,7 +114,7 @@ TEST(TimelineRecorderTest, ALateFutureDoesNotSpoilTheNextTimeline) {
   recorder.prepared(1);
   recorder.launch_begins(0);
   recorder.launched(0, *abandoned);
-  recorder.prepared(2);  // iteration 1 was given up
+  recorder.prepared(2);  // iteration 1 was aborted
   recorder.launch_begins(0);
   recorder.launched(0, *open);
   abandoned->markCompleted(at::ones({1}));
@@ -258,7 +258,7 @@ TEST(TimelineTest, UndefinedGradientsAreNotThere) {
   EXPECT_THAT(order_of(reducer.timeline()), UnorderedElementsAre(0, 1));
 }
 
-TEST(TimelineTest, AnIterationThatIsGivenUpLeavesTheLastOne) {
+TEST(TimelineTest, AnIterationThatIsAbortedLeavesTheLastOne) {
   const ToyModel model(kSizes);
   const Group group = single_process_group();
   bool fails = false;
