@@ -281,8 +281,8 @@ void Engine::finalize() try {
       "finalization.\nCall it once, after a backward outside of "
       "no_sync.");
   TORCH_CHECK(state_.iteration->order.all_launched(), state_.options.name,
-              "::finalize_backward: called before all DDP buckets were "
-              "ready: gradients of ",
+              "::finalize_backward: called before ", state_.policy.all_units(),
+              " were ready: gradients of ",
               state_.policy.name_of(state_.iteration->ready.missing()),
               " are missing.\nCall it when all have come, at the latest after "
               "backward.");
@@ -326,6 +326,11 @@ Timeline Engine::timeline() const {
 }
 
 void Engine::set_timeline_sample_rate(int64_t sample_rate) {
+  TORCH_CHECK_VALUE(
+      sample_rate >= 0, state_.options.name,
+      ": the timeline's sample rate must be at least 0, got ", sample_rate,
+      ".\nGive the number of iterations between samples, or 0 for no "
+      "timeline.");
   const std::lock_guard<std::mutex> lock(mutex_);
   state_.observations.timeline.set_sample_rate(sample_rate);
 }
@@ -359,11 +364,12 @@ std::optional<ReducerError> Engine::last_error() const {
 // waits for its peers holds.
 std::string Engine::describe_progress() const {
   const Progress& progress = *state_.observations.progress;
+  const std::string unit(state_.policy.unit_word());
   const std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
   if (!lock.owns_lock()) {
     const std::string how_far =
         absl::StrCat("has launched ", progress.launched.load(), " of ",
-                     progress.num_buckets.load(), " buckets of iteration ",
+                     progress.num_units.load(), " ", unit, "s of iteration ",
                      progress.iteration.load());
     return progress.is_waiting()
                ? absl::StrCat(how_far, " and waits for its peers")
@@ -381,7 +387,7 @@ std::string Engine::describe_progress() const {
   const std::vector<size_t> missing = iteration.ready.missing();
   std::string words =
       absl::StrCat("has launched ", num_units(iteration.launches), " of ",
-                   num_units(iteration.sequence), " buckets of iteration ",
+                   num_units(iteration.sequence), " ", unit, "s of iteration ",
                    iteration.number);
   if (!missing.empty()) {
     absl::StrAppend(&words, " and waits for the gradients of ",

@@ -31,7 +31,7 @@ void Engine::on_output_reached(Preparation preparation) try {
     // What is launched without a gradient goes first: on a rank that leaves out
     // all but the last parameters the first gradient may come behind another
     // collective of the backward, which its peers meet behind their first
-    // buckets.
+    // units.
     if (state_.policy.begins_at_outputs() && accumulates_all_gradients()) {
       begin_reduction();
     }
@@ -127,7 +127,7 @@ void Engine::accept_early_gradient(VariableIndex variable, bool is_defined,
   state_.policy.on_local_gradient(variable, is_defined);
   const Iteration& iteration = *state_.iteration;
   if (iteration.ready.is_ready(state_.number_of(variable))) {
-    // Its bucket is on its way. The iteration should have been over.
+    // Its unit is on its way. The iteration should have been over.
     TORCH_CHECK(false, state_.policy.describe_missing(
                            iteration.ready.missing(),
                            state_.occasion(iteration.number)));

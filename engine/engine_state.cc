@@ -36,7 +36,7 @@ void EngineState::adopt_sequence() {
   for (const Collective* collective : sequence) {
     if (collective->unit()) devices.push_back(collective->device());
   }
-  observations.bind(std::move(devices), num_variables());
+  observations.bind(std::move(devices), num_variables(), policy.unit_word());
 }
 
 }  // namespace brigade

@@ -1,4 +1,4 @@
-// The thread-local state under which a bucket is packed, launched and
+// The thread-local state under which an entry is packed, launched and
 // delivered: that of the thread that prepared the backward (profilers, dispatch
 // modes), but gradients are not recorded and autocast is off, whatever forward
 // ran under.

@@ -4,20 +4,20 @@
 
 namespace brigade {
 
-void Observations::bind(std::vector<c10::Device> devices,
-                        size_t num_variables) {
-  names = RangeNames(devices.size());
-  progress->num_buckets.store(static_cast<int64_t>(devices.size()),
-                              std::memory_order_relaxed);
+void Observations::bind(std::vector<c10::Device> devices, size_t num_variables,
+                        std::string_view unit_word) {
+  names = RangeNames(devices.size(), unit_word);
+  progress->num_units.store(static_cast<int64_t>(devices.size()),
+                            std::memory_order_relaxed);
   timeline.bind(std::move(devices), num_variables);
 }
 
 void Observations::watch_stalls(
     const c10::intrusive_ptr<c10d::ProcessGroup>& group,
-    const std::string& store_prefix,
+    const std::string& store_prefix, StallNames stall_names,
     std::function<std::string()> describe_progress) {
-  stall_watch = StallWatch::start(group, store_prefix, progress,
-                                  std::move(describe_progress));
+  stall_watch = StallWatch::start(group, store_prefix, std::move(stall_names),
+                                  progress, std::move(describe_progress));
   if (!stall_watch) return;
   if (stall_report_after) stall_watch->set_report_after(*stall_report_after);
   stall_watch->set_handler(std::exchange(stall_handler, nullptr));

@@ -4,7 +4,7 @@
 // Decides nothing. Each event of an iteration is one call here, which passes it
 // on to whoever wants it; the ends of a step are those of a scope:
 //
-//   const ObservedPack packing(observations_, bucket);
+//   const ObservedPack packing(observations_, unit);
 //   ... packs it ...
 //
 // Thread safety: the engine's lock covers it, but for what says otherwise in
@@ -22,6 +22,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
 
@@ -36,12 +37,14 @@
 namespace brigade {
 
 struct Observations : EngineStatistics {
-  // The buckets are these from here on; `devices` of each, in launch order.
-  void bind(std::vector<c10::Device> devices, size_t num_variables);
+  // The units are these from here on, `unit_word` each; `devices` of each, in
+  // launch order.
+  void bind(std::vector<c10::Device> devices, size_t num_variables,
+            std::string_view unit_word);
 
-  // Stalls are reported from here on.
+  // Stalls are reported from here on, in these terms.
   void watch_stalls(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
-                    const std::string& store_prefix,
+                    const std::string& store_prefix, StallNames stall_names,
                     std::function<std::string()> describe_progress);
 
   void iteration_begins(int64_t iteration);
@@ -63,27 +66,27 @@ struct Observations : EngineStatistics {
 
 class ObservedPack {
  public:
-  ObservedPack(Observations& observations, size_t bucket)
+  ObservedPack(Observations& observations, size_t unit)
       : timeline_(observations.timeline),
-        bucket_(bucket),
-        range_(observations.names.pack[bucket]) {
-    timeline_.pack_begins(bucket_);
+        unit_(unit),
+        range_(observations.names.pack[unit]) {
+    timeline_.pack_begins(unit_);
   }
-  ~ObservedPack() { timeline_.pack_ends(bucket_); }
+  ~ObservedPack() { timeline_.pack_ends(unit_); }
   ObservedPack(const ObservedPack&) = delete;
   ObservedPack& operator=(const ObservedPack&) = delete;
 
  private:
   TimelineRecorder& timeline_;
-  const size_t bucket_;
+  const size_t unit_;
   const ProfilerRange range_;
 };
 
 class ObservedLaunch {
  public:
-  ObservedLaunch(Observations& observations, size_t bucket)
-      : range_(observations.names.launch[bucket]) {
-    observations.timeline.launch_begins(bucket);
+  ObservedLaunch(Observations& observations, size_t unit)
+      : range_(observations.names.launch[unit]) {
+    observations.timeline.launch_begins(unit);
   }
 
  private:

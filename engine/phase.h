@@ -1,4 +1,4 @@
-// Where a reducer stands: between two iterations, or how far it is in one.
+// Where an engine stands: between two iterations, or how far it is in one.
 //
 // docs/protocol.md, "Phases", tells what leads from one to another.
 

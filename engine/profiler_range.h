@@ -1,4 +1,4 @@
-// What a profiler shows of a reducer: ranges named by bucket.
+// What a profiler shows of an engine: ranges named by unit.
 //
 // Costs a look at the thread's callbacks while no profiler is active.
 //
@@ -13,6 +13,7 @@
 #include <cstddef>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 namespace brigade {
@@ -33,10 +34,10 @@ class ProfilerRange {
 // "brigade: bucket 2 of 5 pack"; made once per plan.
 struct RangeNames {
   RangeNames() = default;
-  explicit RangeNames(size_t num_buckets);
+  RangeNames(size_t num_units, std::string_view unit_word);
 
-  std::vector<std::string> pack;    // by bucket
-  std::vector<std::string> launch;  // by bucket
+  std::vector<std::string> pack;    // by unit
+  std::vector<std::string> launch;  // by unit
   std::string finalize = "brigade: finalize";
 };
 

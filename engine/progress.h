@@ -1,4 +1,4 @@
-// How far a reducer has come, for a thread that must not wait for its lock.
+// How far an engine has come, for a thread that must not wait for its lock.
 //
 // Thread safety: one thread at a time writes (the engine's lock covers it),
 // any may read. A reader may see a step of one field before that of another.
@@ -13,8 +13,8 @@ namespace brigade {
 
 struct Progress {
   std::atomic<int64_t> iteration = 0;  // prepared last
-  std::atomic<int64_t> launched = 0;   // buckets of it
-  std::atomic<int64_t> num_buckets = 0;
+  std::atomic<int64_t> launched = 0;   // units of it
+  std::atomic<int64_t> num_units = 0;
   std::atomic<int64_t> num_waits = 0;  // that have begun, for peers
   std::atomic<int> num_waiting = 0;    // of these, in progress
 

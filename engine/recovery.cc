@@ -60,7 +60,7 @@ void abandon_buffers(EngineState& state, Iteration& iteration) {
   state.adopt_sequence();
 }
 
-// So that nothing writes into a bucket behind the user's back.
+// So that nothing writes into an entry's memory behind the user's back.
 void drain(EngineState& state, Iteration& iteration) {
   const WaitForPeers waiting(*state.observations.progress);
   for (size_t group = 0; group < state.groups.size(); ++group) {
@@ -279,8 +279,11 @@ void confirm_oldest_end(EngineState& state, OwnTurn* turn) {
 void connect(EngineState& state) {
   state.peers.connect();
   if (!state.options.has_control_channel) return;
-  state.observations.watch_stalls(state.group(), state.peers.store_prefix(),
-                                  state.describe_progress);
+  state.observations.watch_stalls(
+      state.group(), state.peers.store_prefix(),
+      {.engine = state.options.name,
+       .unit = std::string(state.policy.unit_word())},
+      state.describe_progress);
 }
 
 // Peers are waited for where lengths could clash: before the first entry of a

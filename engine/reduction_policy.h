@@ -149,6 +149,14 @@ class ReductionPolicy {
 
   // ---- Words.
 
+  // What an entry with a unit is called; an "s" makes it plural. Any thread.
+  virtual std::string_view unit_word() const { return "bucket"; }
+
+  // All of them, in the error that says that some were not ready.
+  virtual std::string all_units() const {
+    return "all " + std::string(unit_word()) + "s";
+  }
+
   // "parameters 3 ('head.bias') and 4".
   virtual std::string name_of(std::span<const size_t> variables) const = 0;
 

@@ -51,11 +51,12 @@ std::string seconds(std::chrono::steady_clock::duration time) {
 
 }  // namespace
 
-StallCheck::StallCheck(StallStatus stall_status,
+StallCheck::StallCheck(StallStatus stall_status, StallNames names,
                        std::chrono::milliseconds report_after,
                        std::shared_ptr<const Progress> progress,
                        std::function<std::string()> describe)
     : stall_status_(std::move(stall_status)),
+      names_(std::move(names)),
       report_after_(report_after),
       progress_(std::move(progress)),
       describe_(std::move(describe)) {}
@@ -139,10 +140,10 @@ std::string StallCheck::report(Time now) {
         "communication that is slow, or stuck");
   }
   return absl::StrCat(
-      "Reducer: rank ", stall_status_.rank(), " has waited ",
+      names_.engine, ": rank ", stall_status_.rank(), " has waited ",
       seconds(now - since_), " for its peers in iteration ", iteration, ", ",
-      launched, " of ", progress_->num_buckets.load(),
-      " buckets launched.\nLook there: ", absl::StrJoin(parts, "; "), ".");
+      launched, " of ", progress_->num_units.load(), " ", names_.unit,
+      "s launched.\nLook there: ", absl::StrJoin(parts, "; "), ".");
 }
 
 }  // namespace brigade

@@ -25,12 +25,19 @@
 
 namespace brigade {
 
+// What reports call the engine and what it launches: "Reducer", "bucket".
+struct StallNames {
+  std::string engine;
+  std::string unit;
+};
+
 class StallCheck {
  public:
   using Time = std::chrono::steady_clock::time_point;
 
   // `describe` tells in words what this rank does, beginning with a verb.
-  StallCheck(StallStatus stall_status, std::chrono::milliseconds report_after,
+  StallCheck(StallStatus stall_status, StallNames names,
+             std::chrono::milliseconds report_after,
              std::shared_ptr<const Progress> progress,
              std::function<std::string()> describe);
 
@@ -47,6 +54,7 @@ class StallCheck {
   std::string report(Time now);
 
   StallStatus stall_status_;
+  const StallNames names_;
   std::chrono::milliseconds report_after_;
   const std::shared_ptr<const Progress> progress_;
   const std::function<std::string()> describe_;

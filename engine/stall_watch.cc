@@ -27,12 +27,12 @@ constexpr milliseconds kPatienceWithStore{1'000};
 }  // namespace
 
 struct StallWatch::State {
-  State(StallStatus stall_status, milliseconds time,
+  State(StallStatus stall_status, StallNames names, milliseconds time,
         std::shared_ptr<const Progress> progress,
         std::function<std::string()> source)
       : describe(std::move(source)),
-        check(std::move(stall_status), time, std::move(progress),
-              [this] { return describe_unless_closed(); }),
+        check(std::move(stall_status), std::move(names), time,
+              std::move(progress), [this] { return describe_unless_closed(); }),
         report_after(time) {}
 
   std::string describe_unless_closed() {
@@ -52,7 +52,7 @@ struct StallWatch::State {
     }
   }
 
-  // The handler may be a reducer's owner's, which must be there while it runs.
+  // The handler may be the engine's owner's, which must be there while it runs.
   void tell(const std::string& report) {
     const std::lock_guard<std::recursive_mutex> lock(telling);
     if (is_over) return;
@@ -87,8 +87,10 @@ milliseconds period_of(milliseconds report_after) {
 
 std::unique_ptr<StallWatch> StallWatch::start(
     const c10::intrusive_ptr<c10d::ProcessGroup>& group,
-    const std::string& store_prefix, std::shared_ptr<const Progress> progress,
+    const std::string& store_prefix, StallNames names,
+    std::shared_ptr<const Progress> progress,
     std::function<std::string()> describe) {
+  const std::string name = names.engine;
   if (group->getSize() == 1 || !group->getStore()) return nullptr;
   try {
     StallStatus stall_status(group->getStore(),
@@ -96,11 +98,11 @@ std::unique_ptr<StallWatch> StallWatch::start(
                              group->getRank(), group->getSize());
     const milliseconds after =
         std::min(group_timeout(*group) / 2, kLongestDefault);
-    return std::unique_ptr<StallWatch>(new StallWatch(
-        std::make_shared<State>(std::move(stall_status), after,
-                                std::move(progress), std::move(describe))));
+    return std::unique_ptr<StallWatch>(new StallWatch(std::make_shared<State>(
+        std::move(stall_status), std::move(names), after, std::move(progress),
+        std::move(describe))));
   } catch (const std::exception& error) {
-    TORCH_WARN("Reducer: stalls will not be reported: ", error.what());
+    TORCH_WARN(name, ": stalls will not be reported: ", error.what());
     return nullptr;
   }
 }

@@ -1,4 +1,4 @@
-// Warns of stalls while the reducer waits.
+// Warns of stalls while an engine waits.
 //
 // Decides when to look; what it sees and says is stall_check.h's. It looks a
 // few times within the time after which a stall is reported, on a thread that
@@ -21,6 +21,7 @@
 
 #include "brigade/engine/periodic_thread.h"
 #include "brigade/engine/progress.h"
+#include "brigade/engine/stall_check.h"
 
 namespace brigade {
 
@@ -34,7 +35,8 @@ class StallWatch {
   // and not any more once the watch is being destroyed.
   static std::unique_ptr<StallWatch> start(
       const c10::intrusive_ptr<c10d::ProcessGroup>& group,
-      const std::string& store_prefix, std::shared_ptr<const Progress> progress,
+      const std::string& store_prefix, StallNames names,
+      std::shared_ptr<const Progress> progress,
       std::function<std::string()> describe);
 
   // 0: never; then it does not answer either. Any thread may call it.

@@ -1,12 +1,12 @@
 // When things happened in one iteration, and what that says of communication.
 //
-// Values only: reducer/timeline_recorder.h fills them in.  docs/timeline.md
+// Values only: engine/timeline_recorder.h fills them in.  docs/timeline.md
 // tells how to read them.
 //
 //   std::cout << describe(reducer.timeline());
 //
 // All times are nanoseconds of the steady clock, 0 for what did not happen.
-// Steps of buckets on devices with streams are stamped when the device's stream
+// Steps of units on devices with streams are stamped when the device's stream
 // passed them, all others when the host did.
 //
 // Thread safety: pure functions.
@@ -36,8 +36,8 @@ struct BucketTimes {
 
 struct Timeline {
   int64_t iteration = 0;         // 0: none has been sampled
-  int64_t forward_begin_ns = 0;  // Reducer::forward_begins()
-  int64_t forward_end_ns = 0;    // prepare_for_backward()
+  int64_t forward_begin_ns = 0;  // Engine::forward_begins()
+  int64_t forward_end_ns = 0;    // prepare()
   int64_t backward_begin_ns = 0;
   int64_t host_backward_begin_ns = 0;  // the host is ahead of a device
   int64_t backward_end_ns = 0;         // finalize begins

@@ -1,7 +1,5 @@
 #include "brigade/engine/timeline_recorder.h"
 
-#include <c10/util/Exception.h>
-
 #include <atomic>
 #include <utility>
 
@@ -10,7 +8,7 @@
 
 namespace brigade {
 
-// What a callback may write when the iteration, or the reducer, is gone.
+// What a callback may write when the iteration, or the engine, is gone.
 struct TimelineRecorder::Completions {
   explicit Completions(size_t num_buckets) : complete_ns(num_buckets) {
     device_times.restart(num_buckets);
@@ -25,16 +23,6 @@ struct TimelineRecorder::Completions {
   std::vector<std::atomic<int64_t>> complete_ns;
   DeviceTimes device_times;
 };
-
-void TimelineRecorder::set_sample_rate(int64_t sample_rate) {
-  TORCH_CHECK_VALUE(
-      sample_rate >= 0,
-      "Reducer: the timeline's sample rate must be at least 0, got ",
-      sample_rate,
-      ".\nGive the number of iterations between samples, or 0 "
-      "for no timeline.");
-  sample_rate_ = sample_rate;
-}
 
 void TimelineRecorder::bind(std::vector<c10::Device> devices,
                             size_t num_variables) {

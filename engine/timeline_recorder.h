@@ -2,7 +2,7 @@
 //
 // The first ten iterations are sampled, and every n-th after them. In the
 // others each call is one branch. What a sampled iteration needs is allocated
-// when buckets are bound; a bucket's future keeps a callback on top of that.
+// when units are bound; a unit's future keeps a callback on top of that.
 //
 // Thread safety: none; the engine's lock covers it. Callbacks of futures write
 // into a state of their own, which outlives this object.
@@ -28,11 +28,10 @@ class TimelineRecorder {
   // Sampled whatever the rate is. Source: torch's DDP logging.
   static constexpr int64_t kAlwaysSampled = 10;
 
-  // Every `sample_rate`-th iteration; 0: none at all. Errors: ValueError if it
-  // is negative.
-  void set_sample_rate(int64_t sample_rate);
+  // Every `sample_rate`-th iteration; 0: none at all. REQUIRES: not negative.
+  void set_sample_rate(int64_t sample_rate) { sample_rate_ = sample_rate; }
 
-  // `devices`: of each bucket, in launch order.
+  // `devices`: of each unit, in launch order.
   void bind(std::vector<c10::Device> devices, size_t num_variables);
 
   // The forward of `iteration` begins.
@@ -42,7 +41,7 @@ class TimelineRecorder {
   // follows.
   void restart() { sampling_ = false; }
 
-  // prepare_for_backward() of `iteration` returns.
+  // Engine::prepare() of `iteration` returns.
   void prepared(int64_t iteration);
 
   void backward_begins() {

@@ -98,6 +98,8 @@ class DataParallelPolicy final : public ReductionPolicy {
       std::span<Collective* const> in_flight) override;
   std::shared_ptr<void> let_go() override;
 
+  // As torch says it, whose programs may look for it.
+  std::string all_units() const override { return "all DDP buckets"; }
   std::string name_of(std::span<const size_t> variables) const override;
   std::string describe_missing(std::span<const size_t> variables,
                                Occasion occasion) const override;

@@ -25,6 +25,7 @@
 #include <span>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <utility>
 #include <vector>
@@ -169,6 +170,7 @@ class ScriptedPolicy final : public ReductionPolicy {
       std::span<Collective* const> in_flight) override;
   std::shared_ptr<void> let_go() override { return nullptr; }
 
+  std::string_view unit_word() const override { return "unit"; }
   std::string name_of(std::span<const size_t> variables) const override;
   std::string describe_missing(std::span<const size_t> variables,
                                Occasion occasion) const override;

@@ -39,6 +39,8 @@ using testing::ToyModel;
 
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
+const StallNames kNames = {.engine = "Reducer", .unit = "bucket"};
+
 // ------------------------------------------- ranks of a stall status, an own
 // clock
 
@@ -55,10 +57,11 @@ class StallCheckTest : public ::testing::Test {
   StallCheckTest() {
     for (int r = 0; r < kWorldSize; ++r) {
       auto rank = std::make_unique<Rank>();
-      rank->progress->num_buckets = 5;
+      rank->progress->num_units = 5;
       rank->check = std::make_unique<StallCheck>(
-          StallStatus(store_, "progress/", r, kWorldSize), milliseconds{1000},
-          rank->progress, [words = &rank->words] { return *words; });
+          StallStatus(store_, "progress/", r, kWorldSize), kNames,
+          milliseconds{1000}, rank->progress,
+          [words = &rank->words] { return *words; });
       ranks_.push_back(std::move(rank));
     }
   }
@@ -246,7 +249,7 @@ std::unique_ptr<StallWatch> watch(c10::intrusive_ptr<c10d::Store> store,
                                   int world_size = 2) {
   return StallWatch::start(c10::make_intrusive<c10d::ProcessGroup>(
                                std::move(store), /*rank=*/0, world_size),
-                           "prefix/", std::make_shared<Progress>(),
+                           "prefix/", kNames, std::make_shared<Progress>(),
                            [] { return std::string("waits"); });
 }
 
