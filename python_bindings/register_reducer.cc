@@ -136,7 +136,8 @@ std::shared_ptr<TorchReducer> make_reducer_of(
     bool static_graph, bool gradients_as_bucket_views,
     bool lazy_bucket_allocation, bool verify_across_ranks,
     bool one_backward_per_forward, std::optional<bool> defer_status_check,
-    int max_unconfirmed_iterations, bool control_channel, bool reduces_by_itself) {
+    int max_unconfirmed_iterations, bool control_channel,
+    bool reduces_by_itself) {
   std::vector<at::Tensor> tensors =
       parameters.tensors_in_cpp.empty()
           ? in_cpp(parameters.tensors)
@@ -378,6 +379,17 @@ void register_reducer(py::module_& module) {
         TORCH_CHECK_NOT_IMPLEMENTED(
             false, "brigade.Reducer._set_sparse_metadata() is not there yet");
       });
+  module.def(
+      "rebuilds_by_default",
+      [](bool static_graph, bool find_unused_parameters) {
+        return rebuilds_by_default(
+            {.find_unused_parameters = find_unused_parameters,
+             .static_graph = static_graph},
+            /*has_given_plan=*/false);
+      },
+      py::kw_only(), py::arg("static_graph"), py::arg("find_unused_parameters"),
+      "Whether a reducer plans its buckets again from the order in which "
+      "gradients became ready, if it was given no bucket_plan.");
 }
 
 }  // namespace brigade

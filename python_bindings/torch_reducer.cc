@@ -18,9 +18,9 @@
 namespace brigade {
 namespace {
 
-// An order seen under a changing graph is that of one iteration only.
+// The plan that torch's class gives is of first buckets, and nobody's choice.
 bool rebuilds_by_default(const ReducerOptions& options) {
-  return options.static_graph || !options.find_unused_parameters;
+  return brigade::rebuilds_by_default(options, /*has_given_plan=*/false);
 }
 
 // Lines that programs look for in the text of an error.

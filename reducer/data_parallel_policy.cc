@@ -23,8 +23,7 @@ namespace {
 // Until buckets are rebuilt; 0: never.
 int64_t observed_iterations(const ReducerOptions& options) {
   const bool wants_rebuild = options.rebuild_buckets.value_or(
-      options.bucket_plan.empty() &&
-      (options.static_graph || !options.find_unused_parameters));
+      rebuilds_by_default(options, !options.bucket_plan.empty()));
   return wants_rebuild ? options.rebuild_after_iterations : 0;
 }
 

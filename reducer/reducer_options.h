@@ -149,6 +149,15 @@ struct ReducerOptions {
   std::shared_ptr<c10d::CommHookInterface> comm_hook = nullptr;
 };
 
+// What an unset `rebuild_buckets` means. `has_given_plan`: the user chose the
+// first buckets. An order seen under a changing graph is that of one iteration
+// only.
+inline bool rebuilds_by_default(const ReducerOptions& options,
+                                bool has_given_plan) {
+  return !has_given_plan &&
+         (options.static_graph || !options.find_unused_parameters);
+}
+
 }  // namespace brigade
 
 #endif  // BRIGADE_REDUCER_REDUCER_OPTIONS_H_

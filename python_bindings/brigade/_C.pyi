@@ -287,6 +287,10 @@ def one_per_device(tensors: list) -> list:
     """
     The first of the tensors on each device.
     """
+def rebuilds_by_default(*, static_graph: bool, find_unused_parameters: bool) -> bool:
+    """
+    Whether a reducer plans its buckets again from the order in which gradients became ready, if it was given no bucket_plan.
+    """
 def require_agreement(group: torch.distributed.distributed_c10d.ProcessGroup, what: str, items: collections.abc.Sequence[str], failure: str = '') -> None:
     """
     Collective. Raises RuntimeError on every rank alike, naming the first item in which ranks differ; `what` is the name of one item. If some ranks give a `failure`, what has gone wrong there, it says that instead.

@@ -33,6 +33,7 @@ from brigade._C import (
     are_exactly,
     describe_tensor,
     one_per_device,
+    rebuilds_by_default,
 )
 from brigade._checks import require_agreement
 from brigade._finalization import ManualFinalization
@@ -523,7 +524,9 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
         One bucket per dtype where they will be rebuilt: before that, other
         collectives of the module's own might come between those of buckets.
         """
-        rebuilds = static_graph or not self.find_unused_parameters
+        rebuilds = rebuilds_by_default(
+            static_graph=static_graph, find_unused_parameters=self.find_unused_parameters
+        )
         if rebuilds and not self.bucket_bytes_cap_list:
             return [sys.maxsize]
         return self._bucket_caps()
