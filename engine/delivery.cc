@@ -71,12 +71,11 @@ Failure failed_delivery(const EngineState& state, const Iteration& iteration,
 [[noreturn]] void abort_delivery(EngineState& state, const Iteration& iteration,
                                  const Failure& failure) {
   ++state.observations.aborted;
-  state.policy.on_iteration_over(Outcome::kDeliveryFailed);
+  state.policy.on_iteration_over(Outcome::kDeliveryFailed, iteration.is_shadow);
   throw_failure(state, failure, iteration.number);
 }
 
-void deliver_as_results_come(EngineState& state, Iteration& iteration,
-                             bool is_shadow) {
+void deliver_as_results_come(EngineState& state, Iteration& iteration) {
   std::optional<Failure> failure;
   for (const Launch& launch : undelivered(iteration)) {
     try {
@@ -93,7 +92,7 @@ void deliver_as_results_come(EngineState& state, Iteration& iteration,
     if (failure) continue;
     try {
       const at::Tensor result = result_of(launch);
-      if (!is_shadow) launch.collective->deliver(result);
+      if (!iteration.is_shadow) launch.collective->deliver(result);
     } catch (...) {
       failure = failed_delivery(state, iteration, *launch.collective);
     }
@@ -165,7 +164,7 @@ std::optional<Failure> find_unordered_collectives(const EngineState& state,
     // This rank has an error of its own.
   }
   ++state.observations.aborted;
-  state.policy.on_iteration_over(Outcome::kAborted);
+  state.policy.on_iteration_over(Outcome::kAborted, iteration.is_shadow);
   if (state.policy.hook_traits().throws_own_errors) {
     std::rethrow_exception(failure.error);
   }
@@ -200,8 +199,8 @@ std::optional<Failure> collect(EngineState& state, Iteration& iteration,
 }
 
 void deliver(EngineState& state, const Iteration& iteration,
-             const Results& results, bool is_shadow) {
-  if (is_shadow) return;
+             const Results& results) {
+  if (iteration.is_shadow) return;
   for (const auto& [collective, result] : results) {
     try {
       collective->deliver(result);
@@ -213,7 +212,7 @@ void deliver(EngineState& state, const Iteration& iteration,
 }
 
 void deliver_what_all_ranks_have(EngineState& state, Iteration& iteration,
-                                 bool is_shadow, bool has_agreed_proposal) {
+                                 bool has_agreed_proposal) {
   if (iteration.has_chained()) {
     // One that a rank has not launched would be waited for in vain.
     const std::optional<Failure> failure = launch_chained(state, iteration);
@@ -223,44 +222,43 @@ void deliver_what_all_ranks_have(EngineState& state, Iteration& iteration,
   const std::optional<Failure> failure = collect(state, iteration, results);
   tell_of_results(state, iteration, StatusKind::kArrived, failure);
   state.policy.on_end_confirmed(has_agreed_proposal);
-  deliver(state, iteration, results, is_shadow);
+  deliver(state, iteration, results);
 }
 
-void delivered(EngineState& state) {
+void delivered(EngineState& state, const Iteration& iteration) {
   state.observations.timeline.finalized();
-  state.policy.on_iteration_over(Outcome::kDelivered);
+  state.policy.on_iteration_over(Outcome::kDelivered, iteration.is_shadow);
   ++state.observations.reduced;
 }
 
 }  // namespace
 
-void deliver_all(EngineState& state, Iteration& iteration, bool is_shadow,
+void deliver_all(EngineState& state, Iteration& iteration,
                  bool has_agreed_proposal) {
   if (state.policy.hook_traits().fails_by_network_only) {
     state.policy.on_end_confirmed(has_agreed_proposal);
-    deliver_as_results_come(state, iteration, is_shadow);
+    deliver_as_results_come(state, iteration);
   } else {
-    deliver_what_all_ranks_have(state, iteration, is_shadow,
-                                has_agreed_proposal);
+    deliver_what_all_ranks_have(state, iteration, has_agreed_proposal);
   }
-  delivered(state);
+  delivered(state, iteration);
 }
 
 void deliver_unconfirmed(EngineState& state,
                          const std::shared_ptr<Iteration>& iteration,
-                         bool is_shadow, const RankStatus& end) {
+                         const RankStatus& end) {
   if (state.policy.hook_traits().fails_by_network_only) {
     end_unconfirmed(state, iteration, end);
-    deliver_as_results_come(state, *iteration, is_shadow);
+    deliver_as_results_come(state, *iteration);
   } else {
     Results results;
     if (const auto failure = collect(state, *iteration, results)) {
       tell_of_failure(state, *iteration, *failure);
     }
     end_unconfirmed(state, iteration, end);
-    deliver(state, *iteration, results, is_shadow);
+    deliver(state, *iteration, results);
   }
-  delivered(state);
+  delivered(state, *iteration);
   // They hold the results, whose memory is the policy's to let go of, and the
   // policy may have other entries before the end is confirmed.
   iteration->launches.clear();
@@ -289,7 +287,7 @@ void deliver_through(EngineState& state, Iteration& iteration, size_t entry) {
         state.observations.timeline.waited_for(*unit);
       }
       source = ErrorSource::kDelivery;
-      if (state.phase != Phase::kShadowing) {
+      if (!iteration.is_shadow) {
         launch.collective->deliver(result_of(launch));
       }
       launch.is_delivered = true;

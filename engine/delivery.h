@@ -20,7 +20,7 @@ namespace brigade {
 
 // Waits for the results of an iteration that all ranks have launched to its
 // end, also after an error: nothing may write into an entry's memory behind the
-// user's back. Delivers them, unless the iteration `is_shadow`, and tells the
+// user's back. Delivers them, unless the iteration is a shadow, and tells the
 // policy of the end.
 //
 // What a built-in hook's future holds is right on all ranks or on none, and is
@@ -31,7 +31,7 @@ namespace brigade {
 //
 // Errors: what a collective or a hook failed with, and of a user's hook on all
 // ranks alike.
-void deliver_all(EngineState& state, Iteration& iteration, bool is_shadow,
+void deliver_all(EngineState& state, Iteration& iteration,
                  bool has_agreed_proposal);
 
 // The same where peers may not have ended it yet: tells them `end` and does not
@@ -41,7 +41,7 @@ void deliver_all(EngineState& state, Iteration& iteration, bool is_shadow,
 // confirm_end(). REQUIRES: may_defer_status_check().
 void deliver_unconfirmed(EngineState& state,
                          const std::shared_ptr<Iteration>& iteration,
-                         bool is_shadow, const RankStatus& end);
+                         const RankStatus& end);
 
 // Waits for the entries of its group up to this one and delivers them.
 // REQUIRES: they have been launched. Errors: as deliver_all().

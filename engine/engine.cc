@@ -165,6 +165,7 @@ void Engine::shadow() try {
   try {
     if (state_.policy.compares_each_iteration()) begin_together(state_);
     Marker marker(state_);
+    state_.iteration->is_shadow = true;
     state_.policy.on_backward_begins(marker, /*is_shadow=*/true);
     state_.iteration->order.mark_all();
     launch_ready(state_);

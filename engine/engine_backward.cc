@@ -272,7 +272,6 @@ void Engine::on_backward_abandoned(int64_t preparation) {
 
 // All is launched: ranks end the iteration together, and deliver.
 void Engine::finish() {
-  const bool is_shadow = state_.phase == Phase::kShadowing;
   const std::shared_ptr<Iteration> iteration = state_.take_iteration();
   state_.membership.mark_finished(iteration->preparation,
                                   iteration->creates_graph);
@@ -284,11 +283,11 @@ void Engine::finish() {
       .text = status_text(state_.policy.hook_traits().name)};
   if (may_defer_status_check(state_, *iteration)) {
     const HookScope scope(iteration->preparer);
-    return deliver_unconfirmed(state_, iteration, is_shadow, end);
+    return deliver_unconfirmed(state_, iteration, end);
   }
   const bool has_agreed_proposal = end_together(state_, *iteration, end);
   const HookScope scope(iteration->preparer);
-  deliver_all(state_, *iteration, is_shadow, has_agreed_proposal);
+  deliver_all(state_, *iteration, has_agreed_proposal);
 }
 
 }  // namespace brigade

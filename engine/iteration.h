@@ -85,6 +85,7 @@ struct Iteration {
   const Preparation preparation;
   const int64_t number;                   // that its backward makes it
   bool creates_graph = false;             // its backward does
+  bool is_shadow = false;                 // this rank contributes nothing
   bool has_begun_together = false;        // ranks have compared where it begins
   const at::ThreadLocalState preparer;    // of the thread that prepared
   std::span<Collective* const> sequence;  // what is launched

@@ -314,7 +314,7 @@ bool end_together(EngineState& state, Iteration& iteration,
   } catch (...) {
     state.take_iteration();
     ++state.observations.aborted;
-    state.policy.on_iteration_over(Outcome::kAborted);
+    state.policy.on_iteration_over(Outcome::kAborted, iteration.is_shadow);
     throw;
   }
 }
@@ -379,7 +379,7 @@ void end_unconfirmed(EngineState& state, std::shared_ptr<Iteration> iteration,
   } catch (...) {
     abandon_buffers(state, *iteration);
     ++state.observations.aborted;
-    state.policy.on_iteration_over(Outcome::kAborted);
+    state.policy.on_iteration_over(Outcome::kAborted, iteration->is_shadow);
     throw;
   }
   if (is_between(state.phase)) state.phase = Phase::kAtSyncPoint;
@@ -408,7 +408,7 @@ void abort_iteration(EngineState& state) {
   state.membership.mark_finished(iteration->preparation,
                                  /*may_be_repeated=*/false);
   ++state.observations.aborted;
-  state.policy.on_iteration_over(Outcome::kAborted);
+  state.policy.on_iteration_over(Outcome::kAborted, iteration->is_shadow);
   if (is_known) return;
   if (state.options.launches_rest_when_failing &&
       iteration->has_begun_together) {

@@ -134,8 +134,9 @@ class ReductionPolicy {
   virtual void on_end_refuted() = 0;
 
   // It is over on this rank. Also of one that ranks aborted before it began.
-  // Must not throw unless all was delivered.
-  virtual void on_iteration_over(Outcome outcome) = 0;
+  // `is_shadow`: as on_backward_begins() was told. Must not throw unless all
+  // was delivered.
+  virtual void on_iteration_over(Outcome outcome, bool is_shadow) = 0;
 
   // ---- A peer is lost.
 

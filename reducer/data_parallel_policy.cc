@@ -237,7 +237,6 @@ bool DataParallelPolicy::begins_at_outputs() const {
 }
 
 void DataParallelPolicy::on_backward_begins(Marker& marker, bool is_shadow) {
-  is_shadow_ = is_shadow;
   // Marks belong to gradients of earlier backwards, which do not travel.
   if (is_shadow && used_) used_->clear_marks();
   if (skips_unused_buckets()) {
@@ -316,9 +315,9 @@ void DataParallelPolicy::on_end_refuted() {
   if (hook_counts_) hook_counts_->abort();
 }
 
-void DataParallelPolicy::on_iteration_over(Outcome outcome) {
+void DataParallelPolicy::on_iteration_over(Outcome outcome, bool is_shadow) {
   if (used_) used_->clear_marks();
-  if (std::exchange(is_shadow_, false) && hook_.listener) {
+  if (is_shadow && hook_.listener) {
     hook_.listener->iteration_begins(/*has_data=*/true);
   }
   if (outcome == Outcome::kAborted && hook_counts_) hook_counts_->abort();

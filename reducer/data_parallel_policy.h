@@ -92,7 +92,7 @@ class DataParallelPolicy final : public ReductionPolicy {
   }
   void on_end_confirmed(bool has_agreed_proposal) override;
   void on_end_refuted() override;
-  void on_iteration_over(Outcome outcome) override;
+  void on_iteration_over(Outcome outcome, bool is_shadow) override;
 
   std::shared_ptr<void> abandon(
       std::span<Collective* const> in_flight) override;
@@ -143,7 +143,6 @@ class DataParallelPolicy final : public ReductionPolicy {
   // Of the iteration that is prepared.
   UnusedPrediction prediction_;
   std::optional<ContextGradients> context_gradients_;
-  bool is_shadow_ = false;
 };
 
 }  // namespace brigade

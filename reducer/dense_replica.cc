@@ -100,8 +100,7 @@ DenseReplica::DenseReplica(const ParameterTable& table, size_t replica,
       gradients_(parameters.size()),
       sources_(parameters.size()),
       destinations_(parameters.size()),
-      keeps_graph_(parameters.size()),
-      unused_(parameters.size()) {
+      keeps_graph_(parameters.size()) {
   const std::span<const SlotRange> ranges = memory_.ranges();
   packer_ =
       make_packer(memory_.options().device(), table.dtype(parameters.front()),
@@ -147,7 +146,7 @@ int64_t DenseReplica::pack(double scale, std::span<const size_t> unused_slots) {
   memory_.repair();
   memory_.use_here();
   note_packing_stream();
-  set_unused(unused_slots);
+  set_aside(unused_slots);
   int64_t numel_copied = 0;
   for (size_t slot = 0; slot < num_slots(); ++slot) {
     const size_t ahead = slot + kPrefetchedSlots;
@@ -171,18 +170,18 @@ int64_t DenseReplica::pack(double scale, std::span<const size_t> unused_slots) {
       if (memory_.made_view(slot).use_count() > 1) {
         memory_.made_view(slot).unsafeGetTensorImpl()->bump_version();
       }
-      if (!keeps_graph_[slot] && !unused_[slot]) install_view(slot);
+      if (!keeps_graph_[slot] && !contains(unused_slots, slot)) {
+        install_view(slot);
+      }
     }
   }
   rearranged_.clear();
   return numel_copied * memory_.flat().element_size();
 }
 
-void DenseReplica::set_unused(std::span<const size_t> slots) {
-  std::fill(unused_.begin(), unused_.end(), false);
+void DenseReplica::set_aside(std::span<const size_t> unused_slots) {
   set_aside_.clear();
-  for (const size_t slot : slots) {
-    unused_[slot] = true;
+  for (const size_t slot : unused_slots) {
     const at::Tensor& gradient = parameter(slot).grad();
     if (is_view_in(slot, gradient)) {
       set_aside_.push_back({.slot = slot, .gradient = gradient.clone()});
@@ -265,7 +264,7 @@ int64_t DenseReplica::deliver_views(
   }
   put_back(globally_unused_slots);
   for (size_t slot = 0; slot < num_slots(); ++slot) {
-    if (unused_[slot] && contains(globally_unused_slots, slot)) continue;
+    if (contains(globally_unused_slots, slot)) continue;
     const at::Tensor& gradient = *gradients_[slot];
     if (keeps_graph_[slot] && gradient.defined()) {
       record_delivery(gradient);
@@ -307,7 +306,7 @@ int64_t DenseReplica::deliver_copies(
       result.scalar_type() == memory_.flat().scalar_type();
   for (size_t slot = 0; slot < num_slots(); ++slot) {
     destinations_[slot] = nullptr;
-    if (unused_[slot] && contains(globally_unused_slots, slot)) continue;
+    if (contains(globally_unused_slots, slot)) continue;
     at::Tensor& gradient = parameter(slot).mutable_grad();
     // The backward may have been in another dtype than the parameter is.
     if (!gradient.defined() ||

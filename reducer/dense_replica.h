@@ -71,7 +71,7 @@ class DenseReplica final : public BucketReplica {
  private:
   void note_packing_stream();
   void record_delivery(const at::Tensor& tensor) const;
-  void set_unused(std::span<const size_t> slots);
+  void set_aside(std::span<const size_t> unused_slots);
   void leave_memory_to_gradients();
   void install_view(size_t slot);
   void put_back(std::span<const size_t> globally_unused_slots);
@@ -105,7 +105,6 @@ class DenseReplica final : public BucketReplica {
   std::vector<void*> destinations_;     // by slot
   std::vector<char> keeps_graph_;       // by slot: its gradient has a history
   std::vector<at::Tensor> rearranged_;  // gradients of another memory order
-  std::vector<char> unused_;            // by slot: deliver() decides on .grad
   // Of an unused slot whose gradient is its view: what it held before pack().
   struct SetAside {
     size_t slot;

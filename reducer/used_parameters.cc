@@ -23,13 +23,26 @@ std::vector<size_t> UsedParameters::unused_slots(
   return slots;
 }
 
+// A static graph's sum does not tell of gradients that have come since.
+bool UsedParameters::is_marked_here(size_t parameter) const {
+  for (size_t replica = 0; replica < table_.num_replicas(); ++replica) {
+    if (is_marked(
+            table_.number_of({.replica = replica, .parameter = parameter}))) {
+      return true;
+    }
+  }
+  return false;
+}
+
 std::vector<size_t> UsedParameters::globally_unused_slots(
     std::span<const size_t> members) {
   std::vector<size_t> slots = unused_slots(/*replica=*/0, members);
   if (slots.empty()) return slots;
   map_.wait();
-  std::erase_if(
-      slots, [&](size_t slot) { return map_.is_used_anywhere(members[slot]); });
+  std::erase_if(slots, [&](size_t slot) {
+    return map_.is_used_anywhere(members[slot]) ||
+           is_marked_here(members[slot]);
+  });
   return slots;
 }
 

@@ -97,6 +97,8 @@ class UsedParameters final : public Collective {
   std::string describe() const override { return "the map of used parameters"; }
 
  private:
+  bool is_marked_here(size_t parameter) const;
+
   const ParameterTable& table_;
   c10d::ProcessGroup& group_;
   const Turn turn_;

@@ -181,7 +181,7 @@ void ScriptedPolicy::on_end_confirmed(bool has_agreed_proposal) {
 
 void ScriptedPolicy::on_end_refuted() { note("end refuted"); }
 
-void ScriptedPolicy::on_iteration_over(Outcome outcome) {
+void ScriptedPolicy::on_iteration_over(Outcome outcome, bool /*is_shadow*/) {
   switch (outcome) {
     case Outcome::kDelivered:
       return note("delivered");

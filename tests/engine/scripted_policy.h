@@ -164,7 +164,7 @@ class ScriptedPolicy final : public ReductionPolicy {
   bool is_learning() const override { return learns; }
   void on_end_confirmed(bool has_agreed_proposal) override;
   void on_end_refuted() override;
-  void on_iteration_over(Outcome outcome) override;
+  void on_iteration_over(Outcome outcome, bool is_shadow) override;
 
   std::shared_ptr<void> abandon(
       std::span<Collective* const> in_flight) override;
