@@ -2,6 +2,7 @@
 
 #include "brigade/comm_hooks/hook_name.h"
 #include "brigade/comm_hooks/own_errors.h"
+#include "brigade/comm_hooks/steps_parameters.h"
 
 namespace brigade {
 
@@ -13,17 +14,20 @@ at::ScalarType HookTraits::wire_dtype(at::ScalarType gradient_dtype) const {
 
 HookTraits traits_of(c10d::CommHookInterface& hook) {
   const auto* wire_format = dynamic_cast<const DeclaresWireFormat*>(&hook);
+  const auto* stepping = dynamic_cast<const StepsParameters*>(&hook);
   const auto* named = dynamic_cast<const HasHookName*>(&hook);
-  return {.hook = &hook,
-          .wire_format = wire_format,
-          .listener = dynamic_cast<IterationListener*>(&hook),
-          .fails_by_network_only =
-              wire_format != nullptr && wire_format->fails_by_network_only(),
-          .lets_go_of_buffer =
-              wire_format != nullptr && wire_format->lets_go_of_buffer(),
-          .throws_own_errors =
-              dynamic_cast<const ThrowsOwnErrors*>(&hook) != nullptr,
-          .name = named == nullptr ? "" : named->hook_name()};
+  return {
+      .hook = &hook,
+      .wire_format = wire_format,
+      .listener = dynamic_cast<IterationListener*>(&hook),
+      .fails_by_network_only =
+          wire_format != nullptr && wire_format->fails_by_network_only(),
+      .lets_go_of_buffer =
+          wire_format != nullptr && wire_format->lets_go_of_buffer(),
+      .throws_own_errors =
+          dynamic_cast<const ThrowsOwnErrors*>(&hook) != nullptr,
+      .steps_parameters = stepping != nullptr && stepping->steps_parameters(),
+      .name = named == nullptr ? "" : named->hook_name()};
 }
 
 }  // namespace brigade

@@ -24,7 +24,8 @@ struct HookTraits {
   bool fails_by_network_only = false;               // false for a user's hook
   bool lets_go_of_buffer = false;                   // likewise
   bool throws_own_errors = false;
-  std::string name = {};  // empty: it has none
+  bool steps_parameters = false;  // while backward runs
+  std::string name = {};          // empty: it has none
 
   // Of the buffer that travels.
   at::ScalarType wire_dtype(at::ScalarType gradient_dtype) const;

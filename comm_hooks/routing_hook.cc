@@ -3,6 +3,7 @@
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "brigade/comm_hooks/hook_result.h"
@@ -87,6 +88,10 @@ void RoutingHook::iteration_begins(bool has_data) {
   for (const HookTraits& hook : traits_) {
     if (hook.listener) hook.listener->iteration_begins(has_data);
   }
+}
+
+bool RoutingHook::steps_parameters() const {
+  return std::ranges::any_of(traits_, &HookTraits::steps_parameters);
 }
 
 }  // namespace brigade

@@ -15,6 +15,7 @@
 
 #include "brigade/comm_hooks/hook_traits.h"
 #include "brigade/comm_hooks/iteration_listener.h"
+#include "brigade/comm_hooks/steps_parameters.h"
 
 namespace brigade {
 
@@ -31,7 +32,8 @@ struct Route {
 // A hook that declares a wire format finds it, at the price of one more pass
 // over the bucket than if it were the only hook.
 class RoutingHook final : public c10d::CommHookInterface,
-                          public IterationListener {
+                          public IterationListener,
+                          public StepsParameters {
  public:
   // Errors: ValueError if a hook is null.
   RoutingHook(std::shared_ptr<c10d::CommHookInterface> hook,
@@ -41,11 +43,7 @@ class RoutingHook final : public c10d::CommHookInterface,
       c10d::GradBucket& bucket) override;
   at::Tensor parseHookResult(const c10::IValue& result) override;
   void iteration_begins(bool has_data) override;
-
-  // The one that serves what has no route, then those of the routes.
-  const std::vector<std::shared_ptr<c10d::CommHookInterface>>& hooks() const {
-    return hooks_;
-  }
+  bool steps_parameters() const override;
 
  private:
   using HookPtr = std::shared_ptr<c10d::CommHookInterface>;

@@ -17,7 +17,7 @@
 #include "brigade/comm_hooks/hook_name.h"
 #include "brigade/comm_hooks/hook_traits.h"
 #include "brigade/comm_hooks/iteration_listener.h"
-#include "brigade/comm_hooks/routing_hook.h"
+#include "brigade/comm_hooks/steps_parameters.h"
 #include "brigade/comm_hooks/wire_format.h"
 
 namespace brigade {
@@ -80,7 +80,8 @@ std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> storages_of(
 class SteppingHook final : public c10d::CommHookInterface,
                            public DeclaresWireFormat,
                            public HasHookName,
-                           public IterationListener {
+                           public IterationListener,
+                           public StepsParameters {
  public:
   SteppingHook(std::shared_ptr<c10d::CommHookInterface> hook,
                ParameterStep step, ParameterFilter is_stepped)
@@ -124,6 +125,8 @@ class SteppingHook final : public c10d::CommHookInterface,
 
   std::string hook_name() const override { return traits_.name; }
 
+  bool steps_parameters() const override { return true; }
+
   void iteration_begins(bool has_data) override {
     has_data_ = has_data;
     if (traits_.listener) traits_.listener->iteration_begins(has_data);
@@ -164,15 +167,6 @@ std::shared_ptr<c10d::CommHookInterface> step_in_backward(
   TORCH_CHECK_VALUE(step, "step_in_backward needs a step, got none");
   return std::make_shared<SteppingHook>(std::move(hook), std::move(step),
                                         std::move(is_stepped));
-}
-
-bool steps_in_backward(const c10d::CommHookInterface& hook) {
-  if (dynamic_cast<const SteppingHook*>(&hook) != nullptr) return true;
-  const auto* routing = dynamic_cast<const RoutingHook*>(&hook);
-  return routing != nullptr &&
-         std::ranges::any_of(routing->hooks(), [](const auto& each) {
-           return steps_in_backward(*each);
-         });
 }
 
 }  // namespace brigade

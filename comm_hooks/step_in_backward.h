@@ -54,9 +54,6 @@ std::shared_ptr<c10d::CommHookInterface> step_in_backward(
     std::shared_ptr<c10d::CommHookInterface> hook, ParameterStep step,
     ParameterFilter is_stepped = nullptr);
 
-// Whether `hook`, or one that it routes to, is of step_in_backward().
-bool steps_in_backward(const c10d::CommHookInterface& hook);
-
 }  // namespace brigade
 
 #endif  // BRIGADE_COMM_HOOKS_STEP_IN_BACKWARD_H_

@@ -19,7 +19,6 @@
 #include <vector>
 
 #include "brigade/comm_hooks/averaging_hook.h"
-#include "brigade/comm_hooks/step_in_backward.h"
 #include "brigade/ddp/buffer_sync.h"
 #include "brigade/ddp/data_parallel_options.h"
 #include "brigade/ddp/forward_argument.h"
@@ -67,10 +66,9 @@ class ReplicatedModule final : public Joinable {
   template <typename Forward>
   auto run_forward(const Forward& forward) {
     before_forward();
-    auto outputs = precision_
-                       ? precision_->run(
-                             steps_in_backward(*reducer_->comm_hook()), forward)
-                       : forward();
+    auto outputs =
+        precision_ ? precision_->run(reducer_->hook_steps_parameters(), forward)
+                   : forward();
     after_forward(tensors_of(outputs));
     return outputs;
   }

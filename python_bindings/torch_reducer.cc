@@ -10,7 +10,7 @@
 #include "absl/strings/str_join.h"
 #include "brigade/comm_hooks/all_reduce_hook.h"
 #include "brigade/comm_hooks/hook_result.h"
-#include "brigade/comm_hooks/wire_format.h"
+#include "brigade/comm_hooks/hook_traits.h"
 #include "brigade/engine/steady_time.h"
 #include "brigade/python_bindings/python_stepping_hook.h"
 #include "brigade/python_bindings/reduced_precision_hook.h"
@@ -277,8 +277,7 @@ void TorchReducer::set_mixed_precision_dtype(
     std::optional<at::ScalarType> dtype) {
   watches_gradients_ = false;
   // A built-in hook has chosen its dtype.
-  const bool chooses =
-      dynamic_cast<DeclaresWireFormat*>(options_.comm_hook.get()) == nullptr;
+  const bool chooses = traits_of(*options_.comm_hook).wire_format == nullptr;
   if (dtype && chooses) {
     options_.comm_hook = std::make_shared<ReducedPrecisionHook>(
         std::move(options_.comm_hook), *dtype);

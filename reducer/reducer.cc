@@ -80,6 +80,11 @@ std::shared_ptr<const c10d::CommHookInterface> Reducer::comm_hook() const {
   return engine_->locked([&] { return policy_->options().comm_hook; });
 }
 
+bool Reducer::hook_steps_parameters() const {
+  return engine_->locked(
+      [&] { return policy_->hook_traits().steps_parameters; });
+}
+
 BucketPlan Reducer::plan() const {
   return engine_->locked([&] { return policy_->plan(); });
 }

@@ -144,6 +144,9 @@ class Reducer {
   void set_comm_hook(std::shared_ptr<c10d::CommHookInterface> hook);
   std::shared_ptr<const c10d::CommHookInterface> comm_hook() const;
 
+  // The hook updates parameters while backward runs (step_in_backward()).
+  bool hook_steps_parameters() const;
+
   // Parameters by bucket, in launch order. Changes once, when it is rebuilt.
   BucketPlan plan() const;
 

@@ -78,7 +78,18 @@ TEST(HookTraitsTest, OfAUsersHook) {
   EXPECT_FALSE(traits.fails_by_network_only);
   EXPECT_FALSE(traits.lets_go_of_buffer);
   EXPECT_TRUE(traits.throws_own_errors);
+  EXPECT_FALSE(traits.steps_parameters);
   EXPECT_EQ(traits.name, "everything");
+}
+
+TEST(HookTraitsTest, WhatIsRoutedToAHookThatStepsIsStepped) {
+  const auto hook = all_reduce_hook(single_process_group());
+  const auto steps = step_in_backward(hook, [](const at::Tensor&) {});
+  RoutingHook without(hook, {{.parameters = {}, .hook = hook}});
+  RoutingHook with(hook, {{.parameters = {}, .hook = steps}});
+  EXPECT_TRUE(traits_of(*steps).steps_parameters);
+  EXPECT_FALSE(traits_of(without).steps_parameters);
+  EXPECT_TRUE(traits_of(with).steps_parameters);
 }
 
 // A continuation is dropped on a thread of the group that the hook may own.
