@@ -14,7 +14,7 @@ void Observations::bind(std::vector<c10::Device> devices, size_t num_variables,
 
 void Observations::watch_stalls(
     const c10::intrusive_ptr<c10d::ProcessGroup>& group,
-    const std::string& store_prefix, StallNames stall_names,
+    const std::string& store_prefix, StallWatch::Names stall_names,
     std::function<std::string()> describe_progress) {
   stall_watch = StallWatch::start(group, store_prefix, std::move(stall_names),
                                   progress, std::move(describe_progress));

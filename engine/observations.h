@@ -44,7 +44,8 @@ struct Observations : EngineStatistics {
 
   // Stalls are reported from here on, in these terms.
   void watch_stalls(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
-                    const std::string& store_prefix, StallNames stall_names,
+                    const std::string& store_prefix,
+                    StallWatch::Names stall_names,
                     std::function<std::string()> describe_progress);
 
   void iteration_begins(int64_t iteration);

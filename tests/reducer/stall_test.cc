@@ -18,7 +18,6 @@
 
 #include "absl/strings/str_cat.h"
 #include "brigade/comm_hooks/function_hook.h"
-#include "brigade/engine/stall_check.h"
 #include "brigade/engine/stall_watch.h"
 #include "brigade/reducer/reducer.h"
 #include "brigade/tests/reducer/toy_model.h"
@@ -39,17 +38,16 @@ using testing::ToyModel;
 
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
-const StallNames kNames = {.engine = "Reducer", .unit = "bucket"};
+const StallWatch::Names kNames = {.engine = "Reducer", .unit = "bucket"};
 
-// ------------------------------------------- ranks of a stall status, an own
-// clock
+// -------------------------------------- ranks of one store, an own clock
 
 class StallCheckTest : public ::testing::Test {
  protected:
   struct Rank {
     std::shared_ptr<Progress> progress = std::make_shared<Progress>();
     std::string words = "does something";
-    std::unique_ptr<StallCheck> check;
+    std::unique_ptr<StallWatch::Check> check;
   };
 
   static constexpr int kWorldSize = 3;
@@ -58,9 +56,12 @@ class StallCheckTest : public ::testing::Test {
     for (int r = 0; r < kWorldSize; ++r) {
       auto rank = std::make_unique<Rank>();
       rank->progress->num_units = 5;
-      rank->check = std::make_unique<StallCheck>(
-          StallStatus(store_, "progress/", r, kWorldSize), kNames,
-          milliseconds{1000}, rank->progress,
+      rank->check = std::make_unique<StallWatch::Check>(
+          StallWatch::Check::Place{.store = store_,
+                                   .prefix = "progress/",
+                                   .rank = r,
+                                   .world_size = kWorldSize},
+          kNames, milliseconds{1000}, rank->progress,
           [words = &rank->words] { return *words; });
       ranks_.push_back(std::move(rank));
     }
@@ -79,7 +80,8 @@ class StallCheckTest : public ::testing::Test {
   void end_to_wait(int rank) { ranks_[rank]->progress->num_waiting = 0; }
 
   std::optional<std::string> check(int rank, int time_ms) {
-    return ranks_[rank]->check->check(StallCheck::Time(milliseconds{time_ms}));
+    return ranks_[rank]->check->look(
+        StallWatch::Check::Time(milliseconds{time_ms}));
   }
 
   // What rank 0 says at last, when `others` have checked as often.
