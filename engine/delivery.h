@@ -1,5 +1,5 @@
-// What becomes of the results of collectives: waited for, delivered, or made an
-// error that says whose they are.
+// What becomes of the results of collectives: waited for, and delivered unless
+// something has failed (failure.h).
 //
 // Thread safety: none; the engine's lock covers it.
 
@@ -7,12 +7,8 @@
 #define BRIGADE_ENGINE_DELIVERY_H_
 
 #include <cstddef>
-#include <cstdint>
-#include <exception>
 #include <memory>
-#include <string>
 
-#include "brigade/engine/collective_error.h"
 #include "brigade/engine/engine_state.h"
 #include "brigade/engine/iteration.h"
 
@@ -46,26 +42,6 @@ void deliver_unconfirmed(EngineState& state,
 // Waits for the entries of its group up to this one and delivers them.
 // REQUIRES: they have been launched. Errors: as deliver_all().
 void deliver_through(EngineState& state, Iteration& iteration, size_t entry);
-
-struct Failure {
-  std::exception_ptr error;
-  ErrorSource source = ErrorSource::kFuture;
-  Collective* collective = nullptr;
-  std::string where = {};  // describes it, which may be gone by then
-};
-
-// Of the exception that is being handled.
-Failure failure_of(const EngineState& state, const Iteration& iteration,
-                   ErrorSource source, Collective& collective);
-
-// Throws it with its place in front. A peer's failure ends the group and is
-// told to those that still answer. REQUIRES: its collective is there.
-[[noreturn]] void throw_failure(EngineState& state, const Failure& failure,
-                                int64_t iteration);
-
-// "bucket 1 of 3 (parameter 4) in iteration 17 on rank 2".
-std::string describe_place(const EngineState& state,
-                           const Collective& collective, int64_t iteration);
 
 }  // namespace brigade
 

@@ -10,9 +10,10 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "brigade/engine/delivery.h"
 #include "brigade/engine/launching.h"
 #include "brigade/engine/recovery.h"
+#include "brigade/engine/status_comparison.h"
+#include "brigade/engine/unconfirmed_ends.h"
 #include "brigade/hooks/output_watch.h"
 
 namespace brigade {
@@ -300,9 +301,9 @@ bool Engine::can_continue() const {
 
 void Engine::abandon_group() {
   const std::lock_guard<std::mutex> lock(mutex_);
-  abort_group(state_, {.kind = StatusKind::kFailed,
-                       .iteration = state_.observations.begun,
-                       .text = status_text("another collective failed")});
+  state_.abort_group({.kind = StatusKind::kFailed,
+                      .iteration = state_.observations.begun,
+                      .text = status_text("another collective failed")});
 }
 
 std::vector<size_t> Engine::missing_gradients() const {

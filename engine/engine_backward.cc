@@ -11,7 +11,8 @@
 #include "brigade/engine/engine.h"
 #include "brigade/engine/hook_scope.h"
 #include "brigade/engine/launching.h"
-#include "brigade/engine/recovery.h"
+#include "brigade/engine/status_comparison.h"
+#include "brigade/engine/unconfirmed_ends.h"
 #include "brigade/hooks/backward_end.h"
 
 namespace brigade {

@@ -1,3 +1,9 @@
+// What an engine does beside its policy's business: what ranks tell each other
+// and when, and how long it waits for them. Its owner decides;
+// reducer/reducer_options.h has DDP's.
+//
+// Thread safety: values.
+
 #ifndef BRIGADE_ENGINE_ENGINE_OPTIONS_H_
 #define BRIGADE_ENGINE_ENGINE_OPTIONS_H_
 

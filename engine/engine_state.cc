@@ -3,6 +3,7 @@
 #include <utility>
 #include <vector>
 
+#include "brigade/comm/close_group.h"
 #include "brigade/comm/message_of.h"
 
 namespace brigade {
@@ -37,6 +38,16 @@ void EngineState::adopt_sequence() {
     if (collective->unit()) devices.push_back(collective->device());
   }
   observations.bind(std::move(devices), num_variables(), policy.unit_word());
+}
+
+void EngineState::close_groups() {
+  peers.note_lost_group();
+  for (const auto& group : groups) close_group(*group);
+}
+
+void EngineState::abort_group(const RankStatus& last_words) {
+  peers.tell_of_loss(last_words);
+  close_groups();
 }
 
 }  // namespace brigade

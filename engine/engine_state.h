@@ -91,6 +91,13 @@ struct EngineState {
 
   // The policy has another sequence.
   void adopt_sequence();
+
+  // Of all groups: their connections.
+  void close_groups();
+
+  // The same, where peers that wait for this rank's next status get these
+  // words.
+  void abort_group(const RankStatus& last_words);
 };
 
 }  // namespace brigade

@@ -6,9 +6,8 @@
 #include <optional>
 #include <utility>
 
-#include "brigade/engine/delivery.h"
+#include "brigade/engine/failure.h"
 #include "brigade/engine/hook_scope.h"
-#include "brigade/engine/marker.h"
 
 namespace brigade {
 namespace {
@@ -114,19 +113,6 @@ void launch_rest(EngineState& state, Iteration& iteration) {
     if (next.unit()) ++state.observations.units_launched;
     iteration.launches.push_back(std::move(launch));
   }
-}
-
-void Marker::mark(size_t variable, Slot slot) {
-  if (slot.has_gradient) {
-    state_.observations.timeline.gradient_ready(state_.variable(variable));
-  }
-  state_.iteration->ready.mark(variable);
-  mark_entry(state_, slot.entry);
-}
-
-void Marker::deliver_through(size_t entry) {
-  launch_ready(state_);
-  brigade::deliver_through(state_, *state_.iteration, entry);
 }
 
 }  // namespace brigade

@@ -1,0 +1,22 @@
+#include "brigade/engine/marker.h"
+
+#include "brigade/engine/delivery.h"
+#include "brigade/engine/engine_state.h"
+#include "brigade/engine/launching.h"
+
+namespace brigade {
+
+void Marker::mark(size_t variable, Slot slot) {
+  if (slot.has_gradient) {
+    state_.observations.timeline.gradient_ready(state_.variable(variable));
+  }
+  state_.iteration->ready.mark(variable);
+  mark_entry(state_, slot.entry);
+}
+
+void Marker::deliver_through(size_t entry) {
+  launch_ready(state_);
+  brigade::deliver_through(state_, *state_.iteration, entry);
+}
+
+}  // namespace brigade

@@ -1,0 +1,149 @@
+#include "brigade/engine/unconfirmed_ends.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
+#include "brigade/engine/recovery.h"
+
+namespace brigade {
+namespace {
+
+using std::chrono::milliseconds;
+
+UnconfirmedEnd take_oldest_end(EngineState& state) {
+  UnconfirmedEnd oldest = std::move(state.unconfirmed_ends.front());
+  state.unconfirmed_ends.pop_front();
+  return oldest;
+}
+
+void confirm_oldest_end(EngineState& state, OwnTurn* turn) {
+  const UnconfirmedEnd end = take_oldest_end(state);
+  const size_t num_behind = state.unconfirmed_ends.size();
+  const auto patience = turn != nullptr ? turn->patience : std::nullopt;
+  try {
+    const StatusComparison comparison = compare_by(
+        state, *end.iteration,
+        [&](std::optional<milliseconds> limit) {
+          StatusComparison found = state.peers.await(end.exchange, limit);
+          if (!found.status.ok() && state.peers.has_gone_on()) {
+            found.deficit = absl::FailedPreconditionError(
+                "A rank that had delivered has launched other collectives on "
+                "the group since, so that its connections are closed.");
+            tell_of_loss(state, *end.iteration, found.deficit.status());
+          }
+          return found;
+        },
+        patience);
+    if (comparison.status.ok()) {
+      return state.policy.on_end_confirmed(comparison.has_agreed_proposal);
+    }
+    follow_up(state, turn, patience);
+    throw_if_apart(
+        comparison,
+        absl::StrCat(
+            state.options.name, ": iteration ", end.iteration->number,
+            num_behind == 0 ? ""
+                            : absl::StrCat(", and ", num_behind, " behind it"),
+            ", whose results this rank has delivered without knowing it"));
+  } catch (...) {
+    state.unconfirmed_ends.clear();
+    state.policy.on_end_refuted();
+    throw;
+  }
+}
+
+}  // namespace
+
+bool may_defer_status_check(const EngineState& state,
+                            const Iteration& iteration) {
+  if (iteration.has_chained()) return false;
+  // On the CPU results keep the host waiting for peers anyway.
+  const bool runs_ahead =
+      std::ranges::none_of(iteration.launches, [](const Launch& launch) {
+        return launch.collective->device().is_cpu();
+      });
+  // What a user's hook returns may fail on one rank alone, which is to be told
+  // with the end: its results come first, and that is no wait for peers only
+  // where the host runs ahead of them.
+  if (!state.policy.hook_traits().fails_by_network_only && !runs_ahead) {
+    return false;
+  }
+  return state.options.defers_status_check.value_or(runs_ahead);
+}
+
+void end_unconfirmed(EngineState& state, std::shared_ptr<Iteration> iteration,
+                     const RankStatus& own) {
+  try {
+    PendingExchange exchange = begin_exchange(state, *iteration, own);
+    state.unconfirmed_ends.push_back(
+        {.iteration = std::move(iteration), .exchange = std::move(exchange)});
+  } catch (...) {
+    abandon_buffers(state, *iteration);
+    ++state.observations.aborted;
+    state.policy.on_iteration_over(Outcome::kAborted, iteration->is_shadow);
+    throw;
+  }
+  if (is_between(state.phase)) state.phase = Phase::kAtSyncPoint;
+}
+
+void confirm_ends(EngineState& state, size_t num_left) {
+  while (state.unconfirmed_ends.size() > num_left) {
+    confirm_oldest_end(state, /*turn=*/nullptr);
+  }
+}
+
+// What an iteration teaches counts before the next one is prepared. One that
+// could not be delivered still has entries of the policy's, which may change.
+size_t num_ends_left_open(const EngineState& state) {
+  const bool is_delivered = std::ranges::all_of(
+      state.unconfirmed_ends,
+      [](const auto& end) { return end.iteration->launches.empty(); });
+  if (state.policy.is_learning() || !is_delivered) return 0;
+  return static_cast<size_t>(state.options.max_unconfirmed_iterations - 1);
+}
+
+StatusComparison take_turn(EngineState& state, OwnTurn& turn) {
+  turn.is_told = true;
+  return compare_by(
+      state, turn.iteration,
+      [&](std::optional<milliseconds> limit) {
+        return state.peers.await(
+            begin_exchange(state, turn.iteration, turn.own), limit);
+      },
+      turn.patience);
+}
+
+void confirm_ends_before(EngineState& state, OwnTurn& turn) {
+  while (!state.unconfirmed_ends.empty()) confirm_oldest_end(state, &turn);
+}
+
+void follow_up(EngineState& state, OwnTurn* turn,
+               std::optional<milliseconds> patience) {
+  for (int i = 1; i < state.options.max_unconfirmed_iterations &&
+                  !state.peers.has_lost_group();
+       ++i) {
+    if (!state.unconfirmed_ends.empty()) {
+      const UnconfirmedEnd end = take_oldest_end(state);
+      compare_by(
+          state, *end.iteration,
+          [&](std::optional<milliseconds> limit) {
+            return state.peers.await(end.exchange, limit);
+          },
+          patience);
+    } else if (turn != nullptr && !turn->is_told) {
+      if (take_turn(state, *turn).status.ok()) drain(state, turn->iteration);
+    } else {
+      const auto none = state.make_iteration(state.observations.begun);
+      OwnTurn nothing = {.iteration = *none,
+                         .own = {.kind = StatusKind::kIdle},
+                         .patience = patience};
+      take_turn(state, nothing);
+    }
+  }
+  state.unconfirmed_ends.clear();
+  if (!state.peers.has_lost_group()) state.peers.met();
+}
+
+}  // namespace brigade

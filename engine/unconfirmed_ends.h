@@ -1,0 +1,67 @@
+// Iterations that were delivered here before all ranks were known to have ended
+// them: what peers have said of them is looked at later. docs/protocol.md,
+// "Deferred".
+//
+// Thread safety: none; the engine's lock covers it.
+
+#ifndef BRIGADE_ENGINE_UNCONFIRMED_ENDS_H_
+#define BRIGADE_ENGINE_UNCONFIRMED_ENDS_H_
+
+#include <chrono>
+#include <cstddef>
+#include <memory>
+#include <optional>
+
+#include "brigade/engine/engine_state.h"
+#include "brigade/engine/iteration.h"
+#include "brigade/engine/peer_status.h"
+
+namespace brigade {
+
+// True if `iteration`, of which all is launched, may be delivered before peers
+// are known to have ended it.
+bool may_defer_status_check(const EngineState& state,
+                            const Iteration& iteration);
+
+// Tells peers that all is launched, and does not wait for them. REQUIRES: fewer
+// unconfirmed ends than may be.
+//
+// Errors: as begin_exchange(); the iteration is aborted then.
+void end_unconfirmed(EngineState& state, std::shared_ptr<Iteration> iteration,
+                     const RankStatus& own);
+
+// What peers said at the ends of iterations that were delivered before, oldest
+// first, until `num_left` are left. Errors, on all ranks alike but for those
+// that failed, which know already: as compare(), PeerError if ranks have failed
+// in one of them; none is left then.
+void confirm_ends(EngineState& state, size_t num_left = 0);
+
+// How many ends may be left unconfirmed when the next iteration is prepared.
+size_t num_ends_left_open(const EngineState& state);
+
+// An iteration that this rank is in when it looks at ends of earlier ones.
+struct OwnTurn {
+  Iteration& iteration;
+  RankStatus own;
+  std::optional<std::chrono::milliseconds> patience;
+  bool is_told = false;
+};
+
+// Tells peers of it and compares. Errors: as compare_by().
+StatusComparison take_turn(EngineState& state, OwnTurn& turn);
+
+// As confirm_ends() of all, where a rank that hears of a failure takes its turn
+// if peers may have taken theirs.
+void confirm_ends_before(EngineState& state, OwnTurn& turn);
+
+// Ranks that hear that an exchange is refuted have begun different numbers of
+// others behind it. All take part in as many as one of them may have begun, and
+// so come to the same place: what they launched in each is brought in step
+// behind it, since a rank may begin the next only when its device has seen
+// that. `turn`: what this rank is in, if anything.
+void follow_up(EngineState& state, OwnTurn* turn,
+               std::optional<std::chrono::milliseconds> patience);
+
+}  // namespace brigade
+
+#endif  // BRIGADE_ENGINE_UNCONFIRMED_ENDS_H_
