@@ -8,6 +8,8 @@
 #include <utility>
 #include <vector>
 
+#include "brigade/reducer/reducer.h"
+#include "brigade/tests/simulated_device/streamed_model.h"
 #include "brigade/tests/simulated_device/streamed_training.h"
 #include "brigade/tests/support/simulated_device/ordering_calls.h"
 #include "brigade/tests/support/simulated_device/stream_test.h"
@@ -18,6 +20,7 @@ namespace {
 
 using simulated::DropCalls;
 using simulated::OrderingCall;
+using testing::StreamedModel;
 using testing::StreamedTraining;
 using testing::StreamLayout;
 
@@ -173,6 +176,41 @@ TEST_F(LostCallsTest, EventsOfPackAreRecorded) {
               0)
         << parameter;
   }
+}
+
+// The second of the two events that are recorded where the second bucket is
+// packed: behind the sum of what local replicas have packed. They are on one
+// device, so that gradients come in one order: replica 1's are first.
+TEST_F(LostCallsTest, LaunchWaitsForTheSumOfReplicas) {
+  const StreamedModel first(kOwnStreams);
+  const StreamedModel second(kOwnStreams);
+  Reducer reducer({first.parameters(), second.parameters()},
+                  training_->recording().group(), kTwoBuckets);
+  reducer.set_timeline_sample_rate(0);
+  bool in_bucket = false;
+  int num_records = 0;
+  const auto step = [&] {
+    const at::Tensor before = first.loss(1);
+    const at::Tensor loss = before + second.loss(1);
+    reducer.prepare_for_backward(loss);
+    num_records = 0;
+    in_bucket = true;
+    loss.backward();
+    in_bucket = false;
+    first.zero_grad(/*set_to_none=*/true);
+    second.zero_grad(/*set_to_none=*/true);
+  };
+  step();
+  EXPECT_EQ(count(
+                [&](const OrderingCall& call) {
+                  in_bucket = in_bucket && call.stream != first.stream_of(2);
+                  return in_bucket && call.kind == OrderingCall::kRecord &&
+                         call.stream == first.stream_of(3) &&
+                         ++num_records == 2;
+                },
+                step)
+                .needed,
+            1);
 }
 
 // One for each gradient that another stream has made. Backward is called on the
