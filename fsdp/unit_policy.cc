@@ -224,7 +224,7 @@ std::vector<char> UnitPolicy::used_of(size_t reduction) const {
   return used;
 }
 
-void UnitPolicy::on_iteration_over(Outcome outcome) {
+void UnitPolicy::on_iteration_over(Outcome outcome, bool /*is_shadow*/) {
   if (outcome == Outcome::kDelivered) {
     for (size_t i = 0; i < reductions_.size(); ++i) {
       reductions_[i].segment().commit(used_of(i), reductions_[i].scale());

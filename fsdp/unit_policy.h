@@ -20,6 +20,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "brigade/comm_hooks/hook_traits.h"
@@ -87,12 +88,13 @@ class UnitPolicy final : public ReductionPolicy, public GradientSink {
   bool is_learning() const override { return false; }
   void on_end_confirmed(bool has_agreed_proposal) override;
   void on_end_refuted() override {}
-  void on_iteration_over(Outcome outcome) override;
+  void on_iteration_over(Outcome outcome, bool is_shadow) override;
 
   std::shared_ptr<void> abandon(
       std::span<Collective* const> in_flight) override;
   std::shared_ptr<void> let_go() override;
 
+  std::string_view unit_word() const override { return "reduction"; }
   std::string name_of(std::span<const size_t> variables) const override;
   std::string describe_missing(std::span<const size_t> variables,
                                Occasion occasion) const override;

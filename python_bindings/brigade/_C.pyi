@@ -5,7 +5,7 @@ import torch
 import torch._C._distributed_c10d
 import torch.distributed.distributed_c10d
 import typing
-__all__: list[str] = ['Logger', 'ModuleScan', 'ReducedParameters', 'Reducer', 'ShardedRoot', 'ShardedUnit', 'ShardingOptions', 'UnitCall', 'are_exactly', 'describe_tensor', 'entries_of', 'has_entries', 'one_per_device', 'require_agreement', 'then_collective', 'tie_outputs', 'version']
+__all__: list[str] = ['Logger', 'ModuleScan', 'ReducedParameters', 'Reducer', 'ShardedRoot', 'ShardedUnit', 'ShardingOptions', 'UnitCall', 'are_exactly', 'describe_tensor', 'entries_of', 'has_entries', 'one_per_device', 'rebuilds_by_default', 'require_agreement', 'then_collective', 'tie_outputs', 'version']
 class ReducedParameters:
     """
     What a reducer is made of. For a moment, as ModuleScan.

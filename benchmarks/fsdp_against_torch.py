@@ -1,0 +1,192 @@
+"""Times sharded training steps under brigade's fully_shard, torch's, and torch's DDP, in one run.
+
+    PYTHONPATH=build/release/python .venv/bin/torchrun --standalone --nproc-per-node 2 \
+        benchmarks/fsdp_against_torch.py
+
+A transformer of four blocks, each a unit. All contenders take turns in one order per round,
+drawn at random; a step is forward and backward, timed on rank 0 between barriers. Printed are
+medians with quartiles in ms, and medians of paired ratios over torch's DDP and over torch's
+fully_shard with the same setting.
+
+Then what a unit costs beside its computation: 50 units of 8 small parameters, in us per unit
+and step, over the same model alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import brigade
+
+WARM_UP_STEPS = 4
+SHARDS = {"brigade": brigade.fully_shard, "torch": torch_fully_shard}
+SETTINGS = {"reshard": True, "keep": False}
+
+
+class TransformerBlock(nn.Module):
+    """Attention and an MLP, of 0.8 million parameters at a width of 256."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first_norm = nn.LayerNorm(width)
+        self.attention = nn.MultiheadAttention(width, num_heads=4, batch_first=True)
+        self.second_norm = nn.LayerNorm(width)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first_norm(x)
+        x = x + self.attention(y, y, y, need_weights=False)[0]
+        return x + self.mlp(self.second_norm(x))
+
+
+class Transformer(nn.Module):
+    def __init__(self, width: int = 256, num_blocks: int = 4, vocabulary: int = 512) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList([TransformerBlock(width) for _ in range(num_blocks)])
+        self.head = nn.Linear(width, vocabulary)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class SmallUnit(nn.Module):
+    """8 parameters of 16 elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = nn.ParameterList([nn.Parameter(torch.rand(16)) for _ in range(8)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for scale in self.scales:
+            x = x * scale
+        return x
+
+
+class SmallUnits(nn.Module):
+    def __init__(self, num_units: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([SmallUnit() for _ in range(num_units)])
+        self.gain = nn.Parameter(torch.ones(16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x * self.gain
+
+
+def shard(model: nn.Module, fully_shard: Callable, **arguments: object) -> nn.Module:
+    for block in model.blocks:
+        fully_shard(block, **arguments)
+    return fully_shard(model, **arguments)
+
+
+def step_seconds(model: nn.Module, x: torch.Tensor) -> float:
+    model.zero_grad()
+    dist.barrier()
+    begin = time.perf_counter()
+    model(x).square().mean().backward()
+    return time.perf_counter() - begin
+
+
+def take_turns(
+    contenders: dict[str, nn.Module], x: torch.Tensor, rounds: int
+) -> dict[str, list[float]]:
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    order = list(contenders)
+    shuffle = random.Random(0)
+    for index in range(-WARM_UP_STEPS, rounds):
+        shuffle.shuffle(order)
+        for name in order:
+            taken = step_seconds(contenders[name], x)
+            if index >= 0:
+                seconds[name].append(taken)
+    return seconds
+
+
+def ratio(ours: list[float], theirs: list[float]) -> str:
+    ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    return f"{middle:.3f} [{low:.3f}, {high:.3f}]"
+
+
+def quartiles(values: list[float], unit: float) -> str:
+    low, middle, high = (q / unit for q in statistics.quantiles(values, n=4))
+    return f"{middle:8.1f} [{low:.1f}, {high:.1f}]"
+
+
+def measure_steps(rounds: int) -> None:
+    torch.manual_seed(0)
+    tokens = torch.randint(512, (4, 64))
+    contenders: dict[str, nn.Module] = {
+        "alone": Transformer(),
+        "DDP": DistributedDataParallel(Transformer()),
+    }
+    for kind, fully_shard in SHARDS.items():
+        for setting, reshards in SETTINGS.items():
+            contenders[f"{kind} {setting}"] = shard(
+                Transformer(), fully_shard, reshard_after_forward=reshards
+            )
+    seconds = take_turns(contenders, tokens, rounds)
+    if dist.get_rank() != 0:
+        return
+    count = sum(p.numel() for p in contenders["alone"].parameters())
+    print(f"\ntransformer of 4 blocks, {count / 1e6:.1f} million parameters; ms, {rounds} rounds")
+    for name, taken in seconds.items():
+        over = "" if name in ("alone", "DDP") else f"   over DDP {ratio(taken, seconds['DDP'])}"
+        if name.startswith("brigade"):
+            theirs = seconds[name.replace("brigade", "torch")]
+            over += f"   over torch's {ratio(taken, theirs)}"
+        print(f"{name:16}{quartiles(taken, 1e-3)}{over}")
+
+
+def measure_units(num_units: int, rounds: int) -> None:
+    x = torch.rand(4, 16)
+    contenders: dict[str, nn.Module] = {"alone": SmallUnits(num_units)}
+    for kind, fully_shard in SHARDS.items():
+        contenders[kind] = shard(SmallUnits(num_units), fully_shard)
+    seconds = take_turns(contenders, x, rounds)
+    if dist.get_rank() != 0:
+        return
+    print(f"\n{num_units} units of 8 small parameters: us per unit and step over the model alone")
+    for kind in SHARDS:
+        extra = [(a - b) / num_units for a, b in zip(seconds[kind], seconds["alone"], strict=True)]
+        print(f"{kind:16}{quartiles(extra, 1e-6)}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--units", type=int, default=50)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo")
+    if dist.get_rank() == 0:
+        print(
+            f"torch {torch.__version__}, {dist.get_world_size()} ranks on {os.cpu_count()} "
+            f"cores, load {os.getloadavg()[0]:.1f}"
+        )
+    measure_steps(arguments.rounds)
+    measure_units(arguments.units, arguments.rounds)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
