@@ -61,6 +61,7 @@ class Segment {
   at::ScalarType whole_dtype() const { return options_.whole_dtype; }
   at::ScalarType reduce_dtype() const { return options_.reduce_dtype; }
   c10::Device device() const { return shard_.device(); }
+  int rank() const { return options_.rank; }
   int64_t whole_bytes() const;     // of the parameters
   int64_t gradient_bytes() const;  // of all gradients, whole
 
@@ -70,6 +71,15 @@ class Segment {
   const std::vector<at::Tensor>& shards() const { return shards_; }
   // [S], which they are views of.
   const at::Tensor& shard() const { return shard_; }
+
+  // Of a flat tensor that is laid out as the shard, or as the whole: the
+  // elements of one parameter, as shards() and the parameter have them.
+  at::Tensor part_of(const at::Tensor& shard, size_t parameter) const {
+    return view_of(shard, parameter);
+  }
+  at::Tensor whole_of(const at::Tensor& whole, size_t parameter) const {
+    return slot(whole, parameter);
+  }
 
   // ---- Whole parameters.
 

@@ -1,6 +1,7 @@
 #include "brigade/fsdp/sharded_root.h"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/linalg_vector_norm.h>
 #include <ATen/ops/maximum.h>
@@ -283,6 +284,18 @@ void ShardedRoot::reshard(bool writes) {
     }
     release_if_unused(unit);
   }
+}
+
+at::Tensor ShardedRoot::gather(const Segment& segment,
+                               const at::Tensor& shard) {
+  const at::NoGradGuard no_grad;
+  ask("gathers shards", {static_cast<size_t>(shard.numel())});
+  at::Tensor whole =
+      at::empty({segment.layout().whole_numel()}, shard.options());
+  whole.narrow(0, transport_->shard_rank() * shard.numel(), shard.numel())
+      .copy_(shard);
+  transport_->all_gather(whole)->waitAndThrow();
+  return whole;
 }
 
 // One place for each rank, so that all add up, or compare, in one order.

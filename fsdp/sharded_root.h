@@ -88,6 +88,8 @@ class ShardedRoot final : private UnitPolicy::Listener {
   }
   const Unit& unit(size_t unit) const { return units_[unit]; }
   size_t num_units() const { return units_.size(); }
+  const c10::intrusive_ptr<c10d::ProcessGroup>& group() const { return group_; }
+  int shard_rank() const { return transport_->shard_rank(); }  // in its row
 
   // ---- A forward: all of it between these, on all ranks.
 
@@ -160,6 +162,11 @@ class ShardedRoot final : private UnitPolicy::Listener {
   // their value: alike on all ranks.
   void unshard();
   void reshard(bool writes);
+
+  // What all ranks of a row hold, [W * S], of which this one holds `shard` [S],
+  // laid out as the segment; any dtype. Collective, between forwards and
+  // backwards.
+  at::Tensor gather(const Segment& segment, const at::Tensor& shard);
 
   // Sums, or the largest, of each value over the ranks of a row, which hold the
   // parts of parameters; in the order of the ranks, and the same on all.

@@ -1,0 +1,201 @@
+#include "brigade/fsdp/sharded_state.h"
+
+#include <torch/torch.h>
+#include <unistd.h>
+
+#include <filesystem>
+#include <fstream>
+#include <functional>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "brigade/tests/fsdp/sharded_net.h"
+#include "brigade/tests/support/local_ranks.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+
+namespace brigade {
+namespace {
+
+using ::testing::HasSubstr;
+using testing::loss_of;
+using testing::Net;
+using testing::run_ranks;
+
+using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
+
+class ShardedStateTest : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    folder_ = std::filesystem::path(::testing::TempDir()) /
+              ("brigade_state_" + std::to_string(getpid()));
+    std::filesystem::create_directories(folder_);
+  }
+  void TearDown() override { std::filesystem::remove_all(folder_); }
+  std::string path() const { return folder_ / "model.safetensors"; }
+
+ private:
+  std::filesystem::path folder_;
+};
+
+// SGD with momentum, whose buffers are kept here.
+class Momentum {
+ public:
+  explicit Momentum(const ShardedRoot& root) : shards_(root.shards()) {
+    for (const at::Tensor& shard : shards_) {
+      buffers_[shard.unsafeGetTensorImpl()] = torch::zeros_like(shard);
+    }
+  }
+  at::Tensor of(const at::Tensor& shard) const {
+    return buffers_.at(shard.unsafeGetTensorImpl());
+  }
+  void step() {
+    const torch::NoGradGuard no_grad;
+    for (at::Tensor& shard : shards_) {
+      at::Tensor buffer = of(shard);
+      buffer.mul_(0.5).add_(shard.grad());
+      shard.sub_(buffer, 0.125);
+      shard.mutable_grad() = at::Tensor();
+    }
+  }
+  std::vector<ShardedTensors> saved() const {
+    return {parameters_of_shards(),
+            {.suffix = ".momentum",
+             .of = [this](const at::Tensor& shard) { return of(shard); }}};
+  }
+
+ private:
+  std::vector<at::Tensor> shards_;
+  std::map<const void*, at::Tensor> buffers_;
+};
+
+void train(ShardedRoot& root, const Net& net, Momentum& optimizer, int from,
+           int to) {
+  for (int step = from; step < to; ++step) {
+    // The same batch on all ranks, so that their number changes nothing.
+    loss_of(root.forward([&] {
+      return net.run(root, net.input(0, step));
+    })).backward();
+    optimizer.step();
+  }
+}
+
+std::vector<at::Tensor> whole_of(ShardedRoot& root, const Net& net) {
+  std::vector<at::Tensor> whole;
+  root.unshard();
+  for (const at::Tensor& parameter : net.parameters()) {
+    whole.push_back(parameter.detach().clone());
+  }
+  root.reshard(/*writes=*/false);
+  return whole;
+}
+
+// Powers of two of equal gradients add up and divide exactly.
+TEST_F(ShardedStateTest, ResumesOnAnyNumberOfRanksBitForBit) {
+  std::vector<at::Tensor> expected;
+  run_ranks(2, [&](const Group& group) {
+    Net net;
+    ShardedRoot root(net.units(), group, {});
+    Momentum optimizer(root);
+    train(root, net, optimizer, 0, 3);
+    save_whole(root, path(), optimizer.saved(), {{"step", "3"}});
+    train(root, net, optimizer, 3, 6);
+    std::vector<at::Tensor> whole = whole_of(root, net);
+    if (group->getRank() == 0) expected = std::move(whole);
+  });
+  for (const auto& [num_ranks, num_shards] :
+       {std::pair(1, 1), std::pair(2, 1), std::pair(4, 4), std::pair(4, 2)}) {
+    run_ranks(num_ranks, [&, num_shards = num_shards](const Group& group) {
+      Net net({5, 7, 3, 6, 4}, /*seed=*/99);
+      ShardedRoot root(net.units(), group, {.num_shards = num_shards});
+      Momentum optimizer(root);
+      load_whole(root, path(), optimizer.saved());
+      train(root, net, optimizer, 3, 6);
+      const std::vector<at::Tensor> found = whole_of(root, net);
+      for (size_t i = 0; i < expected.size(); ++i) {
+        EXPECT_TRUE(at::equal(found[i], expected[i])) << "parameter " << i;
+      }
+    });
+  }
+}
+
+TEST_F(ShardedStateTest, NamesAndShapesAreTheParameters) {
+  run_ranks(2, [&](const Group& group) {
+    Net net;
+    ShardedRoot root(net.units(), group, {.param_dtype = torch::kBFloat16});
+    save_whole(root, path());
+  });
+  auto reader = SafetensorsReader::open(path());
+  ASSERT_TRUE(reader.ok()) << reader.status();
+  const SafetensorsEntry* const weight = reader->find("blocks.1.weight");
+  ASSERT_NE(weight, nullptr);
+  EXPECT_EQ(weight->shape, (std::vector<int64_t>{7, 3}));
+  EXPECT_EQ(weight->dtype, SafetensorsDtype::kF32) << "the master's";
+  const Net plain;
+  at::Tensor found = torch::empty({7, 3});
+  ASSERT_TRUE(
+      reader
+          ->read("blocks.1.weight", 0,
+                 {static_cast<std::byte*>(found.data_ptr()), found.nbytes()})
+          .ok());
+  EXPECT_TRUE(at::equal(found, plain.blocks[1].weight));
+}
+
+TEST_F(ShardedStateTest, AFileThatDoesNotFitChangesNothing) {
+  run_ranks(2, [&](const Group& group) {
+    Net net;
+    ShardedRoot root(net.units(), group, {});
+    save_whole(root, path());
+  });
+  const auto error_of = [](const std::function<void()>& run) {
+    try {
+      run();
+    } catch (const c10::Error& error) {
+      return std::string(error.what_without_backtrace());
+    }
+    return std::string();
+  };
+  run_ranks(2, [&](const Group& group) {
+    Net other({5, 7, 3, 6, 5});
+    ShardedRoot root(other.units(), group, {});
+    const std::vector<at::Tensor> before = whole_of(root, other);
+    EXPECT_THAT(error_of([&] { load_whole(root, path()); }),
+                HasSubstr("tensor 'blocks.3.weight' has another shape"));
+    EXPECT_THAT(error_of([&] { load_whole(root, path() + ".none"); }),
+                HasSubstr("model.safetensors.none"));
+    const std::vector<at::Tensor> after = whole_of(root, other);
+    for (size_t i = 0; i < before.size(); ++i) {
+      EXPECT_TRUE(at::equal(before[i], after[i]));
+    }
+  });
+  // One byte of the data.
+  const auto size = std::filesystem::file_size(path());
+  std::fstream file(path(), std::ios::in | std::ios::out | std::ios::binary);
+  file.seekg(static_cast<std::streamoff>(size) - 5);
+  const char flipped = static_cast<char>(file.get() ^ 1);
+  file.seekp(static_cast<std::streamoff>(size) - 5);
+  file.put(flipped);
+  file.close();
+  run_ranks(2, [&](const Group& group) {
+    Net net;
+    ShardedRoot root(net.units(), group, {});
+    EXPECT_THAT(error_of([&] { load_whole(root, path()); }),
+                HasSubstr("blocks.3"));
+  });
+}
+
+TEST_F(ShardedStateTest, AFolderThatIsMissingIsAnErrorOnAllRanks) {
+  run_ranks(2, [&](const Group& group) {
+    Net net;
+    ShardedRoot root(net.units(), group, {});
+    EXPECT_THROW(save_whole(root, path() + "/no/such/folder"), c10::Error);
+    loss_of(root.forward([&] {
+      return net.run(root, net.input(0, 0));
+    })).backward();
+    EXPECT_TRUE(root.shards()[0].grad().defined());
+  });
+}
+
+}  // namespace
+}  // namespace brigade
