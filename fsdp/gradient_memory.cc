@@ -1,8 +1,16 @@
 #include "brigade/fsdp/gradient_memory.h"
 
+#include <chrono>
 #include <utility>
 
+#include "brigade/comm/timed_wait.h"
+
 namespace brigade {
+namespace {
+
+constexpr std::chrono::milliseconds kPatience{250};
+
+}  // namespace
 
 at::Tensor GradientMemory::acquire(int64_t bytes) {
   reclaim(max_reducing_ - 1);
@@ -28,13 +36,18 @@ std::vector<at::Tensor> GradientMemory::abandon() {
 
 // An error is told to who delivers the sum.
 void GradientMemory::reclaim(size_t max_left) {
-  while (!reducing_.empty() && (reducing_.size() > max_left ||
-                                reducing_.front().reduction->completed())) {
+  while (!reducing_.empty()) {
+    c10::ivalue::Future& reduction = *reducing_.front().reduction;
+    if (!reduction.completed()) {
+      if (reducing_.size() <= max_left || !waits_) return;
+      waits_ = wait_for(reduction, kPatience);
+      if (!waits_) return;
+    }
     Reducing oldest = std::move(reducing_.front());
     reducing_.pop_front();
-    oldest.reduction->wait();
     pool_.release(std::move(oldest.buffer));
   }
+  waits_ = true;
 }
 
 }  // namespace brigade

@@ -1,9 +1,11 @@
 // The memory of whole gradients: taken by a unit with its first gradient, and
 // given back behind its reduction.
 //
-// At most so many reductions keep memory at once: whoever needs some then waits
-// for the oldest, so that a backward that is faster than the network does not
-// pile up gradients. What waits for its turn to be launched is not waited for.
+// So many reductions keep memory at once: whoever needs some then waits for the
+// oldest, so that a backward that is faster than the network does not pile up
+// gradients. What waits for its turn to be launched is not waited for. Nor is
+// anything for long: a peer whose program takes another branch may launch its
+// part only when this rank has gone on, so there is more memory then.
 //
 // Thread safety: none; one backward at a time.
 
@@ -55,6 +57,7 @@ class GradientMemory {
   MemoryPool& pool_;
   const size_t max_reducing_;
   std::deque<Reducing> reducing_;  // in the order of their launches
+  bool waits_ = true;              // false: was in vain since all were done
 };
 
 }  // namespace brigade

@@ -2,6 +2,8 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
+#include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/ScalarType.h>
 #include <c10/util/Exception.h>
@@ -146,10 +148,27 @@ void Segment::write_own_slice(const at::Tensor& whole) const {
       .copy_(shard_);
 }
 
+void Segment::assign(size_t parameter, const at::Tensor& whole) {
+  const at::NoGradGuard no_grad;
+  const at::Tensor& like = parameters_[parameter].tensor;
+  const at::Tensor in_memory =
+      at::empty_strided(like.sizes(), like.strides(), shard_.options());
+  in_memory.copy_(whole);
+  const ShardRange range = layout_.range(parameter, options_.rank);
+  shard_.narrow(0, range.in_shard, range.numel)
+      .copy_(in_memory.as_strided({range.numel}, {1}, range.in_parameter));
+}
+
 void Segment::read_own_slice() {
   const at::NoGradGuard no_grad;
-  shard_.copy_(whole_.memory().narrow(0, options_.rank * layout_.shard_numel(),
-                                      layout_.shard_numel()));
+  const at::Tensor own = whole_.memory().narrow(
+      0, options_.rank * layout_.shard_numel(), layout_.shard_numel());
+  if (own.scalar_type() == dtype()) {
+    shard_.copy_(own);
+  } else {  // what was not changed keeps its digits
+    shard_.copy_(at::where(own.eq(shard_.to(own.scalar_type())), shard_,
+                           own.to(dtype())));
+  }
 }
 
 // Where the gradient of a parameter lies among all.
@@ -221,22 +240,42 @@ const at::Tensor& Segment::pending() {
   return pending_;
 }
 
-// One that nobody holds, of the two that take turns: a gradient that was set to
+// Whether anybody else holds a part of it. From Python a view that has been
+// seen is held by its wrapper, which may go with it.
+bool Segment::is_held(ShardGradient& gradient) {
+  const auto is_shared = [](const at::Tensor& view) {
+    return view.use_count() > 1;
+  };
+  const size_t num_own = 1 + gradient.views.size();
+  if (std::ranges::none_of(gradient.views, is_shared) &&
+      gradient.flat.storage().use_count() == num_own) {
+    return false;
+  }
+  gradient.views.clear();
+  return gradient.flat.storage().use_count() > 1;
+}
+
+// Of the two that take turns, one that nobody holds: a gradient that was set to
 // None, and is not kept elsewhere, is not read any more.
 Segment::ShardGradient& Segment::free_gradient() {
+  ShardGradient* chosen = nullptr;
   for (ShardGradient& gradient : gradient_of_shard_) {
-    const bool is_held = std::ranges::any_of(
-        gradient.views,
-        [](const at::Tensor& view) { return view.use_count() > 1; });
-    if (gradient.flat.defined() && !is_held) return gradient;
+    if (gradient.flat.defined() && !is_held(gradient)) {
+      chosen = &gradient;
+      break;
+    }
+    if (!gradient.flat.defined() && chosen == nullptr) chosen = &gradient;
   }
-  ShardGradient& gradient = gradient_of_shard_[0].flat.defined() &&
-                                    !gradient_of_shard_[1].flat.defined()
-                                ? gradient_of_shard_[1]
-                                : gradient_of_shard_[0];
-  gradient.flat = at::empty({layout_.shard_numel()}, shard_.options());
-  gradient.views = views_of(gradient.flat);
-  return gradient;
+  if (chosen == nullptr) {
+    chosen = &gradient_of_shard_[0];
+    chosen->flat = at::Tensor();
+  }
+  if (!chosen->flat.defined()) {
+    chosen->flat = at::empty({layout_.shard_numel()}, shard_.options());
+    chosen->views.clear();
+  }
+  if (chosen->views.empty()) chosen->views = views_of(chosen->flat);
+  return *chosen;
 }
 
 void Segment::commit(const std::vector<char>& is_used, double scale) {

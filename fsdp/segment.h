@@ -81,6 +81,9 @@ class Segment {
     return slot(whole, parameter);
   }
 
+  // The shard gets its part of a whole parameter, of its sizes.
+  void assign(size_t parameter, const at::Tensor& whole);
+
   // ---- Whole parameters.
 
   // From here on they read `memory`, at least [whole_bytes()].
@@ -100,7 +103,8 @@ class Segment {
   void set_bound_version(int64_t version) { bound_version_ = version; }
   int64_t bound_version() const { return bound_version_; }
 
-  // The shard gets what the whole parameters hold. REQUIRES: is_bound().
+  // The shard gets what the whole parameters hold, where that is not what the
+  // shard holds, rounded. REQUIRES: is_bound().
   void read_own_slice();
 
   // ---- Gradients of the running backward.
@@ -137,6 +141,7 @@ class Segment {
   at::Tensor view_of(const at::Tensor& flat, size_t parameter) const;
   void acquire_gradients(GradientMemory& memory);
   std::vector<at::Tensor> views_of(const at::Tensor& flat) const;
+  static bool is_held(ShardGradient& gradient);
   ShardGradient& free_gradient();
 
   SegmentOptions options_;  // constant but for the name

@@ -30,6 +30,29 @@ std::vector<int> column_of(int rank, int num_shards, int num_ranks) {
   return ranks;
 }
 
+// Versions of torch call the same collectives by one name or the other.
+template <typename ProcessGroup>
+c10::intrusive_ptr<c10d::Work> gather_into(ProcessGroup& group,
+                                           at::Tensor output,
+                                           at::Tensor input) {
+  if constexpr (requires { group.all_gather_single(output, input); }) {
+    return group.all_gather_single(output, input);
+  } else {
+    return group._allgather_base(output, input);
+  }
+}
+
+template <typename ProcessGroup>
+c10::intrusive_ptr<c10d::Work> reduce_into(ProcessGroup& group,
+                                           at::Tensor output,
+                                           at::Tensor input) {
+  if constexpr (requires { group.reduce_scatter_single(output, input); }) {
+    return group.reduce_scatter_single(output, input);
+  } else {
+    return group._reduce_scatter_base(output, input);
+  }
+}
+
 // One row: gathers and sums need no groups but the given one.
 class OrderedRow final : public ShardTransport {
  public:
@@ -98,16 +121,14 @@ class GroupTransport final : public ShardTransport {
         group_(std::move(group)) {}
 
   FuturePtr all_gather(const at::Tensor& whole) override {
-    at::Tensor output = whole;
     const int64_t shard_numel = whole.numel() / num_shards();
-    at::Tensor input = whole.narrow(0, shard_rank() * shard_numel, shard_numel);
-    return group_->_allgather_base(output, input)->getFuture();
+    return gather_into(*group_, whole,
+                       whole.narrow(0, shard_rank() * shard_numel, shard_numel))
+        ->getFuture();
   }
   FuturePtr reduce_scatter(const at::Tensor& whole,
                            const at::Tensor& shard) override {
-    at::Tensor input = whole;
-    at::Tensor output = shard;
-    return group_->_reduce_scatter_base(output, input)->getFuture();
+    return reduce_into(*group_, shard, whole)->getFuture();
   }
   FuturePtr all_reduce(const at::Tensor& tensor) override {
     std::vector<at::Tensor> tensors = {tensor};

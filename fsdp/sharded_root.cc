@@ -40,6 +40,14 @@ uint64_t digest_of(std::string_view words, const std::vector<size_t>& units) {
   return digest | 1;  // never 0, which would be none
 }
 
+// Of a shard among those of its unit.
+size_t place_of(const Unit& unit, const at::Tensor& shard) {
+  const auto found = std::ranges::find_if(
+      unit.shards,
+      [&](const at::Tensor& other) { return other.is_same(shard); });
+  return static_cast<size_t>(found - unit.shards.begin());
+}
+
 }  // namespace
 
 ShardedRoot::ShardedRoot(const std::vector<UnitSpec>& units,
@@ -60,6 +68,11 @@ ShardedRoot::ShardedRoot(std::vector<Unit> units,
   for (const Unit& unit : units_) {
     fingerprint = c10::hash_combine(fingerprint, unit.reshards_after_forward);
     for (const auto& segment : unit.segments) {
+      TORCH_CHECK_VALUE(
+          segment->layout().num_ranks() == transport_->num_shards(),
+          "fully_shard: unit '", unit.name, "' has ",
+          segment->layout().num_ranks(), " shards, the outermost one has ",
+          transport_->num_shards(), ".\nShard all units over the same mesh.");
       fingerprint =
           c10::hash_combine(fingerprint, segment->layout().fingerprint());
     }
@@ -67,7 +80,6 @@ ShardedRoot::ShardedRoot(std::vector<Unit> units,
   num_running_.assign(units_.size(), 0);
   num_open_.assign(units_.size(), 0);
   is_kept_.assign(units_.size(), 0);
-  left_with_gradients_.resize(units_.size());
   gathers_ = std::make_unique<UnitGathers>(units_, *transport_, pool_,
                                            options_.prefetch_depth);
   policy_ = std::make_unique<UnitPolicy>(
@@ -114,6 +126,7 @@ void ShardedRoot::begin_forward() {
               "fully_shard: a forward began inside of another one of the same "
               "root.\nLet the outer one end first.");
   peers_know_ = false;
+  check_shards();
   release_outdated();
   const std::vector<size_t> expected = policy_->expected_in_forward();
   ask("began a forward", expected);
@@ -126,8 +139,51 @@ void ShardedRoot::end_forward() {
   gathers_->launch_rest();
   if (at::GradMode::is_enabled()) {
     policy_->note_forward(gathers_->schedule().record());
+    // What is whole behind a forward does not depend on this rank's branches.
+    for (size_t unit = 0; unit < units_.size(); ++unit) {
+      if (units_[unit].reshards_after_forward ||
+          !gathers_->schedule().is_there(unit)) {
+        continue;
+      }
+      need(unit);
+      is_kept_[unit] = 1;
+    }
   }
   if (pass_ == Pass::kForward) pass_ = Pass::kNone;
+}
+
+// What a unit was made of. Peers are told by the error that it leads to here.
+void ShardedRoot::check_shards() {
+  for (const Unit& unit : units_) {
+    for (const auto& segment : unit.segments) {
+      for (size_t i = 0; i < segment->shards().size(); ++i) {
+        const at::Tensor& shard = segment->shards()[i];
+        const bool has_memory =
+            shard.storage().is_alias_of(segment->shard().storage());
+        if (has_memory && shard.requires_grad() == segment->is_trained()) {
+          continue;
+        }
+        const std::string text = absl::StrCat(
+            "fully_shard: the shard of parameter '",
+            segment->parameters()[i].name, "' of unit '", unit.name, "' was ",
+            !has_memory ? "given other memory"
+                        : (segment->is_trained() ? "frozen" : "thawed"),
+            " since it was made.\n",
+            has_memory ? "Freeze and thaw parameters before they are sharded."
+                       : "Write into it in place.");
+        engine_->fail(std::make_exception_ptr(std::runtime_error(text)));
+        TORCH_CHECK(false, text);
+      }
+    }
+  }
+}
+
+int64_t ShardedRoot::version_of(size_t unit) const {
+  int64_t version = 0;
+  for (const auto& segment : units_[unit].segments) {
+    version += segment->version();
+  }
+  return version;
 }
 
 void ShardedRoot::forward_failed(const std::exception_ptr& error) {
@@ -164,16 +220,23 @@ void ShardedRoot::need(size_t unit) {
 
 std::shared_ptr<ShardedRoot::Call> ShardedRoot::begin_call(
     size_t unit, std::span<at::Tensor> inputs) {
+  if (running_backward_id() < 0 && num_running_[unit] == 0 &&
+      gathers_->is_claimed(unit) && !gathers_->is_current(unit)) {
+    gathers_->release(unit);
+  }
   need(unit);
   ++num_running_[unit];
-  const auto call = std::make_shared<Call>(Call{.unit = unit});
-  call->is_left_by_inputs =
-      gate_inputs(inputs, alive_, [this, call] { close(*call); });
+  const auto call =
+      std::make_shared<Call>(Call{.unit = unit, .version = version_of(unit)});
+  gate_inputs(inputs, alive_, [this, call] { close(*call); });
   return call;
 }
 
 void ShardedRoot::abort_call(const Call& call) {
   if (num_running_[call.unit] > 0) --num_running_[call.unit];
+  if (running_backward_id() < 0 && is_kept_[call.unit] == 0) {
+    release_if_unused(call.unit);
+  }
 }
 
 void ShardedRoot::end_call(const std::shared_ptr<Call>& call,
@@ -200,22 +263,28 @@ void ShardedRoot::release_if_unused(size_t unit) {
 void ShardedRoot::open(const std::shared_ptr<Call>& call) {
   if (pass_ != Pass::kBackward) begin_backward();
   const size_t unit = call->unit;
-  if (!call->is_open) {
-    call->is_open = true;
+  TORCH_CHECK(call->version == version_of(unit),
+              "fully_shard: the parameters of unit '", units_[unit].name,
+              "' were changed between its forward and its backward.\nRun "
+              "backward before the optimizer's step.");
+  if (call->open_in != backward_) {
+    call->open_in = backward_;
     ++num_open_[unit];
-    if (!call->is_left_by_inputs) left_with_gradients_[unit].push_back(call);
   }
   need(unit);
 }
 
 void ShardedRoot::close(Call& call) {
-  if (!call.is_open) return;
-  call.is_open = false;
+  if (call.open_in != backward_ || pass_ != Pass::kBackward) return;
+  call.open_in = 0;
   --num_open_[call.unit];
   release_if_unused(call.unit);
 }
 
 void ShardedRoot::begin_backward() {
+  TORCH_CHECK(pass_ != Pass::kApart,
+              "fully_shard: a backward inside of unshard().\nLeave it first.");
+  ++backward_;
   if (synchronizes_ && accumulates_all_gradients()) {
     engine_->begin_in_backward();
     pass_ = Pass::kBackward;
@@ -225,19 +294,15 @@ void ShardedRoot::begin_backward() {
   ask("began a backward that is not reduced", expected);
   gathers_->begin(expected);
   pass_ = Pass::kBackward;
+  peers_know_ = false;
   watch_backward_end(
       alive_, [this] { on_backward_over(); },
       [this] {
         on_backward_over();
+        if (peers_know_) return;
         engine_->fail(std::make_exception_ptr(
             std::runtime_error("an exception ended backward")));
       });
-}
-
-void ShardedRoot::on_unit_reduced(size_t unit) {
-  for (const auto& call : std::exchange(left_with_gradients_[unit], {})) {
-    close(*call);
-  }
 }
 
 // Nothing is waited for here: peers may not have launched what is in flight.
@@ -250,9 +315,6 @@ void ShardedRoot::on_backward_over() {
     // As in forward_failed().
   }
   for (size_t unit = 0; unit < units_.size(); ++unit) {
-    for (const auto& call : std::exchange(left_with_gradients_[unit], {})) {
-      call->is_open = false;
-    }
     num_open_[unit] = 0;
     if (gathers_->is_claimed(unit)) release_if_unused(unit);
   }
@@ -296,6 +358,29 @@ at::Tensor ShardedRoot::gather(const Segment& segment,
       .copy_(shard);
   transport_->all_gather(whole)->waitAndThrow();
   return whole;
+}
+
+std::vector<at::Tensor> ShardedRoot::gather_unit(size_t unit) {
+  const at::NoGradGuard no_grad;
+  const Unit& gathered = units_.at(unit);
+  std::vector<at::Tensor> wholes(gathered.shards.size());
+  for (const auto& segment : gathered.segments) {
+    const at::Tensor whole = gather(*segment, segment->shard());
+    for (size_t i = 0; i < segment->shards().size(); ++i) {
+      wholes[place_of(gathered, segment->shards()[i])] =
+          segment->whole_of(whole, i).clone();
+    }
+  }
+  return wholes;
+}
+
+void ShardedRoot::assign_unit(size_t unit, std::span<const at::Tensor> wholes) {
+  const Unit& assigned = units_.at(unit);
+  for (const auto& segment : assigned.segments) {
+    for (size_t i = 0; i < segment->shards().size(); ++i) {
+      segment->assign(i, wholes[place_of(assigned, segment->shards()[i])]);
+    }
+  }
 }
 
 // One place for each rank, so that all add up, or compare, in one order.

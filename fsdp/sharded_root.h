@@ -20,6 +20,9 @@
 // Ranks may take different branches: what one leaves out it gathers for its
 // peers, and sums as zeros. They run equally many forwards and backwards.
 //
+// A unit is released in backward when its inputs tell that it is over; one
+// whose inputs need no gradient, as the first, when backward ends.
+//
 // Thread safety: one call at a time, one backward at a time, on the CPU.
 
 #ifndef BRIGADE_FSDP_SHARDED_ROOT_H_
@@ -93,8 +96,9 @@ class ShardedRoot final : private UnitPolicy::Listener {
 
   // ---- A forward: all of it between these, on all ranks.
 
-  // Errors: RuntimeError on all ranks if some do something else; PeerError if a
-  // rank has failed or is lost.
+  // Errors: RuntimeError on all ranks if some do something else; RuntimeError
+  // if a shard was frozen, thawed or given other memory since it was made;
+  // PeerError if a rank has failed or is lost.
   void begin_forward();
   void end_forward();
   // In place of end_forward(): peers are told. Does not throw.
@@ -118,8 +122,8 @@ class ShardedRoot final : private UnitPolicy::Listener {
   // A handle of the call, for its two ends and its backward.
   struct Call {
     const size_t unit;
-    bool is_left_by_inputs = false;  // else when the unit's gradients have come
-    bool is_open = false;            // its backward is under way
+    const int64_t version;  // of what forward has read
+    int64_t open_in = 0;    // the backward that goes through it
   };
 
   // The unit is whole when it returns. Inputs that require a gradient are
@@ -168,6 +172,11 @@ class ShardedRoot final : private UnitPolicy::Listener {
   // backwards.
   at::Tensor gather(const Segment& segment, const at::Tensor& shard);
 
+  // The parameters of one unit, whole, as its UnitSpec has them, in their own
+  // dtype; or gives their values. The first is collective.
+  std::vector<at::Tensor> gather_unit(size_t unit);
+  void assign_unit(size_t unit, std::span<const at::Tensor> wholes);
+
   // Sums, or the largest, of each value over the ranks of a row, which hold the
   // parts of parameters; in the order of the ranks, and the same on all.
   // `values`: 1D, float64, replaced. Collective.
@@ -187,10 +196,11 @@ class ShardedRoot final : private UnitPolicy::Listener {
   bool can_continue() const { return engine_->can_continue(); }
 
  private:
-  void on_unit_reduced(size_t unit) override;
   void on_backward_over() override;
 
   void need(size_t unit);
+  void check_shards();
+  int64_t version_of(size_t unit) const;
   void release_if_unused(size_t unit);
   void release_outdated();
   void open(const std::shared_ptr<Call>& call);
@@ -218,8 +228,7 @@ class ShardedRoot final : private UnitPolicy::Listener {
   std::vector<int> num_running_;
   std::vector<int> num_open_;
   std::vector<char> is_kept_;
-  // Calls whose backward is under way, and that no input tells to be over.
-  std::vector<std::vector<std::shared_ptr<Call>>> left_with_gradients_;
+  int64_t backward_ = 0;  // counts them
 
   // Callbacks of graphs that outlive this object look at it.
   std::shared_ptr<char> alive_ = std::make_shared<char>();

@@ -49,8 +49,7 @@ UnitPolicy::UnitPolicy(std::vector<Unit>& units, ShardTransport& transport,
                                memory_);
       first_variable_.push_back(variables_.size());
       for (size_t i = 0; i < segment->parameters().size(); ++i) {
-        variables_.push_back(
-            {.unit = unit, .reduction = index, .in_segment = i});
+        variables_.push_back({.reduction = index, .in_segment = i});
       }
     }
   }
@@ -153,10 +152,8 @@ void UnitPolicy::on_backward_begins(Marker& /*marker*/, bool /*is_shadow*/) {
   is_ready_.assign(variables_.size(), 0);
   completion_.clear();
   num_missing_.assign(reductions_.size(), 0);
-  units_missing_.assign(units_.size(), 0);
   for (const Variable& variable : variables_) {
     ++num_missing_[variable.reduction];
-    ++units_missing_[variable.unit];
   }
   gathers_.begin(expected_in_backward());
 }
@@ -181,9 +178,6 @@ void UnitPolicy::note_ready(size_t number) {
   if (--num_missing_[variable.reduction] == 0) {
     completion_.push_back(variable.reduction);
   }
-  if (--units_missing_[variable.unit] == 0) {
-    listener_.on_unit_reduced(variable.unit);
-  }
 }
 
 void UnitPolicy::on_backward_ends(Marker& marker) {
@@ -199,7 +193,15 @@ void UnitPolicy::on_backward_ends(Marker& marker) {
 }
 
 void UnitPolicy::on_end_confirmed(bool has_agreed_proposal) {
-  if (!has_agreed_proposal) return sum_used();
+  if (!has_agreed_proposal) {
+    try {
+      return sum_used();
+    } catch (...) {
+      drop_gradients();
+      listener_.on_backward_over();
+      throw;
+    }
+  }
   if (!forward_record_.empty()) forward_order_ = forward_record_;
   if (!gathers_.schedule().record().empty()) {
     backward_order_ = gathers_.schedule().record();
@@ -230,13 +232,16 @@ void UnitPolicy::on_iteration_over(Outcome outcome, bool /*is_shadow*/) {
       reductions_[i].segment().commit(used_of(i), reductions_[i].scale());
     }
   } else {
-    gathers_.launch_rest();
-    for (UnitReduction& reduction : reductions_) {
-      memory_.release(reduction.segment().take_gradient_memory());
-    }
+    drop_gradients();
   }
   std::ranges::fill(is_used_, 0);
   listener_.on_backward_over();
+}
+
+void UnitPolicy::drop_gradients() {
+  for (UnitReduction& reduction : reductions_) {
+    memory_.release(reduction.segment().take_gradient_memory());
+  }
 }
 
 std::shared_ptr<void> UnitPolicy::abandon(

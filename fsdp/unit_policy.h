@@ -35,10 +35,8 @@ namespace brigade {
 
 class UnitPolicy final : public ReductionPolicy, public GradientSink {
  public:
-  // Called when all gradients of a unit have come, if any were to come; and
-  // when an iteration is over.
   struct Listener {
-    virtual void on_unit_reduced(size_t unit) = 0;
+    // An iteration is over. Does not throw.
     virtual void on_backward_over() = 0;
 
    protected:
@@ -105,7 +103,6 @@ class UnitPolicy final : public ReductionPolicy, public GradientSink {
 
  private:
   struct Variable {
-    size_t unit;
     size_t reduction;
     size_t in_segment;  // parameter of the segment
   };
@@ -114,6 +111,7 @@ class UnitPolicy final : public ReductionPolicy, public GradientSink {
   void adopt_order(std::vector<size_t> reductions);
   void note_ready(size_t variable);
   void sum_used();
+  void drop_gradients();
   std::vector<char> used_of(size_t reduction) const;
 
   // Constant.
@@ -138,11 +136,10 @@ class UnitPolicy final : public ReductionPolicy, public GradientSink {
 
   // What this rank has seen since the last iteration.
   std::vector<size_t> forward_record_;
-  std::vector<size_t> completion_;     // of reductions
-  std::vector<size_t> num_missing_;    // gradients, by reduction
-  std::vector<size_t> units_missing_;  // gradients, by unit
-  std::vector<char> is_ready_;         // by variable
-  std::vector<int32_t> is_used_;       // by variable
+  std::vector<size_t> completion_;   // of reductions
+  std::vector<size_t> num_missing_;  // gradients, by reduction
+  std::vector<char> is_ready_;       // by variable
+  std::vector<int32_t> is_used_;     // by variable
 };
 
 }  // namespace brigade

@@ -20,8 +20,6 @@ double UnitReduction::scale() const {
   return 1.0 / (transport_.num_shards() * transport_.num_replicas());
 }
 
-void UnitReduction::pack() { segment_.finish_gradients(memory_); }
-
 c10::intrusive_ptr<c10::ivalue::Future> UnitReduction::launch() {
   const at::Tensor whole = segment_.finish_gradients(memory_);
   auto future = transport_.reduce_scatter(whole, segment_.pending());

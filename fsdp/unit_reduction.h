@@ -29,8 +29,8 @@ class UnitReduction final : public Collective {
   std::optional<size_t> unit() const override { return index_; }
   size_t num_awaited() const override { return segment_.parameters().size(); }
   bool is_left_out() override { return false; }
-  bool needs_pack() override { return true; }
-  void pack() override;
+  bool needs_pack() override { return false; }  // but where it is launched
+  void pack() override {}
   c10::intrusive_ptr<c10::ivalue::Future> launch() override;
   c10::intrusive_ptr<c10::ivalue::Future> launch_substitute() override;
   at::Tensor result_of(const c10::IValue& value) override { return {}; }

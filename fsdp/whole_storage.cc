@@ -62,7 +62,9 @@ void WholeStorage::bind(at::Tensor memory) {
   c10::StorageImpl& storage =
       *whole_.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
   clear_access_error(storage);
-  storage.set_data_ptr_noswap(at::DataPtr(memory_.data_ptr(), device_));
+  storage.set_data_ptr_noswap(at::DataPtr(
+      memory_.data_ptr(), new at::Tensor(memory_),
+      [](void* memory) { delete static_cast<at::Tensor*>(memory); }, device_));
 }
 
 void WholeStorage::unbind() {

@@ -32,7 +32,8 @@ class WholeStorage {
   at::Tensor view(int64_t offset, at::IntArrayRef sizes,
                   at::IntArrayRef strides) const;
 
-  // `memory`: [numel] of the dtype, contiguous; kept until it is unbound.
+  // `memory`: [numel] of the dtype, contiguous; kept until it is unbound, or by
+  // the views if this object ends before.
   void bind(at::Tensor memory);
   void unbind();
   bool is_bound() const { return memory_.defined(); }

@@ -158,7 +158,16 @@ void register_sharding(py::module_& module) {
           [](ShardedRoot& self, const CallPtr& call) {
             self.abort_call(*call);
           },
-          py::arg("call"))
+          NoGil(), py::arg("call"))
+      .def("gather_unit", &ShardedRoot::gather_unit, NoGil(), py::arg("unit"),
+           "Collective: whole parameters, in their own dtype.")
+      .def(
+          "assign_unit",
+          [](ShardedRoot& self, size_t unit,
+             const std::vector<at::Tensor>& wholes) {
+            self.assign_unit(unit, wholes);
+          },
+          NoGil(), py::arg("unit"), py::arg("wholes"))
       .def_property("synchronizes", &ShardedRoot::synchronizes,
                     &ShardedRoot::set_synchronizes)
       .def("unshard", &ShardedRoot::unshard, NoGil())
@@ -173,10 +182,12 @@ void register_sharding(py::module_& module) {
            &ShardedRoot::set_reshards_after_forward, py::arg("unit"),
            py::arg("value"))
       .def("explain", &ShardedRoot::explain)
-      .def("can_continue", &ShardedRoot::can_continue)
+      .def("can_continue", &ShardedRoot::can_continue, NoGil())
       .def("statistics", [](const ShardedRoot& self) {
-        const ShardingStatistics found = self.statistics();
-        const EngineStatistics engine = self.engine_statistics();
+        const auto [found, engine] = [&] {
+          const py::gil_scoped_release no_gil;
+          return std::pair(self.statistics(), self.engine_statistics());
+        }();
         py::dict statistics;
         statistics["late_gathers"] = found.late_gathers;
         statistics["ahead_gathers"] = found.ahead_gathers;

@@ -237,6 +237,8 @@ class ShardedRoot:
         """
     def abort_call(self, call: UnitCall) -> None:
         ...
+    def assign_unit(self, unit: typing.SupportsInt, wholes: collections.abc.Sequence[torch.Tensor]) -> None:
+        ...
     def begin_call(self, unit: typing.SupportsInt, inputs: collections.abc.Sequence[torch.Tensor]) -> tuple[UnitCall, list[torch.Tensor]]:
         """
         The unit is whole when it returns. Returns the call and stand-ins for the inputs.
@@ -255,6 +257,10 @@ class ShardedRoot:
         ...
     def forward_failed(self, message: str) -> None:
         ...
+    def gather_unit(self, unit: typing.SupportsInt) -> list[torch.Tensor]:
+        """
+        Collective: whole parameters, in their own dtype.
+        """
     def reshard(self, writes: bool) -> None:
         ...
     def set_unit_reshards_after_forward(self, unit: typing.SupportsInt, value: bool) -> None:

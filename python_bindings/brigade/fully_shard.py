@@ -46,7 +46,7 @@ class ShardedGradient(torch.Tensor):
     Norms are collective: all ranks call them. Everything else is of the part alone.
     """
 
-    _brigade_unit: _Unit
+    _brigade_unit: weakref.ref[_Unit]
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -63,7 +63,8 @@ class ShardedParameter(nn.Parameter):
     the parameter's own shape where it holds all.
     """
 
-    _brigade_unit: _Unit
+    # Weak: what C++ holds of a tensor keeps all that Python has put there.
+    _brigade_unit: weakref.ref[_Unit]
 
     @property
     def whole_shape(self) -> torch.Size:
@@ -96,6 +97,11 @@ class ShardedParameter(nn.Parameter):
             return func(*args, **(kwargs or {}))
 
 
+def _unit_of(tensor: torch.Tensor) -> _Unit | None:
+    reference = getattr(tensor, "_brigade_unit", None)
+    return None if reference is None else reference()
+
+
 def _norm(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """The norms of whole parameters or gradients, of whose parts `args` has a list or one."""
     is_list = func is torch._foreach_norm
@@ -103,15 +109,22 @@ def _norm(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     parts = list(first) if is_list else [first]
     p = args[1] if len(args) > 1 else kwargs.get("ord", kwargs.get("p", 2))
     p = 2.0 if p is None or p == "fro" else float(p)
-    others = {name for name in kwargs if name not in ("ord", "p", "dtype", "input", "self")}
-    if len(args) > 2 or others or p <= 0:
+    others = [*args[2:]]
+    others += [kwargs[name] for name in kwargs if name not in ("ord", "p", "dtype")]
+    if p <= 0 or any(other is not None and other is not False for other in others):
         raise NotImplementedError(
             f"a norm of sharded parameters: expected the norm of all elements for p > 0, "
             f"found p = {p} and other arguments.\nTake it of the whole parameters, "
             "inside of unshard()."
         )
-    roots = {part._brigade_unit.root() for part in parts if hasattr(part, "_brigade_unit")}
-    if len(roots) != 1 or len(parts) != sum(hasattr(x, "_brigade_unit") for x in parts):
+    if torch.is_grad_enabled() and any(part.requires_grad for part in parts):
+        raise NotImplementedError(
+            "a norm of sharded parameters has no gradient.\nTake it under no_grad, or of the "
+            "whole parameters inside of forward."
+        )
+    units = [_unit_of(part) for part in parts]
+    roots = {unit.root() for unit in units if unit is not None}
+    if len(roots) != 1 or None in units:
         raise NotImplementedError(
             "norms of sharded tensors together with others: they are local for the one, and "
             "global for the other.\nTake them apart."
@@ -139,6 +152,22 @@ def _norm(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
 class FSDPModule(_TorchFSDPModule):
     """What a sharded module can do beside what its own class does."""
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> nn.Module:
+        """One of the module's own class, as slices of a Sequential are made."""
+        own = cls.__mro__[cls.__mro__.index(_TorchFSDPModule) + 1]
+        return own(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict) -> nn.Module:
+        raise NotImplementedError(
+            "fully_shard: a sharded module can't be copied.\nCopy it before it is sharded, and "
+            "load full_state_dict()."
+        )
+
+    def _apply(self, fn: Callable, recurse: bool = True) -> nn.Module:
+        raise NotImplementedError(
+            "fully_shard: a sharded module can't be moved or cast.\nDo so before it is sharded."
+        )
+
     def _unit(self) -> _Unit:
         return getattr(self, _UNIT)
 
@@ -160,12 +189,14 @@ class FSDPModule(_TorchFSDPModule):
         """Collective: all units of the root are whole until reshard()."""
         root = self._unit().require_root()
         root.shared.unshard()
+        root.is_unsharded = True
         for unit in root.units:
             unit.show_whole()
 
     def reshard(self, *, writes: bool = False) -> None:
         """Sharded again; `writes`: with the values that the whole parameters have now."""
         root = self._unit().require_root()
+        root.is_unsharded = False
         for unit in root.units:
             unit.show_shards()
         root.shared.reshard(writes)
@@ -185,14 +216,50 @@ class FSDPModule(_TorchFSDPModule):
         return torch.tensor(shared.clip_grad_norm(max_norm, norm_type))
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
-        """Collective: whole parameters and buffers, copied, on every rank."""
-        with self.whole_parameters():
-            return {name: value.detach().clone() for name, value in self.state_dict().items()}
+        """Collective: whole parameters in their own dtype, and buffers, copied, on every rank."""
+        root = self._unit().require_root()
+        wholes: dict[int, torch.Tensor] = {}
+        for index, unit in enumerate(root.units):
+            for shard, whole in zip(unit.shards, root.shared.gather_unit(index), strict=True):
+                wholes[id(shard)] = whole
+        state = self.state_dict(keep_vars=True)
+        return {
+            name: wholes[id(value)] if id(value) in wholes else value.detach().clone()
+            for name, value in state.items()
+        }
 
     def load_full_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Collective: from whole parameters and buffers, equal on all ranks."""
-        with self.whole_parameters(writes=True):
-            self.load_state_dict(state)
+        """Collective: from whole parameters and buffers, equal on all ranks.
+
+        Raises:
+            ValueError: a name is missing or unknown, or a shape differs; nothing is changed.
+        """
+        root = self._unit().require_root()
+        own = self.state_dict(keep_vars=True)
+        if own.keys() != state.keys():
+            names = sorted(own.keys() ^ state.keys())
+            raise ValueError(f"load_full_state_dict: expected the module's names, found {names}.")
+        wholes: dict[int, torch.Tensor] = {}
+        for name, value in own.items():
+            shape = value.whole_shape if isinstance(value, ShardedParameter) else value.shape
+            if state[name].shape != shape:
+                raise ValueError(
+                    f"load_full_state_dict: '{name}': expected {tuple(shape)}, found "
+                    f"{tuple(state[name].shape)}."
+                )
+            wholes[id(value)] = state[name]
+        with torch.no_grad():
+            for index, unit in enumerate(root.units):
+                found = [
+                    wholes.get(id(shard), whole)
+                    for shard, whole in zip(
+                        unit.shards, root.shared.gather_unit(index), strict=True
+                    )
+                ]
+                root.shared.assign_unit(index, found)
+            for name, value in own.items():
+                if not isinstance(value, ShardedParameter):
+                    value.copy_(state[name])
 
     def explain(self) -> str:
         """Units, bytes and padding, in words."""
@@ -255,9 +322,9 @@ class _Root:
         self.units = units
         options = units[0].options
         self.shared = _C.ShardedRoot([unit.made for unit in units], units[0].group, options)
+        self.is_unsharded = False
         for index, unit in enumerate(units):
             unit.index = index
-            unit.joined = self
 
 
 class _Unit:
@@ -288,7 +355,7 @@ class _Unit:
             for name, parameter in child._parameters.items():
                 if parameter is None or parameter in ignored:
                     continue
-                other = getattr(parameter, "_brigade_unit", None)
+                other = _unit_of(parameter)
                 if other is not None:
                     raise ValueError(
                         f"fully_shard: parameter '{prefix}{name}' of {type(module).__name__} is "
@@ -304,7 +371,7 @@ class _Unit:
         self.made: _C.ShardedUnit | None = None
         if self.wholes:
             self._shard(type(module).__name__)
-        module.register_forward_pre_hook(self.before_forward, with_kwargs=True)
+        module.register_forward_pre_hook(self.before_forward, prepend=True, with_kwargs=True)
         module.register_forward_hook(self.after_forward, always_call=True)
 
     def _shard(self, name: str) -> None:
@@ -313,11 +380,11 @@ class _Unit:
         for shape, shard in zip(shapes, self.made.shards, strict=True):
             # The very tensor whose .grad is set when a backward has been reduced.
             shard.__class__ = ShardedParameter
-            shard._brigade_unit = self
+            shard._brigade_unit = weakref.ref(self)
             shard._brigade_whole_shape = shape
             self.shards.append(shard)
         for whole in self.wholes:
-            whole._brigade_unit = self
+            whole._brigade_unit = weakref.ref(self)
         # What is to be put where, in a list that costs little to go through.
         self.to_whole = [
             (place.parameters, place.name, whole)
@@ -418,10 +485,12 @@ class _Unit:
         error = sys.exc_info()[1] if output is None else None
         if self.index >= 0 and self.calls:
             call = self.calls.pop()
-            if not self.calls:
+            if not self.calls and not joined.is_unsharded:
                 self.show_shards()
             if error is None:
-                outputs = [tensor for tensor in _tensors(output) if tensor.grad_fn is not None]
+                outputs = [
+                    tensor for tensor in _tensors(output, opens=True) if tensor.grad_fn is not None
+                ]
                 shared.end_call(call, outputs)
             else:  # also of a checkpoint that has computed again all it needs
                 shared.abort_call(call)
@@ -479,21 +548,26 @@ def _join(module: nn.Module) -> None:
         if unit.made is not None:
             name = names[id(unit.module())]
             unit.made.rename(name, f"{name}." if name else "")
-    _Root([unit for unit in units if unit.made is not None])
+    if any(unit.group is not outermost.group for unit in units):
+        raise ValueError("fully_shard: units of one model have different meshes.\nGive all one.")
+    root = _Root([unit for unit in units if unit.made is not None])
+    for unit in units:
+        unit.joined = root
 
 
-def _tensors(nest: Any) -> Iterator[torch.Tensor]:
+def _tensors(nest: Any, opens: bool = False) -> Iterator[torch.Tensor]:
+    """Those in a nest; `opens`: dataclasses too, whose tensors can't be replaced."""
     if isinstance(nest, torch.Tensor):
         yield nest
     elif isinstance(nest, (tuple, list)):
         for part in nest:
-            yield from _tensors(part)
+            yield from _tensors(part, opens)
     elif isinstance(nest, dict):
         for part in nest.values():
-            yield from _tensors(part)
-    elif hasattr(nest, "__dataclass_fields__"):
+            yield from _tensors(part, opens)
+    elif opens and hasattr(nest, "__dataclass_fields__"):
         for name in nest.__dataclass_fields__:
-            yield from _tensors(getattr(nest, name))
+            yield from _tensors(getattr(nest, name), opens)
 
 
 def _map(nest: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:

@@ -451,7 +451,149 @@ TEST(ShardedRootTest, ComputesInLowPrecisionAndKeepsMastersInTheirOwn) {
   });
 }
 
+// More reductions than keep memory wait for a peer that waits for a gather.
+TEST(ShardedRootTest, BranchesMayShareNothing) {
+  for (const bool reshards : {true, false}) {
+    run_ranks(2, [&](const Group& group) {
+      const int rank = group->getRank();
+      const std::vector<std::vector<size_t>> orders = {{1, 2, 3, 4, 5, 6}, {0}};
+      Net plain({4, 4, 4, 4, 4, 4, 4, 4});
+      Net net({4, 4, 4, 4, 4, 4, 4, 4});
+      Reference reference(plain);
+      ShardedRoot root(net.units(), group,
+                       {.reshards_after_forward = reshards});
+      for (int step = 0; step < 3; ++step) {
+        reference.accumulate(2, [&](int r) {
+          at::Tensor h = plain.input(r, step);
+          for (const size_t i : orders[r]) h = plain.blocks[i].run(h);
+          return loss_of(h * plain.head);
+        });
+        loss_of(root.forward([&] {
+          return net.run(root, net.input(rank, step), orders[rank]);
+        })).backward();
+        expect_shards(root, reference.gradients, rank, /*of_gradients=*/true);
+        reference.step(kRate);
+        sgd(root.shards(), kRate);
+      }
+    });
+  }
+}
+
+// The gradient of what is trained comes before what is frozen has been read.
+TEST(ShardedRootTest, AUnitWithoutInputsThatNeedGradientsStaysWholeInBackward) {
+  run_ranks(2, [&](const Group& group) {
+    at::Tensor gain = torch::full({1}, 0.5).requires_grad_();
+    at::Tensor frozen = torch::eye(4);
+    at::Tensor inner = torch::full({4}, 2.0).requires_grad_();
+    ShardedRoot root(
+        std::vector<UnitSpec>{
+            {.name = "outer",
+             .parameters = {{"gain", gain}, {"frozen", frozen}}},
+            {.name = "inner", .parameters = {{"inner", inner}}}},
+        group, {});
+    root.forward([&] {
+          return root.call(0, torch::ones({4}), [&](at::Tensor x) {
+            x = root.call(1, x,
+                          [&](const at::Tensor& in) { return in * inner; });
+            return torch::matmul(frozen, x) * gain.exp();
+          });
+        })
+        .sum()
+        .backward();
+    EXPECT_TRUE(root.shards_of(1)[0].grad().defined());
+  });
+}
+
+TEST(ShardedRootTest, ParametersAreReadableBehindTheRootIfTheyWereWhole) {
+  run_ranks(2, [&](const Group& group) {
+    Net net;
+    at::Tensor loss;
+    {
+      ShardedRoot root(net.units(), group, {.reshards_after_forward = false});
+      loss =
+          loss_of(root.forward([&] { return net.run(root, net.input(0, 0)); }));
+    }
+    EXPECT_TRUE(at::equal(net.blocks[0].weight, Net().blocks[0].weight));
+    EXPECT_NO_THROW(loss.backward()) << "nobody shards what it brings";
+  });
+}
+
+TEST(ShardedRootTest, AGradientThatIsKeptStaysWhatItIs) {
+  run_ranks(2, [&](const Group& group) {
+    Net net;
+    ShardedRoot root(net.units(), group, {});
+    train_step(root, net, group->getRank(), 0);
+    const at::Tensor kept = root.shards()[1].grad().detach();
+    const at::Tensor copy = kept.clone();
+    for (int step = 1; step < 5; ++step) {
+      for (const at::Tensor& shard : root.shards()) {
+        shard.mutable_grad() = at::Tensor();
+      }
+      train_step(root, net, group->getRank(), step);
+    }
+    EXPECT_TRUE(at::equal(kept, copy));
+  });
+}
+
+TEST(ShardedRootTest, AForwardInsideOfUnshardSeesWhatShardsHold) {
+  run_ranks(2, [&](const Group& group) {
+    const torch::NoGradGuard no_grad;
+    Net net;
+    ShardedRoot root(net.units(), group, {});
+    root.unshard();
+    for (at::Tensor& shard : root.shards()) shard.fill_(0);
+    const at::Tensor y =
+        root.forward([&] { return net.run(root, net.input(0, 0)); });
+    EXPECT_TRUE((y == 0).all().item<bool>());
+    root.reshard(/*writes=*/false);
+  });
+}
+
+TEST(ShardedRootTest, WritingLowPrecisionBackKeepsTheMastersDigits) {
+  run_ranks(2, [&](const Group& group) {
+    Net net;
+    ShardedRoot root(net.units(), group, {.param_dtype = torch::kBFloat16});
+    const at::Tensor before = root.shards_of(1)[0].detach().clone();
+    root.unshard();
+    root.reshard(/*writes=*/true);
+    EXPECT_TRUE(at::equal(root.shards_of(1)[0], before));
+  });
+}
+
 // ---- Failures.
+
+TEST(ShardedRootFailureTest, ParametersThatChangeBeforeBackward) {
+  run_ranks(2, [&](const Group& group) {
+    Net net;
+    ShardedRoot root(net.units(), group, {});
+    const at::Tensor loss =
+        loss_of(root.forward([&] { return net.run(root, net.input(0, 0)); }));
+    {
+      const torch::NoGradGuard no_grad;
+      for (at::Tensor& shard : root.shards()) shard.add_(1);
+    }
+    EXPECT_THAT(message_of([&] { loss.backward(); }),
+                HasSubstr("the parameters of unit '' were changed between its "
+                          "forward and its backward"));
+    train_step(root, net, group->getRank(), 1);
+    EXPECT_TRUE(root.shards()[0].grad().defined());
+  });
+}
+
+TEST(ShardedRootFailureTest, ShardsThatAreNoShardsAnyMore) {
+  run_ranks(2, [&](const Group& group) {
+    Net net;
+    ShardedRoot root(net.units(), group, {});
+    root.shards_of(2)[0].set_requires_grad(false);
+    EXPECT_THAT(message_of([&] { train_step(root, net, group->getRank(), 0); }),
+                HasSubstr("'blocks.1.weight' of unit 'blocks.1' was frozen"));
+    root.shards_of(2)[0].set_requires_grad(true);
+    train_step(root, net, group->getRank(), 0);
+    root.shards_of(2)[0].set_data(torch::zeros(root.shards_of(2)[0].sizes()));
+    EXPECT_THAT(message_of([&] { train_step(root, net, group->getRank(), 0); }),
+                HasSubstr("was given other memory"));
+  });
+}
 
 TEST(ShardedRootFailureTest, AForwardThatThrowsOnOneRank) {
   for (const size_t place : {0, 1, 3}) {

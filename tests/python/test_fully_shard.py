@@ -1,6 +1,8 @@
 """Sharded training against one process, and against torch's fully_shard."""
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -384,3 +386,99 @@ def _against_torch(rank):
 
 def test_losses_equal_torchs_on_two_ranks():
     run_ranks(_against_torch)
+
+
+def _goes_away(rank):
+    model = _sharded(_net())
+    model(_input(rank, 0)).square().mean().backward()
+    assert next(model.parameters()).grad is not None
+    unit = weakref.ref(model._brigade_unit)
+    root = weakref.ref(model._brigade_unit.joined)
+    del model
+    gc.collect()
+    assert unit() is None
+    assert root() is None
+    again = _sharded(_net())
+    again(_input(rank, 0)).square().mean().backward()
+
+
+def test_a_model_that_is_let_go_of_is_gone():
+    run_ranks(_goes_away)
+
+
+class Holder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.a(x)
+
+
+def _without_own_parameters(rank):
+    torch.manual_seed(0)
+    model = nn.Sequential(Holder(), nn.Linear(4, 2))
+    brigade.fully_shard(model[0].a)
+    brigade.fully_shard(model[0])
+    brigade.fully_shard(model)
+    for _ in range(2):
+        model(torch.ones(2, 4)).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_a_unit_without_parameters_of_its_own():
+    run_ranks(_without_own_parameters)
+
+
+def _full_state_of_masters(rank):
+    model = _sharded(_net(), mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+    _expect_equal(model, _net())
+    with model.whole_parameters(writes=True):
+        pass
+    _expect_equal(model, _net())
+    torch.manual_seed(5)
+    other = Net()
+    model.load_full_state_dict(other.state_dict())
+    _expect_equal(model, other)
+    with pytest.raises(ValueError, match=r"'head\.bias'"):
+        model.load_full_state_dict({**other.state_dict(), "head.bias": torch.ones(3)})
+    with pytest.raises(ValueError, match="extra"):
+        model.load_full_state_dict({**other.state_dict(), "extra": torch.ones(3)})
+
+
+def test_full_state_is_that_of_the_masters():
+    run_ranks(_full_state_of_masters)
+
+
+def _unsharded_forward(rank):
+    model = _sharded(_net())
+    with torch.no_grad(), model.whole_parameters(writes=True):
+        model(_input(rank, 0))
+        model.head.bias.fill_(5)
+    assert torch.equal(model.full_state_dict()["head.bias"], torch.full((2,), 5.0))
+
+
+def test_what_is_written_behind_a_forward_inside_of_unshard_is_kept():
+    run_ranks(_unsharded_forward)
+
+
+def _norms(rank):
+    model = _sharded(_net())
+    weight = model.blocks[0].up.weight
+    whole = _net().blocks[0].up.weight
+    with torch.no_grad():
+        torch.testing.assert_close(weight.norm(), whole.norm())
+        torch.testing.assert_close(torch.norm(weight, 1), whole.norm(1))
+        torch.testing.assert_close(torch.linalg.vector_norm(weight), whole.norm())
+    with pytest.raises(NotImplementedError, match="has no gradient"):
+        weight.norm()
+    with torch.no_grad(), pytest.raises(NotImplementedError, match="of all elements"):
+        torch.linalg.vector_norm(weight, dim=0)
+    with pytest.raises(NotImplementedError, match="can't be moved"):
+        model.double()
+    with pytest.raises(NotImplementedError, match="can't be copied"):
+        copy.deepcopy(model)
+
+
+def test_norms_are_of_whole_parameters():
+    run_ranks(_norms)
