@@ -18,7 +18,13 @@
 // checkpoints that compute again.
 //
 // Ranks may take different branches: what one leaves out it gathers for its
-// peers, and sums as zeros. They run equally many forwards and backwards.
+// peers, and sums as zeros. They run equally many forwards and backwards, and
+// none needs a unit more often than was expected, which is as often as in the
+// last iteration that was alike on all, once at least: that is asked for, and
+// an error on all ranks unless all ask.
+//
+// A step that fails on one rank fails on all, and drops what earlier backwards
+// without synchronisation have added up.
 //
 // A unit is released in backward when its inputs tell that it is over; one
 // whose inputs need no gradient, as the first, when backward ends.
@@ -183,8 +189,9 @@ class ShardedRoot final : private UnitPolicy::Listener {
   void sum_over_shards(const at::Tensor& values, bool takes_largest);
 
   // The norm over all parameters of all ranks' gradients, which are multiplied
-  // by max_norm / norm if that is less than 1. `p`: infinity for the largest.
-  // The same number on all ranks. Collective. Errors: ValueError for p <= 0.
+  // by max_norm / (norm + 1e-6), as torch's are, if that is less than 1. `p`:
+  // infinity for the largest. The same number on all ranks. Collective. Errors:
+  // ValueError for p <= 0.
   double clip_grad_norm(double max_norm, double p = 2.0);
 
   ShardingStatistics statistics() const;

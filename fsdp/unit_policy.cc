@@ -23,6 +23,18 @@ uint64_t digest_of(const std::vector<T>& values) {
   return digest;
 }
 
+// As it was seen, and then what was not needed: some rank may need it next
+// time.
+std::vector<size_t> completed(std::vector<size_t> record,
+                              const std::vector<size_t>& all) {
+  for (const size_t unit : all) {
+    if (std::ranges::find(record, unit) == record.end()) {
+      record.push_back(unit);
+    }
+  }
+  return record;
+}
+
 }  // namespace
 
 UnitPolicy::UnitPolicy(std::vector<Unit>& units, ShardTransport& transport,
@@ -202,10 +214,8 @@ void UnitPolicy::on_end_confirmed(bool has_agreed_proposal) {
       throw;
     }
   }
-  if (!forward_record_.empty()) forward_order_ = forward_record_;
-  if (!gathers_.schedule().record().empty()) {
-    backward_order_ = gathers_.schedule().record();
-  }
+  forward_order_ = completed(forward_record_, forward_order_);
+  backward_order_ = completed(gathers_.schedule().record(), backward_order_);
   next_reduction_order_ = completion_;
 }
 

@@ -20,6 +20,7 @@
 //   waiting    ours, statuses looked at where backward ends
 //   deferred   ours, looked at in the next prepare_for_backward
 //   deferred4  ours, looked at in the fourth one from there
+//   deferred32  in the 32nd
 //   silent     ours without control channel
 // Columns, of rank 0, medians of `rounds` runs:
 //   longest    what its longest step takes more than its median one, its own
@@ -140,6 +141,8 @@ std::vector<Arm> arms() {
           our_arm("deferred", {.defer_status_check = true}),
           our_arm("deferred4", {.defer_status_check = true,
                                 .max_unconfirmed_iterations = 4}),
+          our_arm("deferred32", {.defer_status_check = true,
+                                 .max_unconfirmed_iterations = 32}),
           our_arm("silent", {.control_channel = false})};
 }
 

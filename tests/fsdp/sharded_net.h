@@ -17,6 +17,9 @@
 
 namespace brigade::testing {
 
+// Bits of products must not depend on how many threads are free.
+inline const bool kComputesOnOneThread = (at::set_num_threads(1), true);
+
 // Of a generator of its own: ranks are threads of one process.
 inline at::Tensor random(at::IntArrayRef sizes, uint64_t seed) {
   return torch::randn(sizes, at::make_generator<at::CPUGeneratorImpl>(seed));
