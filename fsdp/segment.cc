@@ -189,8 +189,11 @@ void Segment::take(size_t parameter, const at::Tensor& gradient,
       "out of sharding.");
   const at::NoGradGuard no_grad;
   acquire_gradients(memory);
-  if (!is_written_[parameter] && gradient.scalar_type() == reduce_dtype() &&
-      have_same_layout(gradient, like)) {
+  if (gradient.numel() == 0) {
+    // There is nothing to be written.
+  } else if (!is_written_[parameter] &&
+             gradient.scalar_type() == reduce_dtype() &&
+             have_same_layout(gradient, like)) {
     std::memcpy(static_cast<char*>(gradients_.mutable_data_ptr()) +
                     layout_.offset(parameter) * gradients_.element_size(),
                 gradient.const_data_ptr(), gradient.nbytes());
