@@ -112,8 +112,6 @@ class Segment {
   // Writes the parameter's gradient, or adds it to what is there.
   void take(size_t parameter, const at::Tensor& gradient,
             GradientMemory& memory);
-  bool has_gradient(size_t parameter) const { return is_written_[parameter]; }
-  bool has_gradients() const { return gradients_.defined(); }
   // [W * S], zeros where nothing was taken; made if need be.
   at::Tensor finish_gradients(GradientMemory& memory);
   // Forgets them. The memory is the caller's; undefined if there is none.

@@ -85,9 +85,7 @@ std::vector<at::Tensor> UnitPolicy::variables() const {
 
 const NamedParameter& UnitPolicy::parameter(size_t variable) const {
   const Variable& found = variables_[variable];
-  return const_cast<UnitReduction&>(reductions_[found.reduction])
-      .segment()
-      .parameters()[found.in_segment];
+  return reductions_[found.reduction].segment().parameters()[found.in_segment];
 }
 
 void UnitPolicy::adopt_order(std::vector<size_t> reductions) {

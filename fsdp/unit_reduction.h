@@ -22,6 +22,7 @@ class UnitReduction final : public Collective {
                 ShardTransport& transport, GradientMemory& memory);
 
   Segment& segment() { return segment_; }
+  const Segment& segment() const { return segment_; }
 
   // What deliver() has left to be multiplied with.
   double scale() const;
