@@ -120,19 +120,16 @@ PendingExchange ControlChannel::exchange(RankStatus own) {
     pending.exchange = mesh_->begin(number_, own);
     in_flight_[own.sequence] = pending.exchange;
   } else if (answers_ != nullptr) {
-    pending.answers = answers_->answer_status(own);
+    pending.exchange = answers_->exchange_status(own);
   } else {
-    pending.answers.assign(group_->getSize(), own);
+    pending.exchange = std::make_shared<StatusExchange>();
+    pending.exchange->finish_agreed(/*all_propose_the_same=*/true);
   }
   return pending;
 }
 
 std::optional<std::vector<RankStatus>> ControlChannel::await_difference(
     const PendingExchange& pending, std::optional<milliseconds> patience) {
-  if (!pending.exchange) {
-    if (check_statuses(pending.answers).ok()) return std::nullopt;
-    return pending.answers;
-  }
   using enum StatusExchange::Outcome;
   check_process();
   const milliseconds limit = std::min(patience.value_or(timeout_), timeout_);
@@ -151,15 +148,11 @@ std::optional<std::vector<RankStatus>> ControlChannel::await_difference(
 }
 
 bool ControlChannel::all_propose_the_same(const PendingExchange& pending) {
-  if (pending.exchange) return pending.exchange->all_propose_the_same();
-  return std::ranges::all_of(pending.answers, [&](const RankStatus& answer) {
-    return answer.proposal == pending.own.proposal;
-  });
+  return pending.exchange->all_propose_the_same();
 }
 
 std::vector<RankStatus> ControlChannel::await(
     const PendingExchange& pending, std::optional<milliseconds> patience) {
-  if (!pending.exchange) return pending.answers;
   auto different = await_difference(pending, patience);
   if (different) return *std::move(different);
   return std::vector<RankStatus>(group_->getSize(), pending.own);
@@ -200,7 +193,9 @@ void ControlChannel::fail(const PendingExchange& pending,
                   std::runtime_error("nobody will answer in its place")),
               /*probe=*/nullptr);
   }
-  if (outcome == kAborted) fail_with(context, cause, /*probe=*/nullptr);
+  if (outcome == kAborted || !mesh_) {
+    fail_with(context, cause, /*probe=*/nullptr);
+  }
 
   const std::string key = end_key(prefix_);
   probe_liveness(group_, key, pending.own.iteration, milliseconds{0});

@@ -51,8 +51,7 @@ class AnswersStatuses;
 // One exchange.  Keep it until it has been awaited; it may outlive the channel.
 struct PendingExchange {
   RankStatus own = {};
-  std::shared_ptr<StatusExchange> exchange = {};  // null: answered at once
-  std::vector<RankStatus> answers = {};           // then
+  std::shared_ptr<StatusExchange> exchange = {};
 };
 
 class ControlChannel {

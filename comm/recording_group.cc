@@ -3,6 +3,7 @@
 #include <ATen/ThreadLocalState.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <condition_variable>
 #include <deque>
 #include <map>
@@ -14,6 +15,8 @@
 #include "brigade/comm/device_types.h"
 #include "brigade/comm/identical_ranks_backend.h"
 #include "brigade/comm/status_answers.h"
+#include "brigade/comm/status_check.h"
+#include "brigade/comm/status_exchange.h"
 
 namespace brigade {
 namespace {
@@ -125,29 +128,47 @@ class RecordingBackend final : public IdenticalRanksBackend,
     statuses_.answers = std::move(answers);
   }
 
-  std::vector<RankStatus> answer_status(const RankStatus& own) override {
-    StatusAnswers answers;
+  void hold_statuses() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    statuses_.are_held = true;
+  }
+
+  void release_statuses() {
+    std::deque<AnsweredStatus> held;
     {
       std::lock_guard<std::mutex> lock(mutex_);
-      statuses_.sent.push_back(describe_status(own));
-      statuses_.latest = statuses_.sent.back();
-      answers = statuses_.answers;
+      statuses_.are_held = false;
+      held.swap(statuses_.held);
     }
-    if (!answers) return std::vector<RankStatus>(getSize(), own);
-    std::vector<RankStatus> by_rank = answers(own);
-    TORCH_CHECK_VALUE(by_rank.size() == static_cast<size_t>(getSize()),
-                      "answers to a rank_status must be one per rank, ",
-                      getSize(), ", got ", by_rank.size(), ".");
-    return by_rank;
+    for (AnsweredStatus& status : held) finish(std::move(status));
+  }
+
+  std::shared_ptr<StatusExchange> exchange_status(
+      const RankStatus& own) override {
+    AnsweredStatus answered = {.own = own,
+                               .by_rank = answers_to(own),
+                               .exchange = std::make_shared<StatusExchange>()};
+    auto exchange = answered.exchange;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      if (statuses_.are_held) {
+        statuses_.held.push_back(std::move(answered));
+        return exchange;
+      }
+    }
+    finish(std::move(answered));
+    return exchange;
   }
 
   // Fails what is open and joins the link's thread.
   void stop() {
     std::map<size_t, Open> open;
+    std::deque<AnsweredStatus> statuses;
     std::thread link;
     {
       std::lock_guard<std::mutex> lock(mutex_);
       holding_ = false;
+      statuses.swap(statuses_.held);
       cost_ = nullptr;
       stopping_ = true;
       open.swap(held_);
@@ -160,6 +181,7 @@ class RecordingBackend final : public IdenticalRanksBackend,
       link_changed_.notify_all();
     }
     if (link.joinable()) link.join();
+    for (const AnsweredStatus& status : statuses) status.exchange->abort();
     for (auto& [sequence, collective] : open) {
       collective.work->fail(std::make_exception_ptr(c10::DistBackendError(
           c10::str("the recording group ended while collective ", sequence,
@@ -219,11 +241,45 @@ class RecordingBackend final : public IdenticalRanksBackend,
     Clock::time_point due = {};
   };
 
+  struct AnsweredStatus {
+    RankStatus own;
+    std::vector<RankStatus> by_rank;
+    std::shared_ptr<StatusExchange> exchange;
+  };
+
   struct Statuses {
     std::vector<std::string> sent = {};
     std::optional<std::string> latest = {};  // since the last collective
     StatusAnswers answers = {};
+    bool are_held = false;
+    std::deque<AnsweredStatus> held = {};
   };
+
+  static void finish(AnsweredStatus status) {
+    if (!check_statuses(status.by_rank).ok()) {
+      return status.exchange->finish_different(std::move(status.by_rank));
+    }
+    status.exchange->finish_agreed(
+        std::ranges::all_of(status.by_rank, [&](const RankStatus& peer) {
+          return peer.proposal == status.own.proposal;
+        }));
+  }
+
+  std::vector<RankStatus> answers_to(const RankStatus& own) {
+    StatusAnswers answers;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      statuses_.sent.push_back(describe_status(own));
+      statuses_.latest = statuses_.sent.back();
+      answers = statuses_.answers;
+    }
+    if (!answers) return std::vector<RankStatus>(getSize(), own);
+    std::vector<RankStatus> by_rank = answers(own);
+    TORCH_CHECK_VALUE(by_rank.size() == static_cast<size_t>(getSize()),
+                      "answers to a rank_status must be one per rank, ",
+                      getSize(), ", got ", by_rank.size(), ".");
+    return by_rank;
+  }
 
   static std::exception_ptr take(std::map<size_t, std::exception_ptr>& errors,
                                  size_t sequence) {
@@ -337,5 +393,8 @@ std::vector<std::string> RecordingGroup::statuses() const {
 void RecordingGroup::answer_statuses_with(StatusAnswers answers) {
   backend_->answer_statuses_with(std::move(answers));
 }
+
+void RecordingGroup::hold_statuses() { backend_->hold_statuses(); }
+void RecordingGroup::release_statuses() { backend_->release_statuses(); }
 
 }  // namespace brigade

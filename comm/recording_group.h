@@ -112,6 +112,11 @@ class RecordingGroup {
   // many as there are ranks, and may be called from any thread.
   void answer_statuses_with(StatusAnswers answers);
 
+  // From here on, status exchanges stay open until release_statuses(): peers'
+  // hosts are late.
+  void hold_statuses();
+  void release_statuses();
+
  private:
   c10::intrusive_ptr<RecordingBackend> backend_;
   c10::intrusive_ptr<c10d::ProcessGroup> group_;

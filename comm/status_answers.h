@@ -4,17 +4,19 @@
 #ifndef BRIGADE_COMM_STATUS_ANSWERS_H_
 #define BRIGADE_COMM_STATUS_ANSWERS_H_
 
-#include <vector>
+#include <memory>
 
 #include "brigade/comm/rank_status.h"
+#include "brigade/comm/status_exchange.h"
 
 namespace brigade {
 
 class AnswersStatuses {
  public:
-  // The statuses of all ranks, this one's included, by rank.  Called when
-  // `own` is sent.
-  virtual std::vector<RankStatus> answer_status(const RankStatus& own) = 0;
+  // The exchange that this rank begins with `own`. It may be over, or end at
+  // any time, on any thread.
+  virtual std::shared_ptr<StatusExchange> exchange_status(
+      const RankStatus& own) = 0;
 
  protected:
   ~AnswersStatuses() = default;

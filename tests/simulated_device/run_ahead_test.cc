@@ -1,0 +1,88 @@
+// How far a host goes on while its peers' hosts are late: on a device, where
+// nothing of a step keeps it waiting but what ranks tell each other.
+
+#include <chrono>
+#include <utility>
+
+#include "brigade/comm/peer_error.h"
+#include "brigade/reducer/reducer_options.h"
+#include "brigade/tests/simulated_device/stream_layout.h"
+#include "brigade/tests/simulated_device/streamed_training.h"
+#include "brigade/tests/support/simulated_device/stream_test.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+
+namespace brigade {
+namespace {
+
+using testing::StreamedTraining;
+using testing::StreamLayout;
+
+void train(StreamedTraining& training, int step) {
+  training.step(step);
+  training.expect_gradients(step);
+  training.update();
+  training.zero_grad();
+}
+
+using UnwatchedRunAheadTest = simulated::StreamTest;
+
+class RunAheadTest : public simulated::StreamTest,
+                     public ::testing::WithParamInterface<int> {
+ protected:
+  // Past the first iterations, whose end a rank has to know before the next:
+  // they tell in which order gradients come.
+  static constexpr int kNumFirstSteps = 3;
+};
+
+TEST_P(RunAheadTest, HostIsSoManyStepsAheadOfItsPeersHosts) {
+  const int max_ahead = GetParam();
+  StreamedTraining training{StreamLayout{}};
+  // How long a host waits for what nobody sends here.
+  training.recording()
+      .group()
+      ->getBackend(at::kCPU)
+      ->getBackendOptions()
+      ->timeout = std::chrono::milliseconds(20);
+  ReducerOptions options;
+  options.max_unconfirmed_iterations = max_ahead;
+  training.make_reducer(std::move(options));
+  int step = 0;
+  while (step < kNumFirstSteps) train(training, step++);
+  training.reducer().recover();  // nothing is outstanding
+
+  training.recording().hold_statuses();
+  for (int ahead = 0; ahead < max_ahead; ++ahead) train(training, step++);
+  EXPECT_THROW(training.step(step), PeerError);
+}
+
+TEST_P(RunAheadTest, StepsAreConfirmedWhenPeersHaveCome) {
+  StreamedTraining training{StreamLayout{}};
+  ReducerOptions options;
+  options.max_unconfirmed_iterations = GetParam();
+  training.make_reducer(std::move(options));
+  int step = 0;
+  while (step < kNumFirstSteps) train(training, step++);
+  for (int round = 0; round < 3; ++round) {
+    training.recording().hold_statuses();
+    for (int i = 0; i < GetParam(); ++i) train(training, step++);
+    training.recording().release_statuses();
+  }
+  train(training, step);
+}
+
+INSTANTIATE_TEST_SUITE_P(Steps, RunAheadTest, ::testing::Values(1, 4, 32));
+
+// As torch's reducer, which tells peers nothing.
+TEST_F(UnwatchedRunAheadTest, NothingIsWaitedFor) {
+  StreamedTraining training{StreamLayout{}};
+  ReducerOptions options;
+  options.control_channel = false;
+  training.make_reducer(std::move(options));
+  training.recording().hold_statuses();
+  for (int step = 0; step < 50; ++step) train(training, step);
+  EXPECT_THAT(training.recording().statuses(), ::testing::IsEmpty());
+}
+
+}  // namespace
+}  // namespace brigade
