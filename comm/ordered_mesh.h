@@ -65,6 +65,13 @@ class OrderedMesh {
   FuturePtr reduce_scatter(const at::Tensor& input, const at::Tensor& output,
                            std::optional<double> scale = std::nullopt);
 
+  // The same over this rank's row only.
+  FuturePtr reduce_scatter_in_row(const at::Tensor& input,
+                                  const at::Tensor& output,
+                                  std::optional<double> scale = std::nullopt) {
+    return row_->reduce_scatter(input, output, scale);
+  }
+
   // Of this rank, of n elements in a row.
   RankSlice slice(int64_t numel) const { return row_->slice(numel); }
 

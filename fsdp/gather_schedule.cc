@@ -11,11 +11,11 @@ std::vector<size_t> GatherSchedule::begin(std::vector<size_t> expected) {
   num_needed_ = 0;
   record_.clear();
   std::vector<size_t> launched;
-  launch_ahead(launched);
+  launch_ahead(launched, depth_);
   return launched;
 }
 
-GatherStep GatherSchedule::needs(size_t unit) {
+GatherStep GatherSchedule::needs(size_t unit, std::span<const size_t> ahead) {
   State& state = states_[unit];
   if (state == State::kClaimed) return {};
   record_.push_back(unit);
@@ -30,7 +30,8 @@ GatherStep GatherSchedule::needs(size_t unit) {
     num_needed_ = std::max(num_needed_, place + 1);
     step.launch = launch_up_to(num_needed_);
     state = State::kClaimed;
-    launch_ahead(step.launch);
+    launch_ahead(step.launch,
+                 ahead.empty() ? num_needed_ + depth_ : end_behind(ahead));
   } else if (state == State::kReleased) {
     step.launch = rest();
     step.is_late = true;
@@ -52,9 +53,23 @@ std::vector<size_t> GatherSchedule::unclaimed() const {
   return units;
 }
 
+// The place behind the next expected need of each.
+size_t GatherSchedule::end_behind(std::span<const size_t> ahead) const {
+  size_t end = num_needed_;
+  const auto next =
+      expected_.begin() + static_cast<std::ptrdiff_t>(num_needed_);
+  for (const size_t unit : ahead) {
+    const auto found = std::find(next, expected_.end(), unit);
+    if (found == expected_.end()) continue;
+    end = std::max(end,
+                   static_cast<size_t>(found - expected_.begin()) + size_t{1});
+  }
+  return end;
+}
+
 // A unit that is there is gathered again when it has been released.
-void GatherSchedule::launch_ahead(std::vector<size_t>& launched) {
-  const size_t end = std::min(num_needed_ + depth_, expected_.size());
+void GatherSchedule::launch_ahead(std::vector<size_t>& launched, size_t end) {
+  end = std::min(end, expected_.size());
   while (num_launched_ < end &&
          states_[expected_[num_launched_]] == State::kReleased) {
     launched.push_back(launch_up_to(num_launched_ + 1).front());

@@ -27,6 +27,7 @@
 #define BRIGADE_FSDP_GATHER_SCHEDULE_H_
 
 #include <cstddef>
+#include <span>
 #include <vector>
 
 namespace brigade {
@@ -53,9 +54,10 @@ class GatherSchedule {
   // been launched, and what was unclaimed() is released.
   std::vector<size_t> begin(std::vector<size_t> expected);
 
-  // The program is about to use `unit`, and waits for it. Outside of a pass
-  // each unit that is not there is late.
-  GatherStep needs(size_t unit);
+  // The program is about to use `unit`, and waits for it. `ahead`: units to be
+  // launched ahead with it, if they are expected; none: as many as the depth
+  // says. Outside of a pass each unit that is not there is late.
+  GatherStep needs(size_t unit, std::span<const size_t> ahead = {});
 
   // The memory of `unit` is free. REQUIRES: it was launched, or needed.
   void released(size_t unit) { states_[unit] = State::kReleased; }
@@ -82,7 +84,8 @@ class GatherSchedule {
  private:
   enum class State : char { kReleased, kUnclaimed, kClaimed };
 
-  void launch_ahead(std::vector<size_t>& launched);
+  void launch_ahead(std::vector<size_t>& launched, size_t end);
+  size_t end_behind(std::span<const size_t> ahead) const;
   std::vector<size_t> launch_up_to(size_t end);
 
   const size_t depth_;

@@ -34,6 +34,9 @@ class GradientMemory {
   GradientMemory(const GradientMemory&) = delete;
   GradientMemory& operator=(const GradientMemory&) = delete;
 
+  // At least 1.
+  void set_max_reducing(size_t value) { max_reducing_ = value; }
+
   // uint8, at least [bytes].
   at::Tensor acquire(int64_t bytes);
 
@@ -55,7 +58,7 @@ class GradientMemory {
   void reclaim(size_t max_left);
 
   MemoryPool& pool_;
-  const size_t max_reducing_;
+  size_t max_reducing_;
   std::deque<Reducing> reducing_;  // in the order of their launches
   bool waits_ = true;              // false: was in vain since all were done
 };

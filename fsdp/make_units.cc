@@ -67,7 +67,7 @@ std::vector<Unit> make_units(
   for (const UnitSpec& spec : specs) {
     Unit& unit = units.emplace_back();
     unit.name = spec.name;
-    unit.reshards_after_forward =
+    unit.settings.reshards_after_forward =
         spec.reshards_after_forward.value_or(options.reshards_after_forward);
     unit.shards.resize(spec.parameters.size());
     for (const std::vector<size_t>& members : segments_of(spec)) {

@@ -76,11 +76,14 @@ Segment::Segment(std::vector<NamedParameter> parameters, SegmentOptions options)
     : options_(std::move(options)),
       parameters_(std::move(parameters)),
       layout_(layout_of(parameters_, options_)),
-      is_trained_(parameters_.front().tensor.requires_grad()),
+      can_be_trained_(
+          at::isFloatingType(parameters_.front().tensor.scalar_type()) ||
+          at::isComplexType(parameters_.front().tensor.scalar_type())),
       shard_(shard_of(parameters_, layout_, options_.rank)),
       whole_(options_.whole_dtype, layout_.whole_numel(), shard_.device(),
              why_sharded(options_.unit)),
-      is_written_(parameters_.size(), 0) {
+      is_written_(parameters_.size(), 0),
+      is_lent_(parameters_.size(), 0) {
   const at::NoGradGuard no_grad;
   for (size_t i = 0; i < parameters_.size(); ++i) {
     at::Tensor& parameter = parameters_[i].tensor;
@@ -89,7 +92,25 @@ Segment::Segment(std::vector<NamedParameter> parameters, SegmentOptions options)
         whole_.view(layout_.offset(i), shape.sizes(), shape.strides()));
   }
   shards_ = views_of(shard_);
-  for (at::Tensor& shard : shards_) shard.requires_grad_(is_trained_);
+  for (size_t i = 0; i < shards_.size(); ++i) {
+    shards_[i].requires_grad_(is_trained(i));
+  }
+}
+
+bool Segment::is_trained() const {
+  return std::ranges::any_of(parameters_, [](const NamedParameter& parameter) {
+    return parameter.tensor.requires_grad();
+  });
+}
+
+bool Segment::follow_shards() {
+  bool is_changed = false;
+  for (size_t i = 0; i < shards_.size(); ++i) {
+    if (shards_[i].requires_grad() == is_trained(i)) continue;
+    parameters_[i].tensor.set_requires_grad(shards_[i].requires_grad());
+    is_changed = true;
+  }
+  return is_changed;
 }
 
 void Segment::rename(const std::string& unit, const std::string& prefix) {
@@ -189,7 +210,7 @@ void Segment::take(size_t parameter, const at::Tensor& gradient,
       "out of sharding.");
   const at::NoGradGuard no_grad;
   acquire_gradients(memory);
-  if (gradient.numel() == 0) {
+  if (gradient.numel() == 0 || is_own_slot(parameter, gradient)) {
     // There is nothing to be written.
   } else if (!is_written_[parameter] &&
              gradient.scalar_type() == reduce_dtype() &&
@@ -203,6 +224,24 @@ void Segment::take(size_t parameter, const at::Tensor& gradient,
     slot(gradients_, parameter).copy_(gradient);
   }
   is_written_[parameter] = 1;
+}
+
+at::Tensor Segment::gradient_slot(size_t parameter, GradientMemory& memory) {
+  // Autograd adds up what several functions return before it is taken.
+  if (is_written_[parameter] || std::exchange(is_lent_[parameter], 1)) {
+    return {};
+  }
+  const at::NoGradGuard no_grad;
+  acquire_gradients(memory);
+  return slot(gradients_, parameter);
+}
+
+// Whether it is what gradient_slot() has given.
+bool Segment::is_own_slot(size_t parameter, const at::Tensor& gradient) const {
+  return is_lent_[parameter] && !is_written_[parameter] &&
+         gradient.is_alias_of(gradients_) &&
+         gradient.const_data_ptr() ==
+             slot(gradients_, parameter).const_data_ptr();
 }
 
 void Segment::acquire_gradients(GradientMemory& memory) {
@@ -225,11 +264,19 @@ at::Tensor Segment::finish_gradients(GradientMemory& memory) {
     end = layout_.offset(i) + parameters_[i].tensor.numel();
   }
   zero_up_to(layout_.whole_numel());
+  if (partial_.defined()) {
+    gradients_
+        .narrow(0, options_.rank * layout_.shard_numel(), layout_.shard_numel())
+        .add_(partial_);
+    if (!pending_.defined()) pending_ = partial_;
+    partial_ = at::Tensor();
+  }
   return gradients_;
 }
 
 at::Tensor Segment::take_gradient_memory() {
   std::ranges::fill(is_written_, 0);
+  std::ranges::fill(is_lent_, 0);
   gradients_ = at::Tensor();
   return std::exchange(gradient_memory_, at::Tensor());
 }

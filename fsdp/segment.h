@@ -15,6 +15,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -29,6 +30,8 @@ struct NamedParameter {
   std::string name;  // "blocks.2.weight"
   at::Tensor tensor;
   int64_t block_numel = 1;  // see shard_spec.h
+  // What forward and backward see it in; unset: what the options say.
+  std::optional<at::ScalarType> whole_dtype = std::nullopt;
 };
 
 struct SegmentOptions {
@@ -43,8 +46,7 @@ class Segment {
  public:
   // Takes this rank's part of each parameter, and makes the parameter, which
   // keeps its shape and strides, a view of a storage without memory, in
-  // `whole_dtype`. REQUIRES: all are leaves of one dtype and device, dense, all
-  // of them require gradients or none does.
+  // `whole_dtype`. REQUIRES: all are leaves of one dtype and device, and dense.
   //
   // Errors: ValueError for blocks that ShardLayout refuses.
   Segment(std::vector<NamedParameter> parameters, SegmentOptions options);
@@ -53,7 +55,16 @@ class Segment {
 
   const std::vector<NamedParameter>& parameters() const { return parameters_; }
   const ShardLayout& layout() const { return layout_; }
-  bool is_trained() const { return is_trained_; }
+
+  // Whether the parameter, or any of them, requires a gradient.
+  bool is_trained(size_t parameter) const {
+    return parameters_[parameter].tensor.requires_grad();
+  }
+  bool is_trained() const;
+  bool can_be_trained() const { return can_be_trained_; }  // by its dtype
+  // From here on those are whose shards require a gradient. Returns whether
+  // they are others than before.
+  bool follow_shards();
 
   // The unit's name, and what its parameters' begin with, for errors.
   void rename(const std::string& unit, const std::string& prefix);
@@ -112,8 +123,13 @@ class Segment {
   // Writes the parameter's gradient, or adds it to what is there.
   void take(size_t parameter, const at::Tensor& gradient,
             GradientMemory& memory);
-  // [W * S], zeros where nothing was taken; made if need be.
+  // [W * S], zeros where nothing was taken, with what keep_partial() has kept;
+  // made if need be.
   at::Tensor finish_gradients(GradientMemory& memory);
+  // Where a whole gradient is to be written: a view, of the parameter's shape,
+  // in the reduce dtype; undefined if it was given, or taken, before. It counts
+  // when take() gets it.
+  at::Tensor gradient_slot(size_t parameter, GradientMemory& memory);
   // Forgets them. The memory is the caller's; undefined if there is none.
   at::Tensor take_gradient_memory();
 
@@ -128,6 +144,10 @@ class Segment {
   // is added to it; of those parameters only that `is_used`.
   void commit(const std::vector<char>& is_used, double scale);
 
+  // The sum in pending(), of some ranks only, goes into the next one.
+  void keep_partial() { std::swap(partial_, pending_); }
+  void drop_partial() { partial_ = at::Tensor(); }
+
  private:
   // A buffer for a shard's gradient with its views by parameter.
   struct ShardGradient {
@@ -138,6 +158,7 @@ class Segment {
   at::Tensor slot(const at::Tensor& flat, size_t parameter) const;
   at::Tensor view_of(const at::Tensor& flat, size_t parameter) const;
   void acquire_gradients(GradientMemory& memory);
+  bool is_own_slot(size_t parameter, const at::Tensor& gradient) const;
   std::vector<at::Tensor> views_of(const at::Tensor& flat) const;
   static bool is_held(ShardGradient& gradient);
   ShardGradient& free_gradient();
@@ -145,7 +166,7 @@ class Segment {
   SegmentOptions options_;  // constant but for the name
   std::vector<NamedParameter> parameters_;
   const ShardLayout layout_;
-  const bool is_trained_;
+  const bool can_be_trained_;
 
   at::Tensor shard_;
   std::vector<at::Tensor> shards_;
@@ -157,8 +178,10 @@ class Segment {
   at::Tensor gradient_memory_;
   at::Tensor gradients_;  // [W * S], in it
   std::vector<char> is_written_;
+  std::vector<char> is_lent_;  // by gradient_slot()
 
   at::Tensor pending_;
+  at::Tensor partial_;  // [S]; undefined: none
   ShardGradient gradient_of_shard_[2];
 };
 

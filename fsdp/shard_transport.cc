@@ -58,16 +58,15 @@ class OrderedRow final : public ShardTransport {
  public:
   explicit OrderedRow(const Group& group)
       : ShardTransport(group->getSize(), 1, group->getRank()),
-        scale_(1.0 / group->getSize()),
         gathers_(group),
         sums_(group) {}
 
   FuturePtr all_gather(const at::Tensor& whole) override {
     return gathers_.all_gather(whole);
   }
-  FuturePtr reduce_scatter(const at::Tensor& whole,
-                           const at::Tensor& shard) override {
-    return sums_.reduce_scatter(whole, shard, scale_);
+  FuturePtr reduce_scatter(const at::Tensor& whole, const at::Tensor& shard,
+                           Sum sum) override {
+    return sums_.reduce_scatter(whole, shard, sum.scale);
   }
   FuturePtr all_reduce(const at::Tensor& tensor) override {
     return gathers_.all_reduce(tensor);
@@ -75,7 +74,6 @@ class OrderedRow final : public ShardTransport {
   bool scales() const override { return true; }
 
  private:
-  const double scale_;
   OrderedCollectives gathers_;
   OrderedCollectives sums_;
 };
@@ -85,7 +83,6 @@ class OrderedRows final : public ShardTransport {
   OrderedRows(const Group& group, int num_shards)
       : ShardTransport(num_shards, group->getSize() / num_shards,
                        group->getRank() % num_shards),
-        scale_(1.0 / group->getSize()),
         row_(make_subgroup(group, row_of(group->getRank(), num_shards))),
         column_(make_subgroup(
             group, column_of(group->getRank(), num_shards, group->getSize()))),
@@ -96,9 +93,11 @@ class OrderedRows final : public ShardTransport {
   FuturePtr all_gather(const at::Tensor& whole) override {
     return gathers_.all_gather(whole);
   }
-  FuturePtr reduce_scatter(const at::Tensor& whole,
-                           const at::Tensor& shard) override {
-    return sums_.reduce_scatter(whole, shard, scale_);
+  FuturePtr reduce_scatter(const at::Tensor& whole, const at::Tensor& shard,
+                           Sum sum) override {
+    return sum.over_replicas
+               ? sums_.reduce_scatter(whole, shard, sum.scale)
+               : sums_.reduce_scatter_in_row(whole, shard, sum.scale);
   }
   FuturePtr all_reduce(const at::Tensor& tensor) override {
     return all_.all_reduce(tensor);
@@ -106,7 +105,6 @@ class OrderedRows final : public ShardTransport {
   bool scales() const override { return true; }
 
  private:
-  const double scale_;
   const GroupScope row_;
   const GroupScope column_;
   OrderedCollectives gathers_;
@@ -126,8 +124,8 @@ class GroupTransport final : public ShardTransport {
                        whole.narrow(0, shard_rank() * shard_numel, shard_numel))
         ->getFuture();
   }
-  FuturePtr reduce_scatter(const at::Tensor& whole,
-                           const at::Tensor& shard) override {
+  FuturePtr reduce_scatter(const at::Tensor& whole, const at::Tensor& shard,
+                           Sum /*sum*/) override {
     return reduce_into(*group_, shard, whole)->getFuture();
   }
   FuturePtr all_reduce(const at::Tensor& tensor) override {

@@ -31,15 +31,20 @@ class ShardTransport {
   // Writes the others.
   virtual FuturePtr all_gather(const at::Tensor& whole) = 0;
 
+  struct Sum {
+    double scale = 1;           // unless scales() is false
+    bool over_replicas = true;  // false: over the ranks of this row only
+  };
+
   // Writes into `shard` [S] this rank's slice of the sum over all ranks of
-  // `whole` [F * S]; times 1 / (F * R), unless scales() is false.
+  // `whole` [F * S], times the scale.
   virtual FuturePtr reduce_scatter(const at::Tensor& whole,
-                                   const at::Tensor& shard) = 0;
+                                   const at::Tensor& shard, Sum sum) = 0;
 
   // Replaces `tensor` by its sum over all ranks, in their order.
   virtual FuturePtr all_reduce(const at::Tensor& tensor) = 0;
 
-  // False: the sum is to be divided by whoever takes it.
+  // False: the sum is to be scaled by whoever takes it.
   virtual bool scales() const = 0;
 
   int num_shards() const { return num_shards_; }      // F

@@ -40,6 +40,30 @@ uint64_t digest_of(std::string_view words, const std::vector<size_t>& units) {
   return digest | 1;  // never 0, which would be none
 }
 
+// A frozen parameter has an accumulator for gradients, too, as long as this
+// lives: whoever gets hold of it then has it when the parameter is thawed.
+class AllTrained {
+ public:
+  explicit AllTrained(std::vector<at::Tensor> parameters)
+      : parameters_(std::move(parameters)) {
+    for (at::Tensor& parameter : parameters_) {
+      was_trained_.push_back(parameter.requires_grad() ? 1 : 0);
+      parameter.set_requires_grad(true);
+    }
+  }
+  ~AllTrained() {
+    for (size_t i = 0; i < parameters_.size(); ++i) {
+      parameters_[i].set_requires_grad(was_trained_[i] != 0);
+    }
+  }
+  AllTrained(const AllTrained&) = delete;
+  AllTrained& operator=(const AllTrained&) = delete;
+
+ private:
+  std::vector<at::Tensor> parameters_;
+  std::vector<char> was_trained_;
+};
+
 // Of a shard among those of its unit.
 size_t place_of(const Unit& unit, const at::Tensor& shard) {
   const auto found = std::ranges::find_if(
@@ -66,7 +90,8 @@ ShardedRoot::ShardedRoot(std::vector<Unit> units,
       units_(std::move(units)) {
   uint64_t fingerprint = units_.size();
   for (const Unit& unit : units_) {
-    fingerprint = c10::hash_combine(fingerprint, unit.reshards_after_forward);
+    fingerprint =
+        c10::hash_combine(fingerprint, unit.settings.reshards_after_forward);
     for (const auto& segment : unit.segments) {
       TORCH_CHECK_VALUE(
           segment->layout().num_ranks() == transport_->num_shards(),
@@ -85,6 +110,7 @@ ShardedRoot::ShardedRoot(std::vector<Unit> units,
   policy_ = std::make_unique<UnitPolicy>(
       units_, *transport_, *gathers_, gradient_memory_,
       static_cast<UnitPolicy::Listener&>(*this), fingerprint);
+  const AllTrained all_trained(policy_->variables());
   const std::vector<std::vector<at::Tensor>> variables = {policy_->variables()};
   engine_ = std::make_unique<Engine>(
       std::vector{group_}, variables, *policy_,
@@ -126,7 +152,10 @@ void ShardedRoot::begin_forward() {
               "fully_shard: a forward began inside of another one of the same "
               "root.\nLet the outer one end first.");
   peers_know_ = false;
+  keeps_units_ = at::GradMode::is_enabled();
   check_shards();
+  follow_shards();
+  claim_kept();
   release_outdated();
   const std::vector<size_t> expected = policy_->expected_in_forward();
   ask("began a forward", expected);
@@ -137,11 +166,11 @@ void ShardedRoot::begin_forward() {
 void ShardedRoot::end_forward() {
   if (pass_ == Pass::kBackward) return;
   gathers_->launch_rest();
-  if (at::GradMode::is_enabled()) {
+  if (keeps_units_) {
     policy_->note_forward(gathers_->schedule().record());
     // What is whole behind a forward does not depend on this rank's branches.
     for (size_t unit = 0; unit < units_.size(); ++unit) {
-      if (units_[unit].reshards_after_forward ||
+      if (units_[unit].settings.reshards_after_forward ||
           !gathers_->schedule().is_there(unit)) {
         continue;
       }
@@ -158,23 +187,38 @@ void ShardedRoot::check_shards() {
     for (const auto& segment : unit.segments) {
       for (size_t i = 0; i < segment->shards().size(); ++i) {
         const at::Tensor& shard = segment->shards()[i];
-        const bool has_memory =
-            shard.storage().is_alias_of(segment->shard().storage());
-        if (has_memory && shard.requires_grad() == segment->is_trained()) {
-          continue;
-        }
+        if (shard.storage().is_alias_of(segment->shard().storage())) continue;
         const std::string text = absl::StrCat(
             "fully_shard: the shard of parameter '",
-            segment->parameters()[i].name, "' of unit '", unit.name, "' was ",
-            !has_memory ? "given other memory"
-                        : (segment->is_trained() ? "frozen" : "thawed"),
-            " since it was made.\n",
-            has_memory ? "Freeze and thaw parameters before they are sharded."
-                       : "Write into it in place.");
+            segment->parameters()[i].name, "' of unit '", unit.name,
+            "' was given other memory since it was made.\nWrite into it in "
+            "place.");
         engine_->fail(std::make_exception_ptr(std::runtime_error(text)));
         TORCH_CHECK(false, text);
       }
     }
+  }
+}
+
+// Frozen or thawed by whoever has the shards.
+void ShardedRoot::follow_shards() {
+  bool is_changed = false;
+  for (const Unit& unit : units_) {
+    for (const auto& segment : unit.segments) {
+      is_changed |= segment->follow_shards();
+    }
+  }
+  if (is_changed) policy_->note_trained_changed();
+}
+
+// What stays whole behind a backward does not depend on this rank's branches.
+void ShardedRoot::claim_kept() {
+  for (size_t unit = 0; unit < units_.size(); ++unit) {
+    if (units_[unit].settings.reshards_after_backward ||
+        !gathers_->schedule().is_there(unit)) {
+      continue;
+    }
+    need(unit);
   }
 }
 
@@ -211,7 +255,11 @@ void ShardedRoot::release_outdated() {
 }
 
 void ShardedRoot::need(size_t unit) {
-  gathers_->need(unit, [&] {
+  const UnitSettings& settings = units_[unit].settings;
+  const std::vector<size_t>& ahead = pass_ == Pass::kBackward
+                                         ? settings.backward_prefetch
+                                         : settings.forward_prefetch;
+  gathers_->need(unit, ahead, [&] {
     const std::string words =
         absl::StrCat("needed unit '", units_[unit].name, "' again");
     ask(words, {unit});
@@ -242,12 +290,15 @@ void ShardedRoot::abort_call(const Call& call) {
 void ShardedRoot::end_call(const std::shared_ptr<Call>& call,
                            std::span<const at::Tensor> outputs) {
   const size_t unit = call->unit;
-  const bool has_backward =
-      at::GradMode::is_enabled() &&
-      watch_outputs(outputs, alive_, [this, call] { open(call); });
+  if (at::GradMode::is_enabled()) {
+    watch_outputs(outputs, alive_, [this, call] { open(call); });
+  }
   if (num_running_[unit] > 0) --num_running_[unit];
   if (running_backward_id() >= 0) return;  // computed again for its backward
-  if (has_backward && !units_[unit].reshards_after_forward) is_kept_[unit] = 1;
+  // Also without a backward on this rank: peers may have one.
+  if (keeps_units_ && !units_[unit].settings.reshards_after_forward) {
+    is_kept_[unit] = 1;
+  }
   if (is_kept_[unit] == 0) release_if_unused(unit);
 }
 
@@ -271,14 +322,22 @@ void ShardedRoot::open(const std::shared_ptr<Call>& call) {
     call->open_in = backward_;
     ++num_open_[unit];
   }
-  need(unit);
+  if (units_[unit].settings.gathers_in_backward) need(unit);
 }
 
 void ShardedRoot::close(Call& call) {
   if (call.open_in != backward_ || pass_ != Pass::kBackward) return;
   call.open_in = 0;
   --num_open_[call.unit];
-  release_if_unused(call.unit);
+  release_behind_backward(call.unit);
+}
+
+void ShardedRoot::release_behind_backward(size_t unit) {
+  if (units_[unit].settings.reshards_after_backward) {
+    release_if_unused(unit);
+  } else if (num_running_[unit] == 0 && num_open_[unit] == 0) {
+    is_kept_[unit] = 0;
+  }
 }
 
 void ShardedRoot::begin_backward() {
@@ -316,8 +375,36 @@ void ShardedRoot::on_backward_over() {
   }
   for (size_t unit = 0; unit < units_.size(); ++unit) {
     num_open_[unit] = 0;
-    if (gathers_->is_claimed(unit)) release_if_unused(unit);
+    if (gathers_->is_claimed(unit)) release_behind_backward(unit);
   }
+}
+
+void ShardedRoot::reduce() {
+  TORCH_CHECK(pass_ == Pass::kNone,
+              "fully_shard: gradients are to be reduced inside of a forward or "
+              "backward, or of unshard().\nDo so between them.");
+  const at::AutoGradMode with_graph(true);
+  const at::Tensor leaf = at::zeros({}).set_requires_grad(true);
+  const at::Tensor output = leaf.mul(1);
+  watch_outputs({&output, 1}, alive_, [this] {
+    if (pass_ != Pass::kBackward) begin_backward();
+  });
+  output.backward();
+}
+
+// ---- Ranks without data.
+
+int64_t ShardedRoot::num_ranks_with(bool has_data) {
+  ask("tells whether it has data", {});
+  const at::Tensor count = at::full({1}, has_data ? 1 : 0, at::kLong);
+  transport_->all_reduce(count)->waitAndThrow();
+  return count.item<int64_t>();
+}
+
+void ShardedRoot::step_without_data() {
+  begin_forward();
+  end_forward();
+  reduce();
 }
 
 // ---- Between them.
@@ -438,6 +525,13 @@ double ShardedRoot::clip_grad_norm(double max_norm, double p) {
   return norm;
 }
 
+void ShardedRoot::set_max_reducing(size_t value) {
+  TORCH_CHECK_VALUE(value > 0,
+                    "fully_shard: expected room for at least 1 reduction, "
+                    "found 0.\nGive 2, for instance.");
+  gradient_memory_.set_max_reducing(value);
+}
+
 ShardingStatistics ShardedRoot::statistics() const {
   ShardingStatistics statistics = {
       .late_gathers = static_cast<int64_t>(gathers_->schedule().num_late()),
@@ -468,7 +562,9 @@ std::string ShardedRoot::explain() const {
           segment->layout().shard_numel() * segment->shard().element_size(),
           " bytes here, ", segment->layout().padding_numel(),
           " elements of padding", segment->is_trained() ? "" : ", frozen",
-          unit.reshards_after_forward ? "" : ", whole from forward to backward",
+          unit.settings.reshards_after_forward
+              ? ""
+              : ", whole from forward to backward",
           "\n");
     }
   }

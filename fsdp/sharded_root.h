@@ -102,9 +102,12 @@ class ShardedRoot final : private UnitPolicy::Listener {
 
   // ---- A forward: all of it between these, on all ranks.
 
-  // Errors: RuntimeError on all ranks if some do something else; RuntimeError
-  // if a shard was frozen, thawed or given other memory since it was made;
-  // PeerError if a rank has failed or is lost.
+  // Parameters whose shards require gradients do so from here on, so that they
+  // may be frozen and thawed in between, alike on all ranks.
+  //
+  // Errors: RuntimeError on all ranks if some do something else, or a shard was
+  // given other memory since it was made; PeerError if a rank has failed or is
+  // lost.
   void begin_forward();
   void end_forward();
   // In place of end_forward(): peers are told. Does not throw.
@@ -153,6 +156,32 @@ class ShardedRoot final : private UnitPolicy::Listener {
     }
   }
 
+  // ---- Beside backwards.
+
+  // Reduces what backwards without synchronisation have added up, as a backward
+  // would that brings no gradients. Collective.
+  void reduce();
+
+  // How many ranks have data for another step; this one does, or not.
+  // Collective.
+  int64_t num_ranks_with(bool has_data);
+
+  // In place of a forward and a backward that is reduced, on a rank without
+  // data: takes part in those of the others, and adds zeros to their gradients.
+  // The average is that over all ranks. Shards get their gradients here too, so
+  // the optimizer steps as on the others.
+  void step_without_data();
+
+  // Where a custom autograd function may write the gradient of a whole
+  // parameter, in backward, and return it: nothing is copied then. Of the
+  // parameter's shape, in the reduce dtype; what it holds is anything.
+  // Undefined if the parameter has a gradient in this backward already, so that
+  // one of the function's own is to be returned. Errors: ValueError for a
+  // tensor that is no parameter of a unit.
+  at::Tensor gradient_slot(const at::Tensor& parameter) {
+    return policy_->gradient_slot(parameter);
+  }
+
   // ---- Settings.
 
   // While off, backwards add gradients up on this rank, whole: nothing is
@@ -161,10 +190,18 @@ class ShardedRoot final : private UnitPolicy::Listener {
   void set_synchronizes(bool value) { synchronizes_ = value; }
   bool synchronizes() const { return synchronizes_; }
 
-  // Of one unit, from the next forward on; alike on all ranks.
-  void set_reshards_after_forward(size_t unit, bool value) {
-    units_.at(unit).reshards_after_forward = value;
+  // False: backwards sum gradients over the ranks of a row only, and keep the
+  // sums, which the next backward adds to its own before it sums over all. Of
+  // no effect on a mesh of one row. Alike on all ranks; read when a backward
+  // begins.
+  void set_sums_over_replicas(bool value) {
+    policy_->set_sums_over_replicas(value || transport_->num_replicas() == 1);
   }
+
+  // Reductions that keep the memory of whole gradients; at least 1.
+  void set_max_reducing(size_t value);
+
+  UnitSettings& settings(size_t unit) { return units_.at(unit).settings; }
 
   // ---- Whole parameters, outside of a forward and backward. Collective.
 
@@ -207,8 +244,11 @@ class ShardedRoot final : private UnitPolicy::Listener {
 
   void need(size_t unit);
   void check_shards();
+  void follow_shards();
+  void claim_kept();
   int64_t version_of(size_t unit) const;
   void release_if_unused(size_t unit);
+  void release_behind_backward(size_t unit);
   void release_outdated();
   void open(const std::shared_ptr<Call>& call);
   void close(Call& call);
@@ -229,6 +269,7 @@ class ShardedRoot final : private UnitPolicy::Listener {
   Pass pass_ = Pass::kNone;
   bool peers_know_ = false;  // of the failure that is on its way out of forward
   bool synchronizes_ = true;
+  bool keeps_units_ = false;  // this forward, or the last: for its backward
 
   // By unit: calls between their ends, in forward; calls whose backward is
   // under way; whether it stays whole until a backward.

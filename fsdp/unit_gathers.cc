@@ -41,9 +41,10 @@ void UnitGathers::begin(std::vector<size_t> expected) {
   launch_all(schedule_.begin(std::move(expected)));
 }
 
-void UnitGathers::need(size_t unit, const std::function<void()>& ask) {
+void UnitGathers::need(size_t unit, std::span<const size_t> ahead,
+                       const std::function<void()>& ask) {
   if (schedule_.is_claimed(unit)) return;
-  const GatherStep step = schedule_.needs(unit);
+  const GatherStep step = schedule_.needs(unit, ahead);
   launch_all(step.launch);
   if (step.is_late) {
     try {

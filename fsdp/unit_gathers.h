@@ -14,6 +14,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <span>
 #include <vector>
 
 #include "brigade/fsdp/gather_schedule.h"
@@ -37,10 +38,11 @@ class UnitGathers {
   // A pass begins; what an earlier one has left is released. Errors: as need().
   void begin(std::vector<size_t> expected);
 
-  // Returns when `unit` is whole. `ask` is called before a gather that is not
-  // expected, and throws if peers don't ask the same. Errors: what a gather
-  // fails with.
-  void need(size_t unit, const std::function<void()>& ask);
+  // Returns when `unit` is whole. `ahead`: of GatherSchedule::needs(). `ask` is
+  // called before a gather that is not expected, and throws if peers don't ask
+  // the same. Errors: what a gather fails with.
+  void need(size_t unit, std::span<const size_t> ahead,
+            const std::function<void()>& ask);
 
   // Sharded again. Nothing if it is sharded. Waits for a gather in flight.
   void release(size_t unit);

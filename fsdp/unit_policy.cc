@@ -5,6 +5,7 @@
 #include <c10/util/hash.h>
 
 #include <algorithm>
+#include <functional>
 #include <numeric>
 #include <utility>
 
@@ -50,17 +51,19 @@ UnitPolicy::UnitPolicy(std::vector<Unit>& units, ShardTransport& transport,
   for (const Unit& unit : units_) {
     num_reductions += std::ranges::count_if(
         unit.segments,
-        [](const auto& segment) { return segment->is_trained(); });
+        [](const auto& segment) { return segment->can_be_trained(); });
   }
   reductions_.reserve(num_reductions);  // they stay where they are
   for (size_t unit = 0; unit < units_.size(); ++unit) {
     for (const auto& segment : units_[unit].segments) {
-      if (!segment->is_trained()) continue;
+      if (!segment->can_be_trained()) continue;
       const size_t index = reductions_.size();
-      reductions_.emplace_back(index, units_[unit].name, *segment, transport_,
+      reductions_.emplace_back(index, units_[unit], *segment, transport_,
                                memory_);
       first_variable_.push_back(variables_.size());
       for (size_t i = 0; i < segment->parameters().size(); ++i) {
+        numbers_[segment->parameters()[i].tensor.unsafeGetTensorImpl()] =
+            variables_.size();
         variables_.push_back({.reduction = index, .in_segment = i});
       }
     }
@@ -88,11 +91,22 @@ const NamedParameter& UnitPolicy::parameter(size_t variable) const {
   return reductions_[found.reduction].segment().parameters()[found.in_segment];
 }
 
+bool UnitPolicy::is_trained(size_t variable) const {
+  return parameter(variable).tensor.requires_grad();
+}
+
+bool UnitPolicy::expects_gradients() const {
+  return std::ranges::any_of(reductions_, [](const UnitReduction& reduction) {
+    return reduction.segment().is_trained();
+  });
+}
+
 void UnitPolicy::adopt_order(std::vector<size_t> reductions) {
   reduction_order_ = std::move(reductions);
   sequence_.clear();
   places_.resize(reductions_.size());
   for (const size_t reduction : reduction_order_) {
+    if (!reductions_[reduction].segment().is_trained()) continue;
     places_[reduction] = sequence_.size();
     sequence_.push_back(&reductions_[reduction]);
   }
@@ -114,7 +128,10 @@ std::vector<size_t> UnitPolicy::expected_in_backward() const {
   }
   for (const size_t unit : backward_order_) {
     // The second time it has been released.
-    if (!std::exchange(is_whole[unit], 0)) expected.push_back(unit);
+    if (!std::exchange(is_whole[unit], 0) &&
+        units_[unit].settings.gathers_in_backward) {
+      expected.push_back(unit);
+    }
   }
   return expected;
 }
@@ -124,9 +141,21 @@ void UnitPolicy::note_forward(std::vector<size_t> record) {
 }
 
 void UnitPolicy::take(VariableIndex variable, const at::Tensor& gradient) {
+  if (!is_trained(variable.parameter)) return;  // frozen since its forward
   const Variable& taken = variables_[variable.parameter];
   reductions_[taken.reduction].segment().take(taken.in_segment, gradient,
                                               memory_);
+}
+
+at::Tensor UnitPolicy::gradient_slot(const at::Tensor& parameter) {
+  const auto number = numbers_.find(parameter.unsafeGetTensorImpl());
+  TORCH_CHECK_VALUE(number != numbers_.end(),
+                    "fully_shard: expected a parameter that was sharded here, "
+                    "as its module has it in forward, found a tensor of ",
+                    parameter.sizes(), ".\nGive the parameter itself.");
+  const Variable& variable = variables_[number->second];
+  return reductions_[variable.reduction].segment().gradient_slot(
+      variable.in_segment, memory_);
 }
 
 std::string UnitPolicy::describe_sequence() const {
@@ -134,10 +163,27 @@ std::string UnitPolicy::describe_sequence() const {
                       " parameters");
 }
 
+uint64_t UnitPolicy::digest_of_settings() const {
+  uint64_t digest = sums_over_replicas_ ? 1 : 0;
+  for (const Unit& unit : units_) {
+    digest = c10::hash_combine(
+        digest,
+        std::hash<double>{}(unit.settings.gradient_divisor.value_or(0)));
+  }
+  for (size_t i = 0; i < variables_.size(); ++i) {
+    digest = c10::hash_combine(digest, is_trained(i) ? 1 : 0);
+  }
+  return digest;
+}
+
+// Never 0, which would be none.
 uint64_t UnitPolicy::backward_digest() const {
-  return c10::hash_combine(digest_of(reduction_order_),
-                           digest_of(expected_in_backward())) |
-         1;  // never 0, which would be none
+  uint64_t digest = digest_of_settings();
+  for (const uint64_t part :
+       {digest_of(reduction_order_), digest_of(expected_in_backward())}) {
+    digest = c10::hash_combine(digest, part);
+  }
+  return digest | 1;
 }
 
 // Never 0: that would be nothing to propose.
@@ -151,30 +197,46 @@ uint64_t UnitPolicy::proposal() const {
 }
 
 Replanned UnitPolicy::replan(const CallCollective& /*call*/) {
-  if (!next_reduction_order_) return Replanned::kNotDue;
-  std::vector<size_t> next = *std::exchange(next_reduction_order_, {});
-  if (next == reduction_order_) return Replanned::kSameSequence;
+  const bool is_changed = std::exchange(is_trained_changed_, false);
+  if (!next_reduction_order_ && !is_changed) return Replanned::kNotDue;
+  std::vector<size_t> next =
+      std::exchange(next_reduction_order_, {}).value_or(reduction_order_);
+  if (next == reduction_order_ && !is_changed) return Replanned::kSameSequence;
   adopt_order(std::move(next));
   return Replanned::kOtherSequence;
 }
 
-void UnitPolicy::on_backward_begins(Marker& /*marker*/, bool /*is_shadow*/) {
+void UnitPolicy::on_backward_begins(Marker& marker, bool /*is_shadow*/) {
   is_ready_.assign(variables_.size(), 0);
   completion_.clear();
   num_missing_.assign(reductions_.size(), 0);
   for (const Variable& variable : variables_) {
     ++num_missing_[variable.reduction];
   }
+  iteration_sums_over_replicas_ = sums_over_replicas_;
+  for (UnitReduction& reduction : reductions_) {
+    reduction.set_sums_over_replicas(sums_over_replicas_);
+  }
+  for (size_t number = 0; number < variables_.size(); ++number) {
+    if (is_trained(number) || !is_reduced(variables_[number].reduction)) {
+      continue;
+    }
+    note_ready(number);
+    mark_absent(number, marker);
+  }
   gathers_.begin(expected_in_backward());
 }
 
 void UnitPolicy::on_local_gradient(VariableIndex variable, bool is_defined) {
-  if (is_defined) is_used_[variable.parameter] = 1;
+  if (is_defined && is_trained(variable.parameter)) {
+    is_used_[variable.parameter] = 1;
+  }
 }
 
 std::optional<Slot> UnitPolicy::on_gradient(VariableIndex variable,
                                             bool is_defined) {
   const size_t number = variable.parameter;
+  if (!is_trained(number)) return std::nullopt;
   if (is_defined) is_used_[number] = 1;
   note_ready(number);
   return Slot{
@@ -193,13 +255,23 @@ void UnitPolicy::note_ready(size_t number) {
 void UnitPolicy::on_backward_ends(Marker& marker) {
   gathers_.launch_rest();
   for (size_t number = 0; number < variables_.size(); ++number) {
-    if (is_ready_[number]) continue;
+    if (is_ready_[number] || !is_reduced(variables_[number].reduction)) {
+      continue;
+    }
     note_ready(number);
-    marker.mark(
-        number,
-        {.entry = static_cast<uint32_t>(places_[variables_[number].reduction]),
-         .has_gradient = false});
+    mark_absent(number, marker);
   }
+}
+
+bool UnitPolicy::is_reduced(size_t reduction) const {
+  return reductions_[reduction].segment().is_trained();
+}
+
+void UnitPolicy::mark_absent(size_t number, Marker& marker) const {
+  marker.mark(
+      number,
+      {.entry = static_cast<uint32_t>(places_[variables_[number].reduction]),
+       .has_gradient = false});
 }
 
 void UnitPolicy::on_end_confirmed(bool has_agreed_proposal) {
@@ -214,7 +286,7 @@ void UnitPolicy::on_end_confirmed(bool has_agreed_proposal) {
   }
   forward_order_ = completed(forward_record_, forward_order_);
   backward_order_ = completed(gathers_.schedule().record(), backward_order_);
-  next_reduction_order_ = completion_;
+  next_reduction_order_ = completed(completion_, reduction_order_);
 }
 
 // Ranks have used different parameters, or in another order.
@@ -236,19 +308,22 @@ std::vector<char> UnitPolicy::used_of(size_t reduction) const {
 
 void UnitPolicy::on_iteration_over(Outcome outcome, bool /*is_shadow*/) {
   if (outcome == Outcome::kDelivered) {
-    for (size_t i = 0; i < reductions_.size(); ++i) {
-      reductions_[i].segment().commit(used_of(i), reductions_[i].scale());
+    for (const size_t i : reduction_order_) {
+      if (is_reduced(i)) reductions_[i].commit(used_of(i));
     }
   } else {
     drop_gradients();
   }
-  std::ranges::fill(is_used_, 0);
+  if (outcome != Outcome::kDelivered || iteration_sums_over_replicas_) {
+    std::ranges::fill(is_used_, 0);
+  }
   listener_.on_backward_over();
 }
 
 void UnitPolicy::drop_gradients() {
   for (UnitReduction& reduction : reductions_) {
     memory_.release(reduction.segment().take_gradient_memory());
+    reduction.segment().drop_partial();
   }
 }
 

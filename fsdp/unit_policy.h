@@ -21,6 +21,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <unordered_map>
 #include <vector>
 
 #include "brigade/comm_hooks/hook_traits.h"
@@ -48,8 +49,17 @@ class UnitPolicy final : public ReductionPolicy, public GradientSink {
              UnitGathers& gathers, GradientMemory& memory, Listener& listener,
              uint64_t fingerprint_of_units);
 
-  // All parameters that are trained, unit by unit: the engine's variables.
+  // All parameters that can be trained, unit by unit: the engine's variables.
+  // Those that require no gradient now are not waited for, and units without
+  // others not reduced.
   std::vector<at::Tensor> variables() const;
+
+  // Parameters have been frozen or thawed: tells from the next iteration on.
+  void note_trained_changed() { is_trained_changed_ = true; }
+
+  // From the next backward on; alike on all ranks. False: only rows of the mesh
+  // sum gradients, and keep the sums as a part of the next ones.
+  void set_sums_over_replicas(bool value) { sums_over_replicas_ = value; }
 
   // Orders that a pass is expected to follow, equal on all ranks; units in
   // them that are whole are left out. Digests are for peers to compare.
@@ -61,9 +71,12 @@ class UnitPolicy final : public ReductionPolicy, public GradientSink {
 
   void take(VariableIndex variable, const at::Tensor& gradient) override;
 
+  // See ShardedRoot.
+  at::Tensor gradient_slot(const at::Tensor& parameter);
+
   std::span<Collective* const> sequence() override { return sequence_; }
-  // Of the units. The order is compared where a backward begins: a rank adopts
-  // it there, and may fail before.
+  // Of the units. Order and settings are compared where a backward begins: a
+  // rank adopts them there, and may fail before.
   uint64_t fingerprint() const override { return fingerprint_of_units_; }
   std::string describe_sequence() const override;
   bool compares_each_iteration() const override { return true; }
@@ -71,7 +84,7 @@ class UnitPolicy final : public ReductionPolicy, public GradientSink {
   uint64_t proposal() const override;
   const HookTraits& hook_traits() const override { return traits_; }
 
-  bool expects_gradients() const override { return !variables_.empty(); }
+  bool expects_gradients() const override;
   void check_variables() const override {}
   Replanned replan(const CallCollective& call) override;
   bool before_iteration() override { return false; }
@@ -108,8 +121,12 @@ class UnitPolicy final : public ReductionPolicy, public GradientSink {
   };
 
   const NamedParameter& parameter(size_t variable) const;
+  bool is_trained(size_t variable) const;
+  uint64_t digest_of_settings() const;
   void adopt_order(std::vector<size_t> reductions);
+  bool is_reduced(size_t reduction) const;  // while any of it is trained
   void note_ready(size_t variable);
+  void mark_absent(size_t variable, Marker& marker) const;
   void sum_used();
   void drop_gradients();
   std::vector<char> used_of(size_t reduction) const;
@@ -124,13 +141,18 @@ class UnitPolicy final : public ReductionPolicy, public GradientSink {
   const HookTraits traits_ = {.fails_by_network_only = true};
   std::vector<UnitReduction> reductions_;
   std::vector<Variable> variables_;
-  std::vector<size_t> first_variable_;  // by reduction
+  std::unordered_map<const at::TensorImpl*, size_t> numbers_;  // of variables
+  std::vector<size_t> first_variable_;                         // by reduction
+
+  bool is_trained_changed_ = false;
+  bool sums_over_replicas_ = true;
+  bool iteration_sums_over_replicas_ = true;
 
   // What ranks have agreed on.
   std::vector<size_t> forward_order_;   // of units
   std::vector<size_t> backward_order_;  // of units
   std::vector<size_t> reduction_order_;
-  std::vector<size_t> places_;  // in the sequence, by reduction
+  std::vector<size_t> places_;  // in the sequence, by reduction that is in it
   std::vector<Collective*> sequence_;
   std::optional<std::vector<size_t>> next_reduction_order_;
 

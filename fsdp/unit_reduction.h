@@ -6,26 +6,33 @@
 
 #include <cstddef>
 #include <string>
+#include <vector>
 
 #include "brigade/engine/collective.h"
 #include "brigade/fsdp/gradient_memory.h"
 #include "brigade/fsdp/segment.h"
 #include "brigade/fsdp/shard_transport.h"
+#include "brigade/fsdp/unit.h"
 
 namespace brigade {
 
 class UnitReduction final : public Collective {
  public:
-  // `index`: among all reductions. `unit_name`: of whose segment it is.
-  // REQUIRES: all outlive this object.
-  UnitReduction(size_t index, std::string unit_name, Segment& segment,
+  // `index`: among all reductions. `segment`: of that unit. REQUIRES: all
+  // outlive this object.
+  UnitReduction(size_t index, const Unit& unit, Segment& segment,
                 ShardTransport& transport, GradientMemory& memory);
 
   Segment& segment() { return segment_; }
   const Segment& segment() const { return segment_; }
 
-  // What deliver() has left to be multiplied with.
-  double scale() const;
+  // From the next launch on. False: over the ranks of a row only, and the
+  // segment keeps what comes out as a part of the next sum.
+  void set_sums_over_replicas(bool value) { sums_over_replicas_ = value; }
+
+  // The sum is there, and peers have theirs: it becomes the shards' gradient,
+  // of those parameters that any rank `is_used`.
+  void commit(const std::vector<char>& is_used);
 
   std::optional<size_t> unit() const override { return index_; }
   size_t num_awaited() const override { return segment_.parameters().size(); }
@@ -41,11 +48,14 @@ class UnitReduction final : public Collective {
   std::string describe() const override;
 
  private:
+  double scale() const;
+
   const size_t index_;
-  const std::string unit_name_;
+  const Unit& unit_;
   Segment& segment_;
   ShardTransport& transport_;
   GradientMemory& memory_;
+  bool sums_over_replicas_ = true;
 };
 
 }  // namespace brigade

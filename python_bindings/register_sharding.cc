@@ -122,7 +122,7 @@ void register_sharding(py::module_& module) {
       .def(
           "set_reshards_after_forward",
           [](ShardedUnit& self, bool value) {
-            if (self.unit) self.unit->reshards_after_forward = value;
+            if (self.unit) self.unit->settings.reshards_after_forward = value;
           },
           py::arg("value"), "Before there is a root.");
 
@@ -178,9 +178,12 @@ void register_sharding(py::module_& module) {
            py::arg("values"), py::arg("takes_largest"),
            "Collective: sums, or largest, over the ranks that hold the parts "
            "of parameters; float64, in place.")
-      .def("set_unit_reshards_after_forward",
-           &ShardedRoot::set_reshards_after_forward, py::arg("unit"),
-           py::arg("value"))
+      .def(
+          "set_unit_reshards_after_forward",
+          [](ShardedRoot& self, size_t unit, bool value) {
+            self.settings(unit).reshards_after_forward = value;
+          },
+          py::arg("unit"), py::arg("value"))
       .def("explain", &ShardedRoot::explain)
       .def("can_continue", &ShardedRoot::can_continue, NoGil())
       .def("statistics", [](const ShardedRoot& self) {

@@ -46,20 +46,14 @@ constexpr uint32_t kOnlyActions = ~0u;
 
 // Losses of other outputs: a unit that was released is needed again on some.
 constexpr bool kLossesDiffer = false;
-// Units kept whole: what a pass expects depends on what this rank has kept.
-constexpr bool kKeptUnitsDiffer = false;
 // Inputs that take a gradient: other units are needed in backward.
 constexpr bool kInputGradientsDiffer = false;
 // Two forwards that differ: a unit is needed again on some ranks.
 constexpr bool kSeveralForwardsDiffer = false;
-// Alike branches that leave units out: these are not expected any more.
-constexpr bool kAgreedOrdersShrink = false;
-// Few reductions at once: a wait for memory and one for a gather deadlock.
-constexpr bool kFewReducingDiffer = false;
 // Any calls: as above, in all combinations.
 constexpr bool kWildRanks = false;
 // A unit that returns its input on some ranks: not looked at alone.
-constexpr bool kReturnsInputs = false;
+constexpr bool kReturnsInputs = true;
 
 // Groups are made once for so many seeds.
 constexpr uint64_t kSeedsPerGroup = 20;
@@ -459,7 +453,6 @@ class CaseDraw {
           static_cast<uint32_t>(draw_.between(least, all_of(block)));
       branch.calls.push_back({block, draw_.percent(75) ? all_of(block) : some});
     }
-    if (!kFewReducingDiffer) case_.options.max_reducing = 100;
     if (draw_.percent(30) && (case_.is_wild || kLossesDiffer)) {
       std::vector<size_t> chosen;
       for (size_t i = 0; i <= blocks.size(); ++i) {
@@ -476,8 +469,7 @@ class CaseDraw {
   }
 
   size_t draw_forward(bool is_alike = false) {
-    const bool may_differ = !is_alike && (!keeps_units_ || kKeptUnitsDiffer);
-    const size_t manner = may_differ ? draw_.below(10) : 0;
+    const size_t manner = is_alike ? 0 : draw_.below(10);
     Forward forward;
     if (manner < 3) {  // alike
       forward.assign(case_.world_size,
@@ -486,9 +478,6 @@ class CaseDraw {
       for (int rank = 0; rank < case_.world_size; ++rank) {
         forward.push_back(draw_branch(manner < 5));
       }
-    }
-    if (!case_.is_wild && !kAgreedOrdersShrink && may_differ) {
-      forward[draw_.below(forward.size())] = draw_branch(true);
     }
     for (Branch& branch : forward) branch.seed = draw_.seed();
     case_.forwards.push_back(std::move(forward));
@@ -988,7 +977,7 @@ class RankRun {
         sight.norm = root_.clip_grad_norm(operation.max_norm, operation.p);
         break;
       case Kind::kSetReshards:
-        root_.set_reshards_after_forward(operation.index, operation.flag);
+        root_.settings(operation.index).reshards_after_forward = operation.flag;
         break;
       case Kind::kMeet:
         root_.sum_over_shards(torch::zeros({1}, torch::kDouble),
