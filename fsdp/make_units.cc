@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <memory>
+#include <tuple>
 #include <utility>
 
 #include "brigade/fsdp/sharding_check.h"
@@ -27,12 +28,34 @@ void broadcast_from_rank_0(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
   }
 }
 
-// Parameters of one dtype that are all trained or all frozen.
+// With what the options say of each parameter.
+std::vector<UnitSpec> completed(const std::vector<UnitSpec>& specs,
+                                const ShardingOptions& options) {
+  std::vector<UnitSpec> all = specs;
+  for (UnitSpec& spec : all) {
+    for (NamedParameter& parameter : spec.parameters) {
+      if (!parameter.tensor.defined()) continue;  // refused where all are
+      if (options.block_numel_of) {
+        parameter.block_numel =
+            options.block_numel_of(parameter.name, parameter.tensor);
+      }
+      if (options.param_dtype_of) {
+        parameter.whole_dtype =
+            options.param_dtype_of(parameter.name, parameter.tensor);
+      }
+    }
+  }
+  return all;
+}
+
+// Parameters of one dtype, also while they are whole, that are all trained or
+// all frozen.
 std::vector<std::vector<size_t>> segments_of(const UnitSpec& unit) {
   std::vector<std::vector<size_t>> segments;
   const auto kind = [&](size_t i) {
     const at::Tensor& tensor = unit.parameters[i].tensor;
-    return std::pair(tensor.scalar_type(), tensor.requires_grad());
+    return std::tuple(tensor.scalar_type(), tensor.requires_grad(),
+                      unit.parameters[i].whole_dtype);
   };
   for (size_t i = 0; i < unit.parameters.size(); ++i) {
     const auto found =
@@ -56,9 +79,10 @@ at::ScalarType dtype_or(std::optional<at::ScalarType> chosen,
 }  // namespace
 
 std::vector<Unit> make_units(
-    const std::vector<UnitSpec>& specs,
+    const std::vector<UnitSpec>& given,
     const c10::intrusive_ptr<c10d::ProcessGroup>& group,
     const ShardingOptions& options) {
+  const std::vector<UnitSpec> specs = completed(given, options);
   require_alike(group, specs, options);
   if (options.broadcasts_parameters) broadcast_from_rank_0(group, specs);
   const int num_shards = options.num_shards.value_or(group->getSize());
@@ -74,13 +98,16 @@ std::vector<Unit> make_units(
       std::vector<NamedParameter> parameters;
       for (const size_t i : members) parameters.push_back(spec.parameters[i]);
       const at::ScalarType dtype = parameters.front().tensor.scalar_type();
+      const auto whole_dtype = parameters.front().whole_dtype
+                                   ? parameters.front().whole_dtype
+                                   : options.param_dtype;
       unit.segments.push_back(std::make_unique<Segment>(
           std::move(parameters),
           SegmentOptions{
               .unit = unit.name,
               .num_ranks = num_shards,
               .rank = group->getRank() % num_shards,
-              .whole_dtype = dtype_or(options.param_dtype, dtype),
+              .whole_dtype = dtype_or(whole_dtype, dtype),
               .reduce_dtype = dtype_or(options.reduce_dtype, dtype)}));
       for (size_t i = 0; i < members.size(); ++i) {
         unit.shards[members[i]] = unit.segments.back()->shards()[i];

@@ -68,6 +68,14 @@ absl::Status check_parameter(const UnitSpec& unit,
   if (tensor.layout() != at::kStrided) {
     return refuse("is not dense.\nUse a dense parameter.");
   }
+  if (parameter.block_numel < 1) {
+    return refuse("is not to be cut in blocks of ", parameter.block_numel,
+                  " elements.\nGive 1, or the length of a row, for instance.");
+  }
+  if (parameter.whole_dtype && !at::isFloatingType(*parameter.whole_dtype)) {
+    return refuse("can't be seen in ", c10::toString(*parameter.whole_dtype),
+                  ".\nGive bfloat16, for instance.");
+  }
   if (!tensor.is_leaf()) {
     return refuse(
         "was computed from others.\nShard the parameters of a "
@@ -120,6 +128,13 @@ void require_alike(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
               ? absl::StrCat(" (reshards ", *unit.reshards_after_forward, ")")
               : "",
           ": '", parameter.name, "' ",
+          parameter.block_numel == 1
+              ? ""
+              : absl::StrCat("in blocks of ", parameter.block_numel, " "),
+          parameter.whole_dtype
+              ? absl::StrCat("seen in ", c10::toString(*parameter.whole_dtype),
+                             " ")
+              : "",
           tensor.defined() ? c10::str(tensor.scalar_type(), ' ', tensor.sizes(),
                                       ' ', tensor.strides(),
                                       tensor.requires_grad() ? "" : ", frozen")

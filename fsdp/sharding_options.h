@@ -1,11 +1,15 @@
 #ifndef BRIGADE_FSDP_SHARDING_OPTIONS_H_
 #define BRIGADE_FSDP_SHARDING_OPTIONS_H_
 
+#include <ATen/core/Tensor.h>
 #include <c10/core/ScalarType.h>
 
 #include <chrono>
 #include <cstddef>
+#include <cstdint>
+#include <functional>
 #include <optional>
+#include <string>
 
 namespace brigade {
 
@@ -36,6 +40,16 @@ struct ShardingOptions {
 
   // What gradients are summed in. Unset: the parameters' dtype.
   std::optional<at::ScalarType> reduce_dtype = std::nullopt;
+
+  // Asked for each parameter when units are made, in place of what its
+  // NamedParameter says: elements that are never cut (fsdp/shard_spec.h), such
+  // as a row, or the whole of a matrix; what forward and backward see it in,
+  // none for `param_dtype`. Equal on all ranks.
+  std::function<int64_t(const std::string& name, const at::Tensor&)>
+      block_numel_of = {};
+  std::function<std::optional<at::ScalarType>(const std::string& name,
+                                              const at::Tensor&)>
+      param_dtype_of = {};
 
   // All ranks begin with the parameters of rank 0. False: each keeps its part
   // of its own.

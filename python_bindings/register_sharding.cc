@@ -37,10 +37,15 @@ void destroy_without_gil(ShardedRoot* root) {
 std::shared_ptr<ShardedUnit> make_unit(
     std::string name, const std::vector<std::string>& names,
     const std::vector<at::Tensor>& parameters, const Group& group,
-    const ShardingOptions& options) {
+    const ShardingOptions& options,
+    const std::optional<std::vector<int64_t>>& block_numels,
+    const std::optional<std::vector<std::optional<at::ScalarType>>>& dtypes) {
   UnitSpec spec = {.name = std::move(name)};
   for (size_t i = 0; i < parameters.size(); ++i) {
-    spec.parameters.push_back({.name = names.at(i), .tensor = parameters[i]});
+    NamedParameter& parameter = spec.parameters.emplace_back(
+        NamedParameter{.name = names.at(i), .tensor = parameters[i]});
+    if (block_numels) parameter.block_numel = block_numels->at(i);
+    if (dtypes) parameter.whole_dtype = dtypes->at(i);
   }
   std::vector<Unit> units = make_units({spec}, group, options);
   auto made = std::make_shared<ShardedUnit>();
@@ -100,11 +105,24 @@ void register_sharding(py::module_& module) {
            py::arg("broadcasts_parameters") = true,
            py::arg("failure_patience") = std::chrono::seconds(30));
 
+  py::class_<UnitSettings>(module, "UnitSettings", "See fsdp/unit.h.")
+      .def_readwrite("reshards_after_forward",
+                     &UnitSettings::reshards_after_forward)
+      .def_readwrite("reshards_after_backward",
+                     &UnitSettings::reshards_after_backward)
+      .def_readwrite("gathers_in_backward", &UnitSettings::gathers_in_backward)
+      .def_readwrite("gradient_divisor", &UnitSettings::gradient_divisor)
+      .def_readwrite("forward_prefetch", &UnitSettings::forward_prefetch)
+      .def_readwrite("backward_prefetch", &UnitSettings::backward_prefetch);
+
   py::class_<ShardedUnit, std::shared_ptr<ShardedUnit>>(
       module, "ShardedUnit", "Parameters of which each rank holds a part.")
       .def(py::init(&make_unit), NoGil(), py::arg("name"), py::arg("names"),
            py::arg("parameters"), py::arg("group"), py::arg("options"),
-           "Collective.")
+           py::arg("block_numels") = std::nullopt,
+           py::arg("dtypes") = std::nullopt,
+           "Collective. `block_numels`: elements that are never cut, by "
+           "parameter; `dtypes`: what it is seen in while it is whole.")
       .def_readonly("shards", &ShardedUnit::shards,
                     "What this rank holds, by parameter.")
       .def(
@@ -119,12 +137,13 @@ void register_sharding(py::module_& module) {
           },
           py::arg("name"), py::arg("prefix"),
           "For errors: where it is in the outermost module.")
-      .def(
-          "set_reshards_after_forward",
-          [](ShardedUnit& self, bool value) {
-            if (self.unit) self.unit->settings.reshards_after_forward = value;
+      .def_property_readonly(
+          "settings",
+          [](ShardedUnit& self) -> UnitSettings* {
+            return self.unit ? &self.unit->settings : nullptr;
           },
-          py::arg("value"), "Before there is a root.");
+          py::return_value_policy::reference_internal,
+          "None once there is a root.");
 
   py::class_<ShardedRoot::Call, CallPtr>(module, "UnitCall",
                                          "A call of a unit, in forward.");
@@ -178,12 +197,17 @@ void register_sharding(py::module_& module) {
            py::arg("values"), py::arg("takes_largest"),
            "Collective: sums, or largest, over the ranks that hold the parts "
            "of parameters; float64, in place.")
-      .def(
-          "set_unit_reshards_after_forward",
-          [](ShardedRoot& self, size_t unit, bool value) {
-            self.settings(unit).reshards_after_forward = value;
-          },
-          py::arg("unit"), py::arg("value"))
+      .def("settings", &ShardedRoot::settings, py::arg("unit"),
+           py::return_value_policy::reference_internal)
+      .def("set_sums_over_replicas", &ShardedRoot::set_sums_over_replicas,
+           py::arg("value"))
+      .def("set_max_reducing", &ShardedRoot::set_max_reducing, py::arg("value"))
+      .def("reduce", &ShardedRoot::reduce, NoGil(),
+           "Collective: what backwards without synchronisation have added up.")
+      .def("num_ranks_with", &ShardedRoot::num_ranks_with, NoGil(),
+           py::arg("has_data"), "Collective.")
+      .def("step_without_data", &ShardedRoot::step_without_data, NoGil())
+      .def("gradient_slot", &ShardedRoot::gradient_slot, py::arg("parameter"))
       .def("explain", &ShardedRoot::explain)
       .def("can_continue", &ShardedRoot::can_continue, NoGil())
       .def("statistics", [](const ShardedRoot& self) {

@@ -52,8 +52,6 @@ constexpr bool kInputGradientsDiffer = false;
 constexpr bool kSeveralForwardsDiffer = false;
 // Any calls: as above, in all combinations.
 constexpr bool kWildRanks = false;
-// A unit that returns its input on some ranks: not looked at alone.
-constexpr bool kReturnsInputs = true;
 
 // Groups are made once for so many seeds.
 constexpr uint64_t kSeedsPerGroup = 20;
@@ -447,10 +445,9 @@ class CaseDraw {
         if (draw_.percent(75)) blocks.push_back(i);
       }
     }
-    const size_t least = case_.is_wild || kReturnsInputs ? 0 : 1;
     for (const size_t block : blocks) {
       const auto some =
-          static_cast<uint32_t>(draw_.between(least, all_of(block)));
+          static_cast<uint32_t>(draw_.between(0, all_of(block)));
       branch.calls.push_back({block, draw_.percent(75) ? all_of(block) : some});
     }
     if (draw_.percent(30) && (case_.is_wild || kLossesDiffer)) {

@@ -503,5 +503,81 @@ TEST(UnitSettingsTest, AFunctionMayWriteItsGradientWhereItIsReduced) {
   });
 }
 
+// Rows of four, and whole matrices of one rank each.
+TEST(UnitSettingsTest, BlocksAreNotCut) {
+  for (const int64_t block : {int64_t{4}, kWholeParameter}) {
+    run_ranks(3, [&, block](const Group& group) {
+      Net plain({5, 4, 4});
+      Net net({5, 4, 4});
+      Reference reference(plain);
+      ShardedRoot root(net.units(), group,
+                       {.block_numel_of = [&](const std::string& name,
+                                              const at::Tensor& parameter) {
+                         EXPECT_FALSE(name.empty());
+                         return parameter.dim() == 2 ? block : 1;
+                       }});
+      for (int step = 0; step < 2; ++step) {
+        reference.accumulate(
+            3, [&](int r) { return loss_of(plain.run(plain.input(r, step))); });
+        train_step(root, net, group->getRank(), step);
+        expect_gradients(root, reference.gradients, group->getRank());
+        for (size_t unit = 1; unit < root.num_units(); ++unit) {
+          const int64_t held = root.shards_of(unit)[0].numel();
+          EXPECT_TRUE(block == 4 ? held % 4 == 0
+                                 : held == 0 || held == (unit == 1 ? 20 : 16))
+              << held;
+        }
+        reference.step(kRate);
+        sgd(root.shards(), kRate);
+      }
+    });
+  }
+}
+
+TEST(UnitSettingsTest, ParametersMayBeSeenInDtypesOfTheirOwn) {
+  run_ranks(2, [&](const Group& group) {
+    Net net;
+    ShardedRoot root(net.units(), group,
+                     {.param_dtype = torch::kBFloat16,
+                      .param_dtype_of = [](const std::string& name,
+                                           const at::Tensor& parameter) {
+                        const bool is_matrix = parameter.dim() == 2;
+                        return is_matrix
+                                   ? std::nullopt
+                                   : std::optional(parameter.scalar_type());
+                      }});
+    const at::Tensor y = root.forward([&] {
+      return root.call(0, net.input(0, 0), [&](const at::Tensor& in) {
+        return root.call(1, in, [&](const at::Tensor& x) {
+          EXPECT_EQ(net.blocks[0].weight.scalar_type(), torch::kBFloat16);
+          EXPECT_EQ(net.blocks[0].bias.scalar_type(), torch::kFloat);
+          return torch::matmul(x.to(torch::kBFloat16), net.blocks[0].weight)
+                     .to(torch::kFloat) +
+                 net.blocks[0].bias;
+        }) * net.head;
+      });
+    });
+    loss_of(y).backward();
+    for (size_t i = 0; i < 2; ++i) {
+      EXPECT_EQ(root.shards_of(1)[i].grad().scalar_type(), torch::kFloat);
+    }
+    EXPECT_THAT(
+        [&] {
+          Net other;
+          try {
+            ShardedRoot refused(
+                other.units(), group,
+                {.block_numel_of = [&](const std::string&, const at::Tensor&) {
+                  return int64_t{group->getRank()};
+                }});
+          } catch (const c10::ValueError& error) {
+            return std::string(error.what_without_backtrace());
+          }
+          return std::string();
+        }(),
+        HasSubstr("blocks of"));
+  });
+}
+
 }  // namespace
 }  // namespace brigade
