@@ -393,7 +393,7 @@ def _goes_away(rank):
     model(_input(rank, 0)).square().mean().backward()
     assert next(model.parameters()).grad is not None
     unit = weakref.ref(model._brigade_unit)
-    root = weakref.ref(model._brigade_unit.joined)
+    root = weakref.ref(model._brigade_unit.root)
     del model
     gc.collect()
     assert unit() is None
@@ -482,3 +482,14 @@ def _norms(rank):
 
 def test_norms_are_of_whole_parameters():
     run_ranks(_norms)
+
+
+def _classes(rank):
+    first, second = _sharded(_net()), _sharded(_net())
+    assert type(first) is type(second)
+    assert type(first).__name__ == "FSDPNet"
+    assert type(nn.Sequential(*first.blocks)[:1][0]) is type(second.blocks[0])
+
+
+def test_one_class_for_all_modules_of_a_class():
+    run_ranks(_classes, world_size=1)

@@ -1,0 +1,285 @@
+"""Runs sharded modules: what their forward hooks tell brigade's ShardedRoot.
+
+A unit's parameters are gathered together. While its forward runs, the attributes of its
+modules are whole parameters; otherwise this rank's parts of them. The root is what all
+units below the outermost sharded module share; it is made by the first forward, or by
+whatever else needs it.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from brigade import _C
+from brigade._nests import cast_floating, map_tensors, tensors_in
+from brigade._sharded_tensors import ShardedParameter, ShardPlace, as_shard, place_of
+
+_UNIT = "_brigade_unit"
+
+
+def unit_of(module: nn.Module) -> Unit | None:
+    """The one that was made of this very module."""
+    return getattr(module, _UNIT, None)
+
+
+class Root:
+    """The units below the outermost module that is sharded, in C++'s order."""
+
+    def __init__(self, units: list[Unit]) -> None:
+        """Collective. `units`: outermost first, each with parameters of its own."""
+        self.outermost = units[0]
+        self.units = units
+        self.native = _C.ShardedRoot(
+            [unit.native for unit in units], units[0].group, units[0].options
+        )
+        self.is_unsharded = False
+        for index, unit in enumerate(units):
+            unit.index = index
+
+    def unshard(self) -> None:
+        """Collective."""
+        self.native.unshard()
+        self.is_unsharded = True
+        for unit in self.units:
+            unit.show_whole()
+
+    def reshard(self, writes: bool) -> None:
+        """`writes`: with the values that the whole parameters have now."""
+        self.is_unsharded = False
+        for unit in self.units:
+            unit.show_shards()
+        self.native.reshard(writes)
+
+
+class Unit:
+    """A module that is sharded, with its hooks."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        group: dist.ProcessGroup,
+        options: _C.ShardingOptions,
+        policy: MixedPrecisionPolicy,
+        reshards: bool | None,
+        ignored: set[nn.Parameter],
+    ) -> None:
+        """Shards the parameters that are in no unit yet. Collective.
+
+        Args:
+            module: Its attributes are replaced; becomes this unit's.
+            group: Of all ranks, or all rows of them.
+            options: Alike on all ranks.
+            policy: What inputs and outputs are cast to.
+            reshards: None: unless it is the outermost.
+            ignored: Parameters that stay as they are.
+
+        Raises:
+            ValueError: A parameter is another unit's, or ranks differ; on all ranks alike.
+        """
+        self.module = weakref.ref(module)
+        self.group = group
+        self.options = options
+        self.policy = policy
+        self.reshards = reshards
+        self.root: Root | None = None
+        self.index = -1  # in the root; -1 without parameters
+        self.native: _C.ShardedUnit | None = None  # None without parameters
+        self.calls: list[_C.UnitCall] = []  # between their ends
+
+        self.names: list[str] = []
+        self.wholes: list[nn.Parameter] = []
+        self.shards: list[ShardedParameter] = []
+        # Where a parameter is registered, and what is to be put there.
+        self._whole_attributes: list[tuple[dict[str, Any], str, nn.Parameter]] = []
+        self._shard_attributes: list[tuple[dict[str, Any], str, nn.Parameter]] = []
+        self._shard(module, ignored)
+        module.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True)
+        module.register_forward_hook(self._after_forward, always_call=True)
+        object.__setattr__(module, _UNIT, self)
+
+    def _shard(self, module: nn.Module, ignored: set[nn.Parameter]) -> None:
+        named: dict[nn.Parameter, str] = {}
+        attributes: list[tuple[dict[str, Any], str, nn.Parameter]] = []
+        for prefix, child in _own_modules(module):
+            for name, parameter in child._parameters.items():
+                if parameter is None or parameter in ignored:
+                    continue
+                _require_free(parameter, f"'{prefix}{name}' of {type(module).__name__}")
+                named.setdefault(parameter, prefix + name)
+                attributes.append((child._parameters, name, parameter))
+        if not named:
+            return
+        self.wholes, self.names = list(named), list(named.values())
+        shapes = [parameter.shape for parameter in self.wholes]
+        self.native = _C.ShardedUnit(
+            type(module).__name__, self.names, self.wholes, self.group, self.options
+        )
+        shard_of: dict[nn.Parameter, ShardedParameter] = {}
+        for shape, whole, shard in zip(shapes, self.wholes, self.native.shards, strict=True):
+            place = ShardPlace(weakref.ref(self), shape)
+            # The very tensor whose .grad is set when a backward has been reduced.
+            shard_of[whole] = as_shard(shard, place, ShardedParameter)
+            whole._brigade_place = place
+        self.shards = list(shard_of.values())
+        self._whole_attributes = attributes
+        self._shard_attributes = [(where, name, shard_of[p]) for where, name, p in attributes]
+        self.show_shards()
+
+    def name_of(self, parameter: nn.Parameter) -> str:
+        """In its module, as it was when the unit was made."""
+        for name, whole, shard in zip(self.names, self.wholes, self.shards, strict=True):
+            if parameter is whole or parameter is shard:
+                return name
+        return ""
+
+    def describe(self) -> str:
+        """For errors."""
+        return f"a sharded {type(self._require_module()).__name__.removeprefix('FSDP')}"
+
+    def _require_module(self) -> nn.Module:
+        module = self.module()
+        assert module is not None
+        return module
+
+    def require_root(self) -> Root:
+        """Made if there is none: of this unit and all below it. Collective then."""
+        return self.root or _make_root(self._require_module())
+
+    def with_those_below(self) -> list[Unit]:
+        """Outermost first."""
+        return _units_of(self._require_module())
+
+    def set_reshards_after_forward(self, value: bool) -> None:
+        """From the next forward on."""
+        self.reshards = value
+        if self.native is None:
+            return
+        if self.root is not None:
+            self.root.native.set_unit_reshards_after_forward(self.index, value)
+        else:
+            self.native.set_reshards_after_forward(value)
+
+    def show_whole(self) -> None:
+        """As the modules' attributes."""
+        for attributes, name, whole in self._whole_attributes:
+            attributes[name] = whole
+
+    def show_shards(self) -> None:
+        """As the modules' attributes."""
+        for attributes, name, shard in self._shard_attributes:
+            attributes[name] = shard
+
+    # ---- A forward of the module.
+
+    def _before_forward(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+        root = self.require_root()
+        if root.outermost is self:
+            root.native.begin_forward()
+        if self.policy.cast_forward_inputs and self.policy.param_dtype is not None:
+            args, kwargs = cast_floating((args, kwargs), self.policy.param_dtype)
+        if self.native is None:
+            return args, kwargs
+        inputs = (
+            [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
+            if torch.is_grad_enabled()
+            else []
+        )
+        call, stand_ins = root.native.begin_call(self.index, inputs)
+        self.calls.append(call)
+        self.show_whole()
+        if inputs:
+            replaced = dict(zip(map(id, inputs), stand_ins, strict=True))
+            return map_tensors((args, kwargs), lambda t: replaced.get(id(t), t))
+        return args, kwargs
+
+    def _after_forward(self, module: nn.Module, args: tuple, output: Any) -> Any:
+        root = self.root
+        if root is None:  # it could not be made
+            return None
+        error = sys.exc_info()[1] if output is None else None
+        if self.calls:
+            self._end_call(self.calls.pop(), output, error)
+        if root.outermost is self:
+            if error is not None:
+                root.native.forward_failed(f"{type(error).__name__}: {error}")
+            else:
+                root.native.end_forward()
+        if error is None and self.policy.output_dtype is not None:
+            return cast_floating(output, self.policy.output_dtype)
+        return None
+
+    def _end_call(self, call: _C.UnitCall, output: Any, error: BaseException | None) -> None:
+        root = self.root
+        if not self.calls and not root.is_unsharded:
+            self.show_shards()
+        if error is not None:  # also of a checkpoint that has computed again all it needs
+            root.native.abort_call(call)
+            return
+        tensors = tensors_in(output, opens_dataclasses=True)
+        root.native.end_call(call, [tensor for tensor in tensors if tensor.grad_fn is not None])
+
+
+def _require_free(parameter: nn.Parameter, where: str) -> None:
+    place = place_of(parameter)
+    unit = None if place is None else place.unit()
+    if unit is not None:
+        raise ValueError(
+            f"fully_shard: parameter {where} is "
+            f"'{unit.name_of(parameter)}' of {unit.describe()} already.\n"
+            "Shard modules that share a parameter together, by their parent."
+        )
+
+
+def _own_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """The module and those below it that are in no unit of their own."""
+    yield prefix, module
+    for name, child in module._modules.items():
+        if child is not None and unit_of(child) is None:
+            yield from _own_modules(child, f"{prefix}{name}.")
+
+
+def _units_of(module: nn.Module) -> list[Unit]:
+    """Those of a module and of all below it, outermost first."""
+    units = []
+    for child in module.modules():
+        unit = unit_of(child)
+        if unit is not None and unit not in units:
+            units.append(unit)
+    return units
+
+
+def _make_root(module: nn.Module) -> Root:
+    """Makes `module` the outermost one of all sharded modules below it. Collective."""
+    units = _units_of(module)
+    outermost = units[0]
+    if any(unit.root is not None for unit in units):
+        raise RuntimeError(
+            "fully_shard: forward ran through a module below this one first, which made it the "
+            "outermost.\nRun the first forward through the outermost module."
+        )
+    if outermost.native is None:
+        raise ValueError(
+            "fully_shard: the outermost module has no parameters of its own, which all units "
+            "below it have.\nLeave one of them to it, or don't shard it."
+        )
+    if any(unit.group is not outermost.group for unit in units):
+        raise ValueError("fully_shard: units of one model have different meshes.\nGive all one.")
+    if outermost.reshards is None:
+        outermost.set_reshards_after_forward(False)
+    names = {child: name for name, child in module.named_modules()}
+    for unit in units:
+        if unit.native is not None:
+            name = names[unit.module()]
+            unit.native.rename(name, f"{name}." if name else "")
+    root = Root([unit for unit in units if unit.native is not None])
+    for unit in units:
+        unit.root = root
+    return root
