@@ -4,10 +4,15 @@ A unit's parameters are gathered together. While its forward runs, the attribute
 modules are whole parameters; otherwise this rank's parts of them. The root is what all
 units below the outermost sharded module share; it is made by the first forward, or by
 whatever else needs it.
+
+A unit of several modules stays whole from the first of their forwards until all have run,
+or until the root's forward ends: that is a round. In backward, it is whole from the first
+output of a round that is reached until all modules of the round have been left.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import weakref
 from collections.abc import Iterator
@@ -41,8 +46,24 @@ class Root:
             [unit.native for unit in units], units[0].group, units[0].options
         )
         self.is_unsharded = False
+        self.is_in_forward = False  # and not in what a backward computes again
         for index, unit in enumerate(units):
             unit.index = index
+
+    def begin_forward(self) -> None:
+        """Collective."""
+        self.is_in_forward = torch._C._current_graph_task_id() == -1
+        self.native.begin_forward()
+
+    def end_forward(self, error: BaseException | None) -> None:
+        """`error`: that forward has raised."""
+        for unit in self.units:
+            unit.end_round(error)
+        self.is_in_forward = False
+        if error is not None:
+            self.native.forward_failed(f"{type(error).__name__}: {error}")
+        else:
+            self.native.end_forward()
 
     def unshard(self) -> None:
         """Collective."""
@@ -59,12 +80,21 @@ class Root:
         self.native.reshard(writes)
 
 
+@dataclasses.dataclass
+class _Round:
+    """A forward through the modules of one unit, whose first call is left open."""
+
+    first_call: _C.UnitCall
+    waits_for: set[int]  # modules, by id, that have not run
+    outputs: list[torch.Tensor] = dataclasses.field(default_factory=list)
+
+
 class Unit:
-    """A module that is sharded, with its hooks."""
+    """Modules whose parameters are sharded together, one as a rule, with their hooks."""
 
     def __init__(
         self,
-        module: nn.Module,
+        modules: list[nn.Module],
         group: dist.ProcessGroup,
         options: _C.ShardingOptions,
         policy: MixedPrecisionPolicy,
@@ -74,7 +104,7 @@ class Unit:
         """Shards the parameters that are in no unit yet. Collective.
 
         Args:
-            module: Its attributes are replaced; becomes this unit's.
+            modules: Their attributes are replaced. None is inside of another one.
             group: Of all ranks, or all rows of them.
             options: Alike on all ranks.
             policy: What inputs and outputs are cast to.
@@ -84,7 +114,7 @@ class Unit:
         Raises:
             ValueError: A parameter is another unit's, or ranks differ; on all ranks alike.
         """
-        self.module = weakref.ref(module)
+        self._modules = [weakref.ref(module) for module in modules]
         self.group = group
         self.options = options
         self.policy = policy
@@ -92,7 +122,8 @@ class Unit:
         self.root: Root | None = None
         self.index = -1  # in the root; -1 without parameters
         self.native: _C.ShardedUnit | None = None  # None without parameters
-        self.calls: list[_C.UnitCall] = []  # between their ends
+        self._calls: list[_C.UnitCall] = []  # between their ends
+        self._round: _Round | None = None
 
         self.names: list[str] = []
         self.wholes: list[nn.Parameter] = []
@@ -100,27 +131,34 @@ class Unit:
         # Where a parameter is registered, and what is to be put there.
         self._whole_attributes: list[tuple[dict[str, Any], str, nn.Parameter]] = []
         self._shard_attributes: list[tuple[dict[str, Any], str, nn.Parameter]] = []
-        self._shard(module, ignored)
-        module.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True)
-        module.register_forward_hook(self._after_forward, always_call=True)
-        object.__setattr__(module, _UNIT, self)
+        self._shard(modules, ignored)
+        for module in modules:
+            module.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True)
+            module.register_forward_hook(self._after_forward, always_call=True)
+            object.__setattr__(module, _UNIT, self)
 
-    def _shard(self, module: nn.Module, ignored: set[nn.Parameter]) -> None:
+    def _shard(self, modules: list[nn.Module], ignored: set[nn.Parameter]) -> None:
         named: dict[nn.Parameter, str] = {}
         attributes: list[tuple[dict[str, Any], str, nn.Parameter]] = []
-        for prefix, child in _own_modules(module):
-            for name, parameter in child._parameters.items():
-                if parameter is None or parameter in ignored:
-                    continue
-                _require_free(parameter, f"'{prefix}{name}' of {type(module).__name__}")
-                named.setdefault(parameter, prefix + name)
-                attributes.append((child._parameters, name, parameter))
+        for index, module in enumerate(modules):
+            start = f"[{index}]." if len(modules) > 1 else ""
+            for prefix, child in _own_modules(module, start):
+                for name, parameter in child._parameters.items():
+                    if parameter is None or parameter in ignored:
+                        continue
+                    _require_free(parameter, f"'{prefix}{name}' of {type(module).__name__}")
+                    named.setdefault(parameter, prefix + name)
+                    attributes.append((child._parameters, name, parameter))
         if not named:
             return
         self.wholes, self.names = list(named), list(named.values())
         shapes = [parameter.shape for parameter in self.wholes]
         self.native = _C.ShardedUnit(
-            type(module).__name__, self.names, self.wholes, self.group, self.options
+            ", ".join(type(module).__name__ for module in modules),
+            self.names,
+            self.wholes,
+            self.group,
+            self.options,
         )
         shard_of: dict[nn.Parameter, ShardedParameter] = {}
         for shape, whole, shard in zip(shapes, self.wholes, self.native.shards, strict=True):
@@ -134,7 +172,7 @@ class Unit:
         self.show_shards()
 
     def name_of(self, parameter: nn.Parameter) -> str:
-        """In its module, as it was when the unit was made."""
+        """In its module; of several, behind the module's place among them."""
         for name, whole, shard in zip(self.names, self.wholes, self.shards, strict=True):
             if parameter is whole or parameter is shard:
                 return name
@@ -142,20 +180,34 @@ class Unit:
 
     def describe(self) -> str:
         """For errors."""
-        return f"a sharded {type(self._require_module()).__name__.removeprefix('FSDP')}"
+        kinds = [type(module).__name__.removeprefix("FSDP") for module in self.modules()]
+        return f"a sharded {' with '.join(kinds)}"
 
-    def _require_module(self) -> nn.Module:
-        module = self.module()
-        assert module is not None
-        return module
+    def modules(self) -> list[nn.Module]:
+        """Those that still live."""
+        return [module for reference in self._modules if (module := reference()) is not None]
 
     def require_root(self) -> Root:
         """Made if there is none: of this unit and all below it. Collective then."""
-        return self.root or _make_root(self._require_module())
+        return self.root or _make_root(self)
 
     def with_those_below(self) -> list[Unit]:
         """Outermost first."""
-        return _units_of(self._require_module())
+        units = []
+        for module in self.modules():
+            for child in module.modules():
+                unit = unit_of(child)
+                if unit is not None and unit not in units:
+                    units.append(unit)
+        return units
+
+    def rename(self, names: dict[nn.Module, str]) -> None:
+        """`names`: of modules in the root's; for errors."""
+        if self.native is None:
+            return
+        own = [names[module] for module in self.modules()]
+        prefix = f"{own[0]}." if len(own) == 1 and own[0] else ""
+        self.native.rename(", ".join(own), prefix)
 
     def set_reshards_after_forward(self, value: bool) -> None:
         """From the next forward on."""
@@ -182,7 +234,7 @@ class Unit:
     def _before_forward(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
         root = self.require_root()
         if root.outermost is self:
-            root.native.begin_forward()
+            root.begin_forward()
         if self.policy.cast_forward_inputs and self.policy.param_dtype is not None:
             args, kwargs = cast_floating((args, kwargs), self.policy.param_dtype)
         if self.native is None:
@@ -193,7 +245,9 @@ class Unit:
             else []
         )
         call, stand_ins = root.native.begin_call(self.index, inputs)
-        self.calls.append(call)
+        self._calls.append(call)
+        if len(self._modules) > 1 and self._round is None and root.is_in_forward:
+            self._round = _Round(call, {id(module) for module in self.modules()})
         self.show_whole()
         if inputs:
             replaced = dict(zip(map(id, inputs), stand_ins, strict=True))
@@ -205,26 +259,51 @@ class Unit:
         if root is None:  # it could not be made
             return None
         error = sys.exc_info()[1] if output is None else None
-        if self.calls:
-            self._end_call(self.calls.pop(), output, error)
+        if self._calls:
+            self._end_call(module, output, error)
         if root.outermost is self:
-            if error is not None:
-                root.native.forward_failed(f"{type(error).__name__}: {error}")
-            else:
-                root.native.end_forward()
+            root.end_forward(error)
         if error is None and self.policy.output_dtype is not None:
             return cast_floating(output, self.policy.output_dtype)
         return None
 
-    def _end_call(self, call: _C.UnitCall, output: Any, error: BaseException | None) -> None:
-        root = self.root
-        if not self.calls and not root.is_unsharded:
-            self.show_shards()
+    def _end_call(self, module: nn.Module, output: Any, error: BaseException | None) -> None:
+        call = self._calls.pop()
+        native = self.root.native
         if error is not None:  # also of a checkpoint that has computed again all it needs
-            root.native.abort_call(call)
+            if self._round is not None and self._round.first_call is call:
+                self._round = None
+            native.abort_call(call)
+            self._show_shards_if_unused()
             return
         tensors = tensors_in(output, opens_dataclasses=True)
-        root.native.end_call(call, [tensor for tensor in tensors if tensor.grad_fn is not None])
+        outputs = [tensor for tensor in tensors if tensor.grad_fn is not None]
+        if self._round is None:
+            native.end_call(call, outputs)
+        else:
+            self._round.outputs += outputs
+            self._round.waits_for.discard(id(module))
+            if call is not self._round.first_call:
+                native.end_call(call, outputs)
+            if not self._round.waits_for and not self._calls:
+                self.end_round()
+        self._show_shards_if_unused()
+
+    def end_round(self, error: BaseException | None = None) -> None:
+        """Without effect if there is none. `error`: forward has raised."""
+        ended, self._round = self._round, None
+        if ended is None:
+            return
+        if error is not None:
+            self.root.native.abort_call(ended.first_call)
+        else:
+            # So that any output opens what the first call's inputs will close.
+            self.root.native.end_call(ended.first_call, ended.outputs)
+        self._show_shards_if_unused()
+
+    def _show_shards_if_unused(self) -> None:
+        if not self._calls and self._round is None and not self.root.is_unsharded:
+            self.show_shards()
 
 
 def _require_free(parameter: nn.Parameter, where: str) -> None:
@@ -246,20 +325,9 @@ def _own_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.
             yield from _own_modules(child, f"{prefix}{name}.")
 
 
-def _units_of(module: nn.Module) -> list[Unit]:
-    """Those of a module and of all below it, outermost first."""
-    units = []
-    for child in module.modules():
-        unit = unit_of(child)
-        if unit is not None and unit not in units:
-            units.append(unit)
-    return units
-
-
-def _make_root(module: nn.Module) -> Root:
-    """Makes `module` the outermost one of all sharded modules below it. Collective."""
-    units = _units_of(module)
-    outermost = units[0]
+def _make_root(outermost: Unit) -> Root:
+    """Of a unit, and of all units below its modules. Collective."""
+    units = outermost.with_those_below()
     if any(unit.root is not None for unit in units):
         raise RuntimeError(
             "fully_shard: forward ran through a module below this one first, which made it the "
@@ -274,11 +342,13 @@ def _make_root(module: nn.Module) -> Root:
         raise ValueError("fully_shard: units of one model have different meshes.\nGive all one.")
     if outermost.reshards is None:
         outermost.set_reshards_after_forward(False)
-    names = {child: name for name, child in module.named_modules()}
+    names: dict[nn.Module, str] = {}
+    for index, module in enumerate(outermost.modules()):
+        start = f"[{index}]" if len(outermost.modules()) > 1 else ""
+        for name, child in module.named_modules(prefix=start):
+            names.setdefault(child, name)
     for unit in units:
-        if unit.native is not None:
-            name = names[unit.module()]
-            unit.native.rename(name, f"{name}." if name else "")
+        unit.rename(names)
     root = Root([unit for unit in units if unit.native is not None])
     for unit in units:
         unit.root = root

@@ -211,11 +211,13 @@ def fully_shard(
     dp_mesh_dims: Any = None,
     prefetch_depth: int = 1,
     broadcasts_parameters: bool = True,
-) -> nn.Module:
+) -> nn.Module | list[nn.Module]:
     """Shards the parameters of a module that are in no unit below it. Collective.
 
     Args:
-        module: shard modules below it first; forward begins at the outermost one.
+        module: shard modules below it first; forward begins at the outermost one. Of a list,
+            one unit: gathered for the first of their forwards, and released when all have
+            run, or the outermost module's forward ends.
         mesh: of one dimension, whose ranks share the parameters (default: all ranks); of
             two, (replicas, shards): shards along the second.
         reshard_after_forward: whether it is released between forward and backward. None:
@@ -230,16 +232,14 @@ def fully_shard(
         broadcasts_parameters: all ranks begin with the parameters of rank 0.
 
     Returns:
-        The module, whose class is now one of its own and of FSDPModule.
+        The same, whose class is now one that derives from its own and from FSDPModule.
 
     Raises:
         ValueError: bad arguments, or ranks differ; on all ranks alike.
         NotImplementedError: what brigade lacks, by name.
     """
-    if isinstance(module, (list, tuple)):
-        raise NotImplementedError(
-            "fully_shard: several modules as one unit.\nShard their parent, or each of them."
-        )
+    modules = list(module) if isinstance(module, (list, tuple)) else [module]
+    _require_separate(modules)
     if isinstance(reshard_after_forward, int) and not isinstance(reshard_after_forward, bool):
         raise NotImplementedError("fully_shard: reshard_after_forward to a smaller group.")
     for name, value in (
@@ -253,8 +253,6 @@ def fully_shard(
     policy = mp_policy or MixedPrecisionPolicy()
     if getattr(policy, "param_dtype_override_fn", None) is not None:
         raise NotImplementedError("fully_shard: mp_policy.param_dtype_override_fn.")
-    if unit_of(module) is not None:
-        raise ValueError("fully_shard: this module is sharded already.")
     group, num_shards = _group_of(mesh)
     options = _C.ShardingOptions(
         num_shards=num_shards,
@@ -264,9 +262,24 @@ def fully_shard(
         reduce_dtype=policy.reduce_dtype,
         broadcasts_parameters=broadcasts_parameters,
     )
-    Unit(module, group, options, policy, reshard_after_forward, set(ignored_params or ()))
-    module.__class__ = _sharded_class(type(module))
+    Unit(modules, group, options, policy, reshard_after_forward, set(ignored_params or ()))
+    for each in modules:
+        each.__class__ = _sharded_class(type(each))
     return module
+
+
+def _require_separate(modules: list[nn.Module]) -> None:
+    if not modules:
+        raise ValueError("fully_shard: expected a module, or several, found an empty list.")
+    for module in modules:
+        if unit_of(module) is not None:
+            raise ValueError("fully_shard: this module is sharded already.")
+        inside = [other for other in module.modules() if any(other is each for each in modules)]
+        if len(inside) > 1 or sum(module is each for each in modules) > 1:
+            raise ValueError(
+                f"fully_shard: {type(module).__name__} is in the list twice, or has another "
+                "module of it inside.\nName the outer one alone."
+            )
 
 
 @functools.cache

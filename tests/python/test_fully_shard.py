@@ -10,91 +10,25 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from torch.utils.checkpoint import checkpoint
 
 import brigade
 
 from ranks import run_ranks
-
-
-class Block(nn.Module):
-    """A residual MLP, of sizes that no number of ranks divides."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(size)
-        self.up = nn.Linear(size, 2 * size + 1)
-        self.down = nn.Linear(2 * size + 1, size)
-
-    def forward(self, x, scale=None):
-        y = self.down(torch.tanh(self.up(self.norm(x))))
-        return x + (y if scale is None else y * scale)
-
-
-class Net(nn.Module):
-    def __init__(self, checkpointed=None) -> None:
-        super().__init__()
-        self.embed = nn.Linear(5, 7)
-        self.blocks = nn.ModuleList([Block(7) for _ in range(3)])
-        self.head = nn.Linear(7, 2)
-        self.checkpointed = checkpointed
-
-    def forward(self, x):
-        x = self.embed(x)
-        for block in self.blocks:
-            if self.checkpointed is None:
-                x = block(x)
-            else:
-                x = checkpoint(block, x, use_reentrant=self.checkpointed)
-        return self.head(x)
-
-
-def _net(**arguments):
-    torch.manual_seed(0)
-    return Net(**arguments)
-
-
-def _input(rank, step):
-    return torch.randn(4, 5, generator=torch.Generator().manual_seed(100 * step + rank))
-
-
-def _sharded(net, shard=brigade.fully_shard, **arguments):
-    for block in net.blocks:
-        shard(block, **arguments)
-    return shard(net, **arguments)
-
-
-def _step_of_all(plain, optimizer, step, world_size):
-    """A step of one process: gradients of the ranks' batches apart, summed in order."""
-    sums = None
-    for rank in range(world_size):
-        plain.zero_grad()
-        plain(_input(rank, step)).square().mean().backward()
-        gradients = [p.grad for p in plain.parameters()]
-        sums = gradients if sums is None else [a + b for a, b in zip(sums, gradients, strict=True)]
-    for parameter, gradient in zip(plain.parameters(), sums, strict=True):
-        parameter.grad = gradient * (1.0 / world_size)
-    optimizer.step()
-
-
-def _expect_equal(model, plain):
-    state = model.full_state_dict()
-    for name, value in plain.state_dict().items():
-        assert torch.equal(state[name], value), name
+from sharded_training import Net, batch_of, expect_equal, make_net, shard_blocks, step_of_all
 
 
 def _trains(rank, world_size, arguments, optimizer_name):
-    plain = _net()
-    model = _sharded(_net(**arguments.pop("net", {})), **arguments)
+    plain = make_net()
+    model = shard_blocks(make_net(**arguments.pop("net", {})), **arguments)
     make = getattr(torch.optim, optimizer_name)
     plain_optimizer = make(plain.parameters(), lr=0.1, foreach=False)
     optimizer = make(model.parameters(), lr=0.1)
     for step in range(4):
-        _step_of_all(plain, plain_optimizer, step, world_size)
+        step_of_all(plain, plain_optimizer, step, world_size)
         optimizer.zero_grad()
-        model(_input(rank, step)).square().mean().backward()
+        model(batch_of(rank, step)).square().mean().backward()
         optimizer.step()
-    _expect_equal(model, plain)
+    expect_equal(model, plain)
     return model.sharding_statistics()
 
 
@@ -117,30 +51,30 @@ def _hybrid(rank):
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2))
     found = {}
     for name, shard in (("mesh", mesh), ("all", None)):
-        model = _sharded(_net(), mesh=shard)
+        model = shard_blocks(make_net(), mesh=shard)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for step in range(3):
             optimizer.zero_grad()
-            model(_input(rank, step)).square().mean().backward()
+            model(batch_of(rank, step)).square().mean().backward()
             optimizer.step()
         found[name] = model.full_state_dict()
     for key, value in found["mesh"].items():
         torch.testing.assert_close(value, found["all"][key])
-    return sum(p.numel() for p in _sharded(_net(), mesh=mesh).parameters())
+    return sum(p.numel() for p in shard_blocks(make_net(), mesh=mesh).parameters())
 
 
 def test_hybrid_shards():
     numels = run_ranks(_hybrid, world_size=4)
-    whole = sum(p.numel() for p in _net().parameters())
+    whole = sum(p.numel() for p in make_net().parameters())
     assert numels[0] == numels[2]
     assert numels[0] + numels[1] == whole
 
 
 def _surface(rank):
-    model = _sharded(_net())
+    model = shard_blocks(make_net())
     assert isinstance(model, brigade.FSDPModule)
     assert isinstance(model, Net)
-    names = dict(_net().named_parameters())
+    names = dict(make_net().named_parameters())
     for name, parameter in model.named_parameters():
         assert isinstance(parameter, brigade.ShardedParameter)
         assert parameter.whole_shape == names[name].shape
@@ -151,11 +85,11 @@ def _surface(rank):
     model.blocks[1].up.register_forward_hook(
         lambda module, args, output: inside.append(module.weight.shape)
     )
-    model(_input(rank, 0)).sum().backward()
+    model(batch_of(rank, 0)).sum().backward()
     assert inside == [names["blocks.1.up.weight"].shape]
     assert "'blocks.1': 6 parameters" in model.explain()
     with model.whole_parameters():
-        assert torch.equal(model.head.weight, _net().head.weight)
+        assert torch.equal(model.head.weight, make_net().head.weight)
     whole = model.blocks[1].up.weight
     assert isinstance(whole, brigade.ShardedParameter)
     with pytest.raises(NotImplementedError, match="set_symm_mem_for_comm"):
@@ -172,12 +106,12 @@ def test_surface():
 
 
 def _state(rank):
-    model = _sharded(_net())
-    model(_input(rank, 0)).sum()
+    model = shard_blocks(make_net())
+    model(batch_of(rank, 0)).sum()
     torch.manual_seed(5)
     other = Net()
     model.load_full_state_dict(other.state_dict())
-    _expect_equal(model, other)
+    expect_equal(model, other)
 
 
 def test_full_state_is_loaded():
@@ -185,11 +119,11 @@ def test_full_state_is_loaded():
 
 
 def _clips(rank, norm_type):
-    plain = _net()
-    model = _sharded(_net())
+    plain = make_net()
+    model = shard_blocks(make_net())
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.0)
-    _step_of_all(plain, optimizer, 0, 2)
-    model(_input(rank, 0)).square().mean().backward()
+    step_of_all(plain, optimizer, 0, 2)
+    model(batch_of(rank, 0)).square().mean().backward()
     expected = nn.utils.get_total_norm([p.grad for p in plain.parameters()], norm_type)
     found = nn.utils.clip_grad_norm_(model.parameters(), 0.5 * expected.item(), norm_type)
     torch.testing.assert_close(found, expected)
@@ -206,24 +140,24 @@ def test_torchs_clip_grad_norm_is_global(norm_type):
 
 
 def _accumulates(rank):
-    plain, model = _net(), _sharded(_net())
+    plain, model = make_net(), shard_blocks(make_net())
     sums = None
     for r in range(2):
         plain.zero_grad()
         for step in range(3):
-            plain(_input(r, step)).square().mean().backward()
+            plain(batch_of(r, step)).square().mean().backward()
         gradients = [p.grad for p in plain.parameters()]
         sums = gradients if sums is None else [a + b for a, b in zip(sums, gradients, strict=True)]
     for step in range(3):
         model.set_requires_gradient_sync(step == 2)
-        model(_input(rank, step)).square().mean().backward()
+        model(batch_of(rank, step)).square().mean().backward()
         assert (next(model.parameters()).grad is None) == (step < 2)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.sub_(parameter.grad)
         for parameter, gradient in zip(plain.parameters(), sums, strict=True):
             parameter.sub_(gradient * 0.5)
-    _expect_equal(model, plain)
+    expect_equal(model, plain)
 
 
 def test_accumulates_without_communication():
@@ -231,7 +165,7 @@ def test_accumulates_without_communication():
 
 
 def _low_precision(rank):
-    model = _net()
+    model = make_net()
     for block in model.blocks:
         brigade.fully_shard(block, mp_policy=MixedPrecisionPolicy(torch.bfloat16))
     policy = MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float32)
@@ -240,7 +174,7 @@ def _low_precision(rank):
     losses = []
     for _ in range(20):
         optimizer.zero_grad()
-        output = model(_input(rank, 0))
+        output = model(batch_of(rank, 0))
         assert output.dtype == torch.float32
         loss = output.square().mean()
         loss.backward()
@@ -369,14 +303,14 @@ def test_tied_in_one_unit_stay_tied():
 def _against_torch(rank):
     results = []
     for shard in (brigade.fully_shard, torch_fully_shard):
-        net = _net()
+        net = make_net()
         mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
-        model = _sharded(net, shard, mesh=mesh)
+        model = shard_blocks(net, shard, mesh=mesh)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
         losses = []
         for step in range(5):
             optimizer.zero_grad()
-            loss = model(_input(rank, step)).square().mean()
+            loss = model(batch_of(rank, step)).square().mean()
             loss.backward()
             optimizer.step()
             losses.append(loss.item())
@@ -389,8 +323,8 @@ def test_losses_equal_torchs_on_two_ranks():
 
 
 def _goes_away(rank):
-    model = _sharded(_net())
-    model(_input(rank, 0)).square().mean().backward()
+    model = shard_blocks(make_net())
+    model(batch_of(rank, 0)).square().mean().backward()
     assert next(model.parameters()).grad is not None
     unit = weakref.ref(model._brigade_unit)
     root = weakref.ref(model._brigade_unit.root)
@@ -398,8 +332,8 @@ def _goes_away(rank):
     gc.collect()
     assert unit() is None
     assert root() is None
-    again = _sharded(_net())
-    again(_input(rank, 0)).square().mean().backward()
+    again = shard_blocks(make_net())
+    again(batch_of(rank, 0)).square().mean().backward()
 
 
 def test_a_model_that_is_let_go_of_is_gone():
@@ -431,15 +365,15 @@ def test_a_unit_without_parameters_of_its_own():
 
 
 def _full_state_of_masters(rank):
-    model = _sharded(_net(), mp_policy=MixedPrecisionPolicy(torch.bfloat16))
-    _expect_equal(model, _net())
+    model = shard_blocks(make_net(), mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+    expect_equal(model, make_net())
     with model.whole_parameters(writes=True):
         pass
-    _expect_equal(model, _net())
+    expect_equal(model, make_net())
     torch.manual_seed(5)
     other = Net()
     model.load_full_state_dict(other.state_dict())
-    _expect_equal(model, other)
+    expect_equal(model, other)
     with pytest.raises(ValueError, match=r"'head\.bias'"):
         model.load_full_state_dict({**other.state_dict(), "head.bias": torch.ones(3)})
     with pytest.raises(ValueError, match="extra"):
@@ -451,9 +385,9 @@ def test_full_state_is_that_of_the_masters():
 
 
 def _unsharded_forward(rank):
-    model = _sharded(_net())
+    model = shard_blocks(make_net())
     with torch.no_grad(), model.whole_parameters(writes=True):
-        model(_input(rank, 0))
+        model(batch_of(rank, 0))
         model.head.bias.fill_(5)
     assert torch.equal(model.full_state_dict()["head.bias"], torch.full((2,), 5.0))
 
@@ -463,9 +397,9 @@ def test_what_is_written_behind_a_forward_inside_of_unshard_is_kept():
 
 
 def _norms(rank):
-    model = _sharded(_net())
+    model = shard_blocks(make_net())
     weight = model.blocks[0].up.weight
-    whole = _net().blocks[0].up.weight
+    whole = make_net().blocks[0].up.weight
     with torch.no_grad():
         torch.testing.assert_close(weight.norm(), whole.norm())
         torch.testing.assert_close(torch.norm(weight, 1), whole.norm(1))
@@ -485,7 +419,7 @@ def test_norms_are_of_whole_parameters():
 
 
 def _classes(rank):
-    first, second = _sharded(_net()), _sharded(_net())
+    first, second = shard_blocks(make_net()), shard_blocks(make_net())
     assert type(first) is type(second)
     assert type(first).__name__ == "FSDPNet"
     assert type(nn.Sequential(*first.blocks)[:1][0]) is type(second.blocks[0])

@@ -1,0 +1,74 @@
+"""A net that sharding is tried on, and one process that it is compared with."""
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import brigade
+
+
+class Block(nn.Module):
+    """A residual MLP, of sizes that no number of ranks divides."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(size)
+        self.up = nn.Linear(size, 2 * size + 1)
+        self.down = nn.Linear(2 * size + 1, size)
+
+    def forward(self, x, scale=None):
+        y = self.down(torch.tanh(self.up(self.norm(x))))
+        return x + (y if scale is None else y * scale)
+
+
+class Net(nn.Module):
+    def __init__(self, checkpointed=None) -> None:
+        super().__init__()
+        self.embed = nn.Linear(5, 7)
+        self.blocks = nn.ModuleList([Block(7) for _ in range(3)])
+        self.head = nn.Linear(7, 2)
+        self.checkpointed = checkpointed
+
+    def forward(self, x):
+        x = self.embed(x)
+        for block in self.blocks:
+            if self.checkpointed is None:
+                x = block(x)
+            else:
+                x = checkpoint(block, x, use_reentrant=self.checkpointed)
+        return self.head(x)
+
+
+def make_net(**arguments):
+    torch.manual_seed(0)
+    return Net(**arguments)
+
+
+def batch_of(rank, step):
+    return torch.randn(4, 5, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def shard_blocks(net, shard=brigade.fully_shard, **arguments):
+    """Each block a unit, the rest another one."""
+    for block in net.blocks:
+        shard(block, **arguments)
+    return shard(net, **arguments)
+
+
+def step_of_all(plain, optimizer, step, world_size):
+    """A step of one process: gradients of the ranks' batches apart, summed in order."""
+    sums = None
+    for rank in range(world_size):
+        plain.zero_grad()
+        plain(batch_of(rank, step)).square().mean().backward()
+        gradients = [p.grad for p in plain.parameters()]
+        sums = gradients if sums is None else [a + b for a, b in zip(sums, gradients, strict=True)]
+    for parameter, gradient in zip(plain.parameters(), sums, strict=True):
+        parameter.grad = gradient * (1.0 / world_size)
+    optimizer.step()
+
+
+def expect_equal(model, plain):
+    state = model.full_state_dict()
+    for name, value in plain.state_dict().items():
+        assert torch.equal(state[name], value), name
