@@ -3,8 +3,10 @@
 #include <c10/util/Exception.h>
 #include <pybind11/chrono.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <optional>
 #include <stdexcept>
@@ -26,7 +28,25 @@ using CallPtr = std::shared_ptr<ShardedRoot::Call>;
 struct ShardedUnit {
   std::optional<Unit> unit;
   std::vector<at::Tensor> shards;
+  std::vector<int64_t> offsets;
 };
+
+// By parameter: how many of its elements are other ranks' before the first that
+// this rank holds, in the order of memory.
+std::vector<int64_t> offsets_of(const Unit& unit) {
+  std::vector<int64_t> offsets(unit.shards.size());
+  for (const auto& segment : unit.segments) {
+    for (size_t i = 0; i < segment->shards().size(); ++i) {
+      const auto place =
+          std::ranges::find_if(unit.shards, [&](const at::Tensor& shard) {
+            return shard.is_same(segment->shards()[i]);
+          });
+      offsets[static_cast<size_t>(place - unit.shards.begin())] =
+          segment->layout().range(i, segment->rank()).in_parameter;
+    }
+  }
+  return offsets;
+}
 
 // Waits for callbacks that may want the GIL.
 void destroy_without_gil(ShardedRoot* root) {
@@ -50,6 +70,7 @@ std::shared_ptr<ShardedUnit> make_unit(
   std::vector<Unit> units = make_units({spec}, group, options);
   auto made = std::make_shared<ShardedUnit>();
   made->shards = units.front().shards;
+  made->offsets = offsets_of(units.front());
   made->unit = std::move(units.front());
   return made;
 }
@@ -125,6 +146,9 @@ void register_sharding(py::module_& module) {
            "parameter; `dtypes`: what it is seen in while it is whole.")
       .def_readonly("shards", &ShardedUnit::shards,
                     "What this rank holds, by parameter.")
+      .def_readonly("offsets", &ShardedUnit::offsets,
+                    "Where in its parameter each begins, in the order of "
+                    "memory.")
       .def(
           "rename",
           [](ShardedUnit& self, const std::string& name,

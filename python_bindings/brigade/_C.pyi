@@ -218,6 +218,11 @@ class ShardedUnit:
         Before there is a root.
         """
     @property
+    def offsets(self) -> list[int]:
+        """
+        Where in its parameter each begins, in the order of memory.
+        """
+    @property
     def shards(self) -> list[torch.Tensor]:
         """
         What this rank holds, by parameter.

@@ -24,21 +24,37 @@ from brigade._C import Logger, Reducer, then_collective, tie_outputs
 from brigade._C import version as _version
 from brigade._install import install, uninstall
 from brigade._optimizer_state import broadcast_optimizer_state
+from brigade._sharded_state import (
+    full_optimizer_state_dict,
+    load_full_optimizer_state_dict,
+    load_sharded_optimizer_state_dict,
+    sharded_optimizer_state_dict,
+)
+from brigade._sharded_tensors import ShardedParameter, TensorShard
 from brigade.distributed_data_parallel import DistributedDataParallel
-from brigade.fully_shard import FSDPModule, ShardedParameter, fully_shard
+from brigade.fully_shard import FSDPModule, fully_shard
+from brigade.sharded_checkpoint import LoadedCheckpoint, load_checkpoint, save_checkpoint
 
 __version__ = _version()
 
 __all__ = [
     "DistributedDataParallel",
     "FSDPModule",
+    "LoadedCheckpoint",
     "Logger",
     "Reducer",
     "ShardedParameter",
+    "TensorShard",
     "__version__",
     "broadcast_optimizer_state",
+    "full_optimizer_state_dict",
     "fully_shard",
     "install",
+    "load_checkpoint",
+    "load_full_optimizer_state_dict",
+    "load_sharded_optimizer_state_dict",
+    "save_checkpoint",
+    "sharded_optimizer_state_dict",
     "then_collective",
     "tie_outputs",
     "uninstall",

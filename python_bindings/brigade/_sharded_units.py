@@ -96,6 +96,7 @@ class Unit:
         self,
         modules: list[nn.Module],
         group: dist.ProcessGroup,
+        num_shards: int,
         options: _C.ShardingOptions,
         policy: MixedPrecisionPolicy,
         reshards: bool | None,
@@ -105,7 +106,8 @@ class Unit:
 
         Args:
             modules: Their attributes are replaced. None is inside of another one.
-            group: Of all ranks, or all rows of them.
+            group: Of all ranks.
+            num_shards: So many of them, one after the other, hold everything once.
             options: Alike on all ranks.
             policy: What inputs and outputs are cast to.
             reshards: None: unless it is the outermost.
@@ -116,6 +118,7 @@ class Unit:
         """
         self._modules = [weakref.ref(module) for module in modules]
         self.group = group
+        self.num_shards = num_shards
         self.options = options
         self.policy = policy
         self.reshards = reshards
@@ -152,7 +155,6 @@ class Unit:
         if not named:
             return
         self.wholes, self.names = list(named), list(named.values())
-        shapes = [parameter.shape for parameter in self.wholes]
         self.native = _C.ShardedUnit(
             ", ".join(type(module).__name__ for module in modules),
             self.names,
@@ -161,10 +163,10 @@ class Unit:
             self.options,
         )
         shard_of: dict[nn.Parameter, ShardedParameter] = {}
-        for shape, whole, shard in zip(shapes, self.wholes, self.native.shards, strict=True):
-            place = ShardPlace(weakref.ref(self), shape)
+        for i, whole in enumerate(self.wholes):
+            place = ShardPlace.of(self, whole, self.native.offsets[i])
             # The very tensor whose .grad is set when a backward has been reduced.
-            shard_of[whole] = as_shard(shard, place, ShardedParameter)
+            shard_of[whole] = as_shard(self.native.shards[i], place, ShardedParameter)
             whole._brigade_place = place
         self.shards = list(shard_of.values())
         self._whole_attributes = attributes

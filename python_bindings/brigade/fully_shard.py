@@ -25,8 +25,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule as _TorchFSDPModule
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
-from brigade import _C
-from brigade._sharded_tensors import ShardedParameter
+from brigade import _C, _sharded_state
 from brigade._sharded_units import Root, Unit, unit_of
 
 
@@ -89,18 +88,12 @@ class FSDPModule(_TorchFSDPModule):
         """Clips the gradients of all units by their norm over all ranks, which it returns."""
         return torch.tensor(self._root().native.clip_grad_norm(max_norm, norm_type))
 
-    def full_state_dict(self) -> dict[str, torch.Tensor]:
-        """Collective: whole parameters in their own dtype, and buffers, copied, on every rank."""
-        root = self._root()
-        wholes: dict[int, torch.Tensor] = {}
-        for index, unit in enumerate(root.units):
-            for shard, whole in zip(unit.shards, root.native.gather_unit(index), strict=True):
-                wholes[id(shard)] = whole
-        state = self.state_dict(keep_vars=True)
-        return {
-            name: wholes[id(value)] if id(value) in wholes else value.detach().clone()
-            for name, value in state.items()
-        }
+    def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
+        """Collective: whole parameters in their own dtype, and buffers, copied, on every rank.
+
+        `rank0_only`: others return an empty dict, and have one unit in memory at a time.
+        """
+        return _sharded_state.full_state_dict(self, self._root(), rank0_only)
 
     def load_full_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         """Collective: from whole parameters and buffers, equal on all ranks.
@@ -108,32 +101,7 @@ class FSDPModule(_TorchFSDPModule):
         Raises:
             ValueError: a name is missing or unknown, or a shape differs; nothing is changed.
         """
-        root = self._root()
-        own = self.state_dict(keep_vars=True)
-        if own.keys() != state.keys():
-            names = sorted(own.keys() ^ state.keys())
-            raise ValueError(f"load_full_state_dict: expected the module's names, found {names}.")
-        wholes: dict[int, torch.Tensor] = {}
-        for name, value in own.items():
-            shape = value.whole_shape if isinstance(value, ShardedParameter) else value.shape
-            if state[name].shape != shape:
-                raise ValueError(
-                    f"load_full_state_dict: '{name}': expected {tuple(shape)}, found "
-                    f"{tuple(state[name].shape)}."
-                )
-            wholes[id(value)] = state[name]
-        with torch.no_grad():
-            for index, unit in enumerate(root.units):
-                found = [
-                    wholes.get(id(shard), whole)
-                    for shard, whole in zip(
-                        unit.shards, root.native.gather_unit(index), strict=True
-                    )
-                ]
-                root.native.assign_unit(index, found)
-            for name, value in own.items():
-                if not isinstance(value, ShardedParameter):
-                    value.copy_(state[name])
+        _sharded_state.load_full_state_dict(self, self._root(), state)
 
     def explain(self) -> str:
         """Units, bytes and padding, in words."""
@@ -179,7 +147,7 @@ for _name in (
     setattr(FSDPModule, _name, _lacks(_name))
 
 
-def _group_of(mesh: Any) -> tuple[dist.ProcessGroup, int | None]:
+def _group_of(mesh: Any) -> tuple[dist.ProcessGroup, int]:
     """The group of all ranks of a mesh, and how many of them are a row of it."""
     if mesh is None:
         if not dist.is_initialized():
@@ -187,9 +155,9 @@ def _group_of(mesh: Any) -> tuple[dist.ProcessGroup, int | None]:
                 "fully_shard: there is no process group.\nCall "
                 "torch.distributed.init_process_group() first."
             )
-        return dist.group.WORLD, None
+        return dist.group.WORLD, dist.get_world_size()
     if mesh.ndim == 1:
-        return mesh.get_group(), None
+        return mesh.get_group(), mesh.size()
     in_order = list(range(dist.get_world_size()))
     if mesh.ndim == 2 and mesh.mesh.flatten().tolist() == in_order:
         return dist.group.WORLD, mesh.size(1)
@@ -262,7 +230,8 @@ def fully_shard(
         reduce_dtype=policy.reduce_dtype,
         broadcasts_parameters=broadcasts_parameters,
     )
-    Unit(modules, group, options, policy, reshard_after_forward, set(ignored_params or ()))
+    ignored = set(ignored_params or ())
+    Unit(modules, group, num_shards, options, policy, reshard_after_forward, ignored)
     for each in modules:
         each.__class__ = _sharded_class(type(each))
     return module

@@ -1,0 +1,322 @@
+"""Whole state dicts of sharded models and of their optimizers.
+
+A model's go through units, one in memory at a time; an optimizer's too. Names, not
+indices, tell which parameter a state belongs to, as in
+torch.distributed.checkpoint.state_dict, whose form it is.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from brigade._sharded_tensors import ShardedParameter, ShardPlace, TensorShard, as_shard, place_of
+from brigade._sharded_units import Root, Unit
+
+OptimizerState = dict[str, Any]
+
+
+def full_state_dict(module: nn.Module, root: Root, rank0_only: bool) -> dict[str, torch.Tensor]:
+    """Collective; see FSDPModule."""
+    keeps = not rank0_only or root.outermost.group.rank() == 0
+    wholes: dict[int, torch.Tensor] = {}
+    for index, unit in enumerate(root.units):
+        gathered = root.native.gather_unit(index)
+        if keeps:
+            wholes.update(zip(map(id, unit.shards), gathered, strict=True))
+    if not keeps:
+        return {}
+    return {
+        name: wholes[id(value)] if id(value) in wholes else _copy_of(value)
+        for name, value in module.state_dict(keep_vars=True).items()
+    }
+
+
+def _copy_of(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+def load_full_state_dict(module: nn.Module, root: Root, state: dict[str, torch.Tensor]) -> None:
+    """Collective; see FSDPModule."""
+    own = module.state_dict(keep_vars=True)
+    if own.keys() != state.keys():
+        names = sorted(own.keys() ^ state.keys())
+        raise ValueError(f"load_full_state_dict: expected the module's names, found {names}.")
+    wholes: dict[int, torch.Tensor] = {}
+    for name, value in own.items():
+        shape = value.whole_shape if isinstance(value, ShardedParameter) else value.shape
+        if state[name].shape != shape:
+            raise ValueError(
+                f"load_full_state_dict: '{name}': expected {tuple(shape)}, found "
+                f"{tuple(state[name].shape)}."
+            )
+        wholes[id(value)] = state[name]
+    with torch.no_grad():
+        for index, unit in enumerate(root.units):
+            found = [
+                wholes.get(id(shard), whole)
+                for shard, whole in zip(unit.shards, root.native.gather_unit(index), strict=True)
+            ]
+            root.native.assign_unit(index, found)
+        for name, value in own.items():
+            if not isinstance(value, ShardedParameter):
+                value.copy_(state[name])
+
+
+# ---- Optimizers.
+
+
+def sharded_optimizer_state_dict(
+    model: nn.Module, optimizer: torch.optim.Optimizer
+) -> OptimizerState:
+    """The optimizer's state by names of parameters, this rank's parts of it.
+
+    For torch.distributed.checkpoint, which saves whole tensors through them. A tensor of
+    the sizes of this rank's part of its parameter is taken for a part of a whole one.
+
+    Args:
+        model: Whose parameters the optimizer has, or some of them.
+        optimizer: Of any class whose state is by parameter.
+
+    Returns:
+        ``{"state": {name: {key: value}}, "param_groups": [{"params": [name], ...}]}``.
+
+    Raises:
+        ValueError: A parameter of the optimizer is none of the model's.
+    """
+    names = _names_in_order(model, optimizer)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    found = optimizer.state_dict()
+    state = {
+        names[index]: {
+            key: _as_part(value, parameters[index]) for key, value in found["state"][index].items()
+        }
+        for index in sorted(found["state"])
+    }
+    groups = [
+        {**group, "params": [names[index] for index in group["params"]]}
+        for group in found["param_groups"]
+    ]
+    return {"state": state, "param_groups": groups}
+
+
+def load_sharded_optimizer_state_dict(
+    model: nn.Module, optimizer: torch.optim.Optimizer, state: OptimizerState
+) -> None:
+    """The other way round.
+
+    Raises:
+        ValueError: The state has other parameters than the optimizer, or is of other parts of
+            them; the optimizer is unchanged.
+    """
+    names = _names_in_order(model, optimizer)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    require_same_groups(model, optimizer, state)
+    for name, parameter in zip(names, parameters, strict=True):
+        for key, value in state["state"].get(name, {}).items():
+            if isinstance(value, TensorShard) and value.shape != parameter.shape:
+                raise ValueError(
+                    f"load_sharded_optimizer_state_dict: '{name}', {key}: expected this rank's "
+                    f"part, {tuple(parameter.shape)}, found {tuple(value.shape)}."
+                )
+    indices = {name: index for index, name in enumerate(names)}
+    by_index = {indices[name]: dict(values) for name, values in state["state"].items()}
+    groups = [
+        {**group, "params": [indices[name] for name in group["params"]]}
+        for group in state["param_groups"]
+    ]
+    optimizer.load_state_dict({"state": by_index, "param_groups": groups})
+
+
+def full_optimizer_state_dict(
+    model: nn.Module, optimizer: torch.optim.Optimizer, *, rank0_only: bool = False
+) -> OptimizerState:
+    """The optimizer's state by names of parameters, whole. Collective.
+
+    Goes from unit to unit: with `rank0_only`, a rank that keeps nothing has one tensor for
+    each parameter of a unit in memory beside its parts.
+
+    Args:
+        model: Whose parameters the optimizer has, or some of them.
+        optimizer: Of any class whose state is by parameter; alike on all ranks.
+        rank0_only: Others return an empty dict.
+
+    Returns:
+        What a single process's would be: the same as from sharded_optimizer_state_dict(),
+        with whole tensors, copied.
+
+    Raises:
+        ValueError: A parameter of the optimizer is none of the model's.
+        RuntimeError: Ranks hold different kinds of state; on all ranks.
+    """
+    parts = sharded_optimizer_state_dict(model, optimizer)
+    units: dict[Unit, dict[tuple[str, torch.dtype], list[tuple[str, TensorShard]]]] = {}
+    kinds: list[str] = []
+    group: dist.ProcessGroup | None = None
+    for name, values in parts["state"].items():
+        for key, value in values.items():
+            if isinstance(value, TensorShard):
+                unit = value._brigade_place.unit()
+                group = unit.group
+                kinds.append(f"'{name}', {key}, {value.dtype}")
+                of_kind = units.setdefault(unit, {}).setdefault((key, value.dtype), [])
+                of_kind.append((name, value))
+    if group is None:
+        return copy.deepcopy(parts)
+    _require_same_kinds(group, kinds)
+    keeps = not rank0_only or group.rank() == 0
+    state = {
+        name: {
+            key: value if isinstance(value, TensorShard) else _copy_of(value)
+            for key, value in values.items()
+        }
+        for name, values in parts["state"].items()
+    }
+    for unit in sorted(units, key=lambda unit: unit.index):
+        for (key, _), named in units[unit].items():
+            wholes = _gather([value for _, value in named], unit, rank0_only)
+            for (name, _), whole in zip(named, wholes, strict=bool(wholes)):
+                state[name][key] = whole
+    return {"state": state, "param_groups": parts["param_groups"]} if keeps else {}
+
+
+def load_full_optimizer_state_dict(
+    model: nn.Module, optimizer: torch.optim.Optimizer, state: OptimizerState
+) -> None:
+    """From a whole one, of a single process or of any number of ranks; equal on all ranks.
+
+    Raises:
+        ValueError: The state has other parameters than the optimizer, or a tensor is neither
+            of its parameter's sizes nor a scalar; the optimizer is unchanged.
+    """
+    names = _names_in_order(model, optimizer)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    require_same_groups(model, optimizer, state)
+    by_name = dict(zip(names, parameters, strict=True))
+    parts = {
+        name: {key: _part_of(name, key, value, by_name[name]) for key, value in values.items()}
+        for name, values in state["state"].items()
+    }
+    load_sharded_optimizer_state_dict(model, optimizer, {**state, "state": parts})
+
+
+def _names_in_order(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+    """Of the optimizer's parameters, in its order."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    found = []
+    for g, group in enumerate(optimizer.param_groups):
+        for i, parameter in enumerate(group["params"]):
+            if parameter not in names:
+                raise ValueError(
+                    f"an optimizer's state: its parameter {i} of group {g} is none of the "
+                    "model's.\nMake the optimizer from the model's parameters, after fully_shard."
+                )
+            found.append(names[parameter])
+    return found
+
+
+def _as_part(value: Any, parameter: torch.Tensor) -> Any:
+    place = place_of(parameter)
+    if place is None or not isinstance(value, torch.Tensor) or isinstance(value, TensorShard):
+        return value
+    if value.dim() == 0 or value.shape != parameter.shape:
+        return value
+    return as_shard(value.detach(), place)
+
+
+def _part_of(name: str, key: str, value: Any, parameter: torch.Tensor) -> Any:
+    """Of a whole value, what this rank has of it."""
+    place = place_of(parameter)
+    if place is None or not isinstance(value, torch.Tensor):
+        return _copy_of(value)
+    if value.shape != place.whole_shape:
+        if value.dim() == 0:
+            return _copy_of(value)
+        raise ValueError(
+            f"load_full_optimizer_state_dict: '{name}', {key}: expected "
+            f"{tuple(place.whole_shape)}, found {tuple(value.shape)}."
+        )
+    if parameter.shape == place.whole_shape:
+        return as_shard(value.detach().clone(), place)
+    elements = place.in_memory(value)
+    part = elements[place.begin : place.begin + parameter.numel()]
+    return as_shard(part.clone(), place)
+
+
+def require_same_groups(
+    model: nn.Module, optimizer: torch.optim.Optimizer, state: OptimizerState
+) -> None:
+    """ValueError unless `state` is of the optimizer's parameters, in its order and groups."""
+    names = _names_in_order(model, optimizer)
+    sizes = [len(group["params"]) for group in optimizer.param_groups]
+    found = [group["params"] for group in state["param_groups"]]
+    in_order = [name for group in found for name in group]
+    unknown = sorted(set(state["state"]) - set(names))
+    if in_order == names and [len(group) for group in found] == sizes and not unknown:
+        return
+    differ = sorted(set(in_order) ^ set(names)) or unknown
+    raise ValueError(
+        "an optimizer's state: expected that of the parameters which the optimizer has, in "
+        f"groups of {sizes}, found groups of {[len(group) for group in found]}; these differ: "
+        f"{differ[:5]}.\nMake the optimizer as it was made when it was saved."
+    )
+
+
+def _require_same_kinds(group: dist.ProcessGroup, kinds: list[str]) -> None:
+    of_ranks: list[Any] = [None] * group.size()
+    dist.all_gather_object(of_ranks, kinds, group=group)
+    for rank, found in enumerate(of_ranks):
+        if found != of_ranks[0]:
+            differ = sorted(set(found) ^ set(of_ranks[0]))
+            raise RuntimeError(
+                f"full_optimizer_state_dict: ranks 0 and {rank} hold different state: "
+                f"{differ[:5]}.\nGive all ranks' optimizers the same steps."
+            )
+
+
+def _gather(parts: list[TensorShard], unit: Unit, rank0_only: bool) -> list[torch.Tensor]:
+    """Whole tensors, of one dtype; none of them where they aren't wanted. Collective."""
+    group = unit.group
+    places = [part._brigade_place for part in parts]
+    own = torch.tensor(
+        [[place.begin, part.numel()] for place, part in zip(places, parts, strict=True)]
+    )
+    intervals = [torch.empty_like(own) for _ in range(group.size())]
+    dist.all_gather(intervals, own, group=group)
+    longest = max(int(found[:, 1].sum()) for found in intervals)
+    # As bytes: not every backend knows every dtype.
+    dtype = parts[0].dtype
+    sent = torch.zeros(longest, dtype=dtype)
+    held = torch.cat([part.elements() for part in parts])
+    sent[: held.numel()] = held
+    wants = not rank0_only or group.rank() == 0
+    received = [torch.empty_like(sent) for _ in range(group.size())] if wants else []
+    as_bytes = [tensor.view(torch.uint8) for tensor in received]
+    if rank0_only:
+        dist.gather(sent.view(torch.uint8), as_bytes or None, group=group, group_dst=0)
+    else:
+        dist.all_gather(as_bytes, sent.view(torch.uint8), group=group)
+    if not wants:
+        return []
+    return _assemble(places, intervals[: unit.num_shards], received)
+
+
+def _assemble(
+    places: list[ShardPlace], intervals: Iterable[torch.Tensor], received: list[torch.Tensor]
+) -> list[torch.Tensor]:
+    """`intervals`: by rank, (begin, numel) of each; `received`: by rank, one behind the other."""
+    wholes = [torch.empty(place.whole_shape.numel(), dtype=received[0].dtype) for place in places]
+    for of_rank, elements in zip(intervals, received, strict=False):
+        start = 0
+        for whole, (begin, numel) in zip(wholes, of_rank.tolist(), strict=True):
+            whole[begin : begin + numel] = elements[start : start + numel]
+            start += numel
+    return [
+        place.from_memory(whole.view(place.shape_in_memory))
+        for place, whole in zip(places, wholes, strict=True)
+    ]

@@ -1,0 +1,308 @@
+"""Checkpoints of sharded models: written by all ranks at once, read by any number of them.
+
+    brigade.save_checkpoint(f"{folder}/{step}", model, optimizer, shared={"step": step},
+                            own={"random": torch.get_rng_state()})
+    ...
+    loaded = brigade.load_checkpoint(f"{folder}/{step}", model, optimizer)
+
+A folder of torch.distributed.checkpoint, which reads it too, with a list of its files'
+digests. It has its name when it is complete, and is read only if it is undamaged.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import hashlib
+import io
+import itertools
+import json
+import os
+import pathlib
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from brigade._sharded_state import (
+    load_sharded_optimizer_state_dict,
+    require_same_groups,
+    sharded_optimizer_state_dict,
+)
+from brigade._sharded_tensors import TensorShard, as_shard, place_of
+from brigade._sharded_units import unit_of
+
+_DIGESTS = "digests.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadedCheckpoint:
+    """What was saved beside the model and the optimizer."""
+
+    shared: dict[str, Any]
+    own: dict[str, Any] | None  # None if another number of ranks has saved it
+
+
+def save_checkpoint(
+    folder: str | os.PathLike,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    shared: dict[str, Any] | None = None,
+    own: dict[str, Any] | None = None,
+) -> None:
+    """Writes the parts of all ranks, and makes `folder` when all have. Collective.
+
+    Args:
+        folder: Where all ranks read and write. Made by this; beside it lies what is incomplete.
+        model: Sharded by fully_shard, between steps.
+        optimizer: Of its parameters.
+        shared: What is alike on all ranks, as the number of the step. Pickled.
+        own: What each rank has for itself, as the state of its random numbers. Pickled.
+
+    Raises:
+        ValueError: `folder` exists.
+        RuntimeError: A rank couldn't write; on all ranks. There is no `folder` then.
+    """
+    where = "save_checkpoint"
+    group = _group_of(model, where)
+    folder = pathlib.Path(folder)
+    part = folder.with_name(folder.name + ".part")
+
+    def begin() -> dict[str, Any]:
+        if folder.exists():
+            raise ValueError(f"'{folder}' exists.\nGive each step a folder of its own.")
+        if group.rank() == 0:
+            shutil.rmtree(part, ignore_errors=True)
+        state = {"model": model.state_dict(), "shared": _pickled(shared or {})}
+        if optimizer is not None:
+            state["optimizer"] = sharded_optimizer_state_dict(model, optimizer)
+        return {**state, "own": {str(group.rank()): _pickled(own or {})}}
+
+    def end() -> None:
+        if group.rank() == 0:
+            with open(part / _DIGESTS, "w") as file:
+                json.dump({name: each for found in digests for name, each in found.items()}, file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.rename(part, folder)
+
+    def digest() -> dict[str, Any]:
+        names = [file.name for file in part.iterdir()]
+        return {name: _digest_of(part / name) for name in _own_share(group, names)}
+
+    state = _on_all(group, where, begin)
+    _on_all(group, where, lambda: dcp.save(state, checkpoint_id=part, process_group=group))
+    digests = _from_all(group, _on_all(group, where, digest))
+    _on_all(group, where, end)
+
+
+def load_checkpoint(
+    folder: str | os.PathLike, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
+) -> LoadedCheckpoint:
+    """Reads what save_checkpoint() has written, on any number of ranks. Collective.
+
+    All of it is read, beside what is there, before anything is changed. What is pickled in a
+    checkpoint is run: read those that you trust.
+
+    Args:
+        folder: Where all ranks read.
+        model: With the parameters that were saved, in any units.
+        optimizer: With the same parameters in the same groups as when it was saved; it may be
+            new.
+
+    Raises:
+        ValueError: There is no checkpoint, it is incomplete or damaged, or it is of another
+            model or optimizer; on all ranks, and nothing is changed.
+    """
+    where = "load_checkpoint"
+    group = _group_of(model, where)
+    folder = pathlib.Path(folder)
+
+    def begin() -> dict[str, Any]:
+        metadata = dcp.FileSystemReader(folder).read_metadata()
+        _require_same_model(metadata, model)
+        return _targets(metadata, group, model, optimizer)
+
+    def check() -> None:
+        if optimizer is not None:
+            require_same_groups(model, optimizer, state["optimizer"])
+
+    _on_all(group, where, lambda: _require_undamaged(group, folder))
+    state = _on_all(group, where, begin)
+    _on_all(group, where, lambda: dcp.load(state, checkpoint_id=folder, process_group=group))
+    _on_all(group, where, check)
+    model.load_state_dict(state["model"])
+    if optimizer is not None:
+        load_sharded_optimizer_state_dict(model, optimizer, state["optimizer"])
+    own = state["own"].get(str(group.rank()))
+    return LoadedCheckpoint(_unpickled(state["shared"]), None if own is None else _unpickled(own))
+
+
+# ---- What all ranks do together.
+
+
+def _group_of(model: nn.Module, where: str) -> dist.ProcessGroup:
+    for module in model.modules():
+        unit = unit_of(module)
+        if unit is not None:
+            return unit.group
+    raise ValueError(
+        f"{where}: expected a module that fully_shard has sharded, found "
+        f"{type(model).__name__}.\nShard it first, or use torch.distributed.checkpoint."
+    )
+
+
+def _on_all(group: dist.ProcessGroup, where: str, step: Callable[[], Any]) -> Any:
+    """What `step` returns here, if no rank has failed in it. Collective."""
+    result, failure = None, None
+    try:
+        result = step()
+    except CheckpointException as error:
+        failure = (False, str(next(iter(error.failures.values()))[0]))
+    except Exception as error:
+        failure = (isinstance(error, ValueError), str(error) or type(error).__name__)
+    for rank, found in enumerate(_from_all(group, failure)):
+        if found is not None:
+            is_value_error, text = found
+            raise (ValueError if is_value_error else RuntimeError)(
+                f"{where}: on rank {rank}: {text}"
+            )
+    return result
+
+
+def _from_all(group: dist.ProcessGroup, value: Any) -> list[Any]:
+    found: list[Any] = [None] * group.size()
+    dist.all_gather_object(found, value, group=group)
+    return found
+
+
+# ---- Files.
+
+
+def _own_share(group: dist.ProcessGroup, names: list[str]) -> list[str]:
+    """Of files that all ranks go through together."""
+    return sorted(names)[group.rank() :: group.size()]
+
+
+def _digest_of(file: pathlib.Path) -> dict[str, Any]:
+    digest = hashlib.sha256()
+    with open(file, "rb") as opened:
+        while block := opened.read(1 << 20):
+            digest.update(block)
+    return {"bytes": file.stat().st_size, "sha256": digest.hexdigest()}
+
+
+def _require_undamaged(group: dist.ProcessGroup, folder: pathlib.Path) -> None:
+    try:
+        expected = json.loads((folder / _DIGESTS).read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"'{folder}' has no list of its files that can be read: {error}.\n"
+            "Name a folder that save_checkpoint() has completed."
+        ) from error
+    for name in _own_share(group, list(expected)):
+        try:
+            found = _digest_of(folder / name)
+        except OSError as error:
+            found = str(error)
+        if found != expected[name]:
+            raise ValueError(
+                f"'{folder / name}' is damaged: expected {expected[name]}, found {found}.\n"
+                "Load an older checkpoint."
+            )
+
+
+def _pickled(value: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+def _unpickled(value: bytes) -> Any:
+    return torch.load(io.BytesIO(value), weights_only=False)
+
+
+# ---- What a checkpoint is read into.
+
+
+def _require_same_model(metadata: Metadata, model: nn.Module) -> None:
+    paths = metadata.planner_data
+    saved = {paths[key][1]: key for key in paths if paths[key][0] == "model"}
+    own = model.state_dict()
+    if saved.keys() != own.keys():
+        raise ValueError(
+            "the checkpoint is of another model: these names are in one of both: "
+            f"{sorted(saved.keys() ^ own.keys())[:5]}."
+        )
+    for name, value in own.items():
+        form = metadata.state_dict_metadata[saved[name]]
+        if not isinstance(form, TensorStorageMetadata) or not isinstance(value, torch.Tensor):
+            continue
+        shape = value.whole_shape if isinstance(value, TensorShard) else value.shape
+        if form.size != shape:
+            raise ValueError(
+                f"the checkpoint is of another model: '{name}': expected {tuple(shape)}, found "
+                f"{tuple(form.size)}."
+            )
+
+
+def _targets(
+    metadata: Metadata,
+    group: dist.ProcessGroup,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+) -> dict[str, Any]:
+    """A nest as what was saved, with memory of its own for all tensors."""
+    state: dict[str, Any] = {"model": copy.deepcopy(model.state_dict()), "shared": b"", "own": {}}
+    paths = metadata.planner_data
+    if ("own", str(group.rank())) in paths.values():
+        num_saved = sum(path[0] == "own" for path in paths.values())
+        if num_saved == group.size():
+            state["own"] = {str(group.rank()): b""}
+    if optimizer is None:
+        return state
+    parameters = dict(model.named_parameters())
+    for key, path in paths.items():
+        if path[0] != "optimizer":
+            continue
+        form = metadata.state_dict_metadata[key]
+        value = None
+        if isinstance(form, TensorStorageMetadata):
+            value = _memory_for(form, parameters.get(path[2]))
+        _put(state, path, value)
+    if "optimizer" not in state:
+        raise ValueError("the checkpoint has no optimizer's state.\nLoad the model alone.")
+    state["optimizer"].setdefault("state", {})
+    return state
+
+
+def _memory_for(form: TensorStorageMetadata, parameter: torch.Tensor | None) -> torch.Tensor:
+    dtype = form.properties.dtype
+    place = None if parameter is None else place_of(parameter)
+    if place is None or form.size != place.whole_shape:
+        return torch.empty(form.size, dtype=dtype)
+    return as_shard(torch.empty_like(parameter.plain(), dtype=dtype), place)
+
+
+def _put(nest: Any, path: tuple[Any, ...], value: Any) -> None:
+    """Makes dicts, and lists where a step of the path is a number."""
+    for step, following in itertools.pairwise(path):
+        inner: Any = [] if isinstance(following, int) else {}
+        nest = _at(nest, step, inner)
+    _at(nest, path[-1], value)
+
+
+def _at(nest: Any, step: Any, default: Any) -> Any:
+    if isinstance(nest, dict):
+        return nest.setdefault(step, default)
+    nest.extend([None] * (step + 1 - len(nest)))
+    if nest[step] is None:
+        nest[step] = default
+    return nest[step]

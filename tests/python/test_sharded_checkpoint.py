@@ -1,0 +1,392 @@
+"""Sharded training that is saved and resumed, on other numbers of ranks too."""
+
+import copy
+import pathlib
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import brigade
+from brigade._shard_boxes import boxes_of
+
+from ranks import run_ranks
+from sharded_training import batch_of, expect_equal, make_net, shard_blocks, step_of_all
+
+dcp = pytest.importorskip("torch.distributed.checkpoint")
+pytest.importorskip(
+    "torch.distributed.checkpoint.protocol",
+    reason="this torch compares a part's sizes with the whole one's",
+)
+from torch.distributed.checkpoint.state_dict import (  # noqa: E402
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (3, 4), (2, 3, 4), (2, 1, 3, 2), (1, 1, 5)])
+def test_boxes_are_the_interval(shape):
+    numel = torch.Size(shape).numel()
+    whole = torch.arange(numel).view(shape)
+    for begin in range(numel + 1):
+        for end in range(begin, numel + 1):
+            found = []
+            for box in boxes_of(shape, begin, end):
+                assert box.numel > 0
+                region = whole[
+                    tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))
+                ]
+                found += region.flatten().tolist()
+            assert found == list(range(begin, end))
+            assert len(boxes_of(shape, begin, end)) <= max(1, 2 * len(shape) - 1)
+
+
+def _step(model, optimizer, step, rank):
+    optimizer.zero_grad()
+    model(batch_of(rank, step)).square().mean().backward()
+    optimizer.step()
+
+
+def _optimizer(model, **options):
+    named = dict(model.named_parameters())
+    decayed = [p for name, p in named.items() if name.endswith("weight")]
+    others = [p for name, p in named.items() if not name.endswith("weight")]
+    groups = [{"params": others, "weight_decay": 0.0}, {"params": decayed, "lr": 0.05}]
+    return torch.optim.AdamW(groups, lr=0.1, **options)
+
+
+def _trained(rank, steps=2, **arguments):
+    model = shard_blocks(make_net(), **arguments)
+    optimizer = _optimizer(model)
+    for step in range(steps):
+        _step(model, optimizer, step, rank)
+    return model, optimizer
+
+
+def _expect_equal_state(found, expected):
+    assert found["param_groups"] == expected["param_groups"]
+    assert found["state"].keys() == expected["state"].keys()
+    for name, values in expected["state"].items():
+        assert found["state"][name].keys() == values.keys()
+        for key, value in values.items():
+            assert torch.equal(found["state"][name][key], value), (name, key)
+
+
+def _saves(rank, folder):
+    model, optimizer = _trained(rank)
+    dcp.save(
+        {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)},
+        checkpoint_id=f"{folder}/torchs",
+    )
+    own = {"random": torch.get_rng_state()}
+    brigade.save_checkpoint(f"{folder}/ours", model, optimizer, shared={"step": 2}, own=own)
+    whole = {
+        "model": model.full_state_dict(),
+        "optimizer": brigade.full_optimizer_state_dict(model, optimizer),
+    }
+    if rank == 0:
+        torch.save(whole, f"{folder}/whole.pt")
+
+
+def _whole(folder):
+    return torch.load(f"{folder}/whole.pt", weights_only=False)
+
+
+def _loads(rank, folder, mesh, reader):
+    mesh = mesh and dist.device_mesh.init_device_mesh("cpu", mesh)
+    torch.manual_seed(7)
+    model, optimizer = _trained(rank, steps=1, mesh=mesh)
+    if reader == "ours":
+        loaded = brigade.load_checkpoint(f"{folder}/ours", model, optimizer)
+        assert loaded.shared == {"step": 2}
+        assert (loaded.own is None) == (dist.get_world_size() != 2)
+    elif reader == "torchs functions":
+        state = {
+            "model": model.state_dict(),
+            "optimizer": get_optimizer_state_dict(model, optimizer),
+        }
+        dcp.load(state, checkpoint_id=f"{folder}/torchs")
+        set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    else:
+        state = {
+            "model": model.state_dict(),
+            "optimizer": brigade.sharded_optimizer_state_dict(model, optimizer),
+        }
+        dcp.load(state, checkpoint_id=f"{folder}/torchs")
+        brigade.load_sharded_optimizer_state_dict(model, optimizer, state["optimizer"])
+    whole = _whole(folder)
+    for name, value in model.full_state_dict().items():
+        assert torch.equal(value, whole["model"][name]), name
+    _expect_equal_state(brigade.full_optimizer_state_dict(model, optimizer), whole["optimizer"])
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("saved")
+    run_ranks(_saves, str(folder))
+    return str(folder)
+
+
+@pytest.mark.parametrize("reader", ["ours", "torchs functions", "ours with torchs"])
+@pytest.mark.parametrize("mesh", [(1,), (2,), (3,), (2, 2)])
+def test_saved_on_two_ranks_and_loaded(saved, mesh, reader):
+    world_size = torch.Size(mesh).numel()
+    run_ranks(_loads, saved, mesh, reader, world_size=world_size)
+
+
+def test_loaded_into_one_process(saved):
+    whole = _whole(saved)
+    for name in ("torchs", "ours"):
+        plain = make_net()
+        optimizer = _optimizer(plain)
+        state = {
+            "model": plain.state_dict(),
+            "optimizer": get_optimizer_state_dict(plain, optimizer),
+        }
+        dcp.load(state, checkpoint_id=f"{saved}/{name}", no_dist=True)
+        set_optimizer_state_dict(plain, optimizer, state["optimizer"])
+        for key, value in plain.state_dict().items():
+            assert torch.equal(value, whole["model"][key]), key
+        _expect_equal_state(get_optimizer_state_dict(plain, optimizer), whole["optimizer"])
+
+
+def _resumes(rank, folder):
+    torch.manual_seed(rank)
+    dropout = nn.Dropout(0.5)
+    model, optimizer = _trained(rank)
+    parts = []
+    for part in range(2):
+        for step in range(2, 5):
+            optimizer.zero_grad()
+            model(dropout(batch_of(rank, step))).square().mean().backward()
+            optimizer.step()
+            if part == 0 and step == 2:
+                own = {"random": torch.get_rng_state()}
+                brigade.save_checkpoint(
+                    f"{folder}/3", model, optimizer, shared={"step": 3}, own=own
+                )
+            if part == 1 and step == 2:
+                model, optimizer = _trained(rank, steps=0)
+                loaded = brigade.load_checkpoint(f"{folder}/3", model, optimizer)
+                assert loaded.shared == {"step": 3}
+                torch.set_rng_state(loaded.own["random"])
+        parts.append((model.full_state_dict(), brigade.full_optimizer_state_dict(model, optimizer)))
+    for name, value in parts[0][0].items():
+        assert torch.equal(value, parts[1][0][name]), name
+    _expect_equal_state(parts[1][1], parts[0][1])
+
+
+def test_resumes_bit_for_bit(tmp_path):
+    run_ranks(_resumes, str(tmp_path))
+
+
+def _damaged(rank, folder):
+    model, optimizer = _trained(rank)
+    before = model.full_state_dict(), brigade.full_optimizer_state_dict(model, optimizer)
+
+    def unchanged():
+        now = model.full_state_dict(), brigade.full_optimizer_state_dict(model, optimizer)
+        assert all(torch.equal(now[0][name], value) for name, value in before[0].items())
+        _expect_equal_state(now[1], before[1])
+
+    _step(model, optimizer, 5, rank)
+    brigade.save_checkpoint(f"{folder}/good", model, optimizer)
+    with pytest.raises(ValueError, match="exists"):
+        brigade.save_checkpoint(f"{folder}/good", model, optimizer)
+    before = model.full_state_dict(), brigade.full_optimizer_state_dict(model, optimizer)
+    _step(model, optimizer, 6, rank)
+    brigade.load_checkpoint(f"{folder}/good", model, optimizer)
+    unchanged()
+    names = sorted(p.name for p in pathlib.Path(folder, "good").iterdir())
+    assert names == [".metadata", "__0_0.distcp", "__1_0.distcp", "digests.json"]
+    for name in names:
+        file = pathlib.Path(folder, "good", name)
+        whole = file.read_bytes()
+        for broken in (whole[:-1], whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:], None):
+            dist.barrier()
+            if rank == 0:
+                file.unlink() if broken is None else file.write_bytes(broken)
+            dist.barrier()
+            expected = "no list of its files" if name == "digests.json" else f"{name}' is damaged"
+            if name == "digests.json" and broken is not None and len(broken) == len(whole):
+                expected = "is damaged"
+            with pytest.raises(ValueError, match=expected):
+                brigade.load_checkpoint(f"{folder}/good", model, optimizer)
+            unchanged()
+        dist.barrier()
+        if rank == 0:
+            file.write_bytes(whole)
+        dist.barrier()
+    with pytest.raises(ValueError, match="no list of its files"):
+        brigade.load_checkpoint(f"{folder}/none", model, optimizer)
+    brigade.load_checkpoint(f"{folder}/good", model, optimizer)
+    unchanged()
+
+
+def test_a_damaged_checkpoint_changes_nothing(tmp_path):
+    run_ranks(_damaged, str(tmp_path))
+
+
+def _of_others(rank, folder):
+    model, optimizer = _trained(rank)
+    brigade.save_checkpoint(f"{folder}/alone", model)
+    brigade.save_checkpoint(f"{folder}/both", model, optimizer)
+    before = model.full_state_dict()
+    with pytest.raises(ValueError, match="has no optimizer's state"):
+        brigade.load_checkpoint(f"{folder}/alone", model, optimizer)
+    with pytest.raises(ValueError, match=r"groups of \[17, 5\], found groups of \[11, 11\]"):
+        one = torch.optim.AdamW([{"params": list(model.parameters())[:17]}])
+        one.add_param_group({"params": list(model.parameters())[17:]})
+        brigade.load_checkpoint(f"{folder}/both", model, one)
+    other = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 2))
+    brigade.fully_shard(other)
+    with pytest.raises(ValueError, match=r"these names are in one of both: \['0.bias'"):
+        brigade.load_checkpoint(f"{folder}/both", other)
+    plain = make_net()
+    plain.head = nn.Linear(7, 3)
+    with pytest.raises(ValueError, match=r"'head.weight': expected \(3, 7\), found \(2, 7\)"):
+        brigade.load_checkpoint(f"{folder}/both", shard_blocks(plain))
+    with pytest.raises(ValueError, match="expected a module that fully_shard has sharded"):
+        brigade.save_checkpoint(f"{folder}/plain", make_net())
+    with pytest.raises(RuntimeError, match=r"save_checkpoint: on rank 0: .*[Dd]irectory"):
+        open(f"{folder}/file", "w").close()
+        brigade.save_checkpoint(f"{folder}/file/3", model)
+    assert all(torch.equal(value, before[name]) for name, value in model.full_state_dict().items())
+
+
+def test_checkpoints_of_others(tmp_path):
+    run_ranks(_of_others, str(tmp_path))
+
+
+def _async_saves(rank, folder):
+    model, optimizer = _trained(rank)
+    state = {
+        "model": model.state_dict(),
+        "optimizer": brigade.sharded_optimizer_state_dict(model, optimizer),
+    }
+    whole = model.full_state_dict(), brigade.full_optimizer_state_dict(model, optimizer)
+    saving = dcp.async_save(state, checkpoint_id=f"{folder}/later")
+    saving.result()
+    _step(model, optimizer, 2, rank)
+    state = {
+        "model": model.state_dict(),
+        "optimizer": brigade.sharded_optimizer_state_dict(model, optimizer),
+    }
+    dcp.load(state, checkpoint_id=f"{folder}/later")
+    brigade.load_sharded_optimizer_state_dict(model, optimizer, state["optimizer"])
+    assert all(torch.equal(v, whole[0][name]) for name, v in model.full_state_dict().items())
+    _expect_equal_state(brigade.full_optimizer_state_dict(model, optimizer), whole[1])
+
+
+def test_saved_meanwhile(tmp_path):
+    run_ranks(_async_saves, str(tmp_path))
+
+
+def _copies(rank):
+    model, optimizer = _trained(rank)
+    shard = model.blocks[0].up.weight
+    whole = model.full_state_dict()["blocks.0.up.weight"]
+    state = brigade.sharded_optimizer_state_dict(model, optimizer)
+    copies = [
+        shard.detach(),
+        shard.detach().clone(),
+        shard.data,
+        shard.to(torch.float64),
+        copy.deepcopy(shard),
+        copy.deepcopy(state)["state"]["blocks.0.up.weight"]["exp_avg"],
+        torch.zeros_like(shard),
+        shard.grad,
+    ]
+    for tensor in copies:
+        assert isinstance(tensor, brigade.TensorShard)
+        assert tensor.whole_shape == whole.shape
+    torch.testing.assert_close(copies[1].norm(), whole.norm())
+    assert not isinstance(shard * 2, brigade.TensorShard)
+    with pytest.raises(NotImplementedError, match="can't be pickled"):
+        pickle.dumps(shard)
+    assert torch.equal(pickle.loads(pickle.dumps(shard.plain())), shard.plain())
+
+
+def test_copies_of_a_part_are_parts():
+    run_ranks(_copies)
+
+
+def _channels_last(rank, folder):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 5, 3), nn.BatchNorm2d(5), nn.Conv2d(5, 2, 2))
+    model = model.to(memory_format=torch.channels_last)
+    model.register_parameter("scalar", nn.Parameter(torch.tensor(3.0)))
+    model.register_parameter("empty", nn.Parameter(torch.empty(0, 4)))
+    plain = copy.deepcopy(model)
+    brigade.fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(2):
+        optimizer.zero_grad()
+        (model(torch.ones(1, 3, 5, 5)).sum() * model[0].bias.sum()).backward()
+        optimizer.step()
+    expected = model.full_state_dict()
+    brigade.save_checkpoint(f"{folder}/a", model, optimizer)
+    state = {"model": plain.state_dict()}
+    dcp.load(state, checkpoint_id=f"{folder}/a")
+    for name, value in plain.state_dict().items():
+        assert torch.equal(value, expected[name]), name
+    whole = brigade.full_optimizer_state_dict(model, optimizer)
+    moment = whole["state"]["0.weight"]["momentum_buffer"]
+    assert moment.is_contiguous(memory_format=torch.channels_last)
+    assert moment.shape == (5, 3, 3, 3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    brigade.load_checkpoint(f"{folder}/a", model, optimizer)
+    for name, value in model.full_state_dict().items():
+        assert torch.equal(value, expected[name]), name
+    brigade.load_full_optimizer_state_dict(model, optimizer, whole)
+    _expect_equal_state(brigade.full_optimizer_state_dict(model, optimizer), whole)
+
+
+def test_other_memory_formats_scalars_buffers(tmp_path):
+    run_ranks(_channels_last, str(tmp_path), world_size=3)
+
+
+def _full_state(rank, world_size):
+    plain = make_net()
+    plain_optimizer = _optimizer(plain, foreach=False)
+    for step in range(2):
+        step_of_all(plain, plain_optimizer, step, world_size)
+    expected = get_optimizer_state_dict(plain, plain_optimizer)
+    model, optimizer = _trained(rank)
+    found = brigade.full_optimizer_state_dict(model, optimizer)
+    _expect_equal_state(found, {**expected, "param_groups": found["param_groups"]})
+    alone = (
+        model.full_state_dict(rank0_only=True),
+        brigade.full_optimizer_state_dict(model, optimizer, rank0_only=True),
+    )
+    if rank == 0:
+        assert all(torch.equal(alone[0][name], p) for name, p in plain.named_parameters())
+        _expect_equal_state(alone[1], found)
+    else:
+        assert alone == ({}, {})
+    model, optimizer = _trained(rank, steps=0)
+    model.load_full_state_dict(plain.state_dict())
+    brigade.load_full_optimizer_state_dict(model, optimizer, expected)
+    step_of_all(plain, plain_optimizer, 2, world_size)
+    _step(model, optimizer, 2, rank)
+    expect_equal(model, plain)
+    wrong = copy.deepcopy(expected)
+    wrong["state"]["head.bias"]["exp_avg"] = torch.ones(5)
+    with pytest.raises(ValueError, match=r"'head.bias', exp_avg: expected \(2,\), found \(5,\)"):
+        brigade.load_full_optimizer_state_dict(model, optimizer, wrong)
+    other = torch.optim.SGD(make_net().parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="parameter 0 of group 0 is none of the model's"):
+        brigade.sharded_optimizer_state_dict(model, other)
+    if rank == 0:
+        del optimizer.state[next(iter(optimizer.state))]["exp_avg"]
+    with pytest.raises(RuntimeError, match="ranks 0 and 1 hold different state"):
+        brigade.full_optimizer_state_dict(model, optimizer)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_full_optimizer_state(world_size):
+    run_ranks(_full_state, world_size, world_size=world_size)
