@@ -1,6 +1,7 @@
 """The programs of examples/python run on two ranks, where their packages are installed."""
 
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -51,3 +52,16 @@ def test_a_framework_uses_brigades_class(framework, arguments):
     for rank in range(2):
         name = "brigade.distributed_data_parallel.DistributedDataParallel"
         assert f"rank {rank}: {name}" in output
+
+
+def test_a_gpt_ends_in_the_same_weights_however_it_is_sharded_or_interrupted(tmp_path):
+    _need("tqdm")
+    small = ["--size", "32", "--blocks", "2", "--batch-size", "2"]
+    in_folder = ["--folder", str(tmp_path), "--save-every", "2", *small]
+    _run("train_gpt.py", "--steps", "2", *in_folder)
+    outputs = [_run("train_gpt.py", "--steps", "4", *in_folder)]
+    assert "goes on behind step 2" in outputs[0]
+    for strategy in ("grad", "none"):
+        outputs.append(_run("train_gpt.py", "--steps", "4", "--strategy", strategy, *small))
+    weights = {re.search(r"weights (\w{16})", output).group(1) for output in outputs}
+    assert len(weights) == 1, outputs

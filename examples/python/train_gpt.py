@@ -1,0 +1,205 @@
+"""Trains a small GPT on Python's own documentation, each rank with a part of it.
+
+    torchrun --standalone --nproc-per-node 2 examples/python/train_gpt.py --folder /tmp/gpt
+
+Run again, it goes on where its last checkpoint ends, on another number of ranks too. All
+strategies end in the same weights on two ranks. Nothing is downloaded: the text is what
+``help()`` shows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import math
+import pathlib
+import time
+from collections.abc import Callable
+from pydoc_data.topics import topics
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from tqdm import tqdm
+
+import brigade
+
+LENGTH = 128
+
+
+class Attention(nn.Module):
+    """Each byte looks at those before it."""
+
+    def __init__(self, size: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.mix = nn.Linear(size, 3 * size)
+        self.out = nn.Linear(size, size)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`x`: [batch, length, size]."""
+        parts = [part.unflatten(2, (self.heads, -1)) for part in self.mix(x).chunk(3, dim=2)]
+        query, key, value = (part.transpose(1, 2) for part in parts)
+        y = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    """Attention and an MLP, each added to what goes in."""
+
+    def __init__(self, size: int, heads: int) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList([nn.LayerNorm(size), nn.LayerNorm(size)])
+        self.attention = Attention(size, heads)
+        self.mlp = nn.Sequential(nn.Linear(size, 4 * size), nn.GELU(), nn.Linear(4 * size, size))
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`x`: [batch, length, size]."""
+        x = x + self.dropout(self.attention(self.norms[0](x)))
+        return x + self.dropout(self.mlp(self.norms[1](x)))
+
+
+class GPT(nn.Module):
+    """Tells the next byte; its first and its last layer share a weight."""
+
+    def __init__(self, size: int, heads: int, num_blocks: int) -> None:
+        super().__init__()
+        self.bytes = nn.Embedding(256, size)
+        self.places = nn.Parameter(0.02 * torch.randn(LENGTH, size))
+        self.blocks = nn.ModuleList([Block(size, heads) for _ in range(num_blocks)])
+        self.norm = nn.LayerNorm(size)
+        self.head = nn.Linear(size, 256, bias=False)
+        nn.init.normal_(self.bytes.weight, std=0.02)
+        self.head.weight = self.bytes.weight
+
+    def forward(self, text: torch.Tensor) -> torch.Tensor:
+        """`text`: [batch, length]; returns [batch, length, 256]."""
+        x = self.bytes(text) + self.places[: text.size(1)]
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def rows_of(num_ranks: int) -> DeviceMesh:
+    """Replicas of two ranks, or of one if their number is odd."""
+    shards = 2 if num_ranks % 2 == 0 else 1
+    return init_device_mesh("cpu", (num_ranks // shards, shards))
+
+
+# What brigade.fully_shard is given, by strategy.
+STRATEGIES: dict[str, Callable[[int], dict]] = {
+    # Parameters, gradients and optimizer states in parts.
+    "full": lambda _: {"reshard_after_forward": True},
+    # Parameters stay whole from forward to backward.
+    "grad": lambda _: {"reshard_after_forward": False},
+    # Parts within two ranks, copies on the others.
+    "hybrid": lambda num_ranks: {"mesh": rows_of(num_ranks)},
+    # All of it on every rank.
+    "none": lambda num_ranks: {"mesh": init_device_mesh("cpu", (num_ranks, 1))},
+}
+
+
+def sharded(model: GPT, strategy: str) -> GPT:
+    """Each block is gathered by itself, and what lies around them together."""
+    options = STRATEGIES[strategy](dist.get_world_size())
+    for block in model.blocks:
+        brigade.fully_shard(block, **options)
+    brigade.fully_shard([model.bytes, model.norm, model.head], **options)
+    return brigade.fully_shard(model, **options)
+
+
+def documentation() -> torch.Tensor:
+    """All of help()'s topics, as bytes."""
+    text = "\n".join(topics[name] for name in sorted(topics)).encode()
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+
+
+def batch_of(text: torch.Tensor, step: int, batch_size: int) -> torch.Tensor:
+    """This rank's excerpts for a step, and their next bytes: [batch, LENGTH + 1]."""
+    seed = step * dist.get_world_size() + dist.get_rank()
+    generator = torch.Generator().manual_seed(seed)
+    starts = torch.randint(len(text) - LENGTH - 1, (batch_size, 1), generator=generator)
+    return text[starts + torch.arange(LENGTH + 1)]
+
+
+def last_checkpoint(folder: pathlib.Path | None) -> pathlib.Path | None:
+    """The one of the highest step."""
+    found = [] if folder is None else folder.glob("step-*[0-9]")
+    return max(found, key=lambda path: int(path.name.split("-")[1]), default=None)
+
+
+def digest(model: GPT) -> str:
+    """A short hash of all bits of the parameters."""
+    bits = hashlib.sha256()
+    for tensor in model.full_state_dict().values():
+        bits.update(tensor.numpy().tobytes())
+    return bits.hexdigest()[:16]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--strategy", choices=STRATEGIES, default="full")
+    parser.add_argument("--steps", type=int, default=200, help="in all, with those before")
+    parser.add_argument("--batch-size", type=int, default=8, help="of each rank")
+    parser.add_argument("--size", type=int, default=128, help="of a byte's vector")
+    parser.add_argument("--blocks", type=int, default=4)
+    parser.add_argument("--folder", type=pathlib.Path, help="of checkpoints; default: none")
+    parser.add_argument("--save-every", type=int, default=100, help="steps")
+    arguments = parser.parse_args()
+
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = sharded(GPT(arguments.size, 4, arguments.blocks), arguments.strategy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    torch.manual_seed(rank)  # each rank drops others
+
+    first = 0
+    if (path := last_checkpoint(arguments.folder)) is not None:
+        loaded = brigade.load_checkpoint(path, model, optimizer)
+        first = loaded.shared["step"]
+        if loaded.own is not None:
+            torch.set_rng_state(loaded.own["random"])
+        if rank == 0:
+            print(f"goes on behind step {first}", flush=True)
+
+    text = documentation()
+    began = time.monotonic()
+    losses: list[torch.Tensor] = []
+    with tqdm(range(first, arguments.steps), disable=rank != 0) as bar:
+        for step in bar:
+            rows = batch_of(text, step, arguments.batch_size)
+            optimizer.zero_grad()
+            logits = model(rows[:, :-1])
+            loss = nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
+            loss.backward()
+            model.clip_grad_norm_(1.0)
+            optimizer.step()
+            losses.append(loss.detach())
+            bar.set_postfix(loss=f"{loss.item():.3f}")
+            done = step + 1
+            if arguments.folder and (done % arguments.save_every == 0 or done == arguments.steps):
+                own = {"random": torch.get_rng_state()}
+                path = arguments.folder / f"step-{done}"
+                brigade.save_checkpoint(path, model, optimizer, shared={"step": done}, own=own)
+    seconds = time.monotonic() - began
+
+    weights = digest(model)
+    if losses:
+        mean = torch.stack(losses[-20:]).mean()
+        dist.all_reduce(mean)
+        tokens = len(losses) * arguments.batch_size * LENGTH * dist.get_world_size()
+        if rank == 0:
+            bits = mean.item() / dist.get_world_size() / math.log(2)
+            print(f"{bits:.2f} bits per byte at the end, {tokens / seconds:,.0f} tokens per second")
+    if rank == 0:
+        held = sum(parameter.numel() for parameter in model.parameters())
+        print(f"{arguments.strategy}: {held:,} parameters on rank 0, weights {weights}", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
