@@ -19,11 +19,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._composable.fsdp
+import torch.distributed.fsdp
 import torch.nn.parallel.distributed
 
 from brigade import _checks
 from brigade._C import Logger, Reducer
 from brigade.distributed_data_parallel import DistributedDataParallel
+from brigade.fully_shard import FSDPModule, fully_shard
 
 _TorchDDP = torch.nn.parallel.distributed.DistributedDataParallel
 _TorchReducer = dist.Reducer
@@ -32,6 +35,14 @@ _torch_init = _TorchDDP.__init__
 _torch_setstate = _TorchDDP.__setstate__
 _torch_register_comm_hook = dist._register_comm_hook
 _torch_register_builtin_comm_hook = dist._register_builtin_comm_hook
+_torch_fully_shard = torch.distributed.fsdp.fully_shard
+_TorchFSDPModule = torch.distributed.fsdp.FSDPModule
+_HOMES_OF_FULLY_SHARD = (
+    torch.distributed.fsdp,
+    torch.distributed.fsdp._fully_shard,
+    sys.modules["torch.distributed.fsdp._fully_shard._fully_shard"],
+    torch.distributed._composable.fsdp,
+)
 
 _MISSING = object()
 # Owner, name, what was there and what is there.
@@ -58,12 +69,14 @@ class _Installed:
 
 
 def install() -> _Installed:
-    """Lets torch's DistributedDataParallel and Reducer make brigade's until uninstall().
+    """Lets torch's DistributedDataParallel, Reducer and fully_shard make brigade's.
 
-    So do classes derived from torch's, defaults and partials that hold it, and
-    pickles of it. What is made meanwhile stays brigade's afterwards, and is
-    pickled under the name that the program used: read where brigade isn't, it
-    is torch's. What was made before stays torch's, which a warning says.
+    Until uninstall(). So do classes derived from torch's, defaults and partials
+    that hold it, and pickles of it. What is made meanwhile stays brigade's
+    afterwards, and is pickled under the name that the program used: read where
+    brigade isn't, it is torch's. What was made before stays torch's, which a
+    warning says; so does a function that was imported by name before, and
+    fully_shard of modules that are not on the CPU.
 
     To be called on every rank, before models are wrapped: brigade's wrapper and
     torch's do not understand each other.
@@ -86,6 +99,8 @@ def install() -> _Installed:
     for module in (dist, dist.distributed_c10d, torch._C._distributed_c10d):
         _replace(module, "_register_comm_hook", _register_comm_hook)
         _replace(module, "_register_builtin_comm_hook", _register_builtin_comm_hook)
+    for module in _HOMES_OF_FULLY_SHARD:
+        _replace(module, "fully_shard", _fully_shard)
     return _Installed(is_first=True)
 
 
@@ -115,8 +130,8 @@ def _warn_of_what_came_too_early() -> None:
         too_early.append(f"torch's functions are bound as {_checks.some_of(bound)}")
     if too_early:
         warnings.warn(
-            f"brigade.install(): {', and '.join(too_early)} already; these go on with torch's "
-            "reducer.\nCall it first, then wrap models.",
+            f"brigade.install(): {', and '.join(too_early)} already; these stay torch's."
+            "\nCall it first, then wrap models.",
             stacklevel=3,
         )
 
@@ -142,7 +157,11 @@ def _instances_of_torchs() -> list[Any]:
 
 def _bound_functions() -> list[str]:
     """Names outside torch that hold what install() replaces in torch's modules."""
-    functions = (_torch_register_comm_hook, _torch_register_builtin_comm_hook)
+    functions = (
+        _torch_register_comm_hook,
+        _torch_register_builtin_comm_hook,
+        _torch_fully_shard,
+    )
     return [
         f"{name}.{key}"
         for name, module in list(sys.modules.items())
@@ -231,3 +250,20 @@ def _register_builtin_comm_hook(reducer: Any, comm_hook_type: dist.BuiltinCommHo
         reducer._register_builtin_comm_hook(comm_hook_type)
     else:
         _torch_register_builtin_comm_hook(reducer, comm_hook_type)
+
+
+@functools.wraps(_torch_fully_shard)
+def _fully_shard(module: Any, **kwargs: Any) -> Any:
+    modules = module if isinstance(module, (list, tuple)) else [module]
+    below = [child for each in modules for child in each.modules()]
+    if any(isinstance(c, _TorchFSDPModule) and not isinstance(c, FSDPModule) for c in below):
+        return _torch_fully_shard(module, **kwargs)
+    elsewhere = {p.device.type for each in modules for p in each.parameters()} - {"cpu"}
+    if elsewhere and not any(isinstance(child, FSDPModule) for child in below):
+        warnings.warn(
+            f"brigade.install(): fully_shard of a module on {_checks.some_of(sorted(elsewhere))} "
+            "is torch's: brigade shards on CPUs so far.\nNothing is to be done.",
+            stacklevel=2,
+        )
+        return _torch_fully_shard(module, **kwargs)
+    return fully_shard(module, **kwargs)

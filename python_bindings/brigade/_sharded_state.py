@@ -8,11 +8,13 @@ torch.distributed.checkpoint.state_dict, whose form it is.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+import functools
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint.state_dict
 from torch import nn
 
 from brigade._sharded_tensors import ShardedParameter, ShardPlace, TensorShard, as_shard, place_of
@@ -154,35 +156,7 @@ def full_optimizer_state_dict(
         ValueError: A parameter of the optimizer is none of the model's.
         RuntimeError: Ranks hold different kinds of state; on all ranks.
     """
-    parts = sharded_optimizer_state_dict(model, optimizer)
-    units: dict[Unit, dict[tuple[str, torch.dtype], list[tuple[str, TensorShard]]]] = {}
-    kinds: list[str] = []
-    group: dist.ProcessGroup | None = None
-    for name, values in parts["state"].items():
-        for key, value in values.items():
-            if isinstance(value, TensorShard):
-                unit = value._brigade_place.unit()
-                group = unit.group
-                kinds.append(f"'{name}', {key}, {value.dtype}")
-                of_kind = units.setdefault(unit, {}).setdefault((key, value.dtype), [])
-                of_kind.append((name, value))
-    if group is None:
-        return copy.deepcopy(parts)
-    _require_same_kinds(group, kinds)
-    keeps = not rank0_only or group.rank() == 0
-    state = {
-        name: {
-            key: value if isinstance(value, TensorShard) else _copy_of(value)
-            for key, value in values.items()
-        }
-        for name, values in parts["state"].items()
-    }
-    for unit in sorted(units, key=lambda unit: unit.index):
-        for (key, _), named in units[unit].items():
-            wholes = _gather([value for _, value in named], unit, rank0_only)
-            for (name, _), whole in zip(named, wholes, strict=bool(wholes)):
-                state[name][key] = whole
-    return {"state": state, "param_groups": parts["param_groups"]} if keeps else {}
+    return gather_nest(sharded_optimizer_state_dict(model, optimizer), rank0_only)
 
 
 def load_full_optimizer_state_dict(
@@ -267,6 +241,77 @@ def require_same_groups(
     )
 
 
+# ---- Parts, wherever they are.
+
+
+def gather_nest(nest: dict[str, Any], rank0_only: bool) -> dict[str, Any]:
+    """A nest of dicts and lists, copied, whose parts are whole tensors. Collective.
+
+    `rank0_only`: others return an empty dict.
+    """
+    parts = [(where, value) for where, value in _leaves(nest) if isinstance(value, TensorShard)]
+    if not parts:
+        return copy.deepcopy(nest)
+    group = parts[0][1]._brigade_place.unit().group
+    _require_same_kinds(group, [f"{where}, {value.dtype}" for where, value in parts])
+    wholes: dict[int, torch.Tensor] = {}
+    for unit, together in _of_one_unit(part for _, part in parts):
+        gathered = _gather(together, unit, rank0_only)
+        wholes.update(zip(map(id, together), gathered, strict=bool(gathered)))
+    if rank0_only and group.rank() != 0:
+        return {}
+    return _copied(nest, wholes)
+
+
+def _leaves(nest: Any, where: str = "") -> Iterator[tuple[str, Any]]:
+    items = nest.items() if isinstance(nest, dict) else enumerate(nest)
+    for key, value in items:
+        inner = f"{where}.{key}" if where else str(key)
+        if isinstance(value, (dict, list)):
+            yield from _leaves(value, inner)
+        else:
+            yield inner, value
+
+
+def _copied(value: Any, wholes: dict[int, torch.Tensor]) -> Any:
+    if isinstance(value, dict):
+        return {key: _copied(inner, wholes) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_copied(inner, wholes) for inner in value]
+    return wholes[id(value)] if id(value) in wholes else _copy_of(value)
+
+
+def _of_one_unit(parts: Iterable[TensorShard]) -> Iterator[tuple[Unit, list[TensorShard]]]:
+    """Lists of one dtype, in which a unit's parameters are once."""
+    seen: dict[tuple[ShardPlace, torch.dtype], int] = {}
+    lists: dict[tuple[Unit, torch.dtype, int], list[TensorShard]] = {}
+    for part in parts:
+        place = part._brigade_place
+        number = seen.setdefault((place, part.dtype), 0)
+        seen[place, part.dtype] += 1
+        lists.setdefault((place.unit(), part.dtype, number), []).append(part)
+    for (unit, _, _), together in lists.items():
+        yield unit, together
+
+
+def teach_torch_to_gather() -> None:
+    """Lets get_model_state_dict(full_state_dict=True), which knows DTensors, gather parts too."""
+    module = torch.distributed.checkpoint.state_dict
+    if module._gather_state_dict is _torch_gather_state_dict:
+        module._gather_state_dict = _gather_state_dict
+
+
+_torch_gather_state_dict = torch.distributed.checkpoint.state_dict._gather_state_dict
+
+
+@functools.wraps(_torch_gather_state_dict)
+def _gather_state_dict(state_dict: dict[str, Any], **options: Any) -> dict[str, Any]:
+    if not any(isinstance(value, TensorShard) for _, value in _leaves(state_dict)):
+        return _torch_gather_state_dict(state_dict, **options)
+    whole = gather_nest(state_dict, tuple(options.get("ranks_only", ())) == (0,))
+    return _torch_gather_state_dict(whole, **options)
+
+
 def _require_same_kinds(group: dist.ProcessGroup, kinds: list[str]) -> None:
     of_ranks: list[Any] = [None] * group.size()
     dist.all_gather_object(of_ranks, kinds, group=group)
@@ -274,8 +319,8 @@ def _require_same_kinds(group: dist.ProcessGroup, kinds: list[str]) -> None:
         if found != of_ranks[0]:
             differ = sorted(set(found) ^ set(of_ranks[0]))
             raise RuntimeError(
-                f"full_optimizer_state_dict: ranks 0 and {rank} hold different state: "
-                f"{differ[:5]}.\nGive all ranks' optimizers the same steps."
+                f"a whole state dict: ranks 0 and {rank} hold different parts: {differ[:5]}.\n"
+                "Give all ranks' optimizers the same steps."
             )
 
 

@@ -38,9 +38,9 @@ def unit_of(module: nn.Module) -> Unit | None:
 class Root:
     """The units below the outermost module that is sharded, in C++'s order."""
 
-    def __init__(self, units: list[Unit]) -> None:
-        """Collective. `units`: outermost first, each with parameters of its own."""
-        self.outermost = units[0]
+    def __init__(self, outermost: Unit, units: list[Unit]) -> None:
+        """Collective. `units`: all that have parameters of their own, outermost first."""
+        self.outermost = outermost
         self.units = units
         self.native = _C.ShardedRoot(
             [unit.native for unit in units], units[0].group, units[0].options
@@ -335,10 +335,11 @@ def _make_root(outermost: Unit) -> Root:
             "fully_shard: forward ran through a module below this one first, which made it the "
             "outermost.\nRun the first forward through the outermost module."
         )
-    if outermost.native is None:
+    with_parameters = [unit for unit in units if unit.native is not None]
+    if not with_parameters:
         raise ValueError(
-            "fully_shard: the outermost module has no parameters of its own, which all units "
-            "below it have.\nLeave one of them to it, or don't shard it."
+            f"fully_shard: {outermost.describe()} has no parameters to be sharded.\n"
+            "Shard it after they are made, or don't."
         )
     if any(unit.group is not outermost.group for unit in units):
         raise ValueError("fully_shard: units of one model have different meshes.\nGive all one.")
@@ -351,7 +352,7 @@ def _make_root(outermost: Unit) -> Root:
             names.setdefault(child, name)
     for unit in units:
         unit.rename(names)
-    root = Root([unit for unit in units if unit.native is not None])
+    root = Root(outermost, with_parameters)
     for unit in units:
         unit.root = root
     return root

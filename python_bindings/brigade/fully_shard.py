@@ -44,9 +44,20 @@ class FSDPModule(_TorchFSDPModule):
         )
 
     def _apply(self, fn: Callable, recurse: bool = True) -> nn.Module:
-        raise NotImplementedError(
-            "fully_shard: a sharded module can't be moved or cast.\nDo so before it is sharded."
-        )
+        """What leaves parameters as they are, as a move to where they are, is for buffers."""
+        for parameter in self.parameters():
+            dim = len(getattr(parameter, "whole_shape", parameter.shape))
+            like = torch.ones((1, 2, 2, 2, 2)[:dim], dtype=parameter.dtype, device=parameter.device)
+            if fn(like) is not like:
+                raise NotImplementedError(
+                    "fully_shard: a sharded module can't be moved or cast.\nDo so before it is "
+                    "sharded."
+                )
+        for module in self.modules() if recurse else [self]:
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = fn(buffer)
+        return self
 
     def _root(self) -> Root:
         """Made by the first call. Collective then."""
@@ -230,6 +241,7 @@ def fully_shard(
         reduce_dtype=policy.reduce_dtype,
         broadcasts_parameters=broadcasts_parameters,
     )
+    _sharded_state.teach_torch_to_gather()
     ignored = set(ignored_params or ())
     Unit(modules, group, num_shards, options, policy, reshard_after_forward, ignored)
     for each in modules:

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-_PROGRAM = pathlib.Path(__file__).with_name("framework_program.py")
+_FOLDER = pathlib.Path(__file__).parent
 _PACKAGES = {
     "lightning": ["lightning"],
     "accelerate": ["accelerate", "transformers"],
@@ -14,14 +14,14 @@ _PACKAGES = {
 }
 
 
-@pytest.mark.parametrize("framework", _PACKAGES)
-def test_a_framework_ends_in_torchs_bits_however_it_compiles(framework):
+def _run(program: str, framework: str) -> str:
+    """What it prints on two ranks."""
     for package in _PACKAGES[framework]:
         pytest.importorskip(package, reason=f"examples/python/requirements.txt: no {package}")
     done = subprocess.run(
         [
             *(sys.executable, "-m", "torch.distributed.run"),
-            *("--standalone", "--nproc-per-node", "2", _PROGRAM, framework),
+            *("--standalone", "--nproc-per-node", "2", _FOLDER / program, framework),
         ],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -29,6 +29,21 @@ def test_a_framework_ends_in_torchs_bits_however_it_compiles(framework):
         timeout=600,
     )
     assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+@pytest.mark.parametrize("framework", _PACKAGES)
+def test_a_framework_ends_in_torchs_bits_however_it_compiles(framework):
+    output = _run("framework_program.py", framework)
     for order in ("plain", "compiled inside", "compiled around"):
         for rank in range(2):
-            assert f"rank {rank}: {framework}, {order}: torch's bits" in done.stdout
+            assert f"rank {rank}: {framework}, {order}: torch's bits" in output
+
+
+@pytest.mark.parametrize("framework", ["lightning", "accelerate"])
+def test_a_framework_shards_to_torchs_losses(framework):
+    if framework == "lightning":
+        pytest.importorskip("transformers", reason="examples/python/requirements.txt")
+    output = _run("sharded_framework_program.py", framework)
+    for rank in range(2):
+        assert f"rank {rank}: {framework}: " in output

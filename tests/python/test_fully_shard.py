@@ -427,3 +427,49 @@ def _classes(rank):
 
 def test_one_class_for_all_modules_of_a_class():
     run_ranks(_classes, world_size=1)
+
+
+def _nothing_left_to_the_outermost(rank):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    plain = copy.deepcopy(model)
+    for layer in (model[0], model[2]):
+        brigade.fully_shard(layer)
+    brigade.fully_shard(model)
+    for trained in (plain, model):
+        optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            trained(torch.ones(2, 4)).square().sum().backward()
+            optimizer.step()
+    expect_equal(model, plain)
+    empty = brigade.fully_shard(nn.Tanh())
+    with pytest.raises(ValueError, match="a sharded Tanh has no parameters"):
+        empty(torch.ones(1))
+
+
+def test_an_outermost_module_without_parameters_of_its_own():
+    run_ranks(_nothing_left_to_the_outermost)
+
+
+def _moves(rank):
+    model = nn.Sequential(nn.Conv2d(2, 3, 1), nn.BatchNorm2d(3))
+    brigade.fully_shard(model)
+    holder = nn.ModuleList([model])
+    assert holder.to("cpu").float().cpu()[0] is model
+    for move in (
+        lambda: holder.double(),
+        lambda: holder.to("meta"),
+        lambda: holder.to(memory_format=torch.channels_last),
+        lambda: holder.to_empty(device="cpu"),
+    ):
+        with pytest.raises(NotImplementedError, match="can't be moved or cast"):
+            move()
+    model[1].running_mean = model[1].running_mean.double()
+    holder.float()
+    assert model[1].running_mean.dtype == torch.float32
+    model(torch.ones(1, 2, 2, 2)).sum().backward()
+
+
+def test_moving_to_where_it_is():
+    run_ranks(_moves)

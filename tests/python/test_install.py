@@ -381,3 +381,34 @@ def _names_what_is_bound(rank):
 
 def test_what_came_before_is_named_and_nothing_else():
     run_ranks(_names_what_is_bound, world_size=1)
+
+
+def _shards(rank):
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp import fully_shard as before
+
+    stays = before(torch.nn.Linear(2, 2))
+    with pytest.warns(UserWarning, match="bound as 'test_install.bound_before' already"):
+        sys.modules[__name__].bound_before = before
+        installed = brigade.install()
+    del sys.modules[__name__].bound_before
+    with installed:
+        from torch.distributed._composable.fsdp import fully_shard as composable
+        from torch.distributed.fsdp import fully_shard
+
+        assert isinstance(fully_shard(torch.nn.Linear(2, 2)), brigade.FSDPModule)
+        assert isinstance(composable(torch.nn.Linear(2, 2)), brigade.FSDPModule)
+        above = fully_shard(torch.nn.Sequential(stays, torch.nn.Linear(2, 2)))
+        assert isinstance(above, FSDPModule) and not isinstance(above, brigade.FSDPModule)
+        with pytest.warns(UserWarning, match="a module on 'meta' is torch's"):
+            elsewhere = fully_shard(torch.nn.Linear(2, 2, device="meta"))
+        assert not isinstance(elsewhere, brigade.FSDPModule)
+        with pytest.raises(NotImplementedError, match="shard_placement_fn"):
+            fully_shard(torch.nn.Linear(2, 2), shard_placement_fn=lambda parameter: None)
+    from torch.distributed.fsdp import fully_shard
+
+    assert fully_shard is before
+
+
+def test_fully_shard_is_brigades():
+    run_ranks(_shards)

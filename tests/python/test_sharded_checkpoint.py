@@ -21,6 +21,8 @@ pytest.importorskip(
     reason="this torch compares a part's sizes with the whole one's",
 )
 from torch.distributed.checkpoint.state_dict import (  # noqa: E402
+    StateDictOptions,
+    get_model_state_dict,
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
@@ -382,11 +384,36 @@ def _full_state(rank, world_size):
     with pytest.raises(ValueError, match="parameter 0 of group 0 is none of the model's"):
         brigade.sharded_optimizer_state_dict(model, other)
     if rank == 0:
-        del optimizer.state[next(iter(optimizer.state))]["exp_avg"]
-    with pytest.raises(RuntimeError, match="ranks 0 and 1 hold different state"):
+        del optimizer.state[model.head.bias]["exp_avg"]
+    with pytest.raises(
+        RuntimeError, match=r"ranks 0 and 1 hold different parts: \[.state.head.bias.exp_avg"
+    ):
         brigade.full_optimizer_state_dict(model, optimizer)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_full_optimizer_state(world_size):
     run_ranks(_full_state, world_size, world_size=world_size)
+
+
+def _torchs_full_state(rank):
+    model, optimizer = _trained(rank)
+    whole = model.full_state_dict()
+    of_optimizer = brigade.full_optimizer_state_dict(model, optimizer)
+    for options, wants in (
+        (StateDictOptions(full_state_dict=True), True),
+        (StateDictOptions(full_state_dict=True, cpu_offload=True), rank == 0),
+    ):
+        found = get_model_state_dict(model, options=options)
+        assert found.keys() == (whole.keys() if wants else set())
+        assert all(torch.equal(value, whole[name]) for name, value in found.items())
+        found = get_optimizer_state_dict(model, optimizer, options=options)
+        if wants:
+            _expect_equal_state(found, of_optimizer)
+    plain = make_net()
+    found = get_model_state_dict(plain, options=StateDictOptions(full_state_dict=True))
+    assert all(torch.equal(value, found[name]) for name, value in plain.state_dict().items())
+
+
+def test_torchs_functions_gather_parts():
+    run_ranks(_torchs_full_state)
