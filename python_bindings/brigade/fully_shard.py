@@ -25,7 +25,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule as _TorchFSDPModule
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
-from brigade import _C, _sharded_state
+from brigade import _C, _compiling, _sharded_state
 from brigade._sharded_units import Root, Unit, unit_of
 
 
@@ -241,6 +241,7 @@ def fully_shard(
         reduce_dtype=policy.reduce_dtype,
         broadcasts_parameters=broadcasts_parameters,
     )
+    _compiling.leave_to_interpreter()
     _sharded_state.teach_torch_to_gather()
     ignored = set(ignored_params or ())
     Unit(modules, group, num_shards, options, policy, reshard_after_forward, ignored)
