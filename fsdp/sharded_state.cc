@@ -2,168 +2,68 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/zeros.h>
-#include <c10/core/ScalarType.h>
 
 #include <cstddef>
 #include <cstdint>
 #include <optional>
 #include <utility>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
-#include "brigade/comm/agreement.h"
+#include "brigade/fsdp/checkpoint_items.h"
 
 namespace brigade {
 namespace {
 
-std::optional<SafetensorsDtype> format_dtype(at::ScalarType dtype) {
-  switch (dtype) {
-    case at::kBool:
-      return SafetensorsDtype::kBool;
-    case at::kByte:
-      return SafetensorsDtype::kU8;
-    case at::kChar:
-      return SafetensorsDtype::kI8;
-    case at::kShort:
-      return SafetensorsDtype::kI16;
-    case at::kInt:
-      return SafetensorsDtype::kI32;
-    case at::kLong:
-      return SafetensorsDtype::kI64;
-    case at::kHalf:
-      return SafetensorsDtype::kF16;
-    case at::kBFloat16:
-      return SafetensorsDtype::kBF16;
-    case at::kFloat:
-      return SafetensorsDtype::kF32;
-    case at::kDouble:
-      return SafetensorsDtype::kF64;
-    case at::kComplexFloat:
-      return SafetensorsDtype::kC64;
-    default:
-      return std::nullopt;
+// How many items from the first on travel in one gather.
+size_t run_length(std::span<const CheckpointItem> items) {
+  const CheckpointItem& first = items.front();
+  if (first.is_replicated) return 1;
+  size_t length = 1;
+  while (length < items.size() && !items[length].is_replicated &&
+         items[length].segment == first.segment &&
+         items[length].kind == first.kind &&
+         items[length].entry.dtype == first.entry.dtype) {
+    ++length;
   }
+  return length;
 }
 
-// One tensor of a file, of one parameter.
-struct Item {
-  std::string name;
-  const Segment* segment;
-  size_t parameter;
-  at::Tensor part;  // what this rank holds
-};
-
-// What all ranks save or load, in one order.
-struct Items {
-  std::vector<Item> items;
-  absl::Status status;
-};
-
-Items items_of(const ShardedRoot& root,
-               std::span<const ShardedTensors> tensors) {
-  Items found;
-  for (size_t unit = 0; unit < root.num_units(); ++unit) {
-    for (const auto& segment : root.unit(unit).segments) {
-      for (const ShardedTensors& kind : tensors) {
-        for (size_t i = 0; i < segment->parameters().size(); ++i) {
-          const at::Tensor& shard = segment->shards()[i];
-          const at::Tensor part = kind.of(shard);
-          if (!part.defined()) continue;
-          std::string name =
-              absl::StrCat(segment->parameters()[i].name, kind.suffix);
-          if (found.status.ok() && part.numel() != shard.numel()) {
-            found.status = absl::InvalidArgumentError(absl::StrCat(
-                "'", name, "': expected ", shard.numel(),
-                " elements, as the shard has, found ", part.numel(), "."));
-          }
-          if (found.status.ok() && !format_dtype(part.scalar_type())) {
-            found.status = absl::InvalidArgumentError(
-                absl::StrCat("'", name, "': safetensors files have no dtype ",
-                             c10::toString(part.scalar_type()), "."));
-          }
-          found.items.push_back({.name = std::move(name),
-                                 .segment = segment.get(),
-                                 .parameter = i,
-                                 .part = part.detach()});
-        }
-      }
-    }
-  }
-  return found;
-}
-
-std::vector<SafetensorsEntry> entries_of(std::span<const Item> items) {
-  std::vector<SafetensorsEntry> entries;
-  for (const Item& item : items) {
-    const at::Tensor& like = item.segment->parameters()[item.parameter].tensor;
-    entries.push_back({.name = item.name,
-                       .dtype = format_dtype(item.part.scalar_type())
-                                    .value_or(SafetensorsDtype::kF32),
-                       .shape = like.sizes().vec()});
-  }
-  return entries;
-}
-
-std::vector<std::string> words_of(std::span<const SafetensorsEntry> entries) {
-  std::vector<std::string> words;
-  for (const SafetensorsEntry& entry : entries) {
-    words.push_back(absl::StrCat(entry.name, " ", dtype_name(entry.dtype)));
-  }
-  return words;
-}
-
-// All ranks throw alike if one can't go on, or if they have other tensors.
-void agree(const ShardedRoot& root, std::span<const SafetensorsEntry> entries,
-           const absl::Status& status) {
-  require_agreement(root.group(), at::kCPU, "saved tensor", words_of(entries),
-                    status);
-}
-
-std::span<const std::byte> bytes_of(const at::Tensor& contiguous) {
-  return {static_cast<const std::byte*>(contiguous.const_data_ptr()),
-          contiguous.nbytes()};
-}
-
-// The whole tensor, in the order of its dimensions. Collective.
-at::Tensor gather_whole(ShardedRoot& root, const Item& item) {
-  at::Tensor flat =
-      at::zeros({item.segment->layout().shard_numel()}, item.part.options());
-  const at::Tensor place = item.segment->part_of(flat, item.parameter);
-  place.copy_(item.part.view(place.sizes()));
-  return item.segment
-      ->whole_of(root.gather(*item.segment, flat), item.parameter)
-      .contiguous();
-}
-
-// Into this rank's part, from the file's whole tensor.
-absl::Status read_part(const SafetensorsReader& reader, const Item& item,
-                       const at::Tensor& part) {
-  const at::Tensor& like = item.segment->parameters()[item.parameter].tensor;
-  const int64_t element = part.element_size();
-  if (like.is_contiguous()) {
+// Collective: the whole tensors of such a run, one after the other.
+at::Tensor gather_run(ShardedRoot& root,
+                      std::span<const CheckpointItem> items) {
+  const Segment& segment = *items.front().segment;
+  const at::Tensor shard = at::zeros({segment.layout().shard_numel()},
+                                     items.front().tensor.options());
+  for (const CheckpointItem& item : items) {
     const ShardRange range =
-        item.segment->layout().range(item.parameter, item.segment->rank());
-    return reader.read(
-        item.name, range.in_parameter * element,
-        {static_cast<std::byte*>(part.mutable_data_ptr()), part.nbytes()});
+        segment.layout().range(item.parameter, segment.rank());
+    shard.narrow(0, range.in_shard, range.numel).copy_(item.flat());
   }
-  const at::Tensor whole = at::empty(like.sizes(), part.options());
-  absl::Status status = reader.read(
-      item.name, 0,
-      {static_cast<std::byte*>(whole.mutable_data_ptr()), whole.nbytes()});
+  return root.gather(segment, shard);
+}
+
+// This rank's part of the file's whole tensor, as CheckpointItem::flat().
+absl::StatusOr<at::Tensor> read_part(const SafetensorsReader& reader,
+                                     const CheckpointItem& item) {
+  const std::string& name = item.entry.name;
+  if (item.is_in_c_order()) {
+    at::Tensor part = at::empty({item.numel()}, item.tensor.options());
+    absl::Status status = reader.read(name, item.begin() * part.element_size(),
+                                      writable_bytes_of(part));
+    if (!status.ok()) return status;
+    return part;
+  }
+  const at::Tensor whole = at::empty(item.entry.shape, item.tensor.options());
+  absl::Status status = reader.read(name, 0, writable_bytes_of(whole));
   if (!status.ok()) return status;
-  // As the parameter lies in memory.
-  const at::Tensor in_memory =
-      at::empty_strided(like.sizes(), like.strides(), part.options());
+  const at::Tensor in_memory = at::empty_strided(
+      item.entry.shape, item.strides(), item.tensor.options());
   in_memory.copy_(whole);
-  const ShardRange range =
-      item.segment->layout().range(item.parameter, item.segment->rank());
-  part.view({-1}).copy_(
-      in_memory.as_strided({range.numel}, {1}, range.in_parameter));
-  return absl::OkStatus();
+  return in_memory.as_strided({item.numel()}, {1}, item.begin());
 }
 
 absl::Status check_entries(const SafetensorsReader& reader,
@@ -189,30 +89,38 @@ absl::Status check_entries(const SafetensorsReader& reader,
 
 }  // namespace
 
-ShardedTensors parameters_of_shards() {
-  return {.suffix = "", .of = [](const at::Tensor& shard) { return shard; }};
-}
-
 void save_whole(ShardedRoot& root, const std::string& path,
                 std::span<const ShardedTensors> tensors,
                 const SafetensorsMetadata& metadata) {
   const at::NoGradGuard no_grad;
-  Items found = items_of(root, tensors);
-  const std::vector<SafetensorsEntry> entries = entries_of(found.items);
+  const CheckpointItems found = checkpoint_items(root, tensors);
   std::optional<SafetensorsWriter> writer;
-  absl::Status status = found.status;
-  if (status.ok() && root.group()->getRank() == 0) {
-    auto created = SafetensorsWriter::create(path, entries, metadata);
+  absl::Status status;
+  if (found.status.ok() && root.group()->getRank() == 0) {
+    auto created = SafetensorsWriter::create(path, found.entries(), metadata);
     status = created.status();
     if (created.ok()) writer = *std::move(created);
   }
-  agree(root, entries, status);
-  for (size_t i = 0; i < found.items.size(); ++i) {
-    const at::Tensor whole = gather_whole(root, found.items[i]);
-    if (writer && status.ok()) status = writer->write(i, 0, bytes_of(whole));
+  agree_on(root, found, status, /*compares_values=*/true);
+  const auto write = [&](size_t item, const at::Tensor& whole) {
+    if (!writer || !status.ok()) return;
+    status = writer->write(item, 0, bytes_of(whole.contiguous()));
+  };
+  const std::span<const CheckpointItem> items = found.items;
+  for (size_t begin = 0; begin < items.size();) {
+    const size_t length = run_length(items.subspan(begin));
+    if (items[begin].is_replicated) {
+      write(begin, items[begin].tensor);
+    } else {
+      const at::Tensor run = gather_run(root, items.subspan(begin, length));
+      for (size_t i = begin; i < begin + length; ++i) {
+        write(i, items[i].segment->whole_of(run, items[i].parameter));
+      }
+    }
+    begin += length;
   }
   if (writer && status.ok()) status = writer->finish();
-  agree(root, entries, status);
+  agree_on(root, found, status, /*compares_values=*/false);
 }
 
 void save_whole(ShardedRoot& root, const std::string& path) {
@@ -220,28 +128,30 @@ void save_whole(ShardedRoot& root, const std::string& path) {
   save_whole(root, path, tensors);
 }
 
-void load_whole(ShardedRoot& root, const std::string& path,
-                std::span<const ShardedTensors> tensors) {
+SafetensorsMetadata load_whole(ShardedRoot& root, const std::string& path,
+                               std::span<const ShardedTensors> tensors) {
   const at::NoGradGuard no_grad;
-  Items found = items_of(root, tensors);
-  const std::vector<SafetensorsEntry> entries = entries_of(found.items);
-  absl::Status status = found.status;
-  absl::StatusOr<SafetensorsReader> reader = SafetensorsReader::open(path);
-  if (status.ok()) status = reader.status();
-  if (status.ok()) status = check_entries(*reader, entries, path);
+  const CheckpointItems found = checkpoint_items(root, tensors);
+  const absl::StatusOr<SafetensorsReader> reader =
+      SafetensorsReader::open(path);
+  absl::Status status = reader.status();
+  if (status.ok()) status = check_entries(*reader, found.entries(), path);
   if (status.ok() && root.group()->getRank() == 0) status = reader->verify();
   std::vector<at::Tensor> parts;
-  for (size_t i = 0; status.ok() && i < found.items.size(); ++i) {
-    parts.push_back(at::empty_like(found.items[i].part));
-    status = read_part(*reader, found.items[i], parts.back());
+  for (const CheckpointItem& item : found.items) {
+    if (!found.status.ok() || !status.ok()) break;
+    absl::StatusOr<at::Tensor> part = read_part(*reader, item);
+    status = part.status();
+    if (status.ok()) parts.push_back(*std::move(part));
   }
-  agree(root, entries, status);
-  for (size_t i = 0; i < parts.size(); ++i) found.items[i].part.copy_(parts[i]);
+  agree_on(root, found, status, /*compares_values=*/false);
+  for (size_t i = 0; i < parts.size(); ++i) found.items[i].assign(parts[i]);
+  return reader->metadata();
 }
 
-void load_whole(ShardedRoot& root, const std::string& path) {
+SafetensorsMetadata load_whole(ShardedRoot& root, const std::string& path) {
   const std::vector<ShardedTensors> tensors = {parameters_of_shards()};
-  load_whole(root, path, tensors);
+  return load_whole(root, path, tensors);
 }
 
 }  // namespace brigade

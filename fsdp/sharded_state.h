@@ -8,6 +8,7 @@
 //
 // Tensors have the names, shapes and dtypes of the parameters. What an
 // optimizer keeps for each shard goes beside them, under names of its own:
+// optimizer_state.h does so for LibTorch's optimizers, and for others
 //
 //   const std::vector<ShardedTensors> saved = {
 //       parameters_of_shards(),
@@ -23,27 +24,14 @@
 #ifndef BRIGADE_FSDP_SHARDED_STATE_H_
 #define BRIGADE_FSDP_SHARDED_STATE_H_
 
-#include <ATen/core/Tensor.h>
-
-#include <functional>
 #include <span>
 #include <string>
-#include <vector>
 
 #include "brigade/fsdp/safetensors_file.h"
 #include "brigade/fsdp/sharded_root.h"
+#include "brigade/fsdp/sharded_tensors.h"
 
 namespace brigade {
-
-// A tensor for each shard, of its sizes: "weight" + suffix.
-struct ShardedTensors {
-  std::string suffix;
-  // Of a shard, of ShardedRoot::shards(); undefined: it has none, on all ranks.
-  std::function<at::Tensor(const at::Tensor& shard)> of;
-};
-
-// The shards themselves.
-ShardedTensors parameters_of_shards();
 
 // Collective. Rank 0 writes. Errors: ValueError on all ranks alike if it can't,
 // or if a dtype is none of the format's; the file is as before then.
@@ -52,12 +40,12 @@ void save_whole(ShardedRoot& root, const std::string& path,
                 const SafetensorsMetadata& metadata = {});
 void save_whole(ShardedRoot& root, const std::string& path);
 
-// Collective. Each rank reads its parts. Errors: ValueError on all ranks alike
-// if the file is damaged, lacks a tensor, or has another shape or dtype; no
-// tensor is changed then.
-void load_whole(ShardedRoot& root, const std::string& path,
-                std::span<const ShardedTensors> tensors);
-void load_whole(ShardedRoot& root, const std::string& path);
+// Collective. Each rank reads its parts, and gets the file's metadata. Errors:
+// ValueError on all ranks alike if the file is damaged, lacks a tensor, or has
+// another shape or dtype; no tensor is changed then.
+SafetensorsMetadata load_whole(ShardedRoot& root, const std::string& path,
+                               std::span<const ShardedTensors> tensors);
+SafetensorsMetadata load_whole(ShardedRoot& root, const std::string& path);
 
 }  // namespace brigade
 

@@ -21,6 +21,7 @@
 #include "brigade/ddp/distributed_data_parallel.h"
 #include "brigade/ddp/join.h"
 #include "brigade/fsdp/fully_shard.h"
+#include "brigade/fsdp/optimizer_state.h"
 #include "brigade/fsdp/sharded_state.h"
 
 struct Given {

@@ -142,6 +142,36 @@ TEST_F(ShardedStateTest, NamesAndShapesAreTheParameters) {
   EXPECT_TRUE(at::equal(found, plain.blocks[1].weight));
 }
 
+// Parts are in the order of memory, files in that of the dimensions.
+TEST_F(ShardedStateTest, TransposedParametersAreSavedAndLoaded) {
+  const at::Tensor expected = torch::arange(35.0).view({5, 7});
+  for (const int num_saving : {1, 3}) {
+    for (const int num_loading : {1, 2}) {
+      const auto transposed = [](const at::Tensor& values) {
+        at::Tensor weight = torch::empty({7, 5}).t();
+        weight.copy_(values);
+        return weight.requires_grad_();
+      };
+      run_ranks(num_saving, [&](const Group& group) {
+        ShardedRoot root(
+            {{.name = "", .parameters = {{"w", transposed(expected)}}}}, group,
+            {});
+        save_whole(root, path());
+      });
+      run_ranks(num_loading, [&](const Group& group) {
+        const at::Tensor weight = transposed(torch::zeros({5, 7}));
+        ShardedRoot root({{.name = "", .parameters = {{"w", weight}}}}, group,
+                         {});
+        load_whole(root, path());
+        root.unshard();
+        EXPECT_TRUE(at::equal(weight, expected))
+            << num_saving << " to " << num_loading;
+        root.reshard(/*writes=*/false);
+      });
+    }
+  }
+}
+
 TEST_F(ShardedStateTest, AFileThatDoesNotFitChangesNothing) {
   run_ranks(2, [&](const Group& group) {
     Net net;

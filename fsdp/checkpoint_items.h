@@ -1,0 +1,74 @@
+// The tensors that all ranks save or load together, in one order, and this
+// rank's part of each.
+//
+// What whole files (sharded_state.h) and files of shards (shard_files.h) have
+// in common; how they are written is theirs.
+//
+// Thread safety: none.
+
+#ifndef BRIGADE_FSDP_CHECKPOINT_ITEMS_H_
+#define BRIGADE_FSDP_CHECKPOINT_ITEMS_H_
+
+#include <ATen/core/Tensor.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "brigade/fsdp/safetensors_header.h"
+#include "brigade/fsdp/sharded_root.h"
+#include "brigade/fsdp/sharded_tensors.h"
+
+namespace brigade {
+
+struct CheckpointItem {
+  SafetensorsEntry entry;  // of the whole tensor
+  size_t kind = 0;         // of the ShardedTensors
+  // The parameter that it belongs to.
+  const Segment* segment = nullptr;
+  size_t parameter = 0;
+  bool is_replicated = false;
+  at::Tensor tensor;  // what this rank holds; not what autograd sees of it
+
+  // What this rank holds of the whole, in elements, as it lies in memory.
+  int64_t begin() const;
+  int64_t numel() const { return tensor.numel(); }
+
+  // The parameter's strides, by which the whole tensor lies in memory; those of
+  // C order if it is replicated.
+  std::vector<int64_t> strides() const;
+  bool is_in_c_order() const;
+
+  // The tensor's elements in the order of memory, [numel()]. Perhaps a view.
+  at::Tensor flat() const;
+  // The tensor gets such elements.
+  void assign(const at::Tensor& flat) const;
+};
+
+struct CheckpointItems {
+  // Those of longer elements first: so each is aligned in a file. Else as the
+  // units have them.
+  std::vector<CheckpointItem> items;
+  absl::Status status;  // what is wrong on this rank
+
+  std::vector<SafetensorsEntry> entries() const;
+};
+
+CheckpointItems checkpoint_items(const ShardedRoot& root,
+                                 std::span<const ShardedTensors> tensors);
+
+// Collective. All ranks throw ValueError alike if one has an error, in `status`
+// or its own, or if they have other tensors; `compares_values`: or other values
+// of those that are replicated.
+void agree_on(const ShardedRoot& root, const CheckpointItems& items,
+              const absl::Status& status, bool compares_values);
+
+std::span<const std::byte> bytes_of(const at::Tensor& contiguous);
+std::span<std::byte> writable_bytes_of(const at::Tensor& contiguous);
+
+}  // namespace brigade
+
+#endif  // BRIGADE_FSDP_CHECKPOINT_ITEMS_H_

@@ -1,0 +1,53 @@
+// Saves what a LibTorch optimizer keeps for the shards of a model, with the
+// model, and loads it on any number of ranks.
+//
+//   FullySharded model(net, group);
+//   torch::optim::AdamW optimizer(model.parameters(), 1e-3);
+//   ...
+//   save_whole(model.root(), optimizer, "step 17.safetensors", {{"step",
+//   "17"}});
+//   ...
+//   load_whole(model.root(), optimizer, "step 17.safetensors");
+//
+// Of SGD, Adam, AdamW, RMSprop and Adagrad, and classes derived from them. What
+// AdamW keeps of "weight" are the tensors "weight.exp_avg", "weight.exp_avg_sq"
+// and "weight.step", the last an I64 without dimensions. A parameter that was
+// never stepped has none of them. The optimizer's name is in the metadata as
+// "brigade.optimizer". Options, as learning rates, are the program's: they are
+// neither saved nor loaded.
+//
+// Errors of all below, besides those of the functions that they are named for:
+// ValueError on all ranks alike for an optimizer of another type, or one with a
+// parameter that is no shard of the root.
+//
+// Thread safety: as ShardedRoot, between forwards and backwards.
+
+#ifndef BRIGADE_FSDP_OPTIMIZER_STATE_H_
+#define BRIGADE_FSDP_OPTIMIZER_STATE_H_
+
+#include <torch/optim/optimizer.h>
+
+#include <string>
+
+#include "brigade/fsdp/safetensors_header.h"
+#include "brigade/fsdp/sharded_root.h"
+
+namespace brigade {
+
+// Collective.
+void save_whole(ShardedRoot& root, const torch::optim::Optimizer& optimizer,
+                const std::string& path,
+                const SafetensorsMetadata& metadata = {});
+
+// Collective: parameters, and the optimizer's state, which becomes the saved
+// one, whether the optimizer has taken a step or not. Returns the metadata.
+// Errors: ValueError on all ranks alike if what was saved is another
+// optimizer's, or of other options (a momentum, say) or parameters; nothing is
+// changed then. Parameters alone can be loaded (sharded_state.h).
+SafetensorsMetadata load_whole(ShardedRoot& root,
+                               torch::optim::Optimizer& optimizer,
+                               const std::string& path);
+
+}  // namespace brigade
+
+#endif  // BRIGADE_FSDP_OPTIMIZER_STATE_H_
