@@ -20,6 +20,7 @@
 #include "brigade/comm/agreement.h"
 #include "brigade/fsdp/optimizer_type.h"
 #include "brigade/fsdp/safetensors_file.h"
+#include "brigade/fsdp/shard_files.h"
 #include "brigade/fsdp/sharded_state.h"
 #include "brigade/fsdp/sharded_tensors.h"
 
@@ -307,6 +308,17 @@ absl::StatusOr<Contents> contents_of_file(const std::string& path) {
   return contents;
 }
 
+absl::StatusOr<Contents> contents_of_folder(const std::string& folder) {
+  absl::StatusOr<ShardsContents> shards = read_shards_index(folder);
+  if (!shards.ok()) return shards.status();
+  Contents contents = {
+      .path = folder, .names = {}, .metadata = std::move(shards->metadata)};
+  for (const IndexedTensor& tensor : shards->index.tensors) {
+    contents.names.insert(tensor.name);
+  }
+  return contents;
+}
+
 }  // namespace
 
 void save_whole(ShardedRoot& root, const optim::Optimizer& optimizer,
@@ -323,6 +335,24 @@ SafetensorsMetadata load_whole(ShardedRoot& root, optim::Optimizer& optimizer,
   return load(root, optimizer, contents_of_file(path),
               [&](const std::vector<ShardedTensors>& tensors) {
                 return load_whole(root, path, tensors);
+              });
+}
+
+void save_shards(ShardedRoot& root, const optim::Optimizer& optimizer,
+                 const std::string& folder,
+                 const SafetensorsMetadata& metadata) {
+  save(root, optimizer, metadata,
+       [&](const std::vector<ShardedTensors>& tensors,
+           const SafetensorsMetadata& all) {
+         save_shards(root, folder, tensors, all);
+       });
+}
+
+SafetensorsMetadata load_shards(ShardedRoot& root, optim::Optimizer& optimizer,
+                                const std::string& folder) {
+  return load(root, optimizer, contents_of_folder(folder),
+              [&](const std::vector<ShardedTensors>& tensors) {
+                return load_shards(root, folder, tensors);
               });
 }
 

@@ -48,6 +48,14 @@ SafetensorsMetadata load_whole(ShardedRoot& root,
                                torch::optim::Optimizer& optimizer,
                                const std::string& path);
 
+// The same, each rank its own part (shard_files.h). Collective.
+void save_shards(ShardedRoot& root, const torch::optim::Optimizer& optimizer,
+                 const std::string& folder,
+                 const SafetensorsMetadata& metadata = {});
+SafetensorsMetadata load_shards(ShardedRoot& root,
+                                torch::optim::Optimizer& optimizer,
+                                const std::string& folder);
+
 }  // namespace brigade
 
 #endif  // BRIGADE_FSDP_OPTIMIZER_STATE_H_

@@ -421,6 +421,22 @@ absl::Status SafetensorsReader::read_entry(size_t entry, int64_t offset_bytes,
                                      rest.size(), " bytes since open()"));
 }
 
+absl::Status SafetensorsReader::read_whole(std::string_view name,
+                                           std::span<std::byte> bytes) const {
+  const absl::StatusOr<size_t> entry = index_of(name);
+  if (!entry.ok()) return entry.status();
+  if (bytes.size() != static_cast<uint64_t>(entries()[*entry].num_bytes())) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        path_, ": tensor ", quoted_name(name), " has ",
+        entries()[*entry].num_bytes(), " bytes, got room for ", bytes.size()));
+  }
+  if (absl::Status status = read_entry(*entry, 0, bytes); !status.ok()) {
+    return status;
+  }
+  if (!header_.checksums[*entry]) return absl::OkStatus();
+  return check_checksum(*entry, extend_checksum(0, bytes));
+}
+
 absl::Status SafetensorsReader::verify(std::string_view name) const {
   const absl::StatusOr<size_t> entry = index_of(name);
   if (!entry.ok()) return entry.status();
@@ -436,8 +452,7 @@ absl::Status SafetensorsReader::verify() const {
 
 absl::Status SafetensorsReader::verify_entry(size_t entry) const {
   constexpr int64_t kPieceBytes = 1 << 20;
-  const std::optional<uint32_t> expected = header_.checksums[entry];
-  if (!expected) return absl::OkStatus();
+  if (!header_.checksums[entry]) return absl::OkStatus();
   const int64_t length = entries()[entry].num_bytes();
   std::vector<std::byte> buffer(std::min(length, kPieceBytes));
   uint32_t found = 0;
@@ -449,7 +464,13 @@ absl::Status SafetensorsReader::verify_entry(size_t entry) const {
     }
     found = extend_checksum(found, piece);
   }
-  if (found == *expected) return absl::OkStatus();
+  return check_checksum(entry, found);
+}
+
+absl::Status SafetensorsReader::check_checksum(size_t entry,
+                                               uint32_t found) const {
+  const std::optional<uint32_t> expected = header_.checksums[entry];
+  if (!expected || found == *expected) return absl::OkStatus();
   return damaged(
       path_, absl::StrCat("tensor ", quoted_name(entries()[entry].name),
                           " must have the CRC-32 ",

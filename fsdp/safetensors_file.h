@@ -142,6 +142,12 @@ class SafetensorsReader {
   absl::Status read(std::string_view name, int64_t offset_bytes,
                     std::span<std::byte> bytes) const;
 
+  // Fills `bytes` with all data of the tensor, and compares the checksum.
+  //
+  // Errors: as read() and verify().
+  absl::Status read_whole(std::string_view name,
+                          std::span<std::byte> bytes) const;
+
   // Reads all data of one tensor, or of all, and compares the checksum. Ok for
   // a tensor that has none: others write files too.
   //
@@ -160,6 +166,7 @@ class SafetensorsReader {
   absl::Status read_entry(size_t entry, int64_t offset_bytes,
                           std::span<std::byte> bytes) const;
   absl::Status verify_entry(size_t entry) const;
+  absl::Status check_checksum(size_t entry, uint32_t found) const;
 
   // Constant after construction
   std::string path_;

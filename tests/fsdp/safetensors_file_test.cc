@@ -345,6 +345,24 @@ TEST_F(SafetensorsFileTest, ReadsAnyPartOfATensor) {
   }
 }
 
+TEST_F(SafetensorsFileTest, ReadsAWholeTensorAndChecksIt) {
+  put(golden_file());
+  std::string data(16, '?');
+  const auto read_whole = [&](size_t length) {
+    return reader().read_whole(
+        "weight", std::as_writable_bytes(std::span(data)).first(length));
+  };
+  EXPECT_TRUE(read_whole(16).ok());
+  EXPECT_EQ(data, kGoldenData[0]);
+  EXPECT_EQ(message_of(read_whole(15)),
+            path_ + ": tensor 'weight' has 16 bytes, got room for 15");
+  std::string file = golden_file();
+  file[file.rfind(kGoldenData[0]) + 3] ^= 1;
+  put(file);
+  EXPECT_THAT(message_of(read_whole(16)),
+              HasSubstr("tensor 'weight' must have the CRC-32"));
+}
+
 TEST_F(SafetensorsFileTest, RefusesToReadOtherBytesThanTheTensors) {
   put(golden_file());
   const SafetensorsReader read = reader();
