@@ -1,0 +1,130 @@
+// A small GPT whose blocks are units: each rank holds a part of each, and a
+// block's weights are whole only while it runs.
+
+#ifndef BRIGADE_EXAMPLES_GPT_NETWORK_H_
+#define BRIGADE_EXAMPLES_GPT_NETWORK_H_
+
+#include <torch/torch.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "brigade/fsdp/fully_shard.h"
+
+namespace brigade::gpt {
+
+struct GptShape {
+  int64_t vocabulary_size = 0;
+  int64_t num_blocks = 4;
+  int64_t width = 128;
+  int64_t num_heads = 4;  // divides the width
+  int64_t context = 64;   // characters that it looks back
+};
+
+// Attention and a perceptron, each added to what it was given.
+class BlockImpl : public torch::nn::Module {
+ public:
+  explicit BlockImpl(const GptShape& shape)
+      : num_heads_(shape.num_heads),
+        attention_norm_(register_module("attention_norm", norm(shape))),
+        heads_(register_module(
+            "heads", torch::nn::Linear(shape.width, 3 * shape.width))),
+        joined_(register_module("joined",
+                                torch::nn::Linear(shape.width, shape.width))),
+        hidden_norm_(register_module("hidden_norm", norm(shape))),
+        hidden_(register_module(
+            "hidden", torch::nn::Linear(shape.width, 4 * shape.width))),
+        output_(register_module(
+            "output", torch::nn::Linear(4 * shape.width, shape.width))) {}
+
+  // [n, t, width], as the result.
+  at::Tensor forward(at::Tensor x) {
+    x = x + attend(attention_norm_(x));
+    return x + output_(torch::gelu(hidden_(hidden_norm_(x))));
+  }
+
+ private:
+  static torch::nn::LayerNorm norm(const GptShape& shape) {
+    return torch::nn::LayerNorm(torch::nn::LayerNormOptions({shape.width}));
+  }
+
+  at::Tensor attend(const at::Tensor& x) {
+    const int64_t n = x.size(0);
+    const int64_t t = x.size(1);
+    // Queries, keys and values, each [n, heads, t, width / heads].
+    const std::vector<at::Tensor> parts = heads_(x)
+                                              .view({n, t, 3, num_heads_, -1})
+                                              .permute({2, 0, 3, 1, 4})
+                                              .unbind(0);
+    const at::Tensor seen = at::scaled_dot_product_attention(
+        parts[0], parts[1], parts[2], /*attn_mask=*/{}, /*dropout_p=*/0.0,
+        /*is_causal=*/true);
+    return joined_(seen.transpose(1, 2).reshape({n, t, -1}));
+  }
+
+  const int64_t num_heads_;
+  torch::nn::LayerNorm attention_norm_;
+  torch::nn::Linear heads_;
+  torch::nn::Linear joined_;
+  torch::nn::LayerNorm hidden_norm_;
+  torch::nn::Linear hidden_;
+  torch::nn::Linear output_;
+};
+TORCH_MODULE(Block);
+
+class GptImpl : public torch::nn::Module {
+ public:
+  GptImpl(const GptShape& shape, uint64_t seed)
+      : characters_(register_module(
+            "characters",
+            torch::nn::Embedding(shape.vocabulary_size, shape.width))),
+        places_(register_module(
+            "places", torch::nn::Embedding(shape.context, shape.width))),
+        norm_(register_module(
+            "norm",
+            torch::nn::LayerNorm(torch::nn::LayerNormOptions({shape.width})))),
+        scores_(register_module(
+            "scores", torch::nn::Linear(torch::nn::LinearOptions(
+                                            shape.width, shape.vocabulary_size)
+                                            .bias(false)))) {
+    for (int64_t i = 0; i < shape.num_blocks; ++i) {
+      blocks_.push_back(register_module("block" + std::to_string(i),
+                                        Sharded<Block>(Block(shape))));
+    }
+    draw_weights(seed);
+  }
+
+  // tokens: int64, [n, t], t <= context. Returns a score for each character
+  // that may follow, [n, t, vocabulary_size].
+  at::Tensor forward(const at::Tensor& tokens) {
+    at::Tensor x = characters_(tokens) + places_(torch::arange(tokens.size(1)));
+    for (Sharded<Block>& block : blocks_) x = block(x);
+    return scores_(norm_(x));
+  }
+
+ private:
+  // By a generator of its own: other draws in the process change nothing.
+  void draw_weights(uint64_t seed) {
+    const torch::NoGradGuard no_grad;
+    at::Generator random = at::make_generator<at::CPUGeneratorImpl>(seed);
+    for (const auto& parameter : named_parameters()) {
+      if (parameter->dim() > 1) {
+        parameter->normal_(0.0, 0.02, random);
+      } else if (parameter.key().ends_with("bias")) {
+        parameter->zero_();
+      }
+    }
+  }
+
+  torch::nn::Embedding characters_;
+  torch::nn::Embedding places_;
+  std::vector<Sharded<Block>> blocks_;
+  torch::nn::LayerNorm norm_;
+  torch::nn::Linear scores_;
+};
+TORCH_MODULE(Gpt);
+
+}  // namespace brigade::gpt
+
+#endif  // BRIGADE_EXAMPLES_GPT_NETWORK_H_

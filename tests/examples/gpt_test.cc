@@ -1,0 +1,135 @@
+// The promises that examples/gpt makes of its losses.
+
+#include <unistd.h>
+
+#include <filesystem>
+#include <string>
+#include <vector>
+
+#include "brigade/examples/gpt/corpus.h"
+#include "brigade/examples/gpt/training.h"
+#include "brigade/tests/support/local_ranks.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+
+namespace brigade::gpt {
+namespace {
+
+using testing::run_ranks;
+using ::testing::StartsWith;
+
+using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
+
+// Bits of products must not depend on how many threads are free.
+const bool kComputesOnOneThread = (at::set_num_threads(1), true);
+
+TrainingOptions small(Strategy strategy) {
+  return {
+      .strategy = strategy,
+      .shape = {.num_blocks = 3, .width = 20, .num_heads = 2, .context = 16},
+      .batch_size = 4};
+}
+
+class GptTest : public ::testing::Test {
+ protected:
+  const Corpus corpus_{default_text_file()};
+
+  // Of rank 0; all ranks have the same.
+  std::vector<double> losses(int num_ranks, const TrainingOptions& options,
+                             int64_t steps) const {
+    std::vector<std::vector<double>> losses(num_ranks);
+    run_ranks(num_ranks, [&](const Group& group) {
+      Training training(group, corpus_, options);
+      for (int64_t step = 0; step < steps; ++step) {
+        losses[group->getRank()].push_back(training.step(step));
+      }
+    });
+    EXPECT_THAT(losses, ::testing::Each(losses[0]));
+    return losses[0];
+  }
+};
+
+TEST_F(GptTest, EveryStrategyHasTheSameLosses) {
+  for (const bool is_narrow : {false, true}) {
+    TrainingOptions options = small(Strategy::kNone);
+    if (is_narrow) options.param_dtype = at::kBFloat16;
+    const std::vector<double> expected = losses(2, options, 6);
+    EXPECT_LT(expected[5], expected[0]);
+    for (const Strategy strategy :
+         {Strategy::kFull, Strategy::kGrad, Strategy::kHybrid}) {
+      for (const size_t prefetch : {0, 2}) {
+        options.strategy = strategy;
+        options.prefetch = prefetch;
+        EXPECT_EQ(losses(2, options, 6), expected)
+            << "strategy " << static_cast<int>(strategy) << ", prefetch "
+            << prefetch;
+      }
+    }
+  }
+}
+
+// Two shards of two replicas sum otherwise than one row of four ranks, or than
+// each rank for itself; so it has losses of its own, which repeat.
+TEST_F(GptTest, AHybridOfFourRanksRepeats) {
+  const std::vector<double> first = losses(4, small(Strategy::kHybrid), 4);
+  EXPECT_EQ(losses(4, small(Strategy::kHybrid), 4), first);
+}
+
+TEST_F(GptTest, AResumedRunHasTheLossesOfOneThatWasNotInterrupted) {
+  const std::string folder = std::filesystem::path(::testing::TempDir()) /
+                             ("gpt_test_" + std::to_string(getpid()));
+  for (const Strategy strategy : {Strategy::kFull, Strategy::kNone}) {
+    const std::vector<double> expected = losses(2, small(strategy), 6);
+    std::vector<double> found;
+    run_ranks(2, [&](const Group& group) {
+      Training training(group, corpus_, small(strategy));
+      for (int64_t step = 0; step < 3; ++step) training.step(step);
+      training.save(folder, 3);
+    });
+    run_ranks(2, [&](const Group& group) {
+      TrainingOptions options = small(strategy);
+      Training training(group, corpus_, options);
+      const int64_t first = training.resume(folder);
+      EXPECT_EQ(first, 3);
+      for (int64_t step = first; step < 6; ++step) {
+        const double loss = training.step(step);
+        if (group->getRank() == 0) found.push_back(loss);
+      }
+    });
+    EXPECT_EQ(found, std::vector<double>(expected.begin() + 3, expected.end()));
+  }
+  std::filesystem::remove_all(folder);
+}
+
+TEST_F(GptTest, SamplesOnRank0AndTrainsOn) {
+  std::vector<std::string> samples(2);
+  run_ranks(2, [&](const Group& group) {
+    Training training(group, corpus_, small(Strategy::kFull));
+    training.step(0);
+    samples[group->getRank()] = training.sample("CELIA\t", 30);
+    training.step(1);
+  });
+  EXPECT_THAT(samples[0], StartsWith("CELIA\t"));
+  EXPECT_EQ(samples[0].size(), 36u);
+  EXPECT_EQ(samples[1], "");
+}
+
+TEST_F(GptTest, RanksSeeTheirPartsOfOneBatch) {
+  const TextBatch whole = corpus_.batch(/*seed=*/1, /*step=*/2, /*rank=*/0,
+                                        /*num_pieces=*/4, /*length=*/8);
+  for (int rank = 0; rank < 2; ++rank) {
+    const TextBatch part = corpus_.batch(1, 2, rank, 2, 8);
+    EXPECT_TRUE(at::equal(part.inputs, whole.inputs.narrow(0, 2 * rank, 2)));
+    EXPECT_TRUE(
+        at::equal(part.targets.narrow(1, 0, 7), part.inputs.narrow(1, 1, 7)));
+  }
+  EXPECT_FALSE(at::equal(whole.inputs, corpus_.batch(1, 3, 0, 4, 8).inputs));
+}
+
+TEST_F(GptTest, TextsThatCannotBeUsedAreErrors) {
+  EXPECT_THROW(Corpus("/no/such/file"), std::runtime_error);
+  EXPECT_THROW(corpus_.encode("\x01"), std::runtime_error);
+}
+
+}  // namespace
+}  // namespace brigade::gpt
