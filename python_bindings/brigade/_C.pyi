@@ -5,7 +5,7 @@ import torch
 import torch._C._distributed_c10d
 import torch.distributed.distributed_c10d
 import typing
-__all__: list[str] = ['Logger', 'ModuleScan', 'ReducedParameters', 'Reducer', 'ShardedRoot', 'ShardedUnit', 'ShardingOptions', 'UnitCall', 'are_exactly', 'describe_tensor', 'entries_of', 'has_entries', 'one_per_device', 'rebuilds_by_default', 'require_agreement', 'then_collective', 'tie_outputs', 'version']
+__all__: list[str] = ['Logger', 'ModuleScan', 'ReducedParameters', 'Reducer', 'ShardedRoot', 'ShardedUnit', 'ShardingOptions', 'UnitCall', 'UnitSettings', 'are_exactly', 'describe_tensor', 'entries_of', 'has_entries', 'one_per_device', 'rebuilds_by_default', 'require_agreement', 'then_collective', 'tie_outputs', 'version']
 class ReducedParameters:
     """
     What a reducer is made of. For a moment, as ModuleScan.
@@ -201,26 +201,52 @@ class ShardingOptions:
     """
     def __init__(self, *, num_shards: typing.SupportsInt | None = None, reshards_after_forward: bool = True, prefetch_depth: typing.SupportsInt = 1, max_reducing: typing.SupportsInt = 2, param_dtype: torch.dtype | None = None, reduce_dtype: torch.dtype | None = None, broadcasts_parameters: bool = True, failure_patience: datetime.timedelta = ...) -> None:
         ...
+class UnitSettings:
+    """
+    See fsdp/unit.h.
+    """
+    gathers_in_backward: bool
+    reshards_after_backward: bool
+    reshards_after_forward: bool
+    @property
+    def backward_prefetch(self) -> list[int]:
+        ...
+    @backward_prefetch.setter
+    def backward_prefetch(self, arg0: collections.abc.Sequence[typing.SupportsInt]) -> None:
+        ...
+    @property
+    def forward_prefetch(self) -> list[int]:
+        ...
+    @forward_prefetch.setter
+    def forward_prefetch(self, arg0: collections.abc.Sequence[typing.SupportsInt]) -> None:
+        ...
+    @property
+    def gradient_divisor(self) -> float | None:
+        ...
+    @gradient_divisor.setter
+    def gradient_divisor(self, arg0: typing.SupportsFloat | None) -> None:
+        ...
 class ShardedUnit:
     """
     Parameters of which each rank holds a part.
     """
-    def __init__(self, name: str, names: collections.abc.Sequence[str], parameters: collections.abc.Sequence[torch.Tensor], group: torch.distributed.distributed_c10d.ProcessGroup, options: ShardingOptions) -> None:
+    def __init__(self, name: str, names: collections.abc.Sequence[str], parameters: collections.abc.Sequence[torch.Tensor], group: torch.distributed.distributed_c10d.ProcessGroup, options: ShardingOptions, block_numels: collections.abc.Sequence[typing.SupportsInt] | None = None, dtypes: collections.abc.Sequence[torch.dtype | None] | None = None) -> None:
         """
-        Collective.
+        Collective. `block_numels`: elements that are never cut, by parameter; `dtypes`: what it is seen in while it is whole.
         """
     def rename(self, name: str, prefix: str) -> None:
         """
         For errors: where it is in the outermost module.
         """
-    def set_reshards_after_forward(self, value: bool) -> None:
-        """
-        Before there is a root.
-        """
     @property
     def offsets(self) -> list[int]:
         """
         Where in its parameter each begins, in the order of memory.
+        """
+    @property
+    def settings(self) -> UnitSettings:
+        """
+        None once there is a root.
         """
     @property
     def shards(self) -> list[torch.Tensor]:
@@ -266,11 +292,27 @@ class ShardedRoot:
         """
         Collective: whole parameters, in their own dtype.
         """
+    def gradient_slot(self, parameter: torch.Tensor) -> torch.Tensor:
+        ...
+    def num_ranks_with(self, has_data: bool) -> int:
+        """
+        Collective.
+        """
+    def reduce(self) -> None:
+        """
+        Collective: what backwards without synchronisation have added up.
+        """
     def reshard(self, writes: bool) -> None:
         ...
-    def set_unit_reshards_after_forward(self, unit: typing.SupportsInt, value: bool) -> None:
+    def set_max_reducing(self, value: typing.SupportsInt) -> None:
+        ...
+    def set_sums_over_replicas(self, value: bool) -> None:
+        ...
+    def settings(self, unit: typing.SupportsInt) -> UnitSettings:
         ...
     def statistics(self) -> dict:
+        ...
+    def step_without_data(self) -> None:
         ...
     def sum_over_shards(self, values: torch.Tensor, takes_largest: bool) -> None:
         """

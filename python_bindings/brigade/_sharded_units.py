@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -47,8 +47,29 @@ class Root:
         )
         self.is_unsharded = False
         self.is_in_forward = False  # and not in what a backward computes again
+        self._synchronizes = True
+        self._finalizes_by_hand = False
         for index, unit in enumerate(units):
             unit.index = index
+
+    def set_synchronizes(self, value: bool) -> None:
+        """False: backwards add gradients up on this rank."""
+        self._synchronizes = value
+        self.native.synchronizes = value and not self._finalizes_by_hand
+
+    def set_finalizes_by_hand(self, value: bool) -> None:
+        """True: backwards are reduced by finalize()."""
+        self._finalizes_by_hand = value
+        self.set_synchronizes(self._synchronizes)
+
+    def finalize(self) -> None:
+        """Collective: reduces what backwards have added up, unless that is off."""
+        if self._finalizes_by_hand and self._synchronizes:
+            self.native.synchronizes = True
+            try:
+                self.native.reduce()
+            finally:
+                self.native.synchronizes = False
 
     def begin_forward(self) -> None:
         """Collective."""
@@ -101,6 +122,7 @@ class Unit:
         policy: MixedPrecisionPolicy,
         reshards: bool | None,
         ignored: set[nn.Parameter],
+        block_numel_fn: Callable[[nn.Parameter], int] | None = None,
     ) -> None:
         """Shards the parameters that are in no unit yet. Collective.
 
@@ -112,6 +134,7 @@ class Unit:
             policy: What inputs and outputs are cast to.
             reshards: None: unless it is the outermost.
             ignored: Parameters that stay as they are.
+            block_numel_fn: Of a parameter, the elements that are never cut.
 
         Raises:
             ValueError: A parameter is another unit's, or ranks differ; on all ranks alike.
@@ -134,13 +157,18 @@ class Unit:
         # Where a parameter is registered, and what is to be put there.
         self._whole_attributes: list[tuple[dict[str, Any], str, nn.Parameter]] = []
         self._shard_attributes: list[tuple[dict[str, Any], str, nn.Parameter]] = []
-        self._shard(modules, ignored)
+        self._shard(modules, ignored, block_numel_fn)
         for module in modules:
             module.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True)
             module.register_forward_hook(self._after_forward, always_call=True)
             object.__setattr__(module, _UNIT, self)
 
-    def _shard(self, modules: list[nn.Module], ignored: set[nn.Parameter]) -> None:
+    def _shard(
+        self,
+        modules: list[nn.Module],
+        ignored: set[nn.Parameter],
+        block_numel_fn: Callable[[nn.Parameter], int] | None,
+    ) -> None:
         named: dict[nn.Parameter, str] = {}
         attributes: list[tuple[dict[str, Any], str, nn.Parameter]] = []
         for index, module in enumerate(modules):
@@ -155,12 +183,15 @@ class Unit:
         if not named:
             return
         self.wholes, self.names = list(named), list(named.values())
+        override = getattr(self.policy, "param_dtype_override_fn", None)
         self.native = _C.ShardedUnit(
             ", ".join(type(module).__name__ for module in modules),
             self.names,
             self.wholes,
             self.group,
             self.options,
+            None if block_numel_fn is None else [block_numel_fn(whole) for whole in self.wholes],
+            None if override is None else [override(whole) for whole in self.wholes],
         )
         shard_of: dict[nn.Parameter, ShardedParameter] = {}
         for i, whole in enumerate(self.wholes):
@@ -211,15 +242,17 @@ class Unit:
         prefix = f"{own[0]}." if len(own) == 1 and own[0] else ""
         self.native.rename(", ".join(own), prefix)
 
+    def settings(self) -> _C.UnitSettings | None:
+        """That may be changed between a pass and the next; None without parameters."""
+        if self.native is None:
+            return None
+        return self.native.settings if self.root is None else self.root.native.settings(self.index)
+
     def set_reshards_after_forward(self, value: bool) -> None:
         """From the next forward on."""
         self.reshards = value
-        if self.native is None:
-            return
-        if self.root is not None:
-            self.root.native.set_unit_reshards_after_forward(self.index, value)
-        else:
-            self.native.set_reshards_after_forward(value)
+        if (settings := self.settings()) is not None:
+            settings.reshards_after_forward = value
 
     def show_whole(self) -> None:
         """As the modules' attributes."""

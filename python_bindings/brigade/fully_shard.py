@@ -67,7 +67,7 @@ class FSDPModule(_TorchFSDPModule):
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
         """Whether backwards are reduced; if not, gradients add up on this rank, whole."""
-        self._root().native.synchronizes = requires_gradient_sync
+        self._root().set_synchronizes(requires_gradient_sync)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Without effect: every backward is complete by itself."""
@@ -77,6 +77,108 @@ class FSDPModule(_TorchFSDPModule):
         own = unit_of(self)
         for unit in own.with_those_below() if recurse else [own]:
             unit.set_reshards_after_forward(reshard_after_forward)
+
+    def set_reshard_after_backward(
+        self, reshard_after_backward: bool, *, recurse: bool = True
+    ) -> None:
+        """False: whole from then on until its parts are changed, so that the next forward of
+        several backwards gathers nothing.
+        """
+        for settings in self._settings(recurse):
+            settings.reshards_after_backward = reshard_after_backward
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """False: this unit's backward reads none of its parameters, as an embedding's."""
+        for settings in self._settings(recurse=False):
+            settings.gathers_in_backward = unshard_in_backward
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Sums of this unit's gradients are divided by that, in place of the number of ranks."""
+        if factor == 0:
+            raise ValueError("set_gradient_divide_factor: expected a number, found 0.\nGive 1.")
+        for settings in self._settings(recurse=False):
+            settings.gradient_divisor = factor
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """The older name of set_gradient_divide_factor()."""
+        self.set_gradient_divide_factor(factor)
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Without effect: what travels is always summed, and divided once behind that."""
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Of the root. False: on a mesh with replicas, backwards reduce over a row only, and
+        the next one that reduces over all adds what they have left.
+        """
+        self._root().native.set_sums_over_replicas(requires_all_reduce)
+
+    def set_reduce_scatter_max_input_buffers(
+        self, max_input_buffers: int, *, recurse: bool = True
+    ) -> None:
+        """Of the root: so many reductions keep memory for whole gradients at once."""
+        if max_input_buffers < 1:
+            raise ValueError(
+                "set_reduce_scatter_max_input_buffers: expected 1 at least, found "
+                f"{max_input_buffers}.\nGive 2, for instance."
+            )
+        self._root().native.set_max_reducing(max_input_buffers)
+
+    def set_separate_reduce_scatter_group(
+        self, enable: bool = True, *, recurse: bool = True
+    ) -> None:
+        """Without effect: gathers and reductions are on connections of their own always."""
+
+    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """Their gathers begin when this module is needed in forward. Makes the root."""
+        self._prefetch("forward_prefetch", modules)
+
+    def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """Their gathers begin when this module is needed in backward. Makes the root."""
+        self._prefetch("backward_prefetch", modules)
+
+    def _prefetch(self, name: str, modules: list[FSDPModule]) -> None:
+        root = self._root()
+        units = [unit_of(module) for module in modules]
+        if any(unit is None or unit.root is not root for unit in units):
+            raise ValueError(
+                f"{name}: expected modules that are sharded below the same outermost one.\n"
+                "Leave out the others."
+            )
+        indices = [unit.index for unit in units if unit.native is not None]
+        for settings in self._settings(recurse=False):
+            setattr(settings, name, indices)
+
+    def _settings(self, recurse: bool) -> list[_C.UnitSettings]:
+        own = unit_of(self)
+        units = own.with_those_below() if recurse else [own]
+        return [settings for unit in units if (settings := unit.settings()) is not None]
+
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """Of the root. True: gradients are reduced by finalize_backward(), not by backwards."""
+        self._root().set_finalizes_by_hand(enabled)
+
+    def finalize_backward(self, *, async_op: bool = False) -> None:
+        """Collective: reduces what backwards have added up, if gradients are to be reduced.
+
+        Raises:
+            NotImplementedError: for `async_op`.
+        """
+        if async_op:
+            raise NotImplementedError("fully_shard: finalize_backward(async_op=True).")
+        root = unit_of(self).root
+        if root is not None:  # else no forward has run
+            root.finalize()
+
+    def num_ranks_with(self, has_data: bool) -> int:
+        """Collective: how many ranks have a batch for the next step; this one does, or not."""
+        return self._root().native.num_ranks_with(has_data)
+
+    def step_without_data(self) -> None:
+        """In place of a forward and a backward, on a rank that has no batch while others do.
+
+        The optimizer steps as on the others: this rank's parts get their gradients, too.
+        """
+        self._root().native.step_without_data()
 
     def unshard(self, async_op: bool = False) -> None:
         """Collective: all units of the root are whole until reshard()."""
@@ -135,25 +237,13 @@ def _lacks(name: str) -> Callable:
 
 
 for _name in (
-    "finalize_backward",
     "set_all_reduce_hook",
     "set_allocate_memory_from_process_group_for_comm",
     "set_custom_all_gather",
     "set_custom_reduce_scatter",
-    "set_force_sum_reduction_for_comms",
-    "set_gradient_divide_factor",
     "set_keep_unsharded_storage",
-    "set_manual_backward_finalization",
-    "set_modules_to_backward_prefetch",
-    "set_modules_to_forward_prefetch",
     "set_post_optim_event",
-    "set_reduce_scatter_divide_factor",
-    "set_reduce_scatter_max_input_buffers",
-    "set_requires_all_reduce",
-    "set_reshard_after_backward",
-    "set_separate_reduce_scatter_group",
     "set_symm_mem_for_comm",
-    "set_unshard_in_backward",
 ):
     setattr(FSDPModule, _name, _lacks(_name))
 
@@ -190,6 +280,7 @@ def fully_shard(
     dp_mesh_dims: Any = None,
     prefetch_depth: int = 1,
     broadcasts_parameters: bool = True,
+    block_numel_fn: Callable[[nn.Parameter], int] | None = None,
 ) -> nn.Module | list[nn.Module]:
     """Shards the parameters of a module that are in no unit below it. Collective.
 
@@ -209,6 +300,8 @@ def fully_shard(
         dp_mesh_dims: not so far.
         prefetch_depth: units that are gathered ahead of their need.
         broadcasts_parameters: all ranks begin with the parameters of rank 0.
+        block_numel_fn: of a parameter, how many of its elements are never cut, such as those
+            of a row; its numel for one rank to hold all of it. Equal on all ranks.
 
     Returns:
         The same, whose class is now one that derives from its own and from FSDPModule.
@@ -230,8 +323,6 @@ def fully_shard(
     if offload_policy is not None and type(offload_policy) is not OffloadPolicy:
         raise NotImplementedError("fully_shard: offload_policy: parameters stay where they are.")
     policy = mp_policy or MixedPrecisionPolicy()
-    if getattr(policy, "param_dtype_override_fn", None) is not None:
-        raise NotImplementedError("fully_shard: mp_policy.param_dtype_override_fn.")
     group, num_shards = _group_of(mesh)
     options = _C.ShardingOptions(
         num_shards=num_shards,
@@ -244,7 +335,16 @@ def fully_shard(
     _compiling.leave_to_interpreter()
     _sharded_state.teach_torch_to_gather()
     ignored = set(ignored_params or ())
-    Unit(modules, group, num_shards, options, policy, reshard_after_forward, ignored)
+    Unit(
+        modules,
+        group,
+        num_shards,
+        options,
+        policy,
+        reshard_after_forward,
+        ignored,
+        block_numel_fn,
+    )
     for each in modules:
         each.__class__ = _sharded_class(type(each))
     return module

@@ -270,7 +270,7 @@ TEST(OptimizerStateInOtherProgramsTest, AProgramThatDoesNotShardReadsIt) {
   const Net net({5, 7, 3, 6, 4}, /*seed=*/99);
   optim::AdamW optimizer(net.parameters(), 0.01);
   for (const UnitSpec& unit : net.units()) {
-    for (const auto& [name, tensor, block_numel] : unit.parameters) {
+    for (const auto& [name, tensor, block_numel, dtype] : unit.parameters) {
       const torch::NoGradGuard no_grad;
       tensor.copy_(read_whole(*reader, name, tensor));
       auto state = std::make_unique<optim::AdamWParamState>();

@@ -1,0 +1,250 @@
+"""What is set of sharded modules between steps, under the names of torch's fully_shard."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import brigade
+
+from ranks import run_ranks
+from sharded_training import batch_of, expect_equal, make_net, shard_blocks, step_of_all
+
+
+def _loss(model, rank, step):
+    return model(batch_of(rank, step)).square().mean()
+
+
+def _gradients(model):
+    return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+
+def _expect_same(found, expected, factor=1.0):
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b * factor)
+
+
+def _divides(rank):
+    averaged, summed = shard_blocks(make_net()), shard_blocks(make_net())
+    for module in (summed, *summed.blocks):
+        module.set_gradient_divide_factor(1.0)
+    summed.set_force_sum_reduction_for_comms(True)
+    for model in (averaged, summed):
+        _loss(model, rank, 0).backward()
+    _expect_same(_gradients(summed), _gradients(averaged), 2)
+    summed.blocks[0].set_reduce_scatter_divide_factor(2.0)
+    with pytest.raises(ValueError, match="found 0"):
+        summed.set_gradient_divide_factor(0)
+
+
+def test_divide_factors():
+    run_ranks(_divides)
+
+
+def _rows_add_up(rank):
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2))
+    torch.manual_seed(0)
+    model = brigade.fully_shard(torch.nn.Linear(3, 5, bias=False), mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    for _ in range(2):
+        expected = 0
+        for batch in range(3):
+            model.set_requires_all_reduce(batch == 2)
+            x = torch.full((1, 3), 1.0 + rank + 10 * batch)
+            model(x).sum().backward()
+            expected += sum(1 + r + 10 * batch for r in range(4))
+            assert (model.weight.grad is None) == (batch < 2)
+        assert (model.weight.grad == expected / 4).all()
+        optimizer.zero_grad()
+
+
+def test_rows_of_a_mesh_add_up_alone():
+    run_ranks(_rows_add_up, world_size=4)
+
+
+def _stays_whole(rank):
+    plain = make_net()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, foreach=False)
+    model = shard_blocks(make_net(), reshard_after_forward=False)
+    model.set_reshard_after_backward(False)
+    model.blocks[0].set_reshard_after_backward(True, recurse=False)
+    sharded_optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        step_of_all(plain, optimizer, step, 2)
+        sharded_optimizer.zero_grad()
+        with torch.no_grad():
+            model(batch_of(rank, step))
+        _loss(model, rank, step).backward()
+        sharded_optimizer.step()
+    expect_equal(model, plain)
+
+
+def test_units_stay_whole_behind_backward():
+    run_ranks(_stays_whole)
+
+
+class _Offset(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.offset = torch.nn.Parameter(torch.zeros(4))
+
+    def forward(self, x):
+        return x + self.offset
+
+
+def _not_gathered_in_backward(rank):
+    model = torch.nn.Sequential(_Offset(), torch.nn.Linear(4, 1))
+    first = model[0]
+    brigade.fully_shard(first, prefetch_depth=0)
+    brigade.fully_shard(model, prefetch_depth=0)
+    first.set_unshard_in_backward(False)
+    x = torch.ones(2, 4, requires_grad=True)
+    model(x).sum().backward()
+    assert first.offset.grad is not None
+
+
+def test_backward_without_a_gather():
+    run_ranks(_not_gathered_in_backward)
+
+
+def _prefetch_lists(rank):
+    model = shard_blocks(make_net(), prefetch_depth=0)
+    first, second, third = model.blocks
+
+    def ahead_of_a_step(step):
+        before = model.sharding_statistics()["ahead_gathers"]
+        _loss(model, rank, step).backward()
+        return model.sharding_statistics()["ahead_gathers"] - before
+
+    assert ahead_of_a_step(0) == 0
+    first.set_modules_to_forward_prefetch([second, third])
+    assert ahead_of_a_step(1) == 2
+    third.set_modules_to_backward_prefetch([second])
+    assert ahead_of_a_step(2) == 3
+    with pytest.raises(ValueError, match="same outermost"):
+        first.set_modules_to_forward_prefetch([shard_blocks(make_net())])
+
+
+def test_prefetch_lists():
+    run_ranks(_prefetch_lists)
+
+
+def _by_hand(rank):
+    plain = make_net()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, foreach=False)
+    model = shard_blocks(make_net())
+    sharded_optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.finalize_backward()  # no forward has run: nothing
+    model.set_manual_backward_finalization(True)
+    for step in range(3):
+        step_of_all(plain, optimizer, step, 2)
+        _loss(model, rank, step).backward()
+        assert all(p.grad is None for p in model.parameters())
+        model.set_requires_gradient_sync(False)
+        model.finalize_backward()
+        assert all(p.grad is None for p in model.parameters())
+        model.set_requires_gradient_sync(True)
+        model.finalize_backward()
+        sharded_optimizer.step()
+        sharded_optimizer.zero_grad()
+    expect_equal(model, plain)
+    with pytest.raises(NotImplementedError, match="async_op"):
+        model.finalize_backward(async_op=True)
+
+
+def test_finalization_by_hand():
+    run_ranks(_by_hand)
+
+
+def _frozen_and_thawed(rank):
+    plain, model = make_net(), shard_blocks(make_net())
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, foreach=False)
+    sharded_optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step, frozen in enumerate([(), (0,), (0, 1, 2), (1,), ()]):
+        for net in (plain, model):
+            for index, block in enumerate(net.blocks):
+                block.requires_grad_(index not in frozen)
+        sums = None
+        for r in range(2):
+            plain.zero_grad()
+            _loss(plain, r, step).backward()
+            gradients = [p.grad for p in plain.parameters()]
+            sums = (
+                gradients
+                if sums is None
+                else [None if a is None else a + b for a, b in zip(sums, gradients, strict=True)]
+            )
+        for parameter, gradient in zip(plain.parameters(), sums, strict=True):
+            parameter.grad = None if gradient is None else gradient * 0.5
+        optimizer.step()
+        sharded_optimizer.zero_grad()
+        _loss(model, rank, step).backward()
+        for index, block in enumerate(model.blocks):
+            assert all((p.grad is None) == (index in frozen) for p in block.parameters())
+        sharded_optimizer.step()
+    expect_equal(model, plain)
+
+
+def test_parameters_are_frozen_and_thawed():
+    run_ranks(_frozen_and_thawed)
+
+
+def _runs_out_of_data(rank):
+    num_batches = (4, 2)
+    plain, model = make_net(), shard_blocks(make_net())
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, foreach=False)
+    sharded_optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = 0
+    while model.num_ranks_with(step < num_batches[rank]):
+        sums = None
+        for r in range(2):
+            plain.zero_grad()
+            (_loss(plain, r, step) * (step < num_batches[r])).backward()
+            gradients = [p.grad for p in plain.parameters()]
+            sums = (
+                gradients if sums is None else [a + b for a, b in zip(sums, gradients, strict=True)]
+            )
+        for parameter, gradient in zip(plain.parameters(), sums, strict=True):
+            parameter.grad = gradient * 0.5
+        optimizer.step()
+        sharded_optimizer.zero_grad()
+        if step < num_batches[rank]:
+            _loss(model, rank, step).backward()
+        else:
+            model.step_without_data()
+        sharded_optimizer.step()
+        step += 1
+    assert step == 4
+    expect_equal(model, plain)
+
+
+def test_ranks_run_out_of_data():
+    run_ranks(_runs_out_of_data)
+
+
+def _blocks_and_dtypes(rank):
+    model = make_net()
+    shapes = {name: p.shape for name, p in model.named_parameters()}
+    shard_blocks(model, block_numel_fn=lambda p: p.shape[-1] if p.dim() == 2 else 1)
+    for name, part in model.named_parameters():
+        if len(shapes[name]) == 2:
+            assert part.numel() % shapes[name][-1] == 0
+
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16,
+        param_dtype_override_fn=lambda p: p.dtype if p.dim() == 1 else None,
+    )
+    seen = {}
+    linear = torch.nn.Linear(4, 3)
+    linear.register_forward_pre_hook(
+        lambda module, _: seen.update({n: p.dtype for n, p in module.named_parameters()})
+    )
+    linear.forward = lambda x: (x @ linear.weight.t()).float() + linear.bias
+    brigade.fully_shard(linear, mp_policy=policy)
+    linear(torch.ones(1, 4)).sum().backward()
+    assert seen == {"weight": torch.bfloat16, "bias": torch.float32}
+    assert linear.weight.grad.dtype == linear.bias.grad.dtype == torch.float32
+
+
+def test_blocks_and_dtypes_of_parameters():
+    run_ranks(_blocks_and_dtypes)
