@@ -32,7 +32,7 @@ from brigade._sharded_state import (
 )
 from brigade._sharded_tensors import ShardedParameter, TensorShard
 from brigade.distributed_data_parallel import DistributedDataParallel
-from brigade.fully_shard import FSDPModule, fully_shard
+from brigade.fully_shard import FSDPModule, fully_shard, register_fsdp_forward_method
 from brigade.sharded_checkpoint import LoadedCheckpoint, load_checkpoint, save_checkpoint
 
 __version__ = _version()
@@ -53,6 +53,7 @@ __all__ = [
     "load_checkpoint",
     "load_full_optimizer_state_dict",
     "load_sharded_optimizer_state_dict",
+    "register_fsdp_forward_method",
     "save_checkpoint",
     "sharded_optimizer_state_dict",
     "then_collective",

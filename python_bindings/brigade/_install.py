@@ -26,7 +26,7 @@ import torch.nn.parallel.distributed
 from brigade import _checks
 from brigade._C import Logger, Reducer
 from brigade.distributed_data_parallel import DistributedDataParallel
-from brigade.fully_shard import FSDPModule, fully_shard
+from brigade.fully_shard import FSDPModule, fully_shard, register_fsdp_forward_method
 
 _TorchDDP = torch.nn.parallel.distributed.DistributedDataParallel
 _TorchReducer = dist.Reducer
@@ -36,6 +36,7 @@ _torch_setstate = _TorchDDP.__setstate__
 _torch_register_comm_hook = dist._register_comm_hook
 _torch_register_builtin_comm_hook = dist._register_builtin_comm_hook
 _torch_fully_shard = torch.distributed.fsdp.fully_shard
+_torch_register_fsdp_forward_method = torch.distributed.fsdp.register_fsdp_forward_method
 _TorchFSDPModule = torch.distributed.fsdp.FSDPModule
 _HOMES_OF_FULLY_SHARD = (
     torch.distributed.fsdp,
@@ -101,6 +102,7 @@ def install() -> _Installed:
         _replace(module, "_register_builtin_comm_hook", _register_builtin_comm_hook)
     for module in _HOMES_OF_FULLY_SHARD:
         _replace(module, "fully_shard", _fully_shard)
+        _replace(module, "register_fsdp_forward_method", _register_fsdp_forward_method)
     return _Installed(is_first=True)
 
 
@@ -161,6 +163,7 @@ def _bound_functions() -> list[str]:
         _torch_register_comm_hook,
         _torch_register_builtin_comm_hook,
         _torch_fully_shard,
+        _torch_register_fsdp_forward_method,
     )
     return [
         f"{name}.{key}"
@@ -267,3 +270,11 @@ def _fully_shard(module: Any, **kwargs: Any) -> Any:
         )
         return _torch_fully_shard(module, **kwargs)
     return fully_shard(module, **kwargs)
+
+
+@functools.wraps(_torch_register_fsdp_forward_method)
+def _register_fsdp_forward_method(module: torch.nn.Module, method_name: str) -> None:
+    if isinstance(module, FSDPModule):
+        register_fsdp_forward_method(module, method_name)
+    else:
+        _torch_register_fsdp_forward_method(module, method_name)

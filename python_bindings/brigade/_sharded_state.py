@@ -17,7 +17,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint.state_dict
 from torch import nn
 
-from brigade._sharded_tensors import ShardedParameter, ShardPlace, TensorShard, as_shard, place_of
+from brigade._shard_place import ShardPlace, place_of
+from brigade._sharded_tensors import ShardedParameter, TensorShard, as_shard
 from brigade._sharded_units import Root, Unit
 
 OptimizerState = dict[str, Any]

@@ -12,11 +12,9 @@ each tells which boxes of it it holds.
 
 from __future__ import annotations
 
-import dataclasses
 import math
-import weakref
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,43 +26,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from brigade._shard_boxes import Box, boxes_of
-
-if TYPE_CHECKING:
-    from brigade._sharded_units import Unit
-
-
-@dataclasses.dataclass(frozen=True)
-class ShardPlace:
-    """Of what a rank holds a part, and which."""
-
-    # Weak: what C++ holds of a tensor keeps all that Python has put there.
-    unit: weakref.ref[Unit]
-    whole_shape: torch.Size
-    order: tuple[int, ...]  # the dimensions, from the one with the largest stride
-    begin: int  # of its elements are before this rank's, in that order
-
-    @staticmethod
-    def of(unit: Unit, whole: torch.Tensor, begin: int) -> ShardPlace:
-        """`whole`: dense."""
-        strides = whole.stride()
-        order = sorted(range(whole.dim()), key=lambda dim: -strides[dim])
-        return ShardPlace(weakref.ref(unit), whole.shape, tuple(order), begin)
-
-    @property
-    def shape_in_memory(self) -> tuple[int, ...]:
-        """The whole tensor's, as if it were contiguous."""
-        return tuple(self.whole_shape[dim] for dim in self.order)
-
-    def from_memory(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Its dimensions, which are in the order of memory, as the whole tensor's are."""
-        return tensor.permute([self.order.index(dim) for dim in range(len(self.order))])
-
-    def in_memory(self, whole: torch.Tensor) -> torch.Tensor:
-        """A whole tensor's elements in the order of memory, 1D."""
-        return whole.permute(self.order).reshape(-1)
-
-    def __deepcopy__(self, memo: dict) -> ShardPlace:
-        return self
+from brigade._shard_place import ShardPlace, place_of
+from brigade._sharded_reductions import OF_WHOLE_TENSORS
 
 
 class TensorShard(torch.Tensor):
@@ -82,8 +45,9 @@ class TensorShard(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
-        if func in _NORMS:
-            return _norm(func, args, kwargs or {})
+        of_whole = OF_WHOLE_TENSORS.get(func)
+        if of_whole is not None:
+            return of_whole(func, args, kwargs or {})
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
         if func in _COPIES:
@@ -199,10 +163,8 @@ def as_shard(
     return tensor
 
 
-def place_of(tensor: torch.Tensor) -> ShardPlace | None:
-    """None if ranks don't share it."""
-    return getattr(tensor, "_brigade_place", None)
-
+# So that torch's clip_grad_norm_ asks for all norms at once: one collective, not one for each.
+torch.utils._foreach_utils._foreach_supported_types.append(TensorShard)
 
 # They give a part again, whatever they do to its elements.
 _COPIES = {
@@ -234,65 +196,3 @@ def _as_its_copy(result: Any, part: torch.Tensor) -> Any:
     if place is None or not isinstance(result, torch.Tensor) or isinstance(result, TensorShard):
         return result
     return as_shard(result, place)
-
-
-# torch calls them with a tensor, the last with a list.
-_NORMS = {
-    torch.norm,
-    torch.Tensor.norm,
-    torch.linalg.norm,
-    torch.linalg.vector_norm,
-    torch._foreach_norm,
-}
-
-
-def _norm(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """The norm of a whole tensor, or of each in a list, from all ranks' parts. Collective."""
-    is_list = func is torch._foreach_norm
-    parts = list(args[0]) if is_list else [args[0]]
-    p = args[1] if len(args) > 1 else kwargs.get("ord", kwargs.get("p", 2))
-    p = 2.0 if p is None or p == "fro" else float(p)
-    others = [*args[2:]]
-    others += [kwargs[name] for name in kwargs if name not in ("ord", "p", "dtype")]
-    if p <= 0 or any(other is not None and other is not False for other in others):
-        raise NotImplementedError(
-            f"a norm of sharded parameters: expected the norm of all elements for p > 0, "
-            f"found p = {p} and other arguments.\nTake it of the whole parameters, "
-            "inside of unshard()."
-        )
-    if torch.is_grad_enabled() and any(part.requires_grad for part in parts):
-        raise NotImplementedError(
-            "a norm of sharded parameters has no gradient.\nTake it under no_grad, or of the "
-            "whole parameters inside of forward."
-        )
-    root = _root_of(parts)
-    takes_largest = p == float("inf")
-    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-        norms = [
-            torch.linalg.vector_norm(part, p, dtype=torch.float64)
-            if part.numel()
-            else torch.zeros((), dtype=torch.float64)
-            for part in parts
-        ]
-        values = torch.stack(norms)
-        if not takes_largest:
-            values.pow_(p)
-        root.native.sum_over_shards(values, takes_largest)
-        if not takes_largest:
-            values.pow_(1 / p)
-        dtype = kwargs.get("dtype") or parts[0].dtype
-        found = list(values.to(dtype).unbind())
-    return found if is_list else found[0]
-
-
-def _root_of(parts: list[torch.Tensor]) -> Any:
-    """The one that all of them belong to."""
-    places = [place_of(part) for part in parts]
-    units = [None if place is None else place.unit() for place in places]
-    roots = {unit.require_root() for unit in units if unit is not None}
-    if len(roots) != 1 or None in units:
-        raise NotImplementedError(
-            "norms of sharded tensors together with others: they are local for the one, and "
-            "global for the other.\nTake them apart."
-        )
-    return roots.pop()

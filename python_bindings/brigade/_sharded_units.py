@@ -25,7 +25,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from brigade import _C
 from brigade._nests import cast_floating, map_tensors, tensors_in
-from brigade._sharded_tensors import ShardedParameter, ShardPlace, as_shard, place_of
+from brigade._shard_place import ShardPlace, place_of
+from brigade._sharded_tensors import ShardedParameter, as_shard
 
 _UNIT = "_brigade_unit"
 
@@ -264,14 +265,29 @@ class Unit:
         for attributes, name, shard in self._shard_attributes:
             attributes[name] = shard
 
-    # ---- A forward of the module.
+    # ---- A forward of the module, or of another method that is to be one.
+
+    def run(
+        self, module: nn.Module, method: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
+    ) -> Any:
+        """Calls the module's `method` as if it were its forward."""
+        args, kwargs = self._before_forward(module, args, kwargs)
+        try:
+            output = method(*args, **kwargs)
+        except BaseException:
+            self._after_forward(module, args, None)
+            raise
+        replaced = self._after_forward(module, args, output)
+        return output if replaced is None else replaced
 
     def _before_forward(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
         root = self.require_root()
-        if root.outermost is self:
-            root.begin_forward()
         if self.policy.cast_forward_inputs and self.policy.param_dtype is not None:
             args, kwargs = cast_floating((args, kwargs), self.policy.param_dtype)
+        if root.is_unsharded and not torch.is_grad_enabled():
+            return args, kwargs  # as of any module: ranks may run as many as they like
+        if root.outermost is self:
+            root.begin_forward()
         if self.native is None:
             return args, kwargs
         inputs = (
@@ -296,7 +312,7 @@ class Unit:
         error = sys.exc_info()[1] if output is None else None
         if self._calls:
             self._end_call(module, output, error)
-        if root.outermost is self:
+        if root.outermost is self and root.is_in_forward:
             root.end_forward(error)
         if error is None and self.policy.output_dtype is not None:
             return cast_floating(output, self.policy.output_dtype)

@@ -15,6 +15,7 @@ when it runs, and their gradients are summed together. Between forward and backw
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -367,3 +368,32 @@ def _require_separate(modules: list[nn.Module]) -> None:
 @functools.cache
 def _sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
     return type(f"FSDP{cls.__name__}", (FSDPModule, cls), {})
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Lets a method be called in forward's place: parameters are whole inside of it.
+
+    Args:
+        module: sharded by fully_shard; without effect on others.
+        method_name: of one that computes with the module's own parameters, as ``encode``.
+
+    Raises:
+        ValueError: the module has no such method.
+    """
+    unit = unit_of(module)
+    if unit is None:
+        return
+    method = getattr(module, method_name, None)
+    if not callable(method):
+        raise ValueError(
+            f"register_fsdp_forward_method: {type(module).__name__} has no method "
+            f"'{method_name}'.\nName one that takes forward's place."
+        )
+    # Of its class, so that the module holds nothing that holds the module.
+    function = method.__func__
+
+    @functools.wraps(function)
+    def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return unit.run(self, functools.partial(function, self), args, kwargs)
+
+    object.__setattr__(module, method_name, types.MethodType(run, module))

@@ -30,12 +30,13 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from brigade._shard_place import place_of
 from brigade._sharded_state import (
     load_sharded_optimizer_state_dict,
     require_same_groups,
     sharded_optimizer_state_dict,
 )
-from brigade._sharded_tensors import TensorShard, as_shard, place_of
+from brigade._sharded_tensors import TensorShard, as_shard
 from brigade._sharded_units import unit_of
 
 _DIGESTS = "digests.json"

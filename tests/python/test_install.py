@@ -396,7 +396,12 @@ def _shards(rank):
         from torch.distributed._composable.fsdp import fully_shard as composable
         from torch.distributed.fsdp import fully_shard
 
-        assert isinstance(fully_shard(torch.nn.Linear(2, 2)), brigade.FSDPModule)
+        ours = fully_shard(torch.nn.Linear(2, 2))
+        assert isinstance(ours, brigade.FSDPModule)
+        for module in (ours, stays, torch.nn.Linear(2, 2)):
+            module.twice = types.MethodType(lambda self, x: 2 * (x @ self.weight), module)
+            torch.distributed.fsdp.register_fsdp_forward_method(module, "twice")
+            assert module.twice(torch.ones(2)).shape == (2,)
         assert isinstance(composable(torch.nn.Linear(2, 2)), brigade.FSDPModule)
         above = fully_shard(torch.nn.Sequential(stays, torch.nn.Linear(2, 2)))
         assert isinstance(above, FSDPModule) and not isinstance(above, brigade.FSDPModule)
