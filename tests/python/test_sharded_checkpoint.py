@@ -76,8 +76,9 @@ def _expect_equal_state(found, expected):
             assert torch.equal(found["state"][name][key], value), (name, key)
 
 
-def _saves(rank, folder):
-    model, optimizer = _trained(rank)
+def _saves(rank, folder, mesh=None):
+    mesh = mesh and dist.device_mesh.init_device_mesh("cpu", mesh)
+    model, optimizer = _trained(rank, mesh=mesh)
     dcp.save(
         {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)},
         checkpoint_id=f"{folder}/torchs",
@@ -136,6 +137,11 @@ def saved(tmp_path_factory):
 def test_saved_on_two_ranks_and_loaded(saved, mesh, reader):
     world_size = torch.Size(mesh).numel()
     run_ranks(_loads, saved, mesh, reader, world_size=world_size)
+
+
+def test_saved_by_replicas(tmp_path):
+    run_ranks(_saves, str(tmp_path), (2, 2), world_size=4)
+    run_ranks(_loads, str(tmp_path), (3,), "ours", world_size=3)
 
 
 def test_loaded_into_one_process(saved):
