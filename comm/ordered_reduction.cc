@@ -15,8 +15,15 @@ using std::chrono::milliseconds;
 using std::chrono::steady_clock;
 
 // Bytes to send in one phase up to which saving the other one is worth the
-// additions, and for more than two ranks the bytes, that are made W times.
+// bytes and additions, of which there are W/2 times as many.
 constexpr int64_t kOnePhaseBytes = int64_t{1} << 15;
+
+// Two ranks send no byte more in one phase.
+bool fits_one_phase(const OrderedReduction::Call& call, int size) {
+  return call.kind == OrderedKind::kAllReduce &&
+         (size == 2 || static_cast<int64_t>(call.input.nbytes()) * (size - 1) <=
+                           kOnePhaseBytes);
+}
 
 // One after the other, beginning with the next rank, so that not all ranks send
 // to the same one first.
@@ -38,15 +45,12 @@ OrderedReduction::OrderedReduction(c10::intrusive_ptr<c10d::Backend> backend,
       part_numel_(
           std::max<int64_t>(1, part_bytes / call_.input.element_size())),
       number_(number),
-      in_one_phase_(call_.kind == Kind::kAllReduce &&
-                    static_cast<int64_t>(call_.input.nbytes()) * (size_ - 1) <=
-                        kOnePhaseBytes),
+      in_one_phase_(fits_one_phase(call_, size_)),
       own_(slice_of(rank_)) {}
 
 int64_t OrderedReduction::scratch_bytes() const {
   if (!has_terms()) return 0;
-  const int64_t num_slices = size_ - 1 + (in_one_phase_ ? 1 : 0);
-  return num_slices * own_.numel * call_.input.element_size();
+  return (size_ - 1) * own_.numel * call_.input.element_size();
 }
 
 // 31 bits, none of them c10d's sign: 1 or 2 for the phase, 10 for the number,
@@ -111,22 +115,28 @@ void OrderedReduction::for_each_part_of_others(const Function& function) const {
   }
 }
 
+// Sent before it is received: a peer sends only what it knows to be awaited,
+// and if that comes while the caller still writes to it, Gloo's thread looks
+// again and again, at full speed, whether it may read.
 void OrderedReduction::launch(at::Tensor scratch) {
   scratch_ = std::move(scratch);
-  if (has_terms()) launch_terms();
-  if (has_sums()) {
-    for_each_part_of_others([&](int peer, int64_t offset, int64_t numel) {
-      sums_.push_back(
-          receive(peer, Phase::kSums, call_.output.narrow(0, offset, numel)));
-    });
-  }
   if (has_terms()) {
-    for_each_part_of_others([&](int peer, int64_t offset, int64_t numel) {
-      sends_.push_back(
-          send(peer, Phase::kTerms, source_.narrow(0, offset, numel)));
-    });
-    return;
+    send_terms();
+    receive_terms();
+  } else {
+    send_own_slice();
   }
+  if (has_sums()) receive_sums();
+}
+
+void OrderedReduction::send_terms() {
+  for_each_part_of_others([&](int peer, int64_t offset, int64_t numel) {
+    sends_.push_back(
+        send(peer, Phase::kTerms, call_.input.narrow(0, offset, numel)));
+  });
+}
+
+void OrderedReduction::send_own_slice() {
   for (int64_t i = 0; i < num_parts(own_); ++i) {
     const RankSlice own_part = part(own_, i);
     const at::Tensor elements =
@@ -137,17 +147,17 @@ void OrderedReduction::launch(at::Tensor scratch) {
   }
 }
 
-void OrderedReduction::launch_terms() {
+void OrderedReduction::receive_sums() {
+  for_each_part_of_others([&](int peer, int64_t offset, int64_t numel) {
+    sums_.push_back(
+        receive(peer, Phase::kSums, call_.output.narrow(0, offset, numel)));
+  });
+}
+
+void OrderedReduction::receive_terms() {
   const at::Tensor elements =
       scratch_.narrow(0, 0, scratch_bytes()).view(call_.input.scalar_type());
-  terms_ = elements.narrow(0, 0, (size_ - 1) * own_.numel)
-               .view({size_ - 1, own_.numel});
-  source_ = call_.input;
-  if (in_one_phase_) {
-    // The sum is written where the input is, maybe before it has left.
-    source_ = elements.narrow(0, (size_ - 1) * own_.numel, own_.numel);
-    source_.copy_(call_.input);
-  }
+  terms_ = elements.view({size_ - 1, own_.numel});
   incoming_.resize(num_parts(own_));
   for (size_t i = 0; i < incoming_.size(); ++i) {
     const RankSlice own_part = part(own_, static_cast<int64_t>(i));
@@ -161,7 +171,7 @@ void OrderedReduction::launch_terms() {
 at::Tensor OrderedReduction::term_of(int rank,
                                      const RankSlice& own_part) const {
   if (rank == rank_) {
-    return source_.narrow(0, own_.offset + own_part.offset, own_part.numel);
+    return call_.input.narrow(0, own_.offset + own_part.offset, own_part.numel);
   }
   const int row = rank < rank_ ? rank : rank - 1;
   return terms_[row].narrow(0, own_part.offset, own_part.numel);
@@ -180,6 +190,7 @@ void OrderedReduction::finish(milliseconds timeout) {
       terms.push_back(term_of(rank, own_part));
     }
     for (const Message& message : incoming_[i]) await(message);
+    if (in_one_phase_) await_sends_of_part(i);
     const at::Tensor sum =
         own_output.narrow(0, own_part.offset, own_part.numel);
     ordered_sum(terms, group_size_, call_.scale, sum);
@@ -189,7 +200,16 @@ void OrderedReduction::finish(milliseconds timeout) {
     });
   }
   for (const Message& message : sums_) await(message);
+  if (in_one_phase_) return;  // a send that is awaited twice never ends
   for (const Message& message : sends_) await(message);
+}
+
+// The sum takes their place.
+void OrderedReduction::await_sends_of_part(size_t index) {
+  const size_t num_peers = size_ - 1;
+  for (size_t i = 0; i < num_peers; ++i) {
+    await(sends_[index * num_peers + i]);
+  }
 }
 
 void OrderedReduction::await(const Message& message) {

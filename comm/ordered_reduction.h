@@ -3,17 +3,17 @@
 //
 // What the ranks do with n elements, if each is to add up a slice:
 //
-//   launch()   post receives of all terms of the own slice, into scratch, and
-//   of
-//              all sums of the others, into their place; then send everyone its
-//              term.  A sum can't come before the term whose place it takes has
-//              left, since its rank needs that term.
+//   launch()   send everyone its term; then post receives of all terms of the
+//              own slice, into scratch, and of all sums of the others, into
+//              their place.  A sum can't come before the term whose place it
+//              takes has left, since its rank needs that term.
 //   finish()   as terms come: add them in order, send the sum to everyone; then
 //              wait for the others' sums.
 //
 // A slice travels in parts, so that one is added while the next one comes, and
-// is still in the cache.  A small all-reduce is done in one phase: every rank
-// adds up all of it.  Neither changes the order in which an element is summed.
+// is still in the cache.  An all-reduce that is small, or of two ranks, is done
+// in one phase: every rank adds up all of it, each part when its own has left.
+// Neither changes the order in which an element is summed.
 //
 // An all-gather is the second phase alone, from slices that are there.
 //
@@ -107,11 +107,15 @@ class OrderedReduction {
   }
   template <typename Function>
   void for_each_part_of_others(const Function& function) const;
-  void launch_terms();
+  void send_terms();
+  void send_own_slice();
+  void receive_terms();
+  void receive_sums();
 
   Message send(int peer, Phase phase, const at::Tensor& elements);
   Message receive(int peer, Phase phase, const at::Tensor& elements);
   WorkPtr keep(WorkPtr work);
+  void await_sends_of_part(size_t index);
   void await(const Message& message);
 
   // Constant after construction.
@@ -128,7 +132,6 @@ class OrderedReduction {
   // Of launch() and finish().
   at::Tensor scratch_;
   at::Tensor terms_;                            // [size - 1, own slice]
-  at::Tensor source_;                           // [n]: what is sent
   std::vector<std::vector<Message>> incoming_;  // by part, then by peer
   std::vector<Message> sums_;
   std::vector<Message> sends_;

@@ -11,6 +11,7 @@
 //   ordered   OrderedCollectives::all_reduce()
 //   ratio     ordered / group, of each round
 //   launch    what the calls of the ordered ones take of the caller's time
+//   cpu       processor time of the rank's threads, ordered / group
 // Sums are compared with those of one process; a wrong one ends the program.
 
 #include <fmt/format.h>
@@ -19,6 +20,7 @@
 #include <CLI/CLI.hpp>
 #include <chrono>
 #include <cstdio>
+#include <ctime>
 #include <string>
 #include <vector>
 
@@ -48,6 +50,19 @@ double microseconds_since(Clock::time_point start) {
       .count();
 }
 
+// Of all threads of this process.
+double processor_microseconds() {
+  timespec time = {};
+  clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &time);
+  return 1e6 * static_cast<double>(time.tv_sec) +
+         1e-3 * static_cast<double>(time.tv_nsec);
+}
+
+struct Times {
+  double wall_us;
+  double processor_us;
+};
+
 at::Tensor values_of(int rank, int64_t numel) {
   return at::arange(numel, at::kFloat).fmod(1000).mul(0.1).add(rank);
 }
@@ -66,39 +81,49 @@ class Measurement {
     }
   }
 
-  double time_group() {
+  Times time_group() {
     const auto start = begin();
     std::vector<c10::intrusive_ptr<c10d::Work>> works;
     for (auto& tensor : tensors_) works.push_back(group_->allreduce(tensor));
     for (const auto& work : works) work->wait();
-    return microseconds_since(start);
+    return since(start);
   }
 
-  double time_ordered() {
+  Times time_ordered() {
     const auto start = begin();
     std::vector<OrderedCollectives::FuturePtr> futures;
     for (const auto& tensor : tensors_) {
       futures.push_back(collectives_.all_reduce(tensor[0]));
     }
-    launch_us.push_back(microseconds_since(start));
+    launch_us.push_back(since(start).wall_us);
     for (const auto& future : futures) future->waitAndThrow();
-    const double time = microseconds_since(start);
+    const Times times = since(start);
     for (const auto& tensor : tensors_) {
       TORCH_CHECK(at::equal(tensor[0], expected_), "expected the sum of ",
                   group_->getSize(), " ranks, found another");
     }
-    return time;
+    return times;
   }
 
   std::vector<double> launch_us;
 
  private:
-  Clock::time_point begin() {
+  struct Start {
+    Clock::time_point time;
+    double processor_us;
+  };
+
+  static Times since(const Start& start) {
+    return {.wall_us = microseconds_since(start.time),
+            .processor_us = processor_microseconds() - start.processor_us};
+  }
+
+  Start begin() {
     for (auto& tensor : tensors_) {
       tensor[0].copy_(values_of(group_->getRank(), tensor[0].numel()));
     }
     group_->barrier()->wait();
-    return Clock::now();
+    return {.time = Clock::now(), .processor_us = processor_microseconds()};
   }
 
   const Group group_;
@@ -117,25 +142,30 @@ void measure(const Group& group, const Options& options) {
   constexpr const char* kRatio = "{:.2f} [{:.2f}, {:.2f}]";
   OrderedCollectives collectives(group, {.part_bytes = options.part_bytes});
   if (group->getRank() == 0) {
-    fmt::print("{:>10}{:>24}{:>24}{:>20}{:>24}\n", "bytes", "group us",
-               "ordered us", "ratio", "launch us");
+    fmt::print("{:>10}{:>24}{:>24}{:>20}{:>24}{:>20}\n", "bytes", "group us",
+               "ordered us", "ratio", "launch us", "cpu");
   }
   for (const int64_t bytes : options.sizes) {
     Measurement measurement(group, collectives, bytes / 4, options.at_once);
     measurement.time_group();  // first ones make memory, and are not counted
     measurement.time_ordered();
     measurement.launch_us.clear();
-    std::vector<double> group_us, ordered_us, ratio;
+    std::vector<double> group_us, ordered_us, ratio, processor_ratio;
     for (int round = 0; round < options.rounds; ++round) {
-      if (round % 2 == 0) group_us.push_back(measurement.time_group());
-      ordered_us.push_back(measurement.time_ordered());
-      if (round % 2 != 0) group_us.push_back(measurement.time_group());
-      ratio.push_back(ordered_us.back() / group_us.back());
+      Times plain = {};
+      if (round % 2 == 0) plain = measurement.time_group();
+      const Times ordered = measurement.time_ordered();
+      if (round % 2 != 0) plain = measurement.time_group();
+      group_us.push_back(plain.wall_us);
+      ordered_us.push_back(ordered.wall_us);
+      ratio.push_back(ordered.wall_us / plain.wall_us);
+      processor_ratio.push_back(ordered.processor_us / plain.processor_us);
     }
     if (group->getRank() != 0) continue;
-    fmt::print("{:>10}{:>24}{:>24}{:>20}{:>24}\n", bytes,
+    fmt::print("{:>10}{:>24}{:>24}{:>20}{:>24}{:>20}\n", bytes,
                spread(group_us, kTime), spread(ordered_us, kTime),
-               spread(ratio, kRatio), spread(measurement.launch_us, kTime));
+               spread(ratio, kRatio), spread(measurement.launch_us, kTime),
+               spread(processor_ratio, kRatio));
     std::fflush(stdout);
   }
 }
