@@ -6,7 +6,8 @@ Each class trains with four bucket caps, and the same model alone shows what
 communication adds. All take turns in one order per round, drawn at random; a
 step is forward and backward, timed on rank 0 between barriers. Printed are
 medians with quartiles, and the medians of paired ratios: brigade with its default
-cap, and with its fastest, over the fastest of torch's.  Tiny models follow, whose
+cap, and with its fastest, over the fastest of torch's, and what `reproducible` costs
+with the default cap.  Tiny models follow, whose
 steps are nearly all latency, in each mode.
 """
 
@@ -160,6 +161,9 @@ def measure(name: str, rounds: int) -> dict[str, float]:
     for cap in CAPS_MIB:
         for kind, wrapper in CLASSES.items():
             contenders[kind, cap] = wrapper(MODELS[name]()[0], bucket_cap_mb=cap)
+    contenders["reproducible", DEFAULT_CAP_MIB] = brigade.DistributedDataParallel(
+        MODELS[name]()[0], bucket_cap_mb=DEFAULT_CAP_MIB, reproducible=True
+    )
     for model in contenders.values():
         for _ in range(WARM_UP_STEPS):
             step_seconds(model, x)
@@ -178,6 +182,9 @@ def measure(name: str, rounds: int) -> dict[str, float]:
         what: paired_ratio(seconds["brigade", cap], seconds["torch", fastest["torch"]])
         for what, cap in (("default", DEFAULT_CAP_MIB), ("fastest", fastest["brigade"]))
     }
+    ratios["reproducible"] = paired_ratio(
+        seconds["reproducible", DEFAULT_CAP_MIB], seconds["brigade", DEFAULT_CAP_MIB]
+    )
     if dist.get_rank() == 0:
         size = sum(p.nbytes for p in module.parameters()) / 1e6
         count = sum(1 for _ in module.parameters())
@@ -189,6 +196,8 @@ def measure(name: str, rounds: int) -> dict[str, float]:
         print(f"brigade over torch's fastest ({fastest['torch']} MiB): ", end="")
         print(f"default {ratios['default']:.3f}, ", end="")
         print(f"fastest ({fastest['brigade']} MiB) {ratios['fastest']:.3f}")
+        ordered = seconds["reproducible", DEFAULT_CAP_MIB]
+        print(f"{'reproducible':12}{quartiles(ordered)}   ratio {ratios['reproducible']:.3f}")
     return ratios
 
 
@@ -210,7 +219,7 @@ def main() -> None:
     for name in arguments.tiny:
         measure_tiny(name, arguments.tiny_rounds)
     if dist.get_rank() == 0 and found:
-        for what in ("default", "fastest"):
+        for what in ("default", "fastest", "reproducible"):
             mean = math.exp(statistics.fmean(math.log(ratios[what]) for ratios in found))
             print(f"geometric mean, {what}: {mean:.3f}")
     dist.destroy_process_group()

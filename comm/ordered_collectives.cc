@@ -11,7 +11,6 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <utility>
 
-#include "brigade/comm/channel_identity.h"
 #include "brigade/comm/control_store.h"
 #include "brigade/comm/gloo_backend.h"
 #include "brigade/comm/group_timeout.h"
@@ -88,7 +87,8 @@ void check_scale(std::optional<double> scale, at::ScalarType dtype) {
 }  // namespace
 
 OrderedCollectives::OrderedCollectives(
-    const c10::intrusive_ptr<c10d::ProcessGroup>& group, OrderedOptions options)
+    const c10::intrusive_ptr<c10d::ProcessGroup>& group, OrderedOptions options,
+    std::optional<ChannelIdentity> identity)
     : rank_(group->getRank()),
       size_(group->getSize()),
       group_size_(options.group_size.value_or(size_)),
@@ -109,13 +109,13 @@ OrderedCollectives::OrderedCollectives(
   TORCH_CHECK_VALUE(store, "ordered collectives: the group of ", size_,
                     " ranks has no store to connect them by.\nUse a group made "
                     "by init_process_group().");
-  const uint64_t number = ChannelIdentity::made_together(group).number();
+  if (!identity) identity = ChannelIdentity::made_together(group);
   const SigpipeBlock inherited_by_its_threads;
   try {
     backend_ = make_gloo_backend_beside(
         *group,
         c10::make_intrusive<c10d::PrefixStore>(
-            c10::str("brigade/ordered/", number), store),
+            c10::str("brigade/ordered/", identity->number()), store),
         timeout_);
     std::vector<at::Tensor> goodbye = {at::empty({1}, at::kByte)};
     departure_ = backend_->recv(goodbye, (rank_ + 1) % size_,

@@ -73,6 +73,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
 
+#include "brigade/comm/channel_identity.h"
 #include "brigade/comm/rank_slice.h"
 
 namespace brigade {
@@ -94,14 +95,16 @@ class OrderedCollectives {
   using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
 
   // Collective: connects all ranks of the group, unless it has one only.  The
-  // timeout is the group's.
+  // timeout is the group's.  Without an identity, ranks make these in the same
+  // order.
   //
   // Errors: ValueError if the group size does not divide the number of ranks, a
   // part has no bytes, or the group has several ranks and no store; PeerError
   // if ranks don't meet.
   explicit OrderedCollectives(
       const c10::intrusive_ptr<c10d::ProcessGroup>& group,
-      OrderedOptions options = {});
+      OrderedOptions options = {},
+      std::optional<ChannelIdentity> identity = std::nullopt);
 
   // Reductions in flight end with an error, here and on the other ranks.
   // REQUIRES: not from a callback of one of its futures

@@ -1,13 +1,17 @@
 #include "brigade/comm_hooks/averaging_hook.h"
 
+#include <ATen/ops/view_as_real.h>
+
 #include <utility>
 
 namespace brigade {
 
 AveragingHook::AveragingHook(
     const c10::intrusive_ptr<c10d::ProcessGroup>& group,
-    std::optional<at::ScalarType> wire_dtype)
+    std::optional<at::ScalarType> wire_dtype,
+    std::shared_ptr<OrderedAllReduce> ordered)
     : all_reduce_(std::make_shared<AllReduceHook>(group, wire_dtype)),
+      ordered_(std::move(ordered)),
       world_size_(group->getSize()),
       divisor_(world_size_) {}
 
@@ -30,7 +34,10 @@ double AveragingHook::divisor() const {
 
 c10::intrusive_ptr<c10::ivalue::Future> AveragingHook::runHook(
     c10d::GradBucket& bucket) {
-  return all_reduce_->runHook(bucket);
+  if (!ordered_) return all_reduce_->runHook(bucket);
+  const at::Tensor& buffer = bucket.getBuffer();
+  return ordered_->run(buffer.is_complex() ? at::view_as_real(buffer) : buffer,
+                       1.0 / divisor());
 }
 
 at::Tensor AveragingHook::parseHookResult(const c10::IValue& result) {
@@ -39,7 +46,7 @@ at::Tensor AveragingHook::parseHookResult(const c10::IValue& result) {
 
 WireFormat AveragingHook::wire_format(at::ScalarType gradient_dtype) const {
   WireFormat format = all_reduce_->wire_format(gradient_dtype);
-  format.scale = 1.0 / divisor();
+  format.scale = ordered_ ? 1.0 : 1.0 / divisor();
   return format;
 }
 

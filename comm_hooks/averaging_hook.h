@@ -1,5 +1,6 @@
 // An averaging all-reduce whose divisor may change from iteration to iteration:
-// the world size, or the number of ranks that still have data.
+// the world size, or the number of ranks that still have data. By the group, or
+// in the order of the ranks.
 //
 // Thread safety: one call at a time.
 
@@ -13,6 +14,7 @@
 #include <torch/csrc/distributed/c10d/comm.hpp>
 
 #include "brigade/comm_hooks/all_reduce_hook.h"
+#include "brigade/comm_hooks/ordered_all_reduce.h"
 #include "brigade/comm_hooks/wire_format.h"
 
 namespace brigade {
@@ -20,11 +22,14 @@ namespace brigade {
 class AveragingHook final : public c10d::CommHookInterface,
                             public DeclaresWireFormat {
  public:
-  // `wire_dtype`: as AllReduceHook's. Does not keep the group alive. Errors:
-  // ValueError if it is null.
+  // `wire_dtype`: as AllReduceHook's. `ordered`: adds up in place of the
+  // group's own all-reduce, and divides the sum; null: gradients are divided
+  // when they are packed. Does not keep the group alive. Errors: ValueError if
+  // it is null.
   explicit AveragingHook(
       const c10::intrusive_ptr<c10d::ProcessGroup>& group,
-      std::optional<at::ScalarType> wire_dtype = std::nullopt);
+      std::optional<at::ScalarType> wire_dtype = std::nullopt,
+      std::shared_ptr<OrderedAllReduce> ordered = nullptr);
 
   // Until the next call: the divisor is the world size.
   void divide_by_world_size();
@@ -33,7 +38,8 @@ class AveragingHook final : public c10d::CommHookInterface,
   // ranks and not 0. It is asked once: when the first bucket is packed, or
   // before that by a reducer that is made with this hook, is given it, or plans
   // its buckets anew. It may wait there for a collective that every rank has
-  // launched long before.
+  // launched long before. Where sums are ordered it is asked when the first
+  // bucket is launched, by ranks without data too, and may launch one.
   void divide_by(std::function<double()> divisor);
 
   c10::intrusive_ptr<c10::ivalue::Future> runHook(
@@ -41,11 +47,13 @@ class AveragingHook final : public c10d::CommHookInterface,
   at::Tensor parseHookResult(const c10::IValue& result) override;
   WireFormat wire_format(at::ScalarType gradient_dtype) const override;
   bool lets_go_of_buffer() const override { return true; }
+  bool sums_in_order() const override { return ordered_ != nullptr; }
 
  private:
   double divisor() const;
 
   const std::shared_ptr<AllReduceHook> all_reduce_;
+  const std::shared_ptr<OrderedAllReduce> ordered_;
   const double world_size_;
   mutable std::function<double()> ask_;  // empty: known
   mutable double divisor_;

@@ -24,6 +24,7 @@ HookTraits traits_of(c10d::CommHookInterface& hook) {
           wire_format != nullptr && wire_format->fails_by_network_only(),
       .lets_go_of_buffer =
           wire_format != nullptr && wire_format->lets_go_of_buffer(),
+      .sums_in_order = wire_format != nullptr && wire_format->sums_in_order(),
       .throws_own_errors =
           dynamic_cast<const ThrowsOwnErrors*>(&hook) != nullptr,
       .steps_parameters = stepping != nullptr && stepping->steps_parameters(),

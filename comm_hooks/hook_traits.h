@@ -23,6 +23,7 @@ struct HookTraits {
   IterationListener* listener = nullptr;            // null: not interested
   bool fails_by_network_only = false;               // false for a user's hook
   bool lets_go_of_buffer = false;                   // likewise
+  bool sums_in_order = false;                       // likewise
   bool throws_own_errors = false;
   bool steps_parameters = false;  // while backward runs
   std::string name = {};          // empty: it has none

@@ -3,6 +3,9 @@
 //
 //   options.comm_hook = std::make_shared<OrderedHook>(group);
 //
+// ReducerOptions::reproducible is the same without a hook of one's own, and
+// refuses gradients that can't be summed so when the reducer is made.
+//
 // So a run that plans other buckets, or rebuilds them at another step, or runs
 // its backward in another order, gives the same gradients to the last bit.
 //
@@ -42,6 +45,7 @@ class OrderedHook final : public c10d::CommHookInterface,
   at::Tensor parseHookResult(const c10::IValue& result) override;
   WireFormat wire_format(at::ScalarType gradient_dtype) const override;
   bool lets_go_of_buffer() const override { return true; }
+  bool sums_in_order() const override { return true; }
 
  private:
   const double world_size_;

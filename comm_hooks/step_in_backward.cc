@@ -123,6 +123,8 @@ class SteppingHook final : public c10d::CommHookInterface,
     return traits_.fails_by_network_only;
   }
 
+  bool sums_in_order() const override { return traits_.sums_in_order; }
+
   std::string hook_name() const override { return traits_.name; }
 
   bool steps_parameters() const override { return true; }

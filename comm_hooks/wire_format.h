@@ -33,6 +33,10 @@ class DeclaresWireFormat {
   // the hook's future is complete. Then its memory may become the gradients'.
   virtual bool lets_go_of_buffer() const { return false; }
 
+  // Whether the bits of the result are those of the ranks' values, added in
+  // the order of the ranks, however gradients are cut into buckets.
+  virtual bool sums_in_order() const { return false; }
+
  protected:
   ~DeclaresWireFormat() = default;
 };

@@ -70,7 +70,7 @@ struct DistributedDataParallelOptions {
   // one order on all ranks, across groups. Other parameters travel by
   // `reducer.comm_hook`. Buckets are not rebuilt then. With unused parameters,
   // one is left untouched if no rank of the whole group used it. Such a model
-  // can't be joined.
+  // can't be joined, nor be `reducer.reproducible`.
   std::vector<ParameterGroup> parameter_groups = {};
 
   // Unset: forward runs in the parameters' own precision.

@@ -14,6 +14,7 @@
 #include "brigade/comm/agreement.h"
 #include "brigade/comm/control_device.h"
 #include "brigade/comm_hooks/all_reduce_hook.h"
+#include "brigade/comm_hooks/ordered_all_reduce.h"
 #include "brigade/comm_hooks/routing_hook.h"
 #include "brigade/ddp/bucket_choice.h"
 #include "brigade/ddp/module_broadcast.h"
@@ -69,6 +70,15 @@ absl::Status check_precision(const DistributedDataParallelOptions& options) {
   return absl::OkStatus();
 }
 
+absl::Status check_reproducible(const DistributedDataParallelOptions& options) {
+  if (!options.reducer.reproducible || options.parameter_groups.empty()) {
+    return absl::OkStatus();
+  }
+  return absl::InvalidArgumentError(
+      "reproducible: parameter_groups must be empty, since their sums are not "
+      "ordered; leave out one of them");
+}
+
 // What decides which collectives are launched where.
 std::vector<std::string> describe_options(
     const DistributedDataParallelOptions& options) {
@@ -99,6 +109,7 @@ std::vector<ModuleReplica> checked(
   const Names& ignored = options.ignored;
   absl::Status choice = check_choice(replicas.front().tensors, options);
   choice.Update(check_precision(options));
+  choice.Update(check_reproducible(options));
   std::vector<ModuleTensors> tensors;
   for (ModuleReplica& replica : replicas) {
     ModuleTensors& own = replica.tensors;
@@ -217,11 +228,18 @@ ReplicatedModule::ReplicatedModule(std::vector<ModuleReplica> replicas,
       buffers_(buffers_of(replicas_), options.buffer_hook, group_),
       precision_(forward_precision(replicas_, options.mixed_precision)) {
   std::shared_ptr<c10d::CommHookInterface> hook = options.reducer.comm_hook;
+  std::shared_ptr<OrderedAllReduce> ordered;
   if (!hook) {
-    averaging_ = std::make_shared<AveragingHook>(group_, wire_dtype(options));
+    if (options.reducer.reproducible) {
+      ordered = std::make_shared<OrderedAllReduce>(
+          group_, options.reducer.reproducible_row_size);
+    }
+    averaging_ =
+        std::make_shared<AveragingHook>(group_, wire_dtype(options), ordered);
     hook = averaging_;
   }
   reducer_ = make_reducer(replicas_, group_, options, std::move(hook));
+  if (ordered && options.reducer.verify_across_ranks) ordered->connect();
   for (const ModuleReplica& replica : replicas_) {
     watches_.emplace_back(replica.view, replica.tensors.parameters,
                           options.ignored);
@@ -237,13 +255,16 @@ void ReplicatedModule::before_forward() {
   meet_peers();
   if (session_ != nullptr) {
     if (announces_) session_->begin_iteration();
-    if (session_->options().divide_by == JoinDivisor::kRanksWithData) {
-      averaging_->divide_by([session = session_] {
-        return static_cast<double>(session->num_ranks_with_data());
-      });
-    }
+    follow_divisor();
   }
   if (sends_buffers(BufferMode::kBeforeForward)) make_buffers_equal();
+}
+
+void ReplicatedModule::follow_divisor() {
+  if (session_->options().divide_by != JoinDivisor::kRanksWithData) return;
+  averaging_->divide_by([session = session_] {
+    return static_cast<double>(session->num_ranks_with_data());
+  });
 }
 
 void ReplicatedModule::meet_peers() {
@@ -319,6 +340,7 @@ void ReplicatedModule::shadow() {
   if (buffer_mode_ != BufferMode::kNone && !buffers_.are_none()) {
     make_buffers_equal();
   }
+  follow_divisor();
   reducer_->shadow_iteration();
 }
 

@@ -110,6 +110,7 @@ class ReplicatedModule final : public Joinable {
   bool sends_buffers(BufferMode place) const;
   void make_buffers_equal();
   void before_forward();
+  void follow_divisor();
   void after_forward(const std::vector<at::Tensor>& outputs);
   bool will_reduce() const;
 

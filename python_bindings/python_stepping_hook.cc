@@ -44,6 +44,8 @@ class PythonSteppingHook : public c10d::CommHookInterface,
     return traits_.fails_by_network_only;
   }
 
+  bool sums_in_order() const override { return traits_.sums_in_order; }
+
   std::string hook_name() const override { return traits_.name; }
 
   void iteration_begins(bool has_data) override {

@@ -136,8 +136,8 @@ std::shared_ptr<TorchReducer> make_reducer_of(
     bool static_graph, bool gradients_as_bucket_views,
     bool lazy_bucket_allocation, bool verify_across_ranks,
     bool one_backward_per_forward, std::optional<bool> defer_status_check,
-    int max_unconfirmed_iterations, bool control_channel,
-    bool reduces_by_itself) {
+    int max_unconfirmed_iterations, bool control_channel, bool reproducible,
+    std::optional<int> reproducible_row_size, bool reduces_by_itself) {
   std::vector<at::Tensor> tensors =
       parameters.tensors_in_cpp.empty()
           ? in_cpp(parameters.tensors)
@@ -163,6 +163,8 @@ std::shared_ptr<TorchReducer> make_reducer_of(
   options.defer_status_check = defer_status_check;
   options.max_unconfirmed_iterations = max_unconfirmed_iterations;
   options.control_channel = control_channel;
+  options.reproducible = reproducible;
+  options.reproducible_row_size = reproducible_row_size;
   return make_reducer(std::move(tensors), process_group, std::move(options),
                       reduces_by_itself);
 }
@@ -250,7 +252,8 @@ void register_reducer(py::module_& module) {
           py::arg("one_backward_per_forward") = false,
           py::arg("defer_status_check") = py::none(),
           py::arg("max_unconfirmed_iterations") = 1,
-          py::arg("control_channel") = true,
+          py::arg("control_channel") = true, py::arg("reproducible") = false,
+          py::arg("reproducible_row_size") = py::none(),
           py::arg("reduces_by_itself") = true, py::keep_alive<1, 3>(),
           "Without lists of thousands in between; takes the names. The first "
           "buckets are of the "
@@ -312,7 +315,8 @@ void register_reducer(py::module_& module) {
       .def(
           "_push_all_rebuilt_params", [](TorchReducer&) {},
           "Nothing: _shadow_iteration() has done it.")
-      .def("_shadow_iteration", &TorchReducer::shadow_iteration, NoGil())
+      .def("_shadow_iteration", &TorchReducer::shadow_iteration,
+           py::arg("use_world_size") = true, NoGil())
       .def("_get_zeros_like_grad_buckets", &refuse_own_launches)
       .def("_run_comm_hook", &refuse_own_launches)
       .def(

@@ -96,18 +96,27 @@ TorchReducer::TorchReducer(std::vector<at::Tensor> parameters,
       group_(std::move(group)),
       options_(std::move(options)),
       awaited_(std::make_shared<AwaitedFutures>()) {
+  make_ordered();
   if (!options_.rebuild_buckets) {
     options_.rebuild_buckets = rebuilds_by_default(options_);
   }
   follow_torchs_rebuild();
   make();
+  if (ordered_ && options_.verify_across_ranks) ordered_->connect();
   options_.verify_across_ranks = false;  // compared once and for all
+}
+
+void TorchReducer::make_ordered() {
+  if (!options_.reproducible) return;
+  ordered_ = std::make_shared<OrderedAllReduce>(group_,
+                                                options_.reproducible_row_size);
 }
 
 void TorchReducer::make() {
   reducer_ = nullptr;  // hooks of two reducers would both see a gradient
   if (hook_name_.empty()) {
-    averaging_ = std::make_shared<AveragingHook>(group_);
+    averaging_ =
+        std::make_shared<AveragingHook>(group_, std::nullopt, ordered_);
     options_.comm_hook = averaging_;
   }
   launched_before_ = 0;
@@ -207,9 +216,21 @@ bool TorchReducer::rebuild_buckets() {
   return rebuilt;
 }
 
-void TorchReducer::shadow_iteration() {
+void TorchReducer::shadow_iteration(bool use_world_size) {
   if (!ready()) return;
+  averaging_->divide_by_world_size();
+  if (ordered_ && !use_world_size) divide_by_count(/*has_data=*/false);
   remember_errors([this] { reducer_->shadow_iteration(); });
+}
+
+// Ranks without data divide their part of a sum that is ordered, too, and
+// nobody tells them.
+void TorchReducer::divide_by_count(bool has_data) {
+  averaging_->divide_by([ordered = ordered_, has_data] {
+    const at::Tensor count = at::full({1}, has_data ? 1.0 : 0.0, at::kDouble);
+    ordered->run(count, 1)->waitAndThrow();
+    return count.item<double>();
+  });
 }
 
 void TorchReducer::meet_peers() {
@@ -264,6 +285,9 @@ void TorchReducer::register_comm_hook(
               " can't be registered: the comm hook is ", hook_name_,
               " already, and ", rule,
               ".\nRegister one hook; it may call others.");
+  TORCH_CHECK(!options_.reproducible, "brigade.Reducer: ", name,
+              " can't be registered: it decides how gradients are summed, and "
+              "reproducible is set.\nLeave out one of them.");
   TORCH_CHECK(!hooks_removed_, "brigade.Reducer: ", name,
               " can't be registered: hooks were removed from the parameters");
   remember_errors([&] {
@@ -322,6 +346,7 @@ c10::intrusive_ptr<c10::ivalue::Future> TorchReducer::run_all_reduce_hook(
 void TorchReducer::set_divisor(c10::intrusive_ptr<c10d::Work> count,
                                bool use_world_size) {
   if (use_world_size) return;
+  if (ordered_) return divide_by_count(/*has_data=*/true);
   averaging_->divide_by([count = std::move(count)] {
     const auto future = count->getFuture();
     future->waitAndThrow();
@@ -371,6 +396,7 @@ bool TorchReducer::is_graph_static() const {
 void TorchReducer::set_process_group(
     c10::intrusive_ptr<c10d::ProcessGroup> group) {
   group_ = std::move(group);
+  make_ordered();
   if (built_in_) options_.comm_hook = built_in_hook(*built_in_, group_);
   if (!hooks_removed_) make();
 }

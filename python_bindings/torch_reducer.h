@@ -28,6 +28,7 @@
 #include <vector>
 
 #include "brigade/comm_hooks/averaging_hook.h"
+#include "brigade/comm_hooks/ordered_all_reduce.h"
 #include "brigade/comm_hooks/step_in_backward.h"
 #include "brigade/python_bindings/awaited_futures.h"
 #include "brigade/reducer/reducer.h"
@@ -54,8 +55,9 @@ class TorchReducer {
   // backward left parameters without gradients.
   bool rebuild_buckets();
 
-  // This rank has joined while the others reduce an iteration.
-  void shadow_iteration();
+  // This rank has joined while the others reduce an iteration. What they divide
+  // by: as in set_divisor().
+  void shadow_iteration(bool use_world_size);
 
   // See Reducer.
   bool can_continue() const { return !reducer_ || reducer_->can_continue(); }
@@ -158,6 +160,8 @@ class TorchReducer {
 
  private:
   void make();
+  void make_ordered();
+  void divide_by_count(bool has_data);
   void follow_torchs_rebuild();
   bool ready();  // makes a reducer after a reset
   std::shared_ptr<c10d::CommHookInterface> with_steps(
@@ -180,6 +184,7 @@ class TorchReducer {
   std::string hook_name_;  // empty: none was registered
   std::optional<c10d::BuiltinCommHookType> built_in_;  // the hook is this one
   std::optional<ReducerError> last_error_;             // of a call
+  std::shared_ptr<OrderedAllReduce> ordered_;          // null: not reproducible
   std::shared_ptr<AveragingHook> averaging_;
   ParameterStep step_;  // empty: optimizers step after backward
   std::unordered_set<const c10::TensorImpl*> stepped_;

@@ -4,6 +4,7 @@
 
 #include <utility>
 
+#include "brigade/comm_hooks/hook_traits.h"
 #include "brigade/engine/engine.h"
 #include "brigade/hooks/backward_end.h"
 #include "brigade/reducer/data_parallel_policy.h"
@@ -72,6 +73,12 @@ void Reducer::end_iteration() { engine_->end_iteration(); }
 bool Reducer::rebuild_buckets() { return engine_->replan(); }
 
 void Reducer::set_comm_hook(std::shared_ptr<c10d::CommHookInterface> hook) {
+  TORCH_CHECK_VALUE(
+      !policy_->options().reproducible ||
+          (hook && traits_of(*hook).sums_in_order),
+      "Reducer::set_comm_hook: expected a hook that sums in the order of the "
+      "ranks, since reproducible is set, found ",
+      hook ? "another one" : "null", ".\nLeave out the hook or reproducible.");
   engine_->change_sequence("Reducer::set_comm_hook",
                            [&] { return policy_->set_hook(std::move(hook)); });
 }

@@ -17,10 +17,10 @@
 namespace brigade {
 
 // Compared across ranks at construction: number of local replicas, caps, plan,
-// names, sparse flags, rebuild, unused parameters, static graph, a built-in
-// hook's wire dtype, the name of another one, control_channel,
-// defer_status_check. verify_across_ranks must be alike too, which nobody can
-// compare; the rest may differ.
+// names, sparse flags, rebuild, unused parameters, static graph, reproducible
+// and its row size, a built-in hook's wire dtype, the name of another one,
+// control_channel, defer_status_check. verify_across_ranks must be alike too,
+// which nobody can compare; the rest may differ.
 struct ReducerOptions {
   // Sizes at which buckets close, of gradients in the parameters' dtype, for
   // each dtype and device by itself: the first bucket of a kind to fill, the
@@ -147,6 +147,22 @@ struct ReducerOptions {
   // own dtype. See comm_hooks/. A hook gets complex gradients as pairs of
   // reals: buffers of twice the length, shapes with a last dimension of 2.
   std::shared_ptr<c10d::CommHookInterface> comm_hook = nullptr;
+
+  // Gradients are added up in the order of the ranks and divided once, when the
+  // sum is there, so that the bits of an average are a function of the ranks'
+  // gradients: other caps, plans, rebuilds, orders of backward, views or
+  // static graphs don't show, and sharded training (fsdp/) on as many ranks has
+  // the same ones. float16 and bfloat16 are added in float32. Of dense
+  // gradients on the CPU, with no comm hook but one that sums in order; travels
+  // on connections of its own, so the group must have a store. Costs one more
+  // set of connections, memory of a bucket's size for each that is in flight
+  // (2 ranks) or of 1/W of it for each peer, and time: docs/status.md.
+  bool reproducible = false;
+
+  // With `reproducible`: ranks in rows of so many, each row's sum by itself and
+  // then these, which is the order of sharded training over as many shards
+  // (ShardingOptions::num_shards). Divides the number of ranks. Unset: all.
+  std::optional<int> reproducible_row_size = std::nullopt;
 };
 
 // What an unset `rebuild_buckets` means. `has_given_plan`: the user chose the

@@ -15,7 +15,9 @@
 #include "brigade/comm/control_device.h"
 #include "brigade/comm/status_bridge.h"
 #include "brigade/comm_hooks/all_reduce_hook.h"
+#include "brigade/comm_hooks/averaging_hook.h"
 #include "brigade/comm_hooks/hook_traits.h"
+#include "brigade/comm_hooks/ordered_all_reduce.h"
 #include "brigade/planning/plan_by_size.h"
 #include "brigade/planning/plan_check.h"
 
@@ -57,6 +59,40 @@ absl::Status check_devices(const ParameterTable& table,
           ", but the process group has no backend for that device; make the "
           "group for it, or move the parameter"));
     }
+  }
+  return absl::OkStatus();
+}
+
+// `hook`: of the user's, or null.
+absl::Status check_reproducible(const ReducerOptions& options,
+                                c10d::CommHookInterface* hook,
+                                const ParameterTable& table, int world_size) {
+  const std::optional<int> row_size = options.reproducible_row_size;
+  if (!options.reproducible) {
+    if (!row_size) return absl::OkStatus();
+    return absl::InvalidArgumentError(absl::StrCat(
+        "reproducible_row_size must be unset without reproducible, it is ",
+        *row_size, "; set reproducible, or leave it out"));
+  }
+  if (row_size && (*row_size < 1 || world_size % *row_size != 0)) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("reproducible_row_size must divide the number of ranks, ",
+                     world_size, ", it is ", *row_size,
+                     "; give the number of ranks in a row of the mesh"));
+  }
+  if (hook != nullptr && !traits_of(*hook).sums_in_order) {
+    return absl::InvalidArgumentError(
+        "reproducible: the comm hook must be null, since it decides how "
+        "gradients are summed; leave out one of them");
+  }
+  for (size_t i = 0; i < table.size(); ++i) {
+    const char* found = nullptr;
+    if (!table[i].is_cpu()) found = " is on another device";
+    if (table.is_sparse(i)) found = " has a sparse gradient";
+    if (found == nullptr) continue;
+    return absl::InvalidArgumentError(
+        absl::StrCat("reproducible: expected dense gradients on the CPU, but ",
+                     table.name_of(i), found, "; leave out reproducible"));
   }
   return absl::OkStatus();
 }
@@ -104,6 +140,11 @@ std::vector<std::string> describe(const ReducerOptions& options,
       describe("defer_status_check", options.defer_status_check),
       absl::StrCat("max_unconfirmed_iterations = ",
                    options.max_unconfirmed_iterations),
+      describe("reproducible", options.reproducible),
+      options.reproducible_row_size
+          ? absl::StrCat("reproducible_row_size = ",
+                         *options.reproducible_row_size)
+          : "reproducible_row_size unset",
       absl::StrCat("comm_hook: ", describe_hook(*options.comm_hook, table))};
 }
 
@@ -123,6 +164,11 @@ absl::StatusOr<LocalSetup> local_setup(
   if (absl::Status status = check_devices(*table, group); !status.ok()) {
     return status;
   }
+  if (absl::Status status = check_reproducible(options, options.comm_hook.get(),
+                                               *table, group.getSize());
+      !status.ok()) {
+    return status;
+  }
   absl::StatusOr<BucketPlan> plan = initial_plan(*table, options);
   if (!plan.ok()) return plan.status();
   return LocalSetup{.table = *std::move(table), .plan = *std::move(plan)};
@@ -137,9 +183,17 @@ ReducerSetup checked_setup(std::vector<std::vector<at::Tensor>> replicas,
                     "Reducer needs a process group, got null.\n"
                     "Make one with init_process_group(), or with "
                     "single_process_group() for a world of 1.");
-  if (!options.comm_hook) options.comm_hook = all_reduce_hook(group);
   absl::StatusOr<LocalSetup> local =
       local_setup(std::move(replicas), *group, options);
+  std::shared_ptr<OrderedAllReduce> ordered;
+  if (!options.comm_hook && options.reproducible) {
+    ordered = std::make_shared<OrderedAllReduce>(group,
+                                                 options.reproducible_row_size);
+    options.comm_hook =
+        std::make_shared<AveragingHook>(group, std::nullopt, ordered);
+  } else if (!options.comm_hook) {
+    options.comm_hook = all_reduce_hook(group);
+  }
 
   TORCH_CHECK_VALUE(options.rebuild_after_iterations >= 1,
                     "Reducer: rebuild_after_iterations must be at least 1, it "
@@ -162,6 +216,7 @@ ReducerSetup checked_setup(std::vector<std::vector<at::Tensor>> replicas,
     require_agreement(group, device, "reducer option",
                       describe(options, local->table), absl::OkStatus());
   }
+  if (ordered && options.verify_across_ranks) ordered->connect();
   return {.group = std::move(group),
           .options = std::move(options),
           .table = std::move(local->table),

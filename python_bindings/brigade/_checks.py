@@ -274,6 +274,16 @@ def require_precision_fits(mixed_precision: object, find_unused_parameters: bool
         )
 
 
+def require_sums_of_our_own(**arguments: bool) -> None:
+    """Raises RuntimeError naming the first that lets others sum gradients, beside reproducible."""
+    for name, is_given in arguments.items():
+        if is_given:
+            raise RuntimeError(
+                f"DistributedDataParallel: reproducible can't be given with {name}, whose sums are "
+                "not in the order of the ranks.\nLeave out one of them."
+            )
+
+
 def require_both_or_none(**arguments: Any) -> None:
     """Raises ValueError if some of the arguments are given and others are not."""
     missing = [name for name, value in arguments.items() if value is None]

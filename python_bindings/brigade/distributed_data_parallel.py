@@ -138,13 +138,22 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
             ahead of the slowest one. 4 is enough where a step takes it 20 ms.
         control_channel: False: ranks tell each other nothing but gradients; a failure ends
             the process group.
+        reproducible: Gradients are added up in the order of the ranks and divided once, so
+            that bits do not depend on buckets, rebuilds, views or the order of backward, and
+            equal those of fully_shard(). Of dense gradients on the CPU, without comm hook,
+            mixed_precision or delayed parameters. Costs another set of connections, and time
+            (docs/status.md).
+        reproducible_row_size: With reproducible: rows of so many ranks are summed each by
+            itself, then these sums, as fully_shard() does on a mesh whose second dimension
+            is as long. Divides the number of ranks.
 
     Raises:
         DistBackendError: A peer has died, or did not come in time.
         RuntimeError: Nothing to train, lazy parameters, a DTensor, a
             bucket_plan that does not fit, both a process group and a mesh, a
             mesh of several dimensions, mixed_precision beside
-            find_unused_parameters, or ranks differ.
+            find_unused_parameters, reproducible beside what it can't sum in
+            order, or ranks differ.
         TypeError: Arguments of a wrong type.
         ValueError: Devices that are not the module's, one of two arguments that
             belong together, a size that is none, an unknown check_module.
@@ -161,6 +170,8 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
     defer_status_check: bool | None = None
     max_unconfirmed_iterations = 1
     control_channel = True
+    reproducible = False
+    reproducible_row_size: int | None = None
 
     def __init__(
         self,
@@ -192,6 +203,8 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
         defer_status_check: bool | None = None,
         max_unconfirmed_iterations: int = 1,
         control_channel: bool = True,
+        reproducible: bool = False,
+        reproducible_row_size: int | None = None,
     ) -> None:
         # torch's own constructor would make a reducer of torch's.
         torch.nn.Module.__init__(self)
@@ -223,6 +236,14 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
             self.defer_status_check = defer_status_check
             self.max_unconfirmed_iterations = max_unconfirmed_iterations
             self.control_channel = control_channel
+            self.reproducible = reproducible
+            self.reproducible_row_size = reproducible_row_size
+            if reproducible:
+                _checks.require_sums_of_our_own(
+                    mixed_precision=mixed_precision is not None,
+                    delay_all_reduce_named_params=bool(delayed),
+                    compiled_backward=self._use_python_reducer,
+                )
             self._given_plan = None if bucket_plan is None else _checks.plan_of(bucket_plan)
         self.dim = dim
         syncs_buffers_at_init = self._set_up_buffers(broadcast_buffers, forward_sync_buffers)
@@ -312,6 +333,8 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
             f"control_channel = {self.control_channel}",
             f"defer_status_check = {self.defer_status_check}",
             f"max_unconfirmed_iterations = {self.max_unconfirmed_iterations}",
+            f"reproducible = {self.reproducible}",
+            f"reproducible_row_size = {self.reproducible_row_size}",
             f"delayed parameters = {len(delayed)}",
         ]
         require_agreement(self.process_group, "option", options)
@@ -487,6 +510,8 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
             defer_status_check=self.defer_status_check,
             max_unconfirmed_iterations=self.max_unconfirmed_iterations,
             control_channel=self.control_channel,
+            reproducible=self.reproducible,
+            reproducible_row_size=self.reproducible_row_size,
             reduces_by_itself=not self._use_python_reducer,
         )
         if self._require_manual_backward_finalization:
@@ -677,7 +702,7 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
     # ------------------------------------------------------------------- join
 
     def _match_all_reduce_for_bwd_pass(self) -> None:
-        self.reducer._shadow_iteration()
+        self.reducer._shadow_iteration(self._divide_by_initial_world_size)
 
     def _match_unused_params_allreduce(self) -> None:
         """Nothing: _shadow_iteration() has done it."""

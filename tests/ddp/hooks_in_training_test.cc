@@ -517,6 +517,10 @@ TEST(ParameterGroupsTest, AreCheckedOnEveryRank) {
                                     .group = group},
                                    {.names = {"p1"}, .group = group}}}),
         c10::ValueError);
+    EXPECT_THROW(
+        wrap({.reducer = {.reproducible = true},
+              .parameter_groups = {{.names = {"p0"}, .group = group}}}),
+        c10::ValueError);
     EXPECT_THROW(wrap({.delayed = {bad ? "seen" : "p0"}}), c10::ValueError);
     EXPECT_THROW(
         wrap({.reducer = {.bucket_plan = {{0, 1, 2, 3}}}, .delayed = {"p0"}}),

@@ -138,10 +138,10 @@ void train(DistributedDataParallel<ToyModule>& model, Graph graph, int rank,
 }
 
 class JoinTest : public ::testing::TestWithParam<
-                     std::tuple<Graph, JoinDivisor, bool, int64_t>> {};
+                     std::tuple<Graph, JoinDivisor, bool, int64_t, bool>> {};
 
 TEST_P(JoinTest, TrainsAsOneProcessThatHasAllInputs) {
-  const auto [graph, divisor, views, cap] = GetParam();
+  const auto [graph, divisor, views, cap, is_reproducible] = GetParam();
   // The first two leave rank 0 without the first iteration, or without any.
   for (const Inputs& inputs :
        {Inputs{0, 3, 1, 2}, Inputs{0, 2}, Inputs{5, 2, 3, 0}, Inputs{3, 3},
@@ -160,6 +160,7 @@ TEST_P(JoinTest, TrainsAsOneProcessThatHasAllInputs) {
       ReducerOptions options = options_of(graph);
       options.gradients_as_bucket_views = views;
       options.bucket_caps_bytes = {cap};
+      options.reproducible = is_reproducible;
       ToyModule module;
       DistributedDataParallel model(module, group, {.reducer = options});
       const int rank = group->getRank();
@@ -184,7 +185,15 @@ INSTANTIATE_TEST_SUITE_P(
                                          Graph::kSkipsUnused, Graph::kStatic),
                        ::testing::Values(JoinDivisor::kWorldSize,
                                          JoinDivisor::kRanksWithData),
-                       ::testing::Bool(), ::testing::Values(1, 1 << 20)));
+                       ::testing::Bool(), ::testing::Values(1, 1 << 20),
+                       ::testing::Values(false)));
+INSTANTIATE_TEST_SUITE_P(
+    Reproducible, JoinTest,
+    ::testing::Combine(
+        ::testing::Values(Graph::kFixed, Graph::kSkipsUnused, Graph::kStatic),
+        ::testing::Values(JoinDivisor::kWorldSize, JoinDivisor::kRanksWithData),
+        ::testing::Values(true), ::testing::Values(1),
+        ::testing::Values(true)));
 
 TEST(JoinLoopTest, EndsEarlyOnEveryRankAndNamesWhoRanOut) {
   run_ranks(3, [](const Group& group) {

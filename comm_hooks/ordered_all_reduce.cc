@@ -1,0 +1,27 @@
+#include "brigade/comm_hooks/ordered_all_reduce.h"
+
+namespace brigade {
+
+OrderedAllReduce::OrderedAllReduce(
+    const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+    std::optional<int> row_size)
+    : group_(group, "OrderedAllReduce"),
+      row_size_(row_size),
+      identity_(ChannelIdentity::made_alone(group)) {}
+
+void OrderedAllReduce::connect() {
+  connect_as(ChannelIdentity::made_together(group_.lock()));
+}
+
+void OrderedAllReduce::connect_as(ChannelIdentity identity) {
+  collectives_.emplace(group_.lock(), OrderedOptions{.group_size = row_size_},
+                       identity);
+}
+
+OrderedCollectives::FuturePtr OrderedAllReduce::run(const at::Tensor& tensor,
+                                                    double scale) {
+  if (!collectives_) connect_as(identity_);
+  return collectives_->all_reduce(tensor, scale);
+}
+
+}  // namespace brigade

@@ -1,0 +1,47 @@
+// The ordered all-reduce of a group (comm/ordered_collectives.h), whose
+// connections are made when they are first needed.
+//
+// Thread safety: one call at a time.
+
+#ifndef BRIGADE_COMM_HOOKS_ORDERED_ALL_REDUCE_H_
+#define BRIGADE_COMM_HOOKS_ORDERED_ALL_REDUCE_H_
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include "brigade/comm/channel_identity.h"
+#include "brigade/comm/ordered_collectives.h"
+#include "brigade/comm_hooks/group_reference.h"
+
+namespace brigade {
+
+class OrderedAllReduce {
+ public:
+  // `row_size`: OrderedOptions::group_size.  Made on all ranks in the same
+  // order.  Does not keep the group alive.  Errors: ValueError if `group` is
+  // null.
+  explicit OrderedAllReduce(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+                            std::optional<int> row_size = std::nullopt);
+
+  // Collective, where ranks are known to stand in the same place; to be called
+  // once at most.  Errors: as OrderedCollectives'.
+  void connect();
+
+  // OrderedCollectives::all_reduce().  The first call is collective unless
+  // ranks are connected.  Errors: as OrderedCollectives' too.
+  OrderedCollectives::FuturePtr run(const at::Tensor& tensor, double scale);
+
+ private:
+  void connect_as(ChannelIdentity identity);
+
+  const GroupReference group_;
+  const std::optional<int> row_size_;
+  const ChannelIdentity identity_;
+  std::optional<OrderedCollectives> collectives_;
+};
+
+}  // namespace brigade
+
+#endif  // BRIGADE_COMM_HOOKS_ORDERED_ALL_REDUCE_H_

@@ -1,0 +1,243 @@
+"""Gradients summed in the order of the ranks: one set of bits, however they travel."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import brigade
+
+from exact_training import MODES, Training, UserError
+from ranks import run_ranks
+
+VARIANTS = {
+    "1 KB": {"bucket_cap_mb": 1 / 1024},
+    "1 MB": {"bucket_cap_mb": 1, "gradient_as_bucket_view": True},
+    "25 MB": {},
+    "static graph": {"static_graph": True, "bucket_cap_mb": 1 / 1024},
+    "unused parameters": {"find_unused_parameters": True, "bucket_cap_mb": 1 / 1024},
+    "connects later": {"init_sync": False},
+}
+
+
+def _net():
+    torch.manual_seed(0)
+    layers = [layer for _ in range(3) for layer in (nn.Linear(31, 31), nn.Tanh())]
+    return nn.Sequential(*layers, nn.Linear(31, 3))
+
+
+def _input(rank, step):
+    return torch.randn(4, 31, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def _gradients(net, rank, step):
+    net.zero_grad()
+    net(_input(rank, step)).square().mean().backward()
+    return [p.grad for p in net.parameters()]
+
+
+def _added(tensors):
+    total = [t.clone() for t in tensors[0]]
+    for more in tensors[1:]:
+        total = [a + b for a, b in zip(total, more, strict=True)]
+    return total
+
+
+def _train(model, rank, steps=3):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+    for step in range(steps):
+        optimizer.zero_grad()
+        model(_input(rank, step)).square().mean().backward()
+        optimizer.step()
+
+
+def _train_alone(world_size, row_size, steps=3):
+    """One process: gradients of the ranks' inputs apart, added row by row."""
+    net = _net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, foreach=False)
+    for step in range(steps):
+        each = [_gradients(net, rank, step) for rank in range(world_size)]
+        rows = [_added(each[r : r + row_size]) for r in range(0, world_size, row_size)]
+        for p, gradient in zip(net.parameters(), _added(rows), strict=True):
+            p.grad = gradient * (1.0 / world_size)
+        optimizer.step()
+    return net.state_dict()
+
+
+def _expect_equal(found, expected, what):
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), f"{what}: {name}"
+
+
+def _trains_as_one_process(rank):
+    world_size = dist.get_world_size()
+    expected = _train_alone(world_size, world_size)
+    for what, options in VARIANTS.items():
+        model = brigade.DistributedDataParallel(_net(), reproducible=True, **options)
+        _train(model, rank)
+        _expect_equal(model.module.state_dict(), expected, what)
+    sharded = _net()
+    for layer in (sharded[0], sharded[2], sharded[4]):
+        brigade.fully_shard(layer)
+    brigade.fully_shard(sharded)
+    _train(sharded, rank)
+    _expect_equal(sharded.full_state_dict(), expected, "fully_shard")
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_buckets_graphs_views_and_shards_do_not_show(world_size):
+    run_ranks(_trains_as_one_process, world_size=world_size)
+
+
+def _rows(rank):
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2))
+    sharded = brigade.fully_shard(_net(), mesh=mesh)
+    _train(sharded, rank)
+    expected = _train_alone(4, row_size=2)
+    _expect_equal(sharded.full_state_dict(), expected, "fully_shard")
+    for what, options in VARIANTS.items():
+        model = brigade.DistributedDataParallel(
+            _net(), reproducible=True, reproducible_row_size=2, **options
+        )
+        _train(model, rank)
+        _expect_equal(model.module.state_dict(), expected, what)
+
+
+def test_rows_are_summed_as_by_hybrid_shards():
+    run_ranks(_rows, world_size=4)
+
+
+def _accumulates(rank):
+    world_size = dist.get_world_size()
+    model = brigade.DistributedDataParallel(_net(), reproducible=True, bucket_cap_mb=0.001)
+    with model.no_sync():
+        model(_input(rank, 0)).square().mean().backward()
+    model(_input(rank, 1)).square().mean().backward()
+    own = [_added([_gradients(_net(), r, step) for step in (0, 1)]) for r in range(world_size)]
+    for p, total in zip(model.parameters(), _added(own), strict=True):
+        assert torch.equal(p.grad, total * (1.0 / world_size))
+
+
+def test_gradients_under_no_sync_are_added_on_their_rank():
+    run_ranks(_accumulates, world_size=3)
+
+
+def _joins(rank, by_world_size):
+    world_size = dist.get_world_size()
+    model = brigade.DistributedDataParallel(_net(), reproducible=True, bucket_cap_mb=0.001)
+    with model.join(divide_by_initial_world_size=by_world_size):
+        for step in range(rank + 1):
+            model.zero_grad()
+            model(_input(rank, step)).square().mean().backward()
+            with_data = range(step, world_size)
+            # A rank without data adds zeros, which change no bits.
+            total = _added([_gradients(_net(), r, step) for r in with_data])
+            divisor = world_size if by_world_size else len(with_data)
+            for p, gradient in zip(model.parameters(), total, strict=True):
+                assert torch.equal(p.grad, gradient * (1.0 / divisor)), step
+
+
+@pytest.mark.parametrize("by_world_size", [True, False])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_without_data_count_as_zeros(world_size, by_world_size):
+    run_ranks(_joins, by_world_size, world_size=world_size)
+
+
+def _small_dtypes(rank, dtype):
+    world_size = dist.get_world_size()
+    found = []
+    for cap in (0.001, 25):
+        model = brigade.DistributedDataParallel(
+            _net().to(dtype), reproducible=True, bucket_cap_mb=cap
+        )
+        model(_input(rank, 0).to(dtype)).sum().backward()
+        found.append([p.grad for p in model.parameters()])
+    each = []
+    for r in range(world_size):
+        net = _net().to(dtype)
+        net(_input(r, 0).to(dtype)).sum().backward()
+        each.append([p.grad.float() for p in net.parameters()])
+    expected = [(t * (1.0 / world_size)).to(dtype) for t in _added(each)]
+    for gradients in found:
+        for gradient, wanted in zip(gradients, expected, strict=True):
+            assert torch.equal(gradient, wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_small_dtypes_are_added_in_float32(dtype):
+    run_ranks(_small_dtypes, dtype, world_size=3)
+
+
+def _one_fails(rank, options):
+    training = Training(rank, options)
+
+    def raise_once(gradient):
+        handle.remove()
+        raise UserError("the user's own")
+
+    for _ in range(2):
+        if rank == 1:
+            handle = training.model.p1.register_hook(raise_once)
+        training.expect_failure([1], UserError, "^the user's own$", "an exception ended backward")
+        training.expect_steps(2)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("mode", MODES)
+def test_all_raise_and_train_on_where_one_rank_fails(mode, world_size):
+    run_ranks(_one_fails, {**MODES[mode], "reproducible": True}, world_size=world_size)
+
+
+def _steps_in_backward(rank):
+    from torch.distributed.optim import _apply_optimizer_in_backward
+
+    world_size = dist.get_world_size()
+    net = _net()
+    _apply_optimizer_in_backward(torch.optim.SGD, net.parameters(), {"lr": 0.1, "foreach": False})
+    model = brigade.DistributedDataParallel(net, reproducible=True, bucket_cap_mb=0.001)
+    for step in range(3):
+        model(_input(rank, step)).square().mean().backward()
+    _expect_equal(net.state_dict(), _train_alone(world_size, world_size), "steps in backward")
+
+
+def test_optimizers_may_step_in_backward():
+    run_ranks(_steps_in_backward, world_size=3)
+
+
+class _Sparse(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(4, 2, sparse=True)
+
+    def forward(self, i):
+        return self.table(i)
+
+
+def _refuses(rank):
+    def expect(text, net=None, error=RuntimeError, **options):
+        with pytest.raises(error, match=text):
+            brigade.DistributedDataParallel(net or _net(), **{"reproducible": True, **options})
+
+    expect(r"'table.weight'\) has a sparse gradient", _Sparse())
+    expect("must divide the number of ranks, 2, it is 3", reproducible_row_size=3)
+    expect("must be unset without reproducible", reproducible=False, reproducible_row_size=2)
+    expect("reproducible = ", reproducible=rank == 0)
+    precision = torch.nn.parallel.distributed._MixedPrecision(param_dtype=torch.bfloat16)
+    expect("can't be given with mixed_precision", mixed_precision=precision)
+    net = _net()
+    expect(
+        "can't be given with delay_all_reduce_named_params",
+        net,
+        delay_all_reduce_named_params=[("0.weight", net[0].weight)],
+        param_to_hook_all_reduce=net[2].weight,
+    )
+    model = brigade.DistributedDataParallel(_net(), reproducible=True)
+    with pytest.raises(RuntimeError, match="reproducible is set"):
+        model.register_comm_hook(None, lambda state, bucket: None)
+    with pytest.raises(RuntimeError, match="reproducible is set"):
+        model._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
+    _train(model, rank)
+
+
+def test_what_cannot_be_summed_in_order_is_refused_on_every_rank():
+    run_ranks(_refuses)

@@ -1,0 +1,230 @@
+// Averages whose bits are a function of the ranks' gradients alone.
+
+#include <torch/torch.h>
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "brigade/comm/process_group.h"
+#include "brigade/comm_hooks/all_reduce_hook.h"
+#include "brigade/comm_hooks/ordered_hook.h"
+#include "brigade/reducer/reducer.h"
+#include "brigade/tests/reducer/failing.h"
+#include "brigade/tests/reducer/step.h"
+#include "brigade/tests/reducer/toy_model.h"
+#include "brigade/tests/support/local_ranks.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+
+namespace brigade {
+namespace {
+
+using testing::expect_trains;
+using ::testing::HasSubstr;
+using testing::run_ranks;
+using testing::step;
+using testing::ToyModel;
+using testing::UserError;
+using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
+
+const std::vector<int64_t> kSizes = {3, 1000, 1, 70, 20000};
+
+// Of so many magnitudes that the order of additions shows.
+at::Tensor gradient_of(size_t parameter, int rank, at::ScalarType dtype) {
+  auto generator = at::make_generator<at::CPUGeneratorImpl>(
+      100 * parameter + static_cast<uint64_t>(rank));
+  const std::vector<int64_t> size = {kSizes[parameter]};
+  return (at::randn(size, generator, at::kDouble) *
+          at::pow(10, at::randint(-2, 3, size, generator, at::kDouble)))
+      .to(dtype);
+}
+
+at::Tensor sum_of_row(size_t parameter, int first, int row_size,
+                      at::ScalarType dtype) {
+  at::Tensor sum = gradient_of(parameter, first, dtype).to(at::kFloat);
+  for (int rank = first + 1; rank < first + row_size; ++rank) {
+    sum += gradient_of(parameter, rank, dtype).to(at::kFloat);
+  }
+  return sum;
+}
+
+// A row's sum is rounded to the dtype where it would travel to other rows.
+at::Tensor average_of(size_t parameter, int world_size, int row_size,
+                      at::ScalarType dtype) {
+  at::Tensor sum = sum_of_row(parameter, 0, row_size, dtype);
+  if (row_size < world_size) sum = sum.to(dtype).to(at::kFloat);
+  for (int first = row_size; first < world_size; first += row_size) {
+    sum +=
+        sum_of_row(parameter, first, row_size, dtype).to(dtype).to(at::kFloat);
+  }
+  return (sum * (1.0 / world_size)).to(dtype);
+}
+
+// The loss adds parameters in another order, so that gradients come in one.
+enum class Uses { kInOrder, kBackwards, kAllButOne };
+
+at::Tensor loss_of(const std::vector<at::Tensor>& parameters, int rank,
+                   Uses uses) {
+  at::Tensor loss = at::zeros({});
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    const size_t p = uses == Uses::kBackwards ? parameters.size() - 1 - i : i;
+    if (uses == Uses::kAllButOne && p == 1 && rank == 0) continue;
+    const at::ScalarType dtype = parameters[p].scalar_type();
+    loss = loss + (parameters[p] * gradient_of(p, rank, dtype)).sum();
+  }
+  return loss;
+}
+
+void expect_ordered_averages(const Group& group, ReducerOptions options,
+                             at::ScalarType dtype, Uses uses) {
+  options.reproducible = true;
+  const int world_size = group->getSize();
+  const int row_size = options.reproducible_row_size.value_or(world_size);
+  std::vector<at::Tensor> parameters;
+  for (const int64_t numel : kSizes) {
+    parameters.push_back(at::zeros({numel}, dtype).requires_grad_());
+  }
+  Reducer reducer(parameters, group, options);
+  for (int iteration = 0; iteration < 3; ++iteration) {
+    for (at::Tensor& parameter : parameters) parameter.mutable_grad().reset();
+    step(reducer, loss_of(parameters, group->getRank(), uses));
+    for (size_t i = 0; i < parameters.size(); ++i) {
+      if (uses == Uses::kAllButOne && i == 1) continue;
+      EXPECT_TRUE(at::equal(parameters[i].grad(),
+                            average_of(i, world_size, row_size, dtype)))
+          << dtype << ", parameter " << i << ", iteration " << iteration;
+    }
+  }
+}
+
+class ReproducibleTest : public ::testing::TestWithParam<int> {};
+INSTANTIATE_TEST_SUITE_P(WorldSizes, ReproducibleTest,
+                         ::testing::Values(1, 2, 3, 4));
+
+TEST_P(ReproducibleTest, CapsViewsGraphsAndOrdersDoNotShow) {
+  run_ranks(GetParam(), [](const Group& group) {
+    for (const int64_t cap : {1 << 10, 1 << 20, 25 << 20}) {
+      for (const bool is_static : {false, true}) {
+        expect_ordered_averages(group,
+                                {.bucket_caps_bytes = {cap},
+                                 .static_graph = is_static,
+                                 .gradients_as_bucket_views = !is_static},
+                                at::kFloat,
+                                is_static ? Uses::kInOrder : Uses::kBackwards);
+      }
+    }
+  });
+}
+
+TEST_P(ReproducibleTest, SmallDtypesAreAddedInFloat) {
+  run_ranks(GetParam(), [](const Group& group) {
+    for (const at::ScalarType dtype : {at::kHalf, at::kBFloat16}) {
+      expect_ordered_averages(group, {.bucket_caps_bytes = {2048}}, dtype,
+                              Uses::kInOrder);
+    }
+  });
+}
+
+TEST_P(ReproducibleTest, UnusedParametersCountAsZeros) {
+  run_ranks(GetParam(), [](const Group& group) {
+    expect_ordered_averages(
+        group, {.bucket_caps_bytes = {2048}, .find_unused_parameters = true},
+        at::kFloat, Uses::kAllButOne);
+  });
+}
+
+// Where ranks don't meet at construction they connect in their first step.
+TEST_P(ReproducibleTest, RanksThatAreNotComparedConnectLater) {
+  run_ranks(GetParam(), [](const Group& group) {
+    expect_ordered_averages(
+        group, {.bucket_caps_bytes = {2048}, .verify_across_ranks = false},
+        at::kFloat, Uses::kInOrder);
+  });
+}
+
+TEST_P(ReproducibleTest, ARankThatFailsInBackwardFailsAllAndAllTrainOn) {
+  run_ranks(
+      GetParam(),
+      [](const Group& group) {
+        const int rank = group->getRank();
+        const ToyModel model({{2}, {3}, {5}});
+        Reducer reducer(model.parameters, group,
+                        {.bucket_plan = {{2}, {1}, {0}}, .reproducible = true});
+        expect_trains(reducer, model, rank, GetParam(), 1);
+        bool armed = rank == GetParam() - 1;
+        model.parameters[1].register_hook([&](const at::Tensor&) {
+          if (armed) throw UserError("the user's own");
+        });
+        EXPECT_ANY_THROW(step(reducer, model.loss(rank)));
+        armed = false;
+        expect_trains(reducer, model, rank, GetParam(), 2);
+      },
+      std::chrono::minutes(10));
+}
+
+TEST(ReproducibleRowsTest, RowsAreSummedByThemselves) {
+  run_ranks(4, [](const Group& group) {
+    for (const int row_size : {1, 2, 4}) {
+      for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16}) {
+        expect_ordered_averages(
+            group,
+            {.bucket_caps_bytes = {2048}, .reproducible_row_size = row_size},
+            dtype, Uses::kInOrder);
+      }
+    }
+  });
+}
+
+std::string refusal_of(const Group& group, ReducerOptions options) {
+  const ToyModel model({{2}, {3}});
+  try {
+    Reducer(model.parameters, group, options);
+  } catch (const c10::ValueError& error) {
+    return error.what_without_backtrace();
+  }
+  return "accepted";
+}
+
+TEST(ReproducibleRefusalTest, WhatCannotBeSummedInOrderOnEveryRank) {
+  run_ranks(2, [](const Group& group) {
+    const bool is_odd = group->getRank() == 1;  // the other one is right
+    EXPECT_THAT(refusal_of(group, {.comm_hook = is_odd ? all_reduce_hook(group)
+                                                       : nullptr,
+                                   .reproducible = true}),
+                HasSubstr("the comm hook must be null"));
+    EXPECT_THAT(refusal_of(group, {.expect_sparse_gradients = {false, is_odd},
+                                   .reproducible = true}),
+                HasSubstr("parameter 1 has a sparse gradient"));
+    EXPECT_THAT(refusal_of(group, {.reproducible = true,
+                                   .reproducible_row_size = is_odd ? 3 : 2}),
+                HasSubstr("must divide the number of ranks, 2, it is 3"));
+    EXPECT_THAT(refusal_of(group, {.reproducible_row_size = 2}),
+                HasSubstr("must be unset without reproducible"));
+    EXPECT_THAT(refusal_of(group, {.reproducible = is_odd}),
+                HasSubstr("reproducible = true"));
+  });
+}
+
+TEST(ReproducibleRefusalTest, AnotherHookLater) {
+  const Group group = single_process_group();
+  const ToyModel model({{2}, {3}});
+  Reducer reducer(model.parameters, group, {.reproducible = true});
+  EXPECT_THROW(reducer.set_comm_hook(nullptr), c10::ValueError);
+  EXPECT_THROW(reducer.set_comm_hook(all_reduce_hook(group)), c10::ValueError);
+  reducer.set_comm_hook(std::make_shared<OrderedHook>(group));
+  expect_trains(reducer, model, 0, 1);
+}
+
+TEST(ReproducibleRefusalTest, ParametersOnAnotherDevice) {
+  const Group group = single_process_group();
+  const at::Tensor parameter =
+      at::empty({2}, at::TensorOptions().device(at::kMeta)).requires_grad_();
+  EXPECT_THROW(Reducer({parameter}, group, {.reproducible = true}),
+               c10::ValueError);
+}
+
+}  // namespace
+}  // namespace brigade
