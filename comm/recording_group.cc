@@ -17,6 +17,7 @@
 #include "brigade/comm/status_answers.h"
 #include "brigade/comm/status_check.h"
 #include "brigade/comm/status_exchange.h"
+#include "brigade/comm/subgroup_answers.h"
 
 namespace brigade {
 namespace {
@@ -43,7 +44,8 @@ RecordedCollective describe(const CollectiveCall& collective, size_t sequence) {
 }  // namespace
 
 class RecordingBackend final : public IdenticalRanksBackend,
-                               public AnswersStatuses {
+                               public AnswersStatuses,
+                               public AnswersSubgroups {
  public:
   RecordingBackend(int rank, int world_size)
       : IdenticalRanksBackend(rank, world_size) {}
@@ -158,6 +160,26 @@ class RecordingBackend final : public IdenticalRanksBackend,
     }
     finish(std::move(answered));
     return exchange;
+  }
+
+  c10::intrusive_ptr<c10d::ProcessGroup> make_subgroup(
+      int rank, int world_size) override {
+    return group_of(c10::make_intrusive<RecordingBackend>(rank, world_size));
+  }
+
+  // The group that it serves, on all devices.
+  static c10::intrusive_ptr<c10d::ProcessGroup> group_of(
+      const c10::intrusive_ptr<RecordingBackend>& backend) {
+    using c10d::ProcessGroup;
+    auto group = c10::make_intrusive<ProcessGroup>(backend->getRank(),
+                                                   backend->getSize());
+    for (const at::DeviceType type : kDeviceTypes) {
+      group->setBackend(type, ProcessGroup::BackendType::CUSTOM,
+                        c10::intrusive_ptr<c10d::Backend>(backend));
+    }
+    group->setDefaultBackend(ProcessGroup::BackendType::CUSTOM);
+    group->setGroupName("recording");
+    return group;
   }
 
   // Fails what is open and joins the link's thread.
@@ -346,15 +368,8 @@ RecordingGroup::RecordingGroup(int world_size, int rank) {
   TORCH_CHECK_VALUE(world_size >= 1 && rank >= 0 && rank < world_size,
                     "rank must be >= 0 and below the world size, got rank ",
                     rank, " and world size ", world_size, ".");
-  using c10d::ProcessGroup;
   backend_ = c10::make_intrusive<RecordingBackend>(rank, world_size);
-  group_ = c10::make_intrusive<ProcessGroup>(rank, world_size);
-  for (const at::DeviceType type : kDeviceTypes) {
-    group_->setBackend(type, ProcessGroup::BackendType::CUSTOM,
-                       c10::intrusive_ptr<c10d::Backend>(backend_));
-  }
-  group_->setDefaultBackend(ProcessGroup::BackendType::CUSTOM);
-  group_->setGroupName("recording");
+  group_ = RecordingBackend::group_of(backend_);
 }
 
 RecordingGroup::~RecordingGroup() { backend_->stop(); }

@@ -14,7 +14,8 @@
 //
 // Outputs are written when a collective completes, not before. On devices with
 // streams it runs on a stream of the group's own, as NCCL's do, and is behind
-// what the launching stream had been given.
+// what the launching stream had been given. make_subgroup() makes recording
+// groups of it, with streams, and logs, of their own.
 //
 // Thread safety: all methods may be called from any thread.
 

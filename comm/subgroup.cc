@@ -1,8 +1,10 @@
 #include "brigade/comm/subgroup.h"
 
+#include <c10/core/DeviceGuard.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <exception>
 #include <string>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
@@ -11,17 +13,34 @@
 #include "brigade/comm/channel_identity.h"
 #include "brigade/comm/control_store.h"
 #include "brigade/comm/group_timeout.h"
+#include "brigade/comm/subgroup_answers.h"
 
 namespace brigade {
+namespace {
+
+AnswersSubgroups* find_answers(c10d::ProcessGroup& group, c10::Device device) {
+  try {
+    return dynamic_cast<AnswersSubgroups*>(
+        group.getBackend(device.type()).get());
+  } catch (const std::exception&) {
+    return nullptr;  // no backend for the device
+  }
+}
+
+}  // namespace
 
 GroupScope make_subgroup(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
-                         const std::vector<int>& ranks) {
+                         const std::vector<int>& ranks, c10::Device device) {
   const auto own = std::ranges::find(ranks, group->getRank());
   TORCH_CHECK_VALUE(std::ranges::is_sorted(ranks) && own != ranks.end(),
                     "subgroup: expected ranks in rising order, rank ",
                     group->getRank(), " among them, found ",
                     absl::StrJoin(ranks, ", "), ".");
   if (ranks.size() == 1) return GroupScope(single_process_group());
+  if (auto* answers = find_answers(*group, device)) {
+    return GroupScope(answers->make_subgroup(
+        static_cast<int>(own - ranks.begin()), static_cast<int>(ranks.size())));
+  }
   const auto store = control_store(*group);
   TORCH_CHECK_VALUE(store, "subgroup: the group of ", group->getSize(),
                     " ranks has no store to connect them by.\nUse a group made "
@@ -29,10 +48,12 @@ GroupScope make_subgroup(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
   const uint64_t number = ChannelIdentity::made_together(group).number();
   const std::string name =
       absl::StrCat("brigade/subgroup/", number, "/", absl::StrJoin(ranks, "_"));
+  const c10::DeviceGuard on_device(device);  // which the backend is bound to
   return GroupScope(make_process_group(
       c10::make_intrusive<c10d::PrefixStore>(name, store),
       static_cast<int>(own - ranks.begin()), static_cast<int>(ranks.size()),
-      {.timeout = group_timeout(*group),
+      {.device_type = device.type(),
+       .timeout = group_timeout(*group),
        .name = name,
        .rendezvous_timeout = group_timeout(*group)}));
 }

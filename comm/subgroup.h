@@ -3,6 +3,8 @@
 #ifndef BRIGADE_COMM_SUBGROUP_H_
 #define BRIGADE_COMM_SUBGROUP_H_
 
+#include <c10/core/Device.h>
+
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
 
@@ -14,10 +16,13 @@ namespace brigade {
 // rising order and itself among them, and each of these names the same. Ends
 // with the scope.
 //
-// On the CPU, over Gloo. Its timeout is the group's. Errors: ValueError if
+// `device`: the CPU, over Gloo; a CUDA device, over NCCL and, beside it, Gloo;
+// another one, if a group of the same process answers for all of its ranks
+// (comm/subgroup_answers.h). Its timeout is the group's. Errors: ValueError if
 // `ranks` are not as said, or the group has no store; as make_process_group().
 GroupScope make_subgroup(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
-                         const std::vector<int>& ranks);
+                         const std::vector<int>& ranks,
+                         c10::Device device = at::kCPU);
 
 }  // namespace brigade
 

@@ -12,42 +12,63 @@ constexpr std::chrono::milliseconds kPatience{250};
 
 }  // namespace
 
-at::Tensor GradientMemory::acquire(int64_t bytes) {
+GradientMemory::~GradientMemory() {
+  for (Reducing& reducing : reducing_) {
+    if (!reducing.reduction->completed()) continue;
+    pool_.release({.memory = std::move(reducing.memory),
+                   .last_use = end_of(*reducing.reduction)});
+  }
+}
+
+Buffer GradientMemory::acquire(int64_t bytes) {
   reclaim(max_reducing_ - 1);
   return pool_.acquire(bytes);
 }
 
-void GradientMemory::release(at::Tensor buffer) {
-  if (buffer.defined()) pool_.release(std::move(buffer));
+void GradientMemory::release(Buffer buffer) {
+  if (buffer.memory.defined()) pool_.release(std::move(buffer));
 }
 
-void GradientMemory::release_behind(at::Tensor buffer, FuturePtr reduction) {
+void GradientMemory::release_behind(at::Tensor memory, FuturePtr reduction) {
   reducing_.push_back(
-      {.buffer = std::move(buffer), .reduction = std::move(reduction)});
+      {.memory = std::move(memory), .reduction = std::move(reduction)});
 }
 
 std::vector<at::Tensor> GradientMemory::abandon() {
   std::vector<at::Tensor> buffers;
   for (Reducing& reducing : std::exchange(reducing_, {})) {
-    buffers.push_back(std::move(reducing.buffer));
+    buffers.push_back(std::move(reducing.memory));
   }
   return buffers;
 }
 
 // An error is told to who delivers the sum.
 void GradientMemory::reclaim(size_t max_left) {
-  while (!reducing_.empty()) {
-    c10::ivalue::Future& reduction = *reducing_.front().reduction;
-    if (!reduction.completed()) {
-      if (reducing_.size() <= max_left || !waits_) return;
-      waits_ = wait_for(reduction, kPatience);
-      if (!waits_) return;
-    }
+  while (!reducing_.empty() && is_over(reducing_.front(), max_left)) {
     Reducing oldest = std::move(reducing_.front());
     reducing_.pop_front();
-    pool_.release(std::move(oldest.buffer));
+    pool_.release({.memory = std::move(oldest.memory),
+                   .last_use = end_of(*oldest.reduction)});
   }
-  waits_ = true;
+  if (reducing_.empty()) waits_ = true;
+}
+
+bool GradientMemory::is_over(const Reducing& oldest, size_t max_left) {
+  const bool has_to_be = reducing_.size() > max_left;
+  if (oldest.reduction->completed()) {
+    // A device may not have begun it: it is waited for if it has to be.
+    return streams_.device().is_cpu() || has_to_be;
+  }
+  if (has_to_be && waits_) waits_ = wait_for(*oldest.reduction, kPatience);
+  return has_to_be && waits_;
+}
+
+// Pairs with the wait of whoever gets its memory.
+StreamPoint GradientMemory::end_of(c10::ivalue::Future& reduction) const {
+  if (streams_.device().is_cpu()) return {};
+  const ShardingStreams::Scope on_sums = streams_.for_sums();
+  reduction.wait();
+  return StreamPoint::now(streams_.device());
 }
 
 }  // namespace brigade

@@ -7,6 +7,10 @@
 // anything for long: a peer whose program takes another branch may launch its
 // part only when this rank has gone on, so there is more memory then.
 //
+// On devices with streams a reduction counts as over for the host when it is
+// launched: whoever gets its memory is behind it by that memory's point, and
+// the host does not wait.
+//
 // Thread safety: none; one backward at a time.
 
 #ifndef BRIGADE_FSDP_GRADIENT_MEMORY_H_
@@ -21,6 +25,7 @@
 #include <vector>
 
 #include "brigade/fsdp/memory_pool.h"
+#include "brigade/fsdp/sharding_streams.h"
 
 namespace brigade {
 
@@ -28,9 +33,12 @@ class GradientMemory {
  public:
   using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
 
-  // `max_reducing`: at least 1.
-  GradientMemory(MemoryPool& pool, size_t max_reducing)
-      : pool_(pool), max_reducing_(max_reducing) {}
+  // `max_reducing`: at least 1. REQUIRES: both outlive this object.
+  GradientMemory(MemoryPool& pool, const ShardingStreams& streams,
+                 size_t max_reducing)
+      : pool_(pool), streams_(streams), max_reducing_(max_reducing) {}
+  // Memory of reductions that are not over is dropped.
+  ~GradientMemory();
   GradientMemory(const GradientMemory&) = delete;
   GradientMemory& operator=(const GradientMemory&) = delete;
 
@@ -38,26 +46,29 @@ class GradientMemory {
   void set_max_reducing(size_t value) { max_reducing_ = value; }
 
   // uint8, at least [bytes].
-  at::Tensor acquire(int64_t bytes);
+  Buffer acquire(int64_t bytes);
 
-  // At once; undefined: nothing.
-  void release(at::Tensor buffer);
+  // No reduction reads it. Without memory: nothing.
+  void release(Buffer buffer);
 
   // When the reduction that reads it is done.
-  void release_behind(at::Tensor buffer, FuturePtr reduction);
+  void release_behind(at::Tensor memory, FuturePtr reduction);
 
   // Reductions may never end. Returns what they read, which is not lent again.
   std::vector<at::Tensor> abandon();
 
  private:
   struct Reducing {
-    at::Tensor buffer;
+    at::Tensor memory;
     FuturePtr reduction;
   };
 
   void reclaim(size_t max_left);
+  bool is_over(const Reducing& oldest, size_t max_left);
+  StreamPoint end_of(c10::ivalue::Future& reduction) const;
 
   MemoryPool& pool_;
+  const ShardingStreams& streams_;
   size_t max_reducing_;
   std::deque<Reducing> reducing_;  // in the order of their launches
   bool waits_ = true;              // false: was in vain since all were done

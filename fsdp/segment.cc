@@ -13,6 +13,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "brigade/engine/stream_join.h"
 
 namespace brigade {
 namespace {
@@ -64,10 +65,17 @@ std::string why_sharded(const std::string& unit) {
                       "unit, or inside of unshard().");
 }
 
+// Bytes of one may be copied to the other, on the host.
 bool have_same_layout(const at::Tensor& a, const at::Tensor& b) {
   return a.scalar_type() == b.scalar_type() && a.is_cpu() &&
          a.layout() == at::kStrided && a.strides() == b.strides() &&
          !a.is_neg() && !a.is_conj();
+}
+
+// The current stream has used it; who drops it may be elsewhere.
+void record_use(const at::Tensor& tensor) {
+  if (tensor.is_cpu()) return;
+  tensor.record_stream(current_stream(tensor.device()));
 }
 
 }  // namespace
@@ -83,11 +91,13 @@ Segment::Segment(std::vector<NamedParameter> parameters, SegmentOptions options)
       whole_(options_.whole_dtype, layout_.whole_numel(), shard_.device(),
              why_sharded(options_.unit)),
       is_written_(parameters_.size(), 0),
-      is_lent_(parameters_.size(), 0) {
+      is_lent_(parameters_.size(), 0),
+      gradient_writers_(shard_.device()) {
   const at::NoGradGuard no_grad;
   for (size_t i = 0; i < parameters_.size(); ++i) {
     at::Tensor& parameter = parameters_[i].tensor;
     const at::Tensor shape = dense(parameter.detach());
+    record_use(parameter);  // its values have been read
     parameter.set_data(
         whole_.view(layout_.offset(i), shape.sizes(), shape.strides()));
   }
@@ -219,6 +229,7 @@ void Segment::take(size_t parameter, const at::Tensor& gradient,
                     layout_.offset(parameter) * gradients_.element_size(),
                 gradient.const_data_ptr(), gradient.nbytes());
   } else if (is_written_[parameter]) {
+    gradient_writers_.join();
     slot(gradients_, parameter).add_(gradient);
   } else {
     slot(gradients_, parameter).copy_(gradient);
@@ -245,15 +256,19 @@ bool Segment::is_own_slot(size_t parameter, const at::Tensor& gradient) const {
 }
 
 void Segment::acquire_gradients(GradientMemory& memory) {
-  if (gradients_.defined()) return;
-  gradient_memory_ = memory.acquire(gradient_bytes());
-  gradients_ = gradient_memory_.narrow(0, 0, gradient_bytes())
-                   .view(options_.reduce_dtype);
+  if (!gradients_.defined()) {
+    gradient_memory_ = memory.acquire(gradient_bytes());
+    gradients_ = gradient_memory_.memory.narrow(0, 0, gradient_bytes())
+                     .view(options_.reduce_dtype);
+  }
+  // Each stream that writes into it: whoever had it may still read it.
+  if (gradient_writers_.note()) gradient_memory_.last_use.wait();
 }
 
 at::Tensor Segment::finish_gradients(GradientMemory& memory) {
   const at::NoGradGuard no_grad;
   acquire_gradients(memory);
+  gradient_writers_.join();
   int64_t end = 0;  // of what is written, or zeroed
   const auto zero_up_to = [&](int64_t begin) {
     if (begin > end) gradients_.narrow(0, end, begin - end).zero_();
@@ -274,11 +289,13 @@ at::Tensor Segment::finish_gradients(GradientMemory& memory) {
   return gradients_;
 }
 
-at::Tensor Segment::take_gradient_memory() {
+Buffer Segment::take_gradient_memory() {
   std::ranges::fill(is_written_, 0);
   std::ranges::fill(is_lent_, 0);
   gradients_ = at::Tensor();
-  return std::exchange(gradient_memory_, at::Tensor());
+  Buffer taken = std::exchange(gradient_memory_, Buffer());
+  taken.last_use = gradient_writers_.end();
+  return taken;
 }
 
 const at::Tensor& Segment::pending() {
@@ -287,6 +304,7 @@ const at::Tensor& Segment::pending() {
     pending_ = at::empty({layout_.shard_numel()},
                          shard_.options().dtype(options_.reduce_dtype));
   }
+  std::exchange(committed_, StreamPoint()).wait();
   return pending_;
 }
 
@@ -306,8 +324,10 @@ bool Segment::is_held(ShardGradient& gradient) {
 }
 
 // Of the two that take turns, one that nobody holds: a gradient that was set to
-// None, and is not kept elsewhere, is not read any more.
+// None, and is not kept elsewhere, is not read any more. But a stream may still
+// read it, which only an allocator is told of: there it is new memory.
 Segment::ShardGradient& Segment::free_gradient() {
+  if (!device().is_cpu()) gradient_of_shard_[0] = {};
   ShardGradient* chosen = nullptr;
   for (ShardGradient& gradient : gradient_of_shard_) {
     if (gradient.flat.defined() && !is_held(gradient)) {
@@ -347,6 +367,8 @@ void Segment::commit(const std::vector<char>& is_used, double scale) {
     }
     shards_[i].mutable_grad().add_(view_of(pending_, i));
   }
+  record_use(pending_);
+  committed_ = StreamPoint::now(device());
 }
 
 }  // namespace brigade

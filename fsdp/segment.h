@@ -6,6 +6,10 @@
 // and the memory of their gradients. Decides what lies where; communicates
 // nothing. Lengths: W ranks, S elements of a shard, W * S of the whole.
 //
+// On devices with streams everything runs on the calling thread's current one,
+// behind what other calls have put on others, as is said where that is more
+// than the memory's own order.
+//
 // Thread safety: none; one backward at a time, and nothing else beside it.
 
 #ifndef BRIGADE_FSDP_SEGMENT_H_
@@ -22,6 +26,8 @@
 
 #include "brigade/fsdp/gradient_memory.h"
 #include "brigade/fsdp/shard_layout.h"
+#include "brigade/fsdp/stream_point.h"
+#include "brigade/fsdp/stream_uses.h"
 #include "brigade/fsdp/whole_storage.h"
 
 namespace brigade {
@@ -120,28 +126,30 @@ class Segment {
 
   // ---- Gradients of the running backward.
 
-  // Writes the parameter's gradient, or adds it to what is there.
+  // Writes the parameter's gradient, or adds it to what is there; any stream.
   void take(size_t parameter, const at::Tensor& gradient,
             GradientMemory& memory);
   // [W * S], zeros where nothing was taken, with what keep_partial() has kept;
-  // made if need be.
+  // made if need be. The current stream is behind those that took them.
   at::Tensor finish_gradients(GradientMemory& memory);
   // Where a whole gradient is to be written: a view, of the parameter's shape,
   // in the reduce dtype; undefined if it was given, or taken, before. It counts
   // when take() gets it.
   at::Tensor gradient_slot(size_t parameter, GradientMemory& memory);
   // Forgets them. The memory is the caller's; undefined if there is none.
-  at::Tensor take_gradient_memory();
+  Buffer take_gradient_memory();
 
   // ---- The shard's gradient.
 
-  // [S] of the reduce dtype: where a sum is to be written.
+  // [S] of the reduce dtype: where a sum is to be written. The current stream
+  // is behind the last commit().
   const at::Tensor& pending();
   // A sum may be written there for ever: goes on with other memory.
   at::Tensor abandon_pending() { return std::exchange(pending_, at::Tensor()); }
 
   // The sum in pending(), times `scale`, becomes the gradient of the shards, or
-  // is added to it; of those parameters only that `is_used`.
+  // is added to it; of those parameters only that `is_used`. REQUIRES: the
+  // current stream is behind the sum.
   void commit(const std::vector<char>& is_used, double scale);
 
   // The sum in pending(), of some ranks only, goes into the next one.
@@ -175,13 +183,15 @@ class Segment {
   at::Tensor bound_memory_;
   int64_t bound_version_ = -1;
 
-  at::Tensor gradient_memory_;
+  Buffer gradient_memory_;
   at::Tensor gradients_;  // [W * S], in it
   std::vector<char> is_written_;
   std::vector<char> is_lent_;  // by gradient_slot()
+  StreamUses gradient_writers_;
 
   at::Tensor pending_;
-  at::Tensor partial_;  // [S]; undefined: none
+  at::Tensor partial_;     // [S]; undefined: none
+  StreamPoint committed_;  // what was read of it
   ShardGradient gradient_of_shard_[2];
 };
 

@@ -2,56 +2,19 @@
 
 #include <c10/util/Exception.h>
 
-#include <numeric>
-#include <optional>
 #include <utility>
 #include <vector>
 
 #include "brigade/comm/ordered_collectives.h"
 #include "brigade/comm/ordered_mesh.h"
 #include "brigade/comm/subgroup.h"
+#include "brigade/fsdp/group_collectives.h"
+#include "brigade/fsdp/mesh_ranks.h"
 
 namespace brigade {
 namespace {
 
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
-
-std::vector<int> row_of(int rank, int num_shards) {
-  std::vector<int> ranks(num_shards);
-  std::iota(ranks.begin(), ranks.end(), rank / num_shards * num_shards);
-  return ranks;
-}
-
-std::vector<int> column_of(int rank, int num_shards, int num_ranks) {
-  std::vector<int> ranks;
-  for (int r = rank % num_shards; r < num_ranks; r += num_shards) {
-    ranks.push_back(r);
-  }
-  return ranks;
-}
-
-// Versions of torch call the same collectives by one name or the other.
-template <typename ProcessGroup>
-c10::intrusive_ptr<c10d::Work> gather_into(ProcessGroup& group,
-                                           at::Tensor output,
-                                           at::Tensor input) {
-  if constexpr (requires { group.all_gather_single(output, input); }) {
-    return group.all_gather_single(output, input);
-  } else {
-    return group._allgather_base(output, input);
-  }
-}
-
-template <typename ProcessGroup>
-c10::intrusive_ptr<c10d::Work> reduce_into(ProcessGroup& group,
-                                           at::Tensor output,
-                                           at::Tensor input) {
-  if constexpr (requires { group.reduce_scatter_single(output, input); }) {
-    return group.reduce_scatter_single(output, input);
-  } else {
-    return group._reduce_scatter_base(output, input);
-  }
-}
 
 // One row: gathers and sums need no groups but the given one.
 class OrderedRow final : public ShardTransport {

@@ -6,7 +6,9 @@
 // R = 1: full sharding. F = 1: every rank holds all.
 //
 // Gathers and sums are independent of each other, each in the order of its
-// calls, which is the same on all ranks.
+// calls, which is the same on all ranks. On devices with streams they are
+// launched with one of streams() current, behind what that one has been given;
+// their futures are complete then, and make streams wait.
 //
 // Thread safety: one call at a time of each kind.
 
@@ -18,6 +20,9 @@
 
 #include <memory>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <vector>
+
+#include "brigade/fsdp/sharding_streams.h"
 
 namespace brigade {
 
@@ -47,20 +52,31 @@ class ShardTransport {
   // False: the sum is to be scaled by whoever takes it.
   virtual bool scales() const = 0;
 
+  // Groups that serve these collectives alone, and end with it: to be closed
+  // where a peer is lost.
+  virtual std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> own_groups()
+      const {
+    return {};
+  }
+
+  const ShardingStreams& streams() const { return streams_; }
   int num_shards() const { return num_shards_; }      // F
   int num_replicas() const { return num_replicas_; }  // R
   int shard_rank() const { return shard_rank_; }      // this rank's place
 
  protected:
-  ShardTransport(int num_shards, int num_replicas, int shard_rank)
+  ShardTransport(int num_shards, int num_replicas, int shard_rank,
+                 c10::Device device = at::kCPU)
       : num_shards_(num_shards),
         num_replicas_(num_replicas),
-        shard_rank_(shard_rank) {}
+        shard_rank_(shard_rank),
+        streams_(device) {}
 
  private:
   const int num_shards_;
   const int num_replicas_;
   const int shard_rank_;
+  const ShardingStreams streams_;
 };
 
 // Sums in the order of the ranks (comm/ordered_collectives.h), on connections
@@ -71,7 +87,8 @@ class ShardTransport {
 std::unique_ptr<ShardTransport> make_ordered_transport(
     const c10::intrusive_ptr<c10d::ProcessGroup>& group, int num_shards);
 
-// By the group's own collectives, full sharding only: for a recording group.
+// By the group's own collectives, full sharding only: for a recording group on
+// the CPU.
 std::unique_ptr<ShardTransport> make_group_transport(
     c10::intrusive_ptr<c10d::ProcessGroup> group);
 

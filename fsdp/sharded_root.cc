@@ -17,6 +17,7 @@
 #include <string_view>
 
 #include "absl/strings/str_cat.h"
+#include "brigade/fsdp/device_transport.h"
 #include "brigade/hooks/backward_end.h"
 #include "brigade/hooks/input_gate.h"
 #include "brigade/hooks/output_watch.h"
@@ -26,12 +27,26 @@ namespace {
 
 std::unique_ptr<ShardTransport> make_transport(
     const c10::intrusive_ptr<c10d::ProcessGroup>& group,
-    const ShardingOptions& options) {
+    const ShardingOptions& options, c10::Device device) {
+  const int num_shards = options.num_shards.value_or(group->getSize());
+  if (!device.is_cpu()) return make_device_transport(group, num_shards, device);
   if (!group->getStore() && group->getSize() > 1) {
     return make_group_transport(group);
   }
-  return make_ordered_transport(group,
-                                options.num_shards.value_or(group->getSize()));
+  return make_ordered_transport(group, num_shards);
+}
+
+c10::Device device_of(const std::vector<Unit>& units) {
+  return units.empty() ? at::kCPU : units.front().segments.front()->device();
+}
+
+// The one of all ranks first.
+std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> groups_of(
+    const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+    const ShardTransport& transport) {
+  std::vector groups = {group};
+  for (auto& own : transport.own_groups()) groups.push_back(std::move(own));
+  return groups;
 }
 
 uint64_t digest_of(std::string_view words, const std::vector<size_t>& units) {
@@ -84,9 +99,10 @@ ShardedRoot::ShardedRoot(std::vector<Unit> units,
                          ShardingOptions options)
     : group_(std::move(group)),
       options_(options),
-      transport_(make_transport(group_, options_)),
-      pool_(at::kCPU),
-      gradient_memory_(pool_, std::max<size_t>(options.max_reducing, 1)),
+      transport_(make_transport(group_, options_, device_of(units))),
+      pool_(transport_->streams().device()),
+      gradient_memory_(pool_, transport_->streams(),
+                       std::max<size_t>(options.max_reducing, 1)),
       units_(std::move(units)) {
   uint64_t fingerprint = units_.size();
   for (const Unit& unit : units_) {
@@ -113,9 +129,9 @@ ShardedRoot::ShardedRoot(std::vector<Unit> units,
   const AllTrained all_trained(policy_->variables());
   const std::vector<std::vector<at::Tensor>> variables = {policy_->variables()};
   engine_ = std::make_unique<Engine>(
-      std::vector{group_}, variables, *policy_,
+      groups_of(group_, *transport_), variables, *policy_,
       EngineOptions{.name = "fully_shard",
-                    .defers_status_check = false,
+                    .defers_status_check = !pool_.device().is_cpu(),
                     .failure_patience = options_.failure_patience,
                     .one_backward_per_forward = false,
                     .sink = policy_.get(),
@@ -159,6 +175,7 @@ void ShardedRoot::begin_forward() {
   release_outdated();
   const std::vector<size_t> expected = policy_->expected_in_forward();
   ask("began a forward", expected);
+  gathers_->shards_are_written();
   gathers_->begin(expected);
   if (pass_ == Pass::kNone) pass_ = Pass::kForward;
 }
@@ -290,6 +307,7 @@ void ShardedRoot::abort_call(const Call& call) {
 void ShardedRoot::end_call(const std::shared_ptr<Call>& call,
                            std::span<const at::Tensor> outputs) {
   const size_t unit = call->unit;
+  gathers_->note_use(unit);
   if (at::GradMode::is_enabled()) {
     watch_outputs(outputs, alive_, [this, call] { open(call); });
   }
@@ -328,6 +346,7 @@ void ShardedRoot::open(const std::shared_ptr<Call>& call) {
 void ShardedRoot::close(Call& call) {
   if (call.open_in != backward_ || pass_ != Pass::kBackward) return;
   call.open_in = 0;
+  gathers_->note_use(call.unit);
   --num_open_[call.unit];
   release_behind_backward(call.unit);
 }
@@ -419,6 +438,7 @@ void ShardedRoot::unshard() {
     if (!gathers_->is_current(unit)) expected.push_back(unit);
   }
   ask("gathers all units", expected);
+  gathers_->shards_are_written();
   gathers_->begin(expected);
   pass_ = Pass::kApart;
   for (size_t unit = 0; unit < units_.size(); ++unit) need(unit);

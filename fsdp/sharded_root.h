@@ -29,7 +29,13 @@
 // A unit is released in backward when its inputs tell that it is over; one
 // whose inputs need no gradient, as the first, when backward ends.
 //
-// Thread safety: one call at a time, one backward at a time, on the CPU.
+// On devices with streams a call of a unit begins and ends on one stream,
+// behind what it computes; forwards begin behind what has written the shards.
+// The host waits for no device there, but in a backward that leaves out
+// parameters, and a peer's failure in a backward is told where the next forward
+// begins.
+//
+// Thread safety: one call at a time, one backward at a time.
 
 #ifndef BRIGADE_FSDP_SHARDED_ROOT_H_
 #define BRIGADE_FSDP_SHARDED_ROOT_H_

@@ -2,6 +2,7 @@
 
 #include <c10/core/ScalarType.h>
 
+#include <optional>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -46,8 +47,10 @@ absl::Status check_options(const ShardingOptions& options, int num_ranks) {
   return absl::OkStatus();
 }
 
+// `device`: of the first parameter.
 absl::Status check_parameter(const UnitSpec& unit,
-                             const NamedParameter& parameter) {
+                             const NamedParameter& parameter,
+                             c10::Device device) {
   const auto refuse = [&](const auto&... words) {
     return absl::InvalidArgumentError(
         absl::StrCat("fully_shard: parameter '", parameter.name, "' of unit '",
@@ -60,10 +63,9 @@ absl::Status check_parameter(const UnitSpec& unit,
         "is on meta: it has no values.\nGive it memory and values before it is "
         "sharded.");
   }
-  if (!tensor.is_cpu()) {
-    return refuse("is on ", tensor.device().str(),
-                  "; so far parameters are sharded on the CPU.\nMove the "
-                  "module there, or use DistributedDataParallel.");
+  if (tensor.device() != device) {
+    return refuse("is on ", tensor.device().str(), ", the first one on ",
+                  device.str(), ".\nMove the module to one device.");
   }
   if (tensor.layout() != at::kStrided) {
     return refuse("is not dense.\nUse a dense parameter.");
@@ -86,6 +88,7 @@ absl::Status check_parameter(const UnitSpec& unit,
 
 absl::Status check_units(std::span<const UnitSpec> units) {
   std::unordered_map<const void*, std::string> owners;
+  std::optional<c10::Device> device;
   for (const UnitSpec& unit : units) {
     if (unit.parameters.empty()) {
       return absl::InvalidArgumentError(
@@ -94,9 +97,11 @@ absl::Status check_units(std::span<const UnitSpec> units) {
                        "has some of its own."));
     }
     for (const NamedParameter& parameter : unit.parameters) {
-      if (auto status = check_parameter(unit, parameter); !status.ok()) {
-        return status;
+      if (!device && parameter.tensor.defined()) {
+        device = parameter.tensor.device();
       }
+      auto status = check_parameter(unit, parameter, device.value_or(at::kCPU));
+      if (!status.ok()) return status;
       if (parameter.tensor.numel() == 0) continue;
       const auto [owner, is_new] = owners.emplace(
           parameter.tensor.storage().unsafeGetStorageImpl(),
@@ -135,10 +140,11 @@ void require_alike(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
               ? absl::StrCat("seen in ", c10::toString(*parameter.whole_dtype),
                              " ")
               : "",
-          tensor.defined() ? c10::str(tensor.scalar_type(), ' ', tensor.sizes(),
-                                      ' ', tensor.strides(),
-                                      tensor.requires_grad() ? "" : ", frozen")
-                           : "undefined"));
+          tensor.defined()
+              ? c10::str(tensor.device().type(), ' ', tensor.scalar_type(), ' ',
+                         tensor.sizes(), ' ', tensor.strides(),
+                         tensor.requires_grad() ? "" : ", frozen")
+              : "undefined"));
     }
   }
   require_agreement(group, at::kCPU, "sharded parameter", items, status);

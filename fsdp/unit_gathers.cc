@@ -1,7 +1,10 @@
 #include "brigade/fsdp/unit_gathers.h"
 
 #include <algorithm>
+#include <optional>
 #include <utility>
+
+#include "brigade/engine/stream_join.h"
 
 namespace brigade {
 
@@ -11,15 +14,26 @@ UnitGathers::UnitGathers(std::vector<Unit>& units, ShardTransport& transport,
       transport_(transport),
       pool_(pool),
       schedule_(units.size(), depth),
-      gathers_(units.size()) {
+      gathers_(units.size()),
+      uses_(units.size(), StreamUses(pool.device())),
+      shard_writers_(pool.device()) {
+  const std::optional<c10::Stream>& stream = transport_.streams().gathers();
   for (Unit& unit : units_) {
     for (const auto& segment : unit.segments) {
       if (is_local(*segment)) segment->bind(segment->shard().view(at::kByte));
+      // Which will read them, whoever drops them.
+      if (stream) segment->shard().record_stream(*stream);
     }
   }
 }
 
 UnitGathers::~UnitGathers() {
+  // Views that outlive this object keep what is whole.
+  for (size_t unit = 0; unit < units_.size(); ++unit) {
+    for (const Gather& gather : gathers_[unit]) {
+      uses_[unit].record_on(gather.memory);
+    }
+  }
   const auto keep = [](const Gather& gather) {
     if (!gather.future || gather.future->completed()) return;
     gather.future->addCallback(
@@ -41,9 +55,26 @@ void UnitGathers::begin(std::vector<size_t> expected) {
   launch_all(schedule_.begin(std::move(expected)));
 }
 
+// Orders the gathers' stream behind the optimizer, say, and tells the allocator
+// who uses shards: they belong to the stream that they were made on.
+void UnitGathers::shards_are_written() {
+  const c10::Device device = pool_.device();
+  if (device.is_cpu()) return;
+  if (shard_writers_.note()) {
+    for (const Unit& unit : units_) {
+      for (const auto& segment : unit.segments) {
+        segment->shard().record_stream(current_stream(device));
+      }
+    }
+  }
+  const StreamPoint written = StreamPoint::now(device);
+  const ShardingStreams::Scope on_gathers = transport_.streams().for_gathers();
+  written.wait();
+}
+
 void UnitGathers::need(size_t unit, std::span<const size_t> ahead,
                        const std::function<void()>& ask) {
-  if (schedule_.is_claimed(unit)) return;
+  if (schedule_.is_claimed(unit)) return join(unit);
   const GatherStep step = schedule_.needs(unit, ahead);
   launch_all(step.launch);
   if (step.is_late) {
@@ -55,13 +86,29 @@ void UnitGathers::need(size_t unit, std::span<const size_t> ahead,
     }
     launch(unit);
   }
+  join(unit);
+  bind(unit);
+}
+
+// The host waits for what is not complete. What is complete on a device may not
+// have run: each stream waits for itself.
+void UnitGathers::join(size_t unit) {
+  for (Gather& gather : gathers_[unit]) {
+    if (!gather.future) continue;
+    gather.future->waitAndThrow();
+    if (pool_.device().is_cpu()) gather.future = nullptr;
+  }
+  note_use(unit);
+}
+
+void UnitGathers::bind(size_t unit) {
   auto& segments = units_[unit].segments;
   size_t index = 0;
   for (Gather& gather : gathers_[unit]) {
     while (is_local(*segments[index])) ++index;
-    finish(gather);
     segments[index]->bind(gather.memory);
     segments[index]->set_bound_version(gather.version);
+    gather.is_read = true;
     ++index;
   }
 }
@@ -71,8 +118,14 @@ void UnitGathers::release(size_t unit) {
   for (const auto& segment : units_[unit].segments) {
     if (!is_local(*segment) && segment->is_bound()) segment->unbind();
   }
+  note_use(unit);
+  const StreamPoint last_use = uses_[unit].end();
   for (Gather& gather : std::exchange(gathers_[unit], {})) {
-    reclaim(std::move(gather));
+    if (gather.is_read) {
+      reclaim(std::move(gather), last_use);
+    } else {
+      reclaim_unread(std::move(gather));
+    }
   }
   schedule_.released(unit);
 }
@@ -93,11 +146,13 @@ void UnitGathers::launch_all(const std::vector<size_t>& units) {
 void UnitGathers::launch(size_t unit) {
   std::vector<Gather>& read = gathers_[unit];
   std::vector<Gather>& gathers = read.empty() ? read : unread_;
+  const ShardingStreams::Scope on_gathers = transport_.streams().for_gathers();
   for (const auto& segment : units_[unit].segments) {
     if (is_local(*segment)) continue;
-    at::Tensor memory = pool_.acquire(segment->whole_bytes());
-    FuturePtr future = gather(*segment, memory);
-    gathers.push_back({.memory = std::move(memory),
+    Buffer buffer = pool_.acquire(segment->whole_bytes());
+    buffer.last_use.wait();
+    FuturePtr future = gather(*segment, buffer.memory);
+    gathers.push_back({.memory = std::move(buffer.memory),
                        .version = segment->version(),
                        .future = std::move(future)});
   }
@@ -110,26 +165,27 @@ UnitGathers::FuturePtr UnitGathers::gather(const Segment& segment,
   return transport_.all_gather(whole);
 }
 
-void UnitGathers::finish(Gather& gather) {
-  if (!gather.future) return;
-  gather.future->waitAndThrow();
-  gather.future = nullptr;
-}
-
 void UnitGathers::release_unneeded() {
   launch_rest();
   for (const size_t unit : schedule_.unclaimed()) release(unit);
-  for (Gather& gather : std::exchange(unread_, {})) reclaim(std::move(gather));
+  for (Gather& gather : std::exchange(unread_, {})) {
+    reclaim_unread(std::move(gather));
+  }
+}
+
+// Nobody has waited for it: whoever gets its memory is behind it.
+void UnitGathers::reclaim_unread(Gather gather) {
+  const ShardingStreams::Scope on_gathers = transport_.streams().for_gathers();
+  if (gather.future) gather.future->wait();
+  reclaim(std::move(gather), StreamPoint::now(pool_.device()));
 }
 
 // Memory of a gather that has failed may be written to for ever, and is not
 // lent again; who needs the unit is told.
-void UnitGathers::reclaim(Gather gather) {
-  if (gather.future) {
-    gather.future->wait();
-    if (gather.future->hasError()) return;
-  }
-  pool_.release(std::move(gather.memory));
+void UnitGathers::reclaim(Gather gather, StreamPoint last_use) {
+  if (gather.future && gather.future->hasError()) return;
+  pool_.release(
+      {.memory = std::move(gather.memory), .last_use = std::move(last_use)});
 }
 
 }  // namespace brigade

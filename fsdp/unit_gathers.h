@@ -3,6 +3,10 @@
 // Launches what gather_schedule.h says. A unit that is whole already is
 // gathered into memory that nobody reads, for the peers' sake.
 //
+// On devices with streams all is launched on the gathers' stream, behind who
+// had the memory before, and each stream that needs a unit waits for its
+// gather. Streams that use a unit are remembered until it is released.
+//
 // Thread safety: none; one pass at a time, and needs from one thread at a time.
 
 #ifndef BRIGADE_FSDP_UNIT_GATHERS_H_
@@ -38,13 +42,22 @@ class UnitGathers {
   // A pass begins; what an earlier one has left is released. Errors: as need().
   void begin(std::vector<size_t> expected);
 
-  // Returns when `unit` is whole. `ahead`: of GatherSchedule::needs(). `ask` is
-  // called before a gather that is not expected, and throws if peers don't ask
-  // the same. Errors: what a gather fails with.
+  // The calling thread's current stream has written the shards. Gathers that
+  // are launched from here on are behind it.
+  void shards_are_written();
+
+  // Returns when `unit` is whole, for the calling thread and its current
+  // stream. `ahead`: of GatherSchedule::needs(). `ask` is called before a
+  // gather that is not expected, and throws if peers don't ask the same.
+  // Errors: what a gather fails with.
   void need(size_t unit, std::span<const size_t> ahead,
             const std::function<void()>& ask);
 
-  // Sharded again. Nothing if it is sharded. Waits for a gather in flight.
+  // The calling thread's current stream is behind some use of the unit.
+  void note_use(size_t unit) { uses_[unit].note(); }
+
+  // Sharded again. Nothing if it is sharded. Waits for a gather in flight. Who
+  // gets the memory is behind the streams that have used it.
   void release(size_t unit);
 
   // Launches what is left of the pass, and does not wait for it. May be called
@@ -60,17 +73,20 @@ class UnitGathers {
  private:
   using FuturePtr = ShardTransport::FuturePtr;
   struct Gather {
-    at::Tensor memory;    // uint8
-    int64_t version = 0;  // of the shard
-    FuturePtr future;     // null: it is there
+    at::Tensor memory;     // uint8
+    int64_t version = 0;   // of the shard
+    FuturePtr future;      // null: it is there, for any stream
+    bool is_read = false;  // whoever has used it has waited for it
   };
 
   bool is_local(const Segment& segment) const;
   void launch_all(const std::vector<size_t>& units);
   void launch(size_t unit);
   FuturePtr gather(const Segment& segment, const at::Tensor& memory);
-  void finish(Gather& gather);
-  void reclaim(Gather gather);
+  void bind(size_t unit);
+  void join(size_t unit);
+  void reclaim_unread(Gather gather);
+  void reclaim(Gather gather, StreamPoint last_use);
   void release_unneeded();
 
   std::vector<Unit>& units_;
@@ -80,7 +96,9 @@ class UnitGathers {
 
   // By unit, then by segment. Bound when they are needed.
   std::vector<std::vector<Gather>> gathers_;
-  std::vector<Gather> unread_;  // for the peers' sake
+  std::vector<Gather> unread_;    // for the peers' sake
+  std::vector<StreamUses> uses_;  // of whole units
+  StreamUses shard_writers_;
 };
 
 }  // namespace brigade

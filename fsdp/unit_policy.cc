@@ -64,11 +64,15 @@ UnitPolicy::UnitPolicy(std::vector<Unit>& units, ShardTransport& transport,
       for (size_t i = 0; i < segment->parameters().size(); ++i) {
         numbers_[segment->parameters()[i].tensor.unsafeGetTensorImpl()] =
             variables_.size();
-        variables_.push_back({.reduction = index, .in_segment = i});
+        variables_.push_back(
+            {.reduction = index, .in_segment = i, .unit = unit});
       }
     }
   }
   is_used_.assign(variables_.size(), 0);
+  if (!transport_.streams().device().is_cpu() && !variables_.empty()) {
+    used_sum_ = std::make_unique<UsedSum>(is_used_, transport_);
+  }
   forward_order_.resize(units_.size());
   std::iota(forward_order_.begin(), forward_order_.end(), size_t{0});
   backward_order_.assign(forward_order_.rbegin(), forward_order_.rend());
@@ -110,6 +114,7 @@ void UnitPolicy::adopt_order(std::vector<size_t> reductions) {
     places_[reduction] = sequence_.size();
     sequence_.push_back(&reductions_[reduction]);
   }
+  if (used_sum_) sequence_.push_back(used_sum_.get());
 }
 
 std::vector<size_t> UnitPolicy::expected_in_forward() const {
@@ -143,6 +148,7 @@ void UnitPolicy::note_forward(std::vector<size_t> record) {
 void UnitPolicy::take(VariableIndex variable, const at::Tensor& gradient) {
   if (!is_trained(variable.parameter)) return;  // frozen since its forward
   const Variable& taken = variables_[variable.parameter];
+  gathers_.note_use(taken.unit);
   reductions_[taken.reduction].segment().take(taken.in_segment, gradient,
                                               memory_);
 }
@@ -207,6 +213,7 @@ Replanned UnitPolicy::replan(const CallCollective& /*call*/) {
 }
 
 void UnitPolicy::on_backward_begins(Marker& marker, bool /*is_shadow*/) {
+  is_confirmed_ = false;
   is_ready_.assign(variables_.size(), 0);
   completion_.clear();
   num_missing_.assign(reductions_.size(), 0);
@@ -274,8 +281,18 @@ void UnitPolicy::mark_absent(size_t number, Marker& marker) const {
        .has_gradient = false});
 }
 
+UnitPolicy::Seen UnitPolicy::seen() const {
+  return {.forward = forward_record_,
+          .backward = gathers_.schedule().record(),
+          .completions = completion_};
+}
+
 void UnitPolicy::on_end_confirmed(bool has_agreed_proposal) {
+  is_confirmed_ = true;
+  const Seen agreed =
+      unconfirmed_ ? *std::exchange(unconfirmed_, std::nullopt) : seen();
   if (!has_agreed_proposal) {
+    if (used_sum_) return;  // it has travelled
     try {
       return sum_used();
     } catch (...) {
@@ -284,9 +301,17 @@ void UnitPolicy::on_end_confirmed(bool has_agreed_proposal) {
       throw;
     }
   }
-  forward_order_ = completed(forward_record_, forward_order_);
-  backward_order_ = completed(gathers_.schedule().record(), backward_order_);
-  next_reduction_order_ = completed(completion_, reduction_order_);
+  forward_order_ = completed(agreed.forward, forward_order_);
+  backward_order_ = completed(agreed.backward, backward_order_);
+  next_reduction_order_ = completed(agreed.completions, reduction_order_);
+}
+
+// Of those that are trained.
+bool UnitPolicy::has_used_all() const {
+  for (size_t number = 0; number < variables_.size(); ++number) {
+    if (!is_used_[number] && is_trained(number)) return false;
+  }
+  return true;
 }
 
 // Ranks have used different parameters, or in another order.
@@ -308,6 +333,8 @@ std::vector<char> UnitPolicy::used_of(size_t reduction) const {
 
 void UnitPolicy::on_iteration_over(Outcome outcome, bool /*is_shadow*/) {
   if (outcome == Outcome::kDelivered) {
+    if (!is_confirmed_) unconfirmed_ = seen();
+    if (used_sum_ && !has_used_all()) used_sum_->read();
     for (const size_t i : reduction_order_) {
       if (is_reduced(i)) reductions_[i].commit(used_of(i));
     }

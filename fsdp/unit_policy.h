@@ -30,6 +30,7 @@
 #include "brigade/fsdp/unit.h"
 #include "brigade/fsdp/unit_gathers.h"
 #include "brigade/fsdp/unit_reduction.h"
+#include "brigade/fsdp/used_sum.h"
 #include "brigade/hooks/gradient_sink.h"
 
 namespace brigade {
@@ -48,6 +49,8 @@ class UnitPolicy final : public ReductionPolicy, public GradientSink {
   UnitPolicy(std::vector<Unit>& units, ShardTransport& transport,
              UnitGathers& gathers, GradientMemory& memory, Listener& listener,
              uint64_t fingerprint_of_units);
+  // Gives back the memory of gradients that were not reduced.
+  ~UnitPolicy() override { drop_gradients(); }
 
   // All parameters that can be trained, unit by unit: the engine's variables.
   // Those that require no gradient now are not waited for, and units without
@@ -98,7 +101,7 @@ class UnitPolicy final : public ReductionPolicy, public GradientSink {
   bool may_end_without_gradients() const override { return true; }
   bool is_learning() const override { return false; }
   void on_end_confirmed(bool has_agreed_proposal) override;
-  void on_end_refuted() override {}
+  void on_end_refuted() override { unconfirmed_.reset(); }
   void on_iteration_over(Outcome outcome, bool is_shadow) override;
 
   std::shared_ptr<void> abandon(
@@ -118,6 +121,14 @@ class UnitPolicy final : public ReductionPolicy, public GradientSink {
   struct Variable {
     size_t reduction;
     size_t in_segment;  // parameter of the segment
+    size_t unit;
+  };
+
+  // What a rank has seen of an iteration, in order.
+  struct Seen {
+    std::vector<size_t> forward;      // units
+    std::vector<size_t> backward;     // units
+    std::vector<size_t> completions;  // reductions
   };
 
   const NamedParameter& parameter(size_t variable) const;
@@ -127,6 +138,8 @@ class UnitPolicy final : public ReductionPolicy, public GradientSink {
   bool is_reduced(size_t reduction) const;  // while any of it is trained
   void note_ready(size_t variable);
   void mark_absent(size_t variable, Marker& marker) const;
+  Seen seen() const;
+  bool has_used_all() const;
   void sum_used();
   void drop_gradients();
   std::vector<char> used_of(size_t reduction) const;
@@ -143,6 +156,7 @@ class UnitPolicy final : public ReductionPolicy, public GradientSink {
   std::vector<Variable> variables_;
   std::unordered_map<const at::TensorImpl*, size_t> numbers_;  // of variables
   std::vector<size_t> first_variable_;                         // by reduction
+  std::unique_ptr<UsedSum> used_sum_;  // null on the CPU
 
   bool is_trained_changed_ = false;
   bool sums_over_replicas_ = true;
@@ -162,6 +176,10 @@ class UnitPolicy final : public ReductionPolicy, public GradientSink {
   std::vector<size_t> num_missing_;  // gradients, by reduction
   std::vector<char> is_ready_;       // by variable
   std::vector<int32_t> is_used_;     // by variable
+
+  // The last iteration's, if it was delivered before its end was confirmed.
+  std::optional<Seen> unconfirmed_;
+  bool is_confirmed_ = false;  // the running one's
 };
 
 }  // namespace brigade

@@ -20,11 +20,12 @@ double UnitReduction::scale() const {
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> UnitReduction::launch() {
+  const ShardingStreams::Scope on_sums = transport_.streams().for_sums();
   const at::Tensor whole = segment_.finish_gradients(memory_);
   auto future = transport_.reduce_scatter(
       whole, segment_.pending(),
       {.scale = scale(), .over_replicas = sums_over_replicas_});
-  memory_.release_behind(segment_.take_gradient_memory(), future);
+  memory_.release_behind(segment_.take_gradient_memory().memory, future);
   return future;
 }
 

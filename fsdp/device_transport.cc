@@ -1,0 +1,84 @@
+#include "brigade/fsdp/device_transport.h"
+
+#include <vector>
+
+#include "brigade/comm/subgroup.h"
+#include "brigade/fsdp/group_collectives.h"
+#include "brigade/fsdp/mesh_ranks.h"
+
+namespace brigade {
+namespace {
+
+using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
+
+class DeviceTransport final : public ShardTransport {
+ public:
+  DeviceTransport(const Group& group, int num_shards, c10::Device device)
+      : ShardTransport(num_shards, group->getSize() / num_shards,
+                       group->getRank() % num_shards, device),
+        gathers_(
+            make_subgroup(group, row_of(group->getRank(), num_shards), device)),
+        sums_(
+            make_subgroup(group, row_of(group->getRank(), num_shards), device)),
+        column_(make_subgroup(
+            group, column_of(group->getRank(), num_shards, group->getSize()),
+            device)) {}
+
+  FuturePtr all_gather(const at::Tensor& whole) override {
+    const int64_t shard_numel = whole.numel() / num_shards();
+    return gather_into(*gathers_.group(), whole,
+                       whole.narrow(0, shard_rank() * shard_numel, shard_numel))
+        ->getFuture();
+  }
+
+  FuturePtr reduce_scatter(const at::Tensor& whole, const at::Tensor& shard,
+                           Sum sum) override {
+    const auto in_row = reduce_into(*sums_.group(), shard, whole);
+    return sum.over_replicas ? over_column(*in_row, shard)
+                             : in_row->getFuture();
+  }
+
+  FuturePtr all_reduce(const at::Tensor& tensor) override {
+    if (tensor.device() != streams().device()) return all_reduce_there(tensor);
+    std::vector<at::Tensor> tensors = {tensor};
+    return over_column(*sums_.group()->allreduce(tensors), tensor);
+  }
+
+  bool scales() const override { return false; }
+
+  std::vector<Group> own_groups() const override {
+    return {gathers_.group(), sums_.group(), column_.group()};
+  }
+
+ private:
+  // The sum of a row is in `tensor` when `row` is done.
+  FuturePtr over_column(c10d::Work& row, const at::Tensor& tensor) {
+    if (num_replicas() == 1) return row.getFuture();
+    row.wait();  // the current stream does; pairs with the column's launch
+    std::vector<at::Tensor> tensors = {tensor};
+    return column_.group()->allreduce(tensors)->getFuture();
+  }
+
+  // A tensor of the host, which waits.
+  FuturePtr all_reduce_there(const at::Tensor& tensor) {
+    const at::Tensor there = tensor.to(streams().device());
+    FuturePtr sum = all_reduce(there);
+    sum->waitAndThrow();
+    tensor.copy_(there);
+    return sum;
+  }
+
+  const GroupScope gathers_;
+  const GroupScope sums_;
+  const GroupScope column_;
+};
+
+}  // namespace
+
+std::unique_ptr<ShardTransport> make_device_transport(const Group& group,
+                                                      int num_shards,
+                                                      c10::Device device) {
+  return std::make_unique<DeviceTransport>(group, num_shards, device);
+}
+
+}  // namespace brigade
