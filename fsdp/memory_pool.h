@@ -50,6 +50,8 @@ class MemoryPool {
   void release(Buffer buffer);
 
   c10::Device device() const { return device_; }
+  // The stream that its memory belongs to; none on the CPU.
+  const std::optional<c10::Stream>& owner() const { return owner_; }
   int64_t bytes() const;            // of all buffers, lent and free
   int64_t peak_bytes() const;       // the most there ever were
   int64_t num_allocations() const;  // buffers made so far

@@ -220,6 +220,7 @@ void Segment::take(size_t parameter, const at::Tensor& gradient,
       "out of sharding.");
   const at::NoGradGuard no_grad;
   acquire_gradients(memory);
+  wait_to_write();
   if (gradient.numel() == 0 || is_own_slot(parameter, gradient)) {
     // There is nothing to be written.
   } else if (!is_written_[parameter] &&
@@ -244,6 +245,7 @@ at::Tensor Segment::gradient_slot(size_t parameter, GradientMemory& memory) {
   }
   const at::NoGradGuard no_grad;
   acquire_gradients(memory);
+  wait_to_write();
   return slot(gradients_, parameter);
 }
 
@@ -256,19 +258,26 @@ bool Segment::is_own_slot(size_t parameter, const at::Tensor& gradient) const {
 }
 
 void Segment::acquire_gradients(GradientMemory& memory) {
-  if (!gradients_.defined()) {
-    gradient_memory_ = memory.acquire(gradient_bytes());
-    gradients_ = gradient_memory_.memory.narrow(0, 0, gradient_bytes())
-                     .view(options_.reduce_dtype);
-  }
-  // Each stream that writes into it: whoever had it may still read it.
+  if (gradients_.defined()) return;
+  gradient_memory_ = memory.acquire(gradient_bytes());
+  gradients_ = gradient_memory_.memory.narrow(0, 0, gradient_bytes())
+                   .view(options_.reduce_dtype);
+}
+
+// On each stream that writes: whoever had the memory may still read it.
+void Segment::wait_to_write() {
   if (gradient_writers_.note()) gradient_memory_.last_use.wait();
 }
 
 at::Tensor Segment::finish_gradients(GradientMemory& memory) {
   const at::NoGradGuard no_grad;
   acquire_gradients(memory);
-  gradient_writers_.join();
+  if (gradient_writers_.empty()) {
+    gradient_memory_.last_use.wait();
+  } else {
+    gradient_writers_.join();
+  }
+  gradient_writers_.note();
   int64_t end = 0;  // of what is written, or zeroed
   const auto zero_up_to = [&](int64_t begin) {
     if (begin > end) gradients_.narrow(0, end, begin - end).zero_();
@@ -290,12 +299,16 @@ at::Tensor Segment::finish_gradients(GradientMemory& memory) {
 }
 
 Buffer Segment::take_gradient_memory() {
+  StreamPoint last_use = gradient_writers_.end();
+  return {.memory = take_finished_gradients(), .last_use = std::move(last_use)};
+}
+
+at::Tensor Segment::take_finished_gradients() {
   std::ranges::fill(is_written_, 0);
   std::ranges::fill(is_lent_, 0);
+  gradient_writers_.forget();
   gradients_ = at::Tensor();
-  Buffer taken = std::exchange(gradient_memory_, Buffer());
-  taken.last_use = gradient_writers_.end();
-  return taken;
+  return std::exchange(gradient_memory_, Buffer()).memory;
 }
 
 const at::Tensor& Segment::pending() {
@@ -367,7 +380,6 @@ void Segment::commit(const std::vector<char>& is_used, double scale) {
     }
     shards_[i].mutable_grad().add_(view_of(pending_, i));
   }
-  record_use(pending_);
   committed_ = StreamPoint::now(device());
 }
 

@@ -138,6 +138,9 @@ class Segment {
   at::Tensor gradient_slot(size_t parameter, GradientMemory& memory);
   // Forgets them. The memory is the caller's; undefined if there is none.
   Buffer take_gradient_memory();
+  // The same of gradients that are finished, and read on the stream that has
+  // finished them.
+  at::Tensor take_finished_gradients();
 
   // ---- The shard's gradient.
 
@@ -166,6 +169,7 @@ class Segment {
   at::Tensor slot(const at::Tensor& flat, size_t parameter) const;
   at::Tensor view_of(const at::Tensor& flat, size_t parameter) const;
   void acquire_gradients(GradientMemory& memory);
+  void wait_to_write();
   bool is_own_slot(size_t parameter, const at::Tensor& gradient) const;
   std::vector<at::Tensor> views_of(const at::Tensor& flat) const;
   static bool is_held(ShardGradient& gradient);

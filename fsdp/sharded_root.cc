@@ -573,7 +573,9 @@ std::string ShardedRoot::explain() const {
   std::string text =
       absl::StrCat(units_.size(), units_.size() == 1 ? " unit" : " units", ", ",
                    transport_->num_shards(), " shards, ",
-                   transport_->num_replicas(), " replicas\n");
+                   transport_->num_replicas(), " replicas, on ",
+                   pool_.device().str(), "; whole units and gradients took at ",
+                   "most ", pool_.peak_bytes(), " bytes\n");
   for (const Unit& unit : units_) {
     for (const auto& segment : unit.segments) {
       absl::StrAppend(

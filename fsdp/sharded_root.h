@@ -106,6 +106,7 @@ class ShardedRoot final : private UnitPolicy::Listener {
   const c10::intrusive_ptr<c10d::ProcessGroup>& group() const { return group_; }
   int shard_rank() const { return transport_->shard_rank(); }  // in its row
   int num_shards() const { return transport_->num_shards(); }
+  const ShardingStreams& streams() const { return transport_->streams(); }
 
   // ---- A forward: all of it between these, on all ranks.
 

@@ -30,6 +30,9 @@ class StreamUses {
 
   // Of all of them, each with what it has been given so far. None is left.
   StreamPoint end();
+  void forget() { streams_.clear(); }
+
+  bool empty() const { return streams_.empty(); }
 
   // A caching allocator is told of all of them: `memory` may be dropped.
   void record_on(const at::Tensor& memory) const;

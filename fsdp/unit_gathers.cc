@@ -130,7 +130,17 @@ void UnitGathers::release(size_t unit) {
   schedule_.released(unit);
 }
 
-void UnitGathers::launch_rest() { launch_all(schedule_.rest()); }
+void UnitGathers::launch_rest() {
+  launch_all(schedule_.rest());
+  if (!std::exchange(reads_shards_, false)) return;
+  StreamPoint have_read;
+  {
+    const ShardingStreams::Scope on_gathers =
+        transport_.streams().for_gathers();
+    have_read = StreamPoint::now(pool_.device());
+  }
+  have_read.wait();
+}
 
 bool UnitGathers::is_current(size_t unit) const {
   if (!schedule_.is_claimed(unit)) return false;
@@ -162,6 +172,7 @@ UnitGathers::FuturePtr UnitGathers::gather(const Segment& segment,
                                            const at::Tensor& memory) {
   const at::Tensor whole = segment.whole_in(memory);
   segment.write_own_slice(whole);
+  reads_shards_ = true;
   return transport_.all_gather(whole);
 }
 

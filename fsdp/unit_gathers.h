@@ -60,8 +60,9 @@ class UnitGathers {
   // gets the memory is behind the streams that have used it.
   void release(size_t unit);
 
-  // Launches what is left of the pass, and does not wait for it. May be called
-  // again.
+  // Launches what is left of the pass, and does not wait for it. But the
+  // calling thread's current stream, on which shards may be written from here
+  // on, is behind what gathers read of them. May be called again.
   void launch_rest();
 
   // It is whole, and of what its shards hold now.
@@ -99,6 +100,7 @@ class UnitGathers {
   std::vector<Gather> unread_;    // for the peers' sake
   std::vector<StreamUses> uses_;  // of whole units
   StreamUses shard_writers_;
+  bool reads_shards_ = false;  // since somebody waited for that
 };
 
 }  // namespace brigade

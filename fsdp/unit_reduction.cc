@@ -25,7 +25,7 @@ c10::intrusive_ptr<c10::ivalue::Future> UnitReduction::launch() {
   auto future = transport_.reduce_scatter(
       whole, segment_.pending(),
       {.scale = scale(), .over_replicas = sums_over_replicas_});
-  memory_.release_behind(segment_.take_gradient_memory().memory, future);
+  memory_.release_behind(segment_.take_finished_gradients(), future);
   return future;
 }
 

@@ -279,10 +279,24 @@ TEST_F(RaceDetectorTest, ARecordOfMemoryThatNobodyHoldsIsNothing) {
   expect_no_races();
 }
 
-TEST_F(RaceDetectorTest, FreedMemoryHasNoHistory) {
+TEST_F(RaceDetectorTest, FreedMemoryHasNoHistoryForItsOwner) {
   write(a_);
   detector_.free(kMemory);
-  detector_.allocate(kMemory, kBytes, b_);
+  detector_.allocate(kMemory, kBytes, a_);
+  write(a_);
+  expect_no_races();
+}
+
+TEST_F(RaceDetectorTest, WhoUsesWhatAnOwnerGotAgainIsBehindIt) {
+  write(a_);
+  detector_.free(kMemory);
+  detector_.allocate(kMemory, kBytes, a_);
+  write(b_);
+  expect_one(Race::kUnordered);
+  detector_.free(kMemory);
+  detector_.take_races();
+  detector_.allocate(kMemory, kBytes, a_);
+  detector_.wait(b_, detector_.moment(a_));
   write(b_);
   expect_no_races();
 }

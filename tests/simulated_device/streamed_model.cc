@@ -77,17 +77,18 @@ at::Tensor StreamedModel::use(size_t i, const c10::Stream& stream,
   return result;
 }
 
+at::Tensor StreamedModel::term(size_t i, int step) const {
+  const at::Tensor term = use(i, streams_[i], step);
+  return uses_both_ ? term + use(i, streams_[(i + 1) % size()], step) : term;
+}
+
 at::Tensor StreamedModel::loss(int step,
                                const std::set<size_t>& left_out) const {
   at::Tensor loss;
   for (size_t i = 0; i < size(); ++i) {
     if (left_out.count(i) > 0) continue;
-    std::vector<c10::Stream> streams = {streams_[i]};
-    if (uses_both_) streams.push_back(streams_[(i + 1) % size()]);
-    for (const c10::Stream& stream : streams) {
-      const at::Tensor term = use(i, stream, step);
-      loss = loss.defined() ? loss + term : term;
-    }
+    const at::Tensor term = this->term(i, step);
+    loss = loss.defined() ? loss + term : term;
   }
   return loss;
 }

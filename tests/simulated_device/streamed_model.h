@@ -44,6 +44,9 @@ class StreamedModel {
   // Behind the current stream, which is behind it afterwards.
   at::Tensor loss(int step, const std::set<size_t>& left_out = {}) const;
 
+  // What one parameter contributes to it.
+  at::Tensor term(size_t i, int step) const;
+
   // As an optimizer on the current stream, which keeps parameters as they are.
   void update() const;
 

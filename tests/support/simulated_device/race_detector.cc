@@ -149,10 +149,28 @@ RaceDetector::Moment RaceDetector::free(Address begin, size_t host,
                 .time = 0,
                 .where = std::move(where)},
                reuse);
-    history_.forget(begin, begin + bytes);
+    forget(begin, bytes, owner, host);
   }
   allocations_.erase(allocation);
   return last_uses;
+}
+
+// Whoever gets the memory next is behind this point of its owner, or is in a
+// race with its last users.
+void RaceDetector::forget(Address begin, size_t bytes, size_t owner,
+                          size_t host) {
+  VectorClock& clock = enqueue(owner, host);
+  clock.tick(owner);
+  const auto freed =
+      std::make_shared<const Operation>(Operation{.name = "free",
+                                                  .number = num_operations_,
+                                                  .stream = owner,
+                                                  .time = clock.at(owner),
+                                                  .where = {}});
+  history_.forget(begin, begin + bytes);
+  history_.visit(
+      begin, begin + bytes,
+      [&](Address, MemoryHistory::Piece& piece) { piece.write = freed; });
 }
 
 bool RaceDetector::may_serve(size_t owner, const Moment& moment, size_t host) {

@@ -9,7 +9,8 @@
 // Memory belongs to the stream that it was allocated for, as in a caching
 // allocator: once freed, it serves that stream again, at once. Strict: a free
 // is a race if other streams' uses are neither behind the owner nor recorded,
-// also if nobody gets that memory again.
+// also if nobody gets that memory again. Another stream that uses what the
+// owner got again is to be behind it.
 //
 //   RaceDetector detector;
 //   const size_t a = detector.add_stream("a"), b = detector.add_stream("b");
@@ -125,6 +126,7 @@ class RaceDetector {
 
   VectorClock& enqueue(size_t stream, size_t host);
   bool is_allocated(const Access& access) const;
+  void forget(Address begin, size_t bytes, size_t owner, size_t host);
   void check_uses(const Access& access, const OperationPtr& operation);
   void check_free(Address begin, size_t bytes, const Operation& freeing,
                   const Moment& reuse);

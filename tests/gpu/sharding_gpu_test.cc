@@ -1,0 +1,130 @@
+// Sharded training on a CUDA device, in a world of 1: its streams are real
+// ones, and the host goes on while they work.
+
+#include <c10/core/Stream.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <torch/torch.h>
+
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include <vector>
+
+#include "brigade/comm/process_group.h"
+#include "brigade/fsdp/group_collectives.h"
+#include "brigade/fsdp/sharded_root.h"
+#include "gtest/gtest.h"
+
+namespace brigade {
+namespace {
+
+const at::Device kDevice(at::kCUDA, 0);
+
+c10::Stream current_stream() {
+  return c10::impl::VirtualGuardImpl(at::kCUDA).getStream(kDevice);
+}
+
+// Seconds of work for the current stream.
+void keep_busy() {
+  const at::Tensor matrix = at::ones({8192, 8192}, kDevice);
+  at::Tensor product = at::empty_like(matrix);
+  for (int i = 0; i < 60; ++i) at::mm_out(product, matrix, matrix);
+}
+
+// h * w of each unit, integers.
+std::vector<at::Tensor> train(at::Device device, const ShardingOptions& options,
+                              int num_steps) {
+  const auto group = single_process_group();
+  std::vector<UnitSpec> units;
+  std::vector<at::Tensor> weights;
+  for (int u = 0; u < 4; ++u) {
+    weights.push_back(
+        at::full({8, 8}, u % 2 == 0 ? 1 : -1, at::TensorOptions(device))
+            .requires_grad_());
+    units.push_back({.name = c10::str(u),
+                     .parameters = {{"w", weights.back()}},
+                     .reshards_after_forward = u > 0});
+  }
+  ShardedRoot root(units, group, options);
+  std::vector<at::Tensor> gradients;
+  for (int step = 0; step < num_steps; ++step) {
+    const at::Tensor x = at::full({8, 8}, step + 1, at::TensorOptions(device));
+    root.forward([&] {
+          return root.call(0, x, [&](at::Tensor h) {
+            for (size_t u = 1; u < weights.size(); ++u) {
+              h = root.call(
+                  u, h, [&](const at::Tensor& y) { return y * weights[u]; });
+            }
+            return h * weights[0];
+          });
+        })
+        .sum()
+        .backward();
+    const torch::NoGradGuard no_grad;
+    for (at::Tensor shard : root.shards()) {
+      gradients.push_back(shard.grad().clone());
+      shard.neg_();
+      shard.mutable_grad().reset();
+    }
+  }
+  return gradients;
+}
+
+TEST(ShardingGpuTest, TrainsAsOnTheCpu) {
+  if (!torch::cuda::is_available()) GTEST_SKIP() << "no CUDA device";
+  for (const bool is_mixed : {false, true}) {
+    ShardingOptions options;
+    if (is_mixed) {
+      options.param_dtype = at::kBFloat16;
+      options.reduce_dtype = at::kFloat;
+    }
+    const auto expected = train(at::kCPU, options, 3);
+    const auto found = train(kDevice, options, 3);
+    ASSERT_EQ(found.size(), expected.size());
+    for (size_t i = 0; i < found.size(); ++i) {
+      EXPECT_TRUE(at::equal(found[i].cpu(), expected[i])) << i;
+    }
+  }
+}
+
+TEST(ShardingGpuTest, TheHostGoesOnWhileTheDeviceWorks) {
+  if (!torch::cuda::is_available()) GTEST_SKIP() << "no CUDA device";
+  const ShardingOptions options = {.param_dtype = at::kBFloat16,
+                                   .reduce_dtype = at::kFloat};
+  train(kDevice, options, 2);  // loads kernels, and pins memory
+  keep_busy();
+  current_stream().synchronize();
+  keep_busy();
+  ASSERT_FALSE(current_stream().query());
+  train(kDevice, options, 3);
+  EXPECT_FALSE(current_stream().query()) << "a step has waited for the device";
+}
+
+// What sharding takes for granted of the backend: a future is complete when its
+// collective is launched, and makes streams wait.
+TEST(ShardingGpuTest, FuturesOfNcclAreCompleteWhenTheyAreLaunched) {
+  if (!torch::cuda::is_available()) GTEST_SKIP() << "no CUDA device";
+  c10::impl::VirtualGuardImpl(at::kCUDA).setDevice(kDevice);
+  const GroupScope scope(
+      make_process_group(c10::make_intrusive<c10d::HashStore>(), /*rank=*/0,
+                         /*world_size=*/1, {.device_type = at::kCUDA}));
+  const at::Tensor whole = at::arange(1024, at::TensorOptions(kDevice));
+  const at::Tensor shard = at::empty_like(whole);
+  const auto launch = [&] {
+    return reduce_into(*scope.group(), shard, whole)->getFuture();
+  };
+  launch()->waitAndThrow();  // makes the communicator
+  current_stream().synchronize();
+  shard.zero_();
+  keep_busy();
+  const auto sum = launch();
+  EXPECT_TRUE(sum->completed());
+  sum->waitAndThrow();
+  EXPECT_FALSE(current_stream().query()) << "the host has waited";
+  EXPECT_TRUE(at::equal(shard, whole));
+  const auto gathered = gather_into(*scope.group(), whole, whole)->getFuture();
+  EXPECT_TRUE(gathered->completed());
+  gathered->waitAndThrow();
+  EXPECT_TRUE(at::equal(shard, whole));
+}
+
+}  // namespace
+}  // namespace brigade

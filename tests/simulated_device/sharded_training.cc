@@ -1,0 +1,155 @@
+#include "brigade/tests/simulated_device/sharded_training.h"
+
+#include <torch/torch.h>
+
+#include "brigade/tests/fsdp/sharded_net.h"
+#include "brigade/tests/support/simulated_device/stream_test.h"
+#include "gtest/gtest.h"
+
+namespace brigade::testing {
+namespace {
+
+using simulated::current_stream_of;
+using simulated::default_stream;
+using simulated::make_wait;
+using simulated::new_stream;
+
+constexpr size_t kPerUnit = 2;
+
+c10::Stream side_stream() {
+  const c10::Stream stream = new_stream();
+  make_wait(stream, default_stream());
+  return stream;
+}
+
+std::vector<UnitSpec> units_of(const StreamedModel& model) {
+  std::vector<UnitSpec> units(ShardedTraining::kNumUnits);
+  for (size_t i = 0; i < model.size(); ++i) {
+    UnitSpec& unit = units[i / kPerUnit];
+    unit.name = c10::str("unit", i / kPerUnit);
+    unit.parameters.push_back(
+        {.name = c10::str("p", i), .tensor = model.parameters()[i]});
+  }
+  return units;
+}
+
+}  // namespace
+
+ShardedTraining::ShardedTraining(const StreamLayout& layout,
+                                 const ShardingOptions& options,
+                                 ShardedProgram program)
+    : program_(program),
+      on_caller_(layout.calls_from_side ? side_stream() : default_stream()),
+      recording_(kNumRanks),
+      model_(layout) {
+  for (const size_t i : program.frozen) {
+    model_.parameters()[i].requires_grad_(false);
+  }
+  const c10::Stream caller = current_stream_of();
+  const c10::Stream maker = layout.is_made_on_side ? new_stream() : caller;
+  make_wait(maker, caller);
+  {
+    const c10::StreamGuard on_maker(maker);
+    root_.emplace(units_of(model_), recording_.group(), options);
+  }
+  make_wait(caller, maker);
+}
+
+ShardedTraining::~ShardedTraining() {
+  root_.reset();
+  simulated::synchronize_all();
+  for (const Expected& e : expected_) {
+    EXPECT_TRUE(at::equal(e.found.cpu().flatten(), e.expected))
+        << "parameter " << e.parameter << " at step " << e.step << " has "
+        << e.found.cpu() << ", not " << e.expected;
+  }
+}
+
+at::Tensor ShardedTraining::terms(size_t unit, at::Tensor h, int step) const {
+  for (size_t i = 0; i < kPerUnit; ++i) {
+    h = h + model_.term(unit * kPerUnit + i, step);
+  }
+  return h;
+}
+
+at::Tensor ShardedTraining::run(size_t unit, const at::Tensor& input,
+                                int step) {
+  return root_->call(unit, input,
+                     [&](const at::Tensor& h) { return terms(unit, h, step); });
+}
+
+// Behind the current stream, which is behind it afterwards.
+at::Tensor ShardedTraining::call(size_t unit, const at::Tensor& input,
+                                 int step) {
+  const c10::Stream caller = current_stream_of();
+  const c10::Stream stream =
+      program_.calls_on_own_stream ? model_.stream_of(unit * kPerUnit) : caller;
+  make_wait(stream, caller);
+  at::Tensor result;
+  {
+    const c10::StreamGuard on_stream(stream);
+    input.record_stream(stream);
+    result = program_.checkpoint ? checkpoint(
+                                       *program_.checkpoint,
+                                       [this, unit, step](const at::Tensor& h) {
+                                         return run(unit, h, step);
+                                       },
+                                       input)
+                                 : run(unit, input, step);
+  }
+  make_wait(caller, stream);
+  result.record_stream(caller);
+  return result;
+}
+
+at::Tensor ShardedTraining::forward(int step,
+                                    const std::set<size_t>& left_out) {
+  return root_->forward([&] {
+    const at::Tensor input = at::ones({}, simulated::on_device());
+    return root_->call(0, input, [&](at::Tensor h) {
+      for (size_t unit = 1; unit < kNumUnits; ++unit) {
+        if (left_out.count(unit) == 0) h = call(unit, h, step);
+      }
+      return terms(0, h, step);
+    });
+  });
+}
+
+void ShardedTraining::step(int step, const std::set<size_t>& left_out) {
+  forward(step, left_out).backward();
+}
+
+void ShardedTraining::expect_gradients(int step, double factor,
+                                       const std::set<size_t>& but_for) {
+  for (size_t unit = 0; unit < kNumUnits; ++unit) {
+    if (but_for.count(unit) > 0) continue;
+    for (size_t i = 0; i < kPerUnit; ++i) {
+      const size_t parameter = unit * kPerUnit + i;
+      if (program_.frozen.count(parameter) > 0) continue;
+      const at::Tensor& gradient = root_->shards_of(unit)[i].grad();
+      ASSERT_TRUE(gradient.defined()) << parameter << " at step " << step;
+      gradient.record_stream(current_stream_of());
+      expected_.push_back(
+          {.found = gradient.detach().clone(),
+           .expected = part_of(model_.gradient(parameter, step) * factor,
+                               *root_, unit, i, root_->shard_rank()),
+           .parameter = parameter,
+           .step = step});
+    }
+  }
+}
+
+void ShardedTraining::update() {
+  const torch::NoGradGuard no_grad;
+  for (at::Tensor shard : root_->shards()) {
+    if (!shard.grad().defined()) continue;
+    shard.grad().record_stream(current_stream_of());
+    shard.sub_(shard.grad(), /*alpha=*/0);
+  }
+}
+
+void ShardedTraining::zero_grad() {
+  for (const at::Tensor& shard : root_->shards()) shard.mutable_grad().reset();
+}
+
+}  // namespace brigade::testing

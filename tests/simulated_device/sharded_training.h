@@ -1,0 +1,87 @@
+// Training steps with sharded parameters on a simulated device, in a group of
+// identical ranks, and what shards' gradients must be afterwards.
+//
+// Values are looked at when it is all over: see streamed_training.h.
+
+#ifndef BRIGADE_TESTS_SIMULATED_DEVICE_SHARDED_TRAINING_H_
+#define BRIGADE_TESTS_SIMULATED_DEVICE_SHARDED_TRAINING_H_
+
+#include <c10/core/StreamGuard.h>
+
+#include <cstddef>
+#include <optional>
+#include <set>
+#include <vector>
+
+#include "brigade/comm/recording_group.h"
+#include "brigade/fsdp/sharded_root.h"
+#include "brigade/hooks/checkpoint.h"
+#include "brigade/tests/simulated_device/stream_layout.h"
+#include "brigade/tests/simulated_device/streamed_model.h"
+
+namespace brigade::testing {
+
+struct ShardedProgram {
+  // Calls of inner units begin and end on the stream of their first parameter,
+  // and not on the caller's.
+  bool calls_on_own_stream = false;
+  // Parameters.
+  std::set<size_t> frozen = {};
+  // Each inner unit is computed again in backward.
+  std::optional<CheckpointOptions> checkpoint = std::nullopt;
+};
+
+class ShardedTraining {
+ public:
+  static constexpr int kNumRanks = 4;
+  // Of two parameters each. Unit 0 is around the others, and uses its own last.
+  static constexpr size_t kNumUnits = 3;
+
+  // The calling thread's stream is the layout's until the end.
+  ShardedTraining(const StreamLayout& layout, const ShardingOptions& options,
+                  ShardedProgram program = {});
+
+  // Fails the current test where gradients were not what was expected.
+  ~ShardedTraining();
+
+  RecordingGroup& recording() { return recording_; }
+  ShardedRoot& root() { return *root_; }
+  const StreamedModel& model() const { return model_; }
+  // Before the end, whose frees belong to what is looked at.
+  void end_root() { root_.reset(); }
+
+  // Without the inner units that are left out.
+  at::Tensor forward(int step, const std::set<size_t>& left_out = {});
+  void step(int step, const std::set<size_t>& left_out = {});
+
+  // Gradients are now `factor` times those of step `step`, but for these units.
+  void expect_gradients(int step, double factor = 1.0,
+                        const std::set<size_t>& but_for = {});
+
+  // As an optimizer on the current stream, which keeps parameters as they are.
+  void update();
+  void zero_grad();
+
+ private:
+  struct Expected {
+    at::Tensor found;
+    at::Tensor expected;
+    size_t parameter;
+    int step;
+  };
+
+  at::Tensor call(size_t unit, const at::Tensor& input, int step);
+  at::Tensor run(size_t unit, const at::Tensor& input, int step);
+  at::Tensor terms(size_t unit, at::Tensor h, int step) const;
+
+  const ShardedProgram program_;
+  const c10::StreamGuard on_caller_;
+  RecordingGroup recording_;
+  StreamedModel model_;
+  std::optional<ShardedRoot> root_;
+  std::vector<Expected> expected_;
+};
+
+}  // namespace brigade::testing
+
+#endif  // BRIGADE_TESTS_SIMULATED_DEVICE_SHARDED_TRAINING_H_
