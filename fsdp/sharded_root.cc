@@ -307,7 +307,6 @@ void ShardedRoot::abort_call(const Call& call) {
 void ShardedRoot::end_call(const std::shared_ptr<Call>& call,
                            std::span<const at::Tensor> outputs) {
   const size_t unit = call->unit;
-  gathers_->note_use(unit);
   if (at::GradMode::is_enabled()) {
     watch_outputs(outputs, alive_, [this, call] { open(call); });
   }

@@ -3,11 +3,14 @@
 
 #include <torch/torch.h>
 
-#include <string>
+#include <functional>
+#include <set>
+#include <stdexcept>
 #include <tuple>
 #include <vector>
 
 #include "brigade/tests/simulated_device/sharded_training.h"
+#include "brigade/tests/support/simulated_device/ordering_calls.h"
 #include "brigade/tests/support/simulated_device/stream_test.h"
 #include "gtest/gtest.h"
 
@@ -58,19 +61,23 @@ class FsdpStreamsTest
   }
 };
 
-void train(ShardedTraining& training, int num_steps = 4) {
+void train(ShardedTraining& training, int num_steps) {
+  const int64_t before = training.root().engine_statistics().reduced;
   for (int s = 0; s < num_steps; ++s) {
     training.step(s);
     training.expect_gradients(s);
     training.update();
     training.zero_grad();
   }
-  EXPECT_EQ(training.root().engine_statistics().reduced, num_steps);
+  EXPECT_EQ(training.root().engine_statistics().reduced - before, num_steps);
 }
 
 TEST_P(FsdpStreamsTest, Trains) {
   on_every_layout(options(), program(), [](ShardedTraining& training) {
-    train(training);
+    train(training, 2);
+    const int64_t allocations = training.root().statistics().allocations;
+    train(training, 2);
+    EXPECT_EQ(training.root().statistics().allocations, allocations);
     EXPECT_EQ(training.root().statistics().late_gathers, 0);
   });
 }
@@ -163,11 +170,128 @@ TEST_P(OtherFsdpStreamsTest, WritesWholeParameters) {
   });
 }
 
+// Ends of iterations are not waited for: what a peer has failed in is told
+// where the next forward begins.
+TEST_P(OtherFsdpStreamsTest, FailuresOfPeersAreToldInTheNextForward) {
+  on_every_layout(options(), program(), [](ShardedTraining& training) {
+    training.recording().answer_statuses_with([](const RankStatus& own) {
+      std::vector<RankStatus> by_rank(ShardedTraining::kNumRanks, own);
+      if (own.kind == StatusKind::kEnd && own.iteration == 2) {
+        by_rank[1].kind = StatusKind::kFailed;
+      }
+      return by_rank;
+    });
+    for (int s = 0; s < 4; ++s) {
+      if (s == 2) {
+        EXPECT_THROW(training.step(s), c10::DistBackendError);
+      }
+      training.step(s);
+      training.expect_gradients(s);
+      training.update();
+      training.zero_grad();
+    }
+  });
+}
+
+TEST_P(OtherFsdpStreamsTest, TrainsOnBehindABackwardThatThrows) {
+  on_every_layout(options(), program(), [](ShardedTraining& training) {
+    for (int s = 0; s < 4; ++s) {
+      if (s % 2 == 1) {
+        const at::Tensor loss = training.forward(s);
+        loss.register_hook([](const at::Tensor&) -> at::Tensor {
+          throw std::runtime_error("in backward");
+        });
+        EXPECT_THROW(loss.backward(), std::runtime_error);
+        simulated::synchronize_all();  // autograd has joined no streams
+      }
+      training.step(s);
+      training.expect_gradients(s);
+      training.update();
+      training.zero_grad();
+    }
+  });
+}
+
+TEST_P(OtherFsdpStreamsTest, TheHostWaitsForNoDevice) {
+  ShardedTraining training(StreamLayout{}, options(), program());
+  const auto host_waits = [&](const std::set<size_t>& left_out) {
+    int count = 0;
+    const simulated::DropCalls watch([&](const simulated::OrderingCall& call) {
+      count += call.kind == simulated::OrderingCall::kHostWait ? 1 : 0;
+      return false;
+    });
+    training.step(0, left_out);
+    return count;
+  };
+  for (int s = 0; s < 3; ++s) EXPECT_EQ(host_waits({}), 0);
+  // Whether others have used what this rank has not is asked of the device.
+  EXPECT_EQ(host_waits({1}), 1);
+}
+
 INSTANTIATE_TEST_SUITE_P(, OtherFsdpStreamsTest,
                          ::testing::Values(std::tuple(4, false, 1, false),
                                            std::tuple(4, true, 2, true),
                                            std::tuple(2, false, 0, true),
                                            std::tuple(1, false, 1, false)));
+
+using CallsOnStreamsTest = simulated::StreamTest;
+
+// Frozen weights, which no gradient tells of, in a call inside of another one
+// of the same unit. Each call reads them on two streams: its inputs' and its
+// output's.
+TEST_F(CallsOnStreamsTest, AUnitIsReadUntilItsLastCallIsOver) {
+  using simulated::default_stream;
+  using simulated::make_wait;
+  const RecordingGroup recording(ShardedTraining::kNumRanks);
+  const at::Tensor frozen = at::ones({4}, simulated::on_device());
+  const at::Tensor trained =
+      at::ones({4}, simulated::on_device()).requires_grad_();
+  const at::Tensor first =
+      at::ones({4}, simulated::on_device()).requires_grad_();
+  ShardedRoot root({{.name = "", .parameters = {{"trained", trained}}},
+                    {.name = "unit", .parameters = {{"frozen", frozen}}},
+                    {.name = "first", .parameters = {{"first", first}}}},
+                   recording.group(), {.prefetch_depth = 0});
+  const std::function<at::Tensor(int)> call = [&](int num_inner) {
+    const at::Tensor x = at::ones({4}, simulated::on_device()).requires_grad_();
+    const c10::Stream caller = simulated::current_stream_of();
+    const c10::Stream begins = simulated::new_stream();
+    const c10::Stream ends = simulated::new_stream();
+    make_wait(begins, caller);
+    const c10::StreamGuard on_begins(begins);
+    x.record_stream(begins);
+    at::Tensor output = root.call(1, x, [&](const at::Tensor& input) {
+      const at::Tensor inner =
+          num_inner > 0 ? call(num_inner - 1) : input.detach();
+      const at::Tensor hidden = input * frozen;
+      make_wait(ends, begins);
+      const c10::StreamGuard on_ends(ends);
+      for (const at::Tensor& used : {input, inner, hidden}) {
+        used.record_stream(ends);
+      }
+      at::Tensor result = hidden * frozen + inner;
+      make_wait(begins, ends);
+      return result;
+    });
+    make_wait(caller, begins);
+    output.record_stream(caller);
+    return output;
+  };
+  for (int s = 0; s < 3; ++s) {
+    const at::Tensor loss = root.forward([&] {
+      return root.call(0, at::ones({4}, simulated::on_device()),
+                       [&](const at::Tensor& input) {
+                         // Its backward comes last, and its gather gets the
+                         // memory then.
+                         const at::Tensor scale = root.call(
+                             2, input,
+                             [&](const at::Tensor& x) { return x * first; });
+                         return (call(1) * trained * scale).sum();
+                       });
+    });
+    loss.backward();
+  }
+}
 
 }  // namespace
 }  // namespace brigade
