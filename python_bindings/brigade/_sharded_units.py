@@ -271,8 +271,8 @@ class Unit:
         self, module: nn.Module, method: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
     ) -> Any:
         """Calls the module's `method` as if it were its forward."""
-        args, kwargs = self._before_forward(module, args, kwargs)
         try:
+            args, kwargs = self._before_forward(module, args, kwargs)
             output = method(*args, **kwargs)
         except BaseException:
             self._after_forward(module, args, None)

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule as _TorchFSDPModule
-from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, UnshardHandle
 
 from brigade import _C, _compiling, _sharded_state
 from brigade._sharded_units import Root, Unit, unit_of
@@ -45,7 +45,7 @@ class FSDPModule(_TorchFSDPModule):
         )
 
     def _apply(self, fn: Callable, recurse: bool = True) -> nn.Module:
-        """What leaves parameters as they are, as a move to where they are, is for buffers."""
+        """For buffers alone: raises unless `fn` leaves parameters what and where they are."""
         for parameter in self.parameters():
             dim = len(getattr(parameter, "whole_shape", parameter.shape))
             like = torch.ones((1, 2, 2, 2, 2)[:dim], dtype=parameter.dtype, device=parameter.device)
@@ -181,9 +181,14 @@ class FSDPModule(_TorchFSDPModule):
         """
         self._root().native.step_without_data()
 
-    def unshard(self, async_op: bool = False) -> None:
-        """Collective: all units of the root are whole until reshard()."""
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Collective: all units of the root are whole until reshard(), and when this returns.
+
+        `async_op`: returns what may be waited for. Outside of forward and backward; units
+        are gathered ahead of forward and backward without being told.
+        """
         self._root().unshard()
+        return UnshardHandle() if async_op else None
 
     def reshard(self, *, writes: bool = False) -> None:
         """Sharded again; `writes`: with the values that the whole parameters have now."""
