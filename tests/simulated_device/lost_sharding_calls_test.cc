@@ -152,10 +152,10 @@ struct Parts {
     return segment(unit).parameters()[i].tensor.detach();
   }
   void need(size_t unit) {
-    gathers->need(unit, [] {});
+    gathers->need(unit, {}, [] {});
   }
   UnitReduction reduction(size_t unit) {
-    return {unit, "u", segment(unit), *transport, *gradients};
+    return {unit, units[unit], segment(unit), *transport, *gradients};
   }
   void take(size_t unit, size_t i = 0) {
     segment(unit).take(i, gradient, *gradients);
