@@ -66,10 +66,10 @@ class Reducer {
   // the group does not serve; names or sparse flags are not one per parameter;
   // a cap is <= 0; the plan misses or repeats a parameter, or mixes dtypes,
   // devices or sparse and dense gradients in a bucket; `reproducible` can't be
-  // had; or ranks differ. On this
-  // rank alone if `group` is null, if rebuild_after_iterations is < 1 (its
-  // peers wait then), or if verify_across_ranks is false. DistBackendError if a
-  // peer has died or does not come in time.
+  // had; or ranks differ. On this rank alone if `group` is null, if
+  // rebuild_after_iterations is < 1 (its peers wait then), or if
+  // verify_across_ranks is false. DistBackendError if a peer has died or does
+  // not come in time.
   Reducer(std::vector<at::Tensor> parameters,
           c10::intrusive_ptr<c10d::ProcessGroup> group,
           ReducerOptions options = {});
