@@ -29,11 +29,13 @@
 // A unit is released in backward when its inputs tell that it is over; one
 // whose inputs need no gradient, as the first, when backward ends.
 //
-// On devices with streams a call of a unit begins and ends on one stream,
-// behind what it computes; forwards begin behind what has written the shards.
-// The host waits for no device there, but in a backward that leaves out
+// On devices with streams a call of a unit begins and ends on one stream, and
+// ends behind what it computes; forwards begin behind what has written the
+// shards. The host waits for no device there, but in a backward that leaves out
 // parameters, and a peer's failure in a backward is told where the next forward
-// begins.
+// begins. Checkpoints that run a backward of their own are to be in the call of
+// a unit around them: else each is an iteration of its own, and its gradients
+// belong to its stream.
 //
 // Thread safety: one call at a time, one backward at a time.
 

@@ -8,6 +8,7 @@
 #include <thread>
 #include <vector>
 
+#include "brigade/comm/subgroup.h"
 #include "brigade/tests/support/local_ranks.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -490,6 +491,16 @@ TEST(RecordingGroupTest, ACallbackMayLaunchTheNextCollective) {
       [&](c10::ivalue::Future&) { launch(recording); });
   recording.complete(0);
   EXPECT_THAT(recording.log(), SizeIs(2));
+}
+
+TEST(RecordingGroupTest, AnswersForSomeOfItsRanks) {
+  const RecordingGroup recording(/*world_size=*/6, /*rank=*/4);
+  const GroupScope row(make_subgroup(recording.group(), {3, 4, 5}));
+  EXPECT_EQ(row.group()->getRank(), 1);
+  Tensors x = {at::ones(2)};
+  row.group()->allreduce(x)->wait();
+  EXPECT_TRUE(at::equal(x[0], at::full(2, 3.0)));
+  EXPECT_THAT(recording.log(), IsEmpty());
 }
 
 }  // namespace
