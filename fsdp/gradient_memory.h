@@ -26,6 +26,7 @@
 
 #include "brigade/fsdp/memory_pool.h"
 #include "brigade/fsdp/sharding_streams.h"
+#include "brigade/fsdp/stream_point.h"
 
 namespace brigade {
 

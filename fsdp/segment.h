@@ -25,6 +25,7 @@
 #include <vector>
 
 #include "brigade/fsdp/gradient_memory.h"
+#include "brigade/fsdp/memory_pool.h"
 #include "brigade/fsdp/shard_layout.h"
 #include "brigade/fsdp/stream_point.h"
 #include "brigade/fsdp/stream_uses.h"

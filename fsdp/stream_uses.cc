@@ -1,6 +1,7 @@
 #include "brigade/fsdp/stream_uses.h"
 
 #include <algorithm>
+#include <iterator>
 
 #include "brigade/engine/stream_join.h"
 

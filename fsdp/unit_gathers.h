@@ -24,6 +24,8 @@
 #include "brigade/fsdp/gather_schedule.h"
 #include "brigade/fsdp/memory_pool.h"
 #include "brigade/fsdp/shard_transport.h"
+#include "brigade/fsdp/stream_point.h"
+#include "brigade/fsdp/stream_uses.h"
 #include "brigade/fsdp/unit.h"
 
 namespace brigade {

@@ -12,6 +12,7 @@
 #include "brigade/tests/simulated_device/sharded_training.h"
 #include "brigade/tests/support/simulated_device/ordering_calls.h"
 #include "brigade/tests/support/simulated_device/stream_test.h"
+#include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
 namespace brigade {
@@ -233,6 +234,45 @@ INSTANTIATE_TEST_SUITE_P(, OtherFsdpStreamsTest,
                                            std::tuple(4, true, 2, true),
                                            std::tuple(2, false, 0, true),
                                            std::tuple(1, false, 1, false)));
+
+using ShardedMemoryTest = simulated::StreamTest;
+
+// A chain of equal units: weights of the one that runs and of the next, and
+// gradients of as many as may be summed at once. On a device a sum is not seen
+// to end: the memory of the oldest is lent again behind it.
+TEST_F(ShardedMemoryTest, IsBoundedByPrefetchAndSums) {
+  constexpr size_t kNumUnits = 6;
+  constexpr int64_t kBytes = 256;
+  const RecordingGroup recording(ShardedTraining::kNumRanks);
+  for (const size_t max_reducing : {1, 2, 3}) {
+    std::vector<at::Tensor> weights;
+    std::vector<UnitSpec> units;
+    for (size_t u = 0; u < kNumUnits; ++u) {
+      weights.push_back(
+          at::ones({kBytes / 4}, simulated::on_device()).requires_grad_());
+      units.push_back(
+          {.name = c10::str(u), .parameters = {{"w", weights.back()}}});
+    }
+    ShardedRoot root(units, recording.group(),
+                     {.prefetch_depth = 1, .max_reducing = max_reducing});
+    for (int s = 0; s < 3; ++s) {
+      at::Tensor x = at::ones({kBytes / 4}, simulated::on_device());
+      x.requires_grad_();
+      const at::Tensor loss = root.forward([&] {
+        at::Tensor h = x;
+        for (size_t u = 0; u < kNumUnits; ++u) {
+          h = root.call(u, h,
+                        [&](const at::Tensor& in) { return in * weights[u]; });
+        }
+        return h.sum();
+      });
+      loss.backward();
+    }
+    EXPECT_EQ(root.statistics().peak_whole_bytes,
+              static_cast<int64_t>(2 + max_reducing) * kBytes);
+    EXPECT_THAT(root.explain(), ::testing::HasSubstr("on sim:0; whole units"));
+  }
+}
 
 using CallsOnStreamsTest = simulated::StreamTest;
 
