@@ -1,9 +1,12 @@
 #include "brigade/fsdp/unit_gathers.h"
 
 #include <algorithm>
+#include <exception>
 #include <optional>
 #include <utility>
 
+#include "absl/strings/str_cat.h"
+#include "brigade/comm/peer_error.h"
 #include "brigade/engine/stream_join.h"
 
 namespace brigade {
@@ -95,10 +98,23 @@ void UnitGathers::need(size_t unit, std::span<const size_t> ahead,
 void UnitGathers::join(size_t unit) {
   for (Gather& gather : gathers_[unit]) {
     if (!gather.future) continue;
-    gather.future->waitAndThrow();
+    gather.future->wait();
+    if (gather.future->hasError()) throw_lost(unit, *gather.future);
     if (pool_.device().is_cpu()) gather.future = nullptr;
   }
   note_use(unit);
+}
+
+// In the words of the connections, behind what they were for.
+void UnitGathers::throw_lost(size_t unit, c10::ivalue::Future& gather) const {
+  try {
+    std::rethrow_exception(gather.exception_ptr());
+  } catch (const c10::DistBackendError& error) {
+    throw PeerError(
+        {__func__, __FILE__, static_cast<uint32_t>(__LINE__)},
+        absl::StrCat("fully_shard: the gather of unit '", units_[unit].name,
+                     "': ", error.what_without_backtrace()));
+  }
 }
 
 void UnitGathers::bind(size_t unit) {

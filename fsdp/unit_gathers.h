@@ -86,6 +86,7 @@ class UnitGathers {
   void launch_all(const std::vector<size_t>& units);
   void launch(size_t unit);
   FuturePtr gather(const Segment& segment, const at::Tensor& memory);
+  [[noreturn]] void throw_lost(size_t unit, c10::ivalue::Future& gather) const;
   void bind(size_t unit);
   void join(size_t unit);
   void reclaim_unread(Gather gather);

@@ -67,9 +67,8 @@ class Reducer {
   // a cap is <= 0; the plan misses or repeats a parameter, or mixes dtypes,
   // devices or sparse and dense gradients in a bucket; `reproducible` can't be
   // had; or ranks differ. On this rank alone if `group` is null, if
-  // rebuild_after_iterations is < 1 (its peers wait then), or if
-  // verify_across_ranks is false. DistBackendError if a peer has died or does
-  // not come in time.
+  // rebuild_after_iterations is < 1 (peers wait then), or if verify_across_ranks
+  // is false. DistBackendError if a peer has died or does not come in time.
   Reducer(std::vector<at::Tensor> parameters,
           c10::intrusive_ptr<c10d::ProcessGroup> group,
           ReducerOptions options = {});
@@ -139,10 +138,10 @@ class Reducer {
   bool rebuild_buckets();
 
   // From the next iteration on, buckets travel by this hook; null: the default.
-  // Collective. Errors: ValueError beside `reproducible` unless the hook sums
-  // in order; RuntimeError in the middle of an iteration, and on all
-  // ranks alike if they differ in the hook's name or in what it puts on the
-  // wire; DistBackendError if a peer fails. The hook stays set after these.
+  // Collective. Errors: ValueError beside `reproducible` unless it sums in
+  // order; RuntimeError in an iteration, and on all ranks alike if they differ
+  // in the hook's name or what it puts on the wire; DistBackendError if a peer
+  // fails. The hook stays set after these.
   void set_comm_hook(std::shared_ptr<c10d::CommHookInterface> hook);
   std::shared_ptr<const c10d::CommHookInterface> comm_hook() const;
 

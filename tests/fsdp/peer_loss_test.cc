@@ -1,0 +1,141 @@
+// Peers that die in the middle of a sharded step, as processes.
+
+#include <signal.h>
+#include <torch/torch.h>
+
+#include <algorithm>
+#include <chrono>
+#include <sstream>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "brigade/comm/process_group.h"
+#include "brigade/fsdp/sharded_root.h"
+#include "brigade/tests/fsdp/sharded_net.h"
+#include "brigade/tests/support/process_ranks.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+
+namespace brigade {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::Contains;
+using ::testing::HasSubstr;
+using testing::loss_of;
+using testing::Net;
+using testing::ProcessRanks;
+using testing::RankContext;
+using testing::RankFunction;
+using testing::sgd;
+using ::testing::StartsWith;
+
+constexpr int kLastStep = 3;
+
+std::vector<at::Tensor> copies(const std::vector<at::Tensor>& tensors) {
+  std::vector<at::Tensor> all;
+  for (const at::Tensor& tensor : tensors) {
+    all.push_back(tensor.detach().clone());
+  }
+  return all;
+}
+
+bool are_equal(const std::vector<at::Tensor>& a,
+               const std::vector<at::Tensor>& b) {
+  return std::ranges::equal(a, b, [](const at::Tensor& x, const at::Tensor& y) {
+    return at::equal(x, y);
+  });
+}
+
+// Arguments: the rank that dies in the last step, and where.
+const RankFunction kTrainUntilDeath("train_sharded", [](RankContext& rank) {
+  const bool dies = std::stoi(rank.arguments().at(0)) == rank.rank();
+  const std::string& place = rank.arguments().at(1);
+  GroupScope scope(init_process_group());
+  Net net;
+  ShardedRoot root(
+      net.units(), scope.group(),
+      {.num_shards =
+           scope.group()->getSize() == 4 ? std::optional(2) : std::nullopt});
+  std::vector<at::Tensor> before;
+  try {
+    for (int step = 0; step <= kLastStep; ++step) {
+      const bool dies_now = dies && step == kLastStep;
+      before = copies(root.shards());
+      const at::Tensor loss = loss_of(root.forward([&] {
+        return root.call(
+            0, net.input(rank.rank(), step), [&](const at::Tensor& in) {
+              at::Tensor h = in;
+              for (size_t i = 0; i < net.blocks.size(); ++i) {
+                h = root.call(i + 1, h, [&](const at::Tensor& x) {
+                  if (dies_now && place == "forward" && i == 1) raise(SIGKILL);
+                  return net.blocks[i].run(x);
+                });
+                if (dies_now && place == "backward" && i == 1) {
+                  h.register_hook([](const at::Tensor&) { raise(SIGKILL); });
+                }
+              }
+              return h * net.head;
+            });
+      }));
+      if (dies_now && place == "loss") raise(SIGKILL);
+      loss.backward();
+      if (step < kLastStep) sgd(root.shards(), 0.1);
+    }
+    rank.report("went on");
+  } catch (const c10::DistBackendError& error) {
+    std::string text = error.what_without_backtrace();
+    std::ranges::replace(text, '\n', ' ');
+    rank.report("error " + text);
+    rank.report(are_equal(root.shards(), before) ? "as before" : "changed");
+    rank.report(std::ranges::any_of(root.shards(),
+                                    [](const at::Tensor& shard) {
+                                      return shard.grad().defined();
+                                    })
+                    ? "has gradients"
+                    : "has no gradients");
+    std::ostringstream file;
+    torch::save(root.shards(), file);
+    rank.report(file.str().empty() ? "lost" : "saved");
+  }
+});
+
+// Ranks x where one dies.
+class PeerLossTest
+    : public ::testing::TestWithParam<std::tuple<int, std::string>> {};
+INSTANTIATE_TEST_SUITE_P(, PeerLossTest,
+                         ::testing::Combine(::testing::Values(2, 3, 4),
+                                            ::testing::Values("forward", "loss",
+                                                              "backward")));
+
+TEST_P(PeerLossTest, SurvivorsNameItAndHoldWhatTheyHeldBefore) {
+  const auto [world_size, place] = GetParam();
+  const int victim = world_size - 1;
+  ProcessRanks ranks({.world_size = world_size,
+                      .function = "train_sharded",
+                      .arguments = {std::to_string(victim), place}});
+  const auto results = ranks.finish();
+  EXPECT_EQ(results[victim].signal, SIGKILL);
+  for (int rank = 0; rank < victim; ++rank) {
+    const auto& found = results[rank];
+    EXPECT_EQ(found.exit_code, 0) << found.error_output;
+    // A row that lost no rank of its own hears of it from its column, and names
+    // whom it waited for.
+    const std::string named =
+        world_size == 4 ? "rank " : "rank " + std::to_string(victim);
+    EXPECT_THAT(
+        found.messages,
+        Contains(AllOf(StartsWith("error fully_shard: "), HasSubstr(named))));
+    if (place == "forward" && world_size < 4) {  // all that is waited for
+      EXPECT_THAT(found.messages,
+                  Contains(HasSubstr("the gather of unit 'blocks.")));
+    }
+    EXPECT_THAT(found.messages, Contains("as before"));
+    EXPECT_THAT(found.messages, Contains("has no gradients"));
+    EXPECT_THAT(found.messages, Contains("saved"));
+  }
+}
+
+}  // namespace
+}  // namespace brigade
