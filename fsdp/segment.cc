@@ -119,6 +119,7 @@ bool Segment::follow_shards() {
     if (shards_[i].requires_grad() == is_trained(i)) continue;
     parameters_[i].tensor.set_requires_grad(shards_[i].requires_grad());
     is_changed = true;
+    if (!is_trained(i)) forget(i);
   }
   return is_changed;
 }
@@ -129,6 +130,20 @@ void Segment::rename(const std::string& unit, const std::string& prefix) {
   for (NamedParameter& parameter : parameters_) {
     parameter.name = prefix + parameter.name;
   }
+}
+
+void Segment::forget(size_t parameter) {
+  is_written_[parameter] = 0;
+  if (!partial_.defined()) return;
+  const at::NoGradGuard no_grad;
+  std::exchange(committed_, StreamPoint()).wait();
+  view_of(partial_, parameter).zero_();
+  committed_ = StreamPoint::now(device());
+}
+
+void Segment::keep_partial() {
+  std::swap(partial_, pending_);
+  committed_ = StreamPoint::now(device());
 }
 
 int64_t Segment::whole_bytes() const {
@@ -229,11 +244,17 @@ void Segment::take(size_t parameter, const at::Tensor& gradient,
     std::memcpy(static_cast<char*>(gradients_.mutable_data_ptr()) +
                     layout_.offset(parameter) * gradients_.element_size(),
                 gradient.const_data_ptr(), gradient.nbytes());
-  } else if (is_written_[parameter]) {
-    gradient_writers_.join();
-    slot(gradients_, parameter).add_(gradient);
   } else {
-    slot(gradients_, parameter).copy_(gradient);
+    // Another view of the slot must not be read while that is written.
+    const at::Tensor source =
+        gradient.is_alias_of(gradients_) ? gradient.clone() : gradient;
+    const at::Tensor own = slot(gradients_, parameter);
+    if (is_written_[parameter]) {
+      gradient_writers_.join();
+      own.add_(source);
+    } else {
+      own.copy_(source);
+    }
   }
   is_written_[parameter] = 1;
 }
@@ -249,12 +270,18 @@ at::Tensor Segment::gradient_slot(size_t parameter, GradientMemory& memory) {
   return slot(gradients_, parameter);
 }
 
-// Whether it is what gradient_slot() has given.
+// Whether it is what gradient_slot() has given, and no other view of that.
 bool Segment::is_own_slot(size_t parameter, const at::Tensor& gradient) const {
-  return is_lent_[parameter] && !is_written_[parameter] &&
-         gradient.is_alias_of(gradients_) &&
-         gradient.const_data_ptr() ==
-             slot(gradients_, parameter).const_data_ptr();
+  if (!is_lent_[parameter] || is_written_[parameter] ||
+      !gradient.is_alias_of(gradients_)) {
+    return false;
+  }
+  const at::Tensor own = slot(gradients_, parameter);
+  return gradient.scalar_type() == own.scalar_type() &&
+         gradient.sizes() == own.sizes() &&
+         gradient.strides() == own.strides() &&
+         gradient.const_data_ptr() == own.const_data_ptr() &&
+         !gradient.is_conj() && !gradient.is_neg();
 }
 
 void Segment::acquire_gradients(GradientMemory& memory) {
@@ -289,6 +316,7 @@ at::Tensor Segment::finish_gradients(GradientMemory& memory) {
   }
   zero_up_to(layout_.whole_numel());
   if (partial_.defined()) {
+    std::exchange(committed_, StreamPoint()).wait();
     gradients_
         .narrow(0, options_.rank * layout_.shard_numel(), layout_.shard_numel())
         .add_(partial_);

@@ -69,8 +69,8 @@ class Segment {
   }
   bool is_trained() const;
   bool can_be_trained() const { return can_be_trained_; }  // by its dtype
-  // From here on those are whose shards require a gradient. Returns whether
-  // they are others than before.
+  // From here on those are whose shards require a gradient; what was taken of
+  // others is forgotten. Returns whether they are others than before.
   bool follow_shards();
 
   // The unit's name, and what its parameters' begin with, for errors.
@@ -157,7 +157,8 @@ class Segment {
   void commit(const std::vector<char>& is_used, double scale);
 
   // The sum in pending(), of some ranks only, goes into the next one.
-  void keep_partial() { std::swap(partial_, pending_); }
+  // REQUIRES: as commit().
+  void keep_partial();
   void drop_partial() { partial_ = at::Tensor(); }
 
  private:
@@ -171,6 +172,7 @@ class Segment {
   at::Tensor view_of(const at::Tensor& flat, size_t parameter) const;
   void acquire_gradients(GradientMemory& memory);
   void wait_to_write();
+  void forget(size_t parameter);
   bool is_own_slot(size_t parameter, const at::Tensor& gradient) const;
   std::vector<at::Tensor> views_of(const at::Tensor& flat) const;
   static bool is_held(ShardGradient& gradient);

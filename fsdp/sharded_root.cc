@@ -155,7 +155,7 @@ void ShardedRoot::ask(std::string_view words,
     engine_->ask(words, digest_of(words, expected));
   } catch (...) {
     peers_know_ = true;
-    on_backward_over();
+    on_backward_over(/*ended_well=*/false);
     throw;
   }
 }
@@ -195,6 +195,12 @@ void ShardedRoot::end_forward() {
       is_kept_[unit] = 1;
     }
   }
+  // Nor does what is released.
+  for (size_t unit = 0; unit < units_.size(); ++unit) {
+    if (gathers_->schedule().is_there(unit) && is_kept_[unit] == 0) {
+      release_if_unused(unit);
+    }
+  }
   if (pass_ == Pass::kForward) pass_ = Pass::kNone;
 }
 
@@ -211,6 +217,7 @@ void ShardedRoot::check_shards() {
             "' was given other memory since it was made.\nWrite into it in "
             "place.");
         engine_->fail(std::make_exception_ptr(std::runtime_error(text)));
+        peers_know_ = true;
         TORCH_CHECK(false, text);
       }
     }
@@ -230,6 +237,7 @@ void ShardedRoot::follow_shards() {
 
 // What stays whole behind a backward does not depend on this rank's branches.
 void ShardedRoot::claim_kept() {
+  if (!std::exchange(is_behind_backward_, false)) return;
   for (size_t unit = 0; unit < units_.size(); ++unit) {
     if (units_[unit].settings.reshards_after_backward ||
         !gathers_->schedule().is_there(unit)) {
@@ -361,6 +369,7 @@ void ShardedRoot::release_behind_backward(size_t unit) {
 void ShardedRoot::begin_backward() {
   TORCH_CHECK(pass_ != Pass::kApart,
               "fully_shard: a backward inside of unshard().\nLeave it first.");
+  claim_kept();
   ++backward_;
   if (synchronizes_ && accumulates_all_gradients()) {
     engine_->begin_in_backward();
@@ -373,9 +382,9 @@ void ShardedRoot::begin_backward() {
   pass_ = Pass::kBackward;
   peers_know_ = false;
   watch_backward_end(
-      alive_, [this] { on_backward_over(); },
+      alive_, [this] { on_backward_over(/*ended_well=*/true); },
       [this] {
-        on_backward_over();
+        on_backward_over(/*ended_well=*/false);
         if (peers_know_) return;
         engine_->fail(std::make_exception_ptr(
             std::runtime_error("an exception ended backward")));
@@ -383,7 +392,7 @@ void ShardedRoot::begin_backward() {
 }
 
 // Nothing is waited for here: peers may not have launched what is in flight.
-void ShardedRoot::on_backward_over() {
+void ShardedRoot::on_backward_over(bool ended_well) {
   if (pass_ == Pass::kApart) return;
   pass_ = Pass::kNone;
   try {
@@ -393,14 +402,27 @@ void ShardedRoot::on_backward_over() {
   }
   for (size_t unit = 0; unit < units_.size(); ++unit) {
     num_open_[unit] = 0;
-    if (gathers_->is_claimed(unit)) release_behind_backward(unit);
+    if (!gathers_->is_claimed(unit)) continue;
+    if (ended_well) {
+      release_behind_backward(unit);
+    } else {
+      release_if_unused(unit);
+    }
   }
+  is_behind_backward_ = ended_well;
 }
 
 void ShardedRoot::reduce() {
   TORCH_CHECK(pass_ == Pass::kNone,
               "fully_shard: gradients are to be reduced inside of a forward or "
               "backward, or of unshard().\nDo so between them.");
+  TORCH_CHECK(synchronizes_,
+              "fully_shard: gradients are to be reduced, but synchronisation "
+              "is off.\nSwitch it on first.");
+  run_empty_backward();
+}
+
+void ShardedRoot::run_empty_backward() {
   const at::AutoGradMode with_graph(true);
   const at::Tensor leaf = at::zeros({}).set_requires_grad(true);
   const at::Tensor output = leaf.mul(1);
@@ -419,10 +441,17 @@ int64_t ShardedRoot::num_ranks_with(bool has_data) {
   return count.item<int64_t>();
 }
 
+// Units are whole one after the other, as on the ranks that compute.
 void ShardedRoot::step_without_data() {
-  begin_forward();
-  end_forward();
-  reduce();
+  const at::AutoGradMode with_graph(true);
+  forward([&] {
+    for (const size_t unit : policy_->expected_in_forward()) {
+      need(unit);
+      if (units_[unit].settings.reshards_after_forward) release_if_unused(unit);
+    }
+    return 0;
+  });
+  run_empty_backward();
 }
 
 // ---- Between them.
@@ -431,6 +460,7 @@ void ShardedRoot::unshard() {
   TORCH_CHECK(pass_ == Pass::kNone,
               "fully_shard: unshard() inside of a forward or backward, or of "
               "another unshard().\nCall it between them.");
+  claim_kept();
   release_outdated();
   std::vector<size_t> expected;
   for (size_t unit = 0; unit < units_.size(); ++unit) {
@@ -549,6 +579,14 @@ void ShardedRoot::set_max_reducing(size_t value) {
                     "fully_shard: expected room for at least 1 reduction, "
                     "found 0.\nGive 2, for instance.");
   gradient_memory_.set_max_reducing(value);
+}
+
+void ShardedRoot::shards_changed() {
+  for (const Unit& unit : units_) {
+    for (const auto& segment : unit.segments) {
+      segment->shard().unsafeGetTensorImpl()->bump_version();
+    }
+  }
 }
 
 ShardingStatistics ShardedRoot::statistics() const {

@@ -169,8 +169,13 @@ class ShardedRoot final : private UnitPolicy::Listener {
   // ---- Beside backwards.
 
   // Reduces what backwards without synchronisation have added up, as a backward
-  // would that brings no gradients. Collective.
+  // would that brings no gradients. Collective. Errors: RuntimeError while
+  // synchronizes() is false.
   void reduce();
+
+  // To be called where shards were written by what does not count it: through
+  // Tensor::data(), or by a fused optimizer. What is whole is out of date then.
+  void shards_changed();
 
   // How many ranks have data for another step; this one does, or not.
   // Collective.
@@ -185,8 +190,9 @@ class ShardedRoot final : private UnitPolicy::Listener {
   // Where a custom autograd function may write the gradient of a whole
   // parameter, in backward, and return it: nothing is copied then. Of the
   // parameter's shape, in the reduce dtype; what it holds is anything.
-  // Undefined if the parameter has a gradient in this backward already, so that
-  // one of the function's own is to be returned. Errors: ValueError for a
+  // Undefined if the parameter has a gradient in this backward already, or the
+  // backward returns gradients (torch::autograd::grad), so that one of the
+  // function's own is to be returned. Errors: ValueError for a
   // tensor that is no parameter of a unit.
   at::Tensor gradient_slot(const at::Tensor& parameter) {
     return policy_->gradient_slot(parameter);
@@ -250,7 +256,7 @@ class ShardedRoot final : private UnitPolicy::Listener {
   bool can_continue() const { return engine_->can_continue(); }
 
  private:
-  void on_backward_over() override;
+  void on_backward_over(bool ended_well) override;
 
   void need(size_t unit);
   void check_shards();
@@ -259,6 +265,7 @@ class ShardedRoot final : private UnitPolicy::Listener {
   int64_t version_of(size_t unit) const;
   void release_if_unused(size_t unit);
   void release_behind_backward(size_t unit);
+  void run_empty_backward();
   void release_outdated();
   void open(const std::shared_ptr<Call>& call);
   void close(Call& call);
@@ -280,6 +287,7 @@ class ShardedRoot final : private UnitPolicy::Listener {
   bool peers_know_ = false;  // of the failure that is on its way out of forward
   bool synchronizes_ = true;
   bool keeps_units_ = false;  // this forward, or the last: for its backward
+  bool is_behind_backward_ = false;  // that ended well, since when nothing ran
 
   // By unit: calls between their ends, in forward; calls whose backward is
   // under way; whether it stays whole until a backward.

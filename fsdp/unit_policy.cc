@@ -11,6 +11,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "brigade/comm/shortened_list.h"
+#include "brigade/hooks/backward_end.h"
 
 namespace brigade {
 namespace {
@@ -99,6 +100,19 @@ bool UnitPolicy::is_trained(size_t variable) const {
   return parameter(variable).tensor.requires_grad();
 }
 
+// What was added up of a frozen parameter is dropped.
+void UnitPolicy::note_trained_changed() {
+  is_trained_changed_ = true;
+  for (size_t number = 0; number < variables_.size(); ++number) {
+    if (!is_trained(number)) is_used_[number] = 0;
+  }
+  for (UnitReduction& reduction : reductions_) {
+    if (reduction.segment().is_trained()) continue;
+    memory_.release(reduction.segment().take_gradient_memory());
+    reduction.segment().drop_partial();
+  }
+}
+
 bool UnitPolicy::expects_gradients() const {
   return std::ranges::any_of(reductions_, [](const UnitReduction& reduction) {
     return reduction.segment().is_trained();
@@ -159,6 +173,11 @@ at::Tensor UnitPolicy::gradient_slot(const at::Tensor& parameter) {
                     "fully_shard: expected a parameter that was sharded here, "
                     "as its module has it in forward, found a tensor of ",
                     parameter.sizes(), ".\nGive the parameter itself.");
+  // Who asks for a gradient by torch::autograd::grad() is to keep it.
+  if (running_backward_id() < 0 || !accumulates_all_gradients() ||
+      !is_trained(number->second)) {
+    return {};
+  }
   const Variable& variable = variables_[number->second];
   return reductions_[variable.reduction].segment().gradient_slot(
       variable.in_segment, memory_);
@@ -297,7 +316,7 @@ void UnitPolicy::on_end_confirmed(bool has_agreed_proposal) {
       return sum_used();
     } catch (...) {
       drop_gradients();
-      listener_.on_backward_over();
+      listener_.on_backward_over(/*ended_well=*/false);
       throw;
     }
   }
@@ -344,7 +363,7 @@ void UnitPolicy::on_iteration_over(Outcome outcome, bool /*is_shadow*/) {
   if (outcome != Outcome::kDelivered || iteration_sums_over_replicas_) {
     std::ranges::fill(is_used_, 0);
   }
-  listener_.on_backward_over();
+  listener_.on_backward_over(outcome == Outcome::kDelivered);
 }
 
 void UnitPolicy::drop_gradients() {

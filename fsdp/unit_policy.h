@@ -38,8 +38,9 @@ namespace brigade {
 class UnitPolicy final : public ReductionPolicy, public GradientSink {
  public:
   struct Listener {
-    // An iteration is over. Does not throw.
-    virtual void on_backward_over() = 0;
+    // An iteration is over. `ended_well`: on this rank, and, unless that is
+    // refuted later, on all. Does not throw.
+    virtual void on_backward_over(bool ended_well) = 0;
 
    protected:
     ~Listener() = default;
@@ -58,7 +59,7 @@ class UnitPolicy final : public ReductionPolicy, public GradientSink {
   std::vector<at::Tensor> variables() const;
 
   // Parameters have been frozen or thawed: tells from the next iteration on.
-  void note_trained_changed() { is_trained_changed_ = true; }
+  void note_trained_changed();
 
   // From the next backward on; alike on all ranks. False: only rows of the mesh
   // sum gradients, and keep the sums as a part of the next ones.

@@ -13,6 +13,7 @@ output of a round that is reached until all modules of the round have been left.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from brigade import _C
 from brigade._nests import cast_floating, map_tensors, tensors_in
@@ -29,6 +31,26 @@ from brigade._shard_place import ShardPlace, place_of
 from brigade._sharded_tensors import ShardedParameter, as_shard
 
 _UNIT = "_brigade_unit"
+
+
+@functools.cache
+def count_optimizer_steps() -> None:
+    """From here on each step counts as a change of the parts that it is about.
+
+    Fused optimizers write without counting, and what is whole would seem up to date.
+    """
+
+    def count(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
+        torch.autograd.graph.increment_version(
+            [
+                parameter
+                for group in optimizer.param_groups
+                for parameter in group["params"]
+                if isinstance(parameter, ShardedParameter)
+            ]
+        )
+
+    register_optimizer_step_post_hook(count)
 
 
 def unit_of(module: nn.Module) -> Unit | None:

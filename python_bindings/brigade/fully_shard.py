@@ -27,7 +27,7 @@ from torch.distributed.fsdp import FSDPModule as _TorchFSDPModule
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, UnshardHandle
 
 from brigade import _C, _compiling, _sharded_state
-from brigade._sharded_units import Root, Unit, unit_of
+from brigade._sharded_units import Root, Unit, count_optimizer_steps, unit_of
 
 
 class FSDPModule(_TorchFSDPModule):
@@ -340,6 +340,7 @@ def fully_shard(
     )
     _compiling.leave_to_interpreter()
     _sharded_state.teach_torch_to_gather()
+    count_optimizer_steps()
     ignored = set(ignored_params or ())
     Unit(
         modules,

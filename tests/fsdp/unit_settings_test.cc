@@ -579,5 +579,134 @@ TEST(UnitSettingsTest, ParametersMayBeSeenInDtypesOfTheirOwn) {
   });
 }
 
+// Several backwards without a step in between, of branches that differ, and a
+// rank that runs out of data.
+TEST(UnitSettingsTest, WhatStaysWholeBehindBackwardIsAlikeOnAllRanks) {
+  run_ranks(2, [&](const Group& group) {
+    const int rank = group->getRank();
+    Net net({4, 4, 4});
+    ShardedRoot root(net.units(), group, {});
+    root.shards_of(2)[0].set_requires_grad(false);
+    root.shards_of(2)[1].set_requires_grad(false);
+    for (size_t unit = 0; unit < root.num_units(); ++unit) {
+      root.settings(unit).reshards_after_backward = false;
+    }
+    const std::vector<size_t> order =
+        rank == 0 ? std::vector<size_t>{0, 1} : std::vector<size_t>{0};
+    const auto step = [&](int index) {
+      loss_of(root.forward([&] {
+        return net.run(root, net.input(rank, index), order);
+      })).backward();
+    };
+    step(0);
+    step(1);
+    sgd(root.shards(), kRate);
+    step(2);
+    root.unshard();
+    root.reshard(/*writes=*/false);
+    step(3);
+    {
+      const torch::NoGradGuard no_grad;
+      root.forward([&] { return net.run(root, net.input(rank, 4), order); });
+    }
+    step(4);
+    if (rank == 0) {
+      step(5);
+    } else {
+      root.step_without_data();
+    }
+    step(6);
+  });
+}
+
+TEST(UnitSettingsTest, WhatWasAddedUpOfAFrozenParameterIsDropped) {
+  for (const bool rows_add_up : {false, true}) {
+    run_ranks(2, [&](const Group& group) {
+      at::Tensor first = torch::ones({3}).requires_grad_();
+      at::Tensor second = torch::ones({3}).requires_grad_();
+      ShardedRoot root(
+          std::vector<UnitSpec>{
+              {.name = "", .parameters = {{"a", first}, {"b", second}}}},
+          group, {.num_shards = 1});
+      const auto step = [&](double factor) {
+        root.forward([&] {
+              return root.call(0, torch::ones({1}), [&](const at::Tensor& in) {
+                return (first * second * in).sum() * factor;
+              });
+            })
+            .backward();
+      };
+      const auto set_adding_up = [&](bool value) {
+        root.set_synchronizes(rows_add_up || !value);
+        root.set_sums_over_replicas(!value);
+      };
+      set_adding_up(true);
+      step(1000);
+      root.shards()[1].set_requires_grad(false);
+      set_adding_up(false);
+      step(1);
+      EXPECT_TRUE((root.shards()[0].grad() == 1001).all().item<bool>());
+      EXPECT_FALSE(root.shards()[1].grad().defined());
+      root.shards()[1].set_requires_grad(true);
+      root.shards()[0].mutable_grad() = at::Tensor();
+      step(1);
+      EXPECT_TRUE((root.shards()[1].grad() == 1).all().item<bool>())
+          << root.shards()[1].grad();
+    });
+  }
+}
+
+// Returns another view of where it has written.
+class Transposing : public torch::autograd::Function<Transposing> {
+ public:
+  static at::Tensor forward(torch::autograd::AutogradContext* context,
+                            const at::Tensor& weight, ShardedRoot* root) {
+    context->save_for_backward({weight});
+    context->saved_data["root"] = reinterpret_cast<int64_t>(root);
+    return weight.t().clone();
+  }
+  static torch::autograd::variable_list backward(
+      torch::autograd::AutogradContext* context,
+      const torch::autograd::variable_list& gradients) {
+    auto* root =
+        reinterpret_cast<ShardedRoot*>(context->saved_data["root"].toInt());
+    at::Tensor slot = root->gradient_slot(context->get_saved_variables()[0]);
+    if (!slot.defined()) return {gradients[0].t(), {}};
+    slot.copy_(gradients[0]);
+    return {slot.t(), {}};
+  }
+};
+
+TEST(UnitSettingsTest, AnotherViewOfTheSlotIsTransposedAsItSays) {
+  run_ranks(1, [&](const Group& group) {
+    at::Tensor weight = torch::ones({3, 3}).requires_grad_();
+    ShardedRoot root(
+        std::vector<UnitSpec>{{.name = "", .parameters = {{"w", weight}}}},
+        group, {});
+    const at::Tensor factors = torch::arange(9, torch::kFloat).view({3, 3});
+    root.forward([&] {
+          return root.call(0, torch::ones({1}), [&](const at::Tensor& in) {
+            return (Transposing::apply(weight, &root) * factors * in).sum();
+          });
+        })
+        .backward();
+    EXPECT_TRUE(at::equal(root.shards()[0].grad(), factors.t()))
+        << root.shards()[0].grad();
+  });
+}
+
+TEST(UnitSettingsTest, NothingIsReducedWhileSynchronisationIsOff) {
+  run_ranks(2, [&](const Group& group) {
+    Net net;
+    ShardedRoot root(net.units(), group, {});
+    root.set_synchronizes(false);
+    train_step(root, net, group->getRank(), 0);
+    EXPECT_THROW(root.reduce(), c10::Error);
+    root.set_synchronizes(true);
+    root.reduce();
+    EXPECT_TRUE(root.shards()[0].grad().defined());
+  });
+}
+
 }  // namespace
 }  // namespace brigade

@@ -222,6 +222,56 @@ def test_ranks_run_out_of_data():
     run_ranks(_runs_out_of_data)
 
 
+def _fused(rank):
+    parameters = []
+    for fused in (False, True):
+        model = shard_blocks(make_net(), reshard_after_forward=False)
+        model.set_reshard_after_backward(False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused, foreach=False)
+        for step in range(3):
+            optimizer.zero_grad()
+            _loss(model, rank, step).backward()
+            optimizer.step()
+        parameters.append(model.full_state_dict())
+    for name, value in parameters[0].items():
+        torch.testing.assert_close(value, parameters[1][name])
+
+
+def test_fused_optimizers_are_noticed():
+    run_ranks(_fused)
+
+
+def _written_through_data(rank):
+    model = shard_blocks(make_net(), reshard_after_forward=False)
+    model.set_reshard_after_backward(False)
+    _loss(model, rank, 0).backward()
+    for parameter in model.parameters():
+        parameter.data.zero_()
+    assert not model(batch_of(rank, 1)).any()
+
+
+def test_writes_through_data_are_noticed():
+    run_ranks(_written_through_data)
+
+
+def _other_memory_on_one_rank(rank):
+    model = shard_blocks(make_net())
+    part = model.head.weight
+    own = torch.Tensor.data.__get__(part)
+    if rank == 0:
+        torch.Tensor.data.__set__(part, torch.zeros_like(own))
+    with pytest.raises(RuntimeError, match="other memory"):
+        _loss(model, rank, 0).backward()
+    if rank == 0:
+        torch.Tensor.data.__set__(part, own)
+    _loss(model, rank, 1).backward()
+    assert part.grad is not None
+
+
+def test_other_memory_on_one_rank_is_an_error_on_all():
+    run_ranks(_other_memory_on_one_rank)
+
+
 def _blocks_and_dtypes(rank):
     model = make_net()
     shapes = {name: p.shape for name, p in model.named_parameters()}
