@@ -14,30 +14,28 @@ constexpr std::chrono::milliseconds kPatience{250};
 
 GradientMemory::~GradientMemory() {
   for (Reducing& reducing : reducing_) {
-    if (!reducing.reduction->completed()) continue;
-    pool_.release({.memory = std::move(reducing.memory),
-                   .last_use = end_of(*reducing.reduction)});
+    if (reducing.reduction->completed()) give_back(std::move(reducing));
   }
 }
 
-Buffer GradientMemory::acquire(int64_t bytes) {
+Buffer GradientMemory::acquire(int64_t bytes, std::optional<size_t> planned) {
   reclaim(max_reducing_ - 1);
-  return pool_.acquire(bytes);
+  return pool_.acquire(bytes, planned);
 }
 
 void GradientMemory::release(Buffer buffer) {
   if (buffer.memory.defined()) pool_.release(std::move(buffer));
 }
 
-void GradientMemory::release_behind(at::Tensor memory, FuturePtr reduction) {
+void GradientMemory::release_behind(Buffer buffer, FuturePtr reduction) {
   reducing_.push_back(
-      {.memory = std::move(memory), .reduction = std::move(reduction)});
+      {.buffer = std::move(buffer), .reduction = std::move(reduction)});
 }
 
 std::vector<at::Tensor> GradientMemory::abandon() {
   std::vector<at::Tensor> buffers;
   for (Reducing& reducing : std::exchange(reducing_, {})) {
-    buffers.push_back(std::move(reducing.memory));
+    buffers.push_back(std::move(reducing.buffer.memory));
   }
   return buffers;
 }
@@ -47,10 +45,14 @@ void GradientMemory::reclaim(size_t max_left) {
   while (!reducing_.empty() && is_over(reducing_.front(), max_left)) {
     Reducing oldest = std::move(reducing_.front());
     reducing_.pop_front();
-    pool_.release({.memory = std::move(oldest.memory),
-                   .last_use = end_of(*oldest.reduction)});
+    give_back(std::move(oldest));
   }
   if (reducing_.empty()) waits_ = true;
+}
+
+void GradientMemory::give_back(Reducing reducing) {
+  reducing.buffer.last_use = end_of(*reducing.reduction);
+  pool_.release(std::move(reducing.buffer));
 }
 
 bool GradientMemory::is_over(const Reducing& oldest, size_t max_left) {

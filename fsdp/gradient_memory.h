@@ -22,6 +22,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <optional>
 #include <vector>
 
 #include "brigade/fsdp/memory_pool.h"
@@ -45,26 +46,32 @@ class GradientMemory {
 
   // At least 1.
   void set_max_reducing(size_t value) { max_reducing_ = value; }
+  size_t max_reducing() const { return max_reducing_; }
 
-  // uint8, at least [bytes].
-  Buffer acquire(int64_t bytes);
+  // uint8, at least [bytes]. `planned`: of MemoryPool::acquire().
+  Buffer acquire(int64_t bytes, std::optional<size_t> planned = std::nullopt);
 
   // No reduction reads it. Without memory: nothing.
   void release(Buffer buffer);
 
   // When the reduction that reads it is done.
-  void release_behind(at::Tensor memory, FuturePtr reduction);
+  void release_behind(Buffer buffer, FuturePtr reduction);
+
+  // REQUIRES: all reductions are over. Whoever gets their memory is behind
+  // them.
+  void reclaim_all() { reclaim(0); }
 
   // Reductions may never end. Returns what they read, which is not lent again.
   std::vector<at::Tensor> abandon();
 
  private:
   struct Reducing {
-    at::Tensor memory;
+    Buffer buffer;
     FuturePtr reduction;
   };
 
   void reclaim(size_t max_left);
+  void give_back(Reducing reducing);
   bool is_over(const Reducing& oldest, size_t max_left);
   StreamPoint end_of(c10::ivalue::Future& reduction) const;
 

@@ -2,6 +2,7 @@
 
 #include <ATen/ops/empty.h>
 #include <c10/core/GradMode.h>
+#include <c10/util/Exception.h>
 
 #include <algorithm>
 #include <utility>
@@ -9,37 +10,82 @@
 #include "brigade/fsdp/sharding_streams.h"
 
 namespace brigade {
+int64_t MemoryPool::size_of(const Buffer& buffer) {
+  return buffer.memory.numel();
+}
+
+bool MemoryPool::fits(const Buffer& buffer, int64_t bytes) {
+  return size_of(buffer) >= bytes;
+}
+
+bool MemoryPool::fits(const Planned& planned, int64_t bytes) {
+  return planned.is_free && planned.bytes >= bytes;
+}
+
+template <typename Buffers>
+auto MemoryPool::smallest_fit(Buffers& buffers, int64_t bytes) {
+  auto smallest = buffers.end();
+  for (auto buffer = buffers.begin(); buffer != buffers.end(); ++buffer) {
+    if (!fits(*buffer, bytes)) continue;
+    if (smallest == buffers.end() || size_of(*buffer) < size_of(*smallest)) {
+      smallest = buffer;
+    }
+  }
+  return smallest;
+}
 
 MemoryPool::MemoryPool(c10::Device device)
     : device_(device), owner_(stream_beside_the_program(device)) {}
 
 MemoryPool::~MemoryPool() {
+  for (Planned& planned : planned_) give_up(std::move(planned.buffer));
   for (Buffer& buffer : free_) give_up(std::move(buffer));
 }
 
-Buffer MemoryPool::acquire(int64_t bytes) {
+void MemoryPool::plan(const std::vector<int64_t>& buffer_bytes) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  const auto by_size = [](const Buffer& buffer) {
-    return buffer.memory.numel();
-  };
-  auto found = free_.end();
-  for (auto buffer = free_.begin(); buffer != free_.end(); ++buffer) {
-    if (by_size(*buffer) < bytes) continue;
-    if (found == free_.end() || by_size(*buffer) < by_size(*found)) {
-      found = buffer;
-    }
+  TORCH_INTERNAL_ASSERT(planned_.empty(), "a memory pool has one plan");
+  while (!free_.empty()) give_up_largest();
+  for (const int64_t bytes : buffer_bytes) planned_.push_back({.bytes = bytes});
+}
+
+Buffer MemoryPool::acquire(int64_t bytes, std::optional<size_t> planned) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (planned && fits(planned_.at(*planned), bytes)) {
+    return lend(planned_[*planned]);
   }
-  if (found != free_.end()) {
-    Buffer buffer = std::move(*found);
-    free_.erase(found);
+  const auto of_plan = smallest_fit(planned_, bytes);
+  const auto other = smallest_fit(free_, bytes);
+  if (other != free_.end() &&
+      (of_plan == planned_.end() || size_of(*other) <= size_of(*of_plan))) {
+    Buffer buffer = std::move(*other);
+    free_.erase(other);
     return buffer;
   }
-  if (!free_.empty()) {
-    const auto largest = std::ranges::max_element(free_, {}, by_size);
-    bytes_ -= by_size(*largest);
-    give_up(std::move(*largest));
-    free_.erase(largest);
-  }
+  if (of_plan != planned_.end()) return lend(*of_plan);
+  if (!free_.empty()) give_up_largest();
+  ++num_unplanned_;
+  return make(bytes);
+}
+
+Buffer MemoryPool::lend(Planned& planned) {
+  Buffer buffer = planned.buffer.memory.defined()
+                      ? std::exchange(planned.buffer, {})
+                      : make(planned.bytes);
+  planned.is_free = false;
+  buffer.planned = static_cast<size_t>(&planned - planned_.data());
+  return buffer;
+}
+
+void MemoryPool::give_up_largest() {
+  const auto largest = std::ranges::max_element(
+      free_, {}, [](const Buffer& buffer) { return size_of(buffer); });
+  bytes_ -= size_of(*largest);
+  give_up(std::move(*largest));
+  free_.erase(largest);
+}
+
+Buffer MemoryPool::make(int64_t bytes) {
   const at::NoGradGuard no_grad;
   bytes_ += bytes;
   peak_bytes_ = std::max(peak_bytes_, bytes_);
@@ -56,7 +102,13 @@ Buffer MemoryPool::acquire(int64_t bytes) {
 
 void MemoryPool::release(Buffer buffer) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  free_.push_back(std::move(buffer));
+  if (!buffer.planned) {
+    free_.push_back(std::move(buffer));
+    return;
+  }
+  Planned& planned = planned_[*buffer.planned];
+  planned.buffer = std::move(buffer);
+  planned.is_free = true;
 }
 
 // The allocator lends it to the owner again, at once.
@@ -79,6 +131,11 @@ int64_t MemoryPool::peak_bytes() const {
 int64_t MemoryPool::num_allocations() const {
   const std::lock_guard<std::mutex> lock(mutex_);
   return num_allocations_;
+}
+
+int64_t MemoryPool::num_unplanned() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return num_unplanned_;
 }
 
 }  // namespace brigade

@@ -286,7 +286,7 @@ bool Segment::is_own_slot(size_t parameter, const at::Tensor& gradient) const {
 
 void Segment::acquire_gradients(GradientMemory& memory) {
   if (gradients_.defined()) return;
-  gradient_memory_ = memory.acquire(gradient_bytes());
+  gradient_memory_ = memory.acquire(gradient_bytes(), planned_.gradients);
   gradients_ = gradient_memory_.memory.narrow(0, 0, gradient_bytes())
                    .view(options_.reduce_dtype);
 }
@@ -328,15 +328,17 @@ at::Tensor Segment::finish_gradients(GradientMemory& memory) {
 
 Buffer Segment::take_gradient_memory() {
   StreamPoint last_use = gradient_writers_.end();
-  return {.memory = take_finished_gradients(), .last_use = std::move(last_use)};
+  Buffer buffer = take_finished_gradients();
+  buffer.last_use = std::move(last_use);
+  return buffer;
 }
 
-at::Tensor Segment::take_finished_gradients() {
+Buffer Segment::take_finished_gradients() {
   std::ranges::fill(is_written_, 0);
   std::ranges::fill(is_lent_, 0);
   gradient_writers_.forget();
   gradients_ = at::Tensor();
-  return std::exchange(gradient_memory_, Buffer()).memory;
+  return std::exchange(gradient_memory_, Buffer());
 }
 
 const at::Tensor& Segment::pending() {

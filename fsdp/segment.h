@@ -25,6 +25,7 @@
 #include <vector>
 
 #include "brigade/fsdp/gradient_memory.h"
+#include "brigade/fsdp/memory_plan.h"
 #include "brigade/fsdp/memory_pool.h"
 #include "brigade/fsdp/shard_layout.h"
 #include "brigade/fsdp/stream_point.h"
@@ -80,8 +81,16 @@ class Segment {
   at::ScalarType reduce_dtype() const { return options_.reduce_dtype; }
   c10::Device device() const { return shard_.device(); }
   int rank() const { return options_.rank; }
+  // This rank's shard is all of it, as forward and backward see it.
+  bool is_whole_here() const {
+    return options_.num_ranks == 1 && whole_dtype() == dtype();
+  }
   int64_t whole_bytes() const;     // of the parameters
   int64_t gradient_bytes() const;  // of all gradients, whole
+
+  // The pool's buffers that are planned for it; none before there is a plan.
+  const PlannedBuffers& planned() const { return planned_; }
+  void set_planned(const PlannedBuffers& planned) { planned_ = planned; }
 
   // By parameter: the elements of it that this rank holds, 1D in the order of
   // memory, perhaps none; all of them, in the parameter's shape. Leaves: what
@@ -141,7 +150,7 @@ class Segment {
   Buffer take_gradient_memory();
   // The same of gradients that are finished, and read on the stream that has
   // finished them.
-  at::Tensor take_finished_gradients();
+  Buffer take_finished_gradients();
 
   // ---- The shard's gradient.
 
@@ -185,6 +194,8 @@ class Segment {
 
   at::Tensor shard_;
   std::vector<at::Tensor> shards_;
+
+  PlannedBuffers planned_;
 
   WholeStorage whole_;
   at::Tensor bound_memory_;

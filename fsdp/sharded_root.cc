@@ -171,13 +171,51 @@ void ShardedRoot::begin_forward() {
   keeps_units_ = at::GradMode::is_enabled();
   check_shards();
   follow_shards();
+  plan_memory();
   claim_kept();
   release_outdated();
   const std::vector<size_t> expected = policy_->expected_in_forward();
   ask("began a forward", expected);
   gathers_->shards_are_written();
-  gathers_->begin(expected);
+  gathers_->begin(expected, GatheredIn::kForward);
   if (pass_ == Pass::kNone) pass_ = Pass::kForward;
+}
+
+MemoryPlan ShardedRoot::make_plan() const {
+  std::vector<PlannedUnit> units;
+  units.reserve(units_.size());
+  for (const Unit& unit : units_) {
+    PlannedUnit& planned = units.emplace_back();
+    planned.settings = unit.settings;
+    for (const auto& segment : unit.segments) {
+      PlannedSegment& added = planned.segments.emplace_back();
+      if (!segment->is_whole_here()) {
+        added.whole_bytes = segment->whole_bytes();
+      }
+      if (segment->is_trained()) {
+        added.gradient_bytes = segment->gradient_bytes();
+      }
+    }
+  }
+  absl::StatusOr<MemoryPlan> plan = MemoryPlan::create(
+      units, options_.prefetch_depth, gradient_memory_.max_reducing());
+  TORCH_CHECK_VALUE(plan.ok(),
+                    "fully_shard: ", std::string(plan.status().message()));
+  return *std::move(plan);
+}
+
+// Once: buffers are lent from here on.
+void ShardedRoot::plan_memory() {
+  if (planned_bytes_) return;
+  const MemoryPlan plan = make_plan();
+  for (size_t unit = 0; unit < units_.size(); ++unit) {
+    auto& segments = units_[unit].segments;
+    for (size_t i = 0; i < segments.size(); ++i) {
+      segments[i]->set_planned(plan.of(unit, i));
+    }
+  }
+  pool_.plan(plan.buffer_bytes());
+  planned_bytes_ = plan.total_bytes();
 }
 
 void ShardedRoot::end_forward() {
@@ -378,7 +416,7 @@ void ShardedRoot::begin_backward() {
   }
   const std::vector<size_t> expected = policy_->expected_in_backward();
   ask("began a backward that is not reduced", expected);
-  gathers_->begin(expected);
+  gathers_->begin(expected, GatheredIn::kBackward);
   pass_ = Pass::kBackward;
   peers_know_ = false;
   watch_backward_end(
@@ -594,8 +632,11 @@ ShardingStatistics ShardedRoot::statistics() const {
       .late_gathers = static_cast<int64_t>(gathers_->schedule().num_late()),
       .ahead_gathers = static_cast<int64_t>(gathers_->schedule().num_ahead()),
       .allocations = pool_.num_allocations(),
+      .unplanned = pool_.num_unplanned(),
       .whole_bytes = pool_.bytes(),
-      .peak_whole_bytes = pool_.peak_bytes()};
+      .peak_whole_bytes = pool_.peak_bytes(),
+      .planned_bytes =
+          planned_bytes_ ? *planned_bytes_ : make_plan().total_bytes()};
   for (const Unit& unit : units_) {
     for (const auto& segment : unit.segments) {
       const int64_t element = segment->shard().element_size();
@@ -607,12 +648,13 @@ ShardingStatistics ShardedRoot::statistics() const {
 }
 
 std::string ShardedRoot::explain() const {
-  std::string text =
-      absl::StrCat(units_.size(), units_.size() == 1 ? " unit" : " units", ", ",
-                   transport_->num_shards(), " shards, ",
-                   transport_->num_replicas(), " replicas, on ",
-                   pool_.device().str(), "; whole units and gradients took at ",
-                   "most ", pool_.peak_bytes(), " bytes\n");
+  const ShardingStatistics memory = statistics();
+  std::string text = absl::StrCat(
+      units_.size(), units_.size() == 1 ? " unit" : " units", ", ",
+      transport_->num_shards(), " shards, ", transport_->num_replicas(),
+      " replicas, on ", pool_.device().str(),
+      "; whole units and gradients take ", memory.planned_bytes,
+      " bytes by plan, took at most ", memory.peak_whole_bytes, " so far\n");
   for (const Unit& unit : units_) {
     for (const auto& segment : unit.segments) {
       absl::StrAppend(

@@ -60,6 +60,7 @@
 #include "brigade/engine/engine.h"
 #include "brigade/fsdp/gradient_memory.h"
 #include "brigade/fsdp/make_units.h"
+#include "brigade/fsdp/memory_plan.h"
 #include "brigade/fsdp/memory_pool.h"
 #include "brigade/fsdp/shard_transport.h"
 #include "brigade/fsdp/sharding_options.h"
@@ -75,8 +76,10 @@ struct ShardingStatistics {
   int64_t late_gathers = 0;   // needed, and not expected
   int64_t ahead_gathers = 0;  // launched before their need
   int64_t allocations = 0;    // of memory for whole units and gradients
+  int64_t unplanned = 0;      // of these: not of the plan (fsdp/memory_plan.h)
   int64_t whole_bytes = 0;    // that memory
   int64_t peak_whole_bytes = 0;
+  int64_t planned_bytes = 0;  // its peak in steps that are as expected
   int64_t shard_bytes = 0;    // parameters that this rank holds, with padding
   int64_t padding_bytes = 0;  // in all shards of all units, on all ranks
 };
@@ -214,6 +217,8 @@ class ShardedRoot final : private UnitPolicy::Listener {
     policy_->set_sums_over_replicas(value || transport_->num_replicas() == 1);
   }
 
+  // Memory is planned when the first forward begins, of what is set then.
+
   // Reductions that keep the memory of whole gradients; at least 1.
   void set_max_reducing(size_t value);
 
@@ -250,7 +255,8 @@ class ShardedRoot final : private UnitPolicy::Listener {
   ShardingStatistics statistics() const;
   EngineStatistics engine_statistics() const { return engine_->statistics(); }
 
-  // Units, bytes, padding and memory, in words.
+  // Units, bytes, padding and memory, in words: before the first forward what
+  // it is planned to be, as settings are now.
   std::string explain() const;
 
   bool can_continue() const { return engine_->can_continue(); }
@@ -259,6 +265,8 @@ class ShardedRoot final : private UnitPolicy::Listener {
   void on_backward_over(bool ended_well) override;
 
   void need(size_t unit);
+  MemoryPlan make_plan() const;
+  void plan_memory();
   void check_shards();
   void follow_shards();
   void claim_kept();
@@ -278,6 +286,7 @@ class ShardedRoot final : private UnitPolicy::Listener {
   MemoryPool pool_;
   GradientMemory gradient_memory_;
   std::vector<Unit> units_;
+  std::optional<int64_t> planned_bytes_;  // none before the first forward
   std::unique_ptr<UnitGathers> gathers_;
   std::unique_ptr<UnitPolicy> policy_;
   std::unique_ptr<Engine> engine_;

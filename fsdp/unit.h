@@ -3,37 +3,14 @@
 #ifndef BRIGADE_FSDP_UNIT_H_
 #define BRIGADE_FSDP_UNIT_H_
 
-#include <cstddef>
 #include <memory>
-#include <optional>
 #include <string>
 #include <vector>
 
 #include "brigade/fsdp/segment.h"
+#include "brigade/fsdp/unit_settings.h"
 
 namespace brigade {
-
-// May be changed between a forward or backward and the next, alike on all ranks
-// but for the prefetch.
-struct UnitSettings {
-  // Released behind its forward, and gathered again for its backward. False: it
-  // stays whole from forward to backward.
-  bool reshards_after_forward = true;
-
-  // False: it stays whole behind its backward, until its shards are changed.
-  bool reshards_after_backward = true;
-
-  // False: its backward reads none of its parameters.
-  bool gathers_in_backward = true;
-
-  // The sum of its gradients is divided by that. Unset: by the number of ranks.
-  std::optional<double> gradient_divisor = std::nullopt;
-
-  // Units whose gathers are launched once this one is needed, in forward and in
-  // backward. Empty: as many as the options say.
-  std::vector<size_t> forward_prefetch = {};
-  std::vector<size_t> backward_prefetch = {};
-};
 
 struct Unit {
   std::string name;  // "blocks.2"; of the outermost one it may be empty

@@ -23,7 +23,8 @@ UnitGathers::UnitGathers(std::vector<Unit>& units, ShardTransport& transport,
   const std::optional<c10::Stream>& stream = transport_.streams().gathers();
   for (Unit& unit : units_) {
     for (const auto& segment : unit.segments) {
-      if (is_local(*segment)) segment->bind(segment->shard().view(at::kByte));
+      if (segment->is_whole_here())
+        segment->bind(segment->shard().view(at::kByte));
       // Which will read them, whoever drops them.
       if (stream) segment->shard().record_stream(*stream);
     }
@@ -34,27 +35,22 @@ UnitGathers::~UnitGathers() {
   // Views that outlive this object keep what is whole.
   for (size_t unit = 0; unit < units_.size(); ++unit) {
     for (const Gather& gather : gathers_[unit]) {
-      uses_[unit].record_on(gather.memory);
+      uses_[unit].record_on(gather.buffer.memory);
     }
   }
   const auto keep = [](const Gather& gather) {
     if (!gather.future || gather.future->completed()) return;
     gather.future->addCallback(
-        [memory = gather.memory](c10::ivalue::Future&) {},
+        [memory = gather.buffer.memory](c10::ivalue::Future&) {},
         /*uses_future=*/false);
   };
   for (const auto& of_unit : gathers_) std::ranges::for_each(of_unit, keep);
   std::ranges::for_each(unread_, keep);
 }
 
-// Every rank holds all of it, as it is used.
-bool UnitGathers::is_local(const Segment& segment) const {
-  return transport_.num_shards() == 1 &&
-         segment.whole_dtype() == segment.dtype();
-}
-
-void UnitGathers::begin(std::vector<size_t> expected) {
+void UnitGathers::begin(std::vector<size_t> expected, GatheredIn pass) {
   release_unneeded();
+  pass_ = pass;
   launch_all(schedule_.begin(std::move(expected)));
 }
 
@@ -121,8 +117,8 @@ void UnitGathers::bind(size_t unit) {
   auto& segments = units_[unit].segments;
   size_t index = 0;
   for (Gather& gather : gathers_[unit]) {
-    while (is_local(*segments[index])) ++index;
-    segments[index]->bind(gather.memory);
+    while (segments[index]->is_whole_here()) ++index;
+    segments[index]->bind(gather.buffer.memory);
     segments[index]->set_bound_version(gather.version);
     gather.is_read = true;
     ++index;
@@ -132,7 +128,7 @@ void UnitGathers::bind(size_t unit) {
 void UnitGathers::release(size_t unit) {
   if (!schedule_.is_there(unit)) return;
   for (const auto& segment : units_[unit].segments) {
-    if (!is_local(*segment) && segment->is_bound()) segment->unbind();
+    if (!segment->is_whole_here() && segment->is_bound()) segment->unbind();
   }
   note_use(unit);
   const StreamPoint last_use = uses_[unit].end();
@@ -161,7 +157,8 @@ void UnitGathers::launch_rest() {
 bool UnitGathers::is_current(size_t unit) const {
   if (!schedule_.is_claimed(unit)) return false;
   return std::ranges::all_of(units_[unit].segments, [&](const auto& segment) {
-    return is_local(*segment) || segment->bound_version() == segment->version();
+    return segment->is_whole_here() ||
+           segment->bound_version() == segment->version();
   });
 }
 
@@ -171,14 +168,17 @@ void UnitGathers::launch_all(const std::vector<size_t>& units) {
 
 void UnitGathers::launch(size_t unit) {
   std::vector<Gather>& read = gathers_[unit];
-  std::vector<Gather>& gathers = read.empty() ? read : unread_;
+  const bool is_read = read.empty();
+  std::vector<Gather>& gathers = is_read ? read : unread_;
+  const GatheredIn pass = is_read ? pass_ : GatheredIn::kOther;
   const ShardingStreams::Scope on_gathers = transport_.streams().for_gathers();
   for (const auto& segment : units_[unit].segments) {
-    if (is_local(*segment)) continue;
-    Buffer buffer = pool_.acquire(segment->whole_bytes());
+    if (segment->is_whole_here()) continue;
+    Buffer buffer =
+        pool_.acquire(segment->whole_bytes(), segment->planned().of(pass));
     buffer.last_use.wait();
     FuturePtr future = gather(*segment, buffer.memory);
-    gathers.push_back({.memory = std::move(buffer.memory),
+    gathers.push_back({.buffer = std::move(buffer),
                        .version = segment->version(),
                        .future = std::move(future)});
   }
@@ -211,8 +211,8 @@ void UnitGathers::reclaim_unread(Gather gather) {
 // lent again; who needs the unit is told.
 void UnitGathers::reclaim(Gather gather, StreamPoint last_use) {
   if (gather.future && gather.future->hasError()) return;
-  pool_.release(
-      {.memory = std::move(gather.memory), .last_use = std::move(last_use)});
+  gather.buffer.last_use = std::move(last_use);
+  pool_.release(std::move(gather.buffer));
 }
 
 }  // namespace brigade

@@ -22,6 +22,7 @@
 #include <vector>
 
 #include "brigade/fsdp/gather_schedule.h"
+#include "brigade/fsdp/memory_plan.h"
 #include "brigade/fsdp/memory_pool.h"
 #include "brigade/fsdp/shard_transport.h"
 #include "brigade/fsdp/stream_point.h"
@@ -41,8 +42,10 @@ class UnitGathers {
   UnitGathers(const UnitGathers&) = delete;
   UnitGathers& operator=(const UnitGathers&) = delete;
 
-  // A pass begins; what an earlier one has left is released. Errors: as need().
-  void begin(std::vector<size_t> expected);
+  // A pass begins; what an earlier one has left is released. `pass`: whose
+  // planned memory its gathers get. Errors: as need().
+  void begin(std::vector<size_t> expected,
+             GatheredIn pass = GatheredIn::kOther);
 
   // The calling thread's current stream has written the shards. Gathers that
   // are launched from here on are behind it.
@@ -76,13 +79,12 @@ class UnitGathers {
  private:
   using FuturePtr = ShardTransport::FuturePtr;
   struct Gather {
-    at::Tensor memory;     // uint8
+    Buffer buffer;
     int64_t version = 0;   // of the shard
     FuturePtr future;      // null: it is there, for any stream
     bool is_read = false;  // whoever has used it has waited for it
   };
 
-  bool is_local(const Segment& segment) const;
   void launch_all(const std::vector<size_t>& units);
   void launch(size_t unit);
   FuturePtr gather(const Segment& segment, const at::Tensor& memory);
@@ -97,6 +99,7 @@ class UnitGathers {
   ShardTransport& transport_;
   MemoryPool& pool_;
   GatherSchedule schedule_;
+  GatheredIn pass_ = GatheredIn::kOther;
 
   // By unit, then by segment. Bound when they are needed.
   std::vector<std::vector<Gather>> gathers_;

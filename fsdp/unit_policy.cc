@@ -250,7 +250,7 @@ void UnitPolicy::on_backward_begins(Marker& marker, bool /*is_shadow*/) {
     note_ready(number);
     mark_absent(number, marker);
   }
-  gathers_.begin(expected_in_backward());
+  gathers_.begin(expected_in_backward(), GatheredIn::kBackward);
 }
 
 void UnitPolicy::on_local_gradient(VariableIndex variable, bool is_defined) {
@@ -352,6 +352,7 @@ std::vector<char> UnitPolicy::used_of(size_t reduction) const {
 
 void UnitPolicy::on_iteration_over(Outcome outcome, bool /*is_shadow*/) {
   if (outcome == Outcome::kDelivered) {
+    memory_.reclaim_all();
     if (!is_confirmed_) unconfirmed_ = seen();
     if (used_sum_ && !has_used_all()) used_sum_->read();
     for (const size_t i : reduction_order_) {

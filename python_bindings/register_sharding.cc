@@ -243,8 +243,10 @@ void register_sharding(py::module_& module) {
         statistics["late_gathers"] = found.late_gathers;
         statistics["ahead_gathers"] = found.ahead_gathers;
         statistics["allocations"] = found.allocations;
+        statistics["unplanned"] = found.unplanned;
         statistics["whole_bytes"] = found.whole_bytes;
         statistics["peak_whole_bytes"] = found.peak_whole_bytes;
+        statistics["planned_bytes"] = found.planned_bytes;
         statistics["shard_bytes"] = found.shard_bytes;
         statistics["padding_bytes"] = found.padding_bytes;
         statistics["reduced"] = engine.reduced;

@@ -7,6 +7,7 @@
 #include <set>
 #include <stdexcept>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "brigade/tests/simulated_device/sharded_training.h"
@@ -78,8 +79,13 @@ TEST_P(FsdpStreamsTest, Trains) {
     train(training, 2);
     const int64_t allocations = training.root().statistics().allocations;
     train(training, 2);
-    EXPECT_EQ(training.root().statistics().allocations, allocations);
-    EXPECT_EQ(training.root().statistics().late_gathers, 0);
+    const ShardingStatistics statistics = training.root().statistics();
+    EXPECT_EQ(statistics.allocations, allocations);
+    EXPECT_EQ(statistics.late_gathers, 0);
+    // An outermost unit that is not kept is not planned for.
+    if (options().reshards_after_forward) return;
+    EXPECT_EQ(statistics.unplanned, 0);
+    EXPECT_EQ(statistics.peak_whole_bytes, statistics.planned_bytes);
   });
 }
 
@@ -244,7 +250,10 @@ TEST_F(ShardedMemoryTest, IsBoundedByPrefetchAndSums) {
   constexpr size_t kNumUnits = 6;
   constexpr int64_t kBytes = 256;
   const RecordingGroup recording(ShardedTraining::kNumRanks);
-  for (const size_t max_reducing : {1, 2, 3}) {
+  for (const auto& [num_shards, max_reducing] :
+       {std::pair(4, size_t{1}), std::pair(4, size_t{2}),
+        std::pair(4, size_t{3}), std::pair(2, size_t{1}),
+        std::pair(2, size_t{2})}) {
     std::vector<at::Tensor> weights;
     std::vector<UnitSpec> units;
     for (size_t u = 0; u < kNumUnits; ++u) {
@@ -254,7 +263,9 @@ TEST_F(ShardedMemoryTest, IsBoundedByPrefetchAndSums) {
           {.name = c10::str(u), .parameters = {{"w", weights.back()}}});
     }
     ShardedRoot root(units, recording.group(),
-                     {.prefetch_depth = 1, .max_reducing = max_reducing});
+                     {.num_shards = num_shards,
+                      .prefetch_depth = 1,
+                      .max_reducing = max_reducing});
     for (int s = 0; s < 3; ++s) {
       at::Tensor x = at::ones({kBytes / 4}, simulated::on_device());
       x.requires_grad_();
@@ -270,6 +281,9 @@ TEST_F(ShardedMemoryTest, IsBoundedByPrefetchAndSums) {
     }
     EXPECT_EQ(root.statistics().peak_whole_bytes,
               static_cast<int64_t>(2 + max_reducing) * kBytes);
+    EXPECT_EQ(root.statistics().peak_whole_bytes,
+              root.statistics().planned_bytes);
+    EXPECT_EQ(root.statistics().unplanned, 0);
     EXPECT_THAT(root.explain(), ::testing::HasSubstr("on sim:0; whole units"));
   }
 }

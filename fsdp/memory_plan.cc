@@ -1,0 +1,199 @@
+#include "brigade/fsdp/memory_plan.h"
+
+#include <algorithm>
+#include <deque>
+#include <numeric>
+
+#include "brigade/fsdp/buffer_plan.h"
+#include "brigade/fsdp/gather_schedule.h"
+
+namespace brigade {
+namespace {
+
+constexpr int64_t kOpen = -1;  // the end of a use that has not ended
+
+// Goes through a step. Numbers uses in the place of buffers.
+class Step {
+ public:
+  Step(std::span<const PlannedUnit> units, size_t prefetch_depth,
+       size_t max_reducing)
+      : units_(units),
+        max_reducing_(max_reducing),
+        schedule_(units.size(), prefetch_depth),
+        gathered_(units.size()) {
+    for (const PlannedUnit& unit : units_) {
+      of_segments_.emplace_back(unit.segments.size());
+    }
+  }
+
+  void run() {
+    forward();
+    if (std::ranges::any_of(units_, is_trained)) backward();
+    ++now_;
+    for (size_t unit = 0; unit < units_.size(); ++unit) {
+      if (units_[unit].settings.reshards_after_backward) continue;
+      for (const size_t use : gathered_[unit]) uses_[use].begin = 0;
+    }
+    for (BufferUse& use : uses_) {
+      if (use.end == kOpen) use.end = now_;
+    }
+  }
+
+  const std::vector<BufferUse>& uses() const { return uses_; }
+  const std::vector<std::vector<PlannedBuffers>>& of_segments() const {
+    return of_segments_;
+  }
+
+ private:
+  // Of one unit: memory that reductions keep.
+  using Reducing = std::vector<size_t>;
+
+  static bool is_trained(const PlannedUnit& unit) {
+    return std::ranges::any_of(unit.segments, [](const PlannedSegment& one) {
+      return one.gradient_bytes.has_value();
+    });
+  }
+
+  void forward() {
+    std::vector<size_t> expected(units_.size());
+    std::iota(expected.begin(), expected.end(), size_t{0});
+    launch(schedule_.begin(expected), &PlannedBuffers::forward);
+    for (const size_t unit : expected) {
+      const UnitSettings& settings = units_[unit].settings;
+      ++now_;
+      launch(schedule_.needs(unit, settings.forward_prefetch).launch,
+             &PlannedBuffers::forward);
+      ++now_;
+      if (settings.reshards_after_forward) release(unit);
+    }
+  }
+
+  void backward() {
+    const size_t first = has_outermost() ? 1 : 0;
+    size_t first_trained = first;
+    while (first_trained < units_.size() &&
+           !is_trained(units_[first_trained])) {
+      ++first_trained;
+    }
+    std::vector<size_t> expected;
+    for (size_t unit = units_.size(); unit-- > 0;) {
+      if (!schedule_.is_claimed(unit) &&
+          units_[unit].settings.gathers_in_backward) {
+        expected.push_back(unit);
+      }
+    }
+    ++now_;
+    launch(schedule_.begin(std::move(expected)), &PlannedBuffers::backward);
+    if (has_outermost()) {
+      // As if they were there in forward too: else what is free there, and
+      // perhaps much larger, would be taken from all that follows.
+      for (const size_t use : begin_gradients(0)) uses_[use].begin = 0;
+    }
+    for (size_t unit = units_.size(); unit-- > first;) {
+      const UnitSettings& settings = units_[unit].settings;
+      ++now_;
+      if (settings.gathers_in_backward) {
+        launch(schedule_.needs(unit, settings.backward_prefetch).launch,
+               &PlannedBuffers::backward);
+      }
+      ++now_;
+      take_gradients(unit);
+      ++now_;
+      if (unit > first_trained && settings.reshards_after_backward) {
+        release(unit);
+      }
+    }
+  }
+
+  bool has_outermost() const {
+    return !units_.empty() && !units_.front().settings.reshards_after_forward;
+  }
+
+  void launch(const std::vector<size_t>& units,
+              std::optional<size_t> PlannedBuffers::*pass) {
+    for (const size_t unit : units) {
+      for (size_t i = 0; i < units_[unit].segments.size(); ++i) {
+        const auto& bytes = units_[unit].segments[i].whole_bytes;
+        if (!bytes) continue;
+        const size_t use = begin_use(*bytes);
+        of_segments_[unit][i].*pass = use;
+        gathered_[unit].push_back(use);
+      }
+    }
+  }
+
+  void release(size_t unit) {
+    for (const size_t use : gathered_[unit]) uses_[use].end = now_;
+    gathered_[unit].clear();
+    schedule_.released(unit);
+  }
+
+  // What is to be lent again was launched before any of the last reductions,
+  // in whatever order those of one unit are.
+  void take_gradients(size_t unit) {
+    if (!is_trained(units_[unit])) return;
+    while (!reducing_.empty() &&
+           num_reducing_ - reducing_.front().size() >= max_reducing_ - 1) {
+      for (const size_t use : reducing_.front()) uses_[use].end = now_;
+      num_reducing_ -= reducing_.front().size();
+      reducing_.pop_front();
+    }
+    reducing_.push_back(begin_gradients(unit));
+    num_reducing_ += reducing_.back().size();
+  }
+
+  Reducing begin_gradients(size_t unit) {
+    Reducing reducing;
+    for (size_t i = 0; i < units_[unit].segments.size(); ++i) {
+      const auto& bytes = units_[unit].segments[i].gradient_bytes;
+      if (!bytes) continue;
+      reducing.push_back(begin_use(*bytes));
+      of_segments_[unit][i].gradients = reducing.back();
+    }
+    return reducing;
+  }
+
+  size_t begin_use(int64_t bytes) {
+    uses_.push_back({.begin = now_, .end = kOpen, .bytes = bytes});
+    return uses_.size() - 1;
+  }
+
+  const std::span<const PlannedUnit> units_;
+  const size_t max_reducing_;
+
+  GatherSchedule schedule_;
+  std::vector<BufferUse> uses_;
+  std::vector<std::vector<PlannedBuffers>> of_segments_;  // by unit
+  std::vector<std::vector<size_t>> gathered_;  // uses of it now, by unit
+  std::deque<Reducing> reducing_;
+  size_t num_reducing_ = 0;  // uses in it
+  int64_t now_ = 0;
+};
+
+}  // namespace
+
+absl::StatusOr<MemoryPlan> MemoryPlan::create(
+    std::span<const PlannedUnit> units, size_t prefetch_depth,
+    size_t max_reducing) {
+  Step step(units, prefetch_depth, max_reducing);
+  step.run();
+  absl::StatusOr<BufferPlan> buffers = BufferPlan::create(step.uses());
+  if (!buffers.ok()) return buffers.status();
+  BySegment planned = step.of_segments();
+  for (std::vector<PlannedBuffers>& of_unit : planned) {
+    for (PlannedBuffers& of_segment : of_unit) {
+      for (std::optional<size_t>* use :
+           {&of_segment.forward, &of_segment.backward, &of_segment.gradients}) {
+        if (*use) *use = buffers->buffer_of(**use);
+      }
+    }
+  }
+  return MemoryPlan(std::move(planned), buffers->buffer_bytes());
+}
+
+int64_t MemoryPlan::total_bytes() const {
+  return std::accumulate(buffer_bytes_.begin(), buffer_bytes_.end(),
+                         int64_t{0});
+}
+
+}  // namespace brigade

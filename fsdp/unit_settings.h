@@ -1,0 +1,36 @@
+// What may be changed of a unit while it is trained.
+
+#ifndef BRIGADE_FSDP_UNIT_SETTINGS_H_
+#define BRIGADE_FSDP_UNIT_SETTINGS_H_
+
+#include <cstddef>
+#include <optional>
+#include <vector>
+
+namespace brigade {
+
+// May be changed between a forward or backward and the next, alike on all ranks
+// but for the prefetch.
+struct UnitSettings {
+  // Released behind its forward, and gathered again for its backward. False: it
+  // stays whole from forward to backward.
+  bool reshards_after_forward = true;
+
+  // False: it stays whole behind its backward, until its shards are changed.
+  bool reshards_after_backward = true;
+
+  // False: its backward reads none of its parameters.
+  bool gathers_in_backward = true;
+
+  // The sum of its gradients is divided by that. Unset: by the number of ranks.
+  std::optional<double> gradient_divisor = std::nullopt;
+
+  // Units whose gathers are launched once this one is needed, in forward and in
+  // backward. Empty: as many as the options say.
+  std::vector<size_t> forward_prefetch = {};
+  std::vector<size_t> backward_prefetch = {};
+};
+
+}  // namespace brigade
+
+#endif  // BRIGADE_FSDP_UNIT_SETTINGS_H_

@@ -1,0 +1,166 @@
+#include "brigade/fsdp/memory_plan.h"
+
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+
+namespace brigade {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+using ::testing::UnorderedElementsAre;
+
+PlannedUnit unit_of(int64_t bytes, bool is_trained = true) {
+  PlannedUnit unit;
+  unit.segments.push_back(
+      {.whole_bytes = bytes,
+       .gradient_bytes = is_trained ? std::optional(bytes) : std::nullopt});
+  return unit;
+}
+
+PlannedUnit kept(PlannedUnit unit) {
+  unit.settings.reshards_after_forward = false;
+  return unit;
+}
+
+std::vector<PlannedUnit> chain(size_t num_units, int64_t bytes = 8,
+                               bool is_trained = true) {
+  return std::vector<PlannedUnit>(num_units, unit_of(bytes, is_trained));
+}
+
+MemoryPlan plan_of(const std::vector<PlannedUnit>& units, size_t depth = 1,
+                   size_t max_reducing = 2) {
+  absl::StatusOr<MemoryPlan> plan =
+      MemoryPlan::create(units, depth, max_reducing);
+  EXPECT_TRUE(plan.ok()) << plan.status();
+  return *plan;
+}
+
+TEST(MemoryPlanTest, NoUnitsNeedNoMemory) {
+  EXPECT_THAT(plan_of({}).buffer_bytes(), IsEmpty());
+  EXPECT_EQ(plan_of({}).total_bytes(), 0);
+}
+
+// As YaFSDP has them, forward and backward.
+TEST(MemoryPlanTest, EqualUnitsAlternateBetweenTwoBuffers) {
+  const MemoryPlan plan = plan_of(chain(6, 8, /*is_trained=*/true));
+  for (size_t unit = 0; unit < 6; ++unit) {
+    EXPECT_EQ(plan.of(unit, 0).forward, unit % 2);
+    if (unit == 0) continue;
+    EXPECT_NE(plan.of(unit, 0).backward, plan.of(unit - 1, 0).backward);
+    EXPECT_NE(plan.of(unit, 0).gradients, plan.of(unit - 1, 0).gradients);
+  }
+  EXPECT_THAT(plan.buffer_bytes(), ElementsAre(8, 8, 8, 8));
+}
+
+TEST(MemoryPlanTest, AChainTakesDepthAndOneMoreAndWhatIsReduced) {
+  for (const size_t depth : {0, 1, 2, 3}) {
+    for (const size_t max_reducing : {1, 2, 3}) {
+      EXPECT_EQ(plan_of(chain(9), depth, max_reducing).total_bytes(),
+                static_cast<int64_t>(depth + 1 + max_reducing) * 8);
+    }
+    EXPECT_EQ(plan_of(chain(9, 8, /*is_trained=*/false), depth).total_bytes(),
+              static_cast<int64_t>(depth + 1) * 8);
+  }
+}
+
+TEST(MemoryPlanTest, WhatIsKeptHasABufferOfItsOwnUntilItsBackward) {
+  auto units = chain(4);
+  units[2] = kept(units[2]);
+  const MemoryPlan plan = plan_of(units);
+  EXPECT_FALSE(plan.of(2, 0).backward);
+  EXPECT_NE(plan.of(2, 0).forward, plan.of(3, 0).forward);
+  EXPECT_NE(plan.of(2, 0).forward, plan.of(3, 0).backward);
+  EXPECT_NE(plan.of(2, 0).forward, plan.of(3, 0).gradients);
+}
+
+// Its gradients may come first, and be reduced last.
+TEST(MemoryPlanTest, TheOutermostUnitHasBuffersForAllOfBackward) {
+  auto units = chain(6, 64);
+  units[0] = kept(unit_of(8));
+  EXPECT_THAT(plan_of(units).buffer_bytes(),
+              UnorderedElementsAre(8, 8, 64, 64, 64, 64));
+}
+
+TEST(MemoryPlanTest, GradientsOfAUnitsSegmentsComeInAnyOrder) {
+  auto units = chain(3);
+  for (PlannedUnit& unit : units) {
+    unit.segments.push_back({.whole_bytes = 1, .gradient_bytes = 1});
+  }
+  for (const size_t max_reducing : {1, 2}) {
+    const MemoryPlan plan = plan_of(units, /*depth=*/0, max_reducing);
+    EXPECT_NE(plan.of(1, 0).gradients, plan.of(1, 1).gradients);
+    const bool may_share = plan.of(2, 0).gradients == plan.of(1, 0).gradients;
+    EXPECT_EQ(may_share, max_reducing == 1);
+  }
+}
+
+// Nobody's backward tells that they are over.
+TEST(MemoryPlanTest, FrozenUnitsInFrontAreKeptToTheEndOfBackward) {
+  std::vector<PlannedUnit> units = chain(4, 8, /*is_trained=*/false);
+  units.push_back(unit_of(8));
+  const MemoryPlan plan = plan_of(units, /*depth=*/1, /*max_reducing=*/1);
+  EXPECT_EQ(plan.total_bytes(), 6 * 8);  // all units, and a gradient
+}
+
+TEST(MemoryPlanTest, FrozenUnitsBehindTrainedOnesAreReleased) {
+  std::vector<PlannedUnit> units = chain(4, 8, /*is_trained=*/false);
+  units.insert(units.begin(), unit_of(8));
+  EXPECT_EQ(plan_of(units, /*depth=*/1, /*max_reducing=*/1).total_bytes(),
+            2 * 8);  // that of the first one's gradient, when others are over
+}
+
+TEST(MemoryPlanTest, WhatIsNotReleasedBehindBackwardSharesWithNobody) {
+  auto units = chain(5);
+  units[4].settings.reshards_after_backward = false;
+  const MemoryPlan plan = plan_of(units);
+  for (size_t unit = 0; unit < 5; ++unit) {
+    EXPECT_NE(plan.of(unit, 0).forward, plan.of(4, 0).backward);
+    EXPECT_NE(plan.of(unit, 0).gradients, plan.of(4, 0).backward);
+  }
+}
+
+TEST(MemoryPlanTest, UnitsThatBackwardDoesNotGatherTakeNothingThere) {
+  auto units = chain(3);
+  units[1].settings.gathers_in_backward = false;
+  EXPECT_FALSE(plan_of(units).of(1, 0).backward);
+}
+
+TEST(MemoryPlanTest, PrefetchListsCount) {
+  auto units = chain(6, 8, /*is_trained=*/false);
+  units[0].settings.forward_prefetch = {1, 2, 3};
+  EXPECT_EQ(plan_of(units).total_bytes(), 4 * 8);
+}
+
+TEST(MemoryPlanTest, SegmentsThatAreWholeHereTakeGradientsOnly) {
+  auto units = chain(3);
+  for (PlannedUnit& unit : units) unit.segments[0].whole_bytes.reset();
+  const MemoryPlan plan = plan_of(units);
+  EXPECT_FALSE(plan.of(1, 0).forward);
+  EXPECT_FALSE(plan.of(1, 0).backward);
+  EXPECT_EQ(plan.total_bytes(), 2 * 8);
+}
+
+TEST(MemoryPlanTest, OtherPassesAreNotPlanned) {
+  const PlannedBuffers planned = plan_of(chain(2)).of(0, 0);
+  EXPECT_EQ(planned.of(GatheredIn::kForward), planned.forward);
+  EXPECT_EQ(planned.of(GatheredIn::kBackward), planned.backward);
+  EXPECT_EQ(planned.of(GatheredIn::kOther), std::nullopt);
+}
+
+TEST(MemoryPlanTest, RefusesMoreBytesThanThereAre) {
+  const auto units = chain(2, std::numeric_limits<int64_t>::max());
+  EXPECT_THAT(std::string(MemoryPlan::create(units, 1, 2).status().message()),
+              HasSubstr("2^63 - 1 bytes"));
+}
+
+}  // namespace
+}  // namespace brigade

@@ -1,0 +1,261 @@
+// The memory that training takes is the planned one, and nothing is made after
+// the second step. Nothing here waits for peers for long: groups answer at
+// once, or reductions are never waited for.
+
+#include <torch/torch.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "brigade/comm/recording_group.h"
+#include "brigade/fsdp/sharded_root.h"
+#include "brigade/tests/fsdp/sharded_net.h"
+#include "brigade/tests/support/local_ranks.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+
+namespace brigade {
+namespace {
+
+using ::testing::HasSubstr;
+using testing::run_ranks;
+using testing::sgd;
+
+using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
+
+class Draw {
+ public:
+  explicit Draw(uint64_t seed) : generator_(seed) {}
+
+  int64_t between(int64_t first, int64_t last) {
+    return first + static_cast<int64_t>(
+                       generator_() % static_cast<uint64_t>(last - first + 1));
+  }
+  bool percent(int64_t chance) { return between(0, 99) < chance; }
+
+ private:
+  std::mt19937_64 generator_;
+};
+
+// A chain of units of any size, perhaps inside of an outermost one that is used
+// before them, behind them or both.
+class RandomChain {
+ public:
+  explicit RandomChain(uint64_t seed) : draw_(seed) {
+    has_outermost_ = draw_.percent(60);
+    const auto num_units = static_cast<size_t>(draw_.between(2, 7));
+    for (size_t unit = 0; unit < num_units; ++unit) add(unit);
+    const auto is_trained = [](const UnitSpec& spec) {
+      return spec.parameters.front().tensor.requires_grad();
+    };
+    if (std::ranges::none_of(units, is_trained)) {
+      units.back().parameters.front().tensor.set_requires_grad(true);
+    }
+    options.prefetch_depth = static_cast<size_t>(draw_.between(0, 3));
+    options.max_reducing = static_cast<size_t>(draw_.between(1, 3));
+    options.broadcasts_parameters = false;
+    if (draw_.percent(30)) options.param_dtype = at::kBFloat16;
+    if (draw_.percent(30)) options.reduce_dtype = at::kDouble;
+  }
+
+  // Between the root's construction and its first forward.
+  void set(ShardedRoot& root) {
+    for (size_t unit = 0; unit < units.size(); ++unit) {
+      UnitSettings& settings = root.settings(unit);
+      const bool is_trained =
+          units[unit].parameters.front().tensor.requires_grad();
+      if (is_trained && draw_.percent(15)) {
+        settings.reshards_after_backward = false;
+      }
+      if (draw_.percent(10)) settings.forward_prefetch = {units.size() - 1};
+      if (draw_.percent(10)) settings.backward_prefetch = {1};
+    }
+  }
+
+  void step(ShardedRoot& root) const {
+    const auto use = [&](size_t unit, size_t parameter, const at::Tensor& h) {
+      const at::Tensor& tensor = units[unit].parameters[parameter].tensor;
+      return torch::tanh(h * tensor.sum().to(at::kFloat));
+    };
+    const auto inner = [&](at::Tensor h) {
+      for (size_t unit = has_outermost_ ? 1 : 0; unit < units.size(); ++unit) {
+        h = root.call(unit, h, [&](at::Tensor in) {
+          for (size_t i = 0; i < units[unit].parameters.size(); ++i) {
+            in = use(unit, i, in);
+          }
+          return in;
+        });
+      }
+      return h;
+    };
+    const at::Tensor x = torch::ones({2});
+    const at::Tensor loss = root.forward([&] {
+      if (!has_outermost_) return inner(x).sum();
+      return root.call(0, x, [&](at::Tensor in) {
+        const size_t num_before = units[0].parameters.size() / 2;
+        for (size_t i = 0; i < num_before; ++i) in = use(0, i, in);
+        in = inner(in);
+        for (size_t i = num_before; i < units[0].parameters.size(); ++i) {
+          in = use(0, i, in);
+        }
+        return in.sum();
+      });
+    });
+    loss.backward();
+    sgd(root.shards(), 0.25);
+  }
+
+  std::vector<UnitSpec> units;
+  ShardingOptions options;
+
+ private:
+  void add(size_t unit) {
+    const bool is_outermost = has_outermost_ && unit == 0;
+    const bool is_frozen = draw_.percent(25);
+    UnitSpec spec = {.name = is_outermost ? "" : absl::StrCat("u", unit),
+                     .parameters = {}};
+    const int64_t num_parameters = draw_.between(1, 3);
+    for (int64_t i = 0; i < num_parameters; ++i) {
+      const bool is_double = draw_.percent(20);
+      at::Tensor tensor = torch::full({draw_.between(1, 60)}, 0.25,
+                                      is_double ? at::kDouble : at::kFloat);
+      // Others of a trained unit may be frozen too, as with adapters.
+      const bool is_other = i > 0 && draw_.percent(20);
+      tensor.set_requires_grad(!is_frozen && !is_other);
+      spec.parameters.push_back({absl::StrCat("p", unit, ".", i), tensor});
+    }
+    if (is_outermost || draw_.percent(25)) spec.reshards_after_forward = false;
+    units.push_back(std::move(spec));
+  }
+
+  Draw draw_;
+  bool has_outermost_ = false;
+};
+
+void expect_planned(RandomChain& chain, const Group& group) {
+  ShardedRoot root(chain.units, group, chain.options);
+  chain.set(root);
+  const int64_t planned = root.statistics().planned_bytes;
+  EXPECT_EQ(root.statistics().peak_whole_bytes, 0);
+  EXPECT_THAT(root.explain(),
+              HasSubstr(absl::StrCat("take ", planned, " bytes by plan")));
+  int64_t allocations = 0;
+  for (int step = 0; step < 4; ++step) {
+    chain.step(root);
+    if (step == 1) allocations = root.statistics().allocations;
+  }
+  const ShardingStatistics statistics = root.statistics();
+  EXPECT_EQ(statistics.planned_bytes, planned);
+  EXPECT_EQ(statistics.peak_whole_bytes, planned);
+  EXPECT_EQ(statistics.whole_bytes, planned);
+  EXPECT_EQ(statistics.unplanned, 0);
+  EXPECT_EQ(statistics.allocations, allocations);
+  EXPECT_EQ(statistics.late_gathers, 0);
+}
+
+TEST(ShardedMemoryTest, IsThePlannedOne) {
+  for (uint64_t seed = 0; seed < 400 && !::testing::Test::HasFailure();
+       ++seed) {
+    SCOPED_TRACE(absl::StrCat("seed ", seed));
+    const RecordingGroup recording(static_cast<int>(2 + seed % 3));
+    RandomChain chain(seed);
+    expect_planned(chain, recording.group());
+  }
+}
+
+// As many reductions as there are may keep their memory: how long peers take
+// makes no difference.
+TEST(ShardedMemoryTest, IsThePlannedOneOnMeshes) {
+  for (const auto& [world_size, num_shards] :
+       {std::pair(4, 2), std::pair(2, 1), std::pair(2, 2), std::pair(1, 1)}) {
+    run_ranks(world_size, [&, shards = num_shards](const Group& group) {
+      for (uint64_t seed = 0; seed < 10; ++seed) {
+        SCOPED_TRACE(absl::StrCat("seed ", seed, ", ", shards, " shards"));
+        RandomChain chain(seed);
+        chain.options.num_shards = shards;
+        chain.options.max_reducing = 100;
+        expect_planned(chain, group);
+      }
+    });
+  }
+}
+
+// Two buffers, as in YaFSDP, and one for each unit that is kept. The gradient,
+// of the first unit alone, comes when others are over.
+TEST(ShardedMemoryTest, EqualUnitsTakeTwoBuffersAndWhatIsKept) {
+  constexpr int64_t kBytes = 256;
+  constexpr size_t kNumUnits = 6;
+  for (const size_t num_kept : {0, 1, 3}) {
+    const RecordingGroup recording(2);
+    std::vector<at::Tensor> weights;
+    std::vector<UnitSpec> units;
+    for (size_t u = 0; u < kNumUnits; ++u) {
+      weights.push_back(torch::ones({kBytes / 4}).requires_grad_(u == 0));
+      units.push_back({.name = absl::StrCat(u),
+                       .parameters = {{"w", weights.back()}},
+                       .reshards_after_forward = u < 2 || u >= 2 + num_kept});
+    }
+    ShardedRoot root(units, recording.group(),
+                     {.prefetch_depth = 1, .max_reducing = 1});
+    for (int step = 0; step < 3; ++step) {
+      root.forward([&] {
+            at::Tensor h = torch::ones({kBytes / 4});
+            for (size_t u = 0; u < kNumUnits; ++u) {
+              h = root.call(
+                  u, h, [&](const at::Tensor& in) { return in * weights[u]; });
+            }
+            return h.sum();
+          })
+          .backward();
+    }
+    EXPECT_EQ(root.statistics().peak_whole_bytes,
+              static_cast<int64_t>(2 + num_kept) * kBytes);
+    EXPECT_EQ(root.statistics().unplanned, 0);
+  }
+}
+
+// A program that is not as expected has memory beside the plan, and says so.
+TEST(ShardedMemoryTest, OtherProgramsAreCounted) {
+  const RecordingGroup recording(2);
+  const testing::Net net;
+  ShardedRoot root(net.units(), recording.group(), {.max_reducing = 1});
+  const auto forward = [&] {
+    return testing::loss_of(
+        root.forward([&] { return net.run(root, net.input(0, 0)); }));
+  };
+  forward().backward();
+  EXPECT_EQ(root.statistics().unplanned, 0);
+  root.set_synchronizes(false);  // keeps the gradients of all units
+  forward().backward();
+  forward().backward();
+  const ShardingStatistics statistics = root.statistics();
+  EXPECT_GT(statistics.unplanned, 0);
+  EXPECT_GT(statistics.peak_whole_bytes, statistics.planned_bytes);
+  forward().backward();
+  EXPECT_EQ(root.statistics().unplanned, statistics.unplanned);
+}
+
+TEST(ShardedMemoryTest, SettingsBeforeTheFirstForwardArePlannedFor) {
+  const RecordingGroup recording(2);
+  const testing::Net net;
+  ShardedRoot root(net.units(), recording.group(), {.max_reducing = 1});
+  const int64_t planned = root.statistics().planned_bytes;
+  root.set_max_reducing(3);
+  const int64_t for_three = root.statistics().planned_bytes;
+  EXPECT_GT(for_three, planned);
+  testing::loss_of(root.forward([&] {
+    return net.run(root, net.input(0, 0));
+  })).backward();
+  root.set_max_reducing(1);
+  EXPECT_EQ(root.statistics().planned_bytes, for_three);
+  EXPECT_EQ(root.statistics().peak_whole_bytes, for_three);
+}
+
+}  // namespace
+}  // namespace brigade
