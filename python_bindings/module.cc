@@ -8,6 +8,7 @@
 #include "brigade/python_bindings/register_logger.h"
 #include "brigade/python_bindings/register_module_scan.h"
 #include "brigade/python_bindings/register_outputs.h"
+#include "brigade/python_bindings/register_recording_group.h"
 #include "brigade/python_bindings/register_reducer.h"
 #include "brigade/python_bindings/register_sharding.h"
 
@@ -23,6 +24,7 @@ PYBIND11_MODULE(_C, module) {
   brigade::register_logger(module);
   brigade::register_hooks(module);
   brigade::register_outputs(module);
+  brigade::register_recording_group(module);
   brigade::register_sharding(module);
   py::module_::import("atexit").attr("register")(py::cpp_function(
       &brigade::wait_at_exit, py::call_guard<py::gil_scoped_release>()));

@@ -5,7 +5,7 @@ import torch
 import torch._C._distributed_c10d
 import torch.distributed.distributed_c10d
 import typing
-__all__: list[str] = ['Logger', 'ModuleScan', 'ReducedParameters', 'Reducer', 'ShardedRoot', 'ShardedUnit', 'ShardingOptions', 'UnitCall', 'UnitSettings', 'are_exactly', 'describe_tensor', 'entries_of', 'has_entries', 'one_per_device', 'rebuilds_by_default', 'require_agreement', 'then_collective', 'tie_outputs', 'version']
+__all__: list[str] = ['Logger', 'ModuleScan', 'ReducedParameters', 'Reducer', 'ShardedRoot', 'ShardedUnit', 'ShardingOptions', 'UnitCall', 'UnitSettings', 'are_exactly', 'describe_tensor', 'entries_of', 'has_entries', 'one_per_device', 'rebuilds_by_default', 'recording_group', 'require_agreement', 'then_collective', 'tie_outputs', 'version']
 class ReducedParameters:
     """
     What a reducer is made of. For a moment, as ModuleScan.
@@ -343,6 +343,10 @@ def one_per_device(tensors: list) -> list:
 def rebuilds_by_default(*, static_graph: bool, find_unused_parameters: bool) -> bool:
     """
     Whether a reducer plans its buckets again from the order in which gradients became ready, if it was given no bucket_plan.
+    """
+def recording_group(world_size: typing.SupportsInt) -> torch.distributed.distributed_c10d.ProcessGroup:
+    """
+    A group of one process that answers at once, as if all ranks held what this one holds: for what a program costs beside its network. This rank is 0. Its log grows with each collective.
     """
 def require_agreement(group: torch.distributed.distributed_c10d.ProcessGroup, what: str, items: collections.abc.Sequence[str], failure: str = '') -> None:
     """

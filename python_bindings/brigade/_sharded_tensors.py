@@ -142,14 +142,16 @@ class ShardedParameter(TensorShard, nn.Parameter):
     @property
     def grad(self) -> TensorShard | None:
         """This part of the average over ranks of their gradients."""
-        gradient = torch.Tensor.grad.__get__(self)
+        with torch._C.DisableTorchFunctionSubclass():
+            gradient = torch.Tensor.grad.__get__(self)
         if gradient is None or isinstance(gradient, TensorShard):
             return gradient
         return as_shard(gradient, self._brigade_place)
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
-        torch.Tensor.grad.__set__(self, value)
+        with torch._C.DisableTorchFunctionSubclass():
+            torch.Tensor.grad.__set__(self, value)
 
     @grad.deleter
     def grad(self) -> None:

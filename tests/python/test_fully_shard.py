@@ -12,6 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import brigade
+from brigade import _C
 
 from ranks import run_ranks
 from sharded_training import Net, batch_of, expect_equal, make_net, shard_blocks, step_of_all
@@ -473,3 +474,28 @@ def _moves(rank):
 
 def test_moving_to_where_it_is():
     run_ranks(_moves)
+
+
+class _MeshOf:
+    """What fully_shard asks of a mesh of one dimension."""
+
+    ndim = 1
+
+    def __init__(self, group):
+        self.get_group, self.size = lambda: group, group.size
+
+
+def test_one_process_stands_for_ranks_that_hold_the_same():
+    model = nn.Linear(4, 4, bias=False)
+    nn.init.ones_(model.weight)
+    brigade.fully_shard(model, mesh=_MeshOf(_C.recording_group(2)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    assert model.num_ranks_with(True) == 2
+    x = torch.arange(8.0).view(2, 4)
+    for step in (1, 2):
+        optimizer.zero_grad()
+        assert model.weight.grad is None
+        model(x).sum().backward()
+        assert torch.equal(model.weight.grad.elements(), x.sum(0).repeat(2))
+        optimizer.step()
+        assert torch.equal(model.weight.elements(), 1 - step * x.sum(0).repeat(2))
