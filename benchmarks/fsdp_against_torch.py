@@ -32,6 +32,7 @@ import brigade
 WARM_UP_STEPS = 4
 SHARDS = {"brigade": brigade.fully_shard, "torch": torch_fully_shard}
 SETTINGS = {"reshard": True, "keep": False}
+UNIT_COUNTS = (1, 2, 4, 8, 16)
 
 
 class TransformerBlock(nn.Module):
@@ -89,6 +90,23 @@ class SmallUnits(nn.Module):
         for block in self.blocks:
             x = block(x)
         return x * self.gain
+
+
+class Perceptron(nn.Module):
+    """16 layers of a quarter of a million parameters, in blocks of equally many."""
+
+    def __init__(self, num_blocks: int = 1, num_layers: int = 16, width: int = 512) -> None:
+        super().__init__()
+        layers = [nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(num_layers)]
+        size = num_layers // num_blocks
+        self.blocks = nn.ModuleList(
+            [nn.Sequential(*layers[i : i + size]) for i in range(0, num_layers, size)]
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
 
 
 def shard(model: nn.Module, fully_shard: Callable, **arguments: object) -> nn.Module:
@@ -170,10 +188,29 @@ def measure_units(num_units: int, rounds: int) -> None:
         print(f"{kind:16}{quartiles(extra, 1e-6)}")
 
 
+def measure_unit_sizes(rounds: int) -> None:
+    x = torch.rand(64, 512)
+    contenders: dict[str, nn.Module] = {"DDP": DistributedDataParallel(Perceptron())}
+    for count in UNIT_COUNTS:
+        contenders[str(count)] = shard(Perceptron(count), brigade.fully_shard)
+    seconds = take_turns(contenders, x, rounds)
+    if dist.get_rank() != 0:
+        return
+    whole = sum(p.numel() * p.element_size() for p in contenders["DDP"].parameters())
+    print(f"\nMLP of 16 layers, {whole / 2**20:.1f} MiB of parameters; {rounds} rounds")
+    print(f"{'units':6}{'over DDP':24}{'MiB of whole units and gradients':>36}")
+    for count in UNIT_COUNTS:
+        taken = ratio(seconds[str(count)], seconds["DDP"])
+        peak = contenders[str(count)].sharding_statistics()["peak_whole_bytes"]
+        print(f"{count:<6}{taken:24}{peak / 2**20:36.1f}")
+    print(f"DDP: {quartiles(seconds['DDP'], 1e-3)} ms")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--units", type=int, default=50)
+    parser.add_argument("--unit-sizes", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -183,8 +220,11 @@ def main() -> None:
             f"torch {torch.__version__}, {dist.get_world_size()} ranks on {os.cpu_count()} "
             f"cores, load {os.getloadavg()[0]:.1f}"
         )
-    measure_steps(arguments.rounds)
-    measure_units(arguments.units, arguments.rounds)
+    if arguments.unit_sizes:
+        measure_unit_sizes(arguments.rounds)
+    else:
+        measure_steps(arguments.rounds)
+        measure_units(arguments.units, arguments.rounds)
     dist.destroy_process_group()
 
 
