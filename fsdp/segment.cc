@@ -1,5 +1,6 @@
 #include "brigade/fsdp/segment.h"
 
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
@@ -101,8 +102,8 @@ Segment::Segment(std::vector<NamedParameter> parameters, SegmentOptions options)
     parameter.set_data(
         whole_.view(layout_.offset(i), shape.sizes(), shape.strides()));
   }
-  shards_ = views_of(shard_);
-  for (size_t i = 0; i < shards_.size(); ++i) {
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    shards_.push_back(view_of(shard_, i).detach());
     shards_[i].requires_grad_(is_trained(i));
   }
 }
@@ -162,15 +163,6 @@ at::Tensor Segment::view_of(const at::Tensor& flat, size_t parameter) const {
   return range.numel == whole.numel()
              ? flat.as_strided(whole.sizes(), whole.strides(), range.in_shard)
              : flat.narrow(0, range.in_shard, range.numel);
-}
-
-std::vector<at::Tensor> Segment::views_of(const at::Tensor& flat) const {
-  std::vector<at::Tensor> views;
-  views.reserve(parameters_.size());
-  for (size_t i = 0; i < parameters_.size(); ++i) {
-    views.push_back(view_of(flat, i).detach());
-  }
-  return views;
 }
 
 void Segment::bind(at::Tensor memory) {
@@ -387,7 +379,12 @@ Segment::ShardGradient& Segment::free_gradient() {
     chosen->flat = at::empty({layout_.shard_numel()}, shard_.options());
     chosen->views.clear();
   }
-  if (chosen->views.empty()) chosen->views = views_of(chosen->flat);
+  if (chosen->views.empty()) {
+    const at::AutoDispatchBelowADInplaceOrView no_view_tracking;
+    for (size_t i = 0; i < parameters_.size(); ++i) {
+      chosen->views.push_back(view_of(chosen->flat, i));
+    }
+  }
   return *chosen;
 }
 

@@ -183,7 +183,6 @@ class Segment {
   void wait_to_write();
   void forget(size_t parameter);
   bool is_own_slot(size_t parameter, const at::Tensor& gradient) const;
-  std::vector<at::Tensor> views_of(const at::Tensor& flat) const;
   static bool is_held(ShardGradient& gradient);
   ShardGradient& free_gradient();
 
