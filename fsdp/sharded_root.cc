@@ -163,6 +163,7 @@ void ShardedRoot::ask(std::string_view words,
 // ---- Forward.
 
 void ShardedRoot::begin_forward() {
+  await_backward();
   if (pass_ == Pass::kBackward) return;  // what it needs is asked for
   TORCH_CHECK(pass_ != Pass::kForward,
               "fully_shard: a forward began inside of another one of the same "
@@ -422,17 +423,37 @@ void ShardedRoot::begin_backward() {
   watch_backward_end(
       alive_, [this] { on_backward_over(/*ended_well=*/true); },
       [this] {
-        on_backward_over(/*ended_well=*/false);
-        if (peers_know_) return;
-        engine_->fail(std::make_exception_ptr(
-            std::runtime_error("an exception ended backward")));
+        end_backward(/*ended_well=*/false);
+        if (!peers_know_) {
+          engine_->fail(std::make_exception_ptr(
+              std::runtime_error("an exception ended backward")));
+        }
+        leave_backward();
       });
 }
 
-// Nothing is waited for here: peers may not have launched what is in flight.
 void ShardedRoot::on_backward_over(bool ended_well) {
   if (pass_ == Pass::kApart) return;
+  end_backward(ended_well);
+  leave_backward();
+}
+
+// The caller of a backward that threw may go on before.
+void ShardedRoot::leave_backward() {
+  const std::lock_guard<std::mutex> lock(pass_mutex_);
   pass_ = Pass::kNone;
+  backward_is_over_.notify_all();
+}
+
+void ShardedRoot::await_backward() {
+  if (running_backward_id() >= 0) return;
+  std::unique_lock<std::mutex> lock(pass_mutex_);
+  backward_is_over_.wait_for(lock, options_.failure_patience,
+                             [this] { return pass_ != Pass::kBackward; });
+}
+
+// Nothing is waited for here: peers may not have launched what is in flight.
+void ShardedRoot::end_backward(bool ended_well) {
   try {
     gathers_->launch_rest();
   } catch (const std::exception&) {
@@ -451,6 +472,7 @@ void ShardedRoot::on_backward_over(bool ended_well) {
 }
 
 void ShardedRoot::reduce() {
+  await_backward();
   TORCH_CHECK(pass_ == Pass::kNone,
               "fully_shard: gradients are to be reduced inside of a forward or "
               "backward, or of unshard().\nDo so between them.");
@@ -495,6 +517,7 @@ void ShardedRoot::step_without_data() {
 // ---- Between them.
 
 void ShardedRoot::unshard() {
+  await_backward();
   TORCH_CHECK(pass_ == Pass::kNone,
               "fully_shard: unshard() inside of a forward or backward, or of "
               "another unshard().\nCall it between them.");

@@ -44,11 +44,13 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
 #include <exception>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <span>
 #include <string>
@@ -274,6 +276,9 @@ class ShardedRoot final : private UnitPolicy::Listener {
   void release_if_unused(size_t unit);
   void release_behind_backward(size_t unit);
   void run_empty_backward();
+  void end_backward(bool ended_well);
+  void leave_backward();
+  void await_backward();
   void release_outdated();
   void open(const std::shared_ptr<Call>& call);
   void close(Call& call);
@@ -292,7 +297,9 @@ class ShardedRoot final : private UnitPolicy::Listener {
   std::unique_ptr<Engine> engine_;
 
   enum class Pass { kNone, kForward, kBackward, kApart };
-  Pass pass_ = Pass::kNone;
+  Pass pass_ = Pass::kNone;  // left under the mutex by a backward
+  std::mutex pass_mutex_;
+  std::condition_variable backward_is_over_;
   bool peers_know_ = false;  // of the failure that is on its way out of forward
   bool synchronizes_ = true;
   bool keeps_units_ = false;  // this forward, or the last: for its backward
