@@ -48,7 +48,7 @@ class TensorShard(torch.Tensor):
         of_whole = OF_WHOLE_TENSORS.get(func)
         if of_whole is not None:
             return of_whole(func, args, kwargs or {})
-        if func is torch.Tensor.data.__get__:
+        if func == torch.Tensor.data.__get__:
             func = torch.Tensor.detach  # counts what is written through it
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
