@@ -14,6 +14,7 @@
 
 #include "brigade/fsdp/safetensors_file.h"
 #include "brigade/fsdp/sharded_state.h"
+#include "brigade/tests/fsdp/checkpoint_checks.h"
 #include "brigade/tests/fsdp/sharded_net.h"
 #include "brigade/tests/support/local_ranks.h"
 #include "gmock/gmock.h"
@@ -24,6 +25,8 @@ namespace {
 
 namespace optim = torch::optim;
 
+using testing::bytes_of_file;
+using testing::error_of;
 using ::testing::HasSubstr;
 using testing::loss_of;
 using testing::Net;
@@ -77,20 +80,6 @@ std::vector<OptimizerCase> all_cases() {
       optimizer_case<optim::Adagrad>(
           "Adagrad", optim::AdagradOptions(0.1).lr_decay(0.1), {"step", "sum"}),
   };
-}
-
-std::string error_of(const std::function<void()>& run) {
-  try {
-    run();
-  } catch (const c10::ValueError& error) {
-    return error.what_without_backtrace();
-  }
-  return "no error";
-}
-
-std::string bytes_of_file(const std::string& name) {
-  std::ifstream file(name, std::ios::binary);
-  return std::string(std::istreambuf_iterator<char>(file), {});
 }
 
 // Blocks of sizes that no number of ranks divides; the last block is left out

@@ -12,6 +12,7 @@
 
 #include "brigade/fsdp/optimizer_state.h"
 #include "brigade/fsdp/safetensors_file.h"
+#include "brigade/tests/fsdp/checkpoint_checks.h"
 #include "brigade/tests/fsdp/sharded_net.h"
 #include "brigade/tests/support/local_ranks.h"
 #include "gmock/gmock.h"
@@ -23,26 +24,14 @@ namespace {
 namespace fs = std::filesystem;
 
 using ::testing::AllOf;
+using testing::bytes_of_file;
+using testing::error_of;
 using ::testing::HasSubstr;
 using testing::loss_of;
 using testing::Net;
 using testing::run_ranks;
 
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
-
-std::string error_of(const std::function<void()>& run) {
-  try {
-    run();
-  } catch (const c10::ValueError& error) {
-    return error.what_without_backtrace();
-  }
-  return "no error";
-}
-
-std::string bytes_of_file(const fs::path& path) {
-  std::ifstream file(path, std::ios::binary);
-  return std::string(std::istreambuf_iterator<char>(file), {});
-}
 
 void write_file(const fs::path& path, const std::string& bytes) {
   std::ofstream(path, std::ios::binary) << bytes;

@@ -446,8 +446,7 @@ class CaseDraw {
       }
     }
     for (const size_t block : blocks) {
-      const auto some =
-          static_cast<uint32_t>(draw_.between(0, all_of(block)));
+      const auto some = static_cast<uint32_t>(draw_.between(0, all_of(block)));
       branch.calls.push_back({block, draw_.percent(75) ? all_of(block) : some});
     }
     if (draw_.percent(30) && (case_.is_wild || kLossesDiffer)) {

@@ -11,6 +11,7 @@
 #include <tuple>
 #include <vector>
 
+#include "brigade/tests/fsdp/sharded_checks.h"
 #include "brigade/tests/fsdp/sharded_net.h"
 #include "brigade/tests/support/local_ranks.h"
 #include "gmock/gmock.h"
@@ -19,6 +20,7 @@
 namespace brigade {
 namespace {
 
+using testing::expect_shards;
 using ::testing::HasSubstr;
 using testing::loss_of;
 using testing::Net;
@@ -26,6 +28,7 @@ using testing::part_of;
 using testing::Reference;
 using testing::run_ranks;
 using testing::sgd;
+using testing::train_step;
 
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
@@ -40,30 +43,6 @@ std::string message_of(const std::function<void()>& run) {
     return error.what();
   }
   return "";
-}
-
-void train_step(ShardedRoot& root, const Net& net, int rank, int step) {
-  loss_of(root.forward([&] {
-    return net.run(root, net.input(rank, step));
-  })).backward();
-}
-
-void expect_shards(const ShardedRoot& root,
-                   const std::vector<at::Tensor>& whole, int shard_rank,
-                   bool of_gradients) {
-  size_t index = 0;
-  for (size_t unit = 0; unit < root.num_units(); ++unit) {
-    for (size_t i = 0; i < root.shards_of(unit).size(); ++i, ++index) {
-      const at::Tensor& shard = root.shards_of(unit)[i];
-      const at::Tensor expected =
-          part_of(whole[index], root, unit, i, shard_rank);
-      const at::Tensor found = of_gradients ? shard.grad() : shard.detach();
-      ASSERT_TRUE(found.defined()) << "unit " << unit << " parameter " << i;
-      ASSERT_TRUE(at::equal(found.flatten(), expected))
-          << "unit " << unit << " parameter " << i << ": " << found
-          << ", expected " << expected;
-    }
-  }
 }
 
 // World size x shards x reshards x depth.

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "brigade/fsdp/sharded_root.h"
+#include "brigade/tests/fsdp/sharded_checks.h"
 #include "brigade/tests/fsdp/sharded_net.h"
 #include "brigade/tests/support/local_ranks.h"
 #include "gmock/gmock.h"
@@ -15,6 +16,7 @@
 namespace brigade {
 namespace {
 
+using testing::expect_gradients;
 using ::testing::HasSubstr;
 using testing::loss_of;
 using testing::Net;
@@ -22,6 +24,7 @@ using testing::part_of;
 using testing::Reference;
 using testing::run_ranks;
 using testing::sgd;
+using testing::train_step;
 
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
@@ -30,28 +33,6 @@ constexpr double kRate = 0.1;
 at::Tensor forward_loss(ShardedRoot& root, const Net& net, int rank, int step) {
   return loss_of(
       root.forward([&] { return net.run(root, net.input(rank, step)); }));
-}
-
-void train_step(ShardedRoot& root, const Net& net, int rank, int step) {
-  forward_loss(root, net, rank, step).backward();
-}
-
-// `factor`: of the reference's averages.
-void expect_gradients(const ShardedRoot& root,
-                      const std::vector<at::Tensor>& whole, int shard_rank,
-                      double factor = 1) {
-  size_t index = 0;
-  for (size_t unit = 0; unit < root.num_units(); ++unit) {
-    for (size_t i = 0; i < root.shards_of(unit).size(); ++i, ++index) {
-      const at::Tensor& found = root.shards_of(unit)[i].grad();
-      ASSERT_TRUE(found.defined()) << "unit " << unit << " parameter " << i;
-      const at::Tensor expected =
-          part_of(whole[index], root, unit, i, shard_rank) * factor;
-      EXPECT_TRUE(at::equal(found.flatten(), expected))
-          << "unit " << unit << " parameter " << i << ": " << found
-          << ", expected " << expected;
-    }
-  }
 }
 
 // Of small integers, whose sums have no order.
@@ -131,7 +112,8 @@ TEST(UnitSettingsTest, SumsAreDividedByWhatIsSet) {
       reference.accumulate(
           2, [&](int r) { return loss_of(plain.run(plain.input(r, 0))); });
       train_step(root, net, rank, 0);
-      expect_gradients(root, reference.gradients, rank % num_shards, 2);
+      for (at::Tensor& gradient : reference.gradients) gradient.mul_(2);
+      expect_gradients(root, reference.gradients, rank % num_shards);
     });
   }
 }

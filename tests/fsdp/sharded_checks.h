@@ -1,0 +1,47 @@
+// A step of a sharded net, and what shards must be afterwards.
+
+#ifndef BRIGADE_TESTS_FSDP_SHARDED_CHECKS_H_
+#define BRIGADE_TESTS_FSDP_SHARDED_CHECKS_H_
+
+#include <cstddef>
+#include <vector>
+
+#include "brigade/tests/fsdp/sharded_net.h"
+#include "gtest/gtest.h"
+
+namespace brigade::testing {
+
+inline void train_step(ShardedRoot& root, const Net& net, int rank, int step) {
+  loss_of(root.forward([&] {
+    return net.run(root, net.input(rank, step));
+  })).backward();
+}
+
+// Shards, or their gradients, are this rank's parts of `whole`.
+inline void expect_shards(const ShardedRoot& root,
+                          const std::vector<at::Tensor>& whole, int shard_rank,
+                          bool of_gradients) {
+  size_t index = 0;
+  for (size_t unit = 0; unit < root.num_units(); ++unit) {
+    for (size_t i = 0; i < root.shards_of(unit).size(); ++i, ++index) {
+      const at::Tensor& shard = root.shards_of(unit)[i];
+      const at::Tensor expected =
+          part_of(whole[index], root, unit, i, shard_rank);
+      const at::Tensor found = of_gradients ? shard.grad() : shard.detach();
+      ASSERT_TRUE(found.defined()) << "unit " << unit << " parameter " << i;
+      ASSERT_TRUE(at::equal(found.flatten(), expected))
+          << "unit " << unit << " parameter " << i << ": " << found
+          << ", expected " << expected;
+    }
+  }
+}
+
+inline void expect_gradients(const ShardedRoot& root,
+                             const std::vector<at::Tensor>& whole,
+                             int shard_rank) {
+  expect_shards(root, whole, shard_rank, /*of_gradients=*/true);
+}
+
+}  // namespace brigade::testing
+
+#endif  // BRIGADE_TESTS_FSDP_SHARDED_CHECKS_H_
