@@ -117,6 +117,8 @@ OrderedCollectives::OrderedCollectives(
         c10::make_intrusive<c10d::PrefixStore>(
             c10::str("brigade/ordered/", identity->number()), store),
         timeout_);
+    // Gloo takes connections for broken that end while others are made.
+    backend_->barrier()->wait();
     std::vector<at::Tensor> goodbye = {at::empty({1}, at::kByte)};
     departure_ = backend_->recv(goodbye, (rank_ + 1) % size_,
                                 OrderedReduction::kGoodbyeTag);

@@ -28,6 +28,9 @@ while (($# > 0)); do
 done
 source scripts/torch_choice.sh
 
+# Of a test with hundreds of cases, what failed is to be seen.
+export GTEST_BRIEF=1
+
 passed=0 failed=0 skipped=0
 launcher=() # what ctest is started through
 broken=() # stages that did not get as far as running tests, or had failures

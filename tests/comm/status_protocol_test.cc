@@ -220,7 +220,10 @@ TEST_P(StatusProtocolTest, ExchangesInFlightAndChannelsAreApart) {
 // Those that it was not connected to, too, and though most ranks are late.
 TEST_P(StatusProtocolTest, ADeathIsKnownToAllThoughOthersAreLate) {
   for (int victim = 0; victim < GetParam(); ++victim) {
-    for (int waiting = 0; waiting < GetParam(); ++waiting) {
+    // Some of many, others for each victim.
+    const int stride = 1 + GetParam() / 8;
+    for (int waiting = victim % stride; waiting < GetParam();
+         waiting += stride) {
       if (waiting == victim) continue;
       Ranks ranks(GetParam());
       ranks.begin_all({.sequence = 1});
