@@ -1,17 +1,10 @@
 #include "brigade/ddp/module_watch.h"
 
-#include <c10/util/Exception.h>
-
 #include <algorithm>
 #include <utility>
 
-#include "absl/strings/str_cat.h"
-#include "brigade/comm/shortened_list.h"
-
 namespace brigade {
 namespace {
-
-using Names = std::vector<std::string>;
 
 // torch::nn::Module hands out copies of its dictionary, names and all; a class
 // derived from it may read the dictionary itself.
@@ -22,17 +15,8 @@ class OwnParameters : public torch::nn::Module {
   }
 };
 
-bool contains(const std::vector<NamedTensor>& list, const at::Tensor& tensor) {
-  return std::ranges::any_of(list, [&](const NamedTensor& entry) {
-    return entry.tensor.is_same(tensor);
-  });
-}
-
-std::string told(const char* change, const Names& names) {
-  if (names.empty()) return "";
-  return absl::StrCat(
-      change, ": ",
-      shortened_list(names.size(), [&](size_t i) { return names[i]; }), ". ");
+bool is_thawed(const RegisteredParameter& parameter) {
+  return parameter.tensor.requires_grad();
 }
 
 }  // namespace
@@ -47,15 +31,14 @@ void append_registrations(const torch::nn::Module& module,
   }
 }
 
-ModuleWatch::ModuleWatch(ModuleView view, std::vector<NamedTensor> parameters,
+ModuleWatch::ModuleWatch(ModuleView view, const ModuleTensors& tensors,
                          std::vector<std::string> ignored)
-    : view_(std::move(view)),
-      parameters_(std::move(parameters)),
-      ignored_(std::move(ignored)) {
-  std::ranges::copy_if(parameters_, std::back_inserter(frozen_),
-                       [](const NamedTensor& parameter) {
-                         return !parameter.tensor.requires_grad();
-                       });
+    : view_(std::move(view)), module_name_(tensors.module_name) {
+  wrapped_.ignored = std::move(ignored);
+  for (const auto& [name, tensor] : tensors.parameters) {
+    (tensor.requires_grad() ? wrapped_.reduced : wrapped_.frozen)
+        .push_back({name, tensor});
+  }
   if (view_.registrations) view_.registrations(remembered_);
 }
 
@@ -64,44 +47,21 @@ void ModuleWatch::check() {
     present_.clear();
     view_.registrations(present_);
   }
-  const bool unfrozen =
-      std::ranges::any_of(frozen_, [](const NamedTensor& parameter) {
-        return parameter.tensor.requires_grad();
-      });
-  if (unfrozen || (view_.registrations && present_ != remembered_)) {
-    look_closely();
+  if (present_ == remembered_ &&
+      std::ranges::none_of(wrapped_.frozen, is_thawed)) {
+    return;
   }
+  check_parameters(module_name_, wrapped_, present_parameters());
+  remembered_ = present_;
 }
 
-void ModuleWatch::look_closely() {
-  Names added;
-  Names removed;
-  Names unfrozen;
-  if (view_.parameters) {
-    const std::vector<NamedTensor> found = view_.parameters();
-    for (const auto& [name, tensor] : found) {
-      if (tensor.requires_grad() && !contains(parameters_, tensor) &&
-          std::ranges::find(ignored_, name) == ignored_.end()) {
-        added.push_back(name);
-      }
-    }
-    for (const auto& [name, tensor] : parameters_) {
-      if (tensor.requires_grad() && !contains(found, tensor)) {
-        removed.push_back(name);
-      }
-    }
+std::vector<RegisteredParameter> ModuleWatch::present_parameters() const {
+  if (!view_.parameters) return wrapped_.reduced;  // they can't change
+  std::vector<RegisteredParameter> present;
+  for (const auto& [name, tensor] : view_.parameters()) {
+    present.push_back({name, tensor});
   }
-  for (const auto& [name, tensor] : frozen_) {
-    if (tensor.requires_grad()) unfrozen.push_back(name);
-  }
-  TORCH_CHECK(added.empty() && removed.empty() && unfrozen.empty(),
-              "DistributedDataParallel: expected the parameters that the "
-              "module had when it was wrapped. ",
-              told("Added", added), told("Removed", removed),
-              told("Unfrozen", unfrozen),
-              "Nobody would average their gradients.\nChange the module first, "
-              "then wrap it.");
-  remembered_ = present_;
+  return present;
 }
 
 }  // namespace brigade

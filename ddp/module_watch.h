@@ -1,7 +1,8 @@
 // Notices that a module no longer has the parameters that are reduced.
 //
-// Shapes, dtypes and devices are the reducer's business; this looks at which
-// tensors are registered in the module, and whether they are frozen.
+// Looks at which tensors are registered in the module, and whether they are
+// frozen; if that is not as it was, reducer/parameter_changes.h has a closer
+// look.
 //
 // Thread safety: one call at a time, and none while the module changes.
 
@@ -16,6 +17,7 @@
 #include <vector>
 
 #include "brigade/ddp/module_tensors.h"
+#include "brigade/reducer/parameter_changes.h"
 
 namespace brigade {
 
@@ -34,23 +36,20 @@ struct ModuleView {
 
 class ModuleWatch {
  public:
-  // `parameters`: those of the module as it was wrapped, without ignored ones.
-  ModuleWatch(ModuleView view, std::vector<NamedTensor> parameters,
+  // `tensors`: of the module as it was wrapped, whose parameters are without
+  // ignored ones.
+  ModuleWatch(ModuleView view, const ModuleTensors& tensors,
               std::vector<std::string> ignored);
 
-  // Costs some nanoseconds per parameter.
-  //
-  // Errors: RuntimeError naming parameters that require gradients and were
-  // added, removed or unfrozen since: nobody would average them.
+  // Costs some nanoseconds per parameter. Errors: check_parameters()'.
   void check();
 
  private:
-  void look_closely();
+  std::vector<RegisteredParameter> present_parameters() const;
 
   const ModuleView view_;
-  const std::vector<NamedTensor> parameters_;
-  const std::vector<std::string> ignored_;
-  std::vector<NamedTensor> frozen_;
+  const std::string module_name_;
+  WrappedParameters wrapped_;
   Registrations remembered_;
   Registrations present_;  // kept for its memory
 };

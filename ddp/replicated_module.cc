@@ -241,8 +241,7 @@ ReplicatedModule::ReplicatedModule(std::vector<ModuleReplica> replicas,
   reducer_ = make_reducer(replicas_, group_, options, std::move(hook));
   if (ordered && options.reducer.verify_across_ranks) ordered->connect();
   for (const ModuleReplica& replica : replicas_) {
-    watches_.emplace_back(replica.view, replica.tensors.parameters,
-                          options.ignored);
+    watches_.emplace_back(replica.view, replica.tensors, options.ignored);
   }
   cast_buffers(replicas_, options.mixed_precision);
   copy_from(0);

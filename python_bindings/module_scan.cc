@@ -13,6 +13,7 @@
 #include "absl/container/flat_hash_set.h"
 #include "absl/functional/function_ref.h"
 #include "brigade/hooks/prefetch.h"
+#include "brigade/reducer/parameter_changes.h"
 
 namespace brigade {
 namespace {
@@ -343,6 +344,42 @@ bool has_entries(const py::list& tables, const py::list& entries) {
     return next < count && PyList_GET_ITEM(entries.ptr(), next++) == value;
   });
   return all_known && next == count;
+}
+
+bool check_named_parameters(const std::string& module_name,
+                            const py::dict& present, const py::list& reduced,
+                            const std::vector<std::string>& names,
+                            const py::list& frozen, const py::list& others,
+                            std::vector<std::string> ignored) {
+  Tensors in_cpp;
+  WrappedParameters wrapped{.ignored = std::move(ignored)};
+  for (size_t i = 0; i < names.size(); ++i) {
+    const py::handle tensor = reduced[i];
+    if (!tensor.is_none()) {
+      wrapped.reduced.push_back({names[i], in_cpp[tensor]});
+    }
+  }
+  absl::flat_hash_set<PyObject*> known;
+  for (py::handle other : others) {
+    known.insert(other.ptr());
+    wrapped.others.push_back(in_cpp[other]);
+  }
+  absl::flat_hash_set<PyObject*> frozen_ones;
+  for (py::handle each : frozen) frozen_ones.insert(each.ptr());
+  const py::object parameter_type =
+      py::module_::import("torch.nn").attr("Parameter");
+  std::vector<RegisteredParameter> parameters;
+  for (const auto& [name, tensor] : present) {
+    parameters.push_back(
+        {.name = py::cast<std::string>(name),
+         .tensor = in_cpp[tensor],
+         .stands_in = !known.contains(tensor.ptr()) &&
+                      !py::isinstance(tensor, parameter_type)});
+    if (frozen_ones.contains(tensor.ptr())) {
+      wrapped.frozen.push_back(parameters.back());
+    }
+  }
+  return check_parameters(module_name, wrapped, parameters);
 }
 
 }  // namespace brigade

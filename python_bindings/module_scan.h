@@ -77,6 +77,15 @@ py::list entries_of(const py::list& tables);
 // Whether entries_of(tables) would give that list.
 bool has_entries(const py::list& tables, const py::list& entries);
 
+// As of reducer/parameter_changes.h. `present`: named_parameters(). None in
+// `reduced`, whose names are `names`, stands for one that may change.
+// `others`: all that may be there.
+bool check_named_parameters(const std::string& module_name,
+                            const py::dict& present, const py::list& reduced,
+                            const std::vector<std::string>& names,
+                            const py::list& frozen, const py::list& others,
+                            std::vector<std::string> ignored);
+
 }  // namespace brigade
 
 #endif  // BRIGADE_PYTHON_BINDINGS_MODULE_SCAN_H_

@@ -59,6 +59,14 @@ void register_module_scan(py::module_& module) {
              "What is registered in tables of a module, one list for all.");
   module.def("has_entries", &has_entries, py::arg("tables"), py::arg("entries"),
              "Whether entries_of() would give that list.");
+  module.def("check_parameters", &check_named_parameters,
+             py::arg("module_name"), py::kw_only(), py::arg("present"),
+             py::arg("reduced"), py::arg("names"), py::arg("frozen"),
+             py::arg("others"), py::arg("ignored"),
+             "Raises RuntimeError if what is present is not what was wrapped: "
+             "parameters that require gradients were added, replaced, removed "
+             "or unfrozen. False: something stands in for parameters, so it "
+             "will change again.");
 }
 
 }  // namespace brigade

@@ -5,7 +5,7 @@ import torch
 import torch._C._distributed_c10d
 import torch.distributed.distributed_c10d
 import typing
-__all__: list[str] = ['Logger', 'ModuleScan', 'ReducedParameters', 'Reducer', 'ShardedRoot', 'ShardedUnit', 'ShardingOptions', 'UnitCall', 'UnitSettings', 'are_exactly', 'describe_tensor', 'entries_of', 'has_entries', 'one_per_device', 'rebuilds_by_default', 'recording_group', 'require_agreement', 'then_collective', 'tie_outputs', 'version']
+__all__: list[str] = ['Logger', 'ModuleScan', 'ReducedParameters', 'Reducer', 'ShardedRoot', 'ShardedUnit', 'ShardingOptions', 'UnitCall', 'UnitSettings', 'are_exactly', 'check_parameters', 'describe_tensor', 'entries_of', 'has_entries', 'one_per_device', 'rebuilds_by_default', 'recording_group', 'require_agreement', 'then_collective', 'tie_outputs', 'version']
 class ReducedParameters:
     """
     What a reducer is made of. For a moment, as ModuleScan.
@@ -323,6 +323,10 @@ class ShardedRoot:
 def are_exactly(objects: list, type: typing.Any) -> bool:
     """
     Whether all are of this class, and not of one derived from it.
+    """
+def check_parameters(module_name: str, *, present: dict, reduced: list, names: collections.abc.Sequence[str], frozen: list, others: list, ignored: collections.abc.Sequence[str]) -> bool:
+    """
+    Raises RuntimeError if what is present is not what was wrapped: parameters that require gradients were added, replaced, removed or unfrozen. False: something stands in for parameters, so it will change again.
     """
 def describe_tensor(name: str, tensor: torch.Tensor) -> str:
     """

@@ -1,19 +1,17 @@
 """Notices that a wrapped module no longer has the parameters that are reduced.
 
-Shapes, dtypes and devices are the reducer's business; this looks at which tensors
-are registered in the module, and under which names.
+Looks at which tensors are registered in the module, and whether they are frozen; if that is
+not as it was, brigade._C.check_parameters has a closer look.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection, Sequence
-from itertools import chain
 
 import torch
 
-from brigade import _checks
-from brigade._C import ModuleScan, entries_of, has_entries
+from brigade._C import ModuleScan, check_parameters, entries_of, has_entries
 
 _requires_grad = operator.attrgetter("requires_grad")
 
@@ -52,17 +50,20 @@ class ParameterWatch:
 
         Costs a pass over the module's dictionaries.
         """
-        if not self._is_as_remembered():
-            self._look_closely()
-        if any(map(_requires_grad, self._frozen)):
-            frozen = {id(p) for p in self._frozen}
-            found = ModuleScan(self._module).named_parameters().items()
-            unfrozen = [name for name, p in found if p.requires_grad and id(p) in frozen]
-            raise RuntimeError(
-                "DistributedDataParallel: expected parameters to be as frozen as when the module "
-                f"was wrapped, unfrozen: {_checks.some_of(unfrozen)}. Nobody would average their "
-                "gradients.\nWrap the module again after unfreezing."
-            )
+        if self._is_as_remembered() and not any(map(_requires_grad, self._frozen)):
+            return
+        scan = ModuleScan(self._module)
+        may_be_remembered = check_parameters(
+            type(self._module).__name__,
+            present=scan.named_parameters(),
+            reduced=self._reduced,
+            names=self._names(),
+            frozen=self._frozen,
+            others=self._all,
+            ignored=set(self._ignored),
+        )
+        if may_be_remembered:
+            self._remember(scan)
 
     def _that_matter(self, frozen: list[torch.Tensor]) -> list[torch.Tensor]:
         if not frozen:
@@ -84,42 +85,3 @@ class ParameterWatch:
 
     def _is_as_remembered(self) -> bool:
         return has_entries(self._tables, self._entries)
-
-    def _look_closely(self) -> None:
-        scan = ModuleScan(self._module)
-        found = scan.named_parameters()
-        reduced = {
-            name: parameter
-            for name, parameter in zip(self._names(), self._reduced, strict=True)
-            if parameter is not None
-        }
-        known = {id(p) for p in chain(reduced.values(), self._all)}
-        changes: dict[str, list[str]] = {}
-        for name, parameter in found.items():
-            # functional_call() puts tensors there for a while.
-            if not isinstance(parameter, torch.nn.Parameter) or not parameter.requires_grad:
-                continue
-            if id(parameter) not in known and name not in self._ignored:
-                change = "replaced" if name in reduced else "added"
-                changes.setdefault(change, []).append(name)
-        there = {id(parameter) for parameter in found.values()}
-        for name, parameter in reduced.items():
-            if id(parameter) not in there and name not in found:
-                changes.setdefault("removed", []).append(name)
-        if changes:
-            text = "; ".join(f"{c}: {_checks.some_of(names)}" for c, names in changes.items())
-            cure = "Change the module first, then wrap it."
-            if list(changes) == ["added"]:
-                cure += (
-                    " If its forward builds submodules lazily, run one forward before wrapping it, "
-                    "on every rank alike."
-                )
-            raise RuntimeError(
-                f"DistributedDataParallel: parameters of {type(self._module).__name__} are not "
-                f"those that were wrapped. {text}.\n{cure}"
-            )
-        if all(
-            isinstance(parameter, torch.nn.Parameter) or id(parameter) in known
-            for parameter in found.values()
-        ):
-            self._remember(scan)

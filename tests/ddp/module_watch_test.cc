@@ -51,28 +51,27 @@ TEST_F(ModuleWatchTest, NamesAParameterThatWasAdded) {
   auto model = wrap();
   model(at::ones({1, 2})).sum().backward();
   net_->register_parameter("offset", at::ones({2}));
-  EXPECT_THAT(error_of_forward(model), HasSubstr("Added: offset. "));
+  EXPECT_THAT(error_of_forward(model), HasSubstr("added: 'offset'. "));
 }
 
 TEST_F(ModuleWatchTest, NamesTheParametersOfAModuleThatWasAdded) {
   auto model = wrap();
   net_->register_module("more", torch::nn::Linear(2, 2));
   EXPECT_THAT(error_of_forward(model),
-              HasSubstr("Added: more.weight, more.bias. "));
+              HasSubstr("added: 'more.weight', 'more.bias'. "));
 }
 
 TEST_F(ModuleWatchTest, NamesTheParametersOfAModuleThatWasReplaced) {
   auto model = wrap();
   net_->replace_module("linear", torch::nn::Linear(2, 2));
   EXPECT_THAT(error_of_forward(model),
-              HasSubstr("Added: linear.weight, linear.bias. Removed: "
-                        "linear.weight, linear.bias. "));
+              HasSubstr("replaced: 'linear.weight', 'linear.bias'. "));
 }
 
 TEST_F(ModuleWatchTest, NamesAParameterThatWasUnfrozen) {
   auto model = wrap();
   net_->scale.set_requires_grad(true);
-  EXPECT_THAT(error_of_forward(model), HasSubstr("Unfrozen: scale. "));
+  EXPECT_THAT(error_of_forward(model), HasSubstr("unfrozen: 'scale'. "));
   net_->scale.set_requires_grad(false);
   model(at::ones({1, 2})).sum().backward();
   EXPECT_EQ(model.reducer().statistics().reduced, 1);
@@ -102,7 +101,7 @@ TEST(ScriptModuleWatchTest, NamesAParameterThatWasUnfrozen) {
   DistributedDataParallel model(script, single_process_group());
   at::Tensor scale = script.attr("scale").toTensor();
   scale.set_requires_grad(true);
-  EXPECT_THAT(error_of_forward(model), HasSubstr("Unfrozen: scale. "));
+  EXPECT_THAT(error_of_forward(model), HasSubstr("unfrozen: 'scale'. "));
 }
 
 }  // namespace
