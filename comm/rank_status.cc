@@ -68,7 +68,7 @@ std::string describe_status(const RankStatus& rank_status) {
     case StatusKind::kFailed: {
       std::string failure = "failed in " + iteration;
       if (rank_status.unit >= 0) {
-        absl::StrAppend(&failure, " at bucket ", rank_status.unit);
+        absl::StrAppend(&failure, " at launch ", rank_status.unit);
       }
       const std::string_view words = words_of(rank_status.text);
       if (!words.empty()) failure += ": " + std::string(words);

@@ -59,7 +59,8 @@ struct RankStatus {
   StatusKind kind = StatusKind::kIdle;
   int64_t sequence = 0;  // place among the exchanges; set by the channel
   int64_t iteration = 0;
-  // Where it has failed: a bucket. Of kIdle: 0 behind a forward. -1: none.
+  // Where it has failed: a bucket, or a sharded unit's sum. Of kIdle: 0 behind
+  // a forward. -1: none.
   int64_t unit = -1;
   uint64_t fingerprint = 0;  // of plan and options
 
@@ -87,7 +88,7 @@ std::string_view words_of(const StatusText& text);
 int64_t num_launches(const RankStatus& rank_status);
 
 // What the rank does, to follow "rank 3": "ended iteration 7 after 3 launches",
-// "failed in iteration 7 at bucket 2: division by zero".
+// "failed in iteration 7 at launch 2: division by zero".
 std::string describe_status(const RankStatus& rank_status);
 
 }  // namespace brigade

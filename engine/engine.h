@@ -92,7 +92,8 @@ class Engine : private GradientListener {
   void note_local_forward();
 
   // The gradient of a variable has been accumulated: for variables that are not
-  // watched any more. REQUIRES: inside of a backward.
+  // watched any more. Or none will come: `is_defined` is false then. REQUIRES:
+  // inside of a backward.
   void gradient_ready(VariableIndex variable, bool is_defined);
 
   // The owner's word for an entry that waits for it (num_awaited() is 1): it is

@@ -54,7 +54,7 @@ TEST(DescribeStatusTest, SaysWhatARankDid) {
                        .iteration = 7,
                        .unit = 2,
                        .text = status_text("division by zero")}),
-            "failed in iteration 7 at bucket 2: division by zero");
+            "failed in iteration 7 at launch 2: division by zero");
 }
 
 TEST(DescribeStatusTest, SurvivesAnUnknownKind) {

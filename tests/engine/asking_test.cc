@@ -112,7 +112,7 @@ TEST_F(AskingTest, ARankThatFailsLaunchesTheRestBeforeItTells) {
   expect_events(
       {"pack 0", "launch 0", "aborted", "substitute 1", "substitute 2"});
   EXPECT_THAT(take_statuses().back(),
-              HasSubstr("failed in iteration 1 at bucket 1: as scripted"));
+              HasSubstr("failed in iteration 1 at launch 1: as scripted"));
   own_backward({0, 1, 2});
   EXPECT_EQ(engine().statistics().reduced, 1);
 }

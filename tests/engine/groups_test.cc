@@ -160,7 +160,7 @@ TEST(GroupsTest, WhenARankFailsAllGroupsStayUsable) {
                 [&] { mesh_rank.step(); },
                 ThrowsMessage<c10::DistBackendError>(MatchesRegex(
                     absl::StrCat("(.|\n)*rank ", failing,
-                                 " failed in iteration .* at bucket [0-", entry,
+                                 " failed in iteration .* at launch [0-", entry,
                                  "]: as scripted(.|\n)*"))));
           }
           ASSERT_TRUE(mesh_rank.engine().can_continue());

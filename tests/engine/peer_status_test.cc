@@ -77,8 +77,8 @@ TEST(PeerStatusTest, BehindADeficitTheGroupIsUsable) {
     EXPECT_TRUE(peers.await(pending).status.ok());
   });
   EXPECT_EQ(texts[0],
-            "rank 0 failed in iteration 7 at bucket 2: bad input\n"
-            "rank 1 failed in iteration 7 at bucket 1: bad input");
+            "rank 0 failed in iteration 7 at launch 2: bad input\n"
+            "rank 1 failed in iteration 7 at launch 1: bad input");
   EXPECT_EQ(texts[1], texts[0]);
   EXPECT_EQ(texts[2], texts[0]);
 }

@@ -82,7 +82,7 @@ auto tells_of_iteration(int iteration, int num_behind = 0) {
   return AllOf(
       StartsWith("Reducer: iteration " + number + behind +
                  ", whose results this rank has delivered"),
-      HasSubstr("rank 1 failed in iteration " + number + " at bucket "));
+      HasSubstr("rank 1 failed in iteration " + number + " at launch "));
 }
 
 struct Mode {
@@ -326,7 +326,7 @@ TEST_P(RunAheadTest, AFailureOfTheFirstIterationIsTold) {
         for (int i = 0; i <= depth(); ++i) step(reducer, model.loss(0));
       };
       EXPECT_THAT(text_of<c10::DistBackendError>(train),
-                  HasSubstr("rank 1 failed in iteration 1 at bucket "));
+                  HasSubstr("rank 1 failed in iteration 1 at launch "));
     }
     EXPECT_TRUE(reducer.can_continue());
     expect_trains(reducer, model, group, /*steps=*/depth() + 2);

@@ -115,7 +115,7 @@ TEST_P(OneRankThrowsTest, AllRaiseAndTrainOn) {
                     text_of<c10::DistBackendError>(
                         [&] { step(reducer, model.loss(group->getRank())); }),
                     AllOf(StartsWith("Reducer: rank 1 failed in iteration " +
-                                     std::to_string(iteration) + " at bucket "),
+                                     std::to_string(iteration) + " at launch "),
                           HasSubstr("an exception ended backward")));
               }
               expect_trains(reducer, model, group, /*steps=*/1);
@@ -151,7 +151,7 @@ TEST(RanksApartTest, AHookThatThrowsOnOneRankIsQuotedOnTheOthers) {
         } else {
           EXPECT_EQ(text_of<c10::DistBackendError>(
                         [&] { step(reducer, model.loss(group->getRank())); }),
-                    "Reducer: rank 2 failed in iteration 1 at bucket 1: no "
+                    "Reducer: rank 2 failed in iteration 1 at launch 1: no "
                     "disk.");
         }
         expect_trains(reducer, model, group);
@@ -180,7 +180,7 @@ TEST(RanksApartTest, AHookThatThrowsAfterALaunchEndsTheGroupOnAllRanks) {
         } else {
           EXPECT_THAT(text_of<c10::DistBackendError>(
                           [&] { step(reducer, model.loss(0)); }),
-                      AllOf(HasSubstr("rank 1 failed in iteration 1 at bucket "
+                      AllOf(HasSubstr("rank 1 failed in iteration 1 at launch "
                                       "0: no disk"),
                             HasSubstr("ranks can't be brought in step")));
         }
@@ -299,7 +299,7 @@ TEST(RanksApartTest, OneOfTwoBackwardsFailsOnOneRank) {
             losses[0].backward();
             EXPECT_THAT(
                 text_of<c10::DistBackendError>([&] { losses[1].backward(); }),
-                HasSubstr("rank 1 failed in iteration 1 at bucket"));
+                HasSubstr("rank 1 failed in iteration 1 at launch"));
           }
           expect_trains(reducer, model, group);
         },
@@ -317,7 +317,7 @@ TEST(RanksApartTest, OneRankMissesGradients) {
         if (rank == 0) {
           EXPECT_THAT(text_of<c10::DistBackendError>(
                           [&] { step(reducer, model.loss(rank)); }),
-                      AllOf(HasSubstr("rank 1 failed in iteration 1 at bucket "
+                      AllOf(HasSubstr("rank 1 failed in iteration 1 at launch "
                                       "1: "),
                             HasSubstr("2 of 3 parameters got no gradient")));
         } else {
