@@ -1,4 +1,5 @@
-// What the C++ blocks on docs/'s pages take as given: a group, a module, data.
+// What the C++ blocks on docs/'s pages and in the README take as given: a
+// group, a module, data.
 
 #ifndef BRIGADE_TESTS_DOCS_GIVEN_H_
 #define BRIGADE_TESTS_DOCS_GIVEN_H_
@@ -55,6 +56,28 @@ struct Given {
   [[maybe_unused]] const auto& batches = (given).batches;   \
   [[maybe_unused]] torch::optim::SGD optimizer(net->parameters(), 0.1)
 
+// As GroupScope, of a group that ends elsewhere.
+struct GivenScope {
+  Given::Group of;
+  const Given::Group& group() const { return of; }
+};
+
+// The README's blocks take more, behind those.
+#define BRIGADE_README_NAMES                                             \
+  [[maybe_unused]] const GivenScope scope = {group};                     \
+  [[maybe_unused]] const std::vector<at::Tensor> parameters =            \
+      torch::nn::Linear(3, 2)->parameters();                             \
+  [[maybe_unused]] brigade::DistributedDataParallel model(net, group);   \
+  [[maybe_unused]] const std::vector<Given::Batch> batches_of_this_rank( \
+      batches.begin() + 2 * rank, batches.end());                        \
+  [[maybe_unused]] const auto train_step =                               \
+      [&optimizer](auto& trained, const at::Tensor& input,               \
+                   const at::Tensor& target) {                           \
+        optimizer.zero_grad();                                           \
+        torch::mse_loss(trained(input), target).backward();              \
+        optimizer.step();                                                \
+      }
+
 // Says which page's blocks have run, and whether the ranks agree.
 inline void run_page(const std::string& page, void (*blocks)(Given&),
                      const Given::Group& group) {
@@ -65,7 +88,7 @@ inline void run_page(const std::string& page, void (*blocks)(Given&),
     given.group->broadcast(first)->wait();
     TORCH_CHECK(at::equal(first[0], parameter), "ranks differ behind ", page);
   }
-  std::cout << "docs/" << page << ".md has run\n" << std::flush;
+  std::cout << page << " has run\n" << std::flush;
 }
 
 #endif  // BRIGADE_TESTS_DOCS_GIVEN_H_

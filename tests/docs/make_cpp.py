@@ -1,29 +1,41 @@
-"""Makes one C++ program of the C++ blocks on docs/'s pages.
+"""Makes one C++ program of the C++ blocks on docs/'s pages and in the README.
 
     make_cpp.py <file to write>
 
-A page's blocks are one function, below what a page takes as given (given.h).
+A page's blocks are one function, below what a page takes as given (given.h). The README's
+first is a program of its own (tests/readme); each of its others stands alone.
 """
 
 import pathlib
 import sys
 
-from page_blocks import DOCS, blocks_of, pages_with
+from page_blocks import DOCS, README, Block, blocks_of, cpp_pages
 
 
-def function_of(page: str) -> str:
-    blocks = [block for block in blocks_of(DOCS / f"{page}.md") if block.language == "cpp"]
-    code = "".join(f'#line {block.line} "{block.page}"\n{block.code}' for block in blocks)
-    return f"void {page}(Given& given) {{\nBRIGADE_DOCS_NAMES(given);\n{code}}}\n"
+def code_of(block: Block) -> str:
+    return f'#line {block.line} "{block.page}"\n{block.code}'
+
+
+def function_of(page: pathlib.Path) -> str:
+    blocks = [block for block in blocks_of(page) if block.language == "cpp"]
+    names = "BRIGADE_DOCS_NAMES(given);\n"
+    if page == README:
+        names += "BRIGADE_README_NAMES;\n"
+        code = "".join(f"{{\n{code_of(block)}}}\n" for block in blocks[1:])
+    else:
+        code = "".join(map(code_of, blocks))
+    return f"void {page.stem}(Given& given) {{\n{names}{code}}}\n"
 
 
 def main() -> None:
-    pages = pages_with("cpp")
+    pages = cpp_pages()
     text = '#include "brigade/tests/docs/given.h"\n\nnamespace {\n\n'
-    text += "\n".join(function_of(page) for page in pages)
+    text += "\n".join(map(function_of, pages))
     text += "\n}  // namespace\n\nint main() {\n"
     text += "  const brigade::GroupScope scope(brigade::init_process_group());\n"
-    text += "".join(f'  run_page("{page}", {page}, scope.group());\n' for page in pages)
+    for page in pages:
+        name = page.relative_to(DOCS.parent)
+        text += f'  run_page("{name}", {page.stem}, scope.group());\n'
     text += "  return 0;\n}\n"
     pathlib.Path(sys.argv[1]).write_text(text, encoding="utf-8")
 

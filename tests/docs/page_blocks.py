@@ -12,6 +12,7 @@ import re
 from dataclasses import dataclass
 
 DOCS = pathlib.Path(__file__).parents[2] / "docs"
+README = DOCS.parent / "README.md"
 _FENCE = re.compile(r"^```(?P<words>[^\n]*)\n(?P<code>.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
@@ -43,3 +44,8 @@ def pages_with(language: str) -> list[str]:
         for page in sorted(DOCS.glob("*.md"))
         if any(block.language == language for block in blocks_of(page))
     ]
+
+
+def cpp_pages() -> list[pathlib.Path]:
+    """Those whose C++ blocks make_cpp.py takes."""
+    return [*(DOCS / f"{page}.md" for page in pages_with("cpp")), README]

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 
-from page_blocks import pages_with
+from page_blocks import DOCS, cpp_pages
 
 
 def main() -> None:
@@ -35,8 +35,9 @@ def main() -> None:
         outputs = [rank.communicate(timeout=100)[0] for rank in ranks]
     print("\n".join(outputs))
     assert all(rank.returncode == 0 for rank in ranks)
-    for page in pages_with("cpp"):
-        assert all(f"docs/{page}.md has run" in output for output in outputs), page
+    for page in cpp_pages():
+        name = page.relative_to(DOCS.parent)
+        assert all(f"{name} has run" in output for output in outputs), name
 
 
 if __name__ == "__main__":
