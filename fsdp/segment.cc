@@ -125,12 +125,13 @@ bool Segment::follow_shards() {
   return is_changed;
 }
 
-void Segment::rename(const std::string& unit, const std::string& prefix) {
-  options_.unit = unit;
-  whole_.set_why_unbound(why_sharded(unit));
-  for (NamedParameter& parameter : parameters_) {
-    parameter.name = prefix + parameter.name;
-  }
+void Segment::rename_unit(const std::string& name) {
+  options_.unit = name;
+  whole_.set_why_unbound(why_sharded(name));
+}
+
+void Segment::rename_parameter(size_t parameter, std::string name) {
+  parameters_[parameter].name = std::move(name);
 }
 
 void Segment::forget(size_t parameter) {

@@ -74,8 +74,9 @@ class Segment {
   // others is forgotten. Returns whether they are others than before.
   bool follow_shards();
 
-  // The unit's name, and what its parameters' begin with, for errors.
-  void rename(const std::string& unit, const std::string& prefix);
+  // The unit's name and a parameter's, for errors and files.
+  void rename_unit(const std::string& name);
+  void rename_parameter(size_t parameter, std::string name);
   at::ScalarType dtype() const { return shard_.scalar_type(); }
   at::ScalarType whole_dtype() const { return options_.whole_dtype; }
   at::ScalarType reduce_dtype() const { return options_.reduce_dtype; }

@@ -31,21 +31,46 @@ struct ShardedUnit {
   std::vector<int64_t> offsets;
 };
 
-// By parameter: how many of its elements are other ranks' before the first that
-// this rank holds, in the order of memory.
-std::vector<int64_t> offsets_of(const Unit& unit) {
-  std::vector<int64_t> offsets(unit.shards.size());
+// `use(segment, i, place)` of each parameter, which is the `place`-th that the
+// unit was given.
+template <typename Use>
+void for_each_parameter(const Unit& unit, const Use& use) {
   for (const auto& segment : unit.segments) {
     for (size_t i = 0; i < segment->shards().size(); ++i) {
       const auto place =
           std::ranges::find_if(unit.shards, [&](const at::Tensor& shard) {
             return shard.is_same(segment->shards()[i]);
           });
-      offsets[static_cast<size_t>(place - unit.shards.begin())] =
-          segment->layout().range(i, segment->rank()).in_parameter;
+      use(*segment, i, static_cast<size_t>(place - unit.shards.begin()));
     }
   }
+}
+
+// By parameter: how many of its elements are other ranks' before the first that
+// this rank holds, in the order of memory.
+std::vector<int64_t> offsets_of(const Unit& unit) {
+  std::vector<int64_t> offsets(unit.shards.size());
+  for_each_parameter(unit, [&](const Segment& segment, size_t i, size_t place) {
+    offsets[place] = segment.layout().range(i, segment.rank()).in_parameter;
+  });
   return offsets;
+}
+
+void rename(ShardedUnit& renamed, const std::string& name,
+            const std::vector<std::string>& names) {
+  if (!renamed.unit) return;
+  TORCH_CHECK_VALUE(names.size() == renamed.shards.size(),
+                    "rename: expected a name for each of ",
+                    renamed.shards.size(), " parameters, found ", names.size(),
+                    ".\nGive one each.");
+  renamed.unit->name = name;
+  for (const auto& segment : renamed.unit->segments) {
+    segment->rename_unit(name);
+  }
+  for_each_parameter(*renamed.unit,
+                     [&](Segment& segment, size_t i, size_t place) {
+                       segment.rename_parameter(i, names[place]);
+                     });
 }
 
 // Waits for callbacks that may want the GIL.
@@ -149,18 +174,9 @@ void register_sharding(py::module_& module) {
       .def_readonly("offsets", &ShardedUnit::offsets,
                     "Where in its parameter each begins, in the order of "
                     "memory.")
-      .def(
-          "rename",
-          [](ShardedUnit& self, const std::string& name,
-             const std::string& prefix) {
-            if (!self.unit) return;
-            self.unit->name = name;
-            for (const auto& segment : self.unit->segments) {
-              segment->rename(name, prefix);
-            }
-          },
-          py::arg("name"), py::arg("prefix"),
-          "For errors: where it is in the outermost module.")
+      .def("rename", &rename, py::arg("name"), py::arg("names"),
+           "For errors: where it and its parameters are in the outermost "
+           "module.")
       .def_property_readonly(
           "settings",
           [](ShardedUnit& self) -> UnitSettings* {

@@ -234,9 +234,9 @@ class ShardedUnit:
         """
         Collective. `block_numels`: elements that are never cut, by parameter; `dtypes`: what it is seen in while it is whole.
         """
-    def rename(self, name: str, prefix: str) -> None:
+    def rename(self, name: str, names: collections.abc.Sequence[str]) -> None:
         """
-        For errors: where it is in the outermost module.
+        For errors: where it and its parameters are in the outermost module.
         """
     @property
     def offsets(self) -> list[int]:

@@ -175,6 +175,7 @@ class Unit:
         self._round: _Round | None = None
 
         self.names: list[str] = []
+        self._paths: list[tuple[int, str]] = []  # by parameter: which module, where in it
         self.wholes: list[nn.Parameter] = []
         self.shards: list[ShardedParameter] = []
         # Where a parameter is registered, and what is to be put there.
@@ -192,20 +193,22 @@ class Unit:
         ignored: set[nn.Parameter],
         block_numel_fn: Callable[[nn.Parameter], int] | None,
     ) -> None:
-        named: dict[nn.Parameter, str] = {}
+        found: dict[nn.Parameter, tuple[int, str]] = {}
         attributes: list[tuple[dict[str, Any], str, nn.Parameter]] = []
+        starts = [f"[{index}]." if len(modules) > 1 else "" for index in range(len(modules))]
         for index, module in enumerate(modules):
-            start = f"[{index}]." if len(modules) > 1 else ""
-            for prefix, child in _own_modules(module, start):
+            for prefix, child in _own_modules(module):
                 for name, parameter in child._parameters.items():
                     if parameter is None or parameter in ignored:
                         continue
-                    _require_free(parameter, f"'{prefix}{name}' of {type(module).__name__}")
-                    named.setdefault(parameter, prefix + name)
+                    path = prefix + name
+                    _require_free(parameter, f"'{starts[index]}{path}' of {type(module).__name__}")
+                    found.setdefault(parameter, (index, path))
                     attributes.append((child._parameters, name, parameter))
-        if not named:
+        if not found:
             return
-        self.wholes, self.names = list(named), list(named.values())
+        self.wholes, self._paths = list(found), list(found.values())
+        self.names = [starts[index] + path for index, path in self._paths]
         override = getattr(self.policy, "param_dtype_override_fn", None)
         self.native = _C.ShardedUnit(
             ", ".join(type(module).__name__ for module in modules),
@@ -261,9 +264,9 @@ class Unit:
         """`names`: of modules in the root's; for errors."""
         if self.native is None:
             return
-        own = [names[module] for module in self.modules()]
-        prefix = f"{own[0]}." if len(own) == 1 and own[0] else ""
-        self.native.rename(", ".join(own), prefix)
+        own = [names.get(module(), f"[{i}]") for i, module in enumerate(self._modules)]
+        paths = [f"{own[i]}.{path}" if own[i] else path for i, path in self._paths]
+        self.native.rename(", ".join(own), paths)
 
     def settings(self) -> _C.UnitSettings | None:
         """That may be changed between a pass and the next; None without parameters."""

@@ -141,7 +141,7 @@ class Training:
         text = str(caught.value)
         ranks = ", ".join(str(rank) for rank in failing)
         who = f"rank {ranks}" if len(failing) == 1 else f"ranks {ranks}"
-        start = f"Reducer: {who} failed in iteration {iteration} at bucket "
+        start = f"Reducer: {who} failed in iteration {iteration} at launch "
         assert text.startswith(start), text
         assert re.search(peers_text or own_text, text), text
 

@@ -237,6 +237,20 @@ def test_a_failure_inside_of_them():
     run_ranks(_fails)
 
 
+def _named_by_path(rank):
+    model = _sharded(_model())
+    model(_tokens(rank, 0))  # makes the root, which knows where modules are
+    norm = model.norm.weight
+    own = torch.Tensor.data.__get__(norm)
+    torch.Tensor.data.__set__(norm, torch.zeros_like(own))
+    with pytest.raises(RuntimeError, match=r"'norm\.weight' of unit 'embed, norm, head'"):
+        model(_tokens(rank, 1))
+
+
+def test_parameters_are_named_by_their_path():
+    run_ranks(_named_by_path)
+
+
 def _outermost(rank):
     torch.manual_seed(0)
     modules = [nn.Linear(4, 4), nn.Linear(4, 4)]
