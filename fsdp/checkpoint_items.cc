@@ -1,6 +1,7 @@
 #include "brigade/fsdp/checkpoint_items.h"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <c10/core/ScalarType.h>
 
@@ -159,12 +160,17 @@ void agree_on(const ShardedRoot& root, const CheckpointItems& items,
     if (compares_values && item.is_replicated) {
       absl::StrAppend(
           &words.back(), " of checksum ",
-          absl::Hex(extend_checksum(0, bytes_of(item.tensor.contiguous())),
-                    absl::kZeroPad8));
+          absl::Hex(
+              extend_checksum(0, bytes_of(item.tensor.contiguous().cpu())),
+              absl::kZeroPad8));
     }
   }
   require_agreement(root.group(), at::kCPU, "saved tensor", words,
                     items.status.ok() ? status : items.status);
+}
+
+at::Tensor host_memory_for(const CheckpointItem& item, at::IntArrayRef sizes) {
+  return at::empty(sizes, item.tensor.options().device(at::kCPU));
 }
 
 std::span<const std::byte> bytes_of(const at::Tensor& contiguous) {

@@ -66,6 +66,10 @@ CheckpointItems checkpoint_items(const ShardedRoot& root,
 void agree_on(const ShardedRoot& root, const CheckpointItems& items,
               const absl::Status& status, bool compares_values);
 
+// Of the item's dtype, on the host: what a file is read into.
+at::Tensor host_memory_for(const CheckpointItem& item, at::IntArrayRef sizes);
+
+// REQUIRES: on the host.
 std::span<const std::byte> bytes_of(const at::Tensor& contiguous);
 std::span<std::byte> writable_bytes_of(const at::Tensor& contiguous);
 

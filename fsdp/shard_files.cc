@@ -1,7 +1,6 @@
 #include "brigade/fsdp/shard_files.h"
 
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/scalar_tensor.h>
 
 #include <algorithm>
@@ -94,7 +93,8 @@ absl::Status write_shard(const CheckpointItems& items, const std::string& path,
       SafetensorsWriter::create(path, std::move(entries), {{kIdKey, id}});
   if (!writer.ok()) return writer.status();
   for (size_t i = 0; i < written.size(); ++i) {
-    absl::Status status = writer->write(i, 0, bytes_of(written[i]->flat()));
+    const at::Tensor part = written[i]->flat().cpu();  // one at a time
+    absl::Status status = writer->write(i, 0, bytes_of(part));
     if (!status.ok()) return status;
   }
   return writer->finish();
@@ -202,10 +202,10 @@ class ShardsReader {
     return absl::OkStatus();
   }
 
-  // As CheckpointItem::flat(). REQUIRES: check(item) is OK.
+  // As CheckpointItem::flat(), on the host. REQUIRES: check(item) is OK.
   absl::StatusOr<at::Tensor> read(const CheckpointItem& item) {
     const IndexedTensor& tensor = *tensors_.at(item.entry.name);
-    at::Tensor part = at::empty({item.numel()}, item.tensor.options());
+    at::Tensor part = host_memory_for(item, {item.numel()});
     const std::span<std::byte> bytes = writable_bytes_of(part);
     if (!tensor.chunks) {
       absl::Status status = read_piece(

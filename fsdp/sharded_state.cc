@@ -1,7 +1,6 @@
 #include "brigade/fsdp/sharded_state.h"
 
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/zeros.h>
 
@@ -46,22 +45,23 @@ at::Tensor gather_run(ShardedRoot& root,
   return root.gather(segment, shard);
 }
 
-// This rank's part of the file's whole tensor, as CheckpointItem::flat().
+// This rank's part of the file's whole tensor, as CheckpointItem::flat(), on
+// the host.
 absl::StatusOr<at::Tensor> read_part(const SafetensorsReader& reader,
                                      const CheckpointItem& item) {
   const std::string& name = item.entry.name;
   if (item.is_in_c_order()) {
-    at::Tensor part = at::empty({item.numel()}, item.tensor.options());
+    at::Tensor part = host_memory_for(item, {item.numel()});
     absl::Status status = reader.read(name, item.begin() * part.element_size(),
                                       writable_bytes_of(part));
     if (!status.ok()) return status;
     return part;
   }
-  const at::Tensor whole = at::empty(item.entry.shape, item.tensor.options());
+  const at::Tensor whole = host_memory_for(item, item.entry.shape);
   absl::Status status = reader.read(name, 0, writable_bytes_of(whole));
   if (!status.ok()) return status;
-  const at::Tensor in_memory = at::empty_strided(
-      item.entry.shape, item.strides(), item.tensor.options());
+  const at::Tensor in_memory =
+      at::empty_strided(item.entry.shape, item.strides(), whole.options());
   in_memory.copy_(whole);
   return in_memory.as_strided({item.numel()}, {1}, item.begin());
 }
@@ -104,7 +104,7 @@ void save_whole(ShardedRoot& root, const std::string& path,
   agree_on(root, found, status, /*compares_values=*/true);
   const auto write = [&](size_t item, const at::Tensor& whole) {
     if (!writer || !status.ok()) return;
-    status = writer->write(item, 0, bytes_of(whole.contiguous()));
+    status = writer->write(item, 0, bytes_of(whole.contiguous().cpu()));
   };
   const std::span<const CheckpointItem> items = found.items;
   for (size_t begin = 0; begin < items.size();) {
