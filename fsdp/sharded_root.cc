@@ -411,7 +411,12 @@ void ShardedRoot::begin_backward() {
   claim_kept();
   ++backward_;
   if (synchronizes_ && accumulates_all_gradients()) {
-    engine_->begin_in_backward();
+    try {
+      engine_->begin_in_backward();
+    } catch (...) {  // perhaps of an iteration before, which was told late
+      on_backward_over(/*ended_well=*/false);
+      throw;
+    }
     pass_ = Pass::kBackward;
     return;
   }
@@ -488,8 +493,42 @@ void ShardedRoot::run_empty_backward() {
   const at::Tensor output = leaf.mul(1);
   watch_outputs({&output, 1}, alive_, [this] {
     if (pass_ != Pass::kBackward) begin_backward();
+    bring_no_gradients();
   });
   output.backward();
+}
+
+// What a backward does beside computing: units are whole one after the other,
+// and each is reduced in its turn, so that this takes the planned memory too.
+void ShardedRoot::bring_no_gradients() {
+  const std::vector<size_t> gathered = policy_->expected_in_backward();
+  const auto leave = [&](size_t unit) {  // not what is gathered ahead
+    if (gathers_->is_claimed(unit)) release_behind_backward(unit);
+  };
+  // Nothing is computed with what forward has left whole.
+  for (size_t unit = 0; unit < units_.size(); ++unit) leave(unit);
+  auto next = gathered.begin();
+  const auto gather_before = [&](auto end) {
+    for (; next != end; ++next) {
+      need(*next);
+      leave(*next);
+    }
+  };
+  for (const auto& [unit, variables] : policy_->awaited()) {
+    const auto place = std::find(next, gathered.end(), unit);
+    if (place != gathered.end()) {
+      gather_before(place);
+      need(*next++);
+    }
+    if (synchronizes_) {
+      for (const size_t variable : variables) {
+        engine_->gradient_ready({.replica = 0, .parameter = variable},
+                                /*is_defined=*/false);
+      }
+    }
+    leave(unit);
+  }
+  gather_before(gathered.end());
 }
 
 // ---- Ranks without data.

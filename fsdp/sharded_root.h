@@ -276,6 +276,7 @@ class ShardedRoot final : private UnitPolicy::Listener {
   void release_if_unused(size_t unit);
   void release_behind_backward(size_t unit);
   void run_empty_backward();
+  void bring_no_gradients();
   void end_backward(bool ended_well);
   void leave_backward();
   void await_backward();

@@ -155,6 +155,22 @@ std::vector<size_t> UnitPolicy::expected_in_backward() const {
   return expected;
 }
 
+std::vector<UnitPolicy::Awaited> UnitPolicy::awaited() const {
+  std::vector<Awaited> by_reduction(reductions_.size());
+  for (size_t number = 0; number < variables_.size(); ++number) {
+    Awaited& awaited = by_reduction[variables_[number].reduction];
+    awaited.unit = variables_[number].unit;
+    if (is_trained(number) && !is_ready_[number]) {
+      awaited.variables.push_back(number);
+    }
+  }
+  std::vector<Awaited> in_order;
+  for (const size_t reduction : reduction_order_) {
+    in_order.push_back(std::move(by_reduction[reduction]));
+  }
+  return in_order;
+}
+
 void UnitPolicy::note_forward(std::vector<size_t> record) {
   forward_record_ = std::move(record);
 }
@@ -239,7 +255,6 @@ void UnitPolicy::on_backward_begins(Marker& marker, bool /*is_shadow*/) {
   for (const Variable& variable : variables_) {
     ++num_missing_[variable.reduction];
   }
-  iteration_sums_over_replicas_ = sums_over_replicas_;
   for (UnitReduction& reduction : reductions_) {
     reduction.set_sums_over_replicas(sums_over_replicas_);
   }
@@ -325,6 +340,13 @@ void UnitPolicy::on_end_confirmed(bool has_agreed_proposal) {
   next_reduction_order_ = completed(agreed.completions, reduction_order_);
 }
 
+// What rows have summed in it is dropped on the ranks that have failed: here
+// too, or later sums would have parts of it.
+void UnitPolicy::on_end_refuted() {
+  unconfirmed_.reset();
+  drop_gradients();
+}
+
 // Of those that are trained.
 bool UnitPolicy::has_used_all() const {
   for (size_t number = 0; number < variables_.size(); ++number) {
@@ -351,23 +373,28 @@ std::vector<char> UnitPolicy::used_of(size_t reduction) const {
 }
 
 void UnitPolicy::on_iteration_over(Outcome outcome, bool /*is_shadow*/) {
-  if (outcome == Outcome::kDelivered) {
-    memory_.reclaim_all();
-    if (!is_confirmed_) unconfirmed_ = seen();
-    if (used_sum_ && !has_used_all()) used_sum_->read();
-    for (const size_t i : reduction_order_) {
-      if (is_reduced(i)) reductions_[i].commit(used_of(i));
-    }
-  } else {
+  if (outcome != Outcome::kDelivered) {
     drop_gradients();
+    listener_.on_backward_over(/*ended_well=*/false);
+    return;
   }
-  if (outcome != Outcome::kDelivered || iteration_sums_over_replicas_) {
-    std::ranges::fill(is_used_, 0);
+  memory_.reclaim_all();
+  if (!is_confirmed_) unconfirmed_ = seen();
+  if (used_sum_ && !has_used_all()) used_sum_->read();
+  for (const size_t i : reduction_order_) {
+    if (is_reduced(i)) reductions_[i].commit(used_of(i));
   }
-  listener_.on_backward_over(outcome == Outcome::kDelivered);
+  for (size_t number = 0; number < variables_.size(); ++number) {
+    if (reductions_[variables_[number].reduction].sums_over_replicas()) {
+      is_used_[number] = 0;
+    }
+  }
+  listener_.on_backward_over(/*ended_well=*/true);
 }
 
+// All that is not committed.
 void UnitPolicy::drop_gradients() {
+  std::ranges::fill(is_used_, 0);
   for (UnitReduction& reduction : reductions_) {
     memory_.release(reduction.segment().take_gradient_memory());
     reduction.segment().drop_partial();

@@ -70,6 +70,14 @@ class UnitPolicy final : public ReductionPolicy, public GradientSink {
   std::vector<size_t> expected_in_forward() const;
   std::vector<size_t> expected_in_backward() const;
 
+  // Variables whose gradients the running iteration waits for, by reduction, in
+  // the order on which ranks have agreed.
+  struct Awaited {
+    size_t unit = 0;
+    std::vector<size_t> variables = {};
+  };
+  std::vector<Awaited> awaited() const;
+
   // A forward is over, whose gathers are these.
   void note_forward(std::vector<size_t> record);
 
@@ -102,7 +110,7 @@ class UnitPolicy final : public ReductionPolicy, public GradientSink {
   bool may_end_without_gradients() const override { return true; }
   bool is_learning() const override { return false; }
   void on_end_confirmed(bool has_agreed_proposal) override;
-  void on_end_refuted() override { unconfirmed_.reset(); }
+  void on_end_refuted() override;
   void on_iteration_over(Outcome outcome, bool is_shadow) override;
 
   std::shared_ptr<void> abandon(
@@ -161,7 +169,6 @@ class UnitPolicy final : public ReductionPolicy, public GradientSink {
 
   bool is_trained_changed_ = false;
   bool sums_over_replicas_ = true;
-  bool iteration_sums_over_replicas_ = true;
 
   // What ranks have agreed on.
   std::vector<size_t> forward_order_;   // of units
@@ -176,7 +183,8 @@ class UnitPolicy final : public ReductionPolicy, public GradientSink {
   std::vector<size_t> completion_;   // of reductions
   std::vector<size_t> num_missing_;  // gradients, by reduction
   std::vector<char> is_ready_;       // by variable
-  std::vector<int32_t> is_used_;     // by variable
+  // By variable: of the gradients that are not committed.
+  std::vector<int32_t> is_used_;
 
   // The last iteration's, if it was delivered before its end was confirmed.
   std::optional<Seen> unconfirmed_;

@@ -169,6 +169,68 @@ TEST(ShardedMemoryTest, IsThePlannedOne) {
   }
 }
 
+// Also of a rank that has no data, which gathers for its peers and adds zeros,
+// where the outermost unit alone stays whole.
+TEST(ShardedMemoryTest, IsThePlannedOneWithoutData) {
+  for (uint64_t seed = 0; seed < 200 && !::testing::Test::HasFailure();
+       ++seed) {
+    SCOPED_TRACE(absl::StrCat("seed ", seed));
+    const RecordingGroup recording(static_cast<int>(2 + seed % 3));
+    RandomChain chain(seed);
+    for (UnitSpec& spec : chain.units) {
+      spec.reshards_after_forward = !spec.name.empty();
+    }
+    ShardedRoot root(chain.units, recording.group(), chain.options);
+    for (int step = 0; step < 4; ++step) {
+      root.step_without_data();
+      if (seed % 2 == 1) chain.step(root);
+    }
+    const ShardingStatistics statistics = root.statistics();
+    EXPECT_EQ(statistics.peak_whole_bytes, statistics.planned_bytes);
+    EXPECT_EQ(statistics.unplanned, 0);
+    EXPECT_EQ(statistics.late_gathers, 0);
+  }
+}
+
+// Of equal units whose gradients were added up, and are all there: beside them
+// one unit is whole at a time.
+TEST(ShardedMemoryTest, IsThePlannedOneWhereNoBackwardReduces) {
+  constexpr size_t kNumUnits = 6;
+  constexpr int64_t kBytes = 256;
+  for (const bool resharded : {false, true}) {
+    const RecordingGroup recording(2);
+    std::vector<at::Tensor> weights;
+    std::vector<UnitSpec> units;
+    for (size_t u = 0; u < kNumUnits; ++u) {
+      weights.push_back(torch::ones({kBytes / 4}).requires_grad_());
+      units.push_back({.name = absl::StrCat(u),
+                       .parameters = {{"w", weights.back()}},
+                       .reshards_after_forward = resharded || u > 0});
+    }
+    ShardedRoot root(units, recording.group(),
+                     {.prefetch_depth = 0, .max_reducing = kNumUnits});
+    for (int step = 0; step < 3; ++step) {
+      root.set_synchronizes(false);
+      const at::Tensor loss = root.forward([&] {
+        at::Tensor h = torch::ones({kBytes / 4});
+        for (size_t u = 0; u < kNumUnits; ++u) {
+          h = root.call(u, h,
+                        [&](const at::Tensor& in) { return in * weights[u]; });
+        }
+        return h.sum();
+      });
+      loss.backward();
+      root.set_synchronizes(true);
+      root.reduce();
+      EXPECT_TRUE((root.shards()[0].grad() == 1 + step).all().item<bool>());
+    }
+    const ShardingStatistics statistics = root.statistics();
+    EXPECT_EQ(statistics.peak_whole_bytes, statistics.planned_bytes);
+    EXPECT_EQ(statistics.unplanned, 0);
+    EXPECT_EQ(statistics.late_gathers, 0);
+  }
+}
+
 // As many reductions as there are may keep their memory: how long peers take
 // makes no difference.
 TEST(ShardedMemoryTest, IsThePlannedOneOnMeshes) {

@@ -219,6 +219,100 @@ TEST_P(OtherFsdpStreamsTest, TrainsOnBehindABackwardThatThrows) {
   });
 }
 
+// On a mesh of several rows. What a row has summed is a part of this rank's
+// slice, and of those of its row, who are alike here: so it counts for each.
+TEST_P(OtherFsdpStreamsTest, RowsAddUpSeveralBackwards) {
+  const int num_shards = std::get<0>(GetParam());
+  const bool has_rows = num_shards < ShardedTraining::kNumRanks;
+  on_every_layout(options(), program(), [&](ShardedTraining& training) {
+    for (int s = 0; s < 3; ++s) {
+      training.root().set_sums_over_replicas(false);
+      training.step(s);
+      EXPECT_EQ(training.root().shards()[0].grad().defined(), !has_rows);
+      training.root().set_sums_over_replicas(true);
+      training.step(s);
+      training.expect_gradients(s, has_rows ? 1 + num_shards : 2);
+      training.update();
+      training.zero_grad();
+    }
+  });
+}
+
+// The end of the first backward is refuted where the second begins.
+TEST_P(OtherFsdpStreamsTest, WhatRowsHaveAddedUpInVainIsDropped) {
+  on_every_layout(options(), program(), [](ShardedTraining& training) {
+    training.recording().answer_statuses_with([](const RankStatus& own) {
+      std::vector<RankStatus> by_rank(ShardedTraining::kNumRanks, own);
+      if (own.kind == StatusKind::kEnd && own.iteration == 1) {
+        by_rank[1].kind = StatusKind::kFailed;
+      }
+      return by_rank;
+    });
+    training.root().set_sums_over_replicas(false);
+    const at::Tensor first = training.forward(0);
+    const at::Tensor second = training.forward(0);
+    first.backward();
+    EXPECT_THROW(second.backward(), c10::DistBackendError);
+    simulated::synchronize_all();  // autograd has joined no streams
+    training.root().set_sums_over_replicas(true);
+    training.zero_grad();
+    for (int s = 1; s < 3; ++s) {
+      training.step(s);
+      training.expect_gradients(s);
+      training.update();
+      training.zero_grad();
+    }
+    EXPECT_EQ(training.root().statistics().late_gathers, 0);
+  });
+}
+
+TEST_P(OtherFsdpStreamsTest, ReducesWhatBackwardsHaveAddedUp) {
+  on_every_layout(options(), program(), [](ShardedTraining& training) {
+    for (int s = 0; s < 3; ++s) {
+      training.root().set_synchronizes(false);
+      training.step(s);
+      training.step(s);
+      training.root().set_synchronizes(true);
+      training.root().reduce();
+      training.expect_gradients(s, 2);
+      training.update();
+      training.zero_grad();
+    }
+  });
+}
+
+// All ranks are alike, and none has data: gradients are what was added up.
+TEST_P(OtherFsdpStreamsTest, StepsWithoutData) {
+  on_every_layout(options(), program(), [](ShardedTraining& training) {
+    for (int s = 0; s < 3; ++s) {
+      training.root().step_without_data();
+      for (const at::Tensor& shard : training.root().shards()) {
+        EXPECT_FALSE(shard.grad().defined());
+      }
+      training.root().set_synchronizes(false);
+      training.step(s);
+      training.root().set_synchronizes(true);
+      training.root().step_without_data();
+      training.expect_gradients(s);
+      training.update();
+      training.zero_grad();
+      train(training, 1);
+    }
+    EXPECT_EQ(training.root().statistics().late_gathers, 0);
+  });
+}
+
+// Of a parameter that is used twice, one of the two.
+TEST_P(OtherFsdpStreamsTest, GradientsAreWrittenIntoTheirSlots) {
+  ShardedProgram in_place = program();
+  in_place.writes_into_slots = true;
+  on_every_layout(options(), in_place, [](ShardedTraining& training) {
+    train(training, 3);
+    EXPECT_EQ(training.num_in_slots(),
+              3 * static_cast<int>(training.model().size()));
+  });
+}
+
 TEST_P(OtherFsdpStreamsTest, TheHostWaitsForNoDevice) {
   ShardedTraining training(StreamLayout{}, options(), program());
   const auto host_waits = [&](const std::set<size_t>& left_out) {

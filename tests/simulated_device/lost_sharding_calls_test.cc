@@ -383,6 +383,38 @@ TEST_F(LostSumCallsTest, WhoGetsTheMemoryOfASumIsBehindIt) {
   expect_needed_of("records sums", program);
 }
 
+// And of a slot, which its owner writes.
+TEST_F(LostSumCallsTest, WhoGetsASlotIsBehindTheSumThatHadItsMemory) {
+  const auto program = [&](Parts& parts) {
+    const c10::Stream a = stream_named("a");
+    {
+      const c10::StreamGuard on_a(a);
+      parts.take(0);
+    }
+    parts.reduction(0).launch();
+    arm();
+    const c10::StreamGuard on_b(stream_named("b"));
+    parts.segment(1).gradient_slot(0, *parts.gradients).fill_(1);
+    EXPECT_EQ(parts.pool->num_allocations(), 1);
+    parts.drop_gradients(1);
+  };
+  expect_needed_of("b waits for sums", program);
+  expect_needed_of("sums waits for group", program);
+  expect_needed_of("records sums", program);
+}
+
+// Which is written on one stream, and taken on another.
+TEST_F(LostSumCallsTest, SumsAreBehindWhoWritesASlot) {
+  expect_needed_of("sums waits for a", [&](Parts& parts) {
+    const c10::StreamGuard on_a(stream_named("a"));
+    const at::Tensor slot = parts.segment(0).gradient_slot(0, *parts.gradients);
+    slot.fill_(1);
+    arm();
+    parts.segment(0).take(0, slot, *parts.gradients);
+    parts.reduction(0).launch();
+  });
+}
+
 TEST_F(LostSumCallsTest, ASumOfNothingIsBehindWhoHadItsMemory) {
   const auto program = [&](Parts& parts) {
     const c10::Stream a = stream_named("a");
@@ -433,6 +465,48 @@ TEST_F(LostSumCallsTest, TheColumnsSumIsBehindTheRows) {
         parts.segment(0).commit({1, 1}, 0.25);
       },
       /*num_shards=*/2);
+}
+
+// On a mesh of 2 x 2: what a row has summed is kept on one stream and added to
+// the next sum.
+TEST_F(LostSumCallsTest, WhatARowHasSummedIsAddedBehindTheSum) {
+  const auto program = [&](Parts& parts) {
+    parts.gradients->set_max_reducing(2);  // so that no memory's wait is enough
+    const c10::StreamGuard on_a(stream_named("a"));
+    UnitReduction reduction = parts.reduction(0);
+    reduction.set_sums_over_replicas(false);
+    const auto sum = reduction.launch();
+    arm();
+    sum->waitAndThrow();
+    reduction.commit({});
+    reduction.launch();
+  };
+  expect_needed_of("a waits for group", program, /*num_shards=*/2);
+  expect_needed_of("sums waits for a", program, /*num_shards=*/2);
+  expect_needed_of("records a", program, /*num_shards=*/2);
+}
+
+// But for a parameter that is frozen in between.
+TEST_F(LostSumCallsTest, WhatARowHasSummedIsForgottenBehindTheSum) {
+  const auto program = [&](Parts& parts) {
+    parts.gradients->set_max_reducing(2);
+    UnitReduction reduction = parts.reduction(0);
+    reduction.set_sums_over_replicas(false);
+    const auto sum = reduction.launch();
+    {
+      const c10::StreamGuard on_a(stream_named("a"));
+      sum->waitAndThrow();
+      reduction.commit({});
+    }
+    arm();
+    const c10::StreamGuard on_b(stream_named("b"));
+    parts.segment(0).shards()[0].set_requires_grad(false);
+    parts.segment(0).follow_shards();
+    reduction.launch();
+  };
+  expect_needed_of("b waits for a", program, /*num_shards=*/2);
+  expect_needed_of("sums waits for b", program, /*num_shards=*/2);
+  expect_needed_of("records b", program, /*num_shards=*/2);
 }
 
 TEST_F(LostSumCallsTest, WhatIsUsedTravelsFromMemoryThatStays) {

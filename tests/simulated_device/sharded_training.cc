@@ -22,6 +22,33 @@ c10::Stream side_stream() {
   return stream;
 }
 
+// Of the parameter, whose gradient it writes into the root's memory.
+class WritesIntoSlot : public torch::autograd::Function<WritesIntoSlot> {
+ public:
+  static at::Tensor forward(torch::autograd::AutogradContext* context,
+                            const at::Tensor& parameter, ShardedRoot* root,
+                            int* num_written) {
+    context->save_for_backward({parameter});
+    context->saved_data["root"] = reinterpret_cast<int64_t>(root);
+    context->saved_data["num_written"] = reinterpret_cast<int64_t>(num_written);
+    return parameter.clone();
+  }
+  static torch::autograd::variable_list backward(
+      torch::autograd::AutogradContext* context,
+      const torch::autograd::variable_list& gradients) {
+    const auto pointer = [&](const char* name) {
+      return context->saved_data[name].toInt();
+    };
+    auto& root = *reinterpret_cast<ShardedRoot*>(pointer("root"));
+    at::Tensor slot =
+        root.gradient_slot(context->get_saved_variables().front());
+    if (!slot.defined()) return {gradients[0], {}, {}};
+    slot.copy_(gradients[0]);
+    ++*reinterpret_cast<int*>(pointer("num_written"));
+    return {slot, {}, {}};
+  }
+};
+
 std::vector<UnitSpec> units_of(const StreamedModel& model) {
   std::vector<UnitSpec> units(ShardedTraining::kNumUnits);
   for (size_t i = 0; i < model.size(); ++i) {
@@ -53,6 +80,10 @@ ShardedTraining::ShardedTraining(const StreamLayout& layout,
     root_.emplace(units_of(model_), recording_.group(), options);
   }
   make_wait(caller, maker);
+  if (!program_.writes_into_slots) return;
+  model_.read_through([this](const at::Tensor& parameter) {
+    return WritesIntoSlot::apply(parameter, &*root_, &num_in_slots_);
+  });
 }
 
 ShardedTraining::~ShardedTraining() {

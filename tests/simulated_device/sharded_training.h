@@ -29,6 +29,8 @@ struct ShardedProgram {
   std::set<size_t> frozen = {};
   // Each inner unit is computed again in backward.
   std::optional<CheckpointOptions> checkpoint = std::nullopt;
+  // Gradients are written where gradient_slot() says.
+  bool writes_into_slots = false;
 };
 
 class ShardedTraining {
@@ -49,6 +51,8 @@ class ShardedTraining {
   const StreamedModel& model() const { return model_; }
   // Before the end, whose frees belong to what is looked at.
   void end_root() { root_.reset(); }
+  // Gradients that were written into slots.
+  int num_in_slots() const { return num_in_slots_; }
 
   // Without the inner units that are left out.
   at::Tensor forward(int step, const std::set<size_t>& left_out = {});
@@ -79,6 +83,7 @@ class ShardedTraining {
   RecordingGroup recording_;
   StreamedModel model_;
   std::optional<ShardedRoot> root_;
+  int num_in_slots_ = 0;
   std::vector<Expected> expected_;
 };
 

@@ -67,7 +67,7 @@ at::Tensor StreamedModel::use(size_t i, const c10::Stream& stream,
   {
     const c10::StreamGuard on_stream(stream);
     // Parameters are ones. Not linear, so that gradients may have a history.
-    const at::Tensor& p = parameters_[i];
+    const at::Tensor p = read_ ? read_(parameters_[i]) : parameters_[i];
     p.record_stream(stream);  // a copy, in mixed precision
     result = (p * p * weights_[i] * ((step + 1) / 2.0)).sum();
     if (result.is_complex()) result = at::real(result);

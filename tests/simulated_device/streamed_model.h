@@ -11,7 +11,9 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <set>
+#include <utility>
 #include <vector>
 
 #include "brigade/hooks/autograd_node.h"
@@ -35,6 +37,12 @@ class StreamedModel {
   const std::vector<at::Tensor>& parameters() const { return parameters_; }
   size_t size() const { return parameters_.size(); }
 
+  // From here on forward computes with what `read` makes of each parameter,
+  // which has its values, on the stream that uses it.
+  void read_through(std::function<at::Tensor(const at::Tensor&)> read) {
+    read_ = std::move(read);
+  }
+
   // Where forward uses parameter i.
   const c10::Stream& stream_of(size_t i) const { return streams_[i]; }
 
@@ -57,6 +65,7 @@ class StreamedModel {
 
   const bool uses_both_;
   const int device_index_;
+  std::function<at::Tensor(const at::Tensor&)> read_;  // empty: as they are
   std::vector<at::Tensor> parameters_;
   std::vector<at::Tensor> weights_;   // by parameter, integers
   std::vector<c10::Stream> streams_;  // by parameter
