@@ -14,6 +14,7 @@
 #include "brigade/comm/control_store.h"
 #include "brigade/comm/gloo_backend.h"
 #include "brigade/comm/group_timeout.h"
+#include "brigade/comm/host_messages.h"
 #include "brigade/comm/ordered_reduction.h"
 #include "brigade/comm/ordered_sum.h"
 #include "brigade/comm/peer_error.h"
@@ -104,6 +105,10 @@ OrderedCollectives::OrderedCollectives(
                     "ordered collectives: expected parts of at least 1 byte, "
                     "found ",
                     part_bytes_, ".\nGive the size of a message.");
+  TORCH_CHECK_VALUE(options.shared_bytes >= 0,
+                    "ordered collectives: expected memory of at least 0 bytes "
+                    "to share, found ",
+                    options.shared_bytes, ".\nGive 0 to share none.");
   if (size_ == 1) return;
   const auto store = control_store(*group);
   TORCH_CHECK_VALUE(store, "ordered collectives: the group of ", size_,
@@ -119,6 +124,8 @@ OrderedCollectives::OrderedCollectives(
         timeout_);
     // Gloo takes connections for broken that end while others are made.
     backend_->barrier()->wait();
+    host_ = std::make_unique<HostMessages>(
+        *backend_, static_cast<size_t>(options.shared_bytes));
     std::vector<at::Tensor> goodbye = {at::empty({1}, at::kByte)};
     departure_ = backend_->recv(goodbye, (rank_ + 1) % size_,
                                 OrderedReduction::kGoodbyeTag);
@@ -141,6 +148,7 @@ OrderedCollectives::~OrderedCollectives() {
     new auto(std::move(departure_));
     new auto(std::move(in_flight_));
     new auto(std::move(abandoned_));
+    new auto(std::move(host_));
     new auto(std::move(threads_));
     new auto(std::move(changed_));
     return;
@@ -229,7 +237,7 @@ OrderedCollectives::FuturePtr OrderedCollectives::launch(
     failure = failure_;
     if (backend_ && !failure) {
       launched.reduction = std::make_shared<OrderedReduction>(
-          backend_, call, group_size_, part_bytes_, num_launches_);
+          backend_, *host_, call, group_size_, part_bytes_, num_launches_);
       in_flight_.push_back(launched.reduction);
     }
   }
@@ -250,7 +258,7 @@ void OrderedCollectives::post(const Launched& launched) {
   try {
     const SigpipeBlock writes_to_peers;
     launched.reduction->launch(
-        take_scratch(launched.reduction->scratch_bytes()));
+        take_scratch(launched.reduction->scratch_bytes()), timeout_);
   } catch (...) {
     fail(launched.reduction->describe(), std::current_exception());
   }
@@ -398,6 +406,7 @@ std::exception_ptr OrderedCollectives::fail(
     in_flight.assign(in_flight_.begin(), in_flight_.end());
   }
   if (!backend_) return failure;
+  if (host_) host_->abort();
   try {
     const SigpipeBlock writes_to_peers;
     backend_->abort();
@@ -410,6 +419,10 @@ std::exception_ptr OrderedCollectives::fail(
 
 void OrderedCollectives::abort(const std::exception_ptr& cause) noexcept {
   fail("it was given up", cause);
+}
+
+bool OrderedCollectives::is_on_one_host() const {
+  return !host_ || host_->joins_all();
 }
 
 int64_t OrderedCollectives::num_launches() const {

@@ -20,12 +20,13 @@
 //
 // *How.*  Every rank sends each other one its slice, adds up what it gets, and
 // sends the sum back (comm/ordered_reduction.h): a ring's bytes, in two steps
-// instead of 2(W-1).  Messages go over connections of their own among the
-// group's ranks: tags can't collide with the user's sends, a failure here
-// leaves the group usable, and the group's own count of collectives
-// (comm/collective_count.h) does not move: sends and receives would move it at
-// a time that depends on arrivals.  Who compares counts of launches across
-// ranks counts calls here by itself: num_launches().
+// instead of 2(W-1).  Ranks of one host read each other's in memory that they
+// share (comm/host_messages.h).  Messages to others go over connections of
+// their own among the group's ranks: tags can't collide with the user's sends,
+// a failure here leaves the group usable, and the group's own count of
+// collectives (comm/collective_count.h) does not move: sends and receives would
+// move it at a time that depends on arrivals.  Who compares counts of launches
+// across ranks counts calls here by itself: num_launches().
 //
 // *Who waits.*  Nobody who calls.  Two threads take the reductions in the order
 // of the calls, and each sees one to its end: one waits for the sums of the one
@@ -78,6 +79,7 @@
 
 namespace brigade {
 
+class HostMessages;
 class OrderedReduction;
 enum class OrderedKind { kAllReduce, kReduceScatter, kAllGather };
 
@@ -88,6 +90,10 @@ struct OrderedOptions {
   // What is added while the next part comes, > 0: large enough that a message's
   // cost is lost in it, small enough to be in the cache still.
   int64_t part_bytes = int64_t{1} << 20;
+  // Room for what a rank has for others of its host, which have not read it
+  // yet, and which takes so much memory at most; beyond that messages travel as
+  // to other hosts. 0: all do.
+  int64_t shared_bytes = int64_t{1} << 28;
 };
 
 class OrderedCollectives {
@@ -155,6 +161,10 @@ class OrderedCollectives {
     return slice_of_rank(numel, rank_, size_);
   }
 
+  // Whether all ranks are on one host, and nothing travels over connections but
+  // what the memory that they share has no room for. The same on all ranks.
+  bool is_on_one_host() const;
+
   // Calls so far, of tensors that are not empty.
   int64_t num_launches() const;
 
@@ -189,7 +199,8 @@ class OrderedCollectives {
   const std::chrono::milliseconds timeout_;
   const pid_t process_;
   c10::intrusive_ptr<c10d::Backend> backend_;  // null: a world of 1
-  c10::intrusive_ptr<c10d::Work> departure_;   // of the next rank
+  std::unique_ptr<HostMessages> host_;
+  c10::intrusive_ptr<c10d::Work> departure_;  // of the next rank
 
   mutable std::mutex mutex_;
   std::unique_ptr<std::condition_variable> changed_ =

@@ -1,9 +1,12 @@
 #include "brigade/comm/ordered_reduction.h"
 
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
 #include <c10/util/Exception.h>
 #include <c10/util/hash.h>
 
 #include <algorithm>
+#include <cstring>
 #include <utility>
 
 #include "brigade/comm/ordered_sum.h"
@@ -35,9 +38,11 @@ void for_each_peer(int rank, int size, const Function& function) {
 }  // namespace
 
 OrderedReduction::OrderedReduction(c10::intrusive_ptr<c10d::Backend> backend,
-                                   Call call, int group_size,
-                                   int64_t part_bytes, uint64_t number)
+                                   HostMessages& host, Call call,
+                                   int group_size, int64_t part_bytes,
+                                   uint64_t number)
     : backend_(std::move(backend)),
+      host_(host),
       call_(std::move(call)),
       rank_(backend_->getRank()),
       size_(backend_->getSize()),
@@ -46,11 +51,16 @@ OrderedReduction::OrderedReduction(c10::intrusive_ptr<c10d::Backend> backend,
           std::max<int64_t>(1, part_bytes / call_.input.element_size())),
       number_(number),
       in_one_phase_(fits_one_phase(call_, size_)),
-      own_(slice_of(rank_)) {}
+      own_(slice_of(rank_)),
+      terms_(size_) {}
 
 int64_t OrderedReduction::scratch_bytes() const {
   if (!has_terms()) return 0;
-  return (size_ - 1) * own_.numel * call_.input.element_size();
+  int64_t num_terms = 0;
+  for_each_peer(rank_, size_, [&](int peer) {
+    if (!host_.reaches(peer)) ++num_terms;
+  });
+  return num_terms * own_.numel * call_.input.element_size();
 }
 
 // 31 bits, none of them c10d's sign: 1 or 2 for the phase, 10 for the number,
@@ -102,6 +112,49 @@ OrderedReduction::WorkPtr OrderedReduction::keep(WorkPtr work) {
 }
 
 template <typename Function>
+void OrderedReduction::for_each_peer_here(const Function& function) const {
+  for_each_peer(rank_, size_, [&](int peer) {
+    if (host_.reaches(peer)) function(peer);
+  });
+}
+
+// ---- What ranks of this host post.
+
+HostOutbox::Key OrderedReduction::key_of(Phase phase) const {
+  return {.lane = phase == Phase::kTerms ? size_t{0} : size_t{1},
+          .number = number_};
+}
+
+// Whether all peers here can read it. To others, and if not, it is to be sent.
+bool OrderedReduction::post(Phase phase, std::span<const at::Tensor> pieces) {
+  if (!host_.has_peers()) return false;
+  std::vector<std::span<const std::byte>> bytes;
+  for (const at::Tensor& piece : pieces) {
+    bytes.emplace_back(static_cast<const std::byte*>(piece.const_data_ptr()),
+                       piece.nbytes());
+  }
+  return host_.post(key_of(phase), static_cast<uint64_t>(tag_of(phase)), bytes,
+                    deadline_);
+}
+
+// What a peer here has posted; null if it is sent instead.
+const std::byte* OrderedReduction::await(int peer, Phase phase) {
+  awaited_ = peer;
+  const HostOutbox::Post posted = host_.await(peer, key_of(phase), deadline_);
+  TORCH_CHECK(posted.tag == static_cast<uint64_t>(tag_of(phase)), "rank ", peer,
+              " has launched something else");
+  return posted.data;
+}
+
+// ---- Terms.
+
+// A post has no slice of its own rank, unless it has all.
+int64_t OrderedReduction::offset_in_post_of(int peer) const {
+  if (in_one_phase_ || rank_ < peer) return own_.offset;
+  return own_.offset - slice_of(peer).numel;
+}
+
+template <typename Function>
 void OrderedReduction::for_each_part_of_others(const Function& function) const {
   // Slices differ by one element: no other has more parts than the first.
   const int64_t most_parts = num_parts(slice_of(0));
@@ -110,7 +163,7 @@ void OrderedReduction::for_each_part_of_others(const Function& function) const {
       const RankSlice slice = slice_of(peer);
       if (i >= num_parts(slice)) return;
       const RankSlice relative = part(slice, i);
-      function(peer, slice.offset + relative.offset, relative.numel);
+      function(peer, i, slice.offset + relative.offset, relative.numel);
     });
   }
 }
@@ -118,7 +171,8 @@ void OrderedReduction::for_each_part_of_others(const Function& function) const {
 // Sent before it is received: a peer sends only what it knows to be awaited,
 // and if that comes while the caller still writes to it, Gloo's thread looks
 // again and again, at full speed, whether it may read.
-void OrderedReduction::launch(at::Tensor scratch) {
+void OrderedReduction::launch(at::Tensor scratch, milliseconds timeout) {
+  deadline_ = steady_clock::now() + timeout;
   scratch_ = std::move(scratch);
   if (has_terms()) {
     send_terms();
@@ -127,58 +181,78 @@ void OrderedReduction::launch(at::Tensor scratch) {
     send_own_slice();
   }
   if (has_sums()) receive_sums();
+  deadline_ = steady_clock::time_point::max();  // begins with finish()
 }
 
 void OrderedReduction::send_terms() {
-  for_each_part_of_others([&](int peer, int64_t offset, int64_t numel) {
-    sends_.push_back(
-        send(peer, Phase::kTerms, call_.input.narrow(0, offset, numel)));
-  });
-}
-
-void OrderedReduction::send_own_slice() {
-  for (int64_t i = 0; i < num_parts(own_); ++i) {
-    const RankSlice own_part = part(own_, i);
-    const at::Tensor elements =
-        call_.output.narrow(0, own_.offset + own_part.offset, own_part.numel);
-    for_each_peer(rank_, size_, [&](int peer) {
-      sends_.push_back(send(peer, Phase::kSums, elements));
-    });
+  const int64_t behind_own = own_.offset + own_.numel;
+  std::vector<at::Tensor> pieces = {call_.input};
+  if (!in_one_phase_) {
+    pieces = {
+        call_.input.narrow(0, 0, own_.offset),
+        call_.input.narrow(0, behind_own, call_.input.numel() - behind_own)};
   }
-}
-
-void OrderedReduction::receive_sums() {
-  for_each_part_of_others([&](int peer, int64_t offset, int64_t numel) {
-    sums_.push_back(
-        receive(peer, Phase::kSums, call_.output.narrow(0, offset, numel)));
-  });
+  const bool is_posted = post(Phase::kTerms, pieces);
+  outgoing_.resize(num_parts(slice_of(0)));
+  for_each_part_of_others(
+      [&](int peer, int64_t index, int64_t offset, int64_t numel) {
+        if (is_posted && host_.reaches(peer)) return;
+        outgoing_[index].push_back(
+            send(peer, Phase::kTerms, call_.input.narrow(0, offset, numel)));
+      });
 }
 
 void OrderedReduction::receive_terms() {
-  const at::Tensor elements =
-      scratch_.narrow(0, 0, scratch_bytes()).view(call_.input.scalar_type());
-  terms_ = elements.view({size_ - 1, own_.numel});
   incoming_.resize(num_parts(own_));
+  const at::Tensor rows =
+      scratch_.narrow(0, 0, scratch_bytes()).view(call_.input.scalar_type());
+  int64_t begin = 0;
+  for_each_peer(rank_, size_, [&](int peer) {
+    if (host_.reaches(peer)) return;
+    receive_terms_of(peer, rows.narrow(0, begin, own_.numel));
+    begin += own_.numel;
+  });
+}
+
+void OrderedReduction::receive_terms_of(int peer, const at::Tensor& memory) {
+  terms_[peer] = memory;
   for (size_t i = 0; i < incoming_.size(); ++i) {
-    const RankSlice own_part = part(own_, static_cast<int64_t>(i));
-    for_each_peer(rank_, size_, [&](int peer) {
-      incoming_[i].push_back(
-          receive(peer, Phase::kTerms, term_of(peer, own_part)));
-    });
+    incoming_[i].push_back(
+        receive(peer, Phase::kTerms,
+                term_of(peer, part(own_, static_cast<int64_t>(i)))));
   }
+}
+
+void OrderedReduction::find_terms() {
+  terms_[rank_] = call_.input.narrow(0, own_.offset, own_.numel);
+  for_each_peer_here([&](int peer) {
+    const std::byte* const posted = await(peer, Phase::kTerms);
+    if (posted == nullptr) {
+      return receive_terms_of(peer,
+                              at::empty({own_.numel}, call_.input.options()));
+    }
+    const std::byte* const begin =
+        posted + offset_in_post_of(peer) * call_.input.element_size();
+    terms_[peer] =
+        at::from_blob(const_cast<std::byte*>(begin),  // it is read only
+                      {own_.numel}, call_.input.options());
+  });
+}
+
+void OrderedReduction::release_terms() {
+  terms_.clear();
+  for_each_peer_here(
+      [&](int peer) { host_.release(peer, key_of(Phase::kTerms)); });
 }
 
 at::Tensor OrderedReduction::term_of(int rank,
                                      const RankSlice& own_part) const {
-  if (rank == rank_) {
-    return call_.input.narrow(0, own_.offset + own_part.offset, own_part.numel);
-  }
-  const int row = rank < rank_ ? rank : rank - 1;
-  return terms_[row].narrow(0, own_part.offset, own_part.numel);
+  return terms_[rank].narrow(0, own_part.offset, own_part.numel);
 }
 
-void OrderedReduction::finish(milliseconds timeout) {
-  deadline_ = steady_clock::now() + timeout;
+// ---- Sums.
+
+void OrderedReduction::add_terms() {
   const at::Tensor own_output =
       call_.kind == Kind::kReduceScatter
           ? call_.output
@@ -190,25 +264,92 @@ void OrderedReduction::finish(milliseconds timeout) {
       terms.push_back(term_of(rank, own_part));
     }
     for (const Message& message : incoming_[i]) await(message);
-    if (in_one_phase_) await_sends_of_part(i);
-    const at::Tensor sum =
-        own_output.narrow(0, own_part.offset, own_part.numel);
-    ordered_sum(terms, group_size_, call_.scale, sum);
+    if (in_one_phase_) {  // the sum takes their place
+      for (const Message& message : outgoing_[i]) await(message);
+    }
+    ordered_sum(terms, group_size_, call_.scale,
+                own_output.narrow(0, own_part.offset, own_part.numel));
     if (!has_sums()) continue;
     for_each_peer(rank_, size_, [&](int peer) {
-      sends_.push_back(send(peer, Phase::kSums, sum));
+      if (!host_.reaches(peer)) send_sum(peer, own_part);
     });
   }
-  for (const Message& message : sums_) await(message);
-  if (in_one_phase_) return;  // a send that is awaited twice never ends
-  for (const Message& message : sends_) await(message);
 }
 
-// The sum takes their place.
-void OrderedReduction::await_sends_of_part(size_t index) {
-  const size_t num_peers = size_ - 1;
-  for (size_t i = 0; i < num_peers; ++i) {
-    await(sends_[index * num_peers + i]);
+void OrderedReduction::send_sum(int peer, const RankSlice& own_part) {
+  sent_sums_.push_back(send(
+      peer, Phase::kSums,
+      call_.output.narrow(0, own_.offset + own_part.offset, own_part.numel)));
+}
+
+void OrderedReduction::post_sums() {
+  const at::Tensor own = call_.output.narrow(0, own_.offset, own_.numel);
+  if (post(Phase::kSums, {&own, 1})) return;
+  for (int64_t i = 0; i < num_parts(own_); ++i) {
+    for_each_peer_here([&](int peer) { send_sum(peer, part(own_, i)); });
+  }
+}
+
+void OrderedReduction::send_own_slice() {
+  post_sums();
+  for (int64_t i = 0; i < num_parts(own_); ++i) {
+    for_each_peer(rank_, size_, [&](int peer) {
+      if (!host_.reaches(peer)) send_sum(peer, part(own_, i));
+    });
+  }
+}
+
+void OrderedReduction::receive_sums() {
+  for_each_peer(rank_, size_, [&](int peer) {
+    if (!host_.reaches(peer)) receive_sums_of(peer);
+  });
+}
+
+void OrderedReduction::receive_sums_of(int peer) {
+  const RankSlice slice = slice_of(peer);
+  for (int64_t i = 0; i < num_parts(slice); ++i) {
+    const RankSlice relative = part(slice, i);
+    sums_.push_back(
+        receive(peer, Phase::kSums,
+                call_.output.narrow(0, slice.offset + relative.offset,
+                                    relative.numel)));
+  }
+}
+
+void OrderedReduction::read_sums() {
+  for_each_peer_here([&](int peer) {
+    const std::byte* const posted = await(peer, Phase::kSums);
+    if (posted == nullptr) {
+      receive_sums_of(peer);
+    } else {
+      const RankSlice slice = slice_of(peer);
+      const at::Tensor sums = call_.output.narrow(0, slice.offset, slice.numel);
+      if (slice.numel > 0) {
+        std::memcpy(sums.mutable_data_ptr(), posted, sums.nbytes());
+      }
+    }
+    host_.release(peer, key_of(Phase::kSums));
+  });
+}
+
+// ---- The end.
+
+void OrderedReduction::finish(milliseconds timeout) {
+  deadline_ = steady_clock::now() + timeout;
+  if (has_terms()) {
+    find_terms();
+    add_terms();
+    release_terms();
+  }
+  if (has_sums()) {
+    if (has_terms()) post_sums();
+    read_sums();
+  }
+  for (const Message& message : sums_) await(message);
+  for (const Message& message : sent_sums_) await(message);
+  if (in_one_phase_) return;  // a send that is awaited twice never ends
+  for (const auto& messages : outgoing_) {
+    for (const Message& message : messages) await(message);
   }
 }
 

@@ -17,9 +17,14 @@
 //
 // An all-gather is the second phase alone, from slices that are there.
 //
+// Ranks of one host post a slice, or all that others need of a rank, in memory
+// that they share (comm/host_messages.h): launch() copies it there, and terms
+// are added where they are. What has no room travels as to other hosts.
+//
 // Messages are told apart by tags made of the reduction's number and of all
 // that ranks must agree about.  So those of two ranks that disagree never meet:
-// they wait for their timeout, and no memory is written that should not be.
+// no memory is written that should not be. On one host that is an error at
+// once; between hosts they wait for their timeout.
 
 #ifndef BRIGADE_COMM_ORDERED_REDUCTION_H_
 #define BRIGADE_COMM_ORDERED_REDUCTION_H_
@@ -32,11 +37,13 @@
 #include <cstdint>
 #include <mutex>
 #include <optional>
+#include <span>
 #include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <vector>
 
+#include "brigade/comm/host_messages.h"
 #include "brigade/comm/ordered_collectives.h"
 #include "brigade/comm/rank_slice.h"
 
@@ -59,21 +66,24 @@ class OrderedReduction {
   static constexpr Tag kGoodbyeTag = 0;
   static constexpr Tag kSilentTag = 3;
 
-  // `number`: > 0, equal on all ranks.
-  OrderedReduction(c10::intrusive_ptr<c10d::Backend> backend, Call call,
-                   int group_size, int64_t part_bytes, uint64_t number);
+  // `number`: > 0, equal on all ranks.  REQUIRES: `host`, of the same ranks,
+  // outlives this object.
+  OrderedReduction(c10::intrusive_ptr<c10d::Backend> backend,
+                   HostMessages& host, Call call, int group_size,
+                   int64_t part_bytes, uint64_t number);
 
   int64_t scratch_bytes() const;
 
   // `scratch`: uint8, of scratch_bytes() at least.  Posts messages, and waits
-  // for none.  Errors: the backend's.
-  void launch(at::Tensor scratch);
+  // for none, but no longer than the timeout for peers of this host that are
+  // 1,000 calls behind.  Errors: the backend's; RuntimeError.
+  void launch(at::Tensor scratch, std::chrono::milliseconds timeout);
 
   // To be called once after launch().  Errors: the backend's; RuntimeError
   // after abort().
   void finish(std::chrono::milliseconds timeout);
 
-  // Ends a finish() that waits, or comes later.  Any thread.
+  // Ends a finish() that waits for the backend, or comes later.  Any thread.
   void abort();
 
   // Whether finish() has waited for as long as it may.  Any thread.
@@ -101,25 +111,39 @@ class OrderedReduction {
   int64_t num_parts(const RankSlice& slice) const;
   RankSlice part(const RankSlice& slice, int64_t index) const;
   at::Tensor term_of(int rank, const RankSlice& own_part) const;
+  int64_t offset_in_post_of(int peer) const;
   bool has_terms() const { return call_.kind != Kind::kAllGather; }
   bool has_sums() const {
     return call_.kind != Kind::kReduceScatter && !in_one_phase_;
   }
   template <typename Function>
   void for_each_part_of_others(const Function& function) const;
+  template <typename Function>
+  void for_each_peer_here(const Function& function) const;
   void send_terms();
+  void send_sum(int peer, const RankSlice& own_part);
   void send_own_slice();
   void receive_terms();
+  void receive_terms_of(int peer, const at::Tensor& memory);
   void receive_sums();
+  void receive_sums_of(int peer);
+  void find_terms();
+  void add_terms();
+  void release_terms();
+  void post_sums();
+  void read_sums();
 
+  HostOutbox::Key key_of(Phase phase) const;
+  bool post(Phase phase, std::span<const at::Tensor> pieces);
+  const std::byte* await(int peer, Phase phase);
   Message send(int peer, Phase phase, const at::Tensor& elements);
   Message receive(int peer, Phase phase, const at::Tensor& elements);
   WorkPtr keep(WorkPtr work);
-  void await_sends_of_part(size_t index);
   void await(const Message& message);
 
   // Constant after construction.
   const c10::intrusive_ptr<c10d::Backend> backend_;
+  HostMessages& host_;
   const Call call_;
   const int rank_;
   const int size_;
@@ -131,10 +155,12 @@ class OrderedReduction {
 
   // Of launch() and finish().
   at::Tensor scratch_;
-  at::Tensor terms_;                            // [size - 1, own slice]
-  std::vector<std::vector<Message>> incoming_;  // by part, then by peer
+  std::vector<at::Tensor> terms_;  // by rank, of the own slice
+  // By part, those that are not of this host.
+  std::vector<std::vector<Message>> outgoing_;
+  std::vector<std::vector<Message>> incoming_;
   std::vector<Message> sums_;
-  std::vector<Message> sends_;
+  std::vector<Message> sent_sums_;
   std::atomic<std::chrono::steady_clock::time_point> deadline_ =
       std::chrono::steady_clock::time_point::max();
   std::atomic<int> awaited_ = -1;

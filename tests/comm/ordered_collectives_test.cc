@@ -14,6 +14,7 @@
 #include <optional>
 #include <random>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "brigade/comm/collective_count.h"
@@ -68,18 +69,35 @@ at::Tensor expected_sum(int world_size, int64_t numel, at::ScalarType dtype,
   return sum.to(dtype);
 }
 
-class OrderedCollectivesTest : public ::testing::TestWithParam<int> {
+// By world size and OrderedOptions::shared_bytes: messages go through shared
+// memory, over connections, or either, as there is room.
+class OrderedCollectivesTest
+    : public ::testing::TestWithParam<std::tuple<int, int64_t>> {
  protected:
+  static int world_size() { return std::get<0>(GetParam()); }
+  static OrderedOptions options() {
+    return {.shared_bytes = std::get<1>(GetParam())};
+  }
+
   // Each rank's thread; every rank has left when it returns.
   void run(const std::function<void(OrderedCollectives&, int rank)>& fn) {
-    run_ranks(GetParam(), [&](const Group& group) {
-      OrderedCollectives collectives(group);
+    run_ranks(world_size(), [&](const Group& group) {
+      OrderedCollectives collectives(group, options());
       fn(collectives, group->getRank());
     });
   }
 };
-INSTANTIATE_TEST_SUITE_P(WorldSizes, OrderedCollectivesTest,
-                         ::testing::Values(1, 2, 3, 4, 5, 8));
+INSTANTIATE_TEST_SUITE_P(
+    Shared, OrderedCollectivesTest,
+    ::testing::Combine(::testing::Values(1, 2, 3, 4, 5, 8),
+                       ::testing::Values(OrderedOptions().shared_bytes)));
+INSTANTIATE_TEST_SUITE_P(SharedInPart, OrderedCollectivesTest,
+                         ::testing::Combine(::testing::Values(2, 3, 5),
+                                            ::testing::Values(int64_t{1}
+                                                              << 16)));
+INSTANTIATE_TEST_SUITE_P(Sent, OrderedCollectivesTest,
+                         ::testing::Combine(::testing::Values(2, 3, 5, 8),
+                                            ::testing::Values(0)));
 
 constexpr at::ScalarType kDtypes[] = {
     at::kFloat, at::kDouble,       at::kHalf, at::kBFloat16,
@@ -92,7 +110,7 @@ TEST_P(OrderedCollectivesTest, AllReduceAddsInTheOrderOfTheRanks) {
         const at::Tensor tensor = values_of(rank, numel, dtype);
         const FuturePtr future = collectives.all_reduce(tensor);
         future->waitAndThrow();
-        EXPECT_TRUE(at::equal(tensor, expected_sum(GetParam(), numel, dtype)))
+        EXPECT_TRUE(at::equal(tensor, expected_sum(world_size(), numel, dtype)))
             << dtype << ' ' << numel;
         EXPECT_TRUE(future->value().toTensorVector().at(0).is_same(tensor));
       }
@@ -109,10 +127,29 @@ TEST_P(OrderedCollectivesTest, ReduceScatterGivesEachRankItsSlice) {
         const at::Tensor output = at::empty({slice.numel}, dtype);
         collectives.reduce_scatter(input, output)->waitAndThrow();
         EXPECT_TRUE(
-            at::equal(output, expected_sum(GetParam(), numel, dtype)
+            at::equal(output, expected_sum(world_size(), numel, dtype)
                                   .narrow(0, slice.offset, slice.numel)))
             << dtype << ' ' << numel;
         EXPECT_TRUE(at::equal(input, values_of(rank, numel, dtype)));
+      }
+    }
+  });
+}
+
+TEST_P(OrderedCollectivesTest, AllGatherGivesEachRankTheOthersSlices) {
+  run([&](OrderedCollectives& collectives, int rank) {
+    for (const at::ScalarType dtype : {at::kFloat, at::kBool, at::kShort}) {
+      for (const int64_t numel : {0, 1, 2, 7, 1000, 40003}) {
+        const at::Tensor whole = at::zeros({numel}, dtype);
+        const RankSlice own = collectives.slice(numel);
+        whole.narrow(0, own.offset, own.numel).fill_(rank + 1);
+        collectives.all_gather(whole)->waitAndThrow();
+        const at::Tensor expected = at::empty({numel}, dtype);
+        for (int r = 0; r < world_size(); ++r) {
+          const RankSlice slice = slice_of_rank(numel, r, world_size());
+          expected.narrow(0, slice.offset, slice.numel).fill_(r + 1);
+        }
+        EXPECT_TRUE(at::equal(whole, expected)) << dtype << ' ' << numel;
       }
     }
   });
@@ -127,7 +164,7 @@ TEST_P(OrderedCollectivesTest, AReduceScatterMayWriteIntoItsInput) {
     collectives.reduce_scatter(input, output)->waitAndThrow();
     at::Tensor expected = values_of(rank, numel, at::kFloat);
     expected.narrow(0, slice.offset, slice.numel)
-        .copy_(expected_sum(GetParam(), numel, at::kFloat)
+        .copy_(expected_sum(world_size(), numel, at::kFloat)
                    .narrow(0, slice.offset, slice.numel));
     EXPECT_TRUE(at::equal(input, expected));
   });
@@ -135,8 +172,9 @@ TEST_P(OrderedCollectivesTest, AReduceScatterMayWriteIntoItsInput) {
 
 // Of a megabyte: two whole ones and a short one for each slice.
 TEST_P(OrderedCollectivesTest, LargeTensorsTravelInParts) {
-  const int64_t numel = GetParam() * ((int64_t{1} << 19) + 77) + 1;
-  const at::Tensor expected = expected_sum(GetParam(), numel, at::kFloat, 0.5);
+  const int64_t numel = world_size() * ((int64_t{1} << 19) + 77) + 1;
+  const at::Tensor expected =
+      expected_sum(world_size(), numel, at::kFloat, 0.5);
   run([&](OrderedCollectives& collectives, int rank) {
     const at::Tensor tensor = values_of(rank, numel, at::kFloat);
     const RankSlice slice = collectives.slice(numel);
@@ -151,16 +189,18 @@ TEST_P(OrderedCollectivesTest, LargeTensorsTravelInParts) {
 }
 
 TEST_P(OrderedCollectivesTest, PartsMayBeOfAnySize) {
-  run_ranks(GetParam(), [&](const Group& group) {
+  run_ranks(world_size(), [&](const Group& group) {
     for (const int64_t part_bytes : {1, 7, 4096}) {
-      OrderedCollectives collectives(group, {.part_bytes = part_bytes});
+      OrderedOptions options = this->options();
+      options.part_bytes = part_bytes;
+      OrderedCollectives collectives(group, options);
       for (const int64_t numel : {17, 10007}) {
         if (numel / part_bytes > 2000) continue;
         const at::Tensor tensor =
             values_of(group->getRank(), numel, at::kDouble);
         collectives.all_reduce(tensor)->waitAndThrow();
         EXPECT_TRUE(
-            at::equal(tensor, expected_sum(GetParam(), numel, at::kDouble)));
+            at::equal(tensor, expected_sum(world_size(), numel, at::kDouble)));
       }
     }
   });
@@ -174,7 +214,7 @@ TEST_P(OrderedCollectivesTest, ScalesTheSumOnce) {
       const at::Tensor tensor = values_of(rank, 999, dtype);
       collectives.all_reduce(tensor, third)->waitAndThrow();
       EXPECT_TRUE(
-          at::equal(tensor, expected_sum(GetParam(), 999, dtype, third)));
+          at::equal(tensor, expected_sum(world_size(), 999, dtype, third)));
     }
   });
 }
@@ -186,16 +226,17 @@ TEST_P(OrderedCollectivesTest, ShapesDoNotMatter) {
     const at::Tensor scalar = values_of(rank, 1, at::kFloat).squeeze();
     collectives.all_reduce(matrix)->waitAndThrow();
     collectives.all_reduce(scalar)->waitAndThrow();
+    EXPECT_TRUE(at::equal(matrix.view({60}),
+                          expected_sum(world_size(), 60, at::kFloat)));
     EXPECT_TRUE(
-        at::equal(matrix.view({60}), expected_sum(GetParam(), 60, at::kFloat)));
-    EXPECT_TRUE(at::equal(scalar, expected_sum(GetParam(), 1, at::kFloat)[0]));
+        at::equal(scalar, expected_sum(world_size(), 1, at::kFloat)[0]));
   });
 }
 
 // However the vector is cut, and in whatever order the cuts are launched.
 TEST_P(OrderedCollectivesTest, BucketSizesDoNotShow) {
   const int64_t numel = 100003;
-  const at::Tensor expected = expected_sum(GetParam(), numel, at::kFloat);
+  const at::Tensor expected = expected_sum(world_size(), numel, at::kFloat);
   run([&](OrderedCollectives& collectives, int rank) {
     std::mt19937 cuts(7);
     for (int round = 0; round < 6; ++round) {
@@ -244,7 +285,7 @@ TEST_P(OrderedCollectivesTest, ManyInFlight) {
       for (const Pending& pending : all) {
         pending.future->waitAndThrow();
         const at::Tensor expected =
-            expected_sum(GetParam(), pending.input.numel(), at::kFloat,
+            expected_sum(world_size(), pending.input.numel(), at::kFloat,
                          std::nullopt, pending.seed);
         const RankSlice slice = collectives.slice(pending.input.numel());
         EXPECT_TRUE(
@@ -254,6 +295,30 @@ TEST_P(OrderedCollectivesTest, ManyInFlight) {
                           : expected))
             << pending.seed;
       }
+    }
+  });
+}
+
+// So far ahead of the others that their places for posts are all in use.
+TEST_P(OrderedCollectivesTest, OneRankMayBeFarAhead) {
+  constexpr int kNumCalls = 3000;
+  std::promise<void> launched;
+  const std::shared_future<void> is_launched = launched.get_future().share();
+  run([&](OrderedCollectives& collectives, int rank) {
+    std::vector<at::Tensor> outputs;
+    std::vector<FuturePtr> in_flight;
+    const int64_t numel = 2 * world_size();
+    for (int i = 0; i < kNumCalls; ++i) {
+      if (rank > 0 && rank == world_size() - 1 && i == 1) is_launched.wait();
+      outputs.push_back(at::empty({2}));
+      in_flight.push_back(collectives.reduce_scatter(
+          at::full({numel}, static_cast<double>(i)), outputs.back()));
+      if (rank == 0 && i == 500) launched.set_value();
+    }
+    for (int i = 0; i < kNumCalls; ++i) {
+      in_flight[i]->waitAndThrow();
+      EXPECT_TRUE(at::equal(
+          outputs[i], at::full({2}, static_cast<double>(i * world_size()))));
     }
   });
 }
@@ -269,13 +334,13 @@ TEST_P(OrderedCollectivesTest, CallbacksRunWhenTheSumIsThere) {
         c10::TensorType::get());
     doubled->waitAndThrow();
     EXPECT_TRUE(at::equal(doubled->value().toTensor(),
-                          expected_sum(GetParam(), 500, at::kDouble) * 2));
+                          expected_sum(world_size(), 500, at::kDouble) * 2));
   });
 }
 
 TEST_P(OrderedCollectivesTest, TheGroupIsLeftAlone) {
-  run_ranks(GetParam(), [&](const Group& group) {
-    OrderedCollectives collectives(group);
+  run_ranks(world_size(), [&](const Group& group) {
+    OrderedCollectives collectives(group, options());
     const auto before = count_collectives(*group);
     std::vector<FuturePtr> in_flight;
     std::vector<at::Tensor> tensors;
@@ -287,11 +352,11 @@ TEST_P(OrderedCollectivesTest, TheGroupIsLeftAlone) {
     EXPECT_EQ(collectives.num_launches(), 5);
     std::vector<at::Tensor> ones = {at::ones(10)};
     group->allreduce(ones)->wait();
-    EXPECT_EQ(ones[0][0].item<int>(), GetParam());
+    EXPECT_EQ(ones[0][0].item<int>(), world_size());
     for (int i = 0; i < 5; ++i) {
       in_flight[i]->waitAndThrow();
       EXPECT_TRUE(
-          at::equal(tensors[i], expected_sum(GetParam(), 10000, at::kFloat)));
+          at::equal(tensors[i], expected_sum(world_size(), 10000, at::kFloat)));
     }
   });
 }
@@ -373,15 +438,16 @@ TEST(OrderedCollectivesErrorTest, SaysWhatCannotBeReduced) {
 }
 
 TEST_P(OrderedCollectivesTest, ARankThatLeavesEndsWhatWaitsForIt) {
-  if (GetParam() == 1) GTEST_SKIP() << "there is nobody to leave";
+  if (world_size() == 1) GTEST_SKIP() << "there is nobody to leave";
   run_ranks(
-      GetParam(),
+      world_size(),
       [&](const Group& group) {
-        auto collectives = std::make_unique<OrderedCollectives>(group);
+        auto collectives =
+            std::make_unique<OrderedCollectives>(group, options());
         const at::Tensor first = values_of(group->getRank(), 100, at::kFloat);
         collectives->all_reduce(first)->waitAndThrow();
         EXPECT_TRUE(
-            at::equal(first, expected_sum(GetParam(), 100, at::kFloat)));
+            at::equal(first, expected_sum(world_size(), 100, at::kFloat)));
         if (group->getRank() == 1) collectives.reset();
         if (collectives) {
           std::vector<FuturePtr> in_flight;
@@ -396,7 +462,7 @@ TEST_P(OrderedCollectivesTest, ARankThatLeavesEndsWhatWaitsForIt) {
         }
         std::vector<at::Tensor> ones = {at::ones(10)};
         group->allreduce(ones)->wait();
-        EXPECT_EQ(ones[0][0].item<int>(), GetParam());
+        EXPECT_EQ(ones[0][0].item<int>(), world_size());
       },
       std::chrono::minutes(10));
 }
@@ -417,16 +483,23 @@ TEST(OrderedCollectivesErrorTest, RanksThatLeaveAtOnceDoNotWaitForEachOther) {
 }
 
 TEST(OrderedCollectivesErrorTest, ARankThatEndsWithOneInFlightEndsTheOthers) {
+  std::promise<void> ended;
+  const std::shared_future<void> has_ended = ended.get_future().share();
   run_ranks(
       3,
-      [](const Group& group) {
+      [&](const Group& group) {
         std::optional<OrderedCollectives> collectives(group);
         std::vector<FuturePtr> in_flight;
         const int num_launched = group->getRank() == 2 ? 5 : 4;
         for (int i = 0; i < num_launched; ++i) {
           in_flight.push_back(collectives->all_reduce(at::ones(1000000)));
         }
-        if (group->getRank() == 2) collectives.reset();
+        if (group->getRank() == 2) {
+          collectives.reset();
+          ended.set_value();
+        } else {
+          has_ended.wait();
+        }
         const FuturePtr last = collectives
                                    ? collectives->all_reduce(at::ones(10))
                                    : in_flight.back();
@@ -478,7 +551,7 @@ TEST(OrderedCollectivesErrorTest, ARankThatNeverComesIsNamed) {
 }
 
 constexpr OrderedOptions kOneMessage = {
-    .part_bytes = std::numeric_limits<int64_t>::max()};
+    .part_bytes = std::numeric_limits<int64_t>::max(), .shared_bytes = 0};
 
 TEST(OrderedCollectivesErrorTest, APartMayBeLargerThanAnyTensor) {
   run_ranks(2, [](const Group& group) {
