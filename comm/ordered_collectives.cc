@@ -302,6 +302,8 @@ void OrderedCollectives::finish(const Launched& launched) {
       abandoned_.push_back(launched.reduction);
     } else {
       free_scratch_.push_back(reduction.take_scratch());
+      sent_bytes_[static_cast<size_t>(reduction.call().kind)] +=
+          reduction.sent_bytes();
     }
   }
   if (failure) {
@@ -428,6 +430,11 @@ bool OrderedCollectives::is_on_one_host() const {
 int64_t OrderedCollectives::num_launches() const {
   const std::lock_guard<std::mutex> lock(mutex_);
   return num_launches_;
+}
+
+int64_t OrderedCollectives::sent_bytes(OrderedKind kind) const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return sent_bytes_[static_cast<size_t>(kind)];
 }
 
 void OrderedCollectives::check_process() const {

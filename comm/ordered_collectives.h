@@ -168,6 +168,10 @@ class OrderedCollectives {
   // Calls so far, of tensors that are not empty.
   int64_t num_launches() const;
 
+  // Bytes that others have got from this rank in calls that are over, over
+  // connections or in shared memory.
+  int64_t sent_bytes(OrderedKind kind) const;
+
  private:
   struct Launched {
     std::shared_ptr<OrderedReduction> reduction;
@@ -210,7 +214,8 @@ class OrderedCollectives {
   std::deque<Launched> queue_;
   std::list<std::shared_ptr<OrderedReduction>> in_flight_;
   std::vector<std::shared_ptr<OrderedReduction>> abandoned_;
-  std::vector<at::Tensor> free_scratch_;  // uint8
+  std::vector<at::Tensor> free_scratch_;    // uint8
+  std::array<int64_t, 3> sent_bytes_ = {};  // by kind
   std::exception_ptr failure_;
   bool is_ending_ = false;
 

@@ -72,6 +72,12 @@ class OrderedMesh {
     return row_->reduce_scatter(input, output, scale);
   }
 
+  // As OrderedCollectives'; of both sums.
+  int64_t sent_bytes() const {
+    return row_->sent_bytes(OrderedKind::kReduceScatter) +
+           column_->sent_bytes(OrderedKind::kAllReduce);
+  }
+
   // Of this rank, of n elements in a row.
   RankSlice slice(int64_t numel) const { return row_->slice(numel); }
 

@@ -94,6 +94,7 @@ RankSlice OrderedReduction::part(const RankSlice& slice, int64_t index) const {
 OrderedReduction::Message OrderedReduction::send(int peer, Phase phase,
                                                  const at::Tensor& elements) {
   std::vector<at::Tensor> bytes = {elements.view(at::kByte)};
+  sent_bytes_ += static_cast<int64_t>(elements.nbytes());
   return {.peer = peer,
           .work = keep(backend_->send(bytes, peer, tag_of(phase)))};
 }
@@ -135,6 +136,11 @@ bool OrderedReduction::post(Phase phase, std::span<const at::Tensor> pieces) {
   }
   return host_.post(key_of(phase), static_cast<uint64_t>(tag_of(phase)), bytes,
                     deadline_);
+}
+
+// Each peer reads a part of what was posted.
+void OrderedReduction::count_read(const RankSlice& slice) {
+  sent_bytes_ += slice.numel * call_.input.element_size();
 }
 
 // What a peer here has posted; null if it is sent instead.
@@ -193,6 +199,9 @@ void OrderedReduction::send_terms() {
         call_.input.narrow(0, behind_own, call_.input.numel() - behind_own)};
   }
   const bool is_posted = post(Phase::kTerms, pieces);
+  if (is_posted) {
+    for_each_peer_here([&](int peer) { count_read(slice_of(peer)); });
+  }
   outgoing_.resize(num_parts(slice_of(0)));
   for_each_part_of_others(
       [&](int peer, int64_t index, int64_t offset, int64_t numel) {
@@ -284,7 +293,9 @@ void OrderedReduction::send_sum(int peer, const RankSlice& own_part) {
 
 void OrderedReduction::post_sums() {
   const at::Tensor own = call_.output.narrow(0, own_.offset, own_.numel);
-  if (post(Phase::kSums, {&own, 1})) return;
+  if (post(Phase::kSums, {&own, 1})) {
+    return for_each_peer_here([&](int /*peer*/) { count_read(own_); });
+  }
   for (int64_t i = 0; i < num_parts(own_); ++i) {
     for_each_peer_here([&](int peer) { send_sum(peer, part(own_, i)); });
   }

@@ -97,6 +97,9 @@ class OrderedReduction {
 
   const Call& call() const { return call_; }
 
+  // To peers, over connections and in memory. Once finish() has returned.
+  int64_t sent_bytes() const { return sent_bytes_; }
+
  private:
   using WorkPtr = c10::intrusive_ptr<c10d::Work>;
   enum class Phase { kTerms, kSums };
@@ -135,6 +138,7 @@ class OrderedReduction {
 
   HostOutbox::Key key_of(Phase phase) const;
   bool post(Phase phase, std::span<const at::Tensor> pieces);
+  void count_read(const RankSlice& slice);
   const std::byte* await(int peer, Phase phase);
   Message send(int peer, Phase phase, const at::Tensor& elements);
   Message receive(int peer, Phase phase, const at::Tensor& elements);
@@ -161,6 +165,7 @@ class OrderedReduction {
   std::vector<std::vector<Message>> incoming_;
   std::vector<Message> sums_;
   std::vector<Message> sent_sums_;
+  int64_t sent_bytes_ = 0;
   std::atomic<std::chrono::steady_clock::time_point> deadline_ =
       std::chrono::steady_clock::time_point::max();
   std::atomic<int> awaited_ = -1;

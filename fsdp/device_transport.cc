@@ -26,6 +26,7 @@ class DeviceTransport final : public ShardTransport {
 
   FuturePtr all_gather(const at::Tensor& whole) override {
     const int64_t shard_numel = whole.numel() / num_shards();
+    sent_.by_gathers += bytes_by_ring(whole, num_shards());
     return gather_into(*gathers_.group(), whole,
                        whole.narrow(0, shard_rank() * shard_numel, shard_numel))
         ->getFuture();
@@ -33,6 +34,10 @@ class DeviceTransport final : public ShardTransport {
 
   FuturePtr reduce_scatter(const at::Tensor& whole, const at::Tensor& shard,
                            Sum sum) override {
+    sent_.by_sums += bytes_by_ring(whole, num_shards());
+    if (sum.over_replicas) {
+      sent_.by_sums += 2 * bytes_by_ring(shard, num_replicas());
+    }
     const auto in_row = reduce_into(*sums_.group(), shard, whole);
     return sum.over_replicas ? over_column(*in_row, shard)
                              : in_row->getFuture();
@@ -44,6 +49,7 @@ class DeviceTransport final : public ShardTransport {
     return over_column(*sums_.group()->allreduce(tensors), tensor);
   }
 
+  Sent sent() const override { return sent_; }
   bool scales() const override { return false; }
 
   std::vector<Group> own_groups() const override {
@@ -71,6 +77,7 @@ class DeviceTransport final : public ShardTransport {
   const GroupScope gathers_;
   const GroupScope sums_;
   const GroupScope column_;
+  Sent sent_;
 };
 
 }  // namespace

@@ -93,6 +93,7 @@ std::vector<Unit> make_units(
     unit.name = spec.name;
     unit.settings.reshards_after_forward =
         spec.reshards_after_forward.value_or(options.reshards_after_forward);
+    unit.comm_hook = options.comm_hook;
     unit.shards.resize(spec.parameters.size());
     for (const std::vector<size_t>& members : segments_of(spec)) {
       std::vector<NamedParameter> parameters;

@@ -34,6 +34,10 @@ class OrderedRow final : public ShardTransport {
   FuturePtr all_reduce(const at::Tensor& tensor) override {
     return gathers_.all_reduce(tensor);
   }
+  Sent sent() const override {
+    return {.by_gathers = gathers_.sent_bytes(OrderedKind::kAllGather),
+            .by_sums = sums_.sent_bytes(OrderedKind::kReduceScatter)};
+  }
   bool scales() const override { return true; }
 
  private:
@@ -65,6 +69,10 @@ class OrderedRows final : public ShardTransport {
   FuturePtr all_reduce(const at::Tensor& tensor) override {
     return all_.all_reduce(tensor);
   }
+  Sent sent() const override {
+    return {.by_gathers = gathers_.sent_bytes(OrderedKind::kAllGather),
+            .by_sums = sums_.sent_bytes()};
+  }
   bool scales() const override { return true; }
 
  private:
@@ -83,22 +91,26 @@ class GroupTransport final : public ShardTransport {
 
   FuturePtr all_gather(const at::Tensor& whole) override {
     const int64_t shard_numel = whole.numel() / num_shards();
+    sent_.by_gathers += bytes_by_ring(whole, num_shards());
     return gather_into(*group_, whole,
                        whole.narrow(0, shard_rank() * shard_numel, shard_numel))
         ->getFuture();
   }
   FuturePtr reduce_scatter(const at::Tensor& whole, const at::Tensor& shard,
                            Sum /*sum*/) override {
+    sent_.by_sums += bytes_by_ring(whole, num_shards());
     return reduce_into(*group_, shard, whole)->getFuture();
   }
   FuturePtr all_reduce(const at::Tensor& tensor) override {
     std::vector<at::Tensor> tensors = {tensor};
     return group_->allreduce(tensors)->getFuture();
   }
+  Sent sent() const override { return sent_; }
   bool scales() const override { return false; }
 
  private:
   const Group group_;
+  Sent sent_;
 };
 
 }  // namespace

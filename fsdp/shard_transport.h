@@ -18,6 +18,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
 
+#include <cstdint>
 #include <memory>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
@@ -49,6 +50,14 @@ class ShardTransport {
   // Replaces `tensor` by its sum over all ranks, in their order.
   virtual FuturePtr all_reduce(const at::Tensor& tensor) = 0;
 
+  // Bytes that this rank has sent in gathers and in reduce_scatter()s that are
+  // over; of a group's own collectives as many as a ring sends.
+  struct Sent {
+    int64_t by_gathers = 0;
+    int64_t by_sums = 0;
+  };
+  virtual Sent sent() const = 0;
+
   // False: the sum is to be scaled by whoever takes it.
   virtual bool scales() const = 0;
 
@@ -71,6 +80,11 @@ class ShardTransport {
         num_replicas_(num_replicas),
         shard_rank_(shard_rank),
         streams_(device) {}
+
+  // Of a reduce-scatter or all-gather of these elements over so many ranks.
+  static int64_t bytes_by_ring(const at::Tensor& whole, int num_ranks) {
+    return static_cast<int64_t>(whole.nbytes()) / num_ranks * (num_ranks - 1);
+  }
 
  private:
   const int num_shards_;

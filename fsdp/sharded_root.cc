@@ -698,7 +698,9 @@ ShardingStatistics ShardedRoot::statistics() const {
       .whole_bytes = pool_.bytes(),
       .peak_whole_bytes = pool_.peak_bytes(),
       .planned_bytes =
-          planned_bytes_ ? *planned_bytes_ : make_plan().total_bytes()};
+          planned_bytes_ ? *planned_bytes_ : make_plan().total_bytes(),
+      .sent_by_gathers = transport_->sent().by_gathers,
+      .sent_by_sums = transport_->sent().by_sums};
   for (const Unit& unit : units_) {
     for (const auto& segment : unit.segments) {
       const int64_t element = segment->shard().element_size();

@@ -81,9 +81,11 @@ struct ShardingStatistics {
   int64_t unplanned = 0;      // of these: not of the plan (fsdp/memory_plan.h)
   int64_t whole_bytes = 0;    // that memory
   int64_t peak_whole_bytes = 0;
-  int64_t planned_bytes = 0;  // its peak in steps that are as expected
-  int64_t shard_bytes = 0;    // parameters that this rank holds, with padding
-  int64_t padding_bytes = 0;  // in all shards of all units, on all ranks
+  int64_t planned_bytes = 0;    // its peak in steps that are as expected
+  int64_t shard_bytes = 0;      // parameters that this rank holds, with padding
+  int64_t padding_bytes = 0;    // in all shards of all units, on all ranks
+  int64_t sent_by_gathers = 0;  // bytes, of this rank, without what asks peers
+  int64_t sent_by_sums = 0;     // of gradients
 };
 
 class ShardedRoot final : private UnitPolicy::Listener {

@@ -10,6 +10,7 @@
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "brigade/comm/agreement.h"
+#include "brigade/fsdp/reduction_hook.h"
 
 namespace brigade {
 namespace {
@@ -26,7 +27,8 @@ std::string describe(const ShardingOptions& options) {
       ", prefetch_depth ", options.prefetch_depth, ", max_reducing ",
       options.max_reducing, ", param_dtype ", dtype_name(options.param_dtype),
       ", reduce_dtype ", dtype_name(options.reduce_dtype),
-      ", broadcasts_parameters ", options.broadcasts_parameters);
+      ", broadcasts_parameters ", options.broadcasts_parameters, ", comm_hook ",
+      options.comm_hook ? options.comm_hook->hook_name() : "none");
 }
 
 absl::Status check_options(const ShardingOptions& options, int num_ranks) {

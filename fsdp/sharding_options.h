@@ -8,10 +8,13 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <optional>
 #include <string>
 
 namespace brigade {
+
+class ReductionHook;
 
 // How parameters are sharded, and what that costs. Compared across ranks at
 // construction, but for the patience.
@@ -40,6 +43,10 @@ struct ShardingOptions {
 
   // What gradients are summed in. Unset: the parameters' dtype.
   std::optional<at::ScalarType> reduce_dtype = std::nullopt;
+
+  // What sums gradients in place of the transport's reduce-scatter, for
+  // instance in float16: fsdp/reduction_hook.h. Null: none.
+  std::shared_ptr<ReductionHook> comm_hook = nullptr;
 
   // Asked for each parameter when units are made, in place of what its
   // NamedParameter says: elements that are never cut (fsdp/shard_spec.h), such

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "brigade/fsdp/reduction_hook.h"
 #include "brigade/fsdp/segment.h"
 #include "brigade/fsdp/unit_settings.h"
 
@@ -20,6 +21,8 @@ struct Unit {
   std::vector<at::Tensor> shards;
 
   UnitSettings settings;
+
+  std::shared_ptr<ReductionHook> comm_hook;  // null: none
 };
 
 }  // namespace brigade

@@ -37,6 +37,12 @@ std::vector<size_t> completed(std::vector<size_t> record,
   return record;
 }
 
+bool have_network_hooks(const std::vector<Unit>& units) {
+  return std::ranges::all_of(units, [](const Unit& unit) {
+    return !unit.comm_hook || unit.comm_hook->fails_by_network_only();
+  });
+}
+
 }  // namespace
 
 UnitPolicy::UnitPolicy(std::vector<Unit>& units, ShardTransport& transport,
@@ -47,7 +53,8 @@ UnitPolicy::UnitPolicy(std::vector<Unit>& units, ShardTransport& transport,
       gathers_(gathers),
       memory_(memory),
       listener_(listener),
-      fingerprint_of_units_(fingerprint_of_units) {
+      fingerprint_of_units_(fingerprint_of_units),
+      traits_({.fails_by_network_only = have_network_hooks(units)}) {
   size_t num_reductions = 0;
   for (const Unit& unit : units_) {
     num_reductions += std::ranges::count_if(

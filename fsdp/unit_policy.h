@@ -160,7 +160,7 @@ class UnitPolicy final : public ReductionPolicy, public GradientSink {
   GradientMemory& memory_;
   Listener& listener_;
   const uint64_t fingerprint_of_units_;
-  const HookTraits traits_ = {.fails_by_network_only = true};
+  const HookTraits traits_;
   std::vector<UnitReduction> reductions_;
   std::vector<Variable> variables_;
   std::unordered_map<const at::TensorImpl*, size_t> numbers_;  // of variables

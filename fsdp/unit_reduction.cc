@@ -1,5 +1,7 @@
 #include "brigade/fsdp/unit_reduction.h"
 
+#include <c10/util/Exception.h>
+
 #include "absl/strings/str_cat.h"
 
 namespace brigade {
@@ -22,22 +24,42 @@ double UnitReduction::scale() const {
 c10::intrusive_ptr<c10::ivalue::Future> UnitReduction::launch() {
   const ShardingStreams::Scope on_sums = transport_.streams().for_sums();
   const at::Tensor whole = segment_.finish_gradients(memory_);
-  auto future = transport_.reduce_scatter(
-      whole, segment_.pending(),
-      {.scale = scale(), .over_replicas = sums_over_replicas_});
+  auto future = reduce(whole);
   memory_.release_behind(segment_.take_finished_gradients(), future);
+  return future;
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> UnitReduction::reduce(
+    const at::Tensor& whole) {
+  const ReductionHook::Reduction reduction = {
+      .whole = whole,
+      .shard = segment_.pending(),
+      .sum = {.scale = scale(), .over_replicas = sums_over_replicas_}};
+  if (!unit_.comm_hook) {
+    return transport_.reduce_scatter(reduction.whole, reduction.shard,
+                                     reduction.sum);
+  }
+  auto future = unit_.comm_hook->reduce(transport_, reduction);
+  TORCH_CHECK(future, "fully_shard: the comm hook '",
+              unit_.comm_hook->hook_name(), "' of unit '", unit_.name,
+              "' returned no future.\nReturn that of its collective.");
   return future;
 }
 
 void UnitReduction::commit(const std::vector<char>& is_used) {
   if (!sums_over_replicas_) return segment_.keep_partial();
-  segment_.commit(is_used, transport_.scales() ? 1 : scale());
+  const bool is_scaled = unit_.comm_hook || transport_.scales();
+  segment_.commit(is_used, is_scaled ? 1 : scale());
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> UnitReduction::launch_substitute() {
   memory_.release(segment_.take_gradient_memory());
   segment_.drop_partial();
   return launch();
+}
+
+bool UnitReduction::fails_by_network_only() const {
+  return !unit_.comm_hook || unit_.comm_hook->fails_by_network_only();
 }
 
 std::string UnitReduction::describe() const {

@@ -45,11 +45,12 @@ class UnitReduction final : public Collective {
   at::Tensor result_of(const c10::IValue& value) override { return {}; }
   void deliver(const at::Tensor& result) override {}
   c10::Device device() const override { return segment_.device(); }
-  bool fails_by_network_only() const override { return true; }
+  bool fails_by_network_only() const override;
   std::string describe() const override;
 
  private:
   double scale() const;
+  c10::intrusive_ptr<c10::ivalue::Future> reduce(const at::Tensor& whole);
 
   const size_t index_;
   const Unit& unit_;

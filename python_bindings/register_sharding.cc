@@ -15,6 +15,10 @@
 #include <utility>
 #include <vector>
 
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
+#include "brigade/comm/agreement.h"
+#include "brigade/fsdp/reduction_hook.h"
 #include "brigade/fsdp/sharded_root.h"
 
 namespace brigade {
@@ -71,6 +75,37 @@ void rename(ShardedUnit& renamed, const std::string& name,
                      [&](Segment& segment, size_t i, size_t place) {
                        segment.rename_parameter(i, names[place]);
                      });
+}
+
+std::shared_ptr<ReductionHook> hook_of(
+    const std::optional<at::ScalarType>& wire_dtype) {
+  return wire_dtype ? compression_hook(*wire_dtype) : nullptr;
+}
+
+absl::Status check_has_no_hook(const ShardedUnit& unit) {
+  if (!unit.unit) {
+    return absl::FailedPreconditionError(
+        "register_comm_hook: a forward has run.\nRegister it before the first "
+        "one.");
+  }
+  if (unit.unit->comm_hook) {
+    return absl::FailedPreconditionError(absl::StrCat(
+        "register_comm_hook: unit '", unit.unit->name, "' has the comm hook '",
+        unit.unit->comm_hook->hook_name(), "' already.\nGive one only."));
+  }
+  return absl::OkStatus();
+}
+
+void register_compression(
+    const std::vector<std::shared_ptr<ShardedUnit>>& units,
+    at::ScalarType wire_dtype, const Group& group) {
+  const auto hook = compression_hook(wire_dtype);
+  absl::Status status;
+  for (const auto& unit : units) status.Update(check_has_no_hook(*unit));
+  const std::vector<std::string> items = {absl::StrCat(
+      hook->hook_name(), " for the sums of ", units.size(), " units")};
+  require_agreement(group, at::kCPU, "comm hook", items, status);
+  for (const auto& unit : units) unit->unit->comm_hook = hook;
 }
 
 // Waits for callbacks that may want the GIL.
@@ -132,7 +167,8 @@ void register_sharding(py::module_& module) {
                        std::optional<at::ScalarType> param_dtype,
                        std::optional<at::ScalarType> reduce_dtype,
                        bool broadcasts_parameters,
-                       std::chrono::milliseconds failure_patience) {
+                       std::chrono::milliseconds failure_patience,
+                       std::optional<at::ScalarType> wire_dtype) {
              return ShardingOptions{
                  .num_shards = num_shards,
                  .reshards_after_forward = reshards_after_forward,
@@ -140,6 +176,7 @@ void register_sharding(py::module_& module) {
                  .max_reducing = max_reducing,
                  .param_dtype = param_dtype,
                  .reduce_dtype = reduce_dtype,
+                 .comm_hook = hook_of(wire_dtype),
                  .broadcasts_parameters = broadcasts_parameters,
                  .failure_patience = failure_patience};
            }),
@@ -149,7 +186,9 @@ void register_sharding(py::module_& module) {
            py::arg("param_dtype") = std::nullopt,
            py::arg("reduce_dtype") = std::nullopt,
            py::arg("broadcasts_parameters") = true,
-           py::arg("failure_patience") = std::chrono::seconds(30));
+           py::arg("failure_patience") = std::chrono::seconds(30),
+           py::arg("wire_dtype") = std::nullopt,
+           "`wire_dtype`: of a comm hook that compresses gradients.");
 
   py::class_<UnitSettings>(module, "UnitSettings", "See fsdp/unit.h.")
       .def_readwrite("reshards_after_forward",
@@ -177,6 +216,9 @@ void register_sharding(py::module_& module) {
       .def("rename", &rename, py::arg("name"), py::arg("names"),
            "For errors: where it and its parameters are in the outermost "
            "module.")
+      .def_static("register_compression", &register_compression, NoGil(),
+                  py::arg("units"), py::arg("wire_dtype"), py::arg("group"),
+                  "Collective. Their comm hook is one that compresses.")
       .def_property_readonly(
           "settings",
           [](ShardedUnit& self) -> UnitSettings* {
@@ -265,6 +307,8 @@ void register_sharding(py::module_& module) {
         statistics["planned_bytes"] = found.planned_bytes;
         statistics["shard_bytes"] = found.shard_bytes;
         statistics["padding_bytes"] = found.padding_bytes;
+        statistics["sent_by_gathers"] = found.sent_by_gathers;
+        statistics["sent_by_sums"] = found.sent_by_sums;
         statistics["reduced"] = engine.reduced;
         statistics["reductions_launched"] = engine.units_launched;
         return statistics;

@@ -199,8 +199,10 @@ class ShardingOptions:
     """
     See fsdp/sharding_options.h.
     """
-    def __init__(self, *, num_shards: typing.SupportsInt | None = None, reshards_after_forward: bool = True, prefetch_depth: typing.SupportsInt = 1, max_reducing: typing.SupportsInt = 2, param_dtype: torch.dtype | None = None, reduce_dtype: torch.dtype | None = None, broadcasts_parameters: bool = True, failure_patience: datetime.timedelta = ...) -> None:
-        ...
+    def __init__(self, *, num_shards: typing.SupportsInt | None = None, reshards_after_forward: bool = True, prefetch_depth: typing.SupportsInt = 1, max_reducing: typing.SupportsInt = 2, param_dtype: torch.dtype | None = None, reduce_dtype: torch.dtype | None = None, broadcasts_parameters: bool = True, failure_patience: datetime.timedelta = ..., wire_dtype: torch.dtype | None = None) -> None:
+        """
+        `wire_dtype`: of a comm hook that compresses gradients.
+        """
 class UnitSettings:
     """
     See fsdp/unit.h.
@@ -230,6 +232,11 @@ class ShardedUnit:
     """
     Parameters of which each rank holds a part.
     """
+    @staticmethod
+    def register_compression(units: collections.abc.Sequence[ShardedUnit], wire_dtype: torch.dtype, group: torch.distributed.distributed_c10d.ProcessGroup) -> None:
+        """
+        Collective. Their comm hook is one that compresses.
+        """
     def __init__(self, name: str, names: collections.abc.Sequence[str], parameters: collections.abc.Sequence[torch.Tensor], group: torch.distributed.distributed_c10d.ProcessGroup, options: ShardingOptions, block_numels: collections.abc.Sequence[typing.SupportsInt] | None = None, dtypes: collections.abc.Sequence[torch.dtype | None] | None = None) -> None:
         """
         Collective. `block_numels`: elements that are never cut, by parameter; `dtypes`: what it is seen in while it is whole.

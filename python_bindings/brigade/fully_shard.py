@@ -27,6 +27,7 @@ from torch.distributed.fsdp import FSDPModule as _TorchFSDPModule
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, UnshardHandle
 
 from brigade import _C, _compiling, _sharded_state
+from brigade._reduction_hooks import wire_dtype_of
 from brigade._sharded_units import Root, Unit, count_optimizer_steps, unit_of
 
 
@@ -170,6 +171,23 @@ class FSDPModule(_TorchFSDPModule):
         if root is not None:  # else no forward has run
             root.finalize()
 
+    def register_comm_hook(self, state: object, hook: Any) -> None:
+        """Of the outermost module, before its first forward: for all units. Collective.
+
+        Args:
+            state: Without effect, of what the hooks that are known take.
+            hook: As fully_shard's `comm_hook`; the same on all ranks.
+
+        Raises:
+            ValueError: A forward has run, a unit has a hook already, or ranks give other hooks;
+                on all ranks alike.
+            NotImplementedError: Another hook.
+        """
+        dtype = wire_dtype_of(hook)
+        own = unit_of(self)
+        natives = [unit.native for unit in own.with_those_below() if unit.native is not None]
+        _C.ShardedUnit.register_compression(natives, dtype, own.group)
+
     def num_ranks_with(self, has_data: bool) -> int:
         """Collective: how many ranks have a batch for the next step; this one does, or not."""
         return self._root().native.num_ranks_with(has_data)
@@ -287,6 +305,7 @@ def fully_shard(
     prefetch_depth: int = 1,
     broadcasts_parameters: bool = True,
     block_numel_fn: Callable[[nn.Parameter], int] | None = None,
+    comm_hook: Any = None,
 ) -> nn.Module | list[nn.Module]:
     """Shards the parameters of a module that are in no unit below it. Collective.
 
@@ -308,6 +327,9 @@ def fully_shard(
         broadcasts_parameters: all ranks begin with the parameters of rank 0.
         block_numel_fn: of a parameter, how many of its elements are never cut, such as those
             of a row; its numel for one rank to hold all of it. Equal on all ranks.
+        comm_hook: 'fp16_compress' or 'bf16_compress', or torch's hook of that name: gradients
+            travel and are added up over ranks in that dtype, over replicas too; they are added
+            up on this rank in the reduce dtype, as `.grad` is. Equal on all ranks.
 
     Returns:
         The same, whose class is now one that derives from its own and from FSDPModule.
@@ -337,6 +359,7 @@ def fully_shard(
         param_dtype=policy.param_dtype,
         reduce_dtype=policy.reduce_dtype,
         broadcasts_parameters=broadcasts_parameters,
+        wire_dtype=None if comm_hook is None else wire_dtype_of(comm_hook),
     )
     _compiling.leave_to_interpreter()
     _sharded_state.teach_torch_to_gather()

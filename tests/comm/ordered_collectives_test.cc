@@ -257,6 +257,25 @@ TEST_P(OrderedCollectivesTest, BucketSizesDoNotShow) {
 }
 
 // Of many sizes at once, some of them while callbacks of others run.
+TEST_P(OrderedCollectivesTest, CountsWhatOthersGetFromIt) {
+  run([&](OrderedCollectives& collectives, int rank) {
+    constexpr int64_t kSlice = 10'000;
+    const int64_t numel = kSlice * world_size();
+    const int64_t once = (world_size() - 1) * kSlice * 4;
+    const at::Tensor whole = values_of(rank, numel, at::kFloat);
+    collectives.reduce_scatter(whole, at::empty({kSlice}))->waitAndThrow();
+    EXPECT_EQ(collectives.sent_bytes(OrderedKind::kReduceScatter), once);
+    collectives.all_gather(whole)->waitAndThrow();
+    EXPECT_EQ(collectives.sent_bytes(OrderedKind::kAllGather), once);
+    collectives.all_reduce(whole)->waitAndThrow();
+    EXPECT_EQ(collectives.sent_bytes(OrderedKind::kAllReduce), 2 * once);
+    // In one phase: all of it to each.
+    collectives.all_reduce(at::ones({7}, at::kHalf))->waitAndThrow();
+    EXPECT_EQ(collectives.sent_bytes(OrderedKind::kAllReduce),
+              2 * once + (world_size() - 1) * 14);
+  });
+}
+
 TEST_P(OrderedCollectivesTest, ManyInFlight) {
   run([&](OrderedCollectives& collectives, int rank) {
     std::mt19937 sizes(3);

@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "brigade/fsdp/reduction_hook.h"
 #include "brigade/tests/simulated_device/sharded_training.h"
 #include "brigade/tests/support/simulated_device/ordering_calls.h"
 #include "brigade/tests/support/simulated_device/stream_test.h"
@@ -104,6 +105,29 @@ TEST_P(OtherFsdpStreamsTest, TrainsInLowerPrecision) {
     mixed.reduce_dtype = reduce;
     on_every_layout(mixed, program(),
                     [](ShardedTraining& training) { train(training, 3); });
+  }
+}
+
+// What travels is in other memory than what it was made of, and becomes that
+// again. Rows add up what has arrived.
+TEST_P(OtherFsdpStreamsTest, TravelsInLowerPrecision) {
+  const int num_shards = std::get<0>(GetParam());
+  const bool has_rows = num_shards < ShardedTraining::kNumRanks;
+  for (const at::ScalarType wire : {at::kHalf, at::kBFloat16}) {
+    ShardingOptions compressed = options();
+    compressed.comm_hook = compression_hook(wire);
+    on_every_layout(compressed, program(), [&](ShardedTraining& training) {
+      train(training, 3);
+      for (int s = 0; s < 2; ++s) {
+        training.root().set_sums_over_replicas(false);
+        training.step(s);
+        training.root().set_sums_over_replicas(true);
+        training.step(s);
+        training.expect_gradients(s, has_rows ? 1 + num_shards : 2);
+        training.update();
+        training.zero_grad();
+      }
+    });
   }
 }
 

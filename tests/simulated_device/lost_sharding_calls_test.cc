@@ -16,6 +16,7 @@
 #include "brigade/fsdp/gradient_memory.h"
 #include "brigade/fsdp/make_units.h"
 #include "brigade/fsdp/memory_pool.h"
+#include "brigade/fsdp/reduction_hook.h"
 #include "brigade/fsdp/unit_gathers.h"
 #include "brigade/fsdp/unit_reduction.h"
 #include "brigade/fsdp/used_sum.h"
@@ -449,6 +450,21 @@ TEST_F(LostSumCallsTest, TheNextSumIsBehindWhoReadTheLast) {
   expect_needed_of("a waits for group", program);
   expect_needed_of("sums waits for a", program);
   expect_needed_of("records a", program);
+}
+
+// It is written where the sum of what has travelled is.
+TEST_F(LostSumCallsTest, WhatHasTravelledIsReadBehindTheSum) {
+  const auto program = [&](Parts& parts) {
+    parts.units[0].comm_hook = compression_hook(at::kHalf);
+    const c10::StreamGuard on_a(stream_named("a"));
+    arm();
+    const auto sum = parts.reduction(0).launch();
+    sum->waitAndThrow();
+    parts.segment(0).commit({1, 1}, 1);
+  };
+  expect_needed_of("sums waits for group", program);
+  expect_needed_of("a waits for sums", program);
+  expect_needed_of("sums waits for group", program, /*num_shards=*/2);
 }
 
 // On a mesh of 2 x 2.

@@ -1,0 +1,154 @@
+"""Comm hooks of sharded modules, and the bytes that are sent. Gradients are small integers."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms._comm_hooks import default_hooks as of_shards
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as of_buckets
+
+import brigade
+
+from ranks import run_ranks
+
+_DTYPES = {"fp16_compress": torch.float16, "bf16_compress": torch.bfloat16}
+
+
+class Terms(nn.Module):
+    """Each child's gradient is what it is called with, also where others are left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.children_of = nn.ModuleList([nn.Linear(n, 1, bias=False) for n in (5, 9, 2)])
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, factor, left_out=()):
+        terms = [
+            child(factor * torch.arange(1.0, child.in_features + 1)).sum()
+            for i, child in enumerate(self.children_of)
+            if i not in left_out
+        ]
+        return sum(terms) + factor * self.scale.sum()
+
+
+def _sharded(**arguments):
+    torch.manual_seed(0)
+    model = Terms()
+    for child in model.children_of:
+        brigade.fully_shard(child, **arguments)
+    return brigade.fully_shard(model, **arguments)
+
+
+def _mesh(world_size, num_shards):
+    if num_shards == world_size:
+        return None
+    return dist.device_mesh.init_device_mesh("cpu", (world_size // num_shards, num_shards))
+
+
+def _gradients(model):
+    """Whole, by name."""
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        for parameter in parameters.values():
+            if parameter.grad is None:
+                parameter.zero_()
+            else:
+                parameter.copy_(parameter.grad)
+    return model.full_state_dict()
+
+
+def _expect(found, sums, world_size, dtype):
+    """`sums`: over ranks, of factors, by child; as they travel."""
+    average = [
+        (s * torch.arange(1.0, n + 1) * (1.0 / world_size)).to(dtype).float()
+        for s, n in zip(sums, (5, 9, 2), strict=True)
+    ]
+    for i, expected in enumerate(average):
+        assert torch.equal(found[f"children_of.{i}.weight"].flatten(), expected)
+
+
+def _averages(rank, world_size, num_shards, name):
+    dtype, mesh = _DTYPES[name], _mesh(world_size, num_shards)
+    all_ranks = sum(range(1, world_size + 1))
+    model = _sharded(comm_hook=name, mesh=mesh)
+    model(1.0 + rank).backward()
+    _expect(_gradients(model), [all_ranks] * 3, world_size, dtype)
+
+    model.zero_grad()
+    model.set_requires_gradient_sync(False)
+    model(1.0 + rank).backward()
+    model.set_requires_gradient_sync(True)
+    model(1.0 + rank).backward()
+    _expect(_gradients(model), [2 * all_ranks] * 3, world_size, dtype)
+
+    for _ in range(2):  # other branches on the first rank, always the same
+        model.zero_grad()
+        model(1.0 + rank, left_out=(1,) if rank == 0 else ()).backward()
+        _expect(_gradients(model), [all_ranks, all_ranks - 1, all_ranks], world_size, dtype)
+
+
+@pytest.mark.parametrize("name", sorted(_DTYPES))
+@pytest.mark.parametrize(("world_size", "num_shards"), [(2, 2), (2, 1), (3, 3), (4, 2)])
+def test_averages_what_travels(world_size, num_shards, name):
+    run_ranks(_averages, world_size, num_shards, name, world_size=world_size)
+
+
+def _sends(rank, hook, by_registration):
+    # Whole bytes with padding: 4 of (6, 10, 2, 4) elements.
+    plain = _sharded()
+    model = _sharded() if by_registration else _sharded(comm_hook=hook)
+    if by_registration:
+        model.register_comm_hook(None, hook)
+    for trained in (plain, model):
+        trained(1.0 + rank).backward()
+    before, after = plain.sharding_statistics(), model.sharding_statistics()
+    assert before["sent_by_sums"] == 4 * 22 // 2
+    assert after["sent_by_sums"] == 2 * 22 // 2
+    # The outermost unit is kept.
+    assert before["sent_by_gathers"] == after["sent_by_gathers"] == 4 * (18 * 2 + 4) // 2
+
+
+@pytest.mark.parametrize("by_registration", [True, False])
+@pytest.mark.parametrize(
+    "hook",
+    [
+        "fp16_compress",
+        of_buckets.bf16_compress_hook,
+        of_shards.fp16_compress_hook,
+        dist.BuiltinCommHookType.FP16_COMPRESS,
+    ],
+)
+def test_torchs_hooks_halve_what_is_sent(hook, by_registration):
+    run_ranks(_sends, hook, by_registration)
+
+
+def _differ(rank):
+    with pytest.raises(ValueError, match="comm_hook fp16_compress"):
+        brigade.fully_shard(nn.Linear(3, 3), comm_hook="fp16_compress" if rank == 0 else None)
+    model = _sharded()
+    with pytest.raises(ValueError, match="fp16_compress for the sums of 4 units") as error:
+        model.register_comm_hook(None, "fp16_compress" if rank == 0 else "bf16_compress")
+    model.register_comm_hook(None, "fp16_compress")
+    model(1.0).backward()
+    return str(error.value)
+
+
+def test_ranks_have_one_hook():
+    first, second = run_ranks(_differ)
+    assert first == second
+
+
+def _refused(rank):
+    with pytest.raises(NotImplementedError, match=r"found allreduce_hook.\nGive 'fp16_compress'"):
+        brigade.fully_shard(nn.Linear(3, 3), comm_hook=of_buckets.allreduce_hook)
+    model = _sharded(comm_hook="fp16_compress")
+    with pytest.raises(ValueError, match="comm hook 'fp16_compress' already"):
+        model.register_comm_hook(None, "bf16_compress")
+    other = _sharded()
+    other(1.0).backward()
+    with pytest.raises(ValueError, match="a forward has run"):
+        other.register_comm_hook(None, "bf16_compress")
+
+
+def test_hooks_that_are_refused():
+    run_ranks(_refused, world_size=1)
