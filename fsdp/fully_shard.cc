@@ -1,5 +1,7 @@
 #include "brigade/fsdp/fully_shard.h"
 
+#include <algorithm>
+#include <numeric>
 #include <string_view>
 #include <unordered_map>
 
@@ -15,19 +17,21 @@ struct OwnedParameter {
   size_t owner = 0;  // a unit
 };
 
+struct CollectedUnit {
+  std::string name;
+  bool is_joint = false;
+  std::vector<UnitModule*> modules = {};
+};
+
 class Collector {
  public:
-  // Names of units by number; 0 is the outermost.
-  std::vector<std::string> units = {""};
-  std::vector<UnitModule*> modules;  // of the others
+  std::vector<CollectedUnit> units = {{.name = ""}};  // outermost first
   std::vector<OwnedParameter> found;
 
   void collect(Module& module, const std::string& prefix, size_t unit) {
     if (auto* unit_module = dynamic_cast<UnitModule*>(&module)) {
-      unit = units.size();
-      modules.push_back(unit_module);
-      units.push_back(without_unit_levels(
-          prefix.empty() ? "" : prefix.substr(0, prefix.size() - 1)));
+      unit = unit_of(*unit_module, prefix);
+      units[unit].modules.push_back(unit_module);
     }
     for (const auto& parameter : module.named_parameters(/*recurse=*/false)) {
       add({.name = without_unit_levels(prefix + parameter.key()),
@@ -40,6 +44,20 @@ class Collector {
   }
 
  private:
+  size_t unit_of(const UnitModule& module, const std::string& prefix) {
+    const std::string& joint = module.joint_unit();
+    for (size_t unit = 1; unit < units.size(); ++unit) {
+      if (units[unit].is_joint && units[unit].name == joint) return unit;
+    }
+    if (joint.empty()) {
+      units.push_back({.name = without_unit_levels(prefix.substr(
+                           0, prefix.empty() ? 0 : prefix.size() - 1))});
+    } else {
+      units.push_back({.name = joint, .is_joint = true});
+    }
+    return units.size() - 1;
+  }
+
   void add(NamedParameter parameter, size_t unit) {
     const auto [place, is_new] =
         places_.emplace(parameter.tensor.unsafeGetTensorImpl(), found.size());
@@ -53,6 +71,15 @@ class Collector {
   std::unordered_map<const void*, size_t> places_;
 };
 
+// A unit around others is called before them, and a joint one stays whole.
+std::vector<size_t> in_order(const std::vector<CollectedUnit>& units) {
+  std::vector<size_t> order(units.size());
+  std::iota(order.begin(), order.end(), size_t{0});
+  std::stable_partition(order.begin() + 1, order.end(),
+                        [&](size_t unit) { return units[unit].is_joint; });
+  return order;
+}
+
 }  // namespace
 
 ModuleUnits units_of_module(Module& module) {
@@ -60,18 +87,19 @@ ModuleUnits units_of_module(Module& module) {
   collector.collect(module, "", 0);
   std::vector<UnitSpec> specs(collector.units.size());
   for (size_t unit = 0; unit < specs.size(); ++unit) {
-    specs[unit].name = collector.units[unit];
+    specs[unit].name = collector.units[unit].name;
+    specs[unit].spans_passes = collector.units[unit].is_joint;
   }
   for (OwnedParameter& owned : collector.found) {
     specs[owned.owner].parameters.push_back(std::move(owned.parameter));
   }
   ModuleUnits units;
   units.has_outermost = !specs.front().parameters.empty();
-  for (size_t unit = 0; unit < specs.size(); ++unit) {
+  for (const size_t unit : in_order(collector.units)) {
     const bool has_parameters = !specs[unit].parameters.empty();
-    if (unit > 0) {
+    for (UnitModule* of_unit : collector.units[unit].modules) {
       units.modules.emplace_back(
-          collector.modules[unit - 1],
+          of_unit,
           has_parameters ? std::optional(units.specs.size()) : std::nullopt);
     }
     if (has_parameters) units.specs.push_back(std::move(specs[unit]));

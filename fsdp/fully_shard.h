@@ -49,11 +49,17 @@ namespace brigade {
 // is "lin.unit.weight" to LibTorch; sharded_names() leaves that out.
 class UnitModule : public torch::nn::Module {
  public:
-  using Module::Module;
+  // `joint_unit`: modules of one name here are one unit; empty: a unit alone.
+  explicit UnitModule(std::string joint_unit = "")
+      : Module("Sharded"), joint_unit_(std::move(joint_unit)) {}
+
+  const std::string& joint_unit() const { return joint_unit_; }
 
  private:
   template <typename Holder>
   friend class FullySharded;
+
+  const std::string joint_unit_;
 
  protected:
   ShardedRoot* root_ = nullptr;  // null: not sharded, or without parameters
@@ -63,8 +69,9 @@ class UnitModule : public torch::nn::Module {
 template <typename Holder>
 class ShardedImpl : public UnitModule {
  public:
-  explicit ShardedImpl(Holder module)
-      : UnitModule("Sharded"), module_(register_module("unit", module)) {}
+  explicit ShardedImpl(Holder module, std::string joint_unit = "")
+      : UnitModule(std::move(joint_unit)),
+        module_(register_module("unit", module)) {}
 
   // As the module's. The first argument is a tensor; gradients of the others
   // flow, but don't tell when the unit's backward is over.
@@ -84,7 +91,15 @@ class ShardedImpl : public UnitModule {
   Holder module_;
 };
 
-// Holds a module that is a unit. Constructed from the module's holder.
+// Holds a module that is a unit. Constructed from the module's holder, and
+// perhaps the name of a unit that it is to be in with others. That is for
+// modules here and there in a forward, such as the norms of all blocks:
+//
+//   norm = register_module("norm",
+//                          Sharded<LayerNorm>(LayerNorm(options), "norms"));
+//
+// They are gathered once, with the first of them, stay whole from forward to
+// backward, and are reduced once, with the last gradient.
 template <typename Holder>
 class Sharded : public torch::nn::ModuleHolder<ShardedImpl<Holder>> {
  public:
@@ -110,7 +125,8 @@ struct ModuleUnits {
 };
 
 // The outermost unit has what no unit below it has, and what several have that
-// is tied; each other unit is of one UnitModule, in the order of registration.
+// is tied. Then come units of several UnitModules, which span passes
+// (unit_settings.h), and those of one each, in the order of registration.
 ModuleUnits units_of_module(torch::nn::Module& module);
 
 template <typename Holder>

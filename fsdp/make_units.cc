@@ -91,8 +91,9 @@ std::vector<Unit> make_units(
   for (const UnitSpec& spec : specs) {
     Unit& unit = units.emplace_back();
     unit.name = spec.name;
-    unit.settings.reshards_after_forward =
-        spec.reshards_after_forward.value_or(options.reshards_after_forward);
+    unit.settings.reshards_after_forward = spec.reshards_after_forward.value_or(
+        options.reshards_after_forward && !spec.spans_passes);
+    unit.settings.spans_passes = spec.spans_passes;
     unit.comm_hook = options.comm_hook;
     unit.shards.resize(spec.parameters.size());
     for (const std::vector<size_t>& members : segments_of(spec)) {

@@ -18,7 +18,9 @@ namespace brigade {
 struct UnitSpec {
   std::string name;
   std::vector<NamedParameter> parameters;  // each in one unit only
-  std::optional<bool> reshards_after_forward = std::nullopt;  // the options'
+  // Unset: the options', but false if it spans passes.
+  std::optional<bool> reshards_after_forward = std::nullopt;
+  bool spans_passes = false;  // see unit_settings.h
 };
 
 // Collective: ranks compare units and options, and get the parameters of rank

@@ -31,7 +31,8 @@ class Step {
     if (std::ranges::any_of(units_, is_trained)) backward();
     ++now_;
     for (size_t unit = 0; unit < units_.size(); ++unit) {
-      if (units_[unit].settings.reshards_after_backward) continue;
+      const UnitSettings& settings = units_[unit].settings;
+      if (settings.reshards_after_backward && !settings.spans_passes) continue;
       for (const size_t use : gathered_[unit]) uses_[use].begin = 0;
     }
     for (BufferUse& use : uses_) {
@@ -64,7 +65,15 @@ class Step {
       launch(schedule_.needs(unit, settings.forward_prefetch).launch,
              &PlannedBuffers::forward);
       ++now_;
-      if (settings.reshards_after_forward) release(unit);
+      if (settings.reshards_after_forward && !settings.spans_passes) {
+        release(unit);
+      }
+    }
+    for (const size_t unit : expected) {
+      const UnitSettings& settings = units_[unit].settings;
+      if (settings.reshards_after_forward && settings.spans_passes) {
+        release(unit);
+      }
     }
   }
 
@@ -72,7 +81,8 @@ class Step {
     const size_t first = has_outermost() ? 1 : 0;
     size_t first_trained = first;
     while (first_trained < units_.size() &&
-           !is_trained(units_[first_trained])) {
+           (!is_trained(units_[first_trained]) ||
+            units_[first_trained].settings.spans_passes)) {
       ++first_trained;
     }
     std::vector<size_t> expected;
@@ -87,7 +97,12 @@ class Step {
     if (has_outermost()) {
       // As if they were there in forward too: else what is free there, and
       // perhaps much larger, would be taken from all that follows.
-      for (const size_t use : begin_gradients(0)) uses_[use].begin = 0;
+      begin_gradients_of_all_of_backward(0);
+    }
+    for (size_t unit = first; unit < units_.size(); ++unit) {
+      if (units_[unit].settings.spans_passes) {
+        begin_gradients_of_all_of_backward(unit);
+      }
     }
     for (size_t unit = units_.size(); unit-- > first;) {
       const UnitSettings& settings = units_[unit].settings;
@@ -97,6 +112,7 @@ class Step {
                &PlannedBuffers::backward);
       }
       ++now_;
+      if (settings.spans_passes) continue;  // whole, and taking gradients
       take_gradients(unit);
       ++now_;
       if (unit > first_trained && settings.reshards_after_backward) {
@@ -151,6 +167,10 @@ class Step {
       of_segments_[unit][i].gradients = reducing.back();
     }
     return reducing;
+  }
+
+  void begin_gradients_of_all_of_backward(size_t unit) {
+    for (const size_t use : begin_gradients(unit)) uses_[use].begin = 0;
   }
 
   size_t begin_use(int64_t bytes) {

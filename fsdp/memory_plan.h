@@ -10,6 +10,7 @@
 //   - the first unit, if it is kept from forward to backward, is taken for one
 //     around all others: its gradients come and go at any time of backward;
 //     other units are not expected to be called inside of each other;
+//   - so do those of a unit that spans passes, which is whole to their end;
 //   - backward may end before the first unit that is trained, and then keeps
 //     that one and those before it to its end;
 //   - what is not released behind backward keeps its memory to itself.

@@ -363,7 +363,9 @@ void ShardedRoot::end_call(const std::shared_ptr<Call>& call,
   if (keeps_units_ && !units_[unit].settings.reshards_after_forward) {
     is_kept_[unit] = 1;
   }
-  if (is_kept_[unit] == 0) release_if_unused(unit);
+  if (is_kept_[unit] == 0 && !units_[unit].settings.spans_passes) {
+    release_if_unused(unit);
+  }
 }
 
 void ShardedRoot::release_if_unused(size_t unit) {
@@ -394,6 +396,7 @@ void ShardedRoot::close(Call& call) {
   call.open_in = 0;
   gathers_->note_use(call.unit);
   --num_open_[call.unit];
+  if (units_[call.unit].settings.spans_passes) return;
   release_behind_backward(call.unit);
 }
 

@@ -134,7 +134,8 @@ void require_alike(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
           unit.reshards_after_forward
               ? absl::StrCat(" (reshards ", *unit.reshards_after_forward, ")")
               : "",
-          ": '", parameter.name, "' ",
+          unit.spans_passes ? " (spans passes)" : "", ": '", parameter.name,
+          "' ",
           parameter.block_numel == 1
               ? ""
               : absl::StrCat("in blocks of ", parameter.block_numel, " "),

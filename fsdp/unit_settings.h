@@ -19,6 +19,11 @@ struct UnitSettings {
   // False: it stays whole behind its backward, until its shards are changed.
   bool reshards_after_backward = true;
 
+  // It is called here and there in a pass, as the norms of all blocks are:
+  // whole from its first call to the end of the pass, so gathered once, and
+  // reduced when the last of its gradients has come. Not to be changed.
+  bool spans_passes = false;
+
   // False: its backward reads none of its parameters.
   bool gathers_in_backward = true;
 

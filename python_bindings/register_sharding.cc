@@ -193,6 +193,7 @@ void register_sharding(py::module_& module) {
   py::class_<UnitSettings>(module, "UnitSettings", "See fsdp/unit.h.")
       .def_readwrite("reshards_after_forward",
                      &UnitSettings::reshards_after_forward)
+      .def_readwrite("spans_passes", &UnitSettings::spans_passes)
       .def_readwrite("reshards_after_backward",
                      &UnitSettings::reshards_after_backward)
       .def_readwrite("gathers_in_backward", &UnitSettings::gathers_in_backward)

@@ -210,6 +210,7 @@ class UnitSettings:
     gathers_in_backward: bool
     reshards_after_backward: bool
     reshards_after_forward: bool
+    spans_passes: bool
     @property
     def backward_prefetch(self) -> list[int]:
         ...

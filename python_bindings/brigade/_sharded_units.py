@@ -226,6 +226,8 @@ class Unit:
             shard_of[whole] = as_shard(self.native.shards[i], place, ShardedParameter)
             whole._brigade_place = place
         self.shards = list(shard_of.values())
+        # What is called here and there, and kept, is planned as such.
+        self.native.settings.spans_passes = len(modules) > 1 and self.reshards is False
         self._whole_attributes = attributes
         self._shard_attributes = [(where, name, shard_of[p]) for where, name, p in attributes]
         self.show_shards()

@@ -194,5 +194,96 @@ TEST(FullyShardedTest, TiedParametersStayTied) {
   expect_same_training([] { return with_values(Tied(), 3); }, 2);
 }
 
+// Norms of all blocks, in one unit.
+struct NormedBlockImpl : torch::nn::Module {
+  explicit NormedBlockImpl(int64_t size)
+      : norm(register_module(
+            "norm",
+            Sharded<torch::nn::LayerNorm>(
+                torch::nn::LayerNorm(torch::nn::LayerNormOptions({size})),
+                "norms"))),
+        lin(register_module("lin", torch::nn::Linear(size, size))) {}
+  at::Tensor forward(const at::Tensor& x) {
+    return x + torch::tanh(lin(norm(x)));
+  }
+  Sharded<torch::nn::LayerNorm> norm;
+  torch::nn::Linear lin;
+};
+TORCH_MODULE(NormedBlock);
+
+struct NormedNetImpl : torch::nn::Module {
+  NormedNetImpl()
+      : first(register_module("first", Sharded<NormedBlock>(NormedBlock(6)))),
+        second(register_module("second", Sharded<NormedBlock>(NormedBlock(6)))),
+        third(register_module("third", Sharded<NormedBlock>(NormedBlock(6)))),
+        norm(register_module(
+            "norm", Sharded<torch::nn::LayerNorm>(
+                        torch::nn::LayerNorm(torch::nn::LayerNormOptions({6})),
+                        "norms"))),
+        head(register_module("head", torch::nn::Linear(6, 2))) {}
+  at::Tensor forward(const at::Tensor& x) {
+    return head(norm(third(second(first(x)))));
+  }
+  Sharded<NormedBlock> first;
+  Sharded<NormedBlock> second;
+  Sharded<NormedBlock> third;
+  Sharded<torch::nn::LayerNorm> norm;
+  torch::nn::Linear head;
+};
+TORCH_MODULE(NormedNet);
+
+TEST(FullyShardedTest, NormsMayBeOneUnit) {
+  NormedNet net;
+  const ModuleUnits units = units_of_module(*net);
+  std::vector<std::string> names;
+  for (const UnitSpec& spec : units.specs) {
+    names.push_back(spec.name);
+    EXPECT_EQ(spec.spans_passes, spec.name == "norms");
+  }
+  EXPECT_THAT(names, ElementsAre("", "norms", "first", "second", "third"));
+  EXPECT_EQ(units.specs[1].parameters.size(), 8u);
+  EXPECT_EQ(units.specs[1].parameters[2].name, "second.norm.weight");
+  for (const int num_ranks : {1, 2, 3}) {
+    expect_same_training([] { return with_values(NormedNet(), 5); }, num_ranks);
+  }
+}
+
+TEST(FullyShardedTest, AUnitOfNormsIsGatheredOnceAndReducedOnce) {
+  run_ranks(2, [&](const Group& group) {
+    FullySharded model(with_values(NormedNet(), 5), group);
+    ShardedRoot& root = model.root();
+    const auto bytes_of = [&](size_t first, size_t end) {
+      int64_t bytes = 0;
+      for (size_t unit = first; unit < end; ++unit) {
+        bytes += root.unit(unit).segments[0]->whole_bytes();
+      }
+      return bytes;
+    };
+    const int64_t kept = bytes_of(0, 2);  // the outermost one, and the norms
+    const int64_t blocks = bytes_of(2, 5);
+    for (int step = 0; step < 4; ++step) {
+      const ShardingStatistics before = root.statistics();
+      const int64_t launched = root.engine_statistics().units_launched;
+      model(random({3, 6}, step)).square().sum().backward();
+      ShardingStatistics after = root.statistics();
+      EXPECT_EQ(after.sent_by_gathers - before.sent_by_gathers,
+                kept / 2 + 2 * (blocks / 2));
+      EXPECT_EQ(after.sent_by_sums - before.sent_by_sums, (kept + blocks) / 2);
+      EXPECT_EQ(root.engine_statistics().units_launched - launched, 5);
+      {
+        const torch::NoGradGuard no_grad;
+        model(random({3, 6}, step));
+      }
+      // What was whole in backward, or is still there, was sharded again.
+      EXPECT_EQ(root.statistics().sent_by_gathers - after.sent_by_gathers,
+                (kept + blocks) / 2);
+    }
+    const ShardingStatistics statistics = root.statistics();
+    EXPECT_EQ(statistics.late_gathers, 0);
+    EXPECT_EQ(statistics.unplanned, 0);
+    EXPECT_EQ(statistics.peak_whole_bytes, statistics.planned_bytes);
+  });
+}
+
 }  // namespace
 }  // namespace brigade

@@ -5,6 +5,7 @@
 #include <numeric>
 #include <random>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "brigade/fsdp/shard_numel.h"
@@ -301,6 +302,29 @@ TEST(ShardLayoutTest, PaddingOfGpt2On128RanksIsBelowAThousandth) {
       const ShardLayout layout = layout_of(unit, 128, 8);
       EXPECT_LE(layout.padding_numel() * 1000, total_numel(unit));
     }
+  }
+}
+
+// As sharding lays it out: a unit for each of the 12 blocks, and one for what
+// is around them. On the last number of ranks no unit is divided evenly.
+TEST(ShardLayoutTest, PaddingOfAllOfGpt2Small) {
+  constexpr int64_t kWidth = 768;
+  std::vector<std::vector<ShardSpec>> units(12, gpt2_block(kWidth));
+  units.push_back({{.numel = 50257 * kWidth},
+                   {.numel = 1024 * kWidth},
+                   {.numel = kWidth},
+                   {.numel = kWidth}});
+  for (const auto& [num_ranks, expected] :
+       {std::pair(128, 0), std::pair(96, 0), std::pair(127, 12 * 125 + 23)}) {
+    int64_t numel = 0;
+    int64_t padding = 0;
+    for (const std::vector<ShardSpec>& unit : units) {
+      numel += total_numel(unit);
+      padding += layout_of(unit, num_ranks).padding_numel();
+    }
+    EXPECT_EQ(numel, 124'439'808);
+    EXPECT_EQ(padding, expected) << num_ranks << " ranks";
+    EXPECT_LE(padding * 1000, numel);
   }
 }
 

@@ -237,6 +237,46 @@ def test_a_failure_inside_of_them():
     run_ranks(_fails)
 
 
+def _with_norms_apart(model, **arguments):
+    norms = [module for module in model.modules() if isinstance(module, nn.LayerNorm)]
+    brigade.fully_shard(norms, reshard_after_forward=False, **arguments)
+    for block in model.blocks:
+        brigade.fully_shard(block, **arguments)
+    return brigade.fully_shard(model, **arguments)
+
+
+def _norms(rank, world_size):
+    plain, model = _model(), _with_norms_apart(_model())
+    plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.01, foreach=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    # Three norms of 14 elements, two blocks without theirs, and the rest.
+    padded = [-(-numel // world_size) * world_size for numel in (42, 232, 232, 80)]
+    sent_once = [4 * numel // world_size * (world_size - 1) for numel in padded]
+    for step in range(4):
+        inputs = [_tokens(r, step) for r in range(world_size)]
+        _step_of_all(plain, plain_optimizer, inputs, [{}] * world_size)
+        before = model.sharding_statistics() if step else dict.fromkeys(_COUNTS, 0)
+        optimizer.zero_grad()
+        model(inputs[rank]).square().mean().backward()
+        after = model.sharding_statistics()
+        sent = {name: after[name] - before[name] for name in _COUNTS}
+        # Norms, and what is outermost, once; blocks for forward and for backward.
+        assert sent["sent_by_gathers"] == sum(sent_once) + sent_once[1] + sent_once[2]
+        assert sent["sent_by_sums"] == sum(sent_once)
+        assert sent["reductions_launched"] == 4
+        assert after["late_gathers"] == 0
+        optimizer.step()
+    expect_equal(model, plain)
+
+
+_COUNTS = ("sent_by_gathers", "sent_by_sums", "reductions_launched")
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_norms_of_all_blocks(world_size):
+    run_ranks(_norms, world_size, world_size=world_size)
+
+
 def _named_by_path(rank):
     model = _sharded(_model())
     model(_tokens(rank, 0))  # makes the root, which knows where modules are
