@@ -10,6 +10,8 @@ int main(int argc, char** argv) {
   // LibTorch's flight recorder belongs to the process and is not made for ranks
   // as threads: it crashes when several groups record at once.
   setenv("TORCH_FR_BUFFER_SIZE", "0", /*overwrite=*/1);
+  // Else the bits of MKL's products depend on where their operands lie.
+  setenv("MKL_CBWR", "COMPATIBLE", /*overwrite=*/1);
   if (const auto exit_code = brigade::testing::run_as_rank()) return *exit_code;
   ::testing::InitGoogleMock(&argc, argv);
   return RUN_ALL_TESTS();

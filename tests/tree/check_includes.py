@@ -31,8 +31,8 @@ FORBIDDEN = {"hooks": ("torch/csrc/distributed/",)}
 EVERYWHERE = ("absl/",)
 SOURCES = {".h", ".cc", ".cu", ".cuh"}
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]')
-# A standard header (<vector>, <cstdint>) or a POSIX one (<unistd.h>, <sys/wait.h>).
-STANDARD = re.compile(r"^(\w+|\w+\.h|(sys|netinet|arpa|net)/\w+\.h)$")
+# A standard header (<vector>, <cstdint>) or one of the system (<unistd.h>, <sys/wait.h>).
+STANDARD = re.compile(r"^(\w+|\w+\.h|(sys|netinet|arpa|net|linux)/\w+\.h)$")
 
 
 def reachable(folder: str) -> set[str]:
