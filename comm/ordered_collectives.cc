@@ -348,8 +348,10 @@ std::string OrderedCollectives::describe_loss() const {
   for (const auto& reduction : in_flight_) {
     if (reduction->is_overdue()) return reduction->describe();
   }
-  return c10::str("rank ", (rank_ + 1) % size_,
-                  " is lost, or has lost another one");
+  const std::string lost = c10::str("rank ", (rank_ + 1) % size_,
+                                    " is lost, or has lost another one");
+  if (in_flight_.empty()) return lost;
+  return c10::str(lost, ", beside ", in_flight_.front()->describe());
 }
 
 // All that this rank owed has been sent before, so its watcher need not end
