@@ -69,9 +69,6 @@ class CompressionHook final : public ReductionHook {
   FuturePtr reduce(ShardTransport& transport,
                    const Reduction& reduction) override {
     const at::NoGradGuard no_grad;
-    if (!transport.scales() && reduction.sum.scale != 1) {
-      reduction.whole.mul_(reduction.sum.scale);
-    }
     if (!is_longer(reduction.whole.scalar_type())) {
       return transport.reduce_scatter(reduction.whole, reduction.shard,
                                       reduction.sum);

@@ -53,8 +53,8 @@ class ReductionHook : public HasHookName {
   //
   // Calls the transport, or collectives of groups that nobody else uses, equal
   // ones on all ranks. What it throws ends the iteration, and is to be thrown
-  // before it has launched any. Where transport.scales() is false, the sum is
-  // not scaled by the transport.
+  // before it has launched any. Where the transport does not scale, gradients
+  // are scaled before, and the scale is 1.
   virtual FuturePtr reduce(ShardTransport& transport,
                            const Reduction& reduction) = 0;
 

@@ -1,5 +1,6 @@
 #include "brigade/fsdp/unit_reduction.h"
 
+#include <ATen/core/grad_mode.h>
 #include <c10/util/Exception.h>
 
 #include "absl/strings/str_cat.h"
@@ -31,13 +32,18 @@ c10::intrusive_ptr<c10::ivalue::Future> UnitReduction::launch() {
 
 c10::intrusive_ptr<c10::ivalue::Future> UnitReduction::reduce(
     const at::Tensor& whole) {
-  const ReductionHook::Reduction reduction = {
+  ReductionHook::Reduction reduction = {
       .whole = whole,
       .shard = segment_.pending(),
       .sum = {.scale = scale(), .over_replicas = sums_over_replicas_}};
   if (!unit_.comm_hook) {
     return transport_.reduce_scatter(reduction.whole, reduction.shard,
                                      reduction.sum);
+  }
+  if (!transport_.scales()) {  // before the hook, so that it need not know
+    const at::NoGradGuard no_grad;
+    if (reduction.sum.scale != 1) whole.mul_(reduction.sum.scale);
+    reduction.sum.scale = 1;
   }
   auto future = unit_.comm_hook->reduce(transport_, reduction);
   TORCH_CHECK(future, "fully_shard: the comm hook '",

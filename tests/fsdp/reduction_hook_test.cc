@@ -14,6 +14,7 @@
 
 #include "brigade/fsdp/sharded_root.h"
 #include "brigade/tests/fsdp/integer_units.h"
+#include "brigade/tests/fsdp/message_of_call.h"
 #include "brigade/tests/support/local_ranks.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -23,23 +24,13 @@ namespace {
 
 using ::testing::HasSubstr;
 using testing::IntegerUnits;
+using testing::message_of;
 using testing::part_of;
 using testing::run_ranks;
 
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
 const std::vector<int64_t> kNumels = {7, 30, 1, 13};  // padded by most ranks
-
-std::string message_of(const std::function<void()>& run) {
-  try {
-    run();
-  } catch (const c10::Error& error) {
-    return error.what_without_backtrace();
-  } catch (const std::exception& error) {
-    return error.what();
-  }
-  return "";
-}
 
 // World size, shards, what travels.
 class CompressionTest

@@ -11,6 +11,7 @@
 #include <tuple>
 #include <vector>
 
+#include "brigade/tests/fsdp/message_of_call.h"
 #include "brigade/tests/fsdp/sharded_checks.h"
 #include "brigade/tests/fsdp/sharded_net.h"
 #include "brigade/tests/support/local_ranks.h"
@@ -23,6 +24,7 @@ namespace {
 using testing::expect_shards;
 using ::testing::HasSubstr;
 using testing::loss_of;
+using testing::message_of;
 using testing::Net;
 using testing::part_of;
 using testing::Reference;
@@ -33,17 +35,6 @@ using testing::train_step;
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
 constexpr double kRate = 0.1;
-
-std::string message_of(const std::function<void()>& run) {
-  try {
-    run();
-  } catch (const c10::Error& error) {
-    return error.what_without_backtrace();
-  } catch (const std::exception& error) {
-    return error.what();
-  }
-  return "";
-}
 
 // World size x shards x reshards x depth.
 class ShardedTrainingTest
