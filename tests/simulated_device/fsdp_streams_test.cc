@@ -4,8 +4,10 @@
 #include <torch/torch.h>
 
 #include <functional>
+#include <memory>
 #include <set>
 #include <stdexcept>
+#include <string>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -129,6 +131,23 @@ TEST_P(OtherFsdpStreamsTest, TravelsInLowerPrecision) {
       }
     });
   }
+}
+
+// It need not know that no transport of a device scales.
+TEST_P(OtherFsdpStreamsTest, PassesGradientsToAHookOfOnesOwn) {
+  class Passing : public ReductionHook {
+   public:
+    FuturePtr reduce(ShardTransport& transport,
+                     const Reduction& reduction) override {
+      return transport.reduce_scatter(reduction.whole, reduction.shard,
+                                      reduction.sum);
+    }
+    std::string hook_name() const override { return "passing"; }
+  };
+  ShardingOptions hooked = options();
+  hooked.comm_hook = std::make_shared<Passing>();
+  on_every_layout(hooked, program(),
+                  [](ShardedTraining& training) { train(training, 3); });
 }
 
 TEST_P(OtherFsdpStreamsTest, ComputesAgainInBackward) {
