@@ -65,9 +65,11 @@ void HostOutbox::release(Key key) const {
   }
 }
 
-// Its place may have been taken by a later one since.
+// Its place may have been taken by a later one since. Its number is looked at
+// first: who wrote it has written the data.
 bool HostOutbox::is_read(Key key) const {
-  return is_free(key) || place(key).number.load() > key.number;
+  const uint64_t number = place(key).number.load(std::memory_order_acquire);
+  return number > key.number || (number == key.number && is_free(key));
 }
 
 // The lowest that is free, so that memory is used again while it is warm.

@@ -352,16 +352,15 @@ void OrderedReduction::finish(milliseconds timeout) {
     add_terms();
     release_terms();
   }
-  if (has_sums()) {
-    if (has_terms()) post_sums();
-    read_sums();
+  if (has_sums() && has_terms()) post_sums();
+  if (!in_one_phase_) {  // else it has: a send awaited twice never ends
+    for (const auto& messages : outgoing_) {
+      for (const Message& message : messages) await(message);
+    }
   }
+  if (has_sums()) read_sums();  // sums take the place of terms that have left
   for (const Message& message : sums_) await(message);
   for (const Message& message : sent_sums_) await(message);
-  if (in_one_phase_) return;  // a send that is awaited twice never ends
-  for (const auto& messages : outgoing_) {
-    for (const Message& message : messages) await(message);
-  }
 }
 
 void OrderedReduction::await(const Message& message) {
