@@ -7,7 +7,7 @@
 namespace brigade {
 namespace {
 
-void close(c10d::Backend& backend) {
+void close_backend(c10d::Backend& backend) {
   try {
     if (!end_gloo_operations_of(backend)) backend.abort();
   } catch (const std::exception&) {
@@ -20,7 +20,7 @@ void close(c10d::Backend& backend) {
 void close_group(c10d::ProcessGroup& group) noexcept {
   try {
     for (const c10::Device& device : group.getDeviceTypes()) {
-      close(*group.getBackend(device.type()));
+      close_backend(*group.getBackend(device.type()));
     }
   } catch (const std::exception&) {
     // A group without backends: written in Python, say.

@@ -42,9 +42,9 @@ std::optional<std::string> non_empty(const EnvironmentLookup& lookup,
   return value;
 }
 
-class Reader {
+class EnvironmentReader {
  public:
-  Reader(const EnvironmentLookup& lookup, const Launcher& launcher)
+  EnvironmentReader(const EnvironmentLookup& lookup, const Launcher& launcher)
       : lookup_(lookup),
         launcher_(launcher),
         reason_(non_empty(lookup, launcher.rank) ? launcher.rank
@@ -192,7 +192,7 @@ absl::StatusOr<LaunchEnvironment> read_launch_environment(
   for (const Launcher* launcher : {&kTorchrun, &kOpenMpi, &kSlurm}) {
     if (non_empty(lookup, launcher->rank) ||
         non_empty(lookup, launcher->world_size)) {
-      return Reader(lookup, *launcher).read();
+      return EnvironmentReader(lookup, *launcher).read();
     }
   }
   return absl::NotFoundError(

@@ -17,7 +17,7 @@ std::string as_sentence(std::string text) {
 }
 
 // Rethrows `cause` if it passes unchanged, else returns its words.
-std::string words_of(const std::exception_ptr& cause) {
+std::string words_of_cause(const std::exception_ptr& cause) {
   if (!cause) return "unknown error";
   try {
     std::rethrow_exception(cause);
@@ -44,7 +44,7 @@ std::string words_of(const std::exception_ptr& cause) {
 
 void throw_peer_error(std::string_view context, const std::exception_ptr& cause,
                       const LivenessProbe* liveness_probe) {
-  std::string message = as_sentence(words_of(cause));
+  std::string message = as_sentence(words_of_cause(cause));
   if (!context.empty()) message = std::string(context) + ": " + message;
   if (liveness_probe != nullptr)
     message += ' ' + liveness_probe->describe() + '.';

@@ -19,7 +19,7 @@ namespace brigade {
 
 // A forward whose backward will be reduced.
 struct Preparation {
-  int64_t number = 0;     // counts prepare_for_backward() on this rank from 1
+  int64_t number = 0;     // counts prepare() on this rank from 1
   int64_t iteration = 0;  // counts reductions that have begun, on all ranks
                           // alike; several preparations may make but one
 };

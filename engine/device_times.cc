@@ -14,9 +14,9 @@ int64_t elapsed_ns(const c10::Event& from, const c10::Event& to) {
 
 // Maps the events of one device to the steady clock. Times between them stay
 // exact to what the device tells of two events that are close to each other.
-class Clock {
+class DeviceClock {
  public:
-  explicit Clock(const c10::Event& reference) : reference_(reference) {
+  explicit DeviceClock(const c10::Event& reference) : reference_(reference) {
     c10::Event now(reference.device_type(), c10::EventFlag::BACKEND_DEFAULT);
     now.record(current_stream(reference.device()));
     now.synchronize();
@@ -44,7 +44,7 @@ class Clocks {
   }
 
  private:
-  std::map<c10::DeviceIndex, Clock> by_device_;
+  std::map<c10::DeviceIndex, DeviceClock> by_device_;
 };
 
 }  // namespace

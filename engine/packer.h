@@ -1,7 +1,7 @@
 // Copies gradients into a flat bucket buffer and out of it, in one pass: copy,
 // scale and cast together.  Decides how the bytes move on a device; decides
 // neither where a slot lies in a bucket (planning/), nor the scale and the wire
-// dtype (the comm hook), nor when a bucket is full (the reducer).
+// dtype (the comm hook), nor when a bucket is full (the engine).
 //
 // Example: two gradients, averaged over 4 ranks, sent as bfloat16.
 //

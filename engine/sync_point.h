@@ -1,3 +1,5 @@
+// The two places of a forward where ranks may wait for each other.
+
 #ifndef BRIGADE_ENGINE_SYNC_POINT_H_
 #define BRIGADE_ENGINE_SYNC_POINT_H_
 

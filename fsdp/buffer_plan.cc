@@ -12,7 +12,7 @@
 namespace brigade {
 namespace {
 
-struct Buffer {
+struct PlannedBuffer {
   int64_t bytes;
   int64_t free_from;  // the end of its last use
 };
@@ -46,13 +46,13 @@ absl::Status check(std::span<const BufferUse> uses) {
 
 // What is preferred is less: those that are large enough before those that must
 // grow, the smallest of the former, the largest of the latter.
-auto preference(const Buffer& buffer, int64_t bytes) {
+auto preference(const PlannedBuffer& buffer, int64_t bytes) {
   const bool must_grow = buffer.bytes < bytes;
   return std::tuple(must_grow, must_grow ? -buffer.bytes : buffer.bytes,
                     buffer.free_from);
 }
 
-std::optional<size_t> choose(std::span<const Buffer> buffers,
+std::optional<size_t> choose(std::span<const PlannedBuffer> buffers,
                              const BufferUse& use) {
   std::optional<size_t> best;
   for (size_t i = 0; i < buffers.size(); ++i) {
@@ -77,18 +77,19 @@ std::vector<size_t> by_begin(std::span<const BufferUse> uses) {
 absl::StatusOr<BufferPlan> BufferPlan::create(std::span<const BufferUse> uses) {
   if (absl::Status status = check(uses); !status.ok()) return status;
   std::vector<size_t> buffer_of(uses.size());
-  std::vector<Buffer> buffers;
+  std::vector<PlannedBuffer> buffers;
   for (const size_t i : by_begin(uses)) {
     const BufferUse& use = uses[i];
     const std::optional<size_t> chosen = choose(buffers, use);
     buffer_of[i] = chosen.value_or(buffers.size());
     if (!chosen) buffers.push_back({});
-    Buffer& buffer = buffers[buffer_of[i]];
+    PlannedBuffer& buffer = buffers[buffer_of[i]];
     buffer = {.bytes = std::max(buffer.bytes, use.bytes), .free_from = use.end};
   }
   std::vector<int64_t> buffer_bytes;
   buffer_bytes.reserve(buffers.size());
-  for (const Buffer& buffer : buffers) buffer_bytes.push_back(buffer.bytes);
+  for (const PlannedBuffer& buffer : buffers)
+    buffer_bytes.push_back(buffer.bytes);
   return BufferPlan(std::move(buffer_of), std::move(buffer_bytes));
 }
 

@@ -46,7 +46,7 @@ namespace brigade {
 
 // A module that is a unit of the root that is made of a module above it.
 // Registered in between, as "unit", so that a parameter of Sharded<Linear> lin
-// is "lin.unit.weight" to LibTorch; sharded_names() leaves that out.
+// is "lin.unit.weight" to LibTorch; without_unit_levels() leaves that out.
 class UnitModule : public torch::nn::Module {
  public:
   // `joint_unit`: modules of one name here are one unit; empty: a unit alone.

@@ -18,7 +18,7 @@ namespace {
 using torch::autograd::Engine;
 using torch::autograd::SavedVariableHooks;
 
-thread_local const SavedTensorScope* innermost = nullptr;
+thread_local const SavedTensorScope* innermost_scope = nullptr;
 thread_local bool was_asked = false;
 
 size_t num_python_hooks() {
@@ -46,10 +46,11 @@ class AskingEngine final : public Engine {
   std::unique_ptr<SavedVariableHooks> get_default_saved_variable_hooks()
       override {
     was_asked = true;
-    if (!innermost || num_python_hooks() > innermost->num_python_hooks_) {
+    if (!innermost_scope ||
+        num_python_hooks() > innermost_scope->num_python_hooks_) {
       return next().get_default_saved_variable_hooks();
     }
-    return innermost->make_hooks_();
+    return innermost_scope->make_hooks_();
   }
 
   torch::autograd::variable_list execute(
@@ -76,8 +77,7 @@ class AskingEngine final : public Engine {
 
   void thread_on_exception(
       const std::shared_ptr<torch::autograd::GraphTask>& graph_task,
-      const NodePtr& fn,
-      std::exception& error) override {
+      const NodePtr& fn, std::exception& error) override {
     next().thread_on_exception(graph_task, fn, error);
   }
 
@@ -109,12 +109,12 @@ class AskingEngine final : public Engine {
 
 SavedTensorScope::SavedTensorScope(MakeHooks make_hooks)
     : make_hooks_(std::move(make_hooks)),
-      outer_(innermost),
+      outer_(innermost_scope),
       num_python_hooks_(num_python_hooks()) {
   AskingEngine::take_place();
-  innermost = this;
+  innermost_scope = this;
 }
 
-SavedTensorScope::~SavedTensorScope() { innermost = outer_; }
+SavedTensorScope::~SavedTensorScope() { innermost_scope = outer_; }
 
 }  // namespace brigade

@@ -4,7 +4,7 @@
 // Dense gradients share one flat buffer (dense_replica.h); a sparse gradient
 // has a bucket to itself (sparse_replica.h).
 //
-// Thread safety: none; the reducer's lock covers it.
+// Thread safety: none; the engine's lock covers it.
 
 #ifndef BRIGADE_REDUCER_BUCKET_REPLICA_H_
 #define BRIGADE_REDUCER_BUCKET_REPLICA_H_

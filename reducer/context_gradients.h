@@ -4,7 +4,7 @@
 // While a reduction lasts, such gradients are lent to `.grad`, where the rest
 // of the reducer looks for them.
 //
-// Thread safety: none; the reducer's lock covers it.
+// Thread safety: none; the engine's lock covers it.
 
 #ifndef BRIGADE_REDUCER_CONTEXT_GRADIENTS_H_
 #define BRIGADE_REDUCER_CONTEXT_GRADIENTS_H_

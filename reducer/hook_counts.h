@@ -7,7 +7,7 @@
 //
 // Variables go by their number, replica by replica.
 //
-// Thread safety: none; the reducer's lock covers it.
+// Thread safety: none; the engine's lock covers it.
 
 #ifndef BRIGADE_REDUCER_HOOK_COUNTS_H_
 #define BRIGADE_REDUCER_HOOK_COUNTS_H_
@@ -31,13 +31,13 @@ class HookCounts {
   // An iteration begins; what an unfinished one counted is forgotten.
   void restart();
 
-  // Counts a firing. True if it was the last of this iteration; false while
-  // learning. REQUIRES: it has not been the last before.
+  // Counts a run of its hook. True if it was the last of this iteration; false
+  // while learning. REQUIRES: it has not been the last before.
   bool is_last(size_t variable);
 
   // The first iteration's backward is over: its counts hold from now on, unless
-  // it is aborted. Returns the variables that fired, in the order of their last
-  // firings. REQUIRES: is_learning().
+  // it is aborted. Returns the variables whose hooks ran, in the order of the
+  // last runs. REQUIRES: is_learning().
   std::vector<size_t> freeze();
 
   // The iteration has ended on all ranks, and well. If this one has frozen no

@@ -1,6 +1,6 @@
 // The order in which gradients become ready: observed once, agreed on, adopted.
 //
-// Thread safety: none; the reducer's lock covers it.
+// Thread safety: none; the engine's lock covers it.
 
 #ifndef BRIGADE_REDUCER_READY_ORDER_H_
 #define BRIGADE_REDUCER_READY_ORDER_H_

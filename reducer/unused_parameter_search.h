@@ -6,7 +6,7 @@
 // the place of a launch depend on what this rank saw before, and a rank that
 // then leaves a parameter out would launch later than its peers.
 //
-// Thread safety: none; the reducer's lock covers it.
+// Thread safety: none; the engine's lock covers it.
 
 #ifndef BRIGADE_REDUCER_UNUSED_PARAMETER_SEARCH_H_
 #define BRIGADE_REDUCER_UNUSED_PARAMETER_SEARCH_H_

@@ -9,7 +9,7 @@
 // through a pinned buffer of its own, so that the host neither waits for the
 // device nor changes what is still being copied.
 //
-// Thread safety: none; the reducer's lock covers it.
+// Thread safety: none; the engine's lock covers it.
 
 #ifndef BRIGADE_REDUCER_USED_PARAMETER_MAP_H_
 #define BRIGADE_REDUCER_USED_PARAMETER_MAP_H_

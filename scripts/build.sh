@@ -3,6 +3,8 @@
 # the named targets, with as many jobs as cores and memory allow.  Quiet unless
 # something fails or takes long.  With BRIGADE_TORCH=2.12, for instance, into
 # build/2.12-<preset> and against the torch that scripts/setup.sh made of that.
+# With BRIGADE_UNITY=OFF every file is compiled apart: less to build again after
+# an edit, twice as long from the start.
 set -euo pipefail
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
 source scripts/torch_choice.sh
@@ -21,7 +23,9 @@ jobs=$((jobs < 1 ? 1 : jobs))
 mkdir -p build
 folder="build/$build_prefix$preset"
 log="build/configure-$build_prefix$preset.log"
-settings=(${BRIGADE_CUDA:+-DBRIGADE_CUDA=$BRIGADE_CUDA})
+settings=(
+  ${BRIGADE_CUDA:+-DBRIGADE_CUDA=$BRIGADE_CUDA}
+  ${BRIGADE_UNITY:+-DCMAKE_UNITY_BUILD=$BRIGADE_UNITY})
 [[ -z $build_prefix ]] || settings+=("-DBRIGADE_PYTHON=$PWD/$venv/bin/python")
 if ! cmake --preset "$preset" -B "$folder" "${settings[@]}" >"$log" 2>&1; then
   cat "$log" >&2

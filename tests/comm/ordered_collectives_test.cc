@@ -28,7 +28,7 @@
 #include "gtest/gtest.h"
 
 namespace brigade {
-namespace {
+namespace ordered_collectives_test {
 
 using ::testing::Contains;
 using ::testing::ElementsAre;
@@ -712,5 +712,5 @@ TEST_P(OrderedPeerLossTest, ADeathInTheMiddleOfAMessageIsTold) {
   expect_that_all_are_told(ranks);
 }
 
-}  // namespace
+}  // namespace ordered_collectives_test
 }  // namespace brigade

@@ -18,7 +18,7 @@
 #include "gtest/gtest.h"
 
 namespace brigade {
-namespace {
+namespace ordered_mesh_test {
 
 using testing::make_subgroup;
 using testing::run_ranks;
@@ -198,5 +198,5 @@ TEST_P(OrderedMeshTest, ARankThatLeavesEndsAllInFlight) {
       std::chrono::minutes(10));
 }
 
-}  // namespace
+}  // namespace ordered_mesh_test
 }  // namespace brigade

@@ -14,7 +14,7 @@
 #include "gtest/gtest.h"
 
 namespace brigade {
-namespace {
+namespace recording_group_test {
 
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
@@ -503,5 +503,5 @@ TEST(RecordingGroupTest, AnswersForSomeOfItsRanks) {
   EXPECT_THAT(recording.log(), IsEmpty());
 }
 
-}  // namespace
+}  // namespace recording_group_test
 }  // namespace brigade

@@ -24,7 +24,7 @@
 #include "gtest/gtest.h"
 
 namespace brigade {
-namespace {
+namespace shared_memory_test {
 
 using std::chrono::steady_clock;
 using Bytes = std::vector<std::byte>;
@@ -261,5 +261,5 @@ TEST(HostMessagesTest, WithoutMemoryThereAreNoPeers) {
       });
 }
 
-}  // namespace
+}  // namespace shared_memory_test
 }  // namespace brigade

@@ -8,7 +8,7 @@
 #include "gtest/gtest.h"
 
 namespace brigade {
-namespace {
+namespace status_check_test {
 
 using enum StatusKind;
 using Statuses = std::vector<RankStatus>;
@@ -225,5 +225,5 @@ TEST(LaunchDeficitTest, NothingCanBePaidWhereARankHasLostTheGroup) {
   }
 }
 
-}  // namespace
+}  // namespace status_check_test
 }  // namespace brigade

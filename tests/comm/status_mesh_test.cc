@@ -35,7 +35,7 @@
 #include "gtest/gtest.h"
 
 namespace brigade {
-namespace {
+namespace status_mesh_test {
 
 using enum StatusKind;
 using enum StatusExchange::Outcome;
@@ -285,5 +285,5 @@ TEST(ConnectPeersTest, APeerThatDoesNotComeIsNamed) {
   }
 }
 
-}  // namespace
+}  // namespace status_mesh_test
 }  // namespace brigade

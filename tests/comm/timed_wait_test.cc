@@ -8,7 +8,7 @@
 #include "gtest/gtest.h"
 
 namespace brigade {
-namespace {
+namespace timed_wait_test {
 
 using std::chrono::milliseconds;
 
@@ -48,5 +48,5 @@ TEST(TimedWaitTest, EndsAtTheTimeAndTheFutureMayBeDoneLater) {
   EXPECT_TRUE(wait_for(*future, milliseconds(0)));
 }
 
-}  // namespace
+}  // namespace timed_wait_test
 }  // namespace brigade

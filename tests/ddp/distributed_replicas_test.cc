@@ -14,7 +14,7 @@
 #include "gtest/gtest.h"
 
 namespace brigade {
-namespace {
+namespace distributed_replicas_test {
 
 using ::testing::HasSubstr;
 using testing::Order;
@@ -175,5 +175,5 @@ TEST(DistributedReplicasTest, RefusesCopiesThatDifferOrNone) {
   });
 }
 
-}  // namespace
+}  // namespace distributed_replicas_test
 }  // namespace brigade

@@ -27,7 +27,7 @@
 #include "gtest/gtest.h"
 
 namespace brigade {
-namespace {
+namespace hooks_in_training_test {
 
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
@@ -548,5 +548,5 @@ TEST(DelayedParametersTest, TravelTogetherBehindAllOthers) {
   });
 }
 
-}  // namespace
+}  // namespace hooks_in_training_test
 }  // namespace brigade

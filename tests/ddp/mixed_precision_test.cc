@@ -20,7 +20,7 @@
 #include "gtest/gtest.h"
 
 namespace brigade {
-namespace {
+namespace mixed_precision_test {
 
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
@@ -427,5 +427,5 @@ TEST(MixedPrecisionFailureTest, OptionsThatDoNotFitAreNamed) {
               HasSubstr("dtypes must be"));
 }
 
-}  // namespace
+}  // namespace mixed_precision_test
 }  // namespace brigade

@@ -10,7 +10,7 @@
 #include "gtest/gtest.h"
 
 namespace brigade {
-namespace {
+namespace module_watch_test {
 
 using ::testing::HasSubstr;
 
@@ -104,5 +104,5 @@ TEST(ScriptModuleWatchTest, NamesAParameterThatWasUnfrozen) {
   EXPECT_THAT(error_of_forward(model), HasSubstr("unfrozen: 'scale'. "));
 }
 
-}  // namespace
+}  // namespace module_watch_test
 }  // namespace brigade

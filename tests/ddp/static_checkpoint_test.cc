@@ -12,7 +12,7 @@
 #include "gtest/gtest.h"
 
 namespace brigade {
-namespace {
+namespace static_checkpoint_test {
 
 using testing::run_ranks;
 
@@ -106,5 +106,5 @@ INSTANTIATE_TEST_SUITE_P(Modes, StaticCheckpointTest,
                                             ::testing::Bool(),
                                             ::testing::Values(1, 2)));
 
-}  // namespace
+}  // namespace static_checkpoint_test
 }  // namespace brigade

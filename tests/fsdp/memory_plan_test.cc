@@ -11,7 +11,7 @@
 #include "gtest/gtest.h"
 
 namespace brigade {
-namespace {
+namespace memory_plan_test {
 
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
@@ -162,5 +162,5 @@ TEST(MemoryPlanTest, RefusesMoreBytesThanThereAre) {
               HasSubstr("2^63 - 1 bytes"));
 }
 
-}  // namespace
+}  // namespace memory_plan_test
 }  // namespace brigade

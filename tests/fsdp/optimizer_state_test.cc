@@ -21,7 +21,7 @@
 #include "gtest/gtest.h"
 
 namespace brigade {
-namespace {
+namespace optimizer_state_test {
 
 namespace optim = torch::optim;
 
@@ -394,5 +394,5 @@ TEST_F(OptimizerStateFailureTest, CountsThatDifferAreRefused) {
   });
 }
 
-}  // namespace
+}  // namespace optimizer_state_test
 }  // namespace brigade

@@ -18,7 +18,7 @@
 #include "gtest/gtest.h"
 
 namespace brigade {
-namespace {
+namespace peer_loss_test {
 
 using ::testing::AllOf;
 using ::testing::Contains;
@@ -137,5 +137,5 @@ TEST_P(PeerLossTest, SurvivorsNameItAndHoldWhatTheyHeldBefore) {
   }
 }
 
-}  // namespace
+}  // namespace peer_loss_test
 }  // namespace brigade

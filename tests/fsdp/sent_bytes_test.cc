@@ -14,7 +14,7 @@
 #include "gtest/gtest.h"
 
 namespace brigade {
-namespace {
+namespace sent_bytes_test {
 
 using testing::IntegerUnits;
 using testing::run_ranks;
@@ -153,5 +153,5 @@ TEST(SentBytesTest, WhatRanksAskEachOtherIsNotCounted) {
   });
 }
 
-}  // namespace
+}  // namespace sent_bytes_test
 }  // namespace brigade

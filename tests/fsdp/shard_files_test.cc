@@ -19,7 +19,7 @@
 #include "gtest/gtest.h"
 
 namespace brigade {
-namespace {
+namespace shard_files_test {
 
 namespace fs = std::filesystem;
 
@@ -58,7 +58,7 @@ struct Training {
         optimizer(root.shards(), 0.01) {}
 
   void train(int from, int to) {
-    brigade::train(root, net, optimizer, from, to);
+    shard_files_test::train(root, net, optimizer, from, to);
   }
 
   Net net;
@@ -312,5 +312,5 @@ TEST_F(ShardFilesTest, AnotherOrderInMemoryIsRefused) {
   });
 }
 
-}  // namespace
+}  // namespace shard_files_test
 }  // namespace brigade

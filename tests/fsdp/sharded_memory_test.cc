@@ -21,7 +21,7 @@
 #include "gtest/gtest.h"
 
 namespace brigade {
-namespace {
+namespace sharded_memory_test {
 
 using ::testing::HasSubstr;
 using testing::run_ranks;
@@ -319,5 +319,5 @@ TEST(ShardedMemoryTest, SettingsBeforeTheFirstForwardArePlannedFor) {
   EXPECT_EQ(root.statistics().peak_whole_bytes, for_three);
 }
 
-}  // namespace
+}  // namespace sharded_memory_test
 }  // namespace brigade

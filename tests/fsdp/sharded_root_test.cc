@@ -19,7 +19,7 @@
 #include "gtest/gtest.h"
 
 namespace brigade {
-namespace {
+namespace sharded_root_test {
 
 using testing::expect_shards;
 using ::testing::HasSubstr;
@@ -713,5 +713,5 @@ TEST(ShardedRootFailureTest, AParameterInTwoUnits) {
   });
 }
 
-}  // namespace
+}  // namespace sharded_root_test
 }  // namespace brigade

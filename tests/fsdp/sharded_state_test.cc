@@ -16,7 +16,7 @@
 #include "gtest/gtest.h"
 
 namespace brigade {
-namespace {
+namespace sharded_state_test {
 
 using ::testing::HasSubstr;
 using testing::loss_of;
@@ -227,5 +227,5 @@ TEST_F(ShardedStateTest, AFolderThatIsMissingIsAnErrorOnAllRanks) {
   });
 }
 
-}  // namespace
+}  // namespace sharded_state_test
 }  // namespace brigade

@@ -14,7 +14,7 @@
 #include "gtest/gtest.h"
 
 namespace brigade {
-namespace {
+namespace unit_settings_test {
 
 using testing::expect_gradients;
 using ::testing::HasSubstr;
@@ -690,5 +690,5 @@ TEST(UnitSettingsTest, NothingIsReducedWhileSynchronisationIsOff) {
   });
 }
 
-}  // namespace
+}  // namespace unit_settings_test
 }  // namespace brigade

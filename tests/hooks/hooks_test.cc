@@ -34,7 +34,7 @@ void collect_tensors(const Output& output, std::vector<at::Tensor>& found) {
 }  // namespace mine
 
 namespace brigade {
-namespace {
+namespace hooks_test {
 
 using ::testing::ElementsAre;
 using ::testing::IsEmpty;
@@ -311,5 +311,5 @@ TEST(OutputTensorsTest, FindsTensorsInAnyNest) {
   EXPECT_EQ(tensors_of(nested).size(), 3);
 }
 
-}  // namespace
+}  // namespace hooks_test
 }  // namespace brigade

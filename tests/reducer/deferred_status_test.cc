@@ -26,7 +26,7 @@
 #include "gtest/gtest.h"
 
 namespace brigade {
-namespace {
+namespace deferred_status_test {
 
 using ::testing::AllOf;
 using ::testing::HasSubstr;
@@ -524,5 +524,5 @@ TEST(WithoutControlChannelTest, AWorldOfOneGoesOnBehindAFailure) {
   });
 }
 
-}  // namespace
+}  // namespace deferred_status_test
 }  // namespace brigade

@@ -18,7 +18,7 @@
 #include "gtest/gtest.h"
 
 namespace brigade {
-namespace {
+namespace gradient_ready_test {
 
 using testing::run_ranks;
 using testing::ToyModel;
@@ -195,5 +195,5 @@ TEST(GradientReadyErrorsTest, OnesThatNobodyTellsOfAreMissing) {
   accumulator->del_post_hook(hook);
 }
 
-}  // namespace
+}  // namespace gradient_ready_test
 }  // namespace brigade

@@ -20,7 +20,7 @@
 #include "gtest/gtest.h"
 
 namespace brigade {
-namespace {
+namespace lazy_allocation_test {
 
 using testing::run_ranks;
 using testing::ToyModel;
@@ -168,5 +168,5 @@ TEST(LazyGradientsTest, AreRightAfterABackwardThatThrew) {
   });
 }
 
-}  // namespace
+}  // namespace lazy_allocation_test
 }  // namespace brigade

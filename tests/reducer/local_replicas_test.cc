@@ -13,7 +13,7 @@
 #include "gtest/gtest.h"
 
 namespace brigade {
-namespace {
+namespace local_replicas_test {
 
 using testing::run_ranks;
 using testing::ToyModel;
@@ -250,5 +250,5 @@ TEST(LocalReplicasErrorTest, AReplicaWithoutBackwardIsAnError) {
   EXPECT_THROW(reducer.prepare_for_backward(first.loss(0)), c10::Error);
 }
 
-}  // namespace
+}  // namespace local_replicas_test
 }  // namespace brigade

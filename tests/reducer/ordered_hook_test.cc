@@ -17,7 +17,7 @@
 #include "gtest/gtest.h"
 
 namespace brigade {
-namespace {
+namespace ordered_hook_test {
 
 using testing::expect_trains;
 using testing::run_ranks;
@@ -131,5 +131,5 @@ TEST(OrderedHookFailureTest, RefusesNoGroup) {
   EXPECT_THROW(OrderedHook(nullptr), c10::ValueError);
 }
 
-}  // namespace
+}  // namespace ordered_hook_test
 }  // namespace brigade

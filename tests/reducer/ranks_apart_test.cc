@@ -22,7 +22,7 @@
 #include "gtest/gtest.h"
 
 namespace brigade {
-namespace {
+namespace ranks_apart_test {
 
 using ::testing::AllOf;
 using ::testing::HasSubstr;
@@ -451,5 +451,5 @@ TEST(RanksApartTest, ARankThatLeavesIsNamedAtOnce) {
       kNever);
 }
 
-}  // namespace
+}  // namespace ranks_apart_test
 }  // namespace brigade

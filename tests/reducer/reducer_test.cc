@@ -23,7 +23,7 @@
 #include "gtest/gtest.h"
 
 namespace brigade {
-namespace {
+namespace reducer_test {
 
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
@@ -845,5 +845,5 @@ TEST(ReducerTest, HigherDerivativesThroughAReducedIterationAreLocal) {
   EXPECT_TRUE(at::equal(model.parameters[0].grad(), at::full({2}, 36.0)));
 }
 
-}  // namespace
+}  // namespace reducer_test
 }  // namespace brigade

@@ -20,7 +20,7 @@
 #include "gtest/gtest.h"
 
 namespace brigade {
-namespace {
+namespace reproducible_test {
 
 using testing::expect_trains;
 using ::testing::HasSubstr;
@@ -226,5 +226,5 @@ TEST(ReproducibleRefusalTest, ParametersOnAnotherDevice) {
                c10::ValueError);
 }
 
-}  // namespace
+}  // namespace reproducible_test
 }  // namespace brigade

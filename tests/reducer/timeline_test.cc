@@ -19,7 +19,7 @@
 #include "gtest/gtest.h"
 
 namespace brigade {
-namespace {
+namespace timeline_test {
 
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
@@ -328,5 +328,5 @@ TEST(ProfilerRangeTest, NamesEachStepOfEachBucketWhileAProfilerIsActive) {
                                     "brigade: finalize"));
 }
 
-}  // namespace
+}  // namespace timeline_test
 }  // namespace brigade

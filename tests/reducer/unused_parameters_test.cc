@@ -20,7 +20,7 @@
 #include "gtest/gtest.h"
 
 namespace brigade {
-namespace {
+namespace unused_parameters_test {
 
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
@@ -598,5 +598,5 @@ TEST(UnusedParametersTest, AreNotCountedUnlessLookedFor) {
   EXPECT_FALSE(reducer.used_parameter_counts().defined());
 }
 
-}  // namespace
+}  // namespace unused_parameters_test
 }  // namespace brigade

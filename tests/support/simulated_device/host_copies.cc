@@ -7,7 +7,7 @@
 namespace brigade::simulated {
 namespace {
 
-constexpr int kPoison = 0xDB;
+constexpr int kHostPoison = 0xDB;
 
 }  // namespace
 
@@ -18,7 +18,7 @@ void HostCopies::to_host(char* host, size_t bytes, RaceDetector::Moment done,
                      .is_to_host = true,
                      .done = std::move(done),
                      .name = std::move(name)});
-  std::memset(host, kPoison, bytes);
+  std::memset(host, kHostPoison, bytes);
 }
 
 void HostCopies::from_host(char* host, size_t bytes, RaceDetector::Moment done,
