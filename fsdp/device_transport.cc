@@ -5,6 +5,7 @@
 #include "brigade/comm/subgroup.h"
 #include "brigade/fsdp/group_collectives.h"
 #include "brigade/fsdp/mesh_ranks.h"
+#include "brigade/fsdp/neighbour_groups.h"
 
 namespace brigade {
 namespace {
@@ -13,7 +14,8 @@ using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
 class DeviceTransport final : public ShardTransport {
  public:
-  DeviceTransport(const Group& group, int num_shards, c10::Device device)
+  DeviceTransport(const Group& group, int num_shards, c10::Device device,
+                  const std::vector<int>& neighbours)
       : ShardTransport(num_shards, group->getSize() / num_shards,
                        group->getRank() % num_shards, device),
         gathers_(
@@ -22,7 +24,8 @@ class DeviceTransport final : public ShardTransport {
             make_subgroup(group, row_of(group->getRank(), num_shards), device)),
         column_(make_subgroup(
             group, column_of(group->getRank(), num_shards, group->getSize()),
-            device)) {}
+            device)),
+        neighbours_(group, neighbours, device) {}
 
   FuturePtr all_gather(const at::Tensor& whole) override {
     const int64_t shard_numel = whole.numel() / num_shards();
@@ -30,6 +33,11 @@ class DeviceTransport final : public ShardTransport {
     return gather_into(*gathers_.group(), whole,
                        whole.narrow(0, shard_rank() * shard_numel, shard_numel))
         ->getFuture();
+  }
+
+  FuturePtr all_gather_near(const at::Tensor& whole, int num_ranks) override {
+    sent_.by_gathers += bytes_by_ring(whole, num_ranks);
+    return neighbours_.all_gather(whole, num_ranks);
   }
 
   FuturePtr reduce_scatter(const at::Tensor& whole, const at::Tensor& shard,
@@ -53,7 +61,10 @@ class DeviceTransport final : public ShardTransport {
   bool scales() const override { return false; }
 
   std::vector<Group> own_groups() const override {
-    return {gathers_.group(), sums_.group(), column_.group()};
+    std::vector<Group> groups = {gathers_.group(), sums_.group(),
+                                 column_.group()};
+    for (Group& group : neighbours_.all()) groups.push_back(std::move(group));
+    return groups;
   }
 
  private:
@@ -77,15 +88,17 @@ class DeviceTransport final : public ShardTransport {
   const GroupScope gathers_;
   const GroupScope sums_;
   const GroupScope column_;
+  const NeighbourGroups neighbours_;
   Sent sent_;
 };
 
 }  // namespace
 
-std::unique_ptr<ShardTransport> make_device_transport(const Group& group,
-                                                      int num_shards,
-                                                      c10::Device device) {
-  return std::make_unique<DeviceTransport>(group, num_shards, device);
+std::unique_ptr<ShardTransport> make_device_transport(
+    const Group& group, int num_shards, c10::Device device,
+    const std::vector<int>& neighbours) {
+  return std::make_unique<DeviceTransport>(group, num_shards, device,
+                                           neighbours);
 }
 
 }  // namespace brigade

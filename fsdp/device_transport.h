@@ -1,8 +1,8 @@
 // Gathers and sums on a device, by collectives of its backend.
 //
 // Each kind has groups of its own, so that it has a stream of its own there: a
-// row's for gathers, a row's and a column's for sums. Sums are the backend's,
-// in its order, and not scaled.
+// row's for gathers, that of neighbours for those among them, a row's and a
+// column's for sums. Sums are the backend's, in its order, and not scaled.
 
 #ifndef BRIGADE_FSDP_DEVICE_TRANSPORT_H_
 #define BRIGADE_FSDP_DEVICE_TRANSPORT_H_
@@ -11,17 +11,18 @@
 
 #include <memory>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <vector>
 
 #include "brigade/fsdp/shard_transport.h"
 
 namespace brigade {
 
-// Collective over the group. `num_shards`: as make_ordered_transport()'s.
-// `device`: has streams, and the group's backend for it serves it. Errors: as
-// make_subgroup().
+// Collective over the group. `num_shards`, `neighbours`: as
+// make_ordered_transport()'s. `device`: has streams, and the group's backend
+// for it serves it. Errors: as make_subgroup().
 std::unique_ptr<ShardTransport> make_device_transport(
     const c10::intrusive_ptr<c10d::ProcessGroup>& group, int num_shards,
-    c10::Device device);
+    c10::Device device, const std::vector<int>& neighbours = {});
 
 }  // namespace brigade
 

@@ -92,7 +92,10 @@ std::vector<Unit> make_units(
     Unit& unit = units.emplace_back();
     unit.name = spec.name;
     unit.settings.reshards_after_forward = spec.reshards_after_forward.value_or(
-        options.reshards_after_forward && !spec.spans_passes);
+        options.reshards_after_forward &&
+        (!spec.spans_passes || spec.reshards_to));
+    unit.settings.reshards_to =
+        spec.reshards_to ? spec.reshards_to : options.reshards_to;
     unit.settings.spans_passes = spec.spans_passes;
     unit.comm_hook = options.comm_hook;
     unit.shards.resize(spec.parameters.size());

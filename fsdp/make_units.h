@@ -18,9 +18,10 @@ namespace brigade {
 struct UnitSpec {
   std::string name;
   std::vector<NamedParameter> parameters;  // each in one unit only
-  // Unset: the options', but false if it spans passes.
+  // Unset: the options', but false if it spans passes and has no reshards_to.
   std::optional<bool> reshards_after_forward = std::nullopt;
-  bool spans_passes = false;  // see unit_settings.h
+  std::optional<int> reshards_to = std::nullopt;  // unset: the options'
+  bool spans_passes = false;                      // see unit_settings.h
 };
 
 // Collective: ranks compare units and options, and get the parameters of rank

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <deque>
 #include <numeric>
+#include <utility>
 
 #include "brigade/fsdp/buffer_plan.h"
 #include "brigade/fsdp/gather_schedule.h"
@@ -20,7 +21,8 @@ class Step {
       : units_(units),
         max_reducing_(max_reducing),
         schedule_(units.size(), prefetch_depth),
-        gathered_(units.size()) {
+        gathered_(units.size()),
+        slices_(units.size()) {
     for (const PlannedUnit& unit : units_) {
       of_segments_.emplace_back(unit.segments.size());
     }
@@ -34,6 +36,9 @@ class Step {
       const UnitSettings& settings = units_[unit].settings;
       if (settings.reshards_after_backward && !settings.spans_passes) continue;
       for (const size_t use : gathered_[unit]) uses_[use].begin = 0;
+    }
+    for (const std::vector<size_t>& slices : slices_) {  // without a backward
+      for (const size_t use : slices) uses_[use].begin = 0;
     }
     for (BufferUse& use : uses_) {
       if (use.end == kOpen) use.end = now_;
@@ -66,12 +71,14 @@ class Step {
              &PlannedBuffers::forward);
       ++now_;
       if (settings.reshards_after_forward && !settings.spans_passes) {
+        keep_slices(unit);
         release(unit);
       }
     }
     for (const size_t unit : expected) {
       const UnitSettings& settings = units_[unit].settings;
       if (settings.reshards_after_forward && settings.spans_passes) {
+        keep_slices(unit);
         release(unit);
       }
     }
@@ -135,6 +142,26 @@ class Step {
         of_segments_[unit][i].*pass = use;
         gathered_[unit].push_back(use);
       }
+      if (pass == &PlannedBuffers::backward) drop_slices(unit);
+    }
+  }
+
+  // Made while the unit is whole, and read while it is made whole again.
+  void keep_slices(size_t unit) {
+    for (size_t i = 0; i < units_[unit].segments.size(); ++i) {
+      const auto& bytes = units_[unit].segments[i].slice_bytes;
+      if (!bytes) continue;
+      slices_[unit].push_back(begin_use(*bytes));
+      of_segments_[unit][i].slice = slices_[unit].back();
+    }
+    ++now_;
+  }
+
+  void drop_slices(size_t unit) {
+    if (slices_[unit].empty()) return;
+    ++now_;
+    for (const size_t use : std::exchange(slices_[unit], {})) {
+      uses_[use].end = now_;
     }
   }
 
@@ -185,6 +212,7 @@ class Step {
   std::vector<BufferUse> uses_;
   std::vector<std::vector<PlannedBuffers>> of_segments_;  // by unit
   std::vector<std::vector<size_t>> gathered_;  // uses of it now, by unit
+  std::vector<std::vector<size_t>> slices_;    // uses of them now, by unit
   std::deque<Reducing> reducing_;
   size_t num_reducing_ = 0;  // uses in it
   int64_t now_ = 0;
@@ -203,7 +231,8 @@ absl::StatusOr<MemoryPlan> MemoryPlan::create(
   for (std::vector<PlannedBuffers>& of_unit : planned) {
     for (PlannedBuffers& of_segment : of_unit) {
       for (std::optional<size_t>* use :
-           {&of_segment.forward, &of_segment.backward, &of_segment.gradients}) {
+           {&of_segment.forward, &of_segment.backward, &of_segment.gradients,
+            &of_segment.slice}) {
         if (*use) *use = buffers->buffer_of(**use);
       }
     }

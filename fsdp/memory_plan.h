@@ -13,7 +13,9 @@
 //   - so do those of a unit that spans passes, which is whole to their end;
 //   - backward may end before the first unit that is trained, and then keeps
 //     that one and those before it to its end;
-//   - what is not released behind backward keeps its memory to itself.
+//   - what is not released behind backward keeps its memory to itself;
+//   - the slice that is kept of a unit behind its forward is there until its
+//     gather of backward is launched.
 //
 // So a program that is as expected finds each buffer free, and the bytes that
 // it takes are the planned ones. Frozen units that are not released behind
@@ -45,6 +47,8 @@ namespace brigade {
 struct PlannedSegment {
   std::optional<int64_t> whole_bytes;     // none: is not gathered
   std::optional<int64_t> gradient_bytes;  // none: is not trained
+  // Of a unit that keeps_slices().
+  std::optional<int64_t> slice_bytes = std::nullopt;
 };
 
 struct PlannedUnit {
@@ -60,6 +64,7 @@ struct PlannedBuffers {
   std::optional<size_t> forward = std::nullopt;
   std::optional<size_t> backward = std::nullopt;
   std::optional<size_t> gradients = std::nullopt;
+  std::optional<size_t> slice = std::nullopt;
 
   std::optional<size_t> of(GatheredIn pass) const {
     if (pass == GatheredIn::kForward) return forward;

@@ -9,7 +9,8 @@
 
 namespace brigade {
 
-// Of the row that `rank` is in, `num_shards` ranks in rising order.
+// Of the row that `rank` is in, `num_shards` ranks in rising order. Of a number
+// that divides that one: its neighbours in the row.
 inline std::vector<int> row_of(int rank, int num_shards) {
   std::vector<int> ranks(num_shards);
   std::iota(ranks.begin(), ranks.end(), rank / num_shards * num_shards);

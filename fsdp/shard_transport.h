@@ -37,6 +37,11 @@ class ShardTransport {
   // Writes the others.
   virtual FuturePtr all_gather(const at::Tensor& whole) = 0;
 
+  // The same among `num_ranks` neighbours of a row, one of the numbers that it
+  // was made for: of [F * S] in so many slices, that of this rank's place among
+  // them is there.
+  virtual FuturePtr all_gather_near(const at::Tensor& whole, int num_ranks) = 0;
+
   struct Sum {
     double scale = 1;           // unless scales() is false
     bool over_replicas = true;  // false: over the ranks of this row only
@@ -95,16 +100,19 @@ class ShardTransport {
 
 // Sums in the order of the ranks (comm/ordered_collectives.h), on connections
 // of its own: on CPUs. Collective over the group. `num_shards` divides the
-// number of ranks: rank r is in row r / F.
+// number of ranks: rank r is in row r / F. `neighbours`: numbers of ranks that
+// gather among themselves, which divide F.
 //
 // Errors: ValueError if it does not; as OrderedCollectives'.
 std::unique_ptr<ShardTransport> make_ordered_transport(
-    const c10::intrusive_ptr<c10d::ProcessGroup>& group, int num_shards);
+    const c10::intrusive_ptr<c10d::ProcessGroup>& group, int num_shards,
+    const std::vector<int>& neighbours = {});
 
 // By the group's own collectives, full sharding only: for a recording group on
 // the CPU.
 std::unique_ptr<ShardTransport> make_group_transport(
-    c10::intrusive_ptr<c10d::ProcessGroup> group);
+    c10::intrusive_ptr<c10d::ProcessGroup> group,
+    const std::vector<int>& neighbours = {});
 
 }  // namespace brigade
 

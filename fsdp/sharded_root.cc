@@ -14,9 +14,11 @@
 #include <functional>
 #include <limits>
 #include <optional>
+#include <set>
 #include <string_view>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "brigade/fsdp/device_transport.h"
 #include "brigade/hooks/backward_end.h"
 #include "brigade/hooks/input_gate.h"
@@ -27,13 +29,25 @@ namespace {
 
 std::unique_ptr<ShardTransport> make_transport(
     const c10::intrusive_ptr<c10d::ProcessGroup>& group,
-    const ShardingOptions& options, c10::Device device) {
+    const ShardingOptions& options, c10::Device device,
+    const std::vector<int>& neighbours) {
   const int num_shards = options.num_shards.value_or(group->getSize());
-  if (!device.is_cpu()) return make_device_transport(group, num_shards, device);
-  if (!group->getStore() && group->getSize() > 1) {
-    return make_group_transport(group);
+  if (!device.is_cpu()) {
+    return make_device_transport(group, num_shards, device, neighbours);
   }
-  return make_ordered_transport(group, num_shards);
+  if (!group->getStore() && group->getSize() > 1) {
+    return make_group_transport(group, neighbours);
+  }
+  return make_ordered_transport(group, num_shards, neighbours);
+}
+
+// In rising order.
+std::vector<int> neighbours_of(const std::vector<Unit>& units) {
+  std::set<int> numbers;
+  for (const Unit& unit : units) {
+    if (unit.settings.reshards_to) numbers.insert(*unit.settings.reshards_to);
+  }
+  return {numbers.begin(), numbers.end()};
 }
 
 c10::Device device_of(const std::vector<Unit>& units) {
@@ -99,7 +113,9 @@ ShardedRoot::ShardedRoot(std::vector<Unit> units,
                          ShardingOptions options)
     : group_(std::move(group)),
       options_(options),
-      transport_(make_transport(group_, options_, device_of(units))),
+      neighbours_(neighbours_of(units)),
+      transport_(
+          make_transport(group_, options_, device_of(units), neighbours_)),
       pool_(transport_->streams().device()),
       gradient_memory_(pool_, transport_->streams(),
                        std::max<size_t>(options.max_reducing, 1)),
@@ -108,6 +124,8 @@ ShardedRoot::ShardedRoot(std::vector<Unit> units,
   for (const Unit& unit : units_) {
     fingerprint =
         c10::hash_combine(fingerprint, unit.settings.reshards_after_forward);
+    fingerprint =
+        c10::hash_combine(fingerprint, unit.settings.reshards_to.value_or(0));
     for (const auto& segment : unit.segments) {
       TORCH_CHECK_VALUE(
           segment->layout().num_ranks() == transport_->num_shards(),
@@ -171,6 +189,7 @@ void ShardedRoot::begin_forward() {
   peers_know_ = false;
   keeps_units_ = at::GradMode::is_enabled();
   check_shards();
+  check_settings();
   follow_shards();
   plan_memory();
   claim_kept();
@@ -192,6 +211,9 @@ MemoryPlan ShardedRoot::make_plan() const {
       PlannedSegment& added = planned.segments.emplace_back();
       if (!segment->is_whole_here()) {
         added.whole_bytes = segment->whole_bytes();
+      }
+      if (unit.settings.keeps_slices()) {
+        added.slice_bytes = segment->whole_bytes() / *unit.settings.reshards_to;
       }
       if (segment->is_trained()) {
         added.gradient_bytes = segment->gradient_bytes();
@@ -237,27 +259,46 @@ void ShardedRoot::end_forward() {
   // Nor does what is released.
   for (size_t unit = 0; unit < units_.size(); ++unit) {
     if (gathers_->schedule().is_there(unit) && is_kept_[unit] == 0) {
-      release_if_unused(unit);
+      release_behind_forward(unit);
     }
   }
   if (pass_ == Pass::kForward) pass_ = Pass::kNone;
 }
 
-// What a unit was made of. Peers are told by the error that it leads to here.
+// Peers are told by the error that it leads to here.
+void ShardedRoot::refuse_to_begin(const std::string& text) {
+  engine_->fail(std::make_exception_ptr(std::runtime_error(text)));
+  peers_know_ = true;
+  TORCH_CHECK(false, text);
+}
+
+// There are groups of the neighbours that were named when this was made.
+void ShardedRoot::check_settings() {
+  for (const Unit& unit : units_) {
+    const std::optional<int>& found = unit.settings.reshards_to;
+    if (!found || std::ranges::find(neighbours_, *found) != neighbours_.end()) {
+      continue;
+    }
+    refuse_to_begin(absl::StrCat(
+        "fully_shard: unit '", unit.name, "' is to be resharded to ", *found,
+        " ranks, found groups of [", absl::StrJoin(neighbours_, ", "),
+        "] only: what units were to be when the root was made.\nGive ", *found,
+        " to one of them before the first forward."));
+  }
+}
+
+// What a unit was made of.
 void ShardedRoot::check_shards() {
   for (const Unit& unit : units_) {
     for (const auto& segment : unit.segments) {
       for (size_t i = 0; i < segment->shards().size(); ++i) {
         const at::Tensor& shard = segment->shards()[i];
         if (shard.storage().is_alias_of(segment->shard().storage())) continue;
-        const std::string text = absl::StrCat(
+        refuse_to_begin(absl::StrCat(
             "fully_shard: the shard of parameter '",
             segment->parameters()[i].name, "' of unit '", unit.name,
             "' was given other memory since it was made.\nWrite into it in "
-            "place.");
-        engine_->fail(std::make_exception_ptr(std::runtime_error(text)));
-        peers_know_ = true;
-        TORCH_CHECK(false, text);
+            "place."));
       }
     }
   }
@@ -286,14 +327,6 @@ void ShardedRoot::claim_kept() {
   }
 }
 
-int64_t ShardedRoot::version_of(size_t unit) const {
-  int64_t version = 0;
-  for (const auto& segment : units_[unit].segments) {
-    version += segment->version();
-  }
-  return version;
-}
-
 void ShardedRoot::forward_failed(const std::exception_ptr& error) {
   if (pass_ == Pass::kBackward) return;  // which fails, and tells of it
   try {
@@ -305,6 +338,7 @@ void ShardedRoot::forward_failed(const std::exception_ptr& error) {
   for (size_t unit = 0; unit < units_.size(); ++unit) {
     if (gathers_->is_claimed(unit)) release_if_unused(unit);
   }
+  gathers_->drop_slices();
   if (pass_ == Pass::kForward) pass_ = Pass::kNone;
   if (!peers_know_) engine_->fail(error);
 }
@@ -338,8 +372,8 @@ std::shared_ptr<ShardedRoot::Call> ShardedRoot::begin_call(
   }
   need(unit);
   ++num_running_[unit];
-  const auto call =
-      std::make_shared<Call>(Call{.unit = unit, .version = version_of(unit)});
+  const auto call = std::make_shared<Call>(
+      Call{.unit = unit, .version = version_of(units_[unit])});
   gate_inputs(inputs, alive_, [this, call] { close(*call); });
   return call;
 }
@@ -347,7 +381,7 @@ std::shared_ptr<ShardedRoot::Call> ShardedRoot::begin_call(
 void ShardedRoot::abort_call(const Call& call) {
   if (num_running_[call.unit] > 0) --num_running_[call.unit];
   if (running_backward_id() < 0 && is_kept_[call.unit] == 0) {
-    release_if_unused(call.unit);
+    release_behind_forward(call.unit);
   }
 }
 
@@ -364,7 +398,7 @@ void ShardedRoot::end_call(const std::shared_ptr<Call>& call,
     is_kept_[unit] = 1;
   }
   if (is_kept_[unit] == 0 && !units_[unit].settings.spans_passes) {
-    release_if_unused(unit);
+    release_behind_forward(unit);
   }
 }
 
@@ -375,12 +409,25 @@ void ShardedRoot::release_if_unused(size_t unit) {
   gathers_->release(unit);
 }
 
+// In slices, which do not depend on this rank's branches, nor on whether it has
+// a backward: a rank that leaves the unit out keeps its slice where forward
+// ends.
+void ShardedRoot::release_behind_forward(size_t unit) {
+  if (num_running_[unit] > 0 || num_open_[unit] > 0) return;
+  if (pass_ == Pass::kApart) return;
+  const UnitSettings& settings = units_[unit].settings;
+  if (keeps_units_ && settings.keeps_slices()) {
+    gathers_->keep_slices(unit, *settings.reshards_to);
+  }
+  release_if_unused(unit);
+}
+
 // ---- Backward.
 
 void ShardedRoot::open(const std::shared_ptr<Call>& call) {
   if (pass_ != Pass::kBackward) begin_backward();
   const size_t unit = call->unit;
-  TORCH_CHECK(call->version == version_of(unit),
+  TORCH_CHECK(call->version == version_of(units_[unit]),
               "fully_shard: the parameters of unit '", units_[unit].name,
               "' were changed between its forward and its backward.\nRun "
               "backward before the optimizer's step.");
@@ -424,7 +471,10 @@ void ShardedRoot::begin_backward() {
     return;
   }
   const std::vector<size_t> expected = policy_->expected_in_backward();
-  ask("began a backward that is not reduced", expected);
+  std::vector<size_t> told = expected;
+  const std::vector<int> in_slices = gathers_->in_slices();
+  told.insert(told.end(), in_slices.begin(), in_slices.end());
+  ask("began a backward that is not reduced", told);
   gathers_->begin(expected, GatheredIn::kBackward);
   pass_ = Pass::kBackward;
   peers_know_ = false;
@@ -476,6 +526,7 @@ void ShardedRoot::end_backward(bool ended_well) {
       release_if_unused(unit);
     }
   }
+  if (!ended_well) gathers_->drop_slices();
   is_behind_backward_ = ended_well;
 }
 
@@ -549,7 +600,9 @@ void ShardedRoot::step_without_data() {
   forward([&] {
     for (const size_t unit : policy_->expected_in_forward()) {
       need(unit);
-      if (units_[unit].settings.reshards_after_forward) release_if_unused(unit);
+      if (units_[unit].settings.reshards_after_forward) {
+        release_behind_forward(unit);
+      }
     }
     return 0;
   });
@@ -696,6 +749,7 @@ ShardingStatistics ShardedRoot::statistics() const {
   ShardingStatistics statistics = {
       .late_gathers = static_cast<int64_t>(gathers_->schedule().num_late()),
       .ahead_gathers = static_cast<int64_t>(gathers_->schedule().num_ahead()),
+      .near_gathers = gathers_->num_near(),
       .allocations = pool_.num_allocations(),
       .unplanned = pool_.num_unplanned(),
       .whole_bytes = pool_.bytes(),
@@ -733,6 +787,10 @@ std::string ShardedRoot::explain() const {
           unit.settings.reshards_after_forward
               ? ""
               : ", whole from forward to backward",
+          unit.settings.keeps_slices()
+              ? absl::StrCat(", in slices on ", *unit.settings.reshards_to,
+                             " ranks in between")
+              : "",
           "\n");
     }
   }

@@ -77,6 +77,7 @@ namespace brigade {
 struct ShardingStatistics {
   int64_t late_gathers = 0;   // needed, and not expected
   int64_t ahead_gathers = 0;  // launched before their need
+  int64_t near_gathers = 0;   // of a segment, among those who kept its slices
   int64_t allocations = 0;    // of memory for whole units and gradients
   int64_t unplanned = 0;      // of these: not of the plan (fsdp/memory_plan.h)
   int64_t whole_bytes = 0;    // that memory
@@ -272,10 +273,12 @@ class ShardedRoot final : private UnitPolicy::Listener {
   MemoryPlan make_plan() const;
   void plan_memory();
   void check_shards();
+  void check_settings();
+  [[noreturn]] void refuse_to_begin(const std::string& text);
   void follow_shards();
   void claim_kept();
-  int64_t version_of(size_t unit) const;
   void release_if_unused(size_t unit);
+  void release_behind_forward(size_t unit);
   void release_behind_backward(size_t unit);
   void run_empty_backward();
   void bring_no_gradients();
@@ -290,6 +293,7 @@ class ShardedRoot final : private UnitPolicy::Listener {
 
   const c10::intrusive_ptr<c10d::ProcessGroup> group_;
   const ShardingOptions options_;
+  const std::vector<int> neighbours_;  // numbers of ranks that can keep slices
   const std::unique_ptr<ShardTransport> transport_;
   MemoryPool pool_;
   GradientMemory gradient_memory_;

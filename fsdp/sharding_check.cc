@@ -24,11 +24,25 @@ std::string describe(const ShardingOptions& options) {
       "sharding options: num_shards ",
       options.num_shards ? absl::StrCat(*options.num_shards) : "all",
       ", reshards_after_forward ", options.reshards_after_forward,
+      ", reshards_to ",
+      options.reshards_to ? absl::StrCat(*options.reshards_to) : "all",
       ", prefetch_depth ", options.prefetch_depth, ", max_reducing ",
       options.max_reducing, ", param_dtype ", dtype_name(options.param_dtype),
       ", reduce_dtype ", dtype_name(options.reduce_dtype),
       ", broadcasts_parameters ", options.broadcasts_parameters, ", comm_hook ",
       options.comm_hook ? options.comm_hook->hook_name() : "none");
+}
+
+absl::Status check_reshards_to(std::optional<int> found, int num_shards) {
+  if (!found ||
+      (*found > 1 && *found < num_shards && num_shards % *found == 0)) {
+    return absl::OkStatus();
+  }
+  return absl::InvalidArgumentError(absl::StrCat(
+      "fully_shard: expected reshards_to to be more than 1, less than the "
+      "number of shards, ",
+      num_shards, ", and to divide it, found ", *found,
+      ".\nGive the ranks of a host, or leave it out."));
 }
 
 absl::Status check_options(const ShardingOptions& options, int num_ranks) {
@@ -39,6 +53,9 @@ absl::Status check_options(const ShardingOptions& options, int num_ranks) {
         num_ranks, ", found ", *options.num_shards,
         ".\nGive the ranks of a host, or leave it out for all."));
   }
+  const absl::Status reshards_to = check_reshards_to(
+      options.reshards_to, options.num_shards.value_or(num_ranks));
+  if (!reshards_to.ok()) return reshards_to;
   for (const auto& dtype : {options.param_dtype, options.reduce_dtype}) {
     if (dtype && !at::isFloatingType(*dtype)) {
       return absl::InvalidArgumentError(absl::StrCat(
@@ -88,7 +105,7 @@ absl::Status check_parameter(const UnitSpec& unit,
   return absl::OkStatus();
 }
 
-absl::Status check_units(std::span<const UnitSpec> units) {
+absl::Status check_units(std::span<const UnitSpec> units, int num_shards) {
   std::unordered_map<const void*, std::string> owners;
   std::optional<c10::Device> device;
   for (const UnitSpec& unit : units) {
@@ -98,6 +115,9 @@ absl::Status check_units(std::span<const UnitSpec> units) {
                        "' has no parameters.\nMake a unit of a module that "
                        "has some of its own."));
     }
+    const absl::Status reshards_to =
+        check_reshards_to(unit.reshards_to, num_shards);
+    if (!reshards_to.ok()) return reshards_to;
     for (const NamedParameter& parameter : unit.parameters) {
       if (!device && parameter.tensor.defined()) {
         device = parameter.tensor.device();
@@ -124,7 +144,9 @@ void require_alike(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
                    std::span<const UnitSpec> units,
                    const ShardingOptions& options) {
   absl::Status status = check_options(options, group->getSize());
-  if (status.ok()) status = check_units(units);
+  if (status.ok()) {
+    status = check_units(units, options.num_shards.value_or(group->getSize()));
+  }
   std::vector<std::string> items = {describe(options)};
   for (const UnitSpec& unit : units) {
     for (const NamedParameter& parameter : unit.parameters) {
@@ -133,6 +155,9 @@ void require_alike(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
           "unit '", unit.name, "'",
           unit.reshards_after_forward
               ? absl::StrCat(" (reshards ", *unit.reshards_after_forward, ")")
+              : "",
+          unit.reshards_to
+              ? absl::StrCat(" (reshards to ", *unit.reshards_to, ")")
               : "",
           unit.spans_passes ? " (spans passes)" : "", ": '", parameter.name,
           "' ",

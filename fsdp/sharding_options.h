@@ -29,6 +29,12 @@ struct ShardingOptions {
   // sharded, parameters from backward's end to forward only.
   bool reshards_after_forward = true;
 
+  // Units that are released so stay in slices on so many ranks next to each
+  // other, those of a host for instance, and backward gathers among these. More
+  // than 1, and divides the number of shards, which is more. Unset: shards are
+  // all that stays.
+  std::optional<int> reshards_to = std::nullopt;
+
   // Gathers that are under way before their unit is needed. 0: none, so that
   // nothing is computed meanwhile.
   size_t prefetch_depth = 1;

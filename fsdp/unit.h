@@ -3,6 +3,7 @@
 #ifndef BRIGADE_FSDP_UNIT_H_
 #define BRIGADE_FSDP_UNIT_H_
 
+#include <cstdint>
 #include <memory>
 #include <string>
 #include <vector>
@@ -24,6 +25,13 @@ struct Unit {
 
   std::shared_ptr<ReductionHook> comm_hook;  // null: none
 };
+
+// Counts changes of its shards in place.
+inline int64_t version_of(const Unit& unit) {
+  int64_t version = 0;
+  for (const auto& segment : unit.segments) version += segment->version();
+  return version;
+}
 
 }  // namespace brigade
 

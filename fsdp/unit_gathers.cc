@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <exception>
 #include <optional>
+#include <string>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -19,6 +20,8 @@ UnitGathers::UnitGathers(std::vector<Unit>& units, ShardTransport& transport,
       schedule_(units.size(), depth),
       gathers_(units.size()),
       uses_(units.size(), StreamUses(pool.device())),
+      slices_(units, transport.streams(), pool),
+      num_from_slices_(units.size(), 0),
       shard_writers_(pool.device()) {
   const std::optional<c10::Stream>& stream = transport_.streams().gathers();
   for (Unit& unit : units_) {
@@ -51,6 +54,12 @@ UnitGathers::~UnitGathers() {
 void UnitGathers::begin(std::vector<size_t> expected, GatheredIn pass) {
   release_unneeded();
   pass_ = pass;
+  slices_.drop_outdated();
+  if (pass == GatheredIn::kBackward) {
+    for (const size_t unit : expected) {
+      if (slices_.num_ranks(unit) > 0) ++num_from_slices_[unit];
+    }
+  }
   launch_all(schedule_.begin(std::move(expected)));
 }
 
@@ -95,21 +104,28 @@ void UnitGathers::join(size_t unit) {
   for (Gather& gather : gathers_[unit]) {
     if (!gather.future) continue;
     gather.future->wait();
-    if (gather.future->hasError()) throw_lost(unit, *gather.future);
+    if (gather.future->hasError()) throw_lost(unit, gather);
     if (pool_.device().is_cpu()) gather.future = nullptr;
   }
   note_use(unit);
 }
 
 // In the words of the connections, behind what they were for.
-void UnitGathers::throw_lost(size_t unit, c10::ivalue::Future& gather) const {
+void UnitGathers::throw_lost(size_t unit, const Gather& gather) const {
+  std::string among;
+  if (gather.num_ranks < transport_.num_shards()) {
+    const int place = transport_.shard_rank();
+    const int first = place - place % gather.num_ranks;
+    among = absl::StrCat(" among ranks ", first, "-",
+                         first + gather.num_ranks - 1, " of a row");
+  }
   try {
-    std::rethrow_exception(gather.exception_ptr());
+    std::rethrow_exception(gather.future->exception_ptr());
   } catch (const c10::DistBackendError& error) {
     throw PeerError(
         {__func__, __FILE__, static_cast<uint32_t>(__LINE__)},
         absl::StrCat("fully_shard: the gather of unit '", units_[unit].name,
-                     "': ", error.what_without_backtrace()));
+                     "'", among, ": ", error.what_without_backtrace()));
   }
 }
 
@@ -123,6 +139,25 @@ void UnitGathers::bind(size_t unit) {
     gather.is_read = true;
     ++index;
   }
+}
+
+// What this rank has not needed, too. The copy counts as a use of the unit.
+void UnitGathers::keep_slices(size_t unit, int num_ranks) {
+  if (!schedule_.is_there(unit)) return;
+  const ShardingStreams::Scope on_gathers = transport_.streams().for_gathers();
+  join(unit);
+  std::vector<at::Tensor> memory;
+  int64_t version = 0;
+  for (const Gather& gather : gathers_[unit]) {
+    memory.push_back(gather.buffer.memory);
+    version += gather.version;
+  }
+  slices_.keep(unit, num_ranks, version, memory);
+}
+
+void UnitGathers::drop_slices() {
+  slices_.drop_all();
+  std::ranges::fill(num_from_slices_, 0);
 }
 
 void UnitGathers::release(size_t unit) {
@@ -171,25 +206,40 @@ void UnitGathers::launch(size_t unit) {
   const bool is_read = read.empty();
   std::vector<Gather>& gathers = is_read ? read : unread_;
   const GatheredIn pass = is_read ? pass_ : GatheredIn::kOther;
+  const bool is_near = num_from_slices_[unit] > 0;
+  const int num_ranks =
+      is_near ? slices_.num_ranks(unit) : transport_.num_shards();
   const ShardingStreams::Scope on_gathers = transport_.streams().for_gathers();
-  for (const auto& segment : units_[unit].segments) {
-    if (segment->is_whole_here()) continue;
+  const auto& segments = units_[unit].segments;
+  for (size_t i = 0; i < segments.size(); ++i) {
+    const Segment& segment = *segments[i];
+    if (segment.is_whole_here()) continue;
     Buffer buffer =
-        pool_.acquire(segment->whole_bytes(), segment->planned().of(pass));
+        pool_.acquire(segment.whole_bytes(), segment.planned().of(pass));
     buffer.last_use.wait();
-    FuturePtr future = gather(*segment, buffer.memory);
+    const at::Tensor whole = segment.whole_in(buffer.memory);
+    FuturePtr future =
+        is_near ? gather_near(unit, i, whole) : gather(segment, whole);
     gathers.push_back({.buffer = std::move(buffer),
-                       .version = segment->version(),
+                       .version = segment.version(),
+                       .num_ranks = num_ranks,
                        .future = std::move(future)});
   }
+  if (is_near && --num_from_slices_[unit] == 0) slices_.drop(unit);
 }
 
 UnitGathers::FuturePtr UnitGathers::gather(const Segment& segment,
-                                           const at::Tensor& memory) {
-  const at::Tensor whole = segment.whole_in(memory);
+                                           const at::Tensor& whole) {
   segment.write_own_slice(whole);
   reads_shards_ = true;
   return transport_.all_gather(whole);
+}
+
+UnitGathers::FuturePtr UnitGathers::gather_near(size_t unit, size_t segment,
+                                                const at::Tensor& whole) {
+  slices_.write_to(whole, unit, segment);
+  ++num_near_;
+  return transport_.all_gather_near(whole, slices_.num_ranks(unit));
 }
 
 void UnitGathers::release_unneeded() {

@@ -7,6 +7,9 @@
 // had the memory before, and each stream that needs a unit waits for its
 // gather. Streams that use a unit are remembered until it is released.
 //
+// Units that stay in slices behind forward are gathered from these in the next
+// backward, as often as it expects them.
+//
 // Thread safety: none; one pass at a time, and needs from one thread at a time.
 
 #ifndef BRIGADE_FSDP_UNIT_GATHERS_H_
@@ -22,6 +25,7 @@
 #include <vector>
 
 #include "brigade/fsdp/gather_schedule.h"
+#include "brigade/fsdp/kept_slices.h"
 #include "brigade/fsdp/memory_plan.h"
 #include "brigade/fsdp/memory_pool.h"
 #include "brigade/fsdp/shard_transport.h"
@@ -61,6 +65,15 @@ class UnitGathers {
   // The calling thread's current stream is behind some use of the unit.
   void note_use(size_t unit) { uses_[unit].note(); }
 
+  // The unit, if it is there, stays in slices on `num_ranks` neighbours: called
+  // on all ranks before a pass ends. Errors: as need().
+  void keep_slices(size_t unit, int num_ranks);
+  // As after a failure, of which all ranks know.
+  void drop_slices();
+  // By unit: on how many neighbours it is in slices; 0: on none. Equal on all
+  // ranks where a pass begins.
+  std::vector<int> in_slices() const { return slices_.holders(); }
+
   // Sharded again. Nothing if it is sharded. Waits for a gather in flight. Who
   // gets the memory is behind the streams that have used it.
   void release(size_t unit);
@@ -75,20 +88,23 @@ class UnitGathers {
   bool is_claimed(size_t unit) const { return schedule_.is_claimed(unit); }
 
   const GatherSchedule& schedule() const { return schedule_; }
+  int64_t num_near() const { return num_near_; }  // gathers among neighbours
 
  private:
   using FuturePtr = ShardTransport::FuturePtr;
   struct Gather {
     Buffer buffer;
     int64_t version = 0;   // of the shard
+    int num_ranks = 0;     // that gather it
     FuturePtr future;      // null: it is there, for any stream
     bool is_read = false;  // whoever has used it has waited for it
   };
 
   void launch_all(const std::vector<size_t>& units);
   void launch(size_t unit);
-  FuturePtr gather(const Segment& segment, const at::Tensor& memory);
-  [[noreturn]] void throw_lost(size_t unit, c10::ivalue::Future& gather) const;
+  FuturePtr gather(const Segment& segment, const at::Tensor& whole);
+  FuturePtr gather_near(size_t unit, size_t segment, const at::Tensor& whole);
+  [[noreturn]] void throw_lost(size_t unit, const Gather& gather) const;
   void bind(size_t unit);
   void join(size_t unit);
   void reclaim_unread(Gather gather);
@@ -105,6 +121,9 @@ class UnitGathers {
   std::vector<std::vector<Gather>> gathers_;
   std::vector<Gather> unread_;    // for the peers' sake
   std::vector<StreamUses> uses_;  // of whole units
+  KeptSlices slices_;
+  std::vector<int> num_from_slices_;  // gathers that this pass is to launch
+  int64_t num_near_ = 0;
   StreamUses shard_writers_;
   bool reads_shards_ = false;  // since somebody waited for that
 };

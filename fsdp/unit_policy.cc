@@ -228,7 +228,8 @@ uint64_t UnitPolicy::digest_of_settings() const {
 uint64_t UnitPolicy::backward_digest() const {
   uint64_t digest = digest_of_settings();
   for (const uint64_t part :
-       {digest_of(reduction_order_), digest_of(expected_in_backward())}) {
+       {digest_of(reduction_order_), digest_of(expected_in_backward()),
+        digest_of(gathers_.in_slices())}) {
     digest = c10::hash_combine(digest, part);
   }
   return digest | 1;

@@ -16,6 +16,11 @@ struct UnitSettings {
   // stays whole from forward to backward.
   bool reshards_after_forward = true;
 
+  // Behind its forward it stays in slices on so many ranks next to each other,
+  // and is gathered among these for its backward. Divides the number of shards;
+  // named by some unit when the root is made. Unset: only its shards stay.
+  std::optional<int> reshards_to = std::nullopt;
+
   // False: it stays whole behind its backward, until its shards are changed.
   bool reshards_after_backward = true;
 
@@ -34,6 +39,10 @@ struct UnitSettings {
   // backward. Empty: as many as the options say.
   std::vector<size_t> forward_prefetch = {};
   std::vector<size_t> backward_prefetch = {};
+
+  bool keeps_slices() const {
+    return reshards_after_forward && reshards_to && gathers_in_backward;
+  }
 };
 
 }  // namespace brigade

@@ -188,12 +188,14 @@ void register_sharding(py::module_& module) {
            py::arg("broadcasts_parameters") = true,
            py::arg("failure_patience") = std::chrono::seconds(30),
            py::arg("wire_dtype") = std::nullopt,
-           "`wire_dtype`: of a comm hook that compresses gradients.");
+           "`wire_dtype`: of a comm hook that compresses gradients.")
+      .def_readwrite("reshards_to", &ShardingOptions::reshards_to);
 
   py::class_<UnitSettings>(module, "UnitSettings", "See fsdp/unit.h.")
       .def_readwrite("reshards_after_forward",
                      &UnitSettings::reshards_after_forward)
       .def_readwrite("spans_passes", &UnitSettings::spans_passes)
+      .def_readwrite("reshards_to", &UnitSettings::reshards_to)
       .def_readwrite("reshards_after_backward",
                      &UnitSettings::reshards_after_backward)
       .def_readwrite("gathers_in_backward", &UnitSettings::gathers_in_backward)
@@ -301,6 +303,7 @@ void register_sharding(py::module_& module) {
         py::dict statistics;
         statistics["late_gathers"] = found.late_gathers;
         statistics["ahead_gathers"] = found.ahead_gathers;
+        statistics["near_gathers"] = found.near_gathers;
         statistics["allocations"] = found.allocations;
         statistics["unplanned"] = found.unplanned;
         statistics["whole_bytes"] = found.whole_bytes;

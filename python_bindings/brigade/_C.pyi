@@ -203,6 +203,12 @@ class ShardingOptions:
         """
         `wire_dtype`: of a comm hook that compresses gradients.
         """
+    @property
+    def reshards_to(self) -> int | None:
+        ...
+    @reshards_to.setter
+    def reshards_to(self, arg0: typing.SupportsInt | None) -> None:
+        ...
 class UnitSettings:
     """
     See fsdp/unit.h.
@@ -228,6 +234,12 @@ class UnitSettings:
         ...
     @gradient_divisor.setter
     def gradient_divisor(self, arg0: typing.SupportsFloat | None) -> None:
+        ...
+    @property
+    def reshards_to(self) -> int | None:
+        ...
+    @reshards_to.setter
+    def reshards_to(self, arg0: typing.SupportsInt | None) -> None:
         ...
 class ShardedUnit:
     """

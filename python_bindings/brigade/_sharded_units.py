@@ -53,6 +53,20 @@ def count_optimizer_steps() -> None:
     register_optimizer_step_post_hook(count)
 
 
+def split_reshards(value: bool | int, num_shards: int) -> tuple[bool, int | None]:
+    """Whether a unit is released behind forward, and on how many ranks it stays in slices."""
+    if isinstance(value, bool):
+        return value, None
+    if not isinstance(value, int) or value < 1 or num_shards % value != 0:
+        divisors = [n for n in range(1, num_shards + 1) if num_shards % n == 0]
+        raise ValueError(
+            "fully_shard: expected reshard_after_forward to be a bool, or a number of ranks that "
+            f"divides the {num_shards} which share the parameters, found {value!r}.\n"
+            f"Give one of {divisors}."
+        )
+    return value > 1, value if 1 < value < num_shards else None
+
+
 def unit_of(module: nn.Module) -> Unit | None:
     """The one that was made of this very module."""
     return getattr(module, _UNIT, None)
@@ -276,11 +290,12 @@ class Unit:
             return None
         return self.native.settings if self.root is None else self.root.native.settings(self.index)
 
-    def set_reshards_after_forward(self, value: bool) -> None:
+    def set_reshards_after_forward(self, value: bool | int) -> None:
         """From the next forward on."""
-        self.reshards = value
+        self.reshards, reshards_to = split_reshards(value, self.num_shards)
         if (settings := self.settings()) is not None:
-            settings.reshards_after_forward = value
+            settings.reshards_after_forward = self.reshards
+            settings.reshards_to = reshards_to
 
     def show_whole(self) -> None:
         """As the modules' attributes."""

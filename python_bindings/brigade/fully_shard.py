@@ -28,7 +28,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, UnshardH
 
 from brigade import _C, _compiling, _sharded_state
 from brigade._reduction_hooks import wire_dtype_of
-from brigade._sharded_units import Root, Unit, count_optimizer_steps, unit_of
+from brigade._sharded_units import Root, Unit, count_optimizer_steps, split_reshards, unit_of
 
 
 class FSDPModule(_TorchFSDPModule):
@@ -74,8 +74,12 @@ class FSDPModule(_TorchFSDPModule):
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Without effect: every backward is complete by itself."""
 
-    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """From the next forward on."""
+    def set_reshard_after_forward(
+        self, reshard_after_forward: bool | int, recurse: bool = True
+    ) -> None:
+        """From the next forward on. A number of ranks, as fully_shard() takes it, is one that
+        some unit had before the first forward.
+        """
         own = unit_of(self)
         for unit in own.with_those_below() if recurse else [own]:
             unit.set_reshards_after_forward(reshard_after_forward)
@@ -316,7 +320,10 @@ def fully_shard(
         mesh: of one dimension, whose ranks share the parameters (default: all ranks); of
             two, (replicas, shards): shards along the second.
         reshard_after_forward: whether it is released between forward and backward. None:
-            unless it is the outermost.
+            unless it is the outermost. A number n of ranks, which divides those that share
+            the parameters: each n next to each other, those of a host for instance, keep it in
+            between, every one a part, and backward gathers among these; all of them: True; 1:
+            False.
         shard_placement_fn: not so far.
         mp_policy: what forward computes in, gradients are summed in and outputs are cast
             to. Parameters stay in their own dtype.
@@ -340,8 +347,6 @@ def fully_shard(
     """
     modules = list(module) if isinstance(module, (list, tuple)) else [module]
     _require_separate(modules)
-    if isinstance(reshard_after_forward, int) and not isinstance(reshard_after_forward, bool):
-        raise NotImplementedError("fully_shard: reshard_after_forward to a smaller group.")
     for name, value in (
         ("shard_placement_fn", shard_placement_fn),
         ("dp_mesh_dims", dp_mesh_dims),
@@ -352,15 +357,19 @@ def fully_shard(
         raise NotImplementedError("fully_shard: offload_policy: parameters stay where they are.")
     policy = mp_policy or MixedPrecisionPolicy()
     group, num_shards = _group_of(mesh)
+    reshards, reshards_to = split_reshards(
+        True if reshard_after_forward is None else reshard_after_forward, num_shards
+    )
     options = _C.ShardingOptions(
         num_shards=num_shards,
-        reshards_after_forward=True if reshard_after_forward is None else reshard_after_forward,
+        reshards_after_forward=reshards,
         prefetch_depth=prefetch_depth,
         param_dtype=policy.param_dtype,
         reduce_dtype=policy.reduce_dtype,
         broadcasts_parameters=broadcasts_parameters,
         wire_dtype=None if comm_hook is None else wire_dtype_of(comm_hook),
     )
+    options.reshards_to = reshards_to
     _compiling.leave_to_interpreter()
     _sharded_state.teach_torch_to_gather()
     count_optimizer_steps()
@@ -371,7 +380,7 @@ def fully_shard(
         num_shards,
         options,
         policy,
-        reshard_after_forward,
+        None if reshard_after_forward is None else reshards,
         ignored,
         block_numel_fn,
     )

@@ -285,5 +285,30 @@ TEST(FullyShardedTest, AUnitOfNormsIsGatheredOnceAndReducedOnce) {
   });
 }
 
+// Behind forward, which is when they are released, too.
+TEST(FullyShardedTest, AUnitOfNormsMayStayInSlices) {
+  run_ranks(4, [&](const Group& group) {
+    FullySharded model(with_values(NormedNet(), 5), group, {.reshards_to = 2});
+    ShardedRoot& root = model.root();
+    EXPECT_FALSE(root.settings(1).keeps_slices());
+    root.settings(1).reshards_after_forward = true;
+    for (int step = 0; step < 3; ++step) {
+      model(random({3, 6}, step)).square().sum().backward();
+      // The norms' and the blocks', each once.
+      EXPECT_EQ(root.statistics().near_gathers, 4 * (step + 1));
+    }
+    const ShardingStatistics statistics = root.statistics();
+    EXPECT_EQ(statistics.late_gathers, 0);
+    EXPECT_EQ(statistics.unplanned, 0);
+    EXPECT_EQ(statistics.peak_whole_bytes, statistics.planned_bytes);
+
+    NormedNet net;
+    std::vector<UnitSpec> specs = units_of_module(*net).specs;
+    specs[1].reshards_to = 2;
+    ShardedRoot told(specs, group, {});
+    EXPECT_TRUE(told.settings(1).keeps_slices());
+  });
+}
+
 }  // namespace
 }  // namespace brigade

@@ -44,6 +44,37 @@ MemoryPlan plan_of(const std::vector<PlannedUnit>& units, size_t depth = 1,
   return *plan;
 }
 
+PlannedUnit in_slices(PlannedUnit unit, int num_ranks) {
+  unit.settings.reshards_to = num_ranks;
+  for (PlannedSegment& segment : unit.segments) {
+    segment.slice_bytes = *segment.whole_bytes / num_ranks;
+  }
+  return unit;
+}
+
+// A slice is read into the whole, so they share no memory; what comes next may
+// have the slice's.
+TEST(MemoryPlanTest, ASliceIsThereFromForwardToTheGatherOfBackward) {
+  const std::vector<PlannedUnit> units(3, in_slices(unit_of(8, false), 2));
+  std::vector<PlannedUnit> trained = units;
+  trained[0] = in_slices(unit_of(8), 2);
+  const MemoryPlan plan = plan_of(trained, /*depth=*/0, /*max_reducing=*/1);
+  for (size_t unit = 0; unit < 3; ++unit) {
+    for (size_t other = 0; other < 3; ++other) {
+      if (other != unit) {
+        EXPECT_NE(plan.of(unit, 0).slice, plan.of(other, 0).slice);
+      }
+      if (other <= unit) {
+        EXPECT_NE(plan.of(other, 0).slice, plan.of(unit, 0).backward);
+      }
+    }
+  }
+  // The gradient gets a slice's, which grows.
+  EXPECT_EQ(plan.total_bytes(), 8 + 8 + 2 * 4);
+  // Without a backward they stay.
+  EXPECT_EQ(plan_of(units, /*depth=*/0).total_bytes(), 8 + 3 * 4);
+}
+
 TEST(MemoryPlanTest, NoUnitsNeedNoMemory) {
   EXPECT_THAT(plan_of({}).buffer_bytes(), IsEmpty());
   EXPECT_EQ(plan_of({}).total_bytes(), 0);

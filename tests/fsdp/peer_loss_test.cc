@@ -48,16 +48,20 @@ bool are_equal(const std::vector<at::Tensor>& a,
   });
 }
 
-// Arguments: the rank that dies in the last step, and where.
+// Arguments: the rank that dies in the last step, and where; that units stay in
+// slices on two ranks each, if there is a third one.
 const RankFunction kTrainUntilDeath("train_sharded", [](RankContext& rank) {
   const bool dies = std::stoi(rank.arguments().at(0)) == rank.rank();
   const std::string& place = rank.arguments().at(1);
   GroupScope scope(init_process_group());
   Net net;
-  ShardedRoot root(
-      net.units(), scope.group(),
-      {.num_shards =
-           scope.group()->getSize() == 4 ? std::optional(2) : std::nullopt});
+  ShardingOptions options;
+  if (rank.arguments().size() > 2) {
+    options.reshards_to = 2;
+  } else if (scope.group()->getSize() == 4) {
+    options.num_shards = 2;
+  }
+  ShardedRoot root(net.units(), scope.group(), options);
   std::vector<at::Tensor> before;
   try {
     for (int step = 0; step <= kLastStep; ++step) {
@@ -72,7 +76,8 @@ const RankFunction kTrainUntilDeath("train_sharded", [](RankContext& rank) {
                   if (dies_now && place == "forward" && i == 1) raise(SIGKILL);
                   return net.blocks[i].run(x);
                 });
-                if (dies_now && place == "backward" && i == 1) {
+                if (dies_now && ((place == "backward" && i == 1) ||
+                                 (place == "last block" && i == 3))) {
                   h.register_hook([](const at::Tensor&) { raise(SIGKILL); });
                 }
               }
@@ -134,6 +139,29 @@ TEST_P(PeerLossTest, SurvivorsNameItAndHoldWhatTheyHeldBefore) {
     EXPECT_THAT(found.messages, Contains("as before"));
     EXPECT_THAT(found.messages, Contains("has no gradients"));
     EXPECT_THAT(found.messages, Contains("saved"));
+  }
+}
+
+// Its neighbour misses it in a gather; the others, who have gathered theirs, in
+// a sum.
+TEST(NeighbourLossTest, NeighboursMissItInTheirGather) {
+  ProcessRanks ranks({.world_size = 4,
+                      .function = "train_sharded",
+                      .arguments = {"3", "last block", "in slices"}});
+  const auto results = ranks.finish();
+  EXPECT_EQ(results[3].signal, SIGKILL);
+  for (int rank = 0; rank < 3; ++rank) {
+    const auto& found = results[rank];
+    EXPECT_EQ(found.exit_code, 0) << found.error_output;
+    const std::vector<std::string> words =
+        rank == 2 ? std::vector<std::string>{"the gather of unit 'blocks.",
+                                             "' among ranks 2-3 of a row: "}
+                  : std::vector<std::string>{"rank 3", ""};
+    EXPECT_THAT(found.messages,
+                Contains(AllOf(StartsWith("error fully_shard: "),
+                               HasSubstr(words[0]), HasSubstr(words[1]))));
+    EXPECT_THAT(found.messages, Contains("as before"));
+    EXPECT_THAT(found.messages, Contains("has no gradients"));
   }
 }
 

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "brigade/comm/ordered_collectives.h"
+#include "brigade/comm/recording_group.h"
 #include "brigade/fsdp/sharded_root.h"
 #include "brigade/tests/fsdp/integer_units.h"
 #include "brigade/tests/support/local_ranks.h"
@@ -93,6 +94,29 @@ TEST(SentBytesTest, WholeParametersSendAnAllReduce) {
                 (Sent{.by_gathers = 0, .by_sums = 2 * once}));
     });
   }
+}
+
+// Forward's over all, backward's among two neighbours.
+TEST(SentBytesTest, GathersAmongNeighboursSendLess) {
+  run_ranks(4, [&](const Group& group) {
+    const IntegerUnits net(kNumels);
+    ShardedRoot root(net.units(), group, {.reshards_to = 2});
+    const int64_t n = whole_bytes_of(root);
+    for (int step = 0; step < 3; ++step) {
+      EXPECT_EQ(sent_by_step(root, net, group->getRank()),
+                (Sent{.by_gathers = n / 4 * 3 + n / 2, .by_sums = n / 4 * 3}));
+    }
+  });
+}
+
+// As a ring among so many.
+TEST(SentBytesTest, AGroupsOwnGathersAreCountedByTheirRanks) {
+  const RecordingGroup recording(6);
+  const IntegerUnits net(kNumels);
+  ShardedRoot root(net.units(), recording.group(), {.reshards_to = 3});
+  const int64_t n = whole_bytes_of(root);
+  EXPECT_EQ(sent_by_step(root, net, 0),
+            (Sent{.by_gathers = n / 6 * 5 + n / 3 * 2, .by_sums = n / 6 * 5}));
 }
 
 // Over a row of two, and a shard over a column of two.

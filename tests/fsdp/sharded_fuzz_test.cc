@@ -360,6 +360,9 @@ class CaseDraw {
         .prefetch_depth = draw_.below(4),
         .max_reducing = 1 + draw_.below(3),
         .failure_patience = std::chrono::seconds(5)};
+    if (*case_.options.num_shards == 4 && draw_.percent(60)) {
+      case_.options.reshards_to = 2;
+    }
   }
 
   void draw_net() {
@@ -687,7 +690,8 @@ std::string describe(const Case& c) {
   std::ostringstream out;
   out << "seed " << c.seed << (c.is_wild ? ", wild, " : ", ") << c.world_size
       << " ranks, " << *c.options.num_shards << " shards, reshards "
-      << c.options.reshards_after_forward << ", depth "
+      << c.options.reshards_after_forward << " to "
+      << c.options.reshards_to.value_or(0) << ", depth "
       << c.options.prefetch_depth << ", reducing " << c.options.max_reducing
       << "\nwidth " << c.net.width << "\n";
   for (size_t i = 0; i < c.net.blocks.size(); ++i) {

@@ -29,6 +29,9 @@ using testing::sgd;
 
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
+// From 4 on units may stay in slices on some of them.
+constexpr int kNumShards[] = {2, 3, 4, 6};
+
 class Draw {
  public:
   explicit Draw(uint64_t seed) : generator_(seed) {}
@@ -47,7 +50,8 @@ class Draw {
 // before them, behind them or both.
 class RandomChain {
  public:
-  explicit RandomChain(uint64_t seed) : draw_(seed) {
+  explicit RandomChain(uint64_t seed, int num_shards = 1)
+      : draw_(seed), num_shards_(num_shards) {
     has_outermost_ = draw_.percent(60);
     const auto num_units = static_cast<size_t>(draw_.between(2, 7));
     for (size_t unit = 0; unit < num_units; ++unit) add(unit);
@@ -131,10 +135,14 @@ class RandomChain {
       spec.parameters.push_back({absl::StrCat("p", unit, ".", i), tensor});
     }
     if (is_outermost || draw_.percent(25)) spec.reshards_after_forward = false;
+    if (num_shards_ % 2 == 0 && num_shards_ > 2 && draw_.percent(50)) {
+      spec.reshards_to = draw_.percent(50) ? num_shards_ / 2 : 2;
+    }
     units.push_back(std::move(spec));
   }
 
   Draw draw_;
+  const int num_shards_;
   bool has_outermost_ = false;
 };
 
@@ -163,8 +171,9 @@ TEST(ShardedMemoryTest, IsThePlannedOne) {
   for (uint64_t seed = 0; seed < 400 && !::testing::Test::HasFailure();
        ++seed) {
     SCOPED_TRACE(absl::StrCat("seed ", seed));
-    const RecordingGroup recording(static_cast<int>(2 + seed % 3));
-    RandomChain chain(seed);
+    const int num_shards = kNumShards[seed % 4];
+    const RecordingGroup recording(num_shards);
+    RandomChain chain(seed, num_shards);
     expect_planned(chain, recording.group());
   }
 }
@@ -175,8 +184,9 @@ TEST(ShardedMemoryTest, IsThePlannedOneWithoutData) {
   for (uint64_t seed = 0; seed < 200 && !::testing::Test::HasFailure();
        ++seed) {
     SCOPED_TRACE(absl::StrCat("seed ", seed));
-    const RecordingGroup recording(static_cast<int>(2 + seed % 3));
-    RandomChain chain(seed);
+    const int num_shards = kNumShards[seed % 4];
+    const RecordingGroup recording(num_shards);
+    RandomChain chain(seed, num_shards);
     for (UnitSpec& spec : chain.units) {
       spec.reshards_after_forward = !spec.name.empty();
     }
@@ -235,11 +245,12 @@ TEST(ShardedMemoryTest, IsThePlannedOneWhereNoBackwardReduces) {
 // makes no difference.
 TEST(ShardedMemoryTest, IsThePlannedOneOnMeshes) {
   for (const auto& [world_size, num_shards] :
-       {std::pair(4, 2), std::pair(2, 1), std::pair(2, 2), std::pair(1, 1)}) {
+       {std::pair(4, 4), std::pair(4, 2), std::pair(2, 1), std::pair(2, 2),
+        std::pair(1, 1)}) {
     run_ranks(world_size, [&, shards = num_shards](const Group& group) {
       for (uint64_t seed = 0; seed < 10; ++seed) {
         SCOPED_TRACE(absl::StrCat("seed ", seed, ", ", shards, " shards"));
-        RandomChain chain(seed);
+        RandomChain chain(seed, shards);
         chain.options.num_shards = shards;
         chain.options.max_reducing = 100;
         expect_planned(chain, group);
@@ -280,6 +291,41 @@ TEST(ShardedMemoryTest, EqualUnitsTakeTwoBuffersAndWhatIsKept) {
               static_cast<int64_t>(2 + num_kept) * kBytes);
     EXPECT_EQ(root.statistics().unplanned, 0);
   }
+}
+
+// Beside two whole units, a slice of half of each: but for the last, whose
+// slice is where no other unit is whole. The gradient is of the first unit
+// alone.
+TEST(ShardedMemoryTest, SlicesTakeTheirPartOfEachUnit) {
+  constexpr int64_t kBytes = 256;
+  constexpr size_t kNumUnits = 6;
+  const RecordingGroup recording(4);
+  std::vector<at::Tensor> weights;
+  std::vector<UnitSpec> units;
+  for (size_t u = 0; u < kNumUnits; ++u) {
+    weights.push_back(torch::ones({kBytes / 4}).requires_grad_(u == 0));
+    units.push_back(
+        {.name = absl::StrCat(u), .parameters = {{"w", weights.back()}}});
+  }
+  ShardedRoot root(units, recording.group(),
+                   {.reshards_to = 2, .prefetch_depth = 1, .max_reducing = 1});
+  for (int step = 0; step < 3; ++step) {
+    const at::Tensor loss = root.forward([&] {
+      at::Tensor h = torch::ones({kBytes / 4});
+      for (size_t u = 0; u < kNumUnits; ++u) {
+        h = root.call(u, h,
+                      [&](const at::Tensor& in) { return in * weights[u]; });
+      }
+      return h.sum();
+    });
+    loss.backward();
+  }
+  const ShardingStatistics statistics = root.statistics();
+  EXPECT_EQ(statistics.peak_whole_bytes,
+            2 * kBytes + static_cast<int64_t>(kNumUnits - 1) * kBytes / 2);
+  EXPECT_EQ(statistics.planned_bytes, statistics.peak_whole_bytes);
+  EXPECT_EQ(statistics.unplanned, 0);
+  EXPECT_EQ(statistics.near_gathers, 3 * static_cast<int64_t>(kNumUnits));
 }
 
 // A program that is not as expected has memory beside the plan, and says so.

@@ -6,6 +6,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import brigade
+from brigade._sharded_units import unit_of
 
 from ranks import run_ranks
 from sharded_training import batch_of, expect_equal, make_net, shard_blocks, step_of_all
@@ -81,6 +82,101 @@ def _stays_whole(rank):
 
 def test_units_stay_whole_behind_backward():
     run_ranks(_stays_whole)
+
+
+def _to_neighbours(rank, checkpointed):
+    plain = make_net(checkpointed=checkpointed)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, foreach=False)
+    model = shard_blocks(make_net(checkpointed=checkpointed), reshard_after_forward=2)
+    sharded_optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.blocks[1].set_reshard_after_forward(True)
+
+    def gathers_of_a_step(step):
+        before = model.sharding_statistics()["near_gathers"]
+        step_of_all(plain, optimizer, step, 4)
+        sharded_optimizer.zero_grad()
+        _loss(model, rank, step).backward()
+        sharded_optimizer.step()
+        return model.sharding_statistics()["near_gathers"] - before
+
+    # The outermost module's own parameters too: it was told to.
+    assert [gathers_of_a_step(step) for step in range(2)] == [3, 3]
+    model.set_reshard_after_forward(True)
+    assert gathers_of_a_step(2) == 0
+    for block in model.blocks:
+        block.set_reshard_after_forward(2)
+    model.set_reshard_after_forward(False, recurse=False)
+    assert gathers_of_a_step(3) == 3
+    statistics = model.sharding_statistics()
+    assert statistics["late_gathers"] == 0
+    expect_equal(model, plain)
+
+
+@pytest.mark.parametrize("checkpointed", [None, False, True])
+def test_units_stay_on_neighbours_between_forward_and_backward(checkpointed):
+    run_ranks(_to_neighbours, checkpointed, world_size=4)
+
+
+def _numbers_of_neighbours(rank):
+    def settings_of(reshards):
+        block = shard_blocks(make_net()).blocks[0]
+        block.set_reshard_after_forward(reshards)
+        settings = unit_of(block).settings()
+        return settings.reshards_after_forward, settings.reshards_to
+
+    found = {reshards: settings_of(reshards) for reshards in (1, 2, 4)}
+    assert found == {1: (False, None), 2: (True, 2), 4: (True, None)}
+    assert settings_of(True) == (True, None)
+    assert settings_of(False) == (False, None)
+    pair = [torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)]
+    brigade.fully_shard(pair, reshard_after_forward=1)
+    assert unit_of(pair[0]).settings().spans_passes  # as where it is False
+    for wrong in (0, -2, 3, 8, 2.0, "2"):
+        with pytest.raises(ValueError, match=r"Give one of \[1, 2, 4\]"):
+            brigade.fully_shard(make_net(), reshard_after_forward=wrong)
+    model = shard_blocks(make_net())
+    model(batch_of(rank, 0))
+    model.blocks[0].set_reshard_after_forward(2)
+    with pytest.raises(RuntimeError, match=r"'blocks\.0' is to be resharded to 2"):
+        model(batch_of(rank, 0))
+    model.set_reshard_after_forward(True)
+    _loss(model, rank, 0).backward()
+
+
+def test_numbers_of_neighbours():
+    run_ranks(_numbers_of_neighbours, world_size=4)
+
+
+def _fails_with_neighbours(rank):
+    model = shard_blocks(make_net(), reshard_after_forward=2)
+    plain = make_net()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, foreach=False)
+    sharded_optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        hook = model.blocks[1].down.register_forward_hook(_raise_in_backward)
+        if rank != 2:
+            hook.remove()
+        loss = _loss(model, rank, step)
+        hook.remove()
+        with pytest.raises(Exception, match="no luck" if rank == 2 else "rank 2 failed"):
+            loss.backward()
+        step_of_all(plain, optimizer, step, 4)
+        sharded_optimizer.zero_grad()
+        _loss(model, rank, step).backward()
+        sharded_optimizer.step()
+    expect_equal(model, plain)
+
+
+def _raise_in_backward(module, args, output):
+    output.register_hook(_raises)
+
+
+def _raises(gradient):
+    raise RuntimeError("no luck")
+
+
+def test_a_failure_among_neighbours():
+    run_ranks(_fails_with_neighbours, world_size=4)
 
 
 class _Offset(torch.nn.Module):

@@ -5,6 +5,7 @@
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <set>
 #include <stdexcept>
 #include <string>
@@ -27,14 +28,18 @@ using testing::ShardedProgram;
 using testing::ShardedTraining;
 using testing::StreamLayout;
 
-// Shards, kept from forward to backward, prefetch depth, calls on own streams.
-class FsdpStreamsTest
-    : public simulated::StreamTest,
-      public ::testing::WithParamInterface<std::tuple<int, bool, int, bool>> {
+// Shards, kept from forward to backward, prefetch depth, calls on own streams,
+// neighbours that keep slices (0: none do).
+class FsdpStreamsTest : public simulated::StreamTest,
+                        public ::testing::WithParamInterface<
+                            std::tuple<int, bool, int, bool, int>> {
  protected:
   static ShardingOptions options() {
+    const int neighbours = std::get<4>(GetParam());
     return {.num_shards = std::get<0>(GetParam()),
             .reshards_after_forward = !std::get<1>(GetParam()),
+            .reshards_to =
+                neighbours > 0 ? std::optional(neighbours) : std::nullopt,
             .prefetch_depth = static_cast<size_t>(std::get<2>(GetParam()))};
   }
   static ShardedProgram program() {
@@ -96,7 +101,14 @@ INSTANTIATE_TEST_SUITE_P(, FsdpStreamsTest,
                          ::testing::Combine(::testing::Values(4, 2, 1),
                                             ::testing::Bool(),
                                             ::testing::Values(0, 1, 2),
-                                            ::testing::Bool()));
+                                            ::testing::Bool(),
+                                            ::testing::Values(0)));
+INSTANTIATE_TEST_SUITE_P(InSlices, FsdpStreamsTest,
+                         ::testing::Combine(::testing::Values(4),
+                                            ::testing::Values(false),
+                                            ::testing::Values(0, 1, 2),
+                                            ::testing::Bool(),
+                                            ::testing::Values(2)));
 
 using OtherFsdpStreamsTest = FsdpStreamsTest;
 
@@ -373,10 +385,12 @@ TEST_P(OtherFsdpStreamsTest, TheHostWaitsForNoDevice) {
 }
 
 INSTANTIATE_TEST_SUITE_P(, OtherFsdpStreamsTest,
-                         ::testing::Values(std::tuple(4, false, 1, false),
-                                           std::tuple(4, true, 2, true),
-                                           std::tuple(2, false, 0, true),
-                                           std::tuple(1, false, 1, false)));
+                         ::testing::Values(std::tuple(4, false, 1, false, 0),
+                                           std::tuple(4, true, 2, true, 0),
+                                           std::tuple(4, false, 0, true, 2),
+                                           std::tuple(4, false, 1, false, 2),
+                                           std::tuple(2, false, 0, true, 0),
+                                           std::tuple(1, false, 1, false, 0)));
 
 using ShardedMemoryTest = simulated::StreamTest;
 

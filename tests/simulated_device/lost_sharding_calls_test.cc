@@ -34,6 +34,7 @@ using simulated::on_device;
 using simulated::OrderingCall;
 
 constexpr int kNumRanks = 4;
+constexpr int kNeighbours = 2;  // of them
 constexpr int64_t kNumel = 64;
 
 // The streams of a call, as a test names them.
@@ -140,7 +141,7 @@ struct Parts {
     units = make_units(specs, recording.group(),
                        {.num_shards = num_shards, .reduce_dtype = reduce});
     transport = make_device_transport(recording.group(), num_shards,
-                                      simulated::device());
+                                      simulated::device(), {kNeighbours});
     pool = std::make_unique<MemoryPool>(simulated::device());
     gradients = std::make_unique<GradientMemory>(*pool, transport->streams(),
                                                  max_reducing);
@@ -319,6 +320,95 @@ TEST_F(LostGatherCallsTest, GathersForPeersAreWaitedForToo) {
     parts.take(0);
     EXPECT_EQ(parts.pool->num_allocations(), 2);
     parts.drop_gradients(0);
+  });
+}
+
+// Which nobody on this rank has needed.
+TEST_F(LostGatherCallsTest, SlicesAreCopiedBehindTheGather) {
+  expect_needed_of("gathers waits for group", [&](Parts& parts) {
+    parts.gathers->begin({0});
+    parts.gathers->launch_rest();
+    arm();
+    parts.gathers->keep_slices(0, kNeighbours);
+    disarm();
+    parts.gathers->release(0);
+  });
+}
+
+// It goes to a gradient.
+TEST_F(LostGatherCallsTest, WhoGetsTheMemoryOfAUnitIsBehindTheCopyOfItsSlice) {
+  const auto program = [&](Parts& parts) {
+    parts.gathers->begin({0});
+    const c10::StreamGuard on_a(stream_named("a"));
+    parts.need(0);
+    parts.gathers->keep_slices(0, kNeighbours);
+    arm();
+    parts.gathers->release(0);
+    const c10::StreamGuard on_b(stream_named("b"));
+    parts.take(0);
+    EXPECT_EQ(parts.pool->num_allocations(), 2);
+    parts.drop_gradients(0);
+    disarm();
+  };
+  expect_needed_of("b waits for gathers", program);
+  expect_needed_of("records gathers", program);
+}
+
+TEST_F(LostGatherCallsTest, SlicesAreWrittenBehindWhoHadTheirMemory) {
+  expect_needed_of("gathers waits for a", [&](Parts& parts) {
+    parts.gathers->begin({0});
+    parts.need(0);
+    {
+      const c10::StreamGuard on_a(stream_named("a"));
+      Buffer buffer =
+          parts.pool->acquire(parts.segment(0).whole_bytes() / kNeighbours);
+      buffer.last_use.wait();
+      buffer.memory.fill_(1);
+      buffer.last_use = StreamPoint::now(simulated::device());
+      parts.pool->release(std::move(buffer));
+    }
+    arm();
+    parts.gathers->keep_slices(0, kNeighbours);
+    EXPECT_EQ(parts.pool->num_allocations(), 2);
+  });
+}
+
+// The gather among neighbours reads them, and is the last to do so.
+TEST_F(LostGatherCallsTest, WhoGetsTheMemoryOfASliceIsBehindItsGather) {
+  const auto program = [&](Parts& parts) {
+    parts.gathers->begin({0});
+    parts.need(0);
+    parts.gathers->keep_slices(0, kNeighbours);
+    parts.gathers->release(0);
+    parts.gathers->launch_rest();
+    arm();
+    parts.gathers->begin({0}, GatheredIn::kBackward);
+    parts.gathers->launch_rest();
+    EXPECT_EQ(parts.gathers->num_near(), 1);
+    const c10::StreamGuard on_a(stream_named("a"));
+    Buffer buffer =
+        parts.pool->acquire(parts.segment(0).whole_bytes() / kNeighbours);
+    buffer.last_use.wait();
+    buffer.memory.fill_(1);
+    EXPECT_EQ(parts.pool->num_allocations(), 2);
+    buffer.last_use = StreamPoint::now(simulated::device());
+    parts.pool->release(std::move(buffer));
+  };
+  expect_needed_of("a waits for gathers", program);
+  expect_needed_of("records gathers", program);
+}
+
+TEST_F(LostGatherCallsTest, WhoNeedsAUnitIsBehindTheGatherAmongNeighbours) {
+  expect_needed_of("a waits for group", [&](Parts& parts) {
+    parts.gathers->begin({0});
+    parts.need(0);
+    parts.gathers->keep_slices(0, kNeighbours);
+    parts.gathers->release(0);
+    arm();
+    parts.gathers->begin({0}, GatheredIn::kBackward);
+    const c10::StreamGuard on_a(stream_named("a"));
+    parts.need(0);
+    parts.parameter(0).sum();
   });
 }
 
