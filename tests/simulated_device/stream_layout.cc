@@ -21,6 +21,13 @@ const char* name_of(Forward forward) {
   return "";
 }
 
+// What AddressSanitizer finds does not depend on the order of streams.
+#ifdef __SANITIZE_ADDRESS__
+constexpr bool kTriesFew = true;
+#else
+constexpr bool kTriesFew = false;
+#endif
+
 std::vector<StreamLayout> make_layouts() {
   std::vector<StreamLayout> layouts;
   for (const Forward forward : {Forward::kCaller, Forward::kSide, Forward::kTwo,
@@ -39,6 +46,17 @@ std::vector<StreamLayout> make_layouts() {
   return layouts;
 }
 
+// Everything else differs among these too.
+std::vector<StreamLayout> one_for_each_forward() {
+  const std::vector<StreamLayout> all = make_layouts();
+  constexpr size_t kOfAForward = 8;
+  std::vector<StreamLayout> chosen;
+  for (size_t i = 0; i < all.size() / kOfAForward; ++i) {
+    chosen.push_back(all[i * kOfAForward + i * 3 % kOfAForward]);
+  }
+  return chosen;
+}
+
 }  // namespace
 
 std::string name_of(const StreamLayout& layout) {
@@ -50,8 +68,8 @@ std::string name_of(const StreamLayout& layout) {
 }
 
 const std::vector<StreamLayout>& all_stream_layouts() {
-  static const auto* const layouts =
-      new std::vector<StreamLayout>(make_layouts());
+  static const auto* const layouts = new std::vector<StreamLayout>(
+      kTriesFew ? one_for_each_forward() : make_layouts());
   return *layouts;
 }
 
