@@ -1,8 +1,10 @@
 #include "brigade/comm/close_group.h"
 
 #include <exception>
+#include <stdexcept>
 
 #include "brigade/comm/gloo_connections.h"
+#include "brigade/comm/host_sums.h"
 
 namespace brigade {
 namespace {
@@ -19,6 +21,8 @@ void close_backend(c10d::Backend& backend) {
 
 void close_group(c10d::ProcessGroup& group) noexcept {
   try {
+    HostSums::close(group, std::make_exception_ptr(
+                               std::runtime_error("the group was closed")));
     for (const c10::Device& device : group.getDeviceTypes()) {
       close_backend(*group.getBackend(device.type()));
     }

@@ -3,6 +3,8 @@
 #include <exception>
 #include <set>
 
+#include "brigade/comm/host_sums.h"
+
 namespace brigade {
 
 std::optional<int64_t> count_collectives(c10d::ProcessGroup& group) {
@@ -18,7 +20,7 @@ std::optional<int64_t> count_collectives(c10d::ProcessGroup& group) {
     return std::nullopt;
   }
   if (counted.empty()) return std::nullopt;
-  return count;
+  return count + HostSums::num_launches(group);
 }
 
 }  // namespace brigade

@@ -55,6 +55,8 @@ HostMessages::HostMessages(c10d::Backend& backend, size_t bytes)
   }
   // Those that reach each other: peers that can't read would be waited for.
   const at::Tensor all_reached = gather_rows(backend, reached);
+  joins_all_ = all_reached.sum().item<int64_t>() ==
+               int64_t{backend.getSize()} * (backend.getSize() - 1);
   for (int peer = 0; peer < backend.getSize(); ++peer) {
     if (all_reached[peer][rank].item<int>() == 0) peers_[peer] = nullptr;
     if (peers_[peer]) ++num_peers_;

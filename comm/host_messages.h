@@ -45,6 +45,8 @@ class HostMessages {
 
   bool reaches(int peer) const { return peers_[peer] != nullptr; }
   bool has_peers() const { return num_peers_ > 0; }
+  // Whether every rank reaches every other: the same on all.
+  bool joins_all() const { return joins_all_; }
 
   // Returns whether there was room.  Waits while 1,000 earlier posts of the
   // lane are unread.  REQUIRES: has_peers().  Errors: RuntimeError after
@@ -71,6 +73,7 @@ class HostMessages {
   std::unique_ptr<HostOutbox> own_;
   std::vector<std::unique_ptr<HostOutbox>> peers_;  // by rank; null: not here
   int num_peers_ = 0;
+  bool joins_all_ = false;
 
   std::atomic<bool> is_aborted_ = false;
 };

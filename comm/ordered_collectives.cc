@@ -425,6 +425,15 @@ void OrderedCollectives::abort(const std::exception_ptr& cause) noexcept {
   fail("it was given up", cause);
 }
 
+bool OrderedCollectives::is_on_one_host() const {
+  return !host_ || host_->joins_all();
+}
+
+bool OrderedCollectives::has_failed() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return failure_ != nullptr;
+}
+
 int64_t OrderedCollectives::num_launches() const {
   const std::lock_guard<std::mutex> lock(mutex_);
   return num_launches_;

@@ -161,6 +161,13 @@ class OrderedCollectives {
     return slice_of_rank(numel, rank_, size_);
   }
 
+  // Whether all ranks are on one host, and nothing travels over connections but
+  // what the memory that they share has no room for. The same on all ranks.
+  bool is_on_one_host() const;
+
+  // Whether an error ends all calls from here on.
+  bool has_failed() const;
+
   // Calls so far, of tensors that are not empty.
   int64_t num_launches() const;
 

@@ -9,7 +9,6 @@
 #include <fstream>
 #include <functional>
 #include <random>
-#include <sstream>
 #include <string>
 #include <utility>
 
@@ -25,17 +24,6 @@ std::optional<std::string> target_of(const std::string& link) {
   const ssize_t length = readlink(link.c_str(), target.data(), target.size());
   if (length < 0 || length == static_cast<ssize_t>(target.size())) return {};
   return std::string(target.data(), static_cast<size_t>(length));
-}
-
-// The same for processes that can share memory and would talk over loopback.
-// 0: unknown.
-uint64_t host_of_this_process() {
-  std::ifstream file("/proc/sys/kernel/random/boot_id");
-  std::string boot;
-  const auto network = target_of("/proc/self/ns/net");
-  const auto processes = target_of("/proc/self/ns/pid");
-  if (!(file >> boot) || !network || !processes) return 0;
-  return std::hash<std::string>()(absl::StrCat(boot, *network, *processes));
 }
 
 std::string name_of(const SharedMemory::Address& address) {
@@ -54,6 +42,15 @@ std::byte* map_descriptor(int descriptor, size_t bytes) {
 
 }  // namespace
 
+uint64_t SharedMemory::host() {
+  std::ifstream file("/proc/sys/kernel/random/boot_id");
+  std::string boot;
+  const auto network = target_of("/proc/self/ns/net");
+  const auto processes = target_of("/proc/self/ns/pid");
+  if (!(file >> boot) || !network || !processes) return 0;
+  return std::hash<std::string>()(absl::StrCat(boot, *network, *processes));
+}
+
 std::optional<SharedMemory> SharedMemory::make(size_t bytes) {
   std::random_device random;
   const auto draw = [&] {
@@ -63,7 +60,7 @@ std::optional<SharedMemory> SharedMemory::make(size_t bytes) {
                      .descriptor = -1,
                      .bytes = bytes,
                      .nonce = {draw(), draw()},
-                     .host = host_of_this_process()};
+                     .host = host()};
   if (address.host == 0) return std::nullopt;
   const int descriptor = memfd_create(name_of(address).c_str(), MFD_CLOEXEC);
   if (descriptor < 0) return std::nullopt;
@@ -79,7 +76,7 @@ std::optional<SharedMemory> SharedMemory::make(size_t bytes) {
 }
 
 std::optional<SharedMemory> SharedMemory::map(const Address& address) {
-  if (address.bytes == 0 || address.host != host_of_this_process()) {
+  if (address.bytes == 0 || address.host != host()) {
     return std::nullopt;
   }
   const std::string path =

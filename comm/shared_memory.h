@@ -25,6 +25,10 @@ class SharedMemory {
     uint64_t host;
   };
 
+  // Equal for processes that may share memory, and would talk over loopback.
+  // 0: this one can't.
+  static uint64_t host();
+
   // Zeros, of which the system keeps what was written to only.  None where it
   // refuses.
   static std::optional<SharedMemory> make(size_t bytes);

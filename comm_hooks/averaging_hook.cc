@@ -4,6 +4,8 @@
 
 #include <utility>
 
+#include "brigade/comm/host_sums.h"
+
 namespace brigade {
 
 AveragingHook::AveragingHook(
@@ -34,10 +36,14 @@ double AveragingHook::divisor() const {
 
 c10::intrusive_ptr<c10::ivalue::Future> AveragingHook::runHook(
     c10d::GradBucket& bucket) {
-  if (!ordered_) return all_reduce_->runHook(bucket);
   const at::Tensor& buffer = bucket.getBuffer();
-  return ordered_->run(buffer.is_complex() ? at::view_as_real(buffer) : buffer,
-                       1.0 / divisor());
+  const at::Tensor reals =
+      buffer.is_complex() ? at::view_as_real(buffer) : buffer;
+  if (ordered_) return ordered_->run(reals, 1.0 / divisor());
+  if (host_sums_ && HostSums::can_reduce(reals)) {
+    return host_sums_->all_reduce(reals);
+  }
+  return all_reduce_->runHook(bucket);
 }
 
 at::Tensor AveragingHook::parseHookResult(const c10::IValue& result) {
@@ -48,6 +54,16 @@ WireFormat AveragingHook::wire_format(at::ScalarType gradient_dtype) const {
   WireFormat format = all_reduce_->wire_format(gradient_dtype);
   format.scale = ordered_ ? 1.0 : 1.0 / divisor();
   return format;
+}
+
+std::shared_ptr<AveragingHook> default_hook(
+    const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+    std::optional<at::ScalarType> wire_dtype,
+    std::shared_ptr<OrderedAllReduce> ordered) {
+  auto hook =
+      std::make_shared<AveragingHook>(group, wire_dtype, std::move(ordered));
+  hook->is_default_ = true;
+  return hook;
 }
 
 std::shared_ptr<AveragingHook> sum_hook(

@@ -1,6 +1,6 @@
 // An averaging all-reduce whose divisor may change from iteration to iteration:
-// the world size, or the number of ranks that still have data. By the group, or
-// in the order of the ranks.
+// the world size, or the number of ranks that still have data. By the group, in
+// memory that its ranks share, or in the order of the ranks.
 //
 // Thread safety: one call at a time.
 
@@ -15,12 +15,14 @@
 
 #include "brigade/comm_hooks/all_reduce_hook.h"
 #include "brigade/comm_hooks/ordered_all_reduce.h"
+#include "brigade/comm_hooks/takes_host_sums.h"
 #include "brigade/comm_hooks/wire_format.h"
 
 namespace brigade {
 
 class AveragingHook final : public c10d::CommHookInterface,
-                            public DeclaresWireFormat {
+                            public DeclaresWireFormat,
+                            public TakesHostSums {
  public:
   // `wire_dtype`: as AllReduceHook's. `ordered`: adds up in place of the
   // group's own all-reduce, and divides the sum; null: gradients are divided
@@ -42,6 +44,13 @@ class AveragingHook final : public c10d::CommHookInterface,
   // bucket is launched, by ranks without data too, and may launch one.
   void divide_by(std::function<double()> divisor);
 
+  // False unless it was made by default_hook(), for one reducer.
+  bool takes_host_sums() const override { return is_default_ && !ordered_; }
+  void take_host_sums(std::shared_ptr<HostSums> sums) override {
+    host_sums_ = std::move(sums);
+  }
+  const std::shared_ptr<HostSums>& host_sums() const { return host_sums_; }
+
   c10::intrusive_ptr<c10::ivalue::Future> runHook(
       c10d::GradBucket& bucket) override;
   at::Tensor parseHookResult(const c10::IValue& result) override;
@@ -50,14 +59,27 @@ class AveragingHook final : public c10d::CommHookInterface,
   bool sums_in_order() const override { return ordered_ != nullptr; }
 
  private:
+  friend std::shared_ptr<AveragingHook> default_hook(
+      const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+      std::optional<at::ScalarType> wire_dtype,
+      std::shared_ptr<OrderedAllReduce> ordered);
+
   double divisor() const;
 
   const std::shared_ptr<AllReduceHook> all_reduce_;
   const std::shared_ptr<OrderedAllReduce> ordered_;
   const double world_size_;
+  bool is_default_ = false;
+  std::shared_ptr<HostSums> host_sums_;  // null: the group adds up
   mutable std::function<double()> ask_;  // empty: known
   mutable double divisor_;
 };
+
+// What a reducer does that was given no hook. Arguments: as AveragingHook's.
+std::shared_ptr<AveragingHook> default_hook(
+    const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+    std::optional<at::ScalarType> wire_dtype = std::nullopt,
+    std::shared_ptr<OrderedAllReduce> ordered = nullptr);
 
 // Adds up over ranks and divides by nothing. Several local replicas are
 // averaged before that.

@@ -18,6 +18,7 @@
 #include "brigade/comm_hooks/hook_traits.h"
 #include "brigade/comm_hooks/iteration_listener.h"
 #include "brigade/comm_hooks/steps_parameters.h"
+#include "brigade/comm_hooks/takes_host_sums.h"
 #include "brigade/comm_hooks/wire_format.h"
 
 namespace brigade {
@@ -81,12 +82,14 @@ class SteppingHook final : public c10d::CommHookInterface,
                            public DeclaresWireFormat,
                            public HasHookName,
                            public IterationListener,
-                           public StepsParameters {
+                           public StepsParameters,
+                           public TakesHostSums {
  public:
   SteppingHook(std::shared_ptr<c10d::CommHookInterface> hook,
                ParameterStep step, ParameterFilter is_stepped)
       : hook_(std::move(hook)),
         traits_(traits_of(*hook_)),
+        inner_(dynamic_cast<TakesHostSums*>(hook_.get())),
         step_(std::move(step)),
         is_stepped_(std::move(is_stepped)) {}
 
@@ -129,6 +132,14 @@ class SteppingHook final : public c10d::CommHookInterface,
 
   bool steps_parameters() const override { return true; }
 
+  bool takes_host_sums() const override {
+    return inner_ != nullptr && inner_->takes_host_sums();
+  }
+
+  void take_host_sums(std::shared_ptr<HostSums> sums) override {
+    inner_->take_host_sums(std::move(sums));
+  }
+
   void iteration_begins(bool has_data) override {
     has_data_ = has_data;
     if (traits_.listener) traits_.listener->iteration_begins(has_data);
@@ -151,7 +162,8 @@ class SteppingHook final : public c10d::CommHookInterface,
   }
 
   const std::shared_ptr<c10d::CommHookInterface> hook_;
-  const HookTraits traits_;  // of hook_
+  const HookTraits traits_;     // of hook_
+  TakesHostSums* const inner_;  // likewise; null: takes none
   const ParameterStep step_;
   const ParameterFilter is_stepped_;  // null: all are
   bool has_data_ =

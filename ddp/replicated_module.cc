@@ -234,8 +234,7 @@ ReplicatedModule::ReplicatedModule(std::vector<ModuleReplica> replicas,
       ordered = std::make_shared<OrderedAllReduce>(
           group_, options.reducer.reproducible_row_size);
     }
-    averaging_ =
-        std::make_shared<AveragingHook>(group_, wire_dtype(options), ordered);
+    averaging_ = default_hook(group_, wire_dtype(options), ordered);
     hook = averaging_;
   }
   reducer_ = make_reducer(replicas_, group_, options, std::move(hook));

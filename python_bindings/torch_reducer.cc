@@ -115,8 +115,10 @@ void TorchReducer::make_ordered() {
 void TorchReducer::make() {
   reducer_ = nullptr;  // hooks of two reducers would both see a gradient
   if (hook_name_.empty()) {
-    averaging_ =
-        std::make_shared<AveragingHook>(group_, std::nullopt, ordered_);
+    const std::shared_ptr<HostSums> host_sums =
+        averaging_ ? averaging_->host_sums() : nullptr;
+    averaging_ = default_hook(group_, std::nullopt, ordered_);
+    averaging_->take_host_sums(host_sums);
     options_.comm_hook = averaging_;
   }
   launched_before_ = 0;
@@ -396,6 +398,7 @@ bool TorchReducer::is_graph_static() const {
 void TorchReducer::set_process_group(
     c10::intrusive_ptr<c10d::ProcessGroup> group) {
   group_ = std::move(group);
+  if (averaging_) averaging_->take_host_sums(nullptr);
   make_ordered();
   if (built_in_) options_.comm_hook = built_in_hook(*built_in_, group_);
   if (!hooks_removed_) make();

@@ -9,8 +9,10 @@
 
 #include "absl/strings/str_cat.h"
 #include "brigade/comm/end_on_own_thread.h"
+#include "brigade/comm/host_sums.h"
 #include "brigade/comm/status_bridge.h"
-#include "brigade/comm_hooks/all_reduce_hook.h"
+#include "brigade/comm_hooks/averaging_hook.h"
+#include "brigade/comm_hooks/takes_host_sums.h"
 #include "brigade/engine/profiler_range.h"
 #include "brigade/hooks/graph_search.h"
 #include "brigade/planning/plan_by_size.h"
@@ -64,9 +66,31 @@ void DataParallelPolicy::set_hooks(const GradientHooks& hooks) {
   if (used_ && !hook_counts_) unused_search_.emplace(hooks.accumulators());
 }
 
+// Of hooks that declare a wire format ranks know that all have one, but not
+// that all were given none.  Without a control channel a rank that fails closes
+// the group while peers are an iteration behind, whose sums Gloo still brings.
+void DataParallelPolicy::meet_on_host() {
+  if (options_.reproducible || !options_.control_channel ||
+      !hook_.wire_format) {
+    return;
+  }
+  auto* const hook = dynamic_cast<TakesHostSums*>(hook_.hook);
+  const bool wants =
+      hook != nullptr && hook->takes_host_sums() &&
+      std::ranges::any_of(table_.tensors(), [](const at::Tensor& parameter) {
+        return parameter.is_cpu();
+      });
+  host_sums_ = HostSums::meet(group_, wants);
+  if (host_sums_) hook->take_host_sums(host_sums_);
+}
+
 bool DataParallelPolicy::set_hook(
     std::shared_ptr<c10d::CommHookInterface> hook) {
-  if (!hook) hook = all_reduce_hook(group_);
+  if (!hook) {
+    const auto averaging = default_hook(group_);
+    averaging->take_host_sums(host_sums_);
+    hook = averaging;
+  }
   HookTraits traits = traits_of(*hook);
   const bool fits = std::ranges::all_of(
       bound_.buckets,

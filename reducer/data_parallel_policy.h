@@ -37,6 +37,8 @@
 
 namespace brigade {
 
+class HostSums;
+
 class DataParallelPolicy final : public ReductionPolicy {
  public:
   explicit DataParallelPolicy(ReducerSetup setup);
@@ -55,6 +57,10 @@ class DataParallelPolicy final : public ReductionPolicy {
   const ParameterTable& table() const { return table_; }
   const ReducerOptions& options() const { return options_; }
   const BucketPlan& plan() const { return bound_.plan; }
+
+  // Collective, where ranks have compared their options: those that are on one
+  // host meet there. Before anything is prepared.
+  void meet_on_host();
 
   // Null: the default. Returns whether the sequence is another one.
   bool set_hook(std::shared_ptr<c10d::CommHookInterface> hook);
@@ -127,6 +133,7 @@ class DataParallelPolicy final : public ReductionPolicy {
   ParameterTable table_;
   ReducerOptions options_;  // constant but for comm_hook, which is never null
   HookTraits hook_;         // of that one
+  std::shared_ptr<HostSums> host_sums_;  // of default hooks; null: the group's
   const GradientHooks* hooks_ = nullptr;
   ReducerStatistics statistics_;
 

@@ -51,6 +51,7 @@ Reducer::Reducer(ReducerSetup setup)
   // What ranks have compared decides on the plan.
   if (policy_->options().verify_across_ranks) {
     engine_->connect();
+    policy_->meet_on_host();
   } else {
     engine_->connect_later();
   }

@@ -144,8 +144,12 @@ struct ReducerOptions {
   std::chrono::milliseconds failure_patience = std::chrono::seconds(5);
 
   // How a bucket crosses ranks. Null: average by all-reduce in the gradients'
-  // own dtype. See comm_hooks/. A hook gets complex gradients as pairs of
-  // reals: buffers of twice the length, shapes with a last dimension of 2.
+  // own dtype; of ranks that are all on one host (Gloo, CPU, compared at
+  // construction) through memory that they share, up to 256 MiB a rank, by
+  // connections and three threads for each group (comm/host_sums.h). It adds in
+  // the order of the ranks; all_reduce_hook(group) leaves it to the group. See
+  // comm_hooks/. A hook gets complex gradients as pairs of reals: buffers of
+  // twice the length, shapes with a last dimension of 2.
   std::shared_ptr<c10d::CommHookInterface> comm_hook = nullptr;
 
   // Gradients are added up in the order of the ranks and divided once, when the

@@ -14,7 +14,6 @@
 #include "brigade/comm/agreement.h"
 #include "brigade/comm/control_device.h"
 #include "brigade/comm/status_bridge.h"
-#include "brigade/comm_hooks/all_reduce_hook.h"
 #include "brigade/comm_hooks/averaging_hook.h"
 #include "brigade/comm_hooks/hook_traits.h"
 #include "brigade/comm_hooks/ordered_all_reduce.h"
@@ -189,10 +188,9 @@ ReducerSetup checked_setup(std::vector<std::vector<at::Tensor>> replicas,
   if (!options.comm_hook && options.reproducible) {
     ordered = std::make_shared<OrderedAllReduce>(group,
                                                  options.reproducible_row_size);
-    options.comm_hook =
-        std::make_shared<AveragingHook>(group, std::nullopt, ordered);
-  } else if (!options.comm_hook) {
-    options.comm_hook = all_reduce_hook(group);
+  }
+  if (!options.comm_hook) {
+    options.comm_hook = default_hook(group, std::nullopt, ordered);
   }
 
   TORCH_CHECK_VALUE(options.rebuild_after_iterations >= 1,

@@ -203,6 +203,7 @@ TEST(HostMessagesTest, RanksOfAHostReadEachOthers) {
         const Bytes bytes = bytes_of(50, rank + 1);
         const std::span<const std::byte> piece(bytes);
         EXPECT_FALSE(messages.reaches(rank));
+        EXPECT_TRUE(messages.joins_all());
         EXPECT_TRUE(messages.post(key, 5, {&piece, 1}, kForEver));
         for (int peer = 0; peer < 3; ++peer) {
           if (peer == rank) continue;
@@ -258,6 +259,7 @@ TEST(HostMessagesTest, WithoutMemoryThereAreNoPeers) {
                               group->getRank() == 1 ? 0 : 1 << 16);
         EXPECT_FALSE(messages.reaches(1));
         EXPECT_EQ(messages.has_peers(), group->getRank() != 1);
+        EXPECT_FALSE(messages.joins_all());
       });
 }
 

@@ -140,11 +140,17 @@ def test_join_leaves_buffers_alone_that_forward_does_not_sync():
     run_ranks(_join_leaves_buffers)
 
 
+def _add_up_in_group(wrapped):
+    if isinstance(wrapped, brigade.DistributedDataParallel):
+        wrapped._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
+
+
 def _batched(rank, views):
     results = {
         batched: both(
             Perceptron,
             inputs(rank, 3),
+            prepare=_add_up_in_group,
             batched_grad_copy=batched,
             gradient_as_bucket_view=views,
             bucket_cap_mb=1e-5,

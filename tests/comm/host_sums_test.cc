@@ -1,0 +1,139 @@
+// What a group's ranks sum in memory that they share, on ranks as threads.
+
+#include "brigade/comm/host_sums.h"
+
+#include <torch/torch.h>
+
+#include <latch>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "brigade/comm/close_group.h"
+#include "brigade/comm/collective_count.h"
+#include "brigade/comm/message_of.h"
+#include "brigade/comm/process_group.h"
+#include "brigade/comm/recording_group.h"
+#include "brigade/tests/support/local_ranks.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+
+namespace brigade {
+namespace host_sums_test {
+
+using ::testing::HasSubstr;
+using testing::run_ranks;
+using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
+
+// (0 + 2^24) + 1 + 1 is 2^24 in float32, 1 + 1 + 2^24 is not.
+at::Tensor values_of(int rank) {
+  return at::full({5}, rank == 0 ? 0x1p24 : 1.0, at::kFloat);
+}
+
+void expect_sums(HostSums& sums, const Group& group) {
+  const at::Tensor tensor = values_of(group->getRank());
+  sums.all_reduce(tensor)->waitAndThrow();
+  const at::Tensor expected = values_of(0);
+  for (int rank = 1; rank < group->getSize(); ++rank) {
+    expected.add_(values_of(rank));
+  }
+  EXPECT_TRUE(at::equal(tensor, expected));
+}
+
+TEST(HostSumsTest, RanksOfAHostAddInTheirOrder) {
+  run_ranks(3, [](const Group& group) {
+    const auto sums = HostSums::meet(group, true);
+    ASSERT_NE(sums, nullptr);
+    expect_sums(*sums, group);
+  });
+}
+
+TEST(HostSumsTest, CountAsTheGroupsCollectives) {
+  run_ranks(2, [](const Group& group) {
+    EXPECT_EQ(HostSums::num_launches(*group), 0);
+    auto sums = HostSums::meet(group, true);
+    const int64_t before = count_collectives(*group).value();
+    expect_sums(*sums, group);
+    expect_sums(*sums, group);
+    EXPECT_EQ(count_collectives(*group), before + 2);
+    sums = nullptr;
+    EXPECT_EQ(count_collectives(*group), before + 2);
+  });
+}
+
+TEST(HostSumsTest, AGroupHasOne) {
+  run_ranks(2, [](const Group& group) {
+    const auto first = HostSums::meet(group, true);
+    EXPECT_EQ(HostSums::meet(group, true), first);
+  });
+}
+
+// Another rank of an earlier meeting may have let go of it.
+TEST(HostSumsTest, RanksTakeTheOneThatAllHave) {
+  run_ranks(3, [](const Group& group) {
+    auto first = HostSums::meet(group, true);
+    if (group->getRank() == 1) first = nullptr;
+    const auto second = HostSums::meet(group, true);
+    EXPECT_NE(second, first);
+    ASSERT_NE(second, nullptr);
+    expect_sums(*second, group);
+    EXPECT_EQ(HostSums::meet(group, true), second);
+  });
+}
+
+TEST(HostSumsTest, AreNotThereUnlessAllWantThem) {
+  run_ranks(2, [](const Group& group) {
+    EXPECT_EQ(HostSums::meet(group, group->getRank() == 0), nullptr);
+    EXPECT_NE(HostSums::meet(group, true), nullptr);
+  });
+}
+
+// Whoever looks at what travels in a group sees all of it.
+TEST(HostSumsTest, AGroupOfAnotherBackendHasNone) {
+  RecordingGroup recording(/*world_size=*/2);
+  EXPECT_EQ(HostSums::meet(recording.group(), true), nullptr);
+  EXPECT_TRUE(recording.log().empty());
+  EXPECT_EQ(HostSums::meet(single_process_group(), true), nullptr);
+}
+
+// Here, and on a rank that waits for this one.
+TEST(HostSumsTest, EndWhenTheGroupIsClosed) {
+  std::latch is_waiting(1);
+  run_ranks(2, [&](const Group& group) {
+    const auto sums = HostSums::meet(group, true);
+    const at::Tensor tensor = values_of(group->getRank());
+    if (group->getRank() == 1) {
+      is_waiting.wait();
+      close_group(*group);
+    }
+    const auto reduced = sums->all_reduce(tensor);
+    is_waiting.count_down();
+    reduced->wait();
+    ASSERT_TRUE(reduced->hasError());
+    EXPECT_THAT(
+        message_of(reduced->exception_ptr()),
+        HasSubstr(group->getRank() == 1 ? "the group was closed" : "rank 1"));
+  });
+}
+
+TEST(HostSumsTest, AfterAFailureRanksMeetAnew) {
+  run_ranks(2, [](const Group& group) {
+    const auto first = HostSums::meet(group, true);
+    HostSums::close(*group, std::make_exception_ptr(std::runtime_error("x")));
+    const auto second = HostSums::meet(group, true);
+    EXPECT_NE(second, first);
+    expect_sums(*second, group);
+  });
+}
+
+TEST(HostSumsTest, ReduceDenseNumbersOnTheCpu) {
+  EXPECT_TRUE(HostSums::can_reduce(at::zeros({2}, at::kBFloat16)));
+  EXPECT_FALSE(HostSums::can_reduce(at::zeros({2}, at::kBool)));
+  EXPECT_FALSE(HostSums::can_reduce(at::zeros({2, 2}).t()[0]));
+  EXPECT_FALSE(HostSums::can_reduce(at::zeros({2, 2}).to_sparse()));
+  EXPECT_FALSE(HostSums::can_reduce(
+      at::zeros({2}, at::TensorOptions().device(at::kMeta))));
+}
+
+}  // namespace host_sums_test
+}  // namespace brigade
