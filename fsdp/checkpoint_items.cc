@@ -138,6 +138,7 @@ CheckpointItems checkpoint_items(const ShardedRoot& root,
           if (!tensor.defined()) continue;
           CheckpointItem item =
               item_of(*segment, i, tensors[kind], tensor.detach());
+          item.unit = unit;
           item.kind = kind;
           if (found.status.ok()) found.status = check(item, shard);
           found.items.push_back(std::move(item));
@@ -155,9 +156,12 @@ void agree_on(const ShardedRoot& root, const CheckpointItems& items,
               const absl::Status& status, bool compares_values) {
   std::vector<std::string> words;
   for (const CheckpointItem& item : items.items) {
+    // On other meshes it is another parameter, of the same kind.
+    const bool is_own = root.unit(item.unit).mesh.has_value();
     words.push_back(
-        absl::StrCat(item.entry.name, " ", dtype_name(item.entry.dtype)));
-    if (compares_values && item.is_replicated) {
+        absl::StrCat(is_own ? "of a mesh of its own" : item.entry.name, " ",
+                     dtype_name(item.entry.dtype)));
+    if (compares_values && item.is_replicated && !is_own) {
       absl::StrAppend(
           &words.back(), " of checksum ",
           absl::Hex(

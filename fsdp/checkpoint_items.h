@@ -26,7 +26,8 @@ namespace brigade {
 
 struct CheckpointItem {
   SafetensorsEntry entry;  // of the whole tensor
-  size_t kind = 0;         // of the ShardedTensors
+  size_t unit = 0;
+  size_t kind = 0;  // of the ShardedTensors
   // The parameter that it belongs to.
   const Segment* segment = nullptr;
   size_t parameter = 0;

@@ -14,18 +14,19 @@ using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
 class DeviceTransport final : public ShardTransport {
  public:
-  DeviceTransport(const Group& group, int num_shards, c10::Device device,
+  DeviceTransport(const Group& group, int num_shards,
+                  const ShardingStreams& streams,
                   const std::vector<int>& neighbours)
       : ShardTransport(num_shards, group->getSize() / num_shards,
-                       group->getRank() % num_shards, device),
-        gathers_(
-            make_subgroup(group, row_of(group->getRank(), num_shards), device)),
-        sums_(
-            make_subgroup(group, row_of(group->getRank(), num_shards), device)),
+                       group->getRank() % num_shards, streams),
+        gathers_(make_subgroup(group, row_of(group->getRank(), num_shards),
+                               streams.device())),
+        sums_(make_subgroup(group, row_of(group->getRank(), num_shards),
+                            streams.device())),
         column_(make_subgroup(
             group, column_of(group->getRank(), num_shards, group->getSize()),
-            device)),
-        neighbours_(group, neighbours, device) {}
+            streams.device())),
+        neighbours_(group, neighbours, streams.device()) {}
 
   FuturePtr all_gather(const at::Tensor& whole) override {
     const int64_t shard_numel = whole.numel() / num_shards();
@@ -61,8 +62,10 @@ class DeviceTransport final : public ShardTransport {
   bool scales() const override { return false; }
 
   std::vector<Group> own_groups() const override {
-    std::vector<Group> groups = {gathers_.group(), sums_.group(),
-                                 column_.group()};
+    std::vector<Group> groups;
+    for (const GroupScope* scope : {&gathers_, &sums_, &column_}) {
+      if (scope->group()->getSize() > 1) groups.push_back(scope->group());
+    }
     for (Group& group : neighbours_.all()) groups.push_back(std::move(group));
     return groups;
   }
@@ -95,9 +98,9 @@ class DeviceTransport final : public ShardTransport {
 }  // namespace
 
 std::unique_ptr<ShardTransport> make_device_transport(
-    const Group& group, int num_shards, c10::Device device,
+    const Group& group, int num_shards, const ShardingStreams& streams,
     const std::vector<int>& neighbours) {
-  return std::make_unique<DeviceTransport>(group, num_shards, device,
+  return std::make_unique<DeviceTransport>(group, num_shards, streams,
                                            neighbours);
 }
 

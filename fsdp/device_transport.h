@@ -7,22 +7,21 @@
 #ifndef BRIGADE_FSDP_DEVICE_TRANSPORT_H_
 #define BRIGADE_FSDP_DEVICE_TRANSPORT_H_
 
-#include <c10/core/Device.h>
-
 #include <memory>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
 
 #include "brigade/fsdp/shard_transport.h"
+#include "brigade/fsdp/sharding_streams.h"
 
 namespace brigade {
 
 // Collective over the group. `num_shards`, `neighbours`: as
-// make_ordered_transport()'s. `device`: has streams, and the group's backend
-// for it serves it. Errors: as make_subgroup().
+// make_ordered_transport()'s. `streams`: what it is launched on, of a device
+// that the group's backend for it serves. Errors: as make_subgroup().
 std::unique_ptr<ShardTransport> make_device_transport(
     const c10::intrusive_ptr<c10d::ProcessGroup>& group, int num_shards,
-    c10::Device device, const std::vector<int>& neighbours = {});
+    const ShardingStreams& streams, const std::vector<int>& neighbours = {});
 
 }  // namespace brigade
 

@@ -17,20 +17,24 @@ namespace brigade {
 
 struct UnitSpec {
   std::string name;
-  std::vector<NamedParameter> parameters;  // each in one unit only
+  std::vector<NamedParameter> parameters = {};  // each in one unit only
   // Unset: the options', but false if it spans passes and has no reshards_to.
   std::optional<bool> reshards_after_forward = std::nullopt;
-  std::optional<int> reshards_to = std::nullopt;  // unset: the options'
-  bool spans_passes = false;                      // see unit_settings.h
+  // Unset: the options', or none if it has a mesh of its own.
+  std::optional<int> reshards_to = std::nullopt;
+  bool spans_passes = false;                    // see unit_settings.h
+  std::optional<UnitMesh> mesh = std::nullopt;  // unset: the root's
 };
 
 // Collective: ranks compare units and options, and get the parameters of rank
-// 0. The parameters are whole only while they are needed from here on: reading
-// them at other times is an error.
+// 0; of a unit with a mesh of its own, those of its first rank, and names are
+// compared on it only. The parameters are whole only while they are needed from
+// here on: reading them at other times is an error.
 //
 // Errors: ValueError on all ranks alike if units or options differ, a parameter
 // is in two units, is no leaf, is not dense, is on meta or elsewhere than on
-// the CPU, or options don't make sense; no parameter is changed then.
+// the CPU, or options or meshes (fsdp/unit_mesh.h) don't make sense; no
+// parameter is changed then.
 std::vector<Unit> make_units(
     const std::vector<UnitSpec>& specs,
     const c10::intrusive_ptr<c10d::ProcessGroup>& group,

@@ -1,7 +1,10 @@
 #include "brigade/fsdp/shard_files.h"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/full.h>
 #include <ATen/ops/scalar_tensor.h>
+#include <ATen/ops/zeros.h>
 
 #include <algorithm>
 #include <cstddef>
@@ -43,6 +46,15 @@ std::string shard_path(const std::string& folder, int64_t file,
                                          id, ".safetensors");
 }
 
+// Where this rank writes, and what it reads first. With meshes of units' own
+// any rank may have what no other one has.
+int64_t own_file(const ShardedRoot& root) {
+  return root.has_own_meshes() ? root.group()->getRank() : root.shard_rank();
+}
+int64_t num_files(const ShardedRoot& root) {
+  return root.has_own_meshes() ? root.group()->getSize() : root.num_shards();
+}
+
 // Collective: rank 0's, on all ranks.
 std::string draw_id(ShardedRoot& root) {
   constexpr int kBits = 52;  // a double holds them
@@ -52,7 +64,7 @@ std::string draw_id(ShardedRoot& root) {
       root.group()->getRank() == 0 ? static_cast<double>(drawn) : 0.0,
       at::kDouble);
   const at::Tensor values = id.view({1});
-  root.sum_over_shards(values, /*takes_largest=*/false);
+  root.sum_over_ranks(values, /*takes_largest=*/false);
   return absl::StrCat(absl::Hex(static_cast<uint64_t>(values.item<double>()),
                                 absl::kZeroPad13));
 }
@@ -61,7 +73,8 @@ bool is_empty(const CheckpointItem& item) {
   return !item.is_replicated && item.numel() == 0;
 }
 
-IndexedTensor indexed(const CheckpointItem& item) {
+IndexedTensor indexed(const CheckpointItem& item,
+                      const std::optional<UnitMesh>& mesh) {
   IndexedTensor tensor = {.name = item.entry.name,
                           .dtype = dtype_name(item.entry.dtype),
                           .shape = item.entry.shape,
@@ -73,18 +86,78 @@ IndexedTensor indexed(const CheckpointItem& item) {
   for (int64_t rank = 0; rank < layout.num_ranks(); ++rank) {
     const ShardRange range = layout.range(item.parameter, rank);
     if (range.numel == 0) continue;
-    tensor.chunks->push_back(
-        {.file = rank, .begin = range.in_parameter, .numel = range.numel});
+    tensor.chunks->push_back({.file = mesh ? mesh->ranks[rank] : rank,
+                              .begin = range.in_parameter,
+                              .numel = range.numel});
   }
   return tensor;
 }
 
-absl::Status write_shard(const CheckpointItems& items, const std::string& path,
-                         const std::string& id) {
+// Collective: each rank's text, by rank.
+std::vector<std::string> gather_texts(c10d::ProcessGroup& group,
+                                      const std::string& own) {
+  const auto gather = [&](const at::Tensor& sent) {
+    std::vector<at::Tensor> inputs = {sent};
+    std::vector<std::vector<at::Tensor>> outputs(1);
+    for (int rank = 0; rank < group.getSize(); ++rank) {
+      outputs.front().push_back(at::empty_like(sent));
+    }
+    group.allgather(outputs, inputs)->wait();
+    return outputs.front();
+  };
+  std::vector<int64_t> lengths;
+  for (const at::Tensor& length :
+       gather(at::full({1}, static_cast<int64_t>(own.size()), at::kLong))) {
+    lengths.push_back(length.item<int64_t>());
+  }
+  const at::Tensor bytes = at::zeros({std::ranges::max(lengths)}, at::kChar);
+  std::ranges::copy(own, static_cast<char*>(bytes.mutable_data_ptr()));
+  std::vector<std::string> texts;
+  for (const at::Tensor& text : gather(bytes)) {
+    texts.emplace_back(static_cast<const char*>(text.const_data_ptr()),
+                       lengths[texts.size()]);
+  }
+  return texts;
+}
+
+// Collective: all tensors of all ranks, those of a mesh as its first rank has
+// them. Errors: InvalidArgument, alike on all ranks.
+absl::Status index_all(const ShardedRoot& root, const CheckpointItems& items,
+                       ShardIndex& index) {
+  ShardIndex own = index;
+  for (const CheckpointItem& item : items.items) {
+    const auto& mesh = root.unit(item.unit).mesh;
+    if (!mesh) {
+      index.tensors.push_back(indexed(item, mesh));
+    } else if (mesh->place_of(root.group()->getRank()) == 0) {
+      own.tensors.push_back(indexed(item, mesh));
+    }
+  }
+  if (!root.has_own_meshes()) return absl::OkStatus();
+  for (const std::string& text :
+       gather_texts(*root.group(), format_shard_index(own))) {
+    const absl::StatusOr<ShardIndex> theirs = parse_shard_index(text);
+    if (!theirs.ok()) return theirs.status();
+    index.tensors.insert(index.tensors.end(), theirs->tensors.begin(),
+                         theirs->tensors.end());
+  }
+  std::set<std::string_view> names;
+  for (const IndexedTensor& tensor : index.tensors) {
+    if (names.insert(tensor.name).second) continue;
+    return absl::InvalidArgumentError(absl::StrCat(
+        "expected each tensor on one mesh, found '", tensor.name,
+        "' on two, which hold different values.\nGive parameters that lie on "
+        "different ranks different names."));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status write_shard(const ShardedRoot& root, const CheckpointItems& items,
+                         const std::string& path, const std::string& id) {
   std::vector<SafetensorsEntry> entries;
   std::vector<const CheckpointItem*> written;
   for (const CheckpointItem& item : items.items) {
-    if (is_empty(item)) continue;
+    if (is_empty(item) || !root.is_first_replica(item.unit)) continue;
     entries.push_back(item.entry);
     if (!item.is_replicated) entries.back().shape = {item.numel()};
     written.push_back(&item);
@@ -208,10 +281,11 @@ class ShardsReader {
     at::Tensor part = host_memory_for(item, {item.numel()});
     const std::span<std::byte> bytes = writable_bytes_of(part);
     if (!tensor.chunks) {
-      absl::Status status = read_piece(
-          item.entry,
-          {.chunk = {own_file_, 0, item.numel()}, .numel = item.numel()},
-          bytes);
+      absl::Status status =
+          read_piece(item.entry,
+                     {.chunk = {file_with(item.entry.name), 0, item.numel()},
+                      .numel = item.numel()},
+                     bytes);
       if (!status.ok()) return status;
       return part;
     }
@@ -227,6 +301,20 @@ class ShardsReader {
   }
 
  private:
+  // What is not cut is in the files of all ranks that have it. In no file: this
+  // rank's, where it is missed.
+  int64_t file_with(const std::string& name) {
+    const auto has_it = [&](int64_t file) {
+      const absl::StatusOr<SafetensorsReader*> opened = open(file);
+      return opened.ok() && (*opened)->find(name) != nullptr;
+    };
+    if (has_it(own_file_)) return own_file_;
+    for (int64_t file = 0; file < index_.num_files; ++file) {
+      if (has_it(file)) return file;
+    }
+    return own_file_;
+  }
+
   absl::Status read_piece(const SafetensorsEntry& entry,
                           const ChunkPiece& piece, std::span<std::byte> bytes) {
     const absl::StatusOr<SafetensorsReader*> file = open(piece.chunk.file);
@@ -263,7 +351,7 @@ class ShardsReader {
 
   const std::string folder_;
   const ShardIndex& index_;
-  const int64_t own_file_;  // where it finds what all files have
+  const int64_t own_file_;  // where it looks first for what is not cut
   std::map<std::string_view, const IndexedTensor*> tensors_;
   std::map<int64_t, SafetensorsReader> files_;
   std::set<std::pair<int64_t, std::string>> verified_;
@@ -290,26 +378,27 @@ void save_shards(ShardedRoot& root, const std::string& folder,
   agree_on(root, found, status, /*compares_values=*/true);
 
   ShardIndex index = {.id = draw_id(root),
-                      .num_files = root.num_shards(),
+                      .num_files = num_files(root),
                       .world_size = root.group()->getSize(),
                       .tensors = {}};
+  if (absl::Status names = index_all(root, found, index); status.ok()) {
+    status = std::move(names);
+  }
+  agree_on(root, found, status, /*compares_values=*/false);
   const int rank = root.group()->getRank();
   const std::string own =
-      shard_path(folder, root.shard_rank(), index.num_files, index.id);
+      shard_path(folder, own_file(root), index.num_files, index.id);
   const bool writes = rank < index.num_files;  // else a row before does
   absl::Cleanup remove_own = [&] {
     std::error_code ignored;
     if (writes) fs::remove(own, ignored);
   };
-  if (writes) status = write_shard(found, own, index.id);
+  if (writes) status = write_shard(root, found, own, index.id);
   agree_on(root, found, status, /*compares_values=*/false);
 
   // From here on the index may have replaced the one before.
   std::move(remove_own).Cancel();
   if (rank == 0) {
-    for (const CheckpointItem& item : found.items) {
-      index.tensors.push_back(indexed(item));
-    }
     status = write_index(folder, index, metadata);
     if (status.ok()) remove_other_shards(folder, index.id);
   }
@@ -348,7 +437,7 @@ SafetensorsMetadata load_shards(ShardedRoot& root, const std::string& folder,
   absl::Status status = contents.status();
   std::vector<at::Tensor> parts;
   if (found.status.ok() && status.ok()) {
-    ShardsReader reader(folder, contents->index, root.shard_rank());
+    ShardsReader reader(folder, contents->index, own_file(root));
     for (const CheckpointItem& item : found.items) {
       status = reader.check(item);
       if (!status.ok()) break;

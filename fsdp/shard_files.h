@@ -6,11 +6,12 @@
 //   load_shards(model.root(), optimizer, "checkpoint");
 //
 // A folder holds one checkpoint: `shard-<r>-of-<n>.<id>.safetensors` of each
-// rank r of a row of the mesh, and `index.safetensors`, which has no tensors
-// but says, with a checksum, which files belong together and what lies where
-// (shard_index.h). A save writes files of a new id and then replaces the index:
-// until then the checkpoint before is whole, and afterwards its files go. What
-// a save that was cut off left there goes with the next.
+// rank r of a row of the mesh, or of each rank if units have meshes of their
+// own, and `index.safetensors`, which has no tensors but says, with a checksum,
+// which files belong together and what lies where (shard_index.h). A save
+// writes files of a new id and then replaces the index: until then the
+// checkpoint before is whole, and afterwards its files go. What a save that was
+// cut off left there goes with the next.
 //
 // Loaded with as many shards of the same units, each rank reads its own file.
 // In any other case each reads what it needs of several.
@@ -33,8 +34,9 @@ namespace brigade {
 
 // Collective. `folder`: one that all ranks see; made if need be. Its files of
 // other ids are removed, so give it to nothing else. Errors: ValueError on all
-// ranks alike if one can't write; the checkpoint before is intact then, unless
-// the message says that the new one has taken its place.
+// ranks alike if one can't write, or one name stands for parameters on several
+// meshes; the checkpoint before is intact then, unless the message says that
+// the new one has taken its place.
 void save_shards(ShardedRoot& root, const std::string& folder,
                  std::span<const ShardedTensors> tensors,
                  const SafetensorsMetadata& metadata = {});

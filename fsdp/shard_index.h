@@ -37,7 +37,8 @@ struct IndexedTensor {
   std::string dtype;           // dtype_name()
   std::vector<int64_t> shape;  // of the whole tensor
   std::vector<int64_t> strides;
-  // All elements, ascending; none: every file has all of it.
+  // All elements, ascending; none: all of it is in the file of each rank that
+  // has a part of its parameter.
   std::optional<std::vector<ShardChunk>> chunks;
 
   friend bool operator==(const IndexedTensor&, const IndexedTensor&) = default;

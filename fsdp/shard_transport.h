@@ -80,11 +80,11 @@ class ShardTransport {
 
  protected:
   ShardTransport(int num_shards, int num_replicas, int shard_rank,
-                 c10::Device device = at::kCPU)
+                 const ShardingStreams& streams = ShardingStreams(at::kCPU))
       : num_shards_(num_shards),
         num_replicas_(num_replicas),
         shard_rank_(shard_rank),
-        streams_(device) {}
+        streams_(streams) {}
 
   // Of a reduce-scatter or all-gather of these elements over so many ranks.
   static int64_t bytes_by_ring(const at::Tensor& whole, int num_ranks) {

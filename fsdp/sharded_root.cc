@@ -14,41 +14,17 @@
 #include <functional>
 #include <limits>
 #include <optional>
-#include <set>
 #include <string_view>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
-#include "brigade/fsdp/device_transport.h"
+#include "brigade/comm/rank_status.h"
 #include "brigade/hooks/backward_end.h"
 #include "brigade/hooks/input_gate.h"
 #include "brigade/hooks/output_watch.h"
 
 namespace brigade {
 namespace {
-
-std::unique_ptr<ShardTransport> make_transport(
-    const c10::intrusive_ptr<c10d::ProcessGroup>& group,
-    const ShardingOptions& options, c10::Device device,
-    const std::vector<int>& neighbours) {
-  const int num_shards = options.num_shards.value_or(group->getSize());
-  if (!device.is_cpu()) {
-    return make_device_transport(group, num_shards, device, neighbours);
-  }
-  if (!group->getStore() && group->getSize() > 1) {
-    return make_group_transport(group, neighbours);
-  }
-  return make_ordered_transport(group, num_shards, neighbours);
-}
-
-// In rising order.
-std::vector<int> neighbours_of(const std::vector<Unit>& units) {
-  std::set<int> numbers;
-  for (const Unit& unit : units) {
-    if (unit.settings.reshards_to) numbers.insert(*unit.settings.reshards_to);
-  }
-  return {numbers.begin(), numbers.end()};
-}
 
 c10::Device device_of(const std::vector<Unit>& units) {
   return units.empty() ? at::kCPU : units.front().segments.front()->device();
@@ -57,9 +33,13 @@ c10::Device device_of(const std::vector<Unit>& units) {
 // The one of all ranks first.
 std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> groups_of(
     const c10::intrusive_ptr<c10d::ProcessGroup>& group,
-    const ShardTransport& transport) {
+    const MeshTransports& transports) {
   std::vector groups = {group};
-  for (auto& own : transport.own_groups()) groups.push_back(std::move(own));
+  for (auto& own : transports.own_groups()) groups.push_back(std::move(own));
+  TORCH_CHECK_VALUE(
+      groups.size() <= kMaxGroups, "fully_shard: expected meshes of ",
+      kMaxGroups, " process groups at most on a device, found ", groups.size(),
+      ".\nShard the units that differ over one mesh.");
   return groups;
 }
 
@@ -113,11 +93,10 @@ ShardedRoot::ShardedRoot(std::vector<Unit> units,
                          ShardingOptions options)
     : group_(std::move(group)),
       options_(options),
-      neighbours_(neighbours_of(units)),
-      transport_(
-          make_transport(group_, options_, device_of(units), neighbours_)),
-      pool_(transport_->streams().device()),
-      gradient_memory_(pool_, transport_->streams(),
+      transports_(group_, options_.num_shards.value_or(group_->getSize()),
+                  device_of(units), units),
+      pool_(streams().device()),
+      gradient_memory_(pool_, streams(),
                        std::max<size_t>(options.max_reducing, 1)),
       units_(std::move(units)) {
   uint64_t fingerprint = units_.size();
@@ -127,11 +106,12 @@ ShardedRoot::ShardedRoot(std::vector<Unit> units,
     fingerprint =
         c10::hash_combine(fingerprint, unit.settings.reshards_to.value_or(0));
     for (const auto& segment : unit.segments) {
-      TORCH_CHECK_VALUE(
-          segment->layout().num_ranks() == transport_->num_shards(),
-          "fully_shard: unit '", unit.name, "' has ",
-          segment->layout().num_ranks(), " shards, the outermost one has ",
-          transport_->num_shards(), ".\nShard all units over the same mesh.");
+      const int num_shards = transports_.of(unit).num_shards();
+      TORCH_CHECK_VALUE(segment->layout().num_ranks() == num_shards,
+                        "fully_shard: unit '", unit.name, "' has ",
+                        segment->layout().num_ranks(),
+                        " shards, its mesh has rows of ", num_shards,
+                        " ranks.\nMake it by the same options.");
       fingerprint =
           c10::hash_combine(fingerprint, segment->layout().fingerprint());
     }
@@ -139,15 +119,15 @@ ShardedRoot::ShardedRoot(std::vector<Unit> units,
   num_running_.assign(units_.size(), 0);
   num_open_.assign(units_.size(), 0);
   is_kept_.assign(units_.size(), 0);
-  gathers_ = std::make_unique<UnitGathers>(units_, *transport_, pool_,
+  gathers_ = std::make_unique<UnitGathers>(units_, transports_, pool_,
                                            options_.prefetch_depth);
   policy_ = std::make_unique<UnitPolicy>(
-      units_, *transport_, *gathers_, gradient_memory_,
+      units_, transports_, *gathers_, gradient_memory_,
       static_cast<UnitPolicy::Listener&>(*this), fingerprint);
   const AllTrained all_trained(policy_->variables());
   const std::vector<std::vector<at::Tensor>> variables = {policy_->variables()};
   engine_ = std::make_unique<Engine>(
-      groups_of(group_, *transport_), variables, *policy_,
+      groups_of(group_, transports_), variables, *policy_,
       EngineOptions{.name = "fully_shard",
                     .defers_status_check = !pool_.device().is_cpu(),
                     .failure_patience = options_.failure_patience,
@@ -169,8 +149,12 @@ std::vector<at::Tensor> ShardedRoot::shards() const {
 
 void ShardedRoot::ask(std::string_view words,
                       const std::vector<size_t>& expected) {
+  ask_with(words, digest_of(words, expected));
+}
+
+void ShardedRoot::ask_with(std::string_view words, uint64_t digest) {
   try {
-    engine_->ask(words, digest_of(words, expected));
+    engine_->ask(words, digest);
   } catch (...) {
     peers_know_ = true;
     on_backward_over(/*ended_well=*/false);
@@ -276,12 +260,11 @@ void ShardedRoot::refuse_to_begin(const std::string& text) {
 void ShardedRoot::check_settings() {
   for (const Unit& unit : units_) {
     const std::optional<int>& found = unit.settings.reshards_to;
-    if (!found || std::ranges::find(neighbours_, *found) != neighbours_.end()) {
-      continue;
-    }
+    const std::vector<int>& known = transports_.neighbours_of(unit);
+    if (!found || std::ranges::find(known, *found) != known.end()) continue;
     refuse_to_begin(absl::StrCat(
         "fully_shard: unit '", unit.name, "' is to be resharded to ", *found,
-        " ranks, found groups of [", absl::StrJoin(neighbours_, ", "),
+        " ranks, found groups of [", absl::StrJoin(known, ", "),
         "] only: what units were to be when the root was made.\nGive ", *found,
         " to one of them before the first forward."));
   }
@@ -360,7 +343,8 @@ void ShardedRoot::need(size_t unit) {
   gathers_->need(unit, ahead, [&] {
     const std::string words =
         absl::StrCat("needed unit '", units_[unit].name, "' again");
-    ask(words, {unit});
+    // Its name may be another one on other meshes.
+    ask_with(words, digest_of("needed a unit again", {unit}));
   });
 }
 
@@ -590,7 +574,7 @@ void ShardedRoot::bring_no_gradients() {
 int64_t ShardedRoot::num_ranks_with(bool has_data) {
   ask("tells whether it has data", {});
   const at::Tensor count = at::full({1}, has_data ? 1 : 0, at::kLong);
-  transport_->all_reduce(count)->waitAndThrow();
+  transports_.root().all_reduce(count)->waitAndThrow();
   return count.item<int64_t>();
 }
 
@@ -640,15 +624,22 @@ void ShardedRoot::reshard(bool writes) {
   }
 }
 
+const Unit& ShardedRoot::unit_of(const Segment& segment) const {
+  const auto has_it = [&](const Unit& unit) {
+    return std::ranges::any_of(
+        unit.segments, [&](const auto& one) { return one.get() == &segment; });
+  };
+  return *std::ranges::find_if(units_, has_it);
+}
+
 at::Tensor ShardedRoot::gather(const Segment& segment,
                                const at::Tensor& shard) {
   const at::NoGradGuard no_grad;
   ask("gathers shards", {static_cast<size_t>(shard.numel())});
   at::Tensor whole =
       at::empty({segment.layout().whole_numel()}, shard.options());
-  whole.narrow(0, transport_->shard_rank() * shard.numel(), shard.numel())
-      .copy_(shard);
-  transport_->all_gather(whole)->waitAndThrow();
+  whole.narrow(0, segment.rank() * shard.numel(), shard.numel()).copy_(shard);
+  transports_.of(unit_of(segment)).all_gather(whole)->waitAndThrow();
   return whole;
 }
 
@@ -675,21 +666,34 @@ void ShardedRoot::assign_unit(size_t unit, std::span<const at::Tensor> wholes) {
   }
 }
 
+bool ShardedRoot::has_own_meshes() const {
+  return std::ranges::any_of(
+      units_, [](const Unit& unit) { return unit.mesh.has_value(); });
+}
+
+bool ShardedRoot::has_other_units_elsewhere() const {
+  return std::ranges::any_of(units_, [this](const Unit& unit) {
+    return unit.mesh && unit.mesh->size() < group_->getSize();
+  });
+}
+
+bool ShardedRoot::is_first_replica(size_t unit) const {
+  const Unit& asked = units_.at(unit);
+  const int rank = group_->getRank();
+  return (asked.mesh ? asked.mesh->place_of(rank) : rank) <
+         transports_.of(asked).num_shards();
+}
+
 // One place for each rank, so that all add up, or compare, in one order.
-// Replicas hold the same.
-void ShardedRoot::sum_over_shards(const at::Tensor& values,
-                                  bool takes_largest) {
+void ShardedRoot::sum_over_ranks(const at::Tensor& values, bool takes_largest) {
   const at::NoGradGuard no_grad;
-  ask("sums over shards", {static_cast<size_t>(values.numel())});
-  const int num_shards = transport_->num_shards();
-  at::Tensor by_rank =
-      at::zeros({num_shards, values.numel()}, values.options());
-  if (group_->getRank() < num_shards) {
-    by_rank[group_->getRank()].copy_(values);
-  }
-  transport_->all_reduce(by_rank)->waitAndThrow();
+  ask("sums over ranks", {static_cast<size_t>(values.numel())});
+  const int num_ranks = group_->getSize();
+  at::Tensor by_rank = at::zeros({num_ranks, values.numel()}, values.options());
+  by_rank[group_->getRank()].copy_(values);
+  transports_.root().all_reduce(by_rank)->waitAndThrow();
   values.copy_(by_rank[0]);
-  for (int rank = 1; rank < num_shards; ++rank) {
+  for (int rank = 1; rank < num_ranks; ++rank) {
     if (takes_largest) {
       at::Tensor largest = values;
       at::maximum_out(largest, values, by_rank[rank]);
@@ -705,8 +709,9 @@ double ShardedRoot::clip_grad_norm(double max_norm, double p) {
   const at::NoGradGuard no_grad;
   const bool is_max = std::isinf(p);
   double total = 0;
-  for (const Unit& unit : units_) {
-    for (const at::Tensor& shard : unit.shards) {
+  for (size_t unit = 0; unit < units_.size(); ++unit) {
+    if (!is_first_replica(unit)) continue;
+    for (const at::Tensor& shard : units_[unit].shards) {
       if (!shard.grad().defined() || shard.numel() == 0) continue;
       const double norm =
           at::linalg_vector_norm(shard.grad(), p, at::OptionalIntArrayRef(),
@@ -716,7 +721,7 @@ double ShardedRoot::clip_grad_norm(double max_norm, double p) {
     }
   }
   const at::Tensor sum = at::full({1}, total, at::kDouble);
-  sum_over_shards(sum, is_max);
+  sum_over_ranks(sum, is_max);
   total = sum.item<double>();
   const double norm = is_max ? total : std::pow(total, 1 / p);
   const double factor = max_norm / (norm + 1e-6);
@@ -756,8 +761,8 @@ ShardingStatistics ShardedRoot::statistics() const {
       .peak_whole_bytes = pool_.peak_bytes(),
       .planned_bytes =
           planned_bytes_ ? *planned_bytes_ : make_plan().total_bytes(),
-      .sent_by_gathers = transport_->sent().by_gathers,
-      .sent_by_sums = transport_->sent().by_sums};
+      .sent_by_gathers = transports_.sent().by_gathers,
+      .sent_by_sums = transports_.sent().by_sums};
   for (const Unit& unit : units_) {
     for (const auto& segment : unit.segments) {
       const int64_t element = segment->shard().element_size();
@@ -772,7 +777,7 @@ std::string ShardedRoot::explain() const {
   const ShardingStatistics memory = statistics();
   std::string text = absl::StrCat(
       units_.size(), units_.size() == 1 ? " unit" : " units", ", ",
-      transport_->num_shards(), " shards, ", transport_->num_replicas(),
+      num_shards(), " shards, ", transports_.root().num_replicas(),
       " replicas, on ", pool_.device().str(),
       "; whole units and gradients take ", memory.planned_bytes,
       " bytes by plan, took at most ", memory.peak_whole_bytes, " so far\n");
@@ -791,7 +796,7 @@ std::string ShardedRoot::explain() const {
               ? absl::StrCat(", in slices on ", *unit.settings.reshards_to,
                              " ranks in between")
               : "",
-          "\n");
+          unit.mesh ? absl::StrCat(", over ", describe(*unit.mesh)) : "", "\n");
     }
   }
   return text;

@@ -64,6 +64,7 @@
 #include "brigade/fsdp/make_units.h"
 #include "brigade/fsdp/memory_plan.h"
 #include "brigade/fsdp/memory_pool.h"
+#include "brigade/fsdp/mesh_transports.h"
 #include "brigade/fsdp/shard_transport.h"
 #include "brigade/fsdp/sharding_options.h"
 #include "brigade/fsdp/unit.h"
@@ -92,7 +93,8 @@ struct ShardingStatistics {
 class ShardedRoot final : private UnitPolicy::Listener {
  public:
   // Collective: ranks connect. `units`: of make_units(), by the same group and
-  // options. Errors: PeerError if ranks don't meet.
+  // options, or each by its mesh's group, with the number of its mesh. Errors:
+  // PeerError if ranks don't meet.
   ShardedRoot(std::vector<Unit> units,
               c10::intrusive_ptr<c10d::ProcessGroup> group,
               ShardingOptions options);
@@ -105,7 +107,8 @@ class ShardedRoot final : private UnitPolicy::Listener {
   ShardedRoot& operator=(const ShardedRoot&) = delete;
 
   // By unit, by parameter as given: what this rank holds of it, 1D unless it
-  // holds all. What an optimizer is given; `.grad` is the average over ranks.
+  // holds all. What an optimizer is given; `.grad` is the average over ranks
+  // of its mesh.
   std::vector<at::Tensor> shards() const;
   // The same, of one unit, in the order of its UnitSpec.
   const std::vector<at::Tensor>& shards_of(size_t unit) const {
@@ -114,9 +117,19 @@ class ShardedRoot final : private UnitPolicy::Listener {
   const Unit& unit(size_t unit) const { return units_[unit]; }
   size_t num_units() const { return units_.size(); }
   const c10::intrusive_ptr<c10d::ProcessGroup>& group() const { return group_; }
-  int shard_rank() const { return transport_->shard_rank(); }  // in its row
-  int num_shards() const { return transport_->num_shards(); }
-  const ShardingStreams& streams() const { return transport_->streams(); }
+  // Of the root's mesh: this rank's place in its row, and the row's length.
+  int shard_rank() const { return transports_.root().shard_rank(); }
+  int num_shards() const { return transports_.root().num_shards(); }
+  const ShardingStreams& streams() const {
+    return transports_.root().streams();
+  }
+  // Whether this rank is in the first row of the unit's mesh; those of others
+  // hold copies.
+  bool is_first_replica(size_t unit) const;
+  // Some units are on meshes of their own; of these some on fewer ranks than
+  // the root has, which have other parameters.
+  bool has_own_meshes() const;
+  bool has_other_units_elsewhere() const;
 
   // ---- A forward: all of it between these, on all ranks.
 
@@ -216,10 +229,10 @@ class ShardedRoot final : private UnitPolicy::Listener {
 
   // False: backwards sum gradients over the ranks of a row only, and keep the
   // sums, which the next backward adds to its own before it sums over all. Of
-  // no effect on a mesh of one row. Alike on all ranks; read when a backward
+  // no effect on meshes of one row. Alike on all ranks; read when a backward
   // begins.
   void set_sums_over_replicas(bool value) {
-    policy_->set_sums_over_replicas(value || transport_->num_replicas() == 1);
+    policy_->set_sums_over_replicas(value);
   }
 
   // Memory is planned when the first forward begins, of what is set then.
@@ -236,9 +249,9 @@ class ShardedRoot final : private UnitPolicy::Listener {
   void unshard();
   void reshard(bool writes);
 
-  // What all ranks of a row hold, [W * S], of which this one holds `shard` [S],
-  // laid out as the segment; any dtype. Collective, between forwards and
-  // backwards.
+  // What all ranks of a row of the segment's mesh hold, [W * S], of which this
+  // one holds `shard` [S], laid out as the segment; any dtype. Collective,
+  // between forwards and backwards.
   at::Tensor gather(const Segment& segment, const at::Tensor& shard);
 
   // The parameters of one unit, whole, as its UnitSpec has them, in their own
@@ -246,10 +259,10 @@ class ShardedRoot final : private UnitPolicy::Listener {
   std::vector<at::Tensor> gather_unit(size_t unit);
   void assign_unit(size_t unit, std::span<const at::Tensor> wholes);
 
-  // Sums, or the largest, of each value over the ranks of a row, which hold the
-  // parts of parameters; in the order of the ranks, and the same on all.
-  // `values`: 1D, float64, replaced. Collective.
-  void sum_over_shards(const at::Tensor& values, bool takes_largest);
+  // Sums, or the largest, of each value over all ranks, in their order, and the
+  // same on all. `values`: 1D, float64, replaced; 0 for what another replica
+  // counts. Collective.
+  void sum_over_ranks(const at::Tensor& values, bool takes_largest);
 
   // The norm over all parameters of all ranks' gradients, which are multiplied
   // by max_norm / (norm + 1e-6), as torch's are, if that is less than 1. `p`:
@@ -269,6 +282,7 @@ class ShardedRoot final : private UnitPolicy::Listener {
  private:
   void on_backward_over(bool ended_well) override;
 
+  const Unit& unit_of(const Segment& segment) const;
   void need(size_t unit);
   MemoryPlan make_plan() const;
   void plan_memory();
@@ -290,11 +304,11 @@ class ShardedRoot final : private UnitPolicy::Listener {
   void close(Call& call);
   void begin_backward();
   void ask(std::string_view words, const std::vector<size_t>& expected);
+  void ask_with(std::string_view words, uint64_t digest);
 
   const c10::intrusive_ptr<c10d::ProcessGroup> group_;
   const ShardingOptions options_;
-  const std::vector<int> neighbours_;  // numbers of ranks that can keep slices
-  const std::unique_ptr<ShardTransport> transport_;
+  MeshTransports transports_;
   MemoryPool pool_;
   GradientMemory gradient_memory_;
   std::vector<Unit> units_;

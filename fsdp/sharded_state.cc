@@ -92,6 +92,10 @@ absl::Status check_entries(const SafetensorsReader& reader,
 void save_whole(ShardedRoot& root, const std::string& path,
                 std::span<const ShardedTensors> tensors,
                 const SafetensorsMetadata& metadata) {
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      !root.has_other_units_elsewhere(),
+      "save_whole: units have meshes of fewer ranks than the root, and rank 0 "
+      "has those of its own meshes only.\nUse save_shards().");
   const at::NoGradGuard no_grad;
   const CheckpointItems found = checkpoint_items(root, tensors);
   std::optional<SafetensorsWriter> writer;

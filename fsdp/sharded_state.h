@@ -34,7 +34,8 @@
 namespace brigade {
 
 // Collective. Rank 0 writes. Errors: ValueError on all ranks alike if it can't,
-// or if a dtype is none of the format's; the file is as before then.
+// or if a dtype is none of the format's; NotImplementedError if units are on
+// meshes of fewer ranks than the root; the file is as before then.
 void save_whole(ShardedRoot& root, const std::string& path,
                 std::span<const ShardedTensors> tensors,
                 const SafetensorsMetadata& metadata = {});

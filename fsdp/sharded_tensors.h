@@ -17,7 +17,8 @@ struct ShardedTensors {
   // Of a shard, of ShardedRoot::shards(); undefined: it has none, on all ranks.
   std::function<at::Tensor(const at::Tensor& shard)> of;
   // False: of the shard's sizes, a part of what all ranks hold. True: of any
-  // sizes, whole, and equal on all ranks, as a count of steps.
+  // sizes, whole, and equal on all ranks of the unit's mesh, as a count of
+  // steps.
   bool is_replicated = false;
 };
 

@@ -115,8 +115,8 @@ absl::Status check_units(std::span<const UnitSpec> units, int num_shards) {
                        "' has no parameters.\nMake a unit of a module that "
                        "has some of its own."));
     }
-    const absl::Status reshards_to =
-        check_reshards_to(unit.reshards_to, num_shards);
+    const absl::Status reshards_to = check_reshards_to(
+        unit.reshards_to, unit.mesh ? unit.mesh->row_length() : num_shards);
     if (!reshards_to.ok()) return reshards_to;
     for (const NamedParameter& parameter : unit.parameters) {
       if (!device && parameter.tensor.defined()) {
@@ -151,16 +151,18 @@ void require_alike(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
   for (const UnitSpec& unit : units) {
     for (const NamedParameter& parameter : unit.parameters) {
       const at::Tensor& tensor = parameter.tensor;
+      // On other meshes it is another one.
       items.push_back(absl::StrCat(
-          "unit '", unit.name, "'",
+          unit.mesh ? "unit with a mesh of its own"
+                    : absl::StrCat("unit '", unit.name, "'"),
           unit.reshards_after_forward
               ? absl::StrCat(" (reshards ", *unit.reshards_after_forward, ")")
               : "",
           unit.reshards_to
               ? absl::StrCat(" (reshards to ", *unit.reshards_to, ")")
               : "",
-          unit.spans_passes ? " (spans passes)" : "", ": '", parameter.name,
-          "' ",
+          unit.spans_passes ? " (spans passes)" : "", ": ",
+          unit.mesh ? "" : absl::StrCat("'", parameter.name, "' "),
           parameter.block_numel == 1
               ? ""
               : absl::StrCat("in blocks of ", parameter.block_numel, " "),

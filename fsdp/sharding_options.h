@@ -12,6 +12,8 @@
 #include <optional>
 #include <string>
 
+#include "brigade/fsdp/unit_mesh.h"
+
 namespace brigade {
 
 class ReductionHook;
@@ -32,7 +34,8 @@ struct ShardingOptions {
   // Units that are released so stay in slices on so many ranks next to each
   // other, those of a host for instance, and backward gathers among these. More
   // than 1, and divides the number of shards, which is more. Unset: shards are
-  // all that stays.
+  // all that stays. Not of units with meshes of their own, whose UnitSpecs say
+  // theirs.
   std::optional<int> reshards_to = std::nullopt;
 
   // Gathers that are under way before their unit is needed. 0: none, so that
@@ -63,6 +66,11 @@ struct ShardingOptions {
   std::function<std::optional<at::ScalarType>(const std::string& name,
                                               const at::Tensor&)>
       param_dtype_of = {};
+
+  // Asked for each unit when units are made, unless its UnitSpec says it: the
+  // ranks that hold its parameters, where they are not the root's; none for the
+  // root's. Another answer on each rank (fsdp/unit_mesh.h).
+  std::function<std::optional<UnitMesh>(const std::string& unit)> mesh_of = {};
 
   // All ranks begin with the parameters of rank 0. False: each keeps its part
   // of its own.

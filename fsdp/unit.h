@@ -3,13 +3,16 @@
 #ifndef BRIGADE_FSDP_UNIT_H_
 #define BRIGADE_FSDP_UNIT_H_
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "brigade/fsdp/reduction_hook.h"
 #include "brigade/fsdp/segment.h"
+#include "brigade/fsdp/unit_mesh.h"
 #include "brigade/fsdp/unit_settings.h"
 
 namespace brigade {
@@ -23,7 +26,12 @@ struct Unit {
 
   UnitSettings settings;
 
-  std::shared_ptr<ReductionHook> comm_hook;  // null: none
+  std::shared_ptr<ReductionHook> comm_hook = nullptr;  // none
+
+  // What it is sharded over; none: what the root's options say. By its number
+  // among the root's meshes, of number_meshes().
+  std::optional<UnitMesh> mesh = std::nullopt;
+  size_t mesh_number = 0;
 };
 
 // Counts changes of its shards in place.

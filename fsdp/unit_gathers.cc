@@ -12,18 +12,19 @@
 
 namespace brigade {
 
-UnitGathers::UnitGathers(std::vector<Unit>& units, ShardTransport& transport,
+UnitGathers::UnitGathers(std::vector<Unit>& units, MeshTransports& transports,
                          MemoryPool& pool, size_t depth)
     : units_(units),
-      transport_(transport),
+      transports_(transports),
+      streams_(transports.root().streams()),
       pool_(pool),
       schedule_(units.size(), depth),
       gathers_(units.size()),
       uses_(units.size(), StreamUses(pool.device())),
-      slices_(units, transport.streams(), pool),
+      slices_(units, streams_, pool),
       num_from_slices_(units.size(), 0),
       shard_writers_(pool.device()) {
-  const std::optional<c10::Stream>& stream = transport_.streams().gathers();
+  const std::optional<c10::Stream>& stream = streams_.gathers();
   for (Unit& unit : units_) {
     for (const auto& segment : unit.segments) {
       if (segment->is_whole_here())
@@ -76,7 +77,7 @@ void UnitGathers::shards_are_written() {
     }
   }
   const StreamPoint written = StreamPoint::now(device);
-  const ShardingStreams::Scope on_gathers = transport_.streams().for_gathers();
+  const ShardingStreams::Scope on_gathers = streams_.for_gathers();
   written.wait();
 }
 
@@ -113,8 +114,9 @@ void UnitGathers::join(size_t unit) {
 // In the words of the connections, behind what they were for.
 void UnitGathers::throw_lost(size_t unit, const Gather& gather) const {
   std::string among;
-  if (gather.num_ranks < transport_.num_shards()) {
-    const int place = transport_.shard_rank();
+  const ShardTransport& transport = transports_.of(units_[unit]);
+  if (gather.num_ranks < transport.num_shards()) {
+    const int place = transport.shard_rank();
     const int first = place - place % gather.num_ranks;
     among = absl::StrCat(" among ranks ", first, "-",
                          first + gather.num_ranks - 1, " of a row");
@@ -144,7 +146,7 @@ void UnitGathers::bind(size_t unit) {
 // What this rank has not needed, too. The copy counts as a use of the unit.
 void UnitGathers::keep_slices(size_t unit, int num_ranks) {
   if (!schedule_.is_there(unit)) return;
-  const ShardingStreams::Scope on_gathers = transport_.streams().for_gathers();
+  const ShardingStreams::Scope on_gathers = streams_.for_gathers();
   join(unit);
   std::vector<at::Tensor> memory;
   int64_t version = 0;
@@ -182,8 +184,7 @@ void UnitGathers::launch_rest() {
   if (!std::exchange(reads_shards_, false)) return;
   StreamPoint have_read;
   {
-    const ShardingStreams::Scope on_gathers =
-        transport_.streams().for_gathers();
+    const ShardingStreams::Scope on_gathers = streams_.for_gathers();
     have_read = StreamPoint::now(pool_.device());
   }
   have_read.wait();
@@ -207,9 +208,9 @@ void UnitGathers::launch(size_t unit) {
   std::vector<Gather>& gathers = is_read ? read : unread_;
   const GatheredIn pass = is_read ? pass_ : GatheredIn::kOther;
   const bool is_near = num_from_slices_[unit] > 0;
-  const int num_ranks =
-      is_near ? slices_.num_ranks(unit) : transport_.num_shards();
-  const ShardingStreams::Scope on_gathers = transport_.streams().for_gathers();
+  const int num_ranks = is_near ? slices_.num_ranks(unit)
+                                : transports_.of(units_[unit]).num_shards();
+  const ShardingStreams::Scope on_gathers = streams_.for_gathers();
   const auto& segments = units_[unit].segments;
   for (size_t i = 0; i < segments.size(); ++i) {
     const Segment& segment = *segments[i];
@@ -219,7 +220,7 @@ void UnitGathers::launch(size_t unit) {
     buffer.last_use.wait();
     const at::Tensor whole = segment.whole_in(buffer.memory);
     FuturePtr future =
-        is_near ? gather_near(unit, i, whole) : gather(segment, whole);
+        is_near ? gather_near(unit, i, whole) : gather(unit, i, whole);
     gathers.push_back({.buffer = std::move(buffer),
                        .version = segment.version(),
                        .num_ranks = num_ranks,
@@ -228,18 +229,19 @@ void UnitGathers::launch(size_t unit) {
   if (is_near && --num_from_slices_[unit] == 0) slices_.drop(unit);
 }
 
-UnitGathers::FuturePtr UnitGathers::gather(const Segment& segment,
+UnitGathers::FuturePtr UnitGathers::gather(size_t unit, size_t segment,
                                            const at::Tensor& whole) {
-  segment.write_own_slice(whole);
+  units_[unit].segments[segment]->write_own_slice(whole);
   reads_shards_ = true;
-  return transport_.all_gather(whole);
+  return transports_.of(units_[unit]).all_gather(whole);
 }
 
 UnitGathers::FuturePtr UnitGathers::gather_near(size_t unit, size_t segment,
                                                 const at::Tensor& whole) {
   slices_.write_to(whole, unit, segment);
   ++num_near_;
-  return transport_.all_gather_near(whole, slices_.num_ranks(unit));
+  return transports_.of(units_[unit])
+      .all_gather_near(whole, slices_.num_ranks(unit));
 }
 
 void UnitGathers::release_unneeded() {
@@ -252,7 +254,7 @@ void UnitGathers::release_unneeded() {
 
 // Nobody has waited for it: whoever gets its memory is behind it.
 void UnitGathers::reclaim_unread(Gather gather) {
-  const ShardingStreams::Scope on_gathers = transport_.streams().for_gathers();
+  const ShardingStreams::Scope on_gathers = streams_.for_gathers();
   if (gather.future) gather.future->wait();
   reclaim(std::move(gather), StreamPoint::now(pool_.device()));
 }

@@ -28,6 +28,7 @@
 #include "brigade/fsdp/kept_slices.h"
 #include "brigade/fsdp/memory_plan.h"
 #include "brigade/fsdp/memory_pool.h"
+#include "brigade/fsdp/mesh_transports.h"
 #include "brigade/fsdp/shard_transport.h"
 #include "brigade/fsdp/stream_point.h"
 #include "brigade/fsdp/stream_uses.h"
@@ -38,7 +39,7 @@ namespace brigade {
 class UnitGathers {
  public:
   // REQUIRES: all outlive this object.
-  UnitGathers(std::vector<Unit>& units, ShardTransport& transport,
+  UnitGathers(std::vector<Unit>& units, MeshTransports& transports,
               MemoryPool& pool, size_t depth);
 
   // Memory that collectives in flight write to is kept for ever.
@@ -102,7 +103,7 @@ class UnitGathers {
 
   void launch_all(const std::vector<size_t>& units);
   void launch(size_t unit);
-  FuturePtr gather(const Segment& segment, const at::Tensor& whole);
+  FuturePtr gather(size_t unit, size_t segment, const at::Tensor& whole);
   FuturePtr gather_near(size_t unit, size_t segment, const at::Tensor& whole);
   [[noreturn]] void throw_lost(size_t unit, const Gather& gather) const;
   void bind(size_t unit);
@@ -112,7 +113,8 @@ class UnitGathers {
   void release_unneeded();
 
   std::vector<Unit>& units_;
-  ShardTransport& transport_;
+  MeshTransports& transports_;
+  const ShardingStreams& streams_;
   MemoryPool& pool_;
   GatherSchedule schedule_;
   GatheredIn pass_ = GatheredIn::kOther;

@@ -45,11 +45,11 @@ bool have_network_hooks(const std::vector<Unit>& units) {
 
 }  // namespace
 
-UnitPolicy::UnitPolicy(std::vector<Unit>& units, ShardTransport& transport,
+UnitPolicy::UnitPolicy(std::vector<Unit>& units, MeshTransports& transports,
                        UnitGathers& gathers, GradientMemory& memory,
                        Listener& listener, uint64_t fingerprint_of_units)
     : units_(units),
-      transport_(transport),
+      transport_(transports.root()),
       gathers_(gathers),
       memory_(memory),
       listener_(listener),
@@ -66,8 +66,8 @@ UnitPolicy::UnitPolicy(std::vector<Unit>& units, ShardTransport& transport,
     for (const auto& segment : units_[unit].segments) {
       if (!segment->can_be_trained()) continue;
       const size_t index = reductions_.size();
-      reductions_.emplace_back(index, units_[unit], *segment, transport_,
-                               memory_);
+      reductions_.emplace_back(index, units_[unit], *segment,
+                               transports.of(units_[unit]), memory_);
       first_variable_.push_back(variables_.size());
       for (size_t i = 0; i < segment->parameters().size(); ++i) {
         numbers_[segment->parameters()[i].tensor.unsafeGetTensorImpl()] =

@@ -27,6 +27,7 @@
 #include "brigade/comm_hooks/hook_traits.h"
 #include "brigade/engine/reduction_policy.h"
 #include "brigade/fsdp/gradient_memory.h"
+#include "brigade/fsdp/mesh_transports.h"
 #include "brigade/fsdp/unit.h"
 #include "brigade/fsdp/unit_gathers.h"
 #include "brigade/fsdp/unit_reduction.h"
@@ -47,7 +48,7 @@ class UnitPolicy final : public ReductionPolicy, public GradientSink {
   };
 
   // REQUIRES: all outlive this object.
-  UnitPolicy(std::vector<Unit>& units, ShardTransport& transport,
+  UnitPolicy(std::vector<Unit>& units, MeshTransports& transports,
              UnitGathers& gathers, GradientMemory& memory, Listener& listener,
              uint64_t fingerprint_of_units);
   // Gives back the memory of gradients that were not reduced.
@@ -155,7 +156,7 @@ class UnitPolicy final : public ReductionPolicy, public GradientSink {
 
   // Constant.
   std::vector<Unit>& units_;
-  ShardTransport& transport_;
+  ShardTransport& transport_;  // of all ranks
   UnitGathers& gathers_;
   GradientMemory& memory_;
   Listener& listener_;

@@ -28,7 +28,10 @@ class UnitReduction final : public Collective {
 
   // From the next launch on. False: over the ranks of a row only, and the
   // segment keeps what comes out as a part of the next sum.
-  void set_sums_over_replicas(bool value) { sums_over_replicas_ = value; }
+  // Of no effect on a mesh of one row.
+  void set_sums_over_replicas(bool value) {
+    sums_over_replicas_ = value || transport_.num_replicas() == 1;
+  }
   bool sums_over_replicas() const { return sums_over_replicas_; }
 
   // The sum is there, and peers have theirs: it becomes the shards' gradient,

@@ -18,7 +18,8 @@ struct UnitSettings {
 
   // Behind its forward it stays in slices on so many ranks next to each other,
   // and is gathered among these for its backward. Divides the number of shards;
-  // named by some unit when the root is made. Unset: only its shards stay.
+  // named by some unit of its mesh when the root is made. Unset: only its
+  // shards stay.
   std::optional<int> reshards_to = std::nullopt;
 
   // False: it stays whole behind its backward, until its shards are changed.
@@ -32,7 +33,8 @@ struct UnitSettings {
   // False: its backward reads none of its parameters.
   bool gathers_in_backward = true;
 
-  // The sum of its gradients is divided by that. Unset: by the number of ranks.
+  // The sum of its gradients is divided by that. Unset: by the number of
+  // ranks of its mesh.
   std::optional<double> gradient_divisor = std::nullopt;
 
   // Units whose gathers are launched once this one is needed, in forward and in

@@ -135,15 +135,29 @@ std::shared_ptr<ShardedUnit> make_unit(
   return made;
 }
 
+// Ranks of the root's group, and how many are a row.
+using MeshOfUnit = std::optional<std::pair<std::vector<int>, int>>;
+
 std::shared_ptr<ShardedRoot> make_root(
     const std::vector<std::shared_ptr<ShardedUnit>>& units, const Group& group,
-    const ShardingOptions& options) {
-  std::vector<Unit> taken;
-  for (const auto& unit : units) {
-    TORCH_CHECK(unit->unit.has_value(),
+    const ShardingOptions& options, const std::vector<MeshOfUnit>& meshes) {
+  std::vector<NamedMesh> named;
+  for (size_t i = 0; i < units.size(); ++i) {
+    TORCH_CHECK(units[i]->unit.has_value(),
                 "fully_shard: a unit has a root "
                 "already.\nRun forward through the outermost module first.");
-    taken.push_back(*std::exchange(unit->unit, std::nullopt));
+    NamedMesh& mesh =
+        named.emplace_back(NamedMesh{.unit = units[i]->unit->name});
+    if (!meshes.at(i)) continue;
+    mesh.mesh =
+        UnitMesh{.ranks = meshes[i]->first, .num_shards = meshes[i]->second};
+  }
+  const std::vector<size_t> numbers = number_meshes(group, named);
+  std::vector<Unit> taken;
+  for (size_t i = 0; i < units.size(); ++i) {
+    taken.push_back(*std::exchange(units[i]->unit, std::nullopt));
+    taken.back().mesh = std::move(named[i].mesh);
+    taken.back().mesh_number = numbers[i];
   }
   return {
       std::make_unique<ShardedRoot>(std::move(taken), group, options).release(),
@@ -236,7 +250,10 @@ void register_sharding(py::module_& module) {
   py::class_<ShardedRoot, std::shared_ptr<ShardedRoot>>(
       module, "ShardedRoot", "See fsdp/sharded_root.h.")
       .def(py::init(&make_root), NoGil(), py::arg("units"), py::arg("group"),
-           py::arg("options"), "Collective. Takes the units over.")
+           py::arg("options"), py::arg("meshes"),
+           "Collective. Takes the units over. `meshes`: by unit, the ranks of "
+           "the group that it was made over, and how many are a row; None: as "
+           "the group and options say.")
       .def("begin_forward", &ShardedRoot::begin_forward, NoGil())
       .def("end_forward", &ShardedRoot::end_forward, NoGil())
       .def(
@@ -278,10 +295,13 @@ void register_sharding(py::module_& module) {
       .def("reshard", &ShardedRoot::reshard, NoGil(), py::arg("writes"))
       .def("clip_grad_norm", &ShardedRoot::clip_grad_norm, NoGil(),
            py::arg("max_norm"), py::arg("norm_type") = 2.0)
-      .def("sum_over_shards", &ShardedRoot::sum_over_shards, NoGil(),
+      .def("sum_over_ranks", &ShardedRoot::sum_over_ranks, NoGil(),
            py::arg("values"), py::arg("takes_largest"),
-           "Collective: sums, or largest, over the ranks that hold the parts "
-           "of parameters; float64, in place.")
+           "Collective: sums, or largest, over all ranks; float64, in place.")
+      .def("is_first_replica", &ShardedRoot::is_first_replica, py::arg("unit"),
+           "Of those that hold this part of the unit.")
+      .def("has_other_units_elsewhere", &ShardedRoot::has_other_units_elsewhere,
+           "Some units are on meshes of fewer ranks than the root.")
       .def("settings", &ShardedRoot::settings, py::arg("unit"),
            py::return_value_policy::reference_internal)
       .def("set_sums_over_replicas", &ShardedRoot::set_sums_over_replicas,

@@ -282,9 +282,9 @@ class ShardedRoot:
     See fsdp/sharded_root.h.
     """
     synchronizes: bool
-    def __init__(self, units: collections.abc.Sequence[ShardedUnit], group: torch.distributed.distributed_c10d.ProcessGroup, options: ShardingOptions) -> None:
+    def __init__(self, units: collections.abc.Sequence[ShardedUnit], group: torch.distributed.distributed_c10d.ProcessGroup, options: ShardingOptions, meshes: collections.abc.Sequence[tuple[collections.abc.Sequence[typing.SupportsInt], typing.SupportsInt] | None]) -> None:
         """
-        Collective. Takes the units over.
+        Collective. Takes the units over. `meshes`: by unit, the ranks of the group that it was made over, and how many are a row; None: as the group and options say.
         """
     def abort_call(self, call: UnitCall) -> None:
         ...
@@ -314,6 +314,14 @@ class ShardedRoot:
         """
     def gradient_slot(self, parameter: torch.Tensor) -> torch.Tensor:
         ...
+    def has_other_units_elsewhere(self) -> bool:
+        """
+        Some units are on meshes of fewer ranks than the root.
+        """
+    def is_first_replica(self, unit: typing.SupportsInt) -> bool:
+        """
+        Of those that hold this part of the unit.
+        """
     def num_ranks_with(self, has_data: bool) -> int:
         """
         Collective.
@@ -334,9 +342,9 @@ class ShardedRoot:
         ...
     def step_without_data(self) -> None:
         ...
-    def sum_over_shards(self, values: torch.Tensor, takes_largest: bool) -> None:
+    def sum_over_ranks(self, values: torch.Tensor, takes_largest: bool) -> None:
         """
-        Collective: sums, or largest, over the ranks that hold the parts of parameters; float64, in place.
+        Collective: sums, or largest, over all ranks; float64, in place.
         """
     def unshard(self) -> None:
         ...

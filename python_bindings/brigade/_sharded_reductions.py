@@ -1,7 +1,8 @@
 """What torch computes of a list of tensors as a whole, of tensors that ranks hold parts of.
 
 Norms, and the search for what is not finite that a GradScaler makes. Collective: all ranks
-of the model's group call them, in one order.
+of the model's group call them, in one order. Of an expert, which other ranks have another
+one of, the norm is that of all of them together, so that a total counts each once.
 """
 
 from __future__ import annotations
@@ -52,9 +53,13 @@ def _norm(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
             for part in parts
         ]
         values = torch.stack(norms)
+        is_counted_elsewhere = [
+            not root.native.is_first_replica(place_of(part).unit().index) for part in parts
+        ]
+        values.masked_fill_(torch.tensor(is_counted_elsewhere), 0)
         if not takes_largest:
             values.pow_(p)
-        root.native.sum_over_shards(values, takes_largest)
+        root.native.sum_over_ranks(values, takes_largest)
         if not takes_largest:
             values.pow_(1 / p)
         dtype = kwargs.get("dtype") or parts[0].dtype
@@ -84,7 +89,7 @@ def _unscale(func: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
         roots = {place.unit().require_root(): None for place in places if place is not None}
         for root in roots:  # in the order of the gradients, as on all ranks
             found = found_inf.reshape(1).double()
-            root.native.sum_over_shards(found, True)
+            root.native.sum_over_ranks(found, True)
             found_inf.copy_(found.reshape(found_inf.shape))
 
 

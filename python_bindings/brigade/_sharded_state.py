@@ -26,6 +26,8 @@ OptimizerState = dict[str, Any]
 
 def full_state_dict(module: nn.Module, root: Root, rank0_only: bool) -> dict[str, torch.Tensor]:
     """Collective; see FSDPModule."""
+    if rank0_only:
+        _require_all_on_rank0(root)
     keeps = not rank0_only or root.outermost.group.rank() == 0
     wholes: dict[int, torch.Tensor] = {}
     for index, unit in enumerate(root.units):
@@ -38,6 +40,15 @@ def full_state_dict(module: nn.Module, root: Root, rank0_only: bool) -> dict[str
         name: wholes[id(value)] if id(value) in wholes else _copy_of(value)
         for name, value in module.state_dict(keep_vars=True).items()
     }
+
+
+def _require_all_on_rank0(root: Root) -> None:
+    if root.native.has_other_units_elsewhere():
+        raise NotImplementedError(
+            "rank0_only: units have meshes of fewer ranks than the model, and rank 0 has those "
+            "of its own meshes only.\nSave with save_checkpoint(), or leave rank0_only out: then "
+            "each rank has what its module has."
+        )
 
 
 def _copy_of(value: Any) -> Any:
@@ -253,13 +264,20 @@ def gather_nest(nest: dict[str, Any], rank0_only: bool) -> dict[str, Any]:
     parts = [(where, value) for where, value in _leaves(nest) if isinstance(value, TensorShard)]
     if not parts:
         return copy.deepcopy(nest)
-    group = parts[0][1]._brigade_place.unit().group
-    _require_same_kinds(group, [f"{where}, {value.dtype}" for where, value in parts])
+    root = parts[0][1]._brigade_place.unit().require_root()
+    if rank0_only:
+        _require_all_on_rank0(root)
+    kinds: dict[dist.ProcessGroup, list[str]] = {}
+    for where, value in parts:
+        group = value._brigade_place.unit().group
+        kinds.setdefault(group, []).append(f"{where}, {value.dtype}")
+    for group, found in kinds.items():
+        _require_same_kinds(group, found)
     wholes: dict[int, torch.Tensor] = {}
     for unit, together in _of_one_unit(part for _, part in parts):
         gathered = _gather(together, unit, rank0_only)
         wholes.update(zip(map(id, together), gathered, strict=bool(gathered)))
-    if rank0_only and group.rank() != 0:
+    if rank0_only and root.outermost.group.rank() != 0:
         return {}
     return _copied(nest, wholes)
 

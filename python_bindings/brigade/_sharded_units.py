@@ -80,7 +80,10 @@ class Root:
         self.outermost = outermost
         self.units = units
         self.native = _C.ShardedRoot(
-            [unit.native for unit in units], units[0].group, units[0].options
+            [unit.native for unit in units],
+            outermost.group,
+            outermost.options,
+            [_mesh_in(outermost, unit) for unit in units],
         )
         self.is_unsharded = False
         self.is_in_forward = False  # and not in what a backward computes again
@@ -165,7 +168,7 @@ class Unit:
 
         Args:
             modules: Their attributes are replaced. None is inside of another one.
-            group: Of all ranks.
+            group: Of the ranks that have these parameters, all of the root's as a rule.
             num_shards: So many of them, one after the other, hold everything once.
             options: Alike on all ranks.
             policy: What inputs and outputs are cast to.
@@ -418,6 +421,18 @@ def _own_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.
             yield from _own_modules(child, f"{prefix}{name}.")
 
 
+def _mesh_in(outermost: Unit, unit: Unit) -> tuple[list[int], int] | None:
+    """By ranks of the outermost unit's group, and how many are a row. None: the same mesh."""
+    if unit.group is outermost.group and unit.num_shards == outermost.num_shards:
+        return None
+    of_root = dist.get_process_group_ranks(outermost.group)
+    ranks = dist.get_process_group_ranks(unit.group)
+    if ranks == of_root and unit.num_shards == outermost.num_shards:
+        return None
+    # One that isn't there is told of to all ranks, where they compare meshes.
+    return [of_root.index(rank) if rank in of_root else -1 for rank in ranks], unit.num_shards
+
+
 def _make_root(outermost: Unit) -> Root:
     """Of a unit, and of all units below its modules. Collective."""
     units = outermost.with_those_below()
@@ -432,8 +447,6 @@ def _make_root(outermost: Unit) -> Root:
             f"fully_shard: {outermost.describe()} has no parameters to be sharded.\n"
             "Shard it after they are made, or don't."
         )
-    if any(unit.group is not outermost.group for unit in units):
-        raise ValueError("fully_shard: units of one model have different meshes.\nGive all one.")
     if outermost.reshards is None:
         outermost.set_reshards_after_forward(False)
     names: dict[nn.Module, str] = {}

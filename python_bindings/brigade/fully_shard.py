@@ -287,13 +287,26 @@ def _group_of(mesh: Any) -> tuple[dist.ProcessGroup, int]:
         return dist.group.WORLD, dist.get_world_size()
     if mesh.ndim == 1:
         return mesh.get_group(), mesh.size()
-    in_order = list(range(dist.get_world_size()))
-    if mesh.ndim == 2 and mesh.mesh.flatten().tolist() == in_order:
+    ranks = mesh.mesh.flatten().tolist()
+    if mesh.ndim != 2 or ranks != sorted(ranks):
+        raise NotImplementedError(
+            "fully_shard: expected a mesh of one dimension, or of two over ranks in rising "
+            f"order, found {mesh}."
+        )
+    if ranks == list(range(dist.get_world_size())):
         return dist.group.WORLD, mesh.size(1)
-    raise NotImplementedError(
-        f"fully_shard: expected a mesh of one dimension, or of two over all ranks in order, "
-        f"found {mesh}."
-    )
+    return _group_of_ranks(tuple(ranks)), mesh.size(1)
+
+
+_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+
+
+def _group_of_ranks(ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    """One for all meshes of these ranks. Collective over them, the first time."""
+    group = _groups.get(ranks)
+    if group is None or group not in dist.distributed_c10d._world.pg_map:  # destroyed since
+        group = _groups[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+    return group
 
 
 def fully_shard(
@@ -318,7 +331,9 @@ def fully_shard(
             one unit: gathered for the first of their forwards, and released when all have
             run, or the outermost module's forward ends.
         mesh: of one dimension, whose ranks share the parameters (default: all ranks); of
-            two, (replicas, shards): shards along the second.
+            two, (replicas, shards): shards along the second. A module below the outermost
+            one may have a mesh of its own, of some of its ranks: other ranks have other
+            meshes for their module at that place. Gradients are averaged over the mesh.
         reshard_after_forward: whether it is released between forward and backward. None:
             unless it is the outermost. A number n of ranks, which divides those that share
             the parameters: each n next to each other, those of a host for instance, keep it in

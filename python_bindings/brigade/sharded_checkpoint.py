@@ -98,6 +98,7 @@ def save_checkpoint(
         names = [file.name for file in part.iterdir()]
         return {name: _digest_of(part / name) for name in _own_share(group, names)}
 
+    _require_one_mesh_each(group, where, model)
     state = _on_all(group, where, begin)
     _on_all(group, where, lambda: dcp.save(state, checkpoint_id=part, process_group=group))
     digests = _from_all(group, _on_all(group, where, digest))
@@ -125,14 +126,17 @@ def load_checkpoint(
     where = "load_checkpoint"
     group = _group_of(model, where)
     folder = pathlib.Path(folder)
+    elsewhere = _names_elsewhere(group, model)
 
     def begin() -> dict[str, Any]:
         metadata = dcp.FileSystemReader(folder).read_metadata()
-        _require_same_model(metadata, model)
-        return _targets(metadata, group, model, optimizer)
+        _require_same_model(metadata, model, elsewhere)
+        return _targets(metadata, group, model, optimizer, elsewhere)
 
     def check() -> None:
         if optimizer is not None:
+            if elsewhere:
+                _give_own_names(model, optimizer, state["optimizer"])
             require_same_groups(model, optimizer, state["optimizer"])
 
     _on_all(group, where, lambda: _require_undamaged(group, folder))
@@ -150,10 +154,10 @@ def load_checkpoint(
 
 
 def _group_of(model: nn.Module, where: str) -> dist.ProcessGroup:
-    for module in model.modules():
-        unit = unit_of(module)
-        if unit is not None:
-            return unit.group
+    """The outermost unit's; those below may have groups of fewer ranks."""
+    units = [unit for module in model.modules() if (unit := unit_of(module)) is not None]
+    if units:
+        return max(units, key=lambda unit: unit.group.size()).group
     raise ValueError(
         f"{where}: expected a module that fully_shard has sharded, found "
         f"{type(model).__name__}.\nShard it first, or use torch.distributed.checkpoint."
@@ -182,6 +186,53 @@ def _from_all(group: dist.ProcessGroup, value: Any) -> list[Any]:
     found: list[Any] = [None] * group.size()
     dist.all_gather_object(found, value, group=group)
     return found
+
+
+# ---- Units that are on some ranks only.
+
+
+def _own_meshes(group: dist.ProcessGroup, model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """By name of a parameter that not all ranks of the group have: those that have it."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        place = place_of(parameter)
+        if place is not None and (own := place.unit().group).size() < group.size():
+            found[name] = tuple(dist.get_process_group_ranks(own))
+    return found
+
+
+def _require_one_mesh_each(group: dist.ProcessGroup, where: str, model: nn.Module) -> None:
+    """ValueError if one name stands for several parameters. Collective."""
+    own = _own_meshes(group, model)
+    if not own:  # nor has another rank
+        return
+    known: dict[str, tuple[int, ...]] = {}
+    for of_rank in _from_all(group, own):
+        for name, ranks in of_rank.items():
+            if known.setdefault(name, ranks) != ranks:
+                raise ValueError(
+                    f"{where}: '{name}' is one parameter on ranks {known[name]}, and another "
+                    f"one on ranks {ranks}.\nGive modules on different ranks different names, "
+                    "as in a ModuleDict by number of the expert."
+                )
+
+
+def _names_elsewhere(group: dist.ProcessGroup, model: nn.Module) -> set[str]:
+    """What only other ranks' modules have. Collective."""
+    if not _own_meshes(group, model):
+        return set()
+    own = list(model.state_dict())
+    return set().union(*_from_all(group, own)) - set(own)
+
+
+def _give_own_names(
+    model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]
+) -> None:
+    """To its groups, which are those of some rank."""
+    own = sharded_optimizer_state_dict(model, optimizer)["param_groups"]
+    for group, of_own in zip(state["param_groups"], own, strict=False):
+        if len(group["params"]) == len(of_own["params"]):
+            group["params"] = of_own["params"]
 
 
 # ---- Files.
@@ -233,14 +284,14 @@ def _unpickled(value: bytes) -> Any:
 # ---- What a checkpoint is read into.
 
 
-def _require_same_model(metadata: Metadata, model: nn.Module) -> None:
+def _require_same_model(metadata: Metadata, model: nn.Module, elsewhere: set[str]) -> None:
     paths = metadata.planner_data
     saved = {paths[key][1]: key for key in paths if paths[key][0] == "model"}
     own = model.state_dict()
-    if saved.keys() != own.keys():
+    if saved.keys() != own.keys() | elsewhere:
         raise ValueError(
             "the checkpoint is of another model: these names are in one of both: "
-            f"{sorted(saved.keys() ^ own.keys())[:5]}."
+            f"{sorted(saved.keys() ^ (own.keys() | elsewhere))[:5]}."
         )
     for name, value in own.items():
         form = metadata.state_dict_metadata[saved[name]]
@@ -259,8 +310,9 @@ def _targets(
     group: dist.ProcessGroup,
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
+    elsewhere: set[str],
 ) -> dict[str, Any]:
-    """A nest as what was saved, with memory of its own for all tensors."""
+    """A nest as what was saved, with memory of its own for all tensors but those elsewhere."""
     state: dict[str, Any] = {"model": copy.deepcopy(model.state_dict()), "shared": b"", "own": {}}
     paths = metadata.planner_data
     if ("own", str(group.rank())) in paths.values():
@@ -271,7 +323,7 @@ def _targets(
         return state
     parameters = dict(model.named_parameters())
     for key, path in paths.items():
-        if path[0] != "optimizer":
+        if path[0] != "optimizer" or (path[1] == "state" and path[2] in elsewhere):
             continue
         form = metadata.state_dict_metadata[key]
         value = None

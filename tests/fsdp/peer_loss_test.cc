@@ -48,20 +48,28 @@ bool are_equal(const std::vector<at::Tensor>& a,
   });
 }
 
-// Arguments: the rank that dies in the last step, and where; that units stay in
-// slices on two ranks each, if there is a third one.
+// Arguments: the rank that dies in the last step, and where; whether all units
+// are on "one mesh", some on "meshes" of their own, or all "in slices" on two
+// ranks each.
 const RankFunction kTrainUntilDeath("train_sharded", [](RankContext& rank) {
   const bool dies = std::stoi(rank.arguments().at(0)) == rank.rank();
   const std::string& place = rank.arguments().at(1);
+  const std::string& kind = rank.arguments().at(2);
   GroupScope scope(init_process_group());
   Net net;
   ShardingOptions options;
-  if (rank.arguments().size() > 2) {
+  std::vector<UnitSpec> units = net.units();
+  if (kind == "in slices") {
     options.reshards_to = 2;
+  } else if (kind == "meshes") {
+    for (const size_t unit : {2, 3}) {
+      units[unit].mesh =
+          UnitMesh{.ranks = {rank.rank() % 2, rank.rank() % 2 + 2}};
+    }
   } else if (scope.group()->getSize() == 4) {
     options.num_shards = 2;
   }
-  ShardedRoot root(net.units(), scope.group(), options);
+  ShardedRoot root(units, scope.group(), options);
   std::vector<at::Tensor> before;
   try {
     for (int step = 0; step <= kLastStep; ++step) {
@@ -106,27 +114,33 @@ const RankFunction kTrainUntilDeath("train_sharded", [](RankContext& rank) {
   }
 });
 
-// Ranks x where one dies.
-class PeerLossTest
-    : public ::testing::TestWithParam<std::tuple<int, std::string>> {};
+// Ranks x where one dies x meshes.
+class PeerLossTest : public ::testing::TestWithParam<
+                         std::tuple<int, std::string, std::string>> {};
 INSTANTIATE_TEST_SUITE_P(, PeerLossTest,
                          ::testing::Combine(::testing::Values(2, 3, 4),
                                             ::testing::Values("forward", "loss",
-                                                              "backward")));
+                                                              "backward"),
+                                            ::testing::Values("one mesh")));
+INSTANTIATE_TEST_SUITE_P(OfUnitMeshes, PeerLossTest,
+                         ::testing::Combine(::testing::Values(4),
+                                            ::testing::Values("forward", "loss",
+                                                              "backward"),
+                                            ::testing::Values("meshes")));
 
 TEST_P(PeerLossTest, SurvivorsNameItAndHoldWhatTheyHeldBefore) {
-  const auto [world_size, place] = GetParam();
+  const auto [world_size, place, meshes] = GetParam();
   const int victim = world_size - 1;
   ProcessRanks ranks({.world_size = world_size,
                       .function = "train_sharded",
-                      .arguments = {std::to_string(victim), place}});
+                      .arguments = {std::to_string(victim), place, meshes}});
   const auto results = ranks.finish();
   EXPECT_EQ(results[victim].signal, SIGKILL);
   for (int rank = 0; rank < victim; ++rank) {
     const auto& found = results[rank];
     EXPECT_EQ(found.exit_code, 0) << found.error_output;
-    // A row that lost no rank of its own hears of it from its column, and names
-    // whom it waited for.
+    // A row, or mesh, that lost no rank of its own hears of it from others, and
+    // names whom it waited for.
     const std::string named =
         world_size == 4 ? "rank " : "rank " + std::to_string(victim);
     EXPECT_THAT(

@@ -98,14 +98,40 @@ struct ParameterPlan {
   uint64_t seed;
 };
 
+// How all ranks are cut into groups, each of which holds a unit of its own.
+struct MeshPlan {
+  int world_size;
+  int size;         // of a group, whose ranks are
+  bool is_strided;  // as far from each other as there are groups
+  int num_shards;
+
+  // The group that the rank is in.
+  UnitMesh of(int rank) const {
+    const int num_groups = world_size / size;
+    const int first = is_strided ? rank % num_groups : rank / size * size;
+    UnitMesh mesh{.num_shards = num_shards};
+    for (int place = 0; place < size; ++place) {
+      mesh.ranks.push_back(first + place * (is_strided ? num_groups : 1));
+    }
+    return mesh;
+  }
+};
+
+struct UnitPlan {
+  std::optional<MeshPlan> mesh = std::nullopt;  // unset: the root's
+  std::optional<int> reshards_to = std::nullopt;
+};
+
 struct NetPlan {
   int64_t width;
   std::vector<std::vector<ParameterPlan>> blocks;  // the last is the head
+  std::vector<UnitPlan> units;                     // as FuzzNet::units()
 };
 
 class FuzzNet {
  public:
-  explicit FuzzNet(const NetPlan& plan) : plan_(plan) {
+  // What `rank` has. Meshes begin with equal values.
+  FuzzNet(const NetPlan& plan, int rank) : plan_(plan), rank_(rank) {
     for (const auto& block : plan.blocks) {
       std::vector<at::Tensor> made;
       for (const ParameterPlan& parameter : block) {
@@ -126,6 +152,9 @@ class FuzzNet {
         spec.parameters.push_back({name_of(unit, i), parameters[i]});
       }
       if (unit == 0) spec.reshards_after_forward = false;
+      const UnitPlan& plan = plan_.units[unit];
+      if (plan.mesh) spec.mesh = plan.mesh->of(rank_);
+      spec.reshards_to = plan.reshards_to;
       specs.push_back(std::move(spec));
     }
     return specs;
@@ -138,6 +167,15 @@ class FuzzNet {
   size_t num_units() const { return blocks_.size(); }
   size_t num_parameters(size_t unit) const {
     return blocks_[block_of(unit)].size();
+  }
+
+  // By parameter.
+  std::vector<size_t> unit_of() const {
+    std::vector<size_t> all;
+    for (size_t unit = 0; unit < blocks_.size(); ++unit) {
+      all.insert(all.end(), num_parameters(unit), unit);
+    }
+    return all;
   }
 
   // In the order of units().
@@ -215,6 +253,7 @@ class FuzzNet {
   }
 
   const NetPlan plan_;
+  const int rank_;
   std::vector<std::vector<at::Tensor>> blocks_;
 };
 
@@ -259,8 +298,9 @@ struct Operation {
   std::vector<size_t> forwards = {};  // by number
   bool flag = false;                  // synchronizes; zeroes in place; reshards
   int rank = 0;                       // that fails
-  size_t place = 0;     // where it fails: behind the call, or in it
-  size_t index = 0;     // parameter, of all; unit
+  size_t place = 0;  // where it fails: behind the call, or in it
+  size_t index = 0;  // parameter, of all; unit
+  std::optional<int> reshards_to = std::nullopt;
   double max_norm = 0;  // clips
   double p = 2;
 };
@@ -304,6 +344,7 @@ class CaseDraw {
   Case run() {
     draw_options();
     draw_net();
+    draw_units();
     const int64_t num_actions = draw_.between(4, 8);
     for (int64_t i = 0; i < num_actions; ++i) {
       add(draw_action());
@@ -347,22 +388,63 @@ class CaseDraw {
         [&](const Branch& branch) { return differ(branch, forward[0]); });
   }
 
-  void draw_options() {
+  static std::vector<int> divisors_of(int number) {
     std::vector<int> divisors;
-    for (int i = 1; i <= case_.world_size; ++i) {
-      if (case_.world_size % i == 0) divisors.push_back(i);
+    for (int i = 1; i <= number; ++i) {
+      if (number % i == 0) divisors.push_back(i);
     }
+    return divisors;
+  }
+
+  void draw_options() {
     takes_input_gradients_ = draw_.percent(15);
     keeps_units_ = draw_.percent(50);
     case_.options = {
-        .num_shards = draw_.of(divisors),
+        .num_shards = draw_.of(divisors_of(case_.world_size)),
         .reshards_after_forward = !keeps_units_ || draw_.percent(40),
         .prefetch_depth = draw_.below(4),
         .max_reducing = 1 + draw_.below(3),
         .failure_patience = std::chrono::seconds(5)};
-    if (*case_.options.num_shards == 4 && draw_.percent(60)) {
+    if (*case_.options.num_shards == 4 && draw_.percent(40)) {
       case_.options.reshards_to = 2;
     }
+  }
+
+  MeshPlan draw_mesh() {
+    const int size = draw_.of(divisors_of(case_.world_size));
+    return {.world_size = case_.world_size,
+            .size = size,
+            .is_strided = draw_.percent(50),
+            .num_shards = draw_.of(divisors_of(size))};
+  }
+
+  void draw_units() {
+    case_.net.units.resize(case_.net.blocks.size());
+    std::vector<MeshPlan> meshes;
+    if (draw_.percent(40)) {
+      const int64_t num_meshes = draw_.between(1, 2);
+      for (int64_t i = 0; i < num_meshes; ++i) meshes.push_back(draw_mesh());
+    }
+    for (size_t unit = 0; unit < case_.net.units.size(); ++unit) {
+      UnitPlan& plan = case_.net.units[unit];
+      if (unit > 0 && !meshes.empty() && draw_.percent(50)) {
+        plan.mesh = draw_.of(meshes);
+      }
+      if (num_shards_of(plan) == 4 && draw_.percent(30)) plan.reshards_to = 2;
+    }
+  }
+
+  int num_shards_of(const UnitPlan& plan) const {
+    return plan.mesh ? plan.mesh->num_shards : *case_.options.num_shards;
+  }
+
+  // What a unit may be resharded to: there are groups for it.
+  std::optional<int> draw_reshards_to(size_t unit) {
+    const UnitPlan& plan = case_.net.units[unit];
+    const bool has_groups =
+        plan.mesh ? plan.reshards_to.has_value()
+                  : (case_.options.reshards_to || plan.reshards_to);
+    return has_groups && draw_.percent(50) ? std::optional(2) : std::nullopt;
   }
 
   void draw_net() {
@@ -604,9 +686,11 @@ class CaseDraw {
                    {1, 2, 3, std::numeric_limits<double>::infinity()})}};
     }
     if (choice < 97) {
+      const size_t unit = draw_.below(num_blocks() + 1);
       return {{.kind = Kind::kSetReshards,
                .flag = !keeps_units_ || draw_.percent(50),
-               .index = draw_.below(num_blocks() + 1)}};
+               .index = unit,
+               .reshards_to = draw_reshards_to(unit)}};
     }
     const size_t dropped = draw_forward();
     return {{.kind = Kind::kForward, .forwards = {dropped}},
@@ -672,7 +756,8 @@ std::string describe(const Operation& operation) {
       out << " to " << operation.max_norm << ", p = " << operation.p;
       break;
     case Kind::kSetReshards:
-      out << " of unit " << operation.index << ": " << operation.flag;
+      out << " of unit " << operation.index << ": " << operation.flag << " to "
+          << operation.reshards_to.value_or(0);
       break;
     default:
       break;
@@ -705,6 +790,12 @@ std::string describe(const Case& c) {
       if (parameter.is_frozen) out << " frozen";
       out << ";";
     }
+    const UnitPlan& unit =
+        c.net.units[i + 1 == c.net.blocks.size() ? 0 : i + 1];
+    if (unit.mesh) {
+      out << " over " << describe(unit.mesh->of(0)) << " and the like;";
+    }
+    if (unit.reshards_to) out << " reshards to " << *unit.reshards_to;
     out << "\n";
   }
   for (size_t i = 0; i < c.actions.size(); ++i) {
@@ -845,7 +936,7 @@ class RankRun {
       : case_(c),
         rank_(group->getRank()),
         record_(record),
-        net_(c.net),
+        net_(c.net, rank_),
         root_(net_.units(), group, c.options) {}
 
   void run() {
@@ -872,14 +963,14 @@ class RankRun {
 
  private:
   void note_ranges() {
-    const int shard_rank = rank_ % *case_.options.num_shards;
     for (size_t unit = 0; unit < root_.num_units(); ++unit) {
       for (size_t i = 0; i < root_.shards_of(unit).size(); ++i) {
         const std::string name = FuzzNet::name_of(unit, i);
         for (const auto& segment : root_.unit(unit).segments) {
           for (size_t k = 0; k < segment->parameters().size(); ++k) {
             if (segment->parameters()[k].name != name) continue;
-            record_.ranges.push_back(segment->layout().range(k, shard_rank));
+            record_.ranges.push_back(
+                segment->layout().range(k, segment->rank()));
           }
         }
       }
@@ -978,10 +1069,11 @@ class RankRun {
         break;
       case Kind::kSetReshards:
         root_.settings(operation.index).reshards_after_forward = operation.flag;
+        root_.settings(operation.index).reshards_to = operation.reshards_to;
         break;
       case Kind::kMeet:
-        root_.sum_over_shards(torch::zeros({1}, torch::kDouble),
-                              /*takes_largest=*/false);
+        root_.sum_over_ranks(torch::zeros({1}, torch::kDouble),
+                             /*takes_largest=*/false);
         break;
     }
   }
@@ -1019,10 +1111,14 @@ class Model {
   Model(const Case& c, const std::vector<Record>& records)
       : case_(c),
         records_(records),
-        net_(c.net),
-        parameters_(net_.parameters()),
-        gradients_(parameters_.size()),
-        pending_(c.world_size, std::vector<at::Tensor>(parameters_.size())) {}
+        unit_of_(FuzzNet(c.net, 0).unit_of()),
+        gradients_(c.world_size, std::vector<at::Tensor>(unit_of_.size())),
+        pending_(gradients_) {
+    for (int rank = 0; rank < c.world_size; ++rank) {
+      nets_.emplace_back(c.net, rank);
+      parameters_.push_back(nets_.back().parameters());
+    }
+  }
 
   void check() {
     size_t begin = 0;
@@ -1067,7 +1163,7 @@ class Model {
     const Branch& branch = case_.forwards[forward][rank];
     Live live{.input = input_of(case_.net, branch)};
     live.outputs = run_branch(
-        net_, branch, live.input, {},
+        nets_[rank], branch, live.input, {},
         [](size_t, const at::Tensor& in, const auto& run) { return run(in); });
     return live;
   }
@@ -1094,22 +1190,26 @@ class Model {
         live_.erase(operation.forwards[0]);
         break;
       case Kind::kZero:
-        for (size_t i = 0; i < gradients_.size(); ++i) {
-          const bool is_meant =
-              operation.index >= gradients_.size() || operation.index == i;
-          if (!is_meant) continue;
-          if (operation.flag && gradients_[i].defined()) {
-            gradients_[i].zero_();
-          } else {
-            gradients_[i] = at::Tensor();
+        for (std::vector<at::Tensor>& of_rank : gradients_) {
+          for (size_t i = 0; i < of_rank.size(); ++i) {
+            const bool is_meant =
+                operation.index >= of_rank.size() || operation.index == i;
+            if (!is_meant) continue;
+            if (operation.flag && of_rank[i].defined()) {
+              of_rank[i].zero_();
+            } else {
+              of_rank[i] = at::Tensor();
+            }
           }
         }
         break;
       case Kind::kSgd: {
         const torch::NoGradGuard no_grad;
-        for (size_t i = 0; i < gradients_.size(); ++i) {
-          if (gradients_[i].defined())
-            parameters_[i].sub_(gradients_[i], kRate);
+        for (int rank = 0; rank < case_.world_size; ++rank) {
+          for (size_t i = 0; i < unit_of_.size(); ++i) {
+            const at::Tensor& gradient = gradients_[rank][i];
+            if (gradient.defined()) parameters_[rank][i].sub_(gradient, kRate);
+          }
         }
         break;
       }
@@ -1118,18 +1218,20 @@ class Model {
         expect_errors(operation, index);
         // What has been added up on ranks is lost with it.
         for (auto& of_rank : pending_) {
-          of_rank.assign(parameters_.size(), at::Tensor());
+          of_rank.assign(unit_of_.size(), at::Tensor());
         }
         break;
       case Kind::kReadWhole:
         for (int rank = 0; rank < case_.world_size; ++rank) {
-          expect_equal(sight(rank, index).outputs, parameters_, rank,
+          expect_equal(sight(rank, index).outputs, parameters_[rank], rank,
                        "parameter");
         }
         break;
       case Kind::kScale: {
         const torch::NoGradGuard no_grad;
-        parameters_[operation.index].mul_(0.75);
+        for (const auto& of_rank : parameters_) {
+          of_rank[operation.index].mul_(0.75);
+        }
         break;
       }
       case Kind::kClip:
@@ -1156,9 +1258,10 @@ class Model {
       }
       expect_equal(sight(rank, index).outputs, of_inputs, rank,
                    "gradient of input");
-      for (size_t i = 0; i < parameters_.size(); ++i) {
-        add(pending_[rank][i], parameters_[i].grad());
-        parameters_[i].mutable_grad() = at::Tensor();
+      for (size_t i = 0; i < unit_of_.size(); ++i) {
+        const at::Tensor& parameter = parameters_[rank][i];
+        add(pending_[rank][i], parameter.grad());
+        parameter.mutable_grad() = at::Tensor();
       }
     }
     for (const size_t i : operation.forwards) live_.erase(i);
@@ -1171,21 +1274,43 @@ class Model {
     sum = sum.defined() ? sum + gradient : gradient.clone();
   }
 
-  // In the order of ranks: over rows, and then over the sums of rows.
+  // The ranks that hold the same as `rank` does of a parameter.
+  UnitMesh mesh_of(size_t parameter, int rank) const {
+    const auto& mesh = case_.net.units[unit_of_[parameter]].mesh;
+    if (mesh) return mesh->of(rank);
+    const MeshPlan of_root = {.world_size = case_.world_size,
+                              .size = case_.world_size,
+                              .is_strided = false,
+                              .num_shards = *case_.options.num_shards};
+    return of_root.of(rank);
+  }
+
   void synchronize() {
-    const int num_shards = *case_.options.num_shards;
-    for (size_t i = 0; i < parameters_.size(); ++i) {
-      at::Tensor sum;
-      for (int row = 0; row < case_.world_size; row += num_shards) {
-        at::Tensor of_row;
-        for (int rank = row; rank < row + num_shards; ++rank) {
-          add(of_row, pending_[rank][i]);
-          pending_[rank][i] = at::Tensor();
-        }
-        add(sum, of_row);
+    for (size_t i = 0; i < unit_of_.size(); ++i) {
+      const auto& like = parameters_[0][i];
+      const bool is_used = std::any_of(
+          pending_.begin(), pending_.end(),
+          [&](const auto& of_rank) { return of_rank[i].defined(); });
+      for (int rank = 0; rank < case_.world_size && is_used; ++rank) {
+        const at::Tensor sum = sum_over(mesh_of(i, rank), i);
+        // Used on another mesh only, it gets zeros.
+        add(gradients_[rank][i], sum.defined() ? sum : at::zeros_like(like));
       }
-      if (sum.defined()) add(gradients_[i], sum.mul(1.0 / case_.world_size));
+      for (auto& of_rank : pending_) of_rank[i] = at::Tensor();
     }
+  }
+
+  // The average. In the order of ranks: over rows, and then over their sums.
+  at::Tensor sum_over(const UnitMesh& mesh, size_t parameter) const {
+    at::Tensor sum;
+    for (int row = 0; row < mesh.size(); row += mesh.row_length()) {
+      at::Tensor of_row;
+      for (int place = row; place < row + mesh.row_length(); ++place) {
+        add(of_row, pending_[mesh.ranks[place]][parameter]);
+      }
+      add(sum, of_row);
+    }
+    return sum.defined() ? sum.mul(1.0 / mesh.size()) : sum;
   }
 
   void clip(const Operation& operation, size_t index) {
@@ -1194,8 +1319,11 @@ class Model {
       EXPECT_EQ(sight(rank, index).norm, norm) << "rank " << rank;
     }
     std::vector<at::Tensor> flat = {torch::zeros({1}, torch::kDouble)};
-    for (const at::Tensor& gradient : gradients_) {
-      if (gradient.defined()) {
+    for (int rank = 0; rank < case_.world_size; ++rank) {
+      for (size_t i = 0; i < unit_of_.size(); ++i) {
+        const at::Tensor& gradient = gradients_[rank][i];
+        const bool is_counted = mesh_of(i, rank).ranks.front() == rank;
+        if (!is_counted || !gradient.defined()) continue;
         flat.push_back(gradient.flatten().to(torch::kDouble));
       }
     }
@@ -1204,8 +1332,10 @@ class Model {
     EXPECT_NEAR(norm, expected, 1e-5 * expected);
     const double factor = operation.max_norm / (norm + 1e-6);
     if (!(factor < 1)) return;
-    for (const at::Tensor& gradient : gradients_) {
-      if (gradient.defined()) gradient.mul_(factor);
+    for (const auto& of_rank : gradients_) {
+      for (const at::Tensor& gradient : of_rank) {
+        if (gradient.defined()) gradient.mul_(factor);
+      }
     }
   }
 
@@ -1245,7 +1375,7 @@ class Model {
   at::Tensor part_of(const at::Tensor& whole, size_t parameter,
                      const ShardRange& range) const {
     if (!whole.defined()) return whole;
-    const at::Tensor flat = parameters_[parameter].is_contiguous()
+    const at::Tensor flat = parameters_[0][parameter].is_contiguous()
                                 ? whole.flatten()
                                 : whole.t().flatten();
     return flat.narrow(0, range.in_parameter, range.numel);
@@ -1263,10 +1393,10 @@ class Model {
     };
     std::vector<at::Tensor> values;
     std::vector<at::Tensor> gradients;
-    for (size_t i = 0; i < parameters_.size(); ++i) {
+    for (size_t i = 0; i < unit_of_.size(); ++i) {
       const ShardRange range = records_[rank].ranges[i];
-      values.push_back(part_of(parameters_[i].detach(), i, range));
-      gradients.push_back(part_of(gradients_[i], i, range));
+      values.push_back(part_of(parameters_[rank][i].detach(), i, range));
+      gradients.push_back(part_of(gradients_[rank][i], i, range));
     }
     expect_equal(flat_of(seen.values), values, rank, "shard");
     expect_equal(flat_of(seen.gradients), gradients, rank, "gradient of shard");
@@ -1274,11 +1404,13 @@ class Model {
 
   const Case& case_;
   const std::vector<Record>& records_;
-  const FuzzNet net_;
-  const std::vector<at::Tensor> parameters_;
-  std::vector<at::Tensor> gradients_;             // by parameter
-  std::vector<std::vector<at::Tensor>> pending_;  // by rank, by parameter
-  std::map<size_t, std::vector<Live>> live_;      // by forward, by rank
+  const std::vector<size_t> unit_of_;  // by parameter
+  std::vector<FuzzNet> nets_;          // by rank
+  // By rank, by parameter.
+  std::vector<std::vector<at::Tensor>> parameters_;
+  std::vector<std::vector<at::Tensor>> gradients_;
+  std::vector<std::vector<at::Tensor>> pending_;
+  std::map<size_t, std::vector<Live>> live_;  // by forward, by rank
 };
 
 // ---- The test.

@@ -254,8 +254,8 @@ def test_a_state_dict_behind_a_forward_is_of_parts(reshards):
 
 def _clips(rank, norm_type, foreach):
     counted = []
-    count = brigade._C.ShardedRoot.sum_over_shards
-    brigade._C.ShardedRoot.sum_over_shards = lambda *args: counted.append(1) or count(*args)
+    count = brigade._C.ShardedRoot.sum_over_ranks
+    brigade._C.ShardedRoot.sum_over_ranks = lambda *args: counted.append(1) or count(*args)
     plain, model = make_net(), shard_blocks(make_net())
     _mean_gradients(plain, lambda net, r: net(batch_of(r, 0)).square().mean(), 2)
     model(batch_of(rank, 0)).square().mean().backward()

@@ -172,6 +172,18 @@ TEST_P(OtherFsdpStreamsTest, ComputesAgainInBackward) {
   }
 }
 
+// Ranks of some, and all of them in other rows.
+TEST_P(OtherFsdpStreamsTest, TrainsUnitsOnMeshesOfTheirOwn) {
+  ShardedProgram some = program();
+  some.meshes = {{1, {.ranks = {0, 2}}}, {2, {.ranks = {0, 1}}}};
+  ShardedProgram other_rows = program();
+  other_rows.meshes = {{2, {.ranks = {0, 1, 2, 3}, .num_shards = 2}}};
+  for (const ShardedProgram& meshes : {some, other_rows}) {
+    on_every_layout(options(), meshes,
+                    [](ShardedTraining& training) { train(training, 3); });
+  }
+}
+
 // Parts of a unit, and all of one: weights that no gradient tells of are read
 // in backward too.
 TEST_P(OtherFsdpStreamsTest, TrainsAPart) {
@@ -496,6 +508,24 @@ TEST_F(CallsOnStreamsTest, AUnitIsReadUntilItsLastCallIsOver) {
     });
     loss.backward();
   }
+}
+
+using FsdpMeshesTest = simulated::StreamTest;
+
+// Whose launches a status counts.
+TEST_F(FsdpMeshesTest, MoreGroupsThanAreCountedAreAnError) {
+  const ShardedProgram program = {
+      .meshes = {{0, {.ranks = {0, 1, 2, 3}, .num_shards = 2}},
+                 {1, {.ranks = {0, 2}}},
+                 {2, {.ranks = {0, 1}}}}};
+  std::string text;
+  try {
+    ShardedTraining training(all_stream_layouts().front(), {.num_shards = 2},
+                             program);
+  } catch (const c10::ValueError& error) {
+    text = error.what_without_backtrace();
+  }
+  EXPECT_THAT(text, ::testing::HasSubstr("8 process groups at most"));
 }
 
 }  // namespace

@@ -12,10 +12,10 @@
 #include <vector>
 
 #include "brigade/comm/recording_group.h"
-#include "brigade/fsdp/device_transport.h"
 #include "brigade/fsdp/gradient_memory.h"
 #include "brigade/fsdp/make_units.h"
 #include "brigade/fsdp/memory_pool.h"
+#include "brigade/fsdp/mesh_transports.h"
 #include "brigade/fsdp/reduction_hook.h"
 #include "brigade/fsdp/unit_gathers.h"
 #include "brigade/fsdp/unit_reduction.h"
@@ -129,7 +129,8 @@ class LostShardingCallsTest : public simulated::StreamTest {
 // What a root has, made anew for each run.
 struct Parts {
   explicit Parts(int num_shards = kNumRanks, size_t max_reducing = 1,
-                 int num_units = 2, at::ScalarType reduce = at::kFloat) {
+                 int num_units = 2, at::ScalarType reduce = at::kFloat,
+                 const std::optional<UnitMesh>& mesh_of_last = std::nullopt) {
     std::vector<UnitSpec> specs;
     for (int u = 0; u < num_units; ++u) {
       specs.push_back(
@@ -138,14 +139,16 @@ struct Parts {
                {"a", at::ones({kNumel}, on_device()).requires_grad_()},
                {"b", at::ones({kNumel}, on_device()).requires_grad_()}}});
     }
+    specs.back().mesh = mesh_of_last;
     units = make_units(specs, recording.group(),
                        {.num_shards = num_shards, .reduce_dtype = reduce});
-    transport = make_device_transport(recording.group(), num_shards,
-                                      simulated::device(), {kNeighbours});
+    units.front().settings.reshards_to = kNeighbours;  // so there are groups
+    transports = std::make_unique<MeshTransports>(recording.group(), num_shards,
+                                                  simulated::device(), units);
     pool = std::make_unique<MemoryPool>(simulated::device());
-    gradients = std::make_unique<GradientMemory>(*pool, transport->streams(),
-                                                 max_reducing);
-    gathers = std::make_unique<UnitGathers>(units, *transport, *pool,
+    gradients = std::make_unique<GradientMemory>(
+        *pool, transports->root().streams(), max_reducing);
+    gathers = std::make_unique<UnitGathers>(units, *transports, *pool,
                                             /*depth=*/0);
   }
 
@@ -157,7 +160,8 @@ struct Parts {
     gathers->need(unit, {}, [] {});
   }
   UnitReduction reduction(size_t unit) {
-    return {unit, units[unit], segment(unit), *transport, *gradients};
+    return {unit, units[unit], segment(unit), transports->of(units[unit]),
+            *gradients};
   }
   void take(size_t unit, size_t i = 0) {
     segment(unit).take(i, gradient, *gradients);
@@ -168,7 +172,7 @@ struct Parts {
 
   RecordingGroup recording{kNumRanks};
   std::vector<Unit> units;
-  std::unique_ptr<ShardTransport> transport;
+  std::unique_ptr<MeshTransports> transports;
   std::unique_ptr<MemoryPool> pool;
   std::unique_ptr<GradientMemory> gradients;
   std::unique_ptr<UnitGathers> gathers;
@@ -193,10 +197,10 @@ class LostGatherCallsTest : public LostShardingCallsTest {
 
   void name_streams(Parts& parts) {
     {
-      const auto scope = parts.transport->streams().for_gathers();
+      const auto scope = parts.transports->root().streams().for_gathers();
       name(simulated::current_stream_of(), "gathers");
     }
-    const auto scope = parts.transport->streams().for_sums();
+    const auto scope = parts.transports->root().streams().for_sums();
     name(simulated::current_stream_of(), "sums");
     name(*parts.pool->owner(), "pool");
   }
@@ -414,6 +418,57 @@ TEST_F(LostGatherCallsTest, WhoNeedsAUnitIsBehindTheGatherAmongNeighbours) {
 
 class LostSumCallsTest : public LostGatherCallsTest {};
 
+// Units on different meshes lend each other their memory.
+class LostMeshCallsTest : public LostGatherCallsTest {
+ protected:
+  void expect_needed_of(const std::string& call,
+                        const std::function<void(Parts&)>& program) {
+    expect_needed(call, [&] {
+      Parts parts(kNumRanks, /*max_reducing=*/1, /*num_units=*/2, at::kFloat,
+                  UnitMesh{.ranks = {0, 2}});
+      simulated::synchronize_all();
+      name_streams(parts);
+      program(parts);
+      simulated::synchronize_all();
+    });
+  }
+};
+
+TEST_F(LostMeshCallsTest, GathersAreBehindWhoHasReadTheMemory) {
+  const auto program = [&](Parts& parts) {
+    const c10::StreamGuard on_a(stream_named("a"));
+    parts.gathers->begin({0, 1});
+    parts.need(0);
+    parts.parameter(0).sum();
+    arm();
+    parts.gathers->release(0);
+    parts.need(1);
+    parts.parameter(1).sum();
+    EXPECT_EQ(parts.pool->num_allocations(), 1);
+  };
+  expect_needed_of("gathers waits for a", program);
+  expect_needed_of("a waits for group", program);
+}
+
+TEST_F(LostMeshCallsTest, WhoGetsTheMemoryOfASumIsBehindIt) {
+  for (const size_t first : {0, 1}) {
+    const auto program = [&](Parts& parts) {
+      {
+        const c10::StreamGuard on_a(stream_named("a"));
+        parts.take(first);
+      }
+      parts.reduction(first).launch();
+      arm();
+      const c10::StreamGuard on_b(stream_named("b"));
+      parts.take(1 - first);
+      EXPECT_EQ(parts.pool->num_allocations(), 1);
+      parts.drop_gradients(1 - first);
+    };
+    expect_needed_of("b waits for sums", program);
+    expect_needed_of("sums waits for group", program);
+  }
+}
+
 TEST_F(LostSumCallsTest, SumsAreBehindAllGradients) {
   const auto program = [&](Parts& parts) {
     const c10::Stream a = stream_named("a");
@@ -618,7 +673,7 @@ TEST_F(LostSumCallsTest, WhatARowHasSummedIsForgottenBehindTheSum) {
 TEST_F(LostSumCallsTest, WhatIsUsedTravelsFromMemoryThatStays) {
   std::vector<int32_t> is_used = {1, 0};
   expect_needed_of("pinned memory is held", [&](Parts& parts) {
-    UsedSum used(is_used, *parts.transport);
+    UsedSum used(is_used, parts.transports->root());
     arm();
     used.launch();
     is_used = {0, 1};
@@ -626,7 +681,7 @@ TEST_F(LostSumCallsTest, WhatIsUsedTravelsFromMemoryThatStays) {
     is_used = {1, 0};
   });
   expect_needed_of("default waits for group", [&](Parts& parts) {
-    UsedSum used(is_used, *parts.transport);
+    UsedSum used(is_used, parts.transports->root());
     arm();
     used.launch();
     used.read();

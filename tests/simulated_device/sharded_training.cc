@@ -49,7 +49,8 @@ class WritesIntoSlot : public torch::autograd::Function<WritesIntoSlot> {
   }
 };
 
-std::vector<UnitSpec> units_of(const StreamedModel& model) {
+std::vector<UnitSpec> units_of(const StreamedModel& model,
+                               const ShardedProgram& program) {
   std::vector<UnitSpec> units(ShardedTraining::kNumUnits);
   for (size_t i = 0; i < model.size(); ++i) {
     UnitSpec& unit = units[i / kPerUnit];
@@ -57,6 +58,7 @@ std::vector<UnitSpec> units_of(const StreamedModel& model) {
     unit.parameters.push_back(
         {.name = c10::str("p", i), .tensor = model.parameters()[i]});
   }
+  for (const auto& [unit, mesh] : program.meshes) units[unit].mesh = mesh;
   return units;
 }
 
@@ -77,7 +79,7 @@ ShardedTraining::ShardedTraining(const StreamLayout& layout,
   make_wait(maker, caller);
   {
     const c10::StreamGuard on_maker(maker);
-    root_.emplace(units_of(model_), recording_.group(), options);
+    root_.emplace(units_of(model_, program_), recording_.group(), options);
   }
   make_wait(caller, maker);
   if (!program_.writes_into_slots) return;
@@ -162,8 +164,9 @@ void ShardedTraining::expect_gradients(int step, double factor,
       gradient.record_stream(current_stream_of());
       expected_.push_back(
           {.found = gradient.detach().clone(),
-           .expected = part_of(model_.gradient(parameter, step) * factor,
-                               *root_, unit, i, root_->shard_rank()),
+           .expected =
+               part_of(model_.gradient(parameter, step) * factor, *root_, unit,
+                       i, root_->unit(unit).segments.front()->rank()),
            .parameter = parameter,
            .step = step});
     }

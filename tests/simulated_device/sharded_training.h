@@ -9,6 +9,7 @@
 #include <c10/core/StreamGuard.h>
 
 #include <cstddef>
+#include <map>
 #include <optional>
 #include <set>
 #include <vector>
@@ -31,6 +32,8 @@ struct ShardedProgram {
   std::optional<CheckpointOptions> checkpoint = std::nullopt;
   // Gradients are written where gradient_slot() says.
   bool writes_into_slots = false;
+  // By unit; others are on the root's.
+  std::map<size_t, UnitMesh> meshes = {};
 };
 
 class ShardedTraining {

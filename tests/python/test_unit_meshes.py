@@ -1,0 +1,347 @@
+"""Units with meshes of their own: experts, of which each rank has some. In whole numbers."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+
+import brigade
+
+from ranks import run_ranks
+
+WORLD_SIZE = 4
+
+
+class Moe(nn.Module):
+    """Dense layers, and one expert."""
+
+    def __init__(self, expert: nn.Linear, dense: nn.Linear, head: nn.Linear, name: str) -> None:
+        super().__init__()
+        self.dense, self.head = dense, head
+        self.experts = nn.ModuleDict({name: expert})
+
+    def forward(self, x, uses_expert=True):
+        x = self.dense(x)
+        if uses_expert:
+            for expert in self.experts.values():
+                x = expert(x)
+        return self.head(x)
+
+
+def _linear(seed):
+    linear = nn.Linear(3, 3, dtype=torch.float64)
+    with torch.no_grad():
+        for parameter in linear.parameters():
+            values = torch.arange(parameter.numel()) * 3 + seed
+            parameter.copy_((values % 5 - 2).view_as(parameter))
+    return linear
+
+
+def make_moe(group, name=None):
+    """As the ranks of a group have it: each has another expert."""
+    name = str(group) if name is None else name
+    return Moe(_linear(group), _linear(10), _linear(11), name)
+
+
+def batch_of(rank, step):
+    return ((torch.arange(6) + rank + 2 * step) % 4 - 1.0).view(2, 3).double()
+
+
+class OneProcess:
+    """All experts. Each is averaged over its ranks, what is dense over all of them."""
+
+    def __init__(self, num_groups=2):
+        dense, head = _linear(10), _linear(11)
+        self.models = [Moe(_linear(g), dense, head, str(g)) for g in range(num_groups)]
+
+    def parameters(self):
+        return list({p: None for model in self.models for p in model.parameters()})
+
+    def backward(self, step, uses_expert=lambda rank: True):
+        num_groups = len(self.models)
+        for parameter in self.parameters():
+            parameter.grad = None
+        for rank in range(WORLD_SIZE):
+            self.models[rank % num_groups](batch_of(rank, step), uses_expert(rank)).sum().backward()
+        experts = {p for model in self.models for p in model.experts.parameters()}
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad /= WORLD_SIZE // (num_groups if parameter in experts else 1)
+
+    def step(self):
+        step_by_sign(self.parameters())
+
+
+@torch.no_grad()
+def step_by_sign(parameters):
+    """Whole numbers stay such."""
+    for parameter in parameters:
+        if parameter.grad is None:
+            continue
+        if isinstance(parameter, brigade.ShardedParameter):
+            parameter.plain().sub_(parameter.grad.plain().sign())
+        else:
+            parameter.sub_(parameter.grad.sign())
+
+
+def meshes():
+    """All ranks, and those that have this rank's expert: {0, 2} or {1, 3}."""
+    both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "expert"))
+    return init_device_mesh("cpu", (WORLD_SIZE,)), both["shard"]
+
+
+def shard_moe(model, all_ranks, of_expert, shard=brigade.fully_shard):
+    for expert in model.experts.values():
+        shard(expert, mesh=of_expert)
+    shard(model.dense, mesh=all_ranks)
+    return shard(model, mesh=all_ranks)
+
+
+def expect_whole(model, reference, group):
+    state = model.full_state_dict()
+    for name, value in reference.models[group].state_dict().items():
+        assert torch.equal(state[name], value), name
+
+
+def _trains(rank):
+    group = rank % 2
+    all_ranks, of_expert = meshes()
+    reference = OneProcess()
+    model = shard_moe(make_moe(group), all_ranks, of_expert)
+    for step in range(4):
+        # Routing: a rank, or a group of them, has no tokens.
+        def uses_expert(r, step=step):
+            return (r != 1, r % 2 == 0, True, True)[step]
+
+        model.zero_grad()
+        model(batch_of(rank, step), uses_expert(rank)).sum().backward()
+        reference.backward(step, uses_expert)
+        step_by_sign(model.parameters())
+        reference.step()
+        expect_whole(model, reference, group)
+    held = sum(p.numel() for p in model.experts.parameters())
+    assert held == 6  # half of its 12
+    place = "0, 2" if group == 0 else "1, 3"
+    assert f"over ranks {place}\n" in model.explain()
+    statistics = model.sharding_statistics()
+    assert statistics["late_gathers"] == 0
+
+
+def test_trains_as_one_process_does():
+    run_ranks(_trains, world_size=WORLD_SIZE)
+
+
+def _begins(rank):
+    """The first rank's values of each mesh."""
+    model = make_moe(rank % 2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(100 * rank)
+    shard_moe(model, *meshes())
+    state = model.full_state_dict()
+    plain = make_moe(rank % 2).state_dict()
+    for name, value in plain.items():
+        first = rank % 2 if "experts" in name else 0
+        assert torch.equal(state[name], value + 100 * first), name
+
+
+def test_begins_with_the_first_rank_of_each_mesh():
+    run_ranks(_begins, world_size=WORLD_SIZE)
+
+
+def _expect_parts(parameters, wholes):
+    """Gradients are this rank's parts of whole ones."""
+    for parameter, whole in zip(parameters, wholes, strict=True):
+        begin = parameter._brigade_place.begin
+        part = whole.flatten()[begin : begin + parameter.numel()]
+        assert torch.equal(parameter.grad.elements(), part)
+
+
+def _against_torch(rank):
+    model = shard_moe(make_moe(rank % 2), *meshes())
+    of_torch = shard_moe(make_moe(rank % 2), *meshes(), torch_fully_shard)
+    for each in (model, of_torch):
+        each(batch_of(rank, 0)).sum().backward()
+    _expect_parts(model.parameters(), [p.grad.full_tensor() for p in of_torch.parameters()])
+
+
+def test_averages_as_torch_does():
+    run_ranks(_against_torch, world_size=WORLD_SIZE)
+
+
+def _divided(rank):
+    model = shard_moe(make_moe(rank % 2), *meshes())
+    model.experts[str(rank % 2)].set_gradient_divide_factor(WORLD_SIZE)
+    reference = OneProcess()
+    model(batch_of(rank, 0)).sum().backward()
+    reference.backward(0)
+    expert = reference.models[rank % 2].experts[str(rank % 2)]
+    _expect_parts(model.experts.parameters(), [p.grad / 2 for p in expert.parameters()])
+
+
+def test_the_divisor_may_be_the_worlds():
+    run_ranks(_divided, world_size=WORLD_SIZE)
+
+
+def _norm(rank):
+    reference = OneProcess()
+    reference.backward(0)
+    gradients = [p.grad for p in reference.parameters()]
+    found = {}
+    for p in (1.0, float("inf")):
+        model = shard_moe(make_moe(rank % 2), *meshes())
+        model(batch_of(rank, 0)).sum().backward()
+        total = torch.nn.utils.get_total_norm(gradients, p)
+        assert model.clip_grad_norm_(1e9, p) == total
+        for foreach in (None, False):
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9, p, foreach=foreach)
+            assert norm == total
+        found[p] = total.item()
+    return found
+
+
+def test_norms_are_of_all_experts():
+    results = run_ranks(_norm, world_size=WORLD_SIZE)
+    assert results[0][1.0] > 0
+    assert all(result == results[0] for result in results)
+
+
+def _hybrid(rank):
+    """Copies of an expert, on a mesh of two dimensions and of some ranks."""
+    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("replicate", "shard", "expert"))
+    all_ranks = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    reference = OneProcess()
+    model = shard_moe(make_moe(rank % 2), all_ranks, mesh["replicate", "shard"])
+    assert sum(p.numel() for p in model.experts.parameters()) == 12
+    for step in range(3):
+        model.zero_grad()
+        model(batch_of(rank, step)).sum().backward()
+        reference.backward(step)
+        step_by_sign(model.parameters())
+        reference.step()
+        expect_whole(model, reference, rank % 2)
+
+
+def test_experts_may_have_copies():
+    run_ranks(_hybrid, world_size=WORLD_SIZE)
+
+
+def _keeps_parts(rank):
+    """On two neighbours in rows of the expert's mesh, which are not the model's."""
+    of_expert = init_device_mesh("cpu", (WORLD_SIZE,))
+    rows = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    reference = OneProcess(num_groups=1)
+    model = make_moe(0)
+    brigade.fully_shard(model.experts["0"], mesh=of_expert, reshard_after_forward=2)
+    brigade.fully_shard(model.dense, mesh=rows)
+    brigade.fully_shard(model, mesh=rows)
+    model.register_comm_hook(None, "fp16_compress")  # exact
+    for step in range(2):
+        model.zero_grad()
+        model(batch_of(rank, step)).sum().backward()
+        reference.backward(step)
+        step_by_sign(model.parameters())
+        reference.step()
+        expect_whole(model, reference, 0)
+        assert model.sharding_statistics()["near_gathers"] == step + 1
+    assert "in slices on 2 ranks in between, over ranks 0, 1, 2, 3\n" in model.explain()
+
+
+def test_parts_stay_on_neighbours_and_gradients_are_compressed():
+    run_ranks(_keeps_parts, world_size=WORLD_SIZE)
+
+
+def _fails(rank):
+    all_ranks, of_expert = meshes()
+    reference = OneProcess()
+    model = shard_moe(make_moe(rank % 2), all_ranks, of_expert)
+    fails = [True]
+
+    def fail(module, args):
+        if rank == 3 and fails[0]:
+            raise RuntimeError("no token fits")
+
+    model.experts[str(rank % 2)].register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="no token fits"):
+        model(batch_of(rank, 0)).sum().backward()
+    fails[0] = False
+    for step in range(2):
+        model.zero_grad()
+        model(batch_of(rank, step)).sum().backward()
+        reference.backward(step)
+        step_by_sign(model.parameters())
+        reference.step()
+        expect_whole(model, reference, rank % 2)
+
+
+def test_a_failure_is_one_on_all_meshes():
+    run_ranks(_fails, world_size=WORLD_SIZE)
+
+
+def _bad_mesh(rank):
+    """The model's ranks are {0, 1} or {2, 3}, the expert's {0, 2} or {1, 3}."""
+    both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "expert"))
+    model = shard_moe(make_moe(rank % 2), both["expert"], both["shard"])
+    with pytest.raises(ValueError, match="expected ranks of the root, of which there are 2") as e:
+        model(batch_of(rank, 0))
+    return str(e.value)
+
+
+def test_a_mesh_of_other_ranks_is_an_error_on_all():
+    texts = run_ranks(_bad_mesh, world_size=WORLD_SIZE)
+    assert "the mesh of unit 'experts." in texts[0]
+    assert texts[0] == texts[1]
+    assert texts[2] == texts[3]
+
+
+def _resumes(rank, folder):
+    def make(seed):
+        torch.manual_seed(seed)
+        model = make_moe(rank % 2)
+        shard_moe(model, *meshes())
+        return model, torch.optim.AdamW(model.parameters(), lr=0.05)
+
+    def train(model, optimizer, steps):
+        for step in steps:
+            optimizer.zero_grad()
+            model(batch_of(rank, step)).sum().backward()
+            optimizer.step()
+
+    model, optimizer = make(0)
+    train(model, optimizer, range(3))
+    brigade.save_checkpoint(folder, model, optimizer, shared={"step": 3})
+    train(model, optimizer, range(3, 6))
+
+    again, resumed = make(1)
+    loaded = brigade.load_checkpoint(folder, again, resumed)
+    assert loaded.shared == {"step": 3}
+    train(again, resumed, range(3, 6))
+    for (name, a), b in zip(model.named_parameters(), again.parameters(), strict=True):
+        assert torch.equal(a.plain(), b.plain()), name
+    whole = brigade.full_optimizer_state_dict(model, optimizer)
+    assert whole["state"][f"experts.{rank % 2}.weight"]["exp_avg"].shape == (3, 3)
+    for collect in (
+        lambda: model.full_state_dict(rank0_only=True),
+        lambda: brigade.full_optimizer_state_dict(model, optimizer, rank0_only=True),
+    ):
+        with pytest.raises(NotImplementedError, match="rank 0 has those of its own meshes only"):
+            collect()
+
+
+def test_resumes_from_a_checkpoint(tmp_path):
+    run_ranks(_resumes, str(tmp_path / "checkpoint"), world_size=WORLD_SIZE)
+
+
+def _same_name(rank, folder):
+    model = shard_moe(make_moe(rank % 2, name="here"), *meshes())
+    model(batch_of(rank, 0)).sum().backward()
+    with pytest.raises(ValueError, match=r"'experts\.here\.weight' is one parameter on") as e:
+        brigade.save_checkpoint(folder, model)
+    return str(e.value)
+
+
+def test_one_name_for_two_experts_is_not_saved(tmp_path):
+    texts = run_ranks(_same_name, str(tmp_path / "checkpoint"), world_size=WORLD_SIZE)
+    assert all(text == texts[0] for text in texts)
+    assert not (tmp_path / "checkpoint").exists()
