@@ -280,31 +280,41 @@ class ShardedRoot final : private UnitPolicy::Listener {
   bool can_continue() const { return engine_->can_continue(); }
 
  private:
-  void on_backward_over(bool ended_well) override;
+  // Goes on where all ranks say the same: `words`, unless they are other ones
+  // on each, and `said`.
+  void ask(std::string_view words, const std::vector<size_t>& said);
+  void ask(std::string_view words, std::string_view words_of_all,
+           const std::vector<size_t>& said);
 
-  const Unit& unit_of(const Segment& segment) const;
-  void need(size_t unit);
-  MemoryPlan make_plan() const;
-  void plan_memory();
+  // sharded_root_forward.cc
   void check_shards();
   void check_settings();
   [[noreturn]] void refuse_to_begin(const std::string& text);
   void follow_shards();
   void claim_kept();
+  void release_outdated();
+  void need(size_t unit);
   void release_if_unused(size_t unit);
   void release_behind_forward(size_t unit);
-  void release_behind_backward(size_t unit);
-  void run_empty_backward();
-  void bring_no_gradients();
-  void end_backward(bool ended_well);
-  void leave_backward();
-  void await_backward();
-  void release_outdated();
+
+  // sharded_root_backward.cc
   void open(const std::shared_ptr<Call>& call);
   void close(Call& call);
+  void release_behind_backward(size_t unit);
   void begin_backward();
-  void ask(std::string_view words, const std::vector<size_t>& expected);
-  void ask_with(std::string_view words, uint64_t digest);
+  void on_backward_over(bool ended_well) override;
+  void leave_backward();
+  void await_backward();
+  void end_backward(bool ended_well);
+  void run_empty_backward();
+  void bring_no_gradients();
+
+  // sharded_root_between.cc
+  const Unit& unit_of(const Segment& segment) const;
+
+  // sharded_root_memory.cc
+  MemoryPlan make_plan() const;
+  void plan_memory();
 
   const c10::intrusive_ptr<c10d::ProcessGroup> group_;
   const ShardingOptions options_;

@@ -1,0 +1,202 @@
+// A backward, also one that brings no gradients, and steps without data.
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/zeros.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <exception>
+#include <mutex>
+#include <stdexcept>
+
+#include "brigade/fsdp/sharded_root.h"
+#include "brigade/hooks/backward_end.h"
+#include "brigade/hooks/output_watch.h"
+
+namespace brigade {
+
+void ShardedRoot::open(const std::shared_ptr<Call>& call) {
+  if (pass_ != Pass::kBackward) begin_backward();
+  const size_t unit = call->unit;
+  TORCH_CHECK(call->version == version_of(units_[unit]),
+              "fully_shard: the parameters of unit '", units_[unit].name,
+              "' were changed between its forward and its backward.\nRun "
+              "backward before the optimizer's step.");
+  if (call->open_in != backward_) {
+    call->open_in = backward_;
+    ++num_open_[unit];
+  }
+  if (units_[unit].settings.gathers_in_backward) need(unit);
+}
+
+void ShardedRoot::close(Call& call) {
+  if (call.open_in != backward_ || pass_ != Pass::kBackward) return;
+  call.open_in = 0;
+  gathers_->note_use(call.unit);
+  --num_open_[call.unit];
+  if (units_[call.unit].settings.spans_passes) return;
+  release_behind_backward(call.unit);
+}
+
+void ShardedRoot::release_behind_backward(size_t unit) {
+  if (units_[unit].settings.reshards_after_backward) {
+    release_if_unused(unit);
+  } else if (num_running_[unit] == 0 && num_open_[unit] == 0) {
+    is_kept_[unit] = 0;
+  }
+}
+
+void ShardedRoot::begin_backward() {
+  TORCH_CHECK(pass_ != Pass::kApart,
+              "fully_shard: a backward inside of unshard().\nLeave it first.");
+  claim_kept();
+  ++backward_;
+  if (synchronizes_ && accumulates_all_gradients()) {
+    try {
+      engine_->begin_in_backward();
+    } catch (...) {  // perhaps of an iteration before, which was told late
+      on_backward_over(/*ended_well=*/false);
+      throw;
+    }
+    pass_ = Pass::kBackward;
+    return;
+  }
+  const std::vector<size_t> expected = policy_->expected_in_backward();
+  std::vector<size_t> told = expected;
+  const std::vector<int> in_slices = gathers_->in_slices();
+  told.insert(told.end(), in_slices.begin(), in_slices.end());
+  ask("began a backward that is not reduced", told);
+  gathers_->begin(expected, GatheredIn::kBackward);
+  pass_ = Pass::kBackward;
+  peers_know_ = false;
+  watch_backward_end(
+      alive_, [this] { on_backward_over(/*ended_well=*/true); },
+      [this] {
+        end_backward(/*ended_well=*/false);
+        if (!peers_know_) {
+          engine_->fail(std::make_exception_ptr(
+              std::runtime_error("an exception ended backward")));
+        }
+        leave_backward();
+      });
+}
+
+void ShardedRoot::on_backward_over(bool ended_well) {
+  if (pass_ == Pass::kApart) return;
+  end_backward(ended_well);
+  leave_backward();
+}
+
+// The caller of a backward that threw may go on before.
+void ShardedRoot::leave_backward() {
+  const std::lock_guard<std::mutex> lock(pass_mutex_);
+  pass_ = Pass::kNone;
+  backward_is_over_.notify_all();
+}
+
+void ShardedRoot::await_backward() {
+  if (running_backward_id() >= 0) return;
+  std::unique_lock<std::mutex> lock(pass_mutex_);
+  backward_is_over_.wait_for(lock, options_.failure_patience,
+                             [this] { return pass_ != Pass::kBackward; });
+}
+
+// Nothing is waited for here: peers may not have launched what is in flight.
+void ShardedRoot::end_backward(bool ended_well) {
+  try {
+    gathers_->launch_rest();
+  } catch (const std::exception&) {
+    // Connections are lost: there is nobody to gather for.
+  }
+  for (size_t unit = 0; unit < units_.size(); ++unit) {
+    num_open_[unit] = 0;
+    if (!gathers_->is_claimed(unit)) continue;
+    if (ended_well) {
+      release_behind_backward(unit);
+    } else {
+      release_if_unused(unit);
+    }
+  }
+  if (!ended_well) gathers_->drop_slices();
+  is_behind_backward_ = ended_well;
+}
+
+void ShardedRoot::reduce() {
+  await_backward();
+  TORCH_CHECK(pass_ == Pass::kNone,
+              "fully_shard: gradients are to be reduced inside of a forward or "
+              "backward, or of unshard().\nDo so between them.");
+  TORCH_CHECK(synchronizes_,
+              "fully_shard: gradients are to be reduced, but synchronisation "
+              "is off.\nSwitch it on first.");
+  run_empty_backward();
+}
+
+void ShardedRoot::run_empty_backward() {
+  const at::AutoGradMode with_graph(true);
+  const at::Tensor leaf = at::zeros({}).set_requires_grad(true);
+  const at::Tensor output = leaf.mul(1);
+  watch_outputs({&output, 1}, alive_, [this] {
+    if (pass_ != Pass::kBackward) begin_backward();
+    bring_no_gradients();
+  });
+  output.backward();
+}
+
+// What a backward does beside computing: units are whole one after the other,
+// and each is reduced in its turn, so that this takes the planned memory too.
+void ShardedRoot::bring_no_gradients() {
+  const std::vector<size_t> gathered = policy_->expected_in_backward();
+  const auto leave = [&](size_t unit) {  // not what is gathered ahead
+    if (gathers_->is_claimed(unit)) release_behind_backward(unit);
+  };
+  // Nothing is computed with what forward has left whole.
+  for (size_t unit = 0; unit < units_.size(); ++unit) leave(unit);
+  auto next = gathered.begin();
+  const auto gather_before = [&](auto end) {
+    for (; next != end; ++next) {
+      need(*next);
+      leave(*next);
+    }
+  };
+  for (const auto& [unit, variables] : policy_->awaited()) {
+    const auto place = std::find(next, gathered.end(), unit);
+    if (place != gathered.end()) {
+      gather_before(place);
+      need(*next++);
+    }
+    if (synchronizes_) {
+      for (const size_t variable : variables) {
+        engine_->gradient_ready({.replica = 0, .parameter = variable},
+                                /*is_defined=*/false);
+      }
+    }
+    leave(unit);
+  }
+  gather_before(gathered.end());
+}
+
+int64_t ShardedRoot::num_ranks_with(bool has_data) {
+  ask("tells whether it has data", {});
+  const at::Tensor count = at::full({1}, has_data ? 1 : 0, at::kLong);
+  transports_.root().all_reduce(count)->waitAndThrow();
+  return count.item<int64_t>();
+}
+
+// Units are whole one after the other, as on the ranks that compute.
+void ShardedRoot::step_without_data() {
+  const at::AutoGradMode with_graph(true);
+  forward([&] {
+    for (const size_t unit : policy_->expected_in_forward()) {
+      need(unit);
+      if (units_[unit].settings.reshards_after_forward) {
+        release_behind_forward(unit);
+      }
+    }
+    return 0;
+  });
+  run_empty_backward();
+}
+
+}  // namespace brigade

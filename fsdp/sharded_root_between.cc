@@ -1,0 +1,170 @@
+// Between passes: whole units, and what is asked of all shards.
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/linalg_vector_norm.h>
+#include <ATen/ops/maximum.h>
+#include <ATen/ops/zeros.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "brigade/fsdp/sharded_root.h"
+
+namespace brigade {
+namespace {
+
+// Of a shard among those of its unit.
+size_t place_of(const Unit& unit, const at::Tensor& shard) {
+  const auto found = std::ranges::find_if(
+      unit.shards,
+      [&](const at::Tensor& other) { return other.is_same(shard); });
+  return static_cast<size_t>(found - unit.shards.begin());
+}
+
+}  // namespace
+
+void ShardedRoot::unshard() {
+  await_backward();
+  TORCH_CHECK(pass_ == Pass::kNone,
+              "fully_shard: unshard() inside of a forward or backward, or of "
+              "another unshard().\nCall it between them.");
+  claim_kept();
+  release_outdated();
+  std::vector<size_t> expected;
+  for (size_t unit = 0; unit < units_.size(); ++unit) {
+    if (!gathers_->is_current(unit)) expected.push_back(unit);
+  }
+  ask("gathers all units", expected);
+  gathers_->shards_are_written();
+  gathers_->begin(expected);
+  pass_ = Pass::kApart;
+  for (size_t unit = 0; unit < units_.size(); ++unit) need(unit);
+}
+
+void ShardedRoot::reshard(bool writes) {
+  if (pass_ != Pass::kApart) return;
+  pass_ = Pass::kNone;
+  for (size_t unit = 0; unit < units_.size(); ++unit) {
+    for (const auto& segment : units_[unit].segments) {
+      if (writes && segment->is_bound()) segment->read_own_slice();
+    }
+    release_if_unused(unit);
+  }
+}
+
+const Unit& ShardedRoot::unit_of(const Segment& segment) const {
+  const auto has_it = [&](const Unit& unit) {
+    return std::ranges::any_of(
+        unit.segments, [&](const auto& one) { return one.get() == &segment; });
+  };
+  return *std::ranges::find_if(units_, has_it);
+}
+
+at::Tensor ShardedRoot::gather(const Segment& segment,
+                               const at::Tensor& shard) {
+  const at::NoGradGuard no_grad;
+  ask("gathers shards", {static_cast<size_t>(shard.numel())});
+  at::Tensor whole =
+      at::empty({segment.layout().whole_numel()}, shard.options());
+  whole.narrow(0, segment.rank() * shard.numel(), shard.numel()).copy_(shard);
+  transports_.of(unit_of(segment)).all_gather(whole)->waitAndThrow();
+  return whole;
+}
+
+std::vector<at::Tensor> ShardedRoot::gather_unit(size_t unit) {
+  const at::NoGradGuard no_grad;
+  const Unit& gathered = units_.at(unit);
+  std::vector<at::Tensor> wholes(gathered.shards.size());
+  for (const auto& segment : gathered.segments) {
+    const at::Tensor whole = gather(*segment, segment->shard());
+    for (size_t i = 0; i < segment->shards().size(); ++i) {
+      wholes[place_of(gathered, segment->shards()[i])] =
+          segment->whole_of(whole, i).clone();
+    }
+  }
+  return wholes;
+}
+
+void ShardedRoot::assign_unit(size_t unit, std::span<const at::Tensor> wholes) {
+  const Unit& assigned = units_.at(unit);
+  for (const auto& segment : assigned.segments) {
+    for (size_t i = 0; i < segment->shards().size(); ++i) {
+      segment->assign(i, wholes[place_of(assigned, segment->shards()[i])]);
+    }
+  }
+}
+
+bool ShardedRoot::has_own_meshes() const {
+  return std::ranges::any_of(
+      units_, [](const Unit& unit) { return unit.mesh.has_value(); });
+}
+
+bool ShardedRoot::has_other_units_elsewhere() const {
+  return std::ranges::any_of(units_, [this](const Unit& unit) {
+    return unit.mesh && unit.mesh->size() < group_->getSize();
+  });
+}
+
+bool ShardedRoot::is_first_replica(size_t unit) const {
+  const Unit& asked = units_.at(unit);
+  const int rank = group_->getRank();
+  return (asked.mesh ? asked.mesh->place_of(rank) : rank) <
+         transports_.of(asked).num_shards();
+}
+
+// One place for each rank, so that all add up, or compare, in one order.
+void ShardedRoot::sum_over_ranks(const at::Tensor& values, bool takes_largest) {
+  const at::NoGradGuard no_grad;
+  ask("sums over ranks", {static_cast<size_t>(values.numel())});
+  const int num_ranks = group_->getSize();
+  at::Tensor by_rank = at::zeros({num_ranks, values.numel()}, values.options());
+  by_rank[group_->getRank()].copy_(values);
+  transports_.root().all_reduce(by_rank)->waitAndThrow();
+  values.copy_(by_rank[0]);
+  for (int rank = 1; rank < num_ranks; ++rank) {
+    if (takes_largest) {
+      at::Tensor largest = values;
+      at::maximum_out(largest, values, by_rank[rank]);
+    } else {
+      values.add_(by_rank[rank]);
+    }
+  }
+}
+
+double ShardedRoot::clip_grad_norm(double max_norm, double p) {
+  TORCH_CHECK_VALUE(p > 0, "clip_grad_norm: expected p > 0, found ", p,
+                    ".\nGive 2 for the Euclidean norm, or infinity.");
+  const at::NoGradGuard no_grad;
+  const bool is_max = std::isinf(p);
+  double total = 0;
+  for (size_t unit = 0; unit < units_.size(); ++unit) {
+    if (!is_first_replica(unit)) continue;
+    for (const at::Tensor& shard : units_[unit].shards) {
+      if (!shard.grad().defined() || shard.numel() == 0) continue;
+      const double norm =
+          at::linalg_vector_norm(shard.grad(), p, at::OptionalIntArrayRef(),
+                                 /*keepdim=*/false, at::kDouble)
+              .item<double>();
+      total = is_max ? std::max(total, norm) : total + std::pow(norm, p);
+    }
+  }
+  const at::Tensor sum = at::full({1}, total, at::kDouble);
+  sum_over_ranks(sum, is_max);
+  total = sum.item<double>();
+  const double norm = is_max ? total : std::pow(total, 1 / p);
+  const double factor = max_norm / (norm + 1e-6);
+  if (factor < 1) {
+    for (const Unit& unit : units_) {
+      for (const at::Tensor& shard : unit.shards) {
+        if (shard.grad().defined()) shard.grad().mul_(factor);
+      }
+    }
+  }
+  return norm;
+}
+
+}  // namespace brigade

@@ -1,0 +1,221 @@
+// A forward, and the calls of units in it.
+
+#include <ATen/core/grad_mode.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <exception>
+#include <optional>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "brigade/fsdp/sharded_root.h"
+#include "brigade/hooks/backward_end.h"
+#include "brigade/hooks/input_gate.h"
+#include "brigade/hooks/output_watch.h"
+
+namespace brigade {
+
+void ShardedRoot::begin_forward() {
+  await_backward();
+  if (pass_ == Pass::kBackward) return;  // what it needs is asked for
+  TORCH_CHECK(pass_ != Pass::kForward,
+              "fully_shard: a forward began inside of another one of the same "
+              "root.\nLet the outer one end first.");
+  peers_know_ = false;
+  keeps_units_ = at::GradMode::is_enabled();
+  check_shards();
+  check_settings();
+  follow_shards();
+  plan_memory();
+  claim_kept();
+  release_outdated();
+  const std::vector<size_t> expected = policy_->expected_in_forward();
+  ask("began a forward", expected);
+  gathers_->shards_are_written();
+  gathers_->begin(expected, GatheredIn::kForward);
+  if (pass_ == Pass::kNone) pass_ = Pass::kForward;
+}
+
+void ShardedRoot::end_forward() {
+  if (pass_ == Pass::kBackward) return;
+  gathers_->launch_rest();
+  if (keeps_units_) {
+    policy_->note_forward(gathers_->schedule().record());
+    // What is whole behind a forward does not depend on this rank's branches.
+    for (size_t unit = 0; unit < units_.size(); ++unit) {
+      if (units_[unit].settings.reshards_after_forward ||
+          !gathers_->schedule().is_there(unit)) {
+        continue;
+      }
+      need(unit);
+      is_kept_[unit] = 1;
+    }
+  }
+  // Nor does what is released.
+  for (size_t unit = 0; unit < units_.size(); ++unit) {
+    if (gathers_->schedule().is_there(unit) && is_kept_[unit] == 0) {
+      release_behind_forward(unit);
+    }
+  }
+  if (pass_ == Pass::kForward) pass_ = Pass::kNone;
+}
+
+// Peers are told by the error that it leads to here.
+void ShardedRoot::refuse_to_begin(const std::string& text) {
+  engine_->fail(std::make_exception_ptr(std::runtime_error(text)));
+  peers_know_ = true;
+  TORCH_CHECK(false, text);
+}
+
+// There are groups of the neighbours that were named when this was made.
+void ShardedRoot::check_settings() {
+  for (const Unit& unit : units_) {
+    const std::optional<int>& found = unit.settings.reshards_to;
+    const std::vector<int>& known = transports_.neighbours_of(unit);
+    if (!found || std::ranges::find(known, *found) != known.end()) continue;
+    refuse_to_begin(absl::StrCat(
+        "fully_shard: unit '", unit.name, "' is to be resharded to ", *found,
+        " ranks, found groups of [", absl::StrJoin(known, ", "),
+        "] only: what units were to be when the root was made.\nGive ", *found,
+        " to one of them before the first forward."));
+  }
+}
+
+// What a unit was made of.
+void ShardedRoot::check_shards() {
+  for (const Unit& unit : units_) {
+    for (const auto& segment : unit.segments) {
+      for (size_t i = 0; i < segment->shards().size(); ++i) {
+        const at::Tensor& shard = segment->shards()[i];
+        if (shard.storage().is_alias_of(segment->shard().storage())) continue;
+        refuse_to_begin(absl::StrCat(
+            "fully_shard: the shard of parameter '",
+            segment->parameters()[i].name, "' of unit '", unit.name,
+            "' was given other memory since it was made.\nWrite into it in "
+            "place."));
+      }
+    }
+  }
+}
+
+// Frozen or thawed by whoever has the shards.
+void ShardedRoot::follow_shards() {
+  bool is_changed = false;
+  for (const Unit& unit : units_) {
+    for (const auto& segment : unit.segments) {
+      is_changed |= segment->follow_shards();
+    }
+  }
+  if (is_changed) policy_->note_trained_changed();
+}
+
+// What stays whole behind a backward does not depend on this rank's branches.
+void ShardedRoot::claim_kept() {
+  if (!std::exchange(is_behind_backward_, false)) return;
+  for (size_t unit = 0; unit < units_.size(); ++unit) {
+    if (units_[unit].settings.reshards_after_backward ||
+        !gathers_->schedule().is_there(unit)) {
+      continue;
+    }
+    need(unit);
+  }
+}
+
+void ShardedRoot::forward_failed(const std::exception_ptr& error) {
+  if (pass_ == Pass::kBackward) return;  // which fails, and tells of it
+  try {
+    gathers_->launch_rest();
+  } catch (const std::exception&) {
+    // Connections are lost: there is nobody to gather for.
+  }
+  std::ranges::fill(num_running_, 0);
+  for (size_t unit = 0; unit < units_.size(); ++unit) {
+    if (gathers_->is_claimed(unit)) release_if_unused(unit);
+  }
+  gathers_->drop_slices();
+  if (pass_ == Pass::kForward) pass_ = Pass::kNone;
+  if (!peers_know_) engine_->fail(error);
+}
+
+// What is whole and was gathered before its shards changed.
+void ShardedRoot::release_outdated() {
+  for (size_t unit = 0; unit < units_.size(); ++unit) {
+    if (gathers_->is_claimed(unit) && !gathers_->is_current(unit)) {
+      release_if_unused(unit);
+    }
+  }
+}
+
+void ShardedRoot::need(size_t unit) {
+  const UnitSettings& settings = units_[unit].settings;
+  const std::vector<size_t>& ahead = pass_ == Pass::kBackward
+                                         ? settings.backward_prefetch
+                                         : settings.forward_prefetch;
+  gathers_->need(unit, ahead, [&] {
+    // Its name may be another one on other meshes.
+    ask(absl::StrCat("needed unit '", units_[unit].name, "' again"),
+        "needed a unit again", {unit});
+  });
+}
+
+std::shared_ptr<ShardedRoot::Call> ShardedRoot::begin_call(
+    size_t unit, std::span<at::Tensor> inputs) {
+  if (running_backward_id() < 0 && num_running_[unit] == 0 &&
+      gathers_->is_claimed(unit) && !gathers_->is_current(unit)) {
+    gathers_->release(unit);
+  }
+  need(unit);
+  ++num_running_[unit];
+  const auto call = std::make_shared<Call>(
+      Call{.unit = unit, .version = version_of(units_[unit])});
+  gate_inputs(inputs, alive_, [this, call] { close(*call); });
+  return call;
+}
+
+void ShardedRoot::abort_call(const Call& call) {
+  if (num_running_[call.unit] > 0) --num_running_[call.unit];
+  if (running_backward_id() < 0 && is_kept_[call.unit] == 0) {
+    release_behind_forward(call.unit);
+  }
+}
+
+void ShardedRoot::end_call(const std::shared_ptr<Call>& call,
+                           std::span<const at::Tensor> outputs) {
+  const size_t unit = call->unit;
+  if (at::GradMode::is_enabled()) {
+    watch_outputs(outputs, alive_, [this, call] { open(call); });
+  }
+  if (num_running_[unit] > 0) --num_running_[unit];
+  if (running_backward_id() >= 0) return;  // computed again for its backward
+  // Also without a backward on this rank: peers may have one.
+  if (keeps_units_ && !units_[unit].settings.reshards_after_forward) {
+    is_kept_[unit] = 1;
+  }
+  if (is_kept_[unit] == 0 && !units_[unit].settings.spans_passes) {
+    release_behind_forward(unit);
+  }
+}
+
+void ShardedRoot::release_if_unused(size_t unit) {
+  if (num_running_[unit] > 0 || num_open_[unit] > 0) return;
+  if (pass_ == Pass::kApart) return;
+  is_kept_[unit] = 0;
+  gathers_->release(unit);
+}
+
+// In slices, which do not depend on this rank's branches, nor on whether it has
+// a backward: a rank that leaves the unit out keeps its slice where forward
+// ends.
+void ShardedRoot::release_behind_forward(size_t unit) {
+  if (num_running_[unit] > 0 || num_open_[unit] > 0) return;
+  if (pass_ == Pass::kApart) return;
+  const UnitSettings& settings = units_[unit].settings;
+  if (keeps_units_ && settings.keeps_slices()) {
+    gathers_->keep_slices(unit, *settings.reshards_to);
+  }
+  release_if_unused(unit);
+}
+
+}  // namespace brigade

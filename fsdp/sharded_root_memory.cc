@@ -1,0 +1,107 @@
+// What units take, by plan and so far.
+
+#include <c10/util/Exception.h>
+
+#include <utility>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "absl/strings/str_cat.h"
+#include "brigade/fsdp/memory_plan.h"
+#include "brigade/fsdp/sharded_root.h"
+
+namespace brigade {
+
+MemoryPlan ShardedRoot::make_plan() const {
+  std::vector<PlannedUnit> units;
+  units.reserve(units_.size());
+  for (const Unit& unit : units_) {
+    PlannedUnit& planned = units.emplace_back();
+    planned.settings = unit.settings;
+    for (const auto& segment : unit.segments) {
+      PlannedSegment& added = planned.segments.emplace_back();
+      if (!segment->is_whole_here()) {
+        added.whole_bytes = segment->whole_bytes();
+      }
+      if (unit.settings.keeps_slices()) {
+        added.slice_bytes = segment->whole_bytes() / *unit.settings.reshards_to;
+      }
+      if (segment->is_trained()) {
+        added.gradient_bytes = segment->gradient_bytes();
+      }
+    }
+  }
+  absl::StatusOr<MemoryPlan> plan = MemoryPlan::create(
+      units, options_.prefetch_depth, gradient_memory_.max_reducing());
+  TORCH_CHECK_VALUE(plan.ok(),
+                    "fully_shard: ", std::string(plan.status().message()));
+  return *std::move(plan);
+}
+
+// Once: buffers are lent from here on.
+void ShardedRoot::plan_memory() {
+  if (planned_bytes_) return;
+  const MemoryPlan plan = make_plan();
+  for (size_t unit = 0; unit < units_.size(); ++unit) {
+    auto& segments = units_[unit].segments;
+    for (size_t i = 0; i < segments.size(); ++i) {
+      segments[i]->set_planned(plan.of(unit, i));
+    }
+  }
+  pool_.plan(plan.buffer_bytes());
+  planned_bytes_ = plan.total_bytes();
+}
+
+ShardingStatistics ShardedRoot::statistics() const {
+  ShardingStatistics statistics = {
+      .late_gathers = static_cast<int64_t>(gathers_->schedule().num_late()),
+      .ahead_gathers = static_cast<int64_t>(gathers_->schedule().num_ahead()),
+      .near_gathers = gathers_->num_near(),
+      .allocations = pool_.num_allocations(),
+      .unplanned = pool_.num_unplanned(),
+      .whole_bytes = pool_.bytes(),
+      .peak_whole_bytes = pool_.peak_bytes(),
+      .planned_bytes =
+          planned_bytes_ ? *planned_bytes_ : make_plan().total_bytes(),
+      .sent_by_gathers = transports_.sent().by_gathers,
+      .sent_by_sums = transports_.sent().by_sums};
+  for (const Unit& unit : units_) {
+    for (const auto& segment : unit.segments) {
+      const int64_t element = segment->shard().element_size();
+      statistics.shard_bytes += segment->layout().shard_numel() * element;
+      statistics.padding_bytes += segment->layout().padding_numel() * element;
+    }
+  }
+  return statistics;
+}
+
+std::string ShardedRoot::explain() const {
+  const ShardingStatistics memory = statistics();
+  std::string text = absl::StrCat(
+      units_.size(), units_.size() == 1 ? " unit" : " units", ", ",
+      num_shards(), " shards, ", transports_.root().num_replicas(),
+      " replicas, on ", pool_.device().str(),
+      "; whole units and gradients take ", memory.planned_bytes,
+      " bytes by plan, took at most ", memory.peak_whole_bytes, " so far\n");
+  for (const Unit& unit : units_) {
+    for (const auto& segment : unit.segments) {
+      absl::StrAppend(
+          &text, "  '", unit.name, "': ", segment->parameters().size(),
+          " parameters, ", segment->whole_bytes(), " bytes whole, ",
+          segment->layout().shard_numel() * segment->shard().element_size(),
+          " bytes here, ", segment->layout().padding_numel(),
+          " elements of padding", segment->is_trained() ? "" : ", frozen",
+          unit.settings.reshards_after_forward
+              ? ""
+              : ", whole from forward to backward",
+          unit.settings.keeps_slices()
+              ? absl::StrCat(", in slices on ", *unit.settings.reshards_to,
+                             " ranks in between")
+              : "",
+          unit.mesh ? absl::StrCat(", over ", describe(*unit.mesh)) : "", "\n");
+    }
+  }
+  return text;
+}
+
+}  // namespace brigade
