@@ -2,7 +2,7 @@
 // for sums, so that neither waits for what a program computes beside it, nor
 // for the other. On the CPU there are none.
 //
-// What is behind what: docs/plans/fsdp.md, "Streams and buffers".
+// What is behind what: docs/sharding_streams.md.
 //
 // Thread safety: any thread; scopes belong to one.
 

@@ -205,7 +205,7 @@ void register_sharding(py::module_& module) {
            "`wire_dtype`: of a comm hook that compresses gradients.")
       .def_readwrite("reshards_to", &ShardingOptions::reshards_to);
 
-  py::class_<UnitSettings>(module, "UnitSettings", "See fsdp/unit.h.")
+  py::class_<UnitSettings>(module, "UnitSettings", "See fsdp/unit_settings.h.")
       .def_readwrite("reshards_after_forward",
                      &UnitSettings::reshards_after_forward)
       .def_readwrite("spans_passes", &UnitSettings::spans_passes)

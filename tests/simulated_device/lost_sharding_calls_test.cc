@@ -1,6 +1,6 @@
 // Each call by which sharding orders streams is needed: without it, a race is
-// found. By the parts that make the calls: docs/plans/fsdp.md, "Streams and
-// buffers", has them in a table.
+// found. By the parts that make the calls: docs/sharding_streams.md
+// has them in a table.
 
 #include <torch/torch.h>
 
