@@ -1,7 +1,12 @@
 #include "brigade/fsdp/fully_shard.h"
 
+#include <c10/util/Exception.h>
+
 #include <algorithm>
+#include <cstdint>
 #include <numeric>
+#include <span>
+#include <string>
 #include <string_view>
 #include <unordered_map>
 
@@ -17,6 +22,11 @@ struct OwnedParameter {
   size_t owner = 0;  // a unit
 };
 
+bool is_ignored(const UnitChoice& choice, const NamedParameter& parameter) {
+  return choice.is_ignored &&
+         choice.is_ignored(parameter.name, parameter.tensor);
+}
+
 struct CollectedUnit {
   std::string name;
   bool is_joint = false;
@@ -25,6 +35,8 @@ struct CollectedUnit {
 
 class Collector {
  public:
+  explicit Collector(const UnitChoice& choice) : choice_(choice) {}
+
   std::vector<CollectedUnit> units = {{.name = ""}};  // outermost first
   std::vector<OwnedParameter> found;
 
@@ -59,6 +71,7 @@ class Collector {
   }
 
   void add(NamedParameter parameter, size_t unit) {
+    if (is_ignored(choice_, parameter)) return;
     const auto [place, is_new] =
         places_.emplace(parameter.tensor.unsafeGetTensorImpl(), found.size());
     if (is_new) {
@@ -68,6 +81,7 @@ class Collector {
     }
   }
 
+  const UnitChoice& choice_;
   std::unordered_map<const void*, size_t> places_;
 };
 
@@ -80,10 +94,88 @@ std::vector<size_t> in_order(const std::vector<CollectedUnit>& units) {
   return order;
 }
 
+void require_no_unit_inside(const std::string& name, Module& child) {
+  for (const auto& inner : child.named_modules("", /*include_self=*/false)) {
+    TORCH_CHECK_VALUE(
+        dynamic_cast<UnitModule*>(inner.value().get()) == nullptr,
+        "fully_shard: expected children of the Sequential that are units, "
+        "found '",
+        name, "', in which Sharded holds '", inner.key(),
+        "'.\nMake the Sequential a member of a module of your own, and hold "
+        "each unit by Sharded.");
+  }
+}
+
+std::vector<NamedParameter> parameters_of(const std::string& name,
+                                          const Module& child,
+                                          const UnitChoice& choice) {
+  std::vector<NamedParameter> parameters;
+  for (const auto& parameter : child.named_parameters()) {
+    NamedParameter named = {
+        .name = without_unit_levels(absl::StrCat(name, ".", parameter.key())),
+        .tensor = parameter.value()};
+    if (!is_ignored(choice, named)) parameters.push_back(std::move(named));
+  }
+  return parameters;
+}
+
+// Tied ones, which are there already, once.
+void add(const std::vector<NamedParameter>& parameters, UnitSpec& spec) {
+  for (const NamedParameter& parameter : parameters) {
+    const bool is_there =
+        std::ranges::any_of(spec.parameters, [&](const NamedParameter& there) {
+          return there.tensor.is_same(parameter.tensor);
+        });
+    if (!is_there) spec.parameters.push_back(parameter);
+  }
+}
+
+int64_t numel_of(std::span<const NamedParameter> parameters) {
+  int64_t numel = 0;
+  for (const NamedParameter& parameter : parameters) {
+    numel += parameter.tensor.numel();
+  }
+  return numel;
+}
+
 }  // namespace
 
-ModuleUnits units_of_module(Module& module) {
-  Collector collector;
+SequentialUnits units_of_sequential(const torch::nn::SequentialImpl& sequential,
+                                    const UnitChoice& choice) {
+  SequentialUnits units;
+  auto& [specs, runs] = units;
+  for (const auto& child : sequential.named_children()) {
+    require_no_unit_inside(child.key(), *child.value());
+    const std::vector<NamedParameter> parameters =
+        parameters_of(child.key(), *child.value(), choice);
+    if (choice.begins_unit && !specs.empty() &&
+        (parameters.empty() ||
+         !choice.begins_unit(
+             {.name = child.key(),
+              .module = *child.value(),
+              .numel_before = numel_of(specs.back().parameters)}))) {
+      add(parameters, specs.back());
+      ++runs.back().num_children;
+      continue;
+    }
+    runs.push_back({.unit = std::nullopt, .num_children = 1});
+    if (parameters.empty()) continue;
+    runs.back().unit = specs.size();
+    add(parameters, specs.emplace_back(UnitSpec{.name = child.key()}));
+  }
+  return units;
+}
+
+ModuleUnits units_of_module(Module& module, const UnitChoice& choice) {
+  TORCH_CHECK_VALUE(
+      !choice.begins_unit,
+      "fully_shard: expected a torch::nn::Sequential, whose children a rule "
+      "puts into units, found '",
+      module.name(),
+      "', whose forward tells nobody which module runs.\nHold each module "
+      "that is to be a unit by brigade::Sharded, as in Sharded<Block> block = "
+      "register_module(\"block\", Sharded<Block>(Block(...))).");
+  Collector collector(choice);
   collector.collect(module, "", 0);
   std::vector<UnitSpec> specs(collector.units.size());
   for (size_t unit = 0; unit < specs.size(); ++unit) {

@@ -20,8 +20,9 @@
 //   }
 //
 // A LibTorch module tells nobody that it runs. So what is to be a unit of its
-// own is held by Sharded, or is a child of a torch::nn::Sequential that is
-// itself sharded; all other parameters are the outermost unit's.
+// own is held by Sharded, or is a child, or are some, of a
+// torch::nn::Sequential that is itself sharded (unit_choice.h); all other
+// parameters are the outermost unit's.
 //
 // Thread safety: as ShardedRoot.
 
@@ -41,6 +42,7 @@
 #include <vector>
 
 #include "brigade/fsdp/sharded_root.h"
+#include "brigade/fsdp/unit_choice.h"
 
 namespace brigade {
 
@@ -127,7 +129,24 @@ struct ModuleUnits {
 // The outermost unit has what no unit below it has, and what several have that
 // is tied. Then come units of several UnitModules, which span passes
 // (unit_settings.h), and those of one each, in the order of registration.
-ModuleUnits units_of_module(torch::nn::Module& module);
+// Errors: ValueError if `choice` has a rule for a Sequential's children.
+ModuleUnits units_of_module(torch::nn::Module& module,
+                            const UnitChoice& choice = {});
+
+// Children of a Sequential, one behind the other, that run in one call.
+struct ChildRun {
+  std::optional<size_t> unit;  // none: without parameters
+  size_t num_children;
+};
+
+struct SequentialUnits {
+  std::vector<UnitSpec> specs;
+  std::vector<ChildRun> runs;
+};
+
+// Errors: ValueError if a child has a Sharded inside.
+SequentialUnits units_of_sequential(const torch::nn::SequentialImpl& sequential,
+                                    const UnitChoice& choice = {});
 
 template <typename Holder>
 class FullySharded {
@@ -136,29 +155,17 @@ class FullySharded {
 
  public:
   // Collective. Errors: as ShardedRoot's; ValueError if the module has no
-  // parameters.
+  // parameters, or not the units that are chosen.
   FullySharded(Holder module, c10::intrusive_ptr<c10d::ProcessGroup> group,
-               ShardingOptions options = {})
+               ShardingOptions options = {}, const UnitChoice& choice = {})
       : module_(std::move(module)) {
     if constexpr (kIsSequential) {
-      std::vector<UnitSpec> specs;
-      for (const auto& child : module_->named_children()) {
-        UnitSpec spec;
-        spec.name = child.key();
-        for (const auto& parameter : child.value()->named_parameters()) {
-          spec.parameters.push_back(
-              {.name = child.key() + "." + parameter.key(),
-               .tensor = parameter.value()});
-        }
-        unit_of_child_.push_back(spec.parameters.empty()
-                                     ? std::nullopt
-                                     : std::optional(specs.size()));
-        if (!spec.parameters.empty()) specs.push_back(std::move(spec));
-      }
-      make_root(std::move(specs), std::move(group), options);
+      SequentialUnits units = units_of_sequential(*module_, choice);
+      runs_ = std::move(units.runs);
+      make_root(std::move(units.specs), std::move(group), options);
       return;
     }
-    ModuleUnits units = units_of_module(*module_);
+    ModuleUnits units = units_of_module(*module_, choice);
     has_outermost_unit_ = units.has_outermost;
     make_root(std::move(units.specs), std::move(group), options);
     for (const auto& [module_of_unit, unit] : units.modules) {
@@ -237,19 +244,23 @@ class FullySharded {
   }
 
   at::Tensor run_children(at::Tensor x) {
-    size_t index = 0;
-    for (torch::nn::AnyModule& child : *module_) {
-      const std::optional<size_t> unit = unit_of_child_[index++];
-      const auto run = [&](at::Tensor input) {
-        return child.template forward<at::Tensor>(std::move(input));
+    auto child = module_->begin();
+    for (const ChildRun& run : runs_) {
+      const auto end = child + static_cast<ptrdiff_t>(run.num_children);
+      const auto run_all = [&](at::Tensor value) {
+        for (; child != end; ++child) {
+          value = child->template forward<at::Tensor>(std::move(value));
+        }
+        return value;
       };
-      x = unit ? root_->call(*unit, std::move(x), run) : run(std::move(x));
+      x = run.unit ? root_->call(*run.unit, std::move(x), run_all)
+                   : run_all(std::move(x));
     }
     return x;
   }
 
   Holder module_;
-  std::vector<std::optional<size_t>> unit_of_child_;  // of a Sequential
+  std::vector<ChildRun> runs_;  // of a Sequential
   bool has_outermost_unit_ = false;
   std::unique_ptr<ShardedRoot> root_;
 };

@@ -60,7 +60,10 @@ class GatherSchedule {
   GatherStep needs(size_t unit, std::span<const size_t> ahead = {});
 
   // The memory of `unit` is free. REQUIRES: it was launched, or needed.
-  void released(size_t unit) { states_[unit] = State::kReleased; }
+  void released(size_t unit) {
+    if (states_[unit] == State::kUnclaimed) ++num_unneeded_;
+    states_[unit] = State::kReleased;
+  }
 
   // What the pass has not launched, and is to be launched now.
   std::vector<size_t> rest();
@@ -80,6 +83,7 @@ class GatherSchedule {
 
   size_t num_late() const { return num_late_; }    // needs, of all passes
   size_t num_ahead() const { return num_ahead_; }  // launches before a need
+  size_t num_unneeded() const { return num_unneeded_; }  // launches without one
 
  private:
   enum class State : char { kReleased, kUnclaimed, kClaimed };
@@ -98,6 +102,7 @@ class GatherSchedule {
 
   size_t num_late_ = 0;
   size_t num_ahead_ = 0;
+  size_t num_unneeded_ = 0;
 };
 
 }  // namespace brigade

@@ -76,12 +76,13 @@ namespace brigade {
 
 // Counts since construction, bytes as they are now.
 struct ShardingStatistics {
-  int64_t late_gathers = 0;   // needed, and not expected
-  int64_t ahead_gathers = 0;  // launched before their need
-  int64_t near_gathers = 0;   // of a segment, among those who kept its slices
-  int64_t allocations = 0;    // of memory for whole units and gradients
-  int64_t unplanned = 0;      // of these: not of the plan (fsdp/memory_plan.h)
-  int64_t whole_bytes = 0;    // that memory
+  int64_t late_gathers = 0;      // needed, and not expected
+  int64_t ahead_gathers = 0;     // launched before their need
+  int64_t unneeded_gathers = 0;  // launched, and not needed on this rank
+  int64_t near_gathers = 0;  // of a segment, among those who kept its slices
+  int64_t allocations = 0;   // of memory for whole units and gradients
+  int64_t unplanned = 0;     // of these: not of the plan (fsdp/memory_plan.h)
+  int64_t whole_bytes = 0;   // that memory
   int64_t peak_whole_bytes = 0;
   int64_t planned_bytes = 0;    // its peak in steps that are as expected
   int64_t shard_bytes = 0;      // parameters that this rank holds, with padding

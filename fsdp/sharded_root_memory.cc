@@ -7,6 +7,7 @@
 
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "brigade/fsdp/memory_plan.h"
 #include "brigade/fsdp/sharded_root.h"
 
@@ -56,6 +57,8 @@ ShardingStatistics ShardedRoot::statistics() const {
   ShardingStatistics statistics = {
       .late_gathers = static_cast<int64_t>(gathers_->schedule().num_late()),
       .ahead_gathers = static_cast<int64_t>(gathers_->schedule().num_ahead()),
+      .unneeded_gathers =
+          static_cast<int64_t>(gathers_->schedule().num_unneeded()),
       .near_gathers = gathers_->num_near(),
       .allocations = pool_.num_allocations(),
       .unplanned = pool_.num_unplanned(),
@@ -76,6 +79,9 @@ ShardingStatistics ShardedRoot::statistics() const {
 }
 
 std::string ShardedRoot::explain() const {
+  const auto append_name = [this](std::string* out, size_t unit) {
+    absl::StrAppend(out, "'", units_[unit].name, "'");
+  };
   const ShardingStatistics memory = statistics();
   std::string text = absl::StrCat(
       units_.size(), units_.size() == 1 ? " unit" : " units", ", ",
@@ -83,6 +89,10 @@ std::string ShardedRoot::explain() const {
       " replicas, on ", pool_.device().str(),
       "; whole units and gradients take ", memory.planned_bytes,
       " bytes by plan, took at most ", memory.peak_whole_bytes, " so far\n");
+  absl::StrAppend(
+      &text, "  the next forward gathers [",
+      absl::StrJoin(policy_->expected_in_forward(), ", ", append_name),
+      "] in this order, ", options_.prefetch_depth, " ahead of their need\n");
   for (const Unit& unit : units_) {
     for (const auto& segment : unit.segments) {
       absl::StrAppend(

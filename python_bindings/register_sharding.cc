@@ -322,6 +322,7 @@ void register_sharding(py::module_& module) {
         }();
         py::dict statistics;
         statistics["late_gathers"] = found.late_gathers;
+        statistics["unneeded_gathers"] = found.unneeded_gathers;
         statistics["ahead_gathers"] = found.ahead_gathers;
         statistics["near_gathers"] = found.near_gathers;
         statistics["allocations"] = found.allocations;

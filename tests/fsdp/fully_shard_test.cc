@@ -14,8 +14,12 @@
 namespace brigade {
 namespace {
 
+using ::testing::AllOf;
 using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::Property;
 using testing::run_ranks;
+using ::testing::Throws;
 
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
@@ -42,6 +46,9 @@ struct BlockImpl : torch::nn::Module {
   }
   torch::nn::Linear lin;
   at::Tensor gain;
+
+ protected:  // for a Sequential
+  FORWARD_HAS_DEFAULT_ARGS({1, torch::nn::AnyValue(1.0)})
 };
 TORCH_MODULE(Block);
 
@@ -92,11 +99,12 @@ std::vector<at::Tensor> parameters_of(const torch::nn::Module& module) {
 
 // Against the same module without sharding, in one process.
 template <typename Make>
-void expect_same_training(const Make& make, int num_ranks) {
+void expect_same_training(const Make& make, int num_ranks,
+                          const UnitChoice& choice = {}) {
   run_ranks(num_ranks, [&](const Group& group) {
     const int rank = group->getRank();
     auto plain = make();
-    FullySharded model(make(), group);
+    FullySharded model(make(), group, {}, choice);
     torch::optim::SGD plain_optimizer(parameters_of(*plain), 0.1);
     torch::optim::SGD optimizer(model.parameters(), 0.1);
     const auto input = [](int r, int step) {
@@ -158,6 +166,82 @@ TEST(FullyShardedTest, TrainsASequentialWhoseChildrenAreUnits) {
         },
         num_ranks);
   }
+}
+
+torch::nn::Sequential make_layers() {
+  return with_values(
+      torch::nn::Sequential(torch::nn::Tanh(), torch::nn::Linear(6, 8),
+                            torch::nn::ReLU(), torch::nn::Linear(8, 6),
+                            Block(6), Block(6), torch::nn::Linear(6, 2)),
+      7);
+}
+
+std::vector<std::string> units_of(const UnitChoice& choice) {
+  std::vector<std::string> names;
+  for (const UnitSpec& spec :
+       units_of_sequential(*make_layers(), choice).specs) {
+    names.push_back(spec.name);
+  }
+  return names;
+}
+
+TEST(UnitChoiceTest, ChildrenOfATypeBeginUnits) {
+  EXPECT_THAT(units_of({}), ElementsAre("1", "3", "4", "5", "6"));
+  EXPECT_THAT(units_of(unit_at_each<BlockImpl>()), ElementsAre("1", "4", "5"));
+  EXPECT_THAT((units_of(unit_at_each<BlockImpl, torch::nn::LinearImpl>())),
+              ElementsAre("1", "3", "4", "5", "6"));
+  expect_same_training(make_layers, 2, unit_at_each<BlockImpl>());
+}
+
+// They have 56, 54, 48, 48 and 14 elements.
+TEST(UnitChoiceTest, ChildrenAreTogetherUntilTheyHaveSoManyElements) {
+  EXPECT_THAT(units_of(units_of_numel(57)), ElementsAre("1", "4", "6"));
+  EXPECT_THAT(units_of(units_of_numel(56)), ElementsAre("1", "3", "5"));
+  EXPECT_THAT(units_of(units_of_numel(1'000)), ElementsAre("1"));
+  expect_same_training(make_layers, 3, units_of_numel(57));
+}
+
+TEST(UnitChoiceTest, TiedChildrenMayBeOneUnit) {
+  expect_same_training(
+      [] {
+        const torch::nn::Linear tied = with_values(torch::nn::Linear(6, 6), 3);
+        return torch::nn::Sequential(tied, torch::nn::Tanh(), tied);
+      },
+      2, units_of_numel(1'000));
+}
+
+TEST(UnitChoiceTest, WhatIsIgnoredStaysAsItIs) {
+  run_ranks(2, [&](const Group& group) {
+    const int rank = group->getRank();
+    Net net = with_values(Net(), 1);
+    const at::Tensor gain = net->second->module()->gain;
+    const at::Tensor before = gain.detach().clone();
+    FullySharded model(net, group, {},
+                       {.is_ignored = [](const std::string& name,
+                                         const at::Tensor& parameter) {
+                         return name == "second.gain";
+                       }});
+    EXPECT_EQ(model.parameters().size(), net->parameters().size() - 1);
+    const at::Tensor x = random({3, 6}, 10 + rank);
+    model(x).square().sum().backward();
+    EXPECT_TRUE(at::equal(gain, before));
+
+    Net alone = with_values(Net(), 1);
+    alone(x).square().sum().backward();
+    EXPECT_TRUE(at::equal(gain.grad(), alone->second->module()->gain.grad()));
+  });
+}
+
+TEST(UnitChoiceTest, ModulesThatTellNobodyThatTheyRunAreErrors) {
+  EXPECT_THAT([] { units_of_module(*Net(), units_of_numel(8)); },
+              Throws<c10::ValueError>(Property(
+                  &c10::Error::what_without_backtrace,
+                  AllOf(HasSubstr("NetImpl"), HasSubstr("brigade::Sharded")))));
+  const torch::nn::Sequential nested{Net(), torch::nn::Linear(2, 2)};
+  EXPECT_THAT([&] { units_of_sequential(*nested); },
+              Throws<c10::ValueError>(
+                  Property(&c10::Error::what_without_backtrace,
+                           AllOf(HasSubstr("'0'"), HasSubstr("'first'")))));
 }
 
 // One tensor that two units use belongs to the outermost one.

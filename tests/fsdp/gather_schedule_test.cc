@@ -47,6 +47,8 @@ TEST(GatherScheduleTest, LaunchesWhatTheProgramLeavesOut) {
   EXPECT_THAT(schedule.rest(), ElementsAre(3));
   EXPECT_THAT(schedule.unclaimed(), ElementsAre(0, 3));
   EXPECT_EQ(schedule.num_late(), 0u);
+  for (const size_t unit : {0, 1, 2, 3}) schedule.released(unit);
+  EXPECT_EQ(schedule.num_unneeded(), 2u);
 }
 
 TEST(GatherScheduleTest, WhatIsNotExpectedAnyMoreIsLateBehindTheRest) {

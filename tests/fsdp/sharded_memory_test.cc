@@ -23,6 +23,7 @@
 namespace brigade {
 namespace sharded_memory_test {
 
+using ::testing::AllOf;
 using ::testing::HasSubstr;
 using testing::run_ranks;
 using testing::sgd;
@@ -152,7 +153,8 @@ void expect_planned(RandomChain& chain, const Group& group) {
   const int64_t planned = root.statistics().planned_bytes;
   EXPECT_EQ(root.statistics().peak_whole_bytes, 0);
   EXPECT_THAT(root.explain(),
-              HasSubstr(absl::StrCat("take ", planned, " bytes by plan")));
+              AllOf(HasSubstr(absl::StrCat("take ", planned, " bytes by plan")),
+                    HasSubstr("the next forward gathers ['")));
   int64_t allocations = 0;
   for (int step = 0; step < 4; ++step) {
     chain.step(root);
