@@ -89,21 +89,49 @@ class Root:
         self.is_in_forward = False  # and not in what a backward computes again
         self._synchronizes = True
         self._finalizes_by_hand = False
+        self._are_settings_unlike = False
         for index, unit in enumerate(units):
             unit.index = index
+        self.apply_common_settings()
 
-    def set_synchronizes(self, value: bool) -> None:
-        """False: backwards add gradients up on this rank."""
-        self._synchronizes = value
-        self.native.synchronizes = value and not self._finalizes_by_hand
+    def apply_common_settings(self) -> None:
+        """What is set of units, and is the root's: in force once all units have one value.
+
+        Units may be set one after the other, so that they differ meanwhile.
+        """
+        settings = [unit.common_settings for unit in self.units]
+        self._are_settings_unlike = len({each.alike() for each in settings}) > 1
+        if not self._are_settings_unlike:
+            self._synchronizes = settings[0].set_requires_gradient_sync
+            self.native.synchronizes = self._synchronizes and not self._finalizes_by_hand
+            self.native.set_sums_over_replicas(settings[0].set_requires_all_reduce)
+        caps = [each.max_reducing for each in settings if each.max_reducing is not None]
+        if caps:
+            self.native.set_max_reducing(min(caps))
+
+    def require_common_settings(self) -> None:
+        """Raises NotImplementedError if units differ in what is the root's."""
+        if not self._are_settings_unlike:
+            return
+        first = self.units[0]
+        for setter in ("set_requires_gradient_sync", "set_requires_all_reduce"):
+            expected = getattr(first.common_settings, setter)
+            for unit in self.units:
+                if (found := getattr(unit.common_settings, setter)) != expected:
+                    raise NotImplementedError(
+                        f"fully_shard: expected {setter}() to be the same of all units of a model, "
+                        f"found {expected} of '{first.path}' and {found} of '{unit.path}'.\n"
+                        "Call it of the outermost module, for all of them."
+                    )
 
     def set_finalizes_by_hand(self, value: bool) -> None:
         """True: backwards are reduced by finalize()."""
         self._finalizes_by_hand = value
-        self.set_synchronizes(self._synchronizes)
+        self.native.synchronizes = self._synchronizes and not value
 
     def finalize(self) -> None:
         """Collective: reduces what backwards have added up, unless that is off."""
+        self.require_common_settings()
         if self._finalizes_by_hand and self._synchronizes:
             self.native.synchronizes = True
             try:
@@ -115,6 +143,20 @@ class Root:
         """Collective."""
         self.is_in_forward = torch._C._current_graph_task_id() == -1
         self.native.begin_forward()
+        self.require_common_settings()  # a failure in forward, of which peers are told
+
+    def watch_backward(self, output: Any) -> None:
+        """Units that differ by then are an error in the backward that begins at `output`."""
+        reference = weakref.ref(self)
+
+        def check(gradients: tuple) -> None:
+            root = reference()
+            if root is not None:
+                root.require_common_settings()
+
+        for tensor in tensors_in(output, opens_dataclasses=True):
+            if tensor.grad_fn is not None:  # whose own hooks would be warned of where it is saved
+                tensor.grad_fn.register_prehook(check)
 
     def end_forward(self, error: BaseException | None) -> None:
         """`error`: that forward has raised."""
@@ -139,6 +181,19 @@ class Root:
         for unit in self.units:
             unit.show_shards()
         self.native.reshard(writes)
+
+
+@dataclasses.dataclass
+class CommonSettings:
+    """Of a unit, under the names of their setters: those that are in force for a whole root."""
+
+    set_requires_gradient_sync: bool = True
+    set_requires_all_reduce: bool = True
+    max_reducing: int | None = None  # the least of all units' is the root's
+
+    def alike(self) -> tuple[bool, bool]:
+        """Those that may not differ between units."""
+        return self.set_requires_gradient_sync, self.set_requires_all_reduce
 
 
 @dataclasses.dataclass
@@ -186,6 +241,9 @@ class Unit:
         self.policy = policy
         self.reshards = reshards
         self.root: Root | None = None
+        self.path = ""  # in the outermost module
+        self.common_settings = CommonSettings()
+        self._around: weakref.ref[Unit] | None = None  # that was made around this one
         self.index = -1  # in the root; -1 without parameters
         self.native: _C.ShardedUnit | None = None  # None without parameters
         self._calls: list[_C.UnitCall] = []  # between their ends
@@ -203,6 +261,20 @@ class Unit:
             module.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True)
             module.register_forward_hook(self._after_forward, always_call=True)
             object.__setattr__(module, _UNIT, self)
+        for unit in self.with_those_below():
+            if unit is not self and unit.around() is None:
+                unit._around = weakref.ref(self)
+
+    def around(self) -> Unit | None:
+        """The next unit around this one; None of what is the outermost so far."""
+        return None if self._around is None else self._around()
+
+    def outermost(self) -> Unit:
+        """The root's, or that which is the outermost so far."""
+        if self.root is not None:
+            return self.root.outermost
+        around = self.around()
+        return self if around is None else around.outermost()
 
     def _shard(
         self,
@@ -281,11 +353,12 @@ class Unit:
 
     def rename(self, names: dict[nn.Module, str]) -> None:
         """`names`: of modules in the root's; for errors."""
+        own = [names.get(module(), f"[{i}]") for i, module in enumerate(self._modules)]
+        self.path = ", ".join(own)
         if self.native is None:
             return
-        own = [names.get(module(), f"[{i}]") for i, module in enumerate(self._modules)]
         paths = [f"{own[i]}.{path}" if own[i] else path for i, path in self._paths]
-        self.native.rename(", ".join(own), paths)
+        self.native.rename(self.path, paths)
 
     def settings(self) -> _C.UnitSettings | None:
         """That may be changed between a pass and the next; None without parameters."""
@@ -359,6 +432,8 @@ class Unit:
             self._end_call(module, output, error)
         if root.outermost is self and root.is_in_forward:
             root.end_forward(error)
+            if error is None and torch.is_grad_enabled():
+                root.watch_backward(output)
         if error is None and self.policy.output_dtype is not None:
             return cast_floating(output, self.policy.output_dtype)
         return None

@@ -62,14 +62,26 @@ class FSDPModule(_TorchFSDPModule):
         return self
 
     def _root(self) -> Root:
-        """Made by the first call. Collective then."""
-        return unit_of(self).require_root()
+        """Made by the first call, of the outermost module so far. Collective then."""
+        return unit_of(self).outermost().require_root()
 
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
-        """Whether backwards are reduced; if not, gradients add up on this rank, whole."""
-        self._root().set_synchronizes(requires_gradient_sync)
+        """Whether backwards are reduced; if not, gradients add up on this rank, whole.
+
+        Alike of all units of a model, by one call of the outermost module or by one of each
+        unit: where they differ, the next forward, backward or finalize_backward() raises
+        NotImplementedError.
+        """
+        self._set_common("set_requires_gradient_sync", requires_gradient_sync, recurse)
+
+    def _set_common(self, name: str, value: Any, recurse: bool) -> None:
+        own = unit_of(self)
+        for unit in own.with_those_below() if recurse else [own]:
+            setattr(unit.common_settings, name, value)
+        if own.root is not None:
+            own.root.apply_common_settings()
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Without effect: every backward is complete by itself."""
@@ -113,21 +125,24 @@ class FSDPModule(_TorchFSDPModule):
         """Without effect: what travels is always summed, and divided once behind that."""
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Of the root. False: on a mesh with replicas, backwards reduce over a row only, and
-        the next one that reduces over all adds what they have left.
+        """False: on a mesh with replicas, backwards reduce over a row only, and the next one
+        that reduces over all adds what they have left. Alike of all units, as
+        set_requires_gradient_sync().
         """
-        self._root().native.set_sums_over_replicas(requires_all_reduce)
+        self._set_common("set_requires_all_reduce", requires_all_reduce, recurse)
 
     def set_reduce_scatter_max_input_buffers(
         self, max_input_buffers: int, *, recurse: bool = True
     ) -> None:
-        """Of the root: so many reductions keep memory for whole gradients at once."""
+        """So many reductions keep memory for whole gradients at once: of all units together,
+        the least that one of them was given (2 if none was).
+        """
         if max_input_buffers < 1:
             raise ValueError(
                 "set_reduce_scatter_max_input_buffers: expected 1 at least, found "
                 f"{max_input_buffers}.\nGive 2, for instance."
             )
-        self._root().native.set_max_reducing(max_input_buffers)
+        self._set_common("max_reducing", max_input_buffers, recurse)
 
     def set_separate_reduce_scatter_group(
         self, enable: bool = True, *, recurse: bool = True
@@ -160,17 +175,33 @@ class FSDPModule(_TorchFSDPModule):
         return [settings for unit in units if (settings := unit.settings()) is not None]
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
-        """Of the root. True: gradients are reduced by finalize_backward(), not by backwards."""
+        """True: gradients are reduced by finalize_backward(), not by backwards. Makes the root.
+
+        Raises:
+            RuntimeError: this is not the outermost module, as torch's.
+        """
+        self._require_outermost("set_manual_backward_finalization")
         self._root().set_finalizes_by_hand(enabled)
+
+    def _require_outermost(self, name: str) -> None:
+        own = unit_of(self)
+        outermost = own.outermost()
+        if outermost is not own:
+            raise RuntimeError(
+                f"{name}: expected the outermost module that is sharded, found "
+                f"{own.describe()} inside of {outermost.describe()}.\nCall it of that."
+            )
 
     def finalize_backward(self, *, async_op: bool = False) -> None:
         """Collective: reduces what backwards have added up, if gradients are to be reduced.
 
         Raises:
             NotImplementedError: for `async_op`.
+            RuntimeError: this is not the outermost module, as torch's.
         """
         if async_op:
             raise NotImplementedError("fully_shard: finalize_backward(async_op=True).")
+        self._require_outermost("finalize_backward")
         root = unit_of(self).root
         if root is not None:  # else no forward has run
             root.finalize()
@@ -201,7 +232,9 @@ class FSDPModule(_TorchFSDPModule):
 
         The optimizer steps as on the others: this rank's parts get their gradients, too.
         """
-        self._root().native.step_without_data()
+        root = self._root()
+        root.require_common_settings()
+        root.native.step_without_data()
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Collective: all units of the root are whole until reshard(), and when this returns.

@@ -394,3 +394,72 @@ def _blocks_and_dtypes(rank):
 
 def test_blocks_and_dtypes_of_parameters():
     run_ranks(_blocks_and_dtypes)
+
+
+def _sync_of_units(rank):
+    mesh = dist.device_mesh.init_device_mesh("cpu", (1, 2))
+    model, plain = (shard_blocks(make_net(), mesh=mesh) for _ in range(2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for setter in ("set_requires_gradient_sync", "set_requires_all_reduce"):
+        words = rf"{setter}\(\) .* found True of '' and False of 'blocks\.1'"
+        for _ in range(2):  # before there is a root, and afterwards
+            getattr(model.blocks[1], setter)(False)
+            with pytest.raises(NotImplementedError, match=words):
+                _loss(model, rank, 0)
+            getattr(model.blocks[1], setter)(True)
+            loss = _loss(model, rank, 0)
+            getattr(model, setter)(False, recurse=False)
+            with pytest.raises(NotImplementedError, match=r"False of '' and True of 'blocks\.0'"):
+                loss.backward()
+            getattr(model, setter)(True)
+            assert all(gradient is None for gradient in _gradients(model))
+    for step in range(2):  # as Lightning does
+        for module in model.modules():
+            if isinstance(module, brigade.FSDPModule):
+                module.set_requires_gradient_sync(step == 1, recurse=False)
+        plain.set_requires_gradient_sync(step == 1)
+        for each in (model, plain):
+            _loss(each, rank, step).backward()
+            assert (each.head.weight.grad is None) == (step == 0)
+    _expect_same(_gradients(model), _gradients(plain))
+    optimizer.step()
+
+
+def test_what_is_a_models_may_not_differ_between_units():
+    run_ranks(_sync_of_units)
+
+
+def _sync_of_one_on_one_rank(rank):
+    model = shard_blocks(make_net())
+    model.blocks[0].set_requires_gradient_sync(rank == 0)
+    error, words = (
+        (RuntimeError, "rank 1 failed") if rank == 0 else (NotImplementedError, r"'blocks\.0'")
+    )
+    with pytest.raises(error, match=words):
+        _loss(model, rank, 0).backward()
+    model.set_requires_gradient_sync(True)
+    _loss(model, rank, 0).backward()
+    assert all(gradient is not None for gradient in _gradients(model))
+
+
+def test_a_unit_that_differs_on_one_rank_is_an_error_on_all():
+    run_ranks(_sync_of_one_on_one_rank)
+
+
+def _set_before_the_first_forward(rank):
+    model = shard_blocks(make_net(), prefetch_depth=0)
+    first, second, _ = model.blocks
+    first.set_reduce_scatter_max_input_buffers(1)
+    for module in (first, second):
+        with pytest.raises(RuntimeError, match="a sharded Block inside of a sharded Net"):
+            module.set_manual_backward_finalization(True)
+    first.set_modules_to_forward_prefetch([second])  # makes the root, of `model`
+    assert unit_of(first).root.outermost is unit_of(model)
+    _loss(model, rank, 0).backward()
+    assert model.sharding_statistics()["ahead_gathers"] == 1
+    with pytest.raises(RuntimeError, match="finalize_backward: expected the outermost"):
+        first.finalize_backward()
+
+
+def test_blocks_are_set_before_the_first_forward():
+    run_ranks(_set_before_the_first_forward)
