@@ -32,7 +32,12 @@ from brigade._sharded_state import (
 )
 from brigade._sharded_tensors import ShardedParameter, TensorShard
 from brigade.distributed_data_parallel import DistributedDataParallel
-from brigade.fully_shard import FSDPModule, fully_shard, register_fsdp_forward_method
+from brigade.fully_shard import (
+    FSDPModule,
+    fully_shard,
+    register_fsdp_forward_method,
+    share_comm_ctx,
+)
 from brigade.sharded_checkpoint import LoadedCheckpoint, load_checkpoint, save_checkpoint
 
 __version__ = _version()
@@ -56,6 +61,7 @@ __all__ = [
     "register_fsdp_forward_method",
     "save_checkpoint",
     "sharded_optimizer_state_dict",
+    "share_comm_ctx",
     "then_collective",
     "tie_outputs",
     "uninstall",

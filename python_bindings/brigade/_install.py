@@ -26,7 +26,12 @@ import torch.nn.parallel.distributed
 from brigade import _checks
 from brigade._C import Logger, Reducer
 from brigade.distributed_data_parallel import DistributedDataParallel
-from brigade.fully_shard import FSDPModule, fully_shard, register_fsdp_forward_method
+from brigade.fully_shard import (
+    FSDPModule,
+    fully_shard,
+    register_fsdp_forward_method,
+    share_comm_ctx,
+)
 
 _TorchDDP = torch.nn.parallel.distributed.DistributedDataParallel
 _TorchReducer = dist.Reducer
@@ -37,6 +42,7 @@ _torch_register_comm_hook = dist._register_comm_hook
 _torch_register_builtin_comm_hook = dist._register_builtin_comm_hook
 _torch_fully_shard = torch.distributed.fsdp.fully_shard
 _torch_register_fsdp_forward_method = torch.distributed.fsdp.register_fsdp_forward_method
+_torch_share_comm_ctx = torch.distributed.fsdp.share_comm_ctx
 _TorchFSDPModule = torch.distributed.fsdp.FSDPModule
 _HOMES_OF_FULLY_SHARD = (
     torch.distributed.fsdp,
@@ -103,6 +109,7 @@ def install() -> _Installed:
     for module in _HOMES_OF_FULLY_SHARD:
         _replace(module, "fully_shard", _fully_shard)
         _replace(module, "register_fsdp_forward_method", _register_fsdp_forward_method)
+        _replace(module, "share_comm_ctx", _share_comm_ctx)
     return _Installed(is_first=True)
 
 
@@ -164,6 +171,7 @@ def _bound_functions() -> list[str]:
         _torch_register_builtin_comm_hook,
         _torch_fully_shard,
         _torch_register_fsdp_forward_method,
+        _torch_share_comm_ctx,
     )
     return [
         f"{name}.{key}"
@@ -278,3 +286,11 @@ def _register_fsdp_forward_method(module: torch.nn.Module, method_name: str) -> 
         register_fsdp_forward_method(module, method_name)
     else:
         _torch_register_fsdp_forward_method(module, method_name)
+
+
+@functools.wraps(_torch_share_comm_ctx)
+def _share_comm_ctx(modules: list[torch.nn.Module]) -> None:
+    if any(isinstance(module, FSDPModule) for module in modules):
+        share_comm_ctx(modules)  # all are, or it raises
+    else:
+        _torch_share_comm_ctx(modules)

@@ -149,6 +149,16 @@ class FSDPModule(_TorchFSDPModule):
     ) -> None:
         """Without effect: gathers and reductions are on connections of their own always."""
 
+    def set_reduce_scatter_unused_params(
+        self, reduce_scatter_unused_params: bool, *, recurse: bool = True
+    ) -> None:
+        """Without effect: what a rank leaves out is always summed as zeros. The gradient of a
+        parameter that no rank has used stays as it is, also where torch's would be zeros.
+        """
+
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        """Without effect: gathers begin ahead of their need always."""
+
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Their gathers begin when this module is needed in forward. Makes the root."""
         self._prefetch("forward_prefetch", modules)
@@ -483,3 +493,19 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         return unit.run(self, functools.partial(function, self), args, kwargs)
 
     object.__setattr__(module, method_name, types.MethodType(run, module))
+
+
+def share_comm_ctx(modules: list[FSDPModule]) -> None:
+    """Without effect: of torch's, models that run in turns share streams by it.
+
+    Each of brigade's models has connections of its own.
+
+    Raises:
+        ValueError: one is not sharded by fully_shard.
+    """
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise ValueError(
+                "share_comm_ctx: expected modules that brigade.fully_shard has sharded, found a "
+                f"{type(module).__name__}.\nLeave it out."
+            )

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import brigade
@@ -463,3 +464,31 @@ def _set_before_the_first_forward(rank):
 
 def test_blocks_are_set_before_the_first_forward():
     run_ranks(_set_before_the_first_forward)
+
+
+def test_no_method_of_torchs_is_left_to_torchs_own_state():
+    theirs = {name for name, value in vars(TorchFSDPModule).items() if callable(value)}
+    theirs -= {"_get_fsdp_state"}  # which is that state
+    assert "set_reduce_scatter_unused_params" in theirs
+    assert theirs - set(vars(brigade.FSDPModule)) == set()
+
+
+def _without_effect(rank):
+    plain, model = shard_blocks(make_net()), shard_blocks(make_net())
+    model.set_reduce_scatter_unused_params(True)
+    model.blocks[0].set_reduce_scatter_unused_params(True, recurse=False)
+    brigade.share_comm_ctx([])
+    brigade.share_comm_ctx([model, plain])
+    with pytest.raises(ValueError, match="found a Linear"):
+        brigade.share_comm_ctx([model, model.head])
+    with brigade.install():
+        torch.distributed.fsdp.share_comm_ctx([model, plain])
+        with pytest.raises(ValueError, match="found a Linear"):
+            torch.distributed.fsdp.share_comm_ctx([model, model.head])
+    for each in (plain, model):
+        _loss(each, rank, 0).backward()
+    _expect_same(_gradients(model), _gradients(plain))
+
+
+def test_what_has_no_meaning_here_is_without_effect():
+    run_ranks(_without_effect)
