@@ -185,7 +185,7 @@ def failure_told_to_peers(group: dist.ProcessGroup | None) -> Iterator[None]:
     except Exception as error:
         if group is not None:
             failure = f"{type(error).__name__}: {error}"
-            text = f"DistributedDataParallel: waiting to tell the other ranks: {failure}"
+            text = f"brigade: waiting to tell the other ranks: {failure}"
             late = threading.Timer(_LATE_S, print, [text], {"file": sys.stderr, "flush": True})
             late.daemon = True
             late.start()

@@ -26,9 +26,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from brigade import _C
+from brigade._checks import failure_told_to_peers
 from brigade._nests import cast_floating, map_tensors, tensors_in
-from brigade._shard_place import ShardPlace, place_of
+from brigade._shard_place import ShardPlace
 from brigade._sharded_tensors import ShardedParameter, as_shard
+from brigade._tied_parameters import memory_of, remember, require_free
 
 _UNIT = "_brigade_unit"
 
@@ -291,13 +293,17 @@ class Unit:
                     if parameter is None or parameter in ignored:
                         continue
                     path = prefix + name
-                    _require_free(parameter, f"'{starts[index]}{path}' of {type(module).__name__}")
+                    with failure_told_to_peers(self.group):
+                        require_free(
+                            parameter, f"'{starts[index]}{path}' of {type(module).__name__}"
+                        )
                     found.setdefault(parameter, (index, path))
                     attributes.append((child._parameters, name, parameter))
         if not found:
             return
         self.wholes, self._paths = list(found), list(found.values())
         self.names = [starts[index] + path for index, path in self._paths]
+        memories = memory_of(self, self.names, self.wholes)
         override = getattr(self.policy, "param_dtype_override_fn", None)
         self.native = _C.ShardedUnit(
             ", ".join(type(module).__name__ for module in modules),
@@ -315,6 +321,7 @@ class Unit:
             shard_of[whole] = as_shard(self.native.shards[i], place, ShardedParameter)
             whole._brigade_place = place
         self.shards = list(shard_of.values())
+        remember(memories)
         # What is called here and there, and kept, is planned as such.
         self.native.settings.spans_passes = len(modules) > 1 and self.reshards is False
         self._whole_attributes = attributes
@@ -475,17 +482,6 @@ class Unit:
     def _show_shards_if_unused(self) -> None:
         if not self._calls and self._round is None and not self.root.is_unsharded:
             self.show_shards()
-
-
-def _require_free(parameter: nn.Parameter, where: str) -> None:
-    place = place_of(parameter)
-    unit = None if place is None else place.unit()
-    if unit is not None:
-        raise ValueError(
-            f"fully_shard: parameter {where} is "
-            f"'{unit.name_of(parameter)}' of {unit.describe()} already.\n"
-            "Shard modules that share a parameter together, by their parent."
-        )
 
 
 def _own_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:

@@ -278,6 +278,56 @@ def test_tied_across_units_is_an_error():
     run_ranks(_tied)
 
 
+def _same_memory(rank):
+    def make():
+        return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+
+    model = make()
+    model[2].weight = nn.Parameter(model[0].weight.data)
+    with pytest.raises(ValueError, match=r"'2\.weight' .* shares its memory with '0\.weight'"):
+        brigade.fully_shard(model)
+    brigade.fully_shard(model[0])
+    words = r"'weight' of Linear has the memory of 'weight' of a sharded Linear"
+    with pytest.raises(ValueError, match=words):
+        brigade.fully_shard(model[2])
+    with pytest.raises(ValueError, match=r"'2\.weight' of Sequential has the memory of"):
+        brigade.fully_shard(model)
+    model[2].weight = nn.Parameter(model[2].weight.data.clone())
+    brigade.fully_shard(model)(torch.ones(2, 4)).sum().backward()
+
+    on_one_rank = make()
+    if rank == 1:
+        on_one_rank[2].weight = nn.Parameter(on_one_rank[0].weight.data)
+    brigade.fully_shard(on_one_rank[0])
+    with pytest.raises(ValueError, match=words):
+        brigade.fully_shard(on_one_rank[2])
+
+
+def test_parameters_of_two_units_that_have_one_memory_are_an_error():
+    run_ranks(_same_memory)
+
+
+def _parts_of_one_memory(rank):
+    torch.manual_seed(0)
+    memory = torch.randn(2, 4, 4)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    for layer, part in zip((model[0], model[2]), memory.clone(), strict=True):
+        layer.weight = nn.Parameter(part)
+    plain = copy.deepcopy(model)
+    brigade.fully_shard(model[0])
+    brigade.fully_shard(model[2])
+    brigade.fully_shard(model)
+    for trained in (model, plain):
+        optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
+        trained(torch.ones(2, 4)).square().sum().backward()
+        optimizer.step()
+    expect_equal(model, plain)
+
+
+def test_units_may_have_parts_of_one_memory():
+    run_ranks(_parts_of_one_memory)
+
+
 def _tied_in_one_unit(rank):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))

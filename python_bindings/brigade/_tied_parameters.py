@@ -1,0 +1,89 @@
+"""Finds parameters that are another unit's already: the very object, or one with its memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from brigade._shard_place import place_of
+
+if TYPE_CHECKING:
+    from brigade._sharded_units import Unit
+
+
+@dataclasses.dataclass(frozen=True)
+class _Memory:
+    """That a parameter of a unit had before it was sharded, and that something else has still."""
+
+    storage: StorageWeakRef  # keeps the address from being used again, not the memory
+    begin: int
+    end: int  # in bytes
+    unit: weakref.ref[Unit]
+    name: str
+
+
+# By the address of the storage. A part of no parameter has it, once it is sharded.
+_left_behind: dict[int, list[_Memory]] = {}
+
+
+def require_free(parameter: nn.Parameter, where: str) -> None:
+    """Raises ValueError, in which it is named by `where`, if it is tied to one of a unit."""
+    place = place_of(parameter)
+    unit = None if place is None else place.unit()
+    if unit is not None:
+        raise ValueError(
+            f"fully_shard: parameter {where} is "
+            f"'{unit.name_of(parameter)}' of {unit.describe()} already.\n"
+            "Shard modules that share a parameter together, by their parent."
+        )
+    interval = _interval_of(parameter)
+    if interval is None or not _left_behind:
+        return
+    storage, begin, end = interval
+    for memory in _left_behind.get(storage._cdata, ()):
+        unit = memory.unit()
+        if unit is not None and memory.begin < end and begin < memory.end:
+            raise ValueError(
+                f"fully_shard: parameter {where} has the memory of "
+                f"'{memory.name}' of {unit.describe()}, and would no longer be tied to it.\n"
+                "Register the one parameter in both places, and shard their modules together, by "
+                "their parent; or clone() it."
+            )
+
+
+def memory_of(unit: Unit, names: list[str], parameters: list[nn.Parameter]) -> list[_Memory]:
+    """Of a unit that is about to be sharded."""
+    found = []
+    for name, parameter in zip(names, parameters, strict=True):
+        interval = _interval_of(parameter)
+        if interval is not None:
+            storage, begin, end = interval
+            found.append(_Memory(StorageWeakRef(storage), begin, end, weakref.ref(unit), name))
+    return found
+
+
+def remember(memories: list[_Memory]) -> None:
+    """Of a unit that has been sharded: such as is in use still. What no longer is is forgotten."""
+    known = [memory for memories in _left_behind.values() for memory in memories]
+    _left_behind.clear()
+    for memory in known + memories:
+        if memory.unit() is not None and not memory.storage.expired():
+            _left_behind.setdefault(memory.storage.cdata, []).append(memory)
+
+
+def _interval_of(parameter: nn.Parameter) -> tuple[torch.UntypedStorage, int, int] | None:
+    """The storage and which bytes of it; None of what has none."""
+    if nn.parameter.is_lazy(parameter) or parameter.layout != torch.strided:
+        return None
+    if parameter.is_meta or parameter.numel() == 0 or not torch._C._has_storage(parameter):
+        return None
+    size = parameter.element_size()
+    begin = parameter.storage_offset() * size
+    steps = zip(parameter.shape, parameter.stride(), strict=True)
+    extent = 1 + sum((length - 1) * stride for length, stride in steps)
+    return parameter.untyped_storage(), begin, begin + extent * size
