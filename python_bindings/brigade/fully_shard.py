@@ -216,6 +216,31 @@ class FSDPModule(_TorchFSDPModule):
         if root is not None:  # else no forward has run
             root.finalize()
 
+    def gradient_slot(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """Where a custom autograd function may write a parameter's gradient, in its backward.
+
+        It fills what this returns and returns that itself, and nothing is copied::
+
+            slot = model.gradient_slot(weight)
+            if slot is None:
+                return inputs.t() @ gradient
+            return torch.mm(inputs.t(), gradient, out=slot)
+
+        Args:
+            parameter: as its module has it in forward, whole, of any unit of the root.
+
+        Returns:
+            A tensor of the parameter's shape in the reduce dtype, whose values are anything;
+            None if the function is to return a tensor of its own: the parameter is frozen or
+            has a gradient in this backward already, the backward returns its gradients
+            (torch.autograd.grad), or none is running.
+
+        Raises:
+            ValueError: it is no parameter that was sharded below the root.
+        """
+        root = unit_of(self).root
+        return None if root is None else root.native.gradient_slot(parameter)
+
     def register_comm_hook(self, state: object, hook: Any) -> None:
         """Of the outermost module, before its first forward: for all units. Collective.
 

@@ -549,3 +549,89 @@ def test_one_process_stands_for_ranks_that_hold_the_same():
         assert torch.equal(model.weight.grad.elements(), x.sum(0).repeat(2))
         optimizer.step()
         assert torch.equal(model.weight.elements(), 1 - step * x.sum(0).repeat(2))
+
+
+class _Product(torch.autograd.Function):
+    """inputs @ weight, whose gradient is written where it is to be reduced."""
+
+    @staticmethod
+    def forward(ctx, inputs, weight, model, slots):
+        ctx.save_for_backward(inputs, weight)
+        ctx.model, ctx.slots = model, slots
+        return inputs @ weight
+
+    @staticmethod
+    def backward(ctx, gradient):
+        inputs, weight = ctx.saved_tensors
+        slot = None if ctx.model is None else ctx.model.gradient_slot(weight)
+        ctx.slots.append(slot)
+        if slot is None:
+            slot = inputs.t() @ gradient
+        else:
+            assert (slot.shape, slot.dtype) == (weight.shape, torch.float32)
+            address = slot.data_ptr()
+            torch.mm(inputs.t(), gradient, out=slot)
+            assert slot.data_ptr() == address
+        return gradient @ weight.t(), slot, None, None
+
+
+class _Products(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = (nn.Parameter(torch.randn(5, 5)) for _ in range(2))
+        self.model, self.slots = None, []
+
+    def forward(self, x):
+        for weight in (self.first, self.second, self.first):
+            x = _Product.apply(x, weight, self.model, self.slots)
+        return x
+
+
+def _gradient_in_place(rank):
+    plain, net = nn.Sequential(_Products()), nn.Sequential(_Products())
+    brigade.fully_shard(net[0])
+    model = brigade.fully_shard(net)
+    object.__setattr__(net[0], "model", model)
+    assert model.gradient_slot(net[0].first) is None  # no forward has run
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.01) for each in (plain, net)]
+    for step in range(3):
+        step_of_all(plain, optimizers[0], step, 2)
+        net[0].slots.clear()
+        model(batch_of(rank, step)).square().mean().backward()
+        # In the order of backward; the first weight's second gradient is added to its first.
+        last, second, first = net[0].slots
+        assert first is None and last is not None and second is not None
+        assert last.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
+        optimizers[1].step()
+        optimizers[1].zero_grad()
+    expect_equal(model, plain)
+    with pytest.raises(ValueError, match="expected a parameter that was sharded here"):
+        model.gradient_slot(torch.ones(5, 5))
+
+
+def test_a_functions_gradient_is_written_in_place():
+    run_ranks(_gradient_in_place)
+
+
+def _written_until_it_is_reduced(rank):
+    net = _Products()
+    object.__setattr__(net, "model", brigade.fully_shard(net))
+    kept = net.slots
+
+    def write_once_more(gradient):  # between the second weight's backward and the first's
+        kept[1].fill_(1 + rank)
+
+    def forward(x):
+        x = _Product.apply(x, net.first, None, [])
+        x.register_hook(write_once_more)
+        x = _Product.apply(x, net.second, net.model, kept)
+        return _Product.apply(x, net.first, net.model, kept)
+
+    net.forward = forward
+    net(batch_of(rank, 0)).sum().backward()
+    assert (net.second.grad == 1.5).all()
+
+
+def test_a_slot_is_the_memory_that_is_reduced():
+    run_ranks(_written_until_it_is_reduced)
