@@ -1,12 +1,16 @@
 #include "brigade/comm/host_sums.h"
 
+#include <ATen/ThreadLocalState.h>
+#include <ATen/core/ivalue.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/tensor.h>
+#include <ATen/record_function.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
-#include <array>
 #include <atomic>
+#include <functional>
+#include <memory>
 #include <mutex>
 #include <stdexcept>
 #include <utility>
@@ -49,6 +53,20 @@ std::vector<Offer> exchange(c10d::ProcessGroup& group, const Offer& own) {
     offers.push_back({.host = words[0], .number = words[1]});
   }
   return offers;
+}
+
+// While a profiler is active it sees a sum under the name of Gloo's, from its
+// launch until it is there.  Returns what ends the range, on any thread; empty:
+// there is none.
+std::function<void()> begin_range(const at::Tensor& tensor) {
+  auto callbacks = at::getStepCallbacksUnlessEmpty(at::RecordScope::USER_SCOPE);
+  if (!callbacks) return nullptr;
+  const auto range =
+      std::make_shared<at::RecordFunction>(*std::move(callbacks));
+  range->_setAsync();
+  const c10::IValue input = tensor;
+  range->before("gloo:all_reduce", c10::ArrayRef<const c10::IValue>(&input, 1));
+  return at::wrapPropagateTLSState([range] { range->end(); });
 }
 
 }  // namespace
@@ -116,10 +134,12 @@ bool HostSums::can_reduce(const at::Tensor& tensor) {
 }
 
 OrderedCollectives::FuturePtr HostSums::all_reduce(const at::Tensor& tensor) {
+  const std::function<void()> end_range = begin_range(tensor);
   const auto reduced = collectives_.all_reduce(tensor);
   ++of_group_->num_launches;
   return reduced->then(
-      [](c10::ivalue::Future& done) {
+      [end_range](c10::ivalue::Future& done) {
+        if (end_range) end_range();
         if (done.hasError()) {
           throw std::runtime_error(message_of(done.exception_ptr()));
         }

@@ -9,7 +9,8 @@
 // It is the group's, whoever uses it: there is one at a time for each group,
 // with one set of connections and threads, its sums count as the group's
 // collectives (comm/collective_count.h), and closing the group ends them
-// (comm/close_group.h).  The sums' order is that of the ranks.
+// (comm/close_group.h).  Profilers see them as "gloo:all_reduce".  The sums'
+// order is that of the ranks.
 //
 // Thread safety: as OrderedCollectives.
 

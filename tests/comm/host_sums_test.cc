@@ -2,8 +2,10 @@
 
 #include "brigade/comm/host_sums.h"
 
+#include <ATen/record_function.h>
 #include <torch/torch.h>
 
+#include <atomic>
 #include <latch>
 #include <memory>
 #include <string>
@@ -46,6 +48,30 @@ TEST(HostSumsTest, RanksOfAHostAddInTheirOrder) {
     ASSERT_NE(sums, nullptr);
     expect_sums(*sums, group);
   });
+}
+
+TEST(HostSumsTest, ProfilersSeeThemUnderTheNameOfGloos) {
+  static std::atomic<int> num_begun = 0;
+  static std::atomic<int> num_ended = 0;
+  run_ranks(2, [](const Group& group) {
+    const auto sums = HostSums::meet(group, true);
+    expect_sums(*sums, group);
+    const auto handle = at::addThreadLocalCallback(at::RecordFunctionCallback(
+        [](const at::RecordFunction& range)
+            -> std::unique_ptr<at::ObserverContext> {
+          num_begun +=
+              std::string(range.name()) == "gloo:all_reduce" && range.isAsync();
+          return nullptr;
+        },
+        [](const at::RecordFunction& range, at::ObserverContext*) {
+          num_ended += std::string(range.name()) == "gloo:all_reduce";
+        }));
+    expect_sums(*sums, group);
+    expect_sums(*sums, group);
+    at::removeCallback(handle);
+  });
+  EXPECT_EQ(num_begun, 4);
+  EXPECT_EQ(num_ended, 4);
 }
 
 TEST(HostSumsTest, CountAsTheGroupsCollectives) {
