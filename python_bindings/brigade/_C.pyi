@@ -211,7 +211,7 @@ class ShardingOptions:
         ...
 class UnitSettings:
     """
-    See fsdp/unit.h.
+    See fsdp/unit_settings.h.
     """
     gathers_in_backward: bool
     reshards_after_backward: bool
