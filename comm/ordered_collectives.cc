@@ -275,13 +275,12 @@ void OrderedCollectives::work() {
     Launched launched = std::move(queue_.front());
     queue_.pop_front();
     lock.unlock();
-    finish(launched);
-    launched = {};
+    finish(std::exchange(launched, {}));
     lock.lock();
   }
 }
 
-void OrderedCollectives::finish(const Launched& launched) {
+void OrderedCollectives::finish(Launched launched) {
   OrderedReduction& reduction = *launched.reduction;
   std::exception_ptr failure;
   {
@@ -309,7 +308,10 @@ void OrderedCollectives::finish(const Launched& launched) {
   if (failure) {
     launched.future->setError(failure);
   } else {
-    complete(*launched.future, reduction.call().result);
+    const at::Tensor result = reduction.call().result;
+    // Views of it, by which others would seem to use its memory.
+    launched.reduction = nullptr;
+    complete(*launched.future, result);
   }
 }
 

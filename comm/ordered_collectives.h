@@ -185,7 +185,7 @@ class OrderedCollectives {
                    const at::Tensor& output, std::optional<double> scale);
   void post(const Launched& launched);
   void work();
-  void finish(const Launched& launched);
+  void finish(Launched launched);
   void watch();
   std::string describe_loss() const;
   void say_goodbye();

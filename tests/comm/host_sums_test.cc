@@ -74,6 +74,18 @@ TEST(HostSumsTest, ProfilersSeeThemUnderTheNameOfGloos) {
   EXPECT_EQ(num_ended, 4);
 }
 
+// Whoever finds that nobody else sees its memory may give it away.
+TEST(HostSumsTest, NobodySeesASumsMemoryWhenItIsThere) {
+  run_ranks(2, [](const Group& group) {
+    const auto sums = HostSums::meet(group, true);
+    const at::Tensor tensor = at::ones({4096}, at::kFloat);
+    for (int i = 0; i < 100; ++i) {
+      sums->all_reduce(tensor)->waitAndThrow();
+      ASSERT_EQ(tensor.storage().use_count(), 1u);
+    }
+  });
+}
+
 TEST(HostSumsTest, CountAsTheGroupsCollectives) {
   run_ranks(2, [](const Group& group) {
     EXPECT_EQ(HostSums::num_launches(*group), 0);
