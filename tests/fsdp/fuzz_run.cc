@@ -6,18 +6,13 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "brigade/comm/message_of.h"
 #include "brigade/tests/fsdp/fuzz_branch.h"
 
 namespace brigade::testing {
 namespace {
 
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
-
-std::string message_of(const std::exception& error) {
-  const auto* of_torch = dynamic_cast<const c10::Error*>(&error);
-  return of_torch != nullptr ? of_torch->what_without_backtrace()
-                             : error.what();
-}
 
 class RankRun {
  public:
@@ -36,10 +31,10 @@ class RankRun {
         Sight sight;
         try {
           if (!is_refused) run(operation, sight);
-        } catch (const std::exception& error) {
+        } catch (const std::exception&) {
           if (!action.may_be_refused) throw;
           is_refused = true;
-          sight.error = message_of(error);
+          sight.error = message_of(std::current_exception());
           live_.clear();
         }
         sight.is_refused = is_refused;
@@ -179,8 +174,8 @@ class RankRun {
       const auto outputs =
           run_forward(forward, input_of(case_.net, branch(forward)), fault);
       loss_of_branch(branch(forward), outputs).backward();
-    } catch (const std::exception& error) {
-      sight.error = message_of(error);
+    } catch (const std::exception&) {
+      sight.error = message_of(std::current_exception());
     }
     if (!root_.can_continue()) sight.error += "; it cannot continue";
   }
@@ -198,8 +193,8 @@ class RankRun {
 void run_on_rank(const Case& c, const Group& group, Record& record) {
   try {
     RankRun(c, group, record).run();
-  } catch (const std::exception& error) {
-    record.failure = message_of(error);
+  } catch (const std::exception&) {
+    record.failure = message_of(std::current_exception());
     throw;
   }
 }

@@ -3,11 +3,11 @@
 #ifndef BRIGADE_TESTS_FSDP_MESSAGE_OF_CALL_H_
 #define BRIGADE_TESTS_FSDP_MESSAGE_OF_CALL_H_
 
-#include <c10/util/Exception.h>
-
 #include <exception>
 #include <functional>
 #include <string>
+
+#include "brigade/comm/message_of.h"
 
 namespace brigade::testing {
 
@@ -15,10 +15,8 @@ namespace brigade::testing {
 inline std::string message_of(const std::function<void()>& run) {
   try {
     run();
-  } catch (const c10::Error& error) {
-    return error.what_without_backtrace();
-  } catch (const std::exception& error) {
-    return error.what();
+  } catch (...) {
+    return brigade::message_of(std::current_exception());
   }
   return "";
 }

@@ -252,14 +252,17 @@ TEST(UnitMeshTest, NobodysExpertKeepsItsGradient) {
   });
 }
 
-TEST(UnitMeshTest, AddsUpWithoutSynchronisation) {
+// Of three backwards each, `lets_sum` tells the root before the last that it
+// may sum over ranks, and before the others that it may not.
+void expect_that_backwards_add_up(void (*lets_sum)(ShardedRoot& root,
+                                                   bool value)) {
   for (const MoeLayout& layout : some_layouts()) {
     run_ranks(layout.num_ranks, [&](const Group& group) {
       MoeReference reference(layout);
       Rank rank(layout, group);
       for (int step = 0; step < 2; ++step) {
         for (int batch = 0; batch < 3; ++batch) {
-          rank.root.set_synchronizes(batch == 2);
+          lets_sum(rank.root, batch == 2);
           rank.backward(3 * step + batch);
           reference.backward(3 * step + batch);
         }
@@ -271,24 +274,16 @@ TEST(UnitMeshTest, AddsUpWithoutSynchronisation) {
   }
 }
 
+TEST(UnitMeshTest, AddsUpWithoutSynchronisation) {
+  expect_that_backwards_add_up(
+      [](ShardedRoot& root, bool value) { root.set_synchronizes(value); });
+}
+
 // Meshes of one row sum at once what those of several keep.
 TEST(UnitMeshTest, RowsAloneMayAddUp) {
-  for (const MoeLayout& layout : some_layouts()) {
-    run_ranks(layout.num_ranks, [&](const Group& group) {
-      MoeReference reference(layout);
-      Rank rank(layout, group);
-      for (int step = 0; step < 2; ++step) {
-        for (int batch = 0; batch < 3; ++batch) {
-          rank.root.set_sums_over_replicas(batch == 2);
-          rank.backward(3 * step + batch);
-          reference.backward(3 * step + batch);
-        }
-        rank.expect_gradients(reference);
-        step_shards(rank.root);
-        reference.step();
-      }
-    });
-  }
+  expect_that_backwards_add_up([](ShardedRoot& root, bool value) {
+    root.set_sums_over_replicas(value);
+  });
 }
 
 TEST(UnitMeshTest, AnotherDivisorMayBeSet) {
