@@ -9,23 +9,10 @@
 #include <utility>
 
 #include "brigade/engine/stream_join.h"
+#include "brigade/reducer/gradient_layout.h"
 
 namespace brigade {
 namespace {
-
-// True if `tensor` is of these sizes and lays out its elements so. Strides of
-// dimensions of size 1 do not matter.
-bool is_laid_out_as(const at::Tensor& tensor, at::IntArrayRef sizes,
-                    at::IntArrayRef strides) {
-  const at::IntArrayRef own_sizes = tensor.sizes();
-  const at::IntArrayRef own_strides = tensor.strides();
-  if (own_sizes.size() != sizes.size()) return false;
-  for (size_t d = 0; d < sizes.size(); ++d) {
-    if (own_sizes[d] != sizes[d]) return false;
-    if (sizes[d] > 1 && own_strides[d] != strides[d]) return false;
-  }
-  return true;
-}
 
 // Thousands of tiny parameters are cold when their bucket is full.
 constexpr size_t kPrefetchedSlots = 8;
@@ -36,32 +23,6 @@ void prefetch(const at::Tensor& tensor) {
 
 bool contains(std::span<const size_t> ascending, size_t slot) {
   return std::binary_search(ascending.begin(), ascending.end(), slot);
-}
-
-// True if both have elements of one dtype on one device, and nothing special
-// about them: no other layout, no lazy conjugation, no subclass.
-bool same_kind(const at::Tensor& a, const at::Tensor& b) {
-  return a.key_set() == b.key_set() && a.dtype() == b.dtype() &&
-         a.device() == b.device();
-}
-
-void check_gradient(const ParameterTable& table, size_t parameter,
-                    const at::Tensor& gradient) {
-  const at::Tensor& expected = table[parameter];
-  TORCH_CHECK(gradient.layout() == at::kStrided, "the gradient of ",
-              table.name_of(parameter),
-              " must be dense, it is sparse.\n"
-              "Set its flag in ReducerOptions::expect_sparse_gradients.");
-  // The parameter itself may be in another dtype for the time of a backward.
-  const bool fits_dtype = gradient.scalar_type() == table.dtype(parameter) ||
-                          gradient.scalar_type() == expected.scalar_type();
-  TORCH_CHECK(fits_dtype && gradient.device() == expected.device() &&
-                  gradient.sizes() == expected.sizes(),
-              "the gradient of ", table.name_of(parameter), " must be ",
-              table.dtype(parameter), " ", expected.sizes(), " on ",
-              expected.device(), ", it is ", gradient.scalar_type(), " ",
-              gradient.sizes(), " on ", gradient.device(),
-              ".\nSet it to None before the next backward.");
 }
 
 std::vector<const at::Tensor*> tensors_of(const ParameterTable& table,
@@ -97,6 +58,7 @@ DenseReplica::DenseReplica(const ParameterTable& table, size_t replica,
       tensors_(tensors_of(table, replica, parameters)),
       gradients_as_views_(delivery == Delivery::kViews),
       memory_(table, replica, parameters, wire_dtype),
+      views_(tensors_, memory_),
       gradients_(parameters.size()),
       sources_(parameters.size()),
       destinations_(parameters.size()),
@@ -136,7 +98,7 @@ void DenseReplica::record_delivery(const at::Tensor& tensor) const {
 
 void DenseReplica::release_memory() {
   memory_.release();
-  set_aside_.clear();
+  views_.drop_what_is_set_aside();
 }
 
 int64_t DenseReplica::pack(double scale, std::span<const size_t> unused_slots) {
@@ -146,7 +108,7 @@ int64_t DenseReplica::pack(double scale, std::span<const size_t> unused_slots) {
   memory_.repair();
   memory_.use_here();
   note_packing_stream();
-  set_aside(unused_slots);
+  views_.set_aside(unused_slots);
   int64_t numel_copied = 0;
   for (size_t slot = 0; slot < num_slots(); ++slot) {
     const size_t ahead = slot + kPrefetchedSlots;
@@ -165,13 +127,9 @@ int64_t DenseReplica::pack(double scale, std::span<const size_t> unused_slots) {
   packer_->pack(sources_, memory_.wire(), scale);
   if (gradients_as_views_) {
     for (size_t slot = 0; slot < num_slots(); ++slot) {
-      // Whoever saved the last iteration's gradient for a backward of its own
-      // shall be told that it has changed.
-      if (memory_.made_view(slot).use_count() > 1) {
-        memory_.made_view(slot).unsafeGetTensorImpl()->bump_version();
-      }
+      views_.tell_of_change(slot);
       if (!keeps_graph_[slot] && !contains(unused_slots, slot)) {
-        install_view(slot);
+        views_.install(slot, *gradients_[slot]);
       }
     }
   }
@@ -179,25 +137,15 @@ int64_t DenseReplica::pack(double scale, std::span<const size_t> unused_slots) {
   return numel_copied * memory_.flat().element_size();
 }
 
-void DenseReplica::set_aside(std::span<const size_t> unused_slots) {
-  set_aside_.clear();
-  for (const size_t slot : unused_slots) {
-    const at::Tensor& gradient = parameter(slot).grad();
-    if (is_view_in(slot, gradient)) {
-      set_aside_.push_back({.slot = slot, .gradient = gradient.clone()});
-    }
-  }
+void DenseReplica::put_back(std::span<const size_t> globally_unused_slots) {
+  views_.put_back(globally_unused_slots, [this](const at::Tensor& gradient) {
+    record_delivery(gradient);
+  });
 }
 
 void DenseReplica::leave_memory_to_gradients() {
   memory_.replace();
   donation_.leave(memory_.flat());
-}
-
-void DenseReplica::install_view(size_t slot) {
-  const at::Tensor& view = memory_.view(slot);
-  at::Tensor& gradient = *gradients_[slot];
-  if (!gradient.is_same(view)) gradient = view;
 }
 
 // The parameter is warm where its gradient is. It says how the gradient should
@@ -265,14 +213,14 @@ int64_t DenseReplica::deliver_views(
   put_back(globally_unused_slots);
   for (size_t slot = 0; slot < num_slots(); ++slot) {
     if (contains(globally_unused_slots, slot)) continue;
-    const at::Tensor& gradient = *gradients_[slot];
+    at::Tensor& gradient = *gradients_[slot];
     if (keeps_graph_[slot] && gradient.defined()) {
       record_delivery(gradient);
       const at::Tensor& view = memory_.view(slot);
       gradient.detach().copy_(view);
       bytes_copied += view.nbytes();
     } else {
-      install_view(slot);  // the user may have taken it out meanwhile
+      views_.install(slot, gradient);  // the user may have taken it out
     }
   }
   return bytes_copied;
@@ -282,15 +230,6 @@ void DenseReplica::deliver_nothing(
     std::span<const size_t> globally_unused_slots) {
   const at::NoGradGuard no_grad;
   put_back(globally_unused_slots);
-}
-
-void DenseReplica::put_back(std::span<const size_t> globally_unused_slots) {
-  for (const SetAside& kept : set_aside_) {
-    if (!contains(globally_unused_slots, kept.slot)) continue;
-    record_delivery(kept.gradient);
-    memory_.view(kept.slot).copy_(kept.gradient);
-  }
-  set_aside_.clear();
 }
 
 int64_t DenseReplica::deliver_copies(
@@ -335,17 +274,7 @@ int64_t DenseReplica::deliver_copies(
 void DenseReplica::adopt_gradients() {
   if (!gradients_as_views_ || !memory_.is_allocated()) return;
   const at::NoGradGuard no_grad;
-  for (size_t slot = 0; slot < num_slots(); ++slot) {
-    at::Tensor& gradient = parameter(slot).mutable_grad();
-    // One that does not fit stays where it is; pack() tells of it.
-    if (!gradient.defined() || gradient.requires_grad() ||
-        gradient.layout() != at::kStrided ||
-        gradient.sizes() != memory_.shape(slot)) {
-      continue;
-    }
-    memory_.view(slot).copy_(gradient);
-    gradient = memory_.view(slot);
-  }
+  views_.adopt();
 }
 
 void DenseReplica::record_stream(c10::Stream stream) const {

@@ -21,6 +21,7 @@
 #include "brigade/reducer/bucket_memory.h"
 #include "brigade/reducer/bucket_replica.h"
 #include "brigade/reducer/buffer_donation.h"
+#include "brigade/reducer/gradient_views.h"
 #include "brigade/reducer/parameter_table.h"
 
 namespace brigade {
@@ -71,9 +72,7 @@ class DenseReplica final : public BucketReplica {
  private:
   void note_packing_stream();
   void record_delivery(const at::Tensor& tensor) const;
-  void set_aside(std::span<const size_t> unused_slots);
   void leave_memory_to_gradients();
-  void install_view(size_t slot);
   void put_back(std::span<const size_t> globally_unused_slots);
   const void* source_of(size_t slot, const at::Tensor& gradient);
   int64_t deliver_views(const at::Tensor& result,
@@ -92,6 +91,7 @@ class DenseReplica final : public BucketReplica {
   const at::Tensor no_views_;  // undefined
 
   BucketMemory memory_;
+  GradientViews views_;  // of memory_
   std::unique_ptr<Packer> packer_;
   BufferDonation donation_;  // of memory_'s, from the second delivery on
   bool has_delivered_ = false;
@@ -105,12 +105,6 @@ class DenseReplica final : public BucketReplica {
   std::vector<void*> destinations_;     // by slot
   std::vector<char> keeps_graph_;       // by slot: its gradient has a history
   std::vector<at::Tensor> rearranged_;  // gradients of another memory order
-  // Of an unused slot whose gradient is its view: what it held before pack().
-  struct SetAside {
-    size_t slot;
-    at::Tensor gradient;
-  };
-  std::vector<SetAside> set_aside_;
 };
 
 }  // namespace brigade

@@ -168,7 +168,7 @@ void Reducer::set_stall_handler(
   engine_->set_stall_handler(std::move(handler));
 }
 
-std::optional<ReducerError> Reducer::last_error() const {
+std::optional<ReductionError> Reducer::last_error() const {
   return engine_->last_error();
 }
 

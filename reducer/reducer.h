@@ -67,8 +67,8 @@ class Reducer {
   // a cap is <= 0; the plan misses or repeats a parameter, or mixes dtypes,
   // devices or sparse and dense gradients in a bucket; `reproducible` can't be
   // had; or ranks differ. On this rank alone if `group` is null, if
-  // rebuild_after_iterations is < 1 (peers wait then), or if verify_across_ranks
-  // is false. DistBackendError if a peer has died or does not come in time.
+  // rebuild_after_iterations is < 1 (peers wait then), or if it does not verify
+  // across ranks. DistBackendError if a peer has died or does not come in time.
   Reducer(std::vector<at::Tensor> parameters,
           c10::intrusive_ptr<c10d::ProcessGroup> group,
           ReducerOptions options = {});
@@ -210,7 +210,7 @@ class Reducer {
       std::function<void(const std::string& report)> handler);
 
   // What the last method or backward that failed said, and when.
-  std::optional<ReducerError> last_error() const;
+  std::optional<ReductionError> last_error() const;
 
   // Which parameters got gradients on this rank since the last reduction, not
   // counting undefined ones: int32, [num_replicas, num_parameters], on the CPU,

@@ -8,6 +8,8 @@
 #include <utility>
 #include <vector>
 
+#include "brigade/reducer/dense_replica.h"
+#include "brigade/reducer/parameter_table.h"
 #include "brigade/reducer/reducer.h"
 #include "brigade/tests/simulated_device/streamed_model.h"
 #include "brigade/tests/simulated_device/streamed_training.h"
@@ -124,6 +126,26 @@ class LostCallsTest : public simulated::StreamTest {
     training_->zero_grad();
   }
 
+  static Chooses records_on(const c10::Stream& stream) {
+    return [stream](const OrderingCall& call) {
+      return call.kind == OrderingCall::kRecordUse && call.stream == stream;
+    };
+  }
+
+  static ParameterTable table_of_one() {
+    return *ParameterTable::create(
+        {{at::ones({4}, simulated::on_device()).requires_grad_()}},
+        ParameterNames(), {});
+  }
+
+  void pack_on_another_stream(DenseReplica& replica) {
+    simulated::make_wait(packing_, simulated::current_stream_of());
+    const c10::StreamGuard on_stream(packing_);
+    replica.pack(/*scale=*/1, /*unused_slots=*/{});
+  }
+
+  static constexpr auto kViews = DenseReplica::Delivery::kViews;
+  const c10::Stream packing_ = simulated::new_stream();
   static constexpr StreamLayout kOwnStreams = {
       .forward = StreamLayout::Forward::kOwn, .accumulates_in_forward = true};
   std::optional<StreamedTraining> training_;
@@ -265,6 +287,63 @@ TEST_F(LostCallsTest, BuffersAreZeroedBeforeTheyArePacked) {
                 first_step)
                 .needless,
             0);
+}
+
+// It goes back to the stream that it was allocated on: what travels, the
+// gradients' own memory or another.
+TEST_F(LostCallsTest, MemoryOfABucketIsRecordedOnThePackingStream) {
+  const ParameterTable table = table_of_one();
+  for (const at::ScalarType wire_dtype : {at::kFloat, at::kHalf}) {
+    EXPECT_EQ(count(records_on(packing_),
+                    [&] {
+                      DenseReplica replica(
+                          table, 0, {{0}}, wire_dtype, kViews,
+                          DenseReplica::Allocation::kAtConstruction);
+                      pack_on_another_stream(replica);
+                      table[0].mutable_grad().reset();
+                    })
+                  .needed,
+              1)
+        << wire_dtype;
+  }
+}
+
+// One that backward's caller has made, and a view replaces.
+TEST_F(LostCallsTest, AReplacedGradientIsRecordedOnThePackingStream) {
+  const ParameterTable table = table_of_one();
+  DenseReplica replica(table, 0, {{0}}, at::kFloat, kViews,
+                       DenseReplica::Allocation::kAtConstruction);
+  EXPECT_EQ(count(records_on(packing_),
+                  [&] {
+                    table[0].mutable_grad() = at::ones_like(table[0]);
+                    pack_on_another_stream(replica);
+                  })
+                .needed,
+            1);
+}
+
+// Where gradients are missing, what was launched is waited for by the host: the
+// streams that the user works on don't.
+TEST_F(LostCallsTest, ALaunchOfAFailedIterationIsWaitedFor) {
+  train_one_step(kTwoBuckets);
+  EXPECT_EQ(
+      count(
+          [](const OrderingCall& call) {
+            return call.kind == OrderingCall::kHostWait;
+          },
+          [&] {
+            training_->step(1, {3, 4, 5});
+            const at::Tensor loss = training_->loss(2);
+            {
+              const c10::StreamGuard elsewhere(simulated::new_stream());
+              EXPECT_ANY_THROW(training_->reducer().prepare_for_backward(loss));
+            }
+            training_->zero_grad();
+            training_->step(3);
+            training_->zero_grad();
+          })
+          .needed,
+      1);
 }
 
 TEST_F(LostCallsTest, ResultsAreWaitedFor) {
