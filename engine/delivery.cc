@@ -3,51 +3,17 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
-#include <chrono>
-#include <functional>
 #include <optional>
-#include <ranges>
-#include <stdexcept>
-#include <utility>
-#include <vector>
 
-#include "absl/strings/str_cat.h"
-#include "brigade/comm/group_timeout.h"
 #include "brigade/comm/message_of.h"
-#include "brigade/comm/timed_wait.h"
 #include "brigade/engine/collective_error.h"
 #include "brigade/engine/failure.h"
+#include "brigade/engine/hook_results.h"
 #include "brigade/engine/status_comparison.h"
 #include "brigade/engine/unconfirmed_ends.h"
 
 namespace brigade {
 namespace {
-
-std::string describe(const HookTraits& hook) {
-  return hook.name.empty() ? "the comm hook"
-                           : absl::StrCat("comm hook ", hook.name);
-}
-
-// Undefined: nothing travelled, or nothing is to be handed over.
-at::Tensor result_of(const Launch& launch) {
-  if (!launch.future) return {};
-  return launch.collective->result_of(launch.future->value());
-}
-
-// What is left to be delivered when the iteration ends. What has no unit is
-// waited for by who needs it.
-auto undelivered(Iteration& iteration) {
-  return iteration.launches | std::views::filter([](const Launch& launch) {
-           return launch.collective->unit() && !launch.is_delivered;
-         });
-}
-
-// The one that stands for all, where all are to blame.
-Collective& first_unit(const Iteration& iteration) {
-  return **std::ranges::find_if(
-      iteration.sequence,
-      [](const Collective* entry) { return entry->unit().has_value(); });
-}
 
 // Null unless an entry without a unit has failed, whose result a unit's
 // delivery waits for: the failure is its own.
@@ -102,58 +68,6 @@ void deliver_as_results_come(EngineState& state, Iteration& iteration) {
   if (failure) abort_delivery(state, iteration, *failure);
 }
 
-// In the order of the sequence on every rank, on the thread that ends backward.
-std::optional<Failure> launch_chained(EngineState& state,
-                                      Iteration& iteration) {
-  for (size_t group = 0; group < state.groups.size(); ++group) {
-    ChainedCollectives& chained = iteration.chained[group];
-    GroupAccount& account = state.peers.on(group);
-    try {
-      const ChainedCollectives::Scope none_behind_these(chained);
-      chained.launch(group_timeout(*state.groups[group]),
-                     [&account](const std::function<void()>& launch) {
-                       account.count(launch);
-                     });
-    } catch (...) {
-      // Nothing can stand in for what its peers have launched.
-      account.lose();
-      return failure_of(state, iteration, ErrorSource::kFuture,
-                        first_unit(iteration));
-    }
-  }
-  return std::nullopt;
-}
-
-void await_result(EngineState& state, Launch& launch) {
-  if (!launch.future) return;
-  const std::chrono::milliseconds timeout =
-      state.timeout_of(*launch.collective);
-  launch.is_overdue = !wait_for(*launch.future, timeout);
-  TORCH_CHECK(!launch.is_overdue, "the future of ",
-              describe(state.policy.hook_traits()), " was not done within ",
-              timeout.count() / 1000.0,
-              " s, the group's timeout.\nComplete it on every rank.");
-  launch.future->waitAndThrow();
-  state.observations.timeline.waited_for(*launch.collective->unit());
-}
-
-// Of a hook's continuations, which run in another order on each rank. One unit
-// has but one order.
-std::optional<Failure> find_unordered_collectives(const EngineState& state,
-                                                  const Iteration& iteration) {
-  const bool has_seen_any = iteration.continuations.has_value() &&
-                            iteration.continuations->has_seen_any();
-  if (!has_seen_any || num_units(iteration.sequence) < 2) return std::nullopt;
-  Failure failure =
-      failure_of(state, iteration, ErrorSource::kFuture, first_unit(iteration));
-  failure.error = std::make_exception_ptr(std::runtime_error(absl::StrCat(
-      describe(state.policy.hook_traits()),
-      " launched collectives in a continuation of its future: "
-      "continuations run in another order on each rank, so that results "
-      "are wrong.\nLaunch them by then_collective().")));
-  return failure;
-}
-
 // Throws it when peers know, or can't be told.
 [[noreturn]] void tell_of_failure(EngineState& state, Iteration& iteration,
                                   const Failure& failure) {
@@ -178,26 +92,6 @@ void tell_of_results(EngineState& state, Iteration& iteration, StatusKind kind,
                      const std::optional<Failure>& failure) {
   if (failure) tell_of_failure(state, iteration, *failure);
   end_together(state, iteration, {.kind = kind});
-}
-
-using Results = std::vector<std::pair<Collective*, at::Tensor>>;
-
-// Waits for all, also after an error.
-std::optional<Failure> collect(EngineState& state, Iteration& iteration,
-                               Results& results) {
-  std::optional<Failure> failure;
-  for (Launch& launch : undelivered(iteration)) {
-    try {
-      await_result(state, launch);
-      if (!failure) results.emplace_back(launch.collective, result_of(launch));
-    } catch (...) {
-      if (failure) continue;
-      failure = failure_of(state, iteration, ErrorSource::kFuture,
-                           *launch.collective);
-    }
-  }
-  if (!failure) failure = find_unordered_collectives(state, iteration);
-  return failure;
 }
 
 void deliver(EngineState& state, const Iteration& iteration,

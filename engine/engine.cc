@@ -10,6 +10,8 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "brigade/engine/abort_iteration.h"
+#include "brigade/engine/describe_progress.h"
 #include "brigade/engine/launching.h"
 #include "brigade/engine/recovery.h"
 #include "brigade/engine/status_comparison.h"
@@ -161,7 +163,7 @@ void Engine::shadow() try {
   const std::lock_guard<std::mutex> lock(mutex_);
   end_unfinished_iteration();
   start_iteration();
-  state_.phase = Phase::kShadowing;
+  state_.phase = Phase::kReducing;
   state_.observations.begun = state_.iteration->number;
   try {
     if (state_.policy.compares_each_iteration()) begin_together(state_);
@@ -358,44 +360,16 @@ void Engine::set_stall_handler(
   }
 }
 
-std::optional<ReducerError> Engine::last_error() const {
+std::optional<ReductionError> Engine::last_error() const {
   return state_.observations.last_error.get();
 }
 
 // Called on another thread; never waits for the lock, which an engine that
 // waits for its peers holds.
 std::string Engine::describe_progress() const {
-  const Progress& progress = *state_.observations.progress;
-  const std::string unit(state_.policy.unit_word());
   const std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
-  if (!lock.owns_lock()) {
-    const std::string how_far =
-        absl::StrCat("has launched ", progress.launched.load(), " of ",
-                     progress.num_units.load(), " ", unit, "s of iteration ",
-                     progress.iteration.load());
-    return progress.is_waiting()
-               ? absl::StrCat(how_far, " and waits for its peers")
-               : absl::StrCat(how_far, " and is inside a hook");
-  }
-  if (is_between(state_.phase)) {
-    return absl::StrCat("has prepared nothing since iteration ",
-                        state_.observations.begun);
-  }
-  const Iteration& iteration = *state_.iteration;
-  if (!has_begun(state_.phase)) {
-    return absl::StrCat("has prepared iteration ", iteration.number,
-                        ", whose backward has reached no parameter");
-  }
-  const std::vector<size_t> missing = iteration.ready.missing();
-  std::string words =
-      absl::StrCat("has launched ", num_units(iteration.launches), " of ",
-                   num_units(iteration.sequence), " ", unit, "s of iteration ",
-                   iteration.number);
-  if (!missing.empty()) {
-    absl::StrAppend(&words, " and waits for the gradients of ",
-                    state_.policy.name_of(missing));
-  }
-  return words;
+  return lock.owns_lock() ? brigade::describe_progress(state_)
+                          : describe_busy_progress(state_);
 }
 
 }  // namespace brigade

@@ -181,7 +181,7 @@ class Engine : private GradientListener {
   void set_timeline_sample_rate(int64_t sample_rate);
   void set_stall_report_after(std::chrono::milliseconds time);
   void set_stall_handler(std::function<void(const std::string&)> handler);
-  std::optional<ReducerError> last_error() const;
+  std::optional<ReductionError> last_error() const;
   const GradientHooks& hooks() const { return *hooks_; }
 
  private:

@@ -7,6 +7,7 @@
 #include <memory>
 #include <optional>
 
+#include "brigade/engine/abort_iteration.h"
 #include "brigade/engine/delivery.h"
 #include "brigade/engine/engine.h"
 #include "brigade/engine/hook_scope.h"

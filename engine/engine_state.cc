@@ -15,6 +15,12 @@ std::shared_ptr<Iteration> EngineState::take_iteration() {
   return std::exchange(iteration, nullptr);
 }
 
+UnconfirmedEnd EngineState::take_oldest_end() {
+  UnconfirmedEnd oldest = std::move(unconfirmed_ends.front());
+  unconfirmed_ends.pop_front();
+  return oldest;
+}
+
 void EngineState::leave_sync_point() {
   if (phase == Phase::kAtSyncPoint) phase = Phase::kIdle;
 }

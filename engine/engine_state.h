@@ -82,6 +82,9 @@ struct EngineState {
   // Whatever phase it was in, it is over on this rank. Null if there is none.
   std::shared_ptr<Iteration> take_iteration();
 
+  // REQUIRES: there is one.
+  UnconfirmedEnd take_oldest_end();
+
   // The place where ranks met last is left when this one goes on to a forward,
   // or to what it launches for other purposes.
   void leave_sync_point();

@@ -16,7 +16,7 @@ void LastError::note(int64_t iteration) {
       .time_ns = now_ns(), .iteration = iteration, .text = std::move(text)};
 }
 
-std::optional<ReducerError> LastError::get() const {
+std::optional<ReductionError> LastError::get() const {
   const std::lock_guard<std::mutex> lock(mutex_);
   return error_;
 }

@@ -12,7 +12,7 @@
 
 namespace brigade {
 
-struct ReducerError {
+struct ReductionError {
   int64_t time_ns = 0;    // steady clock
   int64_t iteration = 0;  // the last that was prepared
   std::string text = {};  // without a backtrace
@@ -24,11 +24,11 @@ class LastError {
   // Does not throw.
   void note(int64_t iteration);
 
-  std::optional<ReducerError> get() const;
+  std::optional<ReductionError> get() const;
 
  private:
   mutable std::mutex mutex_;
-  std::optional<ReducerError> error_;  // guarded by mutex_
+  std::optional<ReductionError> error_;  // guarded by mutex_
 };
 
 }  // namespace brigade

@@ -34,9 +34,8 @@ void launch(EngineState& state, size_t index) {
         if (unit) launching.emplace(state.observations, *unit);
         const ChainedCollectives::Scope chaining(
             iteration.chained[entry.group()]);
-        launch.future = state.phase == Phase::kShadowing
-                            ? entry.launch_substitute()
-                            : entry.launch();
+        launch.future =
+            iteration.is_shadow ? entry.launch_substitute() : entry.launch();
       });
     } catch (...) {
       throw_failure(state,
@@ -83,8 +82,8 @@ void launch_ready(EngineState& state) {
   }
 }
 
-void launch_deficit(EngineState& state, Iteration& iteration,
-                    LaunchDeficit deficit) {
+void make_up_deficit(EngineState& state, Iteration& iteration,
+                     LaunchDeficit deficit) {
   for (size_t entry = 0; entry < iteration.sequence.size(); ++entry) {
     Collective& next = *iteration.sequence[entry];
     if (iteration.order.is_launched(entry) || deficit[next.group()] == 0 ||

@@ -23,8 +23,8 @@ void launch_ready(EngineState& state);
 
 // Launches on nothing what the other ranks have launched of an iteration that
 // is aborted, and discards the results. Errors: what a collective throws.
-void launch_deficit(EngineState& state, Iteration& iteration,
-                    LaunchDeficit deficit);
+void make_up_deficit(EngineState& state, Iteration& iteration,
+                     LaunchDeficit deficit);
 
 // Launches on nothing all of an iteration that is aborted and has not been
 // launched, and does not wait. Errors: what a collective throws.

@@ -72,11 +72,11 @@ StatusComparison PeerStatus::await(
   if (!channel_) return without_channel(pending.own);
   const auto by_rank = channel_->await_difference(pending, patience);
   if (!by_rank) {
-    return {.status = absl::OkStatus(),
-            .deficit = LaunchDeficit{},
-            .iteration = pending.own.iteration,
-            .has_agreed_proposal =
-                ControlChannel::all_propose_the_same(pending)};
+    return {
+        .status = absl::OkStatus(),
+        .deficit = LaunchDeficit{},
+        .iteration = pending.own.iteration,
+        .has_agreed_proposal = ControlChannel::all_propose_the_same(pending)};
   }
   StatusComparison comparison = {.status = check_statuses(*by_rank),
                                  .deficit = LaunchDeficit{}};

@@ -15,15 +15,15 @@ namespace {
 using std::chrono::milliseconds;
 using Clock = std::chrono::steady_clock;
 
-struct Task {
-  std::function<void()> run;
-  milliseconds period;
-  Clock::time_point due;
-};
-
 }  // namespace
 
 struct PeriodicThread::State {
+  struct Task {
+    std::function<void()> run;
+    milliseconds period;
+    Clock::time_point due;
+  };
+
   void loop() {
     std::unique_lock<std::mutex> lock(mutex);
     while (!stopping) {
@@ -118,7 +118,7 @@ int64_t PeriodicThread::add(std::function<void()> task, milliseconds period) {
 
 void PeriodicThread::set_period(int64_t task, milliseconds period) {
   const std::lock_guard<std::mutex> lock(state_->mutex);
-  Task& changed = state_->tasks.at(task);
+  State::Task& changed = state_->tasks.at(task);
   changed.period = period;
   changed.due = Clock::now() + period;
   state_->changed.notify_all();

@@ -17,9 +17,8 @@ enum class Phase {
   kReached,   // a backward goes through it; no gradient has come
 
   // One that has begun.
-  kReducing,   // in a backward that brings gradients
+  kReducing,   // in a backward that brings gradients, or a shadow of its peers'
   kSuspended,  // between two such backwards, or waiting to be finalized
-  kShadowing,  // peers reduce, this rank launches substitutes
 
   // One that an error, which is on its way out, has ended: nothing is launched.
   kFailed,    // peers have not been told

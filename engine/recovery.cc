@@ -1,11 +1,9 @@
 #include "brigade/engine/recovery.h"
 
 #include <c10/util/Exception.h>
-#include <c10/util/hash.h>
 
 #include <algorithm>
 #include <exception>
-#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
@@ -22,25 +20,13 @@
 #include "brigade/engine/stream_join.h"
 
 namespace brigade {
-namespace {
 
 using std::chrono::milliseconds;
 
-// Ranks differ, or one has failed. If an iteration is under way, it is over.
-void exchange_failed(EngineState& state, bool have_met) {
-  if (is_between(state.phase)) {
-    state.phase = have_met ? Phase::kAtSyncPoint : Phase::kIdle;
-  } else {
-    state.phase = have_met ? Phase::kResynced : Phase::kLost;
-  }
+void exchange_failed(EngineState& state) {
+  state.phase = is_between(state.phase) ? Phase::kIdle : Phase::kLost;
 }
 
-void close_and_abandon(EngineState& state, Iteration& iteration) {
-  state.close_groups();
-  abandon_buffers(state, iteration);
-}
-
-// Brings all ranks to the same place.
 void resync(EngineState& state, Iteration& iteration,
             StatusComparison& comparison) {
   state.observations.begun =
@@ -48,7 +34,7 @@ void resync(EngineState& state, Iteration& iteration,
   if (comparison.deficit.ok() && *comparison.deficit != LaunchDeficit{}) {
     const HookScope scope(iteration.preparer);
     try {
-      launch_deficit(state, iteration, *comparison.deficit);
+      make_up_deficit(state, iteration, *comparison.deficit);
       state.peers.met();
     } catch (...) {
       comparison.deficit = absl::UnavailableError(
@@ -59,20 +45,14 @@ void resync(EngineState& state, Iteration& iteration,
   }
   if (!comparison.deficit.ok()) return close_and_abandon(state, iteration);
   drain(state, iteration);
-  exchange_failed(state, /*have_met=*/true);
+  state.phase =
+      is_between(state.phase) ? Phase::kAtSyncPoint : Phase::kResynced;
 }
 
-// The first that has not arrived, or the last one launched.
-std::string describe_awaited(const EngineState& state,
-                             const Iteration& iteration) {
-  const auto& launches = iteration.launches;
-  if (launches.empty()) return describe(state.occasion(iteration.number));
-  auto awaited = std::ranges::find_if(launches, is_pending);
-  if (awaited == launches.end()) --awaited;
-  return describe_place(state, *awaited->collective, iteration.number);
+void close_and_abandon(EngineState& state, Iteration& iteration) {
+  state.close_groups();
+  abandon_buffers(state, iteration);
 }
-
-}  // namespace
 
 void abandon_buffers(EngineState& state, Iteration& iteration) {
   for (auto& chained : iteration.chained) chained.cancel(milliseconds(0));
@@ -116,45 +96,6 @@ void tell_of_loss(EngineState& state, const Iteration& iteration,
   state.peers.tell_of_loss({.kind = StatusKind::kFailed,
                             .iteration = iteration.number,
                             .text = status_text(why.ToString())});
-}
-
-PendingExchange begin_exchange(EngineState& state, const Iteration& iteration,
-                               RankStatus own, bool tells_launches) {
-  own.iteration = iteration.number;
-  const uint64_t of_sequence = state.policy.fingerprint();
-  own.fingerprint = own.fingerprint == 0
-                        ? of_sequence
-                        : c10::hash_combine(of_sequence, own.fingerprint);
-  if (own.kind == StatusKind::kEnd) own.proposal = state.policy.proposal();
-  return state.peers.begin_exchange(own, tells_launches);
-}
-
-StatusComparison compare_by(EngineState& state, Iteration& iteration,
-                            const AwaitComparison& await,
-                            std::optional<milliseconds> patience) {
-  const WaitForPeers waiting(*state.observations.progress);
-  std::optional<StatusComparison> comparison;
-  try {
-    comparison = await(patience);
-  } catch (const c10::DistBackendError& error) {
-    exchange_failed(state, /*have_met=*/false);
-    const std::string where = describe_awaited(state, iteration);
-    close_and_abandon(state, iteration);
-    throw_peer_error(absl::StrCat(state.options.name, ": ", where),
-                     std::make_exception_ptr(
-                         std::runtime_error(error.what_without_backtrace())));
-  } catch (...) {
-    exchange_failed(state, /*have_met=*/false);
-    abandon_buffers(state, iteration);
-    throw;
-  }
-  if (comparison->status.ok()) {
-    if (is_between(state.phase)) state.phase = Phase::kAtSyncPoint;
-  } else {
-    exchange_failed(state, /*have_met=*/false);
-    resync(state, iteration, *comparison);
-  }
-  return *std::move(comparison);
 }
 
 void call_apart(EngineState& state, std::string_view doing,

@@ -2,7 +2,7 @@
 // place, or one of them is lost: this rank launches its deficit, waits for what
 // is in flight, or lets go of it. docs/protocol.md, "Statuses".
 //
-// When ranks compare is status_comparison.h's.
+// How they compare is exchange.h's.
 //
 // Thread safety: none; the engine's lock covers it.
 
@@ -22,22 +22,16 @@
 
 namespace brigade {
 
-// Tells peers where this rank is in the iteration, and does not wait. What
-// `own` has for a fingerprint goes with that of the sequence. `tells_launches`,
-// and errors: as PeerStatus::begin_exchange().
-PendingExchange begin_exchange(EngineState& state, const Iteration& iteration,
-                               RankStatus own, bool tells_launches = true);
+// Ranks differ, or one does not answer: an iteration that is under way is over.
+void exchange_failed(EngineState& state);
 
-// Waits for what all have told, as long as this at most.
-using AwaitComparison = std::function<StatusComparison(
-    std::optional<std::chrono::milliseconds> patience)>;
+// Brings all ranks to the same place after an exchange that has failed. If that
+// can't be done, `comparison.deficit` is an error, and the groups are closed.
+void resync(EngineState& state, Iteration& iteration,
+            StatusComparison& comparison);
 
-// Gets a comparison by `await`, and brings all ranks to the same place if they
-// are not. If an iteration is under way, it is over then. Errors: PeerError if
-// peers do not answer; the groups are closed then.
-StatusComparison compare_by(EngineState& state, Iteration& iteration,
-                            const AwaitComparison& await,
-                            std::optional<std::chrono::milliseconds> patience);
+// Of all groups the connections, and what is in flight on them.
+void close_and_abandon(EngineState& state, Iteration& iteration);
 
 // Waits for all that the iteration has launched, so that nothing writes into an
 // entry's memory behind the user's back. Does not throw for what has failed.

@@ -46,10 +46,6 @@ StatusComparison compare(
 // REQUIRES: EngineOptions::launches_rest_when_failing.
 void ask_together(EngineState& state, const RankStatus& own);
 
-// Ends the running iteration, and tells peers why. Does not throw: destructors
-// of autograd's call it, and an error is on its way already.
-void abort_iteration(EngineState& state);
-
 }  // namespace brigade
 
 #endif  // BRIGADE_ENGINE_STATUS_COMPARISON_H_

@@ -5,6 +5,7 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
+#include "brigade/engine/exchange.h"
 #include "brigade/engine/recovery.h"
 
 namespace brigade {
@@ -12,14 +13,8 @@ namespace {
 
 using std::chrono::milliseconds;
 
-UnconfirmedEnd take_oldest_end(EngineState& state) {
-  UnconfirmedEnd oldest = std::move(state.unconfirmed_ends.front());
-  state.unconfirmed_ends.pop_front();
-  return oldest;
-}
-
 void confirm_oldest_end(EngineState& state, OwnTurn* turn) {
-  const UnconfirmedEnd end = take_oldest_end(state);
+  const UnconfirmedEnd end = state.take_oldest_end();
   const size_t num_behind = state.unconfirmed_ends.size();
   const auto patience = turn != nullptr ? turn->patience : std::nullopt;
   try {
@@ -104,46 +99,8 @@ size_t num_ends_left_open(const EngineState& state) {
   return static_cast<size_t>(state.options.max_unconfirmed_iterations - 1);
 }
 
-StatusComparison take_turn(EngineState& state, OwnTurn& turn) {
-  turn.is_told = true;
-  return compare_by(
-      state, turn.iteration,
-      [&](std::optional<milliseconds> limit) {
-        return state.peers.await(
-            begin_exchange(state, turn.iteration, turn.own), limit);
-      },
-      turn.patience);
-}
-
 void confirm_ends_before(EngineState& state, OwnTurn& turn) {
   while (!state.unconfirmed_ends.empty()) confirm_oldest_end(state, &turn);
-}
-
-void follow_up(EngineState& state, OwnTurn* turn,
-               std::optional<milliseconds> patience) {
-  for (int i = 1; i < state.options.max_unconfirmed_iterations &&
-                  !state.peers.has_lost_group();
-       ++i) {
-    if (!state.unconfirmed_ends.empty()) {
-      const UnconfirmedEnd end = take_oldest_end(state);
-      compare_by(
-          state, *end.iteration,
-          [&](std::optional<milliseconds> limit) {
-            return state.peers.await(end.exchange, limit);
-          },
-          patience);
-    } else if (turn != nullptr && !turn->is_told) {
-      if (take_turn(state, *turn).status.ok()) drain(state, turn->iteration);
-    } else {
-      const auto none = state.make_iteration(state.observations.begun);
-      OwnTurn nothing = {.iteration = *none,
-                         .own = {.kind = StatusKind::kIdle},
-                         .patience = patience};
-      take_turn(state, nothing);
-    }
-  }
-  state.unconfirmed_ends.clear();
-  if (!state.peers.has_lost_group()) state.peers.met();
 }
 
 }  // namespace brigade

@@ -13,6 +13,7 @@
 #include <optional>
 
 #include "brigade/engine/engine_state.h"
+#include "brigade/engine/follow_up.h"
 #include "brigade/engine/iteration.h"
 #include "brigade/engine/peer_status.h"
 
@@ -39,28 +40,9 @@ void confirm_ends(EngineState& state, size_t num_left = 0);
 // How many ends may be left unconfirmed when the next iteration is prepared.
 size_t num_ends_left_open(const EngineState& state);
 
-// An iteration that this rank is in when it looks at ends of earlier ones.
-struct OwnTurn {
-  Iteration& iteration;
-  RankStatus own;
-  std::optional<std::chrono::milliseconds> patience;
-  bool is_told = false;
-};
-
-// Tells peers of it and compares. Errors: as compare_by().
-StatusComparison take_turn(EngineState& state, OwnTurn& turn);
-
 // As confirm_ends() of all, where a rank that hears of a failure takes its turn
 // if peers may have taken theirs.
 void confirm_ends_before(EngineState& state, OwnTurn& turn);
-
-// Ranks that hear that an exchange is refuted have begun different numbers of
-// others behind it. All take part in as many as one of them may have begun, and
-// so come to the same place: what they launched in each is brought in step
-// behind it, since a rank may begin the next only when its device has seen
-// that. `turn`: what this rank is in, if anything.
-void follow_up(EngineState& state, OwnTurn* turn,
-               std::optional<std::chrono::milliseconds> patience);
 
 }  // namespace brigade
 

@@ -441,8 +441,8 @@ std::vector<int64_t> TorchReducer::gradient_times_ns() const {
   return times_ns;
 }
 
-std::optional<ReducerError> TorchReducer::last_error() const {
-  const std::optional<ReducerError> inside =
+std::optional<ReductionError> TorchReducer::last_error() const {
+  const std::optional<ReductionError> inside =
       reducer_ ? reducer_->last_error() : std::nullopt;
   if (!last_error_) return inside;
   return inside && inside->time_ns > last_error_->time_ns ? inside

@@ -144,7 +144,7 @@ class TorchReducer {
   std::vector<int64_t> gradient_times_ns() const;
 
   // What the last call or backward that failed said.
-  std::optional<ReducerError> last_error() const;
+  std::optional<ReductionError> last_error() const;
 
   // Zeros and empty lists where there is no reducer.
   ReducerStatistics statistics() const;
@@ -183,7 +183,7 @@ class TorchReducer {
   bool finalizes_manually_ = false;
   std::string hook_name_;  // empty: none was registered
   std::optional<c10d::BuiltinCommHookType> built_in_;  // the hook is this one
-  std::optional<ReducerError> last_error_;             // of a call
+  std::optional<ReductionError> last_error_;           // of a call
   std::shared_ptr<OrderedAllReduce> ordered_;          // null: not reproducible
   std::shared_ptr<AveragingHook> averaging_;
   ParameterStep step_;  // empty: optimizers step after backward

@@ -84,7 +84,7 @@ class LaunchingTest : public ::testing::Test {
   }
 
   void deficit(int32_t num_launches, int32_t on_second_group = 0) {
-    launch_deficit(*state_, *state_->iteration,
+    make_up_deficit(*state_, *state_->iteration,
                    {num_launches, on_second_group});
   }
 
@@ -214,7 +214,7 @@ TEST_F(LaunchingTest, AMarkedVariableIsNotMissingAnyMore) {
 
 TEST_F(LaunchingTest, AShadowLaunchesSubstitutes) {
   sequence({1, left_out(1), 1});
-  state_->phase = Phase::kShadowing;
+  state_->iteration->is_shadow = true;
   state_->iteration->order.mark_all();
   launch_ready(*state_);
   expect_events({"substitute 0", "substitute 2"});

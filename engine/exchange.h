@@ -1,0 +1,41 @@
+// One exchange of statuses: this rank tells where it is, and hears where the
+// others are.
+//
+// What follows if they are not in the same place is recovery.h's; when ranks
+// compare, status_comparison.h's.
+//
+// Thread safety: none; the engine's lock covers it.
+
+#ifndef BRIGADE_ENGINE_EXCHANGE_H_
+#define BRIGADE_ENGINE_EXCHANGE_H_
+
+#include <chrono>
+#include <functional>
+#include <optional>
+
+#include "brigade/engine/engine_state.h"
+#include "brigade/engine/iteration.h"
+#include "brigade/engine/peer_status.h"
+
+namespace brigade {
+
+// Tells peers where this rank is in the iteration, and does not wait. What
+// `own` has for a fingerprint goes with that of the sequence. `tells_launches`,
+// and errors: as PeerStatus::begin_exchange().
+PendingExchange begin_exchange(EngineState& state, const Iteration& iteration,
+                               RankStatus own, bool tells_launches = true);
+
+// Waits for what all have told, as long as this at most.
+using AwaitComparison = std::function<StatusComparison(
+    std::optional<std::chrono::milliseconds> patience)>;
+
+// Gets a comparison by `await`, and brings all ranks to the same place if they
+// are not. If an iteration is under way, it is over then. Errors: PeerError if
+// peers do not answer; the groups are closed then.
+StatusComparison compare_by(EngineState& state, Iteration& iteration,
+                            const AwaitComparison& await,
+                            std::optional<std::chrono::milliseconds> patience);
+
+}  // namespace brigade
+
+#endif  // BRIGADE_ENGINE_EXCHANGE_H_

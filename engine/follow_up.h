@@ -1,0 +1,39 @@
+// Exchanges behind one that was refuted. With ends that were left unconfirmed
+// (unconfirmed_ends.h) ranks may have begun different numbers of them.
+//
+// Thread safety: none; the engine's lock covers it.
+
+#ifndef BRIGADE_ENGINE_FOLLOW_UP_H_
+#define BRIGADE_ENGINE_FOLLOW_UP_H_
+
+#include <chrono>
+#include <optional>
+
+#include "brigade/engine/engine_state.h"
+#include "brigade/engine/iteration.h"
+#include "brigade/engine/peer_status.h"
+
+namespace brigade {
+
+// An iteration that this rank is in when it looks at ends of earlier ones.
+struct OwnTurn {
+  Iteration& iteration;
+  RankStatus own;
+  std::optional<std::chrono::milliseconds> patience;
+  bool is_told = false;
+};
+
+// Tells peers of it and compares. Errors: as compare_by().
+StatusComparison take_turn(EngineState& state, OwnTurn& turn);
+
+// Ranks that hear that an exchange is refuted have begun different numbers of
+// others behind it. All take part in as many as one of them may have begun, and
+// so come to the same place: what they launched in each is brought in step
+// behind it, since a rank may begin the next only when its device has seen
+// that. `turn`: what this rank is in, if anything.
+void follow_up(EngineState& state, OwnTurn* turn,
+               std::optional<std::chrono::milliseconds> patience);
+
+}  // namespace brigade
+
+#endif  // BRIGADE_ENGINE_FOLLOW_UP_H_
