@@ -4,6 +4,7 @@
 
 #include "brigade/python_bindings/exit_wait.h"
 #include "brigade/python_bindings/register_agreement.h"
+#include "brigade/python_bindings/register_checkpoints.h"
 #include "brigade/python_bindings/register_hooks.h"
 #include "brigade/python_bindings/register_logger.h"
 #include "brigade/python_bindings/register_module_scan.h"
@@ -26,6 +27,7 @@ PYBIND11_MODULE(_C, module) {
   brigade::register_outputs(module);
   brigade::register_recording_group(module);
   brigade::register_sharding(module);
+  brigade::register_checkpoints(module);
   py::module_::import("atexit").attr("register")(py::cpp_function(
       &brigade::wait_at_exit, py::call_guard<py::gil_scoped_release>()));
 }

@@ -38,6 +38,7 @@ from brigade.fully_shard import (
     register_fsdp_forward_method,
     share_comm_ctx,
 )
+from brigade.safetensors_checkpoint import load_shards, load_whole, save_shards, save_whole
 from brigade.sharded_checkpoint import LoadedCheckpoint, load_checkpoint, save_checkpoint
 
 __version__ = _version()
@@ -58,8 +59,12 @@ __all__ = [
     "load_checkpoint",
     "load_full_optimizer_state_dict",
     "load_sharded_optimizer_state_dict",
+    "load_shards",
+    "load_whole",
     "register_fsdp_forward_method",
     "save_checkpoint",
+    "save_shards",
+    "save_whole",
     "sharded_optimizer_state_dict",
     "share_comm_ctx",
     "then_collective",

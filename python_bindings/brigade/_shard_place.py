@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from brigade._sharded_units import Unit
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)  # a place is one parameter's
 class ShardPlace:
     """Of what a rank holds a part, and which."""
 

@@ -423,3 +423,22 @@ def _torchs_full_state(rank):
 
 def test_torchs_functions_gather_parts():
     run_ranks(_torchs_full_state)
+
+
+def _gathers_parameters_of_one_shape(rank):
+    model = nn.Module()
+    model.weights = nn.ParameterList([torch.full((4,), float(i)) for i in range(3)])
+    model.forward = lambda: sum((weight * weight).sum() for weight in model.weights)
+    brigade.fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5)
+    model().backward()
+    optimizer.step()
+    found = brigade.full_optimizer_state_dict(model, optimizer)["state"]
+    for i in range(3):
+        buffer = found[f"weights.{i}"]["momentum_buffer"]
+        assert torch.equal(buffer, torch.full((4,), 2.0 * i)), i
+
+
+# The second begins on the one rank as the first does, and not on the other.
+def test_states_of_parameters_of_one_shape_are_gathered():
+    run_ranks(_gathers_parameters_of_one_shape)

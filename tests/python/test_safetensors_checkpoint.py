@@ -1,0 +1,230 @@
+"""Files of safetensors that C++ and Python programs read of each other."""
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import brigade
+
+from ranks import run_ranks
+from sharded_training import batch_of, make_net, shard_blocks
+
+_GPT = pathlib.Path(brigade.__file__).parents[2] / "examples/gpt/gpt"
+
+_OPTIMIZERS = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.1),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, amsgrad=True),
+    "rmsprop": lambda parameters: torch.optim.RMSprop(
+        parameters, lr=0.1, momentum=0.5, centered=True
+    ),
+    "adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.1, lr_decay=0.1),
+}
+_WAYS = {
+    "whole": (brigade.save_whole, brigade.load_whole),
+    "shards": (brigade.save_shards, brigade.load_shards),
+}
+
+
+def _step(model, optimizer, step, rank):
+    optimizer.zero_grad()
+    model(batch_of(rank, step)).square().mean().backward()
+    optimizer.step()
+
+
+def _model(name):
+    model = shard_blocks(make_net())
+    return model, _OPTIMIZERS[name](model.parameters())
+
+
+def _state(model, optimizer):
+    return model.full_state_dict(), brigade.full_optimizer_state_dict(model, optimizer)["state"]
+
+
+def _expect_same(found, expected):
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+def _expect_equal_states(found, expected):
+    _expect_same(found[0], expected[0])
+    assert found[1].keys() == expected[1].keys()
+    for name, values in expected[1].items():
+        kept = {key: value for key, value in values.items() if value is not None}
+        assert found[1][name].keys() == kept.keys(), name
+        for key, value in kept.items():
+            assert found[1][name][key].dtype == value.dtype, (name, key)
+            assert torch.equal(found[1][name][key], value), (name, key)
+
+
+def _put(rank, folder, name, value):
+    if rank == 0:
+        torch.save(value, f"{folder}/{name}.pt")
+
+
+def _get(folder, name):
+    return torch.load(f"{folder}/{name}.pt", weights_only=False)
+
+
+def _saves(rank, folder, name):
+    """Steps twice, saves, and steps on."""
+    model, optimizer = _model(name)
+    for step in range(2):
+        _step(model, optimizer, step, rank)
+    for way, (save, _) in _WAYS.items():
+        save(model, f"{folder}/{way}", optimizer, metadata={"step": "2"})
+    saved = _state(model, optimizer)
+    _step(model, optimizer, 2, rank)
+    _put(rank, folder, "saved", (saved, _state(model, optimizer)))
+
+
+def _loads(rank, folder, name, way):
+    model, optimizer = _model(name)
+    _step(model, optimizer, 7, rank)  # which is undone
+    metadata = _WAYS[way][1](model, f"{folder}/{way}", optimizer)
+    loaded = _state(model, optimizer)
+    _step(model, optimizer, 2, rank)
+    _put(rank, folder, "loaded", (metadata, loaded, _state(model, optimizer)))
+
+
+@pytest.mark.parametrize("name", _OPTIMIZERS)
+def test_training_goes_on_with_the_same_bits(tmp_path, name):
+    run_ranks(_saves, str(tmp_path), name)
+    saved, stepped = _get(tmp_path, "saved")
+    for way in _WAYS:
+        for world_size in (2, 3):
+            run_ranks(_loads, str(tmp_path), name, way, world_size=world_size)
+            metadata, loaded, on = _get(tmp_path, "loaded")
+            assert metadata["step"] == "2"
+            _expect_equal_states(loaded, saved)
+            if world_size == 2:
+                _expect_equal_states(on, stepped)
+
+
+def _header_of(path):
+    with open(path, "rb") as file:
+        return json.loads(file.read(int.from_bytes(file.read(8), "little")))
+
+
+def test_the_file_is_that_of_cpp(tmp_path):
+    run_ranks(_saves, str(tmp_path), "adamw")
+    header = _header_of(tmp_path / "whole")
+    assert header["__metadata__"]["brigade.optimizer"] == "AdamW"
+    assert header["__metadata__"]["step"] == "2"
+    parameters = dict(make_net().named_parameters())
+    fields = ("", ".exp_avg", ".exp_avg_sq", ".max_exp_avg_sq")
+    expected = {
+        name + field: ("F32", list(parameter.shape))
+        for name, parameter in parameters.items()
+        for field in fields
+    }
+    expected |= {f"{name}.step": ("I64", []) for name in parameters}
+    del header["__metadata__"]
+    assert {name: (form["dtype"], form["shape"]) for name, form in header.items()} == expected
+
+
+def _loads_parameters_alone(rank, folder):
+    model, _ = _model("sgd")
+    brigade.load_whole(model, f"{folder}/whole")
+    _put(rank, folder, "loaded", model.full_state_dict())
+
+
+def test_parameters_are_loaded_without_their_optimizer(tmp_path):
+    run_ranks(_saves, str(tmp_path), "adam")
+    run_ranks(_loads_parameters_alone, str(tmp_path))
+    parameters, _ = _get(tmp_path, "saved")[0]
+    _expect_same(_get(tmp_path, "loaded"), parameters)
+
+
+def _refuses(rank, folder):
+    model, optimizer = _model("adam")
+    _step(model, optimizer, 3, rank)
+    before = _state(model, optimizer)
+    whole = pathlib.Path(folder) / "whole"
+    errors = []
+
+    def expect_error(path, loaded_by, text):
+        with pytest.raises(ValueError, match=text) as error:
+            brigade.load_whole(model, path, loaded_by)
+        errors.append(str(error.value))
+        _expect_equal_states(_state(model, optimizer), before)
+
+    adamw = torch.optim.AdamW(model.parameters())
+    expect_error(whole, adamw, "expected the state of AdamW, found that of")
+    amsgrad = torch.optim.Adam(model.parameters(), amsgrad=True)
+    expect_error(whole, amsgrad, "has no tensor .*max_exp_avg_sq")
+    other = torch.optim.Adam([nn.Parameter(torch.ones(3))])
+    expect_error(whole, other, "parameter 0 of the optimizer is no shard of this model")
+    expect_error(whole, torch.optim.NAdam(model.parameters()), "found NAdam")
+    expect_error(whole.with_name("none"), optimizer, "none")
+    expect_error(whole.with_name("damaged"), optimizer, "damaged|checksum")
+    on_one = whole if rank == 0 else whole.with_name("none")
+    expect_error(on_one, optimizer, "none")
+    with pytest.raises(ValueError, match="outermost module"):
+        brigade.save_whole(model.blocks[0], whole)
+    _step(model, optimizer, 4, rank)  # and goes on
+    return errors
+
+
+def test_what_does_not_fit_is_one_error_and_changes_nothing(tmp_path):
+    run_ranks(_saves, str(tmp_path), "adam")
+    content = bytearray((tmp_path / "whole").read_bytes())
+    content[-5] ^= 1
+    (tmp_path / "damaged").write_bytes(content)
+    first, second = run_ranks(_refuses, str(tmp_path))
+    assert first == second
+
+
+class _Nest(nn.Module):
+    """Parameters of the names and shapes that a file has."""
+
+    def __init__(self, forms):
+        super().__init__()
+        for name, shape in forms.items():
+            *path, last = name.split(".")
+            module = self
+            for step in path:
+                if step not in module._modules:
+                    module.add_module(step, nn.Module())
+                module = module._modules[step]
+            module.register_parameter(last, nn.Parameter(torch.zeros(shape)))
+
+
+def _reads_what_cpp_has_saved(rank, folder, forms):
+    model = brigade.fully_shard(_Nest(forms))
+    optimizer = torch.optim.AdamW(model.parameters())
+    metadata = brigade.load_shards(model, folder, optimizer)
+    brigade.save_whole(model, f"{folder}/../whole", optimizer)
+    _put(rank, f"{folder}/..", "loaded", (metadata, *_state(model, optimizer)))
+
+
+@pytest.mark.skipif(not _GPT.exists(), reason="examples/gpt is not built")
+def test_reads_what_a_cpp_program_has_saved(tmp_path):
+    folder = tmp_path / "gpt"
+    options = ["--steps", "3", "--blocks", "1", "--width", "8", "--batch-size", "4"]
+    options += ["--sample", "0", "--checkpoint", str(folder)]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    subprocess.run(
+        [*launch, "--no-python", str(_GPT), *options], check=True, capture_output=True, timeout=240
+    )
+    index = json.loads(_header_of(folder / "index.safetensors")["__metadata__"]["brigade.shards"])
+    kept = (".exp_avg", ".exp_avg_sq", ".step")
+    shapes = {
+        tensor["name"]: tensor["shape"]
+        for tensor in index["tensors"]
+        if not tensor["name"].endswith(kept)
+    }
+    run_ranks(_reads_what_cpp_has_saved, str(folder), shapes)
+    metadata, parameters, states = _get(tmp_path, "loaded")
+    assert metadata["brigade.optimizer"] == "AdamW"
+    assert all(value.abs().max() > 0 for value in parameters.values())
+    assert {state["step"].item() for state in states.values()} == {3}
+    whole = _header_of(tmp_path / "whole")
+    assert set(whole) >= {f"{name}.exp_avg" for name in parameters}
