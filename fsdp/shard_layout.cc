@@ -6,6 +6,7 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
+#include "brigade/fsdp/digest.h"
 #include "brigade/fsdp/shard_numel.h"
 
 namespace brigade {
@@ -110,23 +111,12 @@ RankRange ShardLayout::owners(size_t parameter) const {
 }
 
 uint64_t ShardLayout::fingerprint() const {
-  uint64_t fingerprint = parameters_.size();
-  // Source: the finaliser of MurmurHash3, on what came before and the number.
-  const auto add = [&](int64_t number) {
-    fingerprint ^= static_cast<uint64_t>(number);
-    fingerprint += 0x9e3779b97f4a7c15;
-    fingerprint = (fingerprint ^ fingerprint >> 33) * 0xff51afd7ed558ccd;
-    fingerprint = (fingerprint ^ fingerprint >> 33) * 0xc4ceb9fe1a85ec53;
-    fingerprint ^= fingerprint >> 33;
-  };
-  add(num_ranks_);
-  add(shard_numel_);
-  for (size_t p = 0; p < parameters_.size(); ++p) {
-    add(parameters_[p].numel);
-    add(parameters_[p].block_numel);
-    add(offsets_[p]);
+  Digest digest;
+  digest.add(num_ranks_).add(shard_numel_).add_all(offsets_);
+  for (const ShardSpec& parameter : parameters_) {
+    digest.add(parameter.numel).add(parameter.block_numel);
   }
-  return fingerprint;
+  return digest.value();
 }
 
 }  // namespace brigade

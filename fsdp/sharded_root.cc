@@ -2,11 +2,12 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>
-#include <c10/util/hash.h>
 
 #include <algorithm>
 #include <functional>
 #include <string_view>
+
+#include "brigade/fsdp/digest.h"
 
 namespace brigade {
 namespace {
@@ -29,9 +30,10 @@ std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> groups_of(
 }
 
 uint64_t digest_of(std::string_view words, const std::vector<size_t>& said) {
-  uint64_t digest = std::hash<std::string_view>{}(words);
-  for (const size_t one : said) digest = c10::hash_combine(digest, one);
-  return digest | 1;  // never 0, which would be none
+  return Digest()
+      .add(std::hash<std::string_view>{}(words))
+      .add_all(said)
+      .value();
 }
 
 // A frozen parameter has an accumulator for gradients, too, as long as this
@@ -76,12 +78,11 @@ ShardedRoot::ShardedRoot(std::vector<Unit> units,
       gradient_memory_(pool_, streams(),
                        std::max<size_t>(options.max_reducing, 1)),
       units_(std::move(units)) {
-  uint64_t fingerprint = units_.size();
+  Digest fingerprint;
   for (const Unit& unit : units_) {
-    fingerprint =
-        c10::hash_combine(fingerprint, unit.settings.reshards_after_forward);
-    fingerprint =
-        c10::hash_combine(fingerprint, unit.settings.reshards_to.value_or(0));
+    fingerprint.add(unit.settings.reshards_after_forward ? 1 : 0)
+        .add(unit.settings.reshards_to.value_or(0))
+        .add(unit.segments.size());
     for (const auto& segment : unit.segments) {
       const int num_shards = transports_.of(unit).num_shards();
       TORCH_CHECK_VALUE(segment->layout().num_ranks() == num_shards,
@@ -89,8 +90,7 @@ ShardedRoot::ShardedRoot(std::vector<Unit> units,
                         segment->layout().num_ranks(),
                         " shards, its mesh has rows of ", num_shards,
                         " ranks.\nMake it by the same options.");
-      fingerprint =
-          c10::hash_combine(fingerprint, segment->layout().fingerprint());
+      fingerprint.add(segment->layout().fingerprint());
     }
   }
   num_running_.assign(units_.size(), 0);
@@ -100,7 +100,7 @@ ShardedRoot::ShardedRoot(std::vector<Unit> units,
                                            options_.prefetch_depth);
   policy_ = std::make_unique<UnitPolicy>(
       units_, transports_, *gathers_, gradient_memory_,
-      static_cast<UnitPolicy::Listener&>(*this), fingerprint);
+      static_cast<UnitPolicy::Listener&>(*this), fingerprint.value());
   const AllTrained all_trained(policy_->variables());
   const std::vector<std::vector<at::Tensor>> variables = {policy_->variables()};
   engine_ = std::make_unique<Engine>(

@@ -2,28 +2,19 @@
 
 #include <ATen/ops/from_blob.h>
 #include <c10/util/Exception.h>
-#include <c10/util/hash.h>
 
 #include <algorithm>
-#include <functional>
+#include <bit>
 #include <numeric>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "brigade/comm/shortened_list.h"
+#include "brigade/fsdp/digest.h"
 #include "brigade/hooks/backward_end.h"
 
 namespace brigade {
 namespace {
-
-template <typename T>
-uint64_t digest_of(const std::vector<T>& values) {
-  uint64_t digest = values.size();
-  for (const T& value : values) {
-    digest = c10::hash_combine(digest, static_cast<uint64_t>(value));
-  }
-  return digest;
-}
 
 // As it was seen, and then what was not needed: some rank may need it next
 // time.
@@ -212,37 +203,34 @@ std::string UnitPolicy::describe_sequence() const {
 }
 
 uint64_t UnitPolicy::digest_of_settings() const {
-  uint64_t digest = sums_over_replicas_ ? 1 : 0;
+  Digest digest;
+  digest.add(sums_over_replicas_ ? 1 : 0);
   for (const Unit& unit : units_) {
-    digest = c10::hash_combine(
-        digest,
-        std::hash<double>{}(unit.settings.gradient_divisor.value_or(0)));
+    digest.add(
+        std::bit_cast<uint64_t>(unit.settings.gradient_divisor.value_or(0)));
   }
   for (size_t i = 0; i < variables_.size(); ++i) {
-    digest = c10::hash_combine(digest, is_trained(i) ? 1 : 0);
+    digest.add(is_trained(i) ? 1 : 0);
   }
-  return digest;
+  return digest.value();
 }
 
-// Never 0, which would be none.
 uint64_t UnitPolicy::backward_digest() const {
-  uint64_t digest = digest_of_settings();
-  for (const uint64_t part :
-       {digest_of(reduction_order_), digest_of(expected_in_backward()),
-        digest_of(gathers_.in_slices())}) {
-    digest = c10::hash_combine(digest, part);
-  }
-  return digest | 1;
+  return Digest()
+      .add(digest_of_settings())
+      .add_all(reduction_order_)
+      .add_all(expected_in_backward())
+      .add_all(gathers_.in_slices())
+      .value();
 }
 
-// Never 0: that would be nothing to propose.
 uint64_t UnitPolicy::proposal() const {
-  uint64_t digest = digest_of(forward_record_);
-  for (const uint64_t part : {digest_of(gathers_.schedule().record()),
-                              digest_of(completion_), digest_of(is_used_)}) {
-    digest = c10::hash_combine(digest, part);
-  }
-  return digest | 1;
+  return Digest()
+      .add_all(forward_record_)
+      .add_all(gathers_.schedule().record())
+      .add_all(completion_)
+      .add_all(is_used_)
+      .value();
 }
 
 Replanned UnitPolicy::replan(const CallCollective& /*call*/) {

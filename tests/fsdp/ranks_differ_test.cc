@@ -1,0 +1,213 @@
+// Programs whose ranks do different things, and get the bits of one process.
+
+#include <torch/torch.h>
+
+#include <cstddef>
+#include <tuple>
+#include <vector>
+
+#include "brigade/fsdp/sharded_root.h"
+#include "brigade/tests/fsdp/sharded_checks.h"
+#include "brigade/tests/fsdp/sharded_net.h"
+#include "brigade/tests/support/local_ranks.h"
+#include "gtest/gtest.h"
+
+namespace brigade {
+namespace ranks_differ_test {
+
+using testing::expect_gradients;
+using testing::loss_of;
+using testing::Net;
+using testing::Reference;
+using testing::run_ranks;
+using testing::sgd;
+
+using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
+
+constexpr double kRate = 0.1;
+
+// What the blocks of a forward give, and then the head.
+using Outputs = std::vector<at::Tensor>;
+
+Outputs outputs_of(const Net& net, at::Tensor h) {
+  Outputs outputs;
+  for (const auto& block : net.blocks) outputs.push_back(h = block.run(h));
+  outputs.push_back(h * net.head);
+  return outputs;
+}
+
+Outputs outputs_of(ShardedRoot& root, const Net& net, const at::Tensor& x) {
+  return root.forward([&] {
+    return root.call(0, x, [&](at::Tensor h) {
+      Outputs outputs;
+      for (size_t i = 0; i < net.blocks.size(); ++i) {
+        h = root.call(i + 1, h, [&](const at::Tensor& inner) {
+          return net.blocks[i].run(inner);
+        });
+        outputs.push_back(h);
+      }
+      outputs.push_back(h * net.head);
+      return outputs;
+    });
+  });
+}
+
+at::Tensor loss_of(const Outputs& outputs, const std::vector<size_t>& chosen) {
+  at::Tensor loss = torch::zeros({});
+  for (const size_t i : chosen) loss = loss + testing::loss_of(outputs[i]);
+  return loss;
+}
+
+std::vector<at::Tensor> sums_of(const std::vector<at::Tensor>& a,
+                                const std::vector<at::Tensor>& b) {
+  std::vector<at::Tensor> sums;
+  for (size_t i = 0; i < a.size(); ++i) sums.push_back(a[i] + b[i]);
+  return sums;
+}
+
+// Ranks x reshards.
+class RanksDifferTest : public ::testing::TestWithParam<std::tuple<int, bool>> {
+ protected:
+  int world_size() const { return std::get<0>(GetParam()); }
+  ShardingOptions options() const {
+    return {.reshards_after_forward = std::get<1>(GetParam())};
+  }
+};
+
+INSTANTIATE_TEST_SUITE_P(, RanksDifferTest,
+                         ::testing::Combine(::testing::Values(2, 3),
+                                            ::testing::Bool()));
+
+// ---- What gives the bits of one process.
+
+TEST_P(RanksDifferTest, LossesOfOtherOutputs) {
+  run_ranks(world_size(), [&](const Group& group) {
+    const int rank = group->getRank();
+    const std::vector<std::vector<size_t>> losses = {{4}, {1, 4}, {0, 2}, {3}};
+    Net plain;
+    Net net;
+    Reference reference(plain);
+    ShardedRoot root(net.units(), group, options());
+    for (int step = 0; step < 5; ++step) {
+      const auto chosen = [&](int r) { return losses[(step + r) % 4]; };
+      reference.accumulate(world_size(), [&](int r) {
+        return loss_of(outputs_of(plain, plain.input(r, step)), chosen(r));
+      });
+      loss_of(outputs_of(root, net, net.input(rank, step)), chosen(rank))
+          .backward();
+      for (size_t unit = 0; unit < root.num_units(); ++unit) {
+        for (size_t i = 0; i < root.shards_of(unit).size(); ++i) {
+          // No gradient and one of zeros are the same step.
+          at::Tensor shard = root.shards_of(unit)[i];
+          if (!shard.grad().defined()) {
+            shard.mutable_grad() = torch::zeros_like(shard);
+          }
+        }
+      }
+      expect_gradients(root, reference.gradients, rank);
+      reference.step(kRate);
+      sgd(root.shards(), kRate);
+    }
+  });
+}
+
+TEST_P(RanksDifferTest, AnInputThatTakesAGradientOnOneRank) {
+  run_ranks(world_size(), [&](const Group& group) {
+    const int rank = group->getRank();
+    Net plain;
+    Net net;
+    Reference reference(plain);
+    ShardedRoot root(net.units(), group, options());
+    for (int step = 0; step < 4; ++step) {
+      const auto input_of = [&](int r) {
+        return plain.input(r, step).requires_grad_((step + r) % 2 == 0);
+      };
+      at::Tensor expected;
+      reference.accumulate(world_size(), [&](int r) {
+        const at::Tensor input = input_of(r);
+        if (r == rank) expected = input;
+        return testing::loss_of(plain.run(input));
+      });
+      const at::Tensor input = input_of(rank);
+      loss_of(outputs_of(root, net, input), {4}).backward();
+      expect_gradients(root, reference.gradients, rank);
+      ASSERT_EQ(input.grad().defined(), expected.grad().defined());
+      if (input.grad().defined()) {
+        EXPECT_TRUE(at::equal(input.grad(), expected.grad()));
+      }
+      reference.step(kRate);
+      sgd(root.shards(), kRate);
+    }
+  });
+}
+
+// Nothing but the last parameter tells that ranks have done different things.
+TEST_P(RanksDifferTest, AParameterThatOneRankUses) {
+  run_ranks(world_size(), [&](const Group& group) {
+    const int rank = group->getRank();
+    at::Tensor weight = torch::full({6}, 2.0).requires_grad_();
+    at::Tensor bias = torch::full({6}, 3.0).requires_grad_();
+    ShardedRoot root(
+        std::vector<UnitSpec>{
+            {.name = "", .parameters = {{"weight", weight}, {"bias", bias}}}},
+        group, options());
+    for (int step = 0; step < 3; ++step) {
+      root.forward([&] {
+            return root.call(0, torch::ones({6}), [&](const at::Tensor& x) {
+              const at::Tensor h = x * weight;
+              return rank == 0 ? h + bias : h;
+            });
+          })
+          .sum()
+          .backward();
+      const at::Tensor& of_bias = root.shards()[1].grad();
+      ASSERT_TRUE(of_bias.defined()) << "rank " << rank;
+      EXPECT_TRUE(of_bias.equal(
+          torch::full_like(of_bias, 1.0).mul(1.0 / world_size())));
+      sgd(root.shards(), 0);
+    }
+  });
+}
+
+// Each is reduced. Both go through one forward, or each through its own, of a
+// half of the batch.
+TEST_P(RanksDifferTest, TwoLossesWithABackwardEach) {
+  for (const bool share_graph : {true, false}) {
+    run_ranks(world_size(), [&](const Group& group) {
+      const int rank = group->getRank();
+      const std::vector<std::vector<size_t>> chosen = {{1}, {0, 4}};
+      Net plain;
+      Net net;
+      Reference reference(plain);
+      ShardedRoot root(net.units(), group, options());
+      for (int step = 0; step < 4; ++step) {
+        const auto input_of = [&](int r, int64_t loss) {
+          const at::Tensor x = plain.input(r, step, /*rows=*/4);
+          return share_graph ? x : x.narrow(0, 2 * loss, 2);
+        };
+        std::vector<at::Tensor> expected;
+        std::vector<Outputs> outputs;
+        for (const int64_t loss : {0, 1}) {
+          reference.accumulate(world_size(), [&](int r) {
+            return loss_of(outputs_of(plain, input_of(r, loss)), chosen[loss]);
+          });
+          expected = loss == 0 ? reference.gradients
+                               : sums_of(expected, reference.gradients);
+          outputs.push_back(share_graph && loss == 1
+                                ? outputs[0]
+                                : outputs_of(root, net, input_of(rank, loss)));
+        }
+        reference.gradients = expected;
+        loss_of(outputs[0], chosen[0]).backward({}, /*retain_graph=*/true);
+        loss_of(outputs[1], chosen[1]).backward();
+        expect_gradients(root, expected, rank);
+        reference.step(kRate);
+        sgd(root.shards(), kRate);
+      }
+      EXPECT_EQ(root.engine_statistics().reduced, 8);
+    });
+  }
+}
+
+}  // namespace ranks_differ_test
+}  // namespace brigade
