@@ -31,15 +31,16 @@ Engine::Engine(std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> groups,
                ReductionPolicy& policy, EngineOptions options)
     : hooks_(std::make_shared<GradientHooks>(
           replicas, static_cast<GradientListener&>(*this), options.sink)),
-      state_{.groups = std::move(groups),
-             .policy = policy,
-             .options = std::move(options),
-             .num_replicas = replicas.size(),
-             .num_parameters = replicas.front().size(),
-             .describe_progress = [this] { return describe_progress(); },
-             .peers =
-                 PeerStatus(state_.groups, state_.options.has_control_channel),
-             .watches_continuations_until = kWatchedIterations} {
+      state_{
+          .groups = std::move(groups),
+          .policy = policy,
+          .options = std::move(options),
+          .num_replicas = replicas.size(),
+          .num_parameters = replicas.front().size(),
+          .describe_progress = [this] { return describe_progress(); },
+          .peers = PeerStatus(state_.groups, state_.options.has_control_channel,
+                              !state_.options.launches_rest_when_failing),
+          .watches_continuations_until = kWatchedIterations} {
   state_.adopt_sequence();
   state_.peers.compare_others(!policy.hook_traits().fails_by_network_only);
 }

@@ -32,8 +32,10 @@ void throw_if_apart(const StatusComparison& comparison,
 
 PeerStatus::PeerStatus(
     std::span<const c10::intrusive_ptr<c10d::ProcessGroup>> groups,
-    bool has_channel)
-    : group_(groups.front()), has_channel_(has_channel) {
+    bool has_channel, bool counts_launches)
+    : group_(groups.front()),
+      has_channel_(has_channel),
+      counts_launches_(counts_launches) {
   TORCH_CHECK_VALUE(groups.size() <= kMaxGroups, "expected at most ",
                     kMaxGroups, " process groups, got ", groups.size(),
                     ".\nUse one for several of them.");
@@ -57,7 +59,9 @@ PendingExchange PeerStatus::begin_exchange(RankStatus own,
                                            bool tells_launches) {
   for (size_t group = 0; tells_launches && group < accounts_.size(); ++group) {
     const GroupAccount::Told told = accounts_[group].take();
-    own.by_group[group] = told.counts;
+    if (counts_launches_ || told.counts.launches == kLostGroup) {
+      own.by_group[group] = told.counts;
+    }
     if (told.others != 0) {
       own.others = c10::hash_combine(own.others, told.others);
     }

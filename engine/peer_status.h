@@ -60,8 +60,11 @@ class PeerStatus {
   // `has_channel`: false, ranks tell each other nothing. All exchanges agree
   // then, but for one that tells of a failure, which nobody hears: nothing can
   // bring ranks to the same place behind it.
+  // `counts_launches`: false, each rank launches by itself all that its peers
+  // may wait for, so that none has a deficit: of its launches a rank tells only
+  // that it can't launch any more.
   PeerStatus(std::span<const c10::intrusive_ptr<c10d::ProcessGroup>> groups,
-             bool has_channel);
+             bool has_channel, bool counts_launches = true);
 
   // Collective, once: ranks connect.  To be called before the first exchange,
   // and not in backward, where peers may wait for something else.
@@ -134,6 +137,7 @@ class PeerStatus {
 
   const c10::intrusive_ptr<c10d::ProcessGroup> group_;  // of all ranks
   const bool has_channel_;
+  const bool counts_launches_;
   std::vector<GroupAccount> accounts_;       // by group
   std::optional<ChannelIdentity> identity_;  // if ranks connect later
   std::unique_ptr<ControlChannel> channel_;  // null until ranks connect

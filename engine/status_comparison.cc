@@ -93,8 +93,6 @@ void ask_together(EngineState& state, const RankStatus& own) {
         StatusComparison found = state.peers.await(
             begin_exchange(state, iteration, own, /*tells_launches=*/false),
             limit);
-        // Ranks may have launched unequally much, but each launches the rest.
-        found.deficit = LaunchDeficit{};
         if (!found.status.ok()) {
           launch_rest(state, iteration);
           state.peers.met();

@@ -16,6 +16,7 @@ namespace {
 using ::testing::AllOf;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
+using ::testing::Not;
 using testing::ScriptedError;
 using testing::Step;
 
@@ -103,6 +104,29 @@ TEST_F(AskingTest, ADifferenceInTheMiddleOfAnIterationEndsItEverywhere) {
   own_backward({0, 1, 2});
   EXPECT_EQ(engine().statistics().reduced, 1);
   EXPECT_EQ(policy().results().at(2), 2) << "of two ranks";
+}
+
+// Who asks in the middle of a backward launches the rest: nothing is left to be
+// brought in step, though the peer has told of fewer launches, and of other
+// plans.
+TEST_F(AskingTest, ARankAtTheEndOwesNothingToOneThatAsks) {
+  begin_with({1, 1});
+  peer_at(StatusKind::kEnd, [](RankStatus& peer) {
+    peer.kind = StatusKind::kAsk;
+    peer.fingerprint ^= 1;
+    peer.by_group[0] = {};
+    peer.text = status_text("needs unit 3");
+  });
+  EXPECT_THAT(error_of([&] {
+                own_backward({0, 1});
+              }),
+              AllOf(HasSubstr("rank 0 ended iteration 1"),
+                    HasSubstr("rank 1 needs unit 3 behind iteration 1"),
+                    Not(HasSubstr("brought in step"))));
+  EXPECT_TRUE(engine().can_continue());
+  peers_agree();
+  own_backward({0, 1});
+  EXPECT_EQ(engine().statistics().reduced, 1);
 }
 
 TEST_F(AskingTest, ARankThatFailsLaunchesTheRestBeforeItTells) {

@@ -1,26 +1,38 @@
-// Programs whose ranks do different things, and get the bits of one process.
+// Programs whose ranks do different things: they get the bits of one process,
+// or the same error on all ranks, behind which training goes on.
 
 #include <torch/torch.h>
 
 #include <cstddef>
+#include <functional>
+#include <optional>
+#include <string>
 #include <tuple>
 #include <vector>
 
 #include "brigade/fsdp/sharded_root.h"
+#include "brigade/tests/fsdp/message_of_call.h"
 #include "brigade/tests/fsdp/sharded_checks.h"
 #include "brigade/tests/fsdp/sharded_net.h"
 #include "brigade/tests/support/local_ranks.h"
+#include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
 namespace brigade {
 namespace ranks_differ_test {
 
+using ::testing::AllOf;
+using ::testing::Each;
 using testing::expect_gradients;
+using ::testing::HasSubstr;
 using testing::loss_of;
+using testing::message_of;
 using testing::Net;
+using testing::random;
 using testing::Reference;
 using testing::run_ranks;
 using testing::sgd;
+using testing::train_step;
 
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
@@ -71,6 +83,38 @@ class RanksDifferTest : public ::testing::TestWithParam<std::tuple<int, bool>> {
   int world_size() const { return std::get<0>(GetParam()); }
   ShardingOptions options() const {
     return {.reshards_after_forward = std::get<1>(GetParam())};
+  }
+
+  // A step that is alike on all ranks, `program`, and two such steps again.
+  using Program = std::function<void(ShardedRoot&, const Net&, int rank)>;
+  void expect_error(const Program& program,
+                    const ::testing::Matcher<std::string>& words) const {
+    std::vector<std::string> messages(world_size());
+    run_ranks(world_size(), [&](const Group& group) {
+      const int rank = group->getRank();
+      Net plain;
+      Net net;
+      Reference reference(plain);
+      ShardedRoot root(net.units(), group, options());
+      for (int step = 0; step < 3; ++step) {
+        if (step == 1) {
+          messages[rank] = message_of([&] { program(root, net, rank); });
+          ASSERT_TRUE(root.can_continue());
+          for (const at::Tensor& shard : root.shards()) {
+            EXPECT_FALSE(shard.grad().defined());
+          }
+        }
+        train_step(root, net, rank, step);
+        reference.accumulate(world_size(), [&](int r) {
+          return testing::loss_of(plain.run(plain.input(r, step)));
+        });
+        expect_gradients(root, reference.gradients, rank);
+        sgd(root.shards(), kRate);
+        reference.step(kRate);
+      }
+    });
+    EXPECT_THAT(messages, Each(words));
+    EXPECT_THAT(messages, Each(messages[0]));
   }
 };
 
@@ -207,6 +251,94 @@ TEST_P(RanksDifferTest, TwoLossesWithABackwardEach) {
       EXPECT_EQ(root.engine_statistics().reduced, 8);
     });
   }
+}
+
+// ---- What is an error on all ranks.
+
+TEST_P(RanksDifferTest, ASecondForwardOfOneRank) {
+  expect_error(
+      [](ShardedRoot& root, const Net& net, int rank) {
+        at::Tensor loss = loss_of(outputs_of(root, net, net.input(0, 9)), {4});
+        if (rank == 1) {
+          loss = loss + loss_of(outputs_of(root, net, net.input(1, 9)), {4});
+        }
+        loss.backward();
+      },
+      AllOf(HasSubstr("rank 1 began a forward behind iteration 1"),
+            HasSubstr("began iteration 2")));
+}
+
+TEST_P(RanksDifferTest, ABackwardThatOneRankSkips) {
+  expect_error(
+      [](ShardedRoot& root, const Net& net, int rank) {
+        for (int step = 8; step < 10; ++step) {
+          const Outputs outputs = outputs_of(root, net, net.input(rank, step));
+          if (rank != 0) loss_of(outputs, {4}).backward();
+        }
+      },
+      AllOf(HasSubstr("rank 0 began a forward behind iteration 1"),
+            HasSubstr("began iteration 2")));
+}
+
+TEST_P(RanksDifferTest, AnIterationThatOneRankAddsUpOnly) {
+  expect_error(
+      [](ShardedRoot& root, const Net& net, int rank) {
+        const Outputs outputs = outputs_of(root, net, net.input(rank, 9));
+        root.set_synchronizes(rank != 1);
+        try {
+          loss_of(outputs, {4}).backward();
+        } catch (...) {
+          root.set_synchronizes(true);
+          throw;
+        }
+      },
+      AllOf(HasSubstr("rank 1 began a backward that is not reduced"),
+            HasSubstr("began iteration 2")));
+}
+
+// In forward, or, where units stay whole from there on, in the backward that
+// has released it.
+TEST_P(RanksDifferTest, AUnitThatOneRankCallsTwice) {
+  expect_error(
+      [](ShardedRoot& root, const Net& net, int rank) {
+        testing::loss_of(root.forward([&] {
+          at::Tensor h = random({2, 5}, 9).requires_grad_();
+          for (int call = 0; call < (rank == 0 ? 2 : 1); ++call) {
+            h = root.call(1, h, [&](const at::Tensor& in) {
+              return net.blocks[0].run(in);
+            });
+            h = h.narrow(1, 0, 5);
+          }
+          return root.call(0, h,
+                           [&](const at::Tensor& in) { return in * net.head; });
+        })).backward();
+      },
+      HasSubstr("rank 0 needed unit 'blocks.0' again behind iteration"));
+}
+
+// ---- What ends training.
+
+TEST_P(RanksDifferTest, ALoopThatOneRankEndsEarly) {
+  std::vector<std::string> messages(world_size());
+  run_ranks(world_size(), [&](const Group& group) {
+    const int rank = group->getRank();
+    Net net;
+    std::optional<ShardedRoot> root;
+    root.emplace(net.units(), group, options());
+    const int num_steps = rank == 1 ? 1 : 2;
+    messages[rank] = message_of([&] {
+      for (int step = 0; step < num_steps; ++step) {
+        train_step(*root, net, rank, step);
+      }
+    });
+    if (rank != 1) {
+      EXPECT_FALSE(root->can_continue());
+    }
+    root.reset();
+  });
+  EXPECT_EQ(messages[1], "");
+  messages.erase(messages.begin() + 1);
+  EXPECT_THAT(messages, Each(HasSubstr("rank 1 has left")));
 }
 
 }  // namespace ranks_differ_test
