@@ -21,11 +21,11 @@
 #include "brigade/comm_hooks/averaging_hook.h"
 #include "brigade/ddp/buffer_sync.h"
 #include "brigade/ddp/data_parallel_options.h"
-#include "brigade/ddp/forward_argument.h"
 #include "brigade/ddp/forward_precision.h"
 #include "brigade/ddp/join.h"
 #include "brigade/ddp/module_tensors.h"
 #include "brigade/ddp/module_watch.h"
+#include "brigade/hooks/forward_argument.h"
 #include "brigade/hooks/output_tensors.h"
 #include "brigade/reducer/reducer.h"
 

@@ -41,6 +41,7 @@
 #include <utility>
 #include <vector>
 
+#include "brigade/fsdp/forward_dtypes.h"
 #include "brigade/fsdp/sharded_root.h"
 #include "brigade/fsdp/unit_choice.h"
 
@@ -76,15 +77,23 @@ class ShardedImpl : public UnitModule {
         module_(register_module("unit", module)) {}
 
   // As the module's. The first argument is a tensor; gradients of the others
-  // flow, but don't tell when the unit's backward is over.
+  // flow, but don't tell when the unit's backward is over. Inputs and outputs
+  // are cast as the unit's settings say (unit_settings.h); where it is not
+  // sharded, nothing is.
   template <typename... Others>
   auto forward(at::Tensor first, Others&&... others) {
     if (root_ == nullptr) {
       return module_(std::move(first), std::forward<Others>(others)...);
     }
-    return root_->call(unit_, std::move(first), [&](at::Tensor input) {
-      return module_(std::move(input), std::forward<Others>(others)...);
-    });
+    return forward_in(
+        root_->forward_dtypes(unit_),
+        [this](at::Tensor cast, auto&&... rest) {
+          return root_->call(unit_, std::move(cast), [&](at::Tensor input) {
+            return module_(std::move(input),
+                           std::forward<decltype(rest)>(rest)...);
+          });
+        },
+        std::move(first), std::forward<Others>(others)...);
   }
 
   Holder& module() { return module_; }
@@ -186,20 +195,20 @@ class FullySharded {
   FullySharded(const FullySharded&) = delete;
   FullySharded& operator=(const FullySharded&) = delete;
 
-  // The module's forward; its first argument is a tensor. Errors: the module's;
-  // ShardedRoot::begin_forward()'s.
+  // The module's forward; its first argument is a tensor. Inputs and outputs
+  // are cast as the options say, or, once they have been changed, the settings
+  // of the outermost unit. Errors: the module's;
+  // ShardedRoot::begin_forward()'s; cast_tensors()' (hooks/tensor_casts.h).
   template <typename... Others>
   auto operator()(at::Tensor first, Others&&... others) {
     return root_->forward([&] {
-      if constexpr (kIsSequential) {
-        return run_children(std::move(first));
-      } else if (!has_outermost_unit_) {
-        return module_(std::move(first), std::forward<Others>(others)...);
-      } else {
-        return root_->call(0, std::move(first), [&](at::Tensor input) {
-          return module_(std::move(input), std::forward<Others>(others)...);
-        });
-      }
+      return forward_in(
+          has_outermost_unit_ ? root_->forward_dtypes(0)
+                              : root_->forward_dtypes(),
+          [this](at::Tensor cast, auto&&... rest) {
+            return run(std::move(cast), std::forward<decltype(rest)>(rest)...);
+          },
+          std::move(first), std::forward<Others>(others)...);
     });
   }
 
@@ -241,6 +250,22 @@ class FullySharded {
     UnitSpec& kept = kIsSequential ? specs.back() : specs.front();
     if (!kept.reshards_after_forward) kept.reshards_after_forward = false;
     root_ = std::make_unique<ShardedRoot>(specs, std::move(group), options);
+    if (has_outermost_unit_) {
+      root_->settings(0).output_dtype = options.output_dtype;
+    }
+  }
+
+  template <typename... Others>
+  auto run(at::Tensor first, Others&&... others) {
+    if constexpr (kIsSequential) {
+      return run_children(std::move(first));
+    } else {
+      const auto run_module = [&](at::Tensor input) {
+        return module_(std::move(input), std::forward<Others>(others)...);
+      };
+      return has_outermost_unit_ ? root_->call(0, std::move(first), run_module)
+                                 : run_module(std::move(first));
+    }
   }
 
   at::Tensor run_children(at::Tensor x) {
@@ -253,8 +278,14 @@ class FullySharded {
         }
         return value;
       };
-      x = run.unit ? root_->call(*run.unit, std::move(x), run_all)
-                   : run_all(std::move(x));
+      x = run.unit
+              ? forward_in(
+                    root_->forward_dtypes(*run.unit),
+                    [&](at::Tensor cast) {
+                      return root_->call(*run.unit, std::move(cast), run_all);
+                    },
+                    std::move(x))
+              : run_all(std::move(x));
     }
     return x;
   }

@@ -157,6 +157,7 @@ std::vector<Unit> make_units(
     unit.settings.reshards_to =
         spec.reshards_to || spec.mesh ? spec.reshards_to : options.reshards_to;
     unit.settings.spans_passes = spec.spans_passes;
+    unit.settings.cast_forward_inputs = options.cast_forward_inputs;
     unit.comm_hook = options.comm_hook;
     unit.shards.resize(spec.parameters.size());
     for (const std::vector<size_t>& members : segments_of(spec)) {

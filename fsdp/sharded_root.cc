@@ -146,6 +146,19 @@ void ShardedRoot::set_max_reducing(size_t value) {
   gradient_memory_.set_max_reducing(value);
 }
 
+ForwardDtypes ShardedRoot::forward_dtypes(size_t unit) const {
+  const UnitSettings& settings = units_.at(unit).settings;
+  return {.inputs = settings.cast_forward_inputs ? options_.param_dtype
+                                                 : std::nullopt,
+          .outputs = settings.output_dtype};
+}
+
+ForwardDtypes ShardedRoot::forward_dtypes() const {
+  return {.inputs = options_.cast_forward_inputs ? options_.param_dtype
+                                                 : std::nullopt,
+          .outputs = options_.output_dtype};
+}
+
 void ShardedRoot::shards_changed() {
   for (const Unit& unit : units_) {
     for (const auto& segment : unit.segments) {

@@ -60,6 +60,7 @@
 #include <vector>
 
 #include "brigade/engine/engine.h"
+#include "brigade/fsdp/forward_dtypes.h"
 #include "brigade/fsdp/gradient_memory.h"
 #include "brigade/fsdp/make_units.h"
 #include "brigade/fsdp/memory_plan.h"
@@ -242,6 +243,11 @@ class ShardedRoot final : private UnitPolicy::Listener {
   void set_max_reducing(size_t value);
 
   UnitSettings& settings(size_t unit) { return units_.at(unit).settings; }
+
+  // What whoever runs the module casts inputs and outputs to, of the unit as
+  // its settings are now, or of the whole forward; call() casts nothing.
+  ForwardDtypes forward_dtypes(size_t unit) const;
+  ForwardDtypes forward_dtypes() const;
 
   // ---- Whole parameters, outside of a forward and backward. Collective.
 

@@ -28,8 +28,10 @@ std::string describe(const ShardingOptions& options) {
       options.reshards_to ? absl::StrCat(*options.reshards_to) : "all",
       ", prefetch_depth ", options.prefetch_depth, ", max_reducing ",
       options.max_reducing, ", param_dtype ", dtype_name(options.param_dtype),
-      ", reduce_dtype ", dtype_name(options.reduce_dtype),
-      ", broadcasts_parameters ", options.broadcasts_parameters, ", comm_hook ",
+      ", cast_forward_inputs ", options.cast_forward_inputs, ", output_dtype ",
+      dtype_name(options.output_dtype), ", reduce_dtype ",
+      dtype_name(options.reduce_dtype), ", broadcasts_parameters ",
+      options.broadcasts_parameters, ", comm_hook ",
       options.comm_hook ? options.comm_hook->hook_name() : "none");
 }
 
@@ -56,7 +58,8 @@ absl::Status check_options(const ShardingOptions& options, int num_ranks) {
   const absl::Status reshards_to = check_reshards_to(
       options.reshards_to, options.num_shards.value_or(num_ranks));
   if (!reshards_to.ok()) return reshards_to;
-  for (const auto& dtype : {options.param_dtype, options.reduce_dtype}) {
+  for (const auto& dtype :
+       {options.param_dtype, options.reduce_dtype, options.output_dtype}) {
     if (dtype && !at::isFloatingType(*dtype)) {
       return absl::InvalidArgumentError(absl::StrCat(
           "fully_shard: expected a floating dtype to compute in, found ",

@@ -50,6 +50,16 @@ struct ShardingOptions {
   // the parameters' dtype. Unset: the parameters' dtype.
   std::optional<at::ScalarType> param_dtype = std::nullopt;
 
+  // Floating tensors that the model's forward and a unit's get from
+  // FullySharded and Sharded are cast to `param_dtype`. False: they are in it
+  // already, or the modules cast. A unit may differ: UnitSettings.
+  bool cast_forward_inputs = true;
+
+  // What the floating tensors of the model's outputs are cast to, for instance
+  // float32 for a loss. Unset: they stay as they are. Of a unit's outputs:
+  // UnitSettings.
+  std::optional<at::ScalarType> output_dtype = std::nullopt;
+
   // What gradients are summed in. Unset: the parameters' dtype.
   std::optional<at::ScalarType> reduce_dtype = std::nullopt;
 

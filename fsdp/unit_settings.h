@@ -3,6 +3,8 @@
 #ifndef BRIGADE_FSDP_UNIT_SETTINGS_H_
 #define BRIGADE_FSDP_UNIT_SETTINGS_H_
 
+#include <c10/core/ScalarType.h>
+
 #include <cstddef>
 #include <optional>
 #include <vector>
@@ -36,6 +38,14 @@ struct UnitSettings {
   // The sum of its gradients is divided by that. Unset: by the number of
   // ranks of its mesh.
   std::optional<double> gradient_divisor = std::nullopt;
+
+  // Floating tensors that FullySharded and Sharded give its forward are cast to
+  // the options' param_dtype, if there is one.
+  bool cast_forward_inputs = true;
+
+  // What they cast the floating tensors of its outputs to. Unset: they stay as
+  // they are.
+  std::optional<at::ScalarType> output_dtype = std::nullopt;
 
   // Units whose gathers are launched once this one is needed, in forward and in
   // backward. Empty: as many as the options say.

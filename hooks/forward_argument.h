@@ -1,7 +1,9 @@
 // An argument on its way to a module's forward.
+//
+// Thread safety: none.
 
-#ifndef BRIGADE_DDP_FORWARD_ARGUMENT_H_
-#define BRIGADE_DDP_FORWARD_ARGUMENT_H_
+#ifndef BRIGADE_HOOKS_FORWARD_ARGUMENT_H_
+#define BRIGADE_HOOKS_FORWARD_ARGUMENT_H_
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
@@ -12,16 +14,10 @@
 #include <vector>
 
 #include "brigade/hooks/output_tensors.h"
+#include "brigade/hooks/tensor_casts.h"
 #include "brigade/hooks/tensor_nest.h"
 
 namespace brigade {
-
-// A floating-point tensor in `dtype`, and part of the same graph; any other as
-// it is.
-at::Tensor in_precision(const at::Tensor& tensor, at::ScalarType dtype);
-
-// The same for the tensors of lists, tuples and dictionaries.
-c10::IValue in_precision(const c10::IValue& value, at::ScalarType dtype);
 
 // The caller's own argument, or, where a precision is wanted and it holds
 // floating-point tensors of another one, a copy of it with those cast. `T`: as
@@ -88,4 +84,4 @@ class ForwardArgument {
 
 }  // namespace brigade
 
-#endif  // BRIGADE_DDP_FORWARD_ARGUMENT_H_
+#endif  // BRIGADE_HOOKS_FORWARD_ARGUMENT_H_

@@ -1,7 +1,10 @@
-#include "brigade/ddp/forward_argument.h"
+#include "brigade/hooks/tensor_casts.h"
 
 #include <ATen/core/Dict.h>
 #include <ATen/core/List.h>
+#include <c10/util/Exception.h>
+
+#include <vector>
 
 namespace brigade {
 
@@ -41,5 +44,22 @@ c10::IValue in_precision(const c10::IValue& value, at::ScalarType dtype) {
   }
   return value;
 }
+
+namespace tensor_casts_detail {
+
+void require_cast(std::span<const at::Tensor> tensors, at::ScalarType dtype) {
+  for (const at::Tensor& tensor : tensors) {
+    TORCH_CHECK_VALUE(
+        !tensor.is_floating_point() || tensor.scalar_type() == dtype,
+        "output_dtype: expected outputs whose tensors can be replaced by ones "
+        "in ",
+        dtype, ", found one in ", tensor.scalar_type(),
+        " in a type of which brigade can only read them.\nOverload "
+        "visit_tensors() for it (brigade/hooks/tensor_casts.h), or cast in "
+        "forward.");
+  }
+}
+
+}  // namespace tensor_casts_detail
 
 }  // namespace brigade
