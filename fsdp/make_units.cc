@@ -154,6 +154,7 @@ std::vector<Unit> make_units(
     unit.settings.reshards_after_forward = spec.reshards_after_forward.value_or(
         options.reshards_after_forward &&
         (!spec.spans_passes || spec.reshards_to));
+    unit.settings.reshards_after_backward = options.reshards_after_backward;
     unit.settings.reshards_to =
         spec.reshards_to || spec.mesh ? spec.reshards_to : options.reshards_to;
     unit.settings.spans_passes = spec.spans_passes;

@@ -26,6 +26,7 @@ std::string describe(const ShardingOptions& options) {
       ", reshards_after_forward ", options.reshards_after_forward,
       ", reshards_to ",
       options.reshards_to ? absl::StrCat(*options.reshards_to) : "all",
+      ", reshards_after_backward ", options.reshards_after_backward,
       ", prefetch_depth ", options.prefetch_depth, ", max_reducing ",
       options.max_reducing, ", param_dtype ", dtype_name(options.param_dtype),
       ", cast_forward_inputs ", options.cast_forward_inputs, ", output_dtype ",

@@ -38,6 +38,11 @@ struct ShardingOptions {
   // theirs.
   std::optional<int> reshards_to = std::nullopt;
 
+  // Units are released behind their backward. False: they stay whole until
+  // their parameters are changed, so that the next forward of several backwards
+  // gathers nothing.
+  bool reshards_after_backward = true;
+
   // Gathers that are under way before their unit is needed. 0: none, so that
   // nothing is computed meanwhile.
   size_t prefetch_depth = 1;
@@ -90,6 +95,21 @@ struct ShardingOptions {
   // to where they hear it. Then it closes its connections, and raises.
   std::chrono::milliseconds failure_patience = std::chrono::seconds(30);
 };
+
+// ---- Strategies by name, beside the default, by which parameters, gradients
+// and optimizer state are sharded (ZeRO-3): what else `options` say is kept.
+//
+//   FullySharded model(net, group, shard_gradients({.prefetch_depth = 2}));
+
+// Gradients and optimizer state are sharded, parameters from backward's end to
+// forward only (ZeRO-2): the bytes of data parallelism.
+ShardingOptions shard_gradients(ShardingOptions options = {});
+
+// Optimizer state is sharded, parameters are while it steps (ZeRO-1): a rank
+// has memory for all parameters and all gradients, and no backward waits for
+// it. Backwards that accumulate with ShardedRoot::set_synchronizes(false)
+// communicate nothing.
+ShardingOptions shard_optimizer_state(ShardingOptions options = {});
 
 }  // namespace brigade
 
