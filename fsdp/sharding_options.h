@@ -22,7 +22,8 @@ class ReductionHook;
 // construction, but for the patience.
 struct ShardingOptions {
   // Over so many ranks, which divides their number; the groups of so many ranks
-  // are replicas of each other. 1: every rank holds all. Unset: all ranks.
+  // are replicas of each other: ranks_of_a_host(group) for those of a host
+  // (comm/ranks_of_host.h). 1: every rank holds all. Unset: all ranks.
   std::optional<int> num_shards = std::nullopt;
 
   // Units are released behind their forward and gathered again for backward: a
