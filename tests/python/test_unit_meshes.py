@@ -104,6 +104,16 @@ def expect_whole(model, reference, group):
         assert torch.equal(state[name], value), name
 
 
+def step_with(reference, model, rank, step, expert, uses_expert=lambda rank: True):
+    """One step of both, which are equal behind it."""
+    model.zero_grad()
+    model(batch_of(rank, step), uses_expert(rank)).sum().backward()
+    reference.backward(step, uses_expert)
+    step_by_sign(model.parameters())
+    reference.step()
+    expect_whole(model, reference, expert)
+
+
 def _trains(rank):
     group = rank % 2
     all_ranks, of_expert = meshes()
@@ -114,12 +124,7 @@ def _trains(rank):
         def uses_expert(r, step=step):
             return (r != 1, r % 2 == 0, True, True)[step]
 
-        model.zero_grad()
-        model(batch_of(rank, step), uses_expert(rank)).sum().backward()
-        reference.backward(step, uses_expert)
-        step_by_sign(model.parameters())
-        reference.step()
-        expect_whole(model, reference, group)
+        step_with(reference, model, rank, step, group, uses_expert)
     held = sum(p.numel() for p in model.experts.parameters())
     assert held == 6  # half of its 12
     place = "0, 2" if group == 0 else "1, 3"
@@ -215,12 +220,7 @@ def _hybrid(rank):
     model = shard_moe(make_moe(rank % 2), all_ranks, mesh["replicate", "shard"])
     assert sum(p.numel() for p in model.experts.parameters()) == 12
     for step in range(3):
-        model.zero_grad()
-        model(batch_of(rank, step)).sum().backward()
-        reference.backward(step)
-        step_by_sign(model.parameters())
-        reference.step()
-        expect_whole(model, reference, rank % 2)
+        step_with(reference, model, rank, step, expert=rank % 2)
 
 
 def test_experts_may_have_copies():
@@ -238,12 +238,7 @@ def _keeps_parts(rank):
     brigade.fully_shard(model, mesh=rows)
     model.register_comm_hook(None, "fp16_compress")  # exact
     for step in range(2):
-        model.zero_grad()
-        model(batch_of(rank, step)).sum().backward()
-        reference.backward(step)
-        step_by_sign(model.parameters())
-        reference.step()
-        expect_whole(model, reference, 0)
+        step_with(reference, model, rank, step, expert=0)
         assert model.sharding_statistics()["near_gathers"] == step + 1
     assert "in slices on 2 ranks in between, over ranks 0, 1, 2, 3\n" in model.explain()
 
@@ -267,12 +262,7 @@ def _fails(rank):
         model(batch_of(rank, 0)).sum().backward()
     fails[0] = False
     for step in range(2):
-        model.zero_grad()
-        model(batch_of(rank, step)).sum().backward()
-        reference.backward(step)
-        step_by_sign(model.parameters())
-        reference.step()
-        expect_whole(model, reference, rank % 2)
+        step_with(reference, model, rank, step, expert=rank % 2)
 
 
 def test_a_failure_is_one_on_all_meshes():
