@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <deque>
 #include <numeric>
+#include <ranges>
 #include <utility>
 
 #include "brigade/fsdp/buffer_plan.h"
@@ -16,9 +17,10 @@ constexpr int64_t kOpen = -1;  // the end of a use that has not ended
 // Goes through a step. Numbers uses in the place of buffers.
 class Step {
  public:
-  Step(std::span<const PlannedUnit> units, size_t prefetch_depth,
-       size_t max_reducing)
+  Step(std::span<const PlannedUnit> units, std::span<const size_t> order,
+       size_t prefetch_depth, size_t max_reducing)
       : units_(units),
+        order_(order),
         max_reducing_(max_reducing),
         schedule_(units.size(), prefetch_depth),
         gathered_(units.size()),
@@ -61,10 +63,9 @@ class Step {
   }
 
   void forward() {
-    std::vector<size_t> expected(units_.size());
-    std::iota(expected.begin(), expected.end(), size_t{0});
-    launch(schedule_.begin(expected), &PlannedBuffers::forward);
-    for (const size_t unit : expected) {
+    launch(schedule_.begin({order_.begin(), order_.end()}),
+           &PlannedBuffers::forward);
+    for (const size_t unit : order_) {
       const UnitSettings& settings = units_[unit].settings;
       ++now_;
       launch(schedule_.needs(unit, settings.forward_prefetch).launch,
@@ -75,7 +76,7 @@ class Step {
         release(unit);
       }
     }
-    for (const size_t unit : expected) {
+    for (const size_t unit : order_) {
       const UnitSettings& settings = units_[unit].settings;
       if (settings.reshards_after_forward && settings.spans_passes) {
         keep_slices(unit);
@@ -87,13 +88,13 @@ class Step {
   void backward() {
     const size_t first = has_outermost() ? 1 : 0;
     size_t first_trained = first;
-    while (first_trained < units_.size() &&
-           (!is_trained(units_[first_trained]) ||
-            units_[first_trained].settings.spans_passes)) {
+    while (first_trained < order_.size() &&
+           (!is_trained(units_[order_[first_trained]]) ||
+            units_[order_[first_trained]].settings.spans_passes)) {
       ++first_trained;
     }
     std::vector<size_t> expected;
-    for (size_t unit = units_.size(); unit-- > 0;) {
+    for (const size_t unit : std::views::reverse(order_)) {
       if (!schedule_.is_claimed(unit) &&
           units_[unit].settings.gathers_in_backward) {
         expected.push_back(unit);
@@ -104,14 +105,15 @@ class Step {
     if (has_outermost()) {
       // As if they were there in forward too: else what is free there, and
       // perhaps much larger, would be taken from all that follows.
-      begin_gradients_of_all_of_backward(0);
+      begin_gradients_of_all_of_backward(order_.front());
     }
-    for (size_t unit = first; unit < units_.size(); ++unit) {
+    for (const size_t unit : order_.subspan(first)) {
       if (units_[unit].settings.spans_passes) {
         begin_gradients_of_all_of_backward(unit);
       }
     }
-    for (size_t unit = units_.size(); unit-- > first;) {
+    for (size_t place = order_.size(); place-- > first;) {
+      const size_t unit = order_[place];
       const UnitSettings& settings = units_[unit].settings;
       ++now_;
       if (settings.gathers_in_backward) {
@@ -122,14 +124,15 @@ class Step {
       if (settings.spans_passes) continue;  // whole, and taking gradients
       take_gradients(unit);
       ++now_;
-      if (unit > first_trained && settings.reshards_after_backward) {
+      if (place > first_trained && settings.reshards_after_backward) {
         release(unit);
       }
     }
   }
 
   bool has_outermost() const {
-    return !units_.empty() && !units_.front().settings.reshards_after_forward;
+    return !order_.empty() &&
+           !units_[order_.front()].settings.reshards_after_forward;
   }
 
   void launch(const std::vector<size_t>& units,
@@ -206,6 +209,7 @@ class Step {
   }
 
   const std::span<const PlannedUnit> units_;
+  const std::span<const size_t> order_;
   const size_t max_reducing_;
 
   GatherSchedule schedule_;
@@ -221,9 +225,9 @@ class Step {
 }  // namespace
 
 absl::StatusOr<MemoryPlan> MemoryPlan::create(
-    std::span<const PlannedUnit> units, size_t prefetch_depth,
-    size_t max_reducing) {
-  Step step(units, prefetch_depth, max_reducing);
+    std::span<const PlannedUnit> units, std::span<const size_t> order,
+    size_t prefetch_depth, size_t max_reducing) {
+  Step step(units, order, prefetch_depth, max_reducing);
   step.run();
   absl::StatusOr<BufferPlan> buffers = BufferPlan::create(step.uses());
   if (!buffers.ok()) return buffers.status();

@@ -1,13 +1,14 @@
 // Which memory a training step is going to need, before it runs: the buffers of
 // whole units and of whole gradients, and which use gets which.
 //
-// A step is gone through as gather_schedule.h launches it: forward in the order
-// of the units, backward the other way round, each unit called once. A use of
-// memory is as long as any such program may make it:
+// A step is gone through as gather_schedule.h launches it: forward in a given
+// order of the units, backward the other way round, each unit called once. A
+// use of memory is as long as any such program may make it:
 //
 //   - the gradients of a unit come together, in any order, and are lent again
 //     when `max_reducing` reductions of later units may keep theirs;
-//   - the first unit, if it is kept from forward to backward, is taken for one
+//   - the first one called, if it is kept from forward to backward, is taken
+//   for one
 //     around all others: its gradients come and go at any time of backward;
 //     other units are not expected to be called inside of each other;
 //   - so do those of a unit that spans passes, which is whole to their end;
@@ -74,11 +75,12 @@ struct PlannedBuffers {
 
 class MemoryPlan {
  public:
-  // `prefetch_depth`, `max_reducing`: of ShardingOptions. REQUIRES:
-  // max_reducing >= 1.
+  // `order`: in which forward calls units, each once. `prefetch_depth`,
+  // `max_reducing`: of ShardingOptions. REQUIRES: max_reducing >= 1.
   //
   // Errors: InvalidArgument if the bytes of all uses exceed 2^63 - 1.
   static absl::StatusOr<MemoryPlan> create(std::span<const PlannedUnit> units,
+                                           std::span<const size_t> order,
                                            size_t prefetch_depth,
                                            size_t max_reducing);
 

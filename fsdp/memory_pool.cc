@@ -44,9 +44,14 @@ MemoryPool::~MemoryPool() {
 
 void MemoryPool::plan(const std::vector<int64_t>& buffer_bytes) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  TORCH_INTERNAL_ASSERT(planned_.empty(), "a memory pool has one plan");
+  give_up_planned();
   while (!free_.empty()) give_up_largest();
   for (const int64_t bytes : buffer_bytes) planned_.push_back({.bytes = bytes});
+}
+
+bool MemoryPool::lends_planned() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return !std::ranges::all_of(planned_, &Planned::is_free);
 }
 
 Buffer MemoryPool::acquire(int64_t bytes, std::optional<size_t> planned) {
@@ -75,6 +80,16 @@ Buffer MemoryPool::lend(Planned& planned) {
   planned.is_free = false;
   buffer.planned = static_cast<size_t>(&planned - planned_.data());
   return buffer;
+}
+
+void MemoryPool::give_up_planned() {
+  for (Planned& planned : planned_) {
+    TORCH_INTERNAL_ASSERT(planned.is_free, "memory of the plan is lent");
+    if (!planned.buffer.memory.defined()) continue;
+    bytes_ -= planned.bytes;
+    give_up(std::move(planned.buffer));
+  }
+  planned_.clear();
 }
 
 void MemoryPool::give_up_largest() {

@@ -48,9 +48,10 @@ class MemoryPool {
   MemoryPool(const MemoryPool&) = delete;
   MemoryPool& operator=(const MemoryPool&) = delete;
 
-  // Buffers of these bytes are planned from here on; what is free is given up.
-  // REQUIRES: no other plan was made.
+  // Buffers of these bytes are planned from here on, in place of those of the
+  // plan before; what is free is given up. REQUIRES: nothing planned is lent.
   void plan(const std::vector<int64_t>& buffer_bytes);
+  bool lends_planned() const;
 
   // At least [bytes], aligned as torch aligns. What it holds is anything.
   // `planned`: the buffer that the plan has for this use, if any.
@@ -82,6 +83,7 @@ class MemoryPool {
 
   Buffer lend(Planned& planned);
   Buffer make(int64_t bytes);
+  void give_up_planned();
   void give_up_largest();
   void give_up(Buffer buffer);
 

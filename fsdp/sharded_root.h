@@ -330,6 +330,7 @@ class ShardedRoot final : private UnitPolicy::Listener {
   GradientMemory gradient_memory_;
   std::vector<Unit> units_;
   std::optional<int64_t> planned_bytes_;  // none before the first forward
+  std::vector<size_t> planned_order_;     // of units in forward
   std::unique_ptr<UnitGathers> gathers_;
   std::unique_ptr<UnitPolicy> policy_;
   std::unique_ptr<Engine> engine_;

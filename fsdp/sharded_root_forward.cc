@@ -28,12 +28,13 @@ void ShardedRoot::begin_forward() {
   check_shards();
   check_settings();
   follow_shards();
-  plan_memory();
   claim_kept();
   release_outdated();
   const std::vector<size_t> expected = policy_->expected_in_forward();
   ask("began a forward", expected);
   gathers_->shards_are_written();
+  gathers_->release_unneeded();
+  plan_memory();
   gathers_->begin(expected, GatheredIn::kForward);
   if (pass_ == Pass::kNone) pass_ = Pass::kForward;
 }

@@ -33,15 +33,21 @@ MemoryPlan ShardedRoot::make_plan() const {
     }
   }
   absl::StatusOr<MemoryPlan> plan = MemoryPlan::create(
-      units, options_.prefetch_depth, gradient_memory_.max_reducing());
+      units, policy_->calling_order(), options_.prefetch_depth,
+      gradient_memory_.max_reducing());
   TORCH_CHECK_VALUE(plan.ok(),
                     "fully_shard: ", std::string(plan.status().message()));
   return *std::move(plan);
 }
 
-// Once: buffers are lent from here on.
+// Before buffers are lent, and again where units are called in another order
+// than planned, each once.
 void ShardedRoot::plan_memory() {
-  if (planned_bytes_) return;
+  const std::vector<size_t>& order = policy_->calling_order();
+  const bool is_due =
+      !planned_bytes_ || (order != planned_order_ && !pool_.lends_planned());
+  if (!is_due) return;
+  planned_order_ = order;
   const MemoryPlan plan = make_plan();
   for (size_t unit = 0; unit < units_.size(); ++unit) {
     auto& segments = units_[unit].segments;

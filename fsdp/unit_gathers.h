@@ -51,6 +51,9 @@ class UnitGathers {
   // planned memory its gathers get. Errors: as need().
   void begin(std::vector<size_t> expected,
              GatheredIn pass = GatheredIn::kOther);
+  // What the last pass has gathered and nobody here has needed; begin() does it
+  // too.
+  void release_unneeded();
 
   // The calling thread's current stream has written the shards. Gathers that
   // are launched from here on are behind it.
@@ -110,7 +113,6 @@ class UnitGathers {
   void join(size_t unit);
   void reclaim_unread(Gather gather);
   void reclaim(Gather gather, StreamPoint last_use);
-  void release_unneeded();
 
   std::vector<Unit>& units_;
   MeshTransports& transports_;

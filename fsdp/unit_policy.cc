@@ -74,6 +74,7 @@ UnitPolicy::UnitPolicy(std::vector<Unit>& units, MeshTransports& transports,
   }
   forward_order_.resize(units_.size());
   std::iota(forward_order_.begin(), forward_order_.end(), size_t{0});
+  calling_order_ = forward_order_;
   backward_order_.assign(forward_order_.rbegin(), forward_order_.rend());
   std::vector<size_t> order(reductions_.size());
   std::iota(order.rbegin(), order.rend(), size_t{0});
@@ -331,8 +332,13 @@ void UnitPolicy::on_end_confirmed(bool has_agreed_proposal) {
       throw;
     }
   }
+  const size_t num_needed = agreed.forward.size();
   forward_order_ = completed(agreed.forward, forward_order_);
-  backward_order_ = completed(agreed.backward, backward_order_);
+  if (num_needed == units_.size() && forward_order_.size() == num_needed) {
+    calling_order_ = forward_order_;
+  }
+  backward_order_ = completed(
+      agreed.backward, {forward_order_.rbegin(), forward_order_.rend()});
   next_reduction_order_ = completed(agreed.completions, reduction_order_);
 }
 

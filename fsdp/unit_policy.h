@@ -69,6 +69,9 @@ class UnitPolicy final : public ReductionPolicy, public GradientSink {
   // Orders that a pass is expected to follow, equal on all ranks; units in
   // them that are whole are left out. Digests are for peers to compare.
   std::vector<size_t> expected_in_forward() const;
+  // In which order forward needs units, if it needs each once: as the last
+  // iteration that ranks agreed on, or else as they are numbered.
+  const std::vector<size_t>& calling_order() const { return calling_order_; }
   std::vector<size_t> expected_in_backward() const;
 
   // Variables whose gradients the running iteration waits for, by reduction, in
@@ -173,6 +176,7 @@ class UnitPolicy final : public ReductionPolicy, public GradientSink {
 
   // What ranks have agreed on.
   std::vector<size_t> forward_order_;   // of units
+  std::vector<size_t> calling_order_;   // of units, each once
   std::vector<size_t> backward_order_;  // of units
   std::vector<size_t> reduction_order_;
   std::vector<size_t> places_;  // in the sequence, by reduction that is in it

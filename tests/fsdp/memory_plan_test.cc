@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <limits>
+#include <numeric>
 #include <optional>
 #include <string>
 #include <vector>
@@ -36,10 +37,16 @@ std::vector<PlannedUnit> chain(size_t num_units, int64_t bytes = 8,
   return std::vector<PlannedUnit>(num_units, unit_of(bytes, is_trained));
 }
 
+std::vector<size_t> in_order(size_t num_units) {
+  std::vector<size_t> order(num_units);
+  std::iota(order.begin(), order.end(), size_t{0});
+  return order;
+}
+
 MemoryPlan plan_of(const std::vector<PlannedUnit>& units, size_t depth = 1,
                    size_t max_reducing = 2) {
   absl::StatusOr<MemoryPlan> plan =
-      MemoryPlan::create(units, depth, max_reducing);
+      MemoryPlan::create(units, in_order(units.size()), depth, max_reducing);
   EXPECT_TRUE(plan.ok()) << plan.status();
   return *plan;
 }
@@ -180,6 +187,27 @@ TEST(MemoryPlanTest, SegmentsThatAreWholeHereTakeGradientsOnly) {
   EXPECT_EQ(plan.total_bytes(), 2 * 8);
 }
 
+// As a list of the units in the order in which they are called would have.
+TEST(MemoryPlanTest, UnitsMayBeCalledInAnyOrder) {
+  std::vector<PlannedUnit> units = chain(5, 64);
+  units[0] = kept(unit_of(8));
+  units[3] = unit_of(16, /*is_trained=*/false);
+  units[4].settings.spans_passes = true;
+  const std::vector<size_t> order = {0, 4, 2, 1, 3};
+  std::vector<PlannedUnit> called;
+  for (const size_t unit : order) called.push_back(units[unit]);
+  const auto plan = MemoryPlan::create(units, order, 1, 2);
+  const MemoryPlan expected = plan_of(called);
+  EXPECT_EQ(plan->buffer_bytes(), expected.buffer_bytes());
+  for (size_t place = 0; place < order.size(); ++place) {
+    EXPECT_EQ(plan->of(order[place], 0).forward, expected.of(place, 0).forward);
+    EXPECT_EQ(plan->of(order[place], 0).backward,
+              expected.of(place, 0).backward);
+    EXPECT_EQ(plan->of(order[place], 0).gradients,
+              expected.of(place, 0).gradients);
+  }
+}
+
 TEST(MemoryPlanTest, OtherPassesAreNotPlanned) {
   const PlannedBuffers planned = plan_of(chain(2)).of(0, 0);
   EXPECT_EQ(planned.of(GatheredIn::kForward), planned.forward);
@@ -189,8 +217,10 @@ TEST(MemoryPlanTest, OtherPassesAreNotPlanned) {
 
 TEST(MemoryPlanTest, RefusesMoreBytesThanThereAre) {
   const auto units = chain(2, std::numeric_limits<int64_t>::max());
-  EXPECT_THAT(std::string(MemoryPlan::create(units, 1, 2).status().message()),
-              HasSubstr("2^63 - 1 bytes"));
+  EXPECT_THAT(
+      std::string(
+          MemoryPlan::create(units, in_order(2), 1, 2).status().message()),
+      HasSubstr("2^63 - 1 bytes"));
 }
 
 }  // namespace memory_plan_test

@@ -54,6 +54,20 @@ TEST(MemoryPoolTest, UnplannedMemoryIsLentAgainAndGivenUpForLarger) {
   EXPECT_EQ(pool.num_unplanned(), 2);
 }
 
+TEST(MemoryPoolTest, APlanTakesThePlaceOfAnother) {
+  MemoryPool pool(at::kCPU);
+  pool.plan({8, 16});
+  Buffer buffer = pool.acquire(16, 1);
+  EXPECT_TRUE(pool.lends_planned());
+  pool.release(std::move(buffer));
+  EXPECT_FALSE(pool.lends_planned());
+  pool.plan({32});
+  EXPECT_EQ(pool.bytes(), 0);
+  EXPECT_EQ(pool.acquire(32, 0).memory.numel(), 32);
+  EXPECT_EQ(pool.peak_bytes(), 32);
+  EXPECT_EQ(pool.num_unplanned(), 0);
+}
+
 TEST(MemoryPoolTest, WhatIsFreeIsGivenUpForAPlan) {
   MemoryPool pool(at::kCPU);
   pool.release(pool.acquire(20));

@@ -9,7 +9,9 @@
 #include <cstdint>
 #include <optional>
 #include <random>
+#include <ranges>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
@@ -55,7 +57,10 @@ class RandomChain {
       : draw_(seed), num_shards_(num_shards) {
     has_outermost_ = draw_.percent(60);
     const auto num_units = static_cast<size_t>(draw_.between(2, 7));
-    for (size_t unit = 0; unit < num_units; ++unit) add(unit);
+    for (size_t unit = 0; unit < num_units; ++unit) {
+      add(unit);
+      order_.push_back(unit);
+    }
     const auto is_trained = [](const UnitSpec& spec) {
       return spec.parameters.front().tensor.requires_grad();
     };
@@ -83,13 +88,24 @@ class RandomChain {
     }
   }
 
+  // Units are called in another order than they are listed in.
+  void shuffle() {
+    const size_t first = has_outermost_ ? 1 : 0;
+    for (size_t place = units.size(); place-- > first + 1;) {
+      std::swap(order_[place],
+                order_[draw_.between(static_cast<int64_t>(first),
+                                     static_cast<int64_t>(place))]);
+    }
+  }
+
   void step(ShardedRoot& root) const {
     const auto use = [&](size_t unit, size_t parameter, const at::Tensor& h) {
       const at::Tensor& tensor = units[unit].parameters[parameter].tensor;
       return torch::tanh(h * tensor.sum().to(at::kFloat));
     };
     const auto inner = [&](at::Tensor h) {
-      for (size_t unit = has_outermost_ ? 1 : 0; unit < units.size(); ++unit) {
+      for (const size_t unit :
+           order_ | std::views::drop(has_outermost_ ? 1 : 0)) {
         h = root.call(unit, h, [&](at::Tensor in) {
           for (size_t i = 0; i < units[unit].parameters.size(); ++i) {
             in = use(unit, i, in);
@@ -145,6 +161,7 @@ class RandomChain {
   Draw draw_;
   const int num_shards_;
   bool has_outermost_ = false;
+  std::vector<size_t> order_;  // in which units are called
 };
 
 void expect_planned(RandomChain& chain, const Group& group) {
@@ -178,6 +195,31 @@ TEST(ShardedMemoryTest, IsThePlannedOne) {
     RandomChain chain(seed, num_shards);
     expect_planned(chain, recording.group());
   }
+}
+
+// The order of units is known behind the first step.
+TEST(ShardedMemoryTest, IsPlannedAnewForTheOrderInWhichUnitsAreCalled) {
+  int64_t num_smaller = 0;
+  for (uint64_t seed = 0; seed < 400 && !::testing::Test::HasFailure();
+       ++seed) {
+    SCOPED_TRACE(absl::StrCat("seed ", seed));
+    const int num_shards = kNumShards[seed % 4];
+    const RecordingGroup recording(num_shards);
+    RandomChain chain(seed, num_shards);
+    chain.shuffle();
+    ShardedRoot root(chain.units, recording.group(), chain.options);
+    chain.step(root);
+    const ShardingStatistics first = root.statistics();
+    chain.step(root);
+    const ShardingStatistics second = root.statistics();
+    for (int step = 0; step < 3; ++step) chain.step(root);
+    const ShardingStatistics statistics = root.statistics();
+    EXPECT_EQ(statistics.whole_bytes, statistics.planned_bytes);
+    EXPECT_EQ(statistics.unplanned, first.unplanned);
+    EXPECT_EQ(statistics.allocations, second.allocations);
+    if (statistics.whole_bytes < first.whole_bytes) ++num_smaller;
+  }
+  EXPECT_GT(num_smaller, 0);
 }
 
 // Also of a rank that has no data, which gathers for its peers and adds zeros,
