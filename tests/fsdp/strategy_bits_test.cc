@@ -1,0 +1,205 @@
+// Every way to shard gives the same bits on ranks in rows of one length: those
+// of one process that adds up the ranks' gradients in the order of that mesh.
+// The values are drawn, as sums of whole numbers would hide the order.
+
+#include <torch/torch.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <string>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "brigade/fsdp/sharded_root.h"
+#include "brigade/tests/fsdp/sharded_checks.h"
+#include "brigade/tests/fsdp/sharded_net.h"
+#include "brigade/tests/support/local_ranks.h"
+#include "gtest/gtest.h"
+
+namespace brigade {
+namespace strategy_bits_test {
+
+using testing::expect_shards;
+using testing::loss_of;
+using testing::Net;
+using testing::run_ranks;
+using testing::sgd;
+
+using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
+using Tensors = std::vector<at::Tensor>;
+
+constexpr double kRate = 0.1;
+
+// How the backwards of one step of the optimizer meet.
+enum class Batches {
+  kOne,
+  kAddedUpHere,      // the last one's reduction has the sum of both
+  kReducedEachTime,  // `.grad` has the sum of both averages
+};
+constexpr Batches kSteps[] = {Batches::kOne, Batches::kAddedUpHere,
+                              Batches::kReducedEachTime, Batches::kOne};
+
+int num_batches(Batches batches) { return batches == Batches::kOne ? 1 : 2; }
+
+at::Tensor input_of(const Net& net, int rank, size_t step, int batch) {
+  return net.input(rank, static_cast<int>(2 * step) + batch);
+}
+
+void add(Tensors& sums, const Tensors& terms) {
+  for (size_t i = 0; i < terms.size(); ++i) {
+    if (sums.size() == i) {
+      sums.push_back(terms[i].clone());
+    } else {
+      sums[i].add_(terms[i]);
+    }
+  }
+}
+
+Tensors gradients_of(const Net& net, const at::Tensor& input) {
+  loss_of(net.run(input)).backward();
+  Tensors gradients;
+  for (const at::Tensor& parameter : net.parameters()) {
+    gradients.push_back(parameter.grad());
+    parameter.mutable_grad() = at::Tensor();
+  }
+  return gradients;
+}
+
+// Rows first, then their sums; multiplied once.
+Tensors average(const std::vector<Tensors>& by_rank, size_t row_length) {
+  Tensors sums;
+  for (size_t row = 0; row < by_rank.size(); row += row_length) {
+    Tensors of_row;
+    for (size_t i = row; i < row + row_length; ++i) add(of_row, by_rank[i]);
+    add(sums, of_row);
+  }
+  for (at::Tensor& sum : sums) {
+    sum.mul_(1.0 / static_cast<double>(by_rank.size()));
+  }
+  return sums;
+}
+
+struct Trajectory {
+  std::vector<Tensors> gradients;   // by step
+  std::vector<Tensors> parameters;  // by step, behind it
+};
+
+Trajectory in_one_process(int world_size, int row_length) {
+  Trajectory found;
+  const Net net;
+  for (size_t step = 0; step < std::size(kSteps); ++step) {
+    const int count = num_batches(kSteps[step]);
+    Tensors gradients;
+    std::vector<Tensors> added_up(world_size);
+    for (int batch = 0; batch < count; ++batch) {
+      std::vector<Tensors> by_rank;
+      for (int rank = 0; rank < world_size; ++rank) {
+        by_rank.push_back(gradients_of(net, input_of(net, rank, step, batch)));
+        add(added_up[rank], by_rank.back());
+      }
+      if (kSteps[step] == Batches::kReducedEachTime) {
+        add(gradients, average(by_rank, row_length));
+      }
+    }
+    if (kSteps[step] != Batches::kReducedEachTime) {
+      gradients = average(added_up, row_length);
+    }
+    const torch::NoGradGuard no_grad;
+    Tensors parameters;
+    for (size_t i = 0; at::Tensor parameter : net.parameters()) {
+      parameter.sub_(gradients[i++], kRate);
+      parameters.push_back(parameter.clone());
+    }
+    found.gradients.push_back(std::move(gradients));
+    found.parameters.push_back(std::move(parameters));
+  }
+  return found;
+}
+
+struct Strategy {
+  std::string name;
+  ShardingOptions options;
+};
+
+// On rows of this length, at both depths.
+std::vector<Strategy> strategies_on(int row_length) {
+  std::vector<Strategy> all = {{"full", {}},
+                               {"gradients", shard_gradients()},
+                               {"optimizer state", shard_optimizer_state()}};
+  for (int neighbours = 2; neighbours < row_length; ++neighbours) {
+    if (row_length % neighbours != 0) continue;
+    all.push_back(
+        {absl::StrCat("slices on ", neighbours), {.reshards_to = neighbours}});
+  }
+  std::vector<Strategy> at_both_depths;
+  for (const size_t depth : {0, 2}) {
+    for (Strategy strategy : all) {
+      absl::StrAppend(&strategy.name, ", prefetch ", depth);
+      strategy.options.num_shards = row_length;
+      strategy.options.prefetch_depth = depth;
+      at_both_depths.push_back(std::move(strategy));
+    }
+  }
+  return at_both_depths;
+}
+
+void expect_trajectory(const Group& group, const ShardingOptions& options,
+                       const Trajectory& expected) {
+  const int rank = group->getRank();
+  const Net net;
+  ShardedRoot root(net.units(), group, options);
+  for (size_t step = 0; step < std::size(kSteps); ++step) {
+    const int count = num_batches(kSteps[step]);
+    for (int batch = 0; batch < count; ++batch) {
+      root.set_synchronizes(kSteps[step] != Batches::kAddedUpHere ||
+                            batch == count - 1);
+      loss_of(root.forward([&] {
+        return net.run(root, input_of(net, rank, step, batch));
+      })).backward();
+    }
+    expect_shards(root, expected.gradients[step], root.shard_rank(),
+                  /*of_gradients=*/true);
+    sgd(root.shards(), kRate);
+    expect_shards(root, expected.parameters[step], root.shard_rank(),
+                  /*of_gradients=*/false);
+  }
+  EXPECT_EQ(root.statistics().late_gathers, 0);
+}
+
+// Ranks x length of a row.
+class StrategyBitsTest : public ::testing::TestWithParam<std::pair<int, int>> {
+};
+
+TEST_P(StrategyBitsTest, EqualOneProcessInTheOrderOfTheMesh) {
+  const auto& [world_size, row_length] = GetParam();
+  const Trajectory expected = in_one_process(world_size, row_length);
+  const std::vector<Strategy> strategies = strategies_on(row_length);
+  run_ranks(world_size, [&](const Group& group) {
+    for (const Strategy& strategy : strategies) {
+      SCOPED_TRACE(absl::StrCat(strategy.name, ", rank ", group->getRank()));
+      expect_trajectory(group, strategy.options, expected);
+      if (::testing::Test::HasFatalFailure()) return;
+    }
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(, StrategyBitsTest,
+                         ::testing::Values(std::pair(3, 1), std::pair(3, 3),
+                                           std::pair(4, 1), std::pair(4, 2),
+                                           std::pair(4, 4), std::pair(8, 1),
+                                           std::pair(8, 2), std::pair(8, 4),
+                                           std::pair(8, 8)));
+
+// Otherwise the tests above would tell nothing of it.
+TEST(StrategyBitsOfReferenceTest, DependOnTheOrder) {
+  const Trajectory rows_of_2 = in_one_process(8, 2);
+  const Trajectory one_row = in_one_process(8, 8);
+  const auto differ = [](const Tensors& a, const Tensors& b) {
+    return !std::ranges::equal(
+        a, b, [](const auto& x, const auto& y) { return at::equal(x, y); });
+  };
+  EXPECT_TRUE(differ(rows_of_2.gradients[0], one_row.gradients[0]));
+}
+
+}  // namespace strategy_bits_test
+}  // namespace brigade
