@@ -27,7 +27,7 @@ void broadcast_from_rank_0(const Group& group, const UnitsOfMesh& units) {
   const at::NoGradGuard no_grad;
   for (const UnitSpec* unit : units) {
     for (const NamedParameter& parameter : unit->parameters) {
-      if (parameter.tensor.numel() == 0) continue;
+      if (parameter.tensor.numel() == 0 || parameter.tensor.is_meta()) continue;
       const at::Tensor values = parameter.tensor.detach();
       std::vector<at::Tensor> sent = {values.contiguous()};
       group->broadcast(sent)->wait();
@@ -163,7 +163,11 @@ std::vector<Unit> make_units(
     unit.shards.resize(spec.parameters.size());
     for (const std::vector<size_t>& members : segments_of(spec)) {
       std::vector<NamedParameter> parameters;
-      for (const size_t i : members) parameters.push_back(spec.parameters[i]);
+      std::vector<at::Tensor> shards;
+      for (const size_t i : members) {
+        parameters.push_back(spec.parameters[i]);
+        if (!spec.shards.empty()) shards.push_back(spec.shards[i]);
+      }
       const at::ScalarType dtype = parameters.front().tensor.scalar_type();
       const auto whole_dtype = parameters.front().whole_dtype
                                    ? parameters.front().whole_dtype
@@ -175,7 +179,8 @@ std::vector<Unit> make_units(
               .num_ranks = mesh.row_length(),
               .rank = mesh.place_of(group->getRank()) % mesh.row_length(),
               .whole_dtype = dtype_or(whole_dtype, dtype),
-              .reduce_dtype = dtype_or(options.reduce_dtype, dtype)}));
+              .reduce_dtype = dtype_or(options.reduce_dtype, dtype),
+              .shards = std::move(shards)}));
       for (size_t i = 0; i < members.size(); ++i) {
         unit.shards[members[i]] = unit.segments.back()->shards()[i];
       }

@@ -24,6 +24,9 @@ struct UnitSpec {
   std::optional<int> reshards_to = std::nullopt;
   bool spans_passes = false;                    // see unit_settings.h
   std::optional<UnitMesh> mesh = std::nullopt;  // unset: the root's
+  // By parameter, leaves that become this rank's shards: those of a unit that
+  // was made of the same parameters in another dtype. None: new ones.
+  std::vector<at::Tensor> shards = {};
 };
 
 // Collective: ranks compare units and options, and get the parameters of rank
@@ -32,9 +35,9 @@ struct UnitSpec {
 // here on: reading them at other times is an error.
 //
 // Errors: ValueError on all ranks alike if units or options differ, a parameter
-// is in two units, is no leaf, is not dense, is on meta or elsewhere than on
-// the CPU, or options or meshes (fsdp/unit_mesh.h) don't make sense; no
-// parameter is changed then.
+// is in two units, is no leaf, is not dense, is on meta (unless the options
+// allow it) or elsewhere than on the CPU, or options or meshes
+// (fsdp/unit_mesh.h) don't make sense; no parameter is changed then.
 std::vector<Unit> make_units(
     const std::vector<UnitSpec>& specs,
     const c10::intrusive_ptr<c10d::ProcessGroup>& group,

@@ -141,6 +141,15 @@ class Step {
       for (size_t i = 0; i < units_[unit].segments.size(); ++i) {
         const auto& bytes = units_[unit].segments[i].whole_bytes;
         if (!bytes) continue;
+        std::optional<size_t>& forward = of_segments_[unit][i].forward;
+        if (units_[unit].settings.keeps_storage) {  // there for the whole step
+          if (!forward) {
+            forward = begin_use(*bytes);
+            uses_[*forward].begin = 0;
+          }
+          of_segments_[unit][i].*pass = forward;
+          continue;
+        }
         const size_t use = begin_use(*bytes);
         of_segments_[unit][i].*pass = use;
         gathered_[unit].push_back(use);

@@ -15,6 +15,7 @@
 //   - backward may end before the first unit that is trained, and then keeps
 //     that one and those before it to its end;
 //   - what is not released behind backward keeps its memory to itself;
+//   - a unit that keeps its storage has memory of its own;
 //   - the slice that is kept of a unit behind its forward is there until its
 //     gather of backward is launched.
 //

@@ -73,9 +73,17 @@ bool have_same_layout(const at::Tensor& a, const at::Tensor& b) {
          !a.is_neg() && !a.is_conj();
 }
 
+// `shard` is `view` from here on; writes into either are counted together.
+at::Tensor become_view(at::Tensor shard, const at::Tensor& view) {
+  shard.set_data(view);
+  shard.unsafeGetTensorImpl()->set_version_counter(
+      view.unsafeGetTensorImpl()->version_counter());
+  return shard;
+}
+
 // The current stream has used it; who drops it may be elsewhere.
 void record_use(const at::Tensor& tensor) {
-  if (tensor.is_cpu()) return;
+  if (tensor.is_cpu() || tensor.is_meta()) return;
   tensor.record_stream(current_stream(tensor.device()));
 }
 
@@ -103,7 +111,9 @@ Segment::Segment(std::vector<NamedParameter> parameters, SegmentOptions options)
         whole_.view(layout_.offset(i), shape.sizes(), shape.strides()));
   }
   for (size_t i = 0; i < parameters_.size(); ++i) {
-    shards_.push_back(view_of(shard_, i).detach());
+    const at::Tensor view = view_of(shard_, i).detach();
+    shards_.push_back(
+        options_.shards.empty() ? view : become_view(options_.shards[i], view));
     shards_[i].requires_grad_(is_trained(i));
   }
 }

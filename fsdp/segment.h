@@ -48,6 +48,9 @@ struct SegmentOptions {
   int rank = 0;
   at::ScalarType whole_dtype = at::kFloat;   // forward and backward see it
   at::ScalarType reduce_dtype = at::kFloat;  // gradients travel in it
+  // By parameter, leaves that become this rank's shards, so that whoever has
+  // them goes on with them. None: new ones.
+  std::vector<at::Tensor> shards = {};
 };
 
 class Segment {
@@ -55,6 +58,7 @@ class Segment {
   // Takes this rank's part of each parameter, and makes the parameter, which
   // keeps its shape and strides, a view of a storage without memory, in
   // `whole_dtype`. REQUIRES: all are leaves of one dtype and device, and dense.
+  // On meta there is no memory for shards either: nothing is to be bound.
   //
   // Errors: ValueError for blocks that ShardLayout refuses.
   Segment(std::vector<NamedParameter> parameters, SegmentOptions options);
@@ -170,6 +174,11 @@ class Segment {
   // REQUIRES: as commit().
   void keep_partial();
   void drop_partial() { partial_ = at::Tensor(); }
+
+  // Whether it has gradients that are in no sum over all ranks yet.
+  bool holds_gradients() const {
+    return gradients_.defined() || partial_.defined();
+  }
 
  private:
   // A buffer for a shard's gradient with its views by parameter.

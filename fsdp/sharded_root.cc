@@ -12,7 +12,15 @@
 namespace brigade {
 namespace {
 
+// Errors: ValueError for what has no memory.
 c10::Device device_of(const std::vector<Unit>& units) {
+  for (const Unit& unit : units) {
+    TORCH_CHECK_VALUE(
+        !unit.segments.front()->device().is_meta(), "fully_shard: unit '",
+        unit.name,
+        "' is on meta: it has no values.\nMake it anew, of parameters "
+        "with memory and values.");
+  }
   return units.empty() ? at::kCPU : units.front().segments.front()->device();
 }
 
@@ -96,6 +104,7 @@ ShardedRoot::ShardedRoot(std::vector<Unit> units,
   num_running_.assign(units_.size(), 0);
   num_open_.assign(units_.size(), 0);
   is_kept_.assign(units_.size(), 0);
+  on_released_.resize(units_.size());
   gathers_ = std::make_unique<UnitGathers>(units_, transports_, pool_,
                                            options_.prefetch_depth);
   policy_ = std::make_unique<UnitPolicy>(
@@ -157,6 +166,14 @@ ForwardDtypes ShardedRoot::forward_dtypes() const {
   return {.inputs = options_.cast_forward_inputs ? options_.param_dtype
                                                  : std::nullopt,
           .outputs = options_.output_dtype};
+}
+
+bool ShardedRoot::holds_gradients() const {
+  return std::ranges::any_of(units_, [](const Unit& unit) {
+    return std::ranges::any_of(unit.segments, [](const auto& segment) {
+      return segment->holds_gradients();
+    });
+  });
 }
 
 void ShardedRoot::shards_changed() {

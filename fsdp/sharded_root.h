@@ -193,8 +193,11 @@ class ShardedRoot final : private UnitPolicy::Listener {
 
   // Reduces what backwards without synchronisation have added up, as a backward
   // would that brings no gradients. Collective. Errors: RuntimeError while
-  // synchronizes() is false.
+  // synchronizes() is false, or that of all units.
   void reduce();
+
+  // Whether backwards have added up what was not reduced over all ranks.
+  bool holds_gradients() const;
 
   // To be called where shards were written by what does not count it: through
   // Tensor::data(), or by a fused optimizer. What is whole is out of date then.
@@ -224,14 +227,15 @@ class ShardedRoot final : private UnitPolicy::Listener {
   // ---- Settings.
 
   // While off, backwards add gradients up on this rank, whole: nothing is
-  // communicated but parameters. Alike on all ranks; read when a backward
-  // begins.
+  // communicated but parameters. Of one unit: UnitSettings::synchronizes. Alike
+  // on all ranks; read when a backward begins.
   void set_synchronizes(bool value) { synchronizes_ = value; }
   bool synchronizes() const { return synchronizes_; }
 
   // False: backwards sum gradients over the ranks of a row only, and keep the
   // sums, which the next backward adds to its own before it sums over all. Of
-  // no effect on meshes of one row. Alike on all ranks; read when a backward
+  // no effect on meshes of one row. Of one unit:
+  // UnitSettings::sums_over_replicas. Alike on all ranks; read when a backward
   // begins.
   void set_sums_over_replicas(bool value) {
     policy_->set_sums_over_replicas(value);
@@ -255,6 +259,25 @@ class ShardedRoot final : private UnitPolicy::Listener {
   // their value: alike on all ranks.
   void unshard();
   void reshard(bool writes);
+
+  // The same of one unit, which trains on meanwhile: it is released by
+  // reshard(), or as its settings say, behind the next forward or backward.
+  //
+  // Launches the gather, unless the unit is whole already; also inside of a
+  // forward or backward, on all ranks in the same place. Its parameters are to
+  // be read behind await_unit(), or in a call of it. Of no effect while all
+  // units are whole.
+  //
+  // Errors: RuntimeError on all ranks if some do something else.
+  void unshard(size_t unit);
+  // Whether it is whole, for the current stream too, from here on; then
+  // `on_released`, if any, is called once when it no longer is. On this rank.
+  // Errors: PeerError if a rank is lost.
+  bool await_unit(size_t unit, std::function<void()> on_released = {});
+  // On this rank, and alike on all before the next forward or backward begins.
+  // `writes`: as above. Of no effect in a call of the unit, in its backward,
+  // and while all units are whole.
+  void reshard(size_t unit, bool writes);
 
   // What all ranks of a row of the segment's mesh hold, [W * S], of which this
   // one holds `shard` [S], laid out as the segment; any dtype. Collective,
@@ -300,6 +323,9 @@ class ShardedRoot final : private UnitPolicy::Listener {
   void follow_shards();
   void claim_kept();
   void release_outdated();
+  void release_if_outdated(size_t unit);
+  const std::vector<size_t>& ahead_of(size_t unit) const;
+  void ask_for_late(size_t unit);
   void need(size_t unit);
   void release_if_unused(size_t unit);
   void release_behind_forward(size_t unit);
@@ -312,6 +338,7 @@ class ShardedRoot final : private UnitPolicy::Listener {
   void on_backward_over(bool ended_well) override;
   void leave_backward();
   void await_backward();
+  bool is_reduced() const;
   void end_backward(bool ended_well);
   void run_empty_backward();
   void bring_no_gradients();
@@ -349,7 +376,8 @@ class ShardedRoot final : private UnitPolicy::Listener {
   std::vector<int> num_running_;
   std::vector<int> num_open_;
   std::vector<char> is_kept_;
-  int64_t backward_ = 0;  // counts them
+  std::vector<std::function<void()>> on_released_;  // of await_unit()
+  int64_t backward_ = 0;                            // counts them
 
   // Callbacks of graphs that outlive this object look at it.
   std::shared_ptr<char> alive_ = std::make_shared<char>();

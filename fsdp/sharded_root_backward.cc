@@ -52,7 +52,7 @@ void ShardedRoot::begin_backward() {
               "fully_shard: a backward inside of unshard().\nLeave it first.");
   claim_kept();
   ++backward_;
-  if (synchronizes_ && accumulates_all_gradients()) {
+  if (is_reduced() && accumulates_all_gradients()) {
     try {
       engine_->begin_in_backward();
     } catch (...) {  // perhaps of an iteration before, which was told late
@@ -80,6 +80,13 @@ void ShardedRoot::begin_backward() {
         }
         leave_backward();
       });
+}
+
+// As settings are now: some unit is.
+bool ShardedRoot::is_reduced() const {
+  return synchronizes_ && std::ranges::any_of(units_, [](const Unit& unit) {
+           return unit.settings.synchronizes;
+         });
 }
 
 void ShardedRoot::on_backward_over(bool ended_well) {
@@ -127,7 +134,7 @@ void ShardedRoot::reduce() {
   TORCH_CHECK(pass_ == Pass::kNone,
               "fully_shard: gradients are to be reduced inside of a forward or "
               "backward, or of unshard().\nDo so between them.");
-  TORCH_CHECK(synchronizes_,
+  TORCH_CHECK(is_reduced(),
               "fully_shard: gradients are to be reduced, but synchronisation "
               "is off.\nSwitch it on first.");
   run_empty_backward();
@@ -166,7 +173,7 @@ void ShardedRoot::bring_no_gradients() {
       gather_before(place);
       need(*next++);
     }
-    if (synchronizes_) {
+    if (is_reduced()) {
       for (const size_t variable : variables) {
         engine_->gradient_ready({.replica = 0, .parameter = variable},
                                 /*is_defined=*/false);

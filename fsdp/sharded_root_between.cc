@@ -10,8 +10,11 @@
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
+#include <utility>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "brigade/fsdp/sharded_root.h"
 
 namespace brigade {
@@ -54,6 +57,50 @@ void ShardedRoot::reshard(bool writes) {
     }
     release_if_unused(unit);
   }
+}
+
+void ShardedRoot::unshard(size_t unit) {
+  const std::string& name = units_.at(unit).name;
+  await_backward();
+  if (pass_ == Pass::kApart) return;
+  if (pass_ == Pass::kNone) {
+    claim_kept();
+    release_if_outdated(unit);
+    const bool is_whole = gathers_->is_claimed(unit);
+    ask(absl::StrCat("unshards unit '", name, "'"), "unshards a unit",
+        {unit, is_whole ? size_t{1} : size_t{0}});
+    if (is_whole) return;
+    gathers_->shards_are_written();
+    gathers_->begin({unit});
+  }
+  gathers_->request(unit, ahead_of(unit), [&] { ask_for_late(unit); });
+}
+
+bool ShardedRoot::await_unit(size_t unit, std::function<void()> on_released) {
+  if (!gathers_->is_claimed(unit)) return false;
+  try {
+    need(unit);
+  } catch (...) {
+    release_if_unused(unit);
+    throw;
+  }
+  on_released_[unit] = std::move(on_released);
+  return true;
+}
+
+void ShardedRoot::reshard(size_t unit, bool writes) {
+  await_backward();
+  if (pass_ == Pass::kApart || num_running_.at(unit) > 0 ||
+      num_open_[unit] > 0 || !gathers_->is_claimed(unit)) {
+    return;
+  }
+  if (writes) {
+    need(unit);
+    for (const auto& segment : units_[unit].segments) {
+      segment->read_own_slice();
+    }
+  }
+  release_if_unused(unit);
 }
 
 const Unit& ShardedRoot::unit_of(const Segment& segment) const {

@@ -142,23 +142,29 @@ void ShardedRoot::forward_failed(const std::exception_ptr& error) {
 
 // What is whole and was gathered before its shards changed.
 void ShardedRoot::release_outdated() {
-  for (size_t unit = 0; unit < units_.size(); ++unit) {
-    if (gathers_->is_claimed(unit) && !gathers_->is_current(unit)) {
-      release_if_unused(unit);
-    }
+  for (size_t unit = 0; unit < units_.size(); ++unit) release_if_outdated(unit);
+}
+
+void ShardedRoot::release_if_outdated(size_t unit) {
+  if (gathers_->is_claimed(unit) && !gathers_->is_current(unit)) {
+    release_if_unused(unit);
   }
 }
 
-void ShardedRoot::need(size_t unit) {
+const std::vector<size_t>& ShardedRoot::ahead_of(size_t unit) const {
   const UnitSettings& settings = units_[unit].settings;
-  const std::vector<size_t>& ahead = pass_ == Pass::kBackward
-                                         ? settings.backward_prefetch
-                                         : settings.forward_prefetch;
-  gathers_->need(unit, ahead, [&] {
-    // Its name may be another one on other meshes.
-    ask(absl::StrCat("needed unit '", units_[unit].name, "' again"),
-        "needed a unit again", {unit});
-  });
+  return pass_ == Pass::kBackward ? settings.backward_prefetch
+                                  : settings.forward_prefetch;
+}
+
+// Its name may be another one on other meshes.
+void ShardedRoot::ask_for_late(size_t unit) {
+  ask(absl::StrCat("needed unit '", units_[unit].name, "' again"),
+      "needed a unit again", {unit});
+}
+
+void ShardedRoot::need(size_t unit) {
+  gathers_->need(unit, ahead_of(unit), [&] { ask_for_late(unit); });
 }
 
 std::shared_ptr<ShardedRoot::Call> ShardedRoot::begin_call(
@@ -204,6 +210,7 @@ void ShardedRoot::release_if_unused(size_t unit) {
   if (pass_ == Pass::kApart) return;
   is_kept_[unit] = 0;
   gathers_->release(unit);
+  if (const auto tell = std::exchange(on_released_[unit], {})) tell();
 }
 
 // In slices, which do not depend on this rank's branches, nor on whether it has

@@ -73,7 +73,7 @@ absl::Status check_options(const ShardingOptions& options, int num_ranks) {
 // `device`: of the first parameter.
 absl::Status check_parameter(const UnitSpec& unit,
                              const NamedParameter& parameter,
-                             c10::Device device) {
+                             c10::Device device, bool allows_meta) {
   const auto refuse = [&](const auto&... words) {
     return absl::InvalidArgumentError(
         absl::StrCat("fully_shard: parameter '", parameter.name, "' of unit '",
@@ -81,7 +81,7 @@ absl::Status check_parameter(const UnitSpec& unit,
   };
   const at::Tensor& tensor = parameter.tensor;
   if (!tensor.defined()) return refuse("is undefined.");
-  if (tensor.is_meta()) {
+  if (tensor.is_meta() && !allows_meta) {
     return refuse(
         "is on meta: it has no values.\nGive it memory and values before it is "
         "sharded.");
@@ -109,7 +109,8 @@ absl::Status check_parameter(const UnitSpec& unit,
   return absl::OkStatus();
 }
 
-absl::Status check_units(std::span<const UnitSpec> units, int num_shards) {
+absl::Status check_units(std::span<const UnitSpec> units,
+                         const ShardingOptions& options, int num_shards) {
   std::unordered_map<const void*, std::string> owners;
   std::optional<c10::Device> device;
   for (const UnitSpec& unit : units) {
@@ -126,9 +127,10 @@ absl::Status check_units(std::span<const UnitSpec> units, int num_shards) {
       if (!device && parameter.tensor.defined()) {
         device = parameter.tensor.device();
       }
-      auto status = check_parameter(unit, parameter, device.value_or(at::kCPU));
+      auto status = check_parameter(unit, parameter, device.value_or(at::kCPU),
+                                    options.allows_meta);
       if (!status.ok()) return status;
-      if (parameter.tensor.numel() == 0) continue;
+      if (parameter.tensor.numel() == 0 || parameter.tensor.is_meta()) continue;
       const auto [owner, is_new] = owners.emplace(
           parameter.tensor.storage().unsafeGetStorageImpl(),
           absl::StrCat("'", parameter.name, "' of unit '", unit.name, "'"));
@@ -149,7 +151,8 @@ void require_alike(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
                    const ShardingOptions& options) {
   absl::Status status = check_options(options, group->getSize());
   if (status.ok()) {
-    status = check_units(units, options.num_shards.value_or(group->getSize()));
+    status = check_units(units, options,
+                         options.num_shards.value_or(group->getSize()));
   }
   std::vector<std::string> items = {describe(options)};
   for (const UnitSpec& unit : units) {

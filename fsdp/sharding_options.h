@@ -92,6 +92,10 @@ struct ShardingOptions {
   // of its own.
   bool broadcasts_parameters = true;
 
+  // Parameters may be on meta, for whoever makes the units anew, of memory,
+  // before there is a root.
+  bool allows_meta = false;
+
   // A rank whose forward or backward fails waits so long for its peers to come
   // to where they hear it. Then it closes its connections, and raises.
   std::chrono::milliseconds failure_patience = std::chrono::seconds(30);

@@ -20,13 +20,15 @@ UnitGathers::UnitGathers(std::vector<Unit>& units, MeshTransports& transports,
       pool_(pool),
       schedule_(units.size(), depth),
       gathers_(units.size()),
+      own_(units.size()),
       uses_(units.size(), StreamUses(pool.device())),
       slices_(units, streams_, pool),
       num_from_slices_(units.size(), 0),
       shard_writers_(pool.device()) {
   const std::optional<c10::Stream>& stream = streams_.gathers();
-  for (Unit& unit : units_) {
-    for (const auto& segment : unit.segments) {
+  for (size_t i = 0; i < units_.size(); ++i) {
+    own_[i].resize(units_[i].segments.size());
+    for (const auto& segment : units_[i].segments) {
       if (segment->is_whole_here())
         segment->bind(segment->shard().view(at::kByte));
       // Which will read them, whoever drops them.
@@ -50,10 +52,16 @@ UnitGathers::~UnitGathers() {
   };
   for (const auto& of_unit : gathers_) std::ranges::for_each(of_unit, keep);
   std::ranges::for_each(unread_, keep);
+  for (auto& of_unit : own_) {
+    for (Buffer& own : of_unit) {
+      if (own.memory.defined()) pool_.release(std::move(own));
+    }
+  }
 }
 
 void UnitGathers::begin(std::vector<size_t> expected, GatheredIn pass) {
   release_unneeded();
+  release_own_unless_kept();
   pass_ = pass;
   slices_.drop_outdated();
   if (pass == GatheredIn::kBackward) {
@@ -83,7 +91,14 @@ void UnitGathers::shards_are_written() {
 
 void UnitGathers::need(size_t unit, std::span<const size_t> ahead,
                        const std::function<void()>& ask) {
-  if (schedule_.is_claimed(unit)) return join(unit);
+  request(unit, ahead, ask);
+  join(unit);
+  for (Gather& gather : gathers_[unit]) gather.is_read = true;
+}
+
+void UnitGathers::request(size_t unit, std::span<const size_t> ahead,
+                          const std::function<void()>& ask) {
+  if (schedule_.is_claimed(unit)) return;
   const GatherStep step = schedule_.needs(unit, ahead);
   launch_all(step.launch);
   if (step.is_late) {
@@ -95,7 +110,6 @@ void UnitGathers::need(size_t unit, std::span<const size_t> ahead,
     }
     launch(unit);
   }
-  join(unit);
   bind(unit);
 }
 
@@ -134,11 +148,10 @@ void UnitGathers::throw_lost(size_t unit, const Gather& gather) const {
 void UnitGathers::bind(size_t unit) {
   auto& segments = units_[unit].segments;
   size_t index = 0;
-  for (Gather& gather : gathers_[unit]) {
+  for (const Gather& gather : gathers_[unit]) {
     while (segments[index]->is_whole_here()) ++index;
     segments[index]->bind(gather.buffer.memory);
     segments[index]->set_bound_version(gather.version);
-    gather.is_read = true;
     ++index;
   }
 }
@@ -215,18 +228,29 @@ void UnitGathers::launch(size_t unit) {
   for (size_t i = 0; i < segments.size(); ++i) {
     const Segment& segment = *segments[i];
     if (segment.is_whole_here()) continue;
-    Buffer buffer =
-        pool_.acquire(segment.whole_bytes(), segment.planned().of(pass));
-    buffer.last_use.wait();
-    const at::Tensor whole = segment.whole_in(buffer.memory);
-    FuturePtr future =
+    Gather launched;
+    launched.version = segment.version();
+    launched.num_ranks = num_ranks;
+    if (is_read && units_[unit].settings.keeps_storage) {
+      launched.kept_by = std::pair(unit, i);
+    }
+    launched.buffer = memory_for(launched, segment, pass);
+    launched.buffer.last_use.wait();
+    const at::Tensor whole = segment.whole_in(launched.buffer.memory);
+    launched.future =
         is_near ? gather_near(unit, i, whole) : gather(unit, i, whole);
-    gathers.push_back({.buffer = std::move(buffer),
-                       .version = segment.version(),
-                       .num_ranks = num_ranks,
-                       .future = std::move(future)});
+    gathers.push_back(std::move(launched));
   }
   if (is_near && --num_from_slices_[unit] == 0) slices_.drop(unit);
+}
+
+Buffer UnitGathers::memory_for(const Gather& gather, const Segment& segment,
+                               GatheredIn pass) {
+  if (gather.kept_by) {
+    Buffer& own = own_[gather.kept_by->first][gather.kept_by->second];
+    if (own.memory.defined()) return std::exchange(own, {});
+  }
+  return pool_.acquire(segment.whole_bytes(), segment.planned().of(pass));
 }
 
 UnitGathers::FuturePtr UnitGathers::gather(size_t unit, size_t segment,
@@ -264,7 +288,21 @@ void UnitGathers::reclaim_unread(Gather gather) {
 void UnitGathers::reclaim(Gather gather, StreamPoint last_use) {
   if (gather.future && gather.future->hasError()) return;
   gather.buffer.last_use = std::move(last_use);
-  pool_.release(std::move(gather.buffer));
+  if (gather.kept_by && units_[gather.kept_by->first].settings.keeps_storage) {
+    own_[gather.kept_by->first][gather.kept_by->second] =
+        std::move(gather.buffer);
+  } else {
+    pool_.release(std::move(gather.buffer));
+  }
+}
+
+void UnitGathers::release_own_unless_kept() {
+  for (size_t unit = 0; unit < units_.size(); ++unit) {
+    if (units_[unit].settings.keeps_storage) continue;
+    for (Buffer& own : own_[unit]) {
+      if (own.memory.defined()) pool_.release(std::exchange(own, {}));
+    }
+  }
 }
 
 }  // namespace brigade

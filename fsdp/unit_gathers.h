@@ -21,7 +21,9 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "brigade/fsdp/gather_schedule.h"
@@ -66,6 +68,11 @@ class UnitGathers {
   void need(size_t unit, std::span<const size_t> ahead,
             const std::function<void()>& ask);
 
+  // The same, but that it does not wait: need() does. Whole parameters read
+  // what is being written until then.
+  void request(size_t unit, std::span<const size_t> ahead,
+               const std::function<void()>& ask);
+
   // The calling thread's current stream is behind some use of the unit.
   void note_use(size_t unit) { uses_[unit].note(); }
 
@@ -102,10 +109,13 @@ class UnitGathers {
     int num_ranks = 0;     // that gather it
     FuturePtr future;      // null: it is there, for any stream
     bool is_read = false;  // whoever has used it has waited for it
+    std::optional<std::pair<size_t, size_t>> kept_by = std::nullopt;  // own_
   };
 
   void launch_all(const std::vector<size_t>& units);
   void launch(size_t unit);
+  Buffer memory_for(const Gather& gather, const Segment& segment,
+                    GatheredIn pass);
   FuturePtr gather(size_t unit, size_t segment, const at::Tensor& whole);
   FuturePtr gather_near(size_t unit, size_t segment, const at::Tensor& whole);
   [[noreturn]] void throw_lost(size_t unit, const Gather& gather) const;
@@ -113,6 +123,7 @@ class UnitGathers {
   void join(size_t unit);
   void reclaim_unread(Gather gather);
   void reclaim(Gather gather, StreamPoint last_use);
+  void release_own_unless_kept();
 
   std::vector<Unit>& units_;
   MeshTransports& transports_;
@@ -123,7 +134,9 @@ class UnitGathers {
 
   // By unit, then by segment. Bound when they are needed.
   std::vector<std::vector<Gather>> gathers_;
-  std::vector<Gather> unread_;    // for the peers' sake
+  std::vector<Gather> unread_;  // for the peers' sake
+  // By unit that keeps_storage, then by segment: while it is sharded.
+  std::vector<std::vector<Buffer>> own_;
   std::vector<StreamUses> uses_;  // of whole units
   KeptSlices slices_;
   std::vector<int> num_from_slices_;  // gathers that this pass is to launch

@@ -78,6 +78,7 @@ UnitPolicy::UnitPolicy(std::vector<Unit>& units, MeshTransports& transports,
   backward_order_.assign(forward_order_.rbegin(), forward_order_.rend());
   std::vector<size_t> order(reductions_.size());
   std::iota(order.rbegin(), order.rend(), size_t{0});
+  note_reduced();
   adopt_order(std::move(order));
 }
 
@@ -118,12 +119,22 @@ bool UnitPolicy::expects_gradients() const {
   });
 }
 
+// Settings may change while a backward runs. Returns whether they are others
+// than in the last one.
+bool UnitPolicy::note_reduced() {
+  std::vector<char> reduced;
+  for (const UnitReduction& reduction : reductions_) {
+    reduced.push_back(reduction.is_due() ? 1 : 0);
+  }
+  return std::exchange(is_reduced_, reduced) != reduced;
+}
+
 void UnitPolicy::adopt_order(std::vector<size_t> reductions) {
   reduction_order_ = std::move(reductions);
   sequence_.clear();
   places_.resize(reductions_.size());
   for (const size_t reduction : reduction_order_) {
-    if (!reductions_[reduction].segment().is_trained()) continue;
+    if (!is_reduced_[reduction]) continue;
     places_[reduction] = sequence_.size();
     sequence_.push_back(&reductions_[reduction]);
   }
@@ -159,7 +170,8 @@ std::vector<UnitPolicy::Awaited> UnitPolicy::awaited() const {
   for (size_t number = 0; number < variables_.size(); ++number) {
     Awaited& awaited = by_reduction[variables_[number].reduction];
     awaited.unit = variables_[number].unit;
-    if (is_trained(number) && !is_ready_[number]) {
+    if (is_trained(number) && !is_ready_[number] &&
+        is_reduced_[variables_[number].reduction]) {
       awaited.variables.push_back(number);
     }
   }
@@ -209,6 +221,8 @@ uint64_t UnitPolicy::digest_of_settings() const {
   for (const Unit& unit : units_) {
     digest.add(
         std::bit_cast<uint64_t>(unit.settings.gradient_divisor.value_or(0)));
+    digest.add(unit.settings.synchronizes ? 1 : 0);
+    digest.add(unit.settings.sums_over_replicas ? 1 : 0);
   }
   for (size_t i = 0; i < variables_.size(); ++i) {
     digest.add(is_trained(i) ? 1 : 0);
@@ -235,7 +249,8 @@ uint64_t UnitPolicy::proposal() const {
 }
 
 Replanned UnitPolicy::replan(const CallCollective& /*call*/) {
-  const bool is_changed = std::exchange(is_trained_changed_, false);
+  const bool is_other = note_reduced();
+  const bool is_changed = std::exchange(is_trained_changed_, false) || is_other;
   if (!next_reduction_order_ && !is_changed) return Replanned::kNotDue;
   std::vector<size_t> next =
       std::exchange(next_reduction_order_, {}).value_or(reduction_order_);
@@ -256,7 +271,7 @@ void UnitPolicy::on_backward_begins(Marker& marker, bool /*is_shadow*/) {
     reduction.set_sums_over_replicas(sums_over_replicas_);
   }
   for (size_t number = 0; number < variables_.size(); ++number) {
-    if (is_trained(number) || !is_reduced(variables_[number].reduction)) {
+    if (is_trained(number) || !is_reduced_[variables_[number].reduction]) {
       continue;
     }
     note_ready(number);
@@ -276,6 +291,7 @@ std::optional<Slot> UnitPolicy::on_gradient(VariableIndex variable,
   const size_t number = variable.parameter;
   if (!is_trained(number)) return std::nullopt;
   if (is_defined) is_used_[number] = 1;
+  if (!is_reduced_[variables_[number].reduction]) return std::nullopt;
   note_ready(number);
   return Slot{
       .entry = static_cast<uint32_t>(places_[variables_[number].reduction]),
@@ -293,16 +309,12 @@ void UnitPolicy::note_ready(size_t number) {
 void UnitPolicy::on_backward_ends(Marker& marker) {
   gathers_.launch_rest();
   for (size_t number = 0; number < variables_.size(); ++number) {
-    if (is_ready_[number] || !is_reduced(variables_[number].reduction)) {
+    if (is_ready_[number] || !is_reduced_[variables_[number].reduction]) {
       continue;
     }
     note_ready(number);
     mark_absent(number, marker);
   }
-}
-
-bool UnitPolicy::is_reduced(size_t reduction) const {
-  return reductions_[reduction].segment().is_trained();
 }
 
 void UnitPolicy::mark_absent(size_t number, Marker& marker) const {
@@ -357,11 +369,13 @@ bool UnitPolicy::has_used_all() const {
   return true;
 }
 
-// Ranks have used different parameters, or in another order.
+// Ranks have used different parameters, or in another order. What is not
+// committed is summed again with the next.
 void UnitPolicy::sum_used() {
   const at::Tensor used = at::from_blob(
       is_used_.data(), {static_cast<int64_t>(is_used_.size())}, at::kInt);
   transport_.all_reduce(used)->waitAndThrow();
+  for (int32_t& is_used : is_used_) is_used = is_used == 0 ? 0 : 1;
 }
 
 std::vector<char> UnitPolicy::used_of(size_t reduction) const {
@@ -384,10 +398,11 @@ void UnitPolicy::on_iteration_over(Outcome outcome, bool /*is_shadow*/) {
   if (!is_confirmed_) unconfirmed_ = seen();
   if (used_sum_ && !has_used_all()) used_sum_->read();
   for (const size_t i : reduction_order_) {
-    if (is_reduced(i)) reductions_[i].commit(used_of(i));
+    if (is_reduced_[i]) reductions_[i].commit(used_of(i));
   }
   for (size_t number = 0; number < variables_.size(); ++number) {
-    if (reductions_[variables_[number].reduction].sums_over_replicas()) {
+    const size_t reduction = variables_[number].reduction;
+    if (is_reduced_[reduction] && reductions_[reduction].sums_over_replicas()) {
       is_used_[number] = 0;
     }
   }

@@ -7,6 +7,9 @@
 // Ranks propose at the end of an iteration what they have used, and in which
 // order; if all have done the same, that is how the next iteration goes.
 //
+// A unit may add its gradients up on this rank while others are reduced
+// (UnitSettings::synchronizes): it is not in the sequence of that backward.
+//
 // Thread safety: none; the engine's lock covers the policy, and take() comes on
 // the thread that calls the engine next.
 
@@ -148,7 +151,7 @@ class UnitPolicy final : public ReductionPolicy, public GradientSink {
   bool is_trained(size_t variable) const;
   uint64_t digest_of_settings() const;
   void adopt_order(std::vector<size_t> reductions);
-  bool is_reduced(size_t reduction) const;  // while any of it is trained
+  bool note_reduced();
   void note_ready(size_t variable);
   void mark_absent(size_t variable, Marker& marker) const;
   Seen seen() const;
@@ -179,7 +182,8 @@ class UnitPolicy final : public ReductionPolicy, public GradientSink {
   std::vector<size_t> calling_order_;   // of units, each once
   std::vector<size_t> backward_order_;  // of units
   std::vector<size_t> reduction_order_;
-  std::vector<size_t> places_;  // in the sequence, by reduction that is in it
+  std::vector<char> is_reduced_;  // by reduction: it is in the sequence
+  std::vector<size_t> places_;    // in the sequence, by reduction that is in it
   std::vector<Collective*> sequence_;
   std::optional<std::vector<size_t>> next_reduction_order_;
 

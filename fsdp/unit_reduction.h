@@ -26,13 +26,19 @@ class UnitReduction final : public Collective {
   Segment& segment() { return segment_; }
   const Segment& segment() const { return segment_; }
 
-  // From the next launch on. False: over the ranks of a row only, and the
-  // segment keeps what comes out as a part of the next sum.
-  // Of no effect on a mesh of one row.
+  // From the next launch on, unless the unit's settings say false. False: over
+  // the ranks of a row only, and the segment keeps what comes out as a part of
+  // the next sum. Of no effect on a mesh of one row.
   void set_sums_over_replicas(bool value) {
-    sums_over_replicas_ = value || transport_.num_replicas() == 1;
+    sums_over_replicas_ = (value && unit_.settings.sums_over_replicas) ||
+                          transport_.num_replicas() == 1;
   }
   bool sums_over_replicas() const { return sums_over_replicas_; }
+
+  // As settings are now: whether a backward that is reduced has it.
+  bool is_due() const {
+    return segment_.is_trained() && unit_.settings.synchronizes;
+  }
 
   // The sum is there, and peers have theirs: it becomes the shards' gradient,
   // of those parameters that any rank `is_used`.

@@ -47,6 +47,19 @@ struct UnitSettings {
   // they are.
   std::optional<at::ScalarType> output_dtype = std::nullopt;
 
+  // False: backwards add its gradients up on this rank, whole, until one that
+  // reduces them.
+  bool synchronizes = true;
+
+  // False: of a mesh with replicas, sums over a row are kept as a part of the
+  // next ones, as ShardedRoot::set_sums_over_replicas() says for all units.
+  bool sums_over_replicas = true;
+
+  // True: the memory that it is whole in stays its own while it is sharded, so
+  // that its whole parameters have one address. Planned if it is set before the
+  // first forward.
+  bool keeps_storage = false;
+
   // Units whose gathers are launched once this one is needed, in forward and in
   // backward. Empty: as many as the options say.
   std::vector<size_t> forward_prefetch = {};

@@ -40,7 +40,7 @@ c10::intrusive_ptr<c10::ivalue::Future> UsedSum::launch_substitute() {
 void UsedSum::read() {
   const at::NoGradGuard no_grad;
   future_->waitAndThrow();
-  on_host(is_used_).copy_(sum_);
+  on_host(is_used_).copy_(sum_.clamp_max(1));
 }
 
 }  // namespace brigade

@@ -12,6 +12,9 @@ namespace {
 at::Tensor tensor_without_memory(at::ScalarType dtype, int64_t numel,
                                  c10::Device device) {
   const at::NoGradGuard no_grad;
+  if (device.is_meta()) {
+    return at::empty({numel}, at::TensorOptions().dtype(dtype).device(device));
+  }
   const size_t bytes = numel * c10::elementSize(dtype);
   c10::Storage storage(c10::make_intrusive<c10::StorageImpl>(
       c10::StorageImpl::use_byte_size_t(), bytes, at::DataPtr(nullptr, device),
@@ -78,6 +81,7 @@ void WholeStorage::set_why_unbound(std::string why) {
 }
 
 void WholeStorage::refuse_access() {
+  if (device_.is_meta()) return;  // nobody can
   c10::StorageImpl& storage =
       *whole_.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
   storage.set_data_ptr_noswap(at::DataPtr(nullptr, device_));

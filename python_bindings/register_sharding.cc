@@ -2,6 +2,7 @@
 
 #include <c10/util/Exception.h>
 #include <pybind11/chrono.h>
+#include <pybind11/functional.h>
 
 #include <algorithm>
 #include <chrono>
@@ -119,7 +120,8 @@ std::shared_ptr<ShardedUnit> make_unit(
     const std::vector<at::Tensor>& parameters, const Group& group,
     const ShardingOptions& options,
     const std::optional<std::vector<int64_t>>& block_numels,
-    const std::optional<std::vector<std::optional<at::ScalarType>>>& dtypes) {
+    const std::optional<std::vector<std::optional<at::ScalarType>>>& dtypes,
+    const std::optional<std::vector<at::Tensor>>& shards) {
   UnitSpec spec = {.name = std::move(name)};
   for (size_t i = 0; i < parameters.size(); ++i) {
     NamedParameter& parameter = spec.parameters.emplace_back(
@@ -127,6 +129,7 @@ std::shared_ptr<ShardedUnit> make_unit(
     if (block_numels) parameter.block_numel = block_numels->at(i);
     if (dtypes) parameter.whole_dtype = dtypes->at(i);
   }
+  if (shards) spec.shards = *shards;
   std::vector<Unit> units = make_units({spec}, group, options);
   auto made = std::make_shared<ShardedUnit>();
   made->shards = units.front().shards;
@@ -203,7 +206,10 @@ void register_sharding(py::module_& module) {
            py::arg("failure_patience") = std::chrono::seconds(30),
            py::arg("wire_dtype") = std::nullopt,
            "`wire_dtype`: of a comm hook that compresses gradients.")
-      .def_readwrite("reshards_to", &ShardingOptions::reshards_to);
+      .def_readwrite("reshards_to", &ShardingOptions::reshards_to)
+      .def_readwrite("broadcasts_parameters",
+                     &ShardingOptions::broadcasts_parameters)
+      .def_readwrite("allows_meta", &ShardingOptions::allows_meta);
 
   py::class_<UnitSettings>(module, "UnitSettings", "See fsdp/unit_settings.h.")
       .def_readwrite("reshards_after_forward",
@@ -214,6 +220,9 @@ void register_sharding(py::module_& module) {
                      &UnitSettings::reshards_after_backward)
       .def_readwrite("gathers_in_backward", &UnitSettings::gathers_in_backward)
       .def_readwrite("gradient_divisor", &UnitSettings::gradient_divisor)
+      .def_readwrite("synchronizes", &UnitSettings::synchronizes)
+      .def_readwrite("sums_over_replicas", &UnitSettings::sums_over_replicas)
+      .def_readwrite("keeps_storage", &UnitSettings::keeps_storage)
       .def_readwrite("forward_prefetch", &UnitSettings::forward_prefetch)
       .def_readwrite("backward_prefetch", &UnitSettings::backward_prefetch);
 
@@ -222,9 +231,10 @@ void register_sharding(py::module_& module) {
       .def(py::init(&make_unit), NoGil(), py::arg("name"), py::arg("names"),
            py::arg("parameters"), py::arg("group"), py::arg("options"),
            py::arg("block_numels") = std::nullopt,
-           py::arg("dtypes") = std::nullopt,
+           py::arg("dtypes") = std::nullopt, py::arg("shards") = std::nullopt,
            "Collective. `block_numels`: elements that are never cut, by "
-           "parameter; `dtypes`: what it is seen in while it is whole.")
+           "parameter; `dtypes`: what it is seen in while it is whole; "
+           "`shards`: leaves that become this rank's parts.")
       .def_readonly("shards", &ShardedUnit::shards,
                     "What this rank holds, by parameter.")
       .def_readonly("offsets", &ShardedUnit::offsets,
@@ -291,8 +301,16 @@ void register_sharding(py::module_& module) {
           NoGil(), py::arg("unit"), py::arg("wholes"))
       .def_property("synchronizes", &ShardedRoot::synchronizes,
                     &ShardedRoot::set_synchronizes)
-      .def("unshard", &ShardedRoot::unshard, NoGil())
-      .def("reshard", &ShardedRoot::reshard, NoGil(), py::arg("writes"))
+      .def("unshard", py::overload_cast<>(&ShardedRoot::unshard), NoGil())
+      .def("reshard", py::overload_cast<bool>(&ShardedRoot::reshard), NoGil(),
+           py::arg("writes"))
+      .def("unshard_unit", py::overload_cast<size_t>(&ShardedRoot::unshard),
+           NoGil(), py::arg("unit"), "Collective.")
+      .def("await_unit", &ShardedRoot::await_unit, NoGil(), py::arg("unit"),
+           py::arg("on_released"))
+      .def("reshard_unit",
+           py::overload_cast<size_t, bool>(&ShardedRoot::reshard), NoGil(),
+           py::arg("unit"), py::arg("writes"))
       .def("clip_grad_norm", &ShardedRoot::clip_grad_norm, NoGil(),
            py::arg("max_norm"), py::arg("norm_type") = 2.0)
       .def("sum_over_ranks", &ShardedRoot::sum_over_ranks, NoGil(),
@@ -306,6 +324,7 @@ void register_sharding(py::module_& module) {
            py::return_value_policy::reference_internal)
       .def("set_sums_over_replicas", &ShardedRoot::set_sums_over_replicas,
            py::arg("value"))
+      .def("holds_gradients", &ShardedRoot::holds_gradients)
       .def("set_max_reducing", &ShardedRoot::set_max_reducing, py::arg("value"))
       .def("reduce", &ShardedRoot::reduce, NoGil(),
            "Collective: what backwards without synchronisation have added up.")
