@@ -55,13 +55,12 @@ def _copy_of(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
-def load_full_state_dict(module: nn.Module, root: Root, state: dict[str, torch.Tensor]) -> None:
-    """Collective; see FSDPModule."""
+def require_whole_state(module: nn.Module, state: dict[str, torch.Tensor]) -> None:
+    """Raises ValueError unless it has the module's names and shapes."""
     own = module.state_dict(keep_vars=True)
     if own.keys() != state.keys():
         names = sorted(own.keys() ^ state.keys())
         raise ValueError(f"load_full_state_dict: expected the module's names, found {names}.")
-    wholes: dict[int, torch.Tensor] = {}
     for name, value in own.items():
         shape = value.whole_shape if isinstance(value, ShardedParameter) else value.shape
         if state[name].shape != shape:
@@ -69,7 +68,12 @@ def load_full_state_dict(module: nn.Module, root: Root, state: dict[str, torch.T
                 f"load_full_state_dict: '{name}': expected {tuple(shape)}, found "
                 f"{tuple(state[name].shape)}."
             )
-        wholes[id(value)] = state[name]
+
+
+def load_full_state_dict(module: nn.Module, root: Root, state: dict[str, torch.Tensor]) -> None:
+    """Collective; see FSDPModule. REQUIRES: require_whole_state()."""
+    own = module.state_dict(keep_vars=True)
+    wholes = {id(value): state[name] for name, value in own.items()}
     with torch.no_grad():
         for index, unit in enumerate(root.units):
             found = [
@@ -275,7 +279,7 @@ def gather_nest(nest: dict[str, Any], rank0_only: bool) -> dict[str, Any]:
         _require_same_kinds(group, found)
     wholes: dict[int, torch.Tensor] = {}
     for unit, together in _of_one_unit(part for _, part in parts):
-        gathered = _gather(together, unit, rank0_only)
+        gathered = gather_parts(together, unit, rank0_only)
         wholes.update(zip(map(id, together), gathered, strict=bool(gathered)))
     if rank0_only and root.outermost.group.rank() != 0:
         return {}
@@ -343,7 +347,9 @@ def _require_same_kinds(group: dist.ProcessGroup, kinds: list[str]) -> None:
             )
 
 
-def _gather(parts: list[TensorShard], unit: Unit, rank0_only: bool) -> list[torch.Tensor]:
+def gather_parts(
+    parts: list[TensorShard], unit: Unit, rank0_only: bool = False
+) -> list[torch.Tensor]:
     """Whole tensors, of one dtype; none of them where they aren't wanted. Collective."""
     group = unit.group
     places = [part._brigade_place for part in parts]

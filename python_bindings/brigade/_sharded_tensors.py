@@ -27,7 +27,10 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from brigade._shard_boxes import Box, boxes_of
 from brigade._shard_place import ShardPlace, place_of
+from brigade._sharded_draws import OF_WHOLE_DRAWS
 from brigade._sharded_reductions import OF_WHOLE_TENSORS
+
+_OF_WHOLE = {**OF_WHOLE_TENSORS, **OF_WHOLE_DRAWS}
 
 
 class TensorShard(torch.Tensor):
@@ -45,7 +48,7 @@ class TensorShard(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
-        of_whole = OF_WHOLE_TENSORS.get(func)
+        of_whole = _OF_WHOLE.get(func)
         if of_whole is not None:
             return of_whole(func, args, kwargs or {})
         if func == torch.Tensor.data.__get__:

@@ -23,12 +23,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from brigade import _C
-from brigade._checks import failure_told_to_peers
+from brigade._checks import failure_told_to_peers, some_of
 from brigade._nests import cast_floating, map_tensors, tensors_in
 from brigade._shard_place import ShardPlace
+from brigade._sharded_draws import share
 from brigade._sharded_tensors import ShardedParameter, as_shard
 from brigade._tied_parameters import memory_of, remember, require_free
 
@@ -89,52 +91,47 @@ class Root:
         )
         self.is_unsharded = False
         self.is_in_forward = False  # and not in what a backward computes again
-        self._synchronizes = True
-        self._finalizes_by_hand = False
-        self._are_settings_unlike = False
+        self.native.synchronizes = not outermost.finalizes_by_hand
         for index, unit in enumerate(units):
             unit.index = index
-        self.apply_common_settings()
+        self.apply_max_reducing()
+        for unit in units:
+            if unit.may_differ_in_replicas:
+                self._make_replicas_alike(unit)
 
-    def apply_common_settings(self) -> None:
-        """What is set of units, and is the root's: in force once all units have one value.
+    def _make_replicas_alike(self, unit: Unit) -> None:
+        """Collective. They take the first one's parameters."""
+        unit.may_differ_in_replicas = False
+        if not unit.has_replicas():
+            return
+        wholes = self.native.gather_unit(unit.index)
+        for shard, whole in zip(unit.shards, wholes, strict=True):
+            share(unit, shard._brigade_place.in_memory(whole))
+        self.native.assign_unit(unit.index, wholes)
 
-        Units may be set one after the other, so that they differ meanwhile.
-        """
-        settings = [unit.common_settings for unit in self.units]
-        self._are_settings_unlike = len({each.alike() for each in settings}) > 1
-        if not self._are_settings_unlike:
-            self._synchronizes = settings[0].set_requires_gradient_sync
-            self.native.synchronizes = self._synchronizes and not self._finalizes_by_hand
-            self.native.set_sums_over_replicas(settings[0].set_requires_all_reduce)
-        caps = [each.max_reducing for each in settings if each.max_reducing is not None]
+    def dissolve(self) -> None:
+        """Its units are to be made anew, and to get another root."""
+        for unit in self.outermost.with_those_below():
+            unit.root = None
+        for unit in self.units:
+            unit.refuse_gradients_of_before()
+        self.native = None
+
+    def apply_max_reducing(self) -> None:
+        """The least that a unit was given."""
+        caps = [unit.max_reducing for unit in self.units if unit.max_reducing is not None]
         if caps:
             self.native.set_max_reducing(min(caps))
 
-    def require_common_settings(self) -> None:
-        """Raises NotImplementedError if units differ in what is the root's."""
-        if not self._are_settings_unlike:
-            return
-        first = self.units[0]
-        for setter in ("set_requires_gradient_sync", "set_requires_all_reduce"):
-            expected = getattr(first.common_settings, setter)
-            for unit in self.units:
-                if (found := getattr(unit.common_settings, setter)) != expected:
-                    raise NotImplementedError(
-                        f"fully_shard: expected {setter}() to be the same of all units of a model, "
-                        f"found {expected} of '{first.path}' and {found} of '{unit.path}'.\n"
-                        "Call it of the outermost module, for all of them."
-                    )
-
     def set_finalizes_by_hand(self, value: bool) -> None:
         """True: backwards are reduced by finalize()."""
-        self._finalizes_by_hand = value
-        self.native.synchronizes = self._synchronizes and not value
+        self.outermost.finalizes_by_hand = value
+        self.native.synchronizes = not value
 
     def finalize(self) -> None:
-        """Collective: reduces what backwards have added up, unless that is off."""
-        self.require_common_settings()
-        if self._finalizes_by_hand and self._synchronizes:
+        """Collective: reduces what backwards have added up of units that are to be reduced."""
+        is_due = any(unit.settings().synchronizes for unit in self.units)
+        if self.outermost.finalizes_by_hand and is_due:
             self.native.synchronizes = True
             try:
                 self.native.reduce()
@@ -145,20 +142,6 @@ class Root:
         """Collective."""
         self.is_in_forward = torch._C._current_graph_task_id() == -1
         self.native.begin_forward()
-        self.require_common_settings()  # a failure in forward, of which peers are told
-
-    def watch_backward(self, output: Any) -> None:
-        """Units that differ by then are an error in the backward that begins at `output`."""
-        reference = weakref.ref(self)
-
-        def check(gradients: tuple) -> None:
-            root = reference()
-            if root is not None:
-                root.require_common_settings()
-
-        for tensor in tensors_in(output, opens_dataclasses=True):
-            if tensor.grad_fn is not None:  # whose own hooks would be warned of where it is saved
-                tensor.grad_fn.register_prehook(check)
 
     def end_forward(self, error: BaseException | None) -> None:
         """`error`: that forward has raised."""
@@ -183,19 +166,6 @@ class Root:
         for unit in self.units:
             unit.show_shards()
         self.native.reshard(writes)
-
-
-@dataclasses.dataclass
-class CommonSettings:
-    """Of a unit, under the names of their setters: those that are in force for a whole root."""
-
-    set_requires_gradient_sync: bool = True
-    set_requires_all_reduce: bool = True
-    max_reducing: int | None = None  # the least of all units' is the root's
-
-    def alike(self) -> tuple[bool, bool]:
-        """Those that may not differ between units."""
-        return self.set_requires_gradient_sync, self.set_requires_all_reduce
 
 
 @dataclasses.dataclass
@@ -244,7 +214,12 @@ class Unit:
         self.reshards = reshards
         self.root: Root | None = None
         self.path = ""  # in the outermost module
-        self.common_settings = CommonSettings()
+        self.max_reducing: int | None = None  # the least of all units' is the root's
+        self.finalizes_by_hand = False  # of the outermost: the root does
+        self.wire_dtype: torch.dtype | None = None  # of a comm hook that was registered
+        self.broadcasts_parameters = options.broadcasts_parameters
+        self.is_from_meta = False
+        self.may_differ_in_replicas = False  # until there is a root
         self._around: weakref.ref[Unit] | None = None  # that was made around this one
         self.index = -1  # in the root; -1 without parameters
         self.native: _C.ShardedUnit | None = None  # None without parameters
@@ -255,7 +230,11 @@ class Unit:
         self._paths: list[tuple[int, str]] = []  # by parameter: which module, where in it
         self.wholes: list[nn.Parameter] = []
         self.shards: list[ShardedParameter] = []
-        # Where a parameter is registered, and what is to be put there.
+        self._block_numels: list[int] | None = None  # by parameter, as the dtypes
+        self._dtypes: list[torch.dtype | None] | None = None
+        # Where each is registered: a module's parameters, the name and which one it is.
+        self._slots: list[tuple[dict[str, Any], str, int]] = []
+        # The same with what is to be put there.
         self._whole_attributes: list[tuple[dict[str, Any], str, nn.Parameter]] = []
         self._shard_attributes: list[tuple[dict[str, Any], str, nn.Parameter]] = []
         self._shard(modules, ignored, block_numel_fn)
@@ -285,48 +264,108 @@ class Unit:
         block_numel_fn: Callable[[nn.Parameter], int] | None,
     ) -> None:
         found: dict[nn.Parameter, tuple[int, str]] = {}
-        attributes: list[tuple[dict[str, Any], str, nn.Parameter]] = []
+        slots: list[tuple[dict[str, Any], str, nn.Parameter]] = []
         starts = [f"[{index}]." if len(modules) > 1 else "" for index in range(len(modules))]
         for index, module in enumerate(modules):
-            for prefix, child in _own_modules(module):
+            for prefix, child in own_modules(module):
                 for name, parameter in child._parameters.items():
                     if parameter is None or parameter in ignored:
                         continue
                     path = prefix + name
+                    where = f"'{starts[index]}{path}' of {type(module).__name__}"
                     with failure_told_to_peers(self.group):
-                        require_free(
-                            parameter, f"'{starts[index]}{path}' of {type(module).__name__}"
-                        )
+                        _require_plain(parameter, where)
+                        require_free(parameter, where)
                     found.setdefault(parameter, (index, path))
-                    attributes.append((child._parameters, name, parameter))
+                    slots.append((child._parameters, name, parameter))
         if not found:
             return
-        self.wholes, self._paths = list(found), list(found.values())
+        wholes, self._paths = list(found), list(found.values())
         self.names = [starts[index] + path for index, path in self._paths]
-        memories = memory_of(self, self.names, self.wholes)
+        numbers = {whole: i for i, whole in enumerate(wholes)}
+        self._slots = [(where, name, numbers[parameter]) for where, name, parameter in slots]
+        if block_numel_fn is not None:
+            self._block_numels = [block_numel_fn(whole) for whole in wholes]
         override = getattr(self.policy, "param_dtype_override_fn", None)
-        self.native = _C.ShardedUnit(
-            ", ".join(type(module).__name__ for module in modules),
-            self.names,
-            self.wholes,
-            self.group,
-            self.options,
-            None if block_numel_fn is None else [block_numel_fn(whole) for whole in self.wholes],
-            None if override is None else [override(whole) for whole in self.wholes],
-        )
-        shard_of: dict[nn.Parameter, ShardedParameter] = {}
-        for i, whole in enumerate(self.wholes):
-            place = ShardPlace.of(self, whole, self.native.offsets[i])
-            # The very tensor whose .grad is set when a backward has been reduced.
-            shard_of[whole] = as_shard(self.native.shards[i], place, ShardedParameter)
-            whole._brigade_place = place
-        self.shards = list(shard_of.values())
+        if override is not None:
+            self._dtypes = [override(whole) for whole in wholes]
+        self.is_from_meta = any(whole.is_meta for whole in wholes)
+        self.may_differ_in_replicas = self.is_from_meta
+        self.options.allows_meta = self.is_from_meta
+        memories = memory_of(self, self.names, wholes)
+        self._make(wholes)
         remember(memories)
         # What is called here and there, and kept, is planned as such.
         self.native.settings.spans_passes = len(modules) > 1 and self.reshards is False
-        self._whole_attributes = attributes
-        self._shard_attributes = [(where, name, shard_of[p]) for where, name, p in attributes]
+
+    def _make(self, wholes: list[nn.Parameter], kept: list[torch.Tensor] | None = None) -> None:
+        """Collective. `kept`: tensors that become this rank's parts."""
+        self.native = _C.ShardedUnit(
+            ", ".join(type(module).__name__ for module in self.modules()),
+            self.names,
+            wholes,
+            self.group,
+            self.options,
+            self._block_numels,
+            self._dtypes,
+            kept,
+        )
+        self.wholes, self.shards = wholes, []
+        for i, whole in enumerate(wholes):
+            place = ShardPlace.of(self, whole, self.native.offsets[i])
+            # The very tensor whose .grad is set when a backward has been reduced.
+            self.shards.append(as_shard(self.native.shards[i], place, ShardedParameter))
+            whole._brigade_place = place
+        self._whole_attributes = [(where, name, wholes[i]) for where, name, i in self._slots]
+        self._shard_attributes = [(where, name, self.shards[i]) for where, name, i in self._slots]
         self.show_shards()
+
+    # ---- Made anew, of parts in another dtype, or of the first ones with memory.
+
+    def make_anew(self, parts: list[torch.Tensor], gradients: list[torch.Tensor | None]) -> None:
+        """Collective. A rank's other elements of a whole parameter are not looked at.
+
+        `parts`: by parameter, of the sizes that this rank has now. They are copied.
+        """
+        self.options.broadcasts_parameters = False
+        if self._dtypes is not None:  # a parameter that is seen in its own dtype stays so
+            self._dtypes = [
+                part.dtype if dtype == shard.dtype else dtype
+                for part, dtype, shard in zip(parts, self._dtypes, self.shards, strict=True)
+            ]
+        wholes = [
+            _whole_around(part, shard, whole)
+            for part, shard, whole in zip(parts, self.shards, self.wholes, strict=True)
+        ]
+        stay = all(p.device == s.device for p, s in zip(parts, self.shards, strict=True))
+        for shard in self.shards:
+            shard.grad = None
+        self._make(wholes, self.shards if stay else None)
+        for shard, gradient in zip(self.shards, gradients, strict=True):
+            if gradient is not None:
+                shard.grad = as_shard(gradient, shard._brigade_place)
+        if self.wire_dtype is not None:
+            _C.ShardedUnit.register_compression([self.native], self.wire_dtype, self.group)
+
+    def settings_to_keep(self) -> dict[str, Any]:
+        """For set_kept(), of what make_anew() makes."""
+        settings = self.settings()
+        return {name: getattr(settings, name) for name in dir(settings) if name[0] != "_"}
+
+    def set_kept(self, settings: dict[str, Any]) -> None:
+        """What settings_to_keep() has returned."""
+        for name, value in settings.items():
+            setattr(self.native.settings, name, value)
+
+    def refuse_gradients_of_before(self) -> None:
+        """A backward through a forward of the root before would lose them."""
+        for name, whole in zip(self.names, self.wholes, strict=True):
+            if whole.requires_grad:
+                whole.register_hook(functools.partial(_refuse_gradient, name))
+
+    def has_replicas(self) -> bool:
+        """Other ranks have copies of its parts."""
+        return self.num_shards < self.group.size()
 
     def name_of(self, parameter: nn.Parameter) -> str:
         """In its module; of several, behind the module's place among them."""
@@ -337,7 +376,10 @@ class Unit:
 
     def describe(self) -> str:
         """For errors."""
-        kinds = [type(module).__name__.removeprefix("FSDP") for module in self.modules()]
+        kinds = [
+            type(module).__name__.removeprefix("FSDP").removeprefix("Replicate")
+            for module in self.modules()
+        ]
         return f"a sharded {' with '.join(kinds)}"
 
     def modules(self) -> list[nn.Module]:
@@ -364,8 +406,16 @@ class Unit:
         self.path = ", ".join(own)
         if self.native is None:
             return
-        paths = [f"{own[i]}.{path}" if own[i] else path for i, path in self._paths]
-        self.native.rename(self.path, paths)
+        self.native.rename(self.path, self._paths_in_root(own))
+
+    def names_on_meta(self, names: dict[nn.Module, str]) -> list[str]:
+        """Of its parameters; `names`: as rename()'s."""
+        own = [names.get(module(), f"[{i}]") for i, module in enumerate(self._modules)]
+        paths = self._paths_in_root(own)
+        return [path for path, shard in zip(paths, self.shards, strict=True) if shard.is_meta]
+
+    def _paths_in_root(self, own: list[str]) -> list[str]:
+        return [f"{own[i]}.{path}" if own[i] else path for i, path in self._paths]
 
     def settings(self) -> _C.UnitSettings | None:
         """That may be changed between a pass and the next; None without parameters."""
@@ -379,6 +429,31 @@ class Unit:
         if (settings := self.settings()) is not None:
             settings.reshards_after_forward = self.reshards
             settings.reshards_to = reshards_to
+
+    def begin_unshard(self) -> None:
+        """Collective. Launches its gather; it is whole behind await_unshard()."""
+        root = self.outermost().require_root()
+        if self.native is not None and not root.is_unsharded:
+            root.native.unshard_unit(self.index)
+
+    def await_unshard(self) -> None:
+        """Shows whole parameters until it is sharded again."""
+        if self.native is None or self.root.is_unsharded:
+            return
+        reference = weakref.ref(self)
+
+        def show_shards_again() -> None:
+            unit = reference()
+            if unit is not None:
+                unit._show_shards_if_unused()
+
+        if self.root.native.await_unit(self.index, show_shards_again):
+            self.show_whole()
+
+    def reshard(self, writes: bool) -> None:
+        """`writes`: with the values that the whole parameters have now."""
+        if self.native is not None and self.root is not None and not self.root.is_unsharded:
+            self.root.native.reshard_unit(self.index, writes)
 
     def show_whole(self) -> None:
         """As the modules' attributes."""
@@ -439,8 +514,6 @@ class Unit:
             self._end_call(module, output, error)
         if root.outermost is self and root.is_in_forward:
             root.end_forward(error)
-            if error is None and torch.is_grad_enabled():
-                root.watch_backward(output)
         if error is None and self.policy.output_dtype is not None:
             return cast_floating(output, self.policy.output_dtype)
         return None
@@ -484,12 +557,52 @@ class Unit:
             self.show_shards()
 
 
-def _own_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+def own_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
     """The module and those below it that are in no unit of their own."""
     yield prefix, module
     for name, child in module._modules.items():
         if child is not None and unit_of(child) is None:
-            yield from _own_modules(child, f"{prefix}{name}.")
+            yield from own_modules(child, f"{prefix}{name}.")
+
+
+def _require_plain(parameter: nn.Parameter, where: str) -> None:
+    if isinstance(parameter, DTensor):
+        raise NotImplementedError(
+            f"fully_shard: parameter {where} is a DTensor, split over a mesh of its own.\nShard "
+            "plain tensors: this rank's, along dp_mesh_dims."
+        )
+
+
+def _whole_around(part: torch.Tensor, shard: ShardedParameter, like: nn.Parameter) -> nn.Parameter:
+    """Of the part's dtype, on its device, and nothing but that part of it is written."""
+    place = shard._brigade_place
+    whole = torch.empty_strided(like.shape, like.stride(), dtype=part.dtype, device=part.device)
+    elements = place.in_memory(part) if part.shape == place.whole_shape else part
+    in_memory = whole.as_strided((whole.numel(),), (1,))
+    in_memory[place.begin : place.begin + elements.numel()] = elements
+    made = torch.Tensor._make_subclass(type(like), whole, shard.requires_grad)
+    vars(made).update(vars(like))
+    return made
+
+
+def _refuse_gradient(name: str, gradient: torch.Tensor) -> None:
+    raise RuntimeError(
+        f"fully_shard: the module of parameter '{name}' was cast between its forward and its "
+        "backward.\nCast it between steps."
+    )
+
+
+def _require_memory(outermost: Unit, units: list[Unit], names: dict[nn.Module, str]) -> None:
+    """Collective. RuntimeError on all ranks if parameters are on meta on any."""
+    on_meta = [name for unit in units for name in unit.names_on_meta(names)]
+    failure = ""
+    if on_meta:
+        failure = (
+            f"fully_shard: expected parameters with memory, found {len(on_meta)} on meta: "
+            f"{some_of(on_meta)}.\nCall to_empty(device=...) of the outermost module, and "
+            "initialize or load them."
+        )
+    _C.require_agreement(outermost.group, "option", [], failure)
 
 
 def _mesh_in(outermost: Unit, unit: Unit) -> tuple[list[int], int] | None:
@@ -518,15 +631,17 @@ def _make_root(outermost: Unit) -> Root:
             f"fully_shard: {outermost.describe()} has no parameters to be sharded.\n"
             "Shard it after they are made, or don't."
         )
-    if outermost.reshards is None:
-        outermost.set_reshards_after_forward(False)
     names: dict[nn.Module, str] = {}
     for index, module in enumerate(outermost.modules()):
         start = f"[{index}]" if len(outermost.modules()) > 1 else ""
         for name, child in module.named_modules(prefix=start):
             names.setdefault(child, name)
+    if any(unit.is_from_meta for unit in with_parameters):
+        _require_memory(outermost, with_parameters, names)
     for unit in units:
         unit.rename(names)
+    if outermost.reshards is None:
+        outermost.set_reshards_after_forward(False)
     root = Root(outermost, with_parameters)
     for unit in units:
         unit.root = root

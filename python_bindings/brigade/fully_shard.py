@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,8 +27,23 @@ from torch.distributed.fsdp import FSDPModule as _TorchFSDPModule
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, UnshardHandle
 
 from brigade import _C, _compiling, _sharded_state
+from brigade._checks import failure_told_to_peers
+from brigade._initialization import (
+    initialize_whole,
+    teach_torch_to_initialize,
+    whole_inside,
+)
 from brigade._reduction_hooks import wire_dtype_of
-from brigade._sharded_units import Root, Unit, count_optimizer_steps, split_reshards, unit_of
+from brigade._sharded_units import (
+    Root,
+    Unit,
+    count_optimizer_steps,
+    own_modules,
+    split_reshards,
+    unit_of,
+)
+from brigade._sharding_mesh import group_of, mesh_of_placements
+from brigade._unit_conversion import convert, give_memory
 
 
 class FSDPModule(_TorchFSDPModule):
@@ -46,20 +61,40 @@ class FSDPModule(_TorchFSDPModule):
         )
 
     def _apply(self, fn: Callable, recurse: bool = True) -> nn.Module:
-        """For buffers alone: raises unless `fn` leaves parameters what and where they are."""
-        for parameter in self.parameters():
-            dim = len(getattr(parameter, "whole_shape", parameter.shape))
-            like = torch.ones((1, 2, 2, 2, 2)[:dim], dtype=parameter.dtype, device=parameter.device)
-            if fn(like) is not like:
-                raise NotImplementedError(
-                    "fully_shard: a sharded module can't be moved or cast.\nDo so before it is "
-                    "sharded."
-                )
-        for module in self.modules() if recurse else [self]:
-            for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    module._buffers[name] = fn(buffer)
+        """Collective where it casts parameters, or gives them the first memory.
+
+        Between steps, an optimizer goes on with the parts that it has. Nothing else: moves
+        are NotImplementedError, as what changes one module of a unit alone.
+        """
+        convert(self, fn, recurse)
         return self
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> nn.Module:
+        """Collective while a model from meta is initialized: `fn` sees whole parameters then.
+
+        Those of a unit in its modules, until the first forward. Ranks keep their parts of
+        what rank 0 has.
+        """
+        unit = unit_of(self)
+        if unit.root is None and unit.is_from_meta:
+            with whole_inside([self]):
+                return super().apply(fn)
+        return super().apply(fn)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """As any module's, of parts; they are written in place.
+
+        Raises:
+            NotImplementedError: for `assign`.
+        """
+        if assign:
+            raise NotImplementedError(
+                "fully_shard: load_state_dict(assign=True): parts are written where they are.\n"
+                "Leave it out; of a model on meta, call to_empty(device=...) first."
+            )
+        return super().load_state_dict(state_dict, strict=strict)
 
     def _root(self) -> Root:
         """Made by the first call, of the outermost module so far. Collective then."""
@@ -68,20 +103,14 @@ class FSDPModule(_TorchFSDPModule):
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
-        """Whether backwards are reduced; if not, gradients add up on this rank, whole.
+        """Whether backwards reduce its gradients; if not, they add up on this rank, whole.
 
-        Alike of all units of a model, by one call of the outermost module or by one of each
-        unit: where they differ, the next forward, backward or finalize_backward() raises
-        NotImplementedError.
+        Units may differ, alike on all ranks: the others' are reduced meanwhile. Sets
+        set_requires_all_reduce(), too.
         """
-        self._set_common("set_requires_gradient_sync", requires_gradient_sync, recurse)
-
-    def _set_common(self, name: str, value: Any, recurse: bool) -> None:
-        own = unit_of(self)
-        for unit in own.with_those_below() if recurse else [own]:
-            setattr(unit.common_settings, name, value)
-        if own.root is not None:
-            own.root.apply_common_settings()
+        for settings in self._settings(recurse):
+            settings.synchronizes = requires_gradient_sync
+            settings.sums_over_replicas = requires_gradient_sync
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Without effect: every backward is complete by itself."""
@@ -105,6 +134,13 @@ class FSDPModule(_TorchFSDPModule):
         for settings in self._settings(recurse):
             settings.reshards_after_backward = reshard_after_backward
 
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
+        """True: the memory that it is whole in stays its own while it is sharded, so that its
+        whole parameters keep their addresses from then on.
+        """
+        for settings in self._settings(recurse):
+            settings.keeps_storage = keep
+
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """False: this unit's backward reads none of its parameters, as an embedding's."""
         for settings in self._settings(recurse=False):
@@ -125,11 +161,11 @@ class FSDPModule(_TorchFSDPModule):
         """Without effect: what travels is always summed, and divided once behind that."""
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """False: on a mesh with replicas, backwards reduce over a row only, and the next one
-        that reduces over all adds what they have left. Alike of all units, as
-        set_requires_gradient_sync().
+        """False: on a mesh with replicas, backwards reduce its gradients over a row only, and
+        the next one that reduces them over all adds what rows have left. Units may differ.
         """
-        self._set_common("set_requires_all_reduce", requires_all_reduce, recurse)
+        for settings in self._settings(recurse):
+            settings.sums_over_replicas = requires_all_reduce
 
     def set_reduce_scatter_max_input_buffers(
         self, max_input_buffers: int, *, recurse: bool = True
@@ -142,7 +178,11 @@ class FSDPModule(_TorchFSDPModule):
                 "set_reduce_scatter_max_input_buffers: expected 1 at least, found "
                 f"{max_input_buffers}.\nGive 2, for instance."
             )
-        self._set_common("max_reducing", max_input_buffers, recurse)
+        own = unit_of(self)
+        for unit in own.with_those_below() if recurse else [own]:
+            unit.max_reducing = max_input_buffers
+        if own.root is not None:
+            own.root.apply_max_reducing()
 
     def set_separate_reduce_scatter_group(
         self, enable: bool = True, *, recurse: bool = True
@@ -255,8 +295,10 @@ class FSDPModule(_TorchFSDPModule):
         """
         dtype = wire_dtype_of(hook)
         own = unit_of(self)
-        natives = [unit.native for unit in own.with_those_below() if unit.native is not None]
-        _C.ShardedUnit.register_compression(natives, dtype, own.group)
+        units = [unit for unit in own.with_those_below() if unit.native is not None]
+        _C.ShardedUnit.register_compression([unit.native for unit in units], dtype, own.group)
+        for unit in units:
+            unit.wire_dtype = dtype
 
     def num_ranks_with(self, has_data: bool) -> int:
         """Collective: how many ranks have a batch for the next step; this one does, or not."""
@@ -267,31 +309,49 @@ class FSDPModule(_TorchFSDPModule):
 
         The optimizer steps as on the others: this rank's parts get their gradients, too.
         """
-        root = self._root()
-        root.require_common_settings()
-        root.native.step_without_data()
+        self._root().native.step_without_data()
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Collective: all units of the root are whole until reshard(), and when this returns.
+        """Collective: this unit is whole until reshard(), and trains on meanwhile.
 
-        `async_op`: returns what may be waited for. Outside of forward and backward; units
-        are gathered ahead of forward and backward without being told.
+        Or until its settings say that it is released: behind its next forward or backward.
+        Not those below it; whole_parameters() is for all units. In a forward, or in a
+        backward, its gather begins ahead of its need: on all ranks in the same place.
+
+        Args:
+            async_op: Launches the gather, and returns what is to be waited for before its
+                parameters are read. Its forward waits by itself.
+
+        Raises:
+            RuntimeError: Ranks do something else; on all of them.
         """
-        self._root().unshard()
-        return UnshardHandle() if async_op else None
+        unit = unit_of(self)
+        unit.begin_unshard()
+        handle = _UnshardHandle(unit)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
 
     def reshard(self, *, writes: bool = False) -> None:
-        """Sharded again; `writes`: with the values that the whole parameters have now."""
-        self._root().reshard(writes)
+        """This unit is sharded again: all ranks do so between the same forwards and backwards.
+
+        Without effect in its forward and its backward.
+
+        Args:
+            writes: With the values that its whole parameters have now, equal on all ranks.
+        """
+        unit_of(self).reshard(writes)
 
     @contextmanager
     def whole_parameters(self, *, writes: bool = False) -> Iterator[None]:
         """All units of the root are whole inside; `writes`: what is changed there is kept."""
-        self.unshard()
+        root = self._root()
+        root.unshard()
         try:
             yield
         finally:
-            self.reshard(writes=writes)
+            root.reshard(writes)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clips the gradients of all units by their norm over all ranks, which it returns."""
@@ -307,9 +367,15 @@ class FSDPModule(_TorchFSDPModule):
     def load_full_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         """Collective: from whole parameters and buffers, equal on all ranks.
 
+        What is on meta gets memory where the state is. Buffers that are in no state dict stay
+        there.
+
         Raises:
             ValueError: a name is missing or unknown, or a shape differs; nothing is changed.
         """
+        _sharded_state.require_whole_state(self, state)
+        if any(unit.is_from_meta for unit in unit_of(self).with_those_below()):
+            give_memory(self, next(iter(state.values())).device)
         _sharded_state.load_full_state_dict(self, self._root(), state)
 
     def explain(self) -> str:
@@ -322,6 +388,18 @@ class FSDPModule(_TorchFSDPModule):
 
     def reset_iter_state(self) -> None:
         """Without effect: a failure leaves nothing behind."""
+
+
+class _UnshardHandle(UnshardHandle):
+    """Of one unit, once."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit: Unit | None = unit
+
+    def wait(self) -> None:
+        unit, self._unit = self._unit, None
+        if unit is not None:
+            unit.await_unshard()
 
 
 def _lacks(name: str) -> Callable:
@@ -337,44 +415,10 @@ for _name in (
     "set_allocate_memory_from_process_group_for_comm",
     "set_custom_all_gather",
     "set_custom_reduce_scatter",
-    "set_keep_unsharded_storage",
     "set_post_optim_event",
     "set_symm_mem_for_comm",
 ):
     setattr(FSDPModule, _name, _lacks(_name))
-
-
-def _group_of(mesh: Any) -> tuple[dist.ProcessGroup, int]:
-    """The group of all ranks of a mesh, and how many of them are a row of it."""
-    if mesh is None:
-        if not dist.is_initialized():
-            raise ValueError(
-                "fully_shard: there is no process group.\nCall "
-                "torch.distributed.init_process_group() first."
-            )
-        return dist.group.WORLD, dist.get_world_size()
-    if mesh.ndim == 1:
-        return mesh.get_group(), mesh.size()
-    ranks = mesh.mesh.flatten().tolist()
-    if mesh.ndim != 2 or ranks != sorted(ranks):
-        raise NotImplementedError(
-            "fully_shard: expected a mesh of one dimension, or of two over ranks in rising "
-            f"order, found {mesh}."
-        )
-    if ranks == list(range(dist.get_world_size())):
-        return dist.group.WORLD, mesh.size(1)
-    return _group_of_ranks(tuple(ranks)), mesh.size(1)
-
-
-_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-
-
-def _group_of_ranks(ranks: tuple[int, ...]) -> dist.ProcessGroup:
-    """One for all meshes of these ranks. Collective over them, the first time."""
-    group = _groups.get(ranks)
-    if group is None or group not in dist.distributed_c10d._world.pg_map:  # destroyed since
-        group = _groups[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
-    return group
 
 
 def fully_shard(
@@ -407,12 +451,15 @@ def fully_shard(
             the parameters: each n next to each other, those of a host for instance, keep it in
             between, every one a part, and backward gathers among these; all of them: True; 1:
             False.
-        shard_placement_fn: not so far.
+        shard_placement_fn: of a parameter: None or torch's Shard(0), which change nothing, or a
+            ShardPlacementResult with the mesh of the unit, the same for all of its parameters.
         mp_policy: what forward computes in, gradients are summed in and outputs are cast
             to. Parameters stay in their own dtype.
         offload_policy: not so far.
         ignored_params: left as they are, on every rank its own.
-        dp_mesh_dims: not so far.
+        dp_mesh_dims: torch's DataParallelMeshDims: the dimensions of a larger mesh along which
+            parameters are alike, by name: `shard` and `replicate`. Along the others ranks have
+            parameters of their own, which are plain tensors.
         prefetch_depth: units that are gathered ahead of their need.
         broadcasts_parameters: all ranks begin with the parameters of rank 0.
         block_numel_fn: of a parameter, how many of its elements are never cut, such as those
@@ -428,18 +475,49 @@ def fully_shard(
         ValueError: bad arguments, or ranks differ; on all ranks alike.
         NotImplementedError: what brigade lacks, by name.
     """
+    group, num_shards = group_of(mesh, dp_mesh_dims)
+    if shard_placement_fn is not None:
+        with failure_told_to_peers(group):
+            named = _own_parameters(module, set(ignored_params or ()))
+            placed = mesh_of_placements(named, shard_placement_fn, mesh)
+        if placed is not mesh:
+            group, num_shards = group_of(placed)
+    return make_unit(
+        module,
+        group,
+        num_shards,
+        reshard_after_forward=reshard_after_forward,
+        mp_policy=mp_policy,
+        offload_policy=offload_policy,
+        ignored_params=ignored_params,
+        prefetch_depth=prefetch_depth,
+        broadcasts_parameters=broadcasts_parameters,
+        block_numel_fn=block_numel_fn,
+        comm_hook=comm_hook,
+    )
+
+
+def make_unit(
+    module: nn.Module | list[nn.Module],
+    group: dist.ProcessGroup,
+    num_shards: int,
+    *,
+    base: type[FSDPModule] = FSDPModule,
+    reshard_after_forward: bool | int | None,
+    mp_policy: MixedPrecisionPolicy | None,
+    offload_policy: OffloadPolicy | None,
+    ignored_params: Iterable[nn.Parameter] | None,
+    broadcasts_parameters: bool,
+    comm_hook: Any,
+    prefetch_depth: int = 1,
+    block_numel_fn: Callable[[nn.Parameter], int] | None = None,
+) -> nn.Module | list[nn.Module]:
+    """See fully_shard(). `base`: of the modules' classes afterwards."""
     modules = list(module) if isinstance(module, (list, tuple)) else [module]
     _require_separate(modules)
-    for name, value in (
-        ("shard_placement_fn", shard_placement_fn),
-        ("dp_mesh_dims", dp_mesh_dims),
-    ):
-        if value is not None:
-            raise NotImplementedError(f"fully_shard: {name}.")
     if offload_policy is not None and type(offload_policy) is not OffloadPolicy:
         raise NotImplementedError("fully_shard: offload_policy: parameters stay where they are.")
     policy = mp_policy or MixedPrecisionPolicy()
-    group, num_shards = _group_of(mesh)
     reshards, reshards_to = split_reshards(
         True if reshard_after_forward is None else reshard_after_forward, num_shards
     )
@@ -455,8 +533,8 @@ def fully_shard(
     options.reshards_to = reshards_to
     _compiling.leave_to_interpreter()
     _sharded_state.teach_torch_to_gather()
+    teach_torch_to_initialize()
     count_optimizer_steps()
-    ignored = set(ignored_params or ())
     Unit(
         modules,
         group,
@@ -464,12 +542,26 @@ def fully_shard(
         options,
         policy,
         None if reshard_after_forward is None else reshards,
-        ignored,
+        set(ignored_params or ()),
         block_numel_fn,
     )
+    initialize_whole(modules)
     for each in modules:
-        each.__class__ = _sharded_class(type(each))
+        each.__class__ = _sharded_class(type(each), base)
     return module
+
+
+def _own_parameters(
+    module: nn.Module | list[nn.Module], ignored: set[nn.Parameter]
+) -> list[tuple[str, nn.Parameter]]:
+    """Those that will be the unit's, by their names in its modules."""
+    return [
+        (prefix + name, parameter)
+        for each in (module if isinstance(module, (list, tuple)) else [module])
+        for prefix, child in own_modules(each)
+        for name, parameter in child._parameters.items()
+        if parameter is not None and parameter not in ignored
+    ]
 
 
 def _require_separate(modules: list[nn.Module]) -> None:
@@ -487,8 +579,8 @@ def _require_separate(modules: list[nn.Module]) -> None:
 
 
 @functools.cache
-def _sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
-    return type(f"FSDP{cls.__name__}", (FSDPModule, cls), {})
+def _sharded_class(cls: type[nn.Module], base: type[FSDPModule]) -> type[nn.Module]:
+    return type(f"{base.__name__.removesuffix('Module')}{cls.__name__}", (base, cls), {})
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

@@ -397,23 +397,54 @@ def test_blocks_and_dtypes_of_parameters():
     run_ranks(_blocks_and_dtypes)
 
 
-def _sync_of_units(rank):
-    mesh = dist.device_mesh.init_device_mesh("cpu", (1, 2))
-    model, plain = (shard_blocks(make_net(), mesh=mesh) for _ in range(2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for setter in ("set_requires_gradient_sync", "set_requires_all_reduce"):
-        words = rf"{setter}\(\) .* found True of '' and False of 'blocks\.1'"
-        for _ in range(2):  # before there is a root, and afterwards
-            getattr(model.blocks[1], setter)(False)
-            with pytest.raises(NotImplementedError, match=words):
-                _loss(model, rank, 0)
-            getattr(model.blocks[1], setter)(True)
-            loss = _loss(model, rank, 0)
-            getattr(model, setter)(False, recurse=False)
-            with pytest.raises(NotImplementedError, match=r"False of '' and True of 'blocks\.0'"):
-                loss.backward()
-            getattr(model, setter)(True)
-            assert all(gradient is None for gradient in _gradients(model))
+def _sums_of(batches, world_size):
+    """Of one process: what ranks' backwards of these batches leave, before the average."""
+    plain = make_net()
+    sums = None
+    for r in range(world_size):
+        plain.zero_grad()
+        for batch in batches:
+            _loss(plain, r, batch).backward()
+        gradients = {name: p.grad for name, p in plain.named_parameters()}
+        sums = gradients if sums is None else {n: sums[n] + g for n, g in gradients.items()}
+    return sums
+
+
+def _expect_gradients(model, sums, of_block, world_size):
+    """Whole gradients of one block, or of all the others."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.copy_(parameter.grad)
+    found = model.full_state_dict()
+    for name, value in sums.items():
+        if name.startswith("blocks.1.") == of_block:
+            assert torch.equal(found[name], value / world_size), name
+
+
+def _sync_of_units(rank, recurse):
+    model, others = (shard_blocks(make_net()) for _ in range(2))
+    for each in (model, others):
+        for step in range(3):
+            each.blocks[1].set_requires_gradient_sync(step == 2, recurse=recurse)
+            _loss(each, rank, step).backward()
+            assert (each.blocks[1].up.weight.grad is None) == (step < 2)
+            assert each.blocks[0].up.weight.grad is not None
+            if each is others and step < 2:
+                each.zero_grad()  # parts: what is whole goes on adding up
+    _expect_gradients(model, _sums_of(range(3), 2), True, 2)
+    _expect_gradients(others, _sums_of([2], 2), False, 2)
+    with pytest.raises(TypeError):
+        model.set_requires_gradient_sync(True, recurse)
+
+
+@pytest.mark.parametrize("recurse", [True, False])
+def test_one_unit_adds_up_while_others_are_reduced(recurse):
+    run_ranks(_sync_of_units, recurse)
+
+
+def _sync_of_all(rank):
+    model, plain = (shard_blocks(make_net()) for _ in range(2))
     for step in range(2):  # as Lightning does
         for module in model.modules():
             if isinstance(module, brigade.FSDPModule):
@@ -423,24 +454,59 @@ def _sync_of_units(rank):
             _loss(each, rank, step).backward()
             assert (each.head.weight.grad is None) == (step == 0)
     _expect_same(_gradients(model), _gradients(plain))
-    optimizer.step()
+    assert model.sharding_statistics()["reduced"] == 1
+    model.set_requires_gradient_sync(False)
+    model.blocks[2].set_requires_gradient_sync(True)
+    model.set_manual_backward_finalization(True)
+    model.zero_grad()
+    _loss(model, rank, 0).backward()
+    model.finalize_backward()
+    assert [p.grad is not None for p in model.blocks[2].parameters()] == [True] * 6
+    assert model.head.weight.grad is None
 
 
-def test_what_is_a_models_may_not_differ_between_units():
-    run_ranks(_sync_of_units)
+def test_all_units_set_one_by_one_are_as_the_model_set():
+    run_ranks(_sync_of_all)
+
+
+def _rows_of_one_unit(rank):
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2))
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(1, 1, bias=False) for _ in range(2)))
+    with torch.no_grad():
+        for layer in model:
+            layer.weight.fill_(1.0)
+    brigade.fully_shard(model[0], mesh=mesh)
+    brigade.fully_shard(model, mesh=mesh)
+    for batch in range(2):
+        model[0].set_requires_all_reduce(batch == 1)
+        model(torch.full((1, 1), 1.0 + rank)).sum().backward()
+    held = rank % 2 == 0  # each is of one element
+    for layer in model:
+        assert layer.weight.grad is not None
+        if held:
+            assert layer.weight.grad.plain().tolist() == [[5.0]]
+    model.zero_grad()
+    model[0].set_requires_all_reduce(False)
+    model.set_requires_gradient_sync(True)  # of all ranks, as torch's
+    model(torch.ones(1, 1)).sum().backward()
+    assert all(layer.weight.grad is not None for layer in model)
+
+
+def test_rows_of_one_unit_add_up_alone():
+    run_ranks(_rows_of_one_unit, world_size=4)
 
 
 def _sync_of_one_on_one_rank(rank):
     model = shard_blocks(make_net())
-    model.blocks[0].set_requires_gradient_sync(rank == 0)
-    error, words = (
-        (RuntimeError, "rank 1 failed") if rank == 0 else (NotImplementedError, r"'blocks\.0'")
-    )
-    with pytest.raises(error, match=words):
+    for setter in ("set_requires_gradient_sync", "set_requires_all_reduce"):
+        getattr(model.blocks[0], setter)(rank == 0)
+        with pytest.raises(RuntimeError, match="rank"):
+            _loss(model, rank, 0).backward()
+        model.set_requires_gradient_sync(True)
         _loss(model, rank, 0).backward()
-    model.set_requires_gradient_sync(True)
-    _loss(model, rank, 0).backward()
-    assert all(gradient is not None for gradient in _gradients(model))
+        assert all(gradient is not None for gradient in _gradients(model))
+        model.zero_grad()
 
 
 def test_a_unit_that_differs_on_one_rank_is_an_error_on_all():

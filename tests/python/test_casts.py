@@ -1,0 +1,192 @@
+"""Sharded models that are cast: before the first forward, and between steps."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import brigade
+
+from ranks import run_ranks
+from sharded_training import batch_of, expect_equal, make_net, shard_blocks
+
+
+def _loss(model, rank, step):
+    dtype = model.head.weight.dtype
+    return model(batch_of(rank, step).to(dtype)).square().mean()
+
+
+def _backward_of_all(plain, step, world_size):
+    sums = None
+    for rank in range(world_size):
+        plain.zero_grad()
+        _loss(plain, rank, step).backward()
+        gradients = [p.grad for p in plain.parameters()]
+        sums = gradients if sums is None else [a + b for a, b in zip(sums, gradients, strict=True)]
+    for parameter, gradient in zip(plain.parameters(), sums, strict=True):
+        parameter.grad = gradient * (1.0 / world_size)
+
+
+def _cast(rank, begins, reshards):
+    plain, model = make_net(), shard_blocks(make_net(), reshard_after_forward=reshards)
+    model.blocks[1].set_reshard_after_backward(False)
+    parts = list(model.parameters())
+    optimizers = [
+        torch.optim.SGD(net.parameters(), lr=0.1, foreach=False) for net in (plain, model)
+    ]
+    for step, dtype in enumerate((torch.float64, torch.float64, torch.float32, torch.float64)):
+        if step > 0 or not begins:
+            for net in (plain, model):
+                assert net.to(dtype) is net
+        assert all(p is q for p, q in zip(parts, model.parameters(), strict=True))
+        _backward_of_all(plain, step, 2)
+        optimizers[1].zero_grad()
+        _loss(model, rank, step).backward()
+        if step == 2:
+            for net in (plain, model):  # with their gradients
+                net.double()
+            assert model.head.weight.grad.dtype == torch.float64
+        for optimizer in optimizers:
+            optimizer.step()
+        expect_equal(model, plain)
+
+
+@pytest.mark.parametrize("begins", [True, False])
+@pytest.mark.parametrize("reshards", [True, False])
+def test_training_goes_on_in_another_dtype(begins, reshards):
+    run_ranks(_cast, begins, reshards)
+
+
+def _of_one_block(rank):
+    plain, model = make_net(), shard_blocks(make_net())
+    model(batch_of(rank, 0)).sum().backward()
+    model.zero_grad()
+    for net in (plain, model):
+        net.blocks[1].double()
+        net.blocks[1].register_forward_pre_hook(lambda _, args: (args[0].double(),))
+        net.blocks[1].register_forward_hook(lambda *call: call[2].float())
+    assert model.head.weight.dtype == torch.float32
+    assert model.blocks[1].up.weight.dtype == torch.float64
+    optimizers = [
+        torch.optim.SGD(net.parameters(), lr=0.1, foreach=False) for net in (plain, model)
+    ]
+    _backward_of_all(plain, 0, 2)
+    _loss(model, rank, 0).backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    expect_equal(model, plain)
+
+
+def test_one_block_is_cast():
+    run_ranks(_of_one_block)
+
+
+def _settings_stay(rank):
+    mesh = dist.device_mesh.init_device_mesh("cpu", (1, 2))
+    model = make_net()
+    model.head.weight.requires_grad_(False)
+    policy = MixedPrecisionPolicy(
+        torch.bfloat16, param_dtype_override_fn=lambda p: p.dtype if p.dim() == 1 else None
+    )
+    shard_blocks(model, mesh=mesh, mp_policy=policy, block_numel_fn=lambda p: p.shape[-1])
+    model.register_comm_hook(None, "bf16_compress")
+    model.set_gradient_divide_factor(4.0)
+    model.blocks[0].set_requires_gradient_sync(False)
+    model.set_reduce_scatter_max_input_buffers(3)
+    seen, sent = [], set()
+    model.head.register_forward_pre_hook(lambda m, _: seen.append((m.weight.dtype, m.bias.dtype)))
+    model.head.forward = lambda x: x @ model.head.weight.t() + model.head.bias.to(x.dtype)
+    for block in model.blocks:
+        block.forward = lambda x, block=block: x + block.up.bias[:7].to(x.dtype)
+    model.embed.forward = lambda x: x @ model.embed.weight.t()
+    for dtype in (torch.float32, torch.float64):
+        model.to(dtype)
+        model(batch_of(rank, 0)).float().sum().backward()
+        assert seen.pop() == (torch.bfloat16, dtype)
+        assert model.blocks[0].up.bias.grad is None
+        assert model.head.weight.grad is None
+        assert model.head.bias.grad.dtype == dtype
+        for p in model.parameters():
+            if len(p.whole_shape) == 2:
+                assert p.numel() % p.whole_shape[-1] == 0
+        model.blocks[0].set_requires_gradient_sync(True)
+        model(batch_of(rank, 0)).float().sum().backward()
+        model.zero_grad()
+        model.blocks[0].set_requires_gradient_sync(False)
+        sent.add(model.sharding_statistics()["sent_by_sums"])
+    assert len(sent) == 1  # by either root, in bfloat16
+    model.double()  # nothing is to be done
+    assert model.sharding_statistics()["reduced"] == 2
+
+
+def test_settings_policies_and_hooks_stay():
+    run_ranks(_settings_stay)
+
+
+def _refused(rank):
+    model = shard_blocks(make_net())
+    for _ in range(2):
+        with pytest.raises(NotImplementedError, match="memory format"):
+            brigade.fully_shard(nn.Conv2d(2, 2, 2)).to(memory_format=torch.channels_last)
+        with pytest.raises(NotImplementedError, match="can't be moved, from cpu to meta"):
+            model.to("meta")
+        with pytest.raises(NotImplementedError, match="recurse=False"):
+            model._apply(lambda t: t.double(), recurse=False)
+        with pytest.raises(RuntimeError, match=r"converted parameter.*float(64|16)"):
+            model.to((torch.float64, torch.float16)[rank])
+        with model.whole_parameters(), pytest.raises(RuntimeError, match="whole_parameters"):
+            model.double()
+        handle = model.head.register_forward_hook(lambda *_: model.double() and None)
+        with pytest.raises(RuntimeError, match="inside of a forward"):
+            model(batch_of(rank, 0))
+        handle.remove()
+        model.set_requires_gradient_sync(False)
+        _loss(model, rank, 0).backward()
+        with pytest.raises(RuntimeError, match="added up gradients"):
+            model.double()
+        model.set_requires_gradient_sync(True)
+        _loss(model, rank, 0).backward()
+        model.zero_grad()
+    loss = _loss(model, rank, 0)
+    model.double()
+    with pytest.raises(RuntimeError, match=r"parameter 'head\.(weight|bias)' was cast between"):
+        loss.backward()
+    _loss(model, rank, 0).backward()
+    assert model.head.weight.grad.dtype == torch.float64
+
+
+def test_what_is_no_cast_or_at_the_wrong_time_is_refused():
+    run_ranks(_refused)
+
+
+def _on_one_rank_only(rank):
+    """One that was left without any gradient has nothing to lose; its peer has."""
+    torch.manual_seed(0)
+    model = brigade.fully_shard(nn.Linear(3, 2))
+    x = torch.ones(1, 3)
+    model.set_requires_gradient_sync(False)
+    output = model(x)
+    (output if rank == 0 else output.detach().requires_grad_() * output.sum() * 0).sum().backward()
+    with pytest.raises(RuntimeError, match="added up gradients"):
+        model.double()
+
+
+def test_gradients_of_one_rank_are_not_lost():
+    run_ranks(_on_one_rank_only)
+
+
+def _buffers_and_ignored(rank):
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    ignored = model[1].weight
+    brigade.fully_shard(model, ignored_params={ignored})
+    model.double()
+    assert model[1].weight is ignored and ignored.dtype == torch.float64
+    assert model[1].running_mean.dtype == torch.float64
+    assert model[1].num_batches_tracked.dtype == torch.int64
+    model(torch.ones(2, 3, dtype=torch.float64)).sum().backward()
+    assert ignored.grad.dtype == torch.float64
+
+
+def test_buffers_and_ignored_parameters_are_cast_too():
+    run_ranks(_buffers_and_ignored)

@@ -1,0 +1,172 @@
+"""What torch's fully_shard says of meshes and placements."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import fsdp
+from torch.distributed.fsdp._fully_shard import _fsdp_common as common
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import brigade
+
+from ranks import run_ranks
+from sharded_training import batch_of, expect_equal, make_net, shard_blocks
+
+_Dims = getattr(fsdp, "DataParallelMeshDims", None)  # of torch 2.15
+_Result = getattr(common, "ShardPlacementResult", None)
+
+
+def _gradient(model, rank):
+    model(batch_of(rank, 0)).square().mean().backward()
+    return [p.grad.plain().clone() for p in model.parameters()]
+
+
+def _dims(rank, shard, replicate, group_size, num_shards):
+    mesh = dist.init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("outer", "inner", "model"))
+    plain = make_net()
+    model = shard_blocks(
+        make_net(), mesh=mesh, dp_mesh_dims=_Dims(shard=shard, replicate=replicate)
+    )
+    unit = model._brigade_unit
+    assert (unit.group.size(), unit.num_shards) == (group_size, num_shards)
+    along = {"outer": rank // 4, "inner": rank // 2 % 2, "model": rank % 2}
+    names = (*((replicate,) if isinstance(replicate, str) else replicate or ()), *shard)
+    ranks = [
+        r
+        for r in range(8)
+        if all(
+            {"outer": r // 4, "inner": r // 2 % 2, "model": r % 2}[name] == place
+            for name, place in along.items()
+            if name not in names
+        )
+    ]
+    assert dist.get_process_group_ranks(unit.group) == ranks
+    _gradient(model, rank)
+    expect_equal(model, plain)
+
+
+@pytest.mark.skipif(_Dims is None, reason="torch has no DataParallelMeshDims")
+@pytest.mark.parametrize(
+    ("shard", "replicate", "group_size", "num_shards"),
+    [
+        (("inner",), None, 2, 2),
+        (("outer", "inner"), None, 4, 4),
+        (("inner",), "outer", 4, 2),
+        (("model",), ("outer", "inner"), 8, 2),
+    ],
+)
+def test_dimensions_of_a_larger_mesh(shard, replicate, group_size, num_shards):
+    run_ranks(_dims, shard, replicate, group_size, num_shards, world_size=8)
+
+
+def _wrong_dims(rank):
+    mesh = dist.init_device_mesh("cpu", (2, 1), mesh_dim_names=("data", "model"))
+    for wrong in (_Dims(shard="dat"), _Dims(shard="data", replicate="data")):
+        with pytest.raises(ValueError, match=r"each once.*mesh with \('data', 'model'\)"):
+            brigade.fully_shard(nn.Linear(2, 2), mesh=mesh, dp_mesh_dims=wrong)
+    with pytest.raises(ValueError, match=r"mesh with \(\)"):
+        brigade.fully_shard(nn.Linear(2, 2), dp_mesh_dims=_Dims(shard="data"))
+    with pytest.raises(ValueError, match="without shard"):
+        brigade.replicate(nn.Linear(2, 2), mesh=mesh, dp_mesh_dims=_Dims(shard="data"))
+    model = brigade.replicate(nn.Linear(2, 2), mesh=mesh, dp_mesh_dims=_Dims(replicate="data"))
+    assert model.weight.shape == (2, 2)
+    inner = dist.init_device_mesh("cpu", (1, 2), mesh_dim_names=("shards", "copies"))
+    brigade.fully_shard(
+        nn.Linear(2, 2), mesh=inner, dp_mesh_dims=_Dims(shard="shards", replicate="copies")
+    )
+
+
+@pytest.mark.skipif(_Dims is None, reason="torch has no DataParallelMeshDims")
+def test_dimensions_that_the_mesh_does_not_have():
+    run_ranks(_wrong_dims)
+
+
+def _order(rank):
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("shards", "copies"))
+    with pytest.raises(NotImplementedError, match=r"rising order.*\[0, 2, 1, 3\]"):
+        brigade.fully_shard(
+            nn.Linear(2, 2), mesh=mesh, dp_mesh_dims=_Dims(shard="shards", replicate="copies")
+        )
+
+
+@pytest.mark.skipif(_Dims is None, reason="torch has no DataParallelMeshDims")
+def test_replicas_that_are_the_inner_dimension():
+    run_ranks(_order, world_size=4)
+
+
+def _split(rank):
+    mesh = dist.init_device_mesh("cpu", (2,))
+    model = nn.Linear(2, 2)
+    model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh, [Shard(0)]))
+    with pytest.raises(NotImplementedError, match="'weight' of Linear is a DTensor"):
+        brigade.fully_shard(model)
+    if rank == 0:
+        model.weight = nn.Parameter(torch.ones(2, 2))
+    error = ValueError if rank == 0 else NotImplementedError
+    with pytest.raises(error, match="'weight' of Linear is a DTensor"):
+        brigade.fully_shard(model)
+
+
+def test_tensors_that_are_split_already_are_refused():
+    run_ranks(_split)
+
+
+def _placements(rank):
+    expected = _gradient(shard_blocks(make_net()), rank)
+    for placement_of in (
+        lambda p: Shard(0),
+        lambda p: Shard(-p.dim()),
+        lambda p: None if p.dim() == 1 else Shard(0),
+    ):
+        found = _gradient(shard_blocks(make_net(), shard_placement_fn=placement_of), rank)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    model = make_net()
+    for shape, error, words in (
+        (Shard(1), NotImplementedError, r"Shard\(1\) of 'embed\.weight'"),
+        (Shard(-1), NotImplementedError, r"Shard\(-1\) of 'embed\.weight'"),
+        (Replicate(), ValueError, r"found Replicate\(\) of 'embed\.weight'"),
+    ):
+        with pytest.raises(error, match=words):
+            brigade.fully_shard(model, shard_placement_fn=lambda p, found=shape: found)
+        on_one = None if rank == 0 else shape
+        words = words if rank == 1 else "rank 1"
+        with pytest.raises(error if rank == 1 else ValueError, match=words):
+            brigade.fully_shard(model, shard_placement_fn=lambda p, found=on_one: found)
+    brigade.fully_shard(model)
+    _gradient(model, rank)
+
+
+def test_placements():
+    run_ranks(_placements)
+
+
+def _meshes(rank):
+    everyone = dist.init_device_mesh("cpu", (4,))
+    both = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    info = common.HSDPMeshInfo(both, shard_mesh_dim=1, replicate_mesh_dim=0)
+    row = common.FSDPMeshInfo(both["shards"], shard_mesh_dim=0)
+
+    def shard(placement_of):
+        model = make_net()
+        for block in model.blocks:
+            brigade.fully_shard(block, mesh=everyone, shard_placement_fn=placement_of)
+        return brigade.fully_shard(model, mesh=everyone)
+
+    model = shard(lambda p: _Result(placement=Shard(0), mesh_info=info))
+    assert model.blocks[0]._brigade_unit.num_shards == 2
+    assert model._brigade_unit.num_shards == 4
+    _gradient(model, rank)
+    expect_equal(model, make_net())
+    model = shard(lambda p: _Result(placement=None, mesh_info=row))
+    assert model.blocks[0]._brigade_unit.group.size() == 2
+    with pytest.raises(NotImplementedError, match=r"'norm\.weight' is over .*'up\.weight' over"):
+        shard(lambda p: _Result(placement=None, mesh_info=row) if p.dim() == 1 else None)
+    with pytest.raises(NotImplementedError, match="along 0 and replicas along 1"):
+        wrong = common.HSDPMeshInfo(both, shard_mesh_dim=0, replicate_mesh_dim=1)
+        shard(lambda p: _Result(placement=None, mesh_info=wrong))
+
+
+@pytest.mark.skipif(_Result is None, reason="torch has no ShardPlacementResult")
+def test_a_placement_may_name_the_units_mesh():
+    run_ranks(_meshes, world_size=4)

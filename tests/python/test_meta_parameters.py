@@ -1,0 +1,336 @@
+"""Models that are sharded on meta, and get memory and values afterwards."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+import brigade
+
+from ranks import run_ranks
+from sharded_training import Net, batch_of, expect_equal, make_net, shard_blocks, step_of_all
+
+
+def _on_meta(make=Net, **arguments):
+    with torch.device("meta"):
+        return make(**arguments)
+
+
+def _expect_trains_alike(rank, world_size, model, plain):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    plain_optimizer = torch.optim.AdamW(plain.parameters(), lr=0.1, foreach=False)
+    for step in range(2):
+        step_of_all(plain, plain_optimizer, step, world_size)
+        optimizer.zero_grad()
+        model(batch_of(rank, step)).square().mean().backward()
+        optimizer.step()
+    expect_equal(model, plain)
+
+
+def _reset(model):
+    for module in model.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+
+
+def _init(module):
+    """As users' own: by kind, of shapes, rows and values."""
+    if isinstance(module, nn.Linear):
+        nn.init.xavier_uniform_(module.weight)
+        nn.init.normal_(module.bias, std=module.weight.shape[1] ** -0.5)
+        with torch.no_grad():
+            module.weight[0].zero_()
+    elif isinstance(module, nn.LayerNorm):
+        module.bias.data.uniform_(-1 / math.sqrt(module.bias.size(0)), 1)
+        module.weight = nn.Parameter(torch.full_like(module.weight, 2.0))
+
+
+_WAYS = {
+    "reset": _reset,
+    "apply": lambda model: model.apply(_init),
+    "blocks": lambda model: (_reset(model), model.blocks.apply(_init)),
+}
+
+
+def _initialized(rank, way, world_size):
+    plain, model = make_net(), _on_meta()
+    shard_blocks(model, reshard_after_forward=world_size > 1)
+    assert all(p.is_meta and isinstance(p, brigade.ShardedParameter) for p in model.parameters())
+    assert sum(p.numel() for p in model.parameters()) <= sum(p.numel() for p in plain.parameters())
+    model.to_empty(device="cpu")
+    torch.manual_seed(7)
+    _WAYS[way](plain)
+    torch.manual_seed(7 + 1000 * rank)  # rank 0's are everybody's
+    _WAYS[way](model)
+    expect_equal(model, plain)
+    _expect_trains_alike(rank, world_size, model, plain)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("way", list(_WAYS))
+def test_values_are_those_of_one_process(way, world_size):
+    run_ranks(_initialized, way, world_size, world_size=world_size)
+
+
+class Titan(nn.Module):
+    """Initializes itself from the outermost module down."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(9, 6, padding_idx=3)
+        self.layers = nn.ModuleDict({str(i): Layer() for i in range(2)})
+        self.head = nn.Linear(6, 9)
+        self.register_buffer("scale", torch.ones(6), persistent=False)
+
+    def init_weights(self, std):
+        self.embed.reset_parameters()
+        for layer in self.layers.values():
+            layer.init_weights(std)
+        nn.init.trunc_normal_(self.head.weight, std=self.head.weight.shape[-1] ** -0.5)
+        nn.init.zeros_(self.head.bias)
+        nn.init.orthogonal_(self.layers["1"].up.weight)  # another unit's
+        self.scale.fill_(0.5)
+
+    def forward(self, token):
+        x = self.embed(token) * self.scale
+        for layer in self.layers.values():
+            x = layer(x)
+        return self.head(x)
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 6)
+
+    def init_weights(self, std):
+        nn.init.kaiming_normal_(self.up.weight)
+        nn.init.normal_(self.up.bias, std=std)
+
+    def forward(self, x):
+        return torch.tanh(self.up(x))
+
+
+def _shard_titan(model, **arguments):
+    for layer in model.layers.values():
+        brigade.fully_shard(layer, **arguments)
+    return brigade.fully_shard(model, **arguments)
+
+
+def _titan(rank, mesh):
+    arguments = {}
+    if mesh is not None:
+        arguments["mesh"] = dist.device_mesh.init_device_mesh("cpu", mesh)
+    plain, model = Titan(), _shard_titan(_on_meta(Titan), **arguments)
+    model.to_empty(device="cpu")
+    torch.manual_seed(rank)
+    with torch.no_grad():
+        model.init_weights(0.25)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        plain.init_weights(0.25)
+    expect_equal(model, plain)
+    assert torch.equal(model.scale, torch.full((6,), 0.5))
+    token = torch.arange(4)
+    assert torch.equal(model(token), plain(token))
+
+
+@pytest.mark.parametrize("mesh", [None, (2, 2), (4, 1)])
+def test_a_model_initializes_itself(mesh):
+    run_ranks(_titan, mesh, world_size=4)
+
+
+def _memory(rank):
+    """Whole at a time are a unit's parameters, not a model's."""
+    model = _shard_titan(_on_meta(Titan)).to_empty(device="cpu")
+    seen = []
+
+    def see(module):
+        seen.append([not isinstance(p, brigade.ShardedParameter) for p in model.parameters()])
+
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_()
+    before = [p.plain().clone() for p in model.parameters()]
+    model.layers["0"].apply(see)
+    assert seen[0] == [False, True, True, False, False, False, False]
+    for parameter, value in zip(model.parameters(), before, strict=True):
+        assert torch.equal(parameter.plain(), value)  # what is not written stays
+    assert not any(not isinstance(p, brigade.ShardedParameter) for p in model.parameters())
+
+
+def test_one_unit_is_whole_at_a_time():
+    run_ranks(_memory)
+
+
+def _still_on_meta(rank):
+    plain, model = make_net(), shard_blocks(_on_meta())
+    words = r"22 on meta: 'embed.weight', .* and 17 more.*\nCall to_empty"
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=words):
+            model(batch_of(rank, 0))
+    with pytest.raises(RuntimeError, match="on meta"):
+        model.full_state_dict()
+    model.blocks[1].to_empty(device="cpu")
+    with pytest.raises(RuntimeError, match="16 on meta"):
+        model(batch_of(rank, 0))
+    with pytest.raises(NotImplementedError, match=r"assign=True.*\n.*to_empty"):
+        model.load_state_dict(plain.state_dict(), assign=True)
+    with pytest.raises(NotImplementedError, match="recurse=False"):
+        model.to_empty(device="cpu", recurse=False)
+    model.load_full_state_dict(plain.state_dict())
+    _expect_trains_alike(rank, 2, model, plain)
+
+
+def test_what_is_still_on_meta_is_named_on_all_ranks():
+    run_ranks(_still_on_meta)
+
+
+def _mixed(rank):
+    model = _on_meta()
+    model.head = nn.Linear(7, 2)
+    with pytest.raises(ValueError, match=r"'head\.weight' .* is on cpu, the first one on meta"):
+        brigade.fully_shard(model)
+    on_one_rank = _on_meta() if rank == 0 else make_net()
+    with pytest.raises(ValueError, match=r"'embed\.weight' meta Float"):
+        brigade.fully_shard(on_one_rank)
+
+
+def test_a_unit_is_on_meta_or_not():
+    run_ranks(_mixed)
+
+
+def _loaded(rank, folder):
+    plain = make_net()
+    source = shard_blocks(make_net())
+    dcp.save({"model": source.state_dict()}, checkpoint_id=folder)
+    model = shard_blocks(_on_meta())
+    with pytest.raises(ValueError, match="head"):
+        model.load_full_state_dict({k: v for k, v in plain.state_dict().items() if "head" not in k})
+    assert next(model.parameters()).is_meta
+    model.to_empty(device="cpu")
+    state = {"model": model.state_dict()}
+    dcp.load(state, checkpoint_id=folder)
+    model.load_state_dict(state["model"])
+    expect_equal(model, plain)
+    again = shard_blocks(_on_meta())
+    again.load_full_state_dict(plain.state_dict())
+    _expect_trains_alike(rank, 2, again, plain)
+
+
+def test_checkpoints_are_loaded_into_what_was_on_meta(tmp_path):
+    run_ranks(_loaded, str(tmp_path))
+
+
+def _fails(rank):
+    model = shard_blocks(_on_meta()).to_empty(device="cpu")
+
+    def init(module):
+        if isinstance(module, nn.Linear):
+            if rank == 1 and module.out_features == 15:
+                raise ValueError("no luck")
+            module.reset_parameters()
+
+    words = "no luck"
+    with pytest.raises(ValueError if rank == 1 else RuntimeError, match=words):
+        model.apply(init)
+    assert all(isinstance(p, brigade.ShardedParameter) for p in model.parameters())
+    with pytest.raises(RuntimeError, match=r"parameter to be initialized.*'(up|down)\.weight'"):
+        (model.blocks[0].up if rank == 0 else model.blocks[0].down).reset_parameters()
+    with pytest.raises(ValueError, match=r"'weight' to be initialized as \(7,\), found \(3,\)"):
+        model.blocks[0].apply(_wrong_shape)
+    _reset(model)
+    model(batch_of(rank, 0)).sum().backward()
+
+
+def _wrong_shape(module):
+    if isinstance(module, nn.LayerNorm) and not isinstance(module.weight, brigade.ShardedParameter):
+        module.weight = nn.Parameter(torch.ones(3))
+
+
+def test_an_init_function_that_fails_on_one_rank():
+    run_ranks(_fails)
+
+
+def _parts(rank):
+    """Outside of modules' methods: right or an error."""
+    plain, model = make_net(), shard_blocks(make_net())
+    for _ in range(2):  # before there is a root, and afterwards
+        for name in (
+            "xavier_uniform_",
+            "xavier_normal_",
+            "kaiming_uniform_",
+            "kaiming_normal_",
+            "orthogonal_",
+            "trunc_normal_",
+            "normal_",
+            "uniform_",
+            "eye_",
+            "zeros_",
+            "ones_",
+        ):
+            for seed, net in ((rank, model), (0, plain)):
+                torch.manual_seed(seed)
+                getattr(nn.init, name)(net.embed.weight)  # parts of it on both
+            expect_equal(model, plain)
+        for net in (model, plain):
+            torch.manual_seed(1)
+            with torch.no_grad():
+                net.head.weight.normal_(0, 2)
+                net.head.bias.exponential_().add_(1)
+                net.embed.weight.data.uniform_(-1, 1)
+        expect_equal(model, plain)
+        torch.manual_seed(5 + rank)
+        model.head.reset_parameters()
+        with model.whole_parameters():
+            heads = [torch.empty_like(model.head.weight) for _ in range(2)]
+            dist.all_gather(heads, model.head.weight.detach().contiguous())
+        assert torch.equal(heads[0], heads[1])
+        plain.load_state_dict(model.full_state_dict())
+    with pytest.raises(RuntimeError, match="a leaf Variable that requires grad"):
+        model.head.weight.normal_()
+    with pytest.raises(NotImplementedError, match="found a tensor of them"):
+        model.head.weight.data.bernoulli_(torch.ones(1))
+
+
+def test_functions_that_initialize_parts():
+    run_ranks(_parts)
+
+
+def _replicas(rank):
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2))
+    model = shard_blocks(_on_meta(), mesh=mesh).to_empty(device="cpu")
+    torch.manual_seed(rank)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_()
+    model(batch_of(rank, 0)).sum().backward()
+    states = [None] * 4
+    dist.all_gather_object(states, model.full_state_dict())
+    for name, value in states[0].items():
+        assert all(torch.equal(value, state[name]) for state in states[1:]), name
+    with pytest.raises(NotImplementedError, match="other ranks have copies"):
+        next(model.parameters()).data.normal_()
+
+
+def test_replicas_begin_alike():
+    run_ranks(_replicas, world_size=4)
+
+
+def _installed(rank):
+    with brigade.install():
+        model = _on_meta()
+        for block in model.blocks:
+            torch.distributed.fsdp.fully_shard(block)
+        torch.distributed.fsdp.fully_shard(model)
+    assert isinstance(model, brigade.FSDPModule)
+    model.to_empty(device="cpu")
+    _reset(model)
+    model(batch_of(rank, 0)).sum().backward()
+
+
+def test_install_takes_modules_on_meta():
+    run_ranks(_installed)
