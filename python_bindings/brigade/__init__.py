@@ -38,6 +38,7 @@ from brigade.fully_shard import (
     register_fsdp_forward_method,
     share_comm_ctx,
 )
+from brigade.replicate import ReplicateModule, replicate
 from brigade.safetensors_checkpoint import load_shards, load_whole, save_shards, save_whole
 from brigade.sharded_checkpoint import LoadedCheckpoint, load_checkpoint, save_checkpoint
 
@@ -49,6 +50,7 @@ __all__ = [
     "LoadedCheckpoint",
     "Logger",
     "Reducer",
+    "ReplicateModule",
     "ShardedParameter",
     "TensorShard",
     "__version__",
@@ -62,6 +64,7 @@ __all__ = [
     "load_shards",
     "load_whole",
     "register_fsdp_forward_method",
+    "replicate",
     "save_checkpoint",
     "save_shards",
     "save_whole",

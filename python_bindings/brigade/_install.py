@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed._composable.fsdp
+import torch.distributed._composable.replicate_with_fsdp
 import torch.distributed.fsdp
 import torch.nn.parallel.distributed
 
@@ -32,6 +33,7 @@ from brigade.fully_shard import (
     register_fsdp_forward_method,
     share_comm_ctx,
 )
+from brigade.replicate import replicate
 
 _TorchDDP = torch.nn.parallel.distributed.DistributedDataParallel
 _TorchReducer = dist.Reducer
@@ -43,6 +45,7 @@ _torch_register_builtin_comm_hook = dist._register_builtin_comm_hook
 _torch_fully_shard = torch.distributed.fsdp.fully_shard
 _torch_register_fsdp_forward_method = torch.distributed.fsdp.register_fsdp_forward_method
 _torch_share_comm_ctx = torch.distributed.fsdp.share_comm_ctx
+_torch_replicate = torch.distributed._composable.replicate_with_fsdp.replicate
 _TorchFSDPModule = torch.distributed.fsdp.FSDPModule
 _HOMES_OF_FULLY_SHARD = (
     torch.distributed.fsdp,
@@ -110,6 +113,7 @@ def install() -> _Installed:
         _replace(module, "fully_shard", _fully_shard)
         _replace(module, "register_fsdp_forward_method", _register_fsdp_forward_method)
         _replace(module, "share_comm_ctx", _share_comm_ctx)
+    _replace(torch.distributed._composable.replicate_with_fsdp, "replicate", _replicate)
     return _Installed(is_first=True)
 
 
@@ -172,6 +176,7 @@ def _bound_functions() -> list[str]:
         _torch_fully_shard,
         _torch_register_fsdp_forward_method,
         _torch_share_comm_ctx,
+        _torch_replicate,
     )
     return [
         f"{name}.{key}"
@@ -265,19 +270,42 @@ def _register_builtin_comm_hook(reducer: Any, comm_hook_type: dist.BuiltinCommHo
 
 @functools.wraps(_torch_fully_shard)
 def _fully_shard(module: Any, **kwargs: Any) -> Any:
+    make = (
+        fully_shard if _is_ours(module, kwargs.get("mesh"), "fully_shard") else _torch_fully_shard
+    )
+    return make(module, **kwargs)
+
+
+@functools.wraps(_torch_replicate)
+def _replicate(module: Any, **kwargs: Any) -> Any:
+    make = replicate if _is_ours(module, kwargs.get("mesh"), "replicate") else _torch_replicate
+    return make(module, **kwargs)
+
+
+def _is_ours(module: Any, mesh: Any, function: str) -> bool:
+    """Whether brigade shards it; warns where torch does since it is no CPU's."""
     modules = module if isinstance(module, (list, tuple)) else [module]
     below = [child for each in modules for child in each.modules()]
     if any(isinstance(c, _TorchFSDPModule) and not isinstance(c, FSDPModule) for c in below):
-        return _torch_fully_shard(module, **kwargs)
+        return False
     elsewhere = {p.device.type for each in modules for p in each.parameters()} - {"cpu"}
+    if _is_for_cpus(mesh):
+        elsewhere -= {"meta"}
     if elsewhere and not any(isinstance(child, FSDPModule) for child in below):
         warnings.warn(
-            f"brigade.install(): fully_shard of a module on {_checks.some_of(sorted(elsewhere))} "
+            f"brigade.install(): {function} of a module on {_checks.some_of(sorted(elsewhere))} "
             "is torch's: brigade shards on CPUs so far.\nNothing is to be done.",
-            stacklevel=2,
+            stacklevel=3,
         )
-        return _torch_fully_shard(module, **kwargs)
-    return fully_shard(module, **kwargs)
+        return False
+    return True
+
+
+def _is_for_cpus(mesh: Any) -> bool:
+    """Where a module from meta gets its memory."""
+    if mesh is None:
+        return torch._C._get_accelerator().type == "cpu"
+    return mesh.device_type == "cpu"
 
 
 @functools.wraps(_torch_register_fsdp_forward_method)

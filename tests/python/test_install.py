@@ -7,12 +7,14 @@ import subprocess
 import sys
 import types
 import warnings
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
 import brigade
@@ -405,11 +407,15 @@ def _shards(rank):
         assert isinstance(composable(torch.nn.Linear(2, 2)), brigade.FSDPModule)
         above = fully_shard(torch.nn.Sequential(stays, torch.nn.Linear(2, 2)))
         assert isinstance(above, FSDPModule) and not isinstance(above, brigade.FSDPModule)
-        with pytest.warns(UserWarning, match="a module on 'meta' is torch's"):
-            elsewhere = fully_shard(torch.nn.Linear(2, 2, device="meta"))
-        assert not isinstance(elsewhere, brigade.FSDPModule)
+        on_meta, of_devices = torch.nn.Linear(2, 2, device="meta"), mock.Mock(device_type="cuda")
+        with (
+            mock.patch("brigade._install._torch_fully_shard", return_value="torch's"),
+            pytest.warns(UserWarning, match="fully_shard of a module on 'meta' is torch's"),
+        ):
+            assert fully_shard(on_meta, mesh=of_devices) == "torch's"
+        assert isinstance(fully_shard(on_meta), brigade.FSDPModule)
         with pytest.raises(NotImplementedError, match="shard_placement_fn"):
-            fully_shard(torch.nn.Linear(2, 2), shard_placement_fn=lambda parameter: None)
+            fully_shard(torch.nn.Linear(2, 2), shard_placement_fn=lambda parameter: Shard(1))
     from torch.distributed.fsdp import fully_shard
 
     assert fully_shard is before

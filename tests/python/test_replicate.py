@@ -1,0 +1,121 @@
+"""Data parallelism through units: every rank holds all parameters."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._composable import replicate_with_fsdp as torchs
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+
+import brigade
+
+from ranks import run_ranks
+from sharded_training import Net, batch_of, expect_equal, make_net, shard_blocks, step_of_all
+
+
+def _trains(rank, world_size):
+    plain, model = make_net(), shard_blocks(make_net(), brigade.replicate)
+    assert isinstance(model, (brigade.ReplicateModule, Net))
+    assert isinstance(model, torchs.ReplicateModule)
+    assert type(model).__name__ == "ReplicateNet"
+    shapes = {name: p.shape for name, p in plain.named_parameters()}
+    assert all(p.shape == shapes[name] for name, p in model.named_parameters())
+    optimizers = [torch.optim.AdamW(net.parameters(), foreach=False) for net in (plain, model)]
+    for step in range(3):
+        step_of_all(plain, optimizers[0], step, world_size)
+        optimizers[1].zero_grad()
+        model(batch_of(rank, step)).square().mean().backward()
+        for a, b in zip(plain.parameters(), model.parameters(), strict=True):
+            assert torch.equal(a.grad, b.grad.plain())
+        optimizers[1].step()
+    expect_equal(model, plain)
+    statistics = model.sharding_statistics()
+    assert statistics["sent_by_gathers"] == 0
+    assert statistics["late_gathers"] == 0
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+    expected = nn.utils.get_total_norm([p.grad for p in plain.parameters()])
+    torch.testing.assert_close(norm, expected)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_equals_one_process(world_size):
+    run_ranks(_trains, world_size, world_size=world_size)
+
+
+def _against_torch(rank):
+    results = []
+    for shard in (brigade.replicate, torchs.replicate):
+        model = shard_blocks(make_net(), shard)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        losses = []
+        for step in range(5):
+            optimizer.zero_grad()
+            loss = model(batch_of(rank, step)).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        results.append(losses)
+    assert results[0] == results[1]
+
+
+def test_losses_equal_torchs_on_two_ranks():
+    run_ranks(_against_torch)
+
+
+def _options(rank):
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
+    torch.manual_seed(rank % 2)  # as split along the other dimension
+    model = nn.Linear(3, 2)
+    ignored = model.bias
+    brigade.replicate(
+        model,
+        mesh=mesh["data"],
+        ignored_params=[ignored],
+        comm_hook="bf16_compress",
+        mp_policy=MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float32),
+    )
+    model.forward = lambda x: x @ model.weight.t()
+    assert model.bias is ignored
+    assert model(torch.full((1, 3), 1.0 + rank // 2)).dtype == torch.float32
+    model(torch.full((1, 3), 1.0 + rank // 2)).sum().backward()
+    assert model.weight.grad.plain().tolist() == [[1.5] * 3] * 2
+    weights = [None] * 4
+    dist.all_gather_object(weights, model.full_state_dict()["weight"].tolist())
+    assert weights[0] == weights[2] != weights[1] == weights[3]
+    with pytest.raises(ValueError, match="mesh of one dimension"):
+        brigade.replicate(nn.Linear(2, 2), mesh=mesh)
+    with pytest.raises(NotImplementedError, match="offload_policy"):
+        brigade.replicate(nn.Linear(2, 2), offload_policy=CPUOffloadPolicy())
+    with pytest.raises(ValueError, match="sharded already"):
+        brigade.fully_shard(model)
+
+
+def test_meshes_precision_and_what_is_refused():
+    run_ranks(_options, world_size=4)
+
+
+def _from_meta(rank):
+    plain = make_net()
+    with torch.device("meta"):
+        model = Net()
+    shard_blocks(model, brigade.replicate)
+    model.to_empty(device="cpu")
+    model.load_full_state_dict(plain.state_dict())
+    expect_equal(model, plain)
+
+
+def test_a_model_from_meta():
+    run_ranks(_from_meta)
+
+
+def _installed(rank):
+    with brigade.install():
+        model = torchs.replicate(nn.Linear(3, 2))
+    assert isinstance(model, brigade.ReplicateModule)
+    model(torch.ones(1, 3)).sum().backward()
+    assert model.weight.grad.plain().tolist() == [[1.0] * 3] * 2
+    assert not isinstance(torchs.replicate(nn.Linear(3, 2)), brigade.FSDPModule)
+
+
+def test_install_makes_torchs_brigades():
+    run_ranks(_installed)
