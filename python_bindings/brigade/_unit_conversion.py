@@ -48,41 +48,33 @@ def give_memory(module: nn.Module, device: torch.device) -> None:
         each._buffers.update(kept)
 
 
+# By parameter, what a small tensor like it becomes; None: it stays what it is.
+_Changes = list[torch.Tensor | None]
+
+
 def _convert_units(below: Unit, fn: _Function, recurse: bool) -> None:
     units = [unit for unit in below.with_those_below() if unit.native is not None]
-    changed = {unit: parts for unit in units if (parts := _converted(unit, fn)) is not None}
-    if changed and not recurse:
+    changes = {unit: [_change_of(part, fn) for part in unit.shards] for unit in units}
+    changes = {unit: found for unit, found in changes.items() if any(c is not None for c in found)}
+    if changes and not recurse:
         raise NotImplementedError(
             "fully_shard: a unit can't be cast or get memory in one of its modules alone.\nLeave "
             "recurse=False out."
         )
-    others = {unit for unit, parts in changed.items() if not _fit(unit, parts)}
-    if others:
-        _make_anew(below, changed, fn)
+    if all(_fit(unit, found) for unit, found in changes.items()):
+        for unit, found in changes.items():
+            _write(unit, found, fn)
     else:
-        for unit, parts in changed.items():
-            _write(unit, parts, fn)
+        _make_anew(below, changes, fn)
 
 
-def _converted(unit: Unit, fn: _Function) -> list[torch.Tensor] | None:
-    """What becomes of the parts, or None if they stay what they are."""
-    is_changed = [_is_changed(part, fn) for part in unit.shards]
-    if not any(is_changed):
-        return None
-    with torch.no_grad():
-        return [
-            fn(part.plain()) if changes else part.plain()
-            for part, changes in zip(unit.shards, is_changed, strict=True)
-        ]
-
-
-def _is_changed(part: ShardedParameter, fn: _Function) -> bool:
+def _change_of(part: ShardedParameter, fn: _Function) -> torch.Tensor | None:
     """As `fn` would have it of any tensor of the whole one's kind, which ranks have alike."""
     sizes = (1, 2, 2, 2, 2)[: len(part.whole_shape)]
     like = torch.ones(sizes, dtype=part.dtype, device=part.device)
     found = fn(like)
     if found is like:
-        return False
+        return None
     if found.device != like.device and not like.is_meta:
         raise NotImplementedError(
             f"fully_shard: a sharded module can't be moved, from {like.device} to {found.device}."
@@ -93,48 +85,53 @@ def _is_changed(part: ShardedParameter, fn: _Function) -> bool:
             "fully_shard: a sharded module can't get another memory format.\nDo so before it is "
             "sharded."
         )
-    return True
+    return found
 
 
-def _fit(unit: Unit, parts: list[torch.Tensor]) -> bool:
-    """Whether the parts may be written where the unit's are."""
-    pairs = zip(unit.shards, parts, strict=True)
-    return all((a.dtype, a.device) == (b.dtype, b.device) for a, b in pairs)
+def _fit(unit: Unit, changes: _Changes) -> bool:
+    """Whether what the parts become may be written where they are."""
+    return all(
+        change is None or (change.dtype, change.device) == (shard.dtype, shard.device)
+        for shard, change in zip(unit.shards, changes, strict=True)
+    )
 
 
-def _write(unit: Unit, parts: list[torch.Tensor], fn: _Function) -> None:
+def _write(unit: Unit, changes: _Changes, fn: _Function) -> None:
     with torch.no_grad():
-        for shard, part in zip(unit.shards, parts, strict=True):
-            shard.plain().copy_(part)
+        for shard, change in zip(unit.shards, changes, strict=True):
+            if change is None:
+                continue
+            shard.plain().copy_(fn(shard.plain()))
             if shard.grad is not None:
                 shard.grad.plain().copy_(fn(shard.grad.plain()))
 
 
-def _make_anew(below: Unit, changed: dict[Unit, list[torch.Tensor]], fn: _Function) -> None:
-    """Collective. A root's other units are made anew of what they have."""
+def _make_anew(below: Unit, changes: dict[Unit, _Changes], fn: _Function) -> None:
+    """Collective. A root's other units are made anew of what they have. One after the other."""
     root, group = below.root, below.outermost().group
     with failure_told_to_peers(group):
         if root is not None:
             _require_idle(root)
     items = [
-        f"'{name}' of {unit.describe()} to {part.dtype} on {part.device.type}"
-        for unit, parts in changed.items()
-        for name, part in zip(unit.names, parts, strict=True)
+        f"'{name}' of {unit.describe()} to {change.dtype} on {change.device.type}"
+        for unit, found in changes.items()
+        for name, change in zip(unit.names, found, strict=True)
+        if change is not None
     ]
     _C.require_agreement(group, "converted parameter", items)
-    units = list(changed) if root is None else root.units
+    units = list(changes) if root is None else root.units
     settings = {unit: unit.settings_to_keep() for unit in units}
     if root is not None:
         root.dissolve()
     with torch.no_grad():
         for unit in units:
-            parts = changed.get(unit)
-            gradients = [
-                None if shard.grad is None else shard.grad.plain() for shard in unit.shards
-            ]
-            if parts is not None:
-                gradients = [None if g is None else fn(g) for g in gradients]
-            unit.make_anew(parts or [shard.plain() for shard in unit.shards], gradients)
+            parts = [shard.plain() for shard in unit.shards]
+            gradients = [None if s.grad is None else s.grad.plain() for s in unit.shards]
+            for i, change in enumerate(changes.get(unit, [])):
+                if change is not None:
+                    parts[i] = fn(parts[i])
+                    gradients[i] = None if gradients[i] is None else fn(gradients[i])
+            unit.make_anew(parts, gradients)
             unit.set_kept(settings[unit])
 
 
