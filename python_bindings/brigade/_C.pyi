@@ -5,7 +5,7 @@ import torch
 import torch._C._distributed_c10d
 import torch.distributed.distributed_c10d
 import typing
-__all__: list[str] = ['Logger', 'ModuleScan', 'ReducedParameters', 'Reducer', 'ShardedRoot', 'ShardedUnit', 'ShardingOptions', 'UnitCall', 'UnitSettings', 'are_exactly', 'check_parameters', 'describe_tensor', 'entries_of', 'has_entries', 'one_per_device', 'rebuilds_by_default', 'recording_group', 'require_agreement', 'then_collective', 'tie_outputs', 'version']
+__all__: list[str] = ['CheckpointedOptimizer', 'Logger', 'ModuleScan', 'ReducedParameters', 'Reducer', 'ShardedRoot', 'ShardedUnit', 'ShardingOptions', 'UnitCall', 'UnitSettings', 'are_exactly', 'check_parameters', 'describe_tensor', 'entries_of', 'has_entries', 'load_sharded', 'one_per_device', 'rebuilds_by_default', 'recording_group', 'require_agreement', 'save_sharded', 'then_collective', 'tie_outputs', 'version']
 class ReducedParameters:
     """
     What a reducer is made of. For a moment, as ModuleScan.
@@ -363,6 +363,14 @@ class ShardedRoot:
         """
         Collective.
         """
+class CheckpointedOptimizer:
+    """
+    See fsdp/optimizer_checkpoint.h.
+    """
+    def __init__(self, *, type: str = '', has_state_before_steps: bool = False, shards: collections.abc.Sequence[torch.Tensor] = [], fields: collections.abc.Sequence[collections.abc.Sequence[tuple[str, bool]]] = [], problem: str = '') -> None:
+        """
+        `fields`: by shard, names and whether each is a count. `problem`: why there is nothing else; an error on all ranks.
+        """
 def are_exactly(objects: list, type: typing.Any) -> bool:
     """
     Whether all are of this class, and not of one derived from it.
@@ -383,6 +391,10 @@ def has_entries(tables: list, entries: list) -> bool:
     """
     Whether entries_of() would give that list.
     """
+def load_sharded(root: ShardedRoot, in_shards: bool, path: str, optimizer: CheckpointedOptimizer | None) -> tuple[dict[str, str], list[dict[str, torch.Tensor]]]:
+    """
+    Collective. The metadata, and by shard of the optimizer what it is to keep.
+    """
 def one_per_device(tensors: list) -> list:
     """
     The first of the tensors on each device.
@@ -398,6 +410,10 @@ def recording_group(world_size: typing.SupportsInt) -> torch.distributed.distrib
 def require_agreement(group: torch.distributed.distributed_c10d.ProcessGroup, what: str, items: collections.abc.Sequence[str], failure: str = '') -> None:
     """
     Collective. Raises RuntimeError on every rank alike, naming the first item in which ranks differ; `what` is the name of one item. If some ranks give a `failure`, what has gone wrong there, it says that instead.
+    """
+def save_sharded(root: ShardedRoot, in_shards: bool, path: str, metadata: collections.abc.Mapping[str, str], optimizer: CheckpointedOptimizer | None, kept: collections.abc.Sequence[collections.abc.Mapping[str, torch.Tensor]]) -> None:
+    """
+    Collective.
     """
 def then_collective(future: torch.Future, launch: typing.Any) -> torch.Future:
     """

@@ -384,7 +384,7 @@ TEST(FullyShardedTest, AUnitOfNormsMayStayInSlices) {
     const ShardingStatistics statistics = root.statistics();
     EXPECT_EQ(statistics.late_gathers, 0);
     EXPECT_EQ(statistics.unplanned, 0);
-    EXPECT_EQ(statistics.peak_whole_bytes, statistics.planned_bytes);
+    EXPECT_EQ(statistics.whole_bytes, statistics.planned_bytes);
 
     NormedNet net;
     std::vector<UnitSpec> specs = units_of_module(*net).specs;
