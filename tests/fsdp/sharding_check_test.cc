@@ -59,5 +59,59 @@ TEST(ShardingCheckTest, ABadParameterOnOneRankIsAnErrorOnAll) {
   });
 }
 
+TEST(ShardingCheckTest, UnitsOnMetaAreMadeAnewBeforeThereIsARoot) {
+  run_ranks(2, [](const Group& group) {
+    const int rank = group->getRank();
+    const auto spec_of = [](const at::Tensor& tensor) {
+      return std::vector<UnitSpec>{
+          {.name = "block", .parameters = {{.name = "w", .tensor = tensor}}}};
+    };
+    const at::Tensor on_meta = torch::empty({3, 3}, at::kMeta).requires_grad_();
+    const auto made =
+        make_units(spec_of(on_meta), group, {.allows_meta = true});
+    EXPECT_EQ(made[0].shards[0].numel(), rank == 0 ? 5 : 4);
+    EXPECT_TRUE(made[0].shards[0].is_meta());
+    EXPECT_THAT(message_of([&] {
+                  ShardedRoot(make_units(spec_of(torch::empty({3}, at::kMeta)),
+                                         group, {.allows_meta = true}),
+                              group, {});
+                }),
+                HasSubstr("unit 'block' is on meta"));
+  });
+}
+
+// As a cast does: an optimizer has them.
+TEST(ShardingCheckTest, ShardsThatAreGivenAreThoseOfTheUnitsMadeAnew) {
+  run_ranks(2, [](const Group& group) {
+    const auto spec_of = [](at::ScalarType dtype) {
+      return UnitSpec{
+          .name = "block",
+          .parameters = {{.name = "w",
+                          .tensor = torch::ones({5}, dtype).requires_grad_()}}};
+    };
+    const at::Tensor shard =
+        make_units({spec_of(at::kFloat)}, group, {})[0].shards[0];
+    UnitSpec anew = spec_of(at::kDouble);
+    anew.shards = {shard};
+    const at::Tensor whole = anew.parameters[0].tensor;
+    ShardedRoot root(std::vector<UnitSpec>{anew}, group, {});
+    EXPECT_TRUE(root.shards()[0].is_same(shard));
+    EXPECT_EQ(shard.scalar_type(), at::kDouble);
+    for (int step = 1; step < 4; ++step) {
+      root.settings(0).reshards_after_backward = false;
+      root.forward([&] {
+            return root.call(0, torch::ones({1}), [&](const at::Tensor& in) {
+              EXPECT_TRUE((whole == step).all().item<bool>());  // not the last
+              return (whole * in).sum();
+            });
+          })
+          .backward();
+      const torch::NoGradGuard no_grad;
+      at::Tensor(shard).add_(shard.grad());
+      at::Tensor(shard).mutable_grad() = at::Tensor();
+    }
+  });
+}
+
 }  // namespace sharding_check_test
 }  // namespace brigade

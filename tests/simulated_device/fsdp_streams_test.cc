@@ -244,6 +244,33 @@ TEST_P(OtherFsdpStreamsTest, WritesWholeParameters) {
   });
 }
 
+// One unit, and the others' gathers beside it.
+TEST_P(OtherFsdpStreamsTest, WritesAUnitBetweenForwardAndBackward) {
+  on_every_layout(options(), program(), [](ShardedTraining& training) {
+    ShardedRoot& root = training.root();
+    for (int s = 0; s < 2; ++s) {
+      root.unshard(1);
+      EXPECT_TRUE(root.await_unit(1));
+      {
+        const torch::NoGradGuard no_grad;
+        for (const auto& segment : root.unit(1).segments) {
+          for (const NamedParameter& parameter : segment->parameters()) {
+            at::Tensor(parameter.tensor).mul_(1);
+          }
+        }
+      }
+      root.reshard(1, /*writes=*/true);
+      root.unshard(1);  // its forward waits
+      const at::Tensor loss = training.forward(s);
+      root.unshard(1);
+      loss.backward();
+      training.expect_gradients(s);
+      training.update();
+      training.zero_grad();
+    }
+  });
+}
+
 // Ends of iterations are not waited for: what a peer has failed in is told
 // where the next forward begins.
 TEST_P(OtherFsdpStreamsTest, FailuresOfPeersAreToldInTheNextForward) {
