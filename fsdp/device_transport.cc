@@ -1,5 +1,12 @@
 #include "brigade/fsdp/device_transport.h"
 
+#include <ATen/core/List.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+
+#include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "brigade/comm/subgroup.h"
@@ -16,7 +23,7 @@ class DeviceTransport final : public ShardTransport {
  public:
   DeviceTransport(const Group& group, int num_shards,
                   const ShardingStreams& streams,
-                  const std::vector<int>& neighbours)
+                  const std::vector<int>& neighbours, bool in_order)
       : ShardTransport(num_shards, group->getSize() / num_shards,
                        group->getRank() % num_shards, streams),
         gathers_(make_subgroup(group, row_of(group->getRank(), num_shards),
@@ -26,7 +33,8 @@ class DeviceTransport final : public ShardTransport {
         column_(make_subgroup(
             group, column_of(group->getRank(), num_shards, group->getSize()),
             streams.device())),
-        neighbours_(group, neighbours, streams.device()) {}
+        neighbours_(group, neighbours, streams.device()),
+        in_order_(in_order) {}
 
   FuturePtr all_gather(const at::Tensor& whole) override {
     const int64_t shard_numel = whole.numel() / num_shards();
@@ -44,6 +52,7 @@ class DeviceTransport final : public ShardTransport {
   FuturePtr reduce_scatter(const at::Tensor& whole, const at::Tensor& shard,
                            Sum sum) override {
     sent_.by_sums += bytes_by_ring(whole, num_shards());
+    if (in_order_) return reduce_in_order(whole, shard, sum);
     if (sum.over_replicas) {
       sent_.by_sums += 2 * bytes_by_ring(shard, num_replicas());
     }
@@ -59,7 +68,7 @@ class DeviceTransport final : public ShardTransport {
   }
 
   Sent sent() const override { return sent_; }
-  bool scales() const override { return false; }
+  bool scales() const override { return in_order_; }
 
   std::vector<Group> own_groups() const override {
     std::vector<Group> groups;
@@ -71,6 +80,49 @@ class DeviceTransport final : public ShardTransport {
   }
 
  private:
+  // On the current stream, behind the collectives. As OrderedCollectives have
+  // it: a level is rounded where its sum travels on, the last one's behind the
+  // scale.
+  FuturePtr reduce_in_order(const at::Tensor& whole, const at::Tensor& shard,
+                            const Sum& sum) {
+    const at::NoGradGuard no_grad;
+    at::Tensor parts = whole;
+    if (num_shards() > 1) {
+      parts = at::empty_like(whole);
+      exchange_parts(*sums_.group(), parts, whole)->wait();
+    }
+    at::Tensor total = sum_of(parts, num_shards());
+    if (sum.over_replicas && num_replicas() > 1) {
+      sent_.by_sums +=
+          static_cast<int64_t>(shard.nbytes()) * (num_replicas() - 1);
+      shard.copy_(total);
+      const at::Tensor of_rows =
+          at::empty({num_replicas() * shard.numel()}, shard.options());
+      gather_into(*column_.group(), of_rows, shard)->wait();
+      total = sum_of(of_rows, num_replicas());
+    }
+    if (sum.scale != 1) total.mul_(sum.scale);
+    shard.copy_(total);
+    std::vector<c10::Device> devices;
+    if (!shard.is_cpu()) devices.push_back(shard.device());
+    auto done = c10::make_intrusive<c10::ivalue::Future>(
+        c10::ListType::create(c10::TensorType::get()), std::move(devices));
+    done->markCompleted(c10::List<at::Tensor>({shard}));
+    return done;
+  }
+
+  // Of `count` parts, one behind the other; float16 and bfloat16 in float32.
+  static at::Tensor sum_of(const at::Tensor& parts, int count) {
+    const at::ScalarType dtype = parts.scalar_type();
+    const bool is_short = dtype == at::kHalf || dtype == at::kBFloat16;
+    const int64_t numel = parts.numel() / count;
+    at::Tensor sum = parts.narrow(0, 0, numel)
+                         .to(is_short ? at::kFloat : dtype,
+                             /*non_blocking=*/false, /*copy=*/true);
+    for (int i = 1; i < count; ++i) sum.add_(parts.narrow(0, i * numel, numel));
+    return sum;
+  }
+
   // The sum of a row is in `tensor` when `row` is done.
   FuturePtr over_column(c10d::Work& row, const at::Tensor& tensor) {
     if (num_replicas() == 1) return row.getFuture();
@@ -92,6 +144,7 @@ class DeviceTransport final : public ShardTransport {
   const GroupScope sums_;
   const GroupScope column_;
   const NeighbourGroups neighbours_;
+  const bool in_order_;
   Sent sent_;
 };
 
@@ -99,9 +152,9 @@ class DeviceTransport final : public ShardTransport {
 
 std::unique_ptr<ShardTransport> make_device_transport(
     const Group& group, int num_shards, const ShardingStreams& streams,
-    const std::vector<int>& neighbours) {
+    const std::vector<int>& neighbours, bool in_order) {
   return std::make_unique<DeviceTransport>(group, num_shards, streams,
-                                           neighbours);
+                                           neighbours, in_order);
 }
 
 }  // namespace brigade

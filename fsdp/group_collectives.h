@@ -6,7 +6,9 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstdint>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <vector>
 
 namespace brigade {
 
@@ -31,6 +33,22 @@ c10::intrusive_ptr<c10d::Work> reduce_into(ProcessGroup& group,
     return group.reduce_scatter_single(output, input);
   } else {
     return group._reduce_scatter_base(output, input);
+  }
+}
+
+// [W * S] of the slices [S] that ranks have for this one, by rank, from its own
+// for each of them.
+template <typename ProcessGroup>
+c10::intrusive_ptr<c10d::Work> exchange_parts(ProcessGroup& group,
+                                              at::Tensor output,
+                                              at::Tensor input) {
+  std::vector<int64_t> equal;
+  if constexpr (requires {
+                  group.all_to_all_single(output, input, equal, equal);
+                }) {
+    return group.all_to_all_single(output, input, equal, equal);
+  } else {
+    return group.alltoall_base(output, input, equal, equal);
   }
 }
 

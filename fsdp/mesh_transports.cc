@@ -11,9 +11,11 @@ namespace {
 
 std::unique_ptr<ShardTransport> make_transport(
     const c10::intrusive_ptr<c10d::ProcessGroup>& group, int num_shards,
-    const ShardingStreams& streams, const std::vector<int>& neighbours) {
+    const ShardingStreams& streams, const std::vector<int>& neighbours,
+    bool in_order) {
   if (!streams.device().is_cpu()) {
-    return make_device_transport(group, num_shards, streams, neighbours);
+    return make_device_transport(group, num_shards, streams, neighbours,
+                                 in_order);
   }
   if (!group->getStore() && group->getSize() > 1) {
     return make_group_transport(group, neighbours);
@@ -36,22 +38,22 @@ std::vector<int> neighbours_on(size_t mesh_number,
 
 MeshTransports::OfMesh::OfMesh(
     const c10::intrusive_ptr<c10d::ProcessGroup>& group, const UnitMesh& mesh,
-    const ShardingStreams& streams, std::vector<int> numbers)
+    const ShardingStreams& streams, std::vector<int> numbers, bool in_order)
     : scope(make_subgroup(group, mesh.ranks, streams.device())),
       neighbours(std::move(numbers)),
       transport(make_transport(scope.group(), mesh.row_length(), streams,
-                               neighbours)) {}
+                               neighbours, in_order)) {}
 
 MeshTransports::MeshTransports(
     const c10::intrusive_ptr<c10d::ProcessGroup>& group, int num_shards,
-    c10::Device device, const std::vector<Unit>& units)
+    c10::Device device, const std::vector<Unit>& units, bool in_order)
     : neighbours_of_root_(neighbours_on(0, units)),
       root_(make_transport(group, num_shards, ShardingStreams(device),
-                           neighbours_of_root_)) {
+                           neighbours_of_root_, in_order)) {
   for (const Unit& unit : units) {
     if (unit.mesh_number <= others_.size()) continue;
     others_.emplace_back(group, *unit.mesh, root_->streams(),
-                         neighbours_on(unit.mesh_number, units));
+                         neighbours_on(unit.mesh_number, units), in_order);
   }
 }
 

@@ -26,9 +26,10 @@ class MeshTransports {
  public:
   // Collective: ranks connect. `num_shards`: of the root. `units`: whose meshes
   // are numbered. Errors: as make_ordered_transport()'s, make_subgroup()'s.
+  // `in_order`: make_device_transport()'s.
   MeshTransports(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
                  int num_shards, c10::Device device,
-                 const std::vector<Unit>& units);
+                 const std::vector<Unit>& units, bool in_order = false);
 
   ShardTransport& root() const { return *root_; }
   ShardTransport& of(const Unit& unit) const {
@@ -51,7 +52,7 @@ class MeshTransports {
   struct OfMesh {
     OfMesh(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
            const UnitMesh& mesh, const ShardingStreams& streams,
-           std::vector<int> numbers);
+           std::vector<int> numbers, bool in_order);
 
     const GroupScope scope;  // ends behind what works on it
     const std::vector<int> neighbours;

@@ -32,7 +32,8 @@ std::string describe(const ShardingOptions& options) {
       ", cast_forward_inputs ", options.cast_forward_inputs, ", output_dtype ",
       dtype_name(options.output_dtype), ", reduce_dtype ",
       dtype_name(options.reduce_dtype), ", broadcasts_parameters ",
-      options.broadcasts_parameters, ", comm_hook ",
+      options.broadcasts_parameters, ", reproducible ", options.reproducible,
+      ", comm_hook ",
       options.comm_hook ? options.comm_hook->hook_name() : "none");
 }
 

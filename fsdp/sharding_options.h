@@ -69,6 +69,13 @@ struct ShardingOptions {
   // What gradients are summed in. Unset: the parameters' dtype.
   std::optional<at::ScalarType> reduce_dtype = std::nullopt;
 
+  // On devices, too, gradients are added up in the order of the ranks, as on
+  // the CPU in any case, and not in the backend's: the bits do not depend on
+  // what it chooses. In a row this sends the same bytes, between R replicas R /
+  // 2 times as many; each sum that is under way takes memory for a unit's whole
+  // gradients once more.
+  bool reproducible = false;
+
   // What sums gradients in place of the transport's reduce-scatter, for
   // instance in float16: fsdp/reduction_hook.h. Null: none.
   std::shared_ptr<ReductionHook> comm_hook = nullptr;

@@ -1,0 +1,81 @@
+// What is launched where is shown on a simulated device
+// (tests/simulated_device); here are the values, over Gloo.
+
+#include "brigade/fsdp/device_transport.h"
+
+#include <torch/torch.h>
+
+#include <cstdint>
+#include <tuple>
+#include <vector>
+
+#include "brigade/tests/fsdp/sharded_net.h"
+#include "brigade/tests/support/local_ranks.h"
+#include "gtest/gtest.h"
+
+namespace brigade {
+namespace device_transport_test {
+
+using testing::random;
+using testing::run_ranks;
+
+using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
+
+constexpr int64_t kShardNumel = 37;
+
+// Ranks x length of a row.
+class DeviceSumsInOrderTest
+    : public ::testing::TestWithParam<std::tuple<int, int>> {};
+
+// Drawn values, as sums of whole numbers would hide the order.
+TEST_P(DeviceSumsInOrderTest, HaveTheBitsOfTheCpus) {
+  const auto& [world_size, num_shards] = GetParam();
+  run_ranks(world_size, [row = num_shards](const Group& group) {
+    const auto on_cpu = make_ordered_transport(group, row);
+    const auto on_device = make_device_transport(
+        group, row, ShardingStreams(at::kCPU), {}, /*in_order=*/true);
+    EXPECT_TRUE(on_device->scales());
+    for (const at::ScalarType dtype :
+         {at::kFloat, at::kDouble, at::kBFloat16, at::kHalf}) {
+      const at::Tensor whole =
+          random({row * kShardNumel}, 7 + group->getRank()).to(dtype);
+      const at::Tensor before = whole.clone();
+      for (const bool over_replicas : {true, false}) {
+        const ShardTransport::Sum sum = {
+            .scale = over_replicas ? 1.0 / group->getSize() : 1,
+            .over_replicas = over_replicas};
+        const at::Tensor expected = torch::zeros({kShardNumel}, dtype);
+        const at::Tensor found = torch::zeros({kShardNumel}, dtype);
+        on_cpu->reduce_scatter(whole, expected, sum)->waitAndThrow();
+        on_device->reduce_scatter(whole, found, sum)->waitAndThrow();
+        EXPECT_TRUE(at::equal(found, expected))
+            << dtype << (over_replicas ? "" : ", in a row");
+        EXPECT_TRUE(at::equal(whole, before));
+      }
+    }
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(, DeviceSumsInOrderTest,
+                         ::testing::Values(std::tuple(1, 1), std::tuple(2, 2),
+                                           std::tuple(3, 3), std::tuple(4, 4),
+                                           std::tuple(3, 1), std::tuple(4, 2),
+                                           std::tuple(6, 2)));
+
+TEST(DeviceSumsTest, InOrderSendAsManyBytesInARow) {
+  run_ranks(4, [](const Group& group) {
+    for (const int row : {4, 2}) {
+      const auto transport = make_device_transport(
+          group, row, ShardingStreams(at::kCPU), {}, /*in_order=*/true);
+      const at::Tensor whole = torch::ones({row * kShardNumel});
+      transport->reduce_scatter(whole, torch::zeros({kShardNumel}), {})
+          ->waitAndThrow();
+      const int64_t shard_bytes = kShardNumel * 4;
+      EXPECT_EQ(transport->sent().by_sums,
+                shard_bytes * (row - 1) + shard_bytes * (4 / row - 1));
+    }
+  });
+}
+
+}  // namespace device_transport_test
+}  // namespace brigade
