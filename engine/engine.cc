@@ -367,7 +367,7 @@ std::optional<ReductionError> Engine::last_error() const {
 
 // Called on another thread; never waits for the lock, which an engine that
 // waits for its peers holds.
-std::string Engine::describe_progress() const {
+std::string Engine::describe_sequence_progress() const {
   const std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
   return lock.owns_lock() ? brigade::describe_progress(state_)
                           : describe_busy_progress(state_);

@@ -181,6 +181,10 @@ class Engine : private GradientListener {
   void set_timeline_sample_rate(int64_t sample_rate);
   void set_stall_report_after(std::chrono::milliseconds time);
   void set_stall_handler(std::function<void(const std::string&)> handler);
+  // For who waits for peers beside the sequence. Any thread.
+  const std::shared_ptr<Progress>& progress() const {
+    return state_.observations.progress;
+  }
   std::optional<ReductionError> last_error() const;
   const GradientHooks& hooks() const { return *hooks_; }
 
@@ -203,7 +207,10 @@ class Engine : private GradientListener {
   void finish();
 
   // Takes the lock only if it is free.
-  std::string describe_progress() const;
+  std::string describe_sequence_progress() const;
+  std::string describe_progress() const {
+    return describe_sequence_progress() + state_.policy.describe_beside();
+  }
 
   // Callbacks of a backward hold it while they run.
   std::shared_ptr<GradientHooks> hooks_;

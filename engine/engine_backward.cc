@@ -53,7 +53,10 @@ void Engine::on_output_reached(Preparation preparation) try {
 void Engine::begin_in_backward() try {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (has_begun(state_.phase)) return;
-  if (is_between(state_.phase)) start_iteration();
+  if (is_between(state_.phase)) {
+    start_iteration();
+    state_.observations.timeline.prepared(state_.iteration->number);
+  }
   enter_backward(running_backward_id());
   try {
     begin_reduction();

@@ -153,6 +153,10 @@ class ReductionPolicy {
   // What an entry with a unit is called; an "s" makes it plural. Any thread.
   virtual std::string_view unit_word() const { return "bucket"; }
 
+  // Behind what an engine says of its progress: how far this rank is in what it
+  // launches beside the sequence. Any thread, also while others call.
+  virtual std::string describe_beside() const { return ""; }
+
   // All of them, in the error that says that some were not ready.
   virtual std::string all_units() const {
     return "all " + std::string(unit_word()) + "s";

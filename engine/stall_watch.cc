@@ -164,11 +164,15 @@ std::string StallWatch::Check::report(Time now) {
         "all other ranks have come as far and wait: it is the "
         "communication that is slow, or stuck");
   }
-  return absl::StrCat(
-      names_.engine, ": rank ", place_.rank, " has waited ",
-      seconds(now - since_), " for its peers in iteration ", iteration, ", ",
-      launched, " of ", progress_->num_units.load(), " ", names_.unit,
-      "s launched.\nLook there: ", absl::StrJoin(parts, "; "), ".");
+  const std::string* const awaited = progress_->awaited;
+  const std::string for_what =
+      awaited == nullptr ? "" : absl::StrCat(", for ", *awaited, ",");
+  return absl::StrCat(names_.engine, ": rank ", place_.rank, " has waited ",
+                      seconds(now - since_), " for its peers", for_what,
+                      " in iteration ", iteration, ", ", launched, " of ",
+                      progress_->num_units.load(), " ", names_.unit,
+                      "s launched.\nLook there: ", absl::StrJoin(parts, "; "),
+                      ".");
 }
 
 int64_t StallWatch::Check::num_questions() {

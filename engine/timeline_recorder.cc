@@ -37,9 +37,9 @@ void TimelineRecorder::bind(std::vector<c10::Device> devices,
   current_completions_ = std::make_shared<Completions>(devices_.size());
 }
 
-bool TimelineRecorder::is_sampled(int64_t iteration) const {
-  return sample_rate_ > 0 &&
-         (iteration <= kAlwaysSampled || iteration % sample_rate_ == 0);
+bool TimelineRecorder::is_sampled(int64_t iteration, int64_t sample_rate) {
+  return sample_rate > 0 &&
+         (iteration <= kAlwaysSampled || iteration % sample_rate == 0);
 }
 
 void TimelineRecorder::forward_begins(int64_t iteration) {

@@ -25,8 +25,11 @@ namespace brigade {
 
 class TimelineRecorder {
  public:
-  // Sampled whatever the rate is. Source: torch's DDP logging.
+  // Sampled whatever the rate is. Source of both: torch's DDP logging.
   static constexpr int64_t kAlwaysSampled = 10;
+  static constexpr int64_t kDefaultSampleRate = 100;
+
+  static bool is_sampled(int64_t iteration, int64_t sample_rate);
 
   // Every `sample_rate`-th iteration; 0: none at all. REQUIRES: not negative.
   void set_sample_rate(int64_t sample_rate) { sample_rate_ = sample_rate; }
@@ -81,7 +84,9 @@ class TimelineRecorder {
  private:
   struct Completions;
 
-  bool is_sampled(int64_t iteration) const;
+  bool is_sampled(int64_t iteration) const {
+    return is_sampled(iteration, sample_rate_);
+  }
   void stamp_backward();
   void mark(DeviceTimes::Mark mark);
   void stamp_gradient(VariableIndex variable);
@@ -93,7 +98,7 @@ class TimelineRecorder {
   void watch(size_t bucket, c10::ivalue::Future& future);
   void finish();
 
-  int64_t sample_rate_ = 100;  // torch's DDP samples as often
+  int64_t sample_rate_ = kDefaultSampleRate;
   bool sampling_ = false;
   int64_t forward_begin_ns_ = 0;  // of the next iteration
   size_t num_variables_ = 0;

@@ -121,6 +121,7 @@ ShardedRoot::ShardedRoot(std::vector<Unit> units,
                     .sink = policy_.get(),
                     .launches_rest_when_failing = true});
   engine_->connect();
+  gathers_->note_waits_in(engine_->progress());
 }
 
 ShardedRoot::~ShardedRoot() { alive_ = nullptr; }

@@ -44,6 +44,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <chrono>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
@@ -68,6 +69,7 @@
 #include "brigade/fsdp/mesh_transports.h"
 #include "brigade/fsdp/shard_transport.h"
 #include "brigade/fsdp/sharding_options.h"
+#include "brigade/fsdp/sharding_timeline.h"
 #include "brigade/fsdp/unit.h"
 #include "brigade/fsdp/unit_gathers.h"
 #include "brigade/fsdp/unit_policy.h"
@@ -303,6 +305,28 @@ class ShardedRoot final : private UnitPolicy::Listener {
   ShardingStatistics statistics() const;
   EngineStatistics engine_statistics() const { return engine_->statistics(); }
 
+  // When units were gathered and reduced in the last step that was sampled: the
+  // first 10 are, and every 100th, or that of the sample rate (0: none). What
+  // backwards without synchronisation have gathered is the step's that is
+  // reduced. On devices, waits for these. Errors: ValueError for a negative
+  // rate.
+  ShardingTimeline timeline() const;
+  void set_timeline_sample_rate(int64_t sample_rate);
+
+  // A rank that has waited so long for its peers warns once, and says for which
+  // unit's gather, and how far the late ranks are (docs/timeline.md). At first
+  // half of the group's timeout, 60 s at most; 0: never. Errors: ValueError for
+  // a negative time.
+  void set_stall_report_after(std::chrono::milliseconds time) {
+    engine_->set_stall_report_after(time);
+  }
+  // Called on a thread of its own with what would have been a warning; null:
+  // warn again.
+  void set_stall_handler(
+      std::function<void(const std::string& report)> handler) {
+    engine_->set_stall_handler(std::move(handler));
+  }
+
   // Units, bytes, padding and memory, in words: before the first forward what
   // it is planned to be, as settings are now.
   std::string explain() const;
@@ -345,6 +369,10 @@ class ShardedRoot final : private UnitPolicy::Listener {
 
   // sharded_root_between.cc
   const Unit& unit_of(const Segment& segment) const;
+
+  // sharded_root_observed.cc
+  void note_step_begins();
+  void note_reduced_backward();
 
   // sharded_root_memory.cc
   MemoryPlan make_plan() const;

@@ -59,6 +59,7 @@ void ShardedRoot::begin_backward() {
       on_backward_over(/*ended_well=*/false);
       throw;
     }
+    note_reduced_backward();
     pass_ = Pass::kBackward;
     return;
   }
@@ -125,7 +126,10 @@ void ShardedRoot::end_backward(bool ended_well) {
       release_if_unused(unit);
     }
   }
-  if (!ended_well) gathers_->drop_slices();
+  if (!ended_well) {
+    gathers_->drop_slices();
+    gathers_->recorder().drop();
+  }
   is_behind_backward_ = ended_well;
 }
 

@@ -30,6 +30,7 @@ void ShardedRoot::begin_forward() {
   follow_shards();
   claim_kept();
   release_outdated();
+  note_step_begins();
   const std::vector<size_t> expected = policy_->expected_in_forward();
   ask("began a forward", expected);
   gathers_->shards_are_written();
@@ -60,6 +61,7 @@ void ShardedRoot::end_forward() {
       release_behind_forward(unit);
     }
   }
+  gathers_->recorder().forward_ends();
   if (pass_ == Pass::kForward) pass_ = Pass::kNone;
 }
 
@@ -136,6 +138,7 @@ void ShardedRoot::forward_failed(const std::exception_ptr& error) {
     if (gathers_->is_claimed(unit)) release_if_unused(unit);
   }
   gathers_->drop_slices();
+  gathers_->recorder().drop();
   if (pass_ == Pass::kForward) pass_ = Pass::kNone;
   if (!peers_know_) engine_->fail(error);
 }

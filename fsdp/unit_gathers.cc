@@ -24,9 +24,12 @@ UnitGathers::UnitGathers(std::vector<Unit>& units, MeshTransports& transports,
       uses_(units.size(), StreamUses(pool.device())),
       slices_(units, streams_, pool),
       num_from_slices_(units.size(), 0),
+      recorder_(pool.device()),
       shard_writers_(pool.device()) {
   const std::optional<c10::Stream>& stream = streams_.gathers();
   for (size_t i = 0; i < units_.size(); ++i) {
+    gather_names_.push_back(
+        absl::StrCat("the gather of unit '", units_[i].name, "'"));
     own_[i].resize(units_[i].segments.size());
     for (const auto& segment : units_[i].segments) {
       if (segment->is_whole_here())
@@ -91,8 +94,11 @@ void UnitGathers::shards_are_written() {
 
 void UnitGathers::need(size_t unit, std::span<const size_t> ahead,
                        const std::function<void()>& ask) {
+  const bool is_new = !schedule_.is_claimed(unit);
   request(unit, ahead, ask);
+  if (is_new) recorder_.needed(unit);
   join(unit);
+  if (is_new) recorder_.is_whole(unit);
   for (Gather& gather : gathers_[unit]) gather.is_read = true;
 }
 
@@ -118,11 +124,26 @@ void UnitGathers::request(size_t unit, std::span<const size_t> ahead,
 void UnitGathers::join(size_t unit) {
   for (Gather& gather : gathers_[unit]) {
     if (!gather.future) continue;
-    gather.future->wait();
+    wait_for(unit, *gather.future);
     if (gather.future->hasError()) throw_lost(unit, gather);
     if (pool_.device().is_cpu()) gather.future = nullptr;
   }
   note_use(unit);
+}
+
+void UnitGathers::wait_for(size_t unit, c10::ivalue::Future& future) {
+  std::optional<WaitForPeers> waiting;
+  if (progress_ && !future.completed()) {
+    waiting.emplace(*progress_, &gather_names_[unit]);
+  }
+  future.wait();
+}
+
+std::string UnitGathers::describe_last() const {
+  const int64_t last = last_launched_;
+  return last < 0 ? ""
+                  : absl::StrCat("; its last gather was that of unit '",
+                                 units_[last].name, "'");
 }
 
 // In the words of the connections, behind what they were for.
@@ -225,6 +246,7 @@ void UnitGathers::launch(size_t unit) {
                                 : transports_.of(units_[unit]).num_shards();
   const ShardingStreams::Scope on_gathers = streams_.for_gathers();
   const auto& segments = units_[unit].segments;
+  bool is_first = true;
   for (size_t i = 0; i < segments.size(); ++i) {
     const Segment& segment = *segments[i];
     if (segment.is_whole_here()) continue;
@@ -236,9 +258,12 @@ void UnitGathers::launch(size_t unit) {
     }
     launched.buffer = memory_for(launched, segment, pass);
     launched.buffer.last_use.wait();
+    if (std::exchange(is_first, false)) recorder_.launch_begins(unit, pass);
     const at::Tensor whole = segment.whole_in(launched.buffer.memory);
     launched.future =
         is_near ? gather_near(unit, i, whole) : gather(unit, i, whole);
+    recorder_.launched(*launched.future);
+    last_launched_ = static_cast<int64_t>(unit);
     gathers.push_back(std::move(launched));
   }
   if (is_near && --num_from_slices_[unit] == 0) slices_.drop(unit);

@@ -18,14 +18,19 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <optional>
 #include <span>
+#include <string>
 #include <utility>
 #include <vector>
 
+#include "brigade/engine/progress.h"
+#include "brigade/fsdp/gather_recorder.h"
 #include "brigade/fsdp/gather_schedule.h"
 #include "brigade/fsdp/kept_slices.h"
 #include "brigade/fsdp/memory_plan.h"
@@ -98,6 +103,17 @@ class UnitGathers {
   bool is_current(size_t unit) const;
   bool is_claimed(size_t unit) const { return schedule_.is_claimed(unit); }
 
+  // Waits for peers are noted there from here on.
+  void note_waits_in(std::shared_ptr<Progress> progress) {
+    progress_ = std::move(progress);
+  }
+  // "; its last gather was that of unit 'a'", for who asks what this rank does;
+  // empty: there was none. Any thread.
+  std::string describe_last() const;
+
+  GatherRecorder& recorder() { return recorder_; }
+  const GatherRecorder& recorder() const { return recorder_; }
+
   const GatherSchedule& schedule() const { return schedule_; }
   int64_t num_near() const { return num_near_; }  // gathers among neighbours
 
@@ -121,6 +137,7 @@ class UnitGathers {
   [[noreturn]] void throw_lost(size_t unit, const Gather& gather) const;
   void bind(size_t unit);
   void join(size_t unit);
+  void wait_for(size_t unit, c10::ivalue::Future& future);
   void reclaim_unread(Gather gather);
   void reclaim(Gather gather, StreamPoint last_use);
   void release_own_unless_kept();
@@ -141,6 +158,10 @@ class UnitGathers {
   KeptSlices slices_;
   std::vector<int> num_from_slices_;  // gathers that this pass is to launch
   int64_t num_near_ = 0;
+  GatherRecorder recorder_;
+  std::vector<std::string> gather_names_;  // by unit: "the gather of unit 'a'"
+  std::shared_ptr<Progress> progress_;     // null: not yet
+  std::atomic<int64_t> last_launched_ = -1;  // a unit; read by any thread
   StreamUses shard_writers_;
   bool reads_shards_ = false;  // since somebody waited for that
 };

@@ -136,6 +136,7 @@ void UnitPolicy::adopt_order(std::vector<size_t> reductions) {
   for (const size_t reduction : reduction_order_) {
     if (!is_reduced_[reduction]) continue;
     places_[reduction] = sequence_.size();
+    reductions_[reduction].set_place(sequence_.size());
     sequence_.push_back(&reductions_[reduction]);
   }
   if (used_sum_) sequence_.push_back(used_sum_.get());
@@ -396,6 +397,7 @@ void UnitPolicy::on_iteration_over(Outcome outcome, bool /*is_shadow*/) {
   }
   memory_.reclaim_all();
   if (!is_confirmed_) unconfirmed_ = seen();
+  gathers_.recorder().end(reduced_units());
   if (used_sum_ && !has_used_all()) used_sum_->read();
   for (const size_t i : reduction_order_) {
     if (is_reduced_[i]) reductions_[i].commit(used_of(i));
@@ -407,6 +409,15 @@ void UnitPolicy::on_iteration_over(Outcome outcome, bool /*is_shadow*/) {
     }
   }
   listener_.on_backward_over(/*ended_well=*/true);
+}
+
+std::vector<size_t> UnitPolicy::reduced_units() const {
+  std::vector<size_t> units;
+  for (const size_t reduction : reduction_order_) {
+    if (!is_reduced(reduction)) continue;
+    units.push_back(variables_[first_variable_[reduction]].unit);
+  }
+  return units;
 }
 
 // All that is not committed.

@@ -125,6 +125,9 @@ class UnitPolicy final : public ReductionPolicy, public GradientSink {
   std::shared_ptr<void> let_go() override;
 
   std::string_view unit_word() const override { return "reduction"; }
+  std::string describe_beside() const override {
+    return gathers_.describe_last();
+  }
   std::string name_of(std::span<const size_t> variables) const override;
   std::string describe_missing(std::span<const size_t> variables,
                                Occasion occasion) const override;
@@ -156,6 +159,7 @@ class UnitPolicy final : public ReductionPolicy, public GradientSink {
   void mark_absent(size_t variable, Marker& marker) const;
   Seen seen() const;
   bool has_used_all() const;
+  std::vector<size_t> reduced_units() const;  // in the sequence's order
   void sum_used();
   void drop_gradients();
   std::vector<char> used_of(size_t reduction) const;

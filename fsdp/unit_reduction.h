@@ -26,6 +26,9 @@ class UnitReduction final : public Collective {
   Segment& segment() { return segment_; }
   const Segment& segment() const { return segment_; }
 
+  // In the sequence, among those that are trained.
+  void set_place(size_t place) { place_ = place; }
+
   // From the next launch on, unless the unit's settings say false. False: over
   // the ranks of a row only, and the segment keeps what comes out as a part of
   // the next sum. Of no effect on a mesh of one row.
@@ -44,7 +47,7 @@ class UnitReduction final : public Collective {
   // of those parameters that any rank `is_used`.
   void commit(const std::vector<char>& is_used);
 
-  std::optional<size_t> unit() const override { return index_; }
+  std::optional<size_t> unit() const override { return place_; }
   size_t num_awaited() const override { return segment_.parameters().size(); }
   bool is_left_out() override { return false; }
   bool needs_pack() override { return false; }  // but where it is launched
@@ -62,6 +65,7 @@ class UnitReduction final : public Collective {
   c10::intrusive_ptr<c10::ivalue::Future> reduce(const at::Tensor& whole);
 
   const size_t index_;
+  size_t place_ = 0;
   const Unit& unit_;
   Segment& segment_;
   ShardTransport& transport_;
