@@ -47,11 +47,11 @@ int64_t ReductionTimes::travel_ns() const {
 }
 
 int64_t ShardingTimeline::exposed_ns(size_t reduction) const {
+  const ReductionTimes& asked = reductions.at(reduction);
   int64_t covered_until_ns = backward_end_ns;
   for (size_t i = 0; i < reduction; ++i) {
     covered_until_ns = std::max(covered_until_ns, reductions[i].complete_ns);
   }
-  const ReductionTimes& asked = reductions[reduction];
   return between_ns(std::max(covered_until_ns, asked.launch_ns),
                     asked.complete_ns);
 }

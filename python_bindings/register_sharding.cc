@@ -19,8 +19,10 @@
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "brigade/comm/agreement.h"
+#include "brigade/comm/ranks_of_host.h"
 #include "brigade/fsdp/reduction_hook.h"
 #include "brigade/fsdp/sharded_root.h"
+#include "brigade/fsdp/sharding_timeline.h"
 
 namespace brigade {
 namespace {
@@ -173,6 +175,44 @@ std::pair<CallPtr, std::vector<at::Tensor>> begin_call(
   return {std::move(call), std::move(inputs)};
 }
 
+void register_timeline(py::module_& module) {
+  py::class_<GatherTimes>(module, "GatherTimes",
+                          "ns of the steady clock; 0: did not happen.")
+      .def_readonly("unit", &GatherTimes::unit)
+      .def_property_readonly("is_in_forward",
+                             [](const GatherTimes& self) {
+                               return self.pass == GatheredIn::kForward;
+                             })
+      .def_readonly("launch_ns", &GatherTimes::launch_ns)
+      .def_readonly("complete_ns", &GatherTimes::complete_ns)
+      .def_readonly("needed_ns", &GatherTimes::needed_ns)
+      .def_readonly("whole_ns", &GatherTimes::whole_ns)
+      .def_property_readonly("exposed_ns", &GatherTimes::exposed_ns,
+                             "What forward or backward waited for.");
+  py::class_<ReductionTimes>(module, "ReductionTimes",
+                             "ns of the steady clock; 0: did not happen.")
+      .def_readonly("unit", &ReductionTimes::unit)
+      .def_readonly("launch_ns", &ReductionTimes::launch_ns)
+      .def_readonly("complete_ns", &ReductionTimes::complete_ns);
+  py::class_<ShardingTimeline>(
+      module, "ShardingTimeline",
+      "See fsdp/sharding_timeline.h; str() is a table.")
+      .def_readonly("iteration", &ShardingTimeline::iteration,
+                    "0: none has been sampled.")
+      .def_readonly("forward_begin_ns", &ShardingTimeline::forward_begin_ns)
+      .def_readonly("forward_end_ns", &ShardingTimeline::forward_end_ns)
+      .def_readonly("backward_begin_ns", &ShardingTimeline::backward_begin_ns)
+      .def_readonly("backward_end_ns", &ShardingTimeline::backward_end_ns)
+      .def_readonly("finalize_end_ns", &ShardingTimeline::finalize_end_ns)
+      .def_readonly("gathers", &ShardingTimeline::gathers, "In launch order.")
+      .def_readonly("reductions", &ShardingTimeline::reductions,
+                    "In launch order.")
+      .def("exposed_ns", &ShardingTimeline::exposed_ns, py::arg("reduction"),
+           "Of that one, what came behind backward and no earlier one covers.")
+      .def("__str__",
+           [](const ShardingTimeline& self) { return describe(self); });
+}
+
 }  // namespace
 
 void register_sharding(py::module_& module) {
@@ -254,6 +294,13 @@ void register_sharding(py::module_& module) {
           py::return_value_policy::reference_internal,
           "None once there is a root.");
 
+  register_timeline(module);
+
+  module.def("ranks_of_a_host",
+             py::overload_cast<const Group&>(&ranks_of_a_host), NoGil(),
+             py::arg("group"),
+             "Collective: how many ranks of the group are on each host.");
+
   py::class_<ShardedRoot::Call, CallPtr>(module, "UnitCall",
                                          "A call of a unit, in forward.");
 
@@ -332,6 +379,11 @@ void register_sharding(py::module_& module) {
            py::arg("has_data"), "Collective.")
       .def("step_without_data", &ShardedRoot::step_without_data, NoGil())
       .def("gradient_slot", &ShardedRoot::gradient_slot, py::arg("parameter"))
+      .def("timeline", &ShardedRoot::timeline, NoGil())
+      .def("set_timeline_sample_rate", &ShardedRoot::set_timeline_sample_rate,
+           NoGil(), py::arg("sample_rate"))
+      .def("set_stall_report_after", &ShardedRoot::set_stall_report_after,
+           NoGil(), py::arg("time"))
       .def("explain", &ShardedRoot::explain)
       .def("can_continue", &ShardedRoot::can_continue, NoGil())
       .def("statistics", [](const ShardedRoot& self) {

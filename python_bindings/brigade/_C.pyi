@@ -5,7 +5,7 @@ import torch
 import torch._C._distributed_c10d
 import torch.distributed.distributed_c10d
 import typing
-__all__: list[str] = ['CheckpointedOptimizer', 'Logger', 'ModuleScan', 'ReducedParameters', 'Reducer', 'ShardedRoot', 'ShardedUnit', 'ShardingOptions', 'UnitCall', 'UnitSettings', 'are_exactly', 'check_parameters', 'describe_tensor', 'entries_of', 'has_entries', 'load_sharded', 'one_per_device', 'rebuilds_by_default', 'recording_group', 'require_agreement', 'save_sharded', 'then_collective', 'tie_outputs', 'version']
+__all__: list[str] = ['GatherTimes', 'Logger', 'ModuleScan', 'ReducedParameters', 'Reducer', 'ReductionTimes', 'ShardedRoot', 'ShardedUnit', 'ShardingOptions', 'ShardingTimeline', 'UnitCall', 'UnitSettings', 'are_exactly', 'check_parameters', 'describe_tensor', 'entries_of', 'has_entries', 'one_per_device', 'ranks_of_a_host', 'rebuilds_by_default', 'recording_group', 'require_agreement', 'then_collective', 'tie_outputs', 'version']
 class ReducedParameters:
     """
     What a reducer is made of. For a moment, as ModuleScan.
@@ -199,8 +199,6 @@ class ShardingOptions:
     """
     See fsdp/sharding_options.h.
     """
-    allows_meta: bool
-    broadcasts_parameters: bool
     def __init__(self, *, num_shards: typing.SupportsInt | None = None, reshards_after_forward: bool = True, prefetch_depth: typing.SupportsInt = 1, max_reducing: typing.SupportsInt = 2, param_dtype: torch.dtype | None = None, reduce_dtype: torch.dtype | None = None, broadcasts_parameters: bool = True, failure_patience: datetime.timedelta = ..., wire_dtype: torch.dtype | None = None) -> None:
         """
         `wire_dtype`: of a comm hook that compresses gradients.
@@ -216,12 +214,9 @@ class UnitSettings:
     See fsdp/unit_settings.h.
     """
     gathers_in_backward: bool
-    keeps_storage: bool
     reshards_after_backward: bool
     reshards_after_forward: bool
     spans_passes: bool
-    sums_over_replicas: bool
-    synchronizes: bool
     @property
     def backward_prefetch(self) -> list[int]:
         ...
@@ -255,9 +250,9 @@ class ShardedUnit:
         """
         Collective. Their comm hook is one that compresses.
         """
-    def __init__(self, name: str, names: collections.abc.Sequence[str], parameters: collections.abc.Sequence[torch.Tensor], group: torch.distributed.distributed_c10d.ProcessGroup, options: ShardingOptions, block_numels: collections.abc.Sequence[typing.SupportsInt] | None = None, dtypes: collections.abc.Sequence[torch.dtype | None] | None = None, shards: collections.abc.Sequence[torch.Tensor] | None = None) -> None:
+    def __init__(self, name: str, names: collections.abc.Sequence[str], parameters: collections.abc.Sequence[torch.Tensor], group: torch.distributed.distributed_c10d.ProcessGroup, options: ShardingOptions, block_numels: collections.abc.Sequence[typing.SupportsInt] | None = None, dtypes: collections.abc.Sequence[torch.dtype | None] | None = None) -> None:
         """
-        Collective. `block_numels`: elements that are never cut, by parameter; `dtypes`: what it is seen in while it is whole; `shards`: leaves that become this rank's parts.
+        Collective. `block_numels`: elements that are never cut, by parameter; `dtypes`: what it is seen in while it is whole.
         """
     def rename(self, name: str, names: collections.abc.Sequence[str]) -> None:
         """
@@ -278,6 +273,86 @@ class ShardedUnit:
         """
         What this rank holds, by parameter.
         """
+class GatherTimes:
+    """
+    ns of the steady clock; 0: did not happen.
+    """
+    @property
+    def complete_ns(self) -> int:
+        ...
+    @property
+    def exposed_ns(self) -> int:
+        """
+        What forward or backward waited for.
+        """
+    @property
+    def is_in_forward(self) -> bool:
+        ...
+    @property
+    def launch_ns(self) -> int:
+        ...
+    @property
+    def needed_ns(self) -> int:
+        ...
+    @property
+    def unit(self) -> str:
+        ...
+    @property
+    def whole_ns(self) -> int:
+        ...
+class ReductionTimes:
+    """
+    ns of the steady clock; 0: did not happen.
+    """
+    @property
+    def complete_ns(self) -> int:
+        ...
+    @property
+    def launch_ns(self) -> int:
+        ...
+    @property
+    def unit(self) -> str:
+        ...
+class ShardingTimeline:
+    """
+    See fsdp/sharding_timeline.h; str() is a table.
+    """
+    def __str__(self) -> str:
+        ...
+    def exposed_ns(self, reduction: typing.SupportsInt) -> int:
+        """
+        Of that one, what came behind backward and no earlier one covers.
+        """
+    @property
+    def backward_begin_ns(self) -> int:
+        ...
+    @property
+    def backward_end_ns(self) -> int:
+        ...
+    @property
+    def finalize_end_ns(self) -> int:
+        ...
+    @property
+    def forward_begin_ns(self) -> int:
+        ...
+    @property
+    def forward_end_ns(self) -> int:
+        ...
+    @property
+    def gathers(self) -> list[GatherTimes]:
+        """
+        In launch order.
+        """
+    @property
+    def iteration(self) -> int:
+        """
+        0: none has been sampled.
+        """
+    @property
+    def reductions(self) -> list[ReductionTimes]:
+        """
+        In launch order.
+        """
 class UnitCall:
     """
     A call of a unit, in forward.
@@ -294,8 +369,6 @@ class ShardedRoot:
     def abort_call(self, call: UnitCall) -> None:
         ...
     def assign_unit(self, unit: typing.SupportsInt, wholes: collections.abc.Sequence[torch.Tensor]) -> None:
-        ...
-    def await_unit(self, unit: typing.SupportsInt, on_released: collections.abc.Callable[[], None]) -> bool:
         ...
     def begin_call(self, unit: typing.SupportsInt, inputs: collections.abc.Sequence[torch.Tensor]) -> tuple[UnitCall, list[torch.Tensor]]:
         """
@@ -325,8 +398,6 @@ class ShardedRoot:
         """
         Some units are on meshes of fewer ranks than the root.
         """
-    def holds_gradients(self) -> bool:
-        ...
     def is_first_replica(self, unit: typing.SupportsInt) -> bool:
         """
         Of those that hold this part of the unit.
@@ -341,11 +412,13 @@ class ShardedRoot:
         """
     def reshard(self, writes: bool) -> None:
         ...
-    def reshard_unit(self, unit: typing.SupportsInt, writes: bool) -> None:
-        ...
     def set_max_reducing(self, value: typing.SupportsInt) -> None:
         ...
+    def set_stall_report_after(self, time: datetime.timedelta) -> None:
+        ...
     def set_sums_over_replicas(self, value: bool) -> None:
+        ...
+    def set_timeline_sample_rate(self, sample_rate: typing.SupportsInt) -> None:
         ...
     def settings(self, unit: typing.SupportsInt) -> UnitSettings:
         ...
@@ -357,20 +430,10 @@ class ShardedRoot:
         """
         Collective: sums, or largest, over all ranks; float64, in place.
         """
+    def timeline(self) -> ShardingTimeline:
+        ...
     def unshard(self) -> None:
         ...
-    def unshard_unit(self, unit: typing.SupportsInt) -> None:
-        """
-        Collective.
-        """
-class CheckpointedOptimizer:
-    """
-    See fsdp/optimizer_checkpoint.h.
-    """
-    def __init__(self, *, type: str = '', has_state_before_steps: bool = False, shards: collections.abc.Sequence[torch.Tensor] = [], fields: collections.abc.Sequence[collections.abc.Sequence[tuple[str, bool]]] = [], problem: str = '') -> None:
-        """
-        `fields`: by shard, names and whether each is a count. `problem`: why there is nothing else; an error on all ranks.
-        """
 def are_exactly(objects: list, type: typing.Any) -> bool:
     """
     Whether all are of this class, and not of one derived from it.
@@ -391,13 +454,13 @@ def has_entries(tables: list, entries: list) -> bool:
     """
     Whether entries_of() would give that list.
     """
-def load_sharded(root: ShardedRoot, in_shards: bool, path: str, optimizer: CheckpointedOptimizer | None) -> tuple[dict[str, str], list[dict[str, torch.Tensor]]]:
-    """
-    Collective. The metadata, and by shard of the optimizer what it is to keep.
-    """
 def one_per_device(tensors: list) -> list:
     """
     The first of the tensors on each device.
+    """
+def ranks_of_a_host(group: torch.distributed.distributed_c10d.ProcessGroup) -> int:
+    """
+    Collective: how many ranks of the group are on each host.
     """
 def rebuilds_by_default(*, static_graph: bool, find_unused_parameters: bool) -> bool:
     """
@@ -410,10 +473,6 @@ def recording_group(world_size: typing.SupportsInt) -> torch.distributed.distrib
 def require_agreement(group: torch.distributed.distributed_c10d.ProcessGroup, what: str, items: collections.abc.Sequence[str], failure: str = '') -> None:
     """
     Collective. Raises RuntimeError on every rank alike, naming the first item in which ranks differ; `what` is the name of one item. If some ranks give a `failure`, what has gone wrong there, it says that instead.
-    """
-def save_sharded(root: ShardedRoot, in_shards: bool, path: str, metadata: collections.abc.Mapping[str, str], optimizer: CheckpointedOptimizer | None, kept: collections.abc.Sequence[collections.abc.Mapping[str, torch.Tensor]]) -> None:
-    """
-    Collective.
     """
 def then_collective(future: torch.Future, launch: typing.Any) -> torch.Future:
     """

@@ -31,6 +31,7 @@ from brigade._sharded_state import (
     sharded_optimizer_state_dict,
 )
 from brigade._sharded_tensors import ShardedParameter, TensorShard
+from brigade._sharding_mesh import host_mesh
 from brigade.distributed_data_parallel import DistributedDataParallel
 from brigade.fully_shard import (
     FSDPModule,
@@ -57,6 +58,7 @@ __all__ = [
     "broadcast_optimizer_state",
     "full_optimizer_state_dict",
     "fully_shard",
+    "host_mesh",
     "install",
     "load_checkpoint",
     "load_full_optimizer_state_dict",

@@ -14,6 +14,7 @@ when it runs, and their gradients are summed together. Between forward and backw
 
 from __future__ import annotations
 
+import datetime
 import functools
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -385,6 +386,30 @@ class FSDPModule(_TorchFSDPModule):
     def sharding_statistics(self) -> dict[str, int]:
         """Counts since the first forward, bytes as they are now."""
         return self._root().native.statistics()
+
+    def sharding_timeline(self) -> _C.ShardingTimeline:
+        """When units were gathered and reduced in the last step that was sampled: the first 10
+        are, and every 100th (set_timeline_sample_rate()). print() shows a table.
+        """
+        return self._root().native.timeline()
+
+    def set_timeline_sample_rate(self, sample_rate: int) -> None:
+        """Every so many steps are sampled, beside the first 10; 0: none.
+
+        Raises:
+            ValueError: it is negative.
+        """
+        self._root().native.set_timeline_sample_rate(sample_rate)
+
+    def set_stall_report_after(self, seconds: float) -> None:
+        """A rank that has waited so long for its peers warns once, and says for which unit, and
+        how far the late ranks are. 0: never; at first half of the group's timeout, 60 s at
+        most.
+
+        Raises:
+            ValueError: it is negative.
+        """
+        self._root().native.set_stall_report_after(datetime.timedelta(seconds=seconds))
 
     def reset_iter_state(self) -> None:
         """Without effect: a failure leaves nothing behind."""

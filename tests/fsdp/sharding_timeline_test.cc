@@ -33,17 +33,27 @@ using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 // ------------------------------------------------------------ values
 
 TEST(ShardingTimelineTest, TellsWhatIsExposed) {
-  const GatherTimes ahead = {
-      .launch_ns = 10, .complete_ns = 30, .needed_ns = 40, .whole_ns = 41};
+  const GatherTimes ahead = {.unit = "a",
+                             .launch_ns = 10,
+                             .complete_ns = 30,
+                             .needed_ns = 40,
+                             .whole_ns = 41};
   EXPECT_EQ(ahead.travel_ns(), 20);
   EXPECT_EQ(ahead.exposed_ns(), 0);
-  const GatherTimes late = {
-      .launch_ns = 10, .complete_ns = 30, .needed_ns = 25, .whole_ns = 31};
+  const GatherTimes late = {.unit = "a",
+                            .launch_ns = 10,
+                            .complete_ns = 30,
+                            .needed_ns = 25,
+                            .whole_ns = 31};
   EXPECT_EQ(late.exposed_ns(), 5);
-  const GatherTimes at_need = {
-      .launch_ns = 26, .complete_ns = 30, .needed_ns = 25, .whole_ns = 31};
+  const GatherTimes at_need = {.unit = "a",
+                               .launch_ns = 26,
+                               .complete_ns = 30,
+                               .needed_ns = 25,
+                               .whole_ns = 31};
   EXPECT_EQ(at_need.exposed_ns(), 4);
-  const GatherTimes for_peers = {.launch_ns = 10, .complete_ns = 30};
+  const GatherTimes for_peers = {
+      .unit = "a", .launch_ns = 10, .complete_ns = 30};
   EXPECT_EQ(for_peers.exposed_ns(), 0);
 
   const ShardingTimeline timeline = {

@@ -1,0 +1,76 @@
+"""When units are gathered and reduced, over which ranks."""
+
+import pytest
+import torch.distributed as dist
+
+import brigade
+
+from ranks import run_ranks
+from sharded_training import batch_of, make_net, shard_blocks
+
+
+def _times(rank):
+    model = shard_blocks(make_net())
+    for step in range(3):
+        model(batch_of(rank, step)).square().mean().backward()
+    timeline = model.sharding_timeline()
+    assert timeline.iteration == 3
+    blocks = [f"blocks.{i}" for i in range(3)]
+    gathers = [(gather.unit, gather.is_in_forward) for gather in timeline.gathers]
+    assert gathers[:4] == [(unit, True) for unit in ["", *blocks]]
+    assert gathers[4:] == [(unit, False) for unit in reversed(blocks)]
+    for gather in timeline.gathers:
+        assert 0 < gather.launch_ns < gather.complete_ns
+        assert 0 <= gather.exposed_ns <= gather.complete_ns - gather.launch_ns
+    assert sorted(reduction.unit for reduction in timeline.reductions) == ["", *blocks]
+    for i, reduction in enumerate(timeline.reductions):
+        assert timeline.backward_begin_ns <= reduction.launch_ns < reduction.complete_ns
+        assert 0 <= timeline.exposed_ns(i) <= reduction.complete_ns - reduction.launch_ns
+    table = str(timeline)
+    assert table.startswith("iteration 3, ms: forward ")
+    assert table.count("'blocks.1'") == 3
+
+    model.set_timeline_sample_rate(0)
+    model(batch_of(rank, 3)).square().mean().backward()
+    assert model.sharding_timeline().iteration == 3
+    with pytest.raises(ValueError, match="at least 0"):
+        model.set_timeline_sample_rate(-1)
+
+
+def test_has_the_gathers_and_reductions_of_a_step():
+    run_ranks(_times)
+
+
+def _stall_setting(rank):
+    model = shard_blocks(make_net())
+    model.set_stall_report_after(1.5)
+    model.set_stall_report_after(0)
+    with pytest.raises(ValueError, match="set_stall_report_after: expected at least 0"):
+        model.set_stall_report_after(-1)
+    model(batch_of(rank, 0)).square().mean().backward()
+
+
+def test_the_time_of_a_stall_report_may_be_set():
+    run_ranks(_stall_setting)
+
+
+def _host_mesh(rank):
+    mesh = brigade.host_mesh("cpu")
+    assert mesh.mesh_dim_names == ("replicate", "shard")
+    assert mesh.mesh.tolist() == [list(range(dist.get_world_size()))]
+    found = {}
+    for name, given in (("hosts", mesh), ("all", None)):
+        model = shard_blocks(make_net(), mesh=given)
+        model(batch_of(rank, 0)).square().mean().backward()
+        found[name] = [parameter.grad.clone() for parameter in model.parameters()]
+    for one, other in zip(found["hosts"], found["all"], strict=True):
+        assert one.equal(other)
+
+
+def test_a_mesh_of_hosts():
+    run_ranks(_host_mesh, world_size=3)
+
+
+def test_a_mesh_of_hosts_needs_a_group():
+    with pytest.raises(ValueError, match="init_process_group"):
+        brigade.host_mesh("cpu")
