@@ -145,6 +145,29 @@ TEST_P(OtherFsdpStreamsTest, TravelsInLowerPrecision) {
   }
 }
 
+// Each rank adds up what it gets, and so does each column.
+TEST_P(OtherFsdpStreamsTest, AddsUpInTheOrderOfTheRanks) {
+  const int num_shards = std::get<0>(GetParam());
+  const bool has_rows = num_shards < ShardedTraining::kNumRanks;
+  for (const at::ScalarType reduce : {at::kFloat, at::kBFloat16}) {
+    ShardingOptions in_order = options();
+    in_order.reproducible = true;
+    in_order.reduce_dtype = reduce;
+    on_every_layout(in_order, program(), [&](ShardedTraining& training) {
+      train(training, 3);
+      for (int s = 0; s < 2; ++s) {
+        training.root().set_sums_over_replicas(false);
+        training.step(s);
+        training.root().set_sums_over_replicas(true);
+        training.step(s);
+        training.expect_gradients(s, has_rows ? 1 + num_shards : 2);
+        training.update();
+        training.zero_grad();
+      }
+    });
+  }
+}
+
 // It need not know that no transport of a device scales.
 TEST_P(OtherFsdpStreamsTest, PassesGradientsToAHookOfOnesOwn) {
   class Passing : public ReductionHook {

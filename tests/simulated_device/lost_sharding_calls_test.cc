@@ -130,7 +130,8 @@ class LostShardingCallsTest : public simulated::StreamTest {
 struct Parts {
   explicit Parts(int num_shards = kNumRanks, size_t max_reducing = 1,
                  int num_units = 2, at::ScalarType reduce = at::kFloat,
-                 const std::optional<UnitMesh>& mesh_of_last = std::nullopt) {
+                 const std::optional<UnitMesh>& mesh_of_last = std::nullopt,
+                 bool sums_in_order = false) {
     std::vector<UnitSpec> specs;
     for (int u = 0; u < num_units; ++u) {
       specs.push_back(
@@ -144,7 +145,8 @@ struct Parts {
                        {.num_shards = num_shards, .reduce_dtype = reduce});
     units.front().settings.reshards_to = kNeighbours;  // so there are groups
     transports = std::make_unique<MeshTransports>(recording.group(), num_shards,
-                                                  simulated::device(), units);
+                                                  simulated::device(), units,
+                                                  sums_in_order);
     pool = std::make_unique<MemoryPool>(simulated::device());
     gradients = std::make_unique<GradientMemory>(
         *pool, transports->root().streams(), max_reducing);
@@ -626,6 +628,28 @@ TEST_F(LostSumCallsTest, TheColumnsSumIsBehindTheRows) {
         parts.segment(0).commit({1, 1}, 0.25);
       },
       /*num_shards=*/2);
+}
+
+// Of what a row's ranks have sent, and of what the column's have.
+TEST_F(LostSumCallsTest, SumsInTheOrderOfTheRanksAreBehindWhatTheyAddUp) {
+  for (const int num_shards : {kNumRanks, 2, 1}) {
+    for (const std::string call :
+         {"sums waits for group", "a waits for sums"}) {
+      expect_needed(call, [&] {
+        Parts parts(num_shards, /*max_reducing=*/1, /*num_units=*/2, at::kFloat,
+                    std::nullopt, /*sums_in_order=*/true);
+        simulated::synchronize_all();
+        name_streams(parts);
+        const c10::StreamGuard on_a(stream_named("a"));
+        parts.take(0);
+        arm();
+        const auto sum = parts.reduction(0).launch();
+        sum->waitAndThrow();
+        parts.segment(0).commit({1, 1}, 1);
+        simulated::synchronize_all();
+      });
+    }
+  }
 }
 
 // On a mesh of 2 x 2: what a row has summed is kept on one stream and added to
