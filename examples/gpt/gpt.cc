@@ -125,11 +125,15 @@ void add_options(CLI::App& app, Options& options) {
   TrainingOptions& training = options.training;
   app.add_option("--strategy", training.strategy,
                  "What ranks hold parts of: all (full), all but parameters "
-                 "between forward and backward (grad), all within each half of "
-                 "the ranks (hybrid), nothing (none)")
+                 "between forward and backward (grad), the optimizer's state "
+                 "(state), all within each half of the ranks (hybrid), all, "
+                 "which each half holds from forward to backward (slices), "
+                 "nothing (none)")
       ->transform(CLI::CheckedTransformer(
           std::map<std::string, Strategy>{{"full", Strategy::kFull},
                                           {"grad", Strategy::kGrad},
+                                          {"state", Strategy::kState},
+                                          {"slices", Strategy::kSlices},
                                           {"hybrid", Strategy::kHybrid},
                                           {"none", Strategy::kNone}}));
   app.add_option("--prefetch", training.prefetch,

@@ -17,19 +17,28 @@ constexpr char kStepKey[] = "step";
 ShardingOptions sharding_of(const Group& group,
                             const TrainingOptions& options) {
   ShardingOptions sharding = {.prefetch_depth = options.prefetch,
-                              .param_dtype = options.param_dtype};
+                              .param_dtype = options.param_dtype,
+                              .output_dtype = at::kFloat};
   const int size = group->getSize();
   switch (options.strategy) {
     case Strategy::kFull:
       break;
     case Strategy::kGrad:
-      sharding.reshards_after_forward = false;
-      break;
+      return shard_gradients(sharding);
+    case Strategy::kState:
+      return shard_optimizer_state(sharding);
     case Strategy::kHybrid:
       TORCH_CHECK_VALUE(size % 2 == 0,
                         "hybrid: expected an even number of ranks, found ",
                         size, ".\nUse another strategy.");
       sharding.num_shards = size / 2;
+      break;
+    case Strategy::kSlices:
+      TORCH_CHECK_VALUE(size % 2 == 0 && size > 2,
+                        "slices: expected an even number of ranks, 4 at least, "
+                        "found ",
+                        size, ".\nUse another strategy.");
+      sharding.reshards_to = size / 2;
       break;
     case Strategy::kNone:
       sharding.num_shards = 1;
@@ -76,7 +85,7 @@ double Training::step(int64_t number) {
     group.options().set_lr(learning_rate(options_.learning_rate, number));
   }
   optimizer_.zero_grad();
-  const at::Tensor scores = model_(batch.inputs).to(torch::kFloat);
+  const at::Tensor scores = model_(batch.inputs);
   const at::Tensor loss = torch::nn::functional::cross_entropy(
       scores.flatten(0, 1), batch.targets.flatten());
   loss.backward();  // averages the gradients over the ranks

@@ -27,7 +27,9 @@ namespace brigade::gpt {
 enum class Strategy {
   kFull,    // parameters, gradients, optimizer state
   kGrad,    // the same, but parameters are whole from forward to backward
+  kState,   // optimizer state; parameters while it steps
   kHybrid,  // as kFull, within each half of the ranks
+  kSlices,  // as kFull, but each half holds all from forward to backward
   kNone,    // nothing: each rank has all
 };
 
@@ -45,7 +47,8 @@ struct TrainingOptions {
 class Training {
  public:
   // Collective. `corpus` outlives it. Errors: ValueError if the ranks divide
-  // the batch or, for kHybrid, the halves unevenly; FullySharded's.
+  // the batch unevenly, or have no halves for kHybrid, of 2 ranks at least for
+  // kSlices; FullySharded's.
   Training(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
            const Corpus& corpus, const TrainingOptions& options);
 

@@ -55,8 +55,8 @@ TEST_F(GptTest, EveryStrategyHasTheSameLosses) {
     if (is_narrow) options.param_dtype = at::kBFloat16;
     const std::vector<double> expected = losses(2, options, 6);
     EXPECT_LT(expected[5], expected[0]);
-    for (const Strategy strategy :
-         {Strategy::kFull, Strategy::kGrad, Strategy::kHybrid}) {
+    for (const Strategy strategy : {Strategy::kFull, Strategy::kGrad,
+                                    Strategy::kState, Strategy::kHybrid}) {
       for (const size_t prefetch : {0, 2}) {
         options.strategy = strategy;
         options.prefetch = prefetch;
@@ -73,6 +73,12 @@ TEST_F(GptTest, EveryStrategyHasTheSameLosses) {
 TEST_F(GptTest, AHybridOfFourRanksRepeats) {
   const std::vector<double> first = losses(4, small(Strategy::kHybrid), 4);
   EXPECT_EQ(losses(4, small(Strategy::kHybrid), 4), first);
+}
+
+TEST_F(GptTest, SlicesOfFourRanksHaveTheLossesOfShards) {
+  EXPECT_EQ(losses(4, small(Strategy::kSlices), 4),
+            losses(4, small(Strategy::kFull), 4));
+  EXPECT_THROW(losses(2, small(Strategy::kSlices), 1), c10::ValueError);
 }
 
 TEST_F(GptTest, AResumedRunHasTheLossesOfOneThatWasNotInterrupted) {
