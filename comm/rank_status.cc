@@ -58,6 +58,7 @@ std::string describe_status(const RankStatus& rank_status) {
                           iteration);
     case StatusKind::kEnd: {
       const int64_t launches = num_launches(rank_status);
+      if (launches == 0) return "ended " + iteration;
       return absl::StrCat("ended ", iteration, " after ", launches,
                           launches == 1 ? " launch" : " launches");
     }

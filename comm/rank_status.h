@@ -60,7 +60,7 @@ struct RankStatus {
   int64_t sequence = 0;  // place among the exchanges; set by the channel
   int64_t iteration = 0;
   // Where it has failed: a bucket, or a sharded unit's sum. Of kIdle: 0 behind
-  // a forward. -1: none.
+  // a forward. Of kAsk: a unit that it wants from its peers. -1: none.
   int64_t unit = -1;
   uint64_t fingerprint = 0;  // of plan and options
 
@@ -69,7 +69,8 @@ struct RankStatus {
   uint64_t others = 0;
 
   // What the sender would do from the next iteration on, in a digest; 0:
-  // nothing else. Ranks that propose different things agree nevertheless.
+  // nothing else. Of other kinds than kEnd: a digest of what it would give to
+  // whoever wants it. Ranks of which these differ agree nevertheless.
   uint64_t proposal = 0;
 
   std::array<GroupCounts, kMaxGroups> by_group = {};

@@ -1,6 +1,7 @@
 #include "brigade/comm/status_check.h"
 
 #include <algorithm>
+#include <set>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -159,6 +160,19 @@ bool agree(const RankStatus& a, const RankStatus& b) {
   };
   return a.kind != StatusKind::kFailed && compared(a) == compared(b) &&
          std::ranges::equal(a.by_group, b.by_group, same_launches);
+}
+
+std::vector<int64_t> wanted_units(std::span<const RankStatus> by_rank) {
+  std::set<int64_t> wanted;
+  std::set<uint64_t> given;
+  for (const RankStatus& rank_status : by_rank) {
+    if (rank_status.kind == StatusKind::kFailed) return {};
+    if (wants_unit(rank_status)) wanted.insert(rank_status.unit);
+    if (rank_status.kind != StatusKind::kEnd)
+      given.insert(rank_status.proposal);
+  }
+  if (given.size() > 1) return {};
+  return {wanted.begin(), wanted.end()};
 }
 
 absl::StatusOr<LaunchDeficit> launch_deficit(

@@ -12,6 +12,7 @@
 #include <array>
 #include <cstdint>
 #include <span>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -30,6 +31,16 @@ absl::Status check_statuses(std::span<const RankStatus> by_rank);
 // Whether check_statuses() is OK with these two; it is with any number of
 // ranks if it is with each two of them.
 bool agree(const RankStatus& a, const RankStatus& b);
+
+// Units that ranks want from all, each once, in rising order: if any does, none
+// has failed, and all would give the same (`proposal`; at the end of an
+// iteration it is what they have begun it with). Else none.
+std::vector<int64_t> wanted_units(std::span<const RankStatus> by_rank);
+
+// Whether the sender is about to use a unit that it has no more.
+inline bool wants_unit(const RankStatus& rank_status) {
+  return rank_status.kind == StatusKind::kAsk && rank_status.unit >= 0;
+}
 
 // Launches that are missing, by group.
 using LaunchDeficit = std::array<int32_t, kMaxGroups>;

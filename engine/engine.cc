@@ -134,9 +134,11 @@ void Engine::note_local_forward() {
   state_.membership.note_local_forward();
 }
 
-void Engine::ask(std::string_view words, uint64_t digest) try {
+void Engine::ask(std::string_view words, uint64_t digest,
+                 std::optional<size_t> wanted) try {
   const std::lock_guard<std::mutex> lock(mutex_);
   const RankStatus own = {.kind = StatusKind::kAsk,
+                          .unit = wanted ? static_cast<int64_t>(*wanted) : -1,
                           .fingerprint = digest,
                           .text = status_text(words)};
   if (has_begun(state_.phase)) return ask_together(state_, own);

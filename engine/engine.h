@@ -110,11 +110,13 @@ class Engine : private GradientListener {
 
   // Goes on when all ranks ask the same: `words` follow "rank 3", `digest` goes
   // with them. At any place but in a hook of a collective, and no place among
-  // the launches. Collective.
+  // the launches. Collective. `wanted`: a unit that the policy is to give
+  // (ReductionPolicy::give); ranks may want others then, or nothing.
   // Errors: RuntimeError on all ranks if they differ, PeerError if one has
   // failed or does not answer; a running iteration is over then.
   // REQUIRES: EngineOptions::launches_rest_when_failing in an iteration.
-  void ask(std::string_view words, uint64_t digest);
+  void ask(std::string_view words, uint64_t digest,
+           std::optional<size_t> wanted = std::nullopt);
 
   // This rank has failed outside of a backward, and its peers are to know where
   // they tell each other where they are next. Waits for them

@@ -25,6 +25,13 @@ namespace brigade {
 PendingExchange begin_exchange(EngineState& state, const Iteration& iteration,
                                RankStatus own, bool tells_launches = true);
 
+// The same, and waits for what all have told. What some ranks want is given by
+// all, and whoever wants nothing tells again, until none does: so that ranks
+// which need units at other places need not agree on them.
+StatusComparison exchange_and_give(
+    EngineState& state, const Iteration& iteration, const RankStatus& own,
+    bool tells_launches, std::optional<std::chrono::milliseconds> patience);
+
 // Waits for what all have told, as long as this at most.
 using AwaitComparison = std::function<StatusComparison(
     std::optional<std::chrono::milliseconds> patience)>;

@@ -12,8 +12,8 @@ StatusComparison take_turn(EngineState& state, OwnTurn& turn) {
   return compare_by(
       state, turn.iteration,
       [&](std::optional<milliseconds> limit) {
-        return state.peers.await(
-            begin_exchange(state, turn.iteration, turn.own), limit);
+        return exchange_and_give(state, turn.iteration, turn.own,
+                                 /*tells_launches=*/true, limit);
       },
       turn.patience);
 }

@@ -70,11 +70,16 @@ PendingExchange PeerStatus::begin_exchange(RankStatus own,
   return channel_->exchange(own);
 }
 
+PendingExchange PeerStatus::begin_again(const PendingExchange& before) {
+  if (!channel_) return before;
+  return channel_->exchange(before.own);
+}
+
 StatusComparison PeerStatus::await(
     const PendingExchange& pending,
     std::optional<std::chrono::milliseconds> patience) {
   if (!channel_) return without_channel(pending.own);
-  const auto by_rank = channel_->await_difference(pending, patience);
+  auto by_rank = channel_->await_difference(pending, patience);
   if (!by_rank) {
     return {
         .status = absl::OkStatus(),
@@ -91,6 +96,7 @@ StatusComparison PeerStatus::await(
   if (!comparison.status.ok()) {
     comparison.deficit = launch_deficit(*by_rank, group_->getRank());
   }
+  comparison.by_rank = *std::move(by_rank);
   return comparison;
 }
 

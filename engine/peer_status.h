@@ -44,6 +44,8 @@ struct StatusComparison {
 
   // All ranks propose the same; false if they differ.
   bool has_agreed_proposal = false;
+
+  std::vector<RankStatus> by_rank = {};  // if they differ
 };
 
 // Throws on all ranks alike, unless all stand in the same place. Errors:
@@ -108,6 +110,9 @@ class PeerStatus {
   // Errors: PeerError if the channel has failed before; RuntimeError in a
   // forked child. REQUIRES: is_connected().
   PendingExchange begin_exchange(RankStatus own, bool tells_launches = true);
+
+  // The same once more, in another exchange.
+  PendingExchange begin_again(const PendingExchange& before);
 
   // Waits until all have told.
   //

@@ -74,6 +74,13 @@ class ReductionPolicy {
   // agree on it; asked when an iteration ends. 0: nothing else.
   virtual uint64_t proposal() const { return 0; }
 
+  // Of what give() would give now: ranks give only if all would give the same.
+  virtual uint64_t digest_to_give() const { return 0; }
+
+  // Ranks want these of all, in rising order; this one `wanted`, or -1. Called
+  // where ranks wait for each other. Errors: what launches throw.
+  virtual void give(std::span<const int64_t> units, int64_t wanted) {}
+
   // Of the hook that launches the entries with a unit.
   virtual const HookTraits& hook_traits() const = 0;
 

@@ -90,9 +90,8 @@ void ask_together(EngineState& state, const RankStatus& own) {
   const StatusComparison comparison = compare_by(
       state, iteration,
       [&](std::optional<milliseconds> limit) {
-        StatusComparison found = state.peers.await(
-            begin_exchange(state, iteration, own, /*tells_launches=*/false),
-            limit);
+        StatusComparison found = exchange_and_give(
+            state, iteration, own, /*tells_launches=*/false, limit);
         if (!found.status.ok()) {
           launch_rest(state, iteration);
           state.peers.met();

@@ -7,8 +7,8 @@
 // whose programs take different branches launch the same.
 //
 // A unit that is needed and not expected any more is late: the rest of the pass
-// is launched first, so that no peer waits for this rank, which may then ask
-// its peers whether they need the same.
+// is launched first, so that no peer waits for this rank, which then asks all
+// for the unit.
 //
 // Example: depth 1, units 0, 1 and 2.
 //
@@ -37,7 +37,7 @@ struct GatherStep {
   std::vector<size_t> launch = {};  // in this order
 
   // The unit is not among them, and nothing of the pass is left: the owner asks
-  // its peers, and launches it then.
+  // its peers for it.
   bool is_late = false;
 
   friend bool operator==(const GatherStep&, const GatherStep&) = default;

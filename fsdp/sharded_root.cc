@@ -7,6 +7,7 @@
 #include <functional>
 #include <string_view>
 
+#include "absl/strings/str_cat.h"
 #include "brigade/fsdp/digest.h"
 
 namespace brigade {
@@ -135,13 +136,19 @@ std::vector<at::Tensor> ShardedRoot::shards() const {
 }
 
 void ShardedRoot::ask(std::string_view words, const std::vector<size_t>& said) {
-  ask(words, words, said);
+  ask(words, digest_of(words, said), /*wanted=*/std::nullopt);
 }
 
-void ShardedRoot::ask(std::string_view words, std::string_view words_of_all,
-                      const std::vector<size_t>& said) {
+// Its name may be another one on other meshes.
+void ShardedRoot::ask_for(size_t unit) {
+  ask(absl::StrCat("needed unit '", units_[unit].name, "' again"),
+      digest_of("needed a unit again", {unit}), unit);
+}
+
+void ShardedRoot::ask(std::string_view words, uint64_t digest,
+                      std::optional<size_t> wanted) {
   try {
-    engine_->ask(words, digest_of(words_of_all, said));
+    engine_->ask(words, digest, wanted);
   } catch (...) {
     peers_know_ = true;
     on_backward_over(/*ended_well=*/false);

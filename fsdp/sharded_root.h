@@ -17,11 +17,14 @@
 // inputs when it is left. Inside of a backward, calls are those of activation
 // checkpoints that compute again.
 //
-// Ranks may take different branches: what one leaves out it gathers for its
-// peers, and sums as zeros. They run equally many forwards and backwards, and
-// none needs a unit more often than was expected, which is as often as in the
-// last iteration that was alike on all, once at least: that is asked for, and
-// an error on all ranks unless all ask.
+// Ranks may call other units, and in another order: what one leaves out it
+// gathers for its peers, and sums as zeros. What it needs more often than was
+// expected, which is as often as in the last iteration that was alike on all,
+// once at least, all gather where they wait for each other next: where a
+// forward or backward begins, or one ends that is reduced. They run equally
+// many of these, else it is an error on all ranks; so it is to need a unit
+// again which another rank has written since, and on devices behind another
+// rank's end of a backward.
 //
 // A step that fails on one rank fails on all, and drops what earlier backwards
 // without synchronisation have added up.
@@ -334,11 +337,13 @@ class ShardedRoot final : private UnitPolicy::Listener {
   bool can_continue() const { return engine_->can_continue(); }
 
  private:
-  // Goes on where all ranks say the same: `words`, unless they are other ones
-  // on each, and `said`.
+  // Goes on where all ranks say the same: `words` and `said`.
   void ask(std::string_view words, const std::vector<size_t>& said);
-  void ask(std::string_view words, std::string_view words_of_all,
-           const std::vector<size_t>& said);
+  // The same for a unit that this rank needs and no rank expects: all gather
+  // it, where they wait for each other next.
+  void ask_for(size_t unit);
+  void ask(std::string_view words, uint64_t digest,
+           std::optional<size_t> wanted);
 
   // sharded_root_forward.cc
   void check_shards();
@@ -349,7 +354,6 @@ class ShardedRoot final : private UnitPolicy::Listener {
   void release_outdated();
   void release_if_outdated(size_t unit);
   const std::vector<size_t>& ahead_of(size_t unit) const;
-  void ask_for_late(size_t unit);
   void need(size_t unit);
   void release_if_unused(size_t unit);
   void release_behind_forward(size_t unit);

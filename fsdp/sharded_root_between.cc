@@ -73,7 +73,7 @@ void ShardedRoot::unshard(size_t unit) {
     gathers_->shards_are_written();
     gathers_->begin({unit});
   }
-  gathers_->request(unit, ahead_of(unit), [&] { ask_for_late(unit); });
+  gathers_->request(unit, ahead_of(unit), [this, unit] { ask_for(unit); });
 }
 
 bool ShardedRoot::await_unit(size_t unit, std::function<void()> on_released) {

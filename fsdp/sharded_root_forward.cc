@@ -160,14 +160,8 @@ const std::vector<size_t>& ShardedRoot::ahead_of(size_t unit) const {
                                   : settings.forward_prefetch;
 }
 
-// Its name may be another one on other meshes.
-void ShardedRoot::ask_for_late(size_t unit) {
-  ask(absl::StrCat("needed unit '", units_[unit].name, "' again"),
-      "needed a unit again", {unit});
-}
-
 void ShardedRoot::need(size_t unit) {
-  gathers_->need(unit, ahead_of(unit), [&] { ask_for_late(unit); });
+  gathers_->need(unit, ahead_of(unit), [this, unit] { ask_for(unit); });
 }
 
 std::shared_ptr<ShardedRoot::Call> ShardedRoot::begin_call(

@@ -9,6 +9,7 @@
 #include "absl/strings/str_cat.h"
 #include "brigade/comm/peer_error.h"
 #include "brigade/engine/stream_join.h"
+#include "brigade/fsdp/digest.h"
 
 namespace brigade {
 
@@ -19,6 +20,7 @@ UnitGathers::UnitGathers(std::vector<Unit>& units, MeshTransports& transports,
       streams_(transports.root().streams()),
       pool_(pool),
       schedule_(units.size(), depth),
+      versions_(units.size(), 0),
       gathers_(units.size()),
       own_(units.size()),
       uses_(units.size(), StreamUses(pool.device())),
@@ -66,6 +68,9 @@ void UnitGathers::begin(std::vector<size_t> expected, GatheredIn pass) {
   release_unneeded();
   release_own_unless_kept();
   pass_ = pass;
+  for (size_t unit = 0; unit < units_.size(); ++unit) {
+    versions_[unit] = version_of(units_[unit]);
+  }
   slices_.drop_outdated();
   if (pass == GatheredIn::kBackward) {
     for (const size_t unit : expected) {
@@ -114,7 +119,6 @@ void UnitGathers::request(size_t unit, std::span<const size_t> ahead,
       schedule_.released(unit);
       throw;
     }
-    launch(unit);
   }
   bind(unit);
 }
@@ -144,6 +148,25 @@ std::string UnitGathers::describe_last() const {
   return last < 0 ? ""
                   : absl::StrCat("; its last gather was that of unit '",
                                  units_[last].name, "'");
+}
+
+// What was given before has been waited for by whoever wanted it, so that all
+// ranks have launched it.
+void UnitGathers::give(std::span<const int64_t> units, int64_t wanted) {
+  reclaim_unread();
+  for (const int64_t unit : units) {
+    const bool is_wanted = unit == wanted;
+    launch_into(is_wanted ? gathers_[unit] : unread_, static_cast<size_t>(unit),
+                is_wanted ? pass_ : GatheredIn::kOther);
+  }
+}
+
+uint64_t UnitGathers::digest_of_writes() const {
+  Digest digest;
+  for (size_t unit = 0; unit < units_.size(); ++unit) {
+    digest.add(version_of(units_[unit]) - versions_[unit]);
+  }
+  return digest.value();
 }
 
 // In the words of the connections, behind what they were for.
@@ -237,10 +260,13 @@ void UnitGathers::launch_all(const std::vector<size_t>& units) {
 }
 
 void UnitGathers::launch(size_t unit) {
-  std::vector<Gather>& read = gathers_[unit];
-  const bool is_read = read.empty();
-  std::vector<Gather>& gathers = is_read ? read : unread_;
-  const GatheredIn pass = is_read ? pass_ : GatheredIn::kOther;
+  const bool is_there = !gathers_[unit].empty();
+  launch_into(is_there ? unread_ : gathers_[unit], unit,
+              is_there ? GatheredIn::kOther : pass_);
+}
+
+void UnitGathers::launch_into(std::vector<Gather>& gathers, size_t unit,
+                              GatheredIn pass) {
   const bool is_near = num_from_slices_[unit] > 0;
   const int num_ranks = is_near ? slices_.num_ranks(unit)
                                 : transports_.of(units_[unit]).num_shards();
@@ -253,7 +279,7 @@ void UnitGathers::launch(size_t unit) {
     Gather launched;
     launched.version = segment.version();
     launched.num_ranks = num_ranks;
-    if (is_read && units_[unit].settings.keeps_storage) {
+    if (&gathers != &unread_ && units_[unit].settings.keeps_storage) {
       launched.kept_by = std::pair(unit, i);
     }
     launched.buffer = memory_for(launched, segment, pass);
@@ -296,6 +322,10 @@ UnitGathers::FuturePtr UnitGathers::gather_near(size_t unit, size_t segment,
 void UnitGathers::release_unneeded() {
   launch_rest();
   for (const size_t unit : schedule_.unclaimed()) release(unit);
+  reclaim_unread();
+}
+
+void UnitGathers::reclaim_unread() {
   for (Gather& gather : std::exchange(unread_, {})) {
     reclaim_unread(std::move(gather));
   }

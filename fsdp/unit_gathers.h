@@ -67,8 +67,8 @@ class UnitGathers {
   void shards_are_written();
 
   // Returns when `unit` is whole, for the calling thread and its current
-  // stream. `ahead`: of GatherSchedule::needs(). `ask` is called before a
-  // gather that is not expected, and throws if peers don't ask the same.
+  // stream. `ahead`: of GatherSchedule::needs(). `ask` is called where the unit
+  // is not expected, and makes all ranks give() it, or throws.
   // Errors: what a gather fails with.
   void need(size_t unit, std::span<const size_t> ahead,
             const std::function<void()>& ask);
@@ -77,6 +77,14 @@ class UnitGathers {
   // what is being written until then.
   void request(size_t unit, std::span<const size_t> ahead,
                const std::function<void()>& ask);
+
+  // Gathers units that some ranks need and none expects; of these this rank
+  // needs `wanted`, or -1. The same units on all ranks, where all are behind
+  // what their passes expect.
+  void give(std::span<const int64_t> units, int64_t wanted);
+  // Of how often each unit's shards were written since the pass began. Where
+  // ranks began with the same, and this is equal, they give the same.
+  uint64_t digest_of_writes() const;
 
   // The calling thread's current stream is behind some use of the unit.
   void note_use(size_t unit) { uses_[unit].note(); }
@@ -130,6 +138,7 @@ class UnitGathers {
 
   void launch_all(const std::vector<size_t>& units);
   void launch(size_t unit);
+  void launch_into(std::vector<Gather>& gathers, size_t unit, GatheredIn pass);
   Buffer memory_for(const Gather& gather, const Segment& segment,
                     GatheredIn pass);
   FuturePtr gather(size_t unit, size_t segment, const at::Tensor& whole);
@@ -138,6 +147,7 @@ class UnitGathers {
   void bind(size_t unit);
   void join(size_t unit);
   void wait_for(size_t unit, c10::ivalue::Future& future);
+  void reclaim_unread();
   void reclaim_unread(Gather gather);
   void reclaim(Gather gather, StreamPoint last_use);
   void release_own_unless_kept();
@@ -148,6 +158,7 @@ class UnitGathers {
   MemoryPool& pool_;
   GatherSchedule schedule_;
   GatheredIn pass_ = GatheredIn::kOther;
+  std::vector<int64_t> versions_;  // by unit, where it began
 
   // By unit, then by segment. Bound when they are needed.
   std::vector<std::vector<Gather>> gathers_;

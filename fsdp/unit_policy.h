@@ -101,6 +101,13 @@ class UnitPolicy final : public ReductionPolicy, public GradientSink {
   bool compares_each_iteration() const override { return true; }
   uint64_t backward_digest() const override;
   uint64_t proposal() const override;
+  // A rank may have made its step already.
+  uint64_t digest_to_give() const override {
+    return gathers_.digest_of_writes();
+  }
+  void give(std::span<const int64_t> units, int64_t wanted) override {
+    gathers_.give(units, wanted);
+  }
   const HookTraits& hook_traits() const override { return traits_; }
 
   bool expects_gradients() const override;

@@ -10,6 +10,8 @@
 namespace brigade {
 namespace status_check_test {
 
+using ::testing::ElementsAre;
+using ::testing::IsEmpty;
 using enum StatusKind;
 using Statuses = std::vector<RankStatus>;
 
@@ -131,6 +133,26 @@ TEST(CheckStatusesTest, DifferentNumbersOfLaunchesOnAGroupAreNamed) {
             "expected the same number of launches on every rank in iteration "
             "0: rank 0 has 1, rank 1 has 2 on group 1.\n"
             "Launch equally often on every rank.");
+}
+
+RankStatus wanting(int64_t unit) { return {.kind = kAsk, .unit = unit}; }
+
+TEST(WantedUnitsTest, AreThoseOfAllRanksOnceInRisingOrder) {
+  EXPECT_THAT(wanted_units(Statuses{wanting(4),
+                                    {.kind = kEnd},
+                                    wanting(2),
+                                    wanting(4),
+                                    {.kind = kBegin}}),
+              ElementsAre(2, 4));
+  EXPECT_THAT(wanted_units(Statuses{{.kind = kEnd}, wanting(-1)}), IsEmpty());
+}
+
+TEST(WantedUnitsTest, AreNoneWhereARankHasFailedOrWouldGiveAnother) {
+  EXPECT_THAT(wanted_units(Statuses{wanting(4), failed(7, "x")}), IsEmpty());
+  RankStatus other = {.kind = kBegin, .proposal = 1};
+  EXPECT_THAT(wanted_units(Statuses{wanting(4), other}), IsEmpty());
+  other.kind = kEnd;  // proposes
+  EXPECT_THAT(wanted_units(Statuses{wanting(4), other}), ElementsAre(4));
 }
 
 // Its deficit on the first group.

@@ -22,7 +22,10 @@ using testing::Step;
 
 class AskingTest : public testing::EngineFixture {
  protected:
-  AskingTest() { launches_rest = true; }
+  AskingTest() {
+    launches_rest = true;
+    defers = false;
+  }
 
   void begin_with(std::vector<testing::ScriptedEntry> entries) {
     sequence(entries);
@@ -127,6 +130,90 @@ TEST_F(AskingTest, ARankAtTheEndOwesNothingToOneThatAsks) {
   peers_agree();
   own_backward({0, 1});
   EXPECT_EQ(engine().statistics().reduced, 1);
+}
+
+// ---- Units that ranks want.
+
+TEST_F(AskingTest, WhatAllWantIsGiven) {
+  begin_with({1, 1});
+  own_backward({0, 1},
+               [&](size_t) { engine().ask("needs unit 3", 1, /*wanted=*/3); });
+  expect_events({"pack 0", "launch 0", "give 3 here", "pack 1", "launch 1",
+                 "end confirmed", "deliver 0", "deliver 1", "delivered"});
+}
+
+TEST_F(AskingTest, WhatAPeerWantsIsGivenBeforeThisRankTellsAgain) {
+  begin_with({1});
+  for (const StatusKind kind : {StatusKind::kBegin, StatusKind::kEnd}) {
+    int64_t num_wanted = 2;
+    peer_at(kind, [&](RankStatus& peer) {
+      if (num_wanted == 0) return;
+      peer.kind = StatusKind::kAsk;
+      peer.unit = 5 + num_wanted--;
+    });
+    own_backward({0});
+    EXPECT_EQ(num_wanted, 0);
+    const std::string begins = kind == StatusKind::kBegin ? "give 7" : "pack 0";
+    EXPECT_EQ(policy().events().front(), begins);
+  }
+  EXPECT_EQ(engine().statistics().reduced, 2);
+}
+
+// Each goes on behind what all want, in one order.
+TEST_F(AskingTest, RanksMayWantDifferentUnits) {
+  begin_with({1});
+  peer_at(StatusKind::kAsk, [](RankStatus& peer) {
+    peer.unit = 2;
+    peer.fingerprint ^= 1;
+  });
+  engine().ask("needs unit 3", 1, /*wanted=*/3);
+  expect_events({"give 2", "give 3 here"});
+  peer_at(StatusKind::kAsk,
+          [](RankStatus& peer) { peer.kind = StatusKind::kBegin; });
+  engine().ask("needs unit 4", 1, /*wanted=*/4);
+  expect_events({"give 4 here"});
+}
+
+// The peer has made a step since, say.
+TEST_F(AskingTest, NothingIsGivenThatIsNotTheSameOnAllRanks) {
+  begin_with({1});
+  peer_at(StatusKind::kAsk, [](RankStatus& peer) {
+    peer.unit = -1;
+    peer.proposal ^= 1;
+  });
+  EXPECT_THAT(error_of([&] { engine().ask("needs unit 3", 1, /*wanted=*/3); }),
+              HasSubstr("needs unit 3"));
+  expect_events({"aborted"});
+}
+
+TEST_F(AskingTest, NothingIsGivenWhereARankHasFailed) {
+  begin_with({1});
+  peer_fails_at(StatusKind::kAsk);
+  EXPECT_THAT(error_of([&] { engine().ask("needs unit 3", 1, /*wanted=*/3); }),
+              HasSubstr("a peer's error"));
+  expect_events({"aborted"});
+}
+
+// Its device may wait for sums that the peer launches behind the unit.
+TEST_F(AskingTest, ARankThatHasDeliveredGivesNothing) {
+  defers = true;
+  begin_with({1});
+  peer_at(StatusKind::kEnd, [](RankStatus& peer) {
+    peer.kind = StatusKind::kAsk;
+    peer.unit = 3;
+  });
+  own_backward({0});
+  EXPECT_THAT(error_of([&] { engine().ask("began a forward", 1); }),
+              HasSubstr("ended iteration 1"));
+  peers_agree();
+  policy().events();
+
+  // Nor does it get any there.
+  peer_at(StatusKind::kAsk,
+          [](RankStatus& peer) { peer.kind = StatusKind::kEnd; });
+  EXPECT_THAT(error_of([&] { engine().ask("needs unit 3", 1, /*wanted=*/3); }),
+              HasSubstr("needs unit 3"));
+  expect_events({"aborted"});
 }
 
 TEST_F(AskingTest, ARankThatFailsLaunchesTheRestBeforeItTells) {

@@ -50,6 +50,7 @@ class EngineFixture : public ::testing::Test {
         std::vector{recording_.group()},
         std::vector<std::vector<at::Tensor>>{variables_}, *policy_,
         EngineOptions{.name = "Engine",
+                      .defers_status_check = defers,
                       .failure_patience = std::chrono::seconds(1),
                       .one_backward_per_forward = one_backward_per_forward,
                       .sink = sink,
@@ -61,6 +62,7 @@ class EngineFixture : public ::testing::Test {
   // Of the engines of sequence().
   GradientSink* sink = nullptr;
   bool launches_rest = false;
+  std::optional<bool> defers = std::nullopt;
 
   Engine& engine() { return *engine_; }
   ScriptedPolicy& policy() { return *policy_; }

@@ -133,6 +133,12 @@ void ScriptedPolicy::replan_to(std::vector<ScriptedEntry> entries) {
   next_entries_ = std::move(entries);
 }
 
+void ScriptedPolicy::give(std::span<const int64_t> units, int64_t wanted) {
+  for (const int64_t unit : units) {
+    note(absl::StrCat("give ", unit, unit == wanted ? " here" : ""));
+  }
+}
+
 Replanned ScriptedPolicy::replan(const CallCollective& call) {
   if (replanned_ == Replanned::kNotDue) return Replanned::kNotDue;
   call("agreeing on a sequence", [this] {

@@ -131,7 +131,8 @@ class ScriptedPolicy final : public ReductionPolicy {
 
   // Since the last call, in order: "pack 0", "launch 0", "substitute 0",
   // "deliver 0", "abandon 0", "local 2" (a gradient that is not reduced),
-  // "replan", "ended everywhere", "delivered", "aborted", "delivery failed".
+  // "give 3", "give 3 here" (where it is wanted), "replan", "ended everywhere",
+  // "delivered", "aborted", "delivery failed".
   std::vector<std::string> events() { return std::exchange(events_, {}); }
 
   // That were delivered last, by entry.
@@ -146,6 +147,7 @@ class ScriptedPolicy final : public ReductionPolicy {
   std::string describe_sequence() const override;
   bool compares_each_iteration() const override { return compares_iterations; }
   const HookTraits& hook_traits() const override { return traits; }
+  void give(std::span<const int64_t> units, int64_t wanted) override;
 
   bool expects_gradients() const override { return has_gradients_to_come; }
   void check_variables() const override {}

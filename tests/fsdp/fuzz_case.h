@@ -45,7 +45,7 @@ enum class Kind {
   kScale,
   kClip,
   kSetReshards,
-  kMeet,
+  kMeet,  // whoever still needs a unit gets it before ranks go on
 };
 
 struct Operation {
@@ -62,9 +62,6 @@ struct Operation {
 
 struct Action {
   std::vector<Operation> operations;
-
-  // Ranks call units so differently that they may be refused, all of them.
-  bool may_be_refused = false;
 };
 
 struct Case {
@@ -72,7 +69,7 @@ struct Case {
   int world_size;
 
   // Calls of units in any order and number. Else ranks differ in what they
-  // leave out, and each unit is called once.
+  // leave out, and a forward calls each unit once at most.
   bool is_wild;
   ShardingOptions options;
   NetPlan net;

@@ -9,17 +9,6 @@
 namespace brigade::testing {
 namespace {
 
-// What ranks may not differ in yet: each of these makes some seeds fail.
-
-// Losses of other outputs: a unit that was released is needed again on some.
-constexpr bool kLossesDiffer = false;
-// Inputs that take a gradient: other units are needed in backward.
-constexpr bool kInputGradientsDiffer = false;
-// Two forwards that differ: a unit is needed again on some ranks.
-constexpr bool kSeveralForwardsDiffer = false;
-// Any calls: as above, in all combinations.
-constexpr bool kWildRanks = false;
-
 class Draw {
  public:
   explicit Draw(uint64_t seed) : generator_(seed) {}
@@ -44,7 +33,7 @@ class CaseDraw {
   CaseDraw(uint64_t seed, int world_size) : draw_(1000 * seed + world_size) {
     case_.seed = seed;
     case_.world_size = world_size;
-    case_.is_wild = world_size == 1 || (draw_.percent(50) && kWildRanks);
+    case_.is_wild = world_size == 1 || draw_.percent(50);
   }
 
   Case run() {
@@ -65,33 +54,12 @@ class CaseDraw {
   using Operations = std::vector<Operation>;
 
   void add(Operations operations) {
-    Action action{.operations = std::move(operations)};
-    for (const Operation& operation : action.operations) {
-      for (const size_t forward : operation.forwards) {
-        if (case_.is_wild && differs(case_.forwards[forward])) {
-          action.may_be_refused = true;
-        }
-      }
+    // Before shards change: a unit that a rank still needs again in a forward
+    // without backward, say, must be what it was.
+    if (case_.is_wild && !operations.back().forwards.empty()) {
+      operations.push_back({.kind = Kind::kMeet});
     }
-    // Who has not been refused yet is refused here.
-    if (action.may_be_refused) {
-      action.operations.push_back({.kind = Kind::kMeet});
-    }
-    case_.actions.push_back(std::move(action));
-  }
-
-  static bool differs(const Forward& forward) {
-    const auto differ = [](const Branch& a, const Branch& b) {
-      if (a.in_loss != b.in_loss) return true;
-      if (a.calls.size() != b.calls.size()) return true;
-      for (size_t i = 0; i < a.calls.size(); ++i) {
-        if (a.calls[i].block != b.calls[i].block) return true;
-      }
-      return false;
-    };
-    return std::any_of(
-        forward.begin(), forward.end(),
-        [&](const Branch& branch) { return differ(branch, forward[0]); });
+    case_.actions.push_back({.operations = std::move(operations)});
   }
 
   static std::vector<int> divisors_of(int number) {
@@ -103,7 +71,6 @@ class CaseDraw {
   }
 
   void draw_options() {
-    takes_input_gradients_ = draw_.percent(15);
     keeps_units_ = draw_.percent(50);
     case_.options = {
         .num_shards = draw_.of(divisors_of(case_.world_size)),
@@ -213,12 +180,9 @@ class CaseDraw {
   Branch draw_branch(bool is_regular) {
     Branch branch{.uses_of_head = all_of(num_blocks()),
                   .in_loss = {0},
-                  .takes_input_gradient = takes_input_gradients_,
+                  .takes_input_gradient = draw_.percent(15),
                   .rows = draw_.between(1, 4),
                   .seed = draw_.seed()};
-    if (case_.is_wild || kInputGradientsDiffer) {
-      branch.takes_input_gradient = draw_.percent(15);
-    }
     if (is_regular) {
       for (size_t i = 0; i < num_blocks(); ++i) {
         branch.calls.push_back({i, all_of(i)});
@@ -240,7 +204,7 @@ class CaseDraw {
       const auto some = static_cast<uint32_t>(draw_.between(0, all_of(block)));
       branch.calls.push_back({block, draw_.percent(75) ? all_of(block) : some});
     }
-    if (draw_.percent(30) && (case_.is_wild || kLossesDiffer)) {
+    if (draw_.percent(30)) {
       std::vector<size_t> chosen;
       for (size_t i = 0; i <= blocks.size(); ++i) {
         // Sums of three gradients have an order.
@@ -255,8 +219,8 @@ class CaseDraw {
     return branch;
   }
 
-  size_t draw_forward(bool is_alike = false) {
-    const size_t manner = is_alike ? 0 : draw_.below(10);
+  size_t draw_forward() {
+    const size_t manner = draw_.below(10);
     Forward forward;
     if (manner < 3) {  // alike
       forward.assign(case_.world_size,
@@ -279,17 +243,12 @@ class CaseDraw {
     }
     action.push_back(
         {.kind = Kind::kBackward, .forwards = {forward}, .flag = synchronizes});
-    if (!synchronizes && case_.is_wild && differs(case_.forwards[forward])) {
-      // Refused in a backward that is not reduced, they need not agree on it.
-      action.back().flag = true;
-    }
     return action;
   }
 
   Operations two_forwards() {
-    const bool is_alike = !case_.is_wild && !kSeveralForwardsDiffer;
-    const size_t first = draw_forward(is_alike);
-    const size_t second = draw_forward(is_alike);
+    const size_t first = draw_forward();
+    const size_t second = draw_forward();
     Operations action = {{.kind = Kind::kForward, .forwards = {first}},
                          {.kind = Kind::kForward, .forwards = {second}}};
     switch (draw_.below(3)) {
@@ -324,7 +283,7 @@ class CaseDraw {
   }
 
   Operations failing_forward() {
-    const size_t forward = draw_forward(/*is_alike=*/case_.is_wild);
+    const size_t forward = draw_forward();
     const int rank = static_cast<int>(draw_.below(case_.world_size));
     const size_t num_calls = case_.forwards[forward][rank].calls.size();
     return {{.kind = Kind::kFailingForward,
@@ -334,7 +293,7 @@ class CaseDraw {
   }
 
   Operations failing_backward() {
-    const size_t forward = draw_forward(/*is_alike=*/case_.is_wild);
+    const size_t forward = draw_forward();
     const int rank = static_cast<int>(draw_.below(case_.world_size));
     for (Branch& one : case_.forwards[forward]) one.in_loss = {0};
     const Branch& branch = case_.forwards[forward][rank];
@@ -406,7 +365,6 @@ class CaseDraw {
   Draw draw_;
   Case case_;
   bool keeps_units_ = false;
-  bool takes_input_gradients_ = false;
 };
 
 }  // namespace

@@ -102,8 +102,7 @@ std::string describe(const Case& c) {
     out << "\n";
   }
   for (size_t i = 0; i < c.actions.size(); ++i) {
-    out << "action " << i
-        << (c.actions[i].may_be_refused ? ", may be refused" : "") << "\n";
+    out << "action " << i << "\n";
     for (const Operation& operation : c.actions[i].operations) {
       out << "  " << describe(operation) << "\n";
       if (operation.kind == Kind::kBackward || operation.kind == Kind::kDrop) {

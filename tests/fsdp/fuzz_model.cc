@@ -29,42 +29,25 @@ class Model {
   }
 
   void check() {
-    size_t begin = 0;
+    size_t index = 0;
     for (const Action& action : actions_of(case_)) {
-      const size_t end = begin + action.operations.size();
-      const size_t refused = first_refused(begin, end);
-      for (size_t i = begin; i < end; ++i) {
-        const Operation& operation = action.operations[i - begin];
-        SCOPED_TRACE("operation " + std::to_string(i) + ": " +
+      for (const Operation& operation : action.operations) {
+        SCOPED_TRACE("operation " + std::to_string(index) + ": " +
                      describe(operation));
-        if (i < refused) run(operation, i);
-        if (refused < end && i + 1 < end) continue;
+        run(operation, index);
         for (int rank = 0; rank < case_.world_size; ++rank) {
           if (::testing::Test::HasFailure()) return;
-          EXPECT_EQ(sight(rank, i).is_refused, refused < end)
-              << "rank " << rank;
-          expect_shards(rank, i);
+          expect_shards(rank, index);
         }
         if (::testing::Test::HasFailure()) return;
+        ++index;
       }
-      if (refused < end) live_.clear();
-      begin = end;
     }
   }
 
  private:
   const Sight& sight(int rank, size_t operation) const {
     return records_[rank].sights[operation];
-  }
-
-  // By any rank; `end`: none is.
-  size_t first_refused(size_t begin, size_t end) const {
-    for (size_t i = begin; i < end; ++i) {
-      for (int rank = 0; rank < case_.world_size; ++rank) {
-        if (sight(rank, i).is_refused) return i;
-      }
-    }
-    return end;
   }
 
   Live run_forward(size_t forward, int rank) const {

@@ -26,18 +26,9 @@ class RankRun {
   void run() {
     note_ranges();
     for (const Action& action : actions_of(case_)) {
-      bool is_refused = false;
       for (const Operation& operation : action.operations) {
         Sight sight;
-        try {
-          if (!is_refused) run(operation, sight);
-        } catch (const std::exception&) {
-          if (!action.may_be_refused) throw;
-          is_refused = true;
-          sight.error = message_of(std::current_exception());
-          live_.clear();
-        }
-        sight.is_refused = is_refused;
+        run(operation, sight);
         sight.values = copies_of(root_.shards());
         sight.gradients = copies_of(gradients_of(root_.shards()));
         record_.sights.push_back(std::move(sight));

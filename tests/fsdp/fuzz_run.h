@@ -16,7 +16,6 @@ namespace brigade::testing {
 
 // What a rank sees behind an operation.
 struct Sight {
-  bool is_refused = false;         // in this operation, or in one before
   std::vector<at::Tensor> values;  // of shards
   std::vector<at::Tensor> gradients;
   std::vector<at::Tensor> outputs;  // or inputs' gradients, or parameters

@@ -28,7 +28,6 @@ using ::testing::HasSubstr;
 using testing::loss_of;
 using testing::message_of;
 using testing::Net;
-using testing::random;
 using testing::Reference;
 using testing::run_ranks;
 using testing::sgd;
@@ -75,6 +74,22 @@ std::vector<at::Tensor> sums_of(const std::vector<at::Tensor>& a,
   std::vector<at::Tensor> sums;
   for (size_t i = 0; i < a.size(); ++i) sums.push_back(a[i] + b[i]);
   return sums;
+}
+
+// The reference has zeros there.
+void zero_what_no_rank_used(const ShardedRoot& root) {
+  for (const at::Tensor& shard : root.shards()) {
+    if (!shard.grad().defined()) {
+      shard.mutable_grad() = torch::zeros_like(shard);
+    }
+  }
+}
+
+// Blocks of one width, in any order.
+at::Tensor run_blocks(const Net& net, at::Tensor h,
+                      const std::vector<size_t>& order) {
+  for (const size_t i : order) h = net.blocks[i].run(h);
+  return h * net.head;
 }
 
 // Ranks x reshards.
@@ -139,15 +154,7 @@ TEST_P(RanksDifferTest, LossesOfOtherOutputs) {
       });
       loss_of(outputs_of(root, net, net.input(rank, step)), chosen(rank))
           .backward();
-      for (size_t unit = 0; unit < root.num_units(); ++unit) {
-        for (size_t i = 0; i < root.shards_of(unit).size(); ++i) {
-          // No gradient and one of zeros are the same step.
-          at::Tensor shard = root.shards_of(unit)[i];
-          if (!shard.grad().defined()) {
-            shard.mutable_grad() = torch::zeros_like(shard);
-          }
-        }
-      }
+      zero_what_no_rank_used(root);
       expect_gradients(root, reference.gradients, rank);
       reference.step(kRate);
       sgd(root.shards(), kRate);
@@ -210,6 +217,92 @@ TEST_P(RanksDifferTest, AParameterThatOneRankUses) {
           torch::full_like(of_bias, 1.0).mul(1.0 / world_size())));
       sgd(root.shards(), 0);
     }
+  });
+}
+
+const std::vector<std::vector<size_t>> kOrders = {
+    {0, 1, 2}, {2, 0, 2, 1}, {1, 1}, {}, {0, 2, 1, 0}, {2, 1, 0}};
+
+TEST_P(RanksDifferTest, UnitsCalledInAnyOrderAndNumber) {
+  run_ranks(world_size(), [&](const Group& group) {
+    const int rank = group->getRank();
+    Net plain({4, 4, 4, 4});
+    Net net({4, 4, 4, 4});
+    Reference reference(plain);
+    ShardedRoot root(net.units(), group, options());
+    for (size_t step = 0; step < 2 * kOrders.size(); ++step) {
+      const int batch = static_cast<int>(step);
+      const auto order_of = [&](int r) {
+        return kOrders[(step + r * (1 + step / kOrders.size())) %
+                       kOrders.size()];
+      };
+      reference.accumulate(world_size(), [&](int r) {
+        return testing::loss_of(
+            run_blocks(plain, plain.input(r, batch), order_of(r)));
+      });
+      testing::loss_of(root.forward([&] {
+        return net.run(root, net.input(rank, batch), order_of(rank));
+      })).backward();
+      zero_what_no_rank_used(root);
+      expect_gradients(root, reference.gradients, rank);
+      reference.step(kRate);
+      sgd(root.shards(), kRate);
+    }
+    EXPECT_GT(root.statistics().late_gathers, 0);
+    EXPECT_EQ(root.engine_statistics().aborted, 0);
+  });
+}
+
+TEST_P(RanksDifferTest, SeveralForwardsOfDifferentUnits) {
+  run_ranks(world_size(), [&](const Group& group) {
+    const int rank = group->getRank();
+    const std::vector<std::vector<size_t>> orders = {{0, 1}, {1, 2}, {2}, {0}};
+    Net plain({4, 4, 4, 4});
+    Net net({4, 4, 4, 4});
+    Reference reference(plain);
+    ShardedRoot root(net.units(), group, options());
+    for (int step = 0; step < 6; ++step) {
+      const auto order_of = [&](int r, int forward) {
+        return orders[(step + r + 2 * forward + r * forward) % 4];
+      };
+      reference.accumulate(world_size(), [&](int r) {
+        const at::Tensor x = plain.input(r, step);
+        return testing::loss_of(run_blocks(plain, x, order_of(r, 0))) +
+               testing::loss_of(run_blocks(plain, x, order_of(r, 1)));
+      });
+      std::vector<at::Tensor> losses;
+      for (int forward = 0; forward < 2; ++forward) {
+        losses.push_back(testing::loss_of(root.forward([&] {
+          return net.run(root, net.input(rank, step), order_of(rank, forward));
+        })));
+      }
+      (losses[0] + losses[1]).backward();
+      zero_what_no_rank_used(root);
+      expect_gradients(root, reference.gradients, rank);
+      reference.step(kRate);
+      sgd(root.shards(), kRate);
+    }
+    EXPECT_EQ(root.engine_statistics().aborted, 0);
+  });
+}
+
+// Ranks meet behind it, so that nobody makes a step before.
+TEST_P(RanksDifferTest, ForwardsWithoutBackwardInAnyOrder) {
+  run_ranks(world_size(), [&](const Group& group) {
+    const torch::NoGradGuard no_grad;
+    const int rank = group->getRank();
+    Net plain({4, 4, 4, 4});
+    Net net({4, 4, 4, 4});
+    ShardedRoot root(net.units(), group, options());
+    for (size_t step = 0; step < kOrders.size(); ++step) {
+      const std::vector<size_t>& order =
+          kOrders[(step + 2 * rank) % kOrders.size()];
+      const at::Tensor x = net.input(rank, static_cast<int>(step));
+      EXPECT_TRUE(
+          at::equal(root.forward([&] { return net.run(root, x, order); }),
+                    run_blocks(plain, x, order)));
+    }
+    EXPECT_EQ(root.num_ranks_with(true), world_size());
   });
 }
 
@@ -296,24 +389,27 @@ TEST_P(RanksDifferTest, AnIterationThatOneRankAddsUpOnly) {
             HasSubstr("began iteration 2")));
 }
 
-// In forward, or, where units stay whole from there on, in the backward that
-// has released it.
-TEST_P(RanksDifferTest, AUnitThatOneRankCallsTwice) {
+// It would gather what the other rank has not computed with.
+TEST_P(RanksDifferTest, AStepThatOneRankMakesWhileAnotherNeedsAUnitAgain) {
   expect_error(
       [](ShardedRoot& root, const Net& net, int rank) {
-        testing::loss_of(root.forward([&] {
-          at::Tensor h = random({2, 5}, 9).requires_grad_();
-          for (int call = 0; call < (rank == 0 ? 2 : 1); ++call) {
-            h = root.call(1, h, [&](const at::Tensor& in) {
-              return net.blocks[0].run(in);
-            });
-            h = h.narrow(1, 0, 5);
-          }
-          return root.call(0, h,
-                           [&](const at::Tensor& in) { return in * net.head; });
-        })).backward();
+        const torch::NoGradGuard no_grad;
+        for (int forward = 0; forward < 2; ++forward) {
+          root.forward([&] {
+            at::Tensor h = net.input(rank, 9);
+            for (int call = 0; call < (rank == 0 ? 2 : 1); ++call) {
+              h = root.call(1, h, [&](const at::Tensor& in) {
+                return net.blocks[0].run(in);
+              });
+              h = h.narrow(1, 0, 5);
+            }
+            return h;
+          });
+          for (at::Tensor shard : root.shards()) shard.mul_(1);
+        }
       },
-      HasSubstr("rank 0 needed unit 'blocks.0' again behind iteration"));
+      AllOf(HasSubstr("rank 0 needed unit 'blocks.0' again behind iteration 1"),
+            HasSubstr("began a forward behind iteration 1")));
 }
 
 // ---- What ends training.
