@@ -414,7 +414,7 @@ void UnitPolicy::on_iteration_over(Outcome outcome, bool /*is_shadow*/) {
 std::vector<size_t> UnitPolicy::reduced_units() const {
   std::vector<size_t> units;
   for (const size_t reduction : reduction_order_) {
-    if (!is_reduced(reduction)) continue;
+    if (!is_reduced_[reduction]) continue;
     units.push_back(variables_[first_variable_[reduction]].unit);
   }
   return units;
