@@ -49,18 +49,17 @@ class Clocks {
 
 }  // namespace
 
-void DeviceTimes::restart(size_t num_buckets) {
+void DeviceTimes::restart(size_t num_units) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  by_bucket_.resize(num_buckets);
-  for (Events& steps : by_bucket_) steps = {};
+  by_unit_.resize(num_units);
+  for (Events& steps : by_unit_) steps = {};
   marks_ = {};
 }
 
-void DeviceTimes::record(size_t bucket, Step step,
-                         c10::Device device) noexcept {
+void DeviceTimes::record(size_t unit, Step step, c10::Device device) noexcept {
   if (device.is_cpu()) return;
   const std::lock_guard<std::mutex> lock(mutex_);
-  record(by_bucket_[bucket][step], device);
+  record(by_unit_[unit][step], device);
 }
 
 void DeviceTimes::record(Mark mark, c10::Device device) noexcept {
@@ -84,12 +83,12 @@ void DeviceTimes::resolve(Timeline& timeline) const {
   clocks.read(marks_[kForwardEnd], timeline.forward_end_ns);
   clocks.read(marks_[kBackwardBegin], timeline.backward_begin_ns);
   clocks.read(marks_[kBackwardEnd], timeline.backward_end_ns);
-  for (size_t b = 0; b < by_bucket_.size(); ++b) {
-    BucketTimes& bucket = timeline.buckets[b];
-    clocks.read(by_bucket_[b][kPackBegin], bucket.pack_begin_ns);
-    clocks.read(by_bucket_[b][kPackEnd], bucket.pack_end_ns);
-    clocks.read(by_bucket_[b][kLaunch], bucket.launch_ns);
-    clocks.read(by_bucket_[b][kComplete], bucket.complete_ns);
+  for (size_t b = 0; b < by_unit_.size(); ++b) {
+    UnitTimes& unit = timeline.units[b];
+    clocks.read(by_unit_[b][kPackBegin], unit.pack_begin_ns);
+    clocks.read(by_unit_[b][kPackEnd], unit.pack_end_ns);
+    clocks.read(by_unit_[b][kLaunch], unit.launch_ns);
+    clocks.read(by_unit_[b][kComplete], unit.complete_ns);
   }
 }
 

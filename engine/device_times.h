@@ -1,5 +1,5 @@
 // When a device with streams passed the steps of an iteration and of its
-// buckets: events between the work of its streams.
+// units: events between the work of its streams.
 //
 // Costs one event per step, and nothing waits until somebody asks.
 //
@@ -27,12 +27,12 @@ class DeviceTimes {
   enum Step { kPackBegin, kPackEnd, kLaunch, kComplete };
   enum Mark { kForwardEnd, kBackwardBegin, kBackwardEnd };
 
-  // Forgets all events. Of a bucket on another device nothing is recorded.
-  void restart(size_t num_buckets);
+  // Forgets all events. Of a unit on another device nothing is recorded.
+  void restart(size_t num_units);
 
   // The calling thread's current stream of `device` is at this step. A device
   // that fails records nothing.
-  void record(size_t bucket, Step step, c10::Device device) noexcept;
+  void record(size_t unit, Step step, c10::Device device) noexcept;
   void record(Mark mark, c10::Device device) noexcept;
 
   // Replaces the host's times of these steps by the device's, mapped to the
@@ -47,8 +47,8 @@ class DeviceTimes {
 
   mutable std::mutex mutex_;
   // Guarded by mutex_.
-  std::vector<Events> by_bucket_;  // by Step
-  std::array<Event, 3> marks_;     // by Mark
+  std::vector<Events> by_unit_;  // by Step
+  std::array<Event, 3> marks_;   // by Mark
 };
 
 }  // namespace brigade

@@ -16,6 +16,7 @@
 
 #include <cstdint>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "brigade/planning/variable_index.h"
@@ -27,7 +28,7 @@ struct GradientTime {
   int64_t ready_ns = 0;  // on the host
 };
 
-struct BucketTimes {
+struct UnitTimes {
   int64_t pack_begin_ns = 0;
   int64_t pack_end_ns = 0;
   int64_t launch_ns = 0;    // the comm hook was called; 0: nothing travelled
@@ -43,27 +44,29 @@ struct Timeline {
   int64_t backward_end_ns = 0;         // finalize begins
   int64_t finalize_end_ns = 0;
   std::vector<GradientTime> gradients = {};  // in the order they became ready
-  std::vector<BucketTimes> buckets = {};     // in launch order
+  std::vector<UnitTimes> units = {};         // in launch order
 };
 
 // Source: torch's DDP logging data. Differs: backward begins where it reaches
 // forward's outputs, so that the loss belongs to neither side; communication
-// is the time in which at least one bucket travels.
+// is the time in which at least one unit travels.
 struct TimelineSummary {
   int64_t forward_compute_ns = 0;
   int64_t backward_compute_ns = 0;
   int64_t backward_comm_ns = 0;
   int64_t overlap_ns = 0;  // of communication with backward's computation
   int64_t exposed_ns = 0;  // communication that backward waits for
-  std::vector<int64_t> bucket_exposed_ns = {};  // each bucket's share of that
-  int64_t comm_begin_ns = 0;                    // first launch
-  int64_t comm_end_ns = 0;                      // last completion
+  std::vector<int64_t> unit_exposed_ns = {};  // each unit's share of that
+  int64_t comm_begin_ns = 0;                  // first launch
+  int64_t comm_end_ns = 0;                    // last completion
 };
 
 TimelineSummary summarize(const Timeline& timeline);
 
-// A table for people: one line per bucket, in ms from the begin of backward.
-std::string describe(const Timeline& timeline);
+// A table for people: one line per unit, in ms from the begin of backward.
+// `unit_word`: what a unit is called.
+std::string describe(const Timeline& timeline,
+                     std::string_view unit_word = "bucket");
 
 }  // namespace brigade
 

@@ -10,14 +10,14 @@ namespace brigade {
 
 // What a callback may write when the iteration, or the engine, is gone.
 struct TimelineRecorder::Completions {
-  explicit Completions(size_t num_buckets) : complete_ns(num_buckets) {
-    device_times.restart(num_buckets);
+  explicit Completions(size_t num_units) : complete_ns(num_units) {
+    device_times.restart(num_units);
   }
 
   // The first one to notice counts: the callback, or whoever waited.
-  void complete(size_t bucket) {
+  void complete(size_t unit) {
     int64_t unset = 0;
-    complete_ns[bucket].compare_exchange_strong(unset, now_ns());
+    complete_ns[unit].compare_exchange_strong(unset, now_ns());
   }
 
   std::vector<std::atomic<int64_t>> complete_ns;
@@ -31,7 +31,7 @@ void TimelineRecorder::bind(std::vector<c10::Device> devices,
   num_variables_ = num_variables;
   if (sample_rate_ == 0) return;
   for (Timeline* timeline : {&current_, &last_}) {
-    timeline->buckets.reserve(devices_.size());
+    timeline->units.reserve(devices_.size());
     timeline->gradients.reserve(num_variables);
   }
   current_completions_ = std::make_shared<Completions>(devices_.size());
@@ -55,7 +55,7 @@ void TimelineRecorder::prepared(int64_t iteration) {
   current_.backward_begin_ns = 0;
   current_.gradients.clear();
   current_.gradients.reserve(num_variables_);
-  current_.buckets.assign(devices_.size(), BucketTimes{});
+  current_.units.assign(devices_.size(), UnitTimes{});
   // Not if futures of an iteration that was aborted may still write there.
   if (!current_completions_ || current_completions_.use_count() > 1 ||
       current_completions_->complete_ns.size() != devices_.size()) {
@@ -84,40 +84,38 @@ void TimelineRecorder::stamp_gradient(VariableIndex variable) {
   current_.gradients.push_back({.variable = variable, .ready_ns = now_ns()});
 }
 
-void TimelineRecorder::stamp_pack_begin(size_t bucket) {
-  current_.buckets[bucket].pack_begin_ns = now_ns();
-  current_completions_->device_times.record(bucket, DeviceTimes::kPackBegin,
-                                            devices_[bucket]);
+void TimelineRecorder::stamp_pack_begin(size_t unit) {
+  current_.units[unit].pack_begin_ns = now_ns();
+  current_completions_->device_times.record(unit, DeviceTimes::kPackBegin,
+                                            devices_[unit]);
 }
 
-void TimelineRecorder::stamp_pack_end(size_t bucket) {
-  current_.buckets[bucket].pack_end_ns = now_ns();
-  current_completions_->device_times.record(bucket, DeviceTimes::kPackEnd,
-                                            devices_[bucket]);
+void TimelineRecorder::stamp_pack_end(size_t unit) {
+  current_.units[unit].pack_end_ns = now_ns();
+  current_completions_->device_times.record(unit, DeviceTimes::kPackEnd,
+                                            devices_[unit]);
 }
 
-void TimelineRecorder::stamp_launch(size_t bucket) {
-  current_.buckets[bucket].launch_ns = now_ns();
-  current_completions_->device_times.record(bucket, DeviceTimes::kLaunch,
-                                            devices_[bucket]);
+void TimelineRecorder::stamp_launch(size_t unit) {
+  current_.units[unit].launch_ns = now_ns();
+  current_completions_->device_times.record(unit, DeviceTimes::kLaunch,
+                                            devices_[unit]);
 }
 
-void TimelineRecorder::watch(size_t bucket, c10::ivalue::Future& future) {
-  const c10::Device device = devices_[bucket];
+void TimelineRecorder::watch(size_t unit, c10::ivalue::Future& future) {
+  const c10::Device device = devices_[unit];
   // A callback that uses the future runs on streams that wait for its value.
   future.addCallback(
-      [completions = current_completions_, bucket,
-       device](c10::ivalue::Future&) {
-        completions->complete(bucket);
-        completions->device_times.record(bucket, DeviceTimes::kComplete,
-                                         device);
+      [completions = current_completions_, unit, device](c10::ivalue::Future&) {
+        completions->complete(unit);
+        completions->device_times.record(unit, DeviceTimes::kComplete, device);
       },
       /*uses_future=*/!device.is_cpu());
 }
 
-void TimelineRecorder::stamp_complete(size_t bucket) {
-  if (current_.buckets[bucket].launch_ns > 0) {
-    current_completions_->complete(bucket);
+void TimelineRecorder::stamp_complete(size_t unit) {
+  if (current_.units[unit].launch_ns > 0) {
+    current_completions_->complete(unit);
   }
 }
 
@@ -128,8 +126,8 @@ void TimelineRecorder::stamp_backward_end() {
 
 void TimelineRecorder::finish() {
   sampling_ = false;
-  for (size_t b = 0; b < current_.buckets.size(); ++b) {
-    current_.buckets[b].complete_ns = current_completions_->complete_ns[b];
+  for (size_t b = 0; b < current_.units.size(); ++b) {
+    current_.units[b].complete_ns = current_completions_->complete_ns[b];
   }
   current_.finalize_end_ns = now_ns();
   std::swap(current_, last_);

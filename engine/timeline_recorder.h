@@ -53,22 +53,22 @@ class TimelineRecorder {
   void gradient_ready(VariableIndex variable) {
     if (sampling_) stamp_gradient(variable);
   }
-  void pack_begins(size_t bucket) {
-    if (sampling_) stamp_pack_begin(bucket);
+  void pack_begins(size_t unit) {
+    if (sampling_) stamp_pack_begin(unit);
   }
-  void pack_ends(size_t bucket) {
-    if (sampling_) stamp_pack_end(bucket);
+  void pack_ends(size_t unit) {
+    if (sampling_) stamp_pack_end(unit);
   }
-  void launch_begins(size_t bucket) {
-    if (sampling_) stamp_launch(bucket);
+  void launch_begins(size_t unit) {
+    if (sampling_) stamp_launch(unit);
   }
   // `future` is the one of the launch.
-  void launched(size_t bucket, c10::ivalue::Future& future) {
-    if (sampling_) watch(bucket, future);
+  void launched(size_t unit, c10::ivalue::Future& future) {
+    if (sampling_) watch(unit, future);
   }
   // The future has been waited for. Its callback may come a little later.
-  void waited_for(size_t bucket) {
-    if (sampling_) stamp_complete(bucket);
+  void waited_for(size_t unit) {
+    if (sampling_) stamp_complete(unit);
   }
   void backward_ends() {
     if (sampling_) stamp_backward_end();
@@ -77,7 +77,7 @@ class TimelineRecorder {
     if (sampling_) finish();
   }
 
-  // The last sampled iteration that was reduced to the end. With buckets on
+  // The last sampled iteration that was reduced to the end. With units on
   // devices with streams, waits for these.
   Timeline last() const;
 
@@ -90,12 +90,12 @@ class TimelineRecorder {
   void stamp_backward();
   void mark(DeviceTimes::Mark mark);
   void stamp_gradient(VariableIndex variable);
-  void stamp_pack_begin(size_t bucket);
-  void stamp_pack_end(size_t bucket);
-  void stamp_launch(size_t bucket);
-  void stamp_complete(size_t bucket);
+  void stamp_pack_begin(size_t unit);
+  void stamp_pack_end(size_t unit);
+  void stamp_launch(size_t unit);
+  void stamp_complete(size_t unit);
   void stamp_backward_end();
-  void watch(size_t bucket, c10::ivalue::Future& future);
+  void watch(size_t unit, c10::ivalue::Future& future);
   void finish();
 
   int64_t sample_rate_ = kDefaultSampleRate;

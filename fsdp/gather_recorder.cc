@@ -12,7 +12,7 @@ namespace brigade {
 
 struct GatherRecorder::Arrival {
   std::atomic<int64_t> complete_ns = 0;
-  DeviceTimes device_times;  // of one bucket
+  DeviceTimes device_times;  // of one unit
 };
 
 void GatherRecorder::forward_begins(int64_t iteration) {
@@ -87,13 +87,13 @@ void GatherRecorder::fill_in(ShardingTimeline& timeline,
                          .needed_ns = gather.needed_ns,
                          .whole_ns = gather.whole_ns};
     for (size_t i = 0; i < gather.arrivals.size(); ++i) {
-      Timeline of_device = {.buckets = std::vector<BucketTimes>(1)};
-      BucketTimes& bucket = of_device.buckets.front();
-      bucket.complete_ns = gather.arrivals[i]->complete_ns;
+      Timeline of_device = {.units = std::vector<UnitTimes>(1)};
+      UnitTimes& unit = of_device.units.front();
+      unit.complete_ns = gather.arrivals[i]->complete_ns;
       if (!device_.is_cpu())
         gather.arrivals[i]->device_times.resolve(of_device);
-      if (i == 0 && bucket.launch_ns != 0) times.launch_ns = bucket.launch_ns;
-      times.complete_ns = std::max(times.complete_ns, bucket.complete_ns);
+      if (i == 0 && unit.launch_ns != 0) times.launch_ns = unit.launch_ns;
+      times.complete_ns = std::max(times.complete_ns, unit.complete_ns);
     }
     timeline.gathers.push_back(std::move(times));
   }

@@ -136,13 +136,18 @@ std::vector<at::Tensor> ShardedRoot::shards() const {
 }
 
 void ShardedRoot::ask(std::string_view words, const std::vector<size_t>& said) {
-  ask(words, digest_of(words, said), /*wanted=*/std::nullopt);
+  ask(words, words, said);
 }
 
-// Its name may be another one on other meshes.
+void ShardedRoot::ask(std::string_view words, std::string_view words_of_all,
+                      const std::vector<size_t>& said,
+                      std::optional<size_t> wanted) {
+  ask(words, digest_of(words_of_all, said), wanted);
+}
+
 void ShardedRoot::ask_for(size_t unit) {
   ask(absl::StrCat("needed unit '", units_[unit].name, "' again"),
-      digest_of("needed a unit again", {unit}), unit);
+      "needed a unit again", {unit}, unit);
 }
 
 void ShardedRoot::ask(std::string_view words, uint64_t digest,

@@ -26,9 +26,9 @@ ShardingTimeline ShardedRoot::timeline() const {
                                .backward_begin_ns = of_engine.backward_begin_ns,
                                .backward_end_ns = of_engine.backward_end_ns,
                                .finalize_end_ns = of_engine.finalize_end_ns};
-  for (const BucketTimes& bucket : of_engine.buckets) {
+  for (const UnitTimes& unit : of_engine.units) {
     timeline.reductions.push_back(
-        {.launch_ns = bucket.launch_ns, .complete_ns = bucket.complete_ns});
+        {.launch_ns = unit.launch_ns, .complete_ns = unit.complete_ns});
   }
   std::vector<std::string> names;
   for (const Unit& unit : units_) names.push_back(unit.name);

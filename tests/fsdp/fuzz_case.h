@@ -42,6 +42,7 @@ enum class Kind {
   kFailingForward,
   kFailingBackward,
   kReadWhole,
+  kUnshard,  // one unit, whose index it is
   kScale,
   kClip,
   kSetReshards,
@@ -51,10 +52,12 @@ enum class Kind {
 struct Operation {
   Kind kind;
   std::vector<size_t> forwards = {};  // by number
-  bool flag = false;                  // synchronizes; zeroes in place; reshards
-  int rank = 0;                       // that fails
-  size_t place = 0;  // where it fails: behind the call, or in it
-  size_t index = 0;  // parameter, of all; unit
+  bool flag = false;  // synchronizes; zeroes in place; reshards, again
+  int rank = 0;       // that fails
+  size_t place = 0;   // where it fails: behind the call, or in it
+  size_t index = 0;   // parameter, of all; unit
+  uint32_t adding_up =
+      0;  // units that a backward does not reduce, one bit each
   std::optional<int> reshards_to = std::nullopt;
   double max_norm = 0;  // clips
   double p = 2;

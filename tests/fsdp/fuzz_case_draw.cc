@@ -241,9 +241,20 @@ class CaseDraw {
     if (draw_.percent(15)) {
       action.push_back({.kind = Kind::kEvaluate, .forwards = {draw_forward()}});
     }
+    if (draw_.percent(15)) action.push_back(unshard());
     action.push_back(
         {.kind = Kind::kBackward, .forwards = {forward}, .flag = synchronizes});
+    if (synchronizes && draw_.percent(25)) {  // never the outermost alone
+      action.back().adding_up =
+          static_cast<uint32_t>(draw_.below(size_t{1} << num_blocks())) << 1;
+    }
     return action;
+  }
+
+  Operation unshard() {
+    return {.kind = Kind::kUnshard,
+            .flag = draw_.percent(50),
+            .index = draw_.below(num_blocks() + 1)};
   }
 
   Operations two_forwards() {
@@ -340,6 +351,7 @@ class CaseDraw {
     if (choice < 82) {
       return failing_backward();
     }
+    if (choice < 83) return {unshard()};
     if (choice < 85) return {{.kind = Kind::kReadWhole}};
     if (choice < 90) {
       return {{.kind = Kind::kScale, .index = draw_.below(num_parameters())}};

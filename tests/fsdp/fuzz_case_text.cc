@@ -32,6 +32,7 @@ std::string describe(const Operation& operation) {
       {Kind::kFailingForward, "failing forward"},
       {Kind::kFailingBackward, "failing backward"},
       {Kind::kReadWhole, "read whole"},
+      {Kind::kUnshard, "unshard"},
       {Kind::kScale, "scale"},
       {Kind::kClip, "clip"},
       {Kind::kSetReshards, "set reshards"},
@@ -43,6 +44,13 @@ std::string describe(const Operation& operation) {
   switch (operation.kind) {
     case Kind::kBackward:
       if (!operation.flag) out << " unsynchronized";
+      if (operation.adding_up != 0) {
+        out << ", units of " << operation.adding_up << " add up";
+      }
+      break;
+    case Kind::kUnshard:
+      out << " unit " << operation.index
+          << (operation.flag ? ", and reshard it" : "");
       break;
     case Kind::kZero:
       out << (operation.flag ? " in place" : " to undefined") << ", parameter "

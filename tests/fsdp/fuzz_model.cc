@@ -129,6 +129,7 @@ class Model {
         clip(operation, index);
         break;
       case Kind::kSetReshards:
+      case Kind::kUnshard:
       case Kind::kMeet:
         break;
     }
@@ -156,7 +157,7 @@ class Model {
       }
     }
     for (const size_t i : operation.forwards) live_.erase(i);
-    if (operation.flag) synchronize();
+    if (operation.flag) synchronize(operation.adding_up);
   }
 
   // What is undefined adds nothing.
@@ -176,8 +177,9 @@ class Model {
     return of_root.of(rank);
   }
 
-  void synchronize() {
+  void synchronize(uint32_t adding_up) {
     for (size_t i = 0; i < unit_of_.size(); ++i) {
+      if ((adding_up >> unit_of_[i] & 1) != 0) continue;
       const auto& like = parameters_[0][i];
       const bool is_used = std::any_of(
           pending_.begin(), pending_.end(),

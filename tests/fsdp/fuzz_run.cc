@@ -86,6 +86,7 @@ class RankRun {
       }
       case Kind::kBackward: {
         root_.set_synchronizes(operation.flag);
+        set_adding_up(operation.adding_up);
         at::Tensor loss;
         for (const size_t i : operation.forwards) {
           const at::Tensor one = loss_of_branch(branch(i), live_[i].outputs);
@@ -93,6 +94,7 @@ class RankRun {
         }
         loss.backward();
         root_.set_synchronizes(true);
+        set_adding_up(0);
         for (const size_t i : operation.forwards) {
           sight.outputs.push_back(live_[i].input.grad());
           live_.erase(i);
@@ -130,6 +132,13 @@ class RankRun {
         sight.outputs = copies_of(net_.parameters());
         root_.reshard(/*writes=*/false);
         break;
+      case Kind::kUnshard:
+        root_.unshard(operation.index);
+        if (operation.flag) {
+          root_.await_unit(operation.index);
+          root_.reshard(operation.index, /*writes=*/false);
+        }
+        break;
       case Kind::kScale: {
         root_.unshard();
         {
@@ -150,6 +159,12 @@ class RankRun {
         root_.sum_over_ranks(torch::zeros({1}, torch::kDouble),
                              /*takes_largest=*/false);
         break;
+    }
+  }
+
+  void set_adding_up(uint32_t units) {
+    for (size_t unit = 0; unit < root_.num_units(); ++unit) {
+      root_.settings(unit).synchronizes = (units >> unit & 1) == 0;
     }
   }
 

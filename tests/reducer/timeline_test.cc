@@ -40,17 +40,17 @@ TEST(TimelineSummaryTest, SplitsCommunicationIntoOverlapAndExposed) {
                  .backward_begin_ns = 5,
                  .backward_end_ns = 30,
                  .finalize_end_ns = 50,
-                 .buckets = {{.launch_ns = 10, .complete_ns = 20},
-                             {.launch_ns = 15, .complete_ns = 40},
-                             {},  // nothing travelled
-                             {.launch_ns = 29, .complete_ns = 35},
-                             {.launch_ns = 30, .complete_ns = 42}}});
+                 .units = {{.launch_ns = 10, .complete_ns = 20},
+                           {.launch_ns = 15, .complete_ns = 40},
+                           {},  // nothing travelled
+                           {.launch_ns = 29, .complete_ns = 35},
+                           {.launch_ns = 30, .complete_ns = 42}}});
   EXPECT_EQ(summary.forward_compute_ns, 3);
   EXPECT_EQ(summary.backward_compute_ns, 25);
   EXPECT_EQ(summary.backward_comm_ns, 32);
   EXPECT_EQ(summary.overlap_ns, 20);
   EXPECT_EQ(summary.exposed_ns, 12);
-  EXPECT_THAT(summary.bucket_exposed_ns, ElementsAre(0, 10, 0, 0, 2));
+  EXPECT_THAT(summary.unit_exposed_ns, ElementsAre(0, 10, 0, 0, 2));
   EXPECT_EQ(summary.comm_begin_ns, 10);
   EXPECT_EQ(summary.comm_end_ns, 42);
 }
@@ -60,8 +60,8 @@ TEST(TimelineSummaryTest, DoesNotCountTheTimeBetweenBuckets) {
       summarize({.iteration = 1,
                  .backward_begin_ns = 5,
                  .backward_end_ns = 55,
-                 .buckets = {{.launch_ns = 10, .complete_ns = 12},
-                             {.launch_ns = 50, .complete_ns = 60}}});
+                 .units = {{.launch_ns = 10, .complete_ns = 12},
+                           {.launch_ns = 50, .complete_ns = 60}}});
   EXPECT_EQ(summary.forward_compute_ns, 0);  // nobody told when it began
   EXPECT_EQ(summary.backward_comm_ns, 12);
   EXPECT_EQ(summary.exposed_ns, 5);
@@ -76,11 +76,11 @@ TEST(TimelineSummaryTest, IsATableForPeople) {
                 .backward_begin_ns = 4'000'000,
                 .backward_end_ns = 10'000'000,
                 .finalize_end_ns = 12'250'000,
-                .buckets = {{.pack_begin_ns = 5'000'000,
-                             .pack_end_ns = 5'250'000,
-                             .launch_ns = 5'500'000,
-                             .complete_ns = 12'000'000},
-                            {}}}),
+                .units = {{.pack_begin_ns = 5'000'000,
+                           .pack_end_ns = 5'250'000,
+                           .launch_ns = 5'500'000,
+                           .complete_ns = 12'000'000},
+                          {}}}),
       "iteration 12, ms: forward 2.500, backward 6.000, communication 6.500 "
       "(overlapped 4.500, exposed 2.000), finalize 2.250\n"
       "bucket      packed    launched    complete     exposed\n"
@@ -120,7 +120,7 @@ TEST(TimelineRecorderTest, ALateFutureDoesNotSpoilTheNextTimeline) {
   abandoned->markCompleted(at::ones({1}));
   recorder.finalized();
   EXPECT_EQ(recorder.last().iteration, 2);
-  EXPECT_EQ(recorder.last().buckets[0].complete_ns, 0);
+  EXPECT_EQ(recorder.last().units[0].complete_ns, 0);
 }
 
 // ------------------------------------------------------------ a reducer's own
@@ -164,9 +164,9 @@ TEST_P(TimelineOnRanksTest, StampsTheStepsInTheirOrder) {
       const Timeline timeline = reducer.timeline();
       EXPECT_EQ(timeline.iteration, iteration);
       EXPECT_THAT(order_of(timeline), ElementsAre(2, 0, 1));
-      ASSERT_EQ(timeline.buckets.size(), 2);
-      const BucketTimes& first = timeline.buckets[0];
-      const BucketTimes& second = timeline.buckets[1];
+      ASSERT_EQ(timeline.units.size(), 2);
+      const UnitTimes& first = timeline.units[0];
+      const UnitTimes& second = timeline.units[1];
       // Bucket 0 is packed and launched between gradients.
       expect_ascending(
           {timeline.forward_begin_ns, timeline.forward_end_ns,
@@ -232,7 +232,7 @@ TEST(TimelineTest, LeavesOutUnusedParametersAndFollowsARebuiltPlan) {
     const Timeline timeline = reducer.timeline();
     EXPECT_EQ(timeline.iteration, iteration);
     EXPECT_THAT(order_of(timeline), ElementsAre(0, 2));
-    EXPECT_EQ(timeline.buckets.size(), iteration == 1 ? 2 : 3);
+    EXPECT_EQ(timeline.units.size(), iteration == 1 ? 2 : 3);
     EXPECT_EQ(timeline.forward_begin_ns, 0);
   }
 }

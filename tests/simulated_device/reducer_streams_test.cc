@@ -307,7 +307,7 @@ void timed(const StreamLayout& layout, ReducerOptions options) {
     training.reducer().forward_begins();
     training.step(s);
   });
-  for (const BucketTimes& bucket : training.reducer().timeline().buckets) {
+  for (const UnitTimes& bucket : training.reducer().timeline().units) {
     EXPECT_LE(bucket.pack_begin_ns, bucket.pack_end_ns);
     EXPECT_LE(bucket.pack_end_ns, bucket.launch_ns);
     EXPECT_LE(bucket.launch_ns, bucket.complete_ns);
