@@ -233,6 +233,53 @@ def test_ranks_may_take_different_branches_of_a_unit():
     run_ranks(_branch_in_a_unit)
 
 
+class AnyOrder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(3)])
+
+    def forward(self, x, order):
+        for i in order:
+            x = torch.tanh(self.layers[i](x))
+        return x
+
+
+def _calls_units_in_any_order(rank):
+    orders = [[0, 1, 2], [2, 0, 2], [1, 1], [2, 1, 0], [1]]
+    torch.manual_seed(0)
+    model = AnyOrder()
+    plain = copy.deepcopy(model)
+    for layer in model.layers:
+        brigade.fully_shard(layer)
+    brigade.fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for step in range(10):
+
+        def loss_of(net, rank, step=step):
+            x = torch.ones(2, 4, requires_grad=True) * (rank + 1)
+            return net(x, orders[(step + (2 + step // 5) * rank) % 5]).square().sum()
+
+        with torch.no_grad():
+            for parameter in plain.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+        for each in range(2):
+            loss_of(plain, each).backward()
+        with torch.no_grad():
+            for parameter in plain.parameters():
+                parameter -= 0.5 * (parameter.grad * 0.5)
+        optimizer.zero_grad()
+        loss_of(model, rank).backward()
+        optimizer.step()
+    state = model.full_state_dict()
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(state[name], value)
+    return model.sharding_statistics()["late_gathers"]
+
+
+def test_ranks_may_call_units_in_any_order_and_number():
+    assert all(late > 0 for late in run_ranks(_calls_units_in_any_order))
+
+
 def _forward_fails(rank):
     class Bad(nn.Linear):
         fails = False
