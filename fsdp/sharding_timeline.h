@@ -23,7 +23,7 @@
 namespace brigade {
 
 struct GatherTimes {
-  std::string unit;
+  std::string unit = {};
   GatheredIn pass = GatheredIn::kOther;  // kOther: for the peers' sake, too
   int64_t launch_ns = 0;
   int64_t complete_ns = 0;
@@ -36,7 +36,7 @@ struct GatherTimes {
 };
 
 struct ReductionTimes {
-  std::string unit;
+  std::string unit = {};
   int64_t launch_ns = 0;
   int64_t complete_ns = 0;
 
