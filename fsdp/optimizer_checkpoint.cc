@@ -56,7 +56,7 @@ absl::Status check_shards(const absl::StatusOr<OptimizerForm>& form,
       return absl::InvalidArgumentError(
           absl::StrCat("parameter ", i,
                        " of the optimizer is no shard of this model."
-                       "\nMake the optimizer of ShardedRoot::shards(), or of "
+                       "\nMake the optimizer of the sharded parameters, or of "
                        "some."));
     }
   }

@@ -1,8 +1,12 @@
 """What torch computes of a list of tensors as a whole, of tensors that ranks hold parts of.
 
-Norms, and the search for what is not finite that a GradScaler makes. Collective: all ranks
-of the model's group call them, in one order. Of an expert, which other ranks have another
-one of, the norm is that of all of them together, so that a total counts each once.
+Norms, sums, means, largest and smallest elements, dot products, and the search for what is
+not finite that a GradScaler makes. Collective: all ranks of the model's group call them, in
+one order. Of an expert, which other ranks have another one of, each is that of all of them
+together, so that a total counts each once.
+
+What is computed element by element is no part any more, and sums of that are of this rank's
+elements alone: torch does not tell that they belong together.
 """
 
 from __future__ import annotations
@@ -28,6 +32,8 @@ def _norm(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """The norm of a whole tensor, or of each in a list, from all ranks' parts. Collective."""
     is_list = func is torch._foreach_norm
     parts = list(args[0]) if is_list else [args[0]]
+    if _are_whole(parts):
+        return _of_these(func, args, kwargs)
     p = args[1] if len(args) > 1 else kwargs.get("ord", kwargs.get("p", 2))
     p = 2.0 if p is None or p == "fro" else float(p)
     others = [*args[2:]]
@@ -38,12 +44,7 @@ def _norm(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
             f"found p = {p} and other arguments.\nTake it of the whole parameters, "
             "inside of unshard()."
         )
-    if torch.is_grad_enabled() and any(part.requires_grad for part in parts):
-        raise NotImplementedError(
-            "a norm of sharded parameters has no gradient.\nTake it under no_grad, or of the "
-            "whole parameters inside of forward."
-        )
-    root = _root_of(parts)
+    _require_number("a norm", parts, takes_complex=True)
     takes_largest = p == float("inf")
     with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
         norms = [
@@ -53,18 +54,107 @@ def _norm(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
             for part in parts
         ]
         values = torch.stack(norms)
-        is_counted_elsewhere = [
-            not root.native.is_first_replica(place_of(part).unit().index) for part in parts
-        ]
-        values.masked_fill_(torch.tensor(is_counted_elsewhere), 0)
         if not takes_largest:
             values.pow_(p)
-        root.native.sum_over_ranks(values, takes_largest)
+        _over_ranks(parts, values, takes_largest, nothing=0)
         if not takes_largest:
             values.pow_(1 / p)
         dtype = kwargs.get("dtype") or parts[0].dtype
         found = list(values.to(dtype).unbind())
     return found if is_list else found[0]
+
+
+def _over_ranks(
+    parts: list[torch.Tensor], values: torch.Tensor, takes_largest: bool, nothing: float
+) -> None:
+    """Sums, or largest, of all ranks' `values`, one for each part, each counted once."""
+    root = _root_of(parts)
+    is_counted_elsewhere = [
+        not root.native.is_first_replica(place_of(part).unit().index) for part in parts
+    ]
+    values.masked_fill_(torch.tensor(is_counted_elsewhere), nothing)
+    root.native.sum_over_ranks(values, takes_largest)
+
+
+# Of all elements: what is computed here of some, and whether the largest of all ranks' counts.
+_TOTALS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], bool]] = {
+    "sum": (torch.sum, False),
+    "mean": (torch.sum, False),
+    "max": (torch.max, True),
+    "amax": (torch.max, True),
+    "min": (lambda elements: -torch.min(elements), True),
+    "amin": (lambda elements: -torch.min(elements), True),
+}
+
+
+def _total(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Of one tensor; of two, the larger elements are this rank's, as of other functions."""
+    name = func.__name__
+    others = [*args[1:], *(kwargs[key] for key in kwargs if key not in ("input", "dtype"))]
+    part = args[0] if args else kwargs["input"]
+    if any(isinstance(other, torch.Tensor) for other in others) or _are_whole([part]):
+        return _of_these(func, args, kwargs)
+    if others:
+        raise NotImplementedError(
+            f"{name}() of a sharded parameter: expected that of all elements, found other "
+            "arguments.\nTake it of the whole parameters, inside of whole_parameters()."
+        )
+    _require_number(f"{name}()", [part])
+    of_some, takes_largest = _TOTALS[name]
+    nothing = -float("inf") if takes_largest else 0.0
+    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+        elements = part.double()
+        value = of_some(elements) if part.numel() else elements.new_tensor(nothing)
+        values = value.reshape(1).cpu()
+        _over_ranks([part], values, takes_largest, nothing)
+        if name in ("min", "amin"):
+            values.neg_()
+        if name == "mean":
+            values /= part._brigade_place.whole_shape.numel()
+        return values[0].to(kwargs.get("dtype") or part.dtype).to(part.device)
+
+
+def _dot(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Of two parts of one parameter: of the whole ones."""
+    first, second = args[:2]
+    if _are_whole([first, second]):
+        return _of_these(func, args, kwargs)
+    place = place_of(first)
+    if place is None or place is not place_of(second):
+        raise NotImplementedError(
+            f"{func.__name__}() of a sharded parameter: expected two parts of one parameter, "
+            "found another tensor.\nTake plain() of both, for this rank's elements."
+        )
+    _require_number(f"{func.__name__}()", [first, second])
+    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+        values = torch.dot(first.double().flatten(), second.double().flatten()).reshape(1).cpu()
+        _over_ranks([first], values, takes_largest=False, nothing=0)
+        return values[0].to(first.dtype).to(first.device)
+
+
+def _are_whole(parts: list[torch.Tensor]) -> bool:
+    """Each rank has all of them, as replicas do, or they are no parts."""
+    places = [place_of(part) for part in parts]
+    return all(place is None or place.unit().num_shards == 1 for place in places)
+
+
+def _of_these(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
+
+
+def _require_number(what: str, parts: list[torch.Tensor], takes_complex: bool = False) -> None:
+    """NotImplementedError unless it is to be a number, and a real one."""
+    if torch.is_grad_enabled() and any(part.requires_grad for part in parts):
+        raise NotImplementedError(
+            f"{what} of sharded parameters has no gradient.\nTake it under no_grad, or of the "
+            "whole parameters inside of forward."
+        )
+    if not takes_complex and any(part.is_complex() for part in parts):
+        raise NotImplementedError(
+            f"{what} of sharded parameters: expected real numbers, found {parts[0].dtype}.\n"
+            "Take it of the whole parameters, inside of whole_parameters()."
+        )
 
 
 def _root_of(parts: list[torch.Tensor]) -> Any:
@@ -74,8 +164,8 @@ def _root_of(parts: list[torch.Tensor]) -> Any:
     roots = {unit.require_root() for unit in units if unit is not None}
     if len(roots) != 1 or None in units:
         raise NotImplementedError(
-            "norms of sharded tensors together with others: they are local for the one, and "
-            "global for the other.\nTake them apart."
+            "norms or sums of sharded tensors together with others: they are local for the one, "
+            "and global for the other.\nTake them apart."
         )
     return roots.pop()
 
@@ -96,5 +186,7 @@ def _unscale(func: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
 # By function of torch: what takes its place.
 OF_WHOLE_TENSORS: dict[Callable, Callable[[Callable, tuple, dict[str, Any]], Any]] = {
     **dict.fromkeys(_NORMS, _norm),
+    **{getattr(owner, name): _total for owner in (torch, torch.Tensor) for name in _TOTALS},
+    **{getattr(owner, name): _dot for owner in (torch, torch.Tensor) for name in ("dot", "vdot")},
     torch._amp_foreach_non_finite_check_and_unscale_: _unscale,
 }

@@ -149,6 +149,13 @@ def load_sharded_optimizer_state_dict(
         for group in state["param_groups"]
     ]
     optimizer.load_state_dict({"state": by_index, "param_groups": groups})
+    for name, parameter in zip(names, parameters, strict=True):
+        for key, value in state["state"].get(name, {}).items():
+            # torch gives scalars that are no "step" the parameter's dtype.
+            if isinstance(value, torch.Tensor) and value.dim() == 0:
+                loaded = optimizer.state[parameter][key]
+                if loaded.dtype != value.dtype:
+                    optimizer.state[parameter][key] = value.clone().to(loaded.device)
 
 
 def full_optimizer_state_dict(

@@ -35,6 +35,7 @@ from brigade._initialization import (
     whole_inside,
 )
 from brigade._reduction_hooks import wire_dtype_of
+from brigade._refused_optimizers import refuse_optimizers
 from brigade._sharded_units import (
     Root,
     Unit,
@@ -560,6 +561,7 @@ def make_unit(
     _sharded_state.teach_torch_to_gather()
     teach_torch_to_initialize()
     count_optimizer_steps()
+    refuse_optimizers()
     Unit(
         modules,
         group,

@@ -6,13 +6,15 @@
 
 They are those of fsdp/optimizer_state.h. Whole tensors in one file, which programs that
 don't shard read too; or a folder of what each rank holds, which nothing is gathered for.
-Parameters, and what SGD, Adam, AdamW, RMSprop and Adagrad keep for them; no buffers,
-learning rates or anything else. For those, and other optimizers, see save_checkpoint().
+Parameters that are sharded, and what SGD, Adam, AdamW, RMSprop and Adagrad keep for them; no
+buffers (of which saving warns), learning rates or anything else. For those, and other
+optimizers, see save_checkpoint().
 """
 
 from __future__ import annotations
 
 import os
+import warnings
 from typing import Any
 
 import torch
@@ -20,7 +22,7 @@ from torch import nn
 
 from brigade import _C
 from brigade._shard_place import place_of
-from brigade._sharded_tensors import as_shard
+from brigade._sharded_tensors import ShardedParameter, as_shard
 from brigade._sharded_units import Root, unit_of
 
 _ADAM = {"step": None, "exp_avg": None, "exp_avg_sq": None, "max_exp_avg_sq": "amsgrad"}
@@ -122,6 +124,7 @@ def _save(
     in_shards: bool,
 ) -> None:
     native = _root_of(model, "save_shards" if in_shards else "save_whole").native
+    _warn_of_the_rest(model)
     kept = (
         [] if optimizer is None else [_fields_of(optimizer, *each) for each in _stepped(optimizer)]
     )
@@ -149,6 +152,18 @@ def _root_of(model: nn.Module, where: str) -> Root:
             f"{type(model).__name__}.\nGive that one."
         )
     return unit.require_root()
+
+
+def _warn_of_the_rest(model: nn.Module) -> None:
+    named = model.state_dict(keep_vars=True).items()
+    rest = [name for name, value in named if not isinstance(value, ShardedParameter)]
+    if rest:
+        warnings.warn(
+            f"buffers and parameters that are not sharded are not saved: {rest[:5]}"
+            f"{' and others' if len(rest) > 5 else ''}.\nSave them yourself, or all with "
+            "save_checkpoint().",
+            stacklevel=4,
+        )
 
 
 def _stepped(optimizer: torch.optim.Optimizer) -> list[tuple[nn.Parameter, dict[str, Any]]]:

@@ -84,7 +84,12 @@ def save_checkpoint(
         state = {"model": model.state_dict(), "shared": _pickled(shared or {})}
         if optimizer is not None:
             state["optimizer"] = sharded_optimizer_state_dict(model, optimizer)
-        return {**state, "own": {str(group.rank()): _pickled(own or {})}}
+        rank = str(group.rank())
+        return {
+            **state,
+            "own": {rank: _pickled(own or {})},
+            "buffers": {rank: _pickled(_buffers_of(model))},
+        }
 
     def end() -> None:
         if group.rank() == 0:
@@ -144,6 +149,9 @@ def load_checkpoint(
     _on_all(group, where, lambda: dcp.load(state, checkpoint_id=folder, process_group=group))
     _on_all(group, where, check)
     model.load_state_dict(state["model"])
+    if own_buffers := state.get("buffers"):
+        for name, value in _unpickled(own_buffers[str(group.rank())]).items():
+            model.get_buffer(name).copy_(value)
     if optimizer is not None:
         load_sharded_optimizer_state_dict(model, optimizer, state["optimizer"])
     own = state["own"].get(str(group.rank()))
@@ -319,6 +327,8 @@ def _targets(
         num_saved = sum(path[0] == "own" for path in paths.values())
         if num_saved == group.size():
             state["own"] = {str(group.rank()): b""}
+            if ("buffers", str(group.rank())) in paths.values():
+                state["buffers"] = {str(group.rank()): b""}
     if optimizer is None:
         return state
     parameters = dict(model.named_parameters())
@@ -334,6 +344,12 @@ def _targets(
         raise ValueError("the checkpoint has no optimizer's state.\nLoad the model alone.")
     state["optimizer"].setdefault("state", {})
     return state
+
+
+def _buffers_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Those that are saved: ranks may have different ones."""
+    saved = model.state_dict(keep_vars=True)
+    return {name: value for name, value in model.named_buffers() if name in saved}
 
 
 def _memory_for(form: TensorStorageMetadata, parameter: torch.Tensor | None) -> torch.Tensor:

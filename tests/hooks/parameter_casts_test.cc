@@ -33,15 +33,6 @@ at::Tensor input_of(at::IntArrayRef sizes) {
       .requires_grad_();  // so that autograd saves the weight
 }
 
-std::string error_of(const std::function<void()>& function) {
-  try {
-    function();
-  } catch (const c10::Error& error) {
-    return error.what_without_backtrace();
-  }
-  return "nothing was thrown";
-}
-
 class ParameterCastsTest : public ::testing::Test {
  protected:
   // What `forward` returns with the parameters in bfloat16.

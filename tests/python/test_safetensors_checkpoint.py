@@ -228,3 +228,17 @@ def test_reads_what_a_cpp_program_has_saved(tmp_path):
     assert {state["step"].item() for state in states.values()} == {3}
     whole = _header_of(tmp_path / "whole")
     assert set(whole) >= {f"{name}.exp_avg" for name in parameters}
+
+
+def _warns(rank, folder):
+    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4))
+    brigade.fully_shard(model, ignored_params={model[0].bias})
+    with pytest.warns(UserWarning, match=r"not saved: \['0.bias', '1.running_mean'"):
+        brigade.save_whole(model, f"{folder}/whole")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="of the sharded parameters, or of some"):
+        brigade.save_whole(model, f"{folder}/whole", optimizer)
+
+
+def test_what_is_left_out_is_said(tmp_path):
+    run_ranks(_warns, str(tmp_path))

@@ -332,7 +332,7 @@ def _channels_last(rank, folder):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for _ in range(2):
         optimizer.zero_grad()
-        (model(torch.ones(1, 3, 5, 5)).sum() * model[0].bias.sum()).backward()
+        (model(torch.ones(1, 3, 5, 5)).sum() * model[0].bias.mul(1).sum()).backward()
         optimizer.step()
     expected = model.full_state_dict()
     brigade.save_checkpoint(f"{folder}/a", model, optimizer)
@@ -442,3 +442,36 @@ def _gathers_parameters_of_one_shape(rank):
 # The second begins on the one rank as the first does, and not on the other.
 def test_states_of_parameters_of_one_shape_are_gathered():
     run_ranks(_gathers_parameters_of_one_shape)
+
+
+def _keeps_its_own_buffers(rank, folder):
+    def make():
+        return brigade.fully_shard(nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4)))
+
+    model = make()
+    model(batch_of(rank, 0)).sum().backward()
+    brigade.save_checkpoint(f"{folder}/saved", model)
+    loaded = make()
+    brigade.load_checkpoint(f"{folder}/saved", loaded)
+    for (name, saved), found in zip(model.named_buffers(), loaded.buffers(), strict=True):
+        assert torch.equal(found, saved), name
+    assert loaded[1].num_batches_tracked == 1
+
+
+def test_each_rank_gets_its_own_buffers_again(tmp_path):
+    run_ranks(_keeps_its_own_buffers, str(tmp_path))
+
+
+def _keeps_dtypes(rank):
+    model = brigade.fully_shard(nn.Linear(3, 3).double())
+    optimizer = torch.optim.NAdam(model.parameters())
+    model(torch.ones(2, 3).double()).sum().backward()
+    optimizer.step()
+    state = brigade.sharded_optimizer_state_dict(model, optimizer)
+    brigade.load_sharded_optimizer_state_dict(model, optimizer, state)
+    for values in optimizer.state.values():
+        assert values["mu_product"].dtype == torch.float32
+
+
+def test_scalars_of_an_optimizer_keep_their_dtype():
+    run_ranks(_keeps_dtypes)

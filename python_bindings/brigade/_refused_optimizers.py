@@ -1,0 +1,47 @@
+"""Optimizers that compute more of a parameter than norms, and would do so of parts of it."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from brigade._sharded_tensors import ShardedParameter
+
+# Each with what it computes that a part has another one of.
+_REFUSED = {
+    "LBFGS": "dot products of all parameters",
+    "Adafactor": "means of rows and columns",
+    "Muon": "products of matrices",
+}
+
+
+@functools.cache
+def refuse_optimizers() -> None:
+    """From here on their steps raise where a parameter of theirs is in parts."""
+
+    def check(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
+        found = next(
+            (name for name in _REFUSED if isinstance(optimizer, getattr(torch.optim, name, ()))),
+            None,
+        )
+        if found is None:
+            return
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if isinstance(parameter, ShardedParameter) and _is_cut(parameter):
+                    raise NotImplementedError(
+                        f"{found} of sharded parameters: it takes {_REFUSED[found]}, which "
+                        "would be of this rank's parts, and other ranks' steps different.\n"
+                        "Use one that goes element by element, as AdamW."
+                    )
+
+    register_optimizer_step_pre_hook(check)
+
+
+def _is_cut(parameter: ShardedParameter) -> bool:
+    """On some rank; all answer alike."""
+    unit = parameter._brigade_place.unit()
+    return unit is not None and unit.num_shards > 1

@@ -1,0 +1,85 @@
+"""Numbers that are computed of whole tensors, of which each rank holds a part."""
+
+import pytest
+import torch
+from torch import nn
+
+import brigade
+
+from ranks import run_ranks
+
+_TOTALS = ("sum", "mean", "max", "min", "amax", "amin")
+
+
+def _nets(rank):
+    """The same whole and sharded, with gradients; the bias is on one rank."""
+    torch.manual_seed(0)
+    plain, sharded = nn.Linear(3, 5).double(), nn.Linear(3, 5).double()
+    sharded.load_state_dict(plain.state_dict())
+    brigade.fully_shard(sharded)
+    x = torch.arange(6.0, dtype=torch.double).view(2, 3) - 2.5
+    for net in (plain, sharded):
+        net(x).pow(2).sum().backward()
+    return plain, sharded
+
+
+def _takes_totals(rank):
+    plain, sharded = _nets(rank)
+    with torch.no_grad():
+        for whole, part in zip(plain.parameters(), sharded.parameters(), strict=True):
+            for w, p in ((whole, part), (whole.grad, part.grad)):
+                for name in _TOTALS:
+                    expected = getattr(w, name)()
+                    for found in (getattr(p, name)(), getattr(torch, name)(p)):
+                        assert found.dtype == p.dtype
+                        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+                torch.testing.assert_close(
+                    p.flatten().dot(p.flatten()) if p.dim() > 1 else p.dot(p),
+                    w.flatten().dot(w.flatten()),
+                    rtol=1e-12,
+                    atol=1e-12,
+                )
+        # Of elements, as before.
+        assert torch.equal(torch.max(part, part), part.plain())
+        assert sharded.weight.sum(dtype=torch.float).dtype == torch.float
+
+
+def _takes_totals_no_grad(rank):
+    _, sharded = _nets(rank)
+    with pytest.raises(NotImplementedError, match="has no gradient"):
+        sharded.weight.sum()
+    with torch.no_grad(), pytest.raises(NotImplementedError, match="other arguments"):
+        sharded.weight.sum(0)
+    with torch.no_grad(), pytest.raises(NotImplementedError, match="two parts of one parameter"):
+        sharded.bias.dot(torch.ones(sharded.bias.numel(), dtype=torch.double))
+
+
+def test_sums_and_extremes_are_of_the_whole_tensors():
+    run_ranks(_takes_totals)
+
+
+def test_what_is_no_number_of_the_whole_raises():
+    run_ranks(_takes_totals_no_grad)
+
+
+def _steps(rank, name):
+    _, sharded = _nets(rank)
+    optimizer = getattr(torch.optim, name)(sharded.parameters())
+    with pytest.raises(NotImplementedError, match=f"{name} of sharded parameters"):
+        optimizer.step(lambda: torch.zeros(()))
+    torch.optim.SGD(sharded.parameters(), lr=0.5).step()
+
+
+@pytest.mark.parametrize("name", ["LBFGS", "Adafactor"])
+def test_optimizers_that_look_at_whole_parameters_are_refused(name):
+    run_ranks(_steps, name)
+
+
+def _steps_unsharded(rank):
+    net = brigade.replicate(nn.Linear(2, 2))
+    net(torch.ones(1, 2)).sum().backward()
+    torch.optim.Adafactor(net.parameters()).step()
+
+
+def test_they_are_not_where_parameters_are_whole():
+    run_ranks(_steps_unsharded)
