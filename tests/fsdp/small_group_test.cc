@@ -247,6 +247,24 @@ TEST(SmallGroupTest, AForwardWhoseBackwardNeverComes) {
             4 * kNumBlocks);
 }
 
+// No new ones take their place.
+TEST(SmallGroupTest, OldSlicesAreNotReadWhereNoneAreKeptAnyMore) {
+  EXPECT_EQ(expect_bits_of_shards(
+                {},
+                [](ShardedRoot& root, const Net& net, int rank, int step) {
+                  if (step == 0) {
+                    forward_loss(root, net, rank, step + 10);
+                    const torch::NoGradGuard no_grad;
+                    for (at::Tensor shard : root.shards()) shard.mul_(0.75);
+                    for (size_t unit = 0; unit < root.num_units(); ++unit) {
+                      root.settings(unit).reshards_to = std::nullopt;
+                    }
+                  }
+                  train_step(root, net, rank, step);
+                }),
+            0);
+}
+
 TEST(SmallGroupTest, ComputesAgainInBackward) {
   for (const bool reentrant : {false, true}) {
     EXPECT_EQ(expect_bits_of_shards(
