@@ -140,7 +140,7 @@ std::vector<size_t> number_meshes(const Group& group,
                                 : units[unit].mesh->ranks.front(),
                    .digest = static_cast<int64_t>(units[unit].digest)});
   }
-  require_agreement(group, at::kCPU, "mesh of a unit", shapes, status);
+  require_agreement(group, at::kCPU, "unit mesh shape", shapes, status);
   std::vector<size_t> numbers(units.size(), 0);
   if (meshed.empty()) return numbers;
 
@@ -152,7 +152,7 @@ std::vector<size_t> number_meshes(const Group& group,
   for (size_t i = 0; i < meshed.size() && has_peers && status.ok(); ++i) {
     status = check_peers(units[meshed[i]], i, rank, said);
   }
-  require_agreement(group, at::kCPU, "mesh of a unit", {}, status);
+  require_agreement(group, at::kCPU, "unit mesh shape", {}, status);
 
   std::map<std::pair<std::vector<int64_t>, int>, size_t> known;
   for (size_t i = 0; i < meshed.size(); ++i) {

@@ -15,6 +15,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
+import threading
+import types
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -28,11 +30,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from brigade import _C
 from brigade._checks import failure_told_to_peers, some_of
+from brigade._function_transforms import require_none_that_differentiates
 from brigade._nests import cast_floating, map_tensors, tensors_in
 from brigade._shard_place import ShardPlace
 from brigade._sharded_draws import share
 from brigade._sharded_tensors import ShardedParameter, as_shard
 from brigade._tied_parameters import memory_of, remember, require_free
+from brigade._unit_slots import Slot, UnitSlots
 
 _UNIT = "_brigade_unit"
 
@@ -91,6 +95,9 @@ class Root:
         )
         self.is_unsharded = False
         self.is_in_forward = False  # and not in what a backward computes again
+        # Of the forward that has begun: who calls the outermost module, in which thread.
+        self._caller: types.FrameType | None = None
+        self._thread = -1
         self.native.synchronizes = not outermost.finalizes_by_hand
         for index, unit in enumerate(units):
             unit.index = index
@@ -140,31 +147,71 @@ class Root:
 
     def begin_forward(self) -> None:
         """Collective."""
-        self.is_in_forward = torch._C._current_graph_task_id() == -1
+        if torch._C._current_graph_task_id() != -1:
+            self.is_in_forward = False
+            self.native.begin_forward()
+            return
+        if self.is_in_forward:
+            self._end_forward_left()
+        for unit in self.units:
+            unit.forget_calls()
+        self.is_in_forward = True
+        self._caller, self._thread = sys._getframe(2), threading.get_ident()
         self.native.begin_forward()
 
     def end_forward(self, error: BaseException | None) -> None:
         """`error`: that forward has raised."""
         for unit in self.units:
             unit.end_round(error)
-        self.is_in_forward = False
+        self.is_in_forward, self._caller = False, None
         if error is not None:
             self.native.forward_failed(f"{type(error).__name__}: {error}")
         else:
             self.native.end_forward()
 
+    def _end_forward_left(self) -> None:
+        """One that KeyboardInterrupt or the like has ended, of which hooks are not told."""
+        if self._thread != threading.get_ident():
+            raise RuntimeError(
+                "fully_shard: a forward began in another thread and has not ended.\nLet it end "
+                "first; if an exception has ended it, call reset_iter_state()."
+            )
+        frame: types.FrameType | None = sys._getframe()
+        while frame is not None:
+            if frame is self._caller:
+                raise RuntimeError(
+                    "fully_shard: a forward began inside of another one of the same root.\nLet "
+                    "the outer one end first."
+                )
+            frame = frame.f_back
+        self.abandon_forward()
+
+    def abandon_forward(self) -> None:
+        """Ends a forward that has begun, as one that failed. Without effect if there is none."""
+        if not self.is_in_forward:
+            return
+        for unit in self.units:
+            unit.forget_calls()
+        self.end_forward(RuntimeError("the forward was left by an exception such as an interrupt"))
+
     def unshard(self) -> None:
         """Collective."""
         self.native.unshard()
         self.is_unsharded = True
+        try:
+            for unit in self.units:
+                unit.slots.require_as_sharded()
+        except RuntimeError:
+            self.reshard(writes=False)
+            raise
         for unit in self.units:
-            unit.show_whole()
+            unit.slots.show_whole()
 
     def reshard(self, writes: bool) -> None:
         """`writes`: with the values that the whole parameters have now."""
         self.is_unsharded = False
         for unit in self.units:
-            unit.show_shards()
+            unit.slots.show_shards()
         self.native.reshard(writes)
 
 
@@ -232,12 +279,10 @@ class Unit:
         self.shards: list[ShardedParameter] = []
         self._block_numels: list[int] | None = None  # by parameter, as the dtypes
         self._dtypes: list[torch.dtype | None] | None = None
-        # Where each is registered: a module's parameters, the name and which one it is.
-        self._slots: list[tuple[dict[str, Any], str, int]] = []
-        # The same with what is to be put there.
-        self._whole_attributes: list[tuple[dict[str, Any], str, nn.Parameter]] = []
-        self._shard_attributes: list[tuple[dict[str, Any], str, nn.Parameter]] = []
+        self.slots = self._slots_of([], ignored)
         self._shard(modules, ignored, block_numel_fn)
+        if self.native is None:
+            self.slots.fill([], [])
         for module in modules:
             module.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True)
             module.register_forward_hook(self._after_forward, always_call=True)
@@ -257,6 +302,15 @@ class Unit:
         around = self.around()
         return self if around is None else around.outermost()
 
+    def _slots_of(self, slots: list[Slot], ignored: set[nn.Parameter]) -> UnitSlots:
+        reference = weakref.ref(self)  # it is freed when its modules are
+
+        def own() -> list[nn.Module]:
+            modules = reference().modules()
+            return [child for each in modules for _, child in own_modules(each)]
+
+        return UnitSlots(slots, own, lambda: _names_below(reference().outermost()), ignored)
+
     def _shard(
         self,
         modules: list[nn.Module],
@@ -268,6 +322,8 @@ class Unit:
         starts = [f"[{index}]." if len(modules) > 1 else "" for index in range(len(modules))]
         for index, module in enumerate(modules):
             for prefix, child in own_modules(module):
+                with failure_told_to_peers(self.group):
+                    _require_read_only(child, prefix, ignored)
                 for name, parameter in child._parameters.items():
                     if parameter is None or parameter in ignored:
                         continue
@@ -275,6 +331,7 @@ class Unit:
                     where = f"'{starts[index]}{path}' of {type(module).__name__}"
                     with failure_told_to_peers(self.group):
                         _require_plain(parameter, where)
+                        _require_no_hooks(parameter, where)
                         require_free(parameter, where)
                     found.setdefault(parameter, (index, path))
                     slots.append((child._parameters, name, parameter))
@@ -283,7 +340,9 @@ class Unit:
         wholes, self._paths = list(found), list(found.values())
         self.names = [starts[index] + path for index, path in self._paths]
         numbers = {whole: i for i, whole in enumerate(wholes)}
-        self._slots = [(where, name, numbers[parameter]) for where, name, parameter in slots]
+        self.slots = self._slots_of(
+            [(where, name, numbers[parameter]) for where, name, parameter in slots], ignored
+        )
         if block_numel_fn is not None:
             self._block_numels = [block_numel_fn(whole) for whole in wholes]
         override = getattr(self.policy, "param_dtype_override_fn", None)
@@ -316,9 +375,7 @@ class Unit:
             # The very tensor whose .grad is set when a backward has been reduced.
             self.shards.append(as_shard(self.native.shards[i], place, ShardedParameter))
             whole._brigade_place = place
-        self._whole_attributes = [(where, name, wholes[i]) for where, name, i in self._slots]
-        self._shard_attributes = [(where, name, self.shards[i]) for where, name, i in self._slots]
-        self.show_shards()
+        self.slots.fill(wholes, self.shards)
 
     # ---- Made anew, of parts in another dtype, or of the first ones with memory.
 
@@ -338,9 +395,13 @@ class Unit:
             for part, shard, whole in zip(parts, self.shards, self.wholes, strict=True)
         ]
         stay = all(p.device == s.device for p, s in zip(parts, self.shards, strict=True))
-        for shard in self.shards:
+        before = self.shards
+        for shard in before:
             shard.grad = None
-        self._make(wholes, self.shards if stay else None)
+        self._make(wholes, before if stay else None)
+        for shard, other in zip(before, self.shards, strict=True):
+            if other is not shard and shard._post_accumulate_grad_hooks:
+                other._post_accumulate_grad_hooks = shard._post_accumulate_grad_hooks
         for shard, gradient in zip(self.shards, gradients, strict=True):
             if gradient is not None:
                 shard.grad = as_shard(gradient, shard._brigade_place)
@@ -448,22 +509,13 @@ class Unit:
                 unit._show_shards_if_unused()
 
         if self.root.native.await_unit(self.index, show_shards_again):
-            self.show_whole()
+            self.slots.require_as_sharded()
+            self.slots.show_whole()
 
     def reshard(self, writes: bool) -> None:
         """`writes`: with the values that the whole parameters have now."""
         if self.native is not None and self.root is not None and not self.root.is_unsharded:
             self.root.native.reshard_unit(self.index, writes)
-
-    def show_whole(self) -> None:
-        """As the modules' attributes."""
-        for attributes, name, whole in self._whole_attributes:
-            attributes[name] = whole
-
-    def show_shards(self) -> None:
-        """As the modules' attributes."""
-        for attributes, name, shard in self._shard_attributes:
-            attributes[name] = shard
 
     # ---- A forward of the module, or of another method that is to be one.
 
@@ -481,6 +533,8 @@ class Unit:
         return output if replaced is None else replaced
 
     def _before_forward(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if self.root is None or not self.root.is_unsharded:
+            require_none_that_differentiates()
         root = self.require_root()
         if self.policy.cast_forward_inputs and self.policy.param_dtype is not None:
             args, kwargs = cast_floating((args, kwargs), self.policy.param_dtype)
@@ -488,6 +542,8 @@ class Unit:
             return args, kwargs  # as of any module: ranks may run as many as they like
         if root.outermost is self:
             root.begin_forward()
+        if not root.is_unsharded:  # else what is there is computed with
+            self.slots.require_as_sharded()
         if self.native is None:
             return args, kwargs
         inputs = (
@@ -499,7 +555,7 @@ class Unit:
         self._calls.append(call)
         if len(self._modules) > 1 and self._round is None and root.is_in_forward:
             self._round = _Round(call, {id(module) for module in self.modules()})
-        self.show_whole()
+        self.slots.show_whole()
         if inputs:
             replaced = dict(zip(map(id, inputs), stand_ins, strict=True))
             return map_tensors((args, kwargs), lambda t: replaced.get(id(t), t))
@@ -552,9 +608,19 @@ class Unit:
             self.root.native.end_call(ended.first_call, ended.outputs)
         self._show_shards_if_unused()
 
+    def forget_calls(self) -> None:
+        """That have ended in no way that hooks are told of."""
+        if not self._calls and self._round is None:
+            return
+        first = [] if self._round is None else [self._round.first_call]
+        for call in dict.fromkeys(first + self._calls):
+            self.root.native.abort_call(call)
+        self._calls, self._round = [], None
+        self._show_shards_if_unused()
+
     def _show_shards_if_unused(self) -> None:
         if not self._calls and self._round is None and not self.root.is_unsharded:
-            self.show_shards()
+            self.slots.show_shards()
 
 
 def own_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
@@ -570,6 +636,26 @@ def _require_plain(parameter: nn.Parameter, where: str) -> None:
         raise NotImplementedError(
             f"fully_shard: parameter {where} is a DTensor, split over a mesh of its own.\nShard "
             "plain tensors: this rank's, along dp_mesh_dims."
+        )
+
+
+def _require_no_hooks(parameter: nn.Parameter, where: str) -> None:
+    if parameter._post_accumulate_grad_hooks:
+        raise ValueError(
+            f"fully_shard: expected parameter {where} without hooks, found "
+            f"{len(parameter._post_accumulate_grad_hooks)} that run behind accumulation, which "
+            "sharding would leave behind.\nRegister them on this rank's part, behind fully_shard."
+        )
+
+
+def _require_read_only(module: nn.Module, prefix: str, ignored: set[nn.Parameter]) -> None:
+    if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or module.max_norm is None:
+        return
+    if module.weight not in ignored:
+        raise NotImplementedError(
+            f"fully_shard: {type(module).__name__} '{prefix.rstrip('.')}' has max_norm, by which "
+            "its forward writes into its weight: what it writes would be lost.\nLeave max_norm "
+            "out, or name its weight in ignored_params."
         )
 
 
@@ -617,6 +703,16 @@ def _mesh_in(outermost: Unit, unit: Unit) -> tuple[list[int], int] | None:
     return [of_root.index(rank) if rank in of_root else -1 for rank in ranks], unit.num_shards
 
 
+def _names_below(outermost: Unit) -> dict[nn.Module, str]:
+    """The paths of its modules and those below."""
+    names: dict[nn.Module, str] = {}
+    for index, module in enumerate(outermost.modules()):
+        start = f"[{index}]" if len(outermost.modules()) > 1 else ""
+        for name, child in module.named_modules(prefix=start):
+            names.setdefault(child, name)
+    return names
+
+
 def _make_root(outermost: Unit) -> Root:
     """Of a unit, and of all units below its modules. Collective."""
     units = outermost.with_those_below()
@@ -631,11 +727,7 @@ def _make_root(outermost: Unit) -> Root:
             f"fully_shard: {outermost.describe()} has no parameters to be sharded.\n"
             "Shard it after they are made, or don't."
         )
-    names: dict[nn.Module, str] = {}
-    for index, module in enumerate(outermost.modules()):
-        start = f"[{index}]" if len(outermost.modules()) > 1 else ""
-        for name, child in module.named_modules(prefix=start):
-            names.setdefault(child, name)
+    names = _names_below(outermost)
     if any(unit.is_from_meta for unit in with_parameters):
         _require_memory(outermost, with_parameters, names)
     for unit in units:

@@ -109,9 +109,12 @@ def _write(unit: Unit, changes: _Changes, fn: _Function) -> None:
 def _make_anew(below: Unit, changes: dict[Unit, _Changes], fn: _Function) -> None:
     """Collective. A root's other units are made anew of what they have. One after the other."""
     root, group = below.root, below.outermost().group
+    units = list(changes) if root is None else root.units
     with failure_told_to_peers(group):
         if root is not None:
             _require_idle(root)
+        for unit in units:
+            unit.slots.require_own()
     items = [
         f"'{name}' of {unit.describe()} to {change.dtype} on {change.device.type}"
         for unit, found in changes.items()
@@ -119,7 +122,6 @@ def _make_anew(below: Unit, changes: dict[Unit, _Changes], fn: _Function) -> Non
         if change is not None
     ]
     _C.require_agreement(group, "converted parameter", items)
-    units = list(changes) if root is None else root.units
     settings = {unit: unit.settings_to_keep() for unit in units}
     if root is not None:
         root.dissolve()

@@ -413,7 +413,14 @@ class FSDPModule(_TorchFSDPModule):
         self._root().native.set_stall_report_after(datetime.timedelta(seconds=seconds))
 
     def reset_iter_state(self) -> None:
-        """Without effect: a failure leaves nothing behind."""
+        """Ends a forward that an exception has left and hooks were not told of.
+
+        As of KeyboardInterrupt: peers are told as of any failure in forward. The next forward
+        does so by itself if it is in the same thread. Nothing else is left behind.
+        """
+        root = unit_of(self).outermost().root
+        if root is not None:
+            root.abandon_forward()
 
 
 class _UnshardHandle(UnshardHandle):

@@ -1,0 +1,32 @@
+"""Transforms of torch.func around a sharded module's forward."""
+
+from __future__ import annotations
+
+import torch
+
+_functorch = torch._C._functorch
+
+# By kind, what users call them.
+_REFUSED = {
+    _functorch.TransformType.Grad: "torch.func.grad, vjp or jacrev",
+    _functorch.TransformType.Jvp: "torch.func.jvp or jacfwd",
+}
+
+
+def require_none_that_differentiates() -> None:
+    """What they record of a backward does not reach the units; nor does vmap's with a graph.
+
+    Raises:
+        NotImplementedError: that names the transform.
+    """
+    if _functorch.peek_interpreter_stack() is None:
+        return
+    kinds = [interpreter.key() for interpreter in _functorch.get_interpreter_stack()]
+    found, instead = [_REFUSED[kind] for kind in kinds if kind in _REFUSED], "torch.autograd"
+    if not found and _functorch.TransformType.Vmap in kinds and torch.is_grad_enabled():
+        found, instead = ["torch.func.vmap with gradients"], "no_grad()"
+    if found:
+        raise NotImplementedError(
+            f"fully_shard: found {found[-1]} around the forward of a sharded module.\nUse "
+            f"{instead}, or call it inside of whole_parameters()."
+        )

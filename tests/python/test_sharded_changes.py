@@ -1,0 +1,174 @@
+"""Parameters that are replaced, removed or added behind fully_shard; functional_call."""
+
+import pytest
+import torch
+from torch import nn
+
+import brigade
+
+from ranks import run_ranks
+from sharded_training import batch_of, expect_equal, make_net, shard_blocks, step_of_all
+
+
+def _loss(model, rank, step):
+    return model(batch_of(rank, step)).square().mean()
+
+
+def _step(model, plain, optimizers, rank, step):
+    step_of_all(plain, optimizers[0], step, 2)
+    optimizers[1].zero_grad()
+    _loss(model, rank, step).backward()
+    optimizers[1].step()
+
+
+def _pair():
+    plain, model = make_net(), shard_blocks(make_net())
+    optimizers = [
+        torch.optim.SGD(net.parameters(), lr=0.1, foreach=False) for net in (plain, model)
+    ]
+    return plain, model, optimizers
+
+
+def _refused_and_back(rank, place, is_alike):
+    """A parameter is replaced, on all ranks or on the first; put back, steps are exact."""
+    plain, model, optimizers = _pair()
+    _step(model, plain, optimizers, rank, 0)
+    owner, _, name = place.rpartition(".")
+    module = model.get_submodule(owner)
+    own, given = module._parameters[name], nn.Parameter(torch.full((3, 2), 7.0))
+    if is_alike or rank == 0:
+        setattr(module, name, given)
+        words = f"expected parameter '{place}' as it was sharded, found a Parameter of \\(3, 2\\)"
+    else:
+        words = f"rank 0.*'{place}'"
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=words):
+            _loss(model, rank, 1).backward()
+    assert torch.equal(given, torch.full((3, 2), 7.0))
+    setattr(module, name, own)
+    _step(model, plain, optimizers, rank, 1)
+    expect_equal(model, plain)
+
+
+@pytest.mark.parametrize("is_alike", [True, False])
+@pytest.mark.parametrize("place", ["blocks.1.up.weight", "head.bias"])
+def test_a_replaced_parameter_is_refused_until_it_is_back(place, is_alike):
+    run_ranks(_refused_and_back, place, is_alike)
+
+
+def _removed_and_back(rank):
+    plain, model, optimizers = _pair()
+    own = model.blocks[0].up.bias
+    del model.blocks[0].up.bias
+    model.blocks[0].up.bias = None
+    with pytest.raises(RuntimeError, match=r"'blocks\.0\.up\.bias' was removed"):
+        _loss(model, rank, 0)
+    model.blocks[0].up.bias = own
+    head, model.head = model.head, nn.Identity()
+    with pytest.raises(RuntimeError, match=r"'(weight|head.weight)' was removed"):
+        _loss(model, rank, 0)
+    model.head = head
+    for step in range(2):
+        _step(model, plain, optimizers, rank, step)
+    expect_equal(model, plain)
+
+
+def test_a_removed_parameter_is_refused_until_it_is_back():
+    run_ranks(_removed_and_back)
+
+
+def _added(rank):
+    net = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4)))
+    brigade.fully_shard(net[1])
+    brigade.fully_shard(net[0])
+    brigade.fully_shard(net)  # has no parameters of its own
+    x = torch.ones(2, 4)
+    net(x).sum().backward()
+    net.append(nn.Linear(4, 4))
+    with pytest.raises(RuntimeError, match=r"found '2\.weight', '2\.bias' beside them"):
+        net(x)
+    net[2].requires_grad_(False)  # alike on ranks, and stays so
+    net(x).sum().backward()
+    del net[2]
+    net[1].append(nn.LayerNorm(4))
+    with pytest.raises(RuntimeError, match=r"found '1\.1\.weight', '1\.1\.bias' beside"):
+        net(x)
+    brigade.fully_shard(net[1][1])
+    net(x).sum().backward()
+    assert all(p.grad is not None for p in net[1].parameters())
+    net[0].scale = nn.Parameter(torch.ones(()))
+    with pytest.raises(RuntimeError, match=r"found '0\.scale' beside"):
+        net(x)
+
+
+def test_modules_that_are_added_are_named():
+    run_ranks(_added)
+
+
+def _ignored(rank):
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    brigade.fully_shard(net, ignored_params=set(net[1].parameters()))
+    net(torch.ones(2, 4)).sum().backward()
+    net[0] = nn.Sequential(net[0])  # the same parameters, below another module
+    net.append(nn.Tanh())
+    net(torch.ones(2, 4)).sum().backward()
+    assert isinstance(net[0][0].weight, brigade.ShardedParameter)
+
+
+def test_ignored_parameters_and_modules_around_others_are_nobodys_business():
+    run_ranks(_ignored)
+
+
+def _functional_call(rank):
+    plain, model, optimizers = _pair()
+    _step(model, plain, optimizers, rank, 0)
+    given = {name: torch.full_like(p, 0.5) for name, p in plain.named_parameters()}
+    kept = {name: value.clone() for name, value in given.items()}
+    x = batch_of(rank, 0)
+    with pytest.raises(RuntimeError, match="functional_call works inside of whole_parameters"):
+        torch.func.functional_call(model, given, (x,))
+    some = {"blocks.2.down.weight": given["blocks.2.down.weight"]}
+    with pytest.raises(RuntimeError, match=r"'blocks\.2\.down\.weight'.*found a Tensor of"):
+        torch.func.functional_call(model, some, (x,))
+    with model.whole_parameters(), torch.no_grad():
+        for values in (given, some):
+            expected = torch.func.functional_call(plain, values, (x,))
+            assert torch.equal(torch.func.functional_call(model, values, (x,)), expected)
+    for name, value in given.items():
+        assert torch.equal(value, kept[name]), name
+    own = dict(model.named_parameters())
+    torch.func.functional_call(model, own, (x,)).sum().backward()
+    _step(model, plain, optimizers, rank, 1)
+    expect_equal(model, plain)
+
+
+def test_functional_call_computes_with_what_it_is_given_or_is_refused():
+    run_ranks(_functional_call)
+
+
+def _while_whole(rank):
+    plain, model, optimizers = _pair()
+    _step(model, plain, optimizers, rank, 0)
+    own = model.blocks[0].up.bias
+    given = nn.Parameter(torch.zeros(3))
+    model.blocks[0].up.bias = given
+    with pytest.raises(RuntimeError, match=r"'blocks\.0\.up\.bias'"), model.whole_parameters():
+        raise AssertionError
+    with pytest.raises(RuntimeError, match=r"'blocks\.0\.up\.bias'"):
+        model.blocks[0].unshard()
+    model.blocks[0].reshard()
+    with pytest.raises(RuntimeError, match=r"'blocks\.0\.up\.bias'"):
+        model.to(torch.float64)
+    model.blocks[0].up.bias = own
+    with model.whole_parameters():
+        model.blocks[0].up.bias = given
+    assert model.blocks[0].up.bias is given and torch.equal(given, torch.zeros(3))
+    with pytest.raises(RuntimeError, match=r"'blocks\.0\.up\.bias'"):
+        _loss(model, rank, 1)
+    model.blocks[0].up.bias = own
+    _step(model, plain, optimizers, rank, 1)
+    expect_equal(model, plain)
+
+
+def test_what_is_replaced_while_parameters_are_whole_is_not_overwritten():
+    run_ranks(_while_whole)

@@ -1,0 +1,90 @@
+"""Forwards that KeyboardInterrupt or SystemExit leave, of which hooks are not told."""
+
+import threading
+
+import pytest
+import torch
+
+import brigade
+
+from ranks import run_ranks
+from sharded_training import batch_of, expect_equal, make_net, shard_blocks, step_of_all
+
+
+def _leave_forward(model, rank, place, error):
+    def leave(*_):
+        raise error
+
+    handle = model.get_submodule(place).register_forward_pre_hook(leave)
+    with pytest.raises(error):
+        model(batch_of(rank, 1))
+    handle.remove()
+
+
+def _left(rank, place, error, is_alike, by_hand):
+    plain, model = make_net(), shard_blocks(make_net())
+    optimizers = [
+        torch.optim.SGD(net.parameters(), lr=0.1, foreach=False) for net in (plain, model)
+    ]
+    for step in range(4):
+        step_of_all(plain, optimizers[0], step, 2)
+        optimizers[1].zero_grad()
+        if step == 1:
+            if is_alike or rank == 0:
+                _leave_forward(model, rank, place, error)
+                if by_hand:
+                    model.reset_iter_state()
+                    assert all(isinstance(p, brigade.ShardedParameter) for p in model.parameters())
+            else:
+                with pytest.raises(RuntimeError, match=r"rank 0.*left by an exception"):
+                    model(batch_of(rank, 1)).square().mean().backward()
+        model(batch_of(rank, step)).square().mean().backward()
+        optimizers[1].step()
+    expect_equal(model, plain)
+
+
+@pytest.mark.parametrize(
+    ("place", "error", "is_alike", "by_hand"),
+    [
+        ("blocks.1.up", KeyboardInterrupt, True, False),
+        ("blocks.1.up", KeyboardInterrupt, False, False),
+        ("blocks.1.up", SystemExit, False, True),
+        ("head", SystemExit, True, True),
+        ("embed", KeyboardInterrupt, False, False),
+    ],
+)
+def test_steps_behind_it_are_exact(place, error, is_alike, by_hand):
+    run_ranks(_left, place, error, is_alike, by_hand)
+
+
+def _really_inside(rank):
+    plain, model = make_net(), shard_blocks(make_net())
+    x = batch_of(rank, 0)
+    model(x).sum().backward()
+    handle = model.head.register_forward_pre_hook(lambda *_: model(x) and None)
+    with pytest.raises(RuntimeError, match="began inside of another one"):
+        model(x)
+    handle.remove()
+    model(x).sum().backward()
+    expect_equal(model, plain)
+
+
+def test_a_forward_inside_of_another_is_still_an_error():
+    run_ranks(_really_inside)
+
+
+def _in_another_thread(rank):
+    plain, model = make_net(), shard_blocks(make_net())
+    model(batch_of(rank, 0)).sum().backward()
+    thread = threading.Thread(
+        target=_leave_forward, args=(model, rank, "blocks.0", KeyboardInterrupt)
+    )
+    thread.start()
+    thread.join()
+    model.blocks[1].reset_iter_state()
+    model(batch_of(rank, 0)).sum().backward()
+    expect_equal(model, plain)
+
+
+def test_reset_iter_state_ends_one_of_another_thread():
+    run_ranks(_in_another_thread)

@@ -1,0 +1,62 @@
+"""Modules that fully_shard refuses, since training them sharded would be silently wrong."""
+
+import pytest
+import torch
+from torch import nn
+
+import brigade
+
+from ranks import run_ranks
+
+
+def _told(rank, make, error, words):
+    net = make() if rank == 0 else nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4))
+    if rank == 0:
+        with pytest.raises(error, match=words):
+            brigade.fully_shard(net)
+    else:
+        with pytest.raises(ValueError, match=f"rank 0: {error.__name__}: .*{words}"):
+            brigade.fully_shard(net)
+    net = brigade.fully_shard(nn.Sequential(nn.Linear(4, 4)))
+    net(torch.ones(2, 4)).sum().backward()
+    assert net[0].weight.grad is not None
+
+
+def _embedding():
+    return nn.Sequential(nn.Embedding(5, 4, max_norm=1.0), nn.Linear(4, 4))
+
+
+def _bag():
+    return nn.Sequential(nn.Linear(4, 4), nn.ModuleList([nn.EmbeddingBag(5, 4, max_norm=1.0)]))
+
+
+def _hooked():
+    net = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4))
+    net[1].weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    return net
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        (_embedding, NotImplementedError, "Embedding '0' has max_norm"),
+        (_bag, NotImplementedError, r"EmbeddingBag '1\.0' has max_norm"),
+        (_hooked, ValueError, r"parameter '1\.weight' of Sequential without hooks"),
+    ],
+)
+def test_the_same_error_on_all_ranks(make, error, words):
+    run_ranks(_told, make, error, words)
+
+
+def _ignored(rank):
+    net = _embedding()
+    brigade.fully_shard(net, ignored_params={net[0].weight})
+    net(torch.tensor([1, 2])).sum().backward()
+    net = _hooked()
+    handle = net[1].bias.register_post_accumulate_grad_hook(lambda parameter: None)
+    handle.remove()
+    brigade.fully_shard(net, ignored_params={net[1].weight})
+
+
+def test_ignored_parameters_may_have_all_that():
+    run_ranks(_ignored)
