@@ -11,6 +11,7 @@
 #include "absl/strings/str_cat.h"
 #include "brigade/comm/shortened_list.h"
 #include "brigade/fsdp/digest.h"
+#include "brigade/fsdp/post_accumulate_hooks.h"
 #include "brigade/hooks/backward_end.h"
 
 namespace brigade {
@@ -26,6 +27,15 @@ std::vector<size_t> completed(std::vector<size_t> record,
     }
   }
   return record;
+}
+
+// Those whose gradients were committed.
+void add_hooked(const Segment& segment, const std::vector<char>& is_used,
+                std::vector<at::Tensor>& hooked) {
+  for (size_t i = 0; i < is_used.size(); ++i) {
+    const at::Tensor& shard = segment.shards()[i];
+    if (is_used[i] && has_post_accumulate_hooks(shard)) hooked.push_back(shard);
+  }
 }
 
 bool have_network_hooks(const std::vector<Unit>& units) {
@@ -350,8 +360,8 @@ void UnitPolicy::on_end_confirmed(bool has_agreed_proposal) {
   if (num_needed == units_.size() && forward_order_.size() == num_needed) {
     calling_order_ = forward_order_;
   }
-  backward_order_ = completed(
-      agreed.backward, {forward_order_.rbegin(), forward_order_.rend()});
+  backward_order_ = completed(agreed.backward,
+                              {forward_order_.rbegin(), forward_order_.rend()});
   next_reduction_order_ = completed(agreed.completions, reduction_order_);
 }
 
@@ -399,9 +409,15 @@ void UnitPolicy::on_iteration_over(Outcome outcome, bool /*is_shadow*/) {
   if (!is_confirmed_) unconfirmed_ = seen();
   gathers_.recorder().end(reduced_units());
   if (used_sum_ && !has_used_all()) used_sum_->read();
+  std::vector<at::Tensor> hooked;
   for (const size_t i : reduction_order_) {
-    if (is_reduced_[i]) reductions_[i].commit(used_of(i));
+    if (!is_reduced_[i]) continue;
+    const std::vector<char> used = used_of(i);
+    reductions_[i].commit(used);
+    if (!reductions_[i].sums_over_replicas()) continue;
+    add_hooked(reductions_[i].segment(), used, hooked);
   }
+  if (!hooked.empty()) call_hooks_behind_backward(std::move(hooked));
   for (size_t number = 0; number < variables_.size(); ++number) {
     const size_t reduction = variables_[number].reduction;
     if (is_reduced_[reduction] && reductions_[reduction].sums_over_replicas()) {

@@ -3,6 +3,7 @@
 #include <c10/util/Exception.h>
 #include <pybind11/chrono.h>
 #include <pybind11/functional.h>
+#include <torch/csrc/Exceptions.h>
 
 #include <algorithm>
 #include <chrono>
@@ -20,6 +21,7 @@
 #include "absl/strings/str_cat.h"
 #include "brigade/comm/agreement.h"
 #include "brigade/comm/ranks_of_host.h"
+#include "brigade/fsdp/post_accumulate_hooks.h"
 #include "brigade/fsdp/reduction_hook.h"
 #include "brigade/fsdp/sharded_root.h"
 #include "brigade/fsdp/sharding_timeline.h"
@@ -213,9 +215,17 @@ void register_timeline(py::module_& module) {
            [](const ShardingTimeline& self) { return describe(self); });
 }
 
+void take_error(std::exception& error) {
+  if (auto* in_python = dynamic_cast<python_error*>(&error)) {
+    in_python->persist();
+  }
+}
+
 }  // namespace
 
 void register_sharding(py::module_& module) {
+  set_error_taker(take_error);
+
   py::class_<ShardingOptions>(module, "ShardingOptions",
                               "See fsdp/sharding_options.h.")
       .def(py::init([](std::optional<int> num_shards,

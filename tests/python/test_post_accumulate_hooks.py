@@ -1,0 +1,213 @@
+"""Hooks that run behind accumulation, on parameters of which each rank holds a part."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.optim import _apply_optimizer_in_backward
+
+import brigade
+
+from ranks import run_ranks
+from sharded_training import batch_of, expect_equal, make_net, shard_blocks, step_of_all
+
+OPTIONS = {"lr": 0.1, "foreach": False}
+
+
+def _loss(model, rank, step):
+    return model(batch_of(rank, step)).square().mean()
+
+
+def _own_optimizers(model):
+    """One for each parameter, which steps where its gradient is there."""
+    optimizers = {p: torch.optim.SGD([p], **OPTIONS) for p in model.parameters()}
+
+    def step(parameter):
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for parameter in optimizers:
+        parameter.register_post_accumulate_grad_hook(step)
+
+
+def _by_torch(model):
+    _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), OPTIONS)
+
+
+def _steps_in_backward(rank, register, world_size, reshards):
+    plain, model = make_net(), shard_blocks(make_net(), reshard_after_forward=reshards)
+    optimizer = torch.optim.SGD(plain.parameters(), **OPTIONS)
+    register(model)
+    for step in range(4):
+        step_of_all(plain, optimizer, step, world_size)
+        _loss(model, rank, step).backward()
+        assert all(p.grad is None for p in model.parameters())
+    expect_equal(model, plain)
+
+
+@pytest.mark.parametrize("register", [_own_optimizers, _by_torch])
+@pytest.mark.parametrize(("world_size", "reshards"), [(1, True), (2, True), (2, False), (3, True)])
+def test_optimizers_that_step_in_backward(register, world_size, reshards):
+    run_ranks(_steps_in_backward, register, world_size, reshards, world_size=world_size)
+
+
+def _log(model):
+    called = []
+    for name, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(
+            lambda p, name=name, own=parameter: called.append((name, p is own, p.grad is not None))
+        )
+    return called
+
+
+def _called_when_reduced(rank):
+    model = shard_blocks(make_net())
+    names = [name for name, _ in model.named_parameters()]
+    called = _log(model)
+    assert not called
+    _loss(model, rank, 0).backward()
+    assert sorted(called) == sorted((name, True, True) for name in names)
+    called.clear()
+    model.set_requires_gradient_sync(False)
+    _loss(model, rank, 1).backward()
+    assert not called
+    model.set_requires_gradient_sync(True)
+    model.blocks[0].set_requires_gradient_sync(False)
+    _loss(model, rank, 2).backward()  # of the others; what is there is added to
+    assert sorted(name for name, _, _ in called) == sorted(
+        name for name in names if not name.startswith("blocks.0.")
+    )
+    called.clear()
+    model.set_requires_gradient_sync(True)
+    model.head.bias.requires_grad_(False)
+    model.step_without_data()
+    assert sorted(name for name, _, _ in called) == sorted(
+        name for name in names if name.startswith("blocks.0.")
+    )
+    called.clear()
+    torch.autograd.grad(
+        _loss(model, rank, 3), batch_of(rank, 3).requires_grad_(), allow_unused=True
+    )
+    assert not called
+
+
+def test_once_for_each_gradient_that_is_set_or_added_to():
+    run_ranks(_called_when_reduced)
+
+
+def _unused(rank):
+    """What one rank has used counts; what none has does not."""
+    net = nn.ModuleList([nn.Linear(4, 4) for _ in range(4)])
+    model = brigade.fully_shard(_Branches(net))
+    called = _log(model)
+    for _ in range(2):
+        model(torch.ones(2, 4), rank).sum().backward()
+        assert {name for name, _, _ in called} == {
+            f"branches.{i}.{kind}" for i in range(3) for kind in ("weight", "bias")
+        }
+        assert len(called) == 6
+        called.clear()
+
+
+class _Branches(nn.Module):
+    def __init__(self, branches):
+        super().__init__()
+        self.branches = branches
+
+    def forward(self, x, rank):
+        return self.branches[2](self.branches[rank](x))
+
+
+def test_those_that_some_rank_has_used():
+    run_ranks(_unused)
+
+
+def _failed(rank):
+    plain, model = make_net(), shard_blocks(make_net())
+    optimizers = [torch.optim.SGD(net.parameters(), **OPTIONS) for net in (plain, model)]
+    called = _log(model)
+
+    def fail(gradient):
+        raise ArithmeticError("no such gradient")
+
+    handle = model.blocks[1].register_forward_hook(
+        lambda module, args, output: output.register_hook(fail) and None
+    )
+    if rank == 0:
+        handle.remove()
+    loss = _loss(model, rank, 0)
+    handle.remove()
+    words = "no such gradient" if rank == 1 else "an exception ended backward"
+    with pytest.raises((RuntimeError, ArithmeticError), match=words):
+        loss.backward()
+    assert not called
+    step_of_all(plain, optimizers[0], 1, 2)
+    _loss(model, rank, 1).backward()
+    assert len(called) == len(list(model.parameters()))
+    optimizers[1].step()
+    expect_equal(model, plain)
+
+
+def test_none_for_a_backward_that_fails():
+    run_ranks(_failed)
+
+
+def _raises(rank, failing):
+    """On the first rank: others' backward is over, and so is this one's."""
+    plain, model = make_net(), shard_blocks(make_net())
+    optimizers = [torch.optim.SGD(net.parameters(), **OPTIONS) for net in (plain, model)]
+
+    def fail(parameter):
+        raise KeyError(f"the hook of {tuple(parameter.whole_shape)}")
+
+    handles = [
+        model.get_parameter(name).register_post_accumulate_grad_hook(fail)
+        for name in failing
+        if rank == 0
+    ]
+    called = _log(model)
+    num_expected = len(list(model.parameters())) - len(handles)
+    for step in range(2):
+        step_of_all(plain, optimizers[0], step, 2)
+        optimizers[1].zero_grad()
+        called.clear()
+        loss = _loss(model, rank, step)
+        if rank == 0:
+            with pytest.raises(KeyError, match="the hook of"):
+                loss.backward()
+        else:
+            loss.backward()
+        assert len(called) == num_expected
+        optimizers[1].step()
+    for handle in handles:
+        handle.remove()
+    called.clear()
+    step_of_all(plain, optimizers[0], 2, 2)
+    optimizers[1].zero_grad()
+    _loss(model, rank, 2).backward()
+    assert len(called) == len(list(model.parameters()))
+    optimizers[1].step()
+    expect_equal(model, plain)
+
+
+@pytest.mark.parametrize("failing", [["blocks.1.up.weight"], ["embed.bias", "head.weight"]])
+def test_one_that_raises_leaves_backward_behind_all_others(failing):
+    run_ranks(_raises, failing)
+
+
+def _kept_by_conversions(rank):
+    with torch.device("meta"):
+        net = make_net()
+    model = shard_blocks(net)
+    called = _log(model)
+    model.to_empty(device="cpu")
+    model.load_full_state_dict(make_net().state_dict())
+    _loss(model, rank, 0).backward()
+    assert {name for name, _, _ in called} == {name for name, _ in model.named_parameters()}
+    called.clear()
+    model.double()
+    model(batch_of(rank, 0).double()).sum().backward()
+    assert len(called) == len(list(model.parameters()))
+
+
+def test_they_stay_when_parts_are_made_anew():
+    run_ranks(_kept_by_conversions)
