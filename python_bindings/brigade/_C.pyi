@@ -5,7 +5,7 @@ import torch
 import torch._C._distributed_c10d
 import torch.distributed.distributed_c10d
 import typing
-__all__: list[str] = ['GatherTimes', 'Logger', 'ModuleScan', 'ReducedParameters', 'Reducer', 'ReductionTimes', 'ShardedRoot', 'ShardedUnit', 'ShardingOptions', 'ShardingTimeline', 'UnitCall', 'UnitSettings', 'are_exactly', 'check_parameters', 'describe_tensor', 'entries_of', 'has_entries', 'one_per_device', 'ranks_of_a_host', 'rebuilds_by_default', 'recording_group', 'require_agreement', 'then_collective', 'tie_outputs', 'version']
+__all__: list[str] = ['CheckpointedOptimizer', 'GatherTimes', 'Logger', 'ModuleScan', 'ReducedParameters', 'Reducer', 'ReductionTimes', 'ShardedRoot', 'ShardedUnit', 'ShardingOptions', 'ShardingTimeline', 'UnitCall', 'UnitSettings', 'are_exactly', 'check_parameters', 'describe_tensor', 'entries_of', 'has_entries', 'load_sharded', 'one_per_device', 'ranks_of_a_host', 'rebuilds_by_default', 'recording_group', 'require_agreement', 'save_sharded', 'then_collective', 'tie_outputs', 'version']
 class ReducedParameters:
     """
     What a reducer is made of. For a moment, as ModuleScan.
@@ -199,6 +199,8 @@ class ShardingOptions:
     """
     See fsdp/sharding_options.h.
     """
+    allows_meta: bool
+    broadcasts_parameters: bool
     def __init__(self, *, num_shards: typing.SupportsInt | None = None, reshards_after_forward: bool = True, prefetch_depth: typing.SupportsInt = 1, max_reducing: typing.SupportsInt = 2, param_dtype: torch.dtype | None = None, reduce_dtype: torch.dtype | None = None, broadcasts_parameters: bool = True, failure_patience: datetime.timedelta = ..., wire_dtype: torch.dtype | None = None) -> None:
         """
         `wire_dtype`: of a comm hook that compresses gradients.
@@ -214,9 +216,12 @@ class UnitSettings:
     See fsdp/unit_settings.h.
     """
     gathers_in_backward: bool
+    keeps_storage: bool
     reshards_after_backward: bool
     reshards_after_forward: bool
     spans_passes: bool
+    sums_over_replicas: bool
+    synchronizes: bool
     @property
     def backward_prefetch(self) -> list[int]:
         ...
@@ -250,9 +255,9 @@ class ShardedUnit:
         """
         Collective. Their comm hook is one that compresses.
         """
-    def __init__(self, name: str, names: collections.abc.Sequence[str], parameters: collections.abc.Sequence[torch.Tensor], group: torch.distributed.distributed_c10d.ProcessGroup, options: ShardingOptions, block_numels: collections.abc.Sequence[typing.SupportsInt] | None = None, dtypes: collections.abc.Sequence[torch.dtype | None] | None = None) -> None:
+    def __init__(self, name: str, names: collections.abc.Sequence[str], parameters: collections.abc.Sequence[torch.Tensor], group: torch.distributed.distributed_c10d.ProcessGroup, options: ShardingOptions, block_numels: collections.abc.Sequence[typing.SupportsInt] | None = None, dtypes: collections.abc.Sequence[torch.dtype | None] | None = None, shards: collections.abc.Sequence[torch.Tensor] | None = None) -> None:
         """
-        Collective. `block_numels`: elements that are never cut, by parameter; `dtypes`: what it is seen in while it is whole.
+        Collective. `block_numels`: elements that are never cut, by parameter; `dtypes`: what it is seen in while it is whole; `shards`: leaves that become this rank's parts.
         """
     def rename(self, name: str, names: collections.abc.Sequence[str]) -> None:
         """
@@ -370,6 +375,8 @@ class ShardedRoot:
         ...
     def assign_unit(self, unit: typing.SupportsInt, wholes: collections.abc.Sequence[torch.Tensor]) -> None:
         ...
+    def await_unit(self, unit: typing.SupportsInt, on_released: collections.abc.Callable[[], None]) -> bool:
+        ...
     def begin_call(self, unit: typing.SupportsInt, inputs: collections.abc.Sequence[torch.Tensor]) -> tuple[UnitCall, list[torch.Tensor]]:
         """
         The unit is whole when it returns. Returns the call and stand-ins for the inputs.
@@ -398,6 +405,8 @@ class ShardedRoot:
         """
         Some units are on meshes of fewer ranks than the root.
         """
+    def holds_gradients(self) -> bool:
+        ...
     def is_first_replica(self, unit: typing.SupportsInt) -> bool:
         """
         Of those that hold this part of the unit.
@@ -411,6 +420,8 @@ class ShardedRoot:
         Collective: what backwards without synchronisation have added up.
         """
     def reshard(self, writes: bool) -> None:
+        ...
+    def reshard_unit(self, unit: typing.SupportsInt, writes: bool) -> None:
         ...
     def set_max_reducing(self, value: typing.SupportsInt) -> None:
         ...
@@ -434,6 +445,18 @@ class ShardedRoot:
         ...
     def unshard(self) -> None:
         ...
+    def unshard_unit(self, unit: typing.SupportsInt) -> None:
+        """
+        Collective.
+        """
+class CheckpointedOptimizer:
+    """
+    See fsdp/optimizer_checkpoint.h.
+    """
+    def __init__(self, *, type: str = '', has_state_before_steps: bool = False, shards: collections.abc.Sequence[torch.Tensor] = [], fields: collections.abc.Sequence[collections.abc.Sequence[tuple[str, bool]]] = [], problem: str = '') -> None:
+        """
+        `fields`: by shard, names and whether each is a count. `problem`: why there is nothing else; an error on all ranks.
+        """
 def are_exactly(objects: list, type: typing.Any) -> bool:
     """
     Whether all are of this class, and not of one derived from it.
@@ -454,6 +477,10 @@ def has_entries(tables: list, entries: list) -> bool:
     """
     Whether entries_of() would give that list.
     """
+def load_sharded(root: ShardedRoot, in_shards: bool, path: str, optimizer: CheckpointedOptimizer | None) -> tuple[dict[str, str], list[dict[str, torch.Tensor]]]:
+    """
+    Collective. The metadata, and by shard of the optimizer what it is to keep.
+    """
 def one_per_device(tensors: list) -> list:
     """
     The first of the tensors on each device.
@@ -473,6 +500,10 @@ def recording_group(world_size: typing.SupportsInt) -> torch.distributed.distrib
 def require_agreement(group: torch.distributed.distributed_c10d.ProcessGroup, what: str, items: collections.abc.Sequence[str], failure: str = '') -> None:
     """
     Collective. Raises RuntimeError on every rank alike, naming the first item in which ranks differ; `what` is the name of one item. If some ranks give a `failure`, what has gone wrong there, it says that instead.
+    """
+def save_sharded(root: ShardedRoot, in_shards: bool, path: str, metadata: collections.abc.Mapping[str, str], optimizer: CheckpointedOptimizer | None, kept: collections.abc.Sequence[collections.abc.Mapping[str, torch.Tensor]]) -> None:
+    """
+    Collective.
     """
 def then_collective(future: torch.Future, launch: typing.Any) -> torch.Future:
     """
