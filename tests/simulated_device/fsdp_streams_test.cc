@@ -122,25 +122,30 @@ TEST_P(OtherFsdpStreamsTest, TrainsInLowerPrecision) {
   }
 }
 
+// Every other backward sums over rows alone.
+void train_by_rows(ShardedTraining& training, int num_shards) {
+  const bool has_rows = num_shards < ShardedTraining::kNumRanks;
+  for (int s = 0; s < 2; ++s) {
+    training.root().set_sums_over_replicas(false);
+    training.step(s);
+    training.root().set_sums_over_replicas(true);
+    training.step(s);
+    training.expect_gradients(s, has_rows ? 1 + num_shards : 2);
+    training.update();
+    training.zero_grad();
+  }
+}
+
 // What travels is in other memory than what it was made of, and becomes that
 // again. Rows add up what has arrived.
 TEST_P(OtherFsdpStreamsTest, TravelsInLowerPrecision) {
   const int num_shards = std::get<0>(GetParam());
-  const bool has_rows = num_shards < ShardedTraining::kNumRanks;
   for (const at::ScalarType wire : {at::kHalf, at::kBFloat16}) {
     ShardingOptions compressed = options();
     compressed.comm_hook = compression_hook(wire);
     on_every_layout(compressed, program(), [&](ShardedTraining& training) {
       train(training, 3);
-      for (int s = 0; s < 2; ++s) {
-        training.root().set_sums_over_replicas(false);
-        training.step(s);
-        training.root().set_sums_over_replicas(true);
-        training.step(s);
-        training.expect_gradients(s, has_rows ? 1 + num_shards : 2);
-        training.update();
-        training.zero_grad();
-      }
+      train_by_rows(training, num_shards);
     });
   }
 }
@@ -148,22 +153,13 @@ TEST_P(OtherFsdpStreamsTest, TravelsInLowerPrecision) {
 // Each rank adds up what it gets, and so does each column.
 TEST_P(OtherFsdpStreamsTest, AddsUpInTheOrderOfTheRanks) {
   const int num_shards = std::get<0>(GetParam());
-  const bool has_rows = num_shards < ShardedTraining::kNumRanks;
   for (const at::ScalarType reduce : {at::kFloat, at::kBFloat16}) {
     ShardingOptions in_order = options();
     in_order.reproducible = true;
     in_order.reduce_dtype = reduce;
     on_every_layout(in_order, program(), [&](ShardedTraining& training) {
       train(training, 3);
-      for (int s = 0; s < 2; ++s) {
-        training.root().set_sums_over_replicas(false);
-        training.step(s);
-        training.root().set_sums_over_replicas(true);
-        training.step(s);
-        training.expect_gradients(s, has_rows ? 1 + num_shards : 2);
-        training.update();
-        training.zero_grad();
-      }
+      train_by_rows(training, num_shards);
     });
   }
 }
