@@ -72,3 +72,20 @@ def expect_equal(model, plain):
     state = model.full_state_dict()
     for name, value in plain.state_dict().items():
         assert torch.equal(state[name], value), name
+
+
+def expect_losses_alike(rank, *shards):
+    """Of training that each of these ways to shard leads to. Collective."""
+    results = []
+    for shard in shards:
+        model = shard_blocks(make_net(), shard)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        losses = []
+        for step in range(5):
+            optimizer.zero_grad()
+            loss = model(batch_of(rank, step)).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        results.append(losses)
+    assert all(losses == results[0] for losses in results)

@@ -1,6 +1,7 @@
 """Sharded training against one process, and against torch's fully_shard."""
 
 import copy
+import functools
 import gc
 import weakref
 
@@ -15,7 +16,15 @@ import brigade
 from brigade import _C
 
 from ranks import run_ranks
-from sharded_training import Net, batch_of, expect_equal, make_net, shard_blocks, step_of_all
+from sharded_training import (
+    Net,
+    batch_of,
+    expect_equal,
+    expect_losses_alike,
+    make_net,
+    shard_blocks,
+    step_of_all,
+)
 
 
 def _trains(rank, world_size, arguments, optimizer_name):
@@ -399,21 +408,8 @@ def test_tied_in_one_unit_stay_tied():
 
 
 def _against_torch(rank):
-    results = []
-    for shard in (brigade.fully_shard, torch_fully_shard):
-        net = make_net()
-        mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
-        model = shard_blocks(net, shard, mesh=mesh)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-        losses = []
-        for step in range(5):
-            optimizer.zero_grad()
-            loss = model(batch_of(rank, step)).square().mean()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-        results.append(losses)
-    assert results[0] == results[1]
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+    expect_losses_alike(rank, brigade.fully_shard, functools.partial(torch_fully_shard, mesh=mesh))
 
 
 def test_losses_equal_torchs_on_two_ranks():

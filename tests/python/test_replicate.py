@@ -10,7 +10,15 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 import brigade
 
 from ranks import run_ranks
-from sharded_training import Net, batch_of, expect_equal, make_net, shard_blocks, step_of_all
+from sharded_training import (
+    Net,
+    batch_of,
+    expect_equal,
+    expect_losses_alike,
+    make_net,
+    shard_blocks,
+    step_of_all,
+)
 
 
 def _trains(rank, world_size):
@@ -43,19 +51,7 @@ def test_equals_one_process(world_size):
 
 
 def _against_torch(rank):
-    results = []
-    for shard in (brigade.replicate, torchs.replicate):
-        model = shard_blocks(make_net(), shard)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-        losses = []
-        for step in range(5):
-            optimizer.zero_grad()
-            loss = model(batch_of(rank, step)).square().mean()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-        results.append(losses)
-    assert results[0] == results[1]
+    expect_losses_alike(rank, brigade.replicate, torchs.replicate)
 
 
 def test_losses_equal_torchs_on_two_ranks():
