@@ -147,6 +147,10 @@ std::optional<std::vector<RankStatus>> ControlChannel::await_difference(
   }
 }
 
+bool ControlChannel::is_over(const PendingExchange& pending) {
+  return pending.exchange->outcome() != StatusExchange::Outcome::kPending;
+}
+
 bool ControlChannel::all_propose_the_same(const PendingExchange& pending) {
   return pending.exchange->all_propose_the_same();
 }

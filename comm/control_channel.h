@@ -91,6 +91,9 @@ class ControlChannel {
       const PendingExchange& pending,
       std::optional<std::chrono::milliseconds> patience = std::nullopt);
 
+  // Whether awaiting it would not wait: ranks have come, or can't.
+  static bool is_over(const PendingExchange& pending);
+
   // Whether all ranks have told the same proposal.  REQUIRES: it has been
   // awaited, and ranks did not differ.
   static bool all_propose_the_same(const PendingExchange& pending);

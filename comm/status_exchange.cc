@@ -36,6 +36,11 @@ std::string describe(std::span<const Absence> absences) {
                        });
 }
 
+StatusExchange::Outcome StatusExchange::outcome() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return is_aborted_ ? Outcome::kAborted : outcome_;
+}
+
 StatusExchange::Outcome StatusExchange::wait_for_outcome(
     std::chrono::milliseconds timeout) {
   std::unique_lock<std::mutex> lock(mutex_);

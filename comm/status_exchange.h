@@ -49,6 +49,10 @@ class StatusExchange {
     kTimedOut,  // of a wait; the exchange is pending
   };
 
+  // Waits for nothing: what wait_for_outcome() returns now, kPending if it
+  // would wait.
+  Outcome outcome() const;
+
   // Until it is over, `timeout` at most.
   Outcome wait_for_outcome(std::chrono::milliseconds timeout);
 

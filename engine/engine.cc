@@ -88,7 +88,7 @@ void Engine::prepare(std::span<const at::Tensor> outputs) try {
 
 void Engine::start_iteration() {
   state_.take_iteration();
-  confirm_ends(state_, num_ends_left_open(state_));
+  confirm_known_ends(state_);
   state_.policy.check_variables();
   replan_if_due();
   if (state_.policy.before_iteration()) state_.adopt_sequence();

@@ -1,11 +1,53 @@
 #include "brigade/engine/follow_up.h"
 
+#include <algorithm>
+
 #include "brigade/engine/exchange.h"
 #include "brigade/engine/recovery.h"
+#include "brigade/engine/unconfirmed_ends.h"
 
 namespace brigade {
 
 using std::chrono::milliseconds;
+
+namespace {
+
+// Who has ended this one may have ended the next without knowing, the others
+// have not.
+bool has_anybody_ended(const StatusComparison& comparison, StatusKind own) {
+  if (comparison.by_rank.empty()) return own == StatusKind::kEnd;
+  return std::ranges::count(comparison.by_rank, StatusKind::kEnd,
+                            &RankStatus::kind) > 0;
+}
+
+// The next of those that this rank has begun, or what it is in, or nothing.
+// Returns whether there may be another behind it.
+bool take_part(EngineState& state, OwnTurn* turn,
+               std::optional<milliseconds> patience) {
+  if (!state.unconfirmed_ends.empty()) {
+    const UnconfirmedEnd end = state.take_oldest_end();
+    return has_anybody_ended(compare_by(
+                                 state, *end.iteration,
+                                 [&](std::optional<milliseconds> limit) {
+                                   return state.peers.await(end.exchange,
+                                                            limit);
+                                 },
+                                 patience),
+                             StatusKind::kEnd);
+  }
+  if (turn != nullptr && !turn->is_told) {
+    const StatusComparison comparison = take_turn(state, *turn);
+    if (comparison.status.ok()) drain(state, turn->iteration);
+    return has_anybody_ended(comparison, turn->own.kind);
+  }
+  const auto none = state.make_iteration(state.observations.begun);
+  OwnTurn nothing = {.iteration = *none,
+                     .own = {.kind = StatusKind::kIdle},
+                     .patience = patience};
+  return has_anybody_ended(take_turn(state, nothing), StatusKind::kIdle);
+}
+
+}  // namespace
 
 StatusComparison take_turn(EngineState& state, OwnTurn& turn) {
   turn.is_told = true;
@@ -20,26 +62,9 @@ StatusComparison take_turn(EngineState& state, OwnTurn& turn) {
 
 void follow_up(EngineState& state, OwnTurn* turn,
                std::optional<milliseconds> patience) {
-  for (int i = 1; i < state.options.max_unconfirmed_iterations &&
-                  !state.peers.has_lost_group();
-       ++i) {
-    if (!state.unconfirmed_ends.empty()) {
-      const UnconfirmedEnd end = state.take_oldest_end();
-      compare_by(
-          state, *end.iteration,
-          [&](std::optional<milliseconds> limit) {
-            return state.peers.await(end.exchange, limit);
-          },
-          patience);
-    } else if (turn != nullptr && !turn->is_told) {
-      if (take_turn(state, *turn).status.ok()) drain(state, turn->iteration);
-    } else {
-      const auto none = state.make_iteration(state.observations.begun);
-      OwnTurn nothing = {.iteration = *none,
-                         .own = {.kind = StatusKind::kIdle},
-                         .patience = patience};
-      take_turn(state, nothing);
-    }
+  int may_be_behind = max_ends_behind(state);
+  while (may_be_behind > 0 && !state.peers.has_lost_group()) {
+    may_be_behind = take_part(state, turn, patience) ? may_be_behind - 1 : 0;
   }
   state.unconfirmed_ends.clear();
   if (!state.peers.has_lost_group()) state.peers.met();

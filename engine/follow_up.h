@@ -27,10 +27,11 @@ struct OwnTurn {
 StatusComparison take_turn(EngineState& state, OwnTurn& turn);
 
 // Ranks that hear that an exchange is refuted have begun different numbers of
-// others behind it. All take part in as many as one of them may have begun, and
-// so come to the same place: what they launched in each is brought in step
-// behind it, since a rank may begin the next only when its device has seen
-// that. `turn`: what this rank is in, if anything.
+// others behind it. All take part in each that one of them has begun, and in
+// one more, which tells them that it is the last, and so come to the same
+// place: what they launched in each is brought in step behind it, since a rank
+// may begin the next only when its device has seen that. `turn`: what this rank
+// is in, if anything.
 void follow_up(EngineState& state, OwnTurn* turn,
                std::optional<std::chrono::milliseconds> patience);
 

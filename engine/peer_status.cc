@@ -100,6 +100,10 @@ StatusComparison PeerStatus::await(
   return comparison;
 }
 
+bool PeerStatus::is_over(const PendingExchange& pending) const {
+  return !channel_ || ControlChannel::is_over(pending);
+}
+
 StatusComparison PeerStatus::without_channel(const RankStatus& own) const {
   StatusComparison comparison = {.status = absl::OkStatus(),
                                  .deficit = LaunchDeficit{},

@@ -124,6 +124,9 @@ class PeerStatus {
       const PendingExchange& pending,
       std::optional<std::chrono::milliseconds> patience = std::nullopt);
 
+  // Whether await() would not wait.
+  bool is_over(const PendingExchange& pending) const;
+
   // This rank can't launch on the group any more; says so and does not wait.
   // Does not throw.
   void tell_of_loss(RankStatus own) noexcept;

@@ -1,6 +1,7 @@
 #include "brigade/engine/unconfirmed_ends.h"
 
 #include <algorithm>
+#include <span>
 #include <utility>
 
 #include "absl/status/status.h"
@@ -49,16 +50,30 @@ void confirm_oldest_end(EngineState& state, OwnTurn* turn) {
   }
 }
 
+// On the CPU results keep the host waiting for peers anyway.
+bool runs_ahead_of_peers(std::span<Collective* const> sequence) {
+  return std::ranges::none_of(sequence, [](const Collective* collective) {
+    return collective->device().is_cpu();
+  });
+}
+
+// When the next iteration is prepared. What an iteration teaches counts before
+// that. One that could not be delivered still has entries of the policy's,
+// which may change.
+size_t max_open_ends(const EngineState& state) {
+  const bool is_delivered = std::ranges::all_of(
+      state.unconfirmed_ends,
+      [](const auto& end) { return end.iteration->launches.empty(); });
+  if (state.policy.is_learning() || !is_delivered) return 0;
+  return static_cast<size_t>(state.options.max_unconfirmed_iterations - 1);
+}
+
 }  // namespace
 
 bool may_defer_status_check(const EngineState& state,
                             const Iteration& iteration) {
   if (iteration.has_chained()) return false;
-  // On the CPU results keep the host waiting for peers anyway.
-  const bool runs_ahead =
-      std::ranges::none_of(iteration.launches, [](const Launch& launch) {
-        return launch.collective->device().is_cpu();
-      });
+  const bool runs_ahead = runs_ahead_of_peers(iteration.sequence);
   // What a user's hook returns may fail on one rank alone, which is to be told
   // with the end: its results come first, and that is no wait for peers only
   // where the host runs ahead of them.
@@ -83,20 +98,25 @@ void end_unconfirmed(EngineState& state, std::shared_ptr<Iteration> iteration,
   if (is_between(state.phase)) state.phase = Phase::kAtSyncPoint;
 }
 
-void confirm_ends(EngineState& state, size_t num_left) {
-  while (state.unconfirmed_ends.size() > num_left) {
+void confirm_ends(EngineState& state) {
+  while (!state.unconfirmed_ends.empty()) {
     confirm_oldest_end(state, /*turn=*/nullptr);
   }
 }
 
-// What an iteration teaches counts before the next one is prepared. One that
-// could not be delivered still has entries of the policy's, which may change.
-size_t num_ends_left_open(const EngineState& state) {
-  const bool is_delivered = std::ranges::all_of(
-      state.unconfirmed_ends,
-      [](const auto& end) { return end.iteration->launches.empty(); });
-  if (state.policy.is_learning() || !is_delivered) return 0;
-  return static_cast<size_t>(state.options.max_unconfirmed_iterations - 1);
+void confirm_known_ends(EngineState& state) {
+  const size_t max_open = max_open_ends(state);
+  while (!state.unconfirmed_ends.empty() &&
+         (state.unconfirmed_ends.size() > max_open ||
+          state.peers.is_over(state.unconfirmed_ends.front().exchange))) {
+    confirm_oldest_end(state, /*turn=*/nullptr);
+  }
+}
+
+int max_ends_behind(const EngineState& state) {
+  const bool may_defer = state.options.defers_status_check.value_or(
+      runs_ahead_of_peers(state.policy.sequence()));
+  return may_defer ? state.options.max_unconfirmed_iterations - 1 : 0;
 }
 
 void confirm_ends_before(EngineState& state, OwnTurn& turn) {

@@ -32,15 +32,20 @@ void end_unconfirmed(EngineState& state, std::shared_ptr<Iteration> iteration,
                      const RankStatus& own);
 
 // What peers said at the ends of iterations that were delivered before, oldest
-// first, until `num_left` are left. Errors, on all ranks alike but for those
-// that failed, which know already: as compare(), PeerError if ranks have failed
-// in one of them; none is left then.
-void confirm_ends(EngineState& state, size_t num_left = 0);
+// first; none is left then. Errors, on all ranks alike but for those that
+// failed, which know already: as compare(), PeerError if ranks have failed in
+// one of them.
+void confirm_ends(EngineState& state);
 
-// How many ends may be left unconfirmed when the next iteration is prepared.
-size_t num_ends_left_open(const EngineState& state);
+// The same before another iteration is prepared, of what peers have said. Waits
+// for them only while as many ends are open as may be, or while the policy must
+// know all that they teach.
+void confirm_known_ends(EngineState& state);
 
-// As confirm_ends() of all, where a rank that hears of a failure takes its turn
+// How many ends a rank may have told of behind one of which it has not heard.
+int max_ends_behind(const EngineState& state);
+
+// As confirm_ends(), where a rank that hears of a failure takes its turn
 // if peers may have taken theirs.
 void confirm_ends_before(EngineState& state, OwnTurn& turn);
 

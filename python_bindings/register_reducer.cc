@@ -251,7 +251,7 @@ void register_reducer(py::module_& module) {
           py::arg("verify_across_ranks") = true,
           py::arg("one_backward_per_forward") = false,
           py::arg("defer_status_check") = py::none(),
-          py::arg("max_unconfirmed_iterations") = 1,
+          py::arg("max_unconfirmed_iterations") = ReducerOptions{}.max_unconfirmed_iterations,
           py::arg("control_channel") = true, py::arg("reproducible") = false,
           py::arg("reproducible_row_size") = py::none(),
           py::arg("reduces_by_itself") = true, py::keep_alive<1, 3>(),

@@ -129,13 +129,15 @@ struct ReducerOptions {
 
   // Where status checks are deferred: how many iterations may be delivered
   // before all ranks are known to have ended the first of them, 1 at least. A
-  // host runs so many steps ahead of its slowest peer's. A rank that fails is
-  // heard of as many iterations later: those that delivered have stepped as
-  // often with sums to which it gave zeros. Iterations that ranks learn from (a
-  // first one that buckets are rebuilt after, a static graph's), that compare
-  // when they begin (skip_all_reduce_unused_parameters), recover() and changes
-  // of the hook wait for all that is outstanding.
-  int max_unconfirmed_iterations = 1;
+  // host runs so many steps ahead of its slowest peer's, and waits then. Each
+  // prepare hears what peers have said by then, so that a rank that fails is
+  // heard of in the next as a rule, and so many iterations later at the latest:
+  // those that delivered have stepped, not all equally often, with sums to
+  // which it gave zeros. 1: in the next on all ranks. Iterations that ranks
+  // learn from (a first one that buckets are rebuilt after, a static graph's),
+  // that compare when they begin (skip_all_reduce_unused_parameters), recover()
+  // and changes of the hook wait for all that is outstanding.
+  int max_unconfirmed_iterations = 32;
 
   // A rank whose backward fails tells its peers, and waits so long for them to
   // come to a place where they hear it. Then it closes the group, which ends

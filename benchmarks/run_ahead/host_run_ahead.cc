@@ -18,9 +18,10 @@
 // What is compared, in turns:
 //   torch      c10d::Reducer
 //   waiting    ours, statuses looked at where backward ends
-//   deferred   ours, looked at in the next prepare_for_backward
-//   deferred4  ours, looked at in the fourth one from there
-//   deferred32  in the 32nd
+//   deferred   ours, looked at in each prepare_for_backward, which waits where
+//              32 are open
+//   deferred4  where four are
+//   deferred1  for each
 //   silent     ours without control channel
 // Columns, of rank 0, medians of `rounds` runs:
 //   longest    what its longest step takes more than its median one, its own
@@ -141,8 +142,8 @@ std::vector<Arm> arms() {
           our_arm("deferred", {.defer_status_check = true}),
           our_arm("deferred4", {.defer_status_check = true,
                                 .max_unconfirmed_iterations = 4}),
-          our_arm("deferred32", {.defer_status_check = true,
-                                 .max_unconfirmed_iterations = 32}),
+          our_arm("deferred1", {.defer_status_check = true,
+                                .max_unconfirmed_iterations = 1}),
           our_arm("silent", {.control_channel = false})};
 }
 

@@ -136,8 +136,10 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
             the next forward, so that no rank waits for the slowest one's backward, and an
             error is told a step later (docs/recovery.md); not with comm hooks of your own
             on the CPU. Default: on devices, not on the CPU.
-        max_unconfirmed_iterations: How many forwards later, then: a host runs so many steps
-            ahead of the slowest one. 4 is enough where a step takes it 20 ms.
+        max_unconfirmed_iterations: How many forwards later at the latest, then: a host runs so
+            many steps ahead of the slowest one, and waits. An error is told in the next
+            forward if the host of the rank that failed has come there by then. 1: always in
+            the next. Default: 32.
         control_channel: False: ranks tell each other nothing but gradients; a failure ends
             the process group.
         reproducible: Gradients are added up in the order of the ranks and divided once, so
@@ -170,7 +172,7 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
     _given_plan: list[list[int]] | None = None
     one_backward_per_forward = False
     defer_status_check: bool | None = None
-    max_unconfirmed_iterations = 1
+    max_unconfirmed_iterations = 32
     control_channel = True
     reproducible = False
     reproducible_row_size: int | None = None
@@ -203,7 +205,7 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
         bucket_plan: Sequence[Sequence[int]] | None = None,
         one_backward_per_forward: bool = False,
         defer_status_check: bool | None = None,
-        max_unconfirmed_iterations: int = 1,
+        max_unconfirmed_iterations: int = 32,
         control_channel: bool = True,
         reproducible: bool = False,
         reproducible_row_size: int | None = None,

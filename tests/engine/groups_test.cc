@@ -261,7 +261,8 @@ TEST(GroupsTest, AFailureMayBeHeardOfOneIterationLater) {
   });
 }
 
-// Rank 2 fails in an iteration, rank 1 in the one behind that.
+// Rank 2 fails in an iteration, rank 1 in the one behind that, unless it hears
+// of the first by then.
 TEST(GroupsTest, AFailureMayBeHeardOfSeveralIterationsLater) {
   constexpr int kDepth = 3;
   run_ranks(4, [](const Group& all) {
@@ -275,10 +276,13 @@ TEST(GroupsTest, AFailureMayBeHeardOfSeveralIterationsLater) {
       } else if (all->getRank() == 1) {
         mesh_rank.step();
         mesh_rank.policy().fail(Step::kPack, 3 - entry);
-        EXPECT_THROW(mesh_rank.step(), ScriptedError);
+        EXPECT_ANY_THROW(mesh_rank.step());
+        mesh_rank.policy().fail_no_more();
       } else {
-        for (int i = 0; i < kDepth; ++i) mesh_rank.step();
-        EXPECT_THROW(mesh_rank.step(), c10::DistBackendError);
+        const auto train = [&] {
+          for (int i = 0; i <= kDepth; ++i) mesh_rank.step();
+        };
+        EXPECT_THROW(train(), c10::DistBackendError);
       }
       ASSERT_TRUE(mesh_rank.engine().can_continue());
       mesh_rank.step();

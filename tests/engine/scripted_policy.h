@@ -103,6 +103,9 @@ class ScriptedPolicy final : public ReductionPolicy {
             std::exception_ptr error =
                 std::make_exception_ptr(ScriptedError("as scripted")));
 
+  // What was scripted to fail and has not.
+  void fail_no_more() { errors_.clear(); }
+
   // From here on. REQUIRES: the engine is asked to take it.
   void adopt(std::vector<ScriptedEntry> entries);
 

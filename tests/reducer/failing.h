@@ -14,6 +14,7 @@
 #include <type_traits>
 #include <typeinfo>
 
+#include "absl/cleanup/cleanup.h"
 #include "brigade/reducer/reducer.h"
 #include "brigade/tests/reducer/step.h"
 #include "brigade/tests/reducer/toy_model.h"
@@ -24,6 +25,24 @@ namespace brigade::testing {
 struct UserError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
+
+// A step whose backward throws UserError. `throws_at`: the parameter whose
+// gradient is due then; 3: before any gradient; -1: after all of them.
+inline void throw_in_backward(Reducer& reducer, const ToyModel& model, int rank,
+                              int throws_at) {
+  const auto thrower = [](const at::Tensor&) { throw UserError("no disk"); };
+  const at::Tensor input = at::ones({1}).requires_grad_();
+  const at::Tensor last = input * 0;  // its gradient comes after all others
+  const at::Tensor first = model.loss(rank);
+  const at::Tensor at = throws_at == -1  ? last
+                        : throws_at == 3 ? first
+                                         : model.parameters[throws_at];
+  const unsigned hook = at.register_hook(thrower);
+  const absl::Cleanup removing = [&] { at.remove_hook(hook); };
+  const at::Tensor loss = last.sum() + first;
+  reducer.prepare_for_backward(loss);
+  loss.backward();
+}
 
 // Runs `action`, expects it to throw an Error (c10::Error: no subclass of it),
 // and returns its text.

@@ -3,8 +3,11 @@
 
 #include <chrono>
 #include <utility>
+#include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "brigade/comm/peer_error.h"
+#include "brigade/comm/rank_status.h"
 #include "brigade/reducer/reducer_options.h"
 #include "brigade/tests/simulated_device/stream_layout.h"
 #include "brigade/tests/simulated_device/streamed_training.h"
@@ -69,6 +72,33 @@ TEST_P(RunAheadTest, StepsAreConfirmedWhenPeersHaveCome) {
     training.recording().release_statuses();
   }
   train(training, step);
+}
+
+TEST_P(RunAheadTest, AFailureIsHeardOfInTheFirstStepBehindItsWords) {
+  for (const int ahead : {1, GetParam() / 2, GetParam()}) {
+    if (ahead == 0) continue;
+    SCOPED_TRACE(absl::StrCat("told when the host is ", ahead, " ahead"));
+    StreamedTraining training{StreamLayout{}};
+    ReducerOptions options;
+    options.max_unconfirmed_iterations = GetParam();
+    training.make_reducer(std::move(options));
+    int step = 0;
+    while (step < kNumFirstSteps) train(training, step++);
+    training.reducer().recover();
+    training.recording().answer_statuses_with([](const RankStatus& own) {
+      std::vector<RankStatus> by_rank(testing::kWorldSize, own);
+      if (own.kind == StatusKind::kEnd && own.iteration == kNumFirstSteps + 1) {
+        by_rank[1].kind = StatusKind::kFailed;
+      }
+      return by_rank;
+    });
+
+    training.recording().hold_statuses();
+    for (int i = 0; i < ahead; ++i) train(training, step++);
+    training.recording().release_statuses();
+    EXPECT_THROW(training.step(step), PeerError);
+    train(training, step);
+  }
 }
 
 INSTANTIATE_TEST_SUITE_P(Steps, RunAheadTest, ::testing::Values(1, 4, 32));
