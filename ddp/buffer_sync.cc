@@ -28,6 +28,16 @@ void BufferSync::broadcast(int source) const {
   copy_to_other_replicas(buffers);
 }
 
+void BufferSync::broadcast_by(
+    const std::function<void(std::vector<at::Tensor>)>& send) const {
+  const std::vector<NamedTensor> buffers = replicas_.front()();
+  std::vector<at::Tensor> tensors;
+  tensors.reserve(buffers.size());
+  for (const NamedTensor& buffer : buffers) tensors.push_back(buffer.tensor);
+  send(std::move(tensors));
+  copy_to_other_replicas(buffers);
+}
+
 void BufferSync::copy_to_other_replicas(
     std::span<const NamedTensor> buffers) const {
   for (size_t r = 1; r < replicas_.size(); ++r) {

@@ -8,6 +8,8 @@
 #ifndef BRIGADE_DDP_BUFFER_SYNC_H_
 #define BRIGADE_DDP_BUFFER_SYNC_H_
 
+#include <ATen/core/Tensor.h>
+
 #include <functional>
 #include <span>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -49,12 +51,19 @@ class BufferSync {
   // Nothing to make equal.
   bool are_none() const;
 
+  // The hook does it.
+  bool are_sent_by_hook() const { return hook_ != nullptr; }
+
   // Collective. Every local replica gets what replica 0 ends up with.
   // Errors: PeerError; what the hook throws.
   void run(int source) const;
 
   // Collective. As run(), without the hook.
   void broadcast(int source) const;
+
+  // The same by `send`, which gives them the values of one rank.
+  void broadcast_by(
+      const std::function<void(std::vector<at::Tensor> buffers)>& send) const;
 
  private:
   void copy_to_other_replicas(std::span<const NamedTensor> buffers) const;

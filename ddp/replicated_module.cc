@@ -255,7 +255,13 @@ void ReplicatedModule::before_forward() {
     if (announces_) session_->begin_iteration();
     follow_divisor();
   }
-  if (sends_buffers(BufferMode::kBeforeForward)) make_buffers_equal();
+  if (opens_with_buffers()) {
+    buffers_.broadcast_by([this](std::vector<at::Tensor> buffers) {
+      reducer_->open_iteration(std::move(buffers), /*source=*/0);
+    });
+  } else if (sends_buffers(BufferMode::kBeforeForward)) {
+    make_buffers_equal();
+  }
 }
 
 void ReplicatedModule::follow_divisor() {
@@ -268,9 +274,17 @@ void ReplicatedModule::follow_divisor() {
 void ReplicatedModule::meet_peers() {
   // Before anything that one rank may fail in alone.
   reducer_->rebuild_buckets();
+  if (opens_with_buffers()) return;
   if (session_ != nullptr || sends_buffers(BufferMode::kBeforeForward)) {
     reducer_->recover();
   }
+}
+
+// A hook of the user's, and a rank that may have run out of data, can't be
+// stood in for where a peer has failed.
+bool ReplicatedModule::opens_with_buffers() const {
+  return session_ == nullptr && !buffers_.are_sent_by_hook() &&
+         sends_buffers(BufferMode::kBeforeForward);
 }
 
 bool ReplicatedModule::sends_buffers(BufferMode place) const {

@@ -108,6 +108,7 @@ class ReplicatedModule final : public Joinable {
 
  private:
   bool sends_buffers(BufferMode place) const;
+  bool opens_with_buffers() const;
   void make_buffers_equal();
   void before_forward();
   void follow_divisor();

@@ -89,6 +89,12 @@ void Engine::prepare(std::span<const at::Tensor> outputs) try {
 void Engine::start_iteration() {
   state_.take_iteration();
   confirm_known_ends(state_);
+  if (state_.policy.has_opening() && !state_.is_open()) {
+    // Peers that have not heard would launch one.
+    confirm_ends(state_);
+    state_.policy.drop_opening();
+    state_.adopt_sequence();
+  }
   state_.policy.check_variables();
   replan_if_due();
   if (state_.policy.before_iteration()) state_.adopt_sequence();
@@ -188,15 +194,39 @@ void Engine::shadow() try {
 
 void Engine::synchronize(SyncPoint place) try {
   const std::lock_guard<std::mutex> lock(mutex_);
-  end_unfinished_iteration();
-  if (state_.phase != Phase::kAtSyncPoint) {
-    // Peers may be in an iteration that this rank has not begun.
-    end_together(state_, *state_.make_iteration(state_.observations.begun),
-                 {.kind = StatusKind::kIdle,
-                  .unit = place == SyncPoint::kAfterForward ? 0 : -1});
-  }
+  come_to_sync_point(place);
   confirm_ends(state_);
   state_.leave_sync_point();
+} catch (...) {
+  state_.observations.note_error();
+  throw;
+}
+
+// Peers may be in an iteration that this rank has not begun.
+void Engine::come_to_sync_point(SyncPoint place) {
+  end_unfinished_iteration();
+  if (state_.phase == Phase::kAtSyncPoint) return;
+  end_together(state_, *state_.make_iteration(state_.observations.begun),
+               {.kind = StatusKind::kIdle,
+                .unit = place == SyncPoint::kAfterForward ? 0 : -1});
+}
+
+void Engine::open(bool is_like_last, const std::function<void()>& set) try {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  come_to_sync_point(SyncPoint::kBeforeForward);
+  if (is_like_last) {
+    confirm_known_ends(state_);
+    set();
+  } else {
+    confirm_ends(state_);
+    set();
+    state_.adopt_sequence();
+  }
+  state_.leave_sync_point();
+  Collective& opening = *state_.policy.sequence().front();
+  call_apart(state_, opening.describe(), [&] {
+    state_.peers.on(opening.group()).count_ahead([&] { opening.launch(); });
+  });
 } catch (...) {
   state_.observations.note_error();
   throw;

@@ -143,6 +143,15 @@ class Engine : private GradientListener {
   // All ranks stand in the same place, if they may stand in different ones.
   void synchronize(SyncPoint place);
 
+  // In front of a forward: launches the policy's opening ahead of the next
+  // iteration. Where ranks met last, peers are not waited for: who has failed
+  // launches it as well. `set` is called before: the policy has an opening from
+  // then on. `is_like_last`: the same as peers that have not heard would
+  // launch; else all that is outstanding is heard first.
+  // Errors: as synchronize(); PeerError if the collective fails, and the group
+  // is lost then.
+  void open(bool is_like_last, const std::function<void()>& set);
+
   // The policy changes its sequence, if a change is due. Returns whether it
   // was. Collective then.
   bool replan();
@@ -197,6 +206,7 @@ class Engine : private GradientListener {
   void on_backward_abandoned(int64_t preparation);
 
   // REQUIRES: mutex_ held, for all that follow.
+  void come_to_sync_point(SyncPoint place);
   void start_iteration();
   bool replan_if_due();
   void end_unfinished_iteration();

@@ -76,7 +76,14 @@ struct EngineState {
   std::shared_ptr<Iteration> make_iteration(int64_t number) const {
     return std::make_shared<Iteration>(
         Preparation{.number = observations.prepared, .iteration = number},
-        policy.sequence(), num_variables());
+        policy.sequence(), is_open(), num_variables());
+  }
+
+  // The opening of an iteration has been launched, and peers have not been told
+  // of it. REQUIRES: none has begun, or they have been told what was launched.
+  bool is_open() const {
+    return policy.has_opening() &&
+           peers.num_launches(policy.sequence().front()->group()) > 0;
   }
 
   // Whatever phase it was in, it is over on this rank. Null if there is none.

@@ -30,7 +30,9 @@ GroupAccount::Told GroupAccount::take() {
   Told told = {.counts = {.launches = std::exchange(launches_, 0)}};
   const uint64_t others = std::exchange(others_, 0);
   // One launch has but one order.
-  if (told.counts.launches > 1) told.others = others;
+  if (told.counts.launches - std::exchange(num_ahead_, 0) > 1) {
+    told.others = others;
+  }
   last_count_.reset();
   if (const std::optional<int64_t> count = foreign()) {
     told.counts.foreign = static_cast<int32_t>(*count);

@@ -43,6 +43,20 @@ class GroupAccount {
     last_count_ = *before + own;
   }
 
+  // The same of what is launched ahead of an iteration, before whatever its
+  // forward launches: others' collectives behind it are not compared.
+  // REQUIRES: nothing was launched since the last take() or restart().
+  template <typename Launch>
+  void count_ahead(const Launch& launch) {
+    count(launch);
+    num_ahead_ = 1;
+    others_ = 0;
+    last_count_.reset();
+  }
+
+  // Since the last take() or restart().
+  int32_t num_launches() const { return launches_; }
+
   // What this rank has launched can't be told any more.
   void lose() { launches_ = kLostGroup; }
 
@@ -75,6 +89,7 @@ class GroupAccount {
   // What the group's count would be without others' collectives.
   std::optional<int64_t> counted_from_;
   int32_t launches_ = 0;
+  int32_t num_ahead_ = 0;  // of these
   uint64_t others_ = 0;
   std::optional<int64_t> last_count_;  // the group's, at the last launch
 };

@@ -86,6 +86,11 @@ class PeerStatus {
   // Of what is launched on a group, by its index.
   GroupAccount& on(size_t group) { return accounts_[group]; }
 
+  // On a group, since the last exchange.
+  int32_t num_launches(size_t group) const {
+    return accounts_[group].num_launches();
+  }
+
   // Whether a group has launched anything since the last exchange: what others
   // launch to get in step would meet that.
   bool has_gone_on();

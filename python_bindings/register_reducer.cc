@@ -251,7 +251,8 @@ void register_reducer(py::module_& module) {
           py::arg("verify_across_ranks") = true,
           py::arg("one_backward_per_forward") = false,
           py::arg("defer_status_check") = py::none(),
-          py::arg("max_unconfirmed_iterations") = ReducerOptions{}.max_unconfirmed_iterations,
+          py::arg("max_unconfirmed_iterations") =
+              ReducerOptions{}.max_unconfirmed_iterations,
           py::arg("control_channel") = true, py::arg("reproducible") = false,
           py::arg("reproducible_row_size") = py::none(),
           py::arg("reduces_by_itself") = true, py::keep_alive<1, 3>(),
@@ -333,6 +334,8 @@ void register_reducer(py::module_& module) {
            "other errors.")
       .def("_abandon_group", &TorchReducer::abandon_group, NoGil())
       .def("_meet_peers", &TorchReducer::meet_peers, NoGil())
+      .def("_send_buffers", &TorchReducer::send_buffers, py::arg("buffers"),
+           NoGil())
       .def("_set_static_graph", &TorchReducer::set_static_graph, NoGil())
       .def("_ddp_graph_static", &TorchReducer::is_graph_static, NoGil())
       .def("_get_local_used_map", &TorchReducer::used_parameter_counts, NoGil())

@@ -242,6 +242,13 @@ void TorchReducer::meet_peers() {
   remember_errors([this] { reducer_->recover(); });
 }
 
+bool TorchReducer::send_buffers(std::vector<at::Tensor> buffers) {
+  if (!ready()) return false;
+  remember_errors(
+      [&] { reducer_->open_iteration(std::move(buffers), /*source=*/0); });
+  return true;
+}
+
 std::vector<size_t> TorchReducer::missing_gradients() const {
   if (!reducer_) return {};
   return reducer_->missing_gradients();

@@ -68,6 +68,11 @@ class TorchReducer {
   // Before a collective of the caller's own: ranks that are not in step raise.
   void meet_peers();
 
+  // In place of meet_peers() before a forward that will be reduced: gives all
+  // ranks these buffers of rank 0. False: there is no reducer any more.
+  // Errors: as meet_peers(); DistBackendError, and the group is lost.
+  bool send_buffers(std::vector<at::Tensor> buffers);
+
   // Errors: RuntimeError naming the parameters whose gradients the running
   // reduction still waits for.
   void check_finalized() const;

@@ -69,6 +69,16 @@ void Reducer::shadow_iteration() { engine_->shadow(); }
 
 void Reducer::recover(SyncPoint place) { engine_->synchronize(place); }
 
+void Reducer::open_iteration(std::vector<at::Tensor> tensors, int source) {
+  TORCH_CHECK_VALUE(!tensors.empty(),
+                    "Reducer::open_iteration: expected tensors, got none.\n"
+                    "Call recover() where nothing is to be sent.");
+  OpeningBroadcast& opening = policy_->opening();
+  const bool is_like_last =
+      engine_->locked([&] { return opening.is_like(tensors, source); });
+  engine_->open(is_like_last, [&] { opening.set(std::move(tensors), source); });
+}
+
 void Reducer::end_iteration() { engine_->end_iteration(); }
 
 bool Reducer::rebuild_buckets() { return engine_->replan(); }

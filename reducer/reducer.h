@@ -127,6 +127,16 @@ class Reducer {
   // can_continue() is false. On this rank: those of end_iteration().
   void recover(SyncPoint place = SyncPoint::kBeforeForward);
 
+  // In place of recover(), before a forward that will be reduced: gives all
+  // ranks these tensors of rank `source`, which backward must not change, as
+  // the first collective of the next iteration. Where iterations begin with
+  // like ones, the host does not wait for peers in it on devices: those that
+  // have failed launch it as well. Collective.
+  //
+  // Errors: as recover(); DistBackendError if the broadcast fails, and
+  // can_continue() is false then.
+  void open_iteration(std::vector<at::Tensor> tensors, int source);
+
   // An iteration that has begun gets no more gradients: ends it, if there is
   // one, and tells the peers. Errors: RuntimeError naming those that are
   // missing, or if finalize_backward() should have been called. None if

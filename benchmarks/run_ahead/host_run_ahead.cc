@@ -3,13 +3,14 @@
 //
 //   host_run_ahead [--steps 40] [--late-step 15] [--late-ms 50]
 //                  [--late-every 10] [--host-ms 2] [--device-ms 5,10,20,60]
-//                  [--rounds 5]
+//                  [--rounds 5] [--buffers]
 //
 // Two ranks as threads of this process, each with a device that does in order
 // what its host enqueues (device_queue.h): a step takes the host `host-ms` and
 // the device `device-ms`. The collectives of the two devices wait for each
 // other, the host for neither. Loops never read a result, so that a host may
-// run ahead without end.
+// run ahead without end. With `buffers`, those of rank 0 are broadcast before
+// each forward.
 //
 // Who is late, `late-ms` before forward:
 //   nobody
@@ -45,6 +46,7 @@
 #include <string>
 #include <thread>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include <torch/csrc/distributed/c10d/comm.hpp>
 #include <torch/csrc/distributed/c10d/reducer.hpp>
 #include <type_traits>
 #include <unordered_map>
@@ -63,7 +65,12 @@ using Clock = DeviceQueue::Clock;
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 using Milliseconds = std::chrono::duration<double, std::milli>;
 using Parameters = std::vector<at::Tensor>;
-using Prepare = std::function<void(const at::Tensor& loss)>;
+
+// What a step calls.
+struct Calls {
+  std::function<void(std::vector<at::Tensor> buffers)> before_forward;
+  std::function<void(const at::Tensor& loss)> prepare;
+};
 
 constexpr int kRanks = 2;
 constexpr int kLayers = 4;
@@ -78,6 +85,7 @@ struct Options {
   double host_ms = 2;
   std::vector<double> device_ms = {5, 10, 20, 60};
   int rounds = 5;
+  bool buffers = false;
 };
 
 // One bucket for each layer, the last one's gradient comes first.
@@ -99,7 +107,7 @@ std::shared_ptr<TorchReducer> make_torch_reducer(Last last,
   }
 }
 
-Prepare torch(const Parameters& parameters, const Group& group) {
+Calls torch(const Parameters& parameters, const Group& group) {
   const auto reducer = make_torch_reducer<c10d::Reducer>(
       /*bucket_bytes_cap_list=*/std::vector<int64_t>{}, parameters,
       bucket_plan(), group,
@@ -109,24 +117,35 @@ Prepare torch(const Parameters& parameters, const Group& group) {
       std::unordered_map<size_t, std::string>{},
       int64_t{c10d::kDefaultFirstBucketBytes},
       /*skip_all_reduce_unused_params=*/false, /*use_python_reducer=*/false);
-  return [reducer](const at::Tensor& loss) {
-    reducer->prepare_for_backward({loss});
-  };
+  return {.before_forward =
+              [group](std::vector<at::Tensor> buffers) {
+                c10d::broadcast_coalesced(group, buffers, size_t{250} << 20,
+                                          /*rank=*/0);
+              },
+          .prepare =
+              [reducer](const at::Tensor& loss) {
+                reducer->prepare_for_backward({loss});
+              }};
 }
 
-Prepare ours(const Parameters& parameters, const Group& group,
-             ReducerOptions options) {
+Calls ours(const Parameters& parameters, const Group& group,
+           ReducerOptions options) {
   options.bucket_plan = bucket_plan();
   const auto reducer =
       std::make_shared<Reducer>(parameters, group, std::move(options));
-  return [reducer](const at::Tensor& loss) {
-    reducer->prepare_for_backward(loss);
-  };
+  return {.before_forward =
+              [reducer](std::vector<at::Tensor> buffers) {
+                reducer->open_iteration(std::move(buffers), /*source=*/0);
+              },
+          .prepare =
+              [reducer](const at::Tensor& loss) {
+                reducer->prepare_for_backward(loss);
+              }};
 }
 
 struct Arm {
   const char* name;
-  std::function<Prepare(const Parameters&, const Group&)> make_reducer;
+  std::function<Calls(const Parameters&, const Group&)> make_reducer;
 };
 
 Arm our_arm(const char* name, const ReducerOptions& options) {
@@ -168,9 +187,9 @@ class Trainer {
  public:
   Trainer(int rank, DeviceMeeting& meeting,
           const c10::intrusive_ptr<c10d::Store>& store, const Arm& arm,
-          double host_ms, double device_ms)
+          const Options& options, double device_ms)
       // Backward has twice the kernels of forward.
-      : host_(host_ms / kLayers / 3),
+      : host_(options.host_ms / kLayers / 3),
         device_(std::chrono::duration_cast<Clock::duration>(
             Milliseconds(device_ms / kLayers / 3))),
         queue_(rank, meeting) {
@@ -178,21 +197,23 @@ class Trainer {
       // Sizes tell layers apart where devices meet.
       parameters_.push_back(at::ones({kNumel + layer}).requires_grad_());
     }
-    prepare_ = arm.make_reducer(parameters_,
-                                make_device_group(store, rank, kRanks, queue_));
+    calls_ = arm.make_reducer(parameters_,
+                              make_device_group(store, rank, kRanks, queue_));
+    if (options.buffers) buffers_ = {at::zeros({kNumel})};
   }
 
   void step(int number) {
     for (const at::Tensor& parameter : parameters_) {
       parameter.mutable_grad().reset();
     }
+    if (!buffers_.empty()) calls_.before_forward(buffers_);
     at::Tensor loss = at::zeros({});
     for (const at::Tensor& parameter : parameters_) {
       launch_kernels(1);
       loss = loss + parameter.sum() * number;
       loss.register_hook([this](const at::Tensor&) { launch_kernels(2); });
     }
-    prepare_(loss);
+    calls_.prepare(loss);
     loss.backward();
     for (const at::Tensor& parameter : parameters_) {
       TORCH_CHECK(parameter.grad().eq(number).all().item<bool>(),
@@ -213,7 +234,8 @@ class Trainer {
   const Clock::duration device_;
   Parameters parameters_;
   DeviceQueue queue_;
-  Prepare prepare_;  // ends first: the reducer's group enqueues
+  std::vector<at::Tensor> buffers_;
+  Calls calls_;  // ends first: the reducer's group enqueues
 };
 
 struct Step {
@@ -235,7 +257,7 @@ Run measure(const Arm& arm, const Lateness& lateness, double device_ms,
   std::barrier all(kRanks);
   Run run;
   const auto train = [&](int rank) {
-    Trainer trainer(rank, meeting, store, arm, options.host_ms, device_ms);
+    Trainer trainer(rank, meeting, store, arm, options, device_ms);
     for (int i = 1; i <= kWarmUpSteps; ++i) trainer.step(i);
     trainer.synchronize();
     all.arrive_and_wait();
@@ -346,6 +368,7 @@ int run(int argc, char** argv) {
       ->delimiter(',')
       ->check(CLI::NonNegativeNumber);
   app.add_option("--rounds", options.rounds)->check(CLI::PositiveNumber);
+  app.add_flag("--buffers", options.buffers);
   CLI11_PARSE(app, argc, argv);
   if (options.late_step >= options.steps) {
     fmt::print(stderr, "--late-step: expected less than --steps, {}, got {}\n",

@@ -656,9 +656,26 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
         return output
 
     def _sync_buffers(self) -> None:
+        if self._opens_with_buffers() and self._open_iteration():
+            return
         # A rank that failed unnoticed must not take a peer's bucket for a buffer.
         self.reducer._meet_peers()
         super()._sync_buffers()
+
+    def _opens_with_buffers(self) -> bool:
+        """Whether peers can broadcast for this rank if it has failed, so that none waits."""
+        return (
+            torch.is_grad_enabled()
+            and self.require_backward_grad_sync
+            and not self._join_config.enable
+            and not hasattr(self, "buffer_hook")
+        )
+
+    def _open_iteration(self) -> bool:
+        self._assign_modules_buffers()
+        buffers = tuple(self.modules_buffers)
+        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(buffers):
+            return bool(buffers) and self.reducer._send_buffers(buffers)
 
     def _default_broadcast_coalesced(self, *args: Any, **kwargs: Any) -> None:
         try:

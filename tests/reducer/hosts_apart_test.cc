@@ -33,6 +33,10 @@ using testing::UserError;
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 using Log = std::vector<std::string>;
 
+struct ForwardError : UserError {
+  using UserError::UserError;
+};
+
 const ToyModel::Sizes kSizes = {{2}, {3}, {5}};
 constexpr int kRanks = 3;
 
@@ -85,11 +89,21 @@ class HostsApartTest
             .defer_status_check = true,
             .max_unconfirmed_iterations = std::get<int>(GetParam())};
   }
+
+  // As forward begins. Not each iteration does so, and not with the same.
+  static void open_some(Reducer& reducer) {
+    if (std::get<const char*>(GetParam()) != std::string_view("opened")) return;
+    const int64_t iteration = reducer.statistics().begun + 1;
+    if (iteration % 7 == 0) return;
+    reducer.open_iteration({at::ones({20 + iteration / 10 % 3})},
+                           /*source=*/1);
+  }
 };
 INSTANTIATE_TEST_SUITE_P(
     Modes, HostsApartTest,
     ::testing::Combine(::testing::Values("plain", "copies", "find_unused",
-                                         "static_graph", "rebuilding", "lazy"),
+                                         "static_graph", "rebuilding", "lazy",
+                                         "opened"),
                        ::testing::Values(1, 4, 32)),
     [](const auto& info) {
       return absl::StrCat(std::get<const char*>(info.param), "_",
@@ -116,22 +130,30 @@ TEST_P(HostsApartTest, RanksThatFailAnywhereLaunchTheSame) {
     while (failures < kNumFailures) {
       // Ranks fail seldom enough for others to get ahead.
       const bool fails = draw(0, 4 * kRanks) == 0;
-      for (int i = draw(0, 1) * draw(0, 200); i > 0; --i) std::this_thread::yield();
+      for (int i = draw(0, 1) * draw(0, 200); i > 0; --i)
+        std::this_thread::yield();
       try {
         model.zero_grad();
+        open_some(reducer);
+        if (fails && draw(0, 2) == 0) throw ForwardError("no memory");
         if (fails) {
           throw_in_backward(reducer, model, rank, draw(-1, 3));
         } else {
           step(reducer, model.loss(rank));
         }
+      } catch (const ForwardError&) {
+        // Its peers hear nothing of it until it comes to the next step.
       } catch (const UserError&) {
         ++failures;
-      } catch (const c10::DistBackendError&) {
+      } catch (const c10::Error&) {
         ++failures;
       }
       ASSERT_TRUE(reducer.can_continue()) << "after " << failures;
     }
-    for (int i = 0; i < kNumLastSteps; ++i) step(reducer, model.loss(rank));
+    for (int i = 0; i < kNumLastSteps; ++i) {
+      open_some(reducer);
+      step(reducer, model.loss(rank));
+    }
     reducer.recover();
   });
   for (int rank = 1; rank < kRanks; ++rank) EXPECT_EQ(logs[0], logs[rank]);

@@ -481,6 +481,81 @@ void backward_throws(const StreamLayout& layout, ReducerOptions options) {
   }
 }
 
+at::Tensor make_buffer() {
+  return at::zeros({3}, at::TensorOptions(simulated::device()));
+}
+
+void opened_with_buffers(const StreamLayout& layout, ReducerOptions options) {
+  StreamedTraining training(layout);
+  training.make_reducer(std::move(options));
+  at::Tensor buffer = make_buffer();
+  train(training, [&](int s) {
+    training.reducer().open_iteration({buffer}, /*source=*/0);
+    buffer.add_(1);  // as forward does with running means
+    training.step(s);
+  });
+  EXPECT_TRUE(buffer.cpu().eq(kNumSteps).all().item<bool>());
+}
+
+// Of make_buffer()'s: a rebuild broadcasts an order.
+int num_broadcasts(StreamedTraining& training) {
+  return static_cast<int>(std::ranges::count_if(
+      training.recording().log(), [](const RecordedCollective& collective) {
+        return collective.type == c10d::OpType::BROADCAST &&
+               collective.numel == 3;
+      }));
+}
+
+// On a stream that does not wait for what happens to `buffer`.
+void throw_before_any_gradient(StreamedTraining& training, at::Tensor buffer,
+                               int step) {
+  const at::Tensor loss = training.loss(step);
+  training.reducer().prepare_for_backward(loss);
+  loss.register_hook([](const at::Tensor&) -> at::Tensor {
+    throw std::runtime_error("in backward");
+  });
+  const c10::Stream stream = new_stream();
+  make_wait(stream, simulated::current_stream_of());
+  loss.record_stream(stream);
+  buffer.add_(1);
+  const c10::StreamGuard on_stream(stream);
+  EXPECT_ANY_THROW(loss.backward());
+  training.reducer().end_iteration();  // on whatever thread it is ending
+}
+
+// A peer that has gone on has launched what the next iteration begins with.
+void opened_by_a_peer_that_goes_on(const StreamLayout& layout,
+                                   ReducerOptions options) {
+  const bool follows_up = options.max_unconfirmed_iterations > 1;
+  for (const int source : {0, 1}) {
+    StreamedTraining training(layout);
+    training.make_reducer(options);
+    training.recording().answer_statuses_with([](const RankStatus& own) {
+      std::vector<RankStatus> by_rank(kWorldSize, own);
+      if (own.kind == StatusKind::kFailed) by_rank[1].kind = StatusKind::kEnd;
+      if (own.kind == StatusKind::kIdle) ++by_rank[1].by_group[0].launches;
+      return by_rank;
+    });
+    at::Tensor buffer = make_buffer();
+    for (int s = 0; s < kNumSteps; ++s) {
+      const bool throws = s == 3;
+      const int before = num_broadcasts(training);
+      training.reducer().open_iteration({buffer}, source);
+      if (throws) {
+        throw_before_any_gradient(training, buffer, s);
+      } else {
+        buffer.add_(1);
+        training.step(s);
+        training.expect_gradients(s);
+      }
+      EXPECT_EQ(num_broadcasts(training) - before,
+                throws && follows_up ? 2 : 1);
+      training.zero_grad();
+    }
+    EXPECT_TRUE(buffer.cpu().eq(kNumSteps).all().item<bool>());
+  }
+}
+
 // The host does not wait for peers where backward ends: it hears of a failure
 // when the next step is prepared, or, where peers come later, one further on.
 void hear_of_a_failure_later(StreamedTraining& training, int steps_later) {
@@ -594,6 +669,8 @@ const Scenario kScenarios[] = {
     {"DestroyedBetweenBackwards", destroyed_between_backwards},
     {"DestroyedWhileCollectivesAreOpen", destroyed_while_collectives_are_open},
     {"BackwardThrows", backward_throws},
+    {"OpenedWithBuffers", opened_with_buffers},
+    {"OpenedByAPeerThatGoesOn", opened_by_a_peer_that_goes_on},
     {"APeerHasFailed", a_peer_has_failed},
     {"APeerHasFailedUnderAUsersHook", a_peer_has_failed_under_a_users_hook},
     {"AUsersHookFailedAlone", a_users_hook_failed_alone},

@@ -1,7 +1,11 @@
 // How far a host goes on while its peers' hosts are late: on a device, where
 // nothing of a step keeps it waiting but what ranks tell each other.
 
+#include <ATen/ATen.h>
+
 #include <chrono>
+#include <optional>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -21,7 +25,10 @@ namespace {
 using testing::StreamedTraining;
 using testing::StreamLayout;
 
-void train(StreamedTraining& training, int step) {
+// Beginning with the broadcast of a buffer, if there is one.
+void train(StreamedTraining& training, int step,
+           const std::optional<at::Tensor>& buffer = std::nullopt) {
+  if (buffer) training.reducer().open_iteration({*buffer}, /*source=*/0);
   training.step(step);
   training.expect_gradients(step);
   training.update();
@@ -30,17 +37,25 @@ void train(StreamedTraining& training, int step) {
 
 using UnwatchedRunAheadTest = simulated::StreamTest;
 
-class RunAheadTest : public simulated::StreamTest,
-                     public ::testing::WithParamInterface<int> {
+class RunAheadTest
+    : public simulated::StreamTest,
+      public ::testing::WithParamInterface<std::tuple<int, bool>> {
  protected:
+  static int max_ahead() { return std::get<0>(GetParam()); }
+
+  static std::optional<at::Tensor> buffer() {
+    if (!std::get<1>(GetParam())) return std::nullopt;
+    return at::zeros({3}, at::TensorOptions(simulated::device()));
+  }
+
   // Past the first iterations, whose end a rank has to know before the next:
   // they tell in which order gradients come.
   static constexpr int kNumFirstSteps = 3;
 };
 
 TEST_P(RunAheadTest, HostIsSoManyStepsAheadOfItsPeersHosts) {
-  const int max_ahead = GetParam();
   StreamedTraining training{StreamLayout{}};
+  const std::optional<at::Tensor> buffer = this->buffer();
   // How long a host waits for what nobody sends here.
   training.recording()
       .group()
@@ -48,43 +63,43 @@ TEST_P(RunAheadTest, HostIsSoManyStepsAheadOfItsPeersHosts) {
       ->getBackendOptions()
       ->timeout = std::chrono::milliseconds(20);
   ReducerOptions options;
-  options.max_unconfirmed_iterations = max_ahead;
+  options.max_unconfirmed_iterations = max_ahead();
   training.make_reducer(std::move(options));
   int step = 0;
-  while (step < kNumFirstSteps) train(training, step++);
-  training.reducer().recover();  // nothing is outstanding
+  while (step < kNumFirstSteps) train(training, step++, buffer);
 
   training.recording().hold_statuses();
-  for (int ahead = 0; ahead < max_ahead; ++ahead) train(training, step++);
-  EXPECT_THROW(training.step(step), PeerError);
+  for (int i = 0; i < max_ahead(); ++i) train(training, step++, buffer);
+  EXPECT_THROW(train(training, step, buffer), PeerError);
 }
 
 TEST_P(RunAheadTest, StepsAreConfirmedWhenPeersHaveCome) {
   StreamedTraining training{StreamLayout{}};
+  const std::optional<at::Tensor> buffer = this->buffer();
   ReducerOptions options;
-  options.max_unconfirmed_iterations = GetParam();
+  options.max_unconfirmed_iterations = max_ahead();
   training.make_reducer(std::move(options));
   int step = 0;
-  while (step < kNumFirstSteps) train(training, step++);
+  while (step < kNumFirstSteps) train(training, step++, buffer);
   for (int round = 0; round < 3; ++round) {
     training.recording().hold_statuses();
-    for (int i = 0; i < GetParam(); ++i) train(training, step++);
+    for (int i = 0; i < max_ahead(); ++i) train(training, step++, buffer);
     training.recording().release_statuses();
   }
-  train(training, step);
+  train(training, step, buffer);
 }
 
 TEST_P(RunAheadTest, AFailureIsHeardOfInTheFirstStepBehindItsWords) {
-  for (const int ahead : {1, GetParam() / 2, GetParam()}) {
+  for (const int ahead : {1, max_ahead() / 2, max_ahead()}) {
     if (ahead == 0) continue;
     SCOPED_TRACE(absl::StrCat("told when the host is ", ahead, " ahead"));
     StreamedTraining training{StreamLayout{}};
+    const std::optional<at::Tensor> buffer = this->buffer();
     ReducerOptions options;
-    options.max_unconfirmed_iterations = GetParam();
+    options.max_unconfirmed_iterations = max_ahead();
     training.make_reducer(std::move(options));
     int step = 0;
-    while (step < kNumFirstSteps) train(training, step++);
-    training.reducer().recover();
+    while (step < kNumFirstSteps) train(training, step++, buffer);
     training.recording().answer_statuses_with([](const RankStatus& own) {
       std::vector<RankStatus> by_rank(testing::kWorldSize, own);
       if (own.kind == StatusKind::kEnd && own.iteration == kNumFirstSteps + 1) {
@@ -94,14 +109,16 @@ TEST_P(RunAheadTest, AFailureIsHeardOfInTheFirstStepBehindItsWords) {
     });
 
     training.recording().hold_statuses();
-    for (int i = 0; i < ahead; ++i) train(training, step++);
+    for (int i = 0; i < ahead; ++i) train(training, step++, buffer);
     training.recording().release_statuses();
-    EXPECT_THROW(training.step(step), PeerError);
-    train(training, step);
+    EXPECT_THROW(train(training, step, buffer), PeerError);
+    train(training, step, buffer);
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Steps, RunAheadTest, ::testing::Values(1, 4, 32));
+INSTANTIATE_TEST_SUITE_P(Steps, RunAheadTest,
+                         ::testing::Combine(::testing::Values(1, 4, 32),
+                                            ::testing::Bool()));
 
 // As torch's reducer, which tells peers nothing.
 TEST_F(UnwatchedRunAheadTest, NothingIsWaitedFor) {

@@ -1,0 +1,92 @@
+#include "brigade/reducer/opening_broadcast.h"
+
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/view_as_real.h>
+#include <c10/core/GradMode.h>
+#include <c10/core/StreamGuard.h>
+
+#include <algorithm>
+#include <torch/csrc/distributed/c10d/comm.hpp>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "brigade/engine/stream_join.h"
+
+namespace brigade {
+namespace {
+
+// Small ones travel together in pieces of this size, so that peak memory stays
+// low.
+constexpr size_t kPieceBytes = size_t{250} << 20;
+
+}  // namespace
+
+OpeningBroadcast::OpeningBroadcast(c10::intrusive_ptr<c10d::ProcessGroup> group)
+    : group_(std::move(group)) {}
+
+void OpeningBroadcast::set(std::vector<at::Tensor> tensors, int source) {
+  tensors_ = std::move(tensors);
+  source_ = source;
+}
+
+void OpeningBroadcast::clear() { tensors_.clear(); }
+
+bool OpeningBroadcast::is_like(const std::vector<at::Tensor>& tensors,
+                               int source) const {
+  return source == source_ &&
+         std::ranges::equal(
+             tensors, tensors_, [](const at::Tensor& a, const at::Tensor& b) {
+               return a.scalar_type() == b.scalar_type() &&
+                      a.device() == b.device() && a.sizes() == b.sizes();
+             });
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> OpeningBroadcast::launch() {
+  streams_.clear();
+  for (const at::Tensor& tensor : tensors_) {
+    if (tensor.is_cpu()) continue;
+    const c10::Stream stream = current_stream(tensor.device());
+    if (std::ranges::count(streams_, stream) == 0) streams_.push_back(stream);
+  }
+  broadcast(tensors_);
+  return nullptr;
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> OpeningBroadcast::launch_substitute() {
+  const c10::MultiStreamGuard on_its_streams(streams_);
+  if (group_->getRank() == source_) {
+    broadcast(tensors_);
+    return nullptr;
+  }
+  std::vector<at::Tensor> unwanted;
+  unwanted.reserve(tensors_.size());
+  for (const at::Tensor& tensor : tensors_) {
+    unwanted.push_back(at::empty_like(tensor));
+  }
+  broadcast(unwanted);
+  return nullptr;
+}
+
+c10::Device OpeningBroadcast::device() const {
+  const auto on_cpu = std::ranges::find_if(tensors_, &at::Tensor::is_cpu);
+  return (on_cpu == tensors_.end() ? tensors_.front() : *on_cpu).device();
+}
+
+std::string OpeningBroadcast::describe() const {
+  return absl::StrCat("broadcasting ", tensors_.size(),
+                      tensors_.size() == 1 ? " buffer" : " buffers",
+                      " from rank ", source_);
+}
+
+void OpeningBroadcast::broadcast(const std::vector<at::Tensor>& tensors) const {
+  if (group_->getSize() == 1) return;
+  const at::NoGradGuard no_grad;
+  std::vector<at::Tensor> sent;
+  sent.reserve(tensors.size());
+  for (const at::Tensor& tensor : tensors) {
+    sent.push_back(tensor.is_complex() ? at::view_as_real(tensor) : tensor);
+  }
+  c10d::broadcast_coalesced(group_, sent, kPieceBytes, source_);
+}
+
+}  // namespace brigade
