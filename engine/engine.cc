@@ -1,4 +1,5 @@
-// What is called from outside of a backward.
+// What is called from outside of a backward. Between iterations:
+// engine_between.cc.
 
 #include "brigade/engine/engine.h"
 
@@ -19,12 +20,6 @@
 #include "brigade/hooks/output_watch.h"
 
 namespace brigade {
-namespace {
-
-// Of a user's hook, to see whether its continuations launch collectives.
-constexpr int64_t kWatchedIterations = 5;
-
-}  // namespace
 
 Engine::Engine(std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> groups,
                std::span<const std::vector<at::Tensor>> replicas,
@@ -39,8 +34,7 @@ Engine::Engine(std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> groups,
           .num_parameters = replicas.front().size(),
           .describe_progress = [this] { return describe_progress(); },
           .peers = PeerStatus(state_.groups, state_.options.has_control_channel,
-                              !state_.options.launches_rest_when_failing),
-          .watches_continuations_until = kWatchedIterations} {
+                              !state_.options.launches_rest_when_failing)} {
   state_.adopt_sequence();
   state_.peers.compare_others(!policy.hook_traits().fails_by_network_only);
 }
@@ -190,107 +184,6 @@ void Engine::shadow() try {
 } catch (...) {
   state_.observations.note_error();
   throw;
-}
-
-void Engine::synchronize(SyncPoint place) try {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  come_to_sync_point(place);
-  confirm_ends(state_);
-  state_.leave_sync_point();
-} catch (...) {
-  state_.observations.note_error();
-  throw;
-}
-
-// Peers may be in an iteration that this rank has not begun.
-void Engine::come_to_sync_point(SyncPoint place) {
-  end_unfinished_iteration();
-  if (state_.phase == Phase::kAtSyncPoint) return;
-  end_together(state_, *state_.make_iteration(state_.observations.begun),
-               {.kind = StatusKind::kIdle,
-                .unit = place == SyncPoint::kAfterForward ? 0 : -1});
-}
-
-void Engine::open(bool is_like_last, const std::function<void()>& set) try {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  come_to_sync_point(SyncPoint::kBeforeForward);
-  if (is_like_last) {
-    confirm_known_ends(state_);
-    set();
-  } else {
-    confirm_ends(state_);
-    set();
-    state_.adopt_sequence();
-  }
-  state_.leave_sync_point();
-  Collective& opening = *state_.policy.sequence().front();
-  call_apart(state_, opening.describe(), [&] {
-    state_.peers.on(opening.group()).count_ahead([&] { opening.launch(); });
-  });
-} catch (...) {
-  state_.observations.note_error();
-  throw;
-}
-
-bool Engine::replan() try {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  if (has_begun(state_.phase)) return false;
-  // What was learnt counts when its end is confirmed.
-  if (state_.policy.is_learning()) confirm_ends(state_);
-  return replan_if_due();
-} catch (...) {
-  state_.observations.note_error();
-  throw;
-}
-
-bool Engine::replan_if_due() {
-  const bool was_agreed = state_.peers.is_agreed(state_.policy.fingerprint());
-  const Replanned replanned = state_.policy.replan(
-      [this](std::string_view doing, const std::function<void()>& collective) {
-        call_apart(state_, doing, collective);
-      });
-  if (replanned == Replanned::kOtherSequence) {
-    state_.adopt_sequence();
-    if (was_agreed) state_.peers.set_agreed(state_.policy.fingerprint());
-  }
-  return replanned != Replanned::kNotDue;
-}
-
-void Engine::change_sequence(std::string_view caller,
-                             const std::function<bool()>& change) try {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  TORCH_CHECK(!has_begun(state_.phase), caller, ": ",
-              describe(state_.occasion(state_.observations.begun)),
-              " is being reduced.\nCall it before the backward or after it.");
-  // All ranks change it, whatever each of them is still to hear.
-  std::exception_ptr refuted;
-  try {
-    confirm_ends(state_);
-  } catch (...) {
-    refuted = std::current_exception();
-  }
-  if (change()) state_.adopt_sequence();
-  state_.peers.compare_others(
-      !state_.policy.hook_traits().fails_by_network_only);
-  state_.watches_continuations_until =
-      state_.observations.begun + kWatchedIterations;
-  // Later ranks may be in different places.
-  if (state_.peers.is_connected()) {
-    agree_on_sequence(state_,
-                      *state_.make_iteration(state_.observations.begun + 1));
-  }
-  if (refuted) std::rethrow_exception(refuted);
-} catch (...) {
-  state_.observations.note_error();
-  throw;
-}
-
-void Engine::stop_watching_gradients(std::string_view caller) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  TORCH_CHECK(!has_begun(state_.phase), caller, ": ",
-              describe(state_.occasion(state_.observations.begun)),
-              " is being reduced.\nCall it before the backward or after it.");
-  hooks_->remove();
 }
 
 void Engine::set_manual_finalization(bool required) {

@@ -28,6 +28,9 @@
 
 namespace brigade {
 
+// Of a user's hook, to see whether its continuations launch collectives.
+inline constexpr int64_t kWatchedIterations = 5;
+
 struct UnconfirmedEnd {
   std::shared_ptr<Iteration> iteration;
   PendingExchange exchange;
@@ -51,7 +54,7 @@ struct EngineState {
   // them, oldest first.
   std::deque<UnconfirmedEnd> unconfirmed_ends = {};
   // Continuations of the hook are watched up to this iteration.
-  int64_t watches_continuations_until = 0;
+  int64_t watches_continuations_until = kWatchedIterations;
 
   // Of all ranks.
   const c10::intrusive_ptr<c10d::ProcessGroup>& group() const {

@@ -84,12 +84,6 @@ ShardLayout::ShardLayout(std::vector<ShardSpec> parameters, int64_t num_ranks,
       shard_numel_(shard_numel),
       parameters_numel_(total_numel(parameters_)) {}
 
-int64_t ShardLayout::held_numel(int64_t rank) const {
-  int64_t held = 0;
-  for (size_t p = 0; p < parameters_.size(); ++p) held += range(p, rank).numel;
-  return held;
-}
-
 ShardRange ShardLayout::range(size_t parameter, int64_t rank) const {
   const int64_t offset = offsets_[parameter];
   const int64_t shard_begin = rank * shard_numel_;

@@ -71,9 +71,6 @@ class ShardLayout {
   int64_t whole_numel() const { return num_ranks_ * shard_numel_; }
   int64_t padding_numel() const { return whole_numel() - parameters_numel_; }
 
-  // Those of the shard that are no padding. REQUIRES: 0 <= rank < num_ranks().
-  int64_t held_numel(int64_t rank) const;
-
   // REQUIRES of all below: parameter < parameters().size().
 
   // In the gathered buffer, where the parameter lies in one piece.

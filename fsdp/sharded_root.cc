@@ -135,25 +135,18 @@ std::vector<at::Tensor> ShardedRoot::shards() const {
   return all;
 }
 
-void ShardedRoot::ask(std::string_view words, const std::vector<size_t>& said) {
-  ask(words, words, said);
-}
-
-void ShardedRoot::ask(std::string_view words, std::string_view words_of_all,
-                      const std::vector<size_t>& said,
-                      std::optional<size_t> wanted) {
-  ask(words, digest_of(words_of_all, said), wanted);
-}
-
 void ShardedRoot::ask_for(size_t unit) {
-  ask(absl::StrCat("needed unit '", units_[unit].name, "' again"),
-      "needed a unit again", {unit}, unit);
+  ask({.words = absl::StrCat("needed unit '", units_[unit].name, "' again"),
+       .words_of_all = "needed a unit again",
+       .said = {unit},
+       .wanted = unit});
 }
 
-void ShardedRoot::ask(std::string_view words, uint64_t digest,
-                      std::optional<size_t> wanted) {
+void ShardedRoot::ask(const Question& question) {
   try {
-    engine_->ask(words, digest, wanted);
+    engine_->ask(question.words,
+                 digest_of(question.words_of_all, question.said),
+                 question.wanted);
   } catch (...) {
     peers_know_ = true;
     on_backward_over(/*ended_well=*/false);

@@ -337,14 +337,18 @@ class ShardedRoot final : private UnitPolicy::Listener {
   bool can_continue() const { return engine_->can_continue(); }
 
  private:
-  // Goes on where all ranks say the same: `words`, unless those are other ones
-  // on each, as a unit's name on other meshes, and `said`.
-  void ask(std::string_view words, const std::vector<size_t>& said);
-  void ask(std::string_view words, std::string_view words_of_all,
-           const std::vector<size_t>& said,
-           std::optional<size_t> wanted = std::nullopt);
-  void ask(std::string_view words, uint64_t digest,
-           std::optional<size_t> wanted);
+  // What ranks ask each other before they go on.
+  struct Question {
+    std::string words;  // "rank 3 <words>"
+    // In place of them, where they are other ones on each rank, as a unit's
+    // name on other meshes.
+    std::string words_of_all = words;
+    std::vector<size_t> said = {};
+    std::optional<size_t> wanted = std::nullopt;  // a unit: Engine::ask()
+  };
+
+  // Goes on where all ranks say the same.
+  void ask(const Question& question);
   // The same for a unit that this rank needs and no rank expects: all gather
   // it, where they wait for each other next.
   void ask_for(size_t unit);

@@ -67,7 +67,7 @@ void ShardedRoot::begin_backward() {
   std::vector<size_t> told = expected;
   const std::vector<int> in_slices = gathers_->in_slices();
   told.insert(told.end(), in_slices.begin(), in_slices.end());
-  ask("began a backward that is not reduced", told);
+  ask({.words = "began a backward that is not reduced", .said = told});
   gathers_->begin(expected, GatheredIn::kBackward);
   pass_ = Pass::kBackward;
   peers_know_ = false;
@@ -189,7 +189,7 @@ void ShardedRoot::bring_no_gradients() {
 }
 
 int64_t ShardedRoot::num_ranks_with(bool has_data) {
-  ask("tells whether it has data", {});
+  ask({.words = "tells whether it has data"});
   const at::Tensor count = at::full({1}, has_data ? 1 : 0, at::kLong);
   transports_.root().all_reduce(count)->waitAndThrow();
   return count.item<int64_t>();

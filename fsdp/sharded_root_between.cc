@@ -41,7 +41,7 @@ void ShardedRoot::unshard() {
   for (size_t unit = 0; unit < units_.size(); ++unit) {
     if (!gathers_->is_current(unit)) expected.push_back(unit);
   }
-  ask("gathers all units", expected);
+  ask({.words = "gathers all units", .said = expected});
   gathers_->shards_are_written();
   gathers_->begin(expected);
   pass_ = Pass::kApart;
@@ -67,8 +67,9 @@ void ShardedRoot::unshard(size_t unit) {
     claim_kept();
     release_if_outdated(unit);
     const bool is_whole = gathers_->is_claimed(unit);
-    ask(absl::StrCat("unshards unit '", name, "'"), "unshards a unit",
-        {unit, is_whole ? size_t{1} : size_t{0}});
+    ask({.words = absl::StrCat("unshards unit '", name, "'"),
+         .words_of_all = "unshards a unit",
+         .said = {unit, is_whole ? size_t{1} : size_t{0}}});
     if (is_whole) return;
     gathers_->shards_are_written();
     gathers_->begin({unit});
@@ -114,7 +115,8 @@ const Unit& ShardedRoot::unit_of(const Segment& segment) const {
 at::Tensor ShardedRoot::gather(const Segment& segment,
                                const at::Tensor& shard) {
   const at::NoGradGuard no_grad;
-  ask("gathers shards", {static_cast<size_t>(shard.numel())});
+  ask({.words = "gathers shards",
+       .said = {static_cast<size_t>(shard.numel())}});
   at::Tensor whole =
       at::empty({segment.layout().whole_numel()}, shard.options());
   whole.narrow(0, segment.rank() * shard.numel(), shard.numel()).copy_(shard);
@@ -166,7 +168,8 @@ bool ShardedRoot::is_first_replica(size_t unit) const {
 // One place for each rank, so that all add up, or compare, in one order.
 void ShardedRoot::sum_over_ranks(const at::Tensor& values, bool takes_largest) {
   const at::NoGradGuard no_grad;
-  ask("sums over ranks", {static_cast<size_t>(values.numel())});
+  ask({.words = "sums over ranks",
+       .said = {static_cast<size_t>(values.numel())}});
   const int num_ranks = group_->getSize();
   at::Tensor by_rank = at::zeros({num_ranks, values.numel()}, values.options());
   by_rank[group_->getRank()].copy_(values);

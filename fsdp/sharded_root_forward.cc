@@ -32,7 +32,7 @@ void ShardedRoot::begin_forward() {
   release_outdated();
   note_step_begins();
   const std::vector<size_t> expected = policy_->expected_in_forward();
-  ask("began a forward", expected);
+  ask({.words = "began a forward", .said = expected});
   gathers_->shards_are_written();
   gathers_->release_unneeded();
   plan_memory();
