@@ -27,8 +27,8 @@ c10::intrusive_ptr<c10d::Backend> make_nccl_backend(
               "a process group for CUDA tensors needs a GPU, and this machine "
               "shows none. Check CUDA_VISIBLE_DEVICES, or use "
               "ProcessGroupOptions{.device_type = at::kCPU}.");
-  if (auto backend = make_nccl2_backend(store, rank, world_size, timeout,
-                                        group_name)) {
+  if (auto backend =
+          make_nccl2_backend(store, rank, world_size, timeout, group_name)) {
     return backend;
   }
   auto options = c10d::ProcessGroupNCCL::Options::create();

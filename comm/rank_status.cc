@@ -66,6 +66,8 @@ std::string describe_status(const RankStatus& rank_status) {
       return "has launched the second collectives of " + iteration;
     case StatusKind::kArrived:
       return "has the results of " + iteration;
+    case StatusKind::kFollowUp:
+      return "has heard of a failure before " + iteration;
     case StatusKind::kFailed: {
       std::string failure = "failed in " + iteration;
       if (rank_status.unit >= 0) {

@@ -23,7 +23,7 @@
 
 namespace brigade {
 
-enum class StatusKind : int64_t {
+enum class StatusKind : int32_t {
   kIdle,     // has not begun the iteration, and asks where the others are
   kBegin,    // begins an iteration
   kAsk,      // is about to do what `text` says, if all ranks are
@@ -31,6 +31,9 @@ enum class StatusKind : int64_t {
   kChained,  // has launched the second ones behind them (then_collective())
   kArrived,  // has their results
   kFailed,   // has aborted the iteration
+  // Has heard that an iteration has failed which others may have gone on from,
+  // and begins nothing.
+  kFollowUp,
 };
 
 // In place of a number of launches: the sender's connections are gone, or it
@@ -55,9 +58,17 @@ inline constexpr size_t kMaxGroups = 8;
 using StatusText = std::array<char, 200>;
 
 // Travels as it lies in memory: ranks run the same build on like machines.
+// What the sender has launched on the group of all ranks in front of a forward,
+// of which a peer that does not come there can launch the same.
+struct OpeningTold {
+  uint16_t num_collectives = 0;  // 0: nothing
+  uint16_t form = 0;             // a digest of them
+};
+
 struct RankStatus {
   StatusKind kind = StatusKind::kIdle;
-  int64_t sequence = 0;  // place among the exchanges; set by the channel
+  OpeningTold opening = {};  // since the last exchange; not compared
+  int64_t sequence = 0;      // place among the exchanges; set by the channel
   int64_t iteration = 0;
   // Where it has failed: a bucket, or a sharded unit's sum. Of kIdle: 0 behind
   // a forward. Of kAsk: a unit that it wants from its peers. -1: none.

@@ -80,15 +80,36 @@ std::string describe_shortfalls(size_t group,
                       " launches (by rank)", on_group(group));
 }
 
+// An opening that some lack is all that tells that they stand apart there.
+int32_t foreign_in_follow_up(const RankStatus& rank_status) {
+  return rank_status.kind == StatusKind::kFollowUp
+             ? rank_status.by_group[0].foreign
+             : 0;
+}
+
+std::vector<int32_t> foreign_on(size_t group,
+                                std::span<const RankStatus> by_rank) {
+  return by_rank_of(by_rank, [group](const RankStatus& s) {
+    return s.by_group[group].foreign;
+  });
+}
+
 // OK if all ranks have launched equally many collectives on the group that are
 // no senders', as far as groups count them.
 absl::Status check_foreign(size_t group, std::span<const RankStatus> by_rank,
                            const std::vector<int32_t>& missing) {
-  const auto foreign = by_rank_of(by_rank, [group](const RankStatus& s) {
-    return s.by_group[group].foreign;
-  });
+  const std::vector<int32_t> foreign = foreign_on(group, by_rank);
   if (std::ranges::count(foreign, kUnknownCount) > 0 || all_equal(foreign)) {
     return absl::OkStatus();
+  }
+  if (group == 0) {
+    std::vector<int32_t> with_openings;
+    for (size_t r = 0; r < by_rank.size(); ++r) {
+      with_openings.push_back(
+          foreign[r] +
+          lacked_opening(by_rank, static_cast<int>(r)).num_collectives);
+    }
+    if (all_equal(with_openings)) return absl::OkStatus();
   }
   return absl::FailedPreconditionError(absl::StrCat(
       "ranks can't be brought in step: ", describe_shortfalls(group, missing),
@@ -128,6 +149,13 @@ absl::Status check_statuses(std::span<const RankStatus> by_rank) {
         describe_by_value(by_rank_of(by_rank, describe_fingerprint)),
         ".\nGive every rank the same options."));
   }
+  if (!all_equal(by_rank_of(by_rank, foreign_in_follow_up))) {
+    return absl::FailedPreconditionError(absl::StrCat(
+        "expected equally many other collectives of the group on every rank "
+        "behind a failure: ",
+        describe_by_value(by_rank_of(by_rank, foreign_in_follow_up)),
+        ".\nCatch the error on every rank."));
+  }
   for (size_t group = 0; group < kMaxGroups; ++group) {
     const auto launches = launches_on(group, by_rank);
     if (all_equal(launches)) continue;
@@ -153,7 +181,8 @@ absl::Status check_statuses(std::span<const RankStatus> by_rank) {
 
 bool agree(const RankStatus& a, const RankStatus& b) {
   const auto compared = [](const RankStatus& s) {
-    return std::tuple(s.kind, s.iteration, s.unit, s.fingerprint, s.others);
+    return std::tuple(s.kind, s.iteration, s.unit, s.fingerprint, s.others,
+                      foreign_in_follow_up(s));
   };
   const auto same_launches = [](const GroupCounts& x, const GroupCounts& y) {
     return x.launches == y.launches;
@@ -206,6 +235,20 @@ absl::StatusOr<LaunchDeficit> launch_deficit(
     deficit[group] = missing[rank];
   }
   return deficit;
+}
+
+OpeningTold lacked_opening(std::span<const RankStatus> by_rank, int rank) {
+  const std::vector<int32_t> foreign = foreign_on(/*group=*/0, by_rank);
+  const auto told = std::ranges::find_if(by_rank, [](const RankStatus& s) {
+    return s.opening.num_collectives > 0;
+  });
+  if (told == by_rank.end() || by_rank[rank].opening.num_collectives > 0 ||
+      std::ranges::count(foreign, kUnknownCount) > 0) {
+    return {};
+  }
+  const int32_t missing = std::ranges::max(foreign) - foreign[rank];
+  return missing == told->opening.num_collectives ? told->opening
+                                                  : OpeningTold{};
 }
 
 }  // namespace brigade

@@ -21,7 +21,8 @@
 namespace brigade {
 
 // OK if no rank has failed, and kind, iteration, unit, fingerprint, launches
-// on each group and `others` are equal on all ranks.
+// on each group and `others` are equal on all ranks, and of kFollowUp how many
+// other collectives the group of all ranks has launched.
 //
 // Errors: Aborted if ranks have failed: which, where, with what words.
 // FailedPrecondition for the first of the above that differs: what was
@@ -56,9 +57,15 @@ using LaunchDeficit = std::array<int32_t, kMaxGroups>;
 // Errors: FailedPrecondition, on every rank alike, if some rank's deficit can't
 // be launched: it has lost the group; ranks have different plans; or the group
 // has launched collectives that are not the senders', and not equally many on
-// every rank, so that zeros would meet another collective.
+// every rank, an opening that one lacks aside, so that zeros would meet another
+// collective.
 absl::StatusOr<LaunchDeficit> launch_deficit(
     std::span<const RankStatus> by_rank, int rank);
+
+// Of openings that others have launched and `rank` has not, which it has to
+// launch before its deficit: none, if all groups' other collectives are equally
+// many, or differ by more than that. The same for all that lack one.
+OpeningTold lacked_opening(std::span<const RankStatus> by_rank, int rank);
 
 }  // namespace brigade
 

@@ -83,12 +83,6 @@ void Engine::prepare(std::span<const at::Tensor> outputs) try {
 void Engine::start_iteration() {
   state_.take_iteration();
   confirm_known_ends(state_);
-  if (state_.policy.has_opening() && !state_.is_open()) {
-    // Peers that have not heard would launch one.
-    confirm_ends(state_);
-    state_.policy.drop_opening();
-    state_.adopt_sequence();
-  }
   state_.policy.check_variables();
   replan_if_due();
   if (state_.policy.before_iteration()) state_.adopt_sequence();

@@ -143,14 +143,15 @@ class Engine : private GradientListener {
   // All ranks stand in the same place, if they may stand in different ones.
   void synchronize(SyncPoint place);
 
-  // In front of a forward: launches the policy's opening ahead of the next
-  // iteration. Where ranks met last, peers are not waited for: who has failed
-  // launches it as well. `set` is called before: the policy has an opening from
-  // then on. `is_like_last`: the same as peers that have not heard would
-  // launch; else all that is outstanding is heard first.
+  // In place of synchronize() in front of a forward, before a collective of the
+  // caller's: launches that. Where status checks are deferred the host does not
+  // wait for ends of iterations that peers have not told: one that has failed
+  // in them launches the opening that it launched last. So the first of each
+  // form waits, and so do those that keep the host waiting anyway, and groups
+  // that don't count collectives.
   // Errors: as synchronize(); PeerError if the collective fails, and the group
   // is lost then.
-  void open(bool is_like_last, const std::function<void()>& set);
+  void open(std::shared_ptr<Opening> opening);
 
   // The policy changes its sequence, if a change is due. Returns whether it
   // was. Collective then.
@@ -207,6 +208,7 @@ class Engine : private GradientListener {
 
   // REQUIRES: mutex_ held, for all that follow.
   void come_to_sync_point(SyncPoint place);
+  bool may_open_unconfirmed(const Opening& opening);
   void start_iteration();
   bool replan_if_due();
   void end_unfinished_iteration();

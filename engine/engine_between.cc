@@ -4,6 +4,7 @@
 #include <c10/util/Exception.h>
 
 #include <exception>
+#include <utility>
 
 #include "brigade/engine/engine.h"
 #include "brigade/engine/recovery.h"
@@ -31,21 +32,27 @@ void Engine::come_to_sync_point(SyncPoint place) {
                 .unit = place == SyncPoint::kAfterForward ? 0 : -1});
 }
 
-void Engine::open(bool is_like_last, const std::function<void()>& set) try {
+// A rank that failed launches what it launched last, which is to be the same.
+bool Engine::may_open_unconfirmed(const Opening& opening) {
+  return state_.opening && state_.opening->form() == opening.form() &&
+         !opening.keeps_host_waiting() && state_.peers.on(0).tells_openings() &&
+         state_.options.defers_status_check.value_or(
+             !opening.device().is_cpu());
+}
+
+void Engine::open(std::shared_ptr<Opening> opening) try {
   const std::lock_guard<std::mutex> lock(mutex_);
   come_to_sync_point(SyncPoint::kBeforeForward);
-  if (is_like_last) {
+  if (may_open_unconfirmed(*opening)) {
     confirm_known_ends(state_);
-    set();
   } else {
     confirm_ends(state_);
-    set();
-    state_.adopt_sequence();
   }
   state_.leave_sync_point();
-  Collective& opening = *state_.policy.sequence().front();
-  call_apart(state_, opening.describe(), [&] {
-    state_.peers.on(opening.group()).count_ahead([&] { opening.launch(); });
+  state_.opening = std::move(opening);
+  call_apart(state_, state_.opening->describe(), [this] {
+    state_.peers.on(0).open(state_.opening->form(),
+                            [this] { state_.opening->launch(); });
   });
 } catch (...) {
   state_.observations.note_error();

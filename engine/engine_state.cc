@@ -34,12 +34,9 @@ void EngineState::failed(const std::exception_ptr& error) {
 void EngineState::adopt_sequence() {
   const std::span<Collective* const> sequence = policy.sequence();
   if (iteration) {
+    iteration->sequence = sequence;
     // One that has begun goes on, with entries that wait for the same.
-    if (has_begun(phase)) {
-      iteration->sequence = sequence;
-    } else {
-      iteration->set_sequence(sequence);
-    }
+    if (!has_begun(phase)) iteration->order = launch_order_of(sequence);
   }
   std::vector<c10::Device> devices;
   devices.reserve(sequence.size());

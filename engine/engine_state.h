@@ -22,6 +22,7 @@
 #include "brigade/engine/iteration.h"
 #include "brigade/engine/observations.h"
 #include "brigade/engine/occasion.h"
+#include "brigade/engine/opening.h"
 #include "brigade/engine/peer_status.h"
 #include "brigade/engine/phase.h"
 #include "brigade/engine/reduction_policy.h"
@@ -50,6 +51,7 @@ struct EngineState {
   std::shared_ptr<Iteration> iteration = {};  // null iff is_between(phase)
   BackwardMembership membership = {};
   PeerStatus peers;
+  std::shared_ptr<Opening> opening = {};  // the last one; null: none yet
   // Of iterations that were delivered before all ranks were known to have ended
   // them, oldest first.
   std::deque<UnconfirmedEnd> unconfirmed_ends = {};
@@ -79,14 +81,7 @@ struct EngineState {
   std::shared_ptr<Iteration> make_iteration(int64_t number) const {
     return std::make_shared<Iteration>(
         Preparation{.number = observations.prepared, .iteration = number},
-        policy.sequence(), is_open(), num_variables());
-  }
-
-  // The opening of an iteration has been launched, and peers have not been told
-  // of it. REQUIRES: none has begun, or they have been told what was launched.
-  bool is_open() const {
-    return policy.has_opening() &&
-           peers.num_launches(policy.sequence().front()->group()) > 0;
+        policy.sequence(), num_variables());
   }
 
   // Whatever phase it was in, it is over on this rank. Null if there is none.

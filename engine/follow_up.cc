@@ -42,9 +42,9 @@ bool take_part(EngineState& state, OwnTurn* turn,
   }
   const auto none = state.make_iteration(state.observations.begun);
   OwnTurn nothing = {.iteration = *none,
-                     .own = {.kind = StatusKind::kIdle},
+                     .own = {.kind = StatusKind::kFollowUp},
                      .patience = patience};
-  return has_anybody_ended(take_turn(state, nothing), StatusKind::kIdle);
+  return has_anybody_ended(take_turn(state, nothing), StatusKind::kFollowUp);
 }
 
 }  // namespace

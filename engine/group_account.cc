@@ -10,7 +10,9 @@ namespace brigade {
 
 GroupAccount::GroupAccount(c10::intrusive_ptr<c10d::ProcessGroup> group,
                            bool is_compared)
-    : group_(std::move(group)), group_counts_(is_compared) {}
+    : group_(std::move(group)),
+      is_compared_(is_compared),
+      group_counts_(is_compared) {}
 
 std::optional<int64_t> GroupAccount::group_count() {
   if (!group_counts_) return std::nullopt;
@@ -27,12 +29,11 @@ std::optional<int64_t> GroupAccount::foreign() {
 }
 
 GroupAccount::Told GroupAccount::take() {
-  Told told = {.counts = {.launches = std::exchange(launches_, 0)}};
+  Told told = {.counts = {.launches = std::exchange(launches_, 0)},
+               .opening = std::exchange(opening_, {})};
   const uint64_t others = std::exchange(others_, 0);
   // One launch has but one order.
-  if (told.counts.launches - std::exchange(num_ahead_, 0) > 1) {
-    told.others = others;
-  }
+  if (told.counts.launches > 1) told.others = others;
   last_count_.reset();
   if (const std::optional<int64_t> count = foreign()) {
     told.counts.foreign = static_cast<int32_t>(*count);

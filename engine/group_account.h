@@ -43,19 +43,17 @@ class GroupAccount {
     last_count_ = *before + own;
   }
 
-  // The same of what is launched ahead of an iteration, before whatever its
-  // forward launches: others' collectives behind it are not compared.
-  // REQUIRES: nothing was launched since the last take() or restart().
+  // Calls `launch` of an opening of this form, whose collectives are others'
+  // that are told of.
   template <typename Launch>
-  void count_ahead(const Launch& launch) {
-    count(launch);
-    num_ahead_ = 1;
-    others_ = 0;
-    last_count_.reset();
+  void open(uint64_t form, const Launch& launch) {
+    const std::optional<int64_t> before = group_count();
+    launch();
+    const int64_t own =
+        before ? group_count().value_or(*before) - *before : int64_t{1};
+    opening_ = {.num_collectives = static_cast<uint16_t>(own),
+                .form = static_cast<uint16_t>(form)};
   }
-
-  // Since the last take() or restart().
-  int32_t num_launches() const { return launches_; }
 
   // What this rank has launched can't be told any more.
   void lose() { launches_ = kLostGroup; }
@@ -63,12 +61,19 @@ class GroupAccount {
   // Where the group's other collectives lie between the launches is told, too.
   void compare_others(bool value) { compares_others_ = value; }
 
+  // Peers would see from what is told of it that they lack an opening.
+  bool tells_openings() { return !is_compared_ || group_count().has_value(); }
+
   // Collectives that the group has launched since the last take() or restart()
   // and that are no launches', if it counts them.
   std::optional<int64_t> foreign();
 
+  // Of these an opening.
+  OpeningTold opening() const { return opening_; }
+
   struct Told {
     GroupCounts counts = {};
+    OpeningTold opening = {};
     uint64_t others = 0;  // a digest of where they lie; 0: not compared
   };
 
@@ -84,12 +89,13 @@ class GroupAccount {
   void add_to_digest(int64_t num_collectives);
 
   const c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  const bool is_compared_;
   bool group_counts_;
   bool compares_others_ = false;
   // What the group's count would be without others' collectives.
   std::optional<int64_t> counted_from_;
   int32_t launches_ = 0;
-  int32_t num_ahead_ = 0;  // of these
+  OpeningTold opening_;
   uint64_t others_ = 0;
   std::optional<int64_t> last_count_;  // the group's, at the last launch
 };

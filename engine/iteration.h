@@ -69,21 +69,13 @@ inline LaunchOrder launch_order_of(std::span<Collective* const> sequence) {
 
 struct Iteration {
   Iteration(Preparation preparation,
-            std::span<Collective* const> sequence_of_it, bool is_open,
-            size_t num_variables)
+            std::span<Collective* const> sequence_of_it, size_t num_variables)
       : preparation(preparation),
         number(preparation.iteration),
-        is_open(is_open),
+        sequence(sequence_of_it),
+        order(launch_order_of(sequence)),
         ready(num_variables) {
-    set_sequence(sequence_of_it);
     launches.reserve(sequence.size());
-  }
-
-  // REQUIRES: nothing of it is launched but an opening.
-  void set_sequence(std::span<Collective* const> other) {
-    sequence = other;
-    order = launch_order_of(sequence);
-    if (is_open) order.launched(0);
   }
 
   bool has_chained() const {
@@ -91,14 +83,13 @@ struct Iteration {
   }
 
   const Preparation preparation;
-  const int64_t number;             // that its backward makes it
-  const bool is_open;               // its first entry was launched ahead of it
-  bool creates_graph = false;       // its backward does
-  bool is_shadow = false;           // this rank contributes nothing
-  bool has_begun_together = false;  // ranks have compared where it begins
+  const int64_t number;                   // that its backward makes it
+  bool creates_graph = false;             // its backward does
+  bool is_shadow = false;                 // this rank contributes nothing
+  bool has_begun_together = false;        // ranks have compared where it begins
   const at::ThreadLocalState preparer;    // of the thread that prepared
   std::span<Collective* const> sequence;  // what is launched
-  LaunchOrder order{{}};                  // of the sequence
+  LaunchOrder order;                      // of the sequence
   ReadyVariables ready;                   // by number
   // In the order of launching, which is that of the sequence on each group; in
   // that of the sequence once all are. Without the one that threw.

@@ -99,6 +99,14 @@ void make_up_deficit(EngineState& state, Iteration& iteration,
               " launches are missing beyond those of the sequence");
 }
 
+void launch_opening_for_peers(EngineState& state, OpeningTold told) {
+  TORCH_CHECK(state.opening &&
+                  static_cast<uint16_t>(state.opening->form()) == told.form,
+              "peers have launched something in front of a forward that this "
+              "rank has not launched before");
+  state.opening->launch_for_peers();
+}
+
 void launch_rest(EngineState& state, Iteration& iteration) {
   const HookScope scope(iteration.preparer);
   for (size_t entry = 0; entry < iteration.sequence.size(); ++entry) {

@@ -26,6 +26,10 @@ void launch_ready(EngineState& state);
 void make_up_deficit(EngineState& state, Iteration& iteration,
                      LaunchDeficit deficit);
 
+// What peers have launched in front of a forward and this rank has not. Errors:
+// RuntimeError if it does not know what that is; what the collectives throw.
+void launch_opening_for_peers(EngineState& state, OpeningTold told);
+
 // Launches on nothing all of an iteration that is aborted and has not been
 // launched, and does not wait. Errors: what a collective throws.
 void launch_rest(EngineState& state, Iteration& iteration);

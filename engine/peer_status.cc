@@ -62,6 +62,7 @@ PendingExchange PeerStatus::begin_exchange(RankStatus own,
     if (counts_launches_ || told.counts.launches == kLostGroup) {
       own.by_group[group] = told.counts;
     }
+    if (group == 0) own.opening = told.opening;
     if (told.others != 0) {
       own.others = c10::hash_combine(own.others, told.others);
     }
@@ -95,6 +96,7 @@ StatusComparison PeerStatus::await(
   }
   if (!comparison.status.ok()) {
     comparison.deficit = launch_deficit(*by_rank, group_->getRank());
+    comparison.opening = lacked_opening(*by_rank, group_->getRank());
   }
   comparison.by_rank = *std::move(by_rank);
   return comparison;
@@ -121,7 +123,7 @@ StatusComparison PeerStatus::without_channel(const RankStatus& own) const {
 
 bool PeerStatus::has_gone_on() {
   return std::ranges::any_of(accounts_, [](GroupAccount& account) {
-    return account.foreign().value_or(0) != 0;
+    return account.foreign().value_or(0) != account.opening().num_collectives;
   });
 }
 

@@ -40,6 +40,10 @@ struct StatusComparison {
   // every rank if nothing can bring all of them there.
   absl::StatusOr<LaunchDeficit> deficit;
 
+  // What others have launched in front of a forward, to be launched by this
+  // rank before its deficit.
+  OpeningTold opening = {};
+
   int64_t iteration = 0;  // of the rank that is furthest
 
   // All ranks propose the same; false if they differ.
@@ -86,13 +90,8 @@ class PeerStatus {
   // Of what is launched on a group, by its index.
   GroupAccount& on(size_t group) { return accounts_[group]; }
 
-  // On a group, since the last exchange.
-  int32_t num_launches(size_t group) const {
-    return accounts_[group].num_launches();
-  }
-
-  // Whether a group has launched anything since the last exchange: what others
-  // launch to get in step would meet that.
+  // Whether a group has launched anything since the last exchange but an
+  // opening: what others launch to get in step would meet that.
   bool has_gone_on();
 
   // The groups' connections are closed.

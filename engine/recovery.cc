@@ -31,9 +31,12 @@ void resync(EngineState& state, Iteration& iteration,
             StatusComparison& comparison) {
   state.observations.begun =
       std::max(state.observations.begun, comparison.iteration);
-  if (comparison.deficit.ok() && *comparison.deficit != LaunchDeficit{}) {
+  const bool lacks_opening = comparison.opening.num_collectives > 0;
+  if (comparison.deficit.ok() &&
+      (lacks_opening || *comparison.deficit != LaunchDeficit{})) {
     const HookScope scope(iteration.preparer);
     try {
+      if (lacks_opening) launch_opening_for_peers(state, comparison.opening);
       make_up_deficit(state, iteration, *comparison.deficit);
       state.peers.met();
     } catch (...) {

@@ -56,12 +56,6 @@ class ReductionPolicy {
 
   virtual std::span<Collective* const> sequence() = 0;
 
-  // Its first entry is launched ahead of the iteration (Engine::open()).
-  virtual bool has_opening() const { return false; }
-
-  // The next iteration has none: the sequence is one without it.
-  virtual void drop_opening() {}
-
   // Ranks compare it before they launch anything of a sequence.
   virtual uint64_t fingerprint() const = 0;
 

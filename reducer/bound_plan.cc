@@ -8,16 +8,16 @@ namespace brigade {
 
 BoundPlan bind_plan(BucketPlan plan, const ParameterTable& table,
                     const HookTraits& hook, const ReducerOptions& options,
-                    OpeningBroadcast& opening, UsedParameters* used,
-                    MemoryRanges& memory, ReducerStatistics& statistics) {
+                    UsedParameters* used, MemoryRanges& memory,
+                    ReducerStatistics& statistics) {
   std::vector<Bucket> buckets;
   buckets.reserve(plan.num_buckets());
   for (size_t b = 0; b < plan.num_buckets(); ++b) {
     buckets.emplace_back(table, plan, b, hook, options, used, memory,
                          statistics);
   }
-  std::vector<Collective*> sequence = {&opening};
-  sequence.reserve(buckets.size() + 2);
+  std::vector<Collective*> sequence;
+  sequence.reserve(buckets.size() + 1);
   const bool map_is_first =
       used != nullptr && used->turn() == UsedParameters::Turn::kFirst;
   if (map_is_first) sequence.push_back(used);

@@ -15,7 +15,6 @@
 #include "brigade/planning/bucket_plan.h"
 #include "brigade/reducer/bucket.h"
 #include "brigade/reducer/memory_ranges.h"
-#include "brigade/reducer/opening_broadcast.h"
 #include "brigade/reducer/parameter_table.h"
 #include "brigade/reducer/reducer_options.h"
 #include "brigade/reducer/statistics.h"
@@ -26,7 +25,7 @@ namespace brigade {
 struct BoundPlan {
   BucketPlan plan;
   std::vector<Bucket> buckets;
-  std::vector<Collective*> sequence;  // the opening, the buckets, the used map
+  std::vector<Collective*> sequence;  // the buckets, and the used map
   size_t first_bucket = 0;            // its place there; the others follow
   uint64_t fingerprint = 0;  // equal on ranks that launch the same lengths
 };
@@ -36,8 +35,8 @@ struct BoundPlan {
 // outlive what is returned.
 BoundPlan bind_plan(BucketPlan plan, const ParameterTable& table,
                     const HookTraits& hook, const ReducerOptions& options,
-                    OpeningBroadcast& opening, UsedParameters* used,
-                    MemoryRanges& memory, ReducerStatistics& statistics);
+                    UsedParameters* used, MemoryRanges& memory,
+                    ReducerStatistics& statistics);
 
 }  // namespace brigade
 

@@ -57,7 +57,6 @@ DataParallelPolicy::DataParallelPolicy(ReducerSetup setup)
       ready_order_(observed_iterations(options_)),
       hook_counts_(hook_counts(options_, table_)),
       used_(brigade::used_parameters(options_, table_, *group_)),
-      opening_(group_),
       bound_(bind(std::move(setup.plan), hook_)) {
   for (const Bucket& bucket : bound_.buckets) bucket.list_memory(memory_);
 }
@@ -127,14 +126,9 @@ ReducerStatistics DataParallelPolicy::statistics() const {
 
 // The used map is last where it may be missing: a static graph is summed once.
 std::span<Collective* const> DataParallelPolicy::sequence() {
-  std::span<Collective* const> sequence = bound_.sequence;
-  if (!opening_.is_set()) sequence = sequence.subspan(1);
   const bool sums_map = !hook_counts_ || hook_counts_->are_all_learning();
-  return sums_map ? sequence : sequence.first(sequence.size() - 1);
-}
-
-size_t DataParallelPolicy::entry_of(size_t bucket) const {
-  return bound_.first_bucket + bucket - (opening_.is_set() ? 0 : 1);
+  return sums_map ? bound_.sequence
+                  : std::span(bound_.sequence).first(bound_.buckets.size());
 }
 
 std::string DataParallelPolicy::describe_sequence() const {
@@ -280,7 +274,7 @@ void DataParallelPolicy::on_backward_begins(Marker& marker, bool is_shadow) {
       }
     }
     // Before anything is launched that depends on the map.
-    marker.deliver_through(entry_of(0) - 1);
+    marker.deliver_through(0);
   }
   if (hook_.listener) hook_.listener->iteration_begins(!is_shadow);
   if (!is_shadow) return mark_unused(marker, prediction_.unused);
@@ -313,7 +307,7 @@ Slot DataParallelPolicy::ready_slot(VariableIndex variable, size_t number) {
   if (variable.replica == 0) ready_order_.note(variable.parameter);
   if (used_) used_->note_ready(number);
   const size_t bucket = bound_.plan.locate(variable.parameter).bucket;
-  return {.entry = static_cast<uint32_t>(entry_of(bucket)),
+  return {.entry = static_cast<uint32_t>(bound_.first_bucket + bucket),
           .has_gradient = has_gradient(number)};
 }
 
@@ -410,8 +404,8 @@ void DataParallelPolicy::adopt(BoundPlan bound) {
 }
 
 BoundPlan DataParallelPolicy::bind(BucketPlan plan, const HookTraits& hook) {
-  return bind_plan(std::move(plan), table_, hook, options_, opening_,
-                   used_parameters(), memory_, statistics_);
+  return bind_plan(std::move(plan), table_, hook, options_, used_parameters(),
+                   memory_, statistics_);
 }
 
 std::string DataParallelPolicy::name_of(

@@ -65,9 +65,6 @@ class DataParallelPolicy final : public ReductionPolicy {
   // Null: the default. Returns whether the sequence is another one.
   bool set_hook(std::shared_ptr<c10d::CommHookInterface> hook);
 
-  // What iterations begin with from the next one on.
-  OpeningBroadcast& opening() { return opening_; }
-
   // Null unless unused parameters are looked for or the graph is static.
   UsedParameters* used_parameters() { return used_.get(); }
   bool is_graph_static() const;
@@ -80,8 +77,6 @@ class DataParallelPolicy final : public ReductionPolicy {
   ReducerStatistics statistics() const;
 
   std::span<Collective* const> sequence() override;
-  bool has_opening() const override { return opening_.is_set(); }
-  void drop_opening() override { opening_.clear(); }
   uint64_t fingerprint() const override { return bound_.fingerprint; }
   std::string describe_sequence() const override;
   bool compares_each_iteration() const override;
@@ -126,7 +121,6 @@ class DataParallelPolicy final : public ReductionPolicy {
   void keep_out_of_buckets(VariableIndex variable) const;
   void follow_strides();
   UnusedPrediction predict_unused(std::span<const at::Tensor> outputs);
-  size_t entry_of(size_t bucket) const;
   Slot ready_slot(VariableIndex variable, size_t number);
   void mark_unused(Marker& marker, std::span<const size_t> variables);
   void zero_views(const Bucket& bucket, size_t index) const;
@@ -150,7 +144,6 @@ class DataParallelPolicy final : public ReductionPolicy {
   std::optional<HookCounts> hook_counts_;               // if it is static
   std::unique_ptr<UsedParameters> used_;                // in both cases
 
-  OpeningBroadcast opening_;
   MemoryRanges memory_;  // of the gradients that are views
   BoundPlan bound_;
 

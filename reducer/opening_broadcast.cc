@@ -4,6 +4,7 @@
 #include <ATen/ops/view_as_real.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/StreamGuard.h>
+#include <c10/util/hash.h>
 
 #include <algorithm>
 #include <torch/csrc/distributed/c10d/comm.hpp>
@@ -19,29 +20,26 @@ namespace {
 // low.
 constexpr size_t kPieceBytes = size_t{250} << 20;
 
+uint64_t digest_of(const std::vector<at::Tensor>& tensors, int source) {
+  uint64_t digest = c10::get_hash(source, tensors.size());
+  for (const at::Tensor& tensor : tensors) {
+    digest = c10::hash_combine(
+        digest, c10::get_hash(tensor.numel(), tensor.scalar_type(),
+                              tensor.device().type()));
+  }
+  return digest;
+}
+
 }  // namespace
 
-OpeningBroadcast::OpeningBroadcast(c10::intrusive_ptr<c10d::ProcessGroup> group)
-    : group_(std::move(group)) {}
+OpeningBroadcast::OpeningBroadcast(c10::intrusive_ptr<c10d::ProcessGroup> group,
+                                   std::vector<at::Tensor> tensors, int source)
+    : group_(std::move(group)),
+      tensors_(std::move(tensors)),
+      source_(source),
+      form_(digest_of(tensors_, source_)) {}
 
-void OpeningBroadcast::set(std::vector<at::Tensor> tensors, int source) {
-  tensors_ = std::move(tensors);
-  source_ = source;
-}
-
-void OpeningBroadcast::clear() { tensors_.clear(); }
-
-bool OpeningBroadcast::is_like(const std::vector<at::Tensor>& tensors,
-                               int source) const {
-  return source == source_ &&
-         std::ranges::equal(
-             tensors, tensors_, [](const at::Tensor& a, const at::Tensor& b) {
-               return a.scalar_type() == b.scalar_type() &&
-                      a.device() == b.device() && a.sizes() == b.sizes();
-             });
-}
-
-c10::intrusive_ptr<c10::ivalue::Future> OpeningBroadcast::launch() {
+void OpeningBroadcast::launch() {
   streams_.clear();
   for (const at::Tensor& tensor : tensors_) {
     if (tensor.is_cpu()) continue;
@@ -49,22 +47,24 @@ c10::intrusive_ptr<c10::ivalue::Future> OpeningBroadcast::launch() {
     if (std::ranges::count(streams_, stream) == 0) streams_.push_back(stream);
   }
   broadcast(tensors_);
-  return nullptr;
 }
 
-c10::intrusive_ptr<c10::ivalue::Future> OpeningBroadcast::launch_substitute() {
+void OpeningBroadcast::launch_for_peers() {
   const c10::MultiStreamGuard on_its_streams(streams_);
-  if (group_->getRank() == source_) {
-    broadcast(tensors_);
-    return nullptr;
-  }
+  if (group_->getRank() == source_) return broadcast(tensors_);
   std::vector<at::Tensor> unwanted;
   unwanted.reserve(tensors_.size());
   for (const at::Tensor& tensor : tensors_) {
     unwanted.push_back(at::empty_like(tensor));
   }
   broadcast(unwanted);
-  return nullptr;
+}
+
+bool OpeningBroadcast::keeps_host_waiting() const {
+  return std::ranges::any_of(tensors_, [this](const at::Tensor& tensor) {
+    const auto backend = group_->getBackend(tensor.device().type());
+    return backend->getBackendName() == "gloo";
+  });
 }
 
 c10::Device OpeningBroadcast::device() const {

@@ -8,6 +8,7 @@
 #include "brigade/engine/engine.h"
 #include "brigade/hooks/backward_end.h"
 #include "brigade/reducer/data_parallel_policy.h"
+#include "brigade/reducer/opening_broadcast.h"
 
 namespace brigade {
 namespace {
@@ -73,10 +74,8 @@ void Reducer::open_iteration(std::vector<at::Tensor> tensors, int source) {
   TORCH_CHECK_VALUE(!tensors.empty(),
                     "Reducer::open_iteration: expected tensors, got none.\n"
                     "Call recover() where nothing is to be sent.");
-  OpeningBroadcast& opening = policy_->opening();
-  const bool is_like_last =
-      engine_->locked([&] { return opening.is_like(tensors, source); });
-  engine_->open(is_like_last, [&] { opening.set(std::move(tensors), source); });
+  engine_->open(std::make_shared<OpeningBroadcast>(policy_->group(),
+                                                   std::move(tensors), source));
 }
 
 void Reducer::end_iteration() { engine_->end_iteration(); }

@@ -127,11 +127,13 @@ class Reducer {
   // can_continue() is false. On this rank: those of end_iteration().
   void recover(SyncPoint place = SyncPoint::kBeforeForward);
 
-  // In place of recover(), before a forward that will be reduced: gives all
-  // ranks these tensors of rank `source`, which backward must not change, as
-  // the first collective of the next iteration. Where iterations begin with
-  // like ones, the host does not wait for peers in it on devices: those that
-  // have failed launch it as well. Collective.
+  // In place of recover() and a broadcast, in front of a forward: gives all
+  // ranks these tensors of rank `source`. On devices the host does not wait
+  // here for the ends of iterations that peers have not told yet, but with the
+  // first tensors of their number, sizes, dtypes and source: a rank that failed
+  // launches the broadcast for its peers, when they have come behind their
+  // forward. If that waits for its device (item()), they don't, and the group
+  // is closed after failure_patience. Collective.
   //
   // Errors: as recover(); DistBackendError if the broadcast fails, and
   // can_continue() is false then.

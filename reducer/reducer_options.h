@@ -19,8 +19,9 @@ namespace brigade {
 // Compared across ranks at construction: number of local replicas, caps, plan,
 // names, sparse flags, rebuild, unused parameters, static graph, reproducible
 // and its row size, a built-in hook's wire dtype, the name of another one,
-// control_channel, defer_status_check. verify_across_ranks must be alike too,
-// which nobody can compare; the rest may differ.
+// control_channel, defer_status_check, max_unconfirmed_iterations.
+// verify_across_ranks must be alike too, which nobody can compare; the rest may
+// differ.
 struct ReducerOptions {
   // Sizes at which buckets close, of gradients in the parameters' dtype, for
   // each dtype and device by itself: the first bucket of a kind to fill, the

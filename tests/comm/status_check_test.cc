@@ -221,6 +221,61 @@ TEST(LaunchDeficitTest, AGroupThatDoesNotCountIsBelieved) {
             2);
 }
 
+// `foreign`: with those of the opening.
+RankStatus opened(int32_t foreign, OpeningTold opening) {
+  RankStatus told = launched({.launches = 1, .foreign = foreign});
+  told.opening = opening;
+  return told;
+}
+
+int lacked_by(int rank, const Statuses& by_rank) {
+  return lacked_opening(by_rank, rank).num_collectives;
+}
+
+constexpr OpeningTold kOpening = {.num_collectives = 2, .form = 7};
+
+TEST(LackedOpeningTest, IsWhatPeersHaveLaunchedMore) {
+  const Statuses by_rank = {opened(3, kOpening), opened(1, {}),
+                            opened(3, kOpening)};
+  EXPECT_EQ(lacked_by(0, by_rank), 0);
+  EXPECT_EQ(lacked_by(1, by_rank), 2);
+  EXPECT_EQ(lacked_opening(by_rank, 1).form, 7);
+  EXPECT_TRUE(launch_deficit(by_rank, 1).ok());
+}
+
+// It has met them in another way.
+TEST(LackedOpeningTest, IsNothingWhereARankHasLaunchedAsMuch) {
+  const Statuses by_rank = {opened(2, kOpening), opened(2, {})};
+  EXPECT_EQ(lacked_by(1, by_rank), 0);
+  EXPECT_TRUE(launch_deficit(by_rank, 1).ok());
+}
+
+TEST(LackedOpeningTest, DoesNotHideOtherCollectives) {
+  for (const int32_t foreign : {3, 1}) {
+    const Statuses by_rank = {opened(foreign, kOpening), opened(0, {})};
+    EXPECT_EQ(lacked_by(1, by_rank), 0);
+    EXPECT_FALSE(launch_deficit(by_rank, 1).ok());
+  }
+}
+
+TEST(LackedOpeningTest, IsNotKnownOfAGroupThatDoesNotCount) {
+  const Statuses by_rank = {opened(kUnknownCount, kOpening),
+                            opened(kUnknownCount, {})};
+  EXPECT_EQ(lacked_by(1, by_rank), 0);
+}
+
+// All that tells ranks apart which have nothing to say.
+TEST(FollowUpTest, AgreesOnlyIfGroupsHaveLaunchedAsMuch) {
+  RankStatus ahead = opened(2, kOpening);
+  RankStatus behind = opened(0, {});
+  ahead.kind = behind.kind = StatusKind::kFollowUp;
+  EXPECT_FALSE(agree(ahead, behind));
+  EXPECT_FALSE(check_statuses(Statuses{ahead, behind}).ok());
+  ahead.kind = behind.kind = kEnd;
+  EXPECT_TRUE(agree(ahead, behind));
+  EXPECT_TRUE(check_statuses(Statuses{ahead, behind}).ok());
+}
+
 TEST(LaunchDeficitTest, ADebtOfAnotherPlanCannotBePaid) {
   for (const size_t group : {0, 1}) {
     Statuses by_rank(2);

@@ -39,12 +39,15 @@ struct ForwardError : UserError {
 
 const ToyModel::Sizes kSizes = {{2}, {3}, {5}};
 constexpr int kRanks = 3;
+constexpr int kSource = 1;  // of buffers
 
 // Notes what this rank launches, and answers at once.
 class LoggingBackend final : public IdenticalRanksBackend {
  public:
   LoggingBackend(int rank, int world_size, Log& log)
       : IdenticalRanksBackend(rank, world_size), log_(log) {}
+
+  uint64_t getSequenceNumberForGroup() override { return log_.size(); }
 
  protected:
   c10::intrusive_ptr<c10d::Work> launch(
@@ -86,24 +89,49 @@ class HostsApartTest
             .rebuild_buckets = mode == "rebuilding",
             .gradients_as_bucket_views = mode != "copies",
             .lazy_bucket_allocation = mode == "lazy",
+            .verify_across_ranks = mode != "opened_unverified",
             .defer_status_check = true,
             .max_unconfirmed_iterations = std::get<int>(GetParam())};
   }
 
-  // As forward begins. Not each iteration does so, and not with the same.
-  static void open_some(Reducer& reducer) {
-    if (std::get<const char*>(GetParam()) != std::string_view("opened")) return;
+  static bool opens() {
+    return std::string_view(std::get<const char*>(GetParam()))
+        .starts_with("opened");
+  }
+
+  // As forward begins: buffers are sent ahead of most iterations, not always
+  // the same ones, by way of a sync point in some, and on one rank in some. Not
+  // in those where they change (17, 38, ...): it could not send them for peers.
+  static void send_buffers(Reducer& reducer, c10d::ProcessGroup& group) {
+    if (!opens()) return;
     const int64_t iteration = reducer.statistics().begun + 1;
-    if (iteration % 7 == 0) return;
-    reducer.open_iteration({at::ones({20 + iteration / 10 % 3})},
-                           /*source=*/1);
+    const int64_t way = iteration % 7;
+    if (way == 0) return;
+    std::vector<at::Tensor> buffers = {
+        at::ones({20 + (iteration + 4) / 21 % 3})};
+    if (way == 1 || (way == 2 && group.getRank() == 0 && iteration % 10 != 0)) {
+      reducer.recover();
+      group.broadcast(buffers, {.rootRank = kSource});
+    } else {
+      reducer.open_iteration(std::move(buffers), kSource);
+    }
+  }
+
+  // Without a backward, and looking for its peers behind it or not.
+  static void fail_in_forward(Reducer& reducer, const ToyModel& model,
+                              bool is_prepared) {
+    if (is_prepared) {
+      reducer.prepare_for_backward(model.loss(0));
+      reducer.recover();
+    }
+    throw ForwardError("no memory");
   }
 };
 INSTANTIATE_TEST_SUITE_P(
     Modes, HostsApartTest,
     ::testing::Combine(::testing::Values("plain", "copies", "find_unused",
                                          "static_graph", "rebuilding", "lazy",
-                                         "opened"),
+                                         "opened", "opened_unverified"),
                        ::testing::Values(1, 4, 32)),
     [](const auto& info) {
       return absl::StrCat(std::get<const char*>(info.param), "_",
@@ -119,9 +147,9 @@ TEST_P(HostsApartTest, RanksThatFailAnywhereLaunchTheSame) {
   testing::run_ranks(kRanks, [&](const Group& group) {
     const int rank = group->getRank();
     const ToyModel model(kSizes);
-    Reducer reducer(model.parameters, make_logging_group(group, logs[rank]),
-                    options());
-    logs[rank].clear();  // what construction compares
+    const Group logging = make_logging_group(group, logs[rank]);
+    Reducer reducer(model.parameters, logging, options());
+    const size_t num_compared = logs[rank].size();  // by construction
     std::mt19937 random(11 + rank);
     const auto draw = [&](int from, int to) {
       return std::uniform_int_distribution<int>(from, to)(random);
@@ -134,9 +162,10 @@ TEST_P(HostsApartTest, RanksThatFailAnywhereLaunchTheSame) {
         std::this_thread::yield();
       try {
         model.zero_grad();
-        open_some(reducer);
-        if (fails && draw(0, 2) == 0) throw ForwardError("no memory");
-        if (fails) {
+        send_buffers(reducer, *logging);
+        if (fails && opens() && draw(0, 2) == 0) {
+          fail_in_forward(reducer, model, /*is_prepared=*/draw(0, 1) == 0);
+        } else if (fails) {
           throw_in_backward(reducer, model, rank, draw(-1, 3));
         } else {
           step(reducer, model.loss(rank));
@@ -151,10 +180,11 @@ TEST_P(HostsApartTest, RanksThatFailAnywhereLaunchTheSame) {
       ASSERT_TRUE(reducer.can_continue()) << "after " << failures;
     }
     for (int i = 0; i < kNumLastSteps; ++i) {
-      open_some(reducer);
+      send_buffers(reducer, *logging);
       step(reducer, model.loss(rank));
     }
     reducer.recover();
+    logs[rank].erase(logs[rank].begin(), logs[rank].begin() + num_compared);
   });
   for (int rank = 1; rank < kRanks; ++rank) EXPECT_EQ(logs[0], logs[rank]);
   EXPECT_GE(logs[0].size(), kNumLastSteps * kSizes.size());

@@ -530,10 +530,16 @@ void opened_by_a_peer_that_goes_on(const StreamLayout& layout,
   for (const int source : {0, 1}) {
     StreamedTraining training(layout);
     training.make_reducer(options);
-    training.recording().answer_statuses_with([](const RankStatus& own) {
+    OpeningTold opening;
+    training.recording().answer_statuses_with([&](const RankStatus& own) {
       std::vector<RankStatus> by_rank(kWorldSize, own);
+      if (own.opening.num_collectives > 0) opening = own.opening;
       if (own.kind == StatusKind::kFailed) by_rank[1].kind = StatusKind::kEnd;
-      if (own.kind == StatusKind::kIdle) ++by_rank[1].by_group[0].launches;
+      if (own.kind == StatusKind::kFollowUp) {
+        for (RankStatus& told : by_rank) told.by_group[0].foreign = 0;
+        by_rank[1].by_group[0].foreign = opening.num_collectives;
+        by_rank[1].opening = opening;
+      }
       return by_rank;
     });
     at::Tensor buffer = make_buffer();
@@ -602,7 +608,7 @@ void a_users_hook_failed_alone(const StreamLayout& layout,
   std::vector<StatusKind> told_by_failure = {StatusKind::kFailed};
   // What peers may have begun meanwhile.
   if (options.max_unconfirmed_iterations > 1) {
-    told_by_failure.push_back(StatusKind::kIdle);
+    told_by_failure.push_back(StatusKind::kFollowUp);
   }
   make_reducer_with_casting_hook(training, std::move(options));
   std::vector<StatusKind> told;
