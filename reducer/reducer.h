@@ -18,10 +18,9 @@
 // this rank only; the next prepared one reduces the sum.
 //
 // Move and cast parameters before a reducer is made of them. A tensor taken
-// from `.grad` changes with the next step while gradients are views. All ranks
-// end an iteration together, so an exception in one rank's backward is an error
-// on all; docs/protocol.md tells what is launched when, and what follows from a
-// failure.
+// from `.grad` changes with the next step while gradients are views. An
+// exception in one rank's backward is an error on all; docs/protocol.md tells
+// what is launched when, and what follows from a failure.
 //
 // Thread safety: methods may be called from any thread, one at a time;
 // gradients may arrive on several threads at once.
@@ -73,19 +72,18 @@ class Reducer {
           c10::intrusive_ptr<c10d::ProcessGroup> group,
           ReducerOptions options = {});
 
-  // The same for several local replicas of a module, one per device for
-  // instance: `replicas[r]` lists the parameters of replica r, alike in number,
-  // shapes, strides and dtypes; every rank has equally many. Each iteration
-  // runs one forward per replica, one prepare_for_backward on all their outputs
-  // and one backward over all; every replica gets the average over those of all
-  // ranks. One collective runs per bucket.
+  // The same for local replicas of a module, one per device for instance:
+  // `replicas[r]` lists the parameters of replica r, alike in number, shapes,
+  // strides and dtypes; every rank has equally many. An iteration is a forward
+  // of each, one prepare_for_backward on all their outputs and one backward;
+  // every replica gets the average over all. One collective runs per bucket.
   Reducer(std::vector<std::vector<at::Tensor>> replicas,
           c10::intrusive_ptr<c10d::ProcessGroup> group,
           ReducerOptions options = {});
 
-  // Takes its hooks off the parameters, also while a graph is alive. Does not
-  // wait for collectives in flight. Gradients that are views of buckets stay
-  // valid. REQUIRES: no backward through the parameters is running.
+  // Does not wait for collectives in flight. Gradients that are views of
+  // buckets stay valid. REQUIRES: no backward through the parameters is
+  // running.
   ~Reducer();
   Reducer(const Reducer&) = delete;
   Reducer& operator=(const Reducer&) = delete;
@@ -98,17 +96,16 @@ class Reducer {
   // its gradient once; the reduction ends with the last of them.
   //
   // Errors: RuntimeError if the last prepared backward left parameters without
-  // gradients, or was not finalized; if a parameter was moved, cast or resized
-  // since construction; or, on all ranks alike, if their plans differ.
-  // DistBackendError if a peer fails.
+  // gradients, or was not finalized; if a parameter was moved, cast or resized;
+  // or, on all ranks, if plans differ. DistBackendError if a peer fails.
   template <typename Outputs>
   void prepare_for_backward(const Outputs& outputs) {
     prepare(tensors_of(outputs));
   }
 
-  // A forward has run whose gradients are to accumulate on this rank only. From
-  // here on a backward is reduced only if it goes through outputs that were
-  // given to prepare_for_backward() (any, if these have no history).
+  // A forward has run whose gradients are this rank's. From here on a backward
+  // is reduced only if it goes through outputs that were given to
+  // prepare_for_backward() (any, if these have no history).
   void note_local_forward();
 
   // Launches what peers that reduce an iteration launch, on zeros, and delivers
@@ -128,15 +125,11 @@ class Reducer {
   void recover(SyncPoint place = SyncPoint::kBeforeForward);
 
   // In place of recover() and a broadcast, in front of a forward: gives all
-  // ranks these tensors of rank `source`. On devices the host does not wait
-  // here for the ends of iterations that peers have not told yet, but with the
-  // first tensors of their number, sizes, dtypes and source: a rank that failed
-  // launches the broadcast for its peers, when they have come behind their
-  // forward. If that waits for its device (item()), they don't, and the group
-  // is closed after failure_patience. Collective.
-  //
-  // Errors: as recover(); DistBackendError if the broadcast fails, and
-  // can_continue() is false then.
+  // ranks these tensors of rank `source`. On devices the host waits for no peer
+  // in it, but with the first tensors of their sizes, dtypes and source: who
+  // has failed launches the broadcast for its peers (docs/protocol.md,
+  // "Openings"). Collective. Errors: as recover(); DistBackendError if it
+  // fails, and can_continue() is false then.
   void open_iteration(std::vector<at::Tensor> tensors, int source);
 
   // An iteration that has begun gets no more gradients: ends it, if there is
@@ -164,10 +157,9 @@ class Reducer {
   BucketPlan plan() const;
 
   // From here on the caller tells when a gradient is ready: for parameters
-  // whose data is swapped around each forward, say for a copy in lower
-  // precision. Their gradients are cast to the dtype that the parameter had at
-  // construction. Errors: ValueError with find_unused_parameters; RuntimeError
-  // in the middle of an iteration.
+  // whose data is swapped around each forward, say for a lower precision. Their
+  // gradients are cast to the dtype of construction. Errors: ValueError with
+  // find_unused_parameters; RuntimeError in the middle of an iteration.
   void stop_watching_gradients();
 
   // `.grad` of a parameter holds its gradient of the running backward; to be
@@ -176,15 +168,14 @@ class Reducer {
   // there is no such parameter; what a gradient that comes by a hook may raise.
   void gradient_ready(size_t parameter, size_t replica = 0);
 
-  // While set, on all ranks alike, an iteration does not end with its backward,
-  // but when finalize_backward() is called: for work that is to overlap with
-  // the last collectives. Errors: RuntimeError between a forward and the end of
-  // its iteration.
+  // While set, on all ranks alike, an iteration ends in finalize_backward():
+  // for work that is to overlap with the last collectives. Errors: RuntimeError
+  // between a forward and the end of its iteration.
   void set_manual_finalization(bool required);
 
-  // Whether finalize_backward() has to wait for the end of the backward to
-  // come: while the order of gradients is observed or a static graph is learnt.
-  // If not, a hook in backward may call it, once all gradients are there.
+  // Whether finalize_backward() must come behind the backward: while the order
+  // of gradients is observed or a static graph is learnt. If not, a hook in
+  // backward may call it, once all gradients are there.
   bool must_finalize_after_backward() const;
 
   // Waits for the collectives of the iteration, and delivers. Errors:
@@ -197,7 +188,7 @@ class Reducer {
 
   ReducerStatistics statistics() const;
 
-  // Forward begins. Nobody has to tell: without it the timeline has no forward.
+  // Forward begins: for the timeline, which else has none.
   void forward_begins();
 
   // Of the last iteration that was sampled and reduced to the end. With buckets
@@ -214,20 +205,18 @@ class Reducer {
   // group's timeout, 60 s at most. 0: never. Errors: ValueError if negative.
   void set_stall_report_after(std::chrono::milliseconds time);
 
-  // Gets the text of that warning instead; null: warn again. Called on a thread
-  // that all reducers share, while this one waits with its lock held: of its
-  // methods the handler may call only last_error() and the two that set stall
-  // reports. What it throws is dropped. The destructor waits for it.
+  // Gets the text of that warning instead; null: warn again. Called on another
+  // thread, while the reducer's lock is held: it may call only last_error() and
+  // these two. What it throws is dropped. The destructor waits for it.
   void set_stall_handler(
       std::function<void(const std::string& report)> handler);
 
   // What the last method or backward that failed said, and when.
   std::optional<ReductionError> last_error() const;
 
-  // Which parameters got gradients on this rank since the last reduction, not
-  // counting undefined ones: int32, [num_replicas, num_parameters], on the CPU,
-  // 1 or 0. Undefined unless unused parameters are looked for or the graph is
-  // static.
+  // Which parameters got defined gradients on this rank since the last
+  // reduction: int32, [num_replicas, num_parameters], on the CPU, 1 or 0.
+  // Undefined unless unused parameters are looked for or the graph is static.
   at::Tensor local_used_parameters() const;
 
   // How many replicas of all ranks had a gradient of each parameter when it was
@@ -237,16 +226,15 @@ class Reducer {
   at::Tensor used_parameter_counts();
 
   // False once the group's connections are closed: after a peer has died, left
-  // or not answered. Everything on this rank stays usable, but not the group:
-  // make a new one, and a new reducer on it.
+  // or not answered. A new group is needed then, and a new reducer on it.
   bool can_continue() const;
 
-  // A collective of the caller's own on the group has failed by the network:
-  // closes the group's connections, which ends what peers may be blocked in.
+  // A collective of the caller's own has failed by the network: closes the
+  // group's connections, which ends what peers may be blocked in.
   void abandon_group();
 
-  // True if the graph is declared static, or if all iterations so far left the
-  // same parameters unused: static_graph = true would save the search.
+  // The graph is declared static, or all iterations so far left the same
+  // parameters unused: static_graph = true would save the search.
   bool is_graph_static() const;
 
  private:

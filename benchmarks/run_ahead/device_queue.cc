@@ -17,11 +17,13 @@ class DeviceBackend final : public IdenticalRanksBackend {
       : IdenticalRanksBackend(rank, world_size), queue_(queue) {}
 
   const std::string getBackendName() const override { return "device queue"; }
+  uint64_t getSequenceNumberForGroup() override { return num_launched_; }
 
  protected:
   // The host finds the result at once: nobody could tell, and it is known.
   c10::intrusive_ptr<c10d::Work> launch(
       CollectiveCall collective, std::function<void()> compute) override {
+    ++num_launched_;
     if (collective.type == c10d::OpType::ALLREDUCE) {
       for (const at::Tensor& input : collective.inputs) {
         queue_.all_reduce(input);
@@ -33,6 +35,7 @@ class DeviceBackend final : public IdenticalRanksBackend {
 
  private:
   DeviceQueue& queue_;
+  uint64_t num_launched_ = 0;
 };
 
 }  // namespace

@@ -506,14 +506,17 @@ int num_broadcasts(StreamedTraining& training) {
       }));
 }
 
-// On a stream that does not wait for what happens to `buffer`.
-void throw_before_any_gradient(StreamedTraining& training, at::Tensor buffer,
-                               int step) {
+// On a stream that does not wait for what happens to `buffer`, in an iteration
+// that has begun.
+void throw_in_backward(StreamedTraining& training, at::Tensor buffer,
+                       int step) {
   const at::Tensor loss = training.loss(step);
   training.reducer().prepare_for_backward(loss);
-  loss.register_hook([](const at::Tensor&) -> at::Tensor {
-    throw std::runtime_error("in backward");
-  });
+  const at::Tensor& parameter = training.model().parameters()[2];
+  const unsigned hook =
+      parameter.register_hook([](const at::Tensor&) -> at::Tensor {
+        throw std::runtime_error("in backward");
+      });
   const c10::Stream stream = new_stream();
   make_wait(stream, simulated::current_stream_of());
   loss.record_stream(stream);
@@ -521,6 +524,7 @@ void throw_before_any_gradient(StreamedTraining& training, at::Tensor buffer,
   const c10::StreamGuard on_stream(stream);
   EXPECT_ANY_THROW(loss.backward());
   training.reducer().end_iteration();  // on whatever thread it is ending
+  parameter.remove_hook(hook);
 }
 
 // A peer that has gone on has launched what the next iteration begins with.
@@ -548,7 +552,7 @@ void opened_by_a_peer_that_goes_on(const StreamLayout& layout,
       const int before = num_broadcasts(training);
       training.reducer().open_iteration({buffer}, source);
       if (throws) {
-        throw_before_any_gradient(training, buffer, s);
+        throw_in_backward(training, buffer, s);
       } else {
         buffer.add_(1);
         training.step(s);
