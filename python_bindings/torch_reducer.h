@@ -68,7 +68,7 @@ class TorchReducer {
   // Before a collective of the caller's own: ranks that are not in step raise.
   void meet_peers();
 
-  // In place of meet_peers() before a forward that will be reduced: gives all
+  // In place of meet_peers() in front of a forward with gradients: gives all
   // ranks these buffers of rank 0. False: there is no reducer any more.
   // Errors: as meet_peers(); DistBackendError, and the group is lost.
   bool send_buffers(std::vector<at::Tensor> buffers);

@@ -666,7 +666,6 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
         """Whether peers can broadcast for this rank if it has failed, so that none waits."""
         return (
             torch.is_grad_enabled()
-            and self.require_backward_grad_sync
             and not self._join_config.enable
             and not hasattr(self, "buffer_hook")
         )
