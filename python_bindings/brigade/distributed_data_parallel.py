@@ -133,8 +133,8 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
         one_backward_per_forward: A backward that leaves gradients out is an error when it
             ends, not in the next forward.
         defer_status_check: True: what peers said at the end of an iteration is looked at in
-            the next forward, so that no rank waits for the slowest one's backward, and an
-            error is told a step later (docs/recovery.md); not with comm hooks of your own
+            later forwards, so that no rank waits for the slowest one's backward, and an
+            error is told there (docs/recovery.md); not with comm hooks of your own
             on the CPU. Default: on devices, not on the CPU.
         max_unconfirmed_iterations: How many forwards later at the latest, then: a host runs so
             many steps ahead of the slowest one, and waits. An error is told in the next

@@ -48,6 +48,17 @@ class RunAheadTest
     return at::zeros({3}, at::TensorOptions(simulated::device()));
   }
 
+  // Past the first iterations. Returns the next step.
+  static int begin(StreamedTraining& training,
+                   const std::optional<at::Tensor>& buffer) {
+    ReducerOptions options;
+    options.max_unconfirmed_iterations = max_ahead();
+    training.make_reducer(std::move(options));
+    int step = 0;
+    while (step < kNumFirstSteps) train(training, step++, buffer);
+    return step;
+  }
+
   // Past the first iterations, whose end a rank has to know before the next:
   // they tell in which order gradients come.
   static constexpr int kNumFirstSteps = 3;
@@ -62,11 +73,7 @@ TEST_P(RunAheadTest, HostIsSoManyStepsAheadOfItsPeersHosts) {
       ->getBackend(at::kCPU)
       ->getBackendOptions()
       ->timeout = std::chrono::milliseconds(20);
-  ReducerOptions options;
-  options.max_unconfirmed_iterations = max_ahead();
-  training.make_reducer(std::move(options));
-  int step = 0;
-  while (step < kNumFirstSteps) train(training, step++, buffer);
+  int step = begin(training, buffer);
 
   training.recording().hold_statuses();
   for (int i = 0; i < max_ahead(); ++i) train(training, step++, buffer);
@@ -76,11 +83,7 @@ TEST_P(RunAheadTest, HostIsSoManyStepsAheadOfItsPeersHosts) {
 TEST_P(RunAheadTest, StepsAreConfirmedWhenPeersHaveCome) {
   StreamedTraining training{StreamLayout{}};
   const std::optional<at::Tensor> buffer = this->buffer();
-  ReducerOptions options;
-  options.max_unconfirmed_iterations = max_ahead();
-  training.make_reducer(std::move(options));
-  int step = 0;
-  while (step < kNumFirstSteps) train(training, step++, buffer);
+  int step = begin(training, buffer);
   for (int round = 0; round < 3; ++round) {
     training.recording().hold_statuses();
     for (int i = 0; i < max_ahead(); ++i) train(training, step++, buffer);
@@ -95,11 +98,7 @@ TEST_P(RunAheadTest, AFailureIsHeardOfInTheFirstStepBehindItsWords) {
     SCOPED_TRACE(absl::StrCat("told when the host is ", ahead, " ahead"));
     StreamedTraining training{StreamLayout{}};
     const std::optional<at::Tensor> buffer = this->buffer();
-    ReducerOptions options;
-    options.max_unconfirmed_iterations = max_ahead();
-    training.make_reducer(std::move(options));
-    int step = 0;
-    while (step < kNumFirstSteps) train(training, step++, buffer);
+    int step = begin(training, buffer);
     training.recording().answer_statuses_with([](const RankStatus& own) {
       std::vector<RankStatus> by_rank(testing::kWorldSize, own);
       if (own.kind == StatusKind::kEnd && own.iteration == kNumFirstSteps + 1) {
