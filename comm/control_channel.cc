@@ -9,6 +9,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "brigade/comm/find_backend.h"
 #include "brigade/comm/group_timeout.h"
 #include "brigade/comm/liveness_probe.h"
 #include "brigade/comm/peer_error.h"
@@ -32,11 +33,7 @@ std::string end_key(const std::string& prefix) {
 int64_t left_after(int64_t iteration) { return -1 - iteration; }
 
 AnswersStatuses* find_answers(c10d::ProcessGroup& group) {
-  try {
-    return dynamic_cast<AnswersStatuses*>(group.getBackend(at::kCPU).get());
-  } catch (const std::exception&) {
-    return nullptr;  // no backend for CPU tensors
-  }
+  return dynamic_cast<AnswersStatuses*>(find_backend(group, at::kCPU).get());
 }
 
 // "rank 1 has left after iteration 7"; empty if none has.

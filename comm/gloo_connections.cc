@@ -10,6 +10,7 @@
 #include <string_view>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
+#include "brigade/comm/find_backend.h"
 #include "brigade/comm/sigpipe_block.h"
 
 namespace brigade {
@@ -62,15 +63,9 @@ GlooDevices open_gloo_devices(std::vector<std::string> interfaces) {
 }
 
 GlooDevices gloo_devices_of(c10d::ProcessGroup& group) {
-  try {
-    const auto backend = group.getBackend(at::kCPU);
-    if (auto* gloo = dynamic_cast<ProcessGroupGloo*>(backend.get())) {
-      return gloo->getOptions()->devices;
-    }
-  } catch (const std::exception&) {
-    // It serves no CPU tensors.
-  }
-  return {};
+  const auto backend = find_backend(group, at::kCPU);
+  auto* gloo = dynamic_cast<ProcessGroupGloo*>(backend.get());
+  return gloo == nullptr ? GlooDevices() : gloo->getOptions()->devices;
 }
 
 std::string gloo_address_of(c10d::ProcessGroup& group) {

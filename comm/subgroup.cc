@@ -12,6 +12,7 @@
 #include "absl/strings/str_join.h"
 #include "brigade/comm/channel_identity.h"
 #include "brigade/comm/control_store.h"
+#include "brigade/comm/find_backend.h"
 #include "brigade/comm/group_timeout.h"
 #include "brigade/comm/subgroup_answers.h"
 
@@ -19,12 +20,8 @@ namespace brigade {
 namespace {
 
 AnswersSubgroups* find_answers(c10d::ProcessGroup& group, c10::Device device) {
-  try {
-    return dynamic_cast<AnswersSubgroups*>(
-        group.getBackend(device.type()).get());
-  } catch (const std::exception&) {
-    return nullptr;  // no backend for the device
-  }
+  return dynamic_cast<AnswersSubgroups*>(
+      find_backend(group, device.type()).get());
 }
 
 }  // namespace

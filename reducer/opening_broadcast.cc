@@ -1,24 +1,19 @@
 #include "brigade/reducer/opening_broadcast.h"
 
 #include <ATen/ops/empty_like.h>
-#include <ATen/ops/view_as_real.h>
-#include <c10/core/GradMode.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/util/hash.h>
 
 #include <algorithm>
-#include <torch/csrc/distributed/c10d/comm.hpp>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "brigade/comm/broadcast_tensors.h"
+#include "brigade/comm/find_backend.h"
 #include "brigade/engine/stream_join.h"
 
 namespace brigade {
 namespace {
-
-// Small ones travel together in pieces of this size, so that peak memory stays
-// low.
-constexpr size_t kPieceBytes = size_t{250} << 20;
 
 uint64_t digest_of(const std::vector<at::Tensor>& tensors, int source) {
   uint64_t digest = c10::get_hash(source, tensors.size());
@@ -46,24 +41,26 @@ void OpeningBroadcast::launch() {
     const c10::Stream stream = current_stream(tensor.device());
     if (std::ranges::count(streams_, stream) == 0) streams_.push_back(stream);
   }
-  broadcast(tensors_);
+  broadcast_tensors(group_, tensors_, source_);
 }
 
 void OpeningBroadcast::launch_for_peers() {
   const c10::MultiStreamGuard on_its_streams(streams_);
-  if (group_->getRank() == source_) return broadcast(tensors_);
+  if (group_->getRank() == source_) {
+    return broadcast_tensors(group_, tensors_, source_);
+  }
   std::vector<at::Tensor> unwanted;
   unwanted.reserve(tensors_.size());
   for (const at::Tensor& tensor : tensors_) {
     unwanted.push_back(at::empty_like(tensor));
   }
-  broadcast(unwanted);
+  broadcast_tensors(group_, unwanted, source_);
 }
 
 bool OpeningBroadcast::keeps_host_waiting() const {
   return std::ranges::any_of(tensors_, [this](const at::Tensor& tensor) {
-    const auto backend = group_->getBackend(tensor.device().type());
-    return backend->getBackendName() == "gloo";
+    const auto backend = find_backend(*group_, tensor.device().type());
+    return backend == nullptr || backend->getBackendName() == "gloo";
   });
 }
 
@@ -76,17 +73,6 @@ std::string OpeningBroadcast::describe() const {
   return absl::StrCat("broadcasting ", tensors_.size(),
                       tensors_.size() == 1 ? " buffer" : " buffers",
                       " from rank ", source_);
-}
-
-void OpeningBroadcast::broadcast(const std::vector<at::Tensor>& tensors) const {
-  if (group_->getSize() == 1) return;
-  const at::NoGradGuard no_grad;
-  std::vector<at::Tensor> sent;
-  sent.reserve(tensors.size());
-  for (const at::Tensor& tensor : tensors) {
-    sent.push_back(tensor.is_complex() ? at::view_as_real(tensor) : tensor);
-  }
-  c10d::broadcast_coalesced(group_, sent, kPieceBytes, source_);
 }
 
 }  // namespace brigade

@@ -37,8 +37,6 @@ class OpeningBroadcast final : public Opening {
   std::string describe() const override;
 
  private:
-  void broadcast(const std::vector<at::Tensor>& tensors) const;
-
   const c10::intrusive_ptr<c10d::ProcessGroup> group_;
   const std::vector<at::Tensor> tensors_;
   const int source_;

@@ -1,0 +1,16 @@
+#include "brigade/comm/find_backend.h"
+
+#include <exception>
+
+namespace brigade {
+
+c10::intrusive_ptr<c10d::Backend> find_backend(c10d::ProcessGroup& group,
+                                               c10::DeviceType device_type) {
+  try {
+    return group.getBackend(device_type);
+  } catch (const std::exception&) {
+    return nullptr;
+  }
+}
+
+}  // namespace brigade
