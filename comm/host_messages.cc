@@ -70,7 +70,7 @@ template <typename Condition>
 void HostMessages::wait_until(const Condition& is_true, Deadline deadline) {
   while (true) {
     const uint32_t seen = own_->signal().count();
-    TORCH_CHECK(!is_aborted_, "it was given up");
+    TORCH_CHECK(!is_aborted_, "it was aborted");
     if (is_true()) return;
     TORCH_CHECK(std::chrono::steady_clock::now() < deadline,
                 "nothing came within the group's timeout");

@@ -356,7 +356,7 @@ std::string OrderedCollectives::describe_loss() const {
   return c10::str(lost, ", beside ", in_flight_.front()->describe());
 }
 
-// All that this rank owed has been sent before, so its watcher need not end
+// All that peers wait for has been sent before, so its watcher need not end
 // what is in flight there.
 //
 // A watcher that leaves at the same time closes its connection, of which Gloo
@@ -424,7 +424,7 @@ std::exception_ptr OrderedCollectives::fail(
 }
 
 void OrderedCollectives::abort(const std::exception_ptr& cause) noexcept {
-  fail("it was given up", cause);
+  fail("it was aborted", cause);
 }
 
 bool OrderedCollectives::is_on_one_host() const {

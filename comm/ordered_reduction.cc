@@ -371,9 +371,9 @@ void OrderedReduction::await(const Message& message) {
       std::chrono::ceil<milliseconds>(deadline_.load() - steady_clock::now()));
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    TORCH_CHECK(!is_aborted_, "it was given up");
+    TORCH_CHECK(!is_aborted_, "it was aborted");
   }
-  TORCH_CHECK(message.work->wait(patience), "it was given up");
+  TORCH_CHECK(message.work->wait(patience), "it was aborted");
 }
 
 bool OrderedReduction::is_overdue() const {

@@ -38,13 +38,13 @@ enum class StatusKind : int32_t {
 
 // In place of a number of launches: the sender's connections are gone, or it
 // can't tell what it has launched.
-inline constexpr int32_t kLostGroup = -1;
+inline constexpr int32_t kAbortedGroup = -1;
 
 inline constexpr int32_t kUnknownCount = std::numeric_limits<int32_t>::min();
 
 // Of one process group, since the last exchange.
 struct GroupCounts {
-  int32_t launches = 0;  // the sender's, or kLostGroup
+  int32_t launches = 0;  // the sender's, or kAbortedGroup
 
   // Collectives that the group has launched, by whomever, and that are part of
   // none of these.
@@ -57,7 +57,6 @@ inline constexpr size_t kMaxGroups = 8;
 // Zero-terminated unless full.
 using StatusText = std::array<char, 200>;
 
-// Travels as it lies in memory: ranks run the same build on like machines.
 // What the sender has launched on the group of all ranks in front of a forward,
 // of which a peer that does not come there can launch the same.
 struct OpeningTold {
@@ -65,6 +64,7 @@ struct OpeningTold {
   uint16_t form = 0;             // a digest of them
 };
 
+// Travels as it lies in memory: ranks run the same build on like machines.
 struct RankStatus {
   StatusKind kind = StatusKind::kIdle;
   OpeningTold opening = {};  // since the last exchange; not compared

@@ -60,10 +60,11 @@ std::vector<int32_t> launches_on(size_t group,
   });
 }
 
-bool has_lost_a_group(const RankStatus& rank_status) {
-  return std::ranges::any_of(
-      rank_status.by_group,
-      [](const GroupCounts& counts) { return counts.launches == kLostGroup; });
+bool has_aborted_a_group(const RankStatus& rank_status) {
+  return std::ranges::any_of(rank_status.by_group,
+                             [](const GroupCounts& counts) {
+                               return counts.launches == kAbortedGroup;
+                             });
 }
 
 // The most that one of the ranks has, and how much less than that each has.
@@ -208,7 +209,7 @@ absl::StatusOr<LaunchDeficit> launch_deficit(
     std::span<const RankStatus> by_rank, int rank) {
   std::vector<int> lost;
   for (size_t r = 0; r < by_rank.size(); ++r) {
-    if (has_lost_a_group(by_rank[r])) lost.push_back(static_cast<int>(r));
+    if (has_aborted_a_group(by_rank[r])) lost.push_back(static_cast<int>(r));
   }
   if (!lost.empty()) {
     return absl::FailedPreconditionError(

@@ -55,10 +55,10 @@ using LaunchDeficit = std::array<int32_t, kMaxGroups>;
 // of the same number, on which they launch the same.
 //
 // Errors: FailedPrecondition, on every rank alike, if some rank's deficit can't
-// be launched: it has lost the group; ranks have different plans; or the group
-// has launched collectives that are not the senders', and not equally many on
-// every rank, an opening that one lacks aside, so that zeros would meet another
-// collective.
+// be launched: it has aborted the group; ranks have different plans; or the
+// group has launched collectives that are not the senders', and not equally
+// many on every rank, an opening that one lacks aside, so that zeros would meet
+// another collective.
 absl::StatusOr<LaunchDeficit> launch_deficit(
     std::span<const RankStatus> by_rank, int rank);
 

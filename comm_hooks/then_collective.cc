@@ -86,7 +86,7 @@ void ChainedCollectives::cancel(milliseconds patience) {
   for (const Chain& chain : std::exchange(chains_, {})) {
     wait_for(*chain.first, patience);
     chain.result->setErrorIfNeeded(std::make_exception_ptr(std::runtime_error(
-        "the collective was not launched: its iteration was given up")));
+        "the collective was not launched: its iteration was aborted")));
   }
 }
 

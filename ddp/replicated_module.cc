@@ -317,7 +317,7 @@ void ReplicatedModule::make_buffers_equal() {
   try {
     buffers_.run(session_ == nullptr ? 0 : session_->first_rank_with_data());
   } catch (const c10::DistBackendError&) {
-    reducer_->abandon_group();
+    reducer_->abort_group();
     throw;
   }
 }

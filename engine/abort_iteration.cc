@@ -27,7 +27,7 @@ void abort_iteration(EngineState& state) {
       launch_rest(state, *iteration);
     } catch (...) {
       for (size_t group = 0; group < state.groups.size(); ++group) {
-        state.peers.on(group).lose();
+        state.peers.on(group).abort();
       }
       iteration->failure = message_of(std::current_exception());
     }

@@ -1,5 +1,6 @@
-// What is called from outside of a backward. Between iterations:
-// engine_between.cc.
+// The life of an engine, what its owner calls around a backward, and what it
+// tells of itself. Between iterations: engine_between.cc; by a backward:
+// engine_backward.cc.
 
 #include "brigade/engine/engine.h"
 
@@ -12,6 +13,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "brigade/engine/abort_iteration.h"
+#include "brigade/engine/connect.h"
 #include "brigade/engine/describe_progress.h"
 #include "brigade/engine/launching.h"
 #include "brigade/engine/recovery.h"
@@ -148,7 +150,7 @@ void Engine::ask(std::string_view words, uint64_t digest,
 
 void Engine::fail(const std::exception_ptr& error) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (has_begun(state_.phase) || state_.peers.has_lost_group()) return;
+  if (has_begun(state_.phase) || state_.peers.is_group_aborted()) return;
   if (!state_.iteration) {
     state_.iteration = state_.make_iteration(state_.observations.begun + 1);
   }
@@ -218,10 +220,10 @@ void Engine::finalize() try {
 
 bool Engine::can_continue() const {
   const std::lock_guard<std::mutex> lock(mutex_);
-  return !state_.peers.has_lost_group();
+  return !state_.peers.is_group_aborted();
 }
 
-void Engine::abandon_group() {
+void Engine::abort_group() {
   const std::lock_guard<std::mutex> lock(mutex_);
   state_.abort_group({.kind = StatusKind::kFailed,
                       .iteration = state_.observations.begun,

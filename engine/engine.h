@@ -181,7 +181,7 @@ class Engine : private GradientListener {
 
   // A collective of the caller's has failed by the network: ends what peers may
   // be blocked in.
-  void abandon_group();
+  void abort_group();
 
   // ---- What can be observed.
 

@@ -175,7 +175,7 @@ void Engine::accept_gradient(VariableIndex variable, bool is_defined) {
     state_.observations.timeline.gradient_ready(variable);
   }
   ready.mark(number);
-  if (mark_entry(state_, slot->entry)) launch_ready(state_);
+  if (mark_and_pack(state_, slot->entry)) launch_ready(state_);
 }
 
 void Engine::launch(size_t entry) try {
@@ -193,7 +193,7 @@ void Engine::launch(size_t entry) try {
   try {
     if (is_in_backward) enter_backward(backward_id);
     begin_reduction();
-    if (mark_entry(state_, entry)) launch_ready(state_);
+    if (mark_and_pack(state_, entry)) launch_ready(state_);
   } catch (...) {
     state_.failed(std::current_exception());
     if (!is_in_backward) abort_iteration(state_);

@@ -7,7 +7,7 @@
 #include <utility>
 
 #include "brigade/engine/engine.h"
-#include "brigade/engine/recovery.h"
+#include "brigade/engine/launching_apart.h"
 #include "brigade/engine/status_comparison.h"
 #include "brigade/engine/unconfirmed_ends.h"
 

@@ -47,12 +47,12 @@ void EngineState::adopt_sequence() {
 }
 
 void EngineState::close_groups() {
-  peers.note_lost_group();
+  peers.note_group_aborted();
   for (const auto& group : groups) close_group(*group);
 }
 
 void EngineState::abort_group(const RankStatus& last_words) {
-  peers.tell_of_loss(last_words);
+  peers.tell_of_abort(last_words);
   close_groups();
 }
 

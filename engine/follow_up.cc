@@ -63,11 +63,11 @@ StatusComparison take_turn(EngineState& state, OwnTurn& turn) {
 void follow_up(EngineState& state, OwnTurn* turn,
                std::optional<milliseconds> patience) {
   int may_be_behind = max_ends_behind(state);
-  while (may_be_behind > 0 && !state.peers.has_lost_group()) {
+  while (may_be_behind > 0 && !state.peers.is_group_aborted()) {
     may_be_behind = take_part(state, turn, patience) ? may_be_behind - 1 : 0;
   }
   state.unconfirmed_ends.clear();
-  if (!state.peers.has_lost_group()) state.peers.met();
+  if (!state.peers.is_group_aborted()) state.peers.met();
 }
 
 }  // namespace brigade

@@ -32,10 +32,10 @@ class GroupAccount {
     try {
       launch();
     } catch (...) {
-      if (before && group_count() != before) launches_ = kLostGroup;
+      if (before && group_count() != before) launches_ = kAbortedGroup;
       throw;
     }
-    if (launches_ != kLostGroup) ++launches_;
+    if (launches_ != kAbortedGroup) ++launches_;
     if (!before) return;
     const int64_t own = group_count().value_or(*before) - *before;
     if (counted_from_) *counted_from_ += own;
@@ -56,7 +56,7 @@ class GroupAccount {
   }
 
   // What this rank has launched can't be told any more.
-  void lose() { launches_ = kLostGroup; }
+  void abort() { launches_ = kAbortedGroup; }
 
   // Where the group's other collectives lie between the launches is told, too.
   void compare_others(bool value) { compares_others_ = value; }

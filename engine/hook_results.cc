@@ -94,7 +94,7 @@ std::optional<Failure> launch_chained(EngineState& state,
                      });
     } catch (...) {
       // Nothing can stand in for what its peers have launched.
-      account.lose();
+      account.abort();
       return failure_of(state, iteration, ErrorSource::kFuture,
                         first_unit(iteration));
     }

@@ -65,7 +65,7 @@ void launch_substitute(EngineState& state, Iteration& iteration,
 
 }  // namespace
 
-bool mark_entry(EngineState& state, size_t entry) {
+bool mark_and_pack(EngineState& state, size_t entry) {
   Iteration& iteration = *state.iteration;
   if (!iteration.order.mark(entry)) return false;
   pack(state, *iteration.sequence[entry]);
@@ -97,14 +97,6 @@ void make_up_deficit(EngineState& state, Iteration& iteration,
       std::accumulate(deficit.begin(), deficit.end(), int64_t{0});
   TORCH_CHECK(missing == 0, missing,
               " launches are missing beyond those of the sequence");
-}
-
-void launch_opening_for_peers(EngineState& state, OpeningTold told) {
-  TORCH_CHECK(state.opening &&
-                  static_cast<uint16_t>(state.opening->form()) == told.form,
-              "peers have launched something in front of a forward that this "
-              "rank has not launched before");
-  state.opening->launch_for_peers();
 }
 
 void launch_rest(EngineState& state, Iteration& iteration) {

@@ -15,7 +15,7 @@ namespace brigade {
 
 // One of those that `entry` waits for is there: packs it if that was the last.
 // Returns whether it was. Errors: what packing throws.
-bool mark_entry(EngineState& state, size_t entry);
+bool mark_and_pack(EngineState& state, size_t entry);
 
 // Launches what is ready of the running iteration; substitutes if it is a
 // shadow. Errors: what a collective throws, with its name in front.
@@ -25,10 +25,6 @@ void launch_ready(EngineState& state);
 // is aborted, and discards the results. Errors: what a collective throws.
 void make_up_deficit(EngineState& state, Iteration& iteration,
                      LaunchDeficit deficit);
-
-// What peers have launched in front of a forward and this rank has not. Errors:
-// RuntimeError if it does not know what that is; what the collectives throw.
-void launch_opening_for_peers(EngineState& state, OpeningTold told);
 
 // Launches on nothing all of an iteration that is aborted and has not been
 // launched, and does not wait. Errors: what a collective throws.

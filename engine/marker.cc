@@ -11,7 +11,7 @@ void Marker::mark(size_t variable, Slot slot) {
     state_.observations.timeline.gradient_ready(state_.variable(variable));
   }
   state_.iteration->ready.mark(variable);
-  mark_entry(state_, slot.entry);
+  mark_and_pack(state_, slot.entry);
 }
 
 void Marker::deliver_through(size_t entry) {

@@ -59,7 +59,7 @@ PendingExchange PeerStatus::begin_exchange(RankStatus own,
                                            bool tells_launches) {
   for (size_t group = 0; tells_launches && group < accounts_.size(); ++group) {
     const GroupAccount::Told told = accounts_[group].take();
-    if (counts_launches_ || told.counts.launches == kLostGroup) {
+    if (counts_launches_ || told.counts.launches == kAbortedGroup) {
       own.by_group[group] = told.counts;
     }
     if (group == 0) own.opening = told.opening;
@@ -135,9 +135,9 @@ void PeerStatus::met() {
   for (GroupAccount& account : accounts_) account.restart();
 }
 
-void PeerStatus::tell_of_loss(RankStatus own) noexcept {
+void PeerStatus::tell_of_abort(RankStatus own) noexcept {
   met();
-  for (GroupCounts& counts : own.by_group) counts.launches = kLostGroup;
+  for (GroupCounts& counts : own.by_group) counts.launches = kAbortedGroup;
   try {
     if (channel_) last_words_ = channel_->exchange(own);
   } catch (const std::exception&) {

@@ -95,8 +95,8 @@ class PeerStatus {
   bool has_gone_on();
 
   // The groups' connections are closed.
-  void note_lost_group() { has_lost_group_ = true; }
-  bool has_lost_group() const { return has_lost_group_; }
+  void note_group_aborted() { is_group_aborted_ = true; }
+  bool is_group_aborted() const { return is_group_aborted_; }
 
   // Ranks compare where the groups' other collectives lie between the launches:
   // for hooks that may launch some when others are complete.
@@ -133,7 +133,7 @@ class PeerStatus {
 
   // This rank can't launch on the group any more; says so and does not wait.
   // Does not throw.
-  void tell_of_loss(RankStatus own) noexcept;
+  void tell_of_abort(RankStatus own) noexcept;
 
   // The plan that all ranks have been seen to have.
   bool is_agreed(uint64_t fingerprint) const { return agreed_ == fingerprint; }
@@ -153,7 +153,7 @@ class PeerStatus {
   std::vector<GroupAccount> accounts_;       // by group
   std::optional<ChannelIdentity> identity_;  // if ranks connect later
   std::unique_ptr<ControlChannel> channel_;  // null until ranks connect
-  bool has_lost_group_ = false;
+  bool is_group_aborted_ = false;
   PendingExchange last_words_;  // nobody waits for it, but it travels
   std::optional<uint64_t> agreed_;
 };

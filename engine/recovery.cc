@@ -11,11 +11,11 @@
 #include "absl/strings/str_cat.h"
 #include "brigade/comm/group_timeout.h"
 #include "brigade/comm/message_of.h"
-#include "brigade/comm/peer_error.h"
 #include "brigade/comm/timed_wait.h"
 #include "brigade/engine/failure.h"
 #include "brigade/engine/hook_scope.h"
 #include "brigade/engine/launching.h"
+#include "brigade/engine/launching_apart.h"
 #include "brigade/engine/progress.h"
 #include "brigade/engine/stream_join.h"
 
@@ -43,7 +43,7 @@ void resync(EngineState& state, Iteration& iteration,
       comparison.deficit = absl::UnavailableError(
           absl::StrCat("this rank could not be brought in step: ",
                        message_of(std::current_exception())));
-      tell_of_loss(state, iteration, comparison.deficit.status());
+      tell_of_abort(state, iteration, comparison.deficit.status());
     }
   }
   if (!comparison.deficit.ok()) return close_and_abandon(state, iteration);
@@ -94,27 +94,11 @@ void drain(EngineState& state, Iteration& iteration) {
   abandon_buffers(state, iteration);
 }
 
-void tell_of_loss(EngineState& state, const Iteration& iteration,
-                  const absl::Status& why) {
-  state.peers.tell_of_loss({.kind = StatusKind::kFailed,
-                            .iteration = iteration.number,
-                            .text = status_text(why.ToString())});
-}
-
-void call_apart(EngineState& state, std::string_view doing,
-                const std::function<void()>& collective) {
-  const WaitForPeers waiting(*state.observations.progress);
-  try {
-    collective();
-  } catch (...) {
-    state.abort_group(
-        {.kind = StatusKind::kFailed,
-         .iteration = state.observations.begun,
-         .text = status_text(message_of(std::current_exception()))});
-    throw_peer_error(absl::StrCat(state.options.name, ": ", std::string(doing),
-                                  " on rank ", state.group()->getRank()),
-                     std::current_exception());
-  }
+void tell_of_abort(EngineState& state, const Iteration& iteration,
+                   const absl::Status& why) {
+  state.peers.tell_of_abort({.kind = StatusKind::kFailed,
+                             .iteration = iteration.number,
+                             .text = status_text(why.ToString())});
 }
 
 void keep_until_done(std::shared_ptr<void> kept, const Iteration& iteration) {

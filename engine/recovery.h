@@ -9,11 +9,7 @@
 #ifndef BRIGADE_ENGINE_RECOVERY_H_
 #define BRIGADE_ENGINE_RECOVERY_H_
 
-#include <chrono>
-#include <functional>
 #include <memory>
-#include <optional>
-#include <string_view>
 
 #include "absl/status/status.h"
 #include "brigade/engine/engine_state.h"
@@ -41,13 +37,8 @@ void drain(EngineState& state, Iteration& iteration);
 void abandon_buffers(EngineState& state, Iteration& iteration);
 
 // This rank can't come to the place where its peers are.
-void tell_of_loss(EngineState& state, const Iteration& iteration,
-                  const absl::Status& why);
-
-// Calls a collective that belongs to no iteration. Errors: PeerError; the group
-// is lost then.
-void call_apart(EngineState& state, std::string_view doing,
-                const std::function<void()>& collective);
+void tell_of_abort(EngineState& state, const Iteration& iteration,
+                   const absl::Status& why);
 
 // Collectives in flight that may never end keep what a policy lets go of.
 void keep_until_done(std::shared_ptr<void> kept, const Iteration& iteration);

@@ -3,6 +3,7 @@
 #include <string>
 
 #include "absl/strings/str_cat.h"
+#include "brigade/engine/connect.h"
 #include "brigade/engine/exchange.h"
 #include "brigade/engine/follow_up.h"
 #include "brigade/engine/launching.h"
@@ -27,16 +28,6 @@ RankStatus begin_status(const EngineState& state) {
 }
 
 }  // namespace
-
-void connect(EngineState& state) {
-  state.peers.connect();
-  if (!state.options.has_control_channel) return;
-  state.observations.watch_stalls(
-      state.group(), state.peers.store_prefix(),
-      {.engine = state.options.name,
-       .unit = std::string(state.policy.unit_word())},
-      state.describe_progress);
-}
 
 // Peers are waited for where lengths could clash: before the first entry of a
 // sequence, and before one whose result decides what is launched. A sequence is

@@ -17,9 +17,6 @@
 
 namespace brigade {
 
-// Ranks connect to each other. Collective.
-void connect(EngineState& state);
-
 // Compares the policy's sequence, if it is another one than was compared last.
 // Errors: as end_together().
 void agree_on_sequence(EngineState& state, Iteration& iteration);

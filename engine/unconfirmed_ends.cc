@@ -27,7 +27,7 @@ void confirm_oldest_end(EngineState& state, OwnTurn* turn) {
             found.deficit = absl::FailedPreconditionError(
                 "A rank that had delivered has launched other collectives on "
                 "the group since, so that its connections are closed.");
-            tell_of_loss(state, *end.iteration, found.deficit.status());
+            tell_of_abort(state, *end.iteration, found.deficit.status());
           }
           return found;
         },

@@ -332,7 +332,7 @@ void register_reducer(py::module_& module) {
            "False once the group's connections are closed, after a peer has "
            "died, left or not answered: a new group is needed. True after "
            "other errors.")
-      .def("_abandon_group", &TorchReducer::abandon_group, NoGil())
+      .def("_abort_group", &TorchReducer::abort_group, NoGil())
       .def("_meet_peers", &TorchReducer::meet_peers, NoGil())
       .def("_send_buffers", &TorchReducer::send_buffers, py::arg("buffers"),
            NoGil())

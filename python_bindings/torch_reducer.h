@@ -61,8 +61,8 @@ class TorchReducer {
 
   // See Reducer.
   bool can_continue() const { return !reducer_ || reducer_->can_continue(); }
-  void abandon_group() {
-    if (reducer_) reducer_->abandon_group();
+  void abort_group() {
+    if (reducer_) reducer_->abort_group();
   }
 
   // Before a collective of the caller's own: ranks that are not in step raise.

@@ -49,7 +49,7 @@ DimsList shapes_as_reals(const ParameterTable& table,
   return shapes;
 }
 
-// Memory that is to be let go of is not handed over.
+// Memory that is to be let go of is not donated.
 bool may_donate(const ReducerOptions& options) {
   return !options.gradients_as_bucket_views && !options.lazy_bucket_allocation;
 }

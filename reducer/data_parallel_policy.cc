@@ -299,7 +299,7 @@ std::optional<Slot> DataParallelPolicy::on_gradient(VariableIndex variable,
   const size_t bucket = bound_.plan.locate(variable.parameter).bucket;
   bound_.buckets[bucket].gradient_produced(variable.replica);
   const size_t number = table_.number_of(variable);
-  if (hook_counts_ && !hook_counts_->is_last(number)) return std::nullopt;
+  if (hook_counts_ && !hook_counts_->count_run(number)) return std::nullopt;
   return ready_slot(variable, number);
 }
 

@@ -39,7 +39,7 @@ const char* cure_of_missing(const ReducerOptions& options, bool all_frozen) {
 
 const char* cure_of_second(const ReducerOptions& options) {
   if (options.static_graph) {
-    return "Its hook fired more often than in the first iteration: use every "
+    return "Its hook ran more often than in the first iteration: use every "
            "parameter equally often in all iterations, or clear static_graph.";
   }
   return "Run one backward per forward, over the sum of the losses. If "
@@ -115,7 +115,7 @@ std::string describe_late_gradient(const ParameterTable& table,
   return absl::StrCat(
       "Reducer: a second backward reached ", table.name_of(parameter),
       " after ", describe(occasion),
-      " was over (reduced, or given up after an error); its gradient would be "
+      " was over (reduced, or aborted after an error); its gradient would be "
       "added on this rank alone.\nRun a new forward for it, or both losses in "
       "one backward.");
 }

@@ -5,14 +5,14 @@
 namespace brigade {
 
 HookCounts::HookCounts(size_t num_variables)
-    : counts_(num_variables), last_fired_(num_variables) {}
+    : counts_(num_variables), last_run_(num_variables) {}
 
 void HookCounts::restart() { std::fill(counts_.begin(), counts_.end(), 0); }
 
-bool HookCounts::is_last(size_t variable) {
+bool HookCounts::count_run(size_t variable) {
   ++counts_[variable];
   if (!is_learning()) return counts_[variable] == expected_[variable];
-  last_fired_[variable] = ++num_fired_;
+  last_run_[variable] = ++num_runs_;
   return false;
 }
 
@@ -20,15 +20,14 @@ std::vector<size_t> HookCounts::freeze() {
   // What one rank learns alone, no other will count anew with it.
   stage_ = stage_ == Stage::kLearning ? Stage::kCounted : Stage::kKnown;
   expected_ = counts_;
-  std::vector<size_t> fired;
+  std::vector<size_t> called;
   for (size_t i = 0; i < counts_.size(); ++i) {
-    (counts_[i] > 0 ? fired : silent_).push_back(i);
+    (counts_[i] > 0 ? called : silent_).push_back(i);
   }
-  std::sort(fired.begin(), fired.end(), [this](size_t a, size_t b) {
-    return last_fired_[a] < last_fired_[b];
-  });
-  last_fired_ = {};
-  return fired;
+  std::sort(called.begin(), called.end(),
+            [this](size_t a, size_t b) { return last_run_[a] < last_run_[b]; });
+  last_run_ = {};
+  return called;
 }
 
 void HookCounts::confirm() {

@@ -1,4 +1,4 @@
-// How often the gradient hook of each parameter fires in an iteration of a
+// How often the gradient hook of each parameter runs in an iteration of a
 // static graph.
 //
 // A parameter that a reentrant checkpoint or shared weights reach several times
@@ -33,7 +33,7 @@ class HookCounts {
 
   // Counts a run of its hook. True if it was the last of this iteration; false
   // while learning. REQUIRES: it has not been the last before.
-  bool is_last(size_t variable);
+  bool count_run(size_t variable);
 
   // The first iteration's backward is over: its counts hold from now on, unless
   // it is aborted. Returns the variables whose hooks ran, in the order of the
@@ -48,10 +48,10 @@ class HookCounts {
   // one is.
   void abort();
 
-  // Variables that never fire, ascending. REQUIRES: !is_learning().
+  // Variables whose hooks never run, ascending. REQUIRES: !is_learning().
   const std::vector<size_t>& silent() const { return silent_; }
 
-  // True if a variable is known never to fire.
+  // True if a variable's hook is known never to run.
   bool is_silent(size_t variable) const {
     return !is_learning() && expected_[variable] == 0;
   }
@@ -65,10 +65,10 @@ class HookCounts {
   };
 
   Stage stage_ = Stage::kLearning;
-  std::vector<uint32_t> counts_;      // by variable, in this iteration
-  std::vector<uint32_t> expected_;    // by variable
-  std::vector<uint64_t> last_fired_;  // by variable: when, while learning
-  uint64_t num_fired_ = 0;
+  std::vector<uint32_t> counts_;    // by variable, in this iteration
+  std::vector<uint32_t> expected_;  // by variable
+  std::vector<uint64_t> last_run_;  // by variable: when, while learning
+  uint64_t num_runs_ = 0;
   std::vector<size_t> silent_;
 };
 

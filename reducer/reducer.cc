@@ -197,7 +197,7 @@ at::Tensor Reducer::used_parameter_counts() {
 
 bool Reducer::can_continue() const { return engine_->can_continue(); }
 
-void Reducer::abandon_group() { engine_->abandon_group(); }
+void Reducer::abort_group() { engine_->abort_group(); }
 
 bool Reducer::is_graph_static() const {
   return engine_->locked([&] { return policy_->is_graph_static(); });

@@ -231,7 +231,7 @@ class Reducer {
 
   // A collective of the caller's own has failed by the network: closes the
   // group's connections, which ends what peers may be blocked in.
-  void abandon_group();
+  void abort_group();
 
   // The graph is declared static, or all iterations so far left the same
   // parameters unused: static_graph = true would save the search.

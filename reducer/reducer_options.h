@@ -58,7 +58,7 @@ struct ReducerOptions {
 
   // The same parameters are used equally often in every iteration, which is
   // what checkpointing with reentrant backwards needs. The first iteration
-  // counts how often each gradient hook fires and is reduced when its backward
+  // counts how often each gradient hook runs and is reduced when its backward
   // ends; later ones are held to that, at no cost per iteration. Unused
   // parameters may be among them: find_unused_parameters and
   // skip_all_reduce_unused_parameters have no effect beside this.

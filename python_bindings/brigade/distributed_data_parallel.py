@@ -681,7 +681,7 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
             super()._default_broadcast_coalesced(*args, **kwargs)
         except RuntimeError as error:
             if not self._delay_all_reduce_all_params:
-                self.reducer._abandon_group()
+                self.reducer._abort_group()
             raise dist.DistBackendError(
                 "DistributedDataParallel: broadcasting buffers on rank "
                 f"{self.process_group.rank()} failed; a peer has died, left or not answered: "

@@ -186,7 +186,7 @@ TEST(LaunchDeficitTest, CollectivesOfOthersThatAllRanksLaunchedDoNoHarm) {
             2);
 }
 
-TEST(LaunchDeficitTest, CollectivesOfOthersInBetweenCannotBePaid) {
+TEST(LaunchDeficitTest, CollectivesOfOthersInBetweenLetNothingBeLaunched) {
   const Statuses by_rank = {launched({.launches = 1, .foreign = 0}),
                             launched({.launches = 3, .foreign = 1}),
                             launched({.launches = 3, .foreign = 1})};
@@ -199,7 +199,7 @@ TEST(LaunchDeficitTest, CollectivesOfOthersInBetweenCannotBePaid) {
   }
 }
 
-TEST(LaunchDeficitTest, CollectivesOfOthersOnAGroupCannotBePaid) {
+TEST(LaunchDeficitTest, CollectivesOfOthersOnAGroupLetNothingBeLaunched) {
   const Statuses by_rank = {
       launched({.launches = 1}, {.launches = 2, .foreign = 3}),
       launched({.launches = 1}, {.launches = 2, .foreign = 4})};
@@ -276,7 +276,7 @@ TEST(FollowUpTest, AgreesOnlyIfGroupsHaveLaunchedAsMuch) {
   EXPECT_TRUE(check_statuses(Statuses{ahead, behind}).ok());
 }
 
-TEST(LaunchDeficitTest, ADebtOfAnotherPlanCannotBePaid) {
+TEST(LaunchDeficitTest, ThatOfAnotherPlanCannotBeLaunched) {
   for (const size_t group : {0, 1}) {
     Statuses by_rank(2);
     for (int rank = 0; rank < 2; ++rank) {
@@ -290,10 +290,10 @@ TEST(LaunchDeficitTest, ADebtOfAnotherPlanCannotBePaid) {
   }
 }
 
-TEST(LaunchDeficitTest, NothingCanBePaidWhereARankHasLostTheGroup) {
+TEST(LaunchDeficitTest, NothingCanBeLaunchedWhereARankHasAbortedTheGroup) {
   for (const size_t group : {0, 1}) {
     Statuses by_rank = {launched({.launches = 1}), {}, {}};
-    by_rank[1].by_group[group].launches = kLostGroup;
+    by_rank[1].by_group[group].launches = kAbortedGroup;
     for (int rank = 0; rank < 3; ++rank) {
       EXPECT_EQ(launch_deficit(by_rank, rank).status().message(),
                 "ranks can't be brought in step: rank 1 can't go on with "

@@ -112,7 +112,7 @@ TEST_F(AskingTest, ADifferenceInTheMiddleOfAnIterationEndsItEverywhere) {
 // Who asks in the middle of a backward launches the rest: nothing is left to be
 // brought in step, though the peer has told of fewer launches, and of other
 // plans.
-TEST_F(AskingTest, ARankAtTheEndOwesNothingToOneThatAsks) {
+TEST_F(AskingTest, ARankAtTheEndLaunchesNothingForOneThatAsks) {
   begin_with({1, 1});
   peer_at(StatusKind::kEnd, [](RankStatus& peer) {
     peer.kind = StatusKind::kAsk;

@@ -76,7 +76,7 @@ class LaunchingTest : public ::testing::Test {
 
   // The owner gives its word.
   void word(size_t entry) {
-    if (mark_entry(*state_, entry)) launch_ready(*state_);
+    if (mark_and_pack(*state_, entry)) launch_ready(*state_);
   }
 
   void fails_at(size_t entry, Step step = Step::kLaunch) {
@@ -85,7 +85,7 @@ class LaunchingTest : public ::testing::Test {
 
   void deficit(int32_t num_launches, int32_t on_second_group = 0) {
     make_up_deficit(*state_, *state_->iteration,
-                   {num_launches, on_second_group});
+                    {num_launches, on_second_group});
   }
 
   // Since the last call.
@@ -294,7 +294,7 @@ TEST_F(LaunchingTest, AnEntryThatOnlyTheNetworkFailsLosesTheGroup) {
   fails_at(0);
   EXPECT_THROW(ready(0), c10::DistBackendError);
   EXPECT_EQ(state_->phase, Phase::kLost);
-  EXPECT_TRUE(state_->peers.has_lost_group());
+  EXPECT_TRUE(state_->peers.is_group_aborted());
 }
 
 TEST_F(LaunchingTest, AnEntryThatCannotBePackedIsNotLaunched) {

@@ -319,7 +319,7 @@ TEST_F(PhaseTest, TheEndOfABackwardBehindAnErrorTellsIt) {
 
 TEST_F(PhaseTest, TheEndOfABackwardBehindAnErrorThatCannotBeToldIsApart) {
   peer_at(StatusKind::kFailed,
-          [](RankStatus& peer) { peer.by_group[0].launches = kLostGroup; });
+          [](RankStatus& peer) { peer.by_group[0].launches = kAbortedGroup; });
   step_reaching([this] { fail_and_go_on(); });
   EXPECT_THAT(take_statuses(), SizeIs(1));
   EXPECT_EQ(num_aborted(), 1);

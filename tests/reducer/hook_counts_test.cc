@@ -13,9 +13,9 @@ using ::testing::ElementsAre;
 using ::testing::IsEmpty;
 
 HookCounts after_a_backward(HookCounts counts,
-                            std::initializer_list<size_t> fired) {
+                            std::initializer_list<size_t> runs) {
   counts.restart();
-  for (const size_t variable : fired) counts.is_last(variable);
+  for (const size_t variable : runs) counts.count_run(variable);
   counts.freeze();
   return counts;
 }
@@ -24,15 +24,15 @@ TEST(HookCountsTest, HoldLaterIterationsToTheFirst) {
   HookCounts counts(3);
   counts.restart();
   for (const size_t variable : {2, 0, 2}) {
-    EXPECT_FALSE(counts.is_last(variable));
+    EXPECT_FALSE(counts.count_run(variable));
   }
   EXPECT_THAT(counts.freeze(), ElementsAre(0, 2));
   EXPECT_THAT(counts.silent(), ElementsAre(1));
   counts.confirm();
   counts.restart();
-  EXPECT_FALSE(counts.is_last(2));
-  EXPECT_TRUE(counts.is_last(0));
-  EXPECT_TRUE(counts.is_last(2));
+  EXPECT_FALSE(counts.count_run(2));
+  EXPECT_TRUE(counts.count_run(0));
+  EXPECT_TRUE(counts.count_run(2));
   EXPECT_TRUE(counts.is_silent(1));
   EXPECT_FALSE(counts.is_silent(2));
 }
@@ -68,12 +68,12 @@ TEST(HookCountsTest, AreLearntAloneBehindAnIterationThatOnlyOthersCounted) {
 TEST(HookCountsTest, AnIterationThatIsAbortedBeforeItIsCountedTeachesNothing) {
   HookCounts counts(1);
   counts.restart();
-  counts.is_last(0);
+  counts.count_run(0);
   counts.abort();
   EXPECT_TRUE(counts.are_all_learning());
   counts = after_a_backward(counts, {0});
   counts.restart();
-  EXPECT_TRUE(counts.is_last(0));
+  EXPECT_TRUE(counts.count_run(0));
 }
 
 }  // namespace

@@ -99,7 +99,7 @@ TEST_P(RecoverTest, IsFreeBehindAFailureAtTheBegin) {
 }
 
 TEST_P(RecoverTest, AsksBehindAnEndAtWhichThePeerWasLost) {
-  peer_fails_at(StatusKind::kEnd, kLostGroup);
+  peer_fails_at(StatusKind::kEnd, kAbortedGroup);
   EXPECT_FALSE(reducer_.can_continue());
   EXPECT_TRUE(asks());
 }

@@ -818,7 +818,7 @@ TEST(ReducerTest, ConstructionNeedNotCommunicate) {
                c10::ValueError);
 }
 
-TEST(ReducerTest, TellsWhatABackwardStillOwes) {
+TEST(ReducerTest, TellsWhichGradientsABackwardStillLacks) {
   const ToyModel model({{2}, {3}, {4}});
   Reducer reducer(model.parameters, single_process_group());
   const at::Tensor loss = model.loss(0);
