@@ -16,10 +16,15 @@ HookTraits traits_of(c10d::CommHookInterface& hook) {
   const auto* wire_format = dynamic_cast<const DeclaresWireFormat*>(&hook);
   const auto* stepping = dynamic_cast<const StepsParameters*>(&hook);
   const auto* named = dynamic_cast<const HasHookName*>(&hook);
+  auto* host_sums = dynamic_cast<TakesHostSums*>(&hook);
+  if (host_sums != nullptr && !host_sums->takes_host_sums()) {
+    host_sums = nullptr;
+  }
   return {
       .hook = &hook,
       .wire_format = wire_format,
       .listener = dynamic_cast<IterationListener*>(&hook),
+      .host_sums = host_sums,
       .fails_by_network_only =
           wire_format != nullptr && wire_format->fails_by_network_only(),
       .lets_go_of_buffer =

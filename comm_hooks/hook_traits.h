@@ -12,6 +12,7 @@
 #include <torch/csrc/distributed/c10d/comm.hpp>
 
 #include "brigade/comm_hooks/iteration_listener.h"
+#include "brigade/comm_hooks/takes_host_sums.h"
 #include "brigade/comm_hooks/wire_format.h"
 
 namespace brigade {
@@ -21,6 +22,7 @@ struct HookTraits {
   c10d::CommHookInterface* hook = nullptr;          // never null
   const DeclaresWireFormat* wire_format = nullptr;  // null: gets raw gradients
   IterationListener* listener = nullptr;            // null: not interested
+  TakesHostSums* host_sums = nullptr;               // null: takes none
   bool fails_by_network_only = false;               // false for a user's hook
   bool lets_go_of_buffer = false;                   // likewise
   bool sums_in_order = false;                       // likewise

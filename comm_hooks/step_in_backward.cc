@@ -89,7 +89,6 @@ class SteppingHook final : public c10d::CommHookInterface,
                ParameterStep step, ParameterFilter is_stepped)
       : hook_(std::move(hook)),
         traits_(traits_of(*hook_)),
-        inner_(dynamic_cast<TakesHostSums*>(hook_.get())),
         step_(std::move(step)),
         is_stepped_(std::move(is_stepped)) {}
 
@@ -132,12 +131,10 @@ class SteppingHook final : public c10d::CommHookInterface,
 
   bool steps_parameters() const override { return true; }
 
-  bool takes_host_sums() const override {
-    return inner_ != nullptr && inner_->takes_host_sums();
-  }
+  bool takes_host_sums() const override { return traits_.host_sums != nullptr; }
 
   void take_host_sums(std::shared_ptr<HostSums> sums) override {
-    inner_->take_host_sums(std::move(sums));
+    traits_.host_sums->take_host_sums(std::move(sums));
   }
 
   void iteration_begins(bool has_data) override {
@@ -162,8 +159,7 @@ class SteppingHook final : public c10d::CommHookInterface,
   }
 
   const std::shared_ptr<c10d::CommHookInterface> hook_;
-  const HookTraits traits_;     // of hook_
-  TakesHostSums* const inner_;  // likewise; null: takes none
+  const HookTraits traits_;  // of hook_
   const ParameterStep step_;
   const ParameterFilter is_stepped_;  // null: all are
   bool has_data_ =

@@ -1,6 +1,6 @@
 #include "brigade/fsdp/checkpoint_items.h"
 
-#include <ATen/core/grad_mode.h>
+#include <ATen/TensorGeometry.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <c10/core/ScalarType.h>
@@ -11,7 +11,6 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "brigade/comm/agreement.h"
 
 namespace brigade {
 namespace {
@@ -45,18 +44,11 @@ std::optional<SafetensorsDtype> format_dtype(at::ScalarType dtype) {
   }
 }
 
-const at::Tensor& parameter_of(const CheckpointItem& item) {
-  return item.segment->parameters()[item.parameter].tensor;
-}
-
-ShardRange range_of(const CheckpointItem& item) {
-  return item.segment->layout().range(item.parameter, item.segment->rank());
-}
-
-absl::Status check(const CheckpointItem& item, const at::Tensor& shard) {
-  if (!item.is_replicated && item.tensor.numel() != shard.numel()) {
+absl::Status check(const CheckpointItem& item) {
+  const int64_t numel = item.parameter->held.numel();
+  if (!item.is_replicated && item.tensor.numel() != numel) {
     return absl::InvalidArgumentError(absl::StrCat(
-        "'", item.entry.name, "': expected ", shard.numel(),
+        "'", item.entry.name, "': expected ", numel,
         " elements, as the shard has, found ", item.tensor.numel(), "."));
   }
   if (!format_dtype(item.tensor.scalar_type())) {
@@ -67,56 +59,49 @@ absl::Status check(const CheckpointItem& item, const at::Tensor& shard) {
   return absl::OkStatus();
 }
 
-CheckpointItem item_of(const Segment& segment, size_t parameter,
-                       const ShardedTensors& kind, at::Tensor tensor) {
-  const NamedParameter& named = segment.parameters()[parameter];
+CheckpointItem item_of(const CheckpointedParameter& parameter, size_t kind,
+                       const ShardedTensors& of_kind, at::Tensor tensor) {
   SafetensorsEntry entry = {
-      .name = absl::StrCat(named.name, kind.suffix),
+      .name = absl::StrCat(parameter.name, of_kind.suffix),
       .dtype =
           format_dtype(tensor.scalar_type()).value_or(SafetensorsDtype::kF32),
-      .shape = kind.is_replicated ? tensor.sizes().vec()
-                                  : named.tensor.sizes().vec()};
+      .shape = of_kind.is_replicated ? tensor.sizes().vec() : parameter.shape};
   return {.entry = std::move(entry),
-          .segment = &segment,
-          .parameter = parameter,
-          .is_replicated = kind.is_replicated,
+          .parameter = &parameter,
+          .kind = kind,
+          .is_replicated = of_kind.is_replicated,
           .tensor = std::move(tensor)};
 }
 
 }  // namespace
 
-int64_t CheckpointItem::begin() const {
-  return is_replicated ? 0 : range_of(*this).in_parameter;
-}
-
 std::vector<int64_t> CheckpointItem::strides() const {
   return is_replicated ? tensor.contiguous().strides().vec()
-                       : parameter_of(*this).strides().vec();
+                       : parameter->strides;
 }
 
 bool CheckpointItem::is_in_c_order() const {
-  return is_replicated || parameter_of(*this).is_contiguous();
+  return is_replicated ||
+         at::geometry_is_contiguous(parameter->shape, parameter->strides);
 }
 
 at::Tensor CheckpointItem::flat() const {
-  const at::Tensor& like = parameter_of(*this);
-  if (is_replicated || tensor.sizes() != like.sizes()) {
+  if (is_replicated || tensor.sizes() != parameter->shape) {
     return tensor.contiguous().view({-1});
   }
   at::Tensor in_memory = tensor;
-  if (tensor.strides() != like.strides()) {
-    in_memory =
-        at::empty_strided(like.sizes(), like.strides(), tensor.options());
+  if (tensor.strides() != parameter->strides) {
+    in_memory = at::empty_strided(parameter->shape, parameter->strides,
+                                  tensor.options());
     in_memory.copy_(tensor);
   }
   return in_memory.as_strided({numel()}, {1});
 }
 
 void CheckpointItem::assign(const at::Tensor& flat) const {
-  const at::Tensor& like = parameter_of(*this);
-  const bool is_whole = !is_replicated && tensor.sizes() == like.sizes();
-  tensor.copy_(is_whole ? flat.as_strided(like.sizes(), like.strides())
-                        : flat.view(tensor.sizes()));
+  const bool has_all = !is_replicated && tensor.sizes() == parameter->shape;
+  tensor.copy_(has_all ? flat.as_strided(parameter->shape, parameter->strides)
+                       : flat.view(tensor.sizes()));
 }
 
 std::vector<SafetensorsEntry> CheckpointItems::entries() const {
@@ -126,23 +111,25 @@ std::vector<SafetensorsEntry> CheckpointItems::entries() const {
   return entries;
 }
 
-CheckpointItems checkpoint_items(const ShardedRoot& root,
+CheckpointItems checkpoint_items(const CheckpointedModel& model,
                                  std::span<const ShardedTensors> tensors) {
   CheckpointItems found;
-  for (size_t unit = 0; unit < root.num_units(); ++unit) {
-    for (const auto& segment : root.unit(unit).segments) {
-      for (size_t kind = 0; kind < tensors.size(); ++kind) {
-        for (size_t i = 0; i < segment->parameters().size(); ++i) {
-          const at::Tensor& shard = segment->shards()[i];
-          const at::Tensor tensor = tensors[kind].of(shard);
-          if (!tensor.defined()) continue;
-          CheckpointItem item =
-              item_of(*segment, i, tensors[kind], tensor.detach());
-          item.unit = unit;
-          item.kind = kind;
-          if (found.status.ok()) found.status = check(item, shard);
-          found.items.push_back(std::move(item));
-        }
+  const std::vector<CheckpointedParameter>& parameters = model.parameters();
+  for (size_t begin = 0, end = 0; begin < parameters.size(); begin = end) {
+    // Those of a segment travel together, kind by kind.
+    end = begin + 1;
+    while (end < parameters.size() && parameters[end].segment != nullptr &&
+           parameters[end].segment == parameters[begin].segment) {
+      ++end;
+    }
+    for (size_t kind = 0; kind < tensors.size(); ++kind) {
+      for (size_t i = begin; i < end; ++i) {
+        const at::Tensor tensor = tensors[kind].of(parameters[i].held);
+        if (!tensor.defined()) continue;
+        CheckpointItem item =
+            item_of(parameters[i], kind, tensors[kind], tensor.detach());
+        if (found.status.ok()) found.status = check(item);
+        found.items.push_back(std::move(item));
       }
     }
   }
@@ -152,12 +139,12 @@ CheckpointItems checkpoint_items(const ShardedRoot& root,
   return found;
 }
 
-void agree_on(const ShardedRoot& root, const CheckpointItems& items,
+void agree_on(const CheckpointedModel& model, const CheckpointItems& items,
               const absl::Status& status, bool compares_values) {
   std::vector<std::string> words;
   for (const CheckpointItem& item : items.items) {
     // On other meshes it is another parameter, of the same kind.
-    const bool is_own = root.unit(item.unit).mesh.has_value();
+    const bool is_own = item.parameter->is_on_own_mesh;
     words.push_back(
         absl::StrCat(is_own ? "of a mesh of its own" : item.entry.name, " ",
                      dtype_name(item.entry.dtype)));
@@ -169,8 +156,8 @@ void agree_on(const ShardedRoot& root, const CheckpointItems& items,
               absl::kZeroPad8));
     }
   }
-  require_agreement(root.group(), at::kCPU, "saved tensor", words,
-                    items.status.ok() ? status : items.status);
+  model.require_agreement("saved tensor", words,
+                          items.status.ok() ? status : items.status);
 }
 
 at::Tensor host_memory_for(const CheckpointItem& item, at::IntArrayRef sizes) {

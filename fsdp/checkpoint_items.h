@@ -18,28 +18,30 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "brigade/fsdp/checkpointed_model.h"
 #include "brigade/fsdp/safetensors_header.h"
-#include "brigade/fsdp/sharded_root.h"
 #include "brigade/fsdp/sharded_tensors.h"
 
 namespace brigade {
 
 struct CheckpointItem {
-  SafetensorsEntry entry;  // of the whole tensor
-  size_t unit = 0;
-  size_t kind = 0;  // of the ShardedTensors
-  // The parameter that it belongs to.
-  const Segment* segment = nullptr;
-  size_t parameter = 0;
+  SafetensorsEntry entry;                            // of the whole tensor
+  const CheckpointedParameter* parameter = nullptr;  // that it belongs to
+  size_t kind = 0;                                   // of the ShardedTensors
   bool is_replicated = false;
   at::Tensor tensor;  // what this rank holds; not what autograd sees of it
 
+  // This rank needs no other to have the whole.
+  bool is_whole() const {
+    return is_replicated || parameter->segment == nullptr;
+  }
+
   // What this rank holds of the whole, in elements, as it lies in memory.
-  int64_t begin() const;
+  int64_t begin() const { return is_replicated ? 0 : parameter->begin; }
   int64_t numel() const { return tensor.numel(); }
 
-  // The parameter's strides, by which the whole tensor lies in memory; those of
-  // C order if it is replicated.
+  // By which the whole tensor lies in memory; those of C order if it is
+  // replicated.
   std::vector<int64_t> strides() const;
   bool is_in_c_order() const;
 
@@ -58,13 +60,14 @@ struct CheckpointItems {
   std::vector<SafetensorsEntry> entries() const;
 };
 
-CheckpointItems checkpoint_items(const ShardedRoot& root,
+// They refer to the model's parameters.
+CheckpointItems checkpoint_items(const CheckpointedModel& model,
                                  std::span<const ShardedTensors> tensors);
 
 // Collective. All ranks throw ValueError alike if one has an error, in `status`
 // or its own, or if they have other tensors; `compares_values`: or other values
 // of those that are replicated.
-void agree_on(const ShardedRoot& root, const CheckpointItems& items,
+void agree_on(const CheckpointedModel& model, const CheckpointItems& items,
               const absl::Status& status, bool compares_values);
 
 // Of the item's dtype, on the host: what a file is read into.

@@ -33,6 +33,16 @@ struct CollectedUnit {
   std::vector<UnitModule*> modules = {};
 };
 
+// Of the module whose parameters have this in front of their names.
+std::string path_of(const std::string& prefix) {
+  return without_unit_levels(
+      prefix.substr(0, prefix.empty() ? 0 : prefix.size() - 1));
+}
+
+std::shared_ptr<Module> held_by(const UnitModule& module) {
+  return module.children().front();
+}
+
 class Collector {
  public:
   explicit Collector(const UnitChoice& choice) : choice_(choice) {}
@@ -40,8 +50,12 @@ class Collector {
   std::vector<CollectedUnit> units = {{.name = ""}};  // outermost first
   std::vector<OwnedParameter> found;
 
+  // `prefix`: its path and a dot; empty for the outermost. `unit`: what it is
+  // in unless it is a unit itself.
   void collect(Module& module, const std::string& prefix, size_t unit) {
-    if (auto* unit_module = dynamic_cast<UnitModule*>(&module)) {
+    auto* const unit_module = dynamic_cast<UnitModule*>(&module);
+    if (unit_module != nullptr &&
+        begins_unit(*held_by(*unit_module), prefix, Place::kHeld, unit)) {
       unit = unit_of(*unit_module, prefix);
       units[unit].modules.push_back(unit_module);
     }
@@ -51,19 +65,59 @@ class Collector {
           unit);
     }
     for (const auto& child : module.named_children()) {
-      collect(*child.value(), absl::StrCat(prefix, child.key(), "."), unit);
+      const std::string of_child = absl::StrCat(prefix, child.key(), ".");
+      if (unit_module == nullptr)
+        require_no_unit(*child.value(), of_child, unit);
+      collect(*child.value(), of_child, unit);
     }
   }
 
  private:
+  using Place = UnitCandidate::Place;
+
+  bool begins_unit(const Module& module, const std::string& prefix, Place place,
+                   size_t unit) const {
+    if (!choice_.begins_unit) return place == Place::kHeld;
+    int64_t numel = 0;
+    for (const auto& parameter : module.named_parameters()) {
+      if (!is_ignored(choice_,
+                      {.name = without_unit_levels(prefix + parameter.key()),
+                       .tensor = parameter.value()})) {
+        numel += parameter.value().numel();
+      }
+    }
+    if (numel == 0) return false;
+    int64_t numel_before = 0;
+    for (const OwnedParameter& owned : found) {
+      if (owned.owner == unit) numel_before += owned.parameter.tensor.numel();
+    }
+    return choice_.begins_unit({.name = path_of(prefix),
+                                .module = module,
+                                .place = place,
+                                .numel = numel,
+                                .numel_before = numel_before});
+  }
+
+  void require_no_unit(const Module& module, const std::string& prefix,
+                       size_t unit) const {
+    if (dynamic_cast<const UnitModule*>(&module) != nullptr) return;
+    TORCH_CHECK_VALUE(
+        !begins_unit(module, prefix, Place::kMember, unit),
+        "fully_shard: expected units that Sharded holds, or children of a "
+        "Sequential that is sharded itself; the rule for units chose '",
+        path_of(prefix), "' (", module.name(),
+        "), whose forward tells nobody that it runs.\nHold it by "
+        "brigade::Sharded, as in Sharded<Block> block = "
+        "register_module(\"block\", Sharded<Block>(Block(...))).");
+  }
+
   size_t unit_of(const UnitModule& module, const std::string& prefix) {
     const std::string& joint = module.joint_unit();
     for (size_t unit = 1; unit < units.size(); ++unit) {
       if (units[unit].is_joint && units[unit].name == joint) return unit;
     }
     if (joint.empty()) {
-      units.push_back({.name = without_unit_levels(prefix.substr(
-                           0, prefix.empty() ? 0 : prefix.size() - 1))});
+      units.push_back({.name = path_of(prefix)});
     } else {
       units.push_back({.name = joint, .is_joint = true});
     }
@@ -153,6 +207,8 @@ SequentialUnits units_of_sequential(const torch::nn::SequentialImpl& sequential,
          !choice.begins_unit(
              {.name = child.key(),
               .module = *child.value(),
+              .place = UnitCandidate::Place::kInSequential,
+              .numel = numel_of(parameters),
               .numel_before = numel_of(specs.back().parameters)}))) {
       add(parameters, specs.back());
       ++runs.back().num_children;
@@ -167,14 +223,6 @@ SequentialUnits units_of_sequential(const torch::nn::SequentialImpl& sequential,
 }
 
 ModuleUnits units_of_module(Module& module, const UnitChoice& choice) {
-  TORCH_CHECK_VALUE(
-      !choice.begins_unit,
-      "fully_shard: expected a torch::nn::Sequential, whose children a rule "
-      "puts into units, found '",
-      module.name(),
-      "', whose forward tells nobody which module runs.\nHold each module "
-      "that is to be a unit by brigade::Sharded, as in Sharded<Block> block = "
-      "register_module(\"block\", Sharded<Block>(Block(...))).");
   Collector collector(choice);
   collector.collect(module, "", 0);
   std::vector<UnitSpec> specs(collector.units.size());

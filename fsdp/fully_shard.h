@@ -138,7 +138,8 @@ struct ModuleUnits {
 // The outermost unit has what no unit below it has, and what several have that
 // is tied. Then come units of several UnitModules, which span passes
 // (unit_settings.h), and those of one each, in the order of registration.
-// Errors: ValueError if `choice` has a rule for a Sequential's children.
+// Errors: ValueError if `choice` makes a unit of a module that no Sharded
+// holds.
 ModuleUnits units_of_module(torch::nn::Module& module,
                             const UnitChoice& choice = {});
 

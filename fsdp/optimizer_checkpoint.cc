@@ -10,7 +10,6 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
-#include "brigade/comm/agreement.h"
 #include "brigade/fsdp/optimizer_type.h"
 #include "brigade/fsdp/safetensors_file.h"
 #include "brigade/fsdp/shard_files.h"
@@ -35,15 +34,10 @@ struct Contents {
 // Of parameters, by shard.
 using Names = std::map<const void*, std::string>;
 
-Names names_of_shards(const ShardedRoot& root) {
+Names names_in(const CheckpointedModel& model) {
   Names names;
-  for (size_t unit = 0; unit < root.num_units(); ++unit) {
-    for (const auto& segment : root.unit(unit).segments) {
-      for (size_t i = 0; i < segment->parameters().size(); ++i) {
-        names.emplace(segment->shards()[i].unsafeGetTensorImpl(),
-                      segment->parameters()[i].name);
-      }
-    }
+  for (const CheckpointedParameter& parameter : model.parameters()) {
+    names.emplace(parameter.held.unsafeGetTensorImpl(), parameter.name);
   }
   return names;
 }
@@ -55,19 +49,20 @@ absl::Status check_shards(const absl::StatusOr<OptimizerForm>& form,
     if (!names.contains(form->stepped[i].shard.unsafeGetTensorImpl())) {
       return absl::InvalidArgumentError(
           absl::StrCat("parameter ", i,
-                       " of the optimizer is no shard of this model."
-                       "\nMake the optimizer of the sharded parameters, or of "
-                       "some."));
+                       " of the optimizer is none of this model.\nMake the "
+                       "optimizer of the model's parameters, of their shards "
+                       "where it is sharded, or of some."));
     }
   }
   return absl::OkStatus();
 }
 
 // All ranks throw alike if one can't go on, or if optimizers differ in type.
-void agree(const ShardedRoot& root, const absl::StatusOr<OptimizerForm>& form,
+void agree(const CheckpointedModel& model,
+           const absl::StatusOr<OptimizerForm>& form,
            const absl::Status& status) {
-  const std::vector<std::string> items = {form.ok() ? form->type : ""};
-  require_agreement(root.group(), at::kCPU, "saved optimizer", items, status);
+  model.require_agreement("saved optimizer", {form.ok() ? form->type : ""},
+                          status);
 }
 
 std::vector<ShardedTensors> parameters_and(const OptimizerForm& form,
@@ -207,36 +202,36 @@ absl::StatusOr<OptimizerFields> fields_to_read(
 
 }  // namespace
 
-void save_checkpoint(ShardedRoot& root, CheckpointKind kind,
+void save_checkpoint(const CheckpointedModel& model, CheckpointKind kind,
                      const std::string& path,
                      const absl::StatusOr<OptimizerForm>& form,
                      const OptimizerFields& fields,
                      SafetensorsMetadata metadata) {
-  agree(root, form, check_shards(form, names_of_shards(root)));
+  agree(model, form, check_shards(form, names_in(model)));
   metadata[kOptimizerKey] = form->type;
   const std::vector<ShardedTensors> tensors = parameters_and(*form, fields);
   if (kind == CheckpointKind::kFile) {
-    save_whole(root, path, tensors, metadata);
+    save_whole(model, path, tensors, metadata);
   } else {
-    save_shards(root, path, tensors, metadata);
+    save_shards(model, path, tensors, metadata);
   }
 }
 
-LoadedState load_checkpoint(ShardedRoot& root, CheckpointKind kind,
+LoadedState load_checkpoint(const CheckpointedModel& model, CheckpointKind kind,
                             const std::string& path,
                             const absl::StatusOr<OptimizerForm>& form) {
   const bool is_file = kind == CheckpointKind::kFile;
-  const Names names = names_of_shards(root);
+  const Names names = names_in(model);
   const absl::Status checked = check_shards(form, names);
   absl::StatusOr<OptimizerFields> fields =
       checked.ok() ? fields_to_read(*form, names,
                                     is_file ? contents_of_file(path)
                                             : contents_of_folder(path))
                    : absl::StatusOr<OptimizerFields>(checked);
-  agree(root, form, fields.status());
+  agree(model, form, fields.status());
   const std::vector<ShardedTensors> tensors = parameters_and(*form, *fields);
-  SafetensorsMetadata metadata = is_file ? load_whole(root, path, tensors)
-                                         : load_shards(root, path, tensors);
+  SafetensorsMetadata metadata = is_file ? load_whole(model, path, tensors)
+                                         : load_shards(model, path, tensors);
   return {.fields = *std::move(fields), .metadata = std::move(metadata)};
 }
 

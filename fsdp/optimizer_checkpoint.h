@@ -15,8 +15,8 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
+#include "brigade/fsdp/checkpointed_model.h"
 #include "brigade/fsdp/safetensors_header.h"
-#include "brigade/fsdp/sharded_root.h"
 
 namespace brigade {
 
@@ -28,7 +28,7 @@ struct FieldForm {
 };
 
 struct SteppedShard {
-  at::Tensor shard;               // of ShardedRoot::shards()
+  at::Tensor shard;               // or the parameter, if it is not sharded
   std::vector<FieldForm> fields;  // all that it has under its options
 };
 
@@ -51,8 +51,8 @@ enum class CheckpointKind : uint8_t {
 
 // Collective. Errors: as save_whole() and save_shards() of what is kept;
 // ValueError on all ranks alike for an error in place of `form`, one whose
-// shards are not the root's, or optimizers of unlike types.
-void save_checkpoint(ShardedRoot& root, CheckpointKind kind,
+// shards are not the model's, or optimizers of unlike types.
+void save_checkpoint(const CheckpointedModel& model, CheckpointKind kind,
                      const std::string& path,
                      const absl::StatusOr<OptimizerForm>& form,
                      const OptimizerFields& fields,
@@ -67,7 +67,7 @@ struct LoadedState {
 // load_shards(), and save_checkpoint(); ValueError on all ranks alike if what
 // was saved is another optimizer's, or other fields than `form` has. Nothing is
 // changed then.
-LoadedState load_checkpoint(ShardedRoot& root, CheckpointKind kind,
+LoadedState load_checkpoint(const CheckpointedModel& model, CheckpointKind kind,
                             const std::string& path,
                             const absl::StatusOr<OptimizerForm>& form);
 

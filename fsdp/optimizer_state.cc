@@ -94,41 +94,44 @@ void set_fields(optim::Optimizer& optimizer, OptimizerFields fields) {
   });
 }
 
-void save(ShardedRoot& root, CheckpointKind kind, const std::string& path,
-          const optim::Optimizer& optimizer,
+void save(const CheckpointedModel& model, CheckpointKind kind,
+          const std::string& path, const optim::Optimizer& optimizer,
           const SafetensorsMetadata& metadata) {
-  save_checkpoint(root, kind, path, form_of(optimizer), fields_of(optimizer),
+  save_checkpoint(model, kind, path, form_of(optimizer), fields_of(optimizer),
                   metadata);
 }
 
-SafetensorsMetadata load(ShardedRoot& root, CheckpointKind kind,
+SafetensorsMetadata load(const CheckpointedModel& model, CheckpointKind kind,
                          const std::string& path, optim::Optimizer& optimizer) {
-  LoadedState loaded = load_checkpoint(root, kind, path, form_of(optimizer));
+  LoadedState loaded = load_checkpoint(model, kind, path, form_of(optimizer));
   set_fields(optimizer, std::move(loaded.fields));
   return std::move(loaded.metadata);
 }
 
 }  // namespace
 
-void save_whole(ShardedRoot& root, const optim::Optimizer& optimizer,
-                const std::string& path, const SafetensorsMetadata& metadata) {
-  save(root, CheckpointKind::kFile, path, optimizer, metadata);
+void save_whole(const CheckpointedModel& model,
+                const optim::Optimizer& optimizer, const std::string& path,
+                const SafetensorsMetadata& metadata) {
+  save(model, CheckpointKind::kFile, path, optimizer, metadata);
 }
 
-SafetensorsMetadata load_whole(ShardedRoot& root, optim::Optimizer& optimizer,
+SafetensorsMetadata load_whole(const CheckpointedModel& model,
+                               optim::Optimizer& optimizer,
                                const std::string& path) {
-  return load(root, CheckpointKind::kFile, path, optimizer);
+  return load(model, CheckpointKind::kFile, path, optimizer);
 }
 
-void save_shards(ShardedRoot& root, const optim::Optimizer& optimizer,
-                 const std::string& folder,
+void save_shards(const CheckpointedModel& model,
+                 const optim::Optimizer& optimizer, const std::string& folder,
                  const SafetensorsMetadata& metadata) {
-  save(root, CheckpointKind::kFolder, folder, optimizer, metadata);
+  save(model, CheckpointKind::kFolder, folder, optimizer, metadata);
 }
 
-SafetensorsMetadata load_shards(ShardedRoot& root, optim::Optimizer& optimizer,
+SafetensorsMetadata load_shards(const CheckpointedModel& model,
+                                optim::Optimizer& optimizer,
                                 const std::string& folder) {
-  return load(root, CheckpointKind::kFolder, folder, optimizer);
+  return load(model, CheckpointKind::kFolder, folder, optimizer);
 }
 
 }  // namespace brigade

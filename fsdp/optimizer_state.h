@@ -1,5 +1,5 @@
 // Saves what a LibTorch optimizer keeps for the shards of a model, with the
-// model, and loads it on any number of ranks.
+// model, and loads it on any number of ranks, sharded or not.
 //
 //   FullySharded model(net, group);
 //   torch::optim::AdamW optimizer(model.parameters(), 1e-3);
@@ -8,6 +8,12 @@
 //   "17"}});
 //   ...
 //   load_whole(model.root(), optimizer, "step 17.safetensors");
+//
+// The same of a model that is not sharded, as a data-parallel one, whose
+// parameters the optimizer steps:
+//
+//   load_whole(CheckpointedModel(*net, group), optimizer,
+//              "step 17.safetensors");
 //
 // Of SGD, Adam, AdamW, RMSprop and Adagrad, and classes derived from them. What
 // AdamW keeps of "weight" are the tensors "weight.exp_avg", "weight.exp_avg_sq"
@@ -18,7 +24,7 @@
 //
 // Errors of all below, besides those of the functions that they are named for:
 // ValueError on all ranks alike for an optimizer of another type, or one with a
-// parameter that is no shard of the root.
+// parameter that is none of the model's.
 //
 // Thread safety: as ShardedRoot, between forwards and backwards.
 
@@ -29,13 +35,14 @@
 
 #include <string>
 
+#include "brigade/fsdp/checkpointed_model.h"
 #include "brigade/fsdp/safetensors_header.h"
-#include "brigade/fsdp/sharded_root.h"
 
 namespace brigade {
 
 // Collective.
-void save_whole(ShardedRoot& root, const torch::optim::Optimizer& optimizer,
+void save_whole(const CheckpointedModel& model,
+                const torch::optim::Optimizer& optimizer,
                 const std::string& path,
                 const SafetensorsMetadata& metadata = {});
 
@@ -44,15 +51,16 @@ void save_whole(ShardedRoot& root, const torch::optim::Optimizer& optimizer,
 // Errors: ValueError on all ranks alike if what was saved is another
 // optimizer's, or of other options (a momentum, say) or parameters; nothing is
 // changed then. Parameters alone can be loaded (sharded_state.h).
-SafetensorsMetadata load_whole(ShardedRoot& root,
+SafetensorsMetadata load_whole(const CheckpointedModel& model,
                                torch::optim::Optimizer& optimizer,
                                const std::string& path);
 
 // The same, each rank its own part (shard_files.h). Collective.
-void save_shards(ShardedRoot& root, const torch::optim::Optimizer& optimizer,
+void save_shards(const CheckpointedModel& model,
+                 const torch::optim::Optimizer& optimizer,
                  const std::string& folder,
                  const SafetensorsMetadata& metadata = {});
-SafetensorsMetadata load_shards(ShardedRoot& root,
+SafetensorsMetadata load_shards(const CheckpointedModel& model,
                                 torch::optim::Optimizer& optimizer,
                                 const std::string& folder);
 

@@ -295,8 +295,37 @@ void Segment::acquire_gradients(GradientMemory& memory) {
 }
 
 // On each stream that writes: whoever had the memory may still read it.
+// With the first one padding is zeroed: nothing is left to be done where the
+// last has come.
 void Segment::wait_to_write() {
   if (gradient_writers_.note()) gradient_memory_.last_use.wait();
+  if (std::exchange(is_padding_zeroed_, true)) return;
+  int64_t end = 0;  // of what comes before
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    zero_gradients(end, layout_.offset(i));
+    end = layout_.offset(i) + parameters_[i].tensor.numel();
+  }
+  zero_gradients(end, layout_.whole_numel());
+}
+
+void Segment::zero_gradients(int64_t begin, int64_t end) {
+  if (begin < end) gradients_.narrow(0, begin, end - begin).zero_();
+}
+
+// REQUIRES: padding is zeroed.
+void Segment::zero_unwritten_gradients() {
+  int64_t end = 0;  // of the last that is written
+  bool is_unwritten = false;
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    if (!is_written_[i]) {
+      is_unwritten = true;
+      continue;
+    }
+    if (is_unwritten) zero_gradients(end, layout_.offset(i));
+    is_unwritten = false;
+    end = layout_.offset(i) + parameters_[i].tensor.numel();
+  }
+  if (is_unwritten) zero_gradients(end, layout_.whole_numel());
 }
 
 at::Tensor Segment::finish_gradients(GradientMemory& memory) {
@@ -308,16 +337,11 @@ at::Tensor Segment::finish_gradients(GradientMemory& memory) {
     gradient_writers_.join();
   }
   gradient_writers_.note();
-  int64_t end = 0;  // of what is written, or zeroed
-  const auto zero_up_to = [&](int64_t begin) {
-    if (begin > end) gradients_.narrow(0, end, begin - end).zero_();
-  };
-  for (size_t i = 0; i < parameters_.size(); ++i) {
-    if (!is_written_[i]) continue;
-    zero_up_to(layout_.offset(i));
-    end = layout_.offset(i) + parameters_[i].tensor.numel();
+  if (is_padding_zeroed_) {
+    zero_unwritten_gradients();
+  } else {
+    gradients_.zero_();
   }
-  zero_up_to(layout_.whole_numel());
   if (partial_.defined()) {
     std::exchange(committed_, StreamPoint()).wait();
     gradients_
@@ -339,6 +363,7 @@ Buffer Segment::take_gradient_memory() {
 Buffer Segment::take_finished_gradients() {
   std::ranges::fill(is_written_, 0);
   std::ranges::fill(is_lent_, 0);
+  is_padding_zeroed_ = false;
   gradient_writers_.forget();
   gradients_ = at::Tensor();
   return std::exchange(gradient_memory_, Buffer());

@@ -191,6 +191,8 @@ class Segment {
   at::Tensor view_of(const at::Tensor& flat, size_t parameter) const;
   void acquire_gradients(GradientMemory& memory);
   void wait_to_write();
+  void zero_gradients(int64_t begin, int64_t end);
+  void zero_unwritten_gradients();
   void forget(size_t parameter);
   bool is_own_slot(size_t parameter, const at::Tensor& gradient) const;
   static bool is_held(ShardGradient& gradient);
@@ -214,6 +216,7 @@ class Segment {
   at::Tensor gradients_;  // [W * S], in it
   std::vector<char> is_written_;
   std::vector<char> is_lent_;  // by gradient_slot()
+  bool is_padding_zeroed_ = false;
   StreamUses gradient_writers_;
 
   at::Tensor pending_;

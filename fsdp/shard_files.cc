@@ -46,10 +46,22 @@ std::string shard_path(const std::string& folder, int64_t file,
                                          id, ".safetensors");
 }
 
+absl::Status make_folder(const std::string& folder) {
+  std::error_code error;
+  fs::create_directories(folder, error);
+  if (!error) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      absl::StrCat("'", folder, "' cannot be made: ", error.message(),
+                   "\nCheck that the folder around it can be written."));
+}
+
 // Where this rank writes, and what it reads first. With meshes of units' own
 // any rank may have what no other one has.
 int64_t own_file(const ShardedRoot& root) {
   return root.has_own_meshes() ? root.group()->getRank() : root.shard_rank();
+}
+int64_t own_file(const CheckpointedModel& model) {
+  return model.root() == nullptr ? 0 : own_file(*model.root());
 }
 int64_t num_files(const ShardedRoot& root) {
   return root.has_own_meshes() ? root.group()->getSize() : root.num_shards();
@@ -82,9 +94,9 @@ IndexedTensor indexed(const CheckpointItem& item,
                           .chunks = std::nullopt};
   if (item.is_replicated) return tensor;
   tensor.chunks.emplace();
-  const ShardLayout& layout = item.segment->layout();
+  const ShardLayout& layout = item.parameter->segment->layout();
   for (int64_t rank = 0; rank < layout.num_ranks(); ++rank) {
-    const ShardRange range = layout.range(item.parameter, rank);
+    const ShardRange range = layout.range(item.parameter->in_segment, rank);
     if (range.numel == 0) continue;
     tensor.chunks->push_back({.file = mesh ? mesh->ranks[rank] : rank,
                               .begin = range.in_parameter,
@@ -126,7 +138,7 @@ absl::Status index_all(const ShardedRoot& root, const CheckpointItems& items,
                        ShardIndex& index) {
   ShardIndex own = index;
   for (const CheckpointItem& item : items.items) {
-    const auto& mesh = root.unit(item.unit).mesh;
+    const auto& mesh = root.unit(item.parameter->unit).mesh;
     if (!mesh) {
       index.tensors.push_back(indexed(item, mesh));
     } else if (mesh->place_of(root.group()->getRank()) == 0) {
@@ -157,7 +169,8 @@ absl::Status write_shard(const ShardedRoot& root, const CheckpointItems& items,
   std::vector<SafetensorsEntry> entries;
   std::vector<const CheckpointItem*> written;
   for (const CheckpointItem& item : items.items) {
-    if (is_empty(item) || !root.is_first_replica(item.unit)) continue;
+    if (is_empty(item) || !root.is_first_replica(item.parameter->unit))
+      continue;
     entries.push_back(item.entry);
     if (!item.is_replicated) entries.back().shape = {item.numel()};
     written.push_back(&item);
@@ -359,24 +372,25 @@ class ShardsReader {
 
 }  // namespace
 
-void save_shards(ShardedRoot& root, const std::string& folder,
+void save_shards(const CheckpointedModel& model, const std::string& folder,
                  std::span<const ShardedTensors> tensors,
                  const SafetensorsMetadata& metadata) {
   const at::NoGradGuard no_grad;
-  const CheckpointItems found = checkpoint_items(root, tensors);
-  std::error_code error;
-  fs::create_directories(folder, error);
+  const CheckpointItems found = checkpoint_items(model, tensors);
   absl::Status status;
-  if (error) {
+  if (model.root() == nullptr) {
     status = absl::InvalidArgumentError(
-        absl::StrCat("'", folder, "' cannot be made: ", error.message(),
-                     "\nCheck that the folder around it can be written."));
+        "expected a sharded model, of which each rank writes its part, found "
+        "one that each rank holds all of.\nUse save_whole().");
   } else if (metadata.contains(kIndexKey)) {
     status = absl::InvalidArgumentError(absl::StrCat(
         "metadata of shards has '", kIndexKey, "' of its own; leave it out"));
+  } else {
+    status = make_folder(folder);
   }
-  agree_on(root, found, status, /*compares_values=*/true);
+  agree_on(model, found, status, /*compares_values=*/true);
 
+  ShardedRoot& root = *model.root();
   ShardIndex index = {.id = draw_id(root),
                       .num_files = num_files(root),
                       .world_size = root.group()->getSize(),
@@ -384,7 +398,7 @@ void save_shards(ShardedRoot& root, const std::string& folder,
   if (absl::Status names = index_all(root, found, index); status.ok()) {
     status = std::move(names);
   }
-  agree_on(root, found, status, /*compares_values=*/false);
+  agree_on(model, found, status, /*compares_values=*/false);
   const int rank = root.group()->getRank();
   const std::string own =
       shard_path(folder, own_file(root), index.num_files, index.id);
@@ -394,7 +408,7 @@ void save_shards(ShardedRoot& root, const std::string& folder,
     if (writes) fs::remove(own, ignored);
   };
   if (writes) status = write_shard(root, found, own, index.id);
-  agree_on(root, found, status, /*compares_values=*/false);
+  agree_on(model, found, status, /*compares_values=*/false);
 
   // From here on the index may have replaced the one before.
   std::move(remove_own).Cancel();
@@ -402,12 +416,12 @@ void save_shards(ShardedRoot& root, const std::string& folder,
     status = write_index(folder, index, metadata);
     if (status.ok()) remove_other_shards(folder, index.id);
   }
-  agree_on(root, found, status, /*compares_values=*/false);
+  agree_on(model, found, status, /*compares_values=*/false);
 }
 
-void save_shards(ShardedRoot& root, const std::string& folder) {
+void save_shards(const CheckpointedModel& model, const std::string& folder) {
   const std::vector<ShardedTensors> tensors = {parameters_of_shards()};
-  save_shards(root, folder, tensors);
+  save_shards(model, folder, tensors);
 }
 
 absl::StatusOr<ShardsContents> read_shards_index(const std::string& folder) {
@@ -429,15 +443,16 @@ absl::StatusOr<ShardsContents> read_shards_index(const std::string& folder) {
                         .metadata = std::move(metadata)};
 }
 
-SafetensorsMetadata load_shards(ShardedRoot& root, const std::string& folder,
+SafetensorsMetadata load_shards(const CheckpointedModel& model,
+                                const std::string& folder,
                                 std::span<const ShardedTensors> tensors) {
   const at::NoGradGuard no_grad;
-  const CheckpointItems found = checkpoint_items(root, tensors);
+  const CheckpointItems found = checkpoint_items(model, tensors);
   absl::StatusOr<ShardsContents> contents = read_shards_index(folder);
   absl::Status status = contents.status();
   std::vector<at::Tensor> parts;
   if (found.status.ok() && status.ok()) {
-    ShardsReader reader(folder, contents->index, own_file(root));
+    ShardsReader reader(folder, contents->index, own_file(model));
     for (const CheckpointItem& item : found.items) {
       status = reader.check(item);
       if (!status.ok()) break;
@@ -447,14 +462,15 @@ SafetensorsMetadata load_shards(ShardedRoot& root, const std::string& folder,
       parts.push_back(*std::move(part));
     }
   }
-  agree_on(root, found, status, /*compares_values=*/false);
+  agree_on(model, found, status, /*compares_values=*/false);
   for (size_t i = 0; i < parts.size(); ++i) found.items[i].assign(parts[i]);
   return std::move(contents->metadata);
 }
 
-SafetensorsMetadata load_shards(ShardedRoot& root, const std::string& folder) {
+SafetensorsMetadata load_shards(const CheckpointedModel& model,
+                                const std::string& folder) {
   const std::vector<ShardedTensors> tensors = {parameters_of_shards()};
-  return load_shards(root, folder, tensors);
+  return load_shards(model, folder, tensors);
 }
 
 }  // namespace brigade

@@ -25,6 +25,7 @@
 #include <string>
 
 #include "absl/status/statusor.h"
+#include "brigade/fsdp/checkpointed_model.h"
 #include "brigade/fsdp/safetensors_header.h"
 #include "brigade/fsdp/shard_index.h"
 #include "brigade/fsdp/sharded_root.h"
@@ -34,21 +35,23 @@ namespace brigade {
 
 // Collective. `folder`: one that all ranks see; made if need be. Its files of
 // other ids are removed, so give it to nothing else. Errors: ValueError on all
-// ranks alike if one can't write, or one name stands for parameters on several
-// meshes; the checkpoint before is intact then, unless the message says that
-// the new one has taken its place.
-void save_shards(ShardedRoot& root, const std::string& folder,
+// ranks alike if one can't write, one name stands for parameters on several
+// meshes, or the model is not sharded; the checkpoint before is intact then,
+// unless the message says that the new one has taken its place.
+void save_shards(const CheckpointedModel& model, const std::string& folder,
                  std::span<const ShardedTensors> tensors,
                  const SafetensorsMetadata& metadata = {});
-void save_shards(ShardedRoot& root, const std::string& folder);
+void save_shards(const CheckpointedModel& model, const std::string& folder);
 
 // Collective. Returns the metadata. All that is read is compared with its
 // checksum. Errors: ValueError on all ranks alike if a file that is needed is
 // damaged or missing, or a tensor is, or has another shape, dtype or order in
 // memory; no tensor is changed then.
-SafetensorsMetadata load_shards(ShardedRoot& root, const std::string& folder,
+SafetensorsMetadata load_shards(const CheckpointedModel& model,
+                                const std::string& folder,
                                 std::span<const ShardedTensors> tensors);
-SafetensorsMetadata load_shards(ShardedRoot& root, const std::string& folder);
+SafetensorsMetadata load_shards(const CheckpointedModel& model,
+                                const std::string& folder);
 
 struct ShardsContents {
   ShardIndex index;

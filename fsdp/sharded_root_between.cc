@@ -199,7 +199,11 @@ double ShardedRoot::clip_grad_norm(double max_norm, double p) {
           at::linalg_vector_norm(shard.grad(), p, at::OptionalIntArrayRef(),
                                  /*keepdim=*/false, at::kDouble)
               .item<double>();
-      total = is_max ? std::max(total, norm) : total + std::pow(norm, p);
+      if (!is_max) {
+        total += std::pow(norm, p);
+      } else if (norm > total || std::isnan(norm)) {
+        total = norm;
+      }
     }
   }
   const at::Tensor sum = at::full({1}, total, at::kDouble);
@@ -207,7 +211,7 @@ double ShardedRoot::clip_grad_norm(double max_norm, double p) {
   total = sum.item<double>();
   const double norm = is_max ? total : std::pow(total, 1 / p);
   const double factor = max_norm / (norm + 1e-6);
-  if (factor < 1) {
+  if (!(factor >= 1)) {  // not a number is handed on
     for (const Unit& unit : units_) {
       for (const at::Tensor& shard : unit.shards) {
         if (shard.grad().defined()) shard.grad().mul_(factor);

@@ -20,10 +20,10 @@ namespace {
 // How many items from the first on travel in one gather.
 size_t run_length(std::span<const CheckpointItem> items) {
   const CheckpointItem& first = items.front();
-  if (first.is_replicated) return 1;
+  if (first.is_whole()) return 1;
   size_t length = 1;
-  while (length < items.size() && !items[length].is_replicated &&
-         items[length].segment == first.segment &&
+  while (length < items.size() && !items[length].is_whole() &&
+         items[length].parameter->segment == first.parameter->segment &&
          items[length].kind == first.kind &&
          items[length].entry.dtype == first.entry.dtype) {
     ++length;
@@ -34,12 +34,12 @@ size_t run_length(std::span<const CheckpointItem> items) {
 // Collective: the whole tensors of such a run, one after the other.
 at::Tensor gather_run(ShardedRoot& root,
                       std::span<const CheckpointItem> items) {
-  const Segment& segment = *items.front().segment;
+  const Segment& segment = *items.front().parameter->segment;
   const at::Tensor shard = at::zeros({segment.layout().shard_numel()},
                                      items.front().tensor.options());
   for (const CheckpointItem& item : items) {
     const ShardRange range =
-        segment.layout().range(item.parameter, segment.rank());
+        segment.layout().range(item.parameter->in_segment, segment.rank());
     shard.narrow(0, range.in_shard, range.numel).copy_(item.flat());
   }
   return root.gather(segment, shard);
@@ -89,23 +89,23 @@ absl::Status check_entries(const SafetensorsReader& reader,
 
 }  // namespace
 
-void save_whole(ShardedRoot& root, const std::string& path,
+void save_whole(const CheckpointedModel& model, const std::string& path,
                 std::span<const ShardedTensors> tensors,
                 const SafetensorsMetadata& metadata) {
   TORCH_CHECK_NOT_IMPLEMENTED(
-      !root.has_other_units_elsewhere(),
+      model.root() == nullptr || !model.root()->has_other_units_elsewhere(),
       "save_whole: units have meshes of fewer ranks than the root, and rank 0 "
       "has those of its own meshes only.\nUse save_shards().");
   const at::NoGradGuard no_grad;
-  const CheckpointItems found = checkpoint_items(root, tensors);
+  const CheckpointItems found = checkpoint_items(model, tensors);
   std::optional<SafetensorsWriter> writer;
   absl::Status status;
-  if (found.status.ok() && root.group()->getRank() == 0) {
+  if (found.status.ok() && model.is_first_rank()) {
     auto created = SafetensorsWriter::create(path, found.entries(), metadata);
     status = created.status();
     if (created.ok()) writer = *std::move(created);
   }
-  agree_on(root, found, status, /*compares_values=*/true);
+  agree_on(model, found, status, /*compares_values=*/true);
   const auto write = [&](size_t item, const at::Tensor& whole) {
     if (!writer || !status.ok()) return;
     status = writer->write(item, 0, bytes_of(whole.contiguous().cpu()));
@@ -113,34 +113,37 @@ void save_whole(ShardedRoot& root, const std::string& path,
   const std::span<const CheckpointItem> items = found.items;
   for (size_t begin = 0; begin < items.size();) {
     const size_t length = run_length(items.subspan(begin));
-    if (items[begin].is_replicated) {
+    if (items[begin].is_whole()) {
       write(begin, items[begin].tensor);
     } else {
-      const at::Tensor run = gather_run(root, items.subspan(begin, length));
+      const at::Tensor run =
+          gather_run(*model.root(), items.subspan(begin, length));
       for (size_t i = begin; i < begin + length; ++i) {
-        write(i, items[i].segment->whole_of(run, items[i].parameter));
+        const CheckpointedParameter& parameter = *items[i].parameter;
+        write(i, parameter.segment->whole_of(run, parameter.in_segment));
       }
     }
     begin += length;
   }
   if (writer && status.ok()) status = writer->finish();
-  agree_on(root, found, status, /*compares_values=*/false);
+  agree_on(model, found, status, /*compares_values=*/false);
 }
 
-void save_whole(ShardedRoot& root, const std::string& path) {
+void save_whole(const CheckpointedModel& model, const std::string& path) {
   const std::vector<ShardedTensors> tensors = {parameters_of_shards()};
-  save_whole(root, path, tensors);
+  save_whole(model, path, tensors);
 }
 
-SafetensorsMetadata load_whole(ShardedRoot& root, const std::string& path,
+SafetensorsMetadata load_whole(const CheckpointedModel& model,
+                               const std::string& path,
                                std::span<const ShardedTensors> tensors) {
   const at::NoGradGuard no_grad;
-  const CheckpointItems found = checkpoint_items(root, tensors);
+  const CheckpointItems found = checkpoint_items(model, tensors);
   const absl::StatusOr<SafetensorsReader> reader =
       SafetensorsReader::open(path);
   absl::Status status = reader.status();
   if (status.ok()) status = check_entries(*reader, found.entries(), path);
-  if (status.ok() && root.group()->getRank() == 0) status = reader->verify();
+  if (status.ok() && model.is_first_rank()) status = reader->verify();
   std::vector<at::Tensor> parts;
   for (const CheckpointItem& item : found.items) {
     if (!found.status.ok() || !status.ok()) break;
@@ -148,14 +151,15 @@ SafetensorsMetadata load_whole(ShardedRoot& root, const std::string& path,
     status = part.status();
     if (status.ok()) parts.push_back(*std::move(part));
   }
-  agree_on(root, found, status, /*compares_values=*/false);
+  agree_on(model, found, status, /*compares_values=*/false);
   for (size_t i = 0; i < parts.size(); ++i) found.items[i].assign(parts[i]);
   return reader->metadata();
 }
 
-SafetensorsMetadata load_whole(ShardedRoot& root, const std::string& path) {
+SafetensorsMetadata load_whole(const CheckpointedModel& model,
+                               const std::string& path) {
   const std::vector<ShardedTensors> tensors = {parameters_of_shards()};
-  return load_whole(root, path, tensors);
+  return load_whole(model, path, tensors);
 }
 
 }  // namespace brigade

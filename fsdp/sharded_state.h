@@ -27,8 +27,8 @@
 #include <span>
 #include <string>
 
+#include "brigade/fsdp/checkpointed_model.h"
 #include "brigade/fsdp/safetensors_file.h"
-#include "brigade/fsdp/sharded_root.h"
 #include "brigade/fsdp/sharded_tensors.h"
 
 namespace brigade {
@@ -36,17 +36,19 @@ namespace brigade {
 // Collective. Rank 0 writes. Errors: ValueError on all ranks alike if it can't,
 // or if a dtype is none of the format's; NotImplementedError if units are on
 // meshes of fewer ranks than the root; the file is as before then.
-void save_whole(ShardedRoot& root, const std::string& path,
+void save_whole(const CheckpointedModel& model, const std::string& path,
                 std::span<const ShardedTensors> tensors,
                 const SafetensorsMetadata& metadata = {});
-void save_whole(ShardedRoot& root, const std::string& path);
+void save_whole(const CheckpointedModel& model, const std::string& path);
 
 // Collective. Each rank reads its parts, and gets the file's metadata. Errors:
 // ValueError on all ranks alike if the file is damaged, lacks a tensor, or has
 // another shape or dtype; no tensor is changed then.
-SafetensorsMetadata load_whole(ShardedRoot& root, const std::string& path,
+SafetensorsMetadata load_whole(const CheckpointedModel& model,
+                               const std::string& path,
                                std::span<const ShardedTensors> tensors);
-SafetensorsMetadata load_whole(ShardedRoot& root, const std::string& path);
+SafetensorsMetadata load_whole(const CheckpointedModel& model,
+                               const std::string& path);
 
 }  // namespace brigade
 

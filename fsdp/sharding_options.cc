@@ -2,6 +2,8 @@
 
 #include <limits>
 
+#include "brigade/comm/ranks_of_host.h"
+
 namespace brigade {
 
 ShardingOptions shard_gradients(ShardingOptions options) {
@@ -13,6 +15,13 @@ ShardingOptions shard_optimizer_state(ShardingOptions options) {
   options.reshards_after_forward = false;
   options.reshards_after_backward = false;
   options.max_reducing = std::numeric_limits<size_t>::max();
+  return options;
+}
+
+ShardingOptions hybrid_shard(
+    const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+    ShardingOptions options) {
+  if (!options.num_shards) options.num_shards = ranks_of_a_host(group);
   return options;
 }
 

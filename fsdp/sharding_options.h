@@ -11,6 +11,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "brigade/fsdp/unit_mesh.h"
 
@@ -22,8 +23,8 @@ class ReductionHook;
 // construction, but for the patience.
 struct ShardingOptions {
   // Over so many ranks, which divides their number; the groups of so many ranks
-  // are replicas of each other: ranks_of_a_host(group) for those of a host
-  // (comm/ranks_of_host.h). 1: every rank holds all. Unset: all ranks.
+  // are replicas of each other: hybrid_shard() has those of a host. 1: every
+  // rank holds all. Unset: all ranks.
   std::optional<int> num_shards = std::nullopt;
 
   // Units are released behind their forward and gathered again for backward: a
@@ -66,7 +67,7 @@ struct ShardingOptions {
   // UnitSettings.
   std::optional<at::ScalarType> output_dtype = std::nullopt;
 
-  // What gradients are summed in. Unset: the parameters' dtype.
+  // What gradients are summed in. Unset: the parameters' own dtype.
   std::optional<at::ScalarType> reduce_dtype = std::nullopt;
 
   // On devices, too, gradients are added up in the order of the ranks, as on
@@ -122,6 +123,14 @@ ShardingOptions shard_gradients(ShardingOptions options = {});
 // it. Backwards that accumulate with ShardedRoot::set_synchronizes(false)
 // communicate nothing.
 ShardingOptions shard_optimizer_state(ShardingOptions options = {});
+
+// All of them are sharded over the ranks of a host, and hosts hold replicas of
+// each other (hybrid sharding): parameters are gathered inside of hosts, and
+// sums of gradients go on between those. A number of shards that `options` give
+// stays. Collective. Errors: as ranks_of_a_host() (comm/ranks_of_host.h).
+ShardingOptions hybrid_shard(
+    const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+    ShardingOptions options = {});
 
 }  // namespace brigade
 

@@ -17,18 +17,28 @@
 
 namespace brigade {
 
-// A child of a Sequential that has parameters, which is to be in the unit of
-// the children before it, or to begin another one.
+// A module that has parameters, and may begin a unit of its own.
 struct UnitCandidate {
+  enum class Place {
+    kInSequential,  // else it is in the unit of the children before it
+    kHeld,          // by a Sharded; else it is in the unit around it
+    // Elsewhere: nobody is told when it runs, so that it can't be a unit.
+    kMember,
+  };
+
   const std::string& name;
   const torch::nn::Module& module;
-  int64_t numel_before;  // of the unit that it may be in
+  Place place;
+  int64_t numel;         // of its parameters, with those of modules inside
+  int64_t numel_before;  // of the unit that it is else in, so far
 };
 
 // Alike on all ranks.
 struct UnitChoice {
-  // Asked of all such children but the first. Unset: each child that has
-  // parameters is a unit by itself, and children without are in none.
+  // Asked of the children of a Sequential that is sharded, but the first; of
+  // any other module, of all modules below it. Unset: each such child, and
+  // what Sharded holds, is a unit by itself. Children without parameters are in
+  // none then. True of a kMember is an error.
   std::function<bool(const UnitCandidate&)> begins_unit = nullptr;
 
   // What is true for stays as it is, whole on each rank: nothing gathers it or
@@ -38,18 +48,29 @@ struct UnitChoice {
       is_ignored = nullptr;
 };
 
-// A child of one of these types begins a unit.
+// A module of one of these types begins a unit.
 template <typename... Modules>
 UnitChoice unit_at_each() {
-  return {.begins_unit = [](const UnitCandidate& child) {
-    return (... || (dynamic_cast<const Modules*>(&child.module) != nullptr));
+  return {.begins_unit = [](const UnitCandidate& candidate) {
+    return (... ||
+            (dynamic_cast<const Modules*>(&candidate.module) != nullptr));
   }};
 }
 
-// Children are put together until they have so many elements.
+// Children of a Sequential are put together until they have so many elements;
+// what Sharded holds is a unit if it has as many.
 inline UnitChoice units_of_numel(int64_t at_least) {
-  return {.begins_unit = [at_least](const UnitCandidate& child) {
-    return child.numel_before >= at_least;
+  return {.begins_unit = [at_least](const UnitCandidate& candidate) {
+    using enum UnitCandidate::Place;
+    switch (candidate.place) {
+      case kInSequential:
+        return candidate.numel_before >= at_least;
+      case kHeld:
+        return candidate.numel >= at_least;
+      case kMember:
+        break;
+    }
+    return false;
   }};
 }
 

@@ -51,10 +51,11 @@ absl::Status check_mesh(const NamedMesh& unit, int rank, int num_ranks) {
   return absl::OkStatus();
 }
 
-std::string shape_of(const NamedMesh& unit) {
-  if (!unit.mesh) return "the root's";
-  return absl::StrCat("groups of ", unit.mesh->size(), " ranks, in rows of ",
-                      unit.mesh->row_length());
+// Of a mesh of its own ranks may have other units.
+std::string place_of(const NamedMesh& unit) {
+  if (!unit.mesh) return absl::StrCat("'", unit.unit, "' on the root's mesh");
+  return absl::StrCat("one on groups of ", unit.mesh->size(),
+                      " ranks, in rows of ", unit.mesh->row_length());
 }
 
 // By rank, by unit.
@@ -126,13 +127,13 @@ std::string describe(const UnitMesh& mesh) {
 std::vector<size_t> number_meshes(const Group& group,
                                   std::span<const NamedMesh> units) {
   const int rank = group->getRank();
-  std::vector<std::string> shapes;
+  std::vector<std::string> places;
   std::vector<Said> own;
   std::vector<size_t> meshed;
   absl::Status status;
   for (size_t unit = 0; unit < units.size(); ++unit) {
     if (status.ok()) status = check_mesh(units[unit], rank, group->getSize());
-    shapes.push_back(shape_of(units[unit]));
+    places.push_back(place_of(units[unit]));
     if (!units[unit].mesh) continue;
     meshed.push_back(unit);
     own.push_back({.first = units[unit].mesh->ranks.empty()
@@ -140,7 +141,7 @@ std::vector<size_t> number_meshes(const Group& group,
                                 : units[unit].mesh->ranks.front(),
                    .digest = static_cast<int64_t>(units[unit].digest)});
   }
-  require_agreement(group, at::kCPU, "unit mesh shape", shapes, status);
+  require_agreement(group, at::kCPU, "sharded unit", places, status);
   std::vector<size_t> numbers(units.size(), 0);
   if (meshed.empty()) return numbers;
 
@@ -152,7 +153,7 @@ std::vector<size_t> number_meshes(const Group& group,
   for (size_t i = 0; i < meshed.size() && has_peers && status.ok(); ++i) {
     status = check_peers(units[meshed[i]], i, rank, said);
   }
-  require_agreement(group, at::kCPU, "unit mesh shape", {}, status);
+  require_agreement(group, at::kCPU, "sharded unit", {}, status);
 
   std::map<std::pair<std::vector<int64_t>, int>, size_t> known;
   for (size_t i = 0; i < meshed.size(); ++i) {

@@ -10,6 +10,8 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "brigade/comm/process_group.h"
+#include "brigade/fsdp/checkpointed_model.h"
 #include "brigade/fsdp/optimizer_checkpoint.h"
 #include "brigade/fsdp/shard_files.h"
 #include "brigade/fsdp/sharded_root.h"
@@ -53,32 +55,32 @@ CheckpointKind kind_of(bool in_shards) {
 }
 
 // `kept`: by shard of the optimizer; empty where it has no state.
-void save(ShardedRoot& root, bool in_shards, const std::string& path,
-          const SafetensorsMetadata& metadata,
+void save(const CheckpointedModel& model, bool in_shards,
+          const std::string& path, const SafetensorsMetadata& metadata,
           const std::optional<PythonOptimizer>& optimizer,
           const std::vector<Fields>& kept) {
   if (!optimizer) {
     const std::vector<ShardedTensors> tensors = {parameters_of_shards()};
-    return in_shards ? save_shards(root, path, tensors, metadata)
-                     : save_whole(root, path, tensors, metadata);
+    return in_shards ? save_shards(model, path, tensors, metadata)
+                     : save_whole(model, path, tensors, metadata);
   }
   OptimizerFields fields;
   for (size_t i = 0; i < kept.size(); ++i) {
     if (kept[i].empty()) continue;
     fields[optimizer->shards.at(i).unsafeGetTensorImpl()] = kept[i];
   }
-  save_checkpoint(root, kind_of(in_shards), path, form_of(*optimizer), fields,
+  save_checkpoint(model, kind_of(in_shards), path, form_of(*optimizer), fields,
                   metadata);
 }
 
 std::pair<SafetensorsMetadata, std::vector<Fields>> load(
-    ShardedRoot& root, bool in_shards, const std::string& path,
+    const CheckpointedModel& model, bool in_shards, const std::string& path,
     const std::optional<PythonOptimizer>& optimizer) {
   if (!optimizer) {
-    return {in_shards ? load_shards(root, path) : load_whole(root, path), {}};
+    return {in_shards ? load_shards(model, path) : load_whole(model, path), {}};
   }
   LoadedState loaded =
-      load_checkpoint(root, kind_of(in_shards), path, form_of(*optimizer));
+      load_checkpoint(model, kind_of(in_shards), path, form_of(*optimizer));
   std::vector<Fields> kept;
   for (const at::Tensor& shard : optimizer->shards) {
     kept.push_back(std::move(loaded.fields[shard.unsafeGetTensorImpl()]));
@@ -111,10 +113,26 @@ void register_checkpoints(py::module_& module) {
            py::arg("problem") = "",
            "`fields`: by shard, names and whether each is a count. `problem`: "
            "why there is nothing else; an error on all ranks.");
-  module.def("save_sharded", &save, NoGil(), py::arg("root"),
+  using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
+  py::class_<CheckpointedModel>(module, "CheckpointedModel",
+                                "See fsdp/checkpointed_model.h.")
+      .def(py::init<ShardedRoot&>(), py::keep_alive<1, 2>(), py::arg("root"))
+      .def(py::init([](const std::vector<std::pair<std::string, at::Tensor>>&
+                           parameters,
+                       const std::optional<Group>& group) {
+             std::vector<NamedParameter> named;
+             for (const auto& [name, tensor] : parameters) {
+               named.push_back({.name = name, .tensor = tensor});
+             }
+             return CheckpointedModel(named,
+                                      group.value_or(single_process_group()));
+           }),
+           py::arg("parameters"), py::arg("group"),
+           "Of which each rank of the group holds all; None: this process.");
+  module.def("save_checkpoint", &save, NoGil(), py::arg("model"),
              py::arg("in_shards"), py::arg("path"), py::arg("metadata"),
              py::arg("optimizer"), py::arg("kept"), "Collective.");
-  module.def("load_sharded", &load, NoGil(), py::arg("root"),
+  module.def("load_checkpoint", &load, NoGil(), py::arg("model"),
              py::arg("in_shards"), py::arg("path"), py::arg("optimizer"),
              "Collective. The metadata, and by shard of the optimizer what it "
              "is to keep.");

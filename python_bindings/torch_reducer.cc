@@ -4,10 +4,12 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <exception>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "brigade/comm/message_of.h"
 #include "brigade/comm_hooks/all_reduce_hook.h"
 #include "brigade/comm_hooks/hook_result.h"
 #include "brigade/comm_hooks/hook_traits.h"
@@ -483,17 +485,12 @@ std::vector<int64_t> TorchReducer::bucket_sizes_bytes(
 }
 
 void TorchReducer::remember_errors(const std::function<void()>& call) {
-  const auto remember = [this](const char* text) {
-    last_error_ = {
-        .time_ns = now_ns(), .iteration = statistics().prepared, .text = text};
-  };
   try {
     call();
-  } catch (const c10::Error& error) {
-    remember(error.what_without_backtrace());
-    throw;
-  } catch (const std::exception& error) {
-    remember(error.what());
+  } catch (const std::exception&) {
+    last_error_ = {.time_ns = now_ns(),
+                   .iteration = statistics().prepared,
+                   .text = message_of(std::current_exception())};
     throw;
   }
 }

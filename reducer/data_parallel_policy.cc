@@ -74,14 +74,13 @@ void DataParallelPolicy::meet_on_host() {
       !hook_.wire_format) {
     return;
   }
-  auto* const hook = dynamic_cast<TakesHostSums*>(hook_.hook);
   const bool wants =
-      hook != nullptr && hook->takes_host_sums() &&
+      hook_.host_sums != nullptr &&
       std::ranges::any_of(table_.tensors(), [](const at::Tensor& parameter) {
         return parameter.is_cpu();
       });
   host_sums_ = HostSums::meet(group_, wants);
-  if (host_sums_) hook->take_host_sums(host_sums_);
+  if (host_sums_) hook_.host_sums->take_host_sums(host_sums_);
 }
 
 bool DataParallelPolicy::set_hook(

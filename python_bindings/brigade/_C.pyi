@@ -5,7 +5,7 @@ import torch
 import torch._C._distributed_c10d
 import torch.distributed.distributed_c10d
 import typing
-__all__: list[str] = ['CheckpointedOptimizer', 'GatherTimes', 'Logger', 'ModuleScan', 'ReducedParameters', 'Reducer', 'ReductionTimes', 'ShardedRoot', 'ShardedUnit', 'ShardingOptions', 'ShardingTimeline', 'UnitCall', 'UnitSettings', 'are_exactly', 'check_parameters', 'describe_tensor', 'entries_of', 'has_entries', 'load_sharded', 'one_per_device', 'ranks_of_a_host', 'rebuilds_by_default', 'recording_group', 'require_agreement', 'save_sharded', 'then_collective', 'tie_outputs', 'version']
+__all__: list[str] = ['CheckpointedModel', 'CheckpointedOptimizer', 'GatherTimes', 'Logger', 'ModuleScan', 'ReducedParameters', 'Reducer', 'ReductionTimes', 'ShardedRoot', 'ShardedUnit', 'ShardingOptions', 'ShardingTimeline', 'UnitCall', 'UnitSettings', 'are_exactly', 'check_parameters', 'describe_tensor', 'entries_of', 'has_entries', 'load_checkpoint', 'one_per_device', 'ranks_of_a_host', 'rebuilds_by_default', 'recording_group', 'require_agreement', 'save_checkpoint', 'then_collective', 'tie_outputs', 'version']
 class ReducedParameters:
     """
     What a reducer is made of. For a moment, as ModuleScan.
@@ -71,7 +71,7 @@ class Reducer:
         """
         Without lists of thousands in between; takes the names. The first buckets are of the first caps, in the order of parameters, and launched from the last one on; those that are rebuilt are of the other caps. A bucket_plan takes the place of both.
         """
-    def _abandon_group(self) -> None:
+    def _abort_group(self) -> None:
         ...
     def _autograd_hook(self, index: typing.SupportsInt) -> None:
         ...
@@ -459,6 +459,18 @@ class CheckpointedOptimizer:
         """
         `fields`: by shard, names and whether each is a count. `problem`: why there is nothing else; an error on all ranks.
         """
+class CheckpointedModel:
+    """
+    See fsdp/checkpointed_model.h.
+    """
+    @typing.overload
+    def __init__(self, root: ShardedRoot) -> None:
+        ...
+    @typing.overload
+    def __init__(self, parameters: collections.abc.Sequence[tuple[str, torch.Tensor]], group: torch.distributed.distributed_c10d.ProcessGroup | None) -> None:
+        """
+        Of which each rank of the group holds all; None: this process.
+        """
 def are_exactly(objects: list, type: typing.Any) -> bool:
     """
     Whether all are of this class, and not of one derived from it.
@@ -479,7 +491,7 @@ def has_entries(tables: list, entries: list) -> bool:
     """
     Whether entries_of() would give that list.
     """
-def load_sharded(root: ShardedRoot, in_shards: bool, path: str, optimizer: CheckpointedOptimizer | None) -> tuple[dict[str, str], list[dict[str, torch.Tensor]]]:
+def load_checkpoint(model: CheckpointedModel, in_shards: bool, path: str, optimizer: CheckpointedOptimizer | None) -> tuple[dict[str, str], list[dict[str, torch.Tensor]]]:
     """
     Collective. The metadata, and by shard of the optimizer what it is to keep.
     """
@@ -503,7 +515,7 @@ def require_agreement(group: torch.distributed.distributed_c10d.ProcessGroup, wh
     """
     Collective. Raises RuntimeError on every rank alike, naming the first item in which ranks differ; `what` is the name of one item. If some ranks give a `failure`, what has gone wrong there, it says that instead.
     """
-def save_sharded(root: ShardedRoot, in_shards: bool, path: str, metadata: collections.abc.Mapping[str, str], optimizer: CheckpointedOptimizer | None, kept: collections.abc.Sequence[collections.abc.Mapping[str, torch.Tensor]]) -> None:
+def save_checkpoint(model: CheckpointedModel, in_shards: bool, path: str, metadata: collections.abc.Mapping[str, str], optimizer: CheckpointedOptimizer | None, kept: collections.abc.Sequence[collections.abc.Mapping[str, torch.Tensor]]) -> None:
     """
     Collective.
     """

@@ -637,6 +637,19 @@ def _require_plain(parameter: nn.Parameter, where: str) -> None:
             f"fully_shard: parameter {where} is a DTensor, split over a mesh of its own.\nShard "
             "plain tensors: this rank's, along dp_mesh_dims."
         )
+    for extension in ("fsdp_pre_all_gather", "fsdp_post_all_gather"):
+        if hasattr(parameter, extension):
+            raise NotImplementedError(
+                f"fully_shard: parameter {where} has {extension}(), by which it would be gathered "
+                "in a form of its own.\nShard plain tensors, or name it in ignored_params."
+            )
+    # Without the attribute, or of None, gradients are as they come.
+    if getattr(parameter, "grad_dtype", None) not in (None, parameter.dtype):
+        raise NotImplementedError(
+            f"fully_shard: parameter {where} of {parameter.dtype} has grad_dtype "
+            f"{parameter.grad_dtype}.\nLeave it out, and sum in that by MixedPrecisionPolicy("
+            "reduce_dtype=...)."
+        )
 
 
 def _require_no_hooks(parameter: nn.Parameter, where: str) -> None:
@@ -734,7 +747,15 @@ def _make_root(outermost: Unit) -> Root:
         unit.rename(names)
     if outermost.reshards is None:
         outermost.set_reshards_after_forward(False)
-    root = Root(outermost, with_parameters)
+    try:
+        root = Root(outermost, with_parameters)
+    except ValueError as error:
+        if "the same sharded units" not in str(error):
+            raise
+        raise ValueError(
+            f"{error}\nRun the first forward through the same module on every rank: the outermost "
+            "one that is sharded."
+        ) from None
     for unit in units:
         unit.root = root
     return root

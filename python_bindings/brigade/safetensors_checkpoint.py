@@ -6,9 +6,12 @@
 
 They are those of fsdp/optimizer_state.h. Whole tensors in one file, which programs that
 don't shard read too; or a folder of what each rank holds, which nothing is gathered for.
-Parameters that are sharded, and what SGD, Adam, AdamW, RMSprop and Adagrad keep for them; no
-buffers (of which saving warns), learning rates or anything else. For those, and other
-optimizers, see save_checkpoint().
+Parameters, and what SGD, Adam, AdamW, RMSprop and Adagrad keep for them; no buffers (of which
+saving warns), learning rates or anything else. For those, and other optimizers, see
+save_checkpoint().
+
+A model is sharded, or is a DistributedDataParallel, whose ranks take part, or any other
+module, which each process saves and loads for itself.
 """
 
 from __future__ import annotations
@@ -19,11 +22,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from brigade import _C
 from brigade._shard_place import place_of
 from brigade._sharded_tensors import ShardedParameter, as_shard
-from brigade._sharded_units import Root, unit_of
+from brigade._sharded_units import unit_of
 
 _ADAM = {"step": None, "exp_avg": None, "exp_avg_sq": None, "max_exp_avg_sq": "amsgrad"}
 
@@ -53,7 +57,8 @@ def save_whole(
     """Writes whole tensors into one file, a unit in memory at a time. Collective.
 
     Args:
-        model: The outermost module that fully_shard has sharded, between steps.
+        model: The outermost module that fully_shard has sharded, between steps; a
+            DistributedDataParallel; or a module of this process alone.
         path: Rank 0 writes it. The file before stays until all is written.
         optimizer: Of its parameters, or of some.
         metadata: What else is to be in the file, equal on all ranks.
@@ -97,14 +102,14 @@ def save_shards(
     """Each rank writes what it holds into a file of its own. Collective.
 
     Args:
-        model: As of save_whole(); units may be on any meshes.
+        model: The outermost module that fully_shard has sharded; units may be on any meshes.
         folder: One that all ranks see, made if need be; it has one checkpoint and nothing
             else. That before stays until all is written.
         optimizer: As of save_whole().
         metadata: As of save_whole().
 
     Raises:
-        ValueError: As save_whole(), of any rank.
+        ValueError: As save_whole(), of any rank; the model is not sharded.
     """
     _save(model, folder, optimizer, metadata, in_shards=True)
 
@@ -123,12 +128,14 @@ def _save(
     metadata: dict[str, str] | None,
     in_shards: bool,
 ) -> None:
-    native = _root_of(model, "save_shards" if in_shards else "save_whole").native
+    checkpointed = _checkpointed(model, "save_shards" if in_shards else "save_whole")
     _warn_of_the_rest(model)
     kept = (
         [] if optimizer is None else [_fields_of(optimizer, *each) for each in _stepped(optimizer)]
     )
-    _C.save_sharded(native, in_shards, os.fspath(path), metadata or {}, _form_of(optimizer), kept)
+    _C.save_checkpoint(
+        checkpointed, in_shards, os.fspath(path), metadata or {}, _form_of(optimizer), kept
+    )
 
 
 def _load(
@@ -137,31 +144,39 @@ def _load(
     optimizer: torch.optim.Optimizer | None,
     in_shards: bool,
 ) -> dict[str, str]:
-    native = _root_of(model, "load_shards" if in_shards else "load_whole").native
-    metadata, kept = _C.load_sharded(native, in_shards, os.fspath(path), _form_of(optimizer))
+    checkpointed = _checkpointed(model, "load_shards" if in_shards else "load_whole")
+    metadata, kept = _C.load_checkpoint(
+        checkpointed, in_shards, os.fspath(path), _form_of(optimizer)
+    )
     if optimizer is not None:
         _set_fields(optimizer, kept)
     return metadata
 
 
-def _root_of(model: nn.Module, where: str) -> Root:
+def _checkpointed(model: nn.Module, where: str) -> _C.CheckpointedModel:
     unit = unit_of(model)
-    if unit is None or unit.outermost() is not unit:
+    if unit is not None and unit.outermost() is unit:
+        return _C.CheckpointedModel(unit.require_root().native)
+    if any(unit_of(module) is not None for module in model.modules()):
         raise ValueError(
             f"{where}: expected the outermost module that fully_shard has sharded, found "
             f"{type(model).__name__}.\nGive that one."
         )
-    return unit.require_root()
+    is_wrapper = isinstance(model, DistributedDataParallel)
+    module, group = (model.module, model.process_group) if is_wrapper else (model, None)
+    return _C.CheckpointedModel(list(module.named_parameters()), group)
 
 
 def _warn_of_the_rest(model: nn.Module) -> None:
+    is_sharded = unit_of(model) is not None
     named = model.state_dict(keep_vars=True).items()
-    rest = [name for name, value in named if not isinstance(value, ShardedParameter)]
+    kind = ShardedParameter if is_sharded else nn.Parameter
+    rest = [name for name, value in named if not isinstance(value, kind)]
     if rest:
+        what = "buffers and parameters that are not sharded" if is_sharded else "buffers"
         warnings.warn(
-            f"buffers and parameters that are not sharded are not saved: {rest[:5]}"
-            f"{' and others' if len(rest) > 5 else ''}.\nSave them yourself, or all with "
-            "save_checkpoint().",
+            f"{what} are not saved: {rest[:5]}{' and others' if len(rest) > 5 else ''}.\n"
+            "Save them yourself, or all with save_checkpoint().",
             stacklevel=4,
         )
 

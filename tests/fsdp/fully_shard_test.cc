@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "brigade/tests/support/local_ranks.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -232,11 +233,51 @@ TEST(UnitChoiceTest, WhatIsIgnoredStaysAsItIs) {
   });
 }
 
+std::vector<std::string> units_of_net(const UnitChoice& choice) {
+  std::vector<std::string> names;
+  for (const UnitSpec& spec : units_of_module(*Net(), choice).specs) {
+    names.push_back(spec.name);
+  }
+  return names;
+}
+
+UnitChoice unit_at(const std::string& name) {
+  return {.begins_unit = [name](const UnitCandidate& candidate) {
+    return candidate.name == name;
+  }};
+}
+
+// Those have 48 elements each.
+TEST(UnitChoiceTest, OfWhatShardedHoldsARuleMakesUnits) {
+  EXPECT_THAT(units_of_net({}), ElementsAre("", "first", "second"));
+  EXPECT_THAT(units_of_net(unit_at_each<BlockImpl>()),
+              ElementsAre("", "first", "second"));
+  EXPECT_THAT(units_of_net(unit_at("second")), ElementsAre("", "second"));
+  EXPECT_THAT(units_of_net(units_of_numel(48)),
+              ElementsAre("", "first", "second"));
+  EXPECT_THAT(units_of_net(units_of_numel(49)), ElementsAre(""));
+  for (const UnitChoice& choice : {unit_at("second"), units_of_numel(49)}) {
+    expect_same_training([] { return with_values(Net(), 1); }, 2, choice);
+  }
+}
+
+TEST(UnitChoiceTest, WhatIsIgnoredDoesNotMakeAModuleLarger) {
+  UnitChoice choice = units_of_numel(48);
+  choice.is_ignored = [](const std::string& name, const at::Tensor&) {
+    return name == "first.gain";
+  };
+  EXPECT_THAT(units_of_net(choice), ElementsAre("", "second"));
+}
+
 TEST(UnitChoiceTest, ModulesThatTellNobodyThatTheyRunAreErrors) {
-  EXPECT_THAT([] { units_of_module(*Net(), units_of_numel(8)); },
-              Throws<c10::ValueError>(Property(
-                  &c10::Error::what_without_backtrace,
-                  AllOf(HasSubstr("NetImpl"), HasSubstr("brigade::Sharded")))));
+  for (const char* name : {"head", "first.lin"}) {
+    EXPECT_THAT(
+        [&] { units_of_net(unit_at(name)); },
+        Throws<c10::ValueError>(Property(
+            &c10::Error::what_without_backtrace,
+            AllOf(HasSubstr(absl::StrCat("'", name, "'")),
+                  HasSubstr("LinearImpl"), HasSubstr("brigade::Sharded")))));
+  }
   const torch::nn::Sequential nested{Net(), torch::nn::Linear(2, 2)};
   EXPECT_THAT([&] { units_of_sequential(*nested); },
               Throws<c10::ValueError>(

@@ -93,40 +93,45 @@ class NotingHook final : public ReductionHook {
   bool fails_by_network_only() const override { return true; }
 };
 
-// Adds the two up; backward says when it has both gradients.
-struct SumOfTwo : torch::autograd::Function<SumOfTwo> {
+// Adds a parameter's sum; backward says when it has the gradient, 3 everywhere,
+// if that is a unit's last.
+struct AddSum : torch::autograd::Function<AddSum> {
   static at::Tensor forward(torch::autograd::AutogradContext* context,
-                            const at::Tensor& input, const at::Tensor& a,
-                            const at::Tensor& b) {
-    context->saved_data["numel"] = a.numel();
-    return input + a.sum() + b.sum();
+                            const at::Tensor& input,
+                            const at::Tensor& parameter, bool is_last) {
+    context->saved_data["numel"] = parameter.numel();
+    context->saved_data["is_last"] = is_last;
+    return input + parameter.sum();
   }
   static torch::autograd::variable_list backward(
       torch::autograd::AutogradContext* context,
       torch::autograd::variable_list gradients) {
     const int64_t numel = context->saved_data["numel"].toInt();
-    torch::autograd::variable_list of_inputs = {
-        gradients[0], torch::full({numel}, 1.0F), torch::full({numel}, 2.0F)};
-    events.emplace_back(kLastGradient);
-    return of_inputs;
+    const at::Tensor of_parameter = torch::full({numel}, 3.0F);
+    if (context->saved_data["is_last"].toBool()) {
+      events.emplace_back(kLastGradient);
+    }
+    return {gradients[0], of_parameter, at::Tensor()};
   }
 };
 
 constexpr size_t kNumUnits = 3;
-constexpr int64_t kNumel = 8;  // two of them are cut evenly
+constexpr int64_t kNumel = 7;
 
-// Of the last of three steps, when all memory is there.
+// Of the last of three steps, when all memory is there. Units have two
+// parameters of kNumel elements, and `num_more`.
 std::vector<Names> operators_of_step(const Group& group,
-                                     ShardingOptions options) {
+                                     ShardingOptions options, int num_more) {
   options.comm_hook = std::make_shared<NotingHook>();
   std::vector<UnitSpec> specs;
   for (size_t unit = 0; unit < kNumUnits; ++unit) {
     UnitSpec& spec = specs.emplace_back();
     spec.name = "units." + std::to_string(unit);
-    for (const char* name : {"a", "b"}) {
-      spec.parameters.push_back(
-          {.name = name, .tensor = torch::ones({kNumel}).requires_grad_()});
-    }
+    spec.parameters.push_back(
+        {.name = "a", .tensor = torch::ones({kNumel}).requires_grad_()});
+    spec.parameters.push_back(
+        {.name = "b",
+         .tensor = torch::ones({kNumel + num_more}).requires_grad_()});
   }
   ShardedRoot root(specs, group, options);
   std::vector<Names> found;
@@ -135,8 +140,10 @@ std::vector<Names> operators_of_step(const Group& group,
       at::Tensor h = torch::ones({}).requires_grad_();
       for (size_t unit = 0; unit < kNumUnits; ++unit) {
         h = root.call(unit, h, [&](const at::Tensor& x) {
-          return SumOfTwo::apply(x, specs[unit].parameters[0].tensor,
-                                 specs[unit].parameters[1].tensor);
+          const auto& [a, b] = std::tie(specs[unit].parameters[0].tensor,
+                                        specs[unit].parameters[1].tensor);
+          return AddSum::apply(AddSum::apply(x, a, /*is_last=*/true), b,
+                               /*is_last=*/false);
         });
       }
       return h;
@@ -149,26 +156,29 @@ std::vector<Names> operators_of_step(const Group& group,
   }
   for (const at::Tensor& shard : root.shards()) {
     if (shard.numel() == 0) continue;
-    EXPECT_GE(shard.grad().min().item<float>(), 3.0F);  // of three steps
+    EXPECT_EQ(shard.grad().min().item<float>(), 9.0F);  // of three steps
   }
   return found;
 }
 
 TEST(LaunchPathTest, NothingRunsBetweenTheLastGradientAndItsReduction) {
   run_ranks(2, [](const Group& group) {
-    EXPECT_THAT(operators_of_step(group, {}),
-                AllOf(SizeIs(kNumUnits), Each(IsEmpty())));
-    EXPECT_THAT(operators_of_step(group, shard_optimizer_state()),
-                AllOf(SizeIs(kNumUnits), Each(IsEmpty())));
-    EXPECT_THAT(operators_of_step(group, {.num_shards = 1}),
-                AllOf(SizeIs(kNumUnits), Each(IsEmpty())));
+    for (const int num_more : {0, 1}) {  // cut evenly, and padded
+      for (const ShardingOptions& options :
+           {ShardingOptions(), shard_optimizer_state(),
+            ShardingOptions{.num_shards = 1}}) {
+        EXPECT_THAT(operators_of_step(group, options, num_more),
+                    AllOf(SizeIs(kNumUnits), Each(IsEmpty())))
+            << num_more;
+      }
+    }
   });
 }
 
 // In another dtype than autograd's, a gradient is cast into its place.
 TEST(LaunchPathTest, WhatRunsThereIsSeen) {
   run_ranks(2, [](const Group& group) {
-    EXPECT_THAT(operators_of_step(group, {.reduce_dtype = at::kDouble}),
+    EXPECT_THAT(operators_of_step(group, {.reduce_dtype = at::kDouble}, 0),
                 AllOf(SizeIs(kNumUnits), Each(Contains("aten::copy_"))));
   });
 }

@@ -25,6 +25,7 @@ namespace optimizer_state_test {
 
 namespace optim = torch::optim;
 
+using ::testing::AllOf;
 using testing::bytes_of_file;
 using testing::error_of;
 using ::testing::HasSubstr;
@@ -228,56 +229,68 @@ TEST_P(OptimizerStateTest, TensorsHaveTheShapesOfTheParameters) {
   }
 }
 
-at::Tensor read_whole(const SafetensorsReader& reader, const std::string& name,
-                      const at::Tensor& like) {
-  at::Tensor whole = torch::empty_like(like);
-  EXPECT_TRUE(
-      reader
-          .read(name, 0,
-                {static_cast<std::byte*>(whole.data_ptr()), whole.nbytes()})
-          .ok())
-      << name;
-  return whole;
-}
-
-TEST(OptimizerStateInOtherProgramsTest, AProgramThatDoesNotShardReadsIt) {
-  const std::string path =
-      ::testing::TempDir() + "/plain" + std::to_string(getpid());
-  Tensors expected;
-  run_ranks(2, [&](const Group& group) {
-    Net net;
-    ShardedRoot root(net.units(), group, {});
-    optim::AdamW optimizer(root.shards(), 0.01);
-    train(root, net, optimizer, 2, 4);
-    save_whole(root, optimizer, path);
-    train(root, net, optimizer, 4, 6);
-    Tensors whole = whole_of(root, net);
-    if (group->getRank() == 0) expected = std::move(whole);
-  });
-  const auto reader = SafetensorsReader::open(path);
-  ASSERT_TRUE(reader.ok()) << reader.status();
-  const Net net({5, 7, 3, 6, 4}, /*seed=*/99);
-  optim::AdamW optimizer(net.parameters(), 0.01);
-  for (const UnitSpec& unit : net.units()) {
-    for (const auto& [name, tensor, block_numel, dtype] : unit.parameters) {
-      const torch::NoGradGuard no_grad;
-      tensor.copy_(read_whole(*reader, name, tensor));
-      auto state = std::make_unique<optim::AdamWParamState>();
-      state->exp_avg(read_whole(*reader, name + ".exp_avg", tensor));
-      state->exp_avg_sq(read_whole(*reader, name + ".exp_avg_sq", tensor));
-      state->step(
-          read_whole(*reader, name + ".step", torch::zeros({}, torch::kLong))
-              .item<int64_t>());
-      optimizer.state()[tensor.unsafeGetTensorImpl()] = std::move(state);
-    }
-  }
-  for (int step = 4; step < 6; ++step) {
+// The same as train(), of a net that is not sharded.
+void train(const Net& net, optim::Optimizer& optimizer, int from, int to) {
+  for (int step = from; step < to; ++step) {
     optimizer.zero_grad();
     loss_of(net.run(net.input(0, step))).backward();
     optimizer.step();
   }
-  expect_equal(net.parameters(), expected);
-  std::filesystem::remove(path);
+}
+
+CheckpointedModel not_sharded(const Net& net, const Group& group) {
+  std::vector<NamedParameter> parameters;
+  for (const UnitSpec& unit : net.units()) {
+    parameters.insert(parameters.end(), unit.parameters.begin(),
+                      unit.parameters.end());
+  }
+  return CheckpointedModel(parameters, group);
+}
+
+// As data-parallel training's, where each rank has all.
+TEST_P(OptimizerStateTest, AModelThatIsNotShardedResumesBitForBit) {
+  const Tensors expected = save_behind(3);
+  const std::string folder = path() + ".shards";
+  run_ranks(3, [&](const Group& group) {
+    Net net;
+    ShardedRoot root(net.units(), group, {});
+    const auto optimizer = GetParam().make(root.shards());
+    load_whole(root, *optimizer, path());
+    save_shards(root, *optimizer, folder, {{"step", "3"}});
+  });
+  for (const bool in_shards : {false, true}) {
+    run_ranks(2, [&](const Group& group) {
+      const Net net({5, 7, 3, 6, 4}, /*seed=*/99);
+      const auto optimizer = GetParam().make(net.parameters());
+      const CheckpointedModel model = not_sharded(net, group);
+      const SafetensorsMetadata metadata =
+          in_shards ? load_shards(model, *optimizer, folder)
+                    : load_whole(model, *optimizer, path());
+      EXPECT_EQ(metadata.at("step"), "3");
+      train(net, *optimizer, 3, 6);
+      expect_equal(net.parameters(), expected);
+    });
+  }
+}
+
+TEST_P(OptimizerStateTest, WhatAModelThatIsNotShardedSavesIsLoadedByOneThatIs) {
+  Tensors expected;
+  run_ranks(2, [&](const Group& group) {
+    const Net net;
+    const auto optimizer = GetParam().make(net.parameters());
+    train(net, *optimizer, 0, 3);
+    save_whole(not_sharded(net, group), *optimizer, path(), {{"step", "3"}});
+    train(net, *optimizer, 3, 6);
+    if (group->getRank() == 0) expected = net.parameters();
+  });
+  run_ranks(2, [&](const Group& group) {
+    Net net({5, 7, 3, 6, 4}, /*seed=*/99);
+    ShardedRoot root(net.units(), group, {});
+    const auto optimizer = GetParam().make(root.shards());
+    EXPECT_EQ(load_whole(root, *optimizer, path()).at("step"), "3");
+    train(root, net, *optimizer, 3, 6);
+    expect_equal(whole_of(root, net), expected);
+  });
 }
 
 INSTANTIATE_TEST_SUITE_P(Optimizers, OptimizerStateTest,
@@ -367,8 +380,9 @@ TEST_F(OptimizerStateFailureTest, OptimizersThatDoNotFitAreRefused) {
     Tensors others = root.shards();
     others[2] = torch::zeros(3);
     optim::AdamW strange(others, 0.01);
-    EXPECT_THAT(error_of([&] { save_whole(root, strange, path()); }),
-                HasSubstr("parameter 2 of the optimizer is no shard"));
+    EXPECT_THAT(
+        error_of([&] { save_whole(root, strange, path()); }),
+        HasSubstr("parameter 2 of the optimizer is none of this model"));
     // On one rank alone.
     const bool is_first = group->getRank() == 0;
     const auto one = is_first ? std::unique_ptr<optim::Optimizer>(
@@ -379,6 +393,41 @@ TEST_F(OptimizerStateFailureTest, OptimizersThatDoNotFitAreRefused) {
                 HasSubstr("saved optimizer"));
     EXPECT_FALSE(std::filesystem::exists(path()));
   });
+}
+
+TEST_F(OptimizerStateFailureTest, RanksThatHoldAllFailAlike) {
+  run_ranks(2, [&](const Group& group) {
+    const Net net;
+    optim::AdamW optimizer(net.parameters(), 0.01);
+    const CheckpointedModel model = not_sharded(net, group);
+    EXPECT_THAT(error_of([&] { save_shards(model, optimizer, path()); }),
+                HasSubstr("expected a sharded model"));
+    EXPECT_FALSE(std::filesystem::exists(path()));
+    save_whole(model, optimizer, path());
+    const std::string found = group->getRank() == 0 ? path() : path() + "!";
+    EXPECT_THAT(error_of([&] { load_whole(model, optimizer, found); }),
+                AllOf(HasSubstr("rank 1"), HasSubstr("cannot read it")));
+    expect_equal(net.parameters(), Net().parameters());
+  });
+}
+
+TEST_F(OptimizerStateFailureTest, OneProcessNeedsNoGroup) {
+  torch::nn::Linear net(3, 2);
+  net->weight.set_data(torch::ones({3, 2}).t());
+  optim::AdamW optimizer(net->parameters(), 0.01);
+  net(torch::ones({4, 3})).sum().backward();
+  optimizer.step();
+  save_whole(CheckpointedModel(*net), optimizer, path());
+  const torch::nn::Linear other(3, 2);
+  optim::AdamW other_optimizer(other->parameters(), 0.01);
+  load_whole(CheckpointedModel(*other), other_optimizer, path());
+  expect_equal(other->parameters(), net->parameters());
+  other->weight.mutable_grad() = torch::ones({2, 3});
+  net->weight.mutable_grad() = torch::ones({2, 3});
+  net->bias.mutable_grad() = other->bias.mutable_grad() = torch::ones({2});
+  optimizer.step();
+  other_optimizer.step();
+  expect_equal(other->parameters(), net->parameters());
 }
 
 // Counts of steps that differ between ranks would be lost.

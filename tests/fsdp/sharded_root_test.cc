@@ -400,6 +400,63 @@ TEST(ShardedRootTest, ClipsTheNormOverAllRanks) {
   }
 }
 
+// Blocks have 42, 24, 24 and 28 elements, the head 1.
+TEST(ShardedRootTest, ExplainsAndCountsWhatEachRankHolds) {
+  struct Expected {
+    int num_ranks;
+    int64_t numel, padding;  // here; of whole units
+    std::vector<std::string> lines;
+  };
+  const std::vector<Expected> cases = {
+      {2,
+       1 + 21 + 12 + 12 + 14,
+       1,
+       {"'': 1 parameters, 8 bytes whole, 4 bytes here, 1 elements of padding",
+        "'blocks.0': 2 parameters, 168 bytes whole, 84 bytes here, 0 elements "
+        "of padding",
+        "'blocks.3': 2 parameters, 112 bytes whole, 56 bytes here"}},
+      {4,
+       1 + 11 + 6 + 6 + 7,
+       3 + 2,
+       {"'': 1 parameters, 16 bytes whole, 4 bytes here, 3 elements of padding",
+        "'blocks.0': 2 parameters, 176 bytes whole, 44 bytes here, 2 elements "
+        "of padding"}}};
+  for (const Expected& expected : cases) {
+    run_ranks(expected.num_ranks, [&](const Group& group) {
+      Net net;
+      const ShardedRoot root(net.units(), group, {});
+      EXPECT_EQ(root.statistics().shard_bytes, 4 * expected.numel);
+      EXPECT_EQ(root.statistics().padding_bytes, 4 * expected.padding);
+      for (const std::string& line : expected.lines) {
+        EXPECT_THAT(root.explain(), HasSubstr(line));
+      }
+    });
+  }
+}
+
+// As torch's clip_grad_norm_: what is no number is not hidden by a maximum.
+TEST(ShardedRootTest, NormsOfWhatIsNoNumberAreNone) {
+  constexpr double kInfinity = std::numeric_limits<double>::infinity();
+  for (const double p : {1.0, 2.0, kInfinity}) {
+    for (const double bad : {std::nan(""), kInfinity}) {
+      run_ranks(2, [&](const Group& group) {
+        Net net;
+        ShardedRoot root(net.units(), group, {});
+        train_step(root, net, group->getRank(), 0);
+        if (group->getRank() == 1) {
+          root.shards_of(1)[0].mutable_grad().fill_(bad);
+        }
+        const double norm = root.clip_grad_norm(1, p);
+        EXPECT_EQ(std::isnan(norm), std::isnan(bad)) << p;
+        EXPECT_FALSE(std::isfinite(norm)) << p;
+        if (std::isnan(bad)) {
+          EXPECT_TRUE(root.shards_of(2)[0].grad().isnan().all().item<bool>());
+        }
+      });
+    }
+  }
+}
+
 TEST(ShardedRootTest, ComputesInLowPrecisionAndKeepsMastersInTheirOwn) {
   run_ranks(2, [&](const Group& group) {
     Net net;

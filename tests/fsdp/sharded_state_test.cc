@@ -3,10 +3,12 @@
 #include <torch/torch.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <filesystem>
 #include <fstream>
 #include <functional>
 #include <map>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -213,6 +215,42 @@ TEST_F(ShardedStateTest, AFileThatDoesNotFitChangesNothing) {
     EXPECT_THAT(error_of([&] { load_whole(root, path()); }),
                 HasSubstr("blocks.3"));
   });
+}
+
+// What a thread has allocated for tensors on the CPU, and not given back.
+class PeakMemory final : public c10::MemoryReportingInfoBase {
+ public:
+  void reportMemoryUsage(void* /*ptr*/, int64_t alloc_size, size_t, size_t,
+                         c10::Device) override {
+    bytes_ += alloc_size;
+    peak_bytes_ = std::max(peak_bytes_, bytes_);
+  }
+  bool memoryProfilingEnabled() const override { return true; }
+  int64_t peak_bytes() const { return peak_bytes_; }
+
+ private:
+  int64_t bytes_ = 0;
+  int64_t peak_bytes_ = 0;
+};
+
+// A unit, and this rank's part of it, however many units there are.
+TEST_F(ShardedStateTest, SavingTakesMemoryForOneUnit) {
+  constexpr int64_t kWidth = 64;
+  constexpr int64_t kUnitBytes = (kWidth + 1) * kWidth * 4;
+  for (const int num_blocks : {2, 12}) {
+    run_ranks(2, [&](const Group& group) {
+      const Net net(std::vector<int64_t>(num_blocks + 1, kWidth));
+      ShardedRoot root(net.units(), group, {});
+      const auto peak = std::make_shared<PeakMemory>();
+      {
+        const c10::DebugInfoGuard guard(c10::DebugInfoKind::PROFILER_STATE,
+                                        peak);
+        save_whole(root, path());
+      }
+      EXPECT_GE(peak->peak_bytes(), kUnitBytes);
+      EXPECT_LE(peak->peak_bytes(), 3 * kUnitBytes / 2 + 1024);
+    });
+  }
 }
 
 TEST_F(ShardedStateTest, AFolderThatIsMissingIsAnErrorOnAllRanks) {

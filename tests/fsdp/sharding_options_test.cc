@@ -105,5 +105,15 @@ TEST(ShardingStrategyTest, KeepsTheOtherOptions) {
   EXPECT_TRUE(shard_gradients().reshards_after_backward);
 }
 
+// All ranks of these tests are on one.
+TEST(ShardingStrategyTest, HybridShardsAreThoseOfAHost) {
+  run_ranks(2, [](const Group& group) {
+    const ShardingOptions on_host = hybrid_shard(group, {.prefetch_depth = 3});
+    EXPECT_EQ(on_host.num_shards, 2);
+    EXPECT_EQ(on_host.prefetch_depth, 3u);
+    EXPECT_EQ(hybrid_shard(group, {.num_shards = 1}).num_shards, 1);
+  });
+}
+
 }  // namespace sharding_options_test
 }  // namespace brigade

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <iterator>
 #include <string>
 #include <vector>
 
@@ -119,9 +120,10 @@ Trajectory in_one_process(int world_size, int row_length) {
 struct Strategy {
   std::string name;
   ShardingOptions options;
+  size_t blocks_in_unit = 1;
 };
 
-// On rows of this length, at both depths.
+// On rows of this length, at both depths, and units of several sizes.
 std::vector<Strategy> strategies_on(int row_length) {
   std::vector<Strategy> all = {{"full", {}},
                                {"gradients", shard_gradients()},
@@ -139,22 +141,61 @@ std::vector<Strategy> strategies_on(int row_length) {
       strategy.options.prefetch_depth = depth;
       at_both_depths.push_back(std::move(strategy));
     }
+    for (const size_t blocks : {2, 3, 4}) {
+      at_both_depths.push_back(
+          {absl::StrCat(blocks, " blocks in a unit, prefetch ", depth),
+           {.num_shards = row_length, .prefetch_depth = depth},
+           blocks});
+    }
   }
   return at_both_depths;
 }
 
-void expect_trajectory(const Group& group, const ShardingOptions& options,
+// The head, and so many blocks each.
+std::vector<UnitSpec> units_of(const Net& net, size_t blocks_in_unit) {
+  std::vector<UnitSpec> blocks = net.units();
+  std::vector<UnitSpec> units = {blocks.front()};
+  for (size_t i = 1; i < blocks.size(); ++i) {
+    if ((i - 1) % blocks_in_unit == 0) {
+      units.push_back(blocks[i]);
+    } else {
+      std::ranges::move(blocks[i].parameters,
+                        std::back_inserter(units.back().parameters));
+    }
+  }
+  return units;
+}
+
+at::Tensor run(const Net& net, ShardedRoot& root, size_t blocks_in_unit,
+               const at::Tensor& input) {
+  return root.call(0, input, [&](const at::Tensor& in) {
+    at::Tensor h = in;
+    for (size_t begin = 0; begin < net.blocks.size(); begin += blocks_in_unit) {
+      const size_t end = std::min(begin + blocks_in_unit, net.blocks.size());
+      h = root.call(1 + begin / blocks_in_unit, h, [&](const at::Tensor& x) {
+        at::Tensor inner = x;
+        for (size_t i = begin; i < end; ++i) inner = net.blocks[i].run(inner);
+        return inner;
+      });
+    }
+    return h * net.head;
+  });
+}
+
+void expect_trajectory(const Group& group, const Strategy& strategy,
                        const Trajectory& expected) {
   const int rank = group->getRank();
   const Net net;
-  ShardedRoot root(net.units(), group, options);
+  ShardedRoot root(units_of(net, strategy.blocks_in_unit), group,
+                   strategy.options);
   for (size_t step = 0; step < std::size(kSteps); ++step) {
     const int count = num_batches(kSteps[step]);
     for (int batch = 0; batch < count; ++batch) {
       root.set_synchronizes(kSteps[step] != Batches::kAddedUpHere ||
                             batch == count - 1);
       loss_of(root.forward([&] {
-        return net.run(root, input_of(net, rank, step, batch));
+        return run(net, root, strategy.blocks_in_unit,
+                   input_of(net, rank, step, batch));
       })).backward();
     }
     expect_shards(root, expected.gradients[step], root.shard_rank(),
@@ -177,7 +218,7 @@ TEST_P(StrategyBitsTest, EqualOneProcessInTheOrderOfTheMesh) {
   run_ranks(world_size, [&](const Group& group) {
     for (const Strategy& strategy : strategies) {
       SCOPED_TRACE(absl::StrCat(strategy.name, ", rank ", group->getRank()));
-      expect_trajectory(group, strategy.options, expected);
+      expect_trajectory(group, strategy, expected);
       if (::testing::Test::HasFatalFailure()) return;
     }
   });

@@ -20,7 +20,7 @@ from ranks import run_ranks
 _TESTS = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(_TESTS / "docs"))
 
-from page_blocks import DOCS, Block, blocks_of, pages_with  # noqa: E402
+from page_blocks import DOCS, README, Block, blocks_of, pages_with  # noqa: E402
 
 _DEADLINE_S = 300
 _GIVEN = """
@@ -50,6 +50,14 @@ for inputs, targets in batches():
     optimizer.step()
 """
 _SMALL_BUCKETS = _UNBROKEN.replace("(net)", "(net, bucket_cap_mb=0.0001)")
+_LEARNT = """
+x = torch.randn(256, 8)
+before = x.sum(1, keepdim=True).square().mean()
+loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
+assert loss < before / 4, (loss, before)
+print(f"rank {torch.distributed.get_rank()} has learnt", flush=True)
+torch.distributed.destroy_process_group()
+"""
 _END = """
 digest = 0
 for tensor in net.parameters():
@@ -71,12 +79,12 @@ def _padded(blocks: list[Block]) -> str:
 
 
 def _run(
-    folder: pathlib.Path, page: str, blocks: list[Block], before: str, after: str, fault: str = ""
+    folder: pathlib.Path, blocks: list[Block], before: str, after: str, fault: str = ""
 ) -> subprocess.CompletedProcess:
     """The blocks between `before` and `after`, under torchrun."""
     program = folder / "page.py"
     code = _padded(blocks)
-    name = str(DOCS / f"{page}.md")
+    name = str(blocks[0].page) if blocks else "no page"
     program.write_text(f"{before}exec(compile({code!r}, {name!r}, 'exec'))\n{after}")
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     restarts = ["--max-restarts", "1"] if fault == "dies" else []
@@ -161,10 +169,17 @@ def test_a_resumed_training_has_the_bits_of_one_that_was_not_interrupted(tmp_pat
     assert [parameters for parameters, _ in resumed] == unbroken
 
 
+def test_the_readmes_sharded_program_learns(tmp_path):
+    (block,) = [block for block in blocks_of(README) if block.use == "torchrun"]
+    done = _run(tmp_path, [block], "", _LEARNT)
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.count("has learnt") == 2, done.stdout
+
+
 @pytest.mark.parametrize("fault", ["late", "dies"])
 def test_training_that_a_rank_broke_ends_as_if_nothing_had_been(fault, tmp_path):
     blocks = _programs("recovery")[fault]
-    done = _run(tmp_path, "recovery", blocks, _GIVEN, _END, fault)
+    done = _run(tmp_path, blocks, _GIVEN, _END, fault)
     assert "rank 0, step 2: " in done.stdout, done.stdout
-    unbroken = _run(tmp_path, "recovery", [], _GIVEN + _GROUP + _UNBROKEN, _END)
+    unbroken = _run(tmp_path, [], _GIVEN + _GROUP + _UNBROKEN, _END)
     assert _weights(done) == _weights(unbroken)

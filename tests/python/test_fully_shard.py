@@ -674,3 +674,29 @@ def _written_until_it_is_reduced(rank):
 
 def test_a_slot_is_the_memory_that_is_reduced():
     run_ranks(_written_until_it_is_reduced)
+
+
+def _runs_a_part_first(rank, on_all):
+    model = shard_blocks(make_net())
+    if on_all:
+        model.blocks[0](torch.ones(2, 7))
+    words = "Run the first forward through the same module on every rank"
+    error = ValueError
+    if on_all:
+        error, words = RuntimeError, "ran through a module below this one first"
+    with pytest.raises(error, match=words) as told:
+        if rank == 0 and not on_all:
+            model.blocks[1](torch.ones(2, 7))
+        else:
+            model(batch_of(rank, 0))
+    again = shard_blocks(make_net())
+    again(batch_of(rank, 0)).sum().backward()
+    return str(told.value)
+
+
+def test_a_part_whose_forward_is_the_first_is_named():
+    first, second = run_ranks(_runs_a_part_first, True)
+    assert first == second
+    first, second = run_ranks(_runs_a_part_first, False)
+    assert first == second
+    assert "sharded unit 1 differs: rank 0 has no such sharded unit, rank 1 has 'blocks.0'" in first

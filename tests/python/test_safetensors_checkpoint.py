@@ -1,5 +1,6 @@
 """Files of safetensors that C++ and Python programs read of each other."""
 
+import copy
 import json
 import pathlib
 import subprocess
@@ -12,7 +13,7 @@ from torch import nn
 import brigade
 
 from ranks import run_ranks
-from sharded_training import batch_of, make_net, shard_blocks
+from sharded_training import Net, batch_of, make_net, shard_blocks
 
 _GPT = pathlib.Path(brigade.__file__).parents[2] / "examples/gpt/gpt"
 
@@ -161,7 +162,7 @@ def _refuses(rank, folder):
     amsgrad = torch.optim.Adam(model.parameters(), amsgrad=True)
     expect_error(whole, amsgrad, "has no tensor .*max_exp_avg_sq")
     other = torch.optim.Adam([nn.Parameter(torch.ones(3))])
-    expect_error(whole, other, "parameter 0 of the optimizer is no shard of this model")
+    expect_error(whole, other, "parameter 0 of the optimizer is none of this model")
     expect_error(whole, torch.optim.NAdam(model.parameters()), "found NAdam")
     expect_error(whole.with_name("none"), optimizer, "none")
     expect_error(whole.with_name("damaged"), optimizer, "damaged|checksum")
@@ -180,6 +181,84 @@ def test_what_does_not_fit_is_one_error_and_changes_nothing(tmp_path):
     (tmp_path / "damaged").write_bytes(content)
     first, second = run_ranks(_refuses, str(tmp_path))
     assert first == second
+
+
+def _data_parallel(name):
+    model = brigade.DistributedDataParallel(make_net())
+    return model, _OPTIMIZERS[name](model.parameters())
+
+
+def _state_of_all(model, optimizer):
+    names = [name for name, _ in model.module.named_parameters()]
+    state = dict(zip(names, optimizer.state_dict()["state"].values(), strict=True))
+    return copy.deepcopy((dict(model.module.state_dict()), state))
+
+
+def _data_parallel_loads(rank, folder, name, way):
+    model, optimizer = _data_parallel(name)
+    _step(model, optimizer, 7, rank)  # which is undone
+    metadata = _WAYS[way][1](model, f"{folder}/{way}", optimizer)
+    assert metadata["step"] == "2"
+    _step(model, optimizer, 2, rank)
+    _put(rank, folder, "loaded", model.module.state_dict())
+
+
+@pytest.mark.parametrize("name", _OPTIMIZERS)
+def test_data_parallel_training_goes_on_with_the_same_bits(tmp_path, name):
+    run_ranks(_saves, str(tmp_path), name)
+    _, (stepped, _) = _get(tmp_path, "saved")
+    for way in _WAYS:
+        run_ranks(_data_parallel_loads, str(tmp_path), name, way)
+        _expect_same(_get(tmp_path, "loaded"), stepped)
+
+
+def _data_parallel_saves(rank, folder):
+    model, optimizer = _data_parallel("adamw")
+    for step in range(2):
+        _step(model, optimizer, step, rank)
+    brigade.save_whole(model, f"{folder}/whole", optimizer, metadata={"step": "2"})
+    saved = _state_of_all(model, optimizer)
+    _step(model, optimizer, 2, rank)
+    _put(rank, folder, "saved", (saved, _state_of_all(model, optimizer)))
+
+
+def test_what_data_parallel_training_saves_is_loaded_by_shards(tmp_path):
+    run_ranks(_data_parallel_saves, str(tmp_path))
+    saved, stepped = _get(tmp_path, "saved")
+    run_ranks(_loads, str(tmp_path), "adamw", "whole")
+    metadata, loaded, on = _get(tmp_path, "loaded")
+    assert metadata["step"] == "2"
+    _expect_equal_states(loaded, saved)
+    _expect_equal_states(on, stepped)
+
+
+def _data_parallel_refuses(rank, folder):
+    model, optimizer = _data_parallel("adamw")
+    path = pathlib.Path(folder) / "whole"
+    brigade.save_whole(model, path, optimizer)
+    with pytest.raises(ValueError, match="expected a sharded model") as not_sharded:
+        brigade.save_shards(model, f"{folder}/shards", optimizer)
+    with pytest.raises(ValueError, match=r"rank 1.*none") as missing:
+        brigade.load_whole(model, path if rank == 0 else path.with_name("none"), optimizer)
+    _step(model, optimizer, 0, rank)  # and goes on
+    return str(not_sharded.value), str(missing.value)
+
+
+def test_data_parallel_ranks_fail_alike(tmp_path):
+    first, second = run_ranks(_data_parallel_refuses, str(tmp_path))
+    assert first == second
+
+
+def test_a_module_of_one_process_needs_no_group(tmp_path):
+    net, other = make_net(), Net()
+    optimizer, other_optimizer = (torch.optim.Adam(each.parameters()) for each in (net, other))
+    _step(net, optimizer, 0, 0)
+    brigade.save_whole(net, tmp_path / "whole", optimizer, metadata={"epoch": "1"})
+    loaded = brigade.load_whole(other, tmp_path / "whole", other_optimizer)
+    assert loaded["epoch"] == "1"
+    for model, steps in ((net, optimizer), (other, other_optimizer)):
+        _step(model, steps, 1, 0)
+    _expect_same(other.state_dict(), net.state_dict())
 
 
 class _Nest(nn.Module):
@@ -236,7 +315,7 @@ def _warns(rank, folder):
     with pytest.warns(UserWarning, match=r"not saved: \['0.bias', '1.running_mean'"):
         brigade.save_whole(model, f"{folder}/whole")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match="of the sharded parameters, or of some"):
+    with pytest.raises(ValueError, match="of the model's parameters, of their shards"):
         brigade.save_whole(model, f"{folder}/whole", optimizer)
 
 

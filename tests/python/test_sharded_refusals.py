@@ -36,9 +36,28 @@ def _hooked():
     return net
 
 
+class _GathersItself(nn.Parameter):
+    def fsdp_pre_all_gather(self, *args):
+        raise AssertionError("nobody calls it")
+
+
+def _extended():
+    net = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4))
+    net[1].weight = _GathersItself(net[1].weight.detach())
+    return net
+
+
+def _with_wide_gradients():
+    net = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4, dtype=torch.bfloat16))
+    net[1].weight.grad_dtype = torch.float32
+    return net
+
+
 @pytest.mark.parametrize(
     ("make", "error", "words"),
     [
+        (_extended, NotImplementedError, r"parameter '1\.weight' of .* has fsdp_pre_all_gather"),
+        (_with_wide_gradients, NotImplementedError, r"'1\.weight' of .* has grad_dtype .*float32"),
         (_embedding, NotImplementedError, "Embedding '0' has max_norm"),
         (_bag, NotImplementedError, r"EmbeddingBag '1\.0' has max_norm"),
         (_hooked, ValueError, r"parameter '1\.weight' of Sequential without hooks"),

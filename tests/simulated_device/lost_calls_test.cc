@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "brigade/reducer/dense_replica.h"
+#include "brigade/reducer/opening_broadcast.h"
 #include "brigade/reducer/parameter_table.h"
 #include "brigade/reducer/reducer.h"
 #include "brigade/tests/simulated_device/streamed_model.h"
@@ -126,6 +127,11 @@ class LostCallsTest : public simulated::StreamTest {
     training_->zero_grad();
   }
 
+  // Gives it work.
+  static bool uses(const OrderingCall& call, const c10::Stream& stream) {
+    return call.kind != OrderingCall::kSwitch && call.stream == stream;
+  }
+
   static Chooses records_on(const c10::Stream& stream) {
     return [stream](const OrderingCall& call) {
       return call.kind == OrderingCall::kRecordUse && call.stream == stream;
@@ -183,7 +189,7 @@ TEST_F(LostCallsTest, EventsOfPackAreRecorded) {
     bool in_bucket = false;
     EXPECT_EQ(count(
                   [&](const OrderingCall& call) {
-                    in_bucket = in_bucket && call.stream != stream_of(2);
+                    in_bucket = in_bucket && !uses(call, stream_of(2));
                     return in_bucket && call.kind == OrderingCall::kRecord &&
                            call.stream == stream_of(parameter);
                   },
@@ -225,7 +231,7 @@ TEST_F(LostCallsTest, LaunchWaitsForTheSumOfReplicas) {
   step();
   EXPECT_EQ(count(
                 [&](const OrderingCall& call) {
-                  in_bucket = in_bucket && call.stream != first.stream_of(2);
+                  in_bucket = in_bucket && !uses(call, first.stream_of(2));
                   return in_bucket && call.kind == OrderingCall::kRecord &&
                          call.stream == first.stream_of(3) &&
                          ++num_records == 2;
@@ -246,7 +252,8 @@ TEST_F(LostCallsTest, GradientsAreRecordedOnThePackingStream) {
   const Count recorded = count(
       [&](const OrderingCall& call) {
         // The last wait of the bucket's join, and what comes right behind it.
-        if (call.kind != OrderingCall::kRecordUse) {
+        if (call.kind != OrderingCall::kRecordUse &&
+            call.kind != OrderingCall::kSwitch) {
           joined = in_backward && call.kind == OrderingCall::kWait &&
                    call.stream == stream_of(3) && call.other == stream_of(4);
         }
@@ -378,6 +385,37 @@ TEST_F(LostCallsTest, GradientsSetAsideAreRecordedWhereTheyArePutBack) {
               training_->step(1, {1});
               training_->zero_grad(/*set_to_none=*/false);
             }),
+            1);
+}
+
+// What was written on the stream of the first broadcast is read by the one that
+// a failed rank launches for its peers, wherever that rank has failed.
+TEST_F(LostCallsTest, BuffersAreSentForPeersOnTheStreamOfTheFirstTime) {
+  const c10::Stream forward = simulated::new_stream();
+  const c10::Stream failing = simulated::new_stream();
+  at::Tensor buffer = at::zeros({3}, simulated::on_device());
+  simulated::make_wait(forward, simulated::current_stream_of());
+  OpeningBroadcast opening(training_->recording().group(), {buffer},
+                           /*source=*/0);
+  bool is_for_peers = false;
+  EXPECT_EQ(count(
+                [&](const OrderingCall& call) {
+                  return is_for_peers && call.kind == OrderingCall::kSwitch &&
+                         call.stream == forward;
+                },
+                [&] {
+                  {
+                    const c10::StreamGuard on_stream(forward);
+                    opening.launch();
+                    buffer.add_(1);
+                  }
+                  const c10::StreamGuard on_stream(failing);
+                  is_for_peers = true;
+                  opening.launch_for_peers();
+                  is_for_peers = false;
+                  simulated::make_wait(forward, failing);
+                })
+                .needed,
             1);
 }
 

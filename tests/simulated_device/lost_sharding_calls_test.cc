@@ -117,6 +117,8 @@ class LostShardingCallsTest : public simulated::StreamTest {
         return stream + " uses memory";
       case OrderingCall::kHoldPinned:
         return "pinned memory is held";
+      case OrderingCall::kSwitch:
+        return "switches to " + stream;
     }
     return "";
   }

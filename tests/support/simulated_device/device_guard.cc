@@ -5,6 +5,7 @@
 #include <map>
 #include <utility>
 
+#include "brigade/tests/support/simulated_device/ordering_calls.h"
 #include "brigade/tests/support/simulated_device/simulation.h"
 
 namespace brigade::simulated {
@@ -78,6 +79,10 @@ c10::Stream DeviceGuard::getNewStream(c10::Device device, int) const {
 
 c10::Stream DeviceGuard::exchangeStream(c10::Stream stream) const {
   const c10::Stream before = current_stream(stream.device());
+  if (is_dropped(
+          {.kind = OrderingCall::kSwitch, .stream = stream, .other = before})) {
+    return before;
+  }
   current_streams[stream.device_index()] = stream.id();
   return before;
 }

@@ -25,6 +25,7 @@ struct OrderingCall {
     kHostWait,    // the host waits for `stream`, or for an event of it
     kRecordUse,   // record_stream(): `stream` uses memory
     kHoldPinned,  // pinned memory is held back for copies that read it
+    kSwitch,      // `stream` becomes the thread's current one, after `other`
   };
   Kind kind;
   std::optional<c10::Stream> stream = std::nullopt;
