@@ -223,6 +223,23 @@ def test_a_backward_from_the_middle():
     run_ranks(_inner_alone)
 
 
+def _inner_called_alone(rank, world_size, reshards):
+    """A forward of an inner unit and its backward, after one through all."""
+    plain, model = make_net(), shard_blocks(make_net(), reshard_after_forward=reshards)
+
+    def loss_of(net, r, step):
+        if step % 3 == 0:
+            return net(_random(5, r, step)).square().sum()
+        return net.blocks[step % 3](_random(7, r, step)).square().sum()
+
+    _trains_alike(rank, world_size, plain, model, loss_of, steps=7)
+
+
+@pytest.mark.parametrize("reshards", [None, True, False])
+def test_a_forward_and_backward_of_an_inner_unit_by_itself(reshards):
+    run_ranks(_inner_called_alone, 2, reshards)
+
+
 def _state_behind_a_forward(rank, reshards):
     plain, model = make_net(), shard_blocks(make_net(), reshard_after_forward=reshards)
     names = list(plain.state_dict())

@@ -102,8 +102,6 @@ def _surface(rank):
         assert torch.equal(model.head.weight, make_net().head.weight)
     whole = model.blocks[1].up.weight
     assert isinstance(whole, brigade.ShardedParameter)
-    with pytest.raises(NotImplementedError, match="set_symm_mem_for_comm"):
-        model.set_symm_mem_for_comm()
     with pytest.raises(ValueError, match="sharded already"):
         brigade.fully_shard(model)
     unread = model._brigade_unit.wholes[0]

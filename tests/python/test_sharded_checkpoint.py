@@ -190,6 +190,32 @@ def test_resumes_bit_for_bit(tmp_path):
     run_ranks(_resumes, str(tmp_path))
 
 
+def _goes_on(rank, folder, world_sizes):
+    """Two steps on the last of these numbers of ranks, from what the one before has saved."""
+    plain = make_net()
+    plain_optimizer = _optimizer(plain, foreach=False)
+    for step in range(2 * len(world_sizes)):
+        step_of_all(plain, plain_optimizer, step, world_sizes[step // 2])
+    model, optimizer = _trained(rank, steps=0)
+    begin = 2 * (len(world_sizes) - 1)
+    if begin > 0:
+        loaded = brigade.load_checkpoint(f"{folder}/{begin}", model, optimizer)
+        assert loaded.shared == {"step": begin}
+    for step in range(begin, begin + 2):
+        _step(model, optimizer, step, rank)
+    brigade.save_checkpoint(f"{folder}/{begin + 2}", model, optimizer, shared={"step": begin + 2})
+    expect_equal(model, plain)
+    found = brigade.full_optimizer_state_dict(model, optimizer)
+    expected = get_optimizer_state_dict(plain, plain_optimizer)["state"]
+    _expect_equal_state(found, {**found, "state": expected})
+
+
+@pytest.mark.parametrize("world_sizes", [(2, 3), (2, 1), (3, 2, 1, 3)])
+def test_resumes_as_one_process_on_other_numbers_of_ranks(world_sizes, tmp_path):
+    for i, world_size in enumerate(world_sizes):
+        run_ranks(_goes_on, str(tmp_path), world_sizes[: i + 1], world_size=world_size)
+
+
 def _damaged(rank, folder):
     model, optimizer = _trained(rank)
     before = model.full_state_dict(), brigade.full_optimizer_state_dict(model, optimizer)

@@ -1,5 +1,7 @@
 """Numbers that are computed of whole tensors, of which each rank holds a part."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -60,6 +62,42 @@ def test_sums_and_extremes_are_of_the_whole_tensors():
 
 def test_what_is_no_number_of_the_whole_raises():
     run_ranks(_takes_totals_no_grad)
+
+
+def _clip_with(rank, found, norm_type, clip):
+    """Of the first element of a gradient or of the last one: each is in one rank's part."""
+    for where, index in (("weight", 0), ("bias", 4)):
+        plain, sharded = _nets(rank)
+        whole, part = (net.get_parameter(where) for net in (plain, sharded))
+        whole.grad.view(-1)[index] = found
+        held = index - part._brigade_place.begin
+        if 0 <= held < part.numel():
+            part.grad.plain().view(-1)[held] = found
+        expected = nn.utils.clip_grad_norm_(plain.parameters(), 1.0, norm_type)
+        norm = clip(sharded, 1.0, norm_type)
+        assert str(norm.item()) == str(expected.item())
+        if math.isinf(expected):  # the gradients are what torch makes of them
+            with torch.no_grad():
+                for parameter in sharded.parameters():
+                    parameter.copy_(parameter.grad)
+            for name, value in sharded.full_state_dict().items():
+                gradient = plain.get_parameter(name).grad
+                torch.testing.assert_close(value, gradient, rtol=0, atol=0, equal_nan=True)
+
+
+def _torchs_clip(sharded, max_norm, norm_type):
+    return nn.utils.clip_grad_norm_(sharded.parameters(), max_norm, norm_type)
+
+
+def _own_clip(sharded, max_norm, norm_type):
+    return sharded.clip_grad_norm_(max_norm, norm_type)
+
+
+@pytest.mark.parametrize("clip", [_torchs_clip, _own_clip])
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, math.inf])
+@pytest.mark.parametrize("found", [math.nan, -math.inf])
+def test_what_is_not_finite_in_one_part_is_in_the_norm_of_all(found, norm_type, clip):
+    run_ranks(_clip_with, found, norm_type, clip)
 
 
 def _steps(rank, name):

@@ -245,8 +245,6 @@ def _by_hand(rank):
         sharded_optimizer.step()
         sharded_optimizer.zero_grad()
     expect_equal(model, plain)
-    with pytest.raises(NotImplementedError, match="async_op"):
-        model.finalize_backward(async_op=True)
 
 
 def test_finalization_by_hand():

@@ -1,0 +1,70 @@
+"""Sharded parameters that are no plain blocks of memory: scalars, and those with gaps."""
+
+import pytest
+import torch
+from torch import nn
+
+import brigade
+
+from ranks import run_ranks
+from sharded_training import batch_of, expect_equal, step_of_all
+
+
+class Scalar(nn.Module):
+    """Has fewer elements than there are ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.75))
+
+    def forward(self, x):
+        return x * self.scale
+
+
+class Views(nn.Module):
+    """Its parameters are views of tensors that are larger than they are, and scalars."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.randn(()))
+        self.gapped = nn.Parameter(torch.randn(10, 12).narrow(1, 3, 4))
+        self.every_third = nn.Parameter(torch.randn(50)[1::3])
+        self.transposed = nn.Parameter(torch.randn(5, 7).t())
+        self.permuted = nn.Parameter(torch.randn(4, 5, 6)[:, 1:4, ::3].permute(2, 0, 1))
+        self.scale = nn.Parameter(torch.randn(3)[1])
+
+    def forward(self, x):
+        """Of single elements, whose bits do not depend on their places in memory."""
+        tensors = (self.gapped, self.every_third, self.transposed, self.permuted)
+        elements = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        return (elements * x.mean() + self.shift) * self.scale
+
+
+def _make():
+    torch.manual_seed(0)
+    return nn.Sequential(Scalar(), Views(), Scalar())
+
+
+def _trains(rank, world_size, reshards):
+    plain, model = _make(), _make()
+    assert plain[1].gapped.stride() == (12, 1)
+    for module in model[:2]:
+        brigade.fully_shard(module, reshard_after_forward=reshards)
+    brigade.fully_shard(model)
+    expect_equal(model, plain)
+    make = torch.optim.AdamW
+    optimizers = [make(net.parameters(), lr=0.1, foreach=False) for net in (plain, model)]
+    for step in range(3):
+        step_of_all(plain, optimizers[0], step, world_size)
+        optimizers[1].zero_grad()
+        model(batch_of(rank, step)).square().mean().backward()
+        optimizers[1].step()
+        expect_equal(model, plain)
+    for name, part in model.named_parameters():
+        assert part.whole_shape == plain.get_parameter(name).shape
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("reshards", [True, False])
+def test_scalars_and_views_with_gaps_equal_one_process(reshards, world_size):
+    run_ranks(_trains, world_size, reshards, world_size=world_size)

@@ -1,0 +1,120 @@
+"""Mixed precision of sharded training, against one process that makes the same casts by hand."""
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import brigade
+
+from ranks import run_ranks
+from sharded_training import batch_of, expect_equal, make_net
+
+FULL, LOW = torch.float32, torch.bfloat16
+POLICIES = {
+    "reduce": MixedPrecisionPolicy(reduce_dtype=LOW),
+    "param": MixedPrecisionPolicy(param_dtype=LOW),
+    "param and reduce": MixedPrecisionPolicy(param_dtype=LOW, reduce_dtype=LOW),
+    "reduce in more": MixedPrecisionPolicy(param_dtype=LOW, reduce_dtype=torch.float64),
+    "output": MixedPrecisionPolicy(param_dtype=LOW, output_dtype=torch.float64),
+    "no inputs": MixedPrecisionPolicy(param_dtype=LOW, cast_forward_inputs=False),
+    "no inputs, output": MixedPrecisionPolicy(LOW, LOW, LOW, cast_forward_inputs=False),
+}
+
+
+class Product(nn.Module):
+    """Takes an input of any dtype; returns the wider one of its and the parameter's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(5))
+
+    def forward(self, x):
+        return x * self.weight
+
+
+def _make(policy):
+    net = make_net()
+    if not policy.cast_forward_inputs:
+        net.embed, net.head = Product(), Product()
+        net.blocks = nn.ModuleList([Product() for _ in range(3)])
+    return net
+
+
+def _units_of(net, policy, is_joint):
+    """Innermost first: the modules of each, and its policy. Blocks return what they compute."""
+    of_blocks = dataclasses.replace(policy, output_dtype=None)
+    yield from (([block], of_blocks) for block in net.blocks)
+    if is_joint:
+        yield [net.embed, net.head], policy
+    yield [net], policy
+
+
+def _cast_by_hand(module, policy):
+    """Its parameters, what it gets and what it returns."""
+    module.to(policy.param_dtype)
+    if policy.cast_forward_inputs:
+        module.register_forward_pre_hook(lambda _, args: args[0].to(policy.param_dtype))
+    module.register_forward_hook(lambda _, args, output: output.to(policy.output_dtype))
+
+
+def _loss(net, rank, step):
+    return net(batch_of(rank, step)).square().mean()
+
+
+def _average_by_hand(plain, seen, policy, step, world_size):
+    """Of gradients that all ranks' batches leave in `seen`, which has casts, in `plain`.
+
+    They travel in the reduce dtype, are added up in FULL at least, and rounded once.
+    """
+    reduce_dtype = policy.reduce_dtype or FULL
+    sums = [0.0] * len(list(plain.parameters()))
+    for rank in range(world_size):
+        seen.zero_grad()
+        _loss(seen, rank, step).backward()
+        for i, parameter in enumerate(seen.parameters()):
+            sent = parameter.grad.to(reduce_dtype)
+            sums[i] = sums[i] + sent.to(torch.promote_types(reduce_dtype, FULL))
+    for parameter, total in zip(plain.parameters(), sums, strict=True):
+        parameter.grad = (total * (1.0 / world_size)).to(reduce_dtype).to(FULL)
+
+
+def _trains(rank, world_size, policy, is_joint):
+    plain, model = _make(policy), _make(policy)
+    for modules, of_unit in _units_of(model, policy, is_joint):
+        brigade.fully_shard(modules if len(modules) > 1 else modules[0], mp_policy=of_unit)
+    optimizers = [
+        torch.optim.SGD(net.parameters(), lr=0.1, foreach=False) for net in (plain, model)
+    ]
+    dtypes = []
+    model.embed.register_forward_pre_hook(
+        lambda module, args: dtypes.append((module.weight.dtype, args[0].dtype))
+    )
+    for step in range(3):
+        seen = copy.deepcopy(plain)
+        for modules, of_unit in reversed(list(_units_of(seen, policy, is_joint))):
+            for module in modules:
+                _cast_by_hand(module, of_unit)
+        _average_by_hand(plain, seen, policy, step, world_size)
+        optimizers[1].zero_grad()
+        output = model(batch_of(rank, step))
+        assert output.dtype == seen(batch_of(rank, step)).dtype
+        output.square().mean().backward()
+        of_weight = policy.param_dtype or FULL
+        of_input = of_weight if policy.cast_forward_inputs else FULL
+        assert dtypes.pop() == (of_weight, of_input)
+        for parameter in model.parameters():
+            assert parameter.dtype == parameter.grad.dtype == FULL
+        for optimizer in optimizers:
+            optimizer.step()
+        expect_equal(model, plain)
+
+
+@pytest.mark.parametrize("is_joint", [False, True], ids=["single", "joint"])
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_equals_one_process_that_casts_by_hand(world_size, policy, is_joint):
+    run_ranks(_trains, world_size, policy, is_joint, world_size=world_size)
