@@ -583,7 +583,7 @@ class Unit:
             native.abort_call(call)
             self._show_shards_if_unused()
             return
-        tensors = tensors_in(output, opens_dataclasses=True)
+        tensors = tensors_in(output)
         outputs = [tensor for tensor in tensors if tensor.grad_fn is not None]
         if self._round is None:
             native.end_call(call, outputs)

@@ -6,6 +6,7 @@ import dataclasses
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import brigade
 
@@ -98,5 +99,65 @@ def test_units_of_containers_equal_one_process(form):
         assert statistics["late_gathers"] == statistics["unneeded_gathers"] == 0
         assert statistics["ahead_gathers"] == 4 * (4 + 3)
         assert statistics["reductions_launched"] == 4 * 4
-        if "dataclass" not in form:  # whose tensors don't tell when backward has left a unit
-            assert statistics["peak_whole_bytes"] == statistics["planned_bytes"]
+        assert statistics["peak_whole_bytes"] == statistics["planned_bytes"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Frozen:
+    x: torch.Tensor
+    config: State
+
+
+class _Casting(nn.Module):
+    """Notes what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.seen = []
+
+    def forward(self, nest, *others):
+        self.seen = [nest, *others]
+        x = nest.x if isinstance(nest, Frozen) else nest["x"]
+        return State(self.linear(x), None)
+
+
+def _is_cast(rank):
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float64)
+    model = brigade.fully_shard(_Casting(), mp_policy=policy)
+    config = State("a word", 3)
+    out = model(Frozen(torch.ones(2, 4), config), config, [1, {"a": config}])
+    assert out.hidden.dtype == torch.float64
+    given, *others = model.seen
+    assert given.x.dtype == torch.bfloat16
+    assert given.config is config  # what holds no tensor is not copied
+    assert others[0] is config
+    assert others[1][1]["a"] is config
+
+
+def test_tensors_in_dataclasses_are_cast():
+    run_ranks(_is_cast)
+
+
+def _keeps_classes(rank):
+    model = nn.Sequential(nn.Linear(4, 4), _Casting())
+    brigade.fully_shard(model[1])
+    brigade.fully_shard(model)
+    default = collections.defaultdict(list, n=[1])
+
+    def forward(x):
+        default["x"] = model[0](x)
+        largest = default["x"].max(dim=1)
+        return model[1](default, largest).hidden
+
+    model.forward = forward
+    model(torch.ones(2, 4)).sum().backward()
+    given, largest = model[1].seen
+    assert given.default_factory is list
+    assert given["n"] is default["n"]
+    assert largest.indices.shape == (2,)
+    assert model[0].weight.grad is not None
+
+
+def test_classes_of_containers_stay():
+    run_ranks(_keeps_classes)
