@@ -10,6 +10,9 @@ fully_shard with the same setting.
 
 Then what a unit costs beside its computation: 50 units of 8 small parameters, in us per unit
 and step, over the same model alone.
+
+--unit-sizes: an MLP in 1 to 16 units, time against memory. --prefetch: gathers that begin 0, 1
+and 2 units ahead, and what of the communication computation has not covered.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ WARM_UP_STEPS = 4
 SHARDS = {"brigade": brigade.fully_shard, "torch": torch_fully_shard}
 SETTINGS = {"reshard": True, "keep": False}
 UNIT_COUNTS = (1, 2, 4, 8, 16)
+PREFETCH_DEPTHS = (0, 1, 2)
 
 
 class TransformerBlock(nn.Module):
@@ -124,8 +128,12 @@ def step_seconds(model: nn.Module, x: torch.Tensor) -> float:
 
 
 def take_turns(
-    contenders: dict[str, nn.Module], x: torch.Tensor, rounds: int
+    contenders: dict[str, nn.Module],
+    x: torch.Tensor,
+    rounds: int,
+    observe: Callable[[str], None] = lambda name: None,
 ) -> dict[str, list[float]]:
+    """`observe`: called behind each step that counts."""
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     order = list(contenders)
     shuffle = random.Random(0)
@@ -135,6 +143,7 @@ def take_turns(
             taken = step_seconds(contenders[name], x)
             if index >= 0:
                 seconds[name].append(taken)
+                observe(name)
     return seconds
 
 
@@ -206,11 +215,43 @@ def measure_unit_sizes(rounds: int) -> None:
     print(f"DDP: {quartiles(seconds['DDP'], 1e-3)} ms")
 
 
+def measure_prefetch(rounds: int) -> None:
+    x = torch.rand(256, 512)
+    contenders: dict[str, nn.Module] = {"DDP": DistributedDataParallel(Perceptron())}
+    for depth in PREFETCH_DEPTHS:
+        sharded = shard(Perceptron(16), brigade.fully_shard, prefetch_depth=depth)
+        sharded.set_timeline_sample_rate(1)
+        contenders[str(depth)] = sharded
+    waited: dict[str, list[float]] = {name: [] for name in contenders}
+    behind: dict[str, list[float]] = {name: [] for name in contenders}
+
+    def observe(name: str) -> None:
+        if name == "DDP":
+            return
+        timeline = contenders[name].sharding_timeline()
+        reductions = range(len(timeline.reductions))
+        waited[name].append(sum(gather.exposed_ns for gather in timeline.gathers))
+        behind[name].append(sum(timeline.exposed_ns(index) for index in reductions))
+
+    seconds = take_turns(contenders, x, rounds, observe)
+    if dist.get_rank() != 0:
+        return
+    print(f"\nMLP of 16 layers in 16 units, resharding; ms, {rounds} rounds")
+    print(f"{'ahead':6}{'step':24}{'over 0 ahead':24}{'waits for gathers':24}sums behind backward")
+    for depth in map(str, PREFETCH_DEPTHS):
+        print(
+            f"{depth:6}{quartiles(seconds[depth], 1e-3):24}{ratio(seconds[depth], seconds['0']):24}"
+            f"{quartiles(waited[depth], 1e6):24}{quartiles(behind[depth], 1e6)}"
+        )
+    print(f"DDP: {quartiles(seconds['DDP'], 1e-3)} ms")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--units", type=int, default=50)
     parser.add_argument("--unit-sizes", action="store_true")
+    parser.add_argument("--prefetch", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -222,6 +263,8 @@ def main() -> None:
         )
     if arguments.unit_sizes:
         measure_unit_sizes(arguments.rounds)
+    elif arguments.prefetch:
+        measure_prefetch(arguments.rounds)
     else:
         measure_steps(arguments.rounds)
         measure_units(arguments.units, arguments.rounds)

@@ -468,6 +468,7 @@ def fully_shard(
     broadcasts_parameters: bool = True,
     block_numel_fn: Callable[[nn.Parameter], int] | None = None,
     comm_hook: Any = None,
+    reproducible: bool = False,
 ) -> nn.Module | list[nn.Module]:
     """Shards the parameters of a module that are in no unit below it. Collective.
 
@@ -500,6 +501,8 @@ def fully_shard(
         comm_hook: 'fp16_compress' or 'bf16_compress', or torch's hook of that name: gradients
             travel and are added up over ranks in that dtype, over replicas too; they are added
             up on this rank in the reduce dtype, as `.grad` is. Equal on all ranks.
+        reproducible: of the outermost module: on devices, too, gradients are added up in the
+            order of the ranks, as on CPUs in any case.
 
     Returns:
         The same, whose class is now one that derives from its own and from FSDPModule.
@@ -527,6 +530,7 @@ def fully_shard(
         broadcasts_parameters=broadcasts_parameters,
         block_numel_fn=block_numel_fn,
         comm_hook=comm_hook,
+        reproducible=reproducible,
     )
 
 
@@ -544,6 +548,7 @@ def make_unit(
     comm_hook: Any,
     prefetch_depth: int = 1,
     block_numel_fn: Callable[[nn.Parameter], int] | None = None,
+    reproducible: bool = False,
 ) -> nn.Module | list[nn.Module]:
     """See fully_shard(). `base`: of the modules' classes afterwards."""
     modules = list(module) if isinstance(module, (list, tuple)) else [module]
@@ -562,6 +567,7 @@ def make_unit(
         reduce_dtype=policy.reduce_dtype,
         broadcasts_parameters=broadcasts_parameters,
         wire_dtype=None if comm_hook is None else wire_dtype_of(comm_hook),
+        reproducible=reproducible,
     )
     options.reshards_to = reshards_to
     _compiling.leave_to_interpreter()

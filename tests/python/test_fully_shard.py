@@ -698,3 +698,18 @@ def test_a_part_whose_forward_is_the_first_is_named():
     first, second = run_ranks(_runs_a_part_first, False)
     assert first == second
     assert "sharded unit 1 differs: rank 0 has no such sharded unit, rank 1 has 'blocks.0'" in first
+
+
+def _adds_in_order(rank):
+    wanted = shard_blocks(make_net(), reproducible=True)
+    default = shard_blocks(make_net())
+    for model in (wanted, default):
+        model(batch_of(rank, 0)).square().mean().backward()
+    for ours, theirs in zip(wanted.parameters(), default.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)
+    with pytest.raises(ValueError, match="reproducible 1.*reproducible 0"):
+        brigade.fully_shard(nn.Linear(4, 4), reproducible=rank == 0)
+
+
+def test_reproducible_sums_are_those_of_cpus_in_any_case():
+    run_ranks(_adds_in_order, world_size=3)
