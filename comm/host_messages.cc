@@ -37,8 +37,9 @@ SharedMemory::Address address_in(const at::Tensor& bytes) {
 
 }  // namespace
 
-HostMessages::HostMessages(c10d::Backend& backend, size_t bytes)
-    : peers_(backend.getSize()) {
+HostMessages::HostMessages(c10d::Backend& backend, size_t bytes,
+                           RankNames names)
+    : names_(std::move(names)), peers_(backend.getSize()) {
   const int rank = backend.getRank();
   std::optional<SharedMemory> own =
       bytes > 0 ? SharedMemory::make(HostOutbox::bytes_with_room_for(bytes))
@@ -99,11 +100,11 @@ HostOutbox::Post HostMessages::await(int peer, HostOutbox::Key key,
   wait_until(
       [&] {
         const HostOutbox::State state = peers_[peer]->state();
-        TORCH_CHECK(state != HostOutbox::State::kFailed, "rank ", peer,
+        TORCH_CHECK(state != HostOutbox::State::kFailed, "rank ", names_[peer],
                     " has failed");
         found = peers_[peer]->find(key);
-        TORCH_CHECK(found || state == HostOutbox::State::kOpen, "rank ", peer,
-                    " has left");
+        TORCH_CHECK(found || state == HostOutbox::State::kOpen, "rank ",
+                    names_[peer], " has left");
         return found.has_value();
       },
       deadline);

@@ -26,6 +26,7 @@
 #include <vector>
 
 #include "brigade/comm/host_outbox.h"
+#include "brigade/comm/rank_names.h"
 
 namespace brigade {
 
@@ -36,13 +37,15 @@ class HostMessages {
   // Collective.  `bytes`: room for what this rank has posted and peers have not
   // read.  Where memory can't be shared, there are no peers.  Errors: the
   // backend's.
-  HostMessages(c10d::Backend& backend, size_t bytes);
+  // `names`: of ranks, in errors.
+  HostMessages(c10d::Backend& backend, size_t bytes, RankNames names = {});
 
   // Peers may still read what was posted.
   ~HostMessages() { set_state(HostOutbox::State::kLeft); }
   HostMessages(const HostMessages&) = delete;
   HostMessages& operator=(const HostMessages&) = delete;
 
+  int name_of(int peer) const { return names_[peer]; }
   bool reaches(int peer) const { return peers_[peer] != nullptr; }
   bool has_peers() const { return num_peers_ > 0; }
   // Whether every rank reaches every other: the same on all.
@@ -70,6 +73,7 @@ class HostMessages {
   void wait_until(const Condition& is_true, Deadline deadline);
 
   // Constant after construction.
+  const RankNames names_;
   std::unique_ptr<HostOutbox> own_;
   std::vector<std::unique_ptr<HostOutbox>> peers_;  // by rank; null: not here
   int num_peers_ = 0;

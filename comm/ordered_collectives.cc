@@ -92,6 +92,7 @@ OrderedCollectives::OrderedCollectives(
     std::optional<ChannelIdentity> identity)
     : rank_(group->getRank()),
       size_(group->getSize()),
+      names_(RankNames::of(*group)),
       group_size_(options.group_size.value_or(size_)),
       part_bytes_(options.part_bytes),
       timeout_(group_timeout(*group)),
@@ -125,14 +126,15 @@ OrderedCollectives::OrderedCollectives(
     // Gloo takes connections for broken that end while others are made.
     backend_->barrier()->wait();
     host_ = std::make_unique<HostMessages>(
-        *backend_, static_cast<size_t>(options.shared_bytes));
+        *backend_, static_cast<size_t>(options.shared_bytes), names_);
     std::vector<at::Tensor> goodbye = {at::empty({1}, at::kByte)};
     departure_ = backend_->recv(goodbye, (rank_ + 1) % size_,
                                 OrderedReduction::kGoodbyeTag);
   } catch (...) {
-    throw_peer_error(c10::str("ordered collectives: rank ", rank_, " of ",
-                              size_, " could not connect to the others"),
-                     std::current_exception());
+    throw_peer_error(
+        c10::str("ordered collectives: ", names_.describe(rank_, size_),
+                 " could not connect to the others"),
+        std::current_exception());
   }
   for (int i = 0; i < kNumWorkers; ++i)
     threads_.emplace_back([this] { work(); });
@@ -350,7 +352,7 @@ std::string OrderedCollectives::describe_loss() const {
   for (const auto& reduction : in_flight_) {
     if (reduction->is_overdue()) return reduction->describe();
   }
-  const std::string lost = c10::str("rank ", (rank_ + 1) % size_,
+  const std::string lost = c10::str("rank ", names_[(rank_ + 1) % size_],
                                     " is lost, or has lost another one");
   if (in_flight_.empty()) return lost;
   return c10::str(lost, ", beside ", in_flight_.front()->describe());
@@ -391,7 +393,7 @@ void OrderedCollectives::say_goodbye() {
 std::exception_ptr OrderedCollectives::failure_of(
     std::string_view context, const std::exception_ptr& cause) const noexcept {
   const std::string here =
-      c10::str("ordered collectives on rank ", rank_, " of ", size_);
+      c10::str("ordered collectives on ", names_.describe(rank_, size_));
   try {
     if (cause) throw_peer_error(c10::str(here, ": ", context), cause);
     throw_peer_error(here, std::make_exception_ptr(

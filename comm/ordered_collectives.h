@@ -75,6 +75,7 @@
 #include <vector>
 
 #include "brigade/comm/channel_identity.h"
+#include "brigade/comm/rank_names.h"
 #include "brigade/comm/rank_slice.h"
 
 namespace brigade {
@@ -201,6 +202,7 @@ class OrderedCollectives {
   // Constant after construction.
   const int rank_;
   const int size_;
+  const RankNames names_;
   const int group_size_;
   const int64_t part_bytes_;
   const std::chrono::milliseconds timeout_;

@@ -147,8 +147,8 @@ void OrderedReduction::count_read(const RankSlice& slice) {
 const std::byte* OrderedReduction::await(int peer, Phase phase) {
   awaited_ = peer;
   const HostOutbox::Post posted = host_.await(peer, key_of(phase), deadline_);
-  TORCH_CHECK(posted.tag == static_cast<uint64_t>(tag_of(phase)), "rank ", peer,
-              " has launched something else");
+  TORCH_CHECK(posted.tag == static_cast<uint64_t>(tag_of(phase)), "rank ",
+              host_.name_of(peer), " has launched something else");
   return posted.data;
 }
 
@@ -392,9 +392,11 @@ std::string OrderedReduction::describe() const {
                            : call_.kind == Kind::kReduceScatter
                                ? "reduce-scatter "
                                : "all-gather ";
-  return c10::str(kind, number_, " of ", call_.input.numel(), ' ',
-                  c10::toString(call_.input.scalar_type()),
-                  awaited < 0 ? "" : c10::str(", waiting for rank ", awaited));
+  return c10::str(
+      kind, number_, " of ", call_.input.numel(), ' ',
+      c10::toString(call_.input.scalar_type()),
+      awaited < 0 ? ""
+                  : c10::str(", waiting for rank ", host_.name_of(awaited)));
 }
 
 }  // namespace brigade

@@ -4,9 +4,9 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
-#include <exception>
 #include <string>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
@@ -14,6 +14,7 @@
 #include "brigade/comm/control_store.h"
 #include "brigade/comm/find_backend.h"
 #include "brigade/comm/group_timeout.h"
+#include "brigade/comm/rank_names.h"
 #include "brigade/comm/subgroup_answers.h"
 
 namespace brigade {
@@ -22,6 +23,31 @@ namespace {
 AnswersSubgroups* find_answers(c10d::ProcessGroup& group, c10::Device device) {
   return dynamic_cast<AnswersSubgroups*>(
       find_backend(group, device.type()).get());
+}
+
+c10::intrusive_ptr<c10d::ProcessGroup> connect_subgroup(
+    const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+    const std::vector<int>& ranks, c10::Device device) {
+  const int own = static_cast<int>(std::ranges::find(ranks, group->getRank()) -
+                                   ranks.begin());
+  const int size = static_cast<int>(ranks.size());
+  if (auto* answers = find_answers(*group, device)) {
+    return answers->make_subgroup(own, size);
+  }
+  const auto store = control_store(*group);
+  TORCH_CHECK_VALUE(store, "subgroup: the group of ", group->getSize(),
+                    " ranks has no store to connect them by.\nUse a group made "
+                    "by init_process_group().");
+  const uint64_t number = ChannelIdentity::made_together(group).number();
+  const std::string name =
+      absl::StrCat("brigade/subgroup/", number, "/", absl::StrJoin(ranks, "_"));
+  const c10::DeviceGuard on_device(device);  // which the backend is bound to
+  return make_process_group(c10::make_intrusive<c10d::PrefixStore>(name, store),
+                            own, size,
+                            {.device_type = device.type(),
+                             .timeout = group_timeout(*group),
+                             .name = name,
+                             .rendezvous_timeout = group_timeout(*group)});
 }
 
 }  // namespace
@@ -34,25 +60,9 @@ GroupScope make_subgroup(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
                     group->getRank(), " among them, found ",
                     absl::StrJoin(ranks, ", "), ".");
   if (ranks.size() == 1) return GroupScope(single_process_group());
-  if (auto* answers = find_answers(*group, device)) {
-    return GroupScope(answers->make_subgroup(
-        static_cast<int>(own - ranks.begin()), static_cast<int>(ranks.size())));
-  }
-  const auto store = control_store(*group);
-  TORCH_CHECK_VALUE(store, "subgroup: the group of ", group->getSize(),
-                    " ranks has no store to connect them by.\nUse a group made "
-                    "by init_process_group().");
-  const uint64_t number = ChannelIdentity::made_together(group).number();
-  const std::string name =
-      absl::StrCat("brigade/subgroup/", number, "/", absl::StrJoin(ranks, "_"));
-  const c10::DeviceGuard on_device(device);  // which the backend is bound to
-  return GroupScope(make_process_group(
-      c10::make_intrusive<c10d::PrefixStore>(name, store),
-      static_cast<int>(own - ranks.begin()), static_cast<int>(ranks.size()),
-      {.device_type = device.type(),
-       .timeout = group_timeout(*group),
-       .name = name,
-       .rendezvous_timeout = group_timeout(*group)}));
+  auto made = connect_subgroup(group, ranks, device);
+  RankNames::of(*group).of_some(ranks).set_for(made);
+  return GroupScope(std::move(made));
 }
 
 }  // namespace brigade
