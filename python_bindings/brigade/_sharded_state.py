@@ -18,8 +18,9 @@ import torch.distributed.checkpoint.state_dict
 from torch import nn
 
 from brigade._shard_place import ShardPlace, place_of
+from brigade._sharded_root import Root
 from brigade._sharded_tensors import ShardedParameter, TensorShard, as_shard
-from brigade._sharded_units import Root, Unit
+from brigade._sharded_units import Unit
 
 OptimizerState = dict[str, Any]
 

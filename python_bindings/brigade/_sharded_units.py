@@ -15,8 +15,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
-import threading
-import types
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -25,15 +23,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from brigade import _C
-from brigade._checks import failure_told_to_peers, some_of
+from brigade._checks import failure_told_to_peers
 from brigade._function_transforms import require_none_that_differentiates
 from brigade._nests import cast_floating, map_tensors, tensors_in
 from brigade._shard_place import ShardPlace
-from brigade._sharded_draws import share
+from brigade._shardable_parameters import require_no_hooks, require_plain, require_read_only
+from brigade._sharded_root import Root, make_root, names_below
 from brigade._sharded_tensors import ShardedParameter, as_shard
 from brigade._tied_parameters import memory_of, remember, require_free
 from brigade._unit_slots import Slot, UnitSlots
@@ -78,141 +76,6 @@ def split_reshards(value: bool | int, num_shards: int) -> tuple[bool, int | None
 def unit_of(module: nn.Module) -> Unit | None:
     """The one that was made of this very module."""
     return getattr(module, _UNIT, None)
-
-
-class Root:
-    """The units below the outermost module that is sharded, in C++'s order."""
-
-    def __init__(self, outermost: Unit, units: list[Unit]) -> None:
-        """Collective. `units`: all that have parameters of their own, outermost first."""
-        self.outermost = outermost
-        self.units = units
-        self.native = _C.ShardedRoot(
-            [unit.native for unit in units],
-            outermost.group,
-            outermost.options,
-            [_mesh_in(outermost, unit) for unit in units],
-        )
-        self.is_unsharded = False
-        self.is_in_forward = False  # and not in what a backward computes again
-        # Of the forward that has begun: who calls the outermost module, in which thread.
-        self._caller: types.FrameType | None = None
-        self._thread = -1
-        self.native.synchronizes = not outermost.finalizes_by_hand
-        for index, unit in enumerate(units):
-            unit.index = index
-        self.apply_max_reducing()
-        for unit in units:
-            if unit.may_differ_in_replicas:
-                self._make_replicas_alike(unit)
-
-    def _make_replicas_alike(self, unit: Unit) -> None:
-        """Collective. They take the first one's parameters."""
-        unit.may_differ_in_replicas = False
-        if not unit.has_replicas():
-            return
-        wholes = self.native.gather_unit(unit.index)
-        for shard, whole in zip(unit.shards, wholes, strict=True):
-            share(unit, shard._brigade_place.in_memory(whole))
-        self.native.assign_unit(unit.index, wholes)
-
-    def dissolve(self) -> None:
-        """Its units are to be made anew, and to get another root."""
-        for unit in self.outermost.with_those_below():
-            unit.root = None
-        for unit in self.units:
-            unit.refuse_gradients_of_before()
-        self.native = None
-
-    def apply_max_reducing(self) -> None:
-        """The least that a unit was given."""
-        caps = [unit.max_reducing for unit in self.units if unit.max_reducing is not None]
-        if caps:
-            self.native.set_max_reducing(min(caps))
-
-    def set_finalizes_by_hand(self, value: bool) -> None:
-        """True: backwards are reduced by finalize()."""
-        self.outermost.finalizes_by_hand = value
-        self.native.synchronizes = not value
-
-    def finalize(self) -> None:
-        """Collective: reduces what backwards have added up of units that are to be reduced."""
-        is_due = any(unit.settings().synchronizes for unit in self.units)
-        if self.outermost.finalizes_by_hand and is_due:
-            self.native.synchronizes = True
-            try:
-                self.native.reduce()
-            finally:
-                self.native.synchronizes = False
-
-    def begin_forward(self) -> None:
-        """Collective."""
-        if torch._C._current_graph_task_id() != -1:
-            self.is_in_forward = False
-            self.native.begin_forward()
-            return
-        if self.is_in_forward:
-            self._end_forward_left()
-        for unit in self.units:
-            unit.forget_calls()
-        self.is_in_forward = True
-        self._caller, self._thread = sys._getframe(2), threading.get_ident()
-        self.native.begin_forward()
-
-    def end_forward(self, error: BaseException | None) -> None:
-        """`error`: that forward has raised."""
-        for unit in self.units:
-            unit.end_round(error)
-        self.is_in_forward, self._caller = False, None
-        if error is not None:
-            self.native.forward_failed(f"{type(error).__name__}: {error}")
-        else:
-            self.native.end_forward()
-
-    def _end_forward_left(self) -> None:
-        """One that KeyboardInterrupt or the like has ended, of which hooks are not told."""
-        if self._thread != threading.get_ident():
-            raise RuntimeError(
-                "fully_shard: a forward began in another thread and has not ended.\nLet it end "
-                "first; if an exception has ended it, call reset_iter_state()."
-            )
-        frame: types.FrameType | None = sys._getframe()
-        while frame is not None:
-            if frame is self._caller:
-                raise RuntimeError(
-                    "fully_shard: a forward began inside of another one of the same root.\nLet "
-                    "the outer one end first."
-                )
-            frame = frame.f_back
-        self.abandon_forward()
-
-    def abandon_forward(self) -> None:
-        """Ends a forward that has begun, as one that failed. Without effect if there is none."""
-        if not self.is_in_forward:
-            return
-        for unit in self.units:
-            unit.forget_calls()
-        self.end_forward(RuntimeError("the forward was left by an exception such as an interrupt"))
-
-    def unshard(self) -> None:
-        """Collective."""
-        self.native.unshard()
-        self.is_unsharded = True
-        try:
-            for unit in self.units:
-                unit.slots.require_as_sharded()
-        except RuntimeError:
-            self.reshard(writes=False)
-            raise
-        for unit in self.units:
-            unit.slots.show_whole()
-
-    def reshard(self, writes: bool) -> None:
-        """`writes`: with the values that the whole parameters have now."""
-        self.is_unsharded = False
-        for unit in self.units:
-            unit.slots.show_shards()
-        self.native.reshard(writes)
 
 
 @dataclasses.dataclass
@@ -309,7 +172,7 @@ class Unit:
             modules = reference().modules()
             return [child for each in modules for _, child in own_modules(each)]
 
-        return UnitSlots(slots, own, lambda: _names_below(reference().outermost()), ignored)
+        return UnitSlots(slots, own, lambda: names_below(reference().outermost()), ignored)
 
     def _shard(
         self,
@@ -323,15 +186,15 @@ class Unit:
         for index, module in enumerate(modules):
             for prefix, child in own_modules(module):
                 with failure_told_to_peers(self.group):
-                    _require_read_only(child, prefix, ignored)
+                    require_read_only(child, prefix, ignored)
                 for name, parameter in child._parameters.items():
                     if parameter is None or parameter in ignored:
                         continue
                     path = prefix + name
                     where = f"'{starts[index]}{path}' of {type(module).__name__}"
                     with failure_told_to_peers(self.group):
-                        _require_plain(parameter, where)
-                        _require_no_hooks(parameter, where)
+                        require_plain(parameter, where)
+                        require_no_hooks(parameter, where)
                         require_free(parameter, where)
                     found.setdefault(parameter, (index, path))
                     slots.append((child._parameters, name, parameter))
@@ -449,7 +312,7 @@ class Unit:
 
     def require_root(self) -> Root:
         """Made if there is none: of this unit and all below it. Collective then."""
-        return self.root or _make_root(self)
+        return self.root or make_root(self)
 
     def with_those_below(self) -> list[Unit]:
         """Outermost first."""
@@ -631,47 +494,6 @@ def own_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.M
             yield from own_modules(child, f"{prefix}{name}.")
 
 
-def _require_plain(parameter: nn.Parameter, where: str) -> None:
-    if isinstance(parameter, DTensor):
-        raise NotImplementedError(
-            f"fully_shard: parameter {where} is a DTensor, split over a mesh of its own.\nShard "
-            "plain tensors: this rank's, along dp_mesh_dims."
-        )
-    for extension in ("fsdp_pre_all_gather", "fsdp_post_all_gather"):
-        if hasattr(parameter, extension):
-            raise NotImplementedError(
-                f"fully_shard: parameter {where} has {extension}(), by which it would be gathered "
-                "in a form of its own.\nShard plain tensors, or name it in ignored_params."
-            )
-    # Without the attribute, or of None, gradients are as they come.
-    if getattr(parameter, "grad_dtype", None) not in (None, parameter.dtype):
-        raise NotImplementedError(
-            f"fully_shard: parameter {where} of {parameter.dtype} has grad_dtype "
-            f"{parameter.grad_dtype}.\nLeave it out, and sum in that by MixedPrecisionPolicy("
-            "reduce_dtype=...)."
-        )
-
-
-def _require_no_hooks(parameter: nn.Parameter, where: str) -> None:
-    if parameter._post_accumulate_grad_hooks:
-        raise ValueError(
-            f"fully_shard: expected parameter {where} without hooks, found "
-            f"{len(parameter._post_accumulate_grad_hooks)} that run behind accumulation, which "
-            "sharding would leave behind.\nRegister them on this rank's part, behind fully_shard."
-        )
-
-
-def _require_read_only(module: nn.Module, prefix: str, ignored: set[nn.Parameter]) -> None:
-    if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or module.max_norm is None:
-        return
-    if module.weight not in ignored:
-        raise NotImplementedError(
-            f"fully_shard: {type(module).__name__} '{prefix.rstrip('.')}' has max_norm, by which "
-            "its forward writes into its weight: what it writes would be lost.\nLeave max_norm "
-            "out, or name its weight in ignored_params."
-        )
-
-
 def _whole_around(part: torch.Tensor, shard: ShardedParameter, like: nn.Parameter) -> nn.Parameter:
     """Of the part's dtype, on its device, and nothing but that part of it is written."""
     place = shard._brigade_place
@@ -689,73 +511,3 @@ def _refuse_gradient(name: str, gradient: torch.Tensor) -> None:
         f"fully_shard: the module of parameter '{name}' was cast between its forward and its "
         "backward.\nCast it between steps."
     )
-
-
-def _require_memory(outermost: Unit, units: list[Unit], names: dict[nn.Module, str]) -> None:
-    """Collective. RuntimeError on all ranks if parameters are on meta on any."""
-    on_meta = [name for unit in units for name in unit.names_on_meta(names)]
-    failure = ""
-    if on_meta:
-        failure = (
-            f"fully_shard: expected parameters with memory, found {len(on_meta)} on meta: "
-            f"{some_of(on_meta)}.\nCall to_empty(device=...) of the outermost module, and "
-            "initialize or load them."
-        )
-    _C.require_agreement(outermost.group, "option", [], failure)
-
-
-def _mesh_in(outermost: Unit, unit: Unit) -> tuple[list[int], int] | None:
-    """By ranks of the outermost unit's group, and how many are a row. None: the same mesh."""
-    if unit.group is outermost.group and unit.num_shards == outermost.num_shards:
-        return None
-    of_root = dist.get_process_group_ranks(outermost.group)
-    ranks = dist.get_process_group_ranks(unit.group)
-    if ranks == of_root and unit.num_shards == outermost.num_shards:
-        return None
-    # One that isn't there is told of to all ranks, where they compare meshes.
-    return [of_root.index(rank) if rank in of_root else -1 for rank in ranks], unit.num_shards
-
-
-def _names_below(outermost: Unit) -> dict[nn.Module, str]:
-    """The paths of its modules and those below."""
-    names: dict[nn.Module, str] = {}
-    for index, module in enumerate(outermost.modules()):
-        start = f"[{index}]" if len(outermost.modules()) > 1 else ""
-        for name, child in module.named_modules(prefix=start):
-            names.setdefault(child, name)
-    return names
-
-
-def _make_root(outermost: Unit) -> Root:
-    """Of a unit, and of all units below its modules. Collective."""
-    units = outermost.with_those_below()
-    if any(unit.root is not None for unit in units):
-        raise RuntimeError(
-            "fully_shard: forward ran through a module below this one first, which made it the "
-            "outermost.\nRun the first forward through the outermost module."
-        )
-    with_parameters = [unit for unit in units if unit.native is not None]
-    if not with_parameters:
-        raise ValueError(
-            f"fully_shard: {outermost.describe()} has no parameters to be sharded.\n"
-            "Shard it after they are made, or don't."
-        )
-    names = _names_below(outermost)
-    if any(unit.is_from_meta for unit in with_parameters):
-        _require_memory(outermost, with_parameters, names)
-    for unit in units:
-        unit.rename(names)
-    if outermost.reshards is None:
-        outermost.set_reshards_after_forward(False)
-    try:
-        root = Root(outermost, with_parameters)
-    except ValueError as error:
-        if "the same sharded units" not in str(error):
-            raise
-        raise ValueError(
-            f"{error}\nRun the first forward through the same module on every rank: the outermost "
-            "one that is sharded."
-        ) from None
-    for unit in units:
-        unit.root = root
-    return root

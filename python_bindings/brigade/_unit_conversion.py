@@ -15,8 +15,9 @@ from torch import nn
 from brigade import _C
 from brigade._checks import failure_told_to_peers
 from brigade._shard_place import place_of
+from brigade._sharded_root import Root
 from brigade._sharded_tensors import ShardedParameter
-from brigade._sharded_units import Root, Unit, unit_of
+from brigade._sharded_units import Unit, unit_of
 
 _Function = Callable[[torch.Tensor], torch.Tensor]
 

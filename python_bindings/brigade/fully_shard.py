@@ -36,8 +36,8 @@ from brigade._initialization import (
 )
 from brigade._reduction_hooks import wire_dtype_of
 from brigade._refused_optimizers import refuse_optimizers
+from brigade._sharded_root import Root
 from brigade._sharded_units import (
-    Root,
     Unit,
     count_optimizer_steps,
     own_modules,
