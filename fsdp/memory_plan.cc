@@ -105,11 +105,11 @@ class Step {
     if (has_outermost()) {
       // As if they were there in forward too: else what is free there, and
       // perhaps much larger, would be taken from all that follows.
-      begin_gradients_of_all_of_backward(order_.front());
+      begin_gradients_of_whole_step(order_.front());
     }
     for (const size_t unit : order_.subspan(first)) {
       if (units_[unit].settings.spans_passes) {
-        begin_gradients_of_all_of_backward(unit);
+        begin_gradients_of_whole_step(unit);
       }
     }
     for (size_t place = order_.size(); place-- > first;) {
@@ -187,6 +187,9 @@ class Step {
   // in whatever order those of one unit are.
   void take_gradients(size_t unit) {
     if (!is_trained(units_[unit])) return;
+    if (units_[unit].adds_up_gradients) {
+      return begin_gradients_of_whole_step(unit);
+    }
     while (!reducing_.empty() &&
            num_reducing_ - reducing_.front().size() >= max_reducing_ - 1) {
       for (const size_t use : reducing_.front()) uses_[use].end = now_;
@@ -208,7 +211,7 @@ class Step {
     return reducing;
   }
 
-  void begin_gradients_of_all_of_backward(size_t unit) {
+  void begin_gradients_of_whole_step(size_t unit) {
     for (const size_t use : begin_gradients(unit)) uses_[use].begin = 0;
   }
 

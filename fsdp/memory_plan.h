@@ -16,6 +16,7 @@
 //     that one and those before it to its end;
 //   - what is not released behind backward keeps its memory to itself;
 //   - a unit that keeps its storage has memory of its own;
+//   - so have the gradients of one that adds them up over several backwards;
 //   - the slice that is kept of a unit behind its forward is there until its
 //     gather of backward is launched.
 //
@@ -56,6 +57,7 @@ struct PlannedSegment {
 struct PlannedUnit {
   std::vector<PlannedSegment> segments;
   UnitSettings settings;
+  bool adds_up_gradients = false;  // over several backwards
 };
 
 // The pass that a unit is gathered in; kOther: one that is not planned.

@@ -175,7 +175,8 @@ class Segment {
   void keep_partial();
   void drop_partial() { partial_ = at::Tensor(); }
 
-  // Whether it has gradients that are in no sum over all ranks yet.
+  // Whether it has gradients that are in no sum yet; in none over all ranks.
+  bool has_whole_gradients() const { return gradients_.defined(); }
   bool holds_gradients() const {
     return gradients_.defined() || partial_.defined();
   }

@@ -56,6 +56,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <span>
 #include <string>
 #include <string_view>
@@ -388,6 +389,7 @@ class ShardedRoot final : private UnitPolicy::Listener {
 
   // sharded_root_memory.cc
   MemoryPlan make_plan() const;
+  bool adds_up_gradients(size_t unit) const;
   void plan_memory();
 
   const c10::intrusive_ptr<c10d::ProcessGroup> group_;
@@ -398,6 +400,8 @@ class ShardedRoot final : private UnitPolicy::Listener {
   std::vector<Unit> units_;
   std::optional<int64_t> planned_bytes_;  // none before the first forward
   std::vector<size_t> planned_order_;     // of units in forward
+  std::set<size_t> units_that_add_up_;    // gradients over several backwards
+  bool must_plan_ = false;                // anew, when nothing planned is lent
   std::unique_ptr<UnitGathers> gathers_;
   std::unique_ptr<UnitPolicy> policy_;
   std::unique_ptr<Engine> engine_;

@@ -2,6 +2,9 @@
 
 #include <c10/util/Exception.h>
 
+#include <algorithm>
+#include <cstddef>
+#include <set>
 #include <utility>
 #include <vector>
 
@@ -16,9 +19,11 @@ namespace brigade {
 MemoryPlan ShardedRoot::make_plan() const {
   std::vector<PlannedUnit> units;
   units.reserve(units_.size());
-  for (const Unit& unit : units_) {
+  for (size_t i = 0; i < units_.size(); ++i) {
+    const Unit& unit = units_[i];
     PlannedUnit& planned = units.emplace_back();
     planned.settings = unit.settings;
+    planned.adds_up_gradients = adds_up_gradients(i);
     for (const auto& segment : unit.segments) {
       PlannedSegment& added = planned.segments.emplace_back();
       if (!segment->is_whole_here()) {
@@ -40,14 +45,30 @@ MemoryPlan ShardedRoot::make_plan() const {
   return *std::move(plan);
 }
 
+// One that does so now, or has done before.
+bool ShardedRoot::adds_up_gradients(size_t unit) const {
+  const Unit& asked = units_[unit];
+  return !synchronizes_ || !asked.settings.synchronizes ||
+         units_that_add_up_.contains(unit) ||
+         std::ranges::any_of(asked.segments, [](const auto& segment) {
+           return segment->has_whole_gradients();
+         });
+}
+
 // Before buffers are lent, and again where units are called in another order
-// than planned, each once.
+// than planned, each once, or gradients are added up that were not before.
 void ShardedRoot::plan_memory() {
-  const std::vector<size_t>& order = policy_->calling_order();
-  const bool is_due =
-      !planned_bytes_ || (order != planned_order_ && !pool_.lends_planned());
+  std::set<size_t> adding_up;
+  for (size_t unit = 0; unit < units_.size(); ++unit) {
+    if (adds_up_gradients(unit)) adding_up.insert(unit);
+  }
+  const bool adds_up_more = adding_up != units_that_add_up_;
+  units_that_add_up_ = std::move(adding_up);
+  must_plan_ |= adds_up_more || planned_order_ != policy_->calling_order();
+  const bool is_due = !planned_bytes_ || (must_plan_ && !pool_.lends_planned());
   if (!is_due) return;
-  planned_order_ = order;
+  must_plan_ = false;
+  planned_order_ = policy_->calling_order();
   const MemoryPlan plan = make_plan();
   for (size_t unit = 0; unit < units_.size(); ++unit) {
     auto& segments = units_[unit].segments;

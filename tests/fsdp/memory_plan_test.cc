@@ -5,6 +5,7 @@
 #include <limits>
 #include <numeric>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -185,6 +186,20 @@ TEST(MemoryPlanTest, SegmentsThatAreWholeHereTakeGradientsOnly) {
   EXPECT_FALSE(plan.of(1, 0).forward);
   EXPECT_FALSE(plan.of(1, 0).backward);
   EXPECT_EQ(plan.total_bytes(), 2 * 8);
+}
+
+TEST(MemoryPlanTest, GradientsThatAreAddedUpHaveMemoryOfTheirOwn) {
+  std::vector<PlannedUnit> units = chain(4);
+  EXPECT_EQ(plan_of(units).total_bytes(), (2 + 2) * 8);
+  for (PlannedUnit& unit : units) unit.adds_up_gradients = true;
+  const MemoryPlan plan = plan_of(units);
+  EXPECT_EQ(plan.total_bytes(), (2 + 4) * 8);
+  std::set<size_t> gradients;
+  for (size_t unit = 0; unit < units.size(); ++unit) {
+    gradients.insert(*plan.of(unit, 0).gradients);
+    EXPECT_NE(plan.of(0, 0).gradients, plan.of(unit, 0).forward);
+  }
+  EXPECT_EQ(gradients.size(), units.size());
 }
 
 // As a list of the units in the order in which they are called would have.

@@ -98,7 +98,20 @@ class RandomChain {
     }
   }
 
-  void step(ShardedRoot& root) const {
+  // Gradients of `num_batches` are added up, and reduced with the last.
+  void step(ShardedRoot& root, int num_batches = 1) const {
+    for (int batch = 1; batch <= num_batches; ++batch) {
+      root.set_synchronizes(batch == num_batches);
+      run_batch(root);
+    }
+    sgd(root.shards(), 0.25);
+  }
+
+  std::vector<UnitSpec> units;
+  ShardingOptions options;
+
+ private:
+  void run_batch(ShardedRoot& root) const {
     const auto use = [&](size_t unit, size_t parameter, const at::Tensor& h) {
       const at::Tensor& tensor = units[unit].parameters[parameter].tensor;
       return torch::tanh(h * tensor.sum().to(at::kFloat));
@@ -129,13 +142,8 @@ class RandomChain {
       });
     });
     loss.backward();
-    sgd(root.shards(), 0.25);
   }
 
-  std::vector<UnitSpec> units;
-  ShardingOptions options;
-
- private:
   void add(size_t unit) {
     const bool is_outermost = has_outermost_ && unit == 0;
     const bool is_frozen = draw_.percent(25);
@@ -242,6 +250,36 @@ TEST(ShardedMemoryTest, IsThePlannedOneWithoutData) {
     const ShardingStatistics statistics = root.statistics();
     EXPECT_EQ(statistics.peak_whole_bytes, statistics.planned_bytes);
     EXPECT_EQ(statistics.unplanned, 0);
+    EXPECT_EQ(statistics.late_gathers, 0);
+  }
+}
+
+// Known before the first forward, or from where it is first done.
+TEST(ShardedMemoryTest, IsThePlannedOneWhereGradientsAreAddedUp) {
+  for (uint64_t seed = 0; seed < 400 && !::testing::Test::HasFailure();
+       ++seed) {
+    SCOPED_TRACE(absl::StrCat("seed ", seed));
+    const int num_shards = kNumShards[seed % 4];
+    const RecordingGroup recording(num_shards);
+    RandomChain chain(seed, num_shards);
+    ShardedRoot root(chain.units, recording.group(), chain.options);
+    const bool from_the_first = seed % 8 < 4;
+    if (from_the_first) root.set_synchronizes(false);
+    const int64_t planned = root.statistics().planned_bytes;
+    if (!from_the_first) chain.step(root);
+    int64_t allocations = 0;
+    for (int step = 0; step < 4; ++step) {
+      chain.step(root, /*num_batches=*/2 + step % 2);
+      if (step == 1) allocations = root.statistics().allocations;
+    }
+    const ShardingStatistics statistics = root.statistics();
+    if (from_the_first) {
+      EXPECT_EQ(statistics.planned_bytes, planned);
+      EXPECT_EQ(statistics.peak_whole_bytes, planned);
+      EXPECT_EQ(statistics.unplanned, 0);
+    }
+    EXPECT_EQ(statistics.whole_bytes, statistics.planned_bytes);
+    EXPECT_EQ(statistics.allocations, allocations);
     EXPECT_EQ(statistics.late_gathers, 0);
   }
 }
@@ -381,16 +419,25 @@ TEST(ShardedMemoryTest, OtherProgramsAreCounted) {
     return testing::loss_of(
         root.forward([&] { return net.run(root, net.input(0, 0)); }));
   };
+  // Keeps the gradients of all units, and says so behind forward only.
+  const auto add_up = [&] {
+    const at::Tensor loss = forward();
+    root.set_synchronizes(false);
+    loss.backward();
+    root.set_synchronizes(true);
+  };
   forward().backward();
   EXPECT_EQ(root.statistics().unplanned, 0);
-  root.set_synchronizes(false);  // keeps the gradients of all units
+  add_up();
+  EXPECT_GT(root.statistics().unplanned, 0);
+  EXPECT_GT(root.statistics().peak_whole_bytes,
+            root.statistics().planned_bytes);
   forward().backward();
+  const int64_t unplanned = root.statistics().unplanned;
+  add_up();  // as the plan has it from here on
   forward().backward();
-  const ShardingStatistics statistics = root.statistics();
-  EXPECT_GT(statistics.unplanned, 0);
-  EXPECT_GT(statistics.peak_whole_bytes, statistics.planned_bytes);
-  forward().backward();
-  EXPECT_EQ(root.statistics().unplanned, statistics.unplanned);
+  EXPECT_EQ(root.statistics().unplanned, unplanned);
+  EXPECT_EQ(root.statistics().whole_bytes, root.statistics().planned_bytes);
 }
 
 TEST(ShardedMemoryTest, SettingsBeforeTheFirstForwardArePlannedFor) {
