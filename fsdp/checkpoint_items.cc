@@ -140,8 +140,9 @@ CheckpointItems checkpoint_items(const CheckpointedModel& model,
 }
 
 void agree_on(const CheckpointedModel& model, const CheckpointItems& items,
-              const absl::Status& status, bool compares_values) {
-  std::vector<std::string> words;
+              const absl::Status& status, bool compares_values,
+              const std::vector<std::string>& others) {
+  std::vector<std::string> words = others;
   for (const CheckpointItem& item : items.items) {
     // On other meshes it is another parameter, of the same kind.
     const bool is_own = item.parameter->is_on_own_mesh;
@@ -158,6 +159,18 @@ void agree_on(const CheckpointedModel& model, const CheckpointItems& items,
   }
   model.require_agreement("saved tensor", words,
                           items.status.ok() ? status : items.status);
+}
+
+std::vector<std::string> words_of(const SafetensorsMetadata& metadata) {
+  std::vector<std::string> words;
+  for (const auto& [key, value] : metadata) {
+    const uint32_t checksum =
+        extend_checksum(0, std::as_bytes(std::span(value)));
+    words.push_back(absl::StrCat("metadata ", quoted_name(key), ": ",
+                                 quoted_name(value), " of checksum ",
+                                 absl::Hex(checksum, absl::kZeroPad8)));
+  }
+  return words;
 }
 
 at::Tensor host_memory_for(const CheckpointItem& item, at::IntArrayRef sizes) {

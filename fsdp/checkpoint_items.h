@@ -65,10 +65,14 @@ CheckpointItems checkpoint_items(const CheckpointedModel& model,
                                  std::span<const ShardedTensors> tensors);
 
 // Collective. All ranks throw ValueError alike if one has an error, in `status`
-// or its own, or if they have other tensors; `compares_values`: or other values
-// of those that are replicated.
+// or its own, or if they have other tensors, or `others`; `compares_values`: or
+// other values of those that are replicated.
 void agree_on(const CheckpointedModel& model, const CheckpointItems& items,
-              const absl::Status& status, bool compares_values);
+              const absl::Status& status, bool compares_values,
+              const std::vector<std::string>& others = {});
+
+// For agree_on().
+std::vector<std::string> words_of(const SafetensorsMetadata& metadata);
 
 // Of the item's dtype, on the host: what a file is read into.
 at::Tensor host_memory_for(const CheckpointItem& item, at::IntArrayRef sizes);

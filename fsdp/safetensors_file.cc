@@ -372,6 +372,21 @@ SafetensorsReader& SafetensorsReader::operator=(SafetensorsReader&&) noexcept =
     default;
 SafetensorsReader::~SafetensorsReader() = default;
 
+uint32_t SafetensorsReader::checksum() const {
+  uint32_t found = 0;
+  const auto add = [&](std::string_view text) {
+    found = extend_checksum(found, std::as_bytes(std::span(text)));
+  };
+  for (size_t i = 0; i < entries().size(); ++i) {
+    add(absl::StrCat(entries()[i].name, " ", header_.checksums[i].value_or(0),
+                     ";"));
+  }
+  for (const auto& [key, value] : metadata()) {
+    add(absl::StrCat(key, " ", value, ";"));
+  }
+  return found;
+}
+
 const SafetensorsEntry* SafetensorsReader::find(std::string_view name) const {
   const auto found = indices_.find(name);
   return found == indices_.end() ? nullptr : &entries()[found->second];

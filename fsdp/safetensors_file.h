@@ -128,6 +128,9 @@ class SafetensorsReader {
 
   // Without the checksums.
   const SafetensorsMetadata& metadata() const { return header_.metadata; }
+  // Of names, metadata and the data's own checksums, as far as the file has
+  // them: other contents have another one.
+  uint32_t checksum() const;
 
   // nullptr if there is none. Valid as long as the reader.
   const SafetensorsEntry* find(std::string_view name) const;

@@ -107,8 +107,9 @@ Segment::Segment(std::vector<NamedParameter> parameters, SegmentOptions options)
     at::Tensor& parameter = parameters_[i].tensor;
     const at::Tensor shape = dense(parameter.detach());
     record_use(parameter);  // its values have been read
-    parameter.set_data(
+    views_.push_back(
         whole_.view(layout_.offset(i), shape.sizes(), shape.strides()));
+    parameter.set_data(views_.back());
   }
   for (size_t i = 0; i < parameters_.size(); ++i) {
     const at::Tensor view = view_of(shard_, i).detach();
@@ -177,6 +178,13 @@ at::Tensor Segment::view_of(const at::Tensor& flat, size_t parameter) const {
 }
 
 void Segment::bind(at::Tensor memory) {
+  for (const NamedParameter& parameter : parameters_) {
+    TORCH_CHECK(whole_.has_view(parameter.tensor), "fully_shard: parameter '",
+                parameter.name,
+                "' was given other memory, by an assignment to its data, and "
+                "has no part in sharding since.\nWrite into it instead, while "
+                "it is whole, as by copy_().");
+  }
   whole_.bind(whole_in(memory));
   bound_memory_ = std::move(memory);
 }
@@ -208,8 +216,23 @@ void Segment::assign(size_t parameter, const at::Tensor& whole) {
       .copy_(in_memory.as_strided({range.numel}, {1}, range.in_parameter));
 }
 
+// What was put in the place of a parameter's memory is copied there.
+void Segment::take_back_parameters() {
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    const at::Tensor& parameter = parameters_[i].tensor;
+    if (whole_.has_view(parameter)) continue;
+    TORCH_CHECK_VALUE(parameter.sizes() == views_[i].sizes(),
+                      "fully_shard: parameter '", parameters_[i].name, "' of ",
+                      views_[i].sizes(), " was given memory of ",
+                      parameter.sizes(), ".\nGive it values of its own shape.");
+    views_[i].copy_(parameter);
+    parameter.set_data(views_[i]);
+  }
+}
+
 void Segment::read_own_slice() {
   const at::NoGradGuard no_grad;
+  take_back_parameters();
   const at::Tensor own = whole_.memory().narrow(
       0, options_.rank * layout_.shard_numel(), layout_.shard_numel());
   if (own.scalar_type() == dtype()) {

@@ -189,6 +189,7 @@ class Segment {
   };
 
   at::Tensor slot(const at::Tensor& flat, size_t parameter) const;
+  void take_back_parameters();
   at::Tensor view_of(const at::Tensor& flat, size_t parameter) const;
   void acquire_gradients(GradientMemory& memory);
   void wait_to_write();
@@ -210,6 +211,7 @@ class Segment {
   PlannedBuffers planned_;
 
   WholeStorage whole_;
+  std::vector<at::Tensor> views_;  // of it, by parameter
   at::Tensor bound_memory_;
   int64_t bound_version_ = -1;
 

@@ -23,6 +23,7 @@
 #include "absl/status/status.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "brigade/fsdp/checkpoint_items.h"
 #include "brigade/fsdp/safetensors_file.h"
 
@@ -272,10 +273,10 @@ class ShardsReader {
     if (found.shape != expected.shape ||
         found.dtype != dtype_name(expected.dtype) ||
         found.chunks.has_value() == item.is_replicated) {
-      return absl::InvalidArgumentError(
-          absl::StrCat(where, " has another shape or dtype, ", found.dtype,
-                       " where the parameter has ", dtype_name(expected.dtype),
-                       kAnotherModel));
+      return absl::InvalidArgumentError(absl::StrCat(
+          where, " is ", found.dtype, " of [", absl::StrJoin(found.shape, ", "),
+          "], where ", dtype_name(expected.dtype), " of [",
+          absl::StrJoin(expected.shape, ", "), "] is expected", kAnotherModel));
     }
     if (strides_that_count(found.strides, found.shape) !=
         strides_that_count(item.strides(), found.shape)) {
@@ -388,7 +389,7 @@ void save_shards(const CheckpointedModel& model, const std::string& folder,
   } else {
     status = make_folder(folder);
   }
-  agree_on(model, found, status, /*compares_values=*/true);
+  agree_on(model, found, status, /*compares_values=*/true, words_of(metadata));
 
   ShardedRoot& root = *model.root();
   ShardIndex index = {.id = draw_id(root),
@@ -462,7 +463,11 @@ SafetensorsMetadata load_shards(const CheckpointedModel& model,
       parts.push_back(*std::move(part));
     }
   }
-  agree_on(model, found, status, /*compares_values=*/false);
+  std::vector<std::string> checkpoint;
+  if (contents.ok()) {
+    checkpoint.push_back(absl::StrCat("checkpoint ", contents->index.id));
+  }
+  agree_on(model, found, status, /*compares_values=*/false, checkpoint);
   for (size_t i = 0; i < parts.size(); ++i) found.items[i].assign(parts[i]);
   return std::move(contents->metadata);
 }

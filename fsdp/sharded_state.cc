@@ -12,6 +12,7 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "brigade/fsdp/checkpoint_items.h"
 
 namespace brigade {
@@ -78,10 +79,11 @@ absl::Status check_entries(const SafetensorsReader& reader,
     }
     if (found->shape != expected.shape || found->dtype != expected.dtype) {
       return absl::InvalidArgumentError(absl::StrCat(
-          "'", path, "': tensor '", expected.name,
-          "' has another shape or dtype, ", dtype_name(found->dtype),
-          " where the parameter has ", dtype_name(expected.dtype),
-          ".\nLoad a file that was saved of the same model."));
+          "'", path, "': tensor '", expected.name, "' is ",
+          dtype_name(found->dtype), " of [", absl::StrJoin(found->shape, ", "),
+          "], where ", dtype_name(expected.dtype), " of [",
+          absl::StrJoin(expected.shape, ", "),
+          "] is expected.\nLoad a file that was saved of the same model."));
     }
   }
   return absl::OkStatus();
@@ -105,7 +107,7 @@ void save_whole(const CheckpointedModel& model, const std::string& path,
     status = created.status();
     if (created.ok()) writer = *std::move(created);
   }
-  agree_on(model, found, status, /*compares_values=*/true);
+  agree_on(model, found, status, /*compares_values=*/true, words_of(metadata));
   const auto write = [&](size_t item, const at::Tensor& whole) {
     if (!writer || !status.ok()) return;
     status = writer->write(item, 0, bytes_of(whole.contiguous().cpu()));
@@ -151,7 +153,12 @@ SafetensorsMetadata load_whole(const CheckpointedModel& model,
     status = part.status();
     if (status.ok()) parts.push_back(*std::move(part));
   }
-  agree_on(model, found, status, /*compares_values=*/false);
+  std::vector<std::string> contents;
+  if (reader.ok()) {
+    contents.push_back(absl::StrCat(
+        "a file of checksum ", absl::Hex(reader->checksum(), absl::kZeroPad8)));
+  }
+  agree_on(model, found, status, /*compares_values=*/false, contents);
   for (size_t i = 0; i < parts.size(); ++i) found.items[i].assign(parts[i]);
   return reader->metadata();
 }

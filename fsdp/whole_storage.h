@@ -31,6 +31,10 @@ class WholeStorage {
   // Of elements from `offset` on.
   at::Tensor view(int64_t offset, at::IntArrayRef sizes,
                   at::IntArrayRef strides) const;
+  // Whether it is a view still; another tensor's memory was not put into it.
+  bool has_view(const at::Tensor& tensor) const {
+    return tensor.is_alias_of(whole_);
+  }
 
   // `memory`: [numel] of the dtype, contiguous; kept until it is unbound, or by
   // the views if this object ends before.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import weakref
 from typing import TYPE_CHECKING
 
@@ -28,6 +29,12 @@ class ShardPlace:
         strides = whole.stride()
         order = sorted(range(whole.dim()), key=lambda dim: -strides[dim])
         return ShardPlace(weakref.ref(unit), whole.shape, tuple(order), begin)
+
+    @functools.cached_property
+    def flat(self) -> ShardPlace:
+        """Of the same elements in one dimension; in their order here, whatever that is."""
+        numel = torch.Size([self.whole_shape.numel()])
+        return ShardPlace(self.unit, numel, (0,), self.begin)
 
     @property
     def shape_in_memory(self) -> tuple[int, ...]:

@@ -45,3 +45,12 @@ def require_read_only(module: nn.Module, prefix: str, ignored: set[nn.Parameter]
             "its forward writes into its weight: what it writes would be lost.\nLeave max_norm "
             "out, or name its weight in ignored_params."
         )
+
+
+def require_count(value: object, what: str, least: int = 1) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(
+            f"fully_shard: {what}: expected a whole number of at least {least}, found {value!r}.\n"
+            "Give one."
+        )
+    return value

@@ -5,8 +5,8 @@ not finite that a GradScaler makes. Collective: all ranks of the model's group c
 one order. Of an expert, which other ranks have another one of, each is that of all of them
 together, so that a total counts each once.
 
-What is computed element by element is no part any more, and sums of that are of this rank's
-elements alone: torch does not tell that they belong together.
+What is computed element by element is a part too (_sharded_elements.py), and so are sums of
+that those of the whole.
 """
 
 from __future__ import annotations
@@ -84,7 +84,10 @@ _TOTALS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], bool]] = {
     "amax": (torch.max, True),
     "min": (lambda elements: -torch.min(elements), True),
     "amin": (lambda elements: -torch.min(elements), True),
+    "any": (lambda elements: torch.max(elements.ne(0).double()), True),
+    "all": (lambda elements: -torch.min(elements.ne(0).double()), True),
 }
+_NEGATED = ("min", "amin", "all")
 
 
 def _total(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -107,11 +110,26 @@ def _total(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         value = of_some(elements) if part.numel() else elements.new_tensor(nothing)
         values = value.reshape(1).cpu()
         _over_ranks([part], values, takes_largest, nothing)
-        if name in ("min", "amin"):
+        if name in _NEGATED:
             values.neg_()
         if name == "mean":
             values /= part._brigade_place.whole_shape.numel()
-        return values[0].to(kwargs.get("dtype") or part.dtype).to(part.device)
+        return values[0].to(kwargs.get("dtype") or _dtype_of(name, part)).to(part.device)
+
+
+def _dtype_of(name: str, part: torch.Tensor) -> torch.dtype:
+    if name in ("all", "any"):
+        return torch.bool
+    counts = name == "sum" and not part.is_floating_point() and not part.is_complex()
+    return torch.int64 if counts else part.dtype
+
+
+def _refuse_list(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    if _are_whole(list(args[0])):
+        return _of_these(func, args, kwargs)
+    raise NotImplementedError(
+        f"{func.__name__}() of sharded parameters.\nTake each one's max(), which is the whole's."
+    )
 
 
 def _dot(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -188,5 +206,6 @@ OF_WHOLE_TENSORS: dict[Callable, Callable[[Callable, tuple, dict[str, Any]], Any
     **dict.fromkeys(_NORMS, _norm),
     **{getattr(owner, name): _total for owner in (torch, torch.Tensor) for name in _TOTALS},
     **{getattr(owner, name): _dot for owner in (torch, torch.Tensor) for name in ("dot", "vdot")},
+    torch._foreach_max: _refuse_list,
     torch._amp_foreach_non_finite_check_and_unscale_: _unscale,
 }

@@ -3,8 +3,10 @@
 A part is an interval of its tensor's elements, in the order of memory. It is one
 dimension, empty where a rank holds nothing; in the tensor's own shape where it holds all.
 Its norms are those of the whole tensor, so that torch's clip_grad_norm_ and whatever
-prints a norm are right. Copies of it, and tensors made like it, as an optimizer's state
-is, are parts too; all else that is computed of it is a tensor of this rank alone.
+prints a norm are right; so is its number of dimensions, by which optimizers' groups are
+made, while its shape is this part's own. Copies of it, tensors made like it, as an
+optimizer's state is, and what is computed of it element by element are parts too; all else
+that is computed of it is a tensor of this rank alone.
 
 torch.distributed.checkpoint saves and loads the whole tensor through its parts, since
 each tells which boxes of it it holds.
@@ -13,7 +15,7 @@ each tells which boxes of it it holds.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -28,9 +30,21 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from brigade._shard_boxes import Box, boxes_of
 from brigade._shard_place import ShardPlace, place_of
 from brigade._sharded_draws import OF_WHOLE_DRAWS
+from brigade._sharded_elements import COPIES, OF_ELEMENTS, OF_LISTS, flattens, is_in_place
 from brigade._sharded_reductions import OF_WHOLE_TENSORS
 
-_OF_WHOLE = {**OF_WHOLE_TENSORS, **OF_WHOLE_DRAWS}
+
+def _number_of_dimensions(func: Callable, args: tuple, kwargs: dict[str, Any]) -> int:
+    return len(args[0].whole_shape)
+
+
+_OF_WHOLE = {
+    **OF_WHOLE_TENSORS,
+    **OF_WHOLE_DRAWS,
+    torch.Tensor.dim: _number_of_dimensions,
+    torch.Tensor.ndimension: _number_of_dimensions,
+    torch.Tensor.ndim.__get__: _number_of_dimensions,
+}
 
 
 class TensorShard(torch.Tensor):
@@ -55,9 +69,17 @@ class TensorShard(torch.Tensor):
             func = torch.Tensor.detach  # counts what is written through it
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
-        if func in _COPIES:
+        if func in COPIES:
             return _as_its_copy(result, args[0] if args else kwargs["input"])
-        return result
+        if func in OF_ELEMENTS:
+            return _as_part_of_one(result, (*args, *(kwargs or {}).values()))
+        if func in OF_LISTS:
+            return _as_parts_of_each(result, args[0])
+        if flattens(func, args, kwargs or {}):
+            return as_shard(_alias(result), args[0]._brigade_place.flat)
+        # What gives the tensor itself on one rank gives another's view, or copy, on others.
+        is_itself = isinstance(result, TensorShard) and args and result is args[0]
+        return _alias(result) if is_itself and not is_in_place(func) else result
 
     def plain(self) -> torch.Tensor:
         """The same memory, as a tensor of this rank alone."""
@@ -173,29 +195,11 @@ def as_shard(
 # So that torch's clip_grad_norm_ asks for all norms at once: one collective, not one for each.
 torch.utils._foreach_utils._foreach_supported_types.append(TensorShard)
 
-# They give a part again, whatever they do to its elements.
-_COPIES = {
-    torch.Tensor.bfloat16,
-    torch.Tensor.clone,
-    torch.Tensor.contiguous,
-    torch.Tensor.cpu,
-    torch.Tensor.cuda,
-    torch.Tensor.data.__get__,
-    torch.Tensor.detach,
-    torch.Tensor.double,
-    torch.Tensor.float,
-    torch.Tensor.half,
-    torch.Tensor.new_empty,
-    torch.Tensor.pin_memory,
-    torch.Tensor.to,
-    torch.Tensor.type,
-    torch.clone,
-    torch.detach,
-    torch.empty_like,
-    torch.full_like,
-    torch.ones_like,
-    torch.zeros_like,
-}
+
+def _alias(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory, as another tensor."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.view(tensor.shape)
 
 
 def _as_its_copy(result: Any, part: torch.Tensor) -> Any:
@@ -203,3 +207,22 @@ def _as_its_copy(result: Any, part: torch.Tensor) -> Any:
     if place is None or not isinstance(result, torch.Tensor) or isinstance(result, TensorShard):
         return result
     return as_shard(result, place)
+
+
+def _as_part_of_one(result: Any, operands: tuple) -> Any:
+    """Of parts of one tensor, or of like places, and of numbers or this rank's own elements."""
+    parts = [operand for operand in operands if isinstance(operand, TensorShard)]
+    if not isinstance(result, torch.Tensor) or isinstance(result, TensorShard):
+        return result
+    if len({part._brigade_place for part in parts}) != 1:
+        return result
+    with torch._C.DisableTorchFunctionSubclass():
+        if result.shape != parts[0].shape:
+            return result
+    return as_shard(result, parts[0]._brigade_place)
+
+
+def _as_parts_of_each(results: Any, parts: Any) -> Any:
+    if not isinstance(results, (list, tuple)) or not isinstance(parts, (list, tuple)):
+        return results
+    return [_as_part_of_one(result, (part,)) for result, part in zip(results, parts, strict=True)]

@@ -30,7 +30,12 @@ from brigade._checks import failure_told_to_peers
 from brigade._function_transforms import require_none_that_differentiates
 from brigade._nests import cast_floating, map_tensors, tensors_in
 from brigade._shard_place import ShardPlace
-from brigade._shardable_parameters import require_no_hooks, require_plain, require_read_only
+from brigade._shardable_parameters import (
+    require_count,
+    require_no_hooks,
+    require_plain,
+    require_read_only,
+)
 from brigade._sharded_root import Root, make_root, names_below
 from brigade._sharded_tensors import ShardedParameter, as_shard
 from brigade._tied_parameters import memory_of, remember, require_free
@@ -206,11 +211,15 @@ class Unit:
         self.slots = self._slots_of(
             [(where, name, numbers[parameter]) for where, name, parameter in slots], ignored
         )
-        if block_numel_fn is not None:
-            self._block_numels = [block_numel_fn(whole) for whole in wholes]
         override = getattr(self.policy, "param_dtype_override_fn", None)
-        if override is not None:
-            self._dtypes = [override(whole) for whole in wholes]
+        with failure_told_to_peers(self.group):
+            if block_numel_fn is not None:
+                self._block_numels = [
+                    require_count(block_numel_fn(whole), f"block_numel_fn of '{name}'")
+                    for whole, name in zip(wholes, self.names, strict=True)
+                ]
+            if override is not None:
+                self._dtypes = [override(whole) for whole in wholes]
         self.is_from_meta = any(whole.is_meta for whole in wholes)
         self.may_differ_in_replicas = self.is_from_meta
         self.options.allows_meta = self.is_from_meta

@@ -36,6 +36,7 @@ from brigade._initialization import (
 )
 from brigade._reduction_hooks import wire_dtype_of
 from brigade._refused_optimizers import refuse_optimizers
+from brigade._shardable_parameters import require_count
 from brigade._sharded_root import Root
 from brigade._sharded_units import (
     Unit,
@@ -556,6 +557,9 @@ def make_unit(
     if offload_policy is not None and type(offload_policy) is not OffloadPolicy:
         raise NotImplementedError("fully_shard: offload_policy: parameters stay where they are.")
     policy = mp_policy or MixedPrecisionPolicy()
+    with failure_told_to_peers(group):
+        require_count(prefetch_depth, "prefetch_depth", least=0)
+        _require_dtypes(policy)
     reshards, reshards_to = split_reshards(
         True if reshard_after_forward is None else reshard_after_forward, num_shards
     )
@@ -589,6 +593,16 @@ def make_unit(
     for each in modules:
         each.__class__ = _sharded_class(type(each), base)
     return module
+
+
+def _require_dtypes(policy: MixedPrecisionPolicy) -> None:
+    for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+        value = getattr(policy, name)
+        if value is not None and not isinstance(value, torch.dtype):
+            raise ValueError(
+                f"fully_shard: mp_policy: expected {name} to be a torch.dtype, found {value!r}.\n"
+                "Give torch.bfloat16, for instance."
+            )
 
 
 def _own_parameters(

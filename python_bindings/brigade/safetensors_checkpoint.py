@@ -21,10 +21,14 @@ import warnings
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch._dynamo.eval_frame import OptimizedModule
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from brigade import _C
+from brigade._checks import failure_told_to_peers
 from brigade._shard_place import place_of
 from brigade._sharded_tensors import ShardedParameter, as_shard
 from brigade._sharded_units import unit_of
@@ -45,6 +49,7 @@ _FIELDS: dict[type[torch.optim.Optimizer], dict[str, str | None]] = {
     torch.optim.Adagrad: {"step": None, "sum": None},
 }
 _COUNT = "step"
+_COMPILED = "_orig_mod."  # torch.compile's, in names
 
 
 def save_whole(
@@ -83,11 +88,11 @@ def load_whole(
         optimizer: Of the same class and options as when it was saved; it may be new.
 
     Returns:
-        The metadata.
+        The metadata, and the optimizer's class under "brigade.optimizer" if it was saved.
 
     Raises:
-        ValueError: The file is missing or damaged, or of another model or optimizer; on all
-            ranks, and nothing is changed.
+        ValueError: The file is missing or damaged, of another model or optimizer, or another
+            one on some ranks; on all ranks, and nothing is changed.
     """
     return _load(model, path, optimizer, in_shards=False)
 
@@ -128,14 +133,17 @@ def _save(
     metadata: dict[str, str] | None,
     in_shards: bool,
 ) -> None:
-    checkpointed = _checkpointed(model, "save_shards" if in_shards else "save_whole")
+    model = _as_made(model)
+    where = "save_shards" if in_shards else "save_whole"
+    with failure_told_to_peers(_group_of(model)):
+        _require_text(where, metadata or {})
+        path = os.fspath(path)
+    checkpointed = _checkpointed(model, where)
     _warn_of_the_rest(model)
     kept = (
         [] if optimizer is None else [_fields_of(optimizer, *each) for each in _stepped(optimizer)]
     )
-    _C.save_checkpoint(
-        checkpointed, in_shards, os.fspath(path), metadata or {}, _form_of(optimizer), kept
-    )
+    _C.save_checkpoint(checkpointed, in_shards, path, metadata or {}, _form_of(optimizer), kept)
 
 
 def _load(
@@ -144,13 +152,37 @@ def _load(
     optimizer: torch.optim.Optimizer | None,
     in_shards: bool,
 ) -> dict[str, str]:
+    model = _as_made(model)
+    with failure_told_to_peers(_group_of(model)):
+        path = os.fspath(path)
     checkpointed = _checkpointed(model, "load_shards" if in_shards else "load_whole")
-    metadata, kept = _C.load_checkpoint(
-        checkpointed, in_shards, os.fspath(path), _form_of(optimizer)
-    )
+    metadata, kept = _C.load_checkpoint(checkpointed, in_shards, path, _form_of(optimizer))
     if optimizer is not None:
         _set_fields(optimizer, kept)
     return metadata
+
+
+def _as_made(model: nn.Module) -> nn.Module:
+    """What torch.compile was given."""
+    while isinstance(model, OptimizedModule):
+        model = model._orig_mod
+    return model
+
+
+def _group_of(model: nn.Module) -> dist.ProcessGroup | None:
+    """Of the ranks that take part; None of a module of this process alone."""
+    if (unit := unit_of(model)) is not None:
+        return unit.outermost().group
+    return model.process_group if isinstance(model, DistributedDataParallel) else None
+
+
+def _require_text(where: str, metadata: dict[str, str]) -> None:
+    for key, value in metadata.items():
+        if not isinstance(key, str) or not isinstance(value, str):
+            raise TypeError(
+                f"{where}: expected metadata of strings, found {key!r}: {value!r}.\nGive "
+                "str(value), and turn it back where it is loaded."
+            )
 
 
 def _checkpointed(model: nn.Module, where: str) -> _C.CheckpointedModel:
@@ -162,9 +194,26 @@ def _checkpointed(model: nn.Module, where: str) -> _C.CheckpointedModel:
             f"{where}: expected the outermost module that fully_shard has sharded, found "
             f"{type(model).__name__}.\nGive that one."
         )
-    is_wrapper = isinstance(model, DistributedDataParallel)
-    module, group = (model.module, model.process_group) if is_wrapper else (model, None)
-    return _C.CheckpointedModel(list(module.named_parameters()), group)
+    module = model.module if isinstance(model, DistributedDataParallel) else model
+    parameters = list(module.named_parameters())
+    with failure_told_to_peers(_group_of(model)):
+        for name, parameter in parameters:
+            _require_own_memory(where, name, parameter)
+    named = [(name.replace(_COMPILED, ""), parameter) for name, parameter in parameters]
+    return _C.CheckpointedModel(named, _group_of(model))
+
+
+def _require_own_memory(where: str, name: str, parameter: nn.Parameter) -> None:
+    if isinstance(parameter, DTensor):
+        raise ValueError(
+            f"{where}: expected parameters that brigade has sharded, or none has, found '{name}', "
+            "a DTensor.\nSave it by torch.distributed.checkpoint."
+        )
+    if parameter.is_meta:
+        raise ValueError(
+            f"{where}: expected parameters with memory, found '{name}' on meta.\nCall "
+            "to_empty(device=...) of the module first."
+        )
 
 
 def _warn_of_the_rest(model: nn.Module) -> None:

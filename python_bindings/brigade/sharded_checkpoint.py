@@ -68,7 +68,7 @@ def save_checkpoint(
         own: What each rank has for itself, as the state of its random numbers. Pickled.
 
     Raises:
-        ValueError: `folder` exists.
+        ValueError: `folder` exists, or is another one on some ranks.
         RuntimeError: A rank couldn't write; on all ranks. There is no `folder` then.
     """
     where = "save_checkpoint"
@@ -103,6 +103,7 @@ def save_checkpoint(
         names = [file.name for file in part.iterdir()]
         return {name: _digest_of(part / name) for name in _own_share(group, names)}
 
+    _require_one_folder(group, where, folder)
     _require_one_mesh_each(group, where, model)
     state = _on_all(group, where, begin)
     _on_all(group, where, lambda: dcp.save(state, checkpoint_id=part, process_group=group))
@@ -131,6 +132,7 @@ def load_checkpoint(
     where = "load_checkpoint"
     group = _group_of(model, where)
     folder = pathlib.Path(folder)
+    _require_one_folder(group, where, folder)
     elsewhere = _names_elsewhere(group, model)
 
     def begin() -> dict[str, Any]:
@@ -194,6 +196,16 @@ def _from_all(group: dist.ProcessGroup, value: Any) -> list[Any]:
     found: list[Any] = [None] * group.size()
     dist.all_gather_object(found, value, group=group)
     return found
+
+
+def _require_one_folder(group: dist.ProcessGroup, where: str, folder: pathlib.Path) -> None:
+    first, *others = _from_all(group, str(folder))
+    for rank, other in enumerate(others, start=1):
+        if other != first:
+            raise ValueError(
+                f"{where}: expected the same folder on all ranks, found '{first}' on rank 0 and "
+                f"'{other}' on rank {rank}.\nGive one that all ranks share."
+            )
 
 
 # ---- Units that are on some ranks only.

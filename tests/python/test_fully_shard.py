@@ -707,7 +707,7 @@ def _adds_in_order(rank):
         model(batch_of(rank, 0)).square().mean().backward()
     for ours, theirs in zip(wanted.parameters(), default.parameters(), strict=True):
         assert torch.equal(ours.grad, theirs.grad)
-    with pytest.raises(ValueError, match="reproducible 1.*reproducible 0"):
+    with pytest.raises(ValueError, match=r"reproducible 1.*reproducible 0"):
         brigade.fully_shard(nn.Linear(4, 4), reproducible=rank == 0)
 
 

@@ -321,3 +321,92 @@ def _warns(rank, folder):
 
 def test_what_is_left_out_is_said(tmp_path):
     run_ranks(_warns, str(tmp_path))
+
+
+def _unlike(rank, folder):
+    model, optimizer = _data_parallel("adamw")
+    _step(model, optimizer, 0, rank)
+    brigade.save_whole(model, f"{folder}/a", optimizer)
+    _step(model, optimizer, 1, rank)
+    brigade.save_whole(model, f"{folder}/b", optimizer)
+    errors = []
+
+    def expect_error(error, text, call):
+        with pytest.raises(error, match=text) as told:
+            call()
+        errors.append(str(told.value))
+
+    other = f"{folder}/{'ab'[rank]}"
+    expect_error(ValueError, "a file of checksum", lambda: brigade.load_whole(model, other))
+    sharded, _ = _model("adamw")
+    expect_error(ValueError, "a file of checksum", lambda: brigade.load_whole(sharded, other))
+    own = {"rank": str(rank)}
+    save = brigade.save_whole
+    expect_error(ValueError, r"metadata 'rank': '\d'", lambda: save(model, other, metadata=own))
+    expect_error(ValueError, "the same folder", lambda: brigade.save_checkpoint(other, sharded))
+    on_one = {"step": 1} if rank == 0 else {"step": "1"}
+    with pytest.raises((TypeError, ValueError), match="expected metadata of strings"):
+        save(model, f"{folder}/c", metadata=on_one)
+    with pytest.raises((TypeError, ValueError), match="block_numel_fn of 'weight'"):
+        brigade.fully_shard(nn.Linear(4, 4), block_numel_fn=lambda p: None if rank == 0 else 1)
+    with pytest.raises(ValueError, match="prefetch_depth: expected a whole number"):
+        brigade.fully_shard(nn.Linear(4, 4), prefetch_depth=-1)
+    brigade.load_whole(model, f"{folder}/a", optimizer)  # and goes on
+    _step(model, optimizer, 1, rank)
+    return errors
+
+
+def test_ranks_that_are_given_other_things_fail_alike(tmp_path):
+    first, second = run_ranks(_unlike, str(tmp_path))
+    assert first == second
+
+
+def _compiled(rank, folder):
+    wrapped, _ = _data_parallel("sgd")
+    path = pathlib.Path(folder) / "whole"
+    brigade.save_whole(torch.compile(wrapped), path)
+    inner = brigade.DistributedDataParallel(torch.compile(make_net(), backend="eager"))
+    brigade.save_whole(inner, path.with_name("inner"))
+    wrapped.module.load_state_dict({k: v + 1 for k, v in wrapped.module.state_dict().items()})
+    for each in (path, path.with_name("inner")):
+        brigade.load_whole(wrapped, each)
+        _expect_same(wrapped.module.state_dict(), make_net().state_dict())
+
+
+def test_names_are_those_without_torchs_compiler(tmp_path):
+    run_ranks(_compiled, str(tmp_path))
+
+
+def test_parameters_without_memory_are_named(tmp_path):
+    with torch.device("meta"):
+        net = nn.Linear(2, 2)
+    for call in (brigade.save_whole, brigade.load_whole):
+        with pytest.raises(ValueError, match="found 'weight' on meta"):
+            call(net, tmp_path / "whole")
+
+
+def _data_is_assigned(rank):
+    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3, bias=False))
+    model = brigade.fully_shard(net)
+    x = torch.ones(1, 3)
+    with model.whole_parameters(writes=True):
+        model[0].weight.data = torch.full((3, 3), 2.0)
+        model[0].bias.data = torch.ones(3)
+        model[1].weight.data = torch.eye(3).t()
+    assert torch.equal(model(x), torch.full((1, 3), 7.0))
+    assert (model.full_state_dict()["0.weight"] == 2).all()
+    model(x).sum().backward()
+    assert (model[0].bias.grad == 1).all()
+    model.unshard()
+    model[1].weight.data = torch.full((3, 3), 3.0)
+    model.reshard(writes=True)
+    assert torch.equal(model(x), torch.full((1, 3), 63.0))
+    with model.whole_parameters(writes=True):
+        model[1].weight.data = torch.ones(2)
+        with pytest.raises(ValueError, match=r"'1.weight' of \[3, 3\] was given memory of \[2\]"):
+            model._root().reshard(True)
+        model[1].weight.data = torch.ones(3, 3)
+
+
+def test_memory_that_is_assigned_to_whole_parameters_counts():
+    run_ranks(_data_is_assigned)

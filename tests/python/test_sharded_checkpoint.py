@@ -337,7 +337,7 @@ def _copies(rank):
         assert isinstance(tensor, brigade.TensorShard)
         assert tensor.whole_shape == whole.shape
     torch.testing.assert_close(copies[1].norm(), whole.norm())
-    assert not isinstance(shard * 2, brigade.TensorShard)
+    assert not isinstance(shard.cumsum(0), brigade.TensorShard)
     with pytest.raises(NotImplementedError, match="can't be pickled"):
         pickle.dumps(shard)
     assert torch.equal(pickle.loads(pickle.dumps(shard.plain())), shard.plain())
@@ -358,7 +358,7 @@ def _channels_last(rank, folder):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for _ in range(2):
         optimizer.zero_grad()
-        (model(torch.ones(1, 3, 5, 5)).sum() * model[0].bias.mul(1).sum()).backward()
+        (3 * model(torch.ones(1, 3, 5, 5)).sum()).backward()
         optimizer.step()
     expected = model.full_state_dict()
     brigade.save_checkpoint(f"{folder}/a", model, optimizer)

@@ -1,0 +1,150 @@
+"""What is computed of parts element by element: parts again, whose totals are of the whole."""
+
+import pytest
+import torch
+from torch import nn
+
+import brigade
+
+from ranks import run_ranks
+from sharded_training import batch_of, expect_equal, make_net, shard_blocks, step_of_all
+
+
+def _whole_and_part(rank):
+    """Of matrices that one rank holds whole, both a part, and a vector; with gradients."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 5)).double()
+    sharded = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 5)).double()
+    sharded.load_state_dict(plain.state_dict())
+    brigade.fully_shard(sharded[2])
+    brigade.fully_shard(sharded)
+    x = torch.arange(8.0, dtype=torch.double).view(2, 4) / 8
+    for net in (plain, sharded):
+        net(x).pow(2).sum().backward()
+    return list(zip(plain.parameters(), sharded.parameters(), strict=True))
+
+
+# Each gives a number, or a truth.
+_TOTALS = {
+    "scaled": lambda t: (2 * t - 1).norm(),
+    "squares": lambda t: (t * t).sum(),
+    "powers": lambda t: t.pow(2).mean().sqrt(),
+    "largest": lambda t: t.abs().max(),
+    "flat": lambda t: t.flatten().norm(),
+    "reshaped": lambda t: t.reshape(-1).norm() + t.view(-1).norm(),
+    "flat product": lambda t: t.flatten().dot((2 * t).flatten()),
+    "finite": lambda t: torch.isfinite(t).all(),
+    "positive": lambda t: (t > 0).any(),
+    "counted": lambda t: (t > 0.01).sum(),
+    "clamped": lambda t: torch.clamp(t, -0.1, 0.1).sum(),
+    "chosen": lambda t: torch.where(t > 0, t, torch.zeros_like(t)).sum(),
+    "cast": lambda t: t.float().mul(3).norm(),
+    "of a list": lambda t: torch._foreach_norm(torch._foreach_mul([t], 2.0))[0],
+}
+
+
+def _takes(rank):
+    pairs = _whole_and_part(rank)
+    with torch.no_grad():
+        for whole, part in pairs:
+            for w, p in ((whole, part), (whole.grad, part.grad)):
+                for name, take in _TOTALS.items():
+                    found, expected = take(p), take(w)
+                    assert found.dtype == expected.dtype, name
+                    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_totals_are_of_the_whole(world_size):
+    run_ranks(_takes, world_size=world_size)
+
+
+def _sees_nan(rank):
+    found = []
+    for _, part in _whole_and_part(rank):
+        if rank == 1 and part.numel() > 0:
+            part.grad.plain().view(-1)[0] = float("nan")
+        with torch.no_grad():
+            found.append((bool(torch.isfinite(part.grad).all()), part.grad.isnan().any().item()))
+    return found
+
+
+def test_a_nan_in_one_ranks_part_is_seen_by_all():
+    first, second = run_ranks(_sees_nan)
+    assert first == second
+    assert (False, True) in first
+
+
+def _decay_matrices(net):
+    """The usual idiom, in either spelling."""
+    parameters = list(net.parameters())
+    return [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": 0.5},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+
+
+class _Lamb(torch.optim.Optimizer):
+    """Steps by a ratio of norms: of the parameter, and of its update."""
+
+    def __init__(self, parameters, lr=0.1):
+        super().__init__(parameters, {"lr": lr, "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state["first"], state["second"] = torch.zeros_like(p), torch.zeros_like(p)
+                state["first"].mul_(0.9).add_(p.grad, alpha=0.1)
+                state["second"].mul_(0.99).addcmul_(p.grad, p.grad, value=0.01)
+                update = state["first"] / (state["second"].sqrt() + 1e-6)
+                update = update + group["weight_decay"] * p
+                ratio = p.norm() / (update.norm() + 1e-6)
+                p.add_(update * ratio, alpha=-group["lr"])
+
+
+_OPTIMIZERS = {
+    "decay": lambda net: torch.optim.AdamW(_decay_matrices(net), lr=0.1, foreach=False),
+    "lamb": lambda net: _Lamb(_decay_matrices(net)),
+}
+
+
+def _trains(rank, name):
+    plain, model = make_net(), shard_blocks(make_net())
+    optimizers = [_OPTIMIZERS[name](net) for net in (plain, model)]
+    for group, like in zip(optimizers[1].param_groups, optimizers[0].param_groups, strict=True):
+        assert len(group["params"]) == len(like["params"])
+    for step in range(3):
+        step_of_all(plain, optimizers[0], step, 2)
+        optimizers[1].zero_grad()
+        model(batch_of(rank, step)).square().mean().backward()
+        optimizers[1].step()
+    if name == "decay":
+        return expect_equal(model, plain)
+    found = model.full_state_dict()
+    for key, value in plain.state_dict().items():
+        torch.testing.assert_close(found[key], value, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", _OPTIMIZERS)
+def test_optimizers_of_ones_own_step_as_in_one_process(name):
+    run_ranks(_trains, name)
+
+
+def _other_ways(rank):
+    for whole, part in _whole_and_part(rank):
+        assert (part.dim(), part.ndim, part.grad.ndimension()) == (whole.dim(),) * 3
+        assert isinstance(part.detach() * 2, brigade.TensorShard)
+        assert not isinstance(part.detach().cumsum(0), brigade.TensorShard)
+        kept = part.detach()
+        assert kept.mul_(1) is kept
+        with pytest.raises(NotImplementedError, match="has no gradient"):
+            (part * part).sum()
+        with torch.no_grad(), pytest.raises(NotImplementedError, match="_foreach_max"):
+            torch._foreach_max([part])
+
+
+def test_what_else_is_of_parts():
+    run_ranks(_other_ways)
