@@ -178,12 +178,13 @@ at::Tensor Segment::view_of(const at::Tensor& flat, size_t parameter) const {
 }
 
 void Segment::bind(at::Tensor memory) {
-  for (const NamedParameter& parameter : parameters_) {
-    TORCH_CHECK(whole_.has_view(parameter.tensor), "fully_shard: parameter '",
-                parameter.name,
-                "' was given other memory, by an assignment to its data, and "
-                "has no part in sharding since.\nWrite into it instead, while "
-                "it is whole, as by copy_().");
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    if (has_own_memory(i)) continue;
+    parameters_[i].tensor.set_data(views_[i]);
+    TORCH_CHECK(false, "fully_shard: parameter '", parameters_[i].name,
+                "' was given other memory, by an assignment to its data, which "
+                "is lost.\nWrite into it instead, where whole parameters may "
+                "be written.");
   }
   whole_.bind(whole_in(memory));
   bound_memory_ = std::move(memory);
@@ -216,17 +217,32 @@ void Segment::assign(size_t parameter, const at::Tensor& whole) {
       .copy_(in_memory.as_strided({range.numel}, {1}, range.in_parameter));
 }
 
-// What was put in the place of a parameter's memory is copied there.
+// Whether it reads what is bound for it, and no other memory that was assigned
+// to its data, be it another parameter's.
+bool Segment::has_own_memory(size_t parameter) const {
+  const at::Tensor& found = parameters_[parameter].tensor;
+  const at::Tensor& own = views_[parameter];
+  return whole_.has_view(found) &&
+         found.storage_offset() == own.storage_offset() &&
+         found.sizes() == own.sizes() && found.strides() == own.strides();
+}
+
+// What was put in the place of parameters' memory is copied there.
 void Segment::take_back_parameters() {
+  std::vector<at::Tensor> assigned(parameters_.size());
   for (size_t i = 0; i < parameters_.size(); ++i) {
     const at::Tensor& parameter = parameters_[i].tensor;
-    if (whole_.has_view(parameter)) continue;
+    if (has_own_memory(i)) continue;
     TORCH_CHECK_VALUE(parameter.sizes() == views_[i].sizes(),
                       "fully_shard: parameter '", parameters_[i].name, "' of ",
                       views_[i].sizes(), " was given memory of ",
                       parameter.sizes(), ".\nGive it values of its own shape.");
-    views_[i].copy_(parameter);
-    parameter.set_data(views_[i]);
+    assigned[i] = parameter.detach().clone();  // it may be another one's memory
+  }
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    if (!assigned[i].defined()) continue;
+    views_[i].copy_(assigned[i]);
+    parameters_[i].tensor.set_data(views_[i]);
   }
 }
 

@@ -189,6 +189,7 @@ class Segment {
   };
 
   at::Tensor slot(const at::Tensor& flat, size_t parameter) const;
+  bool has_own_memory(size_t parameter) const;
   void take_back_parameters();
   at::Tensor view_of(const at::Tensor& flat, size_t parameter) const;
   void acquire_gradients(GradientMemory& memory);

@@ -52,7 +52,7 @@ absl::Status check_mesh(const NamedMesh& unit, int rank, int num_ranks) {
 }
 
 // Of a mesh of its own ranks may have other units.
-std::string place_of(const NamedMesh& unit) {
+std::string describe_mesh_of(const NamedMesh& unit) {
   if (!unit.mesh) return absl::StrCat("'", unit.unit, "' on the root's mesh");
   return absl::StrCat("one on groups of ", unit.mesh->size(),
                       " ranks, in rows of ", unit.mesh->row_length());
@@ -127,13 +127,13 @@ std::string describe(const UnitMesh& mesh) {
 std::vector<size_t> number_meshes(const Group& group,
                                   std::span<const NamedMesh> units) {
   const int rank = group->getRank();
-  std::vector<std::string> places;
+  std::vector<std::string> described;
   std::vector<Said> own;
   std::vector<size_t> meshed;
   absl::Status status;
   for (size_t unit = 0; unit < units.size(); ++unit) {
     if (status.ok()) status = check_mesh(units[unit], rank, group->getSize());
-    places.push_back(place_of(units[unit]));
+    described.push_back(describe_mesh_of(units[unit]));
     if (!units[unit].mesh) continue;
     meshed.push_back(unit);
     own.push_back({.first = units[unit].mesh->ranks.empty()
@@ -141,7 +141,7 @@ std::vector<size_t> number_meshes(const Group& group,
                                 : units[unit].mesh->ranks.front(),
                    .digest = static_cast<int64_t>(units[unit].digest)});
   }
-  require_agreement(group, at::kCPU, "sharded unit", places, status);
+  require_agreement(group, at::kCPU, "sharded unit", described, status);
   std::vector<size_t> numbers(units.size(), 0);
   if (meshed.empty()) return numbers;
 

@@ -31,9 +31,13 @@ class WholeStorage {
   // Of elements from `offset` on.
   at::Tensor view(int64_t offset, at::IntArrayRef sizes,
                   at::IntArrayRef strides) const;
-  // Whether it is a view still; another tensor's memory was not put into it.
+  // Whether it is a view; whoever asks reads no memory.
   bool has_view(const at::Tensor& tensor) const {
-    return tensor.is_alias_of(whole_);
+    return tensor.unsafeGetTensorImpl()
+               ->unsafe_storage()
+               .unsafeGetStorageImpl() == whole_.unsafeGetTensorImpl()
+                                              ->unsafe_storage()
+                                              .unsafeGetStorageImpl();
   }
 
   // `memory`: [numel] of the dtype, contiguous; kept until it is unbound, or by

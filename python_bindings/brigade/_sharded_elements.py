@@ -27,7 +27,7 @@ _NAMES = """
 """
 _COPIES = """
     bfloat16 clone contiguous cpu cuda detach double empty_like float full_like half
-    new_empty ones_like pin_memory rand_like randn_like to type zeros_like
+    new_empty ones_like pin_memory to type zeros_like
 """
 _FLAT = ("flatten", "ravel")  # without arguments; reshape() and view() with -1
 
@@ -43,7 +43,7 @@ COPIES = _functions(_COPIES.split()) | {torch.Tensor.data.__get__}
 OF_LISTS = {
     getattr(torch, name)
     for name in dir(torch)
-    if name.startswith("_foreach_") and not name.endswith(("_", "_norm", "_max"))
+    if name.startswith("_foreach_") and not name.endswith(("_", "_norm", "_max", "_powsum"))
 }
 _FLATTENING = _functions(_FLAT)
 _RESHAPING = _functions(["reshape", "view"])

@@ -48,7 +48,7 @@ def _norm(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     takes_largest = p == float("inf")
     with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
         norms = [
-            torch.linalg.vector_norm(part, p, dtype=torch.float64)
+            torch.linalg.vector_norm(part, p, dtype=torch.float64).cpu()
             if part.numel()
             else torch.zeros((), dtype=torch.float64)
             for part in parts
@@ -60,7 +60,7 @@ def _norm(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         if not takes_largest:
             values.pow_(1 / p)
         dtype = kwargs.get("dtype") or parts[0].dtype
-        found = list(values.to(dtype).unbind())
+        found = [value.to(part.device) for value, part in zip(values.to(dtype), parts, strict=True)]
     return found if is_list else found[0]
 
 
@@ -104,7 +104,7 @@ def _total(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         )
     _require_number(f"{name}()", [part])
     of_some, takes_largest = _TOTALS[name]
-    nothing = -float("inf") if takes_largest else 0.0
+    nothing = -float("inf") if takes_largest and name != "any" else 0.0
     with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
         elements = part.double()
         value = of_some(elements) if part.numel() else elements.new_tensor(nothing)
@@ -128,7 +128,8 @@ def _refuse_list(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     if _are_whole(list(args[0])):
         return _of_these(func, args, kwargs)
     raise NotImplementedError(
-        f"{func.__name__}() of sharded parameters.\nTake each one's max(), which is the whole's."
+        f"{func.__name__}() of sharded parameters.\nTake each one's max(), or sum(), which is the "
+        "whole's."
     )
 
 
@@ -151,9 +152,13 @@ def _dot(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 def _are_whole(parts: list[torch.Tensor]) -> bool:
-    """Each rank has all of them, as replicas do, or they are no parts."""
-    places = [place_of(part) for part in parts]
-    return all(place is None or place.unit().num_shards == 1 for place in places)
+    """All ranks have the same ones, whole, as replicas are, or they are no parts."""
+    return all(place is None or _is_everywhere(place.unit()) for place in map(place_of, parts))
+
+
+def _is_everywhere(unit: Any) -> bool:
+    """An expert's ranks are some of the model's, whose others have another one."""
+    return unit.num_shards == 1 and unit.group.size() == unit.outermost().group.size()
 
 
 def _of_these(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -206,6 +211,10 @@ OF_WHOLE_TENSORS: dict[Callable, Callable[[Callable, tuple, dict[str, Any]], Any
     **dict.fromkeys(_NORMS, _norm),
     **{getattr(owner, name): _total for owner in (torch, torch.Tensor) for name in _TOTALS},
     **{getattr(owner, name): _dot for owner in (torch, torch.Tensor) for name in ("dot", "vdot")},
-    torch._foreach_max: _refuse_list,
+    **{
+        getattr(torch, name): _refuse_list
+        for name in ("_foreach_max", "_foreach_powsum")
+        if hasattr(torch, name)
+    },
     torch._amp_foreach_non_finite_check_and_unscale_: _unscale,
 }

@@ -65,10 +65,14 @@ class TensorShard(torch.Tensor):
         of_whole = _OF_WHOLE.get(func)
         if of_whole is not None:
             return of_whole(func, args, kwargs or {})
+        if func in OF_ELEMENTS:
+            _require_elements((*args, *(kwargs or {}).values()))
         if func == torch.Tensor.data.__get__:
             func = torch.Tensor.detach  # counts what is written through it
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
+        if kwargs and kwargs.get("out") is not None:
+            return result
         if func in COPIES:
             return _as_its_copy(result, args[0] if args else kwargs["input"])
         if func in OF_ELEMENTS:
@@ -206,19 +210,43 @@ def _as_its_copy(result: Any, part: torch.Tensor) -> Any:
     place = place_of(part)
     if place is None or not isinstance(result, torch.Tensor) or isinstance(result, TensorShard):
         return result
-    return as_shard(result, place)
+    with torch._C.DisableTorchFunctionSubclass():
+        return as_shard(result, place) if result.shape == part.shape else result
+
+
+def _require_elements(operands: tuple) -> None:
+    """Beside a part there are parts, numbers, or as many of this rank's own elements.
+
+    Alike on all ranks, whatever the sizes of their parts are.
+    """
+    part = next((operand for operand in operands if isinstance(operand, TensorShard)), None)
+    if part is None:
+        return
+    with torch._C.DisableTorchFunctionSubclass():
+        for operand in operands:
+            if not isinstance(operand, torch.Tensor) or isinstance(operand, TensorShard):
+                continue
+            if operand.numel() != 1 and operand.shape != part.shape:
+                raise NotImplementedError(
+                    f"this rank's part, {tuple(part.shape)}, of a tensor of "
+                    f"{tuple(part._brigade_place.whole_shape)}, together with a tensor of "
+                    f"{tuple(operand.shape)}, element by element: expected a number, or as many "
+                    "elements.\nTake plain() of the part, or the whole parameter inside of "
+                    "whole_parameters()."
+                )
 
 
 def _as_part_of_one(result: Any, operands: tuple) -> Any:
-    """Of parts of one tensor, or of like places, and of numbers or this rank's own elements."""
-    parts = [operand for operand in operands if isinstance(operand, TensorShard)]
+    """Of parts of one tensor, and what _require_elements() lets be with them."""
     if not isinstance(result, torch.Tensor) or isinstance(result, TensorShard):
         return result
+    parts = [operand for operand in operands if isinstance(operand, TensorShard)]
     if len({part._brigade_place for part in parts}) != 1:
         return result
     with torch._C.DisableTorchFunctionSubclass():
-        if result.shape != parts[0].shape:
-            return result
+        shape = parts[0].shape
+        if result.shape != shape:  # of a number of more dimensions
+            result = result.view(shape)
     return as_shard(result, parts[0]._brigade_place)
 
 

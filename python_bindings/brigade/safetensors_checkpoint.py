@@ -183,6 +183,7 @@ def _require_text(where: str, metadata: dict[str, str]) -> None:
                 f"{where}: expected metadata of strings, found {key!r}: {value!r}.\nGive "
                 "str(value), and turn it back where it is loaded."
             )
+        (key + value).encode()  # or says what is no text in it
 
 
 def _checkpointed(model: nn.Module, where: str) -> _C.CheckpointedModel:

@@ -410,3 +410,25 @@ def _data_is_assigned(rank):
 
 def test_memory_that_is_assigned_to_whole_parameters_counts():
     run_ranks(_data_is_assigned)
+
+
+def _data_changes_places(rank):
+    net = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+    model = brigade.fully_shard(net)
+    first, second = model.full_state_dict().values()
+    with model.whole_parameters(writes=True):
+        a, b = model[0].weight, model[1].weight
+        a.data, b.data = b.data, a.data
+    _expect_same(model.full_state_dict(), {"0.weight": second, "1.weight": first})
+    with model.whole_parameters():  # which are not to be written
+        model[0].weight.data = torch.ones(3, 3)
+    with torch.no_grad():  # the optimizer's step makes it be gathered anew
+        model[0].weight.mul_(1)
+    with pytest.raises(RuntimeError, match=r"'0.weight' was given other memory"):
+        model(torch.ones(1, 3))
+    expected = torch.ones(1, 3) @ second.t() @ first.t()
+    torch.testing.assert_close(model(torch.ones(1, 3)), expected)
+
+
+def test_memory_of_another_parameter_is_copied_or_lost_with_an_error():
+    run_ranks(_data_changes_places)

@@ -148,3 +148,28 @@ def _other_ways(rank):
 
 def test_what_else_is_of_parts():
     run_ranks(_other_ways)
+
+
+def _with_others(rank):
+    """Whatever the part is on a rank: the whole, some of it, or nothing."""
+    net = nn.Linear(4, 4)
+    net.register_parameter("number", nn.Parameter(torch.tensor(3.0)))
+    net.register_parameter("empty", nn.Parameter(torch.empty(0, 4)))
+    plain = [p.detach().clone() for p in net.parameters()]
+    brigade.fully_shard(net)
+    with torch.no_grad():
+        for whole, part in zip(plain, net.parameters(), strict=True):
+            for number in (torch.ones(1), torch.full((), 2.0), torch.ones(1, 1, 1)):
+                torch.testing.assert_close((part * number).norm(), (whole * number).norm())
+            assert part.isnan().any().item() is False
+            assert part.isfinite().all().item() is True
+            with pytest.raises(NotImplementedError, match="as many elements"):
+                part * torch.ones(4, 1)
+        own = torch.ones_like(net.weight.plain())
+        assert isinstance(net.weight + own, brigade.TensorShard)
+        torch.mul(net.weight, 2, out=own)
+        assert not isinstance(own, brigade.TensorShard)
+
+
+def test_parts_meet_numbers_and_elements_of_their_own():
+    run_ranks(_with_others)

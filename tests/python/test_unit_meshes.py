@@ -212,6 +212,25 @@ def test_norms_are_of_all_experts():
     assert all(result == results[0] for result in results)
 
 
+def _norm_of_lone_experts(rank):
+    """Each rank has an expert for itself."""
+    both = init_device_mesh("cpu", (2, 1), mesh_dim_names=("expert", "alone"))
+    model = make_moe(rank)
+    for expert in model.experts.values():
+        brigade.fully_shard(expert, mesh=both["alone"])
+    brigade.fully_shard(model)
+    model(batch_of(rank, 0)).sum().backward()
+    gradients = [p.grad for p in model.parameters()]
+    norms = [torch.nn.utils.get_total_norm(gradients, foreach=each) for each in (None, False)]
+    return [norm.item() for norm in (*norms, model.clip_grad_norm_(1e9))]
+
+
+def test_norms_of_experts_on_one_rank_each_are_of_all():
+    first, second = run_ranks(_norm_of_lone_experts)
+    assert first == second
+    assert first[0] == pytest.approx(first[1], rel=1e-6) == pytest.approx(first[2], rel=1e-6)
+
+
 def _hybrid(rank):
     """Copies of an expert, on a mesh of two dimensions and of some ranks."""
     mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("replicate", "shard", "expert"))
