@@ -17,13 +17,13 @@ module, which each process saves and loads for itself.
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._dynamo.eval_frame import OptimizedModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -164,7 +164,8 @@ def _load(
 
 def _as_made(model: nn.Module) -> nn.Module:
     """What torch.compile was given."""
-    while isinstance(model, OptimizedModule):
+    compiler = sys.modules.get("torch._dynamo.eval_frame")  # which takes seconds to import
+    while compiler is not None and isinstance(model, compiler.OptimizedModule):
         model = model._orig_mod
     return model
 
