@@ -16,7 +16,7 @@
 //     that one and those before it to its end;
 //   - what is not released behind backward keeps its memory to itself;
 //   - a unit that keeps its storage has memory of its own;
-//   - so have the gradients of one that adds them up over several backwards;
+//   - gradients that a unit adds up over several backwards have theirs;
 //   - the slice that is kept of a unit behind its forward is there until its
 //     gather of backward is launched.
 //
