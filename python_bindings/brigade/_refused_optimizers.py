@@ -43,5 +43,4 @@ def refuse_optimizers() -> None:
 
 def _is_cut(parameter: ShardedParameter) -> bool:
     """On some rank; all answer alike."""
-    unit = parameter._brigade_place.unit()
-    return unit is not None and unit.num_shards > 1
+    return parameter._brigade_place.require_unit().num_shards > 1

@@ -30,6 +30,17 @@ class ShardPlace:
         order = sorted(range(whole.dim()), key=lambda dim: -strides[dim])
         return ShardPlace(weakref.ref(unit), whole.shape, tuple(order), begin)
 
+    def require_unit(self) -> Unit:
+        """RuntimeError if its module is gone, which held what knows the other parts."""
+        unit = self.unit()
+        if unit is None:
+            raise RuntimeError(
+                f"a part of a sharded tensor of {tuple(self.whole_shape)}: expected its module to "
+                "exist, through which ranks meet, found that nothing holds it any more.\nKeep the "
+                "module as long as its parameters are used."
+            )
+        return unit
+
     @functools.cached_property
     def flat(self) -> ShardPlace:
         """Of the same elements in one dimension; in their order here, whatever that is."""

@@ -70,7 +70,7 @@ def _over_ranks(
     """Sums, or largest, of all ranks' `values`, one for each part, each counted once."""
     root = _root_of(parts)
     is_counted_elsewhere = [
-        not root.native.is_first_replica(place_of(part).unit().index) for part in parts
+        not root.native.is_first_replica(place_of(part).require_unit().index) for part in parts
     ]
     values.masked_fill_(torch.tensor(is_counted_elsewhere), nothing)
     root.native.sum_over_ranks(values, takes_largest)
@@ -153,7 +153,9 @@ def _dot(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 def _are_whole(parts: list[torch.Tensor]) -> bool:
     """All ranks have the same ones, whole, as replicas are, or they are no parts."""
-    return all(place is None or _is_everywhere(place.unit()) for place in map(place_of, parts))
+    return all(
+        place is None or _is_everywhere(place.require_unit()) for place in map(place_of, parts)
+    )
 
 
 def _is_everywhere(unit: Any) -> bool:
@@ -183,7 +185,7 @@ def _require_number(what: str, parts: list[torch.Tensor], takes_complex: bool = 
 def _root_of(parts: list[torch.Tensor]) -> Any:
     """The one that all of them belong to."""
     places = [place_of(part) for part in parts]
-    units = [None if place is None else place.unit() for place in places]
+    units = [None if place is None else place.require_unit() for place in places]
     roots = {unit.require_root() for unit in units if unit is not None}
     if len(roots) != 1 or None in units:
         raise NotImplementedError(
@@ -199,7 +201,7 @@ def _unscale(func: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
     with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
         func(*args, **kwargs)
         places = [place_of(gradient) for gradient in gradients]
-        roots = {place.unit().require_root(): None for place in places if place is not None}
+        roots = {place.require_unit().require_root(): None for place in places if place}
         for root in roots:  # in the order of the gradients, as on all ranks
             found = found_inf.reshape(1).double()
             root.native.sum_over_ranks(found, True)

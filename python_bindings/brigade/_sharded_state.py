@@ -276,12 +276,12 @@ def gather_nest(nest: dict[str, Any], rank0_only: bool) -> dict[str, Any]:
     parts = [(where, value) for where, value in _leaves(nest) if isinstance(value, TensorShard)]
     if not parts:
         return copy.deepcopy(nest)
-    root = parts[0][1]._brigade_place.unit().require_root()
+    root = parts[0][1]._brigade_place.require_unit().require_root()
     if rank0_only:
         _require_all_on_rank0(root)
     kinds: dict[dist.ProcessGroup, list[str]] = {}
     for where, value in parts:
-        group = value._brigade_place.unit().group
+        group = value._brigade_place.require_unit().group
         kinds.setdefault(group, []).append(f"{where}, {value.dtype}")
     for group, found in kinds.items():
         _require_same_kinds(group, found)
@@ -320,7 +320,7 @@ def _of_one_unit(parts: Iterable[TensorShard]) -> Iterator[tuple[Unit, list[Tens
         place = part._brigade_place
         number = seen.setdefault((place, part.dtype), 0)
         seen[place, part.dtype] += 1
-        lists.setdefault((place.unit(), part.dtype, number), []).append(part)
+        lists.setdefault((place.require_unit(), part.dtype, number), []).append(part)
     for (unit, _, _), together in lists.items():
         yield unit, together
 

@@ -216,7 +216,7 @@ def _own_meshes(group: dist.ProcessGroup, model: nn.Module) -> dict[str, tuple[i
     found = {}
     for name, parameter in model.named_parameters():
         place = place_of(parameter)
-        if place is not None and (own := place.unit().group).size() < group.size():
+        if place is not None and (own := place.require_unit().group).size() < group.size():
             found[name] = tuple(dist.get_process_group_ranks(own))
     return found
 

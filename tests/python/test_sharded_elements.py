@@ -1,5 +1,7 @@
 """What is computed of parts element by element: parts again, whose totals are of the whole."""
 
+import gc
+
 import pytest
 import torch
 from torch import nn
@@ -10,8 +12,8 @@ from ranks import run_ranks
 from sharded_training import batch_of, expect_equal, make_net, shard_blocks, step_of_all
 
 
-def _whole_and_part(rank):
-    """Of matrices that one rank holds whole, both a part, and a vector; with gradients."""
+def _make_pair():
+    """A network that each rank holds whole, and one sharded, with the same gradients."""
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 5)).double()
     sharded = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 5)).double()
@@ -21,7 +23,7 @@ def _whole_and_part(rank):
     x = torch.arange(8.0, dtype=torch.double).view(2, 4) / 8
     for net in (plain, sharded):
         net(x).pow(2).sum().backward()
-    return list(zip(plain.parameters(), sharded.parameters(), strict=True))
+    return plain, sharded
 
 
 # Each gives a number, or a truth.
@@ -44,9 +46,9 @@ _TOTALS = {
 
 
 def _takes(rank):
-    pairs = _whole_and_part(rank)
+    plain, sharded = _make_pair()
     with torch.no_grad():
-        for whole, part in pairs:
+        for whole, part in zip(plain.parameters(), sharded.parameters(), strict=True):
             for w, p in ((whole, part), (whole.grad, part.grad)):
                 for name, take in _TOTALS.items():
                     found, expected = take(p), take(w)
@@ -61,7 +63,8 @@ def test_totals_are_of_the_whole(world_size):
 
 def _sees_nan(rank):
     found = []
-    for _, part in _whole_and_part(rank):
+    _, sharded = _make_pair()
+    for part in sharded.parameters():
         if rank == 1 and part.numel() > 0:
             part.grad.plain().view(-1)[0] = float("nan")
         with torch.no_grad():
@@ -134,7 +137,8 @@ def test_optimizers_of_ones_own_step_as_in_one_process(name):
 
 
 def _other_ways(rank):
-    for whole, part in _whole_and_part(rank):
+    plain, sharded = _make_pair()
+    for whole, part in zip(plain.parameters(), sharded.parameters(), strict=True):
         assert (part.dim(), part.ndim, part.grad.ndimension()) == (whole.dim(),) * 3
         assert isinstance(part.detach() * 2, brigade.TensorShard)
         assert not isinstance(part.detach().cumsum(0), brigade.TensorShard)
@@ -173,3 +177,18 @@ def _with_others(rank):
 
 def test_parts_meet_numbers_and_elements_of_their_own():
     run_ranks(_with_others)
+
+
+def _outlives_its_module(rank):
+    part = next(iter(_make_pair()[1].parameters()))
+    gc.collect()
+    part.detach().mul_(2)
+    with torch.no_grad(), pytest.raises(RuntimeError, match="Keep the module"):
+        part.norm()
+    with torch.no_grad(), pytest.raises(RuntimeError, match="Keep the module"):
+        (part > 0).any()
+    assert torch.isfinite(part.plain()).all()
+
+
+def test_a_part_whose_module_is_gone_says_so():
+    run_ranks(_outlives_its_module)
