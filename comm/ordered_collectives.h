@@ -75,6 +75,7 @@
 #include <vector>
 
 #include "brigade/comm/channel_identity.h"
+#include "brigade/comm/ordered_kind.h"
 #include "brigade/comm/rank_names.h"
 #include "brigade/comm/rank_slice.h"
 
@@ -82,7 +83,6 @@ namespace brigade {
 
 class HostMessages;
 class OrderedReduction;
-enum class OrderedKind { kAllReduce, kReduceScatter, kAllGather };
 
 // Equal on all ranks.
 struct OrderedOptions {

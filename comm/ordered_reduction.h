@@ -44,7 +44,7 @@
 #include <vector>
 
 #include "brigade/comm/host_messages.h"
-#include "brigade/comm/ordered_collectives.h"
+#include "brigade/comm/ordered_kind.h"
 #include "brigade/comm/rank_slice.h"
 
 namespace brigade {

@@ -1,5 +1,6 @@
 #include "brigade/comm_hooks/hook_traits.h"
 
+#include "absl/strings/str_cat.h"
 #include "brigade/comm_hooks/hook_name.h"
 #include "brigade/comm_hooks/own_errors.h"
 #include "brigade/comm_hooks/steps_parameters.h"
@@ -34,6 +35,11 @@ HookTraits traits_of(c10d::CommHookInterface& hook) {
           dynamic_cast<const ThrowsOwnErrors*>(&hook) != nullptr,
       .steps_parameters = stepping != nullptr && stepping->steps_parameters(),
       .name = named == nullptr ? "" : named->hook_name()};
+}
+
+std::string describe(const HookTraits& hook) {
+  return hook.name.empty() ? "the comm hook"
+                           : absl::StrCat("comm hook ", hook.name);
 }
 
 }  // namespace brigade

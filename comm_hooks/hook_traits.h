@@ -34,6 +34,9 @@ struct HookTraits {
   at::ScalarType wire_dtype(at::ScalarType gradient_dtype) const;
 };
 
+// "comm hook fp16", for errors.
+std::string describe(const HookTraits& hook);
+
 HookTraits traits_of(c10d::CommHookInterface& hook);
 
 }  // namespace brigade

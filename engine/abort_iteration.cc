@@ -8,7 +8,7 @@
 
 #include "brigade/comm/message_of.h"
 #include "brigade/engine/launching.h"
-#include "brigade/engine/status_comparison.h"
+#include "brigade/engine/rank_agreement.h"
 
 namespace brigade {
 

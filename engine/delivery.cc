@@ -9,7 +9,8 @@
 #include "brigade/engine/collective_error.h"
 #include "brigade/engine/failure.h"
 #include "brigade/engine/hook_results.h"
-#include "brigade/engine/status_comparison.h"
+#include "brigade/engine/launching_chained.h"
+#include "brigade/engine/rank_agreement.h"
 #include "brigade/engine/unconfirmed_ends.h"
 
 namespace brigade {

@@ -16,8 +16,9 @@
 #include "brigade/engine/connect.h"
 #include "brigade/engine/describe_progress.h"
 #include "brigade/engine/launching.h"
+#include "brigade/engine/rank_agreement.h"
 #include "brigade/engine/recovery.h"
-#include "brigade/engine/status_comparison.h"
+#include "brigade/engine/running_iteration.h"
 #include "brigade/engine/unconfirmed_ends.h"
 #include "brigade/hooks/output_watch.h"
 
@@ -166,9 +167,9 @@ void Engine::shadow() try {
   state_.observations.begun = state_.iteration->number;
   try {
     if (state_.policy.compares_each_iteration()) begin_together(state_);
-    Marker marker(state_);
+    RunningIteration iteration(state_);
     state_.iteration->is_shadow = true;
-    state_.policy.on_backward_begins(marker, /*is_shadow=*/true);
+    state_.policy.on_backward_begins(iteration, /*is_shadow=*/true);
     state_.iteration->order.mark_all();
     launch_ready(state_);
   } catch (...) {

@@ -8,12 +8,13 @@
 #include <optional>
 
 #include "brigade/engine/abort_iteration.h"
+#include "brigade/engine/deferral.h"
 #include "brigade/engine/delivery.h"
 #include "brigade/engine/engine.h"
 #include "brigade/engine/hook_scope.h"
 #include "brigade/engine/launching.h"
-#include "brigade/engine/status_comparison.h"
-#include "brigade/engine/unconfirmed_ends.h"
+#include "brigade/engine/rank_agreement.h"
+#include "brigade/engine/running_iteration.h"
 #include "brigade/hooks/backward_end.h"
 
 namespace brigade {
@@ -156,8 +157,8 @@ void Engine::begin_reduction() {
       iteration.number <= state_.watches_continuations_until) {
     iteration.continuations.emplace();
   }
-  Marker marker(state_);
-  state_.policy.on_backward_begins(marker, /*is_shadow=*/false);
+  RunningIteration running(state_);
+  state_.policy.on_backward_begins(running, /*is_shadow=*/false);
   launch_ready(state_);
 }
 
@@ -243,8 +244,8 @@ void Engine::on_backward_end(int64_t preparation, int backward_id) try {
   const size_t launched_before = iteration->launches.size();
   try {
     begin_reduction();
-    Marker marker(state_);
-    state_.policy.on_backward_ends(marker);
+    RunningIteration running(state_);
+    state_.policy.on_backward_ends(running);
     launch_ready(state_);
   } catch (...) {
     state_.failed(std::current_exception());

@@ -8,7 +8,7 @@
 
 #include "brigade/engine/engine.h"
 #include "brigade/engine/launching_apart.h"
-#include "brigade/engine/status_comparison.h"
+#include "brigade/engine/rank_agreement.h"
 #include "brigade/engine/unconfirmed_ends.h"
 
 namespace brigade {

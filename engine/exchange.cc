@@ -1,21 +1,12 @@
 #include "brigade/engine/exchange.h"
 
-#include <c10/util/Exception.h>
 #include <c10/util/hash.h>
 
 #include <algorithm>
-#include <exception>
 #include <span>
-#include <stdexcept>
-#include <string>
-#include <utility>
 #include <vector>
 
-#include "absl/strings/str_cat.h"
-#include "brigade/comm/peer_error.h"
-#include "brigade/engine/failure.h"
-#include "brigade/engine/progress.h"
-#include "brigade/engine/recovery.h"
+#include "absl/status/status.h"
 
 namespace brigade {
 namespace {
@@ -32,16 +23,6 @@ std::vector<int64_t> units_to_give(const EngineState& state,
     return {};
   }
   return wanted_units(by_rank);
-}
-
-// The first that has not arrived, or the last one launched.
-std::string describe_awaited(const EngineState& state,
-                             const Iteration& iteration) {
-  const auto& launches = iteration.launches;
-  if (launches.empty()) return describe(state.occasion(iteration.number));
-  auto awaited = std::ranges::find_if(launches, is_pending);
-  if (awaited == launches.end()) --awaited;
-  return describe_place(state, *awaited->collective, iteration.number);
 }
 
 }  // namespace
@@ -79,34 +60,6 @@ StatusComparison exchange_and_give(EngineState& state,
     }
     pending = state.peers.begin_again(pending);
   }
-}
-
-StatusComparison compare_by(EngineState& state, Iteration& iteration,
-                            const AwaitComparison& await,
-                            std::optional<milliseconds> patience) {
-  const WaitForPeers waiting(*state.observations.progress);
-  std::optional<StatusComparison> comparison;
-  try {
-    comparison = await(patience);
-  } catch (const c10::DistBackendError& error) {
-    exchange_failed(state);
-    const std::string where = describe_awaited(state, iteration);
-    close_and_abandon(state, iteration);
-    throw_peer_error(absl::StrCat(state.options.name, ": ", where),
-                     std::make_exception_ptr(
-                         std::runtime_error(error.what_without_backtrace())));
-  } catch (...) {
-    exchange_failed(state);
-    abandon_buffers(state, iteration);
-    throw;
-  }
-  if (comparison->status.ok()) {
-    if (is_between(state.phase)) state.phase = Phase::kAtSyncPoint;
-  } else {
-    exchange_failed(state);
-    resync(state, iteration, *comparison);
-  }
-  return *std::move(comparison);
 }
 
 }  // namespace brigade

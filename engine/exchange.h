@@ -2,7 +2,7 @@
 // others are.
 //
 // What follows if they are not in the same place is recovery.h's; when ranks
-// compare, status_comparison.h's.
+// compare, rank_agreement.h's.
 //
 // Thread safety: none; the engine's lock covers it.
 
@@ -10,12 +10,12 @@
 #define BRIGADE_ENGINE_EXCHANGE_H_
 
 #include <chrono>
-#include <functional>
 #include <optional>
 
 #include "brigade/engine/engine_state.h"
 #include "brigade/engine/iteration.h"
 #include "brigade/engine/peer_status.h"
+#include "brigade/engine/status_comparison.h"
 
 namespace brigade {
 
@@ -31,17 +31,6 @@ PendingExchange begin_exchange(EngineState& state, const Iteration& iteration,
 StatusComparison exchange_and_give(
     EngineState& state, const Iteration& iteration, const RankStatus& own,
     bool tells_launches, std::optional<std::chrono::milliseconds> patience);
-
-// Waits for what all have told, as long as this at most.
-using AwaitComparison = std::function<StatusComparison(
-    std::optional<std::chrono::milliseconds> patience)>;
-
-// Gets a comparison by `await`, and brings all ranks to the same place if they
-// are not. If an iteration is under way, it is over then. Errors: PeerError if
-// peers do not answer; the groups are closed then.
-StatusComparison compare_by(EngineState& state, Iteration& iteration,
-                            const AwaitComparison& await,
-                            std::optional<std::chrono::milliseconds> patience);
 
 }  // namespace brigade
 

@@ -2,9 +2,8 @@
 
 #include <algorithm>
 
-#include "brigade/engine/exchange.h"
+#include "brigade/engine/deferral.h"
 #include "brigade/engine/recovery.h"
-#include "brigade/engine/unconfirmed_ends.h"
 
 namespace brigade {
 
@@ -26,7 +25,7 @@ bool take_part(EngineState& state, OwnTurn* turn,
                std::optional<milliseconds> patience) {
   if (!state.unconfirmed_ends.empty()) {
     const UnconfirmedEnd end = state.take_oldest_end();
-    return has_anybody_ended(compare_by(
+    return has_anybody_ended(compare_and_recover(
                                  state, *end.iteration,
                                  [&](std::optional<milliseconds> limit) {
                                    return state.peers.await(end.exchange,
@@ -48,17 +47,6 @@ bool take_part(EngineState& state, OwnTurn* turn,
 }
 
 }  // namespace
-
-StatusComparison take_turn(EngineState& state, OwnTurn& turn) {
-  turn.is_told = true;
-  return compare_by(
-      state, turn.iteration,
-      [&](std::optional<milliseconds> limit) {
-        return exchange_and_give(state, turn.iteration, turn.own,
-                                 /*tells_launches=*/true, limit);
-      },
-      turn.patience);
-}
 
 void follow_up(EngineState& state, OwnTurn* turn,
                std::optional<milliseconds> patience) {

@@ -10,21 +10,9 @@
 #include <optional>
 
 #include "brigade/engine/engine_state.h"
-#include "brigade/engine/iteration.h"
-#include "brigade/engine/peer_status.h"
+#include "brigade/engine/own_turn.h"
 
 namespace brigade {
-
-// An iteration that this rank is in when it looks at ends of earlier ones.
-struct OwnTurn {
-  Iteration& iteration;
-  RankStatus own;
-  std::optional<std::chrono::milliseconds> patience;
-  bool is_told = false;
-};
-
-// Tells peers of it and compares. Errors: as compare_by().
-StatusComparison take_turn(EngineState& state, OwnTurn& turn);
 
 // Ranks that hear that an exchange is refuted have begun different numbers of
 // others behind it. All take part in each that one of them has begun, and in

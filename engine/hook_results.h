@@ -1,5 +1,4 @@
-// What comm hooks have left of an iteration: futures, and second collectives
-// that they have chained behind the first ones.
+// The results that comm hooks have left of an iteration in futures.
 //
 // Thread safety: none; the engine's lock covers it.
 
@@ -39,9 +38,6 @@ using Results = std::vector<std::pair<Collective*, at::Tensor>>;
 // failure too.
 std::optional<Failure> collect(EngineState& state, Iteration& iteration,
                                Results& results);
-
-// In the order of the sequence on every rank, on the calling thread.
-std::optional<Failure> launch_chained(EngineState& state, Iteration& iteration);
 
 }  // namespace brigade
 

@@ -75,14 +75,6 @@ class Packer {
                       std::span<void* const> gradients) = 0;
 };
 
-// REQUIRES: nothing; everything is checked.
-// Errors: ValueError if `device` has no memory (meta), `gradient_dtype` is none
-//     of the table's, or the slots are not ascending or overlap; RuntimeError
-//     for a CUDA device in a build without CUDA.
-std::unique_ptr<Packer> make_packer(at::Device device,
-                                    at::ScalarType gradient_dtype,
-                                    std::vector<SlotRange> slots);
-
 }  // namespace brigade
 
 #endif  // BRIGADE_ENGINE_PACKER_H_

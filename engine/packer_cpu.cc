@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "brigade/engine/pack_loops.h"
+#include "brigade/engine/packer_arguments.h"
 #include "brigade/engine/packer_devices.h"
 
 namespace brigade {

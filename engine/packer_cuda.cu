@@ -29,6 +29,7 @@
 #include <utility>
 #include <vector>
 
+#include "brigade/engine/packer_arguments.h"
 #include "brigade/engine/packer_devices.h"
 
 namespace brigade {

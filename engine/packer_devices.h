@@ -6,8 +6,6 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <cstddef>
-#include <cstdint>
 #include <memory>
 #include <vector>
 
@@ -27,24 +25,6 @@ std::unique_ptr<Packer> make_cuda_packer(at::Device device,
 std::unique_ptr<Packer> make_generic_packer(at::Device device,
                                             at::ScalarType gradient_dtype,
                                             std::vector<SlotRange> slots);
-
-// Whether gradients of one dtype may travel as the other: the table in
-// packer.h.
-bool can_travel_as(at::ScalarType gradient_dtype, at::ScalarType wire_dtype);
-
-// Throws the errors that Packer::pack and unpack promise.
-struct PackerArguments {
-  at::Device device;
-  at::ScalarType gradient_dtype;
-  size_t num_slots;
-  int64_t min_flat_numel;  // where the last slot ends
-
-  void check(const char* function, size_t num_gradients,
-             const at::Tensor& flat) const;
-};
-
-PackerArguments arguments_of(at::Device device, at::ScalarType gradient_dtype,
-                             const std::vector<SlotRange>& slots);
 
 }  // namespace brigade
 

@@ -14,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "brigade/engine/packer_arguments.h"
 #include "brigade/engine/packer_devices.h"
 
 namespace brigade {

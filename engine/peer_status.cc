@@ -6,29 +6,14 @@
 #include <algorithm>
 #include <chrono>
 #include <exception>
-#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
 
-#include "absl/strings/str_cat.h"
-#include "brigade/comm/peer_error.h"
+#include "absl/status/status.h"
+#include "brigade/comm/status_check.h"
 
 namespace brigade {
-
-// All ranks throw alike, with the same words.
-void throw_if_apart(const StatusComparison& comparison,
-                    const std::string& name) {
-  if (comparison.status.ok()) return;
-  std::string text(comparison.status.message());
-  if (!comparison.deficit.ok()) {
-    absl::StrAppend(&text, "\n", comparison.deficit.status().message());
-  }
-  if (absl::IsAborted(comparison.status)) {
-    throw_peer_error(name, std::make_exception_ptr(std::runtime_error(text)));
-  }
-  TORCH_CHECK(false, name, ": ", text);
-}
 
 PeerStatus::PeerStatus(
     std::span<const c10::intrusive_ptr<c10d::ProcessGroup>> groups,

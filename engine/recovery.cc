@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <exception>
+#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
@@ -11,6 +12,7 @@
 #include "absl/strings/str_cat.h"
 #include "brigade/comm/group_timeout.h"
 #include "brigade/comm/message_of.h"
+#include "brigade/comm/peer_error.h"
 #include "brigade/comm/timed_wait.h"
 #include "brigade/engine/failure.h"
 #include "brigade/engine/hook_scope.h"
@@ -23,10 +25,25 @@ namespace brigade {
 
 using std::chrono::milliseconds;
 
+namespace {
+
+// The first that has not arrived, or the last one launched.
+std::string describe_awaited(const EngineState& state,
+                             const Iteration& iteration) {
+  const auto& launches = iteration.launches;
+  if (launches.empty()) return describe(state.occasion(iteration.number));
+  auto awaited = std::ranges::find_if(launches, is_pending);
+  if (awaited == launches.end()) --awaited;
+  return describe_place(state, *awaited->collective, iteration.number);
+}
+
+// Ranks differ, or one does not answer: an iteration that is under way is over.
 void exchange_failed(EngineState& state) {
   state.phase = is_between(state.phase) ? Phase::kIdle : Phase::kLost;
 }
 
+// Brings all ranks to the same place after an exchange that has failed. If that
+// can't be done, `comparison.deficit` is an error, and the groups are closed.
 void resync(EngineState& state, Iteration& iteration,
             StatusComparison& comparison) {
   state.observations.begun =
@@ -50,6 +67,36 @@ void resync(EngineState& state, Iteration& iteration,
   drain(state, iteration);
   state.phase =
       is_between(state.phase) ? Phase::kAtSyncPoint : Phase::kResynced;
+}
+
+}  // namespace
+
+StatusComparison compare_and_recover(EngineState& state, Iteration& iteration,
+                                     const AwaitComparison& await,
+                                     std::optional<milliseconds> patience) {
+  const WaitForPeers waiting(*state.observations.progress);
+  std::optional<StatusComparison> comparison;
+  try {
+    comparison = await(patience);
+  } catch (const c10::DistBackendError& error) {
+    exchange_failed(state);
+    const std::string where = describe_awaited(state, iteration);
+    close_and_abandon(state, iteration);
+    throw_peer_error(absl::StrCat(state.options.name, ": ", where),
+                     std::make_exception_ptr(
+                         std::runtime_error(error.what_without_backtrace())));
+  } catch (...) {
+    exchange_failed(state);
+    abandon_buffers(state, iteration);
+    throw;
+  }
+  if (comparison->status.ok()) {
+    if (is_between(state.phase)) state.phase = Phase::kAtSyncPoint;
+  } else {
+    exchange_failed(state);
+    resync(state, iteration, *comparison);
+  }
+  return *std::move(comparison);
 }
 
 void close_and_abandon(EngineState& state, Iteration& iteration) {

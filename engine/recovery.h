@@ -2,29 +2,35 @@
 // place, or one of them is lost: this rank launches its deficit, waits for what
 // is in flight, or lets go of it. docs/protocol.md, "Statuses".
 //
-// How they compare is exchange.h's.
+// How they tell each other is exchange.h's.
 //
 // Thread safety: none; the engine's lock covers it.
 
 #ifndef BRIGADE_ENGINE_RECOVERY_H_
 #define BRIGADE_ENGINE_RECOVERY_H_
 
+#include <chrono>
+#include <functional>
 #include <memory>
+#include <optional>
 
 #include "absl/status/status.h"
 #include "brigade/engine/engine_state.h"
 #include "brigade/engine/iteration.h"
-#include "brigade/engine/peer_status.h"
+#include "brigade/engine/status_comparison.h"
 
 namespace brigade {
 
-// Ranks differ, or one does not answer: an iteration that is under way is over.
-void exchange_failed(EngineState& state);
+// Waits for what all have told, as long as this at most.
+using AwaitComparison = std::function<StatusComparison(
+    std::optional<std::chrono::milliseconds> patience)>;
 
-// Brings all ranks to the same place after an exchange that has failed. If that
-// can't be done, `comparison.deficit` is an error, and the groups are closed.
-void resync(EngineState& state, Iteration& iteration,
-            StatusComparison& comparison);
+// Gets a comparison by `await`, and brings all ranks to the same place if they
+// are not. If an iteration is under way, it is over then. Errors: PeerError if
+// peers do not answer; the groups are closed then.
+StatusComparison compare_and_recover(
+    EngineState& state, Iteration& iteration, const AwaitComparison& await,
+    std::optional<std::chrono::milliseconds> patience);
 
 // Of all groups the connections, and what is in flight on them.
 void close_and_abandon(EngineState& state, Iteration& iteration);

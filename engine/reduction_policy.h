@@ -27,11 +27,13 @@
 
 #include "brigade/comm_hooks/hook_traits.h"
 #include "brigade/engine/collective.h"
-#include "brigade/engine/marker.h"
 #include "brigade/engine/occasion.h"
+#include "brigade/engine/slot.h"
 #include "brigade/planning/variable_index.h"
 
 namespace brigade {
+
+class RunningIteration;
 
 // How an iteration ended.
 enum class Outcome {
@@ -113,7 +115,8 @@ class ReductionPolicy {
 
   // Marks what will not come. `is_shadow`: this rank contributes nothing, and
   // all entries will be launched as substitutes.
-  virtual void on_backward_begins(Marker& marker, bool is_shadow) = 0;
+  virtual void on_backward_begins(RunningIteration& iteration,
+                                  bool is_shadow) = 0;
 
   // A gradient has been accumulated that is not part of an iteration, or not
   // yet. `is_defined`: false if autograd brought an undefined one.
@@ -124,7 +127,7 @@ class ReductionPolicy {
                                           bool is_defined) = 0;
 
   // A backward of the iteration is over: marks what only its end tells.
-  virtual void on_backward_ends(Marker& marker) = 0;
+  virtual void on_backward_ends(RunningIteration& iteration) = 0;
 
   // A backward that reached the outputs may bring no gradient at all.
   virtual bool may_end_without_gradients() const = 0;

@@ -1,47 +1,46 @@
-// Where the ranks of an iteration meet: where it begins, where it ends, where
-// one asks the others, and where one has failed. docs/protocol.md, "Statuses".
-//
-// What follows if they are not in the same place is recovery.h's.
-//
-// Thread safety: none; the engine's lock covers it.
+// What the statuses of all ranks say together.
 
 #ifndef BRIGADE_ENGINE_STATUS_COMPARISON_H_
 #define BRIGADE_ENGINE_STATUS_COMPARISON_H_
 
-#include <chrono>
-#include <optional>
+#include <cstdint>
+#include <string>
+#include <vector>
 
-#include "brigade/engine/engine_state.h"
-#include "brigade/engine/iteration.h"
-#include "brigade/engine/peer_status.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "brigade/comm/rank_status.h"
+#include "brigade/comm/status_check.h"
 
 namespace brigade {
 
-// Compares the policy's sequence, if it is another one than was compared last.
-// Errors: as end_together().
-void agree_on_sequence(EngineState& state, Iteration& iteration);
+// What all ranks said, and so the same on every rank but for `deficit`.
+struct StatusComparison {
+  // OK: all stand in the same place, none has failed. Aborted: ranks have
+  // failed. FailedPrecondition: ranks differ.
+  absl::Status status;
 
-// Ranks begin the running iteration together. Errors: as compare(),
-// RuntimeError if they differ.
-void begin_together(EngineState& state);
+  // Launches on zeros that bring this rank where the others are. An error on
+  // every rank if nothing can bring all of them there.
+  absl::StatusOr<LaunchDeficit> deficit;
 
-// Throws on all ranks alike unless all are in the same place. The iteration is
-// aborted then. Returns whether all ranks propose the same.
-bool end_together(EngineState& state, Iteration& iteration,
-                  const RankStatus& own);
+  // What others have launched in front of a forward, to be launched by this
+  // rank before its deficit.
+  OpeningTold opening = {};
 
-// Tells peers where this rank is, and brings all to the same place if they are
-// not. Errors: PeerError if peers do not answer.
-StatusComparison compare(
-    EngineState& state, Iteration& iteration, RankStatus own,
-    std::optional<std::chrono::milliseconds> patience = std::nullopt);
+  int64_t iteration = 0;  // of the rank that is furthest
 
-// All ranks are about to do what `own` says, in the middle of the running
-// iteration; what they have launched of it need not be the same. Errors:
-// RuntimeError on all ranks if they differ, PeerError if one has failed or does
-// not answer; the rest of the sequence has been launched then.
-// REQUIRES: EngineOptions::launches_rest_when_failing.
-void ask_together(EngineState& state, const RankStatus& own);
+  // All ranks propose the same; false if they differ.
+  bool has_agreed_proposal = false;
+
+  std::vector<RankStatus> by_rank = {};  // if they differ
+};
+
+// Throws on all ranks alike, unless all stand in the same place. Errors:
+// PeerError if ranks have failed, RuntimeError if they differ.
+// `name` begins the text.
+void throw_if_apart(const StatusComparison& comparison,
+                    const std::string& name);
 
 }  // namespace brigade
 

@@ -1,11 +1,10 @@
 #include "brigade/engine/unconfirmed_ends.h"
 
-#include <algorithm>
-#include <span>
 #include <utility>
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
+#include "brigade/engine/deferral.h"
 #include "brigade/engine/exchange.h"
 #include "brigade/engine/recovery.h"
 
@@ -19,7 +18,7 @@ void confirm_oldest_end(EngineState& state, OwnTurn* turn) {
   const size_t num_behind = state.unconfirmed_ends.size();
   const auto patience = turn != nullptr ? turn->patience : std::nullopt;
   try {
-    const StatusComparison comparison = compare_by(
+    const StatusComparison comparison = compare_and_recover(
         state, *end.iteration,
         [&](std::optional<milliseconds> limit) {
           StatusComparison found = state.peers.await(end.exchange, limit);
@@ -50,38 +49,7 @@ void confirm_oldest_end(EngineState& state, OwnTurn* turn) {
   }
 }
 
-// On the CPU results keep the host waiting for peers anyway.
-bool runs_ahead_of_peers(std::span<Collective* const> sequence) {
-  return std::ranges::none_of(sequence, [](const Collective* collective) {
-    return collective->device().is_cpu();
-  });
-}
-
-// When the next iteration is prepared. What an iteration teaches counts before
-// that. One that could not be delivered still has entries of the policy's,
-// which may change.
-size_t max_open_ends(const EngineState& state) {
-  const bool is_delivered = std::ranges::all_of(
-      state.unconfirmed_ends,
-      [](const auto& end) { return end.iteration->launches.empty(); });
-  if (state.policy.is_learning() || !is_delivered) return 0;
-  return static_cast<size_t>(state.options.max_unconfirmed_iterations - 1);
-}
-
 }  // namespace
-
-bool may_defer_status_check(const EngineState& state,
-                            const Iteration& iteration) {
-  if (iteration.has_chained()) return false;
-  const bool runs_ahead = runs_ahead_of_peers(iteration.sequence);
-  // What a user's hook returns may fail on one rank alone, which is to be told
-  // with the end: its results come first, and that is no wait for peers only
-  // where the host runs ahead of them.
-  if (!state.policy.hook_traits().fails_by_network_only && !runs_ahead) {
-    return false;
-  }
-  return state.options.defers_status_check.value_or(runs_ahead);
-}
 
 void end_unconfirmed(EngineState& state, std::shared_ptr<Iteration> iteration,
                      const RankStatus& own) {
@@ -111,12 +79,6 @@ void confirm_known_ends(EngineState& state) {
           state.peers.is_over(state.unconfirmed_ends.front().exchange))) {
     confirm_oldest_end(state, /*turn=*/nullptr);
   }
-}
-
-int max_ends_behind(const EngineState& state) {
-  const bool may_defer = state.options.defers_status_check.value_or(
-      runs_ahead_of_peers(state.policy.sequence()));
-  return may_defer ? state.options.max_unconfirmed_iterations - 1 : 0;
 }
 
 void confirm_ends_before(EngineState& state, OwnTurn& turn) {

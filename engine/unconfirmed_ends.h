@@ -7,10 +7,7 @@
 #ifndef BRIGADE_ENGINE_UNCONFIRMED_ENDS_H_
 #define BRIGADE_ENGINE_UNCONFIRMED_ENDS_H_
 
-#include <chrono>
-#include <cstddef>
 #include <memory>
-#include <optional>
 
 #include "brigade/engine/engine_state.h"
 #include "brigade/engine/follow_up.h"
@@ -18,11 +15,6 @@
 #include "brigade/engine/peer_status.h"
 
 namespace brigade {
-
-// True if `iteration`, of which all is launched, may be delivered before peers
-// are known to have ended it.
-bool may_defer_status_check(const EngineState& state,
-                            const Iteration& iteration);
 
 // Tells peers that all is launched, and does not wait for them. REQUIRES: fewer
 // unconfirmed ends than may be.
@@ -41,9 +33,6 @@ void confirm_ends(EngineState& state);
 // for them only while as many ends are open as may be, or while the policy must
 // know all that they teach.
 void confirm_known_ends(EngineState& state);
-
-// How many ends a rank may have told of behind one of which it has not heard.
-int max_ends_behind(const EngineState& state);
 
 // As confirm_ends(), where a rank that hears of a failure takes its turn
 // if peers may have taken theirs.

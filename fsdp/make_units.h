@@ -5,29 +5,14 @@
 #ifndef BRIGADE_FSDP_MAKE_UNITS_H_
 #define BRIGADE_FSDP_MAKE_UNITS_H_
 
-#include <optional>
-#include <string>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
 
 #include "brigade/fsdp/sharding_options.h"
 #include "brigade/fsdp/unit.h"
+#include "brigade/fsdp/unit_spec.h"
 
 namespace brigade {
-
-struct UnitSpec {
-  std::string name;
-  std::vector<NamedParameter> parameters = {};  // each in one unit only
-  // Unset: the options', but false if it spans passes and has no reshards_to.
-  std::optional<bool> reshards_after_forward = std::nullopt;
-  // Unset: the options', or none if it has a mesh of its own.
-  std::optional<int> reshards_to = std::nullopt;
-  bool spans_passes = false;                    // see unit_settings.h
-  std::optional<UnitMesh> mesh = std::nullopt;  // unset: the root's
-  // By parameter, leaves that become this rank's shards: those of a unit that
-  // was made of the same parameters in another dtype. None: new ones.
-  std::vector<at::Tensor> shards = {};
-};
 
 // Collective: ranks compare units and options, and get the parameters of rank
 // 0; of a unit with a mesh of its own, those of its first rank, and names are

@@ -6,8 +6,8 @@
 #include <span>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
-#include "brigade/fsdp/make_units.h"
 #include "brigade/fsdp/sharding_options.h"
+#include "brigade/fsdp/unit_spec.h"
 
 namespace brigade {
 

@@ -10,6 +10,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "brigade/comm/shortened_list.h"
+#include "brigade/engine/running_iteration.h"
 #include "brigade/fsdp/digest.h"
 #include "brigade/fsdp/post_accumulate_hooks.h"
 #include "brigade/hooks/backward_end.h"
@@ -270,7 +271,8 @@ Replanned UnitPolicy::replan(const CallCollective& /*call*/) {
   return Replanned::kOtherSequence;
 }
 
-void UnitPolicy::on_backward_begins(Marker& marker, bool /*is_shadow*/) {
+void UnitPolicy::on_backward_begins(RunningIteration& iteration,
+                                    bool /*is_shadow*/) {
   is_confirmed_ = false;
   is_ready_.assign(variables_.size(), 0);
   completion_.clear();
@@ -286,7 +288,7 @@ void UnitPolicy::on_backward_begins(Marker& marker, bool /*is_shadow*/) {
       continue;
     }
     note_ready(number);
-    mark_absent(number, marker);
+    mark_absent(number, iteration);
   }
   gathers_.begin(expected_in_backward(), GatheredIn::kBackward);
 }
@@ -317,19 +319,19 @@ void UnitPolicy::note_ready(size_t number) {
   }
 }
 
-void UnitPolicy::on_backward_ends(Marker& marker) {
+void UnitPolicy::on_backward_ends(RunningIteration& iteration) {
   gathers_.launch_rest();
   for (size_t number = 0; number < variables_.size(); ++number) {
     if (is_ready_[number] || !is_reduced_[variables_[number].reduction]) {
       continue;
     }
     note_ready(number);
-    mark_absent(number, marker);
+    mark_absent(number, iteration);
   }
 }
 
-void UnitPolicy::mark_absent(size_t number, Marker& marker) const {
-  marker.mark(
+void UnitPolicy::mark_absent(size_t number, RunningIteration& iteration) const {
+  iteration.mark(
       number,
       {.entry = static_cast<uint32_t>(places_[variables_[number].reduction]),
        .has_gradient = false});

@@ -116,11 +116,11 @@ class UnitPolicy final : public ReductionPolicy, public GradientSink {
   bool before_iteration() override { return false; }
   void on_prepared(std::span<const at::Tensor> outputs) override {}
   bool begins_at_outputs() const override { return true; }
-  void on_backward_begins(Marker& marker, bool is_shadow) override;
+  void on_backward_begins(RunningIteration& iteration, bool is_shadow) override;
   void on_local_gradient(VariableIndex variable, bool is_defined) override;
   std::optional<Slot> on_gradient(VariableIndex variable,
                                   bool is_defined) override;
-  void on_backward_ends(Marker& marker) override;
+  void on_backward_ends(RunningIteration& iteration) override;
   bool may_end_without_gradients() const override { return true; }
   bool is_learning() const override { return false; }
   void on_end_confirmed(bool has_agreed_proposal) override;
@@ -163,7 +163,7 @@ class UnitPolicy final : public ReductionPolicy, public GradientSink {
   void adopt_order(std::vector<size_t> reductions);
   bool note_reduced();
   void note_ready(size_t variable);
-  void mark_absent(size_t variable, Marker& marker) const;
+  void mark_absent(size_t variable, RunningIteration& iteration) const;
   Seen seen() const;
   bool has_used_all() const;
   std::vector<size_t> reduced_units() const;  // in the sequence's order

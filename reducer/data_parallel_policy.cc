@@ -14,6 +14,7 @@
 #include "brigade/comm_hooks/averaging_hook.h"
 #include "brigade/comm_hooks/takes_host_sums.h"
 #include "brigade/engine/profiler_range.h"
+#include "brigade/engine/running_iteration.h"
 #include "brigade/hooks/graph_search.h"
 #include "brigade/planning/plan_by_size.h"
 #include "brigade/reducer/error_texts.h"
@@ -259,7 +260,8 @@ bool DataParallelPolicy::begins_at_outputs() const {
   return skips_unused_buckets() || !prediction_.unused.empty();
 }
 
-void DataParallelPolicy::on_backward_begins(Marker& marker, bool is_shadow) {
+void DataParallelPolicy::on_backward_begins(RunningIteration& iteration,
+                                            bool is_shadow) {
   // Marks belong to gradients of earlier backwards, which do not travel.
   if (is_shadow && used_) used_->clear_marks();
   if (skips_unused_buckets()) {
@@ -273,10 +275,10 @@ void DataParallelPolicy::on_backward_begins(Marker& marker, bool is_shadow) {
       }
     }
     // Before anything is launched that depends on the map.
-    marker.deliver_through(0);
+    iteration.deliver_through(0);
   }
   if (hook_.listener) hook_.listener->iteration_begins(!is_shadow);
-  if (!is_shadow) return mark_unused(marker, prediction_.unused);
+  if (!is_shadow) return mark_unused(iteration, prediction_.unused);
   for (const std::vector<size_t>& bucket : bound_.plan.buckets()) {
     for (const size_t parameter : bucket) ready_order_.note(parameter);
   }
@@ -310,23 +312,23 @@ Slot DataParallelPolicy::ready_slot(VariableIndex variable, size_t number) {
           .has_gradient = has_gradient(number)};
 }
 
-void DataParallelPolicy::mark_unused(Marker& marker,
+void DataParallelPolicy::mark_unused(RunningIteration& iteration,
                                      std::span<const size_t> variables) {
   for (const size_t number : variables) {
     Slot slot = ready_slot(table_.variable(number), number);
     slot.has_gradient = false;
-    marker.mark(number, slot);
+    iteration.mark(number, slot);
   }
 }
 
 // What only the end of a static graph's first backward tells: which gradients
 // have come, and which will not come.
-void DataParallelPolicy::on_backward_ends(Marker& marker) {
+void DataParallelPolicy::on_backward_ends(RunningIteration& iteration) {
   if (!hook_counts_ || !hook_counts_->is_learning()) return;
   for (const size_t number : hook_counts_->freeze()) {
-    marker.mark(number, ready_slot(table_.variable(number), number));
+    iteration.mark(number, ready_slot(table_.variable(number), number));
   }
-  mark_unused(marker, hook_counts_->silent());
+  mark_unused(iteration, hook_counts_->silent());
 }
 
 void DataParallelPolicy::on_end_confirmed(bool /*has_agreed_proposal*/) {

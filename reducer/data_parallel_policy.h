@@ -88,11 +88,11 @@ class DataParallelPolicy final : public ReductionPolicy {
   bool before_iteration() override;
   void on_prepared(std::span<const at::Tensor> outputs) override;
   bool begins_at_outputs() const override;
-  void on_backward_begins(Marker& marker, bool is_shadow) override;
+  void on_backward_begins(RunningIteration& iteration, bool is_shadow) override;
   void on_local_gradient(VariableIndex variable, bool is_defined) override;
   std::optional<Slot> on_gradient(VariableIndex variable,
                                   bool is_defined) override;
-  void on_backward_ends(Marker& marker) override;
+  void on_backward_ends(RunningIteration& iteration) override;
   bool may_end_without_gradients() const override {
     return prediction_.none_reached;
   }
@@ -122,7 +122,8 @@ class DataParallelPolicy final : public ReductionPolicy {
   void follow_strides();
   UnusedPrediction predict_unused(std::span<const at::Tensor> outputs);
   Slot ready_slot(VariableIndex variable, size_t number);
-  void mark_unused(Marker& marker, std::span<const size_t> variables);
+  void mark_unused(RunningIteration& iteration,
+                   std::span<const size_t> variables);
   void zero_views(const Bucket& bucket, size_t index) const;
   bool skips_unused_buckets() const;
   bool has_gradient(size_t number) const {

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "brigade/engine/make_packer.h"
 #include "brigade/engine/stream_join.h"
 #include "brigade/reducer/gradient_layout.h"
 

@@ -18,7 +18,7 @@
 #include "absl/strings/str_cat.h"
 #include "brigade/comm/recording_group.h"
 #include "brigade/engine/delivery.h"
-#include "brigade/engine/marker.h"
+#include "brigade/engine/running_iteration.h"
 #include "brigade/tests/engine/scripted_policy.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -205,10 +205,10 @@ TEST_F(LaunchingTest, CountsEntriesWithAUnit) {
 
 TEST_F(LaunchingTest, AMarkedVariableIsNotMissingAnyMore) {
   sequence({1, 2});
-  Marker marker(*state_);
-  marker.mark(2, {.entry = 1, .has_gradient = false});
+  RunningIteration iteration(*state_);
+  iteration.mark(2, {.entry = 1, .has_gradient = false});
   EXPECT_THAT(state_->iteration->ready.missing(), ElementsAre(0, 1));
-  marker.mark(1, {.entry = 1});
+  iteration.mark(1, {.entry = 1});
   expect_events({"pack 1"});
 }
 

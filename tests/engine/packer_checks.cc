@@ -4,6 +4,7 @@
 
 #include <random>
 
+#include "brigade/engine/make_packer.h"
 #include "gtest/gtest.h"
 
 namespace brigade::testing {

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "brigade/engine/make_packer.h"
 #include "brigade/engine/pack_loops.h"
 #include "brigade/tests/engine/packer_checks.h"
 #include "gmock/gmock.h"

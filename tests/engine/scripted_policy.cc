@@ -8,6 +8,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "brigade/comm_hooks/then_collective.h"
+#include "brigade/engine/running_iteration.h"
 
 namespace brigade::testing {
 
@@ -154,16 +155,18 @@ std::string ScriptedPolicy::describe_sequence() const {
   return absl::StrCat(entries_.size(), " entries");
 }
 
-void ScriptedPolicy::mark(Marker& marker, std::span<const size_t> variables) {
+void ScriptedPolicy::mark(RunningIteration& iteration,
+                          std::span<const size_t> variables) {
   for (const size_t variable : variables) {
-    marker.mark(variable,
-                {.entry = entry_of_[variable], .has_gradient = false});
+    iteration.mark(variable,
+                   {.entry = entry_of_[variable], .has_gradient = false});
   }
 }
 
-void ScriptedPolicy::on_backward_begins(Marker& marker, bool is_shadow) {
-  if (!is_shadow) mark(marker, unused);
-  if (delivered_at_begin) marker.deliver_through(*delivered_at_begin);
+void ScriptedPolicy::on_backward_begins(RunningIteration& iteration,
+                                        bool is_shadow) {
+  if (!is_shadow) mark(iteration, unused);
+  if (delivered_at_begin) iteration.deliver_through(*delivered_at_begin);
 }
 
 void ScriptedPolicy::on_local_gradient(VariableIndex variable,
@@ -177,8 +180,8 @@ std::optional<Slot> ScriptedPolicy::on_gradient(VariableIndex variable,
               .has_gradient = is_defined};
 }
 
-void ScriptedPolicy::on_backward_ends(Marker& marker) {
-  mark(marker, unused_in_end);
+void ScriptedPolicy::on_backward_ends(RunningIteration& iteration) {
+  mark(iteration, unused_in_end);
 }
 
 void ScriptedPolicy::on_end_confirmed(bool has_agreed_proposal) {

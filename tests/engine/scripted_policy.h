@@ -158,11 +158,11 @@ class ScriptedPolicy final : public ReductionPolicy {
   bool before_iteration() override { return false; }
   void on_prepared(std::span<const at::Tensor> /*outputs*/) override {}
   bool begins_at_outputs() const override { return begins_with_outputs; }
-  void on_backward_begins(Marker& marker, bool is_shadow) override;
+  void on_backward_begins(RunningIteration& iteration, bool is_shadow) override;
   void on_local_gradient(VariableIndex variable, bool is_defined) override;
   std::optional<Slot> on_gradient(VariableIndex variable,
                                   bool is_defined) override;
-  void on_backward_ends(Marker& marker) override;
+  void on_backward_ends(RunningIteration& iteration) override;
   bool may_end_without_gradients() const override {
     return ends_without_gradients;
   }
@@ -189,7 +189,7 @@ class ScriptedPolicy final : public ReductionPolicy {
 
   void note(std::string event) { events_.push_back(std::move(event)); }
   void throw_if_scripted(Step step, size_t entry);
-  void mark(Marker& marker, std::span<const size_t> variables);
+  void mark(RunningIteration& iteration, std::span<const size_t> variables);
 
   const Groups groups_;
   uint64_t fingerprint_ = 0;

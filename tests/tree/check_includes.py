@@ -1,11 +1,16 @@
-"""Holds the layering of brigade's folders: reads #include lines, compiles nothing.
+"""Holds the layering of brigade's folders and files: reads #include lines, compiles nothing.
+
+A folder includes only what LAYERS says. No two files need each other, by way of others
+either: a header and its source count as one, so that one job can be read, tested and
+replaced without the other.
 
     check_includes.py <repository root>
 
-prints one line for each include that a folder may not have, and exits with 1 if
-there is any.
+prints one line for each include that a folder may not have, and for a circle of files,
+and exits with 1 if there is any.
 """
 
+import graphlib
 import pathlib
 import re
 import sys
@@ -67,6 +72,26 @@ def complaint(root: pathlib.Path, folder: str, quote: str, target: str) -> str:
     return f"{folder}/ may include only {', '.join(libraries(folder))} and standard headers"
 
 
+def find_circle(root: pathlib.Path) -> list[str]:
+    """Files without suffixes, each of which needs the next; the first once more at the end."""
+    needs: dict[str, set[str]] = {}
+    for folder in LAYERS:
+        for file in (root / folder).rglob("*"):
+            if file.suffix in SOURCES:
+                own = needs.setdefault(str(file.relative_to(root).with_suffix("")), set())
+                for line in file.read_text().splitlines():
+                    match = INCLUDE.match(line)
+                    if match and match[2].startswith("brigade/"):
+                        own.add(str(pathlib.Path(match[2].removeprefix("brigade/")).with_suffix("")))
+    for name, own in needs.items():
+        own.discard(name)
+    try:
+        graphlib.TopologicalSorter(needs).prepare()
+    except graphlib.CycleError as error:
+        return error.args[1][::-1]
+    return []
+
+
 def check(root: pathlib.Path) -> list[str]:
     complaints = []
     for folder in LAYERS:
@@ -77,12 +102,14 @@ def check(root: pathlib.Path) -> list[str]:
                 match = INCLUDE.match(line)
                 if match and (why := complaint(root, folder, *match.groups())):
                     complaints.append(f"{file.relative_to(root)}:{number}: {line.strip()}: {why}")
+    if circle := find_circle(root):
+        complaints.append(" needs ".join(circle))
     return complaints
 
 
 def main() -> int:
     complaints = check(pathlib.Path(sys.argv[1]))
-    print("\n".join(complaints) if complaints else "every folder includes only what it may")
+    print("\n".join(complaints) if complaints else "every folder includes only what it may, and no two files need each other")
     return 1 if complaints else 0
 
 

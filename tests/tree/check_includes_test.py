@@ -77,6 +77,16 @@ class CheckIncludesTest(unittest.TestCase):
     def test_own_headers_are_named_from_brigade(self):
         self.assert_forbidden("hooks/a.cc", '#include "hooks.h"', "brigade/<folder>/<file>.h")
 
+    def test_no_two_files_need_each_other(self):
+        self.write("engine/a.h", "")
+        self.write("engine/a.cc", '#include "brigade/engine/a.h"\n#include "brigade/engine/b.h"')
+        self.write("engine/b.h", "")
+        self.write("engine/b.cc", '#include "brigade/engine/c.h"')
+        self.assert_allowed("engine/c.h", '#include "brigade/comm/comm.h"')
+        found = self.complaints_about("engine/c.cc", '#include "brigade/engine/a.h"')
+        self.assertEqual(len(found), 1, found)
+        self.assertEqual(sorted(set(found[0].split(" needs "))), ["engine/a", "engine/b", "engine/c"])
+
     def test_an_included_header_of_ours_exists(self):
         self.assert_forbidden("ddp/a.cc", '#include "brigade/ddp/nothing.h"', "no such file")
 

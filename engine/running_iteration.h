@@ -3,28 +3,23 @@
 //
 // Thread safety: none; the engine's lock covers it.
 
-#ifndef BRIGADE_ENGINE_MARKER_H_
-#define BRIGADE_ENGINE_MARKER_H_
+#ifndef BRIGADE_ENGINE_RUNNING_ITERATION_H_
+#define BRIGADE_ENGINE_RUNNING_ITERATION_H_
 
 #include <cstddef>
-#include <cstdint>
+
+#include "brigade/engine/slot.h"
 
 namespace brigade {
 
 struct EngineState;
 
-// What a gradient has completed.
-struct Slot {
-  uint32_t entry = 0;        // of the sequence
-  bool has_gradient = true;  // false: it counts as ready without one
-};
-
 // For the time of a call.
-class Marker {
+class RunningIteration {
  public:
-  explicit Marker(EngineState& state) : state_(state) {}
-  Marker(const Marker&) = delete;
-  Marker& operator=(const Marker&) = delete;
+  explicit RunningIteration(EngineState& state) : state_(state) {}
+  RunningIteration(const RunningIteration&) = delete;
+  RunningIteration& operator=(const RunningIteration&) = delete;
 
   // The gradient of a variable, by number, is as ready as it will be. Packs the
   // entry if it was the last that this waits for. REQUIRES: it was not ready.
@@ -40,4 +35,4 @@ class Marker {
 
 }  // namespace brigade
 
-#endif  // BRIGADE_ENGINE_MARKER_H_
+#endif  // BRIGADE_ENGINE_RUNNING_ITERATION_H_

@@ -1,4 +1,4 @@
-#include "brigade/engine/marker.h"
+#include "brigade/engine/running_iteration.h"
 
 #include "brigade/engine/delivery.h"
 #include "brigade/engine/engine_state.h"
@@ -6,7 +6,7 @@
 
 namespace brigade {
 
-void Marker::mark(size_t variable, Slot slot) {
+void RunningIteration::mark(size_t variable, Slot slot) {
   if (slot.has_gradient) {
     state_.observations.timeline.gradient_ready(state_.variable(variable));
   }
@@ -14,7 +14,7 @@ void Marker::mark(size_t variable, Slot slot) {
   mark_and_pack(state_, slot.entry);
 }
 
-void Marker::deliver_through(size_t entry) {
+void RunningIteration::deliver_through(size_t entry) {
   launch_ready(state_);
   brigade::deliver_through(state_, *state_.iteration, entry);
 }

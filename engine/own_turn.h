@@ -1,0 +1,31 @@
+// An exchange that this rank takes part in with what it is in itself, once.
+//
+// Thread safety: none; the engine's lock covers it.
+
+#ifndef BRIGADE_ENGINE_OWN_TURN_H_
+#define BRIGADE_ENGINE_OWN_TURN_H_
+
+#include <chrono>
+#include <optional>
+
+#include "brigade/comm/rank_status.h"
+#include "brigade/engine/engine_state.h"
+#include "brigade/engine/iteration.h"
+#include "brigade/engine/status_comparison.h"
+
+namespace brigade {
+
+// An iteration that this rank is in when it looks at ends of earlier ones.
+struct OwnTurn {
+  Iteration& iteration;
+  RankStatus own;
+  std::optional<std::chrono::milliseconds> patience;
+  bool is_told = false;
+};
+
+// Tells peers of it and compares. Errors: as compare_and_recover().
+StatusComparison take_turn(EngineState& state, OwnTurn& turn);
+
+}  // namespace brigade
+
+#endif  // BRIGADE_ENGINE_OWN_TURN_H_
