@@ -4,7 +4,9 @@
 #include <condition_variable>
 #include <memory>
 #include <mutex>
+#include <sstream>
 #include <thread>
+#include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "brigade/comm/message_of.h"
@@ -31,21 +33,63 @@ struct Collection {
   bool finished = false;
 };
 
-void collect(const c10::intrusive_ptr<c10d::Store>& store,
-             const std::string& key, int rank, int64_t value,
+// Answers of all ranks under one key, so that a store which many ranks ask at
+// once has but a few requests of each: a line each, "rank value". Stores that
+// can't append have a key for each rank.
+class Answers {
+ public:
+  Answers(const c10::intrusive_ptr<c10d::Store>& store, const std::string& key)
+      : store_(store),
+        key_(absl::StrCat("liveness_probe/", key)),
+        has_one_key_(store->hasExtendedApi()) {}
+
+  void publish(size_t rank, int64_t value) {
+    if (!has_one_key_) {
+      return store_->set(key_of(rank), absl::StrCat(value));
+    }
+    const std::string line = absl::StrCat(rank, " ", value, "\n");
+    store_->append(key_, {line.begin(), line.end()});
+  }
+
+  // Of those that have answered among these. REQUIRES: publish() was called.
+  std::vector<std::pair<size_t, int64_t>> of(
+      const std::vector<size_t>& ranks) const {
+    std::vector<std::pair<size_t, int64_t>> found;
+    if (!has_one_key_) {
+      for (const size_t rank : ranks) {
+        if (!store_->check({key_of(rank)})) continue;
+        found.emplace_back(rank, std::stoll(store_->get_to_str(key_of(rank))));
+      }
+      return found;
+    }
+    std::istringstream lines(store_->get_to_str(key_));
+    size_t rank = 0;
+    int64_t value = 0;
+    while (lines >> rank >> value) found.emplace_back(rank, value);
+    return found;
+  }
+
+ private:
+  std::string key_of(size_t rank) const {
+    return absl::StrCat(key_, "/", rank);
+  }
+
+  const c10::intrusive_ptr<c10d::Store> store_;
+  const std::string key_;
+  const bool has_one_key_;
+};
+
+void collect(Answers answers, size_t rank, int64_t value,
              Clock::time_point deadline,
              const std::function<std::vector<int>()>& lost,
              Collection& collection) {
-  const auto key_of = [&](size_t peer) {
-    return absl::StrCat("liveness_probe/", key, "/", peer);
-  };
-  store->set(key_of(rank), absl::StrCat(value));
+  answers.publish(rank, value);
   // A store that has gone by now would complain loudly when it is asked.
   if (collection.probe.patience.count() == 0) return;
 
   std::vector<size_t> missing;
   for (size_t peer = 0; peer < collection.probe.answers.size(); ++peer) {
-    if (peer != static_cast<size_t>(rank)) missing.push_back(peer);
+    if (peer != rank) missing.push_back(peer);
   }
   const Clock::time_point deadline_of_lost =
       std::min(deadline, Clock::now() + kPatienceWithLost);
@@ -60,13 +104,14 @@ void collect(const c10::intrusive_ptr<c10d::Store>& store,
   };
   for (milliseconds pause = kFirstPause; !missing.empty();
        pause = std::min(2 * pause, kLongestPause)) {
-    std::erase_if(missing, [&](size_t peer) {
-      if (!store->check({key_of(peer)})) return false;
-      const int64_t answer = std::stoll(store->get_to_str(key_of(peer)));
-      std::lock_guard<std::mutex> lock(collection.mutex);
-      collection.probe.answers[peer] = answer;
-      return true;
-    });
+    const auto found = answers.of(missing);
+    {
+      const std::lock_guard<std::mutex> lock(collection.mutex);
+      auto& known = collection.probe.answers;
+      for (const auto& [peer, answer] : found) known.at(peer) = answer;
+      std::erase_if(missing,
+                    [&](size_t peer) { return known[peer].has_value(); });
+    }
     if (missing.empty() || is_over(pause)) break;
     std::this_thread::sleep_for(pause);
   }
@@ -98,11 +143,11 @@ LivenessProbe probe_liveness(
 
   try {
     std::thread([collection, store, key = std::string(key),
-                 rank = group->getRank(), value, deadline,
+                 rank = static_cast<size_t>(group->getRank()), value, deadline,
                  lost = std::move(lost)] {
       std::string error;
       try {
-        collect(store, key, rank, value, deadline, lost, *collection);
+        collect({store, key}, rank, value, deadline, lost, *collection);
       } catch (...) {
         error = message_of(std::current_exception());
       }

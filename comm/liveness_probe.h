@@ -1,7 +1,8 @@
 // Asks, after a failure, which ranks are still there.
 //
-// Goes through the group's store, since the group itself is broken by then.
-// Never used while all is well.
+// Goes through the group's store, since the group itself is broken by then: one
+// key for all ranks, where the store can append to it. Never used while all is
+// well.
 //
 // A rank answers when it has noticed the failure, and one that does not wait
 // for the dead rank itself notices late.  So abort() the group before the call,

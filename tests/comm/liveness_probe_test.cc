@@ -2,15 +2,19 @@
 
 #include <torch/torch.h>
 
+#include <functional>
+#include <latch>
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <thread>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <vector>
 
 #include "brigade/comm/peer_error.h"
 #include "brigade/comm/process_group.h"
 #include "brigade/comm/recording_group.h"
+#include "brigade/tests/support/counting_store.h"
 #include "brigade/tests/support/local_ranks.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -45,10 +49,10 @@ TEST(LivenessProbeTest, NamesTheRankThatDoesNotAnswer) {
       return;
     }
     probe_liveness(group, "first", 0, kLong);
-    group->getStore()->set(
-        "liveness_probe/second/" + std::to_string(group->getRank()), "7");
-    group->getStore()->wait(
-        {"liveness_probe/second/0", "liveness_probe/second/2"});
+    // Without patience, only answers.
+    probe_liveness(group, "second", 7, std::chrono::milliseconds(0));
+    group->getStore()->set("answered/" + std::to_string(group->getRank()), "");
+    group->getStore()->wait({"answered/0", "answered/2"});
     const LivenessProbe probe = probe_liveness(group, "second", 7, kShort);
     EXPECT_THAT(probe.answers, ElementsAre(7, std::nullopt, 7));
     EXPECT_EQ(
@@ -68,9 +72,65 @@ TEST(LivenessProbeTest, KeysKeepCallsApart) {
   });
 }
 
+// As many ranks as threads; `make_store` makes each one's own.
+void run_probes(
+    int size,
+    const std::function<c10::intrusive_ptr<c10d::Store>()>& make_store,
+    const std::function<void(const Group&)>& probe) {
+  std::vector<std::jthread> ranks;
+  for (int rank = 0; rank < size; ++rank) {
+    ranks.emplace_back([&, rank] {
+      probe(c10::make_intrusive<c10d::ProcessGroup>(make_store(), rank, size));
+    });
+  }
+}
+
+TEST(LivenessProbeTest, ManyRanksAskForOneKey) {
+  constexpr int kRanks = 512;
+  const auto shared = c10::make_intrusive<c10d::HashStore>();
+  std::latch answered(kRanks);
+  run_probes(
+      kRanks,
+      [&] { return c10::make_intrusive<testing::CountingStore>(shared); },
+      [&](const Group& group) {
+        const int rank = group->getRank();
+        probe_liveness(group, "k", rank, std::chrono::milliseconds(0));
+        answered.arrive_and_wait();
+        const LivenessProbe probe = probe_liveness(group, "k", rank, kLong);
+        for (int peer = 0; peer < kRanks; ++peer) {
+          EXPECT_EQ(probe.answers[peer], peer);
+        }
+        const auto& store =
+            dynamic_cast<testing::CountingStore&>(*group->getStore());
+        EXPECT_EQ(store.num_keys(), 1);
+        EXPECT_EQ(store.num_requests(), 3);  // two answers and a look
+      });
+}
+
+// As a store of a user's own, or one of files.
+class StoreWithoutAppend : public testing::CountingStore {
+ public:
+  using CountingStore::CountingStore;
+  void append(const std::string&, const std::vector<uint8_t>&) override {
+    throw std::logic_error("it said that it can't");
+  }
+  bool hasExtendedApi() const override { return false; }
+};
+
+TEST(LivenessProbeTest, StoresThatCannotAppendHaveAKeyForEachRank) {
+  const auto shared = c10::make_intrusive<c10d::HashStore>();
+  run_probes(
+      5, [&] { return c10::make_intrusive<StoreWithoutAppend>(shared); },
+      [](const Group& group) {
+        const LivenessProbe probe =
+            probe_liveness(group, "k", 10 + group->getRank(), kLong);
+        EXPECT_THAT(probe.answers, ElementsAre(10, 11, 12, 13, 14));
+      });
+}
+
 class BrokenStore : public c10d::HashStore {
  public:
-  void set(const std::string&, const std::vector<uint8_t>&) override {
+  void append(const std::string&, const std::vector<uint8_t>&) override {
     throw std::runtime_error("Broken pipe");
   }
 };
@@ -88,7 +148,7 @@ TEST(LivenessProbeTest, AStoreThatFailsIsReported) {
 // Hangs until its key is released, as the client of a stopped server does.
 class HangingStore : public c10d::HashStore {
  public:
-  void set(const std::string&, const std::vector<uint8_t>&) override {
+  void append(const std::string&, const std::vector<uint8_t>&) override {
     released.wait(false);
   }
   std::atomic<bool> released = false;

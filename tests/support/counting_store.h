@@ -22,6 +22,12 @@ class CountingStore : public c10d::Store {
   explicit CountingStore(c10::intrusive_ptr<c10d::Store> store)
       : store_(std::move(store)) {}
 
+  // Since it was made.
+  int64_t num_requests() const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return num_requests_;
+  }
+
   int64_t num_keys() const {
     const std::lock_guard<std::mutex> lock(mutex_);
     return static_cast<int64_t>(keys_.size());
@@ -35,6 +41,12 @@ class CountingStore : public c10d::Store {
     note({key});
     return store_->get(key);
   }
+  void append(const std::string& key,
+              const std::vector<uint8_t>& value) override {
+    note({key});
+    store_->append(key, value);
+  }
+  bool hasExtendedApi() const override { return store_->hasExtendedApi(); }
   int64_t add(const std::string& key, int64_t value) override {
     note({key});
     return store_->add(key, value);
@@ -64,11 +76,14 @@ class CountingStore : public c10d::Store {
   void note(const std::vector<std::string>& keys) {
     const std::lock_guard<std::mutex> lock(mutex_);
     keys_.insert(keys.begin(), keys.end());
+    ++num_requests_;
   }
 
   const c10::intrusive_ptr<c10d::Store> store_;
   mutable std::mutex mutex_;
-  std::unordered_set<std::string> keys_;  // guarded by mutex_
+  // Guarded by mutex_.
+  std::unordered_set<std::string> keys_;
+  int64_t num_requests_ = 0;
 };
 
 }  // namespace brigade::testing
