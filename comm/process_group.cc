@@ -2,6 +2,7 @@
 
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <chrono>
 #include <exception>
 #include <future>
@@ -11,9 +12,9 @@
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 #include <utility>
 
+#include "brigade/comm/device_backend.h"
 #include "brigade/comm/gloo_backend.h"
 #include "brigade/comm/identical_ranks_backend.h"
-#include "brigade/comm/nccl_backend.h"
 #include "brigade/comm/peer_error.h"
 #include "brigade/comm/status_bridge.h"
 
@@ -23,10 +24,17 @@ namespace {
 using c10d::ProcessGroup;
 
 void validate(const ProcessGroupOptions& options) {
+  const bool is_cpu = options.device_type == at::kCPU;
   TORCH_CHECK_VALUE(
-      options.device_type == at::kCPU || options.device_type == at::kCUDA,
-      "ProcessGroupOptions::device_type must be kCPU or kCUDA, got ",
-      options.device_type, ".");
+      is_cpu || options.device_type == at::kCUDA || options.make_backend,
+      "ProcessGroupOptions::device_type: expected kCPU or kCUDA, or a "
+      "make_backend, found ",
+      options.device_type,
+      ".\nGive one that makes the vendor's backend for these tensors.");
+  TORCH_CHECK_VALUE(!is_cpu || !options.make_backend,
+                    "ProcessGroupOptions: expected the device_type whose "
+                    "tensors make_backend "
+                    "is for, found cpu, which has Gloo.\nSet device_type.");
   TORCH_CHECK_VALUE(options.timeout.count() > 0,
                     "ProcessGroupOptions::timeout must be > 0 ms, got ",
                     options.timeout.count(), " ms.");
@@ -90,8 +98,14 @@ c10::intrusive_ptr<ProcessGroup> init_process_group(
     const LaunchEnvironment& env, const ProcessGroupOptions& options) {
   validate(options);
   validate_place(env.rank, env.world_size);
-  if (options.device_type == at::kCUDA) select_cuda_device(env.local_rank);
-  if (env.world_size == 1) return single_process_group();
+  select_device(options.device_type, env.local_rank);
+  if (env.world_size == 1) {
+    std::vector<at::DeviceType> types(kDeviceTypes.begin(), kDeviceTypes.end());
+    if (std::ranges::count(types, options.device_type) == 0) {
+      types.push_back(options.device_type);
+    }
+    return single_process_group(std::move(types));
+  }
 
   TORCH_CHECK_VALUE(!env.master_addr.empty() && env.master_port != 0,
                     "LaunchEnvironment must name where ", env.world_size,
@@ -122,7 +136,6 @@ c10::intrusive_ptr<ProcessGroup> make_process_group(
                     "needs none with single_process_group().");
   c10::intrusive_ptr<c10d::Store> part;
   c10::intrusive_ptr<c10d::Backend> gloo;
-  c10::intrusive_ptr<c10d::Backend> nccl;
   const auto part_for = [&](const char* backend) {
     return c10::make_intrusive<c10d::PrefixStore>(backend, part);
   };
@@ -135,9 +148,16 @@ c10::intrusive_ptr<ProcessGroup> make_process_group(
   } catch (...) {
     throw_peer_error(context, std::current_exception());
   }
-  if (options.device_type == at::kCUDA) {  // talks to nobody yet
-    nccl = make_nccl_backend(part_for("nccl"), rank, world_size,
-                             options.timeout, options.name);
+  const bool is_nccl =
+      options.device_type == at::kCUDA && !options.make_backend;
+  c10::intrusive_ptr<c10d::Backend> on_device;
+  if (options.device_type != at::kCPU) {
+    on_device = make_device_backend(
+        options.make_backend, {.store = part_for(is_nccl ? "nccl" : "device"),
+                               .rank = rank,
+                               .world_size = world_size,
+                               .timeout = options.timeout,
+                               .group_name = options.name});
   }
   try {
     gloo =
@@ -152,11 +172,14 @@ c10::intrusive_ptr<ProcessGroup> make_process_group(
   auto group = c10::make_intrusive<ProcessGroup>(part, rank, world_size);
   group->setBackend(at::kCPU, ProcessGroup::BackendType::GLOO, gloo);
   group->setDefaultBackend(ProcessGroup::BackendType::GLOO);
-  if (nccl) {
+  if (on_device) {
     // The group hands its device to each backend that it is given.
-    group->setBoundDeviceId(nccl->getBoundDeviceId());
-    group->setBackend(at::kCUDA, ProcessGroup::BackendType::NCCL, nccl);
-    group->setDefaultBackend(ProcessGroup::BackendType::NCCL);
+    group->setBoundDeviceId(on_device->getBoundDeviceId());
+    const auto type = is_nccl ? ProcessGroup::BackendType::NCCL
+                              : ProcessGroup::BackendType::CUSTOM;
+    group->setBackend(options.device_type, type, on_device);
+    group->setDefaultBackend(type);
+    remember_make_backend(group, options.make_backend);
   }
   group->setGroupName(options.name);
   return group;

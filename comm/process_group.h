@@ -6,9 +6,9 @@
 //     ...
 //   }
 //
-// Decides which backend serves which tensors (Gloo for CPU, NCCL for CUDA) and
-// where the ranks meet.  Does not start processes: torchrun, srun and mpirun
-// do.
+// Decides which backend serves which tensors (Gloo for CPU, NCCL for CUDA, the
+// caller's for other devices) and where the ranks meet.  Does not start
+// processes: torchrun, srun and mpirun do.
 
 #ifndef BRIGADE_COMM_PROCESS_GROUP_H_
 #define BRIGADE_COMM_PROCESS_GROUP_H_
@@ -19,6 +19,7 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <vector>
 
+#include "brigade/comm/device_backend.h"
 #include "brigade/comm/device_types.h"
 #include "brigade/comm/launch_environment.h"
 
@@ -26,8 +27,14 @@ namespace brigade {
 
 struct ProcessGroupOptions {
   // kCPU: Gloo for CPU tensors.  kCUDA: NCCL for CUDA tensors, and Gloo for CPU
-  // tensors beside it.
+  // tensors beside it.  Another one (kXPU, kPrivateUse1, ...): what
+  // `make_backend` makes for its tensors, and Gloo for CPU tensors beside it.
   at::DeviceType device_type = at::kCPU;
+
+  // LibTorch has no list of backends that C++ could choose from: a vendor's is
+  // a class.  Called once on each rank, with its device the current one.  Also
+  // in place of NCCL's, for kCUDA.
+  MakeBackend make_backend = nullptr;
 
   // How long a collective may take before it fails.  30 minutes, as in c10d:
   // long enough for a rank that writes a checkpoint.  A shorter one tells of a
@@ -48,12 +55,14 @@ struct ProcessGroupOptions {
 // The group of all ranks, as the launcher's environment variables say
 // (comm/launch_environment.h).  All ranks must call it, with equal options.
 //
-// With CUDA, device `local_rank` becomes the calling thread's current one.
+// Device `local_rank` of a type that is not the CPU's becomes the calling
+// thread's current one.
 // GLOO_SOCKET_IFNAME is honoured.  A world of 1 opens no connection: it gets
 // single_process_group().
 //
-// Errors: c10::ValueError for a missing or contradictory variable or a bad
-// option; c10::Error for kCUDA without a GPU or in a build without CUDA;
+// Errors: c10::ValueError for a missing or contradictory variable, a bad option
+// or a device that is not there; c10::Error for kCUDA without a GPU or in a
+// build without CUDA; what `make_backend` throws;
 // PeerError (a c10::DistBackendError) when ranks do not meet in time.
 c10::intrusive_ptr<c10d::ProcessGroup> init_process_group(
     const ProcessGroupOptions& options = {});

@@ -12,6 +12,7 @@
 #include "absl/strings/str_join.h"
 #include "brigade/comm/channel_identity.h"
 #include "brigade/comm/control_store.h"
+#include "brigade/comm/device_backend.h"
 #include "brigade/comm/find_backend.h"
 #include "brigade/comm/group_timeout.h"
 #include "brigade/comm/rank_names.h"
@@ -42,12 +43,13 @@ c10::intrusive_ptr<c10d::ProcessGroup> connect_subgroup(
   const std::string name =
       absl::StrCat("brigade/subgroup/", number, "/", absl::StrJoin(ranks, "_"));
   const c10::DeviceGuard on_device(device);  // which the backend is bound to
-  return make_process_group(c10::make_intrusive<c10d::PrefixStore>(name, store),
-                            own, size,
-                            {.device_type = device.type(),
-                             .timeout = group_timeout(*group),
-                             .name = name,
-                             .rendezvous_timeout = group_timeout(*group)});
+  return make_process_group(
+      c10::make_intrusive<c10d::PrefixStore>(name, store), own, size,
+      {.device_type = device.type(),
+       .make_backend = device.is_cpu() ? nullptr : find_make_backend(*group),
+       .timeout = group_timeout(*group),
+       .name = name,
+       .rendezvous_timeout = group_timeout(*group)});
 }
 
 }  // namespace

@@ -17,7 +17,8 @@ namespace brigade {
 // with the scope.
 //
 // `device`: the CPU, over Gloo; a CUDA device, over NCCL and, beside it, Gloo;
-// another one, if a group of the same process answers for all of its ranks
+// another one, over what the group's ProcessGroupOptions::make_backend makes,
+// or if a group of the same process answers for all of its ranks
 // (comm/subgroup_answers.h). Its timeout is the group's. Errors: ValueError if
 // `ranks` are not as said, or the group has no store; as make_process_group().
 GroupScope make_subgroup(const c10::intrusive_ptr<c10d::ProcessGroup>& group,

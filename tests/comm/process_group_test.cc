@@ -138,10 +138,10 @@ TEST(ProcessGroupTest, RefusesBadArguments) {
   EXPECT_THAT(
       text_of<c10::ValueError>([&] { make_process_group(store, 2, 2); }),
       HasSubstr("got rank 2 and world size 2"));
-  EXPECT_THAT(text_of<c10::ValueError>([&] {
-                make_process_group(store, 0, 1, {.device_type = at::kMPS});
-              }),
-              HasSubstr("device_type must be kCPU or kCUDA, got mps"));
+  EXPECT_THAT(
+      text_of<c10::ValueError>(
+          [&] { make_process_group(store, 0, 1, {.device_type = at::kMPS}); }),
+      HasSubstr("expected kCPU or kCUDA, or a make_backend, found mps"));
   EXPECT_THAT(text_of<c10::ValueError>([&] {
                 make_process_group(store, 0, 1,
                                    {.timeout = std::chrono::milliseconds(0)});
