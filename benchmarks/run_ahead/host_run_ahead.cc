@@ -47,9 +47,6 @@
 #include <thread>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/comm.hpp>
-#include <torch/csrc/distributed/c10d/reducer.hpp>
-#include <type_traits>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -57,6 +54,7 @@
 #include "brigade/benchmarks/support/set_up.h"
 #include "brigade/bucket_sweep/quantiles.h"
 #include "brigade/reducer/reducer.h"
+#include "brigade/tests/support/torch_reducer.h"
 
 namespace brigade::benchmarks {
 namespace {
@@ -95,28 +93,9 @@ std::vector<std::vector<size_t>> bucket_plan() {
   return plan;
 }
 
-// Leaves out the last argument where this torch's constructor has no such one.
-template <typename TorchReducer, typename Last, typename... Arguments>
-std::shared_ptr<TorchReducer> make_torch_reducer(Last last,
-                                                 Arguments... others) {
-  if constexpr (std::is_constructible_v<TorchReducer, Arguments..., Last>) {
-    return std::make_shared<TorchReducer>(std::move(others)...,
-                                          std::move(last));
-  } else {
-    return std::make_shared<TorchReducer>(std::move(others)...);
-  }
-}
-
 Calls torch(const Parameters& parameters, const Group& group) {
-  const auto reducer = make_torch_reducer<c10d::Reducer>(
-      /*bucket_bytes_cap_list=*/std::vector<int64_t>{}, parameters,
-      bucket_plan(), group,
-      /*expect_sparse_gradients=*/std::vector<bool>(parameters.size()),
-      int64_t{c10d::kDefaultBucketBytesCap}, /*find_unused_parameters=*/false,
-      /*gradient_as_bucket_view=*/true,
-      std::unordered_map<size_t, std::string>{},
-      int64_t{c10d::kDefaultFirstBucketBytes},
-      /*skip_all_reduce_unused_params=*/false, /*use_python_reducer=*/false);
+  const auto reducer =
+      testing::make_torch_reducer(parameters, bucket_plan(), group);
   return {.before_forward =
               [group](std::vector<at::Tensor> buffers) {
                 c10d::broadcast_coalesced(group, buffers, size_t{250} << 20,

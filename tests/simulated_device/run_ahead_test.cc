@@ -4,6 +4,7 @@
 #include <ATen/ATen.h>
 
 #include <chrono>
+#include <cstddef>
 #include <optional>
 #include <tuple>
 #include <utility>
@@ -12,10 +13,12 @@
 #include "absl/strings/str_cat.h"
 #include "brigade/comm/peer_error.h"
 #include "brigade/comm/rank_status.h"
+#include "brigade/comm/recording_group.h"
 #include "brigade/reducer/reducer_options.h"
 #include "brigade/tests/simulated_device/stream_layout.h"
 #include "brigade/tests/simulated_device/streamed_training.h"
 #include "brigade/tests/support/simulated_device/stream_test.h"
+#include "brigade/tests/support/torch_reducer.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
@@ -118,6 +121,65 @@ TEST_P(RunAheadTest, AFailureIsHeardOfInTheFirstStepBehindItsWords) {
 INSTANTIATE_TEST_SUITE_P(Steps, RunAheadTest,
                          ::testing::Combine(::testing::Values(1, 4, 32),
                                             ::testing::Bool()));
+
+// A peer's host that is 50 ms late in one step, beside steps of 2 ms on this
+// one, which is what benchmarks/run_ahead measures on a clock.
+constexpr int kNumStepsMeanwhile = 25;
+
+// Steps that the host has made before that peer has come, if nothing waits for
+// it for longer than steps take.
+template <typename Step>
+int steps_while_peer_is_late(RecordingGroup& recording, const Step& step) {
+  recording.hold_statuses();
+  int made = 0;
+  try {
+    while (made < kNumStepsMeanwhile) {
+      step();
+      ++made;
+    }
+  } catch (const PeerError&) {
+    // The host has waited for what comes behind these steps.
+  }
+  recording.release_statuses();
+  return made;
+}
+
+TEST_F(UnwatchedRunAheadTest, HostRunsAsFarAheadOfALatePeerAsWithTorchs) {
+  StreamedTraining torchs_training{StreamLayout{}};
+  const std::vector<at::Tensor> parameters =
+      torchs_training.model().parameters();
+  std::vector<std::vector<size_t>> bucket_plan;
+  for (size_t i = parameters.size(); i-- > 0;) bucket_plan.push_back({i});
+  const auto torchs = testing::make_torch_reducer(
+      parameters, std::move(bucket_plan), torchs_training.recording().group());
+  int step = 0;
+  const auto train_with_torchs = [&] {
+    const at::Tensor loss = torchs_training.loss(step);
+    torchs->prepare_for_backward({loss});
+    loss.backward();
+    torchs_training.expect_gradients(step++);
+    torchs_training.zero_grad(/*set_to_none=*/false);
+  };
+  while (step < 3) train_with_torchs();
+  const int ahead_with_torchs =
+      steps_while_peer_is_late(torchs_training.recording(), train_with_torchs);
+
+  StreamedTraining training{StreamLayout{}};
+  training.make_reducer({});
+  training.recording()
+      .group()
+      ->getBackend(at::kCPU)
+      ->getBackendOptions()
+      ->timeout = std::chrono::milliseconds(20);
+  int own_step = 0;
+  while (own_step < 3) train(training, own_step++);
+  const int ahead = steps_while_peer_is_late(
+      training.recording(), [&] { train(training, own_step++); });
+
+  EXPECT_EQ(ahead_with_torchs, kNumStepsMeanwhile);
+  EXPECT_EQ(ahead, ahead_with_torchs);
+  for (int i = 0; i < 3; ++i) train(training, own_step++);
+}
 
 // As torch's reducer, which tells peers nothing.
 TEST_F(UnwatchedRunAheadTest, NothingIsWaitedFor) {
