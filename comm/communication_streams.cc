@@ -5,6 +5,8 @@
 
 #include <utility>
 
+#include "brigade/comm/side_stream.h"
+
 namespace brigade {
 
 CommunicationStreams::~CommunicationStreams() {
@@ -34,9 +36,7 @@ c10::Stream CommunicationStreams::stream_of(c10::Device device) {
   const std::lock_guard<std::mutex> lock(mutex_);
   const auto known = streams_.find(device.index());
   if (known != streams_.end()) return known->second;
-  const c10::Stream stream =
-      c10::impl::VirtualGuardImpl(device.type())
-          .getStreamFromGlobalPool(device, /*isHighPriority=*/true);
+  const c10::Stream stream = side_stream(device);
   streams_.emplace(device.index(), stream);
   return stream;
 }

@@ -7,7 +7,8 @@ OrderedAllReduce::OrderedAllReduce(
     std::optional<int> row_size)
     : group_(group, "OrderedAllReduce"),
       row_size_(row_size),
-      identity_(ChannelIdentity::made_alone(group)) {}
+      identity_(ChannelIdentity::made_alone(group)),
+      on_device_(row_size) {}
 
 void OrderedAllReduce::connect() {
   connect_as(ChannelIdentity::made_together(group_.lock()));
@@ -20,6 +21,9 @@ void OrderedAllReduce::connect_as(ChannelIdentity identity) {
 
 OrderedCollectives::FuturePtr OrderedAllReduce::run(const at::Tensor& tensor,
                                                     double scale) {
+  if (!tensor.is_cpu()) {
+    return on_device_.all_reduce(*group_.lock(), tensor, scale);
+  }
   if (!collectives_) connect_as(identity_);
   return collectives_->all_reduce(tensor, scale);
 }

@@ -1,5 +1,6 @@
-// The ordered all-reduce of a group (comm/ordered_collectives.h), whose
-// connections are made when they are first needed.
+// The ordered all-reduce of a group: on the CPU comm/ordered_collectives.h,
+// whose connections are made when they are first needed; on devices
+// comm/ordered_on_device.h.
 //
 // Thread safety: one call at a time.
 
@@ -13,6 +14,7 @@
 
 #include "brigade/comm/channel_identity.h"
 #include "brigade/comm/ordered_collectives.h"
+#include "brigade/comm/ordered_on_device.h"
 #include "brigade/comm_hooks/group_reference.h"
 
 namespace brigade {
@@ -25,12 +27,13 @@ class OrderedAllReduce {
   explicit OrderedAllReduce(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
                             std::optional<int> row_size = std::nullopt);
 
-  // Collective, where ranks are known to stand in the same place; to be called
-  // once at most.  Errors: as OrderedCollectives'.
+  // For tensors on the CPU. Collective, where ranks are known to stand in the
+  // same place; to be called once at most.  Errors: as OrderedCollectives'.
   void connect();
 
-  // OrderedCollectives::all_reduce().  The first call is collective unless
-  // ranks are connected.  Errors: as OrderedCollectives' too.
+  // OrderedCollectives::all_reduce(), or that of OrderedOnDevice.  The first
+  // call with a tensor on the CPU is collective unless ranks are connected.
+  // Errors: as OrderedCollectives' too.
   OrderedCollectives::FuturePtr run(const at::Tensor& tensor, double scale);
 
  private:
@@ -40,6 +43,7 @@ class OrderedAllReduce {
   const std::optional<int> row_size_;
   const ChannelIdentity identity_;
   std::optional<OrderedCollectives> collectives_;
+  OrderedOnDevice on_device_;
 };
 
 }  // namespace brigade

@@ -238,7 +238,12 @@ ReplicatedModule::ReplicatedModule(std::vector<ModuleReplica> replicas,
     hook = averaging_;
   }
   reducer_ = make_reducer(replicas_, group_, options, std::move(hook));
-  if (ordered && options.reducer.verify_across_ranks) ordered->connect();
+  if (ordered && options.reducer.verify_across_ranks &&
+      std::ranges::any_of(
+          replicas_.front().tensors.parameters,
+          [](const NamedTensor& named) { return named.tensor.is_cpu(); })) {
+    ordered->connect();
+  }
   for (const ModuleReplica& replica : replicas_) {
     watches_.emplace_back(replica.view, replica.tensors, options.ignored);
   }

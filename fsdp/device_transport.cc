@@ -1,6 +1,5 @@
 #include "brigade/fsdp/device_transport.h"
 
-#include <ATen/core/List.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
@@ -9,8 +8,10 @@
 #include <utility>
 #include <vector>
 
+#include "brigade/comm/completed_future.h"
+#include "brigade/comm/device_sum.h"
+#include "brigade/comm/group_collectives.h"
 #include "brigade/comm/subgroup.h"
-#include "brigade/fsdp/group_collectives.h"
 #include "brigade/fsdp/mesh_ranks.h"
 #include "brigade/fsdp/neighbour_groups.h"
 
@@ -91,7 +92,7 @@ class DeviceTransport final : public ShardTransport {
       parts = at::empty_like(whole);
       exchange_parts(*sums_.group(), parts, whole)->wait();
     }
-    at::Tensor total = sum_of(parts, num_shards());
+    at::Tensor total = sum_in_order(parts, num_shards());
     if (sum.over_replicas && num_replicas() > 1) {
       sent_.by_sums +=
           static_cast<int64_t>(shard.nbytes()) * (num_replicas() - 1);
@@ -99,28 +100,11 @@ class DeviceTransport final : public ShardTransport {
       const at::Tensor of_rows =
           at::empty({num_replicas() * shard.numel()}, shard.options());
       gather_into(*column_.group(), of_rows, shard)->wait();
-      total = sum_of(of_rows, num_replicas());
+      total = sum_in_order(of_rows, num_replicas());
     }
     if (sum.scale != 1) total.mul_(sum.scale);
     shard.copy_(total);
-    std::vector<c10::Device> devices;
-    if (!shard.is_cpu()) devices.push_back(shard.device());
-    auto done = c10::make_intrusive<c10::ivalue::Future>(
-        c10::ListType::create(c10::TensorType::get()), std::move(devices));
-    done->markCompleted(c10::List<at::Tensor>({shard}));
-    return done;
-  }
-
-  // Of `count` parts, one behind the other; float16 and bfloat16 in float32.
-  static at::Tensor sum_of(const at::Tensor& parts, int count) {
-    const at::ScalarType dtype = parts.scalar_type();
-    const bool is_short = dtype == at::kHalf || dtype == at::kBFloat16;
-    const int64_t numel = parts.numel() / count;
-    at::Tensor sum = parts.narrow(0, 0, numel)
-                         .to(is_short ? at::kFloat : dtype,
-                             /*non_blocking=*/false, /*copy=*/true);
-    for (int i = 1; i < count; ++i) sum.add_(parts.narrow(0, i * numel, numel));
-    return sum;
+    return completed_future({shard});
   }
 
   // The sum of a row is in `tensor` when `row` is done.

@@ -1,15 +1,12 @@
 #include "brigade/fsdp/sharding_streams.h"
 
-#include <c10/core/impl/VirtualGuardImpl.h>
+#include "brigade/comm/side_stream.h"
 
 namespace brigade {
 
-// The little that runs there (casts, zeros) holds up a collective: it goes
-// first.
 std::optional<c10::Stream> stream_beside_the_program(c10::Device device) {
   if (device.is_cpu()) return std::nullopt;
-  return c10::impl::VirtualGuardImpl(device.type())
-      .getStreamFromGlobalPool(device, /*isHighPriority=*/true);
+  return side_stream(device);
 }
 
 ShardingStreams::ShardingStreams(c10::Device device)

@@ -104,7 +104,10 @@ TorchReducer::TorchReducer(std::vector<at::Tensor> parameters,
   }
   follow_torchs_rebuild();
   make();
-  if (ordered_ && options_.verify_across_ranks) ordered_->connect();
+  if (ordered_ && options_.verify_across_ranks &&
+      std::ranges::any_of(parameters_, &at::Tensor::is_cpu)) {
+    ordered_->connect();
+  }
   options_.verify_across_ranks = false;  // compared once and for all
 }
 

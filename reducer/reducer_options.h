@@ -160,10 +160,13 @@ struct ReducerOptions {
   // gradients: other caps, plans, rebuilds, orders of backward, views or
   // static graphs don't show, and sharded training (fsdp/) on as many ranks has
   // the same ones. float16 and bfloat16 are added in float32. Of dense
-  // gradients on the CPU, with no comm hook but one that sums in order; travels
-  // on connections of its own, so the group must have a store. Costs one more
-  // set of connections, memory of a bucket's size for each that is in flight
-  // (2 ranks) or of 1/W of it for each peer, and time: docs/status.md.
+  // gradients, with no comm hook but one that sums in order. On the CPU it
+  // travels on connections of its own, so the group must have a store, and
+  // costs one more set of connections, memory of a bucket's size for each that
+  // is in flight (2 ranks) or of 1/W of it for each peer, and time:
+  // docs/status.md. On devices the group's backend moves slices
+  // (comm/ordered_on_device.h), of which a bucket in flight has as much memory
+  // once more.
   bool reproducible = false;
 
   // With `reproducible`: ranks in rows of so many, each row's sum by itself and

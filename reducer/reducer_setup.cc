@@ -62,6 +62,13 @@ absl::Status check_devices(const ParameterTable& table,
   return absl::OkStatus();
 }
 
+bool has_cpu_gradients(const ParameterTable& table) {
+  for (size_t i = 0; i < table.size(); ++i) {
+    if (table[i].is_cpu()) return true;
+  }
+  return false;
+}
+
 // `hook`: of the user's, or null.
 absl::Status check_reproducible(const ReducerOptions& options,
                                 c10d::CommHookInterface* hook,
@@ -85,13 +92,10 @@ absl::Status check_reproducible(const ReducerOptions& options,
         "gradients are summed; leave out one of them");
   }
   for (size_t i = 0; i < table.size(); ++i) {
-    const char* found = nullptr;
-    if (!table[i].is_cpu()) found = " is on another device";
-    if (table.is_sparse(i)) found = " has a sparse gradient";
-    if (found == nullptr) continue;
-    return absl::InvalidArgumentError(
-        absl::StrCat("reproducible: expected dense gradients on the CPU, but ",
-                     table.name_of(i), found, "; leave out reproducible"));
+    if (!table.is_sparse(i)) continue;
+    return absl::InvalidArgumentError(absl::StrCat(
+        "reproducible: expected dense gradients, but ", table.name_of(i),
+        " has a sparse gradient; leave out reproducible"));
   }
   return absl::OkStatus();
 }
@@ -214,7 +218,10 @@ ReducerSetup checked_setup(std::vector<std::vector<at::Tensor>> replicas,
     require_agreement(group, device, "reducer option",
                       describe(options, local->table), absl::OkStatus());
   }
-  if (ordered && options.verify_across_ranks) ordered->connect();
+  if (ordered && options.verify_across_ranks &&
+      has_cpu_gradients(local->table)) {
+    ordered->connect();
+  }
   return {.group = std::move(group),
           .options = std::move(options),
           .table = std::move(local->table),

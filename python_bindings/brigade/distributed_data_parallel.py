@@ -144,9 +144,9 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
             the process group.
         reproducible: Gradients are added up in the order of the ranks and divided once, so
             that bits do not depend on buckets, rebuilds, views or the order of backward, and
-            equal those of fully_shard(). Of dense gradients on the CPU, without comm hook,
-            mixed_precision or delayed parameters. Costs another set of connections, and time
-            (docs/status.md).
+            equal those of fully_shard(). Of dense gradients, without comm hook,
+            mixed_precision or delayed parameters. On CPUs it costs another set of
+            connections, and time (docs/status.md).
         reproducible_row_size: With reproducible: rows of so many ranks are summed each by
             itself, then these sums, as fully_shard() does on a mesh whose second dimension
             is as long. Divides the number of ranks.

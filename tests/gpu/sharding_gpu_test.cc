@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "brigade/comm/process_group.h"
-#include "brigade/fsdp/group_collectives.h"
+#include "brigade/comm/group_collectives.h"
 #include "brigade/fsdp/sharded_root.h"
 #include "gtest/gtest.h"
 

@@ -9,6 +9,6 @@ int main(int argc, char** argv) {
   // See tests/support/test_main.cc.
   setenv("TORCH_FR_BUFFER_SIZE", "0", /*overwrite=*/1);
   ::testing::InitGoogleMock(&argc, argv);
-  brigade::simulated::install(/*num_devices=*/2);
+  brigade::simulated::install(/*num_devices=*/4);
   return RUN_ALL_TESTS();
 }

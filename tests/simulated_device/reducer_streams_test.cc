@@ -5,6 +5,7 @@
 
 #include <chrono>
 #include <memory>
+#include <optional>
 #include <ostream>
 #include <set>
 #include <stdexcept>
@@ -347,6 +348,31 @@ void local_replicas(const StreamLayout& layout, ReducerOptions options) {
   train(training, [&](int s) { training.step(s); });
 }
 
+// Of identical ranks a group can't give slices that differ: what the sums are
+// is reproducible_test.cc's.
+void summed_in_order(const StreamLayout& layout, ReducerOptions options,
+                     std::optional<int> row_size) {
+  options.reproducible = true;
+  options.reproducible_row_size = row_size;
+  StreamedTraining training(layout);
+  training.make_reducer(std::move(options));
+  for (int s = 0; s < kNumSteps; ++s) {
+    training.step(s);
+    if (s % 2 == 1) training.update();
+    training.zero_grad();
+  }
+}
+
+void summed_in_order_of_ranks(const StreamLayout& layout,
+                              ReducerOptions options) {
+  summed_in_order(layout, std::move(options), std::nullopt);
+}
+
+void summed_in_order_of_rows(const StreamLayout& layout,
+                             ReducerOptions options) {
+  summed_in_order(layout, std::move(options), kWorldSize / 2);
+}
+
 void complex_gradients(const StreamLayout& layout, ReducerOptions options) {
   StreamedTraining training(layout, /*num_replicas=*/1,
                             StreamedModel::default_sizes(), at::kComplexFloat);
@@ -672,6 +698,8 @@ const Scenario kScenarios[] = {
     {"FinalizedElsewhere", finalized_elsewhere},
     {"LocalReplicas", local_replicas},
     {"ComplexGradients", complex_gradients},
+    {"SummedInOrderOfRanks", summed_in_order_of_ranks},
+    {"SummedInOrderOfRows", summed_in_order_of_rows},
     {"LargeGradients", large_gradients},
     {"GradientsInAnotherMemoryOrder", gradients_in_another_memory_order},
     {"GradientsWithAHistory", gradients_with_a_history},

@@ -1,8 +1,8 @@
-// A group's collectives for shards, under either name that versions of torch
+// A group's collectives for slices, under either name that versions of torch
 // give them.
 
-#ifndef BRIGADE_FSDP_GROUP_COLLECTIVES_H_
-#define BRIGADE_FSDP_GROUP_COLLECTIVES_H_
+#ifndef BRIGADE_COMM_GROUP_COLLECTIVES_H_
+#define BRIGADE_COMM_GROUP_COLLECTIVES_H_
 
 #include <ATen/core/Tensor.h>
 
@@ -54,4 +54,4 @@ c10::intrusive_ptr<c10d::Work> exchange_parts(ProcessGroup& group,
 
 }  // namespace brigade
 
-#endif  // BRIGADE_FSDP_GROUP_COLLECTIVES_H_
+#endif  // BRIGADE_COMM_GROUP_COLLECTIVES_H_

@@ -1,0 +1,108 @@
+#include "brigade/tests/simulated_device/host_backend.h"
+
+#include <c10/core/DeviceGuard.h>
+
+#include <future>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+
+#include "brigade/comm/gloo_backend.h"
+#include "brigade/comm/identical_ranks_backend.h"
+#include "brigade/tests/support/simulated_device/stream_test.h"
+
+namespace brigade::testing {
+namespace {
+
+std::vector<at::Tensor> on_host(const std::vector<at::Tensor>& tensors) {
+  std::vector<at::Tensor> copies;
+  for (const at::Tensor& tensor : tensors) copies.push_back(tensor.cpu());
+  return copies;
+}
+
+}  // namespace
+
+HostBackend::HostBackend(const BackendPlace& place)
+    : c10d::Backend(place.rank, place.world_size),
+      timeout_(place.timeout),
+      gloo_(make_gloo_backend(place.store, place.rank, place.world_size,
+                              place.timeout, {"lo"})) {}
+
+c10::intrusive_ptr<c10d::Work> HostBackend::allreduce(
+    Tensors& tensors, const c10d::AllreduceOptions& options) {
+  return run(tensors, tensors, [&](Tensors& outputs, Tensors& /*inputs*/) {
+    return gloo_->allreduce(outputs, options);
+  });
+}
+
+c10::intrusive_ptr<c10d::Work> HostBackend::broadcast(
+    Tensors& tensors, const c10d::BroadcastOptions& options) {
+  return run(tensors, tensors, [&](Tensors& outputs, Tensors& /*inputs*/) {
+    return gloo_->broadcast(outputs, options);
+  });
+}
+
+c10::intrusive_ptr<c10d::Work> HostBackend::_allgather_base(
+    at::Tensor& output, at::Tensor& input,
+    const c10d::AllgatherOptions& options) {
+  return run({output}, {input}, [&](Tensors& outputs, Tensors& inputs) {
+    return gloo_->_allgather_base(outputs[0], inputs[0], options);
+  });
+}
+
+c10::intrusive_ptr<c10d::Work> HostBackend::alltoall_base(
+    at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
+    std::vector<int64_t>& input_splits, const c10d::AllToAllOptions& options) {
+  return run({output}, {input}, [&](Tensors& outputs, Tensors& inputs) {
+    return gloo_->alltoall_base(outputs[0], inputs[0], output_splits,
+                                input_splits, options);
+  });
+}
+
+c10::intrusive_ptr<c10d::Work> HostBackend::run(
+    const Tensors& outputs, const Tensors& inputs,
+    const std::function<c10::intrusive_ptr<c10d::Work>(Tensors&, Tensors&)>&
+        launch) {
+  auto work = c10::make_intrusive<AnsweredWork>(
+      getRank(), CollectiveCall{.inputs = inputs, .outputs = outputs},
+      timeout_);
+  Tensors kept = outputs;
+  kept.insert(kept.end(), inputs.begin(), inputs.end());
+  const auto behind = CommunicationStreams::record_launch(outputs[0].device());
+  streams_.run(behind, kept, [&] {
+    work->answer([&] {
+      Tensors there = on_host(outputs);
+      Tensors from = on_host(inputs);
+      launch(there, from)->wait();
+      for (size_t i = 0; i < outputs.size(); ++i) outputs[i].copy_(there[i]);
+    });
+  });
+  return work;
+}
+
+ProcessGroupOptions with_host_backend() {
+  return {.device_type = at::kPrivateUse1,
+          .make_backend =
+              [](const BackendPlace& place) {
+                return c10::make_intrusive<HostBackend>(place);
+              },
+          .gloo_interfaces = {"lo"}};
+}
+
+void run_ranks_on_devices(
+    int world_size,
+    const std::function<void(const c10::intrusive_ptr<c10d::ProcessGroup>&,
+                             int rank)>& train) {
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  std::vector<std::future<void>> ranks;
+  for (int rank = 0; rank < world_size; ++rank) {
+    ranks.push_back(std::async(std::launch::async, [&, rank] {
+      const c10::DeviceGuard on_own(simulated::device(rank));
+      const GroupScope scope(
+          make_process_group(store, rank, world_size, with_host_backend()));
+      train(scope.group(), rank);
+    }));
+  }
+  for (const auto& rank : ranks) rank.wait();
+  for (auto& rank : ranks) rank.get();
+}
+
+}  // namespace brigade::testing

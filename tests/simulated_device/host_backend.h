@@ -1,0 +1,65 @@
+// A backend for the simulated device, as a vendor's would be for its own: each
+// collective runs on a stream of the group's, where it goes through the host.
+//
+// Ranks are threads with a device each: launches wait for peers, on the thread
+// that autograd has for a device.
+
+#ifndef BRIGADE_TESTS_SIMULATED_DEVICE_HOST_BACKEND_H_
+#define BRIGADE_TESTS_SIMULATED_DEVICE_HOST_BACKEND_H_
+
+#include <chrono>
+#include <functional>
+#include <string>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <vector>
+
+#include "brigade/comm/communication_streams.h"
+#include "brigade/comm/process_group.h"
+
+namespace brigade::testing {
+
+class HostBackend final : public c10d::Backend {
+ public:
+  explicit HostBackend(const BackendPlace& place);
+
+  const std::string getBackendName() const override { return "host"; }
+  c10::intrusive_ptr<c10d::Work> allreduce(
+      std::vector<at::Tensor>& tensors,
+      const c10d::AllreduceOptions& options) override;
+  c10::intrusive_ptr<c10d::Work> broadcast(
+      std::vector<at::Tensor>& tensors,
+      const c10d::BroadcastOptions& options) override;
+  c10::intrusive_ptr<c10d::Work> _allgather_base(
+      at::Tensor& output, at::Tensor& input,
+      const c10d::AllgatherOptions& options) override;
+  c10::intrusive_ptr<c10d::Work> alltoall_base(
+      at::Tensor& output, at::Tensor& input,
+      std::vector<int64_t>& output_splits, std::vector<int64_t>& input_splits,
+      const c10d::AllToAllOptions& options) override;
+
+ private:
+  using Tensors = std::vector<at::Tensor>;
+  // Calls `launch` with copies of both on the host.
+  c10::intrusive_ptr<c10d::Work> run(
+      const Tensors& outputs, const Tensors& inputs,
+      const std::function<c10::intrusive_ptr<c10d::Work>(
+          Tensors& outputs, Tensors& inputs)>& launch);
+
+  const std::chrono::milliseconds timeout_;
+  const c10::intrusive_ptr<c10d::Backend> gloo_;
+  CommunicationStreams streams_;
+};
+
+ProcessGroupOptions with_host_backend();
+
+// Rank r is on device r, which is its thread's current one. Throws what the
+// lowest rank that fails throws.
+void run_ranks_on_devices(
+    int world_size,
+    const std::function<void(const c10::intrusive_ptr<c10d::ProcessGroup>&,
+                             int rank)>& train);
+
+}  // namespace brigade::testing
+
+#endif  // BRIGADE_TESTS_SIMULATED_DEVICE_HOST_BACKEND_H_
