@@ -172,6 +172,19 @@ class RandomChain {
   std::vector<size_t> order_;  // in which units are called
 };
 
+// Of seeds from 0 on, each with one of the numbers of ranks, until one fails.
+template <typename Check>
+void for_random_chains(uint64_t num_seeds, const Check& check) {
+  for (uint64_t seed = 0; seed < num_seeds && !::testing::Test::HasFailure();
+       ++seed) {
+    SCOPED_TRACE(absl::StrCat("seed ", seed));
+    const int num_shards = kNumShards[seed % 4];
+    const RecordingGroup recording(num_shards);
+    RandomChain chain(seed, num_shards);
+    check(chain, recording.group(), seed);
+  }
+}
+
 void expect_planned(RandomChain& chain, const Group& group) {
   ShardedRoot root(chain.units, group, chain.options);
   chain.set(root);
@@ -195,93 +208,77 @@ void expect_planned(RandomChain& chain, const Group& group) {
 }
 
 TEST(ShardedMemoryTest, IsThePlannedOne) {
-  for (uint64_t seed = 0; seed < 400 && !::testing::Test::HasFailure();
-       ++seed) {
-    SCOPED_TRACE(absl::StrCat("seed ", seed));
-    const int num_shards = kNumShards[seed % 4];
-    const RecordingGroup recording(num_shards);
-    RandomChain chain(seed, num_shards);
-    expect_planned(chain, recording.group());
-  }
+  for_random_chains(
+      400, [&](RandomChain& chain, const Group& group, uint64_t /*seed*/) {
+        expect_planned(chain, group);
+      });
 }
 
 // The order of units is known behind the first step.
 TEST(ShardedMemoryTest, IsPlannedAnewForTheOrderInWhichUnitsAreCalled) {
   int64_t num_smaller = 0;
-  for (uint64_t seed = 0; seed < 400 && !::testing::Test::HasFailure();
-       ++seed) {
-    SCOPED_TRACE(absl::StrCat("seed ", seed));
-    const int num_shards = kNumShards[seed % 4];
-    const RecordingGroup recording(num_shards);
-    RandomChain chain(seed, num_shards);
-    chain.shuffle();
-    ShardedRoot root(chain.units, recording.group(), chain.options);
-    chain.step(root);
-    const ShardingStatistics first = root.statistics();
-    chain.step(root);
-    const ShardingStatistics second = root.statistics();
-    for (int step = 0; step < 3; ++step) chain.step(root);
-    const ShardingStatistics statistics = root.statistics();
-    EXPECT_EQ(statistics.whole_bytes, statistics.planned_bytes);
-    EXPECT_EQ(statistics.unplanned, first.unplanned);
-    EXPECT_EQ(statistics.allocations, second.allocations);
-    if (statistics.whole_bytes < first.whole_bytes) ++num_smaller;
-  }
+  for_random_chains(
+      400, [&](RandomChain& chain, const Group& group, uint64_t /*seed*/) {
+        chain.shuffle();
+        ShardedRoot root(chain.units, group, chain.options);
+        chain.step(root);
+        const ShardingStatistics first = root.statistics();
+        chain.step(root);
+        const ShardingStatistics second = root.statistics();
+        for (int step = 0; step < 3; ++step) chain.step(root);
+        const ShardingStatistics statistics = root.statistics();
+        EXPECT_EQ(statistics.whole_bytes, statistics.planned_bytes);
+        EXPECT_EQ(statistics.unplanned, first.unplanned);
+        EXPECT_EQ(statistics.allocations, second.allocations);
+        if (statistics.whole_bytes < first.whole_bytes) ++num_smaller;
+      });
   EXPECT_GT(num_smaller, 0);
 }
 
 // Also of a rank that has no data, which gathers for its peers and adds zeros,
 // where the outermost unit alone stays whole.
 TEST(ShardedMemoryTest, IsThePlannedOneWithoutData) {
-  for (uint64_t seed = 0; seed < 200 && !::testing::Test::HasFailure();
-       ++seed) {
-    SCOPED_TRACE(absl::StrCat("seed ", seed));
-    const int num_shards = kNumShards[seed % 4];
-    const RecordingGroup recording(num_shards);
-    RandomChain chain(seed, num_shards);
-    for (UnitSpec& spec : chain.units) {
-      spec.reshards_after_forward = !spec.name.empty();
-    }
-    ShardedRoot root(chain.units, recording.group(), chain.options);
-    for (int step = 0; step < 4; ++step) {
-      root.step_without_data();
-      if (seed % 2 == 1) chain.step(root);
-    }
-    const ShardingStatistics statistics = root.statistics();
-    EXPECT_EQ(statistics.peak_whole_bytes, statistics.planned_bytes);
-    EXPECT_EQ(statistics.unplanned, 0);
-    EXPECT_EQ(statistics.late_gathers, 0);
-  }
+  for_random_chains(
+      200, [&](RandomChain& chain, const Group& group, uint64_t seed) {
+        for (UnitSpec& spec : chain.units) {
+          spec.reshards_after_forward = !spec.name.empty();
+        }
+        ShardedRoot root(chain.units, group, chain.options);
+        for (int step = 0; step < 4; ++step) {
+          root.step_without_data();
+          if (seed % 2 == 1) chain.step(root);
+        }
+        const ShardingStatistics statistics = root.statistics();
+        EXPECT_EQ(statistics.peak_whole_bytes, statistics.planned_bytes);
+        EXPECT_EQ(statistics.unplanned, 0);
+        EXPECT_EQ(statistics.late_gathers, 0);
+      });
 }
 
 // Known before the first forward, or from where it is first done.
 TEST(ShardedMemoryTest, IsThePlannedOneWhereGradientsAreAddedUp) {
-  for (uint64_t seed = 0; seed < 400 && !::testing::Test::HasFailure();
-       ++seed) {
-    SCOPED_TRACE(absl::StrCat("seed ", seed));
-    const int num_shards = kNumShards[seed % 4];
-    const RecordingGroup recording(num_shards);
-    RandomChain chain(seed, num_shards);
-    ShardedRoot root(chain.units, recording.group(), chain.options);
-    const bool from_the_first = seed % 8 < 4;
-    if (from_the_first) root.set_synchronizes(false);
-    const int64_t planned = root.statistics().planned_bytes;
-    if (!from_the_first) chain.step(root);
-    int64_t allocations = 0;
-    for (int step = 0; step < 4; ++step) {
-      chain.step(root, /*num_batches=*/2 + step % 2);
-      if (step == 1) allocations = root.statistics().allocations;
-    }
-    const ShardingStatistics statistics = root.statistics();
-    if (from_the_first) {
-      EXPECT_EQ(statistics.planned_bytes, planned);
-      EXPECT_EQ(statistics.peak_whole_bytes, planned);
-      EXPECT_EQ(statistics.unplanned, 0);
-    }
-    EXPECT_EQ(statistics.whole_bytes, statistics.planned_bytes);
-    EXPECT_EQ(statistics.allocations, allocations);
-    EXPECT_EQ(statistics.late_gathers, 0);
-  }
+  for_random_chains(
+      400, [&](RandomChain& chain, const Group& group, uint64_t seed) {
+        ShardedRoot root(chain.units, group, chain.options);
+        const bool from_the_first = seed % 8 < 4;
+        if (from_the_first) root.set_synchronizes(false);
+        const int64_t planned = root.statistics().planned_bytes;
+        if (!from_the_first) chain.step(root);
+        int64_t allocations = 0;
+        for (int step = 0; step < 4; ++step) {
+          chain.step(root, /*num_batches=*/2 + step % 2);
+          if (step == 1) allocations = root.statistics().allocations;
+        }
+        const ShardingStatistics statistics = root.statistics();
+        if (from_the_first) {
+          EXPECT_EQ(statistics.planned_bytes, planned);
+          EXPECT_EQ(statistics.peak_whole_bytes, planned);
+          EXPECT_EQ(statistics.unplanned, 0);
+        }
+        EXPECT_EQ(statistics.whole_bytes, statistics.planned_bytes);
+        EXPECT_EQ(statistics.allocations, allocations);
+        EXPECT_EQ(statistics.late_gathers, 0);
+      });
 }
 
 // Of equal units whose gradients were added up, and are all there: beside them
