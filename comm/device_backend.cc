@@ -11,6 +11,7 @@ namespace brigade {
 namespace {
 
 struct RememberedMakeBackend {
+  c10::DeviceType type = c10::kCPU;
   MakeBackend make = nullptr;
 };
 
@@ -52,13 +53,16 @@ c10::intrusive_ptr<c10d::Backend> make_device_backend(
 }
 
 void remember_make_backend(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
-                           const MakeBackend& make) {
-  if (make) per_group<RememberedMakeBackend>(group)->make = make;
+                           c10::DeviceType type, const MakeBackend& make) {
+  if (make) {
+    *per_group<RememberedMakeBackend>(group) = {.type = type, .make = make};
+  }
 }
 
-MakeBackend find_make_backend(const c10d::ProcessGroup& group) {
+MakeBackend find_make_backend(const c10d::ProcessGroup& group,
+                              c10::DeviceType type) {
   const auto found = find_per_group<RememberedMakeBackend>(group);
-  return found ? found->make : nullptr;
+  return found && found->type == type ? found->make : nullptr;
 }
 
 }  // namespace brigade

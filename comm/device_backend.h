@@ -39,10 +39,11 @@ c10::intrusive_ptr<c10d::Backend> make_device_backend(
 
 // For groups of some of the group's ranks (make_subgroup()).
 void remember_make_backend(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
-                           const MakeBackend& make);
+                           c10::DeviceType type, const MakeBackend& make);
 
-// Null unless it was remembered.
-MakeBackend find_make_backend(const c10d::ProcessGroup& group);
+// Null unless it was remembered for this type.
+MakeBackend find_make_backend(const c10d::ProcessGroup& group,
+                              c10::DeviceType type);
 
 }  // namespace brigade
 

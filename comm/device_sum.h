@@ -6,12 +6,18 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstdint>
+
 namespace brigade {
 
-// [n], the sum of `count` parts that lie one behind the other in `parts` [count
-// * n], the first one first. float16 and bfloat16 are added in float32, which
-// the sum has then. On the current stream.
-at::Tensor sum_in_order(const at::Tensor& parts, int count);
+// [numel], in which numbers like those of `like` are added up: float16 and
+// bfloat16 in float32.
+at::Tensor empty_sum(int64_t numel, const at::Tensor& like);
+
+// Writes into `sum` [n] that of `count` parts that lie one behind the other in
+// `parts` [count * n], the first one first. Takes no memory. On the current
+// stream.
+void sum_in_order(const at::Tensor& parts, int count, const at::Tensor& sum);
 
 }  // namespace brigade
 

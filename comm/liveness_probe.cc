@@ -51,7 +51,8 @@ class Answers {
     store_->append(key_, {line.begin(), line.end()});
   }
 
-  // Of those that have answered among these. REQUIRES: publish() was called.
+  // Of those that have answered: of these at least. REQUIRES: publish() was
+  // called.
   std::vector<std::pair<size_t, int64_t>> of(
       const std::vector<size_t>& ranks) const {
     std::vector<std::pair<size_t, int64_t>> found;

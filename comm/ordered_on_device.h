@@ -5,7 +5,7 @@
 // Every rank sends each other one its slice (an all-to-all), adds up what it
 // gets, and sends the sum back (an all-gather): a ring's bytes. All is launched
 // by the call, on a stream of this object's own behind the calling thread's
-// current one, so that nobody waits but who needs the result.
+// current one. Futures of the backend make streams wait, so that no host does.
 //
 // Thread safety: one call at a time, in the same order on all ranks.
 
@@ -14,11 +14,12 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
+#include <c10/core/Device.h>
+#include <c10/core/Stream.h>
 
+#include <map>
 #include <optional>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
-
-#include "brigade/comm/communication_streams.h"
 
 namespace brigade {
 
@@ -30,18 +31,23 @@ class OrderedOnDevice {
   // Replaces `tensor` [any shape], contiguous and of real or complex numbers,
   // by the sum over ranks, times `scale`. The future holds a list of it. Two
   // collectives of `group`, or none of a tensor without elements or in a world
-  // of 1. Takes memory of the tensor's size, and once more where the number of
-  // ranks does not divide its elements. Errors: what the backend throws.
+  // of 1. Takes memory of the tensor's size, of 1/W of it three times (float16
+  // and bfloat16: four), of 1/F of it for rows of F, and of the tensor's size
+  // once more where the number of ranks does not divide its elements; all
+  // before it launches. Errors: OutOfMemoryError, and nothing is launched then;
+  // what the backend throws.
   c10::intrusive_ptr<c10::ivalue::Future> all_reduce(c10d::ProcessGroup& group,
                                                      const at::Tensor& tensor,
                                                      double scale);
 
  private:
-  // Of [W * S], the slices that ranks have for this one: [S].
-  at::Tensor sum_of_rows(const at::Tensor& parts, int num_ranks) const;
+  c10::intrusive_ptr<c10::ivalue::Future> reduce_here(c10d::ProcessGroup& group,
+                                                      const at::Tensor& tensor,
+                                                      double scale) const;
+  c10::Stream stream_of(c10::Device device);
 
   const std::optional<int> row_size_;
-  CommunicationStreams streams_;
+  std::map<c10::DeviceIndex, c10::Stream> streams_;
 };
 
 }  // namespace brigade

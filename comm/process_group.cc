@@ -150,15 +150,13 @@ c10::intrusive_ptr<ProcessGroup> make_process_group(
   }
   const bool is_nccl =
       options.device_type == at::kCUDA && !options.make_backend;
+  const BackendPlace place = {.store = part_for(is_nccl ? "nccl" : "device"),
+                              .rank = rank,
+                              .world_size = world_size,
+                              .timeout = options.timeout,
+                              .group_name = options.name};
   c10::intrusive_ptr<c10d::Backend> on_device;
-  if (options.device_type != at::kCPU) {
-    on_device = make_device_backend(
-        options.make_backend, {.store = part_for(is_nccl ? "nccl" : "device"),
-                               .rank = rank,
-                               .world_size = world_size,
-                               .timeout = options.timeout,
-                               .group_name = options.name});
-  }
+  if (is_nccl) on_device = make_device_backend(nullptr, place);  // meets nobody
   try {
     gloo =
         make_gloo_backend(part_for("gloo"), rank, world_size,
@@ -167,6 +165,10 @@ c10::intrusive_ptr<ProcessGroup> make_process_group(
     store->setTimeout(options.timeout);
   } catch (...) {
     throw_peer_error(context, std::current_exception());
+  }
+  // May meet peers, which are known to be there now.
+  if (options.make_backend) {
+    on_device = make_device_backend(options.make_backend, place);
   }
 
   auto group = c10::make_intrusive<ProcessGroup>(part, rank, world_size);
@@ -179,7 +181,7 @@ c10::intrusive_ptr<ProcessGroup> make_process_group(
                               : ProcessGroup::BackendType::CUSTOM;
     group->setBackend(options.device_type, type, on_device);
     group->setDefaultBackend(type);
-    remember_make_backend(group, options.make_backend);
+    remember_make_backend(group, options.device_type, options.make_backend);
   }
   group->setGroupName(options.name);
   return group;

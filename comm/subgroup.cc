@@ -46,7 +46,7 @@ c10::intrusive_ptr<c10d::ProcessGroup> connect_subgroup(
   return make_process_group(
       c10::make_intrusive<c10d::PrefixStore>(name, store), own, size,
       {.device_type = device.type(),
-       .make_backend = device.is_cpu() ? nullptr : find_make_backend(*group),
+       .make_backend = find_make_backend(*group, device.type()),
        .timeout = group_timeout(*group),
        .name = name,
        .rendezvous_timeout = group_timeout(*group)});

@@ -1,5 +1,7 @@
 #include "brigade/comm_hooks/ordered_all_reduce.h"
 
+#include <algorithm>
+
 namespace brigade {
 
 OrderedAllReduce::OrderedAllReduce(
@@ -10,7 +12,8 @@ OrderedAllReduce::OrderedAllReduce(
       identity_(ChannelIdentity::made_alone(group)),
       on_device_(row_size) {}
 
-void OrderedAllReduce::connect() {
+void OrderedAllReduce::connect_for(std::span<const at::Tensor> tensors) {
+  if (std::ranges::none_of(tensors, &at::Tensor::is_cpu)) return;
   connect_as(ChannelIdentity::made_together(group_.lock()));
 }
 

@@ -10,6 +10,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <optional>
+#include <span>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "brigade/comm/channel_identity.h"
@@ -27,9 +28,10 @@ class OrderedAllReduce {
   explicit OrderedAllReduce(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
                             std::optional<int> row_size = std::nullopt);
 
-  // For tensors on the CPU. Collective, where ranks are known to stand in the
-  // same place; to be called once at most.  Errors: as OrderedCollectives'.
-  void connect();
+  // Nothing unless some of these are on the CPU. Collective then, where ranks
+  // are known to stand in the same place; to be called once at most.  Errors:
+  // as OrderedCollectives'.
+  void connect_for(std::span<const at::Tensor> tensors);
 
   // OrderedCollectives::all_reduce(), or that of OrderedOnDevice.  The first
   // call with a tensor on the CPU is collective unless ranks are connected.

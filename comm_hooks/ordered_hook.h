@@ -27,11 +27,14 @@
 #include <torch/csrc/distributed/c10d/comm.hpp>
 
 #include "brigade/comm/ordered_collectives.h"
+#include "brigade/comm/ordered_on_device.h"
+#include "brigade/comm_hooks/group_reference.h"
 #include "brigade/comm_hooks/wire_format.h"
 
 namespace brigade {
 
-// Of dense gradients on the CPU; others come out of backward as ValueError.
+// Of dense gradients; on devices the group's backend moves them
+// (comm/ordered_on_device.h). Sparse ones come out of backward as ValueError.
 class OrderedHook final : public c10d::CommHookInterface,
                           public DeclaresWireFormat {
  public:
@@ -48,8 +51,9 @@ class OrderedHook final : public c10d::CommHookInterface,
   bool sums_in_order() const override { return true; }
 
  private:
-  const double world_size_;
-  OrderedCollectives collectives_;
+  const GroupReference group_;
+  OrderedCollectives collectives_;  // of tensors on the CPU
+  OrderedOnDevice on_device_;
 };
 
 }  // namespace brigade

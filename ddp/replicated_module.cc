@@ -143,6 +143,15 @@ std::vector<NamedTensor> trainable(std::vector<NamedTensor> parameters) {
   return parameters;
 }
 
+std::vector<at::Tensor> trainable_tensors(
+    const std::vector<NamedTensor>& parameters) {
+  std::vector<at::Tensor> tensors;
+  for (const NamedTensor& named : trainable(parameters)) {
+    tensors.push_back(named.tensor);
+  }
+  return tensors;
+}
+
 // Parameters of groups of their own travel there, the others by `hook`.
 std::shared_ptr<c10d::CommHookInterface> route(
     std::shared_ptr<c10d::CommHookInterface> hook,
@@ -193,10 +202,7 @@ std::unique_ptr<Reducer> make_reducer(
     std::shared_ptr<c10d::CommHookInterface> hook) {
   std::vector<std::vector<at::Tensor>> parameters;
   for (const ModuleReplica& replica : replicas) {
-    parameters.emplace_back();
-    for (const auto& [name, tensor] : trainable(replica.tensors.parameters)) {
-      parameters.back().push_back(tensor);
-    }
+    parameters.push_back(trainable_tensors(replica.tensors.parameters));
   }
   const std::vector<NamedTensor> named =
       trainable(replicas.front().tensors.parameters);
@@ -238,11 +244,9 @@ ReplicatedModule::ReplicatedModule(std::vector<ModuleReplica> replicas,
     hook = averaging_;
   }
   reducer_ = make_reducer(replicas_, group_, options, std::move(hook));
-  if (ordered && options.reducer.verify_across_ranks &&
-      std::ranges::any_of(
-          replicas_.front().tensors.parameters,
-          [](const NamedTensor& named) { return named.tensor.is_cpu(); })) {
-    ordered->connect();
+  if (ordered && options.reducer.verify_across_ranks) {
+    ordered->connect_for(
+        trainable_tensors(replicas_.front().tensors.parameters));
   }
   for (const ModuleReplica& replica : replicas_) {
     watches_.emplace_back(replica.view, replica.tensors, options.ignored);
@@ -298,7 +302,7 @@ bool ReplicatedModule::sends_buffers(BufferMode place) const {
 
 void ReplicatedModule::after_forward(const std::vector<at::Tensor>& outputs) {
   if (!at::GradMode::is_enabled()) return;
-  if (!synchronizes_) return reducer_->note_local_forward();
+  if (!synchronizes_) return reducer_->note_local_forward(outputs);
   if (sends_buffers(BufferMode::kAfterForward)) {
     // A forward may have failed on one rank alone.
     reducer_->recover(SyncPoint::kAfterForward);

@@ -1,5 +1,6 @@
 #include "brigade/engine/backward_membership.h"
 
+#include <algorithm>
 #include <utility>
 
 namespace brigade {
@@ -11,6 +12,23 @@ void BackwardMembership::prepared(bool outputs_are_watched) {
 
 void BackwardMembership::note_local_forward() {
   if (outputs_ == Outputs::kWatched) outputs_ = Outputs::kRequired;
+}
+
+bool BackwardMembership::local_output_reached(int backward_id) {
+  if (std::ranges::count(local_backwards_, backward_id) > 0) return false;
+  local_backwards_.push_back(backward_id);
+  return true;
+}
+
+void BackwardMembership::local_backward_ended(int backward_id) {
+  std::erase(local_backwards_, backward_id);
+}
+
+bool BackwardMembership::is_undecided(Phase phase, int backward_id) const {
+  if (phase != Phase::kPrepared && phase != Phase::kSuspended) return false;
+  return outputs_ == Outputs::kRequired ||
+         std::ranges::any_of(local_backwards_,
+                             [&](int id) { return id <= backward_id; });
 }
 
 std::vector<EarlyGradient> BackwardMembership::take_from(int backward_id) {

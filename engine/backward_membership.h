@@ -42,12 +42,16 @@ class BackwardMembership {
   // through the prepared outputs are the iteration's, if these report.
   void note_local_forward();
 
-  // True if what a backward brings may be of such a forward: this one has not
-  // been seen to go through the outputs.
-  bool is_undecided(Phase phase) const {
-    return outputs_ == Outputs::kRequired &&
-           (phase == Phase::kPrepared || phase == Phase::kSuspended);
-  }
+  // The backward `backward_id` goes through an output of a forward that is not
+  // to be reduced, whenever that ran. Returns whether it is the first such
+  // output; local_backward_ended() is to follow then.
+  bool local_output_reached(int backward_id);
+  void local_backward_ended(int backward_id);
+
+  // True if what a backward brings may be of such a forward: this one, or that
+  // around it, which has an earlier id, has not been seen to go through the
+  // outputs.
+  bool is_undecided(Phase phase, int backward_id) const;
 
   // Until the next prepared(), or until its backward reaches the outputs.
   void keep(const EarlyGradient& gradient) { early_.push_back(gradient); }
@@ -78,8 +82,9 @@ class BackwardMembership {
 
   Outputs outputs_ = Outputs::kUnwatched;  // of the iteration
   std::vector<EarlyGradient> early_;
-  int64_t last_finished_ = 0;    // by number of preparation
-  int64_t last_repeatable_ = 0;  // likewise
+  std::vector<int> local_backwards_;  // that are running, by their ids
+  int64_t last_finished_ = 0;         // by number of preparation
+  int64_t last_repeatable_ = 0;       // likewise
   Preparation reached_;
   std::optional<int> reached_by_;  // a backward's id
 };

@@ -126,9 +126,10 @@ void Engine::end_iteration() try {
   throw;
 }
 
-void Engine::note_local_forward() {
+void Engine::note_local_forward(std::span<const at::Tensor> outputs) {
   const std::lock_guard<std::mutex> lock(mutex_);
   state_.membership.note_local_forward();
+  watch_outputs(outputs, hooks_, [this] { on_local_output_reached(); });
 }
 
 void Engine::ask(std::string_view words, uint64_t digest,

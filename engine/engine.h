@@ -88,8 +88,9 @@ class Engine : private GradientListener {
   // before any of its gradients has come.
   void begin_in_backward();
 
-  // A forward has run whose gradients are not the iteration's.
-  void note_local_forward();
+  // A forward has run whose gradients are not an iteration's: a backward that
+  // goes through its outputs, and none that were prepared, stays on this rank.
+  void note_local_forward(std::span<const at::Tensor> outputs);
 
   // The gradient of a variable has been accumulated: for variables that are not
   // watched any more. Or none will come: `is_defined` is false then. REQUIRES:
@@ -203,6 +204,7 @@ class Engine : private GradientListener {
  private:
   void on_gradient_ready(VariableIndex variable, bool is_defined) override;
   void on_output_reached(Preparation preparation);
+  void on_local_output_reached();
   void on_backward_end(int64_t preparation, int backward_id);
   void on_backward_abandoned(int64_t preparation);
 

@@ -51,6 +51,17 @@ void Engine::on_output_reached(Preparation preparation) try {
   throw;
 }
 
+void Engine::on_local_output_reached() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const int id = running_backward_id();
+  if (!state_.membership.local_output_reached(id)) return;
+  const auto ended = [this, id] {
+    const std::lock_guard<std::mutex> lock_at_end(mutex_);
+    state_.membership.local_backward_ended(id);
+  };
+  watch_backward_end(hooks_, ended, ended);
+}
+
 void Engine::begin_in_backward() try {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (has_begun(state_.phase)) return;
@@ -89,7 +100,7 @@ void Engine::on_gradient_ready(VariableIndex variable, bool is_defined) try {
     return state_.policy.on_local_gradient(variable, is_defined);
   }
   try {
-    if (state_.membership.is_undecided(state_.phase)) {
+    if (state_.membership.is_undecided(state_.phase, backward_id)) {
       return accept_early_gradient(variable, is_defined, backward_id);
     }
     enter_backward(backward_id);

@@ -1,6 +1,5 @@
 #include "brigade/engine/make_packer.h"
 
-#include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
 

@@ -16,9 +16,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
-#include <memory>
 #include <span>
-#include <vector>
 
 namespace brigade {
 

@@ -7,6 +7,7 @@
 #include "brigade/engine/exchange.h"
 #include "brigade/engine/follow_up.h"
 #include "brigade/engine/launching.h"
+#include "brigade/engine/own_turn.h"
 #include "brigade/engine/recovery.h"
 #include "brigade/engine/unconfirmed_ends.h"
 

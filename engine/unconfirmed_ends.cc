@@ -6,6 +6,7 @@
 #include "absl/strings/str_cat.h"
 #include "brigade/engine/deferral.h"
 #include "brigade/engine/exchange.h"
+#include "brigade/engine/follow_up.h"
 #include "brigade/engine/recovery.h"
 
 namespace brigade {

@@ -10,8 +10,8 @@
 #include <memory>
 
 #include "brigade/engine/engine_state.h"
-#include "brigade/engine/follow_up.h"
 #include "brigade/engine/iteration.h"
+#include "brigade/engine/own_turn.h"
 #include "brigade/engine/peer_status.h"
 
 namespace brigade {

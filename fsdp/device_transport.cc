@@ -58,14 +58,13 @@ class DeviceTransport final : public ShardTransport {
       sent_.by_sums += 2 * bytes_by_ring(shard, num_replicas());
     }
     const auto in_row = reduce_into(*sums_.group(), shard, whole);
-    return sum.over_replicas ? over_column(*in_row, shard)
-                             : in_row->getFuture();
+    return sum.over_replicas ? over_column(in_row, shard) : in_row->getFuture();
   }
 
   FuturePtr all_reduce(const at::Tensor& tensor) override {
     if (tensor.device() != streams().device()) return all_reduce_there(tensor);
     std::vector<at::Tensor> tensors = {tensor};
-    return over_column(*sums_.group()->allreduce(tensors), tensor);
+    return over_column(sums_.group()->allreduce(tensors), tensor);
   }
 
   Sent sent() const override { return sent_; }
@@ -81,26 +80,34 @@ class DeviceTransport final : public ShardTransport {
   }
 
  private:
+  // The current stream waits, the host does not, whatever Work::wait() does.
+  static void join(const c10::intrusive_ptr<c10d::Work>& work) {
+    work->getFuture()->waitAndThrow();
+  }
+
   // On the current stream, behind the collectives. As OrderedCollectives have
   // it: a level is rounded where its sum travels on, the last one's behind the
   // scale.
   FuturePtr reduce_in_order(const at::Tensor& whole, const at::Tensor& shard,
                             const Sum& sum) {
     const at::NoGradGuard no_grad;
-    at::Tensor parts = whole;
+    // Before anything is launched: a lack of memory is this rank's alone then.
+    const bool in_column = sum.over_replicas && num_replicas() > 1;
+    const at::Tensor parts = num_shards() > 1 ? at::empty_like(whole) : whole;
+    const at::Tensor total = empty_sum(shard.numel(), shard);
+    const at::Tensor of_rows =
+        in_column ? at::empty({num_replicas() * shard.numel()}, shard.options())
+                  : at::Tensor();
     if (num_shards() > 1) {
-      parts = at::empty_like(whole);
-      exchange_parts(*sums_.group(), parts, whole)->wait();
+      join(exchange_parts(*sums_.group(), parts, whole));
     }
-    at::Tensor total = sum_in_order(parts, num_shards());
-    if (sum.over_replicas && num_replicas() > 1) {
+    sum_in_order(parts, num_shards(), total);
+    if (in_column) {
       sent_.by_sums +=
           static_cast<int64_t>(shard.nbytes()) * (num_replicas() - 1);
       shard.copy_(total);
-      const at::Tensor of_rows =
-          at::empty({num_replicas() * shard.numel()}, shard.options());
-      gather_into(*column_.group(), of_rows, shard)->wait();
-      total = sum_in_order(of_rows, num_replicas());
+      join(gather_into(*column_.group(), of_rows, shard));
+      sum_in_order(of_rows, num_replicas(), total);
     }
     if (sum.scale != 1) total.mul_(sum.scale);
     shard.copy_(total);
@@ -108,9 +115,10 @@ class DeviceTransport final : public ShardTransport {
   }
 
   // The sum of a row is in `tensor` when `row` is done.
-  FuturePtr over_column(c10d::Work& row, const at::Tensor& tensor) {
-    if (num_replicas() == 1) return row.getFuture();
-    row.wait();  // the current stream does; pairs with the column's launch
+  FuturePtr over_column(const c10::intrusive_ptr<c10d::Work>& row,
+                        const at::Tensor& tensor) {
+    if (num_replicas() == 1) return row->getFuture();
+    join(row);  // pairs with the column's launch
     std::vector<at::Tensor> tensors = {tensor};
     return column_.group()->allreduce(tensors)->getFuture();
   }

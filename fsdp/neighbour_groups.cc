@@ -1,7 +1,7 @@
 #include "brigade/fsdp/neighbour_groups.h"
 
-#include "brigade/comm/subgroup.h"
 #include "brigade/comm/group_collectives.h"
+#include "brigade/comm/subgroup.h"
 #include "brigade/fsdp/mesh_ranks.h"
 
 namespace brigade {

@@ -7,10 +7,10 @@
 #include <utility>
 #include <vector>
 
+#include "brigade/comm/group_collectives.h"
 #include "brigade/comm/ordered_collectives.h"
 #include "brigade/comm/ordered_mesh.h"
 #include "brigade/comm/subgroup.h"
-#include "brigade/comm/group_collectives.h"
 #include "brigade/fsdp/mesh_ranks.h"
 #include "brigade/fsdp/neighbour_groups.h"
 

@@ -104,9 +104,8 @@ TorchReducer::TorchReducer(std::vector<at::Tensor> parameters,
   }
   follow_torchs_rebuild();
   make();
-  if (ordered_ && options_.verify_across_ranks &&
-      std::ranges::any_of(parameters_, &at::Tensor::is_cpu)) {
-    ordered_->connect();
+  if (ordered_ && options_.verify_across_ranks) {
+    ordered_->connect_for(parameters_);
   }
   options_.verify_across_ranks = false;  // compared once and for all
 }
@@ -207,9 +206,9 @@ void TorchReducer::prepare_for_backward(
   });
 }
 
-void TorchReducer::note_local_forward() {
+void TorchReducer::note_local_forward(const std::vector<at::Tensor>& outputs) {
   if (!reducer_) return;
-  reducer_->note_local_forward();
+  reducer_->note_local_forward(outputs);
   drop_gradients_of_failed_steps();
 }
 
@@ -233,11 +232,15 @@ void TorchReducer::shadow_iteration(bool use_world_size) {
 // Ranks without data divide their part of a sum that is ordered, too, and
 // nobody tells them.
 void TorchReducer::divide_by_count(bool has_data) {
-  averaging_->divide_by([ordered = ordered_, has_data] {
-    const at::Tensor count = at::full({1}, has_data ? 1.0 : 0.0, at::kDouble);
-    ordered->run(count, 1)->waitAndThrow();
-    return count.item<double>();
-  });
+  averaging_->divide_by(
+      [ordered = ordered_, has_data, device = parameters_.front().device()] {
+        // Exact in float32, which all devices have.
+        const at::Tensor count =
+            at::full({1}, has_data ? 1.0 : 0.0,
+                     at::TensorOptions(at::kFloat).device(device));
+        ordered->run(count, 1)->waitAndThrow();
+        return count.item<double>();
+      });
 }
 
 void TorchReducer::meet_peers() {

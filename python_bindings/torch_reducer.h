@@ -49,7 +49,7 @@ class TorchReducer {
   // Called before forward.
   void prepare_for_forward();
   void prepare_for_backward(const std::vector<at::Tensor>& outputs);
-  void note_local_forward();
+  void note_local_forward(const std::vector<at::Tensor>& outputs);
 
   // Returns true if it rebuilt. Errors: RuntimeError if the last prepared
   // backward left parameters without gradients.

@@ -64,7 +64,9 @@ void Reducer::prepare(const std::vector<at::Tensor>& outputs) {
   engine_->prepare(outputs);
 }
 
-void Reducer::note_local_forward() { engine_->note_local_forward(); }
+void Reducer::note_local_forward(const std::vector<at::Tensor>& outputs) {
+  engine_->note_local_forward(outputs);
+}
 
 void Reducer::shadow_iteration() { engine_->shadow(); }
 

@@ -103,10 +103,10 @@ class Reducer {
     prepare(tensors_of(outputs));
   }
 
-  // A forward has run whose gradients are this rank's. From here on a backward
-  // is reduced only if it goes through outputs that were given to
-  // prepare_for_backward() (any, if these have no history).
-  void note_local_forward();
+  // A forward has run whose gradients are this rank's: a backward through its
+  // outputs is not reduced, nor is one from here on that goes through none that
+  // prepare_for_backward() was given, if these have a history.
+  void note_local_forward(const std::vector<at::Tensor>& outputs);
 
   // Launches what peers that reduce an iteration launch, on zeros, and delivers
   // nothing: for a rank that has run out of data. Counts as a prepared

@@ -62,13 +62,6 @@ absl::Status check_devices(const ParameterTable& table,
   return absl::OkStatus();
 }
 
-bool has_cpu_gradients(const ParameterTable& table) {
-  for (size_t i = 0; i < table.size(); ++i) {
-    if (table[i].is_cpu()) return true;
-  }
-  return false;
-}
-
 // `hook`: of the user's, or null.
 absl::Status check_reproducible(const ReducerOptions& options,
                                 c10d::CommHookInterface* hook,
@@ -218,9 +211,8 @@ ReducerSetup checked_setup(std::vector<std::vector<at::Tensor>> replicas,
     require_agreement(group, device, "reducer option",
                       describe(options, local->table), absl::OkStatus());
   }
-  if (ordered && options.verify_across_ranks &&
-      has_cpu_gradients(local->table)) {
-    ordered->connect();
+  if (ordered && options.verify_across_ranks) {
+    ordered->connect_for(local->table.tensors());
   }
   return {.group = std::move(group),
           .options = std::move(options),

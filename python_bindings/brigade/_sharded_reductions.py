@@ -198,10 +198,10 @@ def _root_of(parts: list[torch.Tensor]) -> Any:
 def _unscale(func: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
     """Of gradients of a model; what any rank finds, all have found."""
     gradients, found_inf = args[0], args[1]
+    places = [place_of(gradient) for gradient in gradients]
+    roots = {place.require_unit().require_root(): None for place in places if place}
     with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
         func(*args, **kwargs)
-        places = [place_of(gradient) for gradient in gradients]
-        roots = {place.require_unit().require_root(): None for place in places if place}
         for root in roots:  # in the order of the gradients, as on all ranks
             found = found_inf.reshape(1).double()
             root.native.sum_over_ranks(found, True)

@@ -123,7 +123,8 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
             last one repeats. bucket_cap_mb is without effect beside it.
         batched_grad_copy: Without effect: gradients always go into a bucket in one
             pass, and come out with the bits of torch's default.
-        forward_sync_buffers: Rank 0's buffers are broadcast before each forward
+        forward_sync_buffers: Rank 0's buffers, of the shapes that ranks had at
+            construction, are broadcast before each forward
             that will be reduced, and by join(). Default: True.
         lazy_bucket_allocation: Buckets have memory from when they are packed until gradients
             are delivered; as views, gradients keep it until they are set to None.
@@ -651,7 +652,7 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
                     output = tie(output, copies=self._ddp_sink_clone)
                 self.reducer.prepare_for_backward(list(torch_ddp._find_tensors(output)))
             elif torch.is_grad_enabled():
-                self.reducer._note_local_forward()
+                self.reducer._note_local_forward(list(torch_ddp._find_tensors(output)))
         self._clear_grad_buffer()
         return output
 

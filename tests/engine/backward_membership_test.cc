@@ -11,24 +11,43 @@ using ::testing::Field;
 using ::testing::IsEmpty;
 using ::testing::Optional;
 
+constexpr int kBackward = 5;  // by its id
+
 TEST(BackwardMembershipTest, IsDecidedByTheOutputsBehindALocalForward) {
   BackwardMembership membership;
   membership.prepared(/*outputs_are_watched=*/true);
-  EXPECT_FALSE(membership.is_undecided(Phase::kPrepared));
+  EXPECT_FALSE(membership.is_undecided(Phase::kPrepared, kBackward));
   membership.note_local_forward();
-  EXPECT_TRUE(membership.is_undecided(Phase::kPrepared));
-  EXPECT_FALSE(membership.is_undecided(Phase::kReached));
-  EXPECT_FALSE(membership.is_undecided(Phase::kReducing));
-  EXPECT_TRUE(membership.is_undecided(Phase::kSuspended));
+  EXPECT_TRUE(membership.is_undecided(Phase::kPrepared, kBackward));
+  EXPECT_FALSE(membership.is_undecided(Phase::kReached, kBackward));
+  EXPECT_FALSE(membership.is_undecided(Phase::kReducing, kBackward));
+  EXPECT_TRUE(membership.is_undecided(Phase::kSuspended, kBackward));
   membership.prepared(/*outputs_are_watched=*/true);
-  EXPECT_FALSE(membership.is_undecided(Phase::kPrepared));
+  EXPECT_FALSE(membership.is_undecided(Phase::kPrepared, kBackward));
 }
 
 TEST(BackwardMembershipTest, IsTakenForGrantedWhereOutputsCannotReport) {
   BackwardMembership membership;
   membership.prepared(/*outputs_are_watched=*/false);
   membership.note_local_forward();
-  EXPECT_FALSE(membership.is_undecided(Phase::kPrepared));
+  EXPECT_FALSE(membership.is_undecided(Phase::kPrepared, kBackward));
+}
+
+// And of backwards inside of it.
+TEST(BackwardMembershipTest,
+     IsDecidedByTheOutputsInTheBackwardOfALocalForward) {
+  for (const bool are_watched : {true, false}) {
+    BackwardMembership membership;
+    EXPECT_TRUE(membership.local_output_reached(kBackward));
+    EXPECT_FALSE(membership.local_output_reached(kBackward));
+    membership.prepared(are_watched);
+    EXPECT_FALSE(membership.is_undecided(Phase::kPrepared, kBackward - 1));
+    EXPECT_TRUE(membership.is_undecided(Phase::kPrepared, kBackward));
+    EXPECT_TRUE(membership.is_undecided(Phase::kSuspended, kBackward + 1));
+    EXPECT_FALSE(membership.is_undecided(Phase::kReducing, kBackward));
+    membership.local_backward_ended(kBackward);
+    EXPECT_FALSE(membership.is_undecided(Phase::kPrepared, kBackward));
+  }
 }
 
 TEST(BackwardMembershipTest, EarlyGradientsAreThoseOfTheBackwardThatReaches) {

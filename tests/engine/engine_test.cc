@@ -128,11 +128,49 @@ TEST_F(EngineTest, ABackwardOfALocalForwardIsNotTheIterations) {
   sequence({1, 1});
   const at::Tensor loss = output({1, 0});
   prepare(loss);
-  engine().note_local_forward();
+  engine().note_local_forward({});
   backward({0, 1});
   expect_events({"local 0", "local 1"});
   EXPECT_FALSE(has_begun());
   loss.backward();
+  EXPECT_EQ(engine().statistics().reduced, 1);
+}
+
+// Whichever forward came first, and though its graph is not the prepared one's.
+TEST_F(EngineTest, ABackwardOfAnEarlierLocalForwardIsNotTheIterations) {
+  sequence({1, 1});
+  const at::Tensor local = output({1, 0});
+  engine().note_local_forward(std::vector{local});
+  const at::Tensor loss = output({1, 0});
+  prepare(loss);
+  local.backward();
+  expect_events({"local 1", "local 0"});
+  EXPECT_FALSE(has_begun());
+  loss.backward();
+  expect_events({"pack 1", "pack 0", "launch 0", "launch 1", "end confirmed",
+                 "deliver 0", "deliver 1", "delivered"});
+}
+
+// And one through both is.
+TEST_F(EngineTest, ABackwardThroughAnEarlierLocalForwardTooIsTheIterations) {
+  sequence({1, 1});
+  const at::Tensor local = output({0});
+  engine().note_local_forward(std::vector{local});
+  const at::Tensor loss = output({1, 0});
+  prepare(loss);
+  (loss + local).backward();
+  EXPECT_EQ(engine().statistics().reduced, 1);
+}
+
+TEST_F(EngineTest, ALocalBackwardThatFailsLeavesNothingBehind) {
+  sequence({1, 1});
+  at::Tensor local = output({1, 0}, [](size_t v) {
+    if (v == 1) throw ScriptedError("in a hook");
+  });
+  engine().note_local_forward(std::vector{local});
+  prepare(output({1, 0}));
+  EXPECT_THROW(local.backward(), ScriptedError);
+  backward({1, 0});  // through other graphs: the iteration's, as before
   EXPECT_EQ(engine().statistics().reduced, 1);
 }
 

@@ -222,7 +222,7 @@ TEST_F(PhaseTest, WhatIsReachedHasNotBegun) {
 TEST_F(PhaseTest, GradientsOfABackwardThatReachesTheOutputsAreTheIterations) {
   const at::Tensor loss = output({0, 1, 2});
   prepare(loss);
-  engine().note_local_forward();
+  engine().note_local_forward({});
   backward({2});  // undecided
   expect_events({"local 2"});
   EXPECT_FALSE(has_begun());
@@ -235,7 +235,7 @@ TEST_F(PhaseTest, AnotherBackwardThroughTheOutputsGoesOnWithTheIteration) {
   const at::Tensor first = output({2});
   const at::Tensor second = output({1, 0});
   engine().prepare(std::vector<at::Tensor>{first, second});
-  engine().note_local_forward();
+  engine().note_local_forward({});
   first.backward();
   EXPECT_TRUE(has_begun());
   backward({0});  // undecided again

@@ -203,6 +203,64 @@ def test_a_forward_without_backward_does_not_reach_into_no_sync():
     run_ranks(_no_sync_after_a_forward_alone)
 
 
+def _plain():
+    return nn.Linear(3, 2)
+
+
+class _Checkpointed(nn.Module):
+    """Whose backward runs others inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(3, 2)
+
+    def forward(self, x):
+        x = x.detach().requires_grad_()
+        return torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=True)
+
+
+def _local_forward_first(rank, make):
+    """Micro-batches whose forward runs before the backward of the one before."""
+    wrapped = CLASSES["brigade"](make())
+    weight = next(wrapped.module.parameters())
+    x = torch.ones(1, 3)
+    for _ in range(3):
+        wrapped.zero_grad()
+        with wrapped.no_sync():
+            first = wrapped(x * 100 * (rank + 1)).sum()
+            second = wrapped(x * 10).sum()
+        last = wrapped(x * 8).sum()
+        first.backward()
+        assert weight.grad.tolist() == [[100.0 * (rank + 1)] * 3] * 2
+        second.backward()
+        assert weight.grad.tolist() == [[100.0 * (rank + 1) + 10] * 3] * 2
+        last.backward()
+        assert weight.grad.tolist() == [[150.0 + 10 + 8] * 3] * 2
+
+
+@pytest.mark.parametrize("make", [_plain, _Checkpointed])
+def test_backwards_of_forwards_under_no_sync_are_local_whichever_forward_was_first(make):
+    run_ranks(_local_forward_first, make)
+
+
+def _local_on_one_rank(rank):
+    wrapped = CLASSES["brigade"](nn.Linear(1, 1, bias=False))
+    for _ in range(3):
+        wrapped.zero_grad()
+        if rank == 0:
+            with wrapped.no_sync():
+                local = wrapped(torch.full((1, 1), 100.0)).sum()
+        loss = wrapped(torch.full((1, 1), 8.0)).sum()
+        if rank == 0:
+            local.backward()
+        loss.backward()
+        assert wrapped.module.weight.grad.item() == (100 + 8 + 8) / 2
+
+
+def test_a_forward_under_no_sync_on_one_rank_is_its_own():
+    run_ranks(_local_on_one_rank)
+
+
 def _forwards_without_backward(rank):
     results = {}
     for name, wrapper in CLASSES.items():

@@ -392,7 +392,7 @@ TEST(ReducerTest, AccumulatesTheBackwardOfALocalForwardLocally) {
   Reducer reducer(model.parameters, single_process_group());
   reducer.prepare_for_backward(model.loss(0));
   const at::Tensor local = model.loss(0);
-  reducer.note_local_forward();
+  reducer.note_local_forward({local});
   local.backward();
   EXPECT_EQ(reducer.statistics().reduced, 0);
 }
@@ -412,7 +412,7 @@ TEST(ReducerTest, ReducesABackwardThroughAPreparedAndALocalForward) {
       prepared = model.loss_in_order({0, 1}, rank);
       if (local_comes_first) run_local();
       reducer.prepare_for_backward(prepared);
-      reducer.note_local_forward();
+      reducer.note_local_forward({local});
       (prepared + local).backward();
       expect_averages(model, 2);
       EXPECT_EQ(reducer.statistics().reduced, 1);
@@ -431,7 +431,7 @@ TEST(ReducerTest, NamesWhatAnUnfinishedIterationLacksInTheNextLocalBackward) {
     reducer.prepare_for_backward(loss);
     loss.backward();
     const at::Tensor local = model.loss_in_order({2, 0}, rank);
-    reducer.note_local_forward();
+    reducer.note_local_forward({local});
     try {
       local.backward();
       FAIL() << "accepted";

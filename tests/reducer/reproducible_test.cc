@@ -218,13 +218,5 @@ TEST(ReproducibleRefusalTest, AnotherHookLater) {
   expect_trains(reducer, model, 0, 1);
 }
 
-TEST(ReproducibleRefusalTest, ParametersOnAnotherDevice) {
-  const Group group = single_process_group();
-  const at::Tensor parameter =
-      at::empty({2}, at::TensorOptions().device(at::kMeta)).requires_grad_();
-  EXPECT_THROW(Reducer({parameter}, group, {.reproducible = true}),
-               c10::ValueError);
-}
-
 }  // namespace reproducible_test
 }  // namespace brigade

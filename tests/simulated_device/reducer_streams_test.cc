@@ -101,8 +101,9 @@ void local_forward_between(const StreamLayout& layout, ReducerOptions options) {
   for (int s = 0; s < kNumSteps; ++s) {
     const at::Tensor loss = training.loss(s);
     training.reducer().prepare_for_backward(loss);
-    training.reducer().note_local_forward();
-    training.loss(s).backward();
+    const at::Tensor local = training.loss(s);
+    training.reducer().note_local_forward({local});
+    local.backward();
     loss.backward();
     training.expect_gradients(s, {}, 2);
     training.update();
@@ -371,6 +372,44 @@ void summed_in_order_of_ranks(const StreamLayout& layout,
 void summed_in_order_of_rows(const StreamLayout& layout,
                              ReducerOptions options) {
   summed_in_order(layout, std::move(options), kWorldSize / 2);
+}
+
+// A bucket is two collectives there, and so is what stands in for it on a rank
+// that has failed before it launched any.
+void summed_in_order_where_backward_throws(const StreamLayout& layout,
+                                           ReducerOptions options) {
+  options.reproducible = true;
+  options.rebuild_buckets = false;
+  bool throws = false;
+  StreamedTraining training(layout);
+  training.make_reducer(std::move(options));
+  for (const at::Tensor& parameter : training.model().parameters()) {
+    parameter.register_hook([&](const at::Tensor&) {
+      if (throws) throw std::runtime_error("in backward");
+    });
+  }
+  const auto num_launched = [&] { return training.recording().log().size(); };
+  const size_t at_first = num_launched();
+  training.step(0);
+  training.zero_grad();
+  const size_t of_a_step = num_launched() - at_first;
+  training.recording().answer_statuses_with([&](const RankStatus& own) {
+    std::vector<RankStatus> by_rank(kWorldSize, own);
+    if (own.kind == StatusKind::kFailed) {
+      by_rank[1].kind = StatusKind::kEnd;
+      by_rank[1].by_group[0].launches = static_cast<int32_t>(of_a_step / 2);
+    }
+    return by_rank;
+  });
+  throws = true;
+  EXPECT_ANY_THROW(training.step(1));
+  simulated::synchronize_all();
+  training.zero_grad();
+  EXPECT_EQ(num_launched(), at_first + 2 * of_a_step);
+  throws = false;
+  training.step(2);
+  training.update();
+  EXPECT_EQ(num_launched(), at_first + 3 * of_a_step);
 }
 
 void complex_gradients(const StreamLayout& layout, ReducerOptions options) {
@@ -700,6 +739,7 @@ const Scenario kScenarios[] = {
     {"ComplexGradients", complex_gradients},
     {"SummedInOrderOfRanks", summed_in_order_of_ranks},
     {"SummedInOrderOfRows", summed_in_order_of_rows},
+    {"SummedInOrderWhereBackwardThrows", summed_in_order_where_backward_throws},
     {"LargeGradients", large_gradients},
     {"GradientsInAnotherMemoryOrder", gradients_in_another_memory_order},
     {"GradientsWithAHistory", gradients_with_a_history},

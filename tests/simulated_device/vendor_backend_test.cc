@@ -6,6 +6,7 @@
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <vector>
 
+#include "brigade/comm/identical_ranks_backend.h"
 #include "brigade/comm/process_group.h"
 #include "brigade/comm/subgroup.h"
 #include "brigade/reducer/reducer.h"
@@ -19,7 +20,6 @@ namespace {
 
 using simulated::on_device;
 using ::testing::HasSubstr;
-using testing::HostBackend;
 using testing::run_ranks_on_devices;
 using ::testing::ThrowsMessage;
 using testing::with_host_backend;
@@ -88,14 +88,12 @@ TEST_F(VendorBackendTest, AWorldOfOneNeedsNone) {
 TEST_F(VendorBackendTest, WhatDoesNotFitIsRefused) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
   ProcessGroupOptions options = with_host_backend();
-  options.make_backend = [](BackendPlace place) {
-    place.world_size = 1;
-    place.rank = 0;
-    return c10::make_intrusive<HostBackend>(place);
+  options.make_backend = [](const BackendPlace&) {
+    return c10::make_intrusive<IdenticalRanksBackend>(1, 2);
   };
-  EXPECT_THAT([&] { make_process_group(store, 1, 2, options); },
+  EXPECT_THAT([&] { make_process_group(store, 0, 1, options); },
               ThrowsMessage<c10::ValueError>(HasSubstr(
-                  "a backend of rank 1 of 2, found one of rank 0 of 1")));
+                  "a backend of rank 0 of 1, found one of rank 1 of 2")));
   options.make_backend = [](const BackendPlace&) { return nullptr; };
   EXPECT_THAT([&] { make_process_group(store, 0, 1, options); },
               ThrowsMessage<c10::ValueError>(HasSubstr("found none")));
