@@ -11,6 +11,7 @@
 #include "absl/strings/str_join.h"
 #include "brigade/comm/find_backend.h"
 #include "brigade/comm/group_timeout.h"
+#include "brigade/comm/has_peers.h"
 #include "brigade/comm/liveness_probe.h"
 #include "brigade/comm/peer_error.h"
 #include "brigade/comm/status_answers.h"
@@ -56,9 +57,7 @@ ControlChannel::ControlChannel(c10::intrusive_ptr<c10d::ProcessGroup> group,
       process_(getpid()),
       timeout_(group_timeout(*group_)),
       answers_(find_answers(*group_)) {
-  if (group_->getSize() > 1 && group_->getStore() && !answers_) {
-    connect(identity);
-  }
+  if (has_peers(*group_) && !answers_) connect(identity);
 }
 
 void ControlChannel::connect(std::optional<ChannelIdentity> identity) {

@@ -1,13 +1,15 @@
 // A group's collectives for slices, under either name that versions of torch
-// give them.
+// give them, and what waits for one.
 
 #ifndef BRIGADE_COMM_GROUP_COLLECTIVES_H_
 #define BRIGADE_COMM_GROUP_COLLECTIVES_H_
 
 #include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
 
 #include <cstdint>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <torch/csrc/distributed/c10d/Work.hpp>
 #include <vector>
 
 namespace brigade {
@@ -50,6 +52,12 @@ c10::intrusive_ptr<c10d::Work> exchange_parts(ProcessGroup& group,
   } else {
     return group.alltoall_base(output, input, equal, equal);
   }
+}
+
+// The current stream waits, the host does not, whatever Work::wait() does.
+// Errors: what the collective failed with.
+inline void join_current_stream(const c10::intrusive_ptr<c10d::Work>& work) {
+  work->getFuture()->waitAndThrow();
 }
 
 }  // namespace brigade

@@ -1,6 +1,7 @@
 #include "brigade/comm/ordered_mesh.h"
 
 #include <ATen/core/List.h>
+#include <ATen/core/grad_mode.h>
 #include <unistd.h>
 
 #include <exception>
@@ -13,6 +14,7 @@ using c10::ivalue::Future;
 
 struct OrderedMesh::Reduction {
   at::Tensor output;
+  at::Tensor of_row;
   std::optional<double> scale;
   FuturePtr result;
   bool is_summed_in_row = false;  // guarded by mutex_
@@ -33,13 +35,15 @@ OrderedMesh::~OrderedMesh() {
   is_ending_ = true;
 }
 
-OrderedMesh::FuturePtr OrderedMesh::reduce_scatter(
-    const at::Tensor& input, const at::Tensor& output,
-    std::optional<double> scale) {
+OrderedMesh::FuturePtr OrderedMesh::reduce_scatter(const at::Tensor& input,
+                                                   const at::Tensor& output,
+                                                   std::optional<double> scale,
+                                                   const at::Tensor& of_row) {
   if (has_one_row_) return row_->reduce_scatter(input, output, scale);
   row_->check_reduce_scatter(input, output, scale);
   const auto reduction = std::make_shared<Reduction>(
       Reduction{.output = output,
+                .of_row = of_row,
                 .scale = scale,
                 .result = c10::make_intrusive<Future>(
                     c10::ListType::create(c10::TensorType::get()))});
@@ -54,7 +58,12 @@ OrderedMesh::FuturePtr OrderedMesh::reduce_scatter(
 }
 
 void OrderedMesh::row_is_done(Reduction& reduction, Future& sum) {
-  if (sum.hasError()) column_->abort(sum.exception_ptr());
+  if (sum.hasError()) {
+    column_->abort(sum.exception_ptr());
+  } else if (reduction.of_row.defined()) {
+    const at::NoGradGuard no_grad;
+    reduction.output.add_(reduction.of_row);
+  }
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     reduction.is_summed_in_row = true;

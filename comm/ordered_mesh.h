@@ -58,12 +58,16 @@ class OrderedMesh {
 
   // Writes into `output` the sum over all ranks of elements
   // slice(input.numel()) of `input` [any shape], times `scale`.  `output` may
-  // be just that part of `input`.  The future holds a list of the output, or
-  // ends with PeerError.
+  // be just that part of `input`.  `of_row`, as `output`: what the row has
+  // summed before, which is added to its sum; not to be written to until all is
+  // over; undefined: nothing. The future holds a list of the output, or ends
+  // with PeerError.
   //
-  // Errors: as OrderedCollectives::reduce_scatter().
+  // Errors: as OrderedCollectives::reduce_scatter(). REQUIRES: there are
+  // several rows if `of_row` is defined.
   FuturePtr reduce_scatter(const at::Tensor& input, const at::Tensor& output,
-                           std::optional<double> scale = std::nullopt);
+                           std::optional<double> scale = std::nullopt,
+                           const at::Tensor& of_row = {});
 
   // The same over this rank's row only.
   FuturePtr reduce_scatter_in_row(const at::Tensor& input,

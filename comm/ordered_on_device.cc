@@ -21,11 +21,6 @@ namespace {
 
 using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
 
-// The current stream waits, the host does not, whatever Work::wait() does.
-void join(const c10::intrusive_ptr<c10d::Work>& work) {
-  work->getFuture()->waitAndThrow();
-}
-
 // What a sum of slices is added up in.
 class RowSums {
  public:
@@ -102,11 +97,11 @@ FuturePtr OrderedOnDevice::reduce_here(c10d::ProcessGroup& group,
   const RowSums sums(parts, size, row_size_.value_or(size));
 
   if (!is_even) whole.narrow(0, 0, flat.numel()).copy_(flat);
-  join(exchange_parts(group, parts, whole));
+  join_current_stream(exchange_parts(group, parts, whole));
   const at::Tensor& sum = sums.of(parts);
   if (scale != 1) sum.mul_(scale);
   own.copy_(sum);
-  join(gather_into(group, whole, own));
+  join_current_stream(gather_into(group, whole, own));
   if (!is_even) flat.copy_(whole.narrow(0, 0, flat.numel()));
   return completed_future({tensor});
 }

@@ -11,18 +11,16 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_join.h"
 #include "brigade/comm/control_device.h"
 #include "brigade/comm/liveness_probe.h"
 #include "brigade/comm/peer_error.h"
 #include "brigade/comm/ranks_by_value.h"
 #include "brigade/comm/shared_memory.h"
+#include "brigade/comm/shortened_list.h"
 #include "brigade/comm/status_bridge.h"
 
 namespace brigade {
 namespace {
-
-constexpr size_t kMaxNamed = 5;
 
 absl::Status refuse(const std::string& found) {
   return absl::InvalidArgumentError(absl::StrCat(
@@ -34,15 +32,10 @@ absl::Status refuse(const std::string& found) {
 }
 
 std::string describe(const std::vector<RanksOfValue<int64_t>>& hosts) {
-  std::vector<std::string> parts;
-  for (size_t host = 0; host < std::min(hosts.size(), kMaxNamed); ++host) {
-    parts.push_back(absl::StrCat(describe_ranks(hosts[host].ranks), " on ",
-                                 host == 0 ? "one host" : "another"));
-  }
-  if (hosts.size() > kMaxNamed) {
-    parts.push_back(absl::StrCat(hosts.size() - kMaxNamed, " more hosts"));
-  }
-  return absl::StrJoin(parts, ", ");
+  return shortened_list(hosts.size(), [&](size_t host) {
+    return absl::StrCat(describe_ranks(hosts[host].ranks), " on ",
+                        host == 0 ? "one host" : "another");
+  });
 }
 
 std::vector<int64_t> hosts_of(c10d::ProcessGroup& group) {

@@ -69,7 +69,7 @@ struct DistributedDataParallelOptions {
   // Averaged over their own groups, in buckets of their own. Launches stay in
   // one order on all ranks, across groups. Other parameters travel by
   // `reducer.comm_hook`. Buckets are not rebuilt then. With unused parameters,
-  // one is left untouched if no rank of the whole group used it. Such a model
+  // one keeps its gradient if no rank of the whole group used it. Such a model
   // can't be joined, nor be `reducer.reproducible`.
   std::vector<ParameterGroup> parameter_groups = {};
 

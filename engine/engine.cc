@@ -20,6 +20,7 @@
 #include "brigade/engine/recovery.h"
 #include "brigade/engine/running_iteration.h"
 #include "brigade/engine/unconfirmed_ends.h"
+#include "brigade/hooks/backward_end.h"
 #include "brigade/hooks/output_watch.h"
 
 namespace brigade {
@@ -66,6 +67,7 @@ void Engine::connect_later() { state_.peers.connect_later(); }
 
 void Engine::prepare(std::span<const at::Tensor> outputs) try {
   const std::lock_guard<std::mutex> lock(mutex_);
+  require_no_running_backward();
   end_unfinished_iteration();
   if (!state_.policy.expects_gradients()) {
     state_.take_iteration();
@@ -97,6 +99,19 @@ void Engine::start_iteration() {
   state_.observations.iteration_begins(state_.iteration->number);
   const std::shared_ptr<Iteration> agreeing = state_.iteration;
   agree_on_sequence(state_, *agreeing);
+}
+
+// As by a checkpoint around what is wrapped, which computes forward again.
+void Engine::require_no_running_backward() const {
+  const bool is_running =
+      state_.phase == Phase::kReached || state_.phase == Phase::kReducing;
+  const bool is_inside = is_running && running_backward_id() >= 0;
+  TORCH_CHECK(!is_inside, state_.options.name,
+              ": expected a forward outside of the backward of ",
+              describe(state_.occasion(state_.iteration->number)),
+              ", found one inside of it, which is to be reduced as well.\n"
+              "Checkpoint inside of what is wrapped, not around it; or call it "
+              "there under no_sync().");
 }
 
 // An iteration that has begun and is not over will get no more gradients.

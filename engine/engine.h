@@ -213,6 +213,7 @@ class Engine : private GradientListener {
   bool may_open_unconfirmed(const Opening& opening);
   void start_iteration();
   bool replan_if_due();
+  void require_no_running_backward() const;
   void end_unfinished_iteration();
   void enter_backward(int backward_id);
   void watch_end(int backward_id);

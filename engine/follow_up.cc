@@ -21,7 +21,7 @@ bool has_anybody_ended(const StatusComparison& comparison, StatusKind own) {
 
 // The next of those that this rank has begun, or what it is in, or nothing.
 // Returns whether there may be another behind it.
-bool take_part(EngineState& state, OwnTurn* turn,
+bool take_part(EngineState& state, OwnExchange* exchange,
                std::optional<milliseconds> patience) {
   if (!state.unconfirmed_ends.empty()) {
     const UnconfirmedEnd end = state.take_oldest_end();
@@ -34,28 +34,30 @@ bool take_part(EngineState& state, OwnTurn* turn,
                                  patience),
                              StatusKind::kEnd);
   }
-  if (turn != nullptr && !turn->is_told) {
-    const StatusComparison comparison = take_turn(state, *turn);
-    if (comparison.status.ok()) drain(state, turn->iteration);
-    return has_anybody_ended(comparison, turn->own.kind);
+  if (exchange != nullptr && !exchange->is_told) {
+    const StatusComparison comparison = tell_and_compare(state, *exchange);
+    if (comparison.status.ok()) drain(state, exchange->iteration);
+    return has_anybody_ended(comparison, exchange->own.kind);
   }
   const auto none = state.make_iteration(state.observations.begun);
-  OwnTurn nothing = {.iteration = *none,
-                     .own = {.kind = StatusKind::kFollowUp},
-                     .patience = patience};
-  return has_anybody_ended(take_turn(state, nothing), StatusKind::kFollowUp);
+  OwnExchange nothing = {.iteration = *none,
+                         .own = {.kind = StatusKind::kFollowUp},
+                         .patience = patience};
+  return has_anybody_ended(tell_and_compare(state, nothing),
+                           StatusKind::kFollowUp);
 }
 
 }  // namespace
 
-void follow_up(EngineState& state, OwnTurn* turn,
+void follow_up(EngineState& state, OwnExchange* exchange,
                std::optional<milliseconds> patience) {
   int may_be_behind = max_ends_behind(state);
   while (may_be_behind > 0 && !state.peers.is_group_aborted()) {
-    may_be_behind = take_part(state, turn, patience) ? may_be_behind - 1 : 0;
+    may_be_behind =
+        take_part(state, exchange, patience) ? may_be_behind - 1 : 0;
   }
   state.unconfirmed_ends.clear();
-  if (!state.peers.is_group_aborted()) state.peers.met();
+  if (!state.peers.is_group_aborted()) state.peers.restart_counts();
 }
 
 }  // namespace brigade

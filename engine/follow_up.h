@@ -10,7 +10,7 @@
 #include <optional>
 
 #include "brigade/engine/engine_state.h"
-#include "brigade/engine/own_turn.h"
+#include "brigade/engine/own_exchange.h"
 
 namespace brigade {
 
@@ -18,9 +18,9 @@ namespace brigade {
 // others behind it. All take part in each that one of them has begun, and in
 // one more, which tells them that it is the last, and so come to the same
 // place: what they launched in each is brought in step behind it, since a rank
-// may begin the next only when its device has seen that. `turn`: what this rank
-// is in, if anything.
-void follow_up(EngineState& state, OwnTurn* turn,
+// may begin the next only when its device has seen that. `exchange`: what this
+// rank is in, if anything.
+void follow_up(EngineState& state, OwnExchange* exchange,
                std::optional<std::chrono::milliseconds> patience);
 
 }  // namespace brigade

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "brigade/comm/has_peers.h"
 #include "brigade/comm/status_check.h"
 
 namespace brigade {
@@ -25,15 +26,14 @@ PeerStatus::PeerStatus(
                     kMaxGroups, " process groups, got ", groups.size(),
                     ".\nUse one for several of them.");
   // Else there is nobody to compare with.
-  const bool is_compared =
-      has_channel && group_->getSize() > 1 && group_->getStore();
+  const bool is_compared = has_channel && has_peers(*group_);
   for (const auto& group : groups) accounts_.emplace_back(group, is_compared);
 }
 
 void PeerStatus::connect() {
   if (is_connected()) return;
   channel_ = std::make_unique<ControlChannel>(group_, identity_);
-  met();
+  restart_counts();
 }
 
 void PeerStatus::connect_later() {
@@ -116,12 +116,12 @@ void PeerStatus::compare_others(bool value) {
   for (GroupAccount& account : accounts_) account.compare_others(value);
 }
 
-void PeerStatus::met() {
+void PeerStatus::restart_counts() {
   for (GroupAccount& account : accounts_) account.restart();
 }
 
 void PeerStatus::tell_of_abort(RankStatus own) noexcept {
-  met();
+  restart_counts();
   for (GroupCounts& counts : own.by_group) counts.launches = kAbortedGroup;
   try {
     if (channel_) last_words_ = channel_->exchange(own);

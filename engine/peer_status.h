@@ -73,7 +73,7 @@ class PeerStatus {
   void compare_others(bool value);
 
   // All ranks stand in the same place, after they have launched their deficit.
-  void met();
+  void restart_counts();
 
   // Tells the others where this rank is, filling in what was launched, and
   // returns at once. To be awaited in this order.
@@ -92,8 +92,8 @@ class PeerStatus {
   //
   // Errors: PeerError if a rank has left, died, or does not come within
   // `patience`, at most the group's timeout.
-  // ENSURES: all ranks stand in the same place if all agree; otherwise met() is
-  // to follow.
+  // ENSURES: all ranks stand in the same place if all agree; otherwise
+  // restart_counts() is to follow.
   StatusComparison await(
       const PendingExchange& pending,
       std::optional<std::chrono::milliseconds> patience = std::nullopt);

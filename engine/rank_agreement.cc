@@ -7,7 +7,7 @@
 #include "brigade/engine/exchange.h"
 #include "brigade/engine/follow_up.h"
 #include "brigade/engine/launching.h"
-#include "brigade/engine/own_turn.h"
+#include "brigade/engine/own_exchange.h"
 #include "brigade/engine/recovery.h"
 #include "brigade/engine/unconfirmed_ends.h"
 
@@ -65,15 +65,16 @@ bool end_together(EngineState& state, Iteration& iteration,
 
 StatusComparison compare(EngineState& state, Iteration& iteration,
                          RankStatus own, std::optional<milliseconds> patience) {
-  OwnTurn turn = {.iteration = iteration, .own = own, .patience = patience};
+  OwnExchange exchange = {
+      .iteration = iteration, .own = own, .patience = patience};
   try {
-    confirm_ends_before(state, turn);
+    confirm_ends_before(state, exchange);
   } catch (...) {
-    if (!turn.is_told) abandon_buffers(state, iteration);
+    if (!exchange.is_told) abandon_buffers(state, iteration);
     throw;
   }
-  StatusComparison comparison = take_turn(state, turn);
-  if (!comparison.status.ok()) follow_up(state, /*turn=*/nullptr, patience);
+  StatusComparison comparison = tell_and_compare(state, exchange);
+  if (!comparison.status.ok()) follow_up(state, /*exchange=*/nullptr, patience);
   return comparison;
 }
 
@@ -86,7 +87,7 @@ void ask_together(EngineState& state, const RankStatus& own) {
             state, iteration, own, /*tells_launches=*/false, limit);
         if (!found.status.ok()) {
           launch_rest(state, iteration);
-          state.peers.met();
+          state.peers.restart_counts();
         }
         return found;
       },

@@ -55,7 +55,7 @@ void resync(EngineState& state, Iteration& iteration,
     try {
       if (lacks_opening) launch_opening_for_peers(state, comparison.opening);
       make_up_deficit(state, iteration, *comparison.deficit);
-      state.peers.met();
+      state.peers.restart_counts();
     } catch (...) {
       comparison.deficit = absl::UnavailableError(
           absl::StrCat("this rank could not be brought in step: ",

@@ -14,7 +14,9 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "brigade/comm/group_timeout.h"
+#include "brigade/comm/has_peers.h"
 #include "brigade/comm/liveness_probe.h"
+#include "brigade/comm/shortened_list.h"
 
 namespace brigade {
 namespace {
@@ -27,7 +29,6 @@ constexpr milliseconds kLongest = std::chrono::hours{24 * 365};
 constexpr int kChecksPerReport = 4;
 // The store answers in less, or not at all.
 constexpr milliseconds kPatienceWithStore{1'000};
-constexpr size_t kMaxNamed = 5;
 
 // What a rank posts, as a line.
 struct Answer {
@@ -147,12 +148,10 @@ std::string StallWatch::Check::report(Time now) {
       elsewhere.push_back(absl::StrCat("rank ", rank, " ", answer.words));
     }
   }
-  std::vector<std::string> parts(
-      elsewhere.begin(),
-      elsewhere.begin() + std::min(elsewhere.size(), kMaxNamed));
-  if (elsewhere.size() > kMaxNamed) {
-    parts.push_back(absl::StrCat(elsewhere.size() - kMaxNamed,
-                                 " other ranks do not wait here either"));
+  std::vector<std::string> parts;
+  if (!elsewhere.empty()) {
+    parts.push_back(shortened_list(
+        elsewhere.size(), [&](size_t i) { return elsewhere[i]; }, "; "));
   }
   if (!silent.empty()) {
     parts.push_back(
@@ -240,7 +239,7 @@ std::unique_ptr<StallWatch> StallWatch::start(
     std::shared_ptr<const Progress> progress,
     std::function<std::string()> describe) {
   const std::string name = names.engine;
-  if (group->getSize() == 1 || !group->getStore()) return nullptr;
+  if (!has_peers(*group)) return nullptr;
   try {
     Check::Place place = {.store = group->getStore(),
                           .prefix = absl::StrCat(store_prefix, "progress/"),

@@ -14,10 +14,10 @@ namespace {
 
 using std::chrono::milliseconds;
 
-void confirm_oldest_end(EngineState& state, OwnTurn* turn) {
+void confirm_oldest_end(EngineState& state, OwnExchange* exchange) {
   const UnconfirmedEnd end = state.take_oldest_end();
   const size_t num_behind = state.unconfirmed_ends.size();
-  const auto patience = turn != nullptr ? turn->patience : std::nullopt;
+  const auto patience = exchange != nullptr ? exchange->patience : std::nullopt;
   try {
     const StatusComparison comparison = compare_and_recover(
         state, *end.iteration,
@@ -35,7 +35,7 @@ void confirm_oldest_end(EngineState& state, OwnTurn* turn) {
     if (comparison.status.ok()) {
       return state.policy.on_end_confirmed(comparison.has_agreed_proposal);
     }
-    follow_up(state, turn, patience);
+    follow_up(state, exchange, patience);
     throw_if_apart(
         comparison,
         absl::StrCat(
@@ -69,7 +69,7 @@ void end_unconfirmed(EngineState& state, std::shared_ptr<Iteration> iteration,
 
 void confirm_ends(EngineState& state) {
   while (!state.unconfirmed_ends.empty()) {
-    confirm_oldest_end(state, /*turn=*/nullptr);
+    confirm_oldest_end(state, /*exchange=*/nullptr);
   }
 }
 
@@ -78,12 +78,12 @@ void confirm_known_ends(EngineState& state) {
   while (!state.unconfirmed_ends.empty() &&
          (state.unconfirmed_ends.size() > max_open ||
           state.peers.is_over(state.unconfirmed_ends.front().exchange))) {
-    confirm_oldest_end(state, /*turn=*/nullptr);
+    confirm_oldest_end(state, /*exchange=*/nullptr);
   }
 }
 
-void confirm_ends_before(EngineState& state, OwnTurn& turn) {
-  while (!state.unconfirmed_ends.empty()) confirm_oldest_end(state, &turn);
+void confirm_ends_before(EngineState& state, OwnExchange& exchange) {
+  while (!state.unconfirmed_ends.empty()) confirm_oldest_end(state, &exchange);
 }
 
 }  // namespace brigade

@@ -11,7 +11,7 @@
 
 #include "brigade/engine/engine_state.h"
 #include "brigade/engine/iteration.h"
-#include "brigade/engine/own_turn.h"
+#include "brigade/engine/own_exchange.h"
 #include "brigade/engine/peer_status.h"
 
 namespace brigade {
@@ -34,9 +34,9 @@ void confirm_ends(EngineState& state);
 // know all that they teach.
 void confirm_known_ends(EngineState& state);
 
-// As confirm_ends(), where a rank that hears of a failure takes its turn
-// if peers may have taken theirs.
-void confirm_ends_before(EngineState& state, OwnTurn& turn);
+// As confirm_ends(), where a rank that hears of a failure makes its own exchange
+// if peers may have begun theirs.
+void confirm_ends_before(EngineState& state, OwnExchange& exchange);
 
 }  // namespace brigade
 

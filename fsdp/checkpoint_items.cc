@@ -161,6 +161,26 @@ void agree_on(const CheckpointedModel& model, const CheckpointItems& items,
                           items.status.ok() ? status : items.status);
 }
 
+void assign_all(
+    const CheckpointedModel& model, const CheckpointItems& items,
+    const std::function<absl::StatusOr<at::Tensor>(const CheckpointItem&)>&
+        read) {
+  absl::Status status;
+  for (const CheckpointItem& item : items.items) {
+    const absl::StatusOr<at::Tensor> value = read(item);
+    if (!value.ok()) {
+      status = absl::Status(
+          value.status().code(),
+          absl::StrCat(value.status().message(),
+                       "\nSome tensors have been loaded, others have not: load "
+                       "a checkpoint before anything else."));
+      break;
+    }
+    item.assign(*value);
+  }
+  agree_on(model, items, status, /*compares_values=*/false);
+}
+
 std::vector<std::string> words_of(const SafetensorsMetadata& metadata) {
   std::vector<std::string> words;
   for (const auto& [key, value] : metadata) {

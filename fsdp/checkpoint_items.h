@@ -13,11 +13,13 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <span>
 #include <string>
 #include <vector>
 
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "brigade/fsdp/checkpointed_model.h"
 #include "brigade/fsdp/safetensors_header.h"
 #include "brigade/fsdp/sharded_tensors.h"
@@ -70,6 +72,14 @@ CheckpointItems checkpoint_items(const CheckpointedModel& model,
 void agree_on(const CheckpointedModel& model, const CheckpointItems& items,
               const absl::Status& status, bool compares_values,
               const std::vector<std::string>& others = {});
+
+// Collective, where ranks have agreed that all items can be read: assigns what
+// `read` gives of each, one at a time. Errors: ValueError on all ranks alike if
+// one can't be read any more; some have been assigned then.
+void assign_all(
+    const CheckpointedModel& model, const CheckpointItems& items,
+    const std::function<absl::StatusOr<at::Tensor>(const CheckpointItem&)>&
+        read);
 
 // For agree_on().
 std::vector<std::string> words_of(const SafetensorsMetadata& metadata);

@@ -58,7 +58,8 @@ class DeviceTransport final : public ShardTransport {
       sent_.by_sums += 2 * bytes_by_ring(shard, num_replicas());
     }
     const auto in_row = reduce_into(*sums_.group(), shard, whole);
-    return sum.over_replicas ? over_column(in_row, shard) : in_row->getFuture();
+    return sum.over_replicas ? over_column(in_row, shard, sum.of_row)
+                             : in_row->getFuture();
   }
 
   FuturePtr all_reduce(const at::Tensor& tensor) override {
@@ -80,11 +81,6 @@ class DeviceTransport final : public ShardTransport {
   }
 
  private:
-  // The current stream waits, the host does not, whatever Work::wait() does.
-  static void join(const c10::intrusive_ptr<c10d::Work>& work) {
-    work->getFuture()->waitAndThrow();
-  }
-
   // On the current stream, behind the collectives. As OrderedCollectives have
   // it: a level is rounded where its sum travels on, the last one's behind the
   // scale.
@@ -99,14 +95,15 @@ class DeviceTransport final : public ShardTransport {
         in_column ? at::empty({num_replicas() * shard.numel()}, shard.options())
                   : at::Tensor();
     if (num_shards() > 1) {
-      join(exchange_parts(*sums_.group(), parts, whole));
+      join_current_stream(exchange_parts(*sums_.group(), parts, whole));
     }
     sum_in_order(parts, num_shards(), total);
     if (in_column) {
       sent_.by_sums +=
           static_cast<int64_t>(shard.nbytes()) * (num_replicas() - 1);
       shard.copy_(total);
-      join(gather_into(*column_.group(), of_rows, shard));
+      if (sum.of_row.defined()) shard.add_(sum.of_row);
+      join_current_stream(gather_into(*column_.group(), of_rows, shard));
       sum_in_order(of_rows, num_replicas(), total);
     }
     if (sum.scale != 1) total.mul_(sum.scale);
@@ -114,11 +111,16 @@ class DeviceTransport final : public ShardTransport {
     return completed_future({shard});
   }
 
-  // The sum of a row is in `tensor` when `row` is done.
+  // The sum of a row is in `tensor` when `row` is done. `of_row`: Sum's.
   FuturePtr over_column(const c10::intrusive_ptr<c10d::Work>& row,
-                        const at::Tensor& tensor) {
+                        const at::Tensor& tensor,
+                        const at::Tensor& of_row = {}) {
     if (num_replicas() == 1) return row->getFuture();
-    join(row);  // pairs with the column's launch
+    join_current_stream(row);  // pairs with the column's launch
+    if (of_row.defined()) {
+      const at::NoGradGuard no_grad;
+      tensor.add_(of_row);
+    }
     std::vector<at::Tensor> tensors = {tensor};
     return column_.group()->allreduce(tensors)->getFuture();
   }

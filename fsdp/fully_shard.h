@@ -4,10 +4,11 @@
 //
 //   struct NetImpl : torch::nn::Module {
 //     at::Tensor forward(at::Tensor x) { return out(second(first(x))); }
-//     Sharded<Block> first = register_module("first",
-//     Sharded<Block>(Block(64))); Sharded<Block> second =
-//     register_module("second", ...); torch::nn::Linear out =
-//     register_module("out", torch::nn::Linear(64, 1));
+//     Sharded<Block> first =
+//         register_module("first", Sharded<Block>(Block(64)));
+//     Sharded<Block> second =
+//         register_module("second", Sharded<Block>(Block(64)));
+//     torch::nn::Linear out = register_module("out", torch::nn::Linear(64, 1));
 //   };
 //   TORCH_MODULE(Net);
 //

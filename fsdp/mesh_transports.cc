@@ -3,6 +3,7 @@
 #include <set>
 #include <utility>
 
+#include "brigade/comm/has_peers.h"
 #include "brigade/comm/subgroup.h"
 #include "brigade/fsdp/device_transport.h"
 
@@ -17,7 +18,7 @@ std::unique_ptr<ShardTransport> make_transport(
     return make_device_transport(group, num_shards, streams, neighbours,
                                  in_order);
   }
-  if (!group->getStore() && group->getSize() > 1) {
+  if (group->getSize() > 1 && !has_peers(*group)) {
     return make_group_transport(group, neighbours);
   }
   return make_ordered_transport(group, num_shards, neighbours);

@@ -147,7 +147,7 @@ void Segment::rename_parameter(size_t parameter, std::string name) {
 
 void Segment::forget(size_t parameter) {
   is_written_[parameter] = 0;
-  if (!partial_.defined()) return;
+  if (!has_partial_) return;
   const at::NoGradGuard no_grad;
   std::exchange(committed_, StreamPoint()).wait();
   view_of(partial_, parameter).zero_();
@@ -155,7 +155,10 @@ void Segment::forget(size_t parameter) {
 }
 
 void Segment::keep_partial() {
+  const at::NoGradGuard no_grad;
+  if (has_partial_) pending_.add_(partial_);
   std::swap(partial_, pending_);
+  has_partial_ = true;
   committed_ = StreamPoint::now(device());
 }
 
@@ -380,14 +383,6 @@ at::Tensor Segment::finish_gradients(GradientMemory& memory) {
     zero_unwritten_gradients();
   } else {
     gradients_.zero_();
-  }
-  if (partial_.defined()) {
-    std::exchange(committed_, StreamPoint()).wait();
-    gradients_
-        .narrow(0, options_.rank * layout_.shard_numel(), layout_.shard_numel())
-        .add_(partial_);
-    if (!pending_.defined()) pending_ = partial_;
-    partial_ = at::Tensor();
   }
   return gradients_;
 }

@@ -144,8 +144,8 @@ class Segment {
   // Writes the parameter's gradient, or adds it to what is there; any stream.
   void take(size_t parameter, const at::Tensor& gradient,
             GradientMemory& memory);
-  // [W * S], zeros where nothing was taken, with what keep_partial() has kept;
-  // made if need be. The current stream is behind those that took them.
+  // [W * S], zeros where nothing was taken; made if need be. The current stream
+  // is behind those that took them.
   at::Tensor finish_gradients(GradientMemory& memory);
   // Where a whole gradient is to be written: a view, of the parameter's shape,
   // in the reduce dtype; undefined if it was given, or taken, before. It counts
@@ -163,23 +163,27 @@ class Segment {
   // is behind the last commit().
   const at::Tensor& pending();
   // A sum may be written there for ever: goes on with other memory.
-  at::Tensor abandon_pending() { return std::exchange(pending_, at::Tensor()); }
+  at::Tensor abandon_pending() {
+    partial_ = at::Tensor();  // may be read for ever
+    return std::exchange(pending_, at::Tensor());
+  }
 
   // The sum in pending(), times `scale`, becomes the gradient of the shards, or
   // is added to it; of those parameters only that `is_used`. REQUIRES: the
   // current stream is behind the sum.
   void commit(const std::vector<char>& is_used, double scale);
 
-  // The sum in pending(), of some ranks only, goes into the next one.
-  // REQUIRES: as commit().
+  // The sum in pending(), of a row of ranks only, is added to what was kept
+  // before, until it is dropped. REQUIRES: as commit().
   void keep_partial();
-  void drop_partial() { partial_ = at::Tensor(); }
+  void drop_partial() { has_partial_ = false; }
+  // [S] of the reduce dtype, on the stream of pending(); undefined: nothing is
+  // kept.
+  at::Tensor partial() const { return has_partial_ ? partial_ : at::Tensor(); }
 
   // Whether it has gradients that are in no sum yet; in none over all ranks.
   bool has_whole_gradients() const { return gradients_.defined(); }
-  bool holds_gradients() const {
-    return gradients_.defined() || partial_.defined();
-  }
+  bool holds_gradients() const { return gradients_.defined() || has_partial_; }
 
  private:
   // A buffer for a shard's gradient with its views by parameter.
@@ -224,7 +228,8 @@ class Segment {
   StreamUses gradient_writers_;
 
   at::Tensor pending_;
-  at::Tensor partial_;     // [S]; undefined: none
+  at::Tensor partial_;  // [S]
+  bool has_partial_ = false;
   StreamPoint committed_;  // what was read of it
   ShardGradient gradient_of_shard_[2];
 };

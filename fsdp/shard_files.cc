@@ -451,16 +451,13 @@ SafetensorsMetadata load_shards(const CheckpointedModel& model,
   const CheckpointItems found = checkpoint_items(model, tensors);
   absl::StatusOr<ShardsContents> contents = read_shards_index(folder);
   absl::Status status = contents.status();
-  std::vector<at::Tensor> parts;
+  std::optional<ShardsReader> reader;
   if (found.status.ok() && status.ok()) {
-    ShardsReader reader(folder, contents->index, own_file(model));
+    reader.emplace(folder, contents->index, own_file(model));
     for (const CheckpointItem& item : found.items) {
-      status = reader.check(item);
+      status = reader->check(item);
+      if (status.ok()) status = reader->read(item).status();
       if (!status.ok()) break;
-      absl::StatusOr<at::Tensor> part = reader.read(item);
-      status = part.status();
-      if (!status.ok()) break;
-      parts.push_back(*std::move(part));
     }
   }
   std::vector<std::string> checkpoint;
@@ -468,7 +465,8 @@ SafetensorsMetadata load_shards(const CheckpointedModel& model,
     checkpoint.push_back(absl::StrCat("checkpoint ", contents->index.id));
   }
   agree_on(model, found, status, /*compares_values=*/false, checkpoint);
-  for (size_t i = 0; i < parts.size(); ++i) found.items[i].assign(parts[i]);
+  assign_all(model, found,
+             [&](const CheckpointItem& item) { return reader->read(item); });
   return std::move(contents->metadata);
 }
 

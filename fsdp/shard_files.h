@@ -43,10 +43,12 @@ void save_shards(const CheckpointedModel& model, const std::string& folder,
                  const SafetensorsMetadata& metadata = {});
 void save_shards(const CheckpointedModel& model, const std::string& folder);
 
-// Collective. Returns the metadata. All that is read is compared with its
-// checksum. Errors: ValueError on all ranks alike if a file that is needed is
-// damaged or missing, or a tensor is, or has another shape, dtype or order in
-// memory; no tensor is changed then.
+// Collective. Returns the metadata. All is read twice: first to compare it with
+// its checksum, of which one tensor at a time is in memory. Errors: ValueError
+// on all ranks alike if a file that is needed is damaged or missing, or a
+// tensor is, or has another shape, dtype or order in memory; no tensor is
+// changed then. Or if a disk fails when ranks have seen that all is well; the
+// error says that some tensors are changed.
 SafetensorsMetadata load_shards(const CheckpointedModel& model,
                                 const std::string& folder,
                                 std::span<const ShardedTensors> tensors);

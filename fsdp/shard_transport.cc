@@ -99,7 +99,7 @@ class OrderedRows final : public ShardTransport {
   FuturePtr reduce_scatter(const at::Tensor& whole, const at::Tensor& shard,
                            Sum sum) override {
     return sum.over_replicas
-               ? sums_.reduce_scatter(whole, shard, sum.scale)
+               ? sums_.reduce_scatter(whole, shard, sum.scale, sum.of_row)
                : sums_.reduce_scatter_in_row(whole, shard, sum.scale);
   }
   FuturePtr all_reduce(const at::Tensor& tensor) override {

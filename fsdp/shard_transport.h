@@ -45,6 +45,9 @@ class ShardTransport {
   struct Sum {
     double scale = 1;           // unless scales() is false
     bool over_replicas = true;  // false: over the ranks of this row only
+    // [S], of any floating dtype: what this row has summed before, which is
+    // added to its sum before that goes over replicas. Undefined: nothing.
+    at::Tensor of_row = {};
   };
 
   // Writes into `shard` [S] this rank's slice of the sum over all ranks of

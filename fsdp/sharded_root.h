@@ -331,7 +331,8 @@ class ShardedRoot final : private UnitPolicy::Listener {
     engine_->set_stall_handler(std::move(handler));
   }
 
-  // Units, bytes, padding and memory, in words: before the first forward what
+  // Units, bytes, padding, the orders in which units are gathered and reduced,
+  // and the buffers that they are in, in words: before the first forward what
   // it is planned to be, as settings are now.
   std::string explain() const;
 

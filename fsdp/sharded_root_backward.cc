@@ -33,7 +33,7 @@ void ShardedRoot::open(const std::shared_ptr<Call>& call) {
 void ShardedRoot::close(Call& call) {
   if (call.open_in != backward_ || pass_ != Pass::kBackward) return;
   call.open_in = 0;
-  gathers_->note_use(call.unit);
+  gathers_->record_use(call.unit);
   --num_open_[call.unit];
   if (units_[call.unit].settings.spans_passes) return;
   release_behind_backward(call.unit);

@@ -105,10 +105,33 @@ ShardingStatistics ShardedRoot::statistics() const {
   return statistics;
 }
 
-std::string ShardedRoot::explain() const {
-  const auto append_name = [this](std::string* out, size_t unit) {
-    absl::StrAppend(out, "'", units_[unit].name, "'");
+namespace {
+
+// ", in buffer 0 in forward, 1 in backward, gradients in 2"
+std::string describe(const PlannedBuffers& buffers) {
+  std::vector<std::string> places;
+  const auto add = [&](const char* before, const std::optional<size_t>& buffer,
+                       const char* behind) {
+    if (buffer) places.push_back(absl::StrCat(before, *buffer, behind));
   };
+  add("", buffers.forward, " in forward");
+  add("", buffers.slice, " in between");
+  add("", buffers.backward, " in backward");
+  add("gradients in ", buffers.gradients, "");
+  return places.empty()
+             ? ""
+             : absl::StrCat(", in buffer ", absl::StrJoin(places, ", "));
+}
+
+}  // namespace
+
+std::string ShardedRoot::explain() const {
+  const auto names_of = [this](const std::vector<size_t>& units) {
+    return absl::StrJoin(units, ", ", [this](std::string* out, size_t unit) {
+      absl::StrAppend(out, "'", units_[unit].name, "'");
+    });
+  };
+  const MemoryPlan plan = make_plan();
   const ShardingStatistics memory = statistics();
   std::string text = absl::StrCat(
       units_.size(), units_.size() == 1 ? " unit" : " units", ", ",
@@ -116,18 +139,24 @@ std::string ShardedRoot::explain() const {
       " replicas, on ", pool_.device().str(),
       "; whole units and gradients take ", memory.planned_bytes,
       " bytes by plan, took at most ", memory.peak_whole_bytes, " so far\n");
-  absl::StrAppend(
-      &text, "  the next forward gathers [",
-      absl::StrJoin(policy_->expected_in_forward(), ", ", append_name),
-      "] in this order, ", options_.prefetch_depth, " ahead of their need\n");
-  for (const Unit& unit : units_) {
-    for (const auto& segment : unit.segments) {
+  absl::StrAppend(&text, "  the next forward gathers [",
+                  names_of(policy_->expected_in_forward()), "] in this order, ",
+                  options_.prefetch_depth,
+                  " ahead of their need; its backward needs [",
+                  names_of(policy_->expected_in_backward()), "] and reduces [",
+                  names_of(policy_->reduced_units()), "]\n  buffers of [",
+                  absl::StrJoin(plan.buffer_bytes(), ", "), "] bytes\n");
+  for (size_t number = 0; number < units_.size(); ++number) {
+    const Unit& unit = units_[number];
+    for (size_t i = 0; i < unit.segments.size(); ++i) {
+      const auto& segment = unit.segments[i];
       absl::StrAppend(
           &text, "  '", unit.name, "': ", segment->parameters().size(),
           " parameters, ", segment->whole_bytes(), " bytes whole, ",
           segment->layout().shard_numel() * segment->shard().element_size(),
           " bytes here, ", segment->layout().padding_numel(),
           " elements of padding", segment->is_trained() ? "" : ", frozen",
+          describe(plan.of(number, i)),
           unit.settings.reshards_after_forward
               ? ""
               : ", whole from forward to backward",
@@ -135,7 +164,9 @@ std::string ShardedRoot::explain() const {
               ? absl::StrCat(", in slices on ", *unit.settings.reshards_to,
                              " ranks in between")
               : "",
-          unit.mesh ? absl::StrCat(", over ", describe(*unit.mesh)) : "", "\n");
+          unit.mesh ? absl::StrCat(", over ", brigade::describe(*unit.mesh))
+                    : "",
+          "\n");
     }
   }
   return text;

@@ -146,20 +146,15 @@ SafetensorsMetadata load_whole(const CheckpointedModel& model,
   absl::Status status = reader.status();
   if (status.ok()) status = check_entries(*reader, found.entries(), path);
   if (status.ok() && model.is_first_rank()) status = reader->verify();
-  std::vector<at::Tensor> parts;
-  for (const CheckpointItem& item : found.items) {
-    if (!found.status.ok() || !status.ok()) break;
-    absl::StatusOr<at::Tensor> part = read_part(*reader, item);
-    status = part.status();
-    if (status.ok()) parts.push_back(*std::move(part));
-  }
   std::vector<std::string> contents;
   if (reader.ok()) {
     contents.push_back(absl::StrCat(
         "a file of checksum ", absl::Hex(reader->checksum(), absl::kZeroPad8)));
   }
   agree_on(model, found, status, /*compares_values=*/false, contents);
-  for (size_t i = 0; i < parts.size(); ++i) found.items[i].assign(parts[i]);
+  assign_all(model, found, [&](const CheckpointItem& item) {
+    return read_part(*reader, item);
+  });
   return reader->metadata();
 }
 

@@ -16,8 +16,9 @@
 //          return momentum_of(optimizer, shard);
 //        }}};
 //
-// At most one unit is whole in memory at a time, on each rank. A file takes the
-// place of an older one when all of it is written (fsdp/safetensors_file.h).
+// At most one unit is whole in memory at a time, on each rank, and where a file
+// is loaded, one tensor or a part of it. A file takes the place of an older one
+// when all of it is written (fsdp/safetensors_file.h).
 //
 // Thread safety: as ShardedRoot, between forwards and backwards.
 
@@ -43,7 +44,9 @@ void save_whole(const CheckpointedModel& model, const std::string& path);
 
 // Collective. Each rank reads its parts, and gets the file's metadata. Errors:
 // ValueError on all ranks alike if the file is damaged, lacks a tensor, or has
-// another shape or dtype; no tensor is changed then.
+// another shape or dtype; no tensor is changed then. Or if the disk fails when
+// ranks have seen that all is well; the error says that some tensors are
+// changed.
 SafetensorsMetadata load_whole(const CheckpointedModel& model,
                                const std::string& path,
                                std::span<const ShardedTensors> tensors);

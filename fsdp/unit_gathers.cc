@@ -132,7 +132,7 @@ void UnitGathers::join(size_t unit) {
     if (gather.future->hasError()) throw_lost(unit, gather);
     if (pool_.device().is_cpu()) gather.future = nullptr;
   }
-  note_use(unit);
+  record_use(unit);
 }
 
 void UnitGathers::wait_for(size_t unit, c10::ivalue::Future& future) {
@@ -224,7 +224,7 @@ void UnitGathers::release(size_t unit) {
   for (const auto& segment : units_[unit].segments) {
     if (!segment->is_whole_here() && segment->is_bound()) segment->unbind();
   }
-  note_use(unit);
+  record_use(unit);
   const StreamPoint last_use = uses_[unit].end();
   for (Gather& gather : std::exchange(gathers_[unit], {})) {
     if (gather.is_read) {

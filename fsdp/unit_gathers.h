@@ -87,7 +87,7 @@ class UnitGathers {
   uint64_t digest_of_writes() const;
 
   // The calling thread's current stream is behind some use of the unit.
-  void note_use(size_t unit) { uses_[unit].note(); }
+  void record_use(size_t unit) { uses_[unit].note(); }
 
   // The unit, if it is there, stays in slices on `num_ranks` neighbours: called
   // on all ranks before a pass ends. Errors: as need().

@@ -12,6 +12,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "brigade/comm/agreement.h"
+#include "brigade/comm/has_peers.h"
 
 namespace brigade {
 namespace {
@@ -145,12 +146,12 @@ std::vector<size_t> number_meshes(const Group& group,
   std::vector<size_t> numbers(units.size(), 0);
   if (meshed.empty()) return numbers;
 
-  // A group without a store has identical ranks, which are all in one's mesh.
-  const bool has_peers = group->getStore() && group->getSize() > 1;
+  // Identical ranks are all in one's mesh.
+  const bool is_told = has_peers(*group);
   const std::vector<std::vector<Said>> said =
-      has_peers ? exchange_said(group, own)
-                : std::vector<std::vector<Said>>(1, own);
-  for (size_t i = 0; i < meshed.size() && has_peers && status.ok(); ++i) {
+      is_told ? exchange_said(group, own)
+              : std::vector<std::vector<Said>>(1, own);
+  for (size_t i = 0; i < meshed.size() && is_told && status.ok(); ++i) {
     status = check_peers(units[meshed[i]], i, rank, said);
   }
   require_agreement(group, at::kCPU, "sharded unit", {}, status);
@@ -159,7 +160,7 @@ std::vector<size_t> number_meshes(const Group& group,
   for (size_t i = 0; i < meshed.size(); ++i) {
     std::vector<int64_t> firsts;  // by rank: which groups there are
     for (const auto& of_rank : said) firsts.push_back(of_rank[i].first);
-    if (!has_peers) {
+    if (!is_told) {
       const auto& ranks = units[meshed[i]].mesh->ranks;
       firsts.assign(ranks.begin(), ranks.end());
     }

@@ -89,7 +89,7 @@ UnitPolicy::UnitPolicy(std::vector<Unit>& units, MeshTransports& transports,
   backward_order_.assign(forward_order_.rbegin(), forward_order_.rend());
   std::vector<size_t> order(reductions_.size());
   std::iota(order.rbegin(), order.rend(), size_t{0});
-  note_reduced();
+  update_reduced();
   adopt_order(std::move(order));
 }
 
@@ -132,7 +132,7 @@ bool UnitPolicy::expects_gradients() const {
 
 // Settings may change while a backward runs. Returns whether they are others
 // than in the last one.
-bool UnitPolicy::note_reduced() {
+bool UnitPolicy::update_reduced() {
   std::vector<char> reduced;
   for (const UnitReduction& reduction : reductions_) {
     reduced.push_back(reduction.is_due() ? 1 : 0);
@@ -201,7 +201,7 @@ void UnitPolicy::note_forward(std::vector<size_t> record) {
 void UnitPolicy::take(VariableIndex variable, const at::Tensor& gradient) {
   if (!is_trained(variable.parameter)) return;  // frozen since its forward
   const Variable& taken = variables_[variable.parameter];
-  gathers_.note_use(taken.unit);
+  gathers_.record_use(taken.unit);
   reductions_[taken.reduction].segment().take(taken.in_segment, gradient,
                                               memory_);
 }
@@ -261,7 +261,7 @@ uint64_t UnitPolicy::proposal() const {
 }
 
 Replanned UnitPolicy::replan(const CallCollective& /*call*/) {
-  const bool is_other = note_reduced();
+  const bool is_other = update_reduced();
   const bool is_changed = std::exchange(is_trained_changed_, false) || is_other;
   if (!next_reduction_order_ && !is_changed) return Replanned::kNotDue;
   std::vector<size_t> next =
@@ -287,7 +287,7 @@ void UnitPolicy::on_backward_begins(RunningIteration& iteration,
     if (is_trained(number) || !is_reduced_[variables_[number].reduction]) {
       continue;
     }
-    note_ready(number);
+    count_ready(number);
     mark_absent(number, iteration);
   }
   gathers_.begin(expected_in_backward(), GatheredIn::kBackward);
@@ -305,13 +305,13 @@ std::optional<Slot> UnitPolicy::on_gradient(VariableIndex variable,
   if (!is_trained(number)) return std::nullopt;
   if (is_defined) is_used_[number] = 1;
   if (!is_reduced_[variables_[number].reduction]) return std::nullopt;
-  note_ready(number);
+  count_ready(number);
   return Slot{
       .entry = static_cast<uint32_t>(places_[variables_[number].reduction]),
       .has_gradient = is_defined};
 }
 
-void UnitPolicy::note_ready(size_t number) {
+void UnitPolicy::count_ready(size_t number) {
   const Variable& variable = variables_[number];
   is_ready_[number] = 1;
   if (--num_missing_[variable.reduction] == 0) {
@@ -325,7 +325,7 @@ void UnitPolicy::on_backward_ends(RunningIteration& iteration) {
     if (is_ready_[number] || !is_reduced_[variables_[number].reduction]) {
       continue;
     }
-    note_ready(number);
+    count_ready(number);
     mark_absent(number, iteration);
   }
 }

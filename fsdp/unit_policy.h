@@ -76,6 +76,9 @@ class UnitPolicy final : public ReductionPolicy, public GradientSink {
   // iteration that ranks agreed on, or else as they are numbered.
   const std::vector<size_t>& calling_order() const { return calling_order_; }
   std::vector<size_t> expected_in_backward() const;
+  // Those whose gradients a backward reduces, in the sequence's order, once for
+  // each of their reductions.
+  std::vector<size_t> reduced_units() const;
 
   // Variables whose gradients the running iteration waits for, by reduction, in
   // the order on which ranks have agreed.
@@ -161,12 +164,11 @@ class UnitPolicy final : public ReductionPolicy, public GradientSink {
   bool is_trained(size_t variable) const;
   uint64_t digest_of_settings() const;
   void adopt_order(std::vector<size_t> reductions);
-  bool note_reduced();
-  void note_ready(size_t variable);
+  bool update_reduced();
+  void count_ready(size_t variable);
   void mark_absent(size_t variable, RunningIteration& iteration) const;
   Seen seen() const;
   bool has_used_all() const;
-  std::vector<size_t> reduced_units() const;  // in the sequence's order
   void sum_used();
   void drop_gradients();
   std::vector<char> used_of(size_t reduction) const;

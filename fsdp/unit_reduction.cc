@@ -3,6 +3,8 @@
 #include <ATen/core/grad_mode.h>
 #include <c10/util/Exception.h>
 
+#include <utility>
+
 #include "absl/strings/str_cat.h"
 
 namespace brigade {
@@ -35,15 +37,20 @@ c10::intrusive_ptr<c10::ivalue::Future> UnitReduction::reduce(
   ReductionHook::Reduction reduction = {
       .whole = whole,
       .shard = segment_.pending(),
-      .sum = {.scale = scale(), .over_replicas = sums_over_replicas_}};
+      .sum = {
+          .scale = scale(),
+          .over_replicas = sums_over_replicas_,
+          .of_row = sums_over_replicas_ ? segment_.partial() : at::Tensor()}};
   if (!unit_.comm_hook) {
     return transport_.reduce_scatter(reduction.whole, reduction.shard,
                                      reduction.sum);
   }
   if (!transport_.scales()) {  // before the hook, so that it need not know
     const at::NoGradGuard no_grad;
-    if (reduction.sum.scale != 1) whole.mul_(reduction.sum.scale);
-    reduction.sum.scale = 1;
+    const double scale = std::exchange(reduction.sum.scale, 1);
+    at::Tensor& of_row = reduction.sum.of_row;
+    if (scale != 1) whole.mul_(scale);
+    if (scale != 1 && of_row.defined()) of_row = of_row * scale;
   }
   auto future = unit_.comm_hook->reduce(transport_, reduction);
   TORCH_CHECK(future, "fully_shard: the comm hook '",
@@ -56,6 +63,7 @@ void UnitReduction::commit(const std::vector<char>& is_used) {
   if (!sums_over_replicas_) return segment_.keep_partial();
   const bool is_scaled = unit_.comm_hook || transport_.scales();
   segment_.commit(is_used, is_scaled ? 1 : scale());
+  segment_.drop_partial();
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> UnitReduction::launch_substitute() {

@@ -70,7 +70,7 @@ void DataParallelPolicy::set_hooks(const GradientHooks& hooks) {
 // Of hooks that declare a wire format ranks know that all have one, but not
 // that all were given none.  Without a control channel a rank that fails closes
 // the group while peers are an iteration behind, whose sums Gloo still brings.
-void DataParallelPolicy::meet_on_host() {
+void DataParallelPolicy::connect_on_host() {
   if (options_.reproducible || !options_.control_channel ||
       !hook_.wire_format) {
     return;
@@ -306,7 +306,7 @@ std::optional<Slot> DataParallelPolicy::on_gradient(VariableIndex variable,
 
 Slot DataParallelPolicy::ready_slot(VariableIndex variable, size_t number) {
   if (variable.replica == 0) ready_order_.note(variable.parameter);
-  if (used_) used_->note_ready(number);
+  if (used_) used_->count_if_unused(number);
   const size_t bucket = bound_.plan.locate(variable.parameter).bucket;
   return {.entry = static_cast<uint32_t>(bound_.first_bucket + bucket),
           .has_gradient = has_gradient(number)};

@@ -60,7 +60,7 @@ class DataParallelPolicy final : public ReductionPolicy {
 
   // Collective, where ranks have compared their options: those that are on one
   // host meet there. Before anything is prepared.
-  void meet_on_host();
+  void connect_on_host();
 
   // Null: the default. Returns whether the sequence is another one.
   bool set_hook(std::shared_ptr<c10d::CommHookInterface> hook);

@@ -52,7 +52,7 @@ Reducer::Reducer(ReducerSetup setup)
   // What ranks have compared decides on the plan.
   if (policy_->options().verify_across_ranks) {
     engine_->connect();
-    policy_->meet_on_host();
+    policy_->connect_on_host();
   } else {
     engine_->connect_later();
   }

@@ -44,7 +44,7 @@ struct ReducerOptions {
 
   // Parameters may be left out of a backward: those that the graph of the
   // outputs does not reach, or backward only with undefined gradients, count as
-  // zero, and a parameter that no rank used keeps its gradient untouched. Costs
+  // zero, and a parameter that no rank used keeps its gradient as it was. Costs
   // a walk of the graph per forward while parameters are unused, and one
   // all-reduce of 4 bytes per parameter per iteration. Keeps the graph of the
   // last outputs until the next preparation if no backward goes through it.
@@ -113,11 +113,12 @@ struct ReducerOptions {
 
   // When ranks look at what the others said at the end of an iteration. False:
   // before its gradients are delivered, so that no rank steps if one has
-  // failed; the host waits for the slowest, where backward ends. True: in the
-  // next prepare_for_backward() or recover(), so that the host runs ahead by a
-  // forward: if a rank fails while another one has delivered, that one has
-  // stepped with sums to which the failed rank gave zeros, and hears of it one
-  // iteration later: load a checkpoint on all ranks. Unset: true where all
+  // failed; the host waits for the slowest, where backward ends. True: in a
+  // later prepare_for_backward() or in recover(), so that the host runs ahead
+  // (max_unconfirmed_iterations): if a rank fails while another one has
+  // delivered, that one has stepped with sums to which the failed rank gave
+  // zeros before it hears of it: load a checkpoint on all ranks. Unset: true
+  // where all
   // buckets are on devices, whose collectives don't keep the host waiting, and
   // false on the CPU. Always false where a hook calls then_collective(), and
   // with a hook of the user's on the CPU. With one on devices, a rank waits for

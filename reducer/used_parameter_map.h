@@ -1,8 +1,8 @@
 // Which parameters got gradients on this rank, and which on any rank.
 //
-// A parameter that no rank and no local replica used keeps its gradient
-// untouched, and only a sum over all ranks tells which those are. Marks
-// accumulate over iterations that are not reduced.
+// A parameter that no rank and no local replica used, which is globally unused,
+// keeps its gradient, and only a sum over all ranks tells which those are.
+// Marks accumulate over iterations that are not reduced.
 //
 // The map is a CPU tensor that hooks write. What travels is a copy of it, on
 // the device where buckets travel; on devices with streams the copy goes

@@ -58,12 +58,12 @@ class UsedParameters final : public Collective {
   void restart() { num_unused_ = 0; }
 
   // Its gradient is ready: unless it is marked, there is none.
-  void note_ready(size_t variable) {
+  void count_if_unused(size_t variable) {
     num_unused_ += is_marked(variable) ? 0 : 1;
   }
 
   // By slot, ascending: those of a bucket's parameters that got no gradient on
-  // this replica. REQUIRES: note_ready() of all of them since restart().
+  // this replica. REQUIRES: count_if_unused() of all of them since restart().
   std::vector<size_t> unused_slots(size_t replica,
                                    std::span<const size_t> members) const;
 

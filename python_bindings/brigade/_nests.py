@@ -40,6 +40,11 @@ def map_tensors(nest: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> 
     return made
 
 
+def move_to(nest: Any, device: torch.device) -> Any:
+    """The same nest, with its tensors there."""
+    return map_tensors(nest, lambda t: t if t.device == device else t.to(device))
+
+
 def cast_floating(nest: Any, dtype: torch.dtype) -> Any:
     """The same nest, with its floating tensors in `dtype`."""
     return map_tensors(nest, lambda t: t.to(dtype) if t.is_floating_point() else t)

@@ -8,23 +8,24 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from brigade._muon_of_parts import teach_muon
 from brigade._sharded_tensors import ShardedParameter
 
 # Each with what it computes that a part has another one of.
 _REFUSED = {
     "LBFGS": "dot products of all parameters",
     "Adafactor": "means of rows and columns",
-    "Muon": "products of matrices",
 }
 
 
 @functools.cache
 def refuse_optimizers() -> None:
     """From here on their steps raise where a parameter of theirs is in parts."""
+    refused = _REFUSED if teach_muon() else {**_REFUSED, "Muon": "products of matrices"}
 
     def check(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
         found = next(
-            (name for name in _REFUSED if isinstance(optimizer, getattr(torch.optim, name, ()))),
+            (name for name in refused if isinstance(optimizer, getattr(torch.optim, name, ()))),
             None,
         )
         if found is None:
@@ -33,7 +34,7 @@ def refuse_optimizers() -> None:
             for parameter in group["params"]:
                 if isinstance(parameter, ShardedParameter) and _is_cut(parameter):
                     raise NotImplementedError(
-                        f"{found} of sharded parameters: it takes {_REFUSED[found]}, which "
+                        f"{found} of sharded parameters: it takes {refused[found]}, which "
                         "would be of this rank's parts, and other ranks' steps different.\n"
                         "Use one that goes element by element, as AdamW."
                     )

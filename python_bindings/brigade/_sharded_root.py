@@ -32,6 +32,7 @@ class Root:
             outermost.options,
             [_mesh_in(outermost, unit) for unit in units],
         )
+        self.device = units[0].shards[0].device
         self.is_unsharded = False
         self.is_in_forward = False  # and not in what a backward computes again
         # Of the forward that has begun: who calls the outermost module, in which thread.
@@ -94,6 +95,9 @@ class Root:
             self._end_forward_left()
         for unit in self.units:
             unit.forget_calls()
+        event, self.outermost.post_optim_event = self.outermost.post_optim_event, None
+        if event is not None:
+            event.wait()  # the current stream, which gathers are behind
         self.is_in_forward = True
         self._caller, self._thread = sys._getframe(2), threading.get_ident()
         self.native.begin_forward()

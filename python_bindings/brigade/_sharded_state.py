@@ -8,13 +8,11 @@ torch.distributed.checkpoint.state_dict, whose form it is.
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint.state_dict
 from torch import nn
 
 from brigade._shard_place import ShardPlace, place_of
@@ -273,7 +271,7 @@ def gather_nest(nest: dict[str, Any], rank0_only: bool) -> dict[str, Any]:
 
     `rank0_only`: others return an empty dict.
     """
-    parts = [(where, value) for where, value in _leaves(nest) if isinstance(value, TensorShard)]
+    parts = [(where, value) for where, value in leaves_of(nest) if isinstance(value, TensorShard)]
     if not parts:
         return copy.deepcopy(nest)
     root = parts[0][1]._brigade_place.require_unit().require_root()
@@ -294,12 +292,12 @@ def gather_nest(nest: dict[str, Any], rank0_only: bool) -> dict[str, Any]:
     return _copied(nest, wholes)
 
 
-def _leaves(nest: Any, where: str = "") -> Iterator[tuple[str, Any]]:
+def leaves_of(nest: Any, where: str = "") -> Iterator[tuple[str, Any]]:
     items = nest.items() if isinstance(nest, dict) else enumerate(nest)
     for key, value in items:
         inner = f"{where}.{key}" if where else str(key)
         if isinstance(value, (dict, list)):
-            yield from _leaves(value, inner)
+            yield from leaves_of(value, inner)
         else:
             yield inner, value
 
@@ -323,24 +321,6 @@ def _of_one_unit(parts: Iterable[TensorShard]) -> Iterator[tuple[Unit, list[Tens
         lists.setdefault((place.require_unit(), part.dtype, number), []).append(part)
     for (unit, _, _), together in lists.items():
         yield unit, together
-
-
-def teach_torch_to_gather() -> None:
-    """Lets get_model_state_dict(full_state_dict=True), which knows DTensors, gather parts too."""
-    module = torch.distributed.checkpoint.state_dict
-    if module._gather_state_dict is _torch_gather_state_dict:
-        module._gather_state_dict = _gather_state_dict
-
-
-_torch_gather_state_dict = torch.distributed.checkpoint.state_dict._gather_state_dict
-
-
-@functools.wraps(_torch_gather_state_dict)
-def _gather_state_dict(state_dict: dict[str, Any], **options: Any) -> dict[str, Any]:
-    if not any(isinstance(value, TensorShard) for _, value in _leaves(state_dict)):
-        return _torch_gather_state_dict(state_dict, **options)
-    whole = gather_nest(state_dict, tuple(options.get("ranks_only", ())) == (0,))
-    return _torch_gather_state_dict(whole, **options)
 
 
 def _require_same_kinds(group: dist.ProcessGroup, kinds: list[str]) -> None:

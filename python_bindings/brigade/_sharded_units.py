@@ -28,7 +28,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from brigade import _C
 from brigade._checks import failure_told_to_peers
 from brigade._function_transforms import require_none_that_differentiates
-from brigade._nests import cast_floating, map_tensors, tensors_in
+from brigade._nests import cast_floating, map_tensors, move_to, tensors_in
 from brigade._shard_place import ShardPlace
 from brigade._shardable_parameters import (
     require_count,
@@ -131,6 +131,7 @@ class Unit:
         self.path = ""  # in the outermost module
         self.max_reducing: int | None = None  # the least of all units' is the root's
         self.finalizes_by_hand = False  # of the outermost: the root does
+        self.post_optim_event: torch.Event | None = None  # of the outermost: a step's end
         self.wire_dtype: torch.dtype | None = None  # of a comm hook that was registered
         self.broadcasts_parameters = options.broadcasts_parameters
         self.is_from_meta = False
@@ -408,6 +409,8 @@ class Unit:
         if self.root is None or not self.root.is_unsharded:
             require_none_that_differentiates()
         root = self.require_root()
+        if root.outermost is self and root.device.type != "cpu":
+            args, kwargs = move_to((args, kwargs), root.device)
         if self.policy.cast_forward_inputs and self.policy.param_dtype is not None:
             args, kwargs = cast_floating((args, kwargs), self.policy.param_dtype)
         if root.is_unsharded and not torch.is_grad_enabled():

@@ -111,7 +111,7 @@ def mesh_of_placements(
         mesh: Where that says none.
 
     Raises:
-        NotImplementedError: Another dimension than the first, or several meshes in one unit.
+        NotImplementedError: Several meshes in one unit.
         ValueError: Something else.
     """
     chosen: list[tuple[str, Any]] = []
@@ -121,7 +121,7 @@ def mesh_of_placements(
         if hasattr(found, "mesh_info"):
             placement, own = found.placement, _mesh_of_info(found.mesh_info)
         if placement is not None:
-            _require_first_dimension(name, parameter, placement)
+            _require_shard_of(name, parameter, placement)
         chosen.append((name, own))
         if own != chosen[0][1]:
             raise NotImplementedError(
@@ -132,17 +132,17 @@ def mesh_of_placements(
     return chosen[0][1] if chosen else mesh
 
 
-def _require_first_dimension(name: str, parameter: nn.Parameter, placement: Any) -> None:
+def _require_shard_of(name: str, parameter: nn.Parameter, placement: Any) -> None:
     if not isinstance(placement, Shard):
         raise ValueError(
             f"fully_shard: shard_placement_fn: expected None, a Shard or a ShardPlacementResult, "
             f"found {placement!r} of '{name}'.\nReturn None for the default."
         )
-    if placement.dim not in (0, -parameter.dim()):
-        raise NotImplementedError(
-            f"fully_shard: shard_placement_fn: Shard({placement.dim}) of '{name}': a rank's part "
-            "is an interval of a parameter in memory.\nReturn Shard(0) or None; block_numel_fn "
-            "says what is not to be cut."
+    num_dims = max(parameter.dim(), 1)
+    if not -num_dims <= placement.dim < num_dims:
+        raise ValueError(
+            f"fully_shard: shard_placement_fn: expected a dimension of '{name}', which has "
+            f"{parameter.dim()}, found Shard({placement.dim}).\nReturn Shard(0) or None."
         )
 
 

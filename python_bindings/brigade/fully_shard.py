@@ -46,7 +46,13 @@ from brigade._sharded_units import (
     unit_of,
 )
 from brigade._sharding_mesh import group_of, mesh_of_placements
+from brigade._torch_state_dicts import teach_torch_state_dicts
 from brigade._unit_conversion import convert, give_memory
+
+# Of torch 2.15 and later.
+GradientReductionHandle: type = getattr(
+    torch.distributed.fsdp, "GradientReductionHandle", UnshardHandle
+)
 
 
 class FSDPModule(_TorchFSDPModule):
@@ -89,14 +95,18 @@ class FSDPModule(_TorchFSDPModule):
     ) -> Any:
         """As any module's, of parts; they are written in place.
 
+        `assign`: collective; of a model on meta, which gets memory where the state is.
+
         Raises:
-            NotImplementedError: for `assign`.
+            NotImplementedError: for `assign` of a module that has memory.
         """
         if assign:
-            raise NotImplementedError(
-                "fully_shard: load_state_dict(assign=True): parts are written where they are.\n"
-                "Leave it out; of a model on meta, call to_empty(device=...) first."
-            )
+            if not any(unit.is_from_meta for unit in unit_of(self).with_those_below()):
+                raise NotImplementedError(
+                    "fully_shard: load_state_dict(assign=True): parts are written where they "
+                    "are.\nLeave it out."
+                )
+            give_memory(self, next(iter(state_dict.values())).device)
         return super().load_state_dict(state_dict, strict=strict)
 
     def _root(self) -> Root:
@@ -245,19 +255,28 @@ class FSDPModule(_TorchFSDPModule):
                 f"{own.describe()} inside of {outermost.describe()}.\nCall it of that."
             )
 
-    def finalize_backward(self, *, async_op: bool = False) -> None:
+    def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
         """Collective: reduces what backwards have added up, if gradients are to be reduced.
 
+        Returns:
+            With `async_op`, what torch's program waits for, which is over: on devices the
+            current stream is behind the sums, and the host ahead of them; on CPUs the host has
+            waited.
+
         Raises:
-            NotImplementedError: for `async_op`.
             RuntimeError: this is not the outermost module, as torch's.
         """
-        if async_op:
-            raise NotImplementedError("fully_shard: finalize_backward(async_op=True).")
         self._require_outermost("finalize_backward")
         root = unit_of(self).root
         if root is not None:  # else no forward has run
             root.finalize()
+        return GradientReductionHandle() if async_op else None
+
+    def set_post_optim_event(self, event: torch.Event) -> None:
+        """What the next forward waits for: an event behind the optimizer's step, recorded on a
+        stream that the current one is not behind. Once.
+        """
+        unit_of(self).outermost().post_optim_event = event
 
     def gradient_slot(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """Where a custom autograd function may write a parameter's gradient, in its backward.
@@ -449,7 +468,6 @@ for _name in (
     "set_allocate_memory_from_process_group_for_comm",
     "set_custom_all_gather",
     "set_custom_reduce_scatter",
-    "set_post_optim_event",
     "set_symm_mem_for_comm",
 ):
     setattr(FSDPModule, _name, _lacks(_name))
@@ -486,8 +504,10 @@ def fully_shard(
             the parameters: each n next to each other, those of a host for instance, keep it in
             between, every one a part, and backward gathers among these; all of them: True; 1:
             False.
-        shard_placement_fn: of a parameter: None or torch's Shard(0), which change nothing, or a
-            ShardPlacementResult with the mesh of the unit, the same for all of its parameters.
+        shard_placement_fn: of a parameter: None or torch's Shard, which change nothing, since
+            parts are cut in memory's order whatever the dimension (block_numel_fn says what is
+            not to be cut), or a ShardPlacementResult with the mesh of the unit, the same for all
+            of its parameters.
         mp_policy: what forward computes in, gradients are summed in and outputs are cast
             to. Parameters stay in their own dtype.
         offload_policy: not so far.
@@ -575,7 +595,7 @@ def make_unit(
     )
     options.reshards_to = reshards_to
     _compiling.leave_to_interpreter()
-    _sharded_state.teach_torch_to_gather()
+    teach_torch_state_dicts()
     teach_torch_to_initialize()
     count_optimizer_steps()
     refuse_optimizers()

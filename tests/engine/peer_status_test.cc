@@ -65,7 +65,7 @@ TEST(PeerStatusTest, BehindADeficitTheGroupIsUsable) {
     EXPECT_EQ(deficit, std::vector<int32_t>({1, 2, 0})[rank]);
     for (int32_t i = 0; i < deficit; ++i) all_reduce_next(0);
     for (const Work& work : works) work->wait();
-    peers.met();
+    peers.restart_counts();
 
     // All are counted from where all stood.
     const at::Tensor next = at::full(5, rank + 1.0);

@@ -4,6 +4,7 @@
 #include <torch/torch.h>
 
 #include <algorithm>
+#include <sstream>
 #include <string>
 #include <vector>
 
@@ -167,6 +168,87 @@ TEST(FullyShardedTest, TrainsASequentialWhoseChildrenAreUnits) {
         },
         num_ranks);
   }
+}
+
+std::vector<at::Tensor> copies_of(const std::vector<at::Tensor>& tensors) {
+  std::vector<at::Tensor> copies;
+  for (const at::Tensor& tensor : tensors) {
+    copies.push_back(tensor.detach().clone());
+  }
+  return copies;
+}
+
+TEST(FullyShardedTest, WhatIsWrittenWhileWholeIsTrainedOn) {
+  run_ranks(2, [](const Group& group) {
+    FullySharded model(with_values(Net(), 1), group);
+    std::vector<at::Tensor> expected;
+    {
+      const auto whole = model.unsharded(/*writes=*/true);
+      const torch::NoGradGuard no_grad;
+      for (at::Tensor& parameter : model.module()->parameters()) {
+        parameter.mul_(-2);
+      }
+      expected = copies_of(model.module()->parameters());
+    }
+    const torch::NoGradGuard no_grad;
+    for (at::Tensor& shard : model.parameters()) shard.add_(1);
+    const auto whole = model.unsharded();
+    const std::vector<at::Tensor> found = model.module()->parameters();
+    for (size_t i = 0; i < found.size(); ++i) {
+      EXPECT_TRUE(at::equal(found[i], expected[i] + 1)) << i;
+    }
+  });
+}
+
+// The average of each rank's shards is that of whole parameters; evaluated
+// with, and undone.
+TEST(FullyShardedTest, EvaluatesWithAnAverageOfShards) {
+  run_ranks(2, [](const Group& group) {
+    FullySharded model(with_values(Net(), 1), group);
+    Net other = with_values(Net(), 50);
+    const at::Tensor x = random({3, 6}, 9);
+    const torch::NoGradGuard no_grad;
+    const std::vector<at::Tensor> before = copies_of(model.parameters());
+    std::vector<at::Tensor> wholes;
+    {
+      const auto whole = model.unsharded(/*writes=*/true);
+      wholes = copies_of(model.module()->parameters());
+      const std::vector<at::Tensor> others = other->parameters();
+      for (size_t i = 0; i < others.size(); ++i) {
+        model.module()->parameters()[i].copy_(others[i]);
+      }
+    }
+    std::vector<at::Tensor> shards = model.parameters();
+    const std::vector<at::Tensor> trained = copies_of(shards);
+    for (size_t i = 0; i < shards.size(); ++i) {
+      shards[i].add_(before[i]).mul_(0.5);
+    }
+    const at::Tensor averaged = model(x);
+    Net expected;
+    for (size_t i = 0; i < wholes.size(); ++i) {
+      expected->parameters()[i].copy_(
+          (other->parameters()[i] + wholes[i]).mul_(0.5));
+    }
+    EXPECT_TRUE(at::equal(averaged, expected->forward(x)));
+    for (size_t i = 0; i < shards.size(); ++i) shards[i].copy_(trained[i]);
+    EXPECT_TRUE(at::equal(model(x), other->forward(x)));
+  });
+}
+
+TEST(FullyShardedTest, IsExportedWhileWhole) {
+  run_ranks(2, [](const Group& group) {
+    FullySharded model(with_values(Net(), 1), group);
+    std::stringstream archive;
+    {
+      const auto whole = model.unsharded();
+      torch::save(model.module(), archive);
+    }
+    Net loaded;
+    torch::load(loaded, archive);
+    const at::Tensor x = random({3, 6}, 9);
+    const torch::NoGradGuard no_grad;
+    EXPECT_TRUE(at::equal(loaded->forward(x), model(x)));
+  });
 }
 
 torch::nn::Sequential make_layers() {

@@ -434,6 +434,24 @@ TEST(ShardedRootTest, ExplainsAndCountsWhatEachRankHolds) {
   }
 }
 
+TEST(ShardedRootTest, TellsItsScheduleBeforeItRuns) {
+  run_ranks(2, [](const Group& group) {
+    const Net net;
+    const ShardedRoot root(net.units(), group, {.prefetch_depth = 2});
+    const std::string text = root.explain();
+    EXPECT_THAT(text,
+                HasSubstr("the next forward gathers ['', 'blocks.0', "
+                          "'blocks.1', 'blocks.2', 'blocks.3'] in this order, "
+                          "2 ahead of their need"));
+    EXPECT_THAT(text, HasSubstr("its backward needs ['blocks.3', 'blocks.2', "
+                                "'blocks.1', 'blocks.0', ''] and reduces "
+                                "['blocks.3', 'blocks.2', 'blocks.1', "
+                                "'blocks.0', '']"));
+    // Three of them are whole at once, and three's memory goes round.
+    EXPECT_THAT(text, HasSubstr("in buffer 0 in forward"));
+  });
+}
+
 // As torch's clip_grad_norm_: what is no number is not hidden by a maximum.
 TEST(ShardedRootTest, NormsOfWhatIsNoNumberAreNone) {
   constexpr double kInfinity = std::numeric_limits<double>::infinity();

@@ -13,6 +13,7 @@
 #include <string>
 #include <vector>
 
+#include "brigade/fsdp/shard_files.h"
 #include "brigade/tests/fsdp/sharded_net.h"
 #include "brigade/tests/support/local_ranks.h"
 #include "gmock/gmock.h"
@@ -286,6 +287,32 @@ TEST_F(ShardedStateTest, SavingTakesMemoryForFewUnits) {
     }
   });
   peak.reset();
+}
+
+// A part of one tensor on each rank, however many there are.
+TEST_F(ShardedStateTest, LoadingTakesMemoryForOneTensor) {
+  constexpr int kNumRanks = 2;
+  constexpr int64_t kWidth = 64;
+  constexpr int64_t kTensorBytes = kWidth * kWidth * 4;
+  const std::string folder = path() + "_shards";
+  for (const bool is_whole : {true, false}) {
+    std::optional<PeakMemory> peak;
+    run_ranks(kNumRanks, [&](const Group& group) {
+      const Net net(std::vector<int64_t>(21, kWidth));
+      ShardedRoot root(net.units(), group, {});
+      is_whole ? save_whole(root, path()) : save_shards(root, folder);
+      group->barrier()->wait();
+      if (group->getRank() == 0) peak.emplace();
+      group->barrier()->wait();
+      is_whole ? load_whole(root, path()) : load_shards(root, folder);
+      group->barrier()->wait();
+      if (group->getRank() == 0) {
+        EXPECT_GE(peak->peak_bytes(), kTensorBytes / kNumRanks);
+        EXPECT_LE(peak->peak_bytes(), 2 * kTensorBytes);
+      }
+    });
+    peak.reset();
+  }
 }
 
 TEST_F(ShardedStateTest, AFolderThatIsMissingIsAnErrorOnAllRanks) {

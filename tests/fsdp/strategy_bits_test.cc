@@ -35,9 +35,11 @@ constexpr double kRate = 0.1;
 enum class Batches {
   kOne,
   kAddedUpHere,      // the last one's reduction has the sum of both
+  kAddedUpInRows,    // replicas add up the sums of both
   kReducedEachTime,  // `.grad` has the sum of both averages
 };
 constexpr Batches kSteps[] = {Batches::kOne, Batches::kAddedUpHere,
+                              Batches::kAddedUpInRows,
                               Batches::kReducedEachTime, Batches::kOne};
 
 int num_batches(Batches batches) { return batches == Batches::kOne ? 1 : 2; }
@@ -66,18 +68,60 @@ Tensors gradients_of(const Net& net, const at::Tensor& input) {
   return gradients;
 }
 
-// Rows first, then their sums; multiplied once.
-Tensors average(const std::vector<Tensors>& by_rank, size_t row_length) {
+using ByRank = std::vector<Tensors>;
+
+// Rows first, then their sums, of each batch; multiplied once.
+Tensors average(const std::vector<ByRank>& batches, size_t row_length) {
   Tensors sums;
-  for (size_t row = 0; row < by_rank.size(); row += row_length) {
+  const size_t world_size = batches.front().size();
+  for (size_t row = 0; row < world_size; row += row_length) {
     Tensors of_row;
-    for (size_t i = row; i < row + row_length; ++i) add(of_row, by_rank[i]);
+    for (const ByRank& by_rank : batches) {
+      Tensors of_batch;
+      for (size_t i = row; i < row + row_length; ++i) {
+        add(of_batch, by_rank[i]);
+      }
+      add(of_row, of_batch);
+    }
     add(sums, of_row);
   }
-  for (at::Tensor& sum : sums) {
-    sum.mul_(1.0 / static_cast<double>(by_rank.size()));
+  for (at::Tensor& sum : sums) sum.mul_(1.0 / static_cast<double>(world_size));
+  return sums;
+}
+
+// What several reductions bring.
+Tensors average_of_each(const std::vector<ByRank>& batches, size_t row_length) {
+  Tensors sums;
+  for (const ByRank& by_rank : batches) {
+    add(sums, average({by_rank}, row_length));
   }
   return sums;
+}
+
+ByRank added_up(const std::vector<ByRank>& batches) {
+  ByRank sums(batches.front().size());
+  for (const ByRank& by_rank : batches) {
+    for (size_t rank = 0; rank < sums.size(); ++rank) {
+      add(sums[rank], by_rank[rank]);
+    }
+  }
+  return sums;
+}
+
+Tensors average_of(Batches batches, const std::vector<ByRank>& gradients,
+                   size_t row_length) {
+  const bool has_replicas = row_length < gradients.front().size();
+  switch (batches) {
+    case Batches::kOne:
+    case Batches::kAddedUpHere:
+      return average({added_up(gradients)}, row_length);
+    case Batches::kAddedUpInRows:
+      if (has_replicas) return average(gradients, row_length);
+      break;
+    case Batches::kReducedEachTime:
+      break;
+  }
+  return average_of_each(gradients, row_length);
 }
 
 struct Trajectory {
@@ -89,22 +133,14 @@ Trajectory in_one_process(int world_size, int row_length) {
   Trajectory found;
   const Net net;
   for (size_t step = 0; step < std::size(kSteps); ++step) {
-    const int count = num_batches(kSteps[step]);
-    Tensors gradients;
-    std::vector<Tensors> added_up(world_size);
-    for (int batch = 0; batch < count; ++batch) {
-      std::vector<Tensors> by_rank;
+    std::vector<ByRank> batches(num_batches(kSteps[step]));
+    for (size_t batch = 0; batch < batches.size(); ++batch) {
       for (int rank = 0; rank < world_size; ++rank) {
-        by_rank.push_back(gradients_of(net, input_of(net, rank, step, batch)));
-        add(added_up[rank], by_rank.back());
-      }
-      if (kSteps[step] == Batches::kReducedEachTime) {
-        add(gradients, average(by_rank, row_length));
+        batches[batch].push_back(gradients_of(
+            net, input_of(net, rank, step, static_cast<int>(batch))));
       }
     }
-    if (kSteps[step] != Batches::kReducedEachTime) {
-      gradients = average(added_up, row_length);
-    }
+    Tensors gradients = average_of(kSteps[step], batches, row_length);
     const torch::NoGradGuard no_grad;
     Tensors parameters;
     for (size_t i = 0; at::Tensor parameter : net.parameters()) {
@@ -123,7 +159,7 @@ struct Strategy {
   size_t blocks_in_unit = 1;
 };
 
-// On rows of this length, at both depths, and units of several sizes.
+// On rows of this length: each in units of several sizes, at several depths.
 std::vector<Strategy> strategies_on(int row_length) {
   std::vector<Strategy> all = {{"full", {}},
                                {"gradients", shard_gradients()},
@@ -133,22 +169,20 @@ std::vector<Strategy> strategies_on(int row_length) {
     all.push_back(
         {absl::StrCat("slices on ", neighbours), {.reshards_to = neighbours}});
   }
-  std::vector<Strategy> at_both_depths;
-  for (const size_t depth : {0, 2}) {
-    for (Strategy strategy : all) {
-      absl::StrAppend(&strategy.name, ", prefetch ", depth);
-      strategy.options.num_shards = row_length;
-      strategy.options.prefetch_depth = depth;
-      at_both_depths.push_back(std::move(strategy));
-    }
-    for (const size_t blocks : {2, 3, 4}) {
-      at_both_depths.push_back(
-          {absl::StrCat(blocks, " blocks in a unit, prefetch ", depth),
-           {.num_shards = row_length, .prefetch_depth = depth},
-           blocks});
+  std::vector<Strategy> in_all_ways;
+  for (const size_t depth : {0, 1, 2}) {
+    for (const size_t blocks : {1, 2, 3, 4}) {
+      for (Strategy strategy : all) {
+        absl::StrAppend(&strategy.name, ", blocks in a unit ", blocks,
+                        ", prefetch ", depth);
+        strategy.options.num_shards = row_length;
+        strategy.options.prefetch_depth = depth;
+        strategy.blocks_in_unit = blocks;
+        in_all_ways.push_back(std::move(strategy));
+      }
     }
   }
-  return at_both_depths;
+  return in_all_ways;
 }
 
 // The head, and so many blocks each.
@@ -191,8 +225,10 @@ void expect_trajectory(const Group& group, const Strategy& strategy,
   for (size_t step = 0; step < std::size(kSteps); ++step) {
     const int count = num_batches(kSteps[step]);
     for (int batch = 0; batch < count; ++batch) {
-      root.set_synchronizes(kSteps[step] != Batches::kAddedUpHere ||
-                            batch == count - 1);
+      const bool is_last = batch == count - 1;
+      root.set_synchronizes(kSteps[step] != Batches::kAddedUpHere || is_last);
+      root.set_sums_over_replicas(kSteps[step] != Batches::kAddedUpInRows ||
+                                  is_last);
       loss_of(root.forward([&] {
         return run(net, root, strategy.blocks_in_unit,
                    input_of(net, rank, step, batch));
@@ -225,7 +261,8 @@ TEST_P(StrategyBitsTest, EqualOneProcessInTheOrderOfTheMesh) {
 }
 
 INSTANTIATE_TEST_SUITE_P(, StrategyBitsTest,
-                         ::testing::Values(std::pair(3, 1), std::pair(3, 3),
+                         ::testing::Values(std::pair(2, 1), std::pair(2, 2),
+                                           std::pair(3, 1), std::pair(3, 3),
                                            std::pair(4, 1), std::pair(4, 2),
                                            std::pair(4, 4), std::pair(8, 1),
                                            std::pair(8, 2), std::pair(8, 4),

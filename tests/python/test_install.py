@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
-from torch.distributed.tensor import Shard
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 import brigade
@@ -414,8 +414,8 @@ def _shards(rank):
         ):
             assert fully_shard(on_meta, mesh=of_devices) == "torch's"
         assert isinstance(fully_shard(on_meta), brigade.FSDPModule)
-        with pytest.raises(NotImplementedError, match="shard_placement_fn"):
-            fully_shard(torch.nn.Linear(2, 2), shard_placement_fn=lambda parameter: Shard(1))
+        with pytest.raises(NotImplementedError, match="offload_policy"):
+            fully_shard(torch.nn.Linear(2, 2), offload_policy=CPUOffloadPolicy(pin_memory=False))
     from torch.distributed.fsdp import fully_shard
 
     assert fully_shard is before

@@ -4,7 +4,6 @@ import inspect
 
 import pytest
 from torch.distributed import fsdp
-from torch.distributed.tensor import Shard
 
 import brigade
 
@@ -16,12 +15,10 @@ METHODS = (
     "set_allocate_memory_from_process_group_for_comm",
     "set_custom_all_gather",
     "set_custom_reduce_scatter",
-    "set_post_optim_event",
     "set_symm_mem_for_comm",
 )
 ARGUMENTS = {
     "offload_policy": fsdp.CPUOffloadPolicy(pin_memory=False),
-    "shard_placement_fn": lambda parameter: Shard(1) if parameter.dim() == 2 else None,
 }
 
 
@@ -48,10 +45,6 @@ def test_a_method_that_is_lacking_is_named(name):
     own = inspect.signature(getattr(fsdp.FSDPModule, name)).parameters.values()
     required = [p for p in own if p.name != "self" and p.default is p.empty]
     run_ranks(_call, name, (None,) * len(required), {})
-
-
-def test_finalization_that_does_not_wait_is_named():
-    run_ranks(_call, "finalize_backward", (), {"async_op": True})
 
 
 def _shard_with(rank, name):

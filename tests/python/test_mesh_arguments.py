@@ -118,13 +118,14 @@ def _placements(rank):
         lambda p: Shard(0),
         lambda p: Shard(-p.dim()),
         lambda p: None if p.dim() == 1 else Shard(0),
+        lambda p: Shard(p.dim() - 1),
     ):
         found = _gradient(shard_blocks(make_net(), shard_placement_fn=placement_of), rank)
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     model = make_net()
     for shape, error, words in (
-        (Shard(1), NotImplementedError, r"Shard\(1\) of 'embed\.weight'"),
-        (Shard(-1), NotImplementedError, r"Shard\(-1\) of 'embed\.weight'"),
+        (Shard(2), ValueError, r"'embed\.weight', which has 2, found Shard\(2\)"),
+        (Shard(-3), ValueError, r"'embed\.weight', which has 2, found Shard\(-3\)"),
         (Replicate(), ValueError, r"found Replicate\(\) of 'embed\.weight'"),
     ):
         with pytest.raises(error, match=words):

@@ -161,3 +161,28 @@ def _keeps_classes(rank):
 
 def test_classes_of_containers_stay():
     run_ranks(_keeps_classes)
+
+
+class _SeesDevices(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.seen: list[str] = []
+
+    def forward(self, batch, *, mask):
+        self.seen = [tensor.device.type for tensor in (*batch["x"], mask)]
+        return self.weight.sum()
+
+
+def _moves_inputs(rank):
+    model = brigade.fully_shard(_SeesDevices())
+    batch = {"x": (torch.ones(2), torch.ones(1, dtype=torch.long))}
+    model(batch, mask=torch.ones(2)).backward()
+    assert model.seen == ["cpu"] * 3
+    model._root().device = torch.device("meta")  # as if its parameters were on an accelerator
+    model(batch, mask=torch.ones(2)).backward()
+    assert model.seen == ["meta"] * 3
+
+
+def test_inputs_of_the_outermost_module_are_moved_to_its_accelerator():
+    run_ranks(_moves_inputs)

@@ -108,20 +108,6 @@ def _steps(rank, name):
     torch.optim.SGD(sharded.parameters(), lr=0.5).step()
 
 
-def _muon(rank):
-    # Of a part that is a matrix; others Muon refuses by itself.
-    whole = brigade.fully_shard(nn.Linear(4, 2, bias=False), block_numel_fn=torch.Tensor.numel)
-    if whole.weight.numel() > 0:
-        optimizer = torch.optim.Muon(whole.parameters())
-        with pytest.raises(NotImplementedError, match="Muon of sharded parameters"):
-            optimizer.step()
-    return whole.weight.numel()
-
-
-def test_muon_is_refused_whoever_holds_the_matrix():
-    assert sorted(run_ranks(_muon)) == [0, 8]
-
-
 @pytest.mark.parametrize("name", ["LBFGS", "Adafactor"])
 def test_optimizers_that_look_at_whole_parameters_are_refused(name):
     run_ranks(_steps, name)

@@ -226,7 +226,7 @@ def test_prefetch_lists():
     run_ranks(_prefetch_lists)
 
 
-def _by_hand(rank):
+def _by_hand(rank, async_op):
     plain = make_net()
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, foreach=False)
     model = shard_blocks(make_net())
@@ -241,14 +241,40 @@ def _by_hand(rank):
         model.finalize_backward()
         assert all(p.grad is None for p in model.parameters())
         model.set_requires_gradient_sync(True)
-        model.finalize_backward()
+        handle = model.finalize_backward(async_op=async_op)
+        assert (handle is None) == (not async_op)
+        if async_op:
+            handle.wait()
         sharded_optimizer.step()
         sharded_optimizer.zero_grad()
     expect_equal(model, plain)
 
 
-def test_finalization_by_hand():
-    run_ranks(_by_hand)
+@pytest.mark.parametrize("async_op", [False, True])
+def test_finalization_by_hand(async_op):
+    run_ranks(_by_hand, async_op)
+
+
+class _Event:
+    num_waits = 0
+
+    def wait(self) -> None:
+        self.num_waits += 1
+
+
+def _waits_for_an_optimizer(rank):
+    model, event = shard_blocks(make_net()), _Event()
+    for _ in range(2):
+        model.set_post_optim_event(event)
+        _loss(model, rank, 0).backward()
+        assert event.num_waits == 1
+        _loss(model, rank, 0).backward()
+        assert event.num_waits == 1
+        event.num_waits = 0
+
+
+def test_the_next_forward_waits_for_an_event_once():
+    run_ranks(_waits_for_an_optimizer)
 
 
 def _frozen_and_thawed(rank):

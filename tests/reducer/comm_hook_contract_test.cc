@@ -259,7 +259,7 @@ TEST(CommHookContractTest, AFutureOfNoneDeliversNothing) {
   }
 }
 
-TEST(CommHookContractTest, AFutureOfNoneLeavesUnusedGradientsUntouched) {
+TEST(CommHookContractTest, AFutureOfNoneKeepsUnusedGradients) {
   run_ranks(2, [](const Group& group) {
     const ToyModel model({{2}, {3}});
     const auto all_reduce = all_reduce_hook(group);

@@ -330,6 +330,32 @@ TEST(MisuseTest, BackwardOverAForwardThatAnotherReplaced) {
               HasSubstr("second backward reached parameter 0"));
 }
 
+// As a checkpoint around what is wrapped does, on one rank.
+TEST(MisuseTest, ForwardInsideOfItsOwnBackward) {
+  run_ranks(2, [&](const Group& group) {
+    const ToyModel model({{2}, {3}});
+    Reducer reducer(model.parameters, group, {.parameter_names = model.names});
+    const int rank = group->getRank();
+    const unsigned hook =
+        model.parameters[1].register_hook([&](const at::Tensor&) {
+          if (rank == 1) reducer.prepare_for_backward(model.loss(rank));
+        });
+    const at::Tensor loss = model.loss_in_order({0, 1}, rank);
+    reducer.prepare_for_backward(loss);
+    if (rank == 1) {
+      EXPECT_THAT(text_of<c10::Error>([&] { loss.backward(); }),
+                  AllOf(HasSubstr("outside of the backward of iteration 1 on "
+                                  "rank 1, found one inside of it"),
+                        HasSubstr("Checkpoint inside of what is wrapped")));
+    } else {
+      EXPECT_THAT(text_of<c10::DistBackendError>([&] { loss.backward(); }),
+                  HasSubstr("rank 1 failed in iteration 1"));
+    }
+    model.parameters[1].remove_hook(hook);
+    expect_trains(reducer, model, rank, 2);
+  });
+}
+
 TEST(MisuseTest, GradientThatBecomesReadyTwiceInOneIteration) {
   const ToyModel model({{2}, {3}});
   Reducer reducer(model.parameters, single_process_group(),

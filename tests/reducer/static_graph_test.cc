@@ -123,7 +123,7 @@ TEST(StaticGraphTest, PlansFromTheOrderInWhichGradientsWereComplete) {
               ElementsAre(ElementsAre(0), ElementsAre(2), ElementsAre(1)));
 }
 
-TEST(StaticGraphTest, LeavesWhatIsNeverUsedUntouched) {
+TEST(StaticGraphTest, KeepsGradientsThatAreNeverUsed) {
   run_ranks(3, [](const Group& group) {
     const ToyModel model({{2}, {3}, {4}});
     Reducer reducer(model.parameters, group, static_graph());

@@ -127,7 +127,7 @@ TEST_P(UnusedOnRanksTest, FollowsControlFlowThatChangesAtRandom) {
   });
 }
 
-TEST_P(UnusedOnRanksTest, LeavesWhatNoRankUsedUntouched) {
+TEST_P(UnusedOnRanksTest, KeepsGradientsThatAreGloballyUnused) {
   run_ranks(world_size(), [&](const Group& group) {
     const ToyModel model(kSizes);
     Reducer reducer(model.parameters, group, options());

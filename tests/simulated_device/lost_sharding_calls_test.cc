@@ -25,7 +25,7 @@
 #include "gtest/gtest.h"
 
 namespace brigade {
-namespace {
+namespace lost_sharding_calls_test {
 
 using simulated::DropCalls;
 using simulated::make_wait;
@@ -291,7 +291,7 @@ TEST_F(LostGatherCallsTest, StreamsThatAreNotedAreWaitedFor) {
     {
       const c10::StreamGuard on_b(b);
       parts.parameter(0).sum();
-      parts.gathers->note_use(0);
+      parts.gathers->record_use(0);
     }
     parts.gathers->release(0);
     parts.need(1);
@@ -654,23 +654,27 @@ TEST_F(LostSumCallsTest, SumsInTheOrderOfTheRanksAreBehindWhatTheyAddUp) {
   }
 }
 
-// On a mesh of 2 x 2: what a row has summed is kept on one stream and added to
-// the next sum.
-TEST_F(LostSumCallsTest, WhatARowHasSummedIsAddedBehindTheSum) {
+// On a mesh of 2 x 2: what a row has summed twice is added up on one stream,
+// and added to the next sum on another.
+TEST_F(LostSumCallsTest, WhatARowHasSummedIsAddedUpBehindTheSums) {
   const auto program = [&](Parts& parts) {
     parts.gradients->set_max_reducing(2);  // so that no memory's wait is enough
-    const c10::StreamGuard on_a(stream_named("a"));
     UnitReduction reduction = parts.reduction(0);
     reduction.set_sums_over_replicas(false);
-    const auto sum = reduction.launch();
+    const auto keep = [&](const char* stream) {
+      const c10::StreamGuard on_stream(stream_named(stream));
+      reduction.launch()->waitAndThrow();
+      reduction.commit({});
+    };
+    keep("a");
     arm();
-    sum->waitAndThrow();
-    reduction.commit({});
+    keep("b");
+    reduction.set_sums_over_replicas(true);
     reduction.launch();
   };
-  expect_needed_of("a waits for group", program, /*num_shards=*/2);
-  expect_needed_of("sums waits for a", program, /*num_shards=*/2);
-  expect_needed_of("records a", program, /*num_shards=*/2);
+  expect_needed_of("b waits for group", program, /*num_shards=*/2);
+  expect_needed_of("sums waits for b", program, /*num_shards=*/2);
+  expect_needed_of("records b", program, /*num_shards=*/2);
 }
 
 // But for a parameter that is frozen in between.
@@ -689,6 +693,7 @@ TEST_F(LostSumCallsTest, WhatARowHasSummedIsForgottenBehindTheSum) {
     const c10::StreamGuard on_b(stream_named("b"));
     parts.segment(0).shards()[0].set_requires_grad(false);
     parts.segment(0).follow_shards();
+    reduction.set_sums_over_replicas(true);
     reduction.launch();
   };
   expect_needed_of("b waits for a", program, /*num_shards=*/2);
@@ -819,7 +824,7 @@ TEST_F(LostUsesTest, TheAllocatorIsToldWhoReadsWhatIsLeftWhole) {
     {
       const c10::StreamGuard on_b(b);
       parts.parameter(0).sum();
-      parts.gathers->note_use(0);
+      parts.gathers->record_use(0);
     }
     parts.need(1);
     arm();
@@ -828,5 +833,5 @@ TEST_F(LostUsesTest, TheAllocatorIsToldWhoReadsWhatIsLeftWhole) {
   });
 }
 
-}  // namespace
+}  // namespace lost_sharding_calls_test
 }  // namespace brigade

@@ -173,8 +173,8 @@ void unused_parameters_kept(const StreamLayout& layout,
 }
 
 // Gradients that are not dropped keep what an earlier step gave them.
-void unused_parameters_untouched(const StreamLayout& layout,
-                                 ReducerOptions options) {
+void globally_unused_parameters(const StreamLayout& layout,
+                                ReducerOptions options) {
   options.find_unused_parameters = true;
   StreamedTraining training(layout);
   training.make_reducer(std::move(options));
@@ -724,7 +724,7 @@ const Scenario kScenarios[] = {
     {"PreparedElsewhere", prepared_elsewhere},
     {"UnusedParametersDropped", unused_parameters_dropped},
     {"UnusedParametersKept", unused_parameters_kept},
-    {"UnusedParametersUntouched", unused_parameters_untouched},
+    {"GloballyUnusedParameters", globally_unused_parameters},
     {"UnusedBucketsSkipped", unused_buckets_skipped},
     {"StaticGraph", static_graph},
     {"Shadowed", shadowed},

@@ -59,10 +59,17 @@ std::vector<UnitSpec> units_of(const StreamedModel& model,
         {.name = c10::str("p", i), .tensor = model.parameters()[i]});
   }
   for (const auto& [unit, mesh] : program.meshes) units[unit].mesh = mesh;
+  for (const size_t unit : program.spanning) units[unit].spans_passes = true;
   return units;
 }
 
 }  // namespace
+
+bool has_one_stream(const StreamLayout& layout, const ShardedProgram& program) {
+  return layout.forward == StreamLayout::Forward::kCaller ||
+         (layout.forward == StreamLayout::Forward::kSide &&
+          program.calls_on_own_stream);
+}
 
 ShardedTraining::ShardedTraining(const StreamLayout& layout,
                                  const ShardingOptions& options,

@@ -19,6 +19,8 @@
 #include "brigade/hooks/checkpoint.h"
 #include "brigade/tests/simulated_device/stream_layout.h"
 #include "brigade/tests/simulated_device/streamed_model.h"
+#include "brigade/tests/support/simulated_device/stream_test.h"
+#include "gtest/gtest.h"
 
 namespace brigade::testing {
 
@@ -34,6 +36,8 @@ struct ShardedProgram {
   bool writes_into_slots = false;
   // By unit; others are on the root's.
   std::map<size_t, UnitMesh> meshes = {};
+  // Units, as norms of blocks are.
+  std::set<size_t> spanning = {};
 };
 
 class ShardedTraining {
@@ -89,6 +93,25 @@ class ShardedTraining {
   int num_in_slots_ = 0;
   std::vector<Expected> expected_;
 };
+
+// A call of a unit, with all that it computes. A checkpoint orders nothing
+// else: what one node of it computes again, nodes on other streams read.
+bool has_one_stream(const StreamLayout& layout, const ShardedProgram& program);
+
+// On every layout, `body` with a training that ends before races are counted.
+template <typename Body>
+void on_every_layout(const ShardingOptions& options,
+                     const ShardedProgram& program, const Body& body) {
+  for (const StreamLayout& layout : all_stream_layouts()) {
+    if (program.checkpoint && !has_one_stream(layout, program)) continue;
+    SCOPED_TRACE(name_of(layout));
+    {
+      ShardedTraining training(layout, options, program);
+      body(training);
+    }
+    simulated::expect_no_races();
+  }
+}
 
 }  // namespace brigade::testing
 

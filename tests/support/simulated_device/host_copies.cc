@@ -30,7 +30,7 @@ void HostCopies::from_host(char* host, size_t bytes, RaceDetector::Moment done,
                      .name = std::move(name)});
 }
 
-void HostCopies::settle(RaceDetector& detector, size_t host) {
+void HostCopies::finish(RaceDetector& detector, size_t host) {
   std::erase_if(copies_, [&](const Copy& copy) {
     if (!detector.host_has_waited(copy.done, host)) return false;
     if (copy.is_to_host) {

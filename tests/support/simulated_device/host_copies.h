@@ -25,7 +25,7 @@ class HostCopies {
                  std::string name);
 
   // Ends those that the host has waited for. Reports changed bytes.
-  void settle(RaceDetector& detector, size_t host);
+  void finish(RaceDetector& detector, size_t host);
 
   // One of them reads or writes there.
   bool is_in_use(const char* host, size_t bytes) const;

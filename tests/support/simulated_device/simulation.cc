@@ -115,7 +115,7 @@ void Simulation::wait(const c10::Stream& stream, const Event& event) {
 
 void Simulation::wait_on_host(const RaceDetector::Moment& moment) {
   detector_.host_waits(moment, kHost);
-  host_copies_.settle(detector_, kHost);
+  host_copies_.finish(detector_, kHost);
 }
 
 void Simulation::host_waits(const Event& event) {

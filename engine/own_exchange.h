@@ -2,8 +2,8 @@
 //
 // Thread safety: none; the engine's lock covers it.
 
-#ifndef BRIGADE_ENGINE_OWN_TURN_H_
-#define BRIGADE_ENGINE_OWN_TURN_H_
+#ifndef BRIGADE_ENGINE_OWN_EXCHANGE_H_
+#define BRIGADE_ENGINE_OWN_EXCHANGE_H_
 
 #include <chrono>
 #include <optional>
@@ -16,7 +16,7 @@
 namespace brigade {
 
 // An iteration that this rank is in when it looks at ends of earlier ones.
-struct OwnTurn {
+struct OwnExchange {
   Iteration& iteration;
   RankStatus own;
   std::optional<std::chrono::milliseconds> patience;
@@ -24,8 +24,8 @@ struct OwnTurn {
 };
 
 // Tells peers of it and compares. Errors: as compare_and_recover().
-StatusComparison take_turn(EngineState& state, OwnTurn& turn);
+StatusComparison tell_and_compare(EngineState& state, OwnExchange& exchange);
 
 }  // namespace brigade
 
-#endif  // BRIGADE_ENGINE_OWN_TURN_H_
+#endif  // BRIGADE_ENGINE_OWN_EXCHANGE_H_

@@ -1,19 +1,19 @@
-#include "brigade/engine/own_turn.h"
+#include "brigade/engine/own_exchange.h"
 
 #include "brigade/engine/exchange.h"
 #include "brigade/engine/recovery.h"
 
 namespace brigade {
 
-StatusComparison take_turn(EngineState& state, OwnTurn& turn) {
-  turn.is_told = true;
+StatusComparison tell_and_compare(EngineState& state, OwnExchange& exchange) {
+  exchange.is_told = true;
   return compare_and_recover(
-      state, turn.iteration,
+      state, exchange.iteration,
       [&](std::optional<std::chrono::milliseconds> limit) {
-        return exchange_and_give(state, turn.iteration, turn.own,
+        return exchange_and_give(state, exchange.iteration, exchange.own,
                                  /*tells_launches=*/true, limit);
       },
-      turn.patience);
+      exchange.patience);
 }
 
 }  // namespace brigade

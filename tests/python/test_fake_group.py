@@ -1,0 +1,62 @@
+"""torch's `fake` group, whose collectives go nowhere: one rank of many, tried on one machine."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import brigade
+
+from ranks import run_ranks
+
+_NUM_RANKS = 8
+
+
+def _as_one_of_many(rank, train):
+    fake = pytest.importorskip("torch.testing._internal.distributed.fake_pg")
+    dist.destroy_process_group()
+    dist.init_process_group("fake", store=fake.FakeStore(), rank=0, world_size=_NUM_RANKS)
+    train()
+
+
+def _net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 4))
+
+
+def _trains_data_parallel():
+    plain, module = _net(), _net()
+    model = brigade.DistributedDataParallel(module, bucket_cap_mb=1e-4)
+    x = torch.ones(2, 4)
+    for _ in range(3):
+        plain.zero_grad()
+        model.zero_grad()
+        plain(x).sum().backward()
+        model(x).sum().backward()
+        for expected, found in zip(plain.parameters(), module.parameters(), strict=True):
+            assert torch.equal(found.grad, expected.grad)  # as if all ranks were alike
+
+
+def test_data_parallel_training_needs_no_peers():
+    run_ranks(_as_one_of_many, _trains_data_parallel, world_size=1)
+
+
+def _trains_sharded():
+    model = _net()
+    for layer in (model[0], model[2]):
+        brigade.fully_shard(layer)
+    brigade.fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    statistics = model.sharding_statistics()
+    assert statistics["peak_whole_bytes"] == statistics["planned_bytes"] > 0
+    assert (
+        sum(p.numel() for p in model.parameters()) == (4 * 16 + 16 + 16 * 4 + 4) // _NUM_RANKS + 1
+    )
+
+
+def test_sharded_training_takes_what_one_rank_of_many_takes():
+    run_ranks(_as_one_of_many, _trains_sharded, world_size=1)
