@@ -144,6 +144,15 @@ absl::Status check_statuses(std::span<const RankStatus> by_rank) {
   const std::string iteration = absl::StrCat("iteration ", first.iteration);
   const auto fingerprints =
       by_rank_of(by_rank, [](const RankStatus& s) { return s.fingerprint; });
+  const auto deeds = by_rank_of(by_rank, [](const RankStatus& s) {
+    return s.kind == StatusKind::kAsk ? std::string(words_of(s.text)) : "";
+  });
+  if (!all_equal(fingerprints) && !all_equal(deeds)) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("expected the same of every rank behind ", iteration, ": ",
+                     describe_deeds(deeds, ", "),
+                     ".\nCall the same on all ranks, in the same order."));
+  }
   if (!all_equal(fingerprints)) {
     return absl::FailedPreconditionError(absl::StrCat(
         "expected the same plan and options on every rank in ", iteration, ": ",

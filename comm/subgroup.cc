@@ -56,6 +56,9 @@ c10::intrusive_ptr<c10d::ProcessGroup> connect_subgroup(
 
 GroupScope make_subgroup(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
                          const std::vector<int>& ranks, c10::Device device) {
+  TORCH_CHECK_VALUE(group,
+                    "make_subgroup: the process group is null.\nGive that of "
+                    "init_process_group().");
   const auto own = std::ranges::find(ranks, group->getRank());
   TORCH_CHECK_VALUE(std::ranges::is_sorted(ranks) && own != ranks.end(),
                     "subgroup: expected ranks in rising order, rank ",

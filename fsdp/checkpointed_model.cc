@@ -5,6 +5,7 @@
 
 #include "brigade/comm/agreement.h"
 #include "brigade/comm/control_device.h"
+#include "brigade/fsdp/fully_shard.h"
 
 namespace brigade {
 namespace {
@@ -18,8 +19,8 @@ std::vector<NamedParameter> distinct_parameters_of(
           return known.tensor.is_same(parameter.value());
         });
     if (is_tied) continue;
-    parameters.push_back(
-        {.name = parameter.key(), .tensor = parameter.value()});
+    parameters.push_back({.name = without_unit_levels(parameter.key()),
+                          .tensor = parameter.value()});
   }
   return parameters;
 }

@@ -247,6 +247,30 @@ ModuleUnits units_of_module(Module& module, const UnitChoice& choice) {
   return units;
 }
 
+RegisteredParameters::RegisteredParameters(const torch::nn::Module& module)
+    : parameters_(module.parameters()) {}
+
+void RegisteredParameters::require(const torch::nn::Module& module) const {
+  const auto is_same = [](const at::Tensor& a, const at::Tensor& b) {
+    return a.is_same(b);
+  };
+  if (std::ranges::equal(module.parameters(), parameters_, is_same)) return;
+  std::string found = "some are gone";
+  for (const auto& parameter : module.named_parameters()) {
+    if (std::ranges::none_of(parameters_, [&](const at::Tensor& known) {
+          return known.is_same(parameter.value());
+        })) {
+      found = absl::StrCat("'", without_unit_levels(parameter.key()),
+                           "' is another one");
+      break;
+    }
+  }
+  TORCH_CHECK(false,
+              "fully_shard: expected the module to have the parameters that it "
+              "had when it was sharded, found that ",
+              found, ".\nChange the module before it is sharded.");
+}
+
 std::string without_unit_levels(std::string name) {
   constexpr std::string_view kLevel = "unit.";
   for (size_t at = 0; (at = name.find(kLevel, at)) != std::string::npos;) {

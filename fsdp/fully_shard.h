@@ -84,14 +84,15 @@ class ShardedImpl : public UnitModule {
   template <typename... Others>
   auto forward(at::Tensor first, Others&&... others) {
     if (root_ == nullptr) {
-      return module_(std::move(first), std::forward<Others>(others)...);
+      return module_->forward(std::move(first),
+                              std::forward<Others>(others)...);
     }
     return forward_in(
         root_->forward_dtypes(unit_),
         [this](at::Tensor cast, auto&&... rest) {
           return root_->call(unit_, std::move(cast), [&](at::Tensor input) {
-            return module_(std::move(input),
-                           std::forward<decltype(rest)>(rest)...);
+            return module_->forward(std::move(input),
+                                    std::forward<decltype(rest)>(rest)...);
           });
         },
         std::move(first), std::forward<Others>(others)...);
@@ -159,6 +160,19 @@ struct SequentialUnits {
 SequentialUnits units_of_sequential(const torch::nn::SequentialImpl& sequential,
                                     const UnitChoice& choice = {});
 
+// What a module has registered when it is sharded.
+class RegisteredParameters {
+ public:
+  explicit RegisteredParameters(const torch::nn::Module& module);
+
+  // Errors: RuntimeError that names a parameter if it has others now: gradients
+  // of those would stay on this rank.
+  void require(const torch::nn::Module& module) const;
+
+ private:
+  std::vector<at::Tensor> parameters_;
+};
+
 template <typename Holder>
 class FullySharded {
   static constexpr bool kIsSequential =
@@ -203,6 +217,7 @@ class FullySharded {
   // ShardedRoot::begin_forward()'s; cast_tensors()' (hooks/tensor_casts.h).
   template <typename... Others>
   auto operator()(at::Tensor first, Others&&... others) {
+    registered_->require(*module_);
     return root_->forward([&] {
       return forward_in(
           has_outermost_unit_ ? root_->forward_dtypes(0)
@@ -217,6 +232,15 @@ class FullySharded {
   // What an optimizer is given: this rank's parts, whose `.grad` is the average
   // over ranks.
   std::vector<at::Tensor> parameters() const { return root_->shards(); }
+
+  // The same with the names of the whole parameters, in the order of units, and
+  // their sizes, for groups of an optimizer:
+  //
+  //   for (const NamedShard& named : model.named_shards()) {
+  //     (named.whole_sizes.size() > 1 ? decayed :
+  //     others).push_back(named.shard);
+  //   }
+  std::vector<NamedShard> named_shards() const { return root_->named_shards(); }
 
   ShardedRoot& root() { return *root_; }
   const Holder& module() const { return module_; }
@@ -252,6 +276,7 @@ class FullySharded {
     UnitSpec& kept = kIsSequential ? specs.back() : specs.front();
     if (!kept.reshards_after_forward) kept.reshards_after_forward = false;
     root_ = std::make_unique<ShardedRoot>(specs, std::move(group), options);
+    registered_.emplace(*module_);
     if (has_outermost_unit_) {
       root_->settings(0).output_dtype = options.output_dtype;
     }
@@ -263,7 +288,8 @@ class FullySharded {
       return run_children(std::move(first));
     } else {
       const auto run_module = [&](at::Tensor input) {
-        return module_(std::move(input), std::forward<Others>(others)...);
+        return module_->forward(std::move(input),
+                                std::forward<Others>(others)...);
       };
       return has_outermost_unit_ ? root_->call(0, std::move(first), run_module)
                                  : run_module(std::move(first));
@@ -294,6 +320,7 @@ class FullySharded {
 
   Holder module_;
   std::vector<ChildRun> runs_;  // of a Sequential
+  std::optional<RegisteredParameters> registered_;
   bool has_outermost_unit_ = false;
   std::unique_ptr<ShardedRoot> root_;
 };

@@ -135,6 +135,9 @@ std::vector<Unit> make_units(
     const std::vector<UnitSpec>& given,
     const c10::intrusive_ptr<c10d::ProcessGroup>& group,
     const ShardingOptions& options) {
+  TORCH_CHECK_VALUE(group,
+                    "fully_shard: the process group is null.\nGive that of "
+                    "init_process_group().");
   const std::vector<UnitSpec> specs = completed(given, options);
   require_alike(group, specs, options);
   const std::vector<size_t> mesh_numbers = number_meshes_of(group, specs);

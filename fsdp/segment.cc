@@ -116,6 +116,7 @@ Segment::Segment(std::vector<NamedParameter> parameters, SegmentOptions options)
     shards_.push_back(
         options_.shards.empty() ? view : become_view(options_.shards[i], view));
     shards_[i].requires_grad_(is_trained(i));
+    was_trained_.push_back(is_trained(i) ? 1 : 0);
   }
 }
 
@@ -128,10 +129,16 @@ bool Segment::is_trained() const {
 bool Segment::follow_shards() {
   bool is_changed = false;
   for (size_t i = 0; i < shards_.size(); ++i) {
-    if (shards_[i].requires_grad() == is_trained(i)) continue;
-    parameters_[i].tensor.set_requires_grad(shards_[i].requires_grad());
+    const bool was_trained = was_trained_[i] != 0;
+    const bool is_trained_now = shards_[i].requires_grad() != was_trained
+                                    ? shards_[i].requires_grad()
+                                    : is_trained(i);
+    if (is_trained_now == was_trained) continue;
+    was_trained_[i] = is_trained_now ? 1 : 0;
+    parameters_[i].tensor.set_requires_grad(is_trained_now);
+    shards_[i].set_requires_grad(is_trained_now);
     is_changed = true;
-    if (!is_trained(i)) forget(i);
+    if (!is_trained_now) forget(i);
   }
   return is_changed;
 }
@@ -191,6 +198,27 @@ void Segment::bind(at::Tensor memory) {
   }
   whole_.bind(whole_in(memory));
   bound_memory_ = std::move(memory);
+  bound_versions_.clear();
+  accumulators_.clear();
+  for (const NamedParameter& parameter : parameters_) {
+    bound_versions_.push_back(parameter.tensor._version());
+    accumulators_.push_back(
+        torch::autograd::impl::try_get_grad_accumulator(parameter.tensor));
+  }
+}
+
+std::optional<size_t> Segment::written_parameter() const {
+  for (size_t i = 0; i < bound_versions_.size(); ++i) {
+    if (parameters_[i].tensor._version() != bound_versions_[i]) return i;
+  }
+  return std::nullopt;
+}
+
+void Segment::note_possible_step() {
+  const bool has_gradients = std::ranges::any_of(
+      shards_, [](const at::Tensor& shard) { return shard.grad().defined(); });
+  if (has_gradients || may_be_stepped_) ++num_possible_steps_;
+  may_be_stepped_ = has_gradients;
 }
 
 at::Tensor Segment::unbind() {
@@ -230,7 +258,8 @@ bool Segment::has_own_memory(size_t parameter) const {
          found.sizes() == own.sizes() && found.strides() == own.strides();
 }
 
-// What was put in the place of parameters' memory is copied there.
+// What was put in the place of parameters' memory is copied there, as
+// torch::load() does, which makes autograd forget where gradients come.
 void Segment::take_back_parameters() {
   std::vector<at::Tensor> assigned(parameters_.size());
   for (size_t i = 0; i < parameters_.size(); ++i) {
@@ -240,12 +269,20 @@ void Segment::take_back_parameters() {
                       "fully_shard: parameter '", parameters_[i].name, "' of ",
                       views_[i].sizes(), " was given memory of ",
                       parameter.sizes(), ".\nGive it values of its own shape.");
+    TORCH_CHECK_VALUE(
+        parameter.scalar_type() == views_[i].scalar_type(),
+        "fully_shard: parameter '", parameters_[i].name, "' of ",
+        views_[i].scalar_type(), " was cast to ", parameter.scalar_type(),
+        " while it was whole.\nCast the module before it is sharded.");
     assigned[i] = parameter.detach().clone();  // it may be another one's memory
   }
   for (size_t i = 0; i < parameters_.size(); ++i) {
     if (!assigned[i].defined()) continue;
     views_[i].copy_(assigned[i]);
     parameters_[i].tensor.set_data(views_[i]);
+    if (accumulators_.empty() || !accumulators_[i]) continue;
+    torch::autograd::impl::set_grad_accumulator(parameters_[i].tensor,
+                                                WeakNodePtr(accumulators_[i]));
   }
 }
 
@@ -460,6 +497,7 @@ Segment::ShardGradient& Segment::free_gradient() {
 
 void Segment::commit(const std::vector<char>& is_used, double scale) {
   const at::NoGradGuard no_grad;
+  may_be_stepped_ = true;
   const auto is_new = [&](size_t i) {
     return is_used[i] && !shards_[i].grad().defined();
   };

@@ -31,6 +31,7 @@
 #include "brigade/fsdp/stream_point.h"
 #include "brigade/fsdp/stream_uses.h"
 #include "brigade/fsdp/whole_storage.h"
+#include "brigade/hooks/autograd_node.h"
 
 namespace brigade {
 
@@ -74,7 +75,8 @@ class Segment {
   }
   bool is_trained() const;
   bool can_be_trained() const { return can_be_trained_; }  // by its dtype
-  // From here on those are whose shards require a gradient; what was taken of
+  // From here on those are whose shards require a gradient, or whose whole
+  // parameters were told to since this was called before; what was taken of
   // others is forgotten. Returns whether they are others than before.
   bool follow_shards();
 
@@ -131,9 +133,26 @@ class Segment {
   // Counts changes of the shard in place.
   int64_t version() const { return shard_._version(); }
 
-  // What is bound is the whole of `version`.
-  void set_bound_version(int64_t version) { bound_version_ = version; }
-  int64_t bound_version() const { return bound_version_; }
+  // Some optimizers write without counting. Asked where a pass begins: counts a
+  // possible step if the shards have gradients, or have had some since this was
+  // asked before.
+  void note_possible_step();
+  int64_t num_possible_steps() const { return num_possible_steps_; }
+
+  // What is bound is the whole of what the shard was then.
+  void set_bound_version(int64_t version, int64_t num_possible_steps) {
+    bound_version_ = version;
+    bound_possible_steps_ = num_possible_steps;
+  }
+  // Whether the shard is what it was then.
+  bool is_bound_current() const {
+    return bound_version_ == version() &&
+           bound_possible_steps_ == num_possible_steps_;
+  }
+
+  // Of the whole parameters, the first that was written to since it was bound,
+  // if any.
+  std::optional<size_t> written_parameter() const;
 
   // The shard gets what the whole parameters hold, where that is not what the
   // shard holds, rounded. REQUIRES: is_bound().
@@ -219,6 +238,13 @@ class Segment {
   std::vector<at::Tensor> views_;  // of it, by parameter
   at::Tensor bound_memory_;
   int64_t bound_version_ = -1;
+  int64_t bound_possible_steps_ = 0;
+  int64_t num_possible_steps_ = 0;
+  bool may_be_stepped_ = false;          // has had gradients
+  std::vector<int64_t> bound_versions_;  // by parameter, of the whole one
+  // Likewise: where backwards bring its gradient, and hooks are.
+  std::vector<NodePtr> accumulators_;
+  std::vector<char> was_trained_;  // by parameter, as was seen last
 
   Buffer gradient_memory_;
   at::Tensor gradients_;  // [W * S], in it

@@ -98,6 +98,13 @@ struct ShardingStatistics {
   int64_t sent_by_sums = 0;     // of gradients
 };
 
+// What this rank holds of a parameter.
+struct NamedShard {
+  std::string name;  // "blocks.2.weight"
+  at::Tensor shard;
+  std::vector<int64_t> whole_sizes;
+};
+
 class ShardedRoot final : private UnitPolicy::Listener {
  public:
   // Collective: ranks connect. `units`: of make_units(), by the same group and
@@ -208,6 +215,8 @@ class ShardedRoot final : private UnitPolicy::Listener {
   // To be called where shards were written by what does not count it: through
   // Tensor::data(), or by a fused optimizer. What is whole is out of date then.
   void shards_changed();
+
+  std::vector<NamedShard> named_shards() const;
 
   // How many ranks have data for another step; this one does, or not.
   // Collective.
@@ -365,6 +374,7 @@ class ShardedRoot final : private UnitPolicy::Listener {
   void release_if_outdated(size_t unit);
   const std::vector<size_t>& ahead_of(size_t unit) const;
   void need(size_t unit);
+  static void refuse_writes(const Unit& unit);
   void release_if_unused(size_t unit);
   void release_behind_forward(size_t unit);
 

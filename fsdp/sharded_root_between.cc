@@ -45,12 +45,14 @@ void ShardedRoot::unshard() {
   gathers_->shards_are_written();
   gathers_->begin(expected);
   pass_ = Pass::kApart;
+  policy_->refuse_gradients(true);
   for (size_t unit = 0; unit < units_.size(); ++unit) need(unit);
 }
 
 void ShardedRoot::reshard(bool writes) {
   if (pass_ != Pass::kApart) return;
   pass_ = Pass::kNone;
+  policy_->refuse_gradients(false);
   for (size_t unit = 0; unit < units_.size(); ++unit) {
     for (const auto& segment : units_[unit].segments) {
       if (writes && segment->is_bound()) segment->read_own_slice();

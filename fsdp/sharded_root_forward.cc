@@ -149,6 +149,11 @@ void ShardedRoot::release_outdated() {
 }
 
 void ShardedRoot::release_if_outdated(size_t unit) {
+  if (!options_.trusts_versions) {
+    for (const auto& segment : units_[unit].segments) {
+      segment->note_possible_step();
+    }
+  }
   if (gathers_->is_claimed(unit) && !gathers_->is_current(unit)) {
     release_if_unused(unit);
   }
@@ -188,6 +193,7 @@ void ShardedRoot::abort_call(const Call& call) {
 void ShardedRoot::end_call(const std::shared_ptr<Call>& call,
                            std::span<const at::Tensor> outputs) {
   const size_t unit = call->unit;
+  if (pass_ != Pass::kApart) refuse_writes(units_[unit]);
   if (at::GradMode::is_enabled()) {
     watch_outputs(outputs, alive_, [this, call] { open(call); });
   }
@@ -199,6 +205,21 @@ void ShardedRoot::end_call(const std::shared_ptr<Call>& call,
   }
   if (is_kept_[unit] == 0 && !units_[unit].settings.spans_passes) {
     release_behind_forward(unit);
+  }
+}
+
+// Of whole parameters, which nobody would hear of: they are gathered anew.
+void ShardedRoot::refuse_writes(const Unit& unit) {
+  for (const auto& segment : unit.segments) {
+    if (segment->is_whole_here()) continue;
+    const std::optional<size_t> written = segment->written_parameter();
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        !written, "fully_shard: parameter '",
+        segment->parameters()[written.value_or(0)].name, "' of unit '",
+        unit.name,
+        "' was written to in forward, which would be lost.\nWrite to it inside "
+        "of unshard(), or leave it out of sharding (an Embedding's max_norm "
+        "does so).");
   }
 }
 

@@ -41,9 +41,16 @@ struct ShardingOptions {
   std::optional<int> reshards_to = std::nullopt;
 
   // Units are released behind their backward. False: they stay whole until
-  // their parameters are changed, so that the next forward of several backwards
-  // gathers nothing.
+  // their parameters are changed, or may have been (trusts_versions), so that
+  // the next forward of several backwards gathers nothing.
   bool reshards_after_backward = true;
+
+  // Shards are changed only by what counts it in their version, as Adam, AdamW,
+  // RMSprop and Adagrad of LibTorch do and its SGD does not, or behind which
+  // ShardedRoot::shards_changed() is called. False: a unit that stays whole is
+  // gathered anew in each forward in front of which there may have been a step:
+  // where its shards have gradients, or had some.
+  bool trusts_versions = false;
 
   // Gathers that are under way before their unit is needed. 0: none, so that
   // nothing is computed meanwhile.

@@ -99,11 +99,12 @@ void UnitGathers::shards_are_written() {
 
 void UnitGathers::need(size_t unit, std::span<const size_t> ahead,
                        const std::function<void()>& ask) {
-  const bool is_new = !schedule_.is_claimed(unit);
   request(unit, ahead, ask);
-  if (is_new) recorder_.needed(unit);
+  const bool is_first = std::ranges::any_of(
+      gathers_[unit], [](const Gather& gather) { return !gather.is_read; });
+  if (is_first) recorder_.needed(unit);
   join(unit);
-  if (is_new) recorder_.is_whole(unit);
+  if (is_first) recorder_.is_whole(unit);
   for (Gather& gather : gathers_[unit]) gather.is_read = true;
 }
 
@@ -195,7 +196,8 @@ void UnitGathers::bind(size_t unit) {
   for (const Gather& gather : gathers_[unit]) {
     while (segments[index]->is_whole_here()) ++index;
     segments[index]->bind(gather.buffer.memory);
-    segments[index]->set_bound_version(gather.version);
+    segments[index]->set_bound_version(gather.version,
+                                       gather.num_possible_steps);
     ++index;
   }
 }
@@ -250,8 +252,7 @@ void UnitGathers::launch_rest() {
 bool UnitGathers::is_current(size_t unit) const {
   if (!schedule_.is_claimed(unit)) return false;
   return std::ranges::all_of(units_[unit].segments, [&](const auto& segment) {
-    return segment->is_whole_here() ||
-           segment->bound_version() == segment->version();
+    return segment->is_whole_here() || segment->is_bound_current();
   });
 }
 
@@ -278,6 +279,7 @@ void UnitGathers::launch_into(std::vector<Gather>& gathers, size_t unit,
     if (segment.is_whole_here()) continue;
     Gather launched;
     launched.version = segment.version();
+    launched.num_possible_steps = segment.num_possible_steps();
     launched.num_ranks = num_ranks;
     if (&gathers != &unread_ && units_[unit].settings.keeps_storage) {
       launched.kept_by = std::pair(unit, i);

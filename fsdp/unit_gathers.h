@@ -129,7 +129,8 @@ class UnitGathers {
   using FuturePtr = ShardTransport::FuturePtr;
   struct Gather {
     Buffer buffer;
-    int64_t version = 0;   // of the shard
+    int64_t version = 0;  // of the shard
+    int64_t num_possible_steps = 0;
     int num_ranks = 0;     // that gather it
     FuturePtr future;      // null: it is there, for any stream
     bool is_read = false;  // whoever has used it has waited for it

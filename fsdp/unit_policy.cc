@@ -199,6 +199,8 @@ void UnitPolicy::note_forward(std::vector<size_t> record) {
 }
 
 void UnitPolicy::take(VariableIndex variable, const at::Tensor& gradient) {
+  TORCH_CHECK(!refuses_gradients_,
+              "fully_shard: a backward inside of unshard().\nLeave it first.");
   if (!is_trained(variable.parameter)) return;  // frozen since its forward
   const Variable& taken = variables_[variable.parameter];
   gathers_.record_use(taken.unit);

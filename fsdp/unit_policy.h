@@ -76,6 +76,9 @@ class UnitPolicy final : public ReductionPolicy, public GradientSink {
   // iteration that ranks agreed on, or else as they are numbered.
   const std::vector<size_t>& calling_order() const { return calling_order_; }
   std::vector<size_t> expected_in_backward() const;
+  // While units are whole between passes, no gradient is to come.
+  void refuse_gradients(bool value) { refuses_gradients_ = value; }
+
   // Those whose gradients a backward reduces, in the sequence's order, once for
   // each of their reductions.
   std::vector<size_t> reduced_units() const;
@@ -188,6 +191,7 @@ class UnitPolicy final : public ReductionPolicy, public GradientSink {
   std::unique_ptr<UsedSum> used_sum_;  // null on the CPU
 
   bool is_trained_changed_ = false;
+  bool refuses_gradients_ = false;
   bool sums_over_replicas_ = true;
 
   // What ranks have agreed on.

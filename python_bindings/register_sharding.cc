@@ -228,26 +228,28 @@ void register_sharding(py::module_& module) {
 
   py::class_<ShardingOptions>(module, "ShardingOptions",
                               "See fsdp/sharding_options.h.")
-      .def(py::init(
-               [](std::optional<int> num_shards, bool reshards_after_forward,
-                  size_t prefetch_depth, size_t max_reducing,
-                  std::optional<at::ScalarType> param_dtype,
-                  std::optional<at::ScalarType> reduce_dtype,
-                  bool broadcasts_parameters,
-                  std::chrono::milliseconds failure_patience,
-                  std::optional<at::ScalarType> wire_dtype, bool reproducible) {
-                 return ShardingOptions{
-                     .num_shards = num_shards,
-                     .reshards_after_forward = reshards_after_forward,
-                     .prefetch_depth = prefetch_depth,
-                     .max_reducing = max_reducing,
-                     .param_dtype = param_dtype,
-                     .reduce_dtype = reduce_dtype,
-                     .reproducible = reproducible,
-                     .comm_hook = hook_of(wire_dtype),
-                     .broadcasts_parameters = broadcasts_parameters,
-                     .failure_patience = failure_patience};
-               }),
+      .def(py::init([](std::optional<int> num_shards,
+                       bool reshards_after_forward, size_t prefetch_depth,
+                       size_t max_reducing,
+                       std::optional<at::ScalarType> param_dtype,
+                       std::optional<at::ScalarType> reduce_dtype,
+                       bool broadcasts_parameters,
+                       std::chrono::milliseconds failure_patience,
+                       std::optional<at::ScalarType> wire_dtype,
+                       bool reproducible, bool trusts_versions) {
+             return ShardingOptions{
+                 .num_shards = num_shards,
+                 .reshards_after_forward = reshards_after_forward,
+                 .trusts_versions = trusts_versions,
+                 .prefetch_depth = prefetch_depth,
+                 .max_reducing = max_reducing,
+                 .param_dtype = param_dtype,
+                 .reduce_dtype = reduce_dtype,
+                 .reproducible = reproducible,
+                 .comm_hook = hook_of(wire_dtype),
+                 .broadcasts_parameters = broadcasts_parameters,
+                 .failure_patience = failure_patience};
+           }),
            py::kw_only(), py::arg("num_shards") = std::nullopt,
            py::arg("reshards_after_forward") = true,
            py::arg("prefetch_depth") = 1, py::arg("max_reducing") = 2,
@@ -256,7 +258,7 @@ void register_sharding(py::module_& module) {
            py::arg("broadcasts_parameters") = true,
            py::arg("failure_patience") = std::chrono::seconds(30),
            py::arg("wire_dtype") = std::nullopt,
-           py::arg("reproducible") = false,
+           py::arg("reproducible") = false, py::arg("trusts_versions") = false,
            "`wire_dtype`: of a comm hook that compresses gradients.")
       .def_readwrite("reshards_to", &ShardingOptions::reshards_to)
       .def_readwrite("broadcasts_parameters",

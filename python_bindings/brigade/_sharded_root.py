@@ -193,6 +193,22 @@ def names_below(outermost: Unit) -> dict[nn.Module, str]:
     return names
 
 
+def _require_same_order(outermost: Unit, units: list[Unit]) -> None:
+    """Collective. Units of one form are alike when they are made, and have met other ones."""
+    of_all = [unit for unit in units if unit.group is outermost.group]  # and no ranks' experts
+    in_order = sorted(of_all, key=lambda unit: unit.number)
+    names = [f"'{unit.path}'" for unit in in_order]
+    try:
+        _C.require_agreement(outermost.group, "fully_shard() call", names)
+    except RuntimeError as error:
+        if type(error) is not RuntimeError:
+            raise  # a peer is lost
+        raise ValueError(
+            f"{error}\nCall fully_shard() of the same modules in the same order on all ranks; "
+            "parameters of other modules have been mixed up."
+        ) from None
+
+
 def make_root(outermost: Unit) -> Root:
     """Of a unit, and of all units below its modules. Collective."""
     units = outermost.with_those_below()
@@ -223,6 +239,7 @@ def make_root(outermost: Unit) -> Root:
             f"{error}\nRun the first forward through the same module on every rank: the outermost "
             "one that is sharded."
         ) from None
+    _require_same_order(outermost, with_parameters)
     for unit in units:
         unit.root = root
     return root

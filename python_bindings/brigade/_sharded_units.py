@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -42,6 +44,7 @@ from brigade._tied_parameters import memory_of, remember, require_free
 from brigade._unit_slots import Slot, UnitSlots
 
 _UNIT = "_brigade_unit"
+_numbers = itertools.count()
 
 
 @functools.cache
@@ -76,6 +79,21 @@ def split_reshards(value: bool | int, num_shards: int) -> tuple[bool, int | None
             f"Give one of {divisors}."
         )
     return value > 1, value if 1 < value < num_shards else None
+
+
+class _Running(threading.local):
+    """Units whose forwards this thread is in, outermost first."""
+
+    def __init__(self) -> None:
+        self.units: list[Unit] = []
+
+
+_running = _Running()
+
+
+def running_units() -> list[Unit]:
+    """Those whose forwards the calling thread is in, outermost first."""
+    return list(_running.units)
 
 
 def unit_of(module: nn.Module) -> Unit | None:
@@ -128,6 +146,7 @@ class Unit:
         self.policy = policy
         self.reshards = reshards
         self.root: Root | None = None
+        self.number = next(_numbers)  # of those that were made
         self.path = ""  # in the outermost module
         self.max_reducing: int | None = None  # the least of all units' is the root's
         self.finalizes_by_hand = False  # of the outermost: the root does
@@ -379,7 +398,7 @@ class Unit:
         def show_shards_again() -> None:
             unit = reference()
             if unit is not None:
-                unit._show_shards_if_unused()
+                unit.show_shards_if_unused()
 
         if self.root.native.await_unit(self.index, show_shards_again):
             self.slots.require_as_sharded()
@@ -428,6 +447,7 @@ class Unit:
         )
         call, stand_ins = root.native.begin_call(self.index, inputs)
         self._calls.append(call)
+        _running.units.append(self)
         if len(self._modules) > 1 and self._round is None and root.is_in_forward:
             self._round = _Round(call, {id(module) for module in self.modules()})
         self.slots.show_whole()
@@ -451,12 +471,13 @@ class Unit:
 
     def _end_call(self, module: nn.Module, output: Any, error: BaseException | None) -> None:
         call = self._calls.pop()
+        self._leave_running()
         native = self.root.native
         if error is not None:  # also of a checkpoint that has computed again all it needs
             if self._round is not None and self._round.first_call is call:
                 self._round = None
             native.abort_call(call)
-            self._show_shards_if_unused()
+            self.show_shards_if_unused()
             return
         tensors = tensors_in(output)
         outputs = [tensor for tensor in tensors if tensor.grad_fn is not None]
@@ -469,7 +490,7 @@ class Unit:
                 native.end_call(call, outputs)
             if not self._round.waits_for and not self._calls:
                 self.end_round()
-        self._show_shards_if_unused()
+        self.show_shards_if_unused()
 
     def end_round(self, error: BaseException | None = None) -> None:
         """Without effect if there is none. `error`: forward has raised."""
@@ -481,7 +502,7 @@ class Unit:
         else:
             # So that any output opens what the first call's inputs will close.
             self.root.native.end_call(ended.first_call, ended.outputs)
-        self._show_shards_if_unused()
+        self.show_shards_if_unused()
 
     def forget_calls(self) -> None:
         """That have ended in no way that hooks are told of."""
@@ -490,10 +511,19 @@ class Unit:
         first = [] if self._round is None else [self._round.first_call]
         for call in dict.fromkeys(first + self._calls):
             self.root.native.abort_call(call)
+        for _ in self._calls:
+            self._leave_running()
         self._calls, self._round = [], None
-        self._show_shards_if_unused()
+        self.show_shards_if_unused()
 
-    def _show_shards_if_unused(self) -> None:
+    def _leave_running(self) -> None:
+        """The last of its calls, whatever thread that was in."""
+        places = [place for place, unit in enumerate(_running.units) if unit is self]
+        if places:
+            del _running.units[places[-1]]
+
+    def show_shards_if_unused(self) -> None:
+        """Unless its forward goes on, or all units are whole."""
         if not self._calls and self._round is None and not self.root.is_unsharded:
             self.slots.show_shards()
 

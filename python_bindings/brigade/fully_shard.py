@@ -28,6 +28,7 @@ from torch.distributed.fsdp import FSDPModule as _TorchFSDPModule
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, UnshardHandle
 
 from brigade import _C, _compiling, _sharded_state
+from brigade._checkpoints_inside import teach_torch_checkpoints
 from brigade._checks import failure_told_to_peers
 from brigade._initialization import (
     initialize_whole,
@@ -573,16 +574,20 @@ def make_unit(
 ) -> nn.Module | list[nn.Module]:
     """See fully_shard(). `base`: of the modules' classes afterwards."""
     modules = list(module) if isinstance(module, (list, tuple)) else [module]
-    _require_separate(modules)
-    if offload_policy is not None and type(offload_policy) is not OffloadPolicy:
-        raise NotImplementedError("fully_shard: offload_policy: parameters stay where they are.")
     policy = mp_policy or MixedPrecisionPolicy()
     with failure_told_to_peers(group):
+        _require_separate(modules)
+        if offload_policy is not None and type(offload_policy) is not OffloadPolicy:
+            raise NotImplementedError(
+                "fully_shard: offload_policy: expected none, since parameters stay where they "
+                f"are, found {type(offload_policy).__name__}.\nLeave it out."
+            )
         require_count(prefetch_depth, "prefetch_depth", least=0)
         _require_dtypes(policy)
-    reshards, reshards_to = split_reshards(
-        True if reshard_after_forward is None else reshard_after_forward, num_shards
-    )
+        reshards, reshards_to = split_reshards(
+            True if reshard_after_forward is None else reshard_after_forward, num_shards
+        )
+        wire_dtype = None if comm_hook is None else wire_dtype_of(comm_hook)
     options = _C.ShardingOptions(
         num_shards=num_shards,
         reshards_after_forward=reshards,
@@ -590,12 +595,14 @@ def make_unit(
         param_dtype=policy.param_dtype,
         reduce_dtype=policy.reduce_dtype,
         broadcasts_parameters=broadcasts_parameters,
-        wire_dtype=None if comm_hook is None else wire_dtype_of(comm_hook),
+        wire_dtype=wire_dtype,
         reproducible=reproducible,
+        trusts_versions=True,  # optimizers' steps are counted
     )
     options.reshards_to = reshards_to
     _compiling.leave_to_interpreter()
     teach_torch_state_dicts()
+    teach_torch_checkpoints()
     teach_torch_to_initialize()
     count_optimizer_steps()
     refuse_optimizers()

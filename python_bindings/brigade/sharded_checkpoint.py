@@ -180,12 +180,14 @@ def _on_all(group: dist.ProcessGroup, where: str, step: Callable[[], Any]) -> An
     try:
         result = step()
     except CheckpointException as error:
-        failure = (False, str(next(iter(error.failures.values()))[0]))
+        failed, (reason, _) = next(iter(error.failures.items()))
+        failure = (False, failed, str(reason))
     except Exception as error:
-        failure = (isinstance(error, ValueError), str(error) or type(error).__name__)
-    for rank, found in enumerate(_from_all(group, failure)):
+        is_value_error = isinstance(error, ValueError)
+        failure = (is_value_error, group.rank(), str(error) or type(error).__name__)
+    for found in _from_all(group, failure):
         if found is not None:
-            is_value_error, text = found
+            is_value_error, rank, text = found
             raise (ValueError if is_value_error else RuntimeError)(
                 f"{where}: on rank {rank}: {text}"
             )

@@ -101,6 +101,20 @@ TEST(CheckStatusesTest, DifferentPlansAreNamedWithWhatTheyStandFor) {
             "00000000000000cd.\nGive every rank the same options.");
 }
 
+TEST(CheckStatusesTest, DifferentDeedsAreNamed) {
+  Statuses by_rank(2, {.kind = StatusKind::kAsk,
+                       .iteration = 7,
+                       .fingerprint = 0xab,
+                       .text = status_text("gathers all units")});
+  by_rank[1].fingerprint = 0xcd;
+  by_rank[1].text = status_text("began a forward");
+  EXPECT_EQ(
+      difference(by_rank),
+      "expected the same of every rank behind iteration 7: rank 0 gathers "
+      "all units, rank 1 began a forward.\nCall the same on all ranks, in "
+      "the same order.");
+}
+
 TEST(CheckStatusesTest, DifferentNumbersOfLaunchesAreNamed) {
   Statuses by_rank(3, ended(7));
   by_rank[2].by_group[0].launches = 2;

@@ -142,7 +142,7 @@ TEST(UnitSettingsTest, UnitsMayStayWholeBehindBackward) {
     const int rank = group->getRank();
     Net plain;
     Net net;
-    ShardedRoot root(net.units(), group, {});
+    ShardedRoot root(net.units(), group, {.trusts_versions = true});
     for (size_t unit = 0; unit < root.num_units(); ++unit) {
       root.settings(unit).reshards_after_backward = false;
       root.settings(unit).reshards_after_forward = false;

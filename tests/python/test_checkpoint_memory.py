@@ -1,0 +1,134 @@
+"""How much memory saving and loading take beside the model: by the process's own peak."""
+
+import ctypes
+import gc
+import pathlib
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import brigade
+
+from ranks import run_ranks
+
+UNITS = 8
+UNIT_MIB = 8  # whole, in float32
+MIB = 1 << 20
+WHOLE_MIB = UNITS * UNIT_MIB
+PART_MIB = WHOLE_MIB // 2  # of each of two ranks
+SLACK_MIB = 3  # of what a call has for itself
+
+_CLEAR_REFS = pathlib.Path("/proc/self/clear_refs")
+_M_MMAP_THRESHOLD = -3
+
+pytestmark = pytest.mark.skipif(
+    not _CLEAR_REFS.exists(), reason="this system does not count a process's peak anew"
+)
+
+
+def _mib_of(field):
+    status = pathlib.Path("/proc/self/status").read_text()
+    return int(re.search(rf"{field}:\s+(\d+) kB", status).group(1)) / 1024
+
+
+def _peak_mib(call):
+    """How far the process grows in it, at most, beyond what it has before."""
+    gc.collect()
+    _CLEAR_REFS.write_text("5")
+    before = _mib_of("VmRSS")
+    call()
+    return _mib_of("VmHWM") - before
+
+
+class _Quarters(nn.Module):
+    """A unit of four parameters, of which each of two ranks has two."""
+
+    def __init__(self):
+        super().__init__()
+        numel = UNIT_MIB * MIB // 4
+        self.weights = nn.ParameterList([torch.ones(numel // 4 // 512, 512) for _ in range(4)])
+
+    def forward(self, x):
+        return x * sum(weight[0, 0] for weight in self.weights)
+
+
+def _model():
+    # What is freed goes back to the system, and does not hide what is allocated later.
+    ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 64 * 1024)
+    model = nn.Sequential()
+    for _ in range(UNITS):
+        model.append(brigade.fully_shard(_Quarters()))
+    return brigade.fully_shard(model)
+
+
+def _stepped(model):
+    """Its optimizer holds as much as the parameters of this rank, once."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return optimizer
+
+
+WAYS = {
+    "whole": (brigade.save_whole, brigade.load_whole),
+    "shards": (brigade.save_shards, brigade.load_shards),
+    "checkpoint": (
+        lambda model, path, optimizer: brigade.save_checkpoint(path, model, optimizer),
+        lambda model, path, optimizer: brigade.load_checkpoint(path, model, optimizer),
+    ),
+}
+
+
+def _peaks(rank, way, folder):
+    """Of saving and of loading: without an optimizer, and with one."""
+    save, load = WAYS[way]
+    model = _model()
+    optimizer = _stepped(model)
+    model.full_state_dict(rank0_only=True)  # connections, and what else is made once
+    peaks = {}
+    for name, given in (("parameters", None), ("both", optimizer)):
+        for doing, call in (("saving", save), ("loading", load)):
+            dist.barrier()
+            path = f"{folder}/{name}"
+            peaks[doing, name] = _peak_mib(lambda c=call, p=path, g=given: c(model, p, g))
+    return peaks
+
+
+@pytest.mark.parametrize("way", ["whole", "shards"])
+def test_saving_takes_a_unit_beside_the_model(way, tmp_path):
+    """Loading takes what this rank holds once more: a damaged file is to change nothing."""
+    for peaks in run_ranks(_peaks, way, str(tmp_path)):
+        print(way, {key: f"{peak:.1f} MiB" for key, peak in peaks.items()})
+        limit = 1.5 * UNIT_MIB if way == "whole" else UNIT_MIB / 4  # whole and this rank's part
+        for name in ("parameters", "both"):
+            assert peaks["saving", name] <= limit + SLACK_MIB
+        assert peaks["loading", "parameters"] <= PART_MIB + SLACK_MIB
+        assert peaks["loading", "both"] <= 3 * PART_MIB + SLACK_MIB
+
+
+def test_save_checkpoint_takes_no_more_than_this_rank_holds(tmp_path):
+    """torch's writer copies what lies in one storage with others, and keeps the copies."""
+    for peaks in run_ranks(_peaks, "checkpoint", str(tmp_path)):
+        print({key: f"{peak:.1f} MiB" for key, peak in peaks.items()})
+        assert peaks["saving", "parameters"] <= PART_MIB + UNIT_MIB + SLACK_MIB
+        assert peaks["saving", "both"] <= PART_MIB + UNIT_MIB + SLACK_MIB
+        assert peaks["loading", "parameters"] <= PART_MIB + 2 * UNIT_MIB + SLACK_MIB
+        assert peaks["loading", "both"] <= 2 * PART_MIB + 2 * UNIT_MIB + SLACK_MIB
+
+
+def _keeps_on_rank_0(rank):
+    model = _model()
+    model.full_state_dict(rank0_only=True)
+    dist.barrier()
+    return _peak_mib(lambda: model.full_state_dict(rank0_only=True))
+
+
+def test_ranks_that_keep_nothing_of_a_state_have_few_units_at_once():
+    first, second = run_ranks(_keeps_on_rank_0)
+    print(f"{first:.1f}, {second:.1f} MiB")
+    assert first >= WHOLE_MIB - SLACK_MIB
+    assert second <= 3 * UNIT_MIB + SLACK_MIB

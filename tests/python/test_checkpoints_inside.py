@@ -1,0 +1,121 @@
+"""Activation checkpoints inside of a unit's forward: the bits of one process without them."""
+
+import functools
+
+import pytest
+import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils.checkpoint import checkpoint
+
+import brigade
+
+from ranks import run_ranks
+from sharded_training import Block, batch_of, make_net, shard_blocks, step_of_all
+
+
+def _checkpoint(use_reentrant):
+    return functools.partial(checkpoint, use_reentrant=use_reentrant)
+
+
+class _AllOfIt(Block):
+    """Its whole forward."""
+
+    def forward(self, x):
+        return self.again(super().forward, x)
+
+
+class _SomeOfIt(Block):
+    """A part, whose parameters the other part uses as well."""
+
+    def forward(self, x):
+        y = self.again(lambda h: self.down(torch.tanh(self.up(self.norm(h)))), x)
+        return x + y * self.up.bias.mean() + self.norm(x)
+
+
+class _Plain(_SomeOfIt):
+    again = staticmethod(lambda function, *args: function(*args))
+
+
+class _AroundCall(Block):
+    """As transformers' layers do: what it calls runs the hooks of the module."""
+
+    def __call__(self, x):
+        return self.again(super().__call__, x)
+
+
+def _with_blocks(cls, use_reentrant):
+    net = make_net()
+    for block in net.blocks:
+        block.__class__ = cls
+        block.again = _checkpoint(use_reentrant)
+    return net
+
+
+def _wrapped(use_reentrant):
+    net = make_net()
+    for index, block in enumerate(net.blocks):
+        net.blocks[index] = checkpoint_wrapper(block)
+    return net
+
+
+def _trains(rank, make, use_reentrant, shard):
+    net = make(use_reentrant)
+    plain = make_net()
+    if make is _SOME:
+        for block in plain.blocks:
+            block.__class__ = _Plain
+    shard(net)
+    expected = torch.optim.SGD(plain.parameters(), lr=0.1, foreach=False)
+    found = torch.optim.SGD(net.parameters(), lr=0.1)
+    for step in range(3):
+        found.zero_grad()
+        net(batch_of(rank, step)).square().mean().backward()
+        found.step()
+        step_of_all(plain, expected, step, 2)
+    for value, parameter in zip(net.full_state_dict().values(), plain.parameters(), strict=True):
+        assert torch.equal(value, parameter)
+
+
+_ALL = functools.partial(_with_blocks, _AllOfIt)
+_SOME = functools.partial(_with_blocks, _SomeOfIt)
+_AROUND = functools.partial(_with_blocks, _AroundCall)
+_KINDS = {"all": _ALL, "some": _SOME, "around": _AROUND, "wrapper": _wrapped}
+
+
+def _one_unit(net):
+    return brigade.fully_shard(net)
+
+
+def _kept(net):
+    return shard_blocks(net, reshard_after_forward=False)
+
+
+def _replicated(net):
+    return shard_blocks(net, brigade.replicate)
+
+
+_SHARDS = {"blocks": shard_blocks, "one unit": _one_unit, "kept": _kept, "replicas": _replicated}
+
+
+def _trains_in_all_ways(rank, name, use_reentrant):
+    for shard in _SHARDS.values():
+        _trains(rank, _KINDS[name], use_reentrant, shard)
+
+
+_MODES = [(name, again) for name in _KINDS for again in (False, True)]
+_MODES.remove(("some", True))
+
+
+@pytest.mark.parametrize(("name", "use_reentrant"), _MODES)
+def test_they_change_nothing(name, use_reentrant):
+    run_ranks(_trains_in_all_ways, name, use_reentrant)
+
+
+def _uses_twice(rank):
+    net = shard_blocks(_SOME(True))
+    with pytest.raises(RuntimeError, match=r"(?s)ready twice.*use_reentrant=False"):
+        net(batch_of(rank, 0)).sum().backward()
+
+
+def test_what_a_backward_inside_of_backward_brings_twice_is_refused():
+    run_ranks(_uses_twice)

@@ -1,0 +1,173 @@
+"""Folders of torch.distributed.checkpoint that FSDP2 and one process read and write as brigade."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import DTensor
+
+import brigade
+
+from ranks import run_ranks
+from sharded_training import batch_of, make_net, shard_blocks
+
+dcp = pytest.importorskip("torch.distributed.checkpoint")
+pytest.importorskip(
+    "torch.distributed.checkpoint.protocol",
+    reason="this torch compares a part's sizes with the whole one's",
+)
+from torch.distributed.checkpoint.state_dict import (  # noqa: E402
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+
+STEPS = 2
+
+
+def _optimizer(model):
+    return torch.optim.AdamW(model.parameters(), lr=0.05, foreach=False)
+
+
+def _step(model, optimizer, rank, step):
+    optimizer.zero_grad()
+    model(batch_of(rank, step)).square().mean().backward()
+    optimizer.step()
+
+
+def _of_one_process(num_steps, world_size=2):
+    """The whole state behind so many steps of that many ranks."""
+    plain = make_net()
+    optimizer = _optimizer(plain)
+    for step in range(num_steps):
+        gradients = None
+        for rank in range(world_size):
+            plain.zero_grad()
+            plain(batch_of(rank, step)).square().mean().backward()
+            own = [p.grad for p in plain.parameters()]
+            if gradients is not None:
+                own = [a + b for a, b in zip(gradients, own, strict=True)]
+            gradients = own
+        for parameter, gradient in zip(plain.parameters(), gradients, strict=True):
+            parameter.grad = gradient * (1.0 / world_size)
+        optimizer.step()
+    return plain, optimizer
+
+
+def _of_brigade():
+    model = shard_blocks(make_net())
+    return model, _optimizer(model)
+
+
+def _of_torch():
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    model = shard_blocks(make_net(), torch_fully_shard, mesh=mesh)
+    return model, _optimizer(model)
+
+
+MAKERS = {"brigade": _of_brigade, "FSDP2": _of_torch}
+
+
+def _nest(model, optimizer):
+    return {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
+
+
+def _whole(value):
+    if isinstance(value, DTensor):
+        return value.full_tensor()
+    return value
+
+
+def _expect_state_of(model, optimizer, plain, plain_optimizer):
+    """Of one process, in all bits."""
+    if isinstance(model, brigade.FSDPModule):
+        parameters = model.full_state_dict()
+        state = brigade.full_optimizer_state_dict(model, optimizer)["state"]
+    else:
+        parameters = {name: _whole(value) for name, value in model.state_dict().items()}
+        state = get_optimizer_state_dict(model, optimizer)["state"]
+    for name, value in plain.state_dict().items():
+        assert torch.equal(parameters[name], value), name
+    expected = get_optimizer_state_dict(plain, plain_optimizer)["state"]
+    assert state.keys() == expected.keys()
+    for name, values in expected.items():
+        for key, value in values.items():
+            assert torch.equal(_whole(state[name][key]), value), (name, key)
+
+
+def _writes(rank, folder, kind):
+    model, optimizer = MAKERS[kind]()
+    for step in range(STEPS):
+        _step(model, optimizer, rank, step)
+    if kind == "brigade":
+        brigade.save_checkpoint(f"{folder}/brigade", model, optimizer, shared={"step": STEPS})
+    else:
+        dcp.save(_nest(model, optimizer), checkpoint_id=f"{folder}/FSDP2")
+
+
+def _reads(rank, folder, kind):
+    """And goes on for two steps, exactly."""
+    for written_by in ("brigade", "FSDP2", "one process"):
+        model, optimizer = MAKERS[kind]()
+        _step(model, optimizer, rank, 7)  # which is undone
+        nest = _nest(model, optimizer)
+        dcp.load(nest, checkpoint_id=f"{folder}/{written_by}")
+        model.load_state_dict(nest["model"])
+        set_optimizer_state_dict(model, optimizer, nest["optimizer"])
+        _expect_state_of(model, optimizer, *_of_one_process(STEPS))
+        if dist.get_world_size() != 2:
+            continue  # FSDP2 adds up in another order than one process
+        for step in range(STEPS, STEPS + 2):
+            _step(model, optimizer, rank, step)
+        _expect_state_of(model, optimizer, *_of_one_process(STEPS + 2))
+
+
+def _one_writes(rank, folder):
+    """Of one thread, as the ranks' processes are."""
+    state = _nest(*_of_one_process(STEPS))
+    dcp.save(state, checkpoint_id=f"{folder}/one process", no_dist=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("folders")
+    for kind in MAKERS:
+        run_ranks(_writes, str(folder), kind)
+    run_ranks(_one_writes, str(folder), world_size=1)
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("kind", "world_size"), [("brigade", 1), ("brigade", 2), ("brigade", 3), ("FSDP2", 2)]
+)
+def test_ranks_read_what_others_have_written(kind, world_size, folder):
+    run_ranks(_reads, folder, kind, world_size=world_size)
+
+
+def _one_reads(rank, folder):
+    expected = _of_one_process(STEPS)
+    for written_by in ("brigade", "FSDP2"):
+        plain, optimizer = _of_one_process(STEPS + 1)  # which is undone
+        nest = _nest(plain, optimizer)
+        dcp.load(nest, checkpoint_id=f"{folder}/{written_by}", no_dist=True)
+        plain.load_state_dict(nest["model"])
+        set_optimizer_state_dict(plain, optimizer, nest["optimizer"])
+        _expect_state_of(plain, optimizer, *expected)
+
+
+def test_one_process_reads_what_ranks_have_written(folder):
+    run_ranks(_one_reads, folder, world_size=1)
+
+
+def _reads_as_its_own(rank, folder):
+    """What torch has written has no digests, which load_checkpoint() asks for."""
+    model, optimizer = _of_brigade()
+    before = model.full_state_dict()
+    for name in ("FSDP2", "one process"):
+        with pytest.raises(ValueError, match="no list of its files") as told:
+            brigade.load_checkpoint(f"{folder}/{name}", model, optimizer)
+        assert "save_checkpoint()" in str(told.value)
+    assert all(torch.equal(before[k], v) for k, v in model.full_state_dict().items())
+
+
+def test_a_folder_of_torchs_is_no_checkpoint_of_brigades(folder):
+    run_ranks(_reads_as_its_own, folder)

@@ -1,0 +1,134 @@
+"""Clipping by norm where some of the model's parameters are ignored by fully_shard."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import brigade
+
+from ranks import run_ranks
+
+WORLD_SIZE = 2
+
+
+def _nets():
+    """One of one process, and one whose last layer is not sharded."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
+    model = copy.deepcopy(plain)
+    brigade.fully_shard(model, ignored_params=set(model[2].parameters()))
+    return plain, model
+
+
+def _batch_of(rank):
+    return torch.linspace(-3, 5, 8).view(2, 4) * (rank + 1)
+
+
+def _backward(plain, model, rank):
+    """Gradients of the ranks' mean; those of what is ignored are averaged by hand."""
+    for r in range(WORLD_SIZE):
+        plain(_batch_of(r)).square().sum().backward()
+    for parameter in plain.parameters():
+        parameter.grad.mul_(1 / WORLD_SIZE)
+    model(_batch_of(rank)).square().sum().backward()
+    for parameter in model[2].parameters():
+        dist.all_reduce(parameter.grad)
+        parameter.grad.mul_(1 / WORLD_SIZE)
+
+
+def _split(model):
+    ignored = list(model[2].parameters())
+    return [p for p in model.parameters() if all(p is not i for i in ignored)], ignored
+
+
+def _together(rank):
+    for foreach in (None, True):
+        plain, model = _nets()
+        _backward(plain, model, rank)
+        ignored = [p.grad.clone() for p in _split(model)[1]]
+        parts = [p.grad.plain().clone() for p in _split(model)[0]]
+        with pytest.raises(NotImplementedError, match=r"(?s)together with others.*Take them apart"):
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5, foreach=foreach)
+        for parameter, gradient in zip(_split(model)[1], ignored, strict=True):
+            assert torch.equal(parameter.grad, gradient)
+        for parameter, gradient in zip(_split(model)[0], parts, strict=True):
+            assert torch.equal(parameter.grad.plain(), gradient)
+
+
+def test_torchs_function_refuses_both_together():
+    run_ranks(_together)
+
+
+def _apart(rank, norm_type):
+    """As the error says: norms apart, put together, and both clipped by the total."""
+    plain, model = _nets()
+    _backward(plain, model, rank)
+    sharded, ignored = _split(model)
+    norms = [
+        nn.utils.get_total_norm([p.grad for p in of_kind], norm_type)
+        for of_kind in (sharded, ignored)
+    ]
+    total = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.5, norm_type)
+    torch.testing.assert_close(total, expected)
+    for of_kind in (sharded, ignored):
+        nn.utils.clip_grads_with_norm_(of_kind, 0.5, total)
+    wholes = dict(plain.named_parameters())
+    for name, parameter in model.named_parameters():
+        gradient = wholes[name].grad
+        if isinstance(parameter, brigade.ShardedParameter):
+            torch.testing.assert_close(parameter.grad.norm(), gradient.norm())
+            begin = parameter._brigade_place.begin
+            gradient = gradient.flatten()[begin : begin + parameter.numel()]
+            torch.testing.assert_close(parameter.grad.plain().flatten(), gradient)
+        else:
+            torch.testing.assert_close(parameter.grad, gradient)
+
+
+def _apart_by_any_norm(rank):
+    for norm_type in (2.0, 1.0, float("inf")):
+        _apart(rank, norm_type)
+
+
+def test_norms_are_put_together_by_hand():
+    run_ranks(_apart_by_any_norm)
+
+
+def _own_method(rank):
+    """The model's own method is of its units: neither the norm nor the clip is of others."""
+    plain, model = _nets()
+    _backward(plain, model, rank)
+    sharded, ignored = _split(model)
+    before = [p.grad.clone() for p in ignored]
+    expected = nn.utils.get_total_norm([p.grad for p in plain[0].parameters()])
+    found = model.clip_grad_norm_(0.5)
+    torch.testing.assert_close(found, expected.to(found.dtype))
+    torch.testing.assert_close(
+        nn.utils.get_total_norm([p.grad for p in sharded]), torch.tensor(0.5), rtol=1e-4, atol=0
+    )
+    for parameter, gradient in zip(ignored, before, strict=True):
+        assert torch.equal(parameter.grad, gradient)
+
+
+def test_the_models_own_method_is_of_its_units_alone():
+    run_ranks(_own_method)
+
+
+def _without_gradients(rank):
+    """What is ignored and frozen is no matter: its gradient is None."""
+    plain, model = _nets()
+    for net in (plain, model):
+        net[2].requires_grad_(False)
+    _ = [plain(_batch_of(r)).square().sum().backward() for r in range(WORLD_SIZE)]
+    for parameter in plain[0].parameters():
+        parameter.grad.mul_(1 / WORLD_SIZE)
+    model(_batch_of(rank)).square().sum().backward()
+    expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+    torch.testing.assert_close(nn.utils.clip_grad_norm_(model.parameters(), 0.5), expected)
+
+
+def test_ignored_parameters_without_gradients_are_no_matter():
+    run_ranks(_without_gradients)

@@ -1,0 +1,133 @@
+"""How often units are gathered and reduced in a step of several micro-batches, by their settings.
+
+Counted by unit and pass, and in bytes, which tell over which ranks it was.
+"""
+
+import collections
+
+import pytest
+import torch.distributed as dist
+
+import brigade
+
+from rank_cases import run_cases
+from whole_numbers import (
+    backward_of_all,
+    batch_of,
+    expect_gradients,
+    layers,
+    loss_of,
+    step_by_sign,
+)
+
+WORLD_SIZE = 4
+NUM_BATCHES = 3
+SIZES = (3, 8, 4, 8)
+BYTES = {"0": 8 * 32, "1": 8 * 36, "": 8 * 40}  # of units: no rank has padding
+
+# What is set before each micro-batch, and whether it is the last.
+KINDS = {
+    "each": lambda model, is_last: None,
+    "sum": lambda model, is_last: model.set_requires_gradient_sync(is_last),
+    "sum whole": lambda model, is_last: (
+        model.set_requires_gradient_sync(is_last),
+        model.set_reshard_after_backward(is_last),
+    ),
+    "rows": lambda model, is_last: model.set_requires_all_reduce(is_last),
+    "rows whole": lambda model, is_last: (
+        model.set_requires_all_reduce(is_last),
+        model.set_reshard_after_backward(is_last),
+    ),
+}
+
+
+def _pair(mesh_shape, reshards):
+    model = layers(*SIZES)
+    mesh = dist.init_device_mesh("cpu", mesh_shape)
+    for layer in model[:2]:
+        brigade.fully_shard(layer, mesh=mesh, reshard_after_forward=reshards)
+    return layers(*SIZES), brigade.fully_shard(model, mesh=mesh)
+
+
+def _expected_gathers(kind, reshards, batch):
+    """By unit and whether it is in forward, how often."""
+    stayed = batch > 0 and kind.endswith("whole")
+    in_forward = [] if stayed else list(BYTES)
+    in_backward = ["1", "0"] if reshards else []
+    return collections.Counter(
+        [(unit, True) for unit in in_forward] + [(unit, False) for unit in in_backward]
+    )
+
+
+def _gathered_bytes(gathers, num_shards, reshards):
+    """Of this rank. With numbers of neighbours, these have all that backward gathers."""
+    total = 0
+    for (unit, is_in_forward), times in gathers.items():
+        is_near = type(reshards) is int and not is_in_forward
+        num_ranks = reshards if is_near else num_shards
+        total += times * BYTES[unit] * (num_ranks - 1) // num_ranks
+    return total
+
+
+def _summed_bytes(kind, mesh_shape, is_last):
+    if kind.startswith("sum") and not is_last:
+        return 0
+    num_shards, num_rows = mesh_shape[-1], WORLD_SIZE // mesh_shape[-1]
+    total = sum(BYTES.values())
+    in_rows = total * (num_shards - 1) // num_shards
+    if kind.startswith("rows") and not is_last:
+        return in_rows
+    return in_rows + 2 * (total // num_shards) * (num_rows - 1) // num_rows
+
+
+def _counts(rank, kind, mesh_shape, reshards):
+    plain, model = _pair(mesh_shape, reshards)
+    num_shards = mesh_shape[-1]
+    names = ("sent_by_gathers", "near_gathers", "sent_by_sums", "reductions_launched")
+    for step in range(2):
+        of_timeline = collections.Counter()  # since a backward was reduced
+        for batch in range(NUM_BATCHES):
+            is_last = batch == NUM_BATCHES - 1
+            KINDS[kind](model, is_last)
+            model.set_is_last_backward(is_last)
+            number = NUM_BATCHES * step + batch
+
+            def loss_on(net, r, number=number):
+                return loss_of(net, batch_of(SIZES[0], r, number))
+
+            before = model.sharding_statistics()
+            loss_on(model, rank).backward()
+            after = model.sharding_statistics()
+            found = {name: after[name] - before[name] for name in names}
+            backward_of_all(plain, WORLD_SIZE, loss_on)
+
+            gathers = _expected_gathers(kind, reshards, batch)
+            of_timeline += gathers
+            is_reduced = is_last or not kind.startswith("sum")
+            near = sum(n for (_, in_forward), n in gathers.items() if not in_forward)
+            assert found == {
+                "sent_by_gathers": _gathered_bytes(gathers, num_shards, reshards),
+                "near_gathers": near if type(reshards) is int else 0,
+                "sent_by_sums": _summed_bytes(kind, mesh_shape, is_last),
+                "reductions_launched": len(BYTES) * is_reduced,
+            }, (step, batch)
+            if is_reduced:
+                timeline = model.sharding_timeline()
+                counted = collections.Counter((g.unit, g.is_in_forward) for g in timeline.gathers)
+                assert counted == of_timeline, (step, batch)
+                assert sorted(r.unit for r in timeline.reductions) == sorted(BYTES)
+                of_timeline.clear()
+        expect_gradients(model, plain)
+        step_by_sign(model, plain)
+    assert model.sharding_statistics()["late_gathers"] == 0
+
+
+@pytest.mark.parametrize("reshards", [True, False, 2])
+def test_of_full_shards(reshards):
+    kinds = [kind for kind in KINDS if "rows" not in kind]
+    run_cases(_counts, [(kind, (WORLD_SIZE,), reshards) for kind in kinds], WORLD_SIZE)
+
+
+@pytest.mark.parametrize("reshards", [True, False])
+def test_of_rows_that_are_copies_of_each_other(reshards):
+    run_cases(_counts, [(kind, (2, 2), reshards) for kind in KINDS], WORLD_SIZE)

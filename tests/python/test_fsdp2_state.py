@@ -1,0 +1,147 @@
+"""State dicts of sharded modules: which parts they have, and what training does to them."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import brigade
+
+from rank_cases import run_cases
+from ranks import run_ranks
+from whole_numbers import batch_of, expect_parameters, layers, loss_of, step_by_sign
+
+
+class Uneven(nn.Module):
+    """Its parameters have 2 to 5 rows, of one to three dimensions; and it has buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        numel = 0
+        for rows in (2, 3, 4, 5):
+            for sizes in ((rows,), (rows, 3), (rows, 2, 3)):
+                values = torch.arange(numel, numel + torch.Size(sizes).numel())
+                name = "x".join(map(str, sizes))
+                self.register_parameter(name, nn.Parameter(values.double().view(sizes)))
+                numel += values.numel()
+        self.register_buffer("count", torch.tensor(7))
+        self.register_buffer("unsaved", torch.tensor(8), persistent=False)
+
+    def forward(self, x):
+        return x * sum(p.sum() for p in self.parameters())
+
+
+def _shard(model, as_units):
+    for module in model if as_units else ():
+        brigade.fully_shard(module)
+    return brigade.fully_shard(model)
+
+
+def _assembled(part):
+    """The whole tensor, of all ranks' boxes, each element of which is in one. Collective."""
+    boxes = [
+        (chunk.offsets, part.__get_tensor_shard__(_Index(chunk.offsets)))
+        for chunk in part.__create_chunk_list__()
+    ]
+    of_ranks = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, boxes)
+    whole, count = torch.zeros(part.whole_shape, dtype=part.dtype), torch.zeros(part.whole_shape)
+    for offsets, values in (box for boxes in of_ranks for box in boxes):
+        where = tuple(slice(o, o + n) for o, n in zip(offsets, values.shape, strict=True))
+        whole[where] = values
+        count[where] += 1 if values.numel() else 0
+    assert (count == 1).all()
+    return whole
+
+
+class _Index:
+    def __init__(self, offset):
+        self.offset = offset
+
+
+def _uneven(rank, as_units):
+    plain = nn.Sequential(Uneven(), Uneven())
+    with torch.no_grad():
+        for parameter in plain[1].parameters():
+            parameter.neg_()
+    model = _shard(copy.deepcopy(plain), as_units)
+    for _ in range(2):
+        state = model.state_dict()
+        assert list(state) == list(plain.state_dict())
+        for name, whole in plain.state_dict().items():
+            found = state[name]
+            if name.endswith("count"):
+                assert type(found) is torch.Tensor and found.item() == 7
+                continue
+            assert (found.whole_shape, found.dtype) == (whole.shape, whole.dtype)
+            assert torch.equal(_assembled(found), whole), name
+        full = model.full_state_dict()
+        assert list(full) == list(plain.state_dict())
+        assert all(torch.equal(full[name], v) for name, v in plain.state_dict().items())
+
+        # What is loaded is what is there then, behind a forward and backward too.
+        tripled = {n: v * 3 if isinstance(v, brigade.TensorShard) else v for n, v in state.items()}
+        model.load_state_dict(tripled)
+        with torch.no_grad():
+            for parameter in plain.parameters():
+                parameter.mul_(3)
+        expect_parameters(model, plain)
+        model(torch.ones((), dtype=torch.float64)).backward()
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_parts_of_few_rows_are_all_of_each_tensor_once(world_size):
+    run_cases(_uneven, [(False,), (True,)], world_size)
+
+
+def _kept_from_before(rank, reshards):
+    """state_dict() shares memory with the parts, as any module's; full_state_dict() is a copy."""
+    model = layers(3, 5, 2)
+    plain = copy.deepcopy(model)
+    brigade.fully_shard(model[0], reshard_after_forward=reshards)
+    brigade.fully_shard(model, reshard_after_forward=reshards)
+    begin = copy.deepcopy(plain.state_dict())
+    parts, copies, full = model.state_dict(), {}, model.full_state_dict()
+    for name, part in parts.items():
+        copies[name] = part.clone()
+        assert isinstance(copies[name], brigade.TensorShard)
+    shared = plain.state_dict()
+    for step in range(3):
+        for r in range(2):
+            loss_of(plain, batch_of(3, r, step)).div(2).backward()
+        loss_of(model, batch_of(3, rank, step)).backward()
+        step_by_sign(model, plain)
+    assert not torch.equal(shared["0.weight"], begin["0.weight"])
+    for name, whole in shared.items():
+        assert torch.equal(full[name], begin[name]), name
+        assert torch.equal(_assembled(parts[name]), whole), name
+        assert torch.equal(_assembled(copies[name]), begin[name]), name
+    model.load_state_dict(copies)
+    plain.load_state_dict(begin)
+    expect_parameters(model, plain)
+    assert torch.equal(_assembled(parts["0.weight"]), begin["0.weight"])
+    with torch.no_grad():
+        assert torch.equal(model(batch_of(3, rank, 9)), plain(batch_of(3, rank, 9)))
+
+
+def test_a_state_dict_from_before_follows_training_and_copies_do_not():
+    run_cases(_kept_from_before, [(True,), (False,)])
+
+
+def _within_whole_parameters(rank):
+    """Parameters are whole there; parts that were taken before are so still."""
+    plain, model = layers(3, 5, 2), layers(3, 5, 2)
+    _shard(model, as_units=True)
+    parts = model.state_dict()
+    with model.whole_parameters():
+        for name, value in model.state_dict().items():
+            assert not isinstance(value, brigade.TensorShard)
+            assert torch.equal(value, plain.state_dict()[name]), name
+            assert torch.equal(_assembled(parts[name]), value), name
+    assert all(isinstance(v, brigade.TensorShard) for v in model.state_dict().values())
+
+
+def test_a_state_dict_inside_of_whole_parameters_is_whole():
+    run_ranks(_within_whole_parameters)

@@ -1,0 +1,133 @@
+"""All that raises NotImplementedError says its name, on all ranks alike, and all goes on."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed import fsdp
+
+import brigade
+
+from ranks import run_ranks
+from sharded_training import batch_of, expect_equal, make_net, shard_blocks, step_of_all
+
+
+def _lacking_methods():
+    """Of the class, those that only raise: made by one function."""
+    made_by = brigade.fully_shard.__globals__["_lacks"]
+    code = next(c for c in made_by.__code__.co_consts if hasattr(c, "co_name"))
+    return {
+        name
+        for name, value in vars(brigade.FSDPModule).items()
+        if getattr(value, "__code__", None) is code
+    }
+
+
+def test_symmetric_memory_and_collectives_of_ones_own_are_lacking():
+    assert _lacking_methods() >= {
+        "set_all_reduce_hook",
+        "set_allocate_memory_from_process_group_for_comm",
+        "set_custom_all_gather",
+        "set_custom_reduce_scatter",
+        "set_symm_mem_for_comm",
+    }
+
+
+def _expect_exact_step(rank, model):
+    plain = make_net()
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (plain, model)]
+    step_of_all(plain, optimizers[0], 0, 2)
+    optimizers[1].zero_grad()
+    model(batch_of(rank, 0)).square().mean().backward()
+    optimizers[1].step()
+    expect_equal(model, plain)
+
+
+def _all_lacking_methods(rank):
+    """One after the other, on the outermost module and on a unit; training goes on."""
+    model = shard_blocks(make_net())
+    for name in sorted(_lacking_methods()):
+        for module in (model, model.blocks[1]):
+            with pytest.raises(NotImplementedError) as told:
+                getattr(module, name)(None)
+            assert str(told.value) == f"brigade.fully_shard lacks {name}() so far."
+            with pytest.raises(NotImplementedError, match=rf"{name}\("):
+                getattr(module, name)()
+    _expect_exact_step(rank, model)
+
+
+def test_methods_are_lacking_with_whatever_arguments():
+    run_ranks(_all_lacking_methods)
+
+
+def _offloads(rank):
+    for policy in (fsdp.CPUOffloadPolicy(), fsdp.CPUOffloadPolicy(pin_memory=False)):
+        for maker in (brigade.fully_shard, brigade.replicate):
+            model = make_net()
+            before = dict(model.named_parameters())
+            with pytest.raises(NotImplementedError, match="offload_policy"):
+                maker(model, offload_policy=policy)
+            # It is the module that it was.
+            assert not isinstance(model, brigade.FSDPModule)
+            assert dict(model.named_parameters()) == before
+    _expect_exact_step(rank, shard_blocks(model, offload_policy=fsdp.OffloadPolicy()))
+
+
+def test_offloading_is_named():
+    run_ranks(_offloads)
+
+
+# What torch's programs do with modules, each with words of what is said of it.
+CALLS = {
+    "deepcopy": (copy.deepcopy, "can't be copied"),
+    "pickle": (lambda m: pickle.dumps(m.head.weight), "can't be pickled"),
+    "assign": (
+        lambda m: m.load_state_dict(m.state_dict(), assign=True),
+        r"load_state_dict\(assign=True\)",
+    ),
+    "move": (lambda m: m.to("meta"), "can't be moved"),
+    "memory format": (
+        lambda m: m.to(memory_format=torch.channels_last),
+        "another memory format",
+    ),
+    "one module": (
+        lambda m: (
+            m.head._apply(lambda t: t.double(), recurse=False)
+            if isinstance(m.head, brigade.FSDPModule)
+            else m._apply(lambda t: t.double(), recurse=False)
+        ),
+        "one of its modules alone",
+    ),
+    "comm hook": (lambda m: m.register_comm_hook(None, print), "found print"),
+    "LBFGS": (lambda m: torch.optim.LBFGS(m.parameters()).step(lambda: 0.0), "LBFGS"),
+    "functional": (
+        lambda m: torch.func.grad(lambda x: m(x).sum())(torch.ones(4, 5)),
+        r"grad",
+    ),
+    "a norm with a gradient": (lambda m: m.head.weight.norm(), "a norm of sharded parameters"),
+    "a norm of rows": (
+        lambda m: torch.linalg.vector_norm(m.head.weight.detach(), dim=1),
+        "a norm of sharded parameters",
+    ),
+}
+
+
+def _refused(rank):
+    """All of them of one model, which trains exactly behind them."""
+    model = shard_blocks(make_net())
+    failures = []
+    for name, (call, words) in CALLS.items():
+        module = brigade.fully_shard(nn.Conv2d(2, 2, 3)) if name == "memory format" else model
+        try:
+            with pytest.raises(NotImplementedError, match=words):
+                call(module)
+        except (AssertionError, pytest.fail.Exception, Exception) as wrong:
+            failures.append(f"{name}: {type(wrong).__name__}: {wrong}")
+    assert not failures, "\n".join(failures)
+    _expect_exact_step(rank, model)
+
+
+def test_what_is_refused_is_named_and_changes_nothing():
+    run_ranks(_refused)

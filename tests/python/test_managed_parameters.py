@@ -1,0 +1,177 @@
+"""Which unit has which parameters: of outer and inner modules, ignored ones, late ones."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import brigade
+from brigade._sharded_units import unit_of
+
+from ranks import run_ranks
+from whole_numbers import (
+    backward_of_all,
+    batch_of,
+    expect_gradients,
+    expect_parameters,
+    linear,
+    loss_of,
+    own_part,
+    step_by_sign,
+)
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = linear(4, 4, 1)
+        self.norm = linear(4, 4, 2)
+
+    def forward(self, x):
+        return self.norm(self.linear(x))
+
+
+class Outer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = linear(3, 4, 3)
+        self.inner = Inner()
+        self.plain = Inner()
+        self.scale = nn.Parameter(torch.tensor([2.0, -1.0, 1.0, 2.0], dtype=torch.float64))
+        self.register_buffer("shift", torch.ones(4, dtype=torch.float64))
+
+    def forward(self, x):
+        return self.plain(self.inner(self.first(x))) * self.scale + self.shift
+
+
+def _managed(rank):
+    plain = Outer()
+    model = copy.deepcopy(plain)
+    modules = list(model.modules())
+    ignored = {model.inner.norm.bias, model.plain.linear.weight, model.first.bias}
+    names = {n for n, p in model.named_parameters() if p in ignored}
+    assert names == {"inner.norm.bias", "plain.linear.weight", "first.bias"}
+    brigade.fully_shard(model.inner, ignored_params=ignored)
+    brigade.fully_shard(model, ignored_params=ignored)
+
+    assert all(a is b for a, b in zip(model.modules(), modules, strict=True))
+    assert [n for n, _ in model.named_parameters()] == [n for n, _ in plain.named_parameters()]
+    assert unit_of(model.inner).names == ["linear.weight", "linear.bias", "norm.weight"]
+    assert unit_of(model).names == [
+        "scale",
+        "first.weight",
+        "plain.linear.bias",
+        "plain.norm.weight",
+        "plain.norm.bias",
+    ]
+    assert "'': 5 parameters" in model.explain()
+    assert "'inner': 3 parameters" in model.explain()
+    kinds = {n: type(p) for n, p in model.named_parameters()}
+    assert {n for n, kind in kinds.items() if kind is nn.Parameter} == names
+    assert all(kind is brigade.ShardedParameter for n, kind in kinds.items() if n not in names)
+    assert {p for p in model.parameters() if type(p) is nn.Parameter} == ignored
+    assert type(model.shift) is torch.Tensor
+
+    def loss_on(net, r):
+        return loss_of(net, batch_of(3, r, 0))
+
+    # Of what is ignored each rank has its own gradient.
+    loss_on(plain, rank).backward()
+    own = {n: p.grad.clone() for n, p in plain.named_parameters() if n in names}
+    plain.zero_grad()
+    backward_of_all(plain, 2, loss_on)
+    loss_on(model, rank).backward()
+    for name, whole in plain.named_parameters():
+        if name not in names:
+            part = model.get_parameter(name)
+            assert torch.equal(part.grad.elements(), own_part(part, whole.grad)), name
+    for name, gradient in own.items():
+        assert torch.equal(model.get_parameter(name).grad, gradient), name
+        assert not torch.equal(gradient, plain.get_parameter(name).grad), name
+        model.get_parameter(name).grad = plain.get_parameter(name).grad.clone()
+    step_by_sign(model, plain)
+    with torch.no_grad():
+        assert torch.equal(model(batch_of(3, rank, 1)), plain(batch_of(3, rank, 1)))
+    state = model.full_state_dict()
+    for name, whole in plain.state_dict().items():
+        assert torch.equal(state[name], whole), name
+
+
+def test_each_parameter_is_its_innermost_units_or_ignored():
+    run_ranks(_managed)
+
+
+def _outer_of_the_same_ignored(rank):
+    """What the inner unit ignores is not the outer one's either, though that isn't told of it."""
+    model = Outer()
+    bias = model.inner.norm.bias
+    brigade.fully_shard(model.inner, ignored_params={bias})
+    brigade.fully_shard(model)
+    assert model.inner.norm.bias is bias and type(bias) is nn.Parameter
+    assert "inner.norm.bias" not in unit_of(model).names
+    loss_of(model, batch_of(3, rank, 0)).backward()
+    assert bias.grad is not None and not isinstance(bias.grad, brigade.TensorShard)
+
+
+def test_what_an_inner_unit_ignores_is_nobodys():
+    run_ranks(_outer_of_the_same_ignored)
+
+
+LATE = {
+    "inner.extra": lambda model: model.inner.register_parameter(
+        "extra", nn.Parameter(torch.ones(4, dtype=torch.float64))
+    ),
+    "extra": lambda model: setattr(model, "extra", nn.Parameter(torch.ones(3))),
+    "inner.late.weight": lambda model: model.inner.add_module("late", linear(4, 4)),
+    "plain.late.weight": lambda model: model.plain.add_module("late", linear(4, 4)),
+}
+
+
+def _registered_before_the_first_forward(rank, ranks):
+    for path, register in LATE.items():
+        plain = Outer()
+        model = copy.deepcopy(plain)
+        brigade.fully_shard(model.inner)
+        brigade.fully_shard(model)
+        if rank in ranks:
+            register(model)
+        words = f"'{path}'" if rank in ranks else f"rank 0.*'{path}'"
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=words):
+                loss_of(model, batch_of(3, rank, 0)).backward()
+        owner, _, name = path.removesuffix(".weight").rpartition(".")
+        if rank in ranks:
+            delattr(model.get_submodule(owner), name)
+        backward_of_all(plain, 2, lambda net, r: loss_of(net, batch_of(3, r, 0)))
+        loss_of(model, batch_of(3, rank, 0)).backward()
+        expect_gradients(model, plain)
+        step_by_sign(model, plain)
+        expect_parameters(model, plain)
+
+
+@pytest.mark.parametrize("ranks", [(0, 1), (0,)], ids=["all", "one"])
+def test_what_is_registered_before_the_first_forward_is_named(ranks):
+    run_ranks(_registered_before_the_first_forward, ranks)
+
+
+def _registered_and_none_of_sharding(rank):
+    """Buffers, frozen parameters, modules without parameters, and units of their own."""
+    plain = Outer()
+    model = copy.deepcopy(plain)
+    brigade.fully_shard(model.inner)
+    brigade.fully_shard(model)
+    model.register_buffer("more", torch.zeros(2))
+    model.inner.register_parameter("fixed", nn.Parameter(torch.ones(2), requires_grad=False))
+    model.plain.add_module("silent", nn.Tanh())
+    model.inner.add_module("late", brigade.fully_shard(linear(4, 4)))
+    x = batch_of(3, rank, 0)
+    with torch.no_grad():
+        assert torch.equal(model(x), plain(x))
+    late = model.inner.late
+    loss_of(late, batch_of(4, rank, 0)).backward()
+    assert isinstance(late.weight.grad, brigade.TensorShard)
+
+
+def test_buffers_frozen_parameters_and_units_may_be_registered_late():
+    run_ranks(_registered_and_none_of_sharding)

@@ -1,0 +1,216 @@
+"""Gathers that a program begins itself: by handles in its training loop, and by prefetch lists."""
+
+import itertools
+
+import pytest
+from torch import nn
+
+import brigade
+
+from rank_cases import run_cases
+from ranks import run_ranks
+from whole_numbers import (
+    backward_of_all,
+    batch_of,
+    expect_gradients,
+    expect_parameters,
+    layers,
+    loss_of,
+    num_bytes,
+    step_by_sign,
+)
+
+SIZES = (3, 5, 2, 4, 2)  # of units of even numel: no rank has padding
+SENT = num_bytes(*SIZES)  # of all units, once
+
+
+def _pair(**arguments):
+    """Units '0' to '3', below an outermost module that has no parameters of its own."""
+    plain, model = layers(*SIZES), layers(*SIZES)
+    for layer in model:
+        brigade.fully_shard(layer, **arguments)
+    return plain, brigade.fully_shard(model, **arguments)
+
+
+def _step(rank, plain, model, step):
+    backward_of_all(plain, 2, lambda net, r: loss_of(net, batch_of(SIZES[0], r, step)))
+    loss_of(model, batch_of(SIZES[0], rank, step)).backward()
+    expect_gradients(model, plain)
+    step_by_sign(model, plain)
+
+
+def _is_whole(layer):
+    return not isinstance(layer.weight, brigade.ShardedParameter)
+
+
+def _all_at_once(model):
+    handles = [layer.unshard(async_op=True) for layer in model]
+    assert not any(_is_whole(layer) for layer in model)
+    for layer, handle in zip(model, handles, strict=True):
+        handle.wait()
+        assert _is_whole(layer)
+
+
+def _in_another_order(model):
+    handles = {i: model[i].unshard(async_op=True) for i in (2, 0, 3, 1)}
+    for i in (3, 0, 1, 2):
+        handles[i].wait()
+
+
+def _some_without_waiting(model):
+    model[1].unshard(async_op=True).wait()
+    model[3].unshard(async_op=True)  # its forward does
+
+
+def _gather_in_the_forward_before(model):
+    """Each layer's hook begins the next one's gather, and waits for its own."""
+    for layer, following in itertools.pairwise(model):
+        handles = []
+        layer.register_forward_pre_hook(
+            lambda *_, following=following, handles=handles: handles.append(following.unshard(True))
+        )
+        following.register_forward_pre_hook(lambda *_, handles=handles: handles.pop().wait())
+
+
+def _gather_in_the_backward_behind(model):
+    """The same where backward reaches a layer: the one before it is next."""
+    for before, layer in itertools.pairwise(model):
+        layer.register_full_backward_pre_hook(
+            lambda *_, before=before: before.unshard(async_op=True) and None
+        )
+
+
+BY_HAND = {
+    "all at once": _all_at_once,
+    "in another order": _in_another_order,
+    "some without waiting": _some_without_waiting,
+    "in passes": lambda model: None,
+}
+
+
+def _by_handles(rank, name, reshards):
+    plain, model = _pair(reshard_after_forward=reshards)
+    model._set_unshard_async_op(True)
+    if name == "in passes":
+        _gather_in_the_forward_before(model)
+        _gather_in_the_backward_behind(model)
+    for step in range(4):
+        before = model.sharding_statistics()
+        BY_HAND[name](model)
+        _step(rank, plain, model, step)
+        assert not any(_is_whole(layer) for layer in model)
+        after = model.sharding_statistics()
+        # Half of each unit, once or twice as without handles.
+        sent = after["sent_by_gathers"] - before["sent_by_gathers"]
+        assert sent == (1 + reshards) * SENT // 2
+        assert after["late_gathers"] == 0
+    model._set_unshard_async_op(False)
+    _step(rank, plain, model, 4)
+    expect_parameters(model, plain)
+
+
+def test_handles_in_a_training_loop_gather_no_unit_twice():
+    run_cases(_by_handles, itertools.product(BY_HAND, (True, False)))
+
+
+def _gathered(model):
+    """Of the last step: units in the order of their launches, in forward and in backward."""
+    gathers = model.sharding_timeline().gathers
+    return ["".join(g.unit for g in gathers if g.is_in_forward is which) for which in (True, False)]
+
+
+# Lists of units in forward and in backward, and how many gathers that begins ahead of their need.
+LISTS = [
+    ({}, {}, 0),
+    ({0: [1, 2], 1: [2, 3], 2: [3]}, {}, 3),
+    ({0: [1], 2: [3]}, {2: [1]}, 3),
+    ({1: [3, 2]}, {3: [1, 2], 2: [0]}, 5),
+    # As far as the farthest one, whatever else is on the way, in the order of all ranks.
+    ({0: [3]}, {}, 3),
+    ({1: [3]}, {2: [0]}, 4),
+    ({3: [0], 2: [1]}, {0: [3]}, 0),  # they come before
+]
+
+
+def _by_lists(rank):
+    plain, model = _pair(prefetch_depth=0, reshard_after_forward=True)
+    for step, (forward, backward, num_ahead) in enumerate(LISTS):
+        for i, layer in enumerate(model):
+            layer.set_modules_to_forward_prefetch([model[j] for j in forward.get(i, [])])
+            layer.set_modules_to_backward_prefetch([model[j] for j in backward.get(i, [])])
+        before = model.sharding_statistics()
+        _step(rank, plain, model, step)
+        after = model.sharding_statistics()
+        assert _gathered(model) == ["0123", "3210"], step
+        assert after["ahead_gathers"] - before["ahead_gathers"] == num_ahead, step
+        assert after["sent_by_gathers"] - before["sent_by_gathers"] == SENT, step
+        assert after["late_gathers"] == after["unneeded_gathers"] == 0
+    expect_parameters(model, plain)
+
+
+def test_lists_say_how_far_ahead_units_are_gathered():
+    run_ranks(_by_lists)
+
+
+def _lists_are_planned(rank, forward, backward, _):
+    plain, model = _pair(prefetch_depth=0, reshard_after_forward=True)
+    without = model.sharding_statistics()["planned_bytes"]
+    for i, layer in enumerate(model):
+        layer.set_modules_to_forward_prefetch([model[j] for j in forward.get(i, [])])
+        layer.set_modules_to_backward_prefetch([model[j] for j in backward.get(i, [])])
+    for step in range(3):
+        _step(rank, plain, model, step)
+        statistics = model.sharding_statistics()
+        assert statistics["unplanned"] == 0
+        assert statistics["peak_whole_bytes"] == statistics["planned_bytes"]
+    if 3 in forward.get(0, []):  # all units at once
+        assert without < SENT <= statistics["planned_bytes"]
+
+
+def test_memory_is_planned_for_lists():
+    run_cases(_lists_are_planned, LISTS)
+
+
+def _lists_of_one_rank(rank):
+    """They are no part of what ranks agree on."""
+    plain, model = _pair(prefetch_depth=0, reshard_after_forward=True)
+    if rank == 1:
+        model[0].set_modules_to_forward_prefetch([model[1], model[2]])
+        model[3].set_modules_to_backward_prefetch([model[2], model[1]])
+    else:
+        model.sharding_statistics()  # makes the root, as lists do
+    for step in range(3):
+        _step(rank, plain, model, step)
+    expect_parameters(model, plain)
+    assert model.sharding_statistics()["ahead_gathers"] == (12 if rank == 1 else 0)
+
+
+def test_ranks_may_have_other_lists():
+    run_ranks(_lists_of_one_rank)
+
+
+def _lists_of_what_stays_whole(rank):
+    """Lists name units that are whole already, and the very unit that they are of."""
+    plain, model = _pair(reshard_after_forward=False)
+    model[0].set_modules_to_forward_prefetch([model[1], model[0], model[3]])
+    model[3].set_modules_to_backward_prefetch([model[3], model[0]])
+    for step in range(3):
+        model[1].unshard()
+        _step(rank, plain, model, step)
+    expect_parameters(model, plain)
+
+
+def test_lists_may_name_units_that_are_whole():
+    run_ranks(_lists_of_what_stays_whole)
+
+
+def _refused(rank):
+    _, model = _pair()
+    for name in ("set_modules_to_forward_prefetch", "set_modules_to_backward_prefetch"):
+        for wrong in ([nn.Linear(2, 2)], [model[0], brigade.fully_shard(nn.Linear(2, 2))]):
+            with pytest.raises(ValueError, match="below the same outermost one"):
+                getattr(model[0], name)(wrong)
+
+
+def test_modules_of_no_unit_or_of_another_model_are_refused():
+    run_ranks(_refused, world_size=1)

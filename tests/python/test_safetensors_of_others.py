@@ -1,0 +1,121 @@
+"""Files of safetensors that brigade shares with the package of that name and torch's reader."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+
+import brigade
+
+from ranks import run_ranks
+from sharded_training import batch_of, make_net, shard_blocks
+
+safetensors = pytest.importorskip("safetensors", reason="no package safetensors")
+hugging_face = pytest.importorskip(
+    "torch.distributed.checkpoint.hf_storage", reason="this torch has no HuggingFaceStorageReader"
+)
+from safetensors.torch import load_file, save_file  # noqa: E402
+
+
+def _values():
+    """Another one for each element of each parameter."""
+    begin, found = 0, {}
+    for name, parameter in make_net().named_parameters():
+        numel = parameter.numel()
+        found[name] = torch.arange(begin, begin + numel).view(parameter.shape).float()
+        begin += numel
+    return found
+
+
+def _expect_values(found):
+    expected = _values()
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+def _sharded(values=None):
+    model = shard_blocks(make_net())
+    if values is not None:
+        model.load_full_state_dict(values)
+    return model
+
+
+def _saves(rank, folder):
+    model = _sharded(_values())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0)
+    model(1e-6 * batch_of(rank, 0)).sum().backward()
+    optimizer.step()
+    brigade.save_whole(model, f"{folder}/model.safetensors", metadata={"format": "pt"})
+    brigade.save_whole(model, f"{folder}/../both.safetensors", optimizer)
+    state = brigade.full_optimizer_state_dict(model, optimizer)["state"]
+    if rank == 0:
+        torch.save(state, f"{folder}/../state.pt")
+
+
+def _dtype_of(field):
+    return torch.int64 if field == "step" else torch.float32
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("saved") / "model"
+    folder.mkdir()
+    run_ranks(_saves, str(folder))
+    return folder
+
+
+def test_the_package_reads_it(folder):
+    _expect_values(load_file(folder / "model.safetensors"))
+    with safetensors.safe_open(folder / "model.safetensors", framework="pt") as opened:
+        assert opened.metadata()["format"] == "pt"
+        part = opened.get_slice("blocks.1.up.weight")[3:5, 2:]
+        assert torch.equal(part, _values()["blocks.1.up.weight"][3:5, 2:])
+    both = load_file(folder.parent / "both.safetensors")
+    state = torch.load(folder.parent / "state.pt", weights_only=True)
+    _expect_values({name: both.pop(name) for name in _values()})
+    for name, fields in state.items():
+        for field, value in fields.items():
+            assert torch.equal(both.pop(f"{name}.{field}"), value.to(_dtype_of(field))), name
+    assert not both
+
+
+def _reads(rank, path):
+    model = _sharded()
+    assert brigade.load_whole(model, path) == {"by": "the package"}
+    _expect_values(model.full_state_dict())
+
+
+def test_what_the_package_has_written_is_read(tmp_path):
+    path = str(tmp_path / "whole.safetensors")
+    save_file(_values(), path, metadata={"by": "the package"})
+    run_ranks(_reads, path, world_size=3)
+    net = make_net()
+    brigade.load_whole(net, path)
+    _expect_values(net.state_dict())
+
+
+def test_torchs_reader_in_one_process(folder):
+    state = {name: torch.zeros_like(p) for name, p in make_net().state_dict().items()}
+    reader = hugging_face.HuggingFaceStorageReader(str(folder))
+    dcp.load(state, storage_reader=reader, no_dist=True)
+    _expect_values(state)
+
+
+def _torchs_reader(rank, folder, kind):
+    reader = hugging_face.HuggingFaceStorageReader(folder)
+    if kind == "brigade":
+        model = _sharded()
+        dcp.load(model.state_dict(), storage_reader=reader)
+        return _expect_values(model.full_state_dict())
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    model = shard_blocks(make_net(), torch_fully_shard, mesh=mesh)
+    state = model.state_dict()
+    dcp.load(state, storage_reader=reader)
+    return _expect_values({name: value.full_tensor() for name, value in state.items()})
+
+
+@pytest.mark.parametrize("kind", ["brigade", "FSDP2"])
+def test_torchs_reader_on_two_ranks(kind, folder):
+    run_ranks(_torchs_reader, str(folder), kind)

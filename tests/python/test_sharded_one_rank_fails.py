@@ -1,0 +1,249 @@
+"""An exception of one rank in a sharded step: all raise, nothing is changed, and all go on."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import brigade
+
+from exact_training import UserError
+from ranks import run_ranks
+from sharded_training import batch_of, expect_equal, make_net, shard_blocks, step_of_all
+
+
+class _Pair:
+    """A sharded model, and one process that does what its ranks do."""
+
+    def __init__(self, rank, make=torch.optim.AdamW, **arguments):
+        self.rank = rank
+        self.plain, self.model = make_net(), shard_blocks(make_net(), **arguments)
+        self.optimizers = [
+            make(net.parameters(), lr=0.05, foreach=False) for net in (self.plain, self.model)
+        ]
+
+    def loss(self, step):
+        return self.model(batch_of(self.rank, step)).square().mean()
+
+    def expect_step(self, step):
+        step_of_all(self.plain, self.optimizers[0], step, dist.get_world_size())
+        self.optimizers[1].zero_grad()
+        self.loss(step).backward()
+        self.optimizers[1].step()
+        expect_equal(self.model, self.plain)
+
+    def kept(self):
+        """What a failure may not change."""
+        return [
+            (p, p.plain().clone(), None if p.grad is None else p.grad.plain().clone())
+            for p in self.model.parameters()
+        ]
+
+    def expect_kept(self, kept):
+        found = list(self.model.parameters())
+        assert len(found) == len(kept)
+        for parameter, (same, part, gradient) in zip(found, kept, strict=True):
+            assert parameter is same and isinstance(parameter, brigade.ShardedParameter)
+            assert torch.equal(parameter.plain(), part)
+            if gradient is None:
+                assert parameter.grad is None
+            else:
+                assert torch.equal(parameter.grad.plain(), gradient)
+
+
+def _raises(error):
+    def hook(*_):
+        raise error
+
+    return hook
+
+
+def _in_backward_of(module, error):
+    return module.register_forward_hook(
+        lambda module, args, output: output.register_hook(_raises(error)) and None
+    )
+
+
+# By place: what makes the failing rank raise there; returns a handle.
+PLACES = {
+    "forward of the outermost": lambda m, e: m.register_forward_pre_hook(_raises(e)),
+    "forward, before a gather": lambda m, e: m.blocks[1].register_forward_pre_hook(
+        _raises(e), prepend=True
+    ),
+    "forward, whole": lambda m, e: m.blocks[1].down.register_forward_pre_hook(_raises(e)),
+    "forward, at its end": lambda m, e: m.head.register_forward_hook(_raises(e)),
+    "backward, at its begin": lambda m, e: _in_backward_of(m, e),
+    "backward, in the middle": lambda m, e: _in_backward_of(m.blocks[1].up, e),
+    "backward, at its end": lambda m, e: _in_backward_of(m.embed, e),
+}
+
+
+def _fails(rank, places, error, arguments):
+    """In each of these places, of one model: in its first step, and in every second one."""
+    pair = _Pair(rank, **arguments)
+    failing = dist.get_world_size() - 1
+    told = {}
+    for number, place in enumerate(places):
+        pair.optimizers[1].zero_grad()
+        kept = pair.kept()
+        if rank == failing:
+            handle = PLACES[place](pair.model, error("no such batch"))
+        with pytest.raises(error if rank == failing else RuntimeError) as caught:
+            pair.loss(number).backward()
+        if rank == failing:
+            handle.remove()
+        told[place] = str(caught.value)
+        if error is KeyboardInterrupt:
+            pair.model.reset_iter_state()  # hooks are not told that forward is left
+        pair.expect_kept(kept)
+        pair.expect_step(number)
+    return told
+
+
+def _expect_told(places, error, world_size, arguments):
+    *others, own = run_ranks(_fails, places, error, arguments, world_size=world_size)
+    assert own == dict.fromkeys(places, "no such batch")
+    assert others == others[:1] * (world_size - 1)
+    for place, text in others[0].items():
+        assert f"rank {world_size - 1}" in text, (place, text)
+    return others[0]
+
+
+@pytest.mark.parametrize("reshards", [True, False])
+def test_all_raise_and_go_on_exactly(reshards):
+    arguments = {"reshard_after_forward": reshards}
+    told = _expect_told(list(PLACES), UserError, 3, arguments)
+    for place, text in told.items():
+        if place.startswith("forward"):
+            assert "UserError: no such batch" in text, (place, text)
+
+
+def test_in_a_later_place_first():
+    """The first step of all, whose order nobody knows yet, fails in backward."""
+    _expect_told(list(reversed(PLACES)), UserError, 2, {})
+
+
+def test_an_interrupt_of_one_rank():
+    _expect_told(["forward, whole", "backward, in the middle"], KeyboardInterrupt, 2, {})
+
+
+def _with_gradients(rank):
+    """What earlier backwards of the step have added stays, and the step goes on."""
+    pair = _Pair(rank, torch.optim.SGD)
+    pair.expect_step(0)
+    pair.optimizers[1].zero_grad()
+    pair.loss(1).backward()
+    kept = pair.kept()
+    assert all(gradient is not None for _, _, gradient in kept)
+    handle = _in_backward_of(pair.model.blocks[0], UserError("lost"))
+    if rank == 0:
+        handle.remove()
+    with pytest.raises((UserError, RuntimeError), match=r"lost|rank 1"):
+        pair.loss(2).backward()
+    handle.remove()
+    pair.expect_kept(kept)
+    pair.optimizers[1].step()
+    step_of_all(pair.plain, pair.optimizers[0], 1, 2)
+    expect_equal(pair.model, pair.plain)
+
+
+def test_gradients_of_backwards_before_stay():
+    run_ranks(_with_gradients)
+
+
+def _accumulates(rank):
+    """What was added up without synchronisation is dropped, on all ranks alike."""
+    pair = _Pair(rank)
+    pair.expect_step(0)
+    pair.optimizers[1].zero_grad()
+    pair.model.set_requires_gradient_sync(False)
+    pair.loss(1).backward()
+    if rank == 1:
+        handle = _in_backward_of(pair.model.blocks[0], UserError("lost"))
+        with pytest.raises(UserError, match="lost"):
+            pair.loss(2).backward()
+        handle.remove()
+    else:
+        pair.loss(2).backward()  # which asks nobody
+        with pytest.raises(dist.DistBackendError, match=r"rank 1 .*an exception ended backward"):
+            pair.loss(3)
+    pair.model.set_requires_gradient_sync(True)
+    assert all(p.grad is None for p in pair.model.parameters())
+    for step in range(4, 6):
+        pair.expect_step(step)
+
+
+def test_what_was_added_up_on_this_rank_is_dropped():
+    run_ranks(_accumulates)
+
+
+def _between(rank, world_size):
+    """One rank leaves a step between its forward and its backward."""
+    pair = _Pair(rank)
+    pair.expect_step(0)
+    pair.optimizers[1].zero_grad()
+    kept = pair.kept()
+    loss = pair.loss(1)
+    with pytest.raises(RuntimeError) as told:
+        if rank == 0:
+            pair.loss(1)  # the next one, where others are in backward
+        else:
+            loss.backward()
+    pair.expect_kept(kept)
+    for step in range(1, 3):
+        pair.expect_step(step)
+    return str(told.value)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_backward_that_one_rank_leaves_out(world_size):
+    told = run_ranks(_between, world_size, world_size=world_size)
+    assert told == told[:1] * world_size
+    others = "rank 1" if world_size == 2 else "ranks 1, 2"
+    assert "rank 0 began a forward behind iteration 1" in told[0]
+    assert f"{others} began iteration 2" in told[0]
+
+
+def _optimizer_hook(rank):
+    """A step is each rank's own: the one that has raised makes up for it."""
+    pair = _Pair(rank)
+    pair.expect_step(0)
+    for step in range(1, 3):
+        step_of_all(pair.plain, pair.optimizers[0], step, 2)
+        pair.optimizers[1].zero_grad()
+        pair.loss(step).backward()
+        if rank == 1:
+            kept = pair.kept()
+            handle = pair.optimizers[1].register_step_pre_hook(_raises(UserError("no disk")))
+            with pytest.raises(UserError, match="no disk"):
+                pair.optimizers[1].step()
+            handle.remove()
+            pair.expect_kept(kept)
+        pair.optimizers[1].step()
+        expect_equal(pair.model, pair.plain)
+
+
+def test_an_optimizers_hook_that_raises_before_the_step():
+    run_ranks(_optimizer_hook)
+
+
+def _several_at_once(rank):
+    """Two of three ranks raise in one backward, in different places."""
+    pair = _Pair(rank)
+    pair.expect_step(0)
+    kept = pair.kept()
+    if rank < 2:
+        place = (pair.model.blocks[2], pair.model.embed)[rank]
+        handle = _in_backward_of(place, UserError(f"of {rank}"))
+    with pytest.raises(UserError if rank < 2 else RuntimeError) as told:
+        pair.loss(1).backward()
+    if rank < 2:
+        handle.remove()
+    pair.expect_kept(kept)
+    pair.expect_step(1)
+    return str(told.value)
+
+
+def test_two_of_three_ranks_raise():
+    first, second, third = run_ranks(_several_at_once, world_size=3)
+    assert (first, second) == ("of 0", "of 1")
+    assert "rank 0" in third and "rank 1" in third

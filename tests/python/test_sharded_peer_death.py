@@ -1,0 +1,210 @@
+"""A rank's process is gone in the middle of a sharded step: what the others are told and keep."""
+
+import io
+import os
+import re
+import signal
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import brigade
+
+from ranks import run_ranks
+from sharded_training import batch_of, expect_equal, make_net, shard_blocks, step_of_all
+
+HOUR_S = 3600  # of the group: nobody may wait for that
+DEADLINE_S = 60
+STEPS_BEFORE = 2
+
+
+def _vanish(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _vanish_ahead_of_a_gather(model):
+    """Of the second block; nothing is gathered ahead."""
+    model.blocks[1].register_forward_pre_hook(_vanish, prepend=True)
+
+
+def _vanish_in_backward(model):
+    """With the gradient of the second block's output."""
+    model.blocks[1].register_forward_hook(
+        lambda module, args, output: output.register_hook(_vanish) and None
+    )
+
+
+def _vanish_behind_forward(model):
+    model.register_forward_hook(_vanish)
+
+
+def _vanish_before_a_step(model):
+    model.register_forward_pre_hook(_vanish, prepend=True)
+
+
+_GATHER = r"fully_shard: the gather of unit 'blocks\.{}'"
+_REDUCTION = r"fully_shard: reduction \d \(unit '[\w.]*', from parameter '[\w.]+' on\)"
+
+# Where the last rank vanishes; whether blocks stay whole from forward to backward; what two
+# ranks are told then.
+PLACES = {
+    "ahead of a gather": (_vanish_ahead_of_a_gather, True, _GATHER.format(1)),
+    "in backward, of gathers": (_vanish_in_backward, True, _GATHER.format("[01]")),
+    "in backward, of sums": (_vanish_in_backward, False, _REDUCTION),
+    "behind forward": (_vanish_behind_forward, False, "fully_shard: iteration 3 on rank 0: "),
+    "before a step": (_vanish_before_a_step, True, "fully_shard: "),
+}
+
+
+def _step(model, optimizer, rank, step):
+    optimizer.zero_grad()
+    model(batch_of(rank, step)).square().mean().backward()
+    optimizer.step()
+
+
+def _loses_a_peer(rank, place):
+    """Returns what this rank is told. Two steps are exact before."""
+    world_size = dist.get_world_size()
+    vanish, reshards, _ = PLACES[place]
+    plain = make_net()
+    model = shard_blocks(make_net(), reshard_after_forward=reshards, prefetch_depth=0)
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (plain, model)]
+    for step in range(STEPS_BEFORE):
+        step_of_all(plain, optimizers[0], step, world_size)
+        _step(model, optimizers[1], rank, step)
+    expect_equal(model, plain)
+    before = {name: p.plain().clone() for name, p in model.named_parameters()}
+    if rank == world_size - 1:
+        vanish(model)
+    with pytest.raises(dist.DistBackendError) as told:
+        _step(model, optimizers[1], rank, STEPS_BEFORE)
+
+    _expect_sharded(model, before)
+    # It stays so, whatever is tried.
+    for collective in (
+        lambda: _step(model, optimizers[1], rank, STEPS_BEFORE),
+        model.full_state_dict,
+        lambda: model.clip_grad_norm_(1.0),
+        lambda: model.blocks[0].unshard(),
+    ):
+        with pytest.raises(RuntimeError):
+            collective()
+        _expect_sharded(model, before)
+    dist.destroy_process_group()
+    return str(told.value)
+
+
+def _expect_sharded(model, before):
+    """This rank's parts are those of before, and can be saved."""
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, brigade.ShardedParameter), name
+        assert parameter.grad is None, name
+        assert torch.equal(parameter.plain(), before[name]), name
+    file = io.BytesIO()
+    torch.save({name: p.plain() for name, p in model.named_parameters()}, file)
+    file.seek(0)
+    saved = torch.load(file)
+    assert saved.keys() == before.keys()
+    assert all(torch.equal(saved[name], part) for name, part in before.items())
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("place", PLACES)
+def test_survivors_are_told_which_and_keep_their_parts(place, world_size):
+    *told, ended = run_ranks(
+        _loses_a_peer,
+        place,
+        world_size=world_size,
+        timeout_s=HOUR_S,
+        deadline_s=DEADLINE_S,
+        may_die=[world_size - 1],
+    )
+    assert ended == -signal.SIGKILL
+    for text in told:
+        assert re.search(rf"rank {world_size - 1}\b", text), text
+        assert text.startswith("fully_shard: "), text
+        if world_size == 2:
+            assert re.search(PLACES[place][2], text), text
+
+
+def _meet_again(rank, folder):
+    """Survivors load the last checkpoint on fewer ranks, in a group over the old store."""
+    world_size = dist.get_world_size()
+    store = dist.distributed_c10d._get_default_store()
+    model = shard_blocks(make_net())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    for step in range(STEPS_BEFORE):
+        _step(model, optimizer, rank, step)
+    brigade.save_checkpoint(f"{folder}/2", model, optimizer, shared={"step": STEPS_BEFORE})
+    if rank == 0:
+        _vanish_in_backward(model)
+    with pytest.raises(dist.DistBackendError, match=r"rank 0\b"):
+        _step(model, optimizer, rank, STEPS_BEFORE)
+    del model, optimizer
+    dist.destroy_process_group()
+
+    dist.init_process_group(
+        "gloo", store=dist.PrefixStore("again", store), rank=rank - 1, world_size=world_size - 1
+    )
+    model = shard_blocks(make_net())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    loaded = brigade.load_checkpoint(f"{folder}/2", model, optimizer)
+    plain = make_net()
+    plain_optimizer = torch.optim.AdamW(plain.parameters(), lr=0.05, foreach=False)
+    for step in range(STEPS_BEFORE):
+        step_of_all(plain, plain_optimizer, step, world_size)
+    for step in range(loaded.shared["step"], loaded.shared["step"] + 2):
+        step_of_all(plain, plain_optimizer, step, world_size - 1)
+        _step(model, optimizer, rank - 1, step)
+    expect_equal(model, plain)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_survivors_go_on_from_a_checkpoint_on_fewer_ranks(world_size, tmp_path):
+    ended = run_ranks(
+        _meet_again,
+        str(tmp_path),
+        world_size=world_size,
+        timeout_s=HOUR_S,
+        deadline_s=DEADLINE_S,
+        may_die=[0],
+    )
+    assert ended == [-signal.SIGKILL, *[None] * (world_size - 1)]
+
+
+SAVE = {
+    "checkpoint": lambda model, path: brigade.save_checkpoint(path, model),
+    "whole": brigade.save_whole,
+    "shards": brigade.save_shards,
+}
+
+
+def _saves_without_a_peer(rank, folder, way):
+    """The last rank is gone when the others come to save; what was saved before stays."""
+    model = shard_blocks(make_net())
+    _ = model(batch_of(rank, 0))
+    if rank == 1:
+        _vanish()
+    with pytest.raises(RuntimeError) as told:
+        SAVE[way](model, f"{folder}/{way}")
+    assert not os.path.exists(f"{folder}/{way}/index.safetensors")
+    assert not os.path.isfile(f"{folder}/{way}")
+    assert way != "checkpoint" or not os.path.exists(f"{folder}/{way}")
+    dist.destroy_process_group()
+    return str(told.value)
+
+
+@pytest.mark.parametrize("way", ["checkpoint", "whole", "shards"])
+def test_saving_without_a_peer_is_an_error_in_good_time(way, tmp_path):
+    told, ended = run_ranks(
+        _saves_without_a_peer,
+        str(tmp_path),
+        way,
+        timeout_s=HOUR_S,
+        deadline_s=DEADLINE_S,
+        may_die=[1],
+    )
+    assert ended == -signal.SIGKILL
+    if way != "checkpoint":
+        assert "rank 0 of 2 could not compare its saved tensors" in told

@@ -1,0 +1,202 @@
+"""Ranks give fully_shard modules or arguments that are not alike: one error on all of them."""
+
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import brigade
+
+from ranks import run_ranks
+from sharded_training import batch_of, expect_equal, make_net, shard_blocks, step_of_all
+
+TIMEOUT_S = 20  # a rank that waits for one that has raised is told of that
+
+
+def _expect_exact_steps(rank, count=2):
+    """The group is as good as new."""
+    world_size = dist.get_world_size()
+    plain, model = make_net(), shard_blocks(make_net())
+    optimizers = [
+        torch.optim.SGD(net.parameters(), lr=0.1, foreach=False) for net in (plain, model)
+    ]
+    for step in range(count):
+        step_of_all(plain, optimizers[0], step, world_size)
+        optimizers[1].zero_grad()
+        model(batch_of(rank, step)).square().mean().backward()
+        optimizers[1].step()
+    expect_equal(model, plain)
+
+
+def _two(first, second):
+    return nn.Sequential(nn.Linear(*first), nn.Linear(*second))
+
+
+class _Named(nn.Module):
+    """Parameters of these names, in this order."""
+
+    def __init__(self, *names):
+        super().__init__()
+        for name in names:
+            self.register_parameter(name, nn.Parameter(torch.zeros(3)))
+
+
+class _Scalar(nn.Module):
+    def __init__(self, shape):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(shape))
+
+
+# By what is unlike: a module of the first rank and one of the others; what both are told.
+MODULES = {
+    "sizes": (
+        lambda: _two((4, 6), (6, 2)),
+        lambda: _two((4, 5), (5, 2)),
+        r"sharded parameter 1 differs: rank 0 has .*'0\.weight' cpu Float \[6, 4\].*"
+        r"ranks 1, 2 have .*'0\.weight' cpu Float \[5, 4\]",
+    ),
+    "sizes of as many elements": (
+        lambda: _two((4, 6), (6, 2)),
+        lambda: _two((6, 4), (4, 3)),
+        r"sharded parameter 1 differs: .*\[6, 4\].*\[4, 6\]",
+    ),
+    "dtypes": (
+        lambda: _two((4, 4), (4, 4)),
+        lambda: _two((4, 4), (4, 4)).to(torch.bfloat16),
+        r"sharded parameter 1 differs: .*Float \[4, 4\].*BFloat16 \[4, 4\]",
+    ),
+    "the dtype of one": (
+        lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)),
+        lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).double()),
+        r"sharded parameter 3 differs: .*'1\.weight' cpu Float.*'1\.weight' cpu Double",
+    ),
+    "order": (
+        lambda: _Named("a", "b"),
+        lambda: _Named("b", "a"),
+        r"sharded parameter 1 differs: rank 0 has .*'a'.*have .*'b'",
+    ),
+    "number of parameters": (
+        lambda: _two((4, 4), (4, 4)),
+        lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, bias=False)),
+        r"sharded parameter 4 differs: rank 0 has .*'1\.bias'.*no such sharded parameter.*"
+        r"Number of sharded parameters: rank 0 has 5, .* 4",
+    ),
+    "memory format": (
+        lambda: nn.Conv2d(2, 3, 3),
+        lambda: nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last),
+        r"sharded parameter 1 differs: .*\[3, 2, 3, 3\] \[18, 9, 3, 1\]",
+    ),
+    "what is frozen": (
+        lambda: _two((4, 4), (4, 4)),
+        lambda: _two((4, 4), (4, 4)).requires_grad_(False),
+        r"sharded parameter 1 differs: .*, frozen",
+    ),
+    "a scalar and one element": (
+        lambda: _Scalar(()),
+        lambda: _Scalar((1,)),
+        r"sharded parameter 1 differs: .*Float \[\].*Float \[1\]",
+    ),
+}
+
+
+def _unlike_modules(rank):
+    """Each after the other, in one group; training is exact behind all of them."""
+    told = []
+    for kind, (first, others, words) in MODULES.items():
+        with pytest.raises(ValueError, match=f"(?s){words}") as caught:
+            brigade.fully_shard(first() if rank == 0 else others())
+        told.append((kind, str(caught.value)))
+    _expect_exact_steps(rank)
+    return told
+
+
+def test_modules_that_are_unlike():
+    told = run_ranks(_unlike_modules, world_size=3, timeout_s=TIMEOUT_S)
+    assert told == told[:1] * 3
+
+
+def _unlike_units(rank, blocks_of_first, blocks_of_others):
+    model = make_net()
+    with pytest.raises(ValueError) as told:
+        for index in blocks_of_first if rank == 0 else blocks_of_others:
+            brigade.fully_shard(model.blocks[index])
+        brigade.fully_shard(model)
+        model(batch_of(rank, 0))
+    _expect_exact_steps(rank)
+    return str(told.value)
+
+
+def test_other_modules_of_one_kind_are_units():
+    told = run_ranks(_unlike_units, [0], [1], timeout_s=TIMEOUT_S)
+    assert told[0] == told[1]
+    assert "sharded parameter" in told[0] and "'blocks.1.norm.weight'" in told[0]
+
+
+def test_another_number_of_modules_are_units():
+    """Where a rank shards a block, its peer shards what is around it."""
+    told = run_ranks(_unlike_units, [0, 1], [0], timeout_s=TIMEOUT_S)
+    assert told[0] == told[1]
+    assert re.search(r"rank 0 has unit 'Block'.*rank 1 has unit 'Net'", told[0]), told[0]
+
+
+# By argument: what is wrong with it, and the error of the rank that gives it alone.
+ARGUMENTS = {
+    "prefetch_depth": (-1, "prefetch_depth"),
+    "mp_policy": (MixedPrecisionPolicy(param_dtype="bf16"), "param_dtype"),
+    "block_numel_fn": (lambda p: 0, "block_numel_fn of 'weight'"),
+}
+
+
+def _wrong_arguments(rank):
+    for name, (value, words) in ARGUMENTS.items():
+        arguments = {name: value} if rank == 1 else {}
+        words = words if rank == 1 else f"rank 1: ValueError: .*{words}"
+        with pytest.raises((ValueError, RuntimeError), match=words):
+            brigade.fully_shard(nn.Linear(4, 4), **arguments)
+    _expect_exact_steps(rank, 1)
+
+
+def test_an_argument_that_one_rank_gives_alone():
+    run_ranks(_wrong_arguments, world_size=3, timeout_s=TIMEOUT_S)
+
+
+# Alike in form, and given by all, but another one on each rank.
+SETTINGS = {
+    "prefetch_depth": (1, 2),
+    "reshard_after_forward": (True, False),
+    "mp_policy": (MixedPrecisionPolicy(), MixedPrecisionPolicy(param_dtype=torch.bfloat16)),
+    "comm_hook": (None, "bf16_compress"),
+    "block_numel_fn": (None, lambda p: 4),
+    "broadcasts_parameters": (True, False),
+}
+
+
+def _unlike_settings(rank):
+    told = []
+    for name, values in SETTINGS.items():
+        with pytest.raises(ValueError, match=r"sharded parameter [01] differs") as caught:
+            brigade.fully_shard(nn.Linear(4, 4), **{name: values[rank]})
+        told.append((name, str(caught.value)))
+    _expect_exact_steps(rank, 1)
+    return told
+
+
+def test_settings_that_are_unlike():
+    told = run_ranks(_unlike_settings, timeout_s=TIMEOUT_S)
+    assert told[0] == told[1]
+
+
+def _shards_in_another_order(rank):
+    model = make_net()
+    for index in ((0, 1, 2), (2, 1, 0))[rank]:
+        brigade.fully_shard(model.blocks[index])
+    brigade.fully_shard(model)
+    with pytest.raises(ValueError, match=r"rank 0 has 'blocks\.0', rank 1 has 'blocks\.2'"):
+        model(batch_of(rank, 0))
+
+
+def test_units_of_one_form_in_another_order():
+    run_ranks(_shards_in_another_order)

@@ -1,0 +1,178 @@
+"""Two sharded models of one process train in turns; where one fails the other goes on exactly."""
+
+import os
+import signal
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+import brigade
+
+from exact_training import UserError
+from ranks import run_ranks
+from sharded_training import batch_of, expect_equal, make_net, shard_blocks, step_of_all
+
+HOUR_S = 3600  # of the group: nobody may wait for that
+DEADLINE_S = 60
+
+
+class _Model:
+    """A sharded one over some ranks, and one process that does what these do."""
+
+    def __init__(self, group=None, prefetch_depth=1):
+        group = group or dist.group.WORLD
+        self.ranks = dist.get_process_group_ranks(group)
+        self.place = group.rank()
+        mesh = DeviceMesh.from_group(group, "cpu")
+        self.plain = make_net()
+        self.model = shard_blocks(make_net(), mesh=mesh, prefetch_depth=prefetch_depth)
+        self.optimizers = [
+            torch.optim.SGD(net.parameters(), lr=0.1, foreach=False)
+            for net in (self.plain, self.model)
+        ]
+
+    def loss(self, step):
+        return self.model(batch_of(self.place, step)).square().mean()
+
+    def expect_step(self, step):
+        step_of_all(self.plain, self.optimizers[0], step, len(self.ranks))
+        self.optimizers[1].zero_grad()
+        self.loss(step).backward()
+        self.optimizers[1].step()
+        expect_equal(self.model, self.plain)
+
+
+def _raises(*_):
+    raise UserError("no such batch")
+
+
+def _in_backward(module):
+    return module.register_forward_hook(
+        lambda module, args, output: output.register_hook(_raises) and None
+    )
+
+
+def _in_forward(module):
+    return module.register_forward_pre_hook(_raises)
+
+
+def _fails_in_turns(rank, in_place, is_of_one_group):
+    """The first fails on the last rank between steps of the second."""
+    groups = [None if is_of_one_group else dist.new_group() for _ in range(2)]
+    first, second = (_Model(group) for group in groups)
+    failing = rank == dist.get_world_size() - 1
+    for step in range(4):
+        first.expect_step(step)
+        second.expect_step(step)
+        if step % 2 == 0:
+            if failing:
+                handle = in_place(first.model.blocks[1])
+            with pytest.raises(UserError if failing else RuntimeError, match=r"rank|no such"):
+                first.loss(step).backward()
+            if failing:
+                handle.remove()
+
+
+def _fails_in_all_ways(rank):
+    for is_of_one_group in (True, False):
+        for in_place in (_in_forward, _in_backward):
+            _fails_in_turns(rank, in_place, is_of_one_group)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_one_that_raises_leaves_the_other_alone(world_size):
+    run_ranks(_fails_in_all_ways, world_size=world_size)
+
+
+def _fails_between(rank, in_place):
+    """The first fails while the second is between its forward and its backward."""
+    first, second = _Model(), _Model()
+    for each in (first, second):
+        each.expect_step(0)
+    step_of_all(second.plain, second.optimizers[0], 1, 2)
+    second.optimizers[1].zero_grad()
+    loss = second.loss(1)
+    if rank == 1:
+        handle = in_place(first.model.blocks[1])
+    with pytest.raises(UserError if rank == 1 else RuntimeError, match=r"rank|no such"):
+        first.loss(1).backward()
+    if rank == 1:
+        handle.remove()
+    loss.backward()
+    second.optimizers[1].step()
+    expect_equal(second.model, second.plain)
+    for each in (first, second):
+        each.expect_step(2)
+
+
+@pytest.mark.parametrize("in_place", [_in_forward, _in_backward])
+def test_one_that_raises_between_anothers_forward_and_backward(in_place):
+    run_ranks(_fails_between, in_place)
+
+
+def _through_both(rank):
+    """One backward through two models, which fails in that which it reaches last."""
+    first, second = _Model(), _Model()
+    neck = torch.nn.Linear(2, 5)
+
+    def loss(step):
+        return second.model(torch.tanh(neck(first.model(batch_of(rank, step))))).sum()
+
+    loss(0).backward()
+    for each in (first, second):
+        each.model.zero_grad()
+    handle = _in_backward(first.model.blocks[1])
+    if rank == 0:
+        handle.remove()
+    failed = loss(1)
+    handle.remove()
+    with pytest.raises(UserError if rank == 1 else RuntimeError, match=r"rank 1|no such"):
+        failed.backward()
+    found = [any(p.grad is not None for p in each.model.parameters()) for each in (first, second)]
+    for each in (first, second):
+        each.model.zero_grad()
+        each.expect_step(2)
+    return found
+
+
+def test_a_backward_through_both_that_fails_is_alike_on_all_ranks():
+    told = run_ranks(_through_both)
+    assert told[0] == told[1]
+    assert not told[0][0]  # of the model that comes later in backward
+
+
+def _peer_is_gone(rank, place):
+    """Ranks 0 and 1 have a model, 1 and 2 another one; the first rank vanishes."""
+    groups = [dist.new_group(ranks) for ranks in ((0, 1), (1, 2))]
+    if rank < 2:
+        first = _Model(groups[0], prefetch_depth=0)
+        first.expect_step(0)
+    if rank == 0:
+        getattr(first.model.blocks[1], place)(
+            lambda *_: os.kill(os.getpid(), signal.SIGKILL), prepend=True
+        )
+        first.loss(1)
+    second = _Model(groups[1])
+    second.expect_step(0)
+    if rank == 1:
+        with pytest.raises(dist.DistBackendError, match=r"fully_shard: .*rank 0\b"):
+            first.loss(1).backward()
+        assert all(isinstance(p, brigade.ShardedParameter) for p in first.model.parameters())
+    for step in range(1, 4):
+        second.expect_step(step)
+        if rank == 1:
+            with pytest.raises(RuntimeError):
+                first.loss(step)
+    # The default group has lost a rank: nobody may wait in it.
+    dist.destroy_process_group()
+    return "went on"
+
+
+@pytest.mark.parametrize("place", ["register_forward_pre_hook", "register_forward_hook"])
+def test_a_model_whose_peer_is_gone_leaves_that_of_others_alone(place):
+    ended = run_ranks(
+        _peer_is_gone, place, world_size=3, timeout_s=HOUR_S, deadline_s=DEADLINE_S, may_die=[0]
+    )
+    assert ended == [-signal.SIGKILL, "went on", "went on"]

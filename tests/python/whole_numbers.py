@@ -1,0 +1,85 @@
+"""Training in whole numbers: whatever order ranks add up in, the bits are the same.
+
+Weights and inputs are small whole numbers in float64, and steps add or subtract 1. Averages
+over 2 or 4 ranks are exact, too.
+"""
+
+import itertools
+
+import torch
+from torch import nn
+
+import brigade
+
+
+def linear(num_inputs, num_outputs, seed=0):
+    layer = nn.Linear(num_inputs, num_outputs, dtype=torch.float64)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            values = torch.arange(parameter.numel()) * 3 + seed
+            parameter.copy_((values % 5 - 2).view_as(parameter))
+    return layer
+
+
+def layers(*sizes):
+    """One behind the other; the loss below makes of them what is not linear."""
+    pairs = itertools.pairwise(sizes)
+    return nn.Sequential(*(linear(*pair, seed) for seed, pair in enumerate(pairs)))
+
+
+def num_bytes(*sizes):
+    """Of such layers' parameters."""
+    return 8 * sum(a * b + b for a, b in itertools.pairwise(sizes))
+
+
+def batch_of(size, rank, step):
+    """Another one for each of 4 ranks and 10 steps."""
+    values = 7 * torch.arange(2.0 * size, dtype=torch.float64) + rank + 4 * step
+    return (values % 41 - 20).view(2, size)
+
+
+def loss_of(net, x):
+    return net(x).square().sum()
+
+
+def backward_of_all(plain, world_size, loss_on):
+    """One process does what all ranks do; `loss_on` a model, of a rank's data."""
+    for rank in range(world_size):
+        loss_on(plain, rank).div(world_size).backward()
+
+
+def own_part(part, whole):
+    """What this rank is to hold of a whole tensor, 1D in the order of memory."""
+    place = part._brigade_place
+    return place.in_memory(whole.detach())[place.begin :][: part.numel()]
+
+
+def expect_gradients(model, plain):
+    """And that the same parameters have none."""
+    pairs = zip(model.named_parameters(), plain.parameters(), strict=True)
+    for (name, part), whole in pairs:
+        assert (part.grad is None) == (whole.grad is None), name
+        if whole.grad is not None:
+            expected = own_part(part, whole.grad)
+            assert torch.equal(part.grad.elements(), expected), (name, part.grad, expected)
+
+
+def expect_parameters(model, plain):
+    pairs = zip(model.named_parameters(), plain.parameters(), strict=True)
+    for (name, part), whole in pairs:
+        assert isinstance(part, brigade.ShardedParameter), name
+        assert torch.equal(part.elements(), own_part(part, whole)), name
+
+
+@torch.no_grad()
+def step_by_sign(*models):
+    """Whole numbers stay such, and small. Gradients are gone behind it."""
+    for model in models:
+        for parameter in model.parameters():
+            if parameter.grad is None:
+                continue
+            if isinstance(parameter, brigade.ShardedParameter):
+                parameter.plain().sub_(parameter.grad.plain().sign())
+            else:
+                parameter.sub_(parameter.grad.sign())
+        model.zero_grad()
