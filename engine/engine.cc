@@ -103,9 +103,8 @@ void Engine::start_iteration() {
 
 // As by a checkpoint around what is wrapped, which computes forward again.
 void Engine::require_no_running_backward() const {
-  const bool is_running =
-      state_.phase == Phase::kReached || state_.phase == Phase::kReducing;
-  const bool is_inside = is_running && running_backward_id() >= 0;
+  const bool is_inside =
+      state_.phase == Phase::kReducing && running_backward_id() >= 0;
   TORCH_CHECK(!is_inside, state_.options.name,
               ": expected a forward outside of the backward of ",
               describe(state_.occasion(state_.iteration->number)),

@@ -177,8 +177,9 @@ class ShardedRoot final : private UnitPolicy::Listener {
   // A handle of the call, for its two ends and its backward.
   struct Call {
     const size_t unit;
-    const int64_t version;  // of what forward has read
-    int64_t open_in = 0;    // the backward that goes through it
+    const int64_t version;      // of what forward has read
+    const uint64_t first_node;  // of autograd's, by sequence number
+    int64_t open_in = 0;        // the backward that goes through it
   };
 
   // The unit is whole when it returns. Inputs that require a gradient are

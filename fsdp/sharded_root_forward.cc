@@ -1,5 +1,6 @@
 // A forward, and the calls of units in it.
 
+#include <ATen/SequenceNumber.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/util/Exception.h>
 
@@ -177,8 +178,10 @@ std::shared_ptr<ShardedRoot::Call> ShardedRoot::begin_call(
   }
   need(unit);
   ++num_running_[unit];
-  const auto call = std::make_shared<Call>(
-      Call{.unit = unit, .version = version_of(units_[unit])});
+  const auto call =
+      std::make_shared<Call>(Call{.unit = unit,
+                                  .version = version_of(units_[unit]),
+                                  .first_node = at::sequence_number::peek()});
   gate_inputs(inputs, alive_, [this, call] { close(*call); });
   return call;
 }
@@ -195,7 +198,8 @@ void ShardedRoot::end_call(const std::shared_ptr<Call>& call,
   const size_t unit = call->unit;
   if (pass_ != Pass::kApart) refuse_writes(units_[unit]);
   if (at::GradMode::is_enabled()) {
-    watch_outputs(outputs, alive_, [this, call] { open(call); });
+    watch_outputs(
+        outputs, alive_, [this, call] { open(call); }, call->first_node);
   }
   if (num_running_[unit] > 0) --num_running_[unit];
   if (running_backward_id() >= 0) return;  // computed again for its backward

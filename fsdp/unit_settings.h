@@ -61,7 +61,8 @@ struct UnitSettings {
   bool keeps_storage = false;
 
   // Units whose gathers are launched once this one is needed, in forward and in
-  // backward. Empty: as many as the options say.
+  // backward, with those that are expected before them. Empty: as many as the
+  // options say.
   std::vector<size_t> forward_prefetch = {};
   std::vector<size_t> backward_prefetch = {};
 

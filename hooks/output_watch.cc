@@ -4,6 +4,8 @@
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <cstdint>
+#include <optional>
 #include <utility>
 
 #include "brigade/hooks/compiled_autograd.h"
@@ -41,14 +43,22 @@ class ReachedHook final : public torch::autograd::FunctionPreHook {
 }  // namespace
 
 bool watch_outputs(std::span<const at::Tensor> outputs,
-                   std::weak_ptr<void> owner,
-                   std::function<void()> on_reached) {
+                   std::weak_ptr<void> owner, std::function<void()> on_reached,
+                   std::optional<uint64_t> made_from) {
+  const auto watch = [&](const at::TensorBase& tensor) {
+    tensor.grad_fn()->add_tensor_pre_hook(
+        std::make_unique<ReachedHook>(tensor.output_nr(), owner, on_reached));
+  };
   bool watches_any = false;
   for (const at::Tensor& output : outputs) {
     if (!output.defined() || !output.grad_fn()) continue;
-    output.grad_fn()->add_tensor_pre_hook(
-        std::make_unique<ReachedHook>(output.output_nr(), owner, on_reached));
+    watch(output);
     watches_any = true;
+    if (!made_from || !output.is_view()) continue;
+    const at::TensorBase& viewed = output._base();
+    if (viewed.grad_fn() && viewed.grad_fn()->sequence_nr() >= *made_from) {
+      watch(viewed);
+    }
   }
   return watches_any;
 }

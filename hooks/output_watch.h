@@ -8,8 +8,10 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <span>
 
 namespace brigade {
@@ -17,8 +19,14 @@ namespace brigade {
 // Calls `on_reached` when the gradient of one of `outputs` has been computed,
 // unless `owner` has expired by then. Outputs without a history are skipped: a
 // leaf would keep the hook beyond the graph. Returns whether any has one.
+//
+// `made_from`: a sequence number of autograd's nodes (ATen/SequenceNumber.h).
+// Of an output that is a view, what it is a view of is watched, too, if that
+// has been made since: who changes the view in place makes it another one,
+// whose backward passes by the old.
 bool watch_outputs(std::span<const at::Tensor> outputs,
-                   std::weak_ptr<void> owner, std::function<void()> on_reached);
+                   std::weak_ptr<void> owner, std::function<void()> on_reached,
+                   std::optional<uint64_t> made_from = std::nullopt);
 
 }  // namespace brigade
 

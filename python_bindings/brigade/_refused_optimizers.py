@@ -16,6 +16,16 @@ _REFUSED = {
     "LBFGS": "dot products of all parameters",
     "Adafactor": "means of rows and columns",
 }
+# Of other packages, by the names of their classes.
+_REFUSED_ELSEWHERE = {
+    **_REFUSED,
+    "AdaMuon": "products of matrices",
+    "AdamP": "projections of whole gradients",
+    "Muon": "products of matrices",
+    "SGDP": "projections of whole gradients",
+    "SOAP": "products of matrices",
+    "Shampoo": "products of matrices",
+}
 
 
 @functools.cache
@@ -28,13 +38,17 @@ def refuse_optimizers() -> None:
             (name for name in refused if isinstance(optimizer, getattr(torch.optim, name, ()))),
             None,
         )
-        if found is None:
+        computes = refused.get(found)
+        if found is None and not type(optimizer).__module__.startswith("torch.optim"):
+            found = type(optimizer).__name__
+            computes = _REFUSED_ELSEWHERE.get(found)
+        if computes is None:
             return
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if isinstance(parameter, ShardedParameter) and _is_cut(parameter):
                     raise NotImplementedError(
-                        f"{found} of sharded parameters: it takes {refused[found]}, which "
+                        f"{found} of sharded parameters: it takes {computes}, which "
                         "would be of this rank's parts, and other ranks' steps different.\n"
                         "Use one that goes element by element, as AdamW."
                     )

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.utils._pytree
 
 from brigade._shard_place import place_of
 
@@ -208,8 +209,36 @@ def _unscale(func: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
             found_inf.copy_(found.reshape(found_inf.shape))
 
 
+_OF_SEVERAL_ELEMENTS = """
+    __matmul__ __rmatmul__ addmm addmv aminmax argmax argmin baddbmm bmm cat concat concatenate
+    corrcoef cosine_similarity count_nonzero cov cummax cummin cumprod cumsum einsum histc hstack
+    inner kthvalue logcumsumexp logsumexp matmul median mm mode msort mv nanmean nanmedian
+    nanquantile nansum outer prod quantile softmax sort stack std std_mean topk unique var
+    var_mean vstack
+"""
+
+
+def _refuse_several(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Of a part it would be another one on each rank, and say nothing."""
+    operands = torch.utils._pytree.tree_leaves((args, kwargs))
+    parts = [each for each in operands if isinstance(each, torch.Tensor) and place_of(each)]
+    if _are_whole(parts):
+        return _of_these(func, args, kwargs)
+    raise NotImplementedError(
+        f"{func.__name__}() of a sharded tensor of {tuple(place_of(parts[0]).whole_shape)}: it "
+        "would be of this rank's part.\nTake it of full_tensor(), which all ranks call, or of "
+        "plain(), which is this part."
+    )
+
+
 # By function of torch: what takes its place.
 OF_WHOLE_TENSORS: dict[Callable, Callable[[Callable, tuple, dict[str, Any]], Any]] = {
+    **{
+        getattr(owner, name): _refuse_several
+        for owner in (torch, torch.Tensor)
+        for name in _OF_SEVERAL_ELEMENTS.split()
+        if hasattr(owner, name)
+    },
     **dict.fromkeys(_NORMS, _norm),
     **{getattr(owner, name): _total for owner in (torch, torch.Tensor) for name in _TOTALS},
     **{getattr(owner, name): _dot for owner in (torch, torch.Tensor) for name in ("dot", "vdot")},

@@ -17,7 +17,7 @@ from torch import nn
 
 from brigade._shard_place import ShardPlace, place_of
 from brigade._sharded_root import Root
-from brigade._sharded_tensors import ShardedParameter, TensorShard, as_shard
+from brigade._sharded_tensors import ShardedParameter, TensorShard, as_shard, set_gather
 from brigade._sharded_units import Unit
 
 OptimizerState = dict[str, Any]
@@ -362,6 +362,9 @@ def gather_parts(
     if not wants:
         return []
     return _assemble(places, intervals[: unit.num_shards], received)
+
+
+set_gather(lambda parts: gather_parts(parts, parts[0]._brigade_place.require_unit()))
 
 
 def _assemble(

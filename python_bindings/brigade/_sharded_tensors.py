@@ -90,6 +90,10 @@ class TensorShard(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             return self.detach()
 
+    def full_tensor(self) -> torch.Tensor:
+        """The whole tensor, copied, as a DTensor's. All ranks that share it call it."""
+        return _gather([self])[0].to(self.device)
+
     def elements(self) -> torch.Tensor:
         """The same, 1D in the order of memory."""
         plain, place = self.plain(), self._brigade_place
@@ -198,6 +202,15 @@ def as_shard(
 
 # So that torch's clip_grad_norm_ asks for all norms at once: one collective, not one for each.
 torch.utils._foreach_utils._foreach_supported_types.append(TensorShard)
+
+
+_gather: Callable[[list[TensorShard]], list[torch.Tensor]]
+
+
+def set_gather(gather: Callable[[list[TensorShard]], list[torch.Tensor]]) -> None:
+    """What makes whole tensors of parts; it needs more than parts are made of."""
+    global _gather
+    _gather = gather
 
 
 def _alias(tensor: torch.Tensor) -> torch.Tensor:

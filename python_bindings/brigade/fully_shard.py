@@ -214,11 +214,13 @@ class FSDPModule(_TorchFSDPModule):
         """Without effect: gathers begin ahead of their need always."""
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """Their gathers begin when this module is needed in forward. Makes the root."""
+        """Their gathers begin when this module is needed in forward, and those of units that are
+        expected before them. Makes the root.
+        """
         self._prefetch("forward_prefetch", modules)
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """Their gathers begin when this module is needed in backward. Makes the root."""
+        """The same in backward."""
         self._prefetch("backward_prefetch", modules)
 
     def _prefetch(self, name: str, modules: list[FSDPModule]) -> None:

@@ -186,3 +186,27 @@ def _moves_inputs(rank):
 
 def test_inputs_of_the_outermost_module_are_moved_to_its_accelerator():
     run_ranks(_moves_inputs)
+
+
+class _View(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+
+    def forward(self, x):
+        return self.linear(x).view(-1)
+
+
+def _changes_a_view(rank):
+    torch.manual_seed(0)
+    plain, model = _View(), _View()
+    model.load_state_dict(plain.state_dict())
+    brigade.fully_shard(model)
+    for net in (plain, model):
+        net(torch.ones(2, 3)).mul_(2).sum().backward()
+    for whole, part in zip(plain.parameters(), model.parameters(), strict=True):
+        assert torch.equal(part.grad.full_tensor(), whole.grad)
+
+
+def test_an_output_that_is_a_view_may_be_changed_in_place():
+    run_ranks(_changes_a_view)

@@ -121,3 +121,50 @@ def _steps_unsharded(rank):
 
 def test_they_are_not_where_parameters_are_whole():
     run_ranks(_steps_unsharded)
+
+
+class Adafactor(torch.optim.SGD):
+    """As another package's."""
+
+
+def _steps_of_another_package(rank):
+    _, sharded = _nets(rank)
+    with pytest.raises(NotImplementedError, match="Adafactor of sharded parameters"):
+        Adafactor(sharded.parameters(), lr=0.1).step()
+
+
+def test_optimizers_of_other_packages_are_refused_by_name():
+    run_ranks(_steps_of_another_package)
+
+
+_OF_SEVERAL = {
+    "std": torch.Tensor.std,
+    "var": torch.var,
+    "median": torch.median,
+    "quantile": lambda t: torch.quantile(t, 0.5),
+    "logsumexp": lambda t: t.logsumexp(0),
+    "prod": torch.prod,
+    "cat": lambda t: torch.cat([t.flatten(), t.flatten()]),
+    "stack": lambda t: torch.stack([t, t]),
+    "matmul": lambda t: t @ t,
+    "cumsum": lambda t: t.cumsum(0),
+    "sort": torch.sort,
+}
+
+
+def _takes_of_several(rank):
+    plain, sharded = _nets(rank)
+    for name, function in _OF_SEVERAL.items():
+        for part in (sharded.weight.grad, sharded.bias.grad):
+            with pytest.raises(NotImplementedError, match=r"full_tensor\(\)"):
+                function(part)
+            if part is sharded.bias.grad and name != "matmul":
+                function(part.full_tensor())
+    for whole, part in zip(plain.parameters(), sharded.parameters(), strict=True):
+        assert torch.equal(part.full_tensor(), whole)
+        assert torch.equal(part.grad.full_tensor(), whole.grad)
+        assert torch.equal((part.grad * 2).full_tensor(), whole.grad * 2)
+
+
+def test_functions_of_several_elements_are_refused():
+    run_ranks(_takes_of_several)
