@@ -198,10 +198,15 @@ void Segment::bind(at::Tensor memory) {
   }
   whole_.bind(whole_in(memory));
   bound_memory_ = std::move(memory);
-  bound_versions_.clear();
+  bound_versions_.resize(parameters_.size());
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    bound_versions_[i] = parameters_[i].tensor._version();
+  }
+}
+
+void Segment::expect_other_memory() {
   accumulators_.clear();
   for (const NamedParameter& parameter : parameters_) {
-    bound_versions_.push_back(parameter.tensor._version());
     accumulators_.push_back(
         torch::autograd::impl::try_get_grad_accumulator(parameter.tensor));
   }

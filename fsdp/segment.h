@@ -154,6 +154,9 @@ class Segment {
   // if any.
   std::optional<size_t> written_parameter() const;
 
+  // Until read_own_slice() whole parameters may be given other memory, as
+  // torch::load() does.
+  void expect_other_memory();
   // The shard gets what the whole parameters hold, where that is not what the
   // shard holds, rounded. REQUIRES: is_bound().
   void read_own_slice();

@@ -46,6 +46,9 @@ void ShardedRoot::unshard() {
   gathers_->begin(expected);
   pass_ = Pass::kApart;
   policy_->refuse_gradients(true);
+  for (const Unit& unit : units_) {
+    for (const auto& segment : unit.segments) segment->expect_other_memory();
+  }
   for (size_t unit = 0; unit < units_.size(); ++unit) need(unit);
 }
 
@@ -77,6 +80,9 @@ void ShardedRoot::unshard(size_t unit) {
     gathers_->begin({unit});
   }
   gathers_->request(unit, ahead_of(unit), [this, unit] { ask_for(unit); });
+  for (const auto& segment : units_[unit].segments) {
+    segment->expect_other_memory();
+  }
 }
 
 bool ShardedRoot::await_unit(size_t unit, std::function<void()> on_released) {

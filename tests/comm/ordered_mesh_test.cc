@@ -109,6 +109,40 @@ TEST_P(OrderedMeshTest, GivesTheBitsOfAnAllReduceRowByRow) {
   });
 }
 
+// What a row has summed before is added to its sum, wherever an element lies.
+TEST_P(OrderedMeshTest, AddsWhatARowHasSummed) {
+  const Shape shape = GetParam();
+  if (shape.num_rows == 1) GTEST_SKIP() << "a row is all";
+  constexpr int64_t kNumel = 40003;
+  const auto of_row = [&](int row, uint64_t seed) {
+    at::Tensor sum;
+    for (int c = 0; c < shape.num_columns; ++c) {
+      const at::Tensor own =
+          values_of(row * shape.num_columns + c, kNumel, at::kFloat, seed);
+      sum = sum.defined() ? sum + own : own;
+    }
+    return sum;
+  };
+  at::Tensor expected;
+  for (int row = 0; row < shape.num_rows; ++row) {
+    const at::Tensor both = of_row(row, 2) + of_row(row, 1);
+    expected = expected.defined() ? expected + both : both;
+  }
+  expected = expected * 0.3;
+  run([&](OrderedMesh& mesh, OrderedCollectives& /*all*/, int rank) {
+    const RankSlice slice = mesh.slice(kNumel);
+    const at::Tensor before = at::empty({slice.numel});
+    mesh.reduce_scatter_in_row(values_of(rank, kNumel, at::kFloat, 1), before)
+        ->waitAndThrow();
+    const at::Tensor output = at::empty({slice.numel});
+    mesh.reduce_scatter(values_of(rank, kNumel, at::kFloat, 2), output, 0.3,
+                        before)
+        ->waitAndThrow();
+    EXPECT_TRUE(
+        at::equal(output, expected.narrow(0, slice.offset, slice.numel)));
+  });
+}
+
 // Large ones in a row are done behind small ones that were launched later.
 TEST_P(OrderedMeshTest, ManyInFlight) {
   run([](OrderedMesh& mesh, OrderedCollectives& all, int rank) {
