@@ -2,6 +2,7 @@
 
 #include <ATen/core/List.h>
 #include <ATen/core/grad_mode.h>
+#include <c10/util/Exception.h>
 #include <unistd.h>
 
 #include <exception>
@@ -41,6 +42,10 @@ OrderedMesh::FuturePtr OrderedMesh::reduce_scatter(const at::Tensor& input,
                                                    const at::Tensor& of_row) {
   if (has_one_row_) return row_->reduce_scatter(input, output, scale);
   row_->check_reduce_scatter(input, output, scale);
+  TORCH_CHECK_VALUE(!of_row.defined() || of_row.numel() == output.numel(),
+                    "OrderedMesh: expected ", output.numel(),
+                    " elements of what the row has summed, found ",
+                    of_row.numel(), ".\nGive as many as the output has.");
   const auto reduction = std::make_shared<Reduction>(
       Reduction{.output = output,
                 .of_row = of_row,
@@ -58,12 +63,16 @@ OrderedMesh::FuturePtr OrderedMesh::reduce_scatter(const at::Tensor& input,
 }
 
 void OrderedMesh::row_is_done(Reduction& reduction, Future& sum) {
-  if (sum.hasError()) {
-    column_->abort(sum.exception_ptr());
-  } else if (reduction.of_row.defined()) {
-    const at::NoGradGuard no_grad;
-    reduction.output.add_(reduction.of_row);
+  std::exception_ptr error = sum.hasError() ? sum.exception_ptr() : nullptr;
+  if (!error && reduction.of_row.defined()) {
+    try {
+      const at::NoGradGuard no_grad;
+      reduction.output.add_(reduction.of_row);
+    } catch (...) {
+      error = std::current_exception();
+    }
   }
+  if (error) column_->abort(error);
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     reduction.is_summed_in_row = true;

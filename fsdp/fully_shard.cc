@@ -247,28 +247,36 @@ ModuleUnits units_of_module(Module& module, const UnitChoice& choice) {
   return units;
 }
 
-RegisteredParameters::RegisteredParameters(const torch::nn::Module& module)
-    : parameters_(module.parameters()) {}
-
-void RegisteredParameters::require(const torch::nn::Module& module) const {
-  const auto is_same = [](const at::Tensor& a, const at::Tensor& b) {
-    return a.is_same(b);
-  };
-  if (std::ranges::equal(module.parameters(), parameters_, is_same)) return;
-  std::string found = "some are gone";
-  for (const auto& parameter : module.named_parameters()) {
-    if (std::ranges::none_of(parameters_, [&](const at::Tensor& known) {
-          return known.is_same(parameter.value());
-        })) {
-      found = absl::StrCat("'", without_unit_levels(parameter.key()),
-                           "' is another one");
-      break;
+RegisteredParameters::RegisteredParameters(
+    const torch::nn::Module& module, const std::vector<UnitSpec>& sharded) {
+  for (const at::Tensor& parameter : module.parameters()) {
+    known_.insert(parameter.unsafeGetTensorImpl());
+  }
+  for (const UnitSpec& unit : sharded) {
+    for (const NamedParameter& parameter : unit.parameters) {
+      sharded_.insert(parameter.tensor.unsafeGetTensorImpl());
     }
   }
-  TORCH_CHECK(false,
-              "fully_shard: expected the module to have the parameters that it "
-              "had when it was sharded, found that ",
-              found, ".\nChange the module before it is sharded.");
+}
+
+void RegisteredParameters::require(const torch::nn::Module& module) const {
+  std::unordered_set<const c10::TensorImpl*> found;
+  for (const auto& parameter : module.named_parameters()) {
+    const c10::TensorImpl* const impl = parameter.value().unsafeGetTensorImpl();
+    if (sharded_.contains(impl)) found.insert(impl);
+    TORCH_CHECK(known_.contains(impl) || !parameter.value().requires_grad(),
+                "fully_shard: expected the parameters that the module had when "
+                "it was sharded, found '",
+                without_unit_levels(parameter.key()),
+                "' besides, whose gradient would stay on this rank.\nRegister "
+                "it before the module is sharded.");
+  }
+  TORCH_CHECK(
+      found.size() == sharded_.size(),
+      "fully_shard: expected the parameters that the module had when it "
+      "was sharded, found that ",
+      sharded_.size() - found.size(),
+      " of them are gone.\nChange the module before it is sharded.");
 }
 
 std::string without_unit_levels(std::string name) {

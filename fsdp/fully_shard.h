@@ -34,11 +34,13 @@
 #include <torch/nn/pimpl.h>
 
 #include <cstddef>
+#include <exception>
 #include <memory>
 #include <optional>
 #include <string>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <type_traits>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -163,14 +165,16 @@ SequentialUnits units_of_sequential(const torch::nn::SequentialImpl& sequential,
 // What a module has registered when it is sharded.
 class RegisteredParameters {
  public:
-  explicit RegisteredParameters(const torch::nn::Module& module);
+  RegisteredParameters(const torch::nn::Module& module,
+                       const std::vector<UnitSpec>& sharded);
 
-  // Errors: RuntimeError that names a parameter if it has others now: gradients
-  // of those would stay on this rank.
+  // Errors: RuntimeError if one that was sharded is gone, or if there is
+  // another one that requires a gradient, which would stay on this rank.
   void require(const torch::nn::Module& module) const;
 
  private:
-  std::vector<at::Tensor> parameters_;
+  std::unordered_set<const c10::TensorImpl*> known_;
+  std::unordered_set<const c10::TensorImpl*> sharded_;  // of those
 };
 
 template <typename Holder>
@@ -217,8 +221,8 @@ class FullySharded {
   // ShardedRoot::begin_forward()'s; cast_tensors()' (hooks/tensor_casts.h).
   template <typename... Others>
   auto operator()(at::Tensor first, Others&&... others) {
-    registered_->require(*module_);
     return root_->forward([&] {
+      registered_->require(*module_);
       return forward_in(
           has_outermost_unit_ ? root_->forward_dtypes(0)
                               : root_->forward_dtypes(),
@@ -237,8 +241,8 @@ class FullySharded {
   // their sizes, for groups of an optimizer:
   //
   //   for (const NamedShard& named : model.named_shards()) {
-  //     (named.whole_sizes.size() > 1 ? decayed :
-  //     others).push_back(named.shard);
+  //     auto& group = named.whole_sizes.size() > 1 ? decayed : others;
+  //     group.push_back(named.shard);
   //   }
   std::vector<NamedShard> named_shards() const { return root_->named_shards(); }
 
@@ -251,13 +255,22 @@ class FullySharded {
     Unsharded(ShardedRoot& root, bool writes) : root_(root), writes_(writes) {
       root_.unshard();
     }
-    ~Unsharded() { root_.reshard(writes_); }
+    // Errors: as ShardedRoot::reshard(), unless another one is on its way.
+    ~Unsharded() noexcept(false) {
+      const bool is_unwinding = std::uncaught_exceptions() > num_exceptions_;
+      try {
+        root_.reshard(writes_);
+      } catch (...) {
+        if (!is_unwinding) throw;
+      }
+    }
     Unsharded(const Unsharded&) = delete;
     Unsharded& operator=(const Unsharded&) = delete;
 
    private:
     ShardedRoot& root_;
     const bool writes_;
+    const int num_exceptions_ = std::uncaught_exceptions();
   };
   // `writes`: what is changed inside becomes the parameters' value; alike on
   // all ranks.
@@ -276,7 +289,7 @@ class FullySharded {
     UnitSpec& kept = kIsSequential ? specs.back() : specs.front();
     if (!kept.reshards_after_forward) kept.reshards_after_forward = false;
     root_ = std::make_unique<ShardedRoot>(specs, std::move(group), options);
-    registered_.emplace(*module_);
+    registered_.emplace(*module_, specs);
     if (has_outermost_unit_) {
       root_->settings(0).output_dtype = options.output_dtype;
     }

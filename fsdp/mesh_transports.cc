@@ -19,6 +19,12 @@ std::unique_ptr<ShardTransport> make_transport(
                                  in_order);
   }
   if (group->getSize() > 1 && !has_peers(*group)) {
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        num_shards == group->getSize(), "fully_shard: expected all ",
+        group->getSize(),
+        " ranks of a group without peers to be one row, "
+        "found rows of ",
+        num_shards, ".\nShard over all of them there.");
     return make_group_transport(group, neighbours);
   }
   return make_ordered_transport(group, num_shards, neighbours);

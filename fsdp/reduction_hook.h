@@ -53,7 +53,8 @@ class ReductionHook : public HasHookName {
   //
   // Calls the transport, or collectives of groups that nobody else uses, equal
   // ones on all ranks; the transport adds what a row has summed before
-  // (Sum::of_row). What it throws ends the iteration, and is to be thrown
+  // (Sum::of_row) if it is given `sum`; who sums without it adds that to the
+  // row's sum. What it throws ends the iteration, and is to be thrown
   // before it has launched any. Where the transport does not scale, gradients
   // are scaled before, and the scale is 1.
   virtual FuturePtr reduce(ShardTransport& transport,

@@ -190,7 +190,7 @@ at::Tensor Segment::view_of(const at::Tensor& flat, size_t parameter) const {
 void Segment::bind(at::Tensor memory) {
   for (size_t i = 0; i < parameters_.size(); ++i) {
     if (has_own_memory(i)) continue;
-    parameters_[i].tensor.set_data(views_[i]);
+    give_own_memory(i);
     TORCH_CHECK(false, "fully_shard: parameter '", parameters_[i].name,
                 "' was given other memory, by an assignment to its data, which "
                 "is lost.\nWrite into it instead, where whole parameters may "
@@ -263,31 +263,54 @@ bool Segment::has_own_memory(size_t parameter) const {
          found.sizes() == own.sizes() && found.strides() == own.strides();
 }
 
-// What was put in the place of parameters' memory is copied there, as
-// torch::load() does, which makes autograd forget where gradients come.
-void Segment::take_back_parameters() {
-  std::vector<at::Tensor> assigned(parameters_.size());
+// Who gives a parameter other memory, as torch::load() does, makes autograd
+// forget where its gradients come.
+void Segment::give_own_memory(size_t parameter) {
+  const at::Tensor& tensor = parameters_[parameter].tensor;
+  tensor.set_data(views_[parameter]);
+  if (accumulators_.empty() || !accumulators_[parameter]) return;
+  torch::autograd::impl::set_grad_accumulator(
+      tensor, WeakNodePtr(accumulators_[parameter]));
+}
+
+std::string Segment::describe_unfit_memory() const {
   for (size_t i = 0; i < parameters_.size(); ++i) {
     const at::Tensor& parameter = parameters_[i].tensor;
     if (has_own_memory(i)) continue;
-    TORCH_CHECK_VALUE(parameter.sizes() == views_[i].sizes(),
-                      "fully_shard: parameter '", parameters_[i].name, "' of ",
+    if (parameter.sizes() != views_[i].sizes()) {
+      return c10::str("fully_shard: parameter '", parameters_[i].name, "' of ",
                       views_[i].sizes(), " was given memory of ",
                       parameter.sizes(), ".\nGive it values of its own shape.");
-    TORCH_CHECK_VALUE(
-        parameter.scalar_type() == views_[i].scalar_type(),
-        "fully_shard: parameter '", parameters_[i].name, "' of ",
-        views_[i].scalar_type(), " was cast to ", parameter.scalar_type(),
-        " while it was whole.\nCast the module before it is sharded.");
-    assigned[i] = parameter.detach().clone();  // it may be another one's memory
+    }
+    if (parameter.scalar_type() != views_[i].scalar_type()) {
+      return c10::str("fully_shard: parameter '", parameters_[i].name, "' of ",
+                      views_[i].scalar_type(), " was cast to ",
+                      parameter.scalar_type(),
+                      " while it was whole.\nCast the module before it is "
+                      "sharded.");
+    }
+  }
+  return "";
+}
+
+void Segment::drop_other_memory() {
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    if (!has_own_memory(i)) give_own_memory(i);
+  }
+}
+
+// What was put in the place of parameters' memory is copied there.
+void Segment::take_back_parameters() {
+  std::vector<at::Tensor> assigned(parameters_.size());
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    if (has_own_memory(i)) continue;
+    // It may be another one's memory.
+    assigned[i] = parameters_[i].tensor.detach().clone();
   }
   for (size_t i = 0; i < parameters_.size(); ++i) {
     if (!assigned[i].defined()) continue;
     views_[i].copy_(assigned[i]);
-    parameters_[i].tensor.set_data(views_[i]);
-    if (accumulators_.empty() || !accumulators_[i]) continue;
-    torch::autograd::impl::set_grad_accumulator(parameters_[i].tensor,
-                                                WeakNodePtr(accumulators_[i]));
+    give_own_memory(i);
   }
 }
 

@@ -157,8 +157,12 @@ class Segment {
   // Until read_own_slice() whole parameters may be given other memory, as
   // torch::load() does.
   void expect_other_memory();
+  // What is wrong with what they were given; empty: nothing.
+  std::string describe_unfit_memory() const;
+  void drop_other_memory();
   // The shard gets what the whole parameters hold, where that is not what the
-  // shard holds, rounded. REQUIRES: is_bound().
+  // shard holds, rounded. REQUIRES: is_bound(), and
+  // describe_unfit_memory() has nothing.
   void read_own_slice();
 
   // ---- Gradients of the running backward.
@@ -187,6 +191,7 @@ class Segment {
   // A sum may be written there for ever: goes on with other memory.
   at::Tensor abandon_pending() {
     partial_ = at::Tensor();  // may be read for ever
+    has_partial_ = false;
     return std::exchange(pending_, at::Tensor());
   }
 
@@ -216,6 +221,7 @@ class Segment {
 
   at::Tensor slot(const at::Tensor& flat, size_t parameter) const;
   bool has_own_memory(size_t parameter) const;
+  void give_own_memory(size_t parameter);
   void take_back_parameters();
   at::Tensor view_of(const at::Tensor& flat, size_t parameter) const;
   void acquire_gradients(GradientMemory& memory);

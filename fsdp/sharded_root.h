@@ -432,6 +432,7 @@ class ShardedRoot final : private UnitPolicy::Listener {
   std::vector<int> num_running_;
   std::vector<int> num_open_;
   std::vector<char> is_kept_;
+  std::vector<char> is_held_;  // by unit, by hand: unshard(unit)
   std::vector<std::function<void()>> on_released_;  // of await_unit()
   int64_t backward_ = 0;                            // counts them
 

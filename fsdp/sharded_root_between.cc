@@ -54,20 +54,35 @@ void ShardedRoot::unshard() {
 
 void ShardedRoot::reshard(bool writes) {
   if (pass_ != Pass::kApart) return;
+  std::string unfit;
+  for (const Unit& unit : units_) {
+    for (const auto& segment : unit.segments) {
+      if (writes && unfit.empty()) unfit = segment->describe_unfit_memory();
+    }
+  }
   pass_ = Pass::kNone;
   policy_->refuse_gradients(false);
   for (size_t unit = 0; unit < units_.size(); ++unit) {
     for (const auto& segment : units_[unit].segments) {
-      if (writes && segment->is_bound()) segment->read_own_slice();
+      if (!unfit.empty()) {
+        segment->drop_other_memory();
+      } else if (writes && segment->is_bound()) {
+        segment->read_own_slice();
+      }
     }
     release_if_unused(unit);
   }
+  TORCH_CHECK_VALUE(unfit.empty(), unfit);
 }
 
 void ShardedRoot::unshard(size_t unit) {
   const std::string& name = units_.at(unit).name;
   await_backward();
   if (pass_ == Pass::kApart) return;
+  is_held_[unit] = 1;
+  for (const auto& segment : units_[unit].segments) {
+    segment->expect_other_memory();
+  }
   if (pass_ == Pass::kNone) {
     claim_kept();
     release_if_outdated(unit);
@@ -80,9 +95,6 @@ void ShardedRoot::unshard(size_t unit) {
     gathers_->begin({unit});
   }
   gathers_->request(unit, ahead_of(unit), [this, unit] { ask_for(unit); });
-  for (const auto& segment : units_[unit].segments) {
-    segment->expect_other_memory();
-  }
 }
 
 bool ShardedRoot::await_unit(size_t unit, std::function<void()> on_released) {
@@ -103,13 +115,18 @@ void ShardedRoot::reshard(size_t unit, bool writes) {
       num_open_[unit] > 0 || !gathers_->is_claimed(unit)) {
     return;
   }
+  std::string unfit;
   if (writes) {
     need(unit);
     for (const auto& segment : units_[unit].segments) {
-      segment->read_own_slice();
+      if (unfit.empty()) unfit = segment->describe_unfit_memory();
+    }
+    for (const auto& segment : units_[unit].segments) {
+      unfit.empty() ? segment->read_own_slice() : segment->drop_other_memory();
     }
   }
   release_if_unused(unit);
+  TORCH_CHECK_VALUE(unfit.empty(), unfit);
 }
 
 const Unit& ShardedRoot::unit_of(const Segment& segment) const {

@@ -150,7 +150,7 @@ void ShardedRoot::release_outdated() {
 }
 
 void ShardedRoot::release_if_outdated(size_t unit) {
-  if (!options_.trusts_versions) {
+  if (!options_.trusts_versions && is_held_[unit] == 0) {
     for (const auto& segment : units_[unit].segments) {
       segment->note_possible_step();
     }
@@ -221,9 +221,10 @@ void ShardedRoot::refuse_writes(const Unit& unit) {
         !written, "fully_shard: parameter '",
         segment->parameters()[written.value_or(0)].name, "' of unit '",
         unit.name,
-        "' was written to in forward, which would be lost.\nWrite to it inside "
-        "of unshard(), or leave it out of sharding (an Embedding's max_norm "
-        "does so).");
+        "' was written to in forward, or since it was gathered, which would be "
+        "lost.\nWrite to it between forwards and reshard it with its writes "
+        "before the next, or leave it out of sharding (an Embedding's max_norm "
+        "writes in forward).");
   }
 }
 
@@ -231,6 +232,7 @@ void ShardedRoot::release_if_unused(size_t unit) {
   if (num_running_[unit] > 0 || num_open_[unit] > 0) return;
   if (pass_ == Pass::kApart) return;
   is_kept_[unit] = 0;
+  is_held_[unit] = 0;
   gathers_->release(unit);
   if (const auto tell = std::exchange(on_released_[unit], {})) tell();
 }

@@ -107,20 +107,18 @@ ShardingStatistics ShardedRoot::statistics() const {
 
 namespace {
 
-// ", in buffer 0 in forward, 1 in backward, gradients in 2"
+// ", buffer 0 in forward, buffer 1 in backward, gradients in buffer 2"
 std::string describe(const PlannedBuffers& buffers) {
   std::vector<std::string> places;
   const auto add = [&](const char* before, const std::optional<size_t>& buffer,
                        const char* behind) {
     if (buffer) places.push_back(absl::StrCat(before, *buffer, behind));
   };
-  add("", buffers.forward, " in forward");
-  add("", buffers.slice, " in between");
-  add("", buffers.backward, " in backward");
-  add("gradients in ", buffers.gradients, "");
-  return places.empty()
-             ? ""
-             : absl::StrCat(", in buffer ", absl::StrJoin(places, ", "));
+  add("buffer ", buffers.forward, " in forward");
+  add("buffer ", buffers.slice, " in between");
+  add("buffer ", buffers.backward, " in backward");
+  add("gradients in buffer ", buffers.gradients, "");
+  return places.empty() ? "" : absl::StrCat(", ", absl::StrJoin(places, ", "));
 }
 
 }  // namespace
@@ -137,7 +135,7 @@ std::string ShardedRoot::explain() const {
       units_.size(), units_.size() == 1 ? " unit" : " units", ", ",
       num_shards(), " shards, ", transports_.root().num_replicas(),
       " replicas, on ", pool_.device().str(),
-      "; whole units and gradients take ", memory.planned_bytes,
+      "; whole units and gradients take ", plan.total_bytes(),
       " bytes by plan, took at most ", memory.peak_whole_bytes, " so far\n");
   absl::StrAppend(&text, "  the next forward gathers [",
                   names_of(policy_->expected_in_forward()), "] in this order, ",

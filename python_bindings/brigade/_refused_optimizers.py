@@ -39,8 +39,9 @@ def refuse_optimizers() -> None:
             None,
         )
         computes = refused.get(found)
-        if found is None and not type(optimizer).__module__.startswith("torch.optim"):
-            found = type(optimizer).__name__
+        if found is None and not isinstance(optimizer, getattr(torch.optim, "Muon", ())):
+            classes = (cls.__name__ for cls in type(optimizer).__mro__)
+            found = next((name for name in classes if name in _REFUSED_ELSEWHERE), None)
             computes = _REFUSED_ELSEWHERE.get(found)
         if computes is None:
             return

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.utils._pytree
+from torch import nn
 
 from brigade._shard_place import place_of
 
@@ -210,11 +211,12 @@ def _unscale(func: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
 
 
 _OF_SEVERAL_ELEMENTS = """
-    __matmul__ __rmatmul__ addmm addmv aminmax argmax argmin baddbmm bmm cat concat concatenate
-    corrcoef cosine_similarity count_nonzero cov cummax cummin cumprod cumsum einsum histc hstack
-    inner kthvalue logcumsumexp logsumexp matmul median mm mode msort mv nanmean nanmedian
-    nanquantile nansum outer prod quantile softmax sort stack std std_mean topk unique var
-    var_mean vstack
+    __matmul__ __rmatmul__ addmm addmv allclose aminmax argmax argmin argsort baddbmm bincount bmm
+    cat concat concatenate corrcoef cosine_similarity count_nonzero cov cummax cummin cumprod
+    cumsum diff dist einsum histc histogram hstack inner kron kthvalue log_softmax logcumsumexp
+    logsumexp matmul median mm mode msort mv nanmean nanmedian nanquantile nansum nonzero outer
+    prod quantile renorm softmax sort stack std std_mean tensordot topk trapezoid unique
+    unique_consecutive var var_mean vstack
 """
 
 
@@ -238,6 +240,17 @@ OF_WHOLE_TENSORS: dict[Callable, Callable[[Callable, tuple, dict[str, Any]], Any
         for owner in (torch, torch.Tensor)
         for name in _OF_SEVERAL_ELEMENTS.split()
         if hasattr(owner, name)
+    },
+    **{
+        getattr(nn.functional, name): _refuse_several
+        for name in (
+            "huber_loss",
+            "l1_loss",
+            "log_softmax",
+            "mse_loss",
+            "smooth_l1_loss",
+            "softmax",
+        )
     },
     **dict.fromkeys(_NORMS, _norm),
     **{getattr(owner, name): _total for owner in (torch, torch.Tensor) for name in _TOTALS},

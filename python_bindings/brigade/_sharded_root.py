@@ -104,13 +104,19 @@ class Root:
 
     def end_forward(self, error: BaseException | None) -> None:
         """`error`: that forward has raised."""
+        raised = None
         for unit in self.units:
-            unit.end_round(error)
+            try:
+                unit.end_round(error)
+            except Exception as failure:
+                error = raised = failure
         self.is_in_forward, self._caller = False, None
         if error is not None:
             self.native.forward_failed(f"{type(error).__name__}: {error}")
         else:
             self.native.end_forward()
+        if raised is not None:
+            raise raised
 
     def _end_forward_left(self) -> None:
         """One that KeyboardInterrupt or the like has ended, of which hooks are not told."""

@@ -19,6 +19,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -96,6 +97,20 @@ def running_units() -> list[Unit]:
     return list(_running.units)
 
 
+@contextmanager
+def shown_whole(unit: Unit) -> Iterator[None]:
+    """As in its forward; in backward, where it is whole and computes again."""
+    _running.units.append(unit)
+    unit.num_shown += 1
+    unit.slots.show_whole()
+    try:
+        yield
+    finally:
+        unit.num_shown -= 1
+        unit.leave_running()
+        unit.show_shards_if_unused()
+
+
 def unit_of(module: nn.Module) -> Unit | None:
     """The one that was made of this very module."""
     return getattr(module, _UNIT, None)
@@ -147,6 +162,7 @@ class Unit:
         self.reshards = reshards
         self.root: Root | None = None
         self.number = next(_numbers)  # of those that were made
+        self.num_shown = 0  # contexts in which it is shown whole
         self.path = ""  # in the outermost module
         self.max_reducing: int | None = None  # the least of all units' is the root's
         self.finalizes_by_hand = False  # of the outermost: the root does
@@ -462,7 +478,12 @@ class Unit:
             return None
         error = sys.exc_info()[1] if output is None else None
         if self._calls:
-            self._end_call(module, output, error)
+            try:
+                self._end_call(module, output, error)
+            except Exception as failure:
+                if root.outermost is self and root.is_in_forward:
+                    root.end_forward(failure)
+                raise
         if root.outermost is self and root.is_in_forward:
             root.end_forward(error)
         if error is None and self.policy.output_dtype is not None:
@@ -471,7 +492,7 @@ class Unit:
 
     def _end_call(self, module: nn.Module, output: Any, error: BaseException | None) -> None:
         call = self._calls.pop()
-        self._leave_running()
+        self.leave_running()
         native = self.root.native
         if error is not None:  # also of a checkpoint that has computed again all it needs
             if self._round is not None and self._round.first_call is call:
@@ -481,16 +502,21 @@ class Unit:
             return
         tensors = tensors_in(output)
         outputs = [tensor for tensor in tensors if tensor.grad_fn is not None]
-        if self._round is None:
-            native.end_call(call, outputs)
-        else:
-            self._round.outputs += outputs
-            self._round.waits_for.discard(id(module))
-            if call is not self._round.first_call:
+        try:
+            if self._round is None:
                 native.end_call(call, outputs)
-            if not self._round.waits_for and not self._calls:
-                self.end_round()
-        self.show_shards_if_unused()
+            else:
+                self._round.outputs += outputs
+                self._round.waits_for.discard(id(module))
+                if call is not self._round.first_call:
+                    native.end_call(call, outputs)
+                if not self._round.waits_for and not self._calls:
+                    self.end_round()
+        except Exception:
+            native.abort_call(call)
+            raise
+        finally:
+            self.show_shards_if_unused()
 
     def end_round(self, error: BaseException | None = None) -> None:
         """Without effect if there is none. `error`: forward has raised."""
@@ -512,18 +538,20 @@ class Unit:
         for call in dict.fromkeys(first + self._calls):
             self.root.native.abort_call(call)
         for _ in self._calls:
-            self._leave_running()
+            self.leave_running()
         self._calls, self._round = [], None
         self.show_shards_if_unused()
 
-    def _leave_running(self) -> None:
+    def leave_running(self) -> None:
         """The last of its calls, whatever thread that was in."""
         places = [place for place, unit in enumerate(_running.units) if unit is self]
         if places:
             del _running.units[places[-1]]
 
     def show_shards_if_unused(self) -> None:
-        """Unless its forward goes on, or all units are whole."""
+        """Unless its forward goes on, or is computed again, or all units are whole."""
+        if self.num_shown > 0 or self.root is None:
+            return
         if not self._calls and self._round is None and not self.root.is_unsharded:
             self.slots.show_shards()
 

@@ -39,6 +39,7 @@ from brigade._reduction_hooks import wire_dtype_of
 from brigade._refused_optimizers import refuse_optimizers
 from brigade._shardable_parameters import require_count
 from brigade._sharded_root import Root
+from brigade._sharded_tensors import TensorShard
 from brigade._sharded_units import (
     Unit,
     count_optimizer_steps,
@@ -96,18 +97,22 @@ class FSDPModule(_TorchFSDPModule):
     ) -> Any:
         """As any module's, of parts; they are written in place.
 
-        `assign`: collective; of a model on meta, which gets memory where the state is.
+        `assign`: collective; of parts, into a model on meta, which gets memory where they are.
 
         Raises:
-            NotImplementedError: for `assign` of a module that has memory.
+            NotImplementedError: for `assign` of a module that has memory, or of whole tensors.
         """
         if assign:
-            if not any(unit.is_from_meta for unit in unit_of(self).with_those_below()):
+            parts = [value for value in state_dict.values() if isinstance(value, TensorShard)]
+            units = unit_of(self).with_those_below()
+            if not parts or not any(shard.is_meta for unit in units for shard in unit.shards):
                 raise NotImplementedError(
-                    "fully_shard: load_state_dict(assign=True): parts are written where they "
-                    "are.\nLeave it out."
+                    "fully_shard: load_state_dict(assign=True): expected parts for a model on "
+                    "meta; others are written where they are.\nLeave it out, or call "
+                    "load_full_state_dict() for whole tensors; of a model on meta, call "
+                    "to_empty(device=...) first."
                 )
-            give_memory(self, next(iter(state_dict.values())).device)
+            give_memory(self, parts[0].device)
         return super().load_state_dict(state_dict, strict=strict)
 
     def _root(self) -> Root:

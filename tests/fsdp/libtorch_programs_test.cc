@@ -168,11 +168,16 @@ TEST(LibTorchProgramsTest, ACastWhileItIsWholeIsRefused) {
   run_ranks(2, [](const Group& group) {
     Net net;
     FullySharded model(net, group);
-    model.root().unshard();
-    net->to(at::kDouble);
     EXPECT_THAT(
-        [&] { model.root().reshard(/*writes=*/true); },
+        [&] {
+          const auto whole = model.unsharded(/*writes=*/true);
+          net->to(at::kDouble);
+        },
         ThrowsMessage<c10::ValueError>(HasSubstr("was cast to Double")));
+    Net plain;
+    const at::Tensor loss = plain->forward(input(0)).square().sum();
+    EXPECT_EQ(model(input(0)).square().sum().item<double>(),
+              loss.item<double>());
   });
 }
 

@@ -448,7 +448,7 @@ TEST(ShardedRootTest, TellsItsScheduleBeforeItRuns) {
                                 "['blocks.3', 'blocks.2', 'blocks.1', "
                                 "'blocks.0', '']"));
     // Three of them are whole at once, and three's memory goes round.
-    EXPECT_THAT(text, HasSubstr("in buffer 0 in forward"));
+    EXPECT_THAT(text, HasSubstr(", buffer 0 in forward"));
   });
 }
 

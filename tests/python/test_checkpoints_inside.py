@@ -4,6 +4,7 @@ import functools
 
 import pytest
 import torch
+from torch.distributed._composable import checkpoint as composable_checkpoint
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 
@@ -32,6 +33,19 @@ class _SomeOfIt(Block):
         return x + y * self.up.bias.mean() + self.norm(x)
 
 
+class _Nested(Block):
+    """One inside of another."""
+
+    def forward(self, x):
+        def inner(h):
+            return torch.tanh(self.up(self.norm(h)))
+
+        def outer(h):
+            return self.down(checkpoint(inner, h, use_reentrant=self.inner_is_reentrant)) + h
+
+        return self.again(outer, x)
+
+
 class _Plain(_SomeOfIt):
     again = staticmethod(lambda function, *args: function(*args))
 
@@ -48,6 +62,20 @@ def _with_blocks(cls, use_reentrant):
     for block in net.blocks:
         block.__class__ = cls
         block.again = _checkpoint(use_reentrant)
+    return net
+
+
+def _nested(use_reentrant, inner_is_reentrant):
+    net = _with_blocks(_Nested, use_reentrant)
+    for block in net.blocks:
+        block.inner_is_reentrant = inner_is_reentrant
+    return net
+
+
+def _composed(use_reentrant):
+    net = make_net()
+    for block in net.blocks:
+        composable_checkpoint(block)
     return net
 
 
@@ -79,7 +107,15 @@ def _trains(rank, make, use_reentrant, shard):
 _ALL = functools.partial(_with_blocks, _AllOfIt)
 _SOME = functools.partial(_with_blocks, _SomeOfIt)
 _AROUND = functools.partial(_with_blocks, _AroundCall)
-_KINDS = {"all": _ALL, "some": _SOME, "around": _AROUND, "wrapper": _wrapped}
+_KINDS = {
+    "all": _ALL,
+    "some": _SOME,
+    "around": _AROUND,
+    "wrapper": _wrapped,
+    "composed": _composed,
+    "around another": functools.partial(_nested, inner_is_reentrant=False),
+    "around a reentrant one": functools.partial(_nested, inner_is_reentrant=True),
+}
 
 
 def _one_unit(net):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import brigade
 
@@ -247,3 +248,42 @@ def test_two_of_three_ranks_raise():
     first, second, third = run_ranks(_several_at_once, world_size=3)
     assert (first, second) == ("of 0", "of 1")
     assert "rank 0" in third and "rank 1" in third
+
+
+class _Writes(nn.Module):
+    """To its weight, in forward, where it is told to."""
+
+    def __init__(self, inner=None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.inner = inner
+        self.writes = False
+
+    def forward(self, x):
+        if self.writes:
+            with torch.no_grad():
+                self.weight.mul_(2)
+        x = x * self.weight
+        return x if self.inner is None else self.inner(x)
+
+
+def _writes_on_one_rank(rank, is_outermost):
+    model = _Writes(_Writes())
+    brigade.fully_shard(model.inner)
+    brigade.fully_shard(model)
+    model(torch.ones(4)).sum().backward()
+    writer = model if is_outermost else model.inner
+    writer.writes = rank == 1
+    error = NotImplementedError if rank == 1 else dist.DistBackendError
+    with pytest.raises(error, match="written to in forward"):
+        model(torch.ones(4)).sum().backward()
+    writer.writes = False
+    assert isinstance(model.inner.weight, brigade.ShardedParameter)
+    model.zero_grad()
+    model(torch.ones(4)).sum().backward()
+    assert torch.equal(model.weight.grad.full_tensor(), torch.ones(4))
+
+
+@pytest.mark.parametrize("is_outermost", [False, True])
+def test_a_write_in_forward_on_one_rank_is_told_to_all(is_outermost):
+    run_ranks(_writes_on_one_rank, is_outermost)

@@ -119,7 +119,7 @@ TEST(ErrorTextsTest, SayWhatWasExpectedFoundWhereAndWhatToDo) {
       "parameters 1 ('b'), 3 ('d').\n"
       "Use every output of forward() in the loss, set "
       "find_unused_parameters, or freeze parameters that are not used before "
-      "the module is wrapped.");
+      "the module is wrapped. A backward with inputs has to name them, too.");
   EXPECT_EQ(describe_bucket(table, std::vector<size_t>{0, 2}, 1, 3),
             "bucket 1 of 3 (parameters 0 ('a'), 2 ('c'))");
 }

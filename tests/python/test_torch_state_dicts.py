@@ -1,0 +1,68 @@
+"""torch's get/set_state_dict of whole tensors, into sharded modules and their optimizers."""
+
+import pytest
+import torch
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from ranks import run_ranks
+from sharded_training import batch_of, make_net, shard_blocks
+
+
+def _train(net, optimizer, rank, step):
+    optimizer.zero_grad()
+    net(batch_of(rank, step)).square().mean().backward()
+    optimizer.step()
+
+
+def _sharded(device=None):
+    if device is None:
+        return shard_blocks(make_net())
+    with torch.device(device):
+        return shard_blocks(make_net())
+
+
+def _goes_on(rank, broadcasts, is_on_meta):
+    first = _sharded()
+    optimizer = torch.optim.AdamW(first.parameters())
+    for step in range(2):
+        _train(first, optimizer, rank, step)
+    whole = StateDictOptions(full_state_dict=True)
+    model_state = get_model_state_dict(first, options=whole)
+    optimizer_state = get_optimizer_state_dict(first, optimizer, options=whole)
+    if broadcasts and rank != 0:
+        model_state, optimizer_state = {}, {}
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcasts)
+    second = _sharded("meta" if is_on_meta else None)
+    set_model_state_dict(second, model_state, options=options)
+    other = torch.optim.AdamW(second.parameters())
+    set_optimizer_state_dict(second, other, optimizer_state, options=options)
+    for net, stepping in ((first, optimizer), (second, other)):
+        _train(net, stepping, rank, 2)
+    found = second.full_state_dict()
+    for name, value in first.full_state_dict().items():
+        assert torch.equal(found[name], value), name
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("is_on_meta", [False, True])
+@pytest.mark.parametrize("broadcasts", [False, True])
+def test_training_goes_on(broadcasts, is_on_meta, world_size):
+    run_ranks(_goes_on, broadcasts, is_on_meta, world_size=world_size)
+
+
+def _names_what_does_not_fit(rank):
+    net = _sharded()
+    state = net.full_state_dict()
+    state["embed.weight"] = torch.zeros(3, 3)
+    with pytest.raises(RuntimeError, match=r"size mismatch for embed\.weight"):
+        set_model_state_dict(net, state, options=StateDictOptions(full_state_dict=True))
+
+
+def test_a_tensor_of_another_shape_is_named():
+    run_ranks(_names_what_does_not_fit)
