@@ -203,7 +203,7 @@ class ShardingOptions:
     """
     allows_meta: bool
     broadcasts_parameters: bool
-    def __init__(self, *, num_shards: typing.SupportsInt | None = None, reshards_after_forward: bool = True, prefetch_depth: typing.SupportsInt = 1, max_reducing: typing.SupportsInt = 2, param_dtype: torch.dtype | None = None, reduce_dtype: torch.dtype | None = None, broadcasts_parameters: bool = True, failure_patience: datetime.timedelta = ..., wire_dtype: torch.dtype | None = None, reproducible: bool = False) -> None:
+    def __init__(self, *, num_shards: typing.SupportsInt | None = None, reshards_after_forward: bool = True, prefetch_depth: typing.SupportsInt = 1, max_reducing: typing.SupportsInt = 2, param_dtype: torch.dtype | None = None, reduce_dtype: torch.dtype | None = None, broadcasts_parameters: bool = True, failure_patience: datetime.timedelta = ..., wire_dtype: torch.dtype | None = None, reproducible: bool = False, trusts_versions: bool = False) -> None:
         """
         `wire_dtype`: of a comm hook that compresses gradients.
         """
