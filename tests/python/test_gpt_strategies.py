@@ -25,10 +25,16 @@ OPTIMIZER_STATE_ONLY = "optimizer state"  # docs/sharding.md: ZeRO-1 from Python
 
 def _example():
     """Where there is no package tqdm, without a bar: main() is not called."""
-    sys.modules.setdefault("tqdm", types.SimpleNamespace(tqdm=iter))
+    stands_in = importlib.util.find_spec("tqdm") is None
+    if stands_in:
+        sys.modules["tqdm"] = types.SimpleNamespace(tqdm=iter)
     spec = importlib.util.spec_from_file_location("train_gpt", _PATH)
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        if stands_in:
+            del sys.modules["tqdm"]  # others ask whether it is installed
     return module
 
 
