@@ -183,6 +183,21 @@ bool ShardedRoot::holds_gradients() const {
   });
 }
 
+std::vector<NamedShard> ShardedRoot::named_shards() const {
+  std::vector<NamedShard> all;
+  for (const Unit& unit : units_) {
+    for (const auto& segment : unit.segments) {
+      for (size_t i = 0; i < segment->shards().size(); ++i) {
+        const NamedParameter& parameter = segment->parameters()[i];
+        all.push_back({.name = parameter.name,
+                       .shard = segment->shards()[i],
+                       .whole_sizes = parameter.tensor.sizes().vec()});
+      }
+    }
+  }
+  return all;
+}
+
 void ShardedRoot::shards_changed() {
   for (const Unit& unit : units_) {
     for (const auto& segment : unit.segments) {

@@ -14,25 +14,6 @@ void ShardedRoot::note_step_begins() {
   gathers_->recorder().forward_begins(engine_->statistics().begun + 1);
 }
 
-std::vector<NamedShard> ShardedRoot::named_shards() const {
-  std::vector<NamedShard> all;
-  for (const Unit& unit : units_) {
-    for (const at::Tensor& shard : unit.shards) {
-      for (const auto& segment : unit.segments) {
-        const auto& own = segment->shards();
-        for (size_t i = 0; i < own.size(); ++i) {
-          if (!own[i].is_same(shard)) continue;
-          const NamedParameter& parameter = segment->parameters()[i];
-          all.push_back({.name = parameter.name,
-                         .shard = shard,
-                         .whole_sizes = parameter.tensor.sizes().vec()});
-        }
-      }
-    }
-  }
-  return all;
-}
-
 void ShardedRoot::note_reduced_backward() {
   GatherRecorder& recorder = gathers_->recorder();
   if (!recorder.is_sampling()) return;
