@@ -543,7 +543,7 @@ class Unit:
         self.show_shards_if_unused()
 
     def leave_running(self) -> None:
-        """The last of its calls, whatever thread that was in."""
+        """Ends the last of its calls in the calling thread, if there is one."""
         places = [place for place, unit in enumerate(_running.units) if unit is self]
         if places:
             del _running.units[places[-1]]
