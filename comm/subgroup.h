@@ -16,8 +16,8 @@ namespace brigade {
 // rising order and itself among them, and each of these names the same. Ends
 // with the scope.
 //
-// `device`: the CPU, over Gloo; a CUDA device, over NCCL and, beside it, Gloo;
-// another one, over what the group's ProcessGroupOptions::make_backend makes,
+// `device`: the CPU, over Gloo; a CUDA device, over NCCL and, beside it, Gloo,
+// or over Gloo alone where that is what serves it in `group`; another one, over what the group's ProcessGroupOptions::make_backend makes,
 // or if a group of the same process answers for all of its ranks
 // (comm/subgroup_answers.h). Its timeout is the group's. Errors: ValueError if
 // `ranks` are not as said, or the group has no store; as make_process_group().
