@@ -58,6 +58,11 @@ class BucketMemory {
   // The current stream is about to use the buffers.
   void use_here();
 
+  // On the current stream: they have travelled. Who uses them next is behind
+  // what it is behind, so behind the zeros too; a stream that a CUDA graph is
+  // captured on may not wait for an event of before.
+  void have_travelled() { zeroed_.reset(); }
+
   // Where the gradient of a slot lies in flat(): with the parameter's shape and
   // the gradient's strides, but no view to autograd, so that optimizers may
   // detach_() it. Made once per buffer, when it is first asked for.

@@ -196,6 +196,7 @@ int64_t DenseReplica::deliver(const at::Tensor& result,
                               std::span<const size_t> globally_unused_slots) {
   const at::NoGradGuard no_grad;
   memory_.use_here();
+  memory_.have_travelled();
   if (packed_on_) delivered_on_ = current_stream(memory_.flat().device());
   const at::Tensor typed =
       as_numbers(result, memory_.flat().scalar_type(), memory_.flat().numel());
