@@ -4,6 +4,7 @@
 #include <deque>
 #include <numeric>
 #include <ranges>
+#include <set>
 #include <utility>
 
 #include "brigade/fsdp/buffer_plan.h"
@@ -17,14 +18,22 @@ constexpr int64_t kOpen = -1;  // the end of a use that has not ended
 // Goes through a step. Numbers uses in the place of buffers.
 class Step {
  public:
-  Step(std::span<const PlannedUnit> units, std::span<const size_t> order,
+  Step(std::span<const PlannedUnit> units, std::span<const UnitCall> calls,
        size_t prefetch_depth, size_t max_reducing)
       : units_(units),
-        order_(order),
+        turns_(turns_of(calls)),
+        backward_order_(backward_order_of(calls)),
         max_reducing_(max_reducing),
         schedule_(units.size(), prefetch_depth),
         gathered_(units.size()),
-        slices_(units.size()) {
+        slices_(units.size()),
+        open_gradients_(units.size()),
+        is_around_others_(units.size()) {
+    for (const UnitCall& call : calls) order_.push_back(call.unit);
+    for (size_t i = 0; i < calls.size(); ++i) {
+      is_around_others_[calls[i].unit] =
+          i + 1 < calls.size() && calls[i + 1].depth > calls[i].depth ? 1 : 0;
+    }
     for (const PlannedUnit& unit : units_) {
       of_segments_.emplace_back(unit.segments.size());
     }
@@ -65,13 +74,13 @@ class Step {
   void forward() {
     launch(schedule_.begin({order_.begin(), order_.end()}),
            &PlannedBuffers::forward);
-    for (const size_t unit : order_) {
+    for (const auto& [unit, begins] : turns_) {
       const UnitSettings& settings = units_[unit].settings;
       ++now_;
-      launch(schedule_.needs(unit, settings.forward_prefetch).launch,
-             &PlannedBuffers::forward);
-      ++now_;
-      if (settings.reshards_after_forward && !settings.spans_passes) {
+      if (begins) {
+        launch(schedule_.needs(unit, settings.forward_prefetch).launch,
+               &PlannedBuffers::forward);
+      } else if (settings.reshards_after_forward && !settings.spans_passes) {
         keep_slices(unit);
         release(unit);
       }
@@ -90,11 +99,12 @@ class Step {
     size_t first_trained = first;
     while (first_trained < order_.size() &&
            (!is_trained(units_[order_[first_trained]]) ||
-            units_[order_[first_trained]].settings.spans_passes)) {
+            units_[order_[first_trained]].settings.spans_passes ||
+            is_around_others_[order_[first_trained]])) {
       ++first_trained;
     }
     std::vector<size_t> expected;
-    for (const size_t unit : std::views::reverse(order_)) {
+    for (const size_t unit : backward_order_) {
       if (!schedule_.is_claimed(unit) &&
           units_[unit].settings.gathers_in_backward) {
         expected.push_back(unit);
@@ -107,24 +117,32 @@ class Step {
       // perhaps much larger, would be taken from all that follows.
       begin_gradients_of_whole_step(order_.front());
     }
-    for (const size_t unit : order_.subspan(first)) {
-      if (units_[unit].settings.spans_passes) {
-        begin_gradients_of_whole_step(unit);
+    for (size_t place = first; place < order_.size(); ++place) {
+      if (units_[order_[place]].settings.spans_passes) {
+        begin_gradients_of_whole_step(order_[place]);
       }
     }
-    for (size_t place = order_.size(); place-- > first;) {
-      const size_t unit = order_[place];
+    const std::set<size_t> ends_with_backward(
+        order_.begin(),
+        order_.begin() + static_cast<std::ptrdiff_t>(
+                             std::min(first_trained + 1, order_.size())));
+    for (const auto& [unit, begins] : std::views::reverse(turns_)) {
+      if (has_outermost() && unit == order_.front()) continue;
       const UnitSettings& settings = units_[unit].settings;
       ++now_;
-      if (settings.gathers_in_backward) {
-        launch(schedule_.needs(unit, settings.backward_prefetch).launch,
-               &PlannedBuffers::backward);
+      if (!begins) {
+        if (settings.gathers_in_backward) {
+          launch(schedule_.needs(unit, settings.backward_prefetch).launch,
+                 &PlannedBuffers::backward);
+        }
+        ++now_;
+        if (!settings.spans_passes) take_gradients(unit);
+        continue;
       }
-      ++now_;
       if (settings.spans_passes) continue;  // whole, and taking gradients
-      take_gradients(unit);
-      ++now_;
-      if (place > first_trained && settings.reshards_after_backward) {
+      reduce_gradients(unit);
+      if (settings.reshards_after_backward &&
+          !ends_with_backward.contains(unit)) {
         release(unit);
       }
     }
@@ -196,7 +214,12 @@ class Step {
       num_reducing_ -= reducing_.front().size();
       reducing_.pop_front();
     }
-    reducing_.push_back(begin_gradients(unit));
+    open_gradients_[unit] = begin_gradients(unit);
+  }
+
+  void reduce_gradients(size_t unit) {
+    if (open_gradients_[unit].empty()) return;
+    reducing_.push_back(std::exchange(open_gradients_[unit], {}));
     num_reducing_ += reducing_.back().size();
   }
 
@@ -221,7 +244,9 @@ class Step {
   }
 
   const std::span<const PlannedUnit> units_;
-  const std::span<const size_t> order_;
+  const std::vector<UnitTurn> turns_;  // of forward
+  const std::vector<size_t> backward_order_;
+  std::vector<size_t> order_;  // of units, as their calls begin
   const size_t max_reducing_;
 
   GatherSchedule schedule_;
@@ -229,6 +254,8 @@ class Step {
   std::vector<std::vector<PlannedBuffers>> of_segments_;  // by unit
   std::vector<std::vector<size_t>> gathered_;  // uses of it now, by unit
   std::vector<std::vector<size_t>> slices_;    // uses of them now, by unit
+  std::vector<char> is_around_others_;         // by unit
+  std::vector<Reducing> open_gradients_;       // by unit, in its backward
   std::deque<Reducing> reducing_;
   size_t num_reducing_ = 0;  // uses in it
   int64_t now_ = 0;
@@ -237,9 +264,9 @@ class Step {
 }  // namespace
 
 absl::StatusOr<MemoryPlan> MemoryPlan::create(
-    std::span<const PlannedUnit> units, std::span<const size_t> order,
+    std::span<const PlannedUnit> units, std::span<const UnitCall> calls,
     size_t prefetch_depth, size_t max_reducing) {
-  Step step(units, order, prefetch_depth, max_reducing);
+  Step step(units, calls, prefetch_depth, max_reducing);
   step.run();
   absl::StatusOr<BufferPlan> buffers = BufferPlan::create(step.uses());
   if (!buffers.ok()) return buffers.status();

@@ -1,19 +1,20 @@
 // Which memory a training step is going to need, before it runs: the buffers of
 // whole units and of whole gradients, and which use gets which.
 //
-// A step is gone through as gather_schedule.h launches it: forward in a given
-// order of the units, backward the other way round, each unit called once. A
-// use of memory is as long as any such program may make it:
+// A step is gone through as gather_schedule.h launches it: forward by given
+// calls of the units, of which some may be inside of others', backward the
+// other way round, each unit called once. A use of memory is as long as any
+// such program may make it:
 //
 //   - the gradients of a unit come together, in any order, and are lent again
-//     when `max_reducing` reductions of later units may keep theirs;
+//     when `max_reducing` reductions of later units may keep theirs; those of
+//     one that is called around others, while these are in backward, too;
 //   - the first one called, if it is kept from forward to backward, is taken
-//   for one
-//     around all others: its gradients come and go at any time of backward;
-//     other units are not expected to be called inside of each other;
+//     for one around all others: its gradients come and go at any time of
+//     backward;
 //   - so do those of a unit that spans passes, which is whole to their end;
-//   - backward may end before the first unit that is trained, and then keeps
-//     that one and those before it to its end;
+//   - backward may end before the first unit that is trained and around no
+//     others, and then keeps that one and those before it to its end;
 //   - what is not released behind backward keeps its memory to itself;
 //   - a unit that keeps its storage has memory of its own;
 //   - gradients that a unit adds up over several backwards have theirs;
@@ -43,6 +44,7 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
+#include "brigade/fsdp/unit_calls.h"
 #include "brigade/fsdp/unit_settings.h"
 
 namespace brigade {
@@ -78,12 +80,12 @@ struct PlannedBuffers {
 
 class MemoryPlan {
  public:
-  // `order`: in which forward calls units, each once. `prefetch_depth`,
-  // `max_reducing`: of ShardingOptions. REQUIRES: max_reducing >= 1.
+  // `calls`: of each unit one. `prefetch_depth`, `max_reducing`: of
+  // ShardingOptions. REQUIRES: max_reducing >= 1.
   //
   // Errors: InvalidArgument if the bytes of all uses exceed 2^63 - 1.
   static absl::StatusOr<MemoryPlan> create(std::span<const PlannedUnit> units,
-                                           std::span<const size_t> order,
+                                           std::span<const UnitCall> calls,
                                            size_t prefetch_depth,
                                            size_t max_reducing);
 

@@ -10,12 +10,12 @@
 #include "brigade/fsdp/sharding_streams.h"
 
 namespace brigade {
-int64_t MemoryPool::size_of(const Buffer& buffer) {
-  return buffer.memory.numel();
+int64_t MemoryPool::size_of(const Unplanned& unplanned) {
+  return unplanned.buffer.memory.numel();
 }
 
-bool MemoryPool::fits(const Buffer& buffer, int64_t bytes) {
-  return size_of(buffer) >= bytes;
+bool MemoryPool::fits(const Unplanned& unplanned, int64_t bytes) {
+  return size_of(unplanned) >= bytes;
 }
 
 bool MemoryPool::fits(const Planned& planned, int64_t bytes) {
@@ -39,7 +39,7 @@ MemoryPool::MemoryPool(c10::Device device)
 
 MemoryPool::~MemoryPool() {
   for (Planned& planned : planned_) give_up(std::move(planned.buffer));
-  for (Buffer& buffer : free_) give_up(std::move(buffer));
+  for (Unplanned& unplanned : free_) give_up(std::move(unplanned.buffer));
 }
 
 void MemoryPool::plan(const std::vector<int64_t>& buffer_bytes) {
@@ -63,7 +63,7 @@ Buffer MemoryPool::acquire(int64_t bytes, std::optional<size_t> planned) {
   const auto other = smallest_fit(free_, bytes);
   if (other != free_.end() &&
       (of_plan == planned_.end() || size_of(*other) <= size_of(*of_plan))) {
-    Buffer buffer = std::move(*other);
+    Buffer buffer = std::move(other->buffer);
     free_.erase(other);
     return buffer;
   }
@@ -94,10 +94,21 @@ void MemoryPool::give_up_planned() {
 
 void MemoryPool::give_up_largest() {
   const auto largest = std::ranges::max_element(
-      free_, {}, [](const Buffer& buffer) { return size_of(buffer); });
+      free_, {}, [](const Unplanned& unplanned) { return size_of(unplanned); });
   bytes_ -= size_of(*largest);
-  give_up(std::move(*largest));
+  give_up(std::move(largest->buffer));
   free_.erase(largest);
+}
+
+void MemoryPool::give_up_unused() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto unused = std::ranges::partition(free_, &Unplanned::was_lent);
+  for (Unplanned& unplanned : unused) {
+    bytes_ -= size_of(unplanned);
+    give_up(std::move(unplanned.buffer));
+  }
+  free_.erase(unused.begin(), unused.end());
+  for (Unplanned& unplanned : free_) unplanned.was_lent = false;
 }
 
 Buffer MemoryPool::make(int64_t bytes) {
@@ -118,7 +129,7 @@ Buffer MemoryPool::make(int64_t bytes) {
 void MemoryPool::release(Buffer buffer) {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (!buffer.planned) {
-    free_.push_back(std::move(buffer));
+    free_.push_back({.buffer = std::move(buffer)});
     return;
   }
   Planned& planned = planned_[*buffer.planned];

@@ -6,7 +6,7 @@
 // where a program is not as expected, takes the smallest free buffer that is
 // large enough; if there is none, a new one is made, and the largest free one
 // that is not of the plan is given up, so that buffers don't pile up as larger
-// ones are asked for.
+// ones are asked for. One that no step uses any more is given up, too.
 //
 // On devices with streams memory comes with the point behind which it is free,
 // and the host does not wait for that. It all belongs to a stream of the pool's
@@ -59,6 +59,10 @@ class MemoryPool {
   // As it was lent, but for `last_use`: of whoever had it.
   void release(Buffer buffer);
 
+  // A step is over: what is not of the plan, and was not lent in it, is given
+  // up.
+  void give_up_unused();
+
   c10::Device device() const { return device_; }
   // The stream that its memory belongs to; none on the CPU.
   const std::optional<c10::Stream>& owner() const { return owner_; }
@@ -74,9 +78,14 @@ class MemoryPool {
     Buffer buffer = {};  // while it is free; no memory before its first use
   };
 
-  static int64_t size_of(const Buffer& buffer);
+  struct Unplanned {
+    Buffer buffer;
+    bool was_lent = true;  // in this step
+  };
+
+  static int64_t size_of(const Unplanned& unplanned);
   static int64_t size_of(const Planned& planned) { return planned.bytes; }
-  static bool fits(const Buffer& buffer, int64_t bytes);
+  static bool fits(const Unplanned& unplanned, int64_t bytes);
   static bool fits(const Planned& planned, int64_t bytes);
   template <typename Buffers>
   static auto smallest_fit(Buffers& buffers, int64_t bytes);
@@ -92,7 +101,7 @@ class MemoryPool {
   mutable std::mutex mutex_;
   // Guarded by mutex_.
   std::vector<Planned> planned_;
-  std::vector<Buffer> free_;  // not of the plan
+  std::vector<Unplanned> free_;
   int64_t bytes_ = 0;
   int64_t peak_bytes_ = 0;
   int64_t num_allocations_ = 0;

@@ -101,7 +101,11 @@ Segment::Segment(std::vector<NamedParameter> parameters, SegmentOptions options)
              why_sharded(options_.unit)),
       is_written_(parameters_.size(), 0),
       is_lent_(parameters_.size(), 0),
-      gradient_writers_(shard_.device()) {
+      gradient_writers_(shard_.device()),
+      shard_gradient_(shard_, options_.reduce_dtype,
+                      [this](const at::Tensor& flat, size_t parameter) {
+                        return view_of(flat, parameter);
+                      }) {
   const at::NoGradGuard no_grad;
   for (size_t i = 0; i < parameters_.size(); ++i) {
     at::Tensor& parameter = parameters_[i].tensor;
@@ -154,19 +158,7 @@ void Segment::rename_parameter(size_t parameter, std::string name) {
 
 void Segment::forget(size_t parameter) {
   is_written_[parameter] = 0;
-  if (!has_partial_) return;
-  const at::NoGradGuard no_grad;
-  std::exchange(committed_, StreamPoint()).wait();
-  view_of(partial_, parameter).zero_();
-  committed_ = StreamPoint::now(device());
-}
-
-void Segment::keep_partial() {
-  const at::NoGradGuard no_grad;
-  if (has_partial_) pending_.add_(partial_);
-  std::swap(partial_, pending_);
-  has_partial_ = true;
-  committed_ = StreamPoint::now(device());
+  shard_gradient_.zero_partial(parameter);
 }
 
 int64_t Segment::whole_bytes() const {
@@ -438,11 +430,8 @@ void Segment::zero_unwritten_gradients() {
 at::Tensor Segment::finish_gradients(GradientMemory& memory) {
   const at::NoGradGuard no_grad;
   acquire_gradients(memory);
-  if (gradient_writers_.empty()) {
-    gradient_memory_.last_use.wait();
-  } else {
-    gradient_writers_.join();
-  }
+  if (!is_padding_zeroed_) gradient_memory_.last_use.wait();  // nobody has
+  gradient_writers_.join();
   gradient_writers_.note();
   if (is_padding_zeroed_) {
     zero_unwritten_gradients();
@@ -450,6 +439,12 @@ at::Tensor Segment::finish_gradients(GradientMemory& memory) {
     gradients_.zero_();
   }
   return gradients_;
+}
+
+// New memory is behind what its stream has been given so far, as the sum is
+// behind all that have written.
+void Segment::prepare_sum() {
+  if (shard_gradient_.prepare()) gradient_writers_.note();
 }
 
 Buffer Segment::take_gradient_memory() {
@@ -466,84 +461,6 @@ Buffer Segment::take_finished_gradients() {
   gradient_writers_.forget();
   gradients_ = at::Tensor();
   return std::exchange(gradient_memory_, Buffer());
-}
-
-const at::Tensor& Segment::pending() {
-  if (!pending_.defined()) {
-    const at::NoGradGuard no_grad;
-    pending_ = at::empty({layout_.shard_numel()},
-                         shard_.options().dtype(options_.reduce_dtype));
-  }
-  std::exchange(committed_, StreamPoint()).wait();
-  return pending_;
-}
-
-// Whether anybody else holds a part of it. From Python a view that has been
-// seen is held by its wrapper, which may go with it.
-bool Segment::is_held(ShardGradient& gradient) {
-  const auto is_shared = [](const at::Tensor& view) {
-    return view.use_count() > 1;
-  };
-  const size_t num_own = 1 + gradient.views.size();
-  if (std::ranges::none_of(gradient.views, is_shared) &&
-      gradient.flat.storage().use_count() == num_own) {
-    return false;
-  }
-  gradient.views.clear();
-  return gradient.flat.storage().use_count() > 1;
-}
-
-// Of the two that take turns, one that nobody holds: a gradient that was set to
-// None, and is not kept elsewhere, is not read any more. But a stream may still
-// read it, which only an allocator is told of: there it is new memory.
-Segment::ShardGradient& Segment::free_gradient() {
-  if (!device().is_cpu()) gradient_of_shard_[0] = {};
-  ShardGradient* chosen = nullptr;
-  for (ShardGradient& gradient : gradient_of_shard_) {
-    if (gradient.flat.defined() && !is_held(gradient)) {
-      chosen = &gradient;
-      break;
-    }
-    if (!gradient.flat.defined() && chosen == nullptr) chosen = &gradient;
-  }
-  if (chosen == nullptr) {
-    chosen = &gradient_of_shard_[0];
-    chosen->flat = at::Tensor();
-  }
-  if (!chosen->flat.defined()) {
-    chosen->flat = at::empty({layout_.shard_numel()}, shard_.options());
-    chosen->views.clear();
-  }
-  if (chosen->views.empty()) {
-    const at::AutoDispatchBelowADInplaceOrView no_view_tracking;
-    for (size_t i = 0; i < parameters_.size(); ++i) {
-      chosen->views.push_back(view_of(chosen->flat, i));
-    }
-  }
-  return *chosen;
-}
-
-void Segment::commit(const std::vector<char>& is_used, double scale) {
-  const at::NoGradGuard no_grad;
-  may_be_stepped_ = true;
-  const auto is_new = [&](size_t i) {
-    return is_used[i] && !shards_[i].grad().defined();
-  };
-  ShardGradient* fresh = nullptr;
-  for (size_t i = 0; i < shards_.size() && fresh == nullptr; ++i) {
-    if (is_new(i)) fresh = &free_gradient();
-  }
-  if (scale != 1) pending_.mul_(scale);
-  if (fresh != nullptr) fresh->flat.copy_(pending_);
-  for (size_t i = 0; i < shards_.size(); ++i) {
-    if (!is_used[i]) continue;
-    if (!shards_[i].grad().defined()) {
-      shards_[i].mutable_grad() = fresh->views[i];
-      continue;
-    }
-    shards_[i].mutable_grad().add_(view_of(pending_, i));
-  }
-  committed_ = StreamPoint::now(device());
 }
 
 }  // namespace brigade

@@ -27,6 +27,7 @@
 #include "brigade/fsdp/gradient_memory.h"
 #include "brigade/fsdp/memory_plan.h"
 #include "brigade/fsdp/memory_pool.h"
+#include "brigade/fsdp/shard_gradient.h"
 #include "brigade/fsdp/shard_layout.h"
 #include "brigade/fsdp/stream_point.h"
 #include "brigade/fsdp/stream_uses.h"
@@ -185,40 +186,25 @@ class Segment {
 
   // ---- The shard's gradient.
 
-  // [S] of the reduce dtype: where a sum is to be written. The current stream
-  // is behind the last commit().
-  const at::Tensor& pending();
-  // A sum may be written there for ever: goes on with other memory.
-  at::Tensor abandon_pending() {
-    partial_ = at::Tensor();  // may be read for ever
-    has_partial_ = false;
-    return std::exchange(pending_, at::Tensor());
-  }
-
+  // There is memory for the sum of gradients that have been taken.
+  void prepare_sum();
+  ShardGradient& shard_gradient() { return shard_gradient_; }
+  const ShardGradient& shard_gradient() const { return shard_gradient_; }
   // The sum in pending(), times `scale`, becomes the gradient of the shards, or
-  // is added to it; of those parameters only that `is_used`. REQUIRES: the
-  // current stream is behind the sum.
-  void commit(const std::vector<char>& is_used, double scale);
-
-  // The sum in pending(), of a row of ranks only, is added to what was kept
-  // before, until it is dropped. REQUIRES: as commit().
-  void keep_partial();
-  void drop_partial() { has_partial_ = false; }
-  // [S] of the reduce dtype, on the stream of pending(); undefined: nothing is
-  // kept.
-  at::Tensor partial() const { return has_partial_ ? partial_ : at::Tensor(); }
+  // is added to it; of those only that are `used`. REQUIRES: the current stream
+  // is behind the sum.
+  void commit(const std::vector<char>& used, double scale) {
+    may_be_stepped_ = true;
+    shard_gradient_.commit(shards_, used, scale);
+  }
 
   // Whether it has gradients that are in no sum yet; in none over all ranks.
   bool has_whole_gradients() const { return gradients_.defined(); }
-  bool holds_gradients() const { return gradients_.defined() || has_partial_; }
+  bool holds_gradients() const {
+    return gradients_.defined() || shard_gradient_.has_partial();
+  }
 
  private:
-  // A buffer for a shard's gradient with its views by parameter.
-  struct ShardGradient {
-    at::Tensor flat;  // [S] of dtype()
-    std::vector<at::Tensor> views;
-  };
-
   at::Tensor slot(const at::Tensor& flat, size_t parameter) const;
   bool has_own_memory(size_t parameter) const;
   void give_own_memory(size_t parameter);
@@ -230,8 +216,6 @@ class Segment {
   void zero_unwritten_gradients();
   void forget(size_t parameter);
   bool is_own_slot(size_t parameter, const at::Tensor& gradient) const;
-  static bool is_held(ShardGradient& gradient);
-  ShardGradient& free_gradient();
 
   SegmentOptions options_;  // constant but for the name
   std::vector<NamedParameter> parameters_;
@@ -262,11 +246,7 @@ class Segment {
   bool is_padding_zeroed_ = false;
   StreamUses gradient_writers_;
 
-  at::Tensor pending_;
-  at::Tensor partial_;  // [S]
-  bool has_partial_ = false;
-  StreamPoint committed_;  // what was read of it
-  ShardGradient gradient_of_shard_[2];
+  ShardGradient shard_gradient_;
 };
 
 }  // namespace brigade

@@ -69,6 +69,20 @@ class AllTrained {
   std::vector<char> was_trained_;
 };
 
+std::vector<UnitCall> numbered_calls(const CallDepths& depths, size_t count) {
+  std::vector<UnitCall> calls;
+  for (size_t unit = 0; unit < count; ++unit) {
+    calls.push_back({.unit = unit, .depth = depths.of(unit)});
+  }
+  return calls;
+}
+
+std::vector<std::string> names_of(const std::vector<Unit>& units) {
+  std::vector<std::string> names;
+  for (const Unit& unit : units) names.push_back(unit.name);
+  return names;
+}
+
 }  // namespace
 
 ShardedRoot::ShardedRoot(const std::vector<UnitSpec>& units,
@@ -86,7 +100,8 @@ ShardedRoot::ShardedRoot(std::vector<Unit> units,
       pool_(streams().device()),
       gradient_memory_(pool_, streams(),
                        std::max<size_t>(options.max_reducing, 1)),
-      units_(std::move(units)) {
+      units_(std::move(units)),
+      call_depths_(names_of(units_)) {
   Digest fingerprint;
   for (const Unit& unit : units_) {
     fingerprint.add(unit.settings.reshards_after_forward ? 1 : 0)
@@ -111,7 +126,8 @@ ShardedRoot::ShardedRoot(std::vector<Unit> units,
                                            options_.prefetch_depth);
   policy_ = std::make_unique<UnitPolicy>(
       units_, transports_, *gathers_, gradient_memory_,
-      static_cast<UnitPolicy::Listener&>(*this), fingerprint.value());
+      static_cast<UnitPolicy::Listener&>(*this), fingerprint.value(),
+      backward_order_of(numbered_calls(call_depths_, units_.size())));
   const AllTrained all_trained(policy_->variables());
   const std::vector<std::vector<at::Tensor>> variables = {policy_->variables()};
   engine_ = std::make_unique<Engine>(

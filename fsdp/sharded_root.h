@@ -65,6 +65,7 @@
 #include <vector>
 
 #include "brigade/engine/engine.h"
+#include "brigade/fsdp/call_depths.h"
 #include "brigade/fsdp/forward_dtypes.h"
 #include "brigade/fsdp/gradient_memory.h"
 #include "brigade/fsdp/make_units.h"
@@ -75,6 +76,7 @@
 #include "brigade/fsdp/sharding_options.h"
 #include "brigade/fsdp/sharding_timeline.h"
 #include "brigade/fsdp/unit.h"
+#include "brigade/fsdp/unit_calls.h"
 #include "brigade/fsdp/unit_gathers.h"
 #include "brigade/fsdp/unit_policy.h"
 #include "brigade/hooks/output_tensors.h"
@@ -400,6 +402,7 @@ class ShardedRoot final : private UnitPolicy::Listener {
   void note_reduced_backward();
 
   // sharded_root_memory.cc
+  std::vector<UnitCall> expected_calls() const;
   MemoryPlan make_plan() const;
   bool adds_up_gradients(size_t unit) const;
   void plan_memory();
@@ -411,9 +414,10 @@ class ShardedRoot final : private UnitPolicy::Listener {
   GradientMemory gradient_memory_;
   std::vector<Unit> units_;
   std::optional<int64_t> planned_bytes_;  // none before the first forward
-  std::vector<size_t> planned_order_;     // of units in forward
-  std::set<size_t> units_that_add_up_;    // gradients over several backwards
-  bool must_plan_ = false;                // anew, when nothing planned is lent
+  std::vector<UnitCall> planned_calls_;
+  CallDepths call_depths_;
+  std::set<size_t> units_that_add_up_;  // gradients over several backwards
+  bool must_plan_ = false;              // anew, when nothing planned is lent
   std::unique_ptr<UnitGathers> gathers_;
   std::unique_ptr<UnitPolicy> policy_;
   std::unique_ptr<Engine> engine_;

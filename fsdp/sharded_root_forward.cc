@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <exception>
+#include <numeric>
 #include <optional>
 #include <utility>
 
@@ -37,6 +38,7 @@ void ShardedRoot::begin_forward() {
   gathers_->shards_are_written();
   gathers_->release_unneeded();
   plan_memory();
+  call_depths_.begin_forward();
   gathers_->begin(expected, GatheredIn::kForward);
   if (pass_ == Pass::kNone) pass_ = Pass::kForward;
 }
@@ -177,6 +179,10 @@ std::shared_ptr<ShardedRoot::Call> ShardedRoot::begin_call(
     gathers_->release(unit);
   }
   need(unit);
+  if (pass_ == Pass::kForward) {
+    call_depths_.note(unit, std::accumulate(num_running_.begin(),
+                                            num_running_.end(), size_t{0}));
+  }
   ++num_running_[unit];
   const auto call =
       std::make_shared<Call>(Call{.unit = unit,

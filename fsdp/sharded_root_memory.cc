@@ -16,6 +16,14 @@
 
 namespace brigade {
 
+std::vector<UnitCall> ShardedRoot::expected_calls() const {
+  std::vector<UnitCall> calls;
+  for (const size_t unit : policy_->calling_order()) {
+    calls.push_back({.unit = unit, .depth = call_depths_.of(unit)});
+  }
+  return calls;
+}
+
 MemoryPlan ShardedRoot::make_plan() const {
   std::vector<PlannedUnit> units;
   units.reserve(units_.size());
@@ -37,9 +45,9 @@ MemoryPlan ShardedRoot::make_plan() const {
       }
     }
   }
-  absl::StatusOr<MemoryPlan> plan = MemoryPlan::create(
-      units, policy_->calling_order(), options_.prefetch_depth,
-      gradient_memory_.max_reducing());
+  absl::StatusOr<MemoryPlan> plan =
+      MemoryPlan::create(units, expected_calls(), options_.prefetch_depth,
+                         gradient_memory_.max_reducing());
   TORCH_CHECK_VALUE(plan.ok(),
                     "fully_shard: ", std::string(plan.status().message()));
   return *std::move(plan);
@@ -56,7 +64,8 @@ bool ShardedRoot::adds_up_gradients(size_t unit) const {
 }
 
 // Before buffers are lent, and again where units are called in another order
-// than planned, each once, or gradients are added up that were not before.
+// than planned, each once, or otherwise inside of each other, or gradients are
+// added up that were not before.
 void ShardedRoot::plan_memory() {
   std::set<size_t> adding_up;
   for (size_t unit = 0; unit < units_.size(); ++unit) {
@@ -64,11 +73,11 @@ void ShardedRoot::plan_memory() {
   }
   const bool adds_up_more = adding_up != units_that_add_up_;
   units_that_add_up_ = std::move(adding_up);
-  must_plan_ |= adds_up_more || planned_order_ != policy_->calling_order();
+  must_plan_ |= adds_up_more || planned_calls_ != expected_calls();
   const bool is_due = !planned_bytes_ || (must_plan_ && !pool_.lends_planned());
   if (!is_due) return;
   must_plan_ = false;
-  planned_order_ = policy_->calling_order();
+  planned_calls_ = expected_calls();
   const MemoryPlan plan = make_plan();
   for (size_t unit = 0; unit < units_.size(); ++unit) {
     auto& segments = units_[unit].segments;

@@ -49,14 +49,16 @@ bool have_network_hooks(const std::vector<Unit>& units) {
 
 UnitPolicy::UnitPolicy(std::vector<Unit>& units, MeshTransports& transports,
                        UnitGathers& gathers, GradientMemory& memory,
-                       Listener& listener, uint64_t fingerprint_of_units)
+                       Listener& listener, uint64_t fingerprint_of_units,
+                       std::vector<size_t> backward_order)
     : units_(units),
       transport_(transports.root()),
       gathers_(gathers),
       memory_(memory),
       listener_(listener),
       fingerprint_of_units_(fingerprint_of_units),
-      traits_({.fails_by_network_only = have_network_hooks(units)}) {
+      traits_({.fails_by_network_only = have_network_hooks(units)}),
+      backward_order_(std::move(backward_order)) {
   size_t num_reductions = 0;
   for (const Unit& unit : units_) {
     num_reductions += std::ranges::count_if(
@@ -86,7 +88,6 @@ UnitPolicy::UnitPolicy(std::vector<Unit>& units, MeshTransports& transports,
   forward_order_.resize(units_.size());
   std::iota(forward_order_.begin(), forward_order_.end(), size_t{0});
   calling_order_ = forward_order_;
-  backward_order_.assign(forward_order_.rbegin(), forward_order_.rend());
   std::vector<size_t> order(reductions_.size());
   std::iota(order.rbegin(), order.rend(), size_t{0});
   update_reduced();
@@ -120,7 +121,7 @@ void UnitPolicy::note_trained_changed() {
   for (UnitReduction& reduction : reductions_) {
     if (reduction.segment().is_trained()) continue;
     memory_.release(reduction.segment().take_gradient_memory());
-    reduction.segment().drop_partial();
+    reduction.segment().shard_gradient().drop_partial();
   }
 }
 
@@ -445,7 +446,7 @@ void UnitPolicy::drop_gradients() {
   std::ranges::fill(is_used_, 0);
   for (UnitReduction& reduction : reductions_) {
     memory_.release(reduction.segment().take_gradient_memory());
-    reduction.segment().drop_partial();
+    reduction.segment().shard_gradient().drop_partial();
   }
 }
 
@@ -457,7 +458,7 @@ std::shared_ptr<void> UnitPolicy::abandon(
 std::shared_ptr<void> UnitPolicy::let_go() {
   auto kept = std::make_shared<std::vector<at::Tensor>>(memory_.abandon());
   for (UnitReduction& reduction : reductions_) {
-    kept->push_back(reduction.segment().abandon_pending());
+    kept->push_back(reduction.segment().shard_gradient().abandon_pending());
   }
   return kept;
 }

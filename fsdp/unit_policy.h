@@ -50,10 +50,11 @@ class UnitPolicy final : public ReductionPolicy, public GradientSink {
     ~Listener() = default;
   };
 
-  // REQUIRES: all outlive this object.
+  // `backward_order`: of the units, until one has been seen. REQUIRES: all
+  // others outlive this object.
   UnitPolicy(std::vector<Unit>& units, MeshTransports& transports,
              UnitGathers& gathers, GradientMemory& memory, Listener& listener,
-             uint64_t fingerprint_of_units);
+             uint64_t fingerprint_of_units, std::vector<size_t> backward_order);
   // Gives back the memory of gradients that were not reduced.
   ~UnitPolicy() override { drop_gradients(); }
 

@@ -25,6 +25,7 @@ double UnitReduction::scale() const {
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> UnitReduction::launch() {
+  segment_.prepare_sum();
   const ShardingStreams::Scope on_sums = transport_.streams().for_sums();
   const at::Tensor whole = segment_.finish_gradients(memory_);
   auto future = reduce(whole);
@@ -36,11 +37,12 @@ c10::intrusive_ptr<c10::ivalue::Future> UnitReduction::reduce(
     const at::Tensor& whole) {
   ReductionHook::Reduction reduction = {
       .whole = whole,
-      .shard = segment_.pending(),
-      .sum = {
-          .scale = scale(),
-          .over_replicas = sums_over_replicas_,
-          .of_row = sums_over_replicas_ ? segment_.partial() : at::Tensor()}};
+      .shard = segment_.shard_gradient().pending(),
+      .sum = {.scale = scale(),
+              .over_replicas = sums_over_replicas_,
+              .of_row = sums_over_replicas_
+                            ? segment_.shard_gradient().partial()
+                            : at::Tensor()}};
   if (!unit_.comm_hook) {
     return transport_.reduce_scatter(reduction.whole, reduction.shard,
                                      reduction.sum);
@@ -60,15 +62,15 @@ c10::intrusive_ptr<c10::ivalue::Future> UnitReduction::reduce(
 }
 
 void UnitReduction::commit(const std::vector<char>& is_used) {
-  if (!sums_over_replicas_) return segment_.keep_partial();
+  if (!sums_over_replicas_) return segment_.shard_gradient().keep_partial();
   const bool is_scaled = unit_.comm_hook || transport_.scales();
   segment_.commit(is_used, is_scaled ? 1 : scale());
-  segment_.drop_partial();
+  segment_.shard_gradient().drop_partial();
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> UnitReduction::launch_substitute() {
   memory_.release(segment_.take_gradient_memory());
-  segment_.drop_partial();
+  segment_.shard_gradient().drop_partial();
   return launch();
 }
 

@@ -38,10 +38,10 @@ std::vector<PlannedUnit> chain(size_t num_units, int64_t bytes = 8,
   return std::vector<PlannedUnit>(num_units, unit_of(bytes, is_trained));
 }
 
-std::vector<size_t> in_order(size_t num_units) {
-  std::vector<size_t> order(num_units);
-  std::iota(order.begin(), order.end(), size_t{0});
-  return order;
+std::vector<UnitCall> in_order(size_t num_units) {
+  std::vector<UnitCall> calls(num_units);
+  for (size_t unit = 0; unit < num_units; ++unit) calls[unit].unit = unit;
+  return calls;
 }
 
 MemoryPlan plan_of(const std::vector<PlannedUnit>& units, size_t depth = 1,
@@ -210,8 +210,12 @@ TEST(MemoryPlanTest, UnitsMayBeCalledInAnyOrder) {
   units[4].settings.spans_passes = true;
   const std::vector<size_t> order = {0, 4, 2, 1, 3};
   std::vector<PlannedUnit> called;
-  for (const size_t unit : order) called.push_back(units[unit]);
-  const auto plan = MemoryPlan::create(units, order, 1, 2);
+  std::vector<UnitCall> calls;
+  for (const size_t unit : order) {
+    called.push_back(units[unit]);
+    calls.push_back({.unit = unit});
+  }
+  const auto plan = MemoryPlan::create(units, calls, 1, 2);
   const MemoryPlan expected = plan_of(called);
   EXPECT_EQ(plan->buffer_bytes(), expected.buffer_bytes());
   for (size_t place = 0; place < order.size(); ++place) {
@@ -221,6 +225,44 @@ TEST(MemoryPlanTest, UnitsMayBeCalledInAnyOrder) {
     EXPECT_EQ(plan->of(order[place], 0).gradients,
               expected.of(place, 0).gradients);
   }
+}
+
+// Around all others: whole, and with its gradients, while they are called.
+TEST(MemoryPlanTest, AUnitAroundOthersSharesNoMemoryWithThem) {
+  for (const size_t depth : {0, 1, 2}) {
+    const auto units = chain(5);
+    auto calls = in_order(5);
+    for (size_t unit = 1; unit < 5; ++unit) calls[unit].depth = 1;
+    const auto plan = MemoryPlan::create(units, calls, depth, 2);
+    ASSERT_TRUE(plan.ok());
+    const PlannedBuffers around = plan->of(0, 0);
+    for (size_t unit = 1; unit < 5; ++unit) {
+      const PlannedBuffers inside = plan->of(unit, 0);
+      EXPECT_NE(around.forward, inside.forward);
+      EXPECT_NE(around.backward, inside.backward);
+      EXPECT_NE(around.backward, inside.gradients);
+      EXPECT_NE(around.gradients, inside.backward);
+      EXPECT_NE(around.gradients, inside.gradients);
+    }
+    EXPECT_EQ(plan->total_bytes(),
+              static_cast<int64_t>(8 * (2 + depth + 1 + 2)));
+  }
+}
+
+// Siblings inside of it are behind each other as ever.
+TEST(MemoryPlanTest, AUnitThatIsCalledBetweenOthersIsFreeWhereItEnds) {
+  const auto units = chain(5);
+  auto calls = in_order(5);
+  calls[2].depth = calls[3].depth = 1;  // inside of 1
+  const auto plan = MemoryPlan::create(units, calls, /*prefetch_depth=*/0,
+                                       /*max_reducing=*/1);
+  ASSERT_TRUE(plan.ok());
+  EXPECT_NE(plan->of(1, 0).forward, plan->of(2, 0).forward);
+  EXPECT_NE(plan->of(1, 0).forward, plan->of(3, 0).forward);
+  EXPECT_EQ(plan->of(2, 0).forward, plan->of(3, 0).forward);
+  EXPECT_NE(plan->of(1, 0).gradients, plan->of(2, 0).gradients);
+  EXPECT_NE(plan->of(1, 0).gradients, plan->of(3, 0).gradients);
+  EXPECT_EQ(plan->total_bytes(), 8 * (2 + 2));
 }
 
 TEST(MemoryPlanTest, OtherPassesAreNotPlanned) {

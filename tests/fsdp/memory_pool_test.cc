@@ -54,6 +54,25 @@ TEST(MemoryPoolTest, UnplannedMemoryIsLentAgainAndGivenUpForLarger) {
   EXPECT_EQ(pool.num_unplanned(), 2);
 }
 
+TEST(MemoryPoolTest, WhatAStepHasNotUsedIsGivenUp) {
+  MemoryPool pool(at::kCPU);
+  pool.plan({8});
+  pool.release(pool.acquire(8, 0));
+  Buffer small = pool.acquire(12);
+  pool.release(pool.acquire(20));
+  pool.release(std::move(small));
+  pool.give_up_unused();
+  EXPECT_EQ(pool.bytes(), 40) << "lent in this step";
+  pool.release(pool.acquire(12));
+  pool.give_up_unused();
+  EXPECT_EQ(pool.bytes(), 20);
+  const Buffer lent = pool.acquire(12);
+  pool.give_up_unused();
+  pool.give_up_unused();
+  EXPECT_EQ(pool.bytes(), 20) << "lent still";
+  EXPECT_EQ(pool.num_unplanned(), 2);
+}
+
 TEST(MemoryPoolTest, APlanTakesThePlaceOfAnother) {
   MemoryPool pool(at::kCPU);
   pool.plan({8, 16});

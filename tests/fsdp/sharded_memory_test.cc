@@ -159,7 +159,9 @@ class RandomChain {
       tensor.set_requires_grad(!is_frozen && !is_other);
       spec.parameters.push_back({absl::StrCat("p", unit, ".", i), tensor});
     }
-    if (is_outermost || draw_.percent(25)) spec.reshards_after_forward = false;
+    if (draw_.percent(is_outermost ? 70 : 25)) {
+      spec.reshards_after_forward = false;
+    }
     if (num_shards_ % 2 == 0 && num_shards_ > 2 && draw_.percent(50)) {
       spec.reshards_to = draw_.percent(50) ? num_shards_ / 2 : 2;
     }

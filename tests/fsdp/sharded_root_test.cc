@@ -443,10 +443,11 @@ TEST(ShardedRootTest, TellsItsScheduleBeforeItRuns) {
                 HasSubstr("the next forward gathers ['', 'blocks.0', "
                           "'blocks.1', 'blocks.2', 'blocks.3'] in this order, "
                           "2 ahead of their need"));
-    EXPECT_THAT(text, HasSubstr("its backward needs ['blocks.3', 'blocks.2', "
-                                "'blocks.1', 'blocks.0', ''] and reduces "
-                                "['blocks.3', 'blocks.2', 'blocks.1', "
-                                "'blocks.0', '']"));
+    EXPECT_THAT(text,
+                HasSubstr("its backward needs ['', 'blocks.3', "
+                          "'blocks.2', 'blocks.1', 'blocks.0'] and reduces "
+                          "['blocks.3', 'blocks.2', 'blocks.1', "
+                          "'blocks.0', '']"));
     // Three of them are whole at once, and three's memory goes round.
     EXPECT_THAT(text, HasSubstr(", buffer 0 in forward"));
   });

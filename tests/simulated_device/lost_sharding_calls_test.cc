@@ -584,6 +584,9 @@ TEST_F(LostSumCallsTest, ASumOfNothingIsBehindWhoHadItsMemory) {
 // Two sums of one unit without gradients: nothing else is between them.
 TEST_F(LostSumCallsTest, TheNextSumIsBehindWhoReadTheLast) {
   const auto program = [&](Parts& parts) {
+    for (at::Tensor shard : parts.segment(0).shards()) {
+      shard.mutable_grad() = at::zeros_like(shard);
+    }
     const c10::Stream a = stream_named("a");
     UnitReduction reduction = parts.reduction(0);
     const auto sum = reduction.launch();
@@ -594,7 +597,6 @@ TEST_F(LostSumCallsTest, TheNextSumIsBehindWhoReadTheLast) {
       parts.segment(0).commit({1, 1}, 0.25);
     }
     reduction.launch();
-    at::Tensor(parts.segment(0).shards()[0]).mutable_grad().reset();
   };
   expect_needed_of("a waits for group", program);
   expect_needed_of("sums waits for a", program);
@@ -609,7 +611,7 @@ TEST_F(LostSumCallsTest, WhatHasTravelledIsReadBehindTheSum) {
     arm();
     const auto sum = parts.reduction(0).launch();
     sum->waitAndThrow();
-    parts.segment(0).commit({1, 1}, 1);
+    parts.segment(0).commit({1, 1}, 0.5);
   };
   expect_needed_of("sums waits for group", program);
   expect_needed_of("a waits for sums", program);
@@ -647,7 +649,7 @@ TEST_F(LostSumCallsTest, SumsInTheOrderOfTheRanksAreBehindWhatTheyAddUp) {
         arm();
         const auto sum = parts.reduction(0).launch();
         sum->waitAndThrow();
-        parts.segment(0).commit({1, 1}, 1);
+        parts.segment(0).commit({1, 1}, 0.5);
         simulated::synchronize_all();
       });
     }
@@ -661,14 +663,13 @@ TEST_F(LostSumCallsTest, WhatARowHasSummedIsAddedUpBehindTheSums) {
     parts.gradients->set_max_reducing(2);  // so that no memory's wait is enough
     UnitReduction reduction = parts.reduction(0);
     reduction.set_sums_over_replicas(false);
-    const auto keep = [&](const char* stream) {
+    for (const char* stream : {"a", "b"}) {
       const c10::StreamGuard on_stream(stream_named(stream));
-      reduction.launch()->waitAndThrow();
+      const auto sum = reduction.launch();
+      if (std::string(stream) == "b") arm();
+      sum->waitAndThrow();
       reduction.commit({});
-    };
-    keep("a");
-    arm();
-    keep("b");
+    }
     reduction.set_sums_over_replicas(true);
     reduction.launch();
   };
@@ -690,15 +691,37 @@ TEST_F(LostSumCallsTest, WhatARowHasSummedIsForgottenBehindTheSum) {
       reduction.commit({});
     }
     arm();
-    const c10::StreamGuard on_b(stream_named("b"));
-    parts.segment(0).shards()[0].set_requires_grad(false);
-    parts.segment(0).follow_shards();
+    {
+      const c10::StreamGuard on_b(stream_named("b"));
+      parts.segment(0).shards()[0].set_requires_grad(false);
+      parts.segment(0).follow_shards();
+    }
     reduction.set_sums_over_replicas(true);
     reduction.launch();
   };
   expect_needed_of("b waits for a", program, /*num_shards=*/2);
   expect_needed_of("sums waits for b", program, /*num_shards=*/2);
   expect_needed_of("records b", program, /*num_shards=*/2);
+}
+
+// Which the allocator lends to the stream that has given it back.
+TEST_F(LostSumCallsTest, NewMemoryOfASumIsBehindWhoHadItBefore) {
+  const auto program = [&](Parts& parts) {
+    parts.take(0);
+    const c10::StreamGuard on_a(stream_named("a"));
+    const int64_t numel = parts.segment(0).shard().numel();
+    const void* before = nullptr;
+    {
+      const at::Tensor other = at::ones({numel}, on_device());
+      before = other.const_data_ptr();
+    }
+    arm();
+    parts.reduction(0).launch();
+    EXPECT_EQ(parts.segment(0).shard_gradient().pending().const_data_ptr(),
+              before);
+  };
+  expect_needed_of("sums waits for a", program);
+  expect_needed_of("records a", program);
 }
 
 TEST_F(LostSumCallsTest, WhatIsUsedTravelsFromMemoryThatStays) {
@@ -768,6 +791,42 @@ TEST_F(LostMemoryCallsTest, MemoryEndsBehindWhoHadIt) {
 }
 
 class LostUsesTest : public LostGatherCallsTest {};
+
+// It becomes the gradient, which is given back on the stream that reads it; the
+// sum's future tells of the stream that waits for it.
+TEST_F(LostUsesTest, TheAllocatorIsToldWhoReadsASum) {
+  expect_needed("b uses memory", [&] {
+    Parts parts;
+    simulated::synchronize_all();
+    const c10::Stream a = stream_named("a");
+    const c10::Stream b = stream_named("b");
+    {
+      const c10::StreamGuard on_a(a);
+      parts.take(0);
+      parts.reduction(0).launch()->waitAndThrow();
+      parts.gradients->reclaim_all();
+      simulated::synchronize_all();
+      parts.reduction(1).launch();  // the group lets go of what has travelled
+      const c10::StreamGuard on_b(b);
+      arm();
+      parts.segment(0).commit({1, 1}, 1);
+    }
+    {
+      const c10::StreamGuard on_b(b);
+      for (at::Tensor shard : parts.segment(0).shards()) {
+        shard.grad().neg();
+        shard.mutable_grad().reset();
+      }
+    }
+    disarm();
+    const c10::StreamGuard on_a(a);
+    std::vector<at::Tensor> next;  // all that the allocator has free
+    for (int i = 0; i < 16; ++i) {
+      next.push_back(at::ones_like(parts.segment(0).shard()));
+    }
+    simulated::synchronize_all();
+  });
+}
 
 // Units are made on a stream of their own.
 TEST_F(LostUsesTest, TheAllocatorIsToldWhoReadsParametersThatAreSharded) {
