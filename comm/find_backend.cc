@@ -13,4 +13,9 @@ c10::intrusive_ptr<c10d::Backend> find_backend(c10d::ProcessGroup& group,
   }
 }
 
+bool is_over_gloo(c10d::ProcessGroup& group, c10::DeviceType device_type) {
+  const auto backend = find_backend(group, device_type);
+  return backend && backend->getBackendName() == "gloo";
+}
+
 }  // namespace brigade

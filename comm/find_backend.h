@@ -14,6 +14,10 @@ namespace brigade {
 c10::intrusive_ptr<c10d::Backend> find_backend(c10d::ProcessGroup& group,
                                                c10::DeviceType device_type);
 
+// Tensors of the device travel over Gloo: by way of the host, if they are not
+// there, as where ranks share a device, which NCCL refuses.
+bool is_over_gloo(c10d::ProcessGroup& group, c10::DeviceType device_type);
+
 }  // namespace brigade
 
 #endif  // BRIGADE_COMM_FIND_BACKEND_H_

@@ -26,13 +26,6 @@ AnswersSubgroups* find_answers(c10d::ProcessGroup& group, c10::Device device) {
       find_backend(group, device.type()).get());
 }
 
-// A device's tensors, by way of the host: as where ranks share a device, which
-// NCCL refuses.
-bool travels_over_gloo(c10d::ProcessGroup& group, c10::Device device) {
-  const auto backend = find_backend(group, device.type());
-  return !device.is_cpu() && backend && backend->getBackendName() == "gloo";
-}
-
 c10::intrusive_ptr<c10d::ProcessGroup> connect_subgroup(
     const c10::intrusive_ptr<c10d::ProcessGroup>& group,
     const std::vector<int>& ranks, c10::Device device) {
@@ -49,7 +42,8 @@ c10::intrusive_ptr<c10d::ProcessGroup> connect_subgroup(
   const uint64_t number = ChannelIdentity::made_together(group).number();
   const std::string name =
       absl::StrCat("brigade/subgroup/", number, "/", absl::StrJoin(ranks, "_"));
-  const bool over_gloo = travels_over_gloo(*group, device);
+  const bool over_gloo =
+      !device.is_cpu() && is_over_gloo(*group, device.type());
   const c10::DeviceGuard on_device(device);  // which the backend is bound to
   auto made = make_process_group(
       c10::make_intrusive<c10d::PrefixStore>(name, store), own, size,

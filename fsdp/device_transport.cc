@@ -10,6 +10,7 @@
 
 #include "brigade/comm/completed_future.h"
 #include "brigade/comm/device_sum.h"
+#include "brigade/comm/find_backend.h"
 #include "brigade/comm/group_collectives.h"
 #include "brigade/comm/subgroup.h"
 #include "brigade/fsdp/mesh_ranks.h"
@@ -35,7 +36,8 @@ class DeviceTransport final : public ShardTransport {
             group, column_of(group->getRank(), num_shards, group->getSize()),
             streams.device())),
         neighbours_(group, neighbours, streams.device()),
-        in_order_(in_order) {}
+        in_order_(in_order),
+        is_over_gloo_(is_over_gloo(*sums_.group(), streams.device().type())) {}
 
   FuturePtr all_gather(const at::Tensor& whole) override {
     const int64_t shard_numel = whole.numel() / num_shards();
@@ -57,6 +59,7 @@ class DeviceTransport final : public ShardTransport {
     if (sum.over_replicas) {
       sent_.by_sums += 2 * bytes_by_ring(shard, num_replicas());
     }
+    if (is_over_gloo_) return reduce_over_gloo(whole, shard, sum);
     const auto in_row = reduce_into(*sums_.group(), shard, whole);
     return sum.over_replicas ? over_column(in_row, shard, sum.of_row)
                              : in_row->getFuture();
@@ -111,6 +114,21 @@ class DeviceTransport final : public ShardTransport {
     return completed_future({shard});
   }
 
+  // Whose sums of slices have no future. The host waits. Overwrites `whole`.
+  FuturePtr reduce_over_gloo(const at::Tensor& whole, const at::Tensor& shard,
+                             const Sum& sum) {
+    const at::NoGradGuard no_grad;
+    std::vector<at::Tensor> tensors = {whole};
+    join_current_stream(sums_.group()->allreduce(tensors));
+    shard.copy_(whole.narrow(0, shard_rank() * shard.numel(), shard.numel()));
+    if (!sum.over_replicas || num_replicas() == 1) {
+      return completed_future({shard});
+    }
+    if (sum.of_row.defined()) shard.add_(sum.of_row);
+    tensors = {shard};
+    return column_.group()->allreduce(tensors)->getFuture();
+  }
+
   // The sum of a row is in `tensor` when `row` is done. `of_row`: Sum's.
   FuturePtr over_column(const c10::intrusive_ptr<c10d::Work>& row,
                         const at::Tensor& tensor,
@@ -139,6 +157,7 @@ class DeviceTransport final : public ShardTransport {
   const GroupScope column_;
   const NeighbourGroups neighbours_;
   const bool in_order_;
+  const bool is_over_gloo_;
   Sent sent_;
 };
 

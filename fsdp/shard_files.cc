@@ -24,6 +24,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "brigade/comm/control_device.h"
 #include "brigade/fsdp/checkpoint_items.h"
 #include "brigade/fsdp/safetensors_file.h"
 
@@ -110,12 +111,13 @@ IndexedTensor indexed(const CheckpointItem& item,
 std::vector<std::string> gather_texts(c10d::ProcessGroup& group,
                                       const std::string& own) {
   const auto gather = [&](const at::Tensor& sent) {
-    std::vector<at::Tensor> inputs = {sent};
+    std::vector<at::Tensor> inputs = {sent.to(control_device(group))};
     std::vector<std::vector<at::Tensor>> outputs(1);
     for (int rank = 0; rank < group.getSize(); ++rank) {
-      outputs.front().push_back(at::empty_like(sent));
+      outputs.front().push_back(at::empty_like(inputs.front()));
     }
     group.allgather(outputs, inputs)->wait();
+    for (at::Tensor& output : outputs.front()) output = output.cpu();
     return outputs.front();
   };
   std::vector<int64_t> lengths;

@@ -10,6 +10,7 @@
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "brigade/comm/agreement.h"
+#include "brigade/comm/control_device.h"
 #include "brigade/fsdp/reduction_hook.h"
 
 namespace brigade {
@@ -186,7 +187,7 @@ void require_alike(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
               : "undefined"));
     }
   }
-  require_agreement(group, at::kCPU, "sharded parameter", items, status);
+  require_agreement(group, control_device(*group), "sharded parameter", items, status);
 }
 
 }  // namespace brigade

@@ -12,6 +12,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "brigade/comm/agreement.h"
+#include "brigade/comm/control_device.h"
 #include "brigade/comm/has_peers.h"
 
 namespace brigade {
@@ -63,20 +64,22 @@ std::string describe_mesh_of(const NamedMesh& unit) {
 std::vector<std::vector<Said>> exchange_said(const Group& group,
                                              const std::vector<Said>& own) {
   const auto count = static_cast<int64_t>(own.size());
-  std::vector<at::Tensor> inputs = {at::empty({count, 2}, at::kLong)};
-  auto mine = inputs.front().accessor<int64_t, 2>();
+  const at::Tensor on_host = at::empty({count, 2}, at::kLong);
+  auto mine = on_host.accessor<int64_t, 2>();
   for (int64_t unit = 0; unit < count; ++unit) {
     mine[unit][0] = own[unit].first;
     mine[unit][1] = own[unit].digest;
   }
+  std::vector<at::Tensor> inputs = {on_host.to(control_device(*group))};
   std::vector<std::vector<at::Tensor>> outputs(1);
   for (int rank = 0; rank < group->getSize(); ++rank) {
-    outputs.front().push_back(at::empty({count, 2}, at::kLong));
+    outputs.front().push_back(at::empty_like(inputs.front()));
   }
   group->allgather(outputs, inputs)->wait();
   std::vector<std::vector<Said>> said;
   for (const at::Tensor& output : outputs.front()) {
-    const auto theirs = output.accessor<int64_t, 2>();
+    const at::Tensor of_peer = output.cpu();
+    const auto theirs = of_peer.accessor<int64_t, 2>();
     std::vector<Said>& of_rank = said.emplace_back();
     for (int64_t unit = 0; unit < count; ++unit) {
       of_rank.push_back({theirs[unit][0], theirs[unit][1]});
@@ -142,7 +145,7 @@ std::vector<size_t> number_meshes(const Group& group,
                                 : units[unit].mesh->ranks.front(),
                    .digest = static_cast<int64_t>(units[unit].digest)});
   }
-  require_agreement(group, at::kCPU, "sharded unit", described, status);
+  require_agreement(group, control_device(*group), "sharded unit", described, status);
   std::vector<size_t> numbers(units.size(), 0);
   if (meshed.empty()) return numbers;
 
@@ -154,7 +157,7 @@ std::vector<size_t> number_meshes(const Group& group,
   for (size_t i = 0; i < meshed.size() && is_told && status.ok(); ++i) {
     status = check_peers(units[meshed[i]], i, rank, said);
   }
-  require_agreement(group, at::kCPU, "sharded unit", {}, status);
+  require_agreement(group, control_device(*group), "sharded unit", {}, status);
 
   std::map<std::pair<std::vector<int64_t>, int>, size_t> known;
   for (size_t i = 0; i < meshed.size(); ++i) {

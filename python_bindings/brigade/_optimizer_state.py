@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map, tree_map_with_path
 
 from brigade._C import describe_tensor, require_agreement
+from brigade._group_device import device_of
 
 _CHUNK_BYTES = 250 * 1024 * 1024
 
@@ -150,7 +151,7 @@ def _chunks(
 ) -> Iterator[tuple[torch.device, list[torch.Tensor]]]:
     """Lists of tensors that travel together, and where the group wants them to be."""
     of_group = {device.type for device in group._device_types}
-    fallback = torch.device(dist.distributed_c10d._get_object_coll_device(group))
+    fallback = device_of(group)
     by_device: dict[torch.device, list[torch.Tensor]] = {}
     for tensor in tensors:
         device = tensor.device if tensor.device.type in of_group else fallback

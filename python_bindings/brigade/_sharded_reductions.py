@@ -52,7 +52,7 @@ def _norm(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         norms = [
             torch.linalg.vector_norm(part, p, dtype=torch.float64).cpu()
             if part.numel()
-            else torch.zeros((), dtype=torch.float64)
+            else torch.zeros((), dtype=torch.float64, device="cpu")
             for part in parts
         ]
         values = torch.stack(norms)
@@ -74,7 +74,7 @@ def _over_ranks(
     is_counted_elsewhere = [
         not root.native.is_first_replica(place_of(part).require_unit().index) for part in parts
     ]
-    values.masked_fill_(torch.tensor(is_counted_elsewhere), nothing)
+    values.masked_fill_(torch.tensor(is_counted_elsewhere, device="cpu"), nothing)
     root.native.sum_over_ranks(values, takes_largest)
 
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from brigade._group_device import device_of
 from brigade._shard_place import ShardPlace, place_of
 from brigade._sharded_root import Root
 from brigade._sharded_tensors import ShardedParameter, TensorShard, as_shard, set_gather
@@ -341,15 +342,18 @@ def gather_parts(
     """Whole tensors, of one dtype; none of them where they aren't wanted. Collective."""
     group = unit.group
     places = [part._brigade_place for part in parts]
+    device = device_of(group)
     own = torch.tensor(
-        [[place.begin, part.numel()] for place, part in zip(places, parts, strict=True)]
+        [[place.begin, part.numel()] for place, part in zip(places, parts, strict=True)],
+        device=device,
     )
     intervals = [torch.empty_like(own) for _ in range(group.size())]
     dist.all_gather(intervals, own, group=group)
+    intervals = [found.cpu() for found in intervals]
     longest = max(int(found[:, 1].sum()) for found in intervals)
     # As bytes: not every backend knows every dtype.
     dtype = parts[0].dtype
-    sent = torch.zeros(longest, dtype=dtype)
+    sent = torch.zeros(longest, dtype=dtype, device=device)
     held = torch.cat([part.elements() for part in parts])
     sent[: held.numel()] = held
     wants = not rank0_only or group.rank() == 0
@@ -361,7 +365,7 @@ def gather_parts(
         dist.all_gather(as_bytes, sent.view(torch.uint8), group=group)
     if not wants:
         return []
-    return _assemble(places, intervals[: unit.num_shards], received)
+    return _assemble(places, intervals[: unit.num_shards], [found.cpu() for found in received])
 
 
 set_gather(lambda parts: gather_parts(parts, parts[0]._brigade_place.require_unit()))
@@ -371,7 +375,10 @@ def _assemble(
     places: list[ShardPlace], intervals: Iterable[torch.Tensor], received: list[torch.Tensor]
 ) -> list[torch.Tensor]:
     """`intervals`: by rank, (begin, numel) of each; `received`: by rank, one behind the other."""
-    wholes = [torch.empty(place.whole_shape.numel(), dtype=received[0].dtype) for place in places]
+    wholes = [
+        torch.empty(place.whole_shape.numel(), dtype=received[0].dtype, device="cpu")
+        for place in places
+    ]
     for of_rank, elements in zip(intervals, received, strict=False):
         start = 0
         for whole, (begin, numel) in zip(wholes, of_rank.tolist(), strict=True):

@@ -385,7 +385,8 @@ class FSDPModule(_TorchFSDPModule):
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clips the gradients of all units by their norm over all ranks, which it returns."""
-        return torch.tensor(self._root().native.clip_grad_norm(max_norm, norm_type))
+        norm = self._root().native.clip_grad_norm(max_norm, norm_type)
+        return torch.tensor(norm, device="cpu")
 
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
         """Collective: whole parameters in their own dtype, and buffers, copied, on every rank.

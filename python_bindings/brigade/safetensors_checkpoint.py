@@ -274,7 +274,7 @@ def _fields_of(
     state = optimizer.state.get(parameter, {})
     kept = {name: state[name] for name in names if state.get(name) is not None}
     return {
-        name: torch.tensor(int(value)) if name == _COUNT else value.detach()
+        name: torch.tensor(int(value), device="cpu") if name == _COUNT else value.detach()
         for name, value in kept.items()
     }
 
@@ -292,6 +292,6 @@ def _set_fields(optimizer: torch.optim.Optimizer, kept: list[dict[str, torch.Ten
 
 def _as_kept(name: str, value: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
     if name == _COUNT:
-        return torch.tensor(float(value))
+        return torch.tensor(float(value), device="cpu")
     place = place_of(parameter)
     return value if place is None else as_shard(value, place)

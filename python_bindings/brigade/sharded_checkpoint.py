@@ -370,7 +370,7 @@ def _memory_for(form: TensorStorageMetadata, parameter: torch.Tensor | None) -> 
     dtype = form.properties.dtype
     place = None if parameter is None else place_of(parameter)
     if place is None or form.size != place.whole_shape:
-        return torch.empty(form.size, dtype=dtype)
+        return torch.empty(form.size, dtype=dtype, device="cpu")
     return as_shard(torch.empty_like(parameter.plain(), dtype=dtype), place)
 
 

@@ -56,6 +56,29 @@ TEST_P(DeviceSumsInOrderTest, HaveTheBitsOfTheCpus) {
   });
 }
 
+// Of whole numbers, whose order does not show.
+TEST_P(DeviceSumsInOrderTest, NeedNoSumsOfSlices) {
+  const auto& [world_size, num_shards] = GetParam();
+  run_ranks(world_size, [row = num_shards](const Group& group) {
+    const auto on_cpu = make_ordered_transport(group, row);
+    const auto over_gloo = make_device_transport(
+        group, row, ShardingStreams(at::kCPU), {}, /*in_order=*/false);
+    const at::Tensor whole =
+        at::arange(static_cast<double>(row * kShardNumel), at::kFloat) +
+        1000 * group->getRank();
+    const at::Tensor of_row = at::full({kShardNumel}, 3.0 + group->getRank());
+    for (const bool over_replicas : {true, false}) {
+      ShardTransport::Sum sum = {.over_replicas = over_replicas};
+      if (over_replicas) sum.of_row = of_row;
+      const at::Tensor expected = torch::zeros({kShardNumel});
+      const at::Tensor found = torch::zeros({kShardNumel});
+      on_cpu->reduce_scatter(whole, expected, sum)->waitAndThrow();
+      over_gloo->reduce_scatter(whole.clone(), found, sum)->waitAndThrow();
+      EXPECT_TRUE(at::equal(found, expected)) << over_replicas;
+    }
+  });
+}
+
 INSTANTIATE_TEST_SUITE_P(, DeviceSumsInOrderTest,
                          ::testing::Values(std::tuple(1, 1), std::tuple(2, 2),
                                            std::tuple(3, 3), std::tuple(4, 4),

@@ -5,6 +5,7 @@
 #include <future>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
+#include "brigade/comm/device_backend.h"
 #include "brigade/comm/gloo_backend.h"
 #include "brigade/comm/identical_ranks_backend.h"
 #include "brigade/tests/support/simulated_device/stream_test.h"
@@ -40,11 +41,31 @@ c10::intrusive_ptr<c10d::Work> HostBackend::broadcast(
   });
 }
 
+c10::intrusive_ptr<c10d::Work> HostBackend::allgather(
+    std::vector<Tensors>& outputs, Tensors& inputs,
+    const c10d::AllgatherOptions& options) {
+  return run(outputs[0], inputs, [&](Tensors& there, Tensors& from) {
+    std::vector<Tensors> by_rank = {there};
+    return gloo_->allgather(by_rank, from, options);
+  });
+}
+
 c10::intrusive_ptr<c10d::Work> HostBackend::_allgather_base(
     at::Tensor& output, at::Tensor& input,
     const c10d::AllgatherOptions& options) {
   return run({output}, {input}, [&](Tensors& outputs, Tensors& inputs) {
     return gloo_->_allgather_base(outputs[0], inputs[0], options);
+  });
+}
+
+c10::intrusive_ptr<c10d::Work> HostBackend::_reduce_scatter_base(
+    at::Tensor& output, at::Tensor& input,
+    const c10d::ReduceScatterOptions& options) {
+  return run({output}, {input}, [&](Tensors& outputs, Tensors& inputs) {
+    auto work = gloo_->allreduce(inputs, {.reduceOp = options.reduceOp});
+    work->wait();
+    outputs[0].copy_(inputs[0].chunk(getSize())[getRank()]);
+    return work;
   });
 }
 
@@ -85,6 +106,20 @@ ProcessGroupOptions with_host_backend() {
                 return c10::make_intrusive<HostBackend>(place);
               },
           .gloo_interfaces = {"lo"}};
+}
+
+c10::intrusive_ptr<c10d::ProcessGroup> without_cpu(
+    const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
+  constexpr auto kType = c10d::ProcessGroup::BackendType::CUSTOM;
+  auto made = c10::make_intrusive<c10d::ProcessGroup>(
+      group->getStore(), group->getRank(), group->getSize());
+  made->setBackend(at::kPrivateUse1, kType,
+                   group->getBackend(at::kPrivateUse1));
+  made->setDefaultBackend(kType);
+  made->setGroupName("devices alone");
+  remember_make_backend(made, at::kPrivateUse1,
+                        with_host_backend().make_backend);
+  return made;
 }
 
 void run_ranks_on_devices(

@@ -30,9 +30,16 @@ class HostBackend final : public c10d::Backend {
   c10::intrusive_ptr<c10d::Work> broadcast(
       std::vector<at::Tensor>& tensors,
       const c10d::BroadcastOptions& options) override;
+  c10::intrusive_ptr<c10d::Work> allgather(
+      std::vector<std::vector<at::Tensor>>& outputs,
+      std::vector<at::Tensor>& inputs,
+      const c10d::AllgatherOptions& options) override;
   c10::intrusive_ptr<c10d::Work> _allgather_base(
       at::Tensor& output, at::Tensor& input,
       const c10d::AllgatherOptions& options) override;
+  c10::intrusive_ptr<c10d::Work> _reduce_scatter_base(
+      at::Tensor& output, at::Tensor& input,
+      const c10d::ReduceScatterOptions& options) override;
   c10::intrusive_ptr<c10d::Work> alltoall_base(
       at::Tensor& output, at::Tensor& input,
       std::vector<int64_t>& output_splits, std::vector<int64_t>& input_splits,
@@ -52,6 +59,11 @@ class HostBackend final : public c10d::Backend {
 };
 
 ProcessGroupOptions with_host_backend();
+
+// The same ranks, for tensors of their devices alone, as a group of NCCL is
+// from Python.
+c10::intrusive_ptr<c10d::ProcessGroup> without_cpu(
+    const c10::intrusive_ptr<c10d::ProcessGroup>& group);
 
 // Rank r is on device r, which is its thread's current one. Throws what the
 // lowest rank that fails throws.

@@ -2,13 +2,18 @@
 // backend.
 
 #include <torch/torch.h>
+#include <unistd.h>
 
+#include <filesystem>
+#include <memory>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <vector>
 
 #include "brigade/comm/identical_ranks_backend.h"
 #include "brigade/comm/process_group.h"
 #include "brigade/comm/subgroup.h"
+#include "brigade/fsdp/optimizer_state.h"
+#include "brigade/fsdp/sharded_root.h"
 #include "brigade/reducer/reducer.h"
 #include "brigade/tests/simulated_device/host_backend.h"
 #include "brigade/tests/support/simulated_device/stream_test.h"
@@ -18,11 +23,14 @@
 namespace brigade {
 namespace {
 
+namespace fs = std::filesystem;
+
 using simulated::on_device;
 using ::testing::HasSubstr;
 using testing::run_ranks_on_devices;
 using ::testing::ThrowsMessage;
 using testing::with_host_backend;
+using testing::without_cpu;
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 using Tensors = std::vector<at::Tensor>;
 
@@ -54,26 +62,89 @@ TEST_F(VendorBackendTest, GroupsOfSomeRanksHaveTheirOwn) {
   });
 }
 
+void reduce_gradients(const Group& group, int rank) {
+  const Tensors parameters = {
+      at::ones({3}, on_device(at::kFloat, rank)).requires_grad_(),
+      at::ones({5}, on_device(at::kFloat, rank)).requires_grad_()};
+  Reducer reducer(parameters, group, {.find_unused_parameters = true});
+  for (int step = 1; step <= 3; ++step) {
+    const at::Tensor loss =
+        (parameters[0].sum() + 2 * parameters[1].sum()) * step * (rank + 1);
+    reducer.prepare_for_backward(loss);
+    loss.backward();
+    for (size_t i = 0; i < parameters.size(); ++i) {
+      at::Tensor& gradient = parameters[i].mutable_grad();
+      const double mean = 1.5 * step * static_cast<double>(i + 1);
+      EXPECT_EQ(gradient.sum().item<double>(),
+                mean * static_cast<double>(gradient.numel()));
+      gradient.reset();
+    }
+  }
+}
+
 TEST_F(VendorBackendTest, ReducesGradients) {
+  run_ranks_on_devices(2, reduce_gradients);
   run_ranks_on_devices(2, [](const Group& group, int rank) {
-    const Tensors parameters = {
-        at::ones({3}, on_device(at::kFloat, rank)).requires_grad_(),
-        at::ones({5}, on_device(at::kFloat, rank)).requires_grad_()};
-    Reducer reducer(parameters, group);
-    for (int step = 1; step <= 3; ++step) {
-      const at::Tensor loss =
-          (parameters[0].sum() + 2 * parameters[1].sum()) * step * (rank + 1);
-      reducer.prepare_for_backward(loss);
-      loss.backward();
-      for (size_t i = 0; i < parameters.size(); ++i) {
-        at::Tensor& gradient = parameters[i].mutable_grad();
-        const double mean = 1.5 * step * static_cast<double>(i + 1);
-        EXPECT_EQ(gradient.sum().item<double>(),
-                  mean * static_cast<double>(gradient.numel()));
-        gradient.reset();
+    reduce_gradients(without_cpu(group), rank);
+  });
+}
+
+// What hosts tell each other travels by way of the devices: meshes of units,
+// and what ranks have written of a checkpoint.
+TEST_F(VendorBackendTest, NoneIsNeededForTheCpu) {
+  const fs::path folder =
+      fs::path(::testing::TempDir()) / c10::str("devices_alone_", getpid());
+  fs::create_directories(folder);
+  run_ranks_on_devices(2, [&](const Group& with_cpu, int rank) {
+    const Group group = without_cpu(with_cpu);
+    const at::TensorOptions options = on_device(at::kFloat, rank);
+    const auto make = [&](double value, bool has_mesh) {
+      std::vector<UnitSpec> units = {
+          {.name = "all",
+           .parameters = {
+               {"w", at::full({3, 3}, value, options).requires_grad_()}}}};
+      if (has_mesh) {
+        units.push_back({.name = "own",
+                         .parameters = {{c10::str("w", rank),
+                                         at::full({2}, value + rank, options)
+                                             .requires_grad_()}},
+                         .mesh = UnitMesh{.ranks = {rank}}});
+      }
+      return std::make_unique<ShardedRoot>(units, group, ShardingOptions{});
+    };
+    for (const bool has_mesh : {true, false}) {
+      const auto saved = make(3, has_mesh);
+      torch::optim::SGD saver(saved->shards(), 0.5);
+      saved
+          ->forward([&] {
+            return saved->call(
+                0, at::ones({3}, options), [&](const at::Tensor& x) {
+                  return saved->unit(0).segments[0]->parameters()[0].tensor *
+                         x * (rank + 1);
+                });
+          })
+          .sum()
+          .backward();
+      saver.step();
+      const at::Tensor stepped = saved->shards()[0].detach().cpu();
+      EXPECT_TRUE(at::equal(stepped, at::full_like(stepped, 3 - 0.5 * 1.5)));
+      const auto loaded = make(7, has_mesh);
+      torch::optim::SGD loader(loaded->shards(), 0.5);
+      if (has_mesh) {
+        save_shards(*saved, saver, folder / "shards");
+        load_shards(*loaded, loader, folder / "shards");
+      } else {
+        save_whole(*saved, saver, folder / "whole");
+        load_whole(*loaded, loader, folder / "whole");
+      }
+      for (size_t i = 0; i < loaded->shards().size(); ++i) {
+        EXPECT_TRUE(at::equal(loaded->shards()[i].detach().cpu(),
+                              saved->shards()[i].detach().cpu()))
+            << i << ", " << has_mesh;
       }
     }
   });
+  fs::remove_all(folder);
 }
 
 TEST_F(VendorBackendTest, AWorldOfOneNeedsNone) {
