@@ -1,7 +1,6 @@
 // Sharded training on a CUDA device, in a world of 1: its streams are real
 // ones, and the host goes on while they work.
 
-#include <c10/core/Stream.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/torch.h>
 
@@ -11,23 +10,15 @@
 #include "brigade/comm/group_collectives.h"
 #include "brigade/comm/process_group.h"
 #include "brigade/fsdp/sharded_root.h"
+#include "brigade/tests/gpu/busy_device.h"
 #include "gtest/gtest.h"
 
 namespace brigade {
 namespace {
 
-const at::Device kDevice(at::kCUDA, 0);
-
-c10::Stream current_stream() {
-  return c10::impl::VirtualGuardImpl(at::kCUDA).getStream(kDevice);
-}
-
-// Seconds of work for the current stream.
-void keep_busy() {
-  const at::Tensor matrix = at::ones({8192, 8192}, kDevice);
-  at::Tensor product = at::empty_like(matrix);
-  for (int i = 0; i < 60; ++i) at::mm_out(product, matrix, matrix);
-}
+using testing::current_stream;
+using testing::kDevice;
+using testing::keep_busy;
 
 // h * w of each unit, integers.
 std::vector<at::Tensor> train(at::Device device, const ShardingOptions& options,
@@ -37,7 +28,7 @@ std::vector<at::Tensor> train(at::Device device, const ShardingOptions& options,
   std::vector<at::Tensor> weights;
   for (int u = 0; u < 4; ++u) {
     weights.push_back(
-        at::full({8, 8}, u % 2 == 0 ? 1 : -1, at::TensorOptions(device))
+        at::full({8, 8}, u % 2 == 0 ? 1.0 : -1.0, at::TensorOptions(device))
             .requires_grad_());
     units.push_back({.name = c10::str(u),
                      .parameters = {{"w", weights.back()}},
@@ -46,7 +37,8 @@ std::vector<at::Tensor> train(at::Device device, const ShardingOptions& options,
   ShardedRoot root(units, group, options);
   std::vector<at::Tensor> gradients;
   for (int step = 0; step < num_steps; ++step) {
-    const at::Tensor x = at::full({8, 8}, step + 1, at::TensorOptions(device));
+    const at::Tensor x =
+        at::full({8, 8}, step + 1.0, at::TensorOptions(device));
     root.forward([&] {
           return root.call(0, x, [&](at::Tensor h) {
             for (size_t u = 1; u < weights.size(); ++u) {
@@ -106,7 +98,7 @@ TEST(ShardingGpuTest, FuturesOfNcclAreCompleteWhenTheyAreLaunched) {
   const GroupScope scope(
       make_process_group(c10::make_intrusive<c10d::HashStore>(), /*rank=*/0,
                          /*world_size=*/1, {.device_type = at::kCUDA}));
-  const at::Tensor whole = at::arange(1024, at::TensorOptions(kDevice));
+  const at::Tensor whole = at::arange(1024.0, at::TensorOptions(kDevice));
   const at::Tensor shard = at::empty_like(whole);
   const auto launch = [&] {
     return reduce_into(*scope.group(), shard, whole)->getFuture();

@@ -1,4 +1,8 @@
-"""Runs a function on several ranks, each in a process of its own, over Gloo on loopback."""
+"""Runs a function on several ranks, each in a process of its own, over Gloo on loopback.
+
+With `BRIGADE_TEST_DEVICE=cuda` in the environment their tensors lie on that device, all ranks'
+on the same one (tests/python/on_device.py).
+"""
 
 from __future__ import annotations
 
@@ -25,14 +29,16 @@ def run_ranks(
     function: Callable[..., Any],
     *args: Any,
     world_size: int = 2,
+    backend: str = "gloo",
     timeout_s: float = 120,
     deadline_s: float = _DEADLINE_S,
     may_die: Collection[int] = (),
 ) -> list[Any]:
-    """Calls ``function(rank, *args)`` on each rank of a Gloo group.
+    """Calls ``function(rank, *args)`` on each rank of a group.
 
     Args:
         function: Of a module, so that another process finds it. May destroy the group.
+        backend: Of the group; with "nccl" each rank needs a GPU of its own.
         timeout_s: Of the group.
         deadline_s: Of all ranks together: one that has not answered then is killed.
         may_die: Ranks that may end without an answer.
@@ -50,7 +56,7 @@ def run_ranks(
             receiver, sender = _CONTEXT.Pipe(duplex=False)
             process = _CONTEXT.Process(
                 target=_run_rank,
-                args=(rank, world_size, store, sender, timeout_s, function, args),
+                args=(rank, world_size, backend, store, sender, timeout_s, function, args),
             )
             process.start()
             sender.close()
@@ -89,12 +95,14 @@ def _answer(pipe: Connection, deadline: float) -> tuple[bool, Any]:
 def _run_rank(
     rank: int,
     world_size: int,
+    backend: str,
     store: str,
     sender: Connection,
     timeout_s: float,
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
+    import on_device
     import torch
     import torch.distributed as dist
 
@@ -103,13 +111,15 @@ def _run_rank(
     torch.set_num_threads(1)
     try:
         dist.init_process_group(
-            "gloo",
+            backend,
             init_method=f"file://{store}",
             rank=rank,
             world_size=world_size,
             timeout=datetime.timedelta(seconds=timeout_s),
+            device_id=torch.device("cuda", rank) if backend == "nccl" else None,
         )
-        value = function(rank, *args)
+        with on_device.tensors_on(os.environ.get("BRIGADE_TEST_DEVICE", "cpu")):
+            value = function(rank, *args)
         if dist.is_initialized():
             dist.barrier()  # a peer may still want what this rank has to send
             dist.destroy_process_group()

@@ -1,0 +1,286 @@
+"""Training on a CUDA device: over NCCL in a world of 1, and on ranks that share one over Gloo.
+
+Everything else on devices with streams is tried on simulated ones (tests/simulated_device).
+"""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import brigade
+
+from ranks import run_ranks
+from sharded_training import Net, shard_blocks
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+DEVICE = torch.device("cuda", 0)
+MODES = {
+    "copies": {},
+    "views": {"gradient_as_bucket_view": True},
+    "small buckets": {"bucket_cap_mb": 0.001},
+    "find_unused": {"find_unused_parameters": True},
+    "static_graph": {"static_graph": True},
+    "lazy buckets": {"lazy_bucket_allocation": True, "gradient_as_bucket_view": True},
+    "reproducible": {"reproducible": True},
+}
+STRATEGIES = {"reshard": True, "keep": False}
+
+
+class WithUnused(nn.Module):
+    """A net, and a layer that every other forward leaves out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net()
+        self.at_times = nn.Linear(2, 2)
+
+    def forward(self, x, uses=True):
+        x = self.net(x)
+        return self.at_times(x) if uses else x
+
+
+def _make(make=Net):
+    torch.manual_seed(0)
+    with DEVICE:
+        return make()
+
+
+def _batch_of(rank, step):
+    return torch.randn(4, 5, generator=torch.Generator().manual_seed(100 * step + rank)).to(DEVICE)
+
+
+def _busy():
+    """Some seconds of work for the current stream."""
+    torch.cuda._sleep(8_000_000_000)
+
+
+def _expect_same(model, plain):
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+        assert (ours.grad is None) == (theirs.grad is None)
+        if ours.grad is not None:
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=0)
+
+
+def _train_as_alone(rank, options):
+    uses_all = not options.get("find_unused_parameters", False)
+    plain = _make(WithUnused)
+    wrapped = brigade.DistributedDataParallel(copy.deepcopy(plain), device_ids=[0], **options)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (plain, wrapped)]
+    for step in range(6):
+        uses = uses_all or step % 2 == 0
+        for model, optimizer in zip((plain, wrapped), optimizers, strict=True):
+            optimizer.zero_grad()
+            model(_batch_of(rank, step), uses).square().mean().backward()
+            optimizer.step()
+        _expect_same(wrapped, plain)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_bits_are_those_of_one_process_over_nccl(mode):
+    run_ranks(_train_as_alone, MODES[mode], world_size=1, backend="nccl")
+
+
+def _train_with_hook(rank, name):
+    plain = _make()
+    wrapped = brigade.DistributedDataParallel(copy.deepcopy(plain))
+    wrapped.register_comm_hook(None, getattr(default_hooks, name))
+    for step in range(4):
+        plain.zero_grad()
+        wrapped.zero_grad()
+        plain(_batch_of(rank, step)).square().mean().backward()
+        wrapped(_batch_of(rank, step)).square().mean().backward()
+        low = torch.float16 if name.startswith("fp16") else torch.bfloat16
+        for ours, theirs in zip(wrapped.parameters(), plain.parameters(), strict=True):
+            rounded = theirs.grad if name == "allreduce_hook" else theirs.grad.to(low).float()
+            torch.testing.assert_close(ours.grad, rounded, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["allreduce_hook", "fp16_compress_hook", "bf16_compress_hook"])
+def test_hooks_over_nccl(name):
+    run_ranks(_train_with_hook, name, world_size=1, backend="nccl")
+
+
+def _train_accumulating(rank, options):
+    plain = _make()
+    wrapped = brigade.DistributedDataParallel(copy.deepcopy(plain), **options)
+    scaler = torch.amp.GradScaler("cuda")
+    for step in range(4):
+        plain.zero_grad()
+        wrapped.zero_grad()
+        for part in range(3):
+            x = _batch_of(rank, 3 * step + part)
+            scaler.scale(plain(x).square().mean()).backward()
+            if part < 2:
+                with wrapped.no_sync():
+                    scaler.scale(wrapped(x).square().mean()).backward()
+            else:
+                scaler.scale(wrapped(x).square().mean()).backward()
+        _expect_same(wrapped, plain)
+
+
+@pytest.mark.parametrize("mode", ["copies", "views", "static_graph"])
+def test_accumulates_over_nccl(mode):
+    run_ranks(_train_accumulating, MODES[mode], world_size=1, backend="nccl")
+
+
+def _never_wait(rank, kind):
+    model = _make()
+    if kind in STRATEGIES:
+        model = shard_blocks(model, reshard_after_forward=STRATEGIES[kind])
+    else:
+        model = brigade.DistributedDataParallel(model, **MODES[kind])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    x = _batch_of(rank, 0)
+
+    def step():
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(4):
+        step()
+    torch.cuda.synchronize()
+    _busy()
+    torch.cuda.set_sync_debug_mode("error")
+    for _ in range(3):
+        step()
+    torch.cuda.set_sync_debug_mode("default")
+    assert not torch.cuda.current_stream().query(), "a step has waited for the device"
+
+
+@pytest.mark.parametrize("kind", ["copies", "views", "static_graph", "small buckets", *STRATEGIES])
+def test_the_host_never_waits_over_nccl(kind):
+    run_ranks(_never_wait, kind, world_size=1, backend="nccl")
+
+
+def _train_sharded(rank, reshards, low):
+    plain = _make()
+    policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32 if low else None)
+    model = shard_blocks(copy.deepcopy(plain), reshard_after_forward=reshards, mp_policy=policy)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (plain, model)]
+    for step in range(5):
+        casts = copy.deepcopy(plain).to(low or torch.float32)
+        casts(_batch_of(rank, step).to(low or torch.float32)).square().mean().backward()
+        for parameter, cast in zip(plain.parameters(), casts.parameters(), strict=True):
+            parameter.grad = cast.grad.float()
+        optimizers[1].zero_grad()
+        model(_batch_of(rank, step)).square().mean().backward()
+        norms = [
+            nn.utils.clip_grad_norm_(plain.parameters(), 0.5),
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5),
+        ]
+        torch.testing.assert_close(*norms)
+        for optimizer in optimizers:
+            optimizer.step()
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(ours.view(-1), theirs.view(-1))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("low", [None, torch.bfloat16])
+def test_sharded_as_one_process_over_nccl(strategy, low):
+    run_ranks(_train_sharded, STRATEGIES[strategy], low, world_size=1, backend="nccl")
+
+
+def _train_compiled(rank):
+    plain = _make()
+    wrapped = torch.compile(brigade.DistributedDataParallel(copy.deepcopy(plain)))
+    for step in range(3):
+        plain.zero_grad()
+        wrapped.zero_grad()
+        plain(_batch_of(rank, step)).square().mean().backward()
+        wrapped(_batch_of(rank, step)).square().mean().backward()
+        for ours, theirs in zip(wrapped.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+def test_compiled_over_nccl():
+    run_ranks(_train_compiled, world_size=1, backend="nccl")
+
+
+def _capture(rank, options):
+    """As torch's class is captured: on a side stream, after 11 steps there."""
+    torch.cuda.set_stream(torch.cuda.Stream())
+    model = brigade.DistributedDataParallel(_make(), **options)
+    plain = _make()
+    x = _batch_of(rank, 0)
+    for _ in range(11):
+        model.zero_grad(set_to_none=True)
+        model(x).square().mean().backward()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    model.zero_grad(set_to_none=True)
+    with torch.cuda.graph(graph):
+        model(x).square().mean().backward()
+    for step in range(1, 4):
+        x.copy_(_batch_of(rank, step))
+        graph.replay()
+        plain.zero_grad()
+        plain(_batch_of(rank, step)).square().mean().backward()
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("mode", ["copies", "views", "static_graph"])
+def test_captured_in_a_cuda_graph(mode):
+    run_ranks(_capture, MODES[mode], world_size=1, backend="nccl")
+
+
+def _share_a_device(rank, options):
+    torch.cuda.set_device(DEVICE)
+    world_size = dist.get_world_size()
+    plain = _make(WithUnused)
+    wrapped = brigade.DistributedDataParallel(copy.deepcopy(plain), **options)
+    for step in range(4):
+        uses = [not options.get("find_unused_parameters") or (step + r) % 3 != 0 for r in (0, 1)]
+        wrapped.zero_grad()
+        wrapped(_batch_of(rank, step), uses[rank]).square().mean().backward()
+        sums: list[torch.Tensor | None] = [None for _ in plain.parameters()]
+        for peer in range(world_size):
+            plain.zero_grad()
+            plain(_batch_of(peer, step), uses[peer]).square().mean().backward()
+            for i, parameter in enumerate(plain.parameters()):
+                if parameter.grad is not None:
+                    sums[i] = parameter.grad if sums[i] is None else sums[i] + parameter.grad
+        for parameter, of_all in zip(wrapped.parameters(), sums, strict=True):
+            assert (parameter.grad is None) == (of_all is None)
+            if of_all is not None:
+                torch.testing.assert_close(parameter.grad, of_all / world_size, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_ranks_that_share_a_device(mode):
+    run_ranks(_share_a_device, MODES[mode])
+
+
+def _shard_on_one_device(rank, strategy, reshards):
+    torch.cuda.set_device(DEVICE)
+    plain = _make()
+    model = shard_blocks(copy.deepcopy(plain), reshard_after_forward=reshards)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (plain, model)]
+    for step in range(4):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        for peer in range(dist.get_world_size()):
+            plain(_batch_of(peer, step)).square().mean().backward()
+        for parameter in plain.parameters():
+            parameter.grad /= dist.get_world_size()
+        model(_batch_of(rank, step)).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    for whole, theirs in zip(
+        (p.full_tensor() for p in model.parameters()), plain.parameters(), strict=True
+    ):
+        torch.testing.assert_close(whole, theirs)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_shards_of_ranks_that_share_a_device(strategy):
+    run_ranks(_shard_on_one_device, strategy, STRATEGIES[strategy])
