@@ -15,6 +15,7 @@ each tells which boxes of it it holds.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -38,9 +39,24 @@ def _number_of_dimensions(func: Callable, args: tuple, kwargs: dict[str, Any]) -
     return len(args[0].whole_shape)
 
 
+def _address(func: Callable, args: tuple, kwargs: dict[str, Any]) -> int:
+    """Not for a file of safetensors: a part looks like any tensor there, and is not the whole."""
+    asks = sys._getframe(2)  # behind __torch_function__
+    if asks.f_globals.get("__name__") == "safetensors.torch":
+        whole = tuple(args[0].whole_shape)
+        raise NotImplementedError(
+            f"safetensors would save this rank's part of a tensor of {whole} as if it were all of "
+            "it.\nSave model.full_state_dict() (save_pretrained's state_dict=), or by "
+            "brigade.save_whole()."
+        )
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
+
+
 _OF_WHOLE = {
     **OF_WHOLE_TENSORS,
     **OF_WHOLE_DRAWS,
+    torch.Tensor.data_ptr: _address,
     torch.Tensor.dim: _number_of_dimensions,
     torch.Tensor.ndimension: _number_of_dimensions,
     torch.Tensor.ndim.__get__: _number_of_dimensions,

@@ -35,6 +35,21 @@ def _expect_values(found):
         assert torch.equal(found[name], value), name
 
 
+def _saves_parts(rank, folder):
+    model = shard_blocks(make_net())
+    model(batch_of(rank, 0)).sum().backward()
+    for tensors in (model.state_dict(), {"gradient": model.head.weight.grad}):
+        with pytest.raises(NotImplementedError, match="part of a tensor of"):
+            save_file(tensors, f"{folder}/{rank}.safetensors")
+    save_file(model.full_state_dict(), f"{folder}/{rank}.safetensors")
+    found = load_file(f"{folder}/{rank}.safetensors")
+    assert found["head.weight"].shape == (2, 7)
+
+
+def test_parts_are_not_saved_as_wholes(tmp_path):
+    run_ranks(_saves_parts, str(tmp_path))
+
+
 def _sharded(values=None):
     model = shard_blocks(make_net())
     if values is not None:
