@@ -1,6 +1,7 @@
 #include "brigade/comm/ordered_collectives.h"
 
 #include <ATen/core/List.h>
+#include <ATen/record_function.h>
 #include <c10/util/Exception.h>
 #include <c10/util/ScopeExit.h>
 #include <unistd.h>
@@ -117,6 +118,8 @@ OrderedCollectives::OrderedCollectives(
                     "by init_process_group().");
   if (!identity) identity = ChannelIdentity::made_together(group);
   const SigpipeBlock inherited_by_its_threads;
+  // What a profiler would see begin here may end when it is gone.
+  const at::DisableRecordFunctionGuard not_profiled;
   try {
     backend_ = make_gloo_backend_beside(
         *group,

@@ -2,6 +2,7 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
+#include <ATen/record_function.h>
 #include <c10/util/Exception.h>
 #include <c10/util/hash.h>
 
@@ -91,8 +92,11 @@ RankSlice OrderedReduction::part(const RankSlice& slice, int64_t index) const {
           .numel = std::min(part_numel_, slice.numel - offset)};
 }
 
+// Messages end on other threads, perhaps when a profiler that has seen them
+// begin is gone, whose memory they would write to.
 OrderedReduction::Message OrderedReduction::send(int peer, Phase phase,
                                                  const at::Tensor& elements) {
+  const at::DisableRecordFunctionGuard not_profiled;
   std::vector<at::Tensor> bytes = {elements.view(at::kByte)};
   sent_bytes_ += static_cast<int64_t>(elements.nbytes());
   return {.peer = peer,
@@ -101,6 +105,7 @@ OrderedReduction::Message OrderedReduction::send(int peer, Phase phase,
 
 OrderedReduction::Message OrderedReduction::receive(
     int peer, Phase phase, const at::Tensor& elements) {
+  const at::DisableRecordFunctionGuard not_profiled;
   std::vector<at::Tensor> bytes = {elements.view(at::kByte)};
   return {.peer = peer,
           .work = keep(backend_->recv(bytes, peer, tag_of(phase)))};

@@ -48,7 +48,8 @@ c10::intrusive_ptr<c10d::ProcessGroup> connect_subgroup(
   auto made = make_process_group(
       c10::make_intrusive<c10d::PrefixStore>(name, store), own, size,
       {.device_type = over_gloo ? at::kCPU : device.type(),
-       .make_backend = find_make_backend(*group, device.type()),
+       .make_backend =
+           over_gloo ? nullptr : find_make_backend(*group, device.type()),
        .timeout = group_timeout(*group),
        .name = name,
        .rendezvous_timeout = group_timeout(*group)});

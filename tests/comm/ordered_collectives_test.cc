@@ -7,6 +7,7 @@
 #include <torch/torch.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <functional>
 #include <future>
 #include <limits>
@@ -152,6 +153,27 @@ TEST_P(OrderedCollectivesTest, AllGatherGivesEachRankTheOthersSlices) {
         EXPECT_TRUE(at::equal(whole, expected)) << dtype << ' ' << numel;
       }
     }
+  });
+}
+
+// It may be stopped, and gone, at any time between two collectives.
+TEST_P(OrderedCollectivesTest, AProfilerSeesNothingThatEndsLater) {
+  static std::atomic<int> num_open{0};
+  run_ranks(world_size(), [&](const Group& group) {
+    std::optional<OrderedCollectives> collectives;
+    const auto handle = at::addThreadLocalCallback(at::RecordFunctionCallback(
+        [](const at::RecordFunction&) -> std::unique_ptr<at::ObserverContext> {
+          ++num_open;
+          return nullptr;
+        },
+        [](const at::RecordFunction&, at::ObserverContext*) { --num_open; }));
+    collectives.emplace(group, options());
+    const at::Tensor sum = values_of(group->getRank(), 1000, at::kFloat);
+    collectives->all_reduce(sum)->waitAndThrow();
+    at::removeCallback(handle);
+    group->barrier()->wait();
+    EXPECT_EQ(num_open, 0);
+    group->barrier()->wait();
   });
 }
 
