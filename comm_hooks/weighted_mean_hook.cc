@@ -45,9 +45,9 @@ void WeightedMeanHook::set_weight(double weight) {
 
 c10::intrusive_ptr<Future> WeightedMeanHook::runHook(c10d::GradBucket& bucket) {
   const c10::intrusive_ptr<c10d::ProcessGroup> group = group_.lock();
-  std::vector<at::Tensor> total = {
-      at::full({1}, current_,
-               at::TensorOptions(at::kDouble).device(control_device(*group)))};
+  std::vector<at::Tensor> total = {at::full(
+      {1}, current_,
+      at::TensorOptions(at::kDouble).device(bucket.getBuffer().device()))};
   const c10::intrusive_ptr<Future> weighed =
       group->allreduce(total)->getFuture();
   // The bucket's own future, since a child of it has its devices. The weights

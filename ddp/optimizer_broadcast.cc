@@ -65,7 +65,9 @@ void broadcast_optimizer_state(
     own_options.push_back(parameters.options().clone());
   }
   try {
-    torch::load(optimizer, stream);
+    // Not on the source's device.
+    torch::load(optimizer, stream,
+                optimizer.param_groups().front().params().front().device());
   } catch (...) {
     optimizer.state() = std::move(own_state);
     for (size_t i = 0; i < own_options.size(); ++i) {

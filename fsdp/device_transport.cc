@@ -59,7 +59,10 @@ class DeviceTransport final : public ShardTransport {
     if (sum.over_replicas) {
       sent_.by_sums += 2 * bytes_by_ring(shard, num_replicas());
     }
-    if (is_over_gloo_) return reduce_over_gloo(whole, shard, sum);
+    if (is_over_gloo_) {
+      sent_.by_sums += bytes_by_ring(whole, num_shards());  // of an all-reduce
+      return reduce_over_gloo(whole, shard, sum);
+    }
     const auto in_row = reduce_into(*sums_.group(), shard, whole);
     return sum.over_replicas ? over_column(in_row, shard, sum.of_row)
                              : in_row->getFuture();

@@ -1,6 +1,5 @@
 #include "brigade/fsdp/segment.h"
 
-#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
@@ -430,7 +429,8 @@ void Segment::zero_unwritten_gradients() {
 at::Tensor Segment::finish_gradients(GradientMemory& memory) {
   const at::NoGradGuard no_grad;
   acquire_gradients(memory);
-  if (!is_padding_zeroed_) gradient_memory_.last_use.wait();  // nobody has
+  // Else whoever wrote first has waited.
+  if (!is_padding_zeroed_) gradient_memory_.last_use.wait();
   gradient_writers_.join();
   gradient_writers_.note();
   if (is_padding_zeroed_) {
@@ -441,8 +441,8 @@ at::Tensor Segment::finish_gradients(GradientMemory& memory) {
   return gradients_;
 }
 
-// New memory is behind what its stream has been given so far, as the sum is
-// behind all that have written.
+// New memory is free for the current stream alone, so the sum is to be behind
+// that one too: it counts as one that has written.
 void Segment::prepare_sum() {
   if (shard_gradient_.prepare()) gradient_writers_.note();
 }

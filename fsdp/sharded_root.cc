@@ -69,12 +69,16 @@ class AllTrained {
   std::vector<char> was_trained_;
 };
 
-std::vector<UnitCall> numbered_calls(const CallDepths& depths, size_t count) {
+// Alike on all ranks: units on meshes of their own may have other names there.
+std::vector<size_t> first_backward_order(const std::vector<Unit>& units,
+                                         const CallDepths& depths) {
+  const bool may_differ = std::ranges::any_of(
+      units, [](const Unit& unit) { return unit.mesh.has_value(); });
   std::vector<UnitCall> calls;
-  for (size_t unit = 0; unit < count; ++unit) {
-    calls.push_back({.unit = unit, .depth = depths.of(unit)});
+  for (size_t unit = 0; unit < units.size(); ++unit) {
+    calls.push_back({.unit = unit, .depth = may_differ ? 0 : depths.of(unit)});
   }
-  return calls;
+  return backward_order_of(calls);
 }
 
 std::vector<std::string> names_of(const std::vector<Unit>& units) {
@@ -127,7 +131,7 @@ ShardedRoot::ShardedRoot(std::vector<Unit> units,
   policy_ = std::make_unique<UnitPolicy>(
       units_, transports_, *gathers_, gradient_memory_,
       static_cast<UnitPolicy::Listener&>(*this), fingerprint.value(),
-      backward_order_of(numbered_calls(call_depths_, units_.size())));
+      first_backward_order(units_, call_depths_));
   const AllTrained all_trained(policy_->variables());
   const std::vector<std::vector<at::Tensor>> variables = {policy_->variables()};
   engine_ = std::make_unique<Engine>(

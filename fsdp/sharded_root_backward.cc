@@ -131,7 +131,7 @@ void ShardedRoot::end_backward(bool ended_well) {
     gathers_->recorder().drop();
   }
   is_behind_backward_ = ended_well;
-  pool_.give_up_unused();
+  if (is_reduced()) pool_.give_up_unused();
 }
 
 void ShardedRoot::reduce() {

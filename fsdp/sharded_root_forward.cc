@@ -38,7 +38,7 @@ void ShardedRoot::begin_forward() {
   gathers_->shards_are_written();
   gathers_->release_unneeded();
   plan_memory();
-  call_depths_.begin_forward();
+  if (keeps_units_) call_depths_.begin_forward();
   gathers_->begin(expected, GatheredIn::kForward);
   if (pass_ == Pass::kNone) pass_ = Pass::kForward;
 }
@@ -179,7 +179,7 @@ std::shared_ptr<ShardedRoot::Call> ShardedRoot::begin_call(
     gathers_->release(unit);
   }
   need(unit);
-  if (pass_ == Pass::kForward) {
+  if (pass_ == Pass::kForward && keeps_units_) {
     call_depths_.note(unit, std::accumulate(num_running_.begin(),
                                             num_running_.end(), size_t{0}));
   }

@@ -112,6 +112,23 @@ absl::Status check_parameter(const UnitSpec& unit,
   return absl::OkStatus();
 }
 
+// As of a module that is moved later, in a group of NCCL alone.
+absl::Status check_device(const c10d::ProcessGroup& group,
+                          std::span<const UnitSpec> units) {
+  for (const UnitSpec& unit : units) {
+    for (const NamedParameter& parameter : unit.parameters) {
+      const c10::Device device = parameter.tensor.device();
+      if (device.is_meta() || supports_device(group, device.type())) continue;
+      return absl::InvalidArgumentError(absl::StrCat(
+          "fully_shard: parameter '", parameter.name, "' of unit '", unit.name,
+          "' is on ", device.str(),
+          ", for which the group has no backend.\n"
+          "Move the module to the group's device before it is sharded."));
+    }
+  }
+  return absl::OkStatus();
+}
+
 absl::Status check_units(std::span<const UnitSpec> units,
                          const ShardingOptions& options, int num_shards) {
   std::unordered_map<const void*, std::string> owners;
@@ -157,6 +174,7 @@ void require_alike(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
     status = check_units(units, options,
                          options.num_shards.value_or(group->getSize()));
   }
+  if (status.ok()) status = check_device(*group, units);
   std::vector<std::string> items = {describe(options)};
   for (const UnitSpec& unit : units) {
     for (const NamedParameter& parameter : unit.parameters) {
@@ -187,7 +205,8 @@ void require_alike(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
               : "undefined"));
     }
   }
-  require_agreement(group, control_device(*group), "sharded parameter", items, status);
+  require_agreement(group, control_device(*group), "sharded parameter", items,
+                    status);
 }
 
 }  // namespace brigade

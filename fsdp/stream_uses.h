@@ -32,8 +32,6 @@ class StreamUses {
   StreamPoint end();
   void forget() { streams_.clear(); }
 
-  bool empty() const { return streams_.empty(); }
-
   // A caching allocator is told of all of them: `memory` may be dropped.
   void record_on(const at::Tensor& memory) const;
 

@@ -145,7 +145,8 @@ std::vector<size_t> number_meshes(const Group& group,
                                 : units[unit].mesh->ranks.front(),
                    .digest = static_cast<int64_t>(units[unit].digest)});
   }
-  require_agreement(group, control_device(*group), "sharded unit", described, status);
+  require_agreement(group, control_device(*group), "sharded unit", described,
+                    status);
   std::vector<size_t> numbers(units.size(), 0);
   if (meshed.empty()) return numbers;
 

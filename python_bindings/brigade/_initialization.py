@@ -166,5 +166,6 @@ def _gathered(unit: Unit, parts: list[ShardedParameter]) -> list[torch.Tensor]:
     wholes: dict[ShardedParameter, torch.Tensor] = {}
     for dtype in dict.fromkeys(part.dtype for part in parts):
         of_dtype = [part for part in parts if part.dtype == dtype]
-        wholes.update(zip(of_dtype, gather_parts(of_dtype, unit), strict=True))
+        gathered = [whole.to(parts[0].device) for whole in gather_parts(of_dtype, unit)]
+        wholes.update(zip(of_dtype, gathered, strict=True))
     return [wholes[part] for part in parts]

@@ -291,6 +291,8 @@ def _is_ours(module: Any, mesh: Any, function: str) -> bool:
     elsewhere = {p.device.type for each in modules for p in each.parameters()} - {"cpu"}
     if _is_for_cpus(mesh):
         elsewhere -= {"meta"}
+    elif not elsewhere:
+        return False  # torch moves it to the mesh's devices
     if elsewhere and not any(isinstance(child, FSDPModule) for child in below):
         warnings.warn(
             f"brigade.install(): {function} of a module on {_checks.some_of(sorted(elsewhere))} "

@@ -34,7 +34,7 @@ def _norm(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """The norm of a whole tensor, or of each in a list, from all ranks' parts. Collective."""
     is_list = func is torch._foreach_norm
     parts = list(args[0]) if is_list else [args[0]]
-    if _are_whole(parts):
+    if are_whole(parts):
         return _of_these(func, args, kwargs)
     p = args[1] if len(args) > 1 else kwargs.get("ord", kwargs.get("p", 2))
     p = 2.0 if p is None or p == "fro" else float(p)
@@ -50,19 +50,21 @@ def _norm(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     takes_largest = p == float("inf")
     with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
         norms = [
-            torch.linalg.vector_norm(part, p, dtype=torch.float64).cpu()
+            torch.linalg.vector_norm(part, p, dtype=torch.float64)
             if part.numel()
-            else torch.zeros((), dtype=torch.float64, device="cpu")
+            else part.new_zeros((), dtype=torch.float64)
             for part in parts
         ]
-        values = torch.stack(norms)
+        device = norms[0].device
+        values = torch.stack([norm.to(device) for norm in norms]).cpu()
         if not takes_largest:
             values.pow_(p)
         _over_ranks(parts, values, takes_largest, nothing=0)
         if not takes_largest:
             values.pow_(1 / p)
         dtype = kwargs.get("dtype") or parts[0].dtype
-        found = [value.to(part.device) for value, part in zip(values.to(dtype), parts, strict=True)]
+        each = values.to(device, dtype).unbind()
+        found = [value.to(part.device) for value, part in zip(each, parts, strict=True)]
     return found if is_list else found[0]
 
 
@@ -97,7 +99,7 @@ def _total(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     name = func.__name__
     others = [*args[1:], *(kwargs[key] for key in kwargs if key not in ("input", "dtype"))]
     part = args[0] if args else kwargs["input"]
-    if any(isinstance(other, torch.Tensor) for other in others) or _are_whole([part]):
+    if any(isinstance(other, torch.Tensor) for other in others) or are_whole([part]):
         return _of_these(func, args, kwargs)
     if others:
         raise NotImplementedError(
@@ -127,7 +129,7 @@ def _dtype_of(name: str, part: torch.Tensor) -> torch.dtype:
 
 
 def _refuse_list(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    if _are_whole(list(args[0])):
+    if are_whole(list(args[0])):
         return _of_these(func, args, kwargs)
     raise NotImplementedError(
         f"{func.__name__}() of sharded parameters.\nTake each one's max(), or sum(), which is the "
@@ -138,7 +140,7 @@ def _refuse_list(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
 def _dot(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Of two parts of one parameter: of the whole ones."""
     first, second = args[:2]
-    if _are_whole([first, second]):
+    if are_whole([first, second]):
         return _of_these(func, args, kwargs)
     place = place_of(first)
     if place is None or place is not place_of(second):
@@ -153,7 +155,7 @@ def _dot(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         return values[0].to(first.dtype).to(first.device)
 
 
-def _are_whole(parts: list[torch.Tensor]) -> bool:
+def are_whole(parts: list[torch.Tensor]) -> bool:
     """All ranks have the same ones, whole, as replicas are, or they are no parts."""
     return all(
         place is None or _is_everywhere(place.require_unit()) for place in map(place_of, parts)
@@ -224,7 +226,7 @@ def _refuse_several(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Of a part it would be another one on each rank, and say nothing."""
     operands = torch.utils._pytree.tree_leaves((args, kwargs))
     parts = [each for each in operands if isinstance(each, torch.Tensor) and place_of(each)]
-    if _are_whole(parts):
+    if are_whole(parts):
         return _of_these(func, args, kwargs)
     raise NotImplementedError(
         f"{func.__name__}() of a sharded tensor of {tuple(place_of(parts[0]).whole_shape)}: it "

@@ -33,7 +33,9 @@ def full_state_dict(module: nn.Module, root: Root, rank0_only: bool) -> dict[str
     for index, unit in enumerate(root.units):
         gathered = root.native.gather_unit(index)
         if keeps:
-            wholes.update(zip(map(id, unit.shards), gathered, strict=True))
+            # One unit at a time has to have room on a device.
+            on_host = [whole.cpu() for whole in gathered]
+            wholes.update(zip(map(id, unit.shards), on_host, strict=True))
     if not keeps:
         return {}
     return {

@@ -27,12 +27,13 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.optim.optimizer import _foreach_supported_types as _of_optimizers
 
 from brigade._shard_boxes import Box, boxes_of
 from brigade._shard_place import ShardPlace, place_of
 from brigade._sharded_draws import OF_WHOLE_DRAWS
 from brigade._sharded_elements import COPIES, OF_ELEMENTS, OF_LISTS, flattens, is_in_place
-from brigade._sharded_reductions import OF_WHOLE_TENSORS
+from brigade._sharded_reductions import OF_WHOLE_TENSORS, are_whole
 
 
 def _number_of_dimensions(func: Callable, args: tuple, kwargs: dict[str, Any]) -> int:
@@ -42,7 +43,7 @@ def _number_of_dimensions(func: Callable, args: tuple, kwargs: dict[str, Any]) -
 def _address(func: Callable, args: tuple, kwargs: dict[str, Any]) -> int:
     """Not for a file of safetensors: a part looks like any tensor there, and is not the whole."""
     asks = sys._getframe(2)  # behind __torch_function__
-    if asks.f_globals.get("__name__") == "safetensors.torch":
+    if asks.f_globals.get("__name__") == "safetensors.torch" and not are_whole([args[0]]):
         whole = tuple(args[0].whole_shape)
         raise NotImplementedError(
             f"safetensors would save this rank's part of a tensor of {whole} as if it were all of "
@@ -218,6 +219,8 @@ def as_shard(
 
 # So that torch's clip_grad_norm_ asks for all norms at once: one collective, not one for each.
 torch.utils._foreach_utils._foreach_supported_types.append(TensorShard)
+# So that optimizers go through lists where that is their default, on devices.
+_of_optimizers.append(ShardedParameter)
 
 
 _gather: Callable[[list[TensorShard]], list[torch.Tensor]]

@@ -30,6 +30,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, UnshardH
 from brigade import _C, _compiling, _sharded_state
 from brigade._checkpoints_inside import teach_torch_checkpoints
 from brigade._checks import failure_told_to_peers
+from brigade._group_device import device_of, serves
 from brigade._initialization import (
     initialize_whole,
     teach_torch_to_initialize,
@@ -398,7 +399,8 @@ class FSDPModule(_TorchFSDPModule):
     def load_full_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         """Collective: from whole parameters and buffers, equal on all ranks.
 
-        What is on meta gets memory where the state is. Buffers that are in no state dict stay
+        What is on meta gets memory where the state is, or on the group's device if it has no
+        backend for that. Buffers that are in no state dict stay
         there.
 
         Raises:
@@ -406,7 +408,8 @@ class FSDPModule(_TorchFSDPModule):
         """
         _sharded_state.require_whole_state(self, state)
         if any(unit.is_from_meta for unit in unit_of(self).with_those_below()):
-            give_memory(self, next(iter(state.values())).device)
+            group, device = unit_of(self).group, next(iter(state.values())).device
+            give_memory(self, device if serves(group, device) else device_of(group))
         _sharded_state.load_full_state_dict(self, self._root(), state)
 
     def explain(self) -> str:

@@ -300,7 +300,12 @@ def _pickled(value: Any) -> bytes:
 
 
 def _unpickled(value: bytes) -> Any:
-    return torch.load(io.BytesIO(value), weights_only=False)
+    return torch.load(io.BytesIO(value), map_location=_restored, weights_only=False)
+
+
+def _restored(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
+    """On this rank's device of the kind that it was saved from, perhaps another rank's."""
+    return torch.serialization.default_restore_location(storage, location.split(":")[0])
 
 
 # ---- What a checkpoint is read into.

@@ -9,6 +9,7 @@
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <vector>
 
+#include "brigade/comm/device_backend.h"
 #include "brigade/comm/identical_ranks_backend.h"
 #include "brigade/comm/process_group.h"
 #include "brigade/comm/subgroup.h"
@@ -145,6 +146,35 @@ TEST_F(VendorBackendTest, NoneIsNeededForTheCpu) {
     }
   });
   fs::remove_all(folder);
+}
+
+TEST_F(VendorBackendTest, AModuleOfTheCpuIsRefusedWithoutOneForIt) {
+  run_ranks_on_devices(2, [&](const Group& with_cpu, int /*rank*/) {
+    const Group group = without_cpu(with_cpu);
+    const std::vector<UnitSpec> units = {
+        {.name = "all", .parameters = {{"w", at::ones({3}).requires_grad_()}}}};
+    EXPECT_THAT(([&] { ShardedRoot(units, group, {}); }),
+                ThrowsMessage<c10::ValueError>(
+                    HasSubstr("is on cpu, for which the group has no")));
+  });
+}
+
+// Gloo, for devices: its groups of some ranks are of the same.
+TEST_F(VendorBackendTest, GlooOfADeviceServesGroupsOfSomeRanks) {
+  run_ranks_on_devices(2, [](const Group& with_host, int rank) {
+    const auto gloo = with_host->getBackend(at::kCPU);
+    const auto group =
+        c10::make_intrusive<c10d::ProcessGroup>(with_host->getStore(), rank, 2);
+    group->setBackend(at::kCPU, c10d::ProcessGroup::BackendType::GLOO, gloo);
+    group->setBackend(at::kPrivateUse1, c10d::ProcessGroup::BackendType::GLOO,
+                      gloo);
+    remember_make_backend(group, at::kPrivateUse1,
+                          with_host_backend().make_backend);
+    const GroupScope both =
+        make_subgroup(group, {0, 1}, simulated::device(rank));
+    EXPECT_EQ(both.group()->getBackend(at::kPrivateUse1)->getBackendName(),
+              "gloo");
+  });
 }
 
 TEST_F(VendorBackendTest, AWorldOfOneNeedsNone) {
