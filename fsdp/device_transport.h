@@ -4,7 +4,8 @@
 // row's for gathers, that of neighbours for those among them, a row's and a
 // column's for sums. Sums are the backend's, in its order, and not scaled; or
 // those of the ranks' order, as on the CPU: a row's ranks send each other their
-// slices, and each adds up what it gets, and so over the column.
+// slices, and each adds up what it gets, and so over the column. Over Gloo, as
+// where ranks share a device, a row's sum is an all-reduce.
 
 #ifndef BRIGADE_FSDP_DEVICE_TRANSPORT_H_
 #define BRIGADE_FSDP_DEVICE_TRANSPORT_H_

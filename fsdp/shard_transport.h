@@ -8,7 +8,8 @@
 // Gathers and sums are independent of each other, each in the order of its
 // calls, which is the same on all ranks. On devices with streams they are
 // launched with one of streams() current, behind what that one has been given;
-// their futures are complete then, and make streams wait.
+// their futures are complete then, and make streams wait; but those of Gloo,
+// which keeps the host waiting.
 //
 // Thread safety: one call at a time of each kind.
 

@@ -445,6 +445,40 @@ TEST(UnitMeshTest, RanksMayHaveNoData) {
   });
 }
 
+// As it may be where each rank makes its experts: what is inside of what, by
+// their names, differs.
+TEST(UnitMeshTest, UnitsOnOtherRanksMayHaveOtherNames) {
+  run_ranks(2, [](const Group& group) {
+    const int rank = group->getRank();
+    const auto ones = [] { return torch::ones({4}).requires_grad_(); };
+    const std::vector<at::Tensor> weights = {ones(), ones(), ones()};
+    const std::vector<UnitSpec> units = {
+        {.name = "", .parameters = {{"weight", weights[0]}}},
+        {.name = "layer", .parameters = {{"layer.weight", weights[1]}}},
+        {.name = rank == 0 ? "layer.experts" : "my_experts",
+         .parameters = {{rank == 0 ? "layer.experts.weight" : "my.weight",
+                         weights[2]}},
+         .mesh = UnitMesh{.ranks = {rank}}}};
+    ShardedRoot root(units, group, {.reshards_after_forward = true});
+    for (int step = 0; step < 2; ++step) {
+      const at::Tensor loss = root.forward([&] {
+        return root.call(0, torch::ones({4}), [&](const at::Tensor& x) {
+          return root.call(1, x * weights[0], [&](const at::Tensor& h) {
+            return root.call(2, h * weights[1], [&](const at::Tensor& y) {
+              return (y * weights[2]).sum();
+            });
+          });
+        });
+      });
+      loss.backward();
+      for (const at::Tensor& shard : root.shards()) {
+        EXPECT_TRUE(at::equal(shard.grad(), torch::ones_like(shard)));
+        at::Tensor(shard).mutable_grad().reset();
+      }
+    }
+  });
+}
+
 // ---- What can't work.
 
 // The error that each rank gets for its mesh, which changes no parameter.
