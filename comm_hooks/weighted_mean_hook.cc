@@ -8,7 +8,6 @@
 #include <utility>
 #include <vector>
 
-#include "brigade/comm/control_device.h"
 #include "brigade/comm_hooks/hook_result.h"
 
 namespace brigade {

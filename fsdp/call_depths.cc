@@ -18,6 +18,14 @@ CallDepths::CallDepths(const std::vector<std::string>& names) {
   }
 }
 
+std::vector<UnitCall> CallDepths::calls(std::span<const size_t> order) const {
+  std::vector<UnitCall> calls;
+  for (const size_t unit : order) {
+    calls.push_back({.unit = unit, .depth = of(unit)});
+  }
+  return calls;
+}
+
 void CallDepths::note(size_t unit, size_t depth) {
   Seen& seen = seen_[unit];
   const bool is_first = seen.forward != forward_;

@@ -10,8 +10,11 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <span>
 #include <string>
 #include <vector>
+
+#include "brigade/fsdp/unit_calls.h"
 
 namespace brigade {
 
@@ -25,6 +28,8 @@ class CallDepths {
   void note(size_t unit, size_t depth);
 
   size_t of(size_t unit) const { return seen_[unit].depth; }
+  // A call of each unit, in this order.
+  std::vector<UnitCall> calls(std::span<const size_t> order) const;
 
  private:
   struct Seen {

@@ -29,7 +29,6 @@
 #include "brigade/fsdp/memory_pool.h"
 #include "brigade/fsdp/shard_gradient.h"
 #include "brigade/fsdp/shard_layout.h"
-#include "brigade/fsdp/stream_point.h"
 #include "brigade/fsdp/stream_uses.h"
 #include "brigade/fsdp/whole_storage.h"
 #include "brigade/hooks/autograd_node.h"

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <functional>
+#include <numeric>
 #include <string_view>
 
 #include "absl/strings/str_cat.h"
@@ -74,11 +75,11 @@ std::vector<size_t> first_backward_order(const std::vector<Unit>& units,
                                          const CallDepths& depths) {
   const bool may_differ = std::ranges::any_of(
       units, [](const Unit& unit) { return unit.mesh.has_value(); });
-  std::vector<UnitCall> calls;
-  for (size_t unit = 0; unit < units.size(); ++unit) {
-    calls.push_back({.unit = unit, .depth = may_differ ? 0 : depths.of(unit)});
-  }
-  return backward_order_of(calls);
+  std::vector<size_t> order(units.size());
+  std::iota(order.begin(), order.end(), size_t{0});
+  if (!may_differ) return backward_order_of(depths.calls(order));
+  std::ranges::reverse(order);
+  return order;
 }
 
 std::vector<std::string> names_of(const std::vector<Unit>& units) {

@@ -17,11 +17,7 @@
 namespace brigade {
 
 std::vector<UnitCall> ShardedRoot::expected_calls() const {
-  std::vector<UnitCall> calls;
-  for (const size_t unit : policy_->calling_order()) {
-    calls.push_back({.unit = unit, .depth = call_depths_.of(unit)});
-  }
-  return calls;
+  return call_depths_.calls(policy_->calling_order());
 }
 
 MemoryPlan ShardedRoot::make_plan() const {

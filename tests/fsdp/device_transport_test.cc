@@ -24,11 +24,11 @@ using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 constexpr int64_t kShardNumel = 37;
 
 // Ranks x length of a row.
-class DeviceSumsInOrderTest
+class DeviceSumsOfRanksTest
     : public ::testing::TestWithParam<std::tuple<int, int>> {};
 
 // Drawn values, as sums of whole numbers would hide the order.
-TEST_P(DeviceSumsInOrderTest, HaveTheBitsOfTheCpus) {
+TEST_P(DeviceSumsOfRanksTest, HaveTheBitsOfTheCpusInOrder) {
   const auto& [world_size, num_shards] = GetParam();
   run_ranks(world_size, [row = num_shards](const Group& group) {
     const auto on_cpu = make_ordered_transport(group, row);
@@ -57,7 +57,7 @@ TEST_P(DeviceSumsInOrderTest, HaveTheBitsOfTheCpus) {
 }
 
 // Of whole numbers, whose order does not show.
-TEST_P(DeviceSumsInOrderTest, NeedNoSumsOfSlices) {
+TEST_P(DeviceSumsOfRanksTest, NeedNoSumsOfSlicesOverGloo) {
   const auto& [world_size, num_shards] = GetParam();
   run_ranks(world_size, [row = num_shards](const Group& group) {
     const auto on_cpu = make_ordered_transport(group, row);
@@ -79,7 +79,7 @@ TEST_P(DeviceSumsInOrderTest, NeedNoSumsOfSlices) {
   });
 }
 
-INSTANTIATE_TEST_SUITE_P(, DeviceSumsInOrderTest,
+INSTANTIATE_TEST_SUITE_P(, DeviceSumsOfRanksTest,
                          ::testing::Values(std::tuple(1, 1), std::tuple(2, 2),
                                            std::tuple(3, 3), std::tuple(4, 4),
                                            std::tuple(3, 1), std::tuple(4, 2),
