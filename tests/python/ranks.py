@@ -10,10 +10,13 @@ import datetime
 import faulthandler
 import multiprocessing
 import os
+import sys
 import tempfile
 import time
 import traceback
+import unittest.mock
 from collections.abc import Callable, Collection
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -22,7 +25,17 @@ _DIED = (False, "died without an answer")
 _LATE = (False, "gave no answer before the deadline")
 # Processes are forked from one that has imported torch and started no thread.
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "torch._dynamo", "brigade"])
+_CONTEXT.set_forkserver_preload(["preloaded"])
+
+
+def _start_forkserver() -> None:
+    """Starts the process that ranks are forked from; it looks for modules in PYTHONPATH alone."""
+    folder = os.path.dirname(os.path.abspath(__file__))
+    with unittest.mock.patch.dict(os.environ):
+        os.environ["PYTHONPATH"] = os.pathsep.join(
+            [folder, *filter(None, [os.environ.get("PYTHONPATH")])]
+        )
+        forkserver.ensure_running()
 
 
 def run_ranks(
@@ -49,6 +62,7 @@ def run_ranks(
     Raises:
         AssertionError: A rank raised, died or took too long; with its traceback.
     """
+    _start_forkserver()
     with tempfile.TemporaryDirectory() as folder:
         store = os.path.join(folder, "store")
         pipes, processes = [], []
@@ -110,6 +124,8 @@ def _run_rank(
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
     try:
+        if "preloaded" not in sys.modules:
+            raise ImportError("the process that ranks are forked from lacks preloaded.py")
         dist.init_process_group(
             backend,
             init_method=f"file://{store}",
