@@ -29,7 +29,11 @@ Engine::Engine(std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> groups,
                std::span<const std::vector<at::Tensor>> replicas,
                ReductionPolicy& policy, EngineOptions options)
     : hooks_(std::make_shared<GradientHooks>(
-          replicas, static_cast<GradientListener&>(*this), options.sink)),
+          replicas,
+          [this](VariableIndex variable, bool is_defined) {
+            gradient_ready(variable, is_defined);
+          },
+          options.sink)),
       state_{
           .groups = std::move(groups),
           .policy = policy,
@@ -52,8 +56,15 @@ Engine::~Engine() {
   while (!callbacks.expired()) std::this_thread::yield();
 
   const std::shared_ptr<Iteration>& iteration = state_.iteration;
-  if (iteration && std::ranges::any_of(iteration->launches, is_pending)) {
+  if (!iteration) return;
+  if (std::ranges::any_of(iteration->launches, is_pending)) {
     keep_until_done(state_.policy.let_go(), *iteration);
+    return;
+  }
+  // A device may be busy with what is complete on the host: the current stream
+  // is behind it before the memory goes.
+  for (const Launch& launch : iteration->launches) {
+    if (launch.future) launch.future->wait();
   }
 }
 

@@ -49,7 +49,7 @@
 
 namespace brigade {
 
-class Engine : private GradientListener {
+class Engine {
  public:
   // `groups`: those that entries are launched on (Collective::group()), at most
   // kMaxGroups. The first one has all ranks that share the policy's sequence;
@@ -202,7 +202,6 @@ class Engine : private GradientListener {
   const GradientHooks& hooks() const { return *hooks_; }
 
  private:
-  void on_gradient_ready(VariableIndex variable, bool is_defined) override;
   void on_output_reached(Preparation preparation);
   void on_local_output_reached();
   void on_backward_end(int64_t preparation, int backward_id);

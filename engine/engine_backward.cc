@@ -81,11 +81,7 @@ void Engine::begin_in_backward() try {
   throw;
 }
 
-void Engine::gradient_ready(VariableIndex variable, bool is_defined) {
-  on_gradient_ready(variable, is_defined);
-}
-
-void Engine::on_gradient_ready(VariableIndex variable, bool is_defined) try {
+void Engine::gradient_ready(VariableIndex variable, bool is_defined) try {
   const std::lock_guard<std::mutex> lock(mutex_);
   const int backward_id = running_backward_id();
   if (is_between(state_.phase)) {

@@ -17,9 +17,11 @@
 #define BRIGADE_HOOKS_GRADIENT_HOOKS_H_
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/FunctionRef.h>
 #include <torch/csrc/autograd/function.h>
 
 #include <atomic>
+#include <concepts>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -29,34 +31,39 @@
 
 #include "brigade/hooks/autograd_node.h"
 #include "brigade/hooks/gradient_sink.h"
+#include "brigade/hooks/ready_hook.h"
 #include "brigade/planning/variable_index.h"
 
 namespace brigade {
-
-class GradientListener {
- public:
-  // `variable`: its place in the lists given to GradientHooks. `is_defined`:
-  // false if backward reached the parameter with an undefined gradient, which
-  // changes nothing in `.grad` and is not taken by a sink. What this throws
-  // comes out of backward().
-  virtual void on_gradient_ready(VariableIndex variable, bool is_defined) = 0;
-
- protected:
-  ~GradientListener() = default;
-};
-
-class ReadyHook;
 
 class GradientHooks {
  public:
   // `replicas[r]` holds the parameters of local replica r, equally many each.
   //
+  // `listener(variable, is_defined)` is called for each gradient. `variable`:
+  // its place in `replicas`. `is_defined`: false if backward reached the
+  // parameter with an undefined gradient, which changes nothing in `.grad` and
+  // is not taken by a sink. What it throws comes out of backward(). Each hook
+  // has a copy: what it refers to outlives this object.
+  //
   // `sink`: takes each gradient, see gradient_sink.h; null: `.grad` does.
   //
-  // REQUIRES: every parameter is a leaf that requires a gradient; `listener`
-  // and `sink` outlive this object.
-  GradientHooks(std::span<const std::vector<at::Tensor>> replicas,
-                GradientListener& listener, GradientSink* sink = nullptr);
+  // REQUIRES: every parameter is a leaf that requires a gradient; `sink`
+  // outlives this object.
+  template <typename Listener>
+  requires std::invocable<const Listener&, VariableIndex, bool> GradientHooks(
+      std::span<const std::vector<at::Tensor>> replicas,
+      const Listener& listener, GradientSink* sink = nullptr) {
+    using Hook = ReadyHookFor<Listener>;
+    static_assert(alignof(Hook) <= __STDCPP_DEFAULT_NEW_ALIGNMENT__);
+    add(replicas, sink, sizeof(Hook),
+        [&](std::byte* place, VariableIndex variable,
+            const torch::autograd::Node* accumulator,
+            const at::Tensor& parameter) -> std::unique_ptr<ReadyHook> {
+          return std::unique_ptr<ReadyHook>(new (place) Hook(
+              listener, variable, accumulator, parameter, last_called_));
+        });
+  }
   ~GradientHooks();
 
   // From here on the listener is told nothing. Not to be called during a
@@ -84,6 +91,14 @@ class GradientHooks {
     uintptr_t key;
     const torch::autograd::FunctionPreHook* taking;  // null without a sink
   };
+  using MakeHook = std::unique_ptr<ReadyHook>(
+      std::byte* place, VariableIndex variable,
+      const torch::autograd::Node* accumulator, const at::Tensor& parameter);
+
+  void add(std::span<const std::vector<at::Tensor>> replicas,
+           GradientSink* sink, size_t bytes_per_hook,
+           c10::function_ref<MakeHook> make_hook);
+
   std::unique_ptr<std::byte[]> hooks_;       // memory, one after the other
   std::vector<Registration> registrations_;  // as accumulators()
   std::atomic<ReadyHook*> last_called_ = nullptr;

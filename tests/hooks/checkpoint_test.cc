@@ -351,14 +351,14 @@ TEST_P(CheckpointTest, TakesModules) {
 }
 
 TEST_P(CheckpointTest, TellsGradientHooksOfEachParameterOnce) {
-  struct Listener : GradientListener {
-    void on_gradient_ready(VariableIndex variable, bool) override {
+  struct Listener {
+    void operator()(VariableIndex variable, bool) {
       ready.push_back(variable.parameter);
     }
     std::vector<size_t> ready;
   } listener;
   const std::vector<at::Tensor> parameters = {w};
-  const GradientHooks hooks(std::array{parameters}, listener);
+  const GradientHooks hooks(std::array{parameters}, std::ref(listener));
   GraphSearch search(hooks.accumulators());
   const at::Tensor output = checkpoint(options(), block(), torch::ones({4}));
   // A reentrant checkpoint hides what it captures.

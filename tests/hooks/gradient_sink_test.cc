@@ -26,7 +26,7 @@ at::Tensor leaf(const std::vector<double>& values,
 }
 
 // Keeps copies of what is taken, and notes who is told what in which order.
-class Recorder final : public GradientSink, public GradientListener {
+class Recorder final : public GradientSink {
  public:
   void take(VariableIndex variable, const at::Tensor& gradient) override {
     events.push_back("take " + std::to_string(variable.parameter));
@@ -35,7 +35,7 @@ class Recorder final : public GradientSink, public GradientListener {
     taken.push_back(gradient.detach().clone());
   }
 
-  void on_gradient_ready(VariableIndex variable, bool is_defined) override {
+  void operator()(VariableIndex variable, bool is_defined) {
     events.push_back((is_defined ? "ready " : "undefined ") +
                      std::to_string(variable.parameter));
   }
@@ -73,8 +73,8 @@ class Undefined : public torch::autograd::Function<Undefined> {
 class GradientSinkTest : public ::testing::Test {
  protected:
   std::unique_ptr<GradientHooks> hooks_for(Recorder& recorder) const {
-    return std::make_unique<GradientHooks>(std::array{parameters_}, recorder,
-                                           &recorder);
+    return std::make_unique<GradientHooks>(std::array{parameters_},
+                                           std::ref(recorder), &recorder);
   }
 
   void expect_taken(const std::vector<std::vector<double>>& expected) const {
@@ -151,7 +151,8 @@ TEST_F(GradientSinkTest, GradientsComeInTheParametersPrecision) {
   const std::vector<at::Tensor> parameters = {leaf({1, 2}, at::kBFloat16),
                                               leaf({1, 2}, at::kDouble)};
   Recorder recorder;
-  const GradientHooks hooks(std::array{parameters}, recorder, &recorder);
+  const GradientHooks hooks(std::array{parameters}, std::ref(recorder),
+                            &recorder);
   for (const at::Tensor& parameter : parameters) {
     (parameter.to(at::kFloat) * 5).sum().backward();
   }
@@ -164,7 +165,8 @@ TEST_F(GradientSinkTest, ASparseGradientIsHandedOnAsItIs) {
   const std::vector<at::Tensor> parameters = {
       torch::ones({3, 2}, at::requires_grad())};
   Recorder recorder;
-  const GradientHooks hooks(std::array{parameters}, recorder, &recorder);
+  const GradientHooks hooks(std::array{parameters}, std::ref(recorder),
+                            &recorder);
   torch::embedding(parameters[0], torch::tensor({1}), /*padding_idx=*/-1,
                    /*scale_grad_by_freq=*/false, /*sparse=*/true)
       .sum()
@@ -217,18 +219,18 @@ TEST_F(GradientSinkTest, RemovalLeavesTheSinksOfOthers) {
 
 // Of a gradient that only autograd holds.
 TEST_F(GradientSinkTest, AGradientIsFreedBeforeTheListenerHears) {
-  struct Watch final : GradientSink, GradientListener {
+  struct Watch final : GradientSink {
     void take(VariableIndex, const at::Tensor& gradient) override {
       weak.emplace_back(gradient.getIntrusivePtr());
     }
-    void on_gradient_ready(VariableIndex, bool) override {
+    void operator()(VariableIndex, bool) {
       is_freed.push_back(weak.back().expired());
     }
     std::vector<c10::weak_intrusive_ptr<c10::TensorImpl>> weak;
     std::vector<bool> is_freed;
   } watch;
   hooks_.reset();
-  const GradientHooks hooks(std::array{parameters_}, watch, &watch);
+  const GradientHooks hooks(std::array{parameters_}, std::ref(watch), &watch);
   (parameters_[0] * 5).sum().backward();
   EXPECT_THAT(watch.is_freed, ElementsAre(true));
 }

@@ -1,6 +1,7 @@
 #include <torch/torch.h>
 
 #include <array>
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
@@ -41,12 +42,12 @@ using ::testing::IsEmpty;
 
 at::Tensor parameter() { return torch::ones({2}, at::requires_grad()); }
 
-class Listener final : public GradientListener {
+class Listener final {
  public:
   explicit Listener(std::vector<at::Tensor> parameters)
       : parameters_(std::move(parameters)) {}
 
-  void on_gradient_ready(VariableIndex variable, bool is_defined) override {
+  void operator()(VariableIndex variable, bool is_defined) {
     const size_t i = variable.parameter;
     EXPECT_EQ(parameters_[i].grad().defined(), is_defined);
     ready.push_back(i);
@@ -63,7 +64,7 @@ class Listener final : public GradientListener {
 TEST(GradientHooksTest, TellsOfEachGradientAfterItIsAccumulated) {
   const std::vector<at::Tensor> parameters = {parameter(), parameter()};
   Listener listener(parameters);
-  GradientHooks hooks(std::array{parameters}, listener);
+  GradientHooks hooks(std::array{parameters}, std::ref(listener));
   (parameters[0] * parameters[1]).sum().backward();
   EXPECT_THAT(listener.ready, ::testing::UnorderedElementsAre(0, 1));
 }
@@ -84,7 +85,7 @@ class Undefined : public torch::autograd::Function<Undefined> {
 TEST(GradientHooksTest, TellsThatAGradientIsUndefined) {
   const std::vector<at::Tensor> parameters = {parameter(), parameter()};
   Listener listener(parameters);  // compares with `.grad`
-  GradientHooks hooks(std::array{parameters}, listener);
+  GradientHooks hooks(std::array{parameters}, std::ref(listener));
   (Undefined::apply(parameters[0]) + parameters[1]).sum().backward();
   EXPECT_THAT(listener.ready, ::testing::UnorderedElementsAre(0, 1));
   EXPECT_FALSE(parameters[0].grad().defined());
@@ -93,13 +94,11 @@ TEST(GradientHooksTest, TellsThatAGradientIsUndefined) {
 TEST(GradientHooksTest, TellsOfWhichReplica) {
   const std::vector<std::vector<at::Tensor>> replicas = {
       {parameter(), parameter()}, {parameter(), parameter()}};
-  struct Replicas final : GradientListener {
-    void on_gradient_ready(VariableIndex variable, bool) override {
-      ready.push_back(variable);
-    }
+  struct Replicas {
+    void operator()(VariableIndex variable, bool) { ready.push_back(variable); }
     std::vector<VariableIndex> ready;
   } listener;
-  GradientHooks hooks(replicas, listener);
+  GradientHooks hooks(replicas, std::ref(listener));
   replicas[1][0].sum().backward();
   EXPECT_THAT(listener.ready,
               ElementsAre(VariableIndex{.replica = 1, .parameter = 0}));
@@ -110,7 +109,7 @@ TEST(GradientHooksTest, TellsOfWhichReplica) {
 TEST(GradientHooksTest, TellsOnceOfAParameterUsedTwice) {
   const std::vector<at::Tensor> parameters = {parameter()};
   Listener listener(parameters);
-  GradientHooks hooks(std::array{parameters}, listener);
+  GradientHooks hooks(std::array{parameters}, std::ref(listener));
   (parameters[0] * parameters[0] + parameters[0]).sum().backward();
   EXPECT_THAT(listener.ready, ElementsAre(0));
 }
@@ -118,8 +117,8 @@ TEST(GradientHooksTest, TellsOnceOfAParameterUsedTwice) {
 TEST(GradientHooksTest, LeavesTheAccumulatorWhileAGraphIsAlive) {
   const std::vector<at::Tensor> parameters = {parameter()};
   Listener listener(parameters);
-  auto hooks =
-      std::make_unique<GradientHooks>(std::array{parameters}, listener);
+  auto hooks = std::make_unique<GradientHooks>(std::array{parameters},
+                                               std::ref(listener));
   at::Tensor loss = parameters[0].sum();
   hooks.reset();
   loss.backward();
@@ -131,8 +130,8 @@ TEST(GradientHooksTest, LeavesTheHooksOfOthersInPlace) {
   Listener first(parameters);
   Listener second(parameters);
   auto first_hooks =
-      std::make_unique<GradientHooks>(std::array{parameters}, first);
-  GradientHooks second_hooks(std::array{parameters}, second);
+      std::make_unique<GradientHooks>(std::array{parameters}, std::ref(first));
+  GradientHooks second_hooks(std::array{parameters}, std::ref(second));
   first_hooks.reset();
   parameters[0].sum().backward();
   EXPECT_THAT(first.ready, IsEmpty());
@@ -143,7 +142,7 @@ TEST(GradientHooksTest, PassesExceptionsOutOfBackwardWithTheirType) {
   const std::vector<at::Tensor> parameters = {parameter()};
   Listener listener(parameters);
   listener.throws_on = 0;
-  GradientHooks hooks(std::array{parameters}, listener);
+  GradientHooks hooks(std::array{parameters}, std::ref(listener));
   EXPECT_THROW(parameters[0].sum().backward(), std::domain_error);
 }
 
@@ -230,7 +229,7 @@ TEST(OutputWatchTest, TellsWhenABackwardReachesAnOutput) {
 TEST(OutputTieTest, ABackwardFromOneOutputGoesThroughAll) {
   const std::vector<at::Tensor> parameters = {parameter(), parameter()};
   Listener listener(parameters);  // compares with `.grad`
-  GradientHooks hooks(std::array{parameters}, listener);
+  GradientHooks hooks(std::array{parameters}, std::ref(listener));
   const std::vector<at::Tensor> outputs =
       tie_outputs(std::array{parameters[0] * 2, parameters[1] * 3});
   outputs[1].sum().backward();
