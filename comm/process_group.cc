@@ -14,6 +14,7 @@
 
 #include "brigade/comm/device_backend.h"
 #include "brigade/comm/gloo_backend.h"
+#include "brigade/comm/group_timeout.h"
 #include "brigade/comm/identical_ranks_backend.h"
 #include "brigade/comm/peer_error.h"
 #include "brigade/comm/status_bridge.h"
@@ -35,6 +36,9 @@ void validate(const ProcessGroupOptions& options) {
                     "ProcessGroupOptions: expected the device_type whose "
                     "tensors make_backend "
                     "is for, found cpu, which has Gloo.\nSet device_type.");
+  TORCH_CHECK_VALUE(!is_cpu || options.serves_cpu,
+                    "ProcessGroupOptions::serves_cpu: expected true for "
+                    "device_type kCPU, found false.\nSet device_type.");
   TORCH_CHECK_VALUE(options.timeout.count() > 0,
                     "ProcessGroupOptions::timeout must be > 0 ms, got ",
                     options.timeout.count(), " ms.");
@@ -48,6 +52,12 @@ void validate_place(int rank, int world_size) {
   TORCH_CHECK_VALUE(world_size >= 1 && rank >= 0 && rank < world_size,
                     "rank must be >= 0 and below the world size, got rank ",
                     rank, " and world size ", world_size, ".");
+}
+
+// Waits until all ranks have come, or the store's timeout is over.
+void meet(c10d::Store& store, int world_size) {
+  if (store.add("ranks here", 1) == world_size) store.set("all here", "1");
+  store.wait({"all here"});
 }
 
 // Groups made one after the other from one store get a part of it each.  Every
@@ -158,10 +168,14 @@ c10::intrusive_ptr<ProcessGroup> make_process_group(
   c10::intrusive_ptr<c10d::Backend> on_device;
   if (is_nccl) on_device = make_device_backend(nullptr, place);  // meets nobody
   try {
-    gloo =
-        make_gloo_backend(part_for("gloo"), rank, world_size,
-                          options.rendezvous_timeout, options.gloo_interfaces);
-    gloo->setTimeout(options.timeout);
+    if (options.serves_cpu) {
+      gloo = make_gloo_backend(part_for("gloo"), rank, world_size,
+                               options.rendezvous_timeout,
+                               options.gloo_interfaces);
+      gloo->setTimeout(options.timeout);
+    } else {
+      meet(*part, world_size);
+    }
     store->setTimeout(options.timeout);
   } catch (...) {
     throw_peer_error(context, std::current_exception());
@@ -172,8 +186,10 @@ c10::intrusive_ptr<ProcessGroup> make_process_group(
   }
 
   auto group = c10::make_intrusive<ProcessGroup>(part, rank, world_size);
-  group->setBackend(at::kCPU, ProcessGroup::BackendType::GLOO, gloo);
-  group->setDefaultBackend(ProcessGroup::BackendType::GLOO);
+  if (gloo) {
+    group->setBackend(at::kCPU, ProcessGroup::BackendType::GLOO, gloo);
+    group->setDefaultBackend(ProcessGroup::BackendType::GLOO);
+  }
   if (on_device) {
     // The group hands its device to each backend that it is given.
     group->setBoundDeviceId(on_device->getBoundDeviceId());
@@ -184,6 +200,7 @@ c10::intrusive_ptr<ProcessGroup> make_process_group(
     remember_make_backend(group, options.device_type, options.make_backend);
   }
   group->setGroupName(options.name);
+  remember_timeout(group, options.timeout);
   return group;
 }
 

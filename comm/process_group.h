@@ -26,15 +26,18 @@
 namespace brigade {
 
 struct ProcessGroupOptions {
-  // kCPU: Gloo for CPU tensors.  kCUDA: NCCL for CUDA tensors, and Gloo for CPU
-  // tensors beside it.  Another one (kXPU, kPrivateUse1, ...): what
-  // `make_backend` makes for its tensors, and Gloo for CPU tensors beside it.
+  // kCPU: Gloo for CPU tensors.  kCUDA: NCCL for CUDA tensors.  Another one
+  // (kXPU, kPrivateUse1, ...): what `make_backend` makes for its tensors.
   at::DeviceType device_type = at::kCPU;
 
   // LibTorch has no list of backends that C++ could choose from: a vendor's is
   // a class.  Called once on each rank, with its device the current one.  Also
   // in place of NCCL's, for kCUDA.
   MakeBackend make_backend = nullptr;
+
+  // Gloo for CPU tensors beside a device's backend.  Without, ranks meet at the
+  // store only, and collectives open the connections of that backend alone.
+  bool serves_cpu = true;
 
   // How long a collective may take before it fails.  30 minutes, as in c10d:
   // long enough for a rank that writes a checkpoint.  A shorter one tells of a

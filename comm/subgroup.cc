@@ -50,6 +50,7 @@ c10::intrusive_ptr<c10d::ProcessGroup> connect_subgroup(
       {.device_type = over_gloo ? at::kCPU : device.type(),
        .make_backend =
            over_gloo ? nullptr : find_make_backend(*group, device.type()),
+       .serves_cpu = over_gloo || device.is_cpu(),
        .timeout = group_timeout(*group),
        .name = name,
        .rendezvous_timeout = group_timeout(*group)});

@@ -5,6 +5,7 @@
 #include <utility>
 #include <vector>
 
+#include "brigade/comm/future_of_work.h"
 #include "brigade/comm_hooks/hook_result.h"
 
 namespace brigade {
@@ -19,7 +20,7 @@ c10::intrusive_ptr<c10::ivalue::Future> AllReduceHook::runHook(
   const at::Tensor& buffer = bucket.getBuffer();
   std::vector<at::Tensor> tensors = {
       buffer.is_complex() ? at::view_as_real(buffer) : buffer};
-  return group_.lock()->allreduce(tensors)->getFuture();
+  return future_of(group_.lock()->allreduce(tensors), buffer);
 }
 
 at::Tensor AllReduceHook::parseHookResult(const c10::IValue& result) {

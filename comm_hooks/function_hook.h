@@ -5,7 +5,7 @@
 //   // Sums without averaging.
 //   auto hook = make_comm_hook([group](c10d::GradBucket& bucket) {
 //     std::vector<at::Tensor> tensors = {bucket.getBuffer()};
-//     return group->allreduce(tensors)->getFuture();
+//     return future_of(group->allreduce(tensors), tensors[0]);
 //   });
 //   Reducer reducer(parameters, group, {.comm_hook = hook});
 

@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "brigade/comm/future_of_work.h"
 #include "brigade/comm_hooks/hook_result.h"
 
 namespace brigade {
@@ -48,7 +49,7 @@ c10::intrusive_ptr<Future> WeightedMeanHook::runHook(c10d::GradBucket& bucket) {
       {1}, current_,
       at::TensorOptions(at::kDouble).device(bucket.getBuffer().device()))};
   const c10::intrusive_ptr<Future> weighed =
-      group->allreduce(total)->getFuture();
+      future_of(group->allreduce(total), total.front());
   // The bucket's own future, since a child of it has its devices. The weights
   // were launched before it, so that it does not wait for them in vain.
   return all_reduce_->runHook(bucket)->then(

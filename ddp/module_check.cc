@@ -77,6 +77,9 @@ void verify_modules(std::span<const ModuleTensors> replicas,
     local_status =
         check_alike(module.buffers, replicas[r].buffers, "buffer", r);
   }
+  if (!module.parameters.empty()) {
+    suggest_control_device(group, module.parameters.front().tensor.device());
+  }
   const at::Device device = control_device(*group);
   require_agreement(group, device, "parameter", describe(module.parameters),
                     local_status);

@@ -11,6 +11,7 @@
 #include <tuple>
 #include <utility>
 
+#include "brigade/comm/control_device.h"
 #include "brigade/comm/subgroup.h"
 #include "brigade/fsdp/mesh_ranks.h"
 #include "brigade/fsdp/sharding_check.h"
@@ -139,6 +140,10 @@ std::vector<Unit> make_units(
                     "fully_shard: the process group is null.\nGive that of "
                     "init_process_group().");
   const std::vector<UnitSpec> specs = completed(given, options);
+  if (!specs.empty() && !specs.front().parameters.empty()) {
+    suggest_control_device(group,
+                           specs.front().parameters.front().tensor.device());
+  }
   require_alike(group, specs, options);
   const std::vector<size_t> mesh_numbers = number_meshes_of(group, specs);
   if (options.broadcasts_parameters) {

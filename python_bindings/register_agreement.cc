@@ -33,6 +33,10 @@ void register_agreement(py::module_& module) {
       "item in which ranks differ; `what` is the name of one item. If some "
       "ranks give a `failure`, what has gone wrong there, it says that "
       "instead.");
+  module.def("suggest_control_device", &suggest_control_device,
+             py::arg("group"), py::arg("device"),
+             "Where a group of devices alone is to move what ranks tell each "
+             "other, unless it is bound to one. The first call stands.");
   module.def("describe_tensor", &describe_tensor, py::arg("name"),
              py::arg("tensor"),
              "Name, dtype, sizes, strides and kind of device, as text.");

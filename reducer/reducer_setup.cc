@@ -179,6 +179,10 @@ ReducerSetup checked_setup(std::vector<std::vector<at::Tensor>> replicas,
                     "Reducer needs a process group, got null.\n"
                     "Make one with init_process_group(), or with "
                     "single_process_group() for a world of 1.");
+  if (!replicas.empty() && !replicas.front().empty() &&
+      replicas.front().front().defined()) {
+    suggest_control_device(group, replicas.front().front().device());
+  }
   absl::StatusOr<LocalSetup> local =
       local_setup(std::move(replicas), *group, options);
   std::shared_ptr<OrderedAllReduce> ordered;

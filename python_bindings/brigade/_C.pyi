@@ -5,7 +5,7 @@ import torch
 import torch._C._distributed_c10d
 import torch.distributed.distributed_c10d
 import typing
-__all__: list[str] = ['CheckpointedModel', 'CheckpointedOptimizer', 'GatherTimes', 'Logger', 'ModuleScan', 'ReducedParameters', 'Reducer', 'ReductionTimes', 'ShardedRoot', 'ShardedUnit', 'ShardingOptions', 'ShardingTimeline', 'UnitCall', 'UnitSettings', 'are_exactly', 'check_parameters', 'describe_tensor', 'entries_of', 'has_entries', 'load_checkpoint', 'one_per_device', 'ranks_of_a_host', 'rebuilds_by_default', 'recording_group', 'require_agreement', 'save_checkpoint', 'then_collective', 'tie_outputs', 'version']
+__all__: list[str] = ['CheckpointedModel', 'CheckpointedOptimizer', 'GatherTimes', 'Logger', 'ModuleScan', 'ReducedParameters', 'Reducer', 'ReductionTimes', 'ShardedRoot', 'ShardedUnit', 'ShardingOptions', 'ShardingTimeline', 'UnitCall', 'UnitSettings', 'are_exactly', 'check_parameters', 'describe_tensor', 'entries_of', 'has_entries', 'load_checkpoint', 'one_per_device', 'ranks_of_a_host', 'rebuilds_by_default', 'recording_group', 'require_agreement', 'save_checkpoint', 'suggest_control_device', 'then_collective', 'tie_outputs', 'version']
 class ReducedParameters:
     """
     What a reducer is made of. For a moment, as ModuleScan.
@@ -518,6 +518,10 @@ def require_agreement(group: torch.distributed.distributed_c10d.ProcessGroup, wh
 def save_checkpoint(model: CheckpointedModel, in_shards: bool, path: str, metadata: collections.abc.Mapping[str, str], optimizer: CheckpointedOptimizer | None, kept: collections.abc.Sequence[collections.abc.Mapping[str, torch.Tensor]]) -> None:
     """
     Collective.
+    """
+def suggest_control_device(group: torch.distributed.distributed_c10d.ProcessGroup, device: torch.device) -> None:
+    """
+    Where a group of devices alone is to move what ranks tell each other, unless it is bound to one. The first call stands.
     """
 def then_collective(future: torch.Future, launch: typing.Any) -> torch.Future:
     """

@@ -36,6 +36,7 @@ from brigade._C import (
     describe_tensor,
     one_per_device,
     rebuilds_by_default,
+    suggest_control_device,
 )
 from brigade._checks import require_agreement
 from brigade._finalization import ManualFinalization
@@ -368,6 +369,9 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
     ) -> None:
         self.logger = None
         self.process_group = group
+        first = next(module.parameters(), None)
+        if first is not None:
+            suggest_control_device(group, first.device)
         if device_mesh is None:
             return
         self.device_mesh = device_mesh

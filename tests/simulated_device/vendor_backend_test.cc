@@ -9,6 +9,7 @@
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <vector>
 
+#include "brigade/comm/control_device.h"
 #include "brigade/comm/device_backend.h"
 #include "brigade/comm/identical_ranks_backend.h"
 #include "brigade/comm/process_group.h"
@@ -58,6 +59,7 @@ TEST_F(VendorBackendTest, GroupsOfSomeRanksHaveTheirOwn) {
     const GroupScope both = make_subgroup(group, {0, 1}, device);
     EXPECT_EQ(summed(both.group(), at::ones({2}, on_device(at::kFloat, rank))),
               4);
+    EXPECT_EQ(both.group()->getDeviceTypes().size(), 1);  // no Gloo beside it
     const GroupScope on_cpu = make_subgroup(group, {0, 1});
     EXPECT_EQ(summed(on_cpu.group(), at::ones({2})), 4);
   });
@@ -159,6 +161,23 @@ TEST_F(VendorBackendTest, AModuleOfTheCpuIsRefusedWithoutOneForIt) {
   });
 }
 
+// NCCL refuses two ranks that give it tensors of one device.
+TEST_F(VendorBackendTest, WhatRanksTellEachOtherIsOnTheModelsDevice) {
+  run_ranks_on_devices(2, [](const Group& with_cpu, int rank) {
+    const Group group = without_cpu(with_cpu);
+    const c10::DeviceGuard all_on_the_first(simulated::device(0));
+    EXPECT_EQ(control_device(*group).index(), 0);
+    const Tensors parameters = {
+        at::ones({3}, on_device(at::kFloat, rank)).requires_grad_()};
+    const Reducer reducer(parameters, group, {});
+    EXPECT_EQ(control_device(*group).index(), rank);
+    suggest_control_device(group, simulated::device(0));
+    EXPECT_EQ(control_device(*group).index(), rank);
+    suggest_control_device(with_cpu, simulated::device(rank));
+    EXPECT_TRUE(control_device(*with_cpu).is_cpu());
+  });
+}
+
 // Gloo, for devices: its groups of some ranks are of the same.
 TEST_F(VendorBackendTest, GlooOfADeviceServesGroupsOfSomeRanks) {
   run_ranks_on_devices(2, [](const Group& with_host, int rank) {
@@ -204,6 +223,10 @@ TEST_F(VendorBackendTest, WhatDoesNotFitIsRefused) {
                            with_host_backend());
       },
       ThrowsMessage<c10::ValueError>(HasSubstr("local rank 99 needs")));
+  ProcessGroupOptions without_any;
+  without_any.serves_cpu = false;
+  EXPECT_THAT([&] { make_process_group(store, 0, 1, without_any); },
+              ThrowsMessage<c10::ValueError>(HasSubstr("serves_cpu")));
   options.device_type = at::kCPU;
   EXPECT_THAT([&] { make_process_group(store, 0, 1, options); },
               ThrowsMessage<c10::ValueError>(HasSubstr("Set device_type")));
