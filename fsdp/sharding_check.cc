@@ -2,9 +2,13 @@
 
 #include <c10/core/ScalarType.h>
 
+#include <cstdint>
+#include <iterator>
+#include <map>
 #include <optional>
 #include <string>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -129,9 +133,45 @@ absl::Status check_device(const c10d::ProcessGroup& group,
   return absl::OkStatus();
 }
 
+// Which parameter has which bytes. Those of one storage may lie side by side,
+// as an LSTM's do that cuDNN has flattened.
+class ParameterMemory {
+ public:
+  // Null if nobody has any of the tensor's memory, which is `words`' then.
+  const std::string* take(const at::Tensor& tensor, std::string words) {
+    const int64_t item_bytes = tensor.element_size();
+    const int64_t begin = tensor.storage_offset() * item_bytes;
+    int64_t last = 0;
+    for (int64_t dim = 0; dim < tensor.dim(); ++dim) {
+      last += (tensor.size(dim) - 1) * tensor.stride(dim);
+    }
+    const int64_t end = begin + (last + 1) * item_bytes;
+    Owners& owners = by_storage_[tensor.storage().unsafeGetStorageImpl()];
+    const auto behind = owners.lower_bound(begin);
+    if (behind != owners.end() && behind->first < end) {
+      return &behind->second.words;
+    }
+    if (behind != owners.begin() && std::prev(behind)->second.end > begin) {
+      return &std::prev(behind)->second.words;
+    }
+    owners.emplace_hint(behind, begin,
+                        Owner{.end = end, .words = std::move(words)});
+    return nullptr;
+  }
+
+ private:
+  struct Owner {
+    int64_t end = 0;
+    std::string words;
+  };
+  using Owners = std::map<int64_t, Owner>;  // by where they begin
+
+  std::unordered_map<const void*, Owners> by_storage_;
+};
+
 absl::Status check_units(std::span<const UnitSpec> units,
                          const ShardingOptions& options, int num_shards) {
-  std::unordered_map<const void*, std::string> owners;
+  ParameterMemory memory;
   std::optional<c10::Device> device;
   for (const UnitSpec& unit : units) {
     if (unit.parameters.empty()) {
@@ -151,14 +191,14 @@ absl::Status check_units(std::span<const UnitSpec> units,
                                     options.allows_meta);
       if (!status.ok()) return status;
       if (parameter.tensor.numel() == 0 || parameter.tensor.is_meta()) continue;
-      const auto [owner, is_new] = owners.emplace(
-          parameter.tensor.storage().unsafeGetStorageImpl(),
+      const std::string* const owner = memory.take(
+          parameter.tensor,
           absl::StrCat("'", parameter.name, "' of unit '", unit.name, "'"));
-      if (is_new) continue;
-      return absl::InvalidArgumentError(absl::StrCat(
-          "fully_shard: parameter '", parameter.name, "' of unit '", unit.name,
-          "' shares its memory with ", owner->second,
-          ".\nPut tied parameters into one unit, once."));
+      if (owner == nullptr) continue;
+      return absl::InvalidArgumentError(
+          absl::StrCat("fully_shard: parameter '", parameter.name,
+                       "' of unit '", unit.name, "' shares its memory with ",
+                       *owner, ".\nPut tied parameters into one unit, once."));
     }
   }
   return absl::OkStatus();

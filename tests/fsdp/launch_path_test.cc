@@ -162,17 +162,20 @@ std::vector<Names> operators_of_step(const Group& group,
 }
 
 TEST(LaunchPathTest, NothingRunsBetweenTheLastGradientAndItsReduction) {
-  run_ranks(2, [](const Group& group) {
-    for (const int num_more : {0, 1}) {  // cut evenly, and padded
-      for (const ShardingOptions& options :
-           {ShardingOptions(), shard_optimizer_state(),
-            ShardingOptions{.num_shards = 1}}) {
-        EXPECT_THAT(operators_of_step(group, options, num_more),
-                    AllOf(SizeIs(kNumUnits), Each(IsEmpty())))
-            << num_more;
+  for (const int world_size : {2, 4}) {
+    run_ranks(world_size, [](const Group& group) {
+      for (const int num_more : {0, 1}) {  // cut evenly, and padded
+        for (const ShardingOptions& options :
+             {ShardingOptions(), shard_gradients(), shard_optimizer_state(),
+              ShardingOptions{.num_shards = 1},
+              ShardingOptions{.num_shards = 2}}) {
+          EXPECT_THAT(operators_of_step(group, options, num_more),
+                      AllOf(SizeIs(kNumUnits), Each(IsEmpty())))
+              << num_more;
+        }
       }
-    }
-  });
+    });
+  }
 }
 
 // In another dtype than autograd's, a gradient is cast into its place.

@@ -377,6 +377,7 @@ TEST(ShardedRootTest, ClipsTheNormOverAllRanks) {
   for (const double p :
        {1.0, 2.0, 3.0, std::numeric_limits<double>::infinity()}) {
     for (const int num_shards : {1, 2, 4}) {
+      std::array<double, 4> by_rank = {};
       run_ranks(4, [&](const Group& group) {
         Net plain;
         Net net;
@@ -395,7 +396,9 @@ TEST(ShardedRootTest, ClipsTheNormOverAllRanks) {
         EXPECT_NEAR(norm, expected, 1e-5 * expected);
         const double clipped = root.clip_grad_norm(1e9, p);
         EXPECT_NEAR(clipped, 0.5 * expected, 1e-5 * expected);
+        by_rank[group->getRank()] = norm;
       });
+      EXPECT_THAT(by_rank, ::testing::Each(by_rank.front()));
     }
   }
 }

@@ -39,6 +39,44 @@ const std::vector<BadParameter>& bad_parameters() {
   return all;
 }
 
+TEST(ShardingCheckTest, ParametersMayLieSideBySideInOneStorage) {
+  run_ranks(2, [](const Group& group) {
+    const at::Tensor all = torch::arange(15, torch::kFloat);
+    const auto make = [&](int64_t begin, int64_t numel) {
+      return all.narrow(0, begin, numel).detach().requires_grad_();
+    };
+    const at::Tensor first = make(0, 5);
+    const at::Tensor second = make(5, 7);
+    const at::Tensor third = make(12, 3);
+    // Not in the order of their memory.
+    const std::vector<UnitSpec> units = {
+        {.name = "a", .parameters = {{"third", third}, {"first", first}}},
+        {.name = "b", .parameters = {{"second", second}}}};
+    ShardedRoot root(units, group, {});
+    root.forward([&] {
+          const at::Tensor h =
+              root.call(0, torch::ones({1}), [&](const at::Tensor& x) {
+                return x * (first.sum() + 2 * third.sum());
+              });
+          return root.call(
+              1, h, [&](const at::Tensor& x) { return x + 3 * second.sum(); });
+        })
+        .backward();
+    root.unshard();
+    EXPECT_TRUE(at::equal(first, torch::arange(5, torch::kFloat)));
+    EXPECT_TRUE(at::equal(second, torch::arange(5, 12, torch::kFloat)));
+    EXPECT_TRUE(at::equal(third, torch::arange(12, 15, torch::kFloat)));
+    root.reshard(/*writes=*/false);
+    const at::Tensor in_two = make(11, 2);
+    const std::vector<UnitSpec> overlapping = {
+        {.name = "a", .parameters = {{"second", make(5, 7)}}},
+        {.name = "b", .parameters = {{"in two", in_two}}}};
+    EXPECT_THAT(message_of([&] { ShardedRoot(overlapping, group, {}); }),
+                HasSubstr("'in two' of unit 'b' shares its memory with "
+                          "'second' of unit 'a'"));
+  });
+}
+
 TEST(ShardingCheckTest, ABadParameterOnOneRankIsAnErrorOnAll) {
   run_ranks(2, [](const Group& group) {
     for (const BadParameter& bad : bad_parameters()) {

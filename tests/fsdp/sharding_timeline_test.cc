@@ -2,6 +2,7 @@
 
 #include <torch/torch.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
@@ -10,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "brigade/fsdp/sharded_root.h"
 #include "brigade/tests/fsdp/sharded_checks.h"
 #include "brigade/tests/fsdp/sharded_net.h"
@@ -153,6 +155,33 @@ TEST(ShardingTimelineTest, IsInOrder) {
       EXPECT_GE(reduction.launch_ns, timeline.backward_begin_ns);
       EXPECT_GT(reduction.complete_ns, reduction.launch_ns);
       EXPECT_LE(reduction.complete_ns, timeline.finalize_end_ns);
+    }
+  });
+}
+
+TEST(ShardingTimelineTest, BackwardGathersAheadOfTheReductionBehindIt) {
+  run_ranks(2, [](const Group& group) {
+    const Net net;
+    ShardedRoot root(net.units(), group, {});
+    for (int step = 0; step < 3; ++step) {
+      train_step(root, net, group->getRank(), step);
+    }
+    const ShardingTimeline timeline = root.timeline();
+    for (size_t block = 1; block < net.blocks.size(); ++block) {
+      const auto is_of = [](size_t i) {
+        return [name = absl::StrCat("blocks.", i)](const auto& times) {
+          return times.unit == name;
+        };
+      };
+      // The one of forward comes before it.
+      const auto gather = std::ranges::find_if(
+          timeline.gathers.rbegin(), timeline.gathers.rend(), is_of(block - 1));
+      const auto reduction =
+          std::ranges::find_if(timeline.reductions, is_of(block));
+      ASSERT_NE(gather, timeline.gathers.rend());
+      ASSERT_NE(reduction, timeline.reductions.end());
+      EXPECT_EQ(gather->pass, GatheredIn::kBackward);
+      EXPECT_LT(gather->launch_ns, reduction->launch_ns);
     }
   });
 }
