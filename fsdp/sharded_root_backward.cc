@@ -190,7 +190,7 @@ void ShardedRoot::bring_no_gradients() {
 }
 
 int64_t ShardedRoot::num_ranks_with(bool has_data) {
-  ask({.words = "tells whether it has data"});
+  ask({.words = "counts its peers"});
   const at::Tensor count = at::full({1}, has_data ? 1 : 0, at::kLong);
   transports_.root().all_reduce(count)->waitAndThrow();
   return count.item<int64_t>();

@@ -85,6 +85,13 @@ class Root:
             finally:
                 self.native.synchronizes = False
 
+    def meet_peers(self) -> None:
+        """A rank whose last forward needed a unit once more than its peers' gathers it with them.
+
+        Collective; what else a program launches there would meet that gather.
+        """
+        self.native.num_ranks_with(True)
+
     def begin_forward(self) -> None:
         """Collective."""
         if torch._C._current_graph_task_id() != -1:

@@ -370,7 +370,14 @@ def gather_parts(
     return _assemble(places, intervals[: unit.num_shards], [found.cpu() for found in received])
 
 
-set_gather(lambda parts: gather_parts(parts, parts[0]._brigade_place.require_unit()))
+def _gather_for_program(parts: list[TensorShard]) -> list[torch.Tensor]:
+    unit = parts[0]._brigade_place.require_unit()
+    if unit.root is not None and unit.group is unit.outermost().group:
+        unit.root.meet_peers()
+    return gather_parts(parts, unit)
+
+
+set_gather(_gather_for_program)
 
 
 def _assemble(

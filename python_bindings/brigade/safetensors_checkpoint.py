@@ -190,7 +190,9 @@ def _require_text(where: str, metadata: dict[str, str]) -> None:
 def _checkpointed(model: nn.Module, where: str) -> _C.CheckpointedModel:
     unit = unit_of(model)
     if unit is not None and unit.outermost() is unit:
-        return _C.CheckpointedModel(unit.require_root().native)
+        root = unit.require_root()
+        root.meet_peers()
+        return _C.CheckpointedModel(root.native)
     if any(unit_of(module) is not None for module in model.modules()):
         raise ValueError(
             f"{where}: expected the outermost module that fully_shard has sharded, found "

@@ -164,10 +164,13 @@ def load_checkpoint(
 
 
 def _group_of(model: nn.Module, where: str) -> dist.ProcessGroup:
-    """The outermost unit's; those below may have groups of fewer ranks."""
+    """The outermost unit's, whose ranks meet; those below may have groups of fewer ranks."""
     units = [unit for module in model.modules() if (unit := unit_of(module)) is not None]
     if units:
-        return max(units, key=lambda unit: unit.group.size()).group
+        outermost = max(units, key=lambda unit: unit.group.size())
+        if outermost.root is not None:
+            outermost.root.meet_peers()
+        return outermost.group
     raise ValueError(
         f"{where}: expected a module that fully_shard has sharded, found "
         f"{type(model).__name__}.\nShard it first, or use torch.distributed.checkpoint."

@@ -85,6 +85,47 @@ def test_several_forwards_before_one_backward(reshards):
     run_ranks(_forwards_before_a_backward, 2, reshards)
 
 
+class TiedEnds(nn.Module):
+    """The first layer and the last have one weight, as embedding and head of a language model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(7, 5)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(5, 5), nn.Tanh()) for _ in range(2))
+        self.head = nn.Linear(5, 7, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x):
+        h = self.embedding(x)
+        for block in self.blocks:
+            h = block(h) + h
+        return self.head(h)
+
+
+def _tied_beside_units(rank, world_size, reshards):
+    torch.manual_seed(0)
+    plain = TiedEnds()
+    model = copy.deepcopy(plain)
+    for block in model.blocks:
+        brigade.fully_shard(block, reshard_after_forward=reshards)
+    brigade.fully_shard(model)
+    assert model.head.weight is model.embedding.weight
+
+    def loss_of(net, r, step):
+        generator = torch.Generator().manual_seed(100 * step + r)
+        return net(torch.randint(7, (3, 4), generator=generator)).square().mean()
+
+    _trains_alike(rank, world_size, plain, model, loss_of)
+    assert model.head.weight is model.embedding.weight
+    assert model.state_dict()["head.weight"] is not None
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("reshards", [True, False])
+def test_what_is_tied_beside_units_stays_tied(world_size, reshards):
+    run_ranks(_tied_beside_units, world_size, reshards, world_size=world_size)
+
+
 class Recurrent(nn.Module):
     """One layer, used again and again."""
 
