@@ -140,7 +140,8 @@ std::vector<Unit> make_units(
                     "fully_shard: the process group is null.\nGive that of "
                     "init_process_group().");
   const std::vector<UnitSpec> specs = completed(given, options);
-  if (!specs.empty() && !specs.front().parameters.empty()) {
+  if (!specs.empty() && !specs.front().parameters.empty() &&
+      specs.front().parameters.front().tensor.defined()) {
     suggest_control_device(group,
                            specs.front().parameters.front().tensor.device());
   }
