@@ -10,6 +10,7 @@
 #define BRIGADE_COMM_END_ON_OWN_THREAD_H_
 
 #include <atomic>
+#include <chrono>
 #include <memory>
 #include <system_error>
 #include <thread>
@@ -20,8 +21,24 @@ namespace brigade {
 // Values of this process whose threads have been made and are not done.
 inline std::atomic<int> num_ending_values = 0;
 
+// A program that is over waits for them, if not for ever: what they use ends
+// with it.
+class WaitForEndingValues {
+ public:
+  ~WaitForEndingValues() {
+    const auto end = std::chrono::steady_clock::now() + kPatience;
+    while (num_ending_values > 0 && std::chrono::steady_clock::now() < end) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+  }
+
+ private:
+  static constexpr std::chrono::seconds kPatience{10};
+};
+
 template <typename T>
 std::shared_ptr<T> end_on_own_thread(T value) {
+  static const WaitForEndingValues at_exit;
   return {new T(std::move(value)), [](T* owned) {
             ++num_ending_values;
             try {

@@ -13,6 +13,7 @@
 #include <utility>
 
 #include "brigade/comm/device_backend.h"
+#include "brigade/comm/end_on_own_thread.h"
 #include "brigade/comm/gloo_backend.h"
 #include "brigade/comm/group_timeout.h"
 #include "brigade/comm/identical_ranks_backend.h"
@@ -59,6 +60,31 @@ void meet(c10d::Store& store, int world_size) {
   if (store.add("ranks here", 1) == world_size) store.set("all here", "1");
   store.wait({"all here"});
 }
+
+void end_group(ProcessGroup& group, void (ProcessGroup::*end)()) {
+  try {
+    (group.*end)();
+  } catch (const std::exception& error) {
+    TORCH_WARN("process group '", group.getGroupName(),
+               "' did not end cleanly: ", error.what());
+  }
+}
+
+class ShutDownAtEnd {
+ public:
+  ShutDownAtEnd(c10::intrusive_ptr<c10d::Store> store,
+                c10::intrusive_ptr<ProcessGroup> group)
+      : store_(std::move(store)), group_(std::move(group)) {}
+  ShutDownAtEnd(ShutDownAtEnd&&) = default;
+  ~ShutDownAtEnd() {
+    if (group_) end_group(*group_, &ProcessGroup::shutdown);
+  }
+
+ private:
+  // In order of destruction from below: the group before its store.
+  c10::intrusive_ptr<c10d::Store> store_;
+  c10::intrusive_ptr<ProcessGroup> group_;
+};
 
 // Groups made one after the other from one store get a part of it each.  Every
 // rank counts its own, since several ranks may live in one process.
@@ -220,24 +246,21 @@ c10::intrusive_ptr<ProcessGroup> single_process_group(
   return group;
 }
 
-GroupScope::GroupScope(c10::intrusive_ptr<ProcessGroup> group)
+GroupScope::GroupScope(c10::intrusive_ptr<ProcessGroup> group, GroupEnd end)
     : exceptions_at_entry_(std::uncaught_exceptions()),
+      end_(end),
       group_(std::move(group)) {
   TORCH_CHECK_VALUE(group_.defined(), "GroupScope needs a group, got none.");
   store_ = group_->getStore();
 }
 
 GroupScope::~GroupScope() {
-  const bool unwinding = std::uncaught_exceptions() > exceptions_at_entry_;
-  try {
-    if (unwinding) {
-      group_->abort();
-    } else {
-      group_->shutdown();
-    }
-  } catch (const std::exception& error) {
-    TORCH_WARN("process group '", group_->getGroupName(),
-               "' did not end cleanly: ", error.what());
+  if (std::uncaught_exceptions() > exceptions_at_entry_) {
+    end_group(*group_, &ProcessGroup::abort);
+  } else if (end_ == GroupEnd::kApart) {
+    end_on_own_thread(ShutDownAtEnd(std::move(store_), std::move(group_)));
+  } else {
+    end_group(*group_, &ProcessGroup::shutdown);
   }
 }
 

@@ -93,6 +93,11 @@ c10::intrusive_ptr<c10d::ProcessGroup> single_process_group(
     std::vector<at::DeviceType> device_types = {kDeviceTypes.begin(),
                                                 kDeviceTypes.end()});
 
+// Where a group ends that nothing has gone wrong with. kApart: on a thread of
+// its own. A device's backend may wait there for its peers, and they may end
+// theirs at another time: a garbage collector finds a model when it likes.
+enum class GroupEnd { kHere, kApart };
+
 // Ends a group when the scope is left.  Declare it before everything that uses
 // the group, so that it goes last.
 //
@@ -105,7 +110,8 @@ c10::intrusive_ptr<c10d::ProcessGroup> single_process_group(
 // Thread safety: none; main's own thread.
 class GroupScope {
  public:
-  explicit GroupScope(c10::intrusive_ptr<c10d::ProcessGroup> group);
+  explicit GroupScope(c10::intrusive_ptr<c10d::ProcessGroup> group,
+                      GroupEnd end = GroupEnd::kHere);
   ~GroupScope();
   GroupScope(const GroupScope&) = delete;
   GroupScope& operator=(const GroupScope&) = delete;
@@ -114,6 +120,7 @@ class GroupScope {
 
  private:
   const int exceptions_at_entry_;
+  const GroupEnd end_;
   // In order of destruction from below: the group before its store.
   c10::intrusive_ptr<c10d::Store> store_;
   c10::intrusive_ptr<c10d::ProcessGroup> group_;

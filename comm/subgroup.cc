@@ -76,7 +76,8 @@ GroupScope make_subgroup(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
   if (ranks.size() == 1) return GroupScope(single_process_group());
   auto made = connect_subgroup(group, ranks, device);
   RankNames::of(*group).of_some(ranks).set_for(made);
-  return GroupScope(std::move(made));
+  return GroupScope(std::move(made),
+                    device.is_cpu() ? GroupEnd::kHere : GroupEnd::kApart);
 }
 
 }  // namespace brigade

@@ -78,6 +78,12 @@ c10::intrusive_ptr<c10d::Work> HostBackend::alltoall_base(
   });
 }
 
+void HostBackend::shutdown() {
+  c10d::BarrierOptions options;
+  options.timeout = std::chrono::seconds(20);
+  gloo_->barrier(options)->wait();
+}
+
 c10::intrusive_ptr<c10d::Work> HostBackend::run(
     const Tensors& outputs, const Tensors& inputs,
     const std::function<c10::intrusive_ptr<c10d::Work>(Tensors&, Tensors&)>&

@@ -45,6 +45,9 @@ class HostBackend final : public c10d::Backend {
       std::vector<int64_t>& output_splits, std::vector<int64_t>& input_splits,
       const c10d::AllToAllOptions& options) override;
 
+  // Waits for its peers', as NCCL's communicators may.
+  void shutdown() override;
+
  private:
   using Tensors = std::vector<at::Tensor>;
   // Calls `launch` with copies of both on the host.

@@ -178,6 +178,20 @@ TEST_F(VendorBackendTest, WhatRanksTellEachOtherIsOnTheModelsDevice) {
   });
 }
 
+// The groups of its units end with it, and wait for those of the peers.
+TEST_F(VendorBackendTest, AModelMayGoEarlierOnOneRank) {
+  run_ranks_on_devices(2, [](const Group& group, int rank) {
+    const std::vector<UnitSpec> units = {
+        {.name = "all",
+         .parameters = {
+             {"w",
+              at::ones({3}, on_device(at::kFloat, rank)).requires_grad_()}}}};
+    auto root = std::make_unique<ShardedRoot>(units, group, ShardingOptions{});
+    if (rank == 0) root.reset();
+    EXPECT_EQ(summed(group, at::ones({4}, on_device(at::kFloat, rank))), 8);
+  });
+}
+
 // Gloo, for devices: its groups of some ranks are of the same.
 TEST_F(VendorBackendTest, GlooOfADeviceServesGroupsOfSomeRanks) {
   run_ranks_on_devices(2, [](const Group& with_host, int rank) {

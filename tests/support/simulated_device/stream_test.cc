@@ -5,7 +5,9 @@
 
 #include <map>
 #include <mutex>
+#include <thread>
 
+#include "brigade/comm/end_on_own_thread.h"
 #include "brigade/tests/support/simulated_device/simulation.h"
 
 namespace brigade::simulated {
@@ -79,6 +81,8 @@ void synchronize_all() {
 }
 
 std::vector<Race> take_races() {
+  // Groups of devices end on threads of their own, which wait for streams.
+  while (num_ending_values > 0) std::this_thread::yield();
   // Copies that were still on their way tell of their races now.
   synchronize_all();
   test_streams().take_back();
