@@ -20,13 +20,8 @@ GatherStep GatherSchedule::needs(size_t unit, std::span<const size_t> ahead) {
   if (state == State::kClaimed) return {};
   record_.push_back(unit);
   GatherStep step;
-  const auto begin = expected_.begin();
-  const auto next = std::find(
-      begin + static_cast<std::ptrdiff_t>(
-                  state == State::kUnclaimed ? num_needed_ : num_launched_),
-      expected_.end(), unit);
-  if (next != expected_.end()) {
-    const auto place = static_cast<size_t>(next - begin);
+  const size_t place = place_of(unit);
+  if (place < expected_.size()) {
     num_needed_ = std::max(num_needed_, place + 1);
     step.launch = launch_up_to(num_needed_);
     state = State::kClaimed;
@@ -39,6 +34,38 @@ GatherStep GatherSchedule::needs(size_t unit, std::span<const size_t> ahead) {
   }
   state = State::kClaimed;
   return step;
+}
+
+size_t GatherSchedule::place_of(size_t unit) const {
+  const size_t from =
+      states_[unit] == State::kUnclaimed ? num_needed_ : num_launched_;
+  const auto next =
+      std::find(expected_.begin() + static_cast<std::ptrdiff_t>(from),
+                expected_.end(), unit);
+  return static_cast<size_t>(next - expected_.begin());
+}
+
+// One that is there may have been passed over.
+size_t GatherSchedule::awaited_by(size_t unit) const {
+  if (states_[unit] == State::kReleased) return place_of(unit);
+  for (size_t i = num_launched_; i-- > 0;) {
+    if (expected_[i] == unit) return i;
+  }
+  return expected_.size();
+}
+
+std::vector<size_t> GatherSchedule::left_out_by(size_t unit) const {
+  const size_t place = place_of(unit);
+  if (states_[unit] == State::kClaimed || place == expected_.size()) return {};
+  const auto begin = expected_.begin();
+  return {begin + static_cast<std::ptrdiff_t>(std::min(num_needed_, place)),
+          begin + static_cast<std::ptrdiff_t>(place)};
+}
+
+std::vector<size_t> GatherSchedule::launch_through(size_t unit) {
+  const size_t place = place_of(unit);
+  return place < expected_.size() ? launch_up_to(place + 1)
+                                  : std::vector<size_t>();
 }
 
 std::vector<size_t> GatherSchedule::rest() {

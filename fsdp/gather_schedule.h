@@ -59,6 +59,21 @@ class GatherSchedule {
   // says. Outside of a pass each unit that is not there is late.
   GatherStep needs(size_t unit, std::span<const size_t> ahead = {});
 
+  // Where the next need of `unit` is among the expected ones; all of them, if
+  // it is late, or there already for another reason.
+  size_t place_of(size_t unit) const;
+
+  // Of the gather that a need of `unit` now would wait for, among the expected
+  // ones; all of them, if it is late.
+  size_t awaited_by(size_t unit) const;
+
+  // Expected units that a need of `unit` now would leave out, in order.
+  std::vector<size_t> left_out_by(size_t unit) const;
+
+  // What comes before the next expected need of `unit`, and that one: launched
+  // now, ahead of it. Late: nothing.
+  std::vector<size_t> launch_through(size_t unit);
+
   // The memory of `unit` is free. REQUIRES: it was launched, or needed.
   void released(size_t unit) {
     if (states_[unit] == State::kUnclaimed) ++num_unneeded_;
@@ -80,6 +95,9 @@ class GatherSchedule {
   // What the present pass, or the last one, was seen to need, in order: what
   // the next of its kind may expect.
   const std::vector<size_t>& record() const { return record_; }
+
+  size_t depth() const { return depth_; }
+  size_t num_launched() const { return num_launched_; }  // of the expected
 
   size_t num_late() const { return num_late_; }    // needs, of all passes
   size_t num_ahead() const { return num_ahead_; }  // launches before a need

@@ -18,6 +18,11 @@ GradientMemory::~GradientMemory() {
   }
 }
 
+void GradientMemory::begin_backward(std::function<size_t()> num_lendable) {
+  num_lendable_ = std::move(num_lendable);
+  num_launched_ = 0;
+}
+
 Buffer GradientMemory::acquire(int64_t bytes, std::optional<size_t> planned) {
   reclaim(max_reducing_ - 1);
   return pool_.acquire(bytes, planned);
@@ -28,6 +33,7 @@ void GradientMemory::release(Buffer buffer) {
 }
 
 void GradientMemory::release_behind(Buffer buffer, FuturePtr reduction) {
+  ++num_launched_;
   reducing_.push_back(
       {.buffer = std::move(buffer), .reduction = std::move(reduction)});
 }
@@ -42,12 +48,18 @@ std::vector<at::Tensor> GradientMemory::abandon() {
 
 // An error is told to who delivers the sum.
 void GradientMemory::reclaim(size_t max_left) {
-  while (!reducing_.empty() && is_over(reducing_.front(), max_left)) {
+  while (!reducing_.empty() && may_wait_for_oldest() &&
+         is_over(reducing_.front(), max_left)) {
     Reducing oldest = std::move(reducing_.front());
     reducing_.pop_front();
     give_back(std::move(oldest));
   }
   if (reducing_.empty()) waits_ = true;
+}
+
+bool GradientMemory::may_wait_for_oldest() const {
+  if (!num_lendable_ || reducing_.size() > num_launched_) return true;
+  return num_launched_ - reducing_.size() < num_lendable_();
 }
 
 void GradientMemory::give_back(Reducing reducing) {

@@ -9,7 +9,8 @@
 //
 // On devices with streams a reduction counts as over for the host when it is
 // launched: whoever gets its memory is behind it by that memory's point, and
-// the host does not wait.
+// the host does not wait. There some sums may not be waited for before more is
+// gathered (gather_waits.h): until then there is more memory, too.
 //
 // Thread safety: none; one backward at a time.
 
@@ -22,7 +23,9 @@
 #include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "brigade/fsdp/memory_pool.h"
@@ -48,6 +51,13 @@ class GradientMemory {
   void set_max_reducing(size_t value) { max_reducing_ = value; }
   size_t max_reducing() const { return max_reducing_; }
 
+  // A backward begins: `num_lendable()`, asked whenever memory is, says how
+  // many of its first reductions may be waited for now; of those before, all
+  // may. Unset: any number.
+  void begin_backward(std::function<size_t()> num_lendable);
+  // Since the backward began.
+  size_t num_launched() const { return num_launched_; }
+
   // uint8, at least [bytes]. `planned`: of MemoryPool::acquire().
   Buffer acquire(int64_t bytes, std::optional<size_t> planned = std::nullopt);
 
@@ -71,6 +81,7 @@ class GradientMemory {
   };
 
   void reclaim(size_t max_left);
+  bool may_wait_for_oldest() const;
   void give_back(Reducing reducing);
   bool is_over(const Reducing& oldest, size_t max_left);
   StreamPoint end_of(c10::ivalue::Future& reduction) const;
@@ -80,6 +91,9 @@ class GradientMemory {
   size_t max_reducing_;
   std::deque<Reducing> reducing_;  // in the order of their launches
   bool waits_ = true;              // false: was in vain since all were done
+
+  std::function<size_t()> num_lendable_;
+  size_t num_launched_ = 0;  // since the backward began
 };
 
 }  // namespace brigade

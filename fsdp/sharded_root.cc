@@ -106,7 +106,8 @@ ShardedRoot::ShardedRoot(std::vector<Unit> units,
       gradient_memory_(pool_, streams(),
                        std::max<size_t>(options.max_reducing, 1)),
       units_(std::move(units)),
-      call_depths_(names_of(units_)) {
+      call_depths_(names_of(units_)),
+      live_calls_(units_.size()) {
   Digest fingerprint;
   for (const Unit& unit : units_) {
     fingerprint.add(unit.settings.reshards_after_forward ? 1 : 0)

@@ -68,6 +68,7 @@
 #include "brigade/fsdp/call_depths.h"
 #include "brigade/fsdp/forward_dtypes.h"
 #include "brigade/fsdp/gradient_memory.h"
+#include "brigade/fsdp/live_calls.h"
 #include "brigade/fsdp/make_units.h"
 #include "brigade/fsdp/memory_plan.h"
 #include "brigade/fsdp/memory_pool.h"
@@ -182,6 +183,7 @@ class ShardedRoot final : private UnitPolicy::Listener {
     const int64_t version;      // of what forward has read
     const uint64_t first_node;  // of autograd's, by sequence number
     int64_t open_in = 0;        // the backward that goes through it
+    const std::shared_ptr<void> live = nullptr;  // of LiveCalls
   };
 
   // The unit is whole when it returns. Inputs that require a gradient are
@@ -382,6 +384,9 @@ class ShardedRoot final : private UnitPolicy::Listener {
   void release_behind_forward(size_t unit);
 
   // sharded_root_backward.cc
+  void come_to(size_t unit);
+  void give_up_gradients(const std::vector<size_t>& units);
+  void ask_out_of_turn(size_t unit);
   void open(const std::shared_ptr<Call>& call);
   void close(Call& call);
   void release_behind_backward(size_t unit);
@@ -416,6 +421,7 @@ class ShardedRoot final : private UnitPolicy::Listener {
   std::optional<int64_t> planned_bytes_;  // none before the first forward
   std::vector<UnitCall> planned_calls_;
   CallDepths call_depths_;
+  LiveCalls live_calls_;
   std::set<size_t> units_that_add_up_;  // gradients over several backwards
   bool must_plan_ = false;              // anew, when nothing planned is lent
   std::unique_ptr<UnitGathers> gathers_;

@@ -10,11 +10,54 @@
 #include <mutex>
 #include <stdexcept>
 
+#include "absl/strings/str_cat.h"
 #include "brigade/fsdp/sharded_root.h"
 #include "brigade/hooks/backward_end.h"
 #include "brigade/hooks/output_watch.h"
 
 namespace brigade {
+
+// Gradients of units that this backward has left out, and that it can't bring
+// any more, are not waited for: peers wait for their sums.
+void ShardedRoot::come_to(size_t unit) {
+  std::vector<size_t> given_up;
+  for (const size_t left_out : gathers_->schedule().left_out_by(unit)) {
+    if (!gathers_->is_claimed(left_out) && is_held_[left_out] == 0 &&
+        !live_calls_.may_bring_gradients(left_out,
+                                         num_writes_to(units_[left_out]))) {
+      given_up.push_back(left_out);
+    }
+  }
+  if (!given_up.empty()) {
+    gathers_->launch_through(unit);
+    give_up_gradients(given_up);
+  }
+  if (policy_->is_out_of_turn(unit)) ask_out_of_turn(unit);
+}
+
+void ShardedRoot::give_up_gradients(const std::vector<size_t>& units) {
+  if (!policy_->is_reducing()) return;
+  for (const auto& [unit, variables] : policy_->awaited()) {
+    if (std::ranges::find(units, unit) == units.end()) continue;
+    for (const size_t variable : variables) {
+      engine_->gradient_ready({.replica = 0, .parameter = variable},
+                              /*is_defined=*/false);
+    }
+  }
+}
+
+// Peers that are elsewhere would wait for ever, as this rank would.
+void ShardedRoot::ask_out_of_turn(size_t unit) {
+  gathers_->launch_expected();
+  ask({.words = absl::StrCat(
+           "needed unit '", units_[unit].name,
+           "' in backward ahead of sums that others may wait for (use units "
+           "in one order on all ranks, or set max_reducing to the number of "
+           "sums)"),
+       .words_of_all = "needed a unit ahead of sums",
+       .said = {unit, policy_->num_sums_launched()}});
+  policy_->ranks_are_alike();
+}
 
 void ShardedRoot::open(const std::shared_ptr<Call>& call) {
   if (pass_ != Pass::kBackward) begin_backward();
@@ -130,6 +173,7 @@ void ShardedRoot::end_backward(bool ended_well) {
     gathers_->drop_slices();
     gathers_->recorder().drop();
   }
+  live_calls_.backward_over();
   is_behind_backward_ = ended_well;
   if (is_reduced()) pool_.give_up_unused();
 }

@@ -79,6 +79,7 @@ void ShardedRoot::unshard(size_t unit) {
   const std::string& name = units_.at(unit).name;
   await_backward();
   if (pass_ == Pass::kApart) return;
+  if (pass_ == Pass::kBackward) come_to(unit);
   is_held_[unit] = 1;
   for (const auto& segment : units_[unit].segments) {
     segment->expect_other_memory();

@@ -169,6 +169,7 @@ const std::vector<size_t>& ShardedRoot::ahead_of(size_t unit) const {
 }
 
 void ShardedRoot::need(size_t unit) {
+  if (pass_ == Pass::kBackward) come_to(unit);
   gathers_->need(unit, ahead_of(unit), [this, unit] { ask_for(unit); });
 }
 
@@ -184,10 +185,15 @@ std::shared_ptr<ShardedRoot::Call> ShardedRoot::begin_call(
                                             num_running_.end(), size_t{0}));
   }
   ++num_running_[unit];
-  const auto call =
-      std::make_shared<Call>(Call{.unit = unit,
-                                  .version = version_of(units_[unit]),
-                                  .first_node = at::sequence_number::peek()});
+  const bool is_recomputed =
+      running_backward_id() >= 0 ||
+      (pass_ == Pass::kForward && keeps_units_ && !at::GradMode::is_enabled());
+  const auto call = std::make_shared<Call>(
+      Call{.unit = unit,
+           .version = version_of(units_[unit]),
+           .first_node = at::sequence_number::peek(),
+           .live = live_calls_.begin(unit, num_writes_to(units_[unit]),
+                                     /*has_graph=*/!is_recomputed)});
   gate_inputs(inputs, alive_, [this, call] { close(*call); });
   return call;
 }

@@ -239,7 +239,7 @@ void UnitGathers::release(size_t unit) {
 }
 
 void UnitGathers::launch_rest() {
-  launch_all(schedule_.rest());
+  launch_expected();
   if (!std::exchange(reads_shards_, false)) return;
   StreamPoint have_read;
   {

@@ -102,9 +102,17 @@ class UnitGathers {
   // gets the memory is behind the streams that have used it.
   void release(size_t unit);
 
-  // Launches what is left of the pass, and does not wait for it. But the
-  // calling thread's current stream, on which shards may be written from here
-  // on, is behind what gathers read of them. May be called again.
+  // Launches what the pass expects up to the next gather of `unit`.
+  void launch_through(size_t unit) {
+    launch_all(schedule_.launch_through(unit));
+  }
+
+  // Launches what is left of the pass, and does not wait for it.
+  void launch_expected() { launch_all(schedule_.rest()); }
+
+  // The same. But the calling thread's current stream, on which shards may be
+  // written from here on, is behind what gathers read of them. May be called
+  // again.
   void launch_rest();
 
   // It is whole, and of what its shards hold now.

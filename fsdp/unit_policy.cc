@@ -251,6 +251,7 @@ uint64_t UnitPolicy::backward_digest() const {
       .add_all(reduction_order_)
       .add_all(expected_in_backward())
       .add_all(gathers_.in_slices())
+      .add(used_sum_ ? memory_.max_reducing() : 0)
       .value();
 }
 
@@ -276,6 +277,7 @@ Replanned UnitPolicy::replan(const CallCollective& /*call*/) {
 
 void UnitPolicy::on_backward_begins(RunningIteration& iteration,
                                     bool /*is_shadow*/) {
+  is_reducing_ = true;
   is_confirmed_ = false;
   is_ready_.assign(variables_.size(), 0);
   completion_.clear();
@@ -293,7 +295,25 @@ void UnitPolicy::on_backward_begins(RunningIteration& iteration,
     count_ready(number);
     mark_absent(number, iteration);
   }
-  gathers_.begin(expected_in_backward(), GatheredIn::kBackward);
+  const std::vector<size_t> expected = expected_in_backward();
+  expect_waits(expected);
+  gathers_.begin(expected, GatheredIn::kBackward);
+}
+
+// The CPU's hosts wait for memory, and not for ever.
+void UnitPolicy::expect_waits(const std::vector<size_t>& gathers) {
+  if (!used_sum_) return;
+  waits_ = GatherWaits(gathers, reduced_units(), gathers_.schedule().depth(),
+                       memory_.max_reducing());
+  memory_.begin_backward([this] {
+    return waits_.num_lendable(gathers_.schedule().num_launched());
+  });
+}
+
+bool UnitPolicy::is_out_of_turn(size_t unit) const {
+  const GatherSchedule& schedule = gathers_.schedule();
+  return !schedule.is_claimed(unit) &&
+         memory_.num_launched() < waits_.sums_before(schedule.awaited_by(unit));
 }
 
 void UnitPolicy::on_local_gradient(VariableIndex variable, bool is_defined) {
@@ -322,8 +342,9 @@ void UnitPolicy::count_ready(size_t number) {
   }
 }
 
+// Sums are not to be behind what waits for gathers.
 void UnitPolicy::on_backward_ends(RunningIteration& iteration) {
-  gathers_.launch_rest();
+  gathers_.launch_expected();
   for (size_t number = 0; number < variables_.size(); ++number) {
     if (is_ready_[number] || !is_reduced_[variables_[number].reduction]) {
       continue;
@@ -405,6 +426,8 @@ std::vector<char> UnitPolicy::used_of(size_t reduction) const {
 }
 
 void UnitPolicy::on_iteration_over(Outcome outcome, bool /*is_shadow*/) {
+  is_reducing_ = false;
+  waits_ = GatherWaits();
   if (outcome != Outcome::kDelivered) {
     drop_gradients();
     listener_.on_backward_over(/*ended_well=*/false);

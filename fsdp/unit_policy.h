@@ -29,6 +29,7 @@
 
 #include "brigade/comm_hooks/hook_traits.h"
 #include "brigade/engine/reduction_policy.h"
+#include "brigade/fsdp/gather_waits.h"
 #include "brigade/fsdp/gradient_memory.h"
 #include "brigade/fsdp/mesh_transports.h"
 #include "brigade/fsdp/unit.h"
@@ -91,6 +92,16 @@ class UnitPolicy final : public ReductionPolicy, public GradientSink {
     std::vector<size_t> variables = {};
   };
   std::vector<Awaited> awaited() const;
+
+  bool is_reducing() const { return is_reducing_; }  // in an iteration
+
+  // On devices, whether waiting for this unit's gather, now, may take peers
+  // that wait for sums which this rank has not launched: see gather_waits.h.
+  bool is_out_of_turn(size_t unit) const;
+  // All ranks are where this one is, and have launched what the backward
+  // expects to gather.
+  void ranks_are_alike() { waits_ = GatherWaits(); }
+  size_t num_sums_launched() const { return memory_.num_launched(); }
 
   // A forward is over, whose gathers are these.
   void note_forward(std::vector<size_t> record);
@@ -169,6 +180,7 @@ class UnitPolicy final : public ReductionPolicy, public GradientSink {
   uint64_t digest_of_settings() const;
   void adopt_order(std::vector<size_t> reductions);
   bool update_reduced();
+  void expect_waits(const std::vector<size_t>& gathers);
   void count_ready(size_t variable);
   void mark_absent(size_t variable, RunningIteration& iteration) const;
   Seen seen() const;
@@ -191,6 +203,7 @@ class UnitPolicy final : public ReductionPolicy, public GradientSink {
   std::vector<size_t> first_variable_;                         // by reduction
   std::unique_ptr<UsedSum> used_sum_;  // null on the CPU
 
+  bool is_reducing_ = false;
   bool is_trained_changed_ = false;
   bool refuses_gradients_ = false;
   bool sums_over_replicas_ = true;
@@ -210,6 +223,7 @@ class UnitPolicy final : public ReductionPolicy, public GradientSink {
   std::vector<size_t> completion_;   // of reductions
   std::vector<size_t> num_missing_;  // gradients, by reduction
   std::vector<char> is_ready_;       // by variable
+  GatherWaits waits_;                // of the running backward, on devices
   // By variable: of the gradients that are not committed.
   std::vector<int32_t> is_used_;
 
