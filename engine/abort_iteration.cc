@@ -19,11 +19,10 @@ void abort_iteration(EngineState& state) {
   state.membership.mark_finished(iteration->preparation,
                                  /*may_be_repeated=*/false);
   ++state.observations.aborted;
-  state.policy.on_iteration_over(Outcome::kAborted, iteration->is_shadow);
-  if (is_known) return;
-  if (state.options.launches_rest_when_failing &&
+  if (!is_known && state.options.launches_rest_when_failing &&
       iteration->has_begun_together) {
     try {
+      state.policy.launch_rest_beside();
       launch_rest(state, *iteration);
     } catch (...) {
       for (size_t group = 0; group < state.groups.size(); ++group) {
@@ -32,6 +31,8 @@ void abort_iteration(EngineState& state) {
       iteration->failure = message_of(std::current_exception());
     }
   }
+  state.policy.on_iteration_over(Outcome::kAborted, iteration->is_shadow);
+  if (is_known) return;
   if (iteration->failure.empty()) {
     iteration->failure = "an exception ended backward";
   }

@@ -172,7 +172,7 @@ void ShardedRoot::ask(const Question& question) {
                  question.wanted);
   } catch (...) {
     peers_know_ = true;
-    on_backward_over(/*ended_well=*/false);
+    drop_pass();
     throw;
   }
 }

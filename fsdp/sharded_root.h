@@ -180,10 +180,11 @@ class ShardedRoot final : private UnitPolicy::Listener {
   // A handle of the call, for its two ends and its backward.
   struct Call {
     const size_t unit;
-    const int64_t version;      // of what forward has read
-    const uint64_t first_node;  // of autograd's, by sequence number
-    int64_t open_in = 0;        // the backward that goes through it
-    const std::shared_ptr<void> live = nullptr;  // of LiveCalls
+    const int64_t version;                 // of what forward has read
+    const uint64_t first_node;             // of autograd's, by sequence number
+    int64_t open_in = 0;                   // the backward that goes through it
+    std::shared_ptr<void> live = nullptr;  // of LiveCalls
+    bool is_seen = false;                  // held by its graph
   };
 
   // The unit is whole when it returns. Inputs that require a gradient are
@@ -392,6 +393,7 @@ class ShardedRoot final : private UnitPolicy::Listener {
   void release_behind_backward(size_t unit);
   void begin_backward();
   void on_backward_over(bool ended_well) override;
+  void drop_pass();
   void leave_backward();
   void await_backward();
   bool is_reduced() const;

@@ -23,8 +23,7 @@ void ShardedRoot::come_to(size_t unit) {
   std::vector<size_t> given_up;
   for (const size_t left_out : gathers_->schedule().left_out_by(unit)) {
     if (!gathers_->is_claimed(left_out) && is_held_[left_out] == 0 &&
-        !live_calls_.may_bring_gradients(left_out,
-                                         num_writes_to(units_[left_out]))) {
+        !live_calls_.may_bring_gradients(left_out)) {
       given_up.push_back(left_out);
     }
   }
@@ -51,9 +50,8 @@ void ShardedRoot::ask_out_of_turn(size_t unit) {
   gathers_->launch_expected();
   ask({.words = absl::StrCat(
            "needed unit '", units_[unit].name,
-           "' in backward ahead of sums that others may wait for (use units "
-           "in one order on all ranks, or set max_reducing to the number of "
-           "sums)"),
+           "' in backward ahead of sums that others may wait for (use one "
+           "order on all ranks, or set max_reducing to the number of sums)"),
        .words_of_all = "needed a unit ahead of sums",
        .said = {unit, policy_->num_sums_launched()}});
   policy_->ranks_are_alike();
@@ -99,7 +97,7 @@ void ShardedRoot::begin_backward() {
     try {
       engine_->begin_in_backward();
     } catch (...) {  // perhaps of an iteration before, which was told late
-      on_backward_over(/*ended_well=*/false);
+      drop_pass();
       throw;
     }
     note_reduced_backward();
@@ -139,6 +137,17 @@ void ShardedRoot::on_backward_over(bool ended_well) {
   leave_backward();
 }
 
+// All ranks know of an error that is on its way to the caller. A device's thread
+// would end the iteration behind it, while the caller goes on.
+void ShardedRoot::drop_pass() {
+  if (running_backward_id() >= 0) engine_->end_iteration();
+  if (pass_ == Pass::kBackward) {
+    end_backward(/*ended_well=*/false);  // its graph's end leaves it
+  } else {
+    on_backward_over(/*ended_well=*/false);
+  }
+}
+
 // The caller of a backward that threw may go on before.
 void ShardedRoot::leave_backward() {
   const std::lock_guard<std::mutex> lock(pass_mutex_);
@@ -173,7 +182,6 @@ void ShardedRoot::end_backward(bool ended_well) {
     gathers_->drop_slices();
     gathers_->recorder().drop();
   }
-  live_calls_.backward_over();
   is_behind_backward_ = ended_well;
   if (is_reduced()) pool_.give_up_unused();
 }

@@ -185,16 +185,17 @@ std::shared_ptr<ShardedRoot::Call> ShardedRoot::begin_call(
                                             num_running_.end(), size_t{0}));
   }
   ++num_running_[unit];
-  const bool is_recomputed =
-      running_backward_id() >= 0 ||
-      (pass_ == Pass::kForward && keeps_units_ && !at::GradMode::is_enabled());
-  const auto call = std::make_shared<Call>(
-      Call{.unit = unit,
-           .version = version_of(units_[unit]),
-           .first_node = at::sequence_number::peek(),
-           .live = live_calls_.begin(unit, num_writes_to(units_[unit]),
-                                     /*has_graph=*/!is_recomputed)});
-  gate_inputs(inputs, alive_, [this, call] { close(*call); });
+  // Computed again in backward, or in a checkpoint that will be.
+  if (running_backward_id() >= 0 || (pass_ == Pass::kForward && keeps_units_ &&
+                                     !at::GradMode::is_enabled())) {
+    live_calls_.may_be_unseen(unit);
+  }
+  const auto call =
+      std::make_shared<Call>(Call{.unit = unit,
+                                  .version = version_of(units_[unit]),
+                                  .first_node = at::sequence_number::peek(),
+                                  .live = live_calls_.begin(unit)});
+  call->is_seen = gate_inputs(inputs, alive_, [this, call] { close(*call); });
   return call;
 }
 
@@ -210,8 +211,9 @@ void ShardedRoot::end_call(const std::shared_ptr<Call>& call,
   const size_t unit = call->unit;
   if (pass_ != Pass::kApart) refuse_writes(units_[unit]);
   if (at::GradMode::is_enabled()) {
-    watch_outputs(
+    call->is_seen |= watch_outputs(
         outputs, alive_, [this, call] { open(call); }, call->first_node);
+    if (!call->is_seen) live_calls_.may_be_unseen(unit);
   }
   if (num_running_[unit] > 0) --num_running_[unit];
   if (running_backward_id() >= 0) return;  // computed again for its backward

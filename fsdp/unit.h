@@ -41,15 +41,6 @@ inline int64_t version_of(const Unit& unit) {
   return version;
 }
 
-// The same, and of places where somebody may have written uncounted.
-inline int64_t num_writes_to(const Unit& unit) {
-  int64_t num_writes = version_of(unit);
-  for (const auto& segment : unit.segments) {
-    num_writes += segment->num_possible_steps();
-  }
-  return num_writes;
-}
-
 }  // namespace brigade
 
 #endif  // BRIGADE_FSDP_UNIT_H_

@@ -150,6 +150,7 @@ class UnitPolicy final : public ReductionPolicy, public GradientSink {
   std::shared_ptr<void> let_go() override;
 
   std::string_view unit_word() const override { return "reduction"; }
+  void launch_rest_beside() override { gathers_.launch_expected(); }
   std::string describe_beside() const override {
     return gathers_.describe_last();
   }

@@ -143,6 +143,7 @@ class CountedPolicy final : public ReductionPolicy {
   }
   std::shared_ptr<void> let_go() override { return called().let_go(); }
   std::string_view unit_word() const override { return called().unit_word(); }
+  void launch_rest_beside() override { called().launch_rest_beside(); }
   std::string describe_beside() const override {
     return called().describe_beside();
   }

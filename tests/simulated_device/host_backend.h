@@ -2,14 +2,19 @@
 // collective runs on a stream of the group's, where it goes through the host.
 //
 // Ranks are threads with a device each: launches wait for peers, on the thread
-// that autograd has for a device.
+// that autograd has for a device; or collectives wait for them on a thread of
+// the backend's, one after the other, and are complete when they have run.
 
 #ifndef BRIGADE_TESTS_SIMULATED_DEVICE_HOST_BACKEND_H_
 #define BRIGADE_TESTS_SIMULATED_DEVICE_HOST_BACKEND_H_
 
 #include <chrono>
+#include <condition_variable>
+#include <deque>
 #include <functional>
+#include <mutex>
 #include <string>
+#include <thread>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
@@ -19,9 +24,13 @@
 
 namespace brigade::testing {
 
+enum class Waiting { kInLaunches, kApart };
+
 class HostBackend final : public c10d::Backend {
  public:
-  explicit HostBackend(const BackendPlace& place);
+  HostBackend(const BackendPlace& place, Waiting waiting);
+  // Behind what was launched.
+  ~HostBackend() override;
 
   const std::string getBackendName() const override { return "host"; }
   c10::intrusive_ptr<c10d::Work> allreduce(
@@ -50,18 +59,27 @@ class HostBackend final : public c10d::Backend {
 
  private:
   using Tensors = std::vector<at::Tensor>;
+  using Collective = std::function<c10::intrusive_ptr<c10d::Work>(
+      Tensors& outputs, Tensors& inputs)>;
   // Calls `launch` with copies of both on the host.
-  c10::intrusive_ptr<c10d::Work> run(
-      const Tensors& outputs, const Tensors& inputs,
-      const std::function<c10::intrusive_ptr<c10d::Work>(
-          Tensors& outputs, Tensors& inputs)>& launch);
+  c10::intrusive_ptr<c10d::Work> run(const Tensors& outputs,
+                                     const Tensors& inputs,
+                                     const Collective& launch);
+  void launch_behind(std::function<void()> collective);
+  void run_apart();
 
   const std::chrono::milliseconds timeout_;
   const c10::intrusive_ptr<c10d::Backend> gloo_;
   CommunicationStreams streams_;
+
+  std::mutex mutex_;
+  std::condition_variable is_launched_;
+  std::deque<std::function<void()>> launched_;  // guarded by mutex_
+  bool is_over_ = false;                        // guarded by mutex_
+  std::thread apart_;                           // if collectives are
 };
 
-ProcessGroupOptions with_host_backend();
+ProcessGroupOptions with_host_backend(Waiting waiting = Waiting::kInLaunches);
 
 // The same ranks, for tensors of their devices alone, as a group of NCCL is
 // from Python.
@@ -73,7 +91,8 @@ c10::intrusive_ptr<c10d::ProcessGroup> without_cpu(
 void run_ranks_on_devices(
     int world_size,
     const std::function<void(const c10::intrusive_ptr<c10d::ProcessGroup>&,
-                             int rank)>& train);
+                             int rank)>& train,
+    Waiting waiting = Waiting::kInLaunches);
 
 }  // namespace brigade::testing
 
