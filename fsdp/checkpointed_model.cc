@@ -75,6 +75,7 @@ CheckpointedModel::CheckpointedModel(
 void CheckpointedModel::require_agreement(const std::string& what,
                                           const std::vector<std::string>& items,
                                           const absl::Status& status) const {
+  if (root_ != nullptr) root_->meet_peers();
   brigade::require_agreement(group_, control_device(*group_), what, items,
                              status);
 }

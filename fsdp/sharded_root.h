@@ -224,6 +224,12 @@ class ShardedRoot final : private UnitPolicy::Listener {
 
   std::vector<NamedShard> named_shards() const;
 
+  // Collective, where programs launch something of their own behind a forward:
+  // a rank whose forward needed a unit once more than its peers' waits for them
+  // to gather it, which what they launch would meet. What is collective here
+  // needs no such call.
+  void meet_peers() { ask({.words = "meets its peers"}); }
+
   // How many ranks have data for another step; this one does, or not.
   // Collective.
   int64_t num_ranks_with(bool has_data);

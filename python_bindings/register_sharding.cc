@@ -390,6 +390,7 @@ void register_sharding(py::module_& module) {
       .def("set_max_reducing", &ShardedRoot::set_max_reducing, py::arg("value"))
       .def("reduce", &ShardedRoot::reduce, NoGil(),
            "Collective: what backwards without synchronisation have added up.")
+      .def("meet_peers", &ShardedRoot::meet_peers, NoGil(), "Collective.")
       .def("num_ranks_with", &ShardedRoot::num_ranks_with, NoGil(),
            py::arg("has_data"), "Collective.")
       .def("step_without_data", &ShardedRoot::step_without_data, NoGil())

@@ -413,6 +413,10 @@ class ShardedRoot:
         """
         Of those that hold this part of the unit.
         """
+    def meet_peers(self) -> None:
+        """
+        Collective.
+        """
     def num_ranks_with(self, has_data: bool) -> int:
         """
         Collective.

@@ -90,7 +90,7 @@ class Root:
 
         Collective; what else a program launches there would meet that gather.
         """
-        self.native.num_ranks_with(True)
+        self.native.meet_peers()
 
     def begin_forward(self) -> None:
         """Collective."""

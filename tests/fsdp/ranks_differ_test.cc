@@ -2,14 +2,18 @@
 // or the same error on all ranks, behind which training goes on.
 
 #include <torch/torch.h>
+#include <unistd.h>
 
 #include <cstddef>
+#include <filesystem>
 #include <functional>
 #include <optional>
 #include <string>
 #include <tuple>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
+#include "brigade/fsdp/optimizer_state.h"
 #include "brigade/fsdp/sharded_root.h"
 #include "brigade/tests/fsdp/message_of_call.h"
 #include "brigade/tests/fsdp/sharded_checks.h"
@@ -344,6 +348,44 @@ TEST_P(RanksDifferTest, TwoLossesWithABackwardEach) {
       EXPECT_EQ(root.engine_statistics().reduced, 8);
     });
   }
+}
+
+// Its last needs are answered where the others come to the checkpoint.
+TEST_P(RanksDifferTest, ACheckpointWhileOneRankNeedsAUnitAgain) {
+  const std::filesystem::path folder =
+      std::filesystem::path(::testing::TempDir()) /
+      absl::StrCat("needs_again_", getpid());
+  std::filesystem::create_directories(folder);
+  run_ranks(world_size(), [&](const Group& group) {
+    const int rank = group->getRank();
+    Net net({4, 4, 4, 4});
+    ShardedRoot root(net.units(), group, options());
+    const auto need_again = [&] {
+      const torch::NoGradGuard no_grad;
+      const std::vector<size_t> once = {0, 1, 2};
+      const std::vector<size_t> again = {0, 1, 2, 0, 1};
+      root.forward([&] {
+        return net.run(root, net.input(rank, 0), rank == 0 ? again : once);
+      });
+    };
+    torch::optim::SGD optimizer(root.shards(), kRate);
+    need_again();
+    save_whole(root, optimizer, folder / "whole");
+    need_again();
+    save_shards(root, optimizer, folder / "shards");
+    const at::Tensor saved = root.shards()[1].detach().clone();
+    {
+      const torch::NoGradGuard no_grad;
+      for (at::Tensor shard : root.shards()) shard.zero_();
+    }
+    need_again();
+    load_whole(root, optimizer, folder / "whole");
+    EXPECT_TRUE(at::equal(root.shards()[1].detach(), saved));
+    need_again();
+    load_shards(root, optimizer, folder / "shards");
+    EXPECT_TRUE(at::equal(root.shards()[1].detach(), saved));
+  });
+  std::filesystem::remove_all(folder);
 }
 
 // ---- What is an error on all ranks.

@@ -97,6 +97,24 @@ TEST(ShardingCheckTest, ABadParameterOnOneRankIsAnErrorOnAll) {
   });
 }
 
+// Ranks look at the first one before they tell each other anything.
+TEST(ShardingCheckTest, ABadFirstParameterOnOneRankIsAnErrorOnAll) {
+  run_ranks(2, [](const Group& group) {
+    for (const BadParameter& bad : bad_parameters()) {
+      SCOPED_TRACE(bad.words);
+      const at::Tensor first = group->getRank() == 1
+                                   ? bad.make()
+                                   : torch::ones({3}).requires_grad_();
+      const std::vector<UnitSpec> units = {
+          {.name = "block",
+           .parameters = {{.name = "first", .tensor = first}}}};
+      EXPECT_THAT(
+          message_of([&] { ShardedRoot(units, group, {}); }),
+          AllOf(HasSubstr("'first' of unit 'block'"), HasSubstr(bad.words)));
+    }
+  });
+}
+
 TEST(ShardingCheckTest, UnitsOnMetaAreMadeAnewBeforeThereIsARoot) {
   run_ranks(2, [](const Group& group) {
     const int rank = group->getRank();
