@@ -28,12 +28,10 @@ namespace brigade {
 Engine::Engine(std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> groups,
                std::span<const std::vector<at::Tensor>> replicas,
                ReductionPolicy& policy, EngineOptions options)
-    : hooks_(std::make_shared<GradientHooks>(
-          replicas,
-          [this](VariableIndex variable, bool is_defined) {
-            gradient_ready(variable, is_defined);
-          },
-          options.sink)),
+    : hooks_(options.make_hooks
+                 ? options.make_hooks(replicas, EngineListener(*this))
+                 : std::make_shared<GradientHooks>(replicas,
+                                                   EngineListener(*this))),
       state_{
           .groups = std::move(groups),
           .policy = policy,

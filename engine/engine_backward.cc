@@ -81,6 +81,11 @@ void Engine::begin_in_backward() try {
   throw;
 }
 
+void EngineListener::operator()(VariableIndex variable,
+                                bool is_defined) const {
+  engine_->gradient_ready(variable, is_defined);
+}
+
 void Engine::gradient_ready(VariableIndex variable, bool is_defined) try {
   const std::lock_guard<std::mutex> lock(mutex_);
   const int backward_id = running_backward_id();

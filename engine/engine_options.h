@@ -7,13 +7,33 @@
 #ifndef BRIGADE_ENGINE_ENGINE_OPTIONS_H_
 #define BRIGADE_ENGINE_ENGINE_OPTIONS_H_
 
-#include <chrono>
-#include <optional>
-#include <string>
+#include <ATen/core/Tensor.h>
 
-#include "brigade/hooks/gradient_sink.h"
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "brigade/hooks/gradient_hooks.h"
+#include "brigade/planning/variable_index.h"
 
 namespace brigade {
+
+class Engine;
+
+// Tells an engine of gradients: Engine::gradient_ready().
+class EngineListener {
+ public:
+  // REQUIRES: it outlives what has this.
+  explicit EngineListener(Engine& engine) : engine_(&engine) {}
+  void operator()(VariableIndex variable, bool is_defined) const;
+
+ private:
+  Engine* engine_;
+};
 
 struct EngineOptions {
   // Begins the texts of errors: "Reducer".
@@ -40,9 +60,12 @@ struct EngineOptions {
   // A backward that brings some gradients but not all is an error at its end.
   bool one_backward_per_forward;
 
-  // Takes gradients in place of `.grad`; null: nobody does. It outlives the
-  // engine.
-  GradientSink* sink = nullptr;
+  // Makes the hooks of an engine's variables where somebody takes gradients in
+  // place of `.grad`, who outlives the engine. Unset: nobody does.
+  std::function<std::shared_ptr<GradientHooks>(
+      std::span<const std::vector<at::Tensor>> replicas,
+      const EngineListener& listener)>
+      make_hooks = {};
 
   // A rank whose iteration fails launches the rest of the sequence at once, and
   // then tells its peers: whoever waits for an entry in the middle of its

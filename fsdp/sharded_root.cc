@@ -142,7 +142,12 @@ ShardedRoot::ShardedRoot(std::vector<Unit> units,
                     .defers_status_check = !pool_.device().is_cpu(),
                     .failure_patience = options_.failure_patience,
                     .one_backward_per_forward = false,
-                    .sink = policy_.get(),
+                    .make_hooks =
+                        [this](std::span<const std::vector<at::Tensor>> taken,
+                               const EngineListener& listener) {
+                          return std::make_shared<GradientHooks>(
+                              taken, listener, *policy_);
+                        },
                     .launches_rest_when_failing = true});
   engine_->connect();
   gathers_->note_waits_in(engine_->progress());

@@ -36,11 +36,10 @@
 #include "brigade/fsdp/unit_gathers.h"
 #include "brigade/fsdp/unit_reduction.h"
 #include "brigade/fsdp/used_sum.h"
-#include "brigade/hooks/gradient_sink.h"
 
 namespace brigade {
 
-class UnitPolicy final : public ReductionPolicy, public GradientSink {
+class UnitPolicy final : public ReductionPolicy {
  public:
   struct Listener {
     // An iteration is over. `ended_well`: on this rank, and, unless that is
@@ -106,7 +105,8 @@ class UnitPolicy final : public ReductionPolicy, public GradientSink {
   // A forward is over, whose gathers are these.
   void note_forward(std::vector<size_t> record);
 
-  void take(VariableIndex variable, const at::Tensor& gradient) override;
+  // Of GradientHooks: adds it to what its unit reduces.
+  void take(VariableIndex variable, const at::Tensor& gradient);
 
   // See ShardedRoot.
   at::Tensor gradient_slot(const at::Tensor& parameter);

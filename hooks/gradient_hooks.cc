@@ -4,39 +4,12 @@
 
 #include <utility>
 
-#include "brigade/hooks/compiled_autograd.h"
 #include "brigade/hooks/prefetch.h"
 
 namespace brigade {
 namespace {
 
 using torch::autograd::Node;
-using torch::autograd::variable_list;
-
-// Gives the sink what its accumulator would accumulate. An accumulator that
-// gets an undefined gradient leaves `.grad` alone and calls its hooks.
-class TakingHook final : public torch::autograd::FunctionPreHook {
- public:
-  // REQUIRES: `ready`, of the same accumulator, outlives this object.
-  TakingHook(GradientSink& sink, ReadyHook& ready)
-      : sink_(sink), ready_(ready) {}
-
-  variable_list operator()(const variable_list& gradients) override {
-    const at::Tensor& gradient = gradients.at(0);
-    ready_.set_taken(gradient.defined());
-    if (gradient.defined()) sink_.take(ready_.variable(), gradient);
-    return {at::Tensor()};
-  }
-
-  void compiled_args(
-      torch::dynamo::autograd::CompiledNodeArgs&) const override {
-    refuse_compiled_autograd();
-  }
-
- private:
-  GradientSink& sink_;
-  ReadyHook& ready_;
-};
 
 // Autograd has a call for this for post-hooks only.
 void remove_pre_hook(Node& node,
@@ -48,8 +21,9 @@ void remove_pre_hook(Node& node,
 }  // namespace
 
 void GradientHooks::add(std::span<const std::vector<at::Tensor>> replicas,
-                        GradientSink* sink, size_t bytes_per_hook,
-                        c10::function_ref<MakeHook> make_hook) {
+                        size_t bytes_per_hook,
+                        c10::function_ref<MakeReady> make_ready,
+                        const c10::function_ref<MakeTaking>* make_taking) {
   size_t num_variables = 0;
   for (const std::vector<at::Tensor>& replica : replicas) {
     num_variables += replica.size();
@@ -65,15 +39,15 @@ void GradientHooks::add(std::span<const std::vector<at::Tensor>> replicas,
         NodePtr accumulator =
             torch::autograd::impl::grad_accumulator(replicas[r][i]);
         std::unique_ptr<ReadyHook> hook =
-            make_hook(place, VariableIndex{.replica = r, .parameter = i},
-                      accumulator.get(), replicas[r][i]);
+            make_ready(place, VariableIndex{.replica = r, .parameter = i},
+                       accumulator.get(), replicas[r][i]);
         ReadyHook& ready = *hook;
         const uintptr_t key = accumulator->add_post_hook(std::move(hook));
         Registration& registration = registrations_.emplace_back(
             Registration{std::move(accumulator), key, nullptr});
         place += bytes_per_hook;
-        if (sink == nullptr) continue;
-        auto taking = std::make_unique<TakingHook>(*sink, ready);
+        if (make_taking == nullptr) continue;
+        auto taking = (*make_taking)(ready);
         registration.taking = taking.get();
         registration.accumulator->add_pre_hook(std::move(taking));
       }

@@ -30,8 +30,8 @@
 #include <vector>
 
 #include "brigade/hooks/autograd_node.h"
-#include "brigade/hooks/gradient_sink.h"
 #include "brigade/hooks/ready_hook.h"
+#include "brigade/hooks/taking_hook.h"
 #include "brigade/planning/variable_index.h"
 
 namespace brigade {
@@ -46,23 +46,26 @@ class GradientHooks {
   // is not taken by a sink. What it throws comes out of backward(). Each hook
   // has a copy: what it refers to outlives this object.
   //
-  // `sink`: takes each gradient, see gradient_sink.h; null: `.grad` does.
-  //
-  // REQUIRES: every parameter is a leaf that requires a gradient; `sink`
-  // outlives this object.
+  // REQUIRES: every parameter is a leaf that requires a gradient.
   template <typename Listener>
   requires std::invocable<const Listener&, VariableIndex, bool> GradientHooks(
       std::span<const std::vector<at::Tensor>> replicas,
-      const Listener& listener, GradientSink* sink = nullptr) {
-    using Hook = ReadyHookFor<Listener>;
-    static_assert(alignof(Hook) <= __STDCPP_DEFAULT_NEW_ALIGNMENT__);
-    add(replicas, sink, sizeof(Hook),
-        [&](std::byte* place, VariableIndex variable,
-            const torch::autograd::Node* accumulator,
-            const at::Tensor& parameter) -> std::unique_ptr<ReadyHook> {
-          return std::unique_ptr<ReadyHook>(new (place) Hook(
-              listener, variable, accumulator, parameter, last_called_));
-        });
+      const Listener& listener) {
+    add(replicas, listener, nullptr);
+  }
+
+  // The same, where `sink` takes each gradient in place of `.grad`: see
+  // taking_hook.h. REQUIRES: `sink` outlives this object.
+  template <typename Listener, TakesGradients Sink>
+  requires std::invocable<const Listener&, VariableIndex, bool> GradientHooks(
+      std::span<const std::vector<at::Tensor>> replicas,
+      const Listener& listener, Sink& sink) {
+    const auto make_taking = [&](ReadyHook& ready) {
+      return std::unique_ptr<torch::autograd::FunctionPreHook>(
+          std::make_unique<TakingHook<Sink>>(sink, ready));
+    };
+    const c10::function_ref<MakeTaking> made_by = make_taking;
+    add(replicas, listener, &made_by);
   }
   ~GradientHooks();
 
@@ -91,13 +94,32 @@ class GradientHooks {
     uintptr_t key;
     const torch::autograd::FunctionPreHook* taking;  // null without a sink
   };
-  using MakeHook = std::unique_ptr<ReadyHook>(
+  using MakeReady = std::unique_ptr<ReadyHook>(
       std::byte* place, VariableIndex variable,
       const torch::autograd::Node* accumulator, const at::Tensor& parameter);
+  using MakeTaking =
+      std::unique_ptr<torch::autograd::FunctionPreHook>(ReadyHook& ready);
 
+  // `make_taking`: null without a sink.
+  template <typename Listener>
   void add(std::span<const std::vector<at::Tensor>> replicas,
-           GradientSink* sink, size_t bytes_per_hook,
-           c10::function_ref<MakeHook> make_hook);
+           const Listener& listener,
+           const c10::function_ref<MakeTaking>* make_taking) {
+    using Hook = ReadyHookFor<Listener>;
+    static_assert(alignof(Hook) <= __STDCPP_DEFAULT_NEW_ALIGNMENT__);
+    add(
+        replicas, sizeof(Hook),
+        [&](std::byte* place, VariableIndex variable,
+            const torch::autograd::Node* accumulator,
+            const at::Tensor& parameter) -> std::unique_ptr<ReadyHook> {
+          return std::unique_ptr<ReadyHook>(new (place) Hook(
+              listener, variable, accumulator, parameter, last_called_));
+        },
+        make_taking);
+  }
+  void add(std::span<const std::vector<at::Tensor>> replicas,
+           size_t bytes_per_hook, c10::function_ref<MakeReady> make_ready,
+           const c10::function_ref<MakeTaking>* make_taking);
 
   std::unique_ptr<std::byte[]> hooks_;       // memory, one after the other
   std::vector<Registration> registrations_;  // as accumulators()

@@ -221,7 +221,8 @@ TEST_F(AskingTest, ARankThatFailsLaunchesTheRestBeforeItTells) {
   policy().fail(Step::kPack, 1);
   EXPECT_EQ(error_of([&] { own_backward({0, 1, 2}); }), "as scripted");
   expect_events(
-      {"pack 0", "launch 0", "aborted", "substitute 1", "substitute 2"});
+      {"pack 0", "launch 0", "rest beside", "substitute 1", "substitute 2",
+       "aborted"});
   EXPECT_THAT(take_statuses().back(),
               HasSubstr("failed in iteration 1 at launch 1: as scripted"));
   own_backward({0, 1, 2});
@@ -264,8 +265,8 @@ TEST_F(AskingTest, ProposalsDoNotMakeRanksDiffer) {
                  "deliver 0", "delivered"});
 }
 
-struct KeptGradients final : GradientSink {
-  void take(VariableIndex variable, const at::Tensor& gradient) override {
+struct KeptGradients final {
+  void take(VariableIndex variable, const at::Tensor& gradient) {
     taken.emplace_back(variable.parameter, gradient.item<double>());
   }
   std::vector<std::pair<size_t, double>> taken;
@@ -273,7 +274,10 @@ struct KeptGradients final : GradientSink {
 
 TEST_F(AskingTest, ASinkGetsGradientsBeforeThePolicyHears) {
   KeptGradients kept;
-  sink = &kept;
+  make_hooks = [&](std::span<const std::vector<at::Tensor>> replicas,
+                   const EngineListener& listener) {
+    return std::make_shared<GradientHooks>(replicas, listener, kept);
+  };
   begin_with({1, 1});
   own_backward({1, 0});
   EXPECT_THAT(kept.taken, ElementsAre(std::pair(1, 1), std::pair(0, 1)));

@@ -53,14 +53,14 @@ class EngineFixture : public ::testing::Test {
                       .defers_status_check = defers,
                       .failure_patience = std::chrono::seconds(1),
                       .one_backward_per_forward = one_backward_per_forward,
-                      .sink = sink,
+                      .make_hooks = make_hooks,
                       .launches_rest_when_failing = launches_rest});
     engine_->connect();
     take_statuses();
   }
 
   // Of the engines of sequence().
-  GradientSink* sink = nullptr;
+  decltype(EngineOptions::make_hooks) make_hooks = {};
   bool launches_rest = false;
   std::optional<bool> defers = std::nullopt;
 

@@ -170,6 +170,7 @@ class ScriptedPolicy final : public ReductionPolicy {
   void on_end_confirmed(bool has_agreed_proposal) override;
   void on_end_refuted() override;
   void on_iteration_over(Outcome outcome, bool is_shadow) override;
+  void launch_rest_beside() override { note("rest beside"); }
 
   std::shared_ptr<void> abandon(
       std::span<Collective* const> in_flight) override;

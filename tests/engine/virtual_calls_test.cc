@@ -181,9 +181,15 @@ struct Calls {
   int64_t of_entries = 0;
 };
 
+struct CountingSink final {
+  void take(VariableIndex, const at::Tensor&) { ++num_taken; }
+  size_t num_taken = 0;
+};
+
 // In an iteration behind the first ones: a forward and a backward in which as
-// many gradients come for each entry.
-Calls calls_of_iteration(size_t num_entries, size_t gradients_per_entry) {
+// many gradients come for each entry. `sink`: null, or takes them.
+Calls calls_of_iteration(size_t num_entries, size_t gradients_per_entry,
+                         CountingSink* sink = nullptr) {
   RecordingGroup recording(/*world_size=*/2);
   ScriptedPolicy scripted(
       {recording.group()},
@@ -195,11 +201,19 @@ Calls calls_of_iteration(size_t num_entries, size_t gradients_per_entry) {
   for (size_t v = 0; v < scripted.num_variables(); ++v) {
     variables.push_back(at::ones({}).requires_grad_());
   }
+  EngineOptions options = {.name = "Engine",
+                           .failure_patience = std::chrono::seconds(1),
+                           .one_backward_per_forward = true};
+  if (sink != nullptr) {
+    options.make_hooks = [sink](
+                             std::span<const std::vector<at::Tensor>> replicas,
+                             const EngineListener& listener) {
+      return std::make_shared<GradientHooks>(replicas, listener, *sink);
+    };
+  }
   Engine engine({recording.group()},
                 std::vector<std::vector<at::Tensor>>{variables}, policy,
-                {.name = "Engine",
-                 .failure_patience = std::chrono::seconds(1),
-                 .one_backward_per_forward = true});
+                std::move(options));
   engine.connect();
   Calls before;
   for (int iteration = 0; iteration < 3; ++iteration) {
@@ -220,6 +234,17 @@ TEST(VirtualCallsTest, OneForEachGradient) {
     EXPECT_EQ(many.of_policy - few.of_policy, num_entries * (50 - 10));
     EXPECT_EQ(many.of_entries, few.of_entries);
   }
+}
+
+// Nor is who takes gradients, as sharding does, called by way of a table.
+TEST(VirtualCallsTest, OneForEachGradientThatASinkTakes) {
+  static_assert(!std::is_polymorphic_v<CountingSink>);
+  CountingSink sink;
+  const Calls few = calls_of_iteration(2, 10, &sink);
+  const Calls many = calls_of_iteration(2, 50, &sink);
+  EXPECT_EQ(sink.num_taken, 3 * 2 * (10 + 50));
+  EXPECT_EQ(many.of_policy - few.of_policy, 2 * (50 - 10));
+  EXPECT_EQ(many.of_entries, few.of_entries);
 }
 
 TEST(VirtualCallsTest, AllOthersForAnEntryOrAnIteration) {

@@ -1,4 +1,4 @@
-#include "brigade/hooks/gradient_sink.h"
+// Hooks with a sink, which takes gradients in place of `.grad`.
 
 #include <torch/torch.h>
 
@@ -26,9 +26,9 @@ at::Tensor leaf(const std::vector<double>& values,
 }
 
 // Keeps copies of what is taken, and notes who is told what in which order.
-class Recorder final : public GradientSink {
+class Recorder final {
  public:
-  void take(VariableIndex variable, const at::Tensor& gradient) override {
+  void take(VariableIndex variable, const at::Tensor& gradient) {
     events.push_back("take " + std::to_string(variable.parameter));
     if (throws) throw std::domain_error("sink");
     has_history = gradient.requires_grad();
@@ -74,7 +74,7 @@ class GradientSinkTest : public ::testing::Test {
  protected:
   std::unique_ptr<GradientHooks> hooks_for(Recorder& recorder) const {
     return std::make_unique<GradientHooks>(std::array{parameters_},
-                                           std::ref(recorder), &recorder);
+                                           std::ref(recorder), recorder);
   }
 
   void expect_taken(const std::vector<std::vector<double>>& expected) const {
@@ -152,7 +152,7 @@ TEST_F(GradientSinkTest, GradientsComeInTheParametersPrecision) {
                                               leaf({1, 2}, at::kDouble)};
   Recorder recorder;
   const GradientHooks hooks(std::array{parameters}, std::ref(recorder),
-                            &recorder);
+                            recorder);
   for (const at::Tensor& parameter : parameters) {
     (parameter.to(at::kFloat) * 5).sum().backward();
   }
@@ -166,7 +166,7 @@ TEST_F(GradientSinkTest, ASparseGradientIsHandedOnAsItIs) {
       torch::ones({3, 2}, at::requires_grad())};
   Recorder recorder;
   const GradientHooks hooks(std::array{parameters}, std::ref(recorder),
-                            &recorder);
+                            recorder);
   torch::embedding(parameters[0], torch::tensor({1}), /*padding_idx=*/-1,
                    /*scale_grad_by_freq=*/false, /*sparse=*/true)
       .sum()
@@ -219,8 +219,8 @@ TEST_F(GradientSinkTest, RemovalLeavesTheSinksOfOthers) {
 
 // Of a gradient that only autograd holds.
 TEST_F(GradientSinkTest, AGradientIsFreedBeforeTheListenerHears) {
-  struct Watch final : GradientSink {
-    void take(VariableIndex, const at::Tensor& gradient) override {
+  struct Watch final {
+    void take(VariableIndex, const at::Tensor& gradient) {
       weak.emplace_back(gradient.getIntrusivePtr());
     }
     void operator()(VariableIndex, bool) {
@@ -230,7 +230,7 @@ TEST_F(GradientSinkTest, AGradientIsFreedBeforeTheListenerHears) {
     std::vector<bool> is_freed;
   } watch;
   hooks_.reset();
-  const GradientHooks hooks(std::array{parameters_}, std::ref(watch), &watch);
+  const GradientHooks hooks(std::array{parameters_}, std::ref(watch), watch);
   (parameters_[0] * 5).sum().backward();
   EXPECT_THAT(watch.is_freed, ElementsAre(true));
 }
