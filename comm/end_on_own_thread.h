@@ -9,6 +9,8 @@
 #ifndef BRIGADE_COMM_END_ON_OWN_THREAD_H_
 #define BRIGADE_COMM_END_ON_OWN_THREAD_H_
 
+#include <unistd.h>
+
 #include <atomic>
 #include <chrono>
 #include <memory>
@@ -22,23 +24,29 @@ namespace brigade {
 inline std::atomic<int> num_ending_values = 0;
 
 // A program that is over waits for them, if not for ever: what they use ends
-// with it.
+// with it. A child that was forked has none of their threads.
 class WaitForEndingValues {
  public:
   ~WaitForEndingValues() {
     const auto end = std::chrono::steady_clock::now() + kPatience;
-    while (num_ending_values > 0 && std::chrono::steady_clock::now() < end) {
+    while (getpid() == process_ && num_ending_values > 0 &&
+           std::chrono::steady_clock::now() < end) {
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
   }
 
  private:
   static constexpr std::chrono::seconds kPatience{10};
+  const pid_t process_ = getpid();
 };
+
+inline void wait_for_ending_values_at_exit() {
+  static const WaitForEndingValues at_exit;
+}
 
 template <typename T>
 std::shared_ptr<T> end_on_own_thread(T value) {
-  static const WaitForEndingValues at_exit;
+  wait_for_ending_values_at_exit();
   return {new T(std::move(value)), [](T* owned) {
             ++num_ending_values;
             try {

@@ -30,6 +30,7 @@ GatherStep GatherSchedule::needs(size_t unit, std::span<const size_t> ahead) {
   } else if (state == State::kReleased) {
     step.launch = rest();
     step.is_late = true;
+    filled_by_[unit] = expected_.size();
     ++num_late_;
   }
   state = State::kClaimed;
@@ -47,11 +48,7 @@ size_t GatherSchedule::place_of(size_t unit) const {
 
 // One that is there may have been passed over.
 size_t GatherSchedule::awaited_by(size_t unit) const {
-  if (states_[unit] == State::kReleased) return place_of(unit);
-  for (size_t i = num_launched_; i-- > 0;) {
-    if (expected_[i] == unit) return i;
-  }
-  return expected_.size();
+  return states_[unit] == State::kReleased ? place_of(unit) : filled_by_[unit];
 }
 
 std::vector<size_t> GatherSchedule::left_out_by(size_t unit) const {
@@ -111,7 +108,9 @@ std::vector<size_t> GatherSchedule::launch_up_to(size_t end) {
        ++num_launched_) {
     const size_t unit = expected_[num_launched_];
     launched.push_back(unit);
-    if (states_[unit] == State::kReleased) states_[unit] = State::kUnclaimed;
+    if (states_[unit] != State::kReleased) continue;
+    states_[unit] = State::kUnclaimed;
+    filled_by_[unit] = num_launched_;
   }
   return launched;
 }

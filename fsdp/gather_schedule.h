@@ -47,7 +47,9 @@ class GatherSchedule {
  public:
   // `depth`: how many gathers are launched ahead of their need; 0: none.
   GatherSchedule(size_t num_units, size_t depth)
-      : depth_(depth), states_(num_units, State::kReleased) {}
+      : depth_(depth),
+        states_(num_units, State::kReleased),
+        filled_by_(num_units, 0) {}
 
   // A pass begins that is expected to need these units, some perhaps several
   // times. Returns what is launched ahead. REQUIRES: rest() of the last one has
@@ -97,6 +99,7 @@ class GatherSchedule {
   const std::vector<size_t>& record() const { return record_; }
 
   size_t depth() const { return depth_; }
+  size_t num_expected() const { return expected_.size(); }
   size_t num_launched() const { return num_launched_; }  // of the expected
 
   size_t num_late() const { return num_late_; }    // needs, of all passes
@@ -111,7 +114,8 @@ class GatherSchedule {
   std::vector<size_t> launch_up_to(size_t end);
 
   const size_t depth_;
-  std::vector<State> states_;  // by unit
+  std::vector<State> states_;      // by unit
+  std::vector<size_t> filled_by_;  // by unit that is there: place of the gather
 
   std::vector<size_t> expected_;
   size_t num_launched_ = 0;  // of expected_

@@ -15,7 +15,8 @@
 //
 // Then whatever waits, on any rank, waits for what comes before in that order.
 // The number for each gather is the largest that a rank which does what was
-// expected may come to, so that it never has to ask, nor takes more memory.
+// expected may come to, so that it never has to ask; nor does it take more
+// memory, where it launches as far ahead as the depth says.
 //
 // Example: units 3, 2, 1 and 0 are gathered, and then summed, in this order,
 // without prefetching; two sums may have their memory.

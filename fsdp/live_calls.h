@@ -2,8 +2,8 @@
 // hold calls of. What no graph holds need not be waited for.
 //
 // A graph may also be there unseen: where calls are computed again in backward,
-// and where a call has neither inputs nor outputs to be found in it. A unit
-// that was ever called so always counts.
+// where a call has neither inputs nor outputs to be found in it, and where a
+// unit is made whole by hand. A unit that ever was so always counts.
 //
 // Thread safety: none; graphs may end on any thread.
 
@@ -27,14 +27,30 @@ class LiveCalls {
   void may_be_unseen(size_t unit) { units_[unit].may_be_unseen = true; }
 
   bool may_bring_gradients(size_t unit) const {
-    return units_[unit].may_be_unseen || units_[unit].held.use_count() > 1;
+    return units_[unit].may_be_unseen || num_held(unit) > 0;
+  }
+
+  // A backward has left a call of it.
+  void left(size_t unit) { ++units_[unit].num_left; }
+  // It has left all that there are.
+  bool are_all_left(size_t unit) const {
+    return !units_[unit].may_be_unseen &&
+           num_held(unit) == units_[unit].num_left;
+  }
+  void backward_over() {
+    for (Unit& unit : units_) unit.num_left = 0;
   }
 
  private:
   struct Unit {
     std::shared_ptr<char> held = std::make_shared<char>();  // by graphs, too
     bool may_be_unseen = false;
+    long num_left = 0;  // NOLINT(google-runtime-int): as use_count()
   };
+
+  long num_held(size_t unit) const {  // NOLINT(google-runtime-int)
+    return units_[unit].held.use_count() - 1;
+  }
 
   std::vector<Unit> units_;
 };

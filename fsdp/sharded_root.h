@@ -271,6 +271,7 @@ class ShardedRoot final : private UnitPolicy::Listener {
   // Memory is planned when the first forward begins, of what is set then.
 
   // Reductions that keep the memory of whole gradients; at least 1.
+  // Alike on all ranks, on devices.
   void set_max_reducing(size_t value);
 
   UnitSettings& settings(size_t unit) { return units_.at(unit).settings; }
@@ -391,8 +392,9 @@ class ShardedRoot final : private UnitPolicy::Listener {
   void release_behind_forward(size_t unit);
 
   // sharded_root_backward.cc
-  void come_to(size_t unit);
-  void give_up_gradients(const std::vector<size_t>& units);
+  void give_up_left_out_by(size_t unit);
+  bool may_be_used(size_t unit) const;
+  void give_up_gradients(size_t unit);
   void ask_out_of_turn(size_t unit);
   void open(const std::shared_ptr<Call>& call);
   void close(Call& call);

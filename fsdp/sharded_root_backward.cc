@@ -19,29 +19,34 @@ namespace brigade {
 
 // Gradients of units that this backward has left out, and that it can't bring
 // any more, are not waited for: peers wait for their sums.
-void ShardedRoot::come_to(size_t unit) {
-  std::vector<size_t> given_up;
-  for (const size_t left_out : gathers_->schedule().left_out_by(unit)) {
-    if (!gathers_->is_claimed(left_out) && is_held_[left_out] == 0 &&
-        !live_calls_.may_bring_gradients(left_out)) {
-      given_up.push_back(left_out);
-    }
-  }
+void ShardedRoot::give_up_left_out_by(size_t unit) {
+  if (!policy_->is_reducing()) return;
+  std::vector<size_t> given_up = gathers_->schedule().left_out_by(unit);
+  std::erase_if(given_up, [&](size_t other) { return may_be_used(other); });
   if (!given_up.empty()) {
     gathers_->launch_through(unit);
-    give_up_gradients(given_up);
+    for (const size_t left_out : given_up) give_up_gradients(left_out);
   }
-  if (policy_->is_out_of_turn(unit)) ask_out_of_turn(unit);
+  if (!policy_->is_out_of_turn(unit)) return;
+  for (const size_t other : policy_->units_ahead_of(unit)) {  // whole ones, too
+    if (!may_be_used(other)) give_up_gradients(other);
+  }
 }
 
-void ShardedRoot::give_up_gradients(const std::vector<size_t>& units) {
-  if (!policy_->is_reducing()) return;
-  for (const auto& [unit, variables] : policy_->awaited()) {
-    if (std::ranges::find(units, unit) == units.end()) continue;
-    for (const size_t variable : variables) {
-      engine_->gradient_ready({.replica = 0, .parameter = variable},
-                              /*is_defined=*/false);
-    }
+// In the rest of this backward. What is always whole may be used without a
+// call.
+bool ShardedRoot::may_be_used(size_t unit) const {
+  return num_open_[unit] > 0 || is_held_[unit] != 0 ||
+         !units_[unit].settings.reshards_after_backward ||
+         live_calls_.may_bring_gradients(unit);
+}
+
+void ShardedRoot::give_up_gradients(size_t unit) {
+  const std::vector<size_t> variables = policy_->awaited_of(unit);
+  if (!variables.empty()) policy_->note_given_up(unit);
+  for (const size_t variable : variables) {
+    engine_->gradient_ready({.replica = 0, .parameter = variable},
+                            /*is_defined=*/false);
   }
 }
 
@@ -51,7 +56,7 @@ void ShardedRoot::ask_out_of_turn(size_t unit) {
   ask({.words = absl::StrCat(
            "needed unit '", units_[unit].name,
            "' in backward ahead of sums that others may wait for (use one "
-           "order on all ranks, or set max_reducing to the number of sums)"),
+           "order on all ranks, or set max_reducing to the number of units)"),
        .words_of_all = "needed a unit ahead of sums",
        .said = {unit, policy_->num_sums_launched()}});
   policy_->ranks_are_alike();
@@ -68,7 +73,10 @@ void ShardedRoot::open(const std::shared_ptr<Call>& call) {
     call->open_in = backward_;
     ++num_open_[unit];
   }
-  if (units_[unit].settings.gathers_in_backward) need(unit);
+  if (!units_[unit].settings.gathers_in_backward) return;
+  // Not where a unit is called again for its backward: more of them may be.
+  give_up_left_out_by(unit);
+  need(unit);
 }
 
 void ShardedRoot::close(Call& call) {
@@ -76,6 +84,13 @@ void ShardedRoot::close(Call& call) {
   call.open_in = 0;
   gathers_->record_use(call.unit);
   --num_open_[call.unit];
+  live_calls_.left(call.unit);
+  // What a call has not used of its unit, as experts without a token.
+  if (policy_->is_reducing() && live_calls_.are_all_left(call.unit) &&
+      units_[call.unit].settings.reshards_after_backward &&
+      is_held_[call.unit] == 0) {
+    give_up_gradients(call.unit);
+  }
   if (units_[call.unit].settings.spans_passes) return;
   release_behind_backward(call.unit);
 }
@@ -137,11 +152,18 @@ void ShardedRoot::on_backward_over(bool ended_well) {
   leave_backward();
 }
 
-// All ranks know of an error that is on its way to the caller. A device's thread
-// would end the iteration behind it, while the caller goes on.
+// All ranks know of an error that is on its way to the caller. A device's
+// thread would end the iteration behind it, while the caller goes on.
 void ShardedRoot::drop_pass() {
-  if (running_backward_id() >= 0) engine_->end_iteration();
-  if (pass_ == Pass::kBackward) {
+  const bool is_in_backward = running_backward_id() >= 0;
+  if (is_in_backward) {
+    try {
+      engine_->end_iteration();
+    } catch (const std::exception&) {
+      // The first error is told.
+    }
+  }
+  if (pass_ == Pass::kBackward && is_in_backward) {
     end_backward(/*ended_well=*/false);  // its graph's end leaves it
   } else {
     on_backward_over(/*ended_well=*/false);
@@ -182,6 +204,7 @@ void ShardedRoot::end_backward(bool ended_well) {
     gathers_->drop_slices();
     gathers_->recorder().drop();
   }
+  live_calls_.backward_over();
   is_behind_backward_ = ended_well;
   if (is_reduced()) pool_.give_up_unused();
 }

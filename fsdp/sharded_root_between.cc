@@ -45,6 +45,9 @@ void ShardedRoot::unshard() {
   gathers_->shards_are_written();
   gathers_->begin(expected);
   pass_ = Pass::kApart;
+  for (size_t unit = 0; unit < units_.size(); ++unit) {
+    if (at::GradMode::is_enabled()) live_calls_.may_be_unseen(unit);
+  }
   policy_->refuse_gradients(true);
   for (const Unit& unit : units_) {
     for (const auto& segment : unit.segments) segment->expect_other_memory();
@@ -79,7 +82,8 @@ void ShardedRoot::unshard(size_t unit) {
   const std::string& name = units_.at(unit).name;
   await_backward();
   if (pass_ == Pass::kApart) return;
-  if (pass_ == Pass::kBackward) come_to(unit);
+  if (policy_->is_out_of_turn(unit)) ask_out_of_turn(unit);
+  live_calls_.may_be_unseen(unit);
   is_held_[unit] = 1;
   for (const auto& segment : units_[unit].segments) {
     segment->expect_other_memory();

@@ -169,7 +169,7 @@ const std::vector<size_t>& ShardedRoot::ahead_of(size_t unit) const {
 }
 
 void ShardedRoot::need(size_t unit) {
-  if (pass_ == Pass::kBackward) come_to(unit);
+  if (policy_->is_out_of_turn(unit)) ask_out_of_turn(unit);
   gathers_->need(unit, ahead_of(unit), [this, unit] { ask_for(unit); });
 }
 
@@ -185,9 +185,12 @@ std::shared_ptr<ShardedRoot::Call> ShardedRoot::begin_call(
                                             num_running_.end(), size_t{0}));
   }
   ++num_running_[unit];
-  // Computed again in backward, or in a checkpoint that will be.
-  if (running_backward_id() >= 0 || (pass_ == Pass::kForward && keeps_units_ &&
-                                     !at::GradMode::is_enabled())) {
+  // In a checkpoint that will be computed again, or is: one that holds no call.
+  const bool may_be_checkpointed =
+      !at::GradMode::is_enabled() &&
+      (pass_ == Pass::kNone || (pass_ == Pass::kForward && keeps_units_));
+  if (may_be_checkpointed ||
+      (running_backward_id() >= 0 && !live_calls_.may_bring_gradients(unit))) {
     live_calls_.may_be_unseen(unit);
   }
   const auto call =

@@ -66,10 +66,12 @@ UnitPolicy::UnitPolicy(std::vector<Unit>& units, MeshTransports& transports,
         [](const auto& segment) { return segment->can_be_trained(); });
   }
   reductions_.reserve(num_reductions);  // they stay where they are
+  reductions_of_.resize(units_.size());
   for (size_t unit = 0; unit < units_.size(); ++unit) {
     for (const auto& segment : units_[unit].segments) {
       if (!segment->can_be_trained()) continue;
       const size_t index = reductions_.size();
+      reductions_of_[unit].push_back(index);
       reductions_.emplace_back(index, units_[unit], *segment,
                                transports.of(units_[unit]), memory_);
       first_variable_.push_back(variables_.size());
@@ -195,6 +197,31 @@ std::vector<UnitPolicy::Awaited> UnitPolicy::awaited() const {
   return in_order;
 }
 
+std::vector<size_t> UnitPolicy::awaited_of(size_t unit) const {
+  std::vector<size_t> awaited;
+  for (const size_t reduction : reductions_of_[unit]) {
+    if (!is_reduced_[reduction] || num_missing_[reduction] == 0) continue;
+    const size_t begin = first_variable_[reduction];
+    for (size_t i = 0; i < reductions_[reduction].num_awaited(); ++i) {
+      const size_t number = begin + i;
+      if (is_trained(number) && !is_ready_[number]) awaited.push_back(number);
+    }
+  }
+  return awaited;
+}
+
+std::vector<size_t> UnitPolicy::units_ahead_of(size_t unit) const {
+  std::vector<size_t> units;
+  for (const size_t reduction : reduction_order_) {
+    const size_t other = variables_[first_variable_[reduction]].unit;
+    if (other == unit) break;
+    if (is_reduced_[reduction] && num_missing_[reduction] > 0) {
+      units.push_back(other);
+    }
+  }
+  return units;
+}
+
 void UnitPolicy::note_forward(std::vector<size_t> record) {
   forward_record_ = std::move(record);
 }
@@ -280,6 +307,7 @@ void UnitPolicy::on_backward_begins(RunningIteration& iteration,
   is_reducing_ = true;
   is_confirmed_ = false;
   is_ready_.assign(variables_.size(), 0);
+  is_given_up_.assign(units_.size(), 0);
   completion_.clear();
   num_missing_.assign(reductions_.size(), 0);
   for (const Variable& variable : variables_) {
@@ -303,6 +331,7 @@ void UnitPolicy::on_backward_begins(RunningIteration& iteration,
 // The CPU's hosts wait for memory, and not for ever.
 void UnitPolicy::expect_waits(const std::vector<size_t>& gathers) {
   if (!used_sum_) return;
+  num_sums_alike_ = 0;
   waits_ = GatherWaits(gathers, reduced_units(), gathers_.schedule().depth(),
                        memory_.max_reducing());
   memory_.begin_backward([this] {
@@ -310,10 +339,17 @@ void UnitPolicy::expect_waits(const std::vector<size_t>& gathers) {
   });
 }
 
+// What is late comes behind all gathers, and so behind any sum.
 bool UnitPolicy::is_out_of_turn(size_t unit) const {
   const GatherSchedule& schedule = gathers_.schedule();
-  return !schedule.is_claimed(unit) &&
-         memory_.num_launched() < waits_.sums_before(schedule.awaited_by(unit));
+  if (!is_reducing_ || !used_sum_ || schedule.is_claimed(unit)) return false;
+  const size_t num_launched = memory_.num_launched();
+  const size_t gather = schedule.awaited_by(unit);
+  if (gather < schedule.num_expected()) {
+    return num_launched < waits_.sums_before(gather);
+  }
+  const size_t num_sums = sequence_.size() - 1;
+  return num_launched < num_sums && num_launched != num_sums_alike_;
 }
 
 void UnitPolicy::on_local_gradient(VariableIndex variable, bool is_defined) {
@@ -509,6 +545,11 @@ std::string UnitPolicy::describe_late(VariableIndex variable,
 
 void UnitPolicy::refuse(VariableIndex variable, Occasion occasion) const {
   const size_t number = variable.parameter;
+  TORCH_CHECK(
+      !is_given_up_[variables_[number].unit], "the gradient of ",
+      name_of({&number, 1}), " came in ", describe(occasion),
+      " though no graph held a call of its unit.\nUse parameters inside "
+      "of calls of their unit, in graphs that live until backward.");
   TORCH_CHECK(false, "the gradient of ", name_of({&number, 1}),
               " was ready twice in ", describe(occasion),
               ": its unit is called several times in checkpoints that run "

@@ -91,6 +91,12 @@ class UnitPolicy final : public ReductionPolicy {
     std::vector<size_t> variables = {};
   };
   std::vector<Awaited> awaited() const;
+  // Of one unit.
+  std::vector<size_t> awaited_of(size_t unit) const;
+  // Units whose sums come before those of `unit`, and wait for gradients.
+  std::vector<size_t> units_ahead_of(size_t unit) const;
+  // Gradients that are marked next are those that this rank can't bring.
+  void note_given_up(size_t unit) { is_given_up_[unit] = 1; }
 
   bool is_reducing() const { return is_reducing_; }  // in an iteration
 
@@ -99,7 +105,10 @@ class UnitPolicy final : public ReductionPolicy {
   bool is_out_of_turn(size_t unit) const;
   // All ranks are where this one is, and have launched what the backward
   // expects to gather.
-  void ranks_are_alike() { waits_ = GatherWaits(); }
+  void ranks_are_alike() {
+    waits_ = GatherWaits();
+    num_sums_alike_ = memory_.num_launched();
+  }
   size_t num_sums_launched() const { return memory_.num_launched(); }
 
   // A forward is over, whose gathers are these.
@@ -202,6 +211,7 @@ class UnitPolicy final : public ReductionPolicy {
   std::vector<Variable> variables_;
   std::unordered_map<const at::TensorImpl*, size_t> numbers_;  // of variables
   std::vector<size_t> first_variable_;                         // by reduction
+  std::vector<std::vector<size_t>> reductions_of_;             // by unit
   std::unique_ptr<UsedSum> used_sum_;  // null on the CPU
 
   bool is_reducing_ = false;
@@ -224,7 +234,9 @@ class UnitPolicy final : public ReductionPolicy {
   std::vector<size_t> completion_;   // of reductions
   std::vector<size_t> num_missing_;  // gradients, by reduction
   std::vector<char> is_ready_;       // by variable
+  std::vector<char> is_given_up_;    // by unit
   GatherWaits waits_;                // of the running backward, on devices
+  size_t num_sums_alike_ = 0;        // where all ranks were last alike in it
   // By variable: of the gradients that are not committed.
   std::vector<int32_t> is_used_;
 
