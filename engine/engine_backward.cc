@@ -81,8 +81,7 @@ void Engine::begin_in_backward() try {
   throw;
 }
 
-void EngineListener::operator()(VariableIndex variable,
-                                bool is_defined) const {
+void EngineListener::operator()(VariableIndex variable, bool is_defined) const {
   engine_->gradient_ready(variable, is_defined);
 }
 

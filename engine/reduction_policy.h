@@ -163,8 +163,8 @@ class ReductionPolicy {
   // What an entry with a unit is called; an "s" makes it plural. Any thread.
   virtual std::string_view unit_word() const { return "bucket"; }
 
-  // Before the rest of a failed iteration's sequence: launches what peers expect
-  // beside it. Orders no stream that the rest may be behind.
+  // Before the rest of a failed iteration's sequence: launches what peers
+  // expect beside it. Orders no stream that the rest may be behind.
   virtual void launch_rest_beside() {}
 
   // Behind what an engine says of its progress: how far this rank is in what it

@@ -57,8 +57,8 @@ struct ShardingOptions {
   size_t prefetch_depth = 1;
 
   // Reductions that keep the memory of a unit's whole gradients at once; the
-  // next unit's gradients wait for the oldest. At least 1; alike on all ranks, on
-  // devices.
+  // next unit's gradients wait for the oldest. At least 1; alike on all ranks,
+  // on devices.
   size_t max_reducing = 2;
 
   // What forward and backward compute in; shards, and so the optimizer, stay in

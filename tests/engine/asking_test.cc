@@ -220,9 +220,8 @@ TEST_F(AskingTest, ARankThatFailsLaunchesTheRestBeforeItTells) {
   begin_with({1, 1, 1});
   policy().fail(Step::kPack, 1);
   EXPECT_EQ(error_of([&] { own_backward({0, 1, 2}); }), "as scripted");
-  expect_events(
-      {"pack 0", "launch 0", "rest beside", "substitute 1", "substitute 2",
-       "aborted"});
+  expect_events({"pack 0", "launch 0", "rest beside", "substitute 1",
+                 "substitute 2", "aborted"});
   EXPECT_THAT(take_statuses().back(),
               HasSubstr("failed in iteration 1 at launch 1: as scripted"));
   own_backward({0, 1, 2});
