@@ -17,23 +17,10 @@
 #include <string>
 #include <vector>
 
+#include "brigade/engine/engine_listener.h"
 #include "brigade/hooks/gradient_hooks.h"
-#include "brigade/planning/variable_index.h"
 
 namespace brigade {
-
-class Engine;
-
-// Tells an engine of gradients: Engine::gradient_ready().
-class EngineListener {
- public:
-  // REQUIRES: it outlives what has this.
-  explicit EngineListener(Engine& engine) : engine_(&engine) {}
-  void operator()(VariableIndex variable, bool is_defined) const;
-
- private:
-  Engine* engine_;
-};
 
 struct EngineOptions {
   // Begins the texts of errors: "Reducer".

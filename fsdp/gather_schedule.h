@@ -61,10 +61,6 @@ class GatherSchedule {
   // says. Outside of a pass each unit that is not there is late.
   GatherStep needs(size_t unit, std::span<const size_t> ahead = {});
 
-  // Where the next need of `unit` is among the expected ones; all of them, if
-  // it is late, or there already for another reason.
-  size_t place_of(size_t unit) const;
-
   // Of the gather that a need of `unit` now would wait for, among the expected
   // ones; all of them, if it is late.
   size_t awaited_by(size_t unit) const;
@@ -109,6 +105,9 @@ class GatherSchedule {
  private:
   enum class State : char { kReleased, kUnclaimed, kClaimed };
 
+  // Of the next need of `unit` among the expected ones; all of them, if it is
+  // late, or there already for another reason.
+  size_t place_of(size_t unit) const;
   void launch_ahead(std::vector<size_t>& launched, size_t end);
   size_t end_behind(std::span<const size_t> ahead) const;
   std::vector<size_t> launch_up_to(size_t end);

@@ -59,7 +59,7 @@ void ShardedRoot::ask_out_of_turn(size_t unit) {
            "order on all ranks, or set max_reducing to the number of units)"),
        .words_of_all = "needed a unit ahead of sums",
        .said = {unit, policy_->num_sums_launched()}});
-  policy_->ranks_are_alike();
+  policy_->note_ranks_are_alike();
 }
 
 void ShardedRoot::open(const std::shared_ptr<Call>& call) {

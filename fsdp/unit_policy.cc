@@ -548,8 +548,9 @@ void UnitPolicy::refuse(VariableIndex variable, Occasion occasion) const {
   TORCH_CHECK(
       !is_given_up_[variables_[number].unit], "the gradient of ",
       name_of({&number, 1}), " came in ", describe(occasion),
-      " though no graph held a call of its unit.\nUse parameters inside "
-      "of calls of their unit, in graphs that live until backward.");
+      " when backward had left all calls of its unit, or no graph held one."
+      "\nUse parameters inside of calls of their unit, in graphs that live "
+      "until backward.");
   TORCH_CHECK(false, "the gradient of ", name_of({&number, 1}),
               " was ready twice in ", describe(occasion),
               ": its unit is called several times in checkpoints that run "

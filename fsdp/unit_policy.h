@@ -105,7 +105,7 @@ class UnitPolicy final : public ReductionPolicy {
   bool is_out_of_turn(size_t unit) const;
   // All ranks are where this one is, and have launched what the backward
   // expects to gather.
-  void ranks_are_alike() {
+  void note_ranks_are_alike() {
     waits_ = GatherWaits();
     num_sums_alike_ = memory_.num_launched();
   }

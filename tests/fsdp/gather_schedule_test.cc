@@ -62,6 +62,24 @@ TEST(GatherScheduleTest, WhatIsNotExpectedAnyMoreIsLateBehindTheRest) {
   EXPECT_EQ(schedule.needs(0), (GatherStep{})) << "it is claimed";
 }
 
+TEST(GatherScheduleTest, TellsWhatANeedLeavesOutAndWaitsFor) {
+  GatherSchedule schedule(4, /*depth=*/1);
+  schedule.begin({3, 2, 1, 3, 0});
+  EXPECT_THAT(schedule.left_out_by(3), IsEmpty());
+  EXPECT_THAT(schedule.left_out_by(1), ElementsAre(3, 2));
+  EXPECT_EQ(schedule.awaited_by(1), 2u);
+  EXPECT_THAT(schedule.launch_through(1), ElementsAre(2, 1));
+  EXPECT_EQ(schedule.num_launched(), 3u);
+  EXPECT_EQ(schedule.awaited_by(3), 0u) << "the gather that it is there of";
+  EXPECT_EQ(schedule.needs(1), (GatherStep{}));
+  EXPECT_THAT(schedule.left_out_by(1), IsEmpty()) << "it is claimed";
+  EXPECT_EQ(schedule.awaited_by(2), 1u) << "it was passed over";
+  schedule.released(1);
+  EXPECT_EQ(schedule.awaited_by(1), schedule.num_expected()) << "it is late";
+  EXPECT_THAT(schedule.left_out_by(1), IsEmpty());
+  EXPECT_THAT(schedule.launch_through(1), IsEmpty());
+}
+
 TEST(GatherScheduleTest, AllIsLateOutsideOfAPass) {
   GatherSchedule schedule(1, /*depth=*/1);
   EXPECT_EQ(schedule.needs(0), (GatherStep{.is_late = true}));
