@@ -11,10 +11,10 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
-#include "brigade/comm/liveness_probe.h"
-#include "brigade/comm/peer_error.h"
-#include "brigade/comm/ranks_by_value.h"
-#include "brigade/comm/status_bridge.h"
+#include "brigade/comm/errors/liveness_probe.h"
+#include "brigade/comm/errors/peer_error.h"
+#include "brigade/comm/errors/ranks_by_value.h"
+#include "brigade/comm/errors/status_bridge.h"
 
 namespace brigade {
 namespace {

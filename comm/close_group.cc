@@ -3,8 +3,8 @@
 #include <exception>
 #include <stdexcept>
 
-#include "brigade/comm/gloo_connections.h"
-#include "brigade/comm/host_sums.h"
+#include "brigade/comm/backends/gloo_connections.h"
+#include "brigade/comm/ordered/host_sums.h"
 
 namespace brigade {
 namespace {

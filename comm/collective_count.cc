@@ -3,7 +3,7 @@
 #include <exception>
 #include <set>
 
-#include "brigade/comm/host_sums.h"
+#include "brigade/comm/ordered/host_sums.h"
 
 namespace brigade {
 

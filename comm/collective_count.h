@@ -11,8 +11,8 @@
 namespace brigade {
 
 // Of all its backends together, and in memory that its ranks share
-// (comm/host_sums.h); nothing if one does not count (Gloo and NCCL do).  Only
-// differences mean something: what the count starts at is the backend's
+// (comm/ordered/host_sums.h); nothing if one does not count (Gloo and NCCL do).
+// Only differences mean something: what the count starts at is the backend's
 // business.  Slow where it is not known, since that is an exception inside
 // LibTorch.
 std::optional<int64_t> count_collectives(c10d::ProcessGroup& group);

@@ -12,13 +12,13 @@
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 #include <utility>
 
-#include "brigade/comm/device_backend.h"
-#include "brigade/comm/end_on_own_thread.h"
-#include "brigade/comm/gloo_backend.h"
-#include "brigade/comm/group_timeout.h"
-#include "brigade/comm/identical_ranks_backend.h"
-#include "brigade/comm/peer_error.h"
-#include "brigade/comm/status_bridge.h"
+#include "brigade/comm/backends/device_backend.h"
+#include "brigade/comm/backends/end_on_own_thread.h"
+#include "brigade/comm/backends/gloo_backend.h"
+#include "brigade/comm/backends/identical_ranks_backend.h"
+#include "brigade/comm/errors/peer_error.h"
+#include "brigade/comm/errors/status_bridge.h"
+#include "brigade/comm/group/group_timeout.h"
 
 namespace brigade {
 namespace {

@@ -19,9 +19,9 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <vector>
 
-#include "brigade/comm/device_backend.h"
-#include "brigade/comm/device_types.h"
-#include "brigade/comm/launch_environment.h"
+#include "brigade/comm/backends/device_backend.h"
+#include "brigade/comm/group/launch_environment.h"
+#include "brigade/comm/streams/device_types.h"
 
 namespace brigade {
 
@@ -56,7 +56,8 @@ struct ProcessGroupOptions {
 };
 
 // The group of all ranks, as the launcher's environment variables say
-// (comm/launch_environment.h).  All ranks must call it, with equal options.
+// (comm/group/launch_environment.h).  All ranks must call it, with equal
+// options.
 //
 // Device `local_rank` of a type that is not the CPU's becomes the calling
 // thread's current one.

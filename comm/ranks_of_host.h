@@ -1,8 +1,9 @@
 // How many ranks of a group are on each host: the length of a row, where what
 // is sharded is to be gathered within hosts only.
 //
-// Hosts are told apart as where ranks share memory (comm/shared_memory.h): two
-// containers, or network namespaces, are two hosts.
+// Hosts are told apart as where ranks share memory
+// (comm/ordered/shared_memory.h): two containers, or network namespaces, are
+// two hosts.
 
 #ifndef BRIGADE_COMM_RANKS_OF_HOST_H_
 #define BRIGADE_COMM_RANKS_OF_HOST_H_

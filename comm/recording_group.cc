@@ -11,13 +11,13 @@
 #include <thread>
 #include <utility>
 
-#include "brigade/comm/communication_streams.h"
-#include "brigade/comm/device_types.h"
-#include "brigade/comm/identical_ranks_backend.h"
-#include "brigade/comm/status_answers.h"
-#include "brigade/comm/status_check.h"
-#include "brigade/comm/status_exchange.h"
-#include "brigade/comm/subgroup_answers.h"
+#include "brigade/comm/backends/identical_ranks_backend.h"
+#include "brigade/comm/control/status_answers.h"
+#include "brigade/comm/control/status_check.h"
+#include "brigade/comm/control/status_exchange.h"
+#include "brigade/comm/group/subgroup_answers.h"
+#include "brigade/comm/streams/communication_streams.h"
+#include "brigade/comm/streams/device_types.h"
 
 namespace brigade {
 namespace {

@@ -1,9 +1,9 @@
 // A process group for tests and simulation: no network, one process, and
 // control over when and how each collective ends.
 //
-// Answers for N identical ranks (comm/identical_ranks_backend.h), logs every
-// collective, and can hold completions until the test asks for them, delay them
-// as a network would, or make the k-th collective fail.
+// Answers for N identical ranks (comm/backends/identical_ranks_backend.h), logs
+// every collective, and can hold completions until the test asks for them,
+// delay them as a network would, or make the k-th collective fail.
 //
 //   RecordingGroup recording(/*world_size=*/4);
 //   recording.hold();
@@ -31,7 +31,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
 
-#include "brigade/comm/rank_status.h"
+#include "brigade/comm/control/rank_status.h"
 
 namespace brigade {
 
@@ -69,8 +69,8 @@ class RecordingGroup {
   RecordingGroup(const RecordingGroup&) = delete;
   RecordingGroup& operator=(const RecordingGroup&) = delete;
 
-  // For tensors of any device (comm/device_types.h).  Has no store: identical
-  // ranks fail alike.
+  // For tensors of any device (comm/streams/device_types.h).  Has no store:
+  // identical ranks fail alike.
   const c10::intrusive_ptr<c10d::ProcessGroup>& group() const { return group_; }
 
   // In order of launch.  A launch that failed is logged too.

@@ -10,13 +10,13 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
-#include "brigade/comm/channel_identity.h"
-#include "brigade/comm/control_store.h"
-#include "brigade/comm/device_backend.h"
-#include "brigade/comm/find_backend.h"
-#include "brigade/comm/group_timeout.h"
-#include "brigade/comm/rank_names.h"
-#include "brigade/comm/subgroup_answers.h"
+#include "brigade/comm/backends/device_backend.h"
+#include "brigade/comm/group/channel_identity.h"
+#include "brigade/comm/group/control_store.h"
+#include "brigade/comm/group/find_backend.h"
+#include "brigade/comm/group/group_timeout.h"
+#include "brigade/comm/group/rank_names.h"
+#include "brigade/comm/group/subgroup_answers.h"
 
 namespace brigade {
 namespace {

@@ -19,9 +19,9 @@ namespace brigade {
 // `device`: the CPU, over Gloo; a CUDA device, over NCCL, or over Gloo where
 // that is what serves it in `group`; another one, over what the group's
 // ProcessGroupOptions::make_backend makes, or if a group of the same process
-// answers for all of its ranks (comm/subgroup_answers.h). It serves that device
-// only, unless over Gloo. Its timeout is the group's.
-// Errors: ValueError if `ranks` are not as said, or the group has no store; as
+// answers for all of its ranks (comm/group/subgroup_answers.h). It serves that
+// device only, unless over Gloo. Its timeout is the group's. Errors: ValueError
+// if `ranks` are not as said, or the group has no store; as
 // make_process_group().
 GroupScope make_subgroup(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
                          const std::vector<int>& ranks,

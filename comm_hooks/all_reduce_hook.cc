@@ -5,7 +5,7 @@
 #include <utility>
 #include <vector>
 
-#include "brigade/comm/future_of_work.h"
+#include "brigade/comm/streams/future_of_work.h"
 #include "brigade/comm_hooks/hook_result.h"
 
 namespace brigade {

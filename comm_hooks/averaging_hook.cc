@@ -4,7 +4,7 @@
 
 #include <utility>
 
-#include "brigade/comm/host_sums.h"
+#include "brigade/comm/ordered/host_sums.h"
 
 namespace brigade {
 

@@ -1,6 +1,6 @@
-// The ordered all-reduce of a group: on the CPU comm/ordered_collectives.h,
-// whose connections are made when they are first needed; on devices
-// comm/ordered_on_device.h.
+// The ordered all-reduce of a group: on the CPU
+// comm/ordered/ordered_collectives.h, whose connections are made when they are
+// first needed; on devices comm/ordered/ordered_on_device.h.
 //
 // Thread safety: one call at a time.
 
@@ -13,9 +13,9 @@
 #include <span>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
-#include "brigade/comm/channel_identity.h"
-#include "brigade/comm/ordered_collectives.h"
-#include "brigade/comm/ordered_on_device.h"
+#include "brigade/comm/group/channel_identity.h"
+#include "brigade/comm/ordered/ordered_collectives.h"
+#include "brigade/comm/ordered/ordered_on_device.h"
 #include "brigade/comm_hooks/group_reference.h"
 
 namespace brigade {

@@ -1,5 +1,6 @@
 // Averages whose bits do not depend on the buckets: an element is summed in the
-// order of the ranks, whatever it travels with (comm/ordered_collectives.h).
+// order of the ranks, whatever it travels with
+// (comm/ordered/ordered_collectives.h).
 //
 //   options.comm_hook = std::make_shared<OrderedHook>(group);
 //
@@ -26,15 +27,16 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/comm.hpp>
 
-#include "brigade/comm/ordered_collectives.h"
-#include "brigade/comm/ordered_on_device.h"
+#include "brigade/comm/ordered/ordered_collectives.h"
+#include "brigade/comm/ordered/ordered_on_device.h"
 #include "brigade/comm_hooks/group_reference.h"
 #include "brigade/comm_hooks/wire_format.h"
 
 namespace brigade {
 
 // Of dense gradients; on devices the group's backend moves them
-// (comm/ordered_on_device.h). Sparse ones come out of backward as ValueError.
+// (comm/ordered/ordered_on_device.h). Sparse ones come out of backward as
+// ValueError.
 class OrderedHook final : public c10d::CommHookInterface,
                           public DeclaresWireFormat {
  public:

@@ -12,7 +12,7 @@
 #include <utility>
 #include <vector>
 
-#include "brigade/comm/message_of.h"
+#include "brigade/comm/errors/message_of.h"
 #include "brigade/comm_hooks/gradient_layout.h"
 #include "brigade/comm_hooks/hook_name.h"
 #include "brigade/comm_hooks/hook_traits.h"

@@ -1,5 +1,5 @@
 // Which comm hooks let ranks of one host meet in memory that they share
-// (comm/host_sums.h), in place of their group's all-reduce.
+// (comm/ordered/host_sums.h), in place of their group's all-reduce.
 
 #ifndef BRIGADE_COMM_HOOKS_TAKES_HOST_SUMS_H_
 #define BRIGADE_COMM_HOOKS_TAKES_HOST_SUMS_H_

@@ -7,7 +7,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "brigade/comm/broadcast_tensors.h"
-#include "brigade/comm/peer_error.h"
+#include "brigade/comm/errors/peer_error.h"
 
 namespace brigade {
 

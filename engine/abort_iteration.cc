@@ -6,9 +6,9 @@
 #include <memory>
 #include <string>
 
-#include "brigade/comm/message_of.h"
-#include "brigade/engine/launching.h"
-#include "brigade/engine/rank_agreement.h"
+#include "brigade/comm/errors/message_of.h"
+#include "brigade/engine/agreement/rank_agreement.h"
+#include "brigade/engine/launching/launching.h"
 
 namespace brigade {
 

@@ -5,7 +5,7 @@
 #ifndef BRIGADE_ENGINE_ABORT_ITERATION_H_
 #define BRIGADE_ENGINE_ABORT_ITERATION_H_
 
-#include "brigade/engine/engine_state.h"
+#include "brigade/engine/state/engine_state.h"
 
 namespace brigade {
 

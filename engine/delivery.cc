@@ -5,13 +5,13 @@
 #include <algorithm>
 #include <optional>
 
-#include "brigade/comm/message_of.h"
-#include "brigade/engine/collective_error.h"
-#include "brigade/engine/failure.h"
-#include "brigade/engine/hook_results.h"
-#include "brigade/engine/launching_chained.h"
-#include "brigade/engine/rank_agreement.h"
-#include "brigade/engine/unconfirmed_ends.h"
+#include "brigade/comm/errors/message_of.h"
+#include "brigade/engine/agreement/rank_agreement.h"
+#include "brigade/engine/agreement/unconfirmed_ends.h"
+#include "brigade/engine/launching/failure.h"
+#include "brigade/engine/launching/hook_results.h"
+#include "brigade/engine/launching/launching_chained.h"
+#include "brigade/engine/state/collective_error.h"
 
 namespace brigade {
 namespace {

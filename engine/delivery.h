@@ -9,8 +9,8 @@
 #include <cstddef>
 #include <memory>
 
-#include "brigade/engine/engine_state.h"
-#include "brigade/engine/iteration.h"
+#include "brigade/engine/state/engine_state.h"
+#include "brigade/engine/state/iteration.h"
 
 namespace brigade {
 

@@ -3,8 +3,8 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "brigade/engine/phase.h"
-#include "brigade/engine/progress.h"
+#include "brigade/engine/observing/progress.h"
+#include "brigade/engine/state/phase.h"
 
 namespace brigade {
 

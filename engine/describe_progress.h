@@ -5,7 +5,7 @@
 
 #include <string>
 
-#include "brigade/engine/engine_state.h"
+#include "brigade/engine/state/engine_state.h"
 
 namespace brigade {
 

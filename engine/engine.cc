@@ -13,13 +13,13 @@
 
 #include "absl/strings/str_cat.h"
 #include "brigade/engine/abort_iteration.h"
-#include "brigade/engine/connect.h"
+#include "brigade/engine/agreement/connect.h"
+#include "brigade/engine/agreement/rank_agreement.h"
+#include "brigade/engine/agreement/recovery.h"
+#include "brigade/engine/agreement/unconfirmed_ends.h"
 #include "brigade/engine/describe_progress.h"
-#include "brigade/engine/launching.h"
-#include "brigade/engine/rank_agreement.h"
-#include "brigade/engine/recovery.h"
+#include "brigade/engine/launching/launching.h"
 #include "brigade/engine/running_iteration.h"
-#include "brigade/engine/unconfirmed_ends.h"
 #include "brigade/hooks/backward_end.h"
 #include "brigade/hooks/output_watch.h"
 

@@ -38,13 +38,13 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
 
-#include "brigade/engine/engine_options.h"
-#include "brigade/engine/engine_state.h"
-#include "brigade/engine/last_error.h"
-#include "brigade/engine/reduction_policy.h"
-#include "brigade/engine/statistics.h"
+#include "brigade/engine/observing/last_error.h"
+#include "brigade/engine/observing/statistics.h"
+#include "brigade/engine/observing/timeline.h"
+#include "brigade/engine/state/engine_options.h"
+#include "brigade/engine/state/engine_state.h"
+#include "brigade/engine/state/reduction_policy.h"
 #include "brigade/engine/sync_point.h"
-#include "brigade/engine/timeline.h"
 #include "brigade/hooks/gradient_hooks.h"
 
 namespace brigade {

@@ -8,12 +8,12 @@
 #include <optional>
 
 #include "brigade/engine/abort_iteration.h"
-#include "brigade/engine/deferral.h"
+#include "brigade/engine/agreement/deferral.h"
+#include "brigade/engine/agreement/rank_agreement.h"
 #include "brigade/engine/delivery.h"
 #include "brigade/engine/engine.h"
-#include "brigade/engine/hook_scope.h"
-#include "brigade/engine/launching.h"
-#include "brigade/engine/rank_agreement.h"
+#include "brigade/engine/launching/hook_scope.h"
+#include "brigade/engine/launching/launching.h"
 #include "brigade/engine/running_iteration.h"
 #include "brigade/hooks/backward_end.h"
 

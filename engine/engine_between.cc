@@ -6,10 +6,10 @@
 #include <exception>
 #include <utility>
 
+#include "brigade/engine/agreement/rank_agreement.h"
+#include "brigade/engine/agreement/unconfirmed_ends.h"
 #include "brigade/engine/engine.h"
-#include "brigade/engine/launching_apart.h"
-#include "brigade/engine/rank_agreement.h"
-#include "brigade/engine/unconfirmed_ends.h"
+#include "brigade/engine/launching/launching_apart.h"
 
 namespace brigade {
 

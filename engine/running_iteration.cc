@@ -1,8 +1,8 @@
 #include "brigade/engine/running_iteration.h"
 
 #include "brigade/engine/delivery.h"
-#include "brigade/engine/engine_state.h"
-#include "brigade/engine/launching.h"
+#include "brigade/engine/launching/launching.h"
+#include "brigade/engine/state/engine_state.h"
 
 namespace brigade {
 

@@ -8,7 +8,7 @@
 
 #include <cstddef>
 
-#include "brigade/engine/slot.h"
+#include "brigade/engine/state/slot.h"
 
 namespace brigade {
 

@@ -11,10 +11,10 @@
 #include <tuple>
 #include <utility>
 
-#include "brigade/comm/control_device.h"
+#include "brigade/comm/control/control_device.h"
 #include "brigade/comm/subgroup.h"
-#include "brigade/fsdp/mesh_ranks.h"
 #include "brigade/fsdp/sharding_check.h"
+#include "brigade/fsdp/transport/mesh_ranks.h"
 
 namespace brigade {
 namespace {

@@ -9,8 +9,8 @@
 #include <vector>
 
 #include "brigade/fsdp/sharding_options.h"
-#include "brigade/fsdp/unit.h"
 #include "brigade/fsdp/unit_spec.h"
+#include "brigade/fsdp/units/unit.h"
 
 namespace brigade {
 
@@ -22,7 +22,7 @@ namespace brigade {
 // Errors: ValueError on all ranks alike if units or options differ, a parameter
 // is in two units, is no leaf, is not dense, is on meta (unless the options
 // allow it) or elsewhere than on the CPU, or options or meshes
-// (fsdp/unit_mesh.h) don't make sense; no parameter is changed then.
+// (fsdp/units/unit_mesh.h) don't make sense; no parameter is changed then.
 std::vector<Unit> make_units(
     const std::vector<UnitSpec>& specs,
     const c10::intrusive_ptr<c10d::ProcessGroup>& group,

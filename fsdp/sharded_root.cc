@@ -9,7 +9,7 @@
 #include <string_view>
 
 #include "absl/strings/str_cat.h"
-#include "brigade/fsdp/digest.h"
+#include "brigade/fsdp/layout/digest.h"
 
 namespace brigade {
 namespace {

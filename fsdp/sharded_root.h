@@ -65,21 +65,21 @@
 #include <vector>
 
 #include "brigade/engine/engine.h"
-#include "brigade/fsdp/call_depths.h"
 #include "brigade/fsdp/forward_dtypes.h"
-#include "brigade/fsdp/gradient_memory.h"
-#include "brigade/fsdp/live_calls.h"
 #include "brigade/fsdp/make_units.h"
-#include "brigade/fsdp/memory_plan.h"
-#include "brigade/fsdp/memory_pool.h"
-#include "brigade/fsdp/mesh_transports.h"
-#include "brigade/fsdp/shard_transport.h"
+#include "brigade/fsdp/memory/gradient_memory.h"
+#include "brigade/fsdp/memory/memory_pool.h"
+#include "brigade/fsdp/schedule/call_depths.h"
+#include "brigade/fsdp/schedule/live_calls.h"
+#include "brigade/fsdp/schedule/memory_plan.h"
+#include "brigade/fsdp/schedule/sharding_timeline.h"
+#include "brigade/fsdp/schedule/unit_calls.h"
 #include "brigade/fsdp/sharding_options.h"
-#include "brigade/fsdp/sharding_timeline.h"
-#include "brigade/fsdp/unit.h"
-#include "brigade/fsdp/unit_calls.h"
-#include "brigade/fsdp/unit_gathers.h"
-#include "brigade/fsdp/unit_policy.h"
+#include "brigade/fsdp/transport/shard_transport.h"
+#include "brigade/fsdp/units/mesh_transports.h"
+#include "brigade/fsdp/units/unit.h"
+#include "brigade/fsdp/units/unit_gathers.h"
+#include "brigade/fsdp/units/unit_policy.h"
 #include "brigade/hooks/output_tensors.h"
 
 namespace brigade {
@@ -91,8 +91,9 @@ struct ShardingStatistics {
   int64_t unneeded_gathers = 0;  // launched, and not needed on this rank
   int64_t near_gathers = 0;  // of a segment, among those who kept its slices
   int64_t allocations = 0;   // of memory for whole units and gradients
-  int64_t unplanned = 0;     // of these: not of the plan (fsdp/memory_plan.h)
-  int64_t whole_bytes = 0;   // that memory
+  int64_t unplanned =
+      0;  // of these: not of the plan (fsdp/schedule/memory_plan.h)
+  int64_t whole_bytes = 0;  // that memory
   int64_t peak_whole_bytes = 0;
   int64_t planned_bytes = 0;    // its peak in steps that are as expected
   int64_t shard_bytes = 0;      // parameters that this rank holds, with padding

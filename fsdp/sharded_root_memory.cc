@@ -11,7 +11,7 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
-#include "brigade/fsdp/memory_plan.h"
+#include "brigade/fsdp/schedule/memory_plan.h"
 #include "brigade/fsdp/sharded_root.h"
 
 namespace brigade {

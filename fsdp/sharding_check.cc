@@ -14,8 +14,8 @@
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "brigade/comm/agreement.h"
-#include "brigade/comm/control_device.h"
-#include "brigade/fsdp/reduction_hook.h"
+#include "brigade/comm/control/control_device.h"
+#include "brigade/fsdp/units/reduction_hook.h"
 
 namespace brigade {
 namespace {

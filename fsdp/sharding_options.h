@@ -13,7 +13,7 @@
 #include <string>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
-#include "brigade/fsdp/unit_mesh.h"
+#include "brigade/fsdp/units/unit_mesh.h"
 
 namespace brigade {
 
@@ -86,13 +86,13 @@ struct ShardingOptions {
   bool reproducible = false;
 
   // What sums gradients in place of the transport's reduce-scatter, for
-  // instance in float16: fsdp/reduction_hook.h. Null: none.
+  // instance in float16: fsdp/units/reduction_hook.h. Null: none.
   std::shared_ptr<ReductionHook> comm_hook = nullptr;
 
   // Asked for each parameter when units are made, in place of what its
-  // NamedParameter says: elements that are never cut (fsdp/shard_spec.h), such
-  // as a row, or the whole of a matrix; what forward and backward see it in,
-  // none for `param_dtype`. Equal on all ranks.
+  // NamedParameter says: elements that are never cut
+  // (fsdp/layout/shard_spec.h), such as a row, or the whole of a matrix; what
+  // forward and backward see it in, none for `param_dtype`. Equal on all ranks.
   std::function<int64_t(const std::string& name, const at::Tensor&)>
       block_numel_of = {};
   std::function<std::optional<at::ScalarType>(const std::string& name,
@@ -101,7 +101,7 @@ struct ShardingOptions {
 
   // Asked for each unit when units are made, unless its UnitSpec says it: the
   // ranks that hold its parameters, where they are not the root's; none for the
-  // root's. Another answer on each rank (fsdp/unit_mesh.h).
+  // root's. Another answer on each rank (fsdp/units/unit_mesh.h).
   std::function<std::optional<UnitMesh>(const std::string& unit)> mesh_of = {};
 
   // All ranks begin with the parameters of rank 0. False: each keeps its part

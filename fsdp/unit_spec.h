@@ -9,8 +9,8 @@
 #include <string>
 #include <vector>
 
-#include "brigade/fsdp/segment.h"
-#include "brigade/fsdp/unit_mesh.h"
+#include "brigade/fsdp/units/segment.h"
+#include "brigade/fsdp/units/unit_mesh.h"
 
 namespace brigade {
 

@@ -16,7 +16,7 @@
 #include <system_error>
 #include <thread>
 
-#include "brigade/comm/end_on_own_thread.h"
+#include "brigade/comm/backends/end_on_own_thread.h"
 
 namespace brigade {
 namespace {

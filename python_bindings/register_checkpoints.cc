@@ -11,11 +11,11 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "brigade/comm/process_group.h"
-#include "brigade/fsdp/checkpointed_model.h"
-#include "brigade/fsdp/optimizer_checkpoint.h"
-#include "brigade/fsdp/shard_files.h"
+#include "brigade/fsdp/checkpoint/checkpointed_model.h"
+#include "brigade/fsdp/checkpoint/optimizer_checkpoint.h"
+#include "brigade/fsdp/checkpoint/shard_files.h"
+#include "brigade/fsdp/checkpoint/sharded_state.h"
 #include "brigade/fsdp/sharded_root.h"
-#include "brigade/fsdp/sharded_state.h"
 
 namespace brigade {
 namespace {
@@ -92,7 +92,7 @@ std::pair<SafetensorsMetadata, std::vector<Fields>> load(
 
 void register_checkpoints(py::module_& module) {
   py::class_<PythonOptimizer>(module, "CheckpointedOptimizer",
-                              "See fsdp/optimizer_checkpoint.h.")
+                              "See fsdp/checkpoint/optimizer_checkpoint.h.")
       .def(py::init(
                [](std::string type, bool has_state_before_steps,
                   std::vector<at::Tensor> shards,
@@ -115,7 +115,7 @@ void register_checkpoints(py::module_& module) {
            "why there is nothing else; an error on all ranks.");
   using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
   py::class_<CheckpointedModel>(module, "CheckpointedModel",
-                                "See fsdp/checkpointed_model.h.")
+                                "See fsdp/checkpoint/checkpointed_model.h.")
       .def(py::init<ShardedRoot&>(), py::keep_alive<1, 2>(), py::arg("root"))
       .def(py::init([](const std::vector<std::pair<std::string, at::Tensor>>&
                            parameters,

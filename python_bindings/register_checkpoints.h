@@ -1,5 +1,6 @@
 // Checkpoints of sharded models that C++ programs read and write too
-// (fsdp/optimizer_checkpoint.h), for brigade.save_whole() and the like.
+// (fsdp/checkpoint/optimizer_checkpoint.h), for brigade.save_whole() and the
+// like.
 
 #ifndef BRIGADE_PYTHON_BINDINGS_REGISTER_CHECKPOINTS_H_
 #define BRIGADE_PYTHON_BINDINGS_REGISTER_CHECKPOINTS_H_

@@ -20,12 +20,12 @@
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "brigade/comm/agreement.h"
-#include "brigade/comm/control_device.h"
+#include "brigade/comm/control/control_device.h"
 #include "brigade/comm/ranks_of_host.h"
-#include "brigade/fsdp/post_accumulate_hooks.h"
-#include "brigade/fsdp/reduction_hook.h"
+#include "brigade/fsdp/schedule/sharding_timeline.h"
 #include "brigade/fsdp/sharded_root.h"
-#include "brigade/fsdp/sharding_timeline.h"
+#include "brigade/fsdp/units/post_accumulate_hooks.h"
+#include "brigade/fsdp/units/reduction_hook.h"
 
 namespace brigade {
 namespace {
@@ -199,7 +199,7 @@ void register_timeline(py::module_& module) {
       .def_readonly("complete_ns", &ReductionTimes::complete_ns);
   py::class_<ShardingTimeline>(
       module, "ShardingTimeline",
-      "See fsdp/sharding_timeline.h; str() is a table.")
+      "See fsdp/schedule/sharding_timeline.h; str() is a table.")
       .def_readonly("iteration", &ShardingTimeline::iteration,
                     "0: none has been sampled.")
       .def_readonly("forward_begin_ns", &ShardingTimeline::forward_begin_ns)
@@ -266,7 +266,8 @@ void register_sharding(py::module_& module) {
                      &ShardingOptions::broadcasts_parameters)
       .def_readwrite("allows_meta", &ShardingOptions::allows_meta);
 
-  py::class_<UnitSettings>(module, "UnitSettings", "See fsdp/unit_settings.h.")
+  py::class_<UnitSettings>(module, "UnitSettings",
+                           "See fsdp/layout/unit_settings.h.")
       .def_readwrite("reshards_after_forward",
                      &UnitSettings::reshards_after_forward)
       .def_readwrite("spans_passes", &UnitSettings::spans_passes)

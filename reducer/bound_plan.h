@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "brigade/comm_hooks/hook_traits.h"
-#include "brigade/engine/collective.h"
+#include "brigade/engine/state/collective.h"
 #include "brigade/planning/bucket_plan.h"
 #include "brigade/reducer/bucket.h"
 #include "brigade/reducer/memory_ranges.h"

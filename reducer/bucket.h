@@ -24,9 +24,9 @@
 #include <vector>
 
 #include "brigade/comm_hooks/hook_traits.h"
-#include "brigade/engine/collective.h"
-#include "brigade/engine/packer.h"
-#include "brigade/engine/stream_join.h"
+#include "brigade/comm/streams/stream_join.h"
+#include "brigade/engine/packing/packer.h"
+#include "brigade/engine/state/collective.h"
 #include "brigade/planning/bucket_plan.h"
 #include "brigade/reducer/bucket_replica.h"
 #include "brigade/reducer/dims_list.h"

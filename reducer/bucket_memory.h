@@ -20,7 +20,7 @@
 #include <span>
 #include <vector>
 
-#include "brigade/engine/packer.h"
+#include "brigade/engine/packing/packer.h"
 #include "brigade/reducer/dims_list.h"
 #include "brigade/reducer/parameter_table.h"
 

@@ -8,12 +8,12 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "brigade/comm/end_on_own_thread.h"
-#include "brigade/comm/host_sums.h"
-#include "brigade/comm/status_bridge.h"
+#include "brigade/comm/backends/end_on_own_thread.h"
+#include "brigade/comm/errors/status_bridge.h"
+#include "brigade/comm/ordered/host_sums.h"
 #include "brigade/comm_hooks/averaging_hook.h"
 #include "brigade/comm_hooks/takes_host_sums.h"
-#include "brigade/engine/profiler_range.h"
+#include "brigade/engine/observing/profiler_range.h"
 #include "brigade/engine/running_iteration.h"
 #include "brigade/hooks/graph_search.h"
 #include "brigade/planning/plan_by_size.h"

@@ -21,7 +21,7 @@
 #include <vector>
 
 #include "brigade/comm_hooks/hook_traits.h"
-#include "brigade/engine/reduction_policy.h"
+#include "brigade/engine/state/reduction_policy.h"
 #include "brigade/hooks/gradient_hooks.h"
 #include "brigade/reducer/bound_plan.h"
 #include "brigade/reducer/context_gradients.h"

@@ -8,8 +8,8 @@
 #include <algorithm>
 #include <utility>
 
-#include "brigade/engine/make_packer.h"
-#include "brigade/engine/stream_join.h"
+#include "brigade/comm/streams/stream_join.h"
+#include "brigade/engine/packing/make_packer.h"
 #include "brigade/reducer/gradient_layout.h"
 
 namespace brigade {

@@ -17,7 +17,7 @@
 #include <span>
 #include <vector>
 
-#include "brigade/engine/packer.h"
+#include "brigade/engine/packing/packer.h"
 #include "brigade/reducer/bucket_memory.h"
 #include "brigade/reducer/bucket_replica.h"
 #include "brigade/reducer/buffer_donation.h"

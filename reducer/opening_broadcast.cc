@@ -9,8 +9,8 @@
 
 #include "absl/strings/str_cat.h"
 #include "brigade/comm/broadcast_tensors.h"
-#include "brigade/comm/find_backend.h"
-#include "brigade/engine/stream_join.h"
+#include "brigade/comm/group/find_backend.h"
+#include "brigade/comm/streams/stream_join.h"
 
 namespace brigade {
 namespace {

@@ -14,7 +14,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
 
-#include "brigade/engine/opening.h"
+#include "brigade/engine/state/opening.h"
 
 namespace brigade {
 

@@ -39,9 +39,9 @@
 #include <torch/csrc/distributed/c10d/comm.hpp>
 #include <vector>
 
-#include "brigade/engine/last_error.h"
+#include "brigade/engine/observing/last_error.h"
+#include "brigade/engine/observing/timeline.h"
 #include "brigade/engine/sync_point.h"
-#include "brigade/engine/timeline.h"
 #include "brigade/hooks/output_tensors.h"
 #include "brigade/planning/bucket_plan.h"
 #include "brigade/reducer/reducer_options.h"

@@ -150,10 +150,10 @@ struct ReducerOptions {
   // How a bucket crosses ranks. Null: average by all-reduce in the gradients'
   // own dtype; of ranks that are all on one host (Gloo, CPU, compared at
   // construction) through memory that they share, up to 256 MiB a rank, by
-  // connections and three threads for each group (comm/host_sums.h). It adds in
-  // the order of the ranks; all_reduce_hook(group) leaves it to the group. See
-  // comm_hooks/. A hook gets complex gradients as pairs of reals: buffers of
-  // twice the length, shapes with a last dimension of 2.
+  // connections and three threads for each group (comm/ordered/host_sums.h). It
+  // adds in the order of the ranks; all_reduce_hook(group) leaves it to the
+  // group. See comm_hooks/. A hook gets complex gradients as pairs of reals:
+  // buffers of twice the length, shapes with a last dimension of 2.
   std::shared_ptr<c10d::CommHookInterface> comm_hook = nullptr;
 
   // Gradients are added up in the order of the ranks and divided once, when the
@@ -166,8 +166,8 @@ struct ReducerOptions {
   // costs one more set of connections, memory of a bucket's size for each that
   // is in flight (2 ranks) or of 1/W of it for each peer, and time:
   // docs/status.md. On devices the group's backend moves slices
-  // (comm/ordered_on_device.h), of which a bucket in flight has as much memory
-  // once more.
+  // (comm/ordered/ordered_on_device.h), of which a bucket in flight has as much
+  // memory once more.
   bool reproducible = false;
 
   // With `reproducible`: ranks in rows of so many, each row's sum by itself and

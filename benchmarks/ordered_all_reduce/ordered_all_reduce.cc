@@ -27,7 +27,7 @@
 #include "brigade/benchmarks/support/local_launch.h"
 #include "brigade/benchmarks/support/set_up.h"
 #include "brigade/bucket_sweep/quantiles.h"
-#include "brigade/comm/ordered_collectives.h"
+#include "brigade/comm/ordered/ordered_collectives.h"
 #include "brigade/comm/process_group.h"
 
 namespace brigade::benchmarks {

@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "brigade/comm/identical_ranks_backend.h"
+#include "brigade/comm/backends/identical_ranks_backend.h"
 
 namespace brigade::benchmarks {
 namespace {

@@ -23,9 +23,9 @@
 #include "brigade/benchmarks/support/local_launch.h"
 #include "brigade/benchmarks/support/set_up.h"
 #include "brigade/bucket_sweep/quantiles.h"
-#include "brigade/comm/control_channel.h"
+#include "brigade/comm/control/control_channel.h"
+#include "brigade/comm/control/status_check.h"
 #include "brigade/comm/process_group.h"
-#include "brigade/comm/status_check.h"
 
 namespace brigade::benchmarks {
 namespace {

@@ -29,8 +29,8 @@
 
 #include "brigade/benchmarks/support/set_up.h"
 #include "brigade/bucket_sweep/quantiles.h"
-#include "brigade/comm/control_channel.h"
-#include "brigade/comm/status_mesh.h"
+#include "brigade/comm/control/control_channel.h"
+#include "brigade/comm/control/status_mesh.h"
 #include "brigade/tests/support/counting_store.h"
 
 namespace brigade::benchmarks {

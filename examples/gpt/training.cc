@@ -5,7 +5,7 @@
 #include <utility>
 #include <vector>
 
-#include "brigade/fsdp/optimizer_state.h"
+#include "brigade/fsdp/checkpoint/optimizer_state.h"
 
 namespace brigade::gpt {
 namespace {

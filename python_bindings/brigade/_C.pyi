@@ -215,7 +215,7 @@ class ShardingOptions:
         ...
 class UnitSettings:
     """
-    See fsdp/unit_settings.h.
+    See fsdp/layout/unit_settings.h.
     """
     gathers_in_backward: bool
     keeps_storage: bool
@@ -322,7 +322,7 @@ class ReductionTimes:
         ...
 class ShardingTimeline:
     """
-    See fsdp/sharding_timeline.h; str() is a table.
+    See fsdp/schedule/sharding_timeline.h; str() is a table.
     """
     def __str__(self) -> str:
         ...
@@ -457,7 +457,7 @@ class ShardedRoot:
         """
 class CheckpointedOptimizer:
     """
-    See fsdp/optimizer_checkpoint.h.
+    See fsdp/checkpoint/optimizer_checkpoint.h.
     """
     def __init__(self, *, type: str = '', has_state_before_steps: bool = False, shards: collections.abc.Sequence[torch.Tensor] = [], fields: collections.abc.Sequence[collections.abc.Sequence[tuple[str, bool]]] = [], problem: str = '') -> None:
         """
@@ -465,7 +465,7 @@ class CheckpointedOptimizer:
         """
 class CheckpointedModel:
     """
-    See fsdp/checkpointed_model.h.
+    See fsdp/checkpoint/checkpointed_model.h.
     """
     @typing.overload
     def __init__(self, root: ShardedRoot) -> None:

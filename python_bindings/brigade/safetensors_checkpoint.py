@@ -4,7 +4,7 @@
     ...
     metadata = brigade.load_whole(model, "step 17.safetensors", optimizer)
 
-They are those of fsdp/optimizer_state.h. Whole tensors in one file, which programs that
+They are those of fsdp/checkpoint/optimizer_state.h. Whole tensors in one file, which programs that
 don't shard read too; or a folder of what each rank holds, which nothing is gathered for.
 Parameters, and what SGD, Adam, AdamW, RMSprop and Adagrad keep for them; no buffers (of which
 saving warns), learning rates or anything else. For those, and other optimizers, see

@@ -1,4 +1,4 @@
-#include "brigade/comm/control_address.h"
+#include "brigade/comm/control/control_address.h"
 
 #include <torch/torch.h>
 
@@ -9,7 +9,7 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
-#include "brigade/comm/gloo_connections.h"
+#include "brigade/comm/backends/gloo_connections.h"
 #include "brigade/comm/process_group.h"
 #include "gtest/gtest.h"
 

@@ -13,8 +13,8 @@
 #include <utility>
 #include <vector>
 
-#include "brigade/comm/control_channel.h"
-#include "brigade/comm/peer_error.h"
+#include "brigade/comm/control/control_channel.h"
+#include "brigade/comm/errors/peer_error.h"
 #include "brigade/comm/process_group.h"
 #include "brigade/tests/support/process_ranks.h"
 #include "gmock/gmock.h"

@@ -1,4 +1,4 @@
-#include "brigade/comm/control_channel.h"
+#include "brigade/comm/control/control_channel.h"
 
 #include <torch/torch.h>
 
@@ -10,10 +10,10 @@
 #include <string>
 #include <vector>
 
-#include "brigade/comm/peer_error.h"
+#include "brigade/comm/control/status_check.h"
+#include "brigade/comm/errors/peer_error.h"
 #include "brigade/comm/process_group.h"
 #include "brigade/comm/recording_group.h"
-#include "brigade/comm/status_check.h"
 #include "brigade/tests/support/local_ranks.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"

@@ -1,4 +1,4 @@
-#include "brigade/comm/exchange_rounds.h"
+#include "brigade/comm/control/exchange_rounds.h"
 
 #include <cmath>
 #include <set>

@@ -1,6 +1,6 @@
 // What a group's ranks sum in memory that they share, on ranks as threads.
 
-#include "brigade/comm/host_sums.h"
+#include "brigade/comm/ordered/host_sums.h"
 
 #include <ATen/record_function.h>
 #include <torch/torch.h>
@@ -13,7 +13,7 @@
 
 #include "brigade/comm/close_group.h"
 #include "brigade/comm/collective_count.h"
-#include "brigade/comm/message_of.h"
+#include "brigade/comm/errors/message_of.h"
 #include "brigade/comm/process_group.h"
 #include "brigade/comm/recording_group.h"
 #include "brigade/tests/support/local_ranks.h"

@@ -1,4 +1,4 @@
-#include "brigade/comm/launch_environment.h"
+#include "brigade/comm/group/launch_environment.h"
 
 #include <cstdlib>
 #include <map>

@@ -1,4 +1,4 @@
-#include "brigade/comm/liveness_probe.h"
+#include "brigade/comm/errors/liveness_probe.h"
 
 #include <torch/torch.h>
 
@@ -11,7 +11,7 @@
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <vector>
 
-#include "brigade/comm/peer_error.h"
+#include "brigade/comm/errors/peer_error.h"
 #include "brigade/comm/process_group.h"
 #include "brigade/comm/recording_group.h"
 #include "brigade/tests/support/counting_store.h"

@@ -1,6 +1,6 @@
 // Reductions in the order of the ranks, on ranks as threads and as processes.
 
-#include "brigade/comm/ordered_collectives.h"
+#include "brigade/comm/ordered/ordered_collectives.h"
 
 #include <signal.h>
 #include <sys/wait.h>
@@ -19,9 +19,9 @@
 #include <vector>
 
 #include "brigade/comm/collective_count.h"
-#include "brigade/comm/message_of.h"
-#include "brigade/comm/ordered_sum.h"
-#include "brigade/comm/peer_error.h"
+#include "brigade/comm/errors/message_of.h"
+#include "brigade/comm/errors/peer_error.h"
+#include "brigade/comm/ordered/ordered_sum.h"
 #include "brigade/comm/process_group.h"
 #include "brigade/tests/support/local_ranks.h"
 #include "brigade/tests/support/process_ranks.h"

@@ -1,6 +1,6 @@
 // Reduce-scatters over meshes of ranks.
 
-#include "brigade/comm/ordered_mesh.h"
+#include "brigade/comm/ordered/ordered_mesh.h"
 
 #include <torch/torch.h>
 
@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "brigade/comm/peer_error.h"
+#include "brigade/comm/errors/peer_error.h"
 #include "brigade/comm/process_group.h"
 #include "brigade/tests/support/local_ranks.h"
 #include "gtest/gtest.h"

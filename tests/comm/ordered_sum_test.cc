@@ -1,6 +1,6 @@
 // Slices of ranks, and sums whose order is known.
 
-#include "brigade/comm/ordered_sum.h"
+#include "brigade/comm/ordered/ordered_sum.h"
 
 #include <torch/torch.h>
 
@@ -9,7 +9,7 @@
 #include <optional>
 #include <vector>
 
-#include "brigade/comm/rank_slice.h"
+#include "brigade/comm/ordered/rank_slice.h"
 #include "gtest/gtest.h"
 
 namespace brigade {

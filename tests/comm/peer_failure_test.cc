@@ -6,8 +6,8 @@
 #include <string>
 #include <vector>
 
-#include "brigade/comm/liveness_probe.h"
-#include "brigade/comm/peer_error.h"
+#include "brigade/comm/errors/liveness_probe.h"
+#include "brigade/comm/errors/peer_error.h"
 #include "brigade/comm/process_group.h"
 #include "brigade/tests/support/process_ranks.h"
 #include "gmock/gmock.h"

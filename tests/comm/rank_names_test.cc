@@ -1,10 +1,10 @@
-#include "brigade/comm/rank_names.h"
+#include "brigade/comm/group/rank_names.h"
 
 #include <ATen/ops/ones.h>
 
 #include "absl/strings/str_cat.h"
-#include "brigade/comm/message_of.h"
-#include "brigade/comm/ordered_collectives.h"
+#include "brigade/comm/errors/message_of.h"
+#include "brigade/comm/ordered/ordered_collectives.h"
 #include "brigade/comm/subgroup.h"
 #include "brigade/tests/support/local_ranks.h"
 #include "gmock/gmock.h"

@@ -1,4 +1,4 @@
-#include "brigade/comm/rank_status.h"
+#include "brigade/comm/control/rank_status.h"
 
 #include <string>
 

@@ -1,6 +1,6 @@
 // Memory that processes share, what they wait on there, and posts in it.
 
-#include "brigade/comm/shared_memory.h"
+#include "brigade/comm/ordered/shared_memory.h"
 
 #include <sys/wait.h>
 #include <unistd.h>
@@ -16,9 +16,9 @@
 #include <utility>
 #include <vector>
 
-#include "brigade/comm/host_messages.h"
-#include "brigade/comm/host_outbox.h"
-#include "brigade/comm/shared_signal.h"
+#include "brigade/comm/ordered/host_messages.h"
+#include "brigade/comm/ordered/host_outbox.h"
+#include "brigade/comm/ordered/shared_signal.h"
 #include "brigade/tests/support/local_ranks.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"

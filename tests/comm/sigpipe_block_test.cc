@@ -1,4 +1,4 @@
-#include "brigade/comm/sigpipe_block.h"
+#include "brigade/comm/backends/sigpipe_block.h"
 
 #include <sys/socket.h>
 #include <torch/torch.h>

@@ -1,4 +1,4 @@
-#include "brigade/comm/status_check.h"
+#include "brigade/comm/control/status_check.h"
 
 #include <string>
 #include <utility>

@@ -1,10 +1,10 @@
-#include "brigade/comm/status_digest.h"
+#include "brigade/comm/control/status_digest.h"
 
 #include <algorithm>
 #include <random>
 #include <vector>
 
-#include "brigade/comm/status_check.h"
+#include "brigade/comm/control/status_check.h"
 #include "gtest/gtest.h"
 
 namespace brigade {

@@ -1,7 +1,7 @@
 // What a mesh costs, counted, and what it does while its ranks are busy: ranks
 // are threads, the connections are real.
 
-#include "brigade/comm/status_mesh.h"
+#include "brigade/comm/control/status_mesh.h"
 
 #include <arpa/inet.h>
 #include <netinet/in.h>
@@ -25,12 +25,12 @@
 #include <utility>
 #include <vector>
 
-#include "brigade/comm/channel_identity.h"
-#include "brigade/comm/connect_peers.h"
-#include "brigade/comm/control_channel.h"
-#include "brigade/comm/exchange_rounds.h"
-#include "brigade/comm/peer_error.h"
-#include "brigade/comm/tcp_links.h"
+#include "brigade/comm/control/connect_peers.h"
+#include "brigade/comm/control/control_channel.h"
+#include "brigade/comm/control/exchange_rounds.h"
+#include "brigade/comm/control/tcp_links.h"
+#include "brigade/comm/errors/peer_error.h"
+#include "brigade/comm/group/channel_identity.h"
 #include "brigade/tests/comm/world_sizes.h"
 #include "brigade/tests/support/counting_store.h"
 #include "gmock/gmock.h"

@@ -1,7 +1,7 @@
 // The protocol among ranks whose messages this test holds, and delivers in any
 // order that connections allow.
 
-#include "brigade/comm/status_protocol.h"
+#include "brigade/comm/control/status_protocol.h"
 
 #include <algorithm>
 #include <chrono>
@@ -14,7 +14,7 @@
 #include <utility>
 #include <vector>
 
-#include "brigade/comm/exchange_rounds.h"
+#include "brigade/comm/control/exchange_rounds.h"
 #include "brigade/tests/comm/world_sizes.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"

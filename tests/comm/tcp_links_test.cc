@@ -1,4 +1,4 @@
-#include "brigade/comm/tcp_links.h"
+#include "brigade/comm/control/tcp_links.h"
 
 #include <sys/socket.h>
 

@@ -1,4 +1,4 @@
-#include "brigade/comm/timed_wait.h"
+#include "brigade/comm/streams/timed_wait.h"
 
 #include <chrono>
 #include <memory>

@@ -21,9 +21,9 @@
 #include "brigade/comm_hooks/function_hook.h"
 #include "brigade/ddp/distributed_data_parallel.h"
 #include "brigade/ddp/join.h"
+#include "brigade/fsdp/checkpoint/optimizer_state.h"
+#include "brigade/fsdp/checkpoint/sharded_state.h"
 #include "brigade/fsdp/fully_shard.h"
-#include "brigade/fsdp/optimizer_state.h"
-#include "brigade/fsdp/sharded_state.h"
 
 struct Given {
   using Batch = std::pair<at::Tensor, at::Tensor>;

@@ -1,4 +1,4 @@
-#include "brigade/engine/backward_membership.h"
+#include "brigade/engine/state/backward_membership.h"
 
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"

@@ -22,7 +22,7 @@
 #include <utility>
 #include <vector>
 
-#include "brigade/comm/rank_status.h"
+#include "brigade/comm/control/rank_status.h"
 #include "brigade/comm/recording_group.h"
 #include "brigade/engine/engine.h"
 #include "brigade/tests/engine/scripted_policy.h"

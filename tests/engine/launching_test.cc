@@ -1,7 +1,7 @@
 // Which entries of a sequence are launched when, in which order, and what is
 // launched in their place; without autograd.
 
-#include "brigade/engine/launching.h"
+#include "brigade/engine/launching/launching.h"
 
 #include <c10/util/Exception.h>
 

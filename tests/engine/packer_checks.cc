@@ -4,7 +4,7 @@
 
 #include <random>
 
-#include "brigade/engine/make_packer.h"
+#include "brigade/engine/packing/make_packer.h"
 #include "gtest/gtest.h"
 
 namespace brigade::testing {

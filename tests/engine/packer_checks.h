@@ -11,7 +11,7 @@
 #include <utility>
 #include <vector>
 
-#include "brigade/engine/packer.h"
+#include "brigade/engine/packing/packer.h"
 
 namespace brigade::testing {
 

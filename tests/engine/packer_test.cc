@@ -1,4 +1,4 @@
-#include "brigade/engine/packer.h"
+#include "brigade/engine/packing/packer.h"
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
@@ -8,8 +8,8 @@
 #include <string>
 #include <vector>
 
-#include "brigade/engine/make_packer.h"
-#include "brigade/engine/pack_loops.h"
+#include "brigade/engine/packing/make_packer.h"
+#include "brigade/engine/packing/pack_loops.h"
 #include "brigade/tests/engine/packer_checks.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"

@@ -1,7 +1,7 @@
 // What ranks tell each other of what they have launched on their groups, and
 // what follows from what other collectives these have counted.
 
-#include "brigade/engine/peer_status.h"
+#include "brigade/engine/state/peer_status.h"
 
 #include <torch/torch.h>
 

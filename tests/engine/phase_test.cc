@@ -1,8 +1,8 @@
-// Every transition between the phases of an iteration (engine/phase.h), seen
-// from outside: what may be called, what becomes of gradients, and what peers
-// are told.
+// Every transition between the phases of an iteration (engine/state/phase.h),
+// seen from outside: what may be called, what becomes of gradients, and what
+// peers are told.
 
-#include "brigade/engine/phase.h"
+#include "brigade/engine/state/phase.h"
 
 #include <c10/util/Exception.h>
 #include <torch/csrc/autograd/engine.h>

@@ -30,8 +30,8 @@
 #include <utility>
 #include <vector>
 
-#include "brigade/engine/collective.h"
-#include "brigade/engine/reduction_policy.h"
+#include "brigade/engine/state/collective.h"
+#include "brigade/engine/state/reduction_policy.h"
 
 namespace brigade::testing {
 

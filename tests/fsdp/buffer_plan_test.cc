@@ -1,4 +1,4 @@
-#include "brigade/fsdp/buffer_plan.h"
+#include "brigade/fsdp/schedule/buffer_plan.h"
 
 #include <algorithm>
 #include <functional>

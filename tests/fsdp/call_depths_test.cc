@@ -1,4 +1,4 @@
-#include "brigade/fsdp/call_depths.h"
+#include "brigade/fsdp/schedule/call_depths.h"
 
 #include "gtest/gtest.h"
 

@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "brigade/comm/message_of.h"
+#include "brigade/comm/errors/message_of.h"
 #include "brigade/tests/fsdp/fuzz_branch.h"
 
 namespace brigade::testing {

@@ -1,4 +1,4 @@
-#include "brigade/fsdp/gather_schedule.h"
+#include "brigade/fsdp/schedule/gather_schedule.h"
 
 #include <algorithm>
 #include <random>

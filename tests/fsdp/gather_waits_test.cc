@@ -2,7 +2,7 @@
 // no ranks of random programs wait for each other for ever, on a model of their
 // hosts and streams.
 
-#include "brigade/fsdp/gather_waits.h"
+#include "brigade/fsdp/schedule/gather_waits.h"
 
 #include <algorithm>
 #include <cstdint>
@@ -13,7 +13,7 @@
 #include <set>
 #include <vector>
 
-#include "brigade/fsdp/gather_schedule.h"
+#include "brigade/fsdp/schedule/gather_schedule.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 

@@ -1,4 +1,4 @@
-#include "brigade/fsdp/kept_slices.h"
+#include "brigade/fsdp/units/kept_slices.h"
 
 #include <torch/torch.h>
 

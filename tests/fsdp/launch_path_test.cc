@@ -11,8 +11,8 @@
 #include <string_view>
 #include <vector>
 
-#include "brigade/fsdp/reduction_hook.h"
 #include "brigade/fsdp/sharded_root.h"
+#include "brigade/fsdp/units/reduction_hook.h"
 #include "brigade/tests/support/local_ranks.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"

@@ -1,4 +1,4 @@
-#include "brigade/fsdp/memory_plan.h"
+#include "brigade/fsdp/schedule/memory_plan.h"
 
 #include <cstddef>
 #include <cstdint>

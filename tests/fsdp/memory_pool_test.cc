@@ -1,4 +1,4 @@
-#include "brigade/fsdp/memory_pool.h"
+#include "brigade/fsdp/memory/memory_pool.h"
 
 #include <utility>
 

@@ -7,7 +7,7 @@
 #include <functional>
 #include <string>
 
-#include "brigade/comm/message_of.h"
+#include "brigade/comm/errors/message_of.h"
 
 namespace brigade::testing {
 

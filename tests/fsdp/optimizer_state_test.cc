@@ -1,4 +1,4 @@
-#include "brigade/fsdp/optimizer_state.h"
+#include "brigade/fsdp/checkpoint/optimizer_state.h"
 
 #include <torch/torch.h>
 #include <unistd.h>
@@ -12,8 +12,8 @@
 #include <utility>
 #include <vector>
 
-#include "brigade/fsdp/safetensors_file.h"
-#include "brigade/fsdp/sharded_state.h"
+#include "brigade/fsdp/checkpoint/safetensors_file.h"
+#include "brigade/fsdp/checkpoint/sharded_state.h"
 #include "brigade/tests/fsdp/checkpoint_checks.h"
 #include "brigade/tests/fsdp/sharded_net.h"
 #include "brigade/tests/support/local_ranks.h"

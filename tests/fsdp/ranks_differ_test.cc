@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "brigade/fsdp/optimizer_state.h"
+#include "brigade/fsdp/checkpoint/optimizer_state.h"
 #include "brigade/fsdp/sharded_root.h"
 #include "brigade/tests/fsdp/message_of_call.h"
 #include "brigade/tests/fsdp/sharded_checks.h"

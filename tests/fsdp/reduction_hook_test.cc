@@ -1,6 +1,6 @@
 // Comm hooks of sharding: compression, and hooks of one's own.
 
-#include "brigade/fsdp/reduction_hook.h"
+#include "brigade/fsdp/units/reduction_hook.h"
 
 #include <torch/torch.h>
 

@@ -1,4 +1,4 @@
-#include "brigade/fsdp/safetensors_file.h"
+#include "brigade/fsdp/checkpoint/safetensors_file.h"
 
 #include <sys/resource.h>
 #include <unistd.h>

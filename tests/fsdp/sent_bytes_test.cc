@@ -7,7 +7,7 @@
 #include <ostream>
 #include <vector>
 
-#include "brigade/comm/ordered_collectives.h"
+#include "brigade/comm/ordered/ordered_collectives.h"
 #include "brigade/comm/recording_group.h"
 #include "brigade/fsdp/sharded_root.h"
 #include "brigade/tests/fsdp/integer_units.h"

@@ -1,4 +1,4 @@
-#include "brigade/fsdp/shard_files.h"
+#include "brigade/fsdp/checkpoint/shard_files.h"
 
 #include <torch/torch.h>
 #include <unistd.h>
@@ -10,8 +10,8 @@
 #include <utility>
 #include <vector>
 
-#include "brigade/fsdp/optimizer_state.h"
-#include "brigade/fsdp/safetensors_file.h"
+#include "brigade/fsdp/checkpoint/optimizer_state.h"
+#include "brigade/fsdp/checkpoint/safetensors_file.h"
 #include "brigade/tests/fsdp/checkpoint_checks.h"
 #include "brigade/tests/fsdp/sharded_net.h"
 #include "brigade/tests/support/local_ranks.h"

@@ -1,4 +1,4 @@
-#include "brigade/fsdp/shard_gradient.h"
+#include "brigade/fsdp/units/shard_gradient.h"
 
 #include <torch/torch.h>
 

@@ -1,4 +1,4 @@
-#include "brigade/fsdp/shard_index.h"
+#include "brigade/fsdp/checkpoint/shard_index.h"
 
 #include <random>
 #include <string>

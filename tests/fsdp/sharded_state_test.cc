@@ -1,4 +1,4 @@
-#include "brigade/fsdp/sharded_state.h"
+#include "brigade/fsdp/checkpoint/sharded_state.h"
 
 #include <torch/torch.h>
 #include <unistd.h>
@@ -13,7 +13,7 @@
 #include <string>
 #include <vector>
 
-#include "brigade/fsdp/shard_files.h"
+#include "brigade/fsdp/checkpoint/shard_files.h"
 #include "brigade/tests/fsdp/sharded_net.h"
 #include "brigade/tests/support/local_ranks.h"
 #include "gmock/gmock.h"

@@ -1,4 +1,4 @@
-#include "brigade/fsdp/sharding_timeline.h"
+#include "brigade/fsdp/schedule/sharding_timeline.h"
 
 #include <torch/torch.h>
 

@@ -13,8 +13,8 @@
 
 #include "absl/strings/str_cat.h"
 #include "brigade/comm/recording_group.h"
-#include "brigade/fsdp/reduction_hook.h"
 #include "brigade/fsdp/sharded_root.h"
+#include "brigade/fsdp/units/reduction_hook.h"
 #include "brigade/hooks/checkpoint.h"
 #include "brigade/tests/fsdp/message_of_call.h"
 #include "brigade/tests/fsdp/sharded_checks.h"

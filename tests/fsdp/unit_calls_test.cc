@@ -1,4 +1,4 @@
-#include "brigade/fsdp/unit_calls.h"
+#include "brigade/fsdp/schedule/unit_calls.h"
 
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"

@@ -1,7 +1,7 @@
 // Units that are sharded over some ranks each, inside of a root of all ranks:
 // equal to one process that has all experts, in whole numbers.
 
-#include "brigade/fsdp/unit_mesh.h"
+#include "brigade/fsdp/units/unit_mesh.h"
 
 #include <torch/torch.h>
 #include <unistd.h>
@@ -19,11 +19,11 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "brigade/fsdp/optimizer_state.h"
-#include "brigade/fsdp/reduction_hook.h"
-#include "brigade/fsdp/shard_files.h"
+#include "brigade/fsdp/checkpoint/optimizer_state.h"
+#include "brigade/fsdp/checkpoint/shard_files.h"
+#include "brigade/fsdp/checkpoint/sharded_state.h"
 #include "brigade/fsdp/sharded_root.h"
-#include "brigade/fsdp/sharded_state.h"
+#include "brigade/fsdp/units/reduction_hook.h"
 #include "brigade/tests/fsdp/checkpoint_checks.h"
 #include "brigade/tests/fsdp/message_of_call.h"
 #include "brigade/tests/fsdp/moe_net.h"

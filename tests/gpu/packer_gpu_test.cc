@@ -12,7 +12,7 @@
 #include <memory>
 #include <vector>
 
-#include "brigade/engine/make_packer.h"
+#include "brigade/engine/packing/make_packer.h"
 #include "brigade/tests/engine/packer_checks.h"
 #include "gtest/gtest.h"
 

@@ -7,7 +7,7 @@
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <vector>
 
-#include "brigade/comm/group_collectives.h"
+#include "brigade/comm/group/group_collectives.h"
 #include "brigade/comm/process_group.h"
 #include "brigade/fsdp/sharded_root.h"
 #include "brigade/tests/gpu/busy_device.h"

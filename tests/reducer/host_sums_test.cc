@@ -1,7 +1,7 @@
 // Buckets of ranks that are all on one host, which is what a reducer's default
 // hook makes of it.
 
-#include "brigade/comm/host_sums.h"
+#include "brigade/comm/ordered/host_sums.h"
 
 #include <torch/torch.h>
 

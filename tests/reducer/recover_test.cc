@@ -7,7 +7,7 @@
 #include <optional>
 #include <vector>
 
-#include "brigade/comm/rank_status.h"
+#include "brigade/comm/control/rank_status.h"
 #include "brigade/comm/recording_group.h"
 #include "brigade/reducer/reducer.h"
 #include "brigade/tests/reducer/failing.h"

@@ -11,7 +11,7 @@
 #include <utility>
 #include <vector>
 
-#include "brigade/comm/peer_error.h"
+#include "brigade/comm/errors/peer_error.h"
 #include "brigade/comm/process_group.h"
 #include "brigade/comm/recording_group.h"
 #include "brigade/comm_hooks/function_hook.h"

@@ -13,7 +13,7 @@
 #include <utility>
 #include <vector>
 
-#include "brigade/fsdp/reduction_hook.h"
+#include "brigade/fsdp/units/reduction_hook.h"
 #include "brigade/tests/simulated_device/sharded_training.h"
 #include "brigade/tests/support/simulated_device/ordering_calls.h"
 #include "brigade/tests/support/simulated_device/stream_test.h"

@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "brigade/engine/make_packer.h"
+#include "brigade/engine/packing/make_packer.h"
 #include "brigade/tests/engine/packer_checks.h"
 #include "brigade/tests/support/simulated_device/stream_test.h"
 #include "gtest/gtest.h"

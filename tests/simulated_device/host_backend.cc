@@ -5,9 +5,9 @@
 #include <future>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
-#include "brigade/comm/device_backend.h"
-#include "brigade/comm/gloo_backend.h"
-#include "brigade/comm/identical_ranks_backend.h"
+#include "brigade/comm/backends/device_backend.h"
+#include "brigade/comm/backends/gloo_backend.h"
+#include "brigade/comm/backends/identical_ranks_backend.h"
 #include "brigade/tests/support/simulated_device/stream_test.h"
 
 namespace brigade::testing {

@@ -19,8 +19,8 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
 
-#include "brigade/comm/communication_streams.h"
 #include "brigade/comm/process_group.h"
+#include "brigade/comm/streams/communication_streams.h"
 
 namespace brigade::testing {
 

@@ -10,9 +10,9 @@
 #include <utility>
 #include <vector>
 
-#include "brigade/comm/communication_streams.h"
-#include "brigade/comm/future_of_work.h"
-#include "brigade/comm/identical_ranks_backend.h"
+#include "brigade/comm/backends/identical_ranks_backend.h"
+#include "brigade/comm/streams/communication_streams.h"
+#include "brigade/comm/streams/future_of_work.h"
 #include "brigade/comm_hooks/function_hook.h"
 #include "brigade/comm_hooks/weighted_mean_hook.h"
 #include "brigade/reducer/reducer.h"

@@ -11,8 +11,8 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "brigade/comm/peer_error.h"
-#include "brigade/comm/rank_status.h"
+#include "brigade/comm/control/rank_status.h"
+#include "brigade/comm/errors/peer_error.h"
 #include "brigade/comm/recording_group.h"
 #include "brigade/reducer/reducer_options.h"
 #include "brigade/tests/simulated_device/stream_layout.h"

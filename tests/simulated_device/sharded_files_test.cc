@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "brigade/comm/recording_group.h"
-#include "brigade/fsdp/optimizer_state.h"
+#include "brigade/fsdp/checkpoint/optimizer_state.h"
 #include "brigade/fsdp/sharded_root.h"
 #include "brigade/tests/support/simulated_device/stream_test.h"
 #include "gtest/gtest.h"

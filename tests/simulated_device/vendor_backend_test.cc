@@ -9,12 +9,12 @@
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <vector>
 
-#include "brigade/comm/control_device.h"
-#include "brigade/comm/device_backend.h"
-#include "brigade/comm/identical_ranks_backend.h"
+#include "brigade/comm/backends/device_backend.h"
+#include "brigade/comm/backends/identical_ranks_backend.h"
+#include "brigade/comm/control/control_device.h"
 #include "brigade/comm/process_group.h"
 #include "brigade/comm/subgroup.h"
-#include "brigade/fsdp/optimizer_state.h"
+#include "brigade/fsdp/checkpoint/optimizer_state.h"
 #include "brigade/fsdp/sharded_root.h"
 #include "brigade/reducer/reducer.h"
 #include "brigade/tests/simulated_device/host_backend.h"

@@ -16,19 +16,38 @@ import re
 import sys
 
 # What each folder may include: folders of brigade (and what those may include),
-# and libraries, named by how an include of theirs begins.
+# and libraries, named by how an include of theirs begins. Of a folder with others
+# inside it only its own files are meant: it is their front.
 LIBTORCH = ("torch/", "ATen/", "c10/")
 LAYERS = {
     "planning": ((), ()),
     "hooks": (("planning",), LIBTORCH),
-    "comm": ((), LIBTORCH + ("gloo/", "nccl.h", "cuda")),
+    "comm/errors": ((), LIBTORCH),
+    "comm/streams": ((), LIBTORCH),
+    "comm/group": (("comm/errors",), LIBTORCH + ("gloo/",)),
+    "comm/backends": (("comm/group", "comm/streams"), LIBTORCH + ("gloo/", "nccl.h", "cuda")),
+    "comm/control": (("comm/backends",), LIBTORCH),
+    "comm/ordered": (("comm/backends",), LIBTORCH),
+    "comm": (("comm/control", "comm/ordered"), LIBTORCH),
     "comm_hooks": (("comm",), LIBTORCH),
-    "engine": (("planning", "hooks", "comm", "comm_hooks"), LIBTORCH + ("cuda",)),
+    "engine/packing": ((), LIBTORCH + ("cuda",)),
+    "engine/observing": (("planning", "comm"), LIBTORCH),
+    "engine/state": (("engine/observing", "hooks", "comm_hooks"), LIBTORCH),
+    "engine/launching": (("engine/state",), LIBTORCH),
+    "engine/agreement": (("engine/launching",), LIBTORCH),
+    "engine": (("engine/packing", "engine/agreement"), LIBTORCH),
     "reducer": (("engine",), LIBTORCH),
-    "fsdp": (("engine",), LIBTORCH + ("nlohmann/",)),
+    "fsdp/layout": ((), LIBTORCH),
+    "fsdp/schedule": (("fsdp/layout", "engine"), LIBTORCH),
+    "fsdp/streams": (("engine",), LIBTORCH),
+    "fsdp/memory": (("fsdp/streams",), LIBTORCH),
+    "fsdp/transport": (("fsdp/streams",), LIBTORCH),
+    "fsdp/units": (("fsdp/schedule", "fsdp/memory", "fsdp/transport"), LIBTORCH),
+    "fsdp": (("fsdp/units",), LIBTORCH),
+    "fsdp/checkpoint": (("fsdp",), LIBTORCH + ("nlohmann/",)),
     "ddp": (("reducer",), LIBTORCH),
     "bucket_sweep": (("reducer",), LIBTORCH),
-    "python_bindings": (("ddp", "fsdp"), LIBTORCH + ("pybind11/",)),
+    "python_bindings": (("ddp", "fsdp/checkpoint"), LIBTORCH + ("pybind11/",)),
 }
 # Libraries that an otherwise allowed prefix does not cover.
 FORBIDDEN = {"hooks": ("torch/csrc/distributed/",)}
@@ -38,6 +57,23 @@ SOURCES = {".h", ".cc", ".cu", ".cuh"}
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]')
 # A standard header (<vector>, <cstdint>) or one of the system (<unistd.h>, <sys/wait.h>).
 STANDARD = re.compile(r"^(\w+|\w+\.h|(sys|netinet|arpa|net|linux)/\w+\.h)$")
+
+
+def folder_of(file: pathlib.Path | str) -> str:
+    """The folder that a file lies in, as LAYERS names it; '' if that is none."""
+    parent = str(pathlib.Path(file).parent)
+    return parent if parent in LAYERS else ""
+
+
+def sources(root: pathlib.Path) -> list[pathlib.Path]:
+    """Those of all folders and of what is inside of them, from the root."""
+    return sorted(
+        file.relative_to(root)
+        for folder in LAYERS
+        if "/" not in folder
+        for file in (root / folder).rglob("*")
+        if file.suffix in SOURCES
+    )
 
 
 def reachable(folder: str) -> set[str]:
@@ -55,7 +91,7 @@ def libraries(folder: str) -> tuple[str, ...]:
 def complaint(root: pathlib.Path, folder: str, quote: str, target: str) -> str:
     """Why `folder` may not include `target`, or ''."""
     if target.startswith("brigade/"):
-        other = target.split("/")[1]
+        other = folder_of(target.removeprefix("brigade/"))
         if other not in reachable(folder):
             return f"{folder}/ may include only {', '.join(sorted(reachable(folder)))}"
         if not (root / target.removeprefix("brigade/")).is_file():
@@ -75,14 +111,12 @@ def complaint(root: pathlib.Path, folder: str, quote: str, target: str) -> str:
 def find_circle(root: pathlib.Path) -> list[str]:
     """Files without suffixes, each of which needs the next; the first once more at the end."""
     needs: dict[str, set[str]] = {}
-    for folder in LAYERS:
-        for file in (root / folder).rglob("*"):
-            if file.suffix in SOURCES:
-                own = needs.setdefault(str(file.relative_to(root).with_suffix("")), set())
-                for line in file.read_text().splitlines():
-                    match = INCLUDE.match(line)
-                    if match and match[2].startswith("brigade/"):
-                        own.add(str(pathlib.Path(match[2].removeprefix("brigade/")).with_suffix("")))
+    for file in sources(root):
+        own = needs.setdefault(str(file.with_suffix("")), set())
+        for line in (root / file).read_text().splitlines():
+            match = INCLUDE.match(line)
+            if match and match[2].startswith("brigade/"):
+                own.add(str(pathlib.Path(match[2].removeprefix("brigade/")).with_suffix("")))
     for name, own in needs.items():
         own.discard(name)
     try:
@@ -94,14 +128,15 @@ def find_circle(root: pathlib.Path) -> list[str]:
 
 def check(root: pathlib.Path) -> list[str]:
     complaints = []
-    for folder in LAYERS:
-        for file in sorted((root / folder).rglob("*")):
-            if file.suffix not in SOURCES:
-                continue
-            for number, line in enumerate(file.read_text().splitlines(), 1):
-                match = INCLUDE.match(line)
-                if match and (why := complaint(root, folder, *match.groups())):
-                    complaints.append(f"{file.relative_to(root)}:{number}: {line.strip()}: {why}")
+    for file in sources(root):
+        folder = folder_of(file)
+        if not folder:
+            complaints.append(f"{file}: LAYERS has no such folder")
+            continue
+        for number, line in enumerate((root / file).read_text().splitlines(), 1):
+            match = INCLUDE.match(line)
+            if match and (why := complaint(root, folder, *match.groups())):
+                complaints.append(f"{file}:{number}: {line.strip()}: {why}")
     if circle := find_circle(root):
         complaints.append(" needs ".join(circle))
     return complaints

@@ -14,7 +14,7 @@ class CheckIncludesTest(unittest.TestCase):
         self.addCleanup(folder.cleanup)
         self.root = pathlib.Path(folder.name)
         for name in check_includes.LAYERS:
-            self.write(f"{name}/{name}.h", "")
+            self.write(f"{name}/{pathlib.Path(name).name}.h", "")
 
     def write(self, path: str, text: str):
         file = self.root / path
@@ -65,6 +65,24 @@ class CheckIncludesTest(unittest.TestCase):
     def test_only_comm_and_those_above_see_gloo(self):
         self.assert_allowed("comm/a.cc", "#include <gloo/context.h>")
         self.assert_forbidden("hooks/a.cc", "#include <gloo/context.h>", "may include only")
+
+    def test_a_front_includes_what_lies_inside_of_its_folder(self):
+        self.assert_allowed("fsdp/a.cc", '#include "brigade/fsdp/units/units.h"')
+
+    def test_what_lies_inside_must_not_include_its_front(self):
+        self.assert_forbidden("fsdp/units/a.cc", '#include "brigade/fsdp/fsdp.h"', "may include only")
+
+    def test_what_lies_inside_is_in_layers_too(self):
+        self.assert_allowed("fsdp/units/a.cc", '#include "brigade/fsdp/memory/memory.h"')
+        self.assert_forbidden(
+            "fsdp/memory/a.cc", '#include "brigade/fsdp/units/units.h"', "may include only"
+        )
+
+    def test_a_folder_that_no_layer_names_is_an_error(self):
+        self.assertEqual(
+            self.complaints_about("fsdp/more/a.cc", ""),
+            ["fsdp/more/a.cc: LAYERS has no such folder"],
+        )
 
     def test_sharding_is_beside_the_reducer_not_on_it(self):
         self.assert_allowed("fsdp/a.cc", '#include "brigade/engine/engine.h"')

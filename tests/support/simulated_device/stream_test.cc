@@ -7,7 +7,7 @@
 #include <mutex>
 #include <thread>
 
-#include "brigade/comm/end_on_own_thread.h"
+#include "brigade/comm/backends/end_on_own_thread.h"
 #include "brigade/tests/support/simulated_device/simulation.h"
 
 namespace brigade::simulated {

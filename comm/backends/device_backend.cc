@@ -1,0 +1,68 @@
+#include "brigade/comm/backends/device_backend.h"
+
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/Exception.h>
+
+#include "brigade/comm/backends/nccl_backend.h"
+#include "brigade/comm/group/per_group.h"
+
+namespace brigade {
+namespace {
+
+struct RememberedMakeBackend {
+  c10::DeviceType type = c10::kCPU;
+  MakeBackend make = nullptr;
+};
+
+}  // namespace
+
+void select_device(c10::DeviceType type, int local_rank) {
+  if (type == c10::kCPU) return;
+  if (type == c10::kCUDA) return select_cuda_device(local_rank);
+  TORCH_CHECK_VALUE(c10::impl::hasDeviceGuardImpl(type),
+                    "ProcessGroupOptions::device_type: expected devices that "
+                    "this program has, found ",
+                    type, ".\nLink the vendor's library.");
+  const c10::impl::VirtualGuardImpl devices(type);
+  TORCH_CHECK_VALUE(local_rank >= 0 && local_rank < devices.deviceCount(),
+                    "local rank ", local_rank, " needs ", type, " device ",
+                    local_rank, ", but this machine shows ",
+                    static_cast<int>(devices.deviceCount()),
+                    " of them.\nStart at most one rank per device.");
+  devices.setDevice({type, static_cast<c10::DeviceIndex>(local_rank)});
+}
+
+c10::intrusive_ptr<c10d::Backend> make_device_backend(
+    const MakeBackend& make, const BackendPlace& place) {
+  if (!make) {
+    return make_nccl_backend(place.store, place.rank, place.world_size,
+                             place.timeout, place.group_name);
+  }
+  auto backend = make(place);
+  TORCH_CHECK_VALUE(
+      backend && backend->getRank() == place.rank &&
+          backend->getSize() == place.world_size,
+      "ProcessGroupOptions::make_backend: expected a backend of rank ",
+      place.rank, " of ", place.world_size, ", found ",
+      backend ? c10::str("one of rank ", backend->getRank(), " of ",
+                         backend->getSize())
+              : std::string("none"),
+      ".\nMake it of the place that it is given.");
+  return backend;
+}
+
+void remember_make_backend(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+                           c10::DeviceType type, const MakeBackend& make) {
+  if (make) {
+    *per_group<RememberedMakeBackend>(group) = {.type = type, .make = make};
+  }
+}
+
+MakeBackend find_make_backend(const c10d::ProcessGroup& group,
+                              c10::DeviceType type) {
+  const auto found = find_per_group<RememberedMakeBackend>(group);
+  return found && found->type == type ? found->make : nullptr;
+}
+
+}  // namespace brigade

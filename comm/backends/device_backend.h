@@ -1,0 +1,50 @@
+// What serves the tensors of a device in a process group, and the device
+// itself.
+
+#ifndef BRIGADE_COMM_BACKENDS_DEVICE_BACKEND_H_
+#define BRIGADE_COMM_BACKENDS_DEVICE_BACKEND_H_
+
+#include <c10/core/DeviceType.h>
+
+#include <chrono>
+#include <functional>
+#include <string>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+namespace brigade {
+
+// Of which group, and where in it, a backend is made. Its store is its own.
+struct BackendPlace {
+  c10::intrusive_ptr<c10d::Store> store;
+  int rank = 0;
+  int world_size = 1;
+  std::chrono::milliseconds timeout;
+  std::string group_name;
+};
+
+using MakeBackend =
+    std::function<c10::intrusive_ptr<c10d::Backend>(const BackendPlace&)>;
+
+// Makes device `local_rank` the calling thread's current one; nothing for the
+// CPU. Errors: ValueError if there is no such device; RuntimeError for CUDA in
+// a build without it.
+void select_device(c10::DeviceType type, int local_rank);
+
+// By `make`, or NCCL's. Errors: ValueError if that is for another place; what
+// `make` throws.
+c10::intrusive_ptr<c10d::Backend> make_device_backend(
+    const MakeBackend& make, const BackendPlace& place);
+
+// For groups of some of the group's ranks (make_subgroup()).
+void remember_make_backend(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+                           c10::DeviceType type, const MakeBackend& make);
+
+// Null unless it was remembered for this type.
+MakeBackend find_make_backend(const c10d::ProcessGroup& group,
+                              c10::DeviceType type);
+
+}  // namespace brigade
+
+#endif  // BRIGADE_COMM_BACKENDS_DEVICE_BACKEND_H_

@@ -1,0 +1,225 @@
+#include "brigade/comm/errors/liveness_probe.h"
+
+#include <algorithm>
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+#include <sstream>
+#include <thread>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "brigade/comm/errors/message_of.h"
+
+namespace brigade {
+namespace {
+
+using std::chrono::milliseconds;
+using Clock = std::chrono::steady_clock;
+
+constexpr milliseconds kFirstPause{2};
+constexpr milliseconds kLongestPause{100};
+// A store that answers at all has done so by then, on a busy machine too.
+constexpr milliseconds kGrace{1000};
+// A rank that answers has done so by then, once its connection is closed.
+constexpr milliseconds kPatienceWithLost{300};
+
+// Shared with the thread that talks to the store, which may outlive the call.
+struct Collection {
+  std::mutex mutex;
+  std::condition_variable changed;
+  // Guarded by mutex.
+  LivenessProbe probe;
+  bool finished = false;
+};
+
+// Answers of all ranks under one key, so that a store which many ranks ask at
+// once has but a few requests of each: a line each, "rank value". Stores that
+// can't append have a key for each rank.
+class Answers {
+ public:
+  Answers(const c10::intrusive_ptr<c10d::Store>& store, const std::string& key)
+      : store_(store),
+        key_(absl::StrCat("liveness_probe/", key)),
+        has_one_key_(store->hasExtendedApi()) {}
+
+  void publish(size_t rank, int64_t value) {
+    if (!has_one_key_) {
+      return store_->set(key_of(rank), absl::StrCat(value));
+    }
+    const std::string line = absl::StrCat(rank, " ", value, "\n");
+    store_->append(key_, {line.begin(), line.end()});
+  }
+
+  // Of those that have answered: of these at least. REQUIRES: publish() was
+  // called.
+  std::vector<std::pair<size_t, int64_t>> of(
+      const std::vector<size_t>& ranks) const {
+    std::vector<std::pair<size_t, int64_t>> found;
+    if (!has_one_key_) {
+      for (const size_t rank : ranks) {
+        if (!store_->check({key_of(rank)})) continue;
+        found.emplace_back(rank, std::stoll(store_->get_to_str(key_of(rank))));
+      }
+      return found;
+    }
+    std::istringstream lines(store_->get_to_str(key_));
+    size_t rank = 0;
+    int64_t value = 0;
+    while (lines >> rank >> value) found.emplace_back(rank, value);
+    return found;
+  }
+
+ private:
+  std::string key_of(size_t rank) const {
+    return absl::StrCat(key_, "/", rank);
+  }
+
+  const c10::intrusive_ptr<c10d::Store> store_;
+  const std::string key_;
+  const bool has_one_key_;
+};
+
+void collect(Answers answers, size_t rank, int64_t value,
+             Clock::time_point deadline,
+             const std::function<std::vector<int>()>& lost,
+             Collection& collection) {
+  answers.publish(rank, value);
+  // A store that has gone by now would complain loudly when it is asked.
+  if (collection.probe.patience.count() == 0) return;
+
+  std::vector<size_t> missing;
+  for (size_t peer = 0; peer < collection.probe.answers.size(); ++peer) {
+    if (peer != rank) missing.push_back(peer);
+  }
+  const Clock::time_point deadline_of_lost =
+      std::min(deadline, Clock::now() + kPatienceWithLost);
+  const auto is_over = [&](milliseconds pause) {
+    const std::lock_guard<std::mutex> lock(collection.mutex);
+    std::vector<int>& known = collection.probe.lost;
+    if (lost) known = lost();
+    const bool only_lost = std::ranges::all_of(missing, [&](size_t peer) {
+      return std::ranges::count(known, static_cast<int>(peer)) > 0;
+    });
+    return Clock::now() + pause > (only_lost ? deadline_of_lost : deadline);
+  };
+  for (milliseconds pause = kFirstPause; !missing.empty();
+       pause = std::min(2 * pause, kLongestPause)) {
+    const auto found = answers.of(missing);
+    {
+      const std::lock_guard<std::mutex> lock(collection.mutex);
+      auto& known = collection.probe.answers;
+      for (const auto& [peer, answer] : found) known.at(peer) = answer;
+      std::erase_if(missing,
+                    [&](size_t peer) { return known[peer].has_value(); });
+    }
+    if (missing.empty() || is_over(pause)) break;
+    std::this_thread::sleep_for(pause);
+  }
+}
+
+std::string seconds(milliseconds time) {
+  return absl::StrCat(static_cast<double>(time.count()) / 1000.0, " s");
+}
+
+}  // namespace
+
+LivenessProbe probe_liveness(
+    const c10::intrusive_ptr<c10d::ProcessGroup>& group, std::string_view key,
+    int64_t value, std::chrono::milliseconds patience,
+    std::function<std::vector<int>()> lost) {
+  const Clock::time_point deadline = Clock::now() + patience;
+  auto collection = std::make_shared<Collection>();
+  collection->probe.answers.resize(group->getSize());
+  collection->probe.answers[group->getRank()] = value;
+  collection->probe.patience = patience;
+
+  c10::intrusive_ptr<c10d::Store> store = group->getStore();
+  if (!store) {
+    if (group->getSize() > 1) {
+      collection->probe.store_error = "the group has no store";
+    }
+    return collection->probe;
+  }
+
+  try {
+    std::thread([collection, store, key = std::string(key),
+                 rank = static_cast<size_t>(group->getRank()), value, deadline,
+                 lost = std::move(lost)] {
+      std::string error;
+      try {
+        collect({store, key}, rank, value, deadline, lost, *collection);
+      } catch (...) {
+        error = message_of(std::current_exception());
+      }
+      std::lock_guard<std::mutex> lock(collection->mutex);
+      collection->probe.store_error = std::move(error);
+      collection->finished = true;
+      collection->changed.notify_all();
+    }).detach();
+  } catch (const std::exception& e) {
+    collection->probe.store_error = e.what();
+    return collection->probe;
+  }
+
+  std::unique_lock<std::mutex> lock(collection->mutex);
+  const bool finished = collection->changed.wait_until(
+      lock, deadline + kGrace, [&] { return collection->finished; });
+  if (!finished) {
+    collection->probe.store_error =
+        absl::StrCat("no reply from the store within ", seconds(patience));
+  }
+  return collection->probe;
+}
+
+std::string LivenessProbe::describe() const {
+  std::vector<int> present;
+  std::vector<int> absent;
+  for (size_t rank = 0; rank < answers.size(); ++rank) {
+    (answers[rank] ? present : absent).push_back(static_cast<int>(rank));
+  }
+  std::string text;
+  if (absent.empty()) {
+    text = absl::StrCat(answers.size() == 1
+                            ? "the only rank"
+                            : absl::StrCat("all ", answers.size(), " ranks"),
+                        " answered a liveness probe");
+  } else {
+    const bool all_lost = std::ranges::all_of(
+        absent, [&](int rank) { return std::ranges::count(lost, rank) > 0; });
+    const char* const closed = absent.size() == 1
+                                   ? ": its connection is closed"
+                                   : ": their connections are closed";
+    text = absl::StrCat(
+        describe_ranks(present), " answered a liveness probe, ",
+        describe_ranks(absent), " did not",
+        all_lost ? closed : absl::StrCat(" within ", seconds(patience)));
+  }
+  if (!store_error.empty()) {
+    absl::StrAppend(&text, " (the group's store failed: ", store_error, ")");
+  }
+  return text;
+}
+
+std::string describe_ranks(std::span<const int> ranks) {
+  if (ranks.empty()) return "no rank";
+  std::string text = ranks.size() == 1 ? "rank " : "ranks ";
+  for (size_t first = 0; first < ranks.size();) {
+    size_t last = first;
+    while (last + 1 < ranks.size() && ranks[last + 1] == ranks[last] + 1) {
+      ++last;
+    }
+    if (first > 0) text += ", ";
+    const size_t length = last - first + 1;
+    if (length <= 2) {
+      last = first;  // a pair is listed as two
+      absl::StrAppend(&text, ranks[first]);
+    } else {
+      absl::StrAppend(&text, ranks[first], "-", ranks[last]);
+    }
+    first = last + 1;
+  }
+  return text;
+}
+
+}  // namespace brigade

@@ -1,0 +1,167 @@
+#include "brigade/fsdp/memory/memory_pool.h"
+
+#include <ATen/ops/empty.h>
+#include <c10/core/GradMode.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "brigade/fsdp/streams/sharding_streams.h"
+
+namespace brigade {
+int64_t MemoryPool::size_of(const Unplanned& unplanned) {
+  return unplanned.buffer.memory.numel();
+}
+
+bool MemoryPool::fits(const Unplanned& unplanned, int64_t bytes) {
+  return size_of(unplanned) >= bytes;
+}
+
+bool MemoryPool::fits(const Planned& planned, int64_t bytes) {
+  return planned.is_free && planned.bytes >= bytes;
+}
+
+template <typename Buffers>
+auto MemoryPool::smallest_fit(Buffers& buffers, int64_t bytes) {
+  auto smallest = buffers.end();
+  for (auto buffer = buffers.begin(); buffer != buffers.end(); ++buffer) {
+    if (!fits(*buffer, bytes)) continue;
+    if (smallest == buffers.end() || size_of(*buffer) < size_of(*smallest)) {
+      smallest = buffer;
+    }
+  }
+  return smallest;
+}
+
+MemoryPool::MemoryPool(c10::Device device)
+    : device_(device), owner_(stream_beside_the_program(device)) {}
+
+MemoryPool::~MemoryPool() {
+  for (Planned& planned : planned_) give_up(std::move(planned.buffer));
+  for (Unplanned& unplanned : free_) give_up(std::move(unplanned.buffer));
+}
+
+void MemoryPool::plan(const std::vector<int64_t>& buffer_bytes) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  give_up_planned();
+  while (!free_.empty()) give_up_largest();
+  for (const int64_t bytes : buffer_bytes) planned_.push_back({.bytes = bytes});
+}
+
+bool MemoryPool::lends_planned() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return !std::ranges::all_of(planned_, &Planned::is_free);
+}
+
+Buffer MemoryPool::acquire(int64_t bytes, std::optional<size_t> planned) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (planned && fits(planned_.at(*planned), bytes)) {
+    return lend(planned_[*planned]);
+  }
+  const auto of_plan = smallest_fit(planned_, bytes);
+  const auto other = smallest_fit(free_, bytes);
+  if (other != free_.end() &&
+      (of_plan == planned_.end() || size_of(*other) <= size_of(*of_plan))) {
+    Buffer buffer = std::move(other->buffer);
+    free_.erase(other);
+    return buffer;
+  }
+  if (of_plan != planned_.end()) return lend(*of_plan);
+  if (!free_.empty()) give_up_largest();
+  ++num_unplanned_;
+  return make(bytes);
+}
+
+Buffer MemoryPool::lend(Planned& planned) {
+  Buffer buffer = planned.buffer.memory.defined()
+                      ? std::exchange(planned.buffer, {})
+                      : make(planned.bytes);
+  planned.is_free = false;
+  buffer.planned = static_cast<size_t>(&planned - planned_.data());
+  return buffer;
+}
+
+void MemoryPool::give_up_planned() {
+  for (Planned& planned : planned_) {
+    TORCH_INTERNAL_ASSERT(planned.is_free, "memory of the plan is lent");
+    if (!planned.buffer.memory.defined()) continue;
+    bytes_ -= planned.bytes;
+    give_up(std::move(planned.buffer));
+  }
+  planned_.clear();
+}
+
+void MemoryPool::give_up_largest() {
+  const auto largest = std::ranges::max_element(
+      free_, {}, [](const Unplanned& unplanned) { return size_of(unplanned); });
+  bytes_ -= size_of(*largest);
+  give_up(std::move(largest->buffer));
+  free_.erase(largest);
+}
+
+void MemoryPool::give_up_unused() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto unused = std::ranges::partition(free_, &Unplanned::was_lent);
+  for (Unplanned& unplanned : unused) {
+    bytes_ -= size_of(unplanned);
+    give_up(std::move(unplanned.buffer));
+  }
+  free_.erase(unused.begin(), unused.end());
+  for (Unplanned& unplanned : free_) unplanned.was_lent = false;
+}
+
+Buffer MemoryPool::make(int64_t bytes) {
+  const at::NoGradGuard no_grad;
+  bytes_ += bytes;
+  peak_bytes_ = std::max(peak_bytes_, bytes_);
+  ++num_allocations_;
+  const ShardingStreams::Scope on_owner(owner_);
+  Buffer buffer = {
+      .memory = at::empty(
+          {bytes}, at::TensorOptions().dtype(at::kByte).device(device_))};
+  // What the allocator gives is free for its own stream, no earlier: others
+  // may have had it, which that stream has waited for.
+  buffer.last_use = StreamPoint::now(device_);
+  return buffer;
+}
+
+void MemoryPool::release(Buffer buffer) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (!buffer.planned) {
+    free_.push_back({.buffer = std::move(buffer)});
+    return;
+  }
+  Planned& planned = planned_[*buffer.planned];
+  planned.buffer = std::move(buffer);
+  planned.is_free = true;
+}
+
+// The allocator lends it to the owner again, at once.
+void MemoryPool::give_up(Buffer buffer) {
+  const ShardingStreams::Scope on_owner(owner_);
+  buffer.last_use.wait();
+  buffer.memory.reset();
+}
+
+int64_t MemoryPool::bytes() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return bytes_;
+}
+
+int64_t MemoryPool::peak_bytes() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return peak_bytes_;
+}
+
+int64_t MemoryPool::num_allocations() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return num_allocations_;
+}
+
+int64_t MemoryPool::num_unplanned() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return num_unplanned_;
+}
+
+}  // namespace brigade

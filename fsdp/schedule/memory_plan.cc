@@ -1,0 +1,291 @@
+#include "brigade/fsdp/schedule/memory_plan.h"
+
+#include <algorithm>
+#include <deque>
+#include <numeric>
+#include <ranges>
+#include <set>
+#include <utility>
+
+#include "brigade/fsdp/schedule/buffer_plan.h"
+#include "brigade/fsdp/schedule/gather_schedule.h"
+
+namespace brigade {
+namespace {
+
+constexpr int64_t kOpen = -1;  // the end of a use that has not ended
+
+// Goes through a step. Numbers uses in the place of buffers.
+class Step {
+ public:
+  Step(std::span<const PlannedUnit> units, std::span<const UnitCall> calls,
+       size_t prefetch_depth, size_t max_reducing)
+      : units_(units),
+        turns_(turns_of(calls)),
+        backward_order_(backward_order_of(calls)),
+        max_reducing_(max_reducing),
+        schedule_(units.size(), prefetch_depth),
+        gathered_(units.size()),
+        slices_(units.size()),
+        open_gradients_(units.size()),
+        is_around_others_(units.size()) {
+    for (const UnitCall& call : calls) order_.push_back(call.unit);
+    for (size_t i = 0; i < calls.size(); ++i) {
+      is_around_others_[calls[i].unit] =
+          i + 1 < calls.size() && calls[i + 1].depth > calls[i].depth ? 1 : 0;
+    }
+    for (const PlannedUnit& unit : units_) {
+      of_segments_.emplace_back(unit.segments.size());
+    }
+  }
+
+  void run() {
+    forward();
+    if (std::ranges::any_of(units_, is_trained)) backward();
+    ++now_;
+    for (size_t unit = 0; unit < units_.size(); ++unit) {
+      const UnitSettings& settings = units_[unit].settings;
+      if (settings.reshards_after_backward && !settings.spans_passes) continue;
+      for (const size_t use : gathered_[unit]) uses_[use].begin = 0;
+    }
+    for (const std::vector<size_t>& slices : slices_) {  // without a backward
+      for (const size_t use : slices) uses_[use].begin = 0;
+    }
+    for (BufferUse& use : uses_) {
+      if (use.end == kOpen) use.end = now_;
+    }
+  }
+
+  const std::vector<BufferUse>& uses() const { return uses_; }
+  const std::vector<std::vector<PlannedBuffers>>& of_segments() const {
+    return of_segments_;
+  }
+
+ private:
+  // Of one unit: memory that reductions keep.
+  using Reducing = std::vector<size_t>;
+
+  static bool is_trained(const PlannedUnit& unit) {
+    return std::ranges::any_of(unit.segments, [](const PlannedSegment& one) {
+      return one.gradient_bytes.has_value();
+    });
+  }
+
+  void forward() {
+    launch(schedule_.begin({order_.begin(), order_.end()}),
+           &PlannedBuffers::forward);
+    for (const auto& [unit, begins] : turns_) {
+      const UnitSettings& settings = units_[unit].settings;
+      ++now_;
+      if (begins) {
+        launch(schedule_.needs(unit, settings.forward_prefetch).launch,
+               &PlannedBuffers::forward);
+      } else if (settings.reshards_after_forward && !settings.spans_passes) {
+        keep_slices(unit);
+        release(unit);
+      }
+    }
+    for (const size_t unit : order_) {
+      const UnitSettings& settings = units_[unit].settings;
+      if (settings.reshards_after_forward && settings.spans_passes) {
+        keep_slices(unit);
+        release(unit);
+      }
+    }
+  }
+
+  void backward() {
+    const size_t first = has_outermost() ? 1 : 0;
+    size_t first_trained = first;
+    while (first_trained < order_.size() &&
+           (!is_trained(units_[order_[first_trained]]) ||
+            units_[order_[first_trained]].settings.spans_passes ||
+            is_around_others_[order_[first_trained]])) {
+      ++first_trained;
+    }
+    std::vector<size_t> expected;
+    for (const size_t unit : backward_order_) {
+      if (!schedule_.is_claimed(unit) &&
+          units_[unit].settings.gathers_in_backward) {
+        expected.push_back(unit);
+      }
+    }
+    ++now_;
+    launch(schedule_.begin(std::move(expected)), &PlannedBuffers::backward);
+    if (has_outermost()) {
+      // As if they were there in forward too: else what is free there, and
+      // perhaps much larger, would be taken from all that follows.
+      begin_gradients_of_whole_step(order_.front());
+    }
+    for (size_t place = first; place < order_.size(); ++place) {
+      if (units_[order_[place]].settings.spans_passes) {
+        begin_gradients_of_whole_step(order_[place]);
+      }
+    }
+    const std::set<size_t> ends_with_backward(
+        order_.begin(),
+        order_.begin() + static_cast<std::ptrdiff_t>(
+                             std::min(first_trained + 1, order_.size())));
+    for (const auto& [unit, begins] : std::views::reverse(turns_)) {
+      if (has_outermost() && unit == order_.front()) continue;
+      const UnitSettings& settings = units_[unit].settings;
+      ++now_;
+      if (!begins) {
+        if (settings.gathers_in_backward) {
+          launch(schedule_.needs(unit, settings.backward_prefetch).launch,
+                 &PlannedBuffers::backward);
+        }
+        ++now_;
+        if (!settings.spans_passes) take_gradients(unit);
+        continue;
+      }
+      if (settings.spans_passes) continue;  // whole, and taking gradients
+      reduce_gradients(unit);
+      if (settings.reshards_after_backward &&
+          !ends_with_backward.contains(unit)) {
+        release(unit);
+      }
+    }
+  }
+
+  bool has_outermost() const {
+    return !order_.empty() &&
+           !units_[order_.front()].settings.reshards_after_forward;
+  }
+
+  void launch(const std::vector<size_t>& units,
+              std::optional<size_t> PlannedBuffers::*pass) {
+    for (const size_t unit : units) {
+      for (size_t i = 0; i < units_[unit].segments.size(); ++i) {
+        const auto& bytes = units_[unit].segments[i].whole_bytes;
+        if (!bytes) continue;
+        std::optional<size_t>& forward = of_segments_[unit][i].forward;
+        if (units_[unit].settings.keeps_storage) {  // there for the whole step
+          if (!forward) {
+            forward = begin_use(*bytes);
+            uses_[*forward].begin = 0;
+          }
+          of_segments_[unit][i].*pass = forward;
+          continue;
+        }
+        const size_t use = begin_use(*bytes);
+        of_segments_[unit][i].*pass = use;
+        gathered_[unit].push_back(use);
+      }
+      if (pass == &PlannedBuffers::backward) drop_slices(unit);
+    }
+  }
+
+  // Made while the unit is whole, and read while it is made whole again.
+  void keep_slices(size_t unit) {
+    for (size_t i = 0; i < units_[unit].segments.size(); ++i) {
+      const auto& bytes = units_[unit].segments[i].slice_bytes;
+      if (!bytes) continue;
+      slices_[unit].push_back(begin_use(*bytes));
+      of_segments_[unit][i].slice = slices_[unit].back();
+    }
+    ++now_;
+  }
+
+  void drop_slices(size_t unit) {
+    if (slices_[unit].empty()) return;
+    ++now_;
+    for (const size_t use : std::exchange(slices_[unit], {})) {
+      uses_[use].end = now_;
+    }
+  }
+
+  void release(size_t unit) {
+    for (const size_t use : gathered_[unit]) uses_[use].end = now_;
+    gathered_[unit].clear();
+    schedule_.released(unit);
+  }
+
+  // What is to be lent again was launched before any of the last reductions,
+  // in whatever order those of one unit are.
+  void take_gradients(size_t unit) {
+    if (!is_trained(units_[unit])) return;
+    if (units_[unit].adds_up_gradients) {
+      return begin_gradients_of_whole_step(unit);
+    }
+    while (!reducing_.empty() &&
+           num_reducing_ - reducing_.front().size() >= max_reducing_ - 1) {
+      for (const size_t use : reducing_.front()) uses_[use].end = now_;
+      num_reducing_ -= reducing_.front().size();
+      reducing_.pop_front();
+    }
+    open_gradients_[unit] = begin_gradients(unit);
+  }
+
+  void reduce_gradients(size_t unit) {
+    if (open_gradients_[unit].empty()) return;
+    reducing_.push_back(std::exchange(open_gradients_[unit], {}));
+    num_reducing_ += reducing_.back().size();
+  }
+
+  Reducing begin_gradients(size_t unit) {
+    Reducing reducing;
+    for (size_t i = 0; i < units_[unit].segments.size(); ++i) {
+      const auto& bytes = units_[unit].segments[i].gradient_bytes;
+      if (!bytes) continue;
+      reducing.push_back(begin_use(*bytes));
+      of_segments_[unit][i].gradients = reducing.back();
+    }
+    return reducing;
+  }
+
+  void begin_gradients_of_whole_step(size_t unit) {
+    for (const size_t use : begin_gradients(unit)) uses_[use].begin = 0;
+  }
+
+  size_t begin_use(int64_t bytes) {
+    uses_.push_back({.begin = now_, .end = kOpen, .bytes = bytes});
+    return uses_.size() - 1;
+  }
+
+  const std::span<const PlannedUnit> units_;
+  const std::vector<UnitTurn> turns_;  // of forward
+  const std::vector<size_t> backward_order_;
+  std::vector<size_t> order_;  // of units, as their calls begin
+  const size_t max_reducing_;
+
+  GatherSchedule schedule_;
+  std::vector<BufferUse> uses_;
+  std::vector<std::vector<PlannedBuffers>> of_segments_;  // by unit
+  std::vector<std::vector<size_t>> gathered_;  // uses of it now, by unit
+  std::vector<std::vector<size_t>> slices_;    // uses of them now, by unit
+  std::vector<char> is_around_others_;         // by unit
+  std::vector<Reducing> open_gradients_;       // by unit, in its backward
+  std::deque<Reducing> reducing_;
+  size_t num_reducing_ = 0;  // uses in it
+  int64_t now_ = 0;
+};
+
+}  // namespace
+
+absl::StatusOr<MemoryPlan> MemoryPlan::create(
+    std::span<const PlannedUnit> units, std::span<const UnitCall> calls,
+    size_t prefetch_depth, size_t max_reducing) {
+  Step step(units, calls, prefetch_depth, max_reducing);
+  step.run();
+  absl::StatusOr<BufferPlan> buffers = BufferPlan::create(step.uses());
+  if (!buffers.ok()) return buffers.status();
+  BySegment planned = step.of_segments();
+  for (std::vector<PlannedBuffers>& of_unit : planned) {
+    for (PlannedBuffers& of_segment : of_unit) {
+      for (std::optional<size_t>* use :
+           {&of_segment.forward, &of_segment.backward, &of_segment.gradients,
+            &of_segment.slice}) {
+        if (*use) *use = buffers->buffer_of(**use);
+      }
+    }
+  }
+  return MemoryPlan(std::move(planned), buffers->buffer_bytes());
+}
+
+int64_t MemoryPlan::total_bytes() const {
+  return std::accumulate(buffer_bytes_.begin(), buffer_bytes_.end(),
+                         int64_t{0});
+}
+
+}  // namespace brigade

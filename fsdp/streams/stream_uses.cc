@@ -1,0 +1,38 @@
+#include "brigade/fsdp/streams/stream_uses.h"
+
+#include <algorithm>
+#include <iterator>
+
+#include "brigade/comm/streams/stream_join.h"
+
+namespace brigade {
+
+bool StreamUses::note() {
+  if (device_.is_cpu()) return false;
+  const c10::Stream stream = current_stream(device_);
+  if (std::ranges::find(streams_, stream) != streams_.end()) return false;
+  streams_.push_back(stream);
+  return true;
+}
+
+void StreamUses::join() const {
+  if (streams_.empty()) return;
+  const c10::Stream waiting = current_stream(device_);
+  std::vector<c10::Stream> others;
+  std::ranges::copy_if(
+      streams_, std::back_inserter(others),
+      [&](const c10::Stream& stream) { return stream != waiting; });
+  StreamPoint::of(others).wait();
+}
+
+StreamPoint StreamUses::end() {
+  StreamPoint point = StreamPoint::of(streams_);
+  streams_.clear();
+  return point;
+}
+
+void StreamUses::record_on(const at::Tensor& memory) const {
+  for (const c10::Stream& stream : streams_) memory.record_stream(stream);
+}
+
+}  // namespace brigade

@@ -1,0 +1,180 @@
+#include "brigade/fsdp/transport/shard_transport.h"
+
+#include <c10/util/Exception.h>
+
+#include <cstdint>
+#include <map>
+#include <utility>
+#include <vector>
+
+#include "brigade/comm/group/group_collectives.h"
+#include "brigade/comm/ordered/ordered_collectives.h"
+#include "brigade/comm/ordered/ordered_mesh.h"
+#include "brigade/comm/subgroup.h"
+#include "brigade/fsdp/transport/mesh_ranks.h"
+#include "brigade/fsdp/transport/neighbour_groups.h"
+
+namespace brigade {
+namespace {
+
+using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
+
+class OrderedNeighbours {
+ public:
+  OrderedNeighbours(const Group& group, const std::vector<int>& numbers)
+      : groups_(group, numbers) {
+    for (const int number : numbers) {
+      gathers_.try_emplace(number, groups_.of(number));
+    }
+  }
+  OrderedCollectives& of(int number) { return gathers_.at(number); }
+  int64_t sent_bytes() const {
+    int64_t bytes = 0;
+    for (const auto& [number, gathers] : gathers_) {
+      bytes += gathers.sent_bytes(OrderedKind::kAllGather);
+    }
+    return bytes;
+  }
+
+ private:
+  const NeighbourGroups groups_;
+  std::map<int, OrderedCollectives> gathers_;
+};
+
+// One row: gathers and sums need no groups but the given one.
+class OrderedRow final : public ShardTransport {
+ public:
+  OrderedRow(const Group& group, const std::vector<int>& neighbours)
+      : ShardTransport(group->getSize(), 1, group->getRank()),
+        gathers_(group),
+        sums_(group),
+        neighbours_(group, neighbours) {}
+
+  FuturePtr all_gather(const at::Tensor& whole) override {
+    return gathers_.all_gather(whole);
+  }
+  FuturePtr all_gather_near(const at::Tensor& whole, int num_ranks) override {
+    return neighbours_.of(num_ranks).all_gather(whole);
+  }
+  FuturePtr reduce_scatter(const at::Tensor& whole, const at::Tensor& shard,
+                           Sum sum) override {
+    return sums_.reduce_scatter(whole, shard, sum.scale);
+  }
+  FuturePtr all_reduce(const at::Tensor& tensor) override {
+    return gathers_.all_reduce(tensor);
+  }
+  Sent sent() const override {
+    return {.by_gathers = gathers_.sent_bytes(OrderedKind::kAllGather) +
+                          neighbours_.sent_bytes(),
+            .by_sums = sums_.sent_bytes(OrderedKind::kReduceScatter)};
+  }
+  bool scales() const override { return true; }
+
+ private:
+  OrderedCollectives gathers_;
+  OrderedCollectives sums_;
+  OrderedNeighbours neighbours_;
+};
+
+class OrderedRows final : public ShardTransport {
+ public:
+  OrderedRows(const Group& group, int num_shards,
+              const std::vector<int>& neighbours)
+      : ShardTransport(num_shards, group->getSize() / num_shards,
+                       group->getRank() % num_shards),
+        row_(make_subgroup(group, row_of(group->getRank(), num_shards))),
+        column_(make_subgroup(
+            group, column_of(group->getRank(), num_shards, group->getSize()))),
+        gathers_(row_.group()),
+        sums_(row_.group(), column_.group()),
+        all_(group),
+        neighbours_(group, neighbours) {}
+
+  FuturePtr all_gather(const at::Tensor& whole) override {
+    return gathers_.all_gather(whole);
+  }
+  FuturePtr all_gather_near(const at::Tensor& whole, int num_ranks) override {
+    return neighbours_.of(num_ranks).all_gather(whole);
+  }
+  FuturePtr reduce_scatter(const at::Tensor& whole, const at::Tensor& shard,
+                           Sum sum) override {
+    return sum.over_replicas
+               ? sums_.reduce_scatter(whole, shard, sum.scale, sum.of_row)
+               : sums_.reduce_scatter_in_row(whole, shard, sum.scale);
+  }
+  FuturePtr all_reduce(const at::Tensor& tensor) override {
+    return all_.all_reduce(tensor);
+  }
+  Sent sent() const override {
+    return {.by_gathers = gathers_.sent_bytes(OrderedKind::kAllGather) +
+                          neighbours_.sent_bytes(),
+            .by_sums = sums_.sent_bytes()};
+  }
+  bool scales() const override { return true; }
+
+ private:
+  const GroupScope row_;
+  const GroupScope column_;
+  OrderedCollectives gathers_;
+  OrderedMesh sums_;
+  OrderedCollectives all_;
+  OrderedNeighbours neighbours_;
+};
+
+class GroupTransport final : public ShardTransport {
+ public:
+  GroupTransport(Group group, const std::vector<int>& neighbours)
+      : ShardTransport(group->getSize(), 1, group->getRank()),
+        group_(std::move(group)),
+        neighbours_(group_, neighbours) {}
+
+  FuturePtr all_gather(const at::Tensor& whole) override {
+    const int64_t shard_numel = whole.numel() / num_shards();
+    sent_.by_gathers += bytes_by_ring(whole, num_shards());
+    return gather_into(*group_, whole,
+                       whole.narrow(0, shard_rank() * shard_numel, shard_numel))
+        ->getFuture();
+  }
+  FuturePtr all_gather_near(const at::Tensor& whole, int num_ranks) override {
+    sent_.by_gathers += bytes_by_ring(whole, num_ranks);
+    return neighbours_.all_gather(whole, num_ranks);
+  }
+  FuturePtr reduce_scatter(const at::Tensor& whole, const at::Tensor& shard,
+                           Sum /*sum*/) override {
+    sent_.by_sums += bytes_by_ring(whole, num_shards());
+    return reduce_into(*group_, shard, whole)->getFuture();
+  }
+  FuturePtr all_reduce(const at::Tensor& tensor) override {
+    std::vector<at::Tensor> tensors = {tensor};
+    return group_->allreduce(tensors)->getFuture();
+  }
+  Sent sent() const override { return sent_; }
+  bool scales() const override { return false; }
+
+ private:
+  const Group group_;
+  const NeighbourGroups neighbours_;
+  Sent sent_;
+};
+
+}  // namespace
+
+std::unique_ptr<ShardTransport> make_ordered_transport(
+    const Group& group, int num_shards, const std::vector<int>& neighbours) {
+  TORCH_CHECK_VALUE(num_shards > 0 && group->getSize() % num_shards == 0,
+                    "expected a number of shards that divides the number of "
+                    "ranks, ",
+                    group->getSize(), ", found ", num_shards,
+                    ".\nGive the ranks of a host, or all.");
+  if (num_shards == group->getSize()) {
+    return std::make_unique<OrderedRow>(group, neighbours);
+  }
+  return std::make_unique<OrderedRows>(group, num_shards, neighbours);
+}
+
+std::unique_ptr<ShardTransport> make_group_transport(
+    Group group, const std::vector<int>& neighbours) {
+  return std::make_unique<GroupTransport>(std::move(group), neighbours);
+}
+
+}  // namespace brigade

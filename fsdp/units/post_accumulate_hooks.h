@@ -1,0 +1,32 @@
+// Hooks that users put on a tensor to run behind accumulation, by
+// Tensor.register_post_accumulate_grad_hook or on its accumulator, of tensors
+// whose `.grad` is written elsewhere than in autograd.
+//
+// Thread safety: call from inside a backward, set_error_taker() before any.
+
+#ifndef BRIGADE_FSDP_UNITS_POST_ACCUMULATE_HOOKS_H_
+#define BRIGADE_FSDP_UNITS_POST_ACCUMULATE_HOOKS_H_
+
+#include <ATen/core/Tensor.h>
+
+#include <exception>
+#include <vector>
+
+namespace brigade {
+
+bool has_post_accumulate_hooks(const at::Tensor& tensor);
+
+// Calls them where the running backward ends, outside of its caller's locks:
+// those of one tensor after the other. What the first that fails throws comes
+// out of backward() behind all others' hooks. Not called if the backward fails
+// before.
+void call_hooks_behind_backward(std::vector<at::Tensor> tensors);
+
+// Is shown each error of a hook before others are called: those of Python are
+// to be taken from where the next call into Python would find them.
+using ErrorTaker = void (*)(std::exception& error);
+void set_error_taker(ErrorTaker taker);
+
+}  // namespace brigade
+
+#endif  // BRIGADE_FSDP_UNITS_POST_ACCUMULATE_HOOKS_H_
