@@ -281,10 +281,14 @@ class RecordingBackend final : public IdenticalRanksBackend,
     if (!check_statuses(status.by_rank).ok()) {
       return status.exchange->finish_different(std::move(status.by_rank));
     }
+    const auto have_one = [&](uint64_t RankStatus::*part) {
+      return std::ranges::all_of(status.by_rank, [&](const RankStatus& peer) {
+        return peer.*part == status.own.*part;
+      });
+    };
     status.exchange->finish_agreed(
-        std::ranges::all_of(status.by_rank, [&](const RankStatus& peer) {
-          return peer.proposal == status.own.proposal;
-        }));
+        {.proposals = have_one(&RankStatus::proposal),
+         .orders = have_one(&RankStatus::order)});
   }
 
   std::vector<RankStatus> answers_to(const RankStatus& own) {

@@ -109,7 +109,7 @@ void deliver(EngineState& state, const Iteration& iteration,
 }
 
 void deliver_what_all_ranks_have(EngineState& state, Iteration& iteration,
-                                 bool has_agreed_proposal) {
+                                 ToldAlike alike) {
   if (iteration.has_chained()) {
     // One that a rank has not launched would be waited for in vain.
     const std::optional<Failure> failure = launch_chained(state, iteration);
@@ -118,7 +118,7 @@ void deliver_what_all_ranks_have(EngineState& state, Iteration& iteration,
   Results results;
   const std::optional<Failure> failure = collect(state, iteration, results);
   tell_of_results(state, iteration, StatusKind::kArrived, failure);
-  state.policy.on_end_confirmed(has_agreed_proposal);
+  state.policy.on_end_confirmed(alike);
   deliver(state, iteration, results);
 }
 
@@ -130,13 +130,12 @@ void delivered(EngineState& state, const Iteration& iteration) {
 
 }  // namespace
 
-void deliver_all(EngineState& state, Iteration& iteration,
-                 bool has_agreed_proposal) {
+void deliver_all(EngineState& state, Iteration& iteration, ToldAlike alike) {
   if (state.policy.hook_traits().fails_by_network_only) {
-    state.policy.on_end_confirmed(has_agreed_proposal);
+    state.policy.on_end_confirmed(alike);
     deliver_as_results_come(state, iteration);
   } else {
-    deliver_what_all_ranks_have(state, iteration, has_agreed_proposal);
+    deliver_what_all_ranks_have(state, iteration, alike);
   }
   delivered(state, iteration);
 }

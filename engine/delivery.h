@@ -23,12 +23,11 @@ namespace brigade {
 // delivered as it comes. A user's hook may fail on one rank alone, so that
 // ranks tell each other before anybody delivers.
 //
-// `has_agreed_proposal`: what ranks told each other at its end.
+// `alike`: what ranks told each other at its end.
 //
 // Errors: what a collective or a hook failed with, and of a user's hook on all
 // ranks alike.
-void deliver_all(EngineState& state, Iteration& iteration,
-                 bool has_agreed_proposal);
+void deliver_all(EngineState& state, Iteration& iteration, ToldAlike alike);
 
 // The same where peers may not have ended it yet: tells them `end` and does not
 // wait for theirs (confirm_ends() does). A user's hook's results come first; if

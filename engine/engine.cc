@@ -155,8 +155,8 @@ void Engine::note_local_forward(std::span<const at::Tensor> outputs) {
   watch_outputs(outputs, hooks_, [this] { on_local_output_reached(); });
 }
 
-void Engine::ask(std::string_view words, uint64_t digest,
-                 std::optional<size_t> wanted) try {
+ToldAlike Engine::ask(std::string_view words, uint64_t digest,
+                      std::optional<size_t> wanted) try {
   const std::lock_guard<std::mutex> lock(mutex_);
   const RankStatus own = {.kind = StatusKind::kAsk,
                           .unit = wanted ? static_cast<int64_t>(*wanted) : -1,
@@ -166,8 +166,9 @@ void Engine::ask(std::string_view words, uint64_t digest,
   const std::shared_ptr<Iteration> asking =
       state_.iteration ? state_.iteration
                        : state_.make_iteration(state_.observations.begun);
-  end_together(state_, *asking, own);
+  const ToldAlike alike = end_together(state_, *asking, own);
   state_.leave_sync_point();
+  return alike;
 } catch (...) {
   state_.observations.note_error();
   throw;

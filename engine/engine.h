@@ -113,11 +113,12 @@ class Engine {
   // with them. At any place but in a hook of a collective, and no place among
   // the launches. Collective. `wanted`: a unit that the policy is to give
   // (ReductionPolicy::give); ranks may want others then, or nothing.
+  // Returns what else they have told alike.
   // Errors: RuntimeError on all ranks if they differ, PeerError if one has
   // failed or does not answer; a running iteration is over then.
   // REQUIRES: EngineOptions::launches_rest_when_failing in an iteration.
-  void ask(std::string_view words, uint64_t digest,
-           std::optional<size_t> wanted = std::nullopt);
+  ToldAlike ask(std::string_view words, uint64_t digest,
+                std::optional<size_t> wanted = std::nullopt);
 
   // This rank has failed outside of a backward, and its peers are to know where
   // they tell each other where they are next. Waits for them

@@ -302,9 +302,9 @@ void Engine::finish() {
     const HookScope scope(iteration->preparer);
     return deliver_unconfirmed(state_, iteration, end);
   }
-  const bool has_agreed_proposal = end_together(state_, *iteration, end);
+  const ToldAlike alike = end_together(state_, *iteration, end);
   const HookScope scope(iteration->preparer);
-  deliver_all(state_, *iteration, has_agreed_proposal);
+  deliver_all(state_, *iteration, alike);
 }
 
 }  // namespace brigade

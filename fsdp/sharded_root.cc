@@ -170,11 +170,11 @@ void ShardedRoot::ask_for(size_t unit) {
        .wanted = unit});
 }
 
-void ShardedRoot::ask(const Question& question) {
+ToldAlike ShardedRoot::ask(const Question& question) {
   try {
-    engine_->ask(question.words,
-                 digest_of(question.words_of_all, question.said),
-                 question.wanted);
+    return engine_->ask(question.words,
+                        digest_of(question.words_of_all, question.said),
+                        question.wanted);
   } catch (...) {
     peers_know_ = true;
     drop_pass();

@@ -373,7 +373,7 @@ class ShardedRoot final : private UnitPolicy::Listener {
   };
 
   // Goes on where all ranks say the same.
-  void ask(const Question& question);
+  ToldAlike ask(const Question& question);
   // The same for a unit that this rank needs and no rank expects: all gather
   // it, where they wait for each other next.
   void ask_for(size_t unit);

@@ -47,7 +47,9 @@ void ShardedRoot::end_forward() {
   if (pass_ == Pass::kBackward) return;
   gathers_->launch_rest();
   if (keeps_units_) {
-    policy_->note_forward(gathers_->schedule().record());
+    const std::vector<size_t>& record = gathers_->schedule().record();
+    policy_->note_forward(record,
+                          backward_order_of(call_depths_.calls(record)));
     // What is whole behind a forward does not depend on this rank's branches.
     for (size_t unit = 0; unit < units_.size(); ++unit) {
       if (units_[unit].settings.reshards_after_forward ||

@@ -331,7 +331,7 @@ void DataParallelPolicy::on_backward_ends(RunningIteration& iteration) {
   mark_unused(iteration, hook_counts_->silent());
 }
 
-void DataParallelPolicy::on_end_confirmed(bool /*has_agreed_proposal*/) {
+void DataParallelPolicy::on_end_confirmed(ToldAlike /*alike*/) {
   ready_order_.observe();
   if (hook_counts_) hook_counts_->confirm();
 }

@@ -96,7 +96,7 @@ class DataParallelPolicy final : public ReductionPolicy {
   bool may_end_without_gradients() const override {
     return prediction_.none_reached;
   }
-  void on_end_confirmed(bool has_agreed_proposal) override;
+  void on_end_confirmed(ToldAlike alike) override;
   void on_end_refuted() override;
   void on_iteration_over(Outcome outcome, bool is_shadow) override;
 

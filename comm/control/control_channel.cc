@@ -119,7 +119,7 @@ PendingExchange ControlChannel::exchange(RankStatus own) {
     pending.exchange = answers_->exchange_status(own);
   } else {
     pending.exchange = std::make_shared<StatusExchange>();
-    pending.exchange->finish_agreed(/*all_propose_the_same=*/true);
+    pending.exchange->finish_agreed(ToldAlike());
   }
   return pending;
 }
@@ -147,8 +147,8 @@ bool ControlChannel::is_over(const PendingExchange& pending) {
   return pending.exchange->outcome() != StatusExchange::Outcome::kPending;
 }
 
-bool ControlChannel::all_propose_the_same(const PendingExchange& pending) {
-  return pending.exchange->all_propose_the_same();
+ToldAlike ControlChannel::told_alike(const PendingExchange& pending) {
+  return pending.exchange->alike();
 }
 
 std::vector<RankStatus> ControlChannel::await(

@@ -95,9 +95,9 @@ class ControlChannel {
   // Whether awaiting it would not wait: ranks have come, or can't.
   static bool is_over(const PendingExchange& pending);
 
-  // Whether all ranks have told the same proposal.  REQUIRES: it has been
-  // awaited, and ranks did not differ.
-  static bool all_propose_the_same(const PendingExchange& pending);
+  // What all ranks have told alike, though they need not.  REQUIRES: it has
+  // been awaited, and ranks did not differ.
+  static ToldAlike told_alike(const PendingExchange& pending);
 
   // The same as await_difference(), by rank in any case.  If they don't differ,
   // the own one stands for each: what is not compared is this rank's.

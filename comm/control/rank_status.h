@@ -56,7 +56,7 @@ struct GroupCounts {
 inline constexpr size_t kMaxGroups = 8;
 
 // Zero-terminated unless full.
-using StatusText = std::array<char, 200>;
+using StatusText = std::array<char, 192>;
 
 // What the sender has launched on the group of all ranks in front of a forward,
 // of which a peer that does not come there can launch the same.
@@ -84,6 +84,11 @@ struct RankStatus {
   // nothing else. Of other kinds than kEnd: a digest of what it would give to
   // whoever wants it. Ranks of which these differ agree nevertheless.
   uint64_t proposal = 0;
+
+  // Of the order in which the sender has needed what it launches beside the
+  // sequence, in a digest; 0: it needs nothing. Ranks of which these differ
+  // agree nevertheless.
+  uint64_t order = 0;
 
   std::array<GroupCounts, kMaxGroups> by_group = {};
 

@@ -23,12 +23,20 @@ StatusDigest combine(const StatusDigest& a, const StatusDigest& b) {
   const auto place = [](const StatusDigest& digest) {
     return std::tuple(!has_failed(digest.first), digest.first.rank);
   };
-  return {.first = place(b) < place(a) ? b.first : a.first,
-          .all_agree = a.all_agree != 0 && b.all_agree != 0 &&
-                       agree(a.first.rank_status, b.first.rank_status),
-          .all_propose_the_same =
-              a.all_propose_the_same != 0 && b.all_propose_the_same != 0 &&
-              a.first.rank_status.proposal == b.first.rank_status.proposal};
+  return {
+      .first = place(b) < place(a) ? b.first : a.first,
+      .all_agree = a.all_agree != 0 && b.all_agree != 0 &&
+                   agree(a.first.rank_status, b.first.rank_status),
+      .has_one_proposal =
+          a.has_one_proposal != 0 && b.has_one_proposal != 0 &&
+          a.first.rank_status.proposal == b.first.rank_status.proposal,
+      .has_one_order = a.has_one_order != 0 && b.has_one_order != 0 &&
+                       a.first.rank_status.order == b.first.rank_status.order};
+}
+
+ToldAlike told_alike(const StatusDigest& digest) {
+  return {.proposals = digest.has_one_proposal != 0,
+          .orders = digest.has_one_order != 0};
 }
 
 std::optional<StatusOf> first_failure(const StatusDigest& digest) {

@@ -21,12 +21,19 @@ struct StatusOf {
   RankStatus rank_status = {};
 };
 
+// What agreeing ranks may have told otherwise: whether all have told the same.
+struct ToldAlike {
+  bool proposals = true;
+  bool orders = true;
+};
+
 // Travels as it lies in memory.
 struct StatusDigest {
   // Of the lowest rank that has failed; else of the lowest rank.
   StatusOf first = {};
   int32_t all_agree = 1;  // check_statuses() of all is OK
-  int32_t all_propose_the_same = 1;
+  int16_t has_one_proposal = 1;
+  int16_t has_one_order = 1;
 };
 
 static_assert(sizeof(StatusDigest) == 336);
@@ -36,6 +43,9 @@ StatusDigest digest_of(int rank, const RankStatus& rank_status);
 
 // Order and repetition don't matter.
 StatusDigest combine(const StatusDigest& a, const StatusDigest& b);
+
+// REQUIRES: all agree.
+ToldAlike told_alike(const StatusDigest& digest);
 
 // That of which a failure is told, if any rank has failed.
 std::optional<StatusOf> first_failure(const StatusDigest& digest);

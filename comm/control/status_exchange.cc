@@ -89,15 +89,15 @@ void StatusExchange::renew() {
   is_aborted_ = false;
 }
 
-bool StatusExchange::all_propose_the_same() const {
+ToldAlike StatusExchange::alike() const {
   const std::lock_guard<std::mutex> lock(mutex_);
-  return all_propose_the_same_;
+  return alike_;
 }
 
-void StatusExchange::finish_agreed(bool all_propose_the_same) {
+void StatusExchange::finish_agreed(ToldAlike alike) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    all_propose_the_same_ = all_propose_the_same;
+    alike_ = alike;
   }
   finish(Outcome::kAgreed);
 }

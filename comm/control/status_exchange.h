@@ -68,7 +68,7 @@ class StatusExchange {
   void abort();
 
   // REQUIRES: kAgreed.
-  bool all_propose_the_same() const;
+  ToldAlike alike() const;
 
   // By rank. REQUIRES: kDiffer.
   std::vector<RankStatus> received() const;
@@ -78,7 +78,7 @@ class StatusExchange {
 
   // For whoever makes it: back to pending, or over.
   void renew();
-  void finish_agreed(bool all_propose_the_same);
+  void finish_agreed(ToldAlike alike);
   void finish_different(std::vector<RankStatus> by_rank);
   void finish_broken(std::vector<Absence> absences);
 
@@ -89,7 +89,7 @@ class StatusExchange {
   std::condition_variable is_over_;
   Outcome outcome_ = Outcome::kPending;  // guarded by mutex_
   bool is_aborted_ = false;              // guarded by mutex_
-  bool all_propose_the_same_ = false;    // guarded by mutex_
+  ToldAlike alike_;                      // guarded by mutex_
   std::vector<RankStatus> by_rank_;      // guarded by mutex_
   std::vector<Absence> absences_;        // guarded by mutex_
 };

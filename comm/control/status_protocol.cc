@@ -158,7 +158,7 @@ void StatusProtocol::advance(const Place& place) {
   Exchange& exchange = found->second;
   if (!combine_digests(place, exchange)) return;
   if (exchange.digest.all_agree != 0) {
-    exchange.outcome->finish_agreed(exchange.digest.all_propose_the_same != 0);
+    exchange.outcome->finish_agreed(told_alike(exchange.digest));
   } else {
     if (!gather(place, exchange)) return;
     exchange.outcome->finish_different(std::move(exchange.by_rank));

@@ -34,8 +34,10 @@ PendingExchange begin_exchange(EngineState& state, const Iteration& iteration,
   own.fingerprint = own.fingerprint == 0
                         ? of_sequence
                         : c10::hash_combine(of_sequence, own.fingerprint);
-  own.proposal = own.kind == StatusKind::kEnd ? state.policy.proposal()
-                                              : state.policy.digest_to_give();
+  const bool is_end = own.kind == StatusKind::kEnd;
+  own.proposal =
+      is_end ? state.policy.proposal() : state.policy.digest_to_give();
+  own.order = state.policy.order_digest(is_end);
   return state.peers.begin_exchange(own, tells_launches);
 }
 

@@ -43,18 +43,20 @@ void agree_on_sequence(EngineState& state, Iteration& iteration) {
 }
 
 void begin_together(EngineState& state) {
-  throw_if_apart(compare(state, *state.iteration, begin_status(state)),
-                 state.options.name);
+  const StatusComparison comparison =
+      compare(state, *state.iteration, begin_status(state));
+  throw_if_apart(comparison, state.options.name);
   state.iteration->has_begun_together = true;
+  state.policy.on_begun_together(comparison.alike.orders);
 }
 
-bool end_together(EngineState& state, Iteration& iteration,
-                  const RankStatus& own) {
+ToldAlike end_together(EngineState& state, Iteration& iteration,
+                       const RankStatus& own) {
   try {
     if (!state.peers.is_connected()) connect(state);
     const StatusComparison comparison = compare(state, iteration, own);
     throw_if_apart(comparison, state.options.name);
-    return comparison.has_agreed_proposal;
+    return comparison.alike;
   } catch (...) {
     state.take_iteration();
     ++state.observations.aborted;
@@ -78,7 +80,7 @@ StatusComparison compare(EngineState& state, Iteration& iteration,
   return comparison;
 }
 
-void ask_together(EngineState& state, const RankStatus& own) {
+ToldAlike ask_together(EngineState& state, const RankStatus& own) {
   Iteration& iteration = *state.iteration;
   const StatusComparison comparison = compare_and_recover(
       state, iteration,
@@ -93,6 +95,7 @@ void ask_together(EngineState& state, const RankStatus& own) {
       },
       /*patience=*/std::nullopt);
   throw_if_apart(comparison, state.options.name);
+  return comparison.alike;
 }
 
 }  // namespace brigade

@@ -26,9 +26,9 @@ void agree_on_sequence(EngineState& state, Iteration& iteration);
 void begin_together(EngineState& state);
 
 // Throws on all ranks alike unless all are in the same place. The iteration is
-// aborted then. Returns whether all ranks propose the same.
-bool end_together(EngineState& state, Iteration& iteration,
-                  const RankStatus& own);
+// aborted then.
+ToldAlike end_together(EngineState& state, Iteration& iteration,
+                       const RankStatus& own);
 
 // Tells peers where this rank is, and brings all to the same place if they are
 // not. Errors: PeerError if peers do not answer.
@@ -41,7 +41,7 @@ StatusComparison compare(
 // RuntimeError on all ranks if they differ, PeerError if one has failed or does
 // not answer; the rest of the sequence has been launched then.
 // REQUIRES: EngineOptions::launches_rest_when_failing.
-void ask_together(EngineState& state, const RankStatus& own);
+ToldAlike ask_together(EngineState& state, const RankStatus& own);
 
 }  // namespace brigade
 

@@ -33,7 +33,7 @@ void confirm_oldest_end(EngineState& state, OwnExchange* exchange) {
         },
         patience);
     if (comparison.status.ok()) {
-      return state.policy.on_end_confirmed(comparison.has_agreed_proposal);
+      return state.policy.on_end_confirmed(comparison.alike);
     }
     follow_up(state, exchange, patience);
     throw_if_apart(

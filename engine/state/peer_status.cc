@@ -67,11 +67,10 @@ StatusComparison PeerStatus::await(
   if (!channel_) return without_channel(pending.own);
   auto by_rank = channel_->await_difference(pending, patience);
   if (!by_rank) {
-    return {
-        .status = absl::OkStatus(),
-        .deficit = LaunchDeficit{},
-        .iteration = pending.own.iteration,
-        .has_agreed_proposal = ControlChannel::all_propose_the_same(pending)};
+    return {.status = absl::OkStatus(),
+            .deficit = LaunchDeficit{},
+            .iteration = pending.own.iteration,
+            .alike = ControlChannel::told_alike(pending)};
   }
   StatusComparison comparison = {.status = check_statuses(*by_rank),
                                  .deficit = LaunchDeficit{}};
@@ -95,7 +94,7 @@ StatusComparison PeerStatus::without_channel(const RankStatus& own) const {
   StatusComparison comparison = {.status = absl::OkStatus(),
                                  .deficit = LaunchDeficit{},
                                  .iteration = own.iteration,
-                                 .has_agreed_proposal = true};
+                                 .alike = ToldAlike()};
   if (own.kind != StatusKind::kFailed) return comparison;
   comparison.status = absl::AbortedError(describe_status(own));
   if (group_->getSize() > 1) {

@@ -25,6 +25,7 @@
 #include <string_view>
 #include <vector>
 
+#include "brigade/comm/control/status_digest.h"
 #include "brigade/comm_hooks/hook_traits.h"
 #include "brigade/engine/state/collective.h"
 #include "brigade/engine/state/occasion.h"
@@ -76,6 +77,11 @@ class ReductionPolicy {
   // agree on it; asked when an iteration ends. 0: nothing else.
   virtual uint64_t proposal() const { return 0; }
 
+  // Of the order in which this rank has needed what it launches beside the
+  // sequence: ranks that differ in it go on, and know it. `is_end`: of an
+  // iteration; else of what is behind this rank now. 0: it needs nothing.
+  virtual uint64_t order_digest(bool is_end) const { return 0; }
+
   // Of what give() would give now: ranks give only if all would give the same.
   virtual uint64_t digest_to_give() const { return 0; }
 
@@ -113,6 +119,10 @@ class ReductionPolicy {
   // before any gradient has come.
   virtual bool begins_at_outputs() const = 0;
 
+  // Ranks have compared what they launch in the backward that begins next.
+  // `has_one_order`: their order_digest() was the same.
+  virtual void on_begun_together(bool has_one_order) {}
+
   // Marks what will not come. `is_shadow`: this rank contributes nothing, and
   // all entries will be launched as substitutes.
   virtual void on_backward_begins(RunningIteration& iteration,
@@ -137,8 +147,8 @@ class ReductionPolicy {
 
   // All ranks have ended the iteration well: before its results are delivered,
   // or, if this one did not wait for the others, before the next is prepared.
-  // `has_agreed_proposal`: all have proposed the same.
-  virtual void on_end_confirmed(bool has_agreed_proposal) = 0;
+  // `alike`: what all have told of it.
+  virtual void on_end_confirmed(ToldAlike alike) = 0;
 
   // In place of that: it has been delivered here, and not on all ranks.
   virtual void on_end_refuted() = 0;

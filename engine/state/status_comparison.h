@@ -30,8 +30,8 @@ struct StatusComparison {
 
   int64_t iteration = 0;  // of the rank that is furthest
 
-  // All ranks propose the same; false if they differ.
-  bool has_agreed_proposal = false;
+  // False in all unless they agree.
+  ToldAlike alike = {.proposals = false, .orders = false};
 
   std::vector<RankStatus> by_rank = {};  // if they differ
 };

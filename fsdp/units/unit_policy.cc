@@ -170,7 +170,9 @@ std::vector<size_t> UnitPolicy::expected_in_backward() const {
   for (size_t unit = 0; unit < units_.size(); ++unit) {
     is_whole[unit] = gathers_.is_claimed(unit) ? 1 : 0;
   }
-  for (const size_t unit : backward_order_) {
+  for (const size_t unit :
+       follows_forward_ ? completed(backward_of_forward_, backward_order_)
+                        : backward_order_) {
     // The second time it has been released.
     if (!std::exchange(is_whole[unit], 0) &&
         units_[unit].settings.gathers_in_backward) {
@@ -222,8 +224,10 @@ std::vector<size_t> UnitPolicy::units_ahead_of(size_t unit) const {
   return units;
 }
 
-void UnitPolicy::note_forward(std::vector<size_t> record) {
+void UnitPolicy::note_forward(std::vector<size_t> record,
+                              std::vector<size_t> backward) {
   forward_record_ = std::move(record);
+  backward_of_forward_ = std::move(backward);
 }
 
 void UnitPolicy::take(VariableIndex variable, const at::Tensor& gradient) {
@@ -283,11 +287,15 @@ uint64_t UnitPolicy::backward_digest() const {
 }
 
 uint64_t UnitPolicy::proposal() const {
-  return Digest()
-      .add_all(forward_record_)
-      .add_all(gathers_.schedule().record())
+  return Digest().add(order_digest(/*is_end=*/true)).add_all(is_used_).value();
+}
+
+uint64_t UnitPolicy::order_digest(bool is_end) const {
+  Digest digest;
+  digest.add_all(forward_record_);
+  if (!is_end) return digest.add_all(backward_of_forward_).value();
+  return digest.add_all(gathers_.schedule().record())
       .add_all(completion_)
-      .add_all(is_used_)
       .value();
 }
 
@@ -300,6 +308,10 @@ Replanned UnitPolicy::replan(const CallCollective& /*call*/) {
   if (next == reduction_order_ && !is_changed) return Replanned::kSameSequence;
   adopt_order(std::move(next));
   return Replanned::kOtherSequence;
+}
+
+void UnitPolicy::on_begun_together(bool has_one_order) {
+  follows_forward_ = has_one_order && forward_record_ != agreed_forward_;
 }
 
 void UnitPolicy::on_backward_begins(RunningIteration& iteration,
@@ -403,28 +415,33 @@ UnitPolicy::Seen UnitPolicy::seen() const {
           .completions = completion_};
 }
 
-void UnitPolicy::on_end_confirmed(bool has_agreed_proposal) {
+void UnitPolicy::on_end_confirmed(ToldAlike alike) {
   is_confirmed_ = true;
-  const Seen agreed =
+  Seen last =
       unconfirmed_ ? *std::exchange(unconfirmed_, std::nullopt) : seen();
-  if (!has_agreed_proposal) {
-    if (used_sum_) return;  // it has travelled
-    try {
-      return sum_used();
-    } catch (...) {
-      drop_gradients();
-      listener_.on_backward_over(/*ended_well=*/false);
-      throw;
-    }
+  if (alike.orders) adopt(std::move(last));
+  if (alike.proposals || used_sum_) return;  // or it has travelled
+  try {
+    sum_used();
+  } catch (...) {
+    drop_gradients();
+    listener_.on_backward_over(/*ended_well=*/false);
+    throw;
   }
-  const size_t num_needed = agreed.forward.size();
-  forward_order_ = completed(agreed.forward, forward_order_);
+}
+
+// From the next iteration on.
+void UnitPolicy::adopt(Seen seen) {
+  const size_t num_needed = seen.forward.size();
+  forward_order_ = completed(seen.forward, forward_order_);
   if (num_needed == units_.size() && forward_order_.size() == num_needed) {
     calling_order_ = forward_order_;
   }
-  backward_order_ = completed(agreed.backward,
+  backward_order_ = completed(std::move(seen.backward),
                               {forward_order_.rbegin(), forward_order_.rend()});
-  next_reduction_order_ = completed(agreed.completions, reduction_order_);
+  next_reduction_order_ =
+      completed(std::move(seen.completions), reduction_order_);
+  agreed_forward_ = std::move(seen.forward);
 }
 
 // What rows have summed in it is dropped on the ranks that have failed: here

@@ -111,8 +111,11 @@ class UnitPolicy final : public ReductionPolicy {
   }
   size_t num_sums_launched() const { return memory_.num_launched(); }
 
-  // A forward is over, whose gathers are these.
-  void note_forward(std::vector<size_t> record);
+  // A forward is over, whose gathers are these; its backward needs `backward`,
+  // as far as can be told.
+  void note_forward(std::vector<size_t> record, std::vector<size_t> backward);
+  // A backward is over, reduced or not.
+  void forget_backward() { follows_forward_ = false; }
 
   // Of GradientHooks: adds it to what its unit reduces.
   void take(VariableIndex variable, const at::Tensor& gradient);
@@ -128,6 +131,7 @@ class UnitPolicy final : public ReductionPolicy {
   bool compares_each_iteration() const override { return true; }
   uint64_t backward_digest() const override;
   uint64_t proposal() const override;
+  uint64_t order_digest(bool is_end) const override;
   // A rank may have made its step already.
   uint64_t digest_to_give() const override {
     return gathers_.digest_of_writes();
@@ -143,6 +147,7 @@ class UnitPolicy final : public ReductionPolicy {
   bool before_iteration() override { return false; }
   void on_prepared(std::span<const at::Tensor> outputs) override {}
   bool begins_at_outputs() const override { return true; }
+  void on_begun_together(bool has_one_order) override;
   void on_backward_begins(RunningIteration& iteration, bool is_shadow) override;
   void on_local_gradient(VariableIndex variable, bool is_defined) override;
   std::optional<Slot> on_gradient(VariableIndex variable,
@@ -150,7 +155,7 @@ class UnitPolicy final : public ReductionPolicy {
   void on_backward_ends(RunningIteration& iteration) override;
   bool may_end_without_gradients() const override { return true; }
   bool is_learning() const override { return false; }
-  void on_end_confirmed(bool has_agreed_proposal) override;
+  void on_end_confirmed(ToldAlike alike) override;
   void on_end_refuted() override;
   void on_iteration_over(Outcome outcome, bool is_shadow) override;
 
@@ -194,6 +199,7 @@ class UnitPolicy final : public ReductionPolicy {
   void count_ready(size_t variable);
   void mark_absent(size_t variable, RunningIteration& iteration) const;
   Seen seen() const;
+  void adopt(Seen seen);
   bool has_used_all() const;
   void sum_used();
   void drop_gradients();
@@ -220,7 +226,8 @@ class UnitPolicy final : public ReductionPolicy {
   bool sums_over_replicas_ = true;
 
   // What ranks have agreed on.
-  std::vector<size_t> forward_order_;   // of units
+  std::vector<size_t> agreed_forward_;  // of units, as ranks have seen it last
+  std::vector<size_t> forward_order_;   // of units: that, and the others
   std::vector<size_t> calling_order_;   // of units, each once
   std::vector<size_t> backward_order_;  // of units
   std::vector<size_t> reduction_order_;
@@ -231,6 +238,10 @@ class UnitPolicy final : public ReductionPolicy {
 
   // What this rank has seen since the last iteration.
   std::vector<size_t> forward_record_;
+  std::vector<size_t> backward_of_forward_;
+  // The running backward expects that: all ranks have seen this forward, which
+  // is another one than the last that they have agreed on.
+  bool follows_forward_ = false;
   std::vector<size_t> completion_;   // of reductions
   std::vector<size_t> num_missing_;  // gradients, by reduction
   std::vector<char> is_ready_;       // by variable

@@ -84,6 +84,29 @@ TEST(StatusDigestTest, SaysWhatTheCheckOfAllSays) {
   }
 }
 
+// Whoever is in any order, and however often.
+TEST(StatusDigestTest, KnowsWhatAllHaveToldAlike) {
+  std::mt19937 random(1);
+  for (int i = 0; i < 1000; ++i) {
+    std::vector<RankStatus> by_rank(2 + random() % 6,
+                                    {.kind = kEnd, .proposal = 3, .order = 4});
+    const bool one_proposal = random() % 2 == 0;
+    const bool one_order = random() % 2 == 0;
+    if (!one_proposal) ++by_rank[random() % by_rank.size()].proposal;
+    if (!one_order) ++by_rank[random() % by_rank.size()].order;
+    std::vector<int> order;
+    for (size_t rank = 0; rank < by_rank.size(); ++rank) {
+      order.push_back(static_cast<int>(rank));
+      order.push_back(static_cast<int>(random() % by_rank.size()));
+    }
+    std::ranges::shuffle(order, random);
+    const StatusDigest digest = digest_in(order, by_rank);
+    EXPECT_NE(digest.all_agree, 0);
+    EXPECT_EQ(told_alike(digest).proposals, one_proposal);
+    EXPECT_EQ(told_alike(digest).orders, one_order);
+  }
+}
+
 TEST(StatusDigestTest, KeepsTheFailureOfTheLowestRank) {
   std::vector<RankStatus> by_rank(5, {.kind = kEnd});
   for (const int rank : {1, 3}) {

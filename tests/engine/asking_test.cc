@@ -14,6 +14,7 @@ namespace brigade {
 namespace {
 
 using ::testing::AllOf;
+using ::testing::Contains;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::Not;
@@ -262,6 +263,34 @@ TEST_F(AskingTest, ProposalsDoNotMakeRanksDiffer) {
   own_backward({0});
   expect_events({"pack 0", "launch 0", "end confirmed, no proposal",
                  "deliver 0", "delivered"});
+}
+
+TEST_F(AskingTest, NorDoOrdersAndRanksKnow) {
+  begin_with({1});
+  EXPECT_TRUE(engine().ask("needs unit 3", 1).orders);
+  peer_at(StatusKind::kAsk, [](RankStatus& peer) { peer.order ^= 1; });
+  const ToldAlike alike = engine().ask("needs unit 3", 1);
+  EXPECT_TRUE(alike.proposals);
+  EXPECT_FALSE(alike.orders);
+  peer_at(StatusKind::kBegin, [](RankStatus& peer) { peer.order ^= 1; });
+  own_backward({0});
+  EXPECT_THAT(policy().events(), Contains("begun in other orders"));
+  peers_agree();
+  own_backward({0});
+  EXPECT_THAT(policy().events(), Not(Contains("begun in other orders")));
+  peer_at(StatusKind::kEnd, [](RankStatus& peer) { peer.order ^= 1; });
+  own_backward({0});
+  EXPECT_THAT(policy().events(), Contains("end confirmed, other orders"));
+}
+
+// One gets what it wants, in the middle of what others do.
+TEST_F(AskingTest, WhoIsGivenAUnitKnowsNothingOfOrders) {
+  begin_with({1});
+  peer_at(StatusKind::kAsk, [](RankStatus& peer) {
+    peer.unit = 2;
+    peer.fingerprint ^= 1;
+  });
+  EXPECT_FALSE(engine().ask("needs unit 3", 1, /*wanted=*/3).orders);
 }
 
 struct KeptGradients final {

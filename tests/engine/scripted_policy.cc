@@ -184,8 +184,13 @@ void ScriptedPolicy::on_backward_ends(RunningIteration& iteration) {
   mark(iteration, unused_in_end);
 }
 
-void ScriptedPolicy::on_end_confirmed(bool has_agreed_proposal) {
-  note(has_agreed_proposal ? "end confirmed" : "end confirmed, no proposal");
+void ScriptedPolicy::on_begun_together(bool has_one_order) {
+  if (!has_one_order) note("begun in other orders");
+}
+
+void ScriptedPolicy::on_end_confirmed(ToldAlike alike) {
+  note(absl::StrCat("end confirmed", alike.proposals ? "" : ", no proposal",
+                    alike.orders ? "" : ", other orders"));
 }
 
 void ScriptedPolicy::on_end_refuted() { note("end refuted"); }

@@ -158,6 +158,7 @@ class ScriptedPolicy final : public ReductionPolicy {
   bool before_iteration() override { return false; }
   void on_prepared(std::span<const at::Tensor> /*outputs*/) override {}
   bool begins_at_outputs() const override { return begins_with_outputs; }
+  void on_begun_together(bool has_one_order) override;
   void on_backward_begins(RunningIteration& iteration, bool is_shadow) override;
   void on_local_gradient(VariableIndex variable, bool is_defined) override;
   std::optional<Slot> on_gradient(VariableIndex variable,
@@ -167,7 +168,7 @@ class ScriptedPolicy final : public ReductionPolicy {
     return ends_without_gradients;
   }
   bool is_learning() const override { return learns; }
-  void on_end_confirmed(bool has_agreed_proposal) override;
+  void on_end_confirmed(ToldAlike alike) override;
   void on_end_refuted() override;
   void on_iteration_over(Outcome outcome, bool is_shadow) override;
   void launch_rest_beside() override { note("rest beside"); }

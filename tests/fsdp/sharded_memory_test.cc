@@ -2,9 +2,12 @@
 // the second step. Nothing here waits for peers for long: groups answer at
 // once, or reductions are never waited for.
 
+#include <c10/core/Allocator.h>
+#include <c10/core/CPUAllocator.h>
 #include <torch/torch.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <optional>
@@ -319,6 +322,66 @@ TEST(ShardedMemoryTest, IsThePlannedOneWhereNoBackwardReduces) {
     EXPECT_EQ(statistics.peak_whole_bytes, statistics.planned_bytes);
     EXPECT_EQ(statistics.unplanned, 0);
     EXPECT_EQ(statistics.late_gathers, 0);
+  }
+}
+
+// In place of LibTorch's for its lifetime: counts what is large.
+class LargeAllocations final : public c10::Allocator {
+ public:
+  explicit LargeAllocations(size_t min_bytes)
+      : min_bytes_(min_bytes), base_(*c10::GetCPUAllocator()) {
+    c10::SetCPUAllocator(this, kPriority);
+  }
+  ~LargeAllocations() override { c10::SetCPUAllocator(&base_, kPriority); }
+  LargeAllocations(const LargeAllocations&) = delete;
+  LargeAllocations& operator=(const LargeAllocations&) = delete;
+
+  c10::DataPtr allocate(size_t bytes) override {
+    if (bytes >= min_bytes_) ++count_;
+    return base_.allocate(bytes);
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return base_.raw_deleter(); }
+  void copy_data(void* to, const void* from, size_t bytes) const override {
+    base_.copy_data(to, from, bytes);
+  }
+
+  int64_t count() const { return count_; }
+
+ private:
+  static constexpr uint8_t kPriority = 1;
+
+  const size_t min_bytes_;
+  c10::Allocator& base_;
+  std::atomic<int64_t> count_ = 0;
+};
+
+// Not of the pool, and of nobody else: what a block computes with is smaller
+// than its unit.
+TEST(ShardedMemoryTest, NobodyAllocatesAUnitBehindTheSecondStep) {
+  constexpr int64_t kSize = 64;
+  constexpr size_t kUnitBytes = (kSize * kSize + kSize) * 4;
+  for (const bool resharded : {true, false}) {
+    LargeAllocations large(kUnitBytes);
+    std::atomic<int64_t> of_two_steps = 0;
+    run_ranks(2, [&](const Group& group) {
+      testing::Net net({kSize, kSize, kSize, kSize, kSize});
+      ShardedRoot root(net.units(), group,
+                       {.reshards_after_forward = resharded});
+      for (int step = 0; step < 6; ++step) {
+        if (step == 2) {  // no rank is in the third one yet, or in the second
+          root.meet_peers();
+          of_two_steps = large.count();
+          root.meet_peers();
+        }
+        for (const at::Tensor& shard : root.shards())
+          shard.mutable_grad().reset();
+        testing::loss_of(root.forward([&] {
+          return net.run(root, net.input(group->getRank(), step));
+        })).backward();
+      }
+    });
+    EXPECT_GT(of_two_steps, 0);
+    EXPECT_EQ(large.count(), of_two_steps);
   }
 }
 

@@ -11,6 +11,7 @@
 #include <tuple>
 #include <vector>
 
+#include "brigade/comm/recording_group.h"
 #include "brigade/tests/fsdp/message_of_call.h"
 #include "brigade/tests/fsdp/sharded_checks.h"
 #include "brigade/tests/fsdp/sharded_net.h"
@@ -454,6 +455,22 @@ TEST(ShardedRootTest, TellsItsScheduleBeforeItRuns) {
     // Three of them are whole at once, and three's memory goes round.
     EXPECT_THAT(text, HasSubstr(", buffer 0 in forward"));
   });
+}
+
+TEST(ShardedRootTest, ANormIsOneAllReduceOfANumberForEachRank) {
+  for (const double p :
+       {1.0, 2.0, 3.0, std::numeric_limits<double>::infinity()}) {
+    const RecordingGroup recording(4);
+    Net net;
+    ShardedRoot root(net.units(), recording.group(), {});
+    train_step(root, net, /*rank=*/0, /*step=*/0);
+    const size_t before = recording.log().size();
+    root.clip_grad_norm(1, p);
+    const std::vector<RecordedCollective> log = recording.log();
+    ASSERT_EQ(log.size(), before + 1);
+    EXPECT_EQ(log.back().type, c10d::OpType::ALLREDUCE);
+    EXPECT_EQ(log.back().numel, 4);
+  }
 }
 
 // As torch's clip_grad_norm_: what is no number is not hidden by a maximum.
