@@ -11,12 +11,12 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
-#include "brigade/comm/control/control_device.h"
 #include "brigade/comm/errors/liveness_probe.h"
 #include "brigade/comm/errors/peer_error.h"
 #include "brigade/comm/errors/ranks_by_value.h"
 #include "brigade/comm/errors/shortened_list.h"
 #include "brigade/comm/errors/status_bridge.h"
+#include "brigade/comm/group/control_device.h"
 #include "brigade/comm/ordered/shared_memory.h"
 
 namespace brigade {

@@ -10,8 +10,8 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
-#include "brigade/comm/control/control_device.h"
 #include "brigade/comm/errors/peer_error.h"
+#include "brigade/comm/group/control_device.h"
 
 namespace brigade {
 namespace {

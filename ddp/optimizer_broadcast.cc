@@ -14,8 +14,8 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "brigade/comm/control/control_device.h"
 #include "brigade/comm/errors/peer_error.h"
+#include "brigade/comm/group/control_device.h"
 
 namespace brigade {
 namespace {

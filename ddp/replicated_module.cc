@@ -12,7 +12,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "brigade/comm/agreement.h"
-#include "brigade/comm/control/control_device.h"
+#include "brigade/comm/group/control_device.h"
 #include "brigade/comm_hooks/all_reduce_hook.h"
 #include "brigade/comm_hooks/ordered_all_reduce.h"
 #include "brigade/comm_hooks/routing_hook.h"

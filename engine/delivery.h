@@ -1,5 +1,5 @@
 // What becomes of the results of collectives: waited for, and delivered unless
-// something has failed (failure.h).
+// something has failed (engine/launching/failure.h).
 //
 // Thread safety: none; the engine's lock covers it.
 

@@ -3,8 +3,8 @@
 // delivered on all of them, or an error on all.
 //
 // What is reduced, and how, is a policy's: data parallelism, or sharding. The
-// engine knows the phases of an iteration (phase.h), which backward belongs to
-// it, and what peers have done.
+// engine knows the phases of an iteration (engine/state/phase.h), which
+// backward belongs to it, and what peers have done.
 //
 //   Engine engine({group}, replicas, policy, {.name = "Reducer", ...});
 //   engine.connect();

@@ -81,8 +81,8 @@ class ShardedImpl : public UnitModule {
 
   // As the module's. The first argument is a tensor; gradients of the others
   // flow, but don't tell when the unit's backward is over. Inputs and outputs
-  // are cast as the unit's settings say (unit_settings.h); where it is not
-  // sharded, nothing is.
+  // are cast as the unit's settings say (schedule/unit_settings.h); where it is
+  // not sharded, nothing is.
   template <typename... Others>
   auto forward(at::Tensor first, Others&&... others) {
     if (root_ == nullptr) {
@@ -141,9 +141,9 @@ struct ModuleUnits {
 
 // The outermost unit has what no unit below it has, and what several have that
 // is tied. Then come units of several UnitModules, which span passes
-// (unit_settings.h), and those of one each, in the order of registration.
-// Errors: ValueError if `choice` makes a unit of a module that no Sharded
-// holds.
+// (schedule/unit_settings.h), and those of one each, in the order of
+// registration. Errors: ValueError if `choice` makes a unit of a module that no
+// Sharded holds.
 ModuleUnits units_of_module(torch::nn::Module& module,
                             const UnitChoice& choice = {});
 

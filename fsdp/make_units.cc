@@ -11,7 +11,7 @@
 #include <tuple>
 #include <utility>
 
-#include "brigade/comm/control/control_device.h"
+#include "brigade/comm/group/control_device.h"
 #include "brigade/comm/subgroup.h"
 #include "brigade/fsdp/sharding_check.h"
 #include "brigade/fsdp/transport/mesh_ranks.h"

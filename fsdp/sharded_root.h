@@ -20,11 +20,11 @@
 // Ranks may call other units, and in another order: what one leaves out it
 // gathers for its peers, and sums as zeros. What it needs more often than was
 // expected, which is as often as in the last iteration that was alike on all,
-// once at least, all gather where they wait for each other next: where a
-// forward or backward begins, or one ends that is reduced. They run equally
-// many of these, else it is an error on all ranks; so it is to need a unit
-// again which another rank has written since, and on devices behind another
-// rank's end of a backward.
+// or as in the forward before a backward, once at least, all gather where they
+// wait for each other next: where a forward or backward begins, or one ends
+// that is reduced. They run equally many of these, else it is an error on all
+// ranks; so it is to need a unit again which another rank has written since,
+// and on devices behind another rank's end of a backward.
 //
 // A step that fails on one rank fails on all, and drops what earlier backwards
 // without synchronisation have added up.

@@ -119,13 +119,18 @@ void ShardedRoot::begin_backward() {
     pass_ = Pass::kBackward;
     return;
   }
-  std::vector<size_t> told = policy_->expected_in_backward();
+  std::vector<size_t> told = policy_->agreed_in_backward();
   const std::vector<int> in_slices = gathers_->in_slices();
   told.insert(told.end(), in_slices.begin(), in_slices.end());
   const ToldAlike alike =
       ask({.words = "began a backward that is not reduced", .said = told});
   policy_->on_begun_together(alike.orders);
-  gathers_->begin(policy_->expected_in_backward(), GatheredIn::kBackward);
+  try {
+    gathers_->begin(policy_->expected_in_backward(), GatheredIn::kBackward);
+  } catch (...) {
+    drop_pass();
+    throw;
+  }
   pass_ = Pass::kBackward;
   peers_know_ = false;
   watch_backward_end(
@@ -206,7 +211,7 @@ void ShardedRoot::end_backward(bool ended_well) {
     gathers_->recorder().drop();
   }
   live_calls_.backward_over();
-  policy_->forget_backward();
+  policy_->note_backward_over();
   is_behind_backward_ = ended_well;
   if (is_reduced()) pool_.give_up_unused();
 }

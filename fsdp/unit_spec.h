@@ -21,7 +21,7 @@ struct UnitSpec {
   std::optional<bool> reshards_after_forward = std::nullopt;
   // Unset: the options', or none if it has a mesh of its own.
   std::optional<int> reshards_to = std::nullopt;
-  bool spans_passes = false;                    // see unit_settings.h
+  bool spans_passes = false;                    // see schedule/unit_settings.h
   std::optional<UnitMesh> mesh = std::nullopt;  // unset: the root's
   // By parameter, leaves that become this rank's shards: those of a unit that
   // was made of the same parameters in another dtype. None: new ones.

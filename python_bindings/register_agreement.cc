@@ -7,8 +7,8 @@
 #include <vector>
 
 #include "brigade/comm/agreement.h"
-#include "brigade/comm/control/control_device.h"
 #include "brigade/comm/errors/describe_tensor.h"
+#include "brigade/comm/group/control_device.h"
 
 namespace brigade {
 

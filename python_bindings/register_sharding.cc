@@ -20,7 +20,7 @@
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "brigade/comm/agreement.h"
-#include "brigade/comm/control/control_device.h"
+#include "brigade/comm/group/control_device.h"
 #include "brigade/comm/ranks_of_host.h"
 #include "brigade/fsdp/schedule/sharding_timeline.h"
 #include "brigade/fsdp/sharded_root.h"
@@ -267,7 +267,7 @@ void register_sharding(py::module_& module) {
       .def_readwrite("allows_meta", &ShardingOptions::allows_meta);
 
   py::class_<UnitSettings>(module, "UnitSettings",
-                           "See fsdp/layout/unit_settings.h.")
+                           "See fsdp/schedule/unit_settings.h.")
       .def_readwrite("reshards_after_forward",
                      &UnitSettings::reshards_after_forward)
       .def_readwrite("spans_passes", &UnitSettings::spans_passes)

@@ -23,8 +23,8 @@
 #include <torch/csrc/distributed/c10d/comm.hpp>
 #include <vector>
 
-#include "brigade/comm_hooks/hook_traits.h"
 #include "brigade/comm/streams/stream_join.h"
+#include "brigade/comm_hooks/hook_traits.h"
 #include "brigade/engine/packing/packer.h"
 #include "brigade/engine/state/collective.h"
 #include "brigade/planning/bucket_plan.h"

@@ -18,8 +18,8 @@
 // meets the n-th of every other.  Nothing is copied to or from a GPU, and no
 // stream is touched.
 //
-// A world of 1 answers itself.  So does a group without peers (has_peers.h),
-// with its own status for every rank.
+// A world of 1 answers itself.  So does a group without peers
+// (comm/group/has_peers.h), with its own status for every rank.
 //
 // Thread safety: any thread may call.  The order of exchanges is that of the
 // calls, so they must come in the same order on every rank.

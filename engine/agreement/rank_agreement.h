@@ -26,7 +26,7 @@ void agree_on_sequence(EngineState& state, Iteration& iteration);
 void begin_together(EngineState& state);
 
 // Throws on all ranks alike unless all are in the same place. The iteration is
-// aborted then.
+// aborted then. Returns what ranks have told alike besides.
 ToldAlike end_together(EngineState& state, Iteration& iteration,
                        const RankStatus& own);
 

@@ -13,13 +13,13 @@
 #include "brigade/comm/errors/message_of.h"
 #include "brigade/comm/errors/peer_error.h"
 #include "brigade/comm/group/group_timeout.h"
+#include "brigade/comm/streams/stream_join.h"
 #include "brigade/comm/streams/timed_wait.h"
 #include "brigade/engine/launching/failure.h"
 #include "brigade/engine/launching/hook_scope.h"
 #include "brigade/engine/launching/launching.h"
 #include "brigade/engine/launching/launching_apart.h"
 #include "brigade/engine/observing/progress.h"
-#include "brigade/comm/streams/stream_join.h"
 
 namespace brigade {
 

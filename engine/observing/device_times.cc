@@ -2,8 +2,8 @@
 
 #include <map>
 
-#include "brigade/engine/observing/steady_time.h"
 #include "brigade/comm/streams/stream_join.h"
+#include "brigade/engine/observing/steady_time.h"
 
 namespace brigade {
 namespace {

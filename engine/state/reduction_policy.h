@@ -79,7 +79,8 @@ class ReductionPolicy {
 
   // Of the order in which this rank has needed what it launches beside the
   // sequence: ranks that differ in it go on, and know it. `is_end`: of an
-  // iteration; else of what is behind this rank now. 0: it needs nothing.
+  // iteration; else of the forward before the backward that begins next. 0: it
+  // needs nothing.
   virtual uint64_t order_digest(bool is_end) const { return 0; }
 
   // Of what give() would give now: ranks give only if all would give the same.

@@ -24,7 +24,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
-#include "brigade/comm/control/control_device.h"
+#include "brigade/comm/group/control_device.h"
 #include "brigade/fsdp/checkpoint/checkpoint_items.h"
 #include "brigade/fsdp/checkpoint/safetensors_file.h"
 

@@ -10,7 +10,7 @@
 // On devices with streams a reduction counts as over for the host when it is
 // launched: whoever gets its memory is behind it by that memory's point, and
 // the host does not wait. There some sums may not be waited for before more is
-// gathered (gather_waits.h): until then there is more memory, too.
+// gathered (schedule/gather_waits.h): until then there is more memory, too.
 //
 // Thread safety: none; one backward at a time.
 

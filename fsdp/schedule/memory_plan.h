@@ -44,8 +44,8 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
-#include "brigade/fsdp/layout/unit_settings.h"
 #include "brigade/fsdp/schedule/unit_calls.h"
+#include "brigade/fsdp/schedule/unit_settings.h"
 
 namespace brigade {
 

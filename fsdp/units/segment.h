@@ -38,7 +38,7 @@ namespace brigade {
 struct NamedParameter {
   std::string name;  // "blocks.2.weight"
   at::Tensor tensor;
-  int64_t block_numel = 1;  // see shard_spec.h
+  int64_t block_numel = 1;  // see layout/shard_spec.h
   // What forward and backward see it in; unset: what the options say.
   std::optional<at::ScalarType> whole_dtype = std::nullopt;
 };

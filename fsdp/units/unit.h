@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "brigade/fsdp/layout/unit_settings.h"
+#include "brigade/fsdp/schedule/unit_settings.h"
 #include "brigade/fsdp/units/reduction_hook.h"
 #include "brigade/fsdp/units/segment.h"
 #include "brigade/fsdp/units/unit_mesh.h"

@@ -1,7 +1,7 @@
 // Makes units whole when they are needed, and takes their memory back.
 //
-// Launches what gather_schedule.h says. A unit that is whole already is
-// gathered into memory that nobody reads, for the peers' sake.
+// Launches what schedule/gather_schedule.h says. A unit that is whole already
+// is gathered into memory that nobody reads, for the peers' sake.
 //
 // On devices with streams all is launched on the gathers' stream, behind who
 // had the memory before, and each stream that needs a unit waits for its
@@ -31,12 +31,12 @@
 
 #include "brigade/engine/observing/progress.h"
 #include "brigade/fsdp/memory/memory_pool.h"
-#include "brigade/fsdp/schedule/gather_recorder.h"
 #include "brigade/fsdp/schedule/gather_schedule.h"
 #include "brigade/fsdp/schedule/memory_plan.h"
 #include "brigade/fsdp/streams/stream_point.h"
 #include "brigade/fsdp/streams/stream_uses.h"
 #include "brigade/fsdp/transport/shard_transport.h"
+#include "brigade/fsdp/units/gather_recorder.h"
 #include "brigade/fsdp/units/kept_slices.h"
 #include "brigade/fsdp/units/mesh_transports.h"
 #include "brigade/fsdp/units/unit.h"

@@ -12,7 +12,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "brigade/comm/agreement.h"
-#include "brigade/comm/control/control_device.h"
+#include "brigade/comm/group/control_device.h"
 #include "brigade/comm/group/has_peers.h"
 
 namespace brigade {

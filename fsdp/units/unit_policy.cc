@@ -19,15 +19,25 @@ namespace brigade {
 namespace {
 
 // As it was seen, and then what was not needed: some rank may need it next
-// time.
+// time. REQUIRES: `all` has every number from 0 on.
 std::vector<size_t> completed(std::vector<size_t> record,
                               const std::vector<size_t>& all) {
+  std::vector<char> is_there(all.size());
+  for (const size_t unit : record) is_there[unit] = 1;
   for (const size_t unit : all) {
-    if (std::ranges::find(record, unit) == record.end()) {
-      record.push_back(unit);
-    }
+    if (!std::exchange(is_there[unit], 1)) record.push_back(unit);
   }
   return record;
+}
+
+// All of `part` are in `order`, one behind the other.
+bool is_in_order(const std::vector<size_t>& part,
+                 const std::vector<size_t>& order) {
+  auto next = part.begin();
+  for (const size_t unit : order) {
+    if (next != part.end() && *next == unit) ++next;
+  }
+  return next == part.end();
 }
 
 // Those whose gradients were committed.
@@ -165,14 +175,17 @@ std::vector<size_t> UnitPolicy::expected_in_forward() const {
 }
 
 std::vector<size_t> UnitPolicy::expected_in_backward() const {
+  return expected_in(follows_forward_ ? backward_of_forward_ : backward_order_);
+}
+
+std::vector<size_t> UnitPolicy::expected_in(
+    const std::vector<size_t>& backward) const {
   std::vector<size_t> expected;
   std::vector<char> is_whole(units_.size());
   for (size_t unit = 0; unit < units_.size(); ++unit) {
     is_whole[unit] = gathers_.is_claimed(unit) ? 1 : 0;
   }
-  for (const size_t unit :
-       follows_forward_ ? completed(backward_of_forward_, backward_order_)
-                        : backward_order_) {
+  for (const size_t unit : backward) {
     // The second time it has been released.
     if (!std::exchange(is_whole[unit], 0) &&
         units_[unit].settings.gathers_in_backward) {
@@ -226,8 +239,10 @@ std::vector<size_t> UnitPolicy::units_ahead_of(size_t unit) const {
 
 void UnitPolicy::note_forward(std::vector<size_t> record,
                               std::vector<size_t> backward) {
+  ++num_forwards_;
   forward_record_ = std::move(record);
-  backward_of_forward_ = std::move(backward);
+  backward_of_forward_ = completed(
+      std::move(backward), {calling_order_.rbegin(), calling_order_.rend()});
 }
 
 void UnitPolicy::take(VariableIndex variable, const at::Tensor& gradient) {
@@ -280,7 +295,7 @@ uint64_t UnitPolicy::backward_digest() const {
   return Digest()
       .add(digest_of_settings())
       .add_all(reduction_order_)
-      .add_all(expected_in_backward())
+      .add_all(agreed_in_backward())
       .add_all(gathers_.in_slices())
       .add(used_sum_ ? memory_.max_reducing() : 0)
       .value();
@@ -293,8 +308,13 @@ uint64_t UnitPolicy::proposal() const {
 uint64_t UnitPolicy::order_digest(bool is_end) const {
   Digest digest;
   digest.add_all(forward_record_);
-  if (!is_end) return digest.add_all(backward_of_forward_).value();
-  return digest.add_all(gathers_.schedule().record())
+  if (!is_end) {
+    return digest.add(num_forwards_)
+        .add_all(expected_in(backward_of_forward_))
+        .value();
+  }
+  return digest.add_all(backward_of_forward_)
+      .add_all(gathers_.schedule().record())
       .add_all(completion_)
       .value();
 }
@@ -310,8 +330,11 @@ Replanned UnitPolicy::replan(const CallCollective& /*call*/) {
   return Replanned::kOtherSequence;
 }
 
+// Of what is known already the backward is known too. Not the reverse of its
+// forward is one that recomputes, or that goes through several.
 void UnitPolicy::on_begun_together(bool has_one_order) {
-  follows_forward_ = has_one_order && forward_record_ != agreed_forward_;
+  follows_forward_ = has_one_order && num_forwards_ == 1 && is_predictable_ &&
+                     forward_record_ != agreed_forward_;
 }
 
 void UnitPolicy::on_backward_begins(RunningIteration& iteration,
@@ -411,6 +434,7 @@ void UnitPolicy::mark_absent(size_t number, RunningIteration& iteration) const {
 
 UnitPolicy::Seen UnitPolicy::seen() const {
   return {.forward = forward_record_,
+          .predicted = backward_of_forward_,
           .backward = gathers_.schedule().record(),
           .completions = completion_};
 }
@@ -432,6 +456,7 @@ void UnitPolicy::on_end_confirmed(ToldAlike alike) {
 
 // From the next iteration on.
 void UnitPolicy::adopt(Seen seen) {
+  is_predictable_ = is_in_order(seen.backward, seen.predicted);
   const size_t num_needed = seen.forward.size();
   forward_order_ = completed(seen.forward, forward_order_);
   if (num_needed == units_.size() && forward_order_.size() == num_needed) {

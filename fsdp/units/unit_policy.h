@@ -4,8 +4,9 @@
 //
 // Which parameters a rank has used may differ: what it has not used counts as
 // zeros, and the gradient of a parameter that no rank used stays as it is.
-// Ranks propose at the end of an iteration what they have used, and in which
-// order; if all have done the same, that is how the next iteration goes.
+// Ranks tell at the end of an iteration in which order they have needed units;
+// if all have told the same, that is how the next one goes. They tell where
+// backward begins, too, in which order its forward has.
 //
 // A unit may add its gradients up on this rank while others are reduced
 // (UnitSettings::synchronizes): it is not in the sequence of that backward.
@@ -101,7 +102,8 @@ class UnitPolicy final : public ReductionPolicy {
   bool is_reducing() const { return is_reducing_; }  // in an iteration
 
   // On devices, whether waiting for this unit's gather, now, may take peers
-  // that wait for sums which this rank has not launched: see gather_waits.h.
+  // that wait for sums which this rank has not launched: see
+  // schedule/gather_waits.h.
   bool is_out_of_turn(size_t unit) const;
   // All ranks are where this one is, and have launched what the backward
   // expects to gather.
@@ -114,8 +116,15 @@ class UnitPolicy final : public ReductionPolicy {
   // A forward is over, whose gathers are these; its backward needs `backward`,
   // as far as can be told.
   void note_forward(std::vector<size_t> record, std::vector<size_t> backward);
-  // A backward is over, reduced or not.
-  void forget_backward() { follows_forward_ = false; }
+  // Reduced or not.
+  void note_backward_over() {
+    follows_forward_ = false;
+    num_forwards_ = 0;
+  }
+  // What ranks expect who have not seen one forward.
+  std::vector<size_t> agreed_in_backward() const {
+    return expected_in(backward_order_);
+  }
 
   // Of GradientHooks: adds it to what its unit reduces.
   void take(VariableIndex variable, const at::Tensor& gradient);
@@ -186,6 +195,7 @@ class UnitPolicy final : public ReductionPolicy {
   // What a rank has seen of an iteration, in order.
   struct Seen {
     std::vector<size_t> forward;      // units
+    std::vector<size_t> predicted;    // units: what was to follow from that
     std::vector<size_t> backward;     // units
     std::vector<size_t> completions;  // reductions
   };
@@ -198,6 +208,7 @@ class UnitPolicy final : public ReductionPolicy {
   void expect_waits(const std::vector<size_t>& gathers);
   void count_ready(size_t variable);
   void mark_absent(size_t variable, RunningIteration& iteration) const;
+  std::vector<size_t> expected_in(const std::vector<size_t>& backward) const;
   Seen seen() const;
   void adopt(Seen seen);
   bool has_used_all() const;
@@ -228,6 +239,7 @@ class UnitPolicy final : public ReductionPolicy {
   // What ranks have agreed on.
   std::vector<size_t> agreed_forward_;  // of units, as ranks have seen it last
   std::vector<size_t> forward_order_;   // of units: that, and the others
+  bool is_predictable_ = true;          // its backward was the reverse of it
   std::vector<size_t> calling_order_;   // of units, each once
   std::vector<size_t> backward_order_;  // of units
   std::vector<size_t> reduction_order_;
@@ -236,8 +248,9 @@ class UnitPolicy final : public ReductionPolicy {
   std::vector<Collective*> sequence_;
   std::optional<std::vector<size_t>> next_reduction_order_;
 
-  // What this rank has seen since the last iteration.
+  // What this rank has seen since, forwards with a graph only.
   std::vector<size_t> forward_record_;
+  size_t num_forwards_ = 0;  // since the last backward
   std::vector<size_t> backward_of_forward_;
   // The running backward expects that: all ranks have seen this forward, which
   // is another one than the last that they have agreed on.

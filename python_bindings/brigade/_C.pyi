@@ -215,7 +215,7 @@ class ShardingOptions:
         ...
 class UnitSettings:
     """
-    See fsdp/layout/unit_settings.h.
+    See fsdp/schedule/unit_settings.h.
     """
     gathers_in_backward: bool
     keeps_storage: bool

@@ -1,7 +1,7 @@
 // Checks of a packer against ATen that hold on every device.
 
-#ifndef BRIGADE_TESTS_REDUCER_PACKER_CHECKS_H_
-#define BRIGADE_TESTS_REDUCER_PACKER_CHECKS_H_
+#ifndef BRIGADE_TESTS_ENGINE_PACKER_CHECKS_H_
+#define BRIGADE_TESTS_ENGINE_PACKER_CHECKS_H_
 
 #include <ATen/ATen.h>
 
@@ -64,4 +64,4 @@ void expect_unpack_as_aten(const PackerCase& packer_case);
 
 }  // namespace brigade::testing
 
-#endif  // BRIGADE_TESTS_REDUCER_PACKER_CHECKS_H_
+#endif  // BRIGADE_TESTS_ENGINE_PACKER_CHECKS_H_

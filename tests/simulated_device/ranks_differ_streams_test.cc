@@ -362,6 +362,28 @@ TEST_P(RanksDifferStreamsTest, AllTakeAnotherOrder) {
   expect_one_process(programs);
 }
 
+// Backward gathers as its own forward went, whatever order the sums keep to.
+TEST_P(RanksDifferStreamsTest, AllTakeAnotherOrderInEachStep) {
+  run_ranks_on_devices(
+      world_size(),
+      [&](const Group& group, int rank) {
+        Model model(group, options());
+        Units program = all_units();
+        for (int step = 0; step < 6; ++step) {
+          std::ranges::rotate(program, program.begin() + 2);
+          if (step % 2 == 1) std::ranges::reverse(program);
+          const std::vector<Units> alike(world_size(), program);
+          model.zero_grad();
+          const at::Tensor loss = model.forward(program, step).sum();
+          const int64_t late = model.root().statistics().late_gathers;
+          loss.backward();
+          EXPECT_EQ(model.root().statistics().late_gathers, late);
+          model.expect_gradients(alike, step);
+        }
+      },
+      Waiting::kApart);
+}
+
 TEST_P(RanksDifferStreamsTest, NeighboursChangePlaces) {
   const auto [num_ranks, depth, max_reducing] = GetParam();
   if (depth + max_reducing < 2) GTEST_SKIP() << "too far out of turn";

@@ -11,7 +11,7 @@
 
 #include "brigade/comm/backends/device_backend.h"
 #include "brigade/comm/backends/identical_ranks_backend.h"
-#include "brigade/comm/control/control_device.h"
+#include "brigade/comm/group/control_device.h"
 #include "brigade/comm/process_group.h"
 #include "brigade/comm/subgroup.h"
 #include "brigade/fsdp/checkpoint/optimizer_state.h"

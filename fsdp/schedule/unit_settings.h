@@ -1,7 +1,7 @@
 // What may be changed of a unit while it is trained.
 
-#ifndef BRIGADE_FSDP_LAYOUT_UNIT_SETTINGS_H_
-#define BRIGADE_FSDP_LAYOUT_UNIT_SETTINGS_H_
+#ifndef BRIGADE_FSDP_SCHEDULE_UNIT_SETTINGS_H_
+#define BRIGADE_FSDP_SCHEDULE_UNIT_SETTINGS_H_
 
 #include <c10/core/ScalarType.h>
 
@@ -73,4 +73,4 @@ struct UnitSettings {
 
 }  // namespace brigade
 
-#endif  // BRIGADE_FSDP_LAYOUT_UNIT_SETTINGS_H_
+#endif  // BRIGADE_FSDP_SCHEDULE_UNIT_SETTINGS_H_

@@ -7,8 +7,8 @@
 // Thread safety: one call at a time. Callbacks of futures write into states of
 // their own, which outlive this object.
 
-#ifndef BRIGADE_FSDP_SCHEDULE_GATHER_RECORDER_H_
-#define BRIGADE_FSDP_SCHEDULE_GATHER_RECORDER_H_
+#ifndef BRIGADE_FSDP_UNITS_GATHER_RECORDER_H_
+#define BRIGADE_FSDP_UNITS_GATHER_RECORDER_H_
 
 #include <ATen/core/ivalue.h>
 #include <c10/core/Device.h>
@@ -110,4 +110,4 @@ class GatherRecorder {
 
 }  // namespace brigade
 
-#endif  // BRIGADE_FSDP_SCHEDULE_GATHER_RECORDER_H_
+#endif  // BRIGADE_FSDP_UNITS_GATHER_RECORDER_H_

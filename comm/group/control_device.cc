@@ -1,4 +1,4 @@
-#include "brigade/comm/control/control_device.h"
+#include "brigade/comm/group/control_device.h"
 
 #include <c10/core/impl/VirtualGuardImpl.h>
 

@@ -1,4 +1,4 @@
-#include "brigade/fsdp/schedule/gather_recorder.h"
+#include "brigade/fsdp/units/gather_recorder.h"
 
 #include <algorithm>
 #include <atomic>

@@ -5,8 +5,8 @@
 // run on different backends. So the kind is the group's business only, never
 // the model's, which may say which one of that kind.
 
-#ifndef BRIGADE_COMM_CONTROL_CONTROL_DEVICE_H_
-#define BRIGADE_COMM_CONTROL_CONTROL_DEVICE_H_
+#ifndef BRIGADE_COMM_GROUP_CONTROL_DEVICE_H_
+#define BRIGADE_COMM_GROUP_CONTROL_DEVICE_H_
 
 #include <c10/core/Device.h>
 
@@ -32,4 +32,4 @@ bool supports_device(const c10d::ProcessGroup& group, c10::DeviceType type);
 
 }  // namespace brigade
 
-#endif  // BRIGADE_COMM_CONTROL_CONTROL_DEVICE_H_
+#endif  // BRIGADE_COMM_GROUP_CONTROL_DEVICE_H_
