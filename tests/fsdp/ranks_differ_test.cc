@@ -36,6 +36,7 @@ using testing::Reference;
 using testing::run_ranks;
 using testing::sgd;
 using testing::train_step;
+using testing::zero_what_no_rank_used;
 
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
@@ -78,22 +79,6 @@ std::vector<at::Tensor> sums_of(const std::vector<at::Tensor>& a,
   std::vector<at::Tensor> sums;
   for (size_t i = 0; i < a.size(); ++i) sums.push_back(a[i] + b[i]);
   return sums;
-}
-
-// The reference has zeros there.
-void zero_what_no_rank_used(const ShardedRoot& root) {
-  for (const at::Tensor& shard : root.shards()) {
-    if (!shard.grad().defined()) {
-      shard.mutable_grad() = torch::zeros_like(shard);
-    }
-  }
-}
-
-// Blocks of one width, in any order.
-at::Tensor run_blocks(const Net& net, at::Tensor h,
-                      const std::vector<size_t>& order) {
-  for (const size_t i : order) h = net.blocks[i].run(h);
-  return h * net.head;
 }
 
 // Ranks x reshards.
@@ -241,8 +226,7 @@ TEST_P(RanksDifferTest, UnitsCalledInAnyOrderAndNumber) {
                        kOrders.size()];
       };
       reference.accumulate(world_size(), [&](int r) {
-        return testing::loss_of(
-            run_blocks(plain, plain.input(r, batch), order_of(r)));
+        return testing::loss_of(plain.run(plain.input(r, batch), order_of(r)));
       });
       testing::loss_of(root.forward([&] {
         return net.run(root, net.input(rank, batch), order_of(rank));
@@ -271,8 +255,8 @@ TEST_P(RanksDifferTest, SeveralForwardsOfDifferentUnits) {
       };
       reference.accumulate(world_size(), [&](int r) {
         const at::Tensor x = plain.input(r, step);
-        return testing::loss_of(run_blocks(plain, x, order_of(r, 0))) +
-               testing::loss_of(run_blocks(plain, x, order_of(r, 1)));
+        return testing::loss_of(plain.run(x, order_of(r, 0))) +
+               testing::loss_of(plain.run(x, order_of(r, 1)));
       });
       std::vector<at::Tensor> losses;
       for (int forward = 0; forward < 2; ++forward) {
@@ -304,7 +288,7 @@ TEST_P(RanksDifferTest, ForwardsWithoutBackwardInAnyOrder) {
       const at::Tensor x = net.input(rank, static_cast<int>(step));
       EXPECT_TRUE(
           at::equal(root.forward([&] { return net.run(root, x, order); }),
-                    run_blocks(plain, x, order)));
+                    plain.run(x, order)));
     }
     EXPECT_EQ(root.num_ranks_with(true), world_size());
   });

@@ -24,6 +24,7 @@ using testing::Net;
 using testing::Reference;
 using testing::run_ranks;
 using testing::sgd;
+using testing::zero_what_no_rank_used;
 
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
@@ -34,20 +35,6 @@ const std::vector<std::vector<size_t>> kOrders = {
     {3, 1, 0, 2}, {0, 2, 1, 3}, {1, 0, 3, 2}, {2, 3}, {0, 1, 0, 3}, {2, 0, 1}};
 
 const std::vector<int64_t> kSizes = {4, 4, 4, 4, 4};
-
-at::Tensor run_plain(const Net& net, at::Tensor h,
-                     const std::vector<size_t>& order) {
-  for (const size_t block : order) h = net.blocks[block].run(h);
-  return h * net.head;
-}
-
-void zero_what_no_rank_used(const ShardedRoot& root) {
-  for (const at::Tensor& shard : root.shards()) {
-    if (!shard.grad().defined()) {
-      shard.mutable_grad() = torch::zeros_like(shard);
-    }
-  }
-}
 
 // Of gathers that came where they were needed only, and of those that were
 // under way before.
@@ -72,7 +59,7 @@ TEST_P(RecordedOrderTest, BackwardFollowsTheForwardBeforeIt) {
       const int batch = static_cast<int>(step);
       const auto& order = kOrders[step % kOrders.size()];
       reference.accumulate(GetParam(), [&](int r) {
-        return loss_of(run_plain(plain, plain.input(r, batch), order));
+        return loss_of(plain.run(plain.input(r, batch), order));
       });
       const at::Tensor loss = loss_of(root.forward(
           [&] { return net.run(root, net.input(rank, batch), order); }));
@@ -121,7 +108,7 @@ TEST_P(RecordedOrderTest, OneThatOnlySomeRanksHaveSeenIsNotFollowed) {
         return kOrders[(step + (r == 0 ? 1 : 0)) % kOrders.size()];
       };
       reference.accumulate(GetParam(), [&](int r) {
-        return loss_of(run_plain(plain, plain.input(r, batch), order_of(r)));
+        return loss_of(plain.run(plain.input(r, batch), order_of(r)));
       });
       loss_of(root.forward([&] {
         return net.run(root, net.input(rank, batch), order_of(rank));

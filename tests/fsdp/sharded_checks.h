@@ -42,6 +42,15 @@ inline void expect_gradients(const ShardedRoot& root,
   expect_shards(root, whole, shard_rank, /*of_gradients=*/true);
 }
 
+// A reference has zeros there.
+inline void zero_what_no_rank_used(const ShardedRoot& root) {
+  for (const at::Tensor& shard : root.shards()) {
+    if (!shard.grad().defined()) {
+      shard.mutable_grad() = at::zeros_like(shard);
+    }
+  }
+}
+
 }  // namespace brigade::testing
 
 #endif  // BRIGADE_TESTS_FSDP_SHARDED_CHECKS_H_

@@ -78,6 +78,12 @@ class Net {
     return h * head;
   }
 
+  // Of one width, those of `order`.
+  at::Tensor run(at::Tensor h, const std::vector<size_t>& order) const {
+    for (const size_t i : order) h = blocks[i].run(h);
+    return h * head;
+  }
+
   // The blocks of `order`, which may leave some out.
   at::Tensor run(ShardedRoot& root, const at::Tensor& x,
                  const std::vector<size_t>& order) const {
