@@ -94,6 +94,26 @@ TEST_P(RecordedOrderTest, SoDoesOneThatIsNotReduced) {
   });
 }
 
+// Its backward may be of either.
+TEST_P(RecordedOrderTest, TheLastOfTwoForwardsIsNotFollowed) {
+  run_ranks(GetParam(), [&](const Group& group) {
+    const int rank = group->getRank();
+    Net net(kSizes);
+    ShardedRoot root(net.units(), group, {});
+    for (int step = 0; step < 3; ++step) {
+      const auto loss_with = [&](const std::vector<size_t>& order) {
+        return loss_of(root.forward(
+            [&] { return net.run(root, net.input(rank, step), order); }));
+      };
+      const at::Tensor loss = loss_with({0, 1, 0, 1});
+      if (step == 2) loss_with({0});
+      const Counts before(root);
+      loss.backward();
+      EXPECT_EQ(Counts(root).late, before.late) << "step " << step;
+    }
+  });
+}
+
 // Ranks that differ keep to what they have agreed on last, and so gather late.
 TEST_P(RecordedOrderTest, OneThatOnlySomeRanksHaveSeenIsNotFollowed) {
   run_ranks(GetParam(), [&](const Group& group) {
