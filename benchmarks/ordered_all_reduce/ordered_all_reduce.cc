@@ -2,6 +2,7 @@
 //
 //   ordered_all_reduce [--ranks 2] [--sizes 1024,...,67108864] [--rounds 40]
 //                      [--at-once 1] [--part-bytes 1048576]
+//                      [--shared-bytes 268435456]
 //
 // Ranks are processes on this machine, over loopback.  Each round times one
 // all-reduce of float32 of either kind, until it is done, with a barrier
@@ -43,6 +44,7 @@ struct Options {
   int rounds = 40;
   int at_once = 1;
   int64_t part_bytes = OrderedOptions().part_bytes;
+  int64_t shared_bytes = OrderedOptions().shared_bytes;
 };
 
 double microseconds_since(Clock::time_point start) {
@@ -140,7 +142,8 @@ std::string spread(const std::vector<double>& values, const char* format) {
 void measure(const Group& group, const Options& options) {
   constexpr const char* kTime = "{:.0f} [{:.0f}, {:.0f}]";
   constexpr const char* kRatio = "{:.2f} [{:.2f}, {:.2f}]";
-  OrderedCollectives collectives(group, {.part_bytes = options.part_bytes});
+  OrderedCollectives collectives(group, {.part_bytes = options.part_bytes,
+                                         .shared_bytes = options.shared_bytes});
   if (group->getRank() == 0) {
     fmt::print("{:>10}{:>24}{:>24}{:>20}{:>24}{:>20}\n", "bytes", "group us",
                "ordered us", "ratio", "launch us", "cpu");
@@ -181,6 +184,9 @@ int run(int argc, char** argv) {
   app.add_option("--at-once", options.at_once)->check(CLI::Range(1, 1000));
   app.add_option("--part-bytes", options.part_bytes)
       ->check(CLI::PositiveNumber);
+  app.add_option("--shared-bytes", options.shared_bytes,
+                 "memory that ranks of one host share; 0: over connections")
+      ->check(CLI::NonNegativeNumber);
   CLI11_PARSE(app, argc, argv);
   if (!is_rank()) {
     for (const auto& [name, value] : describe_set_up(argc, argv)) {

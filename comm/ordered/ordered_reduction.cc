@@ -179,19 +179,19 @@ void OrderedReduction::for_each_part_of_others(const Function& function) const {
   }
 }
 
-// Sent before it is received: a peer sends only what it knows to be awaited,
-// and if that comes while the caller still writes to it, Gloo's thread looks
-// again and again, at full speed, whether it may read.
+// A peer sends only what it knows to be awaited. Told of that behind the terms,
+// on the one connection that both take, it would begin when all of them have
+// come, and one direction would be idle at a time.
 void OrderedReduction::launch(at::Tensor scratch, milliseconds timeout) {
   deadline_ = steady_clock::now() + timeout;
   scratch_ = std::move(scratch);
+  if (has_terms()) receive_terms();
+  if (has_sums()) receive_sums();
   if (has_terms()) {
     send_terms();
-    receive_terms();
   } else {
     send_own_slice();
   }
-  if (has_sums()) receive_sums();
   deadline_ = steady_clock::time_point::max();  // begins with finish()
 }
 

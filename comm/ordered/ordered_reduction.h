@@ -3,10 +3,10 @@
 //
 // What the ranks do with n elements, if each is to add up a slice:
 //
-//   launch()   send everyone its term; then post receives of all terms of the
-//              own slice, into scratch, and of all sums of the others, into
-//              their place.  A sum can't come before the term whose place it
-//              takes has left, since its rank needs that term.
+//   launch()   post receives of all terms of the own slice, into scratch, and
+//              of all sums of the others, into their place; then send everyone
+//              its term.  A sum can't come before the term whose place it takes
+//              has left, since its rank needs that term.
 //   finish()   as terms come: add them in order, send the sum to everyone; then
 //              wait for the others' sums.
 //
