@@ -109,6 +109,12 @@ ShardedRoot::ShardedRoot(std::vector<Unit> units,
       call_depths_(names_of(units_)),
       live_calls_(units_.size()) {
   Digest fingerprint;
+  for (size_t unit = 0; unit < units_.size(); ++unit) {
+    auto& segments = units_[unit].segments;
+    for (size_t i = 0; i < segments.size(); ++i) {
+      segments[i]->set_place(unit, i);
+    }
+  }
   for (const Unit& unit : units_) {
     fingerprint.add(unit.settings.reshards_after_forward ? 1 : 0)
         .add(unit.settings.reshards_to.value_or(0))

@@ -64,6 +64,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/status/statusor.h"
 #include "brigade/engine/engine.h"
 #include "brigade/fsdp/forward_dtypes.h"
 #include "brigade/fsdp/make_units.h"
@@ -72,6 +73,7 @@
 #include "brigade/fsdp/schedule/call_depths.h"
 #include "brigade/fsdp/schedule/live_calls.h"
 #include "brigade/fsdp/schedule/memory_plan.h"
+#include "brigade/fsdp/schedule/memory_uses.h"
 #include "brigade/fsdp/schedule/sharding_timeline.h"
 #include "brigade/fsdp/schedule/unit_calls.h"
 #include "brigade/fsdp/sharding_options.h"
@@ -420,6 +422,8 @@ class ShardedRoot final : private UnitPolicy::Listener {
   // sharded_root_memory.cc
   std::vector<UnitCall> expected_calls() const;
   MemoryPlan make_plan() const;
+  absl::StatusOr<MemoryPlan> plan_of_calls() const;
+  void follow_last_step();
   bool adds_up_gradients(size_t unit) const;
   void plan_memory();
 
@@ -431,10 +435,14 @@ class ShardedRoot final : private UnitPolicy::Listener {
   std::vector<Unit> units_;
   std::optional<int64_t> planned_bytes_;  // none before the first forward
   std::vector<UnitCall> planned_calls_;
+  std::vector<RecordedUse> planned_step_;  // else, if any: recorded
+  std::vector<RecordedUse> last_step_;
   CallDepths call_depths_;
   LiveCalls live_calls_;
   std::set<size_t> units_that_add_up_;  // gradients over several backwards
   bool must_plan_ = false;              // anew, when nothing planned is lent
+  bool is_step_over_ = false;           // and has not been looked at
+  int num_steps_ = 0;                   // that were, as many as matter
   std::unique_ptr<UnitGathers> gathers_;
   std::unique_ptr<UnitPolicy> policy_;
   std::unique_ptr<Engine> engine_;

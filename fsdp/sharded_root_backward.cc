@@ -213,7 +213,10 @@ void ShardedRoot::end_backward(bool ended_well) {
   live_calls_.backward_over();
   policy_->note_backward_over();
   is_behind_backward_ = ended_well;
-  if (is_reduced()) pool_.give_up_unused();
+  if (!is_reduced()) return;
+  pool_.give_up_unused();
+  is_step_over_ = ended_well;
+  if (!ended_well) pool_.end_step();
 }
 
 void ShardedRoot::reduce() {

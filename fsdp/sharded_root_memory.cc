@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <cstddef>
 #include <set>
+#include <span>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -15,12 +17,26 @@
 #include "brigade/fsdp/sharded_root.h"
 
 namespace brigade {
+namespace {
+
+constexpr int kNumBelieved = 3;  // of first steps
+
+}  // namespace
 
 std::vector<UnitCall> ShardedRoot::expected_calls() const {
   return call_depths_.calls(policy_->calling_order());
 }
 
 MemoryPlan ShardedRoot::make_plan() const {
+  absl::StatusOr<MemoryPlan> plan = planned_step_.empty()
+                                        ? plan_of_calls()
+                                        : MemoryPlan::create(planned_step_);
+  TORCH_CHECK_VALUE(plan.ok(),
+                    "fully_shard: ", std::string(plan.status().message()));
+  return *std::move(plan);
+}
+
+absl::StatusOr<MemoryPlan> ShardedRoot::plan_of_calls() const {
   std::vector<PlannedUnit> units;
   units.reserve(units_.size());
   for (size_t i = 0; i < units_.size(); ++i) {
@@ -41,12 +57,8 @@ MemoryPlan ShardedRoot::make_plan() const {
       }
     }
   }
-  absl::StatusOr<MemoryPlan> plan =
-      MemoryPlan::create(units, expected_calls(), options_.prefetch_depth,
-                         gradient_memory_.max_reducing());
-  TORCH_CHECK_VALUE(plan.ok(),
-                    "fully_shard: ", std::string(plan.status().message()));
-  return *std::move(plan);
+  return MemoryPlan::create(units, expected_calls(), options_.prefetch_depth,
+                            gradient_memory_.max_reducing());
 }
 
 // One that does so now, or has done before.
@@ -59,30 +71,45 @@ bool ShardedRoot::adds_up_gradients(size_t unit) const {
          });
 }
 
+// A program that is not as planned for is planned as it was recorded: once it
+// has done the same twice, so that one which does this and that in turns does
+// not have all memory made anew again and again. The first three steps are
+// believed: in the third one all comes in the order that was agreed on.
+void ShardedRoot::follow_last_step() {
+  RecordedStep step = pool_.end_step();
+  const bool is_steady = num_steps_ < kNumBelieved || step.uses == last_step_;
+  const bool is_other =
+      planned_step_.empty() ? !step.is_as_planned : step.uses != planned_step_;
+  if (is_other && is_steady && !step.uses.empty()) {
+    planned_step_ = step.uses;
+    must_plan_ = true;
+  }
+  last_step_ = std::move(step.uses);
+  num_steps_ = std::min(num_steps_ + 1, kNumBelieved);
+}
+
 // Before buffers are lent, and again where units are called in another order
 // than planned, each once, or otherwise inside of each other, or gradients are
 // added up that were not before.
 void ShardedRoot::plan_memory() {
+  if (std::exchange(is_step_over_, false)) follow_last_step();
   std::set<size_t> adding_up;
   for (size_t unit = 0; unit < units_.size(); ++unit) {
     if (adds_up_gradients(unit)) adding_up.insert(unit);
   }
   const bool adds_up_more = adding_up != units_that_add_up_;
   units_that_add_up_ = std::move(adding_up);
-  must_plan_ |= adds_up_more || planned_calls_ != expected_calls();
+  if (adds_up_more || planned_calls_ != expected_calls()) {
+    planned_step_.clear();
+    must_plan_ = true;
+  }
   const bool is_due = !planned_bytes_ || (must_plan_ && !pool_.lends_planned());
   if (!is_due) return;
   must_plan_ = false;
   planned_calls_ = expected_calls();
-  const MemoryPlan plan = make_plan();
-  for (size_t unit = 0; unit < units_.size(); ++unit) {
-    auto& segments = units_[unit].segments;
-    for (size_t i = 0; i < segments.size(); ++i) {
-      segments[i]->set_planned(plan.of(unit, i));
-    }
-  }
-  pool_.plan(plan.buffer_bytes());
+  MemoryPlan plan = make_plan();
   planned_bytes_ = plan.total_bytes();
+  pool_.plan(std::move(plan));
 }
 
 ShardingStatistics ShardedRoot::statistics() const {
@@ -112,18 +139,21 @@ ShardingStatistics ShardedRoot::statistics() const {
 
 namespace {
 
-// ", buffer 0 in forward, buffer 1 in backward, gradients in buffer 2"
-std::string describe(const PlannedBuffers& buffers) {
-  std::vector<std::string> places;
-  const auto add = [&](const char* before, const std::optional<size_t>& buffer,
+// ", buffer 0 in forward, buffer 1, 0 in backward, gradients in buffer 2"
+std::string describe_buffers(const MemoryPlan& plan, const Segment& segment) {
+  std::string text;
+  const auto add = [&](const char* before, Purpose purpose,
                        const char* behind) {
-    if (buffer) places.push_back(absl::StrCat(before, *buffer, behind));
+    const std::span<const size_t> buffers = plan.of(segment.use_for(purpose));
+    if (buffers.empty()) return;
+    absl::StrAppend(&text, ", ", before, absl::StrJoin(buffers, ", "), behind);
   };
-  add("buffer ", buffers.forward, " in forward");
-  add("buffer ", buffers.slice, " in between");
-  add("buffer ", buffers.backward, " in backward");
-  add("gradients in buffer ", buffers.gradients, "");
-  return places.empty() ? "" : absl::StrCat(", ", absl::StrJoin(places, ", "));
+  add("buffer ", Purpose::kForward, " in forward");
+  add("buffer ", Purpose::kSlice, " in between");
+  add("buffer ", Purpose::kBackward, " in backward");
+  add("buffer ", Purpose::kOther, " beside these");
+  add("gradients in buffer ", Purpose::kGradients, "");
+  return text;
 }
 
 }  // namespace
@@ -149,17 +179,15 @@ std::string ShardedRoot::explain() const {
                   names_of(policy_->expected_in_backward()), "] and reduces [",
                   names_of(policy_->reduced_units()), "]\n  buffers of [",
                   absl::StrJoin(plan.buffer_bytes(), ", "), "] bytes\n");
-  for (size_t number = 0; number < units_.size(); ++number) {
-    const Unit& unit = units_[number];
-    for (size_t i = 0; i < unit.segments.size(); ++i) {
-      const auto& segment = unit.segments[i];
+  for (const Unit& unit : units_) {
+    for (const auto& segment : unit.segments) {
       absl::StrAppend(
           &text, "  '", unit.name, "': ", segment->parameters().size(),
           " parameters, ", segment->whole_bytes(), " bytes whole, ",
           segment->layout().shard_numel() * segment->shard().element_size(),
           " bytes here, ", segment->layout().padding_numel(),
           " elements of padding", segment->is_trained() ? "" : ", frozen",
-          describe(plan.of(number, i)),
+          describe_buffers(plan, *segment),
           unit.settings.reshards_after_forward
               ? ""
               : ", whole from forward to backward",

@@ -23,9 +23,9 @@ void GradientMemory::begin_backward(std::function<size_t()> num_lendable) {
   num_launched_ = 0;
 }
 
-Buffer GradientMemory::acquire(int64_t bytes, std::optional<size_t> planned) {
+Buffer GradientMemory::acquire(int64_t bytes, std::optional<MemoryUse> use) {
   reclaim(max_reducing_ - 1);
-  return pool_.acquire(bytes, planned);
+  return pool_.acquire(bytes, use);
 }
 
 void GradientMemory::release(Buffer buffer) {
@@ -34,6 +34,7 @@ void GradientMemory::release(Buffer buffer) {
 
 void GradientMemory::release_behind(Buffer buffer, FuturePtr reduction) {
   ++num_launched_;
+  uses_.push_back(std::exchange(buffer.use, {}));
   reducing_.push_back(
       {.buffer = std::move(buffer), .reduction = std::move(reduction)});
 }
@@ -43,12 +44,14 @@ std::vector<at::Tensor> GradientMemory::abandon() {
   for (Reducing& reducing : std::exchange(reducing_, {})) {
     buffers.push_back(std::move(reducing.buffer.memory));
   }
+  uses_.clear();
   return buffers;
 }
 
 // An error is told to who delivers the sum.
 void GradientMemory::reclaim(size_t max_left) {
-  while (!reducing_.empty() && may_wait_for_oldest() &&
+  end_uses(max_left);
+  while (!reducing_.empty() && may_wait_for_oldest_of(reducing_.size()) &&
          is_over(reducing_.front(), max_left)) {
     Reducing oldest = std::move(reducing_.front());
     reducing_.pop_front();
@@ -57,9 +60,17 @@ void GradientMemory::reclaim(size_t max_left) {
   if (reducing_.empty()) waits_ = true;
 }
 
-bool GradientMemory::may_wait_for_oldest() const {
-  if (!num_lendable_ || reducing_.size() > num_launched_) return true;
-  return num_launched_ - reducing_.size() < num_lendable_();
+void GradientMemory::end_uses(size_t max_left) {
+  while (uses_.size() > max_left && may_wait_for_oldest_of(uses_.size())) {
+    if (uses_.front()) pool_.end_use(*uses_.front());
+    uses_.pop_front();
+  }
+}
+
+// Of so many that were launched last.
+bool GradientMemory::may_wait_for_oldest_of(size_t num_reductions) const {
+  if (!num_lendable_ || num_reductions > num_launched_) return true;
+  return num_launched_ - num_reductions < num_lendable_();
 }
 
 void GradientMemory::give_back(Reducing reducing) {

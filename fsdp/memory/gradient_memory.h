@@ -29,6 +29,7 @@
 #include <vector>
 
 #include "brigade/fsdp/memory/memory_pool.h"
+#include "brigade/fsdp/schedule/memory_uses.h"
 #include "brigade/fsdp/streams/sharding_streams.h"
 #include "brigade/fsdp/streams/stream_point.h"
 
@@ -58,8 +59,8 @@ class GradientMemory {
   // Since the backward began.
   size_t num_launched() const { return num_launched_; }
 
-  // uint8, at least [bytes]. `planned`: of MemoryPool::acquire().
-  Buffer acquire(int64_t bytes, std::optional<size_t> planned = std::nullopt);
+  // uint8, at least [bytes]. `use`: of MemoryPool::acquire().
+  Buffer acquire(int64_t bytes, std::optional<MemoryUse> use = std::nullopt);
 
   // No reduction reads it. Without memory: nothing.
   void release(Buffer buffer);
@@ -81,7 +82,8 @@ class GradientMemory {
   };
 
   void reclaim(size_t max_left);
-  bool may_wait_for_oldest() const;
+  void end_uses(size_t max_left);
+  bool may_wait_for_oldest_of(size_t num_reductions) const;
   void give_back(Reducing reducing);
   bool is_over(const Reducing& oldest, size_t max_left);
   StreamPoint end_of(c10::ivalue::Future& reduction) const;
@@ -90,7 +92,10 @@ class GradientMemory {
   const ShardingStreams& streams_;
   size_t max_reducing_;
   std::deque<Reducing> reducing_;  // in the order of their launches
-  bool waits_ = true;              // false: was in vain since all were done
+  // Uses of their memory, for the record: they end where a network that takes
+  // as long as it may lets it go, so that steps are alike.
+  std::deque<std::optional<size_t>> uses_;
+  bool waits_ = true;  // false: was in vain since all were done
 
   std::function<size_t()> num_lendable_;
   size_t num_launched_ = 0;  // since the backward began

@@ -5,6 +5,7 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <span>
 #include <utility>
 
 #include "brigade/fsdp/streams/sharding_streams.h"
@@ -42,11 +43,24 @@ MemoryPool::~MemoryPool() {
   for (Unplanned& unplanned : free_) give_up(std::move(unplanned.buffer));
 }
 
-void MemoryPool::plan(const std::vector<int64_t>& buffer_bytes) {
+void MemoryPool::plan(MemoryPlan plan) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  give_up_planned();
+  for (Planned& planned : std::exchange(planned_, {})) {
+    TORCH_INTERNAL_ASSERT(planned.is_free, "memory of the plan is lent");
+    if (!planned.buffer.memory.defined()) continue;
+    planned.buffer.planned.reset();
+    free_.push_back({.buffer = std::move(planned.buffer)});
+  }
+  for (const int64_t bytes : plan.buffer_bytes()) {
+    Planned& planned = planned_.emplace_back(Planned{.bytes = bytes});
+    const auto same = std::ranges::find(
+        free_, bytes, [](const Unplanned& free) { return size_of(free); });
+    if (same == free_.end()) continue;
+    planned.buffer = std::move(same->buffer);
+    free_.erase(same);
+  }
   while (!free_.empty()) give_up_largest();
-  for (const int64_t bytes : buffer_bytes) planned_.push_back({.bytes = bytes});
+  plan_ = std::move(plan);
 }
 
 bool MemoryPool::lends_planned() const {
@@ -54,8 +68,25 @@ bool MemoryPool::lends_planned() const {
   return !std::ranges::all_of(planned_, &Planned::is_free);
 }
 
-Buffer MemoryPool::acquire(int64_t bytes, std::optional<size_t> planned) {
+Buffer MemoryPool::acquire(int64_t bytes, std::optional<MemoryUse> use) {
   const std::lock_guard<std::mutex> lock(mutex_);
+  Buffer buffer = acquire_memory(bytes, use ? buffer_for(*use) : std::nullopt);
+  if (!is_recording_) return buffer;
+  if (!buffer.planned) is_as_planned_ = false;
+  if (use) buffer.use = record_.begin(*use, bytes);
+  return buffer;
+}
+
+// That of the last one where a step has more of them.
+std::optional<size_t> MemoryPool::buffer_for(const MemoryUse& use) const {
+  const std::span<const size_t> buffers = plan_.of(use);
+  if (buffers.empty()) return std::nullopt;
+  const size_t place = is_recording_ ? record_.num_begun(use) : 0;
+  return buffers[std::min(place, buffers.size() - 1)];
+}
+
+Buffer MemoryPool::acquire_memory(int64_t bytes,
+                                  std::optional<size_t> planned) {
   if (planned && fits(planned_.at(*planned), bytes)) {
     return lend(planned_[*planned]);
   }
@@ -80,16 +111,6 @@ Buffer MemoryPool::lend(Planned& planned) {
   planned.is_free = false;
   buffer.planned = static_cast<size_t>(&planned - planned_.data());
   return buffer;
-}
-
-void MemoryPool::give_up_planned() {
-  for (Planned& planned : planned_) {
-    TORCH_INTERNAL_ASSERT(planned.is_free, "memory of the plan is lent");
-    if (!planned.buffer.memory.defined()) continue;
-    bytes_ -= planned.bytes;
-    give_up(std::move(planned.buffer));
-  }
-  planned_.clear();
 }
 
 void MemoryPool::give_up_largest() {
@@ -128,6 +149,7 @@ Buffer MemoryPool::make(int64_t bytes) {
 
 void MemoryPool::release(Buffer buffer) {
   const std::lock_guard<std::mutex> lock(mutex_);
+  if (const auto use = std::exchange(buffer.use, {})) record_.end(*use);
   if (!buffer.planned) {
     free_.push_back({.buffer = std::move(buffer)});
     return;
@@ -135,6 +157,27 @@ void MemoryPool::release(Buffer buffer) {
   Planned& planned = planned_[*buffer.planned];
   planned.buffer = std::move(buffer);
   planned.is_free = true;
+}
+
+void MemoryPool::end_use(size_t number) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  record_.end(number);
+}
+
+void MemoryPool::set_recording(bool value) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  is_recording_ = value;
+}
+
+bool MemoryPool::is_in_step() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return !record_.is_empty();
+}
+
+RecordedStep MemoryPool::end_step() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return {.uses = record_.end_step(),
+          .is_as_planned = std::exchange(is_as_planned_, true)};
 }
 
 // The allocator lends it to the owner again, at once.

@@ -7,7 +7,7 @@
 // that is large enough; if there is none, a new one is made, and the largest
 // free one that is not of the plan is given up, so that buffers don't pile up
 // as larger ones are asked for. One that no step uses any more is given up,
-// too.
+// too. What a step has used is recorded, so that a plan can be made of it.
 //
 // On devices with streams memory comes with the point behind which it is free,
 // and the host does not wait for that. It all belongs to a stream of the pool's
@@ -29,6 +29,8 @@
 #include <optional>
 #include <vector>
 
+#include "brigade/fsdp/schedule/memory_plan.h"
+#include "brigade/fsdp/schedule/memory_uses.h"
 #include "brigade/fsdp/streams/stream_point.h"
 
 namespace brigade {
@@ -38,6 +40,12 @@ struct Buffer {
   // Who uses the memory waits for it first, each stream for itself.
   StreamPoint last_use = {};
   std::optional<size_t> planned = std::nullopt;  // which of the plan's it is
+  std::optional<size_t> use = std::nullopt;      // of the record, its number
+};
+
+struct RecordedStep {
+  std::vector<RecordedUse> uses = {};
+  bool is_as_planned = true;  // the plan's buffers were enough
 };
 
 class MemoryPool {
@@ -49,16 +57,24 @@ class MemoryPool {
   MemoryPool(const MemoryPool&) = delete;
   MemoryPool& operator=(const MemoryPool&) = delete;
 
-  // Buffers of these bytes are planned from here on, in place of those of the
-  // plan before; what is free is given up. REQUIRES: nothing planned is lent.
-  void plan(const std::vector<int64_t>& buffer_bytes);
+  // In place of the plan before. What is free is given up, unless a buffer is
+  // planned of just that size. REQUIRES: nothing planned is lent.
+  void plan(MemoryPlan plan);
   bool lends_planned() const;
 
   // At least [bytes], aligned as torch aligns. What it holds is anything.
-  // `planned`: the buffer that the plan has for this use, if any.
-  Buffer acquire(int64_t bytes, std::optional<size_t> planned = std::nullopt);
-  // As it was lent, but for `last_use`: of whoever had it.
+  // `use`: what for; none: what no step has.
+  Buffer acquire(int64_t bytes, std::optional<MemoryUse> use = std::nullopt);
+  // As it was lent, but for `last_use`: of whoever had it. Its use ends.
   void release(Buffer buffer);
+  // A use ends whose memory comes back without it, as it was, at some time.
+  void end_use(size_t number);
+
+  // Whether what is acquired from here on is part of the step; at first it is.
+  void set_recording(bool value);
+  bool is_in_step() const;  // has recorded some of it
+  // What has happened since this was called before; another step begins.
+  RecordedStep end_step();
 
   // A step is over: what is not of the plan, and was not lent in it, is given
   // up.
@@ -84,6 +100,9 @@ class MemoryPool {
     bool was_lent = true;  // in this step
   };
 
+  std::optional<size_t> buffer_for(const MemoryUse& use) const;
+  Buffer acquire_memory(int64_t bytes, std::optional<size_t> planned);
+
   static int64_t size_of(const Unplanned& unplanned);
   static int64_t size_of(const Planned& planned) { return planned.bytes; }
   static bool fits(const Unplanned& unplanned, int64_t bytes);
@@ -93,7 +112,6 @@ class MemoryPool {
 
   Buffer lend(Planned& planned);
   Buffer make(int64_t bytes);
-  void give_up_planned();
   void give_up_largest();
   void give_up(Buffer buffer);
 
@@ -101,7 +119,11 @@ class MemoryPool {
   const std::optional<c10::Stream> owner_;  // of all memory; none on the CPU
   mutable std::mutex mutex_;
   // Guarded by mutex_.
-  std::vector<Planned> planned_;
+  MemoryPlan plan_;
+  std::vector<Planned> planned_;  // its buffers
+  UseRecord record_;
+  bool is_recording_ = true;
+  bool is_as_planned_ = true;  // this step
   std::vector<Unplanned> free_;
   int64_t bytes_ = 0;
   int64_t peak_bytes_ = 0;

@@ -15,7 +15,7 @@ namespace {
 
 constexpr int64_t kOpen = -1;  // the end of a use that has not ended
 
-// Goes through a step. Numbers uses in the place of buffers.
+// Goes through a step, and records it.
 class Step {
  public:
   Step(std::span<const PlannedUnit> units, std::span<const UnitCall> calls,
@@ -27,15 +27,12 @@ class Step {
         schedule_(units.size(), prefetch_depth),
         gathered_(units.size()),
         slices_(units.size()),
-        open_gradients_(units.size()),
-        is_around_others_(units.size()) {
+        is_around_others_(units.size()),
+        open_gradients_(units.size()) {
     for (const UnitCall& call : calls) order_.push_back(call.unit);
     for (size_t i = 0; i < calls.size(); ++i) {
       is_around_others_[calls[i].unit] =
           i + 1 < calls.size() && calls[i + 1].depth > calls[i].depth ? 1 : 0;
-    }
-    for (const PlannedUnit& unit : units_) {
-      of_segments_.emplace_back(unit.segments.size());
     }
   }
 
@@ -46,20 +43,17 @@ class Step {
     for (size_t unit = 0; unit < units_.size(); ++unit) {
       const UnitSettings& settings = units_[unit].settings;
       if (settings.reshards_after_backward && !settings.spans_passes) continue;
-      for (const size_t use : gathered_[unit]) uses_[use].begin = 0;
+      for (const size_t use : gathered_[unit]) is_there_from_the_begin(use);
     }
     for (const std::vector<size_t>& slices : slices_) {  // without a backward
-      for (const size_t use : slices) uses_[use].begin = 0;
+      for (const size_t use : slices) is_there_from_the_begin(use);
     }
-    for (BufferUse& use : uses_) {
-      if (use.end == kOpen) use.end = now_;
+    for (RecordedUse& recorded : uses_) {
+      if (recorded.interval.end == kOpen) recorded.interval.end = now_;
     }
   }
 
-  const std::vector<BufferUse>& uses() const { return uses_; }
-  const std::vector<std::vector<PlannedBuffers>>& of_segments() const {
-    return of_segments_;
-  }
+  const std::vector<RecordedUse>& uses() const { return uses_; }
 
  private:
   // Of one unit: memory that reductions keep.
@@ -72,14 +66,13 @@ class Step {
   }
 
   void forward() {
-    launch(schedule_.begin({order_.begin(), order_.end()}),
-           &PlannedBuffers::forward);
+    launch(schedule_.begin({order_.begin(), order_.end()}), Purpose::kForward);
     for (const auto& [unit, begins] : turns_) {
       const UnitSettings& settings = units_[unit].settings;
       ++now_;
       if (begins) {
         launch(schedule_.needs(unit, settings.forward_prefetch).launch,
-               &PlannedBuffers::forward);
+               Purpose::kForward);
       } else if (settings.reshards_after_forward && !settings.spans_passes) {
         keep_slices(unit);
         release(unit);
@@ -111,7 +104,7 @@ class Step {
       }
     }
     ++now_;
-    launch(schedule_.begin(std::move(expected)), &PlannedBuffers::backward);
+    launch(schedule_.begin(std::move(expected)), Purpose::kBackward);
     if (has_outermost()) {
       // As if they were there in forward too: else what is free there, and
       // perhaps much larger, would be taken from all that follows.
@@ -133,7 +126,7 @@ class Step {
       if (!begins) {
         if (settings.gathers_in_backward) {
           launch(schedule_.needs(unit, settings.backward_prefetch).launch,
-                 &PlannedBuffers::backward);
+                 Purpose::kBackward);
         }
         ++now_;
         if (!settings.spans_passes) take_gradients(unit);
@@ -153,26 +146,19 @@ class Step {
            !units_[order_.front()].settings.reshards_after_forward;
   }
 
-  void launch(const std::vector<size_t>& units,
-              std::optional<size_t> PlannedBuffers::*pass) {
+  void launch(const std::vector<size_t>& units, Purpose pass) {
     for (const size_t unit : units) {
       for (size_t i = 0; i < units_[unit].segments.size(); ++i) {
         const auto& bytes = units_[unit].segments[i].whole_bytes;
         if (!bytes) continue;
-        std::optional<size_t>& forward = of_segments_[unit][i].forward;
-        if (units_[unit].settings.keeps_storage) {  // there for the whole step
-          if (!forward) {
-            forward = begin_use(*bytes);
-            uses_[*forward].begin = 0;
-          }
-          of_segments_[unit][i].*pass = forward;
-          continue;
+        if (units_[unit].settings.keeps_storage) {  // taken once, for ever
+          if (pass != Purpose::kForward) continue;
+          is_there_from_the_begin(begin_use({unit, i, pass}, *bytes));
+        } else {
+          gathered_[unit].push_back(begin_use({unit, i, pass}, *bytes));
         }
-        const size_t use = begin_use(*bytes);
-        of_segments_[unit][i].*pass = use;
-        gathered_[unit].push_back(use);
       }
-      if (pass == &PlannedBuffers::backward) drop_slices(unit);
+      if (pass == Purpose::kBackward) drop_slices(unit);
     }
   }
 
@@ -181,8 +167,7 @@ class Step {
     for (size_t i = 0; i < units_[unit].segments.size(); ++i) {
       const auto& bytes = units_[unit].segments[i].slice_bytes;
       if (!bytes) continue;
-      slices_[unit].push_back(begin_use(*bytes));
-      of_segments_[unit][i].slice = slices_[unit].back();
+      slices_[unit].push_back(begin_use({unit, i, Purpose::kSlice}, *bytes));
     }
     ++now_;
   }
@@ -190,14 +175,11 @@ class Step {
   void drop_slices(size_t unit) {
     if (slices_[unit].empty()) return;
     ++now_;
-    for (const size_t use : std::exchange(slices_[unit], {})) {
-      uses_[use].end = now_;
-    }
+    for (const size_t use : std::exchange(slices_[unit], {})) end_use(use);
   }
 
   void release(size_t unit) {
-    for (const size_t use : gathered_[unit]) uses_[use].end = now_;
-    gathered_[unit].clear();
+    for (const size_t use : std::exchange(gathered_[unit], {})) end_use(use);
     schedule_.released(unit);
   }
 
@@ -210,7 +192,7 @@ class Step {
     }
     while (!reducing_.empty() &&
            num_reducing_ - reducing_.front().size() >= max_reducing_ - 1) {
-      for (const size_t use : reducing_.front()) uses_[use].end = now_;
+      for (const size_t use : reducing_.front()) end_use(use);
       num_reducing_ -= reducing_.front().size();
       reducing_.pop_front();
     }
@@ -228,20 +210,23 @@ class Step {
     for (size_t i = 0; i < units_[unit].segments.size(); ++i) {
       const auto& bytes = units_[unit].segments[i].gradient_bytes;
       if (!bytes) continue;
-      reducing.push_back(begin_use(*bytes));
-      of_segments_[unit][i].gradients = reducing.back();
+      reducing.push_back(begin_use({unit, i, Purpose::kGradients}, *bytes));
     }
     return reducing;
   }
 
   void begin_gradients_of_whole_step(size_t unit) {
-    for (const size_t use : begin_gradients(unit)) uses_[use].begin = 0;
+    for (const size_t use : begin_gradients(unit)) is_there_from_the_begin(use);
   }
 
-  size_t begin_use(int64_t bytes) {
-    uses_.push_back({.begin = now_, .end = kOpen, .bytes = bytes});
+  size_t begin_use(const MemoryUse& use, int64_t bytes) {
+    uses_.push_back(
+        {.use = use,
+         .interval = {.begin = now_, .end = kOpen, .bytes = bytes}});
     return uses_.size() - 1;
   }
+  void end_use(size_t use) { uses_[use].interval.end = now_; }
+  void is_there_from_the_begin(size_t use) { uses_[use].interval.begin = 0; }
 
   const std::span<const PlannedUnit> units_;
   const std::vector<UnitTurn> turns_;  // of forward
@@ -250,8 +235,7 @@ class Step {
   const size_t max_reducing_;
 
   GatherSchedule schedule_;
-  std::vector<BufferUse> uses_;
-  std::vector<std::vector<PlannedBuffers>> of_segments_;  // by unit
+  std::vector<RecordedUse> uses_;
   std::vector<std::vector<size_t>> gathered_;  // uses of it now, by unit
   std::vector<std::vector<size_t>> slices_;    // uses of them now, by unit
   std::vector<char> is_around_others_;         // by unit
@@ -268,19 +252,27 @@ absl::StatusOr<MemoryPlan> MemoryPlan::create(
     size_t prefetch_depth, size_t max_reducing) {
   Step step(units, calls, prefetch_depth, max_reducing);
   step.run();
-  absl::StatusOr<BufferPlan> buffers = BufferPlan::create(step.uses());
+  return create(step.uses());
+}
+
+absl::StatusOr<MemoryPlan> MemoryPlan::create(
+    std::span<const RecordedUse> step) {
+  std::vector<BufferUse> intervals;
+  intervals.reserve(step.size());
+  for (const RecordedUse& use : step) intervals.push_back(use.interval);
+  const absl::StatusOr<BufferPlan> buffers = BufferPlan::create(intervals);
   if (!buffers.ok()) return buffers.status();
-  BySegment planned = step.of_segments();
-  for (std::vector<PlannedBuffers>& of_unit : planned) {
-    for (PlannedBuffers& of_segment : of_unit) {
-      for (std::optional<size_t>* use :
-           {&of_segment.forward, &of_segment.backward, &of_segment.gradients,
-            &of_segment.slice}) {
-        if (*use) *use = buffers->buffer_of(**use);
-      }
-    }
+  MemoryPlan plan;
+  for (size_t i = 0; i < step.size(); ++i) {
+    plan.buffers_[step[i].use].push_back(buffers->buffer_of(i));
   }
-  return MemoryPlan(std::move(planned), buffers->buffer_bytes());
+  plan.buffer_bytes_ = buffers->buffer_bytes();
+  return plan;
+}
+
+std::span<const size_t> MemoryPlan::of(const MemoryUse& use) const {
+  const std::vector<size_t>* const found = buffers_.find(use);
+  return found == nullptr ? std::span<const size_t>() : *found;
 }
 
 int64_t MemoryPlan::total_bytes() const {

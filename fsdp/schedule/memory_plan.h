@@ -29,6 +29,10 @@
 //
 //   plan->total_bytes();  // 4 * 256: two units, two gradients
 //
+// A step that is not like that is planned as it was recorded
+// (schedule/memory_uses.h): each use by itself, in the order in which they
+// came.
+//
 // A plan is a value: no tensors, no memory.
 //
 // Thread safety: immutable after create(); any thread may read.
@@ -40,10 +44,10 @@
 #include <cstdint>
 #include <optional>
 #include <span>
-#include <utility>
 #include <vector>
 
 #include "absl/status/statusor.h"
+#include "brigade/fsdp/schedule/memory_uses.h"
 #include "brigade/fsdp/schedule/unit_calls.h"
 #include "brigade/fsdp/schedule/unit_settings.h"
 
@@ -62,24 +66,10 @@ struct PlannedUnit {
   bool adds_up_gradients = false;  // over several backwards
 };
 
-// The pass that a unit is gathered in; kOther: one that is not planned.
-enum class GatheredIn { kForward, kBackward, kOther };
-
-// Of a segment: indices of buffers, where it is expected to use memory.
-struct PlannedBuffers {
-  std::optional<size_t> forward = std::nullopt;
-  std::optional<size_t> backward = std::nullopt;
-  std::optional<size_t> gradients = std::nullopt;
-  std::optional<size_t> slice = std::nullopt;
-
-  std::optional<size_t> of(GatheredIn pass) const {
-    if (pass == GatheredIn::kForward) return forward;
-    return pass == GatheredIn::kBackward ? backward : std::nullopt;
-  }
-};
-
 class MemoryPlan {
  public:
+  MemoryPlan() = default;  // for nothing
+
   // `calls`: of each unit one. `prefetch_depth`, `max_reducing`: of
   // ShardingOptions. REQUIRES: max_reducing >= 1.
   //
@@ -89,21 +79,18 @@ class MemoryPlan {
                                            size_t prefetch_depth,
                                            size_t max_reducing);
 
-  // REQUIRES: indices into the list given to create().
-  const PlannedBuffers& of(size_t unit, size_t segment) const {
-    return planned_[unit][segment];
-  }
+  // Of a recorded step. Errors: as create().
+  static absl::StatusOr<MemoryPlan> create(std::span<const RecordedUse> step);
+
+  // Buffers for uses like this, in the order in which a step is expected to
+  // have them; perhaps none.
+  std::span<const size_t> of(const MemoryUse& use) const;
 
   const std::vector<int64_t>& buffer_bytes() const { return buffer_bytes_; }
   int64_t total_bytes() const;  // of all buffers
 
  private:
-  using BySegment = std::vector<std::vector<PlannedBuffers>>;
-
-  MemoryPlan(BySegment planned, std::vector<int64_t> buffer_bytes)
-      : planned_(std::move(planned)), buffer_bytes_(std::move(buffer_bytes)) {}
-
-  BySegment planned_;  // by unit, by segment
+  ByUse<std::vector<size_t>> buffers_;
   std::vector<int64_t> buffer_bytes_;
 };
 

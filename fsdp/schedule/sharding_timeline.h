@@ -18,7 +18,7 @@
 #include <string>
 #include <vector>
 
-#include "brigade/fsdp/schedule/memory_plan.h"
+#include "brigade/fsdp/schedule/memory_uses.h"
 
 namespace brigade {
 

@@ -20,7 +20,7 @@
 #include <vector>
 
 #include "brigade/engine/observing/timeline_recorder.h"
-#include "brigade/fsdp/schedule/memory_plan.h"
+#include "brigade/fsdp/schedule/memory_uses.h"
 #include "brigade/fsdp/schedule/sharding_timeline.h"
 
 namespace brigade {

@@ -22,7 +22,7 @@ void KeptSlices::keep(size_t unit, int num_ranks, int64_t version,
   for (size_t i = 0; i < memory.size(); ++i) {
     const Segment& segment = *units_[unit].segments[i];
     const int64_t bytes = segment.whole_bytes() / num_ranks;
-    Buffer slice = pool_.acquire(bytes, segment.planned().slice);
+    Buffer slice = pool_.acquire(bytes, segment.use_for(Purpose::kSlice));
     slice.last_use.wait();
     slice.memory.narrow(0, 0, bytes)
         .view(segment.whole_dtype())

@@ -387,7 +387,8 @@ bool Segment::is_own_slot(size_t parameter, const at::Tensor& gradient) const {
 
 void Segment::acquire_gradients(GradientMemory& memory) {
   if (gradients_.defined()) return;
-  gradient_memory_ = memory.acquire(gradient_bytes(), planned_.gradients);
+  gradient_memory_ =
+      memory.acquire(gradient_bytes(), use_for(Purpose::kGradients));
   gradients_ = gradient_memory_.memory.narrow(0, 0, gradient_bytes())
                    .view(options_.reduce_dtype);
 }

@@ -28,7 +28,7 @@
 #include "brigade/fsdp/memory/gradient_memory.h"
 #include "brigade/fsdp/memory/memory_pool.h"
 #include "brigade/fsdp/memory/whole_storage.h"
-#include "brigade/fsdp/schedule/memory_plan.h"
+#include "brigade/fsdp/schedule/memory_uses.h"
 #include "brigade/fsdp/streams/stream_uses.h"
 #include "brigade/fsdp/units/shard_gradient.h"
 #include "brigade/hooks/autograd_node.h"
@@ -95,9 +95,11 @@ class Segment {
   int64_t whole_bytes() const;     // of the parameters
   int64_t gradient_bytes() const;  // of all gradients, whole
 
-  // The pool's buffers that are planned for it; none before there is a plan.
-  const PlannedBuffers& planned() const { return planned_; }
-  void set_planned(const PlannedBuffers& planned) { planned_ = planned; }
+  // Among all of a root, for its plan of memory.
+  void set_place(size_t unit, size_t segment) { place_ = {unit, segment}; }
+  MemoryUse use_for(Purpose purpose) const {
+    return {place_.first, place_.second, purpose};
+  }
 
   // By parameter: the elements of it that this rank holds, 1D in the order of
   // memory, perhaps none; all of them, in the parameter's shape. Leaves: what
@@ -224,7 +226,7 @@ class Segment {
   at::Tensor shard_;
   std::vector<at::Tensor> shards_;
 
-  PlannedBuffers planned_;
+  std::pair<size_t, size_t> place_;  // unit, and segment of it
 
   WholeStorage whole_;
   std::vector<at::Tensor> views_;  // of it, by parameter

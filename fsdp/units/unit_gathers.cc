@@ -303,7 +303,8 @@ Buffer UnitGathers::memory_for(const Gather& gather, const Segment& segment,
     Buffer& own = own_[gather.kept_by->first][gather.kept_by->second];
     if (own.memory.defined()) return std::exchange(own, {});
   }
-  return pool_.acquire(segment.whole_bytes(), segment.planned().of(pass));
+  return pool_.acquire(segment.whole_bytes(),
+                       segment.use_for(purpose_of(pass)));
 }
 
 UnitGathers::FuturePtr UnitGathers::gather(size_t unit, size_t segment,

@@ -32,7 +32,7 @@
 #include "brigade/engine/observing/progress.h"
 #include "brigade/fsdp/memory/memory_pool.h"
 #include "brigade/fsdp/schedule/gather_schedule.h"
-#include "brigade/fsdp/schedule/memory_plan.h"
+#include "brigade/fsdp/schedule/memory_uses.h"
 #include "brigade/fsdp/streams/stream_point.h"
 #include "brigade/fsdp/streams/stream_uses.h"
 #include "brigade/fsdp/transport/shard_transport.h"

@@ -32,6 +32,27 @@ PlannedUnit kept(PlannedUnit unit) {
   return unit;
 }
 
+// Buffers of a segment's uses, of which the model of a step has one each.
+struct PlannedBuffers {
+  std::optional<size_t> forward;
+  std::optional<size_t> backward;
+  std::optional<size_t> gradients;
+  std::optional<size_t> slice;
+};
+
+PlannedBuffers of(const MemoryPlan& plan, size_t unit, size_t segment) {
+  const auto buffer = [&](Purpose purpose) -> std::optional<size_t> {
+    const auto buffers = plan.of({unit, segment, purpose});
+    EXPECT_LE(buffers.size(), 1);
+    if (buffers.empty()) return std::nullopt;
+    return buffers.front();
+  };
+  return {.forward = buffer(Purpose::kForward),
+          .backward = buffer(Purpose::kBackward),
+          .gradients = buffer(Purpose::kGradients),
+          .slice = buffer(Purpose::kSlice)};
+}
+
 std::vector<PlannedUnit> chain(size_t num_units, int64_t bytes = 8,
                                bool is_trained = true) {
   return std::vector<PlannedUnit>(num_units, unit_of(bytes, is_trained));
@@ -69,10 +90,10 @@ TEST(MemoryPlanTest, ASliceIsThereFromForwardToTheGatherOfBackward) {
   for (size_t unit = 0; unit < 3; ++unit) {
     for (size_t other = 0; other < 3; ++other) {
       if (other != unit) {
-        EXPECT_NE(plan.of(unit, 0).slice, plan.of(other, 0).slice);
+        EXPECT_NE(of(plan, unit, 0).slice, of(plan, other, 0).slice);
       }
       if (other <= unit) {
-        EXPECT_NE(plan.of(other, 0).slice, plan.of(unit, 0).backward);
+        EXPECT_NE(of(plan, other, 0).slice, of(plan, unit, 0).backward);
       }
     }
   }
@@ -91,10 +112,10 @@ TEST(MemoryPlanTest, NoUnitsNeedNoMemory) {
 TEST(MemoryPlanTest, EqualUnitsAlternateBetweenTwoBuffers) {
   const MemoryPlan plan = plan_of(chain(6, 8, /*is_trained=*/true));
   for (size_t unit = 0; unit < 6; ++unit) {
-    EXPECT_EQ(plan.of(unit, 0).forward, unit % 2);
+    EXPECT_EQ(of(plan, unit, 0).forward, unit % 2);
     if (unit == 0) continue;
-    EXPECT_NE(plan.of(unit, 0).backward, plan.of(unit - 1, 0).backward);
-    EXPECT_NE(plan.of(unit, 0).gradients, plan.of(unit - 1, 0).gradients);
+    EXPECT_NE(of(plan, unit, 0).backward, of(plan, unit - 1, 0).backward);
+    EXPECT_NE(of(plan, unit, 0).gradients, of(plan, unit - 1, 0).gradients);
   }
   EXPECT_THAT(plan.buffer_bytes(), ElementsAre(8, 8, 8, 8));
 }
@@ -114,10 +135,10 @@ TEST(MemoryPlanTest, WhatIsKeptHasABufferOfItsOwnUntilItsBackward) {
   auto units = chain(4);
   units[2] = kept(units[2]);
   const MemoryPlan plan = plan_of(units);
-  EXPECT_FALSE(plan.of(2, 0).backward);
-  EXPECT_NE(plan.of(2, 0).forward, plan.of(3, 0).forward);
-  EXPECT_NE(plan.of(2, 0).forward, plan.of(3, 0).backward);
-  EXPECT_NE(plan.of(2, 0).forward, plan.of(3, 0).gradients);
+  EXPECT_FALSE(of(plan, 2, 0).backward);
+  EXPECT_NE(of(plan, 2, 0).forward, of(plan, 3, 0).forward);
+  EXPECT_NE(of(plan, 2, 0).forward, of(plan, 3, 0).backward);
+  EXPECT_NE(of(plan, 2, 0).forward, of(plan, 3, 0).gradients);
 }
 
 // Its gradients may come first, and be reduced last.
@@ -135,8 +156,8 @@ TEST(MemoryPlanTest, GradientsOfAUnitsSegmentsComeInAnyOrder) {
   }
   for (const size_t max_reducing : {1, 2}) {
     const MemoryPlan plan = plan_of(units, /*depth=*/0, max_reducing);
-    EXPECT_NE(plan.of(1, 0).gradients, plan.of(1, 1).gradients);
-    const bool may_share = plan.of(2, 0).gradients == plan.of(1, 0).gradients;
+    EXPECT_NE(of(plan, 1, 0).gradients, of(plan, 1, 1).gradients);
+    const bool may_share = of(plan, 2, 0).gradients == of(plan, 1, 0).gradients;
     EXPECT_EQ(may_share, max_reducing == 1);
   }
 }
@@ -161,15 +182,15 @@ TEST(MemoryPlanTest, WhatIsNotReleasedBehindBackwardSharesWithNobody) {
   units[4].settings.reshards_after_backward = false;
   const MemoryPlan plan = plan_of(units);
   for (size_t unit = 0; unit < 5; ++unit) {
-    EXPECT_NE(plan.of(unit, 0).forward, plan.of(4, 0).backward);
-    EXPECT_NE(plan.of(unit, 0).gradients, plan.of(4, 0).backward);
+    EXPECT_NE(of(plan, unit, 0).forward, of(plan, 4, 0).backward);
+    EXPECT_NE(of(plan, unit, 0).gradients, of(plan, 4, 0).backward);
   }
 }
 
 TEST(MemoryPlanTest, UnitsThatBackwardDoesNotGatherTakeNothingThere) {
   auto units = chain(3);
   units[1].settings.gathers_in_backward = false;
-  EXPECT_FALSE(plan_of(units).of(1, 0).backward);
+  EXPECT_FALSE(of(plan_of(units), 1, 0).backward);
 }
 
 TEST(MemoryPlanTest, PrefetchListsCount) {
@@ -182,8 +203,8 @@ TEST(MemoryPlanTest, SegmentsThatAreWholeHereTakeGradientsOnly) {
   auto units = chain(3);
   for (PlannedUnit& unit : units) unit.segments[0].whole_bytes.reset();
   const MemoryPlan plan = plan_of(units);
-  EXPECT_FALSE(plan.of(1, 0).forward);
-  EXPECT_FALSE(plan.of(1, 0).backward);
+  EXPECT_FALSE(of(plan, 1, 0).forward);
+  EXPECT_FALSE(of(plan, 1, 0).backward);
   EXPECT_EQ(plan.total_bytes(), 2 * 8);
 }
 
@@ -195,8 +216,8 @@ TEST(MemoryPlanTest, GradientsThatAreAddedUpHaveMemoryOfTheirOwn) {
   EXPECT_EQ(plan.total_bytes(), (2 + 4) * 8);
   std::set<size_t> gradients;
   for (size_t unit = 0; unit < units.size(); ++unit) {
-    gradients.insert(*plan.of(unit, 0).gradients);
-    EXPECT_NE(plan.of(0, 0).gradients, plan.of(unit, 0).forward);
+    gradients.insert(*of(plan, unit, 0).gradients);
+    EXPECT_NE(of(plan, 0, 0).gradients, of(plan, unit, 0).forward);
   }
   EXPECT_EQ(gradients.size(), units.size());
 }
@@ -218,11 +239,12 @@ TEST(MemoryPlanTest, UnitsMayBeCalledInAnyOrder) {
   const MemoryPlan expected = plan_of(called);
   EXPECT_EQ(plan->buffer_bytes(), expected.buffer_bytes());
   for (size_t place = 0; place < order.size(); ++place) {
-    EXPECT_EQ(plan->of(order[place], 0).forward, expected.of(place, 0).forward);
-    EXPECT_EQ(plan->of(order[place], 0).backward,
-              expected.of(place, 0).backward);
-    EXPECT_EQ(plan->of(order[place], 0).gradients,
-              expected.of(place, 0).gradients);
+    EXPECT_EQ(of(*plan, order[place], 0).forward,
+              of(expected, place, 0).forward);
+    EXPECT_EQ(of(*plan, order[place], 0).backward,
+              of(expected, place, 0).backward);
+    EXPECT_EQ(of(*plan, order[place], 0).gradients,
+              of(expected, place, 0).gradients);
   }
 }
 
@@ -234,9 +256,9 @@ TEST(MemoryPlanTest, AUnitAroundOthersSharesNoMemoryWithThem) {
     for (size_t unit = 1; unit < 5; ++unit) calls[unit].depth = 1;
     const auto plan = MemoryPlan::create(units, calls, depth, 2);
     ASSERT_TRUE(plan.ok());
-    const PlannedBuffers around = plan->of(0, 0);
+    const PlannedBuffers around = of(*plan, 0, 0);
     for (size_t unit = 1; unit < 5; ++unit) {
-      const PlannedBuffers inside = plan->of(unit, 0);
+      const PlannedBuffers inside = of(*plan, unit, 0);
       EXPECT_NE(around.forward, inside.forward);
       EXPECT_NE(around.backward, inside.backward);
       EXPECT_NE(around.backward, inside.gradients);
@@ -256,19 +278,39 @@ TEST(MemoryPlanTest, AUnitThatIsCalledBetweenOthersIsFreeWhereItEnds) {
   const auto plan = MemoryPlan::create(units, calls, /*prefetch_depth=*/0,
                                        /*max_reducing=*/1);
   ASSERT_TRUE(plan.ok());
-  EXPECT_NE(plan->of(1, 0).forward, plan->of(2, 0).forward);
-  EXPECT_NE(plan->of(1, 0).forward, plan->of(3, 0).forward);
-  EXPECT_EQ(plan->of(2, 0).forward, plan->of(3, 0).forward);
-  EXPECT_NE(plan->of(1, 0).gradients, plan->of(2, 0).gradients);
-  EXPECT_NE(plan->of(1, 0).gradients, plan->of(3, 0).gradients);
+  EXPECT_NE(of(*plan, 1, 0).forward, of(*plan, 2, 0).forward);
+  EXPECT_NE(of(*plan, 1, 0).forward, of(*plan, 3, 0).forward);
+  EXPECT_EQ(of(*plan, 2, 0).forward, of(*plan, 3, 0).forward);
+  EXPECT_NE(of(*plan, 1, 0).gradients, of(*plan, 2, 0).gradients);
+  EXPECT_NE(of(*plan, 1, 0).gradients, of(*plan, 3, 0).gradients);
   EXPECT_EQ(plan->total_bytes(), 8 * (2 + 2));
 }
 
 TEST(MemoryPlanTest, OtherPassesAreNotPlanned) {
-  const PlannedBuffers planned = plan_of(chain(2)).of(0, 0);
-  EXPECT_EQ(planned.of(GatheredIn::kForward), planned.forward);
-  EXPECT_EQ(planned.of(GatheredIn::kBackward), planned.backward);
-  EXPECT_EQ(planned.of(GatheredIn::kOther), std::nullopt);
+  EXPECT_THAT(plan_of(chain(2)).of({0, 0, Purpose::kOther}), IsEmpty());
+}
+
+TEST(MemoryPlanTest, ARecordedStepHasABufferForEachUse) {
+  const MemoryUse first = {0, 0, Purpose::kForward};
+  const MemoryUse second = {1, 0, Purpose::kForward};
+  const MemoryUse gradients = {0, 0, Purpose::kGradients};
+  UseRecord record;
+  const size_t a = record.begin(first, 8);
+  const size_t b = record.begin(second, 4);
+  record.end(a);
+  const size_t c = record.begin(first, 8);  // again, where it was
+  record.begin(gradients, 16);              // which is never over
+  record.end(b);
+  const size_t d = record.begin(first, 8);  // again, and 4 bytes are free, too
+  record.end(c);
+  record.end(d);
+  const auto plan = MemoryPlan::create(record.end_step());
+  ASSERT_TRUE(plan.ok());
+  EXPECT_THAT(plan->of(first), ElementsAre(0, 0, 2));
+  EXPECT_THAT(plan->of(second), ElementsAre(2));
+  EXPECT_THAT(plan->of(gradients), ElementsAre(1));
+  EXPECT_THAT(plan->buffer_bytes(), ElementsAre(8, 16, 8));
+  EXPECT_THAT(plan->of({2, 0, Purpose::kForward}), IsEmpty());
 }
 
 TEST(MemoryPlanTest, RefusesMoreBytesThanThereAre) {

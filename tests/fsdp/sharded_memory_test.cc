@@ -20,6 +20,7 @@
 #include "absl/strings/str_cat.h"
 #include "brigade/comm/recording_group.h"
 #include "brigade/fsdp/sharded_root.h"
+#include "brigade/hooks/checkpoint.h"
 #include "brigade/tests/fsdp/sharded_net.h"
 #include "brigade/tests/support/local_ranks.h"
 #include "gmock/gmock.h"
@@ -110,15 +111,18 @@ class RandomChain {
     sgd(root.shards(), 0.25);
   }
 
+  bool has_outermost() const { return has_outermost_; }
+
+  at::Tensor use(size_t unit, size_t parameter, const at::Tensor& h) const {
+    const at::Tensor& tensor = units[unit].parameters[parameter].tensor;
+    return torch::tanh(h * tensor.sum().to(at::kFloat));
+  }
+
   std::vector<UnitSpec> units;
   ShardingOptions options;
 
  private:
   void run_batch(ShardedRoot& root) const {
-    const auto use = [&](size_t unit, size_t parameter, const at::Tensor& h) {
-      const at::Tensor& tensor = units[unit].parameters[parameter].tensor;
-      return torch::tanh(h * tensor.sum().to(at::kFloat));
-    };
     const auto inner = [&](at::Tensor h) {
       for (const size_t unit :
            order_ | std::views::drop(has_outermost_ ? 1 : 0)) {
@@ -175,6 +179,106 @@ class RandomChain {
   const int num_shards_;
   bool has_outermost_ = false;
   std::vector<size_t> order_;  // in which units are called
+};
+
+// Steps that are all alike: forwards which call units of a chain any number of
+// times, some in checkpoints, in front of one backward or of several; at times
+// all units are made whole in between.
+class RandomProgram {
+ public:
+  RandomProgram(const RandomChain& chain, uint64_t seed)
+      : chain_(chain), draw_(seed) {
+    forwards_.resize(draw_.between(1, 3));
+    for (Forward& forward : forwards_) {
+      const int64_t first = chain_.has_outermost() ? 1 : 0;
+      const auto last = static_cast<int64_t>(chain_.units.size()) - 1;
+      for (int64_t i = draw_.between(1, 2 * last + 1); i > 0; --i) {
+        forward.order.push_back(draw_.between(first, last));
+      }
+      forward.num_checkpointed = draw_.percent(30) ? draw_.between(1, 3) : 0;
+      forward.evaluates_before =
+          &forward != &forwards_.front() && draw_.percent(20);
+    }
+    has_one_backward_ = draw_.percent(50);
+    inputs_take_gradients_ = draw_.percent(50);
+    is_whole_in_between_ = draw_.percent(20);
+  }
+
+  void step(ShardedRoot& root) const {
+    std::vector<at::Tensor> losses;
+    for (const Forward& forward : forwards_) {
+      if (forward.evaluates_before) {
+        const at::NoGradGuard no_grad;
+        run(root, forward);
+      }
+      const at::Tensor loss = run(root, forward);
+      if (loss.requires_grad()) losses.push_back(loss);
+    }
+    if (losses.empty()) {
+      root.reduce();
+    } else if (has_one_backward_) {
+      torch::stack(losses).sum().backward();
+    } else {
+      for (const at::Tensor& loss : losses) loss.backward();
+    }
+    sgd(root.shards(), 0.25);
+    if (is_whole_in_between_) {
+      root.unshard();
+      root.reshard(/*writes=*/false);
+    }
+  }
+
+ private:
+  struct Forward {
+    std::vector<size_t> order;
+    int64_t num_checkpointed = 0;  // of the first ones, all in one
+    bool evaluates_before = false;
+  };
+
+  at::Tensor call(ShardedRoot& root, size_t unit, const at::Tensor& h) const {
+    return root.call(unit, h, [&](at::Tensor in) {
+      for (size_t i = 0; i < chain_.units[unit].parameters.size(); ++i) {
+        in = chain_.use(unit, i, in);
+      }
+      return in;
+    });
+  }
+
+  at::Tensor run(ShardedRoot& root, const Forward& forward) const {
+    const auto inner = [&](at::Tensor h) {
+      const auto num_first =
+          std::min<size_t>(forward.num_checkpointed, forward.order.size());
+      const auto run_first =
+          [this, &root,
+           first = std::vector(
+               forward.order.begin(),
+               forward.order.begin() + static_cast<ptrdiff_t>(num_first))](
+              at::Tensor in) {
+            for (const size_t unit : first) in = call(root, unit, in);
+            return in;
+          };
+      if (num_first > 0) h = checkpoint(run_first, h);
+      for (const size_t unit : forward.order | std::views::drop(num_first)) {
+        h = call(root, unit, h);
+      }
+      return h;
+    };
+    const at::Tensor x =
+        torch::ones({2}).requires_grad_(inputs_take_gradients_);
+    return root.forward([&] {
+      if (!chain_.has_outermost()) return inner(x).sum();
+      return root.call(0, x, [&](const at::Tensor& in) {
+        return chain_.use(0, 0, inner(in)).sum();
+      });
+    });
+  }
+
+  const RandomChain& chain_;
+  Draw draw_;
+  std::vector<Forward> forwards_;
+  bool has_one_backward_ = true;
+  bool inputs_take_gradients_ = false;
+  bool is_whole_in_between_ = false;
 };
 
 // Of seeds from 0 on, each with one of the numbers of ranks, until one fails.
@@ -470,6 +574,70 @@ TEST(ShardedMemoryTest, SlicesTakeTheirPartOfEachUnit) {
   EXPECT_EQ(statistics.planned_bytes, statistics.peak_whole_bytes);
   EXPECT_EQ(statistics.unplanned, 0);
   EXPECT_EQ(statistics.near_gathers, 3 * static_cast<int64_t>(kNumUnits));
+}
+
+// Whatever steps do, if they all do the same.
+void expect_planned_as_recorded(RandomChain& chain, const Group& group,
+                                uint64_t seed) {
+  const RandomProgram program(chain, 1'000 + seed);
+  ShardedRoot root(chain.units, group, chain.options);
+  for (int step = 0; step < 4; ++step) program.step(root);
+  const ShardingStatistics fourth = root.statistics();
+  for (int step = 0; step < 4; ++step) program.step(root);
+  const ShardingStatistics statistics = root.statistics();
+  EXPECT_EQ(statistics.whole_bytes, statistics.planned_bytes);
+  EXPECT_EQ(statistics.unplanned, fourth.unplanned);
+  EXPECT_EQ(statistics.allocations, fourth.allocations);
+  EXPECT_THAT(root.explain(),
+              HasSubstr(absl::StrCat("take ", statistics.whole_bytes,
+                                     " bytes by plan")));
+}
+
+TEST(ShardedMemoryTest, IsThePlannedOneOfAnySteps) {
+  for_random_chains(400,
+                    [&](RandomChain& chain, const Group& group, uint64_t seed) {
+                      expect_planned_as_recorded(chain, group, seed);
+                    });
+}
+
+// However long peers take for a sum.
+TEST(ShardedMemoryTest, IsThePlannedOneOfAnyStepsOfRanks) {
+  run_ranks(3, [&](const Group& group) {
+    for (uint64_t seed = 0; seed < 25; ++seed) {
+      SCOPED_TRACE(absl::StrCat("seed ", seed));
+      RandomChain chain(seed, 3);
+      chain.options.max_reducing = 100;
+      expect_planned_as_recorded(chain, group, seed);
+    }
+  });
+}
+
+// This and that in turns has memory beside the plan, and is not planned anew
+// each time; the same again and again is.
+TEST(ShardedMemoryTest, StepsThatDifferInTurnsArePlannedOnce) {
+  const RecordingGroup recording(2);
+  const testing::Net net;
+  ShardedRoot root(net.units(), recording.group(), {.max_reducing = 1});
+  const auto step = [&](bool is_whole_behind) {
+    testing::loss_of(root.forward([&] {
+      return net.run(root, net.input(0, 0));
+    })).backward();
+    if (is_whole_behind) {
+      root.unshard();
+      root.reshard(/*writes=*/false);
+    }
+    return root.statistics().planned_bytes;
+  };
+  for (int i = 0; i < 4; ++i) step(/*is_whole_behind=*/false);
+  const int64_t planned = root.statistics().planned_bytes;
+  for (int i = 0; i < 10; ++i) EXPECT_EQ(step(i % 2 == 0), planned);
+  EXPECT_GT(root.statistics().unplanned, 0);
+  for (int i = 0; i < 3; ++i) step(/*is_whole_behind=*/true);
+  EXPECT_GT(root.statistics().planned_bytes, planned);
+  EXPECT_EQ(root.statistics().whole_bytes, root.statistics().planned_bytes);
+  for (int i = 0; i < 4; ++i) step(/*is_whole_behind=*/false);
+  EXPECT_LE(root.statistics().planned_bytes, planned);
+  EXPECT_EQ(root.statistics().whole_bytes, root.statistics().planned_bytes);
 }
 
 // A program that is not as expected has memory beside the plan, and says so.

@@ -40,10 +40,10 @@ LAYERS = {
     "fsdp/layout": ((), ()),
     "fsdp/schedule": ((), ("c10/",)),
     "fsdp/streams": (("comm/streams",), LIBTORCH),
-    "fsdp/memory": (("fsdp/streams",), LIBTORCH),
+    "fsdp/memory": (("fsdp/schedule", "fsdp/streams"), LIBTORCH),
     "fsdp/transport": (("fsdp/streams", "comm"), LIBTORCH),
     "fsdp/units": (
-        ("fsdp/layout", "fsdp/schedule", "fsdp/memory", "fsdp/transport", "engine"),
+        ("fsdp/layout", "fsdp/memory", "fsdp/transport", "engine"),
         LIBTORCH,
     ),
     "fsdp": (("fsdp/units",), LIBTORCH),
