@@ -68,11 +68,16 @@ GroupScope make_subgroup(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
   TORCH_CHECK_VALUE(group,
                     "make_subgroup: the process group is null.\nGive that of "
                     "init_process_group().");
-  const auto own = std::ranges::find(ranks, group->getRank());
-  TORCH_CHECK_VALUE(std::ranges::is_sorted(ranks) && own != ranks.end(),
-                    "subgroup: expected ranks in rising order, rank ",
-                    group->getRank(), " among them, found ",
-                    absl::StrJoin(ranks, ", "), ".");
+  std::vector<int> sorted = ranks;
+  std::ranges::sort(sorted);
+  const bool are_other =
+      std::ranges::adjacent_find(sorted) == sorted.end();  // than each other
+  TORCH_CHECK_VALUE(
+      are_other && std::ranges::binary_search(sorted, group->getRank()) &&
+          sorted.front() >= 0 && sorted.back() < group->getSize(),
+      "subgroup: expected ranks of the group of ", group->getSize(),
+      ", each once, rank ", group->getRank(), " among them, found ",
+      absl::StrJoin(ranks, ", "), ".\nName each rank that is to be in it.");
   if (ranks.size() == 1) return GroupScope(single_process_group());
   auto made = connect_subgroup(group, ranks, device);
   RankNames::of(*group).of_some(ranks).set_for(made);

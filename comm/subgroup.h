@@ -13,8 +13,8 @@
 namespace brigade {
 
 // Collective over `group`: each rank makes the group of the ranks it names, in
-// rising order and itself among them, and each of these names the same. Ends
-// with the scope; for a device, apart (GroupEnd::kApart).
+// that order and itself among them, and each of these names the same in the
+// same order. Ends with the scope; for a device, apart (GroupEnd::kApart).
 //
 // `device`: the CPU, over Gloo; a CUDA device, over NCCL, or over Gloo where
 // that is what serves it in `group`; another one, over what the group's

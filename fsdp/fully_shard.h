@@ -44,6 +44,7 @@
 #include <utility>
 #include <vector>
 
+#include "brigade/comm/rank_mesh.h"
 #include "brigade/fsdp/forward_dtypes.h"
 #include "brigade/fsdp/sharded_root.h"
 #include "brigade/fsdp/unit_choice.h"
@@ -203,6 +204,13 @@ class FullySharded {
       module_of_unit->unit_ = *unit;
     }
   }
+
+  // The same over the rows of a mesh (comm/rank_mesh.h). REQUIRES: it outlives
+  // this object.
+  FullySharded(Holder module, const RankMesh& mesh,
+               ShardingOptions options = {}, const UnitChoice& choice = {})
+      : FullySharded(std::move(module), mesh.group(),
+                     shard_rows_of(mesh, std::move(options)), choice) {}
 
   ~FullySharded() {
     if (kIsSequential) return;

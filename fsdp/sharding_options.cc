@@ -25,4 +25,16 @@ ShardingOptions hybrid_shard(
   return options;
 }
 
+ShardingOptions shard_rows_of(const RankMesh& mesh, ShardingOptions options) {
+  const int row_length = mesh.row_length();
+  const int found = options.num_shards.value_or(row_length);
+  TORCH_CHECK_VALUE(found == row_length,
+                    "fully_shard: expected as many shards as a row of the mesh "
+                    "has ranks, ",
+                    row_length, ", found num_shards = ", found,
+                    ".\nLeave it out: the mesh says it.");
+  options.num_shards = row_length;
+  return options;
+}
+
 }  // namespace brigade

@@ -13,6 +13,7 @@
 #include <string>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include "brigade/comm/rank_mesh.h"
 #include "brigade/fsdp/units/unit_mesh.h"
 
 namespace brigade {
@@ -23,8 +24,8 @@ class ReductionHook;
 // construction, but for the patience.
 struct ShardingOptions {
   // Over so many ranks, which divides their number; the groups of so many ranks
-  // are replicas of each other: hybrid_shard() has those of a host. 1: every
-  // rank holds all. Unset: all ranks.
+  // next to each other are replicas of each other: hybrid_shard() has those of
+  // a host, a RankMesh others. 1: every rank holds all. Unset: all ranks.
   std::optional<int> num_shards = std::nullopt;
 
   // Units are released behind their forward and gathered again for backward: a
@@ -139,6 +140,11 @@ ShardingOptions shard_optimizer_state(ShardingOptions options = {});
 ShardingOptions hybrid_shard(
     const c10::intrusive_ptr<c10d::ProcessGroup>& group,
     ShardingOptions options = {});
+
+// Sharded over the rows of a mesh, which are replicas of each other: for its
+// group. Errors: ValueError for another number of shards in `options`.
+ShardingOptions shard_rows_of(const RankMesh& mesh,
+                              ShardingOptions options = {});
 
 }  // namespace brigade
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -29,7 +30,7 @@ def group_of(mesh: Any, dp_mesh_dims: Any = None) -> _Shared:
 
     Raises:
         ValueError: There is no group, or the mesh has no such dimensions.
-        NotImplementedError: Ranks are in another order than theirs.
+        NotImplementedError: Ranks are in another order than theirs, and torch sorts them.
     """
     if dp_mesh_dims is not None:
         return _group_of_matrix(_part_of(mesh, dp_mesh_dims), mesh)
@@ -79,16 +80,19 @@ def _names(dims: str | Iterable[str] | None) -> tuple[str, ...]:
 
 def _group_of_matrix(ranks: torch.Tensor, mesh: Any) -> _Shared:
     flat = ranks.flatten().tolist()
-    if flat != sorted(flat):
+    if flat != sorted(flat) and not _KEEPS_ORDER:
         raise NotImplementedError(
             f"fully_shard: expected ranks in rising order along replicas and shards, found {flat} "
-            f"of {mesh}.\nLet replicas be an outer dimension of the mesh, and shards an inner one."
+            f"of {mesh}.\nLet replicas be an outer dimension of the mesh, and shards an inner one, "
+            "or use a torch whose new_group() has sort_ranks."
         )
     if flat == list(range(dist.get_world_size())):
         return dist.group.WORLD, ranks.size(1)
     return _group_of_ranks(tuple(flat)), ranks.size(1)
 
 
+# Newer torch makes groups whose ranks are in the order that they are given in.
+_KEEPS_ORDER = "sort_ranks" in inspect.signature(dist.new_group).parameters
 _groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
 
@@ -96,7 +100,10 @@ def _group_of_ranks(ranks: tuple[int, ...]) -> dist.ProcessGroup:
     """One for all meshes of these ranks. Collective over them, the first time."""
     group = _groups.get(ranks)
     if group is None or group not in dist.distributed_c10d._world.pg_map:  # destroyed since
-        group = _groups[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+        order = {"sort_ranks": False} if _KEEPS_ORDER else {}
+        group = _groups[ranks] = dist.new_group(
+            list(ranks), use_local_synchronization=True, **order
+        )
     return group
 
 

@@ -1,5 +1,7 @@
 """What torch's fully_shard says of meshes and placements."""
 
+import inspect
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,6 +11,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_common as common
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import brigade
+from brigade import _sharding_mesh
 
 from ranks import run_ranks
 from sharded_training import batch_of, expect_equal, make_net, shard_blocks
@@ -82,7 +85,59 @@ def test_dimensions_that_the_mesh_does_not_have():
     run_ranks(_wrong_dims)
 
 
-def _order(rank):
+def _sums_in_order(rows, step):
+    """Of what ranks have drawn: rows first, each in order, and then these."""
+    sums = []
+    for row in rows:
+        terms = [_drawn(rank, step) for rank in row]
+        for term in terms[1:]:
+            terms[0].add_(term)
+        sums.append(terms[0])
+    for of_row in sums[1:]:
+        sums[0].add_(of_row)
+    return sums[0]
+
+
+def _drawn(rank, step):
+    return torch.randn(3, 5, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def _inner_replicas(rank, folder):
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("shards", "copies"))
+    model = nn.Linear(5, 3, bias=False)
+    nn.init.ones_(model.weight)
+    brigade.fully_shard(model, mesh=mesh, dp_mesh_dims=_Dims(shard="shards", replicate="copies"))
+    places = {0: 0, 1: 0, 2: 8, 3: 8}  # of 15 elements and one of padding
+    assert model.weight.numel() == (8, 7)[rank // 2]
+    expected = torch.ones(3, 5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for step in range(2):
+        optimizer.zero_grad()
+        (model(torch.eye(5)) * _drawn(rank, step).t()).sum().backward()
+        expected.sub_(_sums_in_order([[0, 2], [1, 3]], step).mul_(0.25), alpha=0.5)
+        optimizer.step()
+        part = expected.flatten()[places[rank] : places[rank] + model.weight.numel()]
+        torch.testing.assert_close(model.weight.plain().flatten(), part, rtol=0, atol=0)
+        whole = model.full_state_dict()["weight"]
+        torch.testing.assert_close(whole, expected, rtol=0, atol=0)
+    brigade.save_checkpoint(folder, model, optimizer)
+    loaded = nn.Linear(5, 3, bias=False)
+    brigade.fully_shard(loaded)
+    brigade.load_checkpoint(folder, loaded, torch.optim.SGD(loaded.parameters(), lr=0.5))
+    torch.testing.assert_close(loaded.full_state_dict()["weight"], expected, rtol=0, atol=0)
+
+
+@pytest.mark.skipif(_Dims is None, reason="torch has no DataParallelMeshDims")
+@pytest.mark.skipif(
+    "sort_ranks" not in inspect.signature(dist.new_group).parameters,
+    reason="torch's new_group() sorts ranks",
+)
+def test_replicas_may_be_the_inner_dimension(tmp_path):
+    run_ranks(_inner_replicas, str(tmp_path / "checkpoint"), world_size=4)
+
+
+def _sorted_order(rank):
+    _sharding_mesh._KEEPS_ORDER = False
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("shards", "copies"))
     with pytest.raises(NotImplementedError, match=r"rising order.*\[0, 2, 1, 3\]"):
         brigade.fully_shard(
@@ -91,8 +146,8 @@ def _order(rank):
 
 
 @pytest.mark.skipif(_Dims is None, reason="torch has no DataParallelMeshDims")
-def test_replicas_that_are_the_inner_dimension():
-    run_ranks(_order, world_size=4)
+def test_replicas_that_are_the_inner_dimension_where_torch_sorts_ranks():
+    run_ranks(_sorted_order, world_size=4)
 
 
 def _split(rank):

@@ -1,0 +1,221 @@
+// Meshes whose rows are any ranks: what is sharded over rows of them has the
+// bits of one process that adds up rows first, and then these, each in order.
+
+#include "brigade/comm/rank_mesh.h"
+
+#include <torch/torch.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <filesystem>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "brigade/ddp/distributed_data_parallel.h"
+#include "brigade/fsdp/checkpoint/shard_files.h"
+#include "brigade/fsdp/fully_shard.h"
+#include "brigade/tests/fsdp/sharded_net.h"
+#include "brigade/tests/support/local_ranks.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+
+namespace brigade {
+namespace rank_mesh_test {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using testing::random;
+using testing::run_ranks;
+
+using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
+using Rows = std::vector<std::vector<int>>;
+using Tensors = std::vector<at::Tensor>;
+
+constexpr int kNumRanks = 4;
+constexpr int kNumSteps = 3;
+const std::vector<Rows> kMeshes = {{{0, 1}, {2, 3}},
+                                   {{0, 2}, {1, 3}},
+                                   {{3, 0}, {1, 2}},
+                                   {{2, 0, 3, 1}},
+                                   {{1}, {3}, {0}, {2}}};
+
+torch::nn::Sequential make_net() {
+  torch::nn::Sequential net(torch::nn::Linear(5, 7), torch::nn::Tanh(),
+                            torch::nn::Linear(7, 3));
+  const torch::NoGradGuard no_grad;
+  uint64_t seed = 0;
+  for (const at::Tensor& parameter : net->parameters()) {
+    parameter.copy_(random(parameter.sizes(), ++seed));
+  }
+  return net;
+}
+
+at::Tensor input_of(int rank, int step) {
+  return random({2, 5}, 100 + 10 * step + rank);
+}
+
+void add(Tensors& sums, const Tensors& terms) {
+  for (size_t i = 0; i < terms.size(); ++i) {
+    if (sums.size() == i) {
+      sums.push_back(terms[i].clone());
+    } else {
+      sums[i].add_(terms[i]);
+    }
+  }
+}
+
+// Parameters behind the steps.
+Tensors in_one_process(const Rows& rows) {
+  torch::nn::Sequential net = make_net();
+  torch::optim::SGD optimizer(net->parameters(), 0.1);
+  for (int step = 0; step < kNumSteps; ++step) {
+    Tensors sums;
+    for (const auto& row : rows) {
+      Tensors of_row;
+      for (const int rank : row) {
+        optimizer.zero_grad();
+        net->forward(input_of(rank, step)).square().sum().backward();
+        Tensors gradients;
+        for (const at::Tensor& parameter : net->parameters()) {
+          gradients.push_back(parameter.grad());
+        }
+        add(of_row, gradients);
+      }
+      add(sums, of_row);
+    }
+    for (size_t i = 0; at::Tensor & parameter : net->parameters()) {
+      parameter.mutable_grad() = sums[i++].mul(1.0 / kNumRanks);
+    }
+    optimizer.step();
+  }
+  return net->parameters();
+}
+
+void expect_equal(const Tensors& found, const Tensors& expected) {
+  ASSERT_EQ(found.size(), expected.size());
+  for (size_t i = 0; i < found.size(); ++i) {
+    EXPECT_TRUE(at::equal(found[i], expected[i])) << i;
+  }
+}
+
+template <typename Model>
+void train(Model& model, const Tensors& parameters, int rank) {
+  torch::optim::SGD optimizer(parameters, 0.1);
+  for (int step = 0; step < kNumSteps; ++step) {
+    optimizer.zero_grad();
+    model(input_of(rank, step)).square().sum().backward();
+    optimizer.step();
+  }
+}
+
+TEST(RankMeshTest, ShardedTrainingHasTheBitsOfItsOrder) {
+  for (const Rows& rows : kMeshes) {
+    const Tensors expected = in_one_process(rows);
+    run_ranks(kNumRanks, [&](const Group& group) {
+      const RankMesh mesh(group, rows);
+      FullySharded model(make_net(), mesh);
+      const int rank = group->getRank();
+      const auto& row = *std::ranges::find_if(rows, [&](const auto& one) {
+        return std::ranges::find(one, rank) != one.end();
+      });
+      EXPECT_EQ(model.root().num_shards(), row.size());
+      EXPECT_EQ(row[model.root().shard_rank()], rank);
+      train(model, model.parameters(), rank);
+      const auto whole = model.unsharded();
+      expect_equal(model.module()->parameters(), expected);
+    });
+  }
+}
+
+TEST(RankMeshTest, SoHasReproducibleDataParallelTraining) {
+  for (const Rows& rows : kMeshes) {
+    const Tensors expected = in_one_process(rows);
+    run_ranks(kNumRanks, [&](const Group& group) {
+      const RankMesh mesh(group, rows);
+      DistributedDataParallelOptions options;
+      options.reducer.reproducible = true;
+      options.reducer.reproducible_row_size = mesh.row_length();
+      torch::nn::Sequential net = make_net();
+      DistributedDataParallel model(net, mesh.group(), options);
+      train(model, net->parameters(), group->getRank());
+      expect_equal(net->parameters(), expected);
+    });
+  }
+}
+
+TEST(RankMeshTest, ACheckpointIsLoadedOnAnother) {
+  const std::string folder = (std::filesystem::path(::testing::TempDir()) /
+                              absl::StrCat("brigade_rank_mesh_", getpid()))
+                                 .string();
+  for (const Rows& rows : kMeshes) {
+    const Tensors expected = in_one_process(rows);
+    run_ranks(kNumRanks, [&](const Group& group) {
+      const RankMesh mesh(group, rows);
+      FullySharded saved(make_net(), mesh);
+      train(saved, saved.parameters(), group->getRank());
+      save_shards(saved.root(), folder);
+      const RankMesh other(group, {{1, 3}, {2, 0}});
+      FullySharded loaded(make_net(), other);
+      load_shards(loaded.root(), folder);
+      const auto whole = loaded.unsharded();
+      expect_equal(loaded.module()->parameters(), expected);
+    });
+  }
+  std::filesystem::remove_all(folder);
+}
+
+TEST(RankMeshTest, ErrorsNameRanksOfItsGroup) {
+  run_ranks(kNumRanks, [&](const Group& group) {
+    const RankMesh mesh(group, {{3, 0}, {1, 2}});
+    FullySharded model(make_net(), mesh);
+    if (group->getRank() == 3) {
+      EXPECT_ANY_THROW(model(torch::ones({2, 4})));  // 5 are expected
+      return;
+    }
+    std::string message;
+    try {
+      model(torch::ones({2, 5})).sum().backward();
+    } catch (const c10::Error& error) {
+      message = error.what_without_backtrace();
+    }
+    EXPECT_THAT(message, HasSubstr("rank 0 failed"));
+  });
+}
+
+std::string refusal_of(const Group& group, const Rows& rows) {
+  try {
+    const RankMesh mesh(group, rows);
+  } catch (const c10::ValueError& error) {
+    return error.what_without_backtrace();
+  }
+  return "nothing was refused";
+}
+
+TEST(RankMeshTest, RowsThatAreNoMeshAreOneErrorOnAllRanks) {
+  const std::vector<std::pair<Rows, std::string>> refused = {
+      {{}, "found ."},
+      {{{0, 1}, {2}}, "found [0, 1], [2]."},
+      {{{0, 1, 2}, {3}}, "found [0, 1, 2], [3]."},
+      {{{0, 1}, {1, 3}}, "found [0, 1], [1, 3]."},
+      {{{0, 1}, {2, 4}}, "found [0, 1], [2, 4]."}};
+  run_ranks(kNumRanks, [&](const Group& group) {
+    for (const auto& [rows, found] : refused) {
+      EXPECT_THAT(refusal_of(group, rows),
+                  AllOf(HasSubstr("rows of one length with each of the 4 ranks "
+                                  "of the group once"),
+                        HasSubstr(found)));
+    }
+    EXPECT_THAT(refusal_of(group, group->getRank() == 2 ? Rows{{0, 1}, {2, 3}}
+                                                        : Rows{{0, 2}, {1, 3}}),
+                HasSubstr("mesh"));
+    const RankMesh mesh(group, {{0, 2}, {1, 3}});
+    EXPECT_THROW(FullySharded(make_net(), mesh, {.num_shards = 4}),
+                 c10::ValueError);
+  });
+}
+
+}  // namespace rank_mesh_test
+}  // namespace brigade
