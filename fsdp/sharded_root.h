@@ -424,6 +424,7 @@ class ShardedRoot final : private UnitPolicy::Listener {
   MemoryPlan make_plan() const;
   absl::StatusOr<MemoryPlan> plan_of_calls() const;
   void follow_last_step();
+  void drop_step();
   bool adds_up_gradients(size_t unit) const;
   void plan_memory();
 
@@ -435,14 +436,15 @@ class ShardedRoot final : private UnitPolicy::Listener {
   std::vector<Unit> units_;
   std::optional<int64_t> planned_bytes_;  // none before the first forward
   std::vector<UnitCall> planned_calls_;
-  std::vector<RecordedUse> planned_step_;  // else, if any: recorded
+  std::vector<RecordedUse> planned_step_;  // in place of them, unless empty
   std::vector<RecordedUse> last_step_;
   CallDepths call_depths_;
   LiveCalls live_calls_;
   std::set<size_t> units_that_add_up_;  // gradients over several backwards
-  bool must_plan_ = false;              // anew, when nothing planned is lent
+  bool must_plan_ = false;              // anew, where the next step begins
   bool is_step_over_ = false;           // and has not been looked at
-  int num_steps_ = 0;                   // that were, as many as matter
+  int num_steps_ = 0;                   // that were looked at; of first ones
+  int num_alike_ = 0;  // steps before the last that were the same
   std::unique_ptr<UnitGathers> gathers_;
   std::unique_ptr<UnitPolicy> policy_;
   std::unique_ptr<Engine> engine_;
@@ -454,6 +456,7 @@ class ShardedRoot final : private UnitPolicy::Listener {
   bool peers_know_ = false;  // of the failure that is on its way out of forward
   bool synchronizes_ = true;
   bool keeps_units_ = false;  // this forward, or the last: for its backward
+  bool backward_reduces_ = false;    // this one, or the last
   bool is_behind_backward_ = false;  // that ended well, since when nothing ran
 
   // By unit: calls between their ends, in forward; calls whose backward is

@@ -108,7 +108,9 @@ void ShardedRoot::begin_backward() {
               "fully_shard: a backward inside of unshard().\nLeave it first.");
   claim_kept();
   ++backward_;
-  if (is_reduced() && accumulates_all_gradients()) {
+  pool_.set_recording(true);
+  backward_reduces_ = is_reduced() && accumulates_all_gradients();
+  if (backward_reduces_) {
     try {
       engine_->begin_in_backward();
     } catch (...) {  // perhaps of an iteration before, which was told late
@@ -209,14 +211,15 @@ void ShardedRoot::end_backward(bool ended_well) {
   if (!ended_well) {
     gathers_->drop_slices();
     gathers_->recorder().drop();
+    drop_step();
   }
   live_calls_.backward_over();
   policy_->note_backward_over();
   is_behind_backward_ = ended_well;
-  if (!is_reduced()) return;
+  if (!backward_reduces_) return;
   pool_.give_up_unused();
+  pool_.set_recording(false);  // what is between steps is part of none
   is_step_over_ = ended_well;
-  if (!ended_well) pool_.end_step();
 }
 
 void ShardedRoot::reduce() {

@@ -38,8 +38,7 @@ void ShardedRoot::begin_forward() {
   gathers_->shards_are_written();
   gathers_->release_unneeded();
   plan_memory();
-  // An evaluation between steps is part of none.
-  pool_.set_recording(keeps_units_ || pool_.is_in_step());
+  if (keeps_units_) pool_.set_recording(true);
   if (keeps_units_) call_depths_.begin_forward();
   gathers_->begin(expected, GatheredIn::kForward);
   if (pass_ == Pass::kNone) pass_ = Pass::kForward;
@@ -69,7 +68,6 @@ void ShardedRoot::end_forward() {
     }
   }
   gathers_->recorder().forward_ends();
-  pool_.set_recording(true);
   if (pass_ == Pass::kForward) pass_ = Pass::kNone;
 }
 
@@ -147,7 +145,7 @@ void ShardedRoot::forward_failed(const std::exception_ptr& error) {
   }
   gathers_->drop_slices();
   gathers_->recorder().drop();
-  pool_.set_recording(true);
+  drop_step();
   if (pass_ == Pass::kForward) pass_ = Pass::kNone;
   if (!peers_know_) engine_->fail(error);
 }

@@ -19,7 +19,8 @@
 namespace brigade {
 namespace {
 
-constexpr int kNumBelieved = 3;  // of first steps
+constexpr int kNumBelieved = 3;  // first steps
+constexpr int kNumAlikeForLess = 8;
 
 }  // namespace
 
@@ -75,36 +76,55 @@ bool ShardedRoot::adds_up_gradients(size_t unit) const {
 // has done the same twice, so that one which does this and that in turns does
 // not have all memory made anew again and again. The first three steps are
 // believed: in the third one all comes in the order that was agreed on.
+//
+// What takes less, for long, is planned anew too: by its calls if these are
+// enough, as they have room for gradients that come in another order.
 void ShardedRoot::follow_last_step() {
   RecordedStep step = pool_.end_step();
-  const bool is_steady = num_steps_ < kNumBelieved || step.uses == last_step_;
-  const bool is_other =
-      planned_step_.empty() ? !step.is_as_planned : step.uses != planned_step_;
-  if (is_other && is_steady && !step.uses.empty()) {
-    planned_step_ = step.uses;
-    must_plan_ = true;
-  }
+  num_alike_ = step.uses == last_step_ ? num_alike_ + 1 : 0;
   last_step_ = std::move(step.uses);
-  num_steps_ = std::min(num_steps_ + 1, kNumBelieved);
+  num_steps_ = std::min(num_steps_ + 1, kNumBelieved + 1);
+  const bool is_less = step.is_as_planned;
+  if (num_steps_ > kNumBelieved &&
+      num_alike_ < (is_less ? kNumAlikeForLess : 1)) {
+    return;
+  }
+  if (is_less && planned_step_.empty()) return;
+  if (last_step_.empty() || last_step_ == planned_step_) return;
+  planned_step_.clear();
+  must_plan_ = true;
+  if (is_less) {
+    const absl::StatusOr<MemoryPlan> of_calls = plan_of_calls();
+    if (of_calls.ok() && of_calls->suffices_for(last_step_)) return;
+  }
+  planned_step_ = last_step_;
 }
 
-// Before buffers are lent, and again where units are called in another order
-// than planned, each once, or otherwise inside of each other, or gradients are
-// added up that were not before.
+// One that has failed is no example.
+void ShardedRoot::drop_step() {
+  pool_.end_step();
+  pool_.set_recording(false);
+  is_step_over_ = false;
+}
+
+// Before buffers are lent, and again, where a step begins, if units are called
+// in another order than planned, each once, or otherwise inside of each other,
+// or gradients are added up that were not before.
 void ShardedRoot::plan_memory() {
-  if (std::exchange(is_step_over_, false)) follow_last_step();
+  const bool step_begins = std::exchange(is_step_over_, false);
+  if (step_begins) follow_last_step();
   std::set<size_t> adding_up;
   for (size_t unit = 0; unit < units_.size(); ++unit) {
     if (adds_up_gradients(unit)) adding_up.insert(unit);
   }
   const bool adds_up_more = adding_up != units_that_add_up_;
   units_that_add_up_ = std::move(adding_up);
-  if (adds_up_more || planned_calls_ != expected_calls()) {
+  const bool calls_differ = step_begins && planned_calls_ != expected_calls();
+  if (adds_up_more || calls_differ) {
     planned_step_.clear();
     must_plan_ = true;
   }
-  const bool is_due = !planned_bytes_ || (must_plan_ && !pool_.lends_planned());
-  if (!is_due) return;
+  if (planned_bytes_ && !(must_plan_ && step_begins)) return;
   must_plan_ = false;
   planned_calls_ = expected_calls();
   MemoryPlan plan = make_plan();
@@ -139,12 +159,13 @@ ShardingStatistics ShardedRoot::statistics() const {
 
 namespace {
 
-// ", buffer 0 in forward, buffer 1, 0 in backward, gradients in buffer 2"
+// ", buffer 0 in forward, buffer 0, 1 in backward, gradients in buffer 2"
 std::string describe_buffers(const MemoryPlan& plan, const Segment& segment) {
   std::string text;
   const auto add = [&](const char* before, Purpose purpose,
                        const char* behind) {
-    const std::span<const size_t> buffers = plan.of(segment.use_for(purpose));
+    const std::span<const size_t> uses = plan.of(segment.use_for(purpose));
+    const std::set<size_t> buffers(uses.begin(), uses.end());
     if (buffers.empty()) return;
     absl::StrAppend(&text, ", ", before, absl::StrJoin(buffers, ", "), behind);
   };

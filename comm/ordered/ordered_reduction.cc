@@ -181,7 +181,9 @@ void OrderedReduction::for_each_part_of_others(const Function& function) const {
 
 // A peer sends only what it knows to be awaited. Told of that behind the terms,
 // on the one connection that both take, it would begin when all of them have
-// come, and one direction would be idle at a time.
+// come, and one direction would be idle at a time. What comes while the caller
+// still writes keeps Gloo's thread busy until it may read: that is processor
+// time, which between hosts there is enough of.
 void OrderedReduction::launch(at::Tensor scratch, milliseconds timeout) {
   deadline_ = steady_clock::now() + timeout;
   scratch_ = std::move(scratch);

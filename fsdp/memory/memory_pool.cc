@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <span>
 #include <utility>
+#include <vector>
 
 #include "brigade/fsdp/streams/sharding_streams.h"
 
@@ -45,44 +46,44 @@ MemoryPool::~MemoryPool() {
 
 void MemoryPool::plan(MemoryPlan plan) {
   const std::lock_guard<std::mutex> lock(mutex_);
+  ++plan_number_;
   for (Planned& planned : std::exchange(planned_, {})) {
-    TORCH_INTERNAL_ASSERT(planned.is_free, "memory of the plan is lent");
-    if (!planned.buffer.memory.defined()) continue;
+    if (!planned.buffer.memory.defined()) continue;  // lent, or never made
     planned.buffer.planned.reset();
     free_.push_back({.buffer = std::move(planned.buffer)});
   }
   for (const int64_t bytes : plan.buffer_bytes()) {
-    Planned& planned = planned_.emplace_back(Planned{.bytes = bytes});
-    const auto same = std::ranges::find(
-        free_, bytes, [](const Unplanned& free) { return size_of(free); });
-    if (same == free_.end()) continue;
-    planned.buffer = std::move(same->buffer);
+    planned_.push_back({.bytes = bytes});
+  }
+  std::vector<char> is_needed(planned_.size(), 1);
+  for (const auto& [number, lent] : record_.from_earlier()) {
+    const std::span<const size_t> buffers = plan.of(lent.use);
+    if (!buffers.empty()) is_needed[buffers.back()] = 0;  // it has its memory
+  }
+  for (size_t i = 0; i < planned_.size(); ++i) {
+    const auto same =
+        std::ranges::find(free_, planned_[i].bytes,
+                          [](const Unplanned& free) { return size_of(free); });
+    if (is_needed[i] == 0 || same == free_.end()) continue;
+    planned_[i].buffer = std::move(same->buffer);
     free_.erase(same);
   }
   while (!free_.empty()) give_up_largest();
   plan_ = std::move(plan);
 }
 
-bool MemoryPool::lends_planned() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return !std::ranges::all_of(planned_, &Planned::is_free);
-}
-
 Buffer MemoryPool::acquire(int64_t bytes, std::optional<MemoryUse> use) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  Buffer buffer = acquire_memory(bytes, use ? buffer_for(*use) : std::nullopt);
+  std::optional<size_t> planned;
+  if (use) {
+    planned = plan_.buffer_for(
+        *use, is_recording_ ? record_.num_begun(*use) : size_t{0});
+  }
+  Buffer buffer = acquire_memory(bytes, planned);
   if (!is_recording_) return buffer;
-  if (!buffer.planned) is_as_planned_ = false;
+  if (!buffer.planned) was_enough_ = false;
   if (use) buffer.use = record_.begin(*use, bytes);
   return buffer;
-}
-
-// That of the last one where a step has more of them.
-std::optional<size_t> MemoryPool::buffer_for(const MemoryUse& use) const {
-  const std::span<const size_t> buffers = plan_.of(use);
-  if (buffers.empty()) return std::nullopt;
-  const size_t place = is_recording_ ? record_.num_begun(use) : 0;
-  return buffers[std::min(place, buffers.size() - 1)];
 }
 
 Buffer MemoryPool::acquire_memory(int64_t bytes,
@@ -109,6 +110,7 @@ Buffer MemoryPool::lend(Planned& planned) {
                       ? std::exchange(planned.buffer, {})
                       : make(planned.bytes);
   planned.is_free = false;
+  buffer.plan_number = plan_number_;
   buffer.planned = static_cast<size_t>(&planned - planned_.data());
   return buffer;
 }
@@ -150,7 +152,8 @@ Buffer MemoryPool::make(int64_t bytes) {
 void MemoryPool::release(Buffer buffer) {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (const auto use = std::exchange(buffer.use, {})) record_.end(*use);
-  if (!buffer.planned) {
+  if (!buffer.planned || buffer.plan_number != plan_number_) {
+    buffer.planned.reset();
     free_.push_back({.buffer = std::move(buffer)});
     return;
   }
@@ -169,15 +172,12 @@ void MemoryPool::set_recording(bool value) {
   is_recording_ = value;
 }
 
-bool MemoryPool::is_in_step() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return !record_.is_empty();
-}
-
 RecordedStep MemoryPool::end_step() {
   const std::lock_guard<std::mutex> lock(mutex_);
-  return {.uses = record_.end_step(),
-          .is_as_planned = std::exchange(is_as_planned_, true)};
+  RecordedStep step = {.uses = record_.end_step()};
+  step.is_as_planned =
+      std::exchange(was_enough_, true) || plan_.suffices_for(step.uses);
+  return step;
 }
 
 // The allocator lends it to the owner again, at once.

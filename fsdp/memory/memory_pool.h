@@ -39,13 +39,16 @@ struct Buffer {
   at::Tensor memory = {};  // uint8; undefined: none
   // Who uses the memory waits for it first, each stream for itself.
   StreamPoint last_use = {};
-  std::optional<size_t> planned = std::nullopt;  // which of the plan's it is
-  std::optional<size_t> use = std::nullopt;      // of the record, its number
+  std::optional<size_t> planned = std::nullopt;  // which of its plan's it is
+  size_t plan_number = 0;
+  std::optional<size_t> use = std::nullopt;  // of the record, its number
 };
 
 struct RecordedStep {
   std::vector<RecordedUse> uses = {};
-  bool is_as_planned = true;  // the plan's buffers were enough
+  // The plan's buffers are enough for it, but perhaps for peers that kept a
+  // reduction waiting for longer than is waited for.
+  bool is_as_planned = true;
 };
 
 class MemoryPool {
@@ -57,10 +60,9 @@ class MemoryPool {
   MemoryPool(const MemoryPool&) = delete;
   MemoryPool& operator=(const MemoryPool&) = delete;
 
-  // In place of the plan before. What is free is given up, unless a buffer is
-  // planned of just that size. REQUIRES: nothing planned is lent.
+  // In place of the plan before; what is lent is of no plan from here on. What
+  // is free is given up, unless a buffer is planned of just that size.
   void plan(MemoryPlan plan);
-  bool lends_planned() const;
 
   // At least [bytes], aligned as torch aligns. What it holds is anything.
   // `use`: what for; none: what no step has.
@@ -70,9 +72,9 @@ class MemoryPool {
   // A use ends whose memory comes back without it, as it was, at some time.
   void end_use(size_t number);
 
-  // Whether what is acquired from here on is part of the step; at first it is.
+  // Whether what is acquired from here on is part of the step; at first it is
+  // not.
   void set_recording(bool value);
-  bool is_in_step() const;  // has recorded some of it
   // What has happened since this was called before; another step begins.
   RecordedStep end_step();
 
@@ -100,7 +102,6 @@ class MemoryPool {
     bool was_lent = true;  // in this step
   };
 
-  std::optional<size_t> buffer_for(const MemoryUse& use) const;
   Buffer acquire_memory(int64_t bytes, std::optional<size_t> planned);
 
   static int64_t size_of(const Unplanned& unplanned);
@@ -120,10 +121,11 @@ class MemoryPool {
   mutable std::mutex mutex_;
   // Guarded by mutex_.
   MemoryPlan plan_;
+  size_t plan_number_ = 0;
   std::vector<Planned> planned_;  // its buffers
   UseRecord record_;
-  bool is_recording_ = true;
-  bool is_as_planned_ = true;  // this step
+  bool is_recording_ = false;
+  bool was_enough_ = true;  // the plan, in this step
   std::vector<Unplanned> free_;
   int64_t bytes_ = 0;
   int64_t peak_bytes_ = 0;

@@ -1,6 +1,7 @@
 #include "brigade/fsdp/schedule/memory_plan.h"
 
 #include <algorithm>
+#include <compare>
 #include <deque>
 #include <numeric>
 #include <ranges>
@@ -273,6 +274,56 @@ absl::StatusOr<MemoryPlan> MemoryPlan::create(
 std::span<const size_t> MemoryPlan::of(const MemoryUse& use) const {
   const std::vector<size_t>* const found = buffers_.find(use);
   return found == nullptr ? std::span<const size_t>() : *found;
+}
+
+std::optional<size_t> MemoryPlan::buffer_for(const MemoryUse& use,
+                                             size_t time) const {
+  const std::span<const size_t> buffers = of(use);
+  if (buffers.empty()) return std::nullopt;
+  return buffers[std::min(time, buffers.size() - 1)];
+}
+
+bool MemoryPlan::suffices_for(std::span<const RecordedUse> step) const {
+  struct Event {
+    int64_t time;
+    bool begins;  // what ends at its time is free
+    size_t use;
+
+    auto operator<=>(const Event&) const = default;
+  };
+  std::vector<Event> events;
+  for (size_t i = 0; i < step.size(); ++i) {
+    events.push_back({step[i].interval.begin, /*begins=*/true, i});
+    events.push_back({step[i].interval.end, /*begins=*/false, i});
+  }
+  std::ranges::sort(events);
+  std::vector<char> is_lent(buffer_bytes_.size());
+  std::vector<size_t> lent(step.size());  // by use
+  ByUse<size_t> num_begun;
+  for (const Event& event : events) {
+    const auto& [use, interval] = step[event.use];
+    if (!event.begins) {
+      is_lent[lent[event.use]] = 0;
+      continue;
+    }
+    std::optional<size_t> found = buffer_for(use, num_begun[use]++);
+    const auto fits = [&](size_t buffer) {
+      return is_lent[buffer] == 0 && buffer_bytes_[buffer] >= interval.bytes;
+    };
+    if (!found || !fits(*found)) {
+      found.reset();
+      for (size_t buffer = 0; buffer < buffer_bytes_.size(); ++buffer) {
+        if (!fits(buffer)) continue;
+        if (!found || buffer_bytes_[buffer] < buffer_bytes_[*found]) {
+          found = buffer;
+        }
+      }
+    }
+    if (!found) return false;
+    lent[event.use] = *found;
+    is_lent[*found] = 1;
+  }
+  return true;
 }
 
 int64_t MemoryPlan::total_bytes() const {

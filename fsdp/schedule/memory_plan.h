@@ -86,6 +86,14 @@ class MemoryPlan {
   // have them; perhaps none.
   std::span<const size_t> of(const MemoryUse& use) const;
 
+  // That of the `time`-th such use in a step, from 0 on; of the last one where
+  // a step has more of them.
+  std::optional<size_t> buffer_for(const MemoryUse& use, size_t time) const;
+
+  // Whether a step that uses memory so has a buffer for each use: its own if
+  // that is free, else the smallest free one that is large enough.
+  bool suffices_for(std::span<const RecordedUse> step) const;
+
   const std::vector<int64_t>& buffer_bytes() const { return buffer_bytes_; }
   int64_t total_bytes() const;  // of all buffers
 

@@ -1,5 +1,6 @@
 #include "brigade/fsdp/schedule/memory_uses.h"
 
+#include <algorithm>
 #include <limits>
 #include <utility>
 
@@ -37,8 +38,12 @@ size_t UseRecord::begin(const MemoryUse& use, int64_t bytes) {
 }
 
 void UseRecord::end(size_t number) {
-  if (number < first_number_ || number == kUnrecorded) return;
-  uses_[number - first_number_].interval.end = now_++;
+  if (number == kUnrecorded) return;
+  if (number < first_number_) {
+    from_earlier_.erase(number);
+  } else {
+    uses_[number - first_number_].interval.end = now_++;
+  }
 }
 
 size_t UseRecord::num_begun(const MemoryUse& use) const {
@@ -47,17 +52,25 @@ size_t UseRecord::num_begun(const MemoryUse& use) const {
 }
 
 std::vector<RecordedUse> UseRecord::end_step() {
-  const int64_t now = std::exchange(now_, 0);
+  const size_t first_number = first_number_;
   first_number_ += uses_.size();
   num_begun_ = {};
-  std::vector<RecordedUse> uses = std::exchange(uses_, {});
+  std::vector<RecordedUse> step = std::exchange(uses_, {});
+  const int64_t end = std::max<int64_t>(std::exchange(now_, 0), 1);
   if (std::exchange(is_overfull_, false)) return {};
-  for (RecordedUse& recorded : uses) {
-    if (recorded.interval.end != kNotOver) continue;
-    recorded.interval.begin = 0;
-    recorded.interval.end = now;
+  std::map<size_t, RecordedUse> from_this;
+  for (size_t i = 0; i < step.size(); ++i) {
+    if (step[i].interval.end != kNotOver) continue;
+    step[i].interval.begin = 0;
+    step[i].interval.end = end;
+    from_this.emplace(first_number + i, step[i]);
   }
-  return uses;
+  for (const auto& [number, use] : from_earlier_) {
+    step.push_back(use);
+    step.back().interval.end = end;
+  }
+  from_earlier_.merge(from_this);
+  return step;
 }
 
 }  // namespace brigade

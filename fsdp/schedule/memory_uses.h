@@ -18,6 +18,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <vector>
 
 #include "brigade/fsdp/schedule/buffer_plan.h"
@@ -57,7 +58,7 @@ class ByUse {
     if (use.segment >= of_unit.size()) of_unit.resize(use.segment + 1);
     return of_unit[use.segment][static_cast<size_t>(use.purpose)];
   }
-  // Null: was not written to.
+  // Null or a value's default: was not written to.
   const Value* find(const MemoryUse& use) const {
     if (use.unit >= values_.size()) return nullptr;
     const auto& of_unit = values_[use.unit];
@@ -83,18 +84,24 @@ class UseRecord {
   // Nothing if it began in an earlier step.
   void end(size_t number);
 
-  bool is_empty() const { return uses_.empty(); }  // this step
   // How many uses like this have begun in the step.
   size_t num_begun(const MemoryUse& use) const;
 
   // Its uses in the order in which they began; another step begins. What has
-  // not ended, and so is expected to be there where the next one begins, has
-  // its memory to itself all the time. None if there were more than anybody
+  // not ended is expected to be there where a step like this begins, and has
+  // its memory to itself all the time: what began in this step, and behind that
+  // what is there since earlier ones. None if there were more than anybody
   // would plan for: 131,072.
   std::vector<RecordedUse> end_step();
 
+  // What is there since earlier steps, by number.
+  const std::map<size_t, RecordedUse>& from_earlier() const {
+    return from_earlier_;
+  }
+
  private:
   std::vector<RecordedUse> uses_;
+  std::map<size_t, RecordedUse> from_earlier_;  // by number, not over
   ByUse<size_t> num_begun_;
   size_t first_number_ = 0;  // of this step
   int64_t now_ = 0;

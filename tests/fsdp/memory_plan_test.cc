@@ -313,6 +313,31 @@ TEST(MemoryPlanTest, ARecordedStepHasABufferForEachUse) {
   EXPECT_THAT(plan->of({2, 0, Purpose::kForward}), IsEmpty());
 }
 
+TEST(MemoryPlanTest, SufficesWhereEachUseFindsABuffer) {
+  const MemoryUse first = {0, 0, Purpose::kForward};
+  const MemoryUse second = {1, 0, Purpose::kForward};
+  const auto use = [](const MemoryUse& what, int64_t begin, int64_t end,
+                      int64_t bytes) {
+    return RecordedUse{what, {.begin = begin, .end = end, .bytes = bytes}};
+  };
+  const auto plan = MemoryPlan::create(
+      std::vector{use(first, 0, 2, 8), use(second, 1, 3, 16)});
+  ASSERT_TRUE(plan.ok());
+  const auto suffices = [&](const std::vector<RecordedUse>& step) {
+    return plan->suffices_for(step);
+  };
+  EXPECT_TRUE(suffices({}));
+  EXPECT_TRUE(suffices({use(first, 0, 2, 8), use(second, 1, 3, 16)}));
+  EXPECT_TRUE(suffices({use(second, 0, 2, 16), use(first, 2, 3, 16)}))
+      << "the other's, which is free where it begins";
+  EXPECT_TRUE(suffices({use(first, 0, 2, 8), use(first, 1, 3, 8)}))
+      << "the other's";
+  EXPECT_FALSE(suffices(
+      {use(first, 0, 3, 8), use(first, 1, 3, 8), use(second, 2, 3, 1)}));
+  EXPECT_FALSE(suffices({use(first, 0, 2, 17)}));
+  EXPECT_FALSE(MemoryPlan().suffices_for(std::vector{use(first, 0, 1, 1)}));
+}
+
 TEST(MemoryPlanTest, RefusesMoreBytesThanThereAre) {
   const auto units = chain(2, std::numeric_limits<int64_t>::max());
   EXPECT_THAT(

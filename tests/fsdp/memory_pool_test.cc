@@ -90,15 +90,27 @@ TEST(MemoryPoolTest, WhatAStepHasNotUsedIsGivenUp) {
 TEST(MemoryPoolTest, APlanTakesThePlaceOfAnother) {
   MemoryPool pool(at::kCPU);
   pool.plan(plan_of({8, 16}));
-  Buffer buffer = pool.acquire(16, use(1));
-  EXPECT_TRUE(pool.lends_planned());
-  pool.release(std::move(buffer));
-  EXPECT_FALSE(pool.lends_planned());
+  pool.release(pool.acquire(16, use(1)));
   pool.plan(plan_of({32}));
   EXPECT_EQ(pool.bytes(), 0);
   EXPECT_EQ(pool.acquire(32, use(0)).memory.numel(), 32);
   EXPECT_EQ(pool.peak_bytes(), 32);
   EXPECT_EQ(pool.num_unplanned(), 0);
+}
+
+TEST(MemoryPoolTest, WhatIsLentIsOfNoLaterPlan) {
+  MemoryPool pool(at::kCPU);
+  pool.plan(plan_of({8, 16}));
+  Buffer lent = pool.acquire(16, use(1));
+  pool.plan(plan_of({16, 16}));
+  const Buffer first = pool.acquire(16, use(0));
+  pool.release(std::move(lent));
+  EXPECT_EQ(pool.bytes(), 32);
+  const Buffer second = pool.acquire(16, use(1));  // its own is not made yet
+  EXPECT_EQ(pool.bytes(), 48);
+  pool.give_up_unused();
+  pool.give_up_unused();
+  EXPECT_EQ(pool.bytes(), 32);
 }
 
 TEST(MemoryPoolTest, WhatIsFreeIsGivenUpForAPlan) {
@@ -131,6 +143,7 @@ TEST(MemoryPoolTest, WhatHasTheSizeOfAPlannedBufferIsKeptForIt) {
 
 TEST(MemoryPoolTest, AUseThatComesAgainHasABufferOfItsOwn) {
   MemoryPool pool(at::kCPU);
+  pool.set_recording(true);
   UseRecord record;
   record.begin(use(0), 8);
   record.begin(use(0), 16);
@@ -152,6 +165,8 @@ TEST(MemoryPoolTest, RecordsWhatAStepUsesAndWhetherThePlanWasEnough) {
   MemoryPool pool(at::kCPU);
   pool.plan(plan_of({8}));
   const auto run = [&] {
+    pool.release(pool.acquire(24, use(1)));
+    pool.set_recording(true);
     Buffer first = pool.acquire(8, use(0));
     pool.set_recording(false);
     pool.release(pool.acquire(24, use(1)));
@@ -159,6 +174,7 @@ TEST(MemoryPoolTest, RecordsWhatAStepUsesAndWhetherThePlanWasEnough) {
     Buffer second = pool.acquire(4, use(1));
     pool.end_use(*std::exchange(second.use, {}));  // its memory comes later
     pool.release(std::move(first));
+    pool.set_recording(false);
     return second;
   };
   const Buffer kept = run();
@@ -176,6 +192,19 @@ TEST(MemoryPoolTest, RecordsWhatAStepUsesAndWhetherThePlanWasEnough) {
   const RecordedStep again = pool.end_step();
   EXPECT_TRUE(again.is_as_planned);
   EXPECT_EQ(again.uses, step.uses);
+}
+
+// That of a peer which was too late to be waited for.
+TEST(MemoryPoolTest, MemoryThatComesLateIsNoOtherStep) {
+  MemoryPool pool(at::kCPU);
+  pool.plan(plan_of({8}));
+  pool.set_recording(true);
+  Buffer late = pool.acquire(8, use(0));
+  pool.end_use(*std::exchange(late.use, {}));
+  pool.release(pool.acquire(8, use(0)));
+  EXPECT_EQ(pool.num_unplanned(), 1);
+  EXPECT_TRUE(pool.end_step().is_as_planned);
+  pool.release(std::move(late));
 }
 
 }  // namespace

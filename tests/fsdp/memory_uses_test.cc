@@ -46,16 +46,35 @@ TEST(UseRecordTest, StepsThatDoTheSameHaveEqualRecords) {
 
 TEST(UseRecordTest, WhatStaysToTheNextStepIsThereAllTheTime) {
   UseRecord record;
-  record.end(record.begin({0, 0, Purpose::kForward}, 8));
+  const MemoryUse other = {0, 0, Purpose::kForward};
+  record.end(record.begin(other, 8));
   const size_t kept = record.begin(kUse, 8);
+  const RecordedUse all_the_time = {kUse, {.begin = 0, .end = 3, .bytes = 8}};
   EXPECT_THAT(
       record.end_step(),
-      ElementsAre(RecordedUse{{0, 0, Purpose::kForward},
-                              {.begin = 0, .end = 1, .bytes = 8}},
-                  RecordedUse{kUse, {.begin = 0, .end = 3, .bytes = 8}}));
-  const size_t next = record.begin(kUse, 8);
-  record.end(kept);  // of the step before
-  record.end(next);
+      ElementsAre(RecordedUse{other, {.begin = 0, .end = 1, .bytes = 8}},
+                  all_the_time));
+  // It stays, behind those that have begun in the step.
+  record.end(record.begin(other, 8));
+  EXPECT_THAT(
+      record.end_step(),
+      ElementsAre(RecordedUse{other, {.begin = 0, .end = 1, .bytes = 8}},
+                  RecordedUse{kUse, {.begin = 0, .end = 2, .bytes = 8}}));
+  // It ends, and another one takes its place.
+  record.end(record.begin(other, 8));
+  record.end(kept);
+  record.begin(kUse, 8);
+  EXPECT_THAT(
+      record.end_step(),
+      ElementsAre(RecordedUse{other, {.begin = 0, .end = 1, .bytes = 8}},
+                  all_the_time));
+}
+
+TEST(UseRecordTest, AStepWithoutUsesHasWhatIsThere) {
+  UseRecord record;
+  EXPECT_THAT(record.end_step(), IsEmpty());
+  record.begin(kUse, 8);
+  record.end_step();
   EXPECT_THAT(
       record.end_step(),
       ElementsAre(RecordedUse{kUse, {.begin = 0, .end = 1, .bytes = 8}}));
