@@ -1,10 +1,12 @@
 #include "brigade/comm/ordered/host_messages.h"
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
 
 #include <cstring>
+#include <numeric>
 #include <optional>
 #include <utility>
 
@@ -35,9 +37,33 @@ SharedMemory::Address address_in(const at::Tensor& bytes) {
   return address;
 }
 
+// By rank: the first one of its host, which each reaches that it has, and no
+// other. Where that is not so, a rank is by itself.
+std::vector<int> hosts_of(const at::Tensor& reached) {
+  const auto is_reached = reached.accessor<uint8_t, 2>();
+  const int size = static_cast<int>(reached.size(0));
+  const auto are_together = [&](int one, int other) {
+    return one == other ||
+           (is_reached[one][other] != 0 && is_reached[other][one] != 0);
+  };
+  std::vector<int> hosts(size, 0);
+  for (int rank = 0; rank < size; ++rank) {
+    while (!are_together(hosts[rank], rank)) ++hosts[rank];
+  }
+  for (int one = 0; one < size; ++one) {
+    for (int other = 0; other < size; ++other) {
+      if (are_together(one, other) != (hosts[one] == hosts[other])) {
+        std::iota(hosts.begin(), hosts.end(), 0);
+        return hosts;
+      }
+    }
+  }
+  return hosts;
+}
+
 }  // namespace
 
-HostMessages::HostMessages(c10d::Backend& backend, size_t bytes,
+HostMessages::HostMessages(c10d::Backend& backend, size_t bytes, int64_t host,
                            RankNames names)
     : names_(std::move(names)), peers_(backend.getSize()) {
   const int rank = backend.getRank();
@@ -46,9 +72,10 @@ HostMessages::HostMessages(c10d::Backend& backend, size_t bytes,
                 : std::nullopt;
   const at::Tensor addresses = gather_rows(
       backend, to_bytes(own ? own->address() : SharedMemory::Address{}));
+  const at::Tensor hosts = gather_rows(backend, at::full({1}, host, at::kLong));
   const at::Tensor reached = at::zeros({backend.getSize()}, at::kByte);
   for (int peer = 0; own && peer < backend.getSize(); ++peer) {
-    if (peer == rank) continue;
+    if (peer == rank || hosts[peer][0].item<int64_t>() != host) continue;
     auto memory = SharedMemory::map(address_in(addresses[peer]));
     if (!memory) continue;
     peers_[peer] = std::make_unique<HostOutbox>(std::move(*memory));
@@ -58,6 +85,7 @@ HostMessages::HostMessages(c10d::Backend& backend, size_t bytes,
   const at::Tensor all_reached = gather_rows(backend, reached);
   joins_all_ = all_reached.sum().item<int64_t>() ==
                int64_t{backend.getSize()} * (backend.getSize() - 1);
+  relays_.emplace(rank, hosts_of(all_reached));
   for (int peer = 0; peer < backend.getSize(); ++peer) {
     if (all_reached[peer][rank].item<int>() == 0) peers_[peer] = nullptr;
     if (peers_[peer]) ++num_peers_;

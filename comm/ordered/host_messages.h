@@ -21,12 +21,14 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <vector>
 
 #include "brigade/comm/group/rank_names.h"
 #include "brigade/comm/ordered/host_outbox.h"
+#include "brigade/comm/ordered/host_relays.h"
 
 namespace brigade {
 
@@ -35,10 +37,11 @@ class HostMessages {
   using Deadline = std::chrono::steady_clock::time_point;
 
   // Collective.  `bytes`: room for what this rank has posted and peers have not
-  // read.  Where memory can't be shared, there are no peers.  Errors: the
+  // read.  Where memory can't be shared, there are no peers.  `host`: ranks
+  // with others are of other hosts.  `names`: of ranks, in errors.  Errors: the
   // backend's.
-  // `names`: of ranks, in errors.
-  HostMessages(c10d::Backend& backend, size_t bytes, RankNames names = {});
+  HostMessages(c10d::Backend& backend, size_t bytes, int64_t host = 0,
+               RankNames names = {});
 
   // Peers may still read what was posted.
   ~HostMessages() { set_state(HostOutbox::State::kLeft); }
@@ -50,6 +53,8 @@ class HostMessages {
   bool has_peers() const { return num_peers_ > 0; }
   // Whether every rank reaches every other: the same on all.
   bool joins_all() const { return joins_all_; }
+  // Of ranks that reach each other, as all know it.
+  const HostRelays& relays() const { return *relays_; }
 
   // Returns whether there was room.  Waits while 1,000 earlier posts of the
   // lane are unread.  REQUIRES: has_peers().  Errors: RuntimeError after
@@ -78,6 +83,7 @@ class HostMessages {
   std::vector<std::unique_ptr<HostOutbox>> peers_;  // by rank; null: not here
   int num_peers_ = 0;
   bool joins_all_ = false;
+  std::optional<HostRelays> relays_;
 
   std::atomic<bool> is_aborted_ = false;
 };

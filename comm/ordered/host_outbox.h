@@ -27,7 +27,7 @@ namespace brigade {
 
 class HostOutbox {
  public:
-  static constexpr size_t kNumLanes = 2;
+  static constexpr size_t kNumLanes = 3;
   struct Key {
     size_t lane;      // < kNumLanes
     uint64_t number;  // > 0

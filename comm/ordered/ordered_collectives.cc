@@ -129,7 +129,8 @@ OrderedCollectives::OrderedCollectives(
     // Gloo takes connections for broken that end while others are made.
     backend_->barrier()->wait();
     host_ = std::make_unique<HostMessages>(
-        *backend_, static_cast<size_t>(options.shared_bytes), names_);
+        *backend_, static_cast<size_t>(options.shared_bytes), options.host,
+        names_);
     std::vector<at::Tensor> goodbye = {at::empty({1}, at::kByte)};
     departure_ = backend_->recv(goodbye, (rank_ + 1) % size_,
                                 OrderedReduction::kGoodbyeTag);

@@ -21,7 +21,8 @@
 // *How.*  Every rank sends each other one its slice, adds up what it gets, and
 // sends the sum back (comm/ordered/ordered_reduction.h): a ring's bytes, in two
 // steps instead of 2(W-1).  Ranks of one host read each other's in memory that
-// they share (comm/ordered/host_messages.h).  Messages to others go over
+// they share (comm/ordered/host_messages.h); sums come to each other host once
+// (comm/ordered/host_relays.h).  Messages to others go over
 // connections of their own among the group's ranks: tags can't collide with the
 // user's sends, a failure here leaves the group usable, and the group's own
 // count of collectives (comm/collective_count.h) does not move: sends and
@@ -95,6 +96,10 @@ struct OrderedOptions {
   // yet, and which takes so much memory at most; beyond that messages travel as
   // to other hosts. 0: all do.
   int64_t shared_bytes = int64_t{1} << 28;
+  // Ranks with another number share no memory with this one, and are taken for
+  // ranks of another host. What is found out besides counts, too.  The one
+  // option that may differ between ranks.
+  int64_t host = 0;
 };
 
 class OrderedCollectives {

@@ -29,6 +29,10 @@ bool fits_one_phase(const OrderedReduction::Call& call, int size) {
                            kOnePhaseBytes);
 }
 
+void copy_from(const std::byte* source, const at::Tensor& to) {
+  if (to.numel() > 0) std::memcpy(to.mutable_data_ptr(), source, to.nbytes());
+}
+
 // One after the other, beginning with the next rank, so that not all ranks send
 // to the same one first.
 template <typename Function>
@@ -64,16 +68,18 @@ int64_t OrderedReduction::scratch_bytes() const {
   return num_terms * own_.numel * call_.input.element_size();
 }
 
-// 31 bits, none of them c10d's sign: 1 or 2 for the phase, 10 for the number,
-// the rest for what must be equal.
+// 31 bits, none of them c10d's sign: 2 for the phase, 10 for the number, the
+// rest for what must be equal.
 OrderedReduction::Tag OrderedReduction::tag_of(Phase phase) const {
   const uint64_t agreed = c10::get_hash(
       static_cast<int>(call_.kind), call_.input.numel(),
       static_cast<int>(call_.input.scalar_type()), call_.scale.has_value(),
       call_.scale.value_or(0), group_size_, part_numel_, number_);
   const uint64_t mixed = (agreed ^ (agreed >> 32)) * 0x9e3779b97f4a7c15ULL;
-  return static_cast<Tag>((mixed >> 45) << 12 | (number_ & 0x3ff) << 2 |
-                          (phase == Phase::kTerms ? 1 : 2));
+  const auto of_phase = static_cast<uint64_t>(phase) + 1;
+  const auto tag =
+      static_cast<Tag>((mixed >> 45) << 12 | (number_ & 0x3ff) << 2 | of_phase);
+  return tag == kSilentTag ? tag | 1 << 12 : tag;
 }
 
 RankSlice OrderedReduction::slice_of(int rank) const {
@@ -127,8 +133,7 @@ void OrderedReduction::for_each_peer_here(const Function& function) const {
 // ---- What ranks of this host post.
 
 HostOutbox::Key OrderedReduction::key_of(Phase phase) const {
-  return {.lane = phase == Phase::kTerms ? size_t{0} : size_t{1},
-          .number = number_};
+  return {.lane = static_cast<size_t>(phase), .number = number_};
 }
 
 // Whether all peers here can read it. To others, and if not, it is to be sent.
@@ -286,9 +291,7 @@ void OrderedReduction::add_terms() {
     ordered_sum(terms, group_size_, call_.scale,
                 own_output.narrow(0, own_part.offset, own_part.numel));
     if (!has_sums()) continue;
-    for_each_peer(rank_, size_, [&](int peer) {
-      if (!host_.reaches(peer)) send_sum(peer, own_part);
-    });
+    for (const int peer : host_.relays().receivers()) send_sum(peer, own_part);
   }
 }
 
@@ -311,16 +314,21 @@ void OrderedReduction::post_sums() {
 void OrderedReduction::send_own_slice() {
   post_sums();
   for (int64_t i = 0; i < num_parts(own_); ++i) {
-    for_each_peer(rank_, size_, [&](int peer) {
-      if (!host_.reaches(peer)) send_sum(peer, part(own_, i));
-    });
+    for (const int peer : host_.relays().receivers()) {
+      send_sum(peer, part(own_, i));
+    }
   }
 }
 
 void OrderedReduction::receive_sums() {
-  for_each_peer(rank_, size_, [&](int peer) {
-    if (!host_.reaches(peer)) receive_sums_of(peer);
-  });
+  for (const int origin : host_.relays().origins_of(rank_)) {
+    receive_sums_of(origin);
+  }
+}
+
+at::Tensor OrderedReduction::sums_of(int rank) const {
+  const RankSlice slice = slice_of(rank);
+  return call_.output.narrow(0, slice.offset, slice.numel);
 }
 
 void OrderedReduction::receive_sums_of(int peer) {
@@ -340,14 +348,53 @@ void OrderedReduction::read_sums() {
     if (posted == nullptr) {
       receive_sums_of(peer);
     } else {
-      const RankSlice slice = slice_of(peer);
-      const at::Tensor sums = call_.output.narrow(0, slice.offset, slice.numel);
-      if (slice.numel > 0) {
-        std::memcpy(sums.mutable_data_ptr(), posted, sums.nbytes());
-      }
+      copy_from(posted, sums_of(peer));
     }
     host_.release(peer, key_of(Phase::kSums));
   });
+}
+
+// To those of this host, who wait for it if there is something.
+void OrderedReduction::pass_on_sums() {
+  const std::vector<int>& origins = host_.relays().origins_of(rank_);
+  if (origins.empty() || !host_.has_peers()) return;
+  std::vector<at::Tensor> pieces;
+  for (const int origin : origins) pieces.push_back(sums_of(origin));
+  const bool is_posted = post(Phase::kPassedOn, pieces);
+  for (const int origin : origins) {
+    const RankSlice slice = slice_of(origin);
+    for_each_peer_here([&](int peer) {
+      if (is_posted) return count_read(slice);
+      for (int64_t i = 0; i < num_parts(slice); ++i) {
+        const RankSlice relative = part(slice, i);
+        sent_sums_.push_back(
+            send(peer, Phase::kPassedOn,
+                 sums_of(origin).narrow(0, relative.offset, relative.numel)));
+      }
+    });
+  }
+}
+
+void OrderedReduction::read_passed_on(int peer) {
+  const std::vector<int>& origins = host_.relays().origins_of(peer);
+  if (origins.empty()) return;
+  const std::byte* posted = await(peer, Phase::kPassedOn);
+  for (const int origin : origins) {
+    const at::Tensor sums = sums_of(origin);
+    if (posted != nullptr) {
+      copy_from(posted, sums);
+      posted += sums.nbytes();
+    } else {
+      const RankSlice slice = slice_of(origin);
+      for (int64_t i = 0; i < num_parts(slice); ++i) {
+        const RankSlice relative = part(slice, i);
+        passed_on_.push_back(
+            receive(peer, Phase::kPassedOn,
+                    sums.narrow(0, relative.offset, relative.numel)));
+      }
+    }
+  }
+  host_.release(peer, key_of(Phase::kPassedOn));
 }
 
 // ---- The end.
@@ -367,6 +414,11 @@ void OrderedReduction::finish(milliseconds timeout) {
   }
   if (has_sums()) read_sums();  // sums take the place of terms that have left
   for (const Message& message : sums_) await(message);
+  if (has_sums()) {
+    pass_on_sums();
+    for_each_peer_here([&](int peer) { read_passed_on(peer); });
+  }
+  for (const Message& message : passed_on_) await(message);
   for (const Message& message : sent_sums_) await(message);
 }
 

@@ -21,6 +21,10 @@
 // that they share (comm/ordered/host_messages.h): launch() copies it there, and
 // terms are added where they are. What has no room travels as to other hosts.
 //
+// Sums, which are for all ranks, come to another host once: one rank there gets
+// them, and passes them on to those beside it (comm/ordered/host_relays.h) when
+// it has them all.
+//
 // Messages are told apart by tags made of the reduction's number and of all
 // that ranks must agree about.  So those of two ranks that disagree never meet:
 // no memory is written that should not be. On one host that is an error at
@@ -102,7 +106,7 @@ class OrderedReduction {
 
  private:
   using WorkPtr = c10::intrusive_ptr<c10d::Work>;
-  enum class Phase { kTerms, kSums };
+  enum class Phase { kTerms, kSums, kPassedOn };
   struct Message {
     int peer;
     WorkPtr work;
@@ -135,6 +139,9 @@ class OrderedReduction {
   void release_terms();
   void post_sums();
   void read_sums();
+  at::Tensor sums_of(int rank) const;
+  void pass_on_sums();
+  void read_passed_on(int peer);
 
   HostOutbox::Key key_of(Phase phase) const;
   bool post(Phase phase, std::span<const at::Tensor> pieces);
@@ -164,6 +171,7 @@ class OrderedReduction {
   std::vector<std::vector<Message>> outgoing_;
   std::vector<std::vector<Message>> incoming_;
   std::vector<Message> sums_;
+  std::vector<Message> passed_on_;
   std::vector<Message> sent_sums_;
   int64_t sent_bytes_ = 0;
   std::atomic<std::chrono::steady_clock::time_point> deadline_ =

@@ -70,35 +70,46 @@ at::Tensor expected_sum(int world_size, int64_t numel, at::ScalarType dtype,
   return sum.to(dtype);
 }
 
-// By world size and OrderedOptions::shared_bytes: messages go through shared
-// memory, over connections, or either, as there is room.
+// By world size, OrderedOptions::shared_bytes and ranks of a host: messages go
+// through shared memory, over connections, or either, as there is room; or
+// between hosts, of which the last may have fewer ranks.
 class OrderedCollectivesTest
-    : public ::testing::TestWithParam<std::tuple<int, int64_t>> {
+    : public ::testing::TestWithParam<std::tuple<int, int64_t, int>> {
  protected:
   static int world_size() { return std::get<0>(GetParam()); }
-  static OrderedOptions options() {
-    return {.shared_bytes = std::get<1>(GetParam())};
+  static OrderedOptions options(int rank) {
+    return {.shared_bytes = std::get<1>(GetParam()),
+            .host = rank / std::get<2>(GetParam())};
   }
 
   // Each rank's thread; every rank has left when it returns.
   void run(const std::function<void(OrderedCollectives&, int rank)>& fn) {
     run_ranks(world_size(), [&](const Group& group) {
-      OrderedCollectives collectives(group, options());
+      OrderedCollectives collectives(group, options(group->getRank()));
       fn(collectives, group->getRank());
     });
   }
 };
-INSTANTIATE_TEST_SUITE_P(
-    Shared, OrderedCollectivesTest,
-    ::testing::Combine(::testing::Values(1, 2, 3, 4, 5, 8),
-                       ::testing::Values(OrderedOptions().shared_bytes)));
+constexpr int64_t kRoom = OrderedOptions().shared_bytes;
+constexpr int64_t kLittleRoom = int64_t{1} << 16;
+constexpr int kOneHost = 100;
+INSTANTIATE_TEST_SUITE_P(Shared, OrderedCollectivesTest,
+                         ::testing::Combine(::testing::Values(1, 2, 3, 4, 5, 8),
+                                            ::testing::Values(kRoom),
+                                            ::testing::Values(kOneHost)));
 INSTANTIATE_TEST_SUITE_P(SharedInPart, OrderedCollectivesTest,
                          ::testing::Combine(::testing::Values(2, 3, 5),
-                                            ::testing::Values(int64_t{1}
-                                                              << 16)));
+                                            ::testing::Values(kLittleRoom),
+                                            ::testing::Values(kOneHost)));
 INSTANTIATE_TEST_SUITE_P(Sent, OrderedCollectivesTest,
                          ::testing::Combine(::testing::Values(2, 3, 5),
-                                            ::testing::Values(0)));
+                                            ::testing::Values(0),
+                                            ::testing::Values(kOneHost)));
+INSTANTIATE_TEST_SUITE_P(BetweenHosts, OrderedCollectivesTest,
+                         ::testing::Combine(::testing::Values(4, 5),
+                                            ::testing::Values(kRoom,
+                                                              kLittleRoom),
+                                            ::testing::Values(2, 3)));
 
 constexpr at::ScalarType kDtypes[] = {
     at::kFloat, at::kDouble,       at::kHalf, at::kBFloat16,
@@ -167,7 +178,7 @@ TEST_P(OrderedCollectivesTest, AProfilerSeesNothingThatEndsLater) {
           return nullptr;
         },
         [](const at::RecordFunction&, at::ObserverContext*) { --num_open; }));
-    collectives.emplace(group, options());
+    collectives.emplace(group, options(group->getRank()));
     const at::Tensor sum = values_of(group->getRank(), 1000, at::kFloat);
     collectives->all_reduce(sum)->waitAndThrow();
     at::removeCallback(handle);
@@ -213,7 +224,7 @@ TEST_P(OrderedCollectivesTest, LargeTensorsTravelInParts) {
 TEST_P(OrderedCollectivesTest, PartsMayBeOfAnySize) {
   run_ranks(world_size(), [&](const Group& group) {
     for (const int64_t part_bytes : {1, 7, 4096}) {
-      OrderedOptions options = this->options();
+      OrderedOptions options = this->options(group->getRank());
       options.part_bytes = part_bytes;
       OrderedCollectives collectives(group, options);
       for (const int64_t numel : {17, 10007}) {
@@ -278,24 +289,33 @@ TEST_P(OrderedCollectivesTest, BucketSizesDoNotShow) {
   });
 }
 
-// Of many sizes at once, some of them while callbacks of others run.
+// The same on each rank, or, where a rank passes on more than others, together.
 TEST_P(OrderedCollectivesTest, CountsWhatOthersGetFromIt) {
+  constexpr int64_t kSlice = 10'000;
+  const int64_t once = (world_size() - 1) * kSlice * 4;
+  std::atomic<int64_t> all_gathered = 0;
+  std::atomic<int64_t> all_reduced = 0;
   run([&](OrderedCollectives& collectives, int rank) {
-    constexpr int64_t kSlice = 10'000;
     const int64_t numel = kSlice * world_size();
-    const int64_t once = (world_size() - 1) * kSlice * 4;
     const at::Tensor whole = values_of(rank, numel, at::kFloat);
     collectives.reduce_scatter(whole, at::empty({kSlice}))->waitAndThrow();
     EXPECT_EQ(collectives.sent_bytes(OrderedKind::kReduceScatter), once);
     collectives.all_gather(whole)->waitAndThrow();
-    EXPECT_EQ(collectives.sent_bytes(OrderedKind::kAllGather), once);
     collectives.all_reduce(whole)->waitAndThrow();
-    EXPECT_EQ(collectives.sent_bytes(OrderedKind::kAllReduce), 2 * once);
     // In one phase: all of it to each.
     collectives.all_reduce(at::ones({7}, at::kHalf))->waitAndThrow();
+    all_gathered += collectives.sent_bytes(OrderedKind::kAllGather);
+    all_reduced += collectives.sent_bytes(OrderedKind::kAllReduce);
+    if (world_size() % std::get<2>(GetParam()) != 0 &&
+        world_size() > std::get<2>(GetParam())) {
+      return;
+    }
+    EXPECT_EQ(collectives.sent_bytes(OrderedKind::kAllGather), once);
     EXPECT_EQ(collectives.sent_bytes(OrderedKind::kAllReduce),
               2 * once + (world_size() - 1) * 14);
   });
+  EXPECT_EQ(all_gathered, world_size() * once);
+  EXPECT_EQ(all_reduced, world_size() * (2 * once + (world_size() - 1) * 14));
 }
 
 TEST_P(OrderedCollectivesTest, ManyInFlight) {
@@ -381,7 +401,7 @@ TEST_P(OrderedCollectivesTest, CallbacksRunWhenTheSumIsThere) {
 
 TEST_P(OrderedCollectivesTest, TheGroupIsLeftAlone) {
   run_ranks(world_size(), [&](const Group& group) {
-    OrderedCollectives collectives(group, options());
+    OrderedCollectives collectives(group, options(group->getRank()));
     const auto before = count_collectives(*group);
     std::vector<FuturePtr> in_flight;
     std::vector<at::Tensor> tensors;
@@ -483,8 +503,8 @@ TEST_P(OrderedCollectivesTest, ARankThatLeavesEndsWhatWaitsForIt) {
   run_ranks(
       world_size(),
       [&](const Group& group) {
-        auto collectives =
-            std::make_unique<OrderedCollectives>(group, options());
+        auto collectives = std::make_unique<OrderedCollectives>(
+            group, options(group->getRank()));
         const at::Tensor first = values_of(group->getRank(), 100, at::kFloat);
         collectives->all_reduce(first)->waitAndThrow();
         EXPECT_TRUE(
