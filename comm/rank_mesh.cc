@@ -54,6 +54,7 @@ RankMesh::RankMesh(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
   TORCH_CHECK_VALUE(group,
                     "mesh: the process group is null.\nGive that of "
                     "init_process_group().");
+  suggest_control_device(group, device);
   const std::vector<std::string> described = {describe(rows)};
   require_agreement(group, control_device(*group), "mesh", described,
                     check(rows, group->getSize()));

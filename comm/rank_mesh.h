@@ -7,8 +7,8 @@
 //
 // What goes by rows, sharding and sums that are reproducible, takes a group and
 // how many ranks next to each other are a row. So a mesh is a group whose ranks
-// are in the order of the rows, one behind the other; errors of what is trained
-// on it number them so.
+// are in the order of the rows, one behind the other. What is trained on it
+// begins with the parameters of the first of them, and errors number them so.
 //
 // Thread safety: immutable.
 

@@ -80,7 +80,9 @@ GroupScope make_subgroup(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
       absl::StrJoin(ranks, ", "), ".\nName each rank that is to be in it.");
   if (ranks.size() == 1) return GroupScope(single_process_group());
   auto made = connect_subgroup(group, ranks, device);
-  RankNames::of(*group).of_some(ranks).set_for(made);
+  if (std::ranges::is_sorted(ranks)) {  // else they are numbered anew
+    RankNames::of(*group).of_some(ranks).set_for(made);
+  }
   return GroupScope(std::move(made),
                     device.is_cpu() ? GroupEnd::kHere : GroupEnd::kApart);
 }

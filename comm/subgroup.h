@@ -14,7 +14,8 @@ namespace brigade {
 
 // Collective over `group`: each rank makes the group of the ranks it names, in
 // that order and itself among them, and each of these names the same in the
-// same order. Ends with the scope; for a device, apart (GroupEnd::kApart).
+// same order. Errors of what is done on it name ranks of `group`, if the order
+// is a rising one. Ends with the scope; for a device, apart (GroupEnd::kApart).
 //
 // `device`: the CPU, over Gloo; a CUDA device, over NCCL, or over Gloo where
 // that is what serves it in `group`; another one, over what the group's

@@ -211,6 +211,8 @@ class FullySharded {
                ShardingOptions options = {}, const UnitChoice& choice = {})
       : FullySharded(std::move(module), mesh.group(),
                      shard_rows_of(mesh, std::move(options)), choice) {}
+  FullySharded(Holder module, RankMesh&& mesh, ShardingOptions options = {},
+               const UnitChoice& choice = {}) = delete;
 
   ~FullySharded() {
     if (kIsSequential) return;

@@ -108,8 +108,9 @@ void ShardedRoot::begin_backward() {
               "fully_shard: a backward inside of unshard().\nLeave it first.");
   claim_kept();
   ++backward_;
-  pool_.set_recording(true);
-  backward_reduces_ = is_reduced() && accumulates_all_gradients();
+  const bool is_of_step = accumulates_all_gradients();
+  if (is_of_step) pool_.set_recording(true);
+  backward_reduces_ = is_of_step && is_reduced();
   if (backward_reduces_) {
     try {
       engine_->begin_in_backward();

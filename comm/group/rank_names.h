@@ -19,7 +19,7 @@ class RankNames {
   // Of a group that make_subgroup() has made, and any other.
   static RankNames of(const c10d::ProcessGroup& group);
 
-  // Of ranks of a group with these names, in this order.
+  // Of ranks of a group with these names, in rising order.
   RankNames of_some(const std::vector<int>& ranks) const;
 
   // `group` has these from here on.

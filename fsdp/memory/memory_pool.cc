@@ -55,17 +55,19 @@ void MemoryPool::plan(MemoryPlan plan) {
   for (const int64_t bytes : plan.buffer_bytes()) {
     planned_.push_back({.bytes = bytes});
   }
-  std::vector<char> is_needed(planned_.size(), 1);
+  awaited_.clear();
   for (const auto& [number, lent] : record_.from_earlier()) {
     const std::span<const size_t> buffers = plan.of(lent.use);
-    if (!buffers.empty()) is_needed[buffers.back()] = 0;  // it has its memory
+    if (buffers.empty() || !planned_[buffers.back()].is_free) continue;
+    planned_[buffers.back()].is_free = false;
+    awaited_.emplace(number, buffers.back());
   }
-  for (size_t i = 0; i < planned_.size(); ++i) {
+  for (Planned& planned : planned_) {
     const auto same =
-        std::ranges::find(free_, planned_[i].bytes,
+        std::ranges::find(free_, planned.bytes,
                           [](const Unplanned& free) { return size_of(free); });
-    if (is_needed[i] == 0 || same == free_.end()) continue;
-    planned_[i].buffer = std::move(same->buffer);
+    if (!planned.is_free || same == free_.end()) continue;
+    planned.buffer = std::move(same->buffer);
     free_.erase(same);
   }
   while (!free_.empty()) give_up_largest();
@@ -151,20 +153,40 @@ Buffer MemoryPool::make(int64_t bytes) {
 
 void MemoryPool::release(Buffer buffer) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (const auto use = std::exchange(buffer.use, {})) record_.end(*use);
-  if (!buffer.planned || buffer.plan_number != plan_number_) {
+  std::optional<size_t> awaited;
+  if (const auto use = std::exchange(buffer.use, {})) {
+    awaited = end_of_use(*use);
+  }
+  come_back(std::move(buffer), awaited);
+}
+
+// `awaited`: which of the plan's it is to be.
+void MemoryPool::come_back(Buffer buffer, std::optional<size_t> awaited) {
+  if (buffer.planned && buffer.plan_number == plan_number_) {
+    awaited = buffer.planned;
+  }
+  if (!awaited || planned_[*awaited].bytes != buffer.memory.numel()) {
     buffer.planned.reset();
     free_.push_back({.buffer = std::move(buffer)});
     return;
   }
-  Planned& planned = planned_[*buffer.planned];
-  planned.buffer = std::move(buffer);
-  planned.is_free = true;
+  planned_[*awaited].buffer = std::move(buffer);
+  planned_[*awaited].is_free = true;
 }
 
 void MemoryPool::end_use(size_t number) {
   const std::lock_guard<std::mutex> lock(mutex_);
+  end_of_use(number);
+}
+
+std::optional<size_t> MemoryPool::end_of_use(size_t number) {
   record_.end(number);
+  const auto found = awaited_.find(number);
+  if (found == awaited_.end()) return std::nullopt;
+  const size_t awaited = found->second;
+  awaited_.erase(found);
+  planned_[awaited].is_free = true;
+  return awaited;
 }
 
 void MemoryPool::set_recording(bool value) {

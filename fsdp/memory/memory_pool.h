@@ -25,6 +25,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <mutex>
 #include <optional>
 #include <vector>
@@ -60,8 +61,10 @@ class MemoryPool {
   MemoryPool(const MemoryPool&) = delete;
   MemoryPool& operator=(const MemoryPool&) = delete;
 
-  // In place of the plan before; what is lent is of no plan from here on. What
-  // is free is given up, unless a buffer is planned of just that size.
+  // In place of the plan before. What is free is given up, unless a buffer is
+  // planned of just that size. What is lent since earlier steps becomes its
+  // buffer of the plan when it comes back, if it has that size; all else that
+  // is lent is of no plan any more.
   void plan(MemoryPlan plan);
 
   // At least [bytes], aligned as torch aligns. What it holds is anything.
@@ -103,6 +106,8 @@ class MemoryPool {
   };
 
   Buffer acquire_memory(int64_t bytes, std::optional<size_t> planned);
+  void come_back(Buffer buffer, std::optional<size_t> awaited);
+  std::optional<size_t> end_of_use(size_t number);
 
   static int64_t size_of(const Unplanned& unplanned);
   static int64_t size_of(const Planned& planned) { return planned.bytes; }
@@ -123,6 +128,8 @@ class MemoryPool {
   MemoryPlan plan_;
   size_t plan_number_ = 0;
   std::vector<Planned> planned_;  // its buffers
+  // Of these, those whose memory was lent when they were planned, by its use.
+  std::map<size_t, size_t> awaited_;
   UseRecord record_;
   bool is_recording_ = false;
   bool was_enough_ = true;  // the plan, in this step

@@ -81,7 +81,7 @@ class UseRecord {
  public:
   // Returns the number of the use, which no other has, of later steps neither.
   size_t begin(const MemoryUse& use, int64_t bytes);
-  // Nothing if it began in an earlier step.
+  // One of an earlier step is no part of this one.
   void end(size_t number);
 
   // How many uses like this have begun in the step.

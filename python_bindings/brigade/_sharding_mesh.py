@@ -30,7 +30,8 @@ def group_of(mesh: Any, dp_mesh_dims: Any = None) -> _Shared:
 
     Raises:
         ValueError: There is no group, or the mesh has no such dimensions.
-        NotImplementedError: Ranks are in another order than theirs, and torch sorts them.
+        NotImplementedError: Ranks are in another order than theirs, and torch sorts them, or the
+            lowest is not the first, which others begin with the parameters of.
     """
     if dp_mesh_dims is not None:
         return _group_of_matrix(_part_of(mesh, dp_mesh_dims), mesh)
@@ -80,11 +81,11 @@ def _names(dims: str | Iterable[str] | None) -> tuple[str, ...]:
 
 def _group_of_matrix(ranks: torch.Tensor, mesh: Any) -> _Shared:
     flat = ranks.flatten().tolist()
-    if flat != sorted(flat) and not _KEEPS_ORDER:
+    if flat != sorted(flat) and not (_KEEPS_ORDER and flat[0] == min(flat)):
         raise NotImplementedError(
             f"fully_shard: expected ranks in rising order along replicas and shards, found {flat} "
             f"of {mesh}.\nLet replicas be an outer dimension of the mesh, and shards an inner one, "
-            "or use a torch whose new_group() has sort_ranks."
+            "or use a torch whose new_group() has sort_ranks, and let the lowest rank be the first."
         )
     if flat == list(range(dist.get_world_size())):
         return dist.group.WORLD, ranks.size(1)

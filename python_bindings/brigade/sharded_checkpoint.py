@@ -84,7 +84,7 @@ def save_checkpoint(
         state = {"model": model.state_dict(), "shared": _pickled(shared or {})}
         if optimizer is not None:
             state["optimizer"] = sharded_optimizer_state_dict(model, optimizer)
-        rank = str(group.rank())
+        rank = _own_key(group)
         return {
             **state,
             "own": {rank: _pickled(own or {})},
@@ -152,11 +152,11 @@ def load_checkpoint(
     _on_all(group, where, check)
     model.load_state_dict(state["model"])
     if own_buffers := state.get("buffers"):
-        for name, value in _unpickled(own_buffers[str(group.rank())]).items():
+        for name, value in _unpickled(own_buffers[_own_key(group)]).items():
             model.get_buffer(name).copy_(value)
     if optimizer is not None:
         load_sharded_optimizer_state_dict(model, optimizer, state["optimizer"])
-    own = state["own"].get(str(group.rank()))
+    own = state["own"].get(_own_key(group))
     return LoadedCheckpoint(_unpickled(state["shared"]), None if own is None else _unpickled(own))
 
 
@@ -345,12 +345,12 @@ def _targets(
     """A nest as what was saved, with memory of its own for all tensors but those elsewhere."""
     state: dict[str, Any] = {"model": copy.deepcopy(model.state_dict()), "shared": b"", "own": {}}
     paths = metadata.planner_data
-    if ("own", str(group.rank())) in paths.values():
+    if ("own", _own_key(group)) in paths.values():
         num_saved = sum(path[0] == "own" for path in paths.values())
         if num_saved == group.size():
-            state["own"] = {str(group.rank()): b""}
-            if ("buffers", str(group.rank())) in paths.values():
-                state["buffers"] = {str(group.rank()): b""}
+            state["own"] = {_own_key(group): b""}
+            if ("buffers", _own_key(group)) in paths.values():
+                state["buffers"] = {_own_key(group): b""}
     if optimizer is None:
         return state
     parameters = dict(model.named_parameters())
@@ -366,6 +366,11 @@ def _targets(
         raise ValueError("the checkpoint has no optimizer's state.\nLoad the model alone.")
     state["optimizer"].setdefault("state", {})
     return state
+
+
+def _own_key(group: dist.ProcessGroup) -> str:
+    """Of what is this rank's own: its place among the group's ranks in rising order."""
+    return str(sorted(dist.get_process_group_ranks(group)).index(dist.get_rank()))
 
 
 def _buffers_of(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -101,7 +101,7 @@ TEST(MemoryPoolTest, APlanTakesThePlaceOfAnother) {
 TEST(MemoryPoolTest, WhatIsLentIsOfNoLaterPlan) {
   MemoryPool pool(at::kCPU);
   pool.plan(plan_of({8, 16}));
-  Buffer lent = pool.acquire(16, use(1));
+  Buffer lent = pool.acquire(16, use(1));  // in no step
   pool.plan(plan_of({16, 16}));
   const Buffer first = pool.acquire(16, use(0));
   pool.release(std::move(lent));
@@ -111,6 +111,24 @@ TEST(MemoryPoolTest, WhatIsLentIsOfNoLaterPlan) {
   pool.give_up_unused();
   pool.give_up_unused();
   EXPECT_EQ(pool.bytes(), 32);
+}
+
+TEST(MemoryPoolTest, WhatIsLentSinceAnEarlierStepIsThePlansWhenItComesBack) {
+  MemoryPool pool(at::kCPU);
+  pool.plan(plan_of({8, 16, 32}));
+  pool.set_recording(true);
+  Buffer same = pool.acquire(16, use(1));
+  Buffer other = pool.acquire(32, use(2));
+  const void* const memory = same.memory.data_ptr();
+  pool.end_step();
+  pool.plan(plan_of({8, 16, 24}));
+  const Buffer beside = pool.acquire(4);
+  const Buffer none_is_free = pool.acquire(4);  // what is lent is no room
+  EXPECT_EQ(pool.num_unplanned(), 1);
+  pool.release(std::move(same));
+  EXPECT_EQ(pool.acquire(16, use(1)).memory.data_ptr(), memory);
+  pool.release(std::move(other));  // of another size
+  EXPECT_EQ(pool.acquire(24, use(2)).memory.numel(), 24);
 }
 
 TEST(MemoryPoolTest, WhatIsFreeIsGivenUpForAPlan) {

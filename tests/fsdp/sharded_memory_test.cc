@@ -651,14 +651,18 @@ class WholeAtTimes {
   WholeAtTimes() : root_(net_.units(), recording_.group(), {}) {}
 
   void step(bool is_whole) {
-    const at::Tensor loss = root_.forward([&] {
+    input_ = net_.input(0, 0).requires_grad_();
+    const at::Tensor output = root_.forward([&] {
       for (size_t unit = 0; is_whole && unit < root_.num_units(); ++unit) {
         root_.unshard(unit);
       }
-      return net_.run(root_, net_.input(0, 0));
+      return net_.run(root_, input_);
     });
-    loss.sum().backward();
+    loss_ = output.sum();
+    loss_.backward({}, /*retain_graph=*/true);
   }
+  // Of the last step, with respect to its input.
+  void differentiate() { torch::autograd::grad({loss_}, {input_}); }
   ShardedRoot& root() { return root_; }
   int64_t planned() const { return root_.statistics().planned_bytes; }
   int64_t taken() const { return root_.statistics().whole_bytes; }
@@ -667,6 +671,8 @@ class WholeAtTimes {
   const RecordingGroup recording_{2};
   const testing::Net net_{std::vector<int64_t>(9, 5)};
   ShardedRoot root_;
+  at::Tensor input_;
+  at::Tensor loss_;
 };
 
 // This and that in turns has memory beside the plan, and is not planned anew
@@ -709,6 +715,7 @@ TEST(ShardedMemoryTest, WhatIsBetweenStepsIsNotPlanned) {
     });
   };
   for (int i = 0; i < 6; ++i) {
+    if (i > 0) program.differentiate();
     between();
     program.step(/*is_whole=*/false);
     EXPECT_EQ(program.planned(), planned);
@@ -716,6 +723,28 @@ TEST(ShardedMemoryTest, WhatIsBetweenStepsIsNotPlanned) {
   program.step(/*is_whole=*/false);
   program.step(/*is_whole=*/false);
   EXPECT_EQ(program.taken(), planned);
+}
+
+// Units that stay whole give their memory back behind the plan that is made
+// while they are: it is taken again, by themselves.
+TEST(ShardedMemoryTest, UnitsThatStayWholeAreNotThereTwice) {
+  for (const bool steps_at_first : {true, false}) {
+    const RecordingGroup recording(2);
+    const testing::Net net(std::vector<int64_t>(7, 5));
+    ShardedRoot root(net.units(), recording.group(),
+                     shard_optimizer_state({.trusts_versions = true}));
+    const auto train = [&](bool steps) {
+      testing::loss_of(root.forward([&] {
+        return net.run(root, net.input(0, 0), {3, 1, 0, 5, 2, 4});
+      })).backward();
+      if (steps) sgd(root.shards(), 0.25);
+    };
+    for (int step = 0; step < 6; ++step) train(steps_at_first || step > 1);
+    EXPECT_EQ(root.statistics().peak_whole_bytes,
+              root.statistics().planned_bytes);
+    EXPECT_EQ(root.statistics().whole_bytes, root.statistics().planned_bytes);
+    EXPECT_EQ(root.statistics().unplanned, 0);
+  }
 }
 
 // A gradient with respect to something else is no end of a step, which has

@@ -120,10 +120,11 @@ def _inner_replicas(rank, folder):
         torch.testing.assert_close(model.weight.plain().flatten(), part, rtol=0, atol=0)
         whole = model.full_state_dict()["weight"]
         torch.testing.assert_close(whole, expected, rtol=0, atol=0)
-    brigade.save_checkpoint(folder, model, optimizer)
+    brigade.save_checkpoint(folder, model, optimizer, own={"rank": rank})
     loaded = nn.Linear(5, 3, bias=False)
     brigade.fully_shard(loaded)
-    brigade.load_checkpoint(folder, loaded, torch.optim.SGD(loaded.parameters(), lr=0.5))
+    found = brigade.load_checkpoint(folder, loaded, torch.optim.SGD(loaded.parameters(), lr=0.5))
+    assert found.own == {"rank": rank}
     torch.testing.assert_close(loaded.full_state_dict()["weight"], expected, rtol=0, atol=0)
 
 
@@ -134,6 +135,16 @@ def _inner_replicas(rank, folder):
 )
 def test_replicas_may_be_the_inner_dimension(tmp_path):
     run_ranks(_inner_replicas, str(tmp_path / "checkpoint"), world_size=4)
+
+
+def _first_is_not_the_lowest(rank):
+    mesh = dist.DeviceMesh("cpu", [[3, 0], [1, 2]])
+    with pytest.raises(NotImplementedError, match=r"(?s)\[3, 0, 1, 2\].*lowest rank"):
+        brigade.fully_shard(nn.Linear(2, 2), mesh=mesh)
+
+
+def test_a_mesh_whose_first_rank_is_not_the_lowest():
+    run_ranks(_first_is_not_the_lowest, world_size=4)
 
 
 def _sorted_order(rank):
