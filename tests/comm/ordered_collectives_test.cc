@@ -106,10 +106,8 @@ INSTANTIATE_TEST_SUITE_P(Sent, OrderedCollectivesTest,
                                             ::testing::Values(0),
                                             ::testing::Values(kOneHost)));
 INSTANTIATE_TEST_SUITE_P(BetweenHosts, OrderedCollectivesTest,
-                         ::testing::Combine(::testing::Values(4, 5),
-                                            ::testing::Values(kRoom,
-                                                              kLittleRoom),
-                                            ::testing::Values(2, 3)));
+                         ::testing::Values(std::tuple(4, kRoom, 2),
+                                           std::tuple(5, kLittleRoom, 3)));
 
 constexpr at::ScalarType kDtypes[] = {
     at::kFloat, at::kDouble,       at::kHalf, at::kBFloat16,
