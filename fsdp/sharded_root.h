@@ -73,8 +73,8 @@
 #include "brigade/fsdp/schedule/call_depths.h"
 #include "brigade/fsdp/schedule/live_calls.h"
 #include "brigade/fsdp/schedule/memory_plan.h"
-#include "brigade/fsdp/schedule/memory_uses.h"
 #include "brigade/fsdp/schedule/sharding_timeline.h"
+#include "brigade/fsdp/schedule/step_plans.h"
 #include "brigade/fsdp/schedule/unit_calls.h"
 #include "brigade/fsdp/sharding_options.h"
 #include "brigade/fsdp/transport/shard_transport.h"
@@ -436,15 +436,12 @@ class ShardedRoot final : private UnitPolicy::Listener {
   std::vector<Unit> units_;
   std::optional<int64_t> planned_bytes_;  // none before the first forward
   std::vector<UnitCall> planned_calls_;
-  std::vector<RecordedUse> planned_step_;  // in place of them, unless empty
-  std::vector<RecordedUse> last_step_;
+  StepPlans step_plans_;  // what is planned in place of them
   CallDepths call_depths_;
   LiveCalls live_calls_;
   std::set<size_t> units_that_add_up_;  // gradients over several backwards
   bool must_plan_ = false;              // anew, where the next step begins
   bool is_step_over_ = false;           // and has not been looked at
-  int num_steps_ = 0;                   // that were looked at; of first ones
-  int num_alike_ = 0;  // steps before the last that were the same
   std::unique_ptr<UnitGathers> gathers_;
   std::unique_ptr<UnitPolicy> policy_;
   std::unique_ptr<Engine> engine_;

@@ -17,21 +17,14 @@
 #include "brigade/fsdp/sharded_root.h"
 
 namespace brigade {
-namespace {
-
-constexpr int kNumBelieved = 3;  // first steps
-constexpr int kNumAlikeForLess = 8;
-
-}  // namespace
-
 std::vector<UnitCall> ShardedRoot::expected_calls() const {
   return call_depths_.calls(policy_->calling_order());
 }
 
 MemoryPlan ShardedRoot::make_plan() const {
-  absl::StatusOr<MemoryPlan> plan = planned_step_.empty()
-                                        ? plan_of_calls()
-                                        : MemoryPlan::create(planned_step_);
+  const std::vector<RecordedUse>& step = step_plans_.planned();
+  absl::StatusOr<MemoryPlan> plan =
+      step.empty() ? plan_of_calls() : MemoryPlan::create(step);
   TORCH_CHECK_VALUE(plan.ok(),
                     "fully_shard: ", std::string(plan.status().message()));
   return *std::move(plan);
@@ -72,32 +65,11 @@ bool ShardedRoot::adds_up_gradients(size_t unit) const {
          });
 }
 
-// A program that is not as planned for is planned as it was recorded: once it
-// has done the same twice, so that one which does this and that in turns does
-// not have all memory made anew again and again. The first three steps are
-// believed: in the third one all comes in the order that was agreed on.
-//
-// What takes less, for long, is planned anew too: by its calls if these are
-// enough, as they have room for gradients that come in another order.
 void ShardedRoot::follow_last_step() {
-  RecordedStep step = pool_.end_step();
-  num_alike_ = step.uses == last_step_ ? num_alike_ + 1 : 0;
-  last_step_ = std::move(step.uses);
-  num_steps_ = std::min(num_steps_ + 1, kNumBelieved + 1);
-  const bool is_less = step.is_as_planned;
-  if (num_steps_ > kNumBelieved &&
-      num_alike_ < (is_less ? kNumAlikeForLess : 1)) {
-    return;
-  }
-  if (is_less && planned_step_.empty()) return;
-  if (last_step_.empty() || last_step_ == planned_step_) return;
-  planned_step_.clear();
-  must_plan_ = true;
-  if (is_less) {
+  must_plan_ |= step_plans_.follow(pool_.end_step(), [this](const auto& step) {
     const absl::StatusOr<MemoryPlan> of_calls = plan_of_calls();
-    if (of_calls.ok() && of_calls->suffices_for(last_step_)) return;
-  }
-  planned_step_ = last_step_;
+    return of_calls.ok() && of_calls->suffices_for(step);
+  });
 }
 
 // One that has failed is no example.
@@ -121,7 +93,7 @@ void ShardedRoot::plan_memory() {
   units_that_add_up_ = std::move(adding_up);
   const bool calls_differ = step_begins && planned_calls_ != expected_calls();
   if (adds_up_more || calls_differ) {
-    planned_step_.clear();
+    step_plans_.calls_differ();
     must_plan_ = true;
   }
   if (planned_bytes_ && !(must_plan_ && step_begins)) return;

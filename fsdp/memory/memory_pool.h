@@ -32,6 +32,7 @@
 
 #include "brigade/fsdp/schedule/memory_plan.h"
 #include "brigade/fsdp/schedule/memory_uses.h"
+#include "brigade/fsdp/schedule/step_plans.h"
 #include "brigade/fsdp/streams/stream_point.h"
 
 namespace brigade {
@@ -43,13 +44,6 @@ struct Buffer {
   std::optional<size_t> planned = std::nullopt;  // which of its plan's it is
   size_t plan_number = 0;
   std::optional<size_t> use = std::nullopt;  // of the record, its number
-};
-
-struct RecordedStep {
-  std::vector<RecordedUse> uses = {};
-  // The plan's buffers are enough for it, but perhaps for peers that kept a
-  // reduction waiting for longer than is waited for.
-  bool is_as_planned = true;
 };
 
 class MemoryPool {
