@@ -33,7 +33,8 @@
 // whose inputs need no gradient, as the first, when backward ends.
 //
 // On devices with streams a call of a unit begins and ends on one stream, and
-// ends behind what it computes; forwards begin behind what has written the
+// ends behind what it computes, on that stream alone where a backward goes
+// through several calls of the unit; forwards begin behind what has written the
 // shards. The host waits for no device there, but in a backward that leaves out
 // parameters, and a peer's failure in a backward is told where the next forward
 // begins. Checkpoints that run a backward of their own are to be in the call of
