@@ -125,7 +125,7 @@ def _whole(unit: Unit, slots: list[_Slot]) -> Iterator[None]:
         wholes = [torch.empty(part.whole_shape, device="meta", dtype=part.dtype) for part in parts]
     else:
         items = [f"'{unit.name_of(part)}' of {unit.describe()}" for part in parts]
-        _C.require_agreement(unit.group, "parameter to be initialized", items)
+        _C.require_agreement(unit.group, "initialized parameter", items)
         wholes = _gathered(unit, parts)
     shown = {}
     for part, whole in zip(parts, wholes, strict=True):

@@ -189,6 +189,31 @@ def test_what_is_still_on_meta_is_named_on_all_ranks():
     run_ranks(_still_on_meta)
 
 
+def _given_memory_on_one_rank(rank):
+    model = shard_blocks(_on_meta())
+    with pytest.raises(RuntimeError, match=r"rank 1: .*22 on meta: 'embed.weight'"):
+        if rank == 0:
+            model.to_empty(device="cpu")
+        model(batch_of(rank, 0))
+
+
+def test_a_rank_that_alone_gives_memory_raises_with_the_others():
+    run_ranks(_given_memory_on_one_rank)
+
+
+def _initialized_on_one_rank(rank):
+    model = shard_blocks(_on_meta())
+    model.to_empty(device="cpu")
+    with pytest.raises(RuntimeError, match=r"expected the same .* on every rank"):
+        if rank == 0:
+            model.head.reset_parameters()
+        model(batch_of(rank, 0))
+
+
+def test_a_rank_that_alone_initializes_raises_with_the_others():
+    run_ranks(_initialized_on_one_rank)
+
+
 def _mixed(rank):
     model = _on_meta()
     model.head = nn.Linear(7, 2)
@@ -238,7 +263,7 @@ def _fails(rank):
     with pytest.raises(ValueError if rank == 1 else RuntimeError, match=words):
         model.apply(init)
     assert all(isinstance(p, brigade.ShardedParameter) for p in model.parameters())
-    with pytest.raises(RuntimeError, match=r"parameter to be initialized.*'(up|down)\.weight'"):
+    with pytest.raises(RuntimeError, match=r"initialized parameter.*'(up|down)\.weight'"):
         (model.blocks[0].up if rank == 0 else model.blocks[0].down).reset_parameters()
     with pytest.raises(ValueError, match=r"'weight' to be initialized as \(7,\), found \(3,\)"):
         model.blocks[0].apply(_wrong_shape)
