@@ -17,6 +17,7 @@
 #include "brigade/ddp/distributed_data_parallel.h"
 #include "brigade/fsdp/checkpoint/shard_files.h"
 #include "brigade/fsdp/fully_shard.h"
+#include "brigade/tests/fsdp/sharded_checks.h"
 #include "brigade/tests/fsdp/sharded_net.h"
 #include "brigade/tests/support/local_ranks.h"
 #include "gmock/gmock.h"
@@ -25,6 +26,7 @@
 namespace brigade {
 namespace rank_mesh_test {
 
+using testing::add;
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 using testing::random;
@@ -55,16 +57,6 @@ torch::nn::Sequential make_net() {
 
 at::Tensor input_of(int rank, int step) {
   return random({2, 5}, 100 + 10 * step + rank);
-}
-
-void add(Tensors& sums, const Tensors& terms) {
-  for (size_t i = 0; i < terms.size(); ++i) {
-    if (sums.size() == i) {
-      sums.push_back(terms[i].clone());
-    } else {
-      sums[i].add_(terms[i]);
-    }
-  }
 }
 
 // Parameters behind the steps.

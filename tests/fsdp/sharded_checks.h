@@ -11,6 +11,18 @@
 
 namespace brigade::testing {
 
+// Each term is added to the sum at its place; the first ones become the sums.
+inline void add(std::vector<at::Tensor>& sums,
+                const std::vector<at::Tensor>& terms) {
+  for (size_t i = 0; i < terms.size(); ++i) {
+    if (sums.size() == i) {
+      sums.push_back(terms[i].clone());
+    } else {
+      sums[i].add_(terms[i]);
+    }
+  }
+}
+
 inline void train_step(ShardedRoot& root, const Net& net, int rank, int step) {
   loss_of(root.forward([&] {
     return net.run(root, net.input(rank, step));

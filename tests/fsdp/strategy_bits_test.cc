@@ -20,6 +20,7 @@
 namespace brigade {
 namespace strategy_bits_test {
 
+using testing::add;
 using testing::expect_shards;
 using testing::loss_of;
 using testing::Net;
@@ -46,16 +47,6 @@ int num_batches(Batches batches) { return batches == Batches::kOne ? 1 : 2; }
 
 at::Tensor input_of(const Net& net, int rank, size_t step, int batch) {
   return net.input(rank, static_cast<int>(2 * step) + batch);
-}
-
-void add(Tensors& sums, const Tensors& terms) {
-  for (size_t i = 0; i < terms.size(); ++i) {
-    if (sums.size() == i) {
-      sums.push_back(terms[i].clone());
-    } else {
-      sums[i].add_(terms[i]);
-    }
-  }
 }
 
 Tensors gradients_of(const Net& net, const at::Tensor& input) {
