@@ -107,7 +107,8 @@ ShardedRoot::ShardedRoot(std::vector<Unit> units,
                        std::max<size_t>(options.max_reducing, 1)),
       units_(std::move(units)),
       call_depths_(names_of(units_)),
-      live_calls_(units_.size()) {
+      live_calls_(units_.size()),
+      backward_streams_(streams().device().type()) {
   Digest fingerprint;
   for (size_t unit = 0; unit < units_.size(); ++unit) {
     auto& segments = units_[unit].segments;

@@ -33,13 +33,12 @@
 // whose inputs need no gradient, as the first, when backward ends.
 //
 // On devices with streams a call of a unit begins and ends on one stream, and
-// ends behind what it computes, on that stream alone where a backward goes
-// through several calls of the unit; forwards begin behind what has written the
-// shards. The host waits for no device there, but in a backward that leaves out
-// parameters, and a peer's failure in a backward is told where the next forward
-// begins. Checkpoints that run a backward of their own are to be in the call of
-// a unit around them: else each is an iteration of its own, and its gradients
-// belong to its stream.
+// ends behind what it computes, on whichever streams; forwards begin behind
+// what has written the shards. The host waits for no device there, but in a
+// backward that leaves out parameters, and a peer's failure in a backward is
+// told where the next forward begins. Checkpoints that run a backward of their
+// own are to be in the call of a unit around them: else each is an iteration of
+// its own, and its gradients belong to its stream.
 //
 // Thread safety: one call at a time, one backward at a time.
 
@@ -83,6 +82,8 @@
 #include "brigade/fsdp/units/unit.h"
 #include "brigade/fsdp/units/unit_gathers.h"
 #include "brigade/fsdp/units/unit_policy.h"
+#include "brigade/hooks/autograd_node.h"
+#include "brigade/hooks/backward_streams.h"
 #include "brigade/hooks/output_tensors.h"
 
 namespace brigade {
@@ -189,6 +190,7 @@ class ShardedRoot final : private UnitPolicy::Listener {
     int64_t open_in = 0;                   // the backward that goes through it
     std::shared_ptr<void> live = nullptr;  // of LiveCalls
     bool is_seen = false;                  // held by its graph
+    std::vector<WeakNodePtr> ends = {};    // of the graph; on devices
   };
 
   // The unit is whole when it returns. Inputs that require a gradient are
@@ -440,6 +442,7 @@ class ShardedRoot final : private UnitPolicy::Listener {
   StepPlans step_plans_;  // what is planned in place of them
   CallDepths call_depths_;
   LiveCalls live_calls_;
+  BackwardStreams backward_streams_;
   std::set<size_t> units_that_add_up_;  // gradients over several backwards
   bool must_plan_ = false;              // anew, where the next step begins
   bool is_step_over_ = false;           // and has not been looked at

@@ -92,6 +92,12 @@ void ShardedRoot::close(Call& call) {
     give_up_gradients(call.unit);
   }
   if (units_[call.unit].settings.spans_passes) return;
+  // Nodes on other streams have been launched, and gradients, of which
+  // some come behind other calls alone, do not tell of all that have read.
+  if (!streams().device().is_cpu()) {
+    gathers_->record_uses(call.unit,
+                          backward_streams_.of(call.ends, call.first_node));
+  }
   release_behind_backward(call.unit);
 }
 

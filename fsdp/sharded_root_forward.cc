@@ -221,6 +221,9 @@ void ShardedRoot::end_call(const std::shared_ptr<Call>& call,
     call->is_seen |= watch_outputs(
         outputs, alive_, [this, call] { open(call); }, call->first_node);
     if (!call->is_seen) live_calls_.may_be_unseen(unit);
+    if (!streams().device().is_cpu()) {
+      call->ends = watched_nodes(outputs, call->first_node);
+    }
   }
   if (num_running_[unit] > 0) --num_running_[unit];
   if (running_backward_id() >= 0) return;  // computed again for its backward

@@ -40,27 +40,41 @@ class ReachedHook final : public torch::autograd::FunctionPreHook {
   const std::function<void()> on_reached_;
 };
 
+template <typename Visit>
+void for_each_watched(std::span<const at::Tensor> outputs,
+                      std::optional<uint64_t> made_from, const Visit& visit) {
+  for (const at::Tensor& output : outputs) {
+    if (!output.defined() || !output.grad_fn()) continue;
+    visit(output);
+    if (!made_from || !output.is_view()) continue;
+    const at::TensorBase& viewed = output._base();
+    if (viewed.grad_fn() && viewed.grad_fn()->sequence_nr() >= *made_from) {
+      visit(viewed);
+    }
+  }
+}
+
 }  // namespace
 
 bool watch_outputs(std::span<const at::Tensor> outputs,
                    std::weak_ptr<void> owner, std::function<void()> on_reached,
                    std::optional<uint64_t> made_from) {
-  const auto watch = [&](const at::TensorBase& tensor) {
+  bool watches_any = false;
+  for_each_watched(outputs, made_from, [&](const at::TensorBase& tensor) {
     tensor.grad_fn()->add_tensor_pre_hook(
         std::make_unique<ReachedHook>(tensor.output_nr(), owner, on_reached));
-  };
-  bool watches_any = false;
-  for (const at::Tensor& output : outputs) {
-    if (!output.defined() || !output.grad_fn()) continue;
-    watch(output);
     watches_any = true;
-    if (!made_from || !output.is_view()) continue;
-    const at::TensorBase& viewed = output._base();
-    if (viewed.grad_fn() && viewed.grad_fn()->sequence_nr() >= *made_from) {
-      watch(viewed);
-    }
-  }
+  });
   return watches_any;
+}
+
+std::vector<WeakNodePtr> watched_nodes(std::span<const at::Tensor> outputs,
+                                       std::optional<uint64_t> made_from) {
+  std::vector<WeakNodePtr> nodes;
+  for_each_watched(outputs, made_from, [&](const at::TensorBase& tensor) {
+    nodes.emplace_back(tensor.grad_fn());
+  });
+  return nodes;
 }
 
 }  // namespace brigade

@@ -13,6 +13,9 @@
 #include <memory>
 #include <optional>
 #include <span>
+#include <vector>
+
+#include "brigade/hooks/autograd_node.h"
 
 namespace brigade {
 
@@ -27,6 +30,11 @@ namespace brigade {
 bool watch_outputs(std::span<const at::Tensor> outputs,
                    std::weak_ptr<void> owner, std::function<void()> on_reached,
                    std::optional<uint64_t> made_from = std::nullopt);
+
+// The nodes that this watches.
+std::vector<WeakNodePtr> watched_nodes(
+    std::span<const at::Tensor> outputs,
+    std::optional<uint64_t> made_from = std::nullopt);
 
 }  // namespace brigade
 

@@ -8,8 +8,10 @@
 namespace brigade {
 
 bool StreamUses::note() {
-  if (device_.is_cpu()) return false;
-  const c10::Stream stream = current_stream(device_);
+  return !device_.is_cpu() && note(current_stream(device_));
+}
+
+bool StreamUses::note(const c10::Stream& stream) {
   if (std::ranges::find(streams_, stream) != streams_.end()) return false;
   streams_.push_back(stream);
   return true;

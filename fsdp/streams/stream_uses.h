@@ -23,6 +23,8 @@ class StreamUses {
   // The calling thread's current stream is one of them. Returns whether it is a
   // new one.
   bool note();
+  // The same of any stream of the device.
+  bool note(const c10::Stream& stream);
 
   // The calling thread's current stream is behind what the others have been
   // given so far.

@@ -17,6 +17,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
+#include <c10/core/Stream.h>
 
 #include <atomic>
 #include <cstddef>
@@ -88,6 +89,10 @@ class UnitGathers {
 
   // The calling thread's current stream is behind some use of the unit.
   void record_use(size_t unit) { uses_[unit].note(); }
+  // These streams of the root's device are.
+  void record_uses(size_t unit, std::span<const c10::Stream> streams) {
+    for (const c10::Stream& stream : streams) uses_[unit].note(stream);
+  }
 
   // The unit, if it is there, stays in slices on `num_ranks` neighbours: called
   // on all ranks before a pass ends. Errors: as need().

@@ -220,31 +220,28 @@ TEST_P(OtherFsdpStreamsTest, EvaluatesInBetween) {
 }
 
 // First as they are expected, then by their records, of which the second takes
-// the place of the first. Each forward's calls compute on one stream: what
-// nodes of others read nobody hears of before the last of several calls.
+// the place of the first. Gradients of what other streams have read come behind
+// the last of a unit's calls.
 TEST_P(OtherFsdpStreamsTest, SeveralForwardsArePlannedAsRecorded) {
-  ShardedProgram calls_on_one_stream = program();
-  calls_on_one_stream.computes_on_one_stream = true;
-  on_every_layout(
-      options(), calls_on_one_stream, [](ShardedTraining& training) {
-        for (const int num_forwards : {2, 3}) {
-          int64_t allocations = 0;
-          for (int s = 0; s < 6; ++s) {
-            at::Tensor loss = training.forward(s);
-            for (int i = 1; i < num_forwards; ++i) {
-              loss = loss + training.forward(s);
-            }
-            loss.backward();
-            training.expect_gradients(s, num_forwards);
-            training.update();
-            training.zero_grad();
-            if (s == 3) allocations = training.root().statistics().allocations;
-          }
-          const ShardingStatistics statistics = training.root().statistics();
-          EXPECT_EQ(statistics.allocations, allocations);
-          EXPECT_EQ(statistics.whole_bytes, statistics.planned_bytes);
+  on_every_layout(options(), program(), [](ShardedTraining& training) {
+    for (const int num_forwards : {2, 3}) {
+      int64_t allocations = 0;
+      for (int s = 0; s < 6; ++s) {
+        at::Tensor loss = training.forward(s);
+        for (int i = 1; i < num_forwards; ++i) {
+          loss = loss + training.forward(s);
         }
-      });
+        loss.backward();
+        training.expect_gradients(s, num_forwards);
+        training.update();
+        training.zero_grad();
+        if (s == 3) allocations = training.root().statistics().allocations;
+      }
+      const ShardingStatistics statistics = training.root().statistics();
+      EXPECT_EQ(statistics.allocations, allocations);
+      EXPECT_EQ(statistics.whole_bytes, statistics.planned_bytes);
+    }
+  });
 }
 
 TEST_P(OtherFsdpStreamsTest, WritesWholeParameters) {

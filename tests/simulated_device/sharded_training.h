@@ -32,8 +32,6 @@ struct ShardedProgram {
   std::set<size_t> frozen = {};
   // Each inner unit is computed again in backward.
   std::optional<CheckpointOptions> checkpoint = std::nullopt;
-  // Layouts where a call computes on several streams are left out.
-  bool computes_on_one_stream = false;
   // Gradients are written where gradient_slot() says.
   bool writes_into_slots = false;
   // By unit; others are on the root's.
@@ -105,10 +103,7 @@ template <typename Body>
 void on_every_layout(const ShardingOptions& options,
                      const ShardedProgram& program, const Body& body) {
   for (const StreamLayout& layout : all_stream_layouts()) {
-    if ((program.checkpoint || program.computes_on_one_stream) &&
-        !has_one_stream(layout, program)) {
-      continue;
-    }
+    if (program.checkpoint && !has_one_stream(layout, program)) continue;
     SCOPED_TRACE(name_of(layout));
     {
       ShardedTraining training(layout, options, program);
