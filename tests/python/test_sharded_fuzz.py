@@ -342,7 +342,7 @@ class Program:
         expected = self.plain.state_dict()
         assert state.keys() == expected.keys()
         for name, value in expected.items():
-            assert torch.equal(state[name], value), (name, state[name], value)
+            assert torch.equal(state[name], value.cpu()), (name, state[name], value)
         name = self.draw.choice(list(self.parts))
         gradient = self.parts[name].grad
         if gradient is not None:
