@@ -134,3 +134,32 @@ def _torchs_reader(rank, folder, kind):
 @pytest.mark.parametrize("kind", ["brigade", "FSDP2"])
 def test_torchs_reader_on_two_ranks(kind, folder):
     run_ranks(_torchs_reader, str(folder), kind)
+
+
+def _torchs_writer(rank, folder):
+    model = _sharded(_values())
+    for options, message in (
+        ({"save_distributed": True}, "expected one box of each tensor from a rank"),
+        ({}, "expected one box of each tensor from a rank"),
+    ):
+        writer = hugging_face.HuggingFaceStorageWriter(f"{folder}/refused", **options)
+        with pytest.raises(dcp.api.CheckpointException, match=message):
+            dcp.save(model.state_dict(), storage_writer=writer)
+
+    in_rows = shard_blocks(make_net(), block_numel_fn=lambda p: p[0].numel())
+    in_rows.load_full_state_dict(_values())
+    writer = hugging_face.HuggingFaceStorageWriter(f"{folder}/refused")
+    with pytest.raises(dcp.api.CheckpointException, match=r"ranks \[0, 1\] would write parts into"):
+        dcp.save(in_rows.state_dict(), storage_writer=writer)
+    assert rank != 0 or not any((folder / "refused").iterdir())
+    writer = hugging_face.HuggingFaceStorageWriter(
+        f"{folder}/rows", save_distributed=True, enable_consolidation=True
+    )
+    dcp.save(in_rows.state_dict(), storage_writer=writer)
+    if rank == 0:
+        (file,) = (folder / "rows").glob("*.safetensors")
+        _expect_values(load_file(file))
+
+
+def test_torchs_writer_loses_nothing(tmp_path):
+    run_ranks(_torchs_writer, tmp_path)
