@@ -23,6 +23,7 @@ import torch.distributed._composable.fsdp
 import torch.distributed._composable.replicate_with_fsdp
 import torch.distributed.fsdp
 import torch.nn.parallel.distributed
+from torch.distributed.device_mesh import init_device_mesh
 
 from brigade import _checks
 from brigade._C import Logger, Reducer
@@ -86,7 +87,7 @@ def install() -> _Installed:
     afterwards, and is pickled under the name that the program used: read where
     brigade isn't, it is torch's. What was made before stays torch's, which a
     warning says; so does a function that was imported by name before, and
-    fully_shard of modules that are not on the CPU.
+    fully_shard on devices that are neither CPUs nor CUDA's.
 
     To be called on every rank, before models are wrapped: brigade's wrapper and
     torch's do not understand each other.
@@ -270,44 +271,39 @@ def _register_builtin_comm_hook(reducer: Any, comm_hook_type: dist.BuiltinCommHo
 
 @functools.wraps(_torch_fully_shard)
 def _fully_shard(module: Any, **kwargs: Any) -> Any:
-    make = (
-        fully_shard if _is_ours(module, kwargs.get("mesh"), "fully_shard") else _torch_fully_shard
-    )
-    return make(module, **kwargs)
+    return _make(fully_shard, _torch_fully_shard, module, kwargs)
 
 
 @functools.wraps(_torch_replicate)
 def _replicate(module: Any, **kwargs: Any) -> Any:
-    make = replicate if _is_ours(module, kwargs.get("mesh"), "replicate") else _torch_replicate
-    return make(module, **kwargs)
+    return _make(replicate, _torch_replicate, module, kwargs)
+
+
+def _make(ours: Any, torchs: Any, module: Any, kwargs: dict[str, Any]) -> Any:
+    mesh = kwargs.get("mesh")
+    if not _is_ours(module, mesh, ours.__name__):
+        return torchs(module, **kwargs)
+    kind = torch._C._get_accelerator().type
+    if mesh is None and kind != "cpu" and dist.is_initialized():  # as torch chooses
+        kwargs["mesh"] = init_device_mesh(kind, (dist.get_world_size(),))
+    return ours(module, **kwargs)
 
 
 def _is_ours(module: Any, mesh: Any, function: str) -> bool:
-    """Whether brigade shards it; warns where torch does since it is no CPU's."""
+    """Whether brigade shards it; warns where torch does since its devices are others."""
     modules = module if isinstance(module, (list, tuple)) else [module]
     below = [child for each in modules for child in each.modules()]
     if any(isinstance(c, _TorchFSDPModule) and not isinstance(c, FSDPModule) for c in below):
         return False
-    elsewhere = {p.device.type for each in modules for p in each.parameters()} - {"cpu"}
-    if _is_for_cpus(mesh):
-        elsewhere -= {"meta"}
-    elif not elsewhere:
-        return False  # torch moves it to the mesh's devices
-    if elsewhere and not any(isinstance(child, FSDPModule) for child in below):
-        warnings.warn(
-            f"brigade.install(): {function} of a module on {_checks.some_of(sorted(elsewhere))} "
-            "is torch's: brigade shards on CPUs so far.\nNothing is to be done.",
-            stacklevel=3,
-        )
-        return False
-    return True
-
-
-def _is_for_cpus(mesh: Any) -> bool:
-    """Where a module from meta gets its memory."""
-    if mesh is None:
-        return torch._C._get_accelerator().type == "cpu"
-    return mesh.device_type == "cpu"
+    kind = torch._C._get_accelerator().type if mesh is None else mesh.device_type
+    if kind in ("cpu", "cuda") or any(isinstance(child, FSDPModule) for child in below):
+        return True
+    warnings.warn(
+        f"brigade.install(): {function} on devices of type '{kind}' is torch's: brigade shards on "
+        "CPUs and CUDA devices so far.\nNothing is to be done.",
+        stacklevel=4,
+    )
+    return False
 
 
 @functools.wraps(_torch_register_fsdp_forward_method)

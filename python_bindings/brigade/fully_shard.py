@@ -30,6 +30,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, UnshardH
 from brigade import _C, _compiling, _sharded_state
 from brigade._checkpoints_inside import teach_torch_checkpoints
 from brigade._checks import failure_told_to_peers
+from brigade._device_moves import move_to_devices, type_of
 from brigade._group_device import device_of, serves
 from brigade._initialization import (
     initialize_whole,
@@ -510,7 +511,9 @@ def fully_shard(
         mesh: of one dimension, whose ranks share the parameters (default: all ranks); of
             two, (replicas, shards): shards along the second. A module below the outermost
             one may have a mesh of its own, of some of its ranks: other ranks have other
-            meshes for their module at that place. Gradients are averaged over the mesh.
+            meshes for their module at that place. Gradients are averaged over the mesh. A
+            module that is not on devices of the mesh's type is moved there, to the current one;
+            without a mesh it stays where it is, if the group can send what lies there.
         reshard_after_forward: whether it is released between forward and backward. None:
             unless it is the outermost. A number n of ranks, which divides those that share
             the parameters: each n next to each other, those of a host for instance, keep it in
@@ -551,10 +554,12 @@ def fully_shard(
             placed = mesh_of_placements(named, shard_placement_fn, mesh)
         if placed is not mesh:
             group, num_shards = group_of(placed)
+            mesh = placed
     return make_unit(
         module,
         group,
         num_shards,
+        device_type=type_of(mesh),
         reshard_after_forward=reshard_after_forward,
         mp_policy=mp_policy,
         offload_policy=offload_policy,
@@ -572,6 +577,7 @@ def make_unit(
     group: dist.ProcessGroup,
     num_shards: int,
     *,
+    device_type: str | None,
     base: type[FSDPModule] = FSDPModule,
     reshard_after_forward: bool | int | None,
     mp_policy: MixedPrecisionPolicy | None,
@@ -583,7 +589,7 @@ def make_unit(
     block_numel_fn: Callable[[nn.Parameter], int] | None = None,
     reproducible: bool = False,
 ) -> nn.Module | list[nn.Module]:
-    """See fully_shard(). `base`: of the modules' classes afterwards."""
+    """See fully_shard(). `device_type`: the mesh's; `base`: of the modules' classes afterwards."""
     modules = list(module) if isinstance(module, (list, tuple)) else [module]
     policy = mp_policy or MixedPrecisionPolicy()
     with failure_told_to_peers(group):
@@ -599,6 +605,8 @@ def make_unit(
             True if reshard_after_forward is None else reshard_after_forward, num_shards
         )
         wire_dtype = None if comm_hook is None else wire_dtype_of(comm_hook)
+        ignored = set(ignored_params or ())
+        move_to_devices(modules, ignored, group, device_type)
     options = _C.ShardingOptions(
         num_shards=num_shards,
         reshards_after_forward=reshards,
@@ -624,7 +632,7 @@ def make_unit(
         options,
         policy,
         None if reshard_after_forward is None else reshards,
-        set(ignored_params or ()),
+        ignored,
         block_numel_fn,
     )
     initialize_whole(modules)

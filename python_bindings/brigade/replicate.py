@@ -22,6 +22,7 @@ from torch.distributed._composable.replicate_with_fsdp import (
 )
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
+from brigade._device_moves import type_of
 from brigade._sharding_mesh import group_of
 from brigade.fully_shard import FSDPModule, make_unit
 
@@ -45,7 +46,8 @@ def replicate(
 
     Args:
         module: as fully_shard()'s: modules below it first.
-        mesh: of one dimension, whose ranks have the parameters (default: all ranks).
+        mesh: of one dimension, whose ranks have the parameters (default: all ranks). Modules
+            are moved to its devices as by fully_shard().
         mp_policy: as fully_shard()'s.
         offload_policy: not so far.
         ignored_params: left as they are, on every rank its own.
@@ -76,6 +78,7 @@ def replicate(
         module,
         group,
         num_shards=1,
+        device_type=type_of(mesh),
         base=ReplicateModule,
         reshard_after_forward=False,
         mp_policy=mp_policy,

@@ -5,23 +5,25 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 _FOLDER = pathlib.Path(__file__).parent
 _PACKAGES = {
     "lightning": ["lightning"],
     "accelerate": ["accelerate", "transformers"],
+    "accelerate-cuda": ["accelerate", "transformers"],
     "trainer": ["accelerate", "transformers"],
 }
 
 
-def _run(program: str, framework: str) -> str:
-    """What it prints on two ranks."""
+def _run(program: str, framework: str, world_size: int = 2) -> str:
+    """What it prints on all ranks."""
     for package in _PACKAGES[framework]:
         pytest.importorskip(package, reason=f"examples/python/requirements.txt: no {package}")
     done = subprocess.run(
         [
             *(sys.executable, "-m", "torch.distributed.run"),
-            *("--standalone", "--nproc-per-node", "2", _FOLDER / program, framework),
+            *("--standalone", "--nproc-per-node", str(world_size), _FOLDER / program, framework),
         ],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -32,7 +34,7 @@ def _run(program: str, framework: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("framework", _PACKAGES)
+@pytest.mark.parametrize("framework", ["lightning", "accelerate", "trainer"])
 def test_a_framework_ends_in_torchs_bits_however_it_compiles(framework):
     output = _run("framework_program.py", framework)
     for order in ("plain", "compiled inside", "compiled around"):
@@ -47,3 +49,9 @@ def test_a_framework_shards_to_torchs_losses(framework):
     output = _run("sharded_framework_program.py", framework)
     for rank in range(2):
         assert f"rank {rank}: {framework}: " in output
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_accelerate_shards_on_a_device():
+    output = _run("sharded_framework_program.py", "accelerate-cuda", world_size=1)
+    assert "rank 0: accelerate-cuda: " in output

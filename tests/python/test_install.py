@@ -407,10 +407,10 @@ def _shards(rank):
         assert isinstance(composable(torch.nn.Linear(2, 2)), brigade.FSDPModule)
         above = fully_shard(torch.nn.Sequential(stays, torch.nn.Linear(2, 2)))
         assert isinstance(above, FSDPModule) and not isinstance(above, brigade.FSDPModule)
-        on_meta, of_devices = torch.nn.Linear(2, 2, device="meta"), mock.Mock(device_type="cuda")
+        on_meta, of_devices = torch.nn.Linear(2, 2, device="meta"), mock.Mock(device_type="xpu")
         with (
             mock.patch("brigade._install._torch_fully_shard", return_value="torch's"),
-            pytest.warns(UserWarning, match="fully_shard of a module on 'meta' is torch's"),
+            pytest.warns(UserWarning, match="fully_shard on devices of type 'xpu' is torch's"),
         ):
             assert fully_shard(on_meta, mesh=of_devices) == "torch's"
         assert isinstance(fully_shard(on_meta), brigade.FSDPModule)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import brigade
@@ -187,6 +188,57 @@ def _train_sharded(rank, reshards, low):
 @pytest.mark.parametrize("low", [None, torch.bfloat16])
 def test_sharded_as_one_process_over_nccl(strategy, low):
     run_ranks(_train_sharded, STRATEGIES[strategy], low, world_size=1, backend="nccl")
+
+
+def _train_moved(rank, has_mesh):
+    torch.manual_seed(0)
+    sharded = Net()
+    plain = copy.deepcopy(sharded).to(DEVICE)
+    sharded.ignored = nn.Parameter(torch.ones(1))
+    sharded.register_buffer("kept", torch.ones(3))
+    parameter = sharded.ignored
+    mesh = init_device_mesh("cuda", (1,)) if has_mesh else None
+    for block in sharded.children():
+        brigade.fully_shard(block, mesh=mesh)
+    brigade.fully_shard(sharded, mesh=mesh, ignored_params={parameter})
+    assert sharded.kept.device == DEVICE
+    assert sharded.ignored is parameter and not parameter.is_cuda
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (plain, sharded)]
+    for step in range(3):
+        for model, optimizer in zip((plain, sharded), optimizers, strict=True):
+            optimizer.zero_grad()
+            model(_batch_of(rank, step)).square().mean().backward()
+            optimizer.step()
+    wholes = sharded.full_state_dict()
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(wholes[name].to(DEVICE), parameter.data, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("has_mesh", [True, False])
+def test_modules_of_the_host_move_to_their_mesh(has_mesh):
+    run_ranks(_train_moved, has_mesh, world_size=1, backend="nccl")
+
+
+def _shards_by_torchs_name(rank):
+    from torch.distributed.fsdp import FSDPModule
+
+    with brigade.install():
+        for mesh in (None, init_device_mesh("cuda", (1,))):
+            for device in ("cuda", "cpu", "meta"):
+                module = torch.distributed.fsdp.fully_shard(
+                    nn.Linear(2, 2, device=device), mesh=mesh
+                )
+                assert isinstance(module, brigade.FSDPModule)
+                assert isinstance(module, FSDPModule)
+                if device == "meta":
+                    module.to_empty(device="cuda")
+                loss = module(torch.ones(2, device="cuda")).sum()
+                loss.backward()
+                assert module.weight.device == DEVICE and module.weight.grad.device == DEVICE
+
+
+def test_install_shards_on_devices():
+    run_ranks(_shards_by_torchs_name, world_size=1, backend="nccl")
 
 
 def _train_compiled(rank):

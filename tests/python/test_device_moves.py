@@ -1,0 +1,88 @@
+"""Modules move to the devices of their mesh, as torch's fully_shard moves them.
+
+Here from one type to another that needs no device; on CUDA: test_on_cuda.py.
+"""
+
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import brigade
+from brigade import _device_moves
+
+from ranks import run_ranks
+
+
+def _group_of(*types):
+    """A group that tensors of these types can travel in, the last one's its own."""
+    group = mock.Mock(bound_device_id=None)
+    group._device_types = [torch.device(t) for t in types]
+    return group
+
+
+def _moves(found, group, device_type):
+    with (
+        mock.patch("torch.get_device_module") as module,
+        mock.patch.object(_device_moves, "device_of", return_value=torch.device("cuda", 2)),
+    ):
+        module.return_value.current_device.return_value = 1
+        return _device_moves._device_for(torch.device(found), group, device_type)
+
+
+@pytest.mark.parametrize(
+    ("found", "types", "of_mesh", "becomes"),
+    [
+        ("cpu", ("cpu",), None, "cpu"),
+        ("cpu", ("cpu", "cuda"), None, "cpu"),  # torch moves it
+        ("cuda:3", ("cpu", "cuda"), None, "cuda:3"),
+        ("cpu", ("cuda",), None, "cuda:2"),  # can't travel: to the group's device
+        ("cuda:3", ("cpu",), None, "cuda:3"),  # an error will say so
+        ("cpu", ("cpu", "cuda"), "cuda", "cuda:1"),  # to the current one
+        ("cuda:3", ("cuda",), "cuda", "cuda:3"),  # torch moves it to the current one
+        ("cuda:3", ("cpu", "cuda"), "cpu", "cpu"),
+        ("cpu", ("cpu",), "cpu", "cpu"),
+    ],
+)
+def test_where_to(found, types, of_mesh, becomes):
+    assert _moves(found, _group_of(*types), of_mesh) == torch.device(becomes)
+
+
+def _move(rank):
+    """What is asked where it goes: not what units below have, is ignored or on meta."""
+
+    class Inner(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.own = nn.Linear(2, 2)
+            self.below = nn.Linear(2, 2)
+            self.ignored = nn.Parameter(torch.ones(2))
+            self.tied = self.own.weight
+            self.on_meta = nn.Parameter(torch.empty(2, device="meta"))
+            self.register_buffer("buffer", torch.ones(2))
+
+    module = Inner()
+    brigade.fully_shard(module.below)
+    before = {name: p for name, p in module.named_parameters()}
+    moved = []
+
+    def other(device, group, device_type):
+        assert device_type == "cpu"
+        moved.append(device)
+        return device
+
+    with mock.patch.object(_device_moves, "_device_for", other):
+        brigade.fully_shard(
+            module,
+            mesh=init_device_mesh("cpu", (2,)),
+            ignored_params={module.ignored, module.on_meta},
+        )
+    # The weight, which is there twice, its bias and the buffer.
+    assert moved == [torch.device("cpu")] * 4
+    assert module.ignored is before["ignored"] and module.on_meta is before["on_meta"]
+
+
+def test_what_moves():
+    run_ranks(_move)
