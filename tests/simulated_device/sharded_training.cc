@@ -144,12 +144,19 @@ at::Tensor ShardedTraining::call(size_t unit, const at::Tensor& input,
 
 at::Tensor ShardedTraining::forward(int step,
                                     const std::set<size_t>& left_out) {
+  std::vector<size_t> units;
+  for (size_t unit = 1; unit < kNumUnits; ++unit) {
+    if (left_out.count(unit) == 0) units.push_back(unit);
+  }
+  return forward_through(units, step);
+}
+
+at::Tensor ShardedTraining::forward_through(const std::vector<size_t>& units,
+                                            int step) {
   return root_->forward([&] {
     const at::Tensor input = at::ones({}, simulated::on_device());
     return root_->call(0, input, [&](at::Tensor h) {
-      for (size_t unit = 1; unit < kNumUnits; ++unit) {
-        if (left_out.count(unit) == 0) h = call(unit, h, step);
-      }
+      for (const size_t unit : units) h = call(unit, h, step);
       return terms(0, h, step);
     });
   });
@@ -162,21 +169,25 @@ void ShardedTraining::step(int step, const std::set<size_t>& left_out) {
 void ShardedTraining::expect_gradients(int step, double factor,
                                        const std::set<size_t>& but_for) {
   for (size_t unit = 0; unit < kNumUnits; ++unit) {
-    if (but_for.count(unit) > 0) continue;
-    for (size_t i = 0; i < kPerUnit; ++i) {
-      const size_t parameter = unit * kPerUnit + i;
-      if (program_.frozen.count(parameter) > 0) continue;
-      const at::Tensor& gradient = root_->shards_of(unit)[i].grad();
-      ASSERT_TRUE(gradient.defined()) << parameter << " at step " << step;
-      gradient.record_stream(current_stream_of());
-      expected_.push_back(
-          {.found = gradient.detach().clone(),
-           .expected =
-               part_of(model_.gradient(parameter, step) * factor, *root_, unit,
-                       i, root_->unit(unit).segments.front()->rank()),
-           .parameter = parameter,
-           .step = step});
-    }
+    if (but_for.count(unit) == 0) expect_gradients_of(unit, step, factor);
+  }
+}
+
+void ShardedTraining::expect_gradients_of(size_t unit, int step,
+                                          double factor) {
+  for (size_t i = 0; i < kPerUnit; ++i) {
+    const size_t parameter = unit * kPerUnit + i;
+    if (program_.frozen.count(parameter) > 0) continue;
+    const at::Tensor& gradient = root_->shards_of(unit)[i].grad();
+    ASSERT_TRUE(gradient.defined()) << parameter << " at step " << step;
+    gradient.record_stream(current_stream_of());
+    expected_.push_back(
+        {.found = gradient.detach().clone(),
+         .expected =
+             part_of(model_.gradient(parameter, step) * factor, *root_, unit, i,
+                     root_->unit(unit).segments.front()->rank()),
+         .parameter = parameter,
+         .step = step});
   }
 }
 

@@ -63,11 +63,15 @@ class ShardedTraining {
 
   // Without the inner units that are left out.
   at::Tensor forward(int step, const std::set<size_t>& left_out = {});
+  // Of inner units those, in that order, each as often as it is named.
+  at::Tensor forward_through(const std::vector<size_t>& units, int step);
   void step(int step, const std::set<size_t>& left_out = {});
 
   // Gradients are now `factor` times those of step `step`, but for these units.
   void expect_gradients(int step, double factor = 1.0,
                         const std::set<size_t>& but_for = {});
+  // The same of one unit.
+  void expect_gradients_of(size_t unit, int step, double factor);
 
   // As an optimizer on the current stream, which keeps parameters as they are.
   void update();
