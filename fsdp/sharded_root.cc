@@ -108,7 +108,7 @@ ShardedRoot::ShardedRoot(std::vector<Unit> units,
       units_(std::move(units)),
       call_depths_(names_of(units_)),
       live_calls_(units_.size()),
-      backward_streams_(streams().device().type()) {
+      backward_streams_(streams().device()) {
   Digest fingerprint;
   for (size_t unit = 0; unit < units_.size(); ++unit) {
     auto& segments = units_[unit].segments;

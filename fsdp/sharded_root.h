@@ -190,7 +190,9 @@ class ShardedRoot final : private UnitPolicy::Listener {
     int64_t open_in = 0;                   // the backward that goes through it
     std::shared_ptr<void> live = nullptr;  // of LiveCalls
     bool is_seen = false;                  // held by its graph
-    std::vector<WeakNodePtr> ends = {};    // of the graph; on devices
+    // On devices: what it computes behind its gate, and where that ends.
+    RecordedSince inside = {};
+    std::vector<WeakNodePtr> ends = {};
   };
 
   // The unit is whole when it returns. Inputs that require a gradient are

@@ -96,7 +96,7 @@ void ShardedRoot::close(Call& call) {
   // some come behind other calls alone, do not tell of all that have read.
   if (!streams().device().is_cpu()) {
     gathers_->record_uses(call.unit,
-                          backward_streams_.of(call.ends, call.first_node));
+                          backward_streams_.of(call.ends, call.inside));
   }
   release_behind_backward(call.unit);
 }

@@ -203,6 +203,7 @@ std::shared_ptr<ShardedRoot::Call> ShardedRoot::begin_call(
                                   .first_node = at::sequence_number::peek(),
                                   .live = live_calls_.begin(unit)});
   call->is_seen = gate_inputs(inputs, alive_, [this, call] { close(*call); });
+  call->inside = RecordedSince::now();
   return call;
 }
 
@@ -223,6 +224,11 @@ void ShardedRoot::end_call(const std::shared_ptr<Call>& call,
     if (!call->is_seen) live_calls_.may_be_unseen(unit);
     if (!streams().device().is_cpu()) {
       call->ends = watched_nodes(outputs, call->first_node);
+      // Not the gate of an input that is returned: it holds the call, and
+      // would be held by it.
+      std::erase_if(call->ends, [&](const WeakNodePtr& end) {
+        return !call->inside.holds(*end.lock());
+      });
     }
   }
   if (num_running_[unit] > 0) --num_running_[unit];

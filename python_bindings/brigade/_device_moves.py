@@ -2,49 +2,65 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from brigade._group_device import device_of, serves
-from brigade._sharded_units import own_modules
 
 
 def move_to_devices(
-    modules: Iterable[nn.Module],
-    ignored: set[nn.Parameter],
-    group: dist.ProcessGroup,
-    device_type: str | None,
-) -> None:
-    """Parameters stay the objects that they are; what is on meta stays there.
+    tensors: Iterable[torch.Tensor], group: dist.ProcessGroup, device_type: str | None
+) -> bool:
+    """They stay the objects that they are; what is on meta stays there.
 
     Args:
-        modules: of one unit; what units below them have stays.
-        ignored: parameters that stay.
+        tensors: parameters and buffers.
         group: where nobody names a type, and the CPU's tensors can't travel in it, as in
             NCCL's, what is on the CPU moves to its device.
         device_type: the mesh's; None: there is none. What is on a device of that type stays,
             also if it isn't the current one; torch moves it.
+
+    Returns:
+        Whether any has moved.
+
+    Raises:
+        ValueError: one is a DTensor of other devices.
     """
-    for tensor in _tensors_of(modules, ignored):
-        device = _device_for(tensor.device, group, device_type)
+    has_moved = False
+    for tensor in tensors:
+        device = tensor.device
+        if not tensor.is_meta:
+            device = _device_for(tensor.device, group, device_type)
         if device != tensor.device:
-            tensor.data = tensor.data.to(device)
+            _move(tensor, device)
+            has_moved = True
+    return has_moved
 
 
 def type_of(mesh: Any) -> str | None:
     return None if mesh is None else mesh.device_type
 
 
-def _tensors_of(modules: Iterable[nn.Module], ignored: set[nn.Parameter]) -> Iterator[torch.Tensor]:
-    for module in modules:
-        for _, child in own_modules(module):
-            for tensor in (*child._parameters.values(), *child._buffers.values()):
-                if tensor is not None and tensor not in ignored and not tensor.is_meta:
-                    yield tensor
+def _move(tensor: torch.Tensor, device: torch.device) -> None:
+    if isinstance(tensor, DTensor):
+        raise ValueError(
+            f"fully_shard: expected tensors on {device.type}, as the mesh's, found a DTensor over "
+            f"{tensor.device_mesh}.\nGive a mesh of its devices."
+        )
+    if not is_traceable_wrapper_subclass(tensor):
+        tensor.data = tensor.data.to(device)
+        return
+    with torch.no_grad():  # what it is made of moves, too
+        moved = tensor.to(device)
+        if isinstance(tensor, nn.Parameter):
+            moved = nn.Parameter(moved, requires_grad=tensor.requires_grad)
+    torch.utils.swap_tensors(tensor, moved)
 
 
 def _device_for(

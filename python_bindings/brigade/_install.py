@@ -23,7 +23,7 @@ import torch.distributed._composable.fsdp
 import torch.distributed._composable.replicate_with_fsdp
 import torch.distributed.fsdp
 import torch.nn.parallel.distributed
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from brigade import _checks
 from brigade._C import Logger, Reducer
@@ -283,10 +283,31 @@ def _make(ours: Any, torchs: Any, module: Any, kwargs: dict[str, Any]) -> Any:
     mesh = kwargs.get("mesh")
     if not _is_ours(module, mesh, ours.__name__):
         return torchs(module, **kwargs)
-    kind = torch._C._get_accelerator().type
-    if mesh is None and kind != "cpu" and dist.is_initialized():  # as torch chooses
-        kwargs["mesh"] = init_device_mesh(kind, (dist.get_world_size(),))
+    if mesh is None and dist.is_initialized():
+        kwargs["mesh"] = _default_mesh(_brigades_below(module))
     return ours(module, **kwargs)
+
+
+_meshes: dict[str, tuple[dist.ProcessGroup, DeviceMesh]] = {}
+
+
+def _default_mesh(below: list[FSDPModule]) -> DeviceMesh | None:
+    """Of the accelerator, as torch chooses, or of what is sharded already; None: of CPUs."""
+    kind = torch._C._get_accelerator().type
+    for part in (part for each in below for part in each.parameters(recurse=False)):
+        kind = part.device.type
+        break
+    if kind == "cpu":
+        return None
+    group = dist.group.WORLD
+    if kind not in _meshes or _meshes[kind][0] is not group:  # destroyed since
+        _meshes[kind] = group, init_device_mesh(kind, (dist.get_world_size(),))
+    return _meshes[kind][1]
+
+
+def _brigades_below(module: Any) -> list[FSDPModule]:
+    modules = module if isinstance(module, (list, tuple)) else [module]
+    return [c for each in modules for c in each.modules() if isinstance(c, FSDPModule)]
 
 
 def _is_ours(module: Any, mesh: Any, function: str) -> bool:
@@ -296,7 +317,7 @@ def _is_ours(module: Any, mesh: Any, function: str) -> bool:
     if any(isinstance(c, _TorchFSDPModule) and not isinstance(c, FSDPModule) for c in below):
         return False
     kind = torch._C._get_accelerator().type if mesh is None else mesh.device_type
-    if kind in ("cpu", "cuda") or any(isinstance(child, FSDPModule) for child in below):
+    if kind in ("cpu", "cuda") or _brigades_below(module):
         return True
     warnings.warn(
         f"brigade.install(): {function} on devices of type '{kind}' is torch's: brigade shards on "

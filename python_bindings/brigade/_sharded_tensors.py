@@ -29,7 +29,6 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.optim.optimizer import _foreach_supported_types as _of_optimizers
 
-from brigade._hugging_face_writer import teach_hugging_face_writer
 from brigade._shard_boxes import Box, boxes_of
 from brigade._shard_place import ShardPlace, place_of
 from brigade._sharded_draws import OF_WHOLE_DRAWS
@@ -154,7 +153,6 @@ class TensorShard(torch.Tensor):
         ]
 
     def __create_write_items__(self, name: str, object: Any) -> list[WriteItem]:
-        teach_hugging_face_writer()
         properties = TensorProperties.create_from_tensor(self.plain())
         return [
             WriteItem(

@@ -30,6 +30,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from brigade import _C
 from brigade._checks import failure_told_to_peers
+from brigade._device_moves import move_to_devices
 from brigade._function_transforms import require_none_that_differentiates
 from brigade._nests import cast_floating, map_tensors, move_to, tensors_in
 from brigade._shard_place import ShardPlace
@@ -41,7 +42,7 @@ from brigade._shardable_parameters import (
 )
 from brigade._sharded_root import Root, make_root, names_below
 from brigade._sharded_tensors import ShardedParameter, as_shard
-from brigade._tied_parameters import memory_of, remember, require_free
+from brigade._tied_parameters import memory_of, remember, require_apart, require_free
 from brigade._unit_slots import Slot, UnitSlots
 
 _UNIT = "_brigade_unit"
@@ -138,6 +139,7 @@ class Unit:
         reshards: bool | None,
         ignored: set[nn.Parameter],
         block_numel_fn: Callable[[nn.Parameter], int] | None = None,
+        device_type: str | None = None,
     ) -> None:
         """Shards the parameters that are in no unit yet. Collective.
 
@@ -150,6 +152,7 @@ class Unit:
             reshards: None: unless it is the outermost.
             ignored: Parameters that stay as they are.
             block_numel_fn: Of a parameter, the elements that are never cut.
+            device_type: The mesh's, to which what is elsewhere moves; None: there is no mesh.
 
         Raises:
             ValueError: A parameter is another unit's, or ranks differ; on all ranks alike.
@@ -184,7 +187,7 @@ class Unit:
         self._block_numels: list[int] | None = None  # by parameter, as the dtypes
         self._dtypes: list[torch.dtype | None] | None = None
         self.slots = self._slots_of([], ignored)
-        self._shard(modules, ignored, block_numel_fn)
+        self._shard(modules, ignored, block_numel_fn, device_type)
         if self.native is None:
             self.slots.fill([], [])
         for module in modules:
@@ -220,6 +223,7 @@ class Unit:
         modules: list[nn.Module],
         ignored: set[nn.Parameter],
         block_numel_fn: Callable[[nn.Parameter], int] | None,
+        device_type: str | None,
     ) -> None:
         found: dict[nn.Parameter, tuple[int, str]] = {}
         slots: list[tuple[dict[str, Any], str, nn.Parameter]] = []
@@ -239,7 +243,20 @@ class Unit:
                         require_free(parameter, where)
                     found.setdefault(parameter, (index, path))
                     slots.append((child._parameters, name, parameter))
+        buffers = [
+            buffer
+            for module in modules
+            for _, child in own_modules(module)
+            for buffer in child._buffers.values()
+            if buffer is not None
+        ]
         if not found:
+            with failure_told_to_peers(self.group):
+                has_moved = move_to_devices(buffers, self.group, device_type)
+            if has_moved:  # else peers hear of a failure where the parameters are compared
+                _C.require_agreement(
+                    self.group, "moved module", [type(m).__name__ for m in modules]
+                )
             return
         wholes, self._paths = list(found), list(found.values())
         self.names = [starts[index] + path for index, path in self._paths]
@@ -260,6 +277,9 @@ class Unit:
         self.may_differ_in_replicas = self.is_from_meta
         self.options.allows_meta = self.is_from_meta
         memories = memory_of(self, self.names, wholes)
+        with failure_told_to_peers(self.group):
+            require_apart(memories)
+            move_to_devices([*wholes, *buffers], self.group, device_type)
         self._make(wholes)
         remember(memories)
         # What is called here and there, and kept, is planned as such.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import weakref
 from typing import TYPE_CHECKING
 
@@ -65,6 +66,18 @@ def memory_of(unit: Unit, names: list[str], parameters: list[nn.Parameter]) -> l
             storage, begin, end = interval
             found.append(_Memory(StorageWeakRef(storage), begin, end, weakref.ref(unit), name))
     return found
+
+
+def require_apart(memories: list[_Memory]) -> None:
+    """Raises ValueError if two of one unit have the same memory, which a move would part."""
+    in_order = sorted(memories, key=lambda memory: (memory.storage.cdata, memory.begin))
+    for one, next_one in itertools.pairwise(in_order):
+        if one.storage.cdata == next_one.storage.cdata and next_one.begin < one.end:
+            raise ValueError(
+                f"fully_shard: parameter '{next_one.name}' shares its memory with '{one.name}', "
+                "and would no longer be tied to it.\nRegister the one parameter in both places, or "
+                "clone() it."
+            )
 
 
 def remember(memories: list[_Memory]) -> None:

@@ -30,8 +30,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, UnshardH
 from brigade import _C, _compiling, _sharded_state
 from brigade._checkpoints_inside import teach_torch_checkpoints
 from brigade._checks import failure_told_to_peers
-from brigade._device_moves import move_to_devices, type_of
+from brigade._device_moves import type_of
 from brigade._group_device import device_of, serves
+from brigade._hugging_face_writer import teach_hugging_face_writer
 from brigade._initialization import (
     initialize_whole,
     teach_torch_to_initialize,
@@ -512,8 +513,10 @@ def fully_shard(
             two, (replicas, shards): shards along the second. A module below the outermost
             one may have a mesh of its own, of some of its ranks: other ranks have other
             meshes for their module at that place. Gradients are averaged over the mesh. A
-            module that is not on devices of the mesh's type is moved there, to the current one;
-            without a mesh it stays where it is, if the group can send what lies there.
+            module that is not on devices of the mesh's type is moved there, to the current one,
+            with its buffers. Without a mesh it stays where it is, on the CPU too, if the group can
+            send what lies there, and else moves to the group's device; torch's moves to the
+            accelerator.
         reshard_after_forward: whether it is released between forward and backward. None:
             unless it is the outermost. A number n of ranks, which divides those that share
             the parameters: each n next to each other, those of a host for instance, keep it in
@@ -605,8 +608,6 @@ def make_unit(
             True if reshard_after_forward is None else reshard_after_forward, num_shards
         )
         wire_dtype = None if comm_hook is None else wire_dtype_of(comm_hook)
-        ignored = set(ignored_params or ())
-        move_to_devices(modules, ignored, group, device_type)
     options = _C.ShardingOptions(
         num_shards=num_shards,
         reshards_after_forward=reshards,
@@ -622,6 +623,7 @@ def make_unit(
     _compiling.leave_to_interpreter()
     teach_torch_state_dicts()
     teach_torch_checkpoints()
+    teach_hugging_face_writer()
     teach_torch_to_initialize()
     count_optimizer_steps()
     refuse_optimizers()
@@ -632,8 +634,9 @@ def make_unit(
         options,
         policy,
         None if reshard_after_forward is None else reshards,
-        ignored,
+        set(ignored_params or ()),
         block_numel_fn,
+        device_type,
     )
     initialize_whole(modules)
     for each in modules:

@@ -50,7 +50,7 @@ def test_where_to(found, types, of_mesh, becomes):
     assert _moves(found, _group_of(*types), of_mesh) == torch.device(becomes)
 
 
-def _move(rank):
+def _what_moves(rank):
     """What is asked where it goes: not what units below have, is ignored or on meta."""
 
     class Inner(nn.Module):
@@ -79,10 +79,98 @@ def _move(rank):
             mesh=init_device_mesh("cpu", (2,)),
             ignored_params={module.ignored, module.on_meta},
         )
-    # The weight, which is there twice, its bias and the buffer.
-    assert moved == [torch.device("cpu")] * 4
+    assert moved == [torch.device("cpu")] * 3  # the weight, its bias and the buffer
     assert module.ignored is before["ignored"] and module.on_meta is before["on_meta"]
 
 
 def test_what_moves():
-    run_ranks(_move)
+    run_ranks(_what_moves)
+
+
+def _moving(copies):
+    """Moves that copy, as those between devices do, and don't tell devices apart."""
+
+    def move(tensor, device):
+        copies.append(tensor)
+        tensor.data = tensor.data.clone()
+
+    elsewhere = mock.patch.object(_device_moves, "_device_for", lambda *_: torch.device("cpu", 0))
+    return elsewhere, mock.patch.object(_device_moves, "_move", move)
+
+
+def _ties(rank):
+    module = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+    module[1].weight = nn.Parameter(module[0].weight.data)
+    copies = []
+    elsewhere, move = _moving(copies)
+    with elsewhere, move:
+        with pytest.raises(ValueError, match=r"shares its memory with '0\.weight'"):
+            brigade.fully_shard(module)
+        assert not copies  # nothing of what is refused has moved
+        brigade.fully_shard(module[0])
+        with pytest.raises(ValueError, match="has the memory of 'weight'"):
+            brigade.fully_shard(module[1])
+        assert len(copies) == 2
+
+
+def test_tied_memory_is_not_parted():
+    run_ranks(_ties)
+
+
+def _fails(rank):
+    class Rotary(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("table", torch.ones(2))
+            self.block = nn.Linear(2, 2)
+
+    for make in (Rotary, lambda: nn.Linear(2, 2)):
+        module = make()
+        if hasattr(module, "block"):
+            brigade.fully_shard(module.block)
+        elsewhere, move = _moving([])
+        if rank == 1:
+            move = mock.patch.object(_device_moves, "_move", side_effect=RuntimeError("no room"))
+        with elsewhere, move, pytest.raises((RuntimeError, ValueError), match="no room"):
+            brigade.fully_shard(module)
+
+
+def test_a_move_that_fails_on_one_rank_fails_on_all():
+    run_ranks(_fails)
+
+
+class _Pair(torch.Tensor):
+    """A traceable subclass of two tensors."""
+
+    @staticmethod
+    def __new__(cls, one, other):
+        return torch.Tensor._make_wrapper_subclass(
+            cls, one.shape, dtype=one.dtype, device=one.device
+        )
+
+    def __init__(self, one, other):
+        self.one, self.other = one, other
+
+    def __tensor_flatten__(self):
+        return ["one", "other"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner, context, size, stride):
+        return _Pair(inner["one"], inner["other"])
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        if function in (torch.ops.aten._to_copy.default, torch.ops.aten.detach.default):
+            tensor, *rest = args
+            inner = (function(each, *rest, **(kwargs or {})) for each in (tensor.one, tensor.other))
+            return _Pair(*inner)
+        raise NotImplementedError(function)
+
+
+@pytest.mark.parametrize("is_parameter", [True, False])
+def test_subclasses_move_with_what_is_inside(is_parameter):
+    pair = _Pair(torch.ones(2), torch.ones(2))
+    tensor = nn.Parameter(pair, requires_grad=False) if is_parameter else pair
+    _device_moves._move(tensor, torch.device("meta"))
+    assert isinstance(tensor, _Pair) and tensor.is_meta and tensor.one.is_meta
+    assert isinstance(tensor, nn.Parameter) == is_parameter

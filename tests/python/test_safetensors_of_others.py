@@ -149,9 +149,18 @@ def _torchs_writer(rank, folder):
     in_rows = shard_blocks(make_net(), block_numel_fn=lambda p: p[0].numel())
     in_rows.load_full_state_dict(_values())
     writer = hugging_face.HuggingFaceStorageWriter(f"{folder}/refused")
-    with pytest.raises(dcp.api.CheckpointException, match=r"ranks \[0, 1\] would write parts into"):
+    with pytest.raises(
+        dcp.api.CheckpointException, match=r"one rank to write file 1, found \[0, 1\]"
+    ):
         dcp.save(in_rows.state_dict(), storage_writer=writer)
     assert rank != 0 or not any((folder / "refused").iterdir())
+    apart = hugging_face.HuggingFaceStorageWriter(
+        f"{folder}/apart", fqn_to_index_mapping={"0": 1, "1": 2}
+    )
+    dcp.save({str(rank): torch.full((2,), float(rank))}, storage_writer=apart)
+    dist.barrier()
+    files = sorted((folder / "apart").glob("*.safetensors"))
+    assert [list(load_file(file)) for file in files] == [["0"], ["1"]]
     writer = hugging_face.HuggingFaceStorageWriter(
         f"{folder}/rows", save_distributed=True, enable_consolidation=True
     )

@@ -3,13 +3,13 @@
 
 #include "brigade/hooks/backward_streams.h"
 
-#include <ATen/SequenceNumber.h>
 #include <c10/core/StreamGuard.h>
 #include <torch/torch.h>
 
 #include <cstddef>
-#include <cstdint>
+#include <memory>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "brigade/comm/recording_group.h"
@@ -47,19 +47,19 @@ class BackwardStreamsTest : public simulated::StreamTest {
   }
 
   std::vector<c10::Stream> streams_of(const at::Tensor& output,
-                                      uint64_t first_node) {
-    const auto found = streams_.of(watched_nodes({&output, 1}), first_node);
+                                      const RecordedSince& part) {
+    const auto found = streams_.of(watched_nodes({&output, 1}), part);
     return {found.begin(), found.end()};
   }
 
   const at::Tensor leaf_ = at::ones({4}, on_device()).requires_grad_();
-  BackwardStreams streams_{simulated::device().type()};
+  BackwardStreams streams_{simulated::device()};
 };
 
 TEST_F(BackwardStreamsTest, AreThoseOfAllNodesOnce) {
   const c10::Stream a = new_stream();
   const c10::Stream b = new_stream();
-  const uint64_t first = at::sequence_number::peek();
+  const RecordedSince first = RecordedSince::now();
   const at::Tensor h = twice(leaf_, a);
   const at::Tensor sum = twice(h, b) + twice(h, a) + h;
   for (int i = 0; i < 2; ++i) {  // each time anew
@@ -72,8 +72,21 @@ TEST_F(BackwardStreamsTest, OlderNodesAreOfOtherCalls) {
   const c10::Stream a = new_stream();
   const c10::Stream b = new_stream();
   const at::Tensor before = twice(leaf_, a);
-  const uint64_t first = at::sequence_number::peek();
+  const RecordedSince first = RecordedSince::now();
   EXPECT_THAT(streams_of(twice(before, b), first), ElementsAre(b));
+}
+
+// Threads number their nodes by themselves, from 0 on.
+TEST_F(BackwardStreamsTest, OtherThreadsHelp) {
+  const c10::Stream a = new_stream();
+  const c10::Stream b = new_stream();
+  twice(leaf_, a);
+  const RecordedSince first = RecordedSince::now();
+  const at::Tensor before = twice(leaf_, a);
+  at::Tensor by_other;
+  std::thread([&] { by_other = twice(before, b); }).join();
+  EXPECT_THAT(streams_of(by_other * 2, first),
+              UnorderedElementsAre(default_stream(), a, b));
 }
 
 TEST_F(BackwardStreamsTest, WhatIsGoneOrWithoutAGraphHasNone) {
@@ -83,13 +96,13 @@ TEST_F(BackwardStreamsTest, WhatIsGoneOrWithoutAGraphHasNone) {
     const at::Tensor output = twice(leaf_, a);
     ends = watched_nodes({&output, 1});
   }
-  EXPECT_THAT(streams_.of(ends, 0), IsEmpty());
-  EXPECT_THAT(streams_of(leaf_, 0), IsEmpty());
+  EXPECT_THAT(streams_.of(ends, RecordedSince()), IsEmpty());
+  EXPECT_THAT(streams_of(leaf_, RecordedSince()), IsEmpty());
 }
 
 TEST_F(BackwardStreamsTest, NodesOfTheHostHaveNone) {
   const at::Tensor on_host = at::ones({4}).requires_grad_();
-  EXPECT_THAT(streams_of(on_host * 2, 0), IsEmpty());
+  EXPECT_THAT(streams_of(on_host * 2, RecordedSince()), IsEmpty());
 }
 
 // A frozen weight is read for the gradient of what is neither an input of the
@@ -128,6 +141,29 @@ TEST_F(BackwardStreamsTest, AUnitIsLentBehindThoseOfWhichNoGradientTells) {
         .sum()
         .backward();
     own.mutable_grad().reset();
+  }
+}
+
+// Its gate, which is what makes its output, holds the call.
+TEST_F(BackwardStreamsTest, ACallThatReturnsItsInputIsFreedWithItsGraph) {
+  const RecordingGroup recording(/*world_size=*/2);
+  const std::vector<UnitSpec> units = {
+      {.name = "",
+       .parameters = {{"w", at::ones({8}, on_device()).requires_grad_()}}}};
+  ShardedRoot root(units, recording.group(), {});
+  std::weak_ptr<ShardedRoot::Call> seen;
+  for (const bool is_view : {false, true}) {
+    root.forward([&] {
+          at::Tensor x = at::ones({8}, on_device()).requires_grad_();
+          const auto call = root.begin_call(0, {&x, 1});
+          seen = call;
+          const std::vector<at::Tensor> outputs = {
+              is_view ? x.view({2, 4}) : x, x * units[0].parameters[0].tensor};
+          root.end_call(call, outputs);
+          return outputs[0].sum() + outputs[1].sum();
+        })
+        .backward();
+    EXPECT_TRUE(seen.expired());
   }
 }
 
