@@ -408,6 +408,8 @@ class ShardedRoot final : private UnitPolicy::Listener {
   void close(Call& call);
   void release_behind_backward(size_t unit);
   void begin_backward();
+  void begin_backward_through(std::vector<char> units);
+  std::vector<char> units_that_graphs_reach() const;
   void on_backward_over(bool ended_well) override;
   void drop_pass();
   void leave_backward();
@@ -426,6 +428,7 @@ class ShardedRoot final : private UnitPolicy::Listener {
 
   // sharded_root_memory.cc
   std::vector<UnitCall> expected_calls() const;
+  std::vector<char> expected_to_be_reached() const;
   MemoryPlan make_plan() const;
   absl::StatusOr<MemoryPlan> plan_of_calls() const;
   void follow_last_step();
@@ -441,7 +444,8 @@ class ShardedRoot final : private UnitPolicy::Listener {
   std::vector<Unit> units_;
   std::optional<int64_t> planned_bytes_;  // none before the first forward
   std::vector<UnitCall> planned_calls_;
-  StepPlans step_plans_;  // what is planned in place of them
+  std::vector<char> planned_reached_;  // by unit, in backward
+  StepPlans step_plans_;               // what is planned in place of them
   CallDepths call_depths_;
   LiveCalls live_calls_;
   BackwardStreams backward_streams_;

@@ -9,6 +9,7 @@
 #include <exception>
 #include <mutex>
 #include <stdexcept>
+#include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "brigade/fsdp/sharded_root.h"
@@ -110,8 +111,21 @@ void ShardedRoot::release_behind_backward(size_t unit) {
 }
 
 void ShardedRoot::begin_backward() {
+  begin_backward_through(units_that_graphs_reach());
+}
+
+std::vector<char> ShardedRoot::units_that_graphs_reach() const {
+  std::vector<char> reached;
+  for (size_t unit = 0; unit < units_.size(); ++unit) {
+    reached.push_back(live_calls_.may_be_reached(unit) ? 1 : 0);
+  }
+  return reached;
+}
+
+void ShardedRoot::begin_backward_through(std::vector<char> units) {
   TORCH_CHECK(pass_ != Pass::kApart,
               "fully_shard: a backward inside of unshard().\nLeave it first.");
+  policy_->reached().note(std::move(units));
   claim_kept();
   ++backward_;
   const bool is_of_step = accumulates_all_gradients();
@@ -245,7 +259,10 @@ void ShardedRoot::run_empty_backward() {
   const at::Tensor leaf = at::zeros({}).set_requires_grad(true);
   const at::Tensor output = leaf.mul(1);
   watch_outputs({&output, 1}, alive_, [this] {
-    if (pass_ != Pass::kBackward) begin_backward();
+    if (pass_ != Pass::kBackward) {  // as peers' that compute, most likely
+      begin_backward_through(
+          policy_->reached().last_alike(expected_to_be_reached()));
+    }
     bring_no_gradients();
   });
   output.backward();

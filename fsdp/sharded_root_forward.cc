@@ -16,6 +16,7 @@
 #include "brigade/hooks/backward_end.h"
 #include "brigade/hooks/input_gate.h"
 #include "brigade/hooks/output_watch.h"
+#include "brigade/hooks/saved_tensor_scope.h"
 
 namespace brigade {
 
@@ -117,7 +118,9 @@ void ShardedRoot::follow_shards() {
       is_changed |= segment->follow_shards();
     }
   }
-  if (is_changed) policy_->note_trained_changed();
+  if (!is_changed) return;
+  policy_->note_trained_changed();
+  policy_->reached().forget();
 }
 
 // What stays whole behind a backward does not depend on this rank's branches.
@@ -196,6 +199,9 @@ std::shared_ptr<ShardedRoot::Call> ShardedRoot::begin_call(
   if (may_be_checkpointed ||
       (running_backward_id() >= 0 && !live_calls_.may_bring_gradients(unit))) {
     live_calls_.may_be_unseen(unit);
+    live_calls_.may_be_recomputed(unit);
+  } else if (pass_ == Pass::kForward && has_saved_tensor_hooks()) {
+    live_calls_.may_be_recomputed(unit);
   }
   const auto call =
       std::make_shared<Call>(Call{.unit = unit,

@@ -21,6 +21,20 @@ std::vector<UnitCall> ShardedRoot::expected_calls() const {
   return call_depths_.calls(policy_->calling_order());
 }
 
+std::vector<char> ShardedRoot::expected_to_be_reached() const {
+  std::vector<char> is_trained;
+  for (const Unit& unit : units_) {
+    is_trained.push_back(std::ranges::any_of(unit.segments,
+                                             [](const auto& segment) {
+                                               return segment->is_trained();
+                                             })
+                             ? 1
+                             : 0);
+  }
+  return policy_->reached().expected(
+      assumed_reached(expected_calls(), is_trained));
+}
+
 MemoryPlan ShardedRoot::make_plan() const {
   const std::vector<RecordedUse>& step = step_plans_.planned();
   absl::StatusOr<MemoryPlan> plan =
@@ -33,10 +47,12 @@ MemoryPlan ShardedRoot::make_plan() const {
 absl::StatusOr<MemoryPlan> ShardedRoot::plan_of_calls() const {
   std::vector<PlannedUnit> units;
   units.reserve(units_.size());
+  const std::vector<char> is_reached = expected_to_be_reached();
   for (size_t i = 0; i < units_.size(); ++i) {
     const Unit& unit = units_[i];
     PlannedUnit& planned = units.emplace_back();
     planned.settings = unit.settings;
+    planned.is_reached = is_reached[i] != 0;
     planned.adds_up_gradients = adds_up_gradients(i);
     for (const auto& segment : unit.segments) {
       PlannedSegment& added = planned.segments.emplace_back();
@@ -81,7 +97,7 @@ void ShardedRoot::drop_step() {
 
 // Before buffers are lent, and again, where a step begins, if units are called
 // in another order than planned, each once, or otherwise inside of each other,
-// or gradients are added up that were not before.
+// or reached by backward, or gradients are added up that were not before.
 void ShardedRoot::plan_memory() {
   const bool step_begins = std::exchange(is_step_over_, false);
   if (step_begins) follow_last_step();
@@ -91,7 +107,9 @@ void ShardedRoot::plan_memory() {
   }
   const bool adds_up_more = adding_up != units_that_add_up_;
   units_that_add_up_ = std::move(adding_up);
-  const bool calls_differ = step_begins && planned_calls_ != expected_calls();
+  const bool calls_differ =
+      step_begins && (planned_calls_ != expected_calls() ||
+                      planned_reached_ != expected_to_be_reached());
   if (adds_up_more || calls_differ) {
     step_plans_.calls_differ();
     must_plan_ = true;
@@ -99,6 +117,7 @@ void ShardedRoot::plan_memory() {
   if (planned_bytes_ && !(must_plan_ && step_begins)) return;
   must_plan_ = false;
   planned_calls_ = expected_calls();
+  planned_reached_ = expected_to_be_reached();
   MemoryPlan plan = make_plan();
   planned_bytes_ = plan.total_bytes();
   pool_.plan(std::move(plan));
@@ -159,6 +178,11 @@ std::string ShardedRoot::explain() const {
   };
   const MemoryPlan plan = make_plan();
   const ShardingStatistics memory = statistics();
+  std::vector<size_t> reached_in_backward = policy_->expected_in_backward();
+  std::erase_if(reached_in_backward,
+                [is_reached = expected_to_be_reached()](size_t unit) {
+                  return is_reached[unit] == 0;
+                });
   std::string text = absl::StrCat(
       units_.size(), units_.size() == 1 ? " unit" : " units", ", ",
       num_shards(), " shards, ", transports_.root().num_replicas(),
@@ -169,7 +193,7 @@ std::string ShardedRoot::explain() const {
                   names_of(policy_->expected_in_forward()), "] in this order, ",
                   options_.prefetch_depth,
                   " ahead of their need; its backward needs [",
-                  names_of(policy_->expected_in_backward()), "] and reduces [",
+                  names_of(reached_in_backward), "] and reduces [",
                   names_of(policy_->reduced_units()), "]\n  buffers of [",
                   absl::StrJoin(plan.buffer_bytes(), ", "), "] bytes\n");
   for (const Unit& unit : units_) {

@@ -44,6 +44,10 @@ class SavedTensorScope {
   const size_t num_python_hooks_;
 };
 
+// Whether somebody decides how tensors are saved that the calling thread saves,
+// as whoever recomputes them does: one of these, or one of Python's.
+bool has_saved_tensor_hooks();
+
 }  // namespace brigade
 
 #endif  // BRIGADE_HOOKS_SAVED_TENSOR_SCOPE_H_

@@ -1,4 +1,5 @@
-// What the search for unused parameters costs per parameter.
+// What the search for unused parameters costs per parameter, and that for the
+// streams of a backward.
 //
 // GraphSearch against a bare walk (a stack, a set of visited nodes, a map from
 // accumulators to parameters) over a chain of one operation per parameter of 4
@@ -22,7 +23,9 @@
 #include "absl/container/flat_hash_map.h"
 #include "benchmark/benchmark.h"
 #include "brigade/benchmarks/reducer_cost/tiny_model.h"
+#include "brigade/hooks/backward_streams.h"
 #include "brigade/hooks/graph_search.h"
+#include "brigade/hooks/output_watch.h"
 
 namespace brigade::benchmarks {
 namespace {
@@ -93,6 +96,21 @@ class OurWalk {
   GraphSearch search_;
 };
 
+// Of the whole graph: what sharding on devices walks of each call of a unit.
+class StreamsWalk {
+ public:
+  explicit StreamsWalk(const std::vector<Node*>& /*accumulators*/)
+      : streams_(at::kCPU) {}
+
+  size_t num_unreached(const at::Tensor& output) {
+    const std::vector<WeakNodePtr> ends = watched_nodes({&output, 1});
+    return streams_.of(ends, RecordedSince()).size();  // the CPU's one
+  }
+
+ private:
+  BackwardStreams streams_;
+};
+
 // A search whose last parameter is not used: nothing ends it early.
 template <typename Walk>
 void search(benchmark::State& state) {
@@ -126,6 +144,7 @@ void set_up(benchmark::internal::Benchmark* benchmark) {
 }
 
 BENCHMARK(search<OurWalk>)->Name("graph_search")->Apply(set_up);
+BENCHMARK(search<StreamsWalk>)->Name("backward_streams")->Apply(set_up);
 BENCHMARK(search<BareWalk>)->Name("bare_walk")->Apply(set_up);
 
 }  // namespace

@@ -5,6 +5,9 @@
 // where a call has neither inputs nor outputs to be found in it, and where a
 // unit is made whole by hand. A unit that ever was so always counts.
 //
+// A backward comes to the calls that graphs hold, and to those that are
+// computed again for it.
+//
 // Thread safety: none; graphs may end on any thread.
 
 #ifndef BRIGADE_FSDP_SCHEDULE_LIVE_CALLS_H_
@@ -26,8 +29,16 @@ class LiveCalls {
   // A call of it may have a graph that does not hold that.
   void may_be_unseen(size_t unit) { units_[unit].may_be_unseen = true; }
 
+  // A call of it may be computed again in backward.
+  void may_be_recomputed(size_t unit) { units_[unit].may_be_recomputed = true; }
+
   bool may_bring_gradients(size_t unit) const {
     return units_[unit].may_be_unseen || num_held(unit) > 0;
+  }
+
+  // Whether a backward may need it whole.
+  bool may_be_reached(size_t unit) const {
+    return units_[unit].may_be_recomputed || num_held(unit) > 0;
   }
 
   // A backward has left a call of it.
@@ -45,6 +56,7 @@ class LiveCalls {
   struct Unit {
     std::shared_ptr<char> held = std::make_shared<char>();  // by graphs, too
     bool may_be_unseen = false;
+    bool may_be_recomputed = false;
     long num_left = 0;  // NOLINT(google-runtime-int): as use_count()
   };
 

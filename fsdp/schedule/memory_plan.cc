@@ -5,7 +5,6 @@
 #include <deque>
 #include <numeric>
 #include <ranges>
-#include <set>
 #include <utility>
 
 #include "brigade/fsdp/schedule/buffer_plan.h"
@@ -28,13 +27,8 @@ class Step {
         schedule_(units.size(), prefetch_depth),
         gathered_(units.size()),
         slices_(units.size()),
-        is_around_others_(units.size()),
         open_gradients_(units.size()) {
     for (const UnitCall& call : calls) order_.push_back(call.unit);
-    for (size_t i = 0; i < calls.size(); ++i) {
-      is_around_others_[calls[i].unit] =
-          i + 1 < calls.size() && calls[i + 1].depth > calls[i].depth ? 1 : 0;
-    }
   }
 
   void run() {
@@ -90,17 +84,12 @@ class Step {
 
   void backward() {
     const size_t first = has_outermost() ? 1 : 0;
-    size_t first_trained = first;
-    while (first_trained < order_.size() &&
-           (!is_trained(units_[order_[first_trained]]) ||
-            units_[order_[first_trained]].settings.spans_passes ||
-            is_around_others_[order_[first_trained]])) {
-      ++first_trained;
-    }
     std::vector<size_t> expected;
     for (const size_t unit : backward_order_) {
-      if (!schedule_.is_claimed(unit) &&
-          units_[unit].settings.gathers_in_backward) {
+      if (!units_[unit].is_reached) {
+        drop_slices(unit);
+      } else if (!schedule_.is_claimed(unit) &&
+                 units_[unit].settings.gathers_in_backward) {
         expected.push_back(unit);
       }
     }
@@ -116,16 +105,12 @@ class Step {
         begin_gradients_of_whole_step(order_[place]);
       }
     }
-    const std::set<size_t> ends_with_backward(
-        order_.begin(),
-        order_.begin() + static_cast<std::ptrdiff_t>(
-                             std::min(first_trained + 1, order_.size())));
     for (const auto& [unit, begins] : std::views::reverse(turns_)) {
       if (has_outermost() && unit == order_.front()) continue;
       const UnitSettings& settings = units_[unit].settings;
       ++now_;
       if (!begins) {
-        if (settings.gathers_in_backward) {
+        if (settings.gathers_in_backward && units_[unit].is_reached) {
           launch(schedule_.needs(unit, settings.backward_prefetch).launch,
                  Purpose::kBackward);
         }
@@ -135,8 +120,7 @@ class Step {
       }
       if (settings.spans_passes) continue;  // whole, and taking gradients
       reduce_gradients(unit);
-      if (settings.reshards_after_backward &&
-          !ends_with_backward.contains(unit)) {
+      if (settings.reshards_after_backward && units_[unit].is_reached) {
         release(unit);
       }
     }
@@ -239,7 +223,6 @@ class Step {
   std::vector<RecordedUse> uses_;
   std::vector<std::vector<size_t>> gathered_;  // uses of it now, by unit
   std::vector<std::vector<size_t>> slices_;    // uses of them now, by unit
-  std::vector<char> is_around_others_;         // by unit
   std::vector<Reducing> open_gradients_;       // by unit, in its backward
   std::deque<Reducing> reducing_;
   size_t num_reducing_ = 0;  // uses in it

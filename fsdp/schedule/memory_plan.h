@@ -13,8 +13,8 @@
 //     for one around all others: its gradients come and go at any time of
 //     backward;
 //   - so do those of a unit that spans passes, which is whole to their end;
-//   - backward may end before the first unit that is trained and around no
-//     others, and then keeps that one and those before it to its end;
+//   - a unit that backward is not to reach, as a frozen one in front of all
+//     that is trained, is not gathered for it;
 //   - what is not released behind backward keeps its memory to itself;
 //   - a unit that keeps its storage has memory of its own;
 //   - gradients that a unit adds up over several backwards have theirs;
@@ -64,6 +64,7 @@ struct PlannedUnit {
   std::vector<PlannedSegment> segments;
   UnitSettings settings;
   bool adds_up_gradients = false;  // over several backwards
+  bool is_reached = true;          // by backward
 };
 
 class MemoryPlan {

@@ -97,6 +97,8 @@ class UnitGathers {
   // The unit, if it is there, stays in slices on `num_ranks` neighbours: called
   // on all ranks before a pass ends. Errors: as need().
   void keep_slices(size_t unit, int num_ranks);
+  // On all ranks: no backward is to come to the unit.
+  void drop_slices_of(size_t unit) { slices_.drop(unit); }
   // As after a failure, of which all ranks know.
   void drop_slices();
   // By unit: on how many neighbours it is in slices; 0: on none. Equal on all

@@ -68,7 +68,8 @@ UnitPolicy::UnitPolicy(std::vector<Unit>& units, MeshTransports& transports,
       listener_(listener),
       fingerprint_of_units_(fingerprint_of_units),
       traits_({.fails_by_network_only = have_network_hooks(units)}),
-      backward_order_(std::move(backward_order)) {
+      backward_order_(std::move(backward_order)),
+      reached_(units.size()) {
   size_t num_reductions = 0;
   for (const Unit& unit : units_) {
     num_reductions += std::ranges::count_if(
@@ -175,7 +176,11 @@ std::vector<size_t> UnitPolicy::expected_in_forward() const {
 }
 
 std::vector<size_t> UnitPolicy::expected_in_backward() const {
-  return expected_in(follows_forward_ ? backward_of_forward_ : backward_order_);
+  std::vector<size_t> expected =
+      expected_in(follows_forward_ ? backward_of_forward_ : backward_order_);
+  std::erase_if(expected,
+                [this](size_t unit) { return reached_.is_left_out(unit); });
+  return expected;
 }
 
 std::vector<size_t> UnitPolicy::expected_in(
@@ -311,6 +316,7 @@ uint64_t UnitPolicy::order_digest(bool is_end) const {
   if (!is_end) {
     return digest.add(num_forwards_)
         .add_all(expected_in(backward_of_forward_))
+        .add_all(reached_.noted())
         .value();
   }
   return digest.add_all(backward_of_forward_)
@@ -333,6 +339,10 @@ Replanned UnitPolicy::replan(const CallCollective& /*call*/) {
 // Of what is known already the backward is known too. Not the reverse of its
 // forward is one that recomputes, or that goes through several.
 void UnitPolicy::on_begun_together(bool has_one_order) {
+  reached_.on_begun_together(has_one_order);
+  for (size_t unit = 0; unit < units_.size(); ++unit) {
+    if (reached_.is_left_out(unit)) gathers_.drop_slices_of(unit);
+  }
   follows_forward_ = has_one_order && num_forwards_ == 1 && is_predictable_ &&
                      forward_record_ != agreed_forward_;
 }

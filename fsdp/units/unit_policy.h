@@ -32,6 +32,7 @@
 #include "brigade/engine/state/reduction_policy.h"
 #include "brigade/fsdp/memory/gradient_memory.h"
 #include "brigade/fsdp/schedule/gather_waits.h"
+#include "brigade/fsdp/schedule/reached_units.h"
 #include "brigade/fsdp/units/mesh_transports.h"
 #include "brigade/fsdp/units/unit.h"
 #include "brigade/fsdp/units/unit_gathers.h"
@@ -78,6 +79,8 @@ class UnitPolicy final : public ReductionPolicy {
   // iteration that ranks agreed on, or else as they are numbered.
   const std::vector<size_t>& calling_order() const { return calling_order_; }
   std::vector<size_t> expected_in_backward() const;
+  ReachedUnits& reached() { return reached_; }
+  const ReachedUnits& reached() const { return reached_; }
   // While units are whole between passes, no gradient is to come.
   void refuse_gradients(bool value) { refuses_gradients_ = value; }
 
@@ -120,6 +123,7 @@ class UnitPolicy final : public ReductionPolicy {
   void note_backward_over() {
     follows_forward_ = false;
     num_forwards_ = 0;
+    reached_.backward_over();
   }
   // What ranks expect who have not seen one forward.
   std::vector<size_t> agreed_in_backward() const {
@@ -255,6 +259,7 @@ class UnitPolicy final : public ReductionPolicy {
   // The running backward expects that: all ranks have seen this forward, which
   // is another one than the last that they have agreed on.
   bool follows_forward_ = false;
+  ReachedUnits reached_;
   std::vector<size_t> completion_;   // of reductions
   std::vector<size_t> num_missing_;  // gradients, by reduction
   std::vector<char> is_ready_;       // by variable

@@ -162,12 +162,15 @@ TEST(MemoryPlanTest, GradientsOfAUnitsSegmentsComeInAnyOrder) {
   }
 }
 
-// Nobody's backward tells that they are over.
-TEST(MemoryPlanTest, FrozenUnitsInFrontAreKeptToTheEndOfBackward) {
+TEST(MemoryPlanTest, WhatBackwardDoesNotReachIsNotGatheredForIt) {
   std::vector<PlannedUnit> units = chain(4, 8, /*is_trained=*/false);
+  for (PlannedUnit& unit : units) unit.is_reached = false;
   units.push_back(unit_of(8));
   const MemoryPlan plan = plan_of(units, /*depth=*/1, /*max_reducing=*/1);
-  EXPECT_EQ(plan.total_bytes(), 6 * 8);  // all units, and a gradient
+  for (size_t unit = 0; unit < 4; ++unit) {
+    EXPECT_FALSE(of(plan, unit, 0).backward);
+  }
+  EXPECT_EQ(plan.total_bytes(), 2 * 8);  // a unit, and its gradient
 }
 
 TEST(MemoryPlanTest, FrozenUnitsBehindTrainedOnesAreReleased) {

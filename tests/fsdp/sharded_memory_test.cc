@@ -113,6 +113,12 @@ class RandomChain {
 
   bool has_outermost() const { return has_outermost_; }
 
+  // Whether backward reaches frozen units in front depends on when the
+  // outermost one uses its own parameters: it is seen in the first step.
+  bool is_seen_only() const {
+    return has_outermost_ && units[0].parameters.front().tensor.requires_grad();
+  }
+
   at::Tensor use(size_t unit, size_t parameter, const at::Tensor& h) const {
     const at::Tensor& tensor = units[unit].parameters[parameter].tensor;
     return torch::tanh(h * tensor.sum().to(at::kFloat));
@@ -338,9 +344,14 @@ void expect_planned(RandomChain& chain, const Group& group) {
     if (step == 1) allocations = root.statistics().allocations;
   }
   const ShardingStatistics statistics = root.statistics();
-  EXPECT_EQ(statistics.planned_bytes, planned);
-  EXPECT_EQ(statistics.peak_whole_bytes, planned);
-  EXPECT_EQ(statistics.whole_bytes, planned);
+  if (chain.is_seen_only()) {
+    EXPECT_LE(statistics.planned_bytes, planned);
+    EXPECT_LE(statistics.peak_whole_bytes, planned);
+  } else {
+    EXPECT_EQ(statistics.planned_bytes, planned);
+    EXPECT_EQ(statistics.peak_whole_bytes, planned);
+  }
+  EXPECT_EQ(statistics.whole_bytes, statistics.planned_bytes);
   EXPECT_EQ(statistics.unplanned, 0);
   EXPECT_EQ(statistics.allocations, allocations);
   EXPECT_EQ(statistics.late_gathers, 0);
@@ -409,11 +420,14 @@ TEST(ShardedMemoryTest, IsThePlannedOneWhereGradientsAreAddedUp) {
           if (step == 1) allocations = root.statistics().allocations;
         }
         const ShardingStatistics statistics = root.statistics();
-        if (from_the_first) {
+        if (from_the_first && chain.is_seen_only()) {
+          EXPECT_LE(statistics.planned_bytes, planned);
+          EXPECT_LE(statistics.peak_whole_bytes, planned);
+        } else if (from_the_first) {
           EXPECT_EQ(statistics.planned_bytes, planned);
           EXPECT_EQ(statistics.peak_whole_bytes, planned);
-          EXPECT_EQ(statistics.unplanned, 0);
         }
+        if (from_the_first) EXPECT_EQ(statistics.unplanned, 0);
         EXPECT_EQ(statistics.whole_bytes, statistics.planned_bytes);
         EXPECT_EQ(statistics.allocations, allocations);
         EXPECT_EQ(statistics.late_gathers, 0);
