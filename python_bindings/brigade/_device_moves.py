@@ -14,10 +14,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from brigade._group_device import device_of, serves
 
 
-def move_to_devices(
+def destinations(
     tensors: Iterable[torch.Tensor], group: dist.ProcessGroup, device_type: str | None
-) -> bool:
-    """They stay the objects that they are; what is on meta stays there.
+) -> list[tuple[torch.Tensor, torch.device]]:
+    """Those of the tensors that are to move, and where to; what is on meta stays there.
 
     Args:
         tensors: parameters and buffers.
@@ -25,29 +25,23 @@ def move_to_devices(
             NCCL's, what is on the CPU moves to its device.
         device_type: the mesh's; None: there is none. What is on a device of that type stays,
             also if it isn't the current one; torch moves it.
+    """
+    found = []
+    for tensor in tensors:
+        if tensor.is_meta:
+            continue
+        device = _device_for(tensor.device, group, device_type)
+        if device != tensor.device:
+            found.append((tensor, device))
+    return found
 
-    Returns:
-        Whether any has moved.
+
+def move(tensor: torch.Tensor, device: torch.device) -> None:
+    """It stays the object that it is.
 
     Raises:
-        ValueError: one is a DTensor of other devices.
+        ValueError: it is a DTensor, of other devices.
     """
-    has_moved = False
-    for tensor in tensors:
-        device = tensor.device
-        if not tensor.is_meta:
-            device = _device_for(tensor.device, group, device_type)
-        if device != tensor.device:
-            _move(tensor, device)
-            has_moved = True
-    return has_moved
-
-
-def type_of(mesh: Any) -> str | None:
-    return None if mesh is None else mesh.device_type
-
-
-def _move(tensor: torch.Tensor, device: torch.device) -> None:
     if isinstance(tensor, DTensor):
         raise ValueError(
             f"fully_shard: expected tensors on {device.type}, as the mesh's, found a DTensor over "
@@ -61,6 +55,10 @@ def _move(tensor: torch.Tensor, device: torch.device) -> None:
         if isinstance(tensor, nn.Parameter):
             moved = nn.Parameter(moved, requires_grad=tensor.requires_grad)
     torch.utils.swap_tensors(tensor, moved)
+
+
+def type_of(mesh: Any) -> str | None:
+    return None if mesh is None else mesh.device_type
 
 
 def _device_for(

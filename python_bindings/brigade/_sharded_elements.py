@@ -6,28 +6,41 @@ all ranks take one way, whatever the sizes of their parts are.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch import nn
+
+from brigade._shard_place import place_of
 
 _NAMES = """
-    abs absolute acos acosh add addcdiv addcmul asin asinh atan atan2 atanh bitwise_and
+    abs absolute acos acosh add addcdiv addcmul asin asinh atan atan2 atanh bernoulli bitwise_and
     bitwise_not bitwise_or bitwise_xor ceil clamp clamp_max clamp_min clip copysign cos cosh
     deg2rad digamma div divide eq erf erfc erfinv exp exp2 expm1 fix float_power floor
     floor_divide fmax fmin fmod frac ge greater greater_equal gt hypot isclose isfinite
     isinf isnan isneginf isposinf ldexp le lerp less less_equal lgamma log log10 log1p log2
-    logaddexp logical_and logical_not logical_or logical_xor logit lt maximum minimum mul
-    multiply nan_to_num ne neg negative nextafter not_equal pow rad2deg real reciprocal relu
+    logaddexp logical_and logical_not logical_or logical_xor logit lt masked_fill maximum minimum
+    mul multiply nan_to_num ne neg negative nextafter not_equal pow rad2deg real reciprocal relu
     remainder round rsqrt rsub sgn sigmoid sign signbit sin sinc sinh sqrt square sub
     subtract tan tanh true_divide trunc where xlogy __abs__ __add__ __and__ __eq__
     __floordiv__ __ge__ __gt__ __invert__ __le__ __lt__ __mod__ __mul__ __ne__ __neg__
     __or__ __pow__ __radd__ __rdiv__ __rfloordiv__ __rmod__ __rmul__ __rpow__ __rsub__
     __rtruediv__ __sub__ __truediv__ __xor__
 """
+_ACTIVATIONS = """
+    celu elu gelu hardshrink hardsigmoid hardswish hardtanh leaky_relu logsigmoid mish relu relu6
+    selu silu softplus softshrink softsign tanhshrink threshold
+"""
 _COPIES = """
-    bfloat16 clone contiguous cpu cuda detach double empty_like float full_like half
-    new_empty ones_like pin_memory to type zeros_like
+    bfloat16 bool byte char clone contiguous cpu cuda detach double empty_like float full_like half
+    int long new_empty ones_like pin_memory rand_like randint_like randn_like short to type type_as
+    zeros_like
+"""
+# Of this rank's memory: what is asked for is no more, or is written through.
+_MEMORY = """
+    new_full new_ones new_tensor new_zeros resolve_conj resolve_neg view_as_complex view_as_real
 """
 _FLAT = ("flatten", "ravel")  # without arguments; reshape() and view() with -1
 
@@ -38,7 +51,9 @@ def _functions(names: Iterable[str]) -> set[Callable]:
 
 
 # Of one tensor's elements they give as many, those of each rank from its own.
-OF_ELEMENTS = _functions(_NAMES.split())
+OF_ELEMENTS = _functions(_NAMES.split()) | {
+    getattr(nn.functional, name) for name in _ACTIVATIONS.split() if hasattr(nn.functional, name)
+}
 COPIES = _functions(_COPIES.split()) | {torch.Tensor.data.__get__}
 OF_LISTS = {
     getattr(torch, name)
@@ -56,6 +71,37 @@ def flattens(func: Callable, args: tuple, kwargs: dict[str, Any]) -> bool:
     return func in _RESHAPING and not kwargs and args[1:] in ((-1,), ((-1,),), ([-1],))
 
 
+_OF_THIS_RANK = _functions(_MEMORY.split())
+
+
+def is_of_this_rank(func: Callable) -> bool:
+    """Whether it gives, by what it is for, a tensor that is no part."""
+    return func in _OF_THIS_RANK
+
+
+_VIEWS_AS = _functions(["expand_as", "view_as"])
+
+
+def takes_all(func: Callable, args: tuple) -> bool:
+    """Whether it is `tensor[:]`, `tensor[...]`, or as a tensor of the same elements."""
+    if func in _VIEWS_AS:
+        return place_of(args[0]) is place_of(args[1])
+    if func is not torch.Tensor.__getitem__:
+        return False
+    return args[1] is Ellipsis or (isinstance(args[1], slice) and args[1] == slice(None))
+
+
+_WRITING = re.compile(r"[^_].*[^_]_|__i\w+__|__set\w*__|__del\w*__")
+
+
 def is_in_place(func: Callable) -> bool:
     """By its name, as torch's are."""
-    return getattr(func, "__name__", "").endswith("_")
+    return _WRITING.fullmatch(getattr(func, "__name__", "")) is not None
+
+
+def writes_elsewhere(func: Callable, args: tuple, part: type) -> bool:
+    """Whether a tensor, or the first of a list, that is no `part` is written."""
+    if not args or not is_in_place(func):
+        return False
+    written = args[0][0] if isinstance(args[0], (list, tuple)) and args[0] else args[0]
+    return not isinstance(written, part)

@@ -37,6 +37,14 @@ def _norm(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     if are_whole(parts):
         return _of_these(func, args, kwargs)
     p = args[1] if len(args) > 1 else kwargs.get("ord", kwargs.get("p", 2))
+    asks_by_order = func is torch.linalg.norm and (len(args) > 1 or "ord" in kwargs)
+    is_of_matrix = asks_by_order and p not in (None, "fro")
+    if p == "nuc" or (is_of_matrix and any(part.dim() > 1 for part in parts)):
+        raise NotImplementedError(
+            f"a norm of sharded parameters: expected that of all elements, found that of a matrix, "
+            f"of order {p}.\nTake torch.linalg.vector_norm() for the first, and full_tensor() for "
+            "the second."
+        )
     p = 2.0 if p is None or p == "fro" else float(p)
     others = [*args[2:]]
     others += [kwargs[name] for name in kwargs if name not in ("ord", "p", "dtype")]
@@ -215,10 +223,12 @@ def _unscale(func: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
 _OF_SEVERAL_ELEMENTS = """
     __matmul__ __rmatmul__ addmm addmv allclose aminmax argmax argmin argsort baddbmm bincount bmm
     cat concat concatenate corrcoef cosine_similarity count_nonzero cov cummax cummin cumprod
-    cumsum diff dist einsum histc histogram hstack inner kron kthvalue log_softmax logcumsumexp
-    logsumexp matmul median mm mode msort mv nanmean nanmedian nanquantile nansum nonzero outer
-    prod quantile renorm softmax sort stack std std_mean tensordot topk trapezoid unique
-    unique_consecutive var var_mean vstack
+    cumsum diff dist einsum fill_diagonal_ histc histogram hstack index_add_ index_copy_ index_fill_
+    index_put_ index_reduce_ inner kron kthvalue log_softmax logcumsumexp logsumexp masked_scatter_
+    matmul median mm mode msort mv nanmean nanmedian nanquantile nansum nonzero numpy outer prod
+    put_ quantile renorm renorm_ scatter_ scatter_add_ scatter_reduce_ softmax sort squeeze_ stack
+    std std_mean swapaxes_ swapdims_ t_ tensordot tolist topk transpose_ trapezoid tril_ triu_
+    unique unique_consecutive unsqueeze_ var var_mean vstack
 """
 
 
@@ -228,11 +238,41 @@ def _refuse_several(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     parts = [each for each in operands if isinstance(each, torch.Tensor) and place_of(each)]
     if are_whole(parts):
         return _of_these(func, args, kwargs)
-    raise NotImplementedError(
-        f"{func.__name__}() of a sharded tensor of {tuple(place_of(parts[0]).whole_shape)}: it "
-        "would be of this rank's part.\nTake it of full_tensor(), which all ranks call, or of "
-        "plain(), which is this part."
+    raise _refusal(func, parts[0])
+
+
+def _refusal(func: Callable, part: torch.Tensor) -> NotImplementedError:
+    name = func.__name__
+    if name in ("__get__", "__set__"):  # of a property, as T
+        name = func.__self__.__name__
+    place = place_of(part)
+    unit = place.unit()
+    of_unit = "" if unit is None else f" of {unit.describe()}"
+    return NotImplementedError(
+        f"{name}() of a sharded tensor of {tuple(place.whole_shape)}{of_unit}: it would be of this "
+        "rank's part.\nTake it of full_tensor(), which all ranks call, or of plain(), which is "
+        "this part."
     )
+
+
+def require_whole(
+    func: Callable, args: tuple, kwargs: dict[str, Any], cause: Exception | None = None
+) -> None:
+    """Raises NotImplementedError if a part that is less than all is among the arguments."""
+    operands = torch.utils._pytree.tree_leaves((args, kwargs))
+    parts = [each for each in operands if isinstance(each, torch.Tensor) and place_of(each)]
+    if all(place_of(part).unit() is not None for part in parts) and not are_whole(parts):
+        raise _refusal(func, parts[0]) from cause
+
+
+def _write_by_index(func: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Of all elements, or of those in a mask; rows have other places in each rank's part."""
+    part, index = args[:2]
+    is_mask = isinstance(index, torch.Tensor) and index.dtype == torch.bool
+    is_all = index is Ellipsis or (isinstance(index, slice) and index == slice(None))
+    if is_mask or is_all or place_of(part) is None or are_whole([part]):
+        return _of_these(func, args, kwargs)
+    return _refuse_several(func, args, kwargs)
 
 
 # By function of torch: what takes its place.
@@ -255,6 +295,7 @@ OF_WHOLE_TENSORS: dict[Callable, Callable[[Callable, tuple, dict[str, Any]], Any
         )
     },
     **dict.fromkeys(_NORMS, _norm),
+    torch.Tensor.__setitem__: _write_by_index,
     **{getattr(owner, name): _total for owner in (torch, torch.Tensor) for name in _TOTALS},
     **{getattr(owner, name): _dot for owner in (torch, torch.Tensor) for name in ("dot", "vdot")},
     **{

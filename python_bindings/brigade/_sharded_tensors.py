@@ -6,7 +6,7 @@ Its norms are those of the whole tensor, so that torch's clip_grad_norm_ and wha
 prints a norm are right; so is its number of dimensions, by which optimizers' groups are
 made, while its shape is this part's own. Copies of it, tensors made like it, as an
 optimizer's state is, and what is computed of it element by element are parts too; all else
-that is computed of it is a tensor of this rank alone.
+that torch computes of it raises, as it would be another thing on each rank.
 
 torch.distributed.checkpoint saves and loads the whole tensor through its parts, since
 each tells which boxes of it it holds.
@@ -28,12 +28,22 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.optim.optimizer import _foreach_supported_types as _of_optimizers
+from torch.utils._pytree import tree_leaves
 
 from brigade._shard_boxes import Box, boxes_of
 from brigade._shard_place import ShardPlace, place_of
 from brigade._sharded_draws import OF_WHOLE_DRAWS
-from brigade._sharded_elements import COPIES, OF_ELEMENTS, OF_LISTS, flattens, is_in_place
-from brigade._sharded_reductions import OF_WHOLE_TENSORS, are_whole
+from brigade._sharded_elements import (
+    COPIES,
+    OF_ELEMENTS,
+    OF_LISTS,
+    flattens,
+    is_in_place,
+    is_of_this_rank,
+    takes_all,
+    writes_elsewhere,
+)
+from brigade._sharded_reductions import OF_WHOLE_TENSORS, are_whole, require_whole
 
 
 def _number_of_dimensions(func: Callable, args: tuple, kwargs: dict[str, Any]) -> int:
@@ -54,6 +64,8 @@ def _address(func: Callable, args: tuple, kwargs: dict[str, Any]) -> int:
         return func(*args, **kwargs)
 
 
+# What torch raises of these is right for parts, too.
+_KNOWN = COPIES | OF_ELEMENTS | OF_LISTS
 _OF_WHOLE = {
     **OF_WHOLE_TENSORS,
     **OF_WHOLE_DRAWS,
@@ -61,6 +73,15 @@ _OF_WHOLE = {
     torch.Tensor.dim: _number_of_dimensions,
     torch.Tensor.ndimension: _number_of_dimensions,
     torch.Tensor.ndim.__get__: _number_of_dimensions,
+}
+
+
+_IN_PLACE_OF = {
+    "_local_tensor": "plain()",
+    "device_mesh": "the mesh that fully_shard was given",
+    "placements": "whole_shape",
+    "redistribute": "full_tensor()",
+    "to_local": "plain()",
 }
 
 
@@ -84,10 +105,20 @@ class TensorShard(torch.Tensor):
             return of_whole(func, args, kwargs or {})
         if func in OF_ELEMENTS:
             _require_elements((*args, *(kwargs or {}).values()))
+        elif writes_elsewhere(func, args, TensorShard):
+            _require_elements_in_place(args)
+        elif getattr(func, "__module__", None) == "torch.distributed.distributed_c10d":
+            _refuse_to_send(func, args, kwargs or {})
         if func == torch.Tensor.data.__get__:
             func = torch.Tensor.detach  # counts what is written through it
-        with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **(kwargs or {}))
+        try:
+            with torch._C.DisableTorchFunctionSubclass():
+                result = func(*args, **(kwargs or {}))
+        except (IndexError, RuntimeError, ValueError) as error:
+            if func in _KNOWN or is_in_place(func):
+                raise
+            require_whole(func, args, kwargs or {}, cause=error)
+            raise
         if kwargs and kwargs.get("out") is not None:
             return result
         if func in COPIES:
@@ -98,9 +129,24 @@ class TensorShard(torch.Tensor):
             return _as_parts_of_each(result, args[0])
         if flattens(func, args, kwargs or {}):
             return as_shard(_alias(result), args[0]._brigade_place.flat)
+        if takes_all(func, args):
+            same = _alias(result) if result is args[0] else result
+            return as_shard(same, place_of(args[0]))
+        if is_in_place(func):
+            return result
         # What gives the tensor itself on one rank gives another's view, or copy, on others.
         is_itself = isinstance(result, TensorShard) and args and result is args[0]
-        return _alias(result) if is_itself and not is_in_place(func) else result
+        if (is_itself or _has_others(result)) and not is_of_this_rank(func):
+            require_whole(func, args, kwargs or {})
+        return _alias(result) if is_itself else result
+
+    def __getattr__(self, name: str) -> Any:
+        """Of what there is none: says what takes its place of what DTensors have."""
+        instead = _IN_PLACE_OF.get(name)
+        raise AttributeError(
+            f"'{type(self).__name__}' object has no attribute '{name}'"
+            + ("" if instead is None else f", which DTensors have: use {instead}")
+        )
 
     def plain(self) -> torch.Tensor:
         """The same memory, as a tensor of this rank alone."""
@@ -266,6 +312,33 @@ def _require_elements(operands: tuple) -> None:
                     "elements.\nTake plain() of the part, or the whole parameter inside of "
                     "whole_parameters()."
                 )
+
+
+def _require_elements_in_place(args: tuple) -> None:
+    """The same where another tensor, or a list of them, is written."""
+    if not isinstance(args[0], (list, tuple)):
+        return _require_elements(args)
+    lists = [each for each in args if isinstance(each, (list, tuple))]
+    for operands in zip(*lists, strict=False):
+        _require_elements(operands)
+
+
+def _refuse_to_send(func: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
+    parts = [e for e in tree_leaves((args, kwargs)) if isinstance(e, TensorShard)]
+    if any(part._brigade_place.unit() is None for part in parts) or are_whole(parts):
+        return
+    raise NotImplementedError(
+        f"{func.__name__}() of this rank's part of a tensor of {tuple(parts[0].whole_shape)}: "
+        "other ranks have other parts.\nGradients are averages over ranks, and parameters alike, "
+        "already; plain() is this part, to be sent as it is."
+    )
+
+
+def _has_others(result: Any) -> bool:
+    """Whether there are tensors that are no parts."""
+    if isinstance(result, (list, tuple)):
+        return any(type(each) is torch.Tensor for each in result)
+    return type(result) is torch.Tensor
 
 
 def _as_part_of_one(result: Any, operands: tuple) -> Any:

@@ -30,7 +30,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from brigade import _C
 from brigade._checks import failure_told_to_peers
-from brigade._device_moves import move_to_devices
+from brigade._device_moves import destinations, move
 from brigade._function_transforms import require_none_that_differentiates
 from brigade._nests import cast_floating, map_tensors, move_to, tensors_in
 from brigade._shard_place import ShardPlace
@@ -251,12 +251,13 @@ class Unit:
             if buffer is not None
         ]
         if not found:
+            moves = destinations(buffers, self.group, device_type)
             with failure_told_to_peers(self.group):
-                has_moved = move_to_devices(buffers, self.group, device_type)
-            if has_moved:  # else peers hear of a failure where the parameters are compared
-                _C.require_agreement(
-                    self.group, "moved module", [type(m).__name__ for m in modules]
-                )
+                for tensor, device in moves:
+                    move(tensor, device)
+            if moves:  # else peers hear of a failure where the parameters are compared
+                names = [type(module).__name__ for module in modules]
+                _C.require_agreement(self.group, "moved module", names)
             return
         wholes, self._paths = list(found), list(found.values())
         self.names = [starts[index] + path for index, path in self._paths]
@@ -278,8 +279,11 @@ class Unit:
         self.options.allows_meta = self.is_from_meta
         memories = memory_of(self, self.names, wholes)
         with failure_told_to_peers(self.group):
-            require_apart(memories)
-            move_to_devices([*wholes, *buffers], self.group, device_type)
+            moves = destinations([*wholes, *buffers], self.group, device_type)
+            if moves:
+                require_apart(memories)
+            for tensor, device in moves:
+                move(tensor, device)
         self._make(wholes)
         remember(memories)
         # What is called here and there, and kept, is planned as such.

@@ -38,11 +38,13 @@ from brigade._initialization import (
     teach_torch_to_initialize,
     whole_inside,
 )
+from brigade._loaded_states import require_parts_of_optimizers
 from brigade._reduction_hooks import wire_dtype_of
 from brigade._refused_optimizers import refuse_optimizers
 from brigade._shardable_parameters import require_count
+from brigade._sharded_reductions import are_whole
 from brigade._sharded_root import Root
-from brigade._sharded_tensors import TensorShard
+from brigade._sharded_tensors import ShardedParameter, TensorShard
 from brigade._sharded_units import (
     Unit,
     count_optimizer_steps,
@@ -104,6 +106,7 @@ class FSDPModule(_TorchFSDPModule):
 
         Raises:
             NotImplementedError: for `assign` of a module that has memory, or of whole tensors.
+            RuntimeError: a whole tensor where this rank has a part; nothing is written.
         """
         if assign:
             parts = [value for value in state_dict.values() if isinstance(value, TensorShard)]
@@ -116,6 +119,8 @@ class FSDPModule(_TorchFSDPModule):
                     "to_empty(device=...) first."
                 )
             give_memory(self, parts[0].device)
+        for name, parameter in self.named_parameters(remove_duplicate=False):
+            _require_part(name, parameter, state_dict.get(name))
         return super().load_state_dict(state_dict, strict=strict)
 
     def _root(self) -> Root:
@@ -624,6 +629,7 @@ def make_unit(
     teach_torch_state_dicts()
     teach_torch_checkpoints()
     teach_hugging_face_writer()
+    require_parts_of_optimizers()
     teach_torch_to_initialize()
     count_optimizer_steps()
     refuse_optimizers()
@@ -642,6 +648,17 @@ def make_unit(
     for each in modules:
         each.__class__ = _sharded_class(type(each), base)
     return module
+
+
+def _require_part(name: str, parameter: nn.Parameter, value: Any) -> None:
+    if not isinstance(parameter, ShardedParameter) or isinstance(value, TensorShard):
+        return
+    is_whole = isinstance(value, torch.Tensor) and value.shape == parameter.whole_shape
+    if is_whole and not are_whole([parameter]):
+        raise RuntimeError(
+            f"load_state_dict: size mismatch for {name}: expected this rank's part, found all of "
+            f"it, {tuple(value.shape)}.\nLoad whole tensors by load_full_state_dict()."
+        )
 
 
 def _require_dtypes(policy: MixedPrecisionPolicy) -> None:
@@ -671,6 +688,12 @@ def _require_separate(modules: list[nn.Module]) -> None:
     if not modules:
         raise ValueError("fully_shard: expected a module, or several, found an empty list.")
     for module in modules:
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            raise ValueError(
+                f"fully_shard: expected modules that are called, found a {type(module).__name__}, "
+                "which has no forward.\nShard what is in it: each by itself, or list(...) as one "
+                "unit."
+            )
         if unit_of(module) is not None:
             raise ValueError("fully_shard: this module is sharded already.")
         inside = [other for other in module.modules() if any(other is each for each in modules)]

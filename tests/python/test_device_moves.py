@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import brigade
-from brigade import _device_moves
+from brigade import _device_moves, _sharded_units
 
 from ranks import run_ranks
 
@@ -95,11 +95,11 @@ def _moving(copies):
         tensor.data = tensor.data.clone()
 
     elsewhere = mock.patch.object(_device_moves, "_device_for", lambda *_: torch.device("cpu", 0))
-    return elsewhere, mock.patch.object(_device_moves, "_move", move)
+    return elsewhere, mock.patch.object(_sharded_units, "move", move)
 
 
 def _ties(rank):
-    module = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     module[1].weight = nn.Parameter(module[0].weight.data)
     copies = []
     elsewhere, move = _moving(copies)
@@ -130,7 +130,7 @@ def _fails(rank):
             brigade.fully_shard(module.block)
         elsewhere, move = _moving([])
         if rank == 1:
-            move = mock.patch.object(_device_moves, "_move", side_effect=RuntimeError("no room"))
+            move = mock.patch.object(_sharded_units, "move", side_effect=RuntimeError("no room"))
         with elsewhere, move, pytest.raises((RuntimeError, ValueError), match="no room"):
             brigade.fully_shard(module)
 
@@ -171,6 +171,6 @@ class _Pair(torch.Tensor):
 def test_subclasses_move_with_what_is_inside(is_parameter):
     pair = _Pair(torch.ones(2), torch.ones(2))
     tensor = nn.Parameter(pair, requires_grad=False) if is_parameter else pair
-    _device_moves._move(tensor, torch.device("meta"))
+    _device_moves.move(tensor, torch.device("meta"))
     assert isinstance(tensor, _Pair) and tensor.is_meta and tensor.one.is_meta
     assert isinstance(tensor, nn.Parameter) == is_parameter

@@ -356,7 +356,7 @@ def _scales(rank):
             first = own._brigade_place.begin
             for index in range(own.numel()):
                 if first + index == step // 2:
-                    own.grad[index] = float("inf")
+                    own.grad.plain()[index] = float("inf")
         for scaler, optimizer in zip(scalers, optimizers, strict=True):
             scaler.unscale_(optimizer)
         for scaler, optimizer in zip(scalers, optimizers, strict=True):

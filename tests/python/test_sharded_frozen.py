@@ -69,8 +69,12 @@ def _step(rank, model, plain):
 def _expect_sent(rank, model, plain):
     gathers, sums = _step(rank, model, plain)
     num_others = dist.get_world_size() - 1
-    numels = [p.numel() for p in plain.parameters()]
-    assert gathers == 4 * num_others * (sum(numels) + sum(numels[:4]))  # units twice
+    layers = [list(layer.parameters()) for layer in plain]
+    numels = [sum(p.numel() for p in layer) for layer in layers]
+    # Once for forward, and units for backward, but for those in front of all that is trained.
+    trained = (i for i, layer in enumerate(layers) if any(p.requires_grad for p in layer))
+    reached = numels[next(trained) : 2]
+    assert gathers == 4 * num_others * (sum(numels) + sum(reached))
     trained = [p.numel() for p in plain.parameters() if p.requires_grad]
     assert sums == 4 * num_others * sum(trained)
     _expect_gradients(model, plain)
