@@ -58,7 +58,8 @@ def move(tensor: torch.Tensor, device: torch.device) -> None:
 
 
 def type_of(mesh: Any) -> str | None:
-    return None if mesh is None else mesh.device_type
+    """None: there is no mesh, or a stand-in that names no type."""
+    return getattr(mesh, "device_type", None)
 
 
 def _device_for(

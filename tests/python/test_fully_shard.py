@@ -567,7 +567,6 @@ class _MeshOf:
     """What fully_shard asks of a mesh of one dimension."""
 
     ndim = 1
-    device_type = "cpu"
 
     def __init__(self, group):
         self.get_group, self.size = lambda: group, group.size
