@@ -463,6 +463,7 @@ class ShardedRoot final : private UnitPolicy::Listener {
   bool peers_know_ = false;  // of the failure that is on its way out of forward
   bool synchronizes_ = true;
   bool keeps_units_ = false;  // this forward, or the last: for its backward
+  bool computes_backward_ = false;   // this one, or the last: a graph's
   bool backward_reduces_ = false;    // this one, or the last
   bool is_behind_backward_ = false;  // that ended well, since when nothing ran
 

@@ -112,6 +112,7 @@ void ShardedRoot::release_behind_backward(size_t unit) {
 
 void ShardedRoot::begin_backward() {
   begin_backward_through(units_that_graphs_reach());
+  computes_backward_ = true;
 }
 
 std::vector<char> ShardedRoot::units_that_graphs_reach() const {
@@ -125,6 +126,7 @@ std::vector<char> ShardedRoot::units_that_graphs_reach() const {
 void ShardedRoot::begin_backward_through(std::vector<char> units) {
   TORCH_CHECK(pass_ != Pass::kApart,
               "fully_shard: a backward inside of unshard().\nLeave it first.");
+  computes_backward_ = false;
   policy_->reached().note(std::move(units));
   claim_kept();
   ++backward_;
@@ -235,6 +237,9 @@ void ShardedRoot::end_backward(bool ended_well) {
     drop_step();
   }
   live_calls_.backward_over();
+  if (ended_well && computes_backward_) {
+    live_calls_.note_needed(gathers_->schedule().record());
+  }
   policy_->note_backward_over();
   is_behind_backward_ = ended_well;
   if (!backward_reduces_) return;

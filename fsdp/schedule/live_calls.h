@@ -6,7 +6,8 @@
 // unit is made whole by hand. A unit that ever was so always counts.
 //
 // A backward comes to the calls that graphs hold, and to those that are
-// computed again for it.
+// computed again for it: that may be all that is called without gradients in a
+// forward, and is taken for so unless the last backward did not need the unit.
 //
 // Thread safety: none; graphs may end on any thread.
 
@@ -15,6 +16,7 @@
 
 #include <cstddef>
 #include <memory>
+#include <span>
 #include <vector>
 
 namespace brigade {
@@ -38,7 +40,13 @@ class LiveCalls {
 
   // Whether a backward may need it whole.
   bool may_be_reached(size_t unit) const {
-    return units_[unit].may_be_recomputed || num_held(unit) > 0;
+    const Unit& found = units_[unit];
+    return (found.may_be_recomputed && !found.was_idle) || num_held(unit) > 0;
+  }
+  // A backward that computes is over, which has needed these.
+  void note_needed(std::span<const size_t> units) {
+    for (Unit& unit : units_) unit.was_idle = true;
+    for (const size_t unit : units) units_[unit].was_idle = false;
   }
 
   // A backward has left a call of it.
@@ -57,7 +65,8 @@ class LiveCalls {
     std::shared_ptr<char> held = std::make_shared<char>();  // by graphs, too
     bool may_be_unseen = false;
     bool may_be_recomputed = false;
-    long num_left = 0;  // NOLINT(google-runtime-int): as use_count()
+    bool was_idle = false;  // in the last backward
+    long num_left = 0;      // NOLINT(google-runtime-int): as use_count()
   };
 
   long num_held(size_t unit) const {  // NOLINT(google-runtime-int)

@@ -35,7 +35,9 @@ def _load(self: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
 def _require_part(parameter: ShardedParameter, state: dict[str, Any]) -> None:
     for name, value in state.items():
         is_plain = isinstance(value, torch.Tensor) and not isinstance(value, TensorShard)
-        if not is_plain or value.shape != parameter.whole_shape or value.dim() == 0:
+        if not is_plain or value.dim() == 0 or value.shape == parameter.shape:
+            continue  # which it is where a rank holds all: others have this rank's
+        if value.shape != parameter.whole_shape:
             continue
         if not are_whole([parameter]):
             raise ValueError(

@@ -6,6 +6,7 @@ all ranks take one way, whatever the sizes of their parts are.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -79,29 +80,44 @@ def is_of_this_rank(func: Callable) -> bool:
     return func in _OF_THIS_RANK
 
 
-_VIEWS_AS = _functions(["expand_as", "view_as"])
+_VIEWS_AS = _functions(["expand_as", "reshape_as", "view_as"])
+
+
+def is_seen_as_a_part(func: Callable, args: tuple) -> bool:
+    """Whether a tensor that is no part is to have the shape of one."""
+    return func in _VIEWS_AS and place_of(args[0]) is None
 
 
 def takes_all(func: Callable, args: tuple) -> bool:
-    """Whether it is `tensor[:]`, `tensor[...]`, or as a tensor of the same elements."""
+    """Whether it is `tensor[:]`, `tensor[...]`, or a view of the same shape."""
     if func in _VIEWS_AS:
         return place_of(args[0]) is place_of(args[1])
+    if func in _RESHAPING:
+        asked = args[1] if len(args) == 2 and isinstance(args[1], (tuple, list)) else args[1:]
+        return place_of(args[0]) is not None and tuple(asked) == tuple(args[0].shape)
     if func is not torch.Tensor.__getitem__:
         return False
     return args[1] is Ellipsis or (isinstance(args[1], slice) and args[1] == slice(None))
 
 
-_WRITING = re.compile(r"[^_].*[^_]_|__i\w+__|__set\w*__|__del\w*__")
+_WRITING = re.compile(r"(_foreach_|_fused_|_amp_|[^_]).*[^_]_|__i\w+__|__set\w*__|__del\w*__")
+_TELLING = _functions(
+    ["backward", "register_hook", "register_post_accumulate_grad_hook", "retain_grad"]
+)
 
 
+def gives_no_tensor(func: Callable) -> bool:
+    """Whether its errors are about what is asked for, and not about parts."""
+    return func in _TELLING
+
+
+@functools.cache  # functions stay
 def is_in_place(func: Callable) -> bool:
     """By its name, as torch's are."""
     return _WRITING.fullmatch(getattr(func, "__name__", "")) is not None
 
 
-def writes_elsewhere(func: Callable, args: tuple, part: type) -> bool:
+def writes_elsewhere(args: tuple, part: type) -> bool:
     """Whether a tensor, or the first of a list, that is no `part` is written."""
-    if not args or not is_in_place(func):
-        return False
     written = args[0][0] if isinstance(args[0], (list, tuple)) and args[0] else args[0]
     return not isinstance(written, part)

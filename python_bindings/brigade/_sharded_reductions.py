@@ -221,14 +221,16 @@ def _unscale(func: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
 
 
 _OF_SEVERAL_ELEMENTS = """
-    __matmul__ __rmatmul__ addmm addmv allclose aminmax argmax argmin argsort baddbmm bincount bmm
+    __array__ __bool__ __complex__ __dlpack__ __float__ __index__ __int__ __iter__ __matmul__
+    __rmatmul__ addmm addmv allclose aminmax argmax argmin argsort baddbmm bincount bmm
     cat concat concatenate corrcoef cosine_similarity count_nonzero cov cummax cummin cumprod
     cumsum diff dist einsum fill_diagonal_ histc histogram hstack index_add_ index_copy_ index_fill_
-    index_put_ index_reduce_ inner kron kthvalue log_softmax logcumsumexp logsumexp masked_scatter_
-    matmul median mm mode msort mv nanmean nanmedian nanquantile nansum nonzero numpy outer prod
-    put_ quantile renorm renorm_ scatter_ scatter_add_ scatter_reduce_ softmax sort squeeze_ stack
+    index_put_ index_reduce_ inner is_nonzero item kron kthvalue log_softmax logcumsumexp logsumexp
+    masked_scatter_ matmul median mm mode msort mv nanmean nanmedian nanquantile nansum nonzero
+    numpy outer prod put_ quantile renorm renorm_ scatter_ scatter_add_ scatter_reduce_ softmax
+    sort squeeze_ stack
     std std_mean swapaxes_ swapdims_ t_ tensordot tolist topk transpose_ trapezoid tril_ triu_
-    unique unique_consecutive unsqueeze_ var var_mean vstack
+    unbind unique unique_consecutive unsqueeze_ var var_mean vstack
 """
 
 
@@ -267,12 +269,17 @@ def require_whole(
 
 def _write_by_index(func: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
     """Of all elements, or of those in a mask; rows have other places in each rank's part."""
-    part, index = args[:2]
+    written, index = args[:2]
     is_mask = isinstance(index, torch.Tensor) and index.dtype == torch.bool
     is_all = index is Ellipsis or (isinstance(index, slice) and index == slice(None))
-    if is_mask or is_all or place_of(part) is None or are_whole([part]):
+    tensors = [each for each in args if isinstance(each, torch.Tensor)]
+    parts = [each for each in tensors if place_of(each) is not None]
+    others = [index] if is_mask else tensors  # what a mask's elements become is as many as they
+    with torch._C.DisableTorchFunctionSubclass():
+        fit = all(each.numel() == 1 or each.shape == written.shape for each in others)
+    if (fit and (is_mask or is_all)) or are_whole(parts):
         return _of_these(func, args, kwargs)
-    return _refuse_several(func, args, kwargs)
+    raise _refusal(func, parts[0])
 
 
 # By function of torch: what takes its place.

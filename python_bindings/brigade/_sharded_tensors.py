@@ -38,8 +38,10 @@ from brigade._sharded_elements import (
     OF_ELEMENTS,
     OF_LISTS,
     flattens,
+    gives_no_tensor,
     is_in_place,
     is_of_this_rank,
+    is_seen_as_a_part,
     takes_all,
     writes_elsewhere,
 )
@@ -105,21 +107,26 @@ class TensorShard(torch.Tensor):
             return of_whole(func, args, kwargs or {})
         if func in OF_ELEMENTS:
             _require_elements((*args, *(kwargs or {}).values()))
-        elif writes_elsewhere(func, args, TensorShard):
-            _require_elements_in_place(args)
+        elif is_in_place(func):
+            if writes_elsewhere(args, TensorShard) or _has_others(args[1:]):
+                _require_elements_in_place(args)
         elif getattr(func, "__module__", None) == "torch.distributed.distributed_c10d":
             _refuse_to_send(func, args, kwargs or {})
+        has_out = kwargs is not None and kwargs.get("out") is not None
+        if has_out and func not in _KNOWN:
+            require_whole(func, args, kwargs)
         if func == torch.Tensor.data.__get__:
             func = torch.Tensor.detach  # counts what is written through it
         try:
             with torch._C.DisableTorchFunctionSubclass():
                 result = func(*args, **(kwargs or {}))
         except (IndexError, RuntimeError, ValueError) as error:
-            if func in _KNOWN or is_in_place(func):
+            is_about_memory = isinstance(error, torch.OutOfMemoryError)
+            if func in _KNOWN or is_about_memory or is_in_place(func) or gives_no_tensor(func):
                 raise
             require_whole(func, args, kwargs or {}, cause=error)
             raise
-        if kwargs and kwargs.get("out") is not None:
+        if has_out or is_seen_as_a_part(func, args):
             return result
         if func in COPIES:
             return _as_its_copy(result, args[0] if args else kwargs["input"])

@@ -651,9 +651,11 @@ def make_unit(
 
 
 def _require_part(name: str, parameter: nn.Parameter, value: Any) -> None:
-    if not isinstance(parameter, ShardedParameter) or isinstance(value, TensorShard):
+    if not isinstance(parameter, ShardedParameter) or not isinstance(value, torch.Tensor):
         return
-    is_whole = isinstance(value, torch.Tensor) and value.shape == parameter.whole_shape
+    if isinstance(value, TensorShard) or value.shape == parameter.shape:
+        return
+    is_whole = value.shape == parameter.whole_shape
     if is_whole and not are_whole([parameter]):
         raise RuntimeError(
             f"load_state_dict: size mismatch for {name}: expected this rank's part, found all of "

@@ -5,6 +5,7 @@ Of a matrix that is cut inside of rows; no rank holds all of it.
 
 import copy
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from ranks import run_ranks
 RIGHT = {
     "all of it": lambda p: p[:].norm() + p[...].norm(),
     "as itself": lambda p: p.view_as(p).norm() + p.expand_as(p).norm(),
+    "in its own shape": lambda p: p.view(p.shape).norm() + p.reshape(p.shape).norm(),
     "as another's type": lambda p: p.type_as(p.double()).norm(),
     "counts": lambda p: (p > 0).int().sum() + (p > 0).long().sum() + (p > 0).bool().sum(),
     "masked": lambda p: p.masked_fill(p < 0, 0).sum(),
@@ -42,6 +44,11 @@ REFUSED = {
     "linear": lambda p: functional.linear(torch.ones(2, p.numel()), p),
     "with another size": lambda p: functional.linear(torch.ones(2, 5), p),
     "numpy": lambda p: p.numpy(),
+    "asarray": lambda p: numpy.asarray(p),
+    "item": lambda p: p.item(),
+    "a number": lambda p: float(p),
+    "iteration": lambda p: list(p),
+    "into another": lambda p: torch.index_select(p, 0, torch.tensor([0]), out=torch.empty(1)),
     "tolist": lambda p: p.tolist(),
     "spectral": lambda p: torch.linalg.norm(p, 2),
     "of rows": lambda p: torch.linalg.norm(p, float("inf")),
@@ -53,6 +60,7 @@ REFUSED = {
     "broadcast": lambda p: dist.broadcast(p, 0),
     "all-reduce": lambda p: dist.all_reduce(p),
     "all-gather": lambda p: dist.all_gather([torch.empty(p.shape)], p),
+    "set in the whole": lambda p: torch.zeros(p.whole_shape).__setitem__(slice(None), p),
     "a copy of the whole": lambda p: torch.zeros(p.whole_shape).copy_(p),
     "an average of the whole": lambda p: torch.zeros(p.whole_shape).lerp_(p, 0.5),
     "lists": lambda p: torch._foreach_lerp_([torch.zeros(p.whole_shape)], [p], 0.5),
@@ -74,6 +82,12 @@ def _computes(rank):
         with pytest.raises(NotImplementedError):
             pytest.fail(f"{name} gave {of(part)}")
     assert torch.equal(part.plain(), before)
+    own = torch.zeros(part.shape)
+    torch._foreach_copy_([own], [part])
+    assert torch.equal(own, part.plain())
+    assert torch.ones(part.numel()).view_as(part).shape == part.shape
+    with pytest.raises(NotImplementedError, match="as many elements"):
+        torch._foreach_copy_([torch.zeros(part.whole_shape)], [part])
     masked = part.clone()
     masked[masked > 0] = 0
     torch.testing.assert_close(masked.sum(), whole.clamp(max=0).sum())
@@ -109,6 +123,12 @@ def _loads_wholes(rank, options):
     after = brigade.full_optimizer_state_dict(net, optimizers[1])
     assert str(after) == str(before)
     optimizers[1].load_state_dict(optimizers[1].state_dict())
+    state = {
+        key: {name: value.plain() if value.dim() else value for name, value in of_part.items()}
+        for key, of_part in optimizers[1].state_dict()["state"].items()
+    }
+    optimizers[1].load_state_dict(optimizers[1].state_dict() | {"state": state})
+    net.load_state_dict({name: value.plain() for name, value in net.state_dict().items()})
 
     whole = net.full_state_dict()
     zeros = {name: torch.zeros_like(value) for name, value in whole.items()}

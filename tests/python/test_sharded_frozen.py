@@ -114,3 +114,37 @@ def _frozen_behind(rank):
 
 def test_units_may_be_frozen_and_thawed_between_steps():
     run_ranks(_frozen_behind)
+
+
+class _Encoded(nn.Module):
+    """A front that is called without gradients, and what is trained behind it."""
+
+    def __init__(self):
+        super().__init__()
+        self.front = nn.Sequential(*_layers())
+        self.top = nn.Linear(SIZE, SIZE)
+
+    def forward(self, x):
+        with torch.no_grad():
+            x = self.front(x)
+        return self.top(x)
+
+
+def _front_without_gradients(rank):
+    model = _Encoded()
+    for layer in (*model.front, model.top):
+        brigade.fully_shard(layer)
+    brigade.fully_shard(model)
+    before, unneeded = 0, []
+    for _ in range(4):
+        model(_batch_of(rank)).sum().backward()
+        after = model.sharding_statistics()
+        unneeded.append(after["unneeded_gathers"] - before)
+        before = after["unneeded_gathers"]
+        assert after["late_gathers"] == 0
+    # A checkpoint would call it again: that it is none is known behind the first backward.
+    assert unneeded[-2:] == [0, 0]
+
+
+def test_a_front_that_is_called_without_gradients_is_gathered_for_the_first_backward_alone():
+    run_ranks(_front_without_gradients)
