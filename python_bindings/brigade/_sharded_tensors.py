@@ -108,7 +108,9 @@ class TensorShard(torch.Tensor):
         if func in OF_ELEMENTS:
             _require_elements((*args, *(kwargs or {}).values()))
         elif is_in_place(func):
-            if writes_elsewhere(args, TensorShard) or _has_others(args[1:]):
+            is_of_memory = func.__name__ == "__set__"  # other memory, not other elements
+            meets_others = writes_elsewhere(args, TensorShard) or _has_others(args[1:])
+            if meets_others and not is_of_memory:
                 _require_elements_in_place(args)
         elif getattr(func, "__module__", None) == "torch.distributed.distributed_c10d":
             _refuse_to_send(func, args, kwargs or {})
