@@ -293,10 +293,8 @@ _meshes: dict[str, tuple[dist.ProcessGroup, DeviceMesh]] = {}
 
 def _default_mesh(below: list[FSDPModule]) -> DeviceMesh | None:
     """Of the accelerator, as torch chooses, or of what is sharded already; None: of CPUs."""
-    kind = torch._C._get_accelerator().type
-    for part in (part for each in below for part in each.parameters(recurse=False)):
-        kind = part.device.type
-        break
+    part = next((part for each in below for part in each.parameters()), None)
+    kind = torch._C._get_accelerator().type if part is None else part.device.type
     if kind == "cpu":
         return None
     group = dist.group.WORLD

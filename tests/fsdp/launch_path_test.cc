@@ -1,6 +1,8 @@
 // What runs between a unit's last gradient and its reduction: no kernel, and no
 // copy beside the gradient's own into its place.
 
+#include "brigade/tests/fsdp/launch_path.h"
+
 #include <ATen/record_function.h>
 #include <torch/torch.h>
 
@@ -30,7 +32,7 @@ using ::testing::SizeIs;
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 using Names = std::vector<std::string>;
 
-constexpr std::string_view kLastGradient = "the last gradient is there";
+using testing::kLastGradient;
 constexpr std::string_view kReduction = "the reduction begins";
 
 // What this thread runs, in order.
@@ -55,29 +57,9 @@ class Recording {
   const at::CallbackHandle handle_;
 };
 
-bool makes_a_view(std::string_view name) {
-  constexpr std::string_view kViews[] = {"aten::narrow", "aten::slice",
-                                         "aten::as_strided", "aten::view",
-                                         "aten::detach"};
-  return std::ranges::find(kViews, name) != std::end(kViews);
-}
-
-// By reduction: the operators between the two.
-std::vector<Names> operators_before_reductions() {
-  std::vector<Names> found;
-  bool is_between = false;
-  for (const std::string& event : events) {
-    if (event == kLastGradient) {
-      found.emplace_back();
-      is_between = true;
-    } else if (event == kReduction) {
-      is_between = false;
-    } else if (is_between && event.starts_with("aten::") &&
-               !makes_a_view(event)) {
-      found.back().push_back(event);
-    }
-  }
-  return found;
+std::vector<Names> operators_of_events() {
+  return testing::operators_before_reductions(
+      events, [](const std::string& event) { return event == kReduction; });
 }
 
 // As without a hook, but it says that it begins.
@@ -150,7 +132,7 @@ std::vector<Names> operators_of_step(const Group& group,
     });
     const Recording recording;
     y.backward();
-    found = operators_before_reductions();
+    found = operators_of_events();
     EXPECT_EQ(std::ranges::count(events, kReduction),
               static_cast<int64_t>(kNumUnits));
   }

@@ -5,7 +5,6 @@
 #include <ATen/record_function.h>
 #include <torch/torch.h>
 
-#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -17,6 +16,7 @@
 #include "brigade/comm/recording_group.h"
 #include "brigade/fsdp/sharded_root.h"
 #include "brigade/fsdp/units/reduction_hook.h"
+#include "brigade/tests/fsdp/launch_path.h"
 #include "brigade/tests/support/simulated_device/stream_test.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -33,7 +33,7 @@ using ::testing::SizeIs;
 
 using Names = std::vector<std::string>;
 
-constexpr std::string_view kLastGradient = "the last gradient is there";
+using testing::kLastGradient;
 
 // What runs on any thread, in order: autograd has one for the device.
 std::mutex mutex;
@@ -75,31 +75,11 @@ class Recording {
   const at::CallbackHandle handle_;
 };
 
-// They take no kernel.
-bool makes_a_view(std::string_view name) {
-  constexpr std::string_view kViews[] = {
-      "aten::as_strided", "aten::detach", "aten::narrow",
-      "aten::slice",      "aten::view",   "aten::view_as_real"};
-  return std::ranges::find(kViews, name) != std::end(kViews);
-}
-
-// By reduction, the kernels between the two: its collective is the first to be
-// launched behind the unit's last gradient.
+// A unit's collective is the first to be launched behind its last gradient.
 std::vector<Names> kernels_before_reductions() {
-  std::vector<Names> found;
-  bool is_between = false;
-  for (const std::string& event : events) {
-    if (event == kLastGradient) {
-      found.emplace_back();
-      is_between = true;
-    } else if (event.starts_with("c10d::")) {
-      is_between = false;
-    } else if (is_between && event.starts_with("aten::") &&
-               !makes_a_view(event)) {
-      found.back().push_back(event);
-    }
-  }
-  return found;
+  return testing::operators_before_reductions(
+      events,
+      [](const std::string& event) { return event.starts_with("c10d::"); });
 }
 
 // Adds a parameter; backward says when it has the gradient if that is a unit's
