@@ -1,22 +1,15 @@
 #include "brigade/comm/ranks_of_host.h"
 
-#include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/full.h>
-#include <c10/util/Exception.h>
-
 #include <algorithm>
-#include <exception>
 #include <string>
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "brigade/comm/errors/liveness_probe.h"
-#include "brigade/comm/errors/peer_error.h"
 #include "brigade/comm/errors/ranks_by_value.h"
 #include "brigade/comm/errors/shortened_list.h"
 #include "brigade/comm/errors/status_bridge.h"
-#include "brigade/comm/group/control_device.h"
+#include "brigade/comm/group/numbers_of_ranks.h"
 #include "brigade/comm/ordered/shared_memory.h"
 
 namespace brigade {
@@ -36,30 +29,6 @@ std::string describe(const std::vector<RanksOfValue<int64_t>>& hosts) {
     return absl::StrCat(describe_ranks(hosts[host].ranks), " on ",
                         host == 0 ? "one host" : "another");
   });
-}
-
-std::vector<int64_t> hosts_of(c10d::ProcessGroup& group) {
-  const at::TensorOptions on =
-      at::TensorOptions(at::kLong).device(control_device(group));
-  std::vector<at::Tensor> inputs = {
-      at::full({1}, static_cast<int64_t>(SharedMemory::host()), on)};
-  std::vector<std::vector<at::Tensor>> outputs(1);
-  for (int rank = 0; rank < group.getSize(); ++rank) {
-    outputs.front().push_back(at::empty({1}, on));
-  }
-  try {
-    group.allgather(outputs, inputs)->wait();
-  } catch (...) {
-    throw_peer_error(
-        c10::str("ranks_of_a_host: rank ", group.getRank(), " of ",
-                 group.getSize(), " could not tell the others its host"),
-        std::current_exception());
-  }
-  std::vector<int64_t> hosts;
-  for (const at::Tensor& output : outputs.front()) {
-    hosts.push_back(output.item<int64_t>());
-  }
-  return hosts;
 }
 
 }  // namespace
@@ -85,7 +54,9 @@ absl::StatusOr<int> ranks_of_a_host(const std::vector<int64_t>& host_by_rank) {
 
 int ranks_of_a_host(const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
   if (group->getSize() == 1) return 1;
-  return value_or_throw(ranks_of_a_host(hosts_of(*group)));
+  return value_or_throw(ranks_of_a_host(numbers_of_ranks(
+      group, static_cast<int64_t>(SharedMemory::host()),
+      "could not tell the others its host, for ranks_of_a_host()")));
 }
 
 }  // namespace brigade

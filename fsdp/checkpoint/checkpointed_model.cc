@@ -1,11 +1,15 @@
 #include "brigade/fsdp/checkpoint/checkpointed_model.h"
 
 #include <algorithm>
+#include <cstddef>
 #include <utility>
 
 #include "brigade/comm/agreement.h"
 #include "brigade/comm/group/control_device.h"
+#include "brigade/comm/group/numbers_of_ranks.h"
+#include "brigade/comm/ordered/shared_memory.h"
 #include "brigade/fsdp/fully_shard.h"
+#include "brigade/fsdp/layout/digest.h"
 
 namespace brigade {
 namespace {
@@ -70,6 +74,21 @@ CheckpointedModel::CheckpointedModel(
                            .strides = strides_of(parameter.tensor),
                            .held = parameter.tensor});
   }
+}
+
+CheckpointedModel::Reader CheckpointedModel::reader_of(uint64_t file_id) const {
+  if (root_ != nullptr) root_->meet_peers();
+  const uint64_t host = SharedMemory::host();
+  const auto rank = static_cast<size_t>(group_->getRank());
+  const std::vector<int64_t> files = numbers_of_ranks(
+      group_, static_cast<int64_t>(Digest().add(host).add(file_id).value()),
+      "could not tell the others which file it reads");
+  if (host == 0) return {};  // not known
+  const auto own = files.begin() + static_cast<std::ptrdiff_t>(rank);
+  return {
+      .place = static_cast<size_t>(std::count(files.begin(), own, files[rank])),
+      .num_readers = static_cast<size_t>(
+          std::count(files.begin(), files.end(), files[rank]))};
 }
 
 void CheckpointedModel::require_agreement(const std::string& what,

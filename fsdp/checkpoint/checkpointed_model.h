@@ -59,6 +59,15 @@ class CheckpointedModel {
   ShardedRoot* root() const { return root_; }  // null: all is held
   bool is_first_rank() const { return group_->getRank() == 0; }
 
+  // Collective. This rank's place among those that read one file, by its
+  // file_id(), and how many they are. Hosts are taken to have files of their
+  // own.
+  struct Reader {
+    size_t place = 0;
+    size_t num_readers = 1;
+  };
+  Reader reader_of(uint64_t file_id) const;
+
   // Collective: ranks compare `items`, of which each is a `what`. Errors:
   // ValueError, alike on all ranks, if one's `status` is not OK, or they
   // differ.

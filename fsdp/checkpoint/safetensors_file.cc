@@ -15,6 +15,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "brigade/fsdp/layout/digest.h"
 
 namespace brigade {
 namespace {
@@ -349,16 +350,18 @@ absl::StatusOr<SafetensorsReader> SafetensorsReader::open(std::string path) {
       parse_header(text, facts.st_size - data_begin);
   if (!header.ok())
     return damaged(path, std::string(header.status().message()));
-  return SafetensorsReader(std::move(path), std::move(file), data_begin,
-                           *std::move(header));
+  const uint64_t file_id = Digest().add(facts.st_dev).add(facts.st_ino).value();
+  return SafetensorsReader(std::move(path), std::move(file), file_id,
+                           data_begin, *std::move(header));
 }
 
 SafetensorsReader::SafetensorsReader(std::string path,
                                      std::unique_ptr<File> file,
-                                     int64_t data_begin,
+                                     uint64_t file_id, int64_t data_begin,
                                      SafetensorsHeader header)
     : path_(std::move(path)),
       file_(std::move(file)),
+      file_id_(file_id),
       data_begin_(data_begin),
       header_(std::move(header)),
       begins_(data_begins(header_.entries)) {

@@ -132,6 +132,9 @@ class SafetensorsReader {
   // them: other contents have another one.
   uint32_t checksum() const;
 
+  // Of the file that was opened: on one host no other one has it.
+  uint64_t file_id() const { return file_id_; }
+
   // nullptr if there is none. Valid as long as the reader.
   const SafetensorsEntry* find(std::string_view name) const;
 
@@ -163,7 +166,8 @@ class SafetensorsReader {
   class File;
 
   SafetensorsReader(std::string path, std::unique_ptr<File> file,
-                    int64_t data_begin, SafetensorsHeader header);
+                    uint64_t file_id, int64_t data_begin,
+                    SafetensorsHeader header);
 
   absl::StatusOr<size_t> index_of(std::string_view name) const;
   absl::Status read_entry(size_t entry, int64_t offset_bytes,
@@ -174,6 +178,7 @@ class SafetensorsReader {
   // Constant after construction
   std::string path_;
   std::unique_ptr<File> file_;
+  uint64_t file_id_;
   int64_t data_begin_;  // in the file
   SafetensorsHeader header_;
   std::vector<int64_t> begins_;  // in the data, by entry; then the data's end

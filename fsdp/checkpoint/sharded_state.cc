@@ -89,6 +89,17 @@ absl::Status check_entries(const SafetensorsReader& reader,
   return absl::OkStatus();
 }
 
+// Those who read one file share what there is to be read again.
+absl::Status verify_share(const SafetensorsReader& reader,
+                          const CheckpointedModel::Reader& own) {
+  for (size_t i = own.place; i < reader.entries().size();
+       i += own.num_readers) {
+    absl::Status status = reader.verify(reader.entries()[i].name);
+    if (!status.ok()) return status;
+  }
+  return absl::OkStatus();
+}
+
 }  // namespace
 
 void save_whole(const CheckpointedModel& model, const std::string& path,
@@ -145,7 +156,9 @@ SafetensorsMetadata load_whole(const CheckpointedModel& model,
       SafetensorsReader::open(path);
   absl::Status status = reader.status();
   if (status.ok()) status = check_entries(*reader, found.entries(), path);
-  if (status.ok() && model.is_first_rank()) status = reader->verify();
+  const CheckpointedModel::Reader own =
+      model.reader_of(reader.ok() ? reader->file_id() : 0);
+  if (status.ok()) status = verify_share(*reader, own);
   std::vector<std::string> contents;
   if (reader.ok()) {
     contents.push_back(absl::StrCat(

@@ -219,6 +219,46 @@ TEST_F(ShardedStateTest, AFileThatDoesNotFitChangesNothing) {
   });
 }
 
+// As of hosts that have copies: whichever of them it is that reads a tensor.
+TEST_F(ShardedStateTest, EachCopyOfAFileIsVerified) {
+  run_ranks(2, [&](const Group& group) {
+    Net net;
+    ShardedRoot root(net.units(), group, {});
+    save_whole(root, path());
+  });
+  const auto reader = SafetensorsReader::open(path());
+  ASSERT_TRUE(reader.ok());
+  const std::string copy = path() + ".copy";
+  const auto size = std::filesystem::file_size(path());
+  int64_t end = 0;  // of tensors, from the end of the file
+  for (size_t i = reader->entries().size(); i-- > 0;) {
+    const SafetensorsEntry& entry = reader->entries()[i];
+    end += entry.num_bytes();
+    std::filesystem::copy_file(
+        path(), copy, std::filesystem::copy_options::overwrite_existing);
+    std::fstream file(copy, std::ios::in | std::ios::out | std::ios::binary);
+    file.seekg(static_cast<std::streamoff>(size) - end);
+    const char flipped = static_cast<char>(file.get() ^ 1);
+    file.seekp(static_cast<std::streamoff>(size) - end);
+    file.put(flipped);
+    file.close();
+    run_ranks(3, [&](const Group& group) {
+      Net net;
+      ShardedRoot root(net.units(), group, {});
+      const std::vector<at::Tensor> before = whole_of(root, net);
+      const bool has_copy = group->getRank() == 2;
+      EXPECT_THAT([&] { load_whole(root, has_copy ? copy : path()); },
+                  ::testing::Throws<c10::ValueError>(::testing::Property(
+                      &c10::Error::what_without_backtrace,
+                      HasSubstr("tensor '" + entry.name + "'"))));
+      const std::vector<at::Tensor> after = whole_of(root, net);
+      for (size_t j = 0; j < before.size(); ++j) {
+        EXPECT_TRUE(at::equal(before[j], after[j]));
+      }
+    });
+  }
+}
+
 // Counts what the process has allocated for tensors on the CPU while it lives,
 // and not given back, on whatever thread. One at a time.
 class PeakMemory final : public c10::Allocator {
