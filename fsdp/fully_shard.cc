@@ -11,6 +11,7 @@
 #include <unordered_map>
 
 #include "absl/strings/str_cat.h"
+#include "brigade/fsdp/parameter_memory.h"
 
 namespace brigade {
 namespace {
@@ -25,6 +26,14 @@ struct OwnedParameter {
 bool is_ignored(const UnitChoice& choice, const NamedParameter& parameter) {
   return choice.is_ignored &&
          choice.is_ignored(parameter.name, parameter.tensor);
+}
+
+int64_t numel_of(std::span<const NamedParameter> parameters) {
+  int64_t numel = 0;
+  for (const NamedParameter& parameter : parameters) {
+    numel += parameter.tensor.numel();
+  }
+  return numel;
 }
 
 struct CollectedUnit {
@@ -148,18 +157,6 @@ std::vector<size_t> in_order(const std::vector<CollectedUnit>& units) {
   return order;
 }
 
-void require_no_unit_inside(const std::string& name, Module& child) {
-  for (const auto& inner : child.named_modules("", /*include_self=*/false)) {
-    TORCH_CHECK_VALUE(
-        dynamic_cast<UnitModule*>(inner.value().get()) == nullptr,
-        "fully_shard: expected children of the Sequential that are units, "
-        "found '",
-        name, "', in which Sharded holds '", inner.key(),
-        "'.\nMake the Sequential a member of a module of your own, and hold "
-        "each unit by Sharded.");
-  }
-}
-
 std::vector<NamedParameter> parameters_of(const std::string& name,
                                           const Module& child,
                                           const UnitChoice& choice) {
@@ -173,6 +170,34 @@ std::vector<NamedParameter> parameters_of(const std::string& name,
   return parameters;
 }
 
+// Of a child of a Sequential. `numel_before`: of the unit that it is in.
+void require_no_unit_inside(const std::string& name, const Module& child,
+                            const UnitChoice& choice, int64_t numel_before) {
+  for (const auto& inner : child.named_modules("", /*include_self=*/false)) {
+    const bool is_held =
+        dynamic_cast<const UnitModule*>(inner.value().get()) != nullptr;
+    const std::string path = absl::StrCat(name, ".", inner.key());
+    const std::vector<NamedParameter> parameters =
+        parameters_of(path, *inner.value(), choice);
+    const bool is_chosen =
+        !is_held && choice.begins_unit && !parameters.empty() &&
+        choice.begins_unit({.name = path,
+                            .module = *inner.value(),
+                            .place = UnitCandidate::Place::kMember,
+                            .numel = numel_of(parameters),
+                            .numel_before = numel_before});
+    TORCH_CHECK_VALUE(
+        !is_held && !is_chosen,
+        "fully_shard: expected children of the Sequential that are units, "
+        "found '",
+        name, "', in which ",
+        is_held ? "Sharded holds '" : "the rule for units chose '", inner.key(),
+        "' (", inner.value()->name(),
+        ").\nMake the Sequential a member of a module of your own, and hold "
+        "each unit by brigade::Sharded.");
+  }
+}
+
 // Tied ones, which are there already, once.
 void add(const std::vector<NamedParameter>& parameters, UnitSpec& spec) {
   for (const NamedParameter& parameter : parameters) {
@@ -184,14 +209,6 @@ void add(const std::vector<NamedParameter>& parameters, UnitSpec& spec) {
   }
 }
 
-int64_t numel_of(std::span<const NamedParameter> parameters) {
-  int64_t numel = 0;
-  for (const NamedParameter& parameter : parameters) {
-    numel += parameter.tensor.numel();
-  }
-  return numel;
-}
-
 }  // namespace
 
 SequentialUnits units_of_sequential(const torch::nn::SequentialImpl& sequential,
@@ -199,7 +216,9 @@ SequentialUnits units_of_sequential(const torch::nn::SequentialImpl& sequential,
   SequentialUnits units;
   auto& [specs, runs] = units;
   for (const auto& child : sequential.named_children()) {
-    require_no_unit_inside(child.key(), *child.value());
+    require_no_unit_inside(
+        child.key(), *child.value(), choice,
+        specs.empty() ? 0 : numel_of(specs.back().parameters));
     const std::vector<NamedParameter> parameters =
         parameters_of(child.key(), *child.value(), choice);
     if (choice.begins_unit && !specs.empty() &&
@@ -245,6 +264,35 @@ ModuleUnits units_of_module(Module& module, const UnitChoice& choice) {
     if (has_parameters) units.specs.push_back(std::move(specs[unit]));
   }
   return units;
+}
+
+void require_untied(const torch::nn::Module& module,
+                    const std::vector<UnitSpec>& sharded) {
+  ParameterMemory memory;
+  std::unordered_set<const c10::TensorImpl*> in_units;
+  for (const UnitSpec& unit : sharded) {
+    for (const NamedParameter& parameter : unit.parameters) {
+      memory.take(parameter.tensor, parameter.name);
+      in_units.insert(parameter.tensor.unsafeGetTensorImpl());
+    }
+  }
+  const auto require = [&](const std::string& name, const at::Tensor& tensor,
+                           std::string_view kind) {
+    if (in_units.contains(tensor.unsafeGetTensorImpl())) return;
+    const std::string* const owner = memory.owner_of(tensor);
+    TORCH_CHECK_VALUE(owner == nullptr, "fully_shard: ", kind, " '",
+                      without_unit_levels(name),
+                      "' shares its memory with parameter '",
+                      owner == nullptr ? "" : *owner,
+                      "', and would no longer be tied to it once that is "
+                      "sharded.\nclone() it, or shard neither.");
+  };
+  for (const auto& parameter : module.named_parameters()) {
+    require(parameter.key(), parameter.value(), "ignored parameter");
+  }
+  for (const auto& buffer : module.named_buffers()) {
+    require(buffer.key(), buffer.value(), "buffer");
+  }
 }
 
 RegisteredParameters::RegisteredParameters(

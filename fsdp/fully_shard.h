@@ -159,9 +159,16 @@ struct SequentialUnits {
   std::vector<ChildRun> runs;
 };
 
-// Errors: ValueError if a child has a Sharded inside.
+// Errors: ValueError if a child has a Sharded inside, or `choice` makes a unit
+// of a module that is inside of a child.
 SequentialUnits units_of_sequential(const torch::nn::SequentialImpl& sequential,
                                     const UnitChoice& choice = {});
+
+// Errors: ValueError if what stays as it is, a parameter that is ignored or a
+// buffer, shares its memory with one that is sharded: they would no longer be
+// tied.
+void require_untied(const torch::nn::Module& module,
+                    const std::vector<UnitSpec>& sharded);
 
 // What a module has registered when it is sharded.
 class RegisteredParameters {
@@ -298,6 +305,7 @@ class FullySharded {
     // What ends forward begins backward: it stays whole in between.
     UnitSpec& kept = kIsSequential ? specs.back() : specs.front();
     if (!kept.reshards_after_forward) kept.reshards_after_forward = false;
+    require_untied(*module_, specs);
     root_ = std::make_unique<ShardedRoot>(specs, std::move(group), options);
     registered_.emplace(*module_, specs);
     if (has_outermost_unit_) {

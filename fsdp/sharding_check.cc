@@ -3,11 +3,8 @@
 #include <c10/core/ScalarType.h>
 
 #include <cstdint>
-#include <iterator>
-#include <map>
 #include <optional>
 #include <string>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -15,6 +12,7 @@
 #include "absl/strings/str_cat.h"
 #include "brigade/comm/agreement.h"
 #include "brigade/comm/group/control_device.h"
+#include "brigade/fsdp/parameter_memory.h"
 #include "brigade/fsdp/units/reduction_hook.h"
 
 namespace brigade {
@@ -133,42 +131,6 @@ absl::Status check_device(const c10d::ProcessGroup& group,
   return absl::OkStatus();
 }
 
-// Which parameter has which bytes. Those of one storage may lie side by side,
-// as an LSTM's do that cuDNN has flattened.
-class ParameterMemory {
- public:
-  // Null if nobody has any of the tensor's memory, which is `words`' then.
-  const std::string* take(const at::Tensor& tensor, std::string words) {
-    const int64_t item_bytes = tensor.element_size();
-    const int64_t begin = tensor.storage_offset() * item_bytes;
-    int64_t last = 0;
-    for (int64_t dim = 0; dim < tensor.dim(); ++dim) {
-      last += (tensor.size(dim) - 1) * tensor.stride(dim);
-    }
-    const int64_t end = begin + (last + 1) * item_bytes;
-    Owners& owners = by_storage_[tensor.storage().unsafeGetStorageImpl()];
-    const auto behind = owners.lower_bound(begin);
-    if (behind != owners.end() && behind->first < end) {
-      return &behind->second.words;
-    }
-    if (behind != owners.begin() && std::prev(behind)->second.end > begin) {
-      return &std::prev(behind)->second.words;
-    }
-    owners.emplace_hint(behind, begin,
-                        Owner{.end = end, .words = std::move(words)});
-    return nullptr;
-  }
-
- private:
-  struct Owner {
-    int64_t end = 0;
-    std::string words;
-  };
-  using Owners = std::map<int64_t, Owner>;  // by where they begin
-
-  std::unordered_map<const void*, Owners> by_storage_;
-};
-
 absl::Status check_units(std::span<const UnitSpec> units,
                          const ShardingOptions& options, int num_shards) {
   ParameterMemory memory;
@@ -190,7 +152,6 @@ absl::Status check_units(std::span<const UnitSpec> units,
       auto status = check_parameter(unit, parameter, device.value_or(at::kCPU),
                                     options.allows_meta);
       if (!status.ok()) return status;
-      if (parameter.tensor.numel() == 0 || parameter.tensor.is_meta()) continue;
       const std::string* const owner = memory.take(
           parameter.tensor,
           absl::StrCat("'", parameter.name, "' of unit '", unit.name, "'"));

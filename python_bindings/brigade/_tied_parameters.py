@@ -42,19 +42,28 @@ def require_free(parameter: nn.Parameter, where: str) -> None:
             f"'{unit.name_of(parameter)}' of {unit.describe()} already.\n"
             "Shard modules that share a parameter together, by their parent."
         )
-    interval = _interval_of(parameter)
-    if interval is None or not _left_behind:
-        return
-    storage, begin, end = interval
-    for memory in _left_behind.get(storage._cdata, ()):
-        unit = memory.unit()
-        if unit is not None and memory.begin < end and begin < memory.end:
-            raise ValueError(
-                f"fully_shard: parameter {where} has the memory of "
-                f"'{memory.name}' of {unit.describe()}, and would no longer be tied to it.\n"
-                "Register the one parameter in both places, and shard their modules together, by "
-                "their parent; or clone() it."
-            )
+    memory = _left_behind_of(parameter)
+    if memory is not None:
+        raise ValueError(
+            f"fully_shard: parameter {where} has the memory of "
+            f"'{memory.name}' of {memory.unit().describe()}, and would no longer be tied to it.\n"
+            "Register the one parameter in both places, and shard their modules together, by "
+            "their parent; or clone() it."
+        )
+
+
+def require_untied(tensor: torch.Tensor, where: str) -> None:
+    """Raises ValueError if one that stays as it is has the memory of one that was sharded.
+
+    `where`: "buffer 'scale'".
+    """
+    memory = _left_behind_of(tensor)
+    if memory is not None:
+        raise ValueError(
+            f"fully_shard: {where} has the memory of parameter '{memory.name}' of "
+            f"{memory.unit().describe()}, and is no longer tied to it.\nclone() it before, or "
+            "shard neither."
+        )
 
 
 def memory_of(unit: Unit, names: list[str], parameters: list[nn.Parameter]) -> list[_Memory]:
@@ -89,7 +98,19 @@ def remember(memories: list[_Memory]) -> None:
             _left_behind.setdefault(memory.storage.cdata, []).append(memory)
 
 
-def _interval_of(parameter: nn.Parameter) -> tuple[torch.UntypedStorage, int, int] | None:
+def _left_behind_of(tensor: torch.Tensor) -> _Memory | None:
+    """What a unit that still lives had, and this one has some of."""
+    interval = _interval_of(tensor) if _left_behind else None
+    if interval is None:
+        return None
+    storage, begin, end = interval
+    for memory in _left_behind.get(storage._cdata, ()):
+        if memory.unit() is not None and memory.begin < end and begin < memory.end:
+            return memory
+    return None
+
+
+def _interval_of(parameter: torch.Tensor) -> tuple[torch.UntypedStorage, int, int] | None:
     """The storage and which bytes of it; None of what has none."""
     if nn.parameter.is_lazy(parameter) or parameter.layout != torch.strided:
         return None

@@ -271,8 +271,6 @@ std::vector<std::string> units_of(const UnitChoice& choice) {
 TEST(UnitChoiceTest, ChildrenOfATypeBeginUnits) {
   EXPECT_THAT(units_of({}), ElementsAre("1", "3", "4", "5", "6"));
   EXPECT_THAT(units_of(unit_at_each<BlockImpl>()), ElementsAre("1", "4", "5"));
-  EXPECT_THAT((units_of(unit_at_each<BlockImpl, torch::nn::LinearImpl>())),
-              ElementsAre("1", "3", "4", "5", "6"));
   expect_same_training(make_layers, 2, unit_at_each<BlockImpl>());
 }
 
@@ -312,6 +310,42 @@ TEST(UnitChoiceTest, WhatIsIgnoredStaysAsItIs) {
     Net alone = with_values(Net(), 1);
     alone(x).square().sum().backward();
     EXPECT_TRUE(at::equal(gain.grad(), alone->second->module()->gain.grad()));
+  });
+}
+
+// `other` has the memory of `weight`.
+struct ByMemoryImpl : torch::nn::Module {
+  explicit ByMemoryImpl(bool is_buffer) {
+    weight = register_parameter("weight", torch::ones({6}));
+    if (is_buffer) {
+      other = register_buffer("other", weight.detach());
+    } else {
+      other = register_parameter("other", weight.detach());
+    }
+  }
+  at::Tensor forward(const at::Tensor& x) { return x * weight + other; }
+  at::Tensor weight;
+  at::Tensor other;
+};
+TORCH_MODULE(ByMemory);
+
+TEST(UnitChoiceTest, WhatStaysAsItIsHasMemoryOfItsOwn) {
+  run_ranks(2, [&](const Group& group) {
+    const UnitChoice ignoring = {
+        .is_ignored = [](const std::string& name, const at::Tensor&) {
+          return name == "other";
+        }};
+    for (const bool is_buffer : {false, true}) {
+      EXPECT_THAT(
+          [&] {
+            const FullySharded model(ByMemory(is_buffer), group, {}, ignoring);
+          },
+          Throws<c10::ValueError>(
+              Property(&c10::Error::what_without_backtrace,
+                       AllOf(HasSubstr(is_buffer ? "buffer 'other'"
+                                                 : "ignored parameter 'other'"),
+                             HasSubstr("parameter 'weight'")))));
+    }
   });
 }
 
@@ -360,6 +394,12 @@ TEST(UnitChoiceTest, ModulesThatTellNobodyThatTheyRunAreErrors) {
             AllOf(HasSubstr(absl::StrCat("'", name, "'")),
                   HasSubstr("LinearImpl"), HasSubstr("brigade::Sharded")))));
   }
+  const UnitChoice linear = unit_at_each<torch::nn::LinearImpl>();
+  EXPECT_THAT([&] { units_of(linear); },
+              Throws<c10::ValueError>(Property(
+                  &c10::Error::what_without_backtrace,
+                  AllOf(HasSubstr("'4'"), HasSubstr("'lin'"),
+                        HasSubstr("LinearImpl"), HasSubstr("Sharded")))));
   const torch::nn::Sequential nested{Net(), torch::nn::Linear(2, 2)};
   EXPECT_THAT([&] { units_of_sequential(*nested); },
               Throws<c10::ValueError>(
