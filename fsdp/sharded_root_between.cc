@@ -5,12 +5,14 @@
 #include <ATen/ops/full.h>
 #include <ATen/ops/linalg_vector_norm.h>
 #include <ATen/ops/maximum.h>
+#include <ATen/ops/stack.h>
 #include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
 #include <cmath>
 #include <functional>
+#include <span>
 #include <utility>
 #include <vector>
 
@@ -26,6 +28,17 @@ size_t place_of(const Unit& unit, const at::Tensor& shard) {
       unit.shards,
       [&](const at::Tensor& other) { return other.is_same(shard); });
   return static_cast<size_t>(found - unit.shards.begin());
+}
+
+// In float64, also of complex elements.
+at::Tensor norm_of(const at::Tensor& tensor, double p) {
+  return at::linalg_vector_norm(tensor.is_complex() ? tensor.abs() : tensor, p,
+                                at::OptionalIntArrayRef(), /*keepdim=*/false,
+                                at::kDouble);
+}
+
+std::span<const double> numbers_of(const at::Tensor& tensor) {
+  return {tensor.const_data_ptr<double>(), static_cast<size_t>(tensor.numel())};
 }
 
 }  // namespace
@@ -98,6 +111,9 @@ void ShardedRoot::unshard(size_t unit) {
     if (is_whole) return;
     gathers_->shards_are_written();
     gathers_->begin({unit});
+  }
+  if (pass_ == Pass::kForward && !gathers_->is_claimed(unit)) {
+    pass_over_before(gathers_->schedule().awaited_by(unit));
   }
   gathers_->request(unit, ahead_of(unit), [this, unit] { ask_for(unit); });
 }
@@ -220,15 +236,18 @@ double ShardedRoot::clip_grad_norm(double max_norm, double p) {
                     ".\nGive 2 for the Euclidean norm, or infinity.");
   const at::NoGradGuard no_grad;
   const bool is_max = std::isinf(p);
-  double total = 0;
+  std::vector<at::Tensor> norms;
   for (size_t unit = 0; unit < units_.size(); ++unit) {
     if (!is_first_replica(unit)) continue;
     for (const at::Tensor& shard : units_[unit].shards) {
       if (!shard.grad().defined() || shard.numel() == 0) continue;
-      const double norm =
-          at::linalg_vector_norm(shard.grad(), p, at::OptionalIntArrayRef(),
-                                 /*keepdim=*/false, at::kDouble)
-              .item<double>();
+      norms.push_back(norm_of(shard.grad(), p));
+    }
+  }
+  double total = 0;
+  if (!norms.empty()) {
+    const at::Tensor on_host = at::stack(norms).cpu();  // a device waits once
+    for (const double norm : numbers_of(on_host)) {
       if (!is_max) {
         total += std::pow(norm, p);
       } else if (norm > total || std::isnan(norm)) {

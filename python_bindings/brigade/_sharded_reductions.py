@@ -58,7 +58,9 @@ def _norm(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     takes_largest = p == float("inf")
     with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
         norms = [
-            torch.linalg.vector_norm(part, p, dtype=torch.float64)
+            torch.linalg.vector_norm(
+                part.abs() if part.is_complex() else part, p, dtype=torch.float64
+            )
             if part.numel()
             else part.new_zeros((), dtype=torch.float64)
             for part in parts
@@ -70,7 +72,7 @@ def _norm(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         _over_ranks(parts, values, takes_largest, nothing=0)
         if not takes_largest:
             values.pow_(1 / p)
-        dtype = kwargs.get("dtype") or parts[0].dtype
+        dtype = (kwargs.get("dtype") or parts[0].dtype).to_real()
         each = values.to(device, dtype).unbind()
         found = [value.to(part.device) for value, part in zip(each, parts, strict=True)]
     return found if is_list else found[0]
