@@ -143,8 +143,9 @@ std::shared_ptr<ShardedUnit> make_unit(
   return made;
 }
 
-// Ranks of the root's group, and how many are a row.
-using MeshOfUnit = std::optional<std::pair<std::vector<int>, int>>;
+// Ranks of the root's group, how many are a row, and what they have alike.
+using MeshOfUnit =
+    std::optional<std::tuple<std::vector<int>, int, std::string>>;
 
 std::shared_ptr<ShardedRoot> make_root(
     const std::vector<std::shared_ptr<ShardedUnit>>& units, const Group& group,
@@ -157,8 +158,9 @@ std::shared_ptr<ShardedRoot> make_root(
     NamedMesh& mesh =
         named.emplace_back(NamedMesh{.unit = units[i]->unit->name});
     if (!meshes.at(i)) continue;
-    mesh.mesh =
-        UnitMesh{.ranks = meshes[i]->first, .num_shards = meshes[i]->second};
+    const auto& [ranks, num_shards, words] = *meshes[i];
+    mesh.mesh = UnitMesh{.ranks = ranks, .num_shards = num_shards};
+    mesh.digest = std::hash<std::string>{}(words);
   }
   const std::vector<size_t> numbers = number_meshes(group, named);
   std::vector<Unit> taken;
@@ -325,8 +327,8 @@ void register_sharding(py::module_& module) {
       .def(py::init(&make_root), NoGil(), py::arg("units"), py::arg("group"),
            py::arg("options"), py::arg("meshes"),
            "Collective. Takes the units over. `meshes`: by unit, the ranks of "
-           "the group that it was made over, and how many are a row; None: as "
-           "the group and options say.")
+           "the group that it was made over, how many are a row, and what they "
+           "have alike; None: as the group and options say.")
       .def("begin_forward", &ShardedRoot::begin_forward, NoGil())
       .def("end_forward", &ShardedRoot::end_forward, NoGil())
       .def(

@@ -106,9 +106,11 @@ absl::Status check_peers(const NamedMesh& unit, size_t index, int rank,
     }
     if (is_in && theirs.digest != own.digest) {
       return absl::InvalidArgumentError(absl::StrCat(
-          "fully_shard: unit '", unit.unit, "': expected the same names on ",
+          "fully_shard: unit '", unit.unit,
+          "': expected the same names, sharded in the same order, on ",
           describe(*unit.mesh), ", found others on ranks ", rank, " and ", peer,
-          ".\nRanks of one mesh hold the same parameters."));
+          ".\nRanks of one mesh hold the same parameters; shard the same "
+          "modules in the same order on all of them."));
     }
   }
   return absl::OkStatus();

@@ -369,9 +369,9 @@ class ShardedRoot:
     See fsdp/sharded_root.h.
     """
     synchronizes: bool
-    def __init__(self, units: collections.abc.Sequence[ShardedUnit], group: torch.distributed.distributed_c10d.ProcessGroup, options: ShardingOptions, meshes: collections.abc.Sequence[tuple[collections.abc.Sequence[typing.SupportsInt], typing.SupportsInt] | None]) -> None:
+    def __init__(self, units: collections.abc.Sequence[ShardedUnit], group: torch.distributed.distributed_c10d.ProcessGroup, options: ShardingOptions, meshes: collections.abc.Sequence[tuple[collections.abc.Sequence[typing.SupportsInt], typing.SupportsInt, str] | None]) -> None:
         """
-        Collective. Takes the units over. `meshes`: by unit, the ranks of the group that it was made over, and how many are a row; None: as the group and options say.
+        Collective. Takes the units over. `meshes`: by unit, the ranks of the group that it was made over, how many are a row, and what they have alike; None: as the group and options say.
         """
     def abort_call(self, call: UnitCall) -> None:
         ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import sys
 import threading
 import types
@@ -12,8 +13,10 @@ import torch.distributed as dist
 from torch import nn
 
 from brigade import _C
-from brigade._checks import some_of
+from brigade._checks import failure_told_to_peers, some_of
+from brigade._shard_place import place_of
 from brigade._sharded_draws import share
+from brigade._tied_parameters import require_untied
 
 if TYPE_CHECKING:
     from brigade._sharded_units import Unit
@@ -30,7 +33,7 @@ class Root:
             [unit.native for unit in units],
             outermost.group,
             outermost.options,
-            [_mesh_in(outermost, unit) for unit in units],
+            _meshes_in(outermost, units),
         )
         self.device = units[0].shards[0].device
         self.is_unsharded = False
@@ -196,6 +199,22 @@ def _mesh_in(outermost: Unit, unit: Unit) -> tuple[list[int], int] | None:
     return [of_root.index(rank) if rank in of_root else -1 for rank in ranks], unit.num_shards
 
 
+def _meshes_in(outermost: Unit, units: list[Unit]) -> list[tuple[list[int], int, str] | None]:
+    """By unit; with its name, and how many of its mesh were made before it: alike on its ranks."""
+    meshes = {unit: _mesh_in(outermost, unit) for unit in units}
+    num_before: collections.Counter[tuple] = collections.Counter()
+    found = {}
+    for unit in sorted(units, key=lambda unit: unit.number):
+        mesh = meshes[unit]
+        if mesh is None:
+            continue
+        ranks, num_shards = mesh
+        key = (*ranks, num_shards)
+        found[unit] = ranks, num_shards, f"{unit.path}, {num_before[key]} before"
+        num_before[key] += 1
+    return [found.get(unit) for unit in units]
+
+
 def names_below(outermost: Unit) -> dict[nn.Module, str]:
     """The paths of its modules and those below."""
     names: dict[nn.Module, str] = {}
@@ -208,7 +227,7 @@ def names_below(outermost: Unit) -> dict[nn.Module, str]:
 
 def _require_same_order(outermost: Unit, units: list[Unit]) -> None:
     """Collective. Units of one form are alike when they are made, and have met other ones."""
-    of_all = [unit for unit in units if unit.group is outermost.group]  # and no ranks' experts
+    of_all = [unit for unit in units if _mesh_in(outermost, unit) is None]  # no ranks' experts
     in_order = sorted(of_all, key=lambda unit: unit.number)
     names = [f"'{unit.path}'" for unit in in_order]
     try:
@@ -220,6 +239,17 @@ def _require_same_order(outermost: Unit, units: list[Unit]) -> None:
             f"{error}\nCall fully_shard() of the same modules in the same order on all ranks; "
             "parameters of other modules have been mixed up."
         ) from None
+
+
+def _require_untied(outermost: Unit) -> None:
+    """Collective. ValueError on all ranks if what is not sharded has a parameter's memory."""
+    with failure_told_to_peers(outermost.group):
+        for module in outermost.modules():
+            for name, parameter in module.named_parameters():
+                if place_of(parameter) is None:
+                    require_untied(parameter, f"ignored parameter '{name}'")
+            for name, buffer in module.named_buffers():
+                require_untied(buffer, f"buffer '{name}'")
 
 
 def make_root(outermost: Unit) -> Root:
@@ -239,6 +269,7 @@ def make_root(outermost: Unit) -> Root:
     names = names_below(outermost)
     if any(unit.is_from_meta for unit in with_parameters):
         _require_memory(outermost, with_parameters, names)
+    _require_untied(outermost)
     for unit in units:
         unit.rename(names)
     if outermost.reshards is None:

@@ -181,7 +181,8 @@ class Unit:
         self._round: _Round | None = None
 
         self.names: list[str] = []
-        self._paths: list[tuple[int, str]] = []  # by parameter: which module, where in it
+        # By parameter: in which modules, and where. A tied one is in several places.
+        self._paths: list[list[tuple[int, str]]] = []
         self.wholes: list[nn.Parameter] = []
         self.shards: list[ShardedParameter] = []
         self._block_numels: list[int] | None = None  # by parameter, as the dtypes
@@ -225,7 +226,7 @@ class Unit:
         block_numel_fn: Callable[[nn.Parameter], int] | None,
         device_type: str | None,
     ) -> None:
-        found: dict[nn.Parameter, tuple[int, str]] = {}
+        found: dict[nn.Parameter, list[tuple[int, str]]] = {}
         slots: list[tuple[dict[str, Any], str, nn.Parameter]] = []
         starts = [f"[{index}]." if len(modules) > 1 else "" for index in range(len(modules))]
         for index, module in enumerate(modules):
@@ -241,7 +242,7 @@ class Unit:
                         require_plain(parameter, where)
                         require_no_hooks(parameter, where)
                         require_free(parameter, where)
-                    found.setdefault(parameter, (index, path))
+                    found.setdefault(parameter, []).append((index, path))
                     slots.append((child._parameters, name, parameter))
         buffers = [
             buffer
@@ -260,7 +261,7 @@ class Unit:
                 _C.require_agreement(self.group, "moved module", names)
             return
         wholes, self._paths = list(found), list(found.values())
-        self.names = [starts[index] + path for index, path in self._paths]
+        self.names = [starts[index] + path for (index, path), *_ in self._paths]
         numbers = {whole: i for i, whole in enumerate(wholes)}
         self.slots = self._slots_of(
             [(where, name, numbers[parameter]) for where, name, parameter in slots], ignored
@@ -399,16 +400,30 @@ class Unit:
         self.path = ", ".join(own)
         if self.native is None:
             return
-        self.native.rename(self.path, self._paths_in_root(own))
+        self.native.rename(self.path, self._paths_in_root(own, names))
 
     def names_on_meta(self, names: dict[nn.Module, str]) -> list[str]:
         """Of its parameters; `names`: as rename()'s."""
         own = [names.get(module(), f"[{i}]") for i, module in enumerate(self._modules)]
-        paths = self._paths_in_root(own)
+        paths = self._paths_in_root(own, names)
         return [path for path, shard in zip(paths, self.shards, strict=True) if shard.is_meta]
 
-    def _paths_in_root(self, own: list[str]) -> list[str]:
-        return [f"{own[i]}.{path}" if own[i] else path for i, path in self._paths]
+    def _paths_in_root(self, own: list[str], names: dict[nn.Module, str]) -> list[str]:
+        """Of a tied one the first, as named_parameters() has it."""
+
+        @functools.cache
+        def turns() -> dict[str, int]:
+            return {path: turn for turn, path in enumerate(names.values())}
+
+        def first(paths: list[str]) -> str:
+            if len(paths) == 1:
+                return paths[0]
+            return min(paths, key=lambda path: turns().get(path.rpartition(".")[0], len(names)))
+
+        return [
+            first([f"{own[i]}.{path}" if own[i] else path for i, path in places])
+            for places in self._paths
+        ]
 
     def settings(self) -> _C.UnitSettings | None:
         """That may be changed between a pass and the next; None without parameters."""

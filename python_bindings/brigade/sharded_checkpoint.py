@@ -98,6 +98,7 @@ def save_checkpoint(
                 file.flush()
                 os.fsync(file.fileno())
             os.rename(part, folder)
+            _bring_to_disk(folder.parent)
 
     def digest() -> dict[str, Any]:
         names = [file.name for file in part.iterdir()]
@@ -266,6 +267,15 @@ def _give_own_names(
 def _own_share(group: dist.ProcessGroup, names: list[str]) -> list[str]:
     """Of files that all ranks go through together."""
     return sorted(names)[group.rank() :: group.size()]
+
+
+def _bring_to_disk(folder: pathlib.Path) -> None:
+    """The names of what is in it."""
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
 
 
 def _digest_of(file: pathlib.Path) -> dict[str, Any]:

@@ -544,7 +544,8 @@ TEST(UnitMeshTest, RanksOfOneMeshHaveTheSameNames) {
   };
   EXPECT_THAT(
       errors_of(mesh_of, [](int r) { return absl::StrCat("e", r / 3); })[0],
-      HasSubstr("expected the same names on ranks 1, 3, found others"));
+      HasSubstr("expected the same names, sharded in the same order, on ranks "
+                "1, 3, found others"));
   EXPECT_EQ(
       errors_of(mesh_of, [](int r) { return absl::StrCat("e", r % 2); })[0],
       "no error");

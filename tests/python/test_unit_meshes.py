@@ -304,6 +304,43 @@ def test_a_mesh_of_other_ranks_is_an_error_on_all():
     assert texts[2] == texts[3]
 
 
+class _TwoExperts(nn.Module):
+    """Of one form, one behind the other."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList(_linear(seed) for seed in range(2))
+
+    def forward(self, x):
+        for expert in self.experts:
+            x = expert(x)
+        return x
+
+
+def _in_another_order(rank, has_mesh_of_all):
+    all_ranks, of_expert = meshes()
+    mesh = (
+        init_device_mesh("cpu", (WORLD_SIZE, 1), mesh_dim_names=("dp", "one"))["dp"]
+        if has_mesh_of_all
+        else of_expert
+    )
+    model = _TwoExperts()
+    for expert in reversed(model.experts) if rank == 2 else model.experts:
+        brigade.fully_shard(expert, mesh=mesh)
+    model.head = _linear(7)
+    brigade.fully_shard(model, mesh=all_ranks)
+    words = "unit 'experts.0': expected the same names, sharded in the same order"
+    if has_mesh_of_all:
+        words = "in the same order on all ranks; parameters of other modules have been mixed up"
+    with pytest.raises(ValueError, match=words):
+        model(batch_of(rank, 0))
+
+
+@pytest.mark.parametrize("has_mesh_of_all", [False, True])
+def test_experts_of_one_form_in_another_order_are_an_error_on_all(has_mesh_of_all):
+    run_ranks(_in_another_order, has_mesh_of_all, world_size=WORLD_SIZE)
+
+
 def _resumes(rank, folder):
     def make(seed):
         torch.manual_seed(seed)
