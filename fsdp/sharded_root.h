@@ -398,9 +398,13 @@ class ShardedRoot final : private UnitPolicy::Listener {
   static void refuse_writes(const Unit& unit);
   void release_if_unused(size_t unit);
   void release_behind_forward(size_t unit);
+  void pass_over_before(size_t place);
+  bool may_be_called(size_t unit) const;
+  void leave_forward(size_t unit);
 
   // sharded_root_backward.cc
   void give_up_left_out_by(size_t unit);
+  void give_up_unreached();
   bool may_be_used(size_t unit) const;
   void give_up_gradients(size_t unit);
   void ask_out_of_turn(size_t unit);
@@ -472,7 +476,10 @@ class ShardedRoot final : private UnitPolicy::Listener {
   std::vector<int> num_running_;
   std::vector<int> num_open_;
   std::vector<char> is_kept_;
-  std::vector<char> is_held_;  // by unit, by hand: unshard(unit)
+  int64_t forward_ = 0;  // how many have begun
+  bool forward_is_over_ = false;
+  std::vector<int64_t> called_in_;  // by unit: in which of these last; 0: none
+  std::vector<char> is_held_;       // by unit, by hand: unshard(unit)
   std::vector<std::function<void()>> on_released_;  // of await_unit()
   int64_t backward_ = 0;                            // counts them
 

@@ -34,6 +34,17 @@ void ShardedRoot::give_up_left_out_by(size_t unit) {
   }
 }
 
+// Else sums behind those would wait for the end of backward. A graph may be of
+// a unit's parameters and hold no call of it, as of its forward's first half.
+void ShardedRoot::give_up_unreached() {
+  if (!policy_->is_reducing()) return;
+  for (const size_t unit : policy_->unreached()) {
+    if (!call_depths_.is_called(unit) && !may_be_used(unit)) {
+      give_up_gradients(unit);
+    }
+  }
+}
+
 // In the rest of this backward. What is always whole may be used without a
 // call.
 bool ShardedRoot::may_be_used(size_t unit) const {
@@ -64,7 +75,10 @@ void ShardedRoot::ask_out_of_turn(size_t unit) {
 }
 
 void ShardedRoot::open(const std::shared_ptr<Call>& call) {
-  if (pass_ != Pass::kBackward) begin_backward();
+  if (pass_ != Pass::kBackward) {
+    begin_backward();
+    give_up_unreached();
+  }
   const size_t unit = call->unit;
   TORCH_CHECK(call->version == version_of(units_[unit]),
               "fully_shard: the parameters of unit '", units_[unit].name,

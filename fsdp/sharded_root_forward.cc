@@ -41,12 +41,16 @@ void ShardedRoot::begin_forward() {
   plan_memory();
   if (keeps_units_) pool_.set_recording(true);
   if (keeps_units_) call_depths_.begin_forward();
+  ++forward_;
+  forward_is_over_ = false;
   gathers_->begin(expected, GatheredIn::kForward);
   if (pass_ == Pass::kNone) pass_ = Pass::kForward;
 }
 
 void ShardedRoot::end_forward() {
   if (pass_ == Pass::kBackward) return;
+  forward_is_over_ = true;
+  pass_over_before(gathers_->schedule().num_expected());
   gathers_->launch_rest();
   if (keeps_units_) {
     const std::vector<size_t>& record = gathers_->schedule().record();
@@ -63,13 +67,42 @@ void ShardedRoot::end_forward() {
     }
   }
   // Nor does what is released.
-  for (size_t unit = 0; unit < units_.size(); ++unit) {
-    if (gathers_->schedule().is_there(unit) && is_kept_[unit] == 0) {
-      release_behind_forward(unit);
-    }
-  }
+  for (size_t unit = 0; unit < units_.size(); ++unit) leave_forward(unit);
   gathers_->recorder().forward_ends();
   if (pass_ == Pass::kForward) pass_ = Pass::kNone;
+}
+
+// Gathers before `place` are launched, which peers may need. Of what they make
+// whole, and this forward passes over, no more stays than is gathered ahead of
+// a need; but for what it may come back to.
+void ShardedRoot::pass_over_before(size_t place) {
+  const GatherSchedule& schedule = gathers_->schedule();
+  if (place <= schedule.num_needed()) return;
+  for (;;) {
+    std::vector<size_t> passed = schedule.unclaimed_before(place);
+    std::erase_if(passed, [&](size_t unit) {
+      const bool is_kept =
+          keeps_units_ && !units_[unit].settings.reshards_after_forward;
+      return is_kept || may_be_called(unit);
+    });
+    for (size_t i = 0; i + schedule.depth() < passed.size(); ++i) {
+      leave_forward(passed[i]);
+    }
+    if (schedule.num_launched() >= place) return;
+    gathers_->launch_next();
+  }
+}
+
+// In the rest of this forward: as the one before has called it, on this rank.
+bool ShardedRoot::may_be_called(size_t unit) const {
+  return pass_ == Pass::kForward && !forward_is_over_ &&
+         (forward_ == 1 || called_in_[unit] == forward_ - 1);
+}
+
+void ShardedRoot::leave_forward(size_t unit) {
+  if (gathers_->schedule().is_there(unit) && is_kept_[unit] == 0) {
+    release_behind_forward(unit);
+  }
 }
 
 // Peers are told by the error that it leads to here.
@@ -177,6 +210,9 @@ const std::vector<size_t>& ShardedRoot::ahead_of(size_t unit) const {
 
 void ShardedRoot::need(size_t unit) {
   if (policy_->is_out_of_turn(unit)) ask_out_of_turn(unit);
+  if (pass_ == Pass::kForward && !gathers_->is_claimed(unit)) {
+    pass_over_before(gathers_->schedule().awaited_by(unit));
+  }
   gathers_->need(unit, ahead_of(unit), [this, unit] { ask_for(unit); });
 }
 
@@ -187,6 +223,7 @@ std::shared_ptr<ShardedRoot::Call> ShardedRoot::begin_call(
     gathers_->release(unit);
   }
   need(unit);
+  if (pass_ == Pass::kForward) called_in_[unit] = forward_;
   if (pass_ == Pass::kForward && keeps_units_) {
     call_depths_.note(unit, std::accumulate(num_running_.begin(),
                                             num_running_.end(), size_t{0}));

@@ -65,6 +65,17 @@ std::vector<size_t> GatherSchedule::launch_through(size_t unit) {
                                   : std::vector<size_t>();
 }
 
+std::vector<size_t> GatherSchedule::next() {
+  return launch_up_to(num_launched_ + 1);
+}
+
+std::vector<size_t> GatherSchedule::unclaimed_before(size_t place) const {
+  std::vector<size_t> units = unclaimed();
+  std::erase_if(units, [&](size_t unit) { return filled_by_[unit] >= place; });
+  std::ranges::sort(units, {}, [&](size_t unit) { return filled_by_[unit]; });
+  return units;
+}
+
 std::vector<size_t> GatherSchedule::rest() {
   return launch_up_to(expected_.size());
 }

@@ -78,6 +78,14 @@ class GatherSchedule {
     states_[unit] = State::kReleased;
   }
 
+  // The next that the pass has not launched, which is to be launched now, if
+  // any.
+  std::vector<size_t> next();
+
+  // Units that gathers before `place`, among the expected ones, have made
+  // whole, and that were not needed, in that order.
+  std::vector<size_t> unclaimed_before(size_t place) const;
+
   // What the pass has not launched, and is to be launched now.
   std::vector<size_t> rest();
 
@@ -97,6 +105,8 @@ class GatherSchedule {
   size_t depth() const { return depth_; }
   size_t num_expected() const { return expected_.size(); }
   size_t num_launched() const { return num_launched_; }  // of the expected
+  // Of the expected, up to the last need.
+  size_t num_needed() const { return num_needed_; }
 
   size_t num_late() const { return num_late_; }    // needs, of all passes
   size_t num_ahead() const { return num_ahead_; }  // launches before a need

@@ -11,6 +11,12 @@
 namespace brigade {
 
 struct GatherRecorder::Arrival {
+  // The first time counts: whoever has waited may be told before callbacks are.
+  void stamp_complete() {
+    int64_t none = 0;
+    complete_ns.compare_exchange_strong(none, now_ns());
+  }
+
   std::atomic<int64_t> complete_ns = 0;
   DeviceTimes device_times;  // of one unit
 };
@@ -39,7 +45,7 @@ void GatherRecorder::watch(c10::ivalue::Future& future) {
   // A callback that uses the future runs on streams that wait for its value.
   future.addCallback(
       [arrival, device = device_](c10::ivalue::Future&) {
-        arrival->complete_ns = now_ns();
+        arrival->stamp_complete();
         arrival->device_times.record(0, DeviceTimes::kComplete, device);
       },
       /*uses_future=*/!device_.is_cpu());
@@ -61,7 +67,11 @@ void GatherRecorder::stamp_needed(size_t unit) {
 
 void GatherRecorder::stamp_whole(size_t unit) {
   Gather* const gather = last_of(unit);
-  if (gather != nullptr && gather->whole_ns == 0) gather->whole_ns = now_ns();
+  if (gather == nullptr || gather->whole_ns != 0) return;
+  if (device_.is_cpu()) {
+    for (const auto& arrival : gather->arrivals) arrival->stamp_complete();
+  }
+  gather->whole_ns = now_ns();
 }
 
 void GatherRecorder::finish(const std::vector<size_t>& reduced) {

@@ -232,6 +232,9 @@ void UnitGathers::release(size_t unit) {
     if (gather.is_read) {
       reclaim(std::move(gather), last_use);
     } else {
+      if (gather.future && pool_.device().is_cpu()) {
+        wait_for(unit, *gather.future);
+      }
       reclaim_unread(std::move(gather));
     }
   }

@@ -114,6 +114,9 @@ class UnitGathers {
     launch_all(schedule_.launch_through(unit));
   }
 
+  // Launches the next of what is left of the pass.
+  void launch_next() { launch_all(schedule_.next()); }
+
   // Launches what is left of the pass, and does not wait for it.
   void launch_expected() { launch_all(schedule_.rest()); }
 

@@ -30,6 +30,23 @@ std::vector<size_t> completed(std::vector<size_t> record,
   return record;
 }
 
+// As it was seen, and what was not needed, or was whole already, behind what it
+// is behind of in `all`: a program that comes to it again comes to it there.
+std::vector<size_t> with_left_out(std::vector<size_t> record,
+                                  const std::vector<size_t>& all) {
+  size_t place = 0;  // behind the last of `all` that is there
+  for (const size_t unit : all) {
+    const auto found = std::ranges::find(record, unit);
+    if (found != record.end()) {
+      place = static_cast<size_t>(found - record.begin()) + 1;
+    } else {
+      record.insert(record.begin() + static_cast<std::ptrdiff_t>(place), unit);
+      ++place;
+    }
+  }
+  return record;
+}
+
 // All of `part` are in `order`, one behind the other.
 bool is_in_order(const std::vector<size_t>& part,
                  const std::vector<size_t>& order) {
@@ -230,6 +247,14 @@ std::vector<size_t> UnitPolicy::awaited_of(size_t unit) const {
   return awaited;
 }
 
+std::vector<size_t> UnitPolicy::unreached() const {
+  std::vector<size_t> units;
+  for (size_t unit = 0; unit < units_.size(); ++unit) {
+    if (num_forwards_ == 1 && reached_.is_left_out(unit)) units.push_back(unit);
+  }
+  return units;
+}
+
 std::vector<size_t> UnitPolicy::units_ahead_of(size_t unit) const {
   std::vector<size_t> units;
   for (const size_t reduction : reduction_order_) {
@@ -418,7 +443,9 @@ std::optional<Slot> UnitPolicy::on_gradient(VariableIndex variable,
 void UnitPolicy::count_ready(size_t number) {
   const Variable& variable = variables_[number];
   is_ready_[number] = 1;
-  if (--num_missing_[variable.reduction] == 0) {
+  // What no rank comes to is no order to follow: its turn is the last then.
+  if (--num_missing_[variable.reduction] == 0 &&
+      !reached_.is_left_out(variable.unit)) {
     completion_.push_back(variable.reduction);
   }
 }
@@ -468,7 +495,7 @@ void UnitPolicy::on_end_confirmed(ToldAlike alike) {
 void UnitPolicy::adopt(Seen seen) {
   is_predictable_ = is_in_order(seen.backward, seen.predicted);
   const size_t num_needed = seen.forward.size();
-  forward_order_ = completed(seen.forward, forward_order_);
+  forward_order_ = with_left_out(seen.forward, forward_order_);
   if (num_needed == units_.size() && forward_order_.size() == num_needed) {
     calling_order_ = forward_order_;
   }

@@ -99,6 +99,9 @@ class UnitPolicy final : public ReductionPolicy {
   std::vector<size_t> awaited_of(size_t unit) const;
   // Units whose sums come before those of `unit`, and wait for gradients.
   std::vector<size_t> units_ahead_of(size_t unit) const;
+  // Units that no rank's backward comes to. None behind several forwards: what
+  // one has left whole another may have used without a call.
+  std::vector<size_t> unreached() const;
   // Gradients that are marked next are those that this rank can't bring.
   void note_given_up(size_t unit) { is_given_up_[unit] = 1; }
 

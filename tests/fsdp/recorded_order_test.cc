@@ -5,9 +5,12 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
+#include <string>
 #include <vector>
 
 #include "brigade/fsdp/sharded_root.h"
+#include "brigade/fsdp/units/reduction_hook.h"
 #include "brigade/tests/fsdp/sharded_checks.h"
 #include "brigade/tests/fsdp/sharded_net.h"
 #include "brigade/tests/support/local_ranks.h"
@@ -44,6 +47,23 @@ struct Counts {
         ahead(root.statistics().ahead_gathers) {}
   int64_t late;
   int64_t ahead;
+};
+
+// As without a hook, but counts the sums that have begun.
+class NotingHook final : public ReductionHook {
+ public:
+  explicit NotingHook(size_t& num_begun) : num_begun_(num_begun) {}
+  c10::intrusive_ptr<c10::ivalue::Future> reduce(
+      ShardTransport& transport, const Reduction& reduction) override {
+    ++num_begun_;
+    return transport.reduce_scatter(reduction.whole, reduction.shard,
+                                    reduction.sum);
+  }
+  std::string hook_name() const override { return "noting"; }
+  bool fails_by_network_only() const override { return true; }
+
+ private:
+  size_t& num_begun_;
 };
 
 class RecordedOrderTest : public ::testing::TestWithParam<int> {};
@@ -167,6 +187,48 @@ TEST_P(RecordedOrderTest, RanksThatUseOtherParametersAgreeOnTheOrder) {
                 HasSubstr("the next forward gathers ['', 'blocks.2', "
                           "'blocks.0', 'blocks.3', 'blocks.1']"));
   });
+}
+
+// Two blocks in turns, as heads or as fronts. Else the sum of one would hold up
+// all that come behind it in the other's steps.
+TEST_P(RecordedOrderTest, SumsDoNotWaitForUnitsThatNoRankHasCalled) {
+  const std::vector<std::vector<size_t>> of_heads = {{0, 1, 2}, {0, 1, 3}};
+  const std::vector<std::vector<size_t>> of_fronts = {{0, 2, 3}, {1, 2, 3}};
+  for (const auto& orders : {of_heads, of_fronts}) {
+    run_ranks(GetParam(), [&](const Group& group) {
+      const int rank = group->getRank();
+      size_t num_begun = 0;
+      Net plain(kSizes);
+      Net net(kSizes);
+      Reference reference(plain);
+      ShardedRoot root(net.units(), group,
+                       {.comm_hook = std::make_shared<NotingHook>(num_begun)});
+      for (int step = 0; step < 6; ++step) {
+        const std::vector<size_t>& order = orders[step % 2];
+        reference.accumulate(GetParam(), [&](int r) {
+          return loss_of(plain.run(plain.input(r, step), order));
+        });
+        at::Tensor input = net.input(rank, step).requires_grad_();
+        size_t num_begun_by_then = 0;
+        input.register_hook(
+            [&](const at::Tensor&) { num_begun_by_then = num_begun; });
+        const at::Tensor loss =
+            loss_of(root.forward([&] { return net.run(root, input, order); }));
+        num_begun = 0;
+        loss.backward();
+        // Of the head and the blocks behind the first. Of the first step
+        // nothing is known.
+        if (step > 0) {
+          EXPECT_GE(num_begun_by_then, 3U) << "step " << step;
+        }
+        EXPECT_EQ(num_begun, 5U);
+        zero_what_no_rank_used(root);
+        expect_gradients(root, reference.gradients, rank);
+        reference.step(kRate);
+        sgd(root.shards(), kRate);
+      }
+    });
+  }
 }
 
 INSTANTIATE_TEST_SUITE_P(WorldSizes, RecordedOrderTest,

@@ -692,6 +692,34 @@ class WholeAtTimes {
   at::Tensor loss_;
 };
 
+// A model of which one block in eight is used, in each forward another one, as
+// adapters: what is left out is gathered for peers, and not all at once.
+TEST(ShardedMemoryTest, WhatAForwardLeavesOutIsNotThereAtOnce) {
+  const std::vector<int64_t> sizes(9, 8);
+  for (const size_t depth : {0, 1, 3}) {
+    run_ranks(2, [&](const Group& group) {
+      testing::Net net(sizes);
+      ShardedRoot root(
+          net.units(), group,
+          {.prefetch_depth = depth, .broadcasts_parameters = false});
+      const int64_t of_block = root.unit(1).segments.front()->whole_bytes();
+      for (int step = 0; step < 12; ++step) {
+        const std::vector<size_t> order = {static_cast<size_t>(step / 3 % 8)};
+        const bool is_trained = step % 3 > 0;
+        const torch::AutoGradMode grad_mode(is_trained);
+        const at::Tensor y = root.forward(
+            [&] { return net.run(root, net.input(0, step), order); });
+        if (is_trained) y.sum().backward();
+        // The block's own, with its gradients, and those that are left out.
+        EXPECT_LT(root.statistics().peak_whole_bytes,
+                  static_cast<int64_t>(depth + 5) * of_block)
+            << depth << ' ' << step;
+      }
+      EXPECT_GT(root.statistics().unneeded_gathers, 12 * 5);
+    });
+  }
+}
+
 // This and that in turns has memory beside the plan, and is not planned anew
 // each time; the same twice is, and less, if it is so for long.
 TEST(ShardedMemoryTest, StepsThatDifferInTurnsAreNotPlannedAnew) {
