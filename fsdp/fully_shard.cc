@@ -10,7 +10,10 @@
 #include <string_view>
 #include <unordered_map>
 
+#include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
+#include "brigade/comm/agreement.h"
+#include "brigade/comm/group/control_device.h"
 #include "brigade/fsdp/parameter_memory.h"
 
 namespace brigade {
@@ -216,19 +219,21 @@ SequentialUnits units_of_sequential(const torch::nn::SequentialImpl& sequential,
   SequentialUnits units;
   auto& [specs, runs] = units;
   for (const auto& child : sequential.named_children()) {
-    require_no_unit_inside(
-        child.key(), *child.value(), choice,
-        specs.empty() ? 0 : numel_of(specs.back().parameters));
     const std::vector<NamedParameter> parameters =
         parameters_of(child.key(), *child.value(), choice);
-    if (choice.begins_unit && !specs.empty() &&
+    const int64_t numel_before =
+        specs.empty() ? 0 : numel_of(specs.back().parameters);
+    const bool joins =
+        choice.begins_unit && !specs.empty() &&
         (parameters.empty() ||
-         !choice.begins_unit(
-             {.name = child.key(),
-              .module = *child.value(),
-              .place = UnitCandidate::Place::kInSequential,
-              .numel = numel_of(parameters),
-              .numel_before = numel_of(specs.back().parameters)}))) {
+         !choice.begins_unit({.name = child.key(),
+                              .module = *child.value(),
+                              .place = UnitCandidate::Place::kInSequential,
+                              .numel = numel_of(parameters),
+                              .numel_before = numel_before}));
+    require_no_unit_inside(child.key(), *child.value(), choice,
+                           joins ? numel_before : 0);
+    if (joins) {
       add(parameters, specs.back());
       ++runs.back().num_children;
       continue;
@@ -266,7 +271,8 @@ ModuleUnits units_of_module(Module& module, const UnitChoice& choice) {
   return units;
 }
 
-void require_untied(const torch::nn::Module& module,
+void require_untied(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+                    const torch::nn::Module& module,
                     const std::vector<UnitSpec>& sharded) {
   ParameterMemory memory;
   std::unordered_set<const c10::TensorImpl*> in_units;
@@ -276,23 +282,27 @@ void require_untied(const torch::nn::Module& module,
       in_units.insert(parameter.tensor.unsafeGetTensorImpl());
     }
   }
-  const auto require = [&](const std::string& name, const at::Tensor& tensor,
-                           std::string_view kind) {
+  absl::Status status;
+  const auto check = [&](const char* kind, const std::string& name,
+                         const at::Tensor& tensor) {
     if (in_units.contains(tensor.unsafeGetTensorImpl())) return;
     const std::string* const owner = memory.owner_of(tensor);
-    TORCH_CHECK_VALUE(owner == nullptr, "fully_shard: ", kind, " '",
-                      without_unit_levels(name),
-                      "' shares its memory with parameter '",
-                      owner == nullptr ? "" : *owner,
-                      "', and would no longer be tied to it once that is "
-                      "sharded.\nclone() it, or shard neither.");
+    if (owner == nullptr) return;
+    status.Update(absl::InvalidArgumentError(absl::StrCat(
+        "fully_shard: ", kind, " '", without_unit_levels(name),
+        "' shares its memory with parameter '", *owner,
+        "', and would no longer be tied to it once that is sharded.\nclone() "
+        "it, or shard neither.")));
   };
   for (const auto& parameter : module.named_parameters()) {
-    require(parameter.key(), parameter.value(), "ignored parameter");
+    check("ignored parameter", parameter.key(), parameter.value());
   }
   for (const auto& buffer : module.named_buffers()) {
-    require(buffer.key(), buffer.value(), "buffer");
+    check("buffer", buffer.key(), buffer.value());
   }
+  if (!group) return;  // which is an error where ranks connect
+  require_agreement(group, control_device(*group), "sharded module", {},
+                    status);
 }
 
 RegisteredParameters::RegisteredParameters(

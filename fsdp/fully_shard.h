@@ -164,10 +164,11 @@ struct SequentialUnits {
 SequentialUnits units_of_sequential(const torch::nn::SequentialImpl& sequential,
                                     const UnitChoice& choice = {});
 
-// Errors: ValueError if what stays as it is, a parameter that is ignored or a
-// buffer, shares its memory with one that is sharded: they would no longer be
-// tied.
-void require_untied(const torch::nn::Module& module,
+// Collective. Errors: ValueError on all ranks if, on one, what stays as it is,
+// a parameter that is ignored or a buffer, shares its memory with one that is
+// sharded: they would no longer be tied.
+void require_untied(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+                    const torch::nn::Module& module,
                     const std::vector<UnitSpec>& sharded);
 
 // What a module has registered when it is sharded.
@@ -305,7 +306,7 @@ class FullySharded {
     // What ends forward begins backward: it stays whole in between.
     UnitSpec& kept = kIsSequential ? specs.back() : specs.front();
     if (!kept.reshards_after_forward) kept.reshards_after_forward = false;
-    require_untied(*module_, specs);
+    require_untied(group, *module_, specs);
     root_ = std::make_unique<ShardedRoot>(specs, std::move(group), options);
     registered_.emplace(*module_, specs);
     if (has_outermost_unit_) {

@@ -35,10 +35,11 @@ struct UnitCandidate {
 
 // Alike on all ranks.
 struct UnitChoice {
-  // Asked of the children of a Sequential that is sharded, but the first; of
-  // any other module, of all modules below it. Unset: each such child, and
-  // what Sharded holds, is a unit by itself. Children without parameters are in
-  // none then. True of a kMember is an error.
+  // Asked of the children of a Sequential that is sharded, but the first, and
+  // of all modules inside of them; of any other module, of all modules below
+  // it. Unset: each such child, and what Sharded holds, is a unit by itself.
+  // Children without parameters are in none then. True of a kMember is an
+  // error.
   std::function<bool(const UnitCandidate&)> begins_unit = nullptr;
 
   // What is true for stays as it is, whole on each rank: nothing gathers it or
