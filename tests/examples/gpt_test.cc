@@ -84,25 +84,28 @@ TEST_F(GptTest, SlicesOfFourRanksHaveTheLossesOfShards) {
 TEST_F(GptTest, AResumedRunHasTheLossesOfOneThatWasNotInterrupted) {
   const std::string folder = std::filesystem::path(::testing::TempDir()) /
                              ("gpt_test_" + std::to_string(getpid()));
-  for (const Strategy strategy : {Strategy::kFull, Strategy::kNone}) {
-    const std::vector<double> expected = losses(2, small(strategy), 6);
+  for (const Strategy strategy :
+       {Strategy::kFull, Strategy::kGrad, Strategy::kState, Strategy::kHybrid,
+        Strategy::kNone}) {  // kSlices needs more ranks
+    const std::vector<double> expected = losses(2, small(strategy), 4);
     std::vector<double> found;
     run_ranks(2, [&](const Group& group) {
       Training training(group, corpus_, small(strategy));
-      for (int64_t step = 0; step < 3; ++step) training.step(step);
-      training.save(folder, 3);
+      for (int64_t step = 0; step < 2; ++step) training.step(step);
+      training.save(folder, 2);
     });
     run_ranks(2, [&](const Group& group) {
       TrainingOptions options = small(strategy);
       Training training(group, corpus_, options);
       const int64_t first = training.resume(folder);
-      EXPECT_EQ(first, 3);
-      for (int64_t step = first; step < 6; ++step) {
+      EXPECT_EQ(first, 2);
+      for (int64_t step = first; step < 4; ++step) {
         const double loss = training.step(step);
         if (group->getRank() == 0) found.push_back(loss);
       }
     });
-    EXPECT_EQ(found, std::vector<double>(expected.begin() + 3, expected.end()));
+    EXPECT_EQ(found, std::vector<double>(expected.begin() + 2, expected.end()))
+        << "strategy " << static_cast<int>(strategy);
   }
   std::filesystem::remove_all(folder);
 }

@@ -3,9 +3,11 @@
 
 #include "brigade/fsdp/transport/device_transport.h"
 
+#include <c10/util/ScopeExit.h>
 #include <torch/torch.h>
 
 #include <cstdint>
+#include <latch>
 #include <tuple>
 #include <vector>
 
@@ -98,6 +100,37 @@ TEST(DeviceSumsTest, InOrderSendAsManyBytesInARow) {
                 shard_bytes * (row - 1) + shard_bytes * (4 / row - 1));
     }
   });
+}
+
+// Of the CPU, in a row of two or on two replicas. Else a rank would wait inside
+// of a call for a peer that has not come to it.
+TEST(OrderedTransportTest, CallsReturnBeforeThePeerLaunches) {
+  for (const int row : {2, 1}) {
+    std::latch launched(1);
+    run_ranks(2, [&](const Group& group) {
+      const int rank = group->getRank();
+      const auto transport = make_ordered_transport(group, row);
+      const at::Tensor slices = at::arange(row * kShardNumel, at::kFloat);
+      const int64_t begin = transport->shard_rank() * kShardNumel;
+      const at::Tensor own = slices.narrow(0, begin, kShardNumel);
+      const at::Tensor gathered = at::zeros({row * kShardNumel});
+      gathered.narrow(0, begin, kShardNumel).copy_(own);
+      const at::Tensor whole = slices + 1000 * rank;
+      const at::Tensor sum = at::zeros({kShardNumel});
+      auto tell = c10::make_scope_exit([&] {
+        if (rank == 0) launched.count_down();
+      });
+      if (rank == 1) launched.wait();
+      const auto gather = transport->all_gather(gathered);
+      const auto reduction = transport->reduce_scatter(whole, sum, {});
+      if (rank == 0) launched.count_down();
+      tell.release();
+      gather->waitAndThrow();
+      reduction->waitAndThrow();
+      EXPECT_TRUE(at::equal(gathered, slices)) << row;
+      EXPECT_TRUE(at::equal(sum, 2 * own + 1000)) << row;
+    });
+  }
 }
 
 }  // namespace device_transport_test

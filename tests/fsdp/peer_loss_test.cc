@@ -1,4 +1,4 @@
-// Peers that die in the middle of a sharded step, as processes.
+// Peers that die or stop in the middle of a sharded step, as processes.
 
 #include <signal.h>
 #include <torch/torch.h>
@@ -8,6 +8,7 @@
 #include <sstream>
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "brigade/comm/process_group.h"
@@ -22,12 +23,15 @@ namespace peer_loss_test {
 
 using ::testing::AllOf;
 using ::testing::Contains;
+using ::testing::ContainsRegex;
 using ::testing::HasSubstr;
+using ::testing::IsSupersetOf;
 using testing::loss_of;
 using testing::Net;
 using testing::ProcessRanks;
 using testing::RankContext;
 using testing::RankFunction;
+using testing::RankResult;
 using testing::sgd;
 using ::testing::StartsWith;
 
@@ -48,19 +52,30 @@ bool are_equal(const std::vector<at::Tensor>& a,
   });
 }
 
-// Arguments: the rank that dies in the last step, and where; whether all units
-// are on "one mesh", some on "meshes" of their own, or all "in slices" on two
-// ranks each.
-const RankFunction kTrainUntilDeath("train_sharded", [](RankContext& rank) {
-  const bool dies = std::stoi(rank.arguments().at(0)) == rank.rank();
+// Of the function below: who is lost in the last step, and where; whether all
+// units are on "one mesh", some on "meshes" of their own, all "in slices" on
+// two ranks each, or "kept whole" behind forward; by which signal.
+std::vector<std::string> arguments(int victim, const std::string& place,
+                                   const std::string& kind,
+                                   int fate = SIGKILL) {
+  return {std::to_string(victim), place, kind, std::to_string(fate)};
+}
+
+const RankFunction kTrainUntilLoss("train_sharded", [](RankContext& rank) {
+  const bool is_victim = std::stoi(rank.arguments().at(0)) == rank.rank();
   const std::string& place = rank.arguments().at(1);
   const std::string& kind = rank.arguments().at(2);
-  GroupScope scope(init_process_group());
+  const int fate = std::stoi(rank.arguments().at(3));
+  ProcessGroupOptions group_options;
+  if (fate == SIGSTOP) group_options.timeout = std::chrono::seconds(3);
+  GroupScope scope(init_process_group(group_options));
   Net net;
   ShardingOptions options;
   std::vector<UnitSpec> units = net.units();
   if (kind == "in slices") {
     options.reshards_to = 2;
+  } else if (kind == "kept whole") {
+    options.reshards_after_forward = false;
   } else if (kind == "meshes") {
     for (const size_t unit : {2, 3}) {
       units[unit].mesh =
@@ -73,7 +88,9 @@ const RankFunction kTrainUntilDeath("train_sharded", [](RankContext& rank) {
   std::vector<at::Tensor> before;
   try {
     for (int step = 0; step <= kLastStep; ++step) {
-      const bool dies_now = dies && step == kLastStep;
+      const auto is_lost_at = [&, step](const std::string& here) {
+        return is_victim && step == kLastStep && place == here;
+      };
       before = copies(root.shards());
       const at::Tensor loss = loss_of(root.forward([&] {
         return root.call(
@@ -81,18 +98,18 @@ const RankFunction kTrainUntilDeath("train_sharded", [](RankContext& rank) {
               at::Tensor h = in;
               for (size_t i = 0; i < net.blocks.size(); ++i) {
                 h = root.call(i + 1, h, [&](const at::Tensor& x) {
-                  if (dies_now && place == "forward" && i == 1) raise(SIGKILL);
+                  if (is_lost_at("forward") && i == 1) raise(fate);
                   return net.blocks[i].run(x);
                 });
-                if (dies_now && ((place == "backward" && i == 1) ||
-                                 (place == "last block" && i == 3))) {
-                  h.register_hook([](const at::Tensor&) { raise(SIGKILL); });
+                if ((is_lost_at("backward") && i == 1) ||
+                    (is_lost_at("last block") && i == 3)) {
+                  h.register_hook([fate](const at::Tensor&) { raise(fate); });
                 }
               }
               return h * net.head;
             });
       }));
-      if (dies_now && place == "loss") raise(SIGKILL);
+      if (is_lost_at("loss")) raise(fate);
       loss.backward();
       if (step < kLastStep) sgd(root.shards(), 0.1);
     }
@@ -114,6 +131,12 @@ const RankFunction kTrainUntilDeath("train_sharded", [](RankContext& rank) {
   }
 });
 
+void expect_as_before(const RankResult& survivor) {
+  EXPECT_EQ(survivor.exit_code, 0) << survivor.error_output;
+  EXPECT_THAT(survivor.messages,
+              IsSupersetOf({"as before", "has no gradients", "saved"}));
+}
+
 // Ranks x where one dies x meshes.
 class PeerLossTest : public ::testing::TestWithParam<
                          std::tuple<int, std::string, std::string>> {};
@@ -133,12 +156,12 @@ TEST_P(PeerLossTest, SurvivorsNameItAndHoldWhatTheyHeldBefore) {
   const int victim = world_size - 1;
   ProcessRanks ranks({.world_size = world_size,
                       .function = "train_sharded",
-                      .arguments = {std::to_string(victim), place, meshes}});
+                      .arguments = arguments(victim, place, meshes)});
   const auto results = ranks.finish();
   EXPECT_EQ(results[victim].signal, SIGKILL);
   for (int rank = 0; rank < victim; ++rank) {
     const auto& found = results[rank];
-    EXPECT_EQ(found.exit_code, 0) << found.error_output;
+    expect_as_before(found);
     const std::string named = "rank " + std::to_string(victim);
     EXPECT_THAT(
         found.messages,
@@ -147,9 +170,49 @@ TEST_P(PeerLossTest, SurvivorsNameItAndHoldWhatTheyHeldBefore) {
       EXPECT_THAT(found.messages,
                   Contains(HasSubstr("the gather of unit 'blocks.")));
     }
-    EXPECT_THAT(found.messages, Contains("as before"));
-    EXPECT_THAT(found.messages, Contains("has no gradients"));
-    EXPECT_THAT(found.messages, Contains("saved"));
+  }
+}
+
+// Sums alone are under way, of which the one that is told is not always the
+// first.
+TEST(SumLossTest, TheSurvivorNamesASumAndItsUnit) {
+  ProcessRanks ranks({.world_size = 2,
+                      .function = "train_sharded",
+                      .arguments = arguments(1, "backward", "kept whole")});
+  const auto results = ranks.finish();
+  EXPECT_EQ(results[1].signal, SIGKILL);
+  expect_as_before(results[0]);
+  EXPECT_THAT(results[0].messages,
+              Contains(AllOf(ContainsRegex("^error fully_shard: reduction "
+                                           "[0-4] \\(unit '(blocks\\.[0-3])?', "
+                                           "from parameter '(blocks\\.[0-3]\\."
+                                           "weight|head)' on\\) in iteration 4 "
+                                           "on rank 0: "),
+                             HasSubstr("rank 1"))));
+}
+
+// Ranks, and where one stops. Its connections stay open.
+class PeerStopTest
+    : public ::testing::TestWithParam<std::pair<int, std::string>> {};
+INSTANTIATE_TEST_SUITE_P(, PeerStopTest,
+                         ::testing::Values(std::pair(2, "forward"),
+                                           std::pair(3, "backward")));
+
+TEST_P(PeerStopTest, SurvivorsNameItAtTheTimeoutAndHoldWhatTheyHeldBefore) {
+  const auto& [world_size, place] = GetParam();
+  const int victim = world_size - 1;
+  ProcessRanks ranks(
+      {.world_size = world_size,
+       .function = "train_sharded",
+       .arguments = arguments(victim, place, "one mesh", SIGSTOP)});
+  for (int rank = 0; rank < victim; ++rank) ranks.wait_for(rank, "saved");
+  ranks.signal(victim, SIGKILL);
+  const auto results = ranks.finish();
+  for (int rank = 0; rank < victim; ++rank) {
+    expect_as_before(results[rank]);
+    EXPECT_THAT(results[rank].messages,
+                Contains(AllOf(StartsWith("error fully_shard: "),
+                               HasSubstr("rank " + std::to_string(victim)))));
   }
 }
 
@@ -158,12 +221,12 @@ TEST_P(PeerLossTest, SurvivorsNameItAndHoldWhatTheyHeldBefore) {
 TEST(NeighbourLossTest, NeighboursMissItInTheirGather) {
   ProcessRanks ranks({.world_size = 4,
                       .function = "train_sharded",
-                      .arguments = {"3", "last block", "in slices"}});
+                      .arguments = arguments(3, "last block", "in slices")});
   const auto results = ranks.finish();
   EXPECT_EQ(results[3].signal, SIGKILL);
   for (int rank = 0; rank < 3; ++rank) {
     const auto& found = results[rank];
-    EXPECT_EQ(found.exit_code, 0) << found.error_output;
+    expect_as_before(found);
     const std::vector<std::string> words =
         rank == 2 ? std::vector<std::string>{"the gather of unit 'blocks.",
                                              "' among ranks 2-3 of a row: "}
@@ -172,8 +235,6 @@ TEST(NeighbourLossTest, NeighboursMissItInTheirGather) {
         found.messages,
         Contains(AllOf(StartsWith("error fully_shard: "), HasSubstr("rank 3"),
                        HasSubstr(words[0]), HasSubstr(words[1]))));
-    EXPECT_THAT(found.messages, Contains("as before"));
-    EXPECT_THAT(found.messages, Contains("has no gradients"));
   }
 }
 

@@ -22,6 +22,8 @@
 namespace brigade {
 namespace sharded_root_test {
 
+using ::testing::AllOf;
+using ::testing::Each;
 using testing::expect_shards;
 using ::testing::HasSubstr;
 using testing::loss_of;
@@ -144,6 +146,59 @@ TEST(ShardedRootTest, ParametersAreReadableOnlyWhileTheyAreWhole) {
     EXPECT_TRUE((net.blocks[0].weight == 2).all().item<bool>());
     root.reshard(/*writes=*/false);
   });
+}
+
+// No copy stands between them: nobody waits for the gather.
+TEST(ShardedRootTest, GathersWriteWhereParametersLie) {
+  RecordingGroup recording(2);
+  Net net;
+  ShardedRoot root(net.units(), recording.group(), {});
+  const Segment& segment = *root.unit(1).segments.front();
+  const int64_t numel = segment.layout().shard_numel();
+  recording.hold();
+  root.unshard(1);
+  const at::Tensor whole =
+      at::from_blob(net.blocks[0].weight.storage().mutable_data(), {2 * numel});
+  whole.narrow(0, numel, numel).zero_();
+  recording.release();
+  EXPECT_TRUE(at::equal(whole, at::cat({segment.shard(), segment.shard()})));
+  root.reshard(1, /*writes=*/false);
+}
+
+TEST(ShardedRootTest, ParametersLieAsLaidOutAtOneAddressByPlan) {
+  const RecordingGroup recording(2);
+  Net net;
+  ShardedRoot root(net.units(), recording.group(), {});
+  std::vector<const void*> addresses(root.num_units());
+  const auto expect_in_place = [&](size_t unit) {
+    const Segment& segment = *root.unit(unit).segments.front();
+    const auto& parameters = segment.parameters();
+    const c10::Storage& whole = parameters.front().tensor.storage();
+    EXPECT_EQ(static_cast<int64_t>(whole.nbytes()), segment.whole_bytes());
+    for (size_t i = 0; i < parameters.size(); ++i) {
+      EXPECT_EQ(
+          parameters[i].tensor.const_data_ptr<float>(),
+          static_cast<const float*>(whole.data()) + segment.layout().offset(i));
+    }
+    if (addresses[unit] == nullptr) addresses[unit] = whole.data();
+    EXPECT_EQ(whole.data(), addresses[unit]);
+  };
+  for (int step = 0; step < 3; ++step) {
+    loss_of(root.forward([&] {
+      return root.call(0, net.input(0, step), [&](at::Tensor h) {
+        expect_in_place(0);
+        for (size_t unit = 1; unit < root.num_units(); ++unit) {
+          h = root.call(unit, h, [&](const at::Tensor& in) {
+            expect_in_place(unit);
+            return net.blocks[unit - 1].run(in);
+          });
+        }
+        return h * net.head;
+      });
+    })).backward();
+    sgd(root.shards(), kRate);
+  }
+  EXPECT_EQ(root.statistics().unplanned, 0);
 }
 
 TEST(ShardedRootTest, AllocatesNothingAfterTheSecondStep) {
@@ -628,7 +683,14 @@ TEST(ShardedRootTest, WritingLowPrecisionBackKeepsTheMastersDigits) {
 
 // ---- Failures.
 
+// What ranks are told.
+void expect_alike(const std::vector<std::string>& texts,
+                  const ::testing::Matcher<std::string>& words) {
+  EXPECT_THAT(texts, Each(AllOf(words, texts.front())));
+}
+
 TEST(ShardedRootFailureTest, ParametersThatChangeBeforeBackward) {
+  std::vector<std::string> texts(2);
   run_ranks(2, [&](const Group& group) {
     Net net;
     ShardedRoot root(net.units(), group, {});
@@ -638,27 +700,30 @@ TEST(ShardedRootFailureTest, ParametersThatChangeBeforeBackward) {
       const torch::NoGradGuard no_grad;
       for (at::Tensor& shard : root.shards()) shard.add_(1);
     }
-    EXPECT_THAT(message_of([&] { loss.backward(); }),
-                HasSubstr("the parameters of unit '' were changed between its "
-                          "forward and its backward"));
+    texts[group->getRank()] = message_of([&] { loss.backward(); });
     train_step(root, net, group->getRank(), 1);
     EXPECT_TRUE(root.shards()[0].grad().defined());
   });
+  expect_alike(texts, HasSubstr("the parameters of unit '' were changed "
+                                "between its forward and its backward"));
 }
 
 TEST(ShardedRootFailureTest, ShardsThatAreNoShardsAnyMore) {
+  std::vector<std::string> texts(2);
   run_ranks(2, [&](const Group& group) {
     Net net;
     ShardedRoot root(net.units(), group, {});
     root.shards_of(2)[0].set_data(torch::zeros(root.shards_of(2)[0].sizes()));
-    EXPECT_THAT(message_of([&] { train_step(root, net, group->getRank(), 0); }),
-                HasSubstr("was given other memory"));
+    texts[group->getRank()] =
+        message_of([&] { train_step(root, net, group->getRank(), 0); });
   });
+  expect_alike(texts, HasSubstr("was given other memory"));
 }
 
 TEST(ShardedRootFailureTest, AForwardThatThrowsOnOneRank) {
   for (const size_t place : {0, 1, 3}) {
-    run_ranks(2, [&](const Group& group) {
+    std::vector<std::string> texts(3);
+    run_ranks(3, [&](const Group& group) {
       const int rank = group->getRank();
       Net plain;
       Net net;
@@ -683,6 +748,7 @@ TEST(ShardedRootFailureTest, AForwardThatThrowsOnOneRank) {
           })).backward();
         });
         if (fails) {
+          texts[rank] = message;
           EXPECT_THAT(message, HasSubstr("bad input"));
           EXPECT_TRUE(root.can_continue());
           for (const at::Tensor& shard : root.shards()) {
@@ -692,12 +758,13 @@ TEST(ShardedRootFailureTest, AForwardThatThrowsOnOneRank) {
         }
         EXPECT_EQ(message, "");
         reference.accumulate(
-            2, [&](int r) { return loss_of(plain.run(plain.input(r, step))); });
+            3, [&](int r) { return loss_of(plain.run(plain.input(r, step))); });
         expect_shards(root, reference.gradients, rank, /*of_gradients=*/true);
         sgd(root.shards(), kRate);
         reference.step(kRate);
       }
     });
+    EXPECT_EQ(texts[0], texts[2]);
   }
 }
 
@@ -719,7 +786,8 @@ struct ThrowInBackward : public torch::autograd::Function<ThrowInBackward> {
 
 TEST(ShardedRootFailureTest, ABackwardThatThrowsOnOneRank) {
   for (const size_t place : {0, 1, 3}) {
-    run_ranks(2, [&](const Group& group) {
+    std::vector<std::string> texts(3);
+    run_ranks(3, [&](const Group& group) {
       const int rank = group->getRank();
       Net plain;
       Net net;
@@ -743,6 +811,7 @@ TEST(ShardedRootFailureTest, ABackwardThatThrowsOnOneRank) {
           })).backward();
         });
         if (fails) {
+          texts[rank] = message;
           EXPECT_THAT(message,
                       HasSubstr(rank == 1 ? "bad gradient"
                                           : "rank 1 failed in iteration 2"));
@@ -754,22 +823,24 @@ TEST(ShardedRootFailureTest, ABackwardThatThrowsOnOneRank) {
         }
         EXPECT_EQ(message, "");
         reference.accumulate(
-            2, [&](int r) { return loss_of(plain.run(plain.input(r, step))); });
+            3, [&](int r) { return loss_of(plain.run(plain.input(r, step))); });
         expect_shards(root, reference.gradients, rank, /*of_gradients=*/true);
         sgd(root.shards(), kRate);
         reference.step(kRate);
       }
     });
+    EXPECT_EQ(texts[0], texts[2]);
   }
 }
 
 TEST(ShardedRootFailureTest, ForwardsThatDifferInNumber) {
+  std::vector<std::string> texts(2);
   run_ranks(2, [&](const Group& group) {
     const int rank = group->getRank();
     Net net;
     ShardedRoot root(net.units(), group, {});
     train_step(root, net, rank, 0);
-    const std::string message = message_of([&] {
+    texts[rank] = message_of([&] {
       const at::Tensor y =
           root.forward([&] { return net.run(root, net.input(rank, 1)); });
       if (rank == 0) {
@@ -778,35 +849,40 @@ TEST(ShardedRootFailureTest, ForwardsThatDifferInNumber) {
       }
       loss_of(y).backward();
     });
-    EXPECT_THAT(message, HasSubstr("began a forward"));
-    EXPECT_THAT(message, HasSubstr("began iteration 2"));
     for (const at::Tensor& shard : root.shards()) {
       shard.mutable_grad() = at::Tensor();
     }
     train_step(root, net, rank, 2);
     EXPECT_TRUE(root.shards()[0].grad().defined());
   });
+  expect_alike(texts, AllOf(HasSubstr("began a forward"),
+                            HasSubstr("began iteration 2")));
 }
 
 TEST(ShardedRootFailureTest, UnitsThatDifferAreToldAtConstruction) {
+  std::vector<std::string> texts(2);
   run_ranks(2, [&](const Group& group) {
     Net net(group->getRank() == 0 ? std::vector<int64_t>{4, 4}
                                   : std::vector<int64_t>{4, 5});
-    EXPECT_THAT(message_of([&] { ShardedRoot(net.units(), group, {}); }),
-                HasSubstr("'blocks.0.weight'"));
+    texts[group->getRank()] =
+        message_of([&] { ShardedRoot(net.units(), group, {}); });
     EXPECT_EQ(net.blocks[0].weight.sum().dim(), 0) << "it is untouched";
   });
+  expect_alike(texts, HasSubstr("'blocks.0.weight'"));
 }
 
 TEST(ShardedRootFailureTest, AParameterInTwoUnits) {
+  std::vector<std::string> texts(2);
   run_ranks(2, [&](const Group& group) {
     Net net;
     std::vector<UnitSpec> units = net.units();
     units[2].parameters.push_back({"tied", net.blocks[0].weight});
-    EXPECT_THAT(message_of([&] { ShardedRoot(units, group, {}); }),
-                HasSubstr("parameter 'tied' of unit 'blocks.1' shares its "
-                          "memory with 'blocks.0.weight' of unit 'blocks.0'"));
+    texts[group->getRank()] =
+        message_of([&] { ShardedRoot(units, group, {}); });
   });
+  expect_alike(texts,
+               HasSubstr("parameter 'tied' of unit 'blocks.1' shares its "
+                         "memory with 'blocks.0.weight' of unit 'blocks.0'"));
 }
 
 }  // namespace sharded_root_test

@@ -5,7 +5,9 @@
 #include <torch/torch.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstddef>
+#include <cstdint>
 #include <iterator>
 #include <string>
 #include <vector>
@@ -277,6 +279,68 @@ TEST(StrategyBitsOfReferenceTest, DependOnTheOrder) {
         a, b, [](const auto& x, const auto& y) { return at::equal(x, y); });
   };
   EXPECT_TRUE(differ(rows_of_2.gradients[0], one_row.gradients[0]));
+}
+
+// ---- Shapes that fit many ranks badly, some of fewer elements than ranks.
+
+constexpr int kManyRanks = 16;
+const std::vector<std::vector<int64_t>> kOddShapes = {
+    {}, {0}, {1}, {2, 0, 3}, {1, 1, 1}, {3}, {13}, {17, 5}, {5, 1, 3}, {257}};
+
+// Whole numbers, whose sums are exact; no two of a rank are alike.
+Tensors odd_gradients(int rank) {
+  Tensors gradients;
+  for (size_t i = 0; i < kOddShapes.size(); ++i) {
+    const int64_t numel = c10::multiply_integers(kOddShapes[i]);
+    const auto first = static_cast<int64_t>(1000 * i + 20'000 * rank + 1);
+    gradients.push_back(
+        at::arange(first, first + numel, at::kFloat).view(kOddShapes[i]));
+  }
+  return gradients;
+}
+
+TEST(OddShapesTest, GradientsAreTheAveragesOfManyRanks) {
+  ByRank gradients;
+  for (int rank = 0; rank < kManyRanks; ++rank) {
+    gradients.push_back(odd_gradients(rank));
+  }
+  const Tensors expected = average({gradients}, kManyRanks);
+  const auto expect_averages = [&](const Group& group, bool each_is_a_unit) {
+    const int rank = group->getRank();
+    std::vector<UnitSpec> units;
+    for (size_t i = 0; i < kOddShapes.size(); ++i) {
+      const std::string name = absl::StrCat("w", i);
+      if (each_is_a_unit || units.empty()) units.push_back({.name = name});
+      units.back().parameters.push_back(
+          {name, torch::ones(kOddShapes[i]).requires_grad_()});
+    }
+    ShardedRoot root(units, group, {});
+    root.forward([&] {
+          at::Tensor h = torch::zeros({});
+          auto gradient = gradients[rank].begin();
+          for (size_t unit = 0; unit < units.size(); ++unit) {
+            h = root.call(unit, h, [&](at::Tensor in) {
+              for (const NamedParameter& parameter : units[unit].parameters) {
+                in = in + (parameter.tensor * *gradient++).sum();
+              }
+              return in;
+            });
+          }
+          return h;
+        })
+        .backward();
+    expect_shards(root, expected, rank, /*of_gradients=*/true);
+  };
+  run_ranks(
+      kManyRanks,
+      [&](const Group& group) {
+        for (const bool each_is_a_unit : {false, true}) {
+          SCOPED_TRACE(absl::StrCat("rank ", group->getRank(), ", units ",
+                                    each_is_a_unit ? "of one" : "of all"));
+          expect_averages(group, each_is_a_unit);
+        }
+      },
+      std::chrono::seconds(60));
 }
 
 }  // namespace strategy_bits_test

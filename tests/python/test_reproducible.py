@@ -8,6 +8,7 @@ from torch import nn
 import brigade
 
 from exact_training import MODES, Training, UserError
+from rank_cases import run_cases
 from ranks import run_ranks
 
 VARIANTS = {
@@ -43,6 +44,10 @@ def _added(tensors):
     return total
 
 
+def _added_by_rows(each, row_size):
+    return _added([_added(each[r : r + row_size]) for r in range(0, len(each), row_size)])
+
+
 def _train(model, rank, steps=3):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
     for step in range(steps):
@@ -57,8 +62,8 @@ def _train_alone(world_size, row_size, steps=3):
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, foreach=False)
     for step in range(steps):
         each = [_gradients(net, rank, step) for rank in range(world_size)]
-        rows = [_added(each[r : r + row_size]) for r in range(0, world_size, row_size)]
-        for p, gradient in zip(net.parameters(), _added(rows), strict=True):
+        total = _added_by_rows(each, row_size)
+        for p, gradient in zip(net.parameters(), total, strict=True):
             p.grad = gradient * (1.0 / world_size)
         optimizer.step()
     return net.state_dict()
@@ -107,19 +112,24 @@ def test_rows_are_summed_as_by_hybrid_shards():
     run_ranks(_rows, world_size=4)
 
 
-def _accumulates(rank):
+def _accumulates(rank, row_size, options):
     world_size = dist.get_world_size()
-    model = brigade.DistributedDataParallel(_net(), reproducible=True, bucket_cap_mb=0.001)
+    model = brigade.DistributedDataParallel(
+        _net(), reproducible=True, reproducible_row_size=row_size, bucket_cap_mb=0.001, **options
+    )
     with model.no_sync():
         model(_input(rank, 0)).square().mean().backward()
     model(_input(rank, 1)).square().mean().backward()
     own = [_added([_gradients(_net(), r, step) for step in (0, 1)]) for r in range(world_size)]
-    for p, total in zip(model.parameters(), _added(own), strict=True):
+    totals = _added_by_rows(own, row_size or world_size)
+    for p, total in zip(model.parameters(), totals, strict=True):
         assert torch.equal(p.grad, total * (1.0 / world_size))
 
 
-def test_gradients_under_no_sync_are_added_on_their_rank():
-    run_ranks(_accumulates, world_size=3)
+@pytest.mark.parametrize(("world_size", "row_size"), [(3, None), (4, 2)])
+def test_gradients_under_no_sync_are_added_on_their_rank(world_size, row_size):
+    views = [{"gradient_as_bucket_view": value} for value in (False, True)]
+    run_cases(_accumulates, [(row_size, each) for each in views], world_size)
 
 
 def _joins(rank, by_world_size):

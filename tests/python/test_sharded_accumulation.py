@@ -7,6 +7,7 @@ from torch import nn
 
 import brigade
 
+from rank_cases import run_cases
 from ranks import run_ranks
 
 NUM_BATCHES = 3
@@ -116,10 +117,10 @@ def test_units_that_add_up_are_reduced_once(
     run_ranks(_counts, chosen, reshards_after_forward, reshards_after_backward)
 
 
-def _counts_of_rows(rank, chosen, synchronizes):
+def _counts_of_rows(rank, chosen, synchronizes, reshards_after_forward):
     """`synchronizes`: rows add up in each micro-batch."""
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2))
-    model, units = _shard(mesh=mesh)
+    model, units = _shard(mesh=mesh, reshard_after_forward=reshards_after_forward)
     plain = Stack()
 
     def set_up(is_last):
@@ -131,7 +132,7 @@ def _counts_of_rows(rank, chosen, synchronizes):
 
     for _ in range(2):
         for batch, (gathers, sums) in enumerate(_step(rank, model, plain, set_up)):
-            assert gathers == [1, 2, 2, 2], (batch, gathers)
+            assert gathers == [1] + 3 * [1 + reshards_after_forward], (batch, gathers)
             for i, found in enumerate(sums):
                 # Over its row, and twice the like of a shard over its column.
                 is_reduced = batch == NUM_BATCHES - 1 or i not in chosen
@@ -141,4 +142,5 @@ def _counts_of_rows(rank, chosen, synchronizes):
 @pytest.mark.parametrize("synchronizes", [True, False])
 @pytest.mark.parametrize("chosen", [(0, 1, 2, 3), (0,), (1, 2)], ids=["all", "outermost", "some"])
 def test_rows_of_a_mesh_are_added_up_once(chosen, synchronizes):
-    run_ranks(_counts_of_rows, chosen, synchronizes, world_size=4)
+    cases = [(chosen, synchronizes, reshards) for reshards in (True, False)]
+    run_cases(_counts_of_rows, cases, world_size=4)

@@ -12,6 +12,7 @@ from torch import nn
 import brigade
 from brigade._shard_boxes import boxes_of
 
+from rank_cases import run_cases
 from ranks import run_ranks
 from sharded_training import batch_of, expect_equal, make_net, shard_blocks, step_of_all
 
@@ -85,6 +86,8 @@ def _saves(rank, folder, mesh=None):
     )
     own = {"random": torch.get_rng_state()}
     brigade.save_checkpoint(f"{folder}/ours", model, optimizer, shared={"step": 2}, own=own)
+    brigade.save_whole(model, f"{folder}/whole.safetensors")
+    brigade.save_shards(model, f"{folder}/shards")
     whole = {
         "model": model.full_state_dict(),
         "optimizer": brigade.full_optimizer_state_dict(model, optimizer),
@@ -142,6 +145,40 @@ def test_saved_on_two_ranks_and_loaded(saved, mesh, reader):
 def test_saved_by_replicas(tmp_path):
     run_ranks(_saves, str(tmp_path), (2, 2), world_size=4)
     run_ranks(_loads, str(tmp_path), (3,), "ours", world_size=3)
+
+
+# What loads the parameters that _saves() has saved.
+_LOADERS = {
+    "whole": lambda model, folder: model.load_full_state_dict(_whole(folder)["model"]),
+    "ours": lambda model, folder: brigade.load_checkpoint(f"{folder}/ours", model),
+    "torchs": lambda model, folder: dcp.load(
+        {"model": model.state_dict()}, checkpoint_id=f"{folder}/torchs"
+    ),
+    "safetensors": lambda model, folder: brigade.load_whole(model, f"{folder}/whole.safetensors"),
+    "shards": lambda model, folder: brigade.load_shards(model, f"{folder}/shards"),
+}
+
+
+def _loads_while_whole(rank, folder, loader):
+    plain, model = make_net(), shard_blocks(make_net(), reshard_after_forward=False)
+    model.set_reshard_after_backward(False)
+    optimizers = [torch.optim.SGD(net.parameters(), 0.1, foreach=False) for net in (plain, model)]
+    _step(model, optimizers[1], 5, rank)
+    sent = []
+    for _ in range(2):
+        model(batch_of(rank, 6)).sum().backward()
+        sent.append(model.sharding_statistics()["sent_by_gathers"])
+    assert sent[0] == sent[1]  # all units are whole
+    _LOADERS[loader](model, folder)
+    plain.load_state_dict(_whole(folder)["model"])
+    for step in (7, 8):
+        step_of_all(plain, optimizers[0], step, 2)
+        _step(model, optimizers[1], step, rank)
+        expect_equal(model, plain)
+
+
+def test_what_is_loaded_while_units_are_whole_is_trained_on(saved):
+    run_cases(_loads_while_whole, [(saved, loader) for loader in _LOADERS])
 
 
 def test_loaded_into_one_process(saved):

@@ -25,20 +25,38 @@ POLICIES = {
 }
 
 
+def _vectors_stay(parameter):
+    return parameter.dtype if parameter.dim() == 1 else None
+
+
+def _override_of(policy):
+    return getattr(policy, "param_dtype_override_fn", None)
+
+
+if hasattr(MixedPrecisionPolicy, "param_dtype_override_fn"):  # of torch 2.15
+    POLICIES |= {
+        f"{name}, vectors stay": dataclasses.replace(
+            POLICIES[name], param_dtype_override_fn=_vectors_stay
+        )
+        for name in ("param", "param and reduce")
+    }
+
+
 class Product(nn.Module):
-    """Takes an input of any dtype; returns the wider one of its and the parameter's."""
+    """Takes an input of any dtype; returns the widest one of its and the parameters'."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(5))
+        self.weight = nn.Parameter(torch.randn(1, 5))
+        self.bias = nn.Parameter(torch.randn(5))
 
     def forward(self, x):
-        return x * self.weight
+        return x * self.weight + self.bias
 
 
 def _make(policy):
     net = make_net()
-    if not policy.cast_forward_inputs:
+    if not policy.cast_forward_inputs or _override_of(policy):
         net.embed, net.head = Product(), Product()
         net.blocks = nn.ModuleList([Product() for _ in range(3)])
     return net
@@ -55,7 +73,8 @@ def _units_of(net, policy, is_joint):
 
 def _cast_by_hand(module, policy):
     """Its parameters, what it gets and what it returns."""
-    module.to(policy.param_dtype)
+    override = _override_of(policy) or (lambda parameter: None)
+    module._apply(lambda p: p.to(override(p) or policy.param_dtype or p.dtype))
     if policy.cast_forward_inputs:
         module.register_forward_pre_hook(lambda _, args: args[0].to(policy.param_dtype))
     module.register_forward_hook(lambda _, args, output: output.to(policy.output_dtype))

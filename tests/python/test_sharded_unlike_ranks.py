@@ -189,6 +189,22 @@ def test_settings_that_are_unlike():
     assert told[0] == told[1]
 
 
+def _unlike_meshes(rank):
+    """Of the same ranks, in one group."""
+    rows = dist.device_mesh.init_device_mesh("cpu", (2, 2))
+    all_ranks = dist.device_mesh.DeviceMesh.from_group(dist.group.WORLD, "cpu")
+    words = r"sharded parameter 0 differs: rank 0 .* num_shards 2,.* ranks 1-3 .* num_shards 4,"
+    with pytest.raises(ValueError, match=words) as caught:
+        brigade.fully_shard(nn.Linear(4, 4), mesh=rows if rank == 0 else all_ranks)
+    _expect_exact_steps(rank, 1)
+    return str(caught.value)
+
+
+def test_meshes_that_are_unlike():
+    told = run_ranks(_unlike_meshes, world_size=4, timeout_s=TIMEOUT_S)
+    assert told == told[:1] * 4
+
+
 def _shards_in_another_order(rank):
     model = make_net()
     for index in ((0, 1, 2), (2, 1, 0))[rank]:

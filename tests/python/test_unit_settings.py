@@ -194,10 +194,18 @@ def _not_gathered_in_backward(rank):
     first = model[0]
     brigade.fully_shard(first, prefetch_depth=0)
     brigade.fully_shard(model, prefetch_depth=0)
-    first.set_unshard_in_backward(False)
     x = torch.ones(2, 4, requires_grad=True)
-    model(x).sum().backward()
-    assert first.offset.grad is not None
+
+    def gathered_in_backward():
+        model(x).sum().backward()
+        gathers = model.sharding_timeline().gathers
+        return [gather.unit for gather in gathers if not gather.is_in_forward]
+
+    assert gathered_in_backward() == ["0"]
+    gradients = _gradients(model)
+    first.set_unshard_in_backward(False)
+    assert gathered_in_backward() == []
+    _expect_same(_gradients(model), gradients, 2)
 
 
 def test_backward_without_a_gather():
@@ -275,6 +283,25 @@ def _waits_for_an_optimizer(rank):
 
 def test_the_next_forward_waits_for_an_event_once():
     run_ranks(_waits_for_an_optimizer)
+
+
+def _room_for_reductions(rank):
+    planned = []
+    for least in (1, 2, 3):
+        model = shard_blocks(make_net(), reshard_after_forward=True, prefetch_depth=0)
+        model.set_reduce_scatter_max_input_buffers(3)
+        model.sharding_statistics()  # makes the root
+        model.blocks[1].set_reduce_scatter_max_input_buffers(least)
+        _loss(model, rank, 0).backward()
+        statistics = model.sharding_statistics()
+        assert statistics["peak_whole_bytes"] == statistics["planned_bytes"]
+        planned.append(statistics["planned_bytes"])
+    of_block = 4 * sum(p.numel() for p in make_net().blocks[0].parameters())
+    assert [each - planned[0] for each in planned] == [0, of_block, 2 * of_block]
+
+
+def test_memory_is_for_the_least_number_of_reductions_that_a_unit_was_given():
+    run_ranks(_room_for_reductions)
 
 
 def _frozen_and_thawed(rank):
