@@ -828,6 +828,36 @@ TEST_F(LostUsesTest, TheAllocatorIsToldWhoReadsASum) {
   });
 }
 
+// On a mesh of 2 x 2: what rows have added up goes with its unit.
+TEST_F(LostUsesTest, TheAllocatorIsToldWhoHasUsedASumThatIsDropped) {
+  expect_needed("b uses memory", [&] {
+    Parts parts(/*num_shards=*/2);
+    simulated::synchronize_all();
+    const c10::Stream a = stream_named("a");
+    const c10::Stream b = stream_named("b");
+    const at::Tensor like = at::empty_like(parts.segment(0).shard());
+    UnitReduction reduction = parts.reduction(0);
+    UnitReduction other = parts.reduction(1);
+    reduction.set_sums_over_replicas(false);
+    other.set_sums_over_replicas(false);
+    const c10::StreamGuard on_a(a);
+    for (int i = 0; i < 2; ++i) {
+      const auto sum = reduction.launch();
+      simulated::synchronize_all();
+      other.launch();  // the group lets go of what has travelled
+      const c10::StreamGuard on_b(b);
+      reduction.commit({});
+    }
+    parts.gathers.reset();
+    arm();
+    parts.units.clear();
+    disarm();
+    std::vector<at::Tensor> next;  // all that the allocator has free
+    for (int i = 0; i < 16; ++i) next.push_back(at::ones_like(like));
+    simulated::synchronize_all();
+  });
+}
+
 // Units are made on a stream of their own.
 TEST_F(LostUsesTest, TheAllocatorIsToldWhoReadsParametersThatAreSharded) {
   const RecordingGroup recording(kNumRanks);
