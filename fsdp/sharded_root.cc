@@ -133,7 +133,6 @@ ShardedRoot::ShardedRoot(std::vector<Unit> units,
   num_running_.assign(units_.size(), 0);
   num_open_.assign(units_.size(), 0);
   is_kept_.assign(units_.size(), 0);
-  called_in_.assign(units_.size(), 0);
   is_held_.assign(units_.size(), 0);
   on_released_.resize(units_.size());
   gathers_ = std::make_unique<UnitGathers>(units_, transports_, pool_,

@@ -47,6 +47,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <array>
 #include <chrono>
 #include <condition_variable>
 #include <cstddef>
@@ -399,6 +400,7 @@ class ShardedRoot final : private UnitPolicy::Listener {
   void release_if_unused(size_t unit);
   void release_behind_forward(size_t unit);
   void pass_over_before(size_t place);
+  void pass_over_for(size_t unit);
   bool may_be_called(size_t unit) const;
   void leave_forward(size_t unit);
 
@@ -476,10 +478,12 @@ class ShardedRoot final : private UnitPolicy::Listener {
   std::vector<int> num_running_;
   std::vector<int> num_open_;
   std::vector<char> is_kept_;
-  int64_t forward_ = 0;  // how many have begun
-  bool forward_is_over_ = false;
-  std::vector<int64_t> called_in_;  // by unit: in which of these last; 0: none
-  std::vector<char> is_held_;       // by unit, by hand: unshard(unit)
+  // By unit: called in this forward, and in the last that ended well, one
+  // without gradients, and one with them. Empty: there was none.
+  std::vector<char> called_;
+  std::array<std::vector<char>, 2> called_before_;
+  bool forward_is_over_ = false;  // but for what peers need
+  std::vector<char> is_held_;     // by unit, by hand: unshard(unit)
   std::vector<std::function<void()>> on_released_;  // of await_unit()
   int64_t backward_ = 0;                            // counts them
 

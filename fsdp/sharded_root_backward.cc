@@ -35,11 +35,13 @@ void ShardedRoot::give_up_left_out_by(size_t unit) {
 }
 
 // Else sums behind those would wait for the end of backward. A graph may be of
-// a unit's parameters and hold no call of it, as of its forward's first half.
+// a unit's parameters and hold no call of it: of its forward's first half, or
+// of what is whole behind forward.
 void ShardedRoot::give_up_unreached() {
   if (!policy_->is_reducing()) return;
   for (const size_t unit : policy_->unreached()) {
-    if (!call_depths_.is_called(unit) && !may_be_used(unit)) {
+    if (!call_depths_.is_called(unit) && !gathers_->is_claimed(unit) &&
+        !may_be_used(unit)) {
       give_up_gradients(unit);
     }
   }

@@ -112,9 +112,7 @@ void ShardedRoot::unshard(size_t unit) {
     gathers_->shards_are_written();
     gathers_->begin({unit});
   }
-  if (pass_ == Pass::kForward && !gathers_->is_claimed(unit)) {
-    pass_over_before(gathers_->schedule().awaited_by(unit));
-  }
+  pass_over_for(unit);
   gathers_->request(unit, ahead_of(unit), [this, unit] { ask_for(unit); });
 }
 

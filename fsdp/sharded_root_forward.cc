@@ -41,7 +41,7 @@ void ShardedRoot::begin_forward() {
   plan_memory();
   if (keeps_units_) pool_.set_recording(true);
   if (keeps_units_) call_depths_.begin_forward();
-  ++forward_;
+  called_.assign(units_.size(), 0);
   forward_is_over_ = false;
   gathers_->begin(expected, GatheredIn::kForward);
   if (pass_ == Pass::kNone) pass_ = Pass::kForward;
@@ -69,7 +69,9 @@ void ShardedRoot::end_forward() {
   // Nor does what is released.
   for (size_t unit = 0; unit < units_.size(); ++unit) leave_forward(unit);
   gathers_->recorder().forward_ends();
-  if (pass_ == Pass::kForward) pass_ = Pass::kNone;
+  if (pass_ != Pass::kForward) return;
+  pass_ = Pass::kNone;
+  called_before_[keeps_units_ ? 1 : 0] = std::exchange(called_, {});
 }
 
 // Gathers before `place` are launched, which peers may need. Of what they make
@@ -93,10 +95,18 @@ void ShardedRoot::pass_over_before(size_t place) {
   }
 }
 
-// In the rest of this forward: as the one before has called it, on this rank.
+// In the rest of this forward: as the last of its kind has, on this rank.
 bool ShardedRoot::may_be_called(size_t unit) const {
+  const std::vector<char>& before = called_before_[keeps_units_ ? 1 : 0];
   return pass_ == Pass::kForward && !forward_is_over_ &&
-         (forward_ == 1 || called_in_[unit] == forward_ - 1);
+         (before.empty() || before[unit] != 0);
+}
+
+void ShardedRoot::pass_over_for(size_t unit) {
+  if (pass_ != Pass::kForward || forward_is_over_) return;
+  called_[unit] = 1;
+  if (gathers_->is_claimed(unit)) return;
+  pass_over_before(gathers_->schedule().awaited_by(unit));
 }
 
 void ShardedRoot::leave_forward(size_t unit) {
@@ -210,9 +220,7 @@ const std::vector<size_t>& ShardedRoot::ahead_of(size_t unit) const {
 
 void ShardedRoot::need(size_t unit) {
   if (policy_->is_out_of_turn(unit)) ask_out_of_turn(unit);
-  if (pass_ == Pass::kForward && !gathers_->is_claimed(unit)) {
-    pass_over_before(gathers_->schedule().awaited_by(unit));
-  }
+  pass_over_for(unit);
   gathers_->need(unit, ahead_of(unit), [this, unit] { ask_for(unit); });
 }
 
@@ -223,7 +231,6 @@ std::shared_ptr<ShardedRoot::Call> ShardedRoot::begin_call(
     gathers_->release(unit);
   }
   need(unit);
-  if (pass_ == Pass::kForward) called_in_[unit] = forward_;
   if (pass_ == Pass::kForward && keeps_units_) {
     call_depths_.note(unit, std::accumulate(num_running_.begin(),
                                             num_running_.end(), size_t{0}));

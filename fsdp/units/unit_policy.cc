@@ -30,16 +30,22 @@ std::vector<size_t> completed(std::vector<size_t> record,
   return record;
 }
 
+// A unit that so many forwards have left out is not gathered ahead of others;
+// two that are used in turns are.
+constexpr int kForgottenAfter = 2;
+
 // As it was seen, and what was not needed, or was whole already, behind what it
 // is behind of in `all`: a program that comes to it again comes to it there.
+// `num_absent`: forwards, by unit.
 std::vector<size_t> with_left_out(std::vector<size_t> record,
-                                  const std::vector<size_t>& all) {
+                                  const std::vector<size_t>& all,
+                                  const std::vector<int>& num_absent) {
   size_t place = 0;  // behind the last of `all` that is there
   for (const size_t unit : all) {
     const auto found = std::ranges::find(record, unit);
     if (found != record.end()) {
       place = static_cast<size_t>(found - record.begin()) + 1;
-    } else {
+    } else if (num_absent[unit] < kForgottenAfter) {
       record.insert(record.begin() + static_cast<std::ptrdiff_t>(place), unit);
       ++place;
     }
@@ -112,6 +118,7 @@ UnitPolicy::UnitPolicy(std::vector<Unit>& units, MeshTransports& transports,
     }
   }
   is_used_.assign(variables_.size(), 0);
+  num_absent_.assign(units_.size(), 0);
   if (!transport_.streams().device().is_cpu() && !variables_.empty()) {
     used_sum_ = std::make_unique<UsedSum>(is_used_, transport_);
   }
@@ -495,7 +502,10 @@ void UnitPolicy::on_end_confirmed(ToldAlike alike) {
 void UnitPolicy::adopt(Seen seen) {
   is_predictable_ = is_in_order(seen.backward, seen.predicted);
   const size_t num_needed = seen.forward.size();
-  forward_order_ = with_left_out(seen.forward, forward_order_);
+  for (int& count : num_absent_) count = std::min(count + 1, kForgottenAfter);
+  for (const size_t unit : seen.forward) num_absent_[unit] = 0;
+  forward_order_ = completed(
+      with_left_out(seen.forward, forward_order_, num_absent_), forward_order_);
   if (num_needed == units_.size() && forward_order_.size() == num_needed) {
     calling_order_ = forward_order_;
   }

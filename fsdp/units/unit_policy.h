@@ -246,7 +246,8 @@ class UnitPolicy final : public ReductionPolicy {
   // What ranks have agreed on.
   std::vector<size_t> agreed_forward_;  // of units, as ranks have seen it last
   std::vector<size_t> forward_order_;   // of units: that, and the others
-  bool is_predictable_ = true;          // its backward was the reverse of it
+  std::vector<int> num_absent_;  // by unit: forwards that have left it out
+  bool is_predictable_ = true;   // its backward was the reverse of it
   std::vector<size_t> calling_order_;   // of units, each once
   std::vector<size_t> backward_order_;  // of units
   std::vector<size_t> reduction_order_;

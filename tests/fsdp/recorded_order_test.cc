@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "brigade/fsdp/sharded_root.h"
@@ -229,6 +230,41 @@ TEST_P(RecordedOrderTest, SumsDoNotWaitForUnitsThatNoRankHasCalled) {
       }
     });
   }
+}
+
+// Which no graph holds a call of.
+TEST_P(RecordedOrderTest, WhatStaysWholeMayBeReadByTheLossAlone) {
+  run_ranks(GetParam(), [&](const Group& group) {
+    const int rank = group->getRank();
+    Net plain(kSizes);
+    Net net(kSizes);
+    Reference reference(plain);
+    std::vector<UnitSpec> units = net.units();
+    units.back().reshards_after_forward = false;
+    ShardedRoot root(units, group, {});
+    const std::vector<size_t> order = {0, 1, 2};
+    // Its gradient comes behind the others: of nodes that are ready, autograd
+    // runs a new thread's, which have small numbers, last.
+    const auto with_last = [](const Net& of, const at::Tensor& y) {
+      at::Tensor last;
+      std::thread([&] {
+        last = of.blocks.back().weight.square().sum();
+      }).join();
+      return last + loss_of(y);
+    };
+    for (int step = 0; step < 3; ++step) {
+      reference.accumulate(GetParam(), [&](int r) {
+        return with_last(plain, plain.run(plain.input(r, step), order));
+      });
+      with_last(net, root.forward([&] {
+        return net.run(root, net.input(rank, step), order);
+      })).backward();
+      zero_what_no_rank_used(root);
+      expect_gradients(root, reference.gradients, rank);
+      reference.step(kRate);
+      sgd(root.shards(), kRate);
+    }
+  });
 }
 
 INSTANTIATE_TEST_SUITE_P(WorldSizes, RecordedOrderTest,
