@@ -38,9 +38,10 @@ void ShardedRoot::give_up_left_out_by(size_t unit) {
 // a unit's parameters and hold no call of it: of its forward's first half, or
 // of what is whole behind forward.
 void ShardedRoot::give_up_unreached() {
-  if (!policy_->is_reducing()) return;
+  const std::vector<char>& called = called_before_[/*with gradients*/ 1];
+  if (!policy_->is_reducing() || called.empty()) return;
   for (const size_t unit : policy_->unreached()) {
-    if (!call_depths_.is_called(unit) && !gathers_->is_claimed(unit) &&
+    if (called[unit] == 0 && !gathers_->is_claimed(unit) &&
         !may_be_used(unit)) {
       give_up_gradients(unit);
     }

@@ -14,7 +14,7 @@ CallDepths::CallDepths(const std::vector<std::string>& names) {
          dot = name.find('.', dot + 1)) {
       if (known.contains(name.substr(0, dot))) ++depth;
     }
-    seen_.push_back({.forward = -1, .depth = depth});
+    seen_.push_back({.forward = 0, .depth = depth});
   }
 }
 

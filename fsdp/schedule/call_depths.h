@@ -27,15 +27,13 @@ class CallDepths {
   // A call begins, and so many of other units are around it.
   void note(size_t unit, size_t depth);
 
-  // In the last forward.
-  bool is_called(size_t unit) const { return seen_[unit].forward == forward_; }
   size_t of(size_t unit) const { return seen_[unit].depth; }
   // A call of each unit, in this order.
   std::vector<UnitCall> calls(std::span<const size_t> order) const;
 
  private:
   struct Seen {
-    int64_t forward;  // which it was; -1: none yet
+    int64_t forward;  // which it was
     size_t depth;
   };
 

@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "brigade/fsdp/sharded_root.h"
-#include "brigade/fsdp/units/reduction_hook.h"
+#include "brigade/tests/fsdp/noting_hook.h"
 #include "brigade/tests/support/local_ranks.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -62,19 +62,6 @@ std::vector<Names> operators_of_events() {
       events, [](const std::string& event) { return event == kReduction; });
 }
 
-// As without a hook, but it says that it begins.
-class NotingHook final : public ReductionHook {
- public:
-  c10::intrusive_ptr<c10::ivalue::Future> reduce(
-      ShardTransport& transport, const Reduction& reduction) override {
-    events.emplace_back(kReduction);
-    return transport.reduce_scatter(reduction.whole, reduction.shard,
-                                    reduction.sum);
-  }
-  std::string hook_name() const override { return "noting"; }
-  bool fails_by_network_only() const override { return true; }
-};
-
 // Adds a parameter's sum; backward says when it has the gradient, 3 everywhere,
 // if that is a unit's last.
 struct AddSum : torch::autograd::Function<AddSum> {
@@ -104,7 +91,8 @@ constexpr int64_t kNumel = 7;
 // parameters of kNumel elements, and `num_more`.
 std::vector<Names> operators_of_step(const Group& group,
                                      ShardingOptions options, int num_more) {
-  options.comm_hook = std::make_shared<NotingHook>();
+  options.comm_hook = std::make_shared<testing::NotingHook>(
+      [] { events.emplace_back(kReduction); });
   std::vector<UnitSpec> specs;
   for (size_t unit = 0; unit < kNumUnits; ++unit) {
     UnitSpec& spec = specs.emplace_back();

@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "brigade/fsdp/sharded_root.h"
-#include "brigade/fsdp/units/reduction_hook.h"
+#include "brigade/tests/fsdp/noting_hook.h"
 #include "brigade/tests/fsdp/sharded_checks.h"
 #include "brigade/tests/fsdp/sharded_net.h"
 #include "brigade/tests/support/local_ranks.h"
@@ -48,23 +48,6 @@ struct Counts {
         ahead(root.statistics().ahead_gathers) {}
   int64_t late;
   int64_t ahead;
-};
-
-// As without a hook, but counts the sums that have begun.
-class NotingHook final : public ReductionHook {
- public:
-  explicit NotingHook(size_t& num_begun) : num_begun_(num_begun) {}
-  c10::intrusive_ptr<c10::ivalue::Future> reduce(
-      ShardTransport& transport, const Reduction& reduction) override {
-    ++num_begun_;
-    return transport.reduce_scatter(reduction.whole, reduction.shard,
-                                    reduction.sum);
-  }
-  std::string hook_name() const override { return "noting"; }
-  bool fails_by_network_only() const override { return true; }
-
- private:
-  size_t& num_begun_;
 };
 
 class RecordedOrderTest : public ::testing::TestWithParam<int> {};
@@ -203,7 +186,8 @@ TEST_P(RecordedOrderTest, SumsDoNotWaitForUnitsThatNoRankHasCalled) {
       Net net(kSizes);
       Reference reference(plain);
       ShardedRoot root(net.units(), group,
-                       {.comm_hook = std::make_shared<NotingHook>(num_begun)});
+                       {.comm_hook = std::make_shared<testing::NotingHook>(
+                            [&] { ++num_begun; })});
       for (int step = 0; step < 6; ++step) {
         const std::vector<size_t>& order = orders[step % 2];
         reference.accumulate(GetParam(), [&](int r) {
