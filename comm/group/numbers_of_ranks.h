@@ -1,4 +1,6 @@
 // What each rank of a group says, a number.
+//
+// Thread safety: as the group's collectives.
 
 #ifndef BRIGADE_COMM_GROUP_NUMBERS_OF_RANKS_H_
 #define BRIGADE_COMM_GROUP_NUMBERS_OF_RANKS_H_
