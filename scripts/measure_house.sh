@@ -1,0 +1,103 @@
+#!/usr/bin/env bash
+# Prints a table of the tree's size and reach, and what the tests took last.
+# --reach: also the files that run for a gradient and for a unit, which callgrind
+#   counts over the backward of examples/minimal (DDP) and over the steps of
+#   examples/gpt (FSDP) on two ranks, built into build/reach.
+# --timed: also runs the benchmarks with few rounds and prints their ratios.
+set -euo pipefail
+cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
+
+row() { printf '| %-52s | %s |\n' "$1" "$2"; }
+
+# Lines of tracked files; `:!` excludes.
+lines() { git ls-files -z -- "$@" | xargs -0 -r cat | wc -l; }
+code=('*.h' '*.cc' '*.cu' '*.hpp' '*.cuh' '*.py' '*.pyi' '*.sh')
+under_tests=("${code[@]/#/tests/}")
+
+# Fields of the library's structs called ...Options.
+count_options() {
+  git ls-files -z -- '*.h' ':!tests' ':!examples' ':!benchmarks' | xargs -0 perl -0777 -ne '
+    while (/^struct \w*Options \{(.*?)^\};/msg) {
+      (my $body = $1) =~ s,//.*,,g;
+      for (split /;/, $body) {
+        next if /^\s*(static|using|enum|struct)\b/ || !/\S/;
+        (my $declared = $_) =~ s/=.*//s;
+        $sum++ unless $declared =~ /\)\s*(const)?\s*$/;
+      }
+    }
+    END { print $sum }'
+}
+
+# The last run of each stage, from scripts/test.sh.
+stages() {
+  local stamp tree p f s seconds built
+  for stamp in build/stamps/*; do
+    [[ -f $stamp && $stamp != */numbers ]] || continue
+    read -r tree p f s seconds built <"$stamp"
+    row "stage $(basename "$stamp")" "$seconds s (build $built s), $p passed, $s skipped, tree ${tree:0:8}"
+  done
+}
+
+# on_two_ranks <program> ...: runs it twice, under callgrind with $collect, into
+# build/reach/rank.N.
+on_two_ranks() {
+  local port rank pids=()
+  port=$(python3 -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])')
+  for rank in 0 1; do
+    MASTER_ADDR=127.0.0.1 MASTER_PORT=$port WORLD_SIZE=2 RANK=$rank LOCAL_RANK=$rank LOCAL_WORLD_SIZE=2 \
+      GLOO_SOCKET_IFNAME=lo OMP_NUM_THREADS=1 valgrind --tool=callgrind "--toggle-collect=$collect" \
+      --callgrind-out-file="build/reach/rank.$rank" "$@" >build/reach/log.$rank 2>&1 &
+    pids+=($!)
+  done
+  for rank in "${pids[@]}"; do wait "$rank"; done
+}
+
+# Our files in rank 0's profile: those whose lines ran, inlined ones too.
+files_that_ran() {
+  { grep -ohE '^f[lie]=.*' build/reach/rank.0* || true; } | grep -oE '[^ ]+/brigade/[^ ]+|[^ ]+\.(h|cc)$' |
+    sed -E "s#^$PWD/##; s#.*/include/brigade/##" | sort -u |
+    while read -r file; do
+      case "$file" in /* | examples/* | tests/*) ;; *) [[ ! -f $file ]] || echo "$file" ;; esac
+    done | tee "build/reach/$1" | wc -l
+}
+
+reach() {
+  cmake --preset release -B build/reach -DCMAKE_BUILD_TYPE=None -DCMAKE_CXX_FLAGS='-O1 -g' \
+    -DBRIGADE_CUDA=OFF -DBRIGADE_BUILD_TESTS=OFF -DBRIGADE_PYTHON_BINDINGS=OFF >/dev/null
+  cmake --build build/reach --target minimal gpt >/dev/null
+  collect='torch::autograd::Engine::execute*' on_two_ranks build/reach/examples/minimal/minimal
+  row "files that a DDP gradient passes" "$(files_that_ran gradient_files)"
+  collect='*Training::step*' on_two_ranks build/reach/examples/gpt/gpt --steps 3 --blocks 2 --width 32 --sample 0
+  row "files that a unit passes" "$(files_that_ran unit_files)"
+}
+
+timed() {
+  local python=$PWD/.venv/bin/python
+  export PYTHONPATH=$PWD/build/release/python GLOO_SOCKET_IFNAME=lo OMP_NUM_THREADS=1
+  local on_two=("$python" -m torch.distributed.run --standalone --nproc-per-node 2)
+  ratios() { grep -E 'ratio|over|brigade|[0-9] +[0-9.]+$' || true; }
+  echo "== per parameter"; "$python" benchmarks/against_torch.py --rounds 12 | ratios
+  echo "== real steps"; "${on_two[@]}" benchmarks/real_steps.py --rounds 5 --tiny-rounds 60 | ratios
+  echo "== per unit"; "$python" benchmarks/unit_cost.py --rounds 20 | ratios
+  echo "== sharded steps"; "${on_two[@]}" benchmarks/fsdp_against_torch.py --rounds 8 | ratios
+}
+
+row measure "$(git describe --always --dirty)"
+row ---- ----
+row "product / test lines" "$(lines "${code[@]}" ':!tests') / $(lines "${under_tests[@]}")"
+row "C++ test lines" "$(lines 'tests/*.h' 'tests/*.cc' 'tests/*.cu')"
+row "C++ files outside tests" "$(git ls-files -- '*.h' '*.cc' '*.cu' ':!tests' | wc -l)"
+# cmake/BrigadeAddTarget.cmake installs every header of a library's folder.
+row "public headers" "$(for folder in $(grep -l brigade_add_library -- */CMakeLists.txt | xargs dirname); do
+  git ls-files -- "$folder/*.h"; done | wc -l)"
+row "C++ options" "$(count_options)"
+row "listening sockets" "$(git grep -nE '(^|[^_[:alnum:]])listen\(' -- '*.cc' '*.h' ':!tests' ':!benchmarks' |
+  grep -vcE ':\s*//' || true)"
+stages
+for argument in "$@"; do
+  case "$argument" in
+    --reach) reach ;;
+    --timed) timed ;;
+    *) echo "usage: scripts/measure_house.sh [--reach] [--timed]" >&2; exit 2 ;;
+  esac
+done
