@@ -111,12 +111,14 @@ function(brigade_compile_fast name)
   endif()
 endfunction()
 
-# brigade_add_test(<name> SOURCES ... LIBS ... [LABELS gpu] [TIMEOUT s] [NO_TORCH])
-# A GoogleTest binary with gmock's main.  Each case is one test of ctest, or the
-# binary is one when BRIGADE_TEST_EACH_CASE is off (a sanitizer's start is slow).
-# Its label is <name>, or the one given.
+# brigade_add_test(<name> SOURCES ... LIBS ... [LABELS gpu] [NO_TORCH] [LONG])
+# A GoogleTest binary with gmock's main, which is one test of ctest.  Its labels
+# are cpp and <name>, or those given.  LONG: only with BRIGADE_ALL_TESTS.
 function(brigade_add_test name)
-  cmake_parse_arguments(ARG "NO_TORCH" "TIMEOUT" "SOURCES;LIBS;LABELS" ${ARGN})
+  cmake_parse_arguments(ARG "NO_TORCH;LONG" "" "SOURCES;LIBS;LABELS" ${ARGN})
+  if(ARG_LONG AND NOT BRIGADE_ALL_TESTS)
+    return()
+  endif()
   set(no_torch "")
   if(ARG_NO_TORCH)
     set(no_torch NO_TORCH)
@@ -125,27 +127,17 @@ function(brigade_add_test name)
                          ${no_torch})
   brigade_compile_fast(${name})
   if(NOT ARG_LABELS)
-    set(ARG_LABELS ${name})
+    set(ARG_LABELS cpp ${name})
   endif()
-  if(NOT ARG_TIMEOUT)
-    set(ARG_TIMEOUT 120)
-  endif()
-  if(BRIGADE_TEST_EACH_CASE)
-    gtest_discover_tests(
-      ${name}
-      DISCOVERY_TIMEOUT 120
-      PROPERTIES TIMEOUT ${ARG_TIMEOUT} LABELS ${ARG_LABELS})
-  else()
-    add_test(NAME ${name} COMMAND ${name})
-    set_tests_properties(
-      ${name}
-      PROPERTIES
-        TIMEOUT
-        1200
-        LABELS
-        ${ARG_LABELS}
-        ENVIRONMENT
-        "ASAN_OPTIONS=detect_leaks=1;LSAN_OPTIONS=suppressions=${PROJECT_SOURCE_DIR}/tests/lsan.supp:print_suppressions=0;UBSAN_OPTIONS=print_stacktrace=1;TSAN_OPTIONS=suppressions=${PROJECT_SOURCE_DIR}/tests/tsan.supp:halt_on_error=0:print_suppressions=0"
-    )
-  endif()
+  add_test(NAME ${name} COMMAND ${name})
+  set_tests_properties(
+    ${name}
+    PROPERTIES
+      TIMEOUT
+      1200
+      LABELS
+      "${ARG_LABELS}"
+      ENVIRONMENT
+      "ASAN_OPTIONS=detect_leaks=1;LSAN_OPTIONS=suppressions=${PROJECT_SOURCE_DIR}/tests/lsan.supp:print_suppressions=0;UBSAN_OPTIONS=print_stacktrace=1;TSAN_OPTIONS=suppressions=${PROJECT_SOURCE_DIR}/tests/tsan.supp:halt_on_error=0:print_suppressions=0"
+  )
 endfunction()

@@ -25,6 +25,7 @@ folder="build/$build_prefix$preset"
 log="build/configure-$build_prefix$preset.log"
 settings=(
   ${BRIGADE_CUDA:+-DBRIGADE_CUDA=$BRIGADE_CUDA}
+  ${BRIGADE_ALL_TESTS:+-DBRIGADE_ALL_TESTS=$BRIGADE_ALL_TESTS}
   ${BRIGADE_UNITY:+-DCMAKE_UNITY_BUILD=$BRIGADE_UNITY})
 [[ -z $build_prefix ]] || settings+=("-DBRIGADE_PYTHON=$PWD/$venv/bin/python")
 if ! cmake --preset "$preset" -B "$folder" "${settings[@]}" >"$log" 2>&1; then

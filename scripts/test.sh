@@ -1,22 +1,35 @@
 #!/usr/bin/env bash
-# Runs brigade's tests: the release build with every test (the consumer of the
-# installed tree among them), then under AddressSanitizer and
-# UndefinedBehaviorSanitizer, then engine/, reducer/ and comm/ under ThreadSanitizer, and
-# the library's syntax against the headers of the oldest torch that is supported.
-# --quick: the release build only.
+# Runs brigade's tests in stages:
+#   release   the library and the Python package: tests of the package, the README,
+#             docs/, the programs, an installed tree, the source tree
+#   asan      C++ tests under AddressSanitizer and UndefinedBehaviorSanitizer
+# and with --all:
+#   tsan      comm/, engine/ and reducer/ under ThreadSanitizer
+#   cpp       C++ tests of the release build, the long ones too
+#   oldest    the library's syntax against the headers of the oldest supported torch
+#   suites    torch's own tests with our classes
+#   slow      the slow tests of the Python package
+# --stage NAME: only this one; may be repeated.
 # --torch VERSION: on that torch (2.12, or 2.12.1), with a virtual environment and
 # build folders of its own: .venv-2.12, build/2.12-release.
+# A stage that passed leaves build/stamps/NAME, and is skipped as long as the tree is
+# that of the same commit, without changes.
 set -euo pipefail
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
 
 usage() {
-  echo "usage: scripts/test.sh [--quick] [--torch VERSION]" >&2
+  echo "usage: scripts/test.sh [--all] [--stage NAME] ... [--torch VERSION]" >&2
   exit 2
 }
-quick=no
+default=(release asan) extra=(tsan cpp oldest suites slow) stages=()
 while (($# > 0)); do
   case "$1" in
-    --quick) quick=yes ;;
+    --all) stages=("${default[@]}" "${extra[@]}") ;;
+    --stage)
+      [[ " ${default[*]} ${extra[*]} " == *" ${2:-none} "* ]] || usage
+      stages+=("$2")
+      shift
+      ;;
     --torch)
       (($# > 1)) || usage
       export BRIGADE_TORCH=$2
@@ -26,49 +39,25 @@ while (($# > 0)); do
   esac
   shift
 done
+((${#stages[@]} > 0)) || stages=("${default[@]}")
 source scripts/torch_choice.sh
 
-# Of a test with hundreds of cases, what failed is to be seen.
-export GTEST_BRIEF=1
+export GTEST_BRIEF=1 # of a test with hundreds of cases, only the failures
+tree=changed
+[[ -n $(git status --porcelain) ]] || tree=$(git rev-parse 'HEAD^{tree}')
+stamps=build/stamps/$build_prefix
+mkdir -p "$stamps"
 
-passed=0 failed=0 skipped=0
-launcher=() # what ctest is started through
-broken=() # stages that did not get as far as running tests, or had failures
-
-# stage <preset> <target ...> -- <ctest argument ...>
-stage() {
-  local preset=$1 targets=() folder results
+# build <preset> [target ...]; run_tests <preset> <ctest argument> ...: prints the
+# report's numbers of passed, failed and skipped tests into $stamps/numbers.
+build() { scripts/build.sh "$@" && built=$SECONDS; }
+run_tests() {
+  local folder="$PWD/build/$build_prefix$1" rc=0
   shift
-  while [[ $1 != -- ]]; do
-    targets+=("$1")
-    shift
-  done
-  shift
-  folder="$PWD/build/$build_prefix$preset"
-  results="$folder/results.xml"
-  echo
-  echo "test: building $preset with $torch_requirement, ${SECONDS} s from the start"
-  if ! scripts/build.sh "$preset" "${targets[@]}"; then
-    broken+=("$preset does not build")
-    return
-  fi
-  echo "test: running $preset, ${SECONDS} s from the start"
-  rm -f "$results"
-  if ! "${launcher[@]}" ctest --test-dir "$folder" --output-on-failure --output-junit "$results" \
-    --no-tests=error -j "$(nproc)" "$@"; then
-    broken+=("$preset")
-  fi
-  count "$results"
-}
-
-# Adds what ctest's report says to the totals.
-count() {
-  local numbers
-  if [[ ! -s $1 ]]; then
-    broken+=("no results in $1")
-    return
-  fi
-  numbers=$(python3 - "$1" <<'PY'
+  rm -f "$folder/results.xml"
+  "${launcher[@]}" ctest --test-dir "$folder" --output-on-failure --no-tests=error -j "$(nproc)" \
+    --output-junit "$folder/results.xml" "$@" || rc=$?
+  python3 - "$folder/results.xml" >"$stamps/numbers" <<'PY' && return "$rc"
 import sys
 import xml.etree.ElementTree as tree
 
@@ -77,38 +66,62 @@ total, failed, skipped, disabled = (
     int(suite.get(name, 0)) for name in ("tests", "failures", "skipped", "disabled"))
 print(total - failed - skipped - disabled, failed, skipped + disabled)
 PY
-  )
-  read -r p f s <<<"$numbers"
-  passed=$((passed + p)) failed=$((failed + f)) skipped=$((skipped + s))
+}
+
+# What the tests of stage release run.
+programs=(brigade_bucket_sweep brigade_python bucket_size digits docs_blocks gpt host_run_ahead minimal)
+run_stage() {
+  launcher=()
+  case "$1" in
+    release) build release "${programs[@]}" && run_tests release -LE '^(cpp|gpu|all)$' ;;
+    asan) build asan && run_tests asan -L '^cpp$' ;;
+    tsan)
+      # ThreadSanitizer of GCC 12 cannot start where addresses are randomised more.
+      (($(cat /proc/sys/vm/mmap_rnd_bits 2>/dev/null || echo 28) <= 28)) || launcher=(setarch -R)
+      # Distributed autograd hands objects from thread to thread inside LibTorch,
+      # where ThreadSanitizer does not see it.
+      build tsan comm_test engine_test reducer_test &&
+        GTEST_FILTER='-*ContextGradients*' run_tests tsan -R '^(comm|engine|reducer)_test$'
+      ;;
+    cpp) BRIGADE_ALL_TESTS=ON build release && run_tests release -L '^(cpp|gpu)$' ;;
+    oldest)
+      if [[ -n $build_prefix ]]; then # its own headers have been compiled
+        echo 0 0 1 >"$stamps/numbers"
+      else
+        "$venv/bin/python" scripts/check_headers.py && echo 1 0 0 >"$stamps/numbers"
+      fi
+      ;;
+    suites) build release "${programs[@]}" && run_tests release -L '^suites$' ;;
+    slow) build release "${programs[@]}" && run_tests release -L '^all$' -LE '^(cpp|suites)$' ;;
+  esac
 }
 
 scripts/setup.sh
-stage release --
-if [[ $quick == no ]]; then
-  stage asan -- -LE gpu
-  # ThreadSanitizer of GCC 12 cannot start where addresses are randomised more
-  # than this.
-  if (($(cat /proc/sys/vm/mmap_rnd_bits 2>/dev/null || echo 28) > 28)); then
-    launcher=(setarch -R)
-  fi
-  # Distributed autograd hands objects from thread to thread inside LibTorch,
-  # where ThreadSanitizer does not see it.
-  export GTEST_FILTER='-*ContextGradients*'
-  stage tsan comm_test engine_test reducer_test -- -R '^(comm_test|engine_test|reducer_test)$'
-fi
-if [[ $quick == no && -z $build_prefix ]]; then
-  echo
-  if "$venv/bin/python" scripts/check_headers.py; then
-    passed=$((passed + 1))
+passed=0 failed=0 skipped=0 table=""
+for stage in "${stages[@]}"; do
+  stamp=$stamps/$stage note=""
+  if [[ -f $stamp && $(cut -d' ' -f1 "$stamp") == "$tree" ]]; then
+    read -r _ p f s seconds built <"$stamp"
+    note=", on this tree already"
   else
-    failed=$((failed + 1)) broken+=("the oldest torch's headers")
+    printf '\ntest: stage %s with %s\n' "$stage" "$torch_requirement"
+    rm -f "$stamp" "$stamps/numbers"
+    begin=$SECONDS built=$SECONDS
+    run_stage "$stage" || note=", FAILED"
+    seconds=$((SECONDS - begin)) built=$((built - begin))
+    read -r p f s <<<"$(cat "$stamps/numbers" 2>/dev/null || echo 0 0 0)"
+    # Of a build that failed, or tests that did not start, nothing was counted.
+    [[ -z $note ]] || ((f > 0)) || f=1
+    [[ -n $note ]] || echo "$tree $p $f $s $seconds $built" >"$stamp"
   fi
-fi
+  passed=$((passed + p)) failed=$((failed + f)) skipped=$((skipped + s))
+  table+=$(printf '%-9s %5d s (build %d s): %d passed, %d failed, %d skipped%s' \
+    "$stage" "$seconds" "$built" "$p" "$f" "$s" "$note")$'\n'
+done
 
-echo
+printf '\n%s' "$table"
 echo "test: $((SECONDS / 60)) min $((SECONDS % 60)) s"
-((${#broken[@]} == 0)) || printf 'test: FAILED: %s\n' "${broken[@]}"
 summary="$passed passed, $failed failed"
 ((skipped == 0)) || summary+=", $skipped skipped"
 echo "$summary"
-((${#broken[@]} == 0 && failed == 0))
+((failed == 0))

@@ -6,7 +6,7 @@ source=$1 work=$2
 cmake=${CMAKE_COMMAND:-cmake}
 
 rm -rf "$work"
-"$cmake" -S "$source" -B "$work" -DBRIGADE_PLANNING_ONLY=ON -DBRIGADE_TEST_EACH_CASE=OFF
+"$cmake" -S "$source" -B "$work" -DBRIGADE_PLANNING_ONLY=ON
 "$cmake" --build "$work"
 "$work/tests/planning/planning_test"
 if ldd "$work/tests/planning/planning_test" | grep -E 'lib(torch|c10)'; then
