@@ -9,7 +9,6 @@
 #include <algorithm>
 #include <filesystem>
 #include <functional>
-#include <limits>
 #include <map>
 #include <memory>
 #include <optional>
@@ -36,7 +35,6 @@ namespace brigade {
 namespace unit_mesh_test {
 
 using ::testing::AllOf;
-using ::testing::Each;
 using testing::error_of;
 using testing::ExpertMesh;
 using ::testing::HasSubstr;
@@ -195,32 +193,6 @@ TEST(UnitMeshTest, ShardsAreThoseOfTheUnitsMesh) {
   });
 }
 
-TEST(UnitMeshTest, BeginsWithTheFirstRanksValuesOfEachMesh) {
-  for (const MoeLayout& layout : some_layouts()) {
-    run_ranks(layout.num_ranks, [&](const Group& group) {
-      const int rank = group->getRank();
-      Tensors tensors;
-      const MoeNet net(layout, rank, tensors);
-      {
-        const torch::NoGradGuard no_grad;
-        for (auto& [name, tensor] : tensors) tensor.add_(100 * rank);
-      }
-      ShardedRoot root(net.units(), group, {.num_shards = layout.num_shards});
-      Tensors plain;
-      const MoeNet unchanged(layout, rank, plain);
-      for (size_t unit = 0; unit < root.num_units(); ++unit) {
-        const int first = unit < 2 ? 0 : net.mesh_of(unit).ranks.front();
-        const std::vector<at::Tensor> wholes = root.gather_unit(unit);
-        for (size_t i = 0; i < wholes.size(); ++i) {
-          EXPECT_TRUE(at::equal(
-              wholes[i], unchanged.parameters(unit)[i].second + 100 * first))
-              << "unit " << unit;
-        }
-      }
-    });
-  }
-}
-
 TEST(UnitMeshTest, RanksMayLeaveExpertsOut) {
   const MoeLayout layout = {.experts = {{every_other}, {neighbours}}};
   // One rank; a whole mesh; all ranks another one.
@@ -286,22 +258,6 @@ TEST(UnitMeshTest, RowsAloneMayAddUp) {
   });
 }
 
-TEST(UnitMeshTest, AnotherDivisorMayBeSet) {
-  run_ranks(4, [](const Group& group) {
-    MoeReference reference(kExperts);
-    Rank rank(kExperts, group);
-    rank.root.settings(2).gradient_divisor = 4;
-    rank.backward(0);
-    reference.backward(0);
-    const at::Tensor& found = rank.root.shards_of(2)[0].grad();
-    const at::Tensor expected =
-        part_of(reference.gradient(rank.rank, 2, 0) / 2, rank.root, 2, 0,
-                rank.root.unit(2).segments.front()->rank());
-    EXPECT_TRUE(at::equal(found.flatten(), expected));
-  });
-}
-
-// Which are one norm's: dense parameters and all experts, each once.
 // Neighbours in the mesh's rows, not in the root's, and a comm hook of all.
 TEST(UnitMeshTest, UnitsStayInSlicesAndAreCompressedOnTheirMeshes) {
   const MoeLayout layout = {.num_shards = 2, .experts = {{all}, {every_other}}};
@@ -336,37 +292,6 @@ TEST(UnitMeshTest, UnitsStayInSlicesAndAreCompressedOnTheirMeshes) {
                 }),
                 HasSubstr("less than the number of shards, 2"));
   });
-}
-
-TEST(UnitMeshTest, NormsCountEachParameterOnce) {
-  for (const MoeLayout& layout : some_layouts()) {
-    run_ranks(layout.num_ranks, [&](const Group& group) {
-      MoeReference reference(layout);
-      Rank rank(layout, group);
-      rank.backward(0);
-      reference.backward(0);
-      double sum = 0;
-      double largest = 0;
-      std::set<std::string> seen;
-      for (int r = 0; r < layout.num_ranks; ++r) {
-        const MoeNet& net = reference.net(r);
-        for (size_t unit = 0; unit < net.num_units(); ++unit) {
-          for (size_t i = 0; i < net.parameters(unit).size(); ++i) {
-            if (!seen.insert(net.parameters(unit)[i].first).second) continue;
-            const at::Tensor gradient = reference.gradient(r, unit, i).abs();
-            sum += gradient.sum().item<double>();
-            largest = std::max(largest, gradient.max().item<double>());
-          }
-        }
-      }
-      const double never = std::numeric_limits<double>::max();
-      EXPECT_EQ(rank.root.clip_grad_norm(
-                    never, std::numeric_limits<double>::infinity()),
-                largest);
-      EXPECT_NEAR(rank.root.clip_grad_norm(never, 1), sum, 1e-9 * sum);
-      rank.expect_gradients(reference);
-    });
-  }
 }
 
 TEST(UnitMeshTest, AFailureIsOneOnAllMeshes) {
@@ -649,23 +574,6 @@ TEST_F(UnitMeshFilesTest, OneRankLoadsAllExperts) {
       EXPECT_TRUE(at::equal(root.shards()[i++].detach(), tensor)) << name;
     }
   });
-}
-
-TEST_F(UnitMeshFilesTest, OneNameOnTwoMeshesIsAnErrorOnAllRanks) {
-  std::vector<std::string> texts(4);
-  run_ranks(4, [&](const Group& group) {
-    const int rank = group->getRank();
-    const at::Tensor weight = torch::full({5}, 1.0 * rank).requires_grad_();
-    ShardedRoot root(
-        std::vector<UnitSpec>{
-            {.name = "expert",
-             .parameters = {{"expert.weight", weight}},
-             .mesh = UnitMesh{.ranks = {rank % 2, rank % 2 + 2}}}},
-        group, {});
-    texts[rank] = error_of([&] { save_shards(root, path("checkpoint")); });
-  });
-  EXPECT_THAT(texts, Each(AllOf(HasSubstr("found 'expert.weight' on two"),
-                                HasSubstr("different names"))));
 }
 
 TEST_F(UnitMeshFilesTest, WholeFilesAreForMeshesOfAllRanks) {
