@@ -181,19 +181,28 @@ TEST_P(JoinTest, TrainsAsOneProcessThatHasAllInputs) {
 
 INSTANTIATE_TEST_SUITE_P(
     Graphs, JoinTest,
-    ::testing::Combine(::testing::Values(Graph::kFixed, Graph::kFindsUnused,
-                                         Graph::kSkipsUnused, Graph::kStatic),
-                       ::testing::Values(JoinDivisor::kWorldSize,
-                                         JoinDivisor::kRanksWithData),
-                       ::testing::Bool(), ::testing::Values(1, 1 << 20),
-                       ::testing::Values(false)));
+    ::testing::Values(
+        std::tuple(Graph::kFixed, JoinDivisor::kWorldSize, true, 1, false),
+        std::tuple(Graph::kFixed, JoinDivisor::kRanksWithData, false, 1 << 20,
+                   false),
+        std::tuple(Graph::kFindsUnused, JoinDivisor::kWorldSize, false, 1 << 20,
+                   false),
+        std::tuple(Graph::kFindsUnused, JoinDivisor::kRanksWithData, true, 1,
+                   false),
+        std::tuple(Graph::kSkipsUnused, JoinDivisor::kWorldSize, true, 1 << 20,
+                   false),
+        std::tuple(Graph::kSkipsUnused, JoinDivisor::kRanksWithData, false, 1,
+                   false),
+        std::tuple(Graph::kStatic, JoinDivisor::kWorldSize, false, 1, false),
+        std::tuple(Graph::kStatic, JoinDivisor::kRanksWithData, true, 1 << 20,
+                   false)));
 INSTANTIATE_TEST_SUITE_P(
     Reproducible, JoinTest,
-    ::testing::Combine(
-        ::testing::Values(Graph::kFixed, Graph::kSkipsUnused, Graph::kStatic),
-        ::testing::Values(JoinDivisor::kWorldSize, JoinDivisor::kRanksWithData),
-        ::testing::Values(true), ::testing::Values(1),
-        ::testing::Values(true)));
+    ::testing::Values(
+        std::tuple(Graph::kFixed, JoinDivisor::kWorldSize, true, 1, true),
+        std::tuple(Graph::kSkipsUnused, JoinDivisor::kRanksWithData, true, 1,
+                   true),
+        std::tuple(Graph::kStatic, JoinDivisor::kWorldSize, true, 1, true)));
 
 TEST(JoinLoopTest, EndsEarlyOnEveryRankAndNamesWhoRanOut) {
   run_ranks(3, [](const Group& group) {

@@ -102,9 +102,10 @@ TEST_P(StaticCheckpointTest, AveragesAsWithoutCheckpoints) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Modes, StaticCheckpointTest,
-                         ::testing::Combine(::testing::Bool(),
-                                            ::testing::Bool(),
-                                            ::testing::Values(1, 2)));
+                         ::testing::Values(std::tuple(true, true, 1),
+                                           std::tuple(true, false, 2),
+                                           std::tuple(false, true, 2),
+                                           std::tuple(false, false, 1)));
 
 }  // namespace static_checkpoint_test
 }  // namespace brigade

@@ -140,16 +140,12 @@ void expect_as_before(const RankResult& survivor) {
 // Ranks x where one dies x meshes.
 class PeerLossTest : public ::testing::TestWithParam<
                          std::tuple<int, std::string, std::string>> {};
-INSTANTIATE_TEST_SUITE_P(, PeerLossTest,
-                         ::testing::Combine(::testing::Values(2, 3, 4),
-                                            ::testing::Values("forward", "loss",
-                                                              "backward"),
-                                            ::testing::Values("one mesh")));
-INSTANTIATE_TEST_SUITE_P(OfUnitMeshes, PeerLossTest,
-                         ::testing::Combine(::testing::Values(4),
-                                            ::testing::Values("forward", "loss",
-                                                              "backward"),
-                                            ::testing::Values("meshes")));
+INSTANTIATE_TEST_SUITE_P(
+    , PeerLossTest,
+    ::testing::Values(std::tuple(2, "forward", "one mesh"),
+                      std::tuple(3, "loss", "one mesh"),
+                      std::tuple(3, "backward", "one mesh"),
+                      std::tuple(4, "backward", "meshes")));
 
 TEST_P(PeerLossTest, SurvivorsNameItAndHoldWhatTheyHeldBefore) {
   const auto [world_size, place, meshes] = GetParam();

@@ -123,8 +123,8 @@ class RanksDifferTest : public ::testing::TestWithParam<std::tuple<int, bool>> {
 };
 
 INSTANTIATE_TEST_SUITE_P(, RanksDifferTest,
-                         ::testing::Combine(::testing::Values(2, 3),
-                                            ::testing::Bool()));
+                         ::testing::Values(std::tuple(2, true),
+                                           std::tuple(3, false)));
 
 // ---- What gives the bits of one process.
 

@@ -195,18 +195,11 @@ TEST_P(CompressionTest, SendsFewerBytes) {
   });
 }
 
-INSTANTIATE_TEST_SUITE_P(
-    , CompressionTest,
-    ::testing::Combine(::testing::Values(2), ::testing::Values(2, 1),
-                       ::testing::Values(at::kHalf, at::kBFloat16)));
-INSTANTIATE_TEST_SUITE_P(
-    ThreeRanks, CompressionTest,
-    ::testing::Combine(::testing::Values(3), ::testing::Values(3),
-                       ::testing::Values(at::kHalf, at::kBFloat16)));
-INSTANTIATE_TEST_SUITE_P(
-    Mesh, CompressionTest,
-    ::testing::Combine(::testing::Values(4), ::testing::Values(2),
-                       ::testing::Values(at::kHalf, at::kBFloat16)));
+INSTANTIATE_TEST_SUITE_P(, CompressionTest,
+                         ::testing::Values(std::tuple(2, 2, at::kHalf),
+                                           std::tuple(2, 1, at::kBFloat16),
+                                           std::tuple(3, 3, at::kBFloat16),
+                                           std::tuple(4, 2, at::kHalf)));
 
 at::Tensor run_once(ShardedRoot& root, const at::Tensor& weight,
                     double gradient) {

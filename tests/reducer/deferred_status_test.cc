@@ -272,7 +272,7 @@ INSTANTIATE_TEST_SUITE_P(
     Modes, RunAheadTest,
     ::testing::Combine(::testing::Values("plain", "copies", "find_unused",
                                          "static_graph", "rebuilding", "lazy"),
-                       ::testing::Values(1, 2, 4)),
+                       ::testing::Values(1, 4)),
     [](const auto& info) {
       return absl::StrCat(std::get<const char*>(info.param), "_",
                           std::get<int>(info.param));

@@ -199,10 +199,11 @@ TEST_P(LocalReplicasTest, AUsersHookGetsTheAverageOverTheReplicas) {
   });
 }
 
-INSTANTIATE_TEST_SUITE_P(Ranks, LocalReplicasTest,
-                         ::testing::Combine(::testing::Values(1, 2, 4),
-                                            ::testing::Bool(),
-                                            ::testing::Values(1, 1 << 20)));
+INSTANTIATE_TEST_SUITE_P(
+    Ranks, LocalReplicasTest,
+    ::testing::Values(std::tuple(1, true, 1 << 20), std::tuple(1, false, 1),
+                      std::tuple(2, true, 1), std::tuple(2, false, 1 << 20),
+                      std::tuple(4, true, 1), std::tuple(4, false, 1)));
 
 TEST(LocalReplicasErrorTest, RanksMustHaveEquallyMany) {
   run_ranks(2, [](const Group& group) {

@@ -151,10 +151,12 @@ TEST_P(ReducerOnRanksTest, AgreesOnTheOrderOfRank0) {
   });
 }
 
-INSTANTIATE_TEST_SUITE_P(WorldSizesViewsAndCaps, ReducerOnRanksTest,
-                         ::testing::Combine(::testing::Values(1, 2, 3, 4),
-                                            ::testing::Bool(),
-                                            ::testing::Values(1, 40, 1 << 20)));
+INSTANTIATE_TEST_SUITE_P(
+    WorldSizesViewsAndCaps, ReducerOnRanksTest,
+    ::testing::Values(std::tuple(1, true, 1), std::tuple(1, false, 40),
+                      std::tuple(2, true, 1 << 20), std::tuple(2, false, 1),
+                      std::tuple(3, true, 40), std::tuple(3, false, 1 << 20),
+                      std::tuple(4, true, 1), std::tuple(4, false, 40)));
 
 // Every order of ready gradients, several plans: launches are in plan order,
 // and gradients are right.

@@ -193,10 +193,15 @@ TEST_P(UnusedOnRanksTest, GoesOnAfterBackwardsThatThrewAtDifferentPlaces) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Worlds, UnusedOnRanksTest,
-                         ::testing::Combine(::testing::Values(1, 2, 3),
-                                            ::testing::Bool(),
-                                            ::testing::Values(1, 40, 1 << 20),
-                                            ::testing::Bool()));
+                         ::testing::Values(std::tuple(1, false, 1, false),
+                                           std::tuple(1, true, 40, true),
+                                           std::tuple(1, false, 1 << 20, true),
+                                           std::tuple(2, true, 1, true),
+                                           std::tuple(2, false, 40, false),
+                                           std::tuple(2, true, 1 << 20, false),
+                                           std::tuple(3, false, 1, true),
+                                           std::tuple(3, true, 40, false),
+                                           std::tuple(3, true, 1 << 20, true)));
 
 TEST(UnusedParametersTest, LaunchesTheirBucketsBeforeBackwardEnds) {
   const ToyModel model({{2}, {3}, {4}});

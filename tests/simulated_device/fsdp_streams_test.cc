@@ -75,17 +75,19 @@ TEST_P(FsdpStreamsTest, Trains) {
 }
 
 INSTANTIATE_TEST_SUITE_P(, FsdpStreamsTest,
-                         ::testing::Combine(::testing::Values(4, 2, 1),
-                                            ::testing::Bool(),
-                                            ::testing::Values(0, 1, 2),
-                                            ::testing::Bool(),
-                                            ::testing::Values(0)));
+                         ::testing::Values(std::tuple(4, false, 0, false, 0),
+                                           std::tuple(4, true, 1, true, 0),
+                                           std::tuple(4, false, 2, true, 0),
+                                           std::tuple(2, true, 0, true, 0),
+                                           std::tuple(2, false, 1, false, 0),
+                                           std::tuple(2, true, 2, false, 0),
+                                           std::tuple(1, false, 0, true, 0),
+                                           std::tuple(1, true, 1, false, 0),
+                                           std::tuple(1, true, 2, true, 0)));
 INSTANTIATE_TEST_SUITE_P(InSlices, FsdpStreamsTest,
-                         ::testing::Combine(::testing::Values(4),
-                                            ::testing::Values(false),
-                                            ::testing::Values(0, 1, 2),
-                                            ::testing::Bool(),
-                                            ::testing::Values(2)));
+                         ::testing::Values(std::tuple(4, false, 0, true, 2),
+                                           std::tuple(4, false, 1, false, 2),
+                                           std::tuple(4, false, 2, true, 2)));
 
 using OtherFsdpStreamsTest = FsdpStreamsTest;
 

@@ -779,10 +779,15 @@ std::string name_of_mode(
                       depth == 1 ? "" : "FourAhead");
 }
 
-INSTANTIATE_TEST_SUITE_P(Modes, ReducerStreamsTest,
+INSTANTIATE_TEST_SUITE_P(Copies, ReducerStreamsTest,
                          ::testing::Combine(::testing::ValuesIn(kScenarios),
-                                            ::testing::Bool(),
-                                            ::testing::Values(1, 4)),
+                                            ::testing::Values(false),
+                                            ::testing::Values(1)),
+                         name_of_mode);
+INSTANTIATE_TEST_SUITE_P(Views, ReducerStreamsTest,
+                         ::testing::Combine(::testing::ValuesIn(kScenarios),
+                                            ::testing::Values(true),
+                                            ::testing::Values(4)),
                          name_of_mode);
 
 }  // namespace
