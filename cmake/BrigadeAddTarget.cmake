@@ -126,6 +126,8 @@ function(brigade_add_test name)
   brigade_add_executable(${name} SOURCES ${ARG_SOURCES} LIBS ${ARG_LIBS} GTest::gmock_main
                          ${no_torch})
   brigade_compile_fast(${name})
+  # LibTorch's headers take 8 s of a translation unit, also when precompiled.
+  set_target_properties(${name} PROPERTIES UNITY_BUILD_BATCH_SIZE 16)
   if(NOT ARG_LABELS)
     set(ARG_LABELS cpp ${name})
   endif()

@@ -14,10 +14,10 @@ shift
 targets=()
 (($# == 0)) || targets=(--target "$@")
 
-# A translation unit with LibTorch's headers takes up to 2 GiB.
+# A translation unit with LibTorch's headers takes up to 4 GiB.
 cores=$(nproc)
 memory_gib=$(awk '/MemAvailable/ {print int($2 / 1048576)}' /proc/meminfo)
-jobs=$((memory_gib / 2 < cores ? memory_gib / 2 : cores))
+jobs=$((memory_gib / 4 < cores ? memory_gib / 4 : cores))
 jobs=$((jobs < 1 ? 1 : jobs))
 
 mkdir -p build

@@ -21,7 +21,7 @@ const char* name_of(Forward forward) {
   return "";
 }
 
-// What AddressSanitizer finds does not depend on the order of streams.
+// The release build, which scripts/test.sh --all runs, tries all of them.
 #ifdef __SANITIZE_ADDRESS__
 constexpr bool kTriesFew = true;
 #else
