@@ -15,7 +15,6 @@
 #include "brigade/comm/recording_group.h"
 #include "brigade/fsdp/sharded_root.h"
 #include "brigade/fsdp/units/reduction_hook.h"
-#include "brigade/hooks/checkpoint.h"
 #include "brigade/tests/fsdp/message_of_call.h"
 #include "brigade/tests/fsdp/sharded_checks.h"
 #include "brigade/tests/fsdp/sharded_net.h"
@@ -187,32 +186,6 @@ TEST(SmallGroupTest, BranchesMayDiffer) {
             4 * kNumBlocks);
 }
 
-TEST(SmallGroupTest, BackwardsWithoutSynchronisation) {
-  EXPECT_EQ(expect_bits_of_shards(
-                {},
-                [](ShardedRoot& root, const Net& net, int rank, int step) {
-                  for (const int batch : {0, 1, 2}) {
-                    root.set_synchronizes(batch == 2);
-                    train_step(root, net, rank, 10 * batch + step);
-                  }
-                }),
-            4 * 3 * kNumBlocks);
-}
-
-// The first backward takes the slices; the second one gathers shards.
-TEST(SmallGroupTest, SeveralForwardsBeforeTheirBackwards) {
-  EXPECT_EQ(expect_bits_of_shards(
-                {},
-                [](ShardedRoot& root, const Net& net, int rank, int step) {
-                  const at::Tensor first = forward_loss(root, net, rank, step);
-                  const at::Tensor second =
-                      forward_loss(root, net, rank, step + 10);
-                  first.backward();
-                  second.backward();
-                }),
-            4 * kNumBlocks);
-}
-
 // What forward has kept is there behind an evaluation, which keeps nothing.
 TEST(SmallGroupTest, EvaluatesInBetween) {
   const auto evaluate = [](ShardedRoot& root, const Net& net, int rank) {
@@ -267,38 +240,6 @@ TEST(SmallGroupTest, OldSlicesAreNotReadWhereNoneAreKeptAnyMore) {
             0);
 }
 
-TEST(SmallGroupTest, ComputesAgainInBackward) {
-  for (const bool reentrant : {false, true}) {
-    EXPECT_EQ(expect_bits_of_shards(
-                  {.prefetch_depth = 0},
-                  [&](ShardedRoot& root, const Net& net, int rank, int step) {
-                    const auto run = [&](size_t i, const at::Tensor& x) {
-                      return root.call(i + 1, x, [&](const at::Tensor& in) {
-                        return net.blocks[i].run(in);
-                      });
-                    };
-                    loss_of(root.forward([&] {
-                      return root.call(0,
-                                       net.input(rank, step).requires_grad_(),
-                                       [&](at::Tensor h) {
-                                         for (size_t i = 0; i < 4; ++i) {
-                                           h = checkpoint(
-                                               {.reentrant = reentrant,
-                                                .preserve_rng_state = false},
-                                               [&run, i](const at::Tensor& in) {
-                                                 return run(i, in);
-                                               },
-                                               h);
-                                         }
-                                         return h * net.head;
-                                       });
-                    })).backward();
-                  }),
-              4 * kNumBlocks)
-        << reentrant;
-  }
-}
-
 TEST(SmallGroupTest, GathersAreLaunchedAheadAsListed) {
   EXPECT_EQ(expect_bits_of_shards(
                 {.prefetch_depth = 0},
@@ -327,24 +268,6 @@ TEST(SmallGroupTest, BackwardGathersAmongNeighboursAlone) {
 }
 
 // ---- Errors.
-
-TEST(SmallGroupFailureTest, NumbersThatDivideNothing) {
-  for (const int found : {-2, 0, 1, 3, 4, 8}) {
-    std::vector<std::string> texts(4);
-    run_ranks(4, [&](const Group& group) {
-      Net net;
-      std::vector<UnitSpec> units = net.units();
-      ShardingOptions options;
-      (found < 4 ? options.reshards_to : units[2].reshards_to) = found;
-      texts[group->getRank()] =
-          message_of([&] { ShardedRoot root(units, group, options); });
-    });
-    EXPECT_THAT(texts, Each(HasSubstr(absl::StrCat(
-                           "less than the number of shards, 4, and to divide "
-                           "it, found ",
-                           found))));
-  }
-}
 
 TEST(SmallGroupFailureTest, NumbersThatNoUnitHadBefore) {
   std::vector<std::string> texts(6);
