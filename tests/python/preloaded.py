@@ -7,7 +7,7 @@ to is copied: each would cost a rank a quarter of a second. Frozen objects are n
 import gc
 import importlib
 
-for name in ("pytest", "torch._dynamo", "torch.distributed.fsdp", "brigade"):
+for name in ("pytest", "torch._dynamo", "torch.distributed.fsdp", "brigade", "rank_state"):
     importlib.import_module(name)
 gc.collect()
 gc.freeze()

@@ -1,13 +1,19 @@
 """Runs a function on several ranks, each in a process of its own, over Gloo on loopback.
 
+The processes are kept for later calls; one that a call has changed (rank_state.py) is not.
+
 With `BRIGADE_TEST_DEVICE=cuda` in the environment their tensors lie on that device, all ranks'
 on the same one (tests/python/on_device.py).
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import dataclasses
 import datetime
 import faulthandler
+import functools
 import multiprocessing
 import os
 import sys
@@ -18,16 +24,86 @@ import unittest.mock
 from collections.abc import Callable, Collection
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess
 from typing import Any
 
 _DEADLINE_S = 300
-_DIED = (False, "died without an answer")
-_LATE = (False, "gave no answer before the deadline")
 # Processes are forked from one that has imported torch and started no thread.
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["preloaded"])
 
 
+@dataclasses.dataclass
+class _Call:
+    """What a rank is to do; its function and arguments are sent after it."""
+
+    rank: int
+    world_size: int
+    backend: str
+    store: str
+    timeout_s: float
+
+
+@dataclasses.dataclass
+class _Answer:
+    """Of a call.
+
+    Attributes:
+        value: Returned by the function, or the traceback of its error.
+        left: Something that the call has left in the process, which is not used again then.
+    """
+
+    ok: bool
+    value: Any
+    left: str | None
+
+
+_DIED = _Answer(False, "died without an answer", "death")
+_LATE = _Answer(False, "gave no answer before the deadline", "lateness")
+
+
+class _Process:
+    """A process that runs calls, until one leaves something behind."""
+
+    def __init__(self) -> None:
+        self._pipe, far = _CONTEXT.Pipe()
+        self._process: ForkServerProcess = _CONTEXT.Process(target=_serve, args=(far,))
+        self._process.start()
+        far.close()
+
+    def send(self, call: _Call, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has died
+            self._pipe.send(call)
+            self._pipe.send((function, args))
+
+    def answer(self, deadline: float) -> _Answer:
+        if not wait([self._pipe], timeout=max(0.0, deadline - time.monotonic())):
+            return _LATE
+        try:
+            return self._pipe.recv()
+        except (EOFError, ConnectionResetError):
+            return _DIED
+
+    def end(self, timeout_s: float) -> int | None:
+        """Ends it, by force after `timeout_s`; returns its exit code."""
+        self._pipe.close()
+        self._process.join(timeout_s)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+        return self._process.exitcode
+
+
+_idle: list[_Process] = []
+
+
+@atexit.register
+def _end_idle() -> None:
+    while _idle:
+        _idle.pop().end(timeout_s=0)
+
+
+@functools.cache
 def _start_forkserver() -> None:
     """Starts the process that ranks are forked from; it looks for modules in PYTHONPATH alone."""
     folder = os.path.dirname(os.path.abspath(__file__))
@@ -46,6 +122,7 @@ def run_ranks(
     timeout_s: float = 120,
     deadline_s: float = _DEADLINE_S,
     may_die: Collection[int] = (),
+    fresh: bool = False,
 ) -> list[Any]:
     """Calls ``function(rank, *args)`` on each rank of a group.
 
@@ -55,6 +132,8 @@ def run_ranks(
         timeout_s: Of the group.
         deadline_s: Of all ranks together: one that has not answered then is killed.
         may_die: Ranks that may end without an answer.
+        fresh: In processes that have run nothing before: of what brigade replaces in torch
+            when it is first used, nothing is replaced.
 
     Returns:
         What each rank returned, by rank; the exit code of one that died.
@@ -63,82 +142,94 @@ def run_ranks(
         AssertionError: A rank raised, died or took too long; with its traceback.
     """
     _start_forkserver()
+    processes: list[_Process] = []
+    answers: list[_Answer] = []
     with tempfile.TemporaryDirectory() as folder:
         store = os.path.join(folder, "store")
-        pipes, processes = [], []
-        for rank in range(world_size):
-            receiver, sender = _CONTEXT.Pipe(duplex=False)
-            process = _CONTEXT.Process(
-                target=_run_rank,
-                args=(rank, world_size, backend, store, sender, timeout_s, function, args),
-            )
-            process.start()
-            sender.close()
-            pipes.append(receiver)
-            processes.append(process)
-        answers: list[tuple[bool, Any]] = []
         deadline = time.monotonic() + deadline_s
         try:
-            answers += [_answer(pipe, deadline) for pipe in pipes]
+            for rank in range(world_size):
+                processes.append(_idle.pop() if _idle and not fresh else _Process())
+                call = _Call(rank, world_size, backend, store, timeout_s)
+                processes[-1].send(call, function, args)
+            answers += [process.answer(deadline) for process in processes]
         finally:
-            late = any(answer == _LATE for answer in answers)
-            for process in processes:
-                process.join(timeout=0 if late else 10)
-                if process.is_alive():
-                    process.kill()
-                    process.join()
-    for rank, process in enumerate(processes):
-        if answers[rank] == _DIED:
-            died = f"{_DIED[1]}, exit code {process.exitcode}"
-            answers[rank] = (True, process.exitcode) if rank in may_die else (False, died)
-    failures = [f"rank {rank}:\n{text}" for rank, (ok, text) in enumerate(answers) if not ok]
+            is_late = any(answer is _LATE for answer in answers) or len(answers) < world_size
+            codes = _put_back(processes, answers, 0 if is_late else 10, fresh)
+    failures = []
+    for rank, answer in enumerate(answers):
+        if answer is _DIED and rank in may_die:
+            answers[rank] = _Answer(True, codes[rank], None)
+        elif not answer.ok:
+            code = f", exit code {codes[rank]}" if answer is _DIED else ""
+            failures.append(f"rank {rank}:\n{answer.value}{code}")
     if failures:
         raise AssertionError("\n".join(failures))
-    return [value for _, value in answers]
+    return [answer.value for answer in answers]
 
 
-def _answer(pipe: Connection, deadline: float) -> tuple[bool, Any]:
-    if not wait([pipe], timeout=max(0.0, deadline - time.monotonic())):
-        return _LATE
-    try:
-        return pipe.recv()
-    except EOFError:
-        return _DIED
+def _put_back(
+    processes: list[_Process], answers: list[_Answer], timeout_s: float, fresh: bool
+) -> dict[int, int | None]:
+    """Keeps the processes that can be used again; returns the exit codes of the others."""
+    died = any(answer in (_DIED, _LATE) for answer in answers)
+    codes = {}
+    for rank, process in enumerate(processes):
+        if rank >= len(answers) or died or fresh or answers[rank].left:
+            codes[rank] = process.end(timeout_s)
+        else:
+            _idle.append(process)
+    return codes
 
 
-def _run_rank(
-    rank: int,
-    world_size: int,
-    backend: str,
-    store: str,
-    sender: Connection,
-    timeout_s: float,
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-) -> None:
-    import on_device
+def _serve(pipe: Connection) -> None:
+    """Runs calls, until one fails or leaves something behind."""
+    if "preloaded" not in sys.modules:
+        raise ImportError("the process that ranks are forked from lacks preloaded.py")
     import torch
-    import torch.distributed as dist
+
+    from rank_state import RankState
 
     faulthandler.enable()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
-    try:
-        if "preloaded" not in sys.modules:
-            raise ImportError("the process that ranks are forked from lacks preloaded.py")
-        dist.init_process_group(
-            backend,
-            init_method=f"file://{store}",
-            rank=rank,
-            world_size=world_size,
-            timeout=datetime.timedelta(seconds=timeout_s),
-            device_id=torch.device("cuda", rank) if backend == "nccl" else None,
-        )
-        with on_device.tensors_on(os.environ.get("BRIGADE_TEST_DEVICE", "cpu")):
-            value = function(rank, *args)
-        if dist.is_initialized():
-            dist.barrier()  # a peer may still want what this rank has to send
-            dist.destroy_process_group()
-        sender.send((True, value))
-    except BaseException:
-        sender.send((False, traceback.format_exc()))
+    state = RankState()
+    answer = None
+    while answer is None or answer.left is None:
+        try:
+            call = pipe.recv()
+        except EOFError:
+            return  # nobody has more for it to do
+        try:
+            function, args = pipe.recv()
+            state.begin_call()
+            value, has_group = _run(call, function, args)
+            del args
+            left = state.difference() if has_group else "no process group"
+            answer = _Answer(True, value, left)
+        except BaseException:
+            answer = _Answer(False, traceback.format_exc(), "an error")
+        pipe.send(answer)
+
+
+def _run(call: _Call, function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, bool]:
+    """Returns what the function does, and whether it has left the group as it was."""
+    import on_device
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group(
+        call.backend,
+        init_method=f"file://{call.store}",
+        rank=call.rank,
+        world_size=call.world_size,
+        timeout=datetime.timedelta(seconds=call.timeout_s),
+        device_id=torch.device("cuda", call.rank) if call.backend == "nccl" else None,
+    )
+    with on_device.tensors_on(os.environ.get("BRIGADE_TEST_DEVICE", "cpu")):
+        value = function(call.rank, *args)
+    if not dist.is_initialized():
+        return value, False
+    dist.barrier()  # a peer may still want what this rank has to send
+    dist.destroy_process_group()
+    return value, True
