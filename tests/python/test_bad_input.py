@@ -16,6 +16,7 @@ from torch.nn.utils import prune
 
 import brigade
 
+from cases import quick
 from programs import run_programs
 from ranks import run_ranks
 
@@ -497,7 +498,7 @@ EXITS = {
 }
 
 
-@pytest.mark.parametrize("name", EXITS)
+@pytest.mark.parametrize("name", quick(EXITS, ["an exit in backward"]))
 def test_an_interpreter_may_exit_with_work_in_flight(name):
     source, code_of_1, code_of_0 = EXITS[name]
     ended = run_programs(source)

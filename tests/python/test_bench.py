@@ -315,6 +315,7 @@ def _command(*arguments: str, ranks: int = 2) -> subprocess.CompletedProcess:
     )
 
 
+@pytest.mark.slow
 def test_the_command_prints_the_table_and_writes_json(tmp_path):
     file = tmp_path / "figures.json"
     quick = ["--caps", "each,one", "--rounds", "1", "--steps", "1", "--json", str(file)]

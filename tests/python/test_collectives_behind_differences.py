@@ -9,6 +9,8 @@ import brigade
 
 from ranks import run_ranks
 
+pytestmark = pytest.mark.slow
+
 
 class Repeats(nn.Module):
     """A layer, as often as the call says, and a head."""

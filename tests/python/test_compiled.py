@@ -50,8 +50,17 @@ def _parity(rank, make, options):
     assert_equal(results["brigade"], results["torch"])
 
 
-@pytest.mark.parametrize("make", [_around, _inside, _in_a_step])
-@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}])
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (_around, {"static_graph": True}),
+        (_inside, {}),
+        (_in_a_step, {"find_unused_parameters": True}),
+        pytest.param(_around, {}, marks=pytest.mark.slow),
+        pytest.param(_inside, {"static_graph": True}, marks=pytest.mark.slow),
+        pytest.param(_in_a_step, {}, marks=pytest.mark.slow),
+    ],
+)
 def test_compiled_either_way_the_gradients_have_torchs_bits(make, options):
     run_ranks(_parity, make, options)
 

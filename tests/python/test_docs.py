@@ -176,6 +176,7 @@ def test_the_readmes_sharded_program_learns(tmp_path):
     assert done.stdout.count("has learnt") == 2, done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["late", "dies"])
 def test_training_that_a_rank_broke_ends_as_if_nothing_had_been(fault, tmp_path):
     blocks = _programs("recovery")[fault]

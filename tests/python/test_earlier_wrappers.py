@@ -7,6 +7,8 @@ import pytest
 from exact_training import Training
 from ranks import run_ranks
 
+pytestmark = pytest.mark.slow
+
 
 def _wrap_again(rank, keepers):
     kept = []

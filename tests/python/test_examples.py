@@ -40,7 +40,10 @@ def test_a_resnet_ends_in_the_weights_that_torchs_class_gives():
 
 @pytest.mark.parametrize(
     ("framework", "arguments"),
-    [("lightning", ["--epochs", "1"]), ("accelerate", ["--steps", "5"])],
+    [
+        ("lightning", ["--epochs", "1"]),
+        pytest.param("accelerate", ["--steps", "5"], marks=pytest.mark.slow),
+    ],
 )
 def test_a_framework_uses_brigades_class(framework, arguments):
     _need(
@@ -54,6 +57,7 @@ def test_a_framework_uses_brigades_class(framework, arguments):
         assert f"rank {rank}: {name}" in output
 
 
+@pytest.mark.slow
 def test_a_gpt_ends_in_the_same_weights_however_it_is_sharded_or_interrupted(tmp_path):
     _need("tqdm")
     small = ["--size", "32", "--blocks", "2", "--batch-size", "2"]

@@ -7,6 +7,8 @@ from torch.optim.optimizer import _foreach_supported_types
 from ranks import run_ranks
 from sharded_training import batch_of, make_net, shard_blocks
 
+pytestmark = pytest.mark.slow
+
 OPTIMIZERS = {
     "AdamW": (torch.optim.AdamW, {}),
     "Adam, amsgrad": (torch.optim.Adam, {"amsgrad": True}),

@@ -34,6 +34,7 @@ def _run(program: str, framework: str, world_size: int = 2) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("framework", ["lightning", "accelerate", "trainer"])
 def test_a_framework_ends_in_torchs_bits_however_it_compiles(framework):
     output = _run("framework_program.py", framework)
@@ -42,6 +43,7 @@ def test_a_framework_ends_in_torchs_bits_however_it_compiles(framework):
             assert f"rank {rank}: {framework}, {order}: torch's bits" in output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("framework", ["lightning", "accelerate"])
 def test_a_framework_shards_to_torchs_losses(framework):
     if framework == "lightning":

@@ -12,6 +12,7 @@ from torch import nn
 
 import brigade
 
+from cases import pairwise
 from ranks import run_ranks
 from sharded_training import batch_of, expect_equal, make_net, shard_blocks, step_of_all
 
@@ -61,10 +62,10 @@ def _two_layers(rank, world_size, shapes, as_units):
     _trains_alike(rank, world_size, plain, model, loss_of, steps=10, make=torch.optim.Adam)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("as_units", [False, True])
-@pytest.mark.parametrize(
-    "shapes", [((16, 15), (15, 8)), ((7, 15), (15, 3)), ((16, 17), (17, 8)), ((1, 1), (1, 1))]
+@pairwise(
+    world_size=[2, 3],
+    as_units=[False, True],
+    shapes=[((16, 15), (15, 8)), ((7, 15), (15, 3)), ((16, 17), (17, 8)), ((1, 1), (1, 1))],
 )
 def test_sizes_that_no_number_of_ranks_divides(world_size, shapes, as_units):
     run_ranks(_two_layers, world_size, shapes, as_units, world_size=world_size)

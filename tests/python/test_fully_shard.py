@@ -15,6 +15,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 import brigade
 from brigade import _C
 
+from cases import pairwise
 from ranks import run_ranks
 from sharded_training import (
     Net,
@@ -42,9 +43,11 @@ def _trains(rank, world_size, arguments, optimizer_name):
     return model.sharding_statistics()
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
-@pytest.mark.parametrize("reshards", [None, True, False])
+@pairwise(
+    world_size=[1, 2, 3],
+    optimizer=["SGD", "AdamW"],
+    reshards=[None, True, False],
+)
 def test_equals_one_process(world_size, optimizer, reshards):
     arguments = {"reshard_after_forward": reshards}
     statistics = run_ranks(_trains, world_size, arguments, optimizer, world_size=world_size)

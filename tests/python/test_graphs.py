@@ -8,6 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 import brigade
 
+from cases import pairwise
 from ranks import run_ranks
 from training import CLASSES, Perceptron, assert_equal, assert_same_bits, both, inputs, loss_of
 
@@ -39,12 +40,10 @@ def _unused(rank, ways, views, set_to_none):
     )
 
 
-@pytest.mark.parametrize("views", [False, True])
-@pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize(
-    "ways",
-    [([0, 1, 2, 0], [0, 1, 2, 0]), ([0, 1, 2, 0], [1, 1, 0, 2]), ([0, 0, 0, 0], [2, 2, 2, 2])],
-    ids=["same_on_ranks", "different_on_ranks", "fixed"],
+@pairwise(
+    views=[False, True],
+    set_to_none=[True, False],
+    ways=[([0, 1, 2, 0], [0, 1, 2, 0]), ([0, 1, 2, 0], [1, 1, 0, 2]), ([0, 0, 0, 0], [2, 2, 2, 2])],
 )
 def test_unused_parameters_train_to_the_same_bits(ways, views, set_to_none):
     run_ranks(_unused, ways, views, set_to_none)

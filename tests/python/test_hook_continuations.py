@@ -6,6 +6,7 @@ import torch.distributed as dist
 
 import brigade
 
+from cases import pairwise
 from exact_training import MODES, Training, UserError
 from ranks import run_ranks
 
@@ -184,9 +185,11 @@ def _second_launch_fails(rank, options, fault, bucket):
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("bucket", [0, 2], ids=["first_bucket", "last_bucket"])
-@pytest.mark.parametrize("fault", ["fail_at", "return_nothing_at"])
+@pairwise(
+    mode=MODES,
+    bucket=[0, 2],
+    fault=["fail_at", "return_nothing_at"],
+)
 def test_a_second_launch_that_fails_on_one_rank_is_told_to_the_others(fault, bucket, mode):
     options = MODES[mode]
     run_ranks(_second_launch_fails, options, fault, bucket, timeout_s=TIMEOUT_S, deadline_s=60)
@@ -239,9 +242,11 @@ def _continuation_raises(rank, options, way, at_bucket):
     training.expect_steps(2)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("bucket", [0, 2], ids=["first_bucket", "last_bucket"])
-@pytest.mark.parametrize("way", WAYS)
+@pairwise(
+    world_size=[2, 3],
+    bucket=[0, 2],
+    way=WAYS,
+)
 def test_a_continuation_that_raises_on_one_rank_is_quoted_on_the_others(way, bucket, world_size):
     run_ranks(
         _continuation_raises,

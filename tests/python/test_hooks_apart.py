@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from cases import quick
 from exact_training import MODES, Training
 from ranks import run_ranks
 
@@ -56,7 +57,7 @@ def _backward_fails(rank, options, hooks):
     return str(caught.value), can_continue
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", quick(MODES, ["views"]))
 def test_a_future_that_never_completes_ends_at_the_timeout(mode):
     answers = run_ranks(_backward_fails, MODES[mode], [never_done] * 2, timeout_s=5, deadline_s=60)
     for text, _ in answers:

@@ -9,6 +9,7 @@ from torch.nn.parallel.distributed import _MixedPrecision
 
 import brigade
 
+from cases import pairwise
 from ranks import run_ranks
 from training import CLASSES, Perceptron, assert_equal, inputs, loss_of
 
@@ -52,9 +53,11 @@ def _trains(rank, precision, views, set_to_none):
         assert_equal(ours, torchs)
 
 
-@pytest.mark.parametrize("views", [False, True])
-@pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("reduce_dtype", [torch.bfloat16, torch.float32])
+@pairwise(
+    views=[False, True],
+    set_to_none=[True, False],
+    reduce_dtype=[torch.bfloat16, torch.float32],
+)
 def test_training_in_low_precision_gives_torchs_bits(views, set_to_none, reduce_dtype):
     precision = _MixedPrecision(
         param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype, buffer_dtype=torch.bfloat16

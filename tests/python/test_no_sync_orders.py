@@ -9,6 +9,7 @@ from torch import nn
 
 import brigade
 
+from cases import pairwise
 from exact_training import MODES
 from ranks import run_ranks
 from training import CLASSES
@@ -79,11 +80,11 @@ def _joint_backward(rank, kind, orders, mode):
         _expect(wrapped, _averaged(numbers), step)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(
-    "orders", [["sl"], ["ls"], ["lsl"], ["sll", "sl"], ["snl"], ["s", "sl"]], ids="_".join
+@pairwise(
+    mode=MODES,
+    orders=[["sl"], ["ls"], ["lsl"], ["sll", "sl"], ["snl"], ["s", "sl"]],
+    kind=CLASSES,
 )
-@pytest.mark.parametrize("kind", CLASSES)
 def test_one_backward_of_synchronised_and_other_forwards_is_reduced(kind, orders, mode):
     run_ranks(_joint_backward, kind, orders, mode, timeout_s=TIMEOUT_S)
 

@@ -3,6 +3,7 @@
 import pytest
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
+from cases import pairwise
 from exact_training import MODES, Training, UserError, weights_of
 from ranks import run_ranks
 
@@ -23,9 +24,11 @@ def _tensor_hook_raises(rank, name, options):
         training.expect_steps(2)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", ["p2", "p1", "p0"], ids=["first", "middle", "last"])
+@pairwise(
+    world_size=[2, 3],
+    mode=MODES,
+    name=["p2", "p1", "p0"],
+)
 def test_an_exception_in_the_backward_of_one_rank_ends_that_of_all(name, mode, world_size):
     run_ranks(_tensor_hook_raises, name, MODES[mode], world_size=world_size)
 

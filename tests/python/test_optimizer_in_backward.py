@@ -11,6 +11,7 @@ from torch.distributed.optim import _apply_optimizer_in_backward
 
 import brigade
 
+from cases import pairwise
 from ranks import run_ranks
 
 OPTIONS = {"lr": 0.25, "momentum": 0.5}
@@ -64,9 +65,11 @@ def _steps_as_after_backward(rank, hook, views, stepped):
                 assert torch.equal(p.grad, q.grad), (step, i)
 
 
-@pytest.mark.parametrize("stepped", [7, 3])
-@pytest.mark.parametrize("views", [False, True])
-@pytest.mark.parametrize("hook", HOOKS)
+@pairwise(
+    stepped=[7, 3],
+    views=[False, True],
+    hook=HOOKS,
+)
 def test_steps_in_backward_are_those_after_it(hook, views, stepped):
     run_ranks(_steps_as_after_backward, hook, views, stepped)
 

@@ -7,6 +7,7 @@ from torch import nn
 
 import brigade
 
+from cases import pairwise
 from rank_cases import run_cases
 from ranks import run_ranks
 
@@ -108,9 +109,11 @@ def _counts(rank, chosen, reshards_after_forward, reshards_after_backward):
             assert found == [list(each) for each in zip(*expected, strict=True)], (batch, found)
 
 
-@pytest.mark.parametrize("reshards_after_backward", [True, False])
-@pytest.mark.parametrize("reshards_after_forward", [True, False])
-@pytest.mark.parametrize("chosen", [(0, 1, 2, 3), (0,), (1, 2)], ids=["all", "outermost", "some"])
+@pairwise(
+    reshards_after_backward=[True, False],
+    reshards_after_forward=[True, False],
+    chosen=[(0, 1, 2, 3), (0,), (1, 2)],
+)
 def test_units_that_add_up_are_reduced_once(
     chosen, reshards_after_forward, reshards_after_backward
 ):

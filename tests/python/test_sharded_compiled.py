@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from cases import quick
 from ranks import run_ranks
 from sharded_training import batch_of, expect_equal, make_net, shard_blocks, step_of_all
 
@@ -80,7 +81,7 @@ def _trains(rank, way, arguments):
     assert statistics["reduced"] == 4
 
 
-@pytest.mark.parametrize("way", _WAYS)
+@pytest.mark.parametrize("way", quick(_WAYS, [_WAYS[0]]))
 @pytest.mark.parametrize("reshards", [True, False])
 def test_compiled_either_way_the_bits_are_those_of_one_process(way, reshards):
     run_ranks(_trains, way, {"reshard_after_forward": reshards})
@@ -105,7 +106,7 @@ def _nothing_of_ours(rank, way):
     assert converted == []
 
 
-@pytest.mark.parametrize("way", _WAYS)
+@pytest.mark.parametrize("way", quick(_WAYS, [_WAYS[-1]]))
 def test_the_compiler_converts_nothing_of_sharding(way):
     run_ranks(_nothing_of_ours, way, world_size=1)
 

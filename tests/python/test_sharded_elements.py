@@ -11,6 +11,8 @@ import brigade
 from ranks import run_ranks
 from sharded_training import batch_of, expect_equal, make_net, shard_blocks, step_of_all
 
+pytestmark = pytest.mark.slow
+
 
 def _make_pair():
     """A network that each rank holds whole, and one sharded, with the same gradients."""

@@ -78,6 +78,7 @@ def _trains(rank, way, cache):
     assert statistics["reduced"] == 3
 
 
+@pytest.mark.slow
 def test_gradients_of_compiled_blocks_are_those_of_one_process(tmp_path):
     ways = [_compile_then_shard, _shard_then_compile]
     run_cases(_trains, [(way, str(tmp_path)) for way in ways])

@@ -3,13 +3,13 @@
 import copy
 import dataclasses
 
-import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import brigade
 
+from cases import pairwise
 from ranks import run_ranks
 from sharded_training import batch_of, expect_equal, make_net
 
@@ -132,8 +132,10 @@ def _trains(rank, world_size, policy, is_joint):
         expect_equal(model, plain)
 
 
-@pytest.mark.parametrize("is_joint", [False, True], ids=["single", "joint"])
-@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
-@pytest.mark.parametrize("world_size", [2, 3])
+@pairwise(
+    is_joint=[False, True],
+    policy=POLICIES.values(),
+    world_size=[2, 3],
+)
 def test_equals_one_process_that_casts_by_hand(world_size, policy, is_joint):
     run_ranks(_trains, world_size, policy, is_joint, world_size=world_size)

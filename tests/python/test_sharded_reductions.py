@@ -8,6 +8,7 @@ from torch import nn
 
 import brigade
 
+from cases import pairwise
 from ranks import run_ranks
 
 _TOTALS = ("sum", "mean", "max", "min", "amax", "amin")
@@ -93,9 +94,11 @@ def _own_clip(sharded, max_norm, norm_type):
     return sharded.clip_grad_norm_(max_norm, norm_type)
 
 
-@pytest.mark.parametrize("clip", [_torchs_clip, _own_clip])
-@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, math.inf])
-@pytest.mark.parametrize("found", [math.nan, -math.inf])
+@pairwise(
+    clip=[_torchs_clip, _own_clip],
+    norm_type=[1.0, 2.0, 3.0, math.inf],
+    found=[math.nan, -math.inf],
+)
 def test_what_is_not_finite_in_one_part_is_in_the_norm_of_all(found, norm_type, clip):
     run_ranks(_clip_with, found, norm_type, clip)
 

@@ -10,6 +10,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from cases import pairwise
 from ranks import run_ranks
 from sharded_training import batch_of, make_net, shard_blocks
 
@@ -49,9 +50,11 @@ def _goes_on(rank, broadcasts, is_on_meta):
         assert torch.equal(found[name], value), name
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("is_on_meta", [False, True])
-@pytest.mark.parametrize("broadcasts", [False, True])
+@pairwise(
+    world_size=[2, 3],
+    is_on_meta=[False, True],
+    broadcasts=[False, True],
+)
 def test_training_goes_on(broadcasts, is_on_meta, world_size):
     run_ranks(_goes_on, broadcasts, is_on_meta, world_size=world_size)
 

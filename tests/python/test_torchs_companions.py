@@ -42,6 +42,7 @@ from torch.distributed.optim import (
     as_functional_optim,
 )
 
+from cases import pairwise
 from ranks import run_ranks
 from training import CLASSES, Perceptron, assert_same_bits, inputs, loss_of
 
@@ -227,9 +228,11 @@ def _steps_in_the_hook(rank, register, some, views):
     return parameters_of(wrapped)
 
 
-@pytest.mark.parametrize("views", [False, True])
-@pytest.mark.parametrize("some", [False, True])
-@pytest.mark.parametrize("register", REGISTER)
+@pairwise(
+    views=[False, True],
+    some=[False, True],
+    register=REGISTER,
+)
 def test_an_optimizer_steps_in_the_hook(register, some, views):
     assert_ranks_agree(run_ranks(_steps_in_the_hook, register, some, views))
 
@@ -331,9 +334,11 @@ def _averages_after_local_steps(rank, averager, local_reduce, views):
     return averaged, parameters_of(wrapped)
 
 
-@pytest.mark.parametrize("views", [False, True])
-@pytest.mark.parametrize("local_reduce", [False, True])
-@pytest.mark.parametrize("averager", AVERAGERS)
+@pairwise(
+    views=[False, True],
+    local_reduce=[False, True],
+    averager=AVERAGERS,
+)
 def test_models_are_averaged_after_local_steps(averager, local_reduce, views):
     by_rank = run_ranks(_averages_after_local_steps, averager, local_reduce, views)
     assert_ranks_agree([averaged for averaged, _ in by_rank])
@@ -426,9 +431,11 @@ def _joins(rank, batches, by_initial, views):
     return parameters_of(wrapped)
 
 
-@pytest.mark.parametrize("views", [False, True])
-@pytest.mark.parametrize("by_initial", [True, False])
-@pytest.mark.parametrize("batches", [(2, 4), (4, 1), (0, 2)], ids=str)
+@pairwise(
+    views=[False, True],
+    by_initial=[True, False],
+    batches=[(2, 4), (4, 1), (0, 2)],
+)
 def test_model_optimizer_and_counter_join_together(batches, by_initial, views):
     assert_ranks_agree(run_ranks(_joins, batches, by_initial, views))
 

@@ -3,11 +3,11 @@
 import concurrent.futures
 import threading
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from cases import pairwise
 from ranks import run_ranks
 from training import CLASSES
 
@@ -77,9 +77,11 @@ def _two_models(rank, kind, where, options):
         dist.barrier()
 
 
-@pytest.mark.parametrize("mode", ["plain", "find_unused_parameters", "static_graph"])
-@pytest.mark.parametrize("where", ["constructed_one_by_one", "constructed_in_threads"])
-@pytest.mark.parametrize("kind", CLASSES)
+@pairwise(
+    mode=["plain", "find_unused_parameters", "static_graph"],
+    where=["constructed_one_by_one", "constructed_in_threads"],
+    kind=CLASSES,
+)
 def test_two_models_train_at_once(kind, where, mode):
     options = {} if mode == "plain" else {mode: True}
     run_ranks(_two_models, kind, where, options, timeout_s=30, deadline_s=90)

@@ -6,6 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 import exact_training
+from cases import pairwise
 from ranks import run_ranks
 from training import CLASSES
 
@@ -108,9 +109,11 @@ def _train(rank, kind, name, mode):
         _expect(wrapped, PROGRAMS[name](rank, wrapped, step), step)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", PROGRAMS)
-@pytest.mark.parametrize("kind", CLASSES)
+@pairwise(
+    mode=MODES,
+    name=PROGRAMS,
+    kind=CLASSES,
+)
 def test_ranks_may_differ_in_how_often_they_call_forward(kind, name, mode):
     run_ranks(_train, kind, name, mode, timeout_s=TIMEOUT_S)
 
