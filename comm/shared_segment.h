@@ -1,0 +1,141 @@
+// Memory that all ranks of a process group map, if all of them are on one host,
+// with waits that notice within a second that a rank has died.
+//
+//   const auto segment = SharedSegment::make(group, sizeof(Record));
+//   if (!segment) ...                          // on all ranks: use the group
+//   auto& own = *reinterpret_cast<Record*>(segment->region(segment->rank()));
+//   own.sequence.store(7, std::memory_order_release);
+//   segment->notify();
+//   ...
+//   const bool in_time = segment->wait_for(2, deadline, [&] {
+//     return record_of(2).sequence.load(std::memory_order_acquire) >= 7;
+//   });
+//
+// Liveness: each rank holds a pidfd of every peer. A wait looks at the awaited
+// rank's pidfd ten times per second. The first rank that finds a dead peer
+// closes the segment with the dead rank's name, which ends all waits on all
+// ranks with that name.
+//
+// The system frees the memory when the last rank has unmapped it or ended.
+//
+// Thread safety: any thread of any rank.
+
+#ifndef BRIGADE_COMM_SHARED_SEGMENT_H_
+#define BRIGADE_COMM_SHARED_SEGMENT_H_
+
+#include <sys/types.h>
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <vector>
+
+#include "brigade/comm/group/rank_names.h"
+
+namespace brigade {
+
+class SharedSegment {
+ public:
+  using Deadline = std::chrono::steady_clock::time_point;
+
+  // Identifies the host, its network namespace and its PID namespace. Equal for
+  // processes that can share memory; 0: unknown.
+  static int64_t host();
+
+  // Collective. Maps one region of `bytes_per_rank` zero bytes per rank. The
+  // system takes memory only for pages that are written. Returns null on all
+  // ranks unless every rank passes the same `host` other than 0 and can map the
+  // memory. A rank that wants none passes 0; tests pass other numbers to play
+  // several hosts.
+  //
+  // One all-gather of 48 bytes on the group's control device, and one of 8
+  // bytes if all hosts are equal. Nothing for a group of one rank, for which it
+  // returns null. Errors: PeerError.
+  static std::shared_ptr<SharedSegment> make(
+      const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+      size_t bytes_per_rank, int64_t host = SharedSegment::host());
+
+  // Marks this rank as left: a peer's wait for it ends with an error unless its
+  // condition holds. In a forked child, does nothing.
+  ~SharedSegment();
+
+  SharedSegment(const SharedSegment&) = delete;
+  SharedSegment& operator=(const SharedSegment&) = delete;
+
+  int rank() const { return rank_; }
+  int size() const { return static_cast<int>(peers_.size()); }
+
+  // Aligned to 64 bytes. Zero when make() returns.
+  std::byte* region(int rank) const;
+
+  // Wakes the threads that wait for this rank. Pairs with the waiting thread's
+  // next evaluation of its condition.
+  void notify() { notify(rank_); }
+
+  // The same for the threads that wait for `rank`, from another one: a reader
+  // that has taken something from that rank's region.
+  void notify(int rank);
+
+  // Blocks until condition() is true, or the deadline: returns whether it is.
+  // Evaluates it first, and again after each notify() of `rank` (the own one
+  // too). Errors: PeerError that names the rank if the segment is closed or
+  // `rank` has died or left, and condition() is false.
+  template <typename Condition>
+  bool wait_for(int rank, Deadline deadline, const Condition& condition) {
+    while (true) {
+      const Seen seen = look(rank);
+      if (condition()) return true;
+      if (!sleep(rank, seen, deadline)) return condition();
+    }
+  }
+
+  // Whether the process of `rank` exists and has not destroyed its segment.
+  bool is_alive(int rank) const;
+
+  // Ends all waits whose condition is false, on all ranks, now and later. The
+  // first reason (at most 500 bytes are kept) is the one that all ranks report.
+  // `lost`: the rank that has died, -1: none.
+  void close(std::string_view reason, int lost = -1);
+  bool is_closed() const;
+  // "rank 2 (process 4711) has ended"; empty while open.
+  std::string close_reason() const;
+  // The rank that has died; -1: none.
+  int lost_rank() const;
+
+ private:
+  struct Header;
+  struct RankState;
+  struct Mapping;
+  struct Peer {
+    pid_t process;
+    int pidfd;  // -1: this process
+  };
+  struct Seen {
+    uint32_t count;  // of notify() calls
+    bool has_left;
+    bool is_closed;
+  };
+
+  SharedSegment(const c10d::ProcessGroup& group, std::unique_ptr<Mapping> map,
+                std::vector<Peer> peers, size_t bytes_per_rank);
+
+  Seen look(int rank) const;
+  // Returns false after the deadline. Throws if `seen` says that nothing more
+  // will come, or the rank has died.
+  bool sleep(int rank, const Seen& seen, Deadline deadline);
+
+  const int rank_;
+  const RankNames names_;
+  const pid_t process_;
+  const size_t bytes_per_rank_;
+  const std::unique_ptr<Mapping> map_;
+  const std::vector<Peer> peers_;  // by rank
+};
+
+}  // namespace brigade
+
+#endif  // BRIGADE_COMM_SHARED_SEGMENT_H_
