@@ -1,8 +1,8 @@
 #include "brigade/comm/group/numbers_of_ranks.h"
 
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/full.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/tensor.h>
 #include <c10/util/Exception.h>
 
 #include <exception>
@@ -13,15 +13,14 @@
 namespace brigade {
 
 std::vector<int64_t> numbers_of_ranks(
-    const c10::intrusive_ptr<c10d::ProcessGroup>& group, int64_t own,
-    const char* doing) {
-  if (group->getSize() == 1) return {own};
-  const at::TensorOptions on =
-      at::TensorOptions(at::kLong).device(control_device(*group));
-  std::vector<at::Tensor> inputs = {at::full({1}, own, on)};
+    const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+    const std::vector<int64_t>& own, const char* doing) {
+  if (group->getSize() == 1) return own;
+  const c10::Device device = control_device(*group);
+  std::vector<at::Tensor> inputs = {at::tensor(own).to(device)};
   std::vector<std::vector<at::Tensor>> outputs(1);
   for (int rank = 0; rank < group->getSize(); ++rank) {
-    outputs.front().push_back(at::empty({1}, on));
+    outputs.front().push_back(at::empty_like(inputs.front()));
   }
   try {
     group->allgather(outputs, inputs)->wait();
@@ -32,7 +31,9 @@ std::vector<int64_t> numbers_of_ranks(
   }
   std::vector<int64_t> numbers;
   for (const at::Tensor& output : outputs.front()) {
-    numbers.push_back(output.item<int64_t>());
+    const at::Tensor here = output.cpu();
+    const auto* const begin = here.const_data_ptr<int64_t>();
+    numbers.insert(numbers.end(), begin, begin + own.size());
   }
   return numbers;
 }

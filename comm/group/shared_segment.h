@@ -11,19 +11,17 @@
 //     return record_of(2).sequence.load(std::memory_order_acquire) >= 7;
 //   });
 //
-// Liveness: each rank holds a pidfd of every peer. A wait looks at the awaited
-// rank's pidfd ten times per second. The first rank that finds a dead peer
-// closes the segment with the dead rank's name, which ends all waits on all
-// ranks with that name.
+// Liveness: each rank holds a pidfd of every peer, and a wait polls all of them
+// ten times per second. The first rank that finds a dead peer closes the
+// segment with the dead rank's name, which ends all waits on all ranks with
+// that name.
 //
 // The system frees the memory when the last rank has unmapped it or ended.
 //
 // Thread safety: any thread of any rank.
 
-#ifndef BRIGADE_COMM_SHARED_SEGMENT_H_
-#define BRIGADE_COMM_SHARED_SEGMENT_H_
-
-#include <sys/types.h>
+#ifndef BRIGADE_COMM_GROUP_SHARED_SEGMENT_H_
+#define BRIGADE_COMM_GROUP_SHARED_SEGMENT_H_
 
 #include <chrono>
 #include <cstddef>
@@ -53,8 +51,8 @@ class SharedSegment {
   // several hosts.
   //
   // One all-gather of 48 bytes on the group's control device, and one of 8
-  // bytes if all hosts are equal. Nothing for a group of one rank, for which it
-  // returns null. Errors: PeerError.
+  // bytes if all hosts are equal. Null and no collective for a group of one
+  // rank. Errors: PeerError.
   static std::shared_ptr<SharedSegment> make(
       const c10::intrusive_ptr<c10d::ProcessGroup>& group,
       size_t bytes_per_rank, int64_t host = SharedSegment::host());
@@ -67,7 +65,8 @@ class SharedSegment {
   SharedSegment& operator=(const SharedSegment&) = delete;
 
   int rank() const { return rank_; }
-  int size() const { return static_cast<int>(peers_.size()); }
+  int size() const { return size_; }
+  int name_of(int rank) const { return names_[rank]; }  // in errors
 
   // Aligned to 64 bytes. Zero when make() returns.
   std::byte* region(int rank) const;
@@ -81,9 +80,10 @@ class SharedSegment {
   void notify(int rank);
 
   // Blocks until condition() is true, or the deadline: returns whether it is.
-  // Evaluates it first, and again after each notify() of `rank` (the own one
-  // too). Errors: PeerError that names the rank if the segment is closed or
-  // `rank` has died or left, and condition() is false.
+  // Evaluates it first, and again after each notify(rank). Errors: RuntimeError
+  // (for throw_peer_error()) that names a rank, if condition() is false and the
+  // segment is closed, a rank has died, or `rank` has left; if `rank` is this
+  // one, any other.
   template <typename Condition>
   bool wait_for(int rank, Deadline deadline, const Condition& condition) {
     while (true) {
@@ -107,35 +107,31 @@ class SharedSegment {
   int lost_rank() const;
 
  private:
-  struct Header;
-  struct RankState;
+  struct Layout;
   struct Mapping;
-  struct Peer {
-    pid_t process;
-    int pidfd;  // -1: this process
-  };
   struct Seen {
     uint32_t count;  // of notify() calls
-    bool has_left;
+    int left;        // a rank that has left, -1: none
     bool is_closed;
   };
 
   SharedSegment(const c10d::ProcessGroup& group, std::unique_ptr<Mapping> map,
-                std::vector<Peer> peers, size_t bytes_per_rank);
+                size_t bytes_per_rank);
 
+  Layout& layout() const;
   Seen look(int rank) const;
   // Returns false after the deadline. Throws if `seen` says that nothing more
-  // will come, or the rank has died.
+  // will come.
   bool sleep(int rank, const Seen& seen, Deadline deadline);
+  void close_if_a_rank_is_dead();
 
   const int rank_;
+  const int size_;
   const RankNames names_;
-  const pid_t process_;
   const size_t bytes_per_rank_;
   const std::unique_ptr<Mapping> map_;
-  const std::vector<Peer> peers_;  // by rank
 };
 
 }  // namespace brigade
 
-#endif  // BRIGADE_COMM_SHARED_SEGMENT_H_
+#endif  // BRIGADE_COMM_GROUP_SHARED_SEGMENT_H_

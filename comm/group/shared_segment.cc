@@ -1,0 +1,346 @@
+#include "brigade/comm/group/shared_segment.h"
+
+#include <c10/util/Exception.h>
+#include <fcntl.h>
+#include <linux/futex.h>
+#include <poll.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <climits>
+#include <cstring>
+#include <ctime>
+#include <fstream>
+#include <functional>
+#include <optional>
+#include <random>
+#include <utility>
+
+#include "absl/cleanup/cleanup.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "brigade/comm/group/numbers_of_ranks.h"
+
+namespace brigade {
+namespace {
+
+using std::chrono::steady_clock;
+
+// Between two looks at the peers' processes.
+constexpr std::chrono::milliseconds kLookInterval{100};
+
+constexpr size_t kAlignment = 64;
+
+constexpr size_t aligned(size_t bytes) {
+  return (bytes + kAlignment - 1) / kAlignment * kAlignment;
+}
+
+// std::atomic::wait() uses futexes that other processes don't see.
+void futex(std::atomic<uint32_t>& word, int operation, uint32_t value,
+           const timespec* timeout) {
+  static_assert(std::atomic<uint32_t>::is_always_lock_free);
+  syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), operation, value,
+          timeout, nullptr, 0);
+}
+
+std::optional<std::string> target_of(const std::string& link) {
+  std::array<char, 256> target;
+  const ssize_t length = readlink(link.c_str(), target.data(), target.size());
+  if (length < 0 || length == static_cast<ssize_t>(target.size())) return {};
+  return std::string(target.data(), static_cast<size_t>(length));
+}
+
+// A memfd of rank 0, as it travels to the others.
+struct Address {
+  static constexpr size_t kNumbers = 5;
+
+  int64_t process = 0;
+  int64_t descriptor = -1;
+  std::array<int64_t, 2> nonce = {};
+  int64_t bytes_per_rank = 0;
+
+  std::string name() const {
+    return absl::StrFormat("brigade-%016x%016x",
+                           static_cast<uint64_t>(nonce[0]),
+                           static_cast<uint64_t>(nonce[1]));
+  }
+
+  // The descriptor, or -1. Checks the name: another process may have got the
+  // number.
+  int open() const {
+    const std::string path =
+        absl::StrCat("/proc/", process, "/fd/", descriptor);
+    if (target_of(path) != absl::StrCat("/memfd:", name(), " (deleted)")) {
+      return -1;
+    }
+    return ::open(path.c_str(), O_RDWR | O_CLOEXEC);
+  }
+};
+
+// Makes a memfd of so many bytes. The descriptor is -1 if the system refuses.
+Address make_memory(size_t bytes, size_t bytes_per_rank) {
+  std::random_device random;
+  const auto draw = [&] {
+    return static_cast<int64_t>(static_cast<uint64_t>(random()) << 32 |
+                                random());
+  };
+  Address address = {.process = getpid(),
+                     .nonce = {draw(), draw()},
+                     .bytes_per_rank = static_cast<int64_t>(bytes_per_rank)};
+  const int descriptor = memfd_create(address.name().c_str(), MFD_CLOEXEC);
+  if (descriptor < 0) return address;
+  if (ftruncate(descriptor, static_cast<off_t>(bytes)) == 0) {
+    address.descriptor = descriptor;
+  } else {
+    close(descriptor);
+  }
+  return address;
+}
+
+}  // namespace
+
+// The head of the memory; the ranks' regions follow.
+struct SharedSegment::Layout {
+  enum class Closing : uint32_t { kOpen, kBegun, kDone };
+  struct alignas(kAlignment) Rank {
+    std::atomic<uint32_t> count;  // of notify() calls
+    std::atomic<uint32_t> num_waiting;
+    std::atomic<uint32_t> has_left;
+  };
+
+  std::atomic<Closing> closing;
+  std::atomic<int32_t> lost;  // rank + 1; 0: none
+  std::array<char, 504> reason;
+  Rank first;
+
+  static size_t bytes(int num_ranks, size_t bytes_per_rank) {
+    return sizeof(Layout) +
+           num_ranks * (sizeof(Rank) + aligned(bytes_per_rank));
+  }
+  Rank& of(int rank) { return (&first)[rank]; }
+  bool is_closed() const {
+    return closing.load(std::memory_order_acquire) == Closing::kDone;
+  }
+};
+
+// This process's view of the memory and of its peers. A forked child has the
+// descriptors, but neither the memory nor a place among the ranks.
+struct SharedSegment::Mapping {
+  std::byte* data = nullptr;
+  size_t bytes = 0;
+  std::vector<pollfd> pidfds;  // by rank; -1: of this process
+  std::vector<int64_t> processes;
+  const pid_t process = getpid();
+
+  ~Mapping() {
+    if (process != getpid()) return;
+    if (data != nullptr) munmap(data, bytes);
+    for (const pollfd& peer : pidfds) {
+      if (peer.fd >= 0) ::close(peer.fd);
+    }
+  }
+
+  bool map(const Address& address, size_t bytes_to_map) {
+    const int descriptor = address.open();
+    if (descriptor < 0) return false;
+    const absl::Cleanup close_it = [&] { ::close(descriptor); };
+    struct stat status = {};
+    if (fstat(descriptor, &status) != 0 ||
+        status.st_size != static_cast<off_t>(bytes_to_map)) {
+      return false;
+    }
+    void* const mapped = mmap(nullptr, bytes_to_map, PROT_READ | PROT_WRITE,
+                              MAP_SHARED | MAP_NORESERVE, descriptor, 0);
+    if (mapped == MAP_FAILED) return false;
+    madvise(mapped, bytes_to_map, MADV_DONTFORK);
+    data = static_cast<std::byte*>(mapped);
+    bytes = bytes_to_map;
+    return true;
+  }
+
+  bool watch(std::vector<int64_t> process_by_rank) {
+    processes = std::move(process_by_rank);
+    for (const int64_t peer : processes) {
+      int pidfd = -1;
+      if (peer != process) {
+        pidfd = static_cast<int>(syscall(SYS_pidfd_open, peer, 0));
+        if (pidfd < 0) return false;
+      }
+      pidfds.push_back({.fd = pidfd, .events = POLLIN, .revents = 0});
+    }
+    return true;
+  }
+
+  // Ranks whose processes have ended. poll() skips descriptors below 0.
+  std::vector<int> dead_ranks() const {
+    std::vector<pollfd> peers = pidfds;
+    std::vector<int> dead;
+    if (poll(peers.data(), peers.size(), 0) <= 0) return dead;
+    for (size_t rank = 0; rank < peers.size(); ++rank) {
+      if (peers[rank].revents != 0) dead.push_back(static_cast<int>(rank));
+    }
+    return dead;
+  }
+};
+
+int64_t SharedSegment::host() {
+  std::ifstream file("/proc/sys/kernel/random/boot_id");
+  std::string boot;
+  const auto network = target_of("/proc/self/ns/net");
+  const auto processes = target_of("/proc/self/ns/pid");
+  if (!(file >> boot) || !network || !processes) return 0;
+  return static_cast<int64_t>(
+      std::hash<std::string>()(absl::StrCat(boot, *network, *processes)));
+}
+
+std::shared_ptr<SharedSegment> SharedSegment::make(
+    const c10::intrusive_ptr<c10d::ProcessGroup>& group, size_t bytes_per_rank,
+    int64_t host) {
+  const int size = group->getSize();
+  if (size == 1) return nullptr;
+  const size_t bytes = Layout::bytes(size, bytes_per_rank);
+  Address own = {.process = getpid(),
+                 .bytes_per_rank = static_cast<int64_t>(bytes_per_rank)};
+  if (group->getRank() == 0 && host != 0) {
+    own = make_memory(bytes, bytes_per_rank);
+  }
+  const absl::Cleanup close_it = [&] {
+    if (own.descriptor >= 0) ::close(static_cast<int>(own.descriptor));
+  };
+  const std::vector<int64_t> numbers =
+      numbers_of_ranks(group,
+                       {host, own.process, own.bytes_per_rank, own.descriptor,
+                        own.nonce[0], own.nonce[1]},
+                       "could not tell the others its host");
+  std::vector<int64_t> processes;
+  for (int rank = 0; rank < size; ++rank) {
+    const int64_t* const of_rank = &numbers[rank * 6];
+    if (of_rank[0] == 0 || of_rank[0] != numbers[0] ||
+        of_rank[2] != numbers[2]) {
+      return nullptr;
+    }
+    processes.push_back(of_rank[1]);
+  }
+  const Address address = {.process = numbers[1],
+                           .descriptor = numbers[3],
+                           .nonce = {numbers[4], numbers[5]},
+                           .bytes_per_rank = numbers[2]};
+  if (address.descriptor < 0) return nullptr;
+  auto map = std::make_unique<Mapping>();
+  const bool is_ready = map->map(address, bytes) && map->watch(processes);
+  // A peer that takes part was alive when watch() found its process.
+  const std::vector<int64_t> ready =
+      numbers_of_ranks(group, is_ready ? 1 : 0,
+                       "could not tell the others that it shares memory");
+  if (std::ranges::find(ready, 0) != ready.end()) return nullptr;
+  return std::shared_ptr<SharedSegment>(
+      new SharedSegment(*group, std::move(map), bytes_per_rank));
+}
+
+SharedSegment::SharedSegment(const c10d::ProcessGroup& group,
+                             std::unique_ptr<Mapping> map,
+                             size_t bytes_per_rank)
+    : rank_(group.getRank()),
+      size_(group.getSize()),
+      names_(RankNames::of(group)),
+      bytes_per_rank_(aligned(bytes_per_rank)),
+      map_(std::move(map)) {}
+
+SharedSegment::~SharedSegment() {
+  if (map_->process != getpid()) return;
+  layout().of(rank_).has_left = 1;
+  for (int rank = 0; rank < size_; ++rank) notify(rank);
+}
+
+SharedSegment::Layout& SharedSegment::layout() const {
+  return *reinterpret_cast<Layout*>(map_->data);
+}
+
+std::byte* SharedSegment::region(int rank) const {
+  return map_->data + Layout::bytes(size_, 0) + rank * bytes_per_rank_;
+}
+
+void SharedSegment::notify(int rank) {
+  Layout::Rank& of_rank = layout().of(rank);
+  of_rank.count.fetch_add(1);
+  if (of_rank.num_waiting.load() > 0) {
+    futex(of_rank.count, FUTEX_WAKE, INT_MAX, nullptr);
+  }
+}
+
+bool SharedSegment::is_alive(int rank) const {
+  if (layout().of(rank).has_left.load() != 0) return false;
+  pollfd peer = map_->pidfds[rank];
+  return peer.fd < 0 || poll(&peer, 1, 0) == 0;
+}
+
+void SharedSegment::close(std::string_view reason, int lost) {
+  Layout& all = layout();
+  auto open = Layout::Closing::kOpen;
+  if (!all.closing.compare_exchange_strong(open, Layout::Closing::kBegun)) {
+    return;
+  }
+  all.lost = lost + 1;
+  const size_t length = std::min(reason.size(), all.reason.size() - 1);
+  std::memcpy(all.reason.data(), reason.data(), length);
+  all.closing.store(Layout::Closing::kDone, std::memory_order_release);
+  for (int rank = 0; rank < size_; ++rank) notify(rank);
+}
+
+bool SharedSegment::is_closed() const { return layout().is_closed(); }
+
+std::string SharedSegment::close_reason() const {
+  return is_closed() ? std::string(layout().reason.data()) : std::string();
+}
+
+int SharedSegment::lost_rank() const {
+  return is_closed() ? layout().lost - 1 : -1;
+}
+
+SharedSegment::Seen SharedSegment::look(int rank) const {
+  Layout& all = layout();
+  Seen seen = {.count = all.of(rank).count.load(),
+               .left = -1,
+               .is_closed = all.is_closed()};
+  for (int other = 0; other < size_; ++other) {
+    const bool is_awaited = rank == rank_ ? other != rank_ : other == rank;
+    if (is_awaited && all.of(other).has_left.load() != 0) seen.left = other;
+  }
+  return seen;
+}
+
+bool SharedSegment::sleep(int rank, const Seen& seen, Deadline deadline) {
+  TORCH_CHECK(!seen.is_closed, close_reason());
+  TORCH_CHECK(seen.left < 0, "rank ", names_[std::max(0, seen.left)],
+              " has left");
+  const auto now = steady_clock::now();
+  if (now >= deadline) return false;
+  const std::chrono::nanoseconds left =
+      std::min<steady_clock::duration>(deadline - now, kLookInterval);
+  const timespec timeout = {.tv_sec = 0, .tv_nsec = left.count()};
+  Layout::Rank& of_rank = layout().of(rank);
+  of_rank.num_waiting.fetch_add(1);
+  futex(of_rank.count, FUTEX_WAIT, seen.count, &timeout);
+  of_rank.num_waiting.fetch_sub(1);
+  if (steady_clock::now() - now >= left) close_if_a_rank_is_dead();
+  return true;
+}
+
+void SharedSegment::close_if_a_rank_is_dead() {
+  for (const int rank : map_->dead_ranks()) {
+    if (layout().of(rank).has_left.load() != 0) continue;
+    const std::string reason =
+        absl::StrCat("rank ", names_[rank], " (process ", map_->processes[rank],
+                     ") has ended");
+    close(reason, rank);
+    // A rank that died in close() has left it half done.
+    TORCH_CHECK(is_closed(), reason);
+  }
+}
+
+}  // namespace brigade
