@@ -4,7 +4,7 @@
 #include <stdexcept>
 
 #include "brigade/comm/backends/gloo_connections.h"
-#include "brigade/comm/ordered/host_sums.h"
+#include "brigade/comm/ordered/ordered_collectives.h"
 
 namespace brigade {
 namespace {
@@ -21,8 +21,9 @@ void close_backend(c10d::Backend& backend) {
 
 void close_group(c10d::ProcessGroup& group) noexcept {
   try {
-    HostSums::close(group, std::make_exception_ptr(
-                               std::runtime_error("the group was closed")));
+    OrderedCollectives::abort_all_of(
+        group,
+        std::make_exception_ptr(std::runtime_error("the group was closed")));
     for (const c10::Device& device : group.getDeviceTypes()) {
       close_backend(*group.getBackend(device.type()));
     }

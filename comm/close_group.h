@@ -10,8 +10,8 @@ namespace brigade {
 
 // Closes the connections of all of the group's backends, as far as these can:
 // Gloo's (torch's own class too, whose abort() can't) and what abort() ends.
-// Ends what its ranks sum in memory that they share (comm/ordered/host_sums.h).
-// Does not throw.
+// Aborts its ordered collectives (comm/ordered/ordered_collectives.h). Does not
+// throw.
 void close_group(c10d::ProcessGroup& group) noexcept;
 
 }  // namespace brigade

@@ -10,7 +10,7 @@
 #include "brigade/comm/errors/shortened_list.h"
 #include "brigade/comm/errors/status_bridge.h"
 #include "brigade/comm/group/numbers_of_ranks.h"
-#include "brigade/comm/ordered/shared_memory.h"
+#include "brigade/comm/group/shared_segment.h"
 
 namespace brigade {
 namespace {
@@ -55,7 +55,7 @@ absl::StatusOr<int> ranks_of_a_host(const std::vector<int64_t>& host_by_rank) {
 int ranks_of_a_host(const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
   if (group->getSize() == 1) return 1;
   return value_or_throw(ranks_of_a_host(numbers_of_ranks(
-      group, static_cast<int64_t>(SharedMemory::host()),
+      group, SharedSegment::host(),
       "could not tell the others its host, for ranks_of_a_host()")));
 }
 

@@ -2,8 +2,8 @@
 // is sharded is to be gathered within hosts only.
 //
 // Hosts are told apart as where ranks share memory
-// (comm/ordered/shared_memory.h): two containers, or network namespaces, are
-// two hosts.
+// (comm/group/shared_segment.h): two containers, or network namespaces, are two
+// hosts.
 
 #ifndef BRIGADE_COMM_RANKS_OF_HOST_H_
 #define BRIGADE_COMM_RANKS_OF_HOST_H_

@@ -1,34 +1,137 @@
 #include "brigade/comm_hooks/ordered_all_reduce.h"
 
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/view_as_real.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/Event.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
 #include <algorithm>
+#include <cstdint>
+
+#include "brigade/comm/group/group_collectives.h"
+#include "brigade/comm/streams/completed_future.h"
+#include "brigade/comm/streams/side_stream.h"
 
 namespace brigade {
+namespace {
+
+// The memory of a sum of slices.
+class RowSums {
+ public:
+  RowSums(const at::Tensor& parts, int num_ranks, int row_size)
+      : row_size_(row_size),
+        num_rows_(num_ranks / row_size),
+        slice_numel_(parts.numel() / num_ranks),
+        sum_(empty_sum(slice_numel_, parts)) {
+    if (num_rows_ > 1) {
+      of_rows_ = at::empty({num_rows_ * slice_numel_}, parts.options());
+    }
+  }
+
+  // Of `parts`, by rank. A row's sum is rounded, as if it travelled to others.
+  const at::Tensor& of(const at::Tensor& parts) const {
+    if (num_rows_ == 1) {
+      sum_in_order(parts, row_size_, sum_);
+      return sum_;
+    }
+    const int64_t row_numel = row_size_ * slice_numel_;
+    for (int row = 0; row < num_rows_; ++row) {
+      sum_in_order(parts.narrow(0, row * row_numel, row_numel), row_size_,
+                   sum_);
+      of_rows_.narrow(0, row * slice_numel_, slice_numel_).copy_(sum_);
+    }
+    sum_in_order(of_rows_, num_rows_, sum_);
+    return sum_;
+  }
+
+ private:
+  const int row_size_;
+  const int num_rows_;
+  const int64_t slice_numel_;
+  const at::Tensor sum_;
+  at::Tensor of_rows_;  // undefined for one row
+};
+
+}  // namespace
 
 OrderedAllReduce::OrderedAllReduce(
     const c10::intrusive_ptr<c10d::ProcessGroup>& group,
-    std::optional<int> row_size)
+    const OrderedOptions& options)
     : group_(group, "OrderedAllReduce"),
-      row_size_(row_size),
-      identity_(ChannelIdentity::made_alone(group)),
-      on_device_(row_size) {}
+      options_(options),
+      identity_(ChannelIdentity::made_alone(group)) {}
 
-void OrderedAllReduce::connect_for(std::span<const at::Tensor> tensors) {
-  if (std::ranges::none_of(tensors, &at::Tensor::is_cpu)) return;
+void OrderedAllReduce::connect() {
   connect_as(ChannelIdentity::made_together(group_.lock()));
 }
 
-void OrderedAllReduce::connect_as(ChannelIdentity identity) {
-  collectives_.emplace(group_.lock(), OrderedOptions{.group_size = row_size_},
-                       identity);
+void OrderedAllReduce::connect_for(std::span<const at::Tensor> tensors) {
+  if (std::ranges::any_of(tensors, &at::Tensor::is_cpu)) connect();
 }
 
-OrderedCollectives::FuturePtr OrderedAllReduce::run(const at::Tensor& tensor,
-                                                    double scale) {
-  if (!tensor.is_cpu()) {
-    return on_device_.all_reduce(*group_.lock(), tensor, scale);
-  }
+void OrderedAllReduce::connect_as(ChannelIdentity identity) {
+  collectives_.emplace(group_.lock(), options_, identity);
+}
+
+OrderedAllReduce::FuturePtr OrderedAllReduce::run(const at::Tensor& tensor,
+                                                  double scale) {
+  if (!tensor.is_cpu()) return run_on_device(*group_.lock(), tensor, scale);
   if (!collectives_) connect_as(identity_);
   return collectives_->all_reduce(tensor, scale);
+}
+
+OrderedAllReduce::FuturePtr OrderedAllReduce::run_on_device(
+    c10d::ProcessGroup& group, const at::Tensor& tensor, double scale) {
+  const c10::Device device = tensor.device();
+  c10::Event launch(device.type());
+  launch.record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+  const c10::Stream stream = stream_of(device);
+  tensor.record_stream(stream);
+  const c10::StreamGuard on_stream(stream);
+  // Pairs with what the calling thread's stream has written into the tensor.
+  launch.block(stream);
+  return reduce_here(group, tensor, scale);
+}
+
+OrderedAllReduce::FuturePtr OrderedAllReduce::reduce_here(
+    c10d::ProcessGroup& group, const at::Tensor& tensor, double scale) const {
+  const at::NoGradGuard no_grad;
+  const at::Tensor flat =
+      (tensor.is_complex() ? at::view_as_real(tensor) : tensor).view(-1);
+  const int size = group.getSize();
+  if (size == 1) {
+    flat.mul_(scale);
+    return completed_future({tensor});
+  }
+  if (flat.numel() == 0) return completed_future({tensor});
+
+  const int64_t slice_numel = (flat.numel() + size - 1) / size;
+  const bool is_even = slice_numel * size == flat.numel();
+  // Before anything is launched: a lack of memory is this rank's alone then.
+  const at::Tensor whole =
+      is_even ? flat : at::zeros({slice_numel * size}, flat.options());
+  const at::Tensor parts = at::empty_like(whole);
+  const at::Tensor own = at::empty({slice_numel}, flat.options());
+  const RowSums sums(parts, size, options_.group_size.value_or(size));
+
+  if (!is_even) whole.narrow(0, 0, flat.numel()).copy_(flat);
+  join_current_stream(exchange_parts(group, parts, whole));
+  const at::Tensor& sum = sums.of(parts);
+  if (scale != 1) sum.mul_(scale);
+  own.copy_(sum);
+  join_current_stream(gather_into(group, whole, own));
+  if (!is_even) flat.copy_(whole.narrow(0, 0, flat.numel()));
+  return completed_future({tensor});
+}
+
+c10::Stream OrderedAllReduce::stream_of(c10::Device device) {
+  const auto known = streams_.find(device.index());
+  if (known != streams_.end()) return known->second;
+  return streams_.emplace(device.index(), side_stream(device)).first->second;
 }
 
 }  // namespace brigade

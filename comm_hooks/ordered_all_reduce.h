@@ -1,51 +1,75 @@
-// The ordered all-reduce of a group: on the CPU
-// comm/ordered/ordered_collectives.h, whose connections are made when they are
-// first needed; on devices comm/ordered/ordered_on_device.h.
+// The all-reduce of a group in rank order: CPU tensors by
+// comm/ordered/ordered_collectives.h, which connects when it is first needed;
+// device tensors by two collectives of the group, with the same bits.
 //
-// Thread safety: one call at a time.
+// On devices every rank sends each other rank its slice (an all-to-all), adds
+// up what it gets, and sends the sum back (an all-gather): a ring's bytes. The
+// call launches all of it on a stream of this object's own, after the calling
+// thread's current one. Futures of the backend make streams wait, so the host
+// does not.
+//
+// Thread safety: one call at a time, in the same order on all ranks.
 
 #ifndef BRIGADE_COMM_HOOKS_ORDERED_ALL_REDUCE_H_
 #define BRIGADE_COMM_HOOKS_ORDERED_ALL_REDUCE_H_
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
+#include <c10/core/Stream.h>
 
+#include <map>
 #include <optional>
 #include <span>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "brigade/comm/group/channel_identity.h"
 #include "brigade/comm/ordered/ordered_collectives.h"
-#include "brigade/comm/ordered/ordered_on_device.h"
 #include "brigade/comm_hooks/group_reference.h"
 
 namespace brigade {
 
 class OrderedAllReduce {
  public:
-  // `row_size`: OrderedOptions::group_size.  Made on all ranks in the same
-  // order.  Does not keep the group alive.  Errors: ValueError if `group` is
-  // null.
-  explicit OrderedAllReduce(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
-                            std::optional<int> row_size = std::nullopt);
+  using FuturePtr = OrderedCollectives::FuturePtr;
 
-  // Nothing unless some of these are on the CPU. Collective then, where ranks
-  // are known to stand in the same place; to be called once at most.  Errors:
+  // Made on all ranks in the same order. Does not keep the group alive. Errors:
+  // ValueError if `group` is null.
+  explicit OrderedAllReduce(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+                            const OrderedOptions& options = {});
+
+  // Collective, at the same place of all ranks' programs; at most once. Errors:
   // as OrderedCollectives'.
+  void connect();
+
+  // The same if some of these are on the CPU.
   void connect_for(std::span<const at::Tensor> tensors);
 
-  // OrderedCollectives::all_reduce(), or that of OrderedOnDevice.  The first
-  // call with a tensor on the CPU is collective unless ranks are connected.
-  // Errors: as OrderedCollectives' too.
-  OrderedCollectives::FuturePtr run(const at::Tensor& tensor, double scale);
+  // Replaces `tensor` [any shape] by the sum over ranks, times `scale`. The
+  // future holds a list of it. The first call with a tensor on the CPU is
+  // collective unless ranks are connected.
+  //
+  // On a device, `tensor` is contiguous and of real or complex numbers. All
+  // memory is taken before the first launch: the tensor's size, 1/W of it three
+  // times (float16 and bfloat16: four), 1/F of it for rows of F, and the
+  // tensor's size once more where W does not divide its elements.
+  //
+  // Errors: as OrderedCollectives'; on a device OutOfMemoryError, and nothing
+  // is launched then; what the backend throws.
+  FuturePtr run(const at::Tensor& tensor, double scale);
 
  private:
   void connect_as(ChannelIdentity identity);
+  FuturePtr run_on_device(c10d::ProcessGroup& group, const at::Tensor& tensor,
+                          double scale);
+  FuturePtr reduce_here(c10d::ProcessGroup& group, const at::Tensor& tensor,
+                        double scale) const;
+  c10::Stream stream_of(c10::Device device);
 
   const GroupReference group_;
-  const std::optional<int> row_size_;
+  const OrderedOptions options_;
   const ChannelIdentity identity_;
   std::optional<OrderedCollectives> collectives_;
-  OrderedOnDevice on_device_;
+  std::map<c10::DeviceIndex, c10::Stream> streams_;
 };
 
 }  // namespace brigade

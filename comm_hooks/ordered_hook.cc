@@ -6,18 +6,13 @@ namespace brigade {
 
 OrderedHook::OrderedHook(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
                          OrderedOptions options)
-    : group_(group, "OrderedHook"),
-      collectives_(group, options),
-      on_device_(options.group_size) {}
+    : all_reduce_(group, options), world_size_(group->getSize()) {
+  all_reduce_.connect();
+}
 
 c10::intrusive_ptr<c10::ivalue::Future> OrderedHook::runHook(
     c10d::GradBucket& bucket) {
-  const at::Tensor& buffer = bucket.getBuffer();
-  const double scale = 1.0 / group_.size();
-  if (!buffer.is_cpu()) {
-    return on_device_.all_reduce(*group_.lock(), buffer, scale);
-  }
-  return collectives_.all_reduce(buffer, scale);
+  return all_reduce_.run(bucket.getBuffer(), 1.0 / world_size_);
 }
 
 at::Tensor OrderedHook::parseHookResult(const c10::IValue& result) {

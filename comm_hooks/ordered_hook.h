@@ -13,11 +13,6 @@
 // The sum is divided once, when it is there: float16 gradients overflow only
 // where their average does.
 //
-// A rank's buckets wait for its peers on connections of the hook's own, which
-// do not end with the group's.  The control channel tells a failure as ever;
-// without one, peers of a rank that failed know when it lets go of the hook, or
-// at the group's timeout.
-//
 // Thread safety: one call at a time.  Several reducers may share a hook if
 // their buckets come in the same order on all ranks.
 
@@ -27,16 +22,13 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/comm.hpp>
 
-#include "brigade/comm/ordered/ordered_collectives.h"
-#include "brigade/comm/ordered/ordered_on_device.h"
-#include "brigade/comm_hooks/group_reference.h"
+#include "brigade/comm_hooks/ordered_all_reduce.h"
 #include "brigade/comm_hooks/wire_format.h"
 
 namespace brigade {
 
-// Of dense gradients; on devices the group's backend moves them
-// (comm/ordered/ordered_on_device.h). Sparse ones come out of backward as
-// ValueError.
+// Of dense gradients (comm_hooks/ordered_all_reduce.h). Sparse ones are a
+// ValueError in backward.
 class OrderedHook final : public c10d::CommHookInterface,
                           public DeclaresWireFormat {
  public:
@@ -53,9 +45,8 @@ class OrderedHook final : public c10d::CommHookInterface,
   bool sums_in_order() const override { return true; }
 
  private:
-  const GroupReference group_;
-  OrderedCollectives collectives_;  // of tensors on the CPU
-  OrderedOnDevice on_device_;
+  OrderedAllReduce all_reduce_;
+  const double world_size_;
 };
 
 }  // namespace brigade

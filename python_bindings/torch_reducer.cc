@@ -112,8 +112,8 @@ TorchReducer::TorchReducer(std::vector<at::Tensor> parameters,
 
 void TorchReducer::make_ordered() {
   if (!options_.reproducible) return;
-  ordered_ = std::make_shared<OrderedAllReduce>(group_,
-                                                options_.reproducible_row_size);
+  ordered_ = std::make_shared<OrderedAllReduce>(
+      group_, OrderedOptions{.group_size = options_.reproducible_row_size});
 }
 
 void TorchReducer::make() {

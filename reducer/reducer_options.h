@@ -149,11 +149,11 @@ struct ReducerOptions {
 
   // How a bucket crosses ranks. Null: average by all-reduce in the gradients'
   // own dtype; of ranks that are all on one host (Gloo, CPU, compared at
-  // construction) through memory that they share, up to 256 MiB a rank, by
-  // connections and three threads for each group (comm/ordered/host_sums.h). It
-  // adds in the order of the ranks; all_reduce_hook(group) leaves it to the
-  // group. See comm_hooks/. A hook gets complex gradients as pairs of reals:
-  // buffers of twice the length, shapes with a last dimension of 2.
+  // construction) through memory that they share, up to 256 MiB a rank, by two
+  // threads for each group (comm/ordered/host_sums.h). It adds in the order of
+  // the ranks; all_reduce_hook(group) leaves it to the group. See comm_hooks/.
+  // A hook gets complex gradients as pairs of reals: buffers of twice the
+  // length, shapes with a last dimension of 2.
   std::shared_ptr<c10d::CommHookInterface> comm_hook = nullptr;
 
   // Gradients are added up in the order of the ranks and divided once, when the
@@ -161,12 +161,11 @@ struct ReducerOptions {
   // gradients: other caps, plans, rebuilds, orders of backward, views or
   // static graphs don't show, and sharded training (fsdp/) on as many ranks has
   // the same ones. float16 and bfloat16 are added in float32. Of dense
-  // gradients, with no comm hook but one that sums in order. On the CPU it
-  // travels on connections of its own, so the group must have a store, and
-  // costs one more set of connections, memory of a bucket's size for each that
-  // is in flight (2 ranks) or of 1/W of it for each peer, and time:
-  // docs/status.md. On devices the group's backend moves slices
-  // (comm/ordered/ordered_on_device.h), of which a bucket in flight has as much
+  // gradients, with no comm hook but one that sums in order. CPU tensors travel
+  // through memory that the ranks of one host share; between hosts over
+  // connections of their own, so the group must have a store, with a bucket's
+  // memory for each bucket in flight. Device tensors travel by two collectives
+  // of the group's backend (comm_hooks/ordered_all_reduce.h), with a bucket's
   // memory once more.
   bool reproducible = false;
 

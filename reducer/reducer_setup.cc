@@ -187,8 +187,8 @@ ReducerSetup checked_setup(std::vector<std::vector<at::Tensor>> replicas,
       local_setup(std::move(replicas), *group, options);
   std::shared_ptr<OrderedAllReduce> ordered;
   if (!options.comm_hook && options.reproducible) {
-    ordered = std::make_shared<OrderedAllReduce>(group,
-                                                 options.reproducible_row_size);
+    ordered = std::make_shared<OrderedAllReduce>(
+        group, OrderedOptions{.group_size = options.reproducible_row_size});
   }
   if (!options.comm_hook) {
     options.comm_hook = default_hook(group, std::nullopt, ordered);

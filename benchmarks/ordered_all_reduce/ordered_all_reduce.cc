@@ -1,13 +1,13 @@
 // The ordered all-reduce beside the group's own: what the bits cost.
 //
 //   ordered_all_reduce [--ranks 2] [--sizes 1024,...,67108864] [--rounds 40]
-//                      [--at-once 1] [--part-bytes 1048576]
-//                      [--shared-bytes 268435456]
+//                      [--at-once 1] [--shared-bytes 268435456]
 //
-// Ranks are processes on this machine, over loopback.  Each round times one
-// all-reduce of float32 of either kind, until it is done, with a barrier
-// before, in an order that changes from round to round; with --at-once N, N in
-// flight. Times are rank 0's: medians and quartiles.
+// Ranks are processes on this machine, over loopback; or, with a launcher's
+// environment variables, those that it starts, on one host or several.  Each
+// round times one all-reduce of float32 of either kind, until it is done, with
+// a barrier before, in an order that changes from round to round; with
+// --at-once N, N in flight. Times are rank 0's: medians and quartiles.
 //   group     the group's all-reduce
 //   ordered   OrderedCollectives::all_reduce()
 //   ratio     ordered / group, of each round
@@ -43,7 +43,6 @@ struct Options {
                                 1 << 20, 1 << 22, 1 << 24, 1 << 26};
   int rounds = 40;
   int at_once = 1;
-  int64_t part_bytes = OrderedOptions().part_bytes;
   int64_t shared_bytes = OrderedOptions().shared_bytes;
 };
 
@@ -142,8 +141,7 @@ std::string spread(const std::vector<double>& values, const char* format) {
 void measure(const Group& group, const Options& options) {
   constexpr const char* kTime = "{:.0f} [{:.0f}, {:.0f}]";
   constexpr const char* kRatio = "{:.2f} [{:.2f}, {:.2f}]";
-  OrderedCollectives collectives(group, {.part_bytes = options.part_bytes,
-                                         .shared_bytes = options.shared_bytes});
+  OrderedCollectives collectives(group, {.shared_bytes = options.shared_bytes});
   if (group->getRank() == 0) {
     fmt::print("{:>10}{:>24}{:>24}{:>20}{:>24}{:>20}\n", "bytes", "group us",
                "ordered us", "ratio", "launch us", "cpu");
@@ -182,10 +180,9 @@ int run(int argc, char** argv) {
       ->check(CLI::Range(int64_t{4}, int64_t{1} << 32));
   app.add_option("--rounds", options.rounds)->check(CLI::Range(2, 100000));
   app.add_option("--at-once", options.at_once)->check(CLI::Range(1, 1000));
-  app.add_option("--part-bytes", options.part_bytes)
-      ->check(CLI::PositiveNumber);
-  app.add_option("--shared-bytes", options.shared_bytes,
-                 "memory that ranks of one host share; 0: over connections")
+  app.add_option(
+         "--shared-bytes", options.shared_bytes,
+         "memory that ranks of one host share; 0: the group's collectives")
       ->check(CLI::NonNegativeNumber);
   CLI11_PARSE(app, argc, argv);
   if (!is_rank()) {

@@ -6,6 +6,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
+#include <c10/util/Exception.h>
 
 #include <cstdint>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -13,6 +14,10 @@
 #include <vector>
 
 namespace brigade {
+
+// Throws NotImplementedError if `error` says that a backend has no all-to-all
+// for tensors of this device.
+void throw_if_not_supported(const c10::Error& error, c10::Device device);
 
 // [W * S] from [S] of each rank; `input` may be its own part of `output`.
 template <typename ProcessGroup>
@@ -38,19 +43,23 @@ c10::intrusive_ptr<c10d::Work> reduce_into(ProcessGroup& group,
   }
 }
 
-// [W * S] of the slices [S] that ranks have for this one, by rank, from its own
-// for each of them.
+// All-to-all of slices, by rank: of equal lengths unless these are given.
+// Errors: NotImplementedError if the group has none.
 template <typename ProcessGroup>
-c10::intrusive_ptr<c10d::Work> exchange_parts(ProcessGroup& group,
-                                              at::Tensor output,
-                                              at::Tensor input) {
-  std::vector<int64_t> equal;
-  if constexpr (requires {
-                  group.all_to_all_single(output, input, equal, equal);
-                }) {
-    return group.all_to_all_single(output, input, equal, equal);
-  } else {
-    return group.alltoall_base(output, input, equal, equal);
+c10::intrusive_ptr<c10d::Work> exchange_parts(
+    ProcessGroup& group, at::Tensor output, at::Tensor input,
+    std::vector<int64_t> received = {}, std::vector<int64_t> sent = {}) {
+  try {
+    if constexpr (requires {
+                    group.all_to_all_single(output, input, received, sent);
+                  }) {
+      return group.all_to_all_single(output, input, received, sent);
+    } else {
+      return group.alltoall_base(output, input, received, sent);
+    }
+  } catch (const c10::Error& error) {
+    throw_if_not_supported(error, input.device());
+    throw;
   }
 }
 

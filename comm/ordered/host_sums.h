@@ -1,16 +1,14 @@
 // The all-reduce of a group whose ranks are all on one host, through memory
-// that they share (comm/ordered/ordered_collectives.h), which takes a third to
-// a half of the time of Gloo's own.
+// that they share (comm/ordered/ordered_collectives.h), in rank order. It takes
+// a third to a half of the time of Gloo's own.
 //
 //   if (const auto sums = HostSums::meet(group, /*wants=*/true)) {
 //     sums->all_reduce(bucket)->wait();
 //   } else ...
 //
-// It is the group's, whoever uses it: there is one at a time for each group,
-// with one set of connections and threads, its sums count as the group's
-// collectives (comm/collective_count.h), and closing the group ends them
-// (comm/close_group.h).  Profilers see them as "gloo:all_reduce".  The sums'
-// order is that of the ranks.
+// Each group has at most one at a time, for all its users: its sums count as
+// the group's collectives (comm/collective_count.h), closing the group ends
+// them, and profilers see them as "gloo:all_reduce".
 //
 // Thread safety: as OrderedCollectives.
 
@@ -20,22 +18,20 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
-#include <exception>
 #include <memory>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
-#include "brigade/comm/group/channel_identity.h"
 #include "brigade/comm/ordered/ordered_collectives.h"
 
 namespace brigade {
 
 class HostSums {
  public:
-  // Collective, where ranks are known to stand in the same place.  Null on all
-  // ranks unless all want it and share memory of one host.  Communicates
-  // nothing if the group has one rank, or has another backend than Gloo for the
-  // CPU: such as one of a user's own that sees what travels.  Else one
-  // all-gather of 16 bytes per rank, and ranks connect if the group has none.
+  // Collective: all ranks call it at the same place of their programs. Null on
+  // all ranks unless all want it and share memory. Communicates nothing if the
+  // group has one rank or another CPU backend than Gloo: a user's own sees all
+  // of its traffic. Otherwise an all-gather of 16 bytes per rank; new memory is
+  // agreed on unless all ranks still have the previous one.
   //
   // Errors: PeerError if ranks don't meet.
   static std::shared_ptr<HostSums> meet(
@@ -45,16 +41,11 @@ class HostSums {
   static bool can_reduce(const at::Tensor& tensor);
 
   // OrderedCollectives::all_reduce(), but the future ends with an error as the
-  // group's would: whose sum it was is for the caller to say.
+  // group's would: the caller says whose sum it was.
   OrderedCollectives::FuturePtr all_reduce(const at::Tensor& tensor);
 
-  // Of the group on this rank so far, also by one that has ended.
+  // Sums of the group on this rank so far.
   static int64_t num_launches(const c10d::ProcessGroup& group);
-
-  // Sums of the group in flight and later ones end with an error that tells the
-  // cause, here and on the other ranks.
-  static void close(const c10d::ProcessGroup& group,
-                    const std::exception_ptr& cause);
 
  private:
   struct OfGroup;

@@ -3,34 +3,32 @@
 #include <ATen/core/List.h>
 #include <ATen/record_function.h>
 #include <c10/util/Exception.h>
-#include <c10/util/ScopeExit.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <functional>
+#include <set>
 #include <stdexcept>
+#include <string>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <utility>
+#include <vector>
 
 #include "brigade/comm/backends/gloo_backend.h"
 #include "brigade/comm/backends/sigpipe_block.h"
+#include "brigade/comm/errors/message_of.h"
 #include "brigade/comm/errors/peer_error.h"
 #include "brigade/comm/group/control_store.h"
 #include "brigade/comm/group/group_timeout.h"
-#include "brigade/comm/ordered/host_messages.h"
-#include "brigade/comm/ordered/ordered_reduction.h"
-#include "brigade/comm/ordered/ordered_sum.h"
+#include "brigade/comm/group/per_group.h"
 
 namespace brigade {
 namespace {
 
 using c10::ivalue::Future;
-using std::chrono::milliseconds;
 
-constexpr int kNumWorkers = 2;
-
-// Longer than anybody waits: what ends it is a message, a failure or an abort.
-constexpr milliseconds kForEver = std::chrono::hours(24 * 365);
+// Bytes of a region at least: pieces of a call have 4 elements of each rank.
+constexpr int64_t kLeastBytesPerRank = 256;
 
 c10::intrusive_ptr<Future> make_future() {
   return c10::make_intrusive<Future>(
@@ -55,6 +53,39 @@ bool overlaps_elsewhere(const at::Tensor& input, int64_t offset,
 
 void complete(Future& future, const at::Tensor& result) {
   future.markCompleted(c10::IValue(std::vector<at::Tensor>{result}));
+}
+
+// In a world of 1.
+void finish_alone(const OrderedCall& call) {
+  if (call.kind == OrderedKind::kAllGather) return;
+  ordered_sum({{call.input}}, 1, call.scale, call.output);
+}
+
+const char* name_of(OrderedKind kind) {
+  switch (kind) {
+    case OrderedKind::kAllReduce:
+      return "all-reduce";
+    case OrderedKind::kReduceScatter:
+      return "reduce-scatter";
+    case OrderedKind::kAllGather:
+      return "all-gather";
+  }
+  return "";
+}
+
+// Beside the group's own, which all ranks have connected when it returns.
+c10::intrusive_ptr<c10d::Backend> make_backend(
+    const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+    const ChannelIdentity& identity) {
+  const SigpipeBlock inherited_by_its_threads;
+  auto backend = make_gloo_backend_beside(
+      *group,
+      c10::make_intrusive<c10d::PrefixStore>(
+          c10::str("brigade/ordered/", identity.number()),
+          control_store(*group)),
+      group_timeout(*group));
+  backend->barrier()->wait();
+  return backend;
 }
 
 void check_layout(std::string_view name, const at::Tensor& tensor) {
@@ -88,121 +119,109 @@ void check_scale(std::optional<double> scale, at::ScalarType dtype) {
 
 }  // namespace
 
+// Those of a group in this process.
+struct OrderedCollectives::OfGroup {
+  std::mutex mutex;
+  std::set<OrderedCollectives*> all;  // guarded by mutex
+};
+
 OrderedCollectives::OrderedCollectives(
     const c10::intrusive_ptr<c10d::ProcessGroup>& group, OrderedOptions options,
     std::optional<ChannelIdentity> identity)
-    : rank_(group->getRank()),
-      size_(group->getSize()),
-      names_(RankNames::of(*group)),
-      group_size_(options.group_size.value_or(size_)),
-      part_bytes_(options.part_bytes),
-      timeout_(group_timeout(*group)),
-      process_(getpid()) {
-  TORCH_CHECK_VALUE(group_size_ > 0 && size_ % group_size_ == 0,
-                    "ordered collectives: expected a group size that divides "
-                    "the number of ranks, ",
-                    size_, ", found ", group_size_,
-                    ".\nGive the size of a row of the mesh.");
-  TORCH_CHECK_VALUE(part_bytes_ > 0,
-                    "ordered collectives: expected parts of at least 1 byte, "
-                    "found ",
-                    part_bytes_, ".\nGive the size of a message.");
+    : names_(RankNames::of(*group)),
+      ranks_({.rank = group->getRank(),
+              .size = group->getSize(),
+              .group_size = options.group_size.value_or(group->getSize()),
+              .timeout = group_timeout(*group)}),
+      process_(getpid()),
+      of_group_(per_group<OfGroup>(group)) {
+  TORCH_CHECK_VALUE(
+      ranks_.group_size > 0 && ranks_.size % ranks_.group_size == 0,
+      "ordered collectives: expected a group size that divides the number of "
+      "ranks, ",
+      ranks_.size, ", found ", ranks_.group_size,
+      ".\nGive the size of a row of the mesh.");
   TORCH_CHECK_VALUE(options.shared_bytes >= 0,
                     "ordered collectives: expected memory of at least 0 bytes "
                     "to share, found ",
                     options.shared_bytes, ".\nGive 0 to share none.");
-  if (size_ == 1) return;
-  const auto store = control_store(*group);
-  TORCH_CHECK_VALUE(store, "ordered collectives: the group of ", size_,
+  if (ranks_.size == 1) return;
+  TORCH_CHECK_VALUE(group->getStore(), "ordered collectives: the group of ",
+                    ranks_.size,
                     " ranks has no store to connect them by.\nUse a group made "
                     "by init_process_group().");
   if (!identity) identity = ChannelIdentity::made_together(group);
-  const SigpipeBlock inherited_by_its_threads;
   // What a profiler would see begin here may end when it is gone.
   const at::DisableRecordFunctionGuard not_profiled;
   try {
-    backend_ = make_gloo_backend_beside(
-        *group,
-        c10::make_intrusive<c10d::PrefixStore>(
-            c10::str("brigade/ordered/", identity->number()), store),
-        timeout_);
-    // Gloo takes connections for broken that end while others are made.
-    backend_->barrier()->wait();
-    host_ = std::make_unique<HostMessages>(
-        *backend_, static_cast<size_t>(options.shared_bytes), options.host,
-        names_);
-    std::vector<at::Tensor> goodbye = {at::empty({1}, at::kByte)};
-    departure_ = backend_->recv(goodbye, (rank_ + 1) % size_,
-                                OrderedReduction::kGoodbyeTag);
+    const auto room = static_cast<size_t>(
+        std::max(options.shared_bytes, ranks_.size * kLeastBytesPerRank));
+    const int64_t host =
+        options.shared_bytes == 0 ? 0 : SharedSegment::host() + options.host;
+    auto segment =
+        SharedSegment::make(group, shared_bytes_per_rank(room), host);
+    is_on_one_host_ = segment != nullptr;
+    transport_ =
+        segment ? make_shared_transport(std::move(segment), room, ranks_)
+                : make_group_transport(make_backend(group, *identity), ranks_);
   } catch (...) {
-    throw_peer_error(
-        c10::str("ordered collectives: ", names_.describe(rank_, size_),
-                 " could not connect to the others"),
-        std::current_exception());
+    throw_peer_error(c10::str("ordered collectives: ",
+                              names_.describe(ranks_.rank, ranks_.size),
+                              " could not connect to the others"),
+                     std::current_exception());
   }
-  for (int i = 0; i < kNumWorkers; ++i)
+  for (int i = 0; i < transport_->num_threads(); ++i) {
     threads_.emplace_back([this] { work(); });
-  threads_.emplace_back([this] { watch(); });
+  }
+  const std::lock_guard<std::mutex> lock(of_group_->mutex);
+  of_group_->all.insert(this);
 }
 
 OrderedCollectives::~OrderedCollectives() {
-  if (!backend_) return;
+  if (!transport_) return;
   if (getpid() != process_) {
-    // Connections and threads are the parent's.  The latter seem to wait here
-    // too, and the end of what they wait for would wait for them.
-    new auto(std::move(backend_));
-    new auto(std::move(departure_));
-    new auto(std::move(in_flight_));
-    new auto(std::move(abandoned_));
-    new auto(std::move(host_));
+    // Connections and threads are the parent's; to wait for them is for ever.
+    new auto(std::move(transport_));
+    new auto(std::move(queue_));
     new auto(std::move(threads_));
     new auto(std::move(changed_));
     return;
   }
+  {
+    const std::lock_guard<std::mutex> lock(of_group_->mutex);
+    of_group_->all.erase(this);
+  }
   bool is_idle = false;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    is_idle = in_flight_.empty() && !failure_;
     is_ending_ = true;
+    is_idle = num_in_flight_ == 0 && !failure_;
     // Of what callbacks launch that still run.
     if (is_idle) failure_ = failure_of("it has ended", nullptr);
   }
-  if (is_idle) {
-    say_goodbye();
-  } else {
-    fail("it ended with reductions in flight", nullptr);
-  }
+  if (!is_idle) fail("it ended with reductions in flight", nullptr);
   changed_->notify_all();
-  departure_->abort();
   for (std::thread& thread : threads_) thread.join();
-  backend_.reset();
 }
 
 OrderedCollectives::FuturePtr OrderedCollectives::all_reduce(
-    const at::Tensor& tensor, std::optional<double> scale) {
+    const at::Tensor& tensor, std::optional<double> scale,
+    const FuturePtr& after) {
   check_process();
   check_tensor("the input", tensor);
   check_scale(scale, tensor.scalar_type());
-  return launch(OrderedKind::kAllReduce, tensor, tensor, scale);
+  const at::Tensor flat = tensor.detach().view(-1);
+  return launch({.kind = OrderedKind::kAllReduce,
+                 .input = flat,
+                 .output = flat,
+                 .scale = scale,
+                 .after = after},
+                tensor);
 }
 
 OrderedCollectives::FuturePtr OrderedCollectives::reduce_scatter(
     const at::Tensor& input, const at::Tensor& output,
     std::optional<double> scale) {
-  check_reduce_scatter(input, output, scale);
-  return launch(OrderedKind::kReduceScatter, input, output, scale);
-}
-
-OrderedCollectives::FuturePtr OrderedCollectives::all_gather(
-    const at::Tensor& whole) {
-  check_process();
-  check_layout("the output", whole);
-  return launch(OrderedKind::kAllGather, whole, whole, std::nullopt);
-}
-
-void OrderedCollectives::check_reduce_scatter(
-    const at::Tensor& input, const at::Tensor& output,
-    std::optional<double> scale) const {
   check_process();
   check_tensor("the input", input);
   check_tensor("the output", output);
@@ -210,67 +229,83 @@ void OrderedCollectives::check_reduce_scatter(
   TORCH_CHECK_VALUE(output.numel() == own.numel &&
                         output.scalar_type() == input.scalar_type(),
                     "ordered reduce-scatter: expected an output of ", own.numel,
-                    ' ', input.scalar_type(), ", rank ", rank_,
+                    ' ', input.scalar_type(), ", rank ", ranks_.rank,
                     "'s slice of the input, found ", output.numel(), ' ',
                     output.scalar_type(),
                     ".\nMake it as long as slice() says.");
   TORCH_CHECK_VALUE(
       !overlaps_elsewhere(input, own.offset, output),
-      "ordered reduce-scatter: expected an output that is rank ", rank_,
+      "ordered reduce-scatter: expected an output that is rank ", ranks_.rank,
       "'s slice of the input or shares no memory with it, found another part "
       "of it.\nGive memory of its own.");
   check_scale(scale, input.scalar_type());
+  return launch({.kind = OrderedKind::kReduceScatter,
+                 .input = input.detach().view(-1),
+                 .output = output.detach().view(-1),
+                 .scale = scale,
+                 .after = {}},
+                output);
+}
+
+OrderedCollectives::FuturePtr OrderedCollectives::all_gather(
+    const at::Tensor& whole) {
+  check_process();
+  check_layout("the output", whole);
+  const at::Tensor flat = whole.detach().view(-1);
+  return launch({.kind = OrderedKind::kAllGather,
+                 .input = flat,
+                 .output = flat,
+                 .scale = {},
+                 .after = {}},
+                whole);
 }
 
 OrderedCollectives::FuturePtr OrderedCollectives::launch(
-    OrderedKind kind, const at::Tensor& input, const at::Tensor& output,
-    std::optional<double> scale) {
+    OrderedCall call, const at::Tensor& result) {
   const FuturePtr future = make_future();
-  if (input.numel() == 0) {
-    complete(*future, output);
+  if (call.input.numel() == 0) {
+    complete(*future, result);
     return future;
   }
-  const OrderedReduction::Call call = {.kind = kind,
-                                       .input = input.detach().view(-1),
-                                       .output = output.detach().view(-1),
-                                       .scale = scale,
-                                       .result = output};
-  Launched launched = {.reduction = nullptr, .future = future};
-  std::exception_ptr failure;
+  if (!transport_) {
+    if (!call.after) {
+      finish_alone(call);
+      complete(*future, result);
+      return future;
+    }
+    return call.after->then(
+        [call, result](Future& done) {
+          done.value();  // throws its error
+          finish_alone(call);
+          return c10::IValue(std::vector<at::Tensor>{result});
+        },
+        future->elementType());
+  }
+  InFlight launched = {.number = 0,
+                       .call = std::move(call),
+                       .operation = nullptr,
+                       .result = result,
+                       .future = future};
+  std::exception_ptr error;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    ++num_launches_;
-    failure = failure_;
-    if (backend_ && !failure) {
-      launched.reduction = std::make_shared<OrderedReduction>(
-          backend_, *host_, call, group_size_, part_bytes_, num_launches_);
-      in_flight_.push_back(launched.reduction);
-    }
+    launched.number = ++num_launches_;
+    error = failure_;
   }
-  if (failure) {
-    future->setError(failure);
-  } else if (backend_) {
-    post(launched);
-  } else {
-    if (kind != OrderedKind::kAllGather) {
-      ordered_sum({{call.input}}, 1, scale, call.output);
-    }
-    complete(*future, output);
-  }
-  return future;
-}
-
-void OrderedCollectives::post(const Launched& launched) {
   try {
-    const SigpipeBlock writes_to_peers;
-    launched.reduction->launch(
-        take_scratch(launched.reduction->scratch_bytes()), timeout_);
+    if (!error) launched.operation = transport_->start(launched.call);
   } catch (...) {
-    fail(launched.reduction->describe(), std::current_exception());
+    error = fail(describe(launched), std::current_exception());
+  }
+  if (error) {
+    future->setError(error);
+    return future;
   }
   const std::lock_guard<std::mutex> lock(mutex_);
-  queue_.push_back(launched);
+  ++num_in_flight_;
+  queue_.push_back(std::move(launched));
   changed_->notify_one();
+  return future;
 }
 
 void OrderedCollectives::work() {
@@ -278,126 +313,42 @@ void OrderedCollectives::work() {
   while (true) {
     changed_->wait(lock, [&] { return is_ending_ || !queue_.empty(); });
     if (queue_.empty()) return;
-    Launched launched = std::move(queue_.front());
+    InFlight launched = std::move(queue_.front());
     queue_.pop_front();
     lock.unlock();
-    finish(std::exchange(launched, {}));
+    finish(std::move(launched));
     lock.lock();
   }
 }
 
-void OrderedCollectives::finish(Launched launched) {
-  OrderedReduction& reduction = *launched.reduction;
-  std::exception_ptr failure;
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    failure = failure_;
-  }
-  if (!failure) {
+void OrderedCollectives::finish(InFlight launched) {
+  std::exception_ptr error = failure();
+  if (!error) {
     try {
-      reduction.finish(timeout_);
+      launched.operation->finish();
     } catch (...) {
-      failure = fail(reduction.describe(), std::current_exception());
+      error = fail(describe(launched), std::current_exception());
     }
   }
+  // Nobody else sees the result's memory when it is there.
+  launched.operation = nullptr;
+  launched.call = {};
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    std::erase(in_flight_, launched.reduction);
-    if (failure) {
-      abandoned_.push_back(launched.reduction);
-    } else {
-      free_scratch_.push_back(reduction.take_scratch());
-      sent_bytes_[static_cast<size_t>(reduction.call().kind)] +=
-          reduction.sent_bytes();
-    }
+    --num_in_flight_;
   }
-  if (failure) {
-    launched.future->setError(failure);
+  const FuturePtr future = std::move(launched.future);
+  if (error) {
+    future->setError(error);
   } else {
-    const at::Tensor result = reduction.call().result;
-    // Views of it, by which others would seem to use its memory.
-    launched.reduction = nullptr;
-    complete(*launched.future, result);
-  }
-}
-
-// The largest that is free, so that there are never more than were in use at
-// once, each as large as the largest that it was used for.
-at::Tensor OrderedCollectives::take_scratch(int64_t bytes) {
-  at::Tensor scratch;
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (!free_scratch_.empty()) {
-      const auto largest = std::ranges::max_element(
-          free_scratch_, {},
-          [](const at::Tensor& free) { return free.numel(); });
-      scratch = std::move(*largest);
-      free_scratch_.erase(largest);
-    }
-  }
-  if (!scratch.defined() || scratch.numel() < bytes) {
-    scratch = at::empty({bytes}, at::kByte);
-  }
-  return scratch;
-}
-
-void OrderedCollectives::watch() {
-  try {
-    departure_->wait(kForEver);  // it has left, or this rank ends
-  } catch (...) {
-    fail(describe_loss(), std::current_exception());
-  }
-}
-
-// Gloo closes all connections when a wait times out: then the next rank is not
-// the one to blame.
-std::string OrderedCollectives::describe_loss() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  for (const auto& reduction : in_flight_) {
-    if (reduction->is_overdue()) return reduction->describe();
-  }
-  const std::string lost = c10::str("rank ", names_[(rank_ + 1) % size_],
-                                    " is lost, or has lost another one");
-  if (in_flight_.empty()) return lost;
-  return c10::str(lost, ", beside ", in_flight_.front()->describe());
-}
-
-// All that peers wait for has been sent before, so its watcher need not end
-// what is in flight there.
-//
-// A watcher that leaves at the same time closes its connection, of which Gloo
-// tells those that wait to receive, but no send that it has begun to write.
-void OrderedCollectives::say_goodbye() {
-  const int watcher = (rank_ + size_ - 1) % size_;
-  std::vector<at::Tensor> byte = {at::zeros({1}, at::kByte)};
-  std::vector<at::Tensor> never_sent = {at::zeros({1}, at::kByte)};
-  try {
-    const SigpipeBlock writes_to_peers;
-    const auto end_of_watcher =
-        backend_->recv(never_sent, watcher, OrderedReduction::kSilentTag);
-    const auto goodbye =
-        backend_->send(byte, watcher, OrderedReduction::kGoodbyeTag);
-    std::thread listener([&] {
-      try {
-        end_of_watcher->wait(kForEver);
-      } catch (const std::exception&) {
-        goodbye->abort();
-      }
-    });
-    const auto stop_listening = c10::make_scope_exit([&] {
-      end_of_watcher->abort();
-      listener.join();
-    });
-    goodbye->wait(timeout_);
-  } catch (const std::exception&) {
-    // The watcher has gone before.
+    complete(*future, std::move(launched.result));
   }
 }
 
 std::exception_ptr OrderedCollectives::failure_of(
     std::string_view context, const std::exception_ptr& cause) const noexcept {
-  const std::string here =
-      c10::str("ordered collectives on ", names_.describe(rank_, size_));
+  const std::string here = c10::str("ordered collectives on ",
+                                    names_.describe(ranks_.rank, ranks_.size));
   try {
     if (cause) throw_peer_error(c10::str(here, ": ", context), cause);
     throw_peer_error(here, std::make_exception_ptr(
@@ -409,23 +360,20 @@ std::exception_ptr OrderedCollectives::failure_of(
 
 std::exception_ptr OrderedCollectives::fail(
     std::string_view context, const std::exception_ptr& cause) noexcept {
-  std::vector<std::shared_ptr<OrderedReduction>> in_flight;
   std::exception_ptr failure;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (failure_) return failure_;
     failure = failure_ = failure_of(context, cause);
-    in_flight.assign(in_flight_.begin(), in_flight_.end());
   }
-  if (!backend_) return failure;
-  if (host_) host_->abort();
+  if (!transport_) return failure;
   try {
-    const SigpipeBlock writes_to_peers;
-    backend_->abort();
+    transport_->abort(c10::str(
+        "rank ", names_[ranks_.rank],
+        " has failed: ", cause ? message_of(cause) : std::string(context)));
   } catch (const std::exception&) {
-    // What waits for its peers ends by what follows.
+    // Peers wait for their timeout.
   }
-  for (const auto& reduction : in_flight) reduction->abort();
   return failure;
 }
 
@@ -433,23 +381,28 @@ void OrderedCollectives::abort(const std::exception_ptr& cause) noexcept {
   fail("it was aborted", cause);
 }
 
-bool OrderedCollectives::is_on_one_host() const {
-  return !host_ || host_->joins_all();
+void OrderedCollectives::abort_all_of(const c10d::ProcessGroup& group,
+                                      const std::exception_ptr& cause) {
+  const std::shared_ptr<OfGroup> found = find_per_group<OfGroup>(group);
+  if (!found) return;
+  const std::lock_guard<std::mutex> lock(found->mutex);
+  for (OrderedCollectives* const collectives : found->all) {
+    collectives->abort(cause);
+  }
 }
 
-bool OrderedCollectives::has_failed() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return failure_ != nullptr;
+std::string OrderedCollectives::describe(const InFlight& launched) const {
+  const OrderedCall& call = launched.call;
+  const int awaited = launched.operation ? launched.operation->awaited() : -1;
+  return c10::str(
+      name_of(call.kind), ' ', launched.number, " of ", call.input.numel(), ' ',
+      c10::toString(call.input.scalar_type()),
+      awaited < 0 ? "" : c10::str(", waiting for rank ", names_[awaited]));
 }
 
-int64_t OrderedCollectives::num_launches() const {
+std::exception_ptr OrderedCollectives::failure() const {
   const std::lock_guard<std::mutex> lock(mutex_);
-  return num_launches_;
-}
-
-int64_t OrderedCollectives::sent_bytes(OrderedKind kind) const {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return sent_bytes_[static_cast<size_t>(kind)];
+  return failure_;
 }
 
 void OrderedCollectives::check_process() const {

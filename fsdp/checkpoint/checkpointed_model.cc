@@ -7,7 +7,7 @@
 #include "brigade/comm/agreement.h"
 #include "brigade/comm/group/control_device.h"
 #include "brigade/comm/group/numbers_of_ranks.h"
-#include "brigade/comm/ordered/shared_memory.h"
+#include "brigade/comm/group/shared_segment.h"
 #include "brigade/fsdp/fully_shard.h"
 #include "brigade/fsdp/layout/digest.h"
 
@@ -78,7 +78,7 @@ CheckpointedModel::CheckpointedModel(
 
 CheckpointedModel::Reader CheckpointedModel::reader_of(uint64_t file_id) const {
   if (root_ != nullptr) root_->meet_peers();
-  const uint64_t host = SharedMemory::host();
+  const auto host = static_cast<uint64_t>(SharedSegment::host());
   const auto rank = static_cast<size_t>(group_->getRank());
   const std::vector<int64_t> files = numbers_of_ranks(
       group_, static_cast<int64_t>(Digest().add(host).add(file_id).value()),

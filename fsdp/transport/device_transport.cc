@@ -10,7 +10,7 @@
 
 #include "brigade/comm/group/find_backend.h"
 #include "brigade/comm/group/group_collectives.h"
-#include "brigade/comm/ordered/device_sum.h"
+#include "brigade/comm/ordered/ordered_sum.h"
 #include "brigade/comm/streams/completed_future.h"
 #include "brigade/comm/subgroup.h"
 #include "brigade/fsdp/transport/mesh_ranks.h"

@@ -1,15 +1,16 @@
 #include "brigade/fsdp/transport/shard_transport.h"
 
+#include <ATen/core/grad_mode.h>
 #include <c10/util/Exception.h>
 
 #include <cstdint>
 #include <map>
+#include <memory>
 #include <utility>
 #include <vector>
 
 #include "brigade/comm/group/group_collectives.h"
 #include "brigade/comm/ordered/ordered_collectives.h"
-#include "brigade/comm/ordered/ordered_mesh.h"
 #include "brigade/comm/subgroup.h"
 #include "brigade/fsdp/transport/mesh_ranks.h"
 #include "brigade/fsdp/transport/neighbour_groups.h"
@@ -28,13 +29,6 @@ class OrderedNeighbours {
     }
   }
   OrderedCollectives& of(int number) { return gathers_.at(number); }
-  int64_t sent_bytes() const {
-    int64_t bytes = 0;
-    for (const auto& [number, gathers] : gathers_) {
-      bytes += gathers.sent_bytes(OrderedKind::kAllGather);
-    }
-    return bytes;
-  }
 
  private:
   const NeighbourGroups groups_;
@@ -51,29 +45,73 @@ class OrderedRow final : public ShardTransport {
         neighbours_(group, neighbours) {}
 
   FuturePtr all_gather(const at::Tensor& whole) override {
+    sent_.by_gathers += bytes_by_ring(whole, num_shards());
     return gathers_.all_gather(whole);
   }
   FuturePtr all_gather_near(const at::Tensor& whole, int num_ranks) override {
+    sent_.by_gathers += bytes_by_ring(whole, num_ranks);
     return neighbours_.of(num_ranks).all_gather(whole);
   }
   FuturePtr reduce_scatter(const at::Tensor& whole, const at::Tensor& shard,
                            Sum sum) override {
+    sent_.by_sums += bytes_by_ring(whole, num_shards());
     return sums_.reduce_scatter(whole, shard, sum.scale);
   }
   FuturePtr all_reduce(const at::Tensor& tensor) override {
     return gathers_.all_reduce(tensor);
   }
-  Sent sent() const override {
-    return {.by_gathers = gathers_.sent_bytes(OrderedKind::kAllGather) +
-                          neighbours_.sent_bytes(),
-            .by_sums = sums_.sent_bytes(OrderedKind::kReduceScatter)};
-  }
+  Sent sent() const override { return sent_; }
   bool scales() const override { return true; }
 
  private:
   OrderedCollectives gathers_;
   OrderedCollectives sums_;
   OrderedNeighbours neighbours_;
+  Sent sent_;
+};
+
+// Reduce-scatters over this rank's row, whose results are summed over its
+// column: the bits of OrderedCollectives over all ranks with the row's length
+// as group size.
+class SumsOfRows {
+ public:
+  using FuturePtr = ShardTransport::FuturePtr;
+
+  SumsOfRows(const Group& row, const Group& column)
+      : has_one_row_(column->getSize() == 1),
+        column_(column),
+        row_(std::make_shared<OrderedCollectives>(row)) {}
+
+  FuturePtr reduce_scatter(const at::Tensor& whole, const at::Tensor& shard,
+                           const ShardTransport::Sum& sum) {
+    // The row's sum is rounded and scaled at once where it is all.
+    if (!sum.over_replicas || has_one_row_) {
+      return row_->reduce_scatter(whole, shard, sum.scale);
+    }
+    FuturePtr in_row = row_->reduce_scatter(whole, shard);
+    if (sum.of_row.defined()) {
+      in_row = in_row->then(
+          [shard, of_row = sum.of_row](c10::ivalue::Future& done) {
+            const at::NoGradGuard no_grad;
+            c10::IValue value = done.value();  // throws the row's error
+            shard.add_(of_row);
+            return value;
+          },
+          in_row->elementType());
+    }
+    const FuturePtr total = column_.all_reduce(shard, sum.scale, in_row);
+    // Ends the row's sums too, so that no peer of the row waits for this rank.
+    total->addCallback([row = std::weak_ptr(row_)](c10::ivalue::Future& done) {
+      if (!done.hasError()) return;
+      if (const auto alive = row.lock()) alive->abort(done.exception_ptr());
+    });
+    return total;
+  }
+
+ private:
+  const bool has_one_row_;
+  OrderedCollectives column_;  // waits for the row's futures: ends after it
+  std::shared_ptr<OrderedCollectives> row_;
 };
 
 class OrderedRows final : public ShardTransport {
@@ -91,34 +129,35 @@ class OrderedRows final : public ShardTransport {
         neighbours_(group, neighbours) {}
 
   FuturePtr all_gather(const at::Tensor& whole) override {
+    sent_.by_gathers += bytes_by_ring(whole, num_shards());
     return gathers_.all_gather(whole);
   }
   FuturePtr all_gather_near(const at::Tensor& whole, int num_ranks) override {
+    sent_.by_gathers += bytes_by_ring(whole, num_ranks);
     return neighbours_.of(num_ranks).all_gather(whole);
   }
   FuturePtr reduce_scatter(const at::Tensor& whole, const at::Tensor& shard,
                            Sum sum) override {
-    return sum.over_replicas
-               ? sums_.reduce_scatter(whole, shard, sum.scale, sum.of_row)
-               : sums_.reduce_scatter_in_row(whole, shard, sum.scale);
+    sent_.by_sums += bytes_by_ring(whole, num_shards());
+    if (sum.over_replicas) {
+      sent_.by_sums += 2 * bytes_by_ring(shard, num_replicas());
+    }
+    return sums_.reduce_scatter(whole, shard, sum);
   }
   FuturePtr all_reduce(const at::Tensor& tensor) override {
     return all_.all_reduce(tensor);
   }
-  Sent sent() const override {
-    return {.by_gathers = gathers_.sent_bytes(OrderedKind::kAllGather) +
-                          neighbours_.sent_bytes(),
-            .by_sums = sums_.sent_bytes()};
-  }
+  Sent sent() const override { return sent_; }
   bool scales() const override { return true; }
 
  private:
   const GroupScope row_;
   const GroupScope column_;
   OrderedCollectives gathers_;
-  OrderedMesh sums_;
+  SumsOfRows sums_;
   OrderedCollectives all_;
   OrderedNeighbours neighbours_;
+  Sent sent_;
 };
 
 class GroupTransport final : public ShardTransport {

@@ -59,8 +59,8 @@ class ShardTransport {
   // Replaces `tensor` by its sum over all ranks, in their order.
   virtual FuturePtr all_reduce(const at::Tensor& tensor) = 0;
 
-  // Bytes that this rank has sent in gathers and in reduce_scatter()s that are
-  // over; of a group's own collectives as many as a ring sends.
+  // Bytes that this rank has sent in gathers and in reduce_scatter()s, as many
+  // as a ring sends.
   struct Sent {
     int64_t by_gathers = 0;
     int64_t by_sums = 0;

@@ -157,7 +157,8 @@ TEST(HostSumsTest, EndWhenTheGroupIsClosed) {
 TEST(HostSumsTest, AfterAFailureRanksMeetAnew) {
   run_ranks(2, [](const Group& group) {
     const auto first = HostSums::meet(group, true);
-    HostSums::close(*group, std::make_exception_ptr(std::runtime_error("x")));
+    OrderedCollectives::abort_all_of(
+        *group, std::make_exception_ptr(std::runtime_error("x")));
     const auto second = HostSums::meet(group, true);
     EXPECT_NE(second, first);
     expect_sums(*second, group);

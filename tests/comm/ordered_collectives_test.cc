@@ -10,7 +10,6 @@
 #include <atomic>
 #include <functional>
 #include <future>
-#include <limits>
 #include <memory>
 #include <optional>
 #include <random>
@@ -18,9 +17,11 @@
 #include <tuple>
 #include <vector>
 
+#include "brigade/comm/close_group.h"
 #include "brigade/comm/collective_count.h"
 #include "brigade/comm/errors/message_of.h"
 #include "brigade/comm/errors/peer_error.h"
+#include "brigade/comm/group/group_collectives.h"
 #include "brigade/comm/ordered/ordered_sum.h"
 #include "brigade/comm/process_group.h"
 #include "brigade/tests/support/local_ranks.h"
@@ -31,6 +32,7 @@
 namespace brigade {
 namespace ordered_collectives_test {
 
+using ::testing::AllOf;
 using ::testing::Contains;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
@@ -70,9 +72,9 @@ at::Tensor expected_sum(int world_size, int64_t numel, at::ScalarType dtype,
   return sum.to(dtype);
 }
 
-// By world size, OrderedOptions::shared_bytes and ranks of a host: messages go
-// through shared memory, over connections, or either, as there is room; or
-// between hosts, of which the last may have fewer ranks.
+// By world size, OrderedOptions::shared_bytes and ranks of a host: through
+// shared memory, which may have little room, or by a group's collectives where
+// none is shared or there are several hosts.
 class OrderedCollectivesTest
     : public ::testing::TestWithParam<std::tuple<int, int64_t, int>> {
  protected:
@@ -97,11 +99,11 @@ INSTANTIATE_TEST_SUITE_P(Shared, OrderedCollectivesTest,
                          ::testing::Combine(::testing::Values(1, 2, 3, 4, 5, 8),
                                             ::testing::Values(kRoom),
                                             ::testing::Values(kOneHost)));
-INSTANTIATE_TEST_SUITE_P(SharedInPart, OrderedCollectivesTest,
+INSTANTIATE_TEST_SUITE_P(LittleRoom, OrderedCollectivesTest,
                          ::testing::Combine(::testing::Values(2, 3, 5),
                                             ::testing::Values(kLittleRoom),
                                             ::testing::Values(kOneHost)));
-INSTANTIATE_TEST_SUITE_P(Sent, OrderedCollectivesTest,
+INSTANTIATE_TEST_SUITE_P(NoRoom, OrderedCollectivesTest,
                          ::testing::Combine(::testing::Values(2, 3, 5),
                                             ::testing::Values(0),
                                             ::testing::Values(kOneHost)));
@@ -201,8 +203,7 @@ TEST_P(OrderedCollectivesTest, AReduceScatterMayWriteIntoItsInput) {
   });
 }
 
-// Of a megabyte: two whole ones and a short one for each slice.
-TEST_P(OrderedCollectivesTest, LargeTensorsTravelInParts) {
+TEST_P(OrderedCollectivesTest, LargeTensorsAreSummedInBlocks) {
   const int64_t numel = world_size() * ((int64_t{1} << 19) + 77) + 1;
   const at::Tensor expected =
       expected_sum(world_size(), numel, at::kFloat, 0.5);
@@ -219,21 +220,48 @@ TEST_P(OrderedCollectivesTest, LargeTensorsTravelInParts) {
   });
 }
 
-TEST_P(OrderedCollectivesTest, PartsMayBeOfAnySize) {
-  run_ranks(world_size(), [&](const Group& group) {
-    for (const int64_t part_bytes : {1, 7, 4096}) {
-      OrderedOptions options = this->options(group->getRank());
-      options.part_bytes = part_bytes;
-      OrderedCollectives collectives(group, options);
-      for (const int64_t numel : {17, 10007}) {
-        if (numel / part_bytes > 2000) continue;
-        const at::Tensor tensor =
-            values_of(group->getRank(), numel, at::kDouble);
-        collectives.all_reduce(tensor)->waitAndThrow();
-        EXPECT_TRUE(
-            at::equal(tensor, expected_sum(world_size(), numel, at::kDouble)));
+TEST(OrderedRoomTest, MayBeOfAnySize) {
+  constexpr int64_t kNumel = 503;
+  const at::Tensor expected = expected_sum(3, kNumel, at::kDouble);
+  run_ranks(3, [&](const Group& group) {
+    for (const int64_t shared_bytes : {1, 1000, 4096}) {
+      OrderedCollectives collectives(group, {.shared_bytes = shared_bytes});
+      EXPECT_TRUE(collectives.is_on_one_host());
+      const at::Tensor own = values_of(group->getRank(), kNumel, at::kDouble);
+      const RankSlice slice = collectives.slice(kNumel);
+      std::vector<at::Tensor> sums;
+      std::vector<at::Tensor> slices;
+      std::vector<FuturePtr> in_flight;
+      for (int i = 0; i < 5; ++i) {
+        sums.push_back(own.clone());
+        slices.push_back(at::empty({slice.numel}, at::kDouble));
+        in_flight.push_back(collectives.all_reduce(sums.back()));
+        in_flight.push_back(collectives.reduce_scatter(own, slices.back()));
+      }
+      for (const FuturePtr& future : in_flight) future->waitAndThrow();
+      for (int i = 0; i < 5; ++i) {
+        EXPECT_TRUE(at::equal(sums[i], expected));
+        EXPECT_TRUE(at::equal(slices[i],
+                              expected.narrow(0, slice.offset, slice.numel)));
       }
     }
+  });
+}
+
+TEST_P(OrderedCollectivesTest, ACallMayWaitForAFuture) {
+  run([&](OrderedCollectives& collectives, int rank) {
+    const at::Tensor first = at::zeros({1000});
+    const auto filled = c10::make_intrusive<c10::ivalue::Future>(
+        c10::ListType::create(c10::TensorType::get()));
+    const FuturePtr early = collectives.all_reduce(first, {}, filled);
+    const at::Tensor second = values_of(rank, 70, at::kFloat);
+    const FuturePtr late = collectives.all_reduce(second);
+    first.copy_(values_of(rank, 1000, at::kFloat));
+    filled->markCompleted(c10::IValue(std::vector<at::Tensor>{first}));
+    early->waitAndThrow();
+    late->waitAndThrow();
+    EXPECT_TRUE(at::equal(first, expected_sum(world_size(), 1000, at::kFloat)));
+    EXPECT_TRUE(at::equal(second, expected_sum(world_size(), 70, at::kFloat)));
   });
 }
 
@@ -287,35 +315,6 @@ TEST_P(OrderedCollectivesTest, BucketSizesDoNotShow) {
   });
 }
 
-// The same on each rank, or, where a rank passes on more than others, together.
-TEST_P(OrderedCollectivesTest, CountsWhatOthersGetFromIt) {
-  constexpr int64_t kSlice = 10'000;
-  const int64_t once = (world_size() - 1) * kSlice * 4;
-  std::atomic<int64_t> all_gathered = 0;
-  std::atomic<int64_t> all_reduced = 0;
-  run([&](OrderedCollectives& collectives, int rank) {
-    const int64_t numel = kSlice * world_size();
-    const at::Tensor whole = values_of(rank, numel, at::kFloat);
-    collectives.reduce_scatter(whole, at::empty({kSlice}))->waitAndThrow();
-    EXPECT_EQ(collectives.sent_bytes(OrderedKind::kReduceScatter), once);
-    collectives.all_gather(whole)->waitAndThrow();
-    collectives.all_reduce(whole)->waitAndThrow();
-    // In one phase: all of it to each.
-    collectives.all_reduce(at::ones({7}, at::kHalf))->waitAndThrow();
-    all_gathered += collectives.sent_bytes(OrderedKind::kAllGather);
-    all_reduced += collectives.sent_bytes(OrderedKind::kAllReduce);
-    if (world_size() % std::get<2>(GetParam()) != 0 &&
-        world_size() > std::get<2>(GetParam())) {
-      return;
-    }
-    EXPECT_EQ(collectives.sent_bytes(OrderedKind::kAllGather), once);
-    EXPECT_EQ(collectives.sent_bytes(OrderedKind::kAllReduce),
-              2 * once + (world_size() - 1) * 14);
-  });
-  EXPECT_EQ(all_gathered, world_size() * once);
-  EXPECT_EQ(all_reduced, world_size() * (2 * once + (world_size() - 1) * 14));
-}
-
 TEST_P(OrderedCollectivesTest, ManyInFlight) {
   run([&](OrderedCollectives& collectives, int rank) {
     std::mt19937 sizes(3);
@@ -358,7 +357,7 @@ TEST_P(OrderedCollectivesTest, ManyInFlight) {
   });
 }
 
-// So far ahead of the others that their places for posts are all in use.
+// So far ahead of the others that its places for posts are all in use.
 TEST_P(OrderedCollectivesTest, OneRankMayBeFarAhead) {
   constexpr int kNumCalls = 3000;
   std::promise<void> launched;
@@ -408,7 +407,6 @@ TEST_P(OrderedCollectivesTest, TheGroupIsLeftAlone) {
       in_flight.push_back(collectives.all_reduce(tensors.back()));
     }
     EXPECT_EQ(count_collectives(*group), before);
-    EXPECT_EQ(collectives.num_launches(), 5);
     std::vector<at::Tensor> ones = {at::ones(10)};
     group->allreduce(ones)->wait();
     EXPECT_EQ(ones[0][0].item<int>(), world_size());
@@ -489,7 +487,6 @@ TEST(OrderedCollectivesErrorTest, SaysWhatCannotBeReduced) {
                   collectives.reduce_scatter(input, input.narrow(0, 2, 4));
                 }),
                 HasSubstr("another part"));
-    EXPECT_EQ(collectives.num_launches(), 0);
     EXPECT_THAT(error_of<c10::ValueError>(
                     [&] { OrderedCollectives(group, {.group_size = 3}); }),
                 HasSubstr("divides"));
@@ -532,13 +529,34 @@ TEST(OrderedCollectivesErrorTest, RanksThatLeaveAtOnceDoNotWaitForEachOther) {
       5,
       [](const Group& group) {
         for (int round = 0; round < 100; ++round) {
-          OrderedCollectives collectives(group);
+          const int64_t shared_bytes = round % 4 < 2 ? kRoom : 0;
+          OrderedCollectives collectives(group, {.shared_bytes = shared_bytes});
           if (round % 2 == 0) {
             collectives.all_reduce(at::ones(10))->waitAndThrow();
           }
         }
       },
       std::chrono::minutes(10));
+}
+
+TEST(OrderedCollectivesErrorTest, ClosingTheGroupEndsAllOnIt) {
+  for (const int64_t shared_bytes : {kRoom, int64_t{0}}) {
+    std::promise<void> launched;
+    const std::shared_future<void> is_launched = launched.get_future().share();
+    run_ranks(
+        2,
+        [&](const Group& group) {
+          OrderedCollectives collectives(group, {.shared_bytes = shared_bytes});
+          if (group->getRank() == 1) {
+            is_launched.wait();
+            close_group(*group);
+          }
+          const FuturePtr future = collectives.all_reduce(at::ones(100));
+          if (group->getRank() == 0) launched.set_value();
+          EXPECT_THROW(future->waitAndThrow(), PeerError);
+        },
+        std::chrono::minutes(10));
+  }
 }
 
 TEST(OrderedCollectivesErrorTest, ARankThatEndsWithOneInFlightEndsTheOthers) {
@@ -609,16 +627,20 @@ TEST(OrderedCollectivesErrorTest, ARankThatNeverComesIsNamed) {
       std::chrono::seconds(1));
 }
 
-constexpr OrderedOptions kOneMessage = {
-    .part_bytes = std::numeric_limits<int64_t>::max(), .shared_bytes = 0};
+constexpr OrderedOptions kShareNone = {.shared_bytes = 0};
 
-TEST(OrderedCollectivesErrorTest, APartMayBeLargerThanAnyTensor) {
-  run_ranks(2, [](const Group& group) {
-    OrderedCollectives collectives(group, kOneMessage);
-    const at::Tensor bytes = at::ones({100001}, at::kByte);
-    collectives.all_reduce(bytes)->waitAndThrow();
-    EXPECT_TRUE(at::equal(bytes, at::full({100001}, 2, at::kByte)));
-  });
+class NoAllToAll final : public c10d::Backend {
+ public:
+  NoAllToAll() : Backend(0, 2) {}
+  const std::string getBackendName() const override { return "small"; }
+};
+
+TEST(OrderedCollectivesErrorTest, ABackendWithoutAllToAllIsNamed) {
+  NoAllToAll backend;
+  EXPECT_THAT(error_of<c10::NotImplementedError>(
+                  [&] { exchange_parts(backend, at::ones(2), at::ones(2)); }),
+              AllOf(HasSubstr("an all-to-all for tensors on cpu"),
+                    HasSubstr("Backend small"), HasSubstr("`reproducible`")));
 }
 
 void report_failure(RankContext& rank, const FuturePtr& future) {
@@ -649,7 +671,7 @@ const RankFunction kOrderedForever("ordered_forever", [](RankContext& rank) {
 const RankFunction kDieInAMessage("die_in_a_message", [](RankContext& rank) {
   GroupScope scope(init_process_group({.timeout = std::chrono::minutes(10)}));
   const int size = scope.group()->getSize();
-  OrderedCollectives collectives(scope.group(), kOneMessage);
+  OrderedCollectives collectives(scope.group(), kShareNone);
   const at::Tensor input = at::ones(size * (int64_t{1} << 23));
   const at::Tensor output = at::empty(1 << 23);
   const bool dies = rank.rank() == size - 1;

@@ -9,7 +9,6 @@
 #include <optional>
 #include <vector>
 
-#include "brigade/comm/ordered/rank_slice.h"
 #include "gtest/gtest.h"
 
 namespace brigade {
