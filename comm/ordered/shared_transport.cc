@@ -95,6 +95,8 @@ class SharedPosts {
       const uint64_t found = posted.progress.load(std::memory_order_acquire);
       return found / 2 == number && (found >= wanted || posted.tag != tag);
     });
+    // A rank that has failed may have posted before: then all are to fail.
+    TORCH_CHECK(!segment_->is_closed(), segment_->close_reason());
     if (!is_there) return nullptr;
     TORCH_CHECK(posted.tag == tag, "rank ", segment_->name_of(peer),
                 " has launched something else");
