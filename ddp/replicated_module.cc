@@ -238,7 +238,8 @@ ReplicatedModule::ReplicatedModule(std::vector<ModuleReplica> replicas,
   if (!hook) {
     if (options.reducer.reproducible) {
       ordered = std::make_shared<OrderedAllReduce>(
-          group_, options.reducer.reproducible_row_size);
+          group_,
+          OrderedOptions{.group_size = options.reducer.reproducible_row_size});
     }
     averaging_ = default_hook(group_, wire_dtype(options), ordered);
     hook = averaging_;
