@@ -13,7 +13,7 @@ namespace {
 MemoryUse use(size_t unit) { return {unit, 0, Purpose::kForward}; }
 
 // A buffer of these bytes for the use of each unit.
-MemoryPlan plan_of(const std::vector<int64_t>& bytes) {
+MemoryPlan plan_with_buffers(const std::vector<int64_t>& bytes) {
   UseRecord record;
   for (size_t unit = 0; unit < bytes.size(); ++unit) {
     record.begin(use(unit), bytes[unit]);
@@ -23,7 +23,7 @@ MemoryPlan plan_of(const std::vector<int64_t>& bytes) {
 
 TEST(MemoryPoolTest, APlannedBufferIsMadeWhenItIsFirstUsedAndLentAgain) {
   MemoryPool pool(at::kCPU);
-  pool.plan(plan_of({64, 16}));
+  pool.plan(plan_with_buffers({64, 16}));
   EXPECT_EQ(pool.bytes(), 0);
   Buffer buffer = pool.acquire(8, use(0));
   const void* const memory = buffer.memory.data_ptr();
@@ -38,7 +38,7 @@ TEST(MemoryPoolTest, APlannedBufferIsMadeWhenItIsFirstUsedAndLentAgain) {
 
 TEST(MemoryPoolTest, WhoFindsItsBufferLentTakesTheSmallestThatFits) {
   MemoryPool pool(at::kCPU);
-  pool.plan(plan_of({64, 32, 16}));
+  pool.plan(plan_with_buffers({64, 32, 16}));
   const Buffer own = pool.acquire(16, use(2));
   EXPECT_EQ(pool.acquire(16, use(2)).memory.numel(), 32);
   EXPECT_EQ(pool.acquire(16).memory.numel(), 64);
@@ -50,14 +50,14 @@ TEST(MemoryPoolTest, WhoFindsItsBufferLentTakesTheSmallestThatFits) {
 
 TEST(MemoryPoolTest, WhatIsTooLargeForItsBufferIsNotOfThePlan) {
   MemoryPool pool(at::kCPU);
-  pool.plan(plan_of({16}));
+  pool.plan(plan_with_buffers({16}));
   EXPECT_EQ(pool.acquire(17, use(0)).memory.numel(), 17);
   EXPECT_EQ(pool.num_unplanned(), 1);
 }
 
 TEST(MemoryPoolTest, UnplannedMemoryIsLentAgainAndGivenUpForLarger) {
   MemoryPool pool(at::kCPU);
-  pool.plan(plan_of({8}));
+  pool.plan(plan_with_buffers({8}));
   pool.release(pool.acquire(8, use(0)));
   pool.release(pool.acquire(20));
   pool.release(pool.acquire(12));
@@ -70,7 +70,7 @@ TEST(MemoryPoolTest, UnplannedMemoryIsLentAgainAndGivenUpForLarger) {
 
 TEST(MemoryPoolTest, WhatAStepHasNotUsedIsGivenUp) {
   MemoryPool pool(at::kCPU);
-  pool.plan(plan_of({8}));
+  pool.plan(plan_with_buffers({8}));
   pool.release(pool.acquire(8, use(0)));
   Buffer small = pool.acquire(12);
   pool.release(pool.acquire(20));
@@ -89,9 +89,9 @@ TEST(MemoryPoolTest, WhatAStepHasNotUsedIsGivenUp) {
 
 TEST(MemoryPoolTest, APlanTakesThePlaceOfAnother) {
   MemoryPool pool(at::kCPU);
-  pool.plan(plan_of({8, 16}));
+  pool.plan(plan_with_buffers({8, 16}));
   pool.release(pool.acquire(16, use(1)));
-  pool.plan(plan_of({32}));
+  pool.plan(plan_with_buffers({32}));
   EXPECT_EQ(pool.bytes(), 0);
   EXPECT_EQ(pool.acquire(32, use(0)).memory.numel(), 32);
   EXPECT_EQ(pool.peak_bytes(), 32);
@@ -100,9 +100,9 @@ TEST(MemoryPoolTest, APlanTakesThePlaceOfAnother) {
 
 TEST(MemoryPoolTest, WhatIsLentIsOfNoLaterPlan) {
   MemoryPool pool(at::kCPU);
-  pool.plan(plan_of({8, 16}));
+  pool.plan(plan_with_buffers({8, 16}));
   Buffer lent = pool.acquire(16, use(1));  // in no step
-  pool.plan(plan_of({16, 16}));
+  pool.plan(plan_with_buffers({16, 16}));
   const Buffer first = pool.acquire(16, use(0));
   pool.release(std::move(lent));
   EXPECT_EQ(pool.bytes(), 32);
@@ -115,13 +115,13 @@ TEST(MemoryPoolTest, WhatIsLentIsOfNoLaterPlan) {
 
 TEST(MemoryPoolTest, WhatIsLentSinceAnEarlierStepIsThePlansWhenItComesBack) {
   MemoryPool pool(at::kCPU);
-  pool.plan(plan_of({8, 16, 32}));
+  pool.plan(plan_with_buffers({8, 16, 32}));
   pool.set_recording(true);
   Buffer same = pool.acquire(16, use(1));
   Buffer other = pool.acquire(32, use(2));
   const void* const memory = same.memory.data_ptr();
   pool.end_step();
-  pool.plan(plan_of({8, 16, 24}));
+  pool.plan(plan_with_buffers({8, 16, 24}));
   const Buffer beside = pool.acquire(4);
   const Buffer none_is_free = pool.acquire(4);  // what is lent is no room
   EXPECT_EQ(pool.num_unplanned(), 1);
@@ -137,7 +137,7 @@ TEST(MemoryPoolTest, WhatIsFreeIsGivenUpForAPlan) {
   const Buffer lent = pool.acquire(20);
   const Buffer other = pool.acquire(5);
   pool.release(other);
-  pool.plan(plan_of({8}));
+  pool.plan(plan_with_buffers({8}));
   EXPECT_EQ(pool.bytes(), 20);
   pool.release(lent);
   EXPECT_EQ(pool.acquire(20).memory.data_ptr(), lent.memory.data_ptr());
@@ -145,14 +145,14 @@ TEST(MemoryPoolTest, WhatIsFreeIsGivenUpForAPlan) {
 
 TEST(MemoryPoolTest, WhatHasTheSizeOfAPlannedBufferIsKeptForIt) {
   MemoryPool pool(at::kCPU);
-  pool.plan(plan_of({8, 16}));
+  pool.plan(plan_with_buffers({8, 16}));
   Buffer planned = pool.acquire(16, use(1));
   Buffer beside = pool.acquire(20);
   const void* const of_plan = planned.memory.data_ptr();
   const void* const of_none = beside.memory.data_ptr();
   pool.release(std::move(planned));
   pool.release(std::move(beside));
-  pool.plan(plan_of({20, 16, 8}));
+  pool.plan(plan_with_buffers({20, 16, 8}));
   EXPECT_EQ(pool.bytes(), 36);
   EXPECT_EQ(pool.acquire(20, use(0)).memory.data_ptr(), of_none);
   EXPECT_EQ(pool.acquire(16, use(1)).memory.data_ptr(), of_plan);
@@ -181,7 +181,7 @@ TEST(MemoryPoolTest, AUseThatComesAgainHasABufferOfItsOwn) {
 
 TEST(MemoryPoolTest, RecordsWhatAStepUsesAndWhetherThePlanWasEnough) {
   MemoryPool pool(at::kCPU);
-  pool.plan(plan_of({8}));
+  pool.plan(plan_with_buffers({8}));
   const auto run = [&] {
     pool.release(pool.acquire(24, use(1)));
     pool.set_recording(true);
@@ -215,7 +215,7 @@ TEST(MemoryPoolTest, RecordsWhatAStepUsesAndWhetherThePlanWasEnough) {
 // That of a peer which was too late to be waited for.
 TEST(MemoryPoolTest, MemoryThatComesLateIsNoOtherStep) {
   MemoryPool pool(at::kCPU);
-  pool.plan(plan_of({8}));
+  pool.plan(plan_with_buffers({8}));
   pool.set_recording(true);
   Buffer late = pool.acquire(8, use(0));
   pool.end_use(*std::exchange(late.use, {}));
