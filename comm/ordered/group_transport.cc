@@ -1,195 +1,285 @@
 #include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 #include <ATen/record_function.h>
+#include <c10/util/Exception.h>
 
 #include <atomic>
 #include <cstdint>
+#include <mutex>
+#include <set>
+#include <string>
+#include <thread>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <utility>
 #include <vector>
 
 #include "brigade/comm/backends/sigpipe_block.h"
-#include "brigade/comm/group/group_collectives.h"
 #include "brigade/comm/ordered/ordered_transport.h"
 
 namespace brigade {
 namespace {
 
+using std::chrono::milliseconds;
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
-// The terms' all-to-all posts all receives before it sends: Gloo's own sends
-// first, and a peer is told of a receive after the data on the same connection,
-// so that one direction is idle at a time (1.6 of an all-reduce's time for two
-// ranks at 1 Gbit/s).
+constexpr int kGoodbyeTag = 0;
+constexpr milliseconds kGoodbyePatience = std::chrono::seconds(1);
+// Longer than anybody waits: a message, a failure or an abort ends it.
+constexpr milliseconds kForEver = std::chrono::hours(24 * 365);
+
+// All-to-alls and all-gathers by the backend's sends and receives, because
+// Gloo's own all-to-all sends before it receives: a peer is told of a receive
+// after the data on the same connection, so one direction is idle at a time.
+// Receives come first here.
 //
-// The backend's all-gathers have the same order on all ranks, whatever arrives
-// when: that of the calls. So start() launches a call's first step unless an
-// earlier call has one to launch; then finish() does.
-//
-// The all-reduce of two ranks is one exchange of the whole tensors.
+// Gloo does not end a message of which a part has travelled when the peer dies.
+// So each rank waits for a goodbye from the next one, which a death ends: then
+// it aborts all of its operations and closes its connections, which its own
+// watcher sees, and so on around.
 class GroupTransport final : public OrderedTransport {
  public:
   GroupTransport(c10::intrusive_ptr<c10d::Backend> backend,
                  const OrderedRanks& ranks)
-      : ranks_(ranks), backend_(std::move(backend)) {}
+      : ranks_(ranks), backend_(std::move(backend)) {
+    std::vector<at::Tensor> byte = {at::empty({1}, at::kByte)};
+    departure_ = backend_->recv(byte, next(), kGoodbyeTag);
+    watch_ = std::thread([this] { watch(); });
+  }
 
-  int num_threads() const override { return 1; }
+  ~GroupTransport() override {
+    if (!is_aborted_) say_goodbye();
+    is_aborted_ = true;
+    departure_->abort();
+    watch_.join();
+  }
+
+  int num_threads() const override { return 2; }
 
   std::unique_ptr<OrderedOperation> start(const OrderedCall& call) override;
 
-  void abort(std::string_view /*reason*/) override {
-    const SigpipeBlock writes_to_peers;
-    backend_->abort();
-  }
+  void abort(std::string_view reason) override;
 
  private:
   class Operation;
 
+  int next() const { return (ranks_.rank + 1) % ranks_.size; }
+
+  void watch() {
+    try {
+      departure_->wait(kForEver);
+    } catch (const std::exception&) {
+      if (!is_aborted_) {
+        abort(c10::str("the connection to rank ", ranks_.names[next()],
+                       " is closed: it is lost, or has lost another one"));
+      }
+    }
+  }
+
+  // The watcher knows then that what it waits for has been sent.
+  void say_goodbye() {
+    const SigpipeBlock writes_to_peer;
+    std::vector<at::Tensor> byte = {at::zeros({1}, at::kByte)};
+    const int watcher = (ranks_.rank + ranks_.size - 1) % ranks_.size;
+    try {
+      backend_->send(byte, watcher, kGoodbyeTag)->wait(kGoodbyePatience);
+    } catch (const std::exception&) {
+      // It has left before.
+    }
+  }
+
   const OrderedRanks ranks_;
   const c10::intrusive_ptr<c10d::Backend> backend_;
+  WorkPtr departure_;  // of the next rank
+  std::thread watch_;
   uint32_t num_calls_ = 0;
-  std::atomic<int> num_to_launch_ = 0;  // calls that finish() has to launch for
+
+  std::atomic<bool> is_aborted_ = false;
+  std::mutex mutex_;
+  // Guarded by mutex_.
+  std::string abort_reason_;
+  std::set<Operation*> operations_;
 };
 
 class GroupTransport::Operation final : public OrderedOperation {
  public:
   // `number`: of the calls, equal on all ranks.
-  Operation(GroupTransport& transport, const OrderedCall& call, int number)
+  Operation(GroupTransport& transport, const OrderedCall& call, uint32_t number)
       : transport_(transport),
         ranks_(transport.ranks_),
         call_(call),
-        tag_(number) {
-    const bool may_launch = !call.after && transport_.num_to_launch_ == 0;
-    launches_later_ = !may_launch || has_two_collectives();
-    if (may_launch) launch_first();
-    if (launches_later_) ++transport_.num_to_launch_;
+        number_(number) {
+    {
+      const std::lock_guard<std::mutex> lock(transport_.mutex_);
+      transport_.operations_.insert(this);
+    }
+    try {
+      if (!call_.after) launch_first();
+    } catch (...) {
+      forget();
+      throw;
+    }
   }
 
+  ~Operation() override { forget(); }
+
+  int awaited() const override { return awaited_; }
+
   void finish() override {
-    if (call_.after) call_.after->waitAndThrow();
-    if (works_.empty()) launch_first();
+    if (call_.after) {
+      call_.after->waitAndThrow();
+      launch_first();
+    }
     await();
-    if (call_.kind != OrderedKind::kAllGather) add();
-    if (has_two_collectives()) gather();
-    if (launches_later_) --transport_.num_to_launch_;
-    await();
-    if (rows_.defined()) take_rows();
+    if (call_.kind == OrderedKind::kAllGather) return;
+    add();
+    if (call_.kind == OrderedKind::kAllReduce && !is_of_two()) {
+      gather();
+      await();
+    }
+  }
+
+  void abort() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (const Message& message : messages_) message.work->abort();
   }
 
  private:
+  struct Message {
+    int peer;
+    WorkPtr work;
+  };
+
   void launch_first() {
-    if (call_.kind == OrderedKind::kAllGather) {
-      gather();
-    } else {
-      exchange();
-    }
-  }
-
-  void exchange() {
-    terms_.resize(ranks_.size);
+    if (call_.kind == OrderedKind::kAllGather) return gather();
     std::vector<at::Tensor> sent(ranks_.size);
-    const RankSlice own = slice(ranks_.rank);
+    terms_.resize(ranks_.size);
+    const int64_t own_numel = slice(ranks_.rank).numel;
     for (int rank = 0; rank < ranks_.size; ++rank) {
-      const RankSlice of_rank = slice(rank);
-      sent[rank] = call_.input.narrow(0, of_rank.offset, of_rank.numel);
+      sent[rank] = elements_of(call_.input, rank);
       terms_[rank] = rank == ranks_.rank
-                         ? call_.input.narrow(0, own.offset, own.numel)
-                         : at::empty({own.numel}, call_.input.options());
+                         ? sent[rank]
+                         : at::empty({own_numel}, call_.input.options());
     }
-    exchange(terms_, sent);
-  }
-
-  // With each peer, by rank.
-  void exchange(const std::vector<at::Tensor>& received,
-                const std::vector<at::Tensor>& sent) {
-    const at::DisableRecordFunctionGuard not_profiled;
-    c10d::Backend& backend = *transport_.backend_;
-    for_each_peer([&](int peer) {
-      if (received[peer].numel() == 0) return;
-      std::vector<at::Tensor> bytes = {received[peer].view(at::kByte)};
-      works_.push_back(backend.recv(bytes, peer, tag_));
-    });
-    for_each_peer([&](int peer) {
-      if (sent[peer].numel() == 0) return;
-      std::vector<at::Tensor> bytes = {sent[peer].view(at::kByte)};
-      works_.push_back(backend.send(bytes, peer, tag_));
-    });
-  }
-
-  template <typename Function>
-  void for_each_peer(const Function& function) const {
-    for (int step = 1; step < ranks_.size; ++step) {
-      function((ranks_.rank + step) % ranks_.size);
-    }
-  }
-
-  void await() {
-    for (const WorkPtr& work : works_) work->wait(ranks_.timeout);
-    works_.clear();
+    exchange(0, terms_, sent);
   }
 
   void add() {
-    const RankSlice own = slice(ranks_.rank);
     ordered_sum(terms_, ranks_.group_size, call_.scale,
                 call_.kind == OrderedKind::kReduceScatter
                     ? call_.output
-                    : call_.output.narrow(0, own.offset, own.numel));
+                    : elements_of(call_.output, ranks_.rank));
   }
 
-  // Slices of the output. Of unequal ones rows are gathered apart.
+  // The output's slices, in place.
   void gather() {
-    const RankSlice own = slice(ranks_.rank);
-    at::Tensor all = call_.output;
-    at::Tensor sent = all.narrow(0, own.offset, own.numel);
-    if (ranks_.size == 2) {
-      const RankSlice other = slice(1 - ranks_.rank);
-      return exchange({2, all.narrow(0, other.offset, other.numel)}, {2, sent});
-    }
-    if (all.numel() % ranks_.size != 0) {
-      rows_ = at::empty({ranks_.size, slice(0).numel}, all.options());
-      rows_[ranks_.rank].narrow(0, 0, own.numel).copy_(sent);
-      all = rows_.view(-1);
-      sent = rows_[ranks_.rank];
-    }
-    const at::DisableRecordFunctionGuard not_profiled;
-    works_ = {gather_into(*transport_.backend_, all.view(at::kByte),
-                          sent.view(at::kByte))};
-  }
-
-  void take_rows() {
+    std::vector<at::Tensor> received;
     for (int rank = 0; rank < ranks_.size; ++rank) {
-      const RankSlice of_rank = slice(rank);
-      call_.output.narrow(0, of_rank.offset, of_rank.numel)
-          .copy_(rows_[rank].narrow(0, 0, of_rank.numel));
+      received.push_back(elements_of(call_.output, rank));
     }
+    exchange(1, received, std::vector(ranks_.size, received[ranks_.rank]));
   }
 
+  // With each peer, by rank.
+  void exchange(uint32_t phase, const std::vector<at::Tensor>& received,
+                const std::vector<at::Tensor>& sent) {
+    const SigpipeBlock writes_to_peers;
+    // Messages end on other threads, perhaps after the profiler that has seen
+    // them begin.
+    const at::DisableRecordFunctionGuard not_profiled;
+    const int tag = static_cast<int>((2 * number_ + phase) % kTags) + 1;
+    c10d::Backend& backend = *transport_.backend_;
+    const auto with_each_peer = [&](const std::vector<at::Tensor>& elements,
+                                    const auto& launch) {
+      for (int step = 1; step < ranks_.size; ++step) {
+        const int peer = (ranks_.rank + step) % ranks_.size;
+        if (elements[peer].numel() == 0) continue;
+        std::vector<at::Tensor> bytes = {elements[peer].view(at::kByte)};
+        WorkPtr work = launch(bytes, peer);
+        const std::lock_guard<std::mutex> lock(mutex_);
+        messages_.push_back({.peer = peer, .work = std::move(work)});
+      }
+    };
+    with_each_peer(received, [&](auto& bytes, int peer) {
+      return backend.recv(bytes, peer, tag);
+    });
+    with_each_peer(sent, [&](auto& bytes, int peer) {
+      return backend.send(bytes, peer, tag);
+    });
+  }
+
+  void await() {
+    std::vector<Message> messages;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      messages = messages_;
+    }
+    for (const Message& message : messages) {
+      awaited_ = message.peer;
+      try {
+        throw_if_aborted();
+        TORCH_CHECK(message.work->wait(ranks_.timeout), "it was aborted");
+      } catch (...) {
+        throw_if_aborted();
+        throw;
+      }
+    }
+    const std::lock_guard<std::mutex> lock(mutex_);
+    messages_.clear();
+  }
+
+  void throw_if_aborted() {
+    const std::lock_guard<std::mutex> lock(transport_.mutex_);
+    TORCH_CHECK(!transport_.is_aborted_, transport_.abort_reason_);
+  }
+
+  void forget() {
+    const std::lock_guard<std::mutex> lock(transport_.mutex_);
+    transport_.operations_.erase(this);
+  }
+
+  // Two ranks send each other everything, and need no second exchange.
   bool is_of_two() const {
     return call_.kind == OrderedKind::kAllReduce && ranks_.size == 2;
-  }
-  bool has_two_collectives() const {
-    return call_.kind == OrderedKind::kAllReduce && ranks_.size > 2;
   }
   RankSlice slice(int rank) const {
     const int64_t numel = call_.input.numel();
     if (is_of_two()) return {.offset = 0, .numel = numel};
     return slice_of_rank(numel, rank, ranks_.size);
   }
+  at::Tensor elements_of(const at::Tensor& whole, int rank) const {
+    const RankSlice of_rank = slice(rank);
+    return whole.narrow(0, of_rank.offset, of_rank.numel);
+  }
+
+  static constexpr uint32_t kTags = uint32_t{1} << 30;
 
   GroupTransport& transport_;
   const OrderedRanks& ranks_;
   const OrderedCall call_;
-  bool launches_later_;
-  const int tag_;                  // of sends and receives
-  std::vector<WorkPtr> works_;     // launched and not awaited
+  const uint32_t number_;
   std::vector<at::Tensor> terms_;  // by rank
-  at::Tensor rows_;                // [W, longest]
+  std::atomic<int> awaited_ = -1;
+
+  std::mutex mutex_;               // may be taken while the transport's is held
+  std::vector<Message> messages_;  // in flight; guarded by mutex_
 };
 
 std::unique_ptr<OrderedOperation> GroupTransport::start(
     const OrderedCall& call) {
-  constexpr uint32_t kTags = uint32_t{1} << 30;
-  return std::make_unique<Operation>(*this, call,
-                                     static_cast<int>(num_calls_++ % kTags));
+  return std::make_unique<Operation>(*this, call, num_calls_++);
+}
+
+void GroupTransport::abort(std::string_view reason) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (is_aborted_) return;
+    abort_reason_ = reason;
+    is_aborted_ = true;
+  }
+  const SigpipeBlock writes_to_peers;
+  backend_->abort();
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (Operation* const operation : operations_) operation->abort();
 }
 
 }  // namespace

@@ -132,7 +132,8 @@ OrderedCollectives::OrderedCollectives(
       ranks_({.rank = group->getRank(),
               .size = group->getSize(),
               .group_size = options.group_size.value_or(group->getSize()),
-              .timeout = group_timeout(*group)}),
+              .timeout = group_timeout(*group),
+              .names = names_}),
       process_(getpid()),
       of_group_(per_group<OfGroup>(group)) {
   TORCH_CHECK_VALUE(

@@ -17,6 +17,7 @@
 #include <string_view>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
+#include "brigade/comm/group/rank_names.h"
 #include "brigade/comm/group/shared_segment.h"
 #include "brigade/comm/ordered/ordered_sum.h"
 
@@ -39,6 +40,7 @@ struct OrderedRanks {
   int size;  // > 1
   int group_size;
   std::chrono::milliseconds timeout;
+  RankNames names = {};  // in errors
 };
 
 // A call in flight. Its destructor waits for nobody.
@@ -79,7 +81,7 @@ std::unique_ptr<OrderedTransport> make_shared_transport(
     const OrderedRanks& ranks);
 
 // An all-to-all of the terms' bytes, a sum, and an all-gather of the sums.
-// Nothing else uses the backend.
+// Nothing else uses the backend. Collective: ranks are connected.
 std::unique_ptr<OrderedTransport> make_group_transport(
     c10::intrusive_ptr<c10d::Backend> backend, const OrderedRanks& ranks);
 
