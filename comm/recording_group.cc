@@ -12,9 +12,7 @@
 #include <utility>
 
 #include "brigade/comm/backends/identical_ranks_backend.h"
-#include "brigade/comm/control/status_answers.h"
-#include "brigade/comm/control/status_check.h"
-#include "brigade/comm/control/status_exchange.h"
+#include "brigade/comm/status/status_channel.h"
 #include "brigade/comm/group/subgroup_answers.h"
 #include "brigade/comm/streams/communication_streams.h"
 #include "brigade/comm/streams/device_types.h"
@@ -132,34 +130,18 @@ class RecordingBackend final : public IdenticalRanksBackend,
 
   void hold_statuses() {
     std::lock_guard<std::mutex> lock(mutex_);
-    statuses_.are_held = true;
+    ++statuses_.num_holds;
   }
 
   void release_statuses() {
-    std::deque<AnsweredStatus> held;
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      statuses_.are_held = false;
-      held.swap(statuses_.held);
-    }
-    for (AnsweredStatus& status : held) finish(std::move(status));
+    std::lock_guard<std::mutex> lock(mutex_);
+    statuses_.num_released = statuses_.num_holds;
+    statuses_changed_.notify_all();
   }
 
-  std::shared_ptr<StatusExchange> exchange_status(
-      const RankStatus& own) override {
-    AnsweredStatus answered = {.own = own,
-                               .by_rank = answers_to(own),
-                               .exchange = std::make_shared<StatusExchange>()};
-    auto exchange = answered.exchange;
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      if (statuses_.are_held) {
-        statuses_.held.push_back(std::move(answered));
-        return exchange;
-      }
-    }
-    finish(std::move(answered));
-    return exchange;
+  std::unique_ptr<StatusTransport> make_status_transport() override {
+    return std::make_unique<AnsweredStatuses>(
+        c10::intrusive_ptr<RecordingBackend>::reclaim_copy(this));
   }
 
   c10::intrusive_ptr<c10d::ProcessGroup> make_subgroup(
@@ -185,14 +167,13 @@ class RecordingBackend final : public IdenticalRanksBackend,
   // Fails what is open and joins the link's thread.
   void stop() {
     std::map<size_t, Open> open;
-    std::deque<AnsweredStatus> statuses;
     std::thread link;
     {
       std::lock_guard<std::mutex> lock(mutex_);
       holding_ = false;
-      statuses.swap(statuses_.held);
       cost_ = nullptr;
       stopping_ = true;
+      statuses_changed_.notify_all();
       open.swap(held_);
       for (Open& queued : on_link_) {
         const size_t sequence = queued.sequence;
@@ -203,7 +184,6 @@ class RecordingBackend final : public IdenticalRanksBackend,
       link_changed_.notify_all();
     }
     if (link.joinable()) link.join();
-    for (const AnsweredStatus& status : statuses) status.exchange->abort();
     for (auto& [sequence, collective] : open) {
       collective.work->fail(std::make_exception_ptr(c10::DistBackendError(
           c10::str("the recording group ended while collective ", sequence,
@@ -263,33 +243,61 @@ class RecordingBackend final : public IdenticalRanksBackend,
     Clock::time_point due = {};
   };
 
-  struct AnsweredStatus {
-    RankStatus own;
-    std::vector<RankStatus> by_rank;
-    std::shared_ptr<StatusExchange> exchange;
+  // What this rank sends is answered at once; the answers can be held.
+  class AnsweredStatuses final : public StatusTransport {
+   public:
+    explicit AnsweredStatuses(c10::intrusive_ptr<RecordingBackend> backend)
+        : backend_(std::move(backend)) {}
+
+    void send(const RankStatus& own) override {
+      Answer& answer = answers_[own.sequence];
+      answer.by_rank = backend_->answers_to(own);
+      std::lock_guard<std::mutex> lock(backend_->mutex_);
+      answer.hold = backend_->statuses_.num_holds;
+    }
+
+    bool is_complete(int64_t sequence) override {
+      std::lock_guard<std::mutex> lock(backend_->mutex_);
+      return is_released(sequence) || backend_->stopping_;
+    }
+
+    std::optional<std::vector<RankStatus>> receive(int64_t sequence,
+                                                   Deadline deadline) override {
+      std::unique_lock<std::mutex> lock(backend_->mutex_);
+      const bool in_time =
+          backend_->statuses_changed_.wait_until(lock, deadline, [&] {
+            return is_released(sequence) || backend_->stopping_;
+          });
+      TORCH_CHECK(!backend_->stopping_ || is_released(sequence),
+                  "the recording group ended while statuses were held.");
+      if (!in_time) return std::nullopt;
+      return std::move(answers_.extract(sequence).mapped().by_rank);
+    }
+
+    void leave(const RankStatus&) override {}
+    void give_up(const RankStatus&) override {}
+
+   private:
+    struct Answer {
+      std::vector<RankStatus> by_rank;
+      int64_t hold = 0;  // the last one before it was sent
+    };
+
+    bool is_released(int64_t sequence) const {
+      return answers_.at(sequence).hold <= backend_->statuses_.num_released;
+    }
+
+    const c10::intrusive_ptr<RecordingBackend> backend_;
+    std::map<int64_t, Answer> answers_;  // by sequence
   };
 
   struct Statuses {
     std::vector<std::string> sent = {};
     std::optional<std::string> latest = {};  // since the last collective
     StatusAnswers answers = {};
-    bool are_held = false;
-    std::deque<AnsweredStatus> held = {};
+    int64_t num_holds = 0;  // of hold_statuses()
+    int64_t num_released = 0;
   };
-
-  static void finish(AnsweredStatus status) {
-    if (!check_statuses(status.by_rank).ok()) {
-      return status.exchange->finish_different(std::move(status.by_rank));
-    }
-    const auto have_one = [&](uint64_t RankStatus::*part) {
-      return std::ranges::all_of(status.by_rank, [&](const RankStatus& peer) {
-        return peer.*part == status.own.*part;
-      });
-    };
-    status.exchange->finish_agreed(
-        {.proposals = have_one(&RankStatus::proposal),
-         .orders = have_one(&RankStatus::order)});
-  }
 
   std::vector<RankStatus> answers_to(const RankStatus& own) {
     StatusAnswers answers;
@@ -357,6 +365,7 @@ class RecordingBackend final : public IdenticalRanksBackend,
   // Guarded by mutex_.
   std::vector<RecordedCollective> log_;
   Statuses statuses_;
+  std::condition_variable statuses_changed_;
   std::map<size_t, Open> held_;
   std::deque<Open> on_link_;
   std::map<size_t, std::exception_ptr> launch_errors_;

@@ -31,7 +31,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
 
-#include "brigade/comm/control/rank_status.h"
+#include "brigade/comm/status/rank_status.h"
 
 namespace brigade {
 

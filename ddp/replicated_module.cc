@@ -257,6 +257,8 @@ ReplicatedModule::ReplicatedModule(std::vector<ModuleReplica> replicas,
 }
 
 void ReplicatedModule::before_forward() {
+  // No bad step is evaluated.
+  if (!at::GradMode::is_enabled()) reducer_->await_statuses();
   if (!will_reduce()) return;
   for (ModuleWatch& watch : watches_) watch.check();
   reducer_->forward_begins();
@@ -267,7 +269,7 @@ void ReplicatedModule::before_forward() {
   }
   if (opens_with_buffers()) {
     buffers_.broadcast_by([this](std::vector<at::Tensor> buffers) {
-      reducer_->open_iteration(std::move(buffers), /*source=*/0);
+      reducer_->broadcast_before_forward(std::move(buffers), /*source=*/0);
     });
   } else if (sends_buffers(BufferMode::kBeforeForward)) {
     make_buffers_equal();
@@ -286,12 +288,12 @@ void ReplicatedModule::meet_peers() {
   reducer_->rebuild_buckets();
   if (opens_with_buffers()) return;
   if (session_ != nullptr || sends_buffers(BufferMode::kBeforeForward)) {
-    reducer_->recover();
+    reducer_->meet_peers("came to a forward");
   }
 }
 
-// A hook of the user's, and a rank that may have run out of data, can't be
-// stood in for where a peer has failed.
+// A user's hook broadcasts by itself, and so does a rank of a join() whose data
+// may have ended.
 bool ReplicatedModule::opens_with_buffers() const {
   return session_ == nullptr && !buffers_.are_sent_by_hook() &&
          sends_buffers(BufferMode::kBeforeForward);
@@ -306,7 +308,7 @@ void ReplicatedModule::after_forward(const std::vector<at::Tensor>& outputs) {
   if (!synchronizes_) return reducer_->note_local_forward(outputs);
   if (sends_buffers(BufferMode::kAfterForward)) {
     // A forward may have failed on one rank alone.
-    reducer_->recover(SyncPoint::kAfterForward);
+    reducer_->meet_peers("came to the end of a forward");
     make_buffers_equal();
   }
   reducer_->prepare_for_backward(outputs);
@@ -319,7 +321,7 @@ bool ReplicatedModule::will_reduce() const {
 void ReplicatedModule::sync_buffers() {
   if (buffers_.are_none()) return;
   // A forward or a loss may have failed on one rank alone.
-  reducer_->recover();
+  reducer_->meet_peers("called sync_buffers()");
   make_buffers_equal();
 }
 
@@ -357,7 +359,7 @@ void ReplicatedModule::leave() noexcept {
 
 void ReplicatedModule::shadow() {
   if (buffer_mode_ == BufferMode::kAfterForward) {
-    reducer_->recover(SyncPoint::kAfterForward);
+    reducer_->meet_peers("came to the end of a forward");
   }
   if (buffer_mode_ != BufferMode::kNone && !buffers_.are_none()) {
     make_buffers_equal();

@@ -60,7 +60,7 @@ class ReplicatedModule final : public Joinable {
   // often.
   //
   // Errors: RuntimeError if the module got other parameters since it was
-  // wrapped; what `forward`, the buffer hook, Reducer::recover(),
+  // wrapped; what `forward`, the buffer hook, Reducer::meet_peers(),
   // Reducer::prepare_for_backward() and, in mixed precision,
   // ForwardPrecision::run() throw.
   template <typename Forward>
@@ -92,7 +92,7 @@ class ReplicatedModule final : public Joinable {
   // hook if there is one. They differ when training ends, since they are made
   // equal before forwards (or behind them), and then updated by each rank.
   //
-  // Errors: what Reducer::recover() and the hook throw; PeerError, and
+  // Errors: what Reducer::meet_peers() and the hook throw; PeerError, and
   // reducer().can_continue() is false then.
   void sync_buffers();
 

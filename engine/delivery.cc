@@ -6,8 +6,7 @@
 #include <optional>
 
 #include "brigade/comm/errors/message_of.h"
-#include "brigade/engine/agreement/rank_agreement.h"
-#include "brigade/engine/agreement/unconfirmed_ends.h"
+#include "brigade/engine/agreement.h"
 #include "brigade/engine/launching/failure.h"
 #include "brigade/engine/launching/hook_results.h"
 #include "brigade/engine/launching/launching_chained.h"

@@ -33,7 +33,7 @@ void deliver_all(EngineState& state, Iteration& iteration, ToldAlike alike);
 // wait for theirs (confirm_ends() does). A user's hook's results come first; if
 // they fail, peers are told of that instead, and waited for. Errors: as
 // deliver_all(), but of a user's hook on this rank only, on the others in
-// confirm_ends(). REQUIRES: may_defer_status_check().
+// confirm_ends(). REQUIRES: may_defer_status().
 void deliver_unconfirmed(EngineState& state,
                          const std::shared_ptr<Iteration>& iteration,
                          const RankStatus& end);

@@ -12,11 +12,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "brigade/engine/abort_iteration.h"
-#include "brigade/engine/agreement/connect.h"
-#include "brigade/engine/agreement/rank_agreement.h"
-#include "brigade/engine/agreement/recovery.h"
-#include "brigade/engine/agreement/unconfirmed_ends.h"
+#include "brigade/engine/agreement.h"
 #include "brigade/engine/describe_progress.h"
 #include "brigade/engine/launching/launching.h"
 #include "brigade/engine/running_iteration.h"
@@ -39,8 +35,9 @@ Engine::Engine(std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> groups,
           .num_replicas = replicas.size(),
           .num_parameters = replicas.front().size(),
           .describe_progress = [this] { return describe_progress(); },
-          .peers = PeerStatus(state_.groups, state_.options.has_control_channel,
-                              !state_.options.launches_rest_when_failing)} {
+          .peers =
+              PeerStatus(state_.groups, state_.options.has_control_channel,
+                         state_.options.owns_groups)} {
   state_.adopt_sequence();
   state_.peers.compare_others(!policy.hook_traits().fails_by_network_only);
 }
@@ -96,7 +93,8 @@ void Engine::prepare(std::span<const at::Tensor> outputs) try {
 
 void Engine::start_iteration() {
   state_.take_iteration();
-  confirm_known_ends(state_);
+  state_.peers.require_open(state_.options.name);
+  confirm_due_ends(state_);
   state_.policy.check_variables();
   replan_if_due();
   if (state_.policy.before_iteration()) state_.adopt_sequence();
@@ -166,9 +164,7 @@ ToldAlike Engine::ask(std::string_view words, uint64_t digest,
   const std::shared_ptr<Iteration> asking =
       state_.iteration ? state_.iteration
                        : state_.make_iteration(state_.observations.begun);
-  const ToldAlike alike = end_together(state_, *asking, own);
-  state_.leave_sync_point();
-  return alike;
+  return end_together(state_, *asking, own);
 } catch (...) {
   state_.observations.note_error();
   throw;
@@ -176,7 +172,7 @@ ToldAlike Engine::ask(std::string_view words, uint64_t digest,
 
 void Engine::fail(const std::exception_ptr& error) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (has_begun(state_.phase) || state_.peers.is_group_aborted()) return;
+  if (has_begun(state_.phase) || state_.peers.is_closed()) return;
   if (!state_.iteration) {
     state_.iteration = state_.make_iteration(state_.observations.begun + 1);
   }
@@ -190,6 +186,7 @@ void Engine::shadow() try {
   start_iteration();
   state_.phase = Phase::kReducing;
   state_.observations.begun = state_.iteration->number;
+  state_.peers.backward_begins();
   try {
     if (state_.policy.compares_each_iteration()) begin_together(state_);
     RunningIteration iteration(state_);
@@ -246,14 +243,15 @@ void Engine::finalize() try {
 
 bool Engine::can_continue() const {
   const std::lock_guard<std::mutex> lock(mutex_);
-  return !state_.peers.is_group_aborted();
+  return !state_.peers.is_closed();
 }
 
 void Engine::abort_group() {
   const std::lock_guard<std::mutex> lock(mutex_);
-  state_.abort_group({.kind = StatusKind::kFailed,
-                      .iteration = state_.observations.begun,
-                      .text = status_text("another collective failed")});
+  state_.leave_groups(
+      {.kind = StatusKind::kFailed,
+       .iteration = state_.observations.begun,
+       .text = status_text("A collective beside the iteration failed.")});
 }
 
 std::vector<size_t> Engine::missing_gradients() const {

@@ -44,7 +44,6 @@
 #include "brigade/engine/state/engine_options.h"
 #include "brigade/engine/state/engine_state.h"
 #include "brigade/engine/state/reduction_policy.h"
-#include "brigade/engine/sync_point.h"
 #include "brigade/hooks/gradient_hooks.h"
 
 namespace brigade {
@@ -116,7 +115,6 @@ class Engine {
   // Returns what else they have told alike.
   // Errors: RuntimeError on all ranks if they differ, PeerError if one has
   // failed or does not answer; a running iteration is over then.
-  // REQUIRES: EngineOptions::launches_rest_when_failing in an iteration.
   ToldAlike ask(std::string_view words, uint64_t digest,
                 std::optional<size_t> wanted = std::nullopt);
 
@@ -142,18 +140,24 @@ class Engine {
 
   // ---- Between iterations.
 
-  // All ranks stand in the same place, if they may stand in different ones.
-  void synchronize(SyncPoint place);
+  // Blocks until all ranks are known to have ended the iterations that were
+  // delivered before. Not collective. Throws PeerError or RuntimeError if one
+  // has failed, also in later calls; the groups are closed then.
+  void await_statuses();
 
-  // In place of synchronize() in front of a forward, before a collective of the
-  // caller's: launches that. Where status checks are deferred the host does not
-  // wait for ends of iterations that peers have not told: one that has failed
-  // in them launches the opening that it launched last. So the first of each
-  // form waits, and so do those that keep the host waiting anyway, and groups
-  // that don't count collectives.
-  // Errors: as synchronize(); PeerError if the collective fails, and the group
-  // is lost then.
-  void open(std::shared_ptr<Opening> opening);
+  // Compares with all ranks that each is about to do `deed`, outside of a
+  // backward: before a collective of the caller's own. Does nothing
+  // on devices, where the host does not wait for other ranks.
+  // Throws as end_iteration(), and on all ranks unless they agree.
+  void meet_peers(std::string_view deed);
+
+  // Calls a collective of all ranks before a forward, such as a broadcast of
+  // buffers. `doing`: "broadcasting 3 buffers". Ends an iteration that has
+  // begun, and awaits statuses as prepare() does. Throws as end_iteration() and
+  // await_statuses(); PeerError if the collective fails, and the groups are
+  // closed then.
+  void call_before_forward(std::string_view doing,
+                           const std::function<void()>& collective);
 
   // The policy changes its sequence, if a change is due. Returns whether it
   // was. Collective then.
@@ -209,8 +213,7 @@ class Engine {
   void on_backward_abandoned(int64_t preparation);
 
   // REQUIRES: mutex_ held, for all that follow.
-  void come_to_sync_point(SyncPoint place);
-  bool may_open_unconfirmed(const Opening& opening);
+  void come_together(std::string_view deed);
   void start_iteration();
   bool replan_if_due();
   void require_no_running_backward() const;

@@ -7,9 +7,7 @@
 #include <memory>
 #include <optional>
 
-#include "brigade/engine/abort_iteration.h"
-#include "brigade/engine/agreement/deferral.h"
-#include "brigade/engine/agreement/rank_agreement.h"
+#include "brigade/engine/agreement.h"
 #include "brigade/engine/delivery.h"
 #include "brigade/engine/engine.h"
 #include "brigade/engine/launching/hook_scope.h"
@@ -118,6 +116,7 @@ void Engine::gradient_ready(VariableIndex variable, bool is_defined) try {
 void Engine::enter_backward(int backward_id) {
   if (state_.phase == Phase::kPrepared) {
     state_.phase = Phase::kReached;
+    state_.peers.backward_begins();
   } else if (state_.phase == Phase::kSuspended) {
     state_.phase = Phase::kReducing;
   } else {
@@ -298,7 +297,7 @@ void Engine::finish() {
   const RankStatus end = {
       .kind = StatusKind::kEnd,
       .text = status_text(state_.policy.hook_traits().name)};
-  if (may_defer_status_check(state_, *iteration)) {
+  if (may_defer_status(state_, *iteration)) {
     const HookScope scope(iteration->preparer);
     return deliver_unconfirmed(state_, iteration, end);
   }

@@ -4,56 +4,53 @@
 #include <c10/util/Exception.h>
 
 #include <exception>
+#include <functional>
+#include <stdexcept>
+#include <string_view>
 #include <utility>
 
-#include "brigade/engine/agreement/rank_agreement.h"
-#include "brigade/engine/agreement/unconfirmed_ends.h"
+#include "brigade/comm/errors/peer_error.h"
+#include "brigade/engine/agreement.h"
 #include "brigade/engine/engine.h"
-#include "brigade/engine/launching/launching_apart.h"
 
 namespace brigade {
 
-void Engine::synchronize(SyncPoint place) try {
+void Engine::await_statuses() try {
   const std::lock_guard<std::mutex> lock(mutex_);
-  come_to_sync_point(place);
   confirm_ends(state_);
-  state_.leave_sync_point();
+  if (state_.late_failure.empty()) return;
+  throw_peer_error(
+      state_.options.name,
+      std::make_exception_ptr(std::runtime_error(state_.late_failure)));
+} catch (...) {
+  state_.observations.note_error();
+  throw;
+}
+
+void Engine::meet_peers(std::string_view deed) try {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  come_together(deed);
 } catch (...) {
   state_.observations.note_error();
   throw;
 }
 
 // Peers may be in an iteration that this rank has not begun.
-void Engine::come_to_sync_point(SyncPoint place) {
+void Engine::come_together(std::string_view deed) {
   end_unfinished_iteration();
-  if (state_.phase == Phase::kAtSyncPoint) return;
+  state_.peers.require_open(state_.options.name);
+  if (state_.runs_ahead()) return confirm_due_ends(state_);
   end_together(state_, *state_.make_iteration(state_.observations.begun),
-               {.kind = StatusKind::kIdle,
-                .unit = place == SyncPoint::kAfterForward ? 0 : -1});
+               {.kind = StatusKind::kAsk,
+                .fingerprint = std::hash<std::string_view>()(deed),
+                .text = status_text(deed)});
 }
 
-// A rank that failed launches what it launched last, which is to be the same.
-bool Engine::may_open_unconfirmed(const Opening& opening) {
-  return state_.opening && state_.opening->form() == opening.form() &&
-         !opening.keeps_host_waiting() && state_.peers.on(0).tells_openings() &&
-         state_.options.defers_status_check.value_or(
-             !opening.device().is_cpu());
-}
-
-void Engine::open(std::shared_ptr<Opening> opening) try {
+void Engine::call_before_forward(std::string_view doing,
+                                 const std::function<void()>& collective) try {
   const std::lock_guard<std::mutex> lock(mutex_);
-  come_to_sync_point(SyncPoint::kBeforeForward);
-  if (may_open_unconfirmed(*opening)) {
-    confirm_known_ends(state_);
-  } else {
-    confirm_ends(state_);
-  }
-  state_.leave_sync_point();
-  state_.opening = std::move(opening);
-  call_apart(state_, state_.opening->describe(), [this] {
-    state_.peers.on(0).open(state_.opening->form(),
-                            [this] { state_.opening->launch(); });
-  });
+  come_together("came to a forward");
+  call_between_iterations(state_, doing, collective);
 } catch (...) {
   state_.observations.note_error();
   throw;
@@ -74,7 +71,7 @@ bool Engine::replan_if_due() {
   const bool was_agreed = state_.peers.is_agreed(state_.policy.fingerprint());
   const Replanned replanned = state_.policy.replan(
       [this](std::string_view doing, const std::function<void()>& collective) {
-        call_apart(state_, doing, collective);
+        call_between_iterations(state_, doing, collective);
       });
   if (replanned == Replanned::kOtherSequence) {
     state_.adopt_sequence();

@@ -135,8 +135,8 @@ std::shared_ptr<TorchReducer> make_reducer_of(
     bool find_unused_parameters, bool skip_all_reduce_unused_parameters,
     bool static_graph, bool gradients_as_bucket_views,
     bool lazy_bucket_allocation, bool verify_across_ranks,
-    bool one_backward_per_forward, std::optional<bool> defer_status_check,
-    int max_unconfirmed_iterations, bool control_channel, bool reproducible,
+    bool one_backward_per_forward, int max_unconfirmed_iterations,
+    bool control_channel, bool reproducible,
     std::optional<int> reproducible_row_size, bool reduces_by_itself) {
   std::vector<at::Tensor> tensors =
       parameters.tensors_in_cpp.empty()
@@ -160,7 +160,6 @@ std::shared_ptr<TorchReducer> make_reducer_of(
   options.lazy_bucket_allocation = lazy_bucket_allocation;
   options.verify_across_ranks = verify_across_ranks;
   options.one_backward_per_forward = one_backward_per_forward;
-  options.defer_status_check = defer_status_check;
   options.max_unconfirmed_iterations = max_unconfirmed_iterations;
   options.control_channel = control_channel;
   options.reproducible = reproducible;
@@ -250,7 +249,6 @@ void register_reducer(py::module_& module) {
           py::arg("lazy_bucket_allocation") = false,
           py::arg("verify_across_ranks") = true,
           py::arg("one_backward_per_forward") = false,
-          py::arg("defer_status_check") = py::none(),
           py::arg("max_unconfirmed_iterations") =
               ReducerOptions{}.max_unconfirmed_iterations,
           py::arg("control_channel") = true, py::arg("reproducible") = false,
@@ -329,11 +327,12 @@ void register_reducer(py::module_& module) {
           "By parameter, or empty.")
       .def("_bucket_plan", &TorchReducer::buckets, NoGil(),
            "Indices of parameters by bucket, in launch order.")
-      .def("can_continue", &TorchReducer::can_continue, NoGil(),
-           "False once the group's connections are closed, after a peer has "
-           "died, left or not answered: a new group is needed. True after "
-           "other errors.")
+      .def(
+          "can_continue", &TorchReducer::can_continue, NoGil(),
+          "False once the group's connections are closed (docs/recovery.md): a "
+          "new group is needed then.")
       .def("_abort_group", &TorchReducer::abort_group, NoGil())
+      .def("_await_statuses", &TorchReducer::await_statuses, NoGil())
       .def("_meet_peers", &TorchReducer::meet_peers, NoGil())
       .def("_send_buffers", &TorchReducer::send_buffers, py::arg("buffers"),
            NoGil())

@@ -243,17 +243,22 @@ void TorchReducer::divide_by_count(bool has_data) {
       });
 }
 
+void TorchReducer::await_statuses() {
+  if (!reducer_) return;
+  remember_errors([this] { reducer_->await_statuses(); });
+}
+
 void TorchReducer::meet_peers() {
   if (!ready()) return;
   // A forward without gradients between two backwards of an iteration.
   if (!at::GradMode::is_enabled() && !missing_gradients().empty()) return;
-  remember_errors([this] { reducer_->recover(); });
+  remember_errors([this] { reducer_->meet_peers("came to a forward"); });
 }
 
 bool TorchReducer::send_buffers(std::vector<at::Tensor> buffers) {
   if (!ready()) return false;
   remember_errors(
-      [&] { reducer_->open_iteration(std::move(buffers), /*source=*/0); });
+      [&] { reducer_->broadcast_before_forward(std::move(buffers), 0); });
   return true;
 }
 

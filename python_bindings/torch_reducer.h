@@ -65,12 +65,16 @@ class TorchReducer {
     if (reducer_) reducer_->abort_group();
   }
 
-  // Before a collective of the caller's own: ranks that are not in step raise.
+  // See Reducer.
+  void await_statuses();
+
+  // Before a collective of the caller's own: throws on all ranks if they are in
+  // different places.
   void meet_peers();
 
-  // In place of meet_peers() in front of a forward with gradients: gives all
-  // ranks these buffers of rank 0. False: there is no reducer any more.
-  // Errors: as meet_peers(); DistBackendError, and the group is lost.
+  // Broadcasts these buffers of rank 0 before a forward with gradients, after
+  // meet_peers(). Returns false if there is no reducer any more. Throws as
+  // Reducer::broadcast_before_forward().
   bool send_buffers(std::vector<at::Tensor> buffers);
 
   // Errors: RuntimeError naming the parameters whose gradients the running

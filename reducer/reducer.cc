@@ -4,11 +4,12 @@
 
 #include <utility>
 
+#include "absl/strings/str_cat.h"
+#include "brigade/comm/broadcast_tensors.h"
 #include "brigade/comm_hooks/hook_traits.h"
 #include "brigade/engine/engine.h"
 #include "brigade/hooks/backward_end.h"
 #include "brigade/reducer/data_parallel_policy.h"
-#include "brigade/reducer/opening_broadcast.h"
 
 namespace brigade {
 namespace {
@@ -42,7 +43,6 @@ Reducer::Reducer(ReducerSetup setup)
           EngineOptions{
               .name = "Reducer",
               .has_control_channel = policy_->options().control_channel,
-              .defers_status_check = policy_->options().defer_status_check,
               .max_unconfirmed_iterations =
                   policy_->options().max_unconfirmed_iterations,
               .failure_patience = policy_->options().failure_patience,
@@ -70,15 +70,20 @@ void Reducer::note_local_forward(const std::vector<at::Tensor>& outputs) {
 
 void Reducer::shadow_iteration() { engine_->shadow(); }
 
-void Reducer::recover(SyncPoint place) { engine_->synchronize(place); }
+void Reducer::meet_peers(std::string_view deed) { engine_->meet_peers(deed); }
 
-void Reducer::open_iteration(std::vector<at::Tensor> tensors, int source) {
-  TORCH_CHECK_VALUE(!tensors.empty(),
-                    "Reducer::open_iteration: expected tensors, got none.\n"
-                    "Call recover() where nothing is to be sent.");
-  engine_->open(std::make_shared<OpeningBroadcast>(policy_->group(),
-                                                   std::move(tensors), source));
+void Reducer::broadcast_before_forward(std::vector<at::Tensor> tensors,
+                                       int source) {
+  const std::string doing =
+      absl::StrCat("broadcasting ", tensors.size(),
+                   tensors.size() == 1 ? " buffer" : " buffers", " from rank ",
+                   source);
+  engine_->call_before_forward(doing, [&] {
+    broadcast_tensors(policy_->group(), std::move(tensors), source);
+  });
 }
+
+void Reducer::await_statuses() { engine_->await_statuses(); }
 
 void Reducer::end_iteration() { engine_->end_iteration(); }
 

@@ -35,13 +35,13 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/comm.hpp>
 #include <vector>
 
 #include "brigade/engine/observing/last_error.h"
 #include "brigade/engine/observing/timeline.h"
-#include "brigade/engine/sync_point.h"
 #include "brigade/hooks/output_tensors.h"
 #include "brigade/planning/bucket_plan.h"
 #include "brigade/reducer/reducer_options.h"
@@ -115,22 +115,26 @@ class Reducer {
   // what the peers' backward raises on them.
   void shadow_iteration();
 
-  // Makes sure that all ranks stand in the same place, before a collective of
-  // the caller's own: in front of a forward, or behind one, on all ranks alike.
-  // Collective if there was a forward since the last reduction; else free.
+  // Compares with all ranks that each is about to do `deed`, such as "came to a
+  // forward": before a collective of the caller's own that a rank might miss
+  // after an exception. Collective; does nothing where all buckets are on
+  // devices.
   //
-  // Errors, on all ranks alike: RuntimeError if they stood in different places;
-  // DistBackendError if one failed. Then they stand in one again, unless
-  // can_continue() is false. On this rank: those of end_iteration().
-  void recover(SyncPoint place = SyncPoint::kBeforeForward);
+  // Throws on all ranks: RuntimeError if they differ, DistBackendError if one
+  // has failed. The group can be used after that, unless can_continue() is
+  // false. Throws on this rank: those of end_iteration().
+  void meet_peers(std::string_view deed);
 
-  // In place of recover() and a broadcast, in front of a forward: gives all
-  // ranks these tensors of rank `source`. On devices the host waits for no peer
-  // in it, but with the first tensors of their sizes, dtypes and source: who
-  // has failed launches the broadcast for its peers (docs/protocol.md,
-  // "Openings"). Collective. Errors: as recover(); DistBackendError if it
-  // fails, and can_continue() is false then.
-  void open_iteration(std::vector<at::Tensor> tensors, int source);
+  // Gives all ranks these tensors of rank `source` before a forward: a module's
+  // buffers. Collective. Throws as meet_peers() and await_statuses();
+  // DistBackendError if it fails, and can_continue() is false then.
+  void broadcast_before_forward(std::vector<at::Tensor> tensors, int source);
+
+  // Blocks until all ranks are known to have ended the iterations so far: on
+  // devices, where gradients are delivered before that
+  // (max_unconfirmed_iterations). Call it before a checkpoint is saved. Throws
+  // DistBackendError if one has failed: its gradients were not averaged.
+  void await_statuses();
 
   // An iteration that has begun gets no more gradients: ends it, if there is
   // one, and tells the peers. Errors: RuntimeError naming those that are

@@ -19,7 +19,7 @@ namespace brigade {
 // Compared across ranks at construction: number of local replicas, caps, plan,
 // names, sparse flags, rebuild, unused parameters, static graph, reproducible
 // and its row size, a built-in hook's wire dtype, the name of another one,
-// control_channel, defer_status_check, max_unconfirmed_iterations.
+// control_channel, max_unconfirmed_iterations.
 // verify_across_ranks must be alike too, which nobody can compare; the rest may
 // differ.
 struct ReducerOptions {
@@ -111,35 +111,13 @@ struct ReducerOptions {
   // timeout or get wrong sums, and stalls are not reported.
   bool control_channel = true;
 
-  // When ranks look at what the others said at the end of an iteration. False:
-  // before its gradients are delivered, so that no rank steps if one has
-  // failed; the host waits for the slowest, where backward ends. True: in a
-  // later prepare_for_backward() or in recover(), so that the host runs ahead
-  // (max_unconfirmed_iterations): if a rank fails while another one has
-  // delivered, that one has stepped with sums to which the failed rank gave
-  // zeros before it hears of it: load a checkpoint on all ranks. Unset: true
-  // where all
-  // buckets are on devices, whose collectives don't keep the host waiting, and
-  // false on the CPU. Always false where a hook calls then_collective(), and
-  // with a hook of the user's on the CPU. With one on devices, a rank waits for
-  // its own results before it tells that it has ended: where that keeps the
-  // host waiting (Gloo) and a peer fails, the group is closed after
-  // failure_patience; say false there. Other collectives that a rank launches
-  // on the group between delivery and that look meet those of a rank that has
-  // failed: where they are noticed, the group's connections are closed.
-  std::optional<bool> defer_status_check = std::nullopt;
-
-  // Where status checks are deferred: how many iterations may be delivered
-  // before all ranks are known to have ended the first of them, 1 at least. A
-  // host runs so many steps ahead of its slowest peer's, and waits then. Each
-  // prepare hears what peers have said by then, so that a rank that fails is
-  // heard of in the next as a rule, and so many iterations later at the latest:
-  // those that delivered have stepped, not all equally often, with sums to
-  // which it gave zeros. 1: in the next on all ranks. Iterations that ranks
-  // learn from (a first one that buckets are rebuilt after, a static graph's),
-  // that compare when they begin (skip_all_reduce_unused_parameters), recover()
-  // and changes of the hook wait for all that is outstanding.
-  int max_unconfirmed_iterations = 32;
+  // Where all buckets are on devices: the number of iterations that may be
+  // delivered before all ranks are known to have ended them, when the next one
+  // begins. From 0 to 32. A rank that fails is reported to the others that many
+  // iterations later at the latest. They have stepped with gradients in which
+  // it counted as zero: the group is closed, and training resumes from a
+  // checkpoint. On the CPU ranks always wait before gradients are delivered.
+  int max_unconfirmed_iterations = 1;
 
   // A rank whose backward fails tells its peers, and waits so long for them to
   // come to a place where they hear it. Then it closes the group, which ends

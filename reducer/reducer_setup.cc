@@ -133,7 +133,6 @@ std::vector<std::string> describe(const ReducerOptions& options,
                options.skip_all_reduce_unused_parameters),
       describe("static_graph", options.static_graph),
       describe("control_channel", options.control_channel),
-      describe("defer_status_check", options.defer_status_check),
       absl::StrCat("max_unconfirmed_iterations = ",
                    options.max_unconfirmed_iterations),
       describe("reproducible", options.reproducible),
@@ -198,8 +197,9 @@ ReducerSetup checked_setup(std::vector<std::vector<at::Tensor>> replicas,
                     "Reducer: rebuild_after_iterations must be at least 1, it "
                     "is ",
                     options.rebuild_after_iterations, ".");
-  TORCH_CHECK_VALUE(options.max_unconfirmed_iterations >= 1,
-                    "Reducer: max_unconfirmed_iterations must be at least 1, "
+  TORCH_CHECK_VALUE(options.max_unconfirmed_iterations >= 0 &&
+                        options.max_unconfirmed_iterations <= 32,
+                    "Reducer: max_unconfirmed_iterations must be 0 to 32, "
                     "it is ",
                     options.max_unconfirmed_iterations, ".");
   const bool alone = group->getSize() == 1 || !options.verify_across_ranks;

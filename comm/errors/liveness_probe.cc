@@ -188,8 +188,8 @@ std::string LivenessProbe::describe() const {
     const bool all_lost = std::ranges::all_of(
         absent, [&](int rank) { return std::ranges::count(lost, rank) > 0; });
     const char* const closed = absent.size() == 1
-                                   ? ": its connection is closed"
-                                   : ": their connections are closed";
+                                   ? ": its process has ended"
+                                   : ": their processes have ended";
     text = absl::StrCat(
         describe_ranks(present), " answered a liveness probe, ",
         describe_ranks(absent), " did not",

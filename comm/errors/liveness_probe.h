@@ -27,11 +27,11 @@ namespace brigade {
 struct LivenessProbe {
   std::vector<std::optional<int64_t>> answers = {};  // by rank
   std::chrono::milliseconds patience{0};
-  std::vector<int> lost = {};    // ranks whose connections are closed
+  std::vector<int> lost = {};    // ranks whose processes have ended
   std::string store_error = {};  // empty while the store could be reached
 
   // "ranks 0, 2 answered a liveness probe, rank 1 did not within 2 s", or "...
-  // did not: its connection is closed"; the store's error, if there is one, is
+  // did not: its process has ended"; the store's error, if there is one, is
   // added.
   std::string describe() const;
 };
@@ -41,9 +41,9 @@ struct LivenessProbe {
 // to hear each other use the same key; a key serves one liveness probe. Without
 // patience, only answers, for others to find later.
 //
-// `lost`: tells, on another thread, which ranks' connections are known to be
-// closed by now.  One that has closed them itself answers before; so once
-// nobody else is missing, these are waited for a moment only.
+// `lost`: returns the ranks whose processes are known to have ended; called on
+// another thread, maybe after this function has returned. Once nobody else is
+// missing, these are waited for 300 ms only: they may have answered before.
 //
 // Never throws, and returns within `patience` and a second even when the
 // machine that serves the store hangs; a thread is then left behind that waits

@@ -2,7 +2,6 @@
 
 #include <c10/util/Exception.h>
 
-#include <numeric>
 #include <optional>
 #include <utility>
 
@@ -49,20 +48,6 @@ void launch(EngineState& state, size_t index) {
   state.observations.launched(iteration.launches.back());
 }
 
-void launch_substitute(EngineState& state, Iteration& iteration,
-                       Collective& entry) {
-  ChainedCollectives& chained = iteration.chained[entry.group()];
-  const ChainedCollectives::Scope chaining(chained);
-  const auto future = entry.launch_substitute();
-  if (entry.unit()) ++state.observations.units_launched;
-  if (!chained.empty()) {
-    // Nobody launches the second ones of an iteration that is aborted.
-    chained.cancel(state.timeout_of(entry));
-  } else if (future) {
-    future->waitAndThrow();
-  }
-}
-
 }  // namespace
 
 bool mark_and_pack(EngineState& state, size_t entry) {
@@ -82,23 +67,6 @@ void launch_ready(EngineState& state) {
   }
 }
 
-void make_up_deficit(EngineState& state, Iteration& iteration,
-                     LaunchDeficit deficit) {
-  for (size_t entry = 0; entry < iteration.sequence.size(); ++entry) {
-    Collective& next = *iteration.sequence[entry];
-    if (iteration.order.is_launched(entry) || deficit[next.group()] == 0 ||
-        next.is_left_out()) {
-      continue;
-    }
-    launch_substitute(state, iteration, next);
-    --deficit[next.group()];
-  }
-  const int64_t missing =
-      std::accumulate(deficit.begin(), deficit.end(), int64_t{0});
-  TORCH_CHECK(missing == 0, missing,
-              " launches are missing beyond those of the sequence");
-}
-
 void launch_rest(EngineState& state, Iteration& iteration) {
   const HookScope scope(iteration.preparer);
   for (size_t entry = 0; entry < iteration.sequence.size(); ++entry) {
@@ -106,6 +74,8 @@ void launch_rest(EngineState& state, Iteration& iteration) {
     if (iteration.order.is_launched(entry) || next.is_left_out()) continue;
     Launch launch = {.entry = entry, .collective = &next, .future = nullptr};
     state.peers.on(next.group()).count([&] {
+      const ChainedCollectives::Scope chaining(
+          iteration.chained[next.group()]);
       launch.future = next.launch_substitute();
     });
     launch.has_travelled = launch.future != nullptr;

@@ -7,7 +7,6 @@
 
 #include <cstddef>
 
-#include "brigade/comm/control/status_check.h"
 #include "brigade/engine/state/engine_state.h"
 #include "brigade/engine/state/iteration.h"
 
@@ -21,13 +20,8 @@ bool mark_and_pack(EngineState& state, size_t entry);
 // shadow. Errors: what a collective throws, with its name in front.
 void launch_ready(EngineState& state);
 
-// Launches on nothing what the other ranks have launched of an iteration that
-// is aborted, and discards the results. Errors: what a collective throws.
-void make_up_deficit(EngineState& state, Iteration& iteration,
-                     LaunchDeficit deficit);
-
-// Launches on nothing all of an iteration that is aborted and has not been
-// launched, and does not wait. Errors: what a collective throws.
+// Launches zeros for all of an aborted iteration that has not been launched,
+// and does not wait. Throws what a collective throws.
 void launch_rest(EngineState& state, Iteration& iteration);
 
 }  // namespace brigade

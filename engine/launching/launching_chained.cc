@@ -33,7 +33,7 @@ std::optional<Failure> launch_chained(EngineState& state,
                      });
     } catch (...) {
       // Nothing can stand in for what its peers have launched.
-      account.abort();
+      account.set_cannot_continue();
       return failure_of(state, iteration, ErrorSource::kFuture,
                         first_unit(iteration));
     }

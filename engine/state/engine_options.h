@@ -30,19 +30,17 @@ struct EngineOptions {
   // a failure ends the group, and peers hear of it from that.
   bool has_control_channel = true;
 
-  // Whether a rank goes on from the end of an iteration before it knows that
-  // all ranks have ended it well, and looks at that when the next one begins.
-  // Unset: where collectives don't keep the host waiting, on devices. Never
-  // where a hook chains collectives, or a user's hook gives results on the CPU.
-  std::optional<bool> defers_status_check = std::nullopt;
-
-  // Then: so many iterations may be delivered before all ranks are known to
-  // have ended the first of them, which is how many steps a host may be ahead
-  // of its slowest peer's. 1 at least; alike on all ranks.
+  // Where all results are on devices: the number of iterations that may be
+  // delivered before all ranks are known to have ended them, when the next one
+  // begins. From 0 to 32; equal on all ranks.
   int max_unconfirmed_iterations = 1;
 
   // A rank whose backward fails waits so long for its peers to hear it.
   std::chrono::milliseconds failure_patience;
+
+  // Nobody else launches on the groups, so that zeros of a rank that fails meet
+  // nothing else. What the policy launches beside its sequence does not count.
+  bool owns_groups = false;
 
   // A backward that brings some gradients but not all is an error at its end.
   bool one_backward_per_forward;
@@ -53,12 +51,6 @@ struct EngineOptions {
       std::span<const std::vector<at::Tensor>> replicas,
       const EngineListener& listener)>
       make_hooks = {};
-
-  // A rank whose iteration fails launches the rest of the sequence at once, and
-  // then tells its peers: whoever waits for an entry in the middle of its
-  // backward goes on. REQUIRES: the groups are the policy's alone, and ranks
-  // compare each iteration.
-  bool launches_rest_when_failing = false;
 };
 
 }  // namespace brigade

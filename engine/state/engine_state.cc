@@ -1,5 +1,7 @@
 #include "brigade/engine/state/engine_state.h"
 
+#include <algorithm>
+#include <exception>
 #include <utility>
 #include <vector>
 
@@ -9,9 +11,7 @@
 namespace brigade {
 
 std::shared_ptr<Iteration> EngineState::take_iteration() {
-  if (!is_between(phase)) {
-    phase = phase == Phase::kResynced ? Phase::kAtSyncPoint : Phase::kIdle;
-  }
+  phase = Phase::kIdle;
   return std::exchange(iteration, nullptr);
 }
 
@@ -21,12 +21,8 @@ UnconfirmedEnd EngineState::take_oldest_end() {
   return oldest;
 }
 
-void EngineState::leave_sync_point() {
-  if (phase == Phase::kAtSyncPoint) phase = Phase::kIdle;
-}
-
 void EngineState::failed(const std::exception_ptr& error) {
-  if (phase == Phase::kLost || phase == Phase::kResynced) return;
+  if (phase == Phase::kOver) return;
   phase = Phase::kFailed;
   if (iteration->failure.empty()) iteration->failure = message_of(error);
 }
@@ -46,14 +42,25 @@ void EngineState::adopt_sequence() {
   observations.bind(std::move(devices), num_variables(), policy.unit_word());
 }
 
-void EngineState::close_groups() {
-  peers.note_group_aborted();
+void EngineState::close_groups(std::string_view reason) {
+  peers.note_closed(reason.empty() ? "A collective failed." : reason);
   for (const auto& group : groups) close_group(*group);
 }
 
-void EngineState::abort_group(const RankStatus& last_words) {
-  peers.tell_of_abort(last_words);
-  close_groups();
+void EngineState::leave_groups(RankStatus last) {
+  peers.set_cannot_continue();
+  try {
+    peers.send(last, /*ends_iteration=*/true);
+  } catch (const std::exception&) {
+    // The channel has failed as well, which peers notice by themselves.
+  }
+  close_groups(words_of(last.text));
+}
+
+bool EngineState::runs_ahead() const {
+  return std::ranges::none_of(policy.sequence(), [](const Collective* entry) {
+    return entry->device().is_cpu();
+  });
 }
 
 }  // namespace brigade

@@ -13,6 +13,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
 
@@ -22,7 +23,6 @@
 #include "brigade/engine/state/iteration.h"
 #include "brigade/engine/state/observations.h"
 #include "brigade/engine/state/occasion.h"
-#include "brigade/engine/state/opening.h"
 #include "brigade/engine/state/peer_status.h"
 #include "brigade/engine/state/phase.h"
 #include "brigade/engine/state/reduction_policy.h"
@@ -34,7 +34,7 @@ inline constexpr int64_t kWatchedIterations = 5;
 
 struct UnconfirmedEnd {
   std::shared_ptr<Iteration> iteration;
-  PendingExchange exchange;
+  RankStatus sent;
 };
 
 struct EngineState {
@@ -47,14 +47,15 @@ struct EngineState {
   const std::function<std::string()> describe_progress;  // takes the lock
 
   Observations observations = {};
-  Phase phase = Phase::kAtSyncPoint;
+  Phase phase = Phase::kIdle;
   std::shared_ptr<Iteration> iteration = {};  // null iff is_between(phase)
   BackwardMembership membership = {};
   PeerStatus peers;
-  std::shared_ptr<Opening> opening = {};  // the last one; null: none yet
   // Of iterations that were delivered before all ranks were known to have ended
   // them, oldest first.
   std::deque<UnconfirmedEnd> unconfirmed_ends = {};
+  // Why results that were delivered are wrong; empty: they are right.
+  std::string late_failure = {};
   // Continuations of the hook are watched up to this iteration.
   int64_t watches_continuations_until = kWatchedIterations;
 
@@ -90,22 +91,20 @@ struct EngineState {
   // REQUIRES: there is one.
   UnconfirmedEnd take_oldest_end();
 
-  // The place where ranks met last is left when this one goes on to a forward,
-  // or to what it launches for other purposes.
-  void leave_sync_point();
-
   // Nothing is launched any more. The first words are kept.
   void failed(const std::exception_ptr& error);
 
   // The policy has another sequence.
   void adopt_sequence();
 
-  // Of all groups: their connections.
-  void close_groups();
+  // Closes the connections of all groups. `reason` is what later calls throw.
+  void close_groups(std::string_view reason);
 
-  // The same, where peers that wait for this rank's next status get these
-  // words.
-  void abort_group(const RankStatus& last_words);
+  // The same, after `last` has told the peers.
+  void leave_groups(RankStatus last);
+
+  // True if the host does not wait for results: all of them are on devices.
+  bool runs_ahead() const;
 };
 
 }  // namespace brigade

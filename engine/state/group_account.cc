@@ -9,9 +9,9 @@
 namespace brigade {
 
 GroupAccount::GroupAccount(c10::intrusive_ptr<c10d::ProcessGroup> group,
-                           bool is_compared)
+                           bool is_compared, bool is_shared)
     : group_(std::move(group)),
-      is_compared_(is_compared),
+      is_shared_(is_shared),
       group_counts_(is_compared) {}
 
 std::optional<int64_t> GroupAccount::group_count() {
@@ -21,40 +21,35 @@ std::optional<int64_t> GroupAccount::group_count() {
   return count;
 }
 
-std::optional<int64_t> GroupAccount::foreign() {
-  if (!counted_from_) return std::nullopt;
-  const std::optional<int64_t> count = group_count();
-  if (!count) return std::nullopt;
-  return *count - *counted_from_;
+void GroupAccount::begin() {
+  last_count_ = group_count();
+  num_launches_ = 0;
+  has_others_ = false;
+  hash_ = 0;
 }
 
-GroupAccount::Told GroupAccount::take() {
-  Told told = {.counts = {.launches = std::exchange(launches_, 0)},
-               .opening = std::exchange(opening_, {})};
-  const uint64_t others = std::exchange(others_, 0);
-  // One launch has but one order.
-  if (told.counts.launches > 1) told.others = others;
+uint64_t GroupAccount::end() {
+  // What continuations have launched by now depends on timing.
+  if (last_count_) note_if_others(group_count());
   last_count_.reset();
-  if (const std::optional<int64_t> count = foreign()) {
-    told.counts.foreign = static_cast<int32_t>(*count);
-    *counted_from_ += *count;
-  }
-  return told;
+  const uint64_t hash = std::exchange(hash_, 0);
+  return std::exchange(num_launches_, 0) > 1 ? hash : 0;  // one has one order
 }
 
-void GroupAccount::restart() {
-  take();
-  counted_from_ = group_count();
-}
-
-// Nothing before the first launch counts: forwards may be unequally many.
+// Before the first launch nothing is compared: forwards may differ in number.
 void GroupAccount::note_others(std::optional<int64_t> count) {
-  if (count && last_count_) add_to_digest(*count - *last_count_);
+  if (!count || !last_count_) return;
+  note_if_others(count);
+  if (num_launches_ > 0) add_to_hash(*count - *last_count_);
 }
 
-void GroupAccount::add_to_digest(int64_t num_collectives) {
+void GroupAccount::note_if_others(std::optional<int64_t> count) {
+  has_others_ |= is_shared_ && count && *count != *last_count_;
+}
+
+void GroupAccount::add_to_hash(int64_t num_collectives) {
   if (!compares_others_) return;
-  others_ = c10::hash_combine(others_, num_collectives + 1);
+  hash_ = c10::hash_combine(hash_, num_collectives + 1);
 }
 
 }  // namespace brigade

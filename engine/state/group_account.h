@@ -1,5 +1,8 @@
-// What an engine has launched on one of its groups since ranks compared last,
-// and what else the group has launched in between.
+// Counts what a process group launches around an engine's own collectives.
+//
+// An engine that must launch substitutes for a failed iteration may do so only
+// where its collectives alone travel on the group: a substitute would meet a
+// peer's other collective.
 //
 // Thread safety: none; the engine's lock covers it.
 
@@ -10,21 +13,20 @@
 #include <optional>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
-#include "brigade/comm/control/rank_status.h"
-
 namespace brigade {
 
 class GroupAccount {
  public:
-  // `is_compared`: false, nobody compares what the group counts, and it is not
-  // asked.
-  // Counts from the first restart() on.
-  GroupAccount(c10::intrusive_ptr<c10d::ProcessGroup> group, bool is_compared);
+  // `is_compared` is false where there are no peers: the group's count is not
+  // read then. `is_shared` is false where nobody else launches on the group.
+  GroupAccount(c10::intrusive_ptr<c10d::ProcessGroup> group, bool is_compared,
+               bool is_shared);
 
-  // Calls `launch` and counts it, with its collectives, as one of those that
-  // all ranks launch. If it throws after it has launched something, that
-  // belongs to no launch, and what this rank has launched can't be told any
-  // more.
+  // A backward of an iteration begins: other collectives count from here.
+  void begin();
+
+  // Calls `launch`, which launches an engine's own collectives. If it throws
+  // after it has launched something, nothing can be launched in its place.
   template <typename Launch>
   void count(const Launch& launch) {
     const std::optional<int64_t> before = group_count();
@@ -32,72 +34,44 @@ class GroupAccount {
     try {
       launch();
     } catch (...) {
-      if (before && group_count() != before) launches_ = kAbortedGroup;
+      if (before && group_count() != before) cannot_continue_ = true;
       throw;
     }
-    if (launches_ != kAbortedGroup) ++launches_;
     if (!before) return;
-    const int64_t own = group_count().value_or(*before) - *before;
-    if (counted_from_) *counted_from_ += own;
-    add_to_digest(own);
-    last_count_ = *before + own;
+    ++num_launches_;
+    last_count_ = group_count().value_or(*before);
+    add_to_hash(*last_count_ - *before);
   }
 
-  // Calls `launch` of an opening of this form, whose collectives are others'
-  // that are told of.
-  template <typename Launch>
-  void open(uint64_t form, const Launch& launch) {
-    const std::optional<int64_t> before = group_count();
-    launch();
-    const int64_t own =
-        before ? group_count().value_or(*before) - *before : int64_t{1};
-    opening_ = {.num_collectives = static_cast<uint16_t>(own),
-                .form = static_cast<uint16_t>(form)};
-  }
-
-  // What this rank has launched can't be told any more.
-  void abort() { launches_ = kAbortedGroup; }
-
-  // Where the group's other collectives lie between the launches is told, too.
+  // Ranks compare where other collectives lie between the launches: for hooks
+  // that may launch some when others are complete.
   void compare_others(bool value) { compares_others_ = value; }
 
-  // Peers would see from what is told of it that they lack an opening.
-  bool tells_openings() { return !is_compared_ || group_count().has_value(); }
+  // The iteration ends. Returns the hash that ranks compare; 0: none.
+  uint64_t end();
 
-  // Collectives that the group has launched since the last take() or restart()
-  // and that are no launches', if it counts them.
-  std::optional<int64_t> foreign();
+  // Other collectives have been seen in the running or last backward.
+  bool has_others() const { return has_others_; }
 
-  // Of these an opening.
-  OpeningTold opening() const { return opening_; }
-
-  struct Told {
-    GroupCounts counts = {};
-    OpeningTold opening = {};
-    uint64_t others = 0;  // a digest of where they lie; 0: not compared
-  };
-
-  // Since the last call or restart(); counts anew from here.
-  Told take();
-
-  // All ranks stand in the same place.
-  void restart();
+  void set_cannot_continue() { cannot_continue_ = true; }
+  bool cannot_continue() const { return cannot_continue_; }
 
  private:
   std::optional<int64_t> group_count();
   void note_others(std::optional<int64_t> count);
-  void add_to_digest(int64_t num_collectives);
+  void note_if_others(std::optional<int64_t> count);
+  void add_to_hash(int64_t num_collectives);
 
   const c10::intrusive_ptr<c10d::ProcessGroup> group_;
-  const bool is_compared_;
+  const bool is_shared_;
   bool group_counts_;
   bool compares_others_ = false;
-  // What the group's count would be without others' collectives.
-  std::optional<int64_t> counted_from_;
-  int32_t launches_ = 0;
-  OpeningTold opening_;
-  uint64_t others_ = 0;
-  std::optional<int64_t> last_count_;  // the group's, at the last launch
+  bool cannot_continue_ = false;
+  bool has_others_ = false;
+  // Of the running iteration.
+  int num_launches_ = 0;
+  uint64_t hash_ = 0;
+  std::optional<int64_t> last_count_;  // the group's, after the last launch
 };
 
 }  // namespace brigade

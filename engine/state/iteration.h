@@ -21,7 +21,7 @@
 #include <utility>
 #include <vector>
 
-#include "brigade/comm/control/rank_status.h"
+#include "brigade/comm/status/rank_status.h"
 #include "brigade/comm_hooks/continuation_watch.h"
 #include "brigade/comm_hooks/then_collective.h"
 #include "brigade/engine/state/backward_membership.h"

@@ -4,129 +4,117 @@
 #include <c10/util/hash.h>
 
 #include <algorithm>
-#include <chrono>
 #include <exception>
-#include <string>
-#include <utility>
-#include <vector>
+#include <stdexcept>
 
-#include "absl/status/status.h"
-#include "brigade/comm/control/status_check.h"
+#include "absl/strings/str_cat.h"
+#include "brigade/comm/errors/peer_error.h"
 #include "brigade/comm/group/has_peers.h"
 
 namespace brigade {
 
+void throw_if_apart(const StatusComparison& comparison,
+                    const std::string& name) {
+  if (comparison.status.ok()) return;
+  std::string text(comparison.status.message());
+  if (comparison.must_close) {
+    absl::StrAppend(&text,
+                    "\nThe process group can't be used any more.\nMake a new "
+                    "process group on all ranks.");
+  }
+  if (absl::IsAborted(comparison.status)) {
+    throw_peer_error(name, std::make_exception_ptr(std::runtime_error(text)));
+  }
+  TORCH_CHECK(false, name, ": ", text);
+}
+
 PeerStatus::PeerStatus(
     std::span<const c10::intrusive_ptr<c10d::ProcessGroup>> groups,
-    bool has_channel, bool counts_launches)
-    : group_(groups.front()),
-      has_channel_(has_channel),
-      counts_launches_(counts_launches) {
+    bool has_channel, bool owns_groups)
+    : group_(groups.front()), has_channel_(has_channel) {
   TORCH_CHECK_VALUE(groups.size() <= kMaxGroups, "expected at most ",
                     kMaxGroups, " process groups, got ", groups.size(),
                     ".\nUse one for several of them.");
-  // Else there is nobody to compare with.
   const bool is_compared = has_channel && has_peers(*group_);
-  for (const auto& group : groups) accounts_.emplace_back(group, is_compared);
+  for (const auto& group : groups) {
+    accounts_.emplace_back(group, is_compared, /*is_shared=*/!owns_groups);
+  }
 }
 
 void PeerStatus::connect() {
   if (is_connected()) return;
-  channel_ = std::make_unique<ControlChannel>(group_, identity_);
-  restart_counts();
+  channel_ = std::make_unique<StatusChannel>(group_, identity_);
 }
 
 void PeerStatus::connect_later() {
   identity_ = ChannelIdentity::made_alone(group_);
 }
 
-PendingExchange PeerStatus::begin_exchange(RankStatus own,
-                                           bool tells_launches) {
-  for (size_t group = 0; tells_launches && group < accounts_.size(); ++group) {
-    const GroupAccount::Told told = accounts_[group].take();
-    if (counts_launches_ || told.counts.launches == kAbortedGroup) {
-      own.by_group[group] = told.counts;
-    }
-    if (group == 0) own.opening = told.opening;
-    if (told.others != 0) {
-      own.others = c10::hash_combine(own.others, told.others);
-    }
-  }
-  if (!channel_) return {.own = own};
-  return channel_->exchange(own);
-}
-
-PendingExchange PeerStatus::begin_again(const PendingExchange& before) {
-  if (!channel_) return before;
-  return channel_->exchange(before.own);
-}
-
-StatusComparison PeerStatus::await(
-    const PendingExchange& pending,
-    std::optional<std::chrono::milliseconds> patience) {
-  if (!channel_) return without_channel(pending.own);
-  auto by_rank = channel_->await_difference(pending, patience);
-  if (!by_rank) {
-    return {.status = absl::OkStatus(),
-            .deficit = LaunchDeficit{},
-            .iteration = pending.own.iteration,
-            .alike = ControlChannel::told_alike(pending)};
-  }
-  StatusComparison comparison = {.status = check_statuses(*by_rank),
-                                 .deficit = LaunchDeficit{}};
-  for (const RankStatus& rank_status : *by_rank) {
-    comparison.iteration =
-        std::max(comparison.iteration, rank_status.iteration);
-  }
-  if (!comparison.status.ok()) {
-    comparison.deficit = launch_deficit(*by_rank, group_->getRank());
-    comparison.opening = lacked_opening(*by_rank, group_->getRank());
-  }
-  comparison.by_rank = *std::move(by_rank);
-  return comparison;
-}
-
-bool PeerStatus::is_over(const PendingExchange& pending) const {
-  return !channel_ || ControlChannel::is_over(pending);
-}
-
-StatusComparison PeerStatus::without_channel(const RankStatus& own) const {
-  StatusComparison comparison = {.status = absl::OkStatus(),
-                                 .deficit = LaunchDeficit{},
-                                 .iteration = own.iteration,
-                                 .alike = ToldAlike()};
-  if (own.kind != StatusKind::kFailed) return comparison;
-  comparison.status = absl::AbortedError(describe_status(own));
-  if (group_->getSize() > 1) {
-    comparison.deficit = absl::FailedPreconditionError(
-        "There is no control channel that would tell the other ranks, so that "
-        "the group's connections are closed.\nMake a new group.");
-  }
-  return comparison;
-}
-
-bool PeerStatus::has_gone_on() {
-  return std::ranges::any_of(accounts_, [](GroupAccount& account) {
-    return account.foreign().value_or(0) != account.opening().num_collectives;
-  });
+void PeerStatus::backward_begins() {
+  for (GroupAccount& account : accounts_) account.begin();
 }
 
 void PeerStatus::compare_others(bool value) {
   for (GroupAccount& account : accounts_) account.compare_others(value);
 }
 
-void PeerStatus::restart_counts() {
-  for (GroupAccount& account : accounts_) account.restart();
+bool PeerStatus::can_continue() const {
+  return std::ranges::none_of(accounts_, &GroupAccount::cannot_continue);
 }
 
-void PeerStatus::tell_of_abort(RankStatus own) noexcept {
-  restart_counts();
-  for (GroupCounts& counts : own.by_group) counts.launches = kAbortedGroup;
-  try {
-    if (channel_) last_words_ = channel_->exchange(own);
-  } catch (const std::exception&) {
-    // The channel is lost as well, which peers notice by themselves.
+void PeerStatus::set_cannot_continue() {
+  for (GroupAccount& account : accounts_) account.set_cannot_continue();
+}
+
+RankStatus PeerStatus::send(RankStatus own, bool ends_iteration) {
+  for (GroupAccount& account : accounts_) {
+    if (account.cannot_continue()) own.cannot_continue = 1;
+    if (ends_iteration) {
+      if (const uint64_t others = account.end()) {
+        own.others = c10::hash_combine(own.others, others);
+      }
+    }
+    if (account.has_others()) own.has_others = 1;
   }
+  return channel_ ? channel_->exchange(own) : own;
+}
+
+StatusComparison PeerStatus::await(
+    const RankStatus& sent, std::optional<std::chrono::milliseconds> patience) {
+  if (!channel_) return without_channel(sent);
+  StatusComparison comparison = {.by_rank = channel_->await(sent, patience)};
+  comparison.status = check_statuses(comparison.by_rank);
+  comparison.must_close =
+      !comparison.status.ok() && must_close_groups(comparison.by_rank);
+  comparison.alike = comparison.status.ok()
+                         ? told_alike(comparison.by_rank)
+                         : ToldAlike{.proposals = false, .orders = false};
+  return comparison;
+}
+
+StatusComparison PeerStatus::without_channel(const RankStatus& own) const {
+  if (own.kind != StatusKind::kFailed) return {};
+  return {.status = absl::AbortedError(describe_status(own)),
+          .must_close = group_->getSize() > 1,
+          .alike = {.proposals = false, .orders = false}};
+}
+
+bool PeerStatus::is_complete(const RankStatus& sent) const {
+  return !channel_ || channel_->is_complete(sent);
+}
+
+void PeerStatus::note_closed(std::string_view reason) {
+  if (closed_because_.empty()) closed_because_ = reason;
+}
+
+void PeerStatus::require_open(const std::string& name) const {
+  if (!is_closed()) return;
+  throw_peer_error(
+      absl::StrCat(name,
+                   ": expected a process group that can be used, found "
+                   "one that was closed"),
+      std::make_exception_ptr(std::runtime_error(absl::StrCat(
+          closed_because_, "\nMake a new process group on all ranks."))));
 }
 
 std::optional<LivenessProbe> PeerStatus::find_survivors(

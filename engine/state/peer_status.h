@@ -1,8 +1,5 @@
-// What the engines of different ranks tell each other about their iterations,
-// and what follows for this one.
-//
-// Decides when ranks are connected, and who has to launch what; the engine does
-// it. docs/protocol.md, "Statuses".
+// Exchanges statuses for an engine, and knows whether its groups can still be
+// used.
 //
 // Thread safety: none; the engine's lock covers it.
 
@@ -16,34 +13,48 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <string_view>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
 
-#include "brigade/comm/control/control_channel.h"
-#include "brigade/comm/control/rank_status.h"
+#include "absl/status/status.h"
 #include "brigade/comm/errors/liveness_probe.h"
 #include "brigade/comm/group/channel_identity.h"
+#include "brigade/comm/status/rank_status.h"
+#include "brigade/comm/status/status_channel.h"
 #include "brigade/engine/state/group_account.h"
-#include "brigade/engine/state/status_comparison.h"
 
 namespace brigade {
 
+// What the statuses of all ranks say together; the same on every rank.
+struct StatusComparison {
+  // OK: all ranks agree, none has failed. Aborted: ranks have failed.
+  // FailedPrecondition: ranks differ.
+  absl::Status status = {};
+  bool must_close = false;  // the groups can't be used any more
+  ToldAlike alike = {};
+  std::vector<RankStatus> by_rank = {};
+};
+
+// Throws on all ranks alike, unless they agree: PeerError if ranks have failed,
+// RuntimeError if they differ. `name` begins the text.
+void throw_if_apart(const StatusComparison& comparison,
+                    const std::string& name);
+
 class PeerStatus {
  public:
-  // `groups`: those that are launched on, kMaxGroups at most. The first one has
-  // all ranks, which tell each other on it where they are; the others have some
-  // of them each.
-  // `has_channel`: false, ranks tell each other nothing. All exchanges agree
-  // then, but for one that tells of a failure, which nobody hears: nothing can
-  // bring ranks to the same place behind it.
-  // `counts_launches`: false, each rank launches by itself all that its peers
-  // may wait for, so that none has a deficit: of its launches a rank tells only
-  // that it can't launch any more.
+  // `groups`: those that are launched on, at most kMaxGroups. The first has all
+  // ranks, which exchange statuses on it. Throws ValueError if there are more.
+  //
+  // `has_channel` is false: ranks tell each other nothing. All exchanges agree
+  // then, but a failure, which nobody hears, closes the groups.
+  //
+  // `owns_groups`: nobody else launches on them.
   PeerStatus(std::span<const c10::intrusive_ptr<c10d::ProcessGroup>> groups,
-             bool has_channel, bool counts_launches = true);
+             bool has_channel, bool owns_groups = false);
 
-  // Collective, once: ranks connect.  To be called before the first exchange,
-  // and not in backward, where peers may wait for something else.
+  // Collective, once, before the first exchange. Not in backward, where peers
+  // may wait for something else. Throws PeerError.
   void connect();
 
   // In place of connect(), where ranks don't construct this together: they
@@ -51,67 +62,48 @@ class PeerStatus {
   void connect_later();
   bool is_connected() const { return channel_ != nullptr || !has_channel_; }
 
-  // Of keys in the group's store, equal on all ranks; empty: nobody to talk to.
-  // REQUIRES: is_connected().
+  // Prefix of keys in the group's store, equal on all ranks; empty: there is
+  // nobody to talk to. REQUIRES: is_connected().
   std::string store_prefix() const {
     return channel_ ? channel_->store_prefix() : std::string();
   }
 
-  // Of what is launched on a group, by its index.
   GroupAccount& on(size_t group) { return accounts_[group]; }
-
-  // Whether a group has launched anything since the last exchange but an
-  // opening: what others launch to get in step would meet that.
-  bool has_gone_on();
-
-  // The groups' connections are closed.
-  void note_group_aborted() { is_group_aborted_ = true; }
-  bool is_group_aborted() const { return is_group_aborted_; }
-
-  // Ranks compare where the groups' other collectives lie between the launches:
-  // for hooks that may launch some when others are complete.
+  void backward_begins();
   void compare_others(bool value);
 
-  // All ranks stand in the same place, after they have launched their deficit.
-  void restart_counts();
+  // True while this rank can launch on all groups.
+  bool can_continue() const;
+  void set_cannot_continue();
 
-  // Tells the others where this rank is, filling in what was launched, and
-  // returns at once. To be awaited in this order.
-  //
-  // `tells_launches`: false, what was launched is left for the next exchange to
-  // tell.
-  //
-  // Errors: PeerError if the channel has failed before; RuntimeError in a
-  // forked child. REQUIRES: is_connected().
-  PendingExchange begin_exchange(RankStatus own, bool tells_launches = true);
+  // Sends `own` and returns what was sent, at once. `ends_iteration`: with the
+  // hash of other collectives. Throws PeerError if the channel has failed
+  // before; RuntimeError in a forked child. REQUIRES: is_connected().
+  RankStatus send(RankStatus own, bool ends_iteration);
 
-  // The same once more, in another exchange.
-  PendingExchange begin_again(const PendingExchange& before);
-
-  // Waits until all have told.
-  //
-  // Errors: PeerError if a rank has left, died, or does not come within
-  // `patience`, at most the group's timeout.
-  // ENSURES: all ranks stand in the same place if all agree; otherwise
-  // restart_counts() is to follow.
+  // Blocks until all have sent. Throws PeerError if a rank has left, died, or
+  // does not come within `patience`, at most the group's timeout.
   StatusComparison await(
-      const PendingExchange& pending,
+      const RankStatus& sent,
       std::optional<std::chrono::milliseconds> patience = std::nullopt);
 
-  // Whether await() would not wait.
-  bool is_over(const PendingExchange& pending) const;
+  // Returns true if await() would not block.
+  bool is_complete(const RankStatus& sent) const;
 
-  // This rank can't launch on the group any more; says so and does not wait.
-  // Does not throw.
-  void tell_of_abort(RankStatus own) noexcept;
+  // The groups can't be used any more: the first reason is kept.
+  void note_closed(std::string_view reason);
+  bool is_closed() const { return !closed_because_.empty(); }
+
+  // Throws PeerError with the reason if the groups are closed.
+  void require_open(const std::string& name) const;
 
   // The plan that all ranks have been seen to have.
   bool is_agreed(uint64_t fingerprint) const { return agreed_ == fingerprint; }
   void set_agreed(uint64_t fingerprint) { agreed_ = fingerprint; }
 
-  // Which ranks still answer after a collective failed; nullopt if there is
-  // nobody to ask. `occasion` is unique, and equal on all ranks. Waits a few
-  // seconds at most.
+  // Asks which ranks still answer after a collective failed; nullopt if there
+  // is nobody to ask. `occasion` is unique, and equal on all ranks. Blocks for
+  // a few seconds at most.
   std::optional<LivenessProbe> find_survivors(const std::string& occasion);
 
  private:
@@ -119,12 +111,10 @@ class PeerStatus {
 
   const c10::intrusive_ptr<c10d::ProcessGroup> group_;  // of all ranks
   const bool has_channel_;
-  const bool counts_launches_;
   std::vector<GroupAccount> accounts_;       // by group
   std::optional<ChannelIdentity> identity_;  // if ranks connect later
-  std::unique_ptr<ControlChannel> channel_;  // null until ranks connect
-  bool is_group_aborted_ = false;
-  PendingExchange last_words_;  // nobody waits for it, but it travels
+  std::unique_ptr<StatusChannel> channel_;   // null until ranks connect
+  std::string closed_because_;               // empty: the groups are open
   std::optional<uint64_t> agreed_;
 };
 

@@ -8,9 +8,7 @@
 namespace brigade {
 
 enum class Phase {
-  // No iteration.
-  kAtSyncPoint,  // ranks met last, and this one has done nothing since
-  kIdle,         // ranks may stand apart
+  kIdle,  // no iteration
 
   // One that has not begun.
   kPrepared,  // forward is done
@@ -21,12 +19,11 @@ enum class Phase {
   kSuspended,  // between two such backwards, or waiting to be finalized
 
   // One that an error, which is on its way out, has ended: nothing is launched.
-  kFailed,    // peers have not been told
-  kLost,      // peers can't be told
-  kResynced,  // all ranks know, and have met
+  kFailed,  // peers have not been told
+  kOver,    // peers know, or can't be told
 };
 
-inline bool is_between(Phase phase) { return phase <= Phase::kIdle; }
+inline bool is_between(Phase phase) { return phase == Phase::kIdle; }
 inline bool has_begun(Phase phase) { return phase >= Phase::kReducing; }
 inline bool is_ending(Phase phase) { return phase >= Phase::kFailed; }
 

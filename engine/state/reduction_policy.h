@@ -25,7 +25,7 @@
 #include <string_view>
 #include <vector>
 
-#include "brigade/comm/control/status_digest.h"
+#include "brigade/comm/status/rank_status.h"
 #include "brigade/comm_hooks/hook_traits.h"
 #include "brigade/engine/state/collective.h"
 #include "brigade/engine/state/occasion.h"

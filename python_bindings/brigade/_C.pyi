@@ -67,13 +67,15 @@ class Reducer:
     def __init__(self, params: collections.abc.Sequence[torch.Tensor], bucket_indices: collections.abc.Sequence[collections.abc.Sequence[typing.SupportsInt]], per_bucket_size_limits: collections.abc.Sequence[typing.SupportsInt], process_group: torch.distributed.distributed_c10d.ProcessGroup, expect_sparse_gradients: collections.abc.Sequence[bool] = [], bucket_bytes_cap: typing.SupportsInt = 26214400, find_unused_parameters: bool = False, gradient_as_bucket_view: bool = False, param_to_name_mapping: dict[typing.SupportsInt, str] = {}, first_bucket_bytes_cap: typing.SupportsInt = 1048576, skip_all_reduce_unused_params: bool = False, use_python_reducer: bool = False, bucket_bytes_cap_list: collections.abc.Sequence[typing.SupportsInt] = [], batched_grad_copy: bool = False, lazy_bucket_allocation: bool = False, *, rebuild_buckets: bool | None = None, static_graph: bool = False, verify_across_ranks: bool = True, one_backward_per_forward: bool = False) -> None:
         ...
     @typing.overload
-    def __init__(self, parameters: ReducedParameters, process_group: torch.distributed.distributed_c10d.ProcessGroup, *, first_bucket_caps_bytes: collections.abc.Sequence[typing.SupportsInt], bucket_caps_bytes: collections.abc.Sequence[typing.SupportsInt], bucket_plan: collections.abc.Sequence[collections.abc.Sequence[typing.SupportsInt]] | None = None, find_unused_parameters: bool = False, skip_all_reduce_unused_parameters: bool = False, static_graph: bool = False, gradients_as_bucket_views: bool = False, lazy_bucket_allocation: bool = False, verify_across_ranks: bool = True, one_backward_per_forward: bool = False, defer_status_check: bool | None = None, max_unconfirmed_iterations: typing.SupportsInt = 32, control_channel: bool = True, reproducible: bool = False, reproducible_row_size: typing.SupportsInt | None = None, reduces_by_itself: bool = True) -> None:
+    def __init__(self, parameters: ReducedParameters, process_group: torch.distributed.distributed_c10d.ProcessGroup, *, first_bucket_caps_bytes: collections.abc.Sequence[typing.SupportsInt], bucket_caps_bytes: collections.abc.Sequence[typing.SupportsInt], bucket_plan: collections.abc.Sequence[collections.abc.Sequence[typing.SupportsInt]] | None = None, find_unused_parameters: bool = False, skip_all_reduce_unused_parameters: bool = False, static_graph: bool = False, gradients_as_bucket_views: bool = False, lazy_bucket_allocation: bool = False, verify_across_ranks: bool = True, one_backward_per_forward: bool = False, max_unconfirmed_iterations: typing.SupportsInt = 1, control_channel: bool = True, reproducible: bool = False, reproducible_row_size: typing.SupportsInt | None = None, reduces_by_itself: bool = True) -> None:
         """
         Without lists of thousands in between; takes the names. The first buckets are of the first caps, in the order of parameters, and launched from the last one on; those that are rebuilt are of the other caps. A bucket_plan takes the place of both.
         """
     def _abort_group(self) -> None:
         ...
     def _autograd_hook(self, index: typing.SupportsInt) -> None:
+        ...
+    def _await_statuses(self) -> None:
         ...
     def _bucket_plan(self) -> list[list[int]]:
         """
@@ -147,7 +149,7 @@ class Reducer:
         ...
     def can_continue(self) -> bool:
         """
-        False once the group's connections are closed, after a peer has died, left or not answered: a new group is needed. True after other errors.
+        False once the group's connections are closed (docs/recovery.md): a new group is needed then.
         """
     def describe_timeline(self) -> str:
         """

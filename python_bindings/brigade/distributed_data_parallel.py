@@ -134,15 +134,13 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
         bucket_plan: What bucket_plan() of an earlier run returned; buckets are not rebuilt then.
         one_backward_per_forward: A backward that leaves gradients out is an error when it
             ends, not in the next forward.
-        defer_status_check: True: what peers said at the end of an iteration is looked at in
-            later forwards, so that no rank waits for the slowest one's backward, and an
-            error is told there (docs/recovery.md); not with comm hooks of your own
-            on the CPU. Default: on devices, not on the CPU.
-        max_unconfirmed_iterations: How many forwards later at the latest, then: a host runs so
-            many steps ahead of the slowest one, and waits. An error is told in the next
-            forward if the host of the rank that failed has come there by then. 1: always in
-            the next. Default: 32.
-        control_channel: False: ranks tell each other nothing but gradients; a failure ends
+        max_unconfirmed_iterations: On devices: the number of iterations, 0 to 32, that may
+            be delivered before all ranks are known to have ended them, when the next one
+            begins. A rank's failure raises on the others that many iterations later at the
+            latest; the process group is closed then, and training resumes from a
+            checkpoint (docs/recovery.md). Without effect on the CPU, where ranks wait for
+            each other before gradients are delivered.
+        control_channel: False: ranks exchange gradients only and no status; a failure closes
             the process group.
         reproducible: Gradients are added up in the order of the ranks and divided once, so
             that bits do not depend on buckets, rebuilds, views or the order of backward, and
@@ -173,8 +171,7 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
     check_module = "error"
     _given_plan: list[list[int]] | None = None
     one_backward_per_forward = False
-    defer_status_check: bool | None = None
-    max_unconfirmed_iterations = 32
+    max_unconfirmed_iterations = 1
     control_channel = True
     reproducible = False
     reproducible_row_size: int | None = None
@@ -206,8 +203,7 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
         check_module: Literal["error", "warn", "off"] = "error",
         bucket_plan: Sequence[Sequence[int]] | None = None,
         one_backward_per_forward: bool = False,
-        defer_status_check: bool | None = None,
-        max_unconfirmed_iterations: int = 32,
+        max_unconfirmed_iterations: int = 1,
         control_channel: bool = True,
         reproducible: bool = False,
         reproducible_row_size: int | None = None,
@@ -239,7 +235,6 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
             _checks.require_module_check(check_module)
             self.check_module = check_module
             self.one_backward_per_forward = one_backward_per_forward
-            self.defer_status_check = defer_status_check
             self.max_unconfirmed_iterations = max_unconfirmed_iterations
             self.control_channel = control_channel
             self.reproducible = reproducible
@@ -337,7 +332,6 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
             f"mixed_precision = {self.mixed_precision}",
             f"one_backward_per_forward = {self.one_backward_per_forward}",
             f"control_channel = {self.control_channel}",
-            f"defer_status_check = {self.defer_status_check}",
             f"max_unconfirmed_iterations = {self.max_unconfirmed_iterations}",
             f"reproducible = {self.reproducible}",
             f"reproducible_row_size = {self.reproducible_row_size}",
@@ -516,7 +510,6 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
             lazy_bucket_allocation=self.lazy_bucket_allocation,
             verify_across_ranks=compare_ranks,
             one_backward_per_forward=self.one_backward_per_forward,
-            defer_status_check=self.defer_status_check,
             max_unconfirmed_iterations=self.max_unconfirmed_iterations,
             control_channel=self.control_channel,
             reproducible=self.reproducible,
@@ -594,9 +587,12 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
 
         Collective unless under no_sync(): every rank calls it equally often. Under
         no_grad() it makes buffers equal, if there are any, but not inside join():
-        evaluate on one rank with `module`.
+        evaluate on one rank with `module`. Under no_grad() it also awaits the ends of
+        the iterations so far (max_unconfirmed_iterations).
         """
         with _profiler_range("DistributedDataParallel.forward"):
+            if not torch.is_grad_enabled():
+                self._await_statuses()
             if self._join_config.enable and not torch.is_grad_enabled():
                 return self._forward_without_peers(*inputs, **kwargs)
             inputs, kwargs = self._pre_forward(*inputs, **kwargs)
@@ -661,21 +657,21 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
         return output
 
     def _sync_buffers(self) -> None:
-        if self._opens_with_buffers() and self._open_iteration():
+        if self._lets_reducer_broadcast() and self._broadcast_buffers():
             return
         # A rank that failed unnoticed must not take a peer's bucket for a buffer.
         self.reducer._meet_peers()
         super()._sync_buffers()
 
-    def _opens_with_buffers(self) -> bool:
-        """Whether peers can broadcast for this rank if it has failed, so that none waits."""
+    def _lets_reducer_broadcast(self) -> bool:
+        """Not where the source may be another rank than 0, or a hook of the user's broadcasts."""
         return (
             torch.is_grad_enabled()
             and not self._join_config.enable
             and not hasattr(self, "buffer_hook")
         )
 
-    def _open_iteration(self) -> bool:
+    def _broadcast_buffers(self) -> bool:
         self._assign_modules_buffers()
         buffers = tuple(self.modules_buffers)
         with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(buffers):
@@ -693,11 +689,28 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
                 f"{error}\nSave what is needed and make a new process group."
             ) from error
 
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's state, once all ranks are known to have ended their iterations.
+
+        On devices gradients are delivered before that (max_unconfirmed_iterations).
+
+        Raises:
+            DistBackendError: A rank has failed in one of them: parameters are not to be saved.
+        """
+        self._await_statuses()
+        return super().state_dict(*args, **kwargs)
+
+    def _await_statuses(self) -> None:
+        if not self._delay_all_reduce_all_params:
+            self.reducer._await_statuses()
+
     def can_continue(self) -> bool:
         """Whether the process group can be used after an error.
 
-        False once its connections are closed: after a peer has died, left or not answered.
-        Then a new group is needed, and a new wrapper on it; the module stays usable.
+        False once its connections are closed: after a peer has died, left or not answered, where
+        zeros can't stand in for a failed rank's gradients (docs/recovery.md), and on devices
+        after any failure. Then a new group is needed, and a new wrapper on it; the module stays
+        usable.
         """
         return self._delay_all_reduce_all_params or self.reducer.can_continue()
 
@@ -718,6 +731,7 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
             src: The rank within the group whose buffers are taken.
         """
         if not self._delay_all_reduce_all_params:
+            self.reducer._await_statuses()
             self.reducer._meet_peers()
         self._assign_modules_buffers()
         if self.modules_buffers:
@@ -725,6 +739,12 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
                 self._default_broadcast_coalesced(authoritative_rank=src)
 
     # ------------------------------------------------------------------- join
+
+    def _check_and_sync_module_buffers(self) -> None:
+        """Called by a rank that has joined, in place of _sync_buffers() of ranks with data."""
+        if self._check_sync_bufs_pre_fwd():
+            self.reducer._meet_peers()
+        super()._check_and_sync_module_buffers()
 
     def _match_all_reduce_for_bwd_pass(self) -> None:
         self.reducer._shadow_iteration(self._divide_by_initial_world_size)

@@ -1,12 +1,14 @@
-#include "brigade/comm/control/rank_status.h"
+#include "brigade/comm/status/rank_status.h"
 
 #include <string>
+#include <string_view>
+#include <vector>
 
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
 namespace brigade {
-namespace {
+namespace rank_status_test {
 
 TEST(StatusTextTest, KeepsWhatFits) {
   for (const size_t length : {0, 1, 191, 192}) {
@@ -34,16 +36,12 @@ std::string described(const RankStatus& rank_status) {
 
 TEST(DescribeStatusTest, SaysWhatARankDid) {
   using enum StatusKind;
-  EXPECT_EQ(described({.kind = kIdle, .iteration = 7}),
-            "ran no backward in iteration 7");
-  EXPECT_EQ(described({.kind = kIdle, .iteration = 7, .unit = 0}),
-            "ran no backward in iteration 7 and is behind another forward");
   EXPECT_EQ(described({.kind = kBegin, .iteration = 7}), "began iteration 7");
-  RankStatus end = {.kind = kEnd, .iteration = 7};
-  end.by_group[0].launches = 1;
-  EXPECT_EQ(described(end), "ended iteration 7 after 1 launch");
-  end.by_group[2].launches = 2;
-  EXPECT_EQ(described(end), "ended iteration 7 after 3 launches");
+  EXPECT_EQ(described({.kind = kEnd, .iteration = 7}), "ended iteration 7");
+  EXPECT_EQ(described({.kind = kAsk,
+                       .iteration = 7,
+                       .text = status_text("came to a forward")}),
+            "came to a forward after iteration 7");
   EXPECT_EQ(described({.kind = kChained, .iteration = 7}),
             "has launched the second collectives of iteration 7");
   EXPECT_EQ(described({.kind = kArrived, .iteration = 7}),
@@ -62,5 +60,164 @@ TEST(DescribeStatusTest, SurvivesAnUnknownKind) {
             "sent a status of unknown kind 99");
 }
 
-}  // namespace
+using enum StatusKind;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+using Statuses = std::vector<RankStatus>;
+
+RankStatus ended(int64_t iteration) {
+  return {.kind = kEnd, .iteration = iteration};
+}
+
+RankStatus failed(int64_t iteration, std::string_view words) {
+  return {.kind = kFailed, .iteration = iteration, .text = status_text(words)};
+}
+
+// The text of the difference; fails when all are found equal.
+std::string difference(const Statuses& by_rank) {
+  const absl::Status status = check_statuses(by_rank);
+  EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition);
+  return std::string(status.message());
+}
+
+std::string failure(const Statuses& by_rank) {
+  const absl::Status status = check_statuses(by_rank);
+  EXPECT_EQ(status.code(), absl::StatusCode::kAborted);
+  return std::string(status.message());
+}
+
+TEST(CheckStatusesTest, EqualOnesAreRight) {
+  EXPECT_TRUE(check_statuses(Statuses{ended(7)}).ok());
+  EXPECT_TRUE(check_statuses(Statuses(4, ended(7))).ok());
+}
+
+TEST(CheckStatusesTest, WhatMakesNoDifferenceIsNotCompared) {
+  Statuses by_rank(2, ended(7));
+  by_rank[0].sequence = 1;
+  by_rank[0].proposal = 5;
+  by_rank[0].order = 5;
+  EXPECT_TRUE(check_statuses(by_rank).ok());
+}
+
+TEST(CheckStatusesTest, ARankInAnotherIterationIsNamed) {
+  EXPECT_EQ(
+      difference({ended(7), ended(8), ended(7), ended(7)}),
+      "expected every rank in the same place: ranks 0, 2, 3 ended "
+      "iteration 7, rank 1 ended iteration 8.\n"
+      "Run forward and backward equally often on every rank, and forwards "
+      "without backward under no_grad.");
+}
+
+TEST(CheckStatusesTest, DifferentPlansAreNamedWithWhatTheyStandFor) {
+  Statuses by_rank(2, {.kind = kBegin,
+                       .iteration = 7,
+                       .fingerprint = 0xab,
+                       .text = status_text("3 buckets")});
+  by_rank[1].fingerprint = 0xcd;
+  by_rank[1].text = {};
+  EXPECT_EQ(difference(by_rank),
+            "expected the same plan and options on every rank in iteration 7: "
+            "rank 0 has 00000000000000ab (3 buckets), rank 1 has "
+            "00000000000000cd.\nGive every rank the same options.");
+}
+
+TEST(CheckStatusesTest, DifferentDeedsAreNamed) {
+  Statuses by_rank(2, {.kind = StatusKind::kAsk,
+                       .iteration = 7,
+                       .fingerprint = 0xab,
+                       .text = status_text("gathers all units")});
+  by_rank[1].fingerprint = 0xcd;
+  by_rank[1].text = status_text("began a forward");
+  EXPECT_EQ(
+      difference(by_rank),
+      "expected the same of every rank after iteration 7: rank 0 gathers "
+      "all units, rank 1 began a forward.\nCall the same on all ranks, in "
+      "the same order.");
+}
+
+TEST(CheckStatusesTest, AFailureIsToldBeforeAnyDifference) {
+  EXPECT_EQ(failure({ended(7), failed(8, "no memory"), ended(7)}),
+            "rank 1 failed in iteration 8: no memory");
+}
+
+TEST(CheckStatusesTest, RanksThatFailAlikeAreToldTogether) {
+  EXPECT_EQ(failure({failed(7, "bad input"), failed(7, "no memory"),
+                     failed(7, "bad input")}),
+            "ranks 0, 2 failed in iteration 7: bad input\n"
+            "rank 1 failed in iteration 7: no memory");
+}
+
+TEST(CheckStatusesTest, AllRanksFailingAlikeIsAFailureToo) {
+  EXPECT_EQ(failure(Statuses(2, failed(7, "x"))),
+            "ranks 0, 1 failed in iteration 7: x");
+}
+
+RankStatus wanting(int64_t unit) { return {.kind = kAsk, .unit = unit}; }
+
+TEST(WantedUnitsTest, AreThoseOfAllRanksOnceInRisingOrder) {
+  EXPECT_THAT(wanted_units(Statuses{wanting(4),
+                                    {.kind = kEnd},
+                                    wanting(2),
+                                    wanting(4),
+                                    {.kind = kBegin}}),
+              ElementsAre(2, 4));
+  EXPECT_THAT(wanted_units(Statuses{{.kind = kEnd}, wanting(-1)}), IsEmpty());
+}
+
+TEST(WantedUnitsTest, AreNoneWhereARankHasFailedOrWouldGiveAnother) {
+  EXPECT_THAT(wanted_units(Statuses{wanting(4), failed(7, "x")}), IsEmpty());
+  RankStatus other = {.kind = kBegin, .proposal = 1};
+  EXPECT_THAT(wanted_units(Statuses{wanting(4), other}), IsEmpty());
+  other.kind = kEnd;  // proposes
+  EXPECT_THAT(wanted_units(Statuses{wanting(4), other}), ElementsAre(4));
+}
+
+TEST(CheckStatusesTest, OtherCollectivesElsewhereAreAnErrorThatClosesGroups) {
+  Statuses by_rank(2, ended(7));
+  by_rank[1].others = 1;
+  EXPECT_THAT(difference(by_rank), HasSubstr("other collectives"));
+  EXPECT_TRUE(must_close_groups(by_rank));
+}
+
+TEST(MustCloseGroupsTest, WhereARankCanNotContinue) {
+  Statuses by_rank = {ended(7), failed(7, "x")};
+  EXPECT_FALSE(must_close_groups(by_rank));
+  by_rank[1].cannot_continue = 1;
+  EXPECT_TRUE(must_close_groups(by_rank));
+}
+
+// A hash is of a whole iteration.
+TEST(MustCloseGroupsTest, NotWhereARankHasFailedBeforeAllWasLaunched) {
+  Statuses by_rank = {ended(7), failed(7, "x")};
+  by_rank[0].others = 1;
+  EXPECT_FALSE(must_close_groups(by_rank));
+}
+
+TEST(MustCloseGroupsTest, WhereZerosCouldMeetOtherCollectives) {
+  Statuses by_rank = {ended(7), failed(7, "x")};
+  by_rank[0].has_others = 1;
+  EXPECT_TRUE(must_close_groups(by_rank));
+  for (RankStatus& s : by_rank) s.kind = StatusKind::kAsk;
+  EXPECT_FALSE(must_close_groups(by_rank));  // none are launched
+}
+
+TEST(MustCloseGroupsTest, WhereOneHasLaunchedWhatAnotherHasAnotherPlanOf) {
+  Statuses by_rank(2, ended(7));
+  by_rank[1].kind = StatusKind::kBegin;
+  EXPECT_TRUE(must_close_groups(by_rank));
+}
+
+TEST(ToldAlikeTest, ComparesEachHash) {
+  Statuses by_rank(3, ended(7));
+  EXPECT_TRUE(told_alike(by_rank).proposals);
+  EXPECT_TRUE(told_alike(by_rank).orders);
+  by_rank[2].order = 1;
+  EXPECT_TRUE(told_alike(by_rank).proposals);
+  EXPECT_FALSE(told_alike(by_rank).orders);
+  by_rank[1].proposal = 1;
+  EXPECT_FALSE(told_alike(by_rank).proposals);
+}
+
+}  // namespace rank_status_test
 }  // namespace brigade

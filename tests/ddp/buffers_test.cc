@@ -1,5 +1,6 @@
 #include <torch/torch.h>
 
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -86,6 +87,68 @@ TEST(BuffersTest, AreNotSyncedBesideTheBucketOfAPeerThatGoesOn) {
     for (const size_t i : kAll) {
       EXPECT_TRUE(at::equal(module->toy.parameters[i].grad(),
                             module->toy.average(i, 2, 2)));
+    }
+  });
+}
+
+// One rank's loss throws, and it goes on with its next forward: where ranks
+// meet for the buffers, it meets peers that are in backward.
+TEST(BuffersTest, AFailedLossOfOneRankIsAnErrorOnAllAndForgotten) {
+  for (const BufferMode mode :
+       {BufferMode::kBeforeForward, BufferMode::kAfterForward}) {
+    run_ranks(3, [&](const Group& group) {
+      const int rank = group->getRank();
+      ToyModule module;
+      DistributedDataParallel model(module, group, {.buffer_mode = mode});
+      for (int round = 0; round < 3; ++round) {
+        const at::Tensor loss = model(kAll, rank, round);
+        try {
+          if (rank == 1) {
+            model(kAll, rank, round);
+          } else {
+            loss.backward();
+          }
+          ADD_FAILURE() << "no error on rank " << rank;
+        } catch (const c10::Error& error) {
+          EXPECT_THAT(error.what_without_backtrace(),
+                      AllOf(HasSubstr("ranks 0, 2 ended iteration"),
+                            HasSubstr("rank 1 came to")));
+        }
+        EXPECT_TRUE(model.reducer().can_continue());
+        module->toy.zero_grad();
+        model(kAll, rank, round).backward();
+        for (const size_t i : kAll) {
+          EXPECT_TRUE(at::equal(module->toy.parameters[i].grad(),
+                                module->toy.average(i, 3, round)));
+        }
+        module->toy.zero_grad();
+      }
+    });
+  }
+}
+
+TEST(BuffersTest, AFailedForwardOfOneRankIsAnErrorOnAllAndForgotten) {
+  run_ranks(3, [](const Group& group) {
+    const int rank = group->getRank();
+    ToyModule module;
+    DistributedDataParallel model(module, group);
+    for (int round = 0; round < 3; ++round) {
+      if (rank == 1) {
+        module->fails = true;
+        EXPECT_THROW(model(kAll, rank, round), std::domain_error);
+        module->fails = false;
+        EXPECT_THROW(model(kAll, rank, round), c10::Error);
+      } else {
+        EXPECT_THROW(model(kAll, rank, round).backward(), c10::Error);
+      }
+      EXPECT_TRUE(model.reducer().can_continue());
+      module->toy.zero_grad();
+      model(kAll, rank, round).backward();
+      for (const size_t i : kAll) {
+        EXPECT_TRUE(at::equal(module->toy.parameters[i].grad(),
+                              module->toy.average(i, 3, round)));
+      }
+      module->toy.zero_grad();
     }
   });
 }

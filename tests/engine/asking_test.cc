@@ -23,11 +23,6 @@ using testing::Step;
 
 class AskingTest : public testing::EngineFixture {
  protected:
-  AskingTest() {
-    launches_rest = true;
-    defers = false;
-  }
-
   void begin_with(std::vector<testing::ScriptedEntry> entries) {
     sequence(entries);
     policy().compares_iterations = true;
@@ -70,7 +65,7 @@ TEST_F(AskingTest, ABackwardThatNobodyPreparedIsAnIteration) {
 TEST_F(AskingTest, GoesOnWhenAllRanksAskTheSame) {
   begin_with({1, 1});
   engine().ask("needs unit 3", 1);
-  EXPECT_THAT(take_statuses(), ElementsAre("needs unit 3 behind iteration 0"));
+  EXPECT_THAT(take_statuses(), ElementsAre("needs unit 3 after iteration 0"));
   own_backward({0, 1}, [&](size_t) { engine().ask("needs unit 3", 2); });
   EXPECT_EQ(engine().statistics().reduced, 1);
 }
@@ -80,7 +75,7 @@ TEST_F(AskingTest, RaisesWherePeersDoSomethingElse) {
   peer_at(StatusKind::kAsk,
           [](RankStatus& peer) { peer.kind = StatusKind::kBegin; });
   EXPECT_THAT(error_of([&] { engine().ask("needs unit 3", 1); }),
-              HasSubstr("rank 0 needs unit 3 behind iteration 0, rank 1 began "
+              HasSubstr("rank 0 needs unit 3 after iteration 0, rank 1 began "
                         "iteration 0"));
   peer_at(StatusKind::kAsk, [](RankStatus& peer) { peer.fingerprint ^= 1; });
   EXPECT_THAT(error_of([&] { engine().ask("needs unit 3", 1); }),
@@ -118,14 +113,13 @@ TEST_F(AskingTest, ARankAtTheEndLaunchesNothingForOneThatAsks) {
   peer_at(StatusKind::kEnd, [](RankStatus& peer) {
     peer.kind = StatusKind::kAsk;
     peer.fingerprint ^= 1;
-    peer.by_group[0] = {};
     peer.text = status_text("needs unit 3");
   });
   EXPECT_THAT(error_of([&] {
                 own_backward({0, 1});
               }),
               AllOf(HasSubstr("rank 0 ended iteration 1"),
-                    HasSubstr("rank 1 needs unit 3 behind iteration 1"),
+                    HasSubstr("rank 1 needs unit 3 after iteration 1"),
                     Not(HasSubstr("brought in step"))));
   EXPECT_TRUE(engine().can_continue());
   peers_agree();
@@ -192,28 +186,6 @@ TEST_F(AskingTest, NothingIsGivenWhereARankHasFailed) {
   peer_fails_at(StatusKind::kAsk);
   EXPECT_THAT(error_of([&] { engine().ask("needs unit 3", 1, /*wanted=*/3); }),
               HasSubstr("a peer's error"));
-  expect_events({"aborted"});
-}
-
-// Its device may wait for sums that the peer launches behind the unit.
-TEST_F(AskingTest, ARankThatHasDeliveredGivesNothing) {
-  defers = true;
-  begin_with({1});
-  peer_at(StatusKind::kEnd, [](RankStatus& peer) {
-    peer.kind = StatusKind::kAsk;
-    peer.unit = 3;
-  });
-  own_backward({0});
-  EXPECT_THAT(error_of([&] { engine().ask("began a forward", 1); }),
-              HasSubstr("ended iteration 1"));
-  peers_agree();
-  policy().events();
-
-  // Nor does it get any there.
-  peer_at(StatusKind::kAsk,
-          [](RankStatus& peer) { peer.kind = StatusKind::kEnd; });
-  EXPECT_THAT(error_of([&] { engine().ask("needs unit 3", 1, /*wanted=*/3); }),
-              HasSubstr("needs unit 3"));
   expect_events({"aborted"});
 }
 

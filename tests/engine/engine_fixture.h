@@ -22,7 +22,7 @@
 #include <utility>
 #include <vector>
 
-#include "brigade/comm/control/rank_status.h"
+#include "brigade/comm/status/rank_status.h"
 #include "brigade/comm/recording_group.h"
 #include "brigade/engine/engine.h"
 #include "brigade/tests/engine/scripted_policy.h"
@@ -50,19 +50,15 @@ class EngineFixture : public ::testing::Test {
         std::vector{recording_.group()},
         std::vector<std::vector<at::Tensor>>{variables_}, *policy_,
         EngineOptions{.name = "Engine",
-                      .defers_status_check = defers,
                       .failure_patience = std::chrono::seconds(1),
                       .one_backward_per_forward = one_backward_per_forward,
-                      .make_hooks = make_hooks,
-                      .launches_rest_when_failing = launches_rest});
+                      .make_hooks = make_hooks});
     engine_->connect();
     take_statuses();
   }
 
   // Of the engines of sequence().
   decltype(EngineOptions::make_hooks) make_hooks = {};
-  bool launches_rest = false;
-  std::optional<bool> defers = std::nullopt;
 
   Engine& engine() { return *engine_; }
   ScriptedPolicy& policy() { return *policy_; }
@@ -121,13 +117,9 @@ class EngineFixture : public ::testing::Test {
         });
   }
 
-  // After this many launches, or as many as this rank.
-  void peer_fails_at(StatusKind kind,
-                     std::optional<int32_t> launches = std::nullopt) {
-    peer_at(kind, [launches](RankStatus& peer) {
+  void peer_fails_at(StatusKind kind) {
+    peer_at(kind, [](RankStatus& peer) {
       peer.kind = StatusKind::kFailed;
-      int32_t& on_group = peer.by_group[0].launches;
-      on_group = launches.value_or(on_group);
       peer.text = status_text("a peer's error");
     });
   }
@@ -147,14 +139,6 @@ class EngineFixture : public ::testing::Test {
     const std::vector<std::string> latest(all.begin() + num_taken_, all.end());
     num_taken_ = static_cast<int64_t>(all.size());
     return latest;
-  }
-
-  // Whether this rank knows that its peers stand where it stands: it need not
-  // ask then.
-  bool is_at_sync_point() {
-    take_statuses();
-    engine_->synchronize(SyncPoint::kBeforeForward);
-    return take_statuses().empty();
   }
 
   // Whether an iteration has begun and is not over: its sequence can't be

@@ -45,8 +45,7 @@ constexpr size_t kColumn = 2;
 // One rank of the mesh.
 class MeshRank {
  public:
-  explicit MeshRank(const Group& all, std::optional<bool> defers = std::nullopt,
-                    int max_unconfirmed_iterations = 1)
+  explicit MeshRank(const Group& all)
       : all_(all),
         row_(make_subgroup(all, "row", row_of(all->getRank()))),
         column_(make_subgroup(all, "column", column_of(all->getRank()))),
@@ -62,8 +61,6 @@ class MeshRank {
         std::vector{all, row_.group(), column_.group()},
         std::vector<std::vector<at::Tensor>>{variables_}, policy_,
         EngineOptions{.name = "Engine",
-                      .defers_status_check = defers,
-                      .max_unconfirmed_iterations = max_unconfirmed_iterations,
                       .failure_patience = std::chrono::seconds(10),
                       .one_backward_per_forward = true});
     engine_->connect();
@@ -239,72 +236,6 @@ TEST(GroupsTest, SecondCollectivesAreLaunchedOnTheGroupsOfTheFirst) {
                                        Pair(2, 4 * 15), Pair(3, 2 * row),
                                        Pair(4, 2 * column), Pair(5, 4 * 15)));
     }
-  });
-}
-
-TEST(GroupsTest, AFailureMayBeHeardOfOneIterationLater) {
-  run_ranks(4, [](const Group& all) {
-    MeshRank mesh_rank(all, /*defers=*/true);
-    for (int round = 0; round < 3; ++round) {
-      mesh_rank.step();
-      if (all->getRank() == 2) {
-        mesh_rank.policy().fail(Step::kPack, 1);
-        EXPECT_THROW(mesh_rank.step(), ScriptedError);
-      } else {
-        mesh_rank.step();
-        EXPECT_THROW(mesh_rank.step(), c10::DistBackendError);
-      }
-      ASSERT_TRUE(mesh_rank.engine().can_continue());
-      mesh_rank.step();
-      mesh_rank.expect_sums_of_each_group(all->getRank());
-    }
-  });
-}
-
-// Rank 2 fails in an iteration, rank 1 in the one behind that, unless it hears
-// of the first by then.
-TEST(GroupsTest, AFailureMayBeHeardOfSeveralIterationsLater) {
-  constexpr int kDepth = 3;
-  run_ranks(4, [](const Group& all) {
-    MeshRank mesh_rank(all, /*defers=*/true, kDepth);
-    mesh_rank.policy().learns = false;
-    for (size_t entry = 0; entry < 4; ++entry) {
-      mesh_rank.step();
-      if (all->getRank() == 2) {
-        mesh_rank.policy().fail(Step::kPack, entry);
-        EXPECT_THROW(mesh_rank.step(), ScriptedError);
-      } else if (all->getRank() == 1) {
-        mesh_rank.step();
-        mesh_rank.policy().fail(Step::kPack, 3 - entry);
-        EXPECT_ANY_THROW(mesh_rank.step());
-        mesh_rank.policy().fail_no_more();
-      } else {
-        const auto train = [&] {
-          for (int i = 0; i <= kDepth; ++i) mesh_rank.step();
-        };
-        EXPECT_THROW(train(), c10::DistBackendError);
-      }
-      ASSERT_TRUE(mesh_rank.engine().can_continue());
-      mesh_rank.step();
-      mesh_rank.expect_sums_of_each_group(all->getRank());
-    }
-  });
-}
-
-// Zeros of the rank that failed would meet it.
-TEST(GroupsTest, WhatARankLaunchesUntilItHearsOfAFailureClosesAllGroups) {
-  run_ranks(4, [](const Group& all) {
-    MeshRank mesh_rank(all, /*defers=*/true);
-    mesh_rank.step();
-    if (all->getRank() == 2) {
-      mesh_rank.policy().fail(Step::kPack, 1);
-      EXPECT_ANY_THROW(mesh_rank.step());
-    } else {
-      mesh_rank.step();
-      if (all->getRank() < 2) mesh_rank.all_reduce(kRow);
-      EXPECT_THROW(mesh_rank.step(), c10::DistBackendError);
-    }
-    EXPECT_FALSE(all->getRank() < 2 && mesh_rank.engine().can_continue());
   });
 }
 

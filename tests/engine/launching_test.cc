@@ -83,11 +83,6 @@ class LaunchingTest : public ::testing::Test {
     policy_->fail(step, entry);
   }
 
-  void deficit(int32_t num_launches, int32_t on_second_group = 0) {
-    make_up_deficit(*state_, *state_->iteration,
-                    {num_launches, on_second_group});
-  }
-
   // Since the last call.
   void expect_events(const std::vector<std::string>& events) {
     EXPECT_THAT(policy_->events(), ElementsAreArray(events));
@@ -243,22 +238,6 @@ TEST_F(LaunchingTest, WhatIsLeftOutOfAGroupIsPassedOverThere) {
   EXPECT_EQ(num_passed(), 3);
 }
 
-TEST_F(LaunchingTest, TheDeficitIsThatOfEachGroup) {
-  sequence({1, on_group(1, 1), 1, on_group(1, 1), 1});
-  ready(1);
-  policy_->events();
-  deficit(/*num_launches=*/2, /*on_second_group=*/1);
-  expect_events({"substitute 0", "substitute 2", "substitute 3"});
-}
-
-TEST_F(LaunchingTest, ADeficitBeyondAGroupsEntriesIsAnError) {
-  sequence({1, on_group(1, 1), 1});
-  EXPECT_THAT([&] { deficit(1, /*on_second_group=*/2); },
-              ThrowsMessage<c10::Error>(HasSubstr(
-                  "1 launches are missing beyond those of the sequence")));
-  expect_events({"substitute 0", "substitute 1"});
-}
-
 TEST_F(LaunchingTest, WhatEntriesUpToOneDeliverIsTheirGroups) {
   sequence({1, on_group(1, 1), 1, on_group(1, 1)});
   for (const size_t gradient : {3, 1, 0, 2}) ready(gradient);
@@ -293,8 +272,8 @@ TEST_F(LaunchingTest, AnEntryThatOnlyTheNetworkFailsLosesTheGroup) {
   sequence({1, 1});
   fails_at(0);
   EXPECT_THROW(ready(0), c10::DistBackendError);
-  EXPECT_EQ(state_->phase, Phase::kLost);
-  EXPECT_TRUE(state_->peers.is_group_aborted());
+  EXPECT_EQ(state_->phase, Phase::kOver);
+  EXPECT_TRUE(state_->peers.is_closed());
 }
 
 TEST_F(LaunchingTest, AnEntryThatCannotBePackedIsNotLaunched) {
@@ -305,51 +284,38 @@ TEST_F(LaunchingTest, AnEntryThatCannotBePackedIsNotLaunched) {
   EXPECT_EQ(num_passed(), 0);
 }
 
-TEST_F(LaunchingTest, TheDeficitBeginsWithTheEntryThatFailed) {
+TEST_F(LaunchingTest, TheRestBeginsWithTheEntryThatFailed) {
   sequence({1, 1, 1});
   fails_at(1);
   ready(0);
   EXPECT_ANY_THROW(ready(1));
   policy_->events();
-  deficit(2);
+  launch_rest(*state_, *state_->iteration);
   expect_events({"substitute 1", "substitute 2"});
   EXPECT_EQ(statistics().units_launched, 3);
 }
 
-TEST_F(LaunchingTest, TheDeficitBeginsBehindWhatWasLaunched) {
+TEST_F(LaunchingTest, TheRestBeginsAfterWhatWasLaunched) {
   sequence({1, 1, 1});
   ready(0);
   policy_->events();
-  deficit(1);
-  expect_events({"substitute 1"});
+  launch_rest(*state_, *state_->iteration);
+  expect_events({"substitute 1", "substitute 2"});
 }
 
-TEST_F(LaunchingTest, NothingIsLaunchedWithoutADeficit) {
-  sequence({1, 1});
-  deficit(0);
-  expect_events({});
-}
-
-TEST_F(LaunchingTest, TheDeficitPassesOverWhatIsLeftOut) {
+TEST_F(LaunchingTest, TheRestPassesOverWhatIsLeftOut) {
   sequence({1, left_out(1), without_unit(0), left_out(0), 1, 1});
   ready(0);
   policy_->events();
-  deficit(2);
-  expect_events({"substitute 2", "substitute 4"});
+  launch_rest(*state_, *state_->iteration);
+  expect_events({"substitute 2", "substitute 4", "substitute 5"});
 }
 
-TEST_F(LaunchingTest, ADeficitBeyondTheSequenceIsAnError) {
-  sequence({1, left_out(1), 1});
-  EXPECT_THAT([&] { deficit(3); },
-              ThrowsMessage<c10::Error>(HasSubstr(
-                  "1 launches are missing beyond those of the sequence")));
-  expect_events({"substitute 0", "substitute 2"});
-}
-
-TEST_F(LaunchingTest, ASubstituteThatThrowsEndsTheDeficit) {
+TEST_F(LaunchingTest, ASubstituteThatThrowsEndsTheRest) {
   sequence({1, 1, 1});
   fails_at(1, Step::kSubstitute);
-  EXPECT_THROW(deficit(3), testing::ScriptedError);
+  EXPECT_THROW(launch_rest(*state_, *state_->iteration),
+               testing::ScriptedError);
   expect_events({"substitute 0"});
 }
 

@@ -69,7 +69,7 @@ class PhaseTest : public testing::EngineFixture {
     EXPECT_ANY_THROW(engine().launch(1));
   }
 
-  // Likewise, of the network: kLost.
+  // Likewise, of the network: kOver.
   void lose_and_go_on() {
     policy().fail(Step::kLaunch, 1,
                   std::make_exception_ptr(c10::DistBackendError("gone")));
@@ -77,7 +77,7 @@ class PhaseTest : public testing::EngineFixture {
     EXPECT_THROW(engine().launch(1), c10::DistBackendError);
   }
 
-  // Likewise, of a peer where ranks begin together: kResynced.
+  // Likewise, of a peer where ranks begin together: kOver.
   void resync_and_go_on() {
     policy().compares_iterations = true;
     peer_fails_at(StatusKind::kBegin);
@@ -98,7 +98,6 @@ class PhaseTest : public testing::EngineFixture {
 // ---- prepare()
 
 TEST_F(PhaseTest, PreparesBetweenIterations) {
-  EXPECT_TRUE(is_at_sync_point());
   prepare();
   expect_prepared();  // behind kIdle, and the next one behind kAtSyncPoint
   prepare();
@@ -174,7 +173,7 @@ TEST_F(PhaseTest, PreparingBehindALossAbortsAndTellsNobodyAgain) {
   EXPECT_THROW(step_reaching([this] {
                  lose_and_go_on();
                  take_statuses();
-                 prepare();
+                 EXPECT_THROW(prepare(), c10::DistBackendError);
                  EXPECT_THAT(take_statuses(), IsEmpty());
                  throw EndBackward();
                }),
@@ -194,18 +193,6 @@ TEST_F(PhaseTest, PreparingWhereAllKnowAbortsAndTellsNobodyAgain) {
                EndBackward);
   EXPECT_EQ(num_aborted(), 1);
   expect_prepared();
-}
-
-TEST_F(PhaseTest, PreparingWithoutGradientsToComeKeepsThePlaceWhereRanksMet) {
-  policy().has_gradients_to_come = false;
-  prepare();
-  EXPECT_TRUE(is_at_sync_point());
-  policy().has_gradients_to_come = true;
-  prepare();
-  policy().has_gradients_to_come = false;
-  prepare();
-  EXPECT_FALSE(is_at_sync_point());
-  expect_between();
 }
 
 // ---- Outputs and gradients
@@ -304,7 +291,6 @@ TEST_F(PhaseTest, TheEndThatLaunchesIsFollowedByAnotherOne) {
 TEST_F(PhaseTest, TheLastBackwardEndsIt) {
   train();
   EXPECT_FALSE(has_begun());
-  EXPECT_TRUE(is_at_sync_point());
   expect_between();
 }
 
@@ -315,37 +301,35 @@ TEST_F(PhaseTest, TheEndOfABackwardBehindAnErrorTellsIt) {
   });
   EXPECT_THAT(take_statuses(), ElementsAre(HasSubstr("as scripted")));
   expect_events({"local 2", "local 1", "local 0", "aborted"});
-  EXPECT_TRUE(is_at_sync_point());
 }
 
-TEST_F(PhaseTest, TheEndOfABackwardBehindAnErrorThatCannotBeToldIsApart) {
+TEST_F(PhaseTest, APeerThatCanNotContinueClosesTheGroup) {
   peer_at(StatusKind::kFailed,
-          [](RankStatus& peer) { peer.by_group[0].launches = kAbortedGroup; });
+          [](RankStatus& peer) { peer.cannot_continue = 1; });
   step_reaching([this] { fail_and_go_on(); });
   EXPECT_THAT(take_statuses(), SizeIs(1));
   EXPECT_EQ(num_aborted(), 1);
-  peers_agree();
-  EXPECT_FALSE(is_at_sync_point());
+  EXPECT_FALSE(engine().can_continue());
+  EXPECT_THAT([&] { prepare(); }, ThrowsMessage<c10::DistBackendError>(
+                                      HasSubstr("Make a new process group")));
 }
 
-TEST_F(PhaseTest, TheEndOfABackwardBehindALossIsApart) {
+TEST_F(PhaseTest, TheEndOfABackwardAfterALossTellsNobodyAgain) {
   step_reaching([this] {
     lose_and_go_on();
     take_statuses();
   });
   EXPECT_THAT(take_statuses(), IsEmpty());
   EXPECT_EQ(num_aborted(), 1);
-  EXPECT_FALSE(is_at_sync_point());
 }
 
-TEST_F(PhaseTest, TheEndOfABackwardWhereAllKnowIsWhereRanksMet) {
+TEST_F(PhaseTest, TheEndOfABackwardWhereAllKnowTellsNobodyAgain) {
   step_reaching([this] {
     resync_and_go_on();
     take_statuses();
   });
   EXPECT_THAT(take_statuses(), IsEmpty());
   EXPECT_EQ(num_aborted(), 1);
-  EXPECT_TRUE(is_at_sync_point());
 }
 
 // ---- Abandoned: an exception ends the backward.
@@ -398,57 +382,57 @@ TEST_F(PhaseTest, NothingIsLaunchedBehindAnError) {
     fail_and_go_on();
     EXPECT_THROW(engine().launch(1), c10::Error);
     EXPECT_THROW(engine().deliver_through(0), c10::Error);
+    EXPECT_TRUE(recording().log().empty());
   });
-  EXPECT_TRUE(recording().log().empty());
 }
 
-// ---- finalize() and synchronize()
+// ---- finalize() and meet_peers()
+
+TEST_F(PhaseTest, MeetingPeersKeepsWhatIsPrepared) {
+  prepare();
+  engine().meet_peers("came to a forward");
+  EXPECT_THAT(take_statuses(), ElementsAre("came to a forward after iteration 0"));
+  expect_prepared();
+}
+
+TEST_F(PhaseTest, MeetingPeersInAnotherIterationLaunchesZerosForThem) {
+  peer_at(StatusKind::kAsk, [](RankStatus& peer) {
+    peer.kind = StatusKind::kEnd;
+    ++peer.iteration;
+  });
+  EXPECT_THAT([&] { engine().meet_peers("came to a forward"); },
+              ThrowsMessage<c10::Error>(HasSubstr(
+                  "rank 0 came to a forward after iteration 0, rank 1 ended "
+                  "iteration 1")));
+  expect_events({"rest beside", "substitute 0", "substitute 1", "substitute 2",
+                 "aborted"});
+  EXPECT_TRUE(engine().can_continue());
+  EXPECT_EQ(engine().statistics().begun, 1);
+  peers_agree();
+  train();
+  EXPECT_EQ(engine().statistics().reduced, 1);
+}
 
 TEST_F(PhaseTest, IsOverOnThisRankBeforeItsEndIsTold) {
   peer_at(StatusKind::kEnd,
           [](RankStatus&) { throw c10::DistBackendError("no answer"); });
   EXPECT_THROW(train(), c10::DistBackendError);
   EXPECT_FALSE(has_begun());
-  peers_agree();
-  EXPECT_FALSE(is_at_sync_point());
 }
 
-TEST_F(PhaseTest, FinalizingLeadsWhereRanksMet) {
+TEST_F(PhaseTest, FinalizingEndsIt) {
   engine().set_manual_finalization(true);
   train();
   EXPECT_TRUE(has_begun());
   engine().finalize();
-  EXPECT_TRUE(is_at_sync_point());
-  expect_between();
-}
-
-TEST_F(PhaseTest, SynchronizingLeavesThePlaceForWhatIsLaunchedThere) {
-  EXPECT_TRUE(is_at_sync_point());
-  EXPECT_FALSE(is_at_sync_point());
-  EXPECT_FALSE(is_at_sync_point());
-}
-
-TEST_F(PhaseTest, SynchronizingKeepsWhatIsPrepared) {
-  prepare();
-  EXPECT_FALSE(is_at_sync_point());
-  expect_prepared();
-}
-
-TEST_F(PhaseTest, SynchronizingWithPeersThatDifferAbortsWhatIsPrepared) {
-  prepare();
-  peer_at(StatusKind::kIdle, [](RankStatus& peer) { ++peer.iteration; });
-  EXPECT_THROW(engine().synchronize(SyncPoint::kAfterForward), c10::Error);
-  peers_agree();
-  EXPECT_TRUE(is_at_sync_point());
   expect_between();
 }
 
 // ---- A shadow
 
-TEST_F(PhaseTest, AShadowLeadsWhereRanksMet) {
+TEST_F(PhaseTest, AShadowIsAnIteration) {
   prepare();
   engine().shadow();
-  EXPECT_TRUE(is_at_sync_point());
   expect_between();
 }
 

@@ -20,8 +20,8 @@ HOUR_S = 3600  # of the group: nobody may wait for that
 DEADLINE_S = 60
 # Where the survivor misses its peer: in a gather, or where they tell each other how it went.
 LOST = (
-    r"(gathers shards|meets its peers) .*rank \d did not|could not compare its saved tensors|"
-    r"could not connect"
+    r"(gathers shards|meets its peers) .*rank \d (did not|\(process)|"
+    r"could not compare its saved tensors|could not connect"
 )
 
 

@@ -220,48 +220,23 @@ def _fail_in_backward(wrapped, x):
         output.sum().backward()
 
 
-def _hears_of_it_a_step_later(rank):
+def _hears_of_it_at_once(rank):
     wrapped = brigade.DistributedDataParallel(
-        nn.Linear(1, 1, bias=False), defer_status_check=True, max_unconfirmed_iterations=1
+        nn.Linear(1, 1, bias=False), max_unconfirmed_iterations=3
     )
     x = torch.full((1, 1), float(rank + 1))
     _train_twice(wrapped, x)
     if rank == 1:
         _fail_in_backward(wrapped, x)
     else:
-        wrapped(x).sum().backward()
-        with pytest.raises(dist.DistBackendError, match=r"iteration 3, whose.*rank 1 failed"):
-            wrapped(x)
+        with pytest.raises(dist.DistBackendError, match="rank 1 failed in iteration 3"):
+            wrapped(x).sum().backward()
     assert wrapped.can_continue()
     _train_twice(wrapped, x)
 
 
-def test_a_deferred_failure_is_told_in_the_next_forward():
-    run_ranks(_hears_of_it_a_step_later)
-
-
-def _hears_of_it_three_steps_later_at_the_latest(rank):
-    wrapped = brigade.DistributedDataParallel(
-        nn.Linear(1, 1, bias=False), defer_status_check=True, max_unconfirmed_iterations=3
-    )
-    x = torch.full((1, 1), float(rank + 1))
-    _train_twice(wrapped, x)
-    if rank == 1:
-        _fail_in_backward(wrapped, x)
-    else:
-        steps = 0
-        with pytest.raises(dist.DistBackendError, match=r"rank 1 failed in iteration 3") as told:
-            while steps <= 3:
-                wrapped(x).sum().backward()
-                steps += 1
-        behind = f", and {steps - 1} behind it" if steps > 1 else ""
-        assert f"iteration 3{behind}, whose results" in str(told.value)
-    assert wrapped.can_continue()
-    _train_twice(wrapped, x)
-
-
-def test_a_deferred_failure_may_be_told_several_forwards_later():
-    run_ranks(_hears_of_it_three_steps_later_at_the_latest)
+def test_on_the_cpu_a_failure_raises_in_the_same_backward_whatever_may_be_unconfirmed():
+    run_ranks(_hears_of_it_at_once)
 
 
 def _says_nothing(rank):

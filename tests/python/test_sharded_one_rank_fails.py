@@ -200,7 +200,7 @@ def test_a_backward_that_one_rank_leaves_out(world_size):
     told = run_ranks(_between, world_size, world_size=world_size)
     assert told == told[:1] * world_size
     others = "rank 1" if world_size == 2 else "ranks 1, 2"
-    assert "rank 0 began a forward behind iteration 1" in told[0]
+    assert "rank 0 began a forward after iteration 1" in told[0]
     assert f"{others} began iteration 2" in told[0]
 
 

@@ -107,6 +107,17 @@ TEST_F(BadConstructionTest, NamesOrFlagsOfAnotherLength) {
                      "one entry for each of 2 parameters, got 1");
 }
 
+TEST_F(BadConstructionTest, TooFewOrManyUnconfirmedIterations) {
+  for (const int number : {-1, 33}) {
+    EXPECT_THAT(text_of<c10::ValueError>([&] {
+                  Reducer(model_.parameters, single_process_group(),
+                          {.max_unconfirmed_iterations = number});
+                }),
+                HasSubstr("max_unconfirmed_iterations must be 0 to 32, it is " +
+                          std::to_string(number)));
+  }
+}
+
 TEST_F(BadConstructionTest, NoGroup) {
   EXPECT_THAT(
       text_of<c10::ValueError>([&] { Reducer(model_.parameters, nullptr); }),
@@ -159,6 +170,11 @@ TEST(DifferentModelsTest, ComparesOptions) {
                   {.bucket_caps_bytes = {100 + group->getRank()}});
         }),
         AllOf(HasSubstr("bucket_caps_bytes = [100]"), HasSubstr("[101]")));
+    EXPECT_THAT(text_of<c10::ValueError>([&] {
+                  Reducer(model.parameters, group,
+                          {.max_unconfirmed_iterations = group->getRank()});
+                }),
+                HasSubstr("max_unconfirmed_iterations = "));
   });
 }
 

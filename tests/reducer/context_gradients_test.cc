@@ -137,7 +137,7 @@ TEST_P(ContextGradientsTest, LeaveGradAsItWasWhenTheHookThrows) {
   const at::Tensor loss = model.loss(0);
   reducer.prepare_for_backward(loss);
   EXPECT_ANY_THROW(pass.backward(loss));
-  reducer.recover();
+  reducer.end_iteration();
   for (const at::Tensor& p : model.parameters) {
     EXPECT_FALSE(p.grad().defined());
   }

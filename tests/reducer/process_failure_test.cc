@@ -68,7 +68,8 @@ class ProcessFailureTest : public ::testing::TestWithParam<int> {
               StartsWith("error Reducer: bucket "), HasSubstr(" of 2 ("),
               ContainsRegex("in iteration [0-9]+ on rank " +
                             std::to_string(rank)),
-              ContainsRegex("rank " + std::to_string(victim) + " did not"))));
+              ContainsRegex("ranks? .*" + std::to_string(victim) +
+                            "( did not| \\(process [0-9]+\\) has ended)"))));
       EXPECT_THAT(results[rank].messages, Contains("saved 1"));
     }
   }

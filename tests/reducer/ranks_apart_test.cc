@@ -4,10 +4,11 @@
 #include <c10/util/Exception.h>
 #include <torch/torch.h>
 
+#include <algorithm>
 #include <chrono>
-#include <latch>
 #include <memory>
 #include <optional>
+#include <random>
 #include <string>
 #include <utility>
 #include <vector>
@@ -30,10 +31,19 @@ using testing::run_ranks;
 using ::testing::StartsWith;
 using testing::step;
 using testing::text_of;
+using testing::throw_in_backward;
 using testing::ToyModel;
 using testing::UserError;
 
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
+
+std::shared_ptr<c10d::CommHookInterface> summing_hook(const Group& group) {
+  return make_comm_hook([group](c10d::GradBucket& bucket) {
+    bucket.getBufferRef().div_(group->getSize());
+    std::vector<at::Tensor> tensors = {bucket.getBuffer()};
+    return group->allreduce(tensors)->getFuture();
+  });
+}
 
 // Long enough that no test passes because a rank gave up waiting.
 constexpr std::chrono::minutes kNever{10};
@@ -66,6 +76,16 @@ void expect_trains(Reducer& reducer, const ToyModel& model, const Group& group,
     testing::expect_trains(reducer, model, group->getRank(), group->getSize(),
                            s);
   }
+}
+
+// With the reason, whatever is called.
+void expect_closed(Reducer& reducer, const ToyModel& model,
+                   const std::string& reason) {
+  EXPECT_FALSE(reducer.can_continue());
+  EXPECT_THAT(text_of<c10::DistBackendError>(
+                  [&] { reducer.prepare_for_backward(model.loss(0)); }),
+              AllOf(HasSubstr("found one that was closed"), HasSubstr(reason),
+                    HasSubstr("Make a new process group on all ranks")));
 }
 
 struct Mode {
@@ -182,41 +202,77 @@ TEST(RanksApartTest, AHookThatThrowsAfterALaunchEndsTheGroupOnAllRanks) {
                           [&] { step(reducer, model.loss(0)); }),
                       AllOf(HasSubstr("rank 1 failed in iteration 1 at launch "
                                       "0: no disk"),
-                            HasSubstr("ranks can't be brought in step")));
+                            HasSubstr("The process group can't be used any "
+                                      "more")));
         }
+        expect_closed(reducer, model, "rank 1 failed in iteration 1");
       },
       kNever);
 }
 
-// A deficit is in calls of the hook, however many collectives each launches.
-TEST(RanksApartTest, TheDeficitOfAHookOfTwoCollectivesIsLaunchedToo) {
+// It is called again, for the rest of the sequence.
+TEST(RanksApartTest, AHookThatThrowsOnZerosTooEndsTheGroupOnAllRanks) {
   run_ranks(
-      3,
+      2,
       [](const Group& group) {
         const ToyModel model(kSizes);
         const auto hook = make_comm_hook([&](c10d::GradBucket& bucket) {
-          const at::Tensor ones = at::ones({1});
-          std::vector<at::Tensor> count = {ones};
-          group->allreduce(count)->wait();
-          bucket.getBufferRef().div_(ones);
+          if (group->getRank() == 1 && bucket.getIndex() > 0) {
+            throw UserError("no disk");
+          }
           std::vector<at::Tensor> tensors = {bucket.getBuffer()};
           return group->allreduce(tensors)->getFuture();
         });
         Reducer reducer(model.parameters, group,
                         {.bucket_plan = kOneEach, .comm_hook = hook});
-        expect_trains(reducer, model, group, 1);
-        // A hook that waits inside would wait for a rank that has failed.
-        if (group->getRank() == 2) {
-          const at::Tensor loss = loss_that_throws(model, 2, -1);
-          reducer.prepare_for_backward(loss);
-          EXPECT_THROW(loss.backward(), UserError);
+        if (group->getRank() == 1) {
+          EXPECT_THAT(
+              text_of<c10::Error>([&] { step(reducer, model.loss(1)); }),
+              HasSubstr("no disk"));
         } else {
-          EXPECT_THROW(step(reducer, model.loss(group->getRank())),
-                       c10::DistBackendError);
+          EXPECT_THAT(text_of<c10::DistBackendError>(
+                          [&] { step(reducer, model.loss(0)); }),
+                      AllOf(HasSubstr("rank 1 failed in iteration 1 at launch "
+                                      "1: no disk"),
+                            HasSubstr("Make a new process group on all "
+                                      "ranks")));
         }
-        expect_trains(reducer, model, group);
+        expect_closed(reducer, model, "rank 1 failed in iteration 1");
       },
       kNever);
+}
+
+// Zeros take as many collectives, and the hook may wait for them: peers are in
+// theirs.
+TEST(RanksApartTest, AHookThatWaitsForACollectiveInsideRunsOnZeros) {
+  for (const int throws_at : {-1, 1, 3}) {
+    run_ranks(
+        3,
+        [&](const Group& group) {
+          const ToyModel model(kSizes);
+          const auto hook = make_comm_hook([&](c10d::GradBucket& bucket) {
+            const at::Tensor ones = at::ones({1});
+            std::vector<at::Tensor> count = {ones};
+            group->allreduce(count)->wait();
+            bucket.getBufferRef().div_(ones);
+            std::vector<at::Tensor> tensors = {bucket.getBuffer()};
+            return group->allreduce(tensors)->getFuture();
+          });
+          Reducer reducer(model.parameters, group,
+                          {.bucket_plan = kOneEach, .comm_hook = hook});
+          expect_trains(reducer, model, group, 1);
+          if (group->getRank() == 2) {
+            const at::Tensor loss = loss_that_throws(model, 2, throws_at);
+            reducer.prepare_for_backward(loss);
+            EXPECT_THROW(loss.backward(), UserError);
+          } else {
+            EXPECT_THROW(step(reducer, model.loss(group->getRank())),
+                         c10::DistBackendError);
+          }
+          expect_trains(reducer, model, group);
+        },
+        kNever);
+  }
 }
 
 // A forward for a log, or one that is tried again.
@@ -242,33 +298,160 @@ TEST(RanksApartTest, AForwardWithoutBackwardIsNoIteration) {
 }
 
 // The loss throws before backward reaches what forward returned; then this rank
-// wants to communicate.
-TEST(RanksApartTest, RecoverMeetsPeersThatAreInAnIteration) {
+// wants to communicate. It launches zeros for the iteration of its peers.
+TEST(RanksApartTest, ARankThatMeetsPeersInAnIterationLaunchesZerosForThem) {
   for (const bool prepared : {true, false}) {
     run_ranks(
-        2,
+        3,
         [&](const Group& group) {
           const ToyModel model(kSizes);
           Reducer reducer(model.parameters, group, {.bucket_plan = kOneEach});
           expect_trains(reducer, model, group, 1);
-          reducer.recover();  // as before a forward that needs a broadcast
-          const at::Tensor loss = model.loss(group->getRank());
-          if (group->getRank() == 0 || prepared) {
-            reducer.prepare_for_backward(loss);
+          const bool fails = group->getRank() == 1;
+          for (const int iteration : {2, 4}) {
+            reducer.meet_peers("came to a forward");
+            const at::Tensor loss = model.loss(group->getRank());
+            if (!fails || prepared) reducer.prepare_for_backward(loss);
+            EXPECT_THAT(
+                text_of<c10::Error>([&] {
+                  fails ? reducer.meet_peers("came to a forward")
+                        : loss.backward();
+                }),
+                AllOf(HasSubstr("ranks 0, 2 ended iteration " +
+                                std::to_string(iteration)),
+                      HasSubstr("rank 1 came to a forward after iteration " +
+                                std::to_string(iteration - 1))));
+            EXPECT_TRUE(reducer.can_continue());
+            EXPECT_EQ(reducer.statistics().begun, iteration);
+            // Nothing is left on the group.
+            std::vector<at::Tensor> tensors = {at::ones({7})};
+            group->allreduce(tensors)->wait();
+            EXPECT_TRUE(at::equal(tensors[0], at::full({7}, 3.0)));
+            reducer.meet_peers("came to a forward");
+            expect_trains(reducer, model, group, 1);
           }
-          EXPECT_THAT(text_of<c10::Error>([&] {
-                        group->getRank() == 0 ? loss.backward()
-                                              : reducer.recover();
-                      }),
-                      AllOf(HasSubstr("rank 0 ended iteration 2"),
-                            HasSubstr("rank 1 ran no backward in iteration ")));
-          reducer.recover();
-          std::vector<at::Tensor> tensors = {at::ones({7})};
-          group->allreduce(tensors)->wait();
-          EXPECT_TRUE(at::equal(tensors[0], at::full({7}, 2.0)));
-          expect_trains(reducer, model, group);
         },
         kNever);
+  }
+}
+
+TEST(RanksApartTest, RanksThatMeetToDoDifferentThingsAllRaise) {
+  run_ranks(
+      2,
+      [](const Group& group) {
+        const ToyModel model(kSizes);
+        Reducer reducer(model.parameters, group, {.bucket_plan = kOneEach});
+        const std::string deed = group->getRank() == 0 ? "came" : "saw";
+        EXPECT_THAT(text_of<c10::Error>([&] { reducer.meet_peers(deed); }),
+                    HasSubstr("rank 0 came, rank 1 saw"));
+        expect_trains(reducer, model, group);
+      },
+      kNever);
+}
+
+TEST(RanksApartTest, MeetingPeersLeavesWhatIsPreparedPrepared) {
+  run_ranks(
+      2,
+      [](const Group& group) {
+        const ToyModel model(kSizes);
+        Reducer reducer(model.parameters, group, {.bucket_plan = kOneEach});
+        const at::Tensor loss = model.loss(group->getRank());
+        reducer.prepare_for_backward(loss);
+        reducer.meet_peers("came to the end of a forward");
+        loss.backward();
+        EXPECT_EQ(reducer.statistics().reduced, 1);
+      },
+      kNever);
+}
+
+// What a user's hook returns may fail on one rank alone, when all is launched.
+TEST(RanksApartTest, AFutureThatFailsOnOneRankIsAnErrorOnAll) {
+  run_ranks(
+      3,
+      [](const Group& group) {
+        const ToyModel model(kSizes);
+        bool fails = false;
+        const auto hook = make_comm_hook([&](c10d::GradBucket& bucket) {
+          std::vector<at::Tensor> tensors = {bucket.getBuffer().div_(3)};
+          return group->allreduce(tensors)->getFuture()->then(
+              [&fails](c10::ivalue::Future& reduced) {
+                if (fails) throw UserError("no disk");
+                return reduced.value();
+              },
+              c10::AnyType::get());
+        });
+        Reducer reducer(model.parameters, group,
+                        {.bucket_plan = kOneEach, .comm_hook = hook});
+        expect_trains(reducer, model, group, /*steps=*/2);
+        fails = group->getRank() == 1;
+        const auto train = [&] { step(reducer, model.loss(group->getRank())); };
+        EXPECT_THAT(fails ? text_of<c10::Error>(train)
+                          : text_of<c10::DistBackendError>(train),
+                    HasSubstr("no disk"));
+        fails = false;
+        expect_trains(reducer, model, group, /*steps=*/2);
+      },
+      kNever);
+}
+
+// Forwards and backwards fail anywhere, on several ranks, in front of a
+// broadcast and behind it.
+TEST(RanksApartTest, RanksThatFailAnywhereTrainOn) {
+  struct ForwardError : UserError {
+    using UserError::UserError;
+  };
+  for (const Mode& mode : modes()) {
+    for (const bool broadcasts : {false, true}) {
+      SCOPED_TRACE(std::string(mode.name) + ", " + std::to_string(broadcasts));
+      constexpr int kRanks = 3;
+      run_ranks(
+          kRanks,
+          [&](const Group& group) {
+            const int rank = group->getRank();
+            const ToyModel model(kSizes);
+            Reducer reducer(model.parameters, group, mode.options);
+            std::mt19937 random(11);  // the same on all ranks
+            const auto draw = [&](int from, int to) {
+              return std::uniform_int_distribution<int>(from, to)(random);
+            };
+            const auto send_buffers = [&] {
+              if (!broadcasts) return;
+              reducer.broadcast_before_forward({at::ones({20})}, /*source=*/1);
+            };
+            for (int round = 0; round < 20; ++round) {
+              std::vector<int> failing;  // by rank: -2: does not
+              for (int r = 0; r < kRanks; ++r) {
+                failing.push_back(draw(0, 1) == 0 ? -2 : draw(-1, 4));
+              }
+              // Peers have launched all when it comes to its next forward.
+              const auto fails_in_forward = [&](int r) {
+                return broadcasts && failing[r] == 4;
+              };
+              const int throws_at = std::min(failing[rank], 3);
+              try {
+                send_buffers();
+                if (fails_in_forward(rank)) throw ForwardError("no memory");
+                if (throws_at >= -1) {
+                  throw_in_backward(reducer, model, rank, throws_at);
+                } else {
+                  step(reducer, model.loss(rank));
+                }
+                for (const int other : failing) EXPECT_EQ(other, -2);
+              } catch (const ForwardError&) {
+                const bool all_do = fails_in_forward(0) &&
+                                    fails_in_forward(1) && fails_in_forward(2);
+                if (!all_do) {
+                  EXPECT_THROW(send_buffers(), c10::Error);
+                }
+              } catch (const std::exception&) {
+              }
+              ASSERT_TRUE(reducer.can_continue()) << "round " << round;
+              send_buffers();
+              expect_trains(reducer, model, group, 1);
+            }
+          },
+          kNever);
+    }
   }
 }
 
@@ -322,7 +505,7 @@ TEST(RanksApartTest, OneRankMissesGradients) {
                             HasSubstr("2 of 3 parameters got no gradient")));
         } else {
           step(reducer, model.loss_in_order({2}, rank));
-          EXPECT_THAT(text_of<c10::Error>([&] { reducer.recover(); }),
+          EXPECT_THAT(text_of<c10::Error>([&] { reducer.end_iteration(); }),
                       HasSubstr("2 of 3 parameters got no gradient"));
         }
         expect_trains(reducer, model, group);
@@ -339,7 +522,7 @@ TEST(RanksApartTest, EachRankMissesOtherGradients) {
         Reducer reducer(model.parameters, group, {.bucket_plan = kOneEach});
         step(reducer, rank == 0 ? model.loss_in_order({1, 0}, rank)
                                 : model.loss_in_order({2, 1}, rank));
-        EXPECT_THAT(text_of<c10::Error>([&] { reducer.recover(); }),
+        EXPECT_THAT(text_of<c10::Error>([&] { reducer.end_iteration(); }),
                     HasSubstr("1 of 3 parameters got no gradient"));
         expect_trains(reducer, model, group);
       },
@@ -389,43 +572,91 @@ TEST(RanksApartTest, AMemoryFormatOfOneRankOnlyIsTold) {
         EXPECT_THAT(
             text_of<c10::Error>([&] { step(reducer, model.loss(rank)); }),
             AllOf(HasSubstr("rank 0 ended iteration 2"),
-                  HasSubstr("rank 1 began iteration 2"),
-                  HasSubstr("of different plans")));
+                  HasSubstr("rank 1 began iteration 2")));
       },
       kNever);
 }
 
-// No deficit covers what lies between a rank's launches and its peer's.
-TEST(RanksApartTest, ACollectiveInBetweenEndsTheGroupOnAllRanks) {
-  run_ranks(
-      2,
-      [](const Group& group) {
-        const ToyModel model(kSizes);
-        const int rank = group->getRank();
-        Reducer reducer(model.parameters, group, {.bucket_plan = kOneEach});
-        if (rank == 1) {
-          const at::Tensor loss = loss_that_throws(model, rank, 0);
-          reducer.prepare_for_backward(loss);
-          EXPECT_THROW(loss.backward(), UserError);
-        } else {
-          c10::intrusive_ptr<c10d::Work> own;
-          model.parameters[0].register_hook([&](const at::Tensor&) {
-            std::vector<at::Tensor> tensors = {at::ones({7})};
-            own = group->allreduce(tensors);
-          });
-          EXPECT_THAT(
-              text_of<c10::DistBackendError>(
-                  [&] { step(reducer, model.loss(rank)); }),
-              AllOf(HasSubstr("rank 1 failed in iteration 1"),
-                    HasSubstr("ranks can't be brought in step"),
-                    HasSubstr("Make a new process group on all ranks")));
-        }
-        for (const at::Tensor& p : model.parameters) {
-          EXPECT_TRUE(at::equal(p, at::ones_like(p)));
-          p.mutable_grad().reset();  // its memory is nobody else's
-        }
-      },
-      kNever);
+// As batch norm over ranks has it, in each backward of all ranks. Zeros of the
+// rank that fails would meet those of its peers.
+TEST(RanksApartTest, ACollectiveInBackwardEndsTheGroupOnAllRanksIfOneFails) {
+  for (const bool has_users_hook : {false, true}) {
+    for (const int iteration : {1, 3}) {
+      for (const int throws_at : {2, 0}) {
+        SCOPED_TRACE("users hook " + std::to_string(has_users_hook) +
+                     ", iteration " + std::to_string(iteration) +
+                     ", throws at " + std::to_string(throws_at));
+        run_ranks(
+            2,
+            [&](const Group& group) {
+              const ToyModel model(kSizes);
+              const int rank = group->getRank();
+              ReducerOptions options = {
+                  .bucket_plan = kOneEach,
+                  .failure_patience = std::chrono::milliseconds(500)};
+              if (has_users_hook) options.comm_hook = summing_hook(group);
+              Reducer reducer(model.parameters, group, options);
+              model.parameters[1].register_hook([&](const at::Tensor&) {
+                std::vector<at::Tensor> tensors = {at::ones({7})};
+                group->allreduce(tensors)->wait();
+              });
+              expect_trains(reducer, model, group, iteration - 1);
+              if (rank == 1) {
+                const at::Tensor loss =
+                    loss_that_throws(model, rank, throws_at);
+                reducer.prepare_for_backward(loss);
+                EXPECT_THROW(loss.backward(), UserError);
+              } else {
+                EXPECT_ANY_THROW(step(reducer, model.loss(rank)));
+              }
+              expect_closed(reducer, model, "");
+              for (const at::Tensor& p : model.parameters) {
+                EXPECT_TRUE(at::equal(p, at::ones_like(p)));
+                p.mutable_grad().reset();  // its memory is nobody else's
+              }
+            },
+            kNever);
+      }
+    }
+  }
+}
+
+// A collective of the program's own that not all ranks have come to when one
+// fails.
+TEST(RanksApartTest, ACollectiveOfOneRankEndsTheGroupOnAllRanksIfOneFails) {
+  for (const bool has_users_hook : {false, true}) {
+    SCOPED_TRACE(has_users_hook);
+    run_ranks(
+        2,
+        [&](const Group& group) {
+          const ToyModel model(kSizes);
+          const int rank = group->getRank();
+          ReducerOptions options = {
+              .bucket_plan = kOneEach,
+              .failure_patience = std::chrono::milliseconds(500)};
+          if (has_users_hook) options.comm_hook = summing_hook(group);
+          Reducer reducer(model.parameters, group, options);
+          if (rank == 1) {
+            const at::Tensor loss = loss_that_throws(model, rank, 0);
+            reducer.prepare_for_backward(loss);
+            EXPECT_THROW(loss.backward(), UserError);
+          } else {
+            c10::intrusive_ptr<c10d::Work> own;
+            model.parameters[0].register_hook([&](const at::Tensor&) {
+              std::vector<at::Tensor> tensors = {at::ones({2})};
+              own = group->allreduce(tensors);
+            });
+            EXPECT_THAT(text_of<c10::DistBackendError>(
+                            [&] { step(reducer, model.loss(rank)); }),
+                        HasSubstr("rank 1 failed in iteration 1"));
+          }
+          expect_closed(reducer, model, "");
+          for (const at::Tensor& p : model.parameters) {
+            p.mutable_grad().reset();
+          }
+        },
+        kNever);
+  }
 }
 
 TEST(RanksApartTest, ARankThatLeavesIsNamedAtOnce) {

@@ -45,20 +45,24 @@ void throw_before(const ToyModel& model, size_t i, const at::Tensor& loss) {
   model.parameters[i].remove_hook(hook);
 }
 
-// Hooks that misbehave, on every rank alike: one error, then training goes on.
+// Hooks that misbehave once, on every rank alike: one error, then training goes
+// on.
 class BadHookTest : public ::testing::Test {
  protected:
-  // Misbehaves in bucket 1 as long as `broken_`.
-  std::shared_ptr<c10d::CommHookInterface> hook(
+  // Misbehaves when it first gets bucket 1.
+  static std::shared_ptr<c10d::CommHookInterface> hook(
       Group group,
       std::function<c10::intrusive_ptr<c10::ivalue::Future>(c10d::GradBucket&)>
           misbehave) {
-    return make_comm_hook([=, this](c10d::GradBucket& bucket) {
-      if (broken_ && bucket.getIndex() == 1) return misbehave(bucket);
-      std::vector<at::Tensor> tensors = {bucket.getBuffer()};
-      tensors[0].div_(group->getSize());
-      return group->allreduce(tensors)->getFuture();
-    });
+    return make_comm_hook(
+        [=, is_broken = true](c10d::GradBucket& bucket) mutable {
+          if (bucket.getIndex() == 1 && std::exchange(is_broken, false)) {
+            return misbehave(bucket);
+          }
+          std::vector<at::Tensor> tensors = {bucket.getBuffer()};
+          tensors[0].div_(group->getSize());
+          return group->allreduce(tensors)->getFuture();
+        });
   }
 
   static c10::intrusive_ptr<c10::ivalue::Future> future_of(c10::IValue value) {
@@ -72,7 +76,6 @@ class BadHookTest : public ::testing::Test {
       std::function<c10::intrusive_ptr<c10::ivalue::Future>(c10d::GradBucket&)>
           misbehave,
       const std::string& text) {
-    broken_ = true;
     run_ranks(2, [&](const Group& group) {
       const ToyModel model({{2}, {3}, {4}});
       Reducer reducer(model.parameters, group,
@@ -86,12 +89,9 @@ class BadHookTest : public ::testing::Test {
       // All ranks are past the error.
       std::vector<at::Tensor> barrier = {at::zeros({1})};
       group->allreduce(barrier)->wait();
-      broken_ = false;
       expect_trains(reducer, model, group->getRank(), 2);
     });
   }
-
-  std::atomic<bool> broken_ = true;
 };
 
 TEST_F(BadHookTest, ThatThrows) {
@@ -263,7 +263,7 @@ TEST(BackwardFailureTest, InTheFirstIterationLeavesTheRebuildInStep) {
   }
 }
 
-TEST(BackwardFailureTest, RecoveringTellsOfMissingGradientsToo) {
+TEST(BackwardFailureTest, EndingTheIterationTellsOfMissingGradientsToo) {
   run_ranks(2, [&](const Group& group) {
     const ToyModel model({{2}, {3}, {4}});
     Reducer reducer(model.parameters, group, {.bucket_plan = {{2}, {1}, {0}}});
@@ -271,7 +271,7 @@ TEST(BackwardFailureTest, RecoveringTellsOfMissingGradientsToo) {
     const at::Tensor loss = model.loss_in_order({2, 0}, rank);
     reducer.prepare_for_backward(loss);
     loss.backward();
-    EXPECT_THAT(text_of<c10::Error>([&] { reducer.recover(); }),
+    EXPECT_THAT(text_of<c10::Error>([&] { reducer.end_iteration(); }),
                 HasSubstr("1 of 3 parameters got no gradient"));
     expect_trains(reducer, model, rank, 2, 0);
   });
@@ -472,60 +472,54 @@ TEST(MisuseTest, GradientOfAnotherKind) {
                     HasSubstr("expect_sparse_gradients")));
 }
 
-TEST(PeerFailureTest, NamesTheBucketAndKeepsTheReducerUsable) {
-  RecordingGroup recording(2);
-  const ToyModel model({{2}, {3}, {4}});
-  Reducer reducer(
-      model.parameters, recording.group(),
-      {.bucket_plan = {{2}, {1}, {0}}, .parameter_names = model.names});
-  const size_t first = recording.log().size();
-  recording.fail_at_completion(
-      first + 1, std::make_exception_ptr(UserError("connection closed")));
-  recording.fail_at_launch(
-      first + 5, std::make_exception_ptr(UserError("connection refused")));
-  EXPECT_THAT(
-      text_of<c10::DistBackendError>([&] { step(reducer, model.loss(0)); }),
-      AllOf(HasSubstr("bucket 1 of 3 (parameter 1 ('p1'))"),
-            HasSubstr("iteration 1 on rank 0"),
-            HasSubstr("connection closed")));
-  EXPECT_THAT(
-      text_of<c10::DistBackendError>([&] { step(reducer, model.loss(0)); }),
-      AllOf(HasSubstr("bucket 2 of 3 (parameter 0 ('p0'))"),
-            HasSubstr("iteration 2 on rank 0"),
-            HasSubstr("connection refused")));
-  model.zero_grad();
-  step(reducer, model.loss(0));
-  EXPECT_TRUE(at::equal(model.parameters[1].grad(), model.gradient(1, 0)));
+// Of the collective that is launched as the n-th in the first iteration.
+std::string text_of_network_failure(RecordingGroup& recording, Reducer& reducer,
+                                    const at::Tensor& loss, size_t n,
+                                    bool at_launch) {
+  const auto error = std::make_exception_ptr(UserError("connection closed"));
+  const size_t sequence = recording.log().size() + n;
+  if (at_launch) {
+    recording.fail_at_launch(sequence, error);
+  } else {
+    recording.fail_at_completion(sequence, error);
+  }
+  return text_of<c10::DistBackendError>([&] { step(reducer, loss); });
+}
+
+TEST(PeerFailureTest, NamesTheBucketAndClosesTheGroup) {
+  for (const bool at_launch : {false, true}) {
+    RecordingGroup recording(2);
+    const ToyModel model({{2}, {3}, {4}});
+    Reducer reducer(
+        model.parameters, recording.group(),
+        {.bucket_plan = {{2}, {1}, {0}}, .parameter_names = model.names});
+    EXPECT_THAT(text_of_network_failure(recording, reducer, model.loss(0),
+                                        /*n=*/1, at_launch),
+                AllOf(HasSubstr("bucket 1 of 3 (parameter 1 ('p1'))"),
+                      HasSubstr("iteration 1 on rank 0"),
+                      HasSubstr("connection closed")));
+    EXPECT_FALSE(reducer.can_continue());
+    EXPECT_THAT(
+        text_of<c10::DistBackendError>([&] { step(reducer, model.loss(0)); }),
+        AllOf(HasSubstr("found one that was closed"),
+              HasSubstr("connection closed")));
+  }
 }
 
 // Which a bucket with an unused parameter is delivered by.
 TEST(PeerFailureTest, NamesTheUsedMap) {
-  RecordingGroup recording(2);
-  const ToyModel model({{2}, {3}});
-  Reducer reducer(model.parameters, recording.group(),
-                  {.find_unused_parameters = true});
-  const auto step_without_1 = [&] {
-    const at::Tensor loss = model.loss_in_order({0}, 0);
-    reducer.prepare_for_backward(loss);
-    loss.backward();
-  };
-  const size_t first = recording.log().size();
-  recording.fail_at_completion(
-      first + 1, std::make_exception_ptr(UserError("connection closed")));
-  recording.fail_at_launch(
-      first + 3, std::make_exception_ptr(UserError("connection refused")));
-  EXPECT_THAT(text_of<c10::DistBackendError>(step_without_1),
-              AllOf(HasSubstr("the map of used parameters in iteration 1 on "
-                              "rank 0"),
-                    HasSubstr("connection closed")));
-  EXPECT_THAT(text_of<c10::DistBackendError>(step_without_1),
-              AllOf(HasSubstr("the map of used parameters in iteration 2 on "
-                              "rank 0"),
-                    HasSubstr("connection refused")));
-  model.zero_grad();
-  step_without_1();
-  EXPECT_TRUE(at::equal(model.parameters[0].grad(), model.gradient(0, 0)));
-  EXPECT_FALSE(model.parameters[1].grad().defined());
+  for (const bool at_launch : {false, true}) {
+    RecordingGroup recording(2);
+    const ToyModel model({{2}, {3}});
+    Reducer reducer(model.parameters, recording.group(),
+                    {.find_unused_parameters = true});
+    EXPECT_THAT(
+        text_of_network_failure(recording, reducer, model.loss_in_order({0}, 0),
+                                /*n=*/1, at_launch),
+        AllOf(HasSubstr("the map of used parameters in iteration 1 on rank 0"),
+              HasSubstr("connection closed")));
+    EXPECT_FALSE(reducer.can_continue());
+  }
 }
 
 TEST(PeerFailureTest, NamesTheUsedMapUnderAUsersHook) {

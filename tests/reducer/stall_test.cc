@@ -245,7 +245,7 @@ class ClosedStore : public c10d::HashStore {
 };
 
 // Of the keys of the first reducer on a group.
-constexpr const char* kFirstChannel = "brigade/statuses_320/1/channel/1/";
+constexpr const char* kFirstChannel = "brigade/status/1/";
 
 std::unique_ptr<StallWatch> watch(c10::intrusive_ptr<c10d::Store> store,
                                   int world_size = 2) {

@@ -9,7 +9,6 @@
 #include <vector>
 
 #include "brigade/reducer/dense_replica.h"
-#include "brigade/reducer/opening_broadcast.h"
 #include "brigade/reducer/parameter_table.h"
 #include "brigade/reducer/reducer.h"
 #include "brigade/tests/simulated_device/streamed_model.h"
@@ -329,30 +328,6 @@ TEST_F(LostCallsTest, AReplacedGradientIsRecordedOnThePackingStream) {
             1);
 }
 
-// Where gradients are missing, what was launched is waited for by the host: the
-// streams that the user works on don't.
-TEST_F(LostCallsTest, ALaunchOfAFailedIterationIsWaitedFor) {
-  train_one_step(kTwoBuckets);
-  EXPECT_EQ(
-      count(
-          [](const OrderingCall& call) {
-            return call.kind == OrderingCall::kHostWait;
-          },
-          [&] {
-            training_->step(1, {3, 4, 5});
-            const at::Tensor loss = training_->loss(2);
-            {
-              const c10::StreamGuard elsewhere(simulated::new_stream());
-              EXPECT_ANY_THROW(training_->reducer().prepare_for_backward(loss));
-            }
-            training_->zero_grad();
-            training_->step(3);
-            training_->zero_grad();
-          })
-          .needed,
-      1);
-}
-
 TEST_F(LostCallsTest, ResultsAreWaitedFor) {
   train_one_step(as_copies(kTwoBuckets));
   const c10::Stream communication = communication_stream();
@@ -385,37 +360,6 @@ TEST_F(LostCallsTest, GradientsSetAsideAreRecordedWhereTheyArePutBack) {
               training_->step(1, {1});
               training_->zero_grad(/*set_to_none=*/false);
             }),
-            1);
-}
-
-// What was written on the stream of the first broadcast is read by the one that
-// a failed rank launches for its peers, wherever that rank has failed.
-TEST_F(LostCallsTest, BuffersAreSentForPeersOnTheStreamOfTheFirstTime) {
-  const c10::Stream forward = simulated::new_stream();
-  const c10::Stream failing = simulated::new_stream();
-  at::Tensor buffer = at::zeros({3}, simulated::on_device());
-  simulated::make_wait(forward, simulated::current_stream_of());
-  OpeningBroadcast opening(training_->recording().group(), {buffer},
-                           /*source=*/0);
-  bool is_for_peers = false;
-  EXPECT_EQ(count(
-                [&](const OrderingCall& call) {
-                  return is_for_peers && call.kind == OrderingCall::kSwitch &&
-                         call.stream == forward;
-                },
-                [&] {
-                  {
-                    const c10::StreamGuard on_stream(forward);
-                    opening.launch();
-                    buffer.add_(1);
-                  }
-                  const c10::StreamGuard on_stream(failing);
-                  is_for_peers = true;
-                  opening.launch_for_peers();
-                  is_for_peers = false;
-                  simulated::make_wait(forward, failing);
-                })
-                .needed,
             1);
 }
 

@@ -380,37 +380,24 @@ void summed_in_order_where_backward_throws(const StreamLayout& layout,
                                            ReducerOptions options) {
   options.reproducible = true;
   options.rebuild_buckets = false;
-  bool throws = false;
   StreamedTraining training(layout);
   training.make_reducer(std::move(options));
-  for (const at::Tensor& parameter : training.model().parameters()) {
-    parameter.register_hook([&](const at::Tensor&) {
-      if (throws) throw std::runtime_error("in backward");
-    });
-  }
   const auto num_launched = [&] { return training.recording().log().size(); };
   const size_t at_first = num_launched();
   training.step(0);
   training.zero_grad();
   const size_t of_a_step = num_launched() - at_first;
-  training.recording().answer_statuses_with([&](const RankStatus& own) {
-    std::vector<RankStatus> by_rank(kWorldSize, own);
-    if (own.kind == StatusKind::kFailed) {
-      by_rank[1].kind = StatusKind::kEnd;
-      by_rank[1].by_group[0].launches = static_cast<int32_t>(of_a_step / 2);
-    }
-    return by_rank;
-  });
-  throws = true;
+  for (const at::Tensor& parameter : training.model().parameters()) {
+    parameter.register_hook(
+        [](const at::Tensor&) { throw std::runtime_error("in backward"); });
+  }
   EXPECT_ANY_THROW(training.step(1));
   // A backward on a device's thread may tell of its end a little later.
   EXPECT_TRUE(training.recording().wait_for_launches(at_first + 2 * of_a_step));
+  EXPECT_FALSE(training.reducer().can_continue());
+  EXPECT_EQ(num_launched(), at_first + 2 * of_a_step);
   simulated::synchronize_all();
   training.zero_grad();
-  throws = false;
-  training.step(2);
-  training.update();
-  EXPECT_EQ(num_launched(), at_first + 3 * of_a_step);
 }
 
 void complex_gradients(const StreamLayout& layout, ReducerOptions options) {
@@ -488,21 +475,23 @@ void destroyed_between_backwards(const StreamLayout& layout,
   }
 }
 
-// The collective of the second bucket fails, then two steps go well.
+// The iteration is over, and so is the group. Gradients may be dropped.
+void expect_closed(StreamedTraining& training) {
+  training.reducer().end_iteration();  // on whatever thread it is ending
+  // LibTorch leaves the streams of a backward that throws as they are.
+  simulated::synchronize_all();
+  training.zero_grad();
+  EXPECT_FALSE(training.reducer().can_continue());
+  EXPECT_THROW(training.step(kNumSteps), c10::DistBackendError);
+}
+
+// The collective of the second bucket fails.
 template <typename Fail>
-void train_after_failure(StreamedTraining& training, const Fail& fail) {
+void train_until_failure(StreamedTraining& training, const Fail& fail) {
   training.step(0);
   training.zero_grad();
   fail(training.recording().log().size() + 1);
   EXPECT_ANY_THROW(training.step(1));
-  // LibTorch leaves the streams of a backward that throws as they are.
-  simulated::synchronize_all();
-  training.zero_grad();
-  for (int s = 2; s < 4; ++s) {
-    training.step(s);
-    training.expect_gradients(s);
-    training.zero_grad();
-  }
 }
 
 std::exception_ptr failure() {
@@ -513,18 +502,27 @@ void collective_fails_at_launch(const StreamLayout& layout,
                                 ReducerOptions options) {
   StreamedTraining training(layout);
   make_reducer_with_casting_hook(training, std::move(options));
-  train_after_failure(training, [&](size_t sequence) {
+  train_until_failure(training, [&](size_t sequence) {
     training.recording().fail_at_launch(sequence, failure());
   });
+  expect_closed(training);
 }
 
+// All ranks fail alike, before they have delivered.
 void collective_fails_at_completion(const StreamLayout& layout,
                                     ReducerOptions options) {
   StreamedTraining training(layout);
   make_reducer_with_casting_hook(training, std::move(options));
-  train_after_failure(training, [&](size_t sequence) {
+  train_until_failure(training, [&](size_t sequence) {
     training.recording().fail_at_completion(sequence, failure());
   });
+  simulated::synchronize_all();
+  training.zero_grad();
+  for (int s = 2; s < 4; ++s) {
+    training.step(s);
+    training.expect_gradients(s);
+    training.zero_grad();
+  }
 }
 
 void backward_throws(const StreamLayout& layout, ReducerOptions options) {
@@ -535,105 +533,34 @@ void backward_throws(const StreamLayout& layout, ReducerOptions options) {
     if (throws) throw std::runtime_error("in backward");
   });
   for (int s = 0; s < kNumSteps; ++s) {
-    throws = s % 2 == 1;
-    if (throws) {
-      EXPECT_ANY_THROW(training.step(s));
-      simulated::synchronize_all();
-    } else {
-      training.step(s);
-      training.expect_gradients(s);
-    }
+    training.step(s);
+    training.expect_gradients(s);
     training.zero_grad();
   }
+  throws = true;
+  EXPECT_ANY_THROW(training.step(kNumSteps));
+  expect_closed(training);
 }
 
 at::Tensor make_buffer() {
   return at::zeros({3}, at::TensorOptions(simulated::device()));
 }
 
-void opened_with_buffers(const StreamLayout& layout, ReducerOptions options) {
+void buffers_before_forward(const StreamLayout& layout,
+                            ReducerOptions options) {
   StreamedTraining training(layout);
   training.make_reducer(std::move(options));
   at::Tensor buffer = make_buffer();
   train(training, [&](int s) {
-    training.reducer().open_iteration({buffer}, /*source=*/0);
+    training.reducer().broadcast_before_forward({buffer}, /*source=*/0);
     buffer.add_(1);  // as forward does with running means
     training.step(s);
   });
   EXPECT_TRUE(buffer.cpu().eq(kNumSteps).all().item<bool>());
 }
 
-// Of make_buffer()'s: a rebuild broadcasts an order.
-int num_broadcasts(StreamedTraining& training) {
-  return static_cast<int>(std::ranges::count_if(
-      training.recording().log(), [](const RecordedCollective& collective) {
-        return collective.type == c10d::OpType::BROADCAST &&
-               collective.numel == 3;
-      }));
-}
-
-// On a stream that does not wait for what happens to `buffer`, in an iteration
-// that has begun.
-void throw_in_backward(StreamedTraining& training, at::Tensor buffer,
-                       int step) {
-  const at::Tensor loss = training.loss(step);
-  training.reducer().prepare_for_backward(loss);
-  const at::Tensor& parameter = training.model().parameters()[2];
-  const unsigned hook =
-      parameter.register_hook([](const at::Tensor&) -> at::Tensor {
-        throw std::runtime_error("in backward");
-      });
-  const c10::Stream stream = new_stream();
-  make_wait(stream, simulated::current_stream_of());
-  loss.record_stream(stream);
-  buffer.add_(1);
-  const c10::StreamGuard on_stream(stream);
-  EXPECT_ANY_THROW(loss.backward());
-  training.reducer().end_iteration();  // on whatever thread it is ending
-  parameter.remove_hook(hook);
-}
-
-// A peer that has gone on has launched what the next iteration begins with.
-void opened_by_a_peer_that_goes_on(const StreamLayout& layout,
-                                   ReducerOptions options) {
-  const bool follows_up = options.max_unconfirmed_iterations > 1;
-  for (const int source : {0, 1}) {
-    StreamedTraining training(layout);
-    training.make_reducer(options);
-    OpeningTold opening;
-    training.recording().answer_statuses_with([&](const RankStatus& own) {
-      std::vector<RankStatus> by_rank(kWorldSize, own);
-      if (own.opening.num_collectives > 0) opening = own.opening;
-      if (own.kind == StatusKind::kFailed) by_rank[1].kind = StatusKind::kEnd;
-      if (own.kind == StatusKind::kFollowUp) {
-        for (RankStatus& told : by_rank) told.by_group[0].foreign = 0;
-        by_rank[1].by_group[0].foreign = opening.num_collectives;
-        by_rank[1].opening = opening;
-      }
-      return by_rank;
-    });
-    at::Tensor buffer = make_buffer();
-    for (int s = 0; s < kNumSteps; ++s) {
-      const bool throws = s == 3;
-      const int before = num_broadcasts(training);
-      training.reducer().open_iteration({buffer}, source);
-      if (throws) {
-        throw_in_backward(training, buffer, s);
-      } else {
-        buffer.add_(1);
-        training.step(s);
-        training.expect_gradients(s);
-      }
-      EXPECT_EQ(num_broadcasts(training) - before,
-                throws && follows_up ? 2 : 1);
-      training.zero_grad();
-    }
-    EXPECT_TRUE(buffer.cpu().eq(kNumSteps).all().item<bool>());
-  }
-}
-
 // The host does not wait for peers where backward ends: it hears of a failure
-// when the next step is prepared, or, where peers come later, one further on.
+// when a later step is prepared.
 void hear_of_a_failure_later(StreamedTraining& training, int steps_later) {
   training.recording().answer_statuses_with([](const RankStatus& own) {
     std::vector<RankStatus> by_rank(kWorldSize, own);
@@ -643,16 +570,15 @@ void hear_of_a_failure_later(StreamedTraining& training, int steps_later) {
     return by_rank;
   });
   const int heard_in = 2 + steps_later;
-  for (int s = 0; s < heard_in + kNumSteps; ++s) {
+  for (int s = 0; s < heard_in; ++s) {
     if (s == 2 && steps_later > 1) training.recording().hold_statuses();
-    if (s == heard_in) {
-      training.recording().release_statuses();
-      EXPECT_THROW(training.step(s), c10::DistBackendError);
-    }
     training.step(s);
     training.expect_gradients(s);
     training.zero_grad();
   }
+  training.recording().release_statuses();
+  EXPECT_THROW(training.step(heard_in), c10::DistBackendError);
+  expect_closed(training);
 }
 
 void a_peer_has_failed(const StreamLayout& layout, ReducerOptions options) {
@@ -675,11 +601,6 @@ void a_peer_has_failed_under_a_users_hook(const StreamLayout& layout,
 void a_users_hook_failed_alone(const StreamLayout& layout,
                                ReducerOptions options) {
   StreamedTraining training(layout);
-  std::vector<StatusKind> told_by_failure = {StatusKind::kFailed};
-  // What peers may have begun meanwhile.
-  if (options.max_unconfirmed_iterations > 1) {
-    told_by_failure.push_back(StatusKind::kFollowUp);
-  }
   make_reducer_with_casting_hook(training, std::move(options));
   std::vector<StatusKind> told;
   training.recording().answer_statuses_with([&](const RankStatus& own) {
@@ -689,19 +610,17 @@ void a_users_hook_failed_alone(const StreamLayout& layout,
     return by_rank;
   });
   for (int s = 0; s < kNumSteps; ++s) {
-    if (s == 3) {
-      training.recording().fail_at_completion(training.recording().log().size(),
-                                              failure());
-      EXPECT_ANY_THROW(training.step(s));
-      simulated::synchronize_all();
-    } else {
-      training.step(s);
-      training.expect_gradients(s);
-    }
-    EXPECT_EQ(told, s == 3 ? told_by_failure : std::vector{StatusKind::kEnd});
+    training.step(s);
+    training.expect_gradients(s);
+    EXPECT_EQ(told, std::vector{StatusKind::kEnd});
     told.clear();
     training.zero_grad();
   }
+  training.recording().fail_at_completion(training.recording().log().size(),
+                                          failure());
+  EXPECT_ANY_THROW(training.step(kNumSteps));
+  expect_closed(training);
+  EXPECT_EQ(told, std::vector{StatusKind::kFailed});
 }
 
 struct Scenario {
@@ -748,8 +667,7 @@ const Scenario kScenarios[] = {
     {"DestroyedBetweenBackwards", destroyed_between_backwards},
     {"DestroyedWhileCollectivesAreOpen", destroyed_while_collectives_are_open},
     {"BackwardThrows", backward_throws},
-    {"OpenedWithBuffers", opened_with_buffers},
-    {"OpenedByAPeerThatGoesOn", opened_by_a_peer_that_goes_on},
+    {"BuffersBeforeForward", buffers_before_forward},
     {"APeerHasFailed", a_peer_has_failed},
     {"APeerHasFailedUnderAUsersHook", a_peer_has_failed_under_a_users_hook},
     {"AUsersHookFailedAlone", a_users_hook_failed_alone},

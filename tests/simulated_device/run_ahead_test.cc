@@ -1,45 +1,100 @@
-// How far a host goes on while its peers' hosts are late: on a device, where
-// nothing of a step keeps it waiting but what ranks tell each other.
+// Iterations on devices are delivered before all ranks are known to have ended
+// them: how far a host goes on while its peers' hosts are late, and what a
+// failure of a peer does then.
 
-#include <ATen/ATen.h>
+#include <torch/torch.h>
 
 #include <chrono>
 #include <cstddef>
+#include <functional>
+#include <latch>
 #include <optional>
+#include <set>
+#include <stdexcept>
+#include <string>
 #include <tuple>
 #include <utility>
 #include <vector>
 
+#include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
-#include "brigade/comm/control/rank_status.h"
 #include "brigade/comm/errors/peer_error.h"
 #include "brigade/comm/recording_group.h"
-#include "brigade/reducer/reducer_options.h"
+#include "brigade/comm/status/rank_status.h"
+#include "brigade/ddp/distributed_data_parallel.h"
+#include "brigade/reducer/reducer.h"
+#include "brigade/tests/reducer/failing.h"
+#include "brigade/tests/simulated_device/host_backend.h"
 #include "brigade/tests/simulated_device/stream_layout.h"
 #include "brigade/tests/simulated_device/streamed_training.h"
 #include "brigade/tests/support/simulated_device/stream_test.h"
-#include "brigade/tests/support/torch_reducer.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
 namespace brigade {
-namespace {
+namespace run_ahead_test {
 
+using ::testing::AllOf;
+using ::testing::HasSubstr;
 using testing::StreamedTraining;
 using testing::StreamLayout;
+using testing::text_of;
+
+// Past the first iterations, whose end a rank has to know before the next: they
+// tell in which order gradients come.
+constexpr int kNumFirstSteps = 3;
 
 // Beginning with the broadcast of a buffer, if there is one.
 void train(StreamedTraining& training, int step,
            const std::optional<at::Tensor>& buffer = std::nullopt) {
-  if (buffer) training.reducer().open_iteration({*buffer}, /*source=*/0);
+  if (buffer) {
+    training.reducer().broadcast_before_forward({*buffer}, /*source=*/0);
+  }
   training.step(step);
   training.expect_gradients(step);
   training.update();
   training.zero_grad();
 }
 
-using UnwatchedRunAheadTest = simulated::StreamTest;
+// Rank 1 fails in it.
+void fail_peer_in(StreamedTraining& training, int64_t iteration) {
+  training.recording().answer_statuses_with([iteration](const RankStatus& own) {
+    std::vector<RankStatus> by_rank(testing::kWorldSize, own);
+    if (own.kind == StatusKind::kEnd && own.iteration == iteration) {
+      by_rank[1].kind = StatusKind::kFailed;
+      by_rank[1].text = status_text("no memory");
+    }
+    return by_rank;
+  });
+}
 
+// How long a host waits for what nobody sends here.
+void shorten_timeout(StreamedTraining& training) {
+  training.recording()
+      .group()
+      ->getBackend(at::kCPU)
+      ->getBackendOptions()
+      ->timeout = std::chrono::milliseconds(20);
+}
+
+auto tells_of_late_failure(int iteration, int num_after) {
+  const std::string after =
+      num_after == 0 ? "" : absl::StrCat(", and ", num_after, " after it");
+  return AllOf(HasSubstr(absl::StrCat("iteration ", iteration, after,
+                                      ", whose results were delivered")),
+               HasSubstr(absl::StrCat("rank 1 failed in iteration ", iteration,
+                                      ": no memory")),
+               HasSubstr("Load a checkpoint on all ranks"));
+}
+
+void expect_closed(StreamedTraining& training, const std::string& reason) {
+  EXPECT_FALSE(training.reducer().can_continue());
+  EXPECT_THAT(
+      text_of<c10::DistBackendError>([&] { training.step(/*step=*/0); }),
+      AllOf(HasSubstr("found one that was closed"), HasSubstr(reason)));
+}
+
+// Iterations that may be unconfirmed x whether buffers are broadcast.
 class RunAheadTest
     : public simulated::StreamTest,
       public ::testing::WithParamInterface<std::tuple<int, bool>> {
@@ -61,25 +116,16 @@ class RunAheadTest
     while (step < kNumFirstSteps) train(training, step++, buffer);
     return step;
   }
-
-  // Past the first iterations, whose end a rank has to know before the next:
-  // they tell in which order gradients come.
-  static constexpr int kNumFirstSteps = 3;
 };
 
 TEST_P(RunAheadTest, HostIsSoManyStepsAheadOfItsPeersHosts) {
   StreamedTraining training{StreamLayout{}};
   const std::optional<at::Tensor> buffer = this->buffer();
-  // How long a host waits for what nobody sends here.
-  training.recording()
-      .group()
-      ->getBackend(at::kCPU)
-      ->getBackendOptions()
-      ->timeout = std::chrono::milliseconds(20);
+  shorten_timeout(training);
   int step = begin(training, buffer);
 
   training.recording().hold_statuses();
-  for (int i = 0; i < max_ahead(); ++i) train(training, step++, buffer);
+  for (int i = 0; i <= max_ahead(); ++i) train(training, step++, buffer);
   EXPECT_THROW(train(training, step, buffer), PeerError);
 }
 
@@ -89,96 +135,125 @@ TEST_P(RunAheadTest, StepsAreConfirmedWhenPeersHaveCome) {
   int step = begin(training, buffer);
   for (int round = 0; round < 3; ++round) {
     training.recording().hold_statuses();
-    for (int i = 0; i < max_ahead(); ++i) train(training, step++, buffer);
+    for (int i = 0; i <= max_ahead(); ++i) train(training, step++, buffer);
     training.recording().release_statuses();
   }
   train(training, step, buffer);
 }
 
-TEST_P(RunAheadTest, AFailureIsHeardOfInTheFirstStepBehindItsWords) {
-  for (const int ahead : {1, max_ahead() / 2, max_ahead()}) {
-    if (ahead == 0) continue;
+// Which is so many steps later at the latest, and sooner if statuses come
+// sooner. The gradients are bad by then.
+TEST_P(RunAheadTest, ALateFailureClosesTheGroupWhereTheNextStepBegins) {
+  for (const int ahead : std::set<int>{1, 1 + max_ahead()}) {
     SCOPED_TRACE(absl::StrCat("told when the host is ", ahead, " ahead"));
     StreamedTraining training{StreamLayout{}};
     const std::optional<at::Tensor> buffer = this->buffer();
     int step = begin(training, buffer);
-    training.recording().answer_statuses_with([](const RankStatus& own) {
-      std::vector<RankStatus> by_rank(testing::kWorldSize, own);
-      if (own.kind == StatusKind::kEnd && own.iteration == kNumFirstSteps + 1) {
-        by_rank[1].kind = StatusKind::kFailed;
-      }
-      return by_rank;
-    });
+    fail_peer_in(training, kNumFirstSteps + 1);
 
     training.recording().hold_statuses();
     for (int i = 0; i < ahead; ++i) train(training, step++, buffer);
     training.recording().release_statuses();
-    EXPECT_THROW(train(training, step, buffer), PeerError);
-    train(training, step, buffer);
+    EXPECT_THAT(
+        text_of<c10::DistBackendError>([&] { train(training, step, buffer); }),
+        tells_of_late_failure(kNumFirstSteps + 1, ahead - 1));
+    expect_closed(training, "rank 1 failed in iteration 4: no memory");
   }
+}
+
+TEST_P(RunAheadTest, WhoeverAwaitsStatusesHearsOfALateFailure) {
+  using Call = std::function<void(StreamedTraining&)>;
+  const std::vector<Call> calls = {
+      [](StreamedTraining& t) { t.reducer().await_statuses(); },
+      [](StreamedTraining& t) { t.reducer().shadow_iteration(); },
+      [](StreamedTraining& t) { t.reducer().meet_peers("came to a forward"); },
+      [](StreamedTraining& t) { t.reducer().set_comm_hook(nullptr); }};
+  for (const Call& call : calls) {
+    StreamedTraining training{StreamLayout{}};
+    const std::optional<at::Tensor> buffer = this->buffer();
+    int step = begin(training, buffer);
+    fail_peer_in(training, kNumFirstSteps + 1);
+    train(training, step++, buffer);
+    EXPECT_THAT(text_of<c10::DistBackendError>([&] { call(training); }),
+                tells_of_late_failure(kNumFirstSteps + 1, /*num_after=*/0));
+    expect_closed(training, "rank 1 failed in iteration 4: no memory");
+  }
+}
+
+TEST_P(RunAheadTest, AwaitingStatusesWaitsForLatePeers) {
+  StreamedTraining training{StreamLayout{}};
+  const std::optional<at::Tensor> buffer = this->buffer();
+  shorten_timeout(training);
+  int step = begin(training, buffer);
+  training.reducer().await_statuses();
+  training.recording().hold_statuses();
+  train(training, step++, buffer);
+  EXPECT_THROW(training.reducer().await_statuses(), PeerError);
+  EXPECT_FALSE(training.reducer().can_continue());
+}
+
+// Its peers, which go on, hear of it later.
+TEST_P(RunAheadTest, AFailureOfThisRankClosesItsGroup) {
+  StreamedTraining training{StreamLayout{}};
+  const std::optional<at::Tensor> buffer = this->buffer();
+  int step = begin(training, buffer);
+  bool throws = true;
+  training.model().parameters()[2].register_hook([&](const at::Tensor&) {
+    if (throws) throw std::runtime_error("no disk");
+  });
+  EXPECT_THROW(training.step(step), std::runtime_error);
+  training.reducer().end_iteration();  // on whatever thread it is ending
+  simulated::synchronize_all();
+  throws = false;
+  EXPECT_THAT(training.recording().statuses().back(),
+              HasSubstr("failed in iteration 4"));
+  expect_closed(training, "This rank failed in iteration 4");
 }
 
 INSTANTIATE_TEST_SUITE_P(Steps, RunAheadTest,
-                         ::testing::Combine(::testing::Values(1, 4, 32),
-                                            ::testing::Bool()));
+                         ::testing::Combine(::testing::Values(0, 1, 2, 32),
+                                            ::testing::Bool()),
+                         [](const auto& info) {
+                           return absl::StrCat(
+                               std::get<int>(info.param), "Ahead",
+                               std::get<bool>(info.param) ? "WithBuffers" : "");
+                         });
 
-// A peer's host that is 50 ms late in one step, beside steps of 2 ms on this
-// one, which is what benchmarks/run_ahead measures on a clock.
-constexpr int kNumStepsMeanwhile = 25;
-
-// Steps that the host has made before that peer has come, if nothing waits for
-// it for longer than steps take.
-template <typename Step>
-int steps_while_peer_is_late(RecordingGroup& recording, const Step& step) {
-  recording.hold_statuses();
-  int made = 0;
-  try {
-    while (made < kNumStepsMeanwhile) {
-      step();
-      ++made;
-    }
-  } catch (const PeerError&) {
-    // The host has waited for what comes behind these steps.
+struct WeightedImpl : torch::nn::Module {
+  WeightedImpl() {
+    weight =
+        register_parameter("weight", at::ones({3}, simulated::on_device()));
   }
-  recording.release_statuses();
-  return made;
-}
+  at::Tensor forward(const at::Tensor& x) { return (weight * x).sum(); }
+  at::Tensor weight;
+};
+TORCH_MODULE(Weighted);
 
-TEST_F(UnwatchedRunAheadTest, HostRunsAsFarAheadOfALatePeerAsWithTorchs) {
-  StreamedTraining torchs_training{StreamLayout{}};
-  const std::vector<at::Tensor> parameters =
-      torchs_training.model().parameters();
-  std::vector<std::vector<size_t>> bucket_plan;
-  for (size_t i = parameters.size(); i-- > 0;) bucket_plan.push_back({i});
-  const auto torchs = testing::make_torch_reducer(
-      parameters, std::move(bucket_plan), torchs_training.recording().group());
-  int step = 0;
-  const auto train_with_torchs = [&] {
-    const at::Tensor loss = torchs_training.loss(step);
-    torchs->prepare_for_backward({loss});
-    loss.backward();
-    torchs_training.expect_gradients(step++);
-    torchs_training.zero_grad(/*set_to_none=*/false);
+using UnwatchedRunAheadTest = simulated::StreamTest;
+
+// So that no bad step is evaluated.
+TEST_F(UnwatchedRunAheadTest, AForwardUnderNoGradAwaitsStatuses) {
+  RecordingGroup recording(testing::kWorldSize);
+  Weighted module;
+  DistributedDataParallel model(module, recording.group());
+  const at::Tensor x = at::ones({3}, simulated::on_device());
+  const auto evaluate = [&] {
+    const at::NoGradGuard no_grad;
+    model(x);
   };
-  while (step < 3) train_with_torchs();
-  const int ahead_with_torchs =
-      steps_while_peer_is_late(torchs_training.recording(), train_with_torchs);
-
-  StreamedTraining training{StreamLayout{}};
-  training.make_reducer({});
-  training.recording()
-      .group()
-      ->getBackend(at::kCPU)
-      ->getBackendOptions()
-      ->timeout = std::chrono::milliseconds(20);
-  int own_step = 0;
-  while (own_step < 3) train(training, own_step++);
-  const int ahead = steps_while_peer_is_late(
-      training.recording(), [&] { train(training, own_step++); });
-
-  EXPECT_EQ(ahead_with_torchs, kNumStepsMeanwhile);
-  EXPECT_EQ(ahead, ahead_with_torchs);
-  for (int i = 0; i < 3; ++i) train(training, own_step++);
+  recording.answer_statuses_with([](const RankStatus& own) {
+    std::vector<RankStatus> by_rank(testing::kWorldSize, own);
+    if (own.kind == StatusKind::kEnd && own.iteration == 4) {
+      by_rank[1].kind = StatusKind::kFailed;
+    }
+    return by_rank;
+  });
+  for (int step = 0; step < 4; ++step) {
+    evaluate();
+    model(x).backward();
+  }
+  EXPECT_THAT(text_of<c10::DistBackendError>(evaluate),
+              HasSubstr("rank 1 failed in iteration 4"));
 }
 
 // As torch's reducer, which tells peers nothing.
@@ -192,5 +267,83 @@ TEST_F(UnwatchedRunAheadTest, NothingIsWaitedFor) {
   EXPECT_THAT(training.recording().statuses(), ::testing::IsEmpty());
 }
 
-}  // namespace
+// ---- Ranks with devices of their own.
+
+class OneRank {
+ public:
+  OneRank(const c10::intrusive_ptr<c10d::ProcessGroup>& group, int rank,
+          int max_ahead)
+      : weights_({weight_on(rank, 3), weight_on(rank, 5)}),
+        reducer_(weights_, group,
+                 {.bucket_plan = {{1}, {0}},
+                  .rebuild_buckets = false,
+                  .max_unconfirmed_iterations = max_ahead}) {}
+
+  void step(bool fails = false) {
+    const unsigned hook = weights_[0].register_hook([fails](const at::Tensor&) {
+      if (fails) throw std::runtime_error("no disk");
+    });
+    const absl::Cleanup removing = [&] { weights_[0].remove_hook(hook); };
+    const at::Tensor loss = weights_[0].sum() + weights_[1].sum();
+    reducer_.prepare_for_backward(loss);
+    loss.backward();
+  }
+
+  Reducer& reducer() { return reducer_; }
+
+ private:
+  static at::Tensor weight_on(int rank, int64_t numel) {
+    return at::ones({numel}, simulated::on_device(at::kFloat, rank))
+        .requires_grad_();
+  }
+
+  std::vector<at::Tensor> weights_;
+  Reducer reducer_;
+};
+
+TEST_F(UnwatchedRunAheadTest, ALateFailureClosesTheGroupOnAllRanks) {
+  constexpr int kRanks = 3;
+  for (const int max_ahead : {0, 1, 2}) {
+    SCOPED_TRACE(max_ahead);
+    // A host of these waits for its peers where it delivers: what comes after
+    // the failure would be waited for in vain.
+    std::latch has_failed(kRanks);
+    testing::run_ranks_on_devices(
+        kRanks,
+        [&](const c10::intrusive_ptr<c10d::ProcessGroup>& group, int rank) {
+          OneRank own(group, rank, max_ahead);
+          for (int s = 0; s < 3; ++s) own.step();
+          const bool fails = rank == 1;
+          if (fails) {
+            EXPECT_THROW(own.step(/*fails=*/true), std::runtime_error);
+            own.reducer().end_iteration();
+          } else {
+            own.step();
+          }
+          has_failed.arrive_and_wait();
+          for (int s = 0; s < 2; ++s) {
+            EXPECT_THAT(text_of<c10::DistBackendError>([&] { own.step(); }),
+                        HasSubstr(fails ? "This rank failed in iteration 4"
+                                        : "rank 1 failed in iteration 4"));
+            EXPECT_FALSE(own.reducer().can_continue());
+          }
+        },
+        testing::Waiting::kApart);
+  }
+}
+
+TEST_F(UnwatchedRunAheadTest, AWorldOfOneGoesOnAfterAFailure) {
+  testing::run_ranks_on_devices(
+      1, [&](const c10::intrusive_ptr<c10d::ProcessGroup>& group, int rank) {
+        OneRank own(group, rank, /*max_ahead=*/1);
+        own.step();
+        EXPECT_THROW(own.step(/*fails=*/true), std::runtime_error);
+        own.reducer().end_iteration();
+        simulated::synchronize_all();
+        EXPECT_TRUE(own.reducer().can_continue());
+        own.step();
+      });
+}
+
+}  // namespace run_ahead_test
 }  // namespace brigade

@@ -26,16 +26,16 @@ LAYERS = {
     "comm/streams": ((), LIBTORCH),
     "comm/group": (("comm/errors",), LIBTORCH),
     "comm/backends": (("comm/group",), LIBTORCH + ("gloo/",)),
-    "comm/control": (("comm/backends",), LIBTORCH),
     "comm/ordered": (("comm/backends", "comm/streams"), LIBTORCH),
-    "comm": (("comm/control", "comm/ordered"), LIBTORCH),
+    # Statuses travel over subgroups, and the recording group answers statuses.
+    "comm/status": (("comm",), LIBTORCH),
+    "comm": (("comm/status", "comm/ordered"), LIBTORCH),
     "comm_hooks": (("comm/ordered",), LIBTORCH),
     "engine/packing": ((), LIBTORCH + ("cuda",)),
     "engine/observing": (("planning", "comm/group", "comm/streams"), LIBTORCH),
     "engine/state": (("engine/observing", "hooks", "comm_hooks", "comm"), LIBTORCH),
     "engine/launching": (("engine/state",), LIBTORCH),
-    "engine/agreement": (("engine/launching",), LIBTORCH),
-    "engine": (("engine/agreement",), LIBTORCH),
+    "engine": (("engine/launching",), LIBTORCH),
     "reducer": (("engine", "engine/packing"), LIBTORCH),
     "fsdp/layout": ((), ()),
     "fsdp/schedule": ((), ("c10/",)),
@@ -81,9 +81,13 @@ def sources(root: pathlib.Path) -> list[pathlib.Path]:
 
 def reachable(folder: str) -> set[str]:
     """The folder itself and every folder that it may include."""
-    found = {folder}
-    for below in LAYERS[folder][0]:
-        found |= reachable(below)
+    found = set()
+    folders = [folder]
+    while folders:
+        folder = folders.pop()
+        if folder not in found:
+            found.add(folder)
+            folders += LAYERS[folder][0]
     return found
 
 

@@ -1,0 +1,202 @@
+#include "brigade/comm/status/rank_status.h"
+
+#include <algorithm>
+#include <cstring>
+#include <set>
+#include <tuple>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "absl/strings/str_join.h"
+#include "brigade/comm/errors/liveness_probe.h"
+#include "brigade/comm/errors/ranks_by_value.h"
+
+namespace brigade {
+namespace {
+
+constexpr std::string_view kCut = "...";
+
+bool continues_a_character(char c) {
+  return (static_cast<unsigned char>(c) & 0xC0) == 0x80;
+}
+
+template <typename F>
+auto by_rank_of(std::span<const RankStatus> by_rank, F part) {
+  std::vector<decltype(part(by_rank.front()))> parts;
+  for (const RankStatus& rank_status : by_rank) {
+    parts.push_back(part(rank_status));
+  }
+  return parts;
+}
+
+template <typename T>
+bool all_equal(const std::vector<T>& parts) {
+  return std::all_of(parts.begin(), parts.end(),
+                     [&](const T& part) { return part == parts.front(); });
+}
+
+// "rank 0 ended iteration 7, ranks 1, 2 began iteration 8"
+std::string describe_deeds(const std::vector<std::string>& deeds,
+                           std::string_view separator) {
+  std::vector<std::string> parts;
+  for (const RanksOfValue<std::string>& group : ranks_by_value(deeds)) {
+    if (group.value.empty()) continue;
+    parts.push_back(
+        absl::StrCat(describe_ranks(group.ranks), " ", group.value));
+  }
+  return absl::StrJoin(parts, std::string(separator));
+}
+
+std::string describe_fingerprint(const RankStatus& rank_status) {
+  const std::string words(words_of(rank_status.text));
+  return absl::StrFormat("%016x%s%s%s", rank_status.fingerprint,
+                         words.empty() ? "" : " (", words,
+                         words.empty() ? "" : ")");
+}
+
+auto place_of(const RankStatus& s) {
+  return std::tuple(s.kind, s.iteration, s.unit);
+}
+
+}  // namespace
+
+ToldAlike told_alike(std::span<const RankStatus> by_rank) {
+  ToldAlike alike;
+  for (const RankStatus& s : by_rank) {
+    alike.proposals &= s.proposal == by_rank.front().proposal;
+    alike.orders &= s.order == by_rank.front().order;
+  }
+  return alike;
+}
+
+StatusText status_text(std::string_view words) {
+  StatusText text = {};
+  if (words.size() <= text.size()) {
+    std::copy(words.begin(), words.end(), text.begin());
+    return text;
+  }
+  size_t length = text.size() - kCut.size();
+  while (length > 0 && continues_a_character(words[length])) --length;
+  std::copy_n(words.begin(), length, text.begin());
+  std::copy(kCut.begin(), kCut.end(), text.begin() + length);
+  return text;
+}
+
+std::string_view words_of(const StatusText& text) {
+  return {text.data(), strnlen(text.data(), text.size())};
+}
+
+std::string describe_status(const RankStatus& rank_status) {
+  const std::string iteration =
+      absl::StrCat("iteration ", rank_status.iteration);
+  const std::string words(words_of(rank_status.text));
+  switch (rank_status.kind) {
+    case StatusKind::kBegin:
+      return absl::StrCat("began ", iteration,
+                          words.empty() ? "" : " (" + words + ")");
+    case StatusKind::kAsk:
+      return absl::StrCat(words, " after ", iteration);
+    case StatusKind::kEnd:
+      return "ended " + iteration;
+    case StatusKind::kChained:
+      return "has launched the second collectives of " + iteration;
+    case StatusKind::kArrived:
+      return "has the results of " + iteration;
+    case StatusKind::kFailed: {
+      std::string failure = "failed in " + iteration;
+      if (rank_status.unit >= 0) {
+        absl::StrAppend(&failure, " at launch ", rank_status.unit);
+      }
+      if (!words.empty()) absl::StrAppend(&failure, ": ", words);
+      return failure;
+    }
+  }
+  return absl::StrCat("sent a status of unknown kind ",
+                      static_cast<int64_t>(rank_status.kind));
+}
+
+absl::Status check_statuses(std::span<const RankStatus> by_rank) {
+  const auto failures =
+      by_rank_of(by_rank, [](const RankStatus& s) -> std::string {
+        return s.kind == StatusKind::kFailed ? describe_status(s) : "";
+      });
+  if (std::string text = describe_deeds(failures, "\n"); !text.empty()) {
+    return absl::AbortedError(text);
+  }
+
+  const RankStatus& first = by_rank.front();
+  if (!all_equal(by_rank_of(by_rank, place_of))) {
+    return absl::FailedPreconditionError(absl::StrCat(
+        "expected every rank in the same place: ",
+        describe_deeds(by_rank_of(by_rank, describe_status), ", "),
+        ".\nRun forward and backward equally often on every rank, and forwards "
+        "without backward under no_grad."));
+  }
+  const std::string iteration = absl::StrCat("iteration ", first.iteration);
+  const auto fingerprints =
+      by_rank_of(by_rank, [](const RankStatus& s) { return s.fingerprint; });
+  const auto questions = by_rank_of(by_rank, [](const RankStatus& s) {
+    return s.kind == StatusKind::kAsk ? std::string(words_of(s.text)) : "";
+  });
+  if (!all_equal(fingerprints) && !all_equal(questions)) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("expected the same of every rank after ", iteration, ": ",
+                     describe_deeds(questions, ", "),
+                     ".\nCall the same on all ranks, in the same order."));
+  }
+  if (!all_equal(fingerprints)) {
+    return absl::FailedPreconditionError(absl::StrCat(
+        "expected the same plan and options on every rank in ", iteration, ": ",
+        describe_by_value(by_rank_of(by_rank, describe_fingerprint)),
+        ".\nGive every rank the same options."));
+  }
+  const auto others =
+      by_rank_of(by_rank, [](const RankStatus& s) { return s.others; });
+  if (!all_equal(others)) {
+    return absl::FailedPreconditionError(absl::StrCat(
+        "expected the group's other collectives at the same places between "
+        "those of ",
+        iteration,
+        " on every rank, they were not; results may be wrong.\nIf comm hook ",
+        std::string(words_of(first.text)),
+        " launches collectives in a continuation of its future, let it do so "
+        "by then_collective()."));
+  }
+  return absl::OkStatus();
+}
+
+bool must_close_groups(std::span<const RankStatus> by_rank) {
+  const auto any = [&](const auto& holds) {
+    return std::ranges::any_of(by_rank, holds);
+  };
+  const auto has_kind = [&](StatusKind kind) {
+    return any([kind](const RankStatus& s) { return s.kind == kind; });
+  };
+  std::set<uint64_t> others;
+  for (const RankStatus& s : by_rank) {
+    if (s.kind == StatusKind::kEnd) others.insert(s.others);
+  }
+  const bool have_launched =
+      has_kind(StatusKind::kEnd) || has_kind(StatusKind::kFailed);
+  return any([](const RankStatus& s) { return s.cannot_continue != 0; }) ||
+         others.size() > 1 ||
+         (have_launched &&
+          any([](const RankStatus& s) { return s.has_others != 0; })) ||
+         (has_kind(StatusKind::kEnd) && has_kind(StatusKind::kBegin));
+}
+
+std::vector<int64_t> wanted_units(std::span<const RankStatus> by_rank) {
+  std::set<int64_t> wanted;
+  std::set<uint64_t> given;
+  for (const RankStatus& rank_status : by_rank) {
+    if (rank_status.kind == StatusKind::kFailed) return {};
+    if (wants_unit(rank_status)) wanted.insert(rank_status.unit);
+    if (rank_status.kind != StatusKind::kEnd) {
+      given.insert(rank_status.proposal);
+    }
+  }
+  if (given.size() > 1) return {};
+  return {wanted.begin(), wanted.end()};
+}
+
+}  // namespace brigade

@@ -1,0 +1,166 @@
+#include "brigade/comm/status/status_channel.h"
+
+#include <c10/util/Exception.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <stdexcept>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "brigade/comm/errors/peer_error.h"
+#include "brigade/comm/group/find_backend.h"
+#include "brigade/comm/group/group_timeout.h"
+#include "brigade/comm/group/has_peers.h"
+#include "brigade/comm/status/status_board.h"
+#include "brigade/comm/status/status_gather.h"
+
+namespace brigade {
+namespace {
+
+using std::chrono::milliseconds;
+
+// Survivors on one host learn of a death within milliseconds of each other.
+constexpr milliseconds kAnswerPatience{3000};
+
+std::string end_key(const std::string& prefix) { return prefix + "end"; }
+
+// The answer of a rank that has left to a liveness probe; >= 0 is a rank that
+// is there.
+int64_t left_after(int64_t iteration) { return -1 - iteration; }
+
+// "rank 1 has left after iteration 7"; empty if none has.
+std::string describe_leavers(const LivenessProbe& probe) {
+  std::vector<std::string> parts;
+  for (size_t rank = 0; rank < probe.answers.size(); ++rank) {
+    const int64_t answer = probe.answers[rank].value_or(0);
+    if (answer >= 0) continue;
+    parts.push_back(absl::StrCat("rank ", rank, " has left after iteration ",
+                                 left_after(answer)));
+  }
+  return absl::StrJoin(parts, ", ");
+}
+
+}  // namespace
+
+StatusChannel::StatusChannel(c10::intrusive_ptr<c10d::ProcessGroup> group,
+                             std::optional<ChannelIdentity> identity)
+    : group_(std::move(group)),
+      process_(getpid()),
+      timeout_(group_timeout(*group_)) {
+  const auto backend = find_backend(*group_, at::kCPU);
+  if (auto* answers = dynamic_cast<AnswersStatuses*>(backend.get())) {
+    transport_ = answers->make_status_transport();
+  } else if (has_peers(*group_)) {
+    connect(identity ? *identity : ChannelIdentity::made_together(group_));
+  }
+}
+
+void StatusChannel::connect(const ChannelIdentity& identity) {
+  prefix_ = absl::StrCat("brigade/status/", identity.number(), "/");
+  try {
+    transport_ = meet_at_status_board(group_);
+    if (!transport_) transport_ = gather_statuses_over(group_);
+  } catch (...) {
+    throw_peer_error(
+        absl::StrCat("status channel: rank ", group_->getRank(), " of ",
+                     group_->getSize(), " could not connect to the others"),
+        std::current_exception());
+  }
+}
+
+StatusChannel::~StatusChannel() {
+  if (!transport_) return;
+  if (getpid() != process_) {  // memory and connections are the parent's
+    new std::shared_ptr<StatusTransport>(transport_);
+    return;
+  }
+  if (failure_) return;
+  transport_->leave(last_);
+  if (prefix_.empty()) return;
+  probe_liveness(group_, end_key(prefix_), left_after(last_.iteration),
+                 milliseconds{0});
+}
+
+void StatusChannel::check_process() const {
+  TORCH_CHECK(getpid() == process_, "StatusChannel: made in process ", process_,
+              ", it can't be used in process ", getpid(),
+              ", which was forked from that.\nMake the group and what uses it "
+              "after the fork.");
+}
+
+RankStatus StatusChannel::exchange(RankStatus own) {
+  check_process();
+  if (failure_) std::rethrow_exception(failure_);
+  own.sequence = last_.sequence + 1;
+  last_ = own;
+  if (transport_) transport_->send(own);
+  return own;
+}
+
+std::vector<RankStatus> StatusChannel::await(
+    const RankStatus& own, std::optional<milliseconds> patience) {
+  check_process();
+  if (!transport_) {
+    return std::vector<RankStatus>(static_cast<size_t>(group_->getSize()), own);
+  }
+  if (failure_) std::rethrow_exception(failure_);
+  const milliseconds limit = std::min(patience.value_or(timeout_), timeout_);
+  try {
+    auto by_rank = transport_->receive(
+        own.sequence, std::chrono::steady_clock::now() + limit);
+    if (by_rank) return *std::move(by_rank);
+    throw std::runtime_error(
+        absl::StrCat("they have not answered within ", limit.count(), " ms"));
+  } catch (const RanksAbsent& absent) {
+    fail_with(describe_wait(own), std::current_exception(), /*probe=*/nullptr);
+  } catch (...) {
+    fail(own, std::current_exception());
+  }
+}
+
+bool StatusChannel::is_complete(const RankStatus& own) {
+  return !transport_ || failure_ || transport_->is_complete(own.sequence);
+}
+
+std::optional<LivenessProbe> StatusChannel::find_survivors(
+    const std::string& occasion) {
+  if (prefix_.empty()) return std::nullopt;
+  return probe_liveness(
+      group_, absl::StrCat(prefix_, "failed/", occasion), 1, kAnswerPatience,
+      [transport = transport_] { return transport->dead_ranks(); });
+}
+
+std::string StatusChannel::describe_wait(const RankStatus& own) const {
+  return absl::StrCat("waiting for the other ranks' statuses on rank ",
+                      group_->getRank(), ", which ", describe_status(own));
+}
+
+void StatusChannel::fail(const RankStatus& own,
+                         const std::exception_ptr& cause) {
+  std::string context = describe_wait(own);
+  if (prefix_.empty()) fail_with(context, cause, /*probe=*/nullptr);
+  const std::string key = end_key(prefix_);
+  probe_liveness(group_, key, own.iteration, milliseconds{0});
+  transport_->give_up(own);  // the others notice, and answer
+  const LivenessProbe probe = probe_liveness(
+      group_, key, own.iteration, kAnswerPatience,
+      [transport = transport_] { return transport->dead_ranks(); });
+  const std::string leavers = describe_leavers(probe);
+  if (!leavers.empty()) absl::StrAppend(&context, ": ", leavers);
+  fail_with(context, cause, leavers.empty() ? &probe : nullptr);
+}
+
+void StatusChannel::fail_with(const std::string& context,
+                              const std::exception_ptr& cause,
+                              const LivenessProbe* probe) {
+  try {
+    throw_peer_error(context, cause, probe);
+  } catch (...) {
+    failure_ = std::current_exception();
+    throw;
+  }
+}
+
+}  // namespace brigade

@@ -1,0 +1,113 @@
+// Exchanges statuses between the ranks of a group beside its collectives.
+//
+//   StatusChannel channel(group);
+//   RankStatus end = channel.exchange({.kind = StatusKind::kEnd});
+//   ...  // the collectives go on
+//   absl::Status all_agree = check_statuses(channel.await(end));
+//
+// The n-th exchange of one rank on a channel meets the n-th of every other,
+// whatever else the group does: on one host in shared memory, else by
+// all-gathers on a subgroup (comm/status/status_gather.h). No thread and no
+// socket of brigade's takes part.
+//
+// A group of one rank answers itself. So does a group without peers
+// (comm/group/has_peers.h), with its own status for every rank.
+//
+// Thread safety: one call at a time.
+
+#ifndef BRIGADE_COMM_STATUS_STATUS_CHANNEL_H_
+#define BRIGADE_COMM_STATUS_STATUS_CHANNEL_H_
+
+#include <sys/types.h>
+
+#include <chrono>
+#include <cstdint>
+#include <exception>
+#include <memory>
+#include <optional>
+#include <string>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <vector>
+
+#include "brigade/comm/errors/liveness_probe.h"
+#include "brigade/comm/group/channel_identity.h"
+#include "brigade/comm/status/rank_status.h"
+#include "brigade/comm/status/status_transport.h"
+
+namespace brigade {
+
+class StatusChannel {
+ public:
+  // Collective. `identity`: of a channel that each rank numbers by itself;
+  // nullopt: ranks construct their channels in the same order. The timeout is
+  // the group's. Throws PeerError if ranks do not meet in time.
+  explicit StatusChannel(
+      c10::intrusive_ptr<c10d::ProcessGroup> group,
+      std::optional<ChannelIdentity> identity = std::nullopt);
+
+  // Never waits for a peer. Ranks that wait for a later status of this one get
+  // an error that says that it has left. In a forked child, does nothing.
+  ~StatusChannel();
+
+  StatusChannel(const StatusChannel&) = delete;
+  StatusChannel& operator=(const StatusChannel&) = delete;
+
+  // Sends `own` and returns it with `sequence` set, at once. Throws PeerError,
+  // the earlier one, after an exchange has failed; RuntimeError in a forked
+  // child. REQUIRES: at most kMaxStatusesInFlight are not awaited.
+  RankStatus exchange(RankStatus own);
+
+  // Blocks until all ranks have sent, and returns their statuses by rank.
+  // `patience`: less than the group's timeout. Call it once for each exchange.
+  //
+  // Throws PeerError if a rank has left, has died or does not come in time. It
+  // names the rank. The channel is of no use then. Takes up to 3 s more if it
+  // must ask who is still there.
+  std::vector<RankStatus> await(
+      const RankStatus& own,
+      std::optional<std::chrono::milliseconds> patience = std::nullopt);
+
+  // Returns true if await() would not block.
+  bool is_complete(const RankStatus& own);
+
+  // Asks through the group's store which ranks still answer after the group has
+  // failed. `occasion`: unique, and equal on all ranks. Nullopt if there is
+  // nobody to ask. Blocks for 3 s at most.
+  std::optional<LivenessProbe> find_survivors(const std::string& occasion);
+
+  // Prefix of the channel's keys in the group's store; equal on all ranks.
+  // Empty: there is nobody to talk to.
+  const std::string& store_prefix() const { return prefix_; }
+
+ private:
+  void connect(const ChannelIdentity& identity);
+  void check_process() const;
+  std::string describe_wait(const RankStatus& own) const;
+  [[noreturn]] void fail(const RankStatus& own,
+                         const std::exception_ptr& cause);
+  [[noreturn]] void fail_with(const std::string& context,
+                              const std::exception_ptr& cause,
+                              const LivenessProbe* probe);
+
+  const c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  const pid_t process_;
+  const std::chrono::milliseconds timeout_;
+  std::shared_ptr<StatusTransport> transport_;  // null: answers itself
+  std::string prefix_;
+  RankStatus last_;  // that was sent
+  std::exception_ptr failure_;
+};
+
+// A backend that answers exchanges by itself, because its peers do not exist:
+// the recording group's.
+class AnswersStatuses {
+ public:
+  virtual std::unique_ptr<StatusTransport> make_status_transport() = 0;
+
+ protected:
+  ~AnswersStatuses() = default;
+};
+
+}  // namespace brigade
+
+#endif  // BRIGADE_COMM_STATUS_STATUS_CHANNEL_H_

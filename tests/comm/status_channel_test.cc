@@ -1,0 +1,387 @@
+#include "brigade/comm/status/status_channel.h"
+
+#include <torch/torch.h>
+
+#include <barrier>
+#include <chrono>
+#include <latch>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "brigade/comm/errors/peer_error.h"
+#include "brigade/comm/process_group.h"
+#include "brigade/comm/recording_group.h"
+#include "brigade/comm/status/status_board.h"
+#include "brigade/comm/status/status_gather.h"
+#include "brigade/tests/support/local_ranks.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+
+namespace brigade {
+namespace {
+
+using enum StatusKind;
+using ::testing::AllOf;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using testing::run_ranks;
+using ::testing::StartsWith;
+
+using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
+using Work = c10::intrusive_ptr<c10d::Work>;
+
+// Longer than a test may take: what ends sooner does not end by it.
+constexpr std::chrono::milliseconds kNever = std::chrono::minutes(10);
+
+Work launch(const Group& group, const at::Tensor& bucket) {
+  std::vector<at::Tensor> tensors = {bucket};
+  return group->allreduce(tensors);
+}
+
+std::vector<RankStatus> exchange(StatusChannel& channel,
+                                 const RankStatus& own) {
+  return channel.await(channel.exchange(own));
+}
+
+std::string difference(const std::vector<RankStatus>& by_rank) {
+  return std::string(check_statuses(by_rank).message());
+}
+
+// The words of the PeerError that `fn` throws.
+template <typename F>
+std::string peer_error(F fn) {
+  try {
+    fn();
+  } catch (const PeerError& error) {
+    return error.what_without_backtrace();
+  }
+  return "no PeerError";
+}
+
+class StatusChannelTest : public ::testing::TestWithParam<int> {};
+INSTANTIATE_TEST_SUITE_P(WorldSizes, StatusChannelTest,
+                         ::testing::Values(1, 2, 3, 4));
+
+TEST_P(StatusChannelTest, EveryRankGetsEveryRanksStatus) {
+  run_ranks(GetParam(), [](Group group) {
+    StatusChannel channel(group);
+    for (int64_t i = 1; i <= 20; ++i) {
+      const auto by_rank = exchange(
+          channel, {.kind = kBegin,
+                    .iteration = 100 * i + group->getRank(),
+                    .unit = -group->getRank(),
+                    .text = status_text(std::to_string(group->getRank()))});
+      ASSERT_EQ(by_rank.size(), static_cast<size_t>(group->getSize()));
+      for (int rank = 0; rank < group->getSize(); ++rank) {
+        EXPECT_EQ(by_rank[rank].kind, kBegin);
+        EXPECT_EQ(by_rank[rank].sequence, i);
+        EXPECT_EQ(by_rank[rank].iteration, 100 * i + rank);
+        EXPECT_EQ(by_rank[rank].unit, -rank);
+        EXPECT_EQ(words_of(by_rank[rank].text), std::to_string(rank));
+      }
+    }
+  });
+}
+
+TEST_P(StatusChannelTest, ManyExchangesMayBeInFlight) {
+  run_ranks(GetParam(), [](Group group) {
+    StatusChannel channel(group);
+    std::vector<RankStatus> pending;
+    for (int64_t i = 0; i < 30; ++i) {
+      pending.push_back(channel.exchange({.iteration = i}));
+    }
+    for (int64_t i = 29; i >= 0; --i) {  // in any order
+      for (const RankStatus& rank_status : channel.await(pending[i])) {
+        EXPECT_EQ(rank_status.iteration, i);
+      }
+    }
+  });
+}
+
+TEST_P(StatusChannelTest, ChannelsOfOneGroupAreApart) {
+  run_ranks(GetParam(), [](Group group) {
+    StatusChannel first(group);
+    StatusChannel second(group);
+    const RankStatus one = first.exchange({.iteration = 1});
+    const RankStatus two = second.exchange({.iteration = 2});
+    EXPECT_EQ(second.await(two).back().iteration, 2);
+    EXPECT_EQ(first.await(one).back().iteration, 1);
+  });
+}
+
+// What destruction closes must not take away what a peer has yet to read.
+TEST_P(StatusChannelTest, EndsCleanlyRightAfterAnExchange) {
+  run_ranks(
+      GetParam(),
+      [](Group group) {
+        for (int i = 0; i < 50; ++i) {
+          StatusChannel channel(group);
+          EXPECT_EQ(exchange(channel, {.iteration = i}).size(),
+                    static_cast<size_t>(group->getSize()));
+        }
+      },
+      kNever);
+}
+
+TEST(StatusChannelTest, DoesNotWaitForALateRankUntilAskedTo) {
+  std::latch first_has_sent(1);
+  run_ranks(2, [&](Group group) {
+    StatusChannel channel(group);
+    if (group->getRank() == 1) first_has_sent.wait();
+    const RankStatus pending = channel.exchange({.iteration = 7});
+    if (group->getRank() == 0) first_has_sent.count_down();
+    EXPECT_EQ(channel.await(pending)[1].iteration, 7);
+  });
+}
+
+TEST(StatusChannelTest, RanksOutOfStepReadTheSameAndGoOn) {
+  std::vector<std::string> texts(3);
+  run_ranks(3, [&](Group group) {
+    const int rank = group->getRank();
+    StatusChannel channel(group);
+    texts[rank] = difference(
+        exchange(channel, {.kind = rank == 2 ? kBegin : kEnd, .iteration = 7}));
+    EXPECT_TRUE(
+        check_statuses(exchange(channel, {.kind = kEnd, .iteration = 8})).ok());
+  });
+  EXPECT_THAT(texts[0], HasSubstr("rank 2 began iteration 7"));
+  EXPECT_EQ(texts[1], texts[0]);
+  EXPECT_EQ(texts[2], texts[0]);
+}
+
+TEST(StatusChannelTest, ARankThatLeavesIsNamedAtOnce) {
+  run_ranks(
+      3,
+      [](Group group) {
+        auto channel = std::make_unique<StatusChannel>(group);
+        exchange(*channel, {.kind = kEnd, .iteration = 7});
+        if (group->getRank() == 1) {
+          channel = nullptr;
+        } else {
+          const std::string error = peer_error(
+              [&] { exchange(*channel, {.kind = kEnd, .iteration = 8}); });
+          EXPECT_THAT(
+              error,
+              StartsWith("waiting for the other ranks' statuses on rank " +
+                         std::to_string(group->getRank()) +
+                         ", which ended iteration 8: rank 1 "
+                         "has left after iteration 7"));
+          // Of no use any more, and says so without another wait.
+          EXPECT_EQ(peer_error([&] { channel->exchange({}); }), error);
+        }
+        // The group's own collectives go on.
+        const at::Tensor tensor = at::ones(4);
+        launch(group, tensor)->wait();
+        EXPECT_TRUE(tensor.equal(at::full(4, 3.0)));
+      },
+      kNever);
+}
+
+TEST(StatusChannelTest, ARankThatNeverComesIsNamedAtTheTimeout) {
+  std::latch over(1);
+  run_ranks(
+      2,
+      [&](Group group) {
+        StatusChannel channel(group);
+        if (group->getRank() == 1) {
+          over.wait();
+          return;
+        }
+        EXPECT_THAT(
+            peer_error([&] { exchange(channel, {.iteration = 7}); }),
+            AllOf(HasSubstr("rank 0, which began iteration 7"),
+                  HasSubstr("rank 0 answered a liveness probe, rank 1 did not "
+                            "within 3 s.")));
+        over.count_down();
+      },
+      std::chrono::milliseconds(1500));
+}
+
+TEST(StatusChannelTest, RanksThatDoNotMeetAreAnError) {
+  std::latch over(1);
+  run_ranks(
+      2,
+      [&](Group group) {
+        if (group->getRank() == 1) return over.wait();
+        EXPECT_THAT(peer_error([&] { StatusChannel channel(group); }),
+                    StartsWith("rank 0 of 2 could not tell the others its "
+                           "host: "));
+        over.count_down();
+      },
+      std::chrono::milliseconds(1500));
+}
+
+// Two models in one process: their backwards may end in any order.
+TEST(StatusChannelTest, ChannelsMayBeAwaitedInAnyOrderOnEachRank) {
+  run_ranks(2, [](Group group) {
+    StatusChannel first(group);
+    StatusChannel second(group);
+    for (int i = 0; i < 20; ++i) {
+      const RankStatus one = first.exchange({.iteration = i});
+      const RankStatus two = second.exchange({.iteration = -i});
+      const auto await_first = [&] {
+        EXPECT_EQ(first.await(one).back().iteration, i);
+      };
+      if (group->getRank() == 0) await_first();
+      EXPECT_EQ(second.await(two).back().iteration, -i);
+      if (group->getRank() == 1) await_first();
+    }
+  });
+}
+
+TEST(StatusChannelTest, OneThatLeavesLeavesTheOthersOfItsGroup) {
+  run_ranks(2, [](Group group) {
+    auto first = std::make_unique<StatusChannel>(group);
+    StatusChannel second(group);
+    if (group->getRank() == 0) {
+      first = nullptr;
+    } else {
+      EXPECT_THAT(peer_error([&] { exchange(*first, {.iteration = 3}); }),
+                  HasSubstr("rank 0 has left after iteration 0"));
+    }
+    EXPECT_EQ(exchange(second, {.iteration = 7}).back().iteration, 7);
+  });
+}
+
+// When a reducer ends is each rank's own business.
+TEST(StatusChannelTest, RanksMeetWhetherTheirEarlierChannelsLiveOrNot) {
+  run_ranks(2, [](Group group) {
+    auto first = std::make_unique<StatusChannel>(group);
+    exchange(*first, {});
+    if (group->getRank() == 0) first = nullptr;
+    StatusChannel second(group);
+    EXPECT_EQ(exchange(second, {.iteration = 7})[1].iteration, 7);
+  });
+}
+
+TEST(StatusChannelTest, AGroupWithoutStoreAnswersItself) {
+  StatusChannel channel(c10::make_intrusive<c10d::ProcessGroup>(1, 3));
+  const RankStatus pending = channel.exchange({.iteration = 7});
+  const auto by_rank = channel.await(pending);
+  EXPECT_EQ(by_rank.size(), 3);
+  EXPECT_TRUE(check_statuses(by_rank).ok());
+}
+
+// Both ways that statuses travel.
+struct Way {
+  const char* name;
+  std::function<std::unique_ptr<StatusTransport>(const Group&)> meet;
+};
+
+class StatusTransportTest : public ::testing::TestWithParam<Way> {};
+INSTANTIATE_TEST_SUITE_P(
+    Ways, StatusTransportTest,
+    ::testing::Values(Way{"Board", meet_at_status_board},
+                      Way{"Gather", gather_statuses_over}),
+    [](const auto& info) { return info.param.name; });
+
+StatusTransport::Deadline soon() {
+  return std::chrono::steady_clock::now() + std::chrono::milliseconds(50);
+}
+StatusTransport::Deadline late() {
+  return std::chrono::steady_clock::now() + kNever;
+}
+
+TEST_P(StatusTransportTest, BringsEachExchangeToAllRanks) {
+  run_ranks(3, [](const Group& group) {
+    const auto transport = GetParam().meet(group);
+    // More than the ring of a board holds.
+    for (int64_t i = 1; i <= 3 * kMaxStatusesInFlight; ++i) {
+      transport->send({.sequence = i, .iteration = 100 * i + group->getRank()});
+      const auto by_rank = transport->receive(i, late());
+      ASSERT_TRUE(by_rank);
+      for (int rank = 0; rank < 3; ++rank) {
+        EXPECT_EQ((*by_rank)[rank].iteration, 100 * i + rank);
+      }
+    }
+    group->barrier()->wait();
+  });
+}
+
+TEST_P(StatusTransportTest, AsManyMayBeInFlightAsItSays) {
+  run_ranks(2, [](const Group& group) {
+    const auto transport = GetParam().meet(group);
+    int64_t received = 0;
+    for (int64_t i = 1; i <= 4 * kMaxStatusesInFlight; ++i) {
+      transport->send({.sequence = i, .iteration = i + group->getRank()});
+      // Rank 0 lags as far behind as it may, rank 1 keeps up.
+      const int64_t lag = group->getRank() == 0 ? kMaxStatusesInFlight : 1;
+      if (i - received < lag) continue;
+      const auto by_rank = transport->receive(++received, late());
+      ASSERT_TRUE(by_rank);
+      EXPECT_EQ((*by_rank)[1].iteration, received + 1);
+    }
+    while (received < 4 * kMaxStatusesInFlight) {
+      EXPECT_EQ((*transport->receive(received + 1, late()))[0].iteration,
+                received + 1);
+      ++received;
+    }
+    group->barrier()->wait();
+  });
+}
+
+TEST_P(StatusTransportTest, ADeadlineIsNoFailure) {
+  std::latch is_over(1);
+  run_ranks(2, [&](const Group& group) {
+    const auto transport = GetParam().meet(group);
+    if (group->getRank() == 1) is_over.wait();
+    transport->send({.sequence = 1});
+    if (group->getRank() == 0) {
+      EXPECT_FALSE(transport->is_complete(1));
+      EXPECT_FALSE(transport->receive(1, soon()));
+      is_over.count_down();
+    }
+    EXPECT_TRUE(transport->receive(1, late()));
+    group->barrier()->wait();
+  });
+}
+
+TEST_P(StatusTransportTest, WhoGivesUpEndsTheWaitsOfOthers) {
+  run_ranks(3, [](const Group& group) {
+    const auto transport = GetParam().meet(group);
+    const RankStatus own = {.sequence = 1, .iteration = 7};
+    if (group->getRank() == 0) {
+      transport->give_up(own);
+    } else {
+      transport->send(own);
+      EXPECT_THROW(transport->receive(1, late()), std::exception);
+    }
+    group->barrier()->wait();  // the group's own collectives go on
+  });
+}
+
+TEST(RecordedStatusesTest, AreSeenWithTheCollectiveThatFollows) {
+  RecordingGroup recording(2);
+  StatusChannel channel(recording.group());
+  launch(recording.group(), at::ones(1));
+  exchange(channel, {.kind = kBegin, .iteration = 7});
+  exchange(channel, {.kind = kEnd, .iteration = 7});
+  launch(recording.group(), at::ones(4));
+  launch(recording.group(), at::ones(5));
+  EXPECT_THAT(recording.statuses(),
+              ElementsAre("began iteration 7", "ended iteration 7"));
+  EXPECT_EQ(recording.log()[0].rank_status, std::nullopt);
+  EXPECT_EQ(recording.log()[1].rank_status, "ended iteration 7");
+  EXPECT_EQ(recording.log()[2].rank_status, std::nullopt);
+}
+
+TEST(RecordedStatusesTest, AreAnsweredAsTheTestSays) {
+  RecordingGroup recording(2);
+  StatusChannel channel(recording.group());
+  EXPECT_TRUE(check_statuses(exchange(channel, {})).ok());
+  recording.answer_statuses_with([](RankStatus own) {
+    RankStatus peer = own;
+    peer.kind = kFailed;
+    return std::vector<RankStatus>{own, peer};
+  });
+  EXPECT_EQ(difference(exchange(channel, {.iteration = 7})),
+            "rank 1 failed in iteration 7");
+  recording.answer_statuses_with(
+      [](RankStatus own) { return std::vector<RankStatus>{own}; });
+  EXPECT_THROW(channel.exchange({}), c10::ValueError);
+}
+
+}  // namespace
+}  // namespace brigade
