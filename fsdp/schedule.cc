@@ -1,0 +1,320 @@
+#include "brigade/fsdp/schedule.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace brigade {
+
+// ---- Schedules.
+
+uint64_t RecordedSchedule::fingerprint() const {
+  uint64_t hash = 0xcbf29ce484222325;  // FNV-1a over 8-byte words
+  for (const ScheduleEntry& entry : entries) {
+    hash = (hash ^ (entry.unit * 2 + static_cast<size_t>(entry.kind))) *
+           0x100000001b3;
+    hash ^= hash >> 29;
+  }
+  return hash;
+}
+
+OpeningChoice choose_schedule(std::span<const SegmentOpening> of_ranks) {
+  const SegmentOpening& first = of_ranks.front();
+  bool is_known = first.schedule.has_value();
+  for (const SegmentOpening& other : of_ranks) {
+    if (other.tag.is_backward != first.tag.is_backward ||
+        other.tag.synchronizes != first.tag.synchronizes) {
+      return OpeningChoice::kMismatch;
+    }
+    is_known &= other.tag == first.tag && other.schedule == first.schedule;
+  }
+  return is_known ? OpeningChoice::kReplay : OpeningChoice::kLearn;
+}
+
+const RecordedSchedule* Schedules::find(const SegmentTag& tag) const {
+  const auto found = recorded_.find(tag);
+  return found == recorded_.end() ? nullptr : &found->second;
+}
+
+SegmentOpening Schedules::opening(const SegmentTag& tag) const {
+  const RecordedSchedule* const known = find(tag);
+  if (known == nullptr) return {.tag = tag};
+  return {.tag = tag, .schedule = known->fingerprint()};
+}
+
+void Schedules::store(const SegmentTag& tag, RecordedSchedule schedule) {
+  recorded_[tag] = std::move(schedule);
+}
+
+// ---- The cursor.
+
+SegmentCursor::SegmentCursor(UnitRules rules, const RecordedSchedule* recorded,
+                             std::vector<char> unsharded,
+                             std::vector<uint32_t> expected)
+    : rules_(std::move(rules)),
+      is_learning_(recorded == nullptr),
+      record_(recorded == nullptr ? RecordedSchedule() : *recorded),
+      num_recorded_(record_.entries.size()),
+      claimed_(std::move(unsharded)),
+      unclaimed_of_(rules_.num_units()),
+      expected_(std::move(expected)),
+      accumulated_(rules_.num_units(), 0),
+      was_reduced_(rules_.num_units(), 0) {
+  claimed_.resize(rules_.num_units(), 0);
+  expected_.resize(rules_.num_units(), 0);
+}
+
+CursorActions SegmentCursor::begin() {
+  CursorActions actions;
+  advance(actions);
+  return actions;
+}
+
+std::optional<size_t> SegmentCursor::need(std::span<const size_t> units,
+                                          CursorActions& actions) {
+  if (is_settled_ && units.size() == 1 && !used_.empty() &&
+      used_.back() == units[0]) {
+    return std::nullopt;
+  }
+  is_settled_ = false;
+  pinned_.assign(units.begin(), units.end());
+  release_used(actions);
+  for (const size_t unit : units) {
+    if (claimed_[unit] != 0) {
+      touch(unit);
+      continue;
+    }
+    std::optional<size_t> entry;
+    if (!unclaimed_of_[unit].empty()) {
+      entry = *unclaimed_of_[unit].begin();
+    } else {
+      entry = next_gather_of(unit);
+    }
+    if (!entry) {
+      issue_rest(actions);
+      return unit;
+    }
+    while (num_issued_ <= *entry) issue_next(actions);
+    claim(unit, *entry);
+  }
+  drop_skipped(actions);
+  advance(actions);
+  is_settled_ = true;
+  return std::nullopt;
+}
+
+void SegmentCursor::accumulated(size_t unit, CursorActions& actions) {
+  if (has_failed_) return;
+  ++accumulated_[unit];
+  advance(actions);
+}
+
+void SegmentCursor::finish(CursorActions& actions) {
+  has_ended_ = true;
+  release_all(/*with_those_that_stay=*/false, actions);
+  issue_rest(actions);
+}
+
+void SegmentCursor::fail(CursorActions& actions) {
+  has_failed_ = true;
+  std::fill(accumulated_.begin(), accumulated_.end(), 0);
+  finish(actions);
+}
+
+RoundMessage SegmentCursor::message(std::optional<size_t> need) const {
+  RoundMessage message = {
+      .need = need, .has_ended = has_ended_, .has_failed = has_failed_};
+  message.complete.resize(rules_.num_units(), 0);
+  message.expects.resize(rules_.num_units(), 0);
+  for (size_t unit = 0; unit < rules_.num_units(); ++unit) {
+    message.complete[unit] = is_complete(unit) ? 1 : 0;
+    message.expects[unit] = !has_ended_ && expected_[unit] > 0 &&
+                                    was_reduced_[unit] == 0 &&
+                                    !is_complete(unit)
+                                ? 1
+                                : 0;
+  }
+  return message;
+}
+
+RoundResult SegmentCursor::end_round(std::span<const RoundMessage> of_ranks,
+                                     CursorActions& actions) {
+  ++num_rounds_;
+  bool has_failed = false;
+  bool has_ended = true;
+  std::set<size_t> needs;
+  std::vector<char> complete(rules_.num_units(), 0);
+  std::vector<char> expected(rules_.num_units(), 0);
+  for (const RoundMessage& message : of_ranks) {
+    has_failed |= message.has_failed;
+    has_ended &= message.has_ended;
+    if (message.need) needs.insert(*message.need);
+    for (size_t unit = 0; unit < rules_.num_units(); ++unit) {
+      complete[unit] |= message.complete[unit];
+      expected[unit] |= message.expects[unit];
+    }
+  }
+  if (has_failed) {
+    has_failed_ = has_ended_ = true;
+    release_all(/*with_those_that_stay=*/true, actions);
+    return RoundResult::kFailed;
+  }
+
+  const auto append = [&](Kind kind, size_t unit) {
+    record_.entries.push_back({.kind = kind, .unit = unit});
+    record_.accumulations.push_back(
+        kind == Kind::kReduceScatter ? accumulated_[unit] : 0);
+    issue_next(actions);
+  };
+  for (const size_t unit : needs) append(Kind::kAllGather, unit);
+  for (const size_t unit : pinned_) {  // at most one is new
+    if (!has_ended_ && needs.contains(unit) && claimed_[unit] == 0) {
+      claim(unit, *unclaimed_of_[unit].begin());
+    }
+  }
+  for (size_t unit = 0; unit < rules_.num_units(); ++unit) {
+    if (complete[unit] == 0 || expected[unit] != 0) continue;
+    if (!is_learning_ && accumulated_[unit] > 0) ++num_late_;
+    append(Kind::kReduceScatter, unit);
+  }
+  if (!has_ended) return RoundResult::kGoesOn;
+  release_all(/*with_those_that_stay=*/false, actions);
+  return RoundResult::kEnded;
+}
+
+std::vector<char> SegmentCursor::held() const {
+  std::vector<char> held(rules_.num_units(), 0);
+  for (size_t unit = 0; unit < held.size(); ++unit) {
+    held[unit] = is_held(unit) ? 1 : 0;
+  }
+  return held;
+}
+
+bool SegmentCursor::is_pinned_or_around(size_t unit) const {
+  for (const size_t pinned : pinned_) {
+    std::optional<size_t> around = pinned;
+    while (around && *around != unit) around = rules_.parents[*around];
+    if (around) return true;
+  }
+  return false;
+}
+
+bool SegmentCursor::is_complete(size_t unit) const {
+  const uint32_t enough = has_ended_ ? 1 : std::max(1U, expected_[unit]);
+  return accumulated_[unit] >= enough;
+}
+
+bool SegmentCursor::may_reduce(size_t entry) const {
+  const size_t unit = record_.entries[entry].unit;
+  if (expected_[unit] == 0) return true;
+  const uint32_t recorded = record_.accumulations[entry];
+  return accumulated_[unit] >= (recorded > 0 ? recorded : expected_[unit]);
+}
+
+void SegmentCursor::issue_next(CursorActions& actions) {
+  const size_t place = num_issued_++;
+  const auto [kind, unit] = record_.entries[place];
+  if (kind == Kind::kReduceScatter) {
+    actions.push_back({CursorAction::Kind::kReduceScatter, unit});
+    accumulated_[unit] = 0;
+    was_reduced_[unit] = 1;
+    return;
+  }
+  actions.push_back({CursorAction::Kind::kAllGather, unit});
+  if (!has_ended_ || (stays(unit) && !has_failed_)) {
+    unclaimed_.insert(place);
+    unclaimed_of_[unit].insert(place);
+  } else if (!is_held(unit)) {
+    actions.push_back({CursorAction::Kind::kRelease, unit});
+  }
+}
+
+void SegmentCursor::issue_rest(CursorActions& actions) {
+  while (num_issued_ < record_.entries.size()) {
+    issue_next(actions);
+    front_ = num_issued_;
+    drop_skipped(actions);
+  }
+}
+
+void SegmentCursor::advance(CursorActions& actions) {
+  while (num_issued_ < record_.entries.size()) {
+    if (record_.entries[num_issued_].kind == Kind::kReduceScatter) {
+      if (!may_reduce(num_issued_)) return;
+    } else {
+      const auto num_ahead = static_cast<size_t>(std::distance(
+          unclaimed_.lower_bound(front_), unclaimed_.end()));
+      if (num_ahead >= rules_.prefetch_depth) return;
+    }
+    issue_next(actions);
+  }
+}
+
+std::optional<size_t> SegmentCursor::next_gather_of(size_t unit) const {
+  for (size_t i = num_issued_; i < record_.entries.size(); ++i) {
+    if (record_.entries[i] == ScheduleEntry{Kind::kAllGather, unit}) return i;
+  }
+  return std::nullopt;
+}
+
+void SegmentCursor::claim(size_t unit, size_t entry) {
+  unclaimed_.erase(entry);
+  unclaimed_of_[unit].erase(entry);
+  claimed_[unit] = 1;
+  front_ = std::max(front_, entry + 1);
+  touch(unit);
+}
+
+void SegmentCursor::touch(size_t unit) {
+  if (stays(unit)) return;
+  std::erase(used_, unit);
+  used_.push_back(unit);
+}
+
+void SegmentCursor::release_used(CursorActions& actions) {
+  size_t num_kept = pinned_.size();
+  for (size_t i = used_.size(); i-- > 0;) {
+    const size_t unit = used_[i];
+    if (is_pinned_or_around(unit)) continue;
+    if (num_kept < rules_.kept_units) {
+      ++num_kept;
+      continue;
+    }
+    used_.erase(used_.begin() + static_cast<std::ptrdiff_t>(i));
+    claimed_[unit] = 0;
+    if (!is_held(unit)) {
+      actions.push_back({CursorAction::Kind::kRelease, unit});
+    }
+  }
+}
+
+void SegmentCursor::drop_skipped(CursorActions& actions) {
+  std::vector<size_t> skipped;
+  for (const size_t entry : unclaimed_) {
+    if (entry >= front_) break;
+    if (!stays(record_.entries[entry].unit)) skipped.push_back(entry);
+  }
+  if (skipped.size() <= rules_.kept_skipped) return;
+  skipped.resize(skipped.size() - rules_.kept_skipped);
+  for (const size_t entry : skipped) {
+    const size_t unit = record_.entries[entry].unit;
+    unclaimed_.erase(entry);
+    unclaimed_of_[unit].erase(entry);
+    if (!is_held(unit)) {
+      actions.push_back({CursorAction::Kind::kRelease, unit});
+    }
+  }
+}
+
+void SegmentCursor::release_all(bool with_those_that_stay,
+                                CursorActions& actions) {
+  for (size_t unit = 0; unit < rules_.num_units(); ++unit) {
+    if (!is_held(unit) || (stays(unit) && !with_those_that_stay)) continue;
+    claimed_[unit] = 0;
+    for (const size_t entry : unclaimed_of_[unit]) unclaimed_.erase(entry);
+    unclaimed_of_[unit].clear();
+    actions.push_back({CursorAction::Kind::kRelease, unit});
+  }
+  used_.clear();
+}
+
+}  // namespace brigade
