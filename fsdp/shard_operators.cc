@@ -1,0 +1,808 @@
+#include "brigade/fsdp/shard_operators.h"
+
+#include <ATen/ATen.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/enum_tag.h>
+#include <ATen/core/grad_mode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/SmallVector.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <map>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <unordered_set>
+#include <utility>
+#include <vector>
+
+#include "brigade/fsdp/sharded_tensor.h"
+
+namespace brigade {
+
+namespace {
+
+using Names = std::unordered_set<std::string_view>;
+
+// ---- Rules.
+
+// Tagged pointwise, and not elementwise: random, or with a result that is no
+// tensor of the arguments' shape.
+const Names kNotElementwise = {"rrelu", "rrelu_", "native_dropout_backward"};
+
+const Names kCopies = {"clone",      "copy_",     "_to_copy",  "fill_",
+                       "zero_",      "zeros_like", "ones_like", "full_like",
+                       "empty_like", "zero",      "fill"};
+
+const Names kDraws = {"normal_", "uniform_",     "random_",  "exponential_",
+                      "cauchy_", "log_normal_", "geometric_"};
+
+const Names kReductions = {
+    "linalg_vector_norm", "norm", "sum",   "mean", "max", "min",
+    "amax",               "amin", "any",   "all",  "dot", "equal",
+    "_foreach_norm",      "_foreach_max"};
+
+const Names kHandles = {"detach", "detach_", "alias"};
+
+constexpr std::string_view kFoundInf =
+    "_amp_foreach_non_finite_check_and_unscale_";
+
+std::string_view base_name(const c10::FunctionSchema& schema) {
+  std::string_view name = schema.name();
+  name.remove_prefix(std::string_view("aten::").size());
+  return name;
+}
+
+bool is_list(const c10::Argument& argument) {
+  return argument.type()->isSubtypeOf(*c10::ListType::ofTensors());
+}
+
+bool is_tensor(const c10::Argument& argument) {
+  return argument.type()->isSubtypeOf(
+      *c10::OptionalType::create(c10::TensorType::get()));
+}
+
+bool writes(const c10::Argument& argument) {
+  return argument.alias_info() != nullptr && argument.alias_info()->isWrite();
+}
+
+bool returns_tensors_only(const c10::FunctionSchema& schema) {
+  return std::ranges::all_of(schema.returns(), [](const c10::Argument& result) {
+    return is_tensor(result) || is_list(result);
+  });
+}
+
+bool is_elementwise(const c10::OperatorHandle& op) {
+  return op.hasTag(at::Tag::pointwise) &&
+         !kNotElementwise.contains(base_name(op.schema())) &&
+         !kReductions.contains(base_name(op.schema())) &&
+         returns_tensors_only(op.schema());
+}
+
+// Whether _foreach_<base> does for each tensor what an elementwise operator or
+// a copy does. Its overload is not always the base operator's: one of that name
+// has to be elementwise, and none a reduction.
+bool is_foreach_of_elementwise(std::string_view name) {
+  name.remove_prefix(std::string_view("_foreach_").size());
+  const std::string in_place(name);
+  if (name.ends_with('_')) name.remove_suffix(1);
+  if (kReductions.contains(name) && name != "max" && name != "min") {
+    return false;
+  }
+  if (kCopies.contains(name) || kCopies.contains(in_place)) return true;
+  const std::string base = "aten::" + std::string(name);
+  for (const char* overload :
+       {"", "Tensor", "Scalar", "Tensor_Tensor", "Tensor_Scalar"}) {
+    const auto op = c10::Dispatcher::singleton().findSchema({base, overload});
+    if (op && is_elementwise(*op)) return true;
+  }
+  return false;
+}
+
+OperatorRule find_rule(const c10::OperatorHandle& op) {
+  const c10::FunctionSchema& schema = op.schema();
+  const auto decompose_or_refuse = [&] {
+    return op.hasKernelForDispatchKey(
+               c10::DispatchKey::CompositeImplicitAutograd)
+               ? OperatorRule::kDecompose
+               : OperatorRule::kRefused;
+  };
+  if (schema.getNamespace() != "aten") return decompose_or_refuse();
+  const std::string_view name = base_name(schema);
+  const auto& arguments = schema.arguments();
+  if (kHandles.contains(name)) return OperatorRule::kHandle;
+  if (name == kFoundInf) return OperatorRule::kReduce;
+  if (kReductions.contains(name)) {
+    // By name: max.other, max.dim and out= variants are others.
+    const bool is_whole =
+        !std::ranges::any_of(arguments, writes) &&
+        (schema.returns().size() == 1) &&
+        !std::ranges::any_of(arguments, [](const c10::Argument& argument) {
+          return argument.type()->kind() == c10::TypeKind::StringType;
+        });
+    const bool compares = schema.overload_name() == "other";
+    const bool by_dim = (name == "max" || name == "min" || name == "any" ||
+                         name == "all" || name == "mean" || name == "sum") &&
+                        !schema.overload_name().empty() &&
+                        schema.overload_name() != "dim_IntList" &&
+                        schema.overload_name() != "dim";
+    if (is_whole && !compares && !by_dim &&
+        !((name == "max" || name == "min" || name == "any" || name == "all") &&
+          schema.overload_name() == "dim")) {
+      return OperatorRule::kReduce;
+    }
+  }
+  if (is_elementwise(op) || kCopies.contains(name)) return OperatorRule::kLocal;
+  if (name.starts_with("_foreach_")) {
+    return is_foreach_of_elementwise(name) ? OperatorRule::kLocal
+                                           : OperatorRule::kRefused;
+  }
+  // Optimizers: their first argument is the list of parameters, written.
+  if (name.starts_with("_fused_") && !arguments.empty() &&
+      is_list(arguments[0]) && writes(arguments[0])) {
+    return OperatorRule::kLocal;
+  }
+  if (kDraws.contains(name) ||
+      (name == "bernoulli_" && schema.overload_name() == "float")) {
+    return OperatorRule::kDraw;
+  }
+  return decompose_or_refuse();
+}
+
+// ---- Arguments.
+
+// All tensors of the arguments of a call, on top of the stack.
+template <typename Visit>  // (const at::Tensor&, size_t argument, size_t index)
+void visit_tensors(const torch::jit::Stack& stack, size_t num_arguments,
+                   const Visit& visit) {
+  const size_t begin = stack.size() - num_arguments;
+  for (size_t i = 0; i < num_arguments; ++i) {
+    const c10::IValue& value = stack[begin + i];
+    if (value.isTensor()) {
+      visit(value.toTensor(), i, size_t{0});
+    } else if (value.isTensorList()) {
+      const auto list = value.toTensorList();
+      for (size_t k = 0; k < list.size(); ++k) {
+        visit(static_cast<const at::Tensor&>(list[k]), i, k);
+      }
+    } else if (value.isOptionalTensorList()) {
+      const auto list = value.toOptionalTensorList();
+      for (size_t k = 0; k < list.size(); ++k) {
+        const std::optional<at::Tensor> element = list[k];
+        if (element) visit(*element, i, k);
+      }
+    }
+  }
+}
+
+std::string name_of(const at::Tensor& sharded) {
+  const Shard* const shard = shard_of(sharded);
+  return shard == nullptr || shard->name.empty()
+             ? "a sharded tensor of sizes " + c10::str(sharded.sizes())
+             : "parameter '" + shard->name + "'";
+}
+
+[[noreturn]] void refuse(const c10::OperatorHandle& op,
+                         const std::string& why) {
+  C10_THROW_ERROR(NotImplementedError,
+                  toString(op.operator_name()) + ": " + why);
+}
+
+bool hold_one_piece(const at::Tensor& a, const at::Tensor& b) {
+  const Shard& of_a = *shard_of(a);
+  const Shard& of_b = *shard_of(b);
+  return of_a.offset == of_b.offset && of_a.group == of_b.group &&
+         of_a.local.numel() == of_b.local.numel() && a.sizes() == b.sizes() &&
+         a.strides() == b.strides();
+}
+
+// Sharded arguments of a call in place of their local pieces.
+class LocalCall {
+ public:
+  LocalCall(const c10::OperatorHandle& op, torch::jit::Stack& stack)
+      : op_(op),
+        stack_(stack),
+        num_arguments_(op.schema().arguments().size()) {}
+
+  // Throws if they don't fit, before anything is changed.
+  void check() {
+    visit_tensors(stack_, num_arguments_,
+                  [&](const at::Tensor& tensor, size_t, size_t index) {
+                    if (shard_of(tensor) == nullptr) return;
+                    const auto [first, is_new] =
+                        references_.try_emplace(index, tensor);
+                    if (!is_new && !hold_one_piece(first->second, tensor)) {
+                      refuse_pieces(first->second, tensor);
+                    }
+                  });
+    visit_tensors(
+        stack_, num_arguments_,
+        [&](const at::Tensor& tensor, size_t argument, size_t index) {
+          if (!tensor.defined() || shard_of(tensor) != nullptr) return;
+          const auto found = reference(argument, index);
+          if (found == nullptr) return;
+          if (tensor.dim() > 0) {
+            refuse(op_, c10::str("a plain tensor of sizes ", tensor.sizes(),
+                                 " beside ", name_of(*found),
+                                 ". Shard it alike: shard_like()."));
+          }
+          if (found->dim() == 0 && tensor.scalar_type() != found->scalar_type()) {
+            refuse(op_, c10::str("a plain tensor of dtype ",
+                                 tensor.scalar_type(), " beside ",
+                                 name_of(*found), ", which has no dimensions "
+                                 "and dtype ", found->scalar_type(),
+                                 ". Cast it."));
+          }
+        });
+    check_memory_format();
+  }
+
+  void run() {
+    replace_arguments();
+    {
+      const at::AutoDispatchBelowADInplaceOrView below;
+      op_.callBoxed(stack_);
+    }
+    note_writes();
+    wrap_results();
+  }
+
+ private:
+  // The sharded tensor that a plain one is beside of: in lists that at its
+  // place, otherwise any.
+  const at::Tensor* reference(size_t argument, size_t index) const {
+    if (references_.empty()) return nullptr;
+    if (!is_list(op_.schema().arguments()[argument])) {
+      return &references_.begin()->second;
+    }
+    const auto found = references_.find(index);
+    return found == references_.end() ? nullptr : &found->second;
+  }
+
+  [[noreturn]] void refuse_pieces(const at::Tensor& a,
+                                  const at::Tensor& b) const {
+    if (a.sizes() != b.sizes() || a.strides() != b.strides()) {
+      refuse(op_, c10::str("sharded tensors of sizes ", a.sizes(), " and ",
+                           b.sizes(), ", strides ", a.strides(), " and ",
+                           b.strides(), ". They must be equal."));
+    }
+    refuse(op_, name_of(a) + " and " + name_of(b) +
+                    " are sharded over different ranks.");
+  }
+
+  void check_memory_format() {
+    const auto place = op_.schema().argumentIndexWithName("memory_format");
+    if (!place) return;
+    c10::IValue& value = stack_[stack_.size() - num_arguments_ + *place];
+    if (value.isNone()) return;
+    const auto format = value.toMemoryFormat();
+    const at::Tensor& whole = references_.begin()->second;
+    if (format != at::MemoryFormat::Preserve &&
+        !(format == at::MemoryFormat::Contiguous && is_contiguous(whole))) {
+      refuse(op_, "another memory format than that of " + name_of(whole) + ".");
+    }
+    value = c10::IValue();
+  }
+
+  static bool is_contiguous(const at::Tensor& whole) {
+    return whole.unsafeGetTensorImpl()->is_contiguous();
+  }
+
+  const at::Tensor& local_of(const at::Tensor& tensor) {
+    const Shard* const shard = shard_of(tensor);
+    if (shard == nullptr) return tensor;
+    locals_.emplace_back(shard->local, tensor);
+    return shard->local;
+  }
+
+  void replace_arguments() {
+    const size_t begin = stack_.size() - num_arguments_;
+    const auto& arguments = op_.schema().arguments();
+    for (size_t i = 0; i < num_arguments_; ++i) {
+      c10::IValue& value = stack_[begin + i];
+      if (value.isTensor()) {
+        const at::Tensor tensor = value.toTensor();
+        if (writes(arguments[i]) && shard_of(tensor) != nullptr) {
+          written_.push_back(tensor);
+        }
+        value = local_of(tensor);
+      } else if (value.isTensorList()) {
+        c10::List<at::Tensor> locals;
+        for (const at::Tensor& tensor : value.toTensorVector()) {
+          if (writes(arguments[i]) && shard_of(tensor) != nullptr) {
+            written_.push_back(tensor);
+          }
+          locals.push_back(local_of(tensor));
+        }
+        value = std::move(locals);
+      }
+    }
+  }
+
+  void note_writes() {
+    for (const at::Tensor& tensor : written_) {
+      if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
+      const Shard& shard = *shard_of(tensor);
+      if (shard.owner != nullptr) shard.owner->written(shard.unit);
+    }
+  }
+
+  at::Tensor wrap(const at::Tensor& result, size_t index) {
+    for (const auto& [local, original] : locals_) {
+      if (result.is_same(local)) return original;
+    }
+    const auto found =
+        references_.size() == 1 ? references_.begin() : references_.find(index);
+    if (found == references_.end()) return result;  // of plain tensors
+    const at::Tensor& whole = found->second;
+    const Shard& shard = *shard_of(whole);
+    if (result.sizes() != shard.local.sizes()) {
+      refuse(op_, "its result is not of its arguments' sizes: " +
+                      c10::str(result.sizes()) + ".");
+    }
+    return make_sharded(
+        {.local = result, .offset = shard.offset, .group = shard.group},
+        whole.sizes(), whole.strides());
+  }
+
+  void wrap_results() {
+    const size_t num_results = op_.schema().returns().size();
+    for (size_t i = stack_.size() - num_results; i < stack_.size(); ++i) {
+      c10::IValue& value = stack_[i];
+      if (value.isTensor()) {
+        value = wrap(value.toTensor(), 0);
+      } else if (value.isTensorList()) {
+        c10::List<at::Tensor> wholes;
+        const auto results = value.toTensorVector();
+        for (size_t k = 0; k < results.size(); ++k) {
+          const bool is_plain = !references_.contains(k);
+          wholes.push_back(is_plain ? results[k] : wrap(results[k], k));
+        }
+        value = std::move(wholes);
+      }
+    }
+  }
+
+  const c10::OperatorHandle& op_;
+  torch::jit::Stack& stack_;
+  const size_t num_arguments_;
+  // By place in a list (0 for single tensors): the first sharded argument.
+  std::map<size_t, at::Tensor> references_;
+  c10::SmallVector<std::pair<at::Tensor, at::Tensor>, 4> locals_;
+  c10::SmallVector<at::Tensor, 2> written_;
+};
+
+// ---- Random fills.
+
+void draw(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
+  const size_t num_arguments = op.schema().arguments().size();
+  c10::IValue& value = stack[stack.size() - num_arguments];
+  const at::Tensor sharded = value.toTensor();
+  const Shard& shard = *shard_of(sharded);
+  const at::NoGradGuard no_grad;
+  const at::Tensor whole = at::empty_strided(sharded.sizes(), sharded.strides(),
+                                             shard.local.options());
+  value = whole;
+  op.callBoxed(stack);
+  shard.local.copy_(whole.as_strided({whole.numel()}, {1})
+                        .narrow(0, shard.offset, shard.local.numel()));
+  stack.back() = sharded;
+  sharded.unsafeGetTensorImpl()->bump_version();
+  if (shard.owner != nullptr) shard.owner->written(shard.unit);
+}
+
+// ---- Reductions.
+
+using ReduceOp = ShardGroup::Op;
+
+// One tensor's reduction over all of its elements.
+struct Reduction {
+  std::string_view name;
+  double order = 2;  // of a norm
+  std::optional<at::ScalarType> dtype = std::nullopt;
+};
+
+struct LocalValue {
+  ReduceOp op;
+  at::Tensor value;     // 0-dimensional, float64, int64
+  at::Tensor is_nan{};  // float64, of extremes
+  at::ScalarType dtype;
+};
+
+bool is_norm(std::string_view name) {
+  return name == "norm" || name == "linalg_vector_norm" ||
+         name == "_foreach_norm";
+}
+
+bool is_max(std::string_view name) {
+  return name == "max" || name == "amax" || name == "_foreach_max";
+}
+
+at::Tensor extreme_of(const at::Tensor& local, bool takes_max) {
+  const bool is_floating = local.is_floating_point();
+  const auto wide = local.to(is_floating ? at::kDouble : at::kLong);
+  if (wide.numel() > 0) {
+    return takes_max ? wide.nan_to_num(-INFINITY, INFINITY, -INFINITY).max()
+                     : wide.nan_to_num(INFINITY, INFINITY, -INFINITY).min();
+  }
+  if (is_floating) {
+    return at::full({}, takes_max ? -INFINITY : INFINITY, wide.options());
+  }
+  return at::full({},
+                  takes_max ? std::numeric_limits<int64_t>::min()
+                            : std::numeric_limits<int64_t>::max(),
+                  wide.options());
+}
+
+at::Tensor nans_in(const at::Tensor& local) {
+  return local.is_floating_point() ? local.isnan().any().to(at::kDouble)
+                                   : at::Tensor();
+}
+
+LocalValue reduce_locally(const Reduction& reduction, const at::Tensor& local) {
+  const std::string_view name = reduction.name;
+  if (is_norm(name)) {
+    const auto dtype =
+        reduction.dtype.value_or(c10::toRealValueType(local.scalar_type()));
+    const at::Tensor sizes = local.abs().to(at::kDouble);
+    if (std::isinf(reduction.order)) {
+      const bool takes_max = reduction.order > 0;
+      at::Tensor value = extreme_of(sizes, takes_max);
+      return {takes_max ? ReduceOp::kMax : ReduceOp::kMin, value,
+              nans_in(sizes), dtype};
+    }
+    if (reduction.order == 0) {
+      return {ReduceOp::kSum, sizes.ne(0).sum().to(at::kDouble), {}, dtype};
+    }
+    return {ReduceOp::kSum, sizes.pow(reduction.order).sum(), {}, dtype};
+  }
+  if (is_max(name) || name == "min" || name == "amin") {
+    return {is_max(name) ? ReduceOp::kMax : ReduceOp::kMin,
+            extreme_of(local, is_max(name)), nans_in(local),
+            local.scalar_type()};
+  }
+  if (name == "any") {
+    return {ReduceOp::kMax, local.any().to(at::kLong), {},
+            local.scalar_type() == at::kByte ? at::kByte : at::kBool};
+  }
+  if (name == "all") {
+    return {ReduceOp::kMin, local.all().to(at::kLong), {},
+            local.scalar_type() == at::kByte ? at::kByte : at::kBool};
+  }
+  // sum and mean
+  const bool is_floating =
+      reduction.dtype ? at::isFloatingType(*reduction.dtype)
+                      : local.is_floating_point();
+  const auto dtype = reduction.dtype.value_or(is_floating ? local.scalar_type()
+                                                          : at::kLong);
+  return {ReduceOp::kSum, local.to(is_floating ? at::kDouble : at::kLong).sum(),
+          {}, dtype};
+}
+
+// All-reduces values of one operation and type as one tensor, in their place.
+void all_reduce_together(ShardGroup& group, ReduceOp op,
+                         const std::vector<at::Tensor*>& values) {
+  for (const auto dtype : {at::kDouble, at::kLong}) {
+    std::vector<at::Tensor*> of_type;
+    std::vector<at::Tensor> flat;
+    for (at::Tensor* value : values) {
+      if (value->scalar_type() != dtype) continue;
+      of_type.push_back(value);
+      flat.push_back(value->reshape({1}));
+    }
+    if (flat.empty()) continue;
+    at::Tensor together = at::cat(flat);
+    group.all_reduce(together, op);
+    for (size_t i = 0; i < of_type.size(); ++i) {
+      *of_type[i] = together[static_cast<int64_t>(i)];
+    }
+  }
+}
+
+// The whole's value of each sharded tensor.
+std::vector<at::Tensor> reduce_all(const Reduction& reduction,
+                                   const std::vector<at::Tensor>& sharded) {
+  std::vector<LocalValue> values;
+  for (const at::Tensor& tensor : sharded) {
+    values.push_back(reduce_locally(reduction, shard_of(tensor)->local));
+  }
+  std::vector<ShardGroup*> groups;  // in the order of their first tensor
+  for (const at::Tensor& tensor : sharded) {
+    ShardGroup* const group = shard_of(tensor)->group.get();
+    if (std::ranges::find(groups, group) == groups.end()) {
+      groups.push_back(group);
+    }
+  }
+  for (ShardGroup* const group : groups) {
+    std::map<ReduceOp, std::vector<at::Tensor*>> by_op;
+    for (size_t i = 0; i < sharded.size(); ++i) {
+      if (shard_of(sharded[i])->group.get() != group) continue;
+      by_op[values[i].op].push_back(&values[i].value);
+      if (values[i].is_nan.defined()) {
+        // A minimum's goes as its negative, so that one operation serves both.
+        if (values[i].op == ReduceOp::kMin) values[i].is_nan.neg_();
+        by_op[values[i].op].push_back(&values[i].is_nan);
+      }
+    }
+    for (const auto& [op, of_op] : by_op) {
+      all_reduce_together(*group, op, of_op);
+    }
+  }
+  std::vector<at::Tensor> results;
+  for (size_t i = 0; i < sharded.size(); ++i) {
+    at::Tensor result = values[i].value;
+    if (values[i].is_nan.defined()) {
+      result = at::where(values[i].is_nan.ne(0),
+                         at::full({}, NAN, result.options()), result);
+    }
+    if (is_norm(reduction.name) && std::isfinite(reduction.order) &&
+        reduction.order != 0) {
+      result = result.pow(1 / reduction.order);
+    }
+    if (reduction.name == "mean") {
+      result = result / static_cast<double>(sharded[i].numel());
+    }
+    results.push_back(result.to(values[i].dtype));
+  }
+  return results;
+}
+
+c10::IValue argument_of(const c10::OperatorHandle& op,
+                        const torch::jit::Stack& stack,
+                        const std::string& name) {
+  const auto place = op.schema().argumentIndexWithName(name);
+  if (!place) return {};
+  return stack[stack.size() - op.schema().arguments().size() + *place];
+}
+
+bool covers_all_dims(const c10::IValue& dims, int64_t num_dims) {
+  if (dims.isNone()) return true;
+  if (dims.isInt()) return num_dims == 1;
+  const auto list = dims.toIntVector();
+  return list.empty() || static_cast<int64_t>(list.size()) == num_dims;
+}
+
+void reduce(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
+  const std::string_view name = base_name(op.schema());
+  const size_t num_arguments = op.schema().arguments().size();
+  const at::NoGradGuard no_grad;
+
+  if (name == kFoundInf) {
+    LocalCall call(op, stack);
+    call.check();
+    const at::Tensor found_inf = argument_of(op, stack, "found_inf").toTensor();
+    std::vector<std::shared_ptr<ShardGroup>> groups;
+    visit_tensors(stack, num_arguments,
+                  [&](const at::Tensor& tensor, size_t, size_t) {
+                    const Shard* const shard = shard_of(tensor);
+                    if (shard != nullptr &&
+                        std::ranges::find(groups, shard->group) ==
+                            groups.end()) {
+                      groups.push_back(shard->group);
+                    }
+                  });
+    call.run();
+    for (const auto& group : groups) {
+      at::Tensor found = found_inf.reshape({1}).to(at::kDouble);
+      group->all_reduce(found, ReduceOp::kMax);
+      found_inf.copy_(found.reshape(found_inf.sizes()));
+    }
+    return;
+  }
+
+  if (name == "dot" || name == "equal") {
+    const at::Tensor self = argument_of(op, stack, "self").toTensor();
+    const at::Tensor other =
+        argument_of(op, stack, name == "dot" ? "tensor" : "other").toTensor();
+    if (shard_of(self) == nullptr || shard_of(other) == nullptr ||
+        !hold_one_piece(self, other) || (name == "dot" && self.dim() != 1) ||
+        self.scalar_type() != other.scalar_type()) {
+      refuse(op, "both must be sharded alike.");
+    }
+    const Shard& shard = *shard_of(self);
+    const at::Tensor& with = shard_of(other)->local;
+    at::Tensor value =
+        name == "dot"
+            ? shard.local.to(at::kDouble).dot(with.to(at::kDouble)).reshape({1})
+            : at::full({1}, shard.local.equal(with) ? 1 : 0, at::kLong);
+    shard.group->all_reduce(
+        value, name == "dot" ? ReduceOp::kSum : ReduceOp::kMin);
+    torch::jit::drop(stack, num_arguments);
+    if (name == "dot") {
+      stack.emplace_back(value[0].to(self.scalar_type()));
+    } else {
+      stack.emplace_back(value.item<int64_t>() == 1);
+    }
+    return;
+  }
+
+  Reduction reduction{.name = name};
+  for (const char* order : {"ord", "p"}) {
+    const c10::IValue value = argument_of(op, stack, order);
+    if (value.isScalar()) reduction.order = value.toScalar().toDouble();
+  }
+  if (const auto dtype = argument_of(op, stack, "dtype"); !dtype.isNone()) {
+    reduction.dtype = dtype.toScalarType();
+  }
+  if (name.starts_with("_foreach_")) {
+    const auto tensors = argument_of(op, stack, "self").toTensorVector();
+    std::vector<at::Tensor> sharded;
+    for (const at::Tensor& tensor : tensors) {
+      if (shard_of(tensor) != nullptr) sharded.push_back(tensor);
+    }
+    const auto reduced = reduce_all(reduction, sharded);
+    c10::List<at::Tensor> results;
+    size_t next = 0;
+    for (const at::Tensor& tensor : tensors) {
+      if (shard_of(tensor) != nullptr) {
+        results.push_back(reduced[next++]);
+      } else if (is_norm(name)) {
+        results.push_back(at::linalg_vector_norm(
+            tensor, reduction.order, std::nullopt, false, reduction.dtype));
+      } else {
+        results.push_back(tensor.max());
+      }
+    }
+    torch::jit::drop(stack, num_arguments);
+    stack.emplace_back(std::move(results));
+    return;
+  }
+
+  const at::Tensor self = argument_of(op, stack, "self").toTensor();
+  if (shard_of(self) == nullptr) refuse(op, "its first argument is plain.");
+  if (!covers_all_dims(argument_of(op, stack, "dim"), self.dim())) {
+    refuse(op, "over some dimensions of " + name_of(self) +
+                   ". Call it inside of unsharded(), or on full_tensor().");
+  }
+  if (self.is_complex()) refuse(op, "of complex elements.");
+  if (self.numel() == 0) refuse(op, "of no elements.");
+  const auto keeps = argument_of(op, stack, "keepdim");
+  at::Tensor result = reduce_all(reduction, {self})[0];
+  if (keeps.isBool() && keeps.toBool()) {
+    result = result.reshape(std::vector<int64_t>(
+        static_cast<size_t>(self.dim()), int64_t{1}));
+  }
+  torch::jit::drop(stack, num_arguments);
+  stack.emplace_back(std::move(result));
+}
+
+// ---- The fallback.
+
+// Whether all parameters among the arguments are unsharded for this call.
+std::optional<ParameterState> use_parameters(const torch::jit::Stack& stack,
+                                             size_t num_arguments) {
+  c10::SmallVector<std::pair<ParameterOwner*, size_t>, 4> used;
+  visit_tensors(stack, num_arguments,
+                [&](const at::Tensor& tensor, size_t, size_t) {
+                  const Shard* const shard = shard_of(tensor);
+                  if (shard == nullptr || shard->owner == nullptr) return;
+                  const std::pair entry(shard->owner, shard->unit);
+                  if (std::find(used.begin(), used.end(), entry) == used.end()) {
+                    used.push_back(entry);
+                  }
+                });
+  std::optional<ParameterState> state;
+  while (!used.empty()) {
+    ParameterOwner* const owner = used.front().first;
+    std::vector<size_t> units;
+    for (const auto& [other, unit] : used) {
+      if (other == owner) units.push_back(unit);
+    }
+    const ParameterState of_owner = owner->use(units);
+    state = state ? std::min(*state, of_owner) : of_owner;
+    used.erase(std::remove_if(
+                   used.begin(), used.end(),
+                   [&](const auto& entry) { return entry.first == owner; }),
+               used.end());
+  }
+  return state;
+}
+
+void check_use_of_unsharded(const c10::OperatorHandle& op,
+                            const torch::jit::Stack& stack,
+                            ParameterState state) {
+  const auto& arguments = op.schema().arguments();
+  visit_tensors(stack, arguments.size(),
+                [&](const at::Tensor& tensor, size_t argument, size_t) {
+                  const Shard* const shard = shard_of(tensor);
+                  if (shard == nullptr) return;
+                  if (shard->owner == nullptr) {
+                    refuse(op, name_of(tensor) +
+                                   " in a forward or backward: it belongs to "
+                                   "no unit. Use full_tensor() before.");
+                  }
+                  if (writes(arguments[argument]) &&
+                      state == ParameterState::kUnsharded) {
+                    refuse(op, "writes to " + name_of(tensor) +
+                                   " in a forward or backward, where it would "
+                                   "be lost. Write between them.");
+                  }
+                });
+}
+
+void check_grad_mode(const c10::OperatorHandle& op,
+                     const torch::jit::Stack& stack) {
+  if (!at::GradMode::is_enabled() ||
+      base_name(op.schema()).ends_with("_like")) {
+    return;
+  }
+  visit_tensors(stack, op.schema().arguments().size(),
+                [&](const at::Tensor& tensor, size_t, size_t) {
+                  TORCH_CHECK(shard_of(tensor) == nullptr ||
+                                  !tensor.requires_grad(),
+                              toString(op.operator_name()), " of ",
+                              name_of(tensor),
+                              " outside of a forward is not recorded by "
+                              "autograd. Call it under torch.no_grad(), or "
+                              "inside of the model's forward.");
+                });
+}
+
+void on_sharded(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
+                torch::jit::Stack* stack) {
+  const size_t num_arguments = op.schema().arguments().size();
+  const auto state = use_parameters(*stack, num_arguments);
+  if (state && *state != ParameterState::kSharded) {
+    check_use_of_unsharded(op, *stack, *state);
+    const c10::impl::ExcludeDispatchKeyGuard no_key(kShardedKey);
+    op.callBoxed(*stack);
+    return;
+  }
+  switch (operator_rule(op)) {
+    case OperatorRule::kHandle: {
+      const c10::impl::ExcludeDispatchKeyGuard no_key(kShardedKey);
+      op.callBoxed(*stack);
+      return;
+    }
+    case OperatorRule::kDecompose:
+      op.redispatchBoxed(
+          keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER,
+                                     kShardedKey),
+          stack);
+      return;
+    case OperatorRule::kLocal: {
+      check_grad_mode(op, *stack);
+      LocalCall call(op, *stack);
+      call.check();
+      call.run();
+      return;
+    }
+    case OperatorRule::kDraw:
+      check_grad_mode(op, *stack);
+      draw(op, *stack);
+      return;
+    case OperatorRule::kReduce:
+      check_grad_mode(op, *stack);
+      reduce(op, *stack);
+      return;
+    case OperatorRule::kRefused:
+      break;
+  }
+  std::string of = "a sharded tensor";
+  visit_tensors(*stack, num_arguments,
+                [&](const at::Tensor& tensor, size_t, size_t) {
+                  if (shard_of(tensor) != nullptr) of = name_of(tensor);
+                });
+  refuse(op, "needs the whole of " + of +
+                 ", of which this rank holds a piece. Call it inside of the "
+                 "model's forward or of unsharded(), or on full_tensor().");
+}
+
+TORCH_LIBRARY_IMPL(_, TESTING_ONLY_GenericWrapper, library) {
+  library.fallback(torch::CppFunction::makeFromBoxedFunction<&on_sharded>());
+}
+
+}  // namespace
+
+OperatorRule operator_rule(const c10::OperatorHandle& op) {
+  thread_local std::unordered_map<c10::OperatorHandle, OperatorRule> rules;
+  const auto found = rules.find(op);
+  if (found != rules.end()) return found->second;
+  return rules.emplace(op, find_rule(op)).first->second;
+}
+
+}  // namespace brigade

@@ -1,0 +1,44 @@
+// Rules of operators on sharded tensors outside of a forward and backward.
+//
+// A boxed fallback on kShardedKey sees every operator with a sharded argument.
+// In a forward or backward of the arguments' root it unshards them and calls on.
+// Otherwise the operator's rule, decided from its schema and tags at first use,
+// says what happens:
+//
+//   local      elementwise operators, copies, optimizers: on the local pieces.
+//              All sharded arguments hold one piece; plain ones are
+//              0-dimensional. Results are sharded as their arguments.
+//   draw       in-place random fills: the whole is drawn and the piece kept, so
+//              that equal seeds give the bits of one process.
+//   reduce     norms, sums and extremes over all elements: one all-reduce for
+//              all tensors of a call. Collective.
+//   handle     detach and alias: on the tensor itself.
+//   decompose  composite operators: by the operators that they consist of.
+//   refused    NotImplementedError that names the operator and the parameter.
+//
+// None but `handle` and `decompose` is recorded by autograd: a RuntimeError if
+// grad mode is on and a sharded argument requires a gradient.
+
+#ifndef BRIGADE_FSDP_SHARD_OPERATORS_H_
+#define BRIGADE_FSDP_SHARD_OPERATORS_H_
+
+#include <ATen/core/dispatch/Dispatcher.h>
+
+#include <cstdint>
+
+namespace brigade {
+
+enum class OperatorRule : uint8_t {
+  kLocal,
+  kDraw,
+  kReduce,
+  kHandle,
+  kDecompose,
+  kRefused,
+};
+
+OperatorRule operator_rule(const c10::OperatorHandle& op);
+
+}  // namespace brigade
+
+#endif  // BRIGADE_FSDP_SHARD_OPERATORS_H_

@@ -1,0 +1,107 @@
+#include "brigade/fsdp/sharded_tensor.h"
+
+#include <c10/core/StorageImpl.h>
+#include <c10/core/TensorImpl.h>
+#include <c10/util/Exception.h>
+
+#include <utility>
+
+namespace brigade {
+
+namespace {
+
+void delete_shard(void* shard) { delete static_cast<Shard*>(shard); }
+
+c10::StorageImpl& storage_of(const at::Tensor& tensor) {
+  return *tensor.unsafeGetTensorImpl()
+              ->unsafe_storage()
+              .unsafeGetStorageImpl();
+}
+
+void refuse_access(c10::StorageImpl& storage, const std::string& name) {
+  static const std::string why =
+      " is sharded: this rank holds a piece of it, and the piece can't be read "
+      "as the whole. Use full_tensor(), or unshard it first.";
+  static const std::string of_unnamed = "This tensor" + why;
+  storage.release_data_and_set_meta_custom_data_ptr_error_msg_(
+      name.empty() ? of_unnamed : "Parameter '" + name + "'" + why);
+}
+
+c10::intrusive_ptr<c10::TensorImpl> make_impl(Shard shard,
+                                              at::IntArrayRef sizes,
+                                              at::IntArrayRef strides) {
+  const at::Tensor& local = shard.local;
+  TORCH_INTERNAL_ASSERT(local.dim() == 1 && shard_of(local) == nullptr);
+  const auto dtype = local.dtype();
+  const auto device = local.device();
+  const auto keys = local.key_set() | c10::DispatchKeySet(kShardedKey);
+  const auto bytes = static_cast<size_t>(c10::multiply_integers(sizes)) *
+                     dtype.itemsize();
+  auto context = std::make_unique<Shard>(std::move(shard));
+  const std::string name = context->name;
+  c10::Storage storage(c10::make_intrusive<c10::StorageImpl>(
+      c10::StorageImpl::use_byte_size_t(), bytes,
+      at::DataPtr(nullptr, context.release(), &delete_shard, device),
+      /*allocator=*/nullptr, /*resizable=*/false));
+  refuse_access(*storage.unsafeGetStorageImpl(), name);
+  auto impl =
+      c10::make_intrusive<c10::TensorImpl>(std::move(storage), keys, dtype);
+  impl->set_sizes_and_strides(sizes, strides);
+  return impl;
+}
+
+void set_data(c10::StorageImpl& storage, void* data) {
+  at::DataPtr& pointer = storage._mutable_data_ptr_no_checks();
+  const auto device = pointer.device();
+  void* const context = pointer.release_context();
+  pointer = at::DataPtr(data, context, &delete_shard, device);
+}
+
+}  // namespace
+
+Shard* shard_of(const at::Tensor& tensor) {
+  if (!tensor.defined() || !tensor.key_set().has(kShardedKey) ||
+      !tensor.has_storage()) {
+    return nullptr;
+  }
+  const at::DataPtr& pointer = storage_of(tensor)._mutable_data_ptr_no_checks();
+  if (pointer.get_deleter() != &delete_shard) return nullptr;
+  return static_cast<Shard*>(pointer.get_context());
+}
+
+at::Tensor make_sharded(Shard shard, at::IntArrayRef sizes,
+                        at::IntArrayRef strides) {
+  return at::Tensor(make_impl(std::move(shard), sizes, strides));
+}
+
+void shard_in_place(const at::Tensor& parameter, Shard shard) {
+  TORCH_CHECK_VALUE(shard_of(parameter) == nullptr, "Parameter '", shard.name,
+                    "' is sharded already, in another unit or by another call "
+                    "of fully_shard().");
+  TORCH_CHECK_VALUE(parameter.is_non_overlapping_and_dense(), "Parameter '",
+                    shard.name, "' is not dense: its strides are ",
+                    parameter.strides(), " for sizes ", parameter.sizes(), ".");
+  TORCH_INTERNAL_ASSERT(shard.local.dtype() == parameter.dtype());
+  const auto sizes = parameter.sizes().vec();
+  const auto strides = parameter.strides().vec();
+  parameter.unsafeGetTensorImpl()->shallow_copy_from(
+      make_impl(std::move(shard), sizes, strides));
+}
+
+void bind_memory(const at::Tensor& sharded, const at::Tensor& memory) {
+  c10::StorageImpl& storage = storage_of(sharded);
+  storage.clear_data_ptr_access_error_msg_();
+  set_data(storage, memory.data_ptr());
+}
+
+void unbind_memory(const at::Tensor& sharded) {
+  c10::StorageImpl& storage = storage_of(sharded);
+  set_data(storage, nullptr);
+  refuse_access(storage, shard_of(sharded)->name);
+}
+
+bool is_bound(const at::Tensor& sharded) {
+  return storage_of(sharded)._mutable_data_ptr_no_checks().get() != nullptr;
+}
+
+}  // namespace brigade

@@ -1,0 +1,98 @@
+// Ordinary tensors of a whole shape of which this rank holds one piece.
+//
+// A sharded tensor has a dispatch key of its own, and a storage without data
+// whose context is a Shard. So every operator that touches it reaches the
+// fallback of shard_operators.cc before autograd, whatever holds the tensor: a
+// LibTorch module, a script, an optimizer or Python. Views and detached tensors
+// share the storage, so they are sharded tensors too. Access to the data without
+// an operator throws.
+//
+// While the unit of a parameter is unsharded, the storage has the unit's
+// memory: bind_memory().
+//
+//   at::Tensor state = make_sharded({.local = zeros, .offset = 6, .group = group},
+//                                   parameter.sizes(), parameter.strides());
+//   shard_of(state)->local;
+//
+// Thread safety: as that of tensors.
+
+#ifndef BRIGADE_FSDP_SHARDED_TENSOR_H_
+#define BRIGADE_FSDP_SHARDED_TENSOR_H_
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/DispatchKey.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+
+namespace brigade {
+
+// A key that torch itself uses in its own tests only. Higher than those of
+// autograd, autocast and functorch.
+inline constexpr c10::DispatchKey kShardedKey =
+    c10::DispatchKey::TESTING_ONLY_GenericWrapper;
+
+// The ranks that together hold all elements of a tensor, once each.
+class ShardGroup {
+ public:
+  enum class Op { kSum, kMax, kMin };
+
+  virtual ~ShardGroup() = default;
+  // Replaces `values`, 1D and plain, by the result over all ranks. Collective.
+  virtual void all_reduce(at::Tensor& values, Op op) = 0;
+};
+
+// What an operator finds of the parameters that it is about to use.
+enum class ParameterState {
+  kSharded,    // outside of a forward and backward
+  kUnsharded,  // in one: bound, to be read only
+  kWritable,   // bound; what is written counts
+};
+
+// Root of sharded parameters. Hears of operators that use them.
+class ParameterOwner {
+ public:
+  virtual ~ParameterOwner() = default;
+  // One operator is about to use `units`. In a forward or backward of this
+  // thread, unshards them first; they stay so until the next call.
+  virtual ParameterState use(std::span<const size_t> units) = 0;
+  // An operator has written to the shards of `unit`.
+  virtual void written(size_t unit) = 0;
+};
+
+struct Shard {
+  at::Tensor local;    // 1D, plain: this rank's elements, in memory order
+  int64_t offset = 0;  // of local[0] in the whole
+  std::shared_ptr<ShardGroup> group = nullptr;
+
+  // Parameters only.
+  ParameterOwner* owner = nullptr;
+  size_t unit = 0;
+  std::string name = {};
+};
+
+// Null if the tensor is not sharded.
+Shard* shard_of(const at::Tensor& tensor);
+
+// A tensor of these sizes and strides, without gradient. REQUIRES: the strides
+// are those of a dense tensor.
+at::Tensor make_sharded(Shard shard, at::IntArrayRef sizes,
+                        at::IntArrayRef strides);
+
+// Makes `parameter` itself a sharded tensor: all its handles, hooks and
+// optimizers stay. Its data is dropped. REQUIRES: dense; the local piece has its
+// dtype and device. Throws ValueError if it is sharded already.
+void shard_in_place(const at::Tensor& parameter, Shard shard);
+
+// The storage of a sharded tensor reads `memory` from here on, which has at
+// least the whole's bytes and outlives unbind_memory(); or nothing.
+void bind_memory(const at::Tensor& sharded, const at::Tensor& memory);
+void unbind_memory(const at::Tensor& sharded);
+bool is_bound(const at::Tensor& sharded);
+
+}  // namespace brigade
+
+#endif  // BRIGADE_FSDP_SHARDED_TENSOR_H_

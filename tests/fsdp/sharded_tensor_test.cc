@@ -1,0 +1,349 @@
+#include "brigade/fsdp/sharded_tensor.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <barrier>
+#include <functional>
+#include <thread>
+#include <vector>
+
+#include "brigade/fsdp/shard_operators.h"
+
+namespace brigade {
+namespace {
+
+constexpr int kRanks = 2;
+
+// Ranks as threads of one process.
+class ThreadRanks {
+ public:
+  class Group : public ShardGroup {
+   public:
+    Group(ThreadRanks& ranks, int rank) : ranks_(ranks), rank_(rank) {}
+    void all_reduce(at::Tensor& values, Op op) override {
+      ranks_.values_[static_cast<size_t>(rank_)] = values;
+      ranks_.barrier_.arrive_and_wait();
+      const at::Tensor all = torch::stack(ranks_.values_);
+      ranks_.barrier_.arrive_and_wait();
+      values = op == Op::kSum   ? all.sum(0).to(values.scalar_type())
+               : op == Op::kMax ? std::get<0>(all.max(0))
+                                : std::get<0>(all.min(0));
+    }
+
+   private:
+    ThreadRanks& ranks_;
+    const int rank_;
+  };
+
+  ThreadRanks() : values_(kRanks), barrier_(kRanks) {
+    for (int rank = 0; rank < kRanks; ++rank) {
+      groups_.push_back(std::make_shared<Group>(*this, rank));
+    }
+  }
+
+  const std::shared_ptr<Group>& group(int rank) const {
+    return groups_[static_cast<size_t>(rank)];
+  }
+
+  void run(const std::function<void(int rank)>& program) {
+    std::vector<std::thread> threads;
+    for (int rank = 0; rank < kRanks; ++rank) {
+      threads.emplace_back([&, rank] { program(rank); });
+    }
+    for (std::thread& thread : threads) thread.join();
+  }
+
+ private:
+  std::vector<at::Tensor> values_;
+  std::barrier<> barrier_;
+  std::vector<std::shared_ptr<Group>> groups_;
+};
+
+Shard piece_of(const at::Tensor& whole, int rank,
+               std::shared_ptr<ShardGroup> group = nullptr) {
+  const torch::NoGradGuard no_grad;
+  const int64_t size = (whole.numel() + kRanks - 1) / kRanks;
+  const int64_t begin = std::min(whole.numel(), size * rank);
+  const int64_t end = std::min(whole.numel(), begin + size);
+  return {.local = whole.detach()
+                       .as_strided({whole.numel()}, {1})
+                       .narrow(0, begin, end - begin)
+                       .clone(),
+          .offset = begin,
+          .group = std::move(group)};
+}
+
+at::Tensor sharded_copy(const at::Tensor& whole, int rank,
+                        std::shared_ptr<ShardGroup> group = nullptr) {
+  return make_sharded(piece_of(whole, rank, std::move(group)), whole.sizes(),
+                      whole.strides());
+}
+
+std::string message_of(const std::function<void()>& call) {
+  try {
+    call();
+  } catch (const c10::Error& error) {
+    return error.what_without_backtrace();
+  }
+  return "";
+}
+
+// Binds a unit's parameters while a scope is open; counts.
+class FakeRoot : public ParameterOwner {
+ public:
+  ParameterState use(std::span<const size_t> units) override {
+    if (!is_open) return ParameterState::kSharded;
+    for (const size_t unit : units) {
+      if (!is_bound(parameters[unit])) {
+        bind_memory(parameters[unit], wholes[unit]);
+        unsharded.push_back(unit);
+      }
+    }
+    return ParameterState::kUnsharded;
+  }
+  void written(size_t unit) override { writes.push_back(unit); }
+
+  void add(const at::Tensor& parameter, const std::string& name) {
+    Shard shard = piece_of(parameter, 0);
+    shard.owner = this;
+    shard.unit = parameters.size();
+    shard.name = name;
+    wholes.push_back(parameter.detach().clone());
+    shard_in_place(parameter, std::move(shard));
+    parameters.push_back(parameter);
+  }
+  void reshard() {
+    for (const at::Tensor& parameter : parameters) unbind_memory(parameter);
+  }
+
+  std::vector<at::Tensor> parameters;
+  std::vector<at::Tensor> wholes;
+  std::vector<size_t> unsharded;
+  std::vector<size_t> writes;
+  bool is_open = false;
+};
+
+TEST(ShardedTensorTest, HasTheWholesShapeAndNoData) {
+  const auto sharded = sharded_copy(torch::arange(12.).reshape({3, 4}), 1);
+  EXPECT_EQ(sharded.sizes(), (std::vector<int64_t>{3, 4}));
+  EXPECT_EQ(sharded.numel(), 12);
+  EXPECT_TRUE(torch::equal(shard_of(sharded)->local, torch::arange(6., 12.)));
+  EXPECT_THAT(message_of([&] { sharded.data_ptr(); }),
+              testing::HasSubstr("is sharded"));
+  EXPECT_THAT(message_of([&] { sharded.storage().data(); }),
+              testing::HasSubstr("is sharded"));
+  EXPECT_EQ(shard_of(torch::ones(3)), nullptr);
+}
+
+TEST(ShardedTensorTest, HandlesShareThePiece) {
+  const auto sharded = sharded_copy(torch::ones({3, 4}), 0);
+  for (const at::Tensor& handle :
+       {sharded.detach(), sharded.data(), sharded.alias()}) {
+    ASSERT_EQ(shard_of(handle), shard_of(sharded));
+    handle.add_(1);
+  }
+  EXPECT_TRUE(torch::equal(shard_of(sharded)->local, torch::full({6}, 4.)));
+}
+
+TEST(ShardedTensorTest, SetDataTakesAnotherPiece) {
+  FakeRoot root;
+  const auto parameter = torch::ones({3, 4}).requires_grad_();
+  root.add(parameter, "weight");
+  {
+    const torch::NoGradGuard no_grad;
+    parameter.set_data(parameter.to(torch::kDouble));
+  }
+  EXPECT_EQ(parameter.scalar_type(), torch::kDouble);
+  EXPECT_EQ(shard_of(parameter)->local.scalar_type(), torch::kDouble);
+}
+
+TEST(ShardedTensorTest, ParameterThatIsShardedTwiceIsNamed) {
+  FakeRoot root;
+  const auto parameter = torch::ones({3, 4});
+  root.add(parameter, "weight");
+  EXPECT_THAT(message_of([&] { shard_in_place(parameter, {.name = "tied"}); }),
+              testing::HasSubstr("'tied' is sharded already"));
+}
+
+TEST(ShardOperatorsTest, ElementwiseOperatorsRunOnPieces) {
+  const auto a = torch::randn({3, 5});
+  const auto b = torch::randn({3, 5});
+  const auto expected = a * b + 2 * a;
+  for (int rank = 0; rank < kRanks; ++rank) {
+    const auto x = sharded_copy(a, rank);
+    const auto result = x * sharded_copy(b, rank) + 2 * x;
+    EXPECT_EQ(result.sizes(), a.sizes());
+    EXPECT_TRUE(torch::equal(shard_of(result)->local,
+                             piece_of(expected, rank).local));
+  }
+}
+
+TEST(ShardOperatorsTest, RefusesWhatNeedsTheWhole) {
+  FakeRoot root;
+  const auto p = torch::randn({4, 4});
+  root.add(p, "blocks.0.weight");
+  for (const auto& [name, call] :
+       std::vector<std::pair<std::string, std::function<void()>>>{
+           {"aten::mm", [&] { p.mm(p); }},
+           {"aten::t", [&] { p.t(); }},
+           {"aten::select.int", [&] { p[0]; }},
+           {"aten::view", [&] { p.view({16}); }},
+           {"aten::std", [&] { p.std(); }},
+           {"aten::cat", [&] { torch::cat({p, p}); }},
+           {"aten::max.dim", [&] { p.max(0); }},
+           {"aten::sum.dim_IntList", [&] { p.sum(0); }},
+           {"aten::rrelu", [&] { torch::rrelu(p, 0.1, 0.3, true); }},
+           {"aten::_local_scalar_dense", [&] { p.item(); }},
+           {"aten::mul.Tensor", [&] { p.mul(torch::ones({4})); }}}) {
+    const std::string message = message_of(call);
+    EXPECT_THAT(message, testing::HasSubstr("blocks.0.weight")) << name;
+    EXPECT_THAT(message, testing::HasSubstr(name.substr(0, 9))) << name;
+  }
+}
+
+TEST(ShardOperatorsTest, GradModeIsAnError) {
+  FakeRoot root;
+  const auto p = torch::ones({4}).requires_grad_();
+  root.add(p, "bias");
+  EXPECT_THAT(message_of([&] { p.mul(2); }),
+              testing::HasSubstr("not recorded by autograd"));
+  EXPECT_EQ(message_of([&] { torch::zeros_like(p); }), "");
+  EXPECT_EQ(message_of([&] { p.detach().mul(2); }), "");
+}
+
+TEST(ShardOperatorsTest, WritesAreNoted) {
+  FakeRoot root;
+  const auto p = torch::ones({4}).requires_grad_();
+  root.add(p, "bias");
+  const auto version = p._version();
+  const torch::NoGradGuard no_grad;
+  p.data().mul_(2);
+  p.add_(1);
+  EXPECT_EQ(root.writes, (std::vector<size_t>{0, 0}));
+  EXPECT_GT(p._version(), version);
+}
+
+TEST(ShardOperatorsTest, RandomFillsAreThoseOfOneProcess) {
+  const auto whole = torch::empty({5, 7});
+  torch::manual_seed(3);
+  torch::nn::init::kaiming_uniform_(whole);
+  for (int rank = 0; rank < kRanks; ++rank) {
+    const auto sharded = sharded_copy(torch::zeros({5, 7}), rank);
+    torch::manual_seed(3);
+    torch::nn::init::kaiming_uniform_(sharded);
+    EXPECT_TRUE(torch::equal(shard_of(sharded)->local,
+                             piece_of(whole, rank).local));
+  }
+}
+
+TEST(ShardOperatorsTest, NormsAndReductionsAreGlobal) {
+  ThreadRanks ranks;
+  const auto whole = torch::randn({5, 3});
+  const auto with_nan = whole.clone();
+  with_nan[4][2] = NAN;
+  ranks.run([&](int rank) {
+    const auto x = sharded_copy(whole, rank, ranks.group(rank));
+    const auto other = sharded_copy(whole * 2, rank, ranks.group(rank));
+    EXPECT_TRUE(torch::allclose(x.norm(), whole.norm()));
+    EXPECT_TRUE(torch::allclose(x.norm(1), whole.norm(1)));
+    EXPECT_TRUE(torch::allclose(torch::linalg_vector_norm(x, INFINITY),
+                                torch::linalg_vector_norm(whole, INFINITY)));
+    EXPECT_TRUE(torch::allclose(x.sum(), whole.sum()));
+    EXPECT_TRUE(torch::allclose(x.mean(), whole.mean()));
+    EXPECT_TRUE(torch::equal(x.max(), whole.max()));
+    EXPECT_TRUE(torch::equal(x.min(), whole.min()));
+    EXPECT_TRUE(torch::isfinite(x).all().item<bool>());
+    EXPECT_FALSE(torch::equal(x, other));
+    const auto nan = sharded_copy(with_nan, rank, ranks.group(rank));
+    EXPECT_TRUE(nan.max().isnan().item<bool>());
+    EXPECT_TRUE(nan.min().isnan().item<bool>());
+    EXPECT_FALSE(torch::isfinite(nan).all().item<bool>());
+    const auto norms = at::_foreach_norm({x, other});
+    EXPECT_TRUE(torch::allclose(norms[0], whole.norm()));
+    EXPECT_TRUE(torch::allclose(norms[1], (whole * 2).norm()));
+  });
+}
+
+TEST(ShardOperatorsTest, UsesInAForwardUnshard) {
+  FakeRoot root;
+  const auto weight = torch::randn({4, 4}).requires_grad_();
+  const auto reference = weight.detach().clone().requires_grad_();
+  root.add(weight, "weight");
+  const auto x = torch::randn({2, 4});
+
+  root.is_open = true;
+  const auto view = weight.t();
+  root.reshard();
+  auto loss = torch::mm(x, view).square().sum();  // a view unshards, too
+  root.reshard();
+  loss.backward();
+  root.reshard();
+  root.is_open = false;
+
+  auto expected = torch::mm(x, reference.t()).square().sum();
+  expected.backward();
+  EXPECT_TRUE(torch::equal(loss, expected));
+  EXPECT_TRUE(torch::equal(weight.grad(), reference.grad()));
+  EXPECT_EQ(shard_of(weight.grad()), nullptr);
+  EXPECT_THAT(root.unsharded, testing::SizeIs(testing::Ge(2)));
+}
+
+TEST(ShardOperatorsTest, WritesInAForwardAreRefused) {
+  FakeRoot root;
+  const auto weight = torch::randn({4, 4});
+  root.add(weight, "weight");
+  root.is_open = true;
+  EXPECT_THAT(message_of([&] { weight.mul_(2); }),
+              testing::HasSubstr("writes to parameter 'weight'"));
+  const auto state = sharded_copy(torch::ones({4, 4}), 0);
+  EXPECT_THAT(message_of([&] { weight.mul(state); }),
+              testing::HasSubstr("belongs to no unit"));
+}
+
+template <typename Optimizer, typename Options>
+void expect_steps_like_one_process(Options options) {
+  const auto initial = torch::randn({5, 7});
+  auto whole = initial.clone().requires_grad_();
+  Optimizer reference({whole}, options);
+  std::vector<FakeRoot> roots(kRanks);
+  std::vector<at::Tensor> parameters;
+  std::vector<std::unique_ptr<Optimizer>> optimizers;
+  for (int rank = 0; rank < kRanks; ++rank) {
+    parameters.push_back(initial.clone().requires_grad_());
+    // Made before the parameter is sharded.
+    optimizers.push_back(std::make_unique<Optimizer>(
+        std::vector<at::Tensor>{parameters.back()}, options));
+    Shard shard = piece_of(initial, rank);
+    shard.owner = &roots[static_cast<size_t>(rank)];
+    shard_in_place(parameters.back(), std::move(shard));
+  }
+  for (int step = 0; step < 4; ++step) {
+    const auto gradient = torch::randn({5, 7});
+    whole.mutable_grad() = gradient;
+    reference.step();
+    for (int rank = 0; rank < kRanks; ++rank) {
+      auto& parameter = parameters[static_cast<size_t>(rank)];
+      parameter.mutable_grad() = sharded_copy(gradient, rank);
+      optimizers[static_cast<size_t>(rank)]->step();
+      EXPECT_TRUE(torch::equal(shard_of(parameter)->local,
+                               piece_of(whole, rank).local));
+    }
+  }
+}
+
+TEST(ShardOperatorsTest, OptimizersStepPieces) {
+  namespace optim = torch::optim;
+  expect_steps_like_one_process<optim::SGD>(
+      optim::SGDOptions(0.1).momentum(0.9).weight_decay(0.01));
+  expect_steps_like_one_process<optim::Adam>(
+      optim::AdamOptions(0.01).amsgrad(true));
+  expect_steps_like_one_process<optim::AdamW>(optim::AdamWOptions(0.01));
+  expect_steps_like_one_process<optim::RMSprop>(
+      optim::RMSpropOptions(0.01).centered(true).momentum(0.9));
+  expect_steps_like_one_process<optim::Adagrad>(optim::AdagradOptions(0.01));
+}
+
+}  // namespace
+}  // namespace brigade
