@@ -241,8 +241,8 @@ void SegmentCursor::advance(CursorActions& actions) {
     if (record_.entries[num_issued_].kind == Kind::kReduceScatter) {
       if (!may_reduce(num_issued_)) return;
     } else {
-      const auto num_ahead = static_cast<size_t>(std::distance(
-          unclaimed_.lower_bound(front_), unclaimed_.end()));
+      const auto num_ahead = static_cast<size_t>(
+          std::distance(unclaimed_.lower_bound(front_), unclaimed_.end()));
       if (num_ahead >= rules_.prefetch_depth) return;
     }
     issue_next(actions);

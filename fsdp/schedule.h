@@ -66,7 +66,7 @@ struct SegmentTag {
   bool is_backward = false;
   bool has_gradients = false;  // grad mode
   bool synchronizes = false;
-  uint32_t open_forwards = 0;      // whose backward has not ended
+  uint32_t open_forwards = 0;    // whose backward has not ended
   uint64_t unsharded_units = 0;  // hash of those at the segment's begin
 
   friend auto operator<=>(const SegmentTag&, const SegmentTag&) = default;
@@ -160,8 +160,8 @@ class SegmentCursor {
   CursorActions begin();
 
   // One operator is about to use `units`, which are held until the next call.
-  // Appends to `actions`. Returns a unit that is not in the schedule: the caller
-  // takes part in one round for it, then calls again.
+  // Appends to `actions`. Returns a unit that is not in the schedule: the
+  // caller takes part in one round for it, then calls again.
   std::optional<size_t> need(std::span<const size_t> units,
                              CursorActions& actions);
 

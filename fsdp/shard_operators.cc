@@ -34,17 +34,27 @@ using Names = std::unordered_set<std::string_view>;
 // tensor of the arguments' shape.
 const Names kNotElementwise = {"rrelu", "rrelu_", "native_dropout_backward"};
 
-const Names kCopies = {"clone",      "copy_",     "_to_copy",  "fill_",
+const Names kCopies = {"clone",      "copy_",      "_to_copy",  "fill_",
                        "zero_",      "zeros_like", "ones_like", "full_like",
-                       "empty_like", "zero",      "fill"};
+                       "empty_like", "zero",       "fill"};
 
-const Names kDraws = {"normal_", "uniform_",     "random_",  "exponential_",
+const Names kDraws = {"normal_", "uniform_",    "random_",   "exponential_",
                       "cauchy_", "log_normal_", "geometric_"};
 
-const Names kReductions = {
-    "linalg_vector_norm", "norm", "sum",   "mean", "max", "min",
-    "amax",               "amin", "any",   "all",  "dot", "equal",
-    "_foreach_norm",      "_foreach_max"};
+const Names kReductions = {"linalg_vector_norm",
+                           "norm",
+                           "sum",
+                           "mean",
+                           "max",
+                           "min",
+                           "amax",
+                           "amin",
+                           "any",
+                           "all",
+                           "dot",
+                           "equal",
+                           "_foreach_norm",
+                           "_foreach_max"};
 
 const Names kHandles = {"detach", "detach_", "alias"};
 
@@ -230,12 +240,14 @@ class LocalCall {
                                  " beside ", name_of(*found),
                                  ". Shard it alike: shard_like()."));
           }
-          if (found->dim() == 0 && tensor.scalar_type() != found->scalar_type()) {
-            refuse(op_, c10::str("a plain tensor of dtype ",
-                                 tensor.scalar_type(), " beside ",
-                                 name_of(*found), ", which has no dimensions "
-                                 "and dtype ", found->scalar_type(),
-                                 ". Cast it."));
+          if (found->dim() == 0 &&
+              tensor.scalar_type() != found->scalar_type()) {
+            refuse(op_,
+                   c10::str("a plain tensor of dtype ", tensor.scalar_type(),
+                            " beside ", name_of(*found),
+                            ", which has no dimensions "
+                            "and dtype ",
+                            found->scalar_type(), ". Cast it."));
           }
         });
     check_memory_format();
@@ -466,21 +478,27 @@ LocalValue reduce_locally(const Reduction& reduction, const at::Tensor& local) {
             local.scalar_type()};
   }
   if (name == "any") {
-    return {ReduceOp::kMax, local.any().to(at::kLong), {},
+    return {ReduceOp::kMax,
+            local.any().to(at::kLong),
+            {},
             local.scalar_type() == at::kByte ? at::kByte : at::kBool};
   }
   if (name == "all") {
-    return {ReduceOp::kMin, local.all().to(at::kLong), {},
+    return {ReduceOp::kMin,
+            local.all().to(at::kLong),
+            {},
             local.scalar_type() == at::kByte ? at::kByte : at::kBool};
   }
   // sum and mean
-  const bool is_floating =
-      reduction.dtype ? at::isFloatingType(*reduction.dtype)
-                      : local.is_floating_point();
-  const auto dtype = reduction.dtype.value_or(is_floating ? local.scalar_type()
-                                                          : at::kLong);
-  return {ReduceOp::kSum, local.to(is_floating ? at::kDouble : at::kLong).sum(),
-          {}, dtype};
+  const bool is_floating = reduction.dtype
+                               ? at::isFloatingType(*reduction.dtype)
+                               : local.is_floating_point();
+  const auto dtype =
+      reduction.dtype.value_or(is_floating ? local.scalar_type() : at::kLong);
+  return {ReduceOp::kSum,
+          local.to(is_floating ? at::kDouble : at::kLong).sum(),
+          {},
+          dtype};
 }
 
 // All-reduces values of one operation and type as one tensor, in their place.
@@ -576,15 +594,14 @@ void reduce(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
     call.check();
     const at::Tensor found_inf = argument_of(op, stack, "found_inf").toTensor();
     std::vector<std::shared_ptr<ShardGroup>> groups;
-    visit_tensors(stack, num_arguments,
-                  [&](const at::Tensor& tensor, size_t, size_t) {
-                    const Shard* const shard = shard_of(tensor);
-                    if (shard != nullptr &&
-                        std::ranges::find(groups, shard->group) ==
-                            groups.end()) {
-                      groups.push_back(shard->group);
-                    }
-                  });
+    visit_tensors(
+        stack, num_arguments, [&](const at::Tensor& tensor, size_t, size_t) {
+          const Shard* const shard = shard_of(tensor);
+          if (shard != nullptr &&
+              std::ranges::find(groups, shard->group) == groups.end()) {
+            groups.push_back(shard->group);
+          }
+        });
     call.run();
     for (const auto& group : groups) {
       at::Tensor found = found_inf.reshape({1}).to(at::kDouble);
@@ -609,8 +626,8 @@ void reduce(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
         name == "dot"
             ? shard.local.to(at::kDouble).dot(with.to(at::kDouble)).reshape({1})
             : at::full({1}, shard.local.equal(with) ? 1 : 0, at::kLong);
-    shard.group->all_reduce(
-        value, name == "dot" ? ReduceOp::kSum : ReduceOp::kMin);
+    shard.group->all_reduce(value,
+                            name == "dot" ? ReduceOp::kSum : ReduceOp::kMin);
     torch::jit::drop(stack, num_arguments);
     if (name == "dot") {
       stack.emplace_back(value[0].to(self.scalar_type()));
@@ -663,8 +680,8 @@ void reduce(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
   const auto keeps = argument_of(op, stack, "keepdim");
   at::Tensor result = reduce_all(reduction, {self})[0];
   if (keeps.isBool() && keeps.toBool()) {
-    result = result.reshape(std::vector<int64_t>(
-        static_cast<size_t>(self.dim()), int64_t{1}));
+    result = result.reshape(
+        std::vector<int64_t>(static_cast<size_t>(self.dim()), int64_t{1}));
   }
   torch::jit::drop(stack, num_arguments);
   stack.emplace_back(std::move(result));
@@ -676,15 +693,15 @@ void reduce(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
 std::optional<ParameterState> use_parameters(const torch::jit::Stack& stack,
                                              size_t num_arguments) {
   c10::SmallVector<std::pair<ParameterOwner*, size_t>, 4> used;
-  visit_tensors(stack, num_arguments,
-                [&](const at::Tensor& tensor, size_t, size_t) {
-                  const Shard* const shard = shard_of(tensor);
-                  if (shard == nullptr || shard->owner == nullptr) return;
-                  const std::pair entry(shard->owner, shard->unit);
-                  if (std::find(used.begin(), used.end(), entry) == used.end()) {
-                    used.push_back(entry);
-                  }
-                });
+  visit_tensors(
+      stack, num_arguments, [&](const at::Tensor& tensor, size_t, size_t) {
+        const Shard* const shard = shard_of(tensor);
+        if (shard == nullptr || shard->owner == nullptr) return;
+        const std::pair entry(shard->owner, shard->unit);
+        if (std::find(used.begin(), used.end(), entry) == used.end()) {
+          used.push_back(entry);
+        }
+      });
   std::optional<ParameterState> state;
   while (!used.empty()) {
     ParameterOwner* const owner = used.front().first;
@@ -694,10 +711,10 @@ std::optional<ParameterState> use_parameters(const torch::jit::Stack& stack,
     }
     const ParameterState of_owner = owner->use(units);
     state = state ? std::min(*state, of_owner) : of_owner;
-    used.erase(std::remove_if(
-                   used.begin(), used.end(),
-                   [&](const auto& entry) { return entry.first == owner; }),
-               used.end());
+    used.erase(
+        std::remove_if(used.begin(), used.end(),
+                       [&](const auto& entry) { return entry.first == owner; }),
+        used.end());
   }
   return state;
 }
@@ -732,13 +749,12 @@ void check_grad_mode(const c10::OperatorHandle& op,
   }
   visit_tensors(stack, op.schema().arguments().size(),
                 [&](const at::Tensor& tensor, size_t, size_t) {
-                  TORCH_CHECK(shard_of(tensor) == nullptr ||
-                                  !tensor.requires_grad(),
-                              toString(op.operator_name()), " of ",
-                              name_of(tensor),
-                              " outside of a forward is not recorded by "
-                              "autograd. Call it under torch.no_grad(), or "
-                              "inside of the model's forward.");
+                  TORCH_CHECK(
+                      shard_of(tensor) == nullptr || !tensor.requires_grad(),
+                      toString(op.operator_name()), " of ", name_of(tensor),
+                      " outside of a forward is not recorded by "
+                      "autograd. Call it under torch.no_grad(), or "
+                      "inside of the model's forward.");
                 });
 }
 
@@ -760,8 +776,8 @@ void on_sharded(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
     }
     case OperatorRule::kDecompose:
       op.redispatchBoxed(
-          keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER,
-                                     kShardedKey),
+          keys &
+              c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kShardedKey),
           stack);
       return;
     case OperatorRule::kLocal: {
@@ -782,12 +798,14 @@ void on_sharded(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
     case OperatorRule::kRefused:
       break;
   }
-  std::string of = "a sharded tensor";
+  at::Tensor of;  // a parameter, if there is one
   visit_tensors(*stack, num_arguments,
                 [&](const at::Tensor& tensor, size_t, size_t) {
-                  if (shard_of(tensor) != nullptr) of = name_of(tensor);
+                  const Shard* const shard = shard_of(tensor);
+                  if (shard == nullptr) return;
+                  if (!of.defined() || !shard->name.empty()) of = tensor;
                 });
-  refuse(op, "needs the whole of " + of +
+  refuse(op, "needs the whole of " + name_of(of) +
                  ", of which this rank holds a piece. Call it inside of the "
                  "model's forward or of unsharded(), or on full_tensor().");
 }

@@ -1,9 +1,9 @@
 // Rules of operators on sharded tensors outside of a forward and backward.
 //
 // A boxed fallback on kShardedKey sees every operator with a sharded argument.
-// In a forward or backward of the arguments' root it unshards them and calls on.
-// Otherwise the operator's rule, decided from its schema and tags at first use,
-// says what happens:
+// In a forward or backward of the arguments' root it unshards them and calls
+// on. Otherwise the operator's rule, decided from its schema and tags at first
+// use, says what happens:
 //
 //   local      elementwise operators, copies, optimizers: on the local pieces.
 //              All sharded arguments hold one piece; plain ones are

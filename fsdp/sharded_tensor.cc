@@ -13,9 +13,7 @@ namespace {
 void delete_shard(void* shard) { delete static_cast<Shard*>(shard); }
 
 c10::StorageImpl& storage_of(const at::Tensor& tensor) {
-  return *tensor.unsafeGetTensorImpl()
-              ->unsafe_storage()
-              .unsafeGetStorageImpl();
+  return *tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
 }
 
 void refuse_access(c10::StorageImpl& storage, const std::string& name) {
@@ -35,8 +33,8 @@ c10::intrusive_ptr<c10::TensorImpl> make_impl(Shard shard,
   const auto dtype = local.dtype();
   const auto device = local.device();
   const auto keys = local.key_set() | c10::DispatchKeySet(kShardedKey);
-  const auto bytes = static_cast<size_t>(c10::multiply_integers(sizes)) *
-                     dtype.itemsize();
+  const auto bytes =
+      static_cast<size_t>(c10::multiply_integers(sizes)) * dtype.itemsize();
   auto context = std::make_unique<Shard>(std::move(shard));
   const std::string name = context->name;
   c10::Storage storage(c10::make_intrusive<c10::StorageImpl>(

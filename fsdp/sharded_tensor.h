@@ -4,13 +4,14 @@
 // whose context is a Shard. So every operator that touches it reaches the
 // fallback of shard_operators.cc before autograd, whatever holds the tensor: a
 // LibTorch module, a script, an optimizer or Python. Views and detached tensors
-// share the storage, so they are sharded tensors too. Access to the data without
-// an operator throws.
+// share the storage, so they are sharded tensors too. Access to the data
+// without an operator throws.
 //
 // While the unit of a parameter is unsharded, the storage has the unit's
 // memory: bind_memory().
 //
-//   at::Tensor state = make_sharded({.local = zeros, .offset = 6, .group = group},
+//   at::Tensor state = make_sharded({.local = zeros, .offset = 6, .group =
+//   group},
 //                                   parameter.sizes(), parameter.strides());
 //   shard_of(state)->local;
 //
@@ -64,8 +65,8 @@ class ParameterOwner {
 };
 
 struct Shard {
-  at::Tensor local;    // 1D, plain: this rank's elements, in memory order
-  int64_t offset = 0;  // of local[0] in the whole
+  at::Tensor local = {};  // 1D, plain: this rank's elements, in memory order
+  int64_t offset = 0;     // of local[0] in the whole
   std::shared_ptr<ShardGroup> group = nullptr;
 
   // Parameters only.
@@ -83,8 +84,8 @@ at::Tensor make_sharded(Shard shard, at::IntArrayRef sizes,
                         at::IntArrayRef strides);
 
 // Makes `parameter` itself a sharded tensor: all its handles, hooks and
-// optimizers stay. Its data is dropped. REQUIRES: dense; the local piece has its
-// dtype and device. Throws ValueError if it is sharded already.
+// optimizers stay. Its data is dropped. REQUIRES: dense; the local piece has
+// its dtype and device. Throws ValueError if it is sharded already.
 void shard_in_place(const at::Tensor& parameter, Shard shard);
 
 // The storage of a sharded tensor reads `memory` from here on, which has at

@@ -15,7 +15,8 @@ constexpr size_t kNone = static_cast<size_t>(-1);
 
 BufferList::BufferList(std::vector<int64_t> bytes)
     : num_planned_(bytes.size()) {
-  for (const int64_t of_buffer : bytes) buffers_.push_back({.bytes = of_buffer});
+  for (const int64_t of_buffer : bytes)
+    buffers_.push_back({.bytes = of_buffer});
   peak_bytes_ = total_bytes();
 }
 

@@ -2,14 +2,16 @@
 //
 // A free list by size. A use takes the smallest free buffer that is large
 // enough. While planning, if there is none, the largest free one grows; if
-// nothing is free, a new one is made. A step that goes as planned makes the same
-// requests in the same order, so it gets the planned buffers, and its peak is
-// the planned one. A step that does not takes extra buffers, which are counted.
+// nothing is free, a new one is made. A step that goes as planned makes the
+// same requests in the same order, so it gets the planned buffers, and its peak
+// is the planned one. A step that does not takes extra buffers, which are
+// counted.
 //
 // plan_buffers() is a pure function of a step's schedules, sizes and rules.
 // Sizes are numbers here: no tensors, no memory.
 //
-// Example: a forward of equal units, each gathered while the one before is used.
+// Example: a forward of equal units, each gathered while the one before is
+// used.
 //
 //   const BufferPlan plan = plan_buffers({&forward, 1}, sizes);
 //   plan.buffer_bytes;  // {64, 64}

@@ -1,7 +1,8 @@
 // A model of W ranks in one process runs programs against SegmentCursor: each
-// rank advances until it waits for an all-gather that not all ranks have issued,
-// or for a round. Checked in every run: no deadlock, one sequence on all ranks,
-// every used unit is there, every gradient is in exactly one reduce-scatter.
+// rank advances until it waits for an all-gather that not all ranks have
+// issued, or for a round. Checked in every run: no deadlock, one sequence on
+// all ranks, every used unit is there, every gradient is in exactly one
+// reduce-scatter.
 
 #include "brigade/fsdp/schedule.h"
 
@@ -314,8 +315,8 @@ TEST(SegmentCursorTest, ReducesWhileBackwardGoesOn) {
 }
 
 TEST(SegmentCursorTest, ReducesWhatOneRankSkipsBeforeTheEnd) {
-  const auto learned = run(flat_rules(5), {backward({4, 3, 2, 1, 0}),
-                                           backward({4, 2, 1, 0})});
+  const auto learned =
+      run(flat_rules(5), {backward({4, 3, 2, 1, 0}), backward({4, 2, 1, 0})});
   EXPECT_EQ(learned.error, "");
   // Rank 1 does not expect a gradient of unit 3.
   EXPECT_LT(place_of(learned.issued, {Kind::kReduceScatter, 3}),
@@ -327,9 +328,8 @@ TEST(SegmentCursorTest, ReducesWhatOneRankSkipsBeforeTheEnd) {
 TEST(SegmentCursorTest, RankThatSkipsSendsZeros) {
   const std::vector<Program> all(2, backward({2, 1, 0}));
   const auto learned = run(flat_rules(3), all);
-  const auto other =
-      run(flat_rules(3), {backward({2, 1, 0}), backward({2, 0})},
-          learned.records);
+  const auto other = run(flat_rules(3), {backward({2, 1, 0}), backward({2, 0})},
+                         learned.records);
   EXPECT_EQ(other.error, "");
   EXPECT_EQ(other.num_rounds[0], 1);
   EXPECT_EQ(other.issued, learned.issued);
@@ -344,9 +344,9 @@ TEST(SegmentCursorTest, LateGradientIsReducedAtTheEnd) {
           learned.records);
   EXPECT_EQ(other.error, "");
   EXPECT_TRUE(other.has_deviated[0] && other.has_deviated[1]);
-  EXPECT_EQ(std::ranges::count(other.issued,
-                               ScheduleEntry{Kind::kReduceScatter, 2}),
-            2);
+  EXPECT_EQ(
+      std::ranges::count(other.issued, ScheduleEntry{Kind::kReduceScatter, 2}),
+      2);
 }
 
 TEST(SegmentCursorTest, UnitNeededAfterItsTurnIsGatheredInARound) {
@@ -465,8 +465,8 @@ TEST(SegmentCursorTest, AnyShortForwardIsRightAfterAnyOther) {
         run(flat_rules(3), std::vector<Program>(2, uses(recorded)));
     for (const auto& first : orders) {
       for (const auto& second : orders) {
-        const auto outcome = run(flat_rules(3), {uses(first), uses(second)},
-                                 learned.records);
+        const auto outcome =
+            run(flat_rules(3), {uses(first), uses(second)}, learned.records);
         ASSERT_EQ(outcome.error, "");
         ASSERT_EQ(outcome.result, RoundResult::kEnded);
         ASSERT_EQ(outcome.has_deviated[0], outcome.has_deviated[1]);
@@ -577,12 +577,12 @@ TEST(SchedulesTest, ReplaysWhatAllRanksKnow) {
 }
 
 TEST(SchedulesTest, FingerprintTellsOrdersAndKindsApart) {
-  const RecordedSchedule a = {.entries = {{Kind::kAllGather, 0},
-                                          {Kind::kAllGather, 1}}};
-  const RecordedSchedule b = {.entries = {{Kind::kAllGather, 1},
-                                          {Kind::kAllGather, 0}}};
-  const RecordedSchedule c = {.entries = {{Kind::kAllGather, 0},
-                                          {Kind::kReduceScatter, 1}}};
+  const RecordedSchedule a = {
+      .entries = {{Kind::kAllGather, 0}, {Kind::kAllGather, 1}}};
+  const RecordedSchedule b = {
+      .entries = {{Kind::kAllGather, 1}, {Kind::kAllGather, 0}}};
+  const RecordedSchedule c = {
+      .entries = {{Kind::kAllGather, 0}, {Kind::kReduceScatter, 1}}};
   EXPECT_NE(a.fingerprint(), b.fingerprint());
   EXPECT_NE(a.fingerprint(), c.fingerprint());
   EXPECT_EQ(a.fingerprint(), RecordedSchedule(a).fingerprint());

@@ -29,8 +29,8 @@ PlannedSegment backward_of(size_t num_units) {
   PlannedSegment segment{.schedule = {}, .rules = rules_for(num_units)};
   const auto append = [&](Kind kind, size_t unit) {
     segment.schedule.entries.push_back({kind, unit});
-    segment.schedule.accumulations.push_back(
-        kind == Kind::kReduceScatter ? 1 : 0);
+    segment.schedule.accumulations.push_back(kind == Kind::kReduceScatter ? 1
+                                                                          : 0);
   };
   for (size_t unit = num_units; unit-- > 0;) {
     append(Kind::kAllGather, unit);

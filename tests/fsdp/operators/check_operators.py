@@ -1,0 +1,248 @@
+"""Runs torch's operator samples on shards and on wholes, and compares.
+
+Every operator that is admitted on sharded tensors (fsdp/shard_operators.h) must
+give, on the pieces of two ranks, the pieces of the whole's result; or, if it
+reduces, the whole's result. Any other difference is a trap: an operator that
+its tag admits wrongly. An operator may always be refused.
+
+    python tests/fsdp/operators/check_operators.py [--all]
+
+Prints the traps and what no sample has run; exits with 1 if there is a trap.
+"""
+
+import argparse
+import collections
+import sys
+import threading
+import warnings
+from pathlib import Path
+
+import torch
+from torch.testing._internal.common_methods_invocations import op_db
+from torch.testing._internal.common_methods_invocations import (
+    foreach_binary_op_db,
+    foreach_other_op_db,
+    foreach_pointwise_op_db,
+    foreach_reduce_op_db,
+    foreach_unary_op_db,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+TREE = Path(__file__).resolve().parents[3]
+RANKS = 2
+
+
+def build_extension(folder):
+    """Compiles the rules and their fallback as a Python module."""
+    from torch.utils.cpp_extension import load
+
+    include = Path(folder)
+    include.mkdir(parents=True, exist_ok=True)
+    link = include / "brigade"
+    if not link.exists():
+        link.symlink_to(TREE)
+    sources = [
+        TREE / "tests/fsdp/operators/extension.cc",
+        TREE / "fsdp/shard_operators.cc",
+        TREE / "fsdp/sharded_tensor.cc",
+    ]
+    return load(
+        "sharded_operators",
+        [str(source) for source in sources],
+        extra_include_paths=[str(include)],
+        extra_cflags=["-O1", "-std=c++20"],
+        build_directory=folder,
+    )
+
+
+class Noting(TorchDispatchMode):
+    """The operators that run, by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        overload = func._overloadname
+        self.names.add(f"{func._schema.name}." + ("" if overload == "default" else overload))
+        return func(*args, **(kwargs or {}))
+
+
+def flat(tensor):
+    return torch.as_strided(tensor, (tensor.numel(),), (1,))
+
+
+def is_dense(tensor):
+    return (
+        tensor.layout is torch.strided
+        and torch.ops.aten.is_non_overlapping_and_dense(tensor)
+        and tensor.storage_offset() == 0
+    )
+
+
+def piece(whole, rank):
+    size = -(-whole.numel() // RANKS)
+    begin = min(whole.numel(), size * rank)
+    end = min(whole.numel(), begin + size)
+    return flat(whole)[begin:end], begin
+
+
+def same(a, b, exact):
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, torch.Tensor):
+        if a.dtype != b.dtype or a.shape != b.shape:
+            return False
+        if exact:
+            return torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)) and torch.equal(
+                a.isnan(), b.isnan()
+            )
+        return torch.allclose(a, b, equal_nan=True, rtol=1e-4, atol=1e-5)
+    return a == b
+
+
+class Check:
+    def __init__(self, extension):
+        self.extension = extension
+        self.traps = collections.defaultdict(set)
+        self.admitted = collections.Counter()
+        self.refused = collections.Counter()
+        self.noting = Noting()
+
+    def on_ranks(self, call, inputs):
+        """The results of each rank; an exception where it was refused."""
+        ranks = self.extension.Ranks(RANKS)
+        results = [None] * RANKS
+
+        def run(rank):
+            group = self.extension.RankGroup(ranks, rank)
+
+            def shard(tensor):
+                if tensor.dim() == 0:
+                    return tensor.clone()
+                local, offset = piece(tensor, rank)
+                return self.extension.make_sharded(
+                    local.clone(), offset, group, list(tensor.shape), list(tensor.stride())
+                )
+
+            args, kwargs = tree_map_only(torch.Tensor, shard, inputs)
+            try:
+                with torch.no_grad(), self.noting if rank == 0 else warnings.catch_warnings():
+                    results[rank] = (call(*args, **kwargs), (args, kwargs))
+            except (NotImplementedError, RuntimeError, ValueError, TypeError, IndexError) as error:
+                results[rank] = error
+            ranks.leave()
+
+        threads = [threading.Thread(target=run, args=(rank,)) for rank in range(RANKS)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return results
+
+    def compare(self, name, call, inputs):
+        tensors = [t for t in tree_flatten(inputs)[0] if isinstance(t, torch.Tensor)]
+        if not any(t.dim() > 0 for t in tensors) or not all(is_dense(t) for t in tensors):
+            return
+        # Only what ranks would do: nothing is sharded that they share in memory.
+        inputs = tree_map_only(torch.Tensor, lambda t: t.detach().clone(), inputs)
+        wholes = tree_map_only(torch.Tensor, lambda t: t.clone(), inputs)
+        try:
+            with torch.no_grad():
+                expected = (call(*wholes[0], **wholes[1]), wholes)
+        except Exception:
+            return
+        results = self.on_ranks(call, inputs)
+        if any(isinstance(result, Exception) for result in results):
+            self.refused[name] += 1
+            return
+        self.admitted[name] += 1
+        leaves, _ = tree_flatten(expected)
+        by_rank = [tree_flatten(result)[0] for result in results]
+        for place, leaf in enumerate(leaves):
+            for rank in range(RANKS):
+                try:
+                    found = by_rank[rank][place]
+                    local = (
+                        self.extension.local(found) if isinstance(found, torch.Tensor) else None
+                    )
+                    if local is not None:
+                        if leaf.shape != found.shape or leaf.stride() != found.stride():
+                            self.traps[name].add("sizes or strides")
+                        elif not same(local, piece(leaf, rank)[0], exact=True):
+                            self.traps[name].add("elements")
+                    elif not same(found, leaf, exact=False):
+                        self.traps[name].add("value")
+                except Exception as error:  # not comparable
+                    self.traps[name].add(type(error).__name__ + str(error)[:60])
+
+
+def check_info(check, info, dtypes, limit):
+    calls = {"": info.op, "method": getattr(info, "method_variant", None)}
+    calls["in place"] = getattr(info, "inplace_variant", None)
+    for dtype in dtypes:
+        if dtype not in info.supported_dtypes("cpu"):
+            continue
+        try:
+            samples = list(info.sample_inputs("cpu", dtype))[:limit]
+        except Exception:
+            continue
+        for sample in samples:
+            inputs = ((sample.input, *sample.args), sample.kwargs)
+            for kind, call in calls.items():
+                if call is not None:
+                    check.compare(f"{info.name} {kind}".strip(), call, inputs)
+
+
+def check_foreach(check, info, dtypes, limit):
+    for dtype in dtypes:
+        try:
+            samples = list(info.sample_inputs("cpu", dtype, noncontiguous=False, allow_higher_dtype_scalars=True))
+        except Exception:
+            continue
+        for sample in samples[:limit]:
+            inputs = ((list(sample.input), *sample.args), sample.kwargs)
+            for call in (info.method_variant, info.inplace_variant):
+                if call is not None:
+                    check.compare(f"{info.name}", call, inputs)
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--all", action="store_true", help="all samples, more dtypes")
+    parser.add_argument("--build", default="/tmp/sharded_operators_build")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    check = Check(build_extension(options.build))
+    dtypes = [torch.float32, torch.int64, torch.bool]
+    if options.all:
+        dtypes += [torch.bfloat16, torch.float64, torch.uint8]
+    limit = None if options.all else 12
+    for info in op_db:
+        check_info(check, info, dtypes, limit)
+    for database in (
+        foreach_unary_op_db,
+        foreach_binary_op_db,
+        foreach_pointwise_op_db,
+        foreach_reduce_op_db,
+        foreach_other_op_db,
+    ):
+        for info in database:
+            check_foreach(check, info, dtypes[:1], limit)
+
+    rules = check.extension.rules()
+    admitted = {n for n, r in rules.items() if r in ("local", "reduce", "draw")}
+    functional = {n for n in admitted if not n.endswith("out") and ".out" not in n}
+    unseen = sorted(functional - check.noting.names)
+    print("operators by rule:", dict(collections.Counter(rules.values())))
+    print(f"samples of {len(check.admitted)} operators admitted, of {len(check.refused)} refused")
+    print(f"{len(unseen)} admitted overloads that no sample ran:", " ".join(unseen))
+    for name, why in sorted(check.traps.items()):
+        print("trap:", name, sorted(why))
+    return 1 if check.traps else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,86 @@
+// Sharded tensors for check_operators.py: ranks are threads of one process.
+
+#include <torch/extension.h>
+
+#include <barrier>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "brigade/fsdp/shard_operators.h"
+#include "brigade/fsdp/sharded_tensor.h"
+
+namespace {
+
+class Ranks {
+ public:
+  explicit Ranks(int num_ranks)
+      : values_(static_cast<size_t>(num_ranks)), barrier_(num_ranks) {}
+
+  at::Tensor all_reduce(int rank, const at::Tensor& values,
+                        brigade::ShardGroup::Op op) {
+    using Op = brigade::ShardGroup::Op;
+    values_[static_cast<size_t>(rank)] = values;
+    barrier_.arrive_and_wait();
+    const at::Tensor all = at::stack(values_);
+    barrier_.arrive_and_wait();
+    if (op == Op::kSum) return all.sum(0).to(values.scalar_type());
+    return op == Op::kMax ? std::get<0>(all.max(0)) : std::get<0>(all.min(0));
+  }
+  // A rank that has ended, or failed, keeps no other waiting.
+  void leave() { barrier_.arrive_and_drop(); }
+
+ private:
+  std::vector<at::Tensor> values_;
+  std::barrier<> barrier_;
+};
+
+class RankGroup : public brigade::ShardGroup {
+ public:
+  RankGroup(std::shared_ptr<Ranks> ranks, int rank)
+      : ranks_(std::move(ranks)), rank_(rank) {}
+  void all_reduce(at::Tensor& values, Op op) override {
+    values = ranks_->all_reduce(rank_, values, op);
+  }
+
+ private:
+  std::shared_ptr<Ranks> ranks_;
+  int rank_;
+};
+
+}  // namespace
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
+  pybind11::class_<Ranks, std::shared_ptr<Ranks>>(module, "Ranks")
+      .def(pybind11::init<int>())
+      .def("leave", &Ranks::leave);
+  pybind11::class_<RankGroup, std::shared_ptr<RankGroup>>(module, "RankGroup")
+      .def(pybind11::init<std::shared_ptr<Ranks>, int>());
+  module.def("make_sharded", [](const at::Tensor& local, int64_t offset,
+                                std::shared_ptr<RankGroup> group,
+                                const std::vector<int64_t>& sizes,
+                                const std::vector<int64_t>& strides) {
+    return brigade::make_sharded(
+        {.local = local, .offset = offset, .group = group}, sizes, strides);
+  });
+  module.def("local",
+             [](const at::Tensor& tensor) -> std::optional<at::Tensor> {
+               const brigade::Shard* const shard = brigade::shard_of(tensor);
+               if (shard == nullptr) return std::nullopt;
+               return shard->local;
+             });
+  module.def("rules", [] {
+    static const char* const names[] = {"local",  "draw",      "reduce",
+                                        "handle", "decompose", "refused"};
+    std::map<std::string, std::string> rules;
+    for (const auto& name : c10::Dispatcher::singleton().getAllOpNames()) {
+      const auto op = c10::Dispatcher::singleton().findSchema(name);
+      if (!op) continue;
+      rules[name.name + "." + name.overload_name] =
+          names[static_cast<int>(brigade::operator_rule(*op))];
+    }
+    return rules;
+  });
+}
