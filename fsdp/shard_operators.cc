@@ -41,25 +41,27 @@ const Names kCopies = {"clone",      "copy_",      "_to_copy",  "fill_",
 const Names kDraws = {"normal_", "uniform_",    "random_",   "exponential_",
                       "cauchy_", "log_normal_", "geometric_"};
 
-const Names kReductions = {"linalg_vector_norm",
-                           "norm",
-                           "sum",
-                           "mean",
-                           "max",
-                           "min",
-                           "amax",
-                           "amin",
-                           "any",
-                           "all",
-                           "dot",
-                           "equal",
-                           "_foreach_norm",
-                           "_foreach_max"};
+// Those over all elements, by their overloads.
+const std::unordered_map<std::string_view, Names> kReductions = {
+    {"linalg_vector_norm", {""}},
+    {"norm",
+     {"Scalar", "ScalarOpt_dtype", "ScalarOpt_dim", "ScalarOpt_dim_dtype"}},
+    {"sum", {"", "dim_IntList"}},
+    {"mean", {"", "dim"}},
+    {"max", {""}},
+    {"min", {""}},
+    {"amax", {""}},
+    {"amin", {""}},
+    {"any", {""}},
+    {"all", {""}},
+    {"dot", {""}},
+    {"equal", {""}},
+    {"_foreach_norm", {"Scalar"}},
+    {"_foreach_max", {""}},
+    {"_amp_foreach_non_finite_check_and_unscale_", {""}},
+};
 
 const Names kHandles = {"detach", "detach_", "alias"};
-
-constexpr std::string_view kFoundInf =
-    "_amp_foreach_non_finite_check_and_unscale_";
 
 std::string_view base_name(const c10::FunctionSchema& schema) {
   std::string_view name = schema.name();
@@ -89,20 +91,15 @@ bool returns_tensors_only(const c10::FunctionSchema& schema) {
 bool is_elementwise(const c10::OperatorHandle& op) {
   return op.hasTag(at::Tag::pointwise) &&
          !kNotElementwise.contains(base_name(op.schema())) &&
-         !kReductions.contains(base_name(op.schema())) &&
          returns_tensors_only(op.schema());
 }
 
 // Whether _foreach_<base> does for each tensor what an elementwise operator or
-// a copy does. Its overload is not always the base operator's: one of that name
-// has to be elementwise, and none a reduction.
+// a copy does. Overloads have other names than the base operator's.
 bool is_foreach_of_elementwise(std::string_view name) {
   name.remove_prefix(std::string_view("_foreach_").size());
   const std::string in_place(name);
   if (name.ends_with('_')) name.remove_suffix(1);
-  if (kReductions.contains(name) && name != "max" && name != "min") {
-    return false;
-  }
   if (kCopies.contains(name) || kCopies.contains(in_place)) return true;
   const std::string base = "aten::" + std::string(name);
   for (const char* overload :
@@ -125,26 +122,10 @@ OperatorRule find_rule(const c10::OperatorHandle& op) {
   const std::string_view name = base_name(schema);
   const auto& arguments = schema.arguments();
   if (kHandles.contains(name)) return OperatorRule::kHandle;
-  if (name == kFoundInf) return OperatorRule::kReduce;
-  if (kReductions.contains(name)) {
-    // By name: max.other, max.dim and out= variants are others.
-    const bool is_whole =
-        !std::ranges::any_of(arguments, writes) &&
-        (schema.returns().size() == 1) &&
-        !std::ranges::any_of(arguments, [](const c10::Argument& argument) {
-          return argument.type()->kind() == c10::TypeKind::StringType;
-        });
-    const bool compares = schema.overload_name() == "other";
-    const bool by_dim = (name == "max" || name == "min" || name == "any" ||
-                         name == "all" || name == "mean" || name == "sum") &&
-                        !schema.overload_name().empty() &&
-                        schema.overload_name() != "dim_IntList" &&
-                        schema.overload_name() != "dim";
-    if (is_whole && !compares && !by_dim &&
-        !((name == "max" || name == "min" || name == "any" || name == "all") &&
-          schema.overload_name() == "dim")) {
-      return OperatorRule::kReduce;
-    }
+  const auto reduction = kReductions.find(name);
+  if (reduction != kReductions.end() &&
+      reduction->second.contains(schema.overload_name())) {
+    return OperatorRule::kReduce;
   }
   if (is_elementwise(op) || kCopies.contains(name)) return OperatorRule::kLocal;
   if (name.starts_with("_foreach_")) {
@@ -589,7 +570,7 @@ void reduce(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
   const size_t num_arguments = op.schema().arguments().size();
   const at::NoGradGuard no_grad;
 
-  if (name == kFoundInf) {
+  if (name.starts_with("_amp_foreach_")) {
     LocalCall call(op, stack);
     call.check();
     const at::Tensor found_inf = argument_of(op, stack, "found_inf").toTensor();

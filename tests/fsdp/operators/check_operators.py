@@ -3,7 +3,9 @@
 Every operator that is admitted on sharded tensors (fsdp/shard_operators.h) must
 give, on the pieces of two ranks, the pieces of the whole's result; or, if it
 reduces, the whole's result. Any other difference is a trap: an operator that
-its tag admits wrongly. An operator may always be refused.
+its tag admits wrongly. Elements that differ by rounding are reported only: some
+kernels compute the last elements of a tensor by other instructions. An operator
+may always be refused.
 
     python tests/fsdp/operators/check_operators.py [--all]
 
@@ -106,6 +108,7 @@ class Check:
     def __init__(self, extension):
         self.extension = extension
         self.traps = collections.defaultdict(set)
+        self.rounding = set()
         self.admitted = collections.Counter()
         self.refused = collections.Counter()
         self.noting = Noting()
@@ -170,8 +173,10 @@ class Check:
                     if local is not None:
                         if leaf.shape != found.shape or leaf.stride() != found.stride():
                             self.traps[name].add("sizes or strides")
-                        elif not same(local, piece(leaf, rank)[0], exact=True):
+                        elif not same(local, piece(leaf, rank)[0], exact=False):
                             self.traps[name].add("elements")
+                        elif not same(local, piece(leaf, rank)[0], exact=True):
+                            self.rounding.add(name)
                     elif not same(found, leaf, exact=False):
                         self.traps[name].add("value")
                 except Exception as error:  # not comparable
@@ -188,7 +193,10 @@ def check_info(check, info, dtypes, limit):
             samples = list(info.sample_inputs("cpu", dtype))[:limit]
         except Exception:
             continue
-        for sample in samples:
+        for place, sample in enumerate(samples):
+            names = [f"{info.name} {kind}".strip() for kind in calls]
+            if place == 4 and not any(name in check.admitted for name in names):
+                break
             inputs = ((sample.input, *sample.args), sample.kwargs)
             for kind, call in calls.items():
                 if call is not None:
@@ -198,14 +206,18 @@ def check_info(check, info, dtypes, limit):
 def check_foreach(check, info, dtypes, limit):
     for dtype in dtypes:
         try:
-            samples = list(info.sample_inputs("cpu", dtype, noncontiguous=False, allow_higher_dtype_scalars=True))
+            samples = list(
+                info.sample_inputs(
+                    "cpu", dtype, noncontiguous=False, allow_higher_dtype_scalars=True
+                )
+            )
         except Exception:
             continue
         for sample in samples[:limit]:
             inputs = ((list(sample.input), *sample.args), sample.kwargs)
             for call in (info.method_variant, info.inplace_variant):
                 if call is not None:
-                    check.compare(f"{info.name}", call, inputs)
+                    check.compare(info.name, call, inputs)
 
 
 def main():
@@ -239,6 +251,7 @@ def main():
     print("operators by rule:", dict(collections.Counter(rules.values())))
     print(f"samples of {len(check.admitted)} operators admitted, of {len(check.refused)} refused")
     print(f"{len(unseen)} admitted overloads that no sample ran:", " ".join(unseen))
+    print("equal but for rounding:", " ".join(sorted(check.rounding)))
     for name, why in sorted(check.traps.items()):
         print("trap:", name, sorted(why))
     return 1 if check.traps else 0
