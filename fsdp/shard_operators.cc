@@ -89,9 +89,18 @@ bool returns_tensors_only(const c10::FunctionSchema& schema) {
 }
 
 bool is_elementwise(const c10::OperatorHandle& op) {
-  return op.hasTag(at::Tag::pointwise) &&
-         !kNotElementwise.contains(base_name(op.schema())) &&
-         returns_tensors_only(op.schema());
+  const c10::FunctionSchema& schema = op.schema();
+  if (kNotElementwise.contains(base_name(schema)) ||
+      !returns_tensors_only(schema)) {
+    return false;
+  }
+  if (op.hasTag(at::Tag::pointwise)) return true;
+  // Some in-place operators lack the tag that theirs out of place have.
+  if (!schema.name().ends_with('_')) return false;
+  const auto functional = c10::Dispatcher::singleton().findSchema(
+      {schema.name().substr(0, schema.name().size() - 1),
+       schema.overload_name()});
+  return functional && functional->hasTag(at::Tag::pointwise);
 }
 
 // Whether _foreach_<base> does for each tensor what an elementwise operator or
@@ -109,6 +118,13 @@ bool is_foreach_of_elementwise(std::string_view name) {
   }
   return false;
 }
+
+// What calls of an operator need of its schema.
+struct OperatorFacts {
+  OperatorRule rule;
+  std::vector<char> writes;  // by argument
+  std::optional<size_t> memory_format;
+};
 
 OperatorRule find_rule(const c10::OperatorHandle& op) {
   const c10::FunctionSchema& schema = op.schema();
@@ -144,6 +160,20 @@ OperatorRule find_rule(const c10::OperatorHandle& op) {
   return decompose_or_refuse();
 }
 
+const OperatorFacts& facts_of(const c10::OperatorHandle& op) {
+  thread_local std::unordered_map<c10::OperatorHandle, OperatorFacts> known;
+  const auto found = known.find(op);
+  if (found != known.end()) return found->second;
+  OperatorFacts facts{.rule = find_rule(op), .writes = {}, .memory_format = {}};
+  for (const c10::Argument& argument : op.schema().arguments()) {
+    facts.writes.push_back(writes(argument) ? 1 : 0);
+  }
+  if (const auto place = op.schema().argumentIndexWithName("memory_format")) {
+    facts.memory_format = static_cast<size_t>(*place);
+  }
+  return known.emplace(op, std::move(facts)).first->second;
+}
+
 // ---- Arguments.
 
 // All tensors of the arguments of a call, on top of the stack.
@@ -155,16 +185,10 @@ void visit_tensors(const torch::jit::Stack& stack, size_t num_arguments,
     const c10::IValue& value = stack[begin + i];
     if (value.isTensor()) {
       visit(value.toTensor(), i, size_t{0});
-    } else if (value.isTensorList()) {
-      const auto list = value.toTensorList();
-      for (size_t k = 0; k < list.size(); ++k) {
-        visit(static_cast<const at::Tensor&>(list[k]), i, k);
-      }
-    } else if (value.isOptionalTensorList()) {
-      const auto list = value.toOptionalTensorList();
-      for (size_t k = 0; k < list.size(); ++k) {
-        const std::optional<at::Tensor> element = list[k];
-        if (element) visit(*element, i, k);
+    } else if (value.isList()) {
+      const auto list = value.toListRef();
+      for (size_t k = 0; k < list.size() && list[k].isTensor(); ++k) {
+        visit(list[k].toTensor(), i, k);
       }
     }
   }
@@ -191,47 +215,38 @@ bool hold_one_piece(const at::Tensor& a, const at::Tensor& b) {
          a.strides() == b.strides();
 }
 
-// Sharded arguments of a call in place of their local pieces.
+// A call in which local pieces take the place of sharded arguments.
 class LocalCall {
  public:
-  LocalCall(const c10::OperatorHandle& op, torch::jit::Stack& stack)
+  LocalCall(const c10::OperatorHandle& op, const OperatorFacts& facts,
+            torch::jit::Stack& stack)
       : op_(op),
+        facts_(facts),
         stack_(stack),
-        num_arguments_(op.schema().arguments().size()) {}
+        num_arguments_(facts.writes.size()) {}
 
-  // Throws if they don't fit, before anything is changed.
+  // Throws if the arguments don't fit, before anything is changed.
   void check() {
     visit_tensors(stack_, num_arguments_,
                   [&](const at::Tensor& tensor, size_t, size_t index) {
                     if (shard_of(tensor) == nullptr) return;
-                    const auto [first, is_new] =
-                        references_.try_emplace(index, tensor);
-                    if (!is_new && !hold_one_piece(first->second, tensor)) {
-                      refuse_pieces(first->second, tensor);
+                    if (index >= references_.size()) {
+                      references_.resize(index + 1);
+                    }
+                    at::Tensor& reference = references_[index];
+                    if (!reference.defined()) {
+                      reference = tensor;
+                    } else if (!hold_one_piece(reference, tensor)) {
+                      refuse_pieces(reference, tensor);
                     }
                   });
-    visit_tensors(
-        stack_, num_arguments_,
-        [&](const at::Tensor& tensor, size_t argument, size_t index) {
-          if (!tensor.defined() || shard_of(tensor) != nullptr) return;
-          const auto found = reference(argument, index);
-          if (found == nullptr) return;
-          if (tensor.dim() > 0) {
-            refuse(op_, c10::str("a plain tensor of sizes ", tensor.sizes(),
-                                 " beside ", name_of(*found),
-                                 ". Shard it alike: shard_like()."));
-          }
-          if (found->dim() == 0 &&
-              tensor.scalar_type() != found->scalar_type()) {
-            refuse(op_,
-                   c10::str("a plain tensor of dtype ", tensor.scalar_type(),
-                            " beside ", name_of(*found),
-                            ", which has no dimensions "
-                            "and dtype ",
-                            found->scalar_type(), ". Cast it."));
-          }
-        });
-    check_memory_format();
+    visit_tensors(stack_, num_arguments_,
+                  [&](const at::Tensor& tensor, size_t argument, size_t index) {
+                    if (tensor.defined() && shard_of(tensor) == nullptr) {
+                      check_plain(tensor, argument, index);
+                    }
+                  });
+    if (facts_.memory_format) check_memory_format();
   }
 
   void run() {
@@ -240,20 +255,34 @@ class LocalCall {
       const at::AutoDispatchBelowADInplaceOrView below;
       op_.callBoxed(stack_);
     }
-    note_writes();
+    for (const at::Tensor& tensor : written_) {
+      if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
+      const Shard& shard = *shard_of(tensor);
+      if (shard.owner != nullptr) shard.owner->written(shard.unit);
+    }
     wrap_results();
   }
 
  private:
-  // The sharded tensor that a plain one is beside of: in lists that at its
-  // place, otherwise any.
-  const at::Tensor* reference(size_t argument, size_t index) const {
-    if (references_.empty()) return nullptr;
-    if (!is_list(op_.schema().arguments()[argument])) {
-      return &references_.begin()->second;
+  void check_plain(const at::Tensor& tensor, size_t argument, size_t index) {
+    // In lists beside what is at its place, otherwise beside all.
+    const bool is_in_list =
+        stack_[stack_.size() - num_arguments_ + argument].isList();
+    for (size_t k = 0; k < references_.size(); ++k) {
+      const at::Tensor& whole = references_[k];
+      if (!whole.defined() || (is_in_list && k != index)) continue;
+      if (tensor.dim() > 0) {
+        refuse(op_,
+               c10::str("a plain tensor of sizes ", tensor.sizes(), " beside ",
+                        name_of(whole), ". Shard it alike: shard_like()."));
+      }
+      if (whole.dim() == 0 && tensor.scalar_type() != whole.scalar_type()) {
+        refuse(op_, c10::str("a plain tensor of dtype ", tensor.scalar_type(),
+                             " beside ", name_of(whole),
+                             ", which has no dimensions and dtype ",
+                             whole.scalar_type(), ". Cast it."));
+      }
     }
-    const auto found = references_.find(index);
-    return found == references_.end() ? nullptr : &found->second;
   }
 
   [[noreturn]] void refuse_pieces(const at::Tensor& a,
@@ -268,70 +297,48 @@ class LocalCall {
   }
 
   void check_memory_format() {
-    const auto place = op_.schema().argumentIndexWithName("memory_format");
-    if (!place) return;
-    c10::IValue& value = stack_[stack_.size() - num_arguments_ + *place];
+    c10::IValue& value =
+        stack_[stack_.size() - num_arguments_ + *facts_.memory_format];
     if (value.isNone()) return;
     const auto format = value.toMemoryFormat();
-    const at::Tensor& whole = references_.begin()->second;
+    const at::Tensor& whole = references_[0];
     if (format != at::MemoryFormat::Preserve &&
-        !(format == at::MemoryFormat::Contiguous && is_contiguous(whole))) {
+        !(format == at::MemoryFormat::Contiguous && whole.is_contiguous())) {
       refuse(op_, "another memory format than that of " + name_of(whole) + ".");
     }
     value = c10::IValue();
   }
 
-  static bool is_contiguous(const at::Tensor& whole) {
-    return whole.unsafeGetTensorImpl()->is_contiguous();
-  }
-
-  const at::Tensor& local_of(const at::Tensor& tensor) {
+  const at::Tensor& local_of(const at::Tensor& tensor, size_t argument) {
     const Shard* const shard = shard_of(tensor);
     if (shard == nullptr) return tensor;
-    locals_.emplace_back(shard->local, tensor);
+    if (facts_.writes[argument] != 0) written_.push_back(tensor);
+    originals_.push_back(tensor);
     return shard->local;
   }
 
   void replace_arguments() {
     const size_t begin = stack_.size() - num_arguments_;
-    const auto& arguments = op_.schema().arguments();
     for (size_t i = 0; i < num_arguments_; ++i) {
       c10::IValue& value = stack_[begin + i];
       if (value.isTensor()) {
-        const at::Tensor tensor = value.toTensor();
-        if (writes(arguments[i]) && shard_of(tensor) != nullptr) {
-          written_.push_back(tensor);
-        }
-        value = local_of(tensor);
+        value = c10::IValue(local_of(value.toTensor(), i));
       } else if (value.isTensorList()) {
         c10::List<at::Tensor> locals;
-        for (const at::Tensor& tensor : value.toTensorVector()) {
-          if (writes(arguments[i]) && shard_of(tensor) != nullptr) {
-            written_.push_back(tensor);
-          }
-          locals.push_back(local_of(tensor));
+        const auto list = value.toListRef();
+        locals.reserve(list.size());
+        for (const c10::IValue& element : list) {
+          locals.push_back(local_of(element.toTensor(), i));
         }
         value = std::move(locals);
       }
     }
   }
 
-  void note_writes() {
-    for (const at::Tensor& tensor : written_) {
-      if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
-      const Shard& shard = *shard_of(tensor);
-      if (shard.owner != nullptr) shard.owner->written(shard.unit);
+  at::Tensor wrap(const at::Tensor& result, const at::Tensor& whole) {
+    for (const at::Tensor& original : originals_) {
+      if (result.is_same(shard_of(original)->local)) return original;
     }
-  }
-
-  at::Tensor wrap(const at::Tensor& result, size_t index) {
-    for (const auto& [local, original] : locals_) {
-      if (result.is_same(local)) return original;
-    }
-    const auto found =
-        references_.size() == 1 ? references_.begin() : references_.find(index);
-    if (found == references_.end()) return result;  // of plain tensors
-    const at::Tensor& whole = found->second;
     const Shard& shard = *shard_of(whole);
     if (result.sizes() != shard.local.sizes()) {
       refuse(op_, "its result is not of its arguments' sizes: " +
@@ -347,13 +354,17 @@ class LocalCall {
     for (size_t i = stack_.size() - num_results; i < stack_.size(); ++i) {
       c10::IValue& value = stack_[i];
       if (value.isTensor()) {
-        value = wrap(value.toTensor(), 0);
+        value = wrap(value.toTensor(), references_[0]);
       } else if (value.isTensorList()) {
         c10::List<at::Tensor> wholes;
-        const auto results = value.toTensorVector();
+        const auto results = value.toListRef();
+        wholes.reserve(results.size());
         for (size_t k = 0; k < results.size(); ++k) {
-          const bool is_plain = !references_.contains(k);
-          wholes.push_back(is_plain ? results[k] : wrap(results[k], k));
+          const bool is_sharded =
+              k < references_.size() && references_[k].defined();
+          wholes.push_back(is_sharded
+                               ? wrap(results[k].toTensor(), references_[k])
+                               : results[k].toTensor());
         }
         value = std::move(wholes);
       }
@@ -361,11 +372,13 @@ class LocalCall {
   }
 
   const c10::OperatorHandle& op_;
+  const OperatorFacts& facts_;
   torch::jit::Stack& stack_;
   const size_t num_arguments_;
-  // By place in a list (0 for single tensors): the first sharded argument.
-  std::map<size_t, at::Tensor> references_;
-  c10::SmallVector<std::pair<at::Tensor, at::Tensor>, 4> locals_;
+  // By place in a list, 0 for single tensors: the first sharded argument, if
+  // there is one.
+  c10::SmallVector<at::Tensor, 1> references_;
+  c10::SmallVector<at::Tensor, 4> originals_;  // that locals have replaced
   c10::SmallVector<at::Tensor, 2> written_;
 };
 
@@ -571,7 +584,7 @@ void reduce(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
   const at::NoGradGuard no_grad;
 
   if (name.starts_with("_amp_foreach_")) {
-    LocalCall call(op, stack);
+    LocalCall call(op, facts_of(op), stack);
     call.check();
     const at::Tensor found_inf = argument_of(op, stack, "found_inf").toTensor();
     std::vector<std::shared_ptr<ShardGroup>> groups;
@@ -749,7 +762,7 @@ void on_sharded(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
     op.callBoxed(*stack);
     return;
   }
-  switch (operator_rule(op)) {
+  switch (facts_of(op).rule) {
     case OperatorRule::kHandle: {
       const c10::impl::ExcludeDispatchKeyGuard no_key(kShardedKey);
       op.callBoxed(*stack);
@@ -763,7 +776,7 @@ void on_sharded(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
       return;
     case OperatorRule::kLocal: {
       check_grad_mode(op, *stack);
-      LocalCall call(op, *stack);
+      LocalCall call(op, facts_of(op), *stack);
       call.check();
       call.run();
       return;
@@ -798,10 +811,7 @@ TORCH_LIBRARY_IMPL(_, TESTING_ONLY_GenericWrapper, library) {
 }  // namespace
 
 OperatorRule operator_rule(const c10::OperatorHandle& op) {
-  thread_local std::unordered_map<c10::OperatorHandle, OperatorRule> rules;
-  const auto found = rules.find(op);
-  if (found != rules.end()) return found->second;
-  return rules.emplace(op, find_rule(op)).first->second;
+  return facts_of(op).rule;
 }
 
 }  // namespace brigade
