@@ -387,7 +387,7 @@ void abort_iteration(EngineState& state) {
   }
   TORCH_WARN(state.options.name, ": while aborting ",
              describe(state.occasion(iteration->number)), ": ", problem,
-             ". The process group was closed.\nMake a new one on all ranks.");
+             "\nThe process group was closed. Make a new one on all ranks.");
 }
 
 bool may_defer_status(const EngineState& state, const Iteration& iteration) {

@@ -116,13 +116,9 @@ class Reducer {
   void shadow_iteration();
 
   // Compares with all ranks that each is about to do `deed`, such as "came to a
-  // forward": before a collective of the caller's own that a rank might miss
-  // after an exception. Collective; does nothing where all buckets are on
-  // devices.
-  //
-  // Throws on all ranks: RuntimeError if they differ, DistBackendError if one
-  // has failed. The group can be used after that, unless can_continue() is
-  // false. Throws on this rank: those of end_iteration().
+  // forward": before a collective that a rank might miss after an exception.
+  // Collective; does nothing where all buckets are on devices. Throws on all
+  // ranks: RuntimeError if they differ, DistBackendError if one has failed.
   void meet_peers(std::string_view deed);
 
   // Gives all ranks these tensors of rank `source` before a forward: a module's
@@ -130,8 +126,7 @@ class Reducer {
   // DistBackendError if it fails, and can_continue() is false then.
   void broadcast_before_forward(std::vector<at::Tensor> tensors, int source);
 
-  // Blocks until all ranks are known to have ended the iterations so far: on
-  // devices, where gradients are delivered before that
+  // Blocks until all ranks are known to have ended the iterations so far
   // (max_unconfirmed_iterations). Call it before a checkpoint is saved. Throws
   // DistBackendError if one has failed: its gradients were not averaged.
   void await_statuses();
