@@ -383,7 +383,7 @@ TEST_P(RanksDifferTest, ASecondForwardOfOneRank) {
         }
         loss.backward();
       },
-      AllOf(HasSubstr("rank 1 began a forward behind iteration 1"),
+      AllOf(HasSubstr("rank 1 began a forward after iteration 1"),
             HasSubstr("began iteration 2")));
 }
 
@@ -395,7 +395,7 @@ TEST_P(RanksDifferTest, ABackwardThatOneRankSkips) {
           if (rank != 0) loss_of(outputs, {4}).backward();
         }
       },
-      AllOf(HasSubstr("rank 0 began a forward behind iteration 1"),
+      AllOf(HasSubstr("rank 0 began a forward after iteration 1"),
             HasSubstr("began iteration 2")));
 }
 
@@ -434,8 +434,8 @@ TEST_P(RanksDifferTest, AStepThatOneRankMakesWhileAnotherNeedsAUnitAgain) {
           for (at::Tensor shard : root.shards()) shard.mul_(1);
         }
       },
-      AllOf(HasSubstr("rank 0 needed unit 'blocks.0' again behind iteration 1"),
-            HasSubstr("began a forward behind iteration 1")));
+      AllOf(HasSubstr("rank 0 needed unit 'blocks.0' again after iteration 1"),
+            HasSubstr("began a forward after iteration 1")));
 }
 
 // ---- What ends training.
