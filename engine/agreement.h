@@ -1,11 +1,11 @@
-// How the ranks of an iteration come to the same end: the points where they
-// exchange statuses, and what follows if they differ or one has failed.
+// Agreement of the ranks on the end of an iteration: the points where they
+// exchange statuses, and the steps after a difference or a failure.
 //
-// A rank that fails sends its status, and when all ranks have sent theirs it
-// launches zeros for the rest of its sequence: not before, since the program's
-// own collectives may lie in between (batch norm over ranks). It launches them
-// at once where nobody else launches on the groups, as in sharded training. All
-// ranks stand in the same place then. If that can't be, they close the groups.
+// A rank that fails sends its status. When all ranks have sent theirs, it
+// launches zeros for the rest of its sequence. Earlier, zeros could meet a
+// collective of the program, such as batch norm over ranks. On groups of the
+// engine's own (EngineOptions::owns_groups) and on devices it launches them at
+// once. If a rank can't launch its zeros, all ranks close the groups.
 //
 // On devices the status of an iteration is sent when it ends and awaited some
 // iterations later (EngineOptions::max_unconfirmed_iterations). Results have

@@ -1,4 +1,4 @@
-// Exchanges statuses between the ranks of a group beside its collectives.
+// Channel for statuses between the ranks of a group, beside its collectives.
 //
 //   StatusChannel channel(group);
 //   RankStatus end = channel.exchange({.kind = StatusKind::kEnd});

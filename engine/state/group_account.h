@@ -1,8 +1,5 @@
-// Counts what a process group launches around an engine's own collectives.
-//
-// An engine that must launch substitutes for a failed iteration may do so only
-// where its collectives alone travel on the group: a substitute would meet a
-// peer's other collective.
+// Counter of the other collectives that a process group launches between an
+// engine's own in a backward. Zeros for a failed iteration would meet them.
 //
 // Thread safety: none; the engine's lock covers it.
 

@@ -1,5 +1,5 @@
-// Exchanges statuses for an engine, and knows whether its groups can still be
-// used.
+// An engine's side of the status exchange, and the state of its groups: open,
+// or closed for a reason.
 //
 // Thread safety: none; the engine's lock covers it.
 

@@ -9,7 +9,6 @@
 #include <memory>
 #include <stdexcept>
 #include <string>
-#include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <utility>
 #include <vector>
 
