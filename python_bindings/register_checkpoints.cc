@@ -5,137 +5,112 @@
 #include <map>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
-#include "absl/status/status.h"
-#include "absl/status/statusor.h"
-#include "brigade/comm/process_group.h"
-#include "brigade/fsdp/checkpoint/checkpointed_model.h"
-#include "brigade/fsdp/checkpoint/optimizer_checkpoint.h"
-#include "brigade/fsdp/checkpoint/shard_files.h"
-#include "brigade/fsdp/checkpoint/sharded_state.h"
-#include "brigade/fsdp/sharded_root.h"
+#include "brigade/checkpoint/checkpoint.h"
+#include "brigade/fsdp/checkpoint_model.h"
 
 namespace brigade {
 namespace {
 
 using NoGil = py::call_guard<py::gil_scoped_release>;
-using Fields = std::map<std::string, at::Tensor>;  // by name
+using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
+using NamedTensors = std::vector<std::pair<std::string, at::Tensor>>;
+using Values = std::map<std::string, at::Tensor>;  // by field
+using SteppedParameter =
+    std::tuple<at::Tensor, size_t, std::vector<std::string>, Values>;
 
-// What a Python optimizer keeps, or why it can't be saved.
-struct PythonOptimizer {
-  std::string type;
-  bool has_state_before_steps = false;
-  std::vector<at::Tensor> shards;
-  std::vector<std::vector<std::pair<std::string, bool>>> fields;  // by shard
-  std::string problem;
-};
-
-absl::StatusOr<OptimizerForm> form_of(const PythonOptimizer& optimizer) {
-  if (!optimizer.problem.empty()) {
-    return absl::InvalidArgumentError(optimizer.problem);
+OptimizerState make_state(std::string type, bool needs_tensors,
+                          std::vector<std::string> options,
+                          const std::vector<SteppedParameter>& parameters) {
+  OptimizerState state = {.type = std::move(type),
+                          .needs_tensors = needs_tensors,
+                          .options = std::move(options),
+                          .parameters = {}};
+  for (const auto& [parameter, group, fields, values] : parameters) {
+    state.parameters.push_back({.parameter = parameter,
+                                .group = group,
+                                .fields = fields,
+                                .values = values});
   }
-  OptimizerForm form = {
-      .type = optimizer.type,
-      .has_state_before_steps = optimizer.has_state_before_steps,
-      .stepped = {}};
-  for (size_t i = 0; i < optimizer.shards.size(); ++i) {
-    SteppedShard& stepped = form.stepped.emplace_back();
-    stepped.shard = optimizer.shards[i];
-    for (const auto& [name, is_count] : optimizer.fields.at(i)) {
-      stepped.fields.push_back({.name = name, .is_count = is_count});
-    }
-  }
-  return form;
+  return state;
 }
 
-CheckpointKind kind_of(bool in_shards) {
-  return in_shards ? CheckpointKind::kFolder : CheckpointKind::kFile;
-}
-
-// `kept`: by shard of the optimizer; empty where it has no state.
-void save(const CheckpointedModel& model, bool in_shards,
-          const std::string& path, const SafetensorsMetadata& metadata,
-          const std::optional<PythonOptimizer>& optimizer,
-          const std::vector<Fields>& kept) {
-  if (!optimizer) {
-    const std::vector<ShardedTensors> tensors = {parameters_of_shards()};
-    return in_shards ? save_shards(model, path, tensors, metadata)
-                     : save_whole(model, path, tensors, metadata);
+CheckpointModel whole_model(const NamedTensors& parameters,
+                            const NamedTensors& buffers,
+                            const std::optional<Group>& group) {
+  CheckpointModel model(std::vector<CheckpointTensor>(),
+                        group.value_or(single_process_group()));
+  for (const auto& [name, tensor] : parameters) {
+    model.tensors.push_back(unsharded_tensor(name, tensor));
   }
-  OptimizerFields fields;
-  for (size_t i = 0; i < kept.size(); ++i) {
-    if (kept[i].empty()) continue;
-    fields[optimizer->shards.at(i).unsafeGetTensorImpl()] = kept[i];
+  for (const auto& [name, tensor] : buffers) {
+    model.tensors.push_back(unsharded_tensor(name, tensor));
+    model.tensors.back().is_optional = true;
   }
-  save_checkpoint(model, kind_of(in_shards), path, form_of(*optimizer), fields,
-                  metadata);
-}
-
-std::pair<SafetensorsMetadata, std::vector<Fields>> load(
-    const CheckpointedModel& model, bool in_shards, const std::string& path,
-    const std::optional<PythonOptimizer>& optimizer) {
-  if (!optimizer) {
-    return {in_shards ? load_shards(model, path) : load_whole(model, path), {}};
-  }
-  LoadedState loaded =
-      load_checkpoint(model, kind_of(in_shards), path, form_of(*optimizer));
-  std::vector<Fields> kept;
-  for (const at::Tensor& shard : optimizer->shards) {
-    kept.push_back(std::move(loaded.fields[shard.unsafeGetTensorImpl()]));
-  }
-  return {std::move(loaded.metadata), std::move(kept)};
+  return model;
 }
 
 }  // namespace
 
 void register_checkpoints(py::module_& module) {
-  py::class_<PythonOptimizer>(module, "CheckpointedOptimizer",
-                              "See fsdp/checkpoint/optimizer_checkpoint.h.")
-      .def(py::init(
-               [](std::string type, bool has_state_before_steps,
-                  std::vector<at::Tensor> shards,
-                  std::vector<std::vector<std::pair<std::string, bool>>> fields,
-                  std::string problem) {
-                 return PythonOptimizer{
-                     .type = std::move(type),
-                     .has_state_before_steps = has_state_before_steps,
-                     .shards = std::move(shards),
-                     .fields = std::move(fields),
-                     .problem = std::move(problem)};
-               }),
-           py::kw_only(), py::arg("type") = "",
-           py::arg("has_state_before_steps") = false,
-           py::arg("shards") = std::vector<at::Tensor>(),
-           py::arg("fields") =
-               std::vector<std::vector<std::pair<std::string, bool>>>(),
-           py::arg("problem") = "",
-           "`fields`: by shard, names and whether each is a count. `problem`: "
-           "why there is nothing else; an error on all ranks.");
-  using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
-  py::class_<CheckpointedModel>(module, "CheckpointedModel",
-                                "See fsdp/checkpoint/checkpointed_model.h.")
-      .def(py::init<ShardedRoot&>(), py::keep_alive<1, 2>(), py::arg("root"))
-      .def(py::init([](const std::vector<std::pair<std::string, at::Tensor>>&
-                           parameters,
-                       const std::optional<Group>& group) {
-             std::vector<NamedParameter> named;
-             for (const auto& [name, tensor] : parameters) {
-               named.push_back({.name = name, .tensor = tensor});
-             }
-             return CheckpointedModel(named,
-                                      group.value_or(single_process_group()));
-           }),
-           py::arg("parameters"), py::arg("group"),
-           "Of which each rank of the group holds all; None: this process.");
-  module.def("save_checkpoint", &save, NoGil(), py::arg("model"),
-             py::arg("in_shards"), py::arg("path"), py::arg("metadata"),
-             py::arg("optimizer"), py::arg("kept"), "Collective.");
-  module.def("load_checkpoint", &load, NoGil(), py::arg("model"),
-             py::arg("in_shards"), py::arg("path"), py::arg("optimizer"),
-             "Collective. The metadata, and by shard of the optimizer what it "
-             "is to keep.");
+  py::class_<OptimizerState>(module, "OptimizerState",
+                             "See checkpoint/optimizer_state.h.")
+      .def(py::init(&make_state), py::kw_only(), py::arg("type"),
+           py::arg("needs_tensors"), py::arg("options"), py::arg("parameters"),
+           "`options`: JSON by group. `parameters`: each with its group, the "
+           "names of its fields and the current values.")
+      .def_readonly("options", &OptimizerState::options)
+      .def_property_readonly(
+          "values",
+          [](const OptimizerState& state) {
+            std::vector<Values> values;
+            for (const auto& each : state.parameters) {
+              values.push_back(each.values);
+            }
+            return values;
+          },
+          "By parameter.");
+  py::class_<CheckpointModel>(module, "CheckpointModel",
+                              "See checkpoint/checkpoint.h.")
+      .def(py::init([](ShardedRoot& root) { return checkpoint_model(root); }),
+           NoGil(), py::keep_alive<1, 2>(), py::arg("root"), "Collective.")
+      .def(py::init(&whole_model), py::arg("parameters"), py::arg("buffers"),
+           py::arg("group"),
+           "Unsharded on each rank of the group; None: of this process.");
+  module.def(
+      "save_checkpoint",
+      [](const CheckpointModel& model, bool in_shards, const std::string& path,
+         const SafetensorsMetadata& metadata, const OptimizerState* state) {
+        save_checkpoint(
+            path,
+            in_shards ? CheckpointLayout::kFolder : CheckpointLayout::kFile,
+            model, state, metadata);
+      },
+      NoGil(), py::arg("model"), py::arg("in_shards"), py::arg("path"),
+      py::arg("metadata"), py::arg("optimizer"), "Collective.");
+  module.def(
+      "load_checkpoint",
+      [](const CheckpointModel& model, const std::string& path,
+         OptimizerState* state) {
+        LoadedCheckpoint loaded = load_checkpoint(path, model, state);
+        return std::pair(std::move(loaded.metadata),
+                         std::move(loaded.warnings));
+      },
+      NoGil(), py::arg("model"), py::arg("path"), py::arg("optimizer"),
+      "Collective. Returns the metadata and warnings; fills `optimizer`, which "
+      "may be None.");
+  module.def(
+      "fail_checkpoint",
+      [](const Group& group, const std::string& failure) {
+        on_all_ranks(
+            group, [&]() -> std::string { TORCH_CHECK_VALUE(false, failure); });
+      },
+      NoGil(), py::arg("group"), py::arg("failure"),
+      "Collective, in place of save_checkpoint() or load_checkpoint(): all "
+      "ranks raise.");
 }
 
 }  // namespace brigade

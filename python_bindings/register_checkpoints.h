@@ -1,6 +1,5 @@
-// Checkpoints of sharded models that C++ programs read and write too
-// (fsdp/checkpoint/optimizer_checkpoint.h), for brigade.save_whole() and the
-// like.
+// Registers checkpoints that C++ programs read and write too
+// (checkpoint/checkpoint.h), for brigade.save_whole() and its companions.
 
 #ifndef BRIGADE_PYTHON_BINDINGS_REGISTER_CHECKPOINTS_H_
 #define BRIGADE_PYTHON_BINDINGS_REGISTER_CHECKPOINTS_H_

@@ -30,8 +30,8 @@ import time
 import zipfile
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-FOLDERS = ["planning", "hooks", "comm", "comm_hooks", "engine", "reducer", "fsdp", "ddp"]
-FOLDERS += ["python_bindings"]
+FOLDERS = ["planning", "hooks", "comm", "checkpoint", "comm_hooks", "engine", "reducer", "fsdp"]
+FOLDERS += ["ddp", "python_bindings"]
 # These include headers of CUDA, which torch's wheel for macOS lacks.
 _NEEDS_CUDA = re.compile(r"#\s*include\s*<(c10/cuda|ATen/cuda|cuda|nccl)|ProcessGroupNCCL\.hpp")
 # What a line that begins in the first column declares: a type, or the name before

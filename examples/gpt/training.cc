@@ -5,7 +5,7 @@
 #include <utility>
 #include <vector>
 
-#include "brigade/fsdp/checkpoint/optimizer_state.h"
+#include "brigade/fsdp/checkpoint_model.h"
 
 namespace brigade::gpt {
 namespace {
@@ -101,13 +101,14 @@ int64_t Training::tokens_per_step() const {
 }
 
 void Training::save(const std::string& folder, int64_t step) {
-  save_shards(model_.root(), optimizer_, folder,
-              {{kStepKey, std::to_string(step)}});
+  save_checkpoint(folder, checkpoint_model(model_.root()), optimizer_,
+                  {{kStepKey, std::to_string(step)}});
 }
 
 int64_t Training::resume(const std::string& folder) {
   return std::stoll(
-      load_shards(model_.root(), optimizer_, folder).at(kStepKey));
+      load_checkpoint(folder, checkpoint_model(model_.root()), optimizer_)
+          .at(kStepKey));
 }
 
 std::string Training::sample(const std::string& prompt,

@@ -5,7 +5,7 @@ import torch
 import torch._C._distributed_c10d
 import torch.distributed.distributed_c10d
 import typing
-__all__: list[str] = ['CheckpointedModel', 'CheckpointedOptimizer', 'GatherTimes', 'Logger', 'ModuleScan', 'ReducedParameters', 'Reducer', 'ReductionTimes', 'ShardedRoot', 'ShardedUnit', 'ShardingOptions', 'ShardingTimeline', 'UnitCall', 'UnitSettings', 'are_exactly', 'check_parameters', 'describe_tensor', 'entries_of', 'has_entries', 'load_checkpoint', 'one_per_device', 'ranks_of_a_host', 'rebuilds_by_default', 'recording_group', 'require_agreement', 'save_checkpoint', 'suggest_control_device', 'then_collective', 'tie_outputs', 'version']
+__all__: list[str] = ['CheckpointModel', 'GatherTimes', 'Logger', 'ModuleScan', 'OptimizerState', 'ReducedParameters', 'Reducer', 'ReductionTimes', 'ShardedRoot', 'ShardedUnit', 'ShardingOptions', 'ShardingTimeline', 'UnitCall', 'UnitSettings', 'are_exactly', 'check_parameters', 'describe_tensor', 'entries_of', 'fail_checkpoint', 'has_entries', 'load_checkpoint', 'one_per_device', 'ranks_of_a_host', 'rebuilds_by_default', 'recording_group', 'require_agreement', 'save_checkpoint', 'suggest_control_device', 'then_collective', 'tie_outputs', 'version']
 class ReducedParameters:
     """
     What a reducer is made of. For a moment, as ModuleScan.
@@ -457,25 +457,35 @@ class ShardedRoot:
         """
         Collective.
         """
-class CheckpointedOptimizer:
+class OptimizerState:
     """
-    See fsdp/checkpoint/optimizer_checkpoint.h.
+    See checkpoint/optimizer_state.h.
     """
-    def __init__(self, *, type: str = '', has_state_before_steps: bool = False, shards: collections.abc.Sequence[torch.Tensor] = [], fields: collections.abc.Sequence[collections.abc.Sequence[tuple[str, bool]]] = [], problem: str = '') -> None:
+    def __init__(self, *, type: str, needs_tensors: bool, options: collections.abc.Sequence[str], parameters: collections.abc.Sequence[tuple[torch.Tensor, typing.SupportsInt, collections.abc.Sequence[str], collections.abc.Mapping[str, torch.Tensor]]]) -> None:
         """
-        `fields`: by shard, names and whether each is a count. `problem`: why there is nothing else; an error on all ranks.
+        `options`: JSON by group. `parameters`: each with its group, the names of its fields and the current values.
         """
-class CheckpointedModel:
+    @property
+    def options(self) -> list[str]:
+        ...
+    @property
+    def values(self) -> list[dict[str, torch.Tensor]]:
+        """
+        By parameter.
+        """
+class CheckpointModel:
     """
-    See fsdp/checkpoint/checkpointed_model.h.
+    See checkpoint/checkpoint.h.
     """
     @typing.overload
     def __init__(self, root: ShardedRoot) -> None:
-        ...
-    @typing.overload
-    def __init__(self, parameters: collections.abc.Sequence[tuple[str, torch.Tensor]], group: torch.distributed.distributed_c10d.ProcessGroup | None) -> None:
         """
-        Of which each rank of the group holds all; None: this process.
+        Collective.
+        """
+    @typing.overload
+    def __init__(self, parameters: collections.abc.Sequence[tuple[str, torch.Tensor]], buffers: collections.abc.Sequence[tuple[str, torch.Tensor]], group: torch.distributed.distributed_c10d.ProcessGroup | None) -> None:
+        """
+        Unsharded on each rank of the group; None: of this process.
         """
 def are_exactly(objects: list, type: typing.Any) -> bool:
     """
@@ -493,13 +503,17 @@ def entries_of(tables: list) -> list:
     """
     What is registered in tables of a module, one list for all.
     """
+def fail_checkpoint(group: torch.distributed.distributed_c10d.ProcessGroup, failure: str) -> None:
+    """
+    Collective, in place of save_checkpoint() or load_checkpoint(): all ranks raise.
+    """
 def has_entries(tables: list, entries: list) -> bool:
     """
     Whether entries_of() would give that list.
     """
-def load_checkpoint(model: CheckpointedModel, in_shards: bool, path: str, optimizer: CheckpointedOptimizer | None) -> tuple[dict[str, str], list[dict[str, torch.Tensor]]]:
+def load_checkpoint(model: CheckpointModel, path: str, optimizer: OptimizerState) -> tuple[dict[str, str], list[str]]:
     """
-    Collective. The metadata, and by shard of the optimizer what it is to keep.
+    Collective. Returns the metadata and warnings; fills `optimizer`, which may be None.
     """
 def one_per_device(tensors: list) -> list:
     """
@@ -521,7 +535,7 @@ def require_agreement(group: torch.distributed.distributed_c10d.ProcessGroup, wh
     """
     Collective. Raises RuntimeError on every rank alike, naming the first item in which ranks differ; `what` is the name of one item. If some ranks give a `failure`, what has gone wrong there, it says that instead.
     """
-def save_checkpoint(model: CheckpointedModel, in_shards: bool, path: str, metadata: collections.abc.Mapping[str, str], optimizer: CheckpointedOptimizer | None, kept: collections.abc.Sequence[collections.abc.Mapping[str, torch.Tensor]]) -> None:
+def save_checkpoint(model: CheckpointModel, in_shards: bool, path: str, metadata: collections.abc.Mapping[str, str], optimizer: OptimizerState) -> None:
     """
     Collective.
     """

@@ -174,10 +174,13 @@ def require_agreement(group: dist.ProcessGroup, what: str, items: Sequence[str])
 
 
 @contextlib.contextmanager
-def failure_told_to_peers(group: dist.ProcessGroup | None) -> Iterator[None]:
+def failure_told_to_peers(
+    group: dist.ProcessGroup | None, tell: Callable[[str], None] | None = None
+) -> Iterator[None]:
     """What is raised inside is raised by the peers too, in their next require_agreement().
 
-    Collective where something is raised, unless `group` is None.
+    Collective where something is raised, unless `group` is None. `tell` takes the place of
+    require_agreement() where the peers' next collective is another one.
     Says on stderr what it is where peers are late. Nothing inside communicates.
     """
     try:
@@ -190,8 +193,8 @@ def failure_told_to_peers(group: dist.ProcessGroup | None) -> Iterator[None]:
             late.daemon = True
             late.start()
             try:
-                _C.require_agreement(group, "option", [], failure)
-            except RuntimeError:
+                tell(failure) if tell else _C.require_agreement(group, "option", [], failure)
+            except (RuntimeError, ValueError):
                 pass  # this rank's own error stands, whatever became of its peers
             finally:
                 late.cancel()

@@ -1,24 +1,26 @@
-"""Checkpoints in safetensors files, which C++ and Python programs read of each other.
+"""Checkpoints in safetensors files, shared by C++ and Python programs.
 
     brigade.save_whole(model, "step 17.safetensors", optimizer, metadata={"step": "17"})
     ...
     metadata = brigade.load_whole(model, "step 17.safetensors", optimizer)
 
-They are those of fsdp/checkpoint/optimizer_state.h. Whole tensors in one file, which programs that
-don't shard read too; or a folder of what each rank holds, which nothing is gathered for.
-Parameters, and what SGD, Adam, AdamW, RMSprop and Adagrad keep for them; no buffers (of which
-saving warns), learning rates or anything else. For those, and other optimizers, see
-save_checkpoint().
+The format is that of checkpoint/checkpoint.h: one file of unsharded tensors, which other programs
+read too, or a folder to which each rank writes its shards. A checkpoint has the parameters and the
+state of SGD, Adam, AdamW, RMSprop and Adagrad with all options, such as learning rates.
+save_checkpoint() supports other optimizers.
 
-A model is sharded, or is a DistributedDataParallel, whose ranks take part, or any other
-module, which each process saves and loads for itself.
+A model is sharded, or a DistributedDataParallel, or any other module, which each process saves
+and loads on its own. Buffers are saved unless the model is sharded; saving warns of tensors that
+it leaves out.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -35,7 +37,7 @@ from brigade._sharded_units import unit_of
 
 _ADAM = {"step": None, "exp_avg": None, "exp_avg_sq": None, "max_exp_avg_sq": "amsgrad"}
 
-# Under which option each field is kept, if not always. The first class that fits.
+# Fields of the state, with the option that a field depends on. The first class that fits.
 _FIELDS: dict[type[torch.optim.Optimizer], dict[str, str | None]] = {
     torch.optim.AdamW: _ADAM,
     torch.optim.Adam: _ADAM,
@@ -49,6 +51,8 @@ _FIELDS: dict[type[torch.optim.Optimizer], dict[str, str | None]] = {
     torch.optim.Adagrad: {"step": None, "sum": None},
 }
 _COUNT = "step"
+# Options that choose an implementation and change no result.
+_MECHANISMS = {"foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay"}
 _COMPILED = "_orig_mod."  # torch.compile's, in names
 
 
@@ -59,19 +63,18 @@ def save_whole(
     *,
     metadata: dict[str, str] | None = None,
 ) -> None:
-    """Writes whole tensors into one file, a unit in memory at a time. Collective.
+    """Writes unsharded tensors into one file, one tensor in memory at a time. Collective.
 
     Args:
         model: The outermost module that fully_shard has sharded, between steps; a
             DistributedDataParallel; or a module of this process alone.
-        path: Rank 0 writes it. The file before stays until all is written.
+        path: Rank 0 writes it. The previous file stays until all is written.
         optimizer: Of its parameters, or of some.
-        metadata: What else is to be in the file, equal on all ranks.
+        metadata: Further texts for the file, equal on all ranks.
 
     Raises:
         ValueError: Rank 0 can't write, or the optimizer is of another class or has other
             parameters; on all ranks.
-        NotImplementedError: Units are on meshes of fewer ranks than the model.
     """
     _save(model, path, optimizer, metadata, in_shards=False)
 
@@ -79,22 +82,26 @@ def save_whole(
 def load_whole(
     model: nn.Module, path: str | os.PathLike, optimizer: torch.optim.Optimizer | None = None
 ) -> dict[str, str]:
-    """Reads what save_whole() has written, on any number of ranks. Collective.
+    """Reads a file of save_whole() on any number of ranks. Collective.
 
     Args:
-        model: As of save_whole(), in any units. Files of others do if they have tensors of
-            the parameters' names, shapes and dtypes.
-        path: Where all ranks read.
-        optimizer: Of the same class and options as when it was saved; it may be new.
+        model: As for save_whole(), in any units. Files of other programs are read if they have
+            tensors of the parameters' names, shapes and dtypes.
+        path: A file that all ranks read.
+        optimizer: Of the saved class; it may be new. Its options become the saved ones, as in
+            load_state_dict().
 
     Returns:
         The metadata, and the optimizer's class under "brigade.optimizer" if it was saved.
 
+    Warns:
+        UserWarning: Names each option of the optimizer that differed from the saved one.
+
     Raises:
-        ValueError: The file is missing or damaged, of another model or optimizer, or another
-            one on some ranks; on all ranks, and nothing is changed.
+        ValueError: The file is missing or damaged, of another model or optimizer, or differs
+            between ranks; on all ranks, and nothing is changed.
     """
-    return _load(model, path, optimizer, in_shards=False)
+    return _load(model, path, optimizer, "load_whole")
 
 
 def save_shards(
@@ -104,17 +111,17 @@ def save_shards(
     *,
     metadata: dict[str, str] | None = None,
 ) -> None:
-    """Each rank writes what it holds into a file of its own. Collective.
+    """Writes the shards of each rank into a file of its own. Collective.
 
     Args:
         model: The outermost module that fully_shard has sharded; units may be on any meshes.
-        folder: One that all ranks see, made if need be; it has one checkpoint and nothing
-            else. That before stays until all is written.
+        folder: A folder that all ranks see and that has nothing but one checkpoint; created if
+            missing. The previous checkpoint stays until all is written.
         optimizer: As of save_whole().
         metadata: As of save_whole().
 
     Raises:
-        ValueError: As save_whole(), of any rank; the model is not sharded.
+        ValueError: As save_whole(), of any rank.
     """
     _save(model, folder, optimizer, metadata, in_shards=True)
 
@@ -122,8 +129,8 @@ def save_shards(
 def load_shards(
     model: nn.Module, folder: str | os.PathLike, optimizer: torch.optim.Optimizer | None = None
 ) -> dict[str, str]:
-    """Reads what save_shards() has written; all else as of load_whole(). Collective."""
-    return _load(model, folder, optimizer, in_shards=True)
+    """Reads a folder of save_shards(); otherwise as load_whole(). Collective."""
+    return _load(model, folder, optimizer, "load_shards")
 
 
 def _save(
@@ -133,37 +140,38 @@ def _save(
     metadata: dict[str, str] | None,
     in_shards: bool,
 ) -> None:
-    model = _as_made(model)
     where = "save_shards" if in_shards else "save_whole"
-    with failure_told_to_peers(_group_of(model)):
+    model = _as_made(model)
+    with failure_told_to_peers(_group_of(model), _tell(model)):
         _require_text(where, metadata or {})
         path = os.fspath(path)
-    checkpointed = _checkpointed(model, where)
+        state = _state_of(optimizer)
+        make = _model_maker(model, where)
     _warn_of_the_rest(model)
-    kept = (
-        [] if optimizer is None else [_fields_of(optimizer, *each) for each in _stepped(optimizer)]
-    )
-    _C.save_checkpoint(checkpointed, in_shards, path, metadata or {}, _form_of(optimizer), kept)
+    _C.save_checkpoint(make(), in_shards, path, metadata or {}, state)
 
 
 def _load(
     model: nn.Module,
     path: str | os.PathLike,
     optimizer: torch.optim.Optimizer | None,
-    in_shards: bool,
+    where: str,
 ) -> dict[str, str]:
     model = _as_made(model)
-    with failure_told_to_peers(_group_of(model)):
+    with failure_told_to_peers(_group_of(model), _tell(model)):
         path = os.fspath(path)
-    checkpointed = _checkpointed(model, "load_shards" if in_shards else "load_whole")
-    metadata, kept = _C.load_checkpoint(checkpointed, in_shards, path, _form_of(optimizer))
+        state = _state_of(optimizer)
+        make = _model_maker(model, where)
+    metadata, texts = _C.load_checkpoint(make(), path, state)
     if optimizer is not None:
-        _set_fields(optimizer, kept)
+        _set_state(optimizer, state)
+    for text in texts:
+        warnings.warn(text, stacklevel=3)
     return metadata
 
 
 def _as_made(model: nn.Module) -> nn.Module:
-    """What torch.compile was given."""
+    """Returns the module that torch.compile() wraps."""
     compiler = sys.modules.get("torch._dynamo.eval_frame")  # which takes seconds to import
     while compiler is not None and isinstance(model, compiler.OptimizedModule):
         model = model._orig_mod
@@ -171,10 +179,21 @@ def _as_made(model: nn.Module) -> nn.Module:
 
 
 def _group_of(model: nn.Module) -> dist.ProcessGroup | None:
-    """Of the ranks that take part; None of a module of this process alone."""
+    """Returns the group of the ranks that call this; None for a module of this process alone."""
     if (unit := unit_of(model)) is not None:
         return unit.outermost().group
     return model.process_group if isinstance(model, DistributedDataParallel) else None
+
+
+def _tell(model: nn.Module) -> Callable[[str], None]:
+    """Returns a function that makes the peers' save or load raise."""
+
+    def tell(failure: str) -> None:
+        if (unit := unit_of(model)) is not None:
+            unit.outermost().require_root().meet_peers()
+        _C.fail_checkpoint(_group_of(model), failure)
+
+    return tell
 
 
 def _require_text(where: str, metadata: dict[str, str]) -> None:
@@ -184,15 +203,15 @@ def _require_text(where: str, metadata: dict[str, str]) -> None:
                 f"{where}: expected metadata of strings, found {key!r}: {value!r}.\nGive "
                 "str(value), and turn it back where it is loaded."
             )
-        (key + value).encode()  # or says what is no text in it
+        (key + value).encode()  # raises for surrogates
 
 
-def _checkpointed(model: nn.Module, where: str) -> _C.CheckpointedModel:
+def _model_maker(model: nn.Module, where: str) -> Callable[[], _C.CheckpointModel]:
+    """Returns a collective function. Raises if the model can't be saved or loaded."""
     unit = unit_of(model)
     if unit is not None and unit.outermost() is unit:
         root = unit.require_root()
-        root.meet_peers()
-        return _C.CheckpointedModel(root.native)
+        return lambda: _C.CheckpointModel(root.native)
     if any(unit_of(module) is not None for module in model.modules()):
         raise ValueError(
             f"{where}: expected the outermost module that fully_shard has sharded, found "
@@ -200,20 +219,24 @@ def _checkpointed(model: nn.Module, where: str) -> _C.CheckpointedModel:
         )
     module = model.module if isinstance(model, DistributedDataParallel) else model
     parameters = list(module.named_parameters())
-    with failure_told_to_peers(_group_of(model)):
-        for name, parameter in parameters:
-            _require_own_memory(where, name, parameter)
-    named = [(name.replace(_COMPILED, ""), parameter) for name, parameter in parameters]
-    return _C.CheckpointedModel(named, _group_of(model))
+    saved = module.state_dict(keep_vars=True)
+    buffers = [(name, buffer) for name, buffer in module.named_buffers() if name in saved]
+    for name, tensor in parameters + buffers:
+        _require_own_memory(where, name, tensor)
+    named = [
+        [(name.replace(_COMPILED, ""), tensor) for name, tensor in tensors]
+        for tensors in (parameters, buffers)
+    ]
+    return lambda: _C.CheckpointModel(*named, _group_of(model))
 
 
-def _require_own_memory(where: str, name: str, parameter: nn.Parameter) -> None:
-    if isinstance(parameter, DTensor):
+def _require_own_memory(where: str, name: str, tensor: torch.Tensor) -> None:
+    if isinstance(tensor, DTensor):
         raise ValueError(
             f"{where}: expected parameters that brigade has sharded, or none has, found '{name}', "
             "a DTensor.\nSave it by torch.distributed.checkpoint."
         )
-    if parameter.is_meta:
+    if tensor.is_meta:
         raise ValueError(
             f"{where}: expected parameters with memory, found '{name}' on meta.\nCall "
             "to_empty(device=...) of the module first."
@@ -223,10 +246,10 @@ def _require_own_memory(where: str, name: str, parameter: nn.Parameter) -> None:
 def _warn_of_the_rest(model: nn.Module) -> None:
     is_sharded = unit_of(model) is not None
     named = model.state_dict(keep_vars=True).items()
-    kind = ShardedParameter if is_sharded else nn.Parameter
+    kind = ShardedParameter if is_sharded else torch.Tensor
     rest = [name for name, value in named if not isinstance(value, kind)]
     if rest:
-        what = "buffers and parameters that are not sharded" if is_sharded else "buffers"
+        what = "buffers and parameters that are not sharded" if is_sharded else "extra states"
         warnings.warn(
             f"{what} are not saved: {rest[:5]}{' and others' if len(rest) > 5 else ''}.\n"
             "Save them yourself, or all with save_checkpoint().",
@@ -234,62 +257,67 @@ def _warn_of_the_rest(model: nn.Module) -> None:
         )
 
 
-def _stepped(optimizer: torch.optim.Optimizer) -> list[tuple[nn.Parameter, dict[str, Any]]]:
-    """Parameters, each with its group."""
-    return [(each, group) for group in optimizer.param_groups for each in group["params"]]
+# ---- Optimizers.
 
 
-def _class_of(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer] | None:
-    return next((cls for cls in _FIELDS if isinstance(optimizer, cls)), None)
-
-
-def _names_of(cls: type[torch.optim.Optimizer], group: dict[str, Any]) -> list[str]:
-    return [name for name, option in _FIELDS[cls].items() if option is None or group[option]]
-
-
-def _form_of(optimizer: torch.optim.Optimizer | None) -> _C.CheckpointedOptimizer | None:
-    """What it keeps under its options."""
+def _state_of(optimizer: torch.optim.Optimizer | None) -> _C.OptimizerState | None:
     if optimizer is None:
         return None
-    cls = _class_of(optimizer)
+    cls = next((cls for cls in _FIELDS if isinstance(optimizer, cls)), None)
     if cls is None:
         names = ", ".join(known.__name__ for known in _FIELDS)
-        return _C.CheckpointedOptimizer(
-            problem=f"expected one of {names}, found {type(optimizer).__name__}.\n"
+        raise ValueError(
+            f"expected one of {names}, found {type(optimizer).__name__}.\n"
             "Use save_checkpoint(), which takes any."
         )
-    stepped = _stepped(optimizer)
-    return _C.CheckpointedOptimizer(
+    parameters = []
+    for index, group in enumerate(optimizer.param_groups):
+        fields = [name for name, option in _FIELDS[cls].items() if not option or group[option]]
+        for parameter in group["params"]:
+            kept = optimizer.state.get(parameter, {})
+            values = {
+                name: torch.tensor(int(kept[name]), device="cpu")
+                if name == _COUNT
+                else kept[name].detach()
+                for name in fields
+                if kept.get(name) is not None
+            }
+            parameters.append((parameter, index, fields, values))
+    return _C.OptimizerState(
         type=cls.__name__,
-        has_state_before_steps=cls is torch.optim.Adagrad,
-        shards=[parameter for parameter, _ in stepped],
-        fields=[[(name, name == _COUNT) for name in _names_of(cls, group)] for _, group in stepped],
+        needs_tensors=cls is torch.optim.Adagrad,
+        options=[json.dumps(_options_of(optimizer, group)) for group in optimizer.param_groups],
+        parameters=parameters,
     )
 
 
-def _fields_of(
-    optimizer: torch.optim.Optimizer, parameter: nn.Parameter, group: dict[str, Any]
-) -> dict[str, torch.Tensor]:
-    """What it keeps of a parameter; nothing before it has stepped it."""
-    cls = _class_of(optimizer)
-    names = [] if cls is None else _names_of(cls, group)
-    state = optimizer.state.get(parameter, {})
-    kept = {name: state[name] for name in names if state.get(name) is not None}
+def _options_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> dict[str, Any]:
+    """Returns the options of the class; schedulers add others to a group."""
+    names = [name for name in optimizer.defaults if name not in _MECHANISMS]
     return {
-        name: torch.tensor(int(value), device="cpu") if name == _COUNT else value.detach()
-        for name, value in kept.items()
+        name: group[name].tolist() if isinstance(group[name], torch.Tensor) else group[name]
+        for name in names
     }
 
 
-def _set_fields(optimizer: torch.optim.Optimizer, kept: list[dict[str, torch.Tensor]]) -> None:
-    stepped = zip(_stepped(optimizer), kept, strict=True)
-    state = {
-        index: {name: _as_kept(name, value, parameter) for name, value in fields.items()}
-        for index, ((parameter, _), fields) in enumerate(stepped)
-        if fields
-    }
+def _set_state(optimizer: torch.optim.Optimizer, saved: _C.OptimizerState) -> None:
     groups = optimizer.state_dict()["param_groups"]
+    for group, options in zip(groups, saved.options, strict=True):
+        for name, value in json.loads(options).items():
+            group[name] = _as_option(group[name], value)
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    state = {
+        index: {name: _as_kept(name, value, parameter) for name, value in values.items()}
+        for index, (parameter, values) in enumerate(zip(parameters, saved.values, strict=True))
+        if values
+    }
     optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def _as_option(before: Any, value: Any) -> Any:
+    if isinstance(before, torch.Tensor):
+        return torch.full_like(before, value)
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _as_kept(name: str, value: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:

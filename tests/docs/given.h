@@ -10,6 +10,7 @@
 #include <iostream>
 #include <memory>
 #include <optional>
+#include <sstream>
 #include <string>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <unordered_map>
@@ -17,12 +18,12 @@
 #include <vector>
 
 #include "brigade/bucket_sweep/sweep.h"
+#include "brigade/checkpoint/checkpoint.h"
 #include "brigade/comm/process_group.h"
 #include "brigade/comm_hooks/function_hook.h"
 #include "brigade/ddp/distributed_data_parallel.h"
 #include "brigade/ddp/join.h"
-#include "brigade/fsdp/checkpoint/optimizer_state.h"
-#include "brigade/fsdp/checkpoint/sharded_state.h"
+#include "brigade/fsdp/checkpoint_model.h"
 #include "brigade/fsdp/fully_shard.h"
 
 struct Given {

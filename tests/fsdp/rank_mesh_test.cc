@@ -15,7 +15,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "brigade/ddp/distributed_data_parallel.h"
-#include "brigade/fsdp/checkpoint/shard_files.h"
+#include "brigade/fsdp/checkpoint_model.h"
 #include "brigade/fsdp/fully_shard.h"
 #include "brigade/tests/fsdp/sharded_checks.h"
 #include "brigade/tests/fsdp/sharded_net.h"
@@ -148,10 +148,10 @@ TEST(RankMeshTest, ACheckpointIsLoadedOnAnother) {
       const RankMesh mesh(group, rows);
       FullySharded saved(make_net(), mesh);
       train(saved, saved.parameters(), group->getRank());
-      save_shards(saved.root(), folder);
+      save_checkpoint(folder, checkpoint_model(saved.root()));
       const RankMesh other(group, {{1, 3}, {2, 0}});
       FullySharded loaded(make_net(), other);
-      load_shards(loaded.root(), folder);
+      load_checkpoint(folder, checkpoint_model(loaded.root()));
       const auto whole = loaded.unsharded();
       expect_equal(loaded.module()->parameters(), expected);
     });

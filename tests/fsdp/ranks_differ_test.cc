@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "brigade/fsdp/checkpoint/optimizer_state.h"
+#include "brigade/fsdp/checkpoint_model.h"
 #include "brigade/fsdp/sharded_root.h"
 #include "brigade/tests/fsdp/message_of_call.h"
 #include "brigade/tests/fsdp/sharded_checks.h"
@@ -354,19 +354,21 @@ TEST_P(RanksDifferTest, ACheckpointWhileOneRankNeedsAUnitAgain) {
     };
     torch::optim::SGD optimizer(root.shards(), kRate);
     need_again();
-    save_whole(root, optimizer, folder / "whole");
+    save_checkpoint(folder / "whole.safetensors", checkpoint_model(root),
+                    optimizer);
     need_again();
-    save_shards(root, optimizer, folder / "shards");
+    save_checkpoint(folder / "shards", checkpoint_model(root), optimizer);
     const at::Tensor saved = root.shards()[1].detach().clone();
     {
       const torch::NoGradGuard no_grad;
       for (at::Tensor shard : root.shards()) shard.zero_();
     }
     need_again();
-    load_whole(root, optimizer, folder / "whole");
+    load_checkpoint(folder / "whole.safetensors", checkpoint_model(root),
+                    optimizer);
     EXPECT_TRUE(at::equal(root.shards()[1].detach(), saved));
     need_again();
-    load_shards(root, optimizer, folder / "shards");
+    load_checkpoint(folder / "shards", checkpoint_model(root), optimizer);
     EXPECT_TRUE(at::equal(root.shards()[1].detach(), saved));
   });
   std::filesystem::remove_all(folder);

@@ -18,12 +18,10 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "brigade/fsdp/checkpoint/optimizer_state.h"
-#include "brigade/fsdp/checkpoint/shard_files.h"
-#include "brigade/fsdp/checkpoint/sharded_state.h"
+#include "brigade/fsdp/checkpoint_model.h"
 #include "brigade/fsdp/sharded_root.h"
 #include "brigade/fsdp/units/reduction_hook.h"
-#include "brigade/tests/fsdp/checkpoint_checks.h"
+#include "brigade/tests/checkpoint/checkpoint_checks.h"
 #include "brigade/tests/fsdp/message_of_call.h"
 #include "brigade/tests/fsdp/moe_net.h"
 #include "brigade/tests/fsdp/sharded_net.h"
@@ -529,13 +527,14 @@ TEST_F(UnitMeshFilesTest, ShardsOfAllMeshesAreSavedAndLoadedOnOthers) {
     Rank rank(saved, group);
     torch::optim::AdamW optimizer(rank.root.shards(), 0.01);
     train_adam(rank, optimizer, 0, 3);
-    save_shards(rank.root, optimizer, path("checkpoint"));
+    save_checkpoint(path("checkpoint"), checkpoint_model(rank.root), optimizer);
     train_adam(rank, optimizer, 3, 5);
     for (const bool in_same_parts : {true, false}) {
       const MoeLayout& layout = in_same_parts ? saved : other;
       Rank again(layout, group);
       torch::optim::AdamW resumed(again.root.shards(), 0.01);
-      load_shards(again.root, resumed, path("checkpoint"));
+      load_checkpoint(path("checkpoint"), checkpoint_model(again.root),
+                      resumed);
       train_adam(again, resumed, 3, 5);
       for (size_t unit = 0; unit < rank.root.num_units(); ++unit) {
         const auto expected = rank.root.gather_unit(unit);
@@ -557,7 +556,7 @@ TEST_F(UnitMeshFilesTest, OneRankLoadsAllExperts) {
     MoeReference reference(kExperts);
     Rank rank(kExperts, group);
     expect_trains(rank, reference, 0, 2);
-    save_shards(rank.root, path("checkpoint"));
+    save_checkpoint(path("checkpoint"), checkpoint_model(rank.root));
     if (rank.rank == 0) whole = reference.tensors();
   });
   run_ranks(1, [&](const Group& group) {
@@ -568,7 +567,7 @@ TEST_F(UnitMeshFilesTest, OneRankLoadsAllExperts) {
            .tensor = torch::zeros_like(tensor.detach()).requires_grad_()});
     }
     ShardedRoot root({spec}, group, {});
-    load_shards(root, path("checkpoint"));
+    load_checkpoint(path("checkpoint"), checkpoint_model(root));
     size_t i = 0;
     for (const auto& [name, tensor] : whole) {
       EXPECT_TRUE(at::equal(root.shards()[i++].detach(), tensor)) << name;
@@ -576,24 +575,14 @@ TEST_F(UnitMeshFilesTest, OneRankLoadsAllExperts) {
   });
 }
 
-TEST_F(UnitMeshFilesTest, WholeFilesAreForMeshesOfAllRanks) {
+TEST_F(UnitMeshFilesTest, OneFileHoldsTheTensorsOfAllMeshes) {
   run_ranks(4, [&](const Group& group) {
-    Rank some(kExperts, group);
-    std::string text;
-    try {
-      save_whole(some.root, path("whole.safetensors"));
-    } catch (const c10::NotImplementedError& error) {
-      text = error.what_without_backtrace();
-    }
-    EXPECT_THAT(text, HasSubstr("Use save_shards()"));
-
-    const MoeLayout all_ranks = {.num_shards = 2, .experts = {{all, 1}}};
-    MoeReference reference(all_ranks);
-    Rank rank(all_ranks, group);
+    MoeReference reference(kExperts);
+    Rank rank(kExperts, group);
     expect_trains(rank, reference, 0, 2);
-    save_whole(rank.root, path("whole.safetensors"));
-    Rank again(all_ranks, group);
-    load_whole(again.root, path("whole.safetensors"));
+    save_checkpoint(path("whole.safetensors"), checkpoint_model(rank.root));
+    Rank again(kExperts, group);
+    load_checkpoint(path("whole.safetensors"), checkpoint_model(again.root));
     again.expect_wholes(reference);
   });
 }

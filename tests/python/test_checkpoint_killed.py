@@ -21,7 +21,7 @@ DEADLINE_S = 60
 # Where the survivor misses its peer: in a gather, or where they tell each other how it went.
 LOST = (
     r"(gathers shards|meets its peers) .*rank \d (did not|\(process)|"
-    r"could not compare its saved tensors|could not connect"
+    r"could not save or load a checkpoint|could not connect"
 )
 
 

@@ -5,6 +5,7 @@ import json
 import pathlib
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
@@ -119,6 +120,9 @@ def test_the_file_is_that_of_cpp(tmp_path):
     header = _header_of(tmp_path / "whole")
     assert header["__metadata__"]["brigade.optimizer"] == "AdamW"
     assert header["__metadata__"]["step"] == "2"
+    (group,) = json.loads(header["__metadata__"]["brigade.optimizer.options"])
+    assert group["options"]["lr"] == 0.1 and group["options"]["betas"] == [0.9, 0.999]
+    assert sorted(group["parameters"]) == sorted(dict(make_net().named_parameters()))
     parameters = dict(make_net().named_parameters())
     fields = ("", ".exp_avg", ".exp_avg_sq", ".max_exp_avg_sq")
     expected = {
@@ -129,6 +133,58 @@ def test_the_file_is_that_of_cpp(tmp_path):
     expected |= {f"{name}.step": ("I64", []) for name in parameters}
     del header["__metadata__"]
     assert {name: (form["dtype"], form["shape"]) for name, form in header.items()} == expected
+
+
+_OPTIONS = {"lr": 0.5, "betas": (0.5, 0.9), "eps": 1e-3, "weight_decay": 0.3, "maximize": True}
+
+
+def _restores_options(rank, folder):
+    """What is loaded into an optimizer of other options goes on as what was saved."""
+    for way, (save, load) in _WAYS.items():
+        kept, loaded = make_net(), make_net()
+        first = torch.optim.AdamW(kept.parameters(), lr=0.01, weight_decay=0.1)
+        second = torch.optim.AdamW(loaded.parameters(), **_OPTIONS)
+        kept, loaded = (brigade.DistributedDataParallel(each) for each in (kept, loaded))
+        _step(kept, first, 0, rank)
+        save(kept, f"{folder}/{way}", first)
+        with pytest.warns(UserWarning, match="other options of AdamW") as told:
+            load(loaded, f"{folder}/{way}", second)
+        for name in _OPTIONS:
+            assert f"{name} = " in str(told[0].message)
+            assert second.param_groups[0][name] == first.param_groups[0][name]
+        for model, optimizer in ((kept, first), (loaded, second)):
+            _step(model, optimizer, 1, rank)
+        _expect_same(loaded.module.state_dict(), kept.module.state_dict())
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            load(loaded, f"{folder}/{way}", second)
+
+
+def test_saved_options_are_restored_and_named(tmp_path):
+    run_ranks(_restores_options, str(tmp_path))
+
+
+def _keeps_buffers(rank, folder):
+    def make(value):
+        net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+        net[1].running_mean.fill_(value)
+        return brigade.DistributedDataParallel(net)
+
+    for way, (save, load) in _WAYS.items():
+        save(make(3.0), f"{folder}/{way}")
+        loaded = make(0.0)
+        load(loaded, f"{folder}/{way}")
+        assert (loaded.module[1].running_mean == 3.0).all()
+    sharded = brigade.fully_shard(make_net())
+    brigade.save_whole(sharded, f"{folder}/sharded")
+    net = make_net()
+    net.register_buffer("extra", torch.ones(2))
+    with pytest.warns(UserWarning, match="has no buffers extra"):
+        brigade.load_whole(net, f"{folder}/sharded")
+
+
+def test_buffers_of_data_parallel_models_are_kept(tmp_path):
+    run_ranks(_keeps_buffers, str(tmp_path))
 
 
 def _loads_parameters_alone(rank, folder):
@@ -162,7 +218,7 @@ def _refuses(rank, folder):
     amsgrad = torch.optim.Adam(model.parameters(), amsgrad=True)
     expect_error(whole, amsgrad, "has no tensor .*max_exp_avg_sq")
     other = torch.optim.Adam([nn.Parameter(torch.ones(3))])
-    expect_error(whole, other, "parameter 0 of the optimizer is none of this model")
+    expect_error(whole, other, "parameter 0 of the optimizer is not in this model")
     expect_error(whole, torch.optim.NAdam(model.parameters()), "found NAdam")
     expect_error(whole.with_name("none"), optimizer, "none")
     expect_error(whole.with_name("damaged"), optimizer, "damaged|checksum")
@@ -236,12 +292,10 @@ def _data_parallel_refuses(rank, folder):
     model, optimizer = _data_parallel("adamw")
     path = pathlib.Path(folder) / "whole"
     brigade.save_whole(model, path, optimizer)
-    with pytest.raises(ValueError, match="expected a sharded model") as not_sharded:
-        brigade.save_shards(model, f"{folder}/shards", optimizer)
     with pytest.raises(ValueError, match=r"rank 1.*none") as missing:
         brigade.load_whole(model, path if rank == 0 else path.with_name("none"), optimizer)
     _step(model, optimizer, 0, rank)  # and goes on
-    return str(not_sharded.value), str(missing.value)
+    return str(missing.value)
 
 
 def test_data_parallel_ranks_fail_alike(tmp_path):
@@ -315,7 +369,7 @@ def _warns(rank, folder):
     with pytest.warns(UserWarning, match=r"not saved: \['0.bias', '1.running_mean'"):
         brigade.save_whole(model, f"{folder}/whole")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match="of the model's parameters, of their shards"):
+    with pytest.raises(ValueError, match="of the model's parameters, or of their shards"):
         brigade.save_whole(model, f"{folder}/whole", optimizer)
 
 
@@ -337,12 +391,14 @@ def _unlike(rank, folder):
         errors.append(str(told.value))
 
     other = f"{folder}/{'ab'[rank]}"
-    expect_error(ValueError, "a file of checksum", lambda: brigade.load_whole(model, other))
+    expect_error(ValueError, "a checkpoint of checksum", lambda: brigade.load_whole(model, other))
     sharded, _ = _model("adamw")
-    expect_error(ValueError, "a file of checksum", lambda: brigade.load_whole(sharded, other))
+    expect_error(ValueError, "a checkpoint of checksum", lambda: brigade.load_whole(sharded, other))
     own = {"rank": str(rank)}
     save = brigade.save_whole
-    expect_error(ValueError, r"metadata 'rank': '\d'", lambda: save(model, other, metadata=own))
+    expect_error(
+        ValueError, "the same metadata on all ranks", lambda: save(model, other, metadata=own)
+    )
     expect_error(ValueError, "the same folder", lambda: brigade.save_checkpoint(other, sharded))
     on_one = {"step": 1} if rank == 0 else {"step": "1"}
     with pytest.raises((TypeError, ValueError), match="expected metadata of strings"):

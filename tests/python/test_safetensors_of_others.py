@@ -1,9 +1,12 @@
 """Files of safetensors that brigade shares with the package of that name and torch's reader."""
 
+from random import Random
+
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import brigade
@@ -134,6 +137,56 @@ def _torchs_reader(rank, folder, kind):
 @pytest.mark.parametrize("kind", ["brigade", "FSDP2"])
 def test_torchs_reader_on_two_ranks(kind, folder):
     run_ranks(_torchs_reader, str(folder), kind)
+
+
+def _damage(random, content):
+    """Changes one to three bytes, mostly to characters of JSON."""
+    content = bytearray(content)
+    for _ in range(random.randint(1, 3)):
+        at = random.randrange(len(content))
+        change = random.randrange(4)
+        if change == 0:
+            del content[at]
+        elif change == 1:
+            content.insert(at, content[random.randrange(len(content))])
+        elif change == 2:
+            content[at] ^= 1 << random.randrange(8)
+        else:
+            content[at] = random.choice(b'{}[],:"0129-.e ')
+    return bytes(content)
+
+
+def _read(call):
+    """Returns what `call` has read, as bytes; None if the file is refused."""
+    try:
+        tensors = call()
+    except (ValueError, safetensors.SafetensorError):
+        return None
+    return {name: (t.shape, t.dtype, t.numpy().tobytes()) for name, t in tensors.items()}
+
+
+def test_damaged_files_are_read_as_the_package_reads_them(tmp_path):
+    """Both refuse the same files, or the package reads tensors of another model."""
+    path = tmp_path / "damaged.safetensors"
+    save_file(nn.Linear(30, 4).state_dict(), path, metadata={"by": "the package"})
+    content = path.read_bytes()
+    forms = {name: form[:2] for name, form in _read(lambda: load_file(path)).items()}
+    random = Random(23)
+    num_read = 0
+
+    def load():
+        net = nn.Linear(30, 4)
+        brigade.load_whole(net, path)
+        return net.state_dict()
+
+    for _ in range(3000):
+        path.write_bytes(_damage(random, content))
+        expected = _read(lambda: load_file(path))
+        if expected and {name: form[:2] for name, form in expected.items()} != forms:
+            expected = None
+        assert _read(load) == expected, path.read_bytes()
+        num_read += expected is not None
+    assert num_read > 500
 
 
 def _torchs_writer(rank, folder):

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "brigade/comm/recording_group.h"
-#include "brigade/fsdp/checkpoint/optimizer_state.h"
+#include "brigade/fsdp/checkpoint_model.h"
 #include "brigade/fsdp/sharded_root.h"
 #include "brigade/tests/support/simulated_device/stream_test.h"
 #include "gtest/gtest.h"
@@ -103,13 +103,25 @@ class ShardedFilesTest : public simulated::StreamTest {
 };
 
 TEST_F(ShardedFilesTest, PartsAreSavedAndLoaded) {
-  expect_same([&](Training& t) { save_shards(t.root, t.optimizer, path()); },
-              [&](Training& t) { load_shards(t.root, t.optimizer, path()); });
+  expect_same(
+      [&](Training& t) {
+        save_checkpoint(path(), checkpoint_model(t.root), t.optimizer);
+      },
+      [&](Training& t) {
+        load_checkpoint(path(), checkpoint_model(t.root), t.optimizer);
+      });
 }
 
 TEST_F(ShardedFilesTest, WholeTensorsAreSavedAndLoaded) {
-  expect_same([&](Training& t) { save_whole(t.root, t.optimizer, path()); },
-              [&](Training& t) { load_whole(t.root, t.optimizer, path()); });
+  expect_same(
+      [&](Training& t) {
+        save_checkpoint(path() + ".safetensors", checkpoint_model(t.root),
+                        t.optimizer);
+      },
+      [&](Training& t) {
+        load_checkpoint(path() + ".safetensors", checkpoint_model(t.root),
+                        t.optimizer);
+      });
 }
 
 }  // namespace

@@ -14,7 +14,7 @@
 #include "brigade/comm/group/control_device.h"
 #include "brigade/comm/process_group.h"
 #include "brigade/comm/subgroup.h"
-#include "brigade/fsdp/checkpoint/optimizer_state.h"
+#include "brigade/fsdp/checkpoint_model.h"
 #include "brigade/fsdp/sharded_root.h"
 #include "brigade/reducer/reducer.h"
 #include "brigade/tests/simulated_device/host_backend.h"
@@ -133,12 +133,9 @@ TEST_F(VendorBackendTest, NoneIsNeededForTheCpu) {
       EXPECT_TRUE(at::equal(stepped, at::full_like(stepped, 3 - 0.5 * 1.5)));
       const auto loaded = make(7, has_mesh);
       torch::optim::SGD loader(loaded->shards(), 0.5);
-      if (has_mesh) {
-        save_shards(*saved, saver, folder / "shards");
-        load_shards(*loaded, loader, folder / "shards");
-      } else {
-        save_whole(*saved, saver, folder / "whole");
-        load_whole(*loaded, loader, folder / "whole");
+      for (const char* name : {"shards", "whole.safetensors"}) {
+        save_checkpoint(folder / name, checkpoint_model(*saved), saver);
+        load_checkpoint(folder / name, checkpoint_model(*loaded), loader);
       }
       for (size_t i = 0; i < loaded->shards().size(); ++i) {
         EXPECT_TRUE(at::equal(loaded->shards()[i].detach().cpu(),

@@ -30,6 +30,7 @@ LAYERS = {
     # Statuses travel over subgroups, and the recording group answers statuses.
     "comm/status": (("comm",), LIBTORCH),
     "comm": (("comm/status", "comm/ordered"), LIBTORCH),
+    "checkpoint": (("comm",), LIBTORCH + ("nlohmann/",)),
     "comm_hooks": (("comm/ordered",), LIBTORCH),
     "engine/packing": ((), LIBTORCH + ("cuda",)),
     "engine/observing": (("planning", "comm/group", "comm/streams"), LIBTORCH),
@@ -46,11 +47,10 @@ LAYERS = {
         ("fsdp/layout", "fsdp/memory", "fsdp/transport", "engine"),
         LIBTORCH,
     ),
-    "fsdp": (("fsdp/units",), LIBTORCH),
-    "fsdp/checkpoint": (("fsdp",), LIBTORCH + ("nlohmann/",)),
+    "fsdp": (("fsdp/units", "checkpoint"), LIBTORCH),
     "ddp": (("reducer",), LIBTORCH),
     "bucket_sweep": (("reducer",), LIBTORCH),
-    "python_bindings": (("reducer", "fsdp/checkpoint"), LIBTORCH + ("pybind11/",)),
+    "python_bindings": (("reducer", "fsdp"), LIBTORCH + ("pybind11/",)),
 }
 # Libraries that an otherwise allowed prefix does not cover.
 FORBIDDEN = {"hooks": ("torch/csrc/distributed/",)}

@@ -1,7 +1,7 @@
-// What a test asks of checkpoints' files and errors.
+// Helpers for tests of checkpoints: files and error texts.
 
-#ifndef BRIGADE_TESTS_FSDP_CHECKPOINT_CHECKS_H_
-#define BRIGADE_TESTS_FSDP_CHECKPOINT_CHECKS_H_
+#ifndef BRIGADE_TESTS_CHECKPOINT_CHECKPOINT_CHECKS_H_
+#define BRIGADE_TESTS_CHECKPOINT_CHECKPOINT_CHECKS_H_
 
 #include <c10/util/Exception.h>
 
@@ -13,7 +13,7 @@
 
 namespace brigade::testing {
 
-// Of the ValueError that it throws.
+// The text of the ValueError that `run` throws.
 inline std::string error_of(const std::function<void()>& run) {
   try {
     run();
@@ -30,4 +30,4 @@ inline std::string bytes_of_file(const std::filesystem::path& path) {
 
 }  // namespace brigade::testing
 
-#endif  // BRIGADE_TESTS_FSDP_CHECKPOINT_CHECKS_H_
+#endif  // BRIGADE_TESTS_CHECKPOINT_CHECKPOINT_CHECKS_H_

@@ -1,0 +1,442 @@
+#include "brigade/checkpoint/safetensors.h"
+
+#include <sys/resource.h>
+#include <unistd.h>
+
+#include <csignal>
+#include <filesystem>
+#include <fstream>
+#include <functional>
+#include <optional>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "brigade/tests/checkpoint/checkpoint_checks.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+
+namespace brigade {
+namespace {
+
+namespace fs = std::filesystem;
+
+using ::testing::AllOf;
+using ::testing::AnyOf;
+using ::testing::ElementsAre;
+using testing::error_of;
+using ::testing::HasSubstr;
+using ::testing::StartsWith;
+
+// Written by hand; Note [Checksums] in safetensors.h computes the checksums in
+// Python.
+constexpr char kGoldenHeader[] =
+    R"({"__metadata__":{"brigade.crc32":"c52f69b8",)"
+    R"("brigade.crc32.none":"00000000","brigade.crc32.step":"d533eedc",)"
+    R"("brigade.crc32.weight":"8ba71454","brigade.crc32.é":"352441c2",)"
+    R"("note":"a\nb"},)"
+    R"("none":{"data_offsets":[16,16],"dtype":"BF16","shape":[0,5]},)"
+    R"("step":{"data_offsets":[16,24],"dtype":"I64","shape":[]},)"
+    R"("weight":{"data_offsets":[0,16],"dtype":"F32","shape":[2,2]},)"
+    R"("é":{"data_offsets":[24,27],"dtype":"U8","shape":[3]}}   )";
+const std::vector<SafetensorsEntry> kGoldenEntries = {
+    {"weight", at::kFloat, {2, 2}},
+    {"none", at::kBFloat16, {0, 5}},
+    {"step", at::kLong, {}},
+    {"é", at::kByte, {3}}};
+const SafetensorsMetadata kGoldenMetadata = {{"note", "a\nb"}};
+// 1 to 4 as floats; 17; "abc".
+const std::vector<std::string> kGoldenData = {
+    std::string("\0\0\x80\x3f\0\0\0\x40\0\0\x40\x40\0\0\x80\x40", 16), "",
+    std::string("\x11\0\0\0\0\0\0\0", 8), "abc"};
+
+std::string file_of(const std::string& header, const std::string& data) {
+  std::string file;
+  for (int shift = 0; shift < 64; shift += 8) {
+    file += static_cast<char>(header.size() >> shift & 0xff);
+  }
+  return file + header + data;
+}
+
+std::string golden_file() {
+  std::string data;
+  for (const std::string& each : kGoldenData) data += each;
+  return file_of(kGoldenHeader, data);
+}
+
+std::span<const std::byte> bytes_of(const std::string& text) {
+  return std::as_bytes(std::span(text));
+}
+
+// Limits the size of files that this process writes, as a full disk does.
+class FullDisk {
+ public:
+  explicit FullDisk(rlim_t most_bytes) {
+    ::getrlimit(RLIMIT_FSIZE, &before_);
+    const rlimit limit = {most_bytes, before_.rlim_max};
+    ::setrlimit(RLIMIT_FSIZE, &limit);
+  }
+  ~FullDisk() {
+    ::setrlimit(RLIMIT_FSIZE, &before_);
+    std::signal(SIGXFSZ, handler_);
+  }
+
+ private:
+  rlimit before_;
+  void (*handler_)(int) = std::signal(SIGXFSZ, SIG_IGN);
+};
+
+class SafetensorsTest : public ::testing::Test {
+ protected:
+  SafetensorsTest() { fs::create_directories(folder_); }
+  ~SafetensorsTest() override { fs::remove_all(folder_); }
+
+  void put(const std::string& bytes) const {
+    fs::remove(path_);
+    std::ofstream(path_, std::ios::binary) << bytes;
+  }
+
+  std::vector<std::string> names_in_folder() const {
+    std::vector<std::string> names;
+    for (const auto& file : fs::directory_iterator(folder_)) {
+      names.push_back(file.path().filename());
+    }
+    return names;
+  }
+
+  std::string open_error() const {
+    return error_of([&] { const SafetensorsReader reader(path_); });
+  }
+  // Of a file with this header and 8 bytes of data.
+  std::string error_of_header(const std::string& header) const {
+    put(file_of(header, "12345678"));
+    return open_error();
+  }
+
+  static std::string data_of(const SafetensorsReader& reader,
+                             const std::string& name) {
+    std::string data(reader.find(name)->num_bytes(), '?');
+    reader.read(name, 0, std::as_writable_bytes(std::span(data)));
+    return data;
+  }
+
+  static void verify_all(const SafetensorsReader& reader) {
+    for (const SafetensorsEntry& entry : reader.entries()) {
+      reader.verify(entry.name);
+    }
+  }
+
+  static void expect_golden(const SafetensorsReader& reader) {
+    EXPECT_EQ(reader.metadata(), kGoldenMetadata);
+    ASSERT_EQ(reader.entries().size(), kGoldenEntries.size());
+    for (size_t e = 0; e < kGoldenEntries.size(); ++e) {
+      const std::string& name = kGoldenEntries[e].name;
+      ASSERT_NE(reader.find(name), nullptr);
+      EXPECT_EQ(*reader.find(name), kGoldenEntries[e]);
+      EXPECT_EQ(data_of(reader, name), kGoldenData[e]);
+    }
+  }
+
+  const fs::path folder_ =
+      fs::path(::testing::TempDir()) /
+      absl::StrCat(
+          "safetensors_", ::getpid(), "_",
+          ::testing::UnitTest::GetInstance()->current_test_info()->name());
+  const std::string path_ = folder_ / "file.safetensors";
+};
+
+TEST_F(SafetensorsTest, WritesAndReadsTheGoldenFile) {
+  for (const size_t most_bytes : {size_t{1}, size_t{5}, size_t{100}}) {
+    SafetensorsWriter writer(path_, kGoldenEntries, kGoldenMetadata);
+    for (const std::string& data : kGoldenData) {
+      for (size_t begin = 0; begin < data.size(); begin += most_bytes) {
+        writer.write(bytes_of(data.substr(begin, most_bytes)));
+      }
+    }
+    writer.finish();
+    EXPECT_EQ(testing::bytes_of_file(path_), golden_file());
+  }
+  const SafetensorsReader reader(path_);
+  expect_golden(reader);
+  verify_all(reader);
+  std::string part(5, '?');
+  reader.read("weight", 3, std::as_writable_bytes(std::span(part)));
+  EXPECT_EQ(part, kGoldenData[0].substr(3, 5));
+  EXPECT_THAT(
+      error_of([&] {
+        reader.read("weight", 12, std::as_writable_bytes(std::span(part)));
+      }),
+      HasSubstr("'weight' has 16 bytes, got a range of 5 from byte 12"));
+  EXPECT_THAT(error_of([&] { reader.verify("bias"); }),
+              HasSubstr("has no tensor 'bias'"));
+}
+
+// As written by others: no checksums, another order, space after the header.
+TEST_F(SafetensorsTest, ReadsFilesOfOthers) {
+  put(file_of(R"({"b":{"dtype":"F16","shape":[1,2],"data_offsets":[4,8]},)"
+              R"("a":{"dtype":"I8","shape":[4],"data_offsets":[0,4]},)"
+              R"("none":{"dtype":"F64","shape":[3,0],"data_offsets":[4,4]}}  )",
+              "12345678"));
+  const SafetensorsReader reader(path_);
+  EXPECT_EQ(data_of(reader, "a"), "1234");
+  EXPECT_EQ(data_of(reader, "b"), "5678");
+  EXPECT_EQ(data_of(reader, "none"), "");
+  verify_all(reader);
+}
+
+TEST_F(SafetensorsTest, EveryDtypeHasTheFormatsName) {
+  const std::vector<std::pair<std::string, c10::ScalarType>> dtypes = {
+      {"BOOL", at::kBool},
+      {"U8", at::kByte},
+      {"I8", at::kChar},
+      {"F8_E4M3", at::kFloat8_e4m3fn},
+      {"F8_E5M2", at::kFloat8_e5m2},
+      {"I16", at::kShort},
+      {"U16", at::kUInt16},
+      {"F16", at::kHalf},
+      {"BF16", at::kBFloat16},
+      {"I32", at::kInt},
+      {"U32", at::kUInt32},
+      {"F32", at::kFloat},
+      {"C64", at::kComplexFloat},
+      {"F64", at::kDouble},
+      {"I64", at::kLong},
+      {"U64", at::kUInt64}};
+  for (const auto& [name, dtype] : dtypes) {
+    EXPECT_EQ(safetensors_dtype_name(dtype), name);
+    EXPECT_EQ(safetensors_dtype(name), dtype);
+  }
+  EXPECT_THAT(error_of([] { safetensors_dtype_name(at::kComplexDouble); }),
+              HasSubstr("no dtype ComplexDouble"));
+}
+
+TEST_F(SafetensorsTest, AFileCutAnywhereIsAnErrorThatNamesIt) {
+  const std::string file = golden_file();
+  for (size_t length = 0; length < file.size(); ++length) {
+    put(file.substr(0, length));
+    ASSERT_THAT(open_error(),
+                AllOf(StartsWith(path_ + ": "), HasSubstr("use another copy")))
+        << length;
+  }
+  put(file + '\0');
+  EXPECT_THAT(open_error(), HasSubstr("the data must end at byte 27"));
+}
+
+TEST_F(SafetensorsTest, AFlippedBitIsAnErrorOrChangesNothing) {
+  int num_harmless = 0;
+  for (size_t bit = 0; bit < golden_file().size() * 8; ++bit) {
+    std::string file = golden_file();
+    file[bit / 8] = static_cast<char>(file[bit / 8] ^ 1 << bit % 8);
+    put(file);
+    SCOPED_TRACE(bit);
+    const std::string error = error_of([&] {
+      const SafetensorsReader reader(path_);
+      verify_all(reader);
+      ++num_harmless;
+      expect_golden(reader);
+    });
+    ASSERT_THAT(error, AnyOf("no error", StartsWith(path_ + ": ")));
+  }
+  // A digit of the header's checksum as a capital letter: c, f and b.
+  EXPECT_EQ(num_harmless, 3);
+}
+
+TEST_F(SafetensorsTest, AFlippedBitOfDataNamesItsTensor) {
+  std::string file = golden_file();
+  file[file.size() - 4] ^= 0x40;  // the last byte of "step"
+  put(file);
+  const SafetensorsReader reader(path_);
+  reader.verify("weight");
+  EXPECT_THAT(
+      error_of([&] { reader.verify("step"); }),
+      HasSubstr("tensor 'step' must have the CRC-32 d533eedc, but has"));
+}
+
+TEST_F(SafetensorsTest, AHeaderThatContradictsItselfIsAnError) {
+  const auto error_of_entry = [&](const std::string& fields) {
+    return error_of_header(R"({"w":{)" + fields + "}}");
+  };
+  EXPECT_EQ(error_of_entry(R"("dtype":"F32","shape":[2],"data_offsets":[0,8])"),
+            "no error")
+      << "each header below differs from this one";
+
+  // JSON.
+  EXPECT_THAT(error_of_header(""), HasSubstr("must begin with '{'"));
+  EXPECT_THAT(error_of_header(" {}"), HasSubstr("must begin with '{'"));
+  EXPECT_THAT(error_of_header(std::string("{}\0", 3)), HasSubstr("no NUL"));
+  for (const std::string text :
+       {"{", "{}}", "{\"\xff\":1}", R"({"w":1e999})"}) {
+    EXPECT_THAT(error_of_header(text), HasSubstr("no valid JSON"));
+  }
+  EXPECT_THAT(error_of_header(R"({"w":)" + std::string(100'000, '[')),
+              HasSubstr("lists in lists"));
+  EXPECT_THAT(error_of_header(R"({"w":1})"), HasSubstr("must have a dtype"));
+
+  // Names.
+  EXPECT_THAT(error_of_header(
+                  R"({"w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},)"
+                  R"("w":{"dtype":"F32","shape":[1],"data_offsets":[4,8]}})"),
+              HasSubstr("'w' is in the header twice"));
+  EXPECT_THAT(error_of_entry(R"("dtype":"F64","dtype":"F32","shape":[2],)"
+                             R"("data_offsets":[0,8])"),
+              HasSubstr("'dtype' is in the header twice"));
+
+  // Metadata.
+  EXPECT_THAT(error_of_header(R"({"__metadata__":{"step":17},"w":{"dtype":)"
+                              R"("F32","shape":[2],"data_offsets":[0,8]}})"),
+              HasSubstr("must have text as 'step'"));
+
+  // Dtypes and shapes.
+  for (const std::string dtype : {"\"F4\"", "\"f32\"", "1"}) {
+    EXPECT_THAT(error_of_entry(absl::StrCat(
+                    R"("shape":[2],"data_offsets":[0,8],"dtype":)", dtype)),
+                HasSubstr("'w' must have a dtype"));
+  }
+  for (const std::string shape :
+       {"null", "2", "[-2]", "[2.0]", "[\"2\"]", "[9223372036854775808]"}) {
+    EXPECT_THAT(error_of_entry(absl::StrCat(
+                    R"("dtype":"F32","data_offsets":[0,8],"shape":)", shape)),
+                HasSubstr("must have a shape of integers >= 0"));
+  }
+  EXPECT_THAT(
+      error_of_entry(R"("dtype":"F64","shape":[2],"data_offsets":[0,8])"),
+      HasSubstr("is F64 of shape [2], which is 16 bytes, but has"));
+  // 2^62 + 2 elements, whose bytes are 8 modulo 2^64.
+  EXPECT_THAT(error_of_entry(R"("dtype":"F32","shape":[2305843009213693953,2],)"
+                             R"("data_offsets":[0,8])"),
+              HasSubstr("which is more than 2^62 bytes"));
+
+  // Offsets.
+  for (const std::string offsets : {"[0]", "[0,4,8]", "[-8,0]", "[8,0]", "8",
+                                    "[0,8.0]", "[0,18446744073709551615]"}) {
+    EXPECT_THAT(error_of_entry(absl::StrCat(
+                    R"("dtype":"F32","shape":[2],"data_offsets":)", offsets)),
+                HasSubstr("two integers, 0 <= begin <= end"));
+  }
+  EXPECT_THAT(
+      error_of_entry(R"("dtype":"F32","shape":[1],"data_offsets":[4,8])"),
+      HasSubstr("must begin at byte 0 of the data"));
+  EXPECT_THAT(error_of_header(
+                  R"({"v":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},)"
+                  R"("w":{"dtype":"U8","shape":[4],"data_offsets":[4,8]}})"),
+              HasSubstr("'w' must begin at byte 8 of the data"));
+}
+
+TEST_F(SafetensorsTest, AHeaderLengthThatLiesIsAnErrorBeforeItIsRead) {
+  using namespace std::string_literals;
+  const auto error_of_length = [&](const std::string& length,
+                                   int64_t file_bytes) {
+    put(length);
+    fs::resize_file(path_, file_bytes);
+    return open_error();
+  };
+  EXPECT_THAT(error_of_length("\x09\0\0\0\0\0\0\0"s, 16),
+              HasSubstr("its header has 9 bytes, but it can have at most 8"));
+  EXPECT_THAT(error_of_length("\xff\xff\xff\xff\xff\xff\xff\xff"s, 16),
+              HasSubstr("18446744073709551615 bytes"));
+  // 100,000,001, in a sparse file that is long enough.
+  EXPECT_THAT(error_of_length("\x01\xe1\xf5\x05\0\0\0\0"s, 200'000'000),
+              HasSubstr("at most 100000000"));
+}
+
+TEST_F(SafetensorsTest, RandomDamageNeverCrashesAndNeverChangesTensors) {
+  std::mt19937 random(97);
+  const auto up_to = [&](size_t most) {
+    return std::uniform_int_distribution<size_t>(0, most)(random);
+  };
+  const std::string by_others =
+      file_of(R"({"a":{"dtype":"F32","shape":[2,50],"data_offsets":[0,400]},)"
+              R"("b":{"dtype":"I8","shape":[0],"data_offsets":[400,400]}})",
+              std::string(400, 'x'));
+  int num_open = 0;
+  for (int round = 0; round < 6000; ++round) {
+    const bool has_checksums = round % 2;
+    std::string file = has_checksums ? golden_file() : by_others;
+    for (size_t flips = up_to(2) + 1; flips > 0; --flips) {
+      const size_t at = up_to(file.size() - 1);
+      switch (up_to(4)) {
+        case 0:
+          file.insert(at, 1, file[up_to(file.size() - 1)]);
+          break;
+        case 1:
+          file.erase(at, 1);
+          break;
+        case 2:  // what means something in JSON
+          file[at] = "{}[],:\"0129-.e\\ "[up_to(15)];
+          break;
+        default:
+          file[at] = static_cast<char>(file[at] ^ 1 << up_to(7));
+      }
+    }
+    put(file);
+    SCOPED_TRACE(round);
+    error_of([&] {
+      const SafetensorsReader reader(path_);
+      ++num_open;
+      size_t num_bytes = 0;
+      for (const SafetensorsEntry& entry : reader.entries()) {
+        num_bytes += data_of(reader, entry.name).size();
+      }
+      EXPECT_LE(num_bytes, file.size());
+      verify_all(reader);
+      if (has_checksums) expect_golden(reader);
+    });
+  }
+  EXPECT_GT(num_open, 300) << "too few files reached the data";
+}
+
+TEST_F(SafetensorsTest, AnOpenReaderKeepsItsFile) {
+  put(golden_file());
+  const SafetensorsReader reader(path_);
+  SafetensorsWriter(path_, {}).finish();
+  EXPECT_TRUE(SafetensorsReader(path_).entries().empty());
+  expect_golden(reader);
+  put(golden_file());
+  const SafetensorsReader cut(path_);
+  fs::resize_file(path_, golden_file().size() - 5);
+  EXPECT_THAT(error_of([&] { cut.verify("step"); }),
+              HasSubstr("has lost its last 2 bytes"));
+}
+
+TEST_F(SafetensorsTest, OnlyFinishReplacesTheFileBefore) {
+  put("the file before");
+  {
+    SafetensorsWriter first(path_, kGoldenEntries);
+    SafetensorsWriter second(path_, kGoldenEntries);
+    first.write(bytes_of(kGoldenData[0]));
+    EXPECT_THAT(error_of([&] { first.finish(); }), HasSubstr("all data"));
+    EXPECT_THAT(error_of([&] { first.write(bytes_of("123456789")); }),
+                HasSubstr("exceed the tensor's end"));
+    const FullDisk disk(10);
+    EXPECT_THAT(error_of([&] { second.write(bytes_of(kGoldenData[0])); }),
+                HasSubstr("cannot write it"));
+    EXPECT_EQ(names_in_folder().size(), 3u);
+  }
+  EXPECT_EQ(testing::bytes_of_file(path_), "the file before");
+  EXPECT_THAT(names_in_folder(), ElementsAre("file.safetensors"));
+}
+
+TEST_F(SafetensorsTest, WhatMakesNoFileIsRefused) {
+  const auto error_of_writer = [&](std::vector<SafetensorsEntry> entries,
+                                   SafetensorsMetadata metadata = {}) {
+    return error_of([&] { SafetensorsWriter(path_, entries, metadata); });
+  };
+  EXPECT_THAT(error_of_writer({{"a"}, {"a"}}), HasSubstr("used twice"));
+  EXPECT_THAT(error_of_writer({{"__metadata__"}}), HasSubstr("reserved"));
+  EXPECT_THAT(error_of_writer({{"\xff"}}), HasSubstr("must be UTF-8"));
+  EXPECT_THAT(error_of_writer({{"a", at::kFloat, {-1}}}),
+              HasSubstr("dimensions >= 0"));
+  EXPECT_THAT(error_of_writer({{"a", at::kByte, {int64_t{1} << 62}}, {"b"}}),
+              HasSubstr("at most 2^62 bytes"));
+  EXPECT_THAT(error_of_writer({}, {{"brigade.crc32.a", ""}}),
+              HasSubstr("reserved for checksums"));
+  EXPECT_THAT(error_of([&] { SafetensorsWriter(folder_, {}); }),
+              HasSubstr("needs the path of a file"));
+  EXPECT_THAT(error_of([&] { SafetensorsWriter(path_ + "/none", {}); }),
+              HasSubstr("cannot open it"));
+  EXPECT_THAT(open_error(), HasSubstr("No such file or directory"));
+}
+
+}  // namespace
+}  // namespace brigade
