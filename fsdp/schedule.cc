@@ -56,6 +56,7 @@ SegmentCursor::SegmentCursor(UnitRules rules, const RecordedSchedule* recorded,
       num_recorded_(record_.entries.size()),
       claimed_(std::move(unsharded)),
       unclaimed_of_(rules_.num_units()),
+      depth_(rules_.prefetch_depth),
       expected_(std::move(expected)),
       accumulated_(rules_.num_units(), 0),
       was_reduced_(rules_.num_units(), 0) {
@@ -243,7 +244,7 @@ void SegmentCursor::advance(CursorActions& actions) {
     } else {
       const auto num_ahead = static_cast<size_t>(
           std::distance(unclaimed_.lower_bound(front_), unclaimed_.end()));
-      if (num_ahead >= rules_.prefetch_depth) return;
+      if (num_ahead >= depth_) return;
     }
     issue_next(actions);
   }
@@ -261,6 +262,7 @@ void SegmentCursor::claim(size_t unit, size_t entry) {
   unclaimed_of_[unit].erase(entry);
   claimed_[unit] = 1;
   front_ = std::max(front_, entry + 1);
+  if (!rules_.prefetch_depths.empty()) depth_ = rules_.prefetch_depths[unit];
   touch(unit);
 }
 

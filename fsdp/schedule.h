@@ -114,6 +114,8 @@ struct UnitRules {
   size_t kept_skipped = 1;
   // All-gathers issued ahead of the one in use.
   size_t prefetch_depth = 1;
+  // By unit: the same while it is the one in use. Empty: as above.
+  std::vector<size_t> prefetch_depths = {};
 
   size_t num_units() const { return parents.size(); }
 };
@@ -235,6 +237,7 @@ class SegmentCursor {
   std::set<size_t> unclaimed_;
   std::vector<std::set<size_t>> unclaimed_of_;
   size_t front_ = 0;  // after the last claimed entry
+  size_t depth_;      // of prefetch
 
   // Gradients, by unit.
   std::vector<uint32_t> expected_;

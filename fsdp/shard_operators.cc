@@ -344,9 +344,12 @@ class LocalCall {
       refuse(op_, "its result is not of its arguments' sizes: " +
                       c10::str(result.sizes()) + ".");
     }
-    return make_sharded(
-        {.local = result, .offset = shard.offset, .group = shard.group},
-        whole.sizes(), whole.strides());
+    return make_sharded({.local = result,
+                         .offset = shard.offset,
+                         .group = shard.group,
+                         .flat_offset = shard.flat_offset,
+                         .flat_per_rank = shard.flat_per_rank},
+                        whole.sizes(), whole.strides());
   }
 
   void wrap_results() {
@@ -686,29 +689,25 @@ void reduce(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
 // Whether all parameters among the arguments are unsharded for this call.
 std::optional<ParameterState> use_parameters(const torch::jit::Stack& stack,
                                              size_t num_arguments) {
-  c10::SmallVector<std::pair<ParameterOwner*, size_t>, 4> used;
+  c10::SmallVector<const Shard*, 4> left;
   visit_tensors(
       stack, num_arguments, [&](const at::Tensor& tensor, size_t, size_t) {
         const Shard* const shard = shard_of(tensor);
         if (shard == nullptr || shard->owner == nullptr) return;
-        const std::pair entry(shard->owner, shard->unit);
-        if (std::find(used.begin(), used.end(), entry) == used.end()) {
-          used.push_back(entry);
+        if (std::find(left.begin(), left.end(), shard) == left.end()) {
+          left.push_back(shard);
         }
       });
   std::optional<ParameterState> state;
-  while (!used.empty()) {
-    ParameterOwner* const owner = used.front().first;
-    std::vector<size_t> units;
-    for (const auto& [other, unit] : used) {
-      if (other == owner) units.push_back(unit);
-    }
-    const ParameterState of_owner = owner->use(units);
+  while (!left.empty()) {
+    ParameterOwner* const owner = left.front()->owner;
+    const auto others = std::stable_partition(
+        left.begin(), left.end(),
+        [owner](const Shard* shard) { return shard->owner == owner; });
+    const ParameterState of_owner = owner->use(
+        {left.data(), static_cast<size_t>(others - left.begin())});
     state = state ? std::min(*state, of_owner) : of_owner;
-    used.erase(
-        std::remove_if(used.begin(), used.end(),
-                       [&](const auto& entry) { return entry.first == owner; }),
-        used.end());
+    left.erase(left.begin(), others);
   }
   return state;
 }

@@ -1,9 +1,11 @@
 #include "brigade/fsdp/sharded_tensor.h"
 
+#include <ATen/ATen.h>
 #include <c10/core/StorageImpl.h>
 #include <c10/core/TensorImpl.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <utility>
 
 namespace brigade {
@@ -55,6 +57,14 @@ void set_data(c10::StorageImpl& storage, void* data) {
   pointer = at::DataPtr(data, context, &delete_shard, device);
 }
 
+void set_dtype(const at::Tensor& sharded, caffe2::TypeMeta dtype) {
+  if (sharded.dtype() == dtype) return;
+  c10::TensorImpl& impl = *sharded.unsafeGetTensorImpl();
+  storage_of(sharded).set_nbytes(static_cast<size_t>(sharded.numel()) *
+                                 dtype.itemsize());
+  impl.set_storage_and_dtype(impl.unsafe_storage(), dtype);
+}
+
 }  // namespace
 
 Shard* shard_of(const at::Tensor& tensor) {
@@ -70,6 +80,28 @@ Shard* shard_of(const at::Tensor& tensor) {
 at::Tensor make_sharded(Shard shard, at::IntArrayRef sizes,
                         at::IntArrayRef strides) {
   return at::Tensor(make_impl(std::move(shard), sizes, strides));
+}
+
+at::Tensor gather_whole(const at::Tensor& sharded) {
+  const Shard& shard = *shard_of(sharded);
+  const at::NoGradGuard no_grad;
+  const int64_t numel = sharded.numel();
+  const int64_t per_rank = shard.flat_per_rank;
+  const int64_t longest = std::min(per_rank, numel);
+  at::Tensor own = at::zeros({longest}, shard.local.options());
+  own.narrow(0, 0, shard.local.numel()).copy_(shard.local);
+  const at::Tensor pieces = shard.group->all_gather(own);
+  at::Tensor whole = at::empty({numel}, own.options());
+  int64_t done = 0;
+  for (int64_t rank = 0; rank < pieces.size(0) && done < numel; ++rank) {
+    const int64_t end = std::clamp<int64_t>(
+        (rank + 1) * per_rank - shard.flat_offset, 0, numel);
+    if (end <= done) continue;
+    whole.narrow(0, done, end - done)
+        .copy_(pieces[rank].narrow(0, 0, end - done));
+    done = end;
+  }
+  return whole.as_strided(sharded.sizes(), sharded.strides());
 }
 
 void shard_in_place(const at::Tensor& parameter, Shard shard) {
@@ -89,13 +121,16 @@ void shard_in_place(const at::Tensor& parameter, Shard shard) {
 void bind_memory(const at::Tensor& sharded, const at::Tensor& memory) {
   c10::StorageImpl& storage = storage_of(sharded);
   storage.clear_data_ptr_access_error_msg_();
-  set_data(storage, memory.data_ptr());
+  set_data(storage, memory.mutable_data_ptr());
+  set_dtype(sharded, memory.dtype());
 }
 
 void unbind_memory(const at::Tensor& sharded) {
   c10::StorageImpl& storage = storage_of(sharded);
   set_data(storage, nullptr);
-  refuse_access(storage, shard_of(sharded)->name);
+  const Shard& shard = *shard_of(sharded);
+  refuse_access(storage, shard.name);
+  set_dtype(sharded, shard.local.dtype());
 }
 
 bool is_bound(const at::Tensor& sharded) {

@@ -43,7 +43,10 @@ class ShardGroup {
 
   virtual ~ShardGroup() = default;
   // Replaces `values`, 1D and plain, by the result over all ranks. Collective.
+  // Throws NotImplementedError if other ranks hold other parameters.
   virtual void all_reduce(at::Tensor& values, Op op) = 0;
+  // Returns [W, n] from `values` [n] of each of the W ranks. Collective.
+  virtual at::Tensor all_gather(const at::Tensor& values) = 0;
 };
 
 // What an operator finds of the parameters that it is about to use.
@@ -53,13 +56,16 @@ enum class ParameterState {
   kWritable,   // bound; what is written counts
 };
 
-// Root of sharded parameters. Hears of operators that use them.
+struct Shard;
+
+// Model of sharded parameters. Hears of operators that use them.
 class ParameterOwner {
  public:
   virtual ~ParameterOwner() = default;
-  // One operator is about to use `units`. In a forward or backward of this
-  // thread, unshards them first; they stay so until the next call.
-  virtual ParameterState use(std::span<const size_t> units) = 0;
+  // One operator is about to use `parameters`, of this owner. In a forward or
+  // backward of this thread, unshards their units first; they stay so until the
+  // next call.
+  virtual ParameterState use(std::span<const Shard* const> parameters) = 0;
   // An operator has written to the shards of `unit`.
   virtual void written(size_t unit) = 0;
 };
@@ -69,9 +75,15 @@ struct Shard {
   int64_t offset = 0;     // of local[0] in the whole
   std::shared_ptr<ShardGroup> group = nullptr;
 
+  // The whole lies at `flat_offset` of a flat tensor, of which each rank of the
+  // group holds `flat_per_rank` elements.
+  int64_t flat_offset = 0;
+  int64_t flat_per_rank = 0;
+
   // Parameters only.
   ParameterOwner* owner = nullptr;
   size_t unit = 0;
+  size_t number = 0;  // among all parameters of the owner
   std::string name = {};
 };
 
@@ -83,13 +95,18 @@ Shard* shard_of(const at::Tensor& tensor);
 at::Tensor make_sharded(Shard shard, at::IntArrayRef sizes,
                         at::IntArrayRef strides);
 
+// The whole, plain and contiguous as the strides say. Collective over the
+// group.
+at::Tensor gather_whole(const at::Tensor& sharded);
+
 // Makes `parameter` itself a sharded tensor: all its handles, hooks and
 // optimizers stay. Its data is dropped. REQUIRES: dense; the local piece has
 // its dtype and device. Throws ValueError if it is sharded already.
 void shard_in_place(const at::Tensor& parameter, Shard shard);
 
-// The storage of a sharded tensor reads `memory` from here on, which has at
-// least the whole's bytes and outlives unbind_memory(); or nothing.
+// The storage of a sharded tensor reads `memory` from here on, which has the
+// whole's elements and outlives unbind_memory(); or nothing. Until then the
+// tensor has the dtype of `memory`.
 void bind_memory(const at::Tensor& sharded, const at::Tensor& memory);
 void unbind_memory(const at::Tensor& sharded);
 bool is_bound(const at::Tensor& sharded);

@@ -96,7 +96,7 @@ size_t BufferList::add(int64_t bytes) {
   return buffers_.size() - 1;
 }
 
-BufferPlan plan_buffers(std::span<const PlannedSegment> step,
+UnshardPlan plan_buffers(std::span<const SegmentPlan> step,
                         const std::vector<UnitBytes>& sizes,
                         size_t max_reducing) {
   BufferList list;

@@ -13,7 +13,7 @@
 // Example: a forward of equal units, each gathered while the one before is
 // used.
 //
-//   const BufferPlan plan = plan_buffers({&forward, 1}, sizes);
+//   const UnshardPlan plan = plan_buffers({&forward, 1}, sizes);
 //   plan.buffer_bytes;  // {64, 64}
 //
 // Thread safety: none; the owner serialises calls.
@@ -46,6 +46,7 @@ class BufferList {
 
   int64_t bytes_of(size_t buffer) const { return buffers_[buffer].bytes; }
   bool is_extra(size_t buffer) const { return buffer >= num_planned_; }
+  size_t size() const { return buffers_.size(); }
   size_t num_planned() const { return num_planned_; }
   size_t num_extra() const { return num_extra_; }  // made since the beginning
   std::vector<int64_t> planned_bytes() const;
@@ -76,23 +77,23 @@ struct UnitBytes {
 };
 
 // One forward or backward of a step.
-struct PlannedSegment {
+struct SegmentPlan {
   RecordedSchedule schedule;
   UnitRules rules;
 };
 
-struct BufferPlan {
+struct UnshardPlan {
   std::vector<int64_t> buffer_bytes;
   int64_t peak_bytes = 0;
 
-  friend bool operator==(const BufferPlan&, const BufferPlan&) = default;
+  friend bool operator==(const UnshardPlan&, const UnshardPlan&) = default;
 };
 
 // Of a rank that uses the units of each all-gather in the schedules' order.
 // Units that stay at a segment's end are held until the next one releases them.
 // `max_reducing`: buffers of gradients at a time, at least 1;
 // the next unit's gradients wait for the oldest.
-BufferPlan plan_buffers(std::span<const PlannedSegment> step,
+UnshardPlan plan_buffers(std::span<const SegmentPlan> step,
                         const std::vector<UnitBytes>& sizes,
                         size_t max_reducing = 2);
 

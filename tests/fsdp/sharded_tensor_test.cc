@@ -31,6 +31,13 @@ class ThreadRanks {
                : op == Op::kMax ? std::get<0>(all.max(0))
                                 : std::get<0>(all.min(0));
     }
+    at::Tensor all_gather(const at::Tensor& values) override {
+      ranks_.values_[static_cast<size_t>(rank_)] = values;
+      ranks_.barrier_.arrive_and_wait();
+      const at::Tensor all = torch::stack(ranks_.values_);
+      ranks_.barrier_.arrive_and_wait();
+      return all;
+    }
 
    private:
     ThreadRanks& ranks_;
@@ -93,9 +100,10 @@ std::string message_of(const std::function<void()>& call) {
 // Binds a unit's parameters while a scope is open; counts.
 class FakeRoot : public ParameterOwner {
  public:
-  ParameterState use(std::span<const size_t> units) override {
+  ParameterState use(std::span<const Shard* const> used) override {
     if (!is_open) return ParameterState::kSharded;
-    for (const size_t unit : units) {
+    for (const Shard* const shard : used) {
+      const size_t unit = shard->unit;
       if (!is_bound(parameters[unit])) {
         bind_memory(parameters[unit], wholes[unit]);
         unsharded.push_back(unit);

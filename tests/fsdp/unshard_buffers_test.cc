@@ -15,8 +15,8 @@ UnitRules rules_for(size_t num_units) {
   return rules;
 }
 
-PlannedSegment forward_of(size_t num_units) {
-  PlannedSegment segment{.schedule = {}, .rules = rules_for(num_units)};
+SegmentPlan forward_of(size_t num_units) {
+  SegmentPlan segment{.schedule = {}, .rules = rules_for(num_units)};
   for (size_t unit = 0; unit < num_units; ++unit) {
     segment.schedule.entries.push_back({Kind::kAllGather, unit});
     segment.schedule.accumulations.push_back(0);
@@ -25,8 +25,8 @@ PlannedSegment forward_of(size_t num_units) {
 }
 
 // As a backward learns it: each reduction after the next all-gather.
-PlannedSegment backward_of(size_t num_units) {
-  PlannedSegment segment{.schedule = {}, .rules = rules_for(num_units)};
+SegmentPlan backward_of(size_t num_units) {
+  SegmentPlan segment{.schedule = {}, .rules = rules_for(num_units)};
   const auto append = [&](Kind kind, size_t unit) {
     segment.schedule.entries.push_back({kind, unit});
     segment.schedule.accumulations.push_back(kind == Kind::kReduceScatter ? 1
@@ -70,14 +70,14 @@ TEST(BufferPlanTest, ForwardOfEqualUnitsTakesTwo) {
 }
 
 TEST(BufferPlanTest, StepOfEqualUnitsTakesTwoForWeightsAndTwoForGradients) {
-  const std::vector<PlannedSegment> step = {forward_of(8), backward_of(8)};
+  const std::vector<SegmentPlan> step = {forward_of(8), backward_of(8)};
   const auto plan = plan_buffers(step, std::vector<UnitBytes>(8, {64, 64}));
   EXPECT_EQ(plan.buffer_bytes, (std::vector<int64_t>{64, 64, 64, 64}));
   EXPECT_EQ(plan.peak_bytes, 256);
 }
 
 TEST(BufferPlanTest, UnitThatStaysHasItsOwn) {
-  PlannedSegment forward = forward_of(4);
+  SegmentPlan forward = forward_of(4);
   forward.rules.stays = {1, 0, 0, 0};
   const std::vector<UnitBytes> sizes = {{256, 0}, {64, 0}, {64, 0}, {64, 0}};
   const auto plan = plan_buffers({&forward, 1}, sizes);
@@ -85,7 +85,7 @@ TEST(BufferPlanTest, UnitThatStaysHasItsOwn) {
 }
 
 TEST(BufferPlanTest, DepthCostsABufferEach) {
-  PlannedSegment forward = forward_of(8);
+  SegmentPlan forward = forward_of(8);
   for (const size_t depth : {0, 1, 2, 3}) {
     forward.rules.prefetch_depth = depth;
     const auto plan =

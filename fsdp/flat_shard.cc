@@ -1,0 +1,341 @@
+#include "brigade/fsdp/flat_shard.h"
+
+#include <ATen/ATen.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/grad_mode.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "brigade/comm/errors/status_bridge.h"
+
+namespace brigade {
+namespace {
+
+// Bytes to which slices of a buffer are aligned.
+constexpr int64_t kAlignment = 64;
+
+int64_t aligned(int64_t bytes) {
+  return (bytes + kAlignment - 1) / kAlignment * kAlignment;
+}
+
+ShardLayout layout_of(const std::vector<ParameterSpec>& parameters,
+                      int num_ranks) {
+  std::vector<ShardSpec> specs;
+  for (const ParameterSpec& parameter : parameters) {
+    specs.push_back({.numel = parameter.tensor.numel(),
+                     .block_numel = parameter.block_numel});
+  }
+  return value_or_throw(ShardLayout::create(std::move(specs), num_ranks));
+}
+
+at::Tensor as_elements(const at::Tensor& bytes, at::ScalarType dtype,
+                       int64_t numel) {
+  const auto size = static_cast<int64_t>(c10::elementSize(dtype));
+  return bytes.narrow(0, 0, numel * size).view(dtype);
+}
+
+}  // namespace
+
+FlatShard::FlatShard(std::vector<ParameterSpec> parameters,
+                     FlatShardOptions options)
+    : parameters_(std::move(parameters)),
+      options_(std::move(options)),
+      layout_(layout_of(parameters_, options_.num_ranks)),
+      is_written_(parameters_.size(), 0),
+      is_lent_(parameters_.size(), 0),
+      writers_(parameters_.front().tensor.device()) {
+  const at::NoGradGuard no_grad;
+  shard_ = at::zeros({layout_.shard_numel()},
+                     parameters_.front().tensor.detach().options());
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    const at::Tensor& tensor = parameters_[i].tensor;
+    const ShardRange range = layout_.range(i, options_.rank);
+    piece_of(shard_, i).copy_(
+        tensor.detach()
+            .as_strided({tensor.numel()}, {1})
+            .narrow(0, range.in_parameter, range.numel));
+    shard_in_place(tensor, make_piece(i));
+  }
+}
+
+FlatShard::~FlatShard() {
+  if (is_bound_) unbind();
+  for (const ParameterSpec& parameter : parameters_) {
+    Shard* const shard = shard_of(parameter.tensor);
+    if (shard != nullptr && shard->owner == options_.owner) {
+      shard->owner = nullptr;
+    }
+  }
+}
+
+bool FlatShard::is_trained() const {
+  return std::ranges::any_of(parameters_, [](const ParameterSpec& parameter) {
+    return parameter.tensor.requires_grad();
+  });
+}
+
+void FlatShard::rename(size_t parameter, std::string name) {
+  parameters_[parameter].name = std::move(name);
+  shard_of(parameters_[parameter].tensor)->name = parameters_[parameter].name;
+  if (!is_bound_) unbind_memory(parameters_[parameter].tensor);
+}
+
+Shard FlatShard::make_piece(size_t parameter) const {
+  return {.local = piece_of(shard_, parameter),
+          .offset = layout_.range(parameter, options_.rank).in_parameter,
+          .group = options_.group,
+          .flat_offset = layout_.offset(parameter),
+          .flat_per_rank = layout_.shard_numel(),
+          .owner = options_.owner,
+          .unit = options_.unit,
+          .number = options_.first_number + parameter,
+          .name = parameters_[parameter].name};
+}
+
+at::Tensor FlatShard::piece_of(const at::Tensor& flat, size_t parameter) const {
+  const ShardRange range = layout_.range(parameter, options_.rank);
+  const at::AutoDispatchBelowADInplaceOrView no_view_tracking;
+  return flat.narrow(0, range.in_shard, range.numel);
+}
+
+at::Tensor FlatShard::slot_of(const at::Tensor& whole, size_t parameter) const {
+  const at::Tensor& tensor = parameters_[parameter].tensor;
+  const at::AutoDispatchBelowADInplaceOrView no_view_tracking;
+  return whole.as_strided(tensor.sizes(), tensor.strides(),
+                          whole.storage_offset() + layout_.offset(parameter));
+}
+
+void FlatShard::in_compute_dtype(
+    const std::function<void()>& function) const {
+  if (options_.compute_dtype == dtype()) return function();
+  const at::Tensor nothing =
+      at::empty({0}, shard_.options().dtype(options_.compute_dtype));
+  for (const ParameterSpec& parameter : parameters_) {
+    bind_memory(parameter.tensor, nothing);
+  }
+  function();
+  for (const ParameterSpec& parameter : parameters_) {
+    unbind_memory(parameter.tensor);
+  }
+}
+
+bool FlatShard::adopt_pieces() {
+  bool is_other = false;
+  for (const ParameterSpec& parameter : parameters_) {
+    const Shard* const shard = shard_of(parameter.tensor);
+    TORCH_CHECK(shard != nullptr, "fully_shard: parameter '", parameter.name,
+                "' was given a plain tensor.\nGive it values inside of "
+                "unsharded(), or load_state_dict().");
+    is_other |= shard->owner != options_.owner;
+  }
+  if (!is_other) return false;
+  const at::NoGradGuard no_grad;
+  const at::Tensor first = shard_of(parameters_.front().tensor)->local;
+  const bool is_converted = first.scalar_type() != shard_.scalar_type() ||
+                            first.device() != shard_.device();
+  for (const ParameterSpec& parameter : parameters_) {
+    const at::Tensor& local = shard_of(parameter.tensor)->local;
+    TORCH_CHECK(local.scalar_type() == first.scalar_type() &&
+                    local.device() == first.device(),
+                "fully_shard: parameter '", parameter.name, "' is ",
+                local.scalar_type(), " on ", local.device(), " now, others of ",
+                "its unit are ", first.scalar_type(), " on ", first.device(),
+                ".\nConvert the whole module at once.");
+  }
+  if (is_converted) {
+    if (options_.compute_dtype == shard_.scalar_type()) {
+      options_.compute_dtype = first.scalar_type();
+    }
+    if (options_.reduce_dtype == shard_.scalar_type()) {
+      options_.reduce_dtype = first.scalar_type();
+    }
+    shard_ = at::zeros({layout_.shard_numel()}, first.options());
+    writers_ = StreamUses(shard_.device());
+    sum_.reset();
+    row_sum_.reset();
+    given_.reset();
+  }
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    Shard& shard = *shard_of(parameters_[i].tensor);
+    const Shard own = make_piece(i);
+    if (is_converted || shard.owner != options_.owner) {
+      own.local.copy_(shard.local);
+      shard = own;
+      if (!is_bound_) unbind_memory(parameters_[i].tensor);
+    }
+  }
+  return is_converted;
+}
+
+int64_t FlatShard::whole_bytes() const {
+  if (is_whole_here()) return 0;
+  return aligned(layout_.whole_numel() *
+                 static_cast<int64_t>(
+                     c10::elementSize(options_.compute_dtype)));
+}
+
+int64_t FlatShard::gradient_bytes() const {
+  return aligned(layout_.whole_numel() *
+                 static_cast<int64_t>(c10::elementSize(options_.reduce_dtype)));
+}
+
+at::Tensor FlatShard::whole_in(const at::Tensor& bytes) const {
+  if (is_whole_here()) return shard_;
+  return as_elements(bytes, options_.compute_dtype, layout_.whole_numel());
+}
+
+void FlatShard::write_own_slice(const at::Tensor& whole) const {
+  if (is_whole_here()) return;
+  const at::NoGradGuard no_grad;
+  whole.narrow(0, options_.rank * shard_.numel(), shard_.numel()).copy_(shard_);
+}
+
+void FlatShard::bind(const at::Tensor& whole) {
+  const at::AutoDispatchBelowADInplaceOrView no_view_tracking;
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    const at::Tensor& tensor = parameters_[i].tensor;
+    bind_memory(tensor, whole.narrow(0, layout_.offset(i), tensor.numel()));
+  }
+  whole_ = whole;
+  is_bound_ = true;
+}
+
+void FlatShard::unbind() {
+  for (const ParameterSpec& parameter : parameters_) {
+    if (shard_of(parameter.tensor) != nullptr) unbind_memory(parameter.tensor);
+  }
+  whole_.reset();
+  is_bound_ = false;
+}
+
+void FlatShard::read_own_slice() {
+  if (is_whole_here()) return;
+  const at::NoGradGuard no_grad;
+  const at::Tensor own =
+      whole_.narrow(0, options_.rank * shard_.numel(), shard_.numel());
+  // What the whole shows rounded stays unless it was changed.
+  if (own.scalar_type() == dtype()) {
+    shard_.copy_(own);
+  } else {
+    const at::Tensor rounded = shard_.to(own.scalar_type());
+    const at::Tensor is_same =
+        rounded.eq(own).logical_or(rounded.isnan().logical_and(own.isnan()));
+    shard_.copy_(at::where(is_same, shard_, own.to(dtype())));
+  }
+}
+
+void FlatShard::set_gradients(at::Tensor bytes) {
+  gradients_ =
+      as_elements(bytes, options_.reduce_dtype, layout_.whole_numel());
+  std::ranges::fill(is_written_, 0);
+  std::ranges::fill(is_lent_, 0);
+  writers_.forget();
+}
+
+void FlatShard::accumulate(size_t parameter, const at::Tensor& gradient) {
+  const at::NoGradGuard no_grad;
+  const at::Tensor slot = slot_of(gradients_, parameter);
+  const bool is_in_place =
+      is_lent_[parameter] != 0 &&
+      gradient.const_data_ptr() == slot.const_data_ptr() &&
+      gradient.strides() == slot.strides();
+  is_lent_[parameter] = 0;
+  writers_.join();
+  if (is_written_[parameter] != 0) {
+    TORCH_INTERNAL_ASSERT(!is_in_place);
+    slot.add_(gradient);
+  } else {
+    if (!is_in_place) slot.copy_(gradient);
+    is_written_[parameter] = 1;
+  }
+  writers_.note();
+}
+
+at::Tensor FlatShard::gradient_slot(size_t parameter) {
+  if (is_written_[parameter] != 0 || is_lent_[parameter] != 0) return {};
+  is_lent_[parameter] = 1;
+  writers_.join();
+  writers_.note();
+  return slot_of(gradients_, parameter);
+}
+
+at::Tensor FlatShard::finish_gradients() {
+  const at::NoGradGuard no_grad;
+  writers_.join();
+  int64_t end = 0;  // of what is written or zero
+  const auto zero_to = [&](int64_t begin) {
+    if (begin > end) gradients_.narrow(0, end, begin - end).zero_();
+  };
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    if (is_written_[i] == 0) continue;
+    zero_to(layout_.offset(i));
+    end = layout_.offset(i) + parameters_[i].tensor.numel();
+  }
+  zero_to(gradients_.numel());
+  return gradients_;
+}
+
+void FlatShard::drop_gradients() { gradients_.reset(); }
+
+at::Tensor FlatShard::make_sum() {
+  // The last step's memory, if nobody has a `.grad` in it.
+  if (given_.defined() && given_.device().is_cpu() &&
+      given_.scalar_type() == options_.reduce_dtype &&
+      given_.storage().use_count() == 1) {
+    return std::exchange(given_, {});
+  }
+  return at::empty({layout_.shard_numel()},
+                   shard_.options().dtype(options_.reduce_dtype));
+}
+
+void FlatShard::add_sum(const at::Tensor& sum) {
+  const at::NoGradGuard no_grad;
+  if (sum_.defined()) {
+    sum_.add_(sum);
+  } else {
+    sum_ = sum;
+  }
+}
+
+void FlatShard::keep_row_sum() {
+  const at::NoGradGuard no_grad;
+  if (row_sum_.defined()) {
+    row_sum_.add_(sum_);
+  } else {
+    row_sum_ = sum_;
+  }
+  sum_.reset();
+}
+
+void FlatShard::deliver(const std::vector<char>& used, double scale) {
+  const at::NoGradGuard no_grad;
+  at::Tensor sum = std::exchange(sum_, {});
+  if (scale != 1) sum.mul_(scale);
+  if (sum.scalar_type() != dtype()) sum = sum.to(dtype());
+  bool is_given = false;
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    if (used[i] == 0) continue;
+    const at::Tensor& parameter = parameters_[i].tensor;
+    Shard piece = make_piece(i);
+    piece.local = piece_of(sum, i);
+    piece.owner = nullptr;
+    piece.name.clear();
+    at::Tensor& gradient = parameter.mutable_grad();
+    if (gradient.defined()) {
+      Shard* const there = shard_of(gradient);
+      TORCH_CHECK(there != nullptr, "fully_shard: the gradient of '",
+                  parameters_[i].name,
+                  "' is a plain tensor.\nSet it to None before backward.");
+      there->local.add_(piece.local);
+      gradient.unsafeGetTensorImpl()->bump_version();
+    } else {
+      is_given = true;
+      gradient =
+          make_sharded(std::move(piece), parameter.sizes(), parameter.strides());
+    }
+  }
+  if (is_given) given_ = std::move(sum);
+}
+
+}  // namespace brigade

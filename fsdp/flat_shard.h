@@ -1,0 +1,155 @@
+// Parameters of a unit that travel together, of one dtype: this rank's shard
+// of them, the whole parameters while they are gathered, and their gradients.
+//
+// Decides what lies where; communicates nothing and owns no memory but the
+// shard's and its gradient's. Lengths: W ranks, S elements of a shard, W * S of
+// the whole.
+//
+// Thread safety: none; the owner serialises calls.
+
+#ifndef BRIGADE_FSDP_FLAT_SHARD_H_
+#define BRIGADE_FSDP_FLAT_SHARD_H_
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/ScalarType.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "brigade/fsdp/layout/shard_layout.h"
+#include "brigade/fsdp/sharded_tensor.h"
+#include "brigade/fsdp/streams/stream_uses.h"
+
+namespace brigade {
+
+struct ParameterSpec {
+  std::string name;  // "blocks.2.weight"
+  at::Tensor tensor;
+  int64_t block_numel = 1;  // see fsdp/layout/shard_spec.h
+  // In forward and backward; unset: as the options say.
+  std::optional<at::ScalarType> compute_dtype = std::nullopt;
+};
+
+struct FlatShardOptions {
+  int num_ranks = 1;
+  int rank = 0;
+  at::ScalarType compute_dtype = at::kFloat;  // in forward and backward
+  at::ScalarType reduce_dtype = at::kFloat;   // gradients travel in it
+  std::shared_ptr<ShardGroup> group = nullptr;
+  ParameterOwner* owner = nullptr;
+  size_t unit = 0;
+  size_t first_number = 0;  // of the first parameter, among all of the owner
+};
+
+class FlatShard {
+ public:
+  // Makes each parameter a sharded tensor. REQUIRES: dense leaves of one dtype
+  // and device, each with elements. Throws ValueError for blocks that
+  // ShardLayout refuses.
+  FlatShard(std::vector<ParameterSpec> parameters, FlatShardOptions options);
+  // Parameters forget their owner, and stay sharded.
+  ~FlatShard();
+  FlatShard(const FlatShard&) = delete;
+  FlatShard& operator=(const FlatShard&) = delete;
+
+  const std::vector<ParameterSpec>& parameters() const { return parameters_; }
+  const ShardLayout& layout() const { return layout_; }
+  const FlatShardOptions& options() const { return options_; }
+  c10::Device device() const { return shard_.device(); }
+  at::ScalarType dtype() const { return shard_.scalar_type(); }
+  // [S]; this rank's pieces of the parameters are views of it.
+  const at::Tensor& shard() const { return shard_; }
+  bool is_trained(size_t parameter) const {
+    return parameters_[parameter].tensor.requires_grad();
+  }
+  bool is_trained() const;
+  // This rank's shard is all that forward and backward need.
+  bool is_whole_here() const {
+    return options_.num_ranks == 1 && options_.compute_dtype == dtype();
+  }
+  void rename(size_t parameter, std::string name);
+
+  // Calls `function` while the parameters have the compute dtype.
+  void in_compute_dtype(const std::function<void()>& function) const;
+
+  // Takes over pieces that the parameters were given since: by Module::to(),
+  // to_empty() or `.data =`. Returns true if dtype or device has changed.
+  // Throws RuntimeError for a parameter that is plain now, or if only some have
+  // changed dtype or device.
+  bool adopt_pieces();
+
+  // ---- Whole parameters.
+
+  int64_t whole_bytes() const;     // in the compute dtype; 0: is_whole_here()
+  int64_t gradient_bytes() const;  // of whole gradients
+  // `bytes` as the whole parameters [W * S].
+  at::Tensor whole_in(const at::Tensor& bytes) const;
+  // This rank's slice of `whole` gets the shard.
+  void write_own_slice(const at::Tensor& whole) const;
+  // Parameters read `whole` until unbind().
+  void bind(const at::Tensor& whole);
+  void unbind();
+  bool is_bound() const { return is_bound_; }
+  // The shard gets this rank's slice of the whole parameters. REQUIRES:
+  // is_bound().
+  void read_own_slice();
+
+  // ---- Gradients.
+
+  // Memory for gradients [W * S] of the reduce dtype, until take_gradients().
+  void set_gradients(at::Tensor bytes);
+  bool has_gradients() const { return gradients_.defined(); }
+  // Writes the parameter's gradient, or adds it to what is there.
+  void accumulate(size_t parameter, const at::Tensor& gradient);
+  // Where a gradient may be written before accumulate() gets it; undefined if
+  // there is one already, or the slot is given.
+  at::Tensor gradient_slot(size_t parameter);
+  // [W * S], zeros where there is no gradient. The current stream is behind
+  // those that have written them.
+  at::Tensor finish_gradients();
+  void drop_gradients();
+
+  // [S] for a sum, in the reduce dtype.
+  at::Tensor make_sum();
+  // `sum` is what this rank gets of the gradients: adds up until deliver().
+  void add_sum(const at::Tensor& sum);
+  bool has_sum() const { return sum_.defined(); }
+  // Sums over a row only, that the next sum takes with it.
+  const at::Tensor& row_sum() const { return row_sum_; }
+  void keep_row_sum();
+  void drop_row_sum() { row_sum_.reset(); }
+  // The sum times `scale` becomes `.grad` of the parameters, or is added to it:
+  // of those that are `used`. Throws RuntimeError for a `.grad` that is not
+  // sharded.
+  void deliver(const std::vector<char>& used, double scale);
+  void drop_sum() { sum_.reset(); }
+
+ private:
+  at::Tensor piece_of(const at::Tensor& flat, size_t parameter) const;
+  at::Tensor slot_of(const at::Tensor& whole, size_t parameter) const;
+  Shard make_piece(size_t parameter) const;
+
+  std::vector<ParameterSpec> parameters_;
+  FlatShardOptions options_;
+  const ShardLayout layout_;
+  at::Tensor shard_;
+  bool is_bound_ = false;
+  at::Tensor whole_;  // while bound
+
+  at::Tensor gradients_;
+  std::vector<char> is_written_;  // by parameter
+  std::vector<char> is_lent_;     // by gradient_slot()
+  StreamUses writers_;
+  at::Tensor sum_;
+  at::Tensor row_sum_;
+  at::Tensor given_;  // that `.grad` are views of; free when they are gone
+};
+
+}  // namespace brigade
+
+#endif  // BRIGADE_FSDP_FLAT_SHARD_H_

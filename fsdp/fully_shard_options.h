@@ -1,0 +1,75 @@
+// How parameters are sharded, and what that costs.
+
+#ifndef BRIGADE_FSDP_FULLY_SHARD_OPTIONS_H_
+#define BRIGADE_FSDP_FULLY_SHARD_OPTIONS_H_
+
+#include <c10/core/ScalarType.h>
+
+#include <chrono>
+#include <cstddef>
+#include <memory>
+#include <optional>
+
+namespace brigade {
+
+class ReductionHook;
+
+// Compared across ranks by fully_shard(), except for failure_patience.
+struct FullyShardOptions {
+  // Parameters are sharded over this many ranks, which divides the number of
+  // ranks. The groups of so many consecutive ranks are replicas of each other.
+  // 1: every rank holds all. Unset: all ranks.
+  std::optional<int> num_shards = std::nullopt;
+
+  // Units are released after their forward and gathered again for their
+  // backward. False: they stay unsharded in between.
+  bool reshard_after_forward = true;
+
+  // After their forward units stay in slices on this many consecutive ranks of
+  // a row, those of a host for example, and are gathered from these for their
+  // backward. More than 1, divides the number of shards. Unset: only the shards
+  // stay.
+  std::optional<int> reshard_to = std::nullopt;
+
+  // All-gathers that are issued ahead of the unit in use.
+  size_t prefetch_depth = 1;
+
+  // Reduce-scatters that hold memory for a unit's gradients at once; the next
+  // unit's gradients wait for the oldest. At least 1.
+  size_t max_reducing = 2;
+
+  // Dtype of parameters in forward and backward. Unset: their own. Optimizers
+  // always see their own.
+  std::optional<at::ScalarType> param_dtype = std::nullopt;
+
+  // Dtype in which gradients are summed. Unset: the parameters' own.
+  std::optional<at::ScalarType> reduce_dtype = std::nullopt;
+
+  // Dtype to which floating outputs of the model are cast. Unset: as they are.
+  std::optional<at::ScalarType> output_dtype = std::nullopt;
+
+  // On devices, too, gradients are added up in the order of ranks, so that bits
+  // don't depend on the backend's choice.
+  bool reproducible = false;
+
+  // Replaces the reduce-scatter (fsdp/units/reduction_hook.h). Null: none.
+  std::shared_ptr<ReductionHook> comm_hook = nullptr;
+
+  // All ranks start with the parameters of the first rank of their mesh. False:
+  // each keeps its piece of its own.
+  bool broadcast_parameters = true;
+
+  // For models whose units change in every step: ranks agree on each all-gather
+  // before it.
+  bool learn_always = false;
+
+  // Devices: iterations whose status may be outstanding, 0 to 16.
+  int max_unconfirmed_iterations = 1;
+
+  // How long a rank that has failed waits for its peers to hear of it.
+  std::chrono::milliseconds failure_patience = std::chrono::seconds(30);
+};
+
+}  // namespace brigade
+
+#endif  // BRIGADE_FSDP_FULLY_SHARD_OPTIONS_H_

@@ -1,0 +1,487 @@
+#include "brigade/fsdp/segment_run.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "brigade/comm/errors/message_of.h"
+#include "brigade/comm/errors/peer_error.h"
+#include "brigade/comm/streams/stream_join.h"
+
+namespace brigade {
+
+std::vector<at::Tensor> wholes_in(const ShardedUnit& unit,
+                                  const at::Tensor& bytes) {
+  std::vector<at::Tensor> wholes;
+  int64_t offset = 0;
+  for (const auto& flat : unit.flats) {
+    const int64_t size = flat->whole_bytes();
+    wholes.push_back(
+        flat->whole_in(size == 0 ? bytes : bytes.narrow(0, offset, size)));
+    offset += size;
+  }
+  return wholes;
+}
+
+void bind(ShardedUnit& unit) {
+  if (unit.is_bound) return;
+  for (size_t i = 0; i < unit.flats.size(); ++i) {
+    unit.flats[i]->bind(unit.gathered->wholes[i]);
+  }
+  unit.is_bound = true;
+}
+
+void unbind(ShardedUnit& unit) {
+  if (!std::exchange(unit.is_bound, false)) return;
+  for (const auto& flat : unit.flats) flat->unbind();
+}
+
+SegmentRun::SegmentRun(Model model, Plan plan)
+    : model_(model),
+      plan_(std::move(plan)),
+      cursor_(plan_.rules, plan_.schedule, plan_.unsharded, plan_.expected) {}
+
+SegmentRun::~SegmentRun() = default;
+
+void SegmentRun::begin() {
+  perform(cursor_.begin());
+  throw_noted();
+}
+
+void SegmentRun::use(std::span<const size_t> units) {
+  throw_noted();
+  CursorActions actions;
+  while (const std::optional<size_t> unit = cursor_.need(units, actions)) {
+    perform(std::exchange(actions, {}));
+    throw_noted();
+    round(unit, /*has_failed=*/false, actions);
+    perform(std::exchange(actions, {}));
+    throw_noted();
+  }
+  perform(actions);
+  throw_noted();
+  for (const size_t unit : units) wait_for(unit);
+}
+
+// ---- All-gathers.
+
+void SegmentRun::perform(const CursorActions& actions) {
+  for (const auto& [kind, unit] : actions) {
+    if (is_broken_) return;
+    switch (kind) {
+      case CursorAction::Kind::kAllGather:
+        all_gather(unit);
+        break;
+      case CursorAction::Kind::kReduceScatter:
+        reduce(unit);
+        break;
+      case CursorAction::Kind::kRelease:
+        release(unit);
+        break;
+    }
+  }
+}
+
+// Where memory is short, the segment fails, and what this rank holds serves for
+// the rest of it.
+Lease SegmentRun::acquire(int64_t bytes) {
+  if (bytes == 0) return {};
+  try {
+    return model_.memory.acquire(bytes);
+  } catch (...) {
+    note_error();
+  }
+  for (size_t unit = 0; unit < model_.units.size(); ++unit) {
+    if (!model_.units[unit].is_by_hand) release(unit);
+  }
+  return model_.memory.acquire(bytes);
+}
+
+void SegmentRun::all_gather(size_t number) {
+  ShardedUnit& unit = model_.units[number];
+  try {
+    const bool is_held = unit.gathered.has_value();
+    Lease lease = !is_held && unit.kept ? std::exchange(unit.kept, {})
+                                        : acquire(unit.whole_bytes());
+    ShardedUnit::Gathered gathered = gather_into(number, std::move(lease));
+    if (is_held) {
+      for_peers_.push_back(std::move(gathered));
+    } else {
+      unit.gathered = std::move(gathered);
+      unit.is_stale = false;
+    }
+  } catch (...) {
+    note_error();
+    is_broken_ = true;
+  }
+}
+
+ShardedUnit::Gathered SegmentRun::gather_into(size_t number, Lease lease) {
+  ShardedUnit& unit = model_.units[number];
+  ShardTransport& transport = *unit.transport;
+  const auto on_gathers = transport.streams().for_gathers();
+  ShardedUnit::Gathered gathered = {.lease = std::move(lease)};
+  gathered.wholes = wholes_in(unit, gathered.lease.bytes);
+  const at::NoGradGuard no_grad;
+  for (size_t i = 0; i < unit.flats.size(); ++i) {
+    const FlatShard& flat = *unit.flats[i];
+    if (flat.is_whole_here()) continue;
+    const at::Tensor& whole = gathered.wholes[i];
+    if (plan_.has_slices && !unit.slices.empty()) {
+      const int num_ranks = *unit.settings.reshards_to;
+      const int64_t size = whole.numel() / num_ranks;
+      whole
+          .narrow(0, transport.shard_rank() % num_ranks * size, size)
+          .copy_(unit.slices[i]);
+      gathered.futures.push_back(transport.all_gather_near(whole, num_ranks));
+    } else {
+      flat.write_own_slice(whole);
+      gathered.futures.push_back(transport.all_gather(whole));
+    }
+  }
+  model_.progress.launched.fetch_add(1, std::memory_order_relaxed);
+  return gathered;
+}
+
+void SegmentRun::wait_for(size_t number) {
+  ShardedUnit& unit = model_.units[number];
+  const bool is_new_stream = unit.uses->note();
+  if (unit.is_bound && !is_new_stream) return;
+  const bool is_cpu = unit.transport->streams().device().is_cpu();
+  std::vector<ShardedUnit::FuturePtr>& futures = unit.gathered->futures;
+  try {
+    for (const auto& future : futures) {
+      std::optional<WaitForPeers> waiting;
+      if (!future->completed()) waiting.emplace(model_.progress, &unit.name);
+      future->waitAndThrow();
+    }
+  } catch (...) {
+    is_broken_ = true;
+    throw_peer_error(
+        absl::StrCat("fully_shard: the all-gather of unit '", unit.name, "'"),
+        std::current_exception());
+  }
+  if (is_cpu) futures.clear();
+  bind(unit);
+}
+
+// The slice of the neighbours' share.
+void SegmentRun::keep_slices(ShardedUnit& unit) {
+  const int num_ranks = *unit.settings.reshards_to;
+  const int place = unit.transport->shard_rank() % num_ranks;
+  const at::NoGradGuard no_grad;
+  unit.slices.clear();
+  for (const at::Tensor& whole : unit.gathered->wholes) {
+    const int64_t size = whole.numel() / num_ranks;
+    unit.slices.push_back(whole.narrow(0, place * size, size).clone());
+  }
+}
+
+void SegmentRun::release(size_t number) {
+  ShardedUnit& unit = model_.units[number];
+  if (!unit.gathered || unit.is_by_hand) return;
+  StreamPoint last_use;
+  {
+    // A buffer that was not used is still being written.
+    const auto on_gathers = unit.transport->streams().for_gathers();
+    for (const auto& future : unit.gathered->futures) {
+      std::optional<WaitForPeers> waiting;
+      if (!future->completed()) waiting.emplace(model_.progress, &unit.name);
+      future->wait();
+      is_broken_ |= future->hasError();
+    }
+    if (plan_.keeps_slices && unit.settings.keeps_slices()) keep_slices(unit);
+    unit.uses->note();
+    last_use = unit.uses->end();
+  }
+  unbind(unit);
+  Lease lease = std::exchange(unit.gathered, std::nullopt)->lease;
+  if (unit.settings.keeps_storage && lease) {
+    unit.kept = std::move(lease);
+  } else {
+    model_.memory.release(std::move(lease), last_use);
+  }
+}
+
+// ---- Gradients.
+
+bool SegmentRun::is_reduced(const ShardedUnit& unit,
+                            const FlatShard& flat) const {
+  return flat.is_trained() && unit.settings.synchronizes;
+}
+
+void SegmentRun::prepare_gradients(size_t number) {
+  ShardedUnit& unit = model_.units[number];
+  const bool has_all = std::ranges::all_of(unit.flats, [](const auto& flat) {
+    return !flat->is_trained() || flat->has_gradients();
+  });
+  if (has_all) return;
+  while (reducing_.size() >= model_.options.max_reducing) {
+    end_oldest_reduction();
+  }
+  if (!unit.gradients) unit.gradients = acquire(unit.gradient_bytes());
+  int64_t offset = 0;
+  for (const auto& flat : unit.flats) {
+    if (!flat->is_trained()) continue;
+    const int64_t size = flat->gradient_bytes();
+    flat->set_gradients(unit.gradients.bytes.narrow(0, offset, size));
+    offset += size;
+  }
+}
+
+void SegmentRun::accumulate(size_t number, size_t flat, size_t parameter,
+                            const at::Tensor& gradient, bool counts) {
+  throw_noted();
+  prepare_gradients(number);
+  model_.units[number].flats[flat]->accumulate(parameter, gradient);
+  if (!counts) return;
+  CursorActions actions;
+  cursor_.accumulated(number, actions);
+  perform(actions);
+  throw_noted();
+}
+
+void SegmentRun::add_held_gradients(size_t number) {
+  prepare_gradients(number);
+  CursorActions actions;
+  cursor_.accumulated(number, actions);
+  perform(actions);
+}
+
+void SegmentRun::reduce(size_t number) {
+  ShardedUnit& unit = model_.units[number];
+  if (!unit.settings.synchronizes || !unit.is_trained()) return;
+  try {
+    const auto on_sums = unit.transport->streams().for_sums();
+    prepare_gradients(number);
+    const auto lease =
+        std::make_shared<Lease>(std::exchange(unit.gradients, {}));
+    for (const auto& flat : unit.flats) {
+      if (!is_reduced(unit, *flat)) continue;
+      reducing_.push_back(reduce_flat(number, *flat, lease));
+    }
+  } catch (...) {
+    note_error();
+    is_broken_ = true;
+  }
+}
+
+SegmentRun::Reducing SegmentRun::reduce_flat(
+    size_t number, FlatShard& flat, const std::shared_ptr<Lease>& lease) {
+  const ShardedUnit& unit = model_.units[number];
+  const at::NoGradGuard no_grad;
+  const at::Tensor whole = flat.finish_gradients();
+  flat.drop_gradients();
+  if (error_ != nullptr || !words_.empty()) whole.zero_();
+  Reducing reducing = {
+      .unit = number, .flat = &flat, .sum = flat.make_sum(), .lease = lease};
+  try {
+    reducing.future = launch_sum(unit, flat, whole, reducing.sum);
+  } catch (...) {
+    note_error();  // a hook's, before it has launched anything
+    whole.zero_();
+    reducing.future = launch_sum(unit, flat, whole, reducing.sum);
+  }
+  if (!flat.device().is_cpu()) {
+    reducing.future->wait();
+    reducing.last_use = StreamPoint::now(flat.device());
+  }
+  return reducing;
+}
+
+ShardedUnit::FuturePtr SegmentRun::launch_sum(const ShardedUnit& unit,
+                                              FlatShard& flat,
+                                              const at::Tensor& whole,
+                                              const at::Tensor& sum) {
+  ShardTransport& transport = *unit.transport;
+  const bool over_replicas =
+      unit.settings.sums_over_replicas || transport.num_replicas() == 1;
+  const double divisor = unit.settings.gradient_divisor.value_or(
+      transport.num_shards() * transport.num_replicas());
+  ReductionHook::Reduction reduction = {
+      .whole = whole,
+      .shard = sum,
+      .sum = {.scale = over_replicas ? 1.0 / divisor : 1.0,
+              .over_replicas = over_replicas,
+              .of_row = over_replicas ? flat.row_sum() : at::Tensor()}};
+  if (!unit.comm_hook) {
+    return transport.reduce_scatter(whole, sum, reduction.sum);
+  }
+  if (!transport.scales()) {
+    const double scale = std::exchange(reduction.sum.scale, 1);
+    at::Tensor& of_row = reduction.sum.of_row;
+    if (scale != 1) whole.mul_(scale);
+    if (scale != 1 && of_row.defined()) of_row = of_row * scale;
+  }
+  auto future = unit.comm_hook->reduce(transport, reduction);
+  TORCH_CHECK(future, "fully_shard: the comm hook '",
+              unit.comm_hook->hook_name(), "' of unit '", unit.name,
+              "' returned no future.\nReturn that of its collective.");
+  return future;
+}
+
+// Its memory is free; its sum stays until the segment has ended.
+void SegmentRun::end_oldest_reduction() {
+  Reducing reducing = std::move(reducing_.front());
+  reducing_.pop_front();
+  if (!reducing.future->completed()) {
+    const WaitForPeers waiting(model_.progress,
+                               &model_.units[reducing.unit].name);
+    reducing.future->wait();
+  }
+  if (reducing.future->hasError()) {
+    try {
+      std::rethrow_exception(reducing.future->exception_ptr());
+    } catch (...) {
+      note_error();
+      const ShardedUnit& unit = model_.units[reducing.unit];
+      is_broken_ |= !unit.comm_hook || unit.comm_hook->fails_by_network_only();
+    }
+  } else if (error_ == nullptr && words_.empty()) {
+    if (!reducing.flat->device().is_cpu()) {
+      reducing.future->wait();  // for the current stream
+      reducing.sum.record_stream(current_stream(reducing.flat->device()));
+    }
+    reducing.flat->add_sum(reducing.sum);
+  }
+  if (reducing.lease.use_count() == 1) {
+    model_.memory.release(std::move(*reducing.lease), reducing.last_use);
+  }
+}
+
+void SegmentRun::wait_for_reductions() {
+  while (!reducing_.empty()) end_oldest_reduction();
+}
+
+void SegmentRun::drop_gradients() {
+  if (plan_.kind == SegmentKind::kForward) return;
+  for (ShardedUnit& unit : model_.units) {
+    for (const auto& flat : unit.flats) {
+      flat->drop_gradients();
+      flat->drop_sum();
+      flat->drop_row_sum();
+    }
+    if (!unit.gradients) continue;
+    model_.memory.release(std::exchange(unit.gradients, {}),
+                          StreamPoint::now(model_.meshes.streams().device()));
+  }
+}
+
+// ---- The end.
+
+RoundResult SegmentRun::round(std::optional<size_t> need, bool has_failed,
+                              CursorActions& actions) {
+  SegmentRound own = {.message = cursor_.message(need), .used = used_};
+  if (has_failed) {
+    own.message.has_failed = true;
+    own.error = words_;
+  }
+  RoundAnswers answers;
+  try {
+    answers = model_.exchange.round(
+        own, has_failed ? std::optional(model_.options.failure_patience)
+                        : std::nullopt);
+  } catch (...) {
+    is_broken_ = true;
+    throw;
+  }
+  used_anywhere_ = std::move(answers.used);
+  const RoundResult result = cursor_.end_round(answers.by_rank, actions);
+  if (result == RoundResult::kFailed && !has_failed) {
+    is_over_ = true;
+    perform(std::exchange(actions, {}));
+    wait_for_reductions();
+    end_those_for_peers();
+    drop_gradients();
+    throw PeerError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)},
+                    answers.error);
+  }
+  return result;
+}
+
+void SegmentRun::end_those_for_peers() {
+  for (ShardedUnit::Gathered& gathered : std::exchange(for_peers_, {})) {
+    const auto on_gathers = model_.meshes.streams().for_gathers();
+    for (const auto& future : gathered.futures) future->wait();
+    model_.memory.release(std::move(gathered.lease),
+                          StreamPoint::now(model_.meshes.streams().device()));
+  }
+}
+
+void SegmentRun::finish(const std::vector<char>& used, bool has_used_all) {
+  used_ = used;
+  throw_noted();
+  CursorActions actions;
+  cursor_.finish(actions);
+  perform(std::exchange(actions, {}));
+  const bool is_cpu = model_.meshes.streams().device().is_cpu();
+  if (!is_cpu && !cursor_.is_learning() && error_ == nullptr &&
+      std::ranges::none_of(cursor_.message().complete,
+                           [](char bit) { return bit != 0; }) &&
+      has_used_all) {
+    wait_for_reductions();
+    throw_noted();
+    used_anywhere_ = used;
+    const RoundMessage own = cursor_.message();
+    model_.exchange.end_unconfirmed({.message = own, .used = used_});
+    cursor_.end_round({&own, 1}, actions);
+    perform(actions);
+    is_over_ = true;
+    end_those_for_peers();
+    return;
+  }
+  RoundResult result = RoundResult::kGoesOn;
+  size_t num_issued = 0;
+  do {
+    wait_for_reductions();
+    throw_noted();
+    num_issued = cursor_.record().entries.size();
+    result = round(std::nullopt, /*has_failed=*/false, actions);
+    perform(std::exchange(actions, {}));
+  } while (result == RoundResult::kGoesOn ||
+           cursor_.record().entries.size() > num_issued);
+  throw_noted();
+  is_over_ = true;
+  end_those_for_peers();
+}
+
+void SegmentRun::fail(const std::string& error) noexcept {
+  if (is_over_) return;
+  is_over_ = true;
+  words_ = error.empty() ? "failed" : error;
+  error_ = nullptr;
+  try {
+    for (ShardedUnit& unit : model_.units) {
+      for (const auto& flat : unit.flats) flat->drop_sum();
+    }
+    CursorActions actions;
+    cursor_.fail(actions);
+    perform(std::exchange(actions, {}));
+    wait_for_reductions();
+    if (!is_broken_) round(std::nullopt, /*has_failed=*/true, actions);
+    perform(std::exchange(actions, {}));
+    end_those_for_peers();
+  } catch (...) {
+    is_broken_ = true;
+  }
+  if (!is_broken_) return drop_gradients();
+  // Collectives may write to this memory for ever: it is not lent again.
+  for (ShardedUnit& unit : model_.units) {
+    unbind(unit);
+    unit.gathered.reset();
+    unit.gradients = {};
+    for (const auto& flat : unit.flats) flat->drop_gradients();
+  }
+}
+
+void SegmentRun::note_error() {
+  if (error_ == nullptr) error_ = std::current_exception();
+}
+
+void SegmentRun::throw_noted() {
+  if (error_ != nullptr) std::rethrow_exception(error_);
+}
+
+}  // namespace brigade

@@ -1,0 +1,144 @@
+// Carries out one segment: one forward or backward of a sharded model.
+//
+// Issues what the cursor says (fsdp/schedule.h), waits for what an operator
+// needs, and takes part in rounds. Owns what is under way; units own what they
+// hold.
+//
+// Thread safety: none; the model serialises calls.
+
+#ifndef BRIGADE_FSDP_SEGMENT_RUN_H_
+#define BRIGADE_FSDP_SEGMENT_RUN_H_
+
+#include <cstddef>
+#include <deque>
+#include <exception>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "brigade/engine/observing/progress.h"
+#include "brigade/fsdp/buffer_memory.h"
+#include "brigade/fsdp/schedule.h"
+#include "brigade/fsdp/segment_exchange.h"
+#include "brigade/fsdp/sharded_unit.h"
+
+namespace brigade {
+
+class SegmentRun {
+ public:
+  // What a model has one of. All outlive the run.
+  struct Model {
+    std::vector<ShardedUnit>& units;
+    const ShardMeshes& meshes;
+    BufferMemory& memory;
+    SegmentExchange& exchange;
+    Progress& progress;
+    const FullyShardOptions& options;
+  };
+
+  struct Plan {
+    SegmentKind kind = SegmentKind::kForward;
+    UnitRules rules;
+    const RecordedSchedule* schedule = nullptr;  // null: learn
+    std::vector<char> unsharded = {};            // by unit
+    std::vector<uint32_t> expected = {};         // by unit, accumulations
+    bool has_slices = false;  // all-gathers are among neighbours where it can
+    bool keeps_slices = false;
+  };
+
+  SegmentRun(Model model, Plan plan);
+  ~SegmentRun();
+
+  void begin();
+
+  // One operator is about to use these units: they are unsharded and bound when
+  // it returns. Throws PeerError if a rank has failed or is lost.
+  void use(std::span<const size_t> units);
+
+  // A gradient has come, in backward. `counts`: of a unit that this segment
+  // reduces.
+  void accumulate(size_t unit, size_t flat, size_t parameter,
+                  const at::Tensor& gradient, bool counts);
+  // Memory for the unit's gradients is there.
+  void prepare_gradients(size_t unit);
+  // Gradients of an earlier segment are to be reduced, too.
+  void add_held_gradients(size_t unit);
+
+  // Issues the rest and agrees with all ranks that the segment has ended.
+  // `used`: by parameter of the model; `has_used_all`: of those that are
+  // reduced. Afterwards flats have sums, unless it throws PeerError.
+  void finish(const std::vector<char>& used, bool has_used_all);
+  // In place of finish(), after an error on this rank. Does not throw.
+  void fail(const std::string& error) noexcept;
+
+  // What finish() has learned.
+  const std::vector<char>& used_anywhere() const { return used_anywhere_; }
+  const SegmentCursor& cursor() const { return cursor_; }
+  SegmentKind kind() const { return plan_.kind; }
+  // A collective has failed, or a peer is lost: nothing more can be launched.
+  bool is_broken() const { return is_broken_; }
+
+  // Gathers a unit outside of the schedule, on all ranks alike; binds it.
+  void all_gather(size_t unit);
+  void wait_for(size_t unit);
+  void throw_noted();
+  // Releases a unit's memory, unless it is unsharded by hand.
+  void release(size_t unit);
+
+ private:
+  struct Reducing {
+    size_t unit;
+    FlatShard* flat;
+    at::Tensor sum;
+    ShardedUnit::FuturePtr future;
+    std::shared_ptr<Lease> lease;  // of all flats of the unit
+    StreamPoint last_use = {};
+    bool is_waited_for = false;
+  };
+
+  void perform(const CursorActions& actions);
+  ShardedUnit::Gathered gather_into(size_t unit, Lease lease);
+  void reduce(size_t unit);
+  Reducing reduce_flat(size_t unit, FlatShard& flat,
+                       const std::shared_ptr<Lease>& lease);
+  ShardedUnit::FuturePtr launch_sum(const ShardedUnit& unit, FlatShard& flat,
+                                    const at::Tensor& whole,
+                                    const at::Tensor& sum);
+  void end_oldest_reduction();
+  void wait_for_reductions();
+  RoundResult round(std::optional<size_t> need, bool has_failed,
+                    CursorActions& actions);
+  Lease acquire(int64_t bytes);
+  void note_error();
+  void drop_gradients();
+  void end_those_for_peers();
+  void keep_slices(ShardedUnit& unit);
+  bool is_reduced(const ShardedUnit& unit, const FlatShard& flat) const;
+
+  Model model_;
+  Plan plan_;
+  SegmentCursor cursor_;
+  std::deque<Reducing> reducing_;
+  // For peers, of units that this rank holds already.
+  std::vector<ShardedUnit::Gathered> for_peers_;
+  std::exception_ptr error_;
+  std::string words_;  // of an error that peers are told
+  std::vector<char> used_;
+  std::vector<char> used_anywhere_;
+  bool is_over_ = false;
+  bool is_broken_ = false;
+};
+
+// What a unit's parameters are in, if a tensor has so many bytes: by flat.
+std::vector<at::Tensor> wholes_in(const ShardedUnit& unit,
+                                  const at::Tensor& bytes);
+
+// Binds or unbinds all parameters of a unit that is gathered.
+void bind(ShardedUnit& unit);
+void unbind(ShardedUnit& unit);
+
+}  // namespace brigade
+
+#endif  // BRIGADE_FSDP_SEGMENT_RUN_H_

@@ -1,0 +1,62 @@
+// The collectives of a model's units: on the model's group, and on meshes of
+// units' own.
+//
+// Ranks launch them in one order, whatever mesh they are on: each rank is in
+// one group of every mesh, so none waits for a rank that waits for it. On
+// devices all are launched on the same two streams.
+//
+// Thread safety: as ShardTransport's.
+
+#ifndef BRIGADE_FSDP_SHARD_MESHES_H_
+#define BRIGADE_FSDP_SHARD_MESHES_H_
+
+#include <cstddef>
+#include <memory>
+#include <optional>
+#include <span>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <vector>
+
+#include "brigade/comm/process_group.h"
+#include "brigade/fsdp/sharded_tensor.h"
+#include "brigade/fsdp/transport/shard_transport.h"
+#include "brigade/fsdp/units/unit_mesh.h"
+
+namespace brigade {
+
+// Of one unit.
+struct MeshRequest {
+  std::optional<UnitMesh> mesh = std::nullopt;  // unset: the model's
+  size_t number = 0;                            // of number_meshes()
+  std::optional<int> neighbours = std::nullopt;  // that gather by themselves
+};
+
+class ShardMeshes {
+ public:
+  struct Mesh {
+    std::unique_ptr<GroupScope> scope = nullptr;  // null: the model's group
+    std::unique_ptr<ShardTransport> transport = nullptr;
+    std::shared_ptr<ShardGroup> row = nullptr;  // of operators on shards
+  };
+
+  // Collective. `num_shards`: of the model's mesh. `in_order`: sums on devices
+  // are in the order of ranks. Throws as make_ordered_transport() and
+  // make_subgroup().
+  ShardMeshes(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+              int num_shards, c10::Device device,
+              std::span<const MeshRequest> units, bool in_order);
+
+  const Mesh& of(size_t mesh_number) const { return meshes_[mesh_number]; }
+  ShardTransport& root() const { return *meshes_.front().transport; }
+  const ShardingStreams& streams() const { return root().streams(); }
+  ShardTransport::Sent sent() const;
+  // Groups that serve these collectives alone.
+  std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> own_groups() const;
+
+ private:
+  std::vector<Mesh> meshes_;  // by number; the model's first
+};
+
+}  // namespace brigade
+
+#endif  // BRIGADE_FSDP_SHARD_MESHES_H_

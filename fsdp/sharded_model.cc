@@ -1,0 +1,618 @@
+#include "brigade/fsdp/sharded_model.h"
+
+#include <ATen/core/grad_mode.h>
+
+#include <algorithm>
+#include <bit>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "brigade/comm/close_group.h"
+#include "brigade/comm/errors/message_of.h"
+#include "brigade/comm/errors/peer_error.h"
+#include "brigade/fsdp/layout/digest.h"
+#include "brigade/fsdp/units/post_accumulate_hooks.h"
+#include "brigade/hooks/backward_end.h"
+#include "brigade/hooks/output_watch.h"
+
+namespace brigade {
+namespace {
+
+size_t count_parameters(const std::vector<ShardedUnit>& units) {
+  size_t count = 0;
+  for (const ShardedUnit& unit : units) {
+    for (const auto& flat : unit.flats) count += flat->parameters().size();
+  }
+  return count;
+}
+
+bool is_cpu(const ShardMeshes& meshes) {
+  return meshes.streams().device().is_cpu();
+}
+
+}  // namespace
+
+ShardedModel::ShardedModel(std::vector<UnitRequest> requests,
+                           c10::intrusive_ptr<c10d::ProcessGroup> group,
+                           FullyShardOptions options)
+    : group_(group),
+      options_(std::move(options)),
+      meshes_(nullptr),
+      units_([&] {
+        ShardedUnits made =
+            make_sharded_units(std::move(requests), group, options_, *this);
+        meshes_ = std::move(made.meshes);
+        return std::move(made.units);
+      }()),
+      memory_(meshes_->streams().device()),
+      exchange_(group, units_.size(), count_parameters(units_), progress_) {
+  for (size_t unit = 0; unit < units_.size(); ++unit) {
+    for (size_t flat = 0; flat < units_[unit].flats.size(); ++flat) {
+      const auto& parameters = units_[unit].flats[flat]->parameters();
+      for (size_t i = 0; i < parameters.size(); ++i) {
+        parameters_.push_back({.unit = unit, .flat = flat, .in_flat = i});
+        const at::Tensor& tensor = parameters[i].tensor;
+        if (!tensor.is_floating_point() && !tensor.is_complex()) continue;
+        hooked_.push_back(tensor);
+        number_of_hooked_.push_back(parameters_.size() - 1);
+      }
+    }
+  }
+  used_in_forward_.assign(parameters_.size(), 0);
+  used_.assign(parameters_.size(), 0);
+  make_hooks();
+  stall_watch_ = StallWatch::start(
+      group_, exchange_.channel().store_prefix(),
+      {.engine = "fully_shard", .unit = "all-gather"}, progress_,
+      [progress = progress_] {
+        return absl::StrCat("is in forward or backward ",
+                            progress->iteration.load(), ", after ",
+                            progress->launched.load(), " all-gathers");
+      });
+}
+
+ShardedModel::~ShardedModel() {
+  alive_.reset();
+  stall_watch_.reset();
+  if (run_) abandon("its model was destroyed");
+  try {
+    if (!is_broken_) exchange_.confirm();
+  } catch (...) {
+    break_off();
+  }
+  hooks_.reset();
+  run_.reset();
+  units_.clear();
+}
+
+// ---- Parameters.
+
+void ShardedModel::make_hooks() {
+  hooks_.reset();
+  std::vector<char> was_trained;
+  for (const at::Tensor& parameter : hooked_) {
+    was_trained.push_back(parameter.requires_grad() ? 1 : 0);
+    parameter.set_requires_grad(true);
+  }
+  // Accumulators expect the dtype that parameters have now.
+  std::function<void()> make = [this] {
+    const std::vector<std::vector<at::Tensor>> replicas = {hooked_};
+    hooks_ = std::make_unique<GradientHooks>(
+        replicas, [](VariableIndex, bool) {}, *this);
+  };
+  for (const ShardedUnit& unit : units_) {
+    for (const auto& flat : unit.flats) {
+      make = [flat = flat.get(), inner = std::move(make)] {
+        flat->in_compute_dtype(inner);
+      };
+    }
+  }
+  make();
+  for (size_t i = 0; i < hooked_.size(); ++i) {
+    hooked_[i].set_requires_grad(was_trained[i] != 0);
+  }
+}
+
+void ShardedModel::adopt_pieces() {
+  bool is_converted = false;
+  for (const ShardedUnit& unit : units_) {
+    for (const auto& flat : unit.flats) is_converted |= flat->adopt_pieces();
+  }
+  const std::vector<std::vector<at::Tensor>> replicas = {hooked_};
+  if (is_converted || hooks_->first_detached(replicas)) make_hooks();
+}
+
+void ShardedModel::written(size_t unit) {
+  const std::lock_guard lock(mutex_);
+  units_[unit].is_stale = true;
+  units_[unit].slices.clear();
+}
+
+// What is unsharded since before its shards were written is gathered anew.
+void ShardedModel::release_stale() {
+  SegmentRun run({units_, *meshes_, memory_, exchange_, *progress_, options_},
+                 {.rules = {.parents = std::vector<std::optional<size_t>>(
+                                units_.size())}});
+  for (size_t unit = 0; unit < units_.size(); ++unit) {
+    if (units_[unit].is_stale) run.release(unit);
+  }
+}
+
+ParameterState ShardedModel::use(std::span<const Shard* const> parameters) {
+  const std::lock_guard lock(mutex_);
+  const int backward = running_backward_id();
+  if (kind_ == Open::kNone && backward >= 0 && backward != last_backward_) {
+    open_backward(nullptr);
+  }
+  const bool is_inside =
+      kind_ == Open::kForward ? is_own_thread() || backward >= 0
+                              : kind_ == Open::kBackward && backward >= 0;
+  if (!is_inside) {
+    const bool are_by_hand = std::ranges::all_of(
+        parameters,
+        [&](const Shard* shard) { return units_[shard->unit].is_by_hand; });
+    if (!are_by_hand) return ParameterState::kSharded;
+    return may_write_ ? ParameterState::kWritable : ParameterState::kUnsharded;
+  }
+  c10::SmallVector<size_t, 4> units;
+  for (const Shard* const shard : parameters) {
+    if (kind_ == Open::kForward) used_in_forward_[shard->number] = 1;
+    if (std::find(units.begin(), units.end(), shard->unit) == units.end()) {
+      units.push_back(shard->unit);
+    }
+  }
+  run_->use(units);
+  return ParameterState::kUnsharded;
+}
+
+bool ShardedModel::is_own_thread() const {
+  return std::this_thread::get_id() == forward_thread_;
+}
+
+// ---- Segments.
+
+void ShardedModel::check_usable() const {
+  TORCH_CHECK(!is_broken_, "fully_shard: this model can't continue: ",
+              why_broken_,
+              "\nMake the group and the model anew, and load a checkpoint.");
+}
+
+uint64_t ShardedModel::settings_digest() const {
+  Digest digest;
+  digest.add(options_.max_reducing);
+  for (const ShardedUnit& unit : units_) {
+    const UnitSettings& settings = unit.settings;
+    digest.add(settings.reshards_after_forward ? 1 : 0)
+        .add(settings.reshards_after_backward ? 1 : 0)
+        .add(static_cast<uint64_t>(settings.reshards_to.value_or(0)))
+        .add(std::bit_cast<uint64_t>(settings.gradient_divisor.value_or(0)))
+        .add(is_due(unit) ? 1 : 0)
+        .add(settings.sums_over_replicas ? 1 : 0)
+        .add(settings.keeps_storage ? 1 : 0);
+    for (const auto& flat : unit.flats) {
+      for (size_t i = 0; i < flat->parameters().size(); ++i) {
+        digest.add(flat->is_trained(i) ? 1 : 0);
+      }
+    }
+  }
+  return digest.value();
+}
+
+UnitRules ShardedModel::rules_for(SegmentKind kind, bool has_grad,
+                                  const std::vector<char>& unsharded) const {
+  UnitRules rules = {.prefetch_depth = options_.prefetch_depth};
+  const bool is_forward = kind == SegmentKind::kForward;
+  for (size_t i = 0; i < units_.size(); ++i) {
+    const UnitSettings& settings = units_[i].settings;
+    rules.parents.push_back(units_[i].parent);
+    const bool stays =
+        settings.spans_passes || units_[i].is_by_hand ||
+        (is_forward ? unsharded[i] != 0 ||
+                          (has_grad && !settings.reshards_after_forward)
+                    : !settings.reshards_after_backward);
+    rules.stays.push_back(stays ? 1 : 0);
+    const auto& ahead = is_forward ? settings.forward_prefetch
+                                   : settings.backward_prefetch;
+    rules.prefetch_depths.push_back(
+        ahead.empty() ? options_.prefetch_depth : ahead.size());
+  }
+  return rules;
+}
+
+void ShardedModel::open(SegmentKind kind) {
+  check_usable();
+  adopt_pieces();
+  release_stale();
+  std::vector<char> unsharded;
+  Digest of_units;
+  Digest of_slices;
+  bool has_slices = false;
+  for (const ShardedUnit& unit : units_) {
+    unsharded.push_back(unit.gathered ? 1 : 0);
+    has_slices |= !unit.slices.empty();
+    of_slices.add(unit.slices.empty() ? 0 : 1);
+  }
+  of_units.add_all(unsharded);
+  const bool has_grad = at::GradMode::is_enabled();
+  size_t num_open = 0;
+  std::erase_if(forwards_, [](const auto& forward) {
+    const auto alive = forward.lock();
+    return !alive || alive->is_done;
+  });
+  num_open = forwards_.size();
+  const uint64_t settings = settings_digest();
+  Digest tag;
+  tag.add(static_cast<uint64_t>(kind)).add(settings).add(num_open);
+  tag.add(of_units.value()).add(has_slices ? of_slices.value() : 0);
+  if (kind == SegmentKind::kForward) {
+    tag.add(has_grad ? 1 : 0);
+  } else if (kind != SegmentKind::kShadow && running_backward_id() >= 0) {
+    tag.add(accumulates_all_gradients() ? 1 : 0);
+  }
+  const auto known = schedules_.find(tag.value());
+  const bool awaits =
+      is_cpu(*meshes_) || options_.max_unconfirmed_iterations == 0 ||
+      kind == SegmentKind::kShadow;
+  Opened opened;
+  try {
+    if (!is_cpu(*meshes_) && kind == SegmentKind::kForward) {
+      exchange_.confirm(
+          2 * static_cast<size_t>(options_.max_unconfirmed_iterations));
+    }
+    opened = exchange_.open(
+        {.kind = kind,
+         .tag = tag.value(),
+         .schedule = known == schedules_.end() || options_.learn_always
+                         ? 0
+                         : known->second.fingerprint(),
+         .settings = settings,
+         .slices = has_slices ? of_slices.value() : 0},
+        awaits);
+  } catch (...) {
+    if (exchange_.is_broken() || !is_cpu(*meshes_)) break_off();
+    throw;
+  }
+  facts_ = {.tag = kind == SegmentKind::kShadow ? opened.tag : tag.value(),
+            .kept_before = unsharded,
+            .has_grad = has_grad,
+            .is_shadow = kind == SegmentKind::kShadow};
+  const auto schedule = schedules_.find(facts_.tag);
+  SegmentRun::Plan plan = {
+      .kind = opened.kind,
+      .rules = rules_for(opened.kind, has_grad, unsharded),
+      .schedule = opened.has_schedule && schedule != schedules_.end()
+                      ? &schedule->second
+                      : nullptr,
+      .unsharded = unsharded,
+      .has_slices =
+          opened.has_slices && opened.kind != SegmentKind::kForward,
+      .keeps_slices = opened.kind == SegmentKind::kForward && has_grad};
+  if (opened.kind == SegmentKind::kForward) {
+    for (ShardedUnit& unit : units_) unit.slices.clear();
+  }
+  plan.expected = std::vector<uint32_t>(units_.size(), 0);
+  if (kind == SegmentKind::kBackward) {
+    plan.expected = expected_gradients(last_reached_);
+  }
+  run_.emplace(
+      SegmentRun::Model{units_, *meshes_, memory_, exchange_, *progress_,
+                        options_},
+      std::move(plan));
+  ++statistics_.segments;
+  statistics_.learned_segments += run_->cursor().is_learning() ? 1 : 0;
+  kind_ = opened.kind == SegmentKind::kForward ? Open::kForward
+                                               : Open::kBackward;
+}
+
+// After run_->finish().
+void ShardedModel::close() {
+  const SegmentCursor& cursor = run_->cursor();
+  statistics_.rounds += static_cast<int64_t>(cursor.num_rounds()) - 1;
+  statistics_.late_gradients += static_cast<int64_t>(cursor.num_late());
+  if (cursor.has_deviated()) {
+    schedules_.erase(facts_.tag);
+  } else if (cursor.is_learning() && !options_.learn_always) {
+    schedules_[facts_.tag] = cursor.record();
+    plan_buffers_of(cursor.record());
+  }
+  release_after_segment();
+  memory_.drop_extra();
+  run_.reset();
+  kind_ = Open::kNone;
+}
+
+void ShardedModel::release_after_segment() {
+  const bool is_forward = run_->kind() == SegmentKind::kForward;
+  for (size_t i = 0; i < units_.size(); ++i) {
+    ShardedUnit& unit = units_[i];
+    if (!unit.gathered || unit.is_by_hand) continue;
+    const bool stays =
+        is_forward ? facts_.kept_before[i] != 0 ||
+                         (facts_.has_grad && !unit.settings.reshards_after_forward)
+                   : !unit.settings.reshards_after_backward;
+    if (stays && unit.is_bound) {
+      unbind(unit);
+    } else if (!stays) {
+      run_->release(i);
+    }
+    if (!is_forward) unit.slices.clear();
+  }
+}
+
+void ShardedModel::abandon(const std::string& error) noexcept {
+  if (!run_) return;
+  run_->fail(error);
+  schedules_.erase(facts_.tag);
+  std::fill(used_in_forward_.begin(), used_in_forward_.end(), 0);
+  if (run_->kind() != SegmentKind::kForward) {
+    std::fill(used_.begin(), used_.end(), 0);
+  }
+  if (run_->is_broken() || exchange_.is_broken()) {
+    break_off();
+  } else {
+    for (size_t i = 0; i < units_.size(); ++i) run_->release(i);
+    memory_.drop_extra();
+  }
+  run_.reset();
+  kind_ = Open::kNone;
+  depth_ = 0;
+}
+
+void ShardedModel::break_off() noexcept {
+  if (is_broken_.exchange(true)) return;
+  why_broken_ = "a rank has failed or is lost.";
+  try {
+    if (const auto error = std::current_exception()) {
+      why_broken_ = message_of(error);
+    }
+  } catch (...) {
+  }
+  for (const auto& own : meshes_->own_groups()) close_group(*own);
+  close_group(*group_);
+}
+
+void ShardedModel::plan_buffers_of(const RecordedSchedule& schedule) {
+  step_[run_->kind()] = {
+      .schedule = schedule,
+      .rules = rules_for(run_->kind(), facts_.has_grad, facts_.kept_before)};
+  const auto forward = step_.find(SegmentKind::kForward);
+  const auto backward = step_.find(SegmentKind::kBackward);
+  if (forward == step_.end() || backward == step_.end()) return;
+  std::vector<UnitBytes> sizes;
+  for (const ShardedUnit& unit : units_) {
+    sizes.push_back({.unsharded = unit.whole_bytes(),
+                     .gradients = is_due(unit) ? unit.gradient_bytes() : 0});
+  }
+  const std::vector<SegmentPlan> step = {forward->second, backward->second};
+  planned_ = plan_buffers(step, sizes, options_.max_reducing).buffer_bytes;
+  memory_.plan(planned_);
+}
+
+// ---- Forward.
+
+void ShardedModel::begin_forward() {
+  const std::lock_guard lock(mutex_);
+  if (running_backward_id() >= 0) {  // recomputation
+    if (kind_ == Open::kNone) open_backward(nullptr);
+    return;
+  }
+  TORCH_CHECK(kind_ != Open::kBackward || run_ == std::nullopt,
+              "fully_shard: a forward beside a backward of the same model, in "
+              "another thread.\nRun one after the other.");
+  if (kind_ == Open::kForward) {
+    TORCH_CHECK(is_own_thread(),
+                "fully_shard: two threads run forward of one model at once.\n"
+                "Forwards are collective: run one after the other.");
+    ++depth_;
+    return;
+  }
+  forward_thread_ = std::this_thread::get_id();
+  std::fill(used_in_forward_.begin(), used_in_forward_.end(), 0);
+  open(SegmentKind::kForward);
+  try {
+    run_->begin();
+  } catch (...) {
+    abandon(message_of(std::current_exception()));
+    throw;
+  }
+}
+
+void ShardedModel::end_forward(const std::vector<at::Tensor>& outputs) {
+  const std::lock_guard lock(mutex_);
+  if (kind_ != Open::kForward) return;
+  if (depth_ > 0) {
+    --depth_;
+    return;
+  }
+  try {
+    run_->finish({}, /*has_used_all=*/true);
+    close();
+  } catch (...) {
+    abandon(message_of(std::current_exception()));
+    throw;
+  }
+  if (!facts_.has_grad) return;
+  auto record = std::make_shared<ForwardRecord>();
+  record->expected.assign(units_.size(), 0);
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    const Parameter& parameter = parameters_[i];
+    if (used_in_forward_[i] != 0 &&
+        units_[parameter.unit].flats[parameter.flat]->is_trained(
+            parameter.in_flat)) {
+      ++record->expected[parameter.unit];
+    }
+  }
+  forwards_.push_back(record);
+  last_forward_ = record;
+  watch_outputs(outputs, alive_, [this, record] {
+    const std::lock_guard reached(mutex_);
+    if (kind_ == Open::kNone && running_backward_id() != last_backward_) {
+      open_backward(record);
+    }
+    record->is_done = true;
+  });
+}
+
+void ShardedModel::forward_failed(const std::exception_ptr& error) noexcept {
+  const std::lock_guard lock(mutex_);
+  if (kind_ != Open::kForward || !is_own_thread()) return;
+  if (depth_ > 0) {
+    --depth_;
+    return;
+  }
+  abandon(message_of(error));
+}
+
+// ---- Backward.
+
+std::vector<uint32_t> ShardedModel::expected_gradients(
+    const std::shared_ptr<ForwardRecord>& reached) const {
+  std::vector<uint32_t> expected(units_.size(), 0);
+  const auto add = [&](const ForwardRecord& record) {
+    for (size_t i = 0; i < units_.size(); ++i) {
+      if (is_due(units_[i])) {
+        expected[i] = std::max(expected[i], record.expected[i]);
+      }
+    }
+  };
+  bool has_reached = reached == nullptr;
+  for (const auto& weak : forwards_) {
+    const auto record = weak.lock();
+    if (!record || record->is_done) continue;
+    add(*record);
+    has_reached |= record == reached;
+  }
+  if (!has_reached) add(*reached);
+  return expected;
+}
+
+void ShardedModel::open_backward(
+    const std::shared_ptr<ForwardRecord>& reached) {
+  const bool is_reduced = std::ranges::any_of(
+      units_, [this](const ShardedUnit& unit) { return is_due(unit); });
+  last_reached_ = reached;
+  open(is_reduced ? SegmentKind::kBackward : SegmentKind::kLocalBackward);
+  last_reached_ = nullptr;
+  const int backward = running_backward_id();
+  if (backward >= 0) {
+    watch_backward_end(
+        alive_,
+        [this, backward] {
+          const std::lock_guard lock(mutex_);
+          last_backward_ = backward;
+          end_backward();
+        },
+        [this] {
+          const std::lock_guard lock(mutex_);
+          abandon("its backward has thrown");
+        });
+  }
+  for (const Parameter& parameter : parameters_) {
+    const ParameterSpec& spec =
+        units_[parameter.unit].flats[parameter.flat]->parameters()
+            [parameter.in_flat];
+    const at::Tensor& gradient = spec.tensor.grad();
+    TORCH_CHECK(!gradient.defined() || shard_of(gradient) != nullptr,
+                "fully_shard: the gradient of '", spec.name,
+                "' is a plain tensor.\nSet it to None before backward.");
+  }
+  run_->begin();
+  for (size_t i = 0; i < units_.size(); ++i) {
+    const ShardedUnit& unit = units_[i];
+    if (!is_due(unit)) continue;
+    const bool has_held = std::ranges::any_of(unit.flats, [&](const auto& flat) {
+      return flat->has_gradients() ||
+             (flat->row_sum().defined() && unit.settings.sums_over_replicas);
+    });
+    if (has_held) run_->add_held_gradients(i);
+  }
+}
+
+void ShardedModel::take(VariableIndex variable, const at::Tensor& gradient) {
+  const std::lock_guard lock(mutex_);
+  TORCH_CHECK(kind_ != Open::kForward,
+              "fully_shard: a backward inside of forward() brings gradients.\n"
+              "Call backward() after it, or torch::autograd::grad().");
+  if (kind_ == Open::kNone) open_backward(nullptr);
+  const size_t number = number_of_hooked_[variable.parameter];
+  const Parameter& parameter = parameters_[number];
+  used_[number] = 1;
+  run_->accumulate(parameter.unit, parameter.flat, parameter.in_flat, gradient,
+                   is_due(units_[parameter.unit]));
+}
+
+at::Tensor ShardedModel::gradient_slot(const at::Tensor& parameter) {
+  const Shard* const shard = shard_of(parameter);
+  TORCH_CHECK_VALUE(shard != nullptr && shard->owner == this,
+                    "fully_shard: expected a parameter of this model, found a "
+                    "tensor of ",
+                    parameter.sizes(), ".\nGive the parameter itself.");
+  const std::lock_guard lock(mutex_);
+  if (kind_ != Open::kBackward || running_backward_id() < 0 ||
+      !accumulates_all_gradients() || !parameter.requires_grad()) {
+    return {};
+  }
+  const Parameter& found = parameters_[shard->number];
+  run_->prepare_gradients(found.unit);
+  return units_[found.unit].flats[found.flat]->gradient_slot(found.in_flat);
+}
+
+void ShardedModel::end_backward() {
+  if (!run_) return;
+  std::vector<at::Tensor> hooked;
+  try {
+    bool has_used_all = true;
+    if (run_->kind() == SegmentKind::kBackward) {
+      for (size_t i = 0; i < parameters_.size(); ++i) {
+        const ShardedUnit& unit = units_[parameters_[i].unit];
+        has_used_all &= used_[i] != 0 || !is_due(unit) ||
+                        !unit.flats[parameters_[i].flat]->is_trained(
+                            parameters_[i].in_flat);
+      }
+    }
+    run_->finish(used_, has_used_all);
+    deliver(hooked);
+    close();
+  } catch (...) {
+    abandon(message_of(std::current_exception()));
+    throw;
+  }
+  last_forward_ = nullptr;
+  if (!hooked.empty()) call_hooks_behind_backward(std::move(hooked));
+}
+
+void ShardedModel::deliver(std::vector<at::Tensor>& hooked) {
+  if (run_->kind() != SegmentKind::kBackward) return;
+  const std::vector<char>& used = run_->used_anywhere();
+  for (const ShardedUnit& unit : units_) {
+    const ShardTransport& transport = *unit.transport;
+    const bool over_replicas =
+        unit.settings.sums_over_replicas || transport.num_replicas() == 1;
+    const double divisor = unit.settings.gradient_divisor.value_or(
+        transport.num_shards() * transport.num_replicas());
+    const bool is_scaled = unit.comm_hook || transport.scales();
+    for (const auto& flat : unit.flats) {
+      if (!flat->has_sum()) continue;
+      const size_t first = flat->options().first_number;
+      const size_t count = flat->parameters().size();
+      if (!over_replicas) {
+        flat->keep_row_sum();
+        continue;
+      }
+      const std::vector<char> of_flat(
+          used.begin() + static_cast<ptrdiff_t>(first),
+          used.begin() + static_cast<ptrdiff_t>(first + count));
+      flat->deliver(of_flat, is_scaled ? 1 : 1 / divisor);
+      flat->drop_row_sum();
+      for (size_t i = 0; i < count; ++i) {
+        used_[first + i] = 0;
+        const at::Tensor& tensor = flat->parameters()[i].tensor;
+        if (of_flat[i] != 0 && has_post_accumulate_hooks(tensor)) {
+          hooked.push_back(tensor);
+        }
+      }
+    }
+  }
+}
+
+}  // namespace brigade

@@ -1,0 +1,217 @@
+// Between forwards and backwards.
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <cmath>
+#include <functional>
+#include <span>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "brigade/comm/errors/message_of.h"
+#include "brigade/comm/streams/stream_join.h"
+#include "brigade/fsdp/layout/digest.h"
+#include "brigade/fsdp/sharded_model.h"
+#include "brigade/fsdp/streams/stream_point.h"
+
+namespace brigade {
+namespace {
+
+// In float64, also of complex elements.
+at::Tensor norm_of(const at::Tensor& tensor, double p) {
+  return at::linalg_vector_norm(tensor.is_complex() ? tensor.abs() : tensor, p,
+                                at::OptionalIntArrayRef(), /*keepdim=*/false,
+                                at::kDouble);
+}
+
+std::string mebibytes(int64_t bytes) {
+  return absl::StrCat(static_cast<double>(bytes * 100 / (1 << 20)) / 100,
+                      " MiB");
+}
+
+}  // namespace
+
+void ShardedModel::unshard(std::span<const size_t> units, bool may_write) {
+  const std::lock_guard lock(mutex_);
+  if (kind_ != Open::kNone) {  // a part of the segment
+    run_->use(units);
+    return;
+  }
+  check_usable();
+  adopt_pieces();
+  release_stale();
+  std::vector<size_t> missing;
+  Digest digest;
+  for (const size_t unit : units) {
+    digest.add(unit).add(units_.at(unit).gathered ? 1 : 0);
+    if (!units_[unit].gathered) missing.push_back(unit);
+  }
+  exchange_.ask(absl::StrCat("unshards ", units.size(), " units"),
+                digest.add(may_write ? 1 : 0).value());
+  SegmentRun run({units_, *meshes_, memory_, exchange_, *progress_, options_},
+                 {.rules = rules_for(SegmentKind::kForward, false,
+                                     std::vector<char>(units_.size(), 0))});
+  for (const size_t unit : missing) run.all_gather(unit);
+  run.throw_noted();
+  for (const size_t unit : units) {
+    run.wait_for(unit);
+    units_[unit].is_by_hand = true;
+  }
+  may_write_ = may_write;
+}
+
+void ShardedModel::reshard(std::span<const size_t> units) {
+  const std::lock_guard lock(mutex_);
+  SegmentRun run({units_, *meshes_, memory_, exchange_, *progress_, options_},
+                 {.rules = rules_for(SegmentKind::kForward, false,
+                                     std::vector<char>(units_.size(), 0))});
+  for (const size_t number : units) {
+    ShardedUnit& unit = units_.at(number);
+    if (!std::exchange(unit.is_by_hand, false)) continue;
+    if (may_write_) {
+      for (const auto& flat : unit.flats) flat->read_own_slice();
+      unit.slices.clear();
+    }
+    if (kind_ == Open::kNone) run.release(number);
+  }
+}
+
+void ShardedModel::reduce() {
+  const std::lock_guard lock(mutex_);
+  TORCH_CHECK(kind_ == Open::kNone,
+              "fully_shard: reduce() inside of a forward or backward.\nCall it "
+              "between them.");
+  open_backward(nullptr);
+  end_backward();
+}
+
+void ShardedModel::meet_peers() {
+  const std::lock_guard lock(mutex_);
+  check_usable();
+  exchange_.ask("meets its peers", 0);
+}
+
+int64_t ShardedModel::num_ranks_with(bool has_data) {
+  const std::lock_guard lock(mutex_);
+  check_usable();
+  return exchange_.ask("counts ranks with data", 0, has_data ? 1 : 0);
+}
+
+void ShardedModel::step_without_data() {
+  const std::lock_guard lock(mutex_);
+  SegmentKind kind = SegmentKind::kShadow;
+  do {
+    open(SegmentKind::kShadow);
+    kind = run_->kind();
+    try {
+      run_->begin();
+      if (kind != SegmentKind::kForward) {
+        end_backward();
+      } else {
+        run_->finish({}, /*has_used_all=*/true);
+        close();
+      }
+    } catch (...) {
+      abandon(message_of(std::current_exception()));
+      throw;
+    }
+  } while (kind != SegmentKind::kBackward);
+}
+
+double ShardedModel::clip_grad_norm(double max_norm, double p) {
+  TORCH_CHECK_VALUE(p > 0, "clip_grad_norm: expected p > 0, found ", p,
+                    ".\nGive 2 for the Euclidean norm, or infinity.");
+  const std::lock_guard lock(mutex_);
+  check_usable();
+  const at::NoGradGuard no_grad;
+  const bool is_max = std::isinf(p);
+  std::vector<at::Tensor> norms;
+  std::vector<at::Tensor> pieces;  // of gradients
+  for (const ShardedUnit& unit : units_) {
+    for (const at::Tensor& parameter : unit.parameters) {
+      const Shard* const gradient = shard_of(parameter.grad());
+      if (gradient == nullptr || gradient->local.numel() == 0) continue;
+      pieces.push_back(gradient->local);
+      if (unit.is_first_replica) norms.push_back(norm_of(gradient->local, p));
+    }
+  }
+  const c10::Device device = meshes_->streams().device();
+  at::Tensor by_rank = at::zeros(
+      {group_->getSize()}, at::TensorOptions(at::kDouble).device(device));
+  if (!norms.empty()) {
+    const at::Tensor all = at::stack(norms);
+    by_rank[group_->getRank()].copy_(is_max ? all.amax() : all.pow(p).sum());
+  }
+  const StreamPoint made = StreamPoint::now(device);
+  ShardTransport::FuturePtr summed;
+  {
+    const auto on_gathers = meshes_->streams().for_gathers();
+    made.wait();
+    summed = meshes_->root().all_reduce(by_rank);
+  }
+  summed->waitAndThrow();
+  const at::Tensor total = is_max ? by_rank.amax() : by_rank.sum().pow(1 / p);
+  const auto norm = total.item<double>();
+  const double factor = max_norm / (norm + 1e-6);
+  if (!(factor >= 1) && !pieces.empty()) {  // not a number is handed on
+    at::_foreach_mul_(pieces, factor);
+  }
+  return norm;
+}
+
+ShardedModelStatistics ShardedModel::statistics() const {
+  const std::lock_guard lock(mutex_);
+  ShardedModelStatistics all = statistics_;
+  const ShardTransport::Sent sent = meshes_->sent();
+  all.sent_by_gathers = sent.by_gathers;
+  all.sent_by_sums = sent.by_sums;
+  all.all_gathers = progress_->launched;
+  all.buffer_bytes = memory_.total_bytes();
+  all.peak_buffer_bytes = memory_.peak_bytes();
+  for (const int64_t bytes : planned_) all.planned_buffer_bytes += bytes;
+  all.extra_buffers = static_cast<int64_t>(memory_.num_extra());
+  for (const ShardedUnit& unit : units_) {
+    for (const auto& flat : unit.flats) {
+      const auto size =
+          static_cast<int64_t>(c10::elementSize(flat->dtype()));
+      all.shard_bytes += flat->layout().shard_numel() * size;
+      all.padding_bytes += flat->layout().padding_numel() * size;
+    }
+  }
+  return all;
+}
+
+std::string ShardedModel::explain() const {
+  const std::lock_guard lock(mutex_);
+  std::string text = absl::StrCat(units_.size(), " units on ",
+                                  group_->getSize(), " ranks\n");
+  for (size_t i = 0; i < units_.size(); ++i) {
+    const ShardedUnit& unit = units_[i];
+    absl::StrAppend(
+        &text, "unit ", i, " '", unit.name, "': ", unit.parameters.size(),
+        " parameters, unsharded ", mebibytes(unit.whole_bytes()),
+        ", gradients ", mebibytes(unit.gradient_bytes()), ", ",
+        unit.settings.reshards_after_forward ? "resharded after forward"
+                                             : "kept from forward to backward",
+        "\n");
+  }
+  for (const auto& [kind, plan] : step_) {
+    absl::StrAppend(&text,
+                    kind == SegmentKind::kForward ? "forward:" : "backward:");
+    for (const ScheduleEntry& entry : plan.schedule.entries) {
+      absl::StrAppend(
+          &text,
+          entry.kind == ScheduleEntry::Kind::kAllGather ? " gather " : " reduce ",
+          entry.unit);
+    }
+    absl::StrAppend(&text, "\n");
+  }
+  absl::StrAppend(&text, "buffers:");
+  for (const int64_t bytes : planned_) {
+    absl::StrAppend(&text, " ", mebibytes(bytes));
+  }
+  return text + "\n";
+}
+
+}  // namespace brigade

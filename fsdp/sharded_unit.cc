@@ -1,0 +1,398 @@
+#include "brigade/fsdp/sharded_unit.h"
+
+#include <ATen/core/grad_mode.h>
+#include <c10/util/hash.h>
+
+#include <algorithm>
+#include <functional>
+#include <map>
+#include <tuple>
+#include <utility>
+
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
+#include "brigade/comm/agreement.h"
+#include "brigade/comm/group/control_device.h"
+#include "brigade/comm/subgroup.h"
+#include "brigade/fsdp/parameter_memory.h"
+#include "brigade/fsdp/transport/mesh_ranks.h"
+
+namespace brigade {
+namespace {
+
+using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
+using Requests = std::vector<UnitRequest>;
+
+// ---- What ranks must have alike.
+
+std::string dtype_name(const std::optional<at::ScalarType>& dtype) {
+  return dtype ? c10::toString(*dtype) : "own";
+}
+
+std::string number_or_all(const std::optional<int>& number) {
+  return number ? absl::StrCat(*number) : "all";
+}
+
+std::string describe(const FullyShardOptions& options) {
+  return absl::StrCat(
+      "options of fully_shard: num_shards ", number_or_all(options.num_shards),
+      ", reshard_after_forward ", options.reshard_after_forward,
+      ", reshard_to ", number_or_all(options.reshard_to), ", prefetch_depth ",
+      options.prefetch_depth, ", max_reducing ", options.max_reducing,
+      ", param_dtype ", dtype_name(options.param_dtype), ", output_dtype ",
+      dtype_name(options.output_dtype), ", reduce_dtype ",
+      dtype_name(options.reduce_dtype), ", broadcast_parameters ",
+      options.broadcast_parameters, ", reproducible ", options.reproducible,
+      ", learn_always ", options.learn_always,
+      ", max_unconfirmed_iterations ", options.max_unconfirmed_iterations,
+      ", comm_hook ",
+      options.comm_hook ? options.comm_hook->hook_name() : "none");
+}
+
+std::string describe(const UnitRequest& unit, const ParameterSpec& parameter) {
+  const at::Tensor& tensor = parameter.tensor;
+  // On other meshes names differ.
+  std::string text = unit.mesh ? "unit with a mesh of its own"
+                               : absl::StrCat("unit '", unit.name, "'");
+  if (unit.parent) absl::StrAppend(&text, " (in unit ", *unit.parent, ")");
+  if (unit.reshard_after_forward) {
+    absl::StrAppend(&text, " (reshards ", *unit.reshard_after_forward, ")");
+  }
+  if (unit.reshard_to) {
+    absl::StrAppend(&text, " (reshards to ", *unit.reshard_to, ")");
+  }
+  if (unit.spans_segments) absl::StrAppend(&text, " (spans segments)");
+  absl::StrAppend(&text, ": ");
+  if (!unit.mesh) absl::StrAppend(&text, "'", parameter.name, "' ");
+  if (parameter.block_numel != 1) {
+    absl::StrAppend(&text, "in blocks of ", parameter.block_numel, " ");
+  }
+  if (parameter.compute_dtype) {
+    absl::StrAppend(&text, "computed in ",
+                    c10::toString(*parameter.compute_dtype), " ");
+  }
+  return text + (tensor.defined()
+                     ? c10::str(tensor.device().type(), ' ',
+                                tensor.scalar_type(), ' ', tensor.sizes(), ' ',
+                                tensor.strides())
+                     : "undefined");
+}
+
+absl::Status check_reshard_to(std::optional<int> found, int num_shards) {
+  if (!found ||
+      (*found > 1 && *found < num_shards && num_shards % *found == 0)) {
+    return absl::OkStatus();
+  }
+  return absl::InvalidArgumentError(absl::StrCat(
+      "fully_shard: expected reshard_to to be more than 1, less than the "
+      "number of shards, ",
+      num_shards, ", and to divide it, found ", *found,
+      ".\nGive the ranks of a host, or leave it out."));
+}
+
+absl::Status check_options(const FullyShardOptions& options, int num_ranks) {
+  if (options.num_shards &&
+      (*options.num_shards < 1 || num_ranks % *options.num_shards != 0)) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "fully_shard: expected num_shards to divide the number of ranks, ",
+        num_ranks, ", found ", *options.num_shards,
+        ".\nGive the ranks of a host, or leave it out for all."));
+  }
+  if (options.max_reducing < 1) {
+    return absl::InvalidArgumentError(
+        "fully_shard: expected max_reducing >= 1, found 0.\nGive 2.");
+  }
+  if (options.max_unconfirmed_iterations < 0 ||
+      options.max_unconfirmed_iterations > 16) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "fully_shard: expected max_unconfirmed_iterations from 0 to 16, found ",
+        options.max_unconfirmed_iterations, ".\nGive 1."));
+  }
+  for (const auto& dtype :
+       {options.param_dtype, options.reduce_dtype, options.output_dtype}) {
+    if (dtype && !at::isFloatingType(*dtype)) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          "fully_shard: expected a floating dtype, found ",
+          c10::toString(*dtype), ".\nGive bfloat16, for instance."));
+    }
+  }
+  return check_reshard_to(options.reshard_to,
+                          options.num_shards.value_or(num_ranks));
+}
+
+// `device`: of the first parameter.
+absl::Status check_parameter(const UnitRequest& unit,
+                             const ParameterSpec& parameter,
+                             c10::Device device) {
+  const auto refuse = [&](const auto&... words) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("fully_shard: parameter '", parameter.name, "' of unit '",
+                     unit.name, "' ", words...));
+  };
+  const at::Tensor& tensor = parameter.tensor;
+  if (!tensor.defined()) return refuse("is undefined.");
+  if (tensor.device() != device) {
+    return refuse("is on ", tensor.device().str(), ", the first one on ",
+                  device.str(), ".\nMove the module to one device.");
+  }
+  if (shard_of(tensor) != nullptr) {
+    return refuse("is sharded already.\nShard each parameter once.");
+  }
+  if (tensor.layout() != at::kStrided ||
+      !tensor.is_non_overlapping_and_dense()) {
+    return refuse("is not dense.\nUse a dense parameter.");
+  }
+  if (parameter.block_numel < 1) {
+    return refuse("is not to be cut in blocks of ", parameter.block_numel,
+                  " elements.\nGive 1, or the length of a row, for instance.");
+  }
+  if (parameter.compute_dtype &&
+      !at::isFloatingType(*parameter.compute_dtype)) {
+    return refuse("can't be computed in ",
+                  c10::toString(*parameter.compute_dtype),
+                  ".\nGive bfloat16, for instance.");
+  }
+  if (!tensor.is_leaf()) {
+    return refuse(
+        "was computed from others.\nShard the parameters of a "
+        "module, which are leaves.");
+  }
+  return absl::OkStatus();
+}
+
+absl::Status check_units(const c10d::ProcessGroup& group,
+                         const Requests& requests, int num_shards) {
+  ParameterMemory memory;
+  std::optional<c10::Device> device;
+  for (const UnitRequest& unit : requests) {
+    if (unit.parameters.empty()) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("fully_shard: unit '", unit.name,
+                       "' has no parameters.\nMake a unit of a module that "
+                       "has some of its own."));
+    }
+    absl::Status status = check_reshard_to(
+        unit.reshard_to, unit.mesh ? unit.mesh->row_length() : num_shards);
+    for (const ParameterSpec& parameter : unit.parameters) {
+      if (!device && parameter.tensor.defined()) {
+        device = parameter.tensor.device();
+      }
+      status.Update(check_parameter(unit, parameter, device.value_or(at::kCPU)));
+      if (!status.ok()) return status;
+      if (!device->is_meta() && !supports_device(group, device->type())) {
+        return absl::InvalidArgumentError(absl::StrCat(
+            "fully_shard: parameter '", parameter.name, "' of unit '",
+            unit.name, "' is on ", device->str(),
+            ", for which the group has no backend.\n"
+            "Move the module to the group's device before it is sharded."));
+      }
+      const std::string* const owner = memory.take(
+          parameter.tensor,
+          absl::StrCat("'", parameter.name, "' of unit '", unit.name, "'"));
+      if (owner == nullptr || parameter.tensor.is_meta()) continue;
+      return absl::InvalidArgumentError(
+          absl::StrCat("fully_shard: parameter '", parameter.name,
+                       "' of unit '", unit.name, "' shares its memory with ",
+                       *owner, ".\nPut tied parameters into one unit, once."));
+    }
+  }
+  return absl::OkStatus();
+}
+
+void require_alike(const Group& group, const Requests& requests,
+                   const FullyShardOptions& options) {
+  absl::Status status = check_options(options, group->getSize());
+  if (status.ok()) {
+    status = check_units(*group, requests,
+                         options.num_shards.value_or(group->getSize()));
+  }
+  std::vector<std::string> items = {describe(options)};
+  for (const UnitRequest& unit : requests) {
+    for (const ParameterSpec& parameter : unit.parameters) {
+      items.push_back(describe(unit, parameter));
+    }
+  }
+  require_agreement(group, control_device(*group), "sharded parameter", items,
+                    status);
+}
+
+// ---- Meshes.
+
+// Of what ranks of one mesh have alike, and others need not.
+uint64_t digest_of_names(const UnitRequest& unit) {
+  size_t digest = std::hash<std::string>{}(unit.name);
+  for (const ParameterSpec& parameter : unit.parameters) {
+    digest =
+        c10::hash_combine(digest, std::hash<std::string>{}(parameter.name));
+  }
+  return digest;
+}
+
+// All 0 unless some have meshes, which is known to be alike on all ranks.
+std::vector<size_t> number_meshes_of(const Group& group,
+                                     const Requests& requests) {
+  std::vector<NamedMesh> meshes;
+  for (const UnitRequest& unit : requests) {
+    meshes.push_back({.unit = unit.name,
+                      .mesh = unit.mesh,
+                      .digest = digest_of_names(unit)});
+  }
+  const bool has_some = std::ranges::any_of(
+      meshes, [](const NamedMesh& unit) { return unit.mesh.has_value(); });
+  return has_some ? number_meshes(group, meshes)
+                  : std::vector<size_t>(requests.size(), 0);
+}
+
+// From the first rank of each unit's mesh.
+void broadcast_parameters(const Group& group, const Requests& requests,
+                          const std::vector<size_t>& mesh_numbers) {
+  const at::NoGradGuard no_grad;
+  std::map<size_t, std::unique_ptr<GroupScope>> scopes;
+  for (size_t i = 0; i < requests.size(); ++i) {
+    const UnitRequest& unit = requests[i];
+    Group of_mesh = group;
+    if (mesh_numbers[i] > 0) {
+      auto& scope = scopes[mesh_numbers[i]];
+      if (!scope) {
+        scope.reset(new GroupScope(make_subgroup(
+            group, unit.mesh->ranks, unit.parameters.front().tensor.device())));
+      }
+      of_mesh = scope->group();
+    }
+    if (of_mesh->getSize() == 1) continue;
+    for (const ParameterSpec& parameter : unit.parameters) {
+      if (parameter.tensor.numel() == 0 || parameter.tensor.is_meta()) continue;
+      const at::Tensor values = parameter.tensor.detach();
+      std::vector<at::Tensor> sent = {values.contiguous()};
+      of_mesh->broadcast(sent)->wait();
+      if (!values.is_same(sent.front())) values.copy_(sent.front());
+    }
+  }
+}
+
+// ---- Units.
+
+// Parameters of one dtype, also in forward, that have elements. Those that are
+// frozen don't travel with others' gradients.
+std::vector<std::vector<size_t>> flats_of(const UnitRequest& unit) {
+  std::vector<std::vector<size_t>> flats;
+  const auto kind = [&](size_t i) {
+    const ParameterSpec& parameter = unit.parameters[i];
+    return std::tuple(parameter.tensor.scalar_type(),
+                      parameter.tensor.requires_grad(),
+                      parameter.compute_dtype);
+  };
+  for (size_t i = 0; i < unit.parameters.size(); ++i) {
+    if (unit.parameters[i].tensor.numel() == 0) continue;
+    const auto found =
+        std::ranges::find_if(flats, [&](const std::vector<size_t>& flat) {
+          return kind(flat.front()) == kind(i);
+        });
+    if (found == flats.end()) {
+      flats.push_back({i});
+    } else {
+      found->push_back(i);
+    }
+  }
+  return flats;
+}
+
+at::ScalarType dtype_or(std::optional<at::ScalarType> chosen,
+                        at::ScalarType own) {
+  return chosen && at::isFloatingType(own) ? *chosen : own;
+}
+
+UnitSettings settings_of(const UnitRequest& request,
+                         const FullyShardOptions& options) {
+  UnitSettings settings;
+  settings.reshards_after_forward = request.reshard_after_forward.value_or(
+      options.reshard_after_forward &&
+      (!request.spans_segments || request.reshard_to));
+  settings.reshards_to = request.reshard_to || request.mesh
+                             ? request.reshard_to
+                             : options.reshard_to;
+  settings.spans_passes = request.spans_segments;
+  return settings;
+}
+
+}  // namespace
+
+ShardedUnits make_sharded_units(std::vector<UnitRequest> requests,
+                                const Group& group,
+                                const FullyShardOptions& options,
+                                ParameterOwner& owner) {
+  TORCH_CHECK_VALUE(group,
+                    "fully_shard: the process group is null.\nGive that of "
+                    "init_process_group().");
+  c10::Device device = at::kCPU;
+  if (!requests.empty() && !requests.front().parameters.empty() &&
+      requests.front().parameters.front().tensor.defined()) {
+    device = requests.front().parameters.front().tensor.device();
+    suggest_control_device(group, device);
+  }
+  require_alike(group, requests, options);
+  const std::vector<size_t> numbers = number_meshes_of(group, requests);
+  if (options.broadcast_parameters) {
+    broadcast_parameters(group, requests, numbers);
+  }
+  const UnitMesh of_model = {.ranks = row_of(0, group->getSize()),
+                             .num_shards = options.num_shards};
+  std::vector<MeshRequest> mesh_requests;
+  for (size_t i = 0; i < requests.size(); ++i) {
+    mesh_requests.push_back(
+        {.mesh = requests[i].mesh,
+         .number = numbers[i],
+         .neighbours = settings_of(requests[i], options).reshards_to});
+  }
+  ShardedUnits made;
+  made.meshes = std::make_unique<ShardMeshes>(
+      group, of_model.row_length(), device.is_meta() ? at::kCPU : device,
+      mesh_requests, options.reproducible);
+  size_t num_parameters = 0;
+  for (size_t number = 0; number < requests.size(); ++number) {
+    const UnitRequest& request = requests[number];
+    const UnitMesh& mesh = request.mesh ? *request.mesh : of_model;
+    const int place = mesh.place_of(group->getRank());
+    const ShardMeshes::Mesh& on = made.meshes->of(numbers[number]);
+    ShardedUnit unit;
+    unit.name = request.name;
+    unit.settings = settings_of(request, options);
+    unit.comm_hook = options.comm_hook;
+    unit.parent = request.parent;
+    unit.has_mesh = request.mesh.has_value();
+    unit.is_first_replica = place < mesh.row_length();
+    unit.mesh_number = numbers[number];
+    unit.transport = on.transport.get();
+    unit.uses.emplace(made.meshes->streams().device());
+    for (const std::vector<size_t>& members : flats_of(request)) {
+      std::vector<ParameterSpec> parameters;
+      for (const size_t i : members) {
+        parameters.push_back(request.parameters[i]);
+      }
+      const at::ScalarType dtype = parameters.front().tensor.scalar_type();
+      const auto compute_dtype = parameters.front().compute_dtype
+                                     ? parameters.front().compute_dtype
+                                     : options.param_dtype;
+      const size_t first_number = num_parameters;
+      num_parameters += parameters.size();
+      unit.flats.push_back(std::make_unique<FlatShard>(
+          std::move(parameters),
+          FlatShardOptions{
+              .num_ranks = mesh.row_length(),
+              .rank = place % mesh.row_length(),
+              .compute_dtype = dtype_or(compute_dtype, dtype),
+              .reduce_dtype = dtype_or(options.reduce_dtype, dtype),
+              .group = on.row,
+              .owner = &owner,
+              .unit = number,
+              .first_number = first_number}));
+    }
+    for (const ParameterSpec& parameter : request.parameters) {
+      unit.parameters.push_back(parameter.tensor);
+    }
+    made.units.push_back(std::move(unit));
+  }
+  return made;
+}
+
+}  // namespace brigade

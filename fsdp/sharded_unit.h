@@ -1,0 +1,113 @@
+// Parameters that are gathered together, and released together.
+
+#ifndef BRIGADE_FSDP_SHARDED_UNIT_H_
+#define BRIGADE_FSDP_SHARDED_UNIT_H_
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
+
+#include <cstddef>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "brigade/fsdp/buffer_memory.h"
+#include "brigade/fsdp/flat_shard.h"
+#include "brigade/fsdp/fully_shard_options.h"
+#include "brigade/fsdp/schedule/unit_settings.h"
+#include "brigade/fsdp/shard_meshes.h"
+#include "brigade/fsdp/streams/stream_uses.h"
+#include "brigade/fsdp/units/reduction_hook.h"
+
+namespace brigade {
+
+// What a unit is made of.
+struct UnitRequest {
+  std::string name;  // "blocks.2"; of the outermost unit perhaps empty
+  std::vector<ParameterSpec> parameters = {};  // each in one unit only
+  // The unit around it, which comes before it. Unset: none.
+  std::optional<size_t> parent = std::nullopt;
+  // Unset: as the options say.
+  std::optional<bool> reshard_after_forward = std::nullopt;
+  std::optional<int> reshard_to = std::nullopt;
+  // Its modules are used here and there, as the norms of all blocks are: it
+  // stays unsharded from its first use to the segment's end.
+  bool spans_segments = false;
+  // Ranks that hold these parameters. Unset: all.
+  std::optional<UnitMesh> mesh = std::nullopt;
+};
+
+struct ShardedUnit {
+  using FuturePtr = ShardTransport::FuturePtr;
+
+  // One all-gather of all flats into a buffer.
+  struct Gathered {
+    Lease lease = {};
+    std::vector<at::Tensor> wholes = {};   // by flat
+    std::vector<FuturePtr> futures = {};   // by flat that travels
+  };
+
+  std::string name;
+  std::vector<std::unique_ptr<FlatShard>> flats = {};
+  std::vector<at::Tensor> parameters = {};  // in the order of the request
+  UnitSettings settings = {};
+  std::shared_ptr<ReductionHook> comm_hook = nullptr;
+  std::optional<size_t> parent = std::nullopt;
+  bool has_mesh = false;  // of its own
+  bool is_first_replica = true;
+  size_t mesh_number = 0;
+  ShardTransport* transport = nullptr;
+
+  // ---- Unsharded.
+  std::optional<Gathered> gathered = std::nullopt;
+  bool is_bound = false;   // parameters read it
+  bool is_stale = false;   // shards were written since it was gathered
+  bool is_by_hand = false;  // until ShardedModel::reshard()
+  std::optional<StreamUses> uses = std::nullopt;
+  Lease kept = {};  // settings.keeps_storage: while it is sharded
+
+  // ---- Slices for all-gathers among neighbours; by flat, none: none.
+  std::vector<at::Tensor> slices = {};
+
+  // ---- Gradients.
+  Lease gradients = {};
+  int64_t whole_bytes() const {
+    int64_t bytes = 0;
+    for (const auto& flat : flats) bytes += flat->whole_bytes();
+    return bytes;
+  }
+  int64_t gradient_bytes() const {
+    int64_t bytes = 0;
+    for (const auto& flat : flats) {
+      if (flat->is_trained()) bytes += flat->gradient_bytes();
+    }
+    return bytes;
+  }
+  bool is_trained() const {
+    for (const auto& flat : flats) {
+      if (flat->is_trained()) return true;
+    }
+    return false;
+  }
+};
+
+struct ShardedUnits {
+  std::unique_ptr<ShardMeshes> meshes;
+  std::vector<ShardedUnit> units;
+};
+
+// Collective: compares requests and options across ranks, broadcasts the
+// parameters, connects the meshes and shards the parameters in place.
+//
+// Throws ValueError on all ranks alike if requests or options differ or make no
+// sense, a parameter is in two units, shares memory with another one, is
+// sharded already, not dense or no leaf. No parameter is changed then.
+ShardedUnits make_sharded_units(
+    std::vector<UnitRequest> requests,
+    const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+    const FullyShardOptions& options, ParameterOwner& owner);
+
+}  // namespace brigade
+
+#endif  // BRIGADE_FSDP_SHARDED_UNIT_H_
