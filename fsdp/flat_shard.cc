@@ -44,7 +44,7 @@ FlatShard::FlatShard(std::vector<ParameterSpec> parameters,
       layout_(layout_of(parameters_, options_.num_ranks)),
       is_written_(parameters_.size(), 0),
       is_lent_(parameters_.size(), 0),
-      writers_(parameters_.front().tensor.device()) {
+      writers_(std::in_place, parameters_.front().tensor.device()) {
   const at::NoGradGuard no_grad;
   shard_ = at::zeros({layout_.shard_numel()},
                      parameters_.front().tensor.detach().options());
@@ -79,6 +79,19 @@ void FlatShard::rename(size_t parameter, std::string name) {
   parameters_[parameter].name = std::move(name);
   shard_of(parameters_[parameter].tensor)->name = parameters_[parameter].name;
   if (!is_bound_) unbind_memory(parameters_[parameter].tensor);
+}
+
+void FlatShard::belong_to(ParameterOwner* owner,
+                          std::shared_ptr<ShardGroup> group, size_t unit,
+                          size_t first_number) {
+  adopt_pieces();
+  options_.owner = owner;
+  options_.group = std::move(group);
+  options_.unit = unit;
+  options_.first_number = first_number;
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    *shard_of(parameters_[i].tensor) = make_piece(i);
+  }
 }
 
 Shard FlatShard::make_piece(size_t parameter) const {
@@ -120,6 +133,13 @@ void FlatShard::in_compute_dtype(
   }
 }
 
+// Whether it is a view of shard_.
+bool FlatShard::is_own(const Shard& shard) const {
+  return shard.owner == options_.owner &&
+         shard.local.storage().unsafeGetStorageImpl() ==
+             shard_.storage().unsafeGetStorageImpl();
+}
+
 bool FlatShard::adopt_pieces() {
   bool is_other = false;
   for (const ParameterSpec& parameter : parameters_) {
@@ -127,7 +147,7 @@ bool FlatShard::adopt_pieces() {
     TORCH_CHECK(shard != nullptr, "fully_shard: parameter '", parameter.name,
                 "' was given a plain tensor.\nGive it values inside of "
                 "unsharded(), or load_state_dict().");
-    is_other |= shard->owner != options_.owner;
+    is_other |= !is_own(*shard);
   }
   if (!is_other) return false;
   const at::NoGradGuard no_grad;
@@ -151,7 +171,7 @@ bool FlatShard::adopt_pieces() {
       options_.reduce_dtype = first.scalar_type();
     }
     shard_ = at::zeros({layout_.shard_numel()}, first.options());
-    writers_ = StreamUses(shard_.device());
+    writers_.emplace(shard_.device());
     sum_.reset();
     row_sum_.reset();
     given_.reset();
@@ -159,8 +179,8 @@ bool FlatShard::adopt_pieces() {
   for (size_t i = 0; i < parameters_.size(); ++i) {
     Shard& shard = *shard_of(parameters_[i].tensor);
     const Shard own = make_piece(i);
-    if (is_converted || shard.owner != options_.owner) {
-      own.local.copy_(shard.local);
+    if (is_converted || !is_own(shard)) {
+      if (!own.local.is_meta()) own.local.copy_(shard.local);
       shard = own;
       if (!is_bound_) unbind_memory(parameters_[i].tensor);
     }
@@ -230,7 +250,7 @@ void FlatShard::set_gradients(at::Tensor bytes) {
       as_elements(bytes, options_.reduce_dtype, layout_.whole_numel());
   std::ranges::fill(is_written_, 0);
   std::ranges::fill(is_lent_, 0);
-  writers_.forget();
+  writers_->forget();
 }
 
 void FlatShard::accumulate(size_t parameter, const at::Tensor& gradient) {
@@ -241,7 +261,7 @@ void FlatShard::accumulate(size_t parameter, const at::Tensor& gradient) {
       gradient.const_data_ptr() == slot.const_data_ptr() &&
       gradient.strides() == slot.strides();
   is_lent_[parameter] = 0;
-  writers_.join();
+  writers_->join();
   if (is_written_[parameter] != 0) {
     TORCH_INTERNAL_ASSERT(!is_in_place);
     slot.add_(gradient);
@@ -249,20 +269,20 @@ void FlatShard::accumulate(size_t parameter, const at::Tensor& gradient) {
     if (!is_in_place) slot.copy_(gradient);
     is_written_[parameter] = 1;
   }
-  writers_.note();
+  writers_->note();
 }
 
 at::Tensor FlatShard::gradient_slot(size_t parameter) {
   if (is_written_[parameter] != 0 || is_lent_[parameter] != 0) return {};
   is_lent_[parameter] = 1;
-  writers_.join();
-  writers_.note();
+  writers_->join();
+  writers_->note();
   return slot_of(gradients_, parameter);
 }
 
 at::Tensor FlatShard::finish_gradients() {
   const at::NoGradGuard no_grad;
-  writers_.join();
+  writers_->join();
   int64_t end = 0;  // of what is written or zero
   const auto zero_to = [&](int64_t begin) {
     if (begin > end) gradients_.narrow(0, end, begin - end).zero_();

@@ -73,6 +73,9 @@ class FlatShard {
     return options_.num_ranks == 1 && options_.compute_dtype == dtype();
   }
   void rename(size_t parameter, std::string name);
+  // The parameters are those of `unit` of this owner from here on.
+  void belong_to(ParameterOwner* owner, std::shared_ptr<ShardGroup> group,
+                 size_t unit, size_t first_number);
 
   // Calls `function` while the parameters have the compute dtype.
   void in_compute_dtype(const std::function<void()>& function) const;
@@ -133,6 +136,7 @@ class FlatShard {
   at::Tensor piece_of(const at::Tensor& flat, size_t parameter) const;
   at::Tensor slot_of(const at::Tensor& whole, size_t parameter) const;
   Shard make_piece(size_t parameter) const;
+  bool is_own(const Shard& shard) const;
 
   std::vector<ParameterSpec> parameters_;
   FlatShardOptions options_;
@@ -144,7 +148,7 @@ class FlatShard {
   at::Tensor gradients_;
   std::vector<char> is_written_;  // by parameter
   std::vector<char> is_lent_;     // by gradient_slot()
-  StreamUses writers_;
+  std::optional<StreamUses> writers_;  // never empty
   at::Tensor sum_;
   at::Tensor row_sum_;
   at::Tensor given_;  // that `.grad` are views of; free when they are gone

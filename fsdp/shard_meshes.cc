@@ -7,7 +7,10 @@
 #include <utility>
 
 #include "brigade/comm/group/has_peers.h"
+#include "brigade/comm/streams/stream_join.h"
 #include "brigade/comm/subgroup.h"
+#include "brigade/fsdp/streams/stream_point.h"
+#include "brigade/fsdp/transport/device_transport.h"
 
 namespace brigade {
 namespace {

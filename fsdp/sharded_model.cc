@@ -32,18 +32,13 @@ bool is_cpu(const ShardMeshes& meshes) {
 
 }  // namespace
 
-ShardedModel::ShardedModel(std::vector<UnitRequest> requests,
+ShardedModel::ShardedModel(std::vector<ShardedUnit> units,
                            c10::intrusive_ptr<c10d::ProcessGroup> group,
                            FullyShardOptions options)
     : group_(group),
       options_(std::move(options)),
-      meshes_(nullptr),
-      units_([&] {
-        ShardedUnits made =
-            make_sharded_units(std::move(requests), group, options_, *this);
-        meshes_ = std::move(made.meshes);
-        return std::move(made.units);
-      }()),
+      units_(std::move(units)),
+      meshes_(connect_units(units_, group, options_, *this)),
       memory_(meshes_->streams().device()),
       exchange_(group, units_.size(), count_parameters(units_), progress_) {
   for (size_t unit = 0; unit < units_.size(); ++unit) {
@@ -82,7 +77,6 @@ ShardedModel::~ShardedModel() {
   }
   hooks_.reset();
   run_.reset();
-  units_.clear();
 }
 
 // ---- Parameters.

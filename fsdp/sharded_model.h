@@ -77,8 +77,8 @@ struct ShardedModelStatistics {
 
 class ShardedModel final : public ParameterOwner {
  public:
-  // Collective. Throws as make_sharded_units().
-  ShardedModel(std::vector<UnitRequest> requests,
+  // Collective. Throws as connect_units().
+  ShardedModel(std::vector<ShardedUnit> units,
                c10::intrusive_ptr<c10d::ProcessGroup> group,
                FullyShardOptions options = {});
   // Awaits outstanding statuses; never throws. Parameters stay sharded, and are
@@ -218,8 +218,8 @@ class ShardedModel final : public ParameterOwner {
 
   const c10::intrusive_ptr<c10d::ProcessGroup> group_;
   FullyShardOptions options_;
-  std::unique_ptr<ShardMeshes> meshes_;
   std::vector<ShardedUnit> units_;
+  const std::unique_ptr<ShardMeshes> meshes_;
   BufferMemory memory_;
   const std::shared_ptr<Progress> progress_ = std::make_shared<Progress>();
   SegmentExchange exchange_;

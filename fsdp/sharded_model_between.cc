@@ -19,7 +19,7 @@ namespace brigade {
 namespace {
 
 // In float64, also of complex elements.
-at::Tensor norm_of(const at::Tensor& tensor, double p) {
+at::Tensor piece_norm(const at::Tensor& tensor, double p) {
   return at::linalg_vector_norm(tensor.is_complex() ? tensor.abs() : tensor, p,
                                 at::OptionalIntArrayRef(), /*keepdim=*/false,
                                 at::kDouble);
@@ -133,7 +133,7 @@ double ShardedModel::clip_grad_norm(double max_norm, double p) {
       const Shard* const gradient = shard_of(parameter.grad());
       if (gradient == nullptr || gradient->local.numel() == 0) continue;
       pieces.push_back(gradient->local);
-      if (unit.is_first_replica) norms.push_back(norm_of(gradient->local, p));
+      if (unit.is_first_replica) norms.push_back(piece_norm(gradient->local, p));
     }
   }
   const c10::Device device = meshes_->streams().device();

@@ -25,7 +25,7 @@ using Requests = std::vector<UnitRequest>;
 
 // ---- What ranks must have alike.
 
-std::string dtype_name(const std::optional<at::ScalarType>& dtype) {
+std::string dtype_or_own(const std::optional<at::ScalarType>& dtype) {
   return dtype ? c10::toString(*dtype) : "own";
 }
 
@@ -39,9 +39,9 @@ std::string describe(const FullyShardOptions& options) {
       ", reshard_after_forward ", options.reshard_after_forward,
       ", reshard_to ", number_or_all(options.reshard_to), ", prefetch_depth ",
       options.prefetch_depth, ", max_reducing ", options.max_reducing,
-      ", param_dtype ", dtype_name(options.param_dtype), ", output_dtype ",
-      dtype_name(options.output_dtype), ", reduce_dtype ",
-      dtype_name(options.reduce_dtype), ", broadcast_parameters ",
+      ", param_dtype ", dtype_or_own(options.param_dtype), ", output_dtype ",
+      dtype_or_own(options.output_dtype), ", reduce_dtype ",
+      dtype_or_own(options.reduce_dtype), ", broadcast_parameters ",
       options.broadcast_parameters, ", reproducible ", options.reproducible,
       ", learn_always ", options.learn_always,
       ", max_unconfirmed_iterations ", options.max_unconfirmed_iterations,
@@ -229,6 +229,14 @@ uint64_t digest_of_names(const UnitRequest& unit) {
 }
 
 // All 0 unless some have meshes, which is known to be alike on all ranks.
+std::vector<size_t> number_named(const Group& group,
+                                 const std::vector<NamedMesh>& meshes) {
+  const bool has_some = std::ranges::any_of(
+      meshes, [](const NamedMesh& unit) { return unit.mesh.has_value(); });
+  return has_some ? number_meshes(group, meshes)
+                  : std::vector<size_t>(meshes.size(), 0);
+}
+
 std::vector<size_t> number_meshes_of(const Group& group,
                                      const Requests& requests) {
   std::vector<NamedMesh> meshes;
@@ -237,10 +245,7 @@ std::vector<size_t> number_meshes_of(const Group& group,
                       .mesh = unit.mesh,
                       .digest = digest_of_names(unit)});
   }
-  const bool has_some = std::ranges::any_of(
-      meshes, [](const NamedMesh& unit) { return unit.mesh.has_value(); });
-  return has_some ? number_meshes(group, meshes)
-                  : std::vector<size_t>(requests.size(), 0);
+  return number_named(group, meshes);
 }
 
 // From the first rank of each unit's mesh.
@@ -317,18 +322,16 @@ UnitSettings settings_of(const UnitRequest& request,
 
 }  // namespace
 
-ShardedUnits make_sharded_units(std::vector<UnitRequest> requests,
-                                const Group& group,
-                                const FullyShardOptions& options,
-                                ParameterOwner& owner) {
+std::vector<ShardedUnit> make_sharded_units(std::vector<UnitRequest> requests,
+                                            const Group& group,
+                                            const FullyShardOptions& options) {
   TORCH_CHECK_VALUE(group,
                     "fully_shard: the process group is null.\nGive that of "
                     "init_process_group().");
-  c10::Device device = at::kCPU;
   if (!requests.empty() && !requests.front().parameters.empty() &&
       requests.front().parameters.front().tensor.defined()) {
-    device = requests.front().parameters.front().tensor.device();
-    suggest_control_device(group, device);
+    suggest_control_device(group,
+                           requests.front().parameters.front().tensor.device());
   }
   require_alike(group, requests, options);
   const std::vector<size_t> numbers = number_meshes_of(group, requests);
@@ -337,33 +340,18 @@ ShardedUnits make_sharded_units(std::vector<UnitRequest> requests,
   }
   const UnitMesh of_model = {.ranks = row_of(0, group->getSize()),
                              .num_shards = options.num_shards};
-  std::vector<MeshRequest> mesh_requests;
-  for (size_t i = 0; i < requests.size(); ++i) {
-    mesh_requests.push_back(
-        {.mesh = requests[i].mesh,
-         .number = numbers[i],
-         .neighbours = settings_of(requests[i], options).reshards_to});
-  }
-  ShardedUnits made;
-  made.meshes = std::make_unique<ShardMeshes>(
-      group, of_model.row_length(), device.is_meta() ? at::kCPU : device,
-      mesh_requests, options.reproducible);
-  size_t num_parameters = 0;
-  for (size_t number = 0; number < requests.size(); ++number) {
-    const UnitRequest& request = requests[number];
+  std::vector<ShardedUnit> units;
+  for (const UnitRequest& request : requests) {
     const UnitMesh& mesh = request.mesh ? *request.mesh : of_model;
     const int place = mesh.place_of(group->getRank());
-    const ShardMeshes::Mesh& on = made.meshes->of(numbers[number]);
     ShardedUnit unit;
     unit.name = request.name;
     unit.settings = settings_of(request, options);
     unit.comm_hook = options.comm_hook;
     unit.parent = request.parent;
-    unit.has_mesh = request.mesh.has_value();
+    unit.mesh = request.mesh;
+    unit.mesh_digest = digest_of_names(request);
     unit.is_first_replica = place < mesh.row_length();
-    unit.mesh_number = numbers[number];
-    unit.transport = on.transport.get();
-    unit.uses.emplace(made.meshes->streams().device());
     for (const std::vector<size_t>& members : flats_of(request)) {
       std::vector<ParameterSpec> parameters;
       for (const size_t i : members) {
@@ -373,26 +361,63 @@ ShardedUnits make_sharded_units(std::vector<UnitRequest> requests,
       const auto compute_dtype = parameters.front().compute_dtype
                                      ? parameters.front().compute_dtype
                                      : options.param_dtype;
-      const size_t first_number = num_parameters;
-      num_parameters += parameters.size();
       unit.flats.push_back(std::make_unique<FlatShard>(
           std::move(parameters),
           FlatShardOptions{
               .num_ranks = mesh.row_length(),
               .rank = place % mesh.row_length(),
               .compute_dtype = dtype_or(compute_dtype, dtype),
-              .reduce_dtype = dtype_or(options.reduce_dtype, dtype),
-              .group = on.row,
-              .owner = &owner,
-              .unit = number,
-              .first_number = first_number}));
+              .reduce_dtype = dtype_or(options.reduce_dtype, dtype)}));
     }
     for (const ParameterSpec& parameter : request.parameters) {
       unit.parameters.push_back(parameter.tensor);
     }
-    made.units.push_back(std::move(unit));
+    units.push_back(std::move(unit));
   }
-  return made;
+  return units;
+}
+
+std::unique_ptr<ShardMeshes> connect_units(std::vector<ShardedUnit>& units,
+                                           const Group& group,
+                                           const FullyShardOptions& options,
+                                           ParameterOwner& owner) {
+  std::vector<NamedMesh> meshes;
+  for (const ShardedUnit& unit : units) {
+    meshes.push_back({.unit = unit.name,
+                      .mesh = unit.mesh,
+                      .digest = unit.mesh_digest});
+  }
+  const std::vector<size_t> numbers = number_named(group, meshes);
+  std::vector<MeshRequest> requests;
+  std::optional<c10::Device> device;
+  for (size_t i = 0; i < units.size(); ++i) {
+    units[i].mesh_number = numbers[i];
+    requests.push_back({.mesh = units[i].mesh,
+                        .number = numbers[i],
+                        .neighbours = units[i].settings.reshards_to});
+    if (!device && !units[i].flats.empty()) {
+      device = units[i].flats.front()->device();
+    }
+  }
+  TORCH_CHECK_VALUE(device, "fully_shard: the module has no parameters.\n"
+                            "Shard one that has some.");
+  TORCH_CHECK(!device->is_meta(),
+              "fully_shard: parameters are on meta.\nCall to_empty() and give "
+              "them values before the first forward.");
+  auto connected = std::make_unique<ShardMeshes>(
+      group, options.num_shards.value_or(group->getSize()), *device, requests,
+      options.reproducible);
+  size_t number = 0;
+  for (size_t i = 0; i < units.size(); ++i) {
+    const ShardMeshes::Mesh& mesh = connected->of(numbers[i]);
+    units[i].transport = mesh.transport.get();
+    units[i].uses.emplace(*device);
+    for (const auto& flat : units[i].flats) {
+      flat->belong_to(&owner, mesh.row, i, number);
+      number += flat->parameters().size();
+    }
+  }
+  return connected;
 }
 
 }  // namespace brigade

@@ -53,8 +53,9 @@ struct ShardedUnit {
   std::vector<at::Tensor> parameters = {};  // in the order of the request
   UnitSettings settings = {};
   std::shared_ptr<ReductionHook> comm_hook = nullptr;
-  std::optional<size_t> parent = std::nullopt;
-  bool has_mesh = false;  // of its own
+  std::optional<size_t> parent = std::nullopt;  // the unit around it
+  std::optional<UnitMesh> mesh = std::nullopt;  // unset: the model's
+  uint64_t mesh_digest = 0;  // of what ranks of a mesh have alike
   bool is_first_replica = true;
   size_t mesh_number = 0;
   ShardTransport* transport = nullptr;
@@ -92,19 +93,21 @@ struct ShardedUnit {
   }
 };
 
-struct ShardedUnits {
-  std::unique_ptr<ShardMeshes> meshes;
-  std::vector<ShardedUnit> units;
-};
-
 // Collective: compares requests and options across ranks, broadcasts the
-// parameters, connects the meshes and shards the parameters in place.
+// parameters and shards them in place. The units belong to no model yet.
 //
 // Throws ValueError on all ranks alike if requests or options differ or make no
 // sense, a parameter is in two units, shares memory with another one, is
 // sharded already, not dense or no leaf. No parameter is changed then.
-ShardedUnits make_sharded_units(
+std::vector<ShardedUnit> make_sharded_units(
     std::vector<UnitRequest> requests,
+    const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+    const FullyShardOptions& options);
+
+// Collective: connects the meshes of units, which belong to `owner` from here
+// on. Throws ValueError on all ranks alike if meshes differ.
+std::unique_ptr<ShardMeshes> connect_units(
+    std::vector<ShardedUnit>& units,
     const c10::intrusive_ptr<c10d::ProcessGroup>& group,
     const FullyShardOptions& options, ParameterOwner& owner);
 

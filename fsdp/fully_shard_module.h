@@ -1,0 +1,102 @@
+// Shards a LibTorch module of any type, in place.
+//
+//   auto sharded = brigade::fully_shard(*net, scope.group());
+//   torch::optim::AdamW optimizer(net->parameters(), 1e-3);
+//   at::Tensor loss =
+//       sharded->forward([&] { return loss_of(net->forward(x)); });
+//
+// The module keeps its type, its names and its parameters, which stay valid in
+// optimizers and in code that holds them.
+
+#ifndef BRIGADE_FSDP_FULLY_SHARD_MODULE_H_
+#define BRIGADE_FSDP_FULLY_SHARD_MODULE_H_
+
+#include <torch/csrc/jit/api/module.h>
+#include <torch/nn/module.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "brigade/comm/rank_mesh.h"
+#include "brigade/fsdp/sharded_model.h"
+
+namespace brigade {
+
+// A module with parameters, below the one that is sharded.
+struct UnitCandidate2 {
+  const std::string& name;          // "blocks.2"
+  const std::string& type;          // "torch::nn::LinearImpl"
+  int64_t numel;                    // of its parameters and those inside
+  const torch::nn::Module* module;  // null: of a script
+};
+
+// Which modules are units, and how parameters are treated. Alike on all ranks.
+struct UnitSelection {
+  // True: the module is a unit of its own. Parameters that are in none are the
+  // outermost unit's. Unset: the children of each Sequential and ModuleList; if
+  // there are none, the children of the module.
+  std::function<bool(const UnitCandidate2&)> is_unit = nullptr;
+
+  // Modules that are one unit together, by a name for it, such as the norms of
+  // all blocks: gathered with the first of them, and unsharded to the end of a
+  // forward or backward. Nullopt: none.
+  std::function<std::optional<std::string>(const UnitCandidate2&)>
+      joint_unit_of = nullptr;
+
+  // True: the parameter stays whole on each rank, and nothing averages its
+  // gradient.
+  std::function<bool(const std::string& name, const at::Tensor&)> is_ignored =
+      nullptr;
+
+  // Changes what a parameter's ParameterSpec says: blocks that are not cut, a
+  // dtype of its own.
+  std::function<void(ParameterSpec&)> adjust = nullptr;
+
+  // Ranks that hold the unit's parameters, where these are not all. Another
+  // answer on each rank (fsdp/units/unit_mesh.h).
+  std::function<std::optional<UnitMesh>(const std::string& unit)> mesh_of =
+      nullptr;
+};
+
+// A module of one of these types is a unit.
+template <typename... Modules>
+UnitSelection each_is_unit() {
+  return {.is_unit = [](const UnitCandidate2& candidate) {
+    return (... ||
+            (dynamic_cast<const Modules*>(candidate.module) != nullptr));
+  }};
+}
+
+// Modules that have at least so many elements, and none inside that has.
+UnitSelection units_of_size(int64_t numel);
+
+// Collective. The module outlives the result. Throws ValueError on all ranks
+// alike if the module has no parameters, or as make_sharded_units().
+std::unique_ptr<ShardedModel> fully_shard(
+    const torch::nn::Module& module,
+    const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+    FullyShardOptions options = {}, const UnitSelection& selection = {});
+std::unique_ptr<ShardedModel> fully_shard(
+    const torch::jit::Module& module,
+    const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+    FullyShardOptions options = {}, const UnitSelection& selection = {});
+
+// Sharded over the rows of a mesh, which are replicas of each other. REQUIRES:
+// the mesh outlives the result.
+template <typename Module>
+std::unique_ptr<ShardedModel> fully_shard(const Module& module,
+                                          const RankMesh& mesh,
+                                          FullyShardOptions options = {},
+                                          const UnitSelection& selection = {}) {
+  options.num_shards = mesh.row_length();
+  return fully_shard(module, mesh.group(), std::move(options), selection);
+}
+
+}  // namespace brigade
+
+#endif  // BRIGADE_FSDP_FULLY_SHARD_MODULE_H_
