@@ -1,0 +1,367 @@
+#include "brigade/fsdp/sharded_model.h"
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <torch/torch.h>
+
+#include <string>
+#include <vector>
+
+#include "brigade/fsdp/fully_shard_module.h"
+#include "brigade/tests/support/local_ranks.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+
+namespace brigade {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using testing::run_ranks;
+
+using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
+
+at::Tensor random(at::IntArrayRef sizes, uint64_t seed) {
+  return torch::randn(sizes, at::make_generator<at::CPUGeneratorImpl>(seed));
+}
+
+struct BlockImpl : torch::nn::Module {
+  explicit BlockImpl(int64_t size)
+      : lin(register_module("lin", torch::nn::Linear(size, size))),
+        gain(register_parameter("gain", torch::ones({size}))) {}
+  at::Tensor forward(const at::Tensor& x) {
+    return x + torch::tanh(lin(x)) * gain;
+  }
+  torch::nn::Linear lin;
+  at::Tensor gain;
+};
+TORCH_MODULE(Block);
+
+struct NetImpl : torch::nn::Module {
+  NetImpl() : head(register_module("head", torch::nn::Linear(5, 3))) {
+    register_module("blocks", blocks);
+    for (int i = 0; i < 3; ++i) blocks->push_back(Block(5));
+    // Ranks are threads: each writes from generators of its own.
+    const torch::NoGradGuard no_grad;
+    uint64_t seed = 7;
+    for (at::Tensor& parameter : parameters()) {
+      parameter.copy_(random(parameter.sizes(), seed++).mul_(0.3));
+    }
+  }
+  at::Tensor forward(at::Tensor x) {
+    for (const auto& block : *blocks) {
+      x = block->as<Block>()->forward(x);
+    }
+    return head(x);
+  }
+  torch::nn::ModuleList blocks;
+  torch::nn::Linear head;
+};
+TORCH_MODULE(Net);
+
+at::Tensor data_of(int rank, int step) {
+  return random({4, 5}, static_cast<uint64_t>(100 * step + rank));
+}
+
+// The average over ranks of the losses' gradients, of one process.
+at::Tensor loss_of_all(Net& net, int num_ranks, int step) {
+  at::Tensor loss = torch::zeros({});
+  for (int rank = 0; rank < num_ranks; ++rank) {
+    loss = loss + net(data_of(rank, step)).square().mean();
+  }
+  return loss / num_ranks;
+}
+
+void expect_equal_parameters(const torch::nn::Module& plain,
+                             const torch::nn::Module& sharded) {
+  const auto expected = plain.named_parameters();
+  for (const auto& item : sharded.named_parameters()) {
+    const at::Tensor whole = gather_whole(item.value());
+    EXPECT_TRUE(torch::allclose(whole, expected[item.key()], 1e-5, 1e-6))
+        << item.key() << "\n"
+        << whole << "\n"
+        << expected[item.key()];
+  }
+}
+
+void expect_same_training(int num_ranks, FullyShardOptions options) {
+  run_ranks(num_ranks, [&](const Group& group) {
+    const int rank = group->getRank();
+    Net plain;
+    Net net;
+    torch::optim::AdamW plain_optimizer(plain->parameters(), 1e-2);
+    torch::optim::AdamW optimizer(net->parameters(), 1e-2);
+    const auto sharded = fully_shard(*net, group, options);
+    for (int step = 0; step < 4; ++step) {
+      plain_optimizer.zero_grad();
+      loss_of_all(plain, num_ranks, step).backward();
+      plain_optimizer.step();
+      optimizer.zero_grad();
+      const at::Tensor loss = sharded->forward(
+          [&] { return net->forward(data_of(rank, step)).square().mean(); });
+      loss.backward();
+      optimizer.step();
+    }
+    expect_equal_parameters(*plain, *net);
+    EXPECT_EQ(sharded->statistics().segments, 8);
+    EXPECT_LE(sharded->statistics().learned_segments, 4);
+  });
+}
+
+TEST(ShardedModelTest, TrainsAsOneProcess) {
+  expect_same_training(1, {});
+  expect_same_training(2, {});
+  expect_same_training(3, {});
+}
+
+TEST(ShardedModelTest, KeepsUnitsFromForwardToBackward) {
+  expect_same_training(2, {.reshard_after_forward = false});
+}
+
+TEST(ShardedModelTest, TrainsWithReplicas) {
+  expect_same_training(4, {.num_shards = 2});
+  expect_same_training(2, {.num_shards = 1});
+}
+
+TEST(ShardedModelTest, KeepsSlicesOnNeighbours) {
+  expect_same_training(4, {.reshard_to = 2});
+}
+
+TEST(ShardedModelTest, ReplaysWithoutRounds) {
+  run_ranks(2, [](const Group& group) {
+    Net net;
+    const auto sharded = fully_shard(*net, group);
+    for (int step = 0; step < 3; ++step) {
+      const at::Tensor loss = sharded->forward(
+          [&] { return net->forward(data_of(group->getRank(), 0)).sum(); });
+      loss.backward();
+    }
+    const ShardedModelStatistics before = sharded->statistics();
+    const at::Tensor loss = sharded->forward(
+        [&] { return net->forward(data_of(group->getRank(), 0)).sum(); });
+    loss.backward();
+    const ShardedModelStatistics after = sharded->statistics();
+    EXPECT_EQ(after.learned_segments, before.learned_segments);
+    EXPECT_EQ(after.rounds, before.rounds);
+    // The outermost unit stays; two of three blocks are gathered again in
+    // backward, the last one is still there.
+    EXPECT_LE(after.all_gathers - before.all_gathers, 7);
+  });
+}
+
+TEST(ShardedModelTest, RanksUseUnitsInOtherOrdersAndSkipThem) {
+  run_ranks(2, [](const Group& group) {
+    const int rank = group->getRank();
+    Net plain;
+    Net net;
+    const auto run = [](Net& of, const at::Tensor& input, int rank, int step) {
+      at::Tensor x = input;
+      const size_t first = static_cast<size_t>((rank + step) % 3);
+      for (size_t i = 0; i < (step == 2 && rank == 1 ? 1u : 3u); ++i) {
+        x = of->blocks[(first + i) % 3]->as<Block>()->forward(x);
+      }
+      return of->head(x).square().mean();
+    };
+    torch::optim::SGD plain_optimizer(plain->parameters(), 0.1);
+    torch::optim::SGD optimizer(net->parameters(), 0.1);
+    const auto sharded = fully_shard(*net, group);
+    for (int step = 0; step < 6; ++step) {
+      plain_optimizer.zero_grad();
+      const at::Tensor both = run(plain, data_of(0, step), 0, step) +
+                              run(plain, data_of(1, step), 1, step);
+      (both / 2).backward();
+      plain_optimizer.step();
+      optimizer.zero_grad();
+      const at::Tensor loss = sharded->forward(
+          [&] { return run(net, data_of(rank, step), rank, step); });
+      loss.backward();
+      optimizer.step();
+    }
+    expect_equal_parameters(*plain, *net);
+  });
+}
+
+TEST(ShardedModelTest, AccumulatesWithoutSynchronisation) {
+  run_ranks(2, [](const Group& group) {
+    Net plain;
+    Net net;
+    const auto sharded = fully_shard(*net, group);
+    for (int step = 0; step < 3; ++step) {
+      loss_of_all(plain, 2, step).backward();
+      sharded->set_synchronizes(step == 2);
+      const at::Tensor loss = sharded->forward([&] {
+        return net->forward(data_of(group->getRank(), step)).square().mean();
+      });
+      loss.backward();
+    }
+    const auto expected = plain->named_parameters();
+    for (const auto& item : net->named_parameters()) {
+      ASSERT_TRUE(item.value().grad().defined());
+      EXPECT_TRUE(torch::allclose(gather_whole(item.value().grad()),
+                                  expected[item.key()].grad(), 1e-5, 1e-6))
+          << item.key();
+    }
+  });
+}
+
+TEST(ShardedModelTest, AFailedForwardIsTheSameErrorOnAllRanks) {
+  run_ranks(3, [](const Group& group) {
+    const int rank = group->getRank();
+    Net net;
+    const auto sharded = fully_shard(*net, group);
+    const auto step = [&](bool fails) {
+      return sharded->forward([&] {
+        const at::Tensor x = net->blocks[0]->as<Block>()->forward(
+            data_of(rank, 0));
+        if (fails && rank == 1) throw std::runtime_error("no such token");
+        return net->forward(x).sum();
+      });
+    };
+    for (int i = 0; i < 3; ++i) {
+      try {
+        step(/*fails=*/true);
+        ADD_FAILURE() << "rank " << rank << " did not fail";
+      } catch (const std::exception& error) {
+        EXPECT_THAT(error.what(), HasSubstr("no such token"));
+        if (rank != 1) EXPECT_THAT(error.what(), HasSubstr("rank 1"));
+      }
+      step(/*fails=*/false).backward();
+      EXPECT_TRUE(net->head->weight.grad().defined());
+    }
+  });
+}
+
+TEST(ShardedModelTest, AFailedBackwardDeliversNothing) {
+  run_ranks(2, [](const Group& group) {
+    const int rank = group->getRank();
+    Net net;
+    const auto sharded = fully_shard(*net, group);
+    for (int i = 0; i < 3; ++i) {
+      const bool fails = i == 1;
+      const at::Tensor loss = sharded->forward([&] {
+        at::Tensor x = net->blocks[0]->as<Block>()->forward(data_of(rank, 0));
+        if (fails && rank == 0) {
+          x.register_hook([](const at::Tensor&) -> at::Tensor {
+            throw std::runtime_error("bad gradient");
+          });
+        }
+        return net->head(net->blocks[1]->as<Block>()->forward(x)).sum();
+      });
+      if (!fails) {
+        loss.backward();
+        EXPECT_TRUE(net->head->weight.grad().defined());
+        net->zero_grad();
+        continue;
+      }
+      EXPECT_ANY_THROW(loss.backward());
+      for (const at::Tensor& parameter : net->parameters()) {
+        EXPECT_FALSE(parameter.grad().defined());
+      }
+      EXPECT_TRUE(sharded->can_continue());
+    }
+  });
+}
+
+TEST(ShardedModelTest, ARankWithoutDataAddsZeros) {
+  run_ranks(2, [](const Group& group) {
+    const int rank = group->getRank();
+    Net plain;
+    Net net;
+    torch::optim::SGD plain_optimizer(plain->parameters(), 0.1);
+    torch::optim::SGD optimizer(net->parameters(), 0.1);
+    const auto sharded = fully_shard(*net, group);
+    for (int step = 0; step < 5; ++step) {
+      const bool has_data = rank == 0 || step < 2;
+      const int64_t count = sharded->num_ranks_with(has_data);
+      EXPECT_EQ(count, step < 2 ? 2 : 1);
+      plain_optimizer.zero_grad();
+      at::Tensor both = plain(data_of(0, step)).square().mean();
+      if (step < 2) both = both + plain(data_of(1, step)).square().mean();
+      (both / 2).backward();
+      plain_optimizer.step();
+      optimizer.zero_grad();
+      if (has_data) {
+        sharded
+            ->forward([&] {
+              return net->forward(data_of(rank, step)).square().mean();
+            })
+            .backward();
+      } else {
+        sharded->step_without_data();
+      }
+      optimizer.step();
+    }
+    expect_equal_parameters(*plain, *net);
+  });
+}
+
+TEST(ShardedModelTest, UnshardedParametersCanBeReadAndWritten) {
+  run_ranks(2, [](const Group& group) {
+    Net plain;
+    Net net;
+    const auto sharded = fully_shard(*net, group);
+    const std::vector<size_t> all = {0, 1, 2, 3};
+    sharded->unshard(all);
+    EXPECT_TRUE(torch::equal(net->head->weight, plain->head->weight));
+    EXPECT_ANY_THROW({
+      const torch::NoGradGuard no_grad;
+      net->head->weight.fill_(1);
+    });
+    sharded->reshard(all);
+    sharded->unshard(all, /*may_write=*/true);
+    {
+      const torch::NoGradGuard no_grad;
+      net->head->weight.copy_(torch::eye(3, 5));
+    }
+    sharded->reshard(all);
+    EXPECT_TRUE(torch::equal(gather_whole(net->head->weight),
+                             torch::eye(3, 5)));
+  });
+}
+
+TEST(ShardedModelTest, ComputesInAnotherDtype) {
+  run_ranks(2, [](const Group& group) {
+    Net net;
+    const auto sharded = fully_shard(
+        *net, group,
+        {.param_dtype = at::kBFloat16, .output_dtype = at::kFloat});
+    torch::optim::AdamW optimizer(net->parameters(), 1e-2);
+    for (int step = 0; step < 3; ++step) {
+      optimizer.zero_grad();
+      const at::Tensor out = sharded->forward(
+          [&](const at::Tensor& x) {
+            EXPECT_EQ(x.scalar_type(), at::kBFloat16);
+            return net->forward(x);
+          },
+          data_of(group->getRank(), step));
+      EXPECT_EQ(out.scalar_type(), at::kFloat);
+      out.square().mean().backward();
+      EXPECT_EQ(net->head->weight.scalar_type(), at::kFloat);
+      EXPECT_EQ(net->head->weight.grad().scalar_type(), at::kFloat);
+      optimizer.step();
+    }
+  });
+}
+
+TEST(ShardedModelTest, NormsAndClippingAreGlobal) {
+  run_ranks(2, [](const Group& group) {
+    Net plain;
+    Net net;
+    const auto sharded = fully_shard(*net, group);
+    loss_of_all(plain, 2, 0).backward();
+    sharded
+        ->forward([&] {
+          return net->forward(data_of(group->getRank(), 0)).square().mean();
+        })
+        .backward();
+    const double expected =
+        torch::nn::utils::clip_grad_norm_(plain->parameters(), 0.01);
+    EXPECT_NEAR(sharded->clip_grad_norm(1e9), expected, 1e-6);
+    EXPECT_NEAR(torch::nn::utils::clip_grad_norm_(net->parameters(), 0.01),
+                expected, 1e-6);
+    EXPECT_TRUE(torch::allclose(gather_whole(net->head->weight.grad()),
+                                plain->head->weight.grad(), 1e-5, 1e-7));
+  });
+}
+
+}  // namespace
+}  // namespace brigade
