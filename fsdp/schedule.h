@@ -105,7 +105,7 @@ class Schedules {
 struct UnitRules {
   // By unit: the unit that contains it in the module tree; none: outermost.
   // Using a unit does not release the units around it.
-  std::vector<std::optional<size_t>> parents;
+  std::vector<std::optional<size_t>> parents = {};
   // By unit: stays unsharded to the segment's end once gathered. Empty: none.
   std::vector<char> stays = {};
   // Units used last that stay, those of the running operator among them.

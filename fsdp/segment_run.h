@@ -91,11 +91,10 @@ class SegmentRun {
   struct Reducing {
     size_t unit;
     FlatShard* flat;
-    at::Tensor sum;
-    ShardedUnit::FuturePtr future;
-    std::shared_ptr<Lease> lease;  // of all flats of the unit
+    at::Tensor sum = {};
+    ShardedUnit::FuturePtr future = {};
+    std::shared_ptr<Lease> lease = {};  // of all flats of the unit
     StreamPoint last_use = {};
-    bool is_waited_for = false;
   };
 
   void perform(const CursorActions& actions);

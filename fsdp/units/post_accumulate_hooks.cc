@@ -4,11 +4,13 @@
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <algorithm>
 #include <exception>
 #include <memory>
 #include <utility>
 
 #include "brigade/hooks/backward_end.h"
+#include "brigade/hooks/ready_hook.h"
 
 namespace brigade {
 namespace {
@@ -19,6 +21,11 @@ ErrorTaker take_error = nullptr;
 // asked for it: torch's optimizers in backward put theirs there.
 auto accumulator_of(const at::Tensor& tensor) {
   return torch::autograd::impl::try_get_grad_accumulator(tensor);
+}
+
+// Those of GradientHooks are not a user's.
+bool is_users(const torch::autograd::FunctionPostHook& hook) {
+  return dynamic_cast<const ReadyHook*>(&hook) == nullptr;
 }
 
 void call_hooks(const std::vector<at::Tensor>& tensors) {
@@ -37,6 +44,7 @@ void call_hooks(const std::vector<at::Tensor>& tensors) {
     const auto accumulator = accumulator_of(tensor);
     if (!accumulator) continue;
     for (const auto& hook : accumulator->post_hooks()) {
+      if (!is_users(*hook)) continue;
       attempt([&] { (*hook)({}, {tensor.grad()}); });
     }
   }
@@ -52,10 +60,14 @@ bool has_post_accumulate_hooks(const at::Tensor& tensor) {
     return true;
   }
   const auto accumulator = accumulator_of(tensor);
-  return accumulator && !accumulator->post_hooks().empty();
+  return accumulator &&
+         std::ranges::any_of(accumulator->post_hooks(), [](const auto& hook) {
+           return is_users(*hook);
+         });
 }
 
 void call_hooks_behind_backward(std::vector<at::Tensor> tensors) {
+  if (running_backward_id() < 0) return call_hooks(tensors);
   const auto shared =
       std::make_shared<const std::vector<at::Tensor>>(std::move(tensors));
   const auto owner = std::make_shared<char>();

@@ -16,7 +16,8 @@ namespace brigade {
 
 bool has_post_accumulate_hooks(const at::Tensor& tensor);
 
-// Calls them where the running backward ends, outside of its caller's locks:
+// Calls them where the running backward ends, outside of its caller's locks, or
+// at once if none is running:
 // those of one tensor after the other. What the first that fails throws comes
 // out of backward() behind all others' hooks. Not called if the backward fails
 // before.

@@ -222,7 +222,9 @@ TEST(ShardedModelTest, AFailedForwardIsTheSameErrorOnAllRanks) {
         ADD_FAILURE() << "rank " << rank << " did not fail";
       } catch (const std::exception& error) {
         EXPECT_THAT(error.what(), HasSubstr("no such token"));
-        if (rank != 1) EXPECT_THAT(error.what(), HasSubstr("rank 1"));
+        if (rank != 1) {
+          EXPECT_THAT(error.what(), HasSubstr("rank 1"));
+        }
       }
       step(/*fails=*/false).backward();
       EXPECT_TRUE(net->head->weight.grad().defined());
