@@ -5,6 +5,7 @@
 #include <ATen/core/grad_mode.h>
 
 #include <algorithm>
+#include <cstring>
 #include <utility>
 
 #include "brigade/comm/errors/status_bridge.h"
@@ -14,6 +15,8 @@ namespace {
 
 // Bytes to which slices of a buffer are aligned.
 constexpr int64_t kAlignment = 64;
+// Bytes that one thread copies faster than torch's dispatcher is.
+constexpr size_t kSmall = 32768;
 
 int64_t aligned(int64_t bytes) {
   return (bytes + kAlignment - 1) / kAlignment * kAlignment;
@@ -29,10 +32,32 @@ ShardLayout layout_of(const std::vector<ParameterSpec>& parameters,
   return value_or_throw(ShardLayout::create(std::move(specs), num_ranks));
 }
 
+// A view without the dispatcher: there is one for each parameter and step.
+at::Tensor view_of(const at::Tensor& flat, caffe2::TypeMeta dtype,
+                   int64_t offset, int64_t numel) {
+  const auto from = static_cast<int64_t>(flat.itemsize());
+  const auto to = static_cast<int64_t>(dtype.itemsize());
+  auto impl = c10::make_intrusive<c10::TensorImpl>(
+      c10::Storage(flat.storage()), flat.key_set(), dtype);
+  impl->set_storage_offset(flat.storage_offset() * from / to + offset);
+  impl->set_sizes_contiguous({numel});
+  return at::Tensor(std::move(impl));
+}
+
+// Of equal sizes.
+void copy_elements(const at::Tensor& from, const at::Tensor& to) {
+  if (from.device().is_cpu() && from.scalar_type() == to.scalar_type() &&
+      from.layout() == at::kStrided && from.strides() == to.strides() &&
+      !from.is_conj() && !from.is_neg() && from.nbytes() <= kSmall) {
+    std::memcpy(to.mutable_data_ptr(), from.const_data_ptr(), from.nbytes());
+  } else {
+    to.copy_(from);
+  }
+}
+
 at::Tensor as_elements(const at::Tensor& bytes, at::ScalarType dtype,
                        int64_t numel) {
-  const auto size = static_cast<int64_t>(c10::elementSize(dtype));
-  return bytes.narrow(0, 0, numel * size).view(dtype);
+  return view_of(bytes, c10::scalarTypeToTypeMeta(dtype), 0, numel);
 }
 
 }  // namespace
@@ -108,24 +133,24 @@ Shard FlatShard::make_piece(size_t parameter) const {
 
 at::Tensor FlatShard::piece_of(const at::Tensor& flat, size_t parameter) const {
   const ShardRange range = layout_.range(parameter, options_.rank);
-  const at::AutoDispatchBelowADInplaceOrView no_view_tracking;
-  return flat.narrow(0, range.in_shard, range.numel);
+  return view_of(flat, flat.dtype(), range.in_shard, range.numel);
 }
 
 at::Tensor FlatShard::slot_of(const at::Tensor& whole, size_t parameter) const {
   const at::Tensor& tensor = parameters_[parameter].tensor;
-  const at::AutoDispatchBelowADInplaceOrView no_view_tracking;
-  return whole.as_strided(tensor.sizes(), tensor.strides(),
-                          whole.storage_offset() + layout_.offset(parameter));
+  at::Tensor slot = view_of(whole, whole.dtype(), layout_.offset(parameter),
+                            tensor.numel());
+  slot.unsafeGetTensorImpl()->set_sizes_and_strides(tensor.sizes(),
+                                                    tensor.strides());
+  return slot;
 }
 
 void FlatShard::in_compute_dtype(
     const std::function<void()>& function) const {
   if (options_.compute_dtype == dtype()) return function();
-  const at::Tensor nothing =
-      at::empty({0}, shard_.options().dtype(options_.compute_dtype));
+  const auto compute_dtype = c10::scalarTypeToTypeMeta(options_.compute_dtype);
   for (const ParameterSpec& parameter : parameters_) {
-    bind_memory(parameter.tensor, nothing);
+    bind_memory(parameter.tensor, nullptr, compute_dtype);
   }
   function();
   for (const ParameterSpec& parameter : parameters_) {
@@ -174,7 +199,7 @@ bool FlatShard::adopt_pieces() {
     writers_.emplace(shard_.device());
     sum_.reset();
     row_sum_.reset();
-    given_.reset();
+    given_ = {};
   }
   for (size_t i = 0; i < parameters_.size(); ++i) {
     Shard& shard = *shard_of(parameters_[i].tensor);
@@ -212,10 +237,11 @@ void FlatShard::write_own_slice(const at::Tensor& whole) const {
 }
 
 void FlatShard::bind(const at::Tensor& whole) {
-  const at::AutoDispatchBelowADInplaceOrView no_view_tracking;
+  char* const begin = static_cast<char*>(whole.mutable_data_ptr());
+  const auto size = static_cast<int64_t>(whole.itemsize());
   for (size_t i = 0; i < parameters_.size(); ++i) {
-    const at::Tensor& tensor = parameters_[i].tensor;
-    bind_memory(tensor, whole.narrow(0, layout_.offset(i), tensor.numel()));
+    bind_memory(parameters_[i].tensor, begin + layout_.offset(i) * size,
+                whole.dtype());
   }
   whole_ = whole;
   is_bound_ = true;
@@ -266,7 +292,7 @@ void FlatShard::accumulate(size_t parameter, const at::Tensor& gradient) {
     TORCH_INTERNAL_ASSERT(!is_in_place);
     slot.add_(gradient);
   } else {
-    if (!is_in_place) slot.copy_(gradient);
+    if (!is_in_place) copy_elements(gradient, slot);
     is_written_[parameter] = 1;
   }
   writers_->note();
@@ -298,12 +324,17 @@ at::Tensor FlatShard::finish_gradients() {
 
 void FlatShard::drop_gradients() { gradients_.reset(); }
 
+// On the CPU the last step's memory and gradients serve again, once nobody else
+// holds them.
 at::Tensor FlatShard::make_sum() {
-  // The last step's memory, if nobody has a `.grad` in it.
-  if (given_.defined() && given_.device().is_cpu() &&
-      given_.scalar_type() == options_.reduce_dtype &&
-      given_.storage().use_count() == 1) {
-    return std::exchange(given_, {});
+  const auto is_free = [](const at::Tensor& gradient) {
+    return gradient.use_count() == 1 && gradient.storage().use_count() == 1;
+  };
+  if (given_.sum.defined() && !given_.is_lent && shard_.device().is_cpu() &&
+      given_.sum.scalar_type() == options_.reduce_dtype &&
+      std::ranges::all_of(given_.gradients, is_free)) {
+    given_.is_lent = true;
+    return given_.sum;
   }
   return at::empty({layout_.shard_numel()},
                    shard_.options().dtype(options_.reduce_dtype));
@@ -318,8 +349,14 @@ void FlatShard::add_sum(const at::Tensor& sum) {
   }
 }
 
+void FlatShard::drop_sum() {
+  sum_.reset();
+  given_ = {};  // a collective that failed may write to it
+}
+
 void FlatShard::keep_row_sum() {
   const at::NoGradGuard no_grad;
+  given_ = {};
   if (row_sum_.defined()) {
     row_sum_.add_(sum_);
   } else {
@@ -333,29 +370,35 @@ void FlatShard::deliver(const std::vector<char>& used, double scale) {
   at::Tensor sum = std::exchange(sum_, {});
   if (scale != 1) sum.mul_(scale);
   if (sum.scalar_type() != dtype()) sum = sum.to(dtype());
-  bool is_given = false;
-  for (size_t i = 0; i < parameters_.size(); ++i) {
-    if (used[i] == 0) continue;
-    const at::Tensor& parameter = parameters_[i].tensor;
-    Shard piece = make_piece(i);
-    piece.local = piece_of(sum, i);
-    piece.owner = nullptr;
-    piece.name.clear();
-    at::Tensor& gradient = parameter.mutable_grad();
-    if (gradient.defined()) {
-      Shard* const there = shard_of(gradient);
-      TORCH_CHECK(there != nullptr, "fully_shard: the gradient of '",
-                  parameters_[i].name,
-                  "' is a plain tensor.\nSet it to None before backward.");
-      there->local.add_(piece.local);
-      gradient.unsafeGetTensorImpl()->bump_version();
-    } else {
-      is_given = true;
-      gradient =
-          make_sharded(std::move(piece), parameter.sizes(), parameter.strides());
+  if (given_.sum.is_same(sum)) {
+    given_.is_lent = false;
+  } else {
+    given_ = {.sum = sum};
+    for (size_t i = 0; i < parameters_.size(); ++i) {
+      const at::Tensor& parameter = parameters_[i].tensor;
+      Shard piece = make_piece(i);
+      piece.local = piece_of(sum, i);
+      piece.owner = nullptr;
+      piece.name.clear();
+      given_.gradients.push_back(make_sharded(
+          std::move(piece), parameter.sizes(), parameter.strides()));
     }
   }
-  if (is_given) given_ = std::move(sum);
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    if (used[i] == 0) continue;
+    at::Tensor& gradient = parameters_[i].tensor.mutable_grad();
+    if (!gradient.defined()) {
+      gradient = given_.gradients[i];
+      continue;
+    }
+    Shard* const there = shard_of(gradient);
+    TORCH_CHECK(there != nullptr, "fully_shard: the gradient of '",
+                parameters_[i].name,
+                "' is a plain tensor.\nSet it to None before backward.");
+    there->local.add_(shard_of(given_.gradients[i])->local);
+    gradient.unsafeGetTensorImpl()->bump_version();
+  }
+  if (!shard_.device().is_cpu()) given_ = {};
 }
 
 }  // namespace brigade

@@ -130,7 +130,7 @@ class FlatShard {
   // of those that are `used`. Throws RuntimeError for a `.grad` that is not
   // sharded.
   void deliver(const std::vector<char>& used, double scale);
-  void drop_sum() { sum_.reset(); }
+  void drop_sum();
 
  private:
   at::Tensor piece_of(const at::Tensor& flat, size_t parameter) const;
@@ -151,7 +151,12 @@ class FlatShard {
   std::optional<StreamUses> writers_;  // never empty
   at::Tensor sum_;
   at::Tensor row_sum_;
-  at::Tensor given_;  // that `.grad` are views of; free when they are gone
+  struct Given {
+    at::Tensor sum = {};
+    bool is_lent = false;  // by make_sum()
+    std::vector<at::Tensor> gradients = {};  // of its pieces, by parameter
+  };
+  Given given_;  // by the last deliver()
 };
 
 }  // namespace brigade

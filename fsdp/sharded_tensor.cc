@@ -19,12 +19,17 @@ c10::StorageImpl& storage_of(const at::Tensor& tensor) {
 }
 
 void refuse_access(c10::StorageImpl& storage, const std::string& name) {
-  static const std::string why =
+  std::string text;
+  text.reserve(160 + name.size());
+  if (name.empty()) {
+    text = "This tensor";
+  } else {
+    text.append("Parameter '").append(name).append("'");
+  }
+  text.append(
       " is sharded: this rank holds a piece of it, and the piece can't be read "
-      "as the whole. Use full_tensor(), or unshard it first.";
-  static const std::string of_unnamed = "This tensor" + why;
-  storage.release_data_and_set_meta_custom_data_ptr_error_msg_(
-      name.empty() ? of_unnamed : "Parameter '" + name + "'" + why);
+      "as the whole. Use full_tensor(), or unshard it first.");
+  storage.release_data_and_set_meta_custom_data_ptr_error_msg_(std::move(text));
 }
 
 c10::intrusive_ptr<c10::TensorImpl> make_impl(Shard shard,
@@ -118,11 +123,12 @@ void shard_in_place(const at::Tensor& parameter, Shard shard) {
       make_impl(std::move(shard), sizes, strides));
 }
 
-void bind_memory(const at::Tensor& sharded, const at::Tensor& memory) {
+void bind_memory(const at::Tensor& sharded, void* memory,
+                 caffe2::TypeMeta dtype) {
   c10::StorageImpl& storage = storage_of(sharded);
   storage.clear_data_ptr_access_error_msg_();
-  set_data(storage, memory.mutable_data_ptr());
-  set_dtype(sharded, memory.dtype());
+  set_data(storage, memory);
+  set_dtype(sharded, dtype);
 }
 
 void unbind_memory(const at::Tensor& sharded) {

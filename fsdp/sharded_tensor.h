@@ -105,9 +105,10 @@ at::Tensor gather_whole(const at::Tensor& sharded);
 void shard_in_place(const at::Tensor& parameter, Shard shard);
 
 // The storage of a sharded tensor reads `memory` from here on, which has the
-// whole's elements and outlives unbind_memory(); or nothing. Until then the
-// tensor has the dtype of `memory`.
-void bind_memory(const at::Tensor& sharded, const at::Tensor& memory);
+// whole's elements in `dtype` and outlives unbind_memory(); or nothing. Until
+// then the tensor has that dtype.
+void bind_memory(const at::Tensor& sharded, void* memory,
+                 caffe2::TypeMeta dtype);
 void unbind_memory(const at::Tensor& sharded);
 bool is_bound(const at::Tensor& sharded);
 

@@ -15,7 +15,7 @@
 #include <vector>
 
 #include "brigade/comm/recording_group.h"
-#include "brigade/fsdp/sharded_root.h"
+#include "brigade/fsdp/sharded_model.h"
 
 namespace brigade::benchmarks {
 namespace {
@@ -40,18 +40,18 @@ struct Model {
     return x;
   }
 
-  std::vector<UnitSpec> specs() const {
-    std::vector<UnitSpec> specs;
+  std::vector<UnitRequest> requests() const {
+    std::vector<UnitRequest> requests;
     for (size_t unit = 0; unit < units.size(); ++unit) {
-      UnitSpec& spec = specs.emplace_back();
-      spec.name = std::to_string(unit);
+      UnitRequest& request = requests.emplace_back();
+      request.name = std::to_string(unit);
       for (const at::Tensor& scale : units[unit]) {
-        spec.parameters.push_back(
-            {.name = fmt::format("{}.{}", unit, spec.parameters.size()),
+        request.parameters.push_back(
+            {.name = fmt::format("{}.{}", unit, request.parameters.size()),
              .tensor = scale});
       }
     }
-    return specs;
+    return requests;
   }
 
   std::vector<std::vector<at::Tensor>> units;
@@ -79,7 +79,9 @@ void measure(int num_units, int rounds) {
   const Model alone(num_units);
   const Model sharded(num_units);
   const RecordingGroup recording(2);
-  ShardedRoot root(sharded.specs(), recording.group(), {});
+  ShardedModel model(
+      make_sharded_units(sharded.requests(), recording.group(), {}),
+      recording.group());
   const auto step_alone = [&] {
     at::Tensor y = x;
     for (const auto& unit : alone.units) y = Model::run(unit, y);
@@ -88,20 +90,20 @@ void measure(int num_units, int rounds) {
       for (const at::Tensor& scale : unit) scale.mutable_grad().reset();
     }
   };
-  const std::vector<at::Tensor> shards = root.shards();
   const auto step_sharded = [&] {
-    root.forward([&] {
+    model
+        .forward([&] {
           at::Tensor y = x;
-          for (size_t unit = 0; unit < sharded.units.size(); ++unit) {
-            y = root.call(unit, y, [&](at::Tensor in) {
-              return Model::run(sharded.units[unit], std::move(in));
-            });
+          for (const auto& unit : sharded.units) {
+            y = Model::run(unit, std::move(y));
           }
           return y;
         })
         .sum()
         .backward();
-    for (const at::Tensor& shard : shards) shard.mutable_grad().reset();
+    for (const auto& unit : sharded.units) {
+      for (const at::Tensor& scale : unit) scale.mutable_grad().reset();
+    }
   };
   std::vector<double> plain;
   std::vector<double> extra;

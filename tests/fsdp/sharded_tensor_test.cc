@@ -105,7 +105,8 @@ class FakeRoot : public ParameterOwner {
     for (const Shard* const shard : used) {
       const size_t unit = shard->unit;
       if (!is_bound(parameters[unit])) {
-        bind_memory(parameters[unit], wholes[unit]);
+        bind_memory(parameters[unit], wholes[unit].mutable_data_ptr(),
+                    wholes[unit].dtype());
         unsharded.push_back(unit);
       }
     }
