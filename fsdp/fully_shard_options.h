@@ -9,6 +9,7 @@
 #include <cstddef>
 #include <memory>
 #include <optional>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 namespace brigade {
 
@@ -24,6 +25,10 @@ struct FullyShardOptions {
   // Units are released after their forward and gathered again for their
   // backward. False: they stay unsharded in between.
   bool reshard_after_forward = true;
+
+  // Units are released after their backward. False: they stay unsharded until
+  // their shards are written.
+  bool reshard_after_backward = true;
 
   // After their forward units stay in slices on this many consecutive ranks of
   // a row, those of a host for example, and are gathered from these for their
@@ -69,6 +74,23 @@ struct FullyShardOptions {
   // How long a rank that has failed waits for its peers to hear of it.
   std::chrono::milliseconds failure_patience = std::chrono::seconds(30);
 };
+
+// ---- Strategies by name, beside the default, by which parameters, gradients
+// and optimizer state are sharded (ZeRO-3). What else `options` say is kept.
+
+// Gradients and optimizer state are sharded, parameters from the end of
+// backward to forward only (ZeRO-2): the bytes of data parallelism.
+FullyShardOptions shard_gradients(FullyShardOptions options);
+
+// Optimizer state is sharded (ZeRO-1): a rank has memory for all parameters and
+// all gradients, and no backward waits for it.
+FullyShardOptions shard_optimizer_state(FullyShardOptions options);
+
+// All are sharded over the ranks of a host, and hosts hold replicas. A number
+// of shards that `options` give stays. Collective.
+FullyShardOptions hybrid_shard(
+    const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+    FullyShardOptions options);
 
 }  // namespace brigade
 

@@ -125,6 +125,7 @@ ShardedUnit::Gathered SegmentRun::gather_into(size_t number, Lease lease) {
   ShardedUnit::Gathered gathered = {.lease = std::move(lease)};
   gathered.wholes = wholes_in(unit, gathered.lease.bytes);
   const at::NoGradGuard no_grad;
+  model_.recorder.gather_begins(number);
   for (size_t i = 0; i < unit.flats.size(); ++i) {
     const FlatShard& flat = *unit.flats[i];
     if (flat.is_whole_here()) continue;
@@ -140,6 +141,7 @@ ShardedUnit::Gathered SegmentRun::gather_into(size_t number, Lease lease) {
       flat.write_own_slice(whole);
       gathered.futures.push_back(transport.all_gather(whole));
     }
+    model_.recorder.gather_launched(*gathered.futures.back());
   }
   model_.progress.launched.fetch_add(1, std::memory_order_relaxed);
   return gathered;
@@ -149,6 +151,7 @@ void SegmentRun::wait_for(size_t number) {
   ShardedUnit& unit = model_.units[number];
   const bool is_new_stream = unit.uses->note();
   if (unit.is_bound && !is_new_stream) return;
+  model_.recorder.needed(number);
   const bool is_cpu = unit.transport->streams().device().is_cpu();
   std::vector<ShardedUnit::FuturePtr>& futures = unit.gathered->futures;
   try {
@@ -163,6 +166,7 @@ void SegmentRun::wait_for(size_t number) {
         absl::StrCat("fully_shard: the all-gather of unit '", unit.name, "'"),
         std::current_exception());
   }
+  model_.recorder.unsharded(number);
   if (is_cpu) futures.clear();
   bind(unit);
 }
@@ -258,6 +262,7 @@ void SegmentRun::reduce(size_t number) {
     prepare_gradients(number);
     const auto lease =
         std::make_shared<Lease>(std::exchange(unit.gradients, {}));
+    model_.recorder.reduction_begins(number);
     for (const auto& flat : unit.flats) {
       if (!is_reduced(unit, *flat)) continue;
       reducing_.push_back(reduce_flat(number, *flat, lease));
@@ -284,6 +289,7 @@ SegmentRun::Reducing SegmentRun::reduce_flat(
     whole.zero_();
     reducing.future = launch_sum(unit, flat, whole, reducing.sum);
   }
+  model_.recorder.reduction_launched(*reducing.future);
   if (!flat.device().is_cpu()) {
     reducing.future->wait();
     reducing.last_use = StreamPoint::now(flat.device());

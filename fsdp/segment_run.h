@@ -23,6 +23,7 @@
 #include "brigade/fsdp/schedule.h"
 #include "brigade/fsdp/segment_exchange.h"
 #include "brigade/fsdp/sharded_unit.h"
+#include "brigade/fsdp/sharding_recorder.h"
 
 namespace brigade {
 
@@ -35,6 +36,7 @@ class SegmentRun {
     BufferMemory& memory;
     SegmentExchange& exchange;
     Progress& progress;
+    ShardingRecorder& recorder;
     const FullyShardOptions& options;
   };
 

@@ -40,7 +40,8 @@ ShardedModel::ShardedModel(std::vector<ShardedUnit> units,
       units_(std::move(units)),
       meshes_(connect_units(units_, group, options_, *this)),
       memory_(meshes_->streams().device()),
-      exchange_(group, units_.size(), count_parameters(units_), progress_) {
+      exchange_(group, units_.size(), count_parameters(units_), progress_),
+      recorder_(meshes_->streams().device()) {
   for (size_t unit = 0; unit < units_.size(); ++unit) {
     for (size_t flat = 0; flat < units_[unit].flats.size(); ++flat) {
       const auto& parameters = units_[unit].flats[flat]->parameters();
@@ -124,7 +125,7 @@ void ShardedModel::written(size_t unit) {
 
 // What is unsharded since before its shards were written is gathered anew.
 void ShardedModel::release_stale() {
-  SegmentRun run({units_, *meshes_, memory_, exchange_, *progress_, options_},
+  SegmentRun run({units_, *meshes_, memory_, exchange_, *progress_, recorder_, options_},
                  {.rules = {.parents = std::vector<std::optional<size_t>>(
                                 units_.size())}});
   for (size_t unit = 0; unit < units_.size(); ++unit) {
@@ -146,6 +147,11 @@ ParameterState ShardedModel::use(std::span<const Shard* const> parameters) {
         parameters,
         [&](const Shard* shard) { return units_[shard->unit].is_by_hand; });
     if (!are_by_hand) return ParameterState::kSharded;
+    for (const Shard* const shard : parameters) {
+      ShardedUnit& unit = units_[shard->unit];
+      if (!unit.uses->note()) continue;
+      for (const auto& future : unit.gathered->futures) future->wait();
+    }
     return may_write_ ? ParameterState::kWritable : ParameterState::kUnsharded;
   }
   c10::SmallVector<size_t, 4> units;
@@ -290,7 +296,7 @@ void ShardedModel::open(SegmentKind kind) {
   }
   run_.emplace(
       SegmentRun::Model{units_, *meshes_, memory_, exchange_, *progress_,
-                        options_},
+                        recorder_, options_},
       std::move(plan));
   ++statistics_.segments;
   statistics_.learned_segments += run_->cursor().is_learning() ? 1 : 0;
@@ -336,6 +342,7 @@ void ShardedModel::release_after_segment() {
 void ShardedModel::abandon(const std::string& error) noexcept {
   if (!run_) return;
   run_->fail(error);
+  recorder_.step_fails();
   schedules_.erase(facts_.tag);
   std::fill(used_in_forward_.begin(), used_in_forward_.end(), 0);
   if (run_->kind() != SegmentKind::kForward) {
@@ -402,6 +409,7 @@ void ShardedModel::begin_forward() {
   }
   forward_thread_ = std::this_thread::get_id();
   std::fill(used_in_forward_.begin(), used_in_forward_.end(), 0);
+  recorder_.forward_begins();
   open(SegmentKind::kForward);
   try {
     run_->begin();
@@ -425,6 +433,7 @@ void ShardedModel::end_forward(const std::vector<at::Tensor>& outputs) {
     abandon(message_of(std::current_exception()));
     throw;
   }
+  recorder_.forward_ends();
   if (!facts_.has_grad) return;
   auto record = std::make_shared<ForwardRecord>();
   record->expected.assign(units_.size(), 0);
@@ -487,6 +496,7 @@ void ShardedModel::open_backward(
   last_reached_ = reached;
   open(is_reduced ? SegmentKind::kBackward : SegmentKind::kLocalBackward);
   last_reached_ = nullptr;
+  recorder_.backward_begins();
   const int backward = running_backward_id();
   if (backward >= 0) {
     watch_backward_end(
@@ -553,6 +563,8 @@ at::Tensor ShardedModel::gradient_slot(const at::Tensor& parameter) {
 
 void ShardedModel::end_backward() {
   if (!run_) return;
+  recorder_.backward_ends();
+  const bool is_reduced = run_->kind() == SegmentKind::kBackward;
   std::vector<at::Tensor> hooked;
   try {
     bool has_used_all = true;
@@ -572,6 +584,7 @@ void ShardedModel::end_backward() {
     throw;
   }
   last_forward_ = nullptr;
+  if (is_reduced) recorder_.step_ends();
   if (!hooked.empty()) call_hooks_behind_backward(std::move(hooked));
 }
 

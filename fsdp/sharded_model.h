@@ -120,7 +120,25 @@ class ShardedModel final : public ParameterOwner {
   // `may_write`: what they hold at reshard() becomes their value, alike on all
   // ranks; otherwise writing is an error.
   void unshard(std::span<const size_t> units, bool may_write = false);
-  void reshard(std::span<const size_t> units);
+  void reshard(std::span<const size_t> units, bool drops_writes = false);
+
+  // The same of all units, until the scope ends. If it ends by an exception,
+  // what was written is dropped.
+  class Unsharded {
+   public:
+    Unsharded(ShardedModel& model, bool may_write);
+    ~Unsharded() noexcept(false);
+    Unsharded(const Unsharded&) = delete;
+    Unsharded& operator=(const Unsharded&) = delete;
+
+   private:
+    ShardedModel& model_;
+    std::vector<size_t> units_;
+    const int num_exceptions_;
+  };
+  [[nodiscard]] Unsharded unsharded(bool may_write = false) {
+    return Unsharded(*this, may_write);
+  }
 
   // Reduces what backwards without synchronisation have accumulated.
   void reduce();
@@ -162,6 +180,12 @@ class ShardedModel final : public ParameterOwner {
   ShardedModelStatistics statistics() const;
   // Units, bytes, and the schedules and buffers of the last step, in words.
   std::string explain() const;
+  // The last step that was sampled: the first ten and every n-th.
+  ShardingTimeline timeline() const;
+  void set_timeline_sample_rate(int64_t rate) {
+    recorder_.set_sample_rate(rate);
+  }
+  // Null: no peers.
   StallWatch* stall_watch() { return stall_watch_.get(); }
 
   // ParameterOwner.
@@ -223,6 +247,7 @@ class ShardedModel final : public ParameterOwner {
   BufferMemory memory_;
   const std::shared_ptr<Progress> progress_ = std::make_shared<Progress>();
   SegmentExchange exchange_;
+  ShardingRecorder recorder_;
   std::unique_ptr<StallWatch> stall_watch_;
   std::vector<Parameter> parameters_;  // that have elements, by number
   std::vector<at::Tensor> hooked_;     // of these, those of floating dtypes

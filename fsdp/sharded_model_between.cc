@@ -4,7 +4,9 @@
 
 #include <algorithm>
 #include <cmath>
+#include <exception>
 #include <functional>
+#include <numeric>
 #include <span>
 #include <utility>
 
@@ -49,7 +51,7 @@ void ShardedModel::unshard(std::span<const size_t> units, bool may_write) {
   }
   exchange_.ask(absl::StrCat("unshards ", units.size(), " units"),
                 digest.add(may_write ? 1 : 0).value());
-  SegmentRun run({units_, *meshes_, memory_, exchange_, *progress_, options_},
+  SegmentRun run({units_, *meshes_, memory_, exchange_, *progress_, recorder_, options_},
                  {.rules = rules_for(SegmentKind::kForward, false,
                                      std::vector<char>(units_.size(), 0))});
   for (const size_t unit : missing) run.all_gather(unit);
@@ -61,20 +63,39 @@ void ShardedModel::unshard(std::span<const size_t> units, bool may_write) {
   may_write_ = may_write;
 }
 
-void ShardedModel::reshard(std::span<const size_t> units) {
+void ShardedModel::reshard(std::span<const size_t> units, bool drops_writes) {
   const std::lock_guard lock(mutex_);
-  SegmentRun run({units_, *meshes_, memory_, exchange_, *progress_, options_},
+  SegmentRun run({units_, *meshes_, memory_, exchange_, *progress_, recorder_, options_},
                  {.rules = rules_for(SegmentKind::kForward, false,
                                      std::vector<char>(units_.size(), 0))});
   for (const size_t number : units) {
     ShardedUnit& unit = units_.at(number);
     if (!std::exchange(unit.is_by_hand, false)) continue;
-    if (may_write_) {
+    if (may_write_ && !drops_writes) {
       for (const auto& flat : unit.flats) flat->read_own_slice();
       unit.slices.clear();
     }
     if (kind_ == Open::kNone) run.release(number);
   }
+}
+
+ShardedModel::Unsharded::Unsharded(ShardedModel& model, bool may_write)
+    : model_(model),
+      units_(model.units_.size()),
+      num_exceptions_(std::uncaught_exceptions()) {
+  std::iota(units_.begin(), units_.end(), size_t{0});
+  model_.unshard(units_, may_write);
+}
+
+ShardedModel::Unsharded::~Unsharded() noexcept(false) {
+  model_.reshard(units_, std::uncaught_exceptions() > num_exceptions_);
+}
+
+ShardingTimeline ShardedModel::timeline() const {
+  const std::lock_guard lock(mutex_);
+  std::vector<std::string> names;
+  for (const ShardedUnit& unit : units_) names.push_back(unit.name);
+  return recorder_.timeline(names);
 }
 
 void ShardedModel::reduce() {

@@ -37,6 +37,7 @@ std::string describe(const FullyShardOptions& options) {
   return absl::StrCat(
       "options of fully_shard: num_shards ", number_or_all(options.num_shards),
       ", reshard_after_forward ", options.reshard_after_forward,
+      ", reshard_after_backward ", options.reshard_after_backward,
       ", reshard_to ", number_or_all(options.reshard_to), ", prefetch_depth ",
       options.prefetch_depth, ", max_reducing ", options.max_reducing,
       ", param_dtype ", dtype_or_own(options.param_dtype), ", output_dtype ",
@@ -316,6 +317,7 @@ UnitSettings settings_of(const UnitRequest& request,
   settings.reshards_to = request.reshard_to || request.mesh
                              ? request.reshard_to
                              : options.reshard_to;
+  settings.reshards_after_backward = options.reshard_after_backward;
   settings.spans_passes = request.spans_segments;
   return settings;
 }
