@@ -155,7 +155,9 @@ const CheckpointTensor& tensor_of(const std::vector<CheckpointTensor>& tensors,
                                   const OptimizerState& state,
                                   const OptimizerState::Parameter& parameter) {
   for (const CheckpointTensor& tensor : tensors) {
-    if (tensor.held.is_same(parameter.parameter)) return tensor;
+    const at::Tensor& known =
+        tensor.parameter.defined() ? tensor.parameter : tensor.held;
+    if (known.is_same(parameter.parameter)) return tensor;
   }
   TORCH_CHECK_VALUE(false, "parameter ", &parameter - state.parameters.data(),
                     " of the optimizer is not in this model.\nMake the "
@@ -257,7 +259,9 @@ std::vector<CheckpointTensor> with_optimizer(
     for (const auto& [name, value] : stepped.values) {
       CheckpointTensor kept = of;
       kept.name = absl::StrCat(of.name, ".", name);
-      kept.held = value;
+      kept.held = kept.part_of == nullptr || name == kStep
+                      ? value
+                      : kept.part_of(value);
       if (name == kStep) {
         kept.shape = kept.strides = {};
         kept.begin = 0;
@@ -344,7 +348,7 @@ std::vector<std::string> expect_saved(
     wanted.merge(found);
     for (const std::string& field : stepped.fields) {
       stepped.values[field] = field == kStep ? at::empty({}, at::kLong)
-                                             : at::empty_like(parameter.held);
+                                             : at::empty_like(stepped.parameter);
     }
   }
   // Saved state that this optimizer does not read would be lost.

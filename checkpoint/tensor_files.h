@@ -54,6 +54,10 @@ struct CheckpointTensor {
   // Loading leaves it as it is if the checkpoint lacks it. Saving takes the
   // first rank's value if it differs between ranks.
   bool is_optional = false;
+  // What optimizers have in place of `held`, if that is another tensor, and the
+  // part that this rank holds of a tensor like it.
+  at::Tensor parameter = {};
+  at::Tensor (*part_of)(const at::Tensor& like_parameter) = nullptr;
 };
 
 enum class CheckpointLayout : uint8_t { kFile, kFolder };

@@ -3,8 +3,6 @@
 #include <utility>
 #include <vector>
 
-#include "brigade/fsdp/fully_shard.h"
-
 namespace brigade {
 
 CheckpointModel checkpoint_model(ShardedRoot& root) {
@@ -28,13 +26,35 @@ CheckpointModel checkpoint_model(ShardedRoot& root) {
   return {std::move(tensors), root.group()};
 }
 
-CheckpointModel checkpoint_model(const torch::nn::Module& module,
-                                 c10::intrusive_ptr<c10d::ProcessGroup> group) {
-  CheckpointModel model(module, std::move(group));
-  for (CheckpointTensor& tensor : model.tensors) {
-    tensor.name = without_unit_levels(std::move(tensor.name));
+CheckpointModel checkpoint_model(ShardedModel& model) {
+  model.meet_peers();
+  std::vector<CheckpointTensor> tensors;
+  for (size_t unit = 0; unit < model.units().size(); ++unit) {
+    model.written(unit);  // loading writes to the shards themselves
+    for (const auto& flat : model.units()[unit].flats) {
+      for (const ParameterSpec& parameter : flat->parameters()) {
+        const Shard& shard = *shard_of(parameter.tensor);
+        tensors.push_back({.name = parameter.name,
+                           .shape = parameter.tensor.sizes().vec(),
+                           .strides = parameter.tensor.strides().vec(),
+                           .held = shard.local,
+                           .begin = shard.offset,
+                           .ranks = model.units()[unit].mesh
+                                        ? model.units()[unit].mesh->ranks
+                                        : std::vector<int>(),
+                           .parameter = parameter.tensor,
+                           .part_of = [](const at::Tensor& like_parameter) {
+                             const Shard* const part = shard_of(like_parameter);
+                             TORCH_CHECK_VALUE(
+                                 part != nullptr,
+                                 "the optimizer has whole state of a sharded "
+                                 "parameter.\nMake the optimizer anew.");
+                             return part->local;
+                           }});
+      }
+    }
   }
-  return model;
+  return {std::move(tensors), model.group()};
 }
 
 }  // namespace brigade

@@ -1,26 +1,20 @@
 // The tensors of a sharded model for checkpoint/checkpoint.h.
 //
-//   save_checkpoint("checkpoint", checkpoint_model(model.root()), optimizer);
-//   load_checkpoint("checkpoint", checkpoint_model(model.root()), optimizer);
+//   save_checkpoint("checkpoint", checkpoint_model(*sharded), optimizer);
+//   load_checkpoint("checkpoint", checkpoint_model(*sharded), optimizer);
 
 #ifndef BRIGADE_FSDP_CHECKPOINT_MODEL_H_
 #define BRIGADE_FSDP_CHECKPOINT_MODEL_H_
 
-#include <torch/nn/module.h>
-
 #include "brigade/checkpoint/checkpoint.h"
+#include "brigade/fsdp/sharded_model.h"
 #include "brigade/fsdp/sharded_root.h"
 
 namespace brigade {
 
 // Collective. Parameters only. Valid until the next forward or backward.
+CheckpointModel checkpoint_model(ShardedModel& model);
 CheckpointModel checkpoint_model(ShardedRoot& root);
-
-// A module with `Sharded` members that is not sharded, under the names that its
-// parameters have in a sharded model's checkpoint.
-CheckpointModel checkpoint_model(
-    const torch::nn::Module& module,
-    c10::intrusive_ptr<c10d::ProcessGroup> group = single_process_group());
 
 }  // namespace brigade
 

@@ -95,7 +95,7 @@ void run(const Options& options) {
     fmt::print("{} characters, {} of them different; {} rank{}, {}",
                corpus.num_characters(), corpus.vocabulary_size(),
                group->getSize(), group->getSize() == 1 ? "" : "s",
-               training.root().explain());
+               training.model().explain());
     std::fflush(stdout);
   }
 
@@ -113,11 +113,11 @@ void run(const Options& options) {
   }
   const std::string sample = training.sample(options.prompt, options.sample);
   if (speaks) {
-    const ShardingStatistics statistics = training.root().statistics();
+    const ShardedModelStatistics statistics = training.model().statistics();
     fmt::print(
-        "rank 0 held {} bytes of parameters, and at most {} of whole units and "
+        "rank 0 held {} bytes of parameters, and at most {} of unsharded units and "
         "gradients\n---\n{}\n",
-        statistics.shard_bytes, statistics.peak_whole_bytes, sample);
+        statistics.shard_bytes, statistics.peak_buffer_bytes, sample);
   }
 }
 

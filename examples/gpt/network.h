@@ -1,5 +1,4 @@
-// A small GPT whose blocks are units: each rank holds a part of each, and a
-// block's weights are whole only while it runs.
+// A small GPT: a plain LibTorch module.
 
 #ifndef BRIGADE_EXAMPLES_GPT_NETWORK_H_
 #define BRIGADE_EXAMPLES_GPT_NETWORK_H_
@@ -9,8 +8,6 @@
 #include <cstdint>
 #include <string>
 #include <vector>
-
-#include "brigade/fsdp/fully_shard.h"
 
 namespace brigade::gpt {
 
@@ -89,9 +86,9 @@ class GptImpl : public torch::nn::Module {
                                             shape.width, shape.vocabulary_size)
                                             .bias(false)))) {
     for (int64_t i = 0; i < shape.num_blocks; ++i) {
-      blocks_.push_back(register_module("block" + std::to_string(i),
-                                        Sharded<Block>(Block(shape))));
+      blocks_->push_back(Block(shape));
     }
+    register_module("blocks", blocks_);
     draw_weights(seed);
   }
 
@@ -99,7 +96,7 @@ class GptImpl : public torch::nn::Module {
   // that may follow, [n, t, vocabulary_size].
   at::Tensor forward(const at::Tensor& tokens) {
     at::Tensor x = characters_(tokens) + places_(torch::arange(tokens.size(1)));
-    for (Sharded<Block>& block : blocks_) x = block(x);
+    for (const auto& block : *blocks_) x = block->as<Block>()->forward(x);
     return scores_(norm_(x));
   }
 
@@ -119,7 +116,7 @@ class GptImpl : public torch::nn::Module {
 
   torch::nn::Embedding characters_;
   torch::nn::Embedding places_;
-  std::vector<Sharded<Block>> blocks_;
+  torch::nn::ModuleList blocks_;
   torch::nn::LayerNorm norm_;
   torch::nn::Linear scores_;
 };

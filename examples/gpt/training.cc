@@ -14,9 +14,9 @@ using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
 constexpr char kStepKey[] = "step";
 
-ShardingOptions sharding_of(const Group& group,
+FullyShardOptions sharding_of(const Group& group,
                             const TrainingOptions& options) {
-  ShardingOptions sharding = {.prefetch_depth = options.prefetch,
+  FullyShardOptions sharding = {.prefetch_depth = options.prefetch,
                               .param_dtype = options.param_dtype,
                               .output_dtype = at::kFloat};
   const int size = group->getSize();
@@ -38,7 +38,7 @@ ShardingOptions sharding_of(const Group& group,
                         "slices: expected an even number of ranks, 4 at least, "
                         "found ",
                         size, ".\nUse another strategy.");
-      sharding.reshards_to = size / 2;
+      sharding.reshard_to = size / 2;
       break;
     case Strategy::kNone:
       sharding.num_shards = 1;
@@ -72,9 +72,9 @@ Training::Training(const Group& group, const Corpus& corpus,
     : group_(group),
       corpus_(corpus),
       options_(options),
-      model_(make_gpt(group, corpus, options), group,
-             sharding_of(group, options)),
-      optimizer_(model_.parameters(),
+      network_(make_gpt(group, corpus, options)),
+      model_(fully_shard(*network_, group, sharding_of(group, options))),
+      optimizer_(network_->parameters(),
                  torch::optim::AdamWOptions(options.learning_rate)) {}
 
 double Training::step(int64_t number) {
@@ -85,7 +85,8 @@ double Training::step(int64_t number) {
     group.options().set_lr(learning_rate(options_.learning_rate, number));
   }
   optimizer_.zero_grad();
-  const at::Tensor scores = model_(batch.inputs);
+  const at::Tensor scores =
+      model_->forward([&] { return network_(batch.inputs); });
   const at::Tensor loss = torch::nn::functional::cross_entropy(
       scores.flatten(0, 1), batch.targets.flatten());
   loss.backward();  // averages the gradients over the ranks
@@ -101,13 +102,13 @@ int64_t Training::tokens_per_step() const {
 }
 
 void Training::save(const std::string& folder, int64_t step) {
-  save_checkpoint(folder, checkpoint_model(model_.root()), optimizer_,
+  save_checkpoint(folder, checkpoint_model(*model_), optimizer_,
                   {{kStepKey, std::to_string(step)}});
 }
 
 int64_t Training::resume(const std::string& folder) {
   return std::stoll(
-      load_checkpoint(folder, checkpoint_model(model_.root()), optimizer_)
+      load_checkpoint(folder, checkpoint_model(*model_), optimizer_)
           .at(kStepKey));
 }
 
@@ -115,17 +116,16 @@ std::string Training::sample(const std::string& prompt,
                              int64_t num_characters) {
   constexpr double kTemperature = 0.8;  // below 1: fewer surprises
   const torch::NoGradGuard no_grad;
-  const auto whole = model_.unsharded();
+  const auto unsharded = model_->unsharded();
   if (group_->getRank() != 0) return "";
   at::Generator random =
       at::make_generator<at::CPUGeneratorImpl>(options_.seed);
   std::string text = prompt;
   at::Tensor tokens = corpus_.encode(prompt).unsqueeze(0);
-  Gpt network = model_.module();
   for (int64_t i = 0; i < num_characters; ++i) {
     const int64_t seen = std::min(tokens.size(1), options_.shape.context);
     const at::Tensor scores =
-        network(tokens.narrow(1, tokens.size(1) - seen, seen))
+        network_(tokens.narrow(1, tokens.size(1) - seen, seen))
             .select(1, seen - 1)
             .to(torch::kFloat);
     const at::Tensor next = torch::multinomial(

@@ -13,13 +13,14 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "brigade/examples/gpt/corpus.h"
 #include "brigade/examples/gpt/network.h"
-#include "brigade/fsdp/fully_shard.h"
+#include "brigade/fsdp/fully_shard_module.h"
 
 namespace brigade::gpt {
 
@@ -48,7 +49,7 @@ class Training {
  public:
   // Collective. `corpus` outlives it. Errors: ValueError if the ranks divide
   // the batch unevenly, or have no halves for kHybrid, of 2 ranks at least for
-  // kSlices; FullySharded's.
+  // kSlices; fully_shard()'s.
   Training(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
            const Corpus& corpus, const TrainingOptions& options);
 
@@ -68,13 +69,14 @@ class Training {
   // the others.
   std::string sample(const std::string& prompt, int64_t num_characters);
 
-  ShardedRoot& root() { return model_.root(); }
+  ShardedModel& model() { return *model_; }
 
  private:
   const c10::intrusive_ptr<c10d::ProcessGroup> group_;
   const Corpus& corpus_;
   const TrainingOptions options_;
-  FullySharded<Gpt> model_;
+  Gpt network_;
+  std::unique_ptr<ShardedModel> model_;
   torch::optim::AdamW optimizer_;
 };
 
