@@ -3,7 +3,7 @@
 //   // Ranks 0 and 1 are on one host, 2 and 3 on another: shards between hosts,
 //   // replicas inside of them.
 //   const RankMesh mesh(scope.group(), {{0, 2}, {1, 3}});
-//   FullySharded model(net, mesh);
+//   const auto model = fully_shard(*net, mesh);
 //
 // What goes by rows, sharding and sums that are reproducible, takes a group and
 // how many ranks next to each other are a row. So a mesh is a group whose ranks

@@ -32,7 +32,7 @@ CheckpointModel checkpoint_model(ShardedModel& model) {
   for (size_t unit = 0; unit < model.units().size(); ++unit) {
     model.written(unit);  // loading writes to the shards themselves
     for (const auto& flat : model.units()[unit].flats) {
-      for (const ParameterSpec& parameter : flat->parameters()) {
+      for (const UnitParameter& parameter : flat->parameters()) {
         const Shard& shard = *shard_of(parameter.tensor);
         tensors.push_back({.name = parameter.name,
                            .shape = parameter.tensor.sizes().vec(),

@@ -22,10 +22,10 @@ int64_t aligned(int64_t bytes) {
   return (bytes + kAlignment - 1) / kAlignment * kAlignment;
 }
 
-ShardLayout layout_of(const std::vector<ParameterSpec>& parameters,
+ShardLayout layout_of(const std::vector<UnitParameter>& parameters,
                       int num_ranks) {
   std::vector<ShardSpec> specs;
-  for (const ParameterSpec& parameter : parameters) {
+  for (const UnitParameter& parameter : parameters) {
     specs.push_back({.numel = parameter.tensor.numel(),
                      .block_numel = parameter.block_numel});
   }
@@ -62,7 +62,7 @@ at::Tensor as_elements(const at::Tensor& bytes, at::ScalarType dtype,
 
 }  // namespace
 
-FlatShard::FlatShard(std::vector<ParameterSpec> parameters,
+FlatShard::FlatShard(std::vector<UnitParameter> parameters,
                      FlatShardOptions options)
     : parameters_(std::move(parameters)),
       options_(std::move(options)),
@@ -86,7 +86,7 @@ FlatShard::FlatShard(std::vector<ParameterSpec> parameters,
 
 FlatShard::~FlatShard() {
   if (is_bound_) unbind();
-  for (const ParameterSpec& parameter : parameters_) {
+  for (const UnitParameter& parameter : parameters_) {
     Shard* const shard = shard_of(parameter.tensor);
     if (shard != nullptr && shard->owner == options_.owner) {
       shard->owner = nullptr;
@@ -95,7 +95,7 @@ FlatShard::~FlatShard() {
 }
 
 bool FlatShard::is_trained() const {
-  return std::ranges::any_of(parameters_, [](const ParameterSpec& parameter) {
+  return std::ranges::any_of(parameters_, [](const UnitParameter& parameter) {
     return parameter.tensor.requires_grad();
   });
 }
@@ -149,11 +149,11 @@ void FlatShard::in_compute_dtype(
     const std::function<void()>& function) const {
   if (options_.compute_dtype == dtype()) return function();
   const auto compute_dtype = c10::scalarTypeToTypeMeta(options_.compute_dtype);
-  for (const ParameterSpec& parameter : parameters_) {
+  for (const UnitParameter& parameter : parameters_) {
     bind_memory(parameter.tensor, nullptr, compute_dtype);
   }
   function();
-  for (const ParameterSpec& parameter : parameters_) {
+  for (const UnitParameter& parameter : parameters_) {
     unbind_memory(parameter.tensor);
   }
 }
@@ -167,7 +167,7 @@ bool FlatShard::is_own(const Shard& shard) const {
 
 bool FlatShard::adopt_pieces() {
   bool is_other = false;
-  for (const ParameterSpec& parameter : parameters_) {
+  for (const UnitParameter& parameter : parameters_) {
     const Shard* const shard = shard_of(parameter.tensor);
     TORCH_CHECK(shard != nullptr, "fully_shard: parameter '", parameter.name,
                 "' was given a plain tensor.\nGive it values inside of "
@@ -179,7 +179,7 @@ bool FlatShard::adopt_pieces() {
   const at::Tensor first = shard_of(parameters_.front().tensor)->local;
   const bool is_converted = first.scalar_type() != shard_.scalar_type() ||
                             first.device() != shard_.device();
-  for (const ParameterSpec& parameter : parameters_) {
+  for (const UnitParameter& parameter : parameters_) {
     const at::Tensor& local = shard_of(parameter.tensor)->local;
     TORCH_CHECK(local.scalar_type() == first.scalar_type() &&
                     local.device() == first.device(),
@@ -248,7 +248,7 @@ void FlatShard::bind(const at::Tensor& whole) {
 }
 
 void FlatShard::unbind() {
-  for (const ParameterSpec& parameter : parameters_) {
+  for (const UnitParameter& parameter : parameters_) {
     if (shard_of(parameter.tensor) != nullptr) unbind_memory(parameter.tensor);
   }
   whole_.reset();

@@ -27,7 +27,7 @@
 
 namespace brigade {
 
-struct ParameterSpec {
+struct UnitParameter {
   std::string name;  // "blocks.2.weight"
   at::Tensor tensor;
   int64_t block_numel = 1;  // see fsdp/layout/shard_spec.h
@@ -51,13 +51,13 @@ class FlatShard {
   // Makes each parameter a sharded tensor. REQUIRES: dense leaves of one dtype
   // and device, each with elements. Throws ValueError for blocks that
   // ShardLayout refuses.
-  FlatShard(std::vector<ParameterSpec> parameters, FlatShardOptions options);
+  FlatShard(std::vector<UnitParameter> parameters, FlatShardOptions options);
   // Parameters forget their owner, and stay sharded.
   ~FlatShard();
   FlatShard(const FlatShard&) = delete;
   FlatShard& operator=(const FlatShard&) = delete;
 
-  const std::vector<ParameterSpec>& parameters() const { return parameters_; }
+  const std::vector<UnitParameter>& parameters() const { return parameters_; }
   const ShardLayout& layout() const { return layout_; }
   const FlatShardOptions& options() const { return options_; }
   c10::Device device() const { return shard_.device(); }
@@ -138,7 +138,7 @@ class FlatShard {
   Shard make_piece(size_t parameter) const;
   bool is_own(const Shard& shard) const;
 
-  std::vector<ParameterSpec> parameters_;
+  std::vector<UnitParameter> parameters_;
   FlatShardOptions options_;
   const ShardLayout layout_;
   at::Tensor shard_;

@@ -1,14 +1,11 @@
 #include "brigade/fsdp/fully_shard.h"
 
-#include <c10/util/Exception.h>
-
 #include <algorithm>
-#include <cstdint>
-#include <numeric>
-#include <span>
-#include <string>
+#include <map>
 #include <string_view>
 #include <unordered_map>
+#include <unordered_set>
+#include <utility>
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
@@ -19,334 +16,312 @@
 namespace brigade {
 namespace {
 
-using torch::nn::Module;
+using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
-struct OwnedParameter {
-  NamedParameter parameter;
-  size_t owner = 0;  // a unit
-};
-
-bool is_ignored(const UnitChoice& choice, const NamedParameter& parameter) {
-  return choice.is_ignored &&
-         choice.is_ignored(parameter.name, parameter.tensor);
-}
-
-int64_t numel_of(std::span<const NamedParameter> parameters) {
-  int64_t numel = 0;
-  for (const NamedParameter& parameter : parameters) {
-    numel += parameter.tensor.numel();
-  }
-  return numel;
-}
-
-struct CollectedUnit {
+// One module of a tree, parents before children.
+struct TreeNode {
   std::string name;
-  bool is_joint = false;
-  std::vector<UnitModule*> modules = {};
+  std::string type;
+  std::optional<size_t> parent = std::nullopt;
+  const torch::nn::Module* module = nullptr;
+  std::vector<UnitParameter> parameters = {};  // its own
+  std::vector<UnitParameter> buffers = {};
 };
 
-// Of the module whose parameters have this in front of their names.
-std::string path_of(const std::string& prefix) {
-  return without_unit_levels(
-      prefix.substr(0, prefix.empty() ? 0 : prefix.size() - 1));
+using Tree = std::vector<TreeNode>;
+
+std::string joined(const std::string& outer, const std::string& inner) {
+  return outer.empty() ? inner : absl::StrCat(outer, ".", inner);
 }
 
-std::shared_ptr<Module> held_by(const UnitModule& module) {
-  return module.children().front();
+void add_to(Tree& tree, const torch::nn::Module& module,
+            const std::string& name, std::optional<size_t> parent) {
+  const size_t place = tree.size();
+  tree.push_back({.name = name,
+                  .type = module.name(),
+                  .parent = parent,
+                  .module = &module});
+  for (const auto& item : module.named_parameters(/*recurse=*/false)) {
+    tree[place].parameters.push_back(
+        {.name = joined(name, item.key()), .tensor = item.value()});
+  }
+  for (const auto& item : module.named_buffers(/*recurse=*/false)) {
+    tree[place].buffers.push_back(
+        {.name = joined(name, item.key()), .tensor = item.value()});
+  }
+  for (const auto& child : module.named_children()) {
+    add_to(tree, *child.value(), joined(name, child.key()), place);
+  }
 }
 
-class Collector {
- public:
-  explicit Collector(const UnitChoice& choice) : choice_(choice) {}
-
-  std::vector<CollectedUnit> units = {{.name = ""}};  // outermost first
-  std::vector<OwnedParameter> found;
-
-  // `prefix`: its path and a dot; empty for the outermost. `unit`: what it is
-  // in unless it is a unit itself.
-  void collect(Module& module, const std::string& prefix, size_t unit) {
-    auto* const unit_module = dynamic_cast<UnitModule*>(&module);
-    if (unit_module != nullptr &&
-        begins_unit(*held_by(*unit_module), prefix, Place::kHeld, unit)) {
-      unit = unit_of(*unit_module, prefix);
-      units[unit].modules.push_back(unit_module);
-    }
-    for (const auto& parameter : module.named_parameters(/*recurse=*/false)) {
-      add({.name = without_unit_levels(prefix + parameter.key()),
-           .tensor = parameter.value()},
-          unit);
-    }
-    for (const auto& child : module.named_children()) {
-      const std::string of_child = absl::StrCat(prefix, child.key(), ".");
-      if (unit_module == nullptr)
-        require_no_unit(*child.value(), of_child, unit);
-      collect(*child.value(), of_child, unit);
-    }
+void add_to(Tree& tree, const torch::jit::Module& module,
+            const std::string& name, std::optional<size_t> parent) {
+  const size_t place = tree.size();
+  tree.push_back({.name = name,
+                  .type = module.type()->name()->qualifiedName(),
+                  .parent = parent});
+  for (const auto& item : module.named_parameters(/*recurse=*/false)) {
+    tree[place].parameters.push_back(
+        {.name = joined(name, item.name), .tensor = item.value});
   }
-
- private:
-  using Place = UnitCandidate::Place;
-
-  bool begins_unit(const Module& module, const std::string& prefix, Place place,
-                   size_t unit) const {
-    if (!choice_.begins_unit) return place == Place::kHeld;
-    int64_t numel = 0;
-    for (const auto& parameter : module.named_parameters()) {
-      if (!is_ignored(choice_,
-                      {.name = without_unit_levels(prefix + parameter.key()),
-                       .tensor = parameter.value()})) {
-        numel += parameter.value().numel();
-      }
-    }
-    if (numel == 0) return false;
-    int64_t numel_before = 0;
-    for (const OwnedParameter& owned : found) {
-      if (owned.owner == unit) numel_before += owned.parameter.tensor.numel();
-    }
-    return choice_.begins_unit({.name = path_of(prefix),
-                                .module = module,
-                                .place = place,
-                                .numel = numel,
-                                .numel_before = numel_before});
+  for (const auto& item : module.named_buffers(/*recurse=*/false)) {
+    tree[place].buffers.push_back(
+        {.name = joined(name, item.name), .tensor = item.value});
   }
-
-  void require_no_unit(const Module& module, const std::string& prefix,
-                       size_t unit) const {
-    if (dynamic_cast<const UnitModule*>(&module) != nullptr) return;
-    TORCH_CHECK_VALUE(
-        !begins_unit(module, prefix, Place::kMember, unit),
-        "fully_shard: expected units that Sharded holds, or children of a "
-        "Sequential that is sharded itself; the rule for units chose '",
-        path_of(prefix), "' (", module.name(),
-        "), whose forward tells nobody that it runs.\nHold it by "
-        "brigade::Sharded, as in Sharded<Block> block = "
-        "register_module(\"block\", Sharded<Block>(Block(...))).");
+  for (const auto& child : module.named_children()) {
+    add_to(tree, child.value, joined(name, child.name), place);
   }
-
-  size_t unit_of(const UnitModule& module, const std::string& prefix) {
-    const std::string& joint = module.joint_unit();
-    for (size_t unit = 1; unit < units.size(); ++unit) {
-      if (units[unit].is_joint && units[unit].name == joint) return unit;
-    }
-    if (joint.empty()) {
-      units.push_back({.name = path_of(prefix)});
-    } else {
-      units.push_back({.name = joint, .is_joint = true});
-    }
-    return units.size() - 1;
-  }
-
-  void add(NamedParameter parameter, size_t unit) {
-    if (is_ignored(choice_, parameter)) return;
-    const auto [place, is_new] =
-        places_.emplace(parameter.tensor.unsafeGetTensorImpl(), found.size());
-    if (is_new) {
-      found.push_back({.parameter = std::move(parameter), .owner = unit});
-    } else if (found[place->second].owner != unit) {
-      found[place->second].owner = 0;  // tied: in the unit around both
-    }
-  }
-
-  const UnitChoice& choice_;
-  std::unordered_map<const void*, size_t> places_;
-};
-
-// A unit around others is called before them, and a joint one stays whole.
-std::vector<size_t> in_order(const std::vector<CollectedUnit>& units) {
-  std::vector<size_t> order(units.size());
-  std::iota(order.begin(), order.end(), size_t{0});
-  std::stable_partition(order.begin() + 1, order.end(),
-                        [&](size_t unit) { return units[unit].is_joint; });
-  return order;
 }
 
-std::vector<NamedParameter> parameters_of(const std::string& name,
-                                          const Module& child,
-                                          const UnitChoice& choice) {
-  std::vector<NamedParameter> parameters;
-  for (const auto& parameter : child.named_parameters()) {
-    NamedParameter named = {
-        .name = without_unit_levels(absl::StrCat(name, ".", parameter.key())),
-        .tensor = parameter.value()};
-    if (!is_ignored(choice, named)) parameters.push_back(std::move(named));
+std::vector<at::Tensor> tensors_in(const torch::nn::Module& module) {
+  return module.parameters();
+}
+
+std::vector<at::Tensor> tensors_in(const torch::jit::Module& module) {
+  std::vector<at::Tensor> parameters;
+  for (const at::Tensor& parameter : module.parameters()) {
+    parameters.push_back(parameter);
   }
   return parameters;
 }
 
-// Of a child of a Sequential. `numel_before`: of the unit that it is in.
-void require_no_unit_inside(const std::string& name, const Module& child,
-                            const UnitChoice& choice, int64_t numel_before) {
-  for (const auto& inner : child.named_modules("", /*include_self=*/false)) {
-    const bool is_held =
-        dynamic_cast<const UnitModule*>(inner.value().get()) != nullptr;
-    const std::string path = absl::StrCat(name, ".", inner.key());
-    const std::vector<NamedParameter> parameters =
-        parameters_of(path, *inner.value(), choice);
-    const bool is_chosen =
-        !is_held && choice.begins_unit && !parameters.empty() &&
-        choice.begins_unit({.name = path,
-                            .module = *inner.value(),
-                            .place = UnitCandidate::Place::kMember,
-                            .numel = numel_of(parameters),
-                            .numel_before = numel_before});
-    TORCH_CHECK_VALUE(
-        !is_held && !is_chosen,
-        "fully_shard: expected children of the Sequential that are units, "
-        "found '",
-        name, "', in which ",
-        is_held ? "Sharded holds '" : "the rule for units chose '", inner.key(),
-        "' (", inner.value()->name(),
-        ").\nMake the Sequential a member of a module of your own, and hold "
-        "each unit by brigade::Sharded.");
-  }
+bool holds_a_list(const TreeNode& node) {
+  const auto is_named = [&](std::string_view name) {
+    return node.type.find(name) != std::string::npos;
+  };
+  return is_named("Sequential") || is_named("ModuleList");
 }
 
-// Tied ones, which are there already, once.
-void add(const std::vector<NamedParameter>& parameters, UnitSpec& spec) {
-  for (const NamedParameter& parameter : parameters) {
-    const bool is_there =
-        std::ranges::any_of(spec.parameters, [&](const NamedParameter& there) {
-          return there.tensor.is_same(parameter.tensor);
-        });
-    if (!is_there) spec.parameters.push_back(parameter);
+bool has_parameters(const Tree& tree, size_t node) {
+  for (size_t i = node; i < tree.size(); ++i) {
+    std::optional<size_t> around = i;
+    while (around && *around > node) around = tree[*around].parent;
+    if (around == node && !tree[i].parameters.empty()) return true;
   }
+  return false;
+}
+
+// By node of the tree.
+std::vector<char> default_units(const Tree& tree) {
+  std::vector<char> is_unit(tree.size(), 0);
+  const auto mark_children = [&](const auto& is_parent) {
+    bool marks = false;
+    for (size_t i = 1; i < tree.size(); ++i) {
+      if (!is_parent(*tree[i].parent) || !has_parameters(tree, i)) continue;
+      is_unit[i] = 1;
+      marks = true;
+    }
+    return marks;
+  };
+  if (!mark_children([&](size_t i) { return holds_a_list(tree[i]); })) {
+    mark_children([](size_t i) { return i == 0; });
+  }
+  return is_unit;
+}
+
+// Chooses the units of a tree.
+class UnitBuilder {
+ public:
+  UnitBuilder(const Tree& tree, const UnitSelection& selection)
+      : tree_(tree), selection_(selection) {}
+
+  // The outermost unit first, then in the order of registration.
+  std::vector<UnitRequest> build() {
+    choose_units();
+    std::vector<UnitRequest> requests = {
+        {.name = "", .reshard_after_forward = false}};
+    std::vector<size_t> unit_of(tree_.size(), 0);  // by node
+    std::map<std::string, size_t> joint_units;
+    for (size_t i = 1; i < tree_.size(); ++i) {
+      unit_of[i] = unit_of[*tree_[i].parent];
+      if (!joint_names_[i].empty()) {
+        const auto [found, is_new] =
+            joint_units.emplace(joint_names_[i], requests.size());
+        if (is_new) {
+          requests.push_back({.name = joint_names_[i],
+                              .parent = size_t{0},
+                              .spans_segments = true});
+        }
+        unit_of[i] = found->second;
+      } else if (is_unit_[i] != 0) {
+        UnitRequest request = {.name = tree_[i].name, .parent = unit_of[i]};
+        if (selection_.mesh_of) request.mesh = selection_.mesh_of(request.name);
+        unit_of[i] = requests.size();
+        requests.push_back(std::move(request));
+      }
+    }
+    add_parameters(unit_of, requests);
+    return without_empty_units(requests);
+  }
+
+ private:
+  bool is_ignored(const UnitParameter& parameter) const {
+    return selection_.is_ignored &&
+           selection_.is_ignored(parameter.name, parameter.tensor);
+  }
+
+  // Children before parents.
+  void choose_units() {
+    is_unit_ = default_units(tree_);
+    joint_names_.resize(tree_.size());
+    std::vector<int64_t> numel(tree_.size(), 0);
+    for (size_t i = tree_.size(); i-- > 1;) {
+      for (const UnitParameter& parameter : tree_[i].parameters) {
+        if (!is_ignored(parameter)) numel[i] += parameter.tensor.numel();
+      }
+      const UnitCandidate candidate = {.name = tree_[i].name,
+                                       .type = tree_[i].type,
+                                       .numel = numel[i],
+                                       .module = tree_[i].module};
+      if (selection_.is_unit) {
+        is_unit_[i] = numel[i] > 0 && selection_.is_unit(candidate) ? 1 : 0;
+      }
+      if (selection_.joint_unit_of) {
+        joint_names_[i] = selection_.joint_unit_of(candidate).value_or("");
+      }
+      if (is_unit_[i] == 0 && joint_names_[i].empty()) {
+        numel[*tree_[i].parent] += numel[i];
+      }
+    }
+  }
+
+  // One that two units use is the outermost one's.
+  void add_parameters(const std::vector<size_t>& unit_of,
+                      std::vector<UnitRequest>& requests) const {
+    std::unordered_map<const c10::TensorImpl*, size_t> places;
+    std::vector<std::pair<const UnitParameter*, size_t>> in_order;
+    for (size_t i = 0; i < tree_.size(); ++i) {
+      for (const UnitParameter& parameter : tree_[i].parameters) {
+        if (is_ignored(parameter)) continue;
+        const auto [found, is_new] = places.emplace(
+            parameter.tensor.unsafeGetTensorImpl(), in_order.size());
+        if (is_new) {
+          in_order.emplace_back(&parameter, unit_of[i]);
+        } else if (in_order[found->second].second != unit_of[i]) {
+          in_order[found->second].second = 0;
+        }
+      }
+    }
+    for (const auto& [parameter, unit] : in_order) {
+      UnitParameter spec = *parameter;
+      if (selection_.adjust) selection_.adjust(spec);
+      requests[unit].parameters.push_back(std::move(spec));
+    }
+  }
+
+  static std::vector<UnitRequest> without_empty_units(
+      const std::vector<UnitRequest>& requests) {
+    std::vector<UnitRequest> kept;
+    std::vector<std::optional<size_t>> places(requests.size());
+    for (size_t i = 0; i < requests.size(); ++i) {
+      std::optional<size_t> parent = requests[i].parent;
+      while (parent && !places[*parent]) parent = requests[*parent].parent;
+      if (requests[i].parameters.empty()) continue;
+      UnitRequest& request = kept.emplace_back(requests[i]);
+      request.parent = parent ? places[*parent] : std::nullopt;
+      places[i] = kept.size() - 1;
+    }
+    return kept;
+  }
+
+  const Tree& tree_;
+  const UnitSelection& selection_;
+  std::vector<char> is_unit_;              // by node
+  std::vector<std::string> joint_names_;  // by node; empty: none
+};
+
+// What stays as it is must not share memory with what is sharded.
+absl::Status check_untied(const Tree& tree,
+                          const std::vector<UnitRequest>& requests) {
+  ParameterMemory memory;
+  std::unordered_set<const c10::TensorImpl*> sharded;
+  for (const UnitRequest& unit : requests) {
+    for (const UnitParameter& parameter : unit.parameters) {
+      sharded.insert(parameter.tensor.unsafeGetTensorImpl());
+      memory.take(parameter.tensor,
+                  absl::StrCat("parameter '", parameter.name, "'"));
+    }
+  }
+  const auto check = [&](const UnitParameter& kept, const char* kind) {
+    if (sharded.contains(kept.tensor.unsafeGetTensorImpl()) ||
+        !kept.tensor.has_storage()) {
+      return absl::OkStatus();
+    }
+    const std::string* const owner = memory.owner_of(kept.tensor);
+    if (owner == nullptr) return absl::OkStatus();
+    return absl::InvalidArgumentError(absl::StrCat(
+        "fully_shard: ", kind, " '", kept.name, "' shares its memory with ",
+        *owner, ", which is sharded: they would not be tied any more.\nGive it "
+        "memory of its own."));
+  };
+  absl::Status status;
+  for (const TreeNode& node : tree) {
+    for (const UnitParameter& parameter : node.parameters) {
+      status.Update(check(parameter, "ignored parameter"));
+    }
+    for (const UnitParameter& buffer : node.buffers) {
+      status.Update(check(buffer, "buffer"));
+    }
+  }
+  return status;
+}
+
+template <typename Module>
+std::function<void()> make_registration_check(const Module& module) {
+  std::unordered_set<const c10::TensorImpl*> known;
+  for (const at::Tensor& parameter : tensors_in(module)) {
+    known.insert(parameter.unsafeGetTensorImpl());
+  }
+  return [&module, known = std::move(known)] {
+    for (const at::Tensor& parameter : tensors_in(module)) {
+      TORCH_CHECK(!parameter.requires_grad() ||
+                      known.contains(parameter.unsafeGetTensorImpl()),
+                  "fully_shard: a parameter of sizes ", parameter.sizes(),
+                  " was registered after sharding, and would differ between "
+                  "ranks.\nRegister all parameters before fully_shard().");
+    }
+  };
+}
+
+template <typename Module>
+std::unique_ptr<ShardedModel> shard(const Module& module, const Group& group,
+                                    FullyShardOptions options,
+                                    const UnitSelection& selection) {
+  TORCH_CHECK_VALUE(group,
+                    "fully_shard: the process group is null.\nGive that of "
+                    "init_process_group().");
+  Tree tree;
+  add_to(tree, module, "", std::nullopt);
+  std::vector<UnitRequest> requests = UnitBuilder(tree, selection).build();
+  require_agreement(group, control_device(*group), "tied tensor", {},
+                    check_untied(tree, requests));
+  auto model = std::make_unique<ShardedModel>(
+      make_sharded_units(std::move(requests), group, options), group,
+      std::move(options));
+  model->set_forward_check(make_registration_check(module));
+  return model;
 }
 
 }  // namespace
 
-SequentialUnits units_of_sequential(const torch::nn::SequentialImpl& sequential,
-                                    const UnitChoice& choice) {
-  SequentialUnits units;
-  auto& [specs, runs] = units;
-  for (const auto& child : sequential.named_children()) {
-    const std::vector<NamedParameter> parameters =
-        parameters_of(child.key(), *child.value(), choice);
-    const int64_t numel_before =
-        specs.empty() ? 0 : numel_of(specs.back().parameters);
-    const bool joins =
-        choice.begins_unit && !specs.empty() &&
-        (parameters.empty() ||
-         !choice.begins_unit({.name = child.key(),
-                              .module = *child.value(),
-                              .place = UnitCandidate::Place::kInSequential,
-                              .numel = numel_of(parameters),
-                              .numel_before = numel_before}));
-    require_no_unit_inside(child.key(), *child.value(), choice,
-                           joins ? numel_before : 0);
-    if (joins) {
-      add(parameters, specs.back());
-      ++runs.back().num_children;
-      continue;
-    }
-    runs.push_back({.unit = std::nullopt, .num_children = 1});
-    if (parameters.empty()) continue;
-    runs.back().unit = specs.size();
-    add(parameters, specs.emplace_back(UnitSpec{.name = child.key()}));
-  }
-  return units;
+UnitSelection units_of_size(int64_t numel) {
+  return {.is_unit = [numel](const UnitCandidate& candidate) {
+    return candidate.numel >= numel;
+  }};
 }
 
-ModuleUnits units_of_module(Module& module, const UnitChoice& choice) {
-  Collector collector(choice);
-  collector.collect(module, "", 0);
-  std::vector<UnitSpec> specs(collector.units.size());
-  for (size_t unit = 0; unit < specs.size(); ++unit) {
-    specs[unit].name = collector.units[unit].name;
-    specs[unit].spans_passes = collector.units[unit].is_joint;
-  }
-  for (OwnedParameter& owned : collector.found) {
-    specs[owned.owner].parameters.push_back(std::move(owned.parameter));
-  }
-  ModuleUnits units;
-  units.has_outermost = !specs.front().parameters.empty();
-  for (const size_t unit : in_order(collector.units)) {
-    const bool has_parameters = !specs[unit].parameters.empty();
-    for (UnitModule* of_unit : collector.units[unit].modules) {
-      units.modules.emplace_back(
-          of_unit,
-          has_parameters ? std::optional(units.specs.size()) : std::nullopt);
-    }
-    if (has_parameters) units.specs.push_back(std::move(specs[unit]));
-  }
-  return units;
+std::unique_ptr<ShardedModel> fully_shard(const torch::nn::Module& module,
+                                          const Group& group,
+                                          FullyShardOptions options,
+                                          const UnitSelection& selection) {
+  return shard(module, group, std::move(options), selection);
 }
 
-void require_untied(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
-                    const torch::nn::Module& module,
-                    const std::vector<UnitSpec>& sharded) {
-  ParameterMemory memory;
-  std::unordered_set<const c10::TensorImpl*> in_units;
-  for (const UnitSpec& unit : sharded) {
-    for (const NamedParameter& parameter : unit.parameters) {
-      memory.take(parameter.tensor, parameter.name);
-      in_units.insert(parameter.tensor.unsafeGetTensorImpl());
-    }
-  }
-  absl::Status status;
-  const auto check = [&](const char* kind, const std::string& name,
-                         const at::Tensor& tensor) {
-    if (in_units.contains(tensor.unsafeGetTensorImpl())) return;
-    const std::string* const owner = memory.owner_of(tensor);
-    if (owner == nullptr) return;
-    status.Update(absl::InvalidArgumentError(absl::StrCat(
-        "fully_shard: ", kind, " '", without_unit_levels(name),
-        "' shares its memory with parameter '", *owner,
-        "', and would no longer be tied to it once that is sharded.\nclone() "
-        "it, or shard neither.")));
-  };
-  for (const auto& parameter : module.named_parameters()) {
-    check("ignored parameter", parameter.key(), parameter.value());
-  }
-  for (const auto& buffer : module.named_buffers()) {
-    check("buffer", buffer.key(), buffer.value());
-  }
-  if (!group) return;  // which is an error where ranks connect
-  require_agreement(group, control_device(*group), "sharded module", {},
-                    status);
-}
-
-RegisteredParameters::RegisteredParameters(
-    const torch::nn::Module& module, const std::vector<UnitSpec>& sharded) {
-  for (const at::Tensor& parameter : module.parameters()) {
-    known_.insert(parameter.unsafeGetTensorImpl());
-  }
-  for (const UnitSpec& unit : sharded) {
-    for (const NamedParameter& parameter : unit.parameters) {
-      sharded_.insert(parameter.tensor.unsafeGetTensorImpl());
-    }
-  }
-}
-
-void RegisteredParameters::require(const torch::nn::Module& module) const {
-  std::unordered_set<const c10::TensorImpl*> found;
-  for (const auto& parameter : module.named_parameters()) {
-    const c10::TensorImpl* const impl = parameter.value().unsafeGetTensorImpl();
-    if (sharded_.contains(impl)) found.insert(impl);
-    TORCH_CHECK(known_.contains(impl) || !parameter.value().requires_grad(),
-                "fully_shard: expected the parameters that the module had when "
-                "it was sharded, found '",
-                without_unit_levels(parameter.key()),
-                "' besides, whose gradient would stay on this rank.\nRegister "
-                "it before the module is sharded.");
-  }
-  TORCH_CHECK(
-      found.size() == sharded_.size(),
-      "fully_shard: expected the parameters that the module had when it "
-      "was sharded, found that ",
-      sharded_.size() - found.size(),
-      " of them are gone.\nChange the module before it is sharded.");
-}
-
-std::string without_unit_levels(std::string name) {
-  constexpr std::string_view kLevel = "unit.";
-  for (size_t at = 0; (at = name.find(kLevel, at)) != std::string::npos;) {
-    if (at == 0 || name[at - 1] == '.') {
-      name.erase(at, kLevel.size());
-    } else {
-      ++at;
-    }
-  }
-  return name;
+std::unique_ptr<ShardedModel> fully_shard(const torch::jit::Module& module,
+                                          const Group& group,
+                                          FullyShardOptions options,
+                                          const UnitSelection& selection) {
+  return shard(module, group, std::move(options), selection);
 }
 
 }  // namespace brigade

@@ -412,6 +412,7 @@ void ShardedModel::begin_forward() {
   recorder_.forward_begins();
   open(SegmentKind::kForward);
   try {
+    if (forward_check_) forward_check_();
     run_->begin();
   } catch (...) {
     abandon(message_of(std::current_exception()));
@@ -512,7 +513,7 @@ void ShardedModel::open_backward(
         });
   }
   for (const Parameter& parameter : parameters_) {
-    const ParameterSpec& spec =
+    const UnitParameter& spec =
         units_[parameter.unit].flats[parameter.flat]->parameters()
             [parameter.in_flat];
     const at::Tensor& gradient = spec.tensor.grad();

@@ -1,5 +1,5 @@
 // A module whose parameters are sharded over ranks. Made by fully_shard()
-// (fsdp/fully_shard_module.h), or of units by hand.
+// (fsdp/fully_shard.h), or of units by hand.
 //
 //   auto sharded = brigade::fully_shard(*net, group);
 //   torch::optim::AdamW optimizer(net->parameters(), 1e-3);
@@ -163,6 +163,10 @@ class ShardedModel final : public ParameterOwner {
   // False: backwards accumulate on this rank, without communication.
   void set_synchronizes(bool value) { synchronizes_ = value; }
   UnitSettings& settings(size_t unit) { return units_.at(unit).settings; }
+  // Runs when a forward begins; what it throws fails the forward.
+  void set_forward_check(std::function<void()> check) {
+    forward_check_ = std::move(check);
+  }
   void set_max_reducing(size_t value) { options_.max_reducing = value; }
 
   // ---- What it consists of.
@@ -259,6 +263,7 @@ class ShardedModel final : public ParameterOwner {
   std::optional<SegmentRun> run_;
   SegmentFacts facts_;
   std::thread::id forward_thread_;
+  std::function<void()> forward_check_;
   int depth_ = 0;  // of nested forwards
   bool synchronizes_ = true;
   std::atomic<bool> is_broken_ = false;

@@ -50,7 +50,7 @@ std::string describe(const FullyShardOptions& options) {
       options.comm_hook ? options.comm_hook->hook_name() : "none");
 }
 
-std::string describe(const UnitRequest& unit, const ParameterSpec& parameter) {
+std::string describe(const UnitRequest& unit, const UnitParameter& parameter) {
   const at::Tensor& tensor = parameter.tensor;
   // On other meshes names differ.
   std::string text = unit.mesh ? "unit with a mesh of its own"
@@ -123,7 +123,7 @@ absl::Status check_options(const FullyShardOptions& options, int num_ranks) {
 
 // `device`: of the first parameter.
 absl::Status check_parameter(const UnitRequest& unit,
-                             const ParameterSpec& parameter,
+                             const UnitParameter& parameter,
                              c10::Device device) {
   const auto refuse = [&](const auto&... words) {
     return absl::InvalidArgumentError(
@@ -174,7 +174,7 @@ absl::Status check_units(const c10d::ProcessGroup& group,
     }
     absl::Status status = check_reshard_to(
         unit.reshard_to, unit.mesh ? unit.mesh->row_length() : num_shards);
-    for (const ParameterSpec& parameter : unit.parameters) {
+    for (const UnitParameter& parameter : unit.parameters) {
       if (!device && parameter.tensor.defined()) {
         device = parameter.tensor.device();
       }
@@ -209,7 +209,7 @@ void require_alike(const Group& group, const Requests& requests,
   }
   std::vector<std::string> items = {describe(options)};
   for (const UnitRequest& unit : requests) {
-    for (const ParameterSpec& parameter : unit.parameters) {
+    for (const UnitParameter& parameter : unit.parameters) {
       items.push_back(describe(unit, parameter));
     }
   }
@@ -222,7 +222,7 @@ void require_alike(const Group& group, const Requests& requests,
 // Of what ranks of one mesh have alike, and others need not.
 uint64_t digest_of_names(const UnitRequest& unit) {
   size_t digest = std::hash<std::string>{}(unit.name);
-  for (const ParameterSpec& parameter : unit.parameters) {
+  for (const UnitParameter& parameter : unit.parameters) {
     digest =
         c10::hash_combine(digest, std::hash<std::string>{}(parameter.name));
   }
@@ -266,7 +266,7 @@ void broadcast_parameters(const Group& group, const Requests& requests,
       of_mesh = scope->group();
     }
     if (of_mesh->getSize() == 1) continue;
-    for (const ParameterSpec& parameter : unit.parameters) {
+    for (const UnitParameter& parameter : unit.parameters) {
       if (parameter.tensor.numel() == 0 || parameter.tensor.is_meta()) continue;
       const at::Tensor values = parameter.tensor.detach();
       std::vector<at::Tensor> sent = {values.contiguous()};
@@ -283,7 +283,7 @@ void broadcast_parameters(const Group& group, const Requests& requests,
 std::vector<std::vector<size_t>> flats_of(const UnitRequest& unit) {
   std::vector<std::vector<size_t>> flats;
   const auto kind = [&](size_t i) {
-    const ParameterSpec& parameter = unit.parameters[i];
+    const UnitParameter& parameter = unit.parameters[i];
     return std::tuple(parameter.tensor.scalar_type(),
                       parameter.tensor.requires_grad(),
                       parameter.compute_dtype);
@@ -355,7 +355,7 @@ std::vector<ShardedUnit> make_sharded_units(std::vector<UnitRequest> requests,
     unit.mesh_digest = digest_of_names(request);
     unit.is_first_replica = place < mesh.row_length();
     for (const std::vector<size_t>& members : flats_of(request)) {
-      std::vector<ParameterSpec> parameters;
+      std::vector<UnitParameter> parameters;
       for (const size_t i : members) {
         parameters.push_back(request.parameters[i]);
       }
@@ -371,7 +371,7 @@ std::vector<ShardedUnit> make_sharded_units(std::vector<UnitRequest> requests,
               .compute_dtype = dtype_or(compute_dtype, dtype),
               .reduce_dtype = dtype_or(options.reduce_dtype, dtype)}));
     }
-    for (const ParameterSpec& parameter : request.parameters) {
+    for (const UnitParameter& parameter : request.parameters) {
       unit.parameters.push_back(parameter.tensor);
     }
     units.push_back(std::move(unit));

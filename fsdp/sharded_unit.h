@@ -25,7 +25,7 @@ namespace brigade {
 // What a unit is made of.
 struct UnitRequest {
   std::string name;  // "blocks.2"; of the outermost unit perhaps empty
-  std::vector<ParameterSpec> parameters = {};  // each in one unit only
+  std::vector<UnitParameter> parameters = {};  // each in one unit only
   // The unit around it, which comes before it. Unset: none.
   std::optional<size_t> parent = std::nullopt;
   // Unset: as the options say.

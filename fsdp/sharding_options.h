@@ -66,8 +66,8 @@ struct ShardingOptions {
   // the parameters' dtype. Unset: the parameters' dtype.
   std::optional<at::ScalarType> param_dtype = std::nullopt;
 
-  // Floating tensors that the model's forward and a unit's get from
-  // FullySharded and Sharded are cast to `param_dtype`. False: they are in it
+  // Floating tensors that the model's forward and a unit's get are cast to
+  // `param_dtype`. False: they are in it
   // already, or the modules cast. A unit may differ: UnitSettings.
   bool cast_forward_inputs = true;
 
@@ -121,7 +121,7 @@ struct ShardingOptions {
 // ---- Strategies by name, beside the default, by which parameters, gradients
 // and optimizer state are sharded (ZeRO-3): what else `options` say is kept.
 //
-//   FullySharded model(net, group, shard_gradients({.prefetch_depth = 2}));
+//   shard_gradients({.prefetch_depth = 2});
 
 // Gradients and optimizer state are sharded, parameters from backward's end to
 // forward only (ZeRO-2): the bytes of data parallelism.

@@ -20,7 +20,7 @@
 
 #include "brigade/examples/gpt/corpus.h"
 #include "brigade/examples/gpt/network.h"
-#include "brigade/fsdp/fully_shard_module.h"
+#include "brigade/fsdp/fully_shard.h"
 
 namespace brigade::gpt {
 

@@ -39,11 +39,11 @@ struct UnitSettings {
   // ranks of its mesh.
   std::optional<double> gradient_divisor = std::nullopt;
 
-  // Floating tensors that FullySharded and Sharded give its forward are cast to
-  // the options' param_dtype, if there is one.
+  // Floating tensors that its forward gets are cast to the options' param_dtype,
+  // if there is one.
   bool cast_forward_inputs = true;
 
-  // What they cast the floating tensors of its outputs to. Unset: they stay as
+  // What its front casts the floating tensors of its outputs to. Unset: they stay as
   // they are.
   std::optional<at::ScalarType> output_dtype = std::nullopt;
 

@@ -1,6 +1,10 @@
+// Units that are chosen, and training of modules of any type with the bits of
+// one process.
+
 #include "brigade/fsdp/fully_shard.h"
 
 #include <ATen/CPUGeneratorImpl.h>
+#include <torch/script.h>
 #include <torch/torch.h>
 
 #include <algorithm>
@@ -8,13 +12,13 @@
 #include <string>
 #include <vector>
 
-#include "absl/strings/str_cat.h"
+#include "brigade/comm/subgroup.h"
 #include "brigade/tests/support/local_ranks.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
 namespace brigade {
-namespace {
+namespace fully_shard_test {
 
 using ::testing::AllOf;
 using ::testing::ElementsAre;
@@ -44,10 +48,15 @@ struct BlockImpl : torch::nn::Module {
       : lin(register_module("lin", torch::nn::Linear(size, size))),
         gain(register_parameter("gain", torch::ones({size}))) {}
   at::Tensor forward(const at::Tensor& x, double slope = 1) {
+    if (writes) {
+      const torch::NoGradGuard no_grad;
+      lin->weight.clamp_(-1, 1);
+    }
     return x + torch::tanh(lin(x) * slope) * gain;
   }
   torch::nn::Linear lin;
   at::Tensor gain;
+  bool writes = false;
 
  protected:  // for a Sequential
   FORWARD_HAS_DEFAULT_ARGS({1, torch::nn::AnyValue(1.0)})
@@ -56,36 +65,17 @@ TORCH_MODULE(Block);
 
 struct NetImpl : torch::nn::Module {
   NetImpl()
-      : first(register_module("first", Sharded<Block>(Block(6)))),
-        second(register_module("second", Sharded<Block>(Block(6)))),
+      : first(register_module("first", Block(6))),
+        second(register_module("second", Block(6))),
         head(register_module("head", torch::nn::Linear(6, 2))) {}
   at::Tensor forward(const at::Tensor& x) {
     return head(second(first(x), 2.0));
   }
-  Sharded<Block> first;
-  Sharded<Block> second;
+  Block first;
+  Block second;
   torch::nn::Linear head;
 };
 TORCH_MODULE(Net);
-
-TEST(FullyShardedTest, NamesAreTheModulesOwn) {
-  Net net;
-  const ModuleUnits units = units_of_module(*net);
-  ASSERT_EQ(units.specs.size(), 3u);
-  std::vector<std::string> names;
-  for (const UnitSpec& spec : units.specs) {
-    names.push_back(spec.name);
-    for (const NamedParameter& parameter : spec.parameters) {
-      names.push_back(parameter.name);
-    }
-  }
-  EXPECT_THAT(names, ElementsAre("", "head.weight", "head.bias", "first",
-                                 "first.gain", "first.lin.weight",
-                                 "first.lin.bias", "second", "second.gain",
-                                 "second.lin.weight", "second.lin.bias"));
-  EXPECT_EQ(without_unit_levels("a.unit.my_unit.unit.weight"),
-            "a.my_unit.weight");
-}
 
 // Each once; LibTorch lists a tied one where it is registered.
 std::vector<at::Tensor> parameters_of(const torch::nn::Module& module) {
@@ -99,16 +89,17 @@ std::vector<at::Tensor> parameters_of(const torch::nn::Module& module) {
   return parameters;
 }
 
-// Against the same module without sharding, in one process.
+// Against the same module without sharding, in one process: the same bits.
 template <typename Make>
 void expect_same_training(const Make& make, int num_ranks,
-                          const UnitChoice& choice = {}) {
+                          const UnitSelection& selection = {}) {
   run_ranks(num_ranks, [&](const Group& group) {
     const int rank = group->getRank();
     auto plain = make();
-    FullySharded model(make(), group, {}, choice);
+    auto net = make();
+    const auto model = fully_shard(*net, group, {}, selection);
     torch::optim::SGD plain_optimizer(parameters_of(*plain), 0.1);
-    torch::optim::SGD optimizer(model.parameters(), 0.1);
+    torch::optim::SGD optimizer(parameters_of(*net), 0.1);
     const auto input = [](int r, int step) {
       return random({3, 6}, 100 * step + r);
     };
@@ -136,12 +127,15 @@ void expect_same_training(const Make& make, int num_ranks,
       }
       plain_optimizer.step();
       optimizer.zero_grad();
-      model(input(rank, step)).square().sum().backward();
+      model->forward([&] { return net->forward(input(rank, step)); })
+          .square()
+          .sum()
+          .backward();
       optimizer.step();
     }
-    const auto whole = model.unsharded();
+    const auto unsharded = model->unsharded();
     const auto expected = plain->named_parameters();
-    const auto found = model.module()->named_parameters();
+    const auto found = net->named_parameters();
     ASSERT_EQ(expected.size(), found.size());
     for (const auto& parameter : expected) {
       EXPECT_TRUE(at::equal(parameter.value(), found[parameter.key()]))
@@ -150,105 +144,24 @@ void expect_same_training(const Make& make, int num_ranks,
   });
 }
 
-TEST(FullyShardedTest, TrainsAModuleWithUnitsAsOneProcessDoes) {
+
+std::vector<std::string> units_of(const torch::nn::Module& module,
+                                  const UnitSelection& selection = {}) {
+  std::vector<std::string> names;
+  run_ranks(1, [&](const Group& group) {
+    for (const ShardedUnit& unit :
+         fully_shard(module, group, {}, selection)->units()) {
+      names.push_back(unit.name);
+    }
+  });
+  return names;
+}
+
+TEST(FullyShardTest, ChildrenAreUnits) {
+  EXPECT_THAT(units_of(*Net()), ElementsAre("first", "second", "head"));
   for (const int num_ranks : {1, 2, 3}) {
     expect_same_training([] { return with_values(Net(), 1); }, num_ranks);
   }
-}
-
-TEST(FullyShardedTest, TrainsASequentialWhoseChildrenAreUnits) {
-  for (const int num_ranks : {1, 2}) {
-    expect_same_training(
-        [] {
-          return with_values(
-              torch::nn::Sequential(torch::nn::Linear(6, 8), torch::nn::Tanh(),
-                                    torch::nn::Linear(8, 5), torch::nn::ReLU(),
-                                    torch::nn::Linear(5, 2)),
-              7);
-        },
-        num_ranks);
-  }
-}
-
-std::vector<at::Tensor> copies_of(const std::vector<at::Tensor>& tensors) {
-  std::vector<at::Tensor> copies;
-  for (const at::Tensor& tensor : tensors) {
-    copies.push_back(tensor.detach().clone());
-  }
-  return copies;
-}
-
-TEST(FullyShardedTest, WhatIsWrittenWhileWholeIsTrainedOn) {
-  run_ranks(2, [](const Group& group) {
-    FullySharded model(with_values(Net(), 1), group);
-    std::vector<at::Tensor> expected;
-    {
-      const auto whole = model.unsharded(/*writes=*/true);
-      const torch::NoGradGuard no_grad;
-      for (at::Tensor& parameter : model.module()->parameters()) {
-        parameter.mul_(-2);
-      }
-      expected = copies_of(model.module()->parameters());
-    }
-    const torch::NoGradGuard no_grad;
-    for (at::Tensor& shard : model.parameters()) shard.add_(1);
-    const auto whole = model.unsharded();
-    const std::vector<at::Tensor> found = model.module()->parameters();
-    for (size_t i = 0; i < found.size(); ++i) {
-      EXPECT_TRUE(at::equal(found[i], expected[i] + 1)) << i;
-    }
-  });
-}
-
-// The average of each rank's shards is that of whole parameters; evaluated
-// with, and undone.
-TEST(FullyShardedTest, EvaluatesWithAnAverageOfShards) {
-  run_ranks(2, [](const Group& group) {
-    FullySharded model(with_values(Net(), 1), group);
-    Net other = with_values(Net(), 50);
-    const at::Tensor x = random({3, 6}, 9);
-    const torch::NoGradGuard no_grad;
-    const std::vector<at::Tensor> before = copies_of(model.parameters());
-    std::vector<at::Tensor> wholes;
-    {
-      const auto whole = model.unsharded(/*writes=*/true);
-      wholes = copies_of(model.module()->parameters());
-      const std::vector<at::Tensor> others = other->parameters();
-      for (size_t i = 0; i < others.size(); ++i) {
-        model.module()->parameters()[i].copy_(others[i]);
-      }
-    }
-    std::vector<at::Tensor> shards = model.parameters();
-    const std::vector<at::Tensor> trained = copies_of(shards);
-    for (size_t i = 0; i < shards.size(); ++i) {
-      shards[i].add_(before[i]).mul_(0.5);
-    }
-    const at::Tensor averaged = model(x);
-    Net expected;
-    for (size_t i = 0; i < wholes.size(); ++i) {
-      expected->parameters()[i].copy_(
-          (other->parameters()[i] + wholes[i]).mul_(0.5));
-    }
-    EXPECT_TRUE(at::equal(averaged, expected->forward(x)));
-    for (size_t i = 0; i < shards.size(); ++i) shards[i].copy_(trained[i]);
-    EXPECT_TRUE(at::equal(model(x), other->forward(x)));
-  });
-}
-
-TEST(FullyShardedTest, IsExportedWhileWhole) {
-  run_ranks(2, [](const Group& group) {
-    FullySharded model(with_values(Net(), 1), group);
-    std::stringstream archive;
-    {
-      const auto whole = model.unsharded();
-      torch::save(model.module(), archive);
-    }
-    Net loaded;
-    torch::load(loaded, archive);
-    const at::Tensor x = random({3, 6}, 9);
-    const torch::NoGradGuard no_grad;
-    EXPECT_TRUE(at::equal(loaded->forward(x), model(x)));
-  });
 }
 
 torch::nn::Sequential make_layers() {
@@ -259,303 +172,432 @@ torch::nn::Sequential make_layers() {
       7);
 }
 
-std::vector<std::string> units_of(const UnitChoice& choice) {
-  std::vector<std::string> names;
-  for (const UnitSpec& spec :
-       units_of_sequential(*make_layers(), choice).specs) {
-    names.push_back(spec.name);
-  }
-  return names;
+TEST(FullyShardTest, ChildrenOfListsAreUnits) {
+  EXPECT_THAT(units_of(*make_layers()), ElementsAre("1", "3", "4", "5", "6"));
+  expect_same_training(make_layers, 2);
+  struct WithListImpl : torch::nn::Module {
+    WithListImpl() {
+      register_module("blocks", torch::nn::ModuleList(Block(2), Block(2)));
+      register_module("head", torch::nn::Linear(2, 2));
+    }
+  };
+  EXPECT_THAT(units_of(WithListImpl()),
+              ElementsAre("", "blocks.0", "blocks.1"));
 }
 
-TEST(UnitChoiceTest, ChildrenOfATypeBeginUnits) {
-  EXPECT_THAT(units_of({}), ElementsAre("1", "3", "4", "5", "6"));
-  EXPECT_THAT(units_of(unit_at_each<BlockImpl>()), ElementsAre("1", "4", "5"));
-  expect_same_training(make_layers, 2, unit_at_each<BlockImpl>());
+TEST(FullyShardTest, ModulesOfATypeAreUnits) {
+  EXPECT_THAT(units_of(*make_layers(), each_is_unit<BlockImpl>()),
+              ElementsAre("", "4", "5"));
+  expect_same_training(make_layers, 2, each_is_unit<BlockImpl>());
+  // Also inside of others.
+  const UnitSelection linears = each_is_unit<torch::nn::LinearImpl>();
+  EXPECT_THAT(units_of(*Net(), linears),
+              ElementsAre("", "first.lin", "second.lin", "head"));
+  expect_same_training([] { return with_values(Net(), 1); }, 3, linears);
+  const UnitSelection both = each_is_unit<torch::nn::LinearImpl, BlockImpl>();
+  EXPECT_THAT(units_of(*Net(), both),
+              ElementsAre("first", "first.lin", "second", "second.lin",
+                          "head"));
+  expect_same_training([] { return with_values(Net(), 1); }, 2, both);
 }
 
 // They have 56, 54, 48, 48 and 14 elements.
-TEST(UnitChoiceTest, ChildrenAreTogetherUntilTheyHaveSoManyElements) {
-  EXPECT_THAT(units_of(units_of_numel(57)), ElementsAre("1", "4", "6"));
-  EXPECT_THAT(units_of(units_of_numel(56)), ElementsAre("1", "3", "5"));
-  EXPECT_THAT(units_of(units_of_numel(1'000)), ElementsAre("1"));
-  expect_same_training(make_layers, 3, units_of_numel(57));
+TEST(FullyShardTest, ModulesAreTogetherUntilTheyAreLargeEnough) {
+  EXPECT_THAT(units_of(*make_layers(), units_of_size(50)),
+              ElementsAre("", "1", "3"));
+  EXPECT_THAT(units_of(*Net(), units_of_size(42)),  // 42 of them are lin's
+              ElementsAre("", "first.lin", "second.lin"));
+  EXPECT_THAT(units_of(*Net(), units_of_size(43)),
+              ElementsAre("", "first", "second"));
+  EXPECT_THAT(units_of(*Net(), units_of_size(1'000)), ElementsAre(""));
+  expect_same_training(make_layers, 3, units_of_size(50));
+  expect_same_training(make_layers, 2, units_of_size(1'000));
 }
 
-TEST(UnitChoiceTest, TiedChildrenMayBeOneUnit) {
-  expect_same_training(
-      [] {
-        const torch::nn::Linear tied = with_values(torch::nn::Linear(6, 6), 3);
-        return torch::nn::Sequential(tied, torch::nn::Tanh(), tied);
-      },
-      2, units_of_numel(1'000));
+TEST(FullyShardTest, TiedParametersStayTied) {
+  const auto make = [] {
+    const torch::nn::Linear tied = with_values(torch::nn::Linear(6, 6), 3);
+    return torch::nn::Sequential(tied, torch::nn::Tanh(), tied);
+  };
+  EXPECT_THAT(units_of(*make()), ElementsAre(""));
+  expect_same_training(make, 2);
 }
 
-TEST(UnitChoiceTest, WhatIsIgnoredStaysAsItIs) {
+struct NormedBlockImpl : torch::nn::Module {
+  explicit NormedBlockImpl(int64_t size)
+      : norm(register_module("norm", torch::nn::LayerNorm(
+                                         torch::nn::LayerNormOptions({size})))),
+        lin(register_module("lin", torch::nn::Linear(size, size))) {}
+  at::Tensor forward(const at::Tensor& x) {
+    return x + torch::tanh(lin(norm(x)));
+  }
+  torch::nn::LayerNorm norm;
+  torch::nn::Linear lin;
+};
+TORCH_MODULE(NormedBlock);
+
+UnitSelection norms_together() {
+  UnitSelection selection = each_is_unit<NormedBlockImpl>();
+  selection.joint_unit_of =
+      [](const UnitCandidate& candidate) -> std::optional<std::string> {
+    if (candidate.name.ends_with("norm")) return "norms";
+    return std::nullopt;
+  };
+  return selection;
+}
+
+torch::nn::Sequential make_normed() {
+  return with_values(
+      torch::nn::Sequential(NormedBlock(6), NormedBlock(6), NormedBlock(6),
+                            torch::nn::Linear(6, 2)),
+      5);
+}
+
+TEST(FullyShardTest, NormsMayBeOneUnit) {
+  EXPECT_THAT(units_of(*make_normed(), norms_together()),
+              ElementsAre("", "0", "norms", "1", "2"));
+  for (const int num_ranks : {1, 2, 3}) {
+    expect_same_training(make_normed, num_ranks, norms_together());
+  }
+}
+
+TEST(FullyShardTest, AUnitOfNormsIsGatheredOnceAndReducedOnce) {
+  run_ranks(2, [&](const Group& group) {
+    torch::nn::Sequential net = make_normed();
+    const auto model = fully_shard(*net, group, {}, norms_together());
+    int64_t all = 0;
+    int64_t kept = 0;  // the outermost one's and the norms'
+    for (const ShardedUnit& unit : model->units()) {
+      all += unit.whole_bytes();
+      if (unit.name.empty() || unit.name == "norms") kept += unit.whole_bytes();
+    }
+    const auto step = [&](int number) {
+      return model
+          ->forward([&] { return net->forward(random({3, 6}, number)); })
+          .square()
+          .sum();
+    };
+    for (int number = 0; number < 4; ++number) {
+      const ShardedModelStatistics before = model->statistics();
+      step(number).backward();
+      const ShardedModelStatistics after = model->statistics();
+      EXPECT_EQ(after.all_gathers - before.all_gathers, 5 + 3);
+      EXPECT_LE(after.sent_by_gathers - before.sent_by_gathers,
+                kept / 2 + 2 * (all - kept) / 2);
+      EXPECT_LE(after.sent_by_sums - before.sent_by_sums, all / 2);
+    }
+  });
+}
+
+TEST(FullyShardTest, WhatIsIgnoredStaysAsItIs) {
   run_ranks(2, [&](const Group& group) {
     const int rank = group->getRank();
     Net net = with_values(Net(), 1);
-    const at::Tensor gain = net->second->module()->gain;
-    const at::Tensor before = gain.detach().clone();
-    FullySharded model(net, group, {},
-                       {.is_ignored = [](const std::string& name,
-                                         const at::Tensor& parameter) {
-                         return name == "second.gain";
-                       }});
-    EXPECT_EQ(model.parameters().size(), net->parameters().size() - 1);
+    const at::Tensor before = net->second->gain.detach().clone();
+    const auto model = fully_shard(
+        *net, group, {},
+        {.is_ignored = [](const std::string& name, const at::Tensor&) {
+          return name == "second.gain";
+        }});
     const at::Tensor x = random({3, 6}, 10 + rank);
-    model(x).square().sum().backward();
-    EXPECT_TRUE(at::equal(gain, before));
-
+    model->forward([&] { return net(x); }).square().sum().backward();
+    EXPECT_TRUE(at::equal(net->second->gain, before));
     Net alone = with_values(Net(), 1);
     alone(x).square().sum().backward();
-    EXPECT_TRUE(at::equal(gain.grad(), alone->second->module()->gain.grad()));
+    EXPECT_TRUE(
+        at::equal(net->second->gain.grad(), alone->second->gain.grad()));
   });
 }
 
 // `other` has the memory of `weight`.
 struct ByMemoryImpl : torch::nn::Module {
   explicit ByMemoryImpl(bool is_buffer) {
-    weight = register_parameter("weight", torch::ones({6}));
+    const at::Tensor weight = register_parameter("weight", torch::ones({6}));
     if (is_buffer) {
-      other = register_buffer("other", weight.detach());
+      register_buffer("other", weight.detach());
     } else {
-      other = register_parameter("other", weight.detach());
+      register_parameter("other", weight.detach());
     }
   }
-  at::Tensor forward(const at::Tensor& x) { return x * weight + other; }
-  at::Tensor weight;
-  at::Tensor other;
 };
-TORCH_MODULE(ByMemory);
 
-TEST(UnitChoiceTest, WhatStaysAsItIsHasMemoryOfItsOwn) {
+TEST(FullyShardTest, WhatStaysAsItIsHasMemoryOfItsOwn) {
   run_ranks(2, [&](const Group& group) {
-    const UnitChoice ignoring = {
+    const UnitSelection ignoring = {
         .is_ignored = [](const std::string& name, const at::Tensor&) {
           return name == "other";
         }};
     for (const bool is_buffer : {false, true}) {
-      EXPECT_THAT(
-          [&] {
-            const FullySharded model(ByMemory(is_buffer), group, {}, ignoring);
-          },
-          Throws<c10::ValueError>(
-              Property(&c10::Error::what_without_backtrace,
-                       AllOf(HasSubstr(is_buffer ? "buffer 'other'"
-                                                 : "ignored parameter 'other'"),
-                             HasSubstr("parameter 'weight'")))));
+      const ByMemoryImpl module(is_buffer);
+      EXPECT_THAT([&] { fully_shard(module, group, {}, ignoring); },
+                  Throws<c10::ValueError>(Property(
+                      &c10::Error::what_without_backtrace,
+                      AllOf(HasSubstr(is_buffer ? "buffer 'other'"
+                                                : "ignored parameter 'other'"),
+                            HasSubstr("parameter 'weight'")))));
     }
   });
 }
 
-std::vector<std::string> units_of_net(const UnitChoice& choice) {
-  std::vector<std::string> names;
-  for (const UnitSpec& spec : units_of_module(*Net(), choice).specs) {
-    names.push_back(spec.name);
-  }
-  return names;
-}
-
-UnitChoice unit_at(const std::string& name) {
-  return {.begins_unit = [name](const UnitCandidate& candidate) {
-    return candidate.name == name;
-  }};
-}
-
-// Those have 48 elements each.
-TEST(UnitChoiceTest, OfWhatShardedHoldsARuleMakesUnits) {
-  EXPECT_THAT(units_of_net({}), ElementsAre("", "first", "second"));
-  EXPECT_THAT(units_of_net(unit_at_each<BlockImpl>()),
-              ElementsAre("", "first", "second"));
-  EXPECT_THAT(units_of_net(unit_at("second")), ElementsAre("", "second"));
-  EXPECT_THAT(units_of_net(units_of_numel(48)),
-              ElementsAre("", "first", "second"));
-  EXPECT_THAT(units_of_net(units_of_numel(49)), ElementsAre(""));
-  for (const UnitChoice& choice : {unit_at("second"), units_of_numel(49)}) {
-    expect_same_training([] { return with_values(Net(), 1); }, 2, choice);
-  }
-}
-
-TEST(UnitChoiceTest, WhatIsIgnoredDoesNotMakeAModuleLarger) {
-  UnitChoice choice = units_of_numel(48);
-  choice.is_ignored = [](const std::string& name, const at::Tensor&) {
-    return name == "first.gain";
-  };
-  EXPECT_THAT(units_of_net(choice), ElementsAre("", "second"));
-}
-
-TEST(UnitChoiceTest, ModulesThatTellNobodyThatTheyRunAreErrors) {
-  for (const char* name : {"head", "first.lin"}) {
-    EXPECT_THAT(
-        [&] { units_of_net(unit_at(name)); },
-        Throws<c10::ValueError>(Property(
-            &c10::Error::what_without_backtrace,
-            AllOf(HasSubstr(absl::StrCat("'", name, "'")),
-                  HasSubstr("LinearImpl"), HasSubstr("brigade::Sharded")))));
-  }
-  const UnitChoice linear = unit_at_each<torch::nn::LinearImpl>();
-  EXPECT_THAT([&] { units_of(linear); },
-              Throws<c10::ValueError>(Property(
-                  &c10::Error::what_without_backtrace,
-                  AllOf(HasSubstr("'4'"), HasSubstr("'lin'"),
-                        HasSubstr("LinearImpl"), HasSubstr("Sharded")))));
-  const torch::nn::Sequential nested{Net(), torch::nn::Linear(2, 2)};
-  EXPECT_THAT([&] { units_of_sequential(*nested); },
-              Throws<c10::ValueError>(
-                  Property(&c10::Error::what_without_backtrace,
-                           AllOf(HasSubstr("'0'"), HasSubstr("'first'")))));
-}
-
-// One tensor that two units use belongs to the outermost one.
-struct TiedImpl : torch::nn::Module {
-  struct PartImpl : torch::nn::Module {
-    explicit PartImpl(const at::Tensor& shared)
-        : weight(register_parameter("weight", shared)),
-          bias(register_parameter("bias", torch::zeros({6}))) {}
-    at::Tensor forward(const at::Tensor& x) {
-      return torch::tanh(torch::matmul(x, weight) + bias);
-    }
-    at::Tensor weight;
-    at::Tensor bias;
-  };
-  TORCH_MODULE(Part);
-
-  TiedImpl() {
-    const at::Tensor shared = torch::ones({6, 6});
-    in = register_module("in", Sharded<Part>(Part(shared)));
-    out = register_module("out", Sharded<Part>(Part(shared)));
-  }
-  at::Tensor forward(const at::Tensor& x) { return out(in(x)); }
-  Sharded<Part> in = nullptr;
-  Sharded<Part> out = nullptr;
-};
-TORCH_MODULE(Tied);
-
-TEST(FullyShardedTest, TiedParametersStayTied) {
-  Tied tied;
-  const ModuleUnits units = units_of_module(*tied);
-  ASSERT_EQ(units.specs.size(), 3u);
-  EXPECT_EQ(units.specs[0].parameters.size(), 1u);
-  EXPECT_EQ(units.specs[0].parameters[0].name, "in.weight");
-  expect_same_training([] { return with_values(Tied(), 3); }, 2);
-}
-
-// Norms of all blocks, in one unit.
-struct NormedBlockImpl : torch::nn::Module {
-  explicit NormedBlockImpl(int64_t size)
-      : norm(register_module(
-            "norm",
-            Sharded<torch::nn::LayerNorm>(
-                torch::nn::LayerNorm(torch::nn::LayerNormOptions({size})),
-                "norms"))),
-        lin(register_module("lin", torch::nn::Linear(size, size))) {}
-  at::Tensor forward(const at::Tensor& x) {
-    return x + torch::tanh(lin(norm(x)));
-  }
-  Sharded<torch::nn::LayerNorm> norm;
-  torch::nn::Linear lin;
-};
-TORCH_MODULE(NormedBlock);
-
-struct NormedNetImpl : torch::nn::Module {
-  NormedNetImpl()
-      : first(register_module("first", Sharded<NormedBlock>(NormedBlock(6)))),
-        second(register_module("second", Sharded<NormedBlock>(NormedBlock(6)))),
-        third(register_module("third", Sharded<NormedBlock>(NormedBlock(6)))),
-        norm(register_module(
-            "norm", Sharded<torch::nn::LayerNorm>(
-                        torch::nn::LayerNorm(torch::nn::LayerNormOptions({6})),
-                        "norms"))),
-        head(register_module("head", torch::nn::Linear(6, 2))) {}
-  at::Tensor forward(const at::Tensor& x) {
-    return head(norm(third(second(first(x)))));
-  }
-  Sharded<NormedBlock> first;
-  Sharded<NormedBlock> second;
-  Sharded<NormedBlock> third;
-  Sharded<torch::nn::LayerNorm> norm;
-  torch::nn::Linear head;
-};
-TORCH_MODULE(NormedNet);
-
-TEST(FullyShardedTest, NormsMayBeOneUnit) {
-  NormedNet net;
-  const ModuleUnits units = units_of_module(*net);
-  std::vector<std::string> names;
-  for (const UnitSpec& spec : units.specs) {
-    names.push_back(spec.name);
-    EXPECT_EQ(spec.spans_passes, spec.name == "norms");
-  }
-  EXPECT_THAT(names, ElementsAre("", "norms", "first", "second", "third"));
-  EXPECT_EQ(units.specs[1].parameters.size(), 8u);
-  EXPECT_EQ(units.specs[1].parameters[2].name, "second.norm.weight");
-  for (const int num_ranks : {1, 2, 3}) {
-    expect_same_training([] { return with_values(NormedNet(), 5); }, num_ranks);
-  }
-}
-
-TEST(FullyShardedTest, AUnitOfNormsIsGatheredOnceAndReducedOnce) {
-  run_ranks(2, [&](const Group& group) {
-    FullySharded model(with_values(NormedNet(), 5), group);
-    ShardedRoot& root = model.root();
-    const auto bytes_of = [&](size_t first, size_t end) {
-      int64_t bytes = 0;
-      for (size_t unit = first; unit < end; ++unit) {
-        bytes += root.unit(unit).segments[0]->whole_bytes();
-      }
-      return bytes;
+// LibTorch has no hooks of a script's modules either.
+TEST(FullyShardTest, TorchScriptModulesAreSharded) {
+  run_ranks(2, [](const Group& group) {
+    const auto make = [] {
+      torch::jit::Module inner("Inner");
+      inner.register_parameter("weight", random({6, 6}, 1).mul_(0.3), false);
+      inner.define("def forward(self, x):\n  return torch.tanh(x @ self.weight)");
+      torch::jit::Module outer("Outer");
+      outer.register_module("inner", inner);
+      outer.register_parameter("scale", torch::ones({6}), false);
+      outer.define("def forward(self, x):\n  return self.inner(x) * self.scale");
+      return outer;
     };
-    const int64_t kept = bytes_of(0, 2);  // the outermost one, and the norms
-    const int64_t blocks = bytes_of(2, 5);
+    torch::jit::Module plain = make();
+    torch::jit::Module net = make();
+    const auto model = fully_shard(net, group);
+    ASSERT_EQ(model->units().size(), 2u);
+    EXPECT_EQ(model->units()[1].name, "inner");
+    const at::Tensor x = random({3, 6}, 2);  // the same on both ranks
     for (int step = 0; step < 4; ++step) {
-      const ShardingStatistics before = root.statistics();
-      const int64_t launched = root.engine_statistics().units_launched;
-      model(random({3, 6}, step)).square().sum().backward();
-      ShardingStatistics after = root.statistics();
-      EXPECT_EQ(after.sent_by_gathers - before.sent_by_gathers,
-                kept / 2 + 2 * (blocks / 2));
-      EXPECT_EQ(after.sent_by_sums - before.sent_by_sums, (kept + blocks) / 2);
-      EXPECT_EQ(root.engine_statistics().units_launched - launched, 5);
-      {
-        const torch::NoGradGuard no_grad;
-        model(random({3, 6}, step));
+      plain.forward({x}).toTensor().square().sum().backward();
+      model->forward([&] { return net.forward({x}).toTensor(); })
+          .square()
+          .sum()
+          .backward();
+    }
+    const auto expected = plain.named_parameters();
+    for (const auto& parameter : net.named_parameters()) {
+      for (const auto& other : expected) {
+        if (other.name != parameter.name) continue;
+        EXPECT_TRUE(at::equal(gather_whole(parameter.value.grad()),
+                              other.value.grad()))
+            << parameter.name;
       }
-      // What was whole in backward, or is still there, was sharded again.
-      EXPECT_EQ(root.statistics().sent_by_gathers - after.sent_by_gathers,
-                (kept + blocks) / 2);
     }
-    const ShardingStatistics statistics = root.statistics();
-    EXPECT_EQ(statistics.late_gathers, 0);
-    EXPECT_EQ(statistics.unplanned, 0);
-    EXPECT_EQ(statistics.peak_whole_bytes, statistics.planned_bytes);
   });
 }
 
-// Behind forward, which is when they are released, too.
-TEST(FullyShardedTest, AUnitOfNormsMayStayInSlices) {
-  run_ranks(4, [&](const Group& group) {
-    FullySharded model(with_values(NormedNet(), 5), group, {.reshards_to = 2});
-    ShardedRoot& root = model.root();
-    EXPECT_FALSE(root.settings(1).keeps_slices());
-    root.settings(1).reshards_after_forward = true;
-    for (int step = 0; step < 3; ++step) {
-      model(random({3, 6}, step)).square().sum().backward();
-      // The norms' and the blocks', each once.
-      EXPECT_EQ(root.statistics().near_gathers, 4 * (step + 1));
-    }
-    const ShardingStatistics statistics = root.statistics();
-    EXPECT_EQ(statistics.late_gathers, 0);
-    EXPECT_EQ(statistics.unplanned, 0);
-    EXPECT_EQ(statistics.whole_bytes, statistics.planned_bytes);
+// ---- Programs.
 
-    NormedNet net;
-    std::vector<UnitSpec> specs = units_of_module(*net).specs;
-    specs[1].reshards_to = 2;
-    ShardedRoot told(specs, group, {});
-    EXPECT_TRUE(told.settings(1).keeps_slices());
+TEST(FullyShardTest, WhatIsWrittenWhileUnshardedIsTrainedOn) {
+  run_ranks(2, [](const Group& group) {
+    Net net = with_values(Net(), 1);
+    Net expected = with_values(Net(), 1);
+    const auto model = fully_shard(*net, group);
+    const torch::NoGradGuard no_grad;
+    {
+      const auto unsharded = model->unsharded(/*may_write=*/true);
+      for (at::Tensor& parameter : net->parameters()) parameter.mul_(-2);
+    }
+    for (at::Tensor& parameter : net->parameters()) parameter.add_(1);
+    for (at::Tensor& parameter : expected->parameters()) {
+      parameter.mul_(-2).add_(1);
+    }
+    const at::Tensor x = random({3, 6}, 9);
+    EXPECT_TRUE(
+        at::equal(model->forward([&] { return net(x); }), expected(x)));
   });
 }
 
-}  // namespace
+TEST(FullyShardTest, AScopeThatEndsByAnExceptionWritesNothing) {
+  run_ranks(2, [](const Group& group) {
+    Net net = with_values(Net(), 1);
+    const auto model = fully_shard(*net, group);
+    const torch::NoGradGuard no_grad;
+    EXPECT_THROW(
+        {
+          const auto unsharded = model->unsharded(/*may_write=*/true);
+          net->head->weight.zero_();
+          throw std::runtime_error("stop");
+        },
+        std::runtime_error);
+    EXPECT_NE(net->head->weight.abs().sum().item<double>(), 0);
+  });
+}
+
+TEST(FullyShardTest, AnAverageOfParametersIsAShardsAverage) {
+  run_ranks(2, [](const Group& group) {
+    Net net = with_values(Net(), 1);
+    Net other = with_values(Net(), 50);
+    Net plain = with_values(Net(), 1);
+    const auto model = fully_shard(*net, group);
+    const auto averaged = fully_shard(*other, group);
+    const torch::NoGradGuard no_grad;
+    const Net plain_other = with_values(Net(), 50);
+    for (size_t i = 0; i < net->parameters().size(); ++i) {
+      net->parameters()[i].lerp_(other->parameters()[i], 0.25);
+      plain->parameters()[i].lerp_(plain_other->parameters()[i], 0.25);
+    }
+    const at::Tensor x = random({3, 6}, 9);
+    EXPECT_TRUE(at::equal(model->forward([&] { return net(x); }), plain(x)));
+  });
+}
+
+TEST(FullyShardTest, AModuleIsSavedAndLoadedWhileUnsharded) {
+  run_ranks(2, [](const Group& group) {
+    Net net = with_values(Net(), 1);
+    const auto model = fully_shard(*net, group);
+    std::stringstream archive;
+    {
+      const auto unsharded = model->unsharded();
+      torch::save(net, archive);
+    }
+    Net loaded;
+    torch::load(loaded, archive);
+    const at::Tensor x = random({3, 6}, 9);
+    const torch::NoGradGuard no_grad;
+    EXPECT_TRUE(
+        at::equal(loaded->forward(x), model->forward([&] { return net(x); })));
+  });
+}
+
+struct Strategy {
+  std::string name;
+  FullyShardOptions options;
+};
+
+// Each step's gradients and an evaluation after it, SGD's writes included.
+TEST(FullyShardTest, EveryStrategyTrainsWithEveryOptimizer) {
+  const std::vector<Strategy> strategies = {
+      {"all", {}},
+      {"gradients", shard_gradients(FullyShardOptions())},
+      {"optimizer state", shard_optimizer_state(FullyShardOptions())},
+      {"no prefetch", {.prefetch_depth = 0}},
+      {"far prefetch", {.prefetch_depth = 3, .max_reducing = 1}},
+      {"learns always", {.learn_always = true}}};
+  for (const Strategy& strategy : strategies) {
+    for (const bool sets_to_none : {true, false}) {
+      SCOPED_TRACE(strategy.name);
+      run_ranks(2, [&](const Group& group) {
+        Net plain = with_values(Net(), 1);
+        Net net = with_values(Net(), 1);
+        const auto model = fully_shard(*net, group, strategy.options);
+        torch::optim::SGD expected(plain->parameters(), 0.05);
+        torch::optim::SGD found(net->parameters(), 0.05);
+        for (int s = 0; s < 4; ++s) {
+          const at::Tensor x = random({3, 6}, static_cast<uint64_t>(s));
+          expected.zero_grad(sets_to_none);
+          found.zero_grad(sets_to_none);
+          const at::Tensor loss = plain(x).square().sum();
+          loss.backward();
+          const at::Tensor own =
+              model->forward([&] { return net(x); }).square().sum();
+          own.backward();
+          EXPECT_EQ(own.item<double>(), loss.item<double>()) << "step " << s;
+          expected.step();
+          found.step();
+          const torch::NoGradGuard no_grad;
+          EXPECT_TRUE(
+              at::equal(model->forward([&] { return net(x); }), plain(x)));
+        }
+      });
+    }
+  }
+}
+
+TEST(FullyShardTest, ModulesAreConvertedBetweenSteps) {
+  run_ranks(2, [](const Group& group) {
+    Net plain = with_values(Net(), 1);
+    Net net = with_values(Net(), 1);
+    const auto model = fully_shard(*net, group);
+    for (const at::ScalarType dtype : {at::kFloat, at::kDouble, at::kFloat}) {
+      plain->to(dtype);
+      net->to(dtype);
+      plain->zero_grad();
+      net->zero_grad();
+      const at::Tensor x = random({3, 6}, 3).to(dtype);
+      plain(x).square().sum().backward();
+      model->forward([&] { return net(x); }).square().sum().backward();
+      const at::Tensor found = gather_whole(net->head->weight.grad());
+      EXPECT_EQ(found.scalar_type(), dtype);
+      EXPECT_TRUE(at::equal(found, plain->head->weight.grad()));
+    }
+  });
+}
+
+TEST(FullyShardTest, ParametersAreFrozenAndThawed) {
+  run_ranks(2, [](const Group& group) {
+    Net net = with_values(Net(), 1);
+    const auto model = fully_shard(*net, group);
+    for (const bool is_frozen : {true, false, true}) {
+      net->head->weight.set_requires_grad(!is_frozen);
+      net->zero_grad();
+      model->forward([&] { return net(random({3, 6}, 1)); })
+          .square()
+          .sum()
+          .backward();
+      EXPECT_EQ(net->head->weight.grad().defined(), !is_frozen);
+      EXPECT_TRUE(net->head->bias.grad().defined());
+      EXPECT_TRUE(net->first->gain.grad().defined());
+    }
+  });
+}
+
+std::string error_of(const std::function<void()>& call) {
+  try {
+    call();
+  } catch (const c10::Error& error) {
+    return error.what_without_backtrace();
+  }
+  return "no error";
+}
+
+TEST(FullyShardTest, WritesInForwardAreRefused) {
+  run_ranks(2, [](const Group& group) {
+    Net net = with_values(Net(), 1);
+    const auto model = fully_shard(*net, group);
+    const at::Tensor x = random({3, 6}, 1);
+    net->first->writes = true;
+    EXPECT_THAT(error_of([&] { model->forward([&] { return net(x); }); }),
+                AllOf(HasSubstr("writes to parameter 'first.lin.weight'")));
+    net->first->writes = false;
+    model->forward([&] { return net(x); }).sum().backward();
+  });
+}
+
+TEST(FullyShardTest, WhatIsRegisteredLaterIsRefused) {
+  run_ranks(2, [](const Group& group) {
+    Net net = with_values(Net(), 1);
+    const auto model = fully_shard(*net, group);
+    net->register_module("late", torch::nn::Linear(2, 2));
+    EXPECT_THAT(
+        error_of([&] {
+          model->forward([&] { return net(random({3, 6}, 1)); });
+        }),
+        HasSubstr("registered after sharding"));
+  });
+}
+
+TEST(FullyShardTest, MistakesAreNamed) {
+  EXPECT_THAT(error_of([] { fully_shard(*Net(), Group()); }),
+              HasSubstr("process group is null"));
+  EXPECT_THAT(error_of([] { make_subgroup(nullptr, {0}); }),
+              HasSubstr("process group is null"));
+  run_ranks(2, [](const Group& group) {
+    const int rank = group->getRank();
+    EXPECT_THAT(error_of([&] { fully_shard(*torch::nn::Tanh(), group); }),
+                HasSubstr("no parameters"));
+    EXPECT_THAT(error_of([&] {
+                  fully_shard(*Net(), group, {.output_dtype = at::kLong});
+                }),
+                HasSubstr("found Long"));
+    EXPECT_THAT(error_of([&] {
+                  fully_shard(*Net(), group,
+                              {.prefetch_depth = rank == 0 ? 1u : 2u});
+                }),
+                HasSubstr("prefetch_depth"));
+    EXPECT_THAT(error_of([&] {
+                  fully_shard(*torch::nn::Linear(2, 2 + rank), group);
+                }),
+                HasSubstr("'weight'"));
+    Net net;
+    const auto model = fully_shard(*net, group);
+    EXPECT_THAT(error_of([&] { fully_shard(*net, group); }),
+                HasSubstr("is sharded already"));
+    EXPECT_THAT(error_of([&] { net(random({3, 6}, 1)); }),
+                HasSubstr("inside of the model's forward"));
+  });
+}
+
+}  // namespace fully_shard_test
 }  // namespace brigade

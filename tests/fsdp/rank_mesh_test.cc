@@ -18,7 +18,6 @@
 #include "brigade/fsdp/checkpoint_model.h"
 #include "brigade/fsdp/fully_shard.h"
 #include "brigade/tests/fsdp/sharded_checks.h"
-#include "brigade/tests/fsdp/sharded_net.h"
 #include "brigade/tests/support/local_ranks.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -93,8 +92,8 @@ void expect_equal(const Tensors& found, const Tensors& expected) {
   }
 }
 
-template <typename Model>
-void train(Model& model, const Tensors& parameters, int rank) {
+template <typename Model>  // at::Tensor (at::Tensor)
+void train(Model&& model, const Tensors& parameters, int rank) {
   torch::optim::SGD optimizer(parameters, 0.1);
   for (int step = 0; step < kNumSteps; ++step) {
     optimizer.zero_grad();
@@ -108,16 +107,22 @@ TEST(RankMeshTest, ShardedTrainingHasTheBitsOfItsOrder) {
     const Tensors expected = in_one_process(rows);
     run_ranks(kNumRanks, [&](const Group& group) {
       const RankMesh mesh(group, rows);
-      FullySharded model(make_net(), mesh);
+      torch::nn::Sequential net = make_net();
+      const auto model = fully_shard(*net, mesh);
       const int rank = group->getRank();
       const auto& row = *std::ranges::find_if(rows, [&](const auto& one) {
         return std::ranges::find(one, rank) != one.end();
       });
-      EXPECT_EQ(model.root().num_shards(), row.size());
-      EXPECT_EQ(row[model.root().shard_rank()], rank);
-      train(model, model.parameters(), rank);
-      const auto whole = model.unsharded();
-      expect_equal(model.module()->parameters(), expected);
+      const ShardTransport& transport = *model->units()[0].transport;
+      EXPECT_EQ(transport.num_shards(), row.size());
+      EXPECT_EQ(row[transport.shard_rank()], rank);
+      train(
+          [&](const at::Tensor& x) {
+            return model->forward([&] { return net->forward(x); });
+          },
+          net->parameters(), rank);
+      const auto unsharded = model->unsharded();
+      expect_equal(net->parameters(), expected);
     });
   }
 }
@@ -146,14 +151,20 @@ TEST(RankMeshTest, ACheckpointIsLoadedOnAnother) {
     const Tensors expected = in_one_process(rows);
     run_ranks(kNumRanks, [&](const Group& group) {
       const RankMesh mesh(group, rows);
-      FullySharded saved(make_net(), mesh);
-      train(saved, saved.parameters(), group->getRank());
-      save_checkpoint(folder, checkpoint_model(saved.root()));
+      torch::nn::Sequential net = make_net();
+      const auto saved = fully_shard(*net, mesh);
+      train(
+          [&](const at::Tensor& x) {
+            return saved->forward([&] { return net->forward(x); });
+          },
+          net->parameters(), group->getRank());
+      save_checkpoint(folder, checkpoint_model(*saved));
       const RankMesh other(group, {{1, 3}, {2, 0}});
-      FullySharded loaded(make_net(), other);
-      load_checkpoint(folder, checkpoint_model(loaded.root()));
-      const auto whole = loaded.unsharded();
-      expect_equal(loaded.module()->parameters(), expected);
+      torch::nn::Sequential copy = make_net();
+      const auto loaded = fully_shard(*copy, other);
+      load_checkpoint(folder, checkpoint_model(*loaded));
+      const auto unsharded = loaded->unsharded();
+      expect_equal(copy->parameters(), expected);
     });
   }
   std::filesystem::remove_all(folder);
@@ -162,14 +173,18 @@ TEST(RankMeshTest, ACheckpointIsLoadedOnAnother) {
 TEST(RankMeshTest, ErrorsNameRanksOfItsGroup) {
   run_ranks(kNumRanks, [&](const Group& group) {
     const RankMesh mesh(group, {{3, 0}, {1, 2}});
-    FullySharded model(make_net(), mesh);
+    torch::nn::Sequential net = make_net();
+    const auto model = fully_shard(*net, mesh);
+    const auto run = [&](const at::Tensor& x) {
+      return model->forward([&] { return net->forward(x); });
+    };
     if (group->getRank() == 3) {
-      EXPECT_ANY_THROW(model(torch::ones({2, 4})));  // 5 are expected
+      EXPECT_ANY_THROW(run(torch::ones({2, 4})));  // 5 are expected
       return;
     }
     std::string message;
     try {
-      model(torch::ones({2, 5})).sum().backward();
+      run(torch::ones({2, 5})).sum().backward();
     } catch (const c10::Error& error) {
       message = error.what_without_backtrace();
     }
@@ -204,8 +219,6 @@ TEST(RankMeshTest, RowsThatAreNoMeshAreOneErrorOnAllRanks) {
                                                         : Rows{{0, 2}, {1, 3}}),
                 HasSubstr("mesh"));
     const RankMesh mesh(group, {{0, 2}, {1, 3}});
-    EXPECT_THROW(FullySharded(make_net(), mesh, {.num_shards = 4}),
-                 c10::ValueError);
   });
 }
 

@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "brigade/fsdp/fully_shard_module.h"
+#include "brigade/fsdp/fully_shard.h"
 #include "brigade/tests/support/local_ranks.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
