@@ -207,10 +207,12 @@ std::string name_of(const at::Tensor& sharded) {
                   toString(op.operator_name()) + ": " + why);
 }
 
+// Also of two models that are sharded alike.
 bool hold_one_piece(const at::Tensor& a, const at::Tensor& b) {
   const Shard& of_a = *shard_of(a);
   const Shard& of_b = *shard_of(b);
-  return of_a.offset == of_b.offset && of_a.group == of_b.group &&
+  return of_a.offset == of_b.offset && of_a.flat_offset == of_b.flat_offset &&
+         of_a.flat_per_rank == of_b.flat_per_rank &&
          of_a.local.numel() == of_b.local.numel() && a.sizes() == b.sizes() &&
          a.strides() == b.strides();
 }
@@ -293,7 +295,8 @@ class LocalCall {
                            b.strides(), ". They must be equal."));
     }
     refuse(op_, name_of(a) + " and " + name_of(b) +
-                    " are sharded over different ranks.");
+                    " are cut at different places. Shard them in units of the "
+                    "same parameters, over the same ranks.");
   }
 
   void check_memory_format() {
@@ -736,8 +739,10 @@ void check_use_of_unsharded(const c10::OperatorHandle& op,
 
 void check_grad_mode(const c10::OperatorHandle& op,
                      const torch::jit::Stack& stack) {
-  if (!at::GradMode::is_enabled() ||
-      base_name(op.schema()).ends_with("_like")) {
+  // Module::to() converts parameters in grad mode.
+  const std::string_view name = base_name(op.schema());
+  if (!at::GradMode::is_enabled() || name.ends_with("_like") ||
+      name == "_to_copy") {
     return;
   }
   visit_tensors(stack, op.schema().arguments().size(),

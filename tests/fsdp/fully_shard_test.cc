@@ -149,10 +149,8 @@ std::vector<std::string> units_of(const torch::nn::Module& module,
                                   const UnitSelection& selection = {}) {
   std::vector<std::string> names;
   run_ranks(1, [&](const Group& group) {
-    for (const ShardedUnit& unit :
-         fully_shard(module, group, {}, selection)->units()) {
-      names.push_back(unit.name);
-    }
+    const auto model = fully_shard(module, group, {}, selection);
+    for (const ShardedUnit& unit : model->units()) names.push_back(unit.name);
   });
   return names;
 }
@@ -345,11 +343,11 @@ TEST(FullyShardTest, TorchScriptModulesAreSharded) {
     const auto make = [] {
       torch::jit::Module inner("Inner");
       inner.register_parameter("weight", random({6, 6}, 1).mul_(0.3), false);
-      inner.define("def forward(self, x):\n  return torch.tanh(x @ self.weight)");
+      inner.define("def forward(self, x):\n  return torch.tanh(x @ self.weight)\n");
       torch::jit::Module outer("Outer");
       outer.register_module("inner", inner);
       outer.register_parameter("scale", torch::ones({6}), false);
-      outer.define("def forward(self, x):\n  return self.inner(x) * self.scale");
+      outer.define("def forward(self, x):\n  return self.inner.forward(x) * self.scale\n");
       return outer;
     };
     torch::jit::Module plain = make();
