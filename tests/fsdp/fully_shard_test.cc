@@ -342,11 +342,13 @@ TEST(FullyShardTest, TorchScriptModulesAreSharded) {
   run_ranks(2, [](const Group& group) {
     const auto make = [] {
       torch::jit::Module inner("Inner");
-      inner.register_parameter("weight", random({6, 6}, 1).mul_(0.3), false);
+      inner.register_parameter("weight", random({6, 6}, 1).mul_(0.3).requires_grad_(),
+                               false);
       inner.define("def forward(self, x):\n  return torch.tanh(x @ self.weight)\n");
       torch::jit::Module outer("Outer");
       outer.register_module("inner", inner);
-      outer.register_parameter("scale", torch::ones({6}), false);
+      outer.register_parameter("scale", torch::ones({6}).requires_grad_(),
+                               false);
       outer.define("def forward(self, x):\n  return self.inner.forward(x) * self.scale\n");
       return outer;
     };
