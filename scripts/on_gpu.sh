@@ -1,0 +1,46 @@
+#!/usr/bin/env bash
+# Runs what needs a GPU, in at most 8 minutes, and prints a report in Markdown:
+#   scripts/on_gpu.sh [FOLDER]   # FOLDER gets the profiler's trace
+# Builds first if the build folder lacks the programs. BRIGADE_PYTHON names a python3 that
+# has torch with CUDA; otherwise it is that of scripts/setup.sh.
+set -uo pipefail
+cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
+source scripts/torch_choice.sh
+python=${BRIGADE_PYTHON:-$PWD/$venv/bin/python}
+build=$PWD/build/${build_prefix}release
+out=${1:-$build}
+export PYTHONPATH=$build/python PYTHONUNBUFFERED=1
+readonly limit=480
+
+[[ -x $build/tests/gpu/gpu_test ]] || scripts/build.sh release gpu_test brigade_python || exit 1
+"$python" -c 'import torch; assert torch.cuda.is_available()' || {
+  echo "on_gpu: torch sees no CUDA device" >&2
+  exit 1
+}
+
+# section <title> <command ...>: within what is left of the time.
+failed=0
+section() {
+  echo
+  echo "## $1"
+  echo
+  echo '```'
+  timeout "$((limit - SECONDS > 5 ? limit - SECONDS : 5))" "${@:2}" 2>&1 | tail -25
+  local rc=${PIPESTATUS[0]}
+  echo '```'
+  ((rc == 0)) || { echo "exit status $rc"; failed=1; }
+}
+SECONDS=0
+
+ranks=("$python" -m torch.distributed.run --standalone)
+
+echo "# GPU"
+echo
+"$python" -c 'import torch; print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}")'
+section "gpu_test" "$build/tests/gpu/gpu_test" --gtest_brief=1
+section "2 ranks on one device" "${ranks[@]}" --nproc-per-node 2 benchmarks/cuda_ranks.py \
+  --trace "$out/sharded_step.json"
+section "4 ranks on one device" "${ranks[@]}" --nproc-per-node 4 benchmarks/cuda_ranks.py --rounds 10
+section "test_on_cuda.py" "$python" -m pytest -q -p no:cacheprovider tests/python/test_on_cuda.py
+section "steps beside torch's" "$python" benchmarks/cuda_steps.py
+exit $failed
