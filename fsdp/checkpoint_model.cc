@@ -34,23 +34,22 @@ CheckpointModel checkpoint_model(ShardedModel& model) {
     for (const auto& flat : model.units()[unit].flats) {
       for (const UnitParameter& parameter : flat->parameters()) {
         const Shard& shard = *shard_of(parameter.tensor);
-        tensors.push_back({.name = parameter.name,
-                           .shape = parameter.tensor.sizes().vec(),
-                           .strides = parameter.tensor.strides().vec(),
-                           .held = shard.local,
-                           .begin = shard.offset,
-                           .ranks = model.units()[unit].mesh
-                                        ? model.units()[unit].mesh->ranks
-                                        : std::vector<int>(),
-                           .parameter = parameter.tensor,
-                           .part_of = [](const at::Tensor& like_parameter) {
-                             const Shard* const part = shard_of(like_parameter);
-                             TORCH_CHECK_VALUE(
-                                 part != nullptr,
+        tensors.push_back(
+            {.name = parameter.name,
+             .shape = parameter.tensor.sizes().vec(),
+             .strides = parameter.tensor.strides().vec(),
+             .held = shard.local,
+             .begin = shard.offset,
+             .ranks = model.units()[unit].mesh ? model.units()[unit].mesh->ranks
+                                               : std::vector<int>(),
+             .parameter = parameter.tensor,
+             .part_of = [](const at::Tensor& like_parameter) {
+               const Shard* const part = shard_of(like_parameter);
+               TORCH_CHECK_VALUE(part != nullptr,
                                  "the optimizer has whole state of a sharded "
                                  "parameter.\nMake the optimizer anew.");
-                             return part->local;
-                           }});
+               return part->local;
+             }});
       }
     }
   }

@@ -37,8 +37,8 @@ at::Tensor view_of(const at::Tensor& flat, caffe2::TypeMeta dtype,
                    int64_t offset, int64_t numel) {
   const auto from = static_cast<int64_t>(flat.itemsize());
   const auto to = static_cast<int64_t>(dtype.itemsize());
-  auto impl = c10::make_intrusive<c10::TensorImpl>(
-      c10::Storage(flat.storage()), flat.key_set(), dtype);
+  auto impl = c10::make_intrusive<c10::TensorImpl>(c10::Storage(flat.storage()),
+                                                   flat.key_set(), dtype);
   impl->set_storage_offset(flat.storage_offset() * from / to + offset);
   impl->set_sizes_contiguous({numel});
   return at::Tensor(std::move(impl));
@@ -76,10 +76,9 @@ FlatShard::FlatShard(std::vector<UnitParameter> parameters,
   for (size_t i = 0; i < parameters_.size(); ++i) {
     const at::Tensor& tensor = parameters_[i].tensor;
     const ShardRange range = layout_.range(i, options_.rank);
-    piece_of(shard_, i).copy_(
-        tensor.detach()
-            .as_strided({tensor.numel()}, {1})
-            .narrow(0, range.in_parameter, range.numel));
+    piece_of(shard_, i).copy_(tensor.detach()
+                                  .as_strided({tensor.numel()}, {1})
+                                  .narrow(0, range.in_parameter, range.numel));
     shard_in_place(tensor, make_piece(i));
   }
 }
@@ -138,15 +137,14 @@ at::Tensor FlatShard::piece_of(const at::Tensor& flat, size_t parameter) const {
 
 at::Tensor FlatShard::slot_of(const at::Tensor& whole, size_t parameter) const {
   const at::Tensor& tensor = parameters_[parameter].tensor;
-  at::Tensor slot = view_of(whole, whole.dtype(), layout_.offset(parameter),
-                            tensor.numel());
+  at::Tensor slot =
+      view_of(whole, whole.dtype(), layout_.offset(parameter), tensor.numel());
   slot.unsafeGetTensorImpl()->set_sizes_and_strides(tensor.sizes(),
                                                     tensor.strides());
   return slot;
 }
 
-void FlatShard::in_compute_dtype(
-    const std::function<void()>& function) const {
+void FlatShard::in_compute_dtype(const std::function<void()>& function) const {
   if (options_.compute_dtype == dtype()) return function();
   const auto compute_dtype = c10::scalarTypeToTypeMeta(options_.compute_dtype);
   for (const UnitParameter& parameter : parameters_) {
@@ -215,9 +213,8 @@ bool FlatShard::adopt_pieces() {
 
 int64_t FlatShard::whole_bytes() const {
   if (is_whole_here()) return 0;
-  return aligned(layout_.whole_numel() *
-                 static_cast<int64_t>(
-                     c10::elementSize(options_.compute_dtype)));
+  return aligned(layout_.whole_numel() * static_cast<int64_t>(c10::elementSize(
+                                             options_.compute_dtype)));
 }
 
 int64_t FlatShard::gradient_bytes() const {
@@ -272,8 +269,7 @@ void FlatShard::read_own_slice() {
 }
 
 void FlatShard::set_gradients(at::Tensor bytes) {
-  gradients_ =
-      as_elements(bytes, options_.reduce_dtype, layout_.whole_numel());
+  gradients_ = as_elements(bytes, options_.reduce_dtype, layout_.whole_numel());
   std::ranges::fill(is_written_, 0);
   std::ranges::fill(is_lent_, 0);
   writers_->forget();
@@ -282,10 +278,9 @@ void FlatShard::set_gradients(at::Tensor bytes) {
 void FlatShard::accumulate(size_t parameter, const at::Tensor& gradient) {
   const at::NoGradGuard no_grad;
   const at::Tensor slot = slot_of(gradients_, parameter);
-  const bool is_in_place =
-      is_lent_[parameter] != 0 &&
-      gradient.const_data_ptr() == slot.const_data_ptr() &&
-      gradient.strides() == slot.strides();
+  const bool is_in_place = is_lent_[parameter] != 0 &&
+                           gradient.const_data_ptr() == slot.const_data_ptr() &&
+                           gradient.strides() == slot.strides();
   is_lent_[parameter] = 0;
   writers_->join();
   if (is_written_[parameter] != 0) {

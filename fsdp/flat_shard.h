@@ -146,14 +146,14 @@ class FlatShard {
   at::Tensor whole_;  // while bound
 
   at::Tensor gradients_;
-  std::vector<char> is_written_;  // by parameter
-  std::vector<char> is_lent_;     // by gradient_slot()
+  std::vector<char> is_written_;       // by parameter
+  std::vector<char> is_lent_;          // by gradient_slot()
   std::optional<StreamUses> writers_;  // never empty
   at::Tensor sum_;
   at::Tensor row_sum_;
   struct Given {
     at::Tensor sum = {};
-    bool is_lent = false;  // by make_sum()
+    bool is_lent = false;                    // by make_sum()
     std::vector<at::Tensor> gradients = {};  // of its pieces, by parameter
   };
   Given given_;  // by the last deliver()

@@ -226,7 +226,7 @@ class UnitBuilder {
 
   const Tree& tree_;
   const UnitSelection& selection_;
-  std::vector<char> is_unit_;              // by node
+  std::vector<char> is_unit_;             // by node
   std::vector<std::string> joint_names_;  // by node; empty: none
 };
 
@@ -251,7 +251,8 @@ absl::Status check_untied(const Tree& tree,
     if (owner == nullptr) return absl::OkStatus();
     return absl::InvalidArgumentError(absl::StrCat(
         "fully_shard: ", kind, " '", kept.name, "' shares its memory with ",
-        *owner, ", which is sharded: they would not be tied any more.\nGive it "
+        *owner,
+        ", which is sharded: they would not be tied any more.\nGive it "
         "memory of its own."));
   };
   absl::Status status;

@@ -68,8 +68,7 @@ struct UnitSelection {
 template <typename... Modules>
 UnitSelection each_is_unit() {
   return {.is_unit = [](const UnitCandidate& candidate) {
-    return (... ||
-            (dynamic_cast<const Modules*>(candidate.module) != nullptr));
+    return (... || (dynamic_cast<const Modules*>(candidate.module) != nullptr));
   }};
 }
 

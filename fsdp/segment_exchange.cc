@@ -127,7 +127,8 @@ std::vector<RankStatus> SegmentExchange::pack(const SegmentRound& own) const {
   for (RankStatus& chunk : chunks) {
     chunk.kind = StatusKind::kEnd;
     chunk.iteration = num_opened_;
-    chunk.unit = own.message.need ? static_cast<int64_t>(*own.message.need) : -1;
+    chunk.unit =
+        own.message.need ? static_cast<int64_t>(*own.message.need) : -1;
     chunk.proposal = own.message.has_ended ? 1 : 0;
   }
   if (own.message.has_failed) {

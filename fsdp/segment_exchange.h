@@ -73,9 +73,9 @@ class SegmentExchange {
   Opened open(const OpeningMessage& own, bool awaits);
 
   // `patience`: nullopt: the group's timeout.
-  RoundAnswers round(const SegmentRound& own,
-                     std::optional<std::chrono::milliseconds> patience =
-                         std::nullopt);
+  RoundAnswers round(
+      const SegmentRound& own,
+      std::optional<std::chrono::milliseconds> patience = std::nullopt);
   // The last round of a segment that goes as recorded, as far as this rank
   // knows: not awaited until confirm().
   void end_unconfirmed(const SegmentRound& own);
@@ -104,9 +104,9 @@ class SegmentExchange {
   std::vector<RankStatus> await(
       const RankStatus& own,
       std::optional<std::chrono::milliseconds> patience = std::nullopt);
-  RoundAnswers await_round(
-      const std::vector<RankStatus>& sent, bool is_backward,
-      std::optional<std::chrono::milliseconds> patience);
+  RoundAnswers await_round(const std::vector<RankStatus>& sent,
+                           bool is_backward,
+                           std::optional<std::chrono::milliseconds> patience);
 
   StatusChannel channel_;
   const size_t num_units_;

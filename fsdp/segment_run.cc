@@ -133,8 +133,7 @@ ShardedUnit::Gathered SegmentRun::gather_into(size_t number, Lease lease) {
     if (plan_.has_slices && !unit.slices.empty()) {
       const int num_ranks = *unit.settings.reshards_to;
       const int64_t size = whole.numel() / num_ranks;
-      whole
-          .narrow(0, transport.shard_rank() % num_ranks * size, size)
+      whole.narrow(0, transport.shard_rank() % num_ranks * size, size)
           .copy_(unit.slices[i]);
       gathered.futures.push_back(transport.all_gather_near(whole, num_ranks));
     } else {

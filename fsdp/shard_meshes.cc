@@ -91,8 +91,7 @@ class RowGroup final : public ShardGroup {
 
 }  // namespace
 
-ShardMeshes::ShardMeshes(const Group& group, int num_shards,
-                         c10::Device device,
+ShardMeshes::ShardMeshes(const Group& group, int num_shards, c10::Device device,
                          std::span<const MeshRequest> units, bool in_order) {
   std::map<size_t, std::set<int>> neighbours;
   std::map<size_t, UnitMesh> own;
@@ -111,8 +110,7 @@ ShardMeshes::ShardMeshes(const Group& group, int num_shards,
   root.row = std::make_shared<RowGroup>(*root.transport, true);
   for (const auto& [number, mesh] : own) {
     Mesh made;
-    made.scope.reset(
-        new GroupScope(make_subgroup(group, mesh.ranks, device)));
+    made.scope.reset(new GroupScope(make_subgroup(group, mesh.ranks, device)));
     made.transport = make_transport(made.scope->group(), mesh.row_length(),
                                     streams(), of(number), in_order);
     made.row = std::make_shared<RowGroup>(*made.transport,

@@ -26,8 +26,8 @@ namespace brigade {
 
 // Of one unit.
 struct MeshRequest {
-  std::optional<UnitMesh> mesh = std::nullopt;  // unset: the model's
-  size_t number = 0;                            // of number_meshes()
+  std::optional<UnitMesh> mesh = std::nullopt;   // unset: the model's
+  size_t number = 0;                             // of number_meshes()
   std::optional<int> neighbours = std::nullopt;  // that gather by themselves
 };
 

@@ -707,8 +707,8 @@ std::optional<ParameterState> use_parameters(const torch::jit::Stack& stack,
     const auto others = std::stable_partition(
         left.begin(), left.end(),
         [owner](const Shard* shard) { return shard->owner == owner; });
-    const ParameterState of_owner = owner->use(
-        {left.data(), static_cast<size_t>(others - left.begin())});
+    const ParameterState of_owner =
+        owner->use({left.data(), static_cast<size_t>(others - left.begin())});
     state = state ? std::min(*state, of_owner) : of_owner;
     left.erase(left.begin(), others);
   }

@@ -125,9 +125,10 @@ void ShardedModel::written(size_t unit) {
 
 // What is unsharded since before its shards were written is gathered anew.
 void ShardedModel::release_stale() {
-  SegmentRun run({units_, *meshes_, memory_, exchange_, *progress_, recorder_, options_},
-                 {.rules = {.parents = std::vector<std::optional<size_t>>(
-                                units_.size())}});
+  SegmentRun run(
+      {units_, *meshes_, memory_, exchange_, *progress_, recorder_, options_},
+      {.rules = {.parents =
+                     std::vector<std::optional<size_t>>(units_.size())}});
   for (size_t unit = 0; unit < units_.size(); ++unit) {
     if (units_[unit].is_stale) run.release(unit);
   }
@@ -139,9 +140,9 @@ ParameterState ShardedModel::use(std::span<const Shard* const> parameters) {
   if (kind_ == Open::kNone && backward >= 0 && backward != last_backward_) {
     open_backward(nullptr);
   }
-  const bool is_inside =
-      kind_ == Open::kForward ? is_own_thread() || backward >= 0
-                              : kind_ == Open::kBackward && backward >= 0;
+  const bool is_inside = kind_ == Open::kForward
+                             ? is_own_thread() || backward >= 0
+                             : kind_ == Open::kBackward && backward >= 0;
   if (!is_inside) {
     const bool are_by_hand = std::ranges::all_of(
         parameters,
@@ -172,8 +173,8 @@ bool ShardedModel::is_own_thread() const {
 // ---- Segments.
 
 void ShardedModel::check_usable() const {
-  TORCH_CHECK(!is_broken_, "fully_shard: this model can't continue: ",
-              why_broken_,
+  TORCH_CHECK(!is_broken_,
+              "fully_shard: this model can't continue: ", why_broken_,
               "\nMake the group and the model anew, and load a checkpoint.");
 }
 
@@ -211,10 +212,10 @@ UnitRules ShardedModel::rules_for(SegmentKind kind, bool has_grad,
                           (has_grad && !settings.reshards_after_forward)
                     : !settings.reshards_after_backward);
     rules.stays.push_back(stays ? 1 : 0);
-    const auto& ahead = is_forward ? settings.forward_prefetch
-                                   : settings.backward_prefetch;
-    rules.prefetch_depths.push_back(
-        ahead.empty() ? options_.prefetch_depth : ahead.size());
+    const auto& ahead =
+        is_forward ? settings.forward_prefetch : settings.backward_prefetch;
+    rules.prefetch_depths.push_back(ahead.empty() ? options_.prefetch_depth
+                                                  : ahead.size());
   }
   return rules;
 }
@@ -250,9 +251,9 @@ void ShardedModel::open(SegmentKind kind) {
     tag.add(accumulates_all_gradients() ? 1 : 0);
   }
   const auto known = schedules_.find(tag.value());
-  const bool awaits =
-      is_cpu(*meshes_) || options_.max_unconfirmed_iterations == 0 ||
-      kind == SegmentKind::kShadow;
+  const bool awaits = is_cpu(*meshes_) ||
+                      options_.max_unconfirmed_iterations == 0 ||
+                      kind == SegmentKind::kShadow;
   Opened opened;
   try {
     if (!is_cpu(*meshes_) && kind == SegmentKind::kForward) {
@@ -284,8 +285,7 @@ void ShardedModel::open(SegmentKind kind) {
                       ? &schedule->second
                       : nullptr,
       .unsharded = unsharded,
-      .has_slices =
-          opened.has_slices && opened.kind != SegmentKind::kForward,
+      .has_slices = opened.has_slices && opened.kind != SegmentKind::kForward,
       .keeps_slices = opened.kind == SegmentKind::kForward && has_grad};
   if (opened.kind == SegmentKind::kForward) {
     for (ShardedUnit& unit : units_) unit.slices.clear();
@@ -294,14 +294,13 @@ void ShardedModel::open(SegmentKind kind) {
   if (kind == SegmentKind::kBackward) {
     plan.expected = expected_gradients(last_reached_);
   }
-  run_.emplace(
-      SegmentRun::Model{units_, *meshes_, memory_, exchange_, *progress_,
-                        recorder_, options_},
-      std::move(plan));
+  run_.emplace(SegmentRun::Model{units_, *meshes_, memory_, exchange_,
+                                 *progress_, recorder_, options_},
+               std::move(plan));
   ++statistics_.segments;
   statistics_.learned_segments += run_->cursor().is_learning() ? 1 : 0;
-  kind_ = opened.kind == SegmentKind::kForward ? Open::kForward
-                                               : Open::kBackward;
+  kind_ =
+      opened.kind == SegmentKind::kForward ? Open::kForward : Open::kBackward;
 }
 
 // After run_->finish().
@@ -326,10 +325,10 @@ void ShardedModel::release_after_segment() {
   for (size_t i = 0; i < units_.size(); ++i) {
     ShardedUnit& unit = units_[i];
     if (!unit.gathered || unit.is_by_hand) continue;
-    const bool stays =
-        is_forward ? facts_.kept_before[i] != 0 ||
-                         (facts_.has_grad && !unit.settings.reshards_after_forward)
-                   : !unit.settings.reshards_after_backward;
+    const bool stays = is_forward ? facts_.kept_before[i] != 0 ||
+                                        (facts_.has_grad &&
+                                         !unit.settings.reshards_after_forward)
+                                  : !unit.settings.reshards_after_backward;
     if (stays && unit.is_bound) {
       unbind(unit);
     } else if (!stays) {
@@ -513,9 +512,9 @@ void ShardedModel::open_backward(
         });
   }
   for (const Parameter& parameter : parameters_) {
-    const UnitParameter& spec =
-        units_[parameter.unit].flats[parameter.flat]->parameters()
-            [parameter.in_flat];
+    const UnitParameter& spec = units_[parameter.unit]
+                                    .flats[parameter.flat]
+                                    ->parameters()[parameter.in_flat];
     const at::Tensor& gradient = spec.tensor.grad();
     TORCH_CHECK(!gradient.defined() || shard_of(gradient) != nullptr,
                 "fully_shard: the gradient of '", spec.name,
@@ -525,10 +524,11 @@ void ShardedModel::open_backward(
   for (size_t i = 0; i < units_.size(); ++i) {
     const ShardedUnit& unit = units_[i];
     if (!is_due(unit)) continue;
-    const bool has_held = std::ranges::any_of(unit.flats, [&](const auto& flat) {
-      return flat->has_gradients() ||
-             (flat->row_sum().defined() && unit.settings.sums_over_replicas);
-    });
+    const bool has_held =
+        std::ranges::any_of(unit.flats, [&](const auto& flat) {
+          return flat->has_gradients() || (flat->row_sum().defined() &&
+                                           unit.settings.sums_over_replicas);
+        });
     if (has_held) run_->add_held_gradients(i);
   }
 }

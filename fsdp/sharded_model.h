@@ -97,10 +97,9 @@ class ShardedModel final : public ParameterOwner {
   auto forward(const Run& run, Inputs&&... inputs) {
     begin_forward();
     try {
-      auto outputs =
-          forward_in({.inputs = options_.param_dtype,
-                      .outputs = options_.output_dtype},
-                     run, std::forward<Inputs>(inputs)...);
+      auto outputs = forward_in(
+          {.inputs = options_.param_dtype, .outputs = options_.output_dtype},
+          run, std::forward<Inputs>(inputs)...);
       end_forward(tensors_of(outputs));
       return outputs;
     } catch (...) {

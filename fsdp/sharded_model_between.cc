@@ -51,9 +51,10 @@ void ShardedModel::unshard(std::span<const size_t> units, bool may_write) {
   }
   exchange_.ask(absl::StrCat("unshards ", units.size(), " units"),
                 digest.add(may_write ? 1 : 0).value());
-  SegmentRun run({units_, *meshes_, memory_, exchange_, *progress_, recorder_, options_},
-                 {.rules = rules_for(SegmentKind::kForward, false,
-                                     std::vector<char>(units_.size(), 0))});
+  SegmentRun run(
+      {units_, *meshes_, memory_, exchange_, *progress_, recorder_, options_},
+      {.rules = rules_for(SegmentKind::kForward, false,
+                          std::vector<char>(units_.size(), 0))});
   for (const size_t unit : missing) run.all_gather(unit);
   run.throw_noted();
   for (const size_t unit : units) {
@@ -65,9 +66,10 @@ void ShardedModel::unshard(std::span<const size_t> units, bool may_write) {
 
 void ShardedModel::reshard(std::span<const size_t> units, bool drops_writes) {
   const std::lock_guard lock(mutex_);
-  SegmentRun run({units_, *meshes_, memory_, exchange_, *progress_, recorder_, options_},
-                 {.rules = rules_for(SegmentKind::kForward, false,
-                                     std::vector<char>(units_.size(), 0))});
+  SegmentRun run(
+      {units_, *meshes_, memory_, exchange_, *progress_, recorder_, options_},
+      {.rules = rules_for(SegmentKind::kForward, false,
+                          std::vector<char>(units_.size(), 0))});
   for (const size_t number : units) {
     ShardedUnit& unit = units_.at(number);
     if (!std::exchange(unit.is_by_hand, false)) continue;
@@ -154,12 +156,13 @@ double ShardedModel::clip_grad_norm(double max_norm, double p) {
       const Shard* const gradient = shard_of(parameter.grad());
       if (gradient == nullptr || gradient->local.numel() == 0) continue;
       pieces.push_back(gradient->local);
-      if (unit.is_first_replica) norms.push_back(piece_norm(gradient->local, p));
+      if (unit.is_first_replica)
+        norms.push_back(piece_norm(gradient->local, p));
     }
   }
   const c10::Device device = meshes_->streams().device();
-  at::Tensor by_rank = at::zeros(
-      {group_->getSize()}, at::TensorOptions(at::kDouble).device(device));
+  at::Tensor by_rank = at::zeros({group_->getSize()},
+                                 at::TensorOptions(at::kDouble).device(device));
   if (!norms.empty()) {
     const at::Tensor all = at::stack(norms);
     by_rank[group_->getRank()].copy_(is_max ? all.amax() : all.pow(p).sum());
@@ -194,8 +197,7 @@ ShardedModelStatistics ShardedModel::statistics() const {
   all.extra_buffers = static_cast<int64_t>(memory_.num_extra());
   for (const ShardedUnit& unit : units_) {
     for (const auto& flat : unit.flats) {
-      const auto size =
-          static_cast<int64_t>(c10::elementSize(flat->dtype()));
+      const auto size = static_cast<int64_t>(c10::elementSize(flat->dtype()));
       all.shard_bytes += flat->layout().shard_numel() * size;
       all.padding_bytes += flat->layout().padding_numel() * size;
     }
@@ -205,8 +207,8 @@ ShardedModelStatistics ShardedModel::statistics() const {
 
 std::string ShardedModel::explain() const {
   const std::lock_guard lock(mutex_);
-  std::string text = absl::StrCat(units_.size(), " units on ",
-                                  group_->getSize(), " ranks\n");
+  std::string text =
+      absl::StrCat(units_.size(), " units on ", group_->getSize(), " ranks\n");
   for (size_t i = 0; i < units_.size(); ++i) {
     const ShardedUnit& unit = units_[i];
     absl::StrAppend(
@@ -221,10 +223,11 @@ std::string ShardedModel::explain() const {
     absl::StrAppend(&text,
                     kind == SegmentKind::kForward ? "forward:" : "backward:");
     for (const ScheduleEntry& entry : plan.schedule.entries) {
-      absl::StrAppend(
-          &text,
-          entry.kind == ScheduleEntry::Kind::kAllGather ? " gather " : " reduce ",
-          entry.unit);
+      absl::StrAppend(&text,
+                      entry.kind == ScheduleEntry::Kind::kAllGather
+                          ? " gather "
+                          : " reduce ",
+                      entry.unit);
     }
     absl::StrAppend(&text, "\n");
   }

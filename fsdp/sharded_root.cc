@@ -145,17 +145,16 @@ ShardedRoot::ShardedRoot(std::vector<Unit> units,
   const std::vector<std::vector<at::Tensor>> variables = {policy_->variables()};
   engine_ = std::make_unique<Engine>(
       groups_of(group_, transports_), variables, *policy_,
-      EngineOptions{.name = "fully_shard",
-                    .max_unconfirmed_iterations = 0,
-                    .failure_patience = options_.failure_patience,
-                    .owns_groups = true,
-                    .one_backward_per_forward = false,
-                    .make_hooks =
-                        [this](std::span<const std::vector<at::Tensor>> taken,
+      EngineOptions{
+          .name = "fully_shard",
+          .max_unconfirmed_iterations = 0,
+          .failure_patience = options_.failure_patience,
+          .owns_groups = true,
+          .one_backward_per_forward = false,
+          .make_hooks = [this](std::span<const std::vector<at::Tensor>> taken,
                                const EngineListener& listener) {
-                          return std::make_shared<GradientHooks>(
-                              taken, listener, *policy_);
-                        }});
+            return std::make_shared<GradientHooks>(taken, listener, *policy_);
+          }});
   engine_->connect();
   gathers_->note_waits_in(engine_->progress());
 }

@@ -44,9 +44,8 @@ std::string describe(const FullyShardOptions& options) {
       dtype_or_own(options.output_dtype), ", reduce_dtype ",
       dtype_or_own(options.reduce_dtype), ", broadcast_parameters ",
       options.broadcast_parameters, ", reproducible ", options.reproducible,
-      ", learn_always ", options.learn_always,
-      ", max_unconfirmed_iterations ", options.max_unconfirmed_iterations,
-      ", comm_hook ",
+      ", learn_always ", options.learn_always, ", max_unconfirmed_iterations ",
+      options.max_unconfirmed_iterations, ", comm_hook ",
       options.comm_hook ? options.comm_hook->hook_name() : "none");
 }
 
@@ -72,11 +71,11 @@ std::string describe(const UnitRequest& unit, const UnitParameter& parameter) {
     absl::StrAppend(&text, "computed in ",
                     c10::toString(*parameter.compute_dtype), " ");
   }
-  return text + (tensor.defined()
-                     ? c10::str(tensor.device().type(), ' ',
-                                tensor.scalar_type(), ' ', tensor.sizes(), ' ',
-                                tensor.strides())
-                     : "undefined");
+  return text +
+         (tensor.defined()
+              ? c10::str(tensor.device().type(), ' ', tensor.scalar_type(), ' ',
+                         tensor.sizes(), ' ', tensor.strides())
+              : "undefined");
 }
 
 absl::Status check_reshard_to(std::optional<int> found, int num_shards) {
@@ -178,7 +177,8 @@ absl::Status check_units(const c10d::ProcessGroup& group,
       if (!device && parameter.tensor.defined()) {
         device = parameter.tensor.device();
       }
-      status.Update(check_parameter(unit, parameter, device.value_or(at::kCPU)));
+      status.Update(
+          check_parameter(unit, parameter, device.value_or(at::kCPU)));
       if (!status.ok()) return status;
       if (!device->is_meta() && !supports_device(group, device->type())) {
         return absl::InvalidArgumentError(absl::StrCat(
@@ -385,9 +385,8 @@ std::unique_ptr<ShardMeshes> connect_units(std::vector<ShardedUnit>& units,
                                            ParameterOwner& owner) {
   std::vector<NamedMesh> meshes;
   for (const ShardedUnit& unit : units) {
-    meshes.push_back({.unit = unit.name,
-                      .mesh = unit.mesh,
-                      .digest = unit.mesh_digest});
+    meshes.push_back(
+        {.unit = unit.name, .mesh = unit.mesh, .digest = unit.mesh_digest});
   }
   const std::vector<size_t> numbers = number_named(group, meshes);
   std::vector<MeshRequest> requests;
@@ -401,8 +400,9 @@ std::unique_ptr<ShardMeshes> connect_units(std::vector<ShardedUnit>& units,
       device = units[i].flats.front()->device();
     }
   }
-  TORCH_CHECK_VALUE(device, "fully_shard: the module has no parameters.\n"
-                            "Shard one that has some.");
+  TORCH_CHECK_VALUE(device,
+                    "fully_shard: the module has no parameters.\n"
+                    "Shard one that has some.");
   TORCH_CHECK(!device->is_meta(),
               "fully_shard: parameters are on meta.\nCall to_empty() and give "
               "them values before the first forward.");

@@ -44,8 +44,8 @@ struct ShardedUnit {
   // One all-gather of all flats into a buffer.
   struct Gathered {
     Lease lease = {};
-    std::vector<at::Tensor> wholes = {};   // by flat
-    std::vector<FuturePtr> futures = {};   // by flat that travels
+    std::vector<at::Tensor> wholes = {};  // by flat
+    std::vector<FuturePtr> futures = {};  // by flat that travels
   };
 
   std::string name;
@@ -62,8 +62,8 @@ struct ShardedUnit {
 
   // ---- Unsharded.
   std::optional<Gathered> gathered = std::nullopt;
-  bool is_bound = false;   // parameters read it
-  bool is_stale = false;   // shards were written since it was gathered
+  bool is_bound = false;    // parameters read it
+  bool is_stale = false;    // shards were written since it was gathered
   bool is_by_hand = false;  // until ShardedModel::reshard()
   std::optional<StreamUses> uses = std::nullopt;
   Lease kept = {};  // settings.keeps_storage: while it is sharded

@@ -125,11 +125,11 @@ ShardingTimeline ShardingRecorder::timeline(
     const std::vector<std::string>& names) const {
   ShardingTimeline timeline = last_;
   for (const Launch& launch : last_gathers_) {
-    GatherTimes& times = timeline.gathers.emplace_back(
-        GatherTimes{.unit = names[launch.unit],
-                    .pass = launch.pass,
-                    .needed_ns = launch.needed_ns,
-                    .whole_ns = launch.whole_ns});
+    GatherTimes& times =
+        timeline.gathers.emplace_back(GatherTimes{.unit = names[launch.unit],
+                                                  .pass = launch.pass,
+                                                  .needed_ns = launch.needed_ns,
+                                                  .whole_ns = launch.whole_ns});
     times.complete_ns = resolve(launch, times.launch_ns);
   }
   for (const Launch& launch : last_reductions_) {

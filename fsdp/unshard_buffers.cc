@@ -97,8 +97,8 @@ size_t BufferList::add(int64_t bytes) {
 }
 
 UnshardPlan plan_buffers(std::span<const SegmentPlan> step,
-                        const std::vector<UnitBytes>& sizes,
-                        size_t max_reducing) {
+                         const std::vector<UnitBytes>& sizes,
+                         size_t max_reducing) {
   BufferList list;
   std::vector<size_t> unsharded(sizes.size(), kNone);
   std::vector<size_t> gradients(sizes.size(), kNone);

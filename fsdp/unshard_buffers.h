@@ -94,8 +94,8 @@ struct UnshardPlan {
 // `max_reducing`: buffers of gradients at a time, at least 1;
 // the next unit's gradients wait for the oldest.
 UnshardPlan plan_buffers(std::span<const SegmentPlan> step,
-                        const std::vector<UnitBytes>& sizes,
-                        size_t max_reducing = 2);
+                         const std::vector<UnitBytes>& sizes,
+                         size_t max_reducing = 2);
 
 }  // namespace brigade
 

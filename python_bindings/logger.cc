@@ -86,7 +86,7 @@ void Logger::set_construction_data(const std::string& module_name,
   data_.strs_map["backend_name"] = reducer_.group().getBackendName();
   data_.ints_map["bucket_cap_bytes"] = options.bucket_caps_bytes.back();
   data_.ints_map["find_unused_parameters"] = options.find_unused_parameters;
-  data_.ints_map["gradient_as_bucket_view"] = options.gradients_as_bucket_views;
+  data_.ints_map["gradient_as_bucket_view"] = options.gradient_as_bucket_view;
   data_.ints_map["iteration"] = 0;
   describe_parameters();
   describe_environment();

@@ -80,7 +80,7 @@ std::shared_ptr<TorchReducer> make_torchs_reducer(
   options.parameter_names = names_of(param_to_name_mapping, params.size());
   options.bucket_plan = std::move(bucket_indices);
   options.expect_sparse_gradients = std::move(expect_sparse_gradients);
-  options.gradients_as_bucket_views = gradient_as_bucket_view;
+  options.gradient_as_bucket_view = gradient_as_bucket_view;
   options.rebuild_buckets = rebuild_buckets;
   options.lazy_bucket_allocation = lazy_bucket_allocation;
   options.verify_across_ranks = verify_across_ranks;
@@ -133,7 +133,7 @@ std::shared_ptr<TorchReducer> make_reducer_of(
     std::vector<int64_t> bucket_caps_bytes,
     std::optional<std::vector<std::vector<size_t>>> bucket_plan,
     bool find_unused_parameters, bool skip_all_reduce_unused_parameters,
-    bool static_graph, bool gradients_as_bucket_views,
+    bool static_graph, bool gradient_as_bucket_view,
     bool lazy_bucket_allocation, bool verify_across_ranks,
     bool one_backward_per_forward, int max_unconfirmed_iterations,
     bool control_channel, bool reproducible,
@@ -156,7 +156,7 @@ std::shared_ptr<TorchReducer> make_reducer_of(
   options.find_unused_parameters = find_unused_parameters;
   options.skip_all_reduce_unused_parameters = skip_all_reduce_unused_parameters;
   options.static_graph = static_graph;
-  options.gradients_as_bucket_views = gradients_as_bucket_views;
+  options.gradient_as_bucket_view = gradient_as_bucket_view;
   options.lazy_bucket_allocation = lazy_bucket_allocation;
   options.verify_across_ranks = verify_across_ranks;
   options.one_backward_per_forward = one_backward_per_forward;
@@ -245,7 +245,7 @@ void register_reducer(py::module_& module) {
           py::arg("find_unused_parameters") = false,
           py::arg("skip_all_reduce_unused_parameters") = false,
           py::arg("static_graph") = false,
-          py::arg("gradients_as_bucket_views") = false,
+          py::arg("gradient_as_bucket_view") = false,
           py::arg("lazy_bucket_allocation") = false,
           py::arg("verify_across_ranks") = true,
           py::arg("one_backward_per_forward") = false,

@@ -51,13 +51,13 @@ DimsList shapes_as_reals(const ParameterTable& table,
 
 // Memory that is to be let go of is not donated.
 bool may_donate(const ReducerOptions& options) {
-  return !options.gradients_as_bucket_views && !options.lazy_bucket_allocation;
+  return !options.gradient_as_bucket_view && !options.lazy_bucket_allocation;
 }
 
 // A user's hook may keep the bucket, and write to it in a later iteration.
 DenseReplica::Delivery delivery_of(const ReducerOptions& options,
                                    const HookTraits& hook) {
-  if (options.gradients_as_bucket_views) return DenseReplica::Delivery::kViews;
+  if (options.gradient_as_bucket_view) return DenseReplica::Delivery::kViews;
   return may_donate(options) && hook.lets_go_of_buffer
              ? DenseReplica::Delivery::kDonationOrCopy
              : DenseReplica::Delivery::kCopies;

@@ -190,7 +190,7 @@ void DataParallelPolicy::check_variables() const {
     TORCH_CHECK(false, "Reducer: ", table_.describe_resized(*resized),
                 ".\nResize parameters first, then wrap the module.");
   }
-  if (!options_.gradients_as_bucket_views) return;
+  if (!options_.gradient_as_bucket_view) return;
   for (size_t r = 0; r < table_.num_replicas(); ++r) {
     for (size_t i = 0; i < table_.size(); ++i) {
       keep_out_of_buckets({.replica = r, .parameter = i});

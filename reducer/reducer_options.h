@@ -88,7 +88,7 @@ struct ReducerOptions {
   // real gradients travel in their own dtype to be averaged or summed, one of
   // 64 KiB or more that nobody else holds gets its place in the bucket instead
   // (buffer_donation.h).
-  bool gradients_as_bucket_views = true;
+  bool gradient_as_bucket_view = true;
 
   // Buckets have memory from the time when they are packed until gradients have
   // been delivered, so that theirs and that of forward's activations are needed

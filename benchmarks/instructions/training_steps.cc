@@ -35,12 +35,12 @@ const std::map<std::string, std::optional<ReducerOptions>>& modes() {
   static const auto* modes =
       new std::map<std::string, std::optional<ReducerOptions>>{
           {"alone", std::nullopt},
-          {"copies", ReducerOptions{.gradients_as_bucket_views = false}},
+          {"copies", ReducerOptions{.gradient_as_bucket_view = false}},
           {"views", ReducerOptions{}},
           {"find_unused", ReducerOptions{.find_unused_parameters = true,
-                                         .gradients_as_bucket_views = false}},
+                                         .gradient_as_bucket_view = false}},
           {"static_graph", ReducerOptions{.static_graph = true,
-                                          .gradients_as_bucket_views = false}}};
+                                          .gradient_as_bucket_view = false}}};
   return *modes;
 }
 

@@ -115,7 +115,8 @@ void run(const Options& options) {
   if (speaks) {
     const ShardedModelStatistics statistics = training.model().statistics();
     fmt::print(
-        "rank 0 held {} bytes of parameters, and at most {} of unsharded units and "
+        "rank 0 held {} bytes of parameters, and at most {} of unsharded units "
+        "and "
         "gradients\n---\n{}\n",
         statistics.shard_bytes, statistics.peak_buffer_bytes, sample);
   }

@@ -15,10 +15,10 @@ using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 constexpr char kStepKey[] = "step";
 
 FullyShardOptions sharding_of(const Group& group,
-                            const TrainingOptions& options) {
+                              const TrainingOptions& options) {
   FullyShardOptions sharding = {.prefetch_depth = options.prefetch,
-                              .param_dtype = options.param_dtype,
-                              .output_dtype = at::kFloat};
+                                .param_dtype = options.param_dtype,
+                                .output_dtype = at::kFloat};
   const int size = group->getSize();
   switch (options.strategy) {
     case Strategy::kFull:

@@ -506,7 +506,7 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
             find_unused_parameters=self.find_unused_parameters,
             skip_all_reduce_unused_parameters=self.skip_all_reduce_unused_params,
             static_graph=static_graph,
-            gradients_as_bucket_views=self.gradient_as_bucket_view,
+            gradient_as_bucket_view=self.gradient_as_bucket_view,
             lazy_bucket_allocation=self.lazy_bucket_allocation,
             verify_across_ranks=compare_ranks,
             one_backward_per_forward=self.one_backward_per_forward,

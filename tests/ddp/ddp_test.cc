@@ -145,7 +145,7 @@ TEST(DistributedDataParallelTest, TrainsAsOneProcessThatAverages) {
     run_ranks(2, [&](const Group& group) {
       Net net = make_net(7);
       DistributedDataParallel model(
-          net, group, {.reducer = {.gradients_as_bucket_views = views}});
+          net, group, {.reducer = {.gradient_as_bucket_view = views}});
       torch::optim::SGD optimizer(net->parameters(),
                                   torch::optim::SGDOptions(0.1).momentum(0.9));
       for (int s = 0; s < kSteps; ++s) {

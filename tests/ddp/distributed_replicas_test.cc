@@ -67,7 +67,7 @@ TEST(DistributedReplicasTest, OneRankOfFourIsTwoOfTwoIsFourOfOne) {
         DistributedReplicas<ToyModule> replicas(
             make_copies(group), group,
             {.reducer = {.bucket_caps_bytes = {40},
-                         .gradients_as_bucket_views = views}});
+                         .gradient_as_bucket_view = views}});
         for (int s = 0; s < kSteps; ++s) {
           sum_of(replicas(inputs_of(group, s))).backward();
           for (const ToyModule& copy : replicas.modules()) {

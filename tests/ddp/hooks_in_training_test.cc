@@ -161,7 +161,7 @@ TEST(StepInBackwardTest, TrainsAsAnOptimizerAfterBackward) {
             module, group,
             {.reducer = {
                  .bucket_caps_bytes = {40},
-                 .gradients_as_bucket_views = views,
+                 .gradient_as_bucket_view = views,
                  .comm_hook = step_in_backward(hook(group), sgd_step)}});
         std::vector<at::Tensor> expected;
         for (const at::Tensor& p : module->toy.parameters) {

@@ -158,7 +158,7 @@ TEST_P(JoinTest, TrainsAsOneProcessThatHasAllInputs) {
     if (any) reference.copy_buffers();
     run_ranks(static_cast<int>(inputs.size()), [&](const Group& group) {
       ReducerOptions options = options_of(graph);
-      options.gradients_as_bucket_views = views;
+      options.gradient_as_bucket_view = views;
       options.bucket_caps_bytes = {cap};
       options.reproducible = is_reproducible;
       ToyModule module;

@@ -59,7 +59,7 @@ class MixedPrecisionTest
   DistributedDataParallelOptions options() const {
     return {
         .reducer = {.bucket_caps_bytes = {40},
-                    .gradients_as_bucket_views = std::get<0>(GetParam())},
+                    .gradient_as_bucket_view = std::get<0>(GetParam())},
         .mixed_precision = MixedPrecision{
             .parameters = at::kBFloat16, .reduction = std::get<2>(GetParam())}};
   }

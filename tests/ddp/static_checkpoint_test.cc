@@ -73,7 +73,7 @@ TEST_P(StaticCheckpointTest, AveragesAsWithoutCheckpoints) {
         net, group,
         {.reducer = {.bucket_caps_bytes = {32},
                      .static_graph = true,
-                     .gradients_as_bucket_views = views}});
+                     .gradient_as_bucket_view = views}});
     for (int step = 0; step < 4; ++step) {
       Net expected(reentrant);
       at::Tensor all = at::zeros({});

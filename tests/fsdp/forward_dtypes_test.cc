@@ -65,8 +65,8 @@ TEST(ForwardDtypesTest, NestsOfInputsAndOutputsAreCast) {
           const at::Tensor y = in * net.weight;
           EXPECT_EQ(net.weight.scalar_type(), at::kBFloat16);
           EXPECT_EQ(y.scalar_type(), at::kBFloat16);
-          return std::pair(
-              y, std::vector<at::Tensor>{others.at("places"), y + 1});
+          return std::pair(y,
+                           std::vector<at::Tensor>{others.at("places"), y + 1});
         },
         x,
         std::map<std::string, at::Tensor>{

@@ -144,7 +144,6 @@ void expect_same_training(const Make& make, int num_ranks,
   });
 }
 
-
 std::vector<std::string> units_of(const torch::nn::Module& module,
                                   const UnitSelection& selection = {}) {
   std::vector<std::string> names;
@@ -193,9 +192,9 @@ TEST(FullyShardTest, ModulesOfATypeAreUnits) {
               ElementsAre("", "first.lin", "second.lin", "head"));
   expect_same_training([] { return with_values(Net(), 1); }, 3, linears);
   const UnitSelection both = each_is_unit<torch::nn::LinearImpl, BlockImpl>();
-  EXPECT_THAT(units_of(*Net(), both),
-              ElementsAre("first", "first.lin", "second", "second.lin",
-                          "head"));
+  EXPECT_THAT(
+      units_of(*Net(), both),
+      ElementsAre("first", "first.lin", "second", "second.lin", "head"));
   expect_same_training([] { return with_values(Net(), 1); }, 2, both);
 }
 
@@ -223,8 +222,8 @@ TEST(FullyShardTest, TiedParametersStayTied) {
 
 struct NormedBlockImpl : torch::nn::Module {
   explicit NormedBlockImpl(int64_t size)
-      : norm(register_module("norm", torch::nn::LayerNorm(
-                                         torch::nn::LayerNormOptions({size})))),
+      : norm(register_module(
+            "norm", torch::nn::LayerNorm(torch::nn::LayerNormOptions({size})))),
         lin(register_module("lin", torch::nn::Linear(size, size))) {}
   at::Tensor forward(const at::Tensor& x) {
     return x + torch::tanh(lin(norm(x)));
@@ -270,8 +269,9 @@ TEST(FullyShardTest, AUnitOfNormsIsGatheredOnceAndReducedOnce) {
       if (unit.name.empty() || unit.name == "norms") kept += unit.whole_bytes();
     }
     const auto step = [&](int number) {
-      return model
-          ->forward([&] { return net->forward(random({3, 6}, number)); })
+      return model->forward([&] {
+                    return net->forward(random({3, 6}, number));
+                  })
           .square()
           .sum();
     };
@@ -342,14 +342,17 @@ TEST(FullyShardTest, TorchScriptModulesAreSharded) {
   run_ranks(2, [](const Group& group) {
     const auto make = [] {
       torch::jit::Module inner("Inner");
-      inner.register_parameter("weight", random({6, 6}, 1).mul_(0.3).requires_grad_(),
-                               false);
-      inner.define("def forward(self, x):\n  return torch.tanh(x @ self.weight)\n");
+      inner.register_parameter(
+          "weight", random({6, 6}, 1).mul_(0.3).requires_grad_(), false);
+      inner.define(
+          "def forward(self, x):\n  return torch.tanh(x @ self.weight)\n");
       torch::jit::Module outer("Outer");
       outer.register_module("inner", inner);
       outer.register_parameter("scale", torch::ones({6}).requires_grad_(),
                                false);
-      outer.define("def forward(self, x):\n  return self.inner.forward(x) * self.scale\n");
+      outer.define(
+          "def forward(self, x):\n  return self.inner.forward(x) * "
+          "self.scale\n");
       return outer;
     };
     torch::jit::Module plain = make();
@@ -369,8 +372,8 @@ TEST(FullyShardTest, TorchScriptModulesAreSharded) {
     for (const auto& parameter : net.named_parameters()) {
       for (const auto& other : expected) {
         if (other.name != parameter.name) continue;
-        EXPECT_TRUE(at::equal(gather_whole(parameter.value.grad()),
-                              other.value.grad()))
+        EXPECT_TRUE(
+            at::equal(gather_whole(parameter.value.grad()), other.value.grad()))
             << parameter.name;
       }
     }
@@ -394,8 +397,7 @@ TEST(FullyShardTest, WhatIsWrittenWhileUnshardedIsTrainedOn) {
       parameter.mul_(-2).add_(1);
     }
     const at::Tensor x = random({3, 6}, 9);
-    EXPECT_TRUE(
-        at::equal(model->forward([&] { return net(x); }), expected(x)));
+    EXPECT_TRUE(at::equal(model->forward([&] { return net(x); }), expected(x)));
   });
 }
 
@@ -522,7 +524,9 @@ TEST(FullyShardTest, ParametersAreFrozenAndThawed) {
     for (const bool is_frozen : {true, false, true}) {
       net->head->weight.set_requires_grad(!is_frozen);
       net->zero_grad();
-      model->forward([&] { return net(random({3, 6}, 1)); })
+      model->forward([&] {
+             return net(random({3, 6}, 1));
+           })
           .square()
           .sum()
           .backward();
@@ -560,11 +564,10 @@ TEST(FullyShardTest, WhatIsRegisteredLaterIsRefused) {
     Net net = with_values(Net(), 1);
     const auto model = fully_shard(*net, group);
     net->register_module("late", torch::nn::Linear(2, 2));
-    EXPECT_THAT(
-        error_of([&] {
-          model->forward([&] { return net(random({3, 6}, 1)); });
-        }),
-        HasSubstr("registered after sharding"));
+    EXPECT_THAT(error_of([&] {
+                  model->forward([&] { return net(random({3, 6}, 1)); });
+                }),
+                HasSubstr("registered after sharding"));
   });
 }
 
@@ -586,15 +589,16 @@ TEST(FullyShardTest, MistakesAreNamed) {
                               {.prefetch_depth = rank == 0 ? 1u : 2u});
                 }),
                 HasSubstr("prefetch_depth"));
-    EXPECT_THAT(error_of([&] {
-                  fully_shard(*torch::nn::Linear(2, 2 + rank), group);
-                }),
-                HasSubstr("'weight'"));
+    EXPECT_THAT(
+        error_of([&] { fully_shard(*torch::nn::Linear(2, 2 + rank), group); }),
+        HasSubstr("'weight'"));
     Net net;
     const auto model = fully_shard(*net, group);
     EXPECT_THAT(error_of([&] { fully_shard(*net, group); }),
                 HasSubstr("is sharded already"));
-    EXPECT_THAT(error_of([&] { net(random({3, 6}, 1)); }),
+    EXPECT_THAT(error_of([&] {
+                  net(random({3, 6}, 1));
+                }),
                 HasSubstr("inside of the model's forward"));
   });
 }

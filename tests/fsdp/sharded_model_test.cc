@@ -210,8 +210,8 @@ TEST(ShardedModelTest, AFailedForwardIsTheSameErrorOnAllRanks) {
     const auto sharded = fully_shard(*net, group);
     const auto step = [&](bool fails) {
       return sharded->forward([&] {
-        const at::Tensor x = net->blocks[0]->as<Block>()->forward(
-            data_of(rank, 0));
+        const at::Tensor x =
+            net->blocks[0]->as<Block>()->forward(data_of(rank, 0));
         if (fails && rank == 1) throw std::runtime_error("no such token");
         return net->forward(x).sum();
       });
@@ -315,17 +315,17 @@ TEST(ShardedModelTest, UnshardedParametersCanBeReadAndWritten) {
       net->head->weight.copy_(torch::eye(3, 5));
     }
     sharded->reshard(all);
-    EXPECT_TRUE(torch::equal(gather_whole(net->head->weight),
-                             torch::eye(3, 5)));
+    EXPECT_TRUE(
+        torch::equal(gather_whole(net->head->weight), torch::eye(3, 5)));
   });
 }
 
 TEST(ShardedModelTest, ComputesInAnotherDtype) {
   run_ranks(2, [](const Group& group) {
     Net net;
-    const auto sharded = fully_shard(
-        *net, group,
-        {.param_dtype = at::kBFloat16, .output_dtype = at::kFloat});
+    const auto sharded =
+        fully_shard(*net, group,
+                    {.param_dtype = at::kBFloat16, .output_dtype = at::kFloat});
     torch::optim::AdamW optimizer(net->parameters(), 1e-2);
     for (int step = 0; step < 3; ++step) {
       optimizer.zero_grad();

@@ -36,7 +36,7 @@ std::vector<Mode> all_modes() {
     modes.push_back(std::move(mode));
   };
   add("Views", [](ReducerOptions&) {});
-  add("Copies", [](auto& o) { o.gradients_as_bucket_views = false; });
+  add("Copies", [](auto& o) { o.gradient_as_bucket_view = false; });
   add("LazyBuckets", [](auto& o) { o.lazy_bucket_allocation = true; });
   add("StaticGraph", [](auto& o) { o.static_graph = true; });
   add("FindUnused", [](auto& o) { o.find_unused_parameters = true; });

@@ -34,7 +34,7 @@ constexpr int kRanks = 2;
 ReducerOptions copies() {
   return {.bucket_plan = {{0, 1}},
           .rebuild_buckets = false,
-          .gradients_as_bucket_views = false};
+          .gradient_as_bucket_view = false};
 }
 
 void expect_averages(const ToyModel& model, int number) {

@@ -82,7 +82,7 @@ TEST(CommHookContractTest, GetsComplexGradientsAsPairsOfReals) {
     });
     Reducer reducer({w, b}, single_process_group(),
                     {.bucket_plan = {{0, 1}},
-                     .gradients_as_bucket_views = views,
+                     .gradient_as_bucket_view = views,
                      .comm_hook = hook});
     for (int s = 0; s < 3; ++s) {
       w.mutable_grad().reset();
@@ -106,7 +106,7 @@ TEST(CommHookContractTest, MayReturnAnotherTensorOfAnotherDtypeAndShape) {
           (bucket.getBuffer() * 10).to(at::kDouble).reshape({-1, 1}));
     });
     Reducer reducer(model.parameters, single_process_group(),
-                    {.gradients_as_bucket_views = views, .comm_hook = hook});
+                    {.gradient_as_bucket_view = views, .comm_hook = hook});
     for (int s = 0; s < 3; ++s) {
       model.zero_grad(/*set_to_none=*/s == 1);
       step(reducer, model.loss(0, s));
@@ -166,7 +166,7 @@ TEST(CompressionTest, AveragesInHalfPrecision) {
         const ToyModel model({{2, 3}, {300}, {}});
         Reducer reducer(
             model.parameters, group,
-            {.gradients_as_bucket_views = views,
+            {.gradient_as_bucket_view = views,
              .comm_hook = fp16 ? fp16_hook(group) : bf16_hook(group)});
         for (int s = 0; s < 4; ++s) {
           model.zero_grad(/*set_to_none=*/s < 2);
@@ -358,7 +358,7 @@ TEST(CommHookContractTest, AHookThatKeepsBuffersGetsItsOwn) {
   const int64_t numel = 1 << 16;
   const at::Tensor weight = at::ones({numel}).requires_grad_();
   Reducer reducer({weight}, single_process_group(),
-                  {.gradients_as_bucket_views = false});
+                  {.gradient_as_bucket_view = false});
   const auto train = [&](double gradient) {
     weight.mutable_grad().reset();
     step(reducer, (weight * gradient).sum());

@@ -60,7 +60,7 @@ class ContextGradientsTest : public ::testing::TestWithParam<bool> {
  protected:
   ReducerOptions options() const {
     return {.bucket_caps_bytes = {24},
-            .gradients_as_bucket_views = GetParam(),
+            .gradient_as_bucket_view = GetParam(),
             .comm_hook = doubling(group)};
   }
 

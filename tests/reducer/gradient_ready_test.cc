@@ -86,7 +86,7 @@ class GradientReadyTest
   ReducerOptions options(const Group& group) const {
     ReducerOptions options = {
         .bucket_caps_bytes = {40},
-        .gradients_as_bucket_views = std::get<0>(GetParam())};
+        .gradient_as_bucket_view = std::get<0>(GetParam())};
     if (std::get<1>(GetParam())) options.comm_hook = fp16_hook(group);
     return options;
   }

@@ -79,8 +79,7 @@ TEST_P(LazyAllocationTest, KeepsNoBucketBeyondItsGradients) {
     testing::step(reducer, model.loss(0, s));
     EXPECT_GT(buckets.size(), 1U);
     for (const WeakStorage& bucket : buckets) {
-      EXPECT_EQ(bucket.expired(),
-                !GetParam().options.gradients_as_bucket_views);
+      EXPECT_EQ(bucket.expired(), !GetParam().options.gradient_as_bucket_view);
     }
     model.zero_grad();
     for (const WeakStorage& bucket : buckets) EXPECT_TRUE(bucket.expired());
@@ -93,9 +92,9 @@ INSTANTIATE_TEST_SUITE_P(
     ::testing::Values(
         Mode{.name = "Views"},
         Mode{.name = "ViewsThatStay", .keeps_gradients = true},
-        Mode{.name = "Copies", .options = {.gradients_as_bucket_views = false}},
+        Mode{.name = "Copies", .options = {.gradient_as_bucket_view = false}},
         Mode{.name = "CopiesThatStay",
-             .options = {.gradients_as_bucket_views = false},
+             .options = {.gradient_as_bucket_view = false},
              .keeps_gradients = true},
         Mode{.name = "Unused", .options = {.find_unused_parameters = true}},
         Mode{.name = "Static", .options = {.static_graph = true}}),

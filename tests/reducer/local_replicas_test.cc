@@ -87,7 +87,7 @@ class LocalReplicasTest
  protected:
   ReducerOptions options() const {
     return {.bucket_caps_bytes = {std::get<2>(GetParam())},
-            .gradients_as_bucket_views = std::get<1>(GetParam())};
+            .gradient_as_bucket_view = std::get<1>(GetParam())};
   }
 
   template <typename Test>

@@ -100,8 +100,7 @@ Mode mode(const char* name, ReducerOptions options) {
 }
 
 std::vector<Mode> modes() {
-  return {mode("plain", {}),
-          mode("copies", {.gradients_as_bucket_views = false}),
+  return {mode("plain", {}), mode("copies", {.gradient_as_bucket_view = false}),
           mode("find_unused", {.find_unused_parameters = true}),
           mode("skipping", {.find_unused_parameters = true,
                             .skip_all_reduce_unused_parameters = true}),

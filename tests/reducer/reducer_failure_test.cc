@@ -447,7 +447,7 @@ TEST(MisuseTest, GradientSavedForAnotherBackwardIsKnownToHaveChanged) {
   for (const bool views : {true, false}) {
     const ToyModel model(ToyModel::Sizes{{2}});
     Reducer reducer(model.parameters, single_process_group(),
-                    {.gradients_as_bucket_views = views});
+                    {.gradient_as_bucket_view = views});
     step(reducer, model.loss(0));
     const at::Tensor weight = at::ones({2}).requires_grad_();
     const at::Tensor penalty = (model.parameters[0].grad() * weight).sum();

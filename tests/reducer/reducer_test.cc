@@ -64,7 +64,7 @@ class ReducerOnRanksTest
   int world_size() const { return std::get<0>(GetParam()); }
   ReducerOptions options() const {
     return {.bucket_caps_bytes = {std::get<2>(GetParam())},
-            .gradients_as_bucket_views = std::get<1>(GetParam())};
+            .gradient_as_bucket_view = std::get<1>(GetParam())};
   }
 };
 
@@ -241,7 +241,7 @@ TEST(ReducerTest, MakesGradientsViewsOfOneBufferPerBucket) {
 TEST(ReducerTest, LeavesGradientsTheirMemoryWhenTheyAreNoViews) {
   const ToyModel model({{2}, {3}});
   Reducer reducer(model.parameters, single_process_group(),
-                  {.gradients_as_bucket_views = false});
+                  {.gradient_as_bucket_view = false});
   step(reducer, model.loss(0));
   const void* memory = model.parameters[0].grad().const_data_ptr();
   EXPECT_FALSE(
@@ -260,7 +260,7 @@ TEST(ReducerTest, FollowsTheStridesOfTheParameter) {
                                 .requires_grad_();
       model.parameters[1] = at::ones({4, 6}).t().requires_grad_();
       Reducer reducer(model.parameters, group,
-                      {.gradients_as_bucket_views = views});
+                      {.gradient_as_bucket_view = views});
       for (int s = 0; s < 3; ++s) {
         model.zero_grad();
         step(reducer, model.loss(group->getRank(), s));
@@ -286,7 +286,7 @@ TEST(ReducerTest, FollowsAParameterToAnotherMemoryFormat) {
       run_ranks(2, [&](const Group& group) {
         const ToyModel model({{2, 3, 4, 5}, {6}});
         Reducer reducer(model.parameters, group,
-                        {.gradients_as_bucket_views = views});
+                        {.gradient_as_bucket_view = views});
         const at::Tensor& moved = model.parameters[0];
         for (int s = 0; s < 6; ++s) {
           if (s == 2 || s == 4) {
@@ -314,7 +314,7 @@ TEST(ReducerTest, AParameterMayTurnBetweenForwardAndBackward) {
       run_ranks(2, [&](const Group& group) {
         const ToyModel model({{2, 3, 4, 5}, {6}});
         Reducer reducer(model.parameters, group,
-                        {.gradients_as_bucket_views = views});
+                        {.gradient_as_bucket_view = views});
         const at::Tensor& moved = model.parameters[0];
         for (int s = 0; s < 4; ++s) {
           model.zero_grad(/*set_to_none=*/!kept);
@@ -378,7 +378,7 @@ TEST(ReducerTest, PutsBackAGradientThatWasTakenOutWhileItTravelled) {
       const ToyModel model({{3}, {3}});
       Reducer reducer(
           model.parameters, group,
-          {.bucket_plan = {{1}, {0}}, .gradients_as_bucket_views = views});
+          {.bucket_plan = {{1}, {0}}, .gradient_as_bucket_view = views});
       const at::Tensor loss = model.loss_in_order({1, 0}, group->getRank());
       model.parameters[0].register_hook([&](const at::Tensor&) {
         model.parameters[1].mutable_grad().reset();
@@ -496,7 +496,7 @@ TEST(ReducerTest, DeliversAfterCallbacksThatHooksHaveQueued) {
     return done;
   });
   Reducer reducer(model.parameters, single_process_group(),
-                  {.gradients_as_bucket_views = false, .comm_hook = hook});
+                  {.gradient_as_bucket_view = false, .comm_hook = hook});
   step(reducer, model.loss(0));
   EXPECT_TRUE(at::equal(model.parameters[0].grad(), 2 * model.gradient(0, 0)));
 }
@@ -598,7 +598,7 @@ TEST(ReducerTest, ReducesBackwardThatCreatesAGraph) {
   for (const bool views : {true, false}) {
     run_ranks(2, [&](const Group& group) {
       const at::Tensor weight = at::full({2}, 3.0).requires_grad_();
-      Reducer reducer({weight}, group, {.gradients_as_bucket_views = views});
+      Reducer reducer({weight}, group, {.gradient_as_bucket_view = views});
       const double rank_factor = 2.0 * (group->getRank() + 1);
       const at::Tensor loss = (weight * weight * rank_factor).sum();
       reducer.prepare_for_backward(loss);
@@ -770,7 +770,7 @@ TEST(ReducerTest, AllocatesNothingAfterTheSecondStep) {
       const auto group = single_process_group();
       Reducer reducer(
           model.parameters, group,
-          {.gradients_as_bucket_views = views,
+          {.gradient_as_bucket_view = views,
            .comm_hook = fp16 ? fp16_hook(group) : all_reduce_hook(group)});
       for (int s = 0; s < 2; ++s) step_allocations(&reducer, s);
       for (int s = 2; s < 6; ++s) {

@@ -111,7 +111,7 @@ TEST_P(ReproducibleTest, CapsViewsGraphsAndOrdersDoNotShow) {
         expect_ordered_averages(group,
                                 {.bucket_caps_bytes = {cap},
                                  .static_graph = is_static,
-                                 .gradients_as_bucket_views = !is_static},
+                                 .gradient_as_bucket_view = !is_static},
                                 at::kFloat,
                                 is_static ? Uses::kInOrder : Uses::kBackwards);
       }

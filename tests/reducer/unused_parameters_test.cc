@@ -83,7 +83,7 @@ class UnusedOnRanksTest
     return {.bucket_caps_bytes = {std::get<2>(GetParam())},
             .find_unused_parameters = true,
             .skip_all_reduce_unused_parameters = std::get<3>(GetParam()),
-            .gradients_as_bucket_views = std::get<1>(GetParam())};
+            .gradient_as_bucket_view = std::get<1>(GetParam())};
   }
 };
 
@@ -353,7 +353,7 @@ TEST(UnusedParametersTest,
         Reducer reducer(model.parameters, group,
                         {.find_unused_parameters = !is_static,
                          .static_graph = is_static,
-                         .gradients_as_bucket_views = as_views});
+                         .gradient_as_bucket_view = as_views});
         const int rank = group->getRank();
         for (int s = 0; s < 4; ++s) {
           model.zero_grad();
@@ -500,7 +500,7 @@ class UndefinedGradientsTest : public ::testing::TestWithParam<bool> {
   ReducerOptions options() const {
     return {.bucket_caps_bytes = {1},
             .find_unused_parameters = true,
-            .gradients_as_bucket_views = GetParam()};
+            .gradient_as_bucket_view = GetParam()};
   }
 };
 

@@ -45,7 +45,7 @@ class DdpStreamsTest : public simulated::StreamTest,
  protected:
   DistributedDataParallelOptions options() const {
     return {.reducer = {.bucket_caps_bytes = {64},
-                        .gradients_as_bucket_views = GetParam()}};
+                        .gradient_as_bucket_view = GetParam()}};
   }
 
   // Steps of which the first backward of every other one stays local.

@@ -37,7 +37,7 @@ class HookStreamsTest : public simulated::StreamTest,
                         public ::testing::WithParamInterface<bool> {
  protected:
   static ReducerOptions options() {
-    return {.gradients_as_bucket_views = GetParam()};
+    return {.gradient_as_bucket_view = GetParam()};
   }
 
   template <typename Train>

@@ -157,7 +157,7 @@ class LostCallsTest : public simulated::StreamTest {
 };
 
 ReducerOptions as_copies(ReducerOptions options) {
-  options.gradients_as_bucket_views = false;
+  options.gradient_as_bucket_view = false;
   return options;
 }
 

@@ -102,7 +102,7 @@ class OverlapTest : public simulated::StreamTest {
   // that bucket then reads what the collective is writing: a race, unless the
   // stream of backward has waited.
   bool goes_on_beside(const Hook& hook) {
-    ReducerOptions options = {.gradients_as_bucket_views = true,
+    ReducerOptions options = {.gradient_as_bucket_view = true,
                               .control_channel = false};
     options.bucket_caps_bytes = {64};
     options.comm_hook = hook;

@@ -684,7 +684,7 @@ TEST_P(ReducerStreamsTest, IsRightOnEveryLayout) {
   const auto& [scenario, views, depth] = GetParam();
   for (const StreamLayout& layout : all_stream_layouts()) {
     SCOPED_TRACE(name_of(layout));
-    scenario.run(layout, {.gradients_as_bucket_views = views,
+    scenario.run(layout, {.gradient_as_bucket_view = views,
                           .max_unconfirmed_iterations = depth});
     simulated::expect_no_races();
   }

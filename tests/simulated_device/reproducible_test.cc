@@ -96,7 +96,7 @@ TEST_P(ReproducibleOnDevicesTest, BitsAreThoseOfTheCpu) {
     for (const int64_t cap_bytes : {64, 1 << 20}) {
       for (const bool is_view : {false, true}) {
         options.bucket_caps_bytes = {cap_bytes};
-        options.gradients_as_bucket_views = is_view;
+        options.gradient_as_bucket_view = is_view;
         run_ranks_on_devices(world_size, [&](const Group& group, int rank) {
           const auto found =
               train(group, simulated::device(rank), dtype, options);

@@ -69,7 +69,7 @@ Tensors train(const Group& group, c10::Device device, const Inputs& inputs,
       module, group,
       {.reducer = {.bucket_caps_bytes = {64},
                    .find_unused_parameters = mode.finds_unused,
-                   .gradients_as_bucket_views = mode.views},
+                   .gradient_as_bucket_view = mode.views},
        .buffer_mode = mode.buffers});
   const int rank = group->getRank();
   const auto train_on = [&](int num_steps) {
