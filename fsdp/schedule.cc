@@ -172,7 +172,8 @@ RoundResult SegmentCursor::end_round(std::span<const RoundMessage> of_ranks,
       claim(unit, *unclaimed_of_[unit].begin());
     }
   }
-  for (size_t unit = 0; unit < rules_.num_units(); ++unit) {
+  // The last units first, as a backward goes: the sequence is recorded.
+  for (size_t unit = rules_.num_units(); unit-- > 0;) {
     if (complete[unit] == 0 || expected[unit] != 0) continue;
     if (!is_learning_ && accumulated_[unit] > 0) ++num_late_;
     append(Kind::kReduceScatter, unit);
