@@ -43,6 +43,23 @@ bool has_bit(const std::vector<RankStatus>& chunks, size_t bit) {
   return (text[bit % kBitsPerStatus / 8] >> (bit % 8) & 1) != 0;
 }
 
+// RankStatus::proposal of a round.
+enum RoundState : uint64_t { kGoesOn, kHasEnded, kHasGoneOn };
+
+// Throws if a rank needs more than was recorded.
+void require_all_done(const std::vector<RoundMessage>& by_rank) {
+  for (const RoundMessage& message : by_rank) {
+    const bool is_done =
+        message.has_ended &&
+        std::ranges::find(message.complete, 1) == message.complete.end();
+    if (is_done) continue;
+    throw_differs(absl::AbortedError(
+        "a rank has used units in another order than recorded, or has "
+        "gradients after their turn, and ranks have gone on.\nSet "
+        "learn_always, or max_unconfirmed_iterations = 0."));
+  }
+}
+
 bool is_backward(SegmentKind kind) { return kind != SegmentKind::kForward; }
 
 Opened opened_by(std::vector<RankStatus> by_rank) {
@@ -119,17 +136,28 @@ Opened SegmentExchange::open(const OpeningMessage& own, bool awaits) {
   return opened;
 }
 
-std::vector<RankStatus> SegmentExchange::pack(const SegmentRound& own) const {
+// Of a round.
+size_t SegmentExchange::num_chunks() const {
   const size_t num_bits =
       is_backward(kind_) ? 2 * num_units_ + num_parameters_ : 0;
-  std::vector<RankStatus> chunks(
-      std::max<size_t>(1, (num_bits + kBitsPerStatus - 1) / kBitsPerStatus));
+  return std::max<size_t>(1, (num_bits + kBitsPerStatus - 1) / kBitsPerStatus);
+}
+
+bool SegmentExchange::may_end_unconfirmed() const {
+  return num_chunks() <= kMaxUnconfirmed / 2;
+}
+
+std::vector<RankStatus> SegmentExchange::pack(const SegmentRound& own,
+                                              bool is_unconfirmed) const {
+  std::vector<RankStatus> chunks(num_chunks());
   for (RankStatus& chunk : chunks) {
     chunk.kind = StatusKind::kEnd;
     chunk.iteration = num_opened_;
     chunk.unit =
         own.message.need ? static_cast<int64_t>(*own.message.need) : -1;
-    chunk.proposal = own.message.has_ended ? 1 : 0;
+    chunk.proposal = is_unconfirmed          ? kHasGoneOn
+                     : own.message.has_ended ? kHasEnded
+                                             : kGoesOn;
   }
   if (own.message.has_failed) {
     for (RankStatus& chunk : chunks) {
@@ -139,7 +167,7 @@ std::vector<RankStatus> SegmentExchange::pack(const SegmentRound& own) const {
     }
     return chunks;
   }
-  if (num_bits == 0) return chunks;
+  if (!is_backward(kind_)) return chunks;
   for (size_t i = 0; i < num_units_; ++i) {
     if (own.message.complete[i] != 0) set_bit(chunks, i);
     if (own.message.expects[i] != 0) set_bit(chunks, num_units_ + i);
@@ -173,7 +201,8 @@ RoundAnswers SegmentExchange::await_round(
     message.has_failed = head.kind != StatusKind::kEnd;
     has_failed |= message.has_failed;
     if (message.has_failed) continue;
-    message.has_ended = head.proposal != 0;
+    message.has_ended = head.proposal != kGoesOn;
+    answers.has_unconfirmed |= head.proposal == kHasGoneOn;
     if (head.unit >= 0) message.need = static_cast<size_t>(head.unit);
     head.unit = -1;
     if (!is_backward) continue;
@@ -195,19 +224,18 @@ RoundAnswers SegmentExchange::await_round(
 RoundAnswers SegmentExchange::round(
     const SegmentRound& own,
     std::optional<std::chrono::milliseconds> patience) {
-  std::vector<RankStatus> sent = pack(own);
+  std::vector<RankStatus> sent = pack(own, /*is_unconfirmed=*/false);
   for (RankStatus& chunk : sent) chunk = channel_.exchange(chunk);
   confirm();
-  return await_round(sent, is_backward(kind_), patience);
+  RoundAnswers answers = await_round(sent, is_backward(kind_), patience);
+  if (answers.has_unconfirmed && answers.error.empty()) {
+    require_all_done(answers.by_rank);
+  }
+  return answers;
 }
 
 void SegmentExchange::end_unconfirmed(const SegmentRound& own) {
-  std::vector<RankStatus> sent = pack(own);
-  if (sent.size() > kMaxUnconfirmed / 2) {
-    const RoundAnswers answers = round(own);
-    TORCH_CHECK(answers.error.empty(), answers.error);
-    return;
-  }
+  std::vector<RankStatus> sent = pack(own, /*is_unconfirmed=*/true);
   for (RankStatus& chunk : sent) chunk = channel_.exchange(chunk);
   unconfirmed_.push_back(
       {.sent = std::move(sent), .is_backward = is_backward(kind_)});
@@ -215,43 +243,39 @@ void SegmentExchange::end_unconfirmed(const SegmentRound& own) {
   for (const Unconfirmed& segment : unconfirmed_) {
     num_sent += segment.sent.size();
   }
-  if (num_sent > kMaxUnconfirmed) confirm(1);
+  while (num_sent > kMaxUnconfirmed) {
+    num_sent -= unconfirmed_.front().sent.size();
+    confirm_oldest();
+  }
 }
 
 void SegmentExchange::confirm(size_t num_segments) {
   size_t num_left = 2 * num_segments;  // an opening and a round each
-  while (unconfirmed_.size() > num_left) {
-    const Unconfirmed oldest = std::move(unconfirmed_.front());
-    unconfirmed_.pop_front();
-    if (oldest.is_opening) {
-      const RankStatus& own = oldest.sent.front();
-      const Opened opened = opened_by(await(own));
-      if (opened.tag == own.proposal && opened.has_schedule &&
-          (own.launched == 0) != opened.has_slices) {
-        continue;
-      }
-      throw_differs(absl::AbortedError(
-          "ranks have opened a forward or backward in different states, and "
-          "have gone on.\nSet max_unconfirmed_iterations = 0 to continue after "
-          "this."));
+  while (unconfirmed_.size() > num_left) confirm_oldest();
+}
+
+void SegmentExchange::confirm_oldest() {
+  const Unconfirmed oldest = std::move(unconfirmed_.front());
+  unconfirmed_.pop_front();
+  if (oldest.is_opening) {
+    const RankStatus& own = oldest.sent.front();
+    const Opened opened = opened_by(await(own));
+    if (opened.tag == own.proposal && opened.has_schedule &&
+        (own.launched == 0) != opened.has_slices) {
+      return;
     }
-    const RoundAnswers answers =
-        await_round(oldest.sent, oldest.is_backward, std::nullopt);
-    if (!answers.error.empty()) {
-      throw PeerError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)},
-                      answers.error);
-    }
-    for (const RoundMessage& message : answers.by_rank) {
-      const bool is_done =
-          message.has_ended &&
-          std::ranges::find(message.complete, 1) == message.complete.end();
-      if (is_done) continue;
-      throw_differs(absl::AbortedError(
-          "a rank has used units in another order than recorded, or has "
-          "gradients after their turn, and ranks have gone on.\nSet "
-          "learn_always, or max_unconfirmed_iterations = 0."));
-    }
+    throw_differs(absl::AbortedError(
+        "ranks have opened a forward or backward in different states, and have "
+        "gone on.\nSet max_unconfirmed_iterations = 0 to continue after "
+        "this."));
   }
+  const RoundAnswers answers =
+      await_round(oldest.sent, oldest.is_backward, std::nullopt);
+  if (!answers.error.empty()) {
+    throw PeerError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)},
+                    answers.error);
+  }
+  require_all_done(answers.by_rank);
 }
 
 int64_t SegmentExchange::ask(const std::string& text, uint64_t digest,

@@ -56,8 +56,9 @@ struct SegmentRound {
 
 struct RoundAnswers {
   std::vector<RoundMessage> by_rank = {};
-  std::vector<char> used = {};  // on any rank
-  std::string error = {};       // names the ranks that have failed
+  std::vector<char> used = {};   // on any rank
+  std::string error = {};        // names the ranks that have failed
+  bool has_unconfirmed = false;  // ranks have gone on without these answers
 };
 
 class SegmentExchange {
@@ -72,13 +73,16 @@ class SegmentExchange {
   // false: the peers are taken to say the same until confirm().
   Opened open(const OpeningMessage& own, bool awaits);
 
+  // Throws PeerError if ranks have gone on that this round asks to stay.
   // `patience`: nullopt: the group's timeout.
   RoundAnswers round(
       const SegmentRound& own,
       std::optional<std::chrono::milliseconds> patience = std::nullopt);
   // The last round of a segment that goes as recorded, as far as this rank
-  // knows: not awaited until confirm().
+  // knows: not awaited until confirm(). REQUIRES: may_end_unconfirmed().
   void end_unconfirmed(const SegmentRound& own);
+  // Few enough units and parameters.
+  bool may_end_unconfirmed() const;
 
   // Awaits what was not awaited, but for the last `num_segments` segments.
   // Throws PeerError if it was other than expected.
@@ -100,7 +104,10 @@ class SegmentExchange {
     bool is_backward = false;
   };
 
-  std::vector<RankStatus> pack(const SegmentRound& own) const;
+  void confirm_oldest();
+  size_t num_chunks() const;
+  std::vector<RankStatus> pack(const SegmentRound& own,
+                               bool is_unconfirmed) const;
   std::vector<RankStatus> await(
       const RankStatus& own,
       std::optional<std::chrono::milliseconds> patience = std::nullopt);
