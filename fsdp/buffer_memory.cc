@@ -41,8 +41,9 @@ Lease BufferMemory::acquire(int64_t bytes) {
     ++num_allocations_;
     memory.last_use = owner_ ? StreamPoint::of({&*owner_, 1}) : StreamPoint();
   }
-  memory.last_use.wait();
-  return {.bytes = memory.bytes, .number = number};
+  return {.bytes = memory.bytes,
+          .number = number,
+          .last_use = std::exchange(memory.last_use, {})};
 }
 
 void BufferMemory::release(Lease lease, const StreamPoint& last_use) {

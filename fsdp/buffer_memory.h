@@ -2,8 +2,9 @@
 // BufferList (fsdp/unshard_buffers.h) with tensors.
 //
 // On devices with streams a buffer comes back with the point after which it is
-// free, and the host does not wait: who gets it next is ordered after that
-// point. All memory belongs to a stream of its own, on which nothing runs.
+// free, and is lent with it: each stream that uses the buffer waits for that
+// point first. All memory belongs to a stream of its own, on which nothing
+// runs.
 //
 // Thread safety: none; the owner serialises calls.
 
@@ -28,6 +29,7 @@ namespace brigade {
 struct Lease {
   at::Tensor bytes = {};  // uint8
   size_t number = 0;
+  StreamPoint last_use = {};  // of whoever had it before
 
   explicit operator bool() const { return bytes.defined(); }
 };
@@ -39,10 +41,12 @@ class BufferMemory {
   BufferMemory(const BufferMemory&) = delete;
   BufferMemory& operator=(const BufferMemory&) = delete;
 
-  // At least `bytes`, of any content, for work on the current stream.
+  // At least `bytes`, of any content.
   Lease acquire(int64_t bytes);
   // It is free after `last_use`.
-  void release(Lease lease, const StreamPoint& last_use = {});
+  void release(Lease lease, const StreamPoint& last_use);
+  // Nobody has used it.
+  void release(Lease lease) { release(lease, lease.last_use); }
   // From now on these buffers are kept, and all others are extra. Waits until
   // nothing is lent.
   void plan(std::vector<int64_t> bytes);

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "brigade/comm/errors/status_bridge.h"
+#include "brigade/comm/streams/stream_join.h"
 
 namespace brigade {
 namespace {
@@ -55,6 +56,12 @@ void copy_elements(const at::Tensor& from, const at::Tensor& to) {
   }
 }
 
+// The allocator is told that the current stream uses it, so it may be dropped.
+void record_use(const at::Tensor& tensor) {
+  if (tensor.device().is_cpu() || tensor.is_meta()) return;
+  tensor.record_stream(current_stream(tensor.device()));
+}
+
 at::Tensor as_elements(const at::Tensor& bytes, at::ScalarType dtype,
                        int64_t numel) {
   return view_of(bytes, c10::scalarTypeToTypeMeta(dtype), 0, numel);
@@ -67,6 +74,7 @@ FlatShard::FlatShard(std::vector<UnitParameter> parameters,
     : parameters_(std::move(parameters)),
       options_(std::move(options)),
       layout_(layout_of(parameters_, options_.num_ranks)),
+      shard_uses_(std::in_place, parameters_.front().tensor.device()),
       is_written_(parameters_.size(), 0),
       is_lent_(parameters_.size(), 0),
       writers_(std::in_place, parameters_.front().tensor.device()) {
@@ -79,12 +87,14 @@ FlatShard::FlatShard(std::vector<UnitParameter> parameters,
     piece_of(shard_, i).copy_(tensor.detach()
                                   .as_strided({tensor.numel()}, {1})
                                   .narrow(0, range.in_parameter, range.numel));
+    record_use(tensor.detach());
     shard_in_place(tensor, make_piece(i));
   }
 }
 
 FlatShard::~FlatShard() {
   if (is_bound_) unbind();
+  shard_uses_->record_on(shard_);
   for (const UnitParameter& parameter : parameters_) {
     Shard* const shard = shard_of(parameter.tensor);
     if (shard != nullptr && shard->owner == options_.owner) {
@@ -164,6 +174,7 @@ bool FlatShard::is_own(const Shard& shard) const {
 }
 
 bool FlatShard::adopt_pieces() {
+  note_use();
   bool is_other = false;
   for (const UnitParameter& parameter : parameters_) {
     const Shard* const shard = shard_of(parameter.tensor);
@@ -193,7 +204,9 @@ bool FlatShard::adopt_pieces() {
     if (options_.reduce_dtype == shard_.scalar_type()) {
       options_.reduce_dtype = first.scalar_type();
     }
+    shard_uses_->record_on(shard_);
     shard_ = at::zeros({layout_.shard_numel()}, first.options());
+    shard_uses_.emplace(shard_.device());
     writers_.emplace(shard_.device());
     sum_.reset();
     row_sum_.reset();
@@ -227,8 +240,9 @@ at::Tensor FlatShard::whole_in(const at::Tensor& bytes) const {
   return as_elements(bytes, options_.compute_dtype, layout_.whole_numel());
 }
 
-void FlatShard::write_own_slice(const at::Tensor& whole) const {
+void FlatShard::write_own_slice(const at::Tensor& whole) {
   if (is_whole_here()) return;
+  note_use();
   const at::NoGradGuard no_grad;
   whole.narrow(0, options_.rank * shard_.numel(), shard_.numel()).copy_(shard_);
 }
@@ -268,11 +282,16 @@ void FlatShard::read_own_slice() {
   }
 }
 
-void FlatShard::set_gradients(at::Tensor bytes) {
+void FlatShard::set_gradients(at::Tensor bytes, StreamPoint last_use) {
   gradients_ = as_elements(bytes, options_.reduce_dtype, layout_.whole_numel());
   std::ranges::fill(is_written_, 0);
   std::ranges::fill(is_lent_, 0);
+  last_use_ = std::move(last_use);
   writers_->forget();
+}
+
+void FlatShard::begin_write() {
+  if (writers_->note()) last_use_.wait();
 }
 
 void FlatShard::accumulate(size_t parameter, const at::Tensor& gradient) {
@@ -281,8 +300,9 @@ void FlatShard::accumulate(size_t parameter, const at::Tensor& gradient) {
   const bool is_in_place = is_lent_[parameter] != 0 &&
                            gradient.const_data_ptr() == slot.const_data_ptr() &&
                            gradient.strides() == slot.strides();
+  begin_write();
+  if (is_written_[parameter] != 0 || is_lent_[parameter] != 0) writers_->join();
   is_lent_[parameter] = 0;
-  writers_->join();
   if (is_written_[parameter] != 0) {
     TORCH_INTERNAL_ASSERT(!is_in_place);
     slot.add_(gradient);
@@ -290,23 +310,23 @@ void FlatShard::accumulate(size_t parameter, const at::Tensor& gradient) {
     if (!is_in_place) copy_elements(gradient, slot);
     is_written_[parameter] = 1;
   }
-  writers_->note();
 }
 
 at::Tensor FlatShard::gradient_slot(size_t parameter) {
   if (is_written_[parameter] != 0 || is_lent_[parameter] != 0) return {};
   is_lent_[parameter] = 1;
-  writers_->join();
-  writers_->note();
+  begin_write();
   return slot_of(gradients_, parameter);
 }
 
-at::Tensor FlatShard::finish_gradients() {
+at::Tensor FlatShard::take_gradients() {
   const at::NoGradGuard no_grad;
   writers_->join();
   int64_t end = 0;  // of what is written or zero
   const auto zero_to = [&](int64_t begin) {
-    if (begin > end) gradients_.narrow(0, end, begin - end).zero_();
+    if (begin <= end) return;
+    begin_write();
+    gradients_.narrow(0, end, begin - end).zero_();
   };
   for (size_t i = 0; i < parameters_.size(); ++i) {
     if (is_written_[i] == 0) continue;
@@ -314,10 +334,15 @@ at::Tensor FlatShard::finish_gradients() {
     end = layout_.offset(i) + parameters_[i].tensor.numel();
   }
   zero_to(gradients_.numel());
-  return gradients_;
+  return std::exchange(gradients_, {});
 }
 
-void FlatShard::drop_gradients() { gradients_.reset(); }
+void FlatShard::drop_gradients() {
+  if (!gradients_.defined()) return;
+  begin_write();
+  writers_->join();
+  gradients_.reset();
+}
 
 // On the CPU the last step's memory and gradients serve again, once nobody else
 // holds them.
@@ -349,15 +374,29 @@ void FlatShard::drop_sum() {
   given_ = {};  // a collective that failed may write to it
 }
 
+at::Tensor FlatShard::take_row_sum() {
+  std::exchange(row_sum_made_, {}).wait();
+  if (row_sum_.defined()) record_use(row_sum_);
+  return std::exchange(row_sum_, {});
+}
+
 void FlatShard::keep_row_sum() {
   const at::NoGradGuard no_grad;
   given_ = {};
   if (row_sum_.defined()) {
+    row_sum_made_.wait();
     row_sum_.add_(sum_);
+    record_use(row_sum_);
   } else {
     row_sum_ = sum_;
   }
+  row_sum_made_ = StreamPoint::now(device());
   sum_.reset();
+}
+
+void FlatShard::drop_row_sum() {
+  row_sum_.reset();
+  row_sum_made_ = {};
 }
 
 void FlatShard::deliver(const std::vector<char>& used, double scale) {

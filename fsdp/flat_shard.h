@@ -93,7 +93,10 @@ class FlatShard {
   // `bytes` as the whole parameters [W * S].
   at::Tensor whole_in(const at::Tensor& bytes) const;
   // This rank's slice of `whole` gets the shard.
-  void write_own_slice(const at::Tensor& whole) const;
+  void write_own_slice(const at::Tensor& whole);
+  // The current stream uses the shard, or may: the allocator is told of it
+  // before its memory is dropped.
+  void note_use() { shard_uses_->note(); }
   // Parameters read `whole` until unbind().
   void bind(const at::Tensor& whole);
   void unbind();
@@ -105,16 +108,20 @@ class FlatShard {
   // ---- Gradients.
 
   // Memory for gradients [W * S] of the reduce dtype, until take_gradients().
-  void set_gradients(at::Tensor bytes);
+  // Each stream that writes to it waits for `last_use` first.
+  void set_gradients(at::Tensor bytes, StreamPoint last_use);
   bool has_gradients() const { return gradients_.defined(); }
   // Writes the parameter's gradient, or adds it to what is there.
   void accumulate(size_t parameter, const at::Tensor& gradient);
   // Where a gradient may be written before accumulate() gets it; undefined if
   // there is one already, or the slot is given.
   at::Tensor gradient_slot(size_t parameter);
+  // The current stream has written some of it.
+  bool is_written_here() const { return writers_->has_current(); }
   // [W * S], zeros where there is no gradient. The current stream is behind
   // those that have written them.
-  at::Tensor finish_gradients();
+  at::Tensor take_gradients();
+  // The same without zeros: the memory is free after the current stream.
   void drop_gradients();
 
   // [S] for a sum, in the reduce dtype.
@@ -123,9 +130,11 @@ class FlatShard {
   void add_sum(const at::Tensor& sum);
   bool has_sum() const { return sum_.defined(); }
   // Sums over a row only, that the next sum takes with it.
-  const at::Tensor& row_sum() const { return row_sum_; }
+  bool has_row_sum() const { return row_sum_.defined(); }
+  // None is left. For the current stream, which is behind it.
+  at::Tensor take_row_sum();
   void keep_row_sum();
-  void drop_row_sum() { row_sum_.reset(); }
+  void drop_row_sum();
   // The sum times `scale` becomes `.grad` of the parameters, or is added to it:
   // of those that are `used`. Throws RuntimeError for a `.grad` that is not
   // sharded.
@@ -136,21 +145,25 @@ class FlatShard {
   at::Tensor piece_of(const at::Tensor& flat, size_t parameter) const;
   at::Tensor slot_of(const at::Tensor& whole, size_t parameter) const;
   Shard make_piece(size_t parameter) const;
+  void begin_write();
   bool is_own(const Shard& shard) const;
 
   std::vector<UnitParameter> parameters_;
   FlatShardOptions options_;
   const ShardLayout layout_;
   at::Tensor shard_;
+  std::optional<StreamUses> shard_uses_;  // never empty
   bool is_bound_ = false;
   at::Tensor whole_;  // while bound
 
   at::Tensor gradients_;
   std::vector<char> is_written_;       // by parameter
   std::vector<char> is_lent_;          // by gradient_slot()
+  StreamPoint last_use_;               // of gradients_' memory before
   std::optional<StreamUses> writers_;  // never empty
   at::Tensor sum_;
   at::Tensor row_sum_;
+  StreamPoint row_sum_made_;
   struct Given {
     at::Tensor sum = {};
     bool is_lent = false;                    // by make_sum()

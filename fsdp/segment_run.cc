@@ -46,6 +46,7 @@ SegmentRun::SegmentRun(Model model, Plan plan)
 SegmentRun::~SegmentRun() = default;
 
 void SegmentRun::begin() {
+  shards_written_ = StreamPoint::now(model_.meshes.streams().device());
   perform(cursor_.begin());
   throw_noted();
 }
@@ -122,12 +123,15 @@ ShardedUnit::Gathered SegmentRun::gather_into(size_t number, Lease lease) {
   ShardedUnit& unit = model_.units[number];
   ShardTransport& transport = *unit.transport;
   const auto on_gathers = transport.streams().for_gathers();
+  std::exchange(shards_written_, {}).wait();
+  has_gathered_ = true;
+  std::exchange(lease.last_use, {}).wait();
   ShardedUnit::Gathered gathered = {.lease = std::move(lease)};
   gathered.wholes = wholes_in(unit, gathered.lease.bytes);
   const at::NoGradGuard no_grad;
   model_.recorder.gather_begins(number);
   for (size_t i = 0; i < unit.flats.size(); ++i) {
-    const FlatShard& flat = *unit.flats[i];
+    FlatShard& flat = *unit.flats[i];
     if (flat.is_whole_here()) continue;
     const at::Tensor& whole = gathered.wholes[i];
     if (plan_.has_slices && !unit.slices.empty()) {
@@ -150,6 +154,9 @@ void SegmentRun::wait_for(size_t number) {
   ShardedUnit& unit = model_.units[number];
   const bool is_new_stream = unit.uses->note();
   if (unit.is_bound && !is_new_stream) return;
+  if (is_new_stream) {
+    for (const auto& flat : unit.flats) flat->note_use();
+  }
   model_.recorder.needed(number);
   const bool is_cpu = unit.transport->streams().device().is_cpu();
   std::vector<ShardedUnit::FuturePtr>& futures = unit.gathered->futures;
@@ -161,6 +168,7 @@ void SegmentRun::wait_for(size_t number) {
     }
   } catch (...) {
     is_broken_ = true;
+    throw_told();
     throw_peer_error(
         absl::StrCat("fully_shard: the all-gather of unit '", unit.name, "'"),
         std::current_exception());
@@ -185,8 +193,10 @@ void SegmentRun::keep_slices(ShardedUnit& unit) {
 void SegmentRun::release(size_t number) {
   ShardedUnit& unit = model_.units[number];
   if (!unit.gathered || unit.is_by_hand) return;
-  StreamPoint last_use;
-  {
+  const bool keeps = plan_.keeps_slices && unit.settings.keeps_slices();
+  const bool has_memory{unit.gathered->lease};
+  if (!has_memory) unit.uses->forget();
+  if (has_memory && (keeps || unit.uses->empty())) {
     // A buffer that was not used is still being written.
     const auto on_gathers = unit.transport->streams().for_gathers();
     for (const auto& future : unit.gathered->futures) {
@@ -195,13 +205,14 @@ void SegmentRun::release(size_t number) {
       future->wait();
       is_broken_ |= future->hasError();
     }
-    if (plan_.keeps_slices && unit.settings.keeps_slices()) keep_slices(unit);
+    if (keeps) keep_slices(unit);
     unit.uses->note();
-    last_use = unit.uses->end();
   }
+  const StreamPoint last_use = unit.uses->end();
   unbind(unit);
   Lease lease = std::exchange(unit.gathered, std::nullopt)->lease;
   if (unit.settings.keeps_storage && lease) {
+    lease.last_use = last_use;
     unit.kept = std::move(lease);
   } else {
     model_.memory.release(std::move(lease), last_use);
@@ -229,7 +240,8 @@ void SegmentRun::prepare_gradients(size_t number) {
   for (const auto& flat : unit.flats) {
     if (!flat->is_trained()) continue;
     const int64_t size = flat->gradient_bytes();
-    flat->set_gradients(unit.gradients.bytes.narrow(0, offset, size));
+    flat->set_gradients(unit.gradients.bytes.narrow(0, offset, size),
+                        unit.gradients.last_use);
     offset += size;
   }
 }
@@ -257,7 +269,6 @@ void SegmentRun::reduce(size_t number) {
   ShardedUnit& unit = model_.units[number];
   if (!unit.settings.synchronizes || !unit.is_trained()) return;
   try {
-    const auto on_sums = unit.transport->streams().for_sums();
     prepare_gradients(number);
     const auto lease =
         std::make_shared<Lease>(std::exchange(unit.gradients, {}));
@@ -276,11 +287,15 @@ SegmentRun::Reducing SegmentRun::reduce_flat(
     size_t number, FlatShard& flat, const std::shared_ptr<Lease>& lease) {
   const ShardedUnit& unit = model_.units[number];
   const at::NoGradGuard no_grad;
-  const at::Tensor whole = flat.finish_gradients();
-  flat.drop_gradients();
-  if (error_ != nullptr || !words_.empty()) whole.zero_();
+  // The sum becomes `.grad`: its memory belongs to the current stream.
   Reducing reducing = {
       .unit = number, .flat = &flat, .sum = flat.make_sum(), .lease = lease};
+  StreamPoint sum_made;
+  if (!flat.is_written_here()) sum_made = StreamPoint::now(flat.device());
+  const auto on_sums = unit.transport->streams().for_sums();
+  sum_made.wait();
+  const at::Tensor whole = flat.take_gradients();
+  if (error_ != nullptr || !words_.empty()) whole.zero_();
   try {
     reducing.future = launch_sum(unit, flat, whole, reducing.sum);
   } catch (...) {
@@ -289,10 +304,6 @@ SegmentRun::Reducing SegmentRun::reduce_flat(
     reducing.future = launch_sum(unit, flat, whole, reducing.sum);
   }
   model_.recorder.reduction_launched(*reducing.future);
-  if (!flat.device().is_cpu()) {
-    reducing.future->wait();
-    reducing.last_use = StreamPoint::now(flat.device());
-  }
   return reducing;
 }
 
@@ -310,7 +321,7 @@ ShardedUnit::FuturePtr SegmentRun::launch_sum(const ShardedUnit& unit,
       .shard = sum,
       .sum = {.scale = over_replicas ? 1.0 / divisor : 1.0,
               .over_replicas = over_replicas,
-              .of_row = over_replicas ? flat.row_sum() : at::Tensor()}};
+              .of_row = over_replicas ? flat.take_row_sum() : at::Tensor()}};
   if (!unit.comm_hook) {
     return transport.reduce_scatter(whole, sum, reduction.sum);
   }
@@ -327,7 +338,8 @@ ShardedUnit::FuturePtr SegmentRun::launch_sum(const ShardedUnit& unit,
   return future;
 }
 
-// Its memory is free; its sum stays until the segment has ended.
+// The memory of its gradients is free; its sum is taken when the segment has
+// ended.
 void SegmentRun::end_oldest_reduction() {
   Reducing reducing = std::move(reducing_.front());
   reducing_.pop_front();
@@ -337,27 +349,38 @@ void SegmentRun::end_oldest_reduction() {
     reducing.future->wait();
   }
   if (reducing.future->hasError()) {
+    const ShardedUnit& unit = model_.units[reducing.unit];
+    is_broken_ |= !unit.comm_hook || unit.comm_hook->fails_by_network_only();
     try {
+      throw_told();
       std::rethrow_exception(reducing.future->exception_ptr());
     } catch (...) {
       note_error();
-      const ShardedUnit& unit = model_.units[reducing.unit];
-      is_broken_ |= !unit.comm_hook || unit.comm_hook->fails_by_network_only();
     }
-  } else if (error_ == nullptr && words_.empty()) {
-    if (!reducing.flat->device().is_cpu()) {
-      reducing.future->wait();  // for the current stream
-      reducing.sum.record_stream(current_stream(reducing.flat->device()));
+  }
+  {
+    const auto on_sums = model_.meshes.streams().for_sums();
+    const c10::Device device = model_.meshes.streams().device();
+    if (!device.is_cpu()) reducing.future->wait();
+    if (reducing.lease.use_count() == 1) {
+      model_.memory.release(std::move(*reducing.lease),
+                            StreamPoint::now(device));
     }
-    reducing.flat->add_sum(reducing.sum);
+    reducing.lease.reset();
   }
-  if (reducing.lease.use_count() == 1) {
-    model_.memory.release(std::move(*reducing.lease), reducing.last_use);
-  }
+  reduced_.push_back(std::move(reducing));
 }
 
 void SegmentRun::wait_for_reductions() {
   while (!reducing_.empty()) end_oldest_reduction();
+  for (const Reducing& reduced : std::exchange(reduced_, {})) {
+    if (!reduced.flat->device().is_cpu()) {
+      reduced.future->wait();  // for the current stream
+      reduced.sum.record_stream(current_stream(reduced.flat->device()));
+    }
+    const bool has_failed = error_ != nullptr || !words_.empty();
+    if (!has_failed) reduced.flat->add_sum(reduced.sum);
+  }
 }
 
 void SegmentRun::drop_gradients() {
@@ -393,12 +416,14 @@ RoundResult SegmentRun::round(std::optional<size_t> need, bool has_failed,
     throw;
   }
   used_anywhere_ = std::move(answers.used);
+  // Peers that have gone on close the group when they learn of it.
+  is_broken_ |= answers.has_unconfirmed && !answers.error.empty();
   const RoundResult result = cursor_.end_round(answers.by_rank, actions);
   if (result == RoundResult::kFailed && !has_failed) {
     is_over_ = true;
     perform(std::exchange(actions, {}));
     wait_for_reductions();
-    end_those_for_peers();
+    end_gathers();
     drop_gradients();
     throw PeerError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)},
                     answers.error);
@@ -406,13 +431,21 @@ RoundResult SegmentRun::round(std::optional<size_t> need, bool has_failed,
   return result;
 }
 
-void SegmentRun::end_those_for_peers() {
+// Shards may be written after the current stream.
+void SegmentRun::end_gathers() {
   for (ShardedUnit::Gathered& gathered : std::exchange(for_peers_, {})) {
     const auto on_gathers = model_.meshes.streams().for_gathers();
     for (const auto& future : gathered.futures) future->wait();
     model_.memory.release(std::move(gathered.lease),
                           StreamPoint::now(model_.meshes.streams().device()));
   }
+  if (!std::exchange(has_gathered_, false)) return;
+  StreamPoint shards_read;
+  {
+    const auto on_gathers = model_.meshes.streams().for_gathers();
+    shards_read = StreamPoint::now(model_.meshes.streams().device());
+  }
+  shards_read.wait();
 }
 
 void SegmentRun::finish(const std::vector<char>& used, bool has_used_all) {
@@ -422,7 +455,9 @@ void SegmentRun::finish(const std::vector<char>& used, bool has_used_all) {
   cursor_.finish(actions);
   perform(std::exchange(actions, {}));
   const bool is_cpu = model_.meshes.streams().device().is_cpu();
-  if (!is_cpu && !cursor_.is_learning() && error_ == nullptr &&
+  if (!is_cpu && model_.options.max_unconfirmed_iterations > 0 &&
+      !cursor_.is_learning() && !cursor_.has_deviated() && error_ == nullptr &&
+      model_.exchange.may_end_unconfirmed() &&
       std::ranges::none_of(cursor_.message().complete,
                            [](char bit) { return bit != 0; }) &&
       has_used_all) {
@@ -434,7 +469,7 @@ void SegmentRun::finish(const std::vector<char>& used, bool has_used_all) {
     cursor_.end_round({&own, 1}, actions);
     perform(actions);
     is_over_ = true;
-    end_those_for_peers();
+    end_gathers();
     return;
   }
   RoundResult result = RoundResult::kGoesOn;
@@ -449,7 +484,7 @@ void SegmentRun::finish(const std::vector<char>& used, bool has_used_all) {
            cursor_.record().entries.size() > num_issued);
   throw_noted();
   is_over_ = true;
-  end_those_for_peers();
+  end_gathers();
 }
 
 void SegmentRun::fail(const std::string& error) noexcept {
@@ -467,7 +502,7 @@ void SegmentRun::fail(const std::string& error) noexcept {
     wait_for_reductions();
     if (!is_broken_) round(std::nullopt, /*has_failed=*/true, actions);
     perform(std::exchange(actions, {}));
-    end_those_for_peers();
+    end_gathers();
   } catch (...) {
     is_broken_ = true;
   }
@@ -483,6 +518,14 @@ void SegmentRun::fail(const std::string& error) noexcept {
 
 void SegmentRun::note_error() {
   if (error_ == nullptr) error_ = std::current_exception();
+}
+
+// A collective has failed. A peer that has closed the group has said why.
+void SegmentRun::throw_told() {
+  const bool is_cpu = model_.meshes.streams().device().is_cpu();
+  if (is_broken_ && !is_cpu && !model_.exchange.is_broken()) {
+    model_.exchange.confirm();
+  }
 }
 
 void SegmentRun::throw_noted() {

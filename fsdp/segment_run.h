@@ -96,7 +96,6 @@ class SegmentRun {
     at::Tensor sum = {};
     ShardedUnit::FuturePtr future = {};
     std::shared_ptr<Lease> lease = {};  // of all flats of the unit
-    StreamPoint last_use = {};
   };
 
   void perform(const CursorActions& actions);
@@ -113,15 +112,19 @@ class SegmentRun {
                     CursorActions& actions);
   Lease acquire(int64_t bytes);
   void note_error();
+  void throw_told();
   void drop_gradients();
-  void end_those_for_peers();
+  void end_gathers();
   void keep_slices(ShardedUnit& unit);
   bool is_reduced(const ShardedUnit& unit, const FlatShard& flat) const;
 
   Model model_;
   Plan plan_;
   SegmentCursor cursor_;
+  StreamPoint shards_written_;  // until the first all-gather waits for it
+  bool has_gathered_ = false;
   std::deque<Reducing> reducing_;
+  std::vector<Reducing> reduced_;  // whose memory is released
   // For peers, of units that this rank holds already.
   std::vector<ShardedUnit::Gathered> for_peers_;
   std::exception_ptr error_;

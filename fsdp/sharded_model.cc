@@ -78,6 +78,23 @@ ShardedModel::~ShardedModel() {
   }
   hooks_.reset();
   run_.reset();
+  release_memory();
+}
+
+void ShardedModel::release_memory() noexcept {
+  if (is_broken_) return;  // nobody knows who still writes to it
+  SegmentRun run(
+      {units_, *meshes_, memory_, exchange_, *progress_, recorder_, options_},
+      {.rules = {.parents =
+                     std::vector<std::optional<size_t>>(units_.size())}});
+  for (size_t i = 0; i < units_.size(); ++i) {
+    units_[i].is_by_hand = false;
+    run.release(i);
+    memory_.release(std::exchange(units_[i].kept, {}));
+    for (const auto& flat : units_[i].flats) flat->drop_gradients();
+    memory_.release(std::exchange(units_[i].gradients, {}),
+                    StreamPoint::now(meshes_->streams().device()));
+  }
 }
 
 // ---- Parameters.
@@ -250,6 +267,11 @@ void ShardedModel::open(SegmentKind kind) {
   } else if (kind != SegmentKind::kShadow && running_backward_id() >= 0) {
     tag.add(accumulates_all_gradients() ? 1 : 0);
   }
+  if (kind == SegmentKind::kBackward) {
+    for (const ShardedUnit& unit : units_) {
+      tag.add(has_held_gradients(unit) ? 1 : 0);
+    }
+  }
   const auto known = schedules_.find(tag.value());
   const bool awaits = is_cpu(*meshes_) ||
                       options_.max_unconfirmed_iterations == 0 ||
@@ -257,8 +279,9 @@ void ShardedModel::open(SegmentKind kind) {
   Opened opened;
   try {
     if (!is_cpu(*meshes_) && kind == SegmentKind::kForward) {
-      exchange_.confirm(
-          2 * static_cast<size_t>(options_.max_unconfirmed_iterations));
+      const size_t num_steps =
+          has_grad ? options_.max_unconfirmed_iterations : 0;
+      exchange_.confirm(2 * num_steps);
     }
     opened = exchange_.open(
         {.kind = kind,
@@ -489,6 +512,14 @@ std::vector<uint32_t> ShardedModel::expected_gradients(
   return expected;
 }
 
+// Of earlier backwards, to be reduced by the next one.
+bool ShardedModel::has_held_gradients(const ShardedUnit& unit) const {
+  return is_due(unit) && std::ranges::any_of(unit.flats, [&](const auto& flat) {
+           return flat->has_gradients() ||
+                  (flat->has_row_sum() && unit.settings.sums_over_replicas);
+         });
+}
+
 void ShardedModel::open_backward(
     const std::shared_ptr<ForwardRecord>& reached) {
   const bool is_reduced = std::ranges::any_of(
@@ -522,14 +553,7 @@ void ShardedModel::open_backward(
   }
   run_->begin();
   for (size_t i = 0; i < units_.size(); ++i) {
-    const ShardedUnit& unit = units_[i];
-    if (!is_due(unit)) continue;
-    const bool has_held =
-        std::ranges::any_of(unit.flats, [&](const auto& flat) {
-          return flat->has_gradients() || (flat->row_sum().defined() &&
-                                           unit.settings.sums_over_replicas);
-        });
-    if (has_held) run_->add_held_gradients(i);
+    if (has_held_gradients(units_[i])) run_->add_held_gradients(i);
   }
 }
 
@@ -611,7 +635,6 @@ void ShardedModel::deliver(std::vector<at::Tensor>& hooked) {
           used.begin() + static_cast<ptrdiff_t>(first),
           used.begin() + static_cast<ptrdiff_t>(first + count));
       flat->deliver(of_flat, is_scaled ? 1 : 1 / divisor);
-      flat->drop_row_sum();
       for (size_t i = 0; i < count; ++i) {
         used_[first + i] = 0;
         const at::Tensor& tensor = flat->parameters()[i].tensor;

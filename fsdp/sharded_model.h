@@ -238,9 +238,11 @@ class ShardedModel final : public ParameterOwner {
   void release_after_segment();
   void plan_buffers_of(const RecordedSchedule& schedule);
   void break_off() noexcept;
+  void release_memory() noexcept;
   bool is_due(const ShardedUnit& unit) const {
     return synchronizes_ && unit.settings.synchronizes && unit.is_trained();
   }
+  bool has_held_gradients(const ShardedUnit& unit) const;
   bool is_own_thread() const;
 
   const c10::intrusive_ptr<c10d::ProcessGroup> group_;

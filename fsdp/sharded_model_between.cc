@@ -55,6 +55,7 @@ void ShardedModel::unshard(std::span<const size_t> units, bool may_write) {
       {units_, *meshes_, memory_, exchange_, *progress_, recorder_, options_},
       {.rules = rules_for(SegmentKind::kForward, false,
                           std::vector<char>(units_.size(), 0))});
+  run.begin();
   for (const size_t unit : missing) run.all_gather(unit);
   run.throw_noted();
   for (const size_t unit : units) {
@@ -74,6 +75,7 @@ void ShardedModel::reshard(std::span<const size_t> units, bool drops_writes) {
     ShardedUnit& unit = units_.at(number);
     if (!std::exchange(unit.is_by_hand, false)) continue;
     if (may_write_ && !drops_writes) {
+      unit.uses->note();
       for (const auto& flat : unit.flats) flat->read_own_slice();
       unit.slices.clear();
     }

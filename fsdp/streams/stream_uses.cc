@@ -8,13 +8,19 @@
 namespace brigade {
 
 bool StreamUses::note() {
-  return !device_.is_cpu() && note(current_stream(device_));
+  return !device_.is_cpu() && !device_.is_meta() &&
+         note(current_stream(device_));
 }
 
 bool StreamUses::note(const c10::Stream& stream) {
   if (std::ranges::find(streams_, stream) != streams_.end()) return false;
   streams_.push_back(stream);
   return true;
+}
+
+bool StreamUses::has_current() const {
+  return !streams_.empty() &&
+         std::ranges::find(streams_, current_stream(device_)) != streams_.end();
 }
 
 void StreamUses::join() const {

@@ -26,6 +26,9 @@ class StreamUses {
   // The same of any stream of the device.
   bool note(const c10::Stream& stream);
 
+  bool empty() const { return streams_.empty(); }
+  bool has_current() const;
+
   // The calling thread's current stream is behind what the others have been
   // given so far.
   void join() const;
