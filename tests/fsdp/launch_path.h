@@ -17,8 +17,8 @@ inline constexpr std::string_view kLastGradient = "the last gradient is there";
 // They take no kernel.
 inline bool makes_a_view(std::string_view name) {
   constexpr std::string_view kViews[] = {"aten::as_strided", "aten::detach",
-                                         "aten::narrow", "aten::slice",
-                                         "aten::view"};
+                                         "aten::empty",      "aten::narrow",
+                                         "aten::slice",      "aten::view"};
   return std::ranges::find(kViews, name) != std::end(kViews);
 }
 

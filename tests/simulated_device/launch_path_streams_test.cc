@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "brigade/comm/recording_group.h"
-#include "brigade/fsdp/sharded_root.h"
+#include "brigade/fsdp/sharded_model.h"
 #include "brigade/fsdp/units/reduction_hook.h"
 #include "brigade/tests/fsdp/launch_path.h"
 #include "brigade/tests/support/simulated_device/stream_test.h"
@@ -83,14 +83,14 @@ std::vector<Names> kernels_before_reductions() {
 }
 
 // Adds a parameter; backward says when it has the gradient if that is a unit's
-// last, which may lie where the root wants it.
+// last, which may lie where the model wants it.
 struct Add : torch::autograd::Function<Add> {
   static at::Tensor forward(torch::autograd::AutogradContext* context,
                             const at::Tensor& input,
-                            const at::Tensor& parameter, ShardedRoot* root,
+                            const at::Tensor& parameter, ShardedModel* model,
                             bool is_last, bool in_slot) {
     context->save_for_backward({parameter});
-    context->saved_data["root"] = reinterpret_cast<int64_t>(root);
+    context->saved_data["model"] = reinterpret_cast<int64_t>(model);
     context->saved_data["is_last"] = is_last;
     context->saved_data["in_slot"] = in_slot;
     return input + parameter;
@@ -98,11 +98,11 @@ struct Add : torch::autograd::Function<Add> {
   static torch::autograd::variable_list backward(
       torch::autograd::AutogradContext* context,
       torch::autograd::variable_list gradients) {
-    auto& root =
-        *reinterpret_cast<ShardedRoot*>(context->saved_data["root"].toInt());
+    auto& model =
+        *reinterpret_cast<ShardedModel*>(context->saved_data["model"].toInt());
     at::Tensor of_parameter =
         context->saved_data["in_slot"].toBool()
-            ? root.gradient_slot(context->get_saved_variables().front())
+            ? model.gradient_slot(context->get_saved_variables().front())
             : at::Tensor();
     if (of_parameter.defined()) {
       of_parameter.copy_(gradients[0]);
@@ -134,31 +134,30 @@ constexpr int64_t kNumel = 8;
 class LaunchPathStreamsTest : public simulated::StreamTest {
  protected:
   // Of the last of three steps, when all memory is there.
-  static std::vector<Names> kernels_of_step(const ShardingOptions& options,
+  static std::vector<Names> kernels_of_step(const FullyShardOptions& options,
                                             bool in_slot) {
     const RecordingGroup recording(/*world_size=*/2);
-    std::vector<UnitSpec> specs;
-    for (size_t unit = 0; unit < kNumUnits; ++unit) {
-      UnitSpec& spec = specs.emplace_back();
-      spec.name = std::to_string(unit);
+    std::vector<UnitRequest> units;
+    for (size_t u = 0; u < kNumUnits; ++u) {
+      UnitRequest& unit = units.emplace_back();
+      unit.name = std::to_string(u);
       for (const char* name : {"a", "b"}) {
-        spec.parameters.push_back(
+        unit.parameters.push_back(
             {.name = name,
              .tensor = at::ones({kNumel}, on_device()).requires_grad_()});
       }
     }
-    ShardedRoot root(specs, recording.group(), options);
+    ShardedModel model(make_sharded_units(units, recording.group(), options),
+                       recording.group(), options);
     std::vector<Names> found;
     for (int step = 0; step < 3; ++step) {
-      const at::Tensor loss = root.forward([&] {
-        at::Tensor h = at::ones({kNumel}, on_device()).requires_grad_();
-        for (size_t unit = 0; unit < kNumUnits; ++unit) {
-          h = root.call(unit, h, [&](const at::Tensor& x) {
-            const std::vector<NamedParameter>& own = specs[unit].parameters;
-            return Add::apply(
-                Add::apply(x, own[0].tensor, &root, /*is_last=*/true, in_slot),
-                own[1].tensor, &root, /*is_last=*/false, in_slot);
-          });
+      const at::Tensor loss = model.forward([&] {
+        at::Tensor h = at::ones({kNumel}, on_device());
+        for (const UnitRequest& unit : units) {
+          h = Add::apply(h, unit.parameters[0].tensor, &model,
+                         /*is_last=*/true, in_slot);
+          h = Add::apply(h, unit.parameters[1].tensor, &model,
+                         /*is_last=*/false, in_slot);
         }
         return h;
       });

@@ -10,7 +10,7 @@
 
 #include "brigade/comm/recording_group.h"
 #include "brigade/fsdp/checkpoint_model.h"
-#include "brigade/fsdp/sharded_root.h"
+#include "brigade/fsdp/sharded_model.h"
 #include "brigade/tests/support/simulated_device/stream_test.h"
 #include "gtest/gtest.h"
 
@@ -30,37 +30,40 @@ class ShardedFilesTest : public simulated::StreamTest {
         : parameters({at::full({3, 2}, value, on_device()),
                       at::full({2, 3}, value, on_device()).t(),
                       at::full({5}, value, on_device())}),
-          root(units(parameters), recording.group(), {}),
-          optimizer(root.shards(), 0.5) {}
+          model(
+              make_sharded_units({unit_of(parameters)}, recording.group(), {}),
+              recording.group(), {}),
+          optimizer(parameters, 0.5) {}
 
-    static std::vector<UnitSpec> units(std::vector<at::Tensor>& parameters) {
-      UnitSpec spec = {.name = "unit", .parameters = {}};
+    static UnitRequest unit_of(std::vector<at::Tensor>& parameters) {
+      UnitRequest unit = {.name = "unit"};
       for (at::Tensor& parameter : parameters) {
-        spec.parameters.push_back(
-            {.name = c10::str("p", spec.parameters.size()),
+        unit.parameters.push_back(
+            {.name = c10::str("p", unit.parameters.size()),
              .tensor = parameter.requires_grad_()});
       }
-      return {spec};
+      return unit;
     }
 
     void step() {
-      for (const at::Tensor& shard : root.shards()) {
-        shard.mutable_grad() = at::ones_like(shard);
+      const at::NoGradGuard no_grad;
+      for (const at::Tensor& parameter : parameters) {
+        parameter.mutable_grad() = at::ones_like(parameter);
       }
       optimizer.step();
     }
 
     std::vector<at::Tensor> values() const {
       std::vector<at::Tensor> values;
-      for (const at::Tensor& shard : root.shards()) {
-        values.push_back(shard.detach().cpu());
+      for (const at::Tensor& parameter : parameters) {
+        values.push_back(shard_of(parameter)->local.cpu());
       }
       return values;
     }
 
     RecordingGroup recording{1};
     std::vector<at::Tensor> parameters;
-    ShardedRoot root;
+    ShardedModel model;
     torch::optim::Adagrad optimizer;
   };
 
@@ -105,21 +108,21 @@ class ShardedFilesTest : public simulated::StreamTest {
 TEST_F(ShardedFilesTest, PartsAreSavedAndLoaded) {
   expect_same(
       [&](Training& t) {
-        save_checkpoint(path(), checkpoint_model(t.root), t.optimizer);
+        save_checkpoint(path(), checkpoint_model(t.model), t.optimizer);
       },
       [&](Training& t) {
-        load_checkpoint(path(), checkpoint_model(t.root), t.optimizer);
+        load_checkpoint(path(), checkpoint_model(t.model), t.optimizer);
       });
 }
 
 TEST_F(ShardedFilesTest, WholeTensorsAreSavedAndLoaded) {
   expect_same(
       [&](Training& t) {
-        save_checkpoint(path() + ".safetensors", checkpoint_model(t.root),
+        save_checkpoint(path() + ".safetensors", checkpoint_model(t.model),
                         t.optimizer);
       },
       [&](Training& t) {
-        load_checkpoint(path() + ".safetensors", checkpoint_model(t.root),
+        load_checkpoint(path() + ".safetensors", checkpoint_model(t.model),
                         t.optimizer);
       });
 }

@@ -2,7 +2,8 @@
 
 #include <torch/torch.h>
 
-#include "brigade/tests/fsdp/sharded_net.h"
+#include <utility>
+
 #include "brigade/tests/support/simulated_device/stream_test.h"
 #include "gtest/gtest.h"
 
@@ -22,14 +23,14 @@ c10::Stream side_stream() {
   return stream;
 }
 
-// Of the parameter, whose gradient it writes into the root's memory.
+// Of the parameter, whose gradient it writes into the model's memory.
 class WritesIntoSlot : public torch::autograd::Function<WritesIntoSlot> {
  public:
   static at::Tensor forward(torch::autograd::AutogradContext* context,
-                            const at::Tensor& parameter, ShardedRoot* root,
+                            const at::Tensor& parameter, ShardedModel* model,
                             int* num_written) {
     context->save_for_backward({parameter});
-    context->saved_data["root"] = reinterpret_cast<int64_t>(root);
+    context->saved_data["model"] = reinterpret_cast<int64_t>(model);
     context->saved_data["num_written"] = reinterpret_cast<int64_t>(num_written);
     return parameter.clone();
   }
@@ -39,9 +40,9 @@ class WritesIntoSlot : public torch::autograd::Function<WritesIntoSlot> {
     const auto pointer = [&](const char* name) {
       return context->saved_data[name].toInt();
     };
-    auto& root = *reinterpret_cast<ShardedRoot*>(pointer("root"));
+    auto& model = *reinterpret_cast<ShardedModel*>(pointer("model"));
     at::Tensor slot =
-        root.gradient_slot(context->get_saved_variables().front());
+        model.gradient_slot(context->get_saved_variables().front());
     if (!slot.defined()) return {gradients[0], {}, {}};
     slot.copy_(gradients[0]);
     ++*reinterpret_cast<int*>(pointer("num_written"));
@@ -49,17 +50,18 @@ class WritesIntoSlot : public torch::autograd::Function<WritesIntoSlot> {
   }
 };
 
-std::vector<UnitSpec> units_of(const StreamedModel& model,
-                               const ShardedProgram& program) {
-  std::vector<UnitSpec> units(ShardedTraining::kNumUnits);
+std::vector<UnitRequest> units_of(const StreamedModel& model,
+                                  const ShardedProgram& program) {
+  std::vector<UnitRequest> units(ShardedTraining::kNumUnits);
   for (size_t i = 0; i < model.size(); ++i) {
-    UnitSpec& unit = units[i / kPerUnit];
+    UnitRequest& unit = units[i / kPerUnit];
     unit.name = c10::str("unit", i / kPerUnit);
+    if (i >= kPerUnit) unit.parent = 0;
     unit.parameters.push_back(
         {.name = c10::str("p", i), .tensor = model.parameters()[i]});
   }
   for (const auto& [unit, mesh] : program.meshes) units[unit].mesh = mesh;
-  for (const size_t unit : program.spanning) units[unit].spans_passes = true;
+  for (const size_t unit : program.spanning) units[unit].spans_segments = true;
   return units;
 }
 
@@ -72,37 +74,51 @@ bool has_one_stream(const StreamLayout& layout, const ShardedProgram& program) {
 }
 
 ShardedTraining::ShardedTraining(const StreamLayout& layout,
-                                 const ShardingOptions& options,
+                                 const FullyShardOptions& options,
                                  ShardedProgram program)
-    : program_(program),
+    : program_(std::move(program)),
       on_caller_(layout.calls_from_side ? side_stream() : default_stream()),
       recording_(kNumRanks),
       model_(layout) {
-  for (const size_t i : program.frozen) {
+  for (const size_t i : program_.frozen) {
     model_.parameters()[i].requires_grad_(false);
+  }
+  if (program_.timeout) {
+    recording_.group()->getBackend(at::kCPU)->getBackendOptions()->timeout =
+        *program_.timeout;
   }
   const c10::Stream caller = current_stream_of();
   const c10::Stream maker = layout.is_made_on_side ? new_stream() : caller;
   make_wait(maker, caller);
   {
     const c10::StreamGuard on_maker(maker);
-    root_.emplace(units_of(model_, program_), recording_.group(), options);
+    sharded_.emplace(make_sharded_units(units_of(model_, program_),
+                                        recording_.group(), options),
+                     recording_.group(), options);
   }
   make_wait(caller, maker);
   if (!program_.writes_into_slots) return;
   model_.read_through([this](const at::Tensor& parameter) {
-    return WritesIntoSlot::apply(parameter, &*root_, &num_in_slots_);
+    return WritesIntoSlot::apply(parameter, &*sharded_, &num_in_slots_);
   });
 }
 
 ShardedTraining::~ShardedTraining() {
-  root_.reset();
+  sharded_.reset();
   simulated::synchronize_all();
   for (const Expected& e : expected_) {
-    EXPECT_TRUE(at::equal(e.found.cpu().flatten(), e.expected))
+    const at::Tensor expected = model_.gradient(e.parameter, e.step)
+                                    .flatten()
+                                    .narrow(0, e.offset, e.found.numel()) *
+                                e.factor;
+    EXPECT_TRUE(at::equal(e.found.cpu(), expected))
         << "parameter " << e.parameter << " at step " << e.step << " has "
-        << e.found.cpu() << ", not " << e.expected;
+        << e.found.cpu() << ", not " << expected;
   }
+}
+
+const at::Tensor& ShardedTraining::parameter(size_t unit, size_t i) const {
+  return model_.parameters()[unit * kPerUnit + i];
 }
 
 at::Tensor ShardedTraining::terms(size_t unit, at::Tensor h, int step) const {
@@ -110,12 +126,6 @@ at::Tensor ShardedTraining::terms(size_t unit, at::Tensor h, int step) const {
     h = h + model_.term(unit * kPerUnit + i, step);
   }
   return h;
-}
-
-at::Tensor ShardedTraining::run(size_t unit, const at::Tensor& input,
-                                int step) {
-  return root_->call(unit, input,
-                     [&](const at::Tensor& h) { return terms(unit, h, step); });
 }
 
 // Behind the current stream, which is behind it afterwards.
@@ -132,10 +142,10 @@ at::Tensor ShardedTraining::call(size_t unit, const at::Tensor& input,
     result = program_.checkpoint ? checkpoint(
                                        *program_.checkpoint,
                                        [this, unit, step](const at::Tensor& h) {
-                                         return run(unit, h, step);
+                                         return terms(unit, h, step);
                                        },
                                        input)
-                                 : run(unit, input, step);
+                                 : terms(unit, input, step);
   }
   make_wait(caller, stream);
   result.record_stream(caller);
@@ -153,12 +163,10 @@ at::Tensor ShardedTraining::forward(int step,
 
 at::Tensor ShardedTraining::forward_through(const std::vector<size_t>& units,
                                             int step) {
-  return root_->forward([&] {
-    const at::Tensor input = at::ones({}, simulated::on_device());
-    return root_->call(0, input, [&](at::Tensor h) {
-      for (const size_t unit : units) h = call(unit, h, step);
-      return terms(0, h, step);
-    });
+  return sharded_->forward([&] {
+    at::Tensor h = at::ones({}, simulated::on_device());
+    for (const size_t unit : units) h = call(unit, h, step);
+    return terms(0, h, step);
   });
 }
 
@@ -176,32 +184,29 @@ void ShardedTraining::expect_gradients(int step, double factor,
 void ShardedTraining::expect_gradients_of(size_t unit, int step,
                                           double factor) {
   for (size_t i = 0; i < kPerUnit; ++i) {
-    const size_t parameter = unit * kPerUnit + i;
-    if (program_.frozen.count(parameter) > 0) continue;
-    const at::Tensor& gradient = root_->shards_of(unit)[i].grad();
-    ASSERT_TRUE(gradient.defined()) << parameter << " at step " << step;
-    gradient.record_stream(current_stream_of());
-    expected_.push_back(
-        {.found = gradient.detach().clone(),
-         .expected =
-             part_of(model_.gradient(parameter, step) * factor, *root_, unit, i,
-                     root_->unit(unit).segments.front()->rank()),
-         .parameter = parameter,
-         .step = step});
+    const size_t number = unit * kPerUnit + i;
+    if (program_.frozen.count(number) > 0) continue;
+    const at::Tensor& gradient = parameter(unit, i).grad();
+    ASSERT_TRUE(gradient.defined()) << number << " at step " << step;
+    const Shard& shard = *shard_of(gradient);
+    shard.local.record_stream(current_stream_of());
+    expected_.push_back({.found = shard.local.clone(),
+                         .offset = shard.offset,
+                         .parameter = number,
+                         .step = step,
+                         .factor = factor});
   }
 }
 
 void ShardedTraining::update() {
   const torch::NoGradGuard no_grad;
-  for (at::Tensor shard : root_->shards()) {
-    if (!shard.grad().defined()) continue;
-    shard.grad().record_stream(current_stream_of());
-    shard.sub_(shard.grad(), /*alpha=*/0);
+  for (at::Tensor parameter : model_.parameters()) {
+    const at::Tensor& gradient = parameter.grad();
+    if (!gradient.defined()) continue;
+    shard_of(gradient)->local.record_stream(current_stream_of());
+    parameter.sub_(gradient, /*alpha=*/0);
+    parameter.mutable_grad().reset();
   }
-}
-
-void ShardedTraining::zero_grad() {
-  for (const at::Tensor& shard : root_->shards()) shard.mutable_grad().reset();
 }
 
 }  // namespace brigade::testing

@@ -1,5 +1,5 @@
-// Training steps with sharded parameters on a simulated device, in a group of
-// identical ranks, and what shards' gradients must be afterwards.
+// Training steps of a sharded model on a simulated device, in a group of
+// identical ranks, and what gradients must be afterwards.
 //
 // Values are looked at when it is all over: see streamed_training.h.
 
@@ -8,6 +8,7 @@
 
 #include <c10/core/StreamGuard.h>
 
+#include <chrono>
 #include <cstddef>
 #include <map>
 #include <optional>
@@ -15,7 +16,7 @@
 #include <vector>
 
 #include "brigade/comm/recording_group.h"
-#include "brigade/fsdp/sharded_root.h"
+#include "brigade/fsdp/sharded_model.h"
 #include "brigade/hooks/checkpoint.h"
 #include "brigade/tests/simulated_device/stream_layout.h"
 #include "brigade/tests/simulated_device/streamed_model.h"
@@ -25,8 +26,8 @@
 namespace brigade::testing {
 
 struct ShardedProgram {
-  // Calls of inner units begin and end on the stream of their first parameter,
-  // and not on the caller's.
+  // Inner units compute on the stream of their first parameter, and not on the
+  // caller's.
   bool calls_on_own_stream = false;
   // Parameters.
   std::set<size_t> frozen = {};
@@ -34,10 +35,12 @@ struct ShardedProgram {
   std::optional<CheckpointOptions> checkpoint = std::nullopt;
   // Gradients are written where gradient_slot() says.
   bool writes_into_slots = false;
-  // By unit; others are on the root's.
+  // By unit; others are on the model's.
   std::map<size_t, UnitMesh> meshes = {};
   // Units, as norms of blocks are.
   std::set<size_t> spanning = {};
+  // How long the host waits for a status.
+  std::optional<std::chrono::milliseconds> timeout = std::nullopt;
 };
 
 class ShardedTraining {
@@ -47,17 +50,16 @@ class ShardedTraining {
   static constexpr size_t kNumUnits = 3;
 
   // The calling thread's stream is the layout's until the end.
-  ShardedTraining(const StreamLayout& layout, const ShardingOptions& options,
+  ShardedTraining(const StreamLayout& layout, const FullyShardOptions& options,
                   ShardedProgram program = {});
 
   // Fails the current test where gradients were not what was expected.
   ~ShardedTraining();
 
   RecordingGroup& recording() { return recording_; }
-  ShardedRoot& root() { return *root_; }
+  ShardedModel& sharded() { return *sharded_; }
   const StreamedModel& model() const { return model_; }
-  // Before the end, whose frees belong to what is looked at.
-  void end_root() { root_.reset(); }
+  const at::Tensor& parameter(size_t unit, size_t i) const;
   // Gradients that were written into slots.
   int num_in_slots() const { return num_in_slots_; }
 
@@ -73,27 +75,27 @@ class ShardedTraining {
   // The same of one unit.
   void expect_gradients_of(size_t unit, int step, double factor);
 
-  // As an optimizer on the current stream, which keeps parameters as they are.
+  // As an optimizer on the current stream, which keeps parameters as they are,
+  // and sets gradients to none.
   void update();
-  void zero_grad();
 
  private:
   struct Expected {
-    at::Tensor found;
-    at::Tensor expected;
+    at::Tensor found;  // this rank's piece
+    int64_t offset;
     size_t parameter;
     int step;
+    double factor;
   };
 
   at::Tensor call(size_t unit, const at::Tensor& input, int step);
-  at::Tensor run(size_t unit, const at::Tensor& input, int step);
   at::Tensor terms(size_t unit, at::Tensor h, int step) const;
 
   const ShardedProgram program_;
   const c10::StreamGuard on_caller_;
   RecordingGroup recording_;
   StreamedModel model_;
-  std::optional<ShardedRoot> root_;
+  std::optional<ShardedModel> sharded_;
   int num_in_slots_ = 0;
   std::vector<Expected> expected_;
 };
@@ -104,7 +106,7 @@ bool has_one_stream(const StreamLayout& layout, const ShardedProgram& program);
 
 // On every layout, `body` with a training that ends before races are counted.
 template <typename Body>
-void on_every_layout(const ShardingOptions& options,
+void on_every_layout(const FullyShardOptions& options,
                      const ShardedProgram& program, const Body& body) {
   for (const StreamLayout& layout : all_stream_layouts()) {
     if (program.checkpoint && !has_one_stream(layout, program)) continue;

@@ -2,6 +2,7 @@
 
 #include <c10/core/StreamGuard.h>
 
+#include "brigade/fsdp/sharded_tensor.h"
 #include "brigade/tests/support/simulated_device/stream_test.h"
 
 namespace brigade::testing {
@@ -68,7 +69,7 @@ at::Tensor StreamedModel::use(size_t i, const c10::Stream& stream,
     const c10::StreamGuard on_stream(stream);
     // Parameters are ones. Not linear, so that gradients may have a history.
     const at::Tensor p = read_ ? read_(parameters_[i]) : parameters_[i];
-    p.record_stream(stream);  // a copy, in mixed precision
+    if (shard_of(p) == nullptr) p.record_stream(stream);  // perhaps a copy
     result = (p * p * weights_[i] * ((step + 1) / 2.0)).sum();
     if (result.is_complex()) result = at::real(result);
   }

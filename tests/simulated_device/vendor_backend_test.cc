@@ -7,6 +7,7 @@
 #include <filesystem>
 #include <memory>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include <utility>
 #include <vector>
 
 #include "brigade/comm/backends/device_backend.h"
@@ -15,7 +16,7 @@
 #include "brigade/comm/process_group.h"
 #include "brigade/comm/subgroup.h"
 #include "brigade/fsdp/checkpoint_model.h"
-#include "brigade/fsdp/sharded_root.h"
+#include "brigade/fsdp/sharded_model.h"
 #include "brigade/reducer/reducer.h"
 #include "brigade/tests/simulated_device/host_backend.h"
 #include "brigade/tests/support/simulated_device/stream_test.h"
@@ -92,6 +93,12 @@ TEST_F(VendorBackendTest, ReducesGradients) {
   });
 }
 
+std::unique_ptr<ShardedModel> sharded_model(std::vector<UnitRequest> units,
+                                            const Group& group) {
+  return std::make_unique<ShardedModel>(
+      make_sharded_units(std::move(units), group, {}), group);
+}
+
 // What hosts tell each other travels by way of the devices: meshes of units,
 // and what ranks have written of a checkpoint.
 TEST_F(VendorBackendTest, NoneIsNeededForTheCpu) {
@@ -101,46 +108,40 @@ TEST_F(VendorBackendTest, NoneIsNeededForTheCpu) {
   run_ranks_on_devices(2, [&](const Group& with_cpu, int rank) {
     const Group group = without_cpu(with_cpu);
     const at::TensorOptions options = on_device(at::kFloat, rank);
-    const auto make = [&](double value, bool has_mesh) {
-      std::vector<UnitSpec> units = {
-          {.name = "all",
-           .parameters = {
-               {"w", at::full({3, 3}, value, options).requires_grad_()}}}};
-      if (has_mesh) {
-        units.push_back({.name = "own",
-                         .parameters = {{c10::str("w", rank),
-                                         at::full({2}, value + rank, options)
-                                             .requires_grad_()}},
-                         .mesh = UnitMesh{.ranks = {rank}}});
-      }
-      return std::make_unique<ShardedRoot>(units, group, ShardingOptions{});
+    const auto make_weights = [&](double value) {
+      return Tensors{at::full({3, 3}, value, options).requires_grad_(),
+                     at::full({2}, value + rank, options).requires_grad_()};
     };
-    for (const bool has_mesh : {true, false}) {
-      const auto saved = make(3, has_mesh);
-      torch::optim::SGD saver(saved->shards(), 0.5);
-      saved
-          ->forward([&] {
-            return saved->call(
-                0, at::ones({3}, options), [&](const at::Tensor& x) {
-                  return saved->unit(0).segments[0]->parameters()[0].tensor *
-                         x * (rank + 1);
-                });
-          })
-          .sum()
-          .backward();
-      saver.step();
-      const at::Tensor stepped = saved->shards()[0].detach().cpu();
-      EXPECT_TRUE(at::equal(stepped, at::full_like(stepped, 3 - 0.5 * 1.5)));
-      const auto loaded = make(7, has_mesh);
-      torch::optim::SGD loader(loaded->shards(), 0.5);
-      for (const char* name : {"shards", "whole.safetensors"}) {
-        save_checkpoint(folder / name, checkpoint_model(*saved), saver);
-        load_checkpoint(folder / name, checkpoint_model(*loaded), loader);
-      }
-      for (size_t i = 0; i < loaded->shards().size(); ++i) {
-        EXPECT_TRUE(at::equal(loaded->shards()[i].detach().cpu(),
-                              saved->shards()[i].detach().cpu()))
-            << i << ", " << has_mesh;
+    const auto make = [&](const Tensors& weights) {
+      return sharded_model({{.name = "all", .parameters = {{"w", weights[0]}}},
+                            {.name = "own",
+                             .parameters = {{c10::str("w", rank), weights[1]}},
+                             .mesh = UnitMesh{.ranks = {rank}}}},
+                           group);
+    };
+    const auto shard = [](const at::Tensor& weight) {
+      return shard_of(weight)->local.cpu();
+    };
+    const Tensors saved = make_weights(3);
+    const auto model = make(saved);
+    torch::optim::SGD saver(saved, 0.5);
+    const at::Tensor loss = model->forward([&] {
+      const at::Tensor x = at::ones({3}, options);
+      return (saved[0] * x * (rank + 1)).sum() + saved[1].sum();
+    });
+    loss.backward();
+    saver.step();
+    EXPECT_TRUE(at::equal(shard(saved[0]),
+                          at::full_like(shard(saved[0]), 3 - 0.5 * 1.5)));
+    for (const char* name : {"shards", "whole.safetensors"}) {
+      const Tensors loaded = make_weights(7);
+      const auto other = make(loaded);
+      torch::optim::SGD loader(loaded, 0.5);
+      save_checkpoint(folder / name, checkpoint_model(*model), saver);
+      load_checkpoint(folder / name, checkpoint_model(*other), loader);
+      for (const size_t i : {0, 1}) {
+        EXPECT_TRUE(at::equal(shard(loaded[i]), shard(saved[i])))
+            << i << ", " << name;
       }
     }
   });
@@ -150,9 +151,12 @@ TEST_F(VendorBackendTest, NoneIsNeededForTheCpu) {
 TEST_F(VendorBackendTest, AModuleOfTheCpuIsRefusedWithoutOneForIt) {
   run_ranks_on_devices(2, [&](const Group& with_cpu, int /*rank*/) {
     const Group group = without_cpu(with_cpu);
-    const std::vector<UnitSpec> units = {
-        {.name = "all", .parameters = {{"w", at::ones({3}).requires_grad_()}}}};
-    EXPECT_THAT(([&] { ShardedRoot(units, group, {}); }),
+    EXPECT_THAT(([&] {
+                  sharded_model(
+                      {{.name = "all",
+                        .parameters = {{"w", at::ones({3}).requires_grad_()}}}},
+                      group);
+                }),
                 ThrowsMessage<c10::ValueError>(
                     HasSubstr("is on cpu, for which the group has no")));
   });
@@ -178,13 +182,12 @@ TEST_F(VendorBackendTest, WhatRanksTellEachOtherIsOnTheModelsDevice) {
 // The groups of its units end with it, and wait for those of the peers.
 TEST_F(VendorBackendTest, AModelMayGoEarlierOnOneRank) {
   run_ranks_on_devices(2, [](const Group& group, int rank) {
-    const std::vector<UnitSpec> units = {
-        {.name = "all",
-         .parameters = {
-             {"w",
-              at::ones({3}, on_device(at::kFloat, rank)).requires_grad_()}}}};
-    auto root = std::make_unique<ShardedRoot>(units, group, ShardingOptions{});
-    if (rank == 0) root.reset();
+    auto model = sharded_model(
+        {{.name = "all",
+          .parameters = {{"w", at::ones({3}, on_device(at::kFloat, rank))
+                                   .requires_grad_()}}}},
+        group);
+    if (rank == 0) model.reset();
     EXPECT_EQ(summed(group, at::ones({4}, on_device(at::kFloat, rank))), 8);
   });
 }
