@@ -132,6 +132,15 @@ std::optional<LivenessProbe> StatusChannel::find_survivors(
       [transport = transport_] { return transport->dead_ranks(); });
 }
 
+void StatusChannel::give_up(const std::exception_ptr& cause) {
+  if (!transport_ || failure_) return;
+  failure_ = cause;
+  if (!prefix_.empty()) {
+    probe_liveness(group_, end_key(prefix_), last_.iteration, milliseconds{0});
+  }
+  transport_->give_up(last_);
+}
+
 std::string StatusChannel::describe_wait(const RankStatus& own) const {
   return absl::StrCat("waiting for the other ranks' statuses on rank ",
                       group_->getRank(), ", which ", describe_status(own));

@@ -70,6 +70,10 @@ class StatusChannel {
   // Returns true if await() would not block.
   bool is_complete(const RankStatus& own);
 
+  // Ends the channel after a failure elsewhere. Ranks that wait for a status of
+  // this one get an error that names ranks that are lost.
+  void give_up(const std::exception_ptr& cause);
+
   // Asks through the group's store which ranks still answer after the group has
   // failed. `occasion`: unique, and equal on all ranks. Nullopt if there is
   // nobody to ask. Blocks for 3 s at most.
