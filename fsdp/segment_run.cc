@@ -384,7 +384,6 @@ void SegmentRun::wait_for_reductions() {
 }
 
 void SegmentRun::drop_gradients() {
-  if (plan_.kind == SegmentKind::kForward) return;
   for (ShardedUnit& unit : model_.units) {
     for (const auto& flat : unit.flats) {
       flat->drop_gradients();
@@ -490,7 +489,8 @@ void SegmentRun::finish(const std::vector<char>& used, bool has_used_all) {
 void SegmentRun::fail(const std::string& error) noexcept {
   if (is_over_) return;
   is_over_ = true;
-  words_ = error.empty() ? "failed" : error;
+  words_ = error_ != nullptr ? message_of(error_) : error;
+  if (words_.empty()) words_ = "failed";
   error_ = nullptr;
   try {
     for (ShardedUnit& unit : model_.units) {

@@ -10,6 +10,7 @@
 #include "brigade/comm/close_group.h"
 #include "brigade/comm/errors/message_of.h"
 #include "brigade/comm/errors/peer_error.h"
+#include "brigade/fsdp/backward_ends.h"
 #include "brigade/fsdp/layout/digest.h"
 #include "brigade/fsdp/units/post_accumulate_hooks.h"
 #include "brigade/hooks/backward_end.h"
@@ -367,9 +368,7 @@ void ShardedModel::abandon(const std::string& error) noexcept {
   recorder_.step_fails();
   schedules_.erase(facts_.tag);
   std::fill(used_in_forward_.begin(), used_in_forward_.end(), 0);
-  if (run_->kind() != SegmentKind::kForward) {
-    std::fill(used_.begin(), used_.end(), 0);
-  }
+  std::fill(used_.begin(), used_.end(), 0);
   if (run_->is_broken() || exchange_.is_broken()) {
     break_off();
   } else {
@@ -387,6 +386,7 @@ void ShardedModel::break_off() noexcept {
   try {
     if (const auto error = std::current_exception()) {
       why_broken_ = message_of(error);
+      exchange_.channel().give_up(error);
     }
   } catch (...) {
   }
@@ -530,7 +530,7 @@ void ShardedModel::open_backward(
   recorder_.backward_begins();
   const int backward = running_backward_id();
   if (backward >= 0) {
-    watch_backward_end(
+    end_with_backward(
         alive_,
         [this, backward] {
           const std::lock_guard lock(mutex_);

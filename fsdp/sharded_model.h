@@ -18,9 +18,10 @@
 // A forward and a backward are collective: every rank opens the same ones, in
 // the same order. Inside, ranks may use units in any order, or not at all.
 //
-// Failure: an error on one rank is a PeerError with its text on all others when
-// that forward or backward ends, and no rank has changed a gradient; the model
-// stays usable. On devices ranks learn of it at most
+// Failure: an error on one rank is a PeerError that names it on all others when
+// that forward or backward ends, with the error's text unless autograd's nodes
+// have thrown it. No rank has changed a gradient, and what was accumulated
+// without synchronisation is dropped; the model stays usable. On devices ranks learn of it at most
 // max_unconfirmed_iterations later, and the groups are closed.
 //
 // Thread safety: forwards of one thread at a time; a backward's threads may use
