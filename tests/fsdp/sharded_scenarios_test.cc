@@ -1,0 +1,719 @@
+// The scenario matrix of sharded training: faults x situations.
+//
+// Each cell trains some steps, one of which fails on one rank. The failed rank
+// gets its own exception, the others one that names it and has its text; no
+// gradient has changed; and the next steps are those of one process. A process
+// that ends is named by the survivors, who keep what they had.
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <signal.h>
+#include <torch/torch.h>
+
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "brigade/comm/errors/message_of.h"
+#include "brigade/comm/errors/peer_error.h"
+#include "brigade/comm/process_group.h"
+#include "brigade/fsdp/fully_shard.h"
+#include "brigade/hooks/checkpoint.h"
+#include "brigade/tests/support/local_ranks.h"
+#include "brigade/tests/support/process_ranks.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+
+namespace brigade {
+namespace sharded_scenarios_test {
+
+using ::testing::AllOf;
+using ::testing::Contains;
+using ::testing::HasSubstr;
+using ::testing::IsSupersetOf;
+using ::testing::StartsWith;
+using testing::ProcessRanks;
+using testing::RankContext;
+using testing::RankFunction;
+using testing::run_ranks;
+
+using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
+
+constexpr int kBlocks = 4;
+constexpr int64_t kSize = 5;
+
+enum class Fault {
+  kNone,
+  kForward,
+  kBackward,
+  kHook,
+  kHookFuture,
+  kOutOfMemory,
+  kRecomputation,
+  kProcess,
+};
+
+enum class Situation {
+  kLearning,
+  kCursor,
+  kCheckpointEach,      // one around each block
+  kCheckpointAll,       // one around four blocks
+  kReentrantAll,        // the same, reentrant
+  kNoSync,              // fails in a backward that accumulates
+  kAfterNoSync,         // fails in the one that reduces
+  kJoin,                // the last rank has no data
+  kJoinShadow,          // fails on the rank without data
+  kMeshes,              // two experts on 4 ranks
+  kReplicas,            // 4 ranks, num_shards = 2
+  kChainedRoots,        // one loss through two models
+  kTwoRoots,            // a second model is trained in turn
+  kEvaluation,          // a forward without gradients before each step
+  kUserCollective,      // in each forward, and before each backward
+};
+
+const char* name_of(Fault fault) {
+  switch (fault) {
+    case Fault::kNone: return "None";
+    case Fault::kForward: return "Forward";
+    case Fault::kBackward: return "Backward";
+    case Fault::kHook: return "Hook";
+    case Fault::kHookFuture: return "HookFuture";
+    case Fault::kOutOfMemory: return "OutOfMemory";
+    case Fault::kRecomputation: return "Recomputation";
+    case Fault::kProcess: return "Process";
+  }
+  return "";
+}
+
+const char* name_of(Situation situation) {
+  switch (situation) {
+    case Situation::kLearning: return "Learning";
+    case Situation::kCursor: return "Cursor";
+    case Situation::kCheckpointEach: return "CheckpointEach";
+    case Situation::kCheckpointAll: return "CheckpointAll";
+    case Situation::kReentrantAll: return "ReentrantAll";
+    case Situation::kNoSync: return "NoSync";
+    case Situation::kAfterNoSync: return "AfterNoSync";
+    case Situation::kJoin: return "Join";
+    case Situation::kJoinShadow: return "JoinShadow";
+    case Situation::kMeshes: return "Meshes";
+    case Situation::kReplicas: return "Replicas";
+    case Situation::kChainedRoots: return "ChainedRoots";
+    case Situation::kTwoRoots: return "TwoRoots";
+    case Situation::kEvaluation: return "Evaluation";
+    case Situation::kUserCollective: return "UserCollective";
+  }
+  return "";
+}
+
+constexpr Fault kFaults[] = {
+    Fault::kForward,    Fault::kBackward,      Fault::kHook,
+    Fault::kHookFuture, Fault::kOutOfMemory, Fault::kRecomputation,
+    Fault::kProcess};
+constexpr Situation kSituations[] = {
+    Situation::kLearning,      Situation::kCursor,
+    Situation::kCheckpointEach, Situation::kCheckpointAll,
+    Situation::kReentrantAll,  Situation::kNoSync,
+    Situation::kAfterNoSync,   Situation::kJoin,
+    Situation::kJoinShadow,    Situation::kMeshes,
+    Situation::kReplicas,      Situation::kChainedRoots,
+    Situation::kTwoRoots,      Situation::kEvaluation,
+    Situation::kUserCollective};
+
+bool is_checkpointed(Situation s) {
+  return s == Situation::kCheckpointEach || s == Situation::kCheckpointAll ||
+         s == Situation::kReentrantAll;
+}
+
+bool exists(Fault fault, Situation situation) {
+  switch (fault) {
+    case Fault::kRecomputation:
+      return is_checkpointed(situation);
+    case Fault::kHook:
+    case Fault::kHookFuture:  // hooks are not called without synchronisation
+      return situation != Situation::kNoSync;
+    case Fault::kForward:
+    case Fault::kBackward:
+    case Fault::kOutOfMemory:  // a rank without data runs no code of the user
+      return situation != Situation::kJoinShadow;
+    default:
+      return true;
+  }
+}
+
+int world_size_of(Situation situation) {
+  switch (situation) {
+    case Situation::kMeshes:
+    case Situation::kReplicas:
+      return 4;
+    case Situation::kJoin:
+    case Situation::kJoinShadow:
+      return 3;
+    default:
+      return 2;
+  }
+}
+
+int failing_rank(Situation situation) {
+  return situation == Situation::kJoin ? 1 : world_size_of(situation) - 1;
+}
+
+// Autograd does not tell what its nodes have thrown.
+const char* words_for_peers(Fault fault) {
+  return fault == Fault::kBackward || fault == Fault::kRecomputation
+             ? "backward has thrown"
+             : "bang";
+}
+
+at::Tensor random(at::IntArrayRef sizes, uint64_t seed) {
+  return torch::randn(sizes, at::make_generator<at::CPUGeneratorImpl>(seed));
+}
+
+struct BlockImpl : torch::nn::Module {
+  BlockImpl()
+      : lin(register_module("lin", torch::nn::Linear(kSize, kSize))),
+        gain(register_parameter("gain", torch::ones({kSize}))) {}
+  at::Tensor forward(const at::Tensor& x) {
+    return x + torch::tanh(lin(x)) * gain;
+  }
+  torch::nn::Linear lin;
+  at::Tensor gain;
+};
+TORCH_MODULE(Block);
+
+// What forwards do beside computing: by block.
+using AtBlock = std::function<void(int block, at::Tensor& output)>;
+
+struct NetImpl : torch::nn::Module {
+  explicit NetImpl(uint64_t seed)
+      : expert(register_module("expert", torch::nn::Linear(kSize, kSize))),
+        head(register_module("head", torch::nn::Linear(kSize, 3))) {
+    register_module("blocks", blocks);
+    for (int i = 0; i < kBlocks; ++i) blocks->push_back(Block());
+    const torch::NoGradGuard no_grad;  // ranks are threads with one generator
+    for (at::Tensor& parameter : parameters()) {
+      parameter.copy_(random(parameter.sizes(), seed++).mul_(0.3));
+    }
+  }
+  at::Tensor block(int i, const at::Tensor& x, const AtBlock& at_block) {
+    at::Tensor y = blocks[static_cast<size_t>(i)]->as<Block>()->forward(x);
+    if (at_block) at_block(i, y);
+    return y;
+  }
+  at::Tensor forward(const at::Tensor& input, Situation situation,
+                     const AtBlock& at_block) {
+    at::Tensor x = input + torch::relu(expert(input));
+    if (situation == Situation::kCheckpointEach) {
+      for (int i = 0; i < kBlocks; ++i) {
+        x = checkpoint([this, i, at_block](
+                           const at::Tensor& in) { return block(i, in, at_block); },
+                       x);
+      }
+    } else {
+      const auto all = [this, at_block](at::Tensor y) {
+        for (int i = 0; i < kBlocks; ++i) y = block(i, y, at_block);
+        return y;
+      };
+      if (situation == Situation::kCheckpointAll) {
+        x = checkpoint(all, x);
+      } else if (situation == Situation::kReentrantAll) {
+        x = checkpoint({.reentrant = true}, all, x);
+      } else {
+        x = all(x);
+      }
+    }
+    return head(x);
+  }
+  void take_expert_of(const NetImpl& other) {
+    const torch::NoGradGuard no_grad;
+    expert->weight.copy_(other.expert->weight);
+    expert->bias.copy_(other.expert->bias);
+  }
+  torch::nn::ModuleList blocks;
+  torch::nn::Linear expert, head;
+};
+TORCH_MODULE(Net);
+
+// Sums as the transport does, and fails when it is told to.
+class FaultyHook : public ReductionHook {
+ public:
+  FuturePtr reduce(ShardTransport& transport,
+                   const Reduction& reduction) override {
+    ++calls_;
+    if (fault == Fault::kHook && calls_ % 3 == 2) {
+      fault = Fault::kNone;
+      throw std::runtime_error(kText);
+    }
+    FuturePtr sum = transport.reduce_scatter(reduction.whole, reduction.shard,
+                                             reduction.sum);
+    if (fault == Fault::kHookFuture && calls_ % 3 == 2) {
+      fault = Fault::kNone;
+      return sum->then(
+          [](c10::ivalue::Future&) -> at::IValue {
+            throw std::runtime_error(kText);
+          },
+          sum->elementType());
+    }
+    return sum;
+  }
+  std::string hook_name() const override { return "faulty"; }
+
+  static constexpr const char* kText = "bang in a hook";
+  Fault fault = Fault::kNone;
+
+ private:
+  int calls_ = 0;
+};
+
+at::Tensor data_of(int rank, int step, int micro) {
+  return random({4, kSize}, static_cast<uint64_t>(1000 * step + 100 * micro +
+                                                  rank));
+}
+
+// One rank's program, and the same in one process.
+class Program {
+ public:
+  Program(const Group& group, Situation situation)
+      : situation_(situation),
+        group_(group),
+        rank_(group->getRank()),
+        size_(group->getSize()),
+        net_(seed_of(rank_)) {
+    const bool has_meshes = situation == Situation::kMeshes;
+    plain_.push_back(Net(seed_of(0)));
+    if (has_meshes) {  // rank 0's, but for the expert
+      plain_.push_back(Net(seed_of(0)));
+      plain_[1]->take_expert_of(*Net(seed_of(1)));
+    }
+    FullyShardOptions options = {.comm_hook = hook_};
+    if (situation == Situation::kReplicas) options.num_shards = 2;
+    UnitSelection selection = {.is_unit = [](const UnitCandidate& candidate) {
+      return candidate.name.starts_with("blocks.")
+                 ? candidate.name.find('.', 7) == std::string::npos
+                 : candidate.name == "expert" || candidate.name == "head";
+    }};
+    if (has_meshes) {
+      selection.mesh_of =
+          [this](const std::string& unit) -> std::optional<UnitMesh> {
+        if (unit != "expert") return std::nullopt;
+        return UnitMesh{.ranks = {rank_ % 2, rank_ % 2 + 2}};
+      };
+    }
+    model_ = fully_shard(*net_, group, options, selection);
+    if (has_meshes) {
+      for (size_t i = 0; i < model_->units().size(); ++i) {
+        if (model_->units()[i].name == "expert") {
+          model_->settings(i).gradient_divisor = size_;
+        }
+      }
+    }
+    optimizer_.emplace(net_->parameters(), 0.05);
+    for (Net& plain : plain_) {
+      plain_optimizers_.emplace_back(plain->parameters(), 0.05);
+    }
+    if (situation == Situation::kTwoRoots ||
+        situation == Situation::kChainedRoots) {
+      second_ = Net(77);
+      plain_second_ = Net(77);
+      second_model_ = fully_shard(*second_, group, {}, selection);
+      second_optimizer_.emplace(second_->parameters(), 0.05);
+      plain_second_optimizer_.emplace(plain_second_->parameters(), 0.05);
+    }
+  }
+
+  // Forwards and backwards of one step; the fault is this rank's.
+  void run(int step, Fault fault) {
+    if (situation_ == Situation::kEvaluation) evaluate(step);
+    if (situation_ == Situation::kTwoRoots) {
+      second_model_
+          ->forward([&] {
+            return loss_of(second_, data_of(rank_, step, 5), nullptr);
+          })
+          .backward();
+    }
+    if (situation_ == Situation::kNoSync ||
+        situation_ == Situation::kAfterNoSync) {
+      const bool fails_first = situation_ == Situation::kNoSync;
+      model_->set_synchronizes(false);
+      run_once(step, 0, fails_first ? fault : Fault::kNone);
+      model_->set_synchronizes(true);
+      run_once(step, 1, fails_first ? Fault::kNone : fault);
+      return;
+    }
+    if (situation_ == Situation::kJoin ||
+        situation_ == Situation::kJoinShadow) {
+      const bool has_data = rank_ != size_ - 1;
+      EXPECT_EQ(model_->num_ranks_with(has_data), size_ - 1);
+      if (!has_data) {
+        hook_->fault = fault;
+        if (fault == Fault::kProcess) raise(SIGKILL);
+        model_->step_without_data();
+        return;
+      }
+    }
+    run_once(step, 0, fault);
+  }
+
+  // All of a step without faults, compared with one process.
+  void train(int step) {
+    zero_grad();
+    run(step, Fault::kNone);
+    for (size_t i = 0; i < plain_.size(); ++i) plain_[i]->zero_grad();
+    if (plain_second_) plain_second_->zero_grad();
+    at::Tensor loss = torch::zeros({});
+    const bool is_joined = situation_ == Situation::kJoin ||
+                           situation_ == Situation::kJoinShadow;
+    for (int rank = 0; rank < (is_joined ? size_ - 1 : size_); ++rank) {
+      for (int micro = 0; micro < num_micros(); ++micro) {
+        at::Tensor x = data_of(rank, step, micro);
+        if (situation_ == Situation::kUserCollective) x = x * size_;
+        Net& plain = plain_of(rank);
+        loss = loss + (situation_ == Situation::kChainedRoots
+                           ? chained_loss(plain, plain_second_, x, nullptr)
+                           : loss_of(plain, x, nullptr));
+      }
+      if (situation_ == Situation::kTwoRoots) {
+        loss = loss +
+               loss_of(plain_second_, data_of(rank, step, 5), nullptr);
+      }
+    }
+    (loss / size_).backward();
+    if (plain_.size() == 2) share_gradients();
+    compare(*net_, *plain_of(rank_));
+    if (second_) compare(*second_, *plain_second_);
+    optimizer_->step();
+    for (auto& optimizer : plain_optimizers_) optimizer.step();
+    if (second_) {
+      second_optimizer_->step();
+      plain_second_optimizer_->step();
+    }
+  }
+
+  void zero_grad() {
+    net_->zero_grad();
+    if (second_) second_->zero_grad();
+  }
+
+  void evaluate(int step) {
+    const torch::NoGradGuard no_grad;
+    const at::Tensor x = data_of(rank_, step, 3);
+    const at::Tensor found =
+        model_->forward([&] { return net_(x, situation_, nullptr); });
+    EXPECT_TRUE(torch::allclose(found, plain_of(rank_)(x, situation_, nullptr),
+                                1e-4, 1e-5));
+  }
+
+  bool can_continue() const {
+    return model_->can_continue() &&
+           (!second_model_ || second_model_->can_continue());
+  }
+
+  // This rank's pieces of parameters, or of gradients; undefined: none.
+  std::vector<at::Tensor> pieces(bool of_gradients) const {
+    std::vector<at::Tensor> all;
+    for (const Net& net : {net_, second_}) {
+      if (!net) continue;
+      for (const at::Tensor& parameter : net->parameters()) {
+        const at::Tensor of = of_gradients ? parameter.grad() : parameter;
+        all.push_back(of.defined() ? shard_of(of)->local.clone()
+                                   : at::Tensor());
+      }
+    }
+    return all;
+  }
+
+ private:
+  // Ranks start with other parameters each, and get those of the first.
+  static uint64_t seed_of(int rank) {
+    return 7 + 100 * static_cast<uint64_t>(rank);
+  }
+
+  Net& plain_of(int rank) {
+    return plain_[static_cast<size_t>(rank) % plain_.size()];
+  }
+
+  int num_micros() const {
+    return situation_ == Situation::kNoSync ||
+                   situation_ == Situation::kAfterNoSync
+               ? 2
+               : 1;
+  }
+
+  at::Tensor loss_of(Net& net, const at::Tensor& x, const AtBlock& at_block) {
+    return net(x, situation_, at_block).square().mean();
+  }
+
+  at::Tensor chained_loss(Net& first, Net& second, const at::Tensor& x,
+                          const AtBlock& at_block) {
+    const at::Tensor middle = first(x, situation_, at_block);
+    return second(torch::cat({middle, middle.slice(1, 0, kSize - 3)}, 1),
+                  situation_, nullptr)
+        .square()
+        .mean();
+  }
+
+  void run_once(int step, int micro, Fault fault) {
+    int forwards_of_block_1 = 0;
+    const bool is_twice = is_checkpointed(situation_);
+    const AtBlock at_block = [&, fault](int block, at::Tensor& output) {
+      if (block != 1) return;
+      ++forwards_of_block_1;
+      const bool is_first = forwards_of_block_1 == 1;
+      if (fault == Fault::kForward && is_first) {
+        throw std::runtime_error("bang in forward");
+      }
+      if (fault == Fault::kRecomputation && !is_first) {
+        throw std::runtime_error("bang in recomputation");
+      }
+      if (fault == Fault::kOutOfMemory && is_first) {
+        TORCH_CHECK_WITH(OutOfMemoryError, false, "bang: out of memory");
+      }
+      if (fault == Fault::kProcess && is_first == !is_twice) raise(SIGKILL);
+      if (fault == Fault::kBackward && output.requires_grad()) {
+        output.register_hook([](const at::Tensor&) -> at::Tensor {
+          throw std::runtime_error("bang in backward");
+        });
+      }
+    };
+    hook_->fault = fault;
+    at::Tensor x = data_of(rank_, step, micro);
+    const auto forward = [&]() -> at::Tensor {
+      if (situation_ != Situation::kUserCollective) {
+        return loss_of(net_, x, at_block);
+      }
+      std::vector<at::Tensor> ones = {torch::ones({})};
+      group_->allreduce(ones)->wait();
+      return loss_of(net_, x * ones[0], at_block);
+    };
+    at::Tensor loss;
+    if (situation_ == Situation::kChainedRoots) {
+      const at::Tensor middle = model_->forward(
+          [&] { return net_(x, situation_, at_block); });
+      const at::Tensor next =
+          torch::cat({middle, middle.slice(1, 0, kSize - 3)}, 1);
+      loss = second_model_->forward(
+          [&] { return second_(next, situation_, nullptr); });
+      loss = loss.square().mean();
+    } else {
+      loss = model_->forward(forward);
+    }
+    if (situation_ == Situation::kUserCollective) {
+      std::vector<at::Tensor> sum = {loss.detach().clone()};
+      group_->allreduce(sum)->wait();
+    }
+    loss.backward();
+  }
+
+  void share_gradients() {
+    // All but the experts are shared: both plain nets get the sum.
+    const auto other = plain_[1]->named_parameters();
+    for (auto& item : plain_[0]->named_parameters()) {
+      if (item.key().starts_with("expert")) continue;
+      const at::Tensor sum = item.value().grad() + other[item.key()].grad();
+      item.value().mutable_grad() = sum;
+      other[item.key()].mutable_grad() = sum.clone();
+    }
+  }
+
+  void compare(const torch::nn::Module& found,
+               const torch::nn::Module& expected) {
+    const auto parameters = expected.named_parameters();
+    for (const auto& item : found.named_parameters()) {
+      ASSERT_TRUE(item.value().grad().defined()) << item.key();
+      const at::Tensor whole = gather_whole(item.value().grad());
+      EXPECT_TRUE(torch::allclose(whole, parameters[item.key()].grad(), 1e-4,
+                                  1e-6))
+          << item.key() << " on rank " << rank_ << "\n"
+          << whole << "\n"
+          << parameters[item.key()].grad();
+    }
+  }
+
+  const Situation situation_;
+  const Group group_;
+  const int rank_;
+  const int size_;
+  const std::shared_ptr<FaultyHook> hook_ = std::make_shared<FaultyHook>();
+  Net net_;
+  Net second_ = nullptr;
+  std::vector<Net> plain_;
+  Net plain_second_ = nullptr;
+  std::unique_ptr<ShardedModel> model_;
+  std::unique_ptr<ShardedModel> second_model_;
+  std::optional<torch::optim::SGD> optimizer_, second_optimizer_,
+      plain_second_optimizer_;
+  std::vector<torch::optim::SGD> plain_optimizers_;
+};
+
+bool are_same(const std::vector<at::Tensor>& a,
+              const std::vector<at::Tensor>& b) {
+  for (size_t i = 0; i < a.size(); ++i) {
+    if (a[i].defined() != b[i].defined()) return false;
+    if (a[i].defined() && !at::equal(a[i], b[i])) return false;
+  }
+  return a.size() == b.size();
+}
+
+// In kLearning the first step fails; elsewhere one after three equal ones.
+int failing_step(Situation situation) {
+  return situation == Situation::kLearning ? 0 : 3;
+}
+
+class ScenarioTest
+    : public ::testing::TestWithParam<std::tuple<Fault, Situation>> {};
+
+std::vector<std::tuple<Fault, Situation>> cells(bool ends_process) {
+  std::vector<std::tuple<Fault, Situation>> all;
+  for (const Fault fault : kFaults) {
+    for (const Situation situation : kSituations) {
+      if (exists(fault, situation) &&
+          (fault == Fault::kProcess) == ends_process) {
+        all.emplace_back(fault, situation);
+      }
+    }
+  }
+  return all;
+}
+
+std::string name_of_cell(
+    const ::testing::TestParamInfo<std::tuple<Fault, Situation>>& info) {
+  return std::string(name_of(std::get<0>(info.param))) + "In" +
+         name_of(std::get<1>(info.param));
+}
+
+INSTANTIATE_TEST_SUITE_P(, ScenarioTest, ::testing::ValuesIn(cells(false)),
+                         name_of_cell);
+
+TEST_P(ScenarioTest, OneErrorOnAllRanksThenTheResultOfOneProcess) {
+  const auto [fault, situation] = GetParam();
+  run_ranks(world_size_of(situation), [&](const Group& group) {
+    const int failing = failing_rank(situation);
+    const bool is_failing = group->getRank() == failing;
+    Program program(group, situation);
+    int step = 0;
+    for (; step < failing_step(situation); ++step) program.train(step);
+    for (int time = 0; time < 2; ++time) {
+      const auto gradients = program.pieces(/*of_gradients=*/true);
+      const auto parameters = program.pieces(/*of_gradients=*/false);
+      try {
+        program.run(step, is_failing ? fault : Fault::kNone);
+        ADD_FAILURE() << "rank " << group->getRank() << " did not fail";
+      } catch (const PeerError& error) {
+        EXPECT_FALSE(is_failing) << error.what();
+        EXPECT_THAT(error.what(),
+                    HasSubstr("rank " + std::to_string(failing)));
+        EXPECT_THAT(error.what(), HasSubstr(words_for_peers(fault)));
+      } catch (const std::exception& error) {
+        EXPECT_TRUE(is_failing) << error.what();
+        EXPECT_THAT(error.what(), HasSubstr("bang"));
+        EXPECT_EQ(dynamic_cast<const c10::OutOfMemoryError*>(&error) != nullptr,
+                  fault == Fault::kOutOfMemory);
+      }
+      ASSERT_TRUE(program.can_continue());
+      if (situation != Situation::kTwoRoots) {
+        EXPECT_TRUE(are_same(program.pieces(true), gradients));
+      }
+      EXPECT_TRUE(are_same(program.pieces(false), parameters));
+      program.train(step++);
+      program.train(step++);
+    }
+    program.evaluate(step);
+  });
+}
+
+// The failed rank never begins the backward of the inner model.
+TEST(ChainedRootsTest, AFailureBeforeTheInnerBackwardIsAnErrorOnBoth) {
+  run_ranks(
+      2,
+      [](const Group& group) {
+        Net inner(7);
+        Net outer(7);
+        const auto inner_model = fully_shard(*inner, group);
+        const auto outer_model = fully_shard(*outer, group);
+        const at::Tensor x = data_of(group->getRank(), 0, 0);
+        const at::Tensor middle = inner_model->forward(
+            [&] { return inner(x, Situation::kCursor, nullptr); });
+        const at::Tensor next =
+            torch::cat({middle, middle.slice(1, 0, kSize - 3)}, 1);
+        const at::Tensor loss = outer_model->forward([&] {
+          return outer(next, Situation::kCursor,
+                       [&](int block, at::Tensor& output) {
+                         if (block != 1 || group->getRank() == 0) return;
+                         output.register_hook(
+                             [](const at::Tensor&) -> at::Tensor {
+                               throw std::runtime_error("bang in backward");
+                             });
+                       })
+              .sum();
+        });
+        EXPECT_ANY_THROW(loss.backward());
+        for (const Net& net : {inner, outer}) {
+          for (const at::Tensor& parameter : net->parameters()) {
+            EXPECT_FALSE(parameter.grad().defined());
+          }
+        }
+      },
+      std::chrono::seconds(1));
+}
+
+const RankFunction kTrain("scenario", [](RankContext& rank) {
+  const auto situation =
+      static_cast<Situation>(std::stoi(rank.arguments().at(0)));
+  torch::set_num_threads(1);
+  GroupScope scope(init_process_group({.timeout = std::chrono::seconds(5)}));
+  Program program(scope.group(), situation);
+  const int failing = failing_step(situation);
+  for (int step = 0; step < failing; ++step) program.train(step);
+  const auto gradients = program.pieces(/*of_gradients=*/true);
+  const auto parameters = program.pieces(/*of_gradients=*/false);
+  try {
+    program.run(failing, rank.rank() == failing_rank(situation)
+                             ? Fault::kProcess
+                             : Fault::kNone);
+    rank.report("went on");
+  } catch (const c10::DistBackendError& error) {
+    rank.report("error " +
+                message_of(std::current_exception()).substr(0, 400));
+  }
+  if (program.can_continue()) rank.report("can continue");
+  if (situation != Situation::kTwoRoots &&
+      !are_same(program.pieces(true), gradients)) {
+    rank.report("changed gradients");
+  }
+  if (!are_same(program.pieces(false), parameters)) {
+    rank.report("changed parameters");
+  }
+  rank.report("end");
+});
+
+class LostProcessTest : public ScenarioTest {};
+INSTANTIATE_TEST_SUITE_P(, LostProcessTest, ::testing::ValuesIn(cells(true)),
+                         name_of_cell);
+
+TEST_P(LostProcessTest, SurvivorsNameItAndKeepWhatTheyHad) {
+  const Situation situation = std::get<1>(GetParam());
+  const int lost = failing_rank(situation);
+  ProcessRanks ranks(
+      {.world_size = world_size_of(situation),
+       .function = "scenario",
+       .arguments = {std::to_string(static_cast<int>(situation))},
+       .deadline = std::chrono::seconds(30)});
+  const auto results = ranks.finish();
+  EXPECT_EQ(results[lost].signal, SIGKILL) << results[lost].error_output;
+  for (int rank = 0; rank < world_size_of(situation); ++rank) {
+    if (rank == lost) continue;
+    EXPECT_EQ(results[rank].exit_code, 0) << results[rank].error_output;
+    ASSERT_EQ(results[rank].messages.size(), 2u)
+        << ::testing::PrintToString(results[rank].messages);
+    EXPECT_THAT(results[rank].messages[0],
+                AllOf(StartsWith("error "),
+                      HasSubstr("rank " + std::to_string(lost))));
+    EXPECT_EQ(results[rank].messages[1], "end");
+  }
+}
+
+}  // namespace sharded_scenarios_test
+}  // namespace brigade
