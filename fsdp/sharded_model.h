@@ -21,8 +21,9 @@
 // Failure: an error on one rank is a PeerError that names it on all others when
 // that forward or backward ends, with the error's text unless autograd's nodes
 // have thrown it. No rank has changed a gradient, and what was accumulated
-// without synchronisation is dropped; the model stays usable. On devices ranks learn of it at most
-// max_unconfirmed_iterations later, and the groups are closed.
+// without synchronisation is dropped; the model stays usable. On devices ranks
+// learn of it at most max_unconfirmed_iterations later, and the groups are
+// closed.
 //
 // Thread safety: forwards of one thread at a time; a backward's threads may use
 // parameters at once.
