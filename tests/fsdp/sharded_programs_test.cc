@@ -85,8 +85,8 @@ struct CallGroup {
 
 struct Path {
   std::vector<CallGroup> groups;
-  bool uses_rare;    // a parameter of the outermost unit
-  bool keeps_view;   // of the first block's weight, to the forward's end
+  bool uses_rare;   // a parameter of the outermost unit
+  bool keeps_view;  // of the first block's weight, to the forward's end
 };
 
 using Paths = std::vector<Path>;  // by rank
@@ -141,11 +141,11 @@ struct Plan {
 
 const char* name_of(Kind kind) {
   constexpr const char* kNames[] = {
-      "forward",     "backward", "input gradient", "drop forwards",
-      "evaluate",    "zero grad", "optimizer step", "clip",
-      "synchronize", "reduce",   "uneven step",    "unshard",
-      "reshard",     "norms",    "collective",     "failing forward",
-      "failing backward", "freeze", "settings"};
+      "forward",          "backward",  "input gradient", "drop forwards",
+      "evaluate",         "zero grad", "optimizer step", "clip",
+      "synchronize",      "reduce",    "uneven step",    "unshard",
+      "reshard",          "norms",     "collective",     "failing forward",
+      "failing backward", "freeze",    "settings"};
   return kNames[static_cast<size_t>(kind)];
 }
 
@@ -172,8 +172,8 @@ std::string describe(const Operation& op) {
   text << name_of(op.kind);
   for (const size_t forward : op.forwards) text << " f" << forward;
   text << " loss " << op.loss << (op.flag ? " flag" : "")
-       << (op.is_on_thread ? " thread" : "") << " rank " << op.rank
-       << " index " << op.index;
+       << (op.is_on_thread ? " thread" : "") << " rank " << op.rank << " index "
+       << op.index;
   for (size_t rank = 0; rank < op.paths.size(); ++rank) {
     text << " |";
     for (const CallGroup& group : op.paths[rank].groups) {
@@ -295,11 +295,20 @@ class PlanMaker {
       Path path = first;
       if (do_ranks_differ_ && rank > 0) {
         switch (draw_.below(5)) {
-          case 0: path.groups.clear(); break;
-          case 1: path.groups.pop_back(); break;
-          case 2: std::ranges::reverse(path.groups[0].calls); break;
-          case 3: path = draw_path(); break;
-          default: break;
+          case 0:
+            path.groups.clear();
+            break;
+          case 1:
+            path.groups.pop_back();
+            break;
+          case 2:
+            std::ranges::reverse(path.groups[0].calls);
+            break;
+          case 3:
+            path = draw_path();
+            break;
+          default:
+            break;
         }
       }
       paths.push_back(std::move(path));
@@ -358,7 +367,9 @@ class PlanMaker {
   void add_step(size_t form) {
     if (draw_.chance(0.8)) add(Kind::kZeroGrad).flag = draw_.chance(0.7);
     switch (form) {
-      case 0: case 1: case 2:
+      case 0:
+      case 1:
+      case 2:
         add_forward();
         add_backward({0});
         break;
@@ -447,7 +458,8 @@ class PlanMaker {
         add_backward({1 - first}, 2);
         break;
       }
-      default: break;
+      default:
+        break;
     }
     num_open_ = 0;
     add(Kind::kDropForwards);
@@ -475,10 +487,9 @@ TORCH_MODULE(Norm);
 
 struct InnerImpl : torch::nn::Module {
   explicit InnerImpl(at::Tensor shared, at::ScalarType dtype)
-      : weight(register_parameter("weight",
-                                  shared.defined()
-                                      ? shared
-                                      : torch::zeros({kSize, kSize}, dtype))),
+      : weight(register_parameter(
+            "weight",
+            shared.defined() ? shared : torch::zeros({kSize, kSize}, dtype))),
         bias(register_parameter("bias", torch::zeros({kSize}, dtype))) {}
   at::Tensor weight, bias;
 };
@@ -486,8 +497,8 @@ TORCH_MODULE(Inner);
 
 struct BlockImpl : torch::nn::Module {
   explicit BlockImpl(const BlockPlan& plan)
-      : weight(register_parameter(
-            "weight", torch::zeros({kSize, kSize}, plan.dtype))),
+      : weight(register_parameter("weight",
+                                  torch::zeros({kSize, kSize}, plan.dtype))),
         bias(register_parameter("bias", torch::zeros({kSize}, plan.bias_dtype),
                                 !plan.is_bias_frozen)),
         norm(register_module("norm", Norm(plan.dtype))),
@@ -499,8 +510,7 @@ struct BlockImpl : torch::nn::Module {
     at::Tensor y = torch::tanh(x.matmul(same(weight)) + same(bias));
     if (call.uses_norm) y = y * same(norm->gain);
     if (call.uses_inner) {
-      y = y + torch::sin(y.matmul(same(inner->weight).t())) *
-                  same(inner->bias);
+      y = y + torch::sin(y.matmul(same(inner->weight).t())) * same(inner->bias);
     }
     return x + y;
   }
@@ -524,8 +534,7 @@ struct NetImpl : torch::nn::Module {
     for (const BlockPlan& block : plan.blocks) blocks->push_back(Block(block));
     const torch::NoGradGuard no_grad;
     for (at::Tensor& parameter : parameters()) {
-      parameter.copy_(
-          random(parameter.sizes(), seed++, at::kDouble).mul_(0.5));
+      parameter.copy_(random(parameter.sizes(), seed++, at::kDouble).mul_(0.5));
     }
   }
   // Of two outputs.
@@ -543,8 +552,12 @@ struct NetImpl : torch::nn::Module {
         return y;
       };
       switch (group.checkpoint) {
-        case CallGroup::Checkpoint::kNone: x = call(x); break;
-        case CallGroup::Checkpoint::kDefault: x = checkpoint(call, x); break;
+        case CallGroup::Checkpoint::kNone:
+          x = call(x);
+          break;
+        case CallGroup::Checkpoint::kDefault:
+          x = checkpoint(call, x);
+          break;
         case CallGroup::Checkpoint::kReentrant:
           x = checkpoint({.reentrant = true}, call, x);
           break;
@@ -625,11 +638,16 @@ class Runner {
 
   void run(const Operation& op) {
     switch (op.kind) {
-      case Kind::kForward: return forward(op);
-      case Kind::kBackward: return backward(op);
-      case Kind::kInputGradient: return input_gradient(op);
-      case Kind::kDropForwards: return open_.clear();
-      case Kind::kEvaluate: return evaluate(op);
+      case Kind::kForward:
+        return forward(op);
+      case Kind::kBackward:
+        return backward(op);
+      case Kind::kInputGradient:
+        return input_gradient(op);
+      case Kind::kDropForwards:
+        return open_.clear();
+      case Kind::kEvaluate:
+        return evaluate(op);
       case Kind::kZeroGrad:
         optimizer_->zero_grad(op.flag);
         plain_optimizer_->zero_grad(op.flag);
@@ -638,7 +656,8 @@ class Runner {
         optimizer_->step();
         plain_optimizer_->step();
         return compare(/*of_gradients=*/false);
-      case Kind::kClip: return clip();
+      case Kind::kClip:
+        return clip();
       case Kind::kSynchronize: {
         synchronizes_ = op.flag;
         return model_->set_synchronizes(op.flag);
@@ -647,20 +666,28 @@ class Runner {
         model_->reduce();
         note_synchronized();
         return compare(/*of_gradients=*/true);
-      case Kind::kUnevenStep: return uneven_step(op);
-      case Kind::kUnshard: return unshard(op);
-      case Kind::kReshard: return model_->reshard(unsharded_);
-      case Kind::kReadNorms: return read_norms();
-      case Kind::kCollective: return collective();
-      case Kind::kFailForward: return fail_forward(op);
-      case Kind::kFailBackward: return fail_backward(op);
+      case Kind::kUnevenStep:
+        return uneven_step(op);
+      case Kind::kUnshard:
+        return unshard(op);
+      case Kind::kReshard:
+        return model_->reshard(unsharded_);
+      case Kind::kReadNorms:
+        return read_norms();
+      case Kind::kCollective:
+        return collective();
+      case Kind::kFailForward:
+        return fail_forward(op);
+      case Kind::kFailBackward:
+        return fail_backward(op);
       case Kind::kFreeze: {
         const auto name = name_of_parameter(op.index);
         plain_->named_parameters()[name].set_requires_grad(op.flag);
         net_->named_parameters()[name].set_requires_grad(op.flag);
         return;
       }
-      case Kind::kChangeSettings: return change_settings(op);
+      case Kind::kChangeSettings:
+        return change_settings(op);
     }
   }
 
@@ -721,9 +748,8 @@ class Runner {
       losses_of(plain_->run(path_of(op, rank), x, nullptr), losses);
       for (int i = 0; i < 2; ++i) {
         const at::Tensor part = losses[i] / plan_.world_size;
-        open.plain_losses[i] = open.plain_losses[i].defined()
-                                   ? open.plain_losses[i] + part
-                                   : part;
+        open.plain_losses[i] =
+            open.plain_losses[i].defined() ? open.plain_losses[i] + part : part;
       }
     }
   }
@@ -761,8 +787,8 @@ class Runner {
   at::Tensor loss_of(const Operation& op, bool of_plain) {
     at::Tensor loss;
     for (const size_t forward : op.forwards) {
-      const auto& losses = of_plain ? open_[forward].plain_losses
-                                    : open_[forward].losses;
+      const auto& losses =
+          of_plain ? open_[forward].plain_losses : open_[forward].losses;
       for (size_t i = 0; i < 2; ++i) {
         if (op.loss != 2 && op.loss != i) continue;
         loss = loss.defined() ? loss + losses[i] : losses[i];
@@ -773,9 +799,8 @@ class Runner {
 
   void backward(const Operation& op) {
     loss_of(op, /*of_plain=*/true).backward({}, op.flag);
-    run_on(op.is_on_thread, [&] {
-      loss_of(op, /*of_plain=*/false).backward({}, op.flag);
-    });
+    run_on(op.is_on_thread,
+           [&] { loss_of(op, /*of_plain=*/false).backward({}, op.flag); });
     if (synchronizes_) {
       note_synchronized();
       compare(/*of_gradients=*/true);
@@ -982,34 +1007,36 @@ class Runner {
   std::vector<Open> open_;
   std::vector<size_t> unsharded_;
   std::vector<at::Tensor> synchronized_;  // plain gradients, in order
-  std::optional<size_t> fails_at_;  // group of calls, in backward
+  std::optional<size_t> fails_at_;        // group of calls, in backward
 };
 
 class ShardedProgramsTest : public ::testing::TestWithParam<int> {};
-INSTANTIATE_TEST_SUITE_P(, ShardedProgramsTest,
-                         ::testing::Range(0, kNumSeeds));
+INSTANTIATE_TEST_SUITE_P(, ShardedProgramsTest, ::testing::Range(0, kNumSeeds));
 
 TEST_P(ShardedProgramsTest, TrainsAsOneProcess) {
   const Plan plan = PlanMaker(static_cast<uint64_t>(GetParam())).make();
-  run_ranks(plan.world_size, [&](const Group& group) {
-    const ::testing::ScopedTrace trace_of_plan(__FILE__, __LINE__,
-                                               describe(plan));
-    Runner runner(plan, group);
-    std::string done;
-    for (const Operation& op : plan.operations) {
-      done += "\n  " + describe(op);
-      const ::testing::ScopedTrace trace(__FILE__, __LINE__, done);
-      try {
-        runner.run(op);
-      } catch (const std::exception& error) {
-        ADD_FAILURE() << "rank " << group->getRank() << ": "
-                      << std::string(error.what()).substr(0, 1000);
-        throw;
-      }
-      // An operation that has gone wrong is shown alone.
-      if (::testing::Test::HasFailure()) return;
-    }
-  }, std::chrono::seconds(4));
+  run_ranks(
+      plan.world_size,
+      [&](const Group& group) {
+        const ::testing::ScopedTrace trace_of_plan(__FILE__, __LINE__,
+                                                   describe(plan));
+        Runner runner(plan, group);
+        std::string done;
+        for (const Operation& op : plan.operations) {
+          done += "\n  " + describe(op);
+          const ::testing::ScopedTrace trace(__FILE__, __LINE__, done);
+          try {
+            runner.run(op);
+          } catch (const std::exception& error) {
+            ADD_FAILURE() << "rank " << group->getRank() << ": "
+                          << std::string(error.what()).substr(0, 1000);
+            throw;
+          }
+          // An operation that has gone wrong is shown alone.
+          if (::testing::Test::HasFailure()) return;
+        }
+      },
+      std::chrono::seconds(4));
 }
 
 }  // namespace sharded_programs_test

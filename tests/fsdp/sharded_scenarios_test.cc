@@ -34,11 +34,11 @@ using ::testing::AllOf;
 using ::testing::Contains;
 using ::testing::HasSubstr;
 using ::testing::IsSupersetOf;
-using ::testing::StartsWith;
 using testing::ProcessRanks;
 using testing::RankContext;
 using testing::RankFunction;
 using testing::run_ranks;
+using ::testing::StartsWith;
 
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
@@ -59,68 +59,91 @@ enum class Fault {
 enum class Situation {
   kLearning,
   kCursor,
-  kCheckpointEach,      // one around each block
-  kCheckpointAll,       // one around four blocks
-  kReentrantAll,        // the same, reentrant
-  kNoSync,              // fails in a backward that accumulates
-  kAfterNoSync,         // fails in the one that reduces
-  kJoin,                // the last rank has no data
-  kJoinShadow,          // fails on the rank without data
-  kMeshes,              // two experts on 4 ranks
-  kReplicas,            // 4 ranks, num_shards = 2
-  kChainedRoots,        // one loss through two models
-  kTwoRoots,            // a second model is trained in turn
-  kEvaluation,          // a forward without gradients before each step
-  kUserCollective,      // in each forward, and before each backward
+  kCheckpointEach,  // one around each block
+  kCheckpointAll,   // one around four blocks
+  kReentrantAll,    // the same, reentrant
+  kNoSync,          // fails in a backward that accumulates
+  kAfterNoSync,     // fails in the one that reduces
+  kJoin,            // the last rank has no data
+  kJoinShadow,      // fails on the rank without data
+  kMeshes,          // two experts on 4 ranks
+  kReplicas,        // 4 ranks, num_shards = 2
+  kChainedRoots,    // one loss through two models
+  kTwoRoots,        // a second model is trained in turn
+  kEvaluation,      // a forward without gradients before each step
+  kUserCollective,  // in each forward, and before each backward
 };
 
 const char* name_of(Fault fault) {
   switch (fault) {
-    case Fault::kNone: return "None";
-    case Fault::kForward: return "Forward";
-    case Fault::kBackward: return "Backward";
-    case Fault::kHook: return "Hook";
-    case Fault::kHookFuture: return "HookFuture";
-    case Fault::kOutOfMemory: return "OutOfMemory";
-    case Fault::kRecomputation: return "Recomputation";
-    case Fault::kProcess: return "Process";
+    case Fault::kNone:
+      return "None";
+    case Fault::kForward:
+      return "Forward";
+    case Fault::kBackward:
+      return "Backward";
+    case Fault::kHook:
+      return "Hook";
+    case Fault::kHookFuture:
+      return "HookFuture";
+    case Fault::kOutOfMemory:
+      return "OutOfMemory";
+    case Fault::kRecomputation:
+      return "Recomputation";
+    case Fault::kProcess:
+      return "Process";
   }
   return "";
 }
 
 const char* name_of(Situation situation) {
   switch (situation) {
-    case Situation::kLearning: return "Learning";
-    case Situation::kCursor: return "Cursor";
-    case Situation::kCheckpointEach: return "CheckpointEach";
-    case Situation::kCheckpointAll: return "CheckpointAll";
-    case Situation::kReentrantAll: return "ReentrantAll";
-    case Situation::kNoSync: return "NoSync";
-    case Situation::kAfterNoSync: return "AfterNoSync";
-    case Situation::kJoin: return "Join";
-    case Situation::kJoinShadow: return "JoinShadow";
-    case Situation::kMeshes: return "Meshes";
-    case Situation::kReplicas: return "Replicas";
-    case Situation::kChainedRoots: return "ChainedRoots";
-    case Situation::kTwoRoots: return "TwoRoots";
-    case Situation::kEvaluation: return "Evaluation";
-    case Situation::kUserCollective: return "UserCollective";
+    case Situation::kLearning:
+      return "Learning";
+    case Situation::kCursor:
+      return "Cursor";
+    case Situation::kCheckpointEach:
+      return "CheckpointEach";
+    case Situation::kCheckpointAll:
+      return "CheckpointAll";
+    case Situation::kReentrantAll:
+      return "ReentrantAll";
+    case Situation::kNoSync:
+      return "NoSync";
+    case Situation::kAfterNoSync:
+      return "AfterNoSync";
+    case Situation::kJoin:
+      return "Join";
+    case Situation::kJoinShadow:
+      return "JoinShadow";
+    case Situation::kMeshes:
+      return "Meshes";
+    case Situation::kReplicas:
+      return "Replicas";
+    case Situation::kChainedRoots:
+      return "ChainedRoots";
+    case Situation::kTwoRoots:
+      return "TwoRoots";
+    case Situation::kEvaluation:
+      return "Evaluation";
+    case Situation::kUserCollective:
+      return "UserCollective";
   }
   return "";
 }
 
-constexpr Fault kFaults[] = {
-    Fault::kForward,    Fault::kBackward,      Fault::kHook,
-    Fault::kHookFuture, Fault::kOutOfMemory, Fault::kRecomputation,
-    Fault::kProcess};
+constexpr Fault kFaults[] = {Fault::kForward,     Fault::kBackward,
+                             Fault::kHook,        Fault::kHookFuture,
+                             Fault::kOutOfMemory, Fault::kRecomputation,
+                             Fault::kProcess};
 constexpr Situation kSituations[] = {
-    Situation::kLearning,      Situation::kCursor,
+    Situation::kLearning,       Situation::kCursor,
     Situation::kCheckpointEach, Situation::kCheckpointAll,
-    Situation::kReentrantAll,  Situation::kNoSync,
-    Situation::kAfterNoSync,   Situation::kJoin,
-    Situation::kJoinShadow,    Situation::kMeshes,
-    Situation::kReplicas,      Situation::kChainedRoots,
-    Situation::kTwoRoots,      Situation::kEvaluation,
+    Situation::kReentrantAll,   Situation::kNoSync,
+    Situation::kAfterNoSync,    Situation::kJoin,
+    Situation::kJoinShadow,     Situation::kMeshes,
+    Situation::kReplicas,       Situation::kChainedRoots,
+    Situation::kTwoRoots,       Situation::kEvaluation,
     Situation::kUserCollective};
 
 bool is_checkpointed(Situation s) {
@@ -208,9 +231,11 @@ struct NetImpl : torch::nn::Module {
     at::Tensor x = input + torch::relu(expert(input));
     if (situation == Situation::kCheckpointEach) {
       for (int i = 0; i < kBlocks; ++i) {
-        x = checkpoint([this, i, at_block](
-                           const at::Tensor& in) { return block(i, in, at_block); },
-                       x);
+        x = checkpoint(
+            [this, i, at_block](const at::Tensor& in) {
+              return block(i, in, at_block);
+            },
+            x);
       }
     } else {
       const auto all = [this, at_block](at::Tensor y) {
@@ -269,8 +294,8 @@ class FaultyHook : public ReductionHook {
 };
 
 at::Tensor data_of(int rank, int step, int micro) {
-  return random({4, kSize}, static_cast<uint64_t>(1000 * step + 100 * micro +
-                                                  rank));
+  return random({4, kSize},
+                static_cast<uint64_t>(1000 * step + 100 * micro + rank));
 }
 
 // One rank's program, and the same in one process.
@@ -364,8 +389,8 @@ class Program {
     for (size_t i = 0; i < plain_.size(); ++i) plain_[i]->zero_grad();
     if (plain_second_) plain_second_->zero_grad();
     at::Tensor loss = torch::zeros({});
-    const bool is_joined = situation_ == Situation::kJoin ||
-                           situation_ == Situation::kJoinShadow;
+    const bool is_joined =
+        situation_ == Situation::kJoin || situation_ == Situation::kJoinShadow;
     for (int rank = 0; rank < (is_joined ? size_ - 1 : size_); ++rank) {
       for (int micro = 0; micro < num_micros(); ++micro) {
         at::Tensor x = data_of(rank, step, micro);
@@ -376,8 +401,7 @@ class Program {
                            : loss_of(plain, x, nullptr));
       }
       if (situation_ == Situation::kTwoRoots) {
-        loss = loss +
-               loss_of(plain_second_, data_of(rank, step, 5), nullptr);
+        loss = loss + loss_of(plain_second_, data_of(rank, step, 5), nullptr);
       }
     }
     (loss / size_).backward();
@@ -490,8 +514,8 @@ class Program {
     };
     at::Tensor loss;
     if (situation_ == Situation::kChainedRoots) {
-      const at::Tensor middle = model_->forward(
-          [&] { return net_(x, situation_, at_block); });
+      const at::Tensor middle =
+          model_->forward([&] { return net_(x, situation_, at_block); });
       const at::Tensor next =
           torch::cat({middle, middle.slice(1, 0, kSize - 3)}, 1);
       loss = second_model_->forward(
@@ -524,8 +548,8 @@ class Program {
     for (const auto& item : found.named_parameters()) {
       ASSERT_TRUE(item.value().grad().defined()) << item.key();
       const at::Tensor whole = gather_whole(item.value().grad());
-      EXPECT_TRUE(torch::allclose(whole, parameters[item.key()].grad(), 1e-4,
-                                  1e-6))
+      EXPECT_TRUE(
+          torch::allclose(whole, parameters[item.key()].grad(), 1e-4, 1e-6))
           << item.key() << " on rank " << rank_ << "\n"
           << whole << "\n"
           << parameters[item.key()].grad();
@@ -603,8 +627,7 @@ TEST_P(ScenarioTest, OneErrorOnAllRanksThenTheResultOfOneProcess) {
         ADD_FAILURE() << "rank " << group->getRank() << " did not fail";
       } catch (const PeerError& error) {
         EXPECT_FALSE(is_failing) << error.what();
-        EXPECT_THAT(error.what(),
-                    HasSubstr("rank " + std::to_string(failing)));
+        EXPECT_THAT(error.what(), HasSubstr("rank " + std::to_string(failing)));
         EXPECT_THAT(error.what(), HasSubstr(words_for_peers(fault)));
       } catch (const std::exception& error) {
         EXPECT_TRUE(is_failing) << error.what();
@@ -675,8 +698,7 @@ const RankFunction kTrain("scenario", [](RankContext& rank) {
                              : Fault::kNone);
     rank.report("went on");
   } catch (const c10::DistBackendError& error) {
-    rank.report("error " +
-                message_of(std::current_exception()).substr(0, 400));
+    rank.report("error " + message_of(std::current_exception()).substr(0, 400));
   }
   if (program.can_continue()) rank.report("can continue");
   if (situation != Situation::kTwoRoots &&
@@ -708,9 +730,9 @@ TEST_P(LostProcessTest, SurvivorsNameItAndKeepWhatTheyHad) {
     EXPECT_EQ(results[rank].exit_code, 0) << results[rank].error_output;
     ASSERT_EQ(results[rank].messages.size(), 2u)
         << ::testing::PrintToString(results[rank].messages);
-    EXPECT_THAT(results[rank].messages[0],
-                AllOf(StartsWith("error "),
-                      HasSubstr("rank " + std::to_string(lost))));
+    EXPECT_THAT(
+        results[rank].messages[0],
+        AllOf(StartsWith("error "), HasSubstr("rank " + std::to_string(lost))));
     EXPECT_EQ(results[rank].messages[1], "end");
   }
 }

@@ -99,8 +99,8 @@ TEST(ShardingStrategyTest, ShardedOptimizerStateIsGatheredOnceForEachStep) {
 }
 
 TEST(ShardingStrategyTest, KeepsTheOtherOptions) {
-  const ShardingOptions options =
-      shard_optimizer_state({.prefetch_depth = 3, .param_dtype = at::kHalf});
+  const ShardingOptions options = shard_optimizer_state(
+      ShardingOptions{.prefetch_depth = 3, .param_dtype = at::kHalf});
   EXPECT_EQ(options.prefetch_depth, 3u);
   EXPECT_EQ(options.param_dtype, at::kHalf);
   EXPECT_FALSE(options.reshards_after_backward);
@@ -110,10 +110,12 @@ TEST(ShardingStrategyTest, KeepsTheOtherOptions) {
 // All ranks of these tests are on one.
 TEST(ShardingStrategyTest, HybridShardsAreThoseOfAHost) {
   run_ranks(2, [](const Group& group) {
-    const ShardingOptions on_host = hybrid_shard(group, {.prefetch_depth = 3});
+    const ShardingOptions on_host =
+        hybrid_shard(group, ShardingOptions{.prefetch_depth = 3});
     EXPECT_EQ(on_host.num_shards, 2);
     EXPECT_EQ(on_host.prefetch_depth, 3u);
-    EXPECT_EQ(hybrid_shard(group, {.num_shards = 1}).num_shards, 1);
+    EXPECT_EQ(hybrid_shard(group, ShardingOptions{.num_shards = 1}).num_shards,
+              1);
   });
 }
 
