@@ -278,7 +278,9 @@ class LocalCall {
                c10::str("a plain tensor of sizes ", tensor.sizes(), " beside ",
                         name_of(whole), ". Shard it alike: shard_like()."));
       }
-      if (whole.dim() == 0 && tensor.scalar_type() != whole.scalar_type()) {
+      const bool is_number = tensor.unsafeGetTensorImpl()->is_wrapped_number();
+      if (whole.dim() == 0 && !is_number &&
+          tensor.scalar_type() != whole.scalar_type()) {
         refuse(op_, c10::str("a plain tensor of dtype ", tensor.scalar_type(),
                              " beside ", name_of(whole),
                              ", which has no dimensions and dtype ",
@@ -501,6 +503,15 @@ LocalValue reduce_locally(const Reduction& reduction, const at::Tensor& local) {
           dtype};
 }
 
+ShardGroup& group_of(const Shard& shard) {
+  TORCH_CHECK(shard.group != nullptr, "fully_shard: ",
+              shard.name.empty() ? "a sharded tensor" : "parameter '",
+              shard.name, shard.name.empty() ? "" : "'",
+              " is to be reduced over ranks before the first forward has "
+              "connected them.\nDo so after it.");
+  return *shard.group;
+}
+
 // All-reduces values of one operation and type as one tensor, in their place.
 void all_reduce_together(ShardGroup& group, ReduceOp op,
                          const std::vector<at::Tensor*>& values) {
@@ -530,7 +541,7 @@ std::vector<at::Tensor> reduce_all(const Reduction& reduction,
   }
   std::vector<ShardGroup*> groups;  // in the order of their first tensor
   for (const at::Tensor& tensor : sharded) {
-    ShardGroup* const group = shard_of(tensor)->group.get();
+    ShardGroup* const group = &group_of(*shard_of(tensor));
     if (std::ranges::find(groups, group) == groups.end()) {
       groups.push_back(group);
     }
@@ -626,7 +637,7 @@ void reduce(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
         name == "dot"
             ? shard.local.to(at::kDouble).dot(with.to(at::kDouble)).reshape({1})
             : at::full({1}, shard.local.equal(with) ? 1 : 0, at::kLong);
-    shard.group->all_reduce(value,
+    group_of(shard).all_reduce(value,
                             name == "dot" ? ReduceOp::kSum : ReduceOp::kMin);
     torch::jit::drop(stack, num_arguments);
     if (name == "dot") {
@@ -675,7 +686,9 @@ void reduce(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
     refuse(op, "over some dimensions of " + name_of(self) +
                    ". Call it inside of unsharded(), or on full_tensor().");
   }
-  if (self.is_complex()) refuse(op, "of complex elements.");
+  if (self.is_complex() && !is_norm(name)) {
+    refuse(op, "of complex elements.");
+  }
   if (self.numel() == 0) refuse(op, "of no elements.");
   const auto keeps = argument_of(op, stack, "keepdim");
   at::Tensor result = reduce_all(reduction, {self})[0];
