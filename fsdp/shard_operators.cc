@@ -638,7 +638,7 @@ void reduce(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
             ? shard.local.to(at::kDouble).dot(with.to(at::kDouble)).reshape({1})
             : at::full({1}, shard.local.equal(with) ? 1 : 0, at::kLong);
     group_of(shard).all_reduce(value,
-                            name == "dot" ? ReduceOp::kSum : ReduceOp::kMin);
+                               name == "dot" ? ReduceOp::kSum : ReduceOp::kMin);
     torch::jit::drop(stack, num_arguments);
     if (name == "dot") {
       stack.emplace_back(value[0].to(self.scalar_type()));

@@ -12,7 +12,6 @@
 #include "brigade/comm/errors/peer_error.h"
 #include "brigade/fsdp/backward_ends.h"
 #include "brigade/fsdp/layout/digest.h"
-#include "brigade/fsdp/units/post_accumulate_hooks.h"
 #include "brigade/hooks/backward_end.h"
 #include "brigade/hooks/output_watch.h"
 
@@ -363,6 +362,7 @@ void ShardedModel::release_after_segment() {
 }
 
 void ShardedModel::abandon(const std::string& error) noexcept {
+  hidden_hooks_.reset();
   if (!run_) return;
   run_->fail(error);
   recorder_.step_fails();
@@ -509,6 +509,10 @@ std::vector<uint32_t> ShardedModel::expected_gradients(
     has_reached |= record == reached;
   }
   if (!has_reached) add(*reached);
+  for (size_t i = 0; i < units_.size(); ++i) {
+    // Those of earlier backwards count as one more.
+    if (expected[i] > 0 && has_held_gradients(units_[i])) ++expected[i];
+  }
   return expected;
 }
 
@@ -530,6 +534,7 @@ void ShardedModel::open_backward(
   recorder_.backward_begins();
   const int backward = running_backward_id();
   if (backward >= 0) {
+    hidden_hooks_.emplace(hooked_);
     end_with_backward(
         alive_,
         [this, backward] {
@@ -602,6 +607,7 @@ void ShardedModel::end_backward() {
       }
     }
     run_->finish(used_, has_used_all);
+    hidden_hooks_.reset();
     deliver(hooked);
     close();
   } catch (...) {

@@ -55,6 +55,7 @@
 #include "brigade/engine/observing/stall_watch.h"
 #include "brigade/fsdp/forward_dtypes.h"
 #include "brigade/fsdp/segment_run.h"
+#include "brigade/fsdp/units/post_accumulate_hooks.h"
 #include "brigade/hooks/gradient_hooks.h"
 #include "brigade/hooks/output_tensors.h"
 
@@ -260,6 +261,7 @@ class ShardedModel final : public ParameterOwner {
   std::vector<at::Tensor> hooked_;     // of these, those of floating dtypes
   std::vector<size_t> number_of_hooked_;
   std::unique_ptr<GradientHooks> hooks_;
+  std::optional<HiddenPostAccumulateHooks> hidden_hooks_;  // in backward
 
   mutable std::recursive_mutex mutex_;
   std::atomic<Open> kind_ = Open::kNone;

@@ -49,10 +49,11 @@ void ShardedModel::unshard(std::span<const size_t> units, bool may_write) {
     digest.add(unit).add(units_.at(unit).gathered ? 1 : 0);
     if (!units_[unit].gathered) missing.push_back(unit);
   }
-  exchange_.ask(units.size() == 1
-                    ? absl::StrCat("unshards unit '", units_[units[0]].name, "'")
-                    : absl::StrCat("unshards ", units.size(), " units"),
-                digest.add(may_write ? 1 : 0).value());
+  exchange_.ask(
+      units.size() == 1
+          ? absl::StrCat("unshards unit '", units_[units[0]].name, "'")
+          : absl::StrCat("unshards ", units.size(), " units"),
+      digest.add(may_write ? 1 : 0).value());
   SegmentRun run(
       {units_, *meshes_, memory_, exchange_, *progress_, recorder_, options_},
       {.rules = rules_for(SegmentKind::kForward, false,

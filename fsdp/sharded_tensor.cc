@@ -89,9 +89,10 @@ at::Tensor make_sharded(Shard shard, at::IntArrayRef sizes,
 
 at::Tensor gather_whole(const at::Tensor& sharded) {
   const Shard& shard = *shard_of(sharded);
-  TORCH_CHECK(shard.group != nullptr,
-              "fully_shard: a sharded tensor is to be gathered before the first "
-              "forward has connected its ranks.\nDo so after it.");
+  TORCH_CHECK(
+      shard.group != nullptr,
+      "fully_shard: a sharded tensor is to be gathered before the first "
+      "forward has connected its ranks.\nDo so after it.");
   const at::NoGradGuard no_grad;
   const int64_t numel = sharded.numel();
   const int64_t per_rank = shard.flat_per_rank;

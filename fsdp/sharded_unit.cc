@@ -316,8 +316,9 @@ class UserGroup final : public ShardGroup {
 
   void all_reduce(at::Tensor& values, Op op) override {
     const at::Tensor all = all_gather(values);
-    values = op == Op::kSum ? all.sum(0) : op == Op::kMax ? all.amax(0)
-                                                          : all.amin(0);
+    values = op == Op::kSum   ? all.sum(0)
+             : op == Op::kMax ? all.amax(0)
+                              : all.amin(0);
   }
 
   at::Tensor all_gather(const at::Tensor& values) override {

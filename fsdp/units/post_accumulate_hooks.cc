@@ -55,15 +55,29 @@ void call_hooks(const std::vector<at::Tensor>& tensors) {
 
 void set_error_taker(ErrorTaker taker) { take_error = taker; }
 
+HiddenPostAccumulateHooks::HiddenPostAccumulateHooks(
+    const std::vector<at::Tensor>& leaves) {
+  for (const at::Tensor& leaf : leaves) {
+    auto& hook = torch::autograd::impl::post_acc_grad_hooks(leaf);
+    if (hook != nullptr) hidden_.push_back({leaf, std::move(hook)});
+  }
+}
+
+HiddenPostAccumulateHooks::~HiddenPostAccumulateHooks() {
+  for (Hidden& hidden : hidden_) {
+    auto& hook = torch::autograd::impl::post_acc_grad_hooks(hidden.leaf);
+    if (hook == nullptr) hook = std::move(hidden.hook);
+  }
+}
+
 bool has_post_accumulate_hooks(const at::Tensor& tensor) {
   if (torch::autograd::impl::post_acc_grad_hooks(tensor) != nullptr) {
     return true;
   }
   const auto accumulator = accumulator_of(tensor);
   return accumulator &&
-         std::ranges::any_of(accumulator->post_hooks(), [](const auto& hook) {
-           return is_users(*hook);
-         });
+         std::ranges::any_of(accumulator->post_hooks(),
+                             [](const auto& hook) { return is_users(*hook); });
 }
 
 void call_hooks_behind_backward(std::vector<at::Tensor> tensors) {

@@ -8,11 +8,31 @@
 #define BRIGADE_FSDP_UNITS_POST_ACCUMULATE_HOOKS_H_
 
 #include <ATen/core/Tensor.h>
+#include <torch/csrc/autograd/function_hook.h>
 
 #include <exception>
+#include <memory>
 #include <vector>
 
 namespace brigade {
+
+// Takes the hooks of leaves away from autograd until it is destroyed, which
+// would call them with whole gradients of this rank.
+class HiddenPostAccumulateHooks {
+ public:
+  explicit HiddenPostAccumulateHooks(const std::vector<at::Tensor>& leaves);
+  ~HiddenPostAccumulateHooks();
+  HiddenPostAccumulateHooks(const HiddenPostAccumulateHooks&) = delete;
+  HiddenPostAccumulateHooks& operator=(const HiddenPostAccumulateHooks&) =
+      delete;
+
+ private:
+  struct Hidden {
+    at::Tensor leaf;
+    std::unique_ptr<torch::autograd::PostAccumulateGradHook> hook;
+  };
+  std::vector<Hidden> hidden_;
+};
 
 bool has_post_accumulate_hooks(const at::Tensor& tensor);
 

@@ -203,6 +203,33 @@ TEST(ShardedModelTest, AccumulatesWithoutSynchronisation) {
   });
 }
 
+struct CountingHook : torch::autograd::PostAccumulateGradHook {
+  explicit CountingHook(std::vector<bool>& had_gradient)
+      : had_gradient(had_gradient) {}
+  void operator()(const at::Tensor& parameter) override {
+    had_gradient.push_back(parameter.grad().defined());
+  }
+  std::vector<bool>& had_gradient;
+};
+
+TEST(ShardedModelTest, HooksAfterAccumulationRunOnceWithTheShardsGradient) {
+  run_ranks(2, [](const Group& group) {
+    Net net;
+    const auto sharded = fully_shard(*net, group);
+    std::vector<bool> had_gradient;
+    torch::autograd::impl::set_post_acc_grad_hooks(
+        net->head->weight, std::make_unique<CountingHook>(had_gradient));
+    for (int step = 0; step < 3; ++step) {
+      sharded
+          ->forward(
+              [&] { return net->forward(data_of(group->getRank(), step)); })
+          .sum()
+          .backward();
+    }
+    EXPECT_THAT(had_gradient, ElementsAre(true, true, true));
+  });
+}
+
 TEST(ShardedModelTest, AFailedForwardIsTheSameErrorOnAllRanks) {
   run_ranks(3, [](const Group& group) {
     const int rank = group->getRank();
