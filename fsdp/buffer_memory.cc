@@ -38,7 +38,6 @@ Lease BufferMemory::acquire(int64_t bytes) {
       memory.bytes.numel() < list_.bytes_of(number)) {
     free(std::exchange(memory, {}));
     memory.bytes = allocate(list_.bytes_of(number), device_, owner_);
-    ++num_allocations_;
     memory.last_use = owner_ ? StreamPoint::of({&*owner_, 1}) : StreamPoint();
   }
   return {.bytes = memory.bytes,

@@ -56,7 +56,6 @@ class BufferMemory {
   int64_t total_bytes() const { return list_.total_bytes(); }
   int64_t peak_bytes() const { return peak_bytes_; }
   size_t num_extra() const { return num_extra_; }
-  size_t num_allocations() const { return num_allocations_; }
 
  private:
   struct Memory {
@@ -74,7 +73,6 @@ class BufferMemory {
   std::optional<std::vector<int64_t>> next_plan_;
   size_t num_lent_ = 0;
   size_t num_extra_ = 0;
-  size_t num_allocations_ = 0;
   int64_t peak_bytes_ = 0;
 };
 

@@ -5,8 +5,6 @@
 
 namespace brigade {
 
-// ---- Schedules.
-
 uint64_t RecordedSchedule::fingerprint() const {
   uint64_t hash = 0xcbf29ce484222325;  // FNV-1a over 8-byte words
   for (const ScheduleEntry& entry : entries) {
@@ -16,36 +14,6 @@ uint64_t RecordedSchedule::fingerprint() const {
   }
   return hash;
 }
-
-OpeningChoice choose_schedule(std::span<const SegmentOpening> of_ranks) {
-  const SegmentOpening& first = of_ranks.front();
-  bool is_known = first.schedule.has_value();
-  for (const SegmentOpening& other : of_ranks) {
-    if (other.tag.is_backward != first.tag.is_backward ||
-        other.tag.synchronizes != first.tag.synchronizes) {
-      return OpeningChoice::kMismatch;
-    }
-    is_known &= other.tag == first.tag && other.schedule == first.schedule;
-  }
-  return is_known ? OpeningChoice::kReplay : OpeningChoice::kLearn;
-}
-
-const RecordedSchedule* Schedules::find(const SegmentTag& tag) const {
-  const auto found = recorded_.find(tag);
-  return found == recorded_.end() ? nullptr : &found->second;
-}
-
-SegmentOpening Schedules::opening(const SegmentTag& tag) const {
-  const RecordedSchedule* const known = find(tag);
-  if (known == nullptr) return {.tag = tag};
-  return {.tag = tag, .schedule = known->fingerprint()};
-}
-
-void Schedules::store(const SegmentTag& tag, RecordedSchedule schedule) {
-  recorded_[tag] = std::move(schedule);
-}
-
-// ---- The cursor.
 
 SegmentCursor::SegmentCursor(UnitRules rules, const RecordedSchedule* recorded,
                              std::vector<char> unsharded,

@@ -17,7 +17,7 @@
 //
 // Example, one rank's forward of units 0 and 1:
 //
-//   SegmentCursor cursor(rules, schedules.find(tag));
+//   SegmentCursor cursor(rules, &recorded);  // nullptr: learn
 //   CursorActions todo = cursor.begin();    // issues the prefetch
 //   while (auto unit = cursor.need({&use, 1}, todo)) {
 //     todo += cursor.end_round(exchange(cursor.message(unit)));
@@ -31,7 +31,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <map>
 #include <optional>
 #include <set>
 #include <span>
@@ -58,47 +57,6 @@ struct RecordedSchedule {
   std::vector<uint32_t> accumulations = {};
 
   uint64_t fingerprint() const;  // of `entries`
-};
-
-// What distinguishes segments of one root: segments of one tag are expected to
-// use units alike.
-struct SegmentTag {
-  bool is_backward = false;
-  bool has_gradients = false;  // grad mode
-  bool synchronizes = false;
-  uint32_t open_forwards = 0;    // whose backward has not ended
-  uint64_t unsharded_units = 0;  // hash of those at the segment's begin
-
-  friend auto operator<=>(const SegmentTag&, const SegmentTag&) = default;
-};
-
-// What a rank says when a segment opens.
-struct SegmentOpening {
-  SegmentTag tag;
-  std::optional<uint64_t> schedule = std::nullopt;  // its fingerprint, if known
-};
-
-enum class OpeningChoice : uint8_t {
-  kReplay,    // all ranks know one schedule of one tag
-  kLearn,     // no schedule: rounds only
-  kMismatch,  // forward beside backward, or synchronised beside not
-};
-
-// The same on every rank, given the openings of all ranks in rank order.
-OpeningChoice choose_schedule(std::span<const SegmentOpening> of_ranks);
-
-// Recorded schedules by tag. Changes in the same way on all ranks.
-class Schedules {
- public:
-  // Null if none is known.
-  const RecordedSchedule* find(const SegmentTag& tag) const;
-  SegmentOpening opening(const SegmentTag& tag) const;
-  void store(const SegmentTag& tag, RecordedSchedule schedule);
-  void drop(const SegmentTag& tag) { recorded_.erase(tag); }
-  size_t size() const { return recorded_.size(); }
-
- private:
-  std::map<SegmentTag, RecordedSchedule> recorded_;
 };
 
 // When units are released, and how far ahead they are gathered.

@@ -175,7 +175,6 @@ class ShardedModel final : public ParameterOwner {
 
   const std::vector<ShardedUnit>& units() const { return units_; }
   const c10::intrusive_ptr<c10d::ProcessGroup>& group() const { return group_; }
-  bool is_in_forward() const { return kind_ == Open::kForward; }
 
   // Where a custom autograd function may write the gradient of a parameter, in
   // its backward, before it returns it: nothing is copied then. Undefined if it

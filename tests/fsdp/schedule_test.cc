@@ -553,29 +553,6 @@ TEST(SegmentCursorTest, RandomProgramsLearnReplayAndDiffer) {
   }
 }
 
-TEST(SchedulesTest, ReplaysWhatAllRanksKnow) {
-  Schedules known;
-  const SegmentTag tag = {.has_gradients = true, .synchronizes = true};
-  known.store(tag, {.entries = {{Kind::kAllGather, 1}}, .accumulations = {0}});
-  const SegmentOpening knows = known.opening(tag);
-  const SegmentOpening learns = Schedules().opening(tag);
-  EXPECT_EQ(choose_schedule(std::vector{knows, knows}), OpeningChoice::kReplay);
-  EXPECT_EQ(choose_schedule(std::vector{knows, learns}), OpeningChoice::kLearn);
-  EXPECT_EQ(choose_schedule(std::vector{learns, learns}),
-            OpeningChoice::kLearn);
-
-  SegmentOpening other = knows;
-  other.tag.open_forwards = 1;
-  EXPECT_EQ(choose_schedule(std::vector{knows, other}), OpeningChoice::kLearn);
-  other = knows;
-  other.tag.is_backward = true;
-  EXPECT_EQ(choose_schedule(std::vector{knows, other}),
-            OpeningChoice::kMismatch);
-
-  known.drop(tag);
-  EXPECT_EQ(known.find(tag), nullptr);
-}
-
 TEST(SchedulesTest, FingerprintTellsOrdersAndKindsApart) {
   const RecordedSchedule a = {
       .entries = {{Kind::kAllGather, 0}, {Kind::kAllGather, 1}}};
