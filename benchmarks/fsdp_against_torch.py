@@ -210,7 +210,7 @@ def measure_unit_sizes(rounds: int) -> None:
     print(f"{'units':6}{'over DDP':24}{'MiB of whole units and gradients':>36}")
     for count in UNIT_COUNTS:
         taken = ratio(seconds[str(count)], seconds["DDP"])
-        peak = contenders[str(count)].sharding_statistics()["peak_whole_bytes"]
+        peak = contenders[str(count)].sharding_statistics()["peak_buffer_bytes"]
         print(f"{count:<6}{taken:24}{peak / 2**20:36.1f}")
     print(f"DDP: {quartiles(seconds['DDP'], 1e-3)} ms")
 

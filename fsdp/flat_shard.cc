@@ -198,6 +198,10 @@ bool FlatShard::adopt_pieces() {
                 ".\nConvert the whole module at once.");
   }
   if (is_converted) {
+    TORCH_CHECK(!has_gradients() && !has_sum() && !has_row_sum(),
+                "fully_shard: parameter '", parameters_.front().name,
+                "' was converted, but it has gradients of backwards without "
+                "synchronisation.\nReduce them first.");
     if (options_.compute_dtype == shard_.scalar_type()) {
       options_.compute_dtype = first.scalar_type();
     }
@@ -208,8 +212,6 @@ bool FlatShard::adopt_pieces() {
     shard_ = at::zeros({layout_.shard_numel()}, first.options());
     shard_uses_.emplace(shard_.device());
     writers_.emplace(shard_.device());
-    sum_.reset();
-    row_sum_.reset();
     given_ = {};
   }
   for (size_t i = 0; i < parameters_.size(); ++i) {

@@ -297,4 +297,13 @@ int64_t SegmentExchange::ask(const std::string& text, uint64_t digest,
   return sum;
 }
 
+void SegmentExchange::fail(const std::string& error) {
+  const RankStatus sent = channel_.exchange({.kind = StatusKind::kFailed,
+                                             .iteration = num_opened_,
+                                             .unit = -1,
+                                             .text = status_text(error)});
+  confirm();
+  await(sent);
+}
+
 }  // namespace brigade

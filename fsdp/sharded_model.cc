@@ -127,11 +127,27 @@ void ShardedModel::make_hooks() {
 
 void ShardedModel::adopt_pieces() {
   bool is_converted = false;
-  for (const ShardedUnit& unit : units_) {
-    for (const auto& flat : unit.flats) is_converted |= flat->adopt_pieces();
+  for (ShardedUnit& unit : units_) {
+    for (const auto& flat : unit.flats) {
+      if (!flat->adopt_pieces()) continue;
+      is_converted = true;
+      written(static_cast<size_t>(&unit - units_.data()));
+    }
   }
   const std::vector<std::vector<at::Tensor>> replicas = {hooked_};
   if (is_converted || hooks_->first_detached(replicas)) make_hooks();
+}
+
+// Before what is collective. What it throws is an error on all ranks.
+void ShardedModel::prepare() {
+  check_usable();
+  try {
+    adopt_pieces();
+  } catch (...) {
+    exchange_.fail(message_of(std::current_exception()));
+    throw;
+  }
+  release_stale();
 }
 
 void ShardedModel::written(size_t unit) {
@@ -208,6 +224,8 @@ uint64_t ShardedModel::settings_digest() const {
         .add(settings.sums_over_replicas ? 1 : 0)
         .add(settings.keeps_storage ? 1 : 0);
     for (const auto& flat : unit.flats) {
+      digest.add(static_cast<uint64_t>(flat->dtype()))
+          .add(static_cast<uint64_t>(flat->device().type()));
       for (size_t i = 0; i < flat->parameters().size(); ++i) {
         digest.add(flat->is_trained(i) ? 1 : 0);
       }
@@ -238,9 +256,7 @@ UnitRules ShardedModel::rules_for(SegmentKind kind, bool has_grad,
 }
 
 void ShardedModel::open(SegmentKind kind) {
-  check_usable();
-  adopt_pieces();
-  release_stale();
+  prepare();
   std::vector<char> unsharded;
   Digest of_units;
   Digest of_slices;
@@ -615,7 +631,10 @@ void ShardedModel::end_backward() {
     throw;
   }
   last_forward_ = nullptr;
-  if (is_reduced) recorder_.step_ends();
+  if (is_reduced) {
+    ++statistics_.reduced_backwards;
+    recorder_.step_ends();
+  }
   if (!hooked.empty()) call_hooks_behind_backward(std::move(hooked));
 }
 
@@ -629,6 +648,9 @@ void ShardedModel::deliver(std::vector<at::Tensor>& hooked) {
     const double divisor = unit.settings.gradient_divisor.value_or(
         transport.num_shards() * transport.num_replicas());
     const bool is_scaled = unit.comm_hook || transport.scales();
+    if (std::ranges::any_of(unit.flats, &FlatShard::has_sum)) {
+      ++statistics_.reductions;
+    }
     for (const auto& flat : unit.flats) {
       if (!flat->has_sum()) continue;
       const size_t first = flat->options().first_number;

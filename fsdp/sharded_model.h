@@ -68,6 +68,8 @@ struct ShardedModelStatistics {
   int64_t rounds = 0;            // beyond one per segment
   int64_t late_gradients = 0;
   int64_t all_gathers = 0;
+  int64_t reductions = 0;         // of units
+  int64_t reduced_backwards = 0;
   int64_t sent_by_gathers = 0;  // bytes, as many as a ring sends
   int64_t sent_by_sums = 0;
   int64_t buffer_bytes = 0;  // now
@@ -181,6 +183,7 @@ class ShardedModel final : public ParameterOwner {
   // is to return one of its own.
   at::Tensor gradient_slot(const at::Tensor& parameter);
 
+  bool is_in_forward() const { return kind_ == Open::kForward; }
   bool can_continue() const { return !is_broken_; }
   ShardedModelStatistics statistics() const;
   // Units, bytes, and the schedules and buffers of the last step, in words.
@@ -225,6 +228,7 @@ class ShardedModel final : public ParameterOwner {
   void check_usable() const;
   void make_hooks();
   void adopt_pieces();
+  void prepare();
   void release_stale();
   uint64_t settings_digest() const;
   UnitRules rules_for(SegmentKind kind, bool has_grad,

@@ -40,9 +40,7 @@ void ShardedModel::unshard(std::span<const size_t> units, bool may_write) {
     run_->use(units);
     return;
   }
-  check_usable();
-  adopt_pieces();
-  release_stale();
+  prepare();
   std::vector<size_t> missing;
   Digest digest;
   for (const size_t unit : units) {
@@ -222,7 +220,7 @@ std::string ShardedModel::explain() const {
         ", gradients ", mebibytes(unit.gradient_bytes()), ", ",
         unit.settings.reshards_after_forward ? "resharded after forward"
                                              : "kept from forward to backward",
-        "\n");
+        unit.mesh ? absl::StrCat(", over ", describe(*unit.mesh)) : "", "\n");
   }
   for (const auto& [kind, plan] : step_) {
     absl::StrAppend(&text,

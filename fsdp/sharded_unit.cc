@@ -308,6 +308,35 @@ at::ScalarType dtype_or(std::optional<at::ScalarType> chosen,
   return chosen && at::isFloatingType(own) ? *chosen : own;
 }
 
+// Until connect_units(): collectives of operators on the user's group.
+class UserGroup final : public ShardGroup {
+ public:
+  UserGroup(Group group, int num_shards)
+      : group_(std::move(group)), num_shards_(num_shards) {}
+
+  void all_reduce(at::Tensor& values, Op op) override {
+    const at::Tensor all = all_gather(values);
+    values = op == Op::kSum   ? all.sum(0)
+             : op == Op::kMax ? all.amax(0)
+                              : all.amin(0);
+  }
+
+  at::Tensor all_gather(const at::Tensor& values) override {
+    std::vector<std::vector<at::Tensor>> found(1);
+    std::vector<at::Tensor> sent = {values.contiguous()};
+    for (int rank = 0; rank < group_->getSize(); ++rank) {
+      found.front().push_back(at::empty_like(sent.front()));
+    }
+    group_->allgather(found, sent)->wait();
+    const int64_t first = group_->getRank() / num_shards_ * num_shards_;
+    return at::stack(found.front()).narrow(0, first, num_shards_);
+  }
+
+ private:
+  const Group group_;
+  const int num_shards_;
+};
+
 UnitSettings settings_of(const UnitRequest& request,
                          const FullyShardOptions& options) {
   UnitSettings settings;
@@ -354,6 +383,9 @@ std::vector<ShardedUnit> make_sharded_units(std::vector<UnitRequest> requests,
     unit.mesh = request.mesh;
     unit.mesh_digest = digest_of_names(request);
     unit.is_first_replica = place < mesh.row_length();
+    const auto of_user =
+        request.mesh ? nullptr
+                     : std::make_shared<UserGroup>(group, mesh.row_length());
     for (const std::vector<size_t>& members : flats_of(request)) {
       std::vector<UnitParameter> parameters;
       for (const size_t i : members) {
@@ -369,7 +401,8 @@ std::vector<ShardedUnit> make_sharded_units(std::vector<UnitRequest> requests,
               .num_ranks = mesh.row_length(),
               .rank = place % mesh.row_length(),
               .compute_dtype = dtype_or(compute_dtype, dtype),
-              .reduce_dtype = dtype_or(options.reduce_dtype, dtype)}));
+              .reduce_dtype = dtype_or(options.reduce_dtype, dtype),
+              .group = of_user}));
     }
     for (const UnitParameter& parameter : request.parameters) {
       unit.parameters.push_back(parameter.tensor);

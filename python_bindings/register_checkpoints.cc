@@ -75,8 +75,8 @@ void register_checkpoints(py::module_& module) {
           "By parameter.");
   py::class_<CheckpointModel>(module, "CheckpointModel",
                               "See checkpoint/checkpoint.h.")
-      .def(py::init([](ShardedRoot& root) { return checkpoint_model(root); }),
-           NoGil(), py::keep_alive<1, 2>(), py::arg("root"), "Collective.")
+      .def(py::init([](ShardedModel& model) { return checkpoint_model(model); }),
+           NoGil(), py::keep_alive<1, 2>(), py::arg("model"), "Collective.")
       .def(py::init(&whole_model), py::arg("parameters"), py::arg("buffers"),
            py::arg("group"),
            "Unsharded on each rank of the group; None: of this process.");

@@ -9,11 +9,13 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <stdexcept>
 #include <string>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -23,7 +25,7 @@
 #include "brigade/comm/group/control_device.h"
 #include "brigade/comm/ranks_of_host.h"
 #include "brigade/fsdp/schedule/sharding_timeline.h"
-#include "brigade/fsdp/sharded_root.h"
+#include "brigade/fsdp/sharded_model.h"
 #include "brigade/fsdp/units/post_accumulate_hooks.h"
 #include "brigade/fsdp/units/reduction_hook.h"
 
@@ -32,55 +34,49 @@ namespace {
 
 using NoGil = py::call_guard<py::gil_scoped_release>;
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
-using CallPtr = std::shared_ptr<ShardedRoot::Call>;
 
-// Python's handle of a unit, until a root takes it over.
-struct ShardedUnit {
-  std::optional<Unit> unit;
-  std::vector<at::Tensor> shards;
-  std::vector<int64_t> offsets;
+// A sharded unit until a model takes it over.
+struct PendingUnit {
+  std::optional<ShardedUnit> unit;
 };
+using PendingUnitPtr = std::shared_ptr<PendingUnit>;
 
-// `use(segment, i, place)` of each parameter, which is the `place`-th that the
-// unit was given.
-template <typename Use>
-void for_each_parameter(const Unit& unit, const Use& use) {
-  for (const auto& segment : unit.segments) {
-    for (size_t i = 0; i < segment->shards().size(); ++i) {
-      const auto place =
-          std::ranges::find_if(unit.shards, [&](const at::Tensor& shard) {
-            return shard.is_same(segment->shards()[i]);
+PendingUnitPtr make_unit(
+    std::string name, const std::vector<std::string>& names,
+    const std::vector<at::Tensor>& parameters, const Group& group,
+    const FullyShardOptions& options, bool reshard_after_forward,
+    bool spans_segments,
+    const std::optional<std::vector<int64_t>>& block_numels,
+    const std::optional<std::vector<std::optional<at::ScalarType>>>& dtypes) {
+  UnitRequest request = {.name = std::move(name),
+                         .reshard_after_forward = reshard_after_forward,
+                         .reshard_to = options.reshard_to,
+                         .spans_segments = spans_segments};
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    UnitParameter& parameter = request.parameters.emplace_back(
+        UnitParameter{.name = names.at(i), .tensor = parameters[i]});
+    if (block_numels) parameter.block_numel = block_numels->at(i);
+    if (dtypes) parameter.compute_dtype = dtypes->at(i);
+  }
+  std::vector<ShardedUnit> units =
+      make_sharded_units({std::move(request)}, group, options);
+  return std::make_shared<PendingUnit>(std::move(units.front()));
+}
+
+void rename(PendingUnit& renamed, const std::string& name,
+            const std::vector<std::string>& names) {
+  ShardedUnit& unit = renamed.unit.value();
+  unit.name = name;
+  for (const auto& flat : unit.flats) {
+    for (size_t i = 0; i < flat->parameters().size(); ++i) {
+      const auto place = std::ranges::find_if(
+          unit.parameters, [&](const at::Tensor& parameter) {
+            return parameter.is_same(flat->parameters()[i].tensor);
           });
-      use(*segment, i, static_cast<size_t>(place - unit.shards.begin()));
+      flat->rename(i, names.at(static_cast<size_t>(
+                          place - unit.parameters.begin())));
     }
   }
-}
-
-// By parameter: how many of its elements are other ranks' before the first that
-// this rank holds, in the order of memory.
-std::vector<int64_t> offsets_of(const Unit& unit) {
-  std::vector<int64_t> offsets(unit.shards.size());
-  for_each_parameter(unit, [&](const Segment& segment, size_t i, size_t place) {
-    offsets[place] = segment.layout().range(i, segment.rank()).in_parameter;
-  });
-  return offsets;
-}
-
-void rename(ShardedUnit& renamed, const std::string& name,
-            const std::vector<std::string>& names) {
-  if (!renamed.unit) return;
-  TORCH_CHECK_VALUE(names.size() == renamed.shards.size(),
-                    "rename: expected a name for each of ",
-                    renamed.shards.size(), " parameters, found ", names.size(),
-                    ".\nGive one each.");
-  renamed.unit->name = name;
-  for (const auto& segment : renamed.unit->segments) {
-    segment->rename_unit(name);
-  }
-  for_each_parameter(*renamed.unit,
-                     [&](Segment& segment, size_t i, size_t place) {
-                       segment.rename_parameter(i, names[place]);
-                     });
 }
 
 std::shared_ptr<ReductionHook> hook_of(
@@ -88,23 +84,23 @@ std::shared_ptr<ReductionHook> hook_of(
   return wire_dtype ? compression_hook(*wire_dtype) : nullptr;
 }
 
-absl::Status check_has_no_hook(const ShardedUnit& unit) {
-  if (!unit.unit) {
+absl::Status check_has_no_hook(const PendingUnit& pending) {
+  if (!pending.unit) {
     return absl::FailedPreconditionError(
         "register_comm_hook: a forward has run.\nRegister it before the first "
         "one.");
   }
-  if (unit.unit->comm_hook) {
+  if (pending.unit->comm_hook) {
     return absl::FailedPreconditionError(absl::StrCat(
-        "register_comm_hook: unit '", unit.unit->name, "' has the comm hook '",
-        unit.unit->comm_hook->hook_name(), "' already.\nGive one only."));
+        "register_comm_hook: unit '", pending.unit->name,
+        "' has the comm hook '", pending.unit->comm_hook->hook_name(),
+        "' already.\nGive one only."));
   }
   return absl::OkStatus();
 }
 
-void register_compression(
-    const std::vector<std::shared_ptr<ShardedUnit>>& units,
-    at::ScalarType wire_dtype, const Group& group) {
+void register_compression(const std::vector<PendingUnitPtr>& units,
+                          at::ScalarType wire_dtype, const Group& group) {
   const auto hook = compression_hook(wire_dtype);
   absl::Status status;
   for (const auto& unit : units) status.Update(check_has_no_hook(*unit));
@@ -114,70 +110,97 @@ void register_compression(
   for (const auto& unit : units) unit->unit->comm_hook = hook;
 }
 
-// Waits for callbacks that may want the GIL.
-void destroy_without_gil(ShardedRoot* root) {
+// The index of the unit around it; the ranks of the model's group that hold it,
+// the number of shards and the name that these ranks have in common. Nullopt:
+// none; all ranks, as the options say.
+using PlaceOfUnit =
+    std::pair<std::optional<size_t>,
+              std::optional<std::tuple<std::vector<int>, int, std::string>>>;
+
+// Awaits callbacks that may want the GIL.
+void destroy_without_gil(ShardedModel* model) {
   const py::gil_scoped_release no_gil;
-  delete root;
+  delete model;
 }
 
-std::shared_ptr<ShardedUnit> make_unit(
-    std::string name, const std::vector<std::string>& names,
-    const std::vector<at::Tensor>& parameters, const Group& group,
-    const ShardingOptions& options,
-    const std::optional<std::vector<int64_t>>& block_numels,
-    const std::optional<std::vector<std::optional<at::ScalarType>>>& dtypes,
-    const std::optional<std::vector<at::Tensor>>& shards) {
-  UnitSpec spec = {.name = std::move(name)};
-  for (size_t i = 0; i < parameters.size(); ++i) {
-    NamedParameter& parameter = spec.parameters.emplace_back(
-        NamedParameter{.name = names.at(i), .tensor = parameters[i]});
-    if (block_numels) parameter.block_numel = block_numels->at(i);
-    if (dtypes) parameter.whole_dtype = dtypes->at(i);
+std::shared_ptr<ShardedModel> make_model(
+    const std::vector<PendingUnitPtr>& pending, const Group& group,
+    const FullyShardOptions& options, const std::vector<PlaceOfUnit>& places) {
+  std::vector<ShardedUnit> units;
+  for (size_t i = 0; i < pending.size(); ++i) {
+    TORCH_CHECK(pending[i]->unit.has_value(),
+                "fully_shard: a unit has a root already.\nRun the first "
+                "forward through the outermost module.");
+    ShardedUnit& unit = units.emplace_back(
+        *std::exchange(pending[i]->unit, std::nullopt));
+    const auto& [parent, mesh] = places.at(i);
+    unit.parent = parent;
+    if (!mesh) continue;
+    const auto& [ranks, num_shards, name] = *mesh;
+    unit.mesh = UnitMesh{.ranks = ranks, .num_shards = num_shards};
+    unit.mesh_digest = std::hash<std::string>{}(name);
   }
-  if (shards) spec.shards = *shards;
-  std::vector<Unit> units = make_units({spec}, group, options);
-  auto made = std::make_shared<ShardedUnit>();
-  made->shards = units.front().shards;
-  made->offsets = offsets_of(units.front());
-  made->unit = std::move(units.front());
-  return made;
+  return {std::make_unique<ShardedModel>(std::move(units), group, options)
+              .release(),
+          destroy_without_gil};
 }
 
-// Ranks of the root's group, how many are a row, and what they have alike.
-using MeshOfUnit =
-    std::optional<std::tuple<std::vector<int>, int, std::string>>;
-
-std::shared_ptr<ShardedRoot> make_root(
-    const std::vector<std::shared_ptr<ShardedUnit>>& units, const Group& group,
-    const ShardingOptions& options, const std::vector<MeshOfUnit>& meshes) {
-  std::vector<NamedMesh> named;
-  for (size_t i = 0; i < units.size(); ++i) {
-    TORCH_CHECK(units[i]->unit.has_value(),
-                "fully_shard: a unit has a root "
-                "already.\nRun forward through the outermost module first.");
-    NamedMesh& mesh =
-        named.emplace_back(NamedMesh{.unit = units[i]->unit->name});
-    if (!meshes.at(i)) continue;
-    const auto& [ranks, num_shards, words] = *meshes[i];
-    mesh.mesh = UnitMesh{.ranks = ranks, .num_shards = num_shards};
-    mesh.digest = std::hash<std::string>{}(words);
+// Unshards a unit before code that reads its memory without operators.
+void use_in_backward(ShardedModel& model, size_t unit) {
+  for (const at::Tensor& parameter : model.units().at(unit).parameters) {
+    const Shard* const shard = shard_of(parameter);
+    if (shard == nullptr) continue;
+    model.use({&shard, 1});
+    return;
   }
-  const std::vector<size_t> numbers = number_meshes(group, named);
-  std::vector<Unit> taken;
-  for (size_t i = 0; i < units.size(); ++i) {
-    taken.push_back(*std::exchange(units[i]->unit, std::nullopt));
-    taken.back().mesh = std::move(named[i].mesh);
-    taken.back().mesh_number = numbers[i];
-  }
-  return {
-      std::make_unique<ShardedRoot>(std::move(taken), group, options).release(),
-      destroy_without_gil};
 }
 
-std::pair<CallPtr, std::vector<at::Tensor>> begin_call(
-    ShardedRoot& root, size_t unit, std::vector<at::Tensor> inputs) {
-  CallPtr call = root.begin_call(unit, inputs);
-  return {std::move(call), std::move(inputs)};
+Shard& sharded(const at::Tensor& tensor) {
+  Shard* const shard = shard_of(tensor);
+  TORCH_CHECK_VALUE(shard != nullptr, "expected a sharded tensor, found one of ",
+                    tensor.sizes(), " that is not.");
+  return *shard;
+}
+
+// A sharded tensor of the kind of `like` with the elements of `whole`.
+at::Tensor shard_like(const at::Tensor& whole, const at::Tensor& like) {
+  const Shard& shard = sharded(like);
+  TORCH_CHECK_VALUE(whole.sizes() == like.sizes(), "shard_like: expected ",
+                    like.sizes(), ", found ", whole.sizes(), ".");
+  const at::NoGradGuard no_grad;
+  at::Tensor in_order = whole.detach();
+  if (in_order.strides() != like.strides()) {
+    in_order = at::empty_strided(like.sizes(), like.strides(),
+                                 whole.options()).copy_(in_order);
+  }
+  const at::Tensor local = in_order.as_strided({in_order.numel()}, {1})
+                               .narrow(0, shard.offset, shard.local.numel())
+                               .clone();
+  return make_sharded({.local = local,
+                       .offset = shard.offset,
+                       .group = shard.group,
+                       .flat_offset = shard.flat_offset,
+                       .flat_per_rank = shard.flat_per_rank,
+                       .name = shard.name},
+                      like.sizes(), like.strides());
+}
+
+// `tensor`, sharded, gets the piece of `other`, perhaps of another dtype or
+// device.
+void set_piece(const at::Tensor& tensor, const at::Tensor& other) {
+  const Shard& before = sharded(tensor);
+  if (before.owner != nullptr) before.owner->written(before.unit);
+  sharded(other);
+  TORCH_CHECK_VALUE(tensor.sizes() == other.sizes() &&
+                        tensor.strides() == other.strides(),
+                    "fully_shard: a sharded parameter keeps its sizes and "
+                    "memory format.\nChange them before it is sharded.");
+  const bool requires_grad = tensor.requires_grad();
+  tensor.unsafeGetTensorImpl()->shallow_copy_from(
+      other.detach().getIntrusivePtr());
+  if (requires_grad != tensor.requires_grad()) {
+    tensor.unsafeGetTensorImpl()->set_requires_grad(requires_grad);
+  }
 }
 
 void register_timeline(py::module_& module) {
@@ -229,50 +252,37 @@ void take_error(std::exception& error) {
 void register_sharding(py::module_& module) {
   set_error_taker(take_error);
 
-  py::class_<ShardingOptions>(module, "ShardingOptions",
-                              "See fsdp/sharding_options.h.")
+  py::class_<FullyShardOptions>(module, "FullyShardOptions",
+                                "See fsdp/fully_shard_options.h.")
       .def(py::init([](std::optional<int> num_shards,
-                       bool reshards_after_forward, size_t prefetch_depth,
-                       size_t max_reducing,
+                       std::optional<int> reshard_to, size_t prefetch_depth,
                        std::optional<at::ScalarType> param_dtype,
                        std::optional<at::ScalarType> reduce_dtype,
-                       bool broadcasts_parameters,
-                       std::chrono::milliseconds failure_patience,
+                       bool broadcast_parameters,
                        std::optional<at::ScalarType> wire_dtype,
-                       bool reproducible, bool trusts_versions) {
-             return ShardingOptions{
+                       bool reproducible) {
+             return FullyShardOptions{
                  .num_shards = num_shards,
-                 .reshards_after_forward = reshards_after_forward,
-                 .trusts_versions = trusts_versions,
+                 .reshard_to = reshard_to,
                  .prefetch_depth = prefetch_depth,
-                 .max_reducing = max_reducing,
                  .param_dtype = param_dtype,
                  .reduce_dtype = reduce_dtype,
                  .reproducible = reproducible,
                  .comm_hook = hook_of(wire_dtype),
-                 .broadcasts_parameters = broadcasts_parameters,
-                 .failure_patience = failure_patience};
+                 .broadcast_parameters = broadcast_parameters};
            }),
-           py::kw_only(), py::arg("num_shards") = std::nullopt,
-           py::arg("reshards_after_forward") = true,
-           py::arg("prefetch_depth") = 1, py::arg("max_reducing") = 2,
-           py::arg("param_dtype") = std::nullopt,
-           py::arg("reduce_dtype") = std::nullopt,
-           py::arg("broadcasts_parameters") = true,
-           py::arg("failure_patience") = std::chrono::seconds(30),
-           py::arg("wire_dtype") = std::nullopt,
-           py::arg("reproducible") = false, py::arg("trusts_versions") = false,
+           py::kw_only(), py::arg("num_shards"), py::arg("reshard_to"),
+           py::arg("prefetch_depth"), py::arg("param_dtype"),
+           py::arg("reduce_dtype"), py::arg("broadcast_parameters"),
+           py::arg("wire_dtype"), py::arg("reproducible"),
            "`wire_dtype`: of a comm hook that compresses gradients.")
-      .def_readwrite("reshards_to", &ShardingOptions::reshards_to)
-      .def_readwrite("broadcasts_parameters",
-                     &ShardingOptions::broadcasts_parameters)
-      .def_readwrite("allows_meta", &ShardingOptions::allows_meta);
+      .def_readwrite("broadcast_parameters",
+                     &FullyShardOptions::broadcast_parameters);
 
   py::class_<UnitSettings>(module, "UnitSettings",
                            "See fsdp/schedule/unit_settings.h.")
       .def_readwrite("reshards_after_forward",
                      &UnitSettings::reshards_after_forward)
-      .def_readwrite("spans_passes", &UnitSettings::spans_passes)
       .def_readwrite("reshards_to", &UnitSettings::reshards_to)
       .def_readwrite("reshards_after_backward",
                      &UnitSettings::reshards_after_backward)
@@ -284,33 +294,28 @@ void register_sharding(py::module_& module) {
       .def_readwrite("forward_prefetch", &UnitSettings::forward_prefetch)
       .def_readwrite("backward_prefetch", &UnitSettings::backward_prefetch);
 
-  py::class_<ShardedUnit, std::shared_ptr<ShardedUnit>>(
-      module, "ShardedUnit", "Parameters of which each rank holds a part.")
+  py::class_<PendingUnit, PendingUnitPtr>(
+      module, "ShardedUnit",
+      "Sharded parameters that no ShardedModel has taken over yet.")
       .def(py::init(&make_unit), NoGil(), py::arg("name"), py::arg("names"),
            py::arg("parameters"), py::arg("group"), py::arg("options"),
-           py::arg("block_numels") = std::nullopt,
-           py::arg("dtypes") = std::nullopt, py::arg("shards") = std::nullopt,
-           "Collective. `block_numels`: elements that are never cut, by "
-           "parameter; `dtypes`: what it is seen in while it is whole; "
-           "`shards`: leaves that become this rank's parts.")
-      .def_readonly("shards", &ShardedUnit::shards,
-                    "What this rank holds, by parameter.")
-      .def_readonly("offsets", &ShardedUnit::offsets,
-                    "Where in its parameter each begins, in the order of "
-                    "memory.")
+           py::arg("reshard_after_forward"), py::arg("spans_segments"),
+           py::arg("block_numels"), py::arg("dtypes"),
+           "Collective; shards the parameters in place. By parameter: "
+           "`block_numels`, elements that are never cut; `dtypes`, in forward "
+           "and backward.")
       .def("rename", &rename, py::arg("name"), py::arg("names"),
-           "For errors: where it and its parameters are in the outermost "
-           "module.")
+           "For errors: the paths in the outermost module.")
       .def_static("register_compression", &register_compression, NoGil(),
                   py::arg("units"), py::arg("wire_dtype"), py::arg("group"),
-                  "Collective. Their comm hook is one that compresses.")
+                  "Collective. Sets a comm hook that compresses.")
       .def_property_readonly(
           "settings",
-          [](ShardedUnit& self) -> UnitSettings* {
+          [](PendingUnit& self) -> UnitSettings* {
             return self.unit ? &self.unit->settings : nullptr;
           },
           py::return_value_policy::reference_internal,
-          "None once there is a root.");
+          "None once there is a model.");
 
   register_timeline(module);
 
@@ -319,113 +324,121 @@ void register_sharding(py::module_& module) {
              py::arg("group"),
              "Collective: how many ranks of the group are on each host.");
 
-  py::class_<ShardedRoot::Call, CallPtr>(module, "UnitCall",
-                                         "A call of a unit, in forward.");
+  module.def(
+      "is_sharded",
+      [](const at::Tensor& tensor) { return shard_of(tensor) != nullptr; },
+      py::arg("tensor"));
+  module.def(
+      "local_of",
+      [](const at::Tensor& tensor) {
+        const Shard& shard = sharded(tensor);
+        if (shard.owner != nullptr) shard.owner->written(shard.unit);
+        return shard.local;
+      },
+      py::arg("tensor"),
+      "This rank's elements, 1D in memory order, to be read or written before "
+      "the next forward.");
+  module.def(
+      "offset_of",
+      [](const at::Tensor& tensor) { return sharded(tensor).offset; },
+      py::arg("tensor"), "Of the first local element in the whole.");
+  module.def(
+      "gather_whole",
+      [](const at::Tensor& tensor) {
+        sharded(tensor);
+        return gather_whole(tensor);
+      },
+      NoGil(), py::arg("tensor"), "Collective: the whole tensor, plain.");
+  module.def("shard_like", &shard_like, NoGil(), py::arg("whole"),
+             py::arg("like"), "This rank's piece of `whole`, as `like` has it.");
+  module.def("set_piece", &set_piece, py::arg("tensor"), py::arg("other"),
+             "`tensor` gets the piece, dtype and device of `other`.");
 
-  py::class_<ShardedRoot, std::shared_ptr<ShardedRoot>>(
-      module, "ShardedRoot", "See fsdp/sharded_root.h.")
-      .def(py::init(&make_root), NoGil(), py::arg("units"), py::arg("group"),
-           py::arg("options"), py::arg("meshes"),
-           "Collective. Takes the units over. `meshes`: by unit, the ranks of "
-           "the group that it was made over, how many are a row, and what they "
-           "have alike; None: as the group and options say.")
-      .def("begin_forward", &ShardedRoot::begin_forward, NoGil())
-      .def("end_forward", &ShardedRoot::end_forward, NoGil())
+  py::class_<ShardedModel, std::shared_ptr<ShardedModel>>(
+      module, "ShardedModel", "See fsdp/sharded_model.h.")
+      .def(py::init(&make_model), NoGil(), py::arg("units"), py::arg("group"),
+           py::arg("options"), py::arg("places"),
+           "Collective. Takes the units over. `places`: by unit, the index of "
+           "the unit around it, and its mesh: the ranks in the group, the "
+           "number of shards and the name that these ranks have in common.")
+      .def("begin_forward", &ShardedModel::begin_forward, NoGil())
+      .def("end_forward", &ShardedModel::end_forward, NoGil(),
+           py::arg("outputs"))
       .def(
           "forward_failed",
-          [](ShardedRoot& self, const std::string& message) {
+          [](ShardedModel& self, const std::string& message) {
             self.forward_failed(
                 std::make_exception_ptr(std::runtime_error(message)));
           },
           NoGil(), py::arg("message"))
-      .def("begin_call", &begin_call, NoGil(), py::arg("unit"),
-           py::arg("inputs"),
-           "The unit is whole when it returns. Returns the call and stand-ins "
-           "for the inputs.")
+      .def_property_readonly("is_in_forward", &ShardedModel::is_in_forward)
+      .def("use_in_backward", &use_in_backward, NoGil(), py::arg("unit"))
       .def(
-          "end_call",
-          [](ShardedRoot& self, const CallPtr& call,
-             const std::vector<at::Tensor>& outputs) {
-            self.end_call(call, outputs);
-          },
-          NoGil(), py::arg("call"), py::arg("outputs"))
+          "unshard",
+          [](ShardedModel& self, const std::vector<size_t>& units,
+             bool may_write) { self.unshard(units, may_write); },
+          NoGil(), py::arg("units"), py::arg("may_write") = false)
       .def(
-          "abort_call",
-          [](ShardedRoot& self, const CallPtr& call) {
-            self.abort_call(*call);
-          },
-          NoGil(), py::arg("call"))
-      .def("gather_unit", &ShardedRoot::gather_unit, NoGil(), py::arg("unit"),
-           "Collective: whole parameters, in their own dtype.")
-      .def(
-          "assign_unit",
-          [](ShardedRoot& self, size_t unit,
-             const std::vector<at::Tensor>& wholes) {
-            self.assign_unit(unit, wholes);
-          },
-          NoGil(), py::arg("unit"), py::arg("wholes"))
-      .def_property("synchronizes", &ShardedRoot::synchronizes,
-                    &ShardedRoot::set_synchronizes)
-      .def("unshard", py::overload_cast<>(&ShardedRoot::unshard), NoGil())
-      .def("reshard", py::overload_cast<bool>(&ShardedRoot::reshard), NoGil(),
-           py::arg("writes"))
-      .def("unshard_unit", py::overload_cast<size_t>(&ShardedRoot::unshard),
-           NoGil(), py::arg("unit"), "Collective.")
-      .def("await_unit", &ShardedRoot::await_unit, NoGil(), py::arg("unit"),
-           py::arg("on_released"))
-      .def("reshard_unit",
-           py::overload_cast<size_t, bool>(&ShardedRoot::reshard), NoGil(),
-           py::arg("unit"), py::arg("writes"))
-      .def("clip_grad_norm", &ShardedRoot::clip_grad_norm, NoGil(),
+          "reshard",
+          [](ShardedModel& self, const std::vector<size_t>& units,
+             bool drops_writes) { self.reshard(units, drops_writes); },
+          NoGil(), py::arg("units"), py::arg("drops_writes") = false)
+      .def("reduce", &ShardedModel::reduce, NoGil(),
+           "Collective: what backwards without synchronisation have "
+           "accumulated.")
+      .def("clip_grad_norm", &ShardedModel::clip_grad_norm, NoGil(),
            py::arg("max_norm"), py::arg("norm_type") = 2.0)
-      .def("sum_over_ranks", &ShardedRoot::sum_over_ranks, NoGil(),
-           py::arg("values"), py::arg("takes_largest"),
-           "Collective: sums, or largest, over all ranks; float64, in place.")
-      .def("is_first_replica", &ShardedRoot::is_first_replica, py::arg("unit"),
-           "Of those that hold this part of the unit.")
-      .def("has_other_units_elsewhere", &ShardedRoot::has_other_units_elsewhere,
-           "Some units are on meshes of fewer ranks than the root.")
-      .def("settings", &ShardedRoot::settings, py::arg("unit"),
-           py::return_value_policy::reference_internal)
-      .def("set_sums_over_replicas", &ShardedRoot::set_sums_over_replicas,
-           py::arg("value"))
-      .def("holds_gradients", &ShardedRoot::holds_gradients)
-      .def("set_max_reducing", &ShardedRoot::set_max_reducing, py::arg("value"))
-      .def("reduce", &ShardedRoot::reduce, NoGil(),
-           "Collective: what backwards without synchronisation have added up.")
-      .def("meet_peers", &ShardedRoot::meet_peers, NoGil(), "Collective.")
-      .def("num_ranks_with", &ShardedRoot::num_ranks_with, NoGil(),
+      .def("num_ranks_with", &ShardedModel::num_ranks_with, NoGil(),
            py::arg("has_data"), "Collective.")
-      .def("step_without_data", &ShardedRoot::step_without_data, NoGil())
-      .def("gradient_slot", &ShardedRoot::gradient_slot, py::arg("parameter"))
-      .def("timeline", &ShardedRoot::timeline, NoGil())
-      .def("set_timeline_sample_rate", &ShardedRoot::set_timeline_sample_rate,
+      .def("step_without_data", &ShardedModel::step_without_data, NoGil())
+      .def("meet_peers", &ShardedModel::meet_peers, NoGil(), "Collective.")
+      .def("set_synchronizes", &ShardedModel::set_synchronizes,
+           py::arg("value"))
+      .def("settings", &ShardedModel::settings, py::arg("unit"),
+           py::return_value_policy::reference_internal)
+      .def("set_max_reducing", &ShardedModel::set_max_reducing,
+           py::arg("value"))
+      .def(
+          "is_first_replica",
+          [](const ShardedModel& self, size_t unit) {
+            return self.units().at(unit).is_first_replica;
+          },
+          py::arg("unit"))
+      .def("gradient_slot", &ShardedModel::gradient_slot, py::arg("parameter"))
+      .def("timeline", &ShardedModel::timeline, NoGil())
+      .def("set_timeline_sample_rate", &ShardedModel::set_timeline_sample_rate,
            NoGil(), py::arg("sample_rate"))
-      .def("set_stall_report_after", &ShardedRoot::set_stall_report_after,
-           NoGil(), py::arg("time"))
-      .def("explain", &ShardedRoot::explain)
-      .def("can_continue", &ShardedRoot::can_continue, NoGil())
-      .def("statistics", [](const ShardedRoot& self) {
-        const auto [found, engine] = [&] {
+      .def(
+          "set_stall_report_after",
+          [](ShardedModel& self, std::chrono::milliseconds time) {
+            if (self.stall_watch() != nullptr) {
+              self.stall_watch()->set_report_after(time);
+            }
+          },
+          NoGil(), py::arg("time"))
+      .def("explain", &ShardedModel::explain, NoGil())
+      .def("can_continue", &ShardedModel::can_continue)
+      .def("statistics", [](const ShardedModel& self) {
+        const ShardedModelStatistics found = [&] {
           const py::gil_scoped_release no_gil;
-          return std::pair(self.statistics(), self.engine_statistics());
+          return self.statistics();
         }();
         py::dict statistics;
-        statistics["late_gathers"] = found.late_gathers;
-        statistics["unneeded_gathers"] = found.unneeded_gathers;
-        statistics["ahead_gathers"] = found.ahead_gathers;
-        statistics["near_gathers"] = found.near_gathers;
-        statistics["allocations"] = found.allocations;
-        statistics["unplanned"] = found.unplanned;
-        statistics["whole_bytes"] = found.whole_bytes;
-        statistics["peak_whole_bytes"] = found.peak_whole_bytes;
-        statistics["planned_bytes"] = found.planned_bytes;
-        statistics["shard_bytes"] = found.shard_bytes;
-        statistics["padding_bytes"] = found.padding_bytes;
+        statistics["segments"] = found.segments;
+        statistics["learned_segments"] = found.learned_segments;
+        statistics["rounds"] = found.rounds;
+        statistics["late_gradients"] = found.late_gradients;
+        statistics["all_gathers"] = found.all_gathers;
+        statistics["reductions"] = found.reductions;
+        statistics["reduced_backwards"] = found.reduced_backwards;
         statistics["sent_by_gathers"] = found.sent_by_gathers;
         statistics["sent_by_sums"] = found.sent_by_sums;
-        statistics["reduced"] = engine.reduced;
-        statistics["reductions_launched"] = engine.units_launched;
+        statistics["buffer_bytes"] = found.buffer_bytes;
+        statistics["peak_buffer_bytes"] = found.peak_buffer_bytes;
+        statistics["planned_buffer_bytes"] = found.planned_buffer_bytes;
+        statistics["extra_buffers"] = found.extra_buffers;
+        statistics["shard_bytes"] = found.shard_bytes;
+        statistics["padding_bytes"] = found.padding_bytes;
         return statistics;
       });
 }

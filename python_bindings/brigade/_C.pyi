@@ -5,7 +5,7 @@ import torch
 import torch._C._distributed_c10d
 import torch.distributed.distributed_c10d
 import typing
-__all__: list[str] = ['CheckpointModel', 'GatherTimes', 'Logger', 'ModuleScan', 'OptimizerState', 'ReducedParameters', 'Reducer', 'ReductionTimes', 'ShardedRoot', 'ShardedUnit', 'ShardingOptions', 'ShardingTimeline', 'UnitCall', 'UnitSettings', 'are_exactly', 'check_parameters', 'describe_tensor', 'entries_of', 'fail_checkpoint', 'has_entries', 'load_checkpoint', 'one_per_device', 'ranks_of_a_host', 'rebuilds_by_default', 'recording_group', 'require_agreement', 'save_checkpoint', 'suggest_control_device', 'then_collective', 'tie_outputs', 'version']
+__all__: list[str] = ['CheckpointModel', 'FullyShardOptions', 'GatherTimes', 'Logger', 'ModuleScan', 'OptimizerState', 'ReducedParameters', 'Reducer', 'ReductionTimes', 'ShardedModel', 'ShardedUnit', 'ShardingTimeline', 'UnitSettings', 'are_exactly', 'check_parameters', 'describe_tensor', 'entries_of', 'fail_checkpoint', 'gather_whole', 'has_entries', 'is_sharded', 'load_checkpoint', 'local_of', 'offset_of', 'one_per_device', 'ranks_of_a_host', 'rebuilds_by_default', 'recording_group', 'require_agreement', 'save_checkpoint', 'set_piece', 'shard_like', 'suggest_control_device', 'then_collective', 'tie_outputs', 'version']
 class ReducedParameters:
     """
     What a reducer is made of. For a moment, as ModuleScan.
@@ -199,22 +199,15 @@ class Logger(torch._C._distributed_c10d.Logger):
         ...
     def set_runtime_stats_and_log(self) -> None:
         ...
-class ShardingOptions:
+class FullyShardOptions:
     """
-    See fsdp/sharding_options.h.
+    See fsdp/fully_shard_options.h.
     """
-    allows_meta: bool
-    broadcasts_parameters: bool
-    def __init__(self, *, num_shards: typing.SupportsInt | None = None, reshards_after_forward: bool = True, prefetch_depth: typing.SupportsInt = 1, max_reducing: typing.SupportsInt = 2, param_dtype: torch.dtype | None = None, reduce_dtype: torch.dtype | None = None, broadcasts_parameters: bool = True, failure_patience: datetime.timedelta = ..., wire_dtype: torch.dtype | None = None, reproducible: bool = False, trusts_versions: bool = False) -> None:
+    broadcast_parameters: bool
+    def __init__(self, *, num_shards: typing.SupportsInt | None, reshard_to: typing.SupportsInt | None, prefetch_depth: typing.SupportsInt, param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None, broadcast_parameters: bool, wire_dtype: torch.dtype | None, reproducible: bool) -> None:
         """
         `wire_dtype`: of a comm hook that compresses gradients.
         """
-    @property
-    def reshards_to(self) -> int | None:
-        ...
-    @reshards_to.setter
-    def reshards_to(self, arg0: typing.SupportsInt | None) -> None:
-        ...
 class UnitSettings:
     """
     See fsdp/schedule/unit_settings.h.
@@ -223,7 +216,6 @@ class UnitSettings:
     keeps_storage: bool
     reshards_after_backward: bool
     reshards_after_forward: bool
-    spans_passes: bool
     sums_over_replicas: bool
     synchronizes: bool
     @property
@@ -252,35 +244,25 @@ class UnitSettings:
         ...
 class ShardedUnit:
     """
-    Parameters of which each rank holds a part.
+    Sharded parameters that no ShardedModel has taken over yet.
     """
     @staticmethod
     def register_compression(units: collections.abc.Sequence[ShardedUnit], wire_dtype: torch.dtype, group: torch.distributed.distributed_c10d.ProcessGroup) -> None:
         """
-        Collective. Their comm hook is one that compresses.
+        Collective. Sets a comm hook that compresses.
         """
-    def __init__(self, name: str, names: collections.abc.Sequence[str], parameters: collections.abc.Sequence[torch.Tensor], group: torch.distributed.distributed_c10d.ProcessGroup, options: ShardingOptions, block_numels: collections.abc.Sequence[typing.SupportsInt] | None = None, dtypes: collections.abc.Sequence[torch.dtype | None] | None = None, shards: collections.abc.Sequence[torch.Tensor] | None = None) -> None:
+    def __init__(self, name: str, names: collections.abc.Sequence[str], parameters: collections.abc.Sequence[torch.Tensor], group: torch.distributed.distributed_c10d.ProcessGroup, options: FullyShardOptions, reshard_after_forward: bool, spans_segments: bool, block_numels: collections.abc.Sequence[typing.SupportsInt] | None, dtypes: collections.abc.Sequence[torch.dtype | None] | None) -> None:
         """
-        Collective. `block_numels`: elements that are never cut, by parameter; `dtypes`: what it is seen in while it is whole; `shards`: leaves that become this rank's parts.
+        Collective; shards the parameters in place. By parameter: `block_numels`, elements that are never cut; `dtypes`, in forward and backward.
         """
     def rename(self, name: str, names: collections.abc.Sequence[str]) -> None:
         """
-        For errors: where it and its parameters are in the outermost module.
-        """
-    @property
-    def offsets(self) -> list[int]:
-        """
-        Where in its parameter each begins, in the order of memory.
+        For errors: the paths in the outermost module.
         """
     @property
     def settings(self) -> UnitSettings:
         """
-        None once there is a root.
-        """
-    @property
-    def shards(self) -> list[torch.Tensor]:
-        """
-        What this rank holds, by parameter.
+        None once there is a model.
         """
 class GatherTimes:
     """
@@ -362,28 +344,13 @@ class ShardingTimeline:
         """
         In launch order.
         """
-class UnitCall:
+class ShardedModel:
     """
-    A call of a unit, in forward.
+    See fsdp/sharded_model.h.
     """
-class ShardedRoot:
-    """
-    See fsdp/sharded_root.h.
-    """
-    synchronizes: bool
-    def __init__(self, units: collections.abc.Sequence[ShardedUnit], group: torch.distributed.distributed_c10d.ProcessGroup, options: ShardingOptions, meshes: collections.abc.Sequence[tuple[collections.abc.Sequence[typing.SupportsInt], typing.SupportsInt, str] | None]) -> None:
+    def __init__(self, units: collections.abc.Sequence[ShardedUnit], group: torch.distributed.distributed_c10d.ProcessGroup, options: FullyShardOptions, places: collections.abc.Sequence[tuple[typing.SupportsInt | None, tuple[collections.abc.Sequence[typing.SupportsInt], typing.SupportsInt, str] | None]]) -> None:
         """
-        Collective. Takes the units over. `meshes`: by unit, the ranks of the group that it was made over, how many are a row, and what they have alike; None: as the group and options say.
-        """
-    def abort_call(self, call: UnitCall) -> None:
-        ...
-    def assign_unit(self, unit: typing.SupportsInt, wholes: collections.abc.Sequence[torch.Tensor]) -> None:
-        ...
-    def await_unit(self, unit: typing.SupportsInt, on_released: collections.abc.Callable[[], None]) -> bool:
-        ...
-    def begin_call(self, unit: typing.SupportsInt, inputs: collections.abc.Sequence[torch.Tensor]) -> tuple[UnitCall, list[torch.Tensor]]:
-        """
-        The unit is whole when it returns. Returns the call and stand-ins for the inputs.
+        Collective. Takes the units over. `places`: by unit, the index of the unit around it, and its mesh: the ranks in the group, the number of shards and the name that these ranks have in common.
         """
     def begin_forward(self) -> None:
         ...
@@ -391,30 +358,16 @@ class ShardedRoot:
         ...
     def clip_grad_norm(self, max_norm: typing.SupportsFloat, norm_type: typing.SupportsFloat = 2.0) -> float:
         ...
-    def end_call(self, call: UnitCall, outputs: collections.abc.Sequence[torch.Tensor]) -> None:
-        ...
-    def end_forward(self) -> None:
+    def end_forward(self, outputs: collections.abc.Sequence[torch.Tensor]) -> None:
         ...
     def explain(self) -> str:
         ...
     def forward_failed(self, message: str) -> None:
         ...
-    def gather_unit(self, unit: typing.SupportsInt) -> list[torch.Tensor]:
-        """
-        Collective: whole parameters, in their own dtype.
-        """
     def gradient_slot(self, parameter: torch.Tensor) -> torch.Tensor:
         ...
-    def has_other_units_elsewhere(self) -> bool:
-        """
-        Some units are on meshes of fewer ranks than the root.
-        """
-    def holds_gradients(self) -> bool:
-        ...
     def is_first_replica(self, unit: typing.SupportsInt) -> bool:
-        """
-        Of those that hold this part of the unit.
-        """
+        ...
     def meet_peers(self) -> None:
         """
         Collective.
@@ -425,17 +378,15 @@ class ShardedRoot:
         """
     def reduce(self) -> None:
         """
-        Collective: what backwards without synchronisation have added up.
+        Collective: what backwards without synchronisation have accumulated.
         """
-    def reshard(self, writes: bool) -> None:
-        ...
-    def reshard_unit(self, unit: typing.SupportsInt, writes: bool) -> None:
+    def reshard(self, units: collections.abc.Sequence[typing.SupportsInt], drops_writes: bool = False) -> None:
         ...
     def set_max_reducing(self, value: typing.SupportsInt) -> None:
         ...
     def set_stall_report_after(self, time: datetime.timedelta) -> None:
         ...
-    def set_sums_over_replicas(self, value: bool) -> None:
+    def set_synchronizes(self, value: bool) -> None:
         ...
     def set_timeline_sample_rate(self, sample_rate: typing.SupportsInt) -> None:
         ...
@@ -445,18 +396,15 @@ class ShardedRoot:
         ...
     def step_without_data(self) -> None:
         ...
-    def sum_over_ranks(self, values: torch.Tensor, takes_largest: bool) -> None:
-        """
-        Collective: sums, or largest, over all ranks; float64, in place.
-        """
     def timeline(self) -> ShardingTimeline:
         ...
-    def unshard(self) -> None:
+    def unshard(self, units: collections.abc.Sequence[typing.SupportsInt], may_write: bool = False) -> None:
         ...
-    def unshard_unit(self, unit: typing.SupportsInt) -> None:
-        """
-        Collective.
-        """
+    def use_in_backward(self, unit: typing.SupportsInt) -> None:
+        ...
+    @property
+    def is_in_forward(self) -> bool:
+        ...
 class OptimizerState:
     """
     See checkpoint/optimizer_state.h.
@@ -478,7 +426,7 @@ class CheckpointModel:
     See checkpoint/checkpoint.h.
     """
     @typing.overload
-    def __init__(self, root: ShardedRoot) -> None:
+    def __init__(self, model: ShardedModel) -> None:
         """
         Collective.
         """
@@ -507,13 +455,27 @@ def fail_checkpoint(group: torch.distributed.distributed_c10d.ProcessGroup, fail
     """
     Collective, in place of save_checkpoint() or load_checkpoint(): all ranks raise.
     """
+def gather_whole(tensor: torch.Tensor) -> torch.Tensor:
+    """
+    Collective: the whole tensor, plain.
+    """
 def has_entries(tables: list, entries: list) -> bool:
     """
     Whether entries_of() would give that list.
     """
+def is_sharded(tensor: torch.Tensor) -> bool:
+    ...
 def load_checkpoint(model: CheckpointModel, path: str, optimizer: OptimizerState) -> tuple[dict[str, str], list[str]]:
     """
     Collective. Returns the metadata and warnings; fills `optimizer`, which may be None.
+    """
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """
+    This rank's elements, 1D in memory order, to be read or written before the next forward.
+    """
+def offset_of(tensor: torch.Tensor) -> int:
+    """
+    Of the first local element in the whole.
     """
 def one_per_device(tensors: list) -> list:
     """
@@ -538,6 +500,14 @@ def require_agreement(group: torch.distributed.distributed_c10d.ProcessGroup, wh
 def save_checkpoint(model: CheckpointModel, in_shards: bool, path: str, metadata: collections.abc.Mapping[str, str], optimizer: OptimizerState) -> None:
     """
     Collective.
+    """
+def set_piece(tensor: torch.Tensor, other: torch.Tensor) -> None:
+    """
+    `tensor` gets the piece, dtype and device of `other`.
+    """
+def shard_like(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """
+    This rank's piece of `whole`, as `like` has it.
     """
 def suggest_control_device(group: torch.distributed.distributed_c10d.ProcessGroup, device: torch.device) -> None:
     """

@@ -27,15 +27,6 @@ def require_plain(parameter: nn.Parameter, where: str) -> None:
         )
 
 
-def require_no_hooks(parameter: nn.Parameter, where: str) -> None:
-    if parameter._post_accumulate_grad_hooks:
-        raise ValueError(
-            f"fully_shard: expected parameter {where} without hooks, found "
-            f"{len(parameter._post_accumulate_grad_hooks)} that run behind accumulation, which "
-            "sharding would leave behind.\nRegister them on this rank's part, behind fully_shard."
-        )
-
-
 def require_read_only(module: nn.Module, prefix: str, ignored: set[nn.Parameter]) -> None:
     if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or module.max_norm is None:
         return

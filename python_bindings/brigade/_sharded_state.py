@@ -8,44 +8,28 @@ torch.distributed.checkpoint.state_dict, whose form it is.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from brigade._group_device import device_of
-from brigade._shard_place import ShardPlace, place_of
-from brigade._sharded_root import Root
-from brigade._sharded_tensors import ShardedParameter, TensorShard, as_shard, set_gather
-from brigade._sharded_units import Unit
+from brigade import _C
+from brigade._sharded_tensors import TensorShard, as_shard
+from brigade._sharded_units import Root, Unit
 
 OptimizerState = dict[str, Any]
 
 
-def full_state_dict(module: nn.Module, root: Root, rank0_only: bool) -> dict[str, torch.Tensor]:
+def full_state_dict(module: nn.Module, rank0_only: bool) -> dict[str, torch.Tensor]:
     """Collective; see FSDPModule."""
-    if rank0_only:
-        _require_all_on_rank0(root)
-    keeps = not rank0_only or root.outermost.group.rank() == 0
-    wholes: dict[int, torch.Tensor] = {}
-    for index, unit in enumerate(root.units):
-        gathered = root.native.gather_unit(index)
-        if keeps:
-            # One unit at a time has to have room on a device.
-            on_host = [whole.cpu() for whole in gathered]
-            wholes.update(zip(map(id, unit.shards), on_host, strict=True))
-    if not keeps:
-        return {}
-    return {
-        name: wholes[id(value)] if id(value) in wholes else _copy_of(value)
-        for name, value in module.state_dict(keep_vars=True).items()
-    }
+    return gather_nest(dict(module.state_dict()), rank0_only)
 
 
 def _require_all_on_rank0(root: Root) -> None:
-    if root.native.has_other_units_elsewhere():
+    size = root.outermost.group.size()
+    if any(unit.group.size() < size for unit in root.units):
         raise NotImplementedError(
             "rank0_only: units have meshes of fewer ranks than the model, and rank 0 has those "
             "of its own meshes only.\nSave with save_checkpoint(), or leave rank0_only out: then "
@@ -64,28 +48,11 @@ def require_whole_state(module: nn.Module, state: dict[str, torch.Tensor]) -> No
         names = sorted(own.keys() ^ state.keys())
         raise ValueError(f"load_full_state_dict: expected the module's names, found {names}.")
     for name, value in own.items():
-        shape = value.whole_shape if isinstance(value, ShardedParameter) else value.shape
-        if state[name].shape != shape:
+        if isinstance(value, torch.Tensor) and state[name].shape != value.shape:
             raise ValueError(
-                f"load_full_state_dict: '{name}': expected {tuple(shape)}, found "
+                f"load_full_state_dict: '{name}': expected {tuple(value.shape)}, found "
                 f"{tuple(state[name].shape)}."
             )
-
-
-def load_full_state_dict(module: nn.Module, root: Root, state: dict[str, torch.Tensor]) -> None:
-    """Collective; see FSDPModule. REQUIRES: require_whole_state()."""
-    own = module.state_dict(keep_vars=True)
-    wholes = {id(value): state[name] for name, value in own.items()}
-    with torch.no_grad():
-        for index, unit in enumerate(root.units):
-            found = [
-                wholes.get(id(shard), whole)
-                for shard, whole in zip(unit.shards, root.native.gather_unit(index), strict=True)
-            ]
-            root.native.assign_unit(index, found)
-        for name, value in own.items():
-            if not isinstance(value, ShardedParameter):
-                value.copy_(state[name])
 
 
 # ---- Optimizers.
@@ -141,8 +108,8 @@ def load_sharded_optimizer_state_dict(
         for key, value in state["state"].get(name, {}).items():
             if isinstance(value, TensorShard) and value.shape != parameter.shape:
                 raise ValueError(
-                    f"load_sharded_optimizer_state_dict: '{name}', {key}: expected this rank's "
-                    f"part, {tuple(parameter.shape)}, found {tuple(value.shape)}."
+                    f"load_sharded_optimizer_state_dict: '{name}', {key}: expected "
+                    f"{tuple(parameter.shape)}, found {tuple(value.shape)}."
                 )
     indices = {name: index for index, name in enumerate(names)}
     by_index = {indices[name]: dict(values) for name, values in state["state"].items()}
@@ -220,31 +187,25 @@ def _names_in_order(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[
 
 
 def _as_part(value: Any, parameter: torch.Tensor) -> Any:
-    place = place_of(parameter)
-    if place is None or not isinstance(value, torch.Tensor) or isinstance(value, TensorShard):
-        return value
-    if value.dim() == 0 or value.shape != parameter.shape:
-        return value
-    return as_shard(value.detach(), place)
+    if type(value) is torch.Tensor and _C.is_sharded(value):
+        return as_shard(value.detach(), parameter)
+    return value
 
 
 def _part_of(name: str, key: str, value: Any, parameter: torch.Tensor) -> Any:
-    """Of a whole value, what this rank has of it."""
-    place = place_of(parameter)
-    if place is None or not isinstance(value, torch.Tensor):
+    """Of a whole value, this rank's piece."""
+    if not isinstance(parameter, TensorShard) or not isinstance(value, torch.Tensor):
         return _copy_of(value)
-    if value.shape != place.whole_shape:
+    if value.shape != parameter.shape:
         if value.dim() == 0:
             return _copy_of(value)
         raise ValueError(
             f"load_full_optimizer_state_dict: '{name}', {key}: expected "
-            f"{tuple(place.whole_shape)}, found {tuple(value.shape)}."
+            f"{tuple(parameter.shape)}, found {tuple(value.shape)}."
         )
-    if parameter.shape == place.whole_shape:
-        return as_shard(value.detach().clone(), place)
-    elements = place.in_memory(value)
-    part = elements[place.begin : place.begin + parameter.numel()]
-    return as_shard(part.clone(), place)
+    if key == "step":
+        return _copy_of(value)  # a count, also of a parameter without dimensions
+    return as_shard(_C.shard_like(value, parameter), parameter)
 
 
 def require_same_groups(
@@ -266,36 +227,46 @@ def require_same_groups(
     )
 
 
-# ---- Parts, wherever they are.
+# ---- Sharded tensors, wherever they are.
 
 
 def gather_nest(nest: dict[str, Any], rank0_only: bool) -> dict[str, Any]:
-    """A nest of dicts and lists, copied, whose parts are whole tensors. Collective.
+    """A nest of dicts and lists, copied, whose sharded tensors are whole. Collective.
 
-    `rank0_only`: others return an empty dict.
+    `rank0_only`: others return an empty dict, and have one whole tensor in memory at a time.
     """
     parts = [(where, value) for where, value in leaves_of(nest) if isinstance(value, TensorShard)]
     if not parts:
         return copy.deepcopy(nest)
-    root = parts[0][1]._brigade_place.require_unit().require_root()
+    root = parts[0][1]._unit().require_root()
+    root.native.meet_peers()
     if rank0_only:
         _require_all_on_rank0(root)
-    kinds: dict[dist.ProcessGroup, list[str]] = {}
+    kinds: dict[Unit, list[str]] = {}
     for where, value in parts:
-        group = value._brigade_place.require_unit().group
-        kinds.setdefault(group, []).append(f"{where}, {value.dtype}")
-    for group, found in kinds.items():
-        _require_same_kinds(group, found)
-    wholes: dict[int, torch.Tensor] = {}
-    for unit, together in _of_one_unit(part for _, part in parts):
-        gathered = gather_parts(together, unit, rank0_only)
-        wholes.update(zip(map(id, together), gathered, strict=bool(gathered)))
-    if rank0_only and root.outermost.group.rank() != 0:
-        return {}
-    return _copied(nest, wholes)
+        unit = value._unit()
+        own = where if unit.group is root.outermost.group else ""
+        kinds.setdefault(unit, []).append(f"{own}, {value.dtype}")
+    for unit, found in kinds.items():
+        _require_same_kinds(unit.group, found)
+    keeps = not rank0_only or root.outermost.group.rank() == 0
+    wholes: dict[tuple, torch.Tensor] = {}
+    for _, part in parts:
+        key = _memory_of(part)
+        if key not in wholes:
+            whole = part.full_tensor()
+            wholes[key] = whole.cpu() if keeps else torch.empty(0)
+    return _copied(nest, wholes) if keeps else {}
+
+
+def _memory_of(part: TensorShard) -> tuple:
+    """Equal for tensors of the same elements, such as tied parameters."""
+    local = part.to_local()
+    return (id(part) if local.numel() == 0 else local.data_ptr(), part._unit(), part.shape)
 
 
 def leaves_of(nest: Any, where: str = "") -> Iterator[tuple[str, Any]]:
+    """With their paths."""
     items = nest.items() if isinstance(nest, dict) else enumerate(nest)
     for key, value in items:
         inner = f"{where}.{key}" if where else str(key)
@@ -305,25 +276,12 @@ def leaves_of(nest: Any, where: str = "") -> Iterator[tuple[str, Any]]:
             yield inner, value
 
 
-def _copied(value: Any, wholes: dict[int, torch.Tensor]) -> Any:
+def _copied(value: Any, wholes: dict[tuple, torch.Tensor]) -> Any:
     if isinstance(value, dict):
         return {key: _copied(inner, wholes) for key, inner in value.items()}
     if isinstance(value, list):
         return [_copied(inner, wholes) for inner in value]
-    return wholes[id(value)] if id(value) in wholes else _copy_of(value)
-
-
-def _of_one_unit(parts: Iterable[TensorShard]) -> Iterator[tuple[Unit, list[TensorShard]]]:
-    """Lists of one dtype, in which a unit's parameters are once."""
-    seen: dict[tuple[ShardPlace, torch.dtype], int] = {}
-    lists: dict[tuple[Unit, torch.dtype, int], list[TensorShard]] = {}
-    for part in parts:
-        place = part._brigade_place
-        number = seen.setdefault((place, part.dtype), 0)
-        seen[place, part.dtype] += 1
-        lists.setdefault((place.require_unit(), part.dtype, number), []).append(part)
-    for (unit, _, _), together in lists.items():
-        yield unit, together
+    return wholes[_memory_of(value)] if isinstance(value, TensorShard) else _copy_of(value)
 
 
 def _require_same_kinds(group: dist.ProcessGroup, kinds: list[str]) -> None:
@@ -336,64 +294,3 @@ def _require_same_kinds(group: dist.ProcessGroup, kinds: list[str]) -> None:
                 f"a whole state dict: ranks 0 and {rank} hold different parts: {differ[:5]}.\n"
                 "Give all ranks' optimizers the same steps."
             )
-
-
-def gather_parts(
-    parts: list[TensorShard], unit: Unit, rank0_only: bool = False
-) -> list[torch.Tensor]:
-    """Whole tensors, of one dtype; none of them where they aren't wanted. Collective."""
-    group = unit.group
-    places = [part._brigade_place for part in parts]
-    device = device_of(group)
-    own = torch.tensor(
-        [[place.begin, part.numel()] for place, part in zip(places, parts, strict=True)],
-        device=device,
-    )
-    intervals = [torch.empty_like(own) for _ in range(group.size())]
-    dist.all_gather(intervals, own, group=group)
-    intervals = [found.cpu() for found in intervals]
-    longest = max(int(found[:, 1].sum()) for found in intervals)
-    # As bytes: not every backend knows every dtype.
-    dtype = parts[0].dtype
-    sent = torch.zeros(longest, dtype=dtype, device=device)
-    held = torch.cat([part.elements() for part in parts])
-    sent[: held.numel()] = held
-    wants = not rank0_only or group.rank() == 0
-    received = [torch.empty_like(sent) for _ in range(group.size())] if wants else []
-    as_bytes = [tensor.view(torch.uint8) for tensor in received]
-    if rank0_only:
-        dist.gather(sent.view(torch.uint8), as_bytes or None, group=group, group_dst=0)
-    else:
-        dist.all_gather(as_bytes, sent.view(torch.uint8), group=group)
-    if not wants:
-        return []
-    return _assemble(places, intervals[: unit.num_shards], [found.cpu() for found in received])
-
-
-def _gather_for_program(parts: list[TensorShard]) -> list[torch.Tensor]:
-    unit = parts[0]._brigade_place.require_unit()
-    if unit.root is not None and unit.group is unit.outermost().group:
-        unit.root.meet_peers()
-    return gather_parts(parts, unit)
-
-
-set_gather(_gather_for_program)
-
-
-def _assemble(
-    places: list[ShardPlace], intervals: Iterable[torch.Tensor], received: list[torch.Tensor]
-) -> list[torch.Tensor]:
-    """`intervals`: by rank, (begin, numel) of each; `received`: by rank, one behind the other."""
-    wholes = [
-        torch.empty(place.whole_shape.numel(), dtype=received[0].dtype, device="cpu")
-        for place in places
-    ]
-    for of_rank, elements in zip(intervals, received, strict=False):
-        start = 0
-        for whole, (begin, numel) in zip(wholes, of_rank.tolist(), strict=True):
-            whole[begin : begin + numel] = elements[start : start + numel]
-            start += numel
-    return [
-        place.from_memory(whole.view(place.shape_in_memory))
-        for place, whole in zip(places, wholes, strict=True)
-    ]

@@ -1,76 +1,49 @@
-"""Runs sharded modules: what their forward hooks tell brigade's ShardedRoot.
+"""Units of sharded modules, and the root that all units below the outermost one share.
 
-A unit's parameters are gathered together. While its forward runs, the attributes of its
-modules are whole parameters; otherwise this rank's parts of them. The root is what all
-units below the outermost sharded module share; it is made by the first forward, or by
-whatever else needs it.
-
-A unit of several modules stays whole from the first of their forwards until all have run,
-or until the root's forward ends: that is a round. In backward, it is whole from the first
-output of a round that is reached until all modules of the round have been left.
+A module's call opens a forward of the root, which C++ runs (fsdp/sharded_model.h); calls
+inside of it are a part of it. Parameters stay where they are: the first operator that uses
+one gathers its unit. A call also gathers its unit at once, for code that reads memory
+without operators, as compiled code does.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import collections
 import functools
 import itertools
-import sys
-import threading
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.distributed.tensor import Replicate, Shard
 
 from brigade import _C
-from brigade._checks import failure_told_to_peers
+from brigade._checks import failure_told_to_peers, some_of
 from brigade._device_moves import destinations, move
 from brigade._function_transforms import require_none_that_differentiates
 from brigade._nests import cast_floating, map_tensors, move_to, tensors_in
-from brigade._shard_place import ShardPlace
-from brigade._shardable_parameters import (
-    require_count,
-    require_no_hooks,
-    require_plain,
-    require_read_only,
+from brigade._parameter_slots import ParameterSlots
+from brigade._shardable_parameters import require_count, require_plain, require_read_only
+from brigade._sharded_tensors import TensorShard, parameter_class
+from brigade._tied_parameters import (
+    memory_of,
+    remember,
+    require_apart,
+    require_free,
+    require_untied,
 )
-from brigade._sharded_root import Root, make_root, names_below
-from brigade._sharded_tensors import ShardedParameter, as_shard
-from brigade._tied_parameters import memory_of, remember, require_apart, require_free
-from brigade._unit_slots import Slot, UnitSlots
 
 _UNIT = "_brigade_unit"
 _numbers = itertools.count()
 
 
-@functools.cache
-def count_optimizer_steps() -> None:
-    """From here on each step counts as a change of the parts that it is about.
-
-    Fused optimizers write without counting, and what is whole would seem up to date.
-    """
-
-    def count(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
-        torch.autograd.graph.increment_version(
-            [
-                parameter
-                for group in optimizer.param_groups
-                for parameter in group["params"]
-                if isinstance(parameter, ShardedParameter)
-            ]
-        )
-
-    register_optimizer_step_post_hook(count)
-
-
 def split_reshards(value: bool | int, num_shards: int) -> tuple[bool, int | None]:
-    """Whether a unit is released behind forward, and on how many ranks it stays in slices."""
+    """Whether a unit is resharded after forward, and over how many ranks it stays in slices."""
     if isinstance(value, bool):
         return value, None
     if not isinstance(value, int) or value < 1 or num_shards % value != 0:
@@ -83,58 +56,29 @@ def split_reshards(value: bool | int, num_shards: int) -> tuple[bool, int | None
     return value > 1, value if 1 < value < num_shards else None
 
 
-class _Running(threading.local):
-    """Units whose forwards this thread is in, outermost first."""
-
-    def __init__(self) -> None:
-        self.units: list[Unit] = []
-
-
-_running = _Running()
-
-
-def running_units() -> list[Unit]:
-    """Those whose forwards the calling thread is in, outermost first."""
-    return list(_running.units)
-
-
-@contextmanager
-def shown_whole(unit: Unit) -> Iterator[None]:
-    """As in its forward; in backward, where it is whole and computes again."""
-    _running.units.append(unit)
-    unit.num_shown += 1
-    unit.slots.show_whole()
-    try:
-        yield
-    finally:
-        unit.num_shown -= 1
-        unit.leave_running()
-        unit.show_shards_if_unused()
-
-
 def unit_of(module: nn.Module) -> Unit | None:
     """The one that was made of this very module."""
     return getattr(module, _UNIT, None)
 
 
-@dataclasses.dataclass
-class _Round:
-    """A forward through the modules of one unit, whose first call is left open."""
-
-    first_call: _C.UnitCall
-    waits_for: set[int]  # modules, by id, that have not run
-    outputs: list[torch.Tensor] = dataclasses.field(default_factory=list)
+def own_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """The module and those below it that are in no unit of their own."""
+    yield prefix, module
+    for name, child in module._modules.items():
+        if child is not None and unit_of(child) is None:
+            yield from own_modules(child, f"{prefix}{name}.")
 
 
 class Unit:
-    """Modules whose parameters are sharded together, one as a rule, with their hooks."""
+    """Modules whose parameters are sharded together, one as a rule."""
 
     def __init__(
         self,
         modules: list[nn.Module],
         group: dist.ProcessGroup,
         num_shards: int,
-        options: _C.ShardingOptions,
+        mesh: DeviceMesh | None,
+        options: dict[str, Any],
         policy: MixedPrecisionPolicy,
         reshards: bool | None,
         ignored: set[nn.Parameter],
@@ -144,10 +88,11 @@ class Unit:
         """Shards the parameters that are in no unit yet. Collective.
 
         Args:
-            modules: Their attributes are replaced. None is inside of another one.
+            modules: None is inside of another one.
             group: Of the ranks that have these parameters, all of the root's as a rule.
-            num_shards: So many of them, one after the other, hold everything once.
-            options: Alike on all ranks.
+            num_shards: So many consecutive ranks hold everything once.
+            mesh: That was given, if it is one of these ranks.
+            options: Of _C.FullyShardOptions, equal on all ranks.
             policy: What inputs and outputs are cast to.
             reshards: None: unless it is the outermost.
             ignored: Parameters that stay as they are.
@@ -155,49 +100,119 @@ class Unit:
             device_type: The mesh's, to which what is elsewhere moves; None: there is no mesh.
 
         Raises:
-            ValueError: A parameter is another unit's, or ranks differ; on all ranks alike.
+            ValueError: A parameter is another unit's, or ranks differ; on all ranks.
         """
         self._modules = [weakref.ref(module) for module in modules]
         self.group = group
         self.num_shards = num_shards
-        self.options = options
+        self._mesh = mesh
+        self.options = _C.FullyShardOptions(num_shards=num_shards, **options)
         self.policy = policy
         self.reshards = reshards
         self.root: Root | None = None
         self.number = next(_numbers)  # of those that were made
-        self.num_shown = 0  # contexts in which it is shown whole
         self.path = ""  # in the outermost module
         self.max_reducing: int | None = None  # the least of all units' is the root's
         self.finalizes_by_hand = False  # of the outermost: the root does
         self.post_optim_event: torch.Event | None = None  # of the outermost: a step's end
-        self.wire_dtype: torch.dtype | None = None  # of a comm hook that was registered
-        self.broadcasts_parameters = options.broadcasts_parameters
         self.is_from_meta = False
-        self.may_differ_in_replicas = False  # until there is a root
         self._around: weakref.ref[Unit] | None = None  # that was made around this one
         self.index = -1  # in the root; -1 without parameters
         self.native: _C.ShardedUnit | None = None  # None without parameters
-        self._calls: list[_C.UnitCall] = []  # between their ends
-        self._round: _Round | None = None
-
-        self.names: list[str] = []
         # By parameter: in which modules, and where. A tied one is in several places.
         self._paths: list[list[tuple[int, str]]] = []
-        self.wholes: list[nn.Parameter] = []
-        self.shards: list[ShardedParameter] = []
-        self._block_numels: list[int] | None = None  # by parameter, as the dtypes
-        self._dtypes: list[torch.dtype | None] | None = None
-        self.slots = self._slots_of([], ignored)
+        self.parameters: list[nn.Parameter] = []
         self._shard(modules, ignored, block_numel_fn, device_type)
-        if self.native is None:
-            self.slots.fill([], [])
         for module in modules:
-            module.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True)
-            module.register_forward_hook(self._after_forward, always_call=True)
             object.__setattr__(module, _UNIT, self)
+            module.register_load_state_dict_pre_hook(_write_shards)
         for unit in self.with_those_below():
             if unit is not self and unit.around() is None:
                 unit._around = weakref.ref(self)
+
+    def _shard(
+        self,
+        modules: list[nn.Module],
+        ignored: set[nn.Parameter],
+        block_numel_fn: Callable[[nn.Parameter], int] | None,
+        device_type: str | None,
+    ) -> None:
+        found: dict[nn.Parameter, list[tuple[int, str]]] = {}
+        slots: list[tuple[dict[str, Any], str, nn.Parameter]] = []
+        starts = [f"[{index}]." if len(modules) > 1 else "" for index in range(len(modules))]
+        buffers: list[torch.Tensor] = []
+        for index, module in enumerate(modules):
+            for prefix, child in own_modules(module):
+                with failure_told_to_peers(self.group):
+                    require_read_only(child, prefix, ignored)
+                buffers += [buffer for buffer in child._buffers.values() if buffer is not None]
+                for name, parameter in child._parameters.items():
+                    if parameter is None or parameter in ignored:
+                        continue
+                    path = prefix + name
+                    where = f"'{starts[index]}{path}' of {type(module).__name__}"
+                    with failure_told_to_peers(self.group):
+                        require_plain(parameter, where)
+                        require_free(parameter, where)
+                    found.setdefault(parameter, []).append((index, path))
+                    slots.append((child._parameters, name, parameter))
+        self.slots = self._slots_of(slots, ignored)
+        parameters, self._paths = list(found), list(found.values())
+        names = [starts[index] + path for (index, path), *_ in self._paths]
+        block_numels = dtypes = None
+        override = getattr(self.policy, "param_dtype_override_fn", None)
+        with failure_told_to_peers(self.group):
+            if block_numel_fn is not None:
+                block_numels = [
+                    require_count(block_numel_fn(parameter), f"block_numel_fn of '{name}'")
+                    for parameter, name in zip(parameters, names, strict=True)
+                ]
+            if override is not None:
+                dtypes = [override(parameter) for parameter in parameters]
+        memories = memory_of(self, names, parameters)
+        with failure_told_to_peers(self.group):
+            moves = destinations([*parameters, *buffers], self.group, device_type)
+            if moves:
+                require_apart(memories)
+            for tensor, device in moves:
+                move(tensor, device)
+            for parameter in parameters:
+                if not _is_dense(parameter):
+                    parameter.data = parameter.detach().contiguous()
+        if not found:
+            if moves:  # else peers hear of a failure where the parameters are compared
+                types = [type(module).__name__ for module in modules]
+                _C.require_agreement(self.group, "moved module", types)
+            return
+        self.is_from_meta = any(parameter.is_meta for parameter in parameters)
+        self.native = _C.ShardedUnit(
+            ", ".join(type(module).__name__ for module in modules),
+            names,
+            parameters,
+            self.group,
+            self.options,
+            self.reshards is not False,
+            len(modules) > 1,
+            block_numels,
+            dtypes,
+        )
+        remember(memories)
+        self.parameters = parameters
+        reference = weakref.ref(self)
+        for parameter in parameters:
+            if _C.is_sharded(parameter):  # it has elements
+                parameter.__class__ = parameter_class(type(parameter))
+                parameter._brigade_unit = reference
+
+    def _slots_of(self, slots: list[tuple], ignored: set[nn.Parameter]) -> ParameterSlots:
+        reference = weakref.ref(self)  # it is freed when its modules are
+
+        def own() -> list[nn.Module]:
+            return [child for each in reference().modules() for _, child in own_modules(each)]
+
+        return ParameterSlots(slots, own, lambda: names_below(reference().outermost()), ignored)
+
+    # ---- Among other units.
 
     def around(self) -> Unit | None:
         """The next unit around this one; None of what is the outermost so far."""
@@ -210,163 +225,26 @@ class Unit:
         around = self.around()
         return self if around is None else around.outermost()
 
-    def _slots_of(self, slots: list[Slot], ignored: set[nn.Parameter]) -> UnitSlots:
-        reference = weakref.ref(self)  # it is freed when its modules are
+    def modules(self) -> list[nn.Module]:
+        """Those that still live."""
+        return [module for reference in self._modules if (module := reference()) is not None]
 
-        def own() -> list[nn.Module]:
-            modules = reference().modules()
-            return [child for each in modules for _, child in own_modules(each)]
+    def with_those_below(self) -> list[Unit]:
+        """Outermost first."""
+        units: dict[Unit, None] = {}
+        for module in self.modules():
+            for child in module.modules():
+                if (unit := unit_of(child)) is not None:
+                    units[unit] = None
+        return list(units)
 
-        return UnitSlots(slots, own, lambda: names_below(reference().outermost()), ignored)
-
-    def _shard(
-        self,
-        modules: list[nn.Module],
-        ignored: set[nn.Parameter],
-        block_numel_fn: Callable[[nn.Parameter], int] | None,
-        device_type: str | None,
-    ) -> None:
-        found: dict[nn.Parameter, list[tuple[int, str]]] = {}
-        slots: list[tuple[dict[str, Any], str, nn.Parameter]] = []
-        starts = [f"[{index}]." if len(modules) > 1 else "" for index in range(len(modules))]
-        for index, module in enumerate(modules):
-            for prefix, child in own_modules(module):
-                with failure_told_to_peers(self.group):
-                    require_read_only(child, prefix, ignored)
-                for name, parameter in child._parameters.items():
-                    if parameter is None or parameter in ignored:
-                        continue
-                    path = prefix + name
-                    where = f"'{starts[index]}{path}' of {type(module).__name__}"
-                    with failure_told_to_peers(self.group):
-                        require_plain(parameter, where)
-                        require_no_hooks(parameter, where)
-                        require_free(parameter, where)
-                    found.setdefault(parameter, []).append((index, path))
-                    slots.append((child._parameters, name, parameter))
-        buffers = [
-            buffer
-            for module in modules
-            for _, child in own_modules(module)
-            for buffer in child._buffers.values()
-            if buffer is not None
-        ]
-        if not found:
-            moves = destinations(buffers, self.group, device_type)
-            with failure_told_to_peers(self.group):
-                for tensor, device in moves:
-                    move(tensor, device)
-            if moves:  # else peers hear of a failure where the parameters are compared
-                names = [type(module).__name__ for module in modules]
-                _C.require_agreement(self.group, "moved module", names)
-            return
-        wholes, self._paths = list(found), list(found.values())
-        self.names = [starts[index] + path for (index, path), *_ in self._paths]
-        numbers = {whole: i for i, whole in enumerate(wholes)}
-        self.slots = self._slots_of(
-            [(where, name, numbers[parameter]) for where, name, parameter in slots], ignored
-        )
-        override = getattr(self.policy, "param_dtype_override_fn", None)
-        with failure_told_to_peers(self.group):
-            if block_numel_fn is not None:
-                self._block_numels = [
-                    require_count(block_numel_fn(whole), f"block_numel_fn of '{name}'")
-                    for whole, name in zip(wholes, self.names, strict=True)
-                ]
-            if override is not None:
-                self._dtypes = [override(whole) for whole in wholes]
-        self.is_from_meta = any(whole.is_meta for whole in wholes)
-        self.may_differ_in_replicas = self.is_from_meta
-        self.options.allows_meta = self.is_from_meta
-        memories = memory_of(self, self.names, wholes)
-        with failure_told_to_peers(self.group):
-            moves = destinations([*wholes, *buffers], self.group, device_type)
-            if moves:
-                require_apart(memories)
-            for tensor, device in moves:
-                move(tensor, device)
-        self._make(wholes)
-        remember(memories)
-        # What is called here and there, and kept, is planned as such.
-        self.native.settings.spans_passes = len(modules) > 1 and self.reshards is False
-
-    def _make(self, wholes: list[nn.Parameter], kept: list[torch.Tensor] | None = None) -> None:
-        """Collective. `kept`: tensors that become this rank's parts."""
-        self.native = _C.ShardedUnit(
-            ", ".join(type(module).__name__ for module in self.modules()),
-            self.names,
-            wholes,
-            self.group,
-            self.options,
-            self._block_numels,
-            self._dtypes,
-            kept,
-        )
-        self.wholes, self.shards = wholes, []
-        for i, whole in enumerate(wholes):
-            place = ShardPlace.of(self, whole, self.native.offsets[i])
-            # The very tensor whose .grad is set when a backward has been reduced.
-            self.shards.append(as_shard(self.native.shards[i], place, ShardedParameter))
-            whole._brigade_place = place
-        self.slots.fill(wholes, self.shards)
-
-    # ---- Made anew, of parts in another dtype, or of the first ones with memory.
-
-    def make_anew(self, parts: list[torch.Tensor], gradients: list[torch.Tensor | None]) -> None:
-        """Collective. A rank's other elements of a whole parameter are not looked at.
-
-        `parts`: by parameter, of the sizes that this rank has now. They are copied.
-        """
-        self.options.broadcasts_parameters = False
-        if self._dtypes is not None:  # a parameter that is seen in its own dtype stays so
-            self._dtypes = [
-                part.dtype if dtype == shard.dtype else dtype
-                for part, dtype, shard in zip(parts, self._dtypes, self.shards, strict=True)
-            ]
-        wholes = [
-            _whole_around(part, shard, whole)
-            for part, shard, whole in zip(parts, self.shards, self.wholes, strict=True)
-        ]
-        stay = all(p.device == s.device for p, s in zip(parts, self.shards, strict=True))
-        before = self.shards
-        for shard in before:
-            shard.grad = None
-        self._make(wholes, before if stay else None)
-        for shard, other in zip(before, self.shards, strict=True):
-            if other is not shard and shard._post_accumulate_grad_hooks:
-                other._post_accumulate_grad_hooks = shard._post_accumulate_grad_hooks
-        for shard, gradient in zip(self.shards, gradients, strict=True):
-            if gradient is not None:
-                shard.grad = as_shard(gradient, shard._brigade_place)
-        if self.wire_dtype is not None:
-            _C.ShardedUnit.register_compression([self.native], self.wire_dtype, self.group)
-
-    def settings_to_keep(self) -> dict[str, Any]:
-        """For set_kept(), of what make_anew() makes."""
-        settings = self.settings()
-        return {name: getattr(settings, name) for name in dir(settings) if name[0] != "_"}
-
-    def set_kept(self, settings: dict[str, Any]) -> None:
-        """What settings_to_keep() has returned."""
-        for name, value in settings.items():
-            setattr(self.native.settings, name, value)
-
-    def refuse_gradients_of_before(self) -> None:
-        """A backward through a forward of the root before would lose them."""
-        for name, whole in zip(self.names, self.wholes, strict=True):
-            if whole.requires_grad:
-                whole.register_hook(functools.partial(_refuse_gradient, name))
+    def require_root(self) -> Root:
+        """Made if there is none: of the outermost unit so far. Collective then."""
+        return self.root or make_root(self.outermost())
 
     def has_replicas(self) -> bool:
-        """Other ranks have copies of its parts."""
+        """Other ranks have copies of its shards."""
         return self.num_shards < self.group.size()
-
-    def name_of(self, parameter: nn.Parameter) -> str:
-        """In its module; of several, behind the module's place among them."""
-        for name, whole, shard in zip(self.names, self.wholes, self.shards, strict=True):
-            if parameter is whole or parameter is shard:
-                return name
-        return ""
 
     def describe(self) -> str:
         """For errors."""
@@ -376,40 +254,23 @@ class Unit:
         ]
         return f"a sharded {' with '.join(kinds)}"
 
-    def modules(self) -> list[nn.Module]:
-        """Those that still live."""
-        return [module for reference in self._modules if (module := reference()) is not None]
-
-    def require_root(self) -> Root:
-        """Made if there is none: of this unit and all below it. Collective then."""
-        return self.root or make_root(self)
-
-    def with_those_below(self) -> list[Unit]:
-        """Outermost first."""
-        units = []
-        for module in self.modules():
-            for child in module.modules():
-                unit = unit_of(child)
-                if unit is not None and unit not in units:
-                    units.append(unit)
-        return units
+    def name_of(self, parameter: nn.Parameter) -> str:
+        """In its module."""
+        for each, ((_, path), *_) in zip(self.parameters, self._paths, strict=True):
+            if each is parameter:
+                return path
+        return ""
 
     def rename(self, names: dict[nn.Module, str]) -> None:
         """`names`: of modules in the root's; for errors."""
         own = [names.get(module(), f"[{i}]") for i, module in enumerate(self._modules)]
         self.path = ", ".join(own)
-        if self.native is None:
-            return
-        self.native.rename(self.path, self._paths_in_root(own, names))
+        if self.native is not None:
+            self.native.rename(self.path, self.paths_in_root(names))
 
-    def names_on_meta(self, names: dict[nn.Module, str]) -> list[str]:
-        """Of its parameters; `names`: as rename()'s."""
+    def paths_in_root(self, names: dict[nn.Module, str]) -> list[str]:
+        """Of parameters; of a tied one the first, as named_parameters() has it."""
         own = [names.get(module(), f"[{i}]") for i, module in enumerate(self._modules)]
-        paths = self._paths_in_root(own, names)
-        return [path for path, shard in zip(paths, self.shards, strict=True) if shard.is_meta]
-
-    def _paths_in_root(self, own: list[str], names: dict[nn.Module, str]) -> list[str]:
-        """Of a tied one the first, as named_parameters() has it."""
 
         @functools.cache
         def turns() -> dict[str, int]:
@@ -425,8 +286,27 @@ class Unit:
             for places in self._paths
         ]
 
+    def device_mesh(self) -> DeviceMesh:
+        """As DTensors have it: one dimension, or (replicas, shards)."""
+        if self._mesh is None:
+            kind = self.parameters[0].device.type if self.parameters else "cpu"
+            ranks = torch.tensor(dist.get_process_group_ranks(self.group))
+            self._mesh = DeviceMesh(
+                "cpu" if kind == "meta" else kind,
+                ranks.view(-1, self.num_shards) if self.has_replicas() else ranks,
+            )
+        return self._mesh
+
+    def placements(self) -> tuple:
+        """As DTensors have it."""
+        return (Replicate(), Shard(0)) if self.device_mesh().ndim == 2 else (Shard(0),)
+
+    # ---- Settings.
+
     def settings(self) -> _C.UnitSettings | None:
-        """That may be changed between a pass and the next; None without parameters."""
+        """That may be changed between a forward or backward and the next; None if it has no
+        parameters.
+        """
         if self.native is None:
             return None
         return self.native.settings if self.root is None else self.root.native.settings(self.index)
@@ -438,185 +318,326 @@ class Unit:
             settings.reshards_after_forward = self.reshards
             settings.reshards_to = reshards_to
 
-    def begin_unshard(self) -> None:
-        """Collective. Launches its gather; it is whole behind await_unshard()."""
-        root = self.outermost().require_root()
-        if self.native is not None and not root.is_unsharded:
-            root.native.unshard_unit(self.index)
+    # ---- Unsharded by hand.
 
-    def await_unshard(self) -> None:
-        """Shows whole parameters until it is sharded again."""
-        if self.native is None or self.root.is_unsharded:
+    def unshard(self) -> None:
+        """Collective."""
+        root = self.require_root()
+        if self.native is None or root.is_unsharded:
             return
-        reference = weakref.ref(self)
-
-        def show_shards_again() -> None:
-            unit = reference()
-            if unit is not None:
-                unit.show_shards_if_unused()
-
-        if self.root.native.await_unit(self.index, show_shards_again):
-            self.slots.require_as_sharded()
-            self.slots.show_whole()
+        self.slots.require_unchanged()
+        if not root.native.is_in_forward and torch._C._current_graph_task_id() == -1:
+            root.by_hand.add(self)
+        root.native.unshard([self.index], True)
 
     def reshard(self, writes: bool) -> None:
         """`writes`: with the values that the whole parameters have now."""
-        if self.native is not None and self.root is not None and not self.root.is_unsharded:
-            self.root.native.reshard_unit(self.index, writes)
+        if self.native is None or self.root is None or self.root.is_unsharded:
+            return
+        self.root.by_hand.discard(self)
+        self.root.native.reshard([self.index], not writes)
 
     # ---- A forward of the module, or of another method that is to be one.
 
-    def run(
-        self, module: nn.Module, method: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
-    ) -> Any:
-        """Calls the module's `method` as if it were its forward."""
-        try:
-            args, kwargs = self._before_forward(module, args, kwargs)
-            output = method(*args, **kwargs)
-        except BaseException:
-            self._after_forward(module, args, None)
-            raise
-        replaced = self._after_forward(module, args, output)
-        return output if replaced is None else replaced
-
-    def _before_forward(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
-        if self.root is None or not self.root.is_unsharded:
-            require_none_that_differentiates()
+    def run(self, method: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Calls `method` in a forward of the root."""
         root = self.require_root()
         if root.outermost is self and root.device.type != "cpu":
             args, kwargs = move_to((args, kwargs), root.device)
         if self.policy.cast_forward_inputs and self.policy.param_dtype is not None:
             args, kwargs = cast_floating((args, kwargs), self.policy.param_dtype)
         if root.is_unsharded and not torch.is_grad_enabled():
-            return args, kwargs  # as of any module: ranks may run as many as they like
-        if root.outermost is self:
-            root.begin_forward()
-        if not root.is_unsharded:  # else what is there is computed with
-            self.slots.require_as_sharded()
-        if self.native is None:
-            return args, kwargs
-        inputs = (
-            [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
-            if torch.is_grad_enabled()
-            else []
-        )
-        call, stand_ins = root.native.begin_call(self.index, inputs)
-        self._calls.append(call)
-        _running.units.append(self)
-        if len(self._modules) > 1 and self._round is None and root.is_in_forward:
-            self._round = _Round(call, {id(module) for module in self.modules()})
-        self.slots.show_whole()
-        if inputs:
-            replaced = dict(zip(map(id, inputs), stand_ins, strict=True))
-            return map_tensors((args, kwargs), lambda t: replaced.get(id(t), t))
-        return args, kwargs
-
-    def _after_forward(self, module: nn.Module, args: tuple, output: Any) -> Any:
-        root = self.root
-        if root is None:  # it could not be made
-            return None
-        error = sys.exc_info()[1] if output is None else None
-        if self._calls:
-            try:
-                self._end_call(module, output, error)
-            except Exception as failure:
-                if root.outermost is self and root.is_in_forward:
-                    root.end_forward(failure)
-                raise
-        if root.outermost is self and root.is_in_forward:
-            root.end_forward(error)
-        if error is None and self.policy.output_dtype is not None:
-            return cast_floating(output, self.policy.output_dtype)
-        return None
-
-    def _end_call(self, module: nn.Module, output: Any, error: BaseException | None) -> None:
-        call = self._calls.pop()
-        self.leave_running()
-        native = self.root.native
-        if error is not None:  # also of a checkpoint that has computed again all it needs
-            if self._round is not None and self._round.first_call is call:
-                self._round = None
-            native.abort_call(call)
-            self.show_shards_if_unused()
-            return
-        tensors = tensors_in(output)
-        outputs = [tensor for tensor in tensors if tensor.grad_fn is not None]
+            return self._cast_outputs(method(*args, **kwargs))  # on any ranks, any number
+        if not root.is_unsharded:
+            require_none_that_differentiates()
+        native = root.native
+        root.await_optimizer()
+        native.begin_forward()
         try:
-            if self._round is None:
-                native.end_call(call, outputs)
-            else:
-                self._round.outputs += outputs
-                self._round.waits_for.discard(id(module))
-                if call is not self._round.first_call:
-                    native.end_call(call, outputs)
-                if not self._round.waits_for and not self._calls:
-                    self.end_round()
-        except Exception:
-            native.abort_call(call)
+            self.slots.require_unchanged()
+            if self.index >= 0:
+                native.unshard([self.index])
+            output = self._cast_outputs(method(*args, **kwargs))
+            output = map_tensors(output, _with_own_hooks)
+            tensors = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
+            self._gate(tensors)
+            native.end_forward(tensors)
+        except BaseException as error:
+            native.forward_failed(f"{type(error).__name__}: {error}")
             raise
-        finally:
-            self.show_shards_if_unused()
+        if root.by_hand and not native.is_in_forward:
+            root.reshard_used_by_hand()
+        return output
 
-    def end_round(self, error: BaseException | None = None) -> None:
-        """Without effect if there is none. `error`: forward has raised."""
-        ended, self._round = self._round, None
-        if ended is None:
+    def _cast_outputs(self, output: Any) -> Any:
+        dtype = self.policy.output_dtype
+        return output if dtype is None else cast_floating(output, dtype)
+
+    def _gate(self, outputs: Iterable[torch.Tensor]) -> None:
+        """Gathers the unit where backward reaches its outputs, before compiled code does."""
+        if self.index < 0 or not self.settings().gathers_in_backward:
             return
-        if error is not None:
-            self.root.native.abort_call(ended.first_call)
-        else:
-            # So that any output opens what the first call's inputs will close.
-            self.root.native.end_call(ended.first_call, ended.outputs)
-        self.show_shards_if_unused()
+        reference = weakref.ref(self)
 
-    def forget_calls(self) -> None:
-        """That have ended in no way that hooks are told of."""
-        if not self._calls and self._round is None:
-            return
-        first = [] if self._round is None else [self._round.first_call]
-        for call in dict.fromkeys(first + self._calls):
-            self.root.native.abort_call(call)
-        for _ in self._calls:
-            self.leave_running()
-        self._calls, self._round = [], None
-        self.show_shards_if_unused()
+        def gather(*_: Any) -> None:
+            unit = reference()
+            if unit is not None:
+                unit.root.native.use_in_backward(unit.index)
+                unit.root.reshard_after_backward(unit)
 
-    def leave_running(self) -> None:
-        """Ends the last of its calls in the calling thread, if there is one."""
-        places = [place for place, unit in enumerate(_running.units) if unit is self]
-        if places:
-            del _running.units[places[-1]]
-
-    def show_shards_if_unused(self) -> None:
-        """Unless its forward goes on, or is computed again, or all units are whole."""
-        if self.num_shown > 0 or self.root is None:
-            return
-        if not self._calls and self._round is None and not self.root.is_unsharded:
-            self.slots.show_shards()
+        for output in outputs:
+            output.grad_fn.register_prehook(gather)
 
 
-def own_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """The module and those below it that are in no unit of their own."""
-    yield prefix, module
-    for name, child in module._modules.items():
-        if child is not None and unit_of(child) is None:
-            yield from own_modules(child, f"{prefix}{name}.")
+def _is_dense(parameter: torch.Tensor) -> bool:
+    """Whether its elements fill their memory, in any order of dimensions."""
+    numel = 1
+    for stride, size in sorted(zip(parameter.stride(), parameter.shape, strict=True)):
+        if size > 1 and stride != numel:
+            return False
+        numel *= size
+    return True
 
 
-def _whole_around(part: torch.Tensor, shard: ShardedParameter, like: nn.Parameter) -> nn.Parameter:
-    """Of the part's dtype, on its device, and nothing but that part of it is written."""
-    place = shard._brigade_place
-    whole = torch.empty_strided(like.shape, like.stride(), dtype=part.dtype, device=part.device)
-    elements = place.in_memory(part) if part.shape == place.whole_shape else part
-    in_memory = whole.as_strided((whole.numel(),), (1,))
-    in_memory[place.begin : place.begin + elements.numel()] = elements
-    made = torch.Tensor._make_subclass(type(like), whole, shard.requires_grad)
-    vars(made).update(vars(like))
-    return made
+def _with_own_hooks(output: torch.Tensor) -> torch.Tensor:
+    """Hooks of the user on the output run after the root's own then, which open backward."""
+    return output.view_as(output) if output._backward_hooks else output
 
 
-def _refuse_gradient(name: str, gradient: torch.Tensor) -> None:
-    raise RuntimeError(
-        f"fully_shard: the module of parameter '{name}' was cast between its forward and its "
-        "backward.\nCast it between steps."
-    )
+def _write_shards(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Before a unit's module loads a state dict: writes this rank's pieces of its tensors.
+
+    Of sharded ones, DTensors and whole ones alike; torch's own loading then finds the
+    parameters themselves.
+    """
+    for path, child in own_modules(module):
+        for name, parameter in child._parameters.items():
+            key = prefix + path + name
+            value = state.get(key)
+            if not isinstance(parameter, TensorShard) or not isinstance(value, torch.Tensor):
+                continue
+            if value.shape == parameter.shape:
+                write_shard(parameter, value)
+                state[key] = parameter
+
+
+@torch.no_grad()
+def write_shard(parameter: TensorShard, value: torch.Tensor) -> None:
+    """This rank's piece of a value, sharded or whole. Collective for a DTensor."""
+    if value is parameter:
+        return
+    if hasattr(value, "full_tensor") and not _C.is_sharded(value):
+        value = value.full_tensor()
+    if not _C.is_sharded(value):
+        value = _C.shard_like(value, parameter)
+    if parameter.is_meta and not value.is_meta:
+        _C.set_piece(parameter, value.detach().to(parameter.dtype))
+    else:
+        parameter.copy_(value)
+
+
+class Root:
+    """The units below the outermost module that is sharded, in C++'s order."""
+
+    def __init__(self, outermost: Unit, units: list[Unit]) -> None:
+        """Collective. `units`: all that have parameters of their own, outermost first."""
+        self.outermost = outermost
+        self.units = units
+        self.native = _C.ShardedModel(
+            [unit.native for unit in units],
+            outermost.group,
+            outermost.options,
+            _places(outermost, units),
+        )
+        self.device = next(p.device for unit in units for p in unit.parameters)
+        self.is_unsharded = False
+        self.by_hand: set[Unit] = set()
+        self.native.set_synchronizes(not outermost.finalizes_by_hand)
+        for index, unit in enumerate(units):
+            unit.index = index
+        self.apply_max_reducing()
+        for unit in units:
+            if unit.is_from_meta and unit.has_replicas():
+                _make_replicas_alike(unit)
+
+    def apply_max_reducing(self) -> None:
+        """The least that a unit was given."""
+        caps = [unit.max_reducing for unit in self.units if unit.max_reducing is not None]
+        if caps:
+            self.native.set_max_reducing(min(caps))
+
+    def set_finalizes_by_hand(self, value: bool) -> None:
+        """True: backwards are reduced by finalize()."""
+        self.outermost.finalizes_by_hand = value
+        self.native.set_synchronizes(not value)
+
+    def finalize(self) -> None:
+        """Collective: reduces what backwards have accumulated of units that are to be reduced."""
+        is_due = any(unit.settings().synchronizes for unit in self.units)
+        if self.outermost.finalizes_by_hand and is_due:
+            self.native.set_synchronizes(True)
+            try:
+                self.native.reduce()
+            finally:
+                self.native.set_synchronizes(False)
+
+    def await_optimizer(self) -> None:
+        """The current stream waits for the event that set_post_optim_event() was given."""
+        event, self.outermost.post_optim_event = self.outermost.post_optim_event, None
+        if event is not None:
+            event.wait()
+
+    def reshard_used_by_hand(self) -> None:
+        """Units that unshard() was called of stay so until the forward that uses them ends."""
+        used = [u for u in self.by_hand if self.native.settings(u.index).reshards_after_forward]
+        self.by_hand.difference_update(used)
+        self.native.reshard([unit.index for unit in used], True)
+
+    def reshard_after_backward(self, unit: Unit) -> None:
+        """In its backward: if it was unsharded by hand, not beyond the end."""
+        if unit in self.by_hand and self.native.settings(unit.index).reshards_after_backward:
+            self.by_hand.discard(unit)
+            self.native.reshard([unit.index], True)
+
+    def unshard(self, writes: bool) -> None:
+        """Collective."""
+        for unit in self.units:
+            unit.slots.require_unchanged()
+        self.native.unshard(range(len(self.units)), writes)
+        self.is_unsharded = True
+
+    def reshard(self, drops_writes: bool) -> None:
+        """Every unit."""
+        self.is_unsharded = False
+        self.native.reshard(range(len(self.units)), drops_writes)
+
+
+def _make_replicas_alike(unit: Unit) -> None:
+    """Collective. They take the first one's parameters: each has drawn its own."""
+    for parameter in unit.parameters:
+        if isinstance(parameter, TensorShard):
+            whole = parameter.full_tensor()
+            dist.broadcast(whole, group=unit.group, group_src=0)
+            write_shard(parameter, whole)
+
+
+def _require_memory(outermost: Unit, units: list[Unit], names: dict[nn.Module, str]) -> None:
+    """Collective. RuntimeError on all ranks if parameters are on meta on any."""
+    on_meta = [
+        path
+        for unit in units
+        for path, parameter in zip(unit.paths_in_root(names), unit.parameters, strict=True)
+        if parameter.is_meta
+    ]
+    failure = ""
+    if on_meta:
+        failure = (
+            f"fully_shard: expected parameters with memory, found {len(on_meta)} on meta: "
+            f"{some_of(on_meta)}.\nCall to_empty(device=...) of the outermost module, and "
+            "initialize or load them."
+        )
+    _C.require_agreement(outermost.group, "option", [], failure)
+
+
+def _mesh_in(outermost: Unit, unit: Unit) -> tuple[list[int], int] | None:
+    """By ranks of the outermost unit's group, and how many share. None: the same mesh."""
+    if unit.group is outermost.group and unit.num_shards == outermost.num_shards:
+        return None
+    of_root = dist.get_process_group_ranks(outermost.group)
+    ranks = dist.get_process_group_ranks(unit.group)
+    if ranks == of_root and unit.num_shards == outermost.num_shards:
+        return None
+    # One that isn't there is told of to all ranks, where they compare meshes.
+    return [of_root.index(rank) if rank in of_root else -1 for rank in ranks], unit.num_shards
+
+
+def _places(outermost: Unit, units: list[Unit]) -> list[tuple[int | None, tuple | None]]:
+    """By unit, as _C.ShardedModel takes them."""
+    meshes = {unit: _mesh_in(outermost, unit) for unit in units}
+    num_before: collections.Counter[tuple] = collections.Counter()
+    found = {}
+    for unit in sorted(units, key=lambda unit: unit.number):
+        mesh = meshes[unit]
+        if mesh is None:
+            continue
+        ranks, num_shards = mesh
+        key = (*ranks, num_shards)
+        found[unit] = ranks, num_shards, f"{unit.path}, {num_before[key]} before"
+        num_before[key] += 1
+    indices = {unit: index for index, unit in enumerate(units)}
+
+    def parent_of(unit: Unit) -> int | None:
+        around = unit.around()
+        while around is not None and around not in indices:
+            around = around.around()
+        return None if around is None else indices[around]
+
+    return [(parent_of(unit), found.get(unit)) for unit in units]
+
+
+def names_below(outermost: Unit) -> dict[nn.Module, str]:
+    """The paths of its modules and those below."""
+    names: dict[nn.Module, str] = {}
+    for index, module in enumerate(outermost.modules()):
+        start = f"[{index}]" if len(outermost.modules()) > 1 else ""
+        for name, child in module.named_modules(prefix=start):
+            names.setdefault(child, name)
+    return names
+
+
+def _require_same_order(outermost: Unit, units: list[Unit]) -> None:
+    """Collective. Units of one form are alike when they are made, and have met other ones."""
+    of_all = [unit for unit in units if _mesh_in(outermost, unit) is None]  # no ranks' experts
+    in_order = sorted(of_all, key=lambda unit: unit.number)
+    names = [f"'{unit.path}'" for unit in in_order]
+    try:
+        _C.require_agreement(outermost.group, "fully_shard() call", names)
+    except RuntimeError as error:
+        if type(error) is not RuntimeError:
+            raise  # a peer is lost
+        raise ValueError(
+            f"{error}\nCall fully_shard() of the same modules in the same order on all ranks; "
+            "parameters of other modules have been mixed up."
+        ) from None
+
+
+def _require_untied(outermost: Unit) -> None:
+    """Collective. ValueError on all ranks if what is not sharded has a parameter's memory."""
+    with failure_told_to_peers(outermost.group):
+        for module in outermost.modules():
+            for name, parameter in module.named_parameters():
+                if not isinstance(parameter, TensorShard):
+                    require_untied(parameter, f"ignored parameter '{name}'")
+            for name, buffer in module.named_buffers():
+                require_untied(buffer, f"buffer '{name}'")
+
+
+def make_root(outermost: Unit) -> Root:
+    """Of a unit, and of all units below its modules. Collective."""
+    units = outermost.with_those_below()
+    if any(unit.root is not None for unit in units):
+        raise RuntimeError(
+            "fully_shard: forward ran through a module below this one first, which made it the "
+            "outermost.\nRun the first forward through the outermost module."
+        )
+    with_parameters = [unit for unit in units if unit.native is not None]
+    if not with_parameters:
+        raise ValueError(
+            f"fully_shard: {outermost.describe()} has no parameters to be sharded.\n"
+            "Shard it after they are made, or don't."
+        )
+    names = names_below(outermost)
+    for unit in with_parameters:
+        unit.slots.restore_sharded(write_shard)
+    if any(unit.is_from_meta for unit in with_parameters):
+        _require_memory(outermost, with_parameters, names)
+    _require_untied(outermost)
+    for unit in units:
+        unit.rename(names)
+    _require_same_order(outermost, with_parameters)
+    if outermost.reshards is None:
+        outermost.set_reshards_after_forward(False)
+    root = Root(outermost, with_parameters)
+    for unit in units:
+        unit.root = root
+    return root

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from brigade._shard_place import place_of
+from brigade._sharded_tensors import TensorShard
 
 if TYPE_CHECKING:
     from brigade._sharded_units import Unit
@@ -34,9 +34,8 @@ _left_behind: dict[int, list[_Memory]] = {}
 
 def require_free(parameter: nn.Parameter, where: str) -> None:
     """Raises ValueError, in which it is named by `where`, if it is tied to one of a unit."""
-    place = place_of(parameter)
-    unit = None if place is None else place.unit()
-    if unit is not None:
+    if isinstance(parameter, TensorShard):
+        unit = parameter._unit()
         raise ValueError(
             f"fully_shard: parameter {where} is "
             f"'{unit.name_of(parameter)}' of {unit.describe()} already.\n"
@@ -112,6 +111,8 @@ def _left_behind_of(tensor: torch.Tensor) -> _Memory | None:
 
 def _interval_of(parameter: torch.Tensor) -> tuple[torch.UntypedStorage, int, int] | None:
     """The storage and which bytes of it; None of what has none."""
+    if isinstance(parameter, TensorShard):
+        return None
     if nn.parameter.is_lazy(parameter) or parameter.layout != torch.strided:
         return None
     if parameter.is_meta or parameter.numel() == 0 or not torch._C._has_storage(parameter):

@@ -17,43 +17,26 @@ from __future__ import annotations
 import datetime
 import functools
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule as _TorchFSDPModule
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, UnshardHandle
 
 from brigade import _C, _compiling, _sharded_state
-from brigade._checkpoints_inside import teach_torch_checkpoints
 from brigade._checks import failure_told_to_peers
 from brigade._device_moves import type_of
 from brigade._group_device import device_of, serves
-from brigade._hugging_face_writer import teach_hugging_face_writer
-from brigade._initialization import (
-    initialize_whole,
-    teach_torch_to_initialize,
-    whole_inside,
-)
-from brigade._loaded_states import require_parts_of_optimizers
 from brigade._reduction_hooks import wire_dtype_of
-from brigade._refused_optimizers import refuse_optimizers
 from brigade._shardable_parameters import require_count
-from brigade._sharded_reductions import are_whole
-from brigade._sharded_root import Root
-from brigade._sharded_tensors import ShardedParameter, TensorShard
-from brigade._sharded_units import (
-    Unit,
-    count_optimizer_steps,
-    own_modules,
-    split_reshards,
-    unit_of,
-)
+from brigade._sharded_units import Root, Unit, own_modules, split_reshards, unit_of
 from brigade._sharding_mesh import group_of, mesh_of_placements
-from brigade._torch_state_dicts import teach_torch_state_dicts
+from brigade._torch_patches import patch_torch
 from brigade._unit_conversion import convert, give_memory
 
 # Of torch 2.15 and later.
@@ -76,56 +59,18 @@ class FSDPModule(_TorchFSDPModule):
             "load full_state_dict()."
         )
 
-    def _apply(self, fn: Callable, recurse: bool = True) -> nn.Module:
-        """Collective where it casts parameters, or gives them the first memory.
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """In a forward of the root, which this opens unless it is inside of one."""
+        return unit_of(self).run(super().__call__, args, kwargs)
 
-        Between steps, an optimizer goes on with the parts that it has. Nothing else: moves
-        are NotImplementedError, as what changes one module of a unit alone.
-        """
+    def _apply(self, fn: Callable, recurse: bool = True) -> nn.Module:
+        """To this rank's pieces of parameters, which stay the objects that they are."""
         convert(self, fn, recurse)
         return self
 
-    def apply(self, fn: Callable[[nn.Module], None]) -> nn.Module:
-        """Collective while a model from meta is initialized: `fn` sees whole parameters then.
-
-        Those of a unit in its modules, until the first forward. Ranks keep their parts of
-        what rank 0 has.
-        """
-        unit = unit_of(self)
-        if unit.root is None and unit.is_from_meta:
-            with whole_inside([self]):
-                return super().apply(fn)
-        return super().apply(fn)
-
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
-        """As any module's, of parts; they are written in place.
-
-        `assign`: collective; of parts, into a model on meta, which gets memory where they are.
-
-        Raises:
-            NotImplementedError: for `assign` of a module that has memory, or of whole tensors.
-            RuntimeError: a whole tensor where this rank has a part; nothing is written.
-        """
-        if assign:
-            parts = [value for value in state_dict.values() if isinstance(value, TensorShard)]
-            units = unit_of(self).with_those_below()
-            if not parts or not any(shard.is_meta for unit in units for shard in unit.shards):
-                raise NotImplementedError(
-                    "fully_shard: load_state_dict(assign=True): expected parts for a model on "
-                    "meta; others are written where they are.\nLeave it out, or call "
-                    "load_full_state_dict() for whole tensors; of a model on meta, call "
-                    "to_empty(device=...) first."
-                )
-            give_memory(self, parts[0].device)
-        for name, parameter in self.named_parameters(remove_duplicate=False):
-            _require_part(name, parameter, state_dict.get(name))
-        return super().load_state_dict(state_dict, strict=strict)
-
     def _root(self) -> Root:
         """Made by the first call, of the outermost module so far. Collective then."""
-        return unit_of(self).outermost().require_root()
+        return unit_of(self).require_root()
 
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
@@ -224,7 +169,7 @@ class FSDPModule(_TorchFSDPModule):
         """
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
-        """Without effect: gathers begin ahead of their need always."""
+        """Without effect: all-gathers begin ahead of their need always."""
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Their gathers begin when this module is needed in forward, and those of units that are
@@ -335,8 +280,6 @@ class FSDPModule(_TorchFSDPModule):
         own = unit_of(self)
         units = [unit for unit in own.with_those_below() if unit.native is not None]
         _C.ShardedUnit.register_compression([unit.native for unit in units], dtype, own.group)
-        for unit in units:
-            unit.wire_dtype = dtype
 
     def num_ranks_with(self, has_data: bool) -> int:
         """Collective: how many ranks have a batch for the next step; this one does, or not."""
@@ -363,13 +306,8 @@ class FSDPModule(_TorchFSDPModule):
         Raises:
             RuntimeError: Ranks do something else; on all of them.
         """
-        unit = unit_of(self)
-        unit.begin_unshard()
-        handle = _UnshardHandle(unit)
-        if async_op:
-            return handle
-        handle.wait()
-        return None
+        unit_of(self).unshard()
+        return UnshardHandle() if async_op else None
 
     def reshard(self, *, writes: bool = False) -> None:
         """This unit is sharded again: all ranks do so between the same forwards and backwards.
@@ -385,11 +323,13 @@ class FSDPModule(_TorchFSDPModule):
     def whole_parameters(self, *, writes: bool = False) -> Iterator[None]:
         """All units of the root are whole inside; `writes`: what is changed there is kept."""
         root = self._root()
-        root.unshard()
+        root.unshard(writes)
         try:
             yield
-        finally:
-            root.reshard(writes)
+        except BaseException:
+            root.reshard(drops_writes=True)
+            raise
+        root.reshard(drops_writes=False)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clips the gradients of all units by their norm over all ranks, which it returns."""
@@ -401,7 +341,8 @@ class FSDPModule(_TorchFSDPModule):
 
         `rank0_only`: others return an empty dict, and have one unit in memory at a time.
         """
-        return _sharded_state.full_state_dict(self, self._root(), rank0_only)
+        self._root()
+        return _sharded_state.full_state_dict(self, rank0_only)
 
     def load_full_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         """Collective: from whole parameters and buffers, equal on all ranks.
@@ -417,7 +358,7 @@ class FSDPModule(_TorchFSDPModule):
         if any(unit.is_from_meta for unit in unit_of(self).with_those_below()):
             group, device = unit_of(self).group, next(iter(state.values())).device
             give_memory(self, device if serves(group, device) else device_of(group))
-        _sharded_state.load_full_state_dict(self, self._root(), state)
+        self.load_state_dict(state)
 
     def explain(self) -> str:
         """Units, bytes and padding, in words."""
@@ -449,29 +390,14 @@ class FSDPModule(_TorchFSDPModule):
         Raises:
             ValueError: it is negative.
         """
+        if seconds < 0:
+            raise ValueError(
+                f"set_stall_report_after: expected 0 at least, found {seconds}.\nGive 0 for never."
+            )
         self._root().native.set_stall_report_after(datetime.timedelta(seconds=seconds))
 
     def reset_iter_state(self) -> None:
-        """Ends a forward that an exception has left and hooks were not told of.
-
-        As of KeyboardInterrupt: peers are told as of any failure in forward. The next forward
-        does so by itself if it is in the same thread. Nothing else is left behind.
-        """
-        root = unit_of(self).outermost().root
-        if root is not None:
-            root.abandon_forward()
-
-
-class _UnshardHandle(UnshardHandle):
-    """Of one unit, once."""
-
-    def __init__(self, unit: Unit) -> None:
-        self._unit: Unit | None = unit
-
-    def wait(self) -> None:
-        unit, self._unit = self._unit, None
-        if unit is not None:
-            unit.await_unshard()
+        """Without effect: an exception ends a forward, whatever it is."""
 
 
 def _lacks(name: str) -> Callable:
@@ -567,7 +493,8 @@ def fully_shard(
         module,
         group,
         num_shards,
-        device_type=type_of(mesh),
+        mesh=mesh,
+        dp_mesh_dims=dp_mesh_dims,
         reshard_after_forward=reshard_after_forward,
         mp_policy=mp_policy,
         offload_policy=offload_policy,
@@ -585,7 +512,8 @@ def make_unit(
     group: dist.ProcessGroup,
     num_shards: int,
     *,
-    device_type: str | None,
+    mesh: Any,
+    dp_mesh_dims: Any = None,
     base: type[FSDPModule] = FSDPModule,
     reshard_after_forward: bool | int | None,
     mp_policy: MixedPrecisionPolicy | None,
@@ -597,7 +525,7 @@ def make_unit(
     block_numel_fn: Callable[[nn.Parameter], int] | None = None,
     reproducible: bool = False,
 ) -> nn.Module | list[nn.Module]:
-    """See fully_shard(). `device_type`: the mesh's; `base`: of the modules' classes afterwards."""
+    """See fully_shard(). `base`: of the modules' classes afterwards."""
     modules = list(module) if isinstance(module, (list, tuple)) else [module]
     policy = mp_policy or MixedPrecisionPolicy()
     with failure_told_to_peers(group):
@@ -613,54 +541,32 @@ def make_unit(
             True if reshard_after_forward is None else reshard_after_forward, num_shards
         )
         wire_dtype = None if comm_hook is None else wire_dtype_of(comm_hook)
-    options = _C.ShardingOptions(
-        num_shards=num_shards,
-        reshards_after_forward=reshards,
-        prefetch_depth=prefetch_depth,
-        param_dtype=policy.param_dtype,
-        reduce_dtype=policy.reduce_dtype,
-        broadcasts_parameters=broadcasts_parameters,
-        wire_dtype=wire_dtype,
-        reproducible=reproducible,
-        trusts_versions=True,  # optimizers' steps are counted
-    )
-    options.reshards_to = reshards_to
+    options = {
+        "reshard_to": reshards_to,
+        "prefetch_depth": prefetch_depth,
+        "param_dtype": policy.param_dtype,
+        "reduce_dtype": policy.reduce_dtype,
+        "broadcast_parameters": broadcasts_parameters,
+        "wire_dtype": wire_dtype,
+        "reproducible": reproducible,
+    }
     _compiling.leave_to_interpreter()
-    teach_torch_state_dicts()
-    teach_torch_checkpoints()
-    teach_hugging_face_writer()
-    require_parts_of_optimizers()
-    teach_torch_to_initialize()
-    count_optimizer_steps()
-    refuse_optimizers()
+    patch_torch()
     Unit(
         modules,
         group,
         num_shards,
+        mesh if isinstance(mesh, DeviceMesh) and dp_mesh_dims is None else None,
         options,
         policy,
         None if reshard_after_forward is None else reshards,
         set(ignored_params or ()),
         block_numel_fn,
-        device_type,
+        type_of(mesh),
     )
-    initialize_whole(modules)
     for each in modules:
         each.__class__ = _sharded_class(type(each), base)
     return module
-
-
-def _require_part(name: str, parameter: nn.Parameter, value: Any) -> None:
-    if not isinstance(parameter, ShardedParameter) or not isinstance(value, torch.Tensor):
-        return
-    if isinstance(value, TensorShard) or value.shape == parameter.shape:
-        return
-    is_whole = value.shape == parameter.whole_shape
-    if is_whole and not are_whole([parameter]):
-        raise RuntimeError(
-            f"load_state_dict: size mismatch for {name}: expected this rank's part, found all of "
-            f"it, {tuple(value.shape)}.\nLoad whole tensors by load_full_state_dict()."
-        )
 
 
 def _require_dtypes(policy: MixedPrecisionPolicy) -> None:
@@ -735,7 +641,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
     @functools.wraps(function)
     def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return unit.run(self, functools.partial(function, self), args, kwargs)
+        return unit.run(functools.partial(function, self), args, kwargs)
 
     object.__setattr__(module, method_name, types.MethodType(run, module))
 

@@ -22,7 +22,6 @@ from torch.distributed._composable.replicate_with_fsdp import (
 )
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
-from brigade._device_moves import type_of
 from brigade._sharding_mesh import group_of
 from brigade.fully_shard import FSDPModule, make_unit
 
@@ -78,7 +77,7 @@ def replicate(
         module,
         group,
         num_shards=1,
-        device_type=type_of(mesh),
+        mesh=mesh,
         base=ReplicateModule,
         reshard_after_forward=False,
         mp_policy=mp_policy,

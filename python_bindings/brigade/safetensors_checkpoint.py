@@ -31,7 +31,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from brigade import _C
 from brigade._checks import failure_told_to_peers
-from brigade._shard_place import place_of
 from brigade._sharded_tensors import ShardedParameter, as_shard
 from brigade._sharded_units import unit_of
 
@@ -190,7 +189,7 @@ def _tell(model: nn.Module) -> Callable[[str], None]:
 
     def tell(failure: str) -> None:
         if (unit := unit_of(model)) is not None:
-            unit.outermost().require_root().meet_peers()
+            unit.outermost().require_root().native.meet_peers()
         _C.fail_checkpoint(_group_of(model), failure)
 
     return tell
@@ -323,5 +322,4 @@ def _as_option(before: Any, value: Any) -> Any:
 def _as_kept(name: str, value: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
     if name == _COUNT:
         return torch.tensor(float(value), device="cpu")
-    place = place_of(parameter)
-    return value if place is None else as_shard(value, place)
+    return as_shard(value, parameter) if _C.is_sharded(value) else value

@@ -30,7 +30,6 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from brigade._shard_place import place_of
 from brigade._sharded_state import (
     load_sharded_optimizer_state_dict,
     require_same_groups,
@@ -170,7 +169,7 @@ def _group_of(model: nn.Module, where: str) -> dist.ProcessGroup:
     if units:
         outermost = max(units, key=lambda unit: unit.group.size())
         if outermost.root is not None:
-            outermost.root.meet_peers()
+            outermost.root.native.meet_peers()
         return outermost.group
     raise ValueError(
         f"{where}: expected a module that fully_shard has sharded, found "
@@ -221,8 +220,9 @@ def _own_meshes(group: dist.ProcessGroup, model: nn.Module) -> dict[str, tuple[i
     """By name of a parameter that not all ranks of the group have: those that have it."""
     found = {}
     for name, parameter in model.named_parameters():
-        place = place_of(parameter)
-        if place is not None and (own := place.require_unit().group).size() < group.size():
+        if not isinstance(parameter, TensorShard):
+            continue
+        if (own := parameter._unit().group).size() < group.size():
             found[name] = tuple(dist.get_process_group_ranks(own))
     return found
 
@@ -337,7 +337,7 @@ def _require_same_model(metadata: Metadata, model: nn.Module, elsewhere: set[str
         form = metadata.state_dict_metadata[saved[name]]
         if not isinstance(form, TensorStorageMetadata) or not isinstance(value, torch.Tensor):
             continue
-        shape = value.whole_shape if isinstance(value, TensorShard) else value.shape
+        shape = value.shape
         if form.size != shape:
             raise ValueError(
                 f"the checkpoint is of another model: '{name}': expected {tuple(shape)}, found "
@@ -391,10 +391,9 @@ def _buffers_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def _memory_for(form: TensorStorageMetadata, parameter: torch.Tensor | None) -> torch.Tensor:
     dtype = form.properties.dtype
-    place = None if parameter is None else place_of(parameter)
-    if place is None or form.size != place.whole_shape:
+    if not isinstance(parameter, TensorShard) or form.size != parameter.shape:
         return torch.empty(form.size, dtype=dtype, device="cpu")
-    return as_shard(torch.empty_like(parameter.plain(), dtype=dtype), place)
+    return as_shard(torch.empty_like(parameter.detach(), dtype=dtype), parameter)
 
 
 def _put(nest: Any, path: tuple[Any, ...], value: Any) -> None:

@@ -992,7 +992,7 @@ class Sharded(Program):
             assert (shard.grad is None) == (whole.grad is None), (name, shard.grad, whole.grad)
             if whole.grad is not None:
                 expected = own_part(shard, whole.grad)
-                assert torch.equal(shard.grad.elements(), expected), (name, shard.grad, expected)
+                assert torch.equal(shard.grad.to_local(), expected), (name, shard.grad, expected)
 
     # ------------------------------------------------------------------------- forwards
 
@@ -1126,7 +1126,7 @@ class Sharded(Program):
         for shard, whole in zip(self.shards.values(), self.plain.parameters(), strict=True):
             if whole.grad is not None:
                 expected = own_part(shard, whole.grad)
-                torch.testing.assert_close(shard.grad.elements(), expected, rtol=1e-5, atol=0)
+                torch.testing.assert_close(shard.grad.to_local(), expected, rtol=1e-5, atol=0)
                 shard.grad.sign_()
                 whole.grad.sign_()
 

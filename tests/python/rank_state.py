@@ -64,8 +64,6 @@ _GENERATOR = torch.default_generator.get_state()
 
 def _is_lasting(value: Any) -> bool:
     """True of what brigade replaces in torch for good, and torch in its optimizers."""
-    if isinstance(value, type):
-        return value.__module__ == "brigade._checkpoints_inside"
     if getattr(value, "hooked", False):  # Optimizer.step, of the first instance of a class
         return True
     code = getattr(value, "__code__", None)

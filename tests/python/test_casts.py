@@ -108,8 +108,8 @@ def _settings_stay(rank):
         assert model.head.weight.grad is None
         assert model.head.bias.grad.dtype == dtype
         for p in model.parameters():
-            if len(p.whole_shape) == 2:
-                assert p.numel() % p.whole_shape[-1] == 0
+            if len(p.shape) == 2:
+                assert p.to_local().numel() % p.shape[-1] == 0
         model.blocks[0].set_requires_gradient_sync(True)
         model(batch_of(rank, 0)).float().sum().backward()
         model.zero_grad()
@@ -117,7 +117,7 @@ def _settings_stay(rank):
         sent.add(model.sharding_statistics()["sent_by_sums"])
     assert len(sent) == 1  # by either root, in bfloat16
     model.double()  # nothing is to be done
-    assert model.sharding_statistics()["reduced"] == 2
+    assert model.sharding_statistics()["reduced_backwards"] == 2
 
 
 def test_settings_policies_and_hooks_stay():

@@ -49,13 +49,15 @@ def _together(rank):
         plain, model = _nets()
         _backward(plain, model, rank)
         ignored = [p.grad.clone() for p in _split(model)[1]]
-        parts = [p.grad.plain().clone() for p in _split(model)[0]]
-        with pytest.raises(NotImplementedError, match=r"(?s)together with others.*Take them apart"):
+        parts = [p.grad.to_local().clone() for p in _split(model)[0]]
+        with pytest.raises(
+            NotImplementedError, match=r"(?s)together with others.*Clip them separately"
+        ):
             nn.utils.clip_grad_norm_(model.parameters(), 0.5, foreach=foreach)
         for parameter, gradient in zip(_split(model)[1], ignored, strict=True):
             assert torch.equal(parameter.grad, gradient)
         for parameter, gradient in zip(_split(model)[0], parts, strict=True):
-            assert torch.equal(parameter.grad.plain(), gradient)
+            assert torch.equal(parameter.grad.to_local(), gradient)
 
 
 def test_torchs_function_refuses_both_together():
@@ -81,9 +83,9 @@ def _apart(rank, norm_type):
         gradient = wholes[name].grad
         if isinstance(parameter, brigade.ShardedParameter):
             torch.testing.assert_close(parameter.grad.norm(), gradient.norm())
-            begin = parameter._brigade_place.begin
-            gradient = gradient.flatten()[begin : begin + parameter.numel()]
-            torch.testing.assert_close(parameter.grad.plain().flatten(), gradient)
+            begin = brigade._C.offset_of(parameter)
+            gradient = gradient.flatten()[begin : begin + parameter.to_local().numel()]
+            torch.testing.assert_close(parameter.grad.to_local(), gradient)
         else:
             torch.testing.assert_close(parameter.grad, gradient)
 

@@ -110,7 +110,7 @@ def _trains(rank, schedule, set_up, reshards, mesh=None):
         step_by_sign(model, plain)
     expect_parameters(model, plain)
     is_once = set_up in ("last is reduced", "stays whole")
-    assert model.sharding_statistics()["reduced"] == (2 if is_once else 2 * NUM_BATCHES)
+    assert model.sharding_statistics()["reduced_backwards"] == (2 if is_once else 2 * NUM_BATCHES)
 
 
 @pytest.mark.parametrize("set_up", SETTINGS)
@@ -141,7 +141,7 @@ def _set_before_forwards(rank):
         _backward_of_all_batches(plain, step, 2)
         expect_gradients(model, plain)
         step_by_sign(model, plain)
-    assert model.sharding_statistics()["reduced"] == 2 * 2  # that before the last, too
+    assert model.sharding_statistics()["reduced_backwards"] == 2 * 2  # that before the last, too
 
 
 def test_settings_before_forwards():

@@ -47,7 +47,7 @@ def _assembled(part):
     ]
     of_ranks = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, boxes)
-    whole, count = torch.zeros(part.whole_shape, dtype=part.dtype), torch.zeros(part.whole_shape)
+    whole, count = torch.zeros(part.shape, dtype=part.dtype), torch.zeros(part.shape)
     for offsets, values in (box for boxes in of_ranks for box in boxes):
         where = tuple(slice(o, o + n) for o, n in zip(offsets, values.shape, strict=True))
         whole[where] = values
@@ -75,7 +75,7 @@ def _uneven(rank, as_units):
             if name.endswith("count"):
                 assert type(found) is torch.Tensor and found.item() == 7
                 continue
-            assert (found.whole_shape, found.dtype) == (whole.shape, whole.dtype)
+            assert (found.shape, found.dtype) == (whole.shape, whole.dtype)
             assert torch.equal(_assembled(found), whole), name
         full = model.full_state_dict()
         assert list(full) == list(plain.state_dict())

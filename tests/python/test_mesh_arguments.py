@@ -22,7 +22,7 @@ _Result = getattr(common, "ShardPlacementResult", None)
 
 def _gradient(model, rank):
     model(batch_of(rank, 0)).square().mean().backward()
-    return [p.grad.plain().clone() for p in model.parameters()]
+    return [p.grad.to_local().clone() for p in model.parameters()]
 
 
 def _dims(rank, shard, replicate, group_size, num_shards):
@@ -117,7 +117,7 @@ def _inner_replicas(rank, folder):
         expected.sub_(_sums_in_order([[0, 2], [1, 3]], step).mul_(0.25), alpha=0.5)
         optimizer.step()
         part = expected.flatten()[places[rank] : places[rank] + model.weight.numel()]
-        torch.testing.assert_close(model.weight.plain().flatten(), part, rtol=0, atol=0)
+        torch.testing.assert_close(model.weight.to_local().flatten(), part, rtol=0, atol=0)
         whole = model.full_state_dict()["weight"]
         torch.testing.assert_close(whole, expected, rtol=0, atol=0)
     brigade.save_checkpoint(folder, model, optimizer, own={"rank": rank})

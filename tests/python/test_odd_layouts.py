@@ -61,7 +61,7 @@ def _trains(rank, world_size, reshards):
         optimizers[1].step()
         expect_equal(model, plain)
     for name, part in model.named_parameters():
-        assert part.whole_shape == plain.get_parameter(name).shape
+        assert part.shape == plain.get_parameter(name).shape
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

@@ -84,7 +84,7 @@ def _expect_parts_of_all(model, num_shards):
     """Ranks of a row have each element once."""
     for part, values in zip(model.parts, _values(), strict=True):
         held = [None] * WORLD_SIZE
-        dist.all_gather_object(held, part.value.elements().tolist())
+        dist.all_gather_object(held, part.value.to_local().tolist())
         for start in range(0, WORLD_SIZE, num_shards):
             row = itertools.chain.from_iterable(held[start : start + num_shards])
             assert list(row) == values.flatten().tolist()
@@ -100,8 +100,8 @@ def _odd(rank, way):
             assert torch.equal(part.seen, values), (step, values.shape)
             average = sum(_gradient(values, r) for r in range(WORLD_SIZE)) / WORLD_SIZE
             found = part.value.grad
-            assert found.whole_shape == values.shape
-            assert torch.equal(found.elements(), own_part(part.value, average)), values.shape
+            assert found.shape == values.shape
+            assert torch.equal(found.to_local(), own_part(part.value, average)), values.shape
         model.zero_grad()
     with model.whole_parameters():
         for part, values in zip(model.parts, _values(), strict=True):

@@ -60,10 +60,10 @@ REFUSED = {
     "broadcast": lambda p: dist.broadcast(p, 0),
     "all-reduce": lambda p: dist.all_reduce(p),
     "all-gather": lambda p: dist.all_gather([torch.empty(p.shape)], p),
-    "set in the whole": lambda p: torch.zeros(p.whole_shape).__setitem__(slice(None), p),
-    "a copy of the whole": lambda p: torch.zeros(p.whole_shape).copy_(p),
-    "an average of the whole": lambda p: torch.zeros(p.whole_shape).lerp_(p, 0.5),
-    "lists": lambda p: torch._foreach_lerp_([torch.zeros(p.whole_shape)], [p], 0.5),
+    "set in the whole": lambda p: torch.zeros(p.shape).__setitem__(slice(None), p),
+    "a copy of the whole": lambda p: torch.zeros(p.shape).copy_(p),
+    "an average of the whole": lambda p: torch.zeros(p.shape).lerp_(p, 0.5),
+    "lists": lambda p: torch._foreach_lerp_([torch.zeros(p.shape)], [p], 0.5),
 }
 
 
@@ -77,17 +77,17 @@ def _computes(rank):
     part = net[0].weight.detach()
     for name, of in RIGHT.items():
         torch.testing.assert_close(of(part), of(whole), msg=name)
-    before = part.plain().clone()
+    before = part.to_local().clone()
     for name, of in REFUSED.items():
         with pytest.raises(NotImplementedError):
             pytest.fail(f"{name} gave {of(part)}")
-    assert torch.equal(part.plain(), before)
+    assert torch.equal(part.to_local(), before)
     own = torch.zeros(part.shape)
     torch._foreach_copy_([own], [part])
-    assert torch.equal(own, part.plain())
+    assert torch.equal(own, part.to_local())
     assert torch.ones(part.numel()).view_as(part).shape == part.shape
     with pytest.raises(NotImplementedError, match="as many elements"):
-        torch._foreach_copy_([torch.zeros(part.whole_shape)], [part])
+        torch._foreach_copy_([torch.zeros(part.shape)], [part])
     masked = part.clone()
     masked[masked > 0] = 0
     torch.testing.assert_close(masked.sum(), whole.clamp(max=0).sum())
@@ -102,7 +102,7 @@ def _is_as_any_tensor(rank):
     """Where each rank has all of it."""
     part = brigade.replicate(_make())[0].weight.detach()
     assert part[0].shape == (5,) and part.T.shape == (5, 7)
-    assert torch.zeros(7, 5).copy_(part).equal(part.plain())
+    assert torch.zeros(7, 5).copy_(part).equal(part.to_local())
     dist.broadcast(part, 0)
 
 
@@ -124,11 +124,11 @@ def _loads_wholes(rank, options):
     assert str(after) == str(before)
     optimizers[1].load_state_dict(optimizers[1].state_dict())
     state = {
-        key: {name: value.plain() if value.dim() else value for name, value in of_part.items()}
+        key: {name: value.to_local() if value.dim() else value for name, value in of_part.items()}
         for key, of_part in optimizers[1].state_dict()["state"].items()
     }
     optimizers[1].load_state_dict(optimizers[1].state_dict() | {"state": state})
-    net.load_state_dict({name: value.plain() for name, value in net.state_dict().items()})
+    net.load_state_dict({name: value.to_local() for name, value in net.state_dict().items()})
 
     whole = net.full_state_dict()
     zeros = {name: torch.zeros_like(value) for name, value in whole.items()}

@@ -45,9 +45,9 @@ def _in_one_unit(rank, dtype, name_of_policy):
         for name, whole in plain.named_parameters():
             part = model.get_parameter(name)
             assert part.dtype == part.grad.dtype == whole.dtype, name
-            begin = part._brigade_place.begin
-            expected = whole.grad[begin : begin + part.numel()] / 2
-            assert torch.equal(part.grad.plain(), expected), name
+            begin = brigade._C.offset_of(part)
+            expected = whole.grad[begin : begin + part.to_local().numel()] / 2
+            assert torch.equal(part.grad.to_local(), expected), name
         plain.zero_grad()
         model.zero_grad()
     param_dtype = None if policy is None else policy.param_dtype
@@ -89,7 +89,7 @@ def _sum_of_micro_batches(rank, dtype, reduce_dtype, synchronizes, expected):
             model.set_requires_gradient_sync(synchronizes or batch == 1)
             model(torch.full((3,), value, dtype=dtype)).sum().backward()
         assert model.weight.grad.dtype == dtype
-        assert model.weight.grad.plain().tolist() == [expected] * model.weight.numel()
+        assert model.weight.grad.to_local().tolist() == [expected] * model.weight.to_local().numel()
         model.zero_grad()
 
 
@@ -227,7 +227,7 @@ def _external_inputs(rank, casts, by_list):
         assert tensor.grad.dtype == tensor.dtype
         assert (tensor.grad == expected).all()
     # Of two forwards with two rows of 2 * (2 * (1 + rank) + 1), and two rows of 2 * 3 by itself.
-    assert (model.inner.weight.grad.elements() == 2 * 2 * 2 * (2 * 1.5 + 1) + 2 * 2 * 3).all()
+    assert (model.inner.weight.grad.to_local() == 2 * 2 * 2 * (2 * 1.5 + 1) + 2 * 2 * 3).all()
 
 
 def test_inputs_from_outside_are_cast_for_the_unit_they_go_to():

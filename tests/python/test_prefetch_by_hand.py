@@ -103,7 +103,7 @@ def _by_handles(rank, name, reshards):
         # Half of each unit, once or twice as without handles.
         sent = after["sent_by_gathers"] - before["sent_by_gathers"]
         assert sent == (1 + reshards) * SENT // 2
-        assert after["late_gathers"] == 0
+        assert after["learned_segments"] <= 2
     model._set_unshard_async_op(False)
     _step(rank, plain, model, 4)
     expect_parameters(model, plain)
@@ -144,7 +144,7 @@ def _by_lists(rank):
         assert _gathered(model) == ["0123", "3210"], step
         assert after["ahead_gathers"] - before["ahead_gathers"] == num_ahead, step
         assert after["sent_by_gathers"] - before["sent_by_gathers"] == SENT, step
-        assert after["late_gathers"] == after["unneeded_gathers"] == 0
+        assert after["learned_segments"] <= 2
     expect_parameters(model, plain)
 
 
@@ -154,17 +154,17 @@ def test_lists_say_how_far_ahead_units_are_gathered():
 
 def _lists_are_planned(rank, forward, backward, _):
     plain, model = _pair(prefetch_depth=0, reshard_after_forward=True)
-    without = model.sharding_statistics()["planned_bytes"]
+    without = model.sharding_statistics()["planned_buffer_bytes"]
     for i, layer in enumerate(model):
         layer.set_modules_to_forward_prefetch([model[j] for j in forward.get(i, [])])
         layer.set_modules_to_backward_prefetch([model[j] for j in backward.get(i, [])])
     for step in range(3):
         _step(rank, plain, model, step)
         statistics = model.sharding_statistics()
-        assert statistics["unplanned"] == 0
-        assert statistics["peak_whole_bytes"] == statistics["planned_bytes"]
+        assert statistics["extra_buffers"] == 0
+        assert statistics["peak_buffer_bytes"] == statistics["planned_buffer_bytes"]
     if 3 in forward.get(0, []):  # all units at once
-        assert without < SENT <= statistics["planned_bytes"]
+        assert without < SENT <= statistics["planned_buffer_bytes"]
 
 
 def test_memory_is_planned_for_lists():

@@ -34,12 +34,12 @@ def _trains(rank, world_size):
         optimizers[1].zero_grad()
         model(batch_of(rank, step)).square().mean().backward()
         for a, b in zip(plain.parameters(), model.parameters(), strict=True):
-            assert torch.equal(a.grad, b.grad.plain())
+            assert torch.equal(a.grad, b.grad.full_tensor())
         optimizers[1].step()
     expect_equal(model, plain)
     statistics = model.sharding_statistics()
     assert statistics["sent_by_gathers"] == 0
-    assert statistics["late_gathers"] == 0
+    assert statistics["learned_segments"] <= 2
     norm = nn.utils.clip_grad_norm_(model.parameters(), 1e9)
     expected = nn.utils.get_total_norm([p.grad for p in plain.parameters()])
     torch.testing.assert_close(norm, expected)
@@ -74,7 +74,7 @@ def _options(rank):
     assert model.bias is ignored
     assert model(torch.full((1, 3), 1.0 + rank // 2)).dtype == torch.float32
     model(torch.full((1, 3), 1.0 + rank // 2)).sum().backward()
-    assert model.weight.grad.plain().tolist() == [[1.5] * 3] * 2
+    assert model.weight.grad.full_tensor().tolist() == [[1.5] * 3] * 2
     weights = [None] * 4
     dist.all_gather_object(weights, model.full_state_dict()["weight"].tolist())
     assert weights[0] == weights[2] != weights[1] == weights[3]
@@ -109,7 +109,7 @@ def _installed(rank):
         model = torchs.replicate(nn.Linear(3, 2))
     assert isinstance(model, brigade.ReplicateModule)
     model(torch.ones(1, 3)).sum().backward()
-    assert model.weight.grad.plain().tolist() == [[1.0] * 3] * 2
+    assert model.weight.grad.full_tensor().tolist() == [[1.0] * 3] * 2
     assert not isinstance(torchs.replicate(nn.Linear(3, 2)), brigade.FSDPModule)
 
 

@@ -372,13 +372,13 @@ def _copies(rank):
     ]
     for tensor in copies:
         assert isinstance(tensor, brigade.TensorShard)
-        assert tensor.whole_shape == whole.shape
+        assert tensor.shape == whole.shape
     torch.testing.assert_close(copies[1].norm(), whole.norm())
     with pytest.raises(NotImplementedError, match=r"flip\(\) of a sharded tensor of"):
         shard.flip(0)
     with pytest.raises(NotImplementedError, match="can't be pickled"):
         pickle.dumps(shard)
-    assert torch.equal(pickle.loads(pickle.dumps(shard.plain())), shard.plain())
+    assert torch.equal(pickle.loads(pickle.dumps(shard.to_local())), shard.to_local())
 
 
 def test_copies_of_a_part_are_parts():

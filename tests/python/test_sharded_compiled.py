@@ -77,8 +77,8 @@ def _trains(rank, way, arguments):
     assert any("tanh" in target for graph in graphs for target in graph)
     assert len(graphs) == num_graphs  # nothing is compiled again
     statistics = model.sharding_statistics()
-    assert statistics["late_gathers"] == 0
-    assert statistics["reduced"] == 4
+    assert statistics["learned_segments"] <= 2
+    assert statistics["reduced_backwards"] == 4
 
 
 @pytest.mark.parametrize("way", quick(_WAYS, [_WAYS[0]]))

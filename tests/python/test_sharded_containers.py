@@ -96,10 +96,10 @@ def _trains(rank, form):
 def test_units_of_containers_equal_one_process(form):
     for statistics in run_ranks(_trains, form):
         # In each step all units in forward, and the layers again in backward.
-        assert statistics["late_gathers"] == statistics["unneeded_gathers"] == 0
+        assert statistics["learned_segments"] <= 2
         assert statistics["ahead_gathers"] == 4 * (4 + 3)
-        assert statistics["reductions_launched"] == 4 * 4
-        assert statistics["peak_whole_bytes"] == statistics["planned_bytes"]
+        assert statistics["reductions"] == 4 * 4
+        assert statistics["peak_buffer_bytes"] == statistics["planned_buffer_bytes"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -68,7 +68,7 @@ def _sees_nan(rank):
     _, sharded = _make_pair()
     for part in sharded.parameters():
         if rank == 1 and part.numel() > 0:
-            part.grad.plain().view(-1)[0] = float("nan")
+            part.grad.to_local().view(-1)[0] = float("nan")
         with torch.no_grad():
             found.append((bool(torch.isfinite(part.grad).all()), part.grad.isnan().any().item()))
     return found
@@ -170,7 +170,7 @@ def _with_others(rank):
             assert part.isfinite().all().item() is True
             with pytest.raises(NotImplementedError, match="as many elements"):
                 part * torch.ones(4, 1)
-        own = torch.ones_like(net.weight.plain())
+        own = torch.ones_like(net.weight.to_local())
         assert isinstance(net.weight + own, brigade.TensorShard)
         torch.mul(net.weight, 2, out=own)
         assert not isinstance(own, brigade.TensorShard)
@@ -188,7 +188,7 @@ def _outlives_its_module(rank):
         part.norm()
     with torch.no_grad(), pytest.raises(RuntimeError, match="Keep the module"):
         (part > 0).any()
-    assert torch.isfinite(part.plain()).all()
+    assert torch.isfinite(part.to_local()).all()
 
 
 def test_a_part_whose_module_is_gone_says_so():

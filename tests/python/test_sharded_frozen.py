@@ -141,7 +141,7 @@ def _front_without_gradients(rank):
         after = model.sharding_statistics()
         unneeded.append(after["unneeded_gathers"] - before)
         before = after["unneeded_gathers"]
-        assert after["late_gathers"] == 0
+        assert after["learned_segments"] <= 2
     # A checkpoint would call it again: that it is none is known behind the first backward.
     assert unneeded[-2:] == [0, 0]
 

@@ -74,8 +74,8 @@ def _trains(rank, way, cache):
         step_by_sign(model, plain)
     assert metrics.generated_kernel_count > 0
     statistics = model.sharding_statistics()
-    assert statistics["late_gathers"] == 0
-    assert statistics["reduced"] == 3
+    assert statistics["learned_segments"] <= 2
+    assert statistics["reduced_backwards"] == 3
 
 
 @pytest.mark.slow

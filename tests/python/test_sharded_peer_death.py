@@ -75,7 +75,7 @@ def _loses_a_peer(rank, place):
         step_of_all(plain, optimizers[0], step, world_size)
         _step(model, optimizers[1], rank, step)
     expect_equal(model, plain)
-    before = {name: p.plain().clone() for name, p in model.named_parameters()}
+    before = {name: p.to_local().clone() for name, p in model.named_parameters()}
     if rank == world_size - 1:
         vanish(model)
     with pytest.raises(dist.DistBackendError) as told:
@@ -101,9 +101,9 @@ def _expect_sharded(model, before):
     for name, parameter in model.named_parameters():
         assert isinstance(parameter, brigade.ShardedParameter), name
         assert parameter.grad is None, name
-        assert torch.equal(parameter.plain(), before[name]), name
+        assert torch.equal(parameter.to_local(), before[name]), name
     file = io.BytesIO()
-    torch.save({name: p.plain() for name, p in model.named_parameters()}, file)
+    torch.save({name: p.to_local() for name, p in model.named_parameters()}, file)
     file.seek(0)
     saved = torch.load(file)
     assert saved.keys() == before.keys()

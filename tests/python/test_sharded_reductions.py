@@ -43,7 +43,7 @@ def _takes_totals(rank):
                     atol=1e-12,
                 )
         # Of elements, as before.
-        assert torch.equal(torch.max(part, part), part.plain())
+        assert torch.equal(torch.max(part, part), part.to_local())
         assert sharded.weight.sum(dtype=torch.float).dtype == torch.float
 
 
@@ -71,9 +71,9 @@ def _clip_with(rank, found, norm_type, clip):
         plain, sharded = _nets(rank)
         whole, part = (net.get_parameter(where) for net in (plain, sharded))
         whole.grad.view(-1)[index] = found
-        held = index - part._brigade_place.begin
+        held = index - brigade._C.offset_of(part)
         if 0 <= held < part.numel():
-            part.grad.plain().view(-1)[held] = found
+            part.grad.to_local().view(-1)[held] = found
         expected = nn.utils.clip_grad_norm_(plain.parameters(), 1.0, norm_type)
         norm = clip(sharded, 1.0, norm_type)
         assert str(norm.item()) == str(expected.item())

@@ -14,7 +14,15 @@ def _loss(model, rank, step):
 
 
 def _is_whole(module):
-    return [not isinstance(p, brigade.ShardedParameter) for p in module.parameters(recurse=False)]
+    return [_can_be_read(p) for p in module.parameters(recurse=False)]
+
+
+def _can_be_read(parameter):
+    try:
+        parameter.data_ptr()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _one_unit(rank, async_op):
@@ -22,7 +30,6 @@ def _one_unit(rank, async_op):
     block = model.blocks[1]
     handle = block.unshard(async_op=async_op)
     if async_op:
-        assert not any(_is_whole(block.up))
         handle.wait()
         handle.wait()
     else:
@@ -70,12 +77,12 @@ def _trains_on(rank, reshards):
             assert all(_is_whole(block.up))
         loss.backward()
         assert not any(_is_whole(block.up))  # the optimizer's, and what norms are of
+        optimizers[1].step()
         if step == 4:
             block.unshard()
-        optimizers[1].step()
     block.reshard()
     expect_equal(model, plain)
-    assert model.sharding_statistics()["late_gathers"] == 0
+    assert model.sharding_statistics()["learned_segments"] <= 2
 
 
 @pytest.mark.parametrize("reshards", [True, False])
@@ -118,7 +125,7 @@ def _not_on_all_ranks(rank):
     model.blocks[0].unshard()
     if rank == 0:
         model.blocks[0].reshard()
-    with pytest.raises(RuntimeError, match="began a forward"):
+    with pytest.raises(RuntimeError, match=r"began iteration \d+ \(forward\)"):
         model(batch_of(rank, 0))
     assert not any(_is_whole(model.blocks[0].up))
     _loss(model, rank, 0).backward()
@@ -141,7 +148,7 @@ def _kept_storage(rank):
         addresses.add(up.weight.data_ptr())
         model.blocks[1].reshard()
     assert len(addresses) == 1
-    assert model.sharding_statistics()["unplanned"] == 0
+    assert model.sharding_statistics()["extra_buffers"] == 0
 
 
 def test_storage_that_is_kept_has_one_address():

@@ -50,8 +50,10 @@ def backward_of_all(plain, world_size, loss_on):
 
 def own_part(part, whole):
     """What this rank is to hold of a whole tensor, 1D in the order of memory."""
-    place = part._brigade_place
-    return place.in_memory(whole.detach())[place.begin :][: part.numel()]
+    in_order = torch.empty_strided(part.shape, part.stride(), dtype=whole.dtype)
+    in_order.copy_(whole.detach())
+    begin = brigade._C.offset_of(part)
+    return in_order.as_strided((whole.numel(),), (1,))[begin:][: part.to_local().numel()]
 
 
 def expect_gradients(model, plain):
@@ -61,14 +63,14 @@ def expect_gradients(model, plain):
         assert (part.grad is None) == (whole.grad is None), name
         if whole.grad is not None:
             expected = own_part(part, whole.grad)
-            assert torch.equal(part.grad.elements(), expected), (name, part.grad, expected)
+            assert torch.equal(part.grad.to_local(), expected), (name, part.grad, expected)
 
 
 def expect_parameters(model, plain):
     pairs = zip(model.named_parameters(), plain.parameters(), strict=True)
     for (name, part), whole in pairs:
         assert isinstance(part, brigade.ShardedParameter), name
-        assert torch.equal(part.elements(), own_part(part, whole)), name
+        assert torch.equal(part.to_local(), own_part(part, whole)), name
 
 
 @torch.no_grad()
@@ -79,7 +81,7 @@ def step_by_sign(*models):
             if parameter.grad is None:
                 continue
             if isinstance(parameter, brigade.ShardedParameter):
-                parameter.plain().sub_(parameter.grad.plain().sign())
+                parameter.to_local().sub_(parameter.grad.to_local().sign())
             else:
                 parameter.sub_(parameter.grad.sign())
         model.zero_grad()
