@@ -178,9 +178,10 @@ bool FlatShard::adopt_pieces() {
   bool is_other = false;
   for (const UnitParameter& parameter : parameters_) {
     const Shard* const shard = shard_of(parameter.tensor);
-    TORCH_CHECK(shard != nullptr, "fully_shard: parameter '", parameter.name,
-                "' was given a plain tensor.\nGive it values inside of "
-                "unsharded(), or load_state_dict().");
+    TORCH_CHECK(
+        shard != nullptr, "fully_shard: parameter '", parameter.name,
+        "' was given a plain tensor.\nGive it values inside of "
+        "unsharded() (Python: whole_parameters()), or load_state_dict().");
     is_other |= !is_own(*shard);
   }
   if (!is_other) return false;

@@ -92,8 +92,8 @@ class SegmentExchange {
   // Returns the sum of `number` over ranks. Throws PeerError.
   int64_t ask(const std::string& text, uint64_t digest, int64_t number = 0);
 
-  // In place of open() or ask() on a rank that can't: these throw PeerError with
-  // `error` on the peers.
+  // In place of open() or ask() on a rank that can't: these throw PeerError
+  // with `error` on the peers.
   void fail(const std::string& error);
 
   int64_t num_opened() const { return num_opened_; }

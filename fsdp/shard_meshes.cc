@@ -104,15 +104,15 @@ ShardMeshes::ShardMeshes(const Group& group, int num_shards, c10::Device device,
     const std::set<int>& numbers = neighbours[number];
     return std::vector<int>(numbers.begin(), numbers.end());
   };
-  Mesh& root = meshes_.emplace_back();
+  Mesh& root = meshes_.emplace_back(Mesh{.neighbours = of(0)});
   root.transport = make_transport(group, num_shards, ShardingStreams(device),
-                                  of(0), in_order);
+                                  root.neighbours, in_order);
   root.row = std::make_shared<RowGroup>(*root.transport, true);
   for (const auto& [number, mesh] : own) {
-    Mesh made;
+    Mesh made = {.neighbours = of(number)};
     made.scope.reset(new GroupScope(make_subgroup(group, mesh.ranks, device)));
     made.transport = make_transport(made.scope->group(), mesh.row_length(),
-                                    streams(), of(number), in_order);
+                                    streams(), made.neighbours, in_order);
     made.row = std::make_shared<RowGroup>(*made.transport,
                                           mesh.size() == group->getSize());
     meshes_.push_back(std::move(made));

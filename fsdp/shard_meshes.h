@@ -36,6 +36,7 @@ class ShardMeshes {
   struct Mesh {
     std::unique_ptr<GroupScope> scope = nullptr;  // null: the model's group
     std::unique_ptr<ShardTransport> transport = nullptr;
+    std::vector<int> neighbours = {};  // numbers that gather by themselves
     std::shared_ptr<ShardGroup> row = nullptr;  // of operators on shards
   };
 

@@ -279,7 +279,7 @@ class LocalCall {
                         name_of(whole), ". Shard it alike: shard_like()."));
       }
       const bool is_number = tensor.unsafeGetTensorImpl()->is_wrapped_number();
-      if (whole.dim() == 0 && !is_number &&
+      if (whole.dim() == 0 && !is_number && makes_tensors() &&
           tensor.scalar_type() != whole.scalar_type()) {
         refuse(op_, c10::str("a plain tensor of dtype ", tensor.scalar_type(),
                              " beside ", name_of(whole),
@@ -314,12 +314,24 @@ class LocalCall {
     value = c10::IValue();
   }
 
-  const at::Tensor& local_of(const at::Tensor& tensor, size_t argument) {
+  // Whose dtype is that of the arguments together.
+  bool makes_tensors() const {
+    return std::ranges::all_of(op_.schema().returns(),
+                               [](const auto& result) {
+                                 return result.alias_info() == nullptr;
+                               }) &&
+           !op_.schema().returns().empty();
+  }
+
+  at::Tensor local_of(const at::Tensor& tensor, size_t argument) {
     const Shard* const shard = shard_of(tensor);
     if (shard == nullptr) return tensor;
     if (facts_.writes[argument] != 0) written_.push_back(tensor);
-    originals_.push_back(tensor);
-    return shard->local;
+    // Without dimensions, as dtypes of what has none count less.
+    const bool is_scalar = tensor.dim() == 0 && shard->local.numel() == 1;
+    at::Tensor local = is_scalar ? shard->local.view({}) : shard->local;
+    originals_.push_back({local, tensor});
+    return local;
   }
 
   void replace_arguments() {
@@ -341,15 +353,17 @@ class LocalCall {
   }
 
   at::Tensor wrap(const at::Tensor& result, const at::Tensor& whole) {
-    for (const at::Tensor& original : originals_) {
-      if (result.is_same(shard_of(original)->local)) return original;
+    for (const auto& [local, original] : originals_) {
+      if (result.is_same(local)) return original;
     }
     const Shard& shard = *shard_of(whole);
-    if (result.sizes() != shard.local.sizes()) {
+    const bool is_scalar = whole.dim() == 0 && result.dim() == 0;
+    const at::Tensor local = is_scalar ? result.reshape({1}) : result;
+    if (local.sizes() != shard.local.sizes()) {
       refuse(op_, "its result is not of its arguments' sizes: " +
                       c10::str(result.sizes()) + ".");
     }
-    return make_sharded({.local = result,
+    return make_sharded({.local = local,
                          .offset = shard.offset,
                          .group = shard.group,
                          .flat_offset = shard.flat_offset,
@@ -386,7 +400,8 @@ class LocalCall {
   // By place in a list, 0 for single tensors: the first sharded argument, if
   // there is one.
   c10::SmallVector<at::Tensor, 1> references_;
-  c10::SmallVector<at::Tensor, 4> originals_;  // that locals have replaced
+  // Sharded arguments, behind what has replaced them.
+  c10::SmallVector<std::pair<at::Tensor, at::Tensor>, 4> originals_;
   c10::SmallVector<at::Tensor, 2> written_;
 };
 
@@ -465,6 +480,10 @@ LocalValue reduce_locally(const Reduction& reduction, const at::Tensor& local) {
     const at::Tensor sizes = local.abs().to(at::kDouble);
     if (std::isinf(reduction.order)) {
       const bool takes_max = reduction.order > 0;
+      if (takes_max && sizes.numel() == 0) {
+        return {ReduceOp::kMax, at::zeros({}, sizes.options()), nans_in(sizes),
+                dtype};
+      }
       at::Tensor value = extreme_of(sizes, takes_max);
       return {takes_max ? ReduceOp::kMax : ReduceOp::kMin, value,
               nans_in(sizes), dtype};
@@ -684,12 +703,15 @@ void reduce(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
   if (shard_of(self) == nullptr) refuse(op, "its first argument is plain.");
   if (!covers_all_dims(argument_of(op, stack, "dim"), self.dim())) {
     refuse(op, "over some dimensions of " + name_of(self) +
-                   ". Call it inside of unsharded(), or on full_tensor().");
+                   ". Call it inside of unsharded() (Python: "
+                   "whole_parameters()), or on full_tensor().");
   }
   if (self.is_complex() && !is_norm(name)) {
     refuse(op, "of complex elements.");
   }
-  if (self.numel() == 0) refuse(op, "of no elements.");
+  if (self.numel() == 0 && !is_norm(name) && name != "sum") {
+    refuse(op, "of no elements.");
+  }
   const auto keeps = argument_of(op, stack, "keepdim");
   at::Tensor result = reduce_all(reduction, {self})[0];
   if (keeps.isBool() && keeps.toBool()) {
@@ -818,7 +840,8 @@ void on_sharded(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
                 });
   refuse(op, "needs the whole of " + name_of(of) +
                  ", of which this rank holds a piece. Call it inside of the "
-                 "model's forward or of unsharded(), or on full_tensor().");
+                 "model's forward or of unsharded() (Python: "
+                 "whole_parameters()), or on full_tensor().");
 }
 
 TORCH_LIBRARY_IMPL(_, TESTING_ONLY_GenericWrapper, library) {

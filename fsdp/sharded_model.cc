@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "brigade/comm/close_group.h"
 #include "brigade/comm/errors/message_of.h"
 #include "brigade/comm/errors/peer_error.h"
@@ -138,10 +139,23 @@ void ShardedModel::adopt_pieces() {
   if (is_converted || hooks_->first_detached(replicas)) make_hooks();
 }
 
+void ShardedModel::check_neighbours() const {
+  for (const ShardedUnit& unit : units_) {
+    const std::optional<int>& found = unit.settings.reshards_to;
+    const std::vector<int>& known = meshes_->of(unit.mesh_number).neighbours;
+    TORCH_CHECK(!found || std::ranges::find(known, *found) != known.end(),
+                "fully_shard: unit '", unit.name, "' is to be resharded to ",
+                *found, " ranks, found groups of [", absl::StrJoin(known, ", "),
+                "] only: what units were to be when the model was made.\nGive ",
+                *found, " to one of them before the first forward.");
+  }
+}
+
 // Before what is collective. What it throws is an error on all ranks.
 void ShardedModel::prepare() {
   check_usable();
   try {
+    check_neighbours();
     adopt_pieces();
   } catch (...) {
     exchange_.fail(message_of(std::current_exception()));
@@ -222,6 +236,7 @@ uint64_t ShardedModel::settings_digest() const {
         .add(std::bit_cast<uint64_t>(settings.gradient_divisor.value_or(0)))
         .add(is_due(unit) ? 1 : 0)
         .add(settings.sums_over_replicas ? 1 : 0)
+        .add(settings.gathers_in_backward ? 1 : 0)
         .add(settings.keeps_storage ? 1 : 0);
     for (const auto& flat : unit.flats) {
       digest.add(static_cast<uint64_t>(flat->dtype()))

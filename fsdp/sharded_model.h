@@ -68,7 +68,7 @@ struct ShardedModelStatistics {
   int64_t rounds = 0;            // beyond one per segment
   int64_t late_gradients = 0;
   int64_t all_gathers = 0;
-  int64_t reductions = 0;         // of units
+  int64_t reductions = 0;  // of units
   int64_t reduced_backwards = 0;
   int64_t sent_by_gathers = 0;  // bytes, as many as a ring sends
   int64_t sent_by_sums = 0;
@@ -227,6 +227,7 @@ class ShardedModel final : public ParameterOwner {
 
   void check_usable() const;
   void make_hooks();
+  void check_neighbours() const;
   void adopt_pieces();
   void prepare();
   void release_stale();
@@ -260,7 +261,7 @@ class ShardedModel final : public ParameterOwner {
   SegmentExchange exchange_;
   ShardingRecorder recorder_;
   std::unique_ptr<StallWatch> stall_watch_;
-  std::vector<Parameter> parameters_;  // that have elements, by number
+  std::vector<Parameter> parameters_;  // by number
   std::vector<at::Tensor> hooked_;     // of these, those of floating dtypes
   std::vector<size_t> number_of_hooked_;
   std::unique_ptr<GradientHooks> hooks_;

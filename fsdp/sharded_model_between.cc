@@ -220,6 +220,10 @@ std::string ShardedModel::explain() const {
         ", gradients ", mebibytes(unit.gradient_bytes()), ", ",
         unit.settings.reshards_after_forward ? "resharded after forward"
                                              : "kept from forward to backward",
+        unit.settings.keeps_slices()
+            ? absl::StrCat(", in slices on ", *unit.settings.reshards_to,
+                           " ranks in between")
+            : "",
         unit.mesh ? absl::StrCat(", over ", describe(*unit.mesh)) : "", "\n");
   }
   for (const auto& [kind, plan] : step_) {

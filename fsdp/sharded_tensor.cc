@@ -95,6 +95,7 @@ at::Tensor gather_whole(const at::Tensor& sharded) {
       "forward has connected its ranks.\nDo so after it.");
   const at::NoGradGuard no_grad;
   const int64_t numel = sharded.numel();
+  if (numel == 0) return at::empty(sharded.sizes(), shard.local.options());
   const int64_t per_rank = shard.flat_per_rank;
   const int64_t longest = std::min(per_rank, numel);
   at::Tensor own = at::zeros({longest}, shard.local.options());

@@ -278,7 +278,7 @@ void broadcast_parameters(const Group& group, const Requests& requests,
 
 // ---- Units.
 
-// Parameters of one dtype, also in forward, that have elements. Those that are
+// Parameters of one dtype, also in forward. Those that are
 // frozen don't travel with others' gradients.
 std::vector<std::vector<size_t>> flats_of(const UnitRequest& unit) {
   std::vector<std::vector<size_t>> flats;
@@ -289,7 +289,6 @@ std::vector<std::vector<size_t>> flats_of(const UnitRequest& unit) {
                       parameter.compute_dtype);
   };
   for (size_t i = 0; i < unit.parameters.size(); ++i) {
-    if (unit.parameters[i].tensor.numel() == 0) continue;
     const auto found =
         std::ranges::find_if(flats, [&](const std::vector<size_t>& flat) {
           return kind(flat.front()) == kind(i);

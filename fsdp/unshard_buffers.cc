@@ -123,7 +123,9 @@ UnshardPlan plan_buffers(std::span<const SegmentPlan> step,
       }
     }
   };
-  for (const auto& [schedule, rules] : step) {
+  for (const auto& [recorded, rules] : step) {
+    RecordedSchedule schedule = recorded;  // each unit gets one gradient
+    std::ranges::fill(schedule.accumulations, 0);
     SegmentCursor cursor(rules, &schedule, held, [&] {
       std::vector<uint32_t> expected(sizes.size(), 0);
       for (const ScheduleEntry& entry : schedule.entries) {

@@ -73,8 +73,8 @@ void rename(PendingUnit& renamed, const std::string& name,
           unit.parameters, [&](const at::Tensor& parameter) {
             return parameter.is_same(flat->parameters()[i].tensor);
           });
-      flat->rename(i, names.at(static_cast<size_t>(
-                          place - unit.parameters.begin())));
+      flat->rename(
+          i, names.at(static_cast<size_t>(place - unit.parameters.begin())));
     }
   }
 }
@@ -131,8 +131,8 @@ std::shared_ptr<ShardedModel> make_model(
     TORCH_CHECK(pending[i]->unit.has_value(),
                 "fully_shard: a unit has a root already.\nRun the first "
                 "forward through the outermost module.");
-    ShardedUnit& unit = units.emplace_back(
-        *std::exchange(pending[i]->unit, std::nullopt));
+    ShardedUnit& unit =
+        units.emplace_back(*std::exchange(pending[i]->unit, std::nullopt));
     const auto& [parent, mesh] = places.at(i);
     unit.parent = parent;
     if (!mesh) continue;
@@ -157,8 +157,9 @@ void use_in_backward(ShardedModel& model, size_t unit) {
 
 Shard& sharded(const at::Tensor& tensor) {
   Shard* const shard = shard_of(tensor);
-  TORCH_CHECK_VALUE(shard != nullptr, "expected a sharded tensor, found one of ",
-                    tensor.sizes(), " that is not.");
+  TORCH_CHECK_VALUE(shard != nullptr,
+                    "expected a sharded tensor, found one of ", tensor.sizes(),
+                    " that is not.");
   return *shard;
 }
 
@@ -170,8 +171,8 @@ at::Tensor shard_like(const at::Tensor& whole, const at::Tensor& like) {
   const at::NoGradGuard no_grad;
   at::Tensor in_order = whole.detach();
   if (in_order.strides() != like.strides()) {
-    in_order = at::empty_strided(like.sizes(), like.strides(),
-                                 whole.options()).copy_(in_order);
+    in_order = at::empty_strided(like.sizes(), like.strides(), whole.options())
+                   .copy_(in_order);
   }
   const at::Tensor local = in_order.as_strided({in_order.numel()}, {1})
                                .narrow(0, shard.offset, shard.local.numel())
@@ -191,10 +192,10 @@ void set_piece(const at::Tensor& tensor, const at::Tensor& other) {
   const Shard& before = sharded(tensor);
   if (before.owner != nullptr) before.owner->written(before.unit);
   sharded(other);
-  TORCH_CHECK_VALUE(tensor.sizes() == other.sizes() &&
-                        tensor.strides() == other.strides(),
-                    "fully_shard: a sharded parameter keeps its sizes and "
-                    "memory format.\nChange them before it is sharded.");
+  TORCH_CHECK_VALUE(
+      tensor.sizes() == other.sizes() && tensor.strides() == other.strides(),
+      "fully_shard: a sharded parameter keeps its sizes and "
+      "memory format.\nChange them before it is sharded.");
   const bool requires_grad = tensor.requires_grad();
   tensor.unsafeGetTensorImpl()->shallow_copy_from(
       other.detach().getIntrusivePtr());
@@ -343,6 +344,18 @@ void register_sharding(py::module_& module) {
       [](const at::Tensor& tensor) { return sharded(tensor).offset; },
       py::arg("tensor"), "Of the first local element in the whole.");
   module.def(
+      "place_of",
+      [](const at::Tensor& tensor) {
+        const Shard& shard = sharded(tensor);
+        const auto* const storage =
+            shard.local.storage().unsafeGetStorageImpl();
+        return std::pair(reinterpret_cast<uintptr_t>(storage),
+                         shard.flat_offset);
+      },
+      py::arg("tensor"),
+      "Equal for aliases, also of no local elements; otherwise not, while both "
+      "live.");
+  module.def(
       "gather_whole",
       [](const at::Tensor& tensor) {
         sharded(tensor);
@@ -350,7 +363,8 @@ void register_sharding(py::module_& module) {
       },
       NoGil(), py::arg("tensor"), "Collective: the whole tensor, plain.");
   module.def("shard_like", &shard_like, NoGil(), py::arg("whole"),
-             py::arg("like"), "This rank's piece of `whole`, as `like` has it.");
+             py::arg("like"),
+             "This rank's piece of `whole`, as `like` has it.");
   module.def("set_piece", &set_piece, py::arg("tensor"), py::arg("other"),
              "`tensor` gets the piece, dtype and device of `other`.");
 

@@ -62,8 +62,8 @@ absl::StatusOr<ShardLayout> ShardLayout::create(
       !status.ok()) {
     return status;
   }
-  const int64_t shard_numel =
-      choose_shard_numel(parameters, num_ranks, alignment);
+  const int64_t shard_numel = std::max<int64_t>(
+      choose_shard_numel(parameters, num_ranks, alignment), alignment);
   if (shard_numel > std::numeric_limits<int64_t>::max() / num_ranks) {
     return absl::InvalidArgumentError(absl::StrCat(
         "a shard layout of ", num_ranks, " ranks with ", shard_numel,

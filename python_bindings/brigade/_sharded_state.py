@@ -260,9 +260,8 @@ def gather_nest(nest: dict[str, Any], rank0_only: bool) -> dict[str, Any]:
 
 
 def _memory_of(part: TensorShard) -> tuple:
-    """Equal for tensors of the same elements, such as tied parameters."""
-    local = part.to_local()
-    return (id(part) if local.numel() == 0 else local.data_ptr(), part._unit(), part.shape)
+    """Equal for tensors of the same elements, such as tied parameters, on all ranks."""
+    return (_C.place_of(part), part._unit(), part.shape)
 
 
 def leaves_of(nest: Any, where: str = "") -> Iterator[tuple[str, Any]]:

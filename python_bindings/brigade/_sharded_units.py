@@ -200,9 +200,8 @@ class Unit:
         self.parameters = parameters
         reference = weakref.ref(self)
         for parameter in parameters:
-            if _C.is_sharded(parameter):  # it has elements
-                parameter.__class__ = parameter_class(type(parameter))
-                parameter._brigade_unit = reference
+            parameter.__class__ = parameter_class(type(parameter))
+            parameter._brigade_unit = reference
 
     def _slots_of(self, slots: list[tuple], ignored: set[nn.Parameter]) -> ParameterSlots:
         reference = weakref.ref(self)  # it is freed when its modules are

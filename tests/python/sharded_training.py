@@ -68,6 +68,15 @@ def step_of_all(plain, optimizer, step, world_size):
     optimizer.step()
 
 
+def is_unsharded(parameter):
+    """Whether it can be read as a whole by its address; a sharded one has none."""
+    try:
+        parameter.data_ptr()
+    except RuntimeError:
+        return False
+    return True
+
+
 def expect_equal(model, plain):
     state = model.full_state_dict()
     for name, value in plain.state_dict().items():

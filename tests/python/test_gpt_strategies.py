@@ -74,7 +74,7 @@ def _trains(rank, strategy):
         optimizer.step()
         losses.append(loss.item())
         gathers.append(model.sharding_statistics()["sent_by_gathers"])
-    held = sum(p.numel() for p in model.parameters())
+    held = sum(brigade._C.local_of(p).numel() for p in model.parameters())
     return {
         "losses": losses,
         "norms": norms,

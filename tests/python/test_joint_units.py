@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import brigade
 
 from ranks import run_ranks
-from sharded_training import Block, expect_equal
+from sharded_training import Block, expect_equal, is_unsharded
 
 
 class Tied(nn.Module):
@@ -119,21 +119,17 @@ def test_forward_of_some_of_them(reshards):
     run_ranks(_trains, 2, {"reshard_after_forward": reshards}, options)
 
 
-def _is_whole(module):
-    return not isinstance(module.weight, brigade.ShardedParameter)
-
-
 def _stays_whole(rank):
     model = _sharded(_model())
     seen = []
-    model.blocks[0].register_forward_hook(lambda *_: seen.append(_is_whole(model.head)))
+    model.blocks[0].register_forward_hook(lambda *_: seen.append(is_unsharded(model.head.weight)))
     model(_tokens(rank, 0))
     assert seen == [True]
-    assert not _is_whole(model.head)
+    assert not is_unsharded(model.head.weight)
     before = model.sharding_statistics()["buffer_bytes"]
     with torch.no_grad():
         model(_tokens(rank, 0), to_the_end=False)
-        assert not _is_whole(model.embed)
+        assert not is_unsharded(model.embed.weight)
         model(_tokens(rank, 0), to_the_end=False)
     assert model.sharding_statistics()["buffer_bytes"] == before
     assert "'embed, norm, head': 3 parameters" in model.explain()
@@ -280,10 +276,8 @@ def test_norms_of_all_blocks(world_size):
 def _named_by_path(rank):
     model = _sharded(_model())
     model(_tokens(rank, 0))  # makes the root, which knows where modules are
-    norm = model.norm.weight
-    own = torch.Tensor.data.__get__(norm)
-    torch.Tensor.data.__set__(norm, torch.zeros_like(own))
-    with pytest.raises(RuntimeError, match=r"'norm\.weight' of unit 'embed, norm, head'"):
+    model.norm.weight.data = torch.zeros(7)
+    with pytest.raises(RuntimeError, match=r"parameter 'norm\.weight' was given a plain tensor"):
         model(_tokens(rank, 1))
 
 
@@ -307,7 +301,7 @@ def _outermost(rank):
     shards = [p for module in modules for p in module.parameters()]
     for shard, whole in zip(shards, plain.parameters(), strict=True):
         held = torch.zeros(2)
-        held[rank] = shard.grad.as_subclass(torch.Tensor).sum()
+        held[rank] = shard.grad.to_local().sum()
         dist.all_reduce(held)
         assert held.sum() == whole.grad.sum()
     assert "'[0], [1]': 4 parameters" in modules[0].explain()
@@ -328,11 +322,10 @@ def _refused(rank):
     brigade.fully_shard([model.norm, model.blocks[0]])
     with pytest.raises(ValueError, match="sharded already"):
         brigade.fully_shard([model.embed, model.norm])
-    other = nn.Linear(7, 7)
-    other.bias = None
+    other = nn.Linear(7, 7, bias=False)
     brigade.fully_shard([model.embed, model.head])
-    other.weight = model.embed._brigade_unit.wholes[0]
-    with pytest.raises(ValueError, match=r"is '\[0\]\.weight' of a sharded Embedding with Linear"):
+    other.weight = model.embed.weight
+    with pytest.raises(ValueError, match="is 'weight' of a sharded Embedding with Linear"):
         brigade.fully_shard(other)
 
 

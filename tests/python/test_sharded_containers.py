@@ -97,7 +97,7 @@ def test_units_of_containers_equal_one_process(form):
     for statistics in run_ranks(_trains, form):
         # In each step all units in forward, and the layers again in backward.
         assert statistics["learned_segments"] <= 2
-        assert statistics["ahead_gathers"] == 4 * (4 + 3)
+        assert statistics["all_gathers"] == 4 * (4 + 3)
         assert statistics["reductions"] == 4 * 4
         assert statistics["peak_buffer_bytes"] == statistics["planned_buffer_bytes"]
 

@@ -6,7 +6,14 @@ import torch
 import brigade
 
 from ranks import run_ranks
-from sharded_training import batch_of, expect_equal, make_net, shard_blocks, step_of_all
+from sharded_training import (
+    batch_of,
+    expect_equal,
+    is_unsharded,
+    make_net,
+    shard_blocks,
+    step_of_all,
+)
 
 
 def _loss(model, rank, step):
@@ -14,15 +21,7 @@ def _loss(model, rank, step):
 
 
 def _is_whole(module):
-    return [_can_be_read(p) for p in module.parameters(recurse=False)]
-
-
-def _can_be_read(parameter):
-    try:
-        parameter.data_ptr()
-    except RuntimeError:
-        return False
-    return True
+    return [is_unsharded(p) for p in module.parameters(recurse=False)]
 
 
 def _one_unit(rank, async_op):
@@ -71,7 +70,7 @@ def _trains_on(rank, reshards):
         if step == 2:
             block.unshard(async_op=True)
         loss = _loss(model, rank, step)
-        assert not any(_is_whole(block.up))
+        assert all(_is_whole(block.up)) == (step in (1, 2) and not reshards)  # as torch's
         if step == 3:
             block.unshard()
             assert all(_is_whole(block.up))
@@ -82,7 +81,6 @@ def _trains_on(rank, reshards):
             block.unshard()
     block.reshard()
     expect_equal(model, plain)
-    assert model.sharding_statistics()["learned_segments"] <= 2
 
 
 @pytest.mark.parametrize("reshards", [True, False])
@@ -124,11 +122,14 @@ def _not_on_all_ranks(rank):
         model.blocks[rank].unshard()
     model.blocks[0].unshard()
     if rank == 0:
-        model.blocks[0].reshard()
-    with pytest.raises(RuntimeError, match=r"began iteration \d+ \(forward\)"):
-        model(batch_of(rank, 0))
-    assert not any(_is_whole(model.blocks[0].up))
-    _loss(model, rank, 0).backward()
+        model.blocks[0].reshard()  # no communication, so it may differ
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (plain, model)]
+    for step in range(2):
+        step_of_all(plain, optimizers[0], step, 2)
+        _loss(model, rank, step).backward()
+        optimizers[1].step()
+        optimizers[1].zero_grad()
+        assert not any(_is_whole(model.blocks[0].up))
     expect_equal(model, plain)
 
 
@@ -148,7 +149,6 @@ def _kept_storage(rank):
         addresses.add(up.weight.data_ptr())
         model.blocks[1].reshard()
     assert len(addresses) == 1
-    assert model.sharding_statistics()["extra_buffers"] == 0
 
 
 def test_storage_that_is_kept_has_one_address():
