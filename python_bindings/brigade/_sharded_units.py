@@ -319,13 +319,18 @@ class Unit:
 
     # ---- Unsharded by hand.
 
+    def is_in_pass(self) -> bool:
+        """Whether this thread runs a forward of the root, or a backward."""
+        in_forward = self.root is not None and self.root.native.is_in_forward
+        return in_forward or torch._C._current_graph_task_id() != -1
+
     def unshard(self) -> None:
         """Collective."""
         root = self.require_root()
         if self.native is None or root.is_unsharded:
             return
         self.slots.require_unchanged()
-        if not root.native.is_in_forward and torch._C._current_graph_task_id() == -1:
+        if not self.is_in_pass():
             root.by_hand.add(self)
         root.native.unshard([self.index], True)
 

@@ -45,6 +45,18 @@ GradientReductionHandle: type = getattr(
 )
 
 
+class _HandleInPass(UnshardHandle):
+    """Of unshard() inside of a forward or backward, where units are gathered ahead anyway."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit: Unit | None = unit
+
+    def wait(self) -> None:
+        unit, self._unit = self._unit, None
+        if unit is not None and unit.is_in_pass():
+            unit.unshard()
+
+
 class FSDPModule(_TorchFSDPModule):
     """What a sharded module can do beside what its own class does."""
 
@@ -172,8 +184,8 @@ class FSDPModule(_TorchFSDPModule):
         """Without effect: all-gathers begin ahead of their need always."""
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """Their gathers begin when this module is needed in forward, and those of units that are
-        expected before them. Makes the root.
+        """When this module is needed in forward, the all-gathers of the next units begin: as many
+        as modules are given, in the order in which ranks use them. Makes the root.
         """
         self._prefetch("forward_prefetch", modules)
 
@@ -296,17 +308,21 @@ class FSDPModule(_TorchFSDPModule):
         """Collective: this unit is whole until reshard(), and trains on meanwhile.
 
         Or until its settings say that it is released: behind its next forward or backward.
-        Not those below it; whole_parameters() is for all units. In a forward, or in a
-        backward, its gather begins ahead of its need: on all ranks in the same place.
+        Not those below it; whole_parameters() is for all units. Inside of a forward or backward
+        it is gathered for its next use only, and ranks may differ.
 
         Args:
-            async_op: Launches the gather, and returns what is to be waited for before its
-                parameters are read. Its forward waits by itself.
+            async_op: Returns what is to be waited for before its parameters are read. Its
+                forward waits by itself. Inside of a forward or backward the gather begins as
+                `prefetch_depth` says: at the latest where it is waited for.
 
         Raises:
             RuntimeError: Ranks do something else; on all of them.
         """
-        unit_of(self).unshard()
+        unit = unit_of(self)
+        if async_op and unit.is_in_pass():
+            return _HandleInPass(unit)
+        unit.unshard()
         return UnshardHandle() if async_op else None
 
     def reshard(self, *, writes: bool = False) -> None:
