@@ -111,7 +111,9 @@ bool FlatShard::is_trained() const {
 
 void FlatShard::rename(size_t parameter, std::string name) {
   parameters_[parameter].name = std::move(name);
-  shard_of(parameters_[parameter].tensor)->name = parameters_[parameter].name;
+  Shard* const shard = shard_of(parameters_[parameter].tensor);
+  if (shard == nullptr) return;  // adopt_pieces() refuses it
+  shard->name = parameters_[parameter].name;
   if (!is_bound_) unbind_memory(parameters_[parameter].tensor);
 }
 

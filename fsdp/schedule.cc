@@ -242,7 +242,8 @@ void SegmentCursor::touch(size_t unit) {
 }
 
 void SegmentCursor::release_used(CursorActions& actions) {
-  size_t num_kept = pinned_.size();
+  auto num_kept = static_cast<size_t>(std::ranges::count_if(
+      pinned_, [this](size_t unit) { return !stays(unit); }));
   for (size_t i = used_.size(); i-- > 0;) {
     const size_t unit = used_[i];
     if (is_pinned_or_around(unit)) continue;

@@ -1,9 +1,13 @@
 #include "brigade/fsdp/segment_exchange.h"
 
 #include <algorithm>
+#include <exception>
 #include <utility>
 
 #include "absl/status/status.h"
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "brigade/comm/errors/message_of.h"
 #include "brigade/comm/errors/peer_error.h"
 
 namespace brigade {
@@ -90,6 +94,18 @@ Opened opened_by(std::vector<RankStatus> by_rank) {
 
 }  // namespace
 
+void throw_named(const std::string& doing) {
+  const std::string where = absl::StrCat("fully_shard: ", doing);
+  try {
+    throw_peer_error(where, std::current_exception());
+  } catch (const PeerError& error) {
+    const std::string text = message_of(std::current_exception());
+    if (absl::StartsWith(text, "fully_shard: ")) throw;
+    throw PeerError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)},
+                    absl::StrCat(where, ": ", text));
+  }
+}
+
 SegmentExchange::SegmentExchange(
     const c10::intrusive_ptr<c10d::ProcessGroup>& group, size_t num_units,
     size_t num_parameters, std::shared_ptr<Progress> progress)
@@ -106,7 +122,7 @@ std::vector<RankStatus> SegmentExchange::await(
     return channel_.await(own, patience);
   } catch (...) {
     is_broken_ = true;
-    throw;
+    throw_named("on meeting the peers");
   }
 }
 

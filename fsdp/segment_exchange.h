@@ -61,6 +61,10 @@ struct RoundAnswers {
   bool has_unconfirmed = false;  // ranks have gone on without these answers
 };
 
+// Throws the current exception; a peer's or the network's as PeerError
+// "fully_shard: <doing>: ...".
+[[noreturn]] void throw_named(const std::string& doing);
+
 class SegmentExchange {
  public:
   // Collective. `num_bits`: of a round of a backward.

@@ -7,7 +7,6 @@
 
 #include "absl/strings/str_cat.h"
 #include "brigade/comm/errors/message_of.h"
-#include "brigade/comm/errors/peer_error.h"
 #include "brigade/comm/streams/stream_join.h"
 
 namespace brigade {
@@ -114,7 +113,7 @@ void SegmentRun::all_gather(size_t number) {
       unit.is_stale = false;
     }
   } catch (...) {
-    note_error();
+    note_error(absl::StrCat("the all-gather of unit '", unit.name, "'"));
     is_broken_ = true;
   }
 }
@@ -169,9 +168,7 @@ void SegmentRun::wait_for(size_t number) {
   } catch (...) {
     is_broken_ = true;
     throw_told();
-    throw_peer_error(
-        absl::StrCat("fully_shard: the all-gather of unit '", unit.name, "'"),
-        std::current_exception());
+    throw_named(absl::StrCat("the all-gather of unit '", unit.name, "'"));
   }
   model_.recorder.unsharded(number);
   if (is_cpu) futures.clear();
@@ -278,7 +275,7 @@ void SegmentRun::reduce(size_t number) {
       reducing_.push_back(reduce_flat(number, *flat, lease));
     }
   } catch (...) {
-    note_error();
+    note_error(absl::StrCat("the reduction of unit '", unit.name, "'"));
     is_broken_ = true;
   }
 }
@@ -355,7 +352,9 @@ void SegmentRun::end_oldest_reduction() {
       throw_told();
       std::rethrow_exception(reducing.future->exception_ptr());
     } catch (...) {
-      note_error();
+      note_error(unit.comm_hook
+                     ? ""
+                     : absl::StrCat("the reduction of unit '", unit.name, "'"));
     }
   }
   {
@@ -516,8 +515,15 @@ void SegmentRun::fail(const std::string& error) noexcept {
   }
 }
 
-void SegmentRun::note_error() {
-  if (error_ == nullptr) error_ = std::current_exception();
+void SegmentRun::note_error(const std::string& doing) {
+  if (error_ != nullptr) return;
+  error_ = std::current_exception();
+  if (doing.empty()) return;
+  try {
+    throw_named(doing);
+  } catch (...) {
+    error_ = std::current_exception();
+  }
 }
 
 // A collective has failed. A peer that has closed the group has said why.

@@ -111,7 +111,8 @@ class SegmentRun {
   RoundResult round(std::optional<size_t> need, bool has_failed,
                     CursorActions& actions);
   Lease acquire(int64_t bytes);
-  void note_error();
+  // `doing`: names it in a peer's or the network's error.
+  void note_error(const std::string& doing = {});
   void throw_told();
   void drop_gradients();
   void end_gathers();

@@ -33,13 +33,13 @@ bool is_cpu(const ShardMeshes& meshes) {
 
 }  // namespace
 
-ShardedModel::ShardedModel(std::vector<ShardedUnit> units,
+ShardedModel::ShardedModel(std::vector<ShardedUnit>&& units,
                            c10::intrusive_ptr<c10d::ProcessGroup> group,
                            FullyShardOptions options)
     : group_(group),
       options_(std::move(options)),
+      meshes_(connect_units(units, group, options_, *this)),
       units_(std::move(units)),
-      meshes_(connect_units(units_, group, options_, *this)),
       memory_(meshes_->streams().device()),
       exchange_(group, units_.size(), count_parameters(units_), progress_),
       recorder_(meshes_->streams().device()) {

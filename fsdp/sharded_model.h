@@ -82,8 +82,8 @@ struct ShardedModelStatistics {
 
 class ShardedModel final : public ParameterOwner {
  public:
-  // Collective. Throws as connect_units().
-  ShardedModel(std::vector<ShardedUnit> units,
+  // Collective. Throws as connect_units(), and leaves `units` then.
+  ShardedModel(std::vector<ShardedUnit>&& units,
                c10::intrusive_ptr<c10d::ProcessGroup> group,
                FullyShardOptions options = {});
   // Awaits outstanding statuses; never throws. Parameters stay sharded, and are
@@ -254,8 +254,8 @@ class ShardedModel final : public ParameterOwner {
 
   const c10::intrusive_ptr<c10d::ProcessGroup> group_;
   FullyShardOptions options_;
-  std::vector<ShardedUnit> units_;
   const std::unique_ptr<ShardMeshes> meshes_;
+  std::vector<ShardedUnit> units_;
   BufferMemory memory_;
   const std::shared_ptr<Progress> progress_ = std::make_shared<Progress>();
   SegmentExchange exchange_;

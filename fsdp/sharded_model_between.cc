@@ -74,8 +74,8 @@ void ShardedModel::reshard(std::span<const size_t> units, bool drops_writes) {
                           std::vector<char>(units_.size(), 0))});
   for (const size_t number : units) {
     ShardedUnit& unit = units_.at(number);
-    if (!std::exchange(unit.is_by_hand, false)) continue;
-    if (may_write_ && !drops_writes) {
+    const bool was_by_hand = std::exchange(unit.is_by_hand, false);
+    if (was_by_hand && may_write_ && !drops_writes) {
       unit.uses->note();
       for (const auto& flat : unit.flats) flat->read_own_slice();
       unit.slices.clear();

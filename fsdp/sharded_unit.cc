@@ -4,6 +4,7 @@
 #include <c10/util/hash.h>
 
 #include <algorithm>
+#include <exception>
 #include <functional>
 #include <map>
 #include <tuple>
@@ -12,6 +13,7 @@
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "brigade/comm/agreement.h"
+#include "brigade/comm/errors/message_of.h"
 #include "brigade/comm/group/control_device.h"
 #include "brigade/comm/subgroup.h"
 #include "brigade/fsdp/parameter_memory.h"
@@ -422,11 +424,21 @@ std::unique_ptr<ShardMeshes> connect_units(std::vector<ShardedUnit>& units,
   }
   const std::vector<size_t> numbers = number_named(group, meshes);
   std::vector<MeshRequest> requests;
+  absl::Status status;
+  try {  // what was on meta may have been given memory since
+    for (const ShardedUnit& unit : units) {
+      for (const auto& flat : unit.flats) flat->adopt_pieces();
+    }
+  } catch (...) {
+    status =
+        absl::FailedPreconditionError(message_of(std::current_exception()));
+  }
+  const std::vector<std::string> nothing;
+  require_agreement(group, control_device(*group), "sharded parameter", nothing,
+                    status);
   std::optional<c10::Device> device;
   for (size_t i = 0; i < units.size(); ++i) {
     units[i].mesh_number = numbers[i];
-    // What was on meta may have been given memory since.
-    for (const auto& flat : units[i].flats) flat->adopt_pieces();
     requests.push_back({.mesh = units[i].mesh,
                         .number = numbers[i],
                         .neighbours = units[i].settings.reshards_to});

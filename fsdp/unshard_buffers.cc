@@ -10,6 +10,7 @@ namespace brigade {
 namespace {
 
 constexpr size_t kNone = static_cast<size_t>(-1);
+constexpr int kMostSteps = 8;
 
 }  // namespace
 
@@ -123,7 +124,8 @@ UnshardPlan plan_buffers(std::span<const SegmentPlan> step,
       }
     }
   };
-  for (const auto& [recorded, rules] : step) {
+  const auto run = [&](const RecordedSchedule& recorded,
+                       const UnitRules& rules) {
     RecordedSchedule schedule = recorded;  // each unit gets one gradient
     std::ranges::fill(schedule.accumulations, 0);
     SegmentCursor cursor(rules, &schedule, held, [&] {
@@ -173,6 +175,15 @@ UnshardPlan plan_buffers(std::span<const SegmentPlan> step,
       list.release(reducing.front());
       reducing.pop_front();
     }
+  };
+  // A step takes other buffers where they have grown, and what stays unsharded
+  // is there when the next one begins.
+  for (int i = 0; i < kMostSteps; ++i) {
+    const std::vector<int64_t> before = list.planned_bytes();
+    for (const SegmentPlan& segment : step) {
+      run(segment.schedule, segment.rules);
+    }
+    if (list.planned_bytes() == before) break;
   }
   return {.buffer_bytes = list.planned_bytes(),
           .peak_bytes = list.peak_bytes()};

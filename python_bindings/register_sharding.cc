@@ -140,9 +140,25 @@ std::shared_ptr<ShardedModel> make_model(
     unit.mesh = UnitMesh{.ranks = ranks, .num_shards = num_shards};
     unit.mesh_digest = std::hash<std::string>{}(name);
   }
-  return {std::make_unique<ShardedModel>(std::move(units), group, options)
-              .release(),
-          destroy_without_gil};
+  try {
+    return {std::make_unique<ShardedModel>(std::move(units), group, options)
+                .release(),
+            destroy_without_gil};
+  } catch (...) {  // they stay
+    for (size_t i = 0; i < units.size(); ++i) {
+      pending[i]->unit.emplace(std::move(units[i]));
+    }
+    throw;
+  }
+}
+
+// Of backwards without synchronisation.
+bool holds_gradients(const ShardedModel& model) {
+  return std::ranges::any_of(model.units(), [](const ShardedUnit& unit) {
+    return std::ranges::any_of(unit.flats, [](const auto& flat) {
+      return flat->has_gradients() || flat->has_row_sum();
+    });
+  });
 }
 
 // Unshards a unit before code that reads its memory without operators.
@@ -418,6 +434,7 @@ void register_sharding(py::module_& module) {
             return self.units().at(unit).is_first_replica;
           },
           py::arg("unit"))
+      .def("holds_gradients", &holds_gradients)
       .def("gradient_slot", &ShardedModel::gradient_slot, py::arg("parameter"))
       .def("timeline", &ShardedModel::timeline, NoGil())
       .def("set_timeline_sample_rate", &ShardedModel::set_timeline_sample_rate,

@@ -21,6 +21,9 @@ from brigade._sharded_units import Root, Unit
 
 OptimizerState = dict[str, Any]
 
+# Numbers in the states of torch's optimizers, also of parameters without dimensions.
+_NUMBERS = {"step", "mu_product", "eta", "mu"}
+
 
 def full_state_dict(module: nn.Module, rank0_only: bool) -> dict[str, torch.Tensor]:
     """Collective; see FSDPModule."""
@@ -104,13 +107,7 @@ def load_sharded_optimizer_state_dict(
     names = _names_in_order(model, optimizer)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     require_same_groups(model, optimizer, state)
-    for name, parameter in zip(names, parameters, strict=True):
-        for key, value in state["state"].get(name, {}).items():
-            if isinstance(value, TensorShard) and value.shape != parameter.shape:
-                raise ValueError(
-                    f"load_sharded_optimizer_state_dict: '{name}', {key}: expected "
-                    f"{tuple(parameter.shape)}, found {tuple(value.shape)}."
-                )
+    _require_shapes(TensorShard, model, optimizer, state)
     indices = {name: index for index, name in enumerate(names)}
     by_index = {indices[name]: dict(values) for name, values in state["state"].items()}
     groups = [
@@ -160,15 +157,8 @@ def load_full_optimizer_state_dict(
         ValueError: The state has other parameters than the optimizer, or a tensor is neither
             of its parameter's sizes nor a scalar; the optimizer is unchanged.
     """
-    names = _names_in_order(model, optimizer)
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    require_same_groups(model, optimizer, state)
-    by_name = dict(zip(names, parameters, strict=True))
-    parts = {
-        name: {key: _part_of(name, key, value, by_name[name]) for key, value in values.items()}
-        for name, values in state["state"].items()
-    }
-    load_sharded_optimizer_state_dict(model, optimizer, {**state, "state": parts})
+    _require_shapes(torch.Tensor, model, optimizer, state)
+    load_sharded_optimizer_state_dict(model, optimizer, state)  # load_state_dict() shards it
 
 
 def _names_in_order(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
@@ -192,20 +182,38 @@ def _as_part(value: Any, parameter: torch.Tensor) -> Any:
     return value
 
 
-def _part_of(name: str, key: str, value: Any, parameter: torch.Tensor) -> Any:
-    """Of a whole value, this rank's piece."""
-    if not isinstance(parameter, TensorShard) or not isinstance(value, torch.Tensor):
-        return _copy_of(value)
-    if value.shape != parameter.shape:
-        if value.dim() == 0:
-            return _copy_of(value)
-        raise ValueError(
-            f"load_full_optimizer_state_dict: '{name}', {key}: expected "
-            f"{tuple(parameter.shape)}, found {tuple(value.shape)}."
-        )
-    if key == "step":
-        return _copy_of(value)  # a count, also of a parameter without dimensions
-    return as_shard(_C.shard_like(value, parameter), parameter)
+def sharded_state(parameter: TensorShard, values: dict[str, Any]) -> dict[str, Any]:
+    """A parameter's state, copied; of tensors of its shape, this rank's pieces."""
+    return {
+        key: as_shard(_C.shard_like(value.to(parameter.device), parameter), parameter)
+        if _is_whole(key, value, parameter)
+        else _copy_of(value)
+        for key, value in values.items()
+    }
+
+
+def _is_whole(key: str, value: Any, parameter: TensorShard) -> bool:
+    is_tensor = isinstance(value, torch.Tensor) and value.shape == parameter.shape
+    return is_tensor and key not in _NUMBERS and not _C.is_sharded(value)
+
+
+def _require_shapes(
+    kind: type[torch.Tensor],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    state: OptimizerState,
+) -> None:
+    """ValueError unless tensors of this kind have their parameter's shape, or are scalars."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for name, parameter in zip(_names_in_order(model, optimizer), parameters, strict=True):
+        if not isinstance(parameter, TensorShard):
+            continue
+        for key, value in state["state"].get(name, {}).items():
+            if isinstance(value, kind) and value.dim() > 0 and value.shape != parameter.shape:
+                raise ValueError(
+                    f"an optimizer's state: '{name}', {key}: expected {tuple(parameter.shape)}, "
+                    f"found {tuple(value.shape)}."
+                )
 
 
 def require_same_groups(

@@ -90,13 +90,20 @@ class TensorShard(torch.Tensor):
             f"device='{self.device}', elements {begin} to {end} on this rank)"
         )
 
-    def __deepcopy__(self, memo: dict) -> TensorShard:
+    def __deepcopy__(self, memo: dict) -> torch.Tensor:
         with torch.no_grad():
-            copied = as_shard(torch.Tensor.detach(self).clone(), self, type(self))
+            copied = torch.Tensor.detach(self).clone()
+            if _C.is_sharded(copied):
+                copied = as_shard(copied, self, type(self))
+            elif isinstance(self, nn.Parameter):
+                copied = nn.Parameter(copied)
         memo[id(self)] = copied
         return copied.requires_grad_(self.requires_grad)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        copied = self.detach().clone()
+        if not _C.is_sharded(copied):  # inside of whole_parameters()
+            return copied.__reduce_ex__(protocol)
         raise NotImplementedError(
             f"a sharded tensor of {tuple(self.shape)} can't be pickled: this rank holds a piece of "
             "it.\nSave with torch.distributed.checkpoint, or full_state_dict(); to_local() is the "

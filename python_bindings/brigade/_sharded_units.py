@@ -345,6 +345,8 @@ class Unit:
 
     def run(self, method: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         """Calls `method` in a forward of the root."""
+        if self.root is None or not self.root.is_unsharded:
+            require_none_that_differentiates()
         root = self.require_root()
         if root.outermost is self and root.device.type != "cpu":
             args, kwargs = move_to((args, kwargs), root.device)
@@ -352,8 +354,6 @@ class Unit:
             args, kwargs = cast_floating((args, kwargs), self.policy.param_dtype)
         if root.is_unsharded and not torch.is_grad_enabled():
             return self._cast_outputs(method(*args, **kwargs))  # on any ranks, any number
-        if not root.is_unsharded:
-            require_none_that_differentiates()
         native = root.native
         root.await_optimizer()
         native.begin_forward()

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.optim.optimizer import _foreach_supported_types as _of_optimizers
 
 from brigade import _C
-from brigade._sharded_state import gather_nest, leaves_of
+from brigade._sharded_state import gather_nest, leaves_of, sharded_state
 from brigade._sharded_tensors import ShardedParameter, TensorShard, as_shard
 
 _state_dict = torch.distributed.checkpoint.state_dict
@@ -39,6 +39,8 @@ def patch_torch() -> None:
     _of_optimizers.append(ShardedParameter)
     # An optimizer's state is torch.Tensor; torch.distributed.checkpoint asks for methods.
     torch.optim.Optimizer.state_dict = _with_shards(torch.optim.Optimizer.state_dict)
+    # Unsharded states, which torch would keep beside sharded parameters, are cut.
+    torch.optim.Optimizer.load_state_dict = _sharding(torch.optim.Optimizer.load_state_dict)
     # get_state_dict() and set_state_dict() with full_state_dict=True know DTensors only.
     _state_dict._gather_state_dict = _gathering(_state_dict._gather_state_dict)
     _state_dict._distribute_state_dict = _cutting(_state_dict._distribute_state_dict)
@@ -91,6 +93,20 @@ def _with_shards(of_torch: Callable) -> Callable:
         return of_torch(self)
 
     return state_dict
+
+
+def _sharding(of_torch: Callable) -> Callable:
+    @functools.wraps(of_torch)
+    def load_state_dict(self: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        saved = [index for group in state_dict["param_groups"] for index in group["params"]]
+        state = dict(state_dict["state"])
+        for index, parameter in zip(saved, parameters, strict=False):  # torch compares numbers
+            if isinstance(parameter, TensorShard) and index in state:
+                state[index] = sharded_state(parameter, state[index])
+        of_torch(self, {**state_dict, "state": state})
+
+    return load_state_dict
 
 
 def _staging(of_torch: Callable) -> Callable:

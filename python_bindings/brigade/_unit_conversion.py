@@ -19,7 +19,10 @@ def convert(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recur
         NotImplementedError: It moves a model that has run to another kind of device.
         RuntimeError: Inside of a forward, backward or whole_parameters().
     """
-    root = unit_of(module).root
+    unit = unit_of(module)
+    for each in unit.with_those_below():
+        each.slots.require_unchanged()
+    root = unit.root
     if root is not None:
         is_in_backward = torch._C._current_graph_task_id() != -1
         if root.is_unsharded or root.native.is_in_forward or is_in_backward:
@@ -27,15 +30,20 @@ def convert(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recur
                 "fully_shard: a sharded module is to be converted inside of a forward, backward or "
                 "whole_parameters().\nDo so between steps."
             )
+        if root.native.holds_gradients():
+            raise RuntimeError(
+                "fully_shard: a sharded module is to be converted, but has gradients of backwards "
+                "without synchronisation.\nReduce them first, by a backward with synchronisation."
+            )
     for _, child in own_modules(module) if recurse else [("", module)]:
         for parameter in child._parameters.values():
             if isinstance(parameter, TensorShard):
                 _convert(parameter, fn, None if root is None else root.device)
         _apply_to_others(child, child._buffers, fn)
     if recurse:
-        for unit in unit_of(module).with_those_below():
-            for each in unit.modules():
-                if each is not module and unit.around() is unit_of(module):
+        for below in unit.with_those_below():
+            for each in below.modules():
+                if each is not module and below.around() is unit:
                     each._apply(fn)
 
 

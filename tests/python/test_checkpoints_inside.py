@@ -139,19 +139,8 @@ def _trains_in_all_ways(rank, name, use_reentrant):
 
 
 _MODES = [(name, again) for name in _KINDS for again in (False, True)]
-_MODES.remove(("some", True))
 
 
 @pytest.mark.parametrize(("name", "use_reentrant"), _MODES)
 def test_they_change_nothing(name, use_reentrant):
     run_ranks(_trains_in_all_ways, name, use_reentrant)
-
-
-def _uses_twice(rank):
-    net = shard_blocks(_SOME(True))
-    with pytest.raises(RuntimeError, match=r"(?s)ready twice.*use_reentrant=False"):
-        net(batch_of(rank, 0)).sum().backward()
-
-
-def test_what_a_backward_inside_of_backward_brings_twice_is_refused():
-    run_ranks(_uses_twice)

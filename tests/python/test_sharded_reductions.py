@@ -1,5 +1,6 @@
-"""Numbers that are computed of whole tensors, of which each rank holds a part."""
+"""Numbers of whole tensors, of which each rank holds a part, and optimizers that use them."""
 
+import gc
 import math
 
 import pytest
@@ -10,11 +11,10 @@ import brigade
 
 from cases import pairwise
 from ranks import run_ranks
+from sharded_training import batch_of, make_net, shard_blocks, step_of_all
 
-_TOTALS = ("sum", "mean", "max", "min", "amax", "amin")
 
-
-def _nets(rank):
+def _nets():
     """The same whole and sharded, with gradients; the bias is on one rank."""
     torch.manual_seed(0)
     plain, sharded = nn.Linear(3, 5).double(), nn.Linear(3, 5).double()
@@ -26,64 +26,53 @@ def _nets(rank):
     return plain, sharded
 
 
+# Each gives a number.
+_TOTALS = {
+    "sum": torch.sum,
+    "mean": lambda t: t.mean(),
+    "largest": lambda t: t.abs().max() - t.amin(),
+    "scaled": lambda t: (2 * t - 1).norm(),
+    "finite": lambda t: torch.isfinite(t).all(),
+    "counted": lambda t: (t > 0.01).sum(),
+    "chosen": lambda t: torch.where(t > 0, t, torch.zeros_like(t)).sum(),
+    "of a list": lambda t: torch._foreach_norm(torch._foreach_mul([t], 2.0))[0],
+}
+
+
 def _takes_totals(rank):
-    plain, sharded = _nets(rank)
-    with torch.no_grad():
-        for whole, part in zip(plain.parameters(), sharded.parameters(), strict=True):
-            for w, p in ((whole, part), (whole.grad, part.grad)):
-                for name in _TOTALS:
-                    expected = getattr(w, name)()
-                    for found in (getattr(p, name)(), getattr(torch, name)(p)):
-                        assert found.dtype == p.dtype
-                        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-                torch.testing.assert_close(
-                    p.flatten().dot(p.flatten()) if p.dim() > 1 else p.dot(p),
-                    w.flatten().dot(w.flatten()),
-                    rtol=1e-12,
-                    atol=1e-12,
-                )
-        # Of elements, as before.
-        assert torch.equal(torch.max(part, part), part.to_local())
-        assert sharded.weight.sum(dtype=torch.float).dtype == torch.float
-
-
-def _takes_totals_no_grad(rank):
-    _, sharded = _nets(rank)
-    with pytest.raises(NotImplementedError, match="has no gradient"):
+    plain, sharded = _nets()
+    for whole, part in zip(plain.parameters(), sharded.parameters(), strict=True):
+        for w, p in ((whole.detach(), part.detach()), (whole.grad, part.grad)):
+            for name, take in _TOTALS.items():
+                found, expected = take(p), take(w)
+                torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-12, msg=name)
+    with pytest.raises(RuntimeError, match=r"'weight' .* torch\.no_grad\(\)"):
         sharded.weight.sum()
-    with torch.no_grad(), pytest.raises(NotImplementedError, match="other arguments"):
-        sharded.weight.sum(0)
-    with torch.no_grad(), pytest.raises(NotImplementedError, match="two parts of one parameter"):
-        sharded.bias.dot(torch.ones(sharded.bias.numel(), dtype=torch.double))
+    with pytest.raises(NotImplementedError, match="over some dimensions of parameter 'weight'"):
+        sharded.weight.detach().sum(0)
 
 
-def test_sums_and_extremes_are_of_the_whole_tensors():
-    run_ranks(_takes_totals)
-
-
-def test_what_is_no_number_of_the_whole_raises():
-    run_ranks(_takes_totals_no_grad)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_they_are_of_the_whole(world_size):
+    run_ranks(_takes_totals, world_size=world_size)
 
 
 def _clip_with(rank, found, norm_type, clip):
     """Of the first element of a gradient or of the last one: each is in one rank's part."""
     for where, index in (("weight", 0), ("bias", 4)):
-        plain, sharded = _nets(rank)
+        plain, sharded = _nets()
         whole, part = (net.get_parameter(where) for net in (plain, sharded))
         whole.grad.view(-1)[index] = found
-        held = index - brigade._C.offset_of(part)
-        if 0 <= held < part.numel():
-            part.grad.to_local().view(-1)[held] = found
+        local, held = part.grad.to_local(), index - brigade._C.offset_of(part)
+        if 0 <= held < local.numel():
+            local[held] = found
         expected = nn.utils.clip_grad_norm_(plain.parameters(), 1.0, norm_type)
         norm = clip(sharded, 1.0, norm_type)
         assert str(norm.item()) == str(expected.item())
         if math.isinf(expected):  # the gradients are what torch makes of them
-            with torch.no_grad():
-                for parameter in sharded.parameters():
-                    parameter.copy_(parameter.grad)
-            for name, value in sharded.full_state_dict().items():
-                gradient = plain.get_parameter(name).grad
-                torch.testing.assert_close(value, gradient, rtol=0, atol=0, equal_nan=True)
+            for w, p in zip(plain.parameters(), sharded.parameters(), strict=True):
+                gradient = p.grad.full_tensor()
+                torch.testing.assert_close(gradient, w.grad, rtol=0, atol=0, equal_nan=True)
 
 
 def _torchs_clip(sharded, max_norm, norm_type):
@@ -103,71 +92,80 @@ def test_what_is_not_finite_in_one_part_is_in_the_norm_of_all(found, norm_type, 
     run_ranks(_clip_with, found, norm_type, clip)
 
 
-def _steps(rank, name):
-    _, sharded = _nets(rank)
-    optimizer = getattr(torch.optim, name)(sharded.parameters())
-    with pytest.raises(NotImplementedError, match=f"{name} of sharded parameters"):
-        optimizer.step(lambda: torch.zeros(()))
-    torch.optim.SGD(sharded.parameters(), lr=0.5).step()
+class _Lamb(torch.optim.Optimizer):
+    """Steps by a ratio of norms: of the parameter, and of its update."""
+
+    def __init__(self, parameters, lr=0.1):
+        super().__init__(parameters, {"lr": lr, "weight_decay": 0.5})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state["first"], state["second"] = torch.zeros_like(p), torch.zeros_like(p)
+                state["first"].mul_(0.9).add_(p.grad, alpha=0.1)
+                state["second"].mul_(0.99).addcmul_(p.grad, p.grad, value=0.01)
+                update = state["first"] / (state["second"].sqrt() + 1e-6)
+                update = update + (group["weight_decay"] if p.dim() >= 2 else 0) * p
+                ratio = p.norm() / (update.norm() + 1e-6)
+                p.add_(update * ratio, alpha=-group["lr"])
 
 
-@pytest.mark.parametrize("name", ["LBFGS", "Adafactor"])
-def test_optimizers_that_look_at_whole_parameters_are_refused(name):
-    run_ranks(_steps, name)
+def _steps_by_norms(rank):
+    plain, model = make_net(), shard_blocks(make_net())
+    optimizers = [_Lamb(net.parameters()) for net in (plain, model)]
+    for step in range(3):
+        step_of_all(plain, optimizers[0], step, 2)
+        optimizers[1].zero_grad()
+        model(batch_of(rank, step)).square().mean().backward()
+        optimizers[1].step()
+    found = model.full_state_dict()
+    for key, value in plain.state_dict().items():
+        torch.testing.assert_close(found[key], value, rtol=1e-4, atol=1e-5)
 
 
-def _steps_unsharded(rank):
-    net = brigade.replicate(nn.Linear(2, 2))
-    net(torch.ones(1, 2)).sum().backward()
-    torch.optim.Adafactor(net.parameters()).step()
+def test_optimizers_of_ones_own_step_as_in_one_process():
+    run_ranks(_steps_by_norms)
 
 
-def test_they_are_not_where_parameters_are_whole():
-    run_ranks(_steps_unsharded)
+# torch's, which multiply, flatten or look at rows of whole matrices.
+_OF_WHOLES = [name for name in ("LBFGS", "Adafactor", "Muon") if hasattr(torch.optim, name)]
 
 
-class Adafactor(torch.optim.SGD):
-    """As another package's."""
+def _steps(rank):
+    for name in _OF_WHOLES:
+        plain = nn.Linear(3, 4, bias=False)
+        sharded, replica = nn.Linear(3, 4, bias=False), nn.Linear(3, 4, bias=False)
+        for net in (sharded, replica):
+            net.load_state_dict(plain.state_dict())
+        for net in (plain, brigade.fully_shard(sharded), brigade.replicate(replica)):
+            net(torch.ones(2, 3)).square().sum().backward()
+        optimizers = {n: getattr(torch.optim, name)(n.parameters()) for n in (sharded, replica)}
+        before = sharded.full_state_dict()["weight"]
+        with pytest.raises(NotImplementedError, match=r"full_tensor\(\)"):
+            optimizers[sharded].step(lambda: torch.zeros(()))
+        assert torch.equal(sharded.full_state_dict()["weight"], before)
+        for net, optimizer in ((plain, None), (replica, optimizers[replica])):
+            optimizer = optimizer or getattr(torch.optim, name)(net.parameters())
+            optimizer.step(lambda: torch.zeros(()))
+        assert torch.equal(replica.full_state_dict()["weight"], plain.weight)
 
 
-def _steps_of_another_package(rank):
-    _, sharded = _nets(rank)
-    with pytest.raises(NotImplementedError, match="Adafactor of sharded parameters"):
-        Adafactor(sharded.parameters(), lr=0.1).step()
+def test_optimizers_of_whole_parameters():
+    """Of replicas they step, of shards they are refused, before anything is changed."""
+    run_ranks(_steps)
 
 
-def test_optimizers_of_other_packages_are_refused_by_name():
-    run_ranks(_steps_of_another_package)
+def _outlives_its_module(rank):
+    part = _nets()[1].weight
+    gc.collect()
+    part.detach().mul_(2)
+    for take in (lambda: part.detach().norm(), lambda: part.grad.sum(), part.full_tensor):
+        with pytest.raises(RuntimeError, match="Keep the module"):
+            take()
 
 
-_OF_SEVERAL = {
-    "std": torch.Tensor.std,
-    "var": torch.var,
-    "median": torch.median,
-    "quantile": lambda t: torch.quantile(t, 0.5),
-    "logsumexp": lambda t: t.logsumexp(0),
-    "prod": torch.prod,
-    "cat": lambda t: torch.cat([t.flatten(), t.flatten()]),
-    "stack": lambda t: torch.stack([t, t]),
-    "matmul": lambda t: t @ t,
-    "cumsum": lambda t: t.cumsum(0),
-    "sort": torch.sort,
-}
-
-
-def _takes_of_several(rank):
-    plain, sharded = _nets(rank)
-    for name, function in _OF_SEVERAL.items():
-        for part in (sharded.weight.grad, sharded.bias.grad):
-            with pytest.raises(NotImplementedError, match=r"full_tensor\(\)"):
-                function(part)
-            if part is sharded.bias.grad and name != "matmul":
-                function(part.full_tensor())
-    for whole, part in zip(plain.parameters(), sharded.parameters(), strict=True):
-        assert torch.equal(part.full_tensor(), whole)
-        assert torch.equal(part.grad.full_tensor(), whole.grad)
-        assert torch.equal((part.grad * 2).full_tensor(), whole.grad * 2)
-
-
-def test_functions_of_several_elements_are_refused():
-    run_ranks(_takes_of_several)
+def test_a_part_whose_module_is_gone_says_so():
+    run_ranks(_outlives_its_module)
