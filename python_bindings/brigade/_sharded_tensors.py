@@ -69,6 +69,15 @@ class TensorShard(torch.Tensor):
         """Of this class, as state dicts have it."""
         return as_shard(torch.Tensor.detach(self), self)
 
+    @property
+    def data(self) -> TensorShard:
+        """Of this class."""
+        return as_shard(torch.Tensor.data.__get__(self), self)
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        torch.Tensor.data.__set__(self, value)
+
     def clone(self, *, memory_format: torch.memory_format = torch.preserve_format) -> torch.Tensor:
         """Sharded alike, outside of forward and backward."""
         copied = torch.Tensor.clone(self, memory_format=memory_format)
@@ -132,7 +141,8 @@ class TensorShard(torch.Tensor):
     def _boxes(self) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
         """Offsets in the whole tensor, and the memory."""
         local, begin = _C.local_of(self), _C.offset_of(self)
-        if self.numel() == 0:
+        if self.numel() == 0:  # otherwise checkpoints lack its name
+            yield (0,) * self.dim(), local.view(self.shape)
             return
         order = sorted(range(self.dim()), key=lambda dim: (-self.stride(dim), -self.size(dim)))
         back = [order.index(dim) for dim in range(self.dim())]

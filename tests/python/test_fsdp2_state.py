@@ -1,6 +1,7 @@
 """State dicts of sharded modules: which parts they have, and what training does to them."""
 
 import copy
+import io
 
 import pytest
 import torch
@@ -131,16 +132,23 @@ def test_a_state_dict_from_before_follows_training_and_copies_do_not():
 
 
 def _within_whole_parameters(rank):
-    """Parameters are whole there; parts that were taken before are so still."""
+    """Parameters are whole there; values of a state dict are sharded again behind it."""
     plain, model = layers(3, 5, 2), layers(3, 5, 2)
     _shard(model, as_units=True)
     parts = model.state_dict()
     with model.whole_parameters():
         for name, value in model.state_dict().items():
-            assert not isinstance(value, brigade.TensorShard)
-            assert torch.equal(value, plain.state_dict()[name]), name
-            assert torch.equal(_assembled(parts[name]), value), name
-    assert all(isinstance(v, brigade.TensorShard) for v in model.state_dict().values())
+            whole = plain.state_dict()[name]
+            assert torch.equal(value, whole), name
+            assert torch.equal(_assembled(parts[name]), whole), name
+        copies = copy.deepcopy(model.state_dict())
+        saved = io.BytesIO()
+        torch.save(model.state_dict(), saved)
+    saved.seek(0)
+    for found in (copies, torch.load(saved, weights_only=True)):
+        plain.load_state_dict(found, strict=True)
+        expect_parameters(model, plain)
+    assert torch.equal(parts["0.weight"].full_tensor(), plain[0].weight)
 
 
 def test_a_state_dict_inside_of_whole_parameters_is_whole():

@@ -360,22 +360,17 @@ def _copies(rank):
     shard = model.blocks[0].up.weight
     whole = model.full_state_dict()["blocks.0.up.weight"]
     state = brigade.sharded_optimizer_state_dict(model, optimizer)
-    copies = [
-        shard.detach(),
-        shard.detach().clone(),
-        shard.data,
-        shard.to(torch.float64),
-        copy.deepcopy(shard),
-        copy.deepcopy(state)["state"]["blocks.0.up.weight"]["exp_avg"],
-        torch.zeros_like(shard),
-        shard.grad,
-    ]
-    for tensor in copies:
-        assert isinstance(tensor, brigade.TensorShard)
-        assert tensor.shape == whole.shape
-    torch.testing.assert_close(copies[1].norm(), whole.norm())
-    with pytest.raises(NotImplementedError, match=r"flip\(\) of a sharded tensor of"):
-        shard.flip(0)
+    exp_avg = state["state"]["blocks.0.up.weight"]["exp_avg"]
+    pairs = [(copy.deepcopy(each), each) for each in (shard, shard.grad, exp_avg)]
+    pairs += [(shard.detach(), shard), (shard.detach().clone(), shard), (shard.data, shard)]
+    for copied, tensor in pairs:
+        assert torch.equal(copied.full_tensor(), tensor.full_tensor())
+        assert copied.device_mesh == shard.device_mesh
+    assert type(pairs[0][0]) is type(shard) and pairs[0][0].requires_grad
+    assert torch.equal(pairs[0][0].full_tensor(), whole)
+    wide = shard.detach().to(torch.float64)
+    assert wide.shape == torch.zeros_like(shard).shape == whole.shape
+    torch.testing.assert_close(wide.norm(), whole.double().norm())
     with pytest.raises(NotImplementedError, match="can't be pickled"):
         pickle.dumps(shard)
     assert torch.equal(pickle.loads(pickle.dumps(shard.to_local())), shard.to_local())

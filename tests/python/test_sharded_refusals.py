@@ -7,7 +7,6 @@ from torch import nn
 import brigade
 
 from ranks import run_ranks
-from sharded_training import make_net, shard_blocks
 
 
 def _told(rank, make, error, words):
@@ -79,17 +78,3 @@ def _ignored(rank):
 
 def test_ignored_parameters_may_have_all_that():
     run_ranks(_ignored)
-
-
-def _is_saved_as_safetensors_does(rank):
-    model = shard_blocks(make_net())
-    scope = {"__name__": "safetensors.torch"}  # the package, which need not be there
-    exec("def to_bytes(tensor): return tensor.data_ptr()", scope)
-    weight = model.head.weight
-    with pytest.raises(NotImplementedError, match=r"part of a tensor of \(2, 7\)"):
-        scope["to_bytes"](weight)
-    assert weight.data_ptr() == weight.to_local().data_ptr()
-
-
-def test_no_file_of_safetensors_has_a_part():
-    run_ranks(_is_saved_as_safetensors_does)
