@@ -114,7 +114,7 @@ void FlatShard::rename(size_t parameter, std::string name) {
   Shard* const shard = shard_of(parameters_[parameter].tensor);
   if (shard == nullptr) return;  // adopt_pieces() refuses it
   shard->name = parameters_[parameter].name;
-  if (!is_bound_) unbind_memory(parameters_[parameter].tensor);
+  unbind(parameters_[parameter]);
 }
 
 void FlatShard::belong_to(ParameterOwner* owner,
@@ -136,6 +136,7 @@ Shard FlatShard::make_piece(size_t parameter) const {
           .group = options_.group,
           .flat_offset = layout_.offset(parameter),
           .flat_per_rank = layout_.shard_numel(),
+          .is_whole = options_.num_ranks == 1,
           .owner = options_.owner,
           .unit = options_.unit,
           .number = options_.first_number + parameter,
@@ -156,16 +157,18 @@ at::Tensor FlatShard::slot_of(const at::Tensor& whole, size_t parameter) const {
   return slot;
 }
 
-void FlatShard::in_compute_dtype(const std::function<void()>& function) const {
-  if (options_.compute_dtype == dtype()) return function();
-  const auto compute_dtype = c10::scalarTypeToTypeMeta(options_.compute_dtype);
-  for (const UnitParameter& parameter : parameters_) {
-    bind_memory(parameter.tensor, nullptr, compute_dtype);
-  }
-  function();
-  for (const UnitParameter& parameter : parameters_) {
-    unbind_memory(parameter.tensor);
-  }
+void FlatShard::show_compute_dtype(bool value) {
+  if (options_.compute_dtype == dtype()) return;
+  shows_compute_dtype_ = value;
+  for (const UnitParameter& parameter : parameters_) unbind(parameter);
+}
+
+void FlatShard::unbind(const UnitParameter& parameter) const {
+  if (is_bound_ || shard_of(parameter.tensor) == nullptr) return;
+  unbind_memory(parameter.tensor,
+                shows_compute_dtype_
+                    ? c10::scalarTypeToTypeMeta(options_.compute_dtype)
+                    : shard_.dtype());
 }
 
 // Whether it is a view of shard_.
@@ -178,12 +181,16 @@ bool FlatShard::is_own(const Shard& shard) const {
 bool FlatShard::adopt_pieces() {
   note_use();
   bool is_other = false;
-  for (const UnitParameter& parameter : parameters_) {
-    const Shard* const shard = shard_of(parameter.tensor);
-    TORCH_CHECK(
-        shard != nullptr, "fully_shard: parameter '", parameter.name,
-        "' was given a plain tensor.\nGive it values inside of "
-        "unsharded() (Python: whole_parameters()), or load_state_dict().");
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    const at::Tensor& tensor = parameters_[i].tensor;
+    const Shard* const shard = shard_of(tensor);
+    if (shard == nullptr) {
+      if (fits(i)) shard_in_place(tensor, make_piece(i));
+      TORCH_CHECK(false, "fully_shard: parameter '", parameters_[i].name,
+                  "' was given a plain tensor, whose values are not taken.\n"
+                  "Give it values inside of unsharded() (Python: "
+                  "whole_parameters(writes=True)), or by load_state_dict().");
+    }
     is_other |= !is_own(*shard);
   }
   if (!is_other) return false;
@@ -223,7 +230,7 @@ bool FlatShard::adopt_pieces() {
     if (is_converted || !is_own(shard)) {
       if (!own.local.is_meta()) own.local.copy_(shard.local);
       shard = own;
-      if (!is_bound_) unbind_memory(parameters_[i].tensor);
+      unbind(parameters_[i]);
     }
   }
   return is_converted;
@@ -264,16 +271,37 @@ void FlatShard::bind(const at::Tensor& whole) {
 }
 
 void FlatShard::unbind() {
-  for (const UnitParameter& parameter : parameters_) {
-    if (shard_of(parameter.tensor) != nullptr) unbind_memory(parameter.tensor);
-  }
   whole_.reset();
   is_bound_ = false;
+  for (const UnitParameter& parameter : parameters_) unbind(parameter);
+}
+
+// A plain tensor that it was given, as the whole.
+bool FlatShard::fits(size_t parameter) const {
+  const at::Tensor& tensor = parameters_[parameter].tensor;
+  return tensor.numel() == layout_.parameters()[parameter].numel &&
+         tensor.scalar_type() == dtype() && tensor.device() == device() &&
+         tensor.is_non_overlapping_and_dense();
+}
+
+void FlatShard::take_plain(size_t parameter) {
+  const at::Tensor& tensor = parameters_[parameter].tensor;
+  TORCH_CHECK_VALUE(fits(parameter), "fully_shard: parameter '",
+                    parameters_[parameter].name, "' was given a tensor of ",
+                    tensor.sizes(), ", ", tensor.scalar_type(), " on ",
+                    tensor.device(), ".\nGive it a dense one of ",
+                    layout_.parameters()[parameter].numel, " elements, ",
+                    dtype(), " on ", device(), ".");
+  slot_of(whole_, parameter).copy_(tensor.detach());
+  shard_in_place(tensor, make_piece(parameter));
 }
 
 void FlatShard::read_own_slice() {
-  if (is_whole_here()) return;
   const at::NoGradGuard no_grad;
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    if (shard_of(parameters_[i].tensor) == nullptr) take_plain(i);
+  }
+  if (is_whole_here()) return;
   const at::Tensor own =
       whole_.narrow(0, options_.rank * shard_.numel(), shard_.numel());
   // What the whole shows rounded stays unless it was changed.

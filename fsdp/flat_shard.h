@@ -15,7 +15,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -77,8 +76,9 @@ class FlatShard {
   void belong_to(ParameterOwner* owner, std::shared_ptr<ShardGroup> group,
                  size_t unit, size_t first_number);
 
-  // Calls `function` while the parameters have the compute dtype.
-  void in_compute_dtype(const std::function<void()>& function) const;
+  // Whether the parameters have the compute dtype, also while they are not
+  // bound, as in a forward or backward.
+  void show_compute_dtype(bool value);
 
   // Takes over pieces that the parameters were given since: by Module::to(),
   // to_empty() or `.data =`. Returns true if dtype or device has changed.
@@ -101,8 +101,9 @@ class FlatShard {
   void bind(const at::Tensor& whole);
   void unbind();
   bool is_bound() const { return is_bound_; }
-  // The shard gets this rank's slice of the whole parameters. REQUIRES:
-  // is_bound().
+  // The shard gets this rank's slice of the whole parameters, or of the plain
+  // tensors that they were given (`.data =`). Throws ValueError if these don't
+  // fit. REQUIRES: is_bound().
   void read_own_slice();
 
   // ---- Gradients.
@@ -145,8 +146,11 @@ class FlatShard {
   at::Tensor piece_of(const at::Tensor& flat, size_t parameter) const;
   at::Tensor slot_of(const at::Tensor& whole, size_t parameter) const;
   Shard make_piece(size_t parameter) const;
+  bool fits(size_t parameter) const;
+  void take_plain(size_t parameter);
   void begin_write();
   bool is_own(const Shard& shard) const;
+  void unbind(const UnitParameter& parameter) const;
 
   std::vector<UnitParameter> parameters_;
   FlatShardOptions options_;
@@ -154,6 +158,7 @@ class FlatShard {
   at::Tensor shard_;
   std::optional<StreamUses> shard_uses_;  // never empty
   bool is_bound_ = false;
+  bool shows_compute_dtype_ = false;
   at::Tensor whole_;  // while bound
 
   at::Tensor gradients_;

@@ -40,7 +40,10 @@ class RowGroup final : public ShardGroup {
  public:
   // `is_everywhere`: all ranks of the model hold these parameters.
   RowGroup(ShardTransport& transport, bool is_everywhere)
-      : transport_(transport), is_everywhere_(is_everywhere) {}
+      : transport_(&transport), is_everywhere_(is_everywhere) {}
+
+  // The transport is gone from here on.
+  void close() { transport_ = nullptr; }
 
   void all_reduce(at::Tensor& values, Op op) override {
     TORCH_CHECK_NOT_IMPLEMENTED(
@@ -63,19 +66,22 @@ class RowGroup final : public ShardGroup {
   }
 
   at::Tensor all_gather(const at::Tensor& values) override {
+    TORCH_CHECK(transport_ != nullptr,
+                "fully_shard: a sharded tensor is to be reduced or gathered, "
+                "but its model is gone.\nKeep the model.");
     const at::NoGradGuard no_grad;
     const int64_t numel = values.numel();
-    const int num_ranks = transport_.num_shards();
+    const int num_ranks = transport_->num_shards();
     if (num_ranks == 1) return values.reshape({1, numel});
     const StreamPoint made = StreamPoint::now(values.device());
     at::Tensor all;
     ShardTransport::FuturePtr gathered;
     {
-      const auto on_gathers = transport_.streams().for_gathers();
+      const auto on_gathers = transport_->streams().for_gathers();
       made.wait();
       all = at::empty({num_ranks * numel}, values.options());
-      all.narrow(0, transport_.shard_rank() * numel, numel).copy_(values);
-      gathered = transport_.all_gather(all);
+      all.narrow(0, transport_->shard_rank() * numel, numel).copy_(values);
+      gathered = transport_->all_gather(all);
     }
     gathered->waitAndThrow();
     if (!values.device().is_cpu()) {
@@ -85,7 +91,7 @@ class RowGroup final : public ShardGroup {
   }
 
  private:
-  ShardTransport& transport_;
+  ShardTransport* transport_;
   const bool is_everywhere_;
 };
 
@@ -117,6 +123,10 @@ ShardMeshes::ShardMeshes(const Group& group, int num_shards, c10::Device device,
                                           mesh.size() == group->getSize());
     meshes_.push_back(std::move(made));
   }
+}
+
+ShardMeshes::~ShardMeshes() {
+  for (const Mesh& mesh : meshes_) static_cast<RowGroup&>(*mesh.row).close();
 }
 
 ShardTransport::Sent ShardMeshes::sent() const {

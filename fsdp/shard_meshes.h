@@ -47,6 +47,11 @@ class ShardMeshes {
               int num_shards, c10::Device device,
               std::span<const MeshRequest> units, bool in_order);
 
+  // Sharded tensors may live on: their rows throw RuntimeError from here on.
+  ~ShardMeshes();
+  ShardMeshes(const ShardMeshes&) = delete;
+  ShardMeshes& operator=(const ShardMeshes&) = delete;
+
   const Mesh& of(size_t mesh_number) const { return meshes_[mesh_number]; }
   ShardTransport& root() const { return *meshes_.front().transport; }
   const ShardingStreams& streams() const { return root().streams(); }

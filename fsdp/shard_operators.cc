@@ -194,6 +194,27 @@ void visit_tensors(const torch::jit::Stack& stack, size_t num_arguments,
   }
 }
 
+// Puts `replace(tensor, argument)` in the place of each of them.
+template <typename Replace>
+void replace_tensors(torch::jit::Stack& stack, size_t num_arguments,
+                     const Replace& replace) {
+  const size_t begin = stack.size() - num_arguments;
+  for (size_t i = 0; i < num_arguments; ++i) {
+    c10::IValue& value = stack[begin + i];
+    if (value.isTensor()) {
+      value = c10::IValue(replace(value.toTensor(), i));
+    } else if (value.isTensorList()) {
+      c10::List<at::Tensor> replaced;
+      const auto list = value.toListRef();
+      replaced.reserve(list.size());
+      for (const c10::IValue& element : list) {
+        replaced.push_back(replace(element.toTensor(), i));
+      }
+      value = std::move(replaced);
+    }
+  }
+}
+
 std::string name_of(const at::Tensor& sharded) {
   const Shard* const shard = shard_of(sharded);
   return shard == nullptr || shard->name.empty()
@@ -252,7 +273,10 @@ class LocalCall {
   }
 
   void run() {
-    replace_arguments();
+    replace_tensors(stack_, num_arguments_,
+                    [this](const at::Tensor& tensor, size_t argument) {
+                      return local_of(tensor, argument);
+                    });
     {
       const at::AutoDispatchBelowADInplaceOrView below;
       op_.callBoxed(stack_);
@@ -329,27 +353,10 @@ class LocalCall {
     if (facts_.writes[argument] != 0) written_.push_back(tensor);
     // Without dimensions, as dtypes of what has none count less.
     const bool is_scalar = tensor.dim() == 0 && shard->local.numel() == 1;
-    at::Tensor local = is_scalar ? shard->local.view({}) : shard->local;
+    at::Tensor local =
+        is_scalar ? shard->local.view(at::IntArrayRef()) : shard->local;
     originals_.push_back({local, tensor});
     return local;
-  }
-
-  void replace_arguments() {
-    const size_t begin = stack_.size() - num_arguments_;
-    for (size_t i = 0; i < num_arguments_; ++i) {
-      c10::IValue& value = stack_[begin + i];
-      if (value.isTensor()) {
-        value = c10::IValue(local_of(value.toTensor(), i));
-      } else if (value.isTensorList()) {
-        c10::List<at::Tensor> locals;
-        const auto list = value.toListRef();
-        locals.reserve(list.size());
-        for (const c10::IValue& element : list) {
-          locals.push_back(local_of(element.toTensor(), i));
-        }
-        value = std::move(locals);
-      }
-    }
   }
 
   at::Tensor wrap(const at::Tensor& result, const at::Tensor& whole) {
@@ -367,7 +374,8 @@ class LocalCall {
                          .offset = shard.offset,
                          .group = shard.group,
                          .flat_offset = shard.flat_offset,
-                         .flat_per_rank = shard.flat_per_rank},
+                         .flat_per_rank = shard.flat_per_rank,
+                         .is_whole = shard.is_whole},
                         whole.sizes(), whole.strides());
   }
 
@@ -722,6 +730,69 @@ void reduce(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
   stack.emplace_back(std::move(result));
 }
 
+void check_grad_mode(const c10::OperatorHandle& op,
+                     const torch::jit::Stack& stack) {
+  // Module::to() converts parameters in grad mode.
+  const std::string_view name = base_name(op.schema());
+  if (!at::GradMode::is_enabled() || name.ends_with("_like") ||
+      name == "_to_copy") {
+    return;
+  }
+  visit_tensors(stack, op.schema().arguments().size(),
+                [&](const at::Tensor& tensor, size_t, size_t) {
+                  TORCH_CHECK(
+                      shard_of(tensor) == nullptr || !tensor.requires_grad(),
+                      toString(op.operator_name()), " of ", name_of(tensor),
+                      " outside of a forward is not recorded by "
+                      "autograd. Call it under torch.no_grad(), or "
+                      "inside of the model's forward.");
+                });
+}
+
+// ---- Groups of one rank, whose piece is the whole.
+
+bool are_whole(const torch::jit::Stack& stack, size_t num_arguments) {
+  bool are_whole = true;
+  visit_tensors(stack, num_arguments,
+                [&](const at::Tensor& tensor, size_t, size_t) {
+                  const Shard* const shard = shard_of(tensor);
+                  are_whole &= shard == nullptr || shard->is_whole;
+                });
+  return are_whole;
+}
+
+// As of plain tensors, and so are the results.
+void run_on_wholes(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
+  check_grad_mode(op, stack);
+  const auto& arguments = op.schema().arguments();
+  c10::SmallVector<std::pair<at::Tensor, at::Tensor>, 4> originals;
+  replace_tensors(
+      stack, arguments.size(), [&](const at::Tensor& tensor, size_t argument) {
+        const Shard* const shard = shard_of(tensor);
+        if (shard == nullptr) return tensor;
+        // Views of it may write to it later.
+        if (shard->owner != nullptr) shard->owner->written(shard->unit);
+        if (writes(arguments[argument]) && !tensor.is_inference()) {
+          tensor.unsafeGetTensorImpl()->bump_version();
+        }
+        const at::Tensor whole = shard->local.as_strided(
+            tensor.sizes(), tensor.strides(), shard->local.storage_offset());
+        originals.push_back({whole, tensor});
+        return whole;
+      });
+  const at::AutoDispatchBelowADInplaceOrView below;
+  op.callBoxed(stack);
+  const size_t num_results = op.schema().returns().size();
+  for (size_t i = stack.size() - num_results; i < stack.size(); ++i) {
+    for (const auto& [whole, original] : originals) {
+      if (stack[i].isTensor() && stack[i].toTensor().is_same(whole)) {
+        stack[i] = original;
+        break;
+      }
+    }
+  }
+}
+
 // ---- The fallback.
 
 // Whether all parameters among the arguments are unsharded for this call.
@@ -772,25 +843,6 @@ void check_use_of_unsharded(const c10::OperatorHandle& op,
                 });
 }
 
-void check_grad_mode(const c10::OperatorHandle& op,
-                     const torch::jit::Stack& stack) {
-  // Module::to() converts parameters in grad mode.
-  const std::string_view name = base_name(op.schema());
-  if (!at::GradMode::is_enabled() || name.ends_with("_like") ||
-      name == "_to_copy") {
-    return;
-  }
-  visit_tensors(stack, op.schema().arguments().size(),
-                [&](const at::Tensor& tensor, size_t, size_t) {
-                  TORCH_CHECK(
-                      shard_of(tensor) == nullptr || !tensor.requires_grad(),
-                      toString(op.operator_name()), " of ", name_of(tensor),
-                      " outside of a forward is not recorded by "
-                      "autograd. Call it under torch.no_grad(), or "
-                      "inside of the model's forward.");
-                });
-}
-
 void on_sharded(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
                 torch::jit::Stack* stack) {
   const size_t num_arguments = op.schema().arguments().size();
@@ -816,7 +868,12 @@ void on_sharded(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
     case OperatorRule::kLocal: {
       check_grad_mode(op, *stack);
       LocalCall call(op, facts_of(op), *stack);
-      call.check();
+      try {
+        call.check();
+      } catch (const c10::NotImplementedError&) {
+        if (!are_whole(*stack, num_arguments)) throw;
+        return run_on_wholes(op, *stack);
+      }
       call.run();
       return;
     }
@@ -826,11 +883,17 @@ void on_sharded(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
       return;
     case OperatorRule::kReduce:
       check_grad_mode(op, *stack);
-      reduce(op, *stack);
+      try {
+        reduce(op, *stack);
+      } catch (const c10::NotImplementedError&) {
+        if (!are_whole(*stack, num_arguments)) throw;
+        run_on_wholes(op, *stack);
+      }
       return;
     case OperatorRule::kRefused:
       break;
   }
+  if (are_whole(*stack, num_arguments)) return run_on_wholes(op, *stack);
   at::Tensor of;  // a parameter, if there is one
   visit_tensors(*stack, num_arguments,
                 [&](const at::Tensor& tensor, size_t, size_t) {

@@ -107,22 +107,19 @@ void ShardedModel::make_hooks() {
     was_trained.push_back(parameter.requires_grad() ? 1 : 0);
     parameter.set_requires_grad(true);
   }
-  // Accumulators expect the dtype that parameters have now.
-  std::function<void()> make = [this] {
-    const std::vector<std::vector<at::Tensor>> replicas = {hooked_};
-    hooks_ = std::make_unique<GradientHooks>(
-        replicas, [](VariableIndex, bool) {}, *this);
-  };
-  for (const ShardedUnit& unit : units_) {
-    for (const auto& flat : unit.flats) {
-      make = [flat = flat.get(), inner = std::move(make)] {
-        flat->in_compute_dtype(inner);
-      };
-    }
-  }
-  make();
+  show_compute_dtypes(true);  // accumulators expect what they have now
+  const std::vector<std::vector<at::Tensor>> replicas = {hooked_};
+  hooks_ = std::make_unique<GradientHooks>(
+      replicas, [](VariableIndex, bool) {}, *this);
+  show_compute_dtypes(false);
   for (size_t i = 0; i < hooked_.size(); ++i) {
     hooked_[i].set_requires_grad(was_trained[i] != 0);
+  }
+}
+
+void ShardedModel::show_compute_dtypes(bool value) {
+  for (const ShardedUnit& unit : units_) {
+    for (const auto& flat : unit.flats) flat->show_compute_dtype(value);
   }
 }
 
@@ -355,6 +352,7 @@ void ShardedModel::open(SegmentKind kind) {
   statistics_.learned_segments += run_->cursor().is_learning() ? 1 : 0;
   kind_ =
       opened.kind == SegmentKind::kForward ? Open::kForward : Open::kBackward;
+  show_compute_dtypes(true);
 }
 
 // After run_->finish().
@@ -372,6 +370,7 @@ void ShardedModel::close() {
   memory_.drop_extra();
   run_.reset();
   kind_ = Open::kNone;
+  show_compute_dtypes(false);
 }
 
 void ShardedModel::release_after_segment() {
@@ -408,6 +407,7 @@ void ShardedModel::abandon(const std::string& error) noexcept {
   }
   run_.reset();
   kind_ = Open::kNone;
+  show_compute_dtypes(false);
   depth_ = 0;
 }
 

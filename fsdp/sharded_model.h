@@ -227,6 +227,7 @@ class ShardedModel final : public ParameterOwner {
 
   void check_usable() const;
   void make_hooks();
+  void show_compute_dtypes(bool value);
   void check_neighbours() const;
   void adopt_pieces();
   void prepare();

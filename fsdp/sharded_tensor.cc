@@ -136,12 +136,12 @@ void bind_memory(const at::Tensor& sharded, void* memory,
   set_dtype(sharded, dtype);
 }
 
-void unbind_memory(const at::Tensor& sharded) {
+void unbind_memory(const at::Tensor& sharded, caffe2::TypeMeta dtype) {
   c10::StorageImpl& storage = storage_of(sharded);
   set_data(storage, nullptr);
   const Shard& shard = *shard_of(sharded);
   refuse_access(storage, shard.name);
-  set_dtype(sharded, shard.local.dtype());
+  set_dtype(sharded, dtype);
 }
 
 bool is_bound(const at::Tensor& sharded) {

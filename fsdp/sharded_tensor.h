@@ -79,6 +79,7 @@ struct Shard {
   // group holds `flat_per_rank` elements.
   int64_t flat_offset = 0;
   int64_t flat_per_rank = 0;
+  bool is_whole = false;  // the group is this rank alone
 
   // Parameters only.
   ParameterOwner* owner = nullptr;
@@ -109,7 +110,8 @@ void shard_in_place(const at::Tensor& parameter, Shard shard);
 // then the tensor has that dtype.
 void bind_memory(const at::Tensor& sharded, void* memory,
                  caffe2::TypeMeta dtype);
-void unbind_memory(const at::Tensor& sharded);
+// `dtype`: that it has from here on.
+void unbind_memory(const at::Tensor& sharded, caffe2::TypeMeta dtype);
 bool is_bound(const at::Tensor& sharded);
 
 }  // namespace brigade

@@ -73,6 +73,9 @@ std::string describe(const UnitRequest& unit, const UnitParameter& parameter) {
     absl::StrAppend(&text, "computed in ",
                     c10::toString(*parameter.compute_dtype), " ");
   }
+  if (tensor.defined() && !tensor.requires_grad()) {
+    absl::StrAppend(&text, "frozen ");
+  }
   return text +
          (tensor.defined()
               ? c10::str(tensor.device().type(), ' ', tensor.scalar_type(), ' ',

@@ -198,6 +198,7 @@ at::Tensor shard_like(const at::Tensor& whole, const at::Tensor& like) {
                        .group = shard.group,
                        .flat_offset = shard.flat_offset,
                        .flat_per_rank = shard.flat_per_rank,
+                       .is_whole = shard.is_whole,
                        .name = shard.name},
                       like.sizes(), like.strides());
 }

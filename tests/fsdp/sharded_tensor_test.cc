@@ -124,7 +124,8 @@ class FakeRoot : public ParameterOwner {
     parameters.push_back(parameter);
   }
   void reshard() {
-    for (const at::Tensor& parameter : parameters) unbind_memory(parameter);
+    for (const at::Tensor& parameter : parameters)
+      unbind_memory(parameter, parameter.dtype());
   }
 
   std::vector<at::Tensor> parameters;

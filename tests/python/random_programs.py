@@ -1103,7 +1103,7 @@ class Sharded(Program):
         has_gradients = any(p.grad is not None and p.grad.any() for p in self.plain.parameters())
         if draw.random() < 0.25 and has_gradients:
             self._clip()
-        else:
+        elif has_gradients:
             for parameters in (self.shards.values(), self.reference.parameters):
                 nn.utils.clip_grad_value_(parameters, 1.0)
         self.optimizer.step()
