@@ -233,7 +233,7 @@ def _sum_halved(state, bucket):
 
 
 def test_instances_of_either_class_live_on_through_both():
-    run_ranks(_lives_on)
+    run_ranks(_lives_on, fresh=True)
 
 
 # --------------------------------------------------------------------- pickles
@@ -382,7 +382,7 @@ def _names_what_is_bound(rank):
 
 
 def test_what_came_before_is_named_and_nothing_else():
-    run_ranks(_names_what_is_bound, world_size=1)
+    run_ranks(_names_what_is_bound, world_size=1, fresh=True)
 
 
 def _shards(rank):
@@ -422,4 +422,4 @@ def _shards(rank):
 
 
 def test_fully_shard_is_brigades():
-    run_ranks(_shards)
+    run_ranks(_shards, fresh=True)

@@ -124,9 +124,9 @@ def _titan(rank, mesh):
         arguments["mesh"] = dist.device_mesh.init_device_mesh("cpu", mesh)
     plain, model = Titan(), _shard_titan(_on_meta(Titan), **arguments)
     model.to_empty(device="cpu")
-    torch.manual_seed(0)
-    with pytest.raises(NotImplementedError, match="needs the whole"), torch.no_grad():
-        model.init_weights(0.25)  # writes rows
+    if mesh is None or mesh[-1] > 1:
+        with pytest.raises(NotImplementedError, match="needs the whole"), torch.no_grad():
+            model.init_weights(0.25)  # writes rows
     torch.manual_seed(0)
     with torch.no_grad(), model.whole_parameters(writes=True):
         model.init_weights(0.25)
