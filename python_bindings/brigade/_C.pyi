@@ -5,7 +5,7 @@ import torch
 import torch._C._distributed_c10d
 import torch.distributed.distributed_c10d
 import typing
-__all__: list[str] = ['CheckpointModel', 'FullyShardOptions', 'GatherTimes', 'Logger', 'ModuleScan', 'OptimizerState', 'ReducedParameters', 'Reducer', 'ReductionTimes', 'ShardedModel', 'ShardedUnit', 'ShardingTimeline', 'UnitSettings', 'are_exactly', 'check_parameters', 'describe_tensor', 'entries_of', 'fail_checkpoint', 'gather_whole', 'has_entries', 'is_sharded', 'load_checkpoint', 'local_of', 'offset_of', 'one_per_device', 'ranks_of_a_host', 'rebuilds_by_default', 'recording_group', 'require_agreement', 'save_checkpoint', 'set_piece', 'shard_like', 'suggest_control_device', 'then_collective', 'tie_outputs', 'version']
+__all__: list[str] = ['CheckpointModel', 'FullyShardOptions', 'GatherTimes', 'Logger', 'ModuleScan', 'OptimizerState', 'ReducedParameters', 'Reducer', 'ReductionTimes', 'ShardedModel', 'ShardedUnit', 'ShardingTimeline', 'UnitSettings', 'are_exactly', 'check_parameters', 'describe_tensor', 'entries_of', 'fail_checkpoint', 'gather_whole', 'has_entries', 'is_sharded', 'load_checkpoint', 'local_of', 'offset_of', 'one_per_device', 'place_of', 'ranks_of_a_host', 'rebuilds_by_default', 'recording_group', 'require_agreement', 'save_checkpoint', 'set_piece', 'shard_like', 'suggest_control_device', 'then_collective', 'tie_outputs', 'version']
 class ReducedParameters:
     """
     What a reducer is made of. For a moment, as ModuleScan.
@@ -366,6 +366,8 @@ class ShardedModel:
         ...
     def gradient_slot(self, parameter: torch.Tensor) -> torch.Tensor:
         ...
+    def holds_gradients(self) -> bool:
+        ...
     def is_first_replica(self, unit: typing.SupportsInt) -> bool:
         ...
     def meet_peers(self) -> None:
@@ -480,6 +482,10 @@ def offset_of(tensor: torch.Tensor) -> int:
 def one_per_device(tensors: list) -> list:
     """
     The first of the tensors on each device.
+    """
+def place_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """
+    Equal for aliases, also of no local elements; otherwise not, while both live.
     """
 def ranks_of_a_host(group: torch.distributed.distributed_c10d.ProcessGroup) -> int:
     """
