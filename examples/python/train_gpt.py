@@ -90,11 +90,11 @@ def rows_of(num_ranks: int) -> DeviceMesh:
 
 # What brigade.fully_shard is given, by strategy.
 STRATEGIES: dict[str, Callable[[int], dict]] = {
-    # Parameters, gradients and optimizer states in parts.
+    # Parameters, gradients and optimizer states are sharded.
     "full": lambda _: {"reshard_after_forward": True},
     # Parameters stay whole from forward to backward.
     "grad": lambda _: {"reshard_after_forward": False},
-    # Parts within two ranks, copies on the others.
+    # Sharded over two ranks, replicated on the others.
     "hybrid": lambda num_ranks: {"mesh": rows_of(num_ranks)},
     # All of it on every rank.
     "none": lambda num_ranks: {"mesh": init_device_mesh("cpu", (num_ranks, 1))},
@@ -196,7 +196,7 @@ def main() -> None:
             bits = mean.item() / dist.get_world_size() / math.log(2)
             print(f"{bits:.2f} bits per byte at the end, {tokens / seconds:,.0f} tokens per second")
     if rank == 0:
-        held = sum(parameter.numel() for parameter in model.parameters())
+        held = sum(parameter.to_local().numel() for parameter in model.parameters())
         print(f"{arguments.strategy}: {held:,} parameters on rank 0, weights {weights}", flush=True)
     dist.destroy_process_group()
 
