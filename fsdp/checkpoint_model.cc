@@ -5,27 +5,6 @@
 
 namespace brigade {
 
-CheckpointModel checkpoint_model(ShardedRoot& root) {
-  root.meet_peers();
-  std::vector<CheckpointTensor> tensors;
-  for (size_t u = 0; u < root.num_units(); ++u) {
-    const Unit& unit = root.unit(u);
-    for (const auto& segment : unit.segments) {
-      for (size_t i = 0; i < segment->parameters().size(); ++i) {
-        const NamedParameter& parameter = segment->parameters()[i];
-        tensors.push_back(
-            {.name = parameter.name,
-             .shape = parameter.tensor.sizes().vec(),
-             .strides = parameter.tensor.strides().vec(),
-             .held = segment->shards()[i],
-             .begin = segment->layout().range(i, segment->rank()).in_parameter,
-             .ranks = unit.mesh ? unit.mesh->ranks : std::vector<int>()});
-      }
-    }
-  }
-  return {std::move(tensors), root.group()};
-}
-
 CheckpointModel checkpoint_model(ShardedModel& model) {
   model.meet_peers();
   std::vector<CheckpointTensor> tensors;

@@ -8,13 +8,11 @@
 
 #include "brigade/checkpoint/checkpoint.h"
 #include "brigade/fsdp/sharded_model.h"
-#include "brigade/fsdp/sharded_root.h"
 
 namespace brigade {
 
 // Collective. Parameters only. Valid until the next forward or backward.
 CheckpointModel checkpoint_model(ShardedModel& model);
-CheckpointModel checkpoint_model(ShardedRoot& root);
 
 }  // namespace brigade
 

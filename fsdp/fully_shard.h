@@ -59,7 +59,7 @@ struct UnitSelection {
   std::function<void(UnitParameter&)> adjust = nullptr;
 
   // Ranks that hold the unit's parameters, where these are not all. Another
-  // answer on each rank (fsdp/units/unit_mesh.h).
+  // answer on each rank (fsdp/unit_mesh.h).
   std::function<std::optional<UnitMesh>(const std::string& unit)> mesh_of =
       nullptr;
 };

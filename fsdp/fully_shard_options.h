@@ -57,7 +57,7 @@ struct FullyShardOptions {
   // don't depend on the backend's choice.
   bool reproducible = false;
 
-  // Replaces the reduce-scatter (fsdp/units/reduction_hook.h). Null: none.
+  // Replaces the reduce-scatter (fsdp/reduction_hook.h). Null: none.
   std::shared_ptr<ReductionHook> comm_hook = nullptr;
 
   // All ranks start with the parameters of the first rank of their mesh. False:

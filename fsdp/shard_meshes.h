@@ -20,7 +20,7 @@
 #include "brigade/comm/process_group.h"
 #include "brigade/fsdp/sharded_tensor.h"
 #include "brigade/fsdp/transport/shard_transport.h"
-#include "brigade/fsdp/units/unit_mesh.h"
+#include "brigade/fsdp/unit_mesh.h"
 
 namespace brigade {
 

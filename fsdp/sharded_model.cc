@@ -254,15 +254,15 @@ UnitRules ShardedModel::rules_for(SegmentKind kind, bool has_grad,
     const UnitSettings& settings = units_[i].settings;
     rules.parents.push_back(units_[i].parent);
     const bool stays =
-        settings.spans_passes || units_[i].is_by_hand ||
+        settings.spans_segments || units_[i].is_by_hand ||
         (is_forward ? unsharded[i] != 0 ||
                           (has_grad && !settings.reshards_after_forward)
                     : !settings.reshards_after_backward);
     rules.stays.push_back(stays ? 1 : 0);
-    const auto& ahead =
-        is_forward ? settings.forward_prefetch : settings.backward_prefetch;
-    rules.prefetch_depths.push_back(ahead.empty() ? options_.prefetch_depth
-                                                  : ahead.size());
+    rules.prefetch_depths.push_back((is_forward
+                                         ? settings.forward_prefetch_depth
+                                         : settings.backward_prefetch_depth)
+                                        .value_or(options_.prefetch_depth));
   }
   return rules;
 }

@@ -54,8 +54,8 @@
 
 #include "brigade/engine/observing/stall_watch.h"
 #include "brigade/fsdp/forward_dtypes.h"
+#include "brigade/fsdp/post_accumulate_hooks.h"
 #include "brigade/fsdp/segment_run.h"
-#include "brigade/fsdp/units/post_accumulate_hooks.h"
 #include "brigade/hooks/gradient_hooks.h"
 #include "brigade/hooks/output_tensors.h"
 

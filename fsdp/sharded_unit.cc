@@ -351,7 +351,7 @@ UnitSettings settings_of(const UnitRequest& request,
                              ? request.reshard_to
                              : options.reshard_to;
   settings.reshards_after_backward = options.reshard_after_backward;
-  settings.spans_passes = request.spans_segments;
+  settings.spans_segments = request.spans_segments;
   return settings;
 }
 

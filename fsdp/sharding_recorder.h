@@ -20,7 +20,7 @@
 #include <vector>
 
 #include "brigade/engine/observing/timeline_recorder.h"
-#include "brigade/fsdp/schedule/sharding_timeline.h"
+#include "brigade/fsdp/sharding_timeline.h"
 
 namespace brigade {
 

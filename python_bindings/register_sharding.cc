@@ -24,10 +24,10 @@
 #include "brigade/comm/agreement.h"
 #include "brigade/comm/group/control_device.h"
 #include "brigade/comm/ranks_of_host.h"
-#include "brigade/fsdp/schedule/sharding_timeline.h"
+#include "brigade/fsdp/post_accumulate_hooks.h"
+#include "brigade/fsdp/reduction_hook.h"
 #include "brigade/fsdp/sharded_model.h"
-#include "brigade/fsdp/units/post_accumulate_hooks.h"
-#include "brigade/fsdp/units/reduction_hook.h"
+#include "brigade/fsdp/sharding_timeline.h"
 
 namespace brigade {
 namespace {
@@ -242,7 +242,7 @@ void register_timeline(py::module_& module) {
       .def_readonly("complete_ns", &ReductionTimes::complete_ns);
   py::class_<ShardingTimeline>(
       module, "ShardingTimeline",
-      "See fsdp/schedule/sharding_timeline.h; str() is a table.")
+      "See fsdp/sharding_timeline.h; str() is a table.")
       .def_readonly("iteration", &ShardingTimeline::iteration,
                     "0: none has been sampled.")
       .def_readonly("forward_begin_ns", &ShardingTimeline::forward_begin_ns)
@@ -297,8 +297,7 @@ void register_sharding(py::module_& module) {
       .def_readwrite("broadcast_parameters",
                      &FullyShardOptions::broadcast_parameters);
 
-  py::class_<UnitSettings>(module, "UnitSettings",
-                           "See fsdp/schedule/unit_settings.h.")
+  py::class_<UnitSettings>(module, "UnitSettings", "See fsdp/sharded_unit.h.")
       .def_readwrite("reshards_after_forward",
                      &UnitSettings::reshards_after_forward)
       .def_readwrite("reshards_to", &UnitSettings::reshards_to)
@@ -309,8 +308,10 @@ void register_sharding(py::module_& module) {
       .def_readwrite("synchronizes", &UnitSettings::synchronizes)
       .def_readwrite("sums_over_replicas", &UnitSettings::sums_over_replicas)
       .def_readwrite("keeps_storage", &UnitSettings::keeps_storage)
-      .def_readwrite("forward_prefetch", &UnitSettings::forward_prefetch)
-      .def_readwrite("backward_prefetch", &UnitSettings::backward_prefetch);
+      .def_readwrite("forward_prefetch_depth",
+                     &UnitSettings::forward_prefetch_depth)
+      .def_readwrite("backward_prefetch_depth",
+                     &UnitSettings::backward_prefetch_depth);
 
   py::class_<PendingUnit, PendingUnitPtr>(
       module, "ShardedUnit",

@@ -23,7 +23,6 @@
 #include "absl/container/flat_hash_map.h"
 #include "benchmark/benchmark.h"
 #include "brigade/benchmarks/reducer_cost/tiny_model.h"
-#include "brigade/hooks/backward_streams.h"
 #include "brigade/hooks/graph_search.h"
 #include "brigade/hooks/output_watch.h"
 
@@ -96,21 +95,6 @@ class OurWalk {
   GraphSearch search_;
 };
 
-// Of the whole graph: what sharding on devices walks of each call of a unit.
-class StreamsWalk {
- public:
-  explicit StreamsWalk(const std::vector<Node*>& /*accumulators*/)
-      : streams_(at::kCPU) {}
-
-  size_t num_unreached(const at::Tensor& output) {
-    const std::vector<WeakNodePtr> ends = watched_nodes({&output, 1});
-    return streams_.of(ends, RecordedSince()).size();  // the CPU's one
-  }
-
- private:
-  BackwardStreams streams_;
-};
-
 // A search whose last parameter is not used: nothing ends it early.
 template <typename Walk>
 void search(benchmark::State& state) {
@@ -144,7 +128,6 @@ void set_up(benchmark::internal::Benchmark* benchmark) {
 }
 
 BENCHMARK(search<OurWalk>)->Name("graph_search")->Apply(set_up);
-BENCHMARK(search<StreamsWalk>)->Name("backward_streams")->Apply(set_up);
 BENCHMARK(search<BareWalk>)->Name("bare_walk")->Apply(set_up);
 
 }  // namespace

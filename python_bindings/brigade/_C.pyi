@@ -210,7 +210,7 @@ class FullyShardOptions:
         """
 class UnitSettings:
     """
-    See fsdp/schedule/unit_settings.h.
+    See fsdp/unit_settings.h.
     """
     gathers_in_backward: bool
     keeps_storage: bool
@@ -306,7 +306,7 @@ class ReductionTimes:
         ...
 class ShardingTimeline:
     """
-    See fsdp/schedule/sharding_timeline.h; str() is a table.
+    See fsdp/sharding_timeline.h; str() is a table.
     """
     def __str__(self) -> str:
         ...

@@ -41,6 +41,6 @@ def wire_dtype_of(hook: Any) -> torch.dtype:
         raise NotImplementedError(
             f"fully_shard: expected a comm hook that compresses, found {name}.\n"
             "Give 'fp16_compress', 'bf16_compress' or torch's hooks of these names; one of "
-            "your own is written in C++ (fsdp/units/reduction_hook.h)."
+            "your own is written in C++ (fsdp/reduction_hook.h)."
         )
     return dtype

@@ -1,4 +1,4 @@
-"""Sharded training: each rank holds a part of every parameter, in place of torch's fully_shard.
+"""Sharded training: each rank holds a shard of every parameter, in place of torch's fully_shard.
 
     import brigade
 
@@ -8,8 +8,8 @@
     optimizer = torch.optim.AdamW(model.parameters())
 
 A module that is sharded is a unit: its parameters that no other unit has are gathered
-when it runs, and their gradients are summed together. Between forward and backward
-``module.weight`` is this rank's part; inside of its unit's forward it is whole.
+when it runs, and their gradients are summed together. Parameters keep their shapes: in a
+forward or backward operators see them whole, otherwise they act on this rank's shards.
 """
 
 from __future__ import annotations
@@ -187,23 +187,23 @@ class FSDPModule(_TorchFSDPModule):
         """When this module is needed in forward, the all-gathers of the next units begin: as many
         as modules are given, in the order in which ranks use them. Makes the root.
         """
-        self._prefetch("forward_prefetch", modules)
+        self._prefetch("forward_prefetch_depth", modules)
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
         """The same in backward."""
-        self._prefetch("backward_prefetch", modules)
+        self._prefetch("backward_prefetch_depth", modules)
 
     def _prefetch(self, name: str, modules: list[FSDPModule]) -> None:
         root = self._root()
         units = [unit_of(module) for module in modules]
         if any(unit is None or unit.root is not root for unit in units):
             raise ValueError(
-                f"{name}: expected modules that are sharded below the same outermost one.\n"
+                f"{name.removesuffix('_depth')}: expected modules that are sharded below the same outermost one.\n"
                 "Leave out the others."
             )
-        indices = [unit.index for unit in units if unit.native is not None]
+        depth = sum(unit.native is not None for unit in units) or None
         for settings in self._settings(recurse=False):
-            setattr(settings, name, indices)
+            setattr(settings, name, depth)
 
     def _settings(self, recurse: bool) -> list[_C.UnitSettings]:
         own = unit_of(self)

@@ -3,6 +3,7 @@
 
 #include "brigade/fsdp/transport/device_transport.h"
 
+#include <ATen/CPUGeneratorImpl.h>
 #include <c10/util/ScopeExit.h>
 #include <torch/torch.h>
 
@@ -11,19 +12,21 @@
 #include <tuple>
 #include <vector>
 
-#include "brigade/tests/fsdp/sharded_net.h"
 #include "brigade/tests/support/local_ranks.h"
 #include "gtest/gtest.h"
 
 namespace brigade {
 namespace device_transport_test {
 
-using testing::random;
 using testing::run_ranks;
 
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
 constexpr int64_t kShardNumel = 37;
+
+at::Tensor random(at::IntArrayRef sizes, uint64_t seed) {
+  return torch::randn(sizes, at::make_generator<at::CPUGeneratorImpl>(seed));
+}
 
 // Ranks x length of a row.
 class DeviceSumsOfRanksTest

@@ -3,6 +3,7 @@
 
 #include "brigade/comm/rank_mesh.h"
 
+#include <ATen/CPUGeneratorImpl.h>
 #include <torch/torch.h>
 #include <unistd.h>
 
@@ -17,7 +18,6 @@
 #include "brigade/ddp/distributed_data_parallel.h"
 #include "brigade/fsdp/checkpoint_model.h"
 #include "brigade/fsdp/fully_shard.h"
-#include "brigade/tests/fsdp/sharded_checks.h"
 #include "brigade/tests/support/local_ranks.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -25,10 +25,8 @@
 namespace brigade {
 namespace rank_mesh_test {
 
-using testing::add;
 using ::testing::AllOf;
 using ::testing::HasSubstr;
-using testing::random;
 using testing::run_ranks;
 
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
@@ -42,6 +40,21 @@ const std::vector<Rows> kMeshes = {{{0, 1}, {2, 3}},
                                    {{3, 0}, {1, 2}},
                                    {{2, 0, 3, 1}},
                                    {{1}, {3}, {0}, {2}}};
+
+at::Tensor random(at::IntArrayRef sizes, uint64_t seed) {
+  return torch::randn(sizes, at::make_generator<at::CPUGeneratorImpl>(seed));
+}
+
+// Each term is added to the sum at its place; the first ones become the sums.
+void add(Tensors& sums, const Tensors& terms) {
+  for (size_t i = 0; i < terms.size(); ++i) {
+    if (sums.size() == i) {
+      sums.push_back(terms[i].clone());
+    } else {
+      sums[i].add_(terms[i]);
+    }
+  }
+}
 
 torch::nn::Sequential make_net() {
   torch::nn::Sequential net(torch::nn::Linear(5, 7), torch::nn::Tanh(),

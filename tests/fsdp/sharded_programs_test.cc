@@ -956,11 +956,8 @@ class Runner {
     model_->settings(unit).reshards_after_forward = op.flag;
     model_->settings(unit).reshards_after_backward = op.index % 3 != 0;
     model_->set_max_reducing(1 + op.index % 4);
-    model_->settings(unit).forward_prefetch.clear();
-    if (op.index % 5 == 0) {
-      model_->settings(unit).forward_prefetch = {(unit + 1) %
-                                                 model_->units().size()};
-    }
+    model_->settings(unit).forward_prefetch_depth.reset();
+    if (op.index % 5 == 0) model_->settings(unit).forward_prefetch_depth = 2;
   }
 
   void note_synchronized() {

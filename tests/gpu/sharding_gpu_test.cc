@@ -9,7 +9,7 @@
 
 #include "brigade/comm/group/group_collectives.h"
 #include "brigade/comm/process_group.h"
-#include "brigade/fsdp/sharded_root.h"
+#include "brigade/fsdp/sharded_model.h"
 #include "brigade/tests/gpu/busy_device.h"
 #include "gtest/gtest.h"
 
@@ -21,40 +21,37 @@ using testing::kDevice;
 using testing::keep_busy;
 
 // h * w of each unit, integers.
-std::vector<at::Tensor> train(at::Device device, const ShardingOptions& options,
-                              int num_steps) {
+std::vector<at::Tensor> train(at::Device device,
+                              const FullyShardOptions& options, int num_steps) {
   const auto group = single_process_group();
-  std::vector<UnitSpec> units;
+  std::vector<UnitRequest> requests;
   std::vector<at::Tensor> weights;
   for (int u = 0; u < 4; ++u) {
     weights.push_back(
         at::full({8, 8}, u % 2 == 0 ? 1.0 : -1.0, at::TensorOptions(device))
             .requires_grad_());
-    units.push_back({.name = c10::str(u),
-                     .parameters = {{"w", weights.back()}},
-                     .reshards_after_forward = u > 0});
+    requests.push_back({.name = c10::str(u),
+                        .parameters = {{.name = "w", .tensor = weights.back()}},
+                        .reshard_after_forward = u > 0});
   }
-  ShardedRoot root(units, group, options);
+  ShardedModel model(make_sharded_units(requests, group, options), group,
+                     options);
   std::vector<at::Tensor> gradients;
   for (int step = 0; step < num_steps; ++step) {
-    const at::Tensor x =
-        at::full({8, 8}, step + 1.0, at::TensorOptions(device));
-    root.forward([&] {
-          return root.call(0, x, [&](at::Tensor h) {
-            for (size_t u = 1; u < weights.size(); ++u) {
-              h = root.call(
-                  u, h, [&](const at::Tensor& y) { return y * weights[u]; });
-            }
-            return h * weights[0];
-          });
-        })
+    model
+        .forward(
+            [&](at::Tensor h) {
+              for (const at::Tensor& weight : weights) h = h * weight;
+              return h;
+            },
+            at::full({8, 8}, step + 1.0, at::TensorOptions(device)))
         .sum()
         .backward();
     const torch::NoGradGuard no_grad;
-    for (at::Tensor shard : root.shards()) {
-      gradients.push_back(shard.grad().clone());
-      shard.neg_();
-      shard.mutable_grad().reset();
+    for (at::Tensor& weight : weights) {
+      gradients.push_back(gather_whole(weight.grad()));
+      weight.neg_();
+      weight.mutable_grad().reset();
     }
   }
   return gradients;
@@ -63,7 +60,7 @@ std::vector<at::Tensor> train(at::Device device, const ShardingOptions& options,
 TEST(ShardingGpuTest, TrainsAsOnTheCpu) {
   if (!torch::cuda::is_available()) GTEST_SKIP() << "no CUDA device";
   for (const bool is_mixed : {false, true}) {
-    ShardingOptions options;
+    FullyShardOptions options;
     if (is_mixed) {
       options.param_dtype = at::kBFloat16;
       options.reduce_dtype = at::kFloat;
@@ -79,8 +76,8 @@ TEST(ShardingGpuTest, TrainsAsOnTheCpu) {
 
 TEST(ShardingGpuTest, TheHostGoesOnWhileTheDeviceWorks) {
   if (!torch::cuda::is_available()) GTEST_SKIP() << "no CUDA device";
-  const ShardingOptions options = {.param_dtype = at::kBFloat16,
-                                   .reduce_dtype = at::kFloat};
+  const FullyShardOptions options = {.param_dtype = at::kBFloat16,
+                                     .reduce_dtype = at::kFloat};
   train(kDevice, options, 2);  // loads kernels, and pins memory
   keep_busy();
   current_stream().synchronize();

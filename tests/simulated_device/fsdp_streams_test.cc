@@ -17,7 +17,7 @@
 #include <vector>
 
 #include "brigade/comm/errors/peer_error.h"
-#include "brigade/fsdp/units/reduction_hook.h"
+#include "brigade/fsdp/reduction_hook.h"
 #include "brigade/tests/simulated_device/sharded_training.h"
 #include "brigade/tests/support/simulated_device/ordering_calls.h"
 #include "brigade/tests/support/simulated_device/stream_test.h"
@@ -340,10 +340,10 @@ const Setting kSettings[] = {
      [](ShardedModel& model) {
        of_all_units(model, [](UnitSettings& s) { s.keeps_storage = true; });
      }},
-    {"PrefetchGoesByLists",
+    {"OneUnitPrefetchesMore",
      [](ShardedModel& model) {
-       model.settings(0).forward_prefetch = {2, 1};
-       model.settings(0).backward_prefetch = {1, 2};
+       model.settings(0).forward_prefetch_depth = 2;
+       model.settings(0).backward_prefetch_depth = 2;
      }},
 };
 

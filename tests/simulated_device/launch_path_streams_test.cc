@@ -15,7 +15,7 @@
 
 #include "brigade/comm/recording_group.h"
 #include "brigade/fsdp/sharded_model.h"
-#include "brigade/fsdp/units/reduction_hook.h"
+#include "brigade/fsdp/reduction_hook.h"
 #include "brigade/tests/fsdp/launch_path.h"
 #include "brigade/tests/support/simulated_device/stream_test.h"
 #include "gmock/gmock.h"

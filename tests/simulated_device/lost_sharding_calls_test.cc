@@ -13,7 +13,7 @@
 #include "brigade/comm/recording_group.h"
 #include "brigade/fsdp/buffer_memory.h"
 #include "brigade/fsdp/sharded_model.h"
-#include "brigade/fsdp/units/reduction_hook.h"
+#include "brigade/fsdp/reduction_hook.h"
 #include "brigade/hooks/autograd_node.h"
 #include "brigade/tests/support/simulated_device/ordering_calls.h"
 #include "brigade/tests/support/simulated_device/stream_test.h"

@@ -39,15 +39,12 @@ LAYERS = {
     "engine": (("engine/launching",), LIBTORCH),
     "reducer": (("engine", "engine/packing"), LIBTORCH),
     "fsdp/layout": ((), ()),
-    "fsdp/schedule": ((), ("c10/",)),
     "fsdp/streams": (("comm/streams",), LIBTORCH),
-    "fsdp/memory": (("fsdp/schedule", "fsdp/streams"), LIBTORCH),
     "fsdp/transport": (("fsdp/streams", "comm"), LIBTORCH),
-    "fsdp/units": (
-        ("fsdp/layout", "fsdp/memory", "fsdp/transport", "engine"),
+    "fsdp": (
+        ("fsdp/layout", "fsdp/transport", "engine/observing", "hooks", "comm_hooks", "checkpoint"),
         LIBTORCH,
     ),
-    "fsdp": (("fsdp/units", "checkpoint"), LIBTORCH),
     "ddp": (("reducer",), LIBTORCH),
     "bucket_sweep": (("reducer",), LIBTORCH),
     "python_bindings": (("reducer", "fsdp"), LIBTORCH + ("pybind11/",)),

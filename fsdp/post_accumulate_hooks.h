@@ -4,8 +4,8 @@
 //
 // Thread safety: call from inside a backward, set_error_taker() before any.
 
-#ifndef BRIGADE_FSDP_UNITS_POST_ACCUMULATE_HOOKS_H_
-#define BRIGADE_FSDP_UNITS_POST_ACCUMULATE_HOOKS_H_
+#ifndef BRIGADE_FSDP_POST_ACCUMULATE_HOOKS_H_
+#define BRIGADE_FSDP_POST_ACCUMULATE_HOOKS_H_
 
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/autograd/function_hook.h>
@@ -50,4 +50,4 @@ void set_error_taker(ErrorTaker taker);
 
 }  // namespace brigade
 
-#endif  // BRIGADE_FSDP_UNITS_POST_ACCUMULATE_HOOKS_H_
+#endif  // BRIGADE_FSDP_POST_ACCUMULATE_HOOKS_H_

@@ -20,8 +20,8 @@
 //
 // Thread safety: one call at a time.
 
-#ifndef BRIGADE_FSDP_UNITS_REDUCTION_HOOK_H_
-#define BRIGADE_FSDP_UNITS_REDUCTION_HOOK_H_
+#ifndef BRIGADE_FSDP_REDUCTION_HOOK_H_
+#define BRIGADE_FSDP_REDUCTION_HOOK_H_
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/ScalarType.h>
@@ -78,4 +78,4 @@ std::shared_ptr<ReductionHook> compression_hook(at::ScalarType wire_dtype);
 
 }  // namespace brigade
 
-#endif  // BRIGADE_FSDP_UNITS_REDUCTION_HOOK_H_
+#endif  // BRIGADE_FSDP_REDUCTION_HOOK_H_

@@ -1,4 +1,4 @@
-#include "brigade/fsdp/units/reduction_hook.h"
+#include "brigade/fsdp/reduction_hook.h"
 
 #include <ATen/core/List.h>
 #include <ATen/core/grad_mode.h>

@@ -1,9 +1,9 @@
 // When the units of one step were gathered and reduced, and what of that its
 // computation has covered.
 //
-// Values only: ShardedRoot::timeline() fills them in.
+// Values only: ShardedModel::timeline() fills them in.
 //
-//   std::cout << describe(model.root().timeline());
+//   std::cout << describe(sharded->timeline());
 //
 // All times are nanoseconds of the steady clock, 0 for what did not happen.
 // Launches and completions on devices with streams are stamped when the
@@ -11,20 +11,21 @@
 //
 // Thread safety: pure functions.
 
-#ifndef BRIGADE_FSDP_SCHEDULE_SHARDING_TIMELINE_H_
-#define BRIGADE_FSDP_SCHEDULE_SHARDING_TIMELINE_H_
+#ifndef BRIGADE_FSDP_SHARDING_TIMELINE_H_
+#define BRIGADE_FSDP_SHARDING_TIMELINE_H_
 
 #include <cstdint>
 #include <string>
 #include <vector>
 
-#include "brigade/fsdp/schedule/memory_uses.h"
-
 namespace brigade {
+
+// What a unit is gathered for; kOther: beside forward and backward.
+enum class GatheredIn { kForward, kBackward, kOther };
 
 struct GatherTimes {
   std::string unit = {};
-  GatheredIn pass = GatheredIn::kOther;  // kOther: for the peers' sake, too
+  GatheredIn pass = GatheredIn::kOther;
   int64_t launch_ns = 0;
   int64_t complete_ns = 0;
   int64_t needed_ns = 0;  // first; 0: this rank did not need it
@@ -65,4 +66,4 @@ std::string describe(const ShardingTimeline& timeline);
 
 }  // namespace brigade
 
-#endif  // BRIGADE_FSDP_SCHEDULE_SHARDING_TIMELINE_H_
+#endif  // BRIGADE_FSDP_SHARDING_TIMELINE_H_

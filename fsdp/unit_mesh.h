@@ -11,8 +11,8 @@
 //
 // Thread safety: values and pure functions, but for number_meshes().
 
-#ifndef BRIGADE_FSDP_UNITS_UNIT_MESH_H_
-#define BRIGADE_FSDP_UNITS_UNIT_MESH_H_
+#ifndef BRIGADE_FSDP_UNIT_MESH_H_
+#define BRIGADE_FSDP_UNIT_MESH_H_
 
 #include <cstddef>
 #include <cstdint>
@@ -63,4 +63,4 @@ std::vector<size_t> number_meshes(
 
 }  // namespace brigade
 
-#endif  // BRIGADE_FSDP_UNITS_UNIT_MESH_H_
+#endif  // BRIGADE_FSDP_UNIT_MESH_H_

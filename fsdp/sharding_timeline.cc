@@ -1,4 +1,4 @@
-#include "brigade/fsdp/schedule/sharding_timeline.h"
+#include "brigade/fsdp/sharding_timeline.h"
 
 #include <algorithm>
 #include <cstddef>

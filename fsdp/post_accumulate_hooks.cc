@@ -1,4 +1,4 @@
-#include "brigade/fsdp/units/post_accumulate_hooks.h"
+#include "brigade/fsdp/post_accumulate_hooks.h"
 
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/function_hook.h>

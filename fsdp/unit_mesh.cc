@@ -1,4 +1,4 @@
-#include "brigade/fsdp/units/unit_mesh.h"
+#include "brigade/fsdp/unit_mesh.h"
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
