@@ -387,7 +387,7 @@ class Unit:
             unit = reference()
             if unit is not None:
                 unit.root.native.use_in_backward(unit.index)
-                unit.root.reshard_after_backward(unit)
+                unit.root.reshard_after_backward()
 
         for output in outputs:
             output.grad_fn.register_prehook(gather)
@@ -497,11 +497,11 @@ class Root:
         self.by_hand.difference_update(used)
         self.native.reshard([unit.index for unit in used], True)
 
-    def reshard_after_backward(self, unit: Unit) -> None:
-        """In its backward: if it was unsharded by hand, not beyond the end."""
-        if unit in self.by_hand and self.native.settings(unit.index).reshards_after_backward:
-            self.by_hand.discard(unit)
-            self.native.reshard([unit.index], True)
+    def reshard_after_backward(self) -> None:
+        """In a backward: units that were unsharded by hand stay so until it ends, used or not."""
+        due = [u for u in self.by_hand if self.native.settings(u.index).reshards_after_backward]
+        self.by_hand.difference_update(due)
+        self.native.reshard([unit.index for unit in due], True)
 
     def unshard(self, writes: bool) -> None:
         """Collective."""
