@@ -1,4 +1,4 @@
-// Sharded units and their root (fsdp/sharded_root.h), for brigade.fully_shard.
+// Sharded units and models (fsdp/sharded_model.h), for brigade.fully_shard.
 
 #ifndef BRIGADE_PYTHON_BINDINGS_REGISTER_SHARDING_H_
 #define BRIGADE_PYTHON_BINDINGS_REGISTER_SHARDING_H_

@@ -59,11 +59,10 @@ TEST(ForwardDtypesTest, NestsOfInputsAndOutputsAreCast) {
         [&](const at::Tensor& in,
             const std::map<std::string, at::Tensor>& others) {
           EXPECT_EQ(in.scalar_type(), at::kBFloat16);
-          EXPECT_EQ(net.weight.scalar_type(), at::kFloat);  // not in use yet
+          EXPECT_EQ(net.weight.scalar_type(), at::kBFloat16);
           EXPECT_EQ(others.at("wide").scalar_type(), at::kBFloat16);
           EXPECT_EQ(others.at("places").scalar_type(), at::kLong);
           const at::Tensor y = in * net.weight;
-          EXPECT_EQ(net.weight.scalar_type(), at::kBFloat16);
           EXPECT_EQ(y.scalar_type(), at::kBFloat16);
           return std::pair(y,
                            std::vector<at::Tensor>{others.at("places"), y + 1});

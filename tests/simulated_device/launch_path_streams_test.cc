@@ -5,8 +5,10 @@
 #include <ATen/record_function.h>
 #include <torch/torch.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <iterator>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -14,9 +16,8 @@
 #include <vector>
 
 #include "brigade/comm/recording_group.h"
-#include "brigade/fsdp/sharded_model.h"
 #include "brigade/fsdp/reduction_hook.h"
-#include "brigade/tests/fsdp/launch_path.h"
+#include "brigade/fsdp/sharded_model.h"
 #include "brigade/tests/support/simulated_device/stream_test.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -33,7 +34,36 @@ using ::testing::SizeIs;
 
 using Names = std::vector<std::string>;
 
-using testing::kLastGradient;
+constexpr std::string_view kLastGradient = "the last gradient is there";
+
+// They take no kernel.
+bool makes_a_view(std::string_view name) {
+  constexpr std::string_view kViews[] = {"aten::as_strided", "aten::detach",
+                                         "aten::empty",      "aten::narrow",
+                                         "aten::slice",      "aten::view"};
+  return std::ranges::find(kViews, name) != std::end(kViews);
+}
+
+// By reduction: the operators behind the last gradient, up to the first event
+// that `is_reduction`.
+template <typename IsReduction>
+std::vector<Names> operators_before_reductions(
+    const Names& all, const IsReduction& is_reduction) {
+  std::vector<Names> found;
+  bool is_between = false;
+  for (const std::string& event : all) {
+    if (event == kLastGradient) {
+      found.emplace_back();
+      is_between = true;
+    } else if (is_reduction(event)) {
+      is_between = false;
+    } else if (is_between && event.starts_with("aten::") &&
+               !makes_a_view(event)) {
+      found.back().push_back(event);
+    }
+  }
+  return found;
+}
 
 // What runs on any thread, in order: autograd has one for the device.
 std::mutex mutex;
@@ -77,9 +107,9 @@ class Recording {
 
 // A unit's collective is the first to be launched behind its last gradient.
 std::vector<Names> kernels_before_reductions() {
-  return testing::operators_before_reductions(
-      events,
-      [](const std::string& event) { return event.starts_with("c10d::"); });
+  return operators_before_reductions(events, [](const std::string& event) {
+    return event.starts_with("c10d::");
+  });
 }
 
 // Adds a parameter; backward says when it has the gradient if that is a unit's
