@@ -210,7 +210,7 @@ class FullyShardOptions:
         """
 class UnitSettings:
     """
-    See fsdp/unit_settings.h.
+    See fsdp/sharded_unit.h.
     """
     gathers_in_backward: bool
     keeps_storage: bool
@@ -219,16 +219,16 @@ class UnitSettings:
     sums_over_replicas: bool
     synchronizes: bool
     @property
-    def backward_prefetch(self) -> list[int]:
+    def backward_prefetch_depth(self) -> int | None:
         ...
-    @backward_prefetch.setter
-    def backward_prefetch(self, arg0: collections.abc.Sequence[typing.SupportsInt]) -> None:
+    @backward_prefetch_depth.setter
+    def backward_prefetch_depth(self, arg0: typing.SupportsInt | None) -> None:
         ...
     @property
-    def forward_prefetch(self) -> list[int]:
+    def forward_prefetch_depth(self) -> int | None:
         ...
-    @forward_prefetch.setter
-    def forward_prefetch(self, arg0: collections.abc.Sequence[typing.SupportsInt]) -> None:
+    @forward_prefetch_depth.setter
+    def forward_prefetch_depth(self, arg0: typing.SupportsInt | None) -> None:
         ...
     @property
     def gradient_divisor(self) -> float | None:
