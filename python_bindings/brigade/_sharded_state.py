@@ -183,11 +183,13 @@ def _as_part(value: Any, parameter: torch.Tensor) -> Any:
 
 
 def sharded_state(parameter: TensorShard, values: dict[str, Any]) -> dict[str, Any]:
-    """A parameter's state; of whole tensors of its shape, copies of this rank's pieces."""
+    """A parameter's state: sharded tensors as they are, of others copies; pieces of wholes."""
     return {
         key: as_shard(_C.shard_like(value.to(parameter.device), parameter), parameter)
         if _is_whole(key, value, parameter)
         else value
+        if isinstance(value, TensorShard)
+        else _copy_of(value)
         for key, value in values.items()
     }
 

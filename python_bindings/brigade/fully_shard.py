@@ -198,8 +198,8 @@ class FSDPModule(_TorchFSDPModule):
         units = [unit_of(module) for module in modules]
         if any(unit is None or unit.root is not root for unit in units):
             raise ValueError(
-                f"{name.removesuffix('_depth')}: expected modules that are sharded below the same outermost one.\n"
-                "Leave out the others."
+                f"{name.removesuffix('_depth')}: expected modules that are sharded below the same "
+                "outermost one.\nLeave out the others."
             )
         depth = sum(unit.native is not None for unit in units) or None
         for settings in self._settings(recurse=False):

@@ -88,7 +88,8 @@ def _peaks(rank, way, folder):
     save, load = WAYS[way]
     model = _model()
     optimizer = _stepped(model)
-    model.full_state_dict(rank0_only=True)  # connections, and what else is made once
+    model.full_state_dict(rank0_only=True)
+    save(model, f"{folder}/first", None)  # connections, code, and what else is made once
     peaks = {}
     for name, given in (("parameters", None), ("both", optimizer)):
         for doing, call in (("saving", save), ("loading", load)):
