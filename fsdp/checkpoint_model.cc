@@ -3,9 +3,12 @@
 #include <utility>
 #include <vector>
 
+#include "brigade/fsdp/segmented_model.h"
+
 namespace brigade {
 
-CheckpointModel checkpoint_model(ShardedModel& model) {
+CheckpointModel checkpoint_model(ShardedModel& of) {
+  auto& model = dynamic_cast<SegmentedModel&>(of);
   model.meet_peers();
   std::vector<CheckpointTensor> tensors;
   for (size_t unit = 0; unit < model.units().size(); ++unit) {

@@ -20,19 +20,12 @@
 #include <string>
 #include <vector>
 
+#include "brigade/fsdp/fully_shard_options.h"
 #include "brigade/fsdp/layout/shard_layout.h"
 #include "brigade/fsdp/sharded_tensor.h"
 #include "brigade/fsdp/streams/stream_uses.h"
 
 namespace brigade {
-
-struct UnitParameter {
-  std::string name;  // "blocks.2.weight"
-  at::Tensor tensor;
-  int64_t block_numel = 1;  // see fsdp/layout/shard_spec.h
-  // In forward and backward; unset: as the options say.
-  std::optional<at::ScalarType> compute_dtype = std::nullopt;
-};
 
 struct FlatShardOptions {
   int num_ranks = 1;

@@ -12,6 +12,7 @@
 #include "brigade/comm/agreement.h"
 #include "brigade/comm/group/control_device.h"
 #include "brigade/fsdp/parameter_memory.h"
+#include "brigade/fsdp/segmented_model.h"
 
 namespace brigade {
 namespace {
@@ -296,7 +297,7 @@ std::unique_ptr<ShardedModel> shard(const Module& module, const Group& group,
   std::vector<UnitRequest> requests = UnitBuilder(tree, selection).build();
   require_agreement(group, control_device(*group), "tied tensor", {},
                     check_untied(tree, requests));
-  auto model = std::make_unique<ShardedModel>(
+  auto model = std::make_unique<SegmentedModel>(
       make_sharded_units(std::move(requests), group, options), group,
       std::move(options));
   model->set_forward_check(make_registration_check(module));

@@ -23,7 +23,9 @@
 #include <vector>
 
 #include "brigade/comm/rank_mesh.h"
+#include "brigade/fsdp/fully_shard_options.h"
 #include "brigade/fsdp/sharded_model.h"
+#include "brigade/fsdp/unit_mesh.h"
 
 namespace brigade {
 

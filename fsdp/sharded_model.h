@@ -1,5 +1,5 @@
 // A module whose parameters are sharded over ranks. Made by fully_shard()
-// (fsdp/fully_shard.h), or of units by hand.
+// (fsdp/fully_shard.h).
 //
 //   auto sharded = brigade::fully_shard(*net, group);
 //   torch::optim::AdamW optimizer(net->parameters(), 1e-3);
@@ -36,27 +36,18 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <atomic>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <exception>
-#include <functional>
-#include <map>
-#include <memory>
-#include <mutex>
-#include <optional>
 #include <span>
 #include <string>
-#include <thread>
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <utility>
 #include <vector>
 
-#include "brigade/engine/observing/stall_watch.h"
 #include "brigade/fsdp/forward_dtypes.h"
-#include "brigade/fsdp/post_accumulate_hooks.h"
-#include "brigade/fsdp/segment_run.h"
-#include "brigade/hooks/gradient_hooks.h"
+#include "brigade/fsdp/fully_shard_options.h"
+#include "brigade/fsdp/sharding_timeline.h"
 #include "brigade/hooks/output_tensors.h"
 
 namespace brigade {
@@ -80,15 +71,11 @@ struct ShardedModelStatistics {
   int64_t padding_bytes = 0;
 };
 
-class ShardedModel final : public ParameterOwner {
+class ShardedModel {
  public:
-  // Collective. Throws as connect_units(), and leaves `units` then.
-  ShardedModel(std::vector<ShardedUnit>&& units,
-               c10::intrusive_ptr<c10d::ProcessGroup> group,
-               FullyShardOptions options = {});
   // Awaits outstanding statuses; never throws. Parameters stay sharded, and are
   // of no use in a forward any more.
-  ~ShardedModel() override;
+  virtual ~ShardedModel() = default;
   ShardedModel(const ShardedModel&) = delete;
   ShardedModel& operator=(const ShardedModel&) = delete;
 
@@ -102,9 +89,8 @@ class ShardedModel final : public ParameterOwner {
   auto forward(const Run& run, Inputs&&... inputs) {
     begin_forward();
     try {
-      auto outputs = forward_in(
-          {.inputs = options_.param_dtype, .outputs = options_.output_dtype},
-          run, std::forward<Inputs>(inputs)...);
+      auto outputs =
+          forward_in(forward_dtypes(), run, std::forward<Inputs>(inputs)...);
       end_forward(tensors_of(outputs));
       return outputs;
     } catch (...) {
@@ -114,17 +100,20 @@ class ShardedModel final : public ParameterOwner {
   }
   // The same in parts. Each begin_forward() that returns is followed by
   // end_forward() or forward_failed(), which does not throw.
-  void begin_forward();
-  void end_forward(const std::vector<at::Tensor>& outputs);
-  void forward_failed(const std::exception_ptr& error) noexcept;
+  virtual void begin_forward() = 0;
+  virtual void end_forward(const std::vector<at::Tensor>& outputs) = 0;
+  virtual void forward_failed(const std::exception_ptr& error) noexcept = 0;
 
   // ---- Between forwards and backwards. Collective.
 
   // Unsharded until reshard(): operators act on the whole parameters.
   // `may_write`: what they hold at reshard() becomes their value, alike on all
-  // ranks; otherwise writing is an error.
-  void unshard(std::span<const size_t> units, bool may_write = false);
-  void reshard(std::span<const size_t> units, bool drops_writes = false);
+  // ranks; otherwise writing is an error. Units go by their place in
+  // unit_names().
+  virtual void unshard(std::span<const size_t> units,
+                       bool may_write = false) = 0;
+  virtual void reshard(std::span<const size_t> units,
+                       bool drops_writes = false) = 0;
 
   // The same of all units, until the scope ends. If it ends by an exception,
   // what was written is dropped.
@@ -145,152 +134,51 @@ class ShardedModel final : public ParameterOwner {
   }
 
   // Reduces what backwards without synchronisation have accumulated.
-  void reduce();
+  virtual void reduce() = 0;
 
   // The norm of all gradients of all ranks; gradients are multiplied by
   // max_norm / (norm + 1e-6) if that is less than 1. `p`: infinity: the
   // largest. The same bits on all ranks.
-  double clip_grad_norm(double max_norm, double p = 2.0);
+  virtual double clip_grad_norm(double max_norm, double p = 2.0) = 0;
 
   // How many ranks have data for another step.
-  int64_t num_ranks_with(bool has_data);
+  virtual int64_t num_ranks_with(bool has_data) = 0;
   // In place of the forwards and the backward of a step, on a rank without
-  // data: adds zeros to the peers' gradients, and gets the sums.
-  void step_without_data();
+  // data: adds zeros to the peers' gradients, and gets the sums. Throws
+  // RuntimeError if no rank has data.
+  virtual void step_without_data() = 0;
 
   // Awaits outstanding statuses, and that peers come here. Call it before
   // collectives of your own that must not meet a failed rank.
-  void meet_peers();
+  virtual void meet_peers() = 0;
 
-  // ---- Settings. Equal on all ranks, changed between segments.
+  // ---- Settings. Equal on all ranks, changed between forwards and backwards.
 
   // False: backwards accumulate on this rank, without communication.
-  void set_synchronizes(bool value) { synchronizes_ = value; }
-  UnitSettings& settings(size_t unit) { return units_.at(unit).settings; }
-  // Runs when a forward begins; what it throws fails the forward.
-  void set_forward_check(std::function<void()> check) {
-    forward_check_ = std::move(check);
-  }
-  void set_max_reducing(size_t value) { options_.max_reducing = value; }
+  virtual void set_synchronizes(bool value) = 0;
+  virtual UnitSettings& settings(size_t unit) = 0;
 
-  // ---- What it consists of.
+  // ---- What it consists of, and what it does.
 
-  const std::vector<ShardedUnit>& units() const { return units_; }
-  const c10::intrusive_ptr<c10d::ProcessGroup>& group() const { return group_; }
-
+  virtual std::vector<std::string> unit_names() const = 0;
   // Where a custom autograd function may write the gradient of a parameter, in
   // its backward, before it returns it: nothing is copied then. Undefined if it
   // is to return one of its own.
-  at::Tensor gradient_slot(const at::Tensor& parameter);
+  virtual at::Tensor gradient_slot(const at::Tensor& parameter) = 0;
 
-  bool is_in_forward() const { return kind_ == Open::kForward; }
-  bool can_continue() const { return !is_broken_; }
-  ShardedModelStatistics statistics() const;
+  virtual bool can_continue() const = 0;
+  virtual ShardedModelStatistics statistics() const = 0;
   // Units, bytes, and the schedules and buffers of the last step, in words.
-  std::string explain() const;
+  virtual std::string explain() const = 0;
   // The last step that was sampled: the first ten and every n-th.
-  ShardingTimeline timeline() const;
-  void set_timeline_sample_rate(int64_t rate) {
-    recorder_.set_sample_rate(rate);
-  }
-  // Null: no peers.
-  StallWatch* stall_watch() { return stall_watch_.get(); }
+  virtual ShardingTimeline timeline() const = 0;
+  virtual void set_timeline_sample_rate(int64_t rate) = 0;
+  // How long a rank waits for its peers before it warns; 0: never.
+  virtual void set_stall_report_after(std::chrono::milliseconds time) = 0;
 
-  // ParameterOwner.
-  ParameterState use(std::span<const Shard* const> parameters) override;
-  void written(size_t unit) override;
-
-  // GradientHooks' sink. Of no use to others.
-  void take(VariableIndex variable, const at::Tensor& gradient);
-
- private:
-  enum class Open { kNone, kForward, kBackward };
-
-  // What a forward leads to. Lives as long as its outputs' graph.
-  struct ForwardRecord {
-    std::vector<uint32_t> expected;  // by unit: trained parameters in use
-    bool is_done = false;            // a backward has gone through it
-  };
-
-  struct Parameter {
-    size_t unit;
-    size_t flat;
-    size_t in_flat;
-  };
-
-  struct SegmentFacts {
-    uint64_t tag = 0;
-    std::vector<char> kept_before = {};  // by unit: unsharded at the start
-    bool has_grad = false;
-    bool is_shadow = false;
-  };
-
-  void check_usable() const;
-  void make_hooks();
-  void show_compute_dtypes(bool value);
-  void check_neighbours() const;
-  void adopt_pieces();
-  void prepare();
-  void release_stale();
-  uint64_t settings_digest() const;
-  UnitRules rules_for(SegmentKind kind, bool has_grad,
-                      const std::vector<char>& unsharded) const;
-  void open(SegmentKind kind);
-  void open_backward(const std::shared_ptr<ForwardRecord>& reached);
-  std::vector<uint32_t> expected_gradients(
-      const std::shared_ptr<ForwardRecord>& reached) const;
-  void close();
-  void abandon(const std::string& error) noexcept;
-  void end_backward();
-  void deliver(std::vector<at::Tensor>& hooked);
-  void release_after_segment();
-  void plan_buffers_of(const RecordedSchedule& schedule);
-  void break_off() noexcept;
-  void release_memory() noexcept;
-  bool is_due(const ShardedUnit& unit) const {
-    return synchronizes_ && unit.settings.synchronizes && unit.is_trained();
-  }
-  bool has_held_gradients(const ShardedUnit& unit) const;
-  bool is_own_thread() const;
-
-  const c10::intrusive_ptr<c10d::ProcessGroup> group_;
-  FullyShardOptions options_;
-  const std::unique_ptr<ShardMeshes> meshes_;
-  std::vector<ShardedUnit> units_;
-  BufferMemory memory_;
-  const std::shared_ptr<Progress> progress_ = std::make_shared<Progress>();
-  SegmentExchange exchange_;
-  ShardingRecorder recorder_;
-  std::unique_ptr<StallWatch> stall_watch_;
-  std::vector<Parameter> parameters_;  // by number
-  std::vector<at::Tensor> hooked_;     // of these, those of floating dtypes
-  std::vector<size_t> number_of_hooked_;
-  std::unique_ptr<GradientHooks> hooks_;
-  std::optional<HiddenPostAccumulateHooks> hidden_hooks_;  // in backward
-
-  mutable std::recursive_mutex mutex_;
-  std::atomic<Open> kind_ = Open::kNone;
-  std::optional<SegmentRun> run_;
-  SegmentFacts facts_;
-  std::thread::id forward_thread_;
-  std::function<void()> forward_check_;
-  int depth_ = 0;  // of nested forwards
-  bool synchronizes_ = true;
-  std::atomic<bool> is_broken_ = false;
-  std::string why_broken_;
-  int last_backward_ = -1;  // the graph task whose segment has ended
-
-  std::map<uint64_t, RecordedSchedule> schedules_;  // by tag
-  std::map<SegmentKind, SegmentPlan> step_;  // the last of each kind, for plans
-  std::vector<int64_t> planned_;
-  std::vector<std::weak_ptr<ForwardRecord>> forwards_;
-  std::shared_ptr<ForwardRecord> last_forward_;
-  std::shared_ptr<ForwardRecord> last_reached_;
-  std::vector<char> used_in_forward_;  // by number
-  std::vector<char> used_;  // by number: has a gradient that is not reduced
-  bool may_write_ = false;  // units by hand
-  ShardedModelStatistics statistics_;
-  std::shared_ptr<char> alive_ = std::make_shared<char>();
+ protected:
+  ShardedModel() = default;
+  virtual ForwardDtypes forward_dtypes() const = 0;
 };
 
 }  // namespace brigade

@@ -37,38 +37,6 @@ struct UnitRequest {
   std::optional<UnitMesh> mesh = std::nullopt;
 };
 
-// May be changed between segments, alike on all ranks but for the prefetch.
-struct UnitSettings {
-  // False: it stays unsharded from forward to backward.
-  bool reshards_after_forward = true;
-  // After forward it stays in slices on so many neighbouring ranks, and is
-  // gathered among these for backward. Divides the number of shards; named by
-  // some unit of its mesh when the model is made. Unset: only its shards stay.
-  std::optional<int> reshards_to = std::nullopt;
-  // False: it stays unsharded until its shards are changed.
-  bool reshards_after_backward = true;
-  // UnitRequest::spans_segments. Not to be changed.
-  bool spans_segments = false;
-  // False: its backward reads none of its parameters.
-  bool gathers_in_backward = true;
-  // Of the sum of its gradients. Unset: the number of ranks of its mesh.
-  std::optional<double> gradient_divisor = std::nullopt;
-  // False: backwards accumulate its gradients on this rank.
-  bool synchronizes = true;
-  // False: of a mesh with replicas, sums over a row are added to the next ones.
-  bool sums_over_replicas = true;
-  // True: it has the same memory whenever it is unsharded.
-  bool keeps_storage = false;
-  // All-gathers ahead of those in use, once it is in use. Unset: as the options
-  // say.
-  std::optional<size_t> forward_prefetch_depth = std::nullopt;
-  std::optional<size_t> backward_prefetch_depth = std::nullopt;
-
-  bool keeps_slices() const {
-    return reshards_after_forward && reshards_to && gathers_in_backward;
-  }
-};
-
 struct ShardedUnit {
   using FuturePtr = ShardTransport::FuturePtr;
 

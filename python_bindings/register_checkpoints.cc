@@ -11,6 +11,7 @@
 
 #include "brigade/checkpoint/checkpoint.h"
 #include "brigade/fsdp/checkpoint_model.h"
+#include "brigade/fsdp/segmented_model.h"
 
 namespace brigade {
 namespace {
@@ -75,7 +76,7 @@ void register_checkpoints(py::module_& module) {
           "By parameter.");
   py::class_<CheckpointModel>(module, "CheckpointModel",
                               "See checkpoint/checkpoint.h.")
-      .def(py::init([](ShardedModel& model) { return checkpoint_model(model); }),
+      .def(py::init([](SegmentedModel& model) { return checkpoint_model(model); }),
            NoGil(), py::keep_alive<1, 2>(), py::arg("model"), "Collective.")
       .def(py::init(&whole_model), py::arg("parameters"), py::arg("buffers"),
            py::arg("group"),

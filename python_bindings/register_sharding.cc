@@ -26,7 +26,7 @@
 #include "brigade/comm/ranks_of_host.h"
 #include "brigade/fsdp/post_accumulate_hooks.h"
 #include "brigade/fsdp/reduction_hook.h"
-#include "brigade/fsdp/sharded_model.h"
+#include "brigade/fsdp/segmented_model.h"
 #include "brigade/fsdp/sharding_timeline.h"
 
 namespace brigade {
@@ -118,12 +118,12 @@ using PlaceOfUnit =
               std::optional<std::tuple<std::vector<int>, int, std::string>>>;
 
 // Awaits callbacks that may want the GIL.
-void destroy_without_gil(ShardedModel* model) {
+void destroy_without_gil(SegmentedModel* model) {
   const py::gil_scoped_release no_gil;
   delete model;
 }
 
-std::shared_ptr<ShardedModel> make_model(
+std::shared_ptr<SegmentedModel> make_model(
     const std::vector<PendingUnitPtr>& pending, const Group& group,
     const FullyShardOptions& options, const std::vector<PlaceOfUnit>& places) {
   std::vector<ShardedUnit> units;
@@ -141,7 +141,7 @@ std::shared_ptr<ShardedModel> make_model(
     unit.mesh_digest = std::hash<std::string>{}(name);
   }
   try {
-    return {std::make_unique<ShardedModel>(std::move(units), group, options)
+    return {std::make_unique<SegmentedModel>(std::move(units), group, options)
                 .release(),
             destroy_without_gil};
   } catch (...) {  // they stay
@@ -153,7 +153,7 @@ std::shared_ptr<ShardedModel> make_model(
 }
 
 // Of backwards without synchronisation.
-bool holds_gradients(const ShardedModel& model) {
+bool holds_gradients(const SegmentedModel& model) {
   return std::ranges::any_of(model.units(), [](const ShardedUnit& unit) {
     return std::ranges::any_of(unit.flats, [](const auto& flat) {
       return flat->has_gradients() || flat->has_row_sum();
@@ -162,7 +162,7 @@ bool holds_gradients(const ShardedModel& model) {
 }
 
 // Unshards a unit before code that reads its memory without operators.
-void use_in_backward(ShardedModel& model, size_t unit) {
+void use_in_backward(SegmentedModel& model, size_t unit) {
   for (const at::Tensor& parameter : model.units().at(unit).parameters) {
     const Shard* const shard = shard_of(parameter);
     if (shard == nullptr) continue;
@@ -386,72 +386,68 @@ void register_sharding(py::module_& module) {
   module.def("set_piece", &set_piece, py::arg("tensor"), py::arg("other"),
              "`tensor` gets the piece, dtype and device of `other`.");
 
-  py::class_<ShardedModel, std::shared_ptr<ShardedModel>>(
+  py::class_<SegmentedModel, std::shared_ptr<SegmentedModel>>(
       module, "ShardedModel", "See fsdp/sharded_model.h.")
       .def(py::init(&make_model), NoGil(), py::arg("units"), py::arg("group"),
            py::arg("options"), py::arg("places"),
            "Collective. Takes the units over. `places`: by unit, the index of "
            "the unit around it, and its mesh: the ranks in the group, the "
            "number of shards and the name that these ranks have in common.")
-      .def("begin_forward", &ShardedModel::begin_forward, NoGil())
-      .def("end_forward", &ShardedModel::end_forward, NoGil(),
+      .def("begin_forward", &SegmentedModel::begin_forward, NoGil())
+      .def("end_forward", &SegmentedModel::end_forward, NoGil(),
            py::arg("outputs"))
       .def(
           "forward_failed",
-          [](ShardedModel& self, const std::string& message) {
+          [](SegmentedModel& self, const std::string& message) {
             self.forward_failed(
                 std::make_exception_ptr(std::runtime_error(message)));
           },
           NoGil(), py::arg("message"))
-      .def_property_readonly("is_in_forward", &ShardedModel::is_in_forward)
+      .def_property_readonly("is_in_forward", &SegmentedModel::is_in_forward)
       .def("use_in_backward", &use_in_backward, NoGil(), py::arg("unit"))
       .def(
           "unshard",
-          [](ShardedModel& self, const std::vector<size_t>& units,
+          [](SegmentedModel& self, const std::vector<size_t>& units,
              bool may_write) { self.unshard(units, may_write); },
           NoGil(), py::arg("units"), py::arg("may_write") = false)
       .def(
           "reshard",
-          [](ShardedModel& self, const std::vector<size_t>& units,
+          [](SegmentedModel& self, const std::vector<size_t>& units,
              bool drops_writes) { self.reshard(units, drops_writes); },
           NoGil(), py::arg("units"), py::arg("drops_writes") = false)
-      .def("reduce", &ShardedModel::reduce, NoGil(),
+      .def("reduce", &SegmentedModel::reduce, NoGil(),
            "Collective: what backwards without synchronisation have "
            "accumulated.")
-      .def("clip_grad_norm", &ShardedModel::clip_grad_norm, NoGil(),
+      .def("clip_grad_norm", &SegmentedModel::clip_grad_norm, NoGil(),
            py::arg("max_norm"), py::arg("norm_type") = 2.0)
-      .def("num_ranks_with", &ShardedModel::num_ranks_with, NoGil(),
+      .def("num_ranks_with", &SegmentedModel::num_ranks_with, NoGil(),
            py::arg("has_data"), "Collective.")
-      .def("step_without_data", &ShardedModel::step_without_data, NoGil())
-      .def("meet_peers", &ShardedModel::meet_peers, NoGil(), "Collective.")
-      .def("set_synchronizes", &ShardedModel::set_synchronizes,
+      .def("step_without_data", &SegmentedModel::step_without_data, NoGil())
+      .def("meet_peers", &SegmentedModel::meet_peers, NoGil(), "Collective.")
+      .def("set_synchronizes", &SegmentedModel::set_synchronizes,
            py::arg("value"))
-      .def("settings", &ShardedModel::settings, py::arg("unit"),
+      .def("settings", &SegmentedModel::settings, py::arg("unit"),
            py::return_value_policy::reference_internal)
-      .def("set_max_reducing", &ShardedModel::set_max_reducing,
+      .def("set_max_reducing", &SegmentedModel::set_max_reducing,
            py::arg("value"))
       .def(
           "is_first_replica",
-          [](const ShardedModel& self, size_t unit) {
+          [](const SegmentedModel& self, size_t unit) {
             return self.units().at(unit).is_first_replica;
           },
           py::arg("unit"))
       .def("holds_gradients", &holds_gradients)
-      .def("gradient_slot", &ShardedModel::gradient_slot, py::arg("parameter"))
-      .def("timeline", &ShardedModel::timeline, NoGil())
-      .def("set_timeline_sample_rate", &ShardedModel::set_timeline_sample_rate,
-           NoGil(), py::arg("sample_rate"))
-      .def(
-          "set_stall_report_after",
-          [](ShardedModel& self, std::chrono::milliseconds time) {
-            if (self.stall_watch() != nullptr) {
-              self.stall_watch()->set_report_after(time);
-            }
-          },
-          NoGil(), py::arg("time"))
-      .def("explain", &ShardedModel::explain, NoGil())
-      .def("can_continue", &ShardedModel::can_continue)
-      .def("statistics", [](const ShardedModel& self) {
+      .def("gradient_slot", &SegmentedModel::gradient_slot,
+           py::arg("parameter"))
+      .def("timeline", &SegmentedModel::timeline, NoGil())
+      .def("set_timeline_sample_rate",
+           &SegmentedModel::set_timeline_sample_rate, NoGil(),
+           py::arg("sample_rate"))
+      .def("set_stall_report_after", &SegmentedModel::set_stall_report_after,
+           NoGil(), py::arg("time"))
+      .def("explain", &SegmentedModel::explain, NoGil())
+      .def("can_continue", &SegmentedModel::can_continue)
+      .def("statistics", [](const SegmentedModel& self) {
         const ShardedModelStatistics found = [&] {
           const py::gil_scoped_release no_gil;
           return self.statistics();

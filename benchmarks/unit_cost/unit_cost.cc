@@ -15,7 +15,7 @@
 #include <vector>
 
 #include "brigade/comm/recording_group.h"
-#include "brigade/fsdp/sharded_model.h"
+#include "brigade/fsdp/segmented_model.h"
 
 namespace brigade::benchmarks {
 namespace {
@@ -79,7 +79,7 @@ void measure(int num_units, int rounds) {
   const Model alone(num_units);
   const Model sharded(num_units);
   const RecordingGroup recording(2);
-  ShardedModel model(
+  SegmentedModel model(
       make_sharded_units(sharded.requests(), recording.group(), {}),
       recording.group());
   const auto step_alone = [&] {

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "brigade/comm/subgroup.h"
+#include "brigade/fsdp/segmented_model.h"
 #include "brigade/tests/support/local_ranks.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -149,7 +150,7 @@ std::vector<std::string> units_of(const torch::nn::Module& module,
   std::vector<std::string> names;
   run_ranks(1, [&](const Group& group) {
     const auto model = fully_shard(module, group, {}, selection);
-    for (const ShardedUnit& unit : model->units()) names.push_back(unit.name);
+    names = model->unit_names();
   });
   return names;
 }
@@ -264,7 +265,8 @@ TEST(FullyShardTest, AUnitOfNormsIsGatheredOnceAndReducedOnce) {
     const auto model = fully_shard(*net, group, {}, norms_together());
     int64_t all = 0;
     int64_t kept = 0;  // the outermost one's and the norms'
-    for (const ShardedUnit& unit : model->units()) {
+    for (const ShardedUnit& unit :
+         dynamic_cast<SegmentedModel&>(*model).units()) {
       all += unit.whole_bytes();
       if (unit.name.empty() || unit.name == "norms") kept += unit.whole_bytes();
     }
@@ -358,8 +360,8 @@ TEST(FullyShardTest, TorchScriptModulesAreSharded) {
     torch::jit::Module plain = make();
     torch::jit::Module net = make();
     const auto model = fully_shard(net, group);
-    ASSERT_EQ(model->units().size(), 2u);
-    EXPECT_EQ(model->units()[1].name, "inner");
+    ASSERT_EQ(model->unit_names().size(), 2u);
+    EXPECT_EQ(model->unit_names()[1], "inner");
     const at::Tensor x = random({3, 6}, 2);  // the same on both ranks
     for (int step = 0; step < 4; ++step) {
       plain.forward({x}).toTensor().square().sum().backward();

@@ -18,6 +18,7 @@
 #include "brigade/ddp/distributed_data_parallel.h"
 #include "brigade/fsdp/checkpoint_model.h"
 #include "brigade/fsdp/fully_shard.h"
+#include "brigade/fsdp/segmented_model.h"
 #include "brigade/tests/support/local_ranks.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -126,7 +127,8 @@ TEST(RankMeshTest, ShardedTrainingHasTheBitsOfItsOrder) {
       const auto& row = *std::ranges::find_if(rows, [&](const auto& one) {
         return std::ranges::find(one, rank) != one.end();
       });
-      const ShardTransport& transport = *model->units()[0].transport;
+      const ShardTransport& transport =
+          *dynamic_cast<SegmentedModel&>(*model).units()[0].transport;
       EXPECT_EQ(transport.num_shards(), row.size());
       EXPECT_EQ(row[transport.shard_rank()], rank);
       train(

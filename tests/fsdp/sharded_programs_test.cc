@@ -22,6 +22,7 @@
 
 #include "brigade/comm/errors/peer_error.h"
 #include "brigade/fsdp/fully_shard.h"
+#include "brigade/fsdp/segmented_model.h"
 #include "brigade/hooks/checkpoint.h"
 #include "brigade/tests/support/local_ranks.h"
 #include "gmock/gmock.h"
@@ -868,7 +869,7 @@ class Runner {
 
   void unshard(const Operation& op) {
     unsharded_.clear();
-    for (size_t i = 0; i < model_->units().size(); ++i) {
+    for (size_t i = 0; i < model_->unit_names().size(); ++i) {
       if ((op.index >> i) % 2 == 0) unsharded_.push_back(i);
     }
     model_->unshard(unsharded_, op.flag);
@@ -876,7 +877,7 @@ class Runner {
     const auto plain = plain_->named_parameters();
     for (const size_t unit : unsharded_) {
       for (const auto& item : net_->named_parameters()) {
-        const auto& own = model_->units()[unit].parameters;
+        const auto& own = segments().units()[unit].parameters;
         if (std::ranges::none_of(own, [&](const at::Tensor& p) {
               return p.is_same(item.value());
             })) {
@@ -952,10 +953,10 @@ class Runner {
   }
 
   void change_settings(const Operation& op) {
-    const size_t unit = op.index % model_->units().size();
+    const size_t unit = op.index % model_->unit_names().size();
     model_->settings(unit).reshards_after_forward = op.flag;
     model_->settings(unit).reshards_after_backward = op.index % 3 != 0;
-    model_->set_max_reducing(1 + op.index % 4);
+    segments().set_max_reducing(1 + op.index % 4);
     model_->settings(unit).forward_prefetch_depth.reset();
     if (op.index % 5 == 0) model_->settings(unit).forward_prefetch_depth = 2;
   }
@@ -999,6 +1000,8 @@ class Runner {
   const int rank_;
   Net plain_, net_;
   std::unique_ptr<torch::optim::Optimizer> optimizer_, plain_optimizer_;
+  SegmentedModel& segments() { return dynamic_cast<SegmentedModel&>(*model_); }
+
   std::unique_ptr<ShardedModel> model_;
   bool synchronizes_ = true;
   std::vector<Open> open_;

@@ -329,8 +329,8 @@ class Program {
     }
     model_ = fully_shard(*net_, group, options, selection);
     if (has_meshes) {
-      for (size_t i = 0; i < model_->units().size(); ++i) {
-        if (model_->units()[i].name == "expert") {
+      for (size_t i = 0; i < model_->unit_names().size(); ++i) {
+        if (model_->unit_names()[i] == "expert") {
           model_->settings(i).gradient_divisor = size_;
         }
       }

@@ -9,7 +9,7 @@
 
 #include "brigade/comm/group/group_collectives.h"
 #include "brigade/comm/process_group.h"
-#include "brigade/fsdp/sharded_model.h"
+#include "brigade/fsdp/segmented_model.h"
 #include "brigade/tests/gpu/busy_device.h"
 #include "gtest/gtest.h"
 
@@ -34,8 +34,8 @@ std::vector<at::Tensor> train(at::Device device,
                         .parameters = {{.name = "w", .tensor = weights.back()}},
                         .reshard_after_forward = u > 0});
   }
-  ShardedModel model(make_sharded_units(requests, group, options), group,
-                     options);
+  SegmentedModel model(make_sharded_units(requests, group, options), group,
+                       options);
   std::vector<at::Tensor> gradients;
   for (int step = 0; step < num_steps; ++step) {
     model

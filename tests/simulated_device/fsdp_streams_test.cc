@@ -314,34 +314,34 @@ INSTANTIATE_TEST_SUITE_P(, OtherFsdpStreamsTest,
 
 struct Setting {
   std::string name;
-  std::function<void(ShardedModel&)> apply;
+  std::function<void(SegmentedModel&)> apply;
 };
 
 std::ostream& operator<<(std::ostream& out, const Setting& setting) {
   return out << setting.name;
 }
 
-void of_all_units(ShardedModel& model,
+void of_all_units(SegmentedModel& model,
                   const std::function<void(UnitSettings&)>& set) {
   for (size_t unit = 0; unit < kNumUnits; ++unit) set(model.settings(unit));
 }
 
 const Setting kSettings[] = {
     {"OneUnitIsKeptForBackward",
-     [](ShardedModel& model) {
+     [](SegmentedModel& model) {
        model.settings(1).reshards_after_forward = false;
      }},
     {"UnitsAreKeptAfterBackward",
-     [](ShardedModel& model) {
+     [](SegmentedModel& model) {
        of_all_units(model,
                     [](UnitSettings& s) { s.reshards_after_backward = false; });
      }},
     {"UnitsKeepTheirStorage",
-     [](ShardedModel& model) {
+     [](SegmentedModel& model) {
        of_all_units(model, [](UnitSettings& s) { s.keeps_storage = true; });
      }},
     {"OneUnitPrefetchesMore",
-     [](ShardedModel& model) {
+     [](SegmentedModel& model) {
        model.settings(0).forward_prefetch_depth = 2;
        model.settings(0).backward_prefetch_depth = 2;
      }},
@@ -600,8 +600,8 @@ TEST_F(ShardedMemoryTest, IsBoundedByPrefetchAndSums) {
           {.name = c10::str(u), .parameters = {{"w", weights.back()}}});
     }
     const FullyShardOptions options = {.max_reducing = max_reducing};
-    ShardedModel model(make_sharded_units(units, recording.group(), options),
-                       recording.group(), options);
+    SegmentedModel model(make_sharded_units(units, recording.group(), options),
+                         recording.group(), options);
     int64_t extra = 0;
     for (int s = 0; s < 4; ++s) {
       at::Tensor x = at::ones({kBytes / 4}, simulated::on_device());
@@ -636,8 +636,8 @@ TEST_F(ShardedMemoryTest, AUnitIsLentAfterAllStreamsThatHaveReadIt) {
              {"frozen", at::ones({8}, on_device())},
              {"trained", at::ones({8}, on_device()).requires_grad_()}}});
   }
-  ShardedModel model(make_sharded_units(units, recording.group(), {}),
-                     recording.group(), {});
+  SegmentedModel model(make_sharded_units(units, recording.group(), {}),
+                       recording.group(), {});
   const at::Tensor own = at::ones({8}, on_device()).requires_grad_();
   for (int step = 0; step < 3; ++step) {
     model

@@ -17,7 +17,7 @@
 
 #include "brigade/comm/recording_group.h"
 #include "brigade/fsdp/reduction_hook.h"
-#include "brigade/fsdp/sharded_model.h"
+#include "brigade/fsdp/segmented_model.h"
 #include "brigade/tests/support/simulated_device/stream_test.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -117,7 +117,7 @@ std::vector<Names> kernels_before_reductions() {
 struct Add : torch::autograd::Function<Add> {
   static at::Tensor forward(torch::autograd::AutogradContext* context,
                             const at::Tensor& input,
-                            const at::Tensor& parameter, ShardedModel* model,
+                            const at::Tensor& parameter, SegmentedModel* model,
                             bool is_last, bool in_slot) {
     context->save_for_backward({parameter});
     context->saved_data["model"] = reinterpret_cast<int64_t>(model);
@@ -128,8 +128,8 @@ struct Add : torch::autograd::Function<Add> {
   static torch::autograd::variable_list backward(
       torch::autograd::AutogradContext* context,
       torch::autograd::variable_list gradients) {
-    auto& model =
-        *reinterpret_cast<ShardedModel*>(context->saved_data["model"].toInt());
+    auto& model = *reinterpret_cast<SegmentedModel*>(
+        context->saved_data["model"].toInt());
     at::Tensor of_parameter =
         context->saved_data["in_slot"].toBool()
             ? model.gradient_slot(context->get_saved_variables().front())
@@ -177,8 +177,8 @@ class LaunchPathStreamsTest : public simulated::StreamTest {
              .tensor = at::ones({kNumel}, on_device()).requires_grad_()});
       }
     }
-    ShardedModel model(make_sharded_units(units, recording.group(), options),
-                       recording.group(), options);
+    SegmentedModel model(make_sharded_units(units, recording.group(), options),
+                         recording.group(), options);
     std::vector<Names> found;
     for (int step = 0; step < 3; ++step) {
       const at::Tensor loss = model.forward([&] {

@@ -12,8 +12,8 @@
 
 #include "brigade/comm/recording_group.h"
 #include "brigade/fsdp/buffer_memory.h"
-#include "brigade/fsdp/sharded_model.h"
 #include "brigade/fsdp/reduction_hook.h"
+#include "brigade/fsdp/segmented_model.h"
 #include "brigade/hooks/autograd_node.h"
 #include "brigade/tests/support/simulated_device/ordering_calls.h"
 #include "brigade/tests/support/simulated_device/stream_test.h"
@@ -143,7 +143,7 @@ struct Parts {
       }
     }
     requests.back().mesh = mesh_of_last;
-    model = std::make_unique<ShardedModel>(
+    model = std::make_unique<SegmentedModel>(
         make_sharded_units(requests, recording.group(), options),
         recording.group(), options);
   }
@@ -186,7 +186,7 @@ struct Parts {
   RecordingGroup recording{kNumRanks};
   std::vector<at::Tensor> parameters;
   std::vector<NodePtr> accumulators;
-  std::unique_ptr<ShardedModel> model;
+  std::unique_ptr<SegmentedModel> model;
 };
 
 // The call that is lost, of a program that runs after all that made its model.

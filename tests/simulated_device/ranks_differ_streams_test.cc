@@ -16,7 +16,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "brigade/comm/errors/message_of.h"
-#include "brigade/fsdp/sharded_model.h"
+#include "brigade/fsdp/segmented_model.h"
 #include "brigade/tests/simulated_device/host_backend.h"
 #include "brigade/tests/support/simulated_device/stream_test.h"
 #include "gmock/gmock.h"
@@ -83,7 +83,7 @@ class Model {
       if (unit > 0) request.parent = 0;
       request.parameters = {{absl::StrCat("w", unit), weights_.back()}};
     }
-    sharded_ = std::make_unique<ShardedModel>(
+    sharded_ = std::make_unique<SegmentedModel>(
         make_sharded_units(units, group, options), group, options);
   }
 
@@ -121,13 +121,13 @@ class Model {
     }
   }
 
-  ShardedModel& sharded() { return *sharded_; }
+  SegmentedModel& sharded() { return *sharded_; }
 
  private:
   const int rank_;
   const int world_size_;
   std::vector<at::Tensor> weights_;
-  std::unique_ptr<ShardedModel> sharded_;
+  std::unique_ptr<SegmentedModel> sharded_;
 };
 
 Units all_units() {

@@ -10,7 +10,7 @@
 
 #include "brigade/comm/recording_group.h"
 #include "brigade/fsdp/checkpoint_model.h"
-#include "brigade/fsdp/sharded_model.h"
+#include "brigade/fsdp/segmented_model.h"
 #include "brigade/tests/support/simulated_device/stream_test.h"
 #include "gtest/gtest.h"
 
@@ -63,7 +63,7 @@ class ShardedFilesTest : public simulated::StreamTest {
 
     RecordingGroup recording{1};
     std::vector<at::Tensor> parameters;
-    ShardedModel model;
+    SegmentedModel model;
     torch::optim::Adagrad optimizer;
   };
 

@@ -27,7 +27,7 @@ c10::Stream side_stream() {
 class WritesIntoSlot : public torch::autograd::Function<WritesIntoSlot> {
  public:
   static at::Tensor forward(torch::autograd::AutogradContext* context,
-                            const at::Tensor& parameter, ShardedModel* model,
+                            const at::Tensor& parameter, SegmentedModel* model,
                             int* num_written) {
     context->save_for_backward({parameter});
     context->saved_data["model"] = reinterpret_cast<int64_t>(model);
@@ -40,7 +40,7 @@ class WritesIntoSlot : public torch::autograd::Function<WritesIntoSlot> {
     const auto pointer = [&](const char* name) {
       return context->saved_data[name].toInt();
     };
-    auto& model = *reinterpret_cast<ShardedModel*>(pointer("model"));
+    auto& model = *reinterpret_cast<SegmentedModel*>(pointer("model"));
     at::Tensor slot =
         model.gradient_slot(context->get_saved_variables().front());
     if (!slot.defined()) return {gradients[0], {}, {}};

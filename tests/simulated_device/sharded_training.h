@@ -16,7 +16,7 @@
 #include <vector>
 
 #include "brigade/comm/recording_group.h"
-#include "brigade/fsdp/sharded_model.h"
+#include "brigade/fsdp/segmented_model.h"
 #include "brigade/hooks/checkpoint.h"
 #include "brigade/tests/simulated_device/stream_layout.h"
 #include "brigade/tests/simulated_device/streamed_model.h"
@@ -57,7 +57,7 @@ class ShardedTraining {
   ~ShardedTraining();
 
   RecordingGroup& recording() { return recording_; }
-  ShardedModel& sharded() { return *sharded_; }
+  SegmentedModel& sharded() { return *sharded_; }
   const StreamedModel& model() const { return model_; }
   const at::Tensor& parameter(size_t unit, size_t i) const;
   // Gradients that were written into slots.
@@ -95,7 +95,7 @@ class ShardedTraining {
   const c10::StreamGuard on_caller_;
   RecordingGroup recording_;
   StreamedModel model_;
-  std::optional<ShardedModel> sharded_;
+  std::optional<SegmentedModel> sharded_;
   int num_in_slots_ = 0;
   std::vector<Expected> expected_;
 };

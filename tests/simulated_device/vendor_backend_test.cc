@@ -16,7 +16,7 @@
 #include "brigade/comm/process_group.h"
 #include "brigade/comm/subgroup.h"
 #include "brigade/fsdp/checkpoint_model.h"
-#include "brigade/fsdp/sharded_model.h"
+#include "brigade/fsdp/segmented_model.h"
 #include "brigade/reducer/reducer.h"
 #include "brigade/tests/simulated_device/host_backend.h"
 #include "brigade/tests/support/simulated_device/stream_test.h"
@@ -93,9 +93,9 @@ TEST_F(VendorBackendTest, ReducesGradients) {
   });
 }
 
-std::unique_ptr<ShardedModel> sharded_model(std::vector<UnitRequest> units,
-                                            const Group& group) {
-  return std::make_unique<ShardedModel>(
+std::unique_ptr<SegmentedModel> sharded_model(std::vector<UnitRequest> units,
+                                              const Group& group) {
+  return std::make_unique<SegmentedModel>(
       make_sharded_units(std::move(units), group, {}), group);
 }
 

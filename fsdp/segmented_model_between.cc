@@ -14,7 +14,7 @@
 #include "brigade/comm/errors/message_of.h"
 #include "brigade/comm/streams/stream_join.h"
 #include "brigade/fsdp/layout/digest.h"
-#include "brigade/fsdp/sharded_model.h"
+#include "brigade/fsdp/segmented_model.h"
 #include "brigade/fsdp/streams/stream_point.h"
 
 namespace brigade {
@@ -34,7 +34,7 @@ std::string mebibytes(int64_t bytes) {
 
 }  // namespace
 
-void ShardedModel::unshard(std::span<const size_t> units, bool may_write) {
+void SegmentedModel::unshard(std::span<const size_t> units, bool may_write) {
   const std::lock_guard lock(mutex_);
   if (kind_ != Open::kNone) {  // a part of the segment
     run_->use(units);
@@ -66,7 +66,7 @@ void ShardedModel::unshard(std::span<const size_t> units, bool may_write) {
   may_write_ = may_write;
 }
 
-void ShardedModel::reshard(std::span<const size_t> units, bool drops_writes) {
+void SegmentedModel::reshard(std::span<const size_t> units, bool drops_writes) {
   const std::lock_guard lock(mutex_);
   SegmentRun run(
       {units_, *meshes_, memory_, exchange_, *progress_, recorder_, options_},
@@ -86,7 +86,7 @@ void ShardedModel::reshard(std::span<const size_t> units, bool drops_writes) {
 
 ShardedModel::Unsharded::Unsharded(ShardedModel& model, bool may_write)
     : model_(model),
-      units_(model.units_.size()),
+      units_(model.unit_names().size()),
       num_exceptions_(std::uncaught_exceptions()) {
   std::iota(units_.begin(), units_.end(), size_t{0});
   model_.unshard(units_, may_write);
@@ -96,14 +96,22 @@ ShardedModel::Unsharded::~Unsharded() noexcept(false) {
   model_.reshard(units_, std::uncaught_exceptions() > num_exceptions_);
 }
 
-ShardingTimeline ShardedModel::timeline() const {
-  const std::lock_guard lock(mutex_);
+std::vector<std::string> SegmentedModel::unit_names() const {
   std::vector<std::string> names;
   for (const ShardedUnit& unit : units_) names.push_back(unit.name);
-  return recorder_.timeline(names);
+  return names;
 }
 
-void ShardedModel::reduce() {
+ShardingTimeline SegmentedModel::timeline() const {
+  const std::lock_guard lock(mutex_);
+  return recorder_.timeline(unit_names());
+}
+
+void SegmentedModel::set_stall_report_after(std::chrono::milliseconds time) {
+  if (stall_watch_ != nullptr) stall_watch_->set_report_after(time);  // peers
+}
+
+void SegmentedModel::reduce() {
   const std::lock_guard lock(mutex_);
   TORCH_CHECK(kind_ == Open::kNone,
               "fully_shard: reduce() inside of a forward or backward.\nCall it "
@@ -112,19 +120,19 @@ void ShardedModel::reduce() {
   end_backward();
 }
 
-void ShardedModel::meet_peers() {
+void SegmentedModel::meet_peers() {
   const std::lock_guard lock(mutex_);
   check_usable();
   exchange_.ask("meets its peers", 0);
 }
 
-int64_t ShardedModel::num_ranks_with(bool has_data) {
+int64_t SegmentedModel::num_ranks_with(bool has_data) {
   const std::lock_guard lock(mutex_);
   check_usable();
   return exchange_.ask("counts ranks with data", 0, has_data ? 1 : 0);
 }
 
-void ShardedModel::step_without_data() {
+void SegmentedModel::step_without_data() {
   const std::lock_guard lock(mutex_);
   SegmentKind kind = SegmentKind::kShadow;
   do {
@@ -145,7 +153,7 @@ void ShardedModel::step_without_data() {
   } while (kind != SegmentKind::kBackward);
 }
 
-double ShardedModel::clip_grad_norm(double max_norm, double p) {
+double SegmentedModel::clip_grad_norm(double max_norm, double p) {
   TORCH_CHECK_VALUE(p > 0, "clip_grad_norm: expected p > 0, found ", p,
                     ".\nGive 2 for the Euclidean norm, or infinity.");
   const std::lock_guard lock(mutex_);
@@ -187,7 +195,7 @@ double ShardedModel::clip_grad_norm(double max_norm, double p) {
   return norm;
 }
 
-ShardedModelStatistics ShardedModel::statistics() const {
+ShardedModelStatistics SegmentedModel::statistics() const {
   const std::lock_guard lock(mutex_);
   ShardedModelStatistics all = statistics_;
   const ShardTransport::Sent sent = meshes_->sent();
@@ -208,7 +216,7 @@ ShardedModelStatistics ShardedModel::statistics() const {
   return all;
 }
 
-std::string ShardedModel::explain() const {
+std::string SegmentedModel::explain() const {
   const std::lock_guard lock(mutex_);
   std::string text =
       absl::StrCat(units_.size(), " units on ", group_->getSize(), " ranks\n");

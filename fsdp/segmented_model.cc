@@ -1,4 +1,4 @@
-#include "brigade/fsdp/sharded_model.h"
+#include "brigade/fsdp/segmented_model.h"
 
 #include <ATen/core/grad_mode.h>
 
@@ -33,9 +33,9 @@ bool is_cpu(const ShardMeshes& meshes) {
 
 }  // namespace
 
-ShardedModel::ShardedModel(std::vector<ShardedUnit>&& units,
-                           c10::intrusive_ptr<c10d::ProcessGroup> group,
-                           FullyShardOptions options)
+SegmentedModel::SegmentedModel(std::vector<ShardedUnit>&& units,
+                               c10::intrusive_ptr<c10d::ProcessGroup> group,
+                               FullyShardOptions options)
     : group_(group),
       options_(std::move(options)),
       meshes_(connect_units(units, group, options_, *this)),
@@ -68,7 +68,7 @@ ShardedModel::ShardedModel(std::vector<ShardedUnit>&& units,
       });
 }
 
-ShardedModel::~ShardedModel() {
+SegmentedModel::~SegmentedModel() {
   alive_.reset();
   stall_watch_.reset();
   if (run_) abandon("its model was destroyed");
@@ -82,7 +82,7 @@ ShardedModel::~ShardedModel() {
   release_memory();
 }
 
-void ShardedModel::release_memory() noexcept {
+void SegmentedModel::release_memory() noexcept {
   if (is_broken_) return;  // nobody knows who still writes to it
   SegmentRun run(
       {units_, *meshes_, memory_, exchange_, *progress_, recorder_, options_},
@@ -100,7 +100,7 @@ void ShardedModel::release_memory() noexcept {
 
 // ---- Parameters.
 
-void ShardedModel::make_hooks() {
+void SegmentedModel::make_hooks() {
   hooks_.reset();
   std::vector<char> was_trained;
   for (const at::Tensor& parameter : hooked_) {
@@ -117,13 +117,13 @@ void ShardedModel::make_hooks() {
   }
 }
 
-void ShardedModel::show_compute_dtypes(bool value) {
+void SegmentedModel::show_compute_dtypes(bool value) {
   for (const ShardedUnit& unit : units_) {
     for (const auto& flat : unit.flats) flat->show_compute_dtype(value);
   }
 }
 
-void ShardedModel::adopt_pieces() {
+void SegmentedModel::adopt_pieces() {
   bool is_converted = false;
   for (ShardedUnit& unit : units_) {
     for (const auto& flat : unit.flats) {
@@ -136,7 +136,7 @@ void ShardedModel::adopt_pieces() {
   if (is_converted || hooks_->first_detached(replicas)) make_hooks();
 }
 
-void ShardedModel::check_neighbours() const {
+void SegmentedModel::check_neighbours() const {
   for (const ShardedUnit& unit : units_) {
     const std::optional<int>& found = unit.settings.reshards_to;
     const std::vector<int>& known = meshes_->of(unit.mesh_number).neighbours;
@@ -149,7 +149,7 @@ void ShardedModel::check_neighbours() const {
 }
 
 // Before what is collective. What it throws is an error on all ranks.
-void ShardedModel::prepare() {
+void SegmentedModel::prepare() {
   check_usable();
   try {
     check_neighbours();
@@ -161,14 +161,14 @@ void ShardedModel::prepare() {
   release_stale();
 }
 
-void ShardedModel::written(size_t unit) {
+void SegmentedModel::written(size_t unit) {
   const std::lock_guard lock(mutex_);
   units_[unit].is_stale = true;
   units_[unit].slices.clear();
 }
 
 // What is unsharded since before its shards were written is gathered anew.
-void ShardedModel::release_stale() {
+void SegmentedModel::release_stale() {
   SegmentRun run(
       {units_, *meshes_, memory_, exchange_, *progress_, recorder_, options_},
       {.rules = {.parents =
@@ -178,7 +178,7 @@ void ShardedModel::release_stale() {
   }
 }
 
-ParameterState ShardedModel::use(std::span<const Shard* const> parameters) {
+ParameterState SegmentedModel::use(std::span<const Shard* const> parameters) {
   const std::lock_guard lock(mutex_);
   const int backward = running_backward_id();
   if (kind_ == Open::kNone && backward >= 0 && backward != last_backward_) {
@@ -210,19 +210,19 @@ ParameterState ShardedModel::use(std::span<const Shard* const> parameters) {
   return ParameterState::kUnsharded;
 }
 
-bool ShardedModel::is_own_thread() const {
+bool SegmentedModel::is_own_thread() const {
   return std::this_thread::get_id() == forward_thread_;
 }
 
 // ---- Segments.
 
-void ShardedModel::check_usable() const {
+void SegmentedModel::check_usable() const {
   TORCH_CHECK(!is_broken_,
               "fully_shard: this model can't continue: ", why_broken_,
               "\nMake the group and the model anew, and load a checkpoint.");
 }
 
-uint64_t ShardedModel::settings_digest() const {
+uint64_t SegmentedModel::settings_digest() const {
   Digest digest;
   digest.add(options_.max_reducing);
   for (const ShardedUnit& unit : units_) {
@@ -246,8 +246,8 @@ uint64_t ShardedModel::settings_digest() const {
   return digest.value();
 }
 
-UnitRules ShardedModel::rules_for(SegmentKind kind, bool has_grad,
-                                  const std::vector<char>& unsharded) const {
+UnitRules SegmentedModel::rules_for(SegmentKind kind, bool has_grad,
+                                    const std::vector<char>& unsharded) const {
   UnitRules rules = {.prefetch_depth = options_.prefetch_depth};
   const bool is_forward = kind == SegmentKind::kForward;
   for (size_t i = 0; i < units_.size(); ++i) {
@@ -267,7 +267,7 @@ UnitRules ShardedModel::rules_for(SegmentKind kind, bool has_grad,
   return rules;
 }
 
-void ShardedModel::open(SegmentKind kind) {
+void SegmentedModel::open(SegmentKind kind) {
   prepare();
   std::vector<char> unsharded;
   Digest of_units;
@@ -356,7 +356,7 @@ void ShardedModel::open(SegmentKind kind) {
 }
 
 // After run_->finish().
-void ShardedModel::close() {
+void SegmentedModel::close() {
   const SegmentCursor& cursor = run_->cursor();
   statistics_.rounds += static_cast<int64_t>(cursor.num_rounds()) - 1;
   statistics_.late_gradients += static_cast<int64_t>(cursor.num_late());
@@ -373,7 +373,7 @@ void ShardedModel::close() {
   show_compute_dtypes(false);
 }
 
-void ShardedModel::release_after_segment() {
+void SegmentedModel::release_after_segment() {
   const bool is_forward = run_->kind() == SegmentKind::kForward;
   for (size_t i = 0; i < units_.size(); ++i) {
     ShardedUnit& unit = units_[i];
@@ -391,7 +391,7 @@ void ShardedModel::release_after_segment() {
   }
 }
 
-void ShardedModel::abandon(const std::string& error) noexcept {
+void SegmentedModel::abandon(const std::string& error) noexcept {
   hidden_hooks_.reset();
   if (!run_) return;
   run_->fail(error);
@@ -411,7 +411,7 @@ void ShardedModel::abandon(const std::string& error) noexcept {
   depth_ = 0;
 }
 
-void ShardedModel::break_off() noexcept {
+void SegmentedModel::break_off() noexcept {
   if (is_broken_.exchange(true)) return;
   why_broken_ = "a rank has failed or is lost.";
   try {
@@ -425,7 +425,7 @@ void ShardedModel::break_off() noexcept {
   close_group(*group_);
 }
 
-void ShardedModel::plan_buffers_of(const RecordedSchedule& schedule) {
+void SegmentedModel::plan_buffers_of(const RecordedSchedule& schedule) {
   step_[run_->kind()] = {
       .schedule = schedule,
       .rules = rules_for(run_->kind(), facts_.has_grad, facts_.kept_before)};
@@ -444,7 +444,7 @@ void ShardedModel::plan_buffers_of(const RecordedSchedule& schedule) {
 
 // ---- Forward.
 
-void ShardedModel::begin_forward() {
+void SegmentedModel::begin_forward() {
   const std::lock_guard lock(mutex_);
   if (running_backward_id() >= 0) {  // recomputation
     if (kind_ == Open::kNone) open_backward(nullptr);
@@ -473,7 +473,7 @@ void ShardedModel::begin_forward() {
   }
 }
 
-void ShardedModel::end_forward(const std::vector<at::Tensor>& outputs) {
+void SegmentedModel::end_forward(const std::vector<at::Tensor>& outputs) {
   const std::lock_guard lock(mutex_);
   if (kind_ != Open::kForward) return;
   if (depth_ > 0) {
@@ -510,7 +510,7 @@ void ShardedModel::end_forward(const std::vector<at::Tensor>& outputs) {
   });
 }
 
-void ShardedModel::forward_failed(const std::exception_ptr& error) noexcept {
+void SegmentedModel::forward_failed(const std::exception_ptr& error) noexcept {
   const std::lock_guard lock(mutex_);
   if (kind_ != Open::kForward || !is_own_thread()) return;
   if (depth_ > 0) {
@@ -522,7 +522,7 @@ void ShardedModel::forward_failed(const std::exception_ptr& error) noexcept {
 
 // ---- Backward.
 
-std::vector<uint32_t> ShardedModel::expected_gradients(
+std::vector<uint32_t> SegmentedModel::expected_gradients(
     const std::shared_ptr<ForwardRecord>& reached) const {
   std::vector<uint32_t> expected(units_.size(), 0);
   const auto add = [&](const ForwardRecord& record) {
@@ -548,14 +548,14 @@ std::vector<uint32_t> ShardedModel::expected_gradients(
 }
 
 // Of earlier backwards, to be reduced by the next one.
-bool ShardedModel::has_held_gradients(const ShardedUnit& unit) const {
+bool SegmentedModel::has_held_gradients(const ShardedUnit& unit) const {
   return is_due(unit) && std::ranges::any_of(unit.flats, [&](const auto& flat) {
            return flat->has_gradients() ||
                   (flat->has_row_sum() && unit.settings.sums_over_replicas);
          });
 }
 
-void ShardedModel::open_backward(
+void SegmentedModel::open_backward(
     const std::shared_ptr<ForwardRecord>& reached) {
   const bool is_reduced = std::ranges::any_of(
       units_, [this](const ShardedUnit& unit) { return is_due(unit); });
@@ -593,7 +593,7 @@ void ShardedModel::open_backward(
   }
 }
 
-void ShardedModel::take(VariableIndex variable, const at::Tensor& gradient) {
+void SegmentedModel::take(VariableIndex variable, const at::Tensor& gradient) {
   const std::lock_guard lock(mutex_);
   TORCH_CHECK(kind_ != Open::kForward,
               "fully_shard: a backward inside of forward() brings gradients.\n"
@@ -606,7 +606,7 @@ void ShardedModel::take(VariableIndex variable, const at::Tensor& gradient) {
                    is_due(units_[parameter.unit]));
 }
 
-at::Tensor ShardedModel::gradient_slot(const at::Tensor& parameter) {
+at::Tensor SegmentedModel::gradient_slot(const at::Tensor& parameter) {
   const Shard* const shard = shard_of(parameter);
   TORCH_CHECK_VALUE(shard != nullptr && shard->owner == this,
                     "fully_shard: expected a parameter of this model, found a "
@@ -622,7 +622,7 @@ at::Tensor ShardedModel::gradient_slot(const at::Tensor& parameter) {
   return units_[found.unit].flats[found.flat]->gradient_slot(found.in_flat);
 }
 
-void ShardedModel::end_backward() {
+void SegmentedModel::end_backward() {
   if (!run_) return;
   recorder_.backward_ends();
   const bool is_reduced = run_->kind() == SegmentKind::kBackward;
@@ -653,7 +653,7 @@ void ShardedModel::end_backward() {
   if (!hooked.empty()) call_hooks_behind_backward(std::move(hooked));
 }
 
-void ShardedModel::deliver(std::vector<at::Tensor>& hooked) {
+void SegmentedModel::deliver(std::vector<at::Tensor>& hooked) {
   if (run_->kind() != SegmentKind::kBackward) return;
   const std::vector<char>& used = run_->used_anywhere();
   for (const ShardedUnit& unit : units_) {

@@ -1,0 +1,182 @@
+// Runs the forwards and backwards of a sharded model as segments
+// (fsdp/segment_run.h), one at a time: what leads to what, and what an error
+// ends.
+
+#ifndef BRIGADE_FSDP_SEGMENTED_MODEL_H_
+#define BRIGADE_FSDP_SEGMENTED_MODEL_H_
+
+#include <ATen/core/Tensor.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <exception>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <string>
+#include <thread>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <vector>
+
+#include "brigade/engine/observing/stall_watch.h"
+#include "brigade/fsdp/post_accumulate_hooks.h"
+#include "brigade/fsdp/segment_run.h"
+#include "brigade/fsdp/sharded_model.h"
+#include "brigade/hooks/gradient_hooks.h"
+
+namespace brigade {
+
+class SegmentedModel final : public ShardedModel, public ParameterOwner {
+ public:
+  // Collective. Throws as connect_units(), and leaves `units` then.
+  SegmentedModel(std::vector<ShardedUnit>&& units,
+                 c10::intrusive_ptr<c10d::ProcessGroup> group,
+                 FullyShardOptions options = {});
+  ~SegmentedModel() override;
+
+  const std::vector<ShardedUnit>& units() const { return units_; }
+  const c10::intrusive_ptr<c10d::ProcessGroup>& group() const { return group_; }
+  bool is_in_forward() const { return kind_ == Open::kForward; }
+  // Runs when a forward begins; what it throws fails the forward.
+  void set_forward_check(std::function<void()> check) {
+    forward_check_ = std::move(check);
+  }
+  void set_max_reducing(size_t value) { options_.max_reducing = value; }
+
+  // ShardedModel.
+  void begin_forward() override;
+  void end_forward(const std::vector<at::Tensor>& outputs) override;
+  void forward_failed(const std::exception_ptr& error) noexcept override;
+  void unshard(std::span<const size_t> units, bool may_write = false) override;
+  void reshard(std::span<const size_t> units,
+               bool drops_writes = false) override;
+  void reduce() override;
+  double clip_grad_norm(double max_norm, double p = 2.0) override;
+  int64_t num_ranks_with(bool has_data) override;
+  void step_without_data() override;
+  void meet_peers() override;
+  void set_synchronizes(bool value) override { synchronizes_ = value; }
+  UnitSettings& settings(size_t unit) override {
+    return units_.at(unit).settings;
+  }
+  std::vector<std::string> unit_names() const override;
+  at::Tensor gradient_slot(const at::Tensor& parameter) override;
+  bool can_continue() const override { return !is_broken_; }
+  ShardedModelStatistics statistics() const override;
+  std::string explain() const override;
+  ShardingTimeline timeline() const override;
+  void set_timeline_sample_rate(int64_t rate) override {
+    recorder_.set_sample_rate(rate);
+  }
+  void set_stall_report_after(std::chrono::milliseconds time) override;
+
+  // ParameterOwner.
+  ParameterState use(std::span<const Shard* const> parameters) override;
+  void written(size_t unit) override;
+
+  // GradientHooks' sink.
+  void take(VariableIndex variable, const at::Tensor& gradient);
+
+ protected:
+  ForwardDtypes forward_dtypes() const override {
+    return {.inputs = options_.param_dtype, .outputs = options_.output_dtype};
+  }
+
+ private:
+  enum class Open { kNone, kForward, kBackward };
+
+  // What a forward leads to. Lives as long as its outputs' graph.
+  struct ForwardRecord {
+    std::vector<uint32_t> expected;  // by unit: trained parameters in use
+    bool is_done = false;            // a backward has gone through it
+  };
+
+  struct Parameter {
+    size_t unit;
+    size_t flat;
+    size_t in_flat;
+  };
+
+  struct SegmentFacts {
+    uint64_t tag = 0;
+    std::vector<char> kept_before = {};  // by unit: unsharded at the start
+    bool has_grad = false;
+    bool is_shadow = false;
+  };
+
+  void check_usable() const;
+  void make_hooks();
+  void show_compute_dtypes(bool value);
+  void check_neighbours() const;
+  void adopt_pieces();
+  void prepare();
+  void release_stale();
+  uint64_t settings_digest() const;
+  UnitRules rules_for(SegmentKind kind, bool has_grad,
+                      const std::vector<char>& unsharded) const;
+  void open(SegmentKind kind);
+  void open_backward(const std::shared_ptr<ForwardRecord>& reached);
+  std::vector<uint32_t> expected_gradients(
+      const std::shared_ptr<ForwardRecord>& reached) const;
+  void close();
+  void abandon(const std::string& error) noexcept;
+  void end_backward();
+  void deliver(std::vector<at::Tensor>& hooked);
+  void release_after_segment();
+  void plan_buffers_of(const RecordedSchedule& schedule);
+  void break_off() noexcept;
+  void release_memory() noexcept;
+  bool is_due(const ShardedUnit& unit) const {
+    return synchronizes_ && unit.settings.synchronizes && unit.is_trained();
+  }
+  bool has_held_gradients(const ShardedUnit& unit) const;
+  bool is_own_thread() const;
+
+  const c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  FullyShardOptions options_;
+  const std::unique_ptr<ShardMeshes> meshes_;
+  std::vector<ShardedUnit> units_;
+  BufferMemory memory_;
+  const std::shared_ptr<Progress> progress_ = std::make_shared<Progress>();
+  SegmentExchange exchange_;
+  ShardingRecorder recorder_;
+  std::unique_ptr<StallWatch> stall_watch_;
+  std::vector<Parameter> parameters_;  // by number
+  std::vector<at::Tensor> hooked_;     // of these, those of floating dtypes
+  std::vector<size_t> number_of_hooked_;
+  std::unique_ptr<GradientHooks> hooks_;
+  std::optional<HiddenPostAccumulateHooks> hidden_hooks_;  // in backward
+
+  mutable std::recursive_mutex mutex_;
+  std::atomic<Open> kind_ = Open::kNone;
+  std::optional<SegmentRun> run_;
+  SegmentFacts facts_;
+  std::thread::id forward_thread_;
+  std::function<void()> forward_check_;
+  int depth_ = 0;  // of nested forwards
+  bool synchronizes_ = true;
+  std::atomic<bool> is_broken_ = false;
+  std::string why_broken_;
+  int last_backward_ = -1;  // the graph task whose segment has ended
+
+  std::map<uint64_t, RecordedSchedule> schedules_;  // by tag
+  std::map<SegmentKind, SegmentPlan> step_;  // the last of each kind, for plans
+  std::vector<int64_t> planned_;
+  std::vector<std::weak_ptr<ForwardRecord>> forwards_;
+  std::shared_ptr<ForwardRecord> last_forward_;
+  std::shared_ptr<ForwardRecord> last_reached_;
+  std::vector<char> used_in_forward_;  // by number
+  std::vector<char> used_;  // by number: has a gradient that is not reduced
+  bool may_write_ = false;  // units by hand
+  ShardedModelStatistics statistics_;
+  std::shared_ptr<char> alive_ = std::make_shared<char>();
+};
+
+}  // namespace brigade
+
+#endif  // BRIGADE_FSDP_SEGMENTED_MODEL_H_
