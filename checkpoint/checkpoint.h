@@ -53,9 +53,9 @@ struct CheckpointModel {
   CheckpointModel(
       const torch::nn::Module& module,
       c10::intrusive_ptr<c10d::ProcessGroup> group = single_process_group());
-  CheckpointModel(std::vector<CheckpointTensor> tensors,
-                  c10::intrusive_ptr<c10d::ProcessGroup> group)
-      : tensors(std::move(tensors)), group(std::move(group)) {}
+  CheckpointModel(std::vector<CheckpointTensor> of_model,
+                  c10::intrusive_ptr<c10d::ProcessGroup> of_ranks)
+      : tensors(std::move(of_model)), group(std::move(of_ranks)) {}
 
   std::vector<CheckpointTensor> tensors;
   c10::intrusive_ptr<c10d::ProcessGroup> group;

@@ -83,11 +83,6 @@ function(brigade_add_library folder)
 
   if(BRIGADE_INSTALL)
     install(TARGETS ${target} EXPORT brigadeTargets)
-    install(
-      DIRECTORY ${CMAKE_CURRENT_SOURCE_DIR}/
-      DESTINATION include/brigade/${folder}
-      FILES_MATCHING
-      PATTERN "*.h")
   endif()
 endfunction()
 

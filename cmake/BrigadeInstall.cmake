@@ -1,6 +1,29 @@
 # What `cmake --install` adds to the libraries and headers of the folders: the
 # package files that make find_package(brigade) work.
 include(CMakePackageConfigHelpers)
+
+# Of headers the public ones: brigade.h, and what it leads to.
+if(BRIGADE_WITH_TORCH)
+  set(brigade_headers brigade.h)
+else()
+  file(GLOB brigade_headers RELATIVE ${PROJECT_SOURCE_DIR} ${PROJECT_SOURCE_DIR}/planning/*.h)
+endif()
+set(brigade_installed)
+while(brigade_headers)
+  list(POP_FRONT brigade_headers header)
+  if(header IN_LIST brigade_installed)
+    continue()
+  endif()
+  list(APPEND brigade_installed ${header})
+  file(STRINGS ${PROJECT_SOURCE_DIR}/${header} lines REGEX "^#include \"brigade/")
+  foreach(line ${lines})
+    string(REGEX REPLACE "^#include \"brigade/([^\"]+)\".*" "\\1" included ${line})
+    list(APPEND brigade_headers ${included})
+  endforeach()
+  cmake_path(GET header PARENT_PATH folder)
+  install(FILES ${PROJECT_SOURCE_DIR}/${header} DESTINATION include/brigade/${folder})
+endwhile()
+
 set(brigade_config_folder lib/cmake/brigade)
 install(
   EXPORT brigadeTargets

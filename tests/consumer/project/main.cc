@@ -1,20 +1,27 @@
-// A user of the installed library: one step of training in a world of one.
+// A user of the installed library: a step of each kind in a world of one.
 #include <torch/torch.h>
 
 #include <iostream>
 
-#include "brigade/comm/process_group.h"
-#include "brigade/ddp/distributed_data_parallel.h"
+#include "brigade/brigade.h"
 
 int main() {
   brigade::GroupScope scope(brigade::single_process_group());
+  const at::Tensor x = torch::ones({4, 3});
+
   torch::nn::Linear net(3, 1);
   brigade::DistributedDataParallel model(net, scope.group());
+  model(x).sum().backward();
 
-  model(torch::ones({4, 3})).sum().backward();
-  const bool averaged =
-      torch::equal(net->weight.grad(), torch::full({1, 3}, 4.0));
-  std::cout << (averaged ? "the gradient is as expected\n"
-                         : "the gradient is not 4 everywhere\n");
+  torch::nn::Linear inner(3, 1);
+  const auto sharded = brigade::fully_shard(*inner, scope.group());
+  sharded->forward([&] { return inner->forward(x); }).sum().backward();
+
+  bool averaged = true;
+  for (const at::Tensor& weight : {net->weight, inner->weight}) {
+    averaged &= torch::equal(weight.grad(), torch::full({1, 3}, 4.0));
+  }
+  std::cout << (averaged ? "the gradients are as expected\n"
+                         : "a gradient is not 4 everywhere\n");
   return averaged ? 0 : 1;
 }

@@ -1,0 +1,40 @@
+// Everything that programs include. Headers that these don't include are
+// brigade's own: they are not installed, and change without notice.
+
+#ifndef BRIGADE_BRIGADE_H_
+#define BRIGADE_BRIGADE_H_
+
+// Process groups, and errors of peers.
+#include "brigade/comm/errors/peer_error.h"
+#include "brigade/comm/process_group.h"
+#include "brigade/comm/rank_mesh.h"
+
+// Data parallelism: a module, or gradients of one's own.
+#include "brigade/ddp/distributed_data_parallel.h"
+#include "brigade/ddp/distributed_replicas.h"
+#include "brigade/ddp/join.h"
+#include "brigade/ddp/no_sync.h"
+#include "brigade/ddp/optimizer_broadcast.h"
+#include "brigade/planning/bucket_plan.h"
+#include "brigade/planning/plan_by_size.h"
+#include "brigade/reducer/reducer.h"
+
+// Comm hooks.
+#include "brigade/comm_hooks/function_hook.h"
+#include "brigade/comm_hooks/ordered_hook.h"
+#include "brigade/comm_hooks/then_collective.h"
+#include "brigade/comm_hooks/wire_format.h"
+
+// Sharding.
+#include "brigade/fsdp/fully_shard.h"
+#include "brigade/fsdp/reduction_hook.h"
+
+// Checkpoints: of models, and of activations.
+#include "brigade/checkpoint/checkpoint.h"
+#include "brigade/fsdp/checkpoint_model.h"
+#include "brigade/hooks/checkpoint.h"
+
+// Which bucket size is fastest.
+#include "brigade/bucket_sweep/sweep.h"
+
+#endif  // BRIGADE_BRIGADE_H_
