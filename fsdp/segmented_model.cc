@@ -267,31 +267,27 @@ UnitRules SegmentedModel::rules_for(SegmentKind kind, bool has_grad,
   return rules;
 }
 
-void SegmentedModel::open(SegmentKind kind) {
-  prepare();
-  std::vector<char> unsharded;
-  Digest of_units;
-  Digest of_slices;
-  bool has_slices = false;
-  for (const ShardedUnit& unit : units_) {
-    unsharded.push_back(unit.gathered ? 1 : 0);
-    has_slices |= !unit.slices.empty();
-    of_slices.add(unit.slices.empty() ? 0 : 1);
-  }
-  of_units.add_all(unsharded);
-  const bool has_grad = at::GradMode::is_enabled();
-  size_t num_open = 0;
+// What ranks compare of the segment that this one is about to open.
+OpeningMessage SegmentedModel::opening_of(SegmentKind kind) {
   std::erase_if(forwards_, [](const auto& forward) {
     const auto alive = forward.lock();
     return !alive || alive->is_done;
   });
-  num_open = forwards_.size();
-  const uint64_t settings = settings_digest();
+  Digest of_slices;
+  bool has_slices = false;
+  for (const ShardedUnit& unit : units_) {
+    has_slices |= !unit.slices.empty();
+    of_slices.add(unit.slices.empty() ? 0 : 1);
+  }
+  OpeningMessage opening = {.kind = kind,
+                            .settings = settings_digest(),
+                            .slices = has_slices ? of_slices.value() : 0};
   Digest tag;
-  tag.add(static_cast<uint64_t>(kind)).add(settings).add(num_open);
-  tag.add(of_units.value()).add(has_slices ? of_slices.value() : 0);
+  tag.add(static_cast<uint64_t>(kind)).add(opening.settings);
+  tag.add(forwards_.size()).add(opening.slices);
+  for (const ShardedUnit& unit : units_) tag.add(unit.gathered ? 1 : 0);
   if (kind == SegmentKind::kForward) {
-    tag.add(has_grad ? 1 : 0);
+    tag.add(at::GradMode::is_enabled() ? 1 : 0);
   } else if (kind != SegmentKind::kShadow && running_backward_id() >= 0) {
     tag.add(accumulates_all_gradients() ? 1 : 0);
   }
@@ -300,58 +296,61 @@ void SegmentedModel::open(SegmentKind kind) {
       tag.add(has_held_gradients(unit) ? 1 : 0);
     }
   }
-  const auto known = schedules_.find(tag.value());
+  opening.tag = tag.value();
+  const auto known = schedules_.find(opening.tag);
+  if (known != schedules_.end() && !options_.learn_always) {
+    opening.schedule = known->second.fingerprint();
+  }
+  return opening;
+}
+
+Opened SegmentedModel::exchange_opening(const OpeningMessage& opening) {
   const bool awaits = is_cpu(*meshes_) ||
                       options_.max_unconfirmed_iterations == 0 ||
-                      kind == SegmentKind::kShadow;
-  Opened opened;
+                      opening.kind == SegmentKind::kShadow;
   try {
-    if (!is_cpu(*meshes_) && kind == SegmentKind::kForward) {
+    if (!is_cpu(*meshes_) && opening.kind == SegmentKind::kForward) {
       const size_t num_steps =
-          has_grad ? options_.max_unconfirmed_iterations : 0;
+          at::GradMode::is_enabled() ? options_.max_unconfirmed_iterations : 0;
       exchange_.confirm(2 * num_steps);
     }
-    opened = exchange_.open(
-        {.kind = kind,
-         .tag = tag.value(),
-         .schedule = known == schedules_.end() || options_.learn_always
-                         ? 0
-                         : known->second.fingerprint(),
-         .settings = settings,
-         .slices = has_slices ? of_slices.value() : 0},
-        awaits);
+    return exchange_.open(opening, awaits);
   } catch (...) {
     if (exchange_.is_broken() || !is_cpu(*meshes_)) break_off();
     throw;
   }
-  facts_ = {.tag = kind == SegmentKind::kShadow ? opened.tag : tag.value(),
-            .kept_before = unsharded,
-            .has_grad = has_grad,
-            .is_shadow = kind == SegmentKind::kShadow};
+}
+
+void SegmentedModel::open(SegmentKind kind) {
+  prepare();
+  const OpeningMessage opening = opening_of(kind);
+  const Opened opened = exchange_opening(opening);
+  const bool is_forward = opened.kind == SegmentKind::kForward;
+  facts_ = {.tag = kind == SegmentKind::kShadow ? opened.tag : opening.tag,
+            .has_grad = at::GradMode::is_enabled()};
+  for (ShardedUnit& unit : units_) {
+    facts_.kept_before.push_back(unit.gathered ? 1 : 0);
+    if (is_forward) unit.slices.clear();
+  }
   const auto schedule = schedules_.find(facts_.tag);
-  SegmentRun::Plan plan = {
-      .kind = opened.kind,
-      .rules = rules_for(opened.kind, has_grad, unsharded),
-      .schedule = opened.has_schedule && schedule != schedules_.end()
-                      ? &schedule->second
-                      : nullptr,
-      .unsharded = unsharded,
-      .has_slices = opened.has_slices && opened.kind != SegmentKind::kForward,
-      .keeps_slices = opened.kind == SegmentKind::kForward && has_grad};
-  if (opened.kind == SegmentKind::kForward) {
-    for (ShardedUnit& unit : units_) unit.slices.clear();
-  }
-  plan.expected = std::vector<uint32_t>(units_.size(), 0);
-  if (kind == SegmentKind::kBackward) {
-    plan.expected = expected_gradients(last_reached_);
-  }
-  run_.emplace(SegmentRun::Model{units_, *meshes_, memory_, exchange_,
-                                 *progress_, recorder_, options_},
-               std::move(plan));
+  run_.emplace(
+      SegmentRun::Model{units_, *meshes_, memory_, exchange_, *progress_,
+                        recorder_, options_},
+      SegmentRun::Plan{
+          .kind = opened.kind,
+          .rules = rules_for(opened.kind, facts_.has_grad, facts_.kept_before),
+          .schedule = opened.has_schedule && schedule != schedules_.end()
+                          ? &schedule->second
+                          : nullptr,
+          .unsharded = facts_.kept_before,
+          .expected = kind == SegmentKind::kBackward
+                          ? expected_gradients(last_reached_)
+                          : std::vector<uint32_t>(units_.size(), 0),
+          .has_slices = opened.has_slices && !is_forward,
+          .keeps_slices = is_forward && facts_.has_grad});
   ++statistics_.segments;
   statistics_.learned_segments += run_->cursor().is_learning() ? 1 : 0;
-  kind_ =
-      opened.kind == SegmentKind::kForward ? Open::kForward : Open::kBackward;
+  kind_ = is_forward ? Open::kForward : Open::kBackward;
   show_compute_dtypes(true);
 }
 

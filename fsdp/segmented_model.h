@@ -106,7 +106,6 @@ class SegmentedModel final : public ShardedModel, public ParameterOwner {
     uint64_t tag = 0;
     std::vector<char> kept_before = {};  // by unit: unsharded at the start
     bool has_grad = false;
-    bool is_shadow = false;
   };
 
   void check_usable() const;
@@ -119,6 +118,8 @@ class SegmentedModel final : public ShardedModel, public ParameterOwner {
   uint64_t settings_digest() const;
   UnitRules rules_for(SegmentKind kind, bool has_grad,
                       const std::vector<char>& unsharded) const;
+  OpeningMessage opening_of(SegmentKind kind);
+  Opened exchange_opening(const OpeningMessage& opening);
   void open(SegmentKind kind);
   void open_backward(const std::shared_ptr<ForwardRecord>& reached);
   std::vector<uint32_t> expected_gradients(
