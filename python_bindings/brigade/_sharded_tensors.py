@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.tensor import Replicate
 
 from brigade import _C
 from brigade._shard_boxes import boxes_of
@@ -54,7 +55,8 @@ class TensorShard(torch.Tensor):
     @property
     def placements(self) -> tuple:
         """What a DTensor of the whole would be placed as; pieces are cut in memory order."""
-        return self._unit().placements()
+        placements = self._unit().placements()
+        return placements if self.dim() > 0 else (Replicate(),) * len(placements)
 
     def _unit(self) -> Unit:
         reference = getattr(self, "_brigade_unit", None)

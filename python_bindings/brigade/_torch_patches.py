@@ -5,6 +5,7 @@ install() has its own, which put brigade's classes in the place of torch's (_ins
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections import Counter, defaultdict
 from collections.abc import Callable
@@ -13,11 +14,13 @@ from typing import Any
 import torch
 import torch.distributed._state_dict_utils
 import torch.distributed.checkpoint._state_dict_stager
+import torch.distributed.checkpoint.staging
 import torch.distributed.checkpoint.state_dict
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.optim.optimizer import _foreach_supported_types as _of_optimizers
 
 from brigade import _C
+from brigade._nests import map_tensors
 from brigade._sharded_state import gather_nest, leaves_of, sharded_state
 from brigade._sharded_tensors import ShardedParameter, TensorShard, as_shard
 
@@ -48,6 +51,8 @@ def patch_torch() -> None:
     # dcp.async_save() copies storages, which sharded tensors have none of.
     stager = torch.distributed.checkpoint._state_dict_stager.StateDictStager
     stager._offload_tensor = _staging(stager._offload_tensor)
+    blocking = torch.distributed.checkpoint.staging.BlockingAsyncStager  # of file writers
+    blocking.stage = _blocking(blocking.stage)
     # It would write several boxes of one tensor by one name, of which the last remains.
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
@@ -114,10 +119,25 @@ def _staging(of_torch: Callable) -> Callable:
     def offload(self: Any, x: torch.Tensor, memo: dict, non_blocking: bool = False) -> Any:
         if not isinstance(x, TensorShard):
             return of_torch(self, x, memo, non_blocking)
-        memo[id(x)] = as_shard(x.detach().clone().to("cpu"), x)
+        memo[id(x)] = _copy_on_cpu(x)
         return memo[id(x)]
 
     return offload
+
+
+def _blocking(of_torch: Callable) -> Callable:
+    @functools.wraps(of_torch)
+    def stage(self: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+        if not any(isinstance(value, TensorShard) for _, value in leaves_of(state_dict)):
+            return of_torch(self, state_dict)
+        return copy.deepcopy(map_tensors(state_dict, _copy_on_cpu))
+
+    return stage
+
+
+def _copy_on_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    copied = tensor.detach().clone().to("cpu")
+    return as_shard(copied, tensor) if isinstance(tensor, TensorShard) else copied
 
 
 def _gathering(of_torch: Callable) -> Callable:
