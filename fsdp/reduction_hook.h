@@ -1,7 +1,7 @@
 // What happens between a unit's whole gradient and its shard's sum: a comm hook
 // of sharding.
 //
-//   ShardingOptions options;
+//   FullyShardOptions options;
 //   options.comm_hook = compression_hook(at::kHalf);  // travels in float16
 //
 // Without a hook the sum is the transport's reduce-scatter, in the reduce

@@ -1,6 +1,14 @@
-// Runs the forwards and backwards of a sharded model as segments
-// (fsdp/segment_run.h), one at a time: what leads to what, and what an error
-// ends.
+// Runs the forwards and backwards of a sharded model as segments, one at a
+// time.
+//
+// Turns options and settings of units into the cursor's rules (prefetch depths,
+// parents, units that stay), keeps recorded schedules by tag and drops them
+// after a deviation, opens a segment with the peers (fsdp/segment_exchange.h),
+// lets a SegmentRun carry it out, sets gradients at the end of a backward, and
+// ends the segment after an error. segmented_model.cc: segments;
+// segmented_model_between.cc: what is called between them.
+//
+// Thread safety: as ShardedModel.
 
 #ifndef BRIGADE_FSDP_SEGMENTED_MODEL_H_
 #define BRIGADE_FSDP_SEGMENTED_MODEL_H_
