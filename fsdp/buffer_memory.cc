@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "brigade/fsdp/streams/sharding_streams.h"
+#include "brigade/fsdp/streams.h"
 
 namespace brigade {
 namespace {

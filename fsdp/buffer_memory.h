@@ -20,7 +20,7 @@
 #include <optional>
 #include <vector>
 
-#include "brigade/fsdp/streams/stream_point.h"
+#include "brigade/fsdp/streams.h"
 #include "brigade/fsdp/unshard_buffers.h"
 
 namespace brigade {

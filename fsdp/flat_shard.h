@@ -21,9 +21,9 @@
 #include <vector>
 
 #include "brigade/fsdp/fully_shard_options.h"
-#include "brigade/fsdp/layout/shard_layout.h"
+#include "brigade/fsdp/shard_layout.h"
 #include "brigade/fsdp/sharded_tensor.h"
-#include "brigade/fsdp/streams/stream_uses.h"
+#include "brigade/fsdp/streams.h"
 
 namespace brigade {
 

@@ -1,6 +1,7 @@
 #include "brigade/fsdp/fully_shard.h"
 
 #include <algorithm>
+#include <limits>
 #include <map>
 #include <string_view>
 #include <unordered_map>
@@ -11,6 +12,7 @@
 #include "absl/strings/str_cat.h"
 #include "brigade/comm/agreement.h"
 #include "brigade/comm/group/control_device.h"
+#include "brigade/comm/ranks_of_host.h"
 #include "brigade/fsdp/parameter_memory.h"
 #include "brigade/fsdp/segmented_model.h"
 
@@ -305,6 +307,25 @@ std::unique_ptr<ShardedModel> shard(const Module& module, const Group& group,
 }
 
 }  // namespace
+
+FullyShardOptions shard_gradients(FullyShardOptions options) {
+  options.reshard_after_forward = false;
+  return options;
+}
+
+FullyShardOptions shard_optimizer_state(FullyShardOptions options) {
+  options.reshard_after_forward = false;
+  options.reshard_after_backward = false;
+  options.max_reducing = std::numeric_limits<size_t>::max();
+  return options;
+}
+
+FullyShardOptions hybrid_shard(
+    const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+    FullyShardOptions options) {
+  if (!options.num_shards) options.num_shards = ranks_of_a_host(group);
+  return options;
+}
 
 UnitSelection units_of_size(int64_t numel) {
   return {.is_unit = [numel](const UnitCandidate& candidate) {

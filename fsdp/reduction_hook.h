@@ -29,7 +29,7 @@
 #include <memory>
 
 #include "brigade/comm_hooks/hook_name.h"
-#include "brigade/fsdp/transport/shard_transport.h"
+#include "brigade/fsdp/shard_transport.h"
 
 namespace brigade {
 

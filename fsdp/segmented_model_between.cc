@@ -13,9 +13,9 @@
 #include "absl/strings/str_cat.h"
 #include "brigade/comm/errors/message_of.h"
 #include "brigade/comm/streams/stream_join.h"
-#include "brigade/fsdp/layout/digest.h"
+#include "brigade/fsdp/digest.h"
 #include "brigade/fsdp/segmented_model.h"
-#include "brigade/fsdp/streams/stream_point.h"
+#include "brigade/fsdp/streams.h"
 
 namespace brigade {
 namespace {

@@ -9,8 +9,8 @@
 #include "brigade/comm/group/has_peers.h"
 #include "brigade/comm/streams/stream_join.h"
 #include "brigade/comm/subgroup.h"
-#include "brigade/fsdp/streams/stream_point.h"
-#include "brigade/fsdp/transport/device_transport.h"
+#include "brigade/fsdp/device_transport.h"
+#include "brigade/fsdp/streams.h"
 
 namespace brigade {
 namespace {

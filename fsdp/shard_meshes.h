@@ -18,8 +18,8 @@
 #include <vector>
 
 #include "brigade/comm/process_group.h"
+#include "brigade/fsdp/shard_transport.h"
 #include "brigade/fsdp/sharded_tensor.h"
-#include "brigade/fsdp/transport/shard_transport.h"
 #include "brigade/fsdp/unit_mesh.h"
 
 namespace brigade {

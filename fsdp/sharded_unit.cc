@@ -17,7 +17,7 @@
 #include "brigade/comm/group/control_device.h"
 #include "brigade/comm/subgroup.h"
 #include "brigade/fsdp/parameter_memory.h"
-#include "brigade/fsdp/transport/mesh_ranks.h"
+#include "brigade/fsdp/shard_transport.h"
 
 namespace brigade {
 namespace {

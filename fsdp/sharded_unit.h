@@ -17,7 +17,7 @@
 #include "brigade/fsdp/fully_shard_options.h"
 #include "brigade/fsdp/reduction_hook.h"
 #include "brigade/fsdp/shard_meshes.h"
-#include "brigade/fsdp/streams/stream_uses.h"
+#include "brigade/fsdp/streams.h"
 
 namespace brigade {
 

@@ -1,7 +1,7 @@
 // What is launched where is shown on a simulated device
 // (tests/simulated_device); here are the values, over Gloo.
 
-#include "brigade/fsdp/transport/device_transport.h"
+#include "brigade/fsdp/device_transport.h"
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <c10/util/ScopeExit.h>

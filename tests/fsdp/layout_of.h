@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "brigade/fsdp/layout/shard_layout.h"
+#include "brigade/fsdp/shard_layout.h"
 #include "gtest/gtest.h"
 
 namespace brigade::testing {

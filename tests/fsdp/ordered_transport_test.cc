@@ -12,7 +12,7 @@
 #include "absl/strings/str_cat.h"
 #include "brigade/comm/errors/peer_error.h"
 #include "brigade/comm/ordered/ordered_collectives.h"
-#include "brigade/fsdp/transport/shard_transport.h"
+#include "brigade/fsdp/shard_transport.h"
 #include "brigade/tests/support/local_ranks.h"
 #include "gtest/gtest.h"
 

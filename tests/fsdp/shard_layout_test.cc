@@ -1,4 +1,4 @@
-#include "brigade/fsdp/layout/shard_layout.h"
+#include "brigade/fsdp/shard_layout.h"
 
 #include <algorithm>
 #include <limits>
@@ -8,7 +8,6 @@
 #include <utility>
 #include <vector>
 
-#include "brigade/fsdp/layout/shard_numel.h"
 #include "brigade/tests/fsdp/layout_of.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"

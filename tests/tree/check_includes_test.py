@@ -67,15 +67,15 @@ class CheckIncludesTest(unittest.TestCase):
         self.assert_forbidden("hooks/a.cc", "#include <gloo/context.h>", "may include only")
 
     def test_a_front_includes_what_lies_inside_of_its_folder(self):
-        self.assert_allowed("fsdp/a.cc", '#include "brigade/fsdp/transport/transport.h"')
+        self.assert_allowed("comm/a.cc", '#include "brigade/comm/ordered/ordered.h"')
 
     def test_what_lies_inside_must_not_include_its_front(self):
-        self.assert_forbidden("fsdp/transport/a.cc", '#include "brigade/fsdp/fsdp.h"', "may include only")
+        self.assert_forbidden("comm/ordered/a.cc", '#include "brigade/comm/comm.h"', "may include only")
 
     def test_what_lies_inside_is_in_layers_too(self):
-        self.assert_allowed("fsdp/transport/a.cc", '#include "brigade/fsdp/streams/streams.h"')
+        self.assert_allowed("comm/ordered/a.cc", '#include "brigade/comm/streams/streams.h"')
         self.assert_forbidden(
-            "fsdp/streams/a.cc", '#include "brigade/fsdp/transport/transport.h"', "may include only"
+            "comm/streams/a.cc", '#include "brigade/comm/ordered/ordered.h"', "may include only"
         )
 
     def test_a_folder_that_no_layer_names_is_an_error(self):

@@ -1,4 +1,4 @@
-#include "brigade/fsdp/transport/device_transport.h"
+#include "brigade/fsdp/device_transport.h"
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
@@ -13,8 +13,7 @@
 #include "brigade/comm/ordered/ordered_sum.h"
 #include "brigade/comm/streams/completed_future.h"
 #include "brigade/comm/subgroup.h"
-#include "brigade/fsdp/transport/mesh_ranks.h"
-#include "brigade/fsdp/transport/neighbour_groups.h"
+#include "brigade/fsdp/shard_transport.h"
 
 namespace brigade {
 namespace {

@@ -7,15 +7,15 @@
 // slices, and each adds up what it gets, and so over the column. Over Gloo, as
 // where ranks share a device, a row's sum is an all-reduce.
 
-#ifndef BRIGADE_FSDP_TRANSPORT_DEVICE_TRANSPORT_H_
-#define BRIGADE_FSDP_TRANSPORT_DEVICE_TRANSPORT_H_
+#ifndef BRIGADE_FSDP_DEVICE_TRANSPORT_H_
+#define BRIGADE_FSDP_DEVICE_TRANSPORT_H_
 
 #include <memory>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
 
-#include "brigade/fsdp/streams/sharding_streams.h"
-#include "brigade/fsdp/transport/shard_transport.h"
+#include "brigade/fsdp/shard_transport.h"
+#include "brigade/fsdp/streams.h"
 
 namespace brigade {
 
@@ -30,4 +30,4 @@ std::unique_ptr<ShardTransport> make_device_transport(
 
 }  // namespace brigade
 
-#endif  // BRIGADE_FSDP_TRANSPORT_DEVICE_TRANSPORT_H_
+#endif  // BRIGADE_FSDP_DEVICE_TRANSPORT_H_

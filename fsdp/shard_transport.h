@@ -1,3 +1,72 @@
+// All-gathers and reduce-scatters of flat tensors on a mesh, over a group or in
+// the order of ranks.
+
+#ifndef BRIGADE_FSDP_SHARD_TRANSPORT_H_
+#define BRIGADE_FSDP_SHARD_TRANSPORT_H_
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
+#include <c10/core/Device.h>
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <numeric>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <vector>
+
+#include "brigade/comm/process_group.h"
+#include "brigade/fsdp/streams.h"
+
+namespace brigade {
+
+// Which ranks share a row of a mesh, and which a column: those of a row hold
+// the parts of parameters, those of a column the same part.
+
+// Of the row that `rank` is in, `num_shards` ranks in rising order. Of a number
+// that divides that one: its neighbours in the row.
+inline std::vector<int> row_of(int rank, int num_shards) {
+  std::vector<int> ranks(num_shards);
+  std::iota(ranks.begin(), ranks.end(), rank / num_shards * num_shards);
+  return ranks;
+}
+
+// Of its column.
+inline std::vector<int> column_of(int rank, int num_shards, int num_ranks) {
+  std::vector<int> ranks;
+  for (int r = rank % num_shards; r < num_ranks; r += num_shards) {
+    ranks.push_back(r);
+  }
+  return ranks;
+}
+
+// Groups of ranks next to each other in a row of a mesh, by how many they are.
+class NeighbourGroups {
+ public:
+  using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
+
+  // Collective over the group. `numbers`: each divides the ranks of a row.
+  // Errors: as make_subgroup().
+  NeighbourGroups(const Group& group, const std::vector<int>& numbers,
+                  c10::Device device = at::kCPU);
+
+  // REQUIRES: `number` is one of the numbers.
+  const Group& of(int number) const { return made_.at(number).scope.group(); }
+  std::vector<Group> all() const;
+
+  // By the group's own collective, of equal slices of `whole`.
+  c10::intrusive_ptr<c10::ivalue::Future> all_gather(const at::Tensor& whole,
+                                                     int number) const;
+
+ private:
+  struct Made {
+    Made(const Group& group, int number, c10::Device device);
+    const GroupScope scope;
+  };
+
+  std::map<int, Made> made_;
+};
+
 // How shards are gathered and gradients are summed: the collectives of a mesh.
 //
 // A mesh has R rows of F ranks. A unit's parameters are cut into F shards over
@@ -12,22 +81,6 @@
 // which keeps the host waiting.
 //
 // Thread safety: one call at a time of each kind.
-
-#ifndef BRIGADE_FSDP_TRANSPORT_SHARD_TRANSPORT_H_
-#define BRIGADE_FSDP_TRANSPORT_SHARD_TRANSPORT_H_
-
-#include <ATen/core/Tensor.h>
-#include <ATen/core/ivalue.h>
-
-#include <cstdint>
-#include <memory>
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
-#include <vector>
-
-#include "brigade/fsdp/streams/sharding_streams.h"
-
-namespace brigade {
-
 class ShardTransport {
  public:
   using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
@@ -120,4 +173,4 @@ std::unique_ptr<ShardTransport> make_group_transport(
 
 }  // namespace brigade
 
-#endif  // BRIGADE_FSDP_TRANSPORT_SHARD_TRANSPORT_H_
+#endif  // BRIGADE_FSDP_SHARD_TRANSPORT_H_

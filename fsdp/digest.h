@@ -5,8 +5,8 @@
 //
 // Thread safety: a value.
 
-#ifndef BRIGADE_FSDP_LAYOUT_DIGEST_H_
-#define BRIGADE_FSDP_LAYOUT_DIGEST_H_
+#ifndef BRIGADE_FSDP_DIGEST_H_
+#define BRIGADE_FSDP_DIGEST_H_
 
 #include <cstdint>
 #include <vector>
@@ -40,4 +40,4 @@ class Digest {
 
 }  // namespace brigade
 
-#endif  // BRIGADE_FSDP_LAYOUT_DIGEST_H_
+#endif  // BRIGADE_FSDP_DIGEST_H_

@@ -1,3 +1,78 @@
+// Where the parameters of a flat tensor lie, and which elements each rank
+// holds: equal shards, padding at the end, blocks that are never cut.
+//
+// Thread safety: values and pure functions.
+
+#ifndef BRIGADE_FSDP_SHARD_LAYOUT_H_
+#define BRIGADE_FSDP_SHARD_LAYOUT_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "absl/status/statusor.h"
+
+namespace brigade {
+
+// All that a layout sees of a parameter.
+
+// As `block_numel`: the parameter is one block, so one rank holds all of it.
+inline constexpr int64_t kWholeParameter = std::numeric_limits<int64_t>::max();
+
+struct ShardSpec {
+  int64_t numel = 0;        // may be 0
+  int64_t block_numel = 1;  // elements that stay together, counted from the
+                            // parameter's first; the last block may be shorter
+
+  friend bool operator==(const ShardSpec&, const ShardSpec&) = default;
+};
+
+inline int64_t total_numel(std::span<const ShardSpec> parameters) {
+  int64_t total = 0;
+  for (const ShardSpec& parameter : parameters) total += parameter.numel;
+  return total;
+}
+
+// How long the equal shards of a unit must be, so that no block is cut.
+//
+// Shards are equal in length, for the collectives, and a parameter lies in one
+// piece in the gathered buffer, for it is a view of it. So padding goes before
+// a parameter, never into it, and a parameter that spans two cuts or more needs
+// shards that its blocks divide.
+//
+// Thread safety: pure functions.
+
+// Offsets of the parameters in the gathered buffer, each the least that cuts no
+// block and follows the parameter before; nullopt if they do not fit into
+// `num_ranks` shards of `shard_numel` elements. No other offsets fit then: the
+// earlier a parameter ends, the earlier may the next one begin.
+std::optional<std::vector<int64_t>> place_parameters(
+    std::span<const ShardSpec> parameters, int64_t num_ranks,
+    int64_t shard_numel);
+
+// The least number of elements per rank that holds the blocks in order, if a
+// parameter might have holes: no layout has shorter shards. It is less than
+// N/F + G, for N elements on F ranks in blocks of at most G.
+int64_t least_shard_numel(std::span<const ShardSpec> parameters,
+                          int64_t num_ranks);
+
+// A multiple of `alignment` for which place_parameters() finds offsets:
+// least_shard_numel() rounded up, where that fits, which is the least possible
+// and always fits with blocks of 1 element; else the least multiple, from there
+// on, that the blocks of all parameters longer than itself divide.
+//
+// Padding: less than F * alignment with blocks of 1 element; else less than
+// F * (G + L), with L the least common multiple of `alignment` and the blocks
+// of parameters longer than N/F.
+//
+// REQUIRES: numels >= 0, blocks, `num_ranks` and `alignment` > 0; the sum of
+// numels, and `alignment`, <= 2^48.
+int64_t choose_shard_numel(std::span<const ShardSpec> parameters,
+                           int64_t num_ranks, int64_t alignment);
+
 // Which rank holds which elements of a unit's parameters.
 //
 // The parameters of a unit, one after the other, are cut into F equal shards;
@@ -18,19 +93,6 @@
 //   layout->range(1, 12);  // {.in_parameter = 0, .in_shard = 0, .numel = 1}
 //
 // Thread safety: immutable after create(); any thread may read.
-
-#ifndef BRIGADE_FSDP_LAYOUT_SHARD_LAYOUT_H_
-#define BRIGADE_FSDP_LAYOUT_SHARD_LAYOUT_H_
-
-#include <cstddef>
-#include <cstdint>
-#include <span>
-#include <vector>
-
-#include "absl/status/statusor.h"
-#include "brigade/fsdp/layout/shard_spec.h"
-
-namespace brigade {
 
 // The elements of one parameter that one rank holds; all 0 if there are none.
 struct ShardRange {
@@ -100,4 +162,4 @@ class ShardLayout {
 
 }  // namespace brigade
 
-#endif  // BRIGADE_FSDP_LAYOUT_SHARD_LAYOUT_H_
+#endif  // BRIGADE_FSDP_SHARD_LAYOUT_H_
