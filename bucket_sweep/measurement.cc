@@ -14,8 +14,9 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
-// Behind the first step buckets are planned from the order that was seen.
-constexpr int kStepsUntilRebuilt = 2;
+// Buckets are planned from the order of the first step, on a static graph of
+// the second.
+constexpr int kStepsUntilRebuilt = 3;
 
 double ms_since(Clock::time_point begin) {
   return std::chrono::duration<double, std::milli>(Clock::now() - begin)

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <limits>
+#include <nlohmann/json.hpp>
+#include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
@@ -41,44 +43,48 @@ std::string row(const ArmSummary& arm, int label_width) {
       arm.sums_verified ? "right" : "WRONG");
 }
 
-std::string readable_cap(int64_t bytes) {
+// What a C++ program sets, and a Python program.
+std::string setting_of(const ArmSummary& arm) {
+  const int64_t bytes = arm.caps_bytes.front();
   if (bytes == std::numeric_limits<int64_t>::max()) {
-    return "std::numeric_limits<int64_t>::max()";
+    return "bucket_caps_bytes = {std::numeric_limits<int64_t>::max()} or "
+           "bucket_cap_mb=1e6";
   }
-  return absl::StrCat(bytes);
+  return absl::StrFormat("bucket_caps_bytes = {%s} or bucket_cap_mb=%g",
+                         absl::StrJoin(arm.caps_bytes, ", "),
+                         bytes == 1 ? 0 : static_cast<double>(bytes) / 0x1p20);
 }
 
-std::string json(const Quartiles& times) {
-  return absl::StrFormat("{\"p25\": %.17g, \"median\": %.17g, \"p75\": %.17g}",
-                         times.p25, times.median, times.p75);
+using Json = nlohmann::ordered_json;
+
+Json json(const Quartiles& times) {
+  return {{"p25", times.p25}, {"median", times.median}, {"p75", times.p75}};
 }
 
-std::string json(bool value) { return value ? "true" : "false"; }
-
-std::string json(const ArmSummary& arm) {
+Json json(const ArmSummary& arm) {
   const Sizes sizes = sizes_of(arm);
-  return absl::StrFormat(
-      "{\"cap\": %s, \"caps_bytes\": [%s], \"buckets\": %d, \"bucket_bytes\": "
-      "{\"min\": %.0f, \"median\": %.17g, \"max\": %.0f}, \"step_ms\": %s, "
-      "\"exposed_ms\": %s, \"alone_ms\": %.17g, \"overlap\": %.17g, "
-      "\"sums_verified\": %s}",
-      json_string(arm.label), absl::StrJoin(arm.caps_bytes, ", "),
-      arm.bucket_bytes.size(), sizes.min, sizes.median, sizes.max,
-      json(arm.step_ms), json(arm.exposed_ms), arm.alone_ms, arm.overlap(),
-      json(arm.sums_verified));
+  return {{"cap", arm.label},
+          {"caps_bytes", arm.caps_bytes},
+          {"buckets", arm.bucket_bytes.size()},
+          {"bucket_bytes",
+           {{"min", sizes.min}, {"median", sizes.median}, {"max", sizes.max}}},
+          {"step_ms", json(arm.step_ms)},
+          {"exposed_ms", json(arm.exposed_ms)},
+          {"alone_ms", arm.alone_ms},
+          {"overlap", arm.overlap()},
+          {"sums_verified", arm.sums_verified}};
 }
 
-std::string json_of_best(const SweepSummary& summary) {
-  if (!summary.best) return "null";
-  const ArmSummary& arm = summary.arms[summary.best->arm];
-  return absl::StrFormat(
-      "{\"cap\": %s, \"caps_bytes\": [%s], \"saved_ms\": %s, "
-      "\"saved_share\": %.17g, \"rounds_faster\": %d, \"rounds\": %d, "
-      "\"decided\": %s}",
-      json_string(arm.label), absl::StrJoin(arm.caps_bytes, ", "),
-      json(summary.best->saved_ms), summary.best->saved_share,
-      summary.best->rounds_faster, summary.best->rounds,
-      json(summary.best->decided));
+Json json_of_best(const SweepSummary& summary) {
+  if (!summary.best) return nullptr;
+  const Recommendation& best = *summary.best;
+  return {{"cap", summary.arms[best.arm].label},
+          {"caps_bytes", summary.arms[best.arm].caps_bytes},
+          {"saved_ms", json(best.saved_ms)},
+          {"saved_share", best.saved_share},
+          {"rounds_faster", best.rounds_faster},
+          {"rounds", best.rounds},
+          {"decided", best.decided}};
 }
 
 }  // namespace
@@ -134,40 +140,23 @@ std::string recommendation(const SweepSummary& summary) {
     return absl::StrCat("recommended: the default; ", arm.label, ": ", margin,
                         ", which may be chance");
   }
-  std::vector<std::string> caps;
-  for (const int64_t cap : arm.caps_bytes) caps.push_back(readable_cap(cap));
-  return absl::StrCat("recommended: bucket_caps_bytes = {",
-                      absl::StrJoin(caps, ", "), "} (", arm.label, "); ",
+  return absl::StrCat("recommended: ", setting_of(arm), " (", arm.label, "); ",
                       margin);
-}
-
-std::string json_string(std::string_view text) {
-  std::string quoted = "\"";
-  for (const char c : text) {
-    if (c == '"' || c == '\\') {
-      quoted += '\\';
-      quoted += c;
-    } else if (static_cast<unsigned char>(c) < 0x20) {
-      absl::StrAppendFormat(&quoted, "\\u%04x", static_cast<int>(c));
-    } else {
-      quoted += c;
-    }
-  }
-  return quoted + "\"";
 }
 
 std::string to_json(const std::string& name, const SweepSummary& summary,
                     const std::string& backward) {
-  const std::string arms = absl::StrJoin(
-      summary.arms, ",\n    ",
-      [](std::string* out, const ArmSummary& arm) { out->append(json(arm)); });
-  return absl::StrFormat(
-      "{\"name\": %s, \"backward\": %s, \"parameters\": %d, "
-      "\"gradient_bytes\": %d,\n  \"local_ms\": %s,\n  \"arms\": [\n    %s],\n"
-      "  \"best\": %s,\n  \"recommendation\": %s}",
-      json_string(name), json_string(backward), summary.num_parameters,
-      summary.gradient_bytes, json(summary.local_ms), arms,
-      json_of_best(summary), json_string(recommendation(summary)));
+  Json arms = Json::array();
+  for (const ArmSummary& arm : summary.arms) arms.push_back(json(arm));
+  return Json{{"name", name},
+              {"backward", backward},
+              {"parameters", summary.num_parameters},
+              {"gradient_bytes", summary.gradient_bytes},
+              {"local_ms", json(summary.local_ms)},
+              {"arms", std::move(arms)},
+              {"best", json_of_best(summary)},
+              {"recommendation", recommendation(summary)}}
+      .dump(2);
 }
 
 }  // namespace brigade

@@ -6,7 +6,6 @@
 #define BRIGADE_BUCKET_SWEEP_REPORT_H_
 
 #include <string>
-#include <string_view>
 
 #include "brigade/bucket_sweep/summary.h"
 
@@ -23,9 +22,6 @@ std::string recommendation(const SweepSummary& summary);
 // The same as one JSON object.
 std::string to_json(const std::string& name, const SweepSummary& summary,
                     const std::string& backward = "computed");
-
-// `text` as a JSON string, with its quotation marks.
-std::string json_string(std::string_view text);
 
 // "18 kB", "2.36 MB", "154 MB": three digits.
 std::string readable_bytes(double bytes);

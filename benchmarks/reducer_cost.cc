@@ -2,27 +2,17 @@
 // so all of it is the reducer's own work.
 //
 // Benchmarks, over the number of parameters (4 floats each)
-//   step/no_reducer            two equal models without one, as below: what of
-//   the
-//                              following is noise
+//   step/no_reducer            two equal models without one, as below: noise
 //   step/alone, step/gloo      a training step with a reducer, less the same
-//   step
-//                              of an equal model without one.  Both take turns;
-//                              us_per_parameter is the median of the
-//                              differences, [p25, p75] their quartiles.  "Time"
+//                              step of an equal model without one. Both take
+//                              turns; us_per_parameter is the median of the
+//                              differences, [p25, p75] their quartiles. "Time"
 //                              is the step with the reducer.
 //   construct/default_caps, construct/one_bucket
-//   construct/8000_over_1000   ratio of the costs per parameter, in one bucket
-//   plan                       plan_by_size
 //   copies                     per step, in units of all gradients; counted
-//   allocations                of tensor memory by the reducer, from step 3 on;
-//                              heap_per_step: its other allocations, autograd's
-//                              for its hooks and the group's included; counted
+//   allocations                of tensor memory by the reducer, from step 3 on
 //   collectives/k              per micro-batch and bucket, when k micro-batches
-//   are
-//                              accumulated; counted
-// cpu_us and cpu_ratio are the medians in CPU time of the process, which other
-// programs on the machine disturb less.
+//                              are accumulated; counted
 //
 // A count that is not what brigade promises is reported as an error.
 
@@ -32,22 +22,18 @@
 
 #include <algorithm>
 #include <chrono>
-#include <ctime>
 #include <functional>
 #include <limits>
-#include <memory>
 #include <optional>
 #include <string>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <vector>
 
-#include "brigade/benchmarks/reducer_cost/allocation_counter.h"
-#include "brigade/benchmarks/reducer_cost/heap_counter.h"
-#include "brigade/benchmarks/reducer_cost/tiny_model.h"
-#include "brigade/bucket_sweep/quantiles.h"
+#include "brigade/benchmarks/support/allocation_counter.h"
 #include "brigade/benchmarks/support/set_up.h"
+#include "brigade/benchmarks/support/tiny_model.h"
+#include "brigade/bucket_sweep/quantiles.h"
 #include "brigade/comm/process_group.h"
-#include "brigade/planning/plan_by_size.h"
 #include "brigade/reducer/reducer.h"
 
 namespace brigade::benchmarks {
@@ -70,24 +56,10 @@ ReducerOptions one_bucket() {
   return options;
 }
 
-struct Seconds {
-  double wall = 0;
-  double cpu = 0;  // of all threads of the process
-};
-
-double cpu_seconds() {
-  timespec time = {};
-  clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &time);
-  return static_cast<double>(time.tv_sec) +
-         static_cast<double>(time.tv_nsec) * 1e-9;
-}
-
-Seconds seconds(const std::function<void()>& work) {
-  const double cpu_begin = cpu_seconds();
+double seconds(const std::function<void()>& work) {
   const Clock::time_point begin = Clock::now();
   work();
-  const std::chrono::duration<double> wall = Clock::now() - begin;
-  return {.wall = wall.count(), .cpu = cpu_seconds() - cpu_begin};
+  return std::chrono::duration<double>(Clock::now() - begin).count();
 }
 
 // Leaves no gradient behind: what one model frees late, the other one's forward
@@ -101,26 +73,13 @@ void train_step(TinyModel& model, Reducer* reducer) {
   model.clear_gradients();
 }
 
-std::vector<double> wall_of(const std::vector<Seconds>& samples) {
-  std::vector<double> wall;
-  for (const Seconds& sample : samples) wall.push_back(sample.wall);
-  return wall;
-}
-
-std::vector<double> cpu_of(const std::vector<Seconds>& samples) {
-  std::vector<double> cpu;
-  for (const Seconds& sample : samples) cpu.push_back(sample.cpu);
-  return cpu;
-}
-
-void report_us_per_parameter(State& state, const std::vector<Seconds>& samples,
+void report_us_per_parameter(State& state, const std::vector<double>& samples,
                              int64_t num_parameters) {
-  const Quartiles wall = quartiles(wall_of(samples));
+  const Quartiles found = quartiles(samples);
   const double scale = 1e6 / static_cast<double>(num_parameters);
-  state.counters["us_per_parameter"] = wall.median * scale;
-  state.counters["p25"] = wall.p25 * scale;
-  state.counters["p75"] = wall.p75 * scale;
-  state.counters["cpu_us"] = quantile(cpu_of(samples), 0.5) * scale;
+  state.counters["us_per_parameter"] = found.median * scale;
+  state.counters["p25"] = found.p25 * scale;
+  state.counters["p75"] = found.p75 * scale;
 }
 
 // Enough of them that their quartiles mean something, but not for minutes.
@@ -140,72 +99,29 @@ void step(State& state, Group (*make_group)()) {
     train_step(plain, nullptr);
     train_step(reduced, reducer);
   }
-  std::vector<Seconds> differences;
+  std::vector<double> differences;
   bool plain_first = true;
   for (auto _ : state) {
-    Seconds without;
+    double without = 0;
     if (plain_first) without = seconds([&] { train_step(plain, nullptr); });
-    const Seconds with = seconds([&] { train_step(reduced, reducer); });
+    const double with = seconds([&] { train_step(reduced, reducer); });
     if (!plain_first) without = seconds([&] { train_step(plain, nullptr); });
     plain_first = !plain_first;
-    state.SetIterationTime(with.wall);
-    differences.push_back(
-        {.wall = with.wall - without.wall, .cpu = with.cpu - without.cpu});
+    state.SetIterationTime(with);
+    differences.push_back(with - without);
   }
   report_us_per_parameter(state, differences, num_parameters);
-}
-
-Seconds construction_seconds(const TinyModel& model, const Group& group,
-                             const ReducerOptions& options) {
-  std::unique_ptr<Reducer> reducer;
-  return seconds([&] {
-    reducer = std::make_unique<Reducer>(model.parameters(), group, options);
-  });
 }
 
 void construct(State& state, const ReducerOptions& options) {
   const TinyModel model(state.range(0));
   const Group group = alone();
-  std::vector<Seconds> times;
+  std::vector<double> times;
   for (auto _ : state) {
-    times.push_back(construction_seconds(model, group, options));
-    state.SetIterationTime(times.back().wall);
-  }
-  report_us_per_parameter(state, times, state.range(0));
-}
-
-void construct_8000_over_1000(State& state) {
-  const TinyModel large(8000);
-  const TinyModel small(1000);
-  const Group group = alone();
-  std::vector<double> ratios;
-  std::vector<double> cpu_ratios;
-  for (auto _ : state) {
-    const Seconds of_large = construction_seconds(large, group, one_bucket());
-    const Seconds of_small = construction_seconds(small, group, one_bucket());
-    state.SetIterationTime(of_large.wall + of_small.wall);
-    ratios.push_back(of_large.wall / 8 / of_small.wall);
-    cpu_ratios.push_back(of_large.cpu / 8 / of_small.cpu);
-  }
-  const Quartiles found = quartiles(ratios);
-  state.counters["ratio"] = found.median;
-  state.counters["p25"] = found.p25;
-  state.counters["p75"] = found.p75;
-  state.counters["cpu_ratio"] = quantile(cpu_ratios, 0.5);
-}
-
-void plan(State& state) {
-  const std::vector<ParameterSpec> parameters(state.range(0),
-                                              ParameterSpec{.size_bytes = 16});
-  const std::vector<size_t> order =
-      reverse_registration_order(parameters.size());
-  std::vector<Seconds> times;
-  for (auto _ : state) {
-    times.push_back(seconds([&] {
-      benchmark::DoNotOptimize(
-          plan_by_size(parameters, order, kDefaultBucketCapsBytes));
-    }));
-    state.SetIterationTime(times.back().wall);
+    std::optional<Reducer> reducer;
+    times.push_back(
+        seconds([&] { reducer.emplace(model.parameters(), group, options); }));
+    state.SetIterationTime(times.back());
   }
   report_us_per_parameter(state, times, state.range(0));
 }
@@ -237,28 +153,18 @@ void allocations(State& state) {
     train_step(reduced, &reducer);
   }
   const AllocationCounter counter;
-  const auto allocations_of = [&](const std::function<void()>& work) {
-    const int64_t before = counter.count();
-    work();
-    return counter.count() - before;
-  };
-  int64_t extra = 0;
   int64_t by_autograd = 0;
-  int64_t on_heap = 0;
+  int64_t by_reducer = 0;
   for (auto _ : state) {
-    const int64_t before = heap_allocations();
-    by_autograd = allocations_of([&] { train_step(plain, nullptr); });
-    const int64_t between = heap_allocations();
-    extra +=
-        allocations_of([&] { train_step(reduced, &reducer); }) - by_autograd;
-    on_heap += heap_allocations() - between - (between - before);
+    const int64_t before = counter.count();
+    train_step(plain, nullptr);
+    by_autograd = counter.count() - before;
+    train_step(reduced, &reducer);
+    by_reducer += counter.count() - before - 2 * by_autograd;
   }
-  state.counters["heap_per_step"] = benchmark::Counter(
-      static_cast<double>(on_heap), benchmark::Counter::kAvgIterations);
-  state.counters["by_autograd_per_step"] = static_cast<double>(by_autograd);
-  state.counters["by_reducer"] = static_cast<double>(extra);
+  state.counters["by_reducer"] = static_cast<double>(by_reducer);
   if (by_autograd == 0) state.SkipWithError("the counter counts nothing");
-  if (extra != 0) state.SkipWithError("the reducer allocated");
+  if (by_reducer != 0) state.SkipWithError("the reducer allocated");
 }
 
 void collectives(State& state) {
@@ -307,22 +213,12 @@ void register_benchmarks() {
   const auto add_construct = [&](const std::string& name,
                                  const ReducerOptions& options) {
     add("construct/" + name, [=](State& state) { construct(state, options); })
-        ->RangeMultiplier(10)
-        ->Range(100, 100'000)
+        ->ArgsProduct({{100, 1'000, 8'000, 100'000}})
         ->UseManualTime()
         ->Unit(benchmark::kMillisecond);
   };
   add_construct("default_caps", {});
   add_construct("one_bucket", one_bucket());
-  add("construct/8000_over_1000", construct_8000_over_1000)
-      ->Iterations(30)
-      ->UseManualTime()
-      ->Unit(benchmark::kMillisecond);
-  add("plan", plan)
-      ->RangeMultiplier(10)
-      ->Range(100, 100'000)
-      ->UseManualTime()
-      ->Unit(benchmark::kMicrosecond);
   add("copies", copies)->Arg(1'000)->Iterations(20);
   add("allocations", allocations)->Arg(1'000)->Arg(10'000)->Iterations(20);
   add("collectives", collectives)->Arg(1)->Arg(4)->Arg(8)->Iterations(5);

@@ -15,7 +15,7 @@
 #include <string>
 #include <vector>
 
-#include "brigade/benchmarks/reducer_cost/tiny_model.h"
+#include "brigade/benchmarks/support/tiny_model.h"
 #include "brigade/comm/process_group.h"
 #include "brigade/reducer/reducer.h"
 

@@ -1,12 +1,12 @@
 // What it costs to move gradients into a flat bucket buffer and out of it:
-// brigade's Packer beside the ways that ATen offers, and memcpy.
+// brigade's Packer beside the ways that ATen offers.
 //
 // Workloads (slots x elements): 1000 x 4, 1000 x 1024, 64 x 262144 (64 MiB of
 // float32), 16 x 2097152 (128 MiB).  Arguments: slots / elements.  Counters:
 // ns_per_slot, and GB/s of gradients (memory moves twice that and more).
 //
 //   pack_cost --benchmark_repetitions=9
-//   --benchmark_enable_random_interleaving=true
+//       --benchmark_enable_random_interleaving=true
 //
 // runs all ways in turn, so that a busy machine slows all alike.  One thread
 // unless OMP_NUM_THREADS says otherwise.  CUDA runs where there is a device;
@@ -21,7 +21,6 @@
 #include <torch/cuda.h>
 
 #include <cstdint>
-#include <cstring>
 #include <memory>
 #include <string>
 #include <vector>
@@ -75,10 +74,6 @@ void packer_pack(Workload& load) {
   load.packer->pack(load.sources, load.flat, kScale);
 }
 
-void packer_pack_unscaled(Workload& load) {
-  load.packer->pack(load.sources, load.flat, 1.0);
-}
-
 void packer_unpack(Workload& load) {
   load.packer->unpack(load.flat, load.addresses);
 }
@@ -90,30 +85,9 @@ void aten_mul_out(Workload& load) {
   }
 }
 
-void aten_copy_and_mul(Workload& load) {
-  for (int64_t i = 0; i < load.num_slots; ++i) {
-    load.views[i].copy_(load.gradients[i]);
-  }
-  load.flat.mul_(kScale);
-}
-
-void aten_foreach_copy(Workload& load) {
-  at::_foreach_copy_(load.views, load.gradients);
-}
-
 void aten_foreach_copy_and_mul(Workload& load) {
   at::_foreach_copy_(load.views, load.gradients);
   load.flat.mul_(kScale);
-}
-
-void plain_memcpy(Workload& load) {
-  auto* to = static_cast<std::byte*>(load.flat.mutable_data_ptr());
-  const size_t bytes = load.numel * sizeof(float);
-  for (const void* from : load.sources) {
-    std::memcpy(to, from, bytes);
-    to += bytes;
-  }
-  benchmark::ClobberMemory();
 }
 
 void device_copy(Workload& load) {
@@ -171,14 +145,9 @@ void register_all() {
   };
   const std::vector<Entry> common = {
       {"packer_pack", packer_pack},
-      {"packer_pack_unscaled", packer_pack_unscaled},
       {"packer_pack_bfloat16", packer_pack, at::kBFloat16},
-      {"packer_pack_float16", packer_pack, at::kHalf},
       {"packer_unpack", packer_unpack},
-      {"packer_unpack_bfloat16", packer_unpack, at::kBFloat16},
       {"aten_mul_out", aten_mul_out},
-      {"aten_copy_and_mul", aten_copy_and_mul},
-      {"aten_foreach_copy", aten_foreach_copy},
       {"aten_foreach_copy_and_mul", aten_foreach_copy_and_mul}};
   for (const Entry& entry : common) {
     add_workloads(benchmark::RegisterBenchmark(
@@ -188,10 +157,6 @@ void register_all() {
                       }))
         ->UseRealTime();
   }
-  add_workloads(benchmark::RegisterBenchmark("cpu/memcpy", [](benchmark::State&
-                                                                  state) {
-    run_on_cpu(state, plain_memcpy, at::kFloat);
-  }))->UseRealTime();
   if (!torch::cuda::is_available()) return;
   for (const Entry& entry : common) {
     add_workloads(benchmark::RegisterBenchmark(
