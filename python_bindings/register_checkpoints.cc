@@ -1,5 +1,3 @@
-#include "brigade/python_bindings/register_checkpoints.h"
-
 #include <pybind11/stl.h>
 
 #include <map>
@@ -11,6 +9,7 @@
 
 #include "brigade/checkpoint/checkpoint.h"
 #include "brigade/fsdp/checkpoint_model.h"
+#include "brigade/python_bindings/registrations.h"
 
 namespace brigade {
 namespace {

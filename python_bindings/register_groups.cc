@@ -1,5 +1,3 @@
-#include "brigade/python_bindings/register_agreement.h"
-
 #include <c10/util/Exception.h>
 
 #include <string>
@@ -9,10 +7,12 @@
 #include "brigade/comm/agreement.h"
 #include "brigade/comm/errors/describe_tensor.h"
 #include "brigade/comm/group/control_device.h"
+#include "brigade/comm/recording_group.h"
+#include "brigade/python_bindings/registrations.h"
 
 namespace brigade {
 
-void register_agreement(py::module_& module) {
+void register_groups(py::module_& module) {
   module.def(
       "require_agreement",
       [](const c10::intrusive_ptr<c10d::ProcessGroup>& group,
@@ -40,6 +40,13 @@ void register_agreement(py::module_& module) {
   module.def("describe_tensor", &describe_tensor, py::arg("name"),
              py::arg("tensor"),
              "Name, dtype, sizes, strides and kind of device, as text.");
+  module.def(
+      "recording_group",
+      [](int world_size) { return RecordingGroup(world_size).group(); },
+      py::arg("world_size"),
+      "A group of one process that answers at once, as if all ranks held what "
+      "this one holds: for what a program costs beside its network. This rank "
+      "is 0. Its log grows with each collective.");
 }
 
 }  // namespace brigade
