@@ -12,7 +12,7 @@
 // its share of the time has passed, as if a GPU computed it: what is measured
 // is the reducer and the link, and overlap is real.
 //
-// Per workload a table of bucket_sweep/report.h, of caps that take turns with
+// Per workload a table of bucket_sweep/summary.h, of caps that take turns with
 // the same loop without a reducer (bucket_sweep/measurement.h):
 //   step      median and quartiles over all rounds, of the slowest rank
 //   exposed   step less the step without a reducer of the same round, median
@@ -39,11 +39,9 @@
 
 #include "brigade/benchmarks/support/gradient_shapes.h"
 #include "brigade/benchmarks/support/set_up.h"
-#include "brigade/bucket_sweep/arms.h"
 #include "brigade/bucket_sweep/measurement.h"
-#include "brigade/bucket_sweep/module_workload.h"
-#include "brigade/bucket_sweep/report.h"
 #include "brigade/bucket_sweep/summary.h"
+#include "brigade/bucket_sweep/workload.h"
 #include "brigade/examples/digits/dataset.h"
 #include "brigade/examples/digits/network.h"
 #include "brigade/examples/support/program.h"
@@ -258,8 +256,8 @@ int run(const Options& options, SetUp set_up) {
     if (!speaks) continue;
     fmt::print("\n{}", to_text(model.title, summary, backward));
     std::fflush(stdout);
-    figures["models"].push_back(nlohmann::ordered_json::parse(
-        to_json(model.title, summary, backward)));
+    figures["models"].push_back(
+        nlohmann::ordered_json::parse(to_json(model.title, summary, backward)));
   }
   if (speaks && !options.json_file.empty()) {
     std::ofstream file(options.json_file);
@@ -300,9 +298,8 @@ int main(int argc, char** argv) {
     }
     if (app.count("--rounds") == 0) options.sweep.rounds = 3;
   }
-  return run_program("bucket_size", [&] {
-    return run(options, describe_set_up(argc, argv));
-  });
+  return run_program("bucket_size",
+                     [&] { return run(options, describe_set_up(argc, argv)); });
 }
 
 }  // namespace

@@ -1,6 +1,6 @@
-// The built-in comm hooks: averaging all-reduces, in the gradients' own dtype or
-// in a smaller one on the wire, by the group, in memory that its ranks share, or
-// in the order of the ranks. The divisor may change from iteration to
+// The built-in comm hooks: averaging all-reduces, in the gradients' own dtype
+// or in a smaller one on the wire, by the group, in memory that its ranks
+// share, or in the order of the ranks. The divisor may change from iteration to
 // iteration: the world size, or the number of ranks that still have data.
 //
 // Thread safety: one call at a time.
@@ -26,9 +26,10 @@ class AveragingHook final : public c10d::CommHookInterface,
  public:
   // `wire_dtype`: nullopt for the gradients' own; gradients that are not
   // floating-point numbers of more than its size are not compressed. Complex
-  // buckets travel as pairs of reals. `ordered`: adds up in place of the group's
-  // own all-reduce, and divides the sum; null: gradients are divided when they
-  // are packed. Does not keep the group alive. Errors: ValueError if it is null.
+  // buckets travel as pairs of reals. `ordered`: adds up in place of the
+  // group's own all-reduce, and divides the sum; null: gradients are divided
+  // when they are packed. Does not keep the group alive. Errors: ValueError if
+  // it is null.
   explicit AveragingHook(
       const c10::intrusive_ptr<c10d::ProcessGroup>& group,
       std::optional<at::ScalarType> wire_dtype = std::nullopt,

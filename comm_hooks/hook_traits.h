@@ -23,10 +23,10 @@ struct WireFormat {
   friend bool operator==(const WireFormat&, const WireFormat&) = default;
 };
 
-// A built-in hook that says what it wants to find in a bucket's buffer: gradients
-// that are scaled and cast already, which the reducer folds into the one pass
-// that packs the bucket. Other hooks get raw gradients in the parameters' dtype
-// and average by themselves.
+// A built-in hook that says what it wants to find in a bucket's buffer:
+// gradients that are scaled and cast already, which the reducer folds into the
+// one pass that packs the bucket. Other hooks get raw gradients in the
+// parameters' dtype and average by themselves.
 class DeclaresWireFormat {
  public:
   // The format for gradients of `gradient_dtype`. The dtype is asked for once,

@@ -6,7 +6,7 @@
 #include <tuple>
 #include <vector>
 
-#include "brigade/bucket_sweep/report.h"
+#include "brigade/bucket_sweep/summary.h"
 #include "brigade/bucket_sweep/sweep.h"
 #include "brigade/python_bindings/registrations.h"
 
@@ -46,8 +46,8 @@ std::tuple<std::string, std::string, bool> sweep_in_python(
 
 void register_bench(py::module_& module) {
   module.def("sweep", &sweep_in_python, py::arg("name"), py::arg("parameters"),
-             py::arg("loss"), py::arg("sizes"), py::arg("group"),
-             py::kw_only(), py::arg("rounds"), py::arg("steps"),
+             py::arg("loss"), py::arg("sizes"), py::arg("group"), py::kw_only(),
+             py::arg("rounds"), py::arg("steps"),
              py::arg("find_unused_parameters"), py::arg("static_graph"),
              py::arg("gradient_as_bucket_view"), py::arg("after_visit"),
              py::call_guard<py::gil_scoped_release>(),

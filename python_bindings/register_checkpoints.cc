@@ -74,8 +74,9 @@ void register_checkpoints(py::module_& module) {
           "By parameter.");
   py::class_<CheckpointModel>(module, "CheckpointModel",
                               "See checkpoint/checkpoint.h.")
-      .def(py::init([](ShardedModel& model) { return checkpoint_model(model); }),
-           NoGil(), py::keep_alive<1, 2>(), py::arg("model"), "Collective.")
+      .def(
+          py::init([](ShardedModel& model) { return checkpoint_model(model); }),
+          NoGil(), py::keep_alive<1, 2>(), py::arg("model"), "Collective.")
       .def(py::init(&whole_model), py::arg("parameters"), py::arg("buffers"),
            py::arg("group"),
            "Unsharded on each rank of the group; None: of this process.");

@@ -219,18 +219,14 @@ void register_logger(py::module_& module) {
       .def("set_construction_data_and_log", &Logger::set_construction_data,
            py::arg("module_name"), py::arg("device_ids"),
            py::arg("output_device"), py::arg("broadcast_buffers"),
-           py::arg("has_sync_bn"), py::arg("static_graph"),
-           NoGil())
-      .def("set_runtime_stats_and_log", &Logger::sample_runtime,
-           NoGil())
-      .def("set_error_and_log", &Logger::set_error, py::arg("error"),
-           NoGil())
+           py::arg("has_sync_bn"), py::arg("static_graph"), NoGil())
+      .def("set_runtime_stats_and_log", &Logger::sample_runtime, NoGil())
+      .def("set_error_and_log", &Logger::set_error, py::arg("error"), NoGil())
       .def("_set_comm_hook_name", &Logger::set_comm_hook_name,
            py::arg("comm_hook"))
       .def("_set_static_graph", &Logger::set_static_graph)
       .def("_set_uneven_input_join", &Logger::set_uneven_input_join)
-      .def("_get_ddp_logging_data", &Logger::data,
-           NoGil());
+      .def("_get_ddp_logging_data", &Logger::data, NoGil());
 }
 
 }  // namespace
@@ -260,26 +256,26 @@ void register_reducer(py::module_& module) {
            py::arg("verify_across_ranks") = true,
            py::arg("one_backward_per_forward") = false,
            py::keep_alive<1, 5>())  // a group may be written in Python
-      .def(
-          py::init(&make_reducer_of), py::arg("parameters"),
-          py::arg("process_group"), py::kw_only(), py::arg("names"),
-          py::arg("expect_sparse"), py::arg("first_bucket_caps_bytes"), py::arg("bucket_caps_bytes"),
-          py::arg("bucket_plan") = py::none(),
-          py::arg("find_unused_parameters") = false,
-          py::arg("skip_all_reduce_unused_parameters") = false,
-          py::arg("static_graph") = false,
-          py::arg("gradient_as_bucket_view") = false,
-          py::arg("lazy_bucket_allocation") = false,
-          py::arg("verify_across_ranks") = true,
-          py::arg("one_backward_per_forward") = false,
-          py::arg("max_unconfirmed_iterations") =
-              ReducerOptions{}.max_unconfirmed_iterations,
-          py::arg("control_channel") = true, py::arg("reproducible") = false,
-          py::arg("reproducible_row_size") = py::none(),
-          py::arg("reduces_by_itself") = true, py::keep_alive<1, 3>(),
-          "The first buckets are of the first caps, in the order of parameters, "
-          "and launched from the last one on; those that are rebuilt are of "
-          "the other caps. A bucket_plan takes the place of both.")
+      .def(py::init(&make_reducer_of), py::arg("parameters"),
+           py::arg("process_group"), py::kw_only(), py::arg("names"),
+           py::arg("expect_sparse"), py::arg("first_bucket_caps_bytes"),
+           py::arg("bucket_caps_bytes"), py::arg("bucket_plan") = py::none(),
+           py::arg("find_unused_parameters") = false,
+           py::arg("skip_all_reduce_unused_parameters") = false,
+           py::arg("static_graph") = false,
+           py::arg("gradient_as_bucket_view") = false,
+           py::arg("lazy_bucket_allocation") = false,
+           py::arg("verify_across_ranks") = true,
+           py::arg("one_backward_per_forward") = false,
+           py::arg("max_unconfirmed_iterations") =
+               ReducerOptions{}.max_unconfirmed_iterations,
+           py::arg("control_channel") = true, py::arg("reproducible") = false,
+           py::arg("reproducible_row_size") = py::none(),
+           py::arg("reduces_by_itself") = true, py::keep_alive<1, 3>(),
+           "The first buckets are of the first caps, in the order of "
+           "parameters, "
+           "and launched from the last one on; those that are rebuilt are of "
+           "the other caps. A bucket_plan takes the place of both.")
       .def("prepare_for_forward", &TorchReducer::prepare_for_forward, NoGil())
       .def("prepare_for_backward", &TorchReducer::prepare_for_backward,
            py::arg("outputs"), NoGil())

@@ -30,8 +30,10 @@ inline DigitImages read_digits(const std::string& path = DIGITS_DATA_FILE) {
   const at::Tensor rows =
       at::from_file(path, /*shared=*/false, kNumImages * 65, at::kByte)
           .view({kNumImages, 65});
-  return {.pixels = rows.narrow(1, 0, 64).to(at::kFloat).div(16).view(
-              {kNumImages, 1, 8, 8}),
+  return {.pixels = rows.narrow(1, 0, 64)
+                        .to(at::kFloat)
+                        .div(16)
+                        .view({kNumImages, 1, 8, 8}),
           .labels = rows.select(1, 64).to(at::kLong)};
 }
 
@@ -59,9 +61,7 @@ class Batches {
 
   int num_ranks() const { return num_ranks_; }
   int64_t images_per_step() const { return images_per_rank_ * num_ranks_; }
-  int64_t steps_per_epoch() const {
-    return images_.size() / images_per_step();
-  }
+  int64_t steps_per_epoch() const { return images_.size() / images_per_step(); }
 
   // The images of `rank` in step `step`, counted from the first epoch on. Each
   // epoch has an order of its own.

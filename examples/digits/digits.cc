@@ -109,11 +109,8 @@ bool report(bool kept, const std::string& text) {
 bool report_accuracy(DigitsNet& net, const DigitImages& test,
                      double min_accuracy) {
   const torch::NoGradGuard no_grad;
-  const auto correct = net->forward(test.pixels)
-                           .argmax(1)
-                           .eq(test.labels)
-                           .sum()
-                           .item<int64_t>();
+  const auto correct =
+      net->forward(test.pixels).argmax(1).eq(test.labels).sum().item<int64_t>();
   const double accuracy = 100.0 * correct / test.size();
   return report(accuracy >= min_accuracy,
                 fmt::format("test accuracy {:.2f} % ({} of {}; promised: at "

@@ -48,10 +48,9 @@ void train(Training& training, int64_t first_step, int64_t num_steps,
     if (!speaks || !shows) continue;
     const std::chrono::duration<double> elapsed =
         std::chrono::steady_clock::now() - start;
-    fmt::print("step {:4}/{}  loss {:.9f}  {:6.0f} tokens/s\n", done, num_steps,
-               loss,
-               (done - first_step) * training.tokens_per_step() /
-                   elapsed.count());
+    fmt::print(
+        "step {:4}/{}  loss {:.9f}  {:6.0f} tokens/s\n", done, num_steps, loss,
+        (done - first_step) * training.tokens_per_step() / elapsed.count());
     std::fflush(stdout);
   }
 }

@@ -1,7 +1,6 @@
-#include "brigade/bucket_sweep/report.h"
-
 #include <nlohmann/json.hpp>
 
+#include "brigade/bucket_sweep/summary.h"
 #include "brigade/tests/bucket_sweep/samples.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"

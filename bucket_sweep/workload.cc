@@ -1,4 +1,4 @@
-#include "brigade/bucket_sweep/gradient_check.h"
+#include "brigade/bucket_sweep/workload.h"
 
 #include <limits>
 #include <utility>
