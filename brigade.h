@@ -20,10 +20,9 @@
 #include "brigade/reducer/reducer.h"
 
 // Comm hooks.
+#include "brigade/comm_hooks/averaging_hook.h"
 #include "brigade/comm_hooks/function_hook.h"
-#include "brigade/comm_hooks/ordered_hook.h"
 #include "brigade/comm_hooks/then_collective.h"
-#include "brigade/comm_hooks/wire_format.h"
 
 // Sharding.
 #include "brigade/fsdp/fully_shard.h"

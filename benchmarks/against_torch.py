@@ -17,11 +17,10 @@ from __future__ import annotations
 import argparse
 import gc
 import os
-import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -29,6 +28,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
 import brigade
+
+from turns import over, quartiles, take_turns
 
 CLASSES = {"brigade": brigade.DistributedDataParallel, "torch": TorchDistributedDataParallel}
 MODES = {
@@ -54,12 +55,6 @@ class Chain(nn.Module):
         return y
 
 
-def step(model: nn.Module, x: torch.Tensor) -> None:
-    for parameter in model.parameters():
-        parameter.grad = None
-    model(x).sum().backward()
-
-
 def backward_seconds(model: nn.Module, x: torch.Tensor) -> float:
     """Seconds from calling forward to the end of backward."""
     for parameter in model.parameters():
@@ -69,59 +64,29 @@ def backward_seconds(model: nn.Module, x: torch.Tensor) -> float:
     return time.perf_counter() - begin
 
 
-def quartiles(values: list[float]) -> tuple[float, float, float]:
-    low, middle, high = statistics.quantiles(values, n=4)
-    return low, middle, high
-
-
-def make(wrapper: Callable[..., nn.Module], count: int, **options: object) -> nn.Module | None:
-    try:
-        return wrapper(Chain(count), **options)
-    except NotImplementedError:
-        return None
+def timed(contenders: dict, x: torch.Tensor) -> dict:
+    return {key: partial(backward_seconds, model, x) for key, model in contenders.items()}
 
 
 def measure_steps(count: int, rounds: int) -> None:
     """Prints the overhead of each mode at `count` parameters."""
     x = torch.ones(4)
-    contenders: dict[str, nn.Module] = {"local": Chain(count), "control": Chain(count)}
+    contenders: dict[object, nn.Module] = {"local": Chain(count), "control": Chain(count)}
     for mode, options in MODES.items():
         for name, wrapper in CLASSES.items():
-            model = make(wrapper, count, **options)
-            if model is not None:
-                contenders[f"{mode}/{name}"] = model
-    for model in contenders.values():
-        for _ in range(WARM_UP_STEPS):
-            step(model, x)
-    seconds: dict[str, list[float]] = {name: [] for name in contenders}
-    order = list(contenders)
-    shuffle = random.Random(0)
+            contenders[mode, name] = wrapper(Chain(count), **options)
     gc.collect()
     gc.disable()
-    for _ in range(rounds):
-        shuffle.shuffle(order)
-        for name in order:
-            seconds[name].append(backward_seconds(contenders[name], x))
+    seconds = take_turns(timed(contenders, x), rounds, WARM_UP_STEPS)
     gc.enable()
-
-    def overhead(name: str) -> tuple[float, float, float]:
-        pairs = zip(seconds[name], seconds["local"], strict=True)
-        return quartiles([(mine - local) / count * 1e6 for mine, local in pairs])
-
-    low, middle, high = overhead("control")
-    print(f"\n{count} parameters, {rounds} rounds; control {middle:.2f} [{low:.2f}, {high:.2f}]")
+    control = quartiles(over(seconds["control"], seconds["local"]), count * 1e-6, 2)
+    print(f"\n{count} parameters, {rounds} rounds; control {control}")
     print(f"{'mode':14}{'brigade':>24}{'torch':>24}{'ratio':>8}")
     for mode in MODES:
-        cells, medians = [], []
-        for name in CLASSES:
-            if f"{mode}/{name}" not in contenders:
-                cells.append("not there yet")
-                continue
-            low, middle, high = overhead(f"{mode}/{name}")
-            medians.append(middle)
-            cells.append(f"{middle:.2f} [{low:.2f}, {high:.2f}]")
-        ratio = f"{medians[0] / medians[1]:.3f}" if len(medians) == 2 else ""
-        print(f"{mode:14}{cells[0]:>24}{cells[1]:>24}{ratio:>8}")
+        extra = [over(seconds[mode, name], seconds["local"]) for name in CLASSES]
+        ours, theirs = (quartiles(times, count * 1e-6, 2) for times in extra)
+        ratio = statistics.median(extra[0]) / statistics.median(extra[1])
+        print(f"{mode:14}{ours:>24}{theirs:>24}{ratio:>8.3f}")
 
 
 def measure_construction(count: int, rounds: int) -> None:
@@ -184,23 +149,14 @@ def measure_hook(buckets: int, rounds: int) -> None:
     for (_, hooked), model in models.items():
         if hooked:
             model.register_comm_hook(None, noop)
-        for _ in range(WARM_UP_STEPS):
-            step(model, x)
-    local = Chain(buckets)
-    seconds: dict[object, list[float]] = {key: [] for key in [*models, "local"]}
-    order = [*models.items(), ("local", local)]
-    shuffle = random.Random(0)
-    for _ in range(rounds):
-        shuffle.shuffle(order)
-        for key, model in order:
-            seconds[key].append(backward_seconds(model, x))
+    seconds = take_turns(timed({**models, "local": Chain(buckets)}, x), rounds, WARM_UP_STEPS)
     print(f"\n{buckets} buckets of one parameter, us per bucket over local training (median)")
     for hooked, label in ((False, "no hook"), (True, "Python hook")):
-        medians = []
-        for name in CLASSES:
-            pairs = zip(seconds[(name, hooked)], seconds["local"], strict=True)
-            medians.append(statistics.median(a - b for a, b in pairs) / buckets * 1e6)
-        print(f"{label:14}{medians[0]:>24.2f}{medians[1]:>24.2f}{medians[0] / medians[1]:>8.3f}")
+        ours, theirs = (
+            statistics.median(over(seconds[name, hooked], seconds["local"])) / buckets * 1e6
+            for name in CLASSES
+        )
+        print(f"{label:14}{ours:>24.2f}{theirs:>24.2f}{ours / theirs:>8.3f}")
 
 
 def main() -> None:

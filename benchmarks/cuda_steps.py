@@ -13,10 +13,10 @@ from __future__ import annotations
 import argparse
 import gc
 import os
-import random
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import brigade
+
+from fsdp_against_torch import shard
+from turns import paired, quartiles, take_turns
 
 WARM_UP_STEPS = 5
 DDP_MODES = {
@@ -97,12 +100,6 @@ def tokens_of(name: str) -> torch.Tensor:
     return torch.randint(vocabulary, (batch, length), device="cuda")
 
 
-def shard(model: nn.Module, fully_shard: Callable, **arguments: object) -> nn.Module:
-    for block in model.blocks:
-        fully_shard(block, **arguments)
-    return fully_shard(model, **arguments)
-
-
 def data_parallel(name: str) -> dict[str, Callable[[], nn.Module]]:
     makers: dict[str, Callable[[], nn.Module]] = {"alone": lambda: make(name)}
     for mode, options in DDP_MODES.items():
@@ -147,15 +144,6 @@ def peak_mib(maker: Callable[[], nn.Module], tokens: torch.Tensor, casts: bool) 
     return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
-def quartiles(values: list[float]) -> str:
-    low, middle, high = (1e3 * q for q in statistics.quantiles(values, n=4))
-    return f"{middle:8.2f} [{low:.2f}, {high:.2f}]"
-
-
-def paired(ours: list[float], theirs: list[float]) -> float:
-    return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
-
-
 def measure(
     title: str,
     makers: dict[str, Callable[[], nn.Module]],
@@ -165,25 +153,20 @@ def measure(
 ) -> None:
     peaks = {key: peak_mib(maker, tokens, casts) for key, maker in makers.items()}
     models = {key: maker() for key, maker in makers.items()}
-    for model in models.values():
-        for _ in range(WARM_UP_STEPS):
-            step(model, tokens, casts)
-    taken: dict[str, list[tuple[float, float]]] = {key: [] for key in models}
-    order = list(models)
-    shuffle = random.Random(0)
-    for _ in range(rounds):
-        shuffle.shuffle(order)
-        for key in order:
-            taken[key].append(step(models[key], tokens, casts))
+    steps = {key: partial(step, model, tokens, casts) for key, model in models.items()}
+    taken = take_turns(steps, rounds, WARM_UP_STEPS)
     print(f"\n{title}: ms, {rounds} rounds; MiB at the peak")
     print(f"{'':22}{'step':24}{'host':24}{'peak':>8}   ours / torch's: step, host")
     for key in models:
         of_host, of_all = (list(part) for part in zip(*taken[key], strict=True))
-        line = f"{key:22}{quartiles(of_all):24}{quartiles(of_host):24}{peaks[key]:8.0f}"
+        all_ms, host_ms = (quartiles(seconds, 1e-3, 2) for seconds in (of_all, of_host))
+        line = f"{key:22}{all_ms:24}{host_ms:24}{peaks[key]:8.0f}"
         torchs = taken.get(key.replace("brigade", "torch"), ())
         if key.startswith("brigade"):
             their_host, their_all = (list(part) for part in zip(*torchs, strict=True))
-            line += f"   {paired(of_all, their_all):.3f}, {paired(of_host, their_host):.3f}"
+            ratio = statistics.median(paired(of_all, their_all))
+            of_hosts = statistics.median(paired(of_host, their_host))
+            line += f"   {ratio:.3f}, {of_hosts:.3f}"
         print(line, flush=True)
 
 

@@ -19,10 +19,9 @@ from __future__ import annotations
 
 import argparse
 import os
-import random
-import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -32,7 +31,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import brigade
 
-WARM_UP_STEPS = 4
+from turns import over, paired, quartiles, take_turns
+
 SHARDS = {"brigade": brigade.fully_shard, "torch": torch_fully_shard}
 SETTINGS = {"reshard": True, "keep": False}
 UNIT_COUNTS = (1, 2, 4, 8, 16)
@@ -127,35 +127,13 @@ def step_seconds(model: nn.Module, x: torch.Tensor) -> float:
     return time.perf_counter() - begin
 
 
-def take_turns(
-    contenders: dict[str, nn.Module],
-    x: torch.Tensor,
-    rounds: int,
-    observe: Callable[[str], None] = lambda name: None,
-) -> dict[str, list[float]]:
-    """`observe`: called behind each step that counts."""
-    seconds: dict[str, list[float]] = {name: [] for name in contenders}
-    order = list(contenders)
-    shuffle = random.Random(0)
-    for index in range(-WARM_UP_STEPS, rounds):
-        shuffle.shuffle(order)
-        for name in order:
-            taken = step_seconds(contenders[name], x)
-            if index >= 0:
-                seconds[name].append(taken)
-                observe(name)
-    return seconds
+def seconds_of(contenders: dict[str, nn.Module], x: torch.Tensor, rounds: int) -> dict:
+    steps = {name: partial(step_seconds, model, x) for name, model in contenders.items()}
+    return take_turns(steps, rounds)
 
 
 def ratio(ours: list[float], theirs: list[float]) -> str:
-    ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
-    low, middle, high = statistics.quantiles(ratios, n=4)
-    return f"{middle:.3f} [{low:.3f}, {high:.3f}]"
-
-
-def quartiles(values: list[float], unit: float) -> str:
-    low, middle, high = (q / unit for q in statistics.quantiles(values, n=4))
-    return f"{middle:8.1f} [{low:.1f}, {high:.1f}]"
+    return quartiles(paired(ours, theirs), digits=3).strip()
 
 
 def measure_steps(rounds: int) -> None:
@@ -170,7 +148,7 @@ def measure_steps(rounds: int) -> None:
             contenders[f"{kind} {setting}"] = shard(
                 Transformer(), fully_shard, reshard_after_forward=reshards
             )
-    seconds = take_turns(contenders, tokens, rounds)
+    seconds = seconds_of(contenders, tokens, rounds)
     if dist.get_rank() != 0:
         return
     count = sum(p.numel() for p in contenders["alone"].parameters())
@@ -188,13 +166,13 @@ def measure_units(num_units: int, rounds: int) -> None:
     contenders: dict[str, nn.Module] = {"alone": SmallUnits(num_units)}
     for kind, fully_shard in SHARDS.items():
         contenders[kind] = shard(SmallUnits(num_units), fully_shard)
-    seconds = take_turns(contenders, x, rounds)
+    seconds = seconds_of(contenders, x, rounds)
     if dist.get_rank() != 0:
         return
     print(f"\n{num_units} units of 8 small parameters: us per unit and step over the model alone")
     for kind in SHARDS:
-        extra = [(a - b) / num_units for a, b in zip(seconds[kind], seconds["alone"], strict=True)]
-        print(f"{kind:16}{quartiles(extra, 1e-6)}")
+        extra = over(seconds[kind], seconds["alone"])
+        print(f"{kind:16}{quartiles(extra, num_units * 1e-6)}")
 
 
 def measure_unit_sizes(rounds: int) -> None:
@@ -202,7 +180,7 @@ def measure_unit_sizes(rounds: int) -> None:
     contenders: dict[str, nn.Module] = {"DDP": DistributedDataParallel(Perceptron())}
     for count in UNIT_COUNTS:
         contenders[str(count)] = shard(Perceptron(count), brigade.fully_shard)
-    seconds = take_turns(contenders, x, rounds)
+    seconds = seconds_of(contenders, x, rounds)
     if dist.get_rank() != 0:
         return
     whole = sum(p.numel() * p.element_size() for p in contenders["DDP"].parameters())
@@ -225,15 +203,16 @@ def measure_prefetch(rounds: int) -> None:
     waited: dict[str, list[float]] = {name: [] for name in contenders}
     behind: dict[str, list[float]] = {name: [] for name in contenders}
 
-    def observe(name: str) -> None:
-        if name == "DDP":
-            return
-        timeline = contenders[name].sharding_timeline()
-        reductions = range(len(timeline.reductions))
-        waited[name].append(sum(gather.exposed_ns for gather in timeline.gathers))
-        behind[name].append(sum(timeline.exposed_ns(index) for index in reductions))
+    def step(name: str) -> float:
+        seconds = step_seconds(contenders[name], x)
+        if name != "DDP":
+            timeline = contenders[name].sharding_timeline()
+            reductions = range(len(timeline.reductions))
+            waited[name].append(sum(gather.exposed_ns for gather in timeline.gathers))
+            behind[name].append(sum(timeline.exposed_ns(index) for index in reductions))
+        return seconds
 
-    seconds = take_turns(contenders, x, rounds, observe)
+    seconds = take_turns({name: partial(step, name) for name in contenders}, rounds)
     if dist.get_rank() != 0:
         return
     print(f"\nMLP of 16 layers in 16 units, resharding; ms, {rounds} rounds")

@@ -16,9 +16,9 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import random
 import statistics
 import time
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -26,13 +26,14 @@ from torch import nn
 
 import brigade
 
+from turns import over, paired, quartiles, take_turns
+
 CAPS_MIB = (1, 4, 25, 100)
 DEFAULT_CAP_MIB = 25
 CLASSES = {
     "brigade": brigade.DistributedDataParallel,
     "torch": nn.parallel.DistributedDataParallel,
 }
-WARM_UP_STEPS = 4
 
 
 class BasicBlock(nn.Module):
@@ -111,13 +112,12 @@ def step_seconds(model: nn.Module, x: torch.Tensor) -> float:
     return time.perf_counter() - begin
 
 
-def quartiles(values: list[float]) -> str:
-    low, middle, high = (1e3 * q for q in statistics.quantiles(values, n=4))
-    return f"{middle:8.1f} [{low:.1f}, {high:.1f}]"
+def timed(contenders: dict, x: torch.Tensor) -> dict:
+    return {key: partial(step_seconds, model, x) for key, model in contenders.items()}
 
 
 def paired_ratio(ours: list[float], theirs: list[float]) -> float:
-    return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
+    return statistics.median(paired(ours, theirs))
 
 
 def measure_tiny(name: str, rounds: int) -> None:
@@ -128,27 +128,16 @@ def measure_tiny(name: str, rounds: int) -> None:
         for kind, wrapper in CLASSES.items()
     }
     x = TINY_MODELS[name]()[1]
-    seconds: dict[tuple[str, str], list[float]] = {key: [] for key in contenders}
-    order = list(contenders)
-    shuffle = random.Random(0)
-    for round in range(-WARM_UP_STEPS, rounds):
-        shuffle.shuffle(order)
-        for key in order:
-            taken = step_seconds(contenders[key], x)
-            if round >= 0:
-                seconds[key].append(taken)
+    seconds = take_turns(timed(contenders, x), rounds)
     if dist.get_rank() != 0:
         return
     print(f"\ntiny, {name}: us per step, {rounds} rounds; brigade less torch, paired")
     for mode in TINY_MODES:
         ours, theirs = seconds["brigade", mode], seconds["torch", mode]
-        low, middle, high = statistics.quantiles(
-            [1e6 * (a - b) for a, b in zip(ours, theirs, strict=True)], n=4
-        )
         print(
             f"{mode:14}torch {1e6 * statistics.median(theirs):7.0f}   brigade "
-            f"{1e6 * statistics.median(ours):7.0f}   difference {middle:6.0f} "
-            f"[{low:.0f}, {high:.0f}]   ratio {paired_ratio(ours, theirs):.3f}"
+            f"{1e6 * statistics.median(ours):7.0f}   difference "
+            f"{quartiles(over(ours, theirs), 1e-6, 0)}   ratio {paired_ratio(ours, theirs):.3f}"
         )
 
 
@@ -164,16 +153,7 @@ def measure(name: str, rounds: int) -> dict[str, float]:
     contenders["reproducible", DEFAULT_CAP_MIB] = brigade.DistributedDataParallel(
         MODELS[name]()[0], bucket_cap_mb=DEFAULT_CAP_MIB, reproducible=True
     )
-    for model in contenders.values():
-        for _ in range(WARM_UP_STEPS):
-            step_seconds(model, x)
-    seconds: dict[tuple[str, int], list[float]] = {key: [] for key in contenders}
-    order = list(contenders)
-    shuffle = random.Random(0)
-    for _ in range(rounds):
-        shuffle.shuffle(order)
-        for key in order:
-            seconds[key].append(step_seconds(contenders[key], x))
+    seconds = take_turns(timed(contenders, x), rounds)
     fastest = {
         kind: min(CAPS_MIB, key=lambda cap: statistics.median(seconds[kind, cap]))
         for kind in CLASSES
@@ -189,15 +169,15 @@ def measure(name: str, rounds: int) -> dict[str, float]:
         size = sum(p.nbytes for p in module.parameters()) / 1e6
         count = sum(1 for _ in module.parameters())
         print(f"\n{name}: {count} parameters, {size:.0f} MB; ms per step, {rounds} rounds")
-        print(f"{'alone':12}{quartiles(seconds['alone', 0])}")
+        print(f"{'alone':12}{quartiles(seconds['alone', 0], 1e-3)}")
         for cap in CAPS_MIB:
-            cells = "   ".join(f"{kind} {quartiles(seconds[kind, cap])}" for kind in CLASSES)
+            cells = "   ".join(f"{kind} {quartiles(seconds[kind, cap], 1e-3)}" for kind in CLASSES)
             print(f"{f'{cap} MiB':12}{cells}")
         print(f"brigade over torch's fastest ({fastest['torch']} MiB): ", end="")
         print(f"default {ratios['default']:.3f}, ", end="")
         print(f"fastest ({fastest['brigade']} MiB) {ratios['fastest']:.3f}")
         ordered = seconds["reproducible", DEFAULT_CAP_MIB]
-        print(f"{'reproducible':12}{quartiles(ordered)}   ratio {ratios['reproducible']:.3f}")
+        print(f"{'reproducible':12}{quartiles(ordered, 1e-3)}   ratio {ratios['reproducible']:.3f}")
     return ratios
 
 

@@ -7,7 +7,7 @@ brigade's fully_shard over a recording group, torch's over its "fake" one, which
 data. They take turns with the model alone, in an order drawn at random in each round.
 Printed are medians with quartiles of what each takes more than the model alone in the same
 round, in us of processor time per unit and step: of forward and backward, and of an
-optimizer's step (SGD) with zero_grad(). unit_cost/unit_cost.cc is the same from C++.
+optimizer's step (SGD) with zero_grad().
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
-import random
 import time
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -27,9 +27,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import brigade
 from brigade import _C
 
-from fsdp_against_torch import SmallUnits, quartiles, shard
+from fsdp_against_torch import SmallUnits, shard
+from turns import over, quartiles, take_turns
 
-WARM_UP_STEPS = 10
 WORLD_SIZE = 2
 PASSES = ("forward and backward", "optimizer")
 
@@ -80,29 +80,17 @@ def measure(num_units: int, rounds: int) -> dict[str, list[list[float]]]:
     """Seconds by contender, round and pass."""
     x = torch.rand(4, 16)
     contenders = make_contenders(num_units)
-    seconds: dict[str, list[list[float]]] = {name: [] for name in contenders}
-    order = list(contenders)
-    shuffle = random.Random(0)
-    for index in range(-WARM_UP_STEPS, rounds):
-        shuffle.shuffle(order)
-        for name in order:
-            taken = contenders[name].step(x)
-            if index >= 0:
-                seconds[name].append(taken)
-    return seconds
+    return take_turns({name: partial(c.step, x) for name, c in contenders.items()}, rounds, 10)
 
 
 def show(seconds: dict[str, list[list[float]]], num_units: int) -> None:
     alone = seconds.pop("alone")
     for index, of_pass in enumerate(PASSES):
-        plain = [taken[index] / num_units for taken in alone]
-        print(f"\n{of_pass}\n{'alone':10}{quartiles(plain, 1e-6)}")
+        plain = [taken[index] for taken in alone]
+        print(f"\n{of_pass}\n{'alone':10}{quartiles(plain, num_units * 1e-6)}")
         for name, rounds in seconds.items():
-            extra = [
-                (with_units[index] - without[index]) / num_units
-                for with_units, without in zip(rounds, alone, strict=True)
-            ]
-            print(f"{name:10}{quartiles(extra, 1e-6)}")
+            extra = over([taken[index] for taken in rounds], plain)
+            print(f"{name:10}{quartiles(extra, num_units * 1e-6)}")
 
 
 def main() -> None:

@@ -1,21 +1,30 @@
 #include "brigade/bucket_sweep/measurement.h"
 
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/Exception.h>
 
 #include <algorithm>
 #include <chrono>
+#include <limits>
 #include <utility>
 
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "brigade/planning/plan_by_size.h"
 #include "brigade/reducer/reducer.h"
 
 namespace brigade {
 namespace {
 
+constexpr double kBytesPerMib = 1024.0 * 1024.0;
+constexpr double kLargestMib = 1e6;
+
 using Clock = std::chrono::steady_clock;
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
-// Behind the first step buckets are planned from the order that was seen.
-constexpr int kStepsUntilRebuilt = 2;
+// Buckets are planned from the order of the first step, on a static graph of
+// the second.
+constexpr int kStepsUntilRebuilt = 3;
 
 double ms_since(Clock::time_point begin) {
   return std::chrono::duration<double, std::milli>(Clock::now() - begin)
@@ -169,6 +178,40 @@ void visit(SweepTrack& track, SweepWorkload& workload, const Ranks& ranks,
 }
 
 }  // namespace
+
+BucketArm default_arm() {
+  return {.label = "default",
+          .caps_bytes = {kDefaultBucketCapsBytes.begin(),
+                         kDefaultBucketCapsBytes.end()}};
+}
+
+BucketArm arm_of(std::string_view cap) {
+  if (cap == "each") return {.label = "one per parameter", .caps_bytes = {1}};
+  if (cap == "one") {
+    return {.label = "one",
+            .caps_bytes = {std::numeric_limits<int64_t>::max()}};
+  }
+  double mib = 0;
+  const bool is_number =
+      absl::SimpleAtod(absl::string_view(cap.data(), cap.size()), &mib);
+  TORCH_CHECK_VALUE(
+      is_number && mib > 0 && mib <= kLargestMib,
+      "arm_of: expected a size in MiB above 0, 'one' or 'each', got '",
+      std::string(cap), "'.\nGive a number such as 1 or 25.");
+  const auto bytes = static_cast<int64_t>(mib * kBytesPerMib);
+  return {.label = absl::StrCat(mib, " MiB"),
+          .caps_bytes = {std::max<int64_t>(1, bytes)}};
+}
+
+std::vector<BucketArm> arms_of(const std::vector<std::string>& caps) {
+  std::vector<BucketArm> arms;
+  for (const std::string& cap : caps) arms.push_back(arm_of(cap));
+  return arms;
+}
+
+std::vector<BucketArm> usual_arms() {
+  return arms_of({"each", "0.25", "1", "4", "10", "25", "100", "one"});
+}
 
 SweepSamples measure(
     SweepWorkload& workload, const std::vector<BucketArm>& arms,

@@ -9,14 +9,31 @@
 #include <cstdint>
 #include <functional>
 #include <string>
+#include <string_view>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
 
-#include "brigade/bucket_sweep/arms.h"
 #include "brigade/bucket_sweep/workload.h"
 #include "brigade/reducer/reducer_options.h"
 
 namespace brigade {
+
+// A bucket size that a sweep tries.
+struct BucketArm {
+  std::string label;
+  std::vector<int64_t> caps_bytes;  // ReducerOptions::bucket_caps_bytes
+};
+
+// What a reducer does if nobody says anything.
+BucketArm default_arm();
+
+// "0.25": buckets of so many MiB; "one" bucket for all parameters; one for
+// "each". Errors: ValueError if it is none of these.
+BucketArm arm_of(std::string_view cap);
+std::vector<BucketArm> arms_of(const std::vector<std::string>& caps);
+
+// One per parameter, 0.25 to 100 MiB, and one for all.
+std::vector<BucketArm> usual_arms();
 
 struct SweepOptions {
   int64_t rounds = 8;  // visits to each arm

@@ -1,6 +1,14 @@
 #include "brigade/bucket_sweep/summary.h"
 
+#include <algorithm>
 #include <cmath>
+#include <limits>
+#include <nlohmann/json.hpp>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "absl/strings/str_join.h"
 
 namespace brigade {
 namespace {
@@ -72,6 +80,81 @@ Recommendation compare(const SweepSamples& samples, size_t arm) {
   return found;
 }
 
+struct Sizes {
+  double min = 0;
+  double median = 0;
+  double max = 0;
+};
+
+Sizes sizes_of(const ArmSummary& arm) {
+  const std::vector<double> bytes(arm.bucket_bytes.begin(),
+                                  arm.bucket_bytes.end());
+  return {quantile(bytes, 0), quantile(bytes, 0.5), quantile(bytes, 1)};
+}
+
+std::string spread(const Quartiles& times) {
+  return absl::StrFormat("[%.1f, %.1f]", times.p25, times.p75);
+}
+
+std::string readable_overlap(double overlap) {
+  return overlap > 0 ? absl::StrFormat("%.0f %%", 100 * overlap) : "none";
+}
+
+std::string row(const ArmSummary& arm, int label_width) {
+  const Sizes sizes = sizes_of(arm);
+  return absl::StrFormat(
+      "%-*s  %7d  %8s %8s %8s  %8.1f %17s  %10.1f  %8.1f  %7s  %s\n",
+      label_width, arm.label, arm.bucket_bytes.size(),
+      readable_bytes(sizes.min), readable_bytes(sizes.median),
+      readable_bytes(sizes.max), arm.step_ms.median, spread(arm.step_ms),
+      arm.exposed_ms.median, arm.alone_ms, readable_overlap(arm.overlap()),
+      arm.sums_verified ? "right" : "WRONG");
+}
+
+// What a C++ program sets, and a Python program.
+std::string setting_of(const ArmSummary& arm) {
+  const int64_t bytes = arm.caps_bytes.front();
+  if (bytes == std::numeric_limits<int64_t>::max()) {
+    return "bucket_caps_bytes = {std::numeric_limits<int64_t>::max()} or "
+           "bucket_cap_mb=1e6";
+  }
+  return absl::StrFormat("bucket_caps_bytes = {%s} or bucket_cap_mb=%g",
+                         absl::StrJoin(arm.caps_bytes, ", "),
+                         bytes == 1 ? 0 : static_cast<double>(bytes) / 0x1p20);
+}
+
+using Json = nlohmann::ordered_json;
+
+Json json(const Quartiles& times) {
+  return {{"p25", times.p25}, {"median", times.median}, {"p75", times.p75}};
+}
+
+Json json(const ArmSummary& arm) {
+  const Sizes sizes = sizes_of(arm);
+  return {{"cap", arm.label},
+          {"caps_bytes", arm.caps_bytes},
+          {"buckets", arm.bucket_bytes.size()},
+          {"bucket_bytes",
+           {{"min", sizes.min}, {"median", sizes.median}, {"max", sizes.max}}},
+          {"step_ms", json(arm.step_ms)},
+          {"exposed_ms", json(arm.exposed_ms)},
+          {"alone_ms", arm.alone_ms},
+          {"overlap", arm.overlap()},
+          {"sums_verified", arm.sums_verified}};
+}
+
+Json json_of_best(const SweepSummary& summary) {
+  if (!summary.best) return nullptr;
+  const Recommendation& best = *summary.best;
+  return {{"cap", summary.arms[best.arm].label},
+          {"caps_bytes", summary.arms[best.arm].caps_bytes},
+          {"saved_ms", json(best.saved_ms)},
+          {"saved_share", best.saved_share},
+          {"rounds_faster", best.rounds_faster},
+          {"rounds", best.rounds},
+          {"decided", best.decided}};
+}
+
 }  // namespace
 
 double chance_of(int64_t heads, int64_t throws) {
@@ -100,6 +183,76 @@ SweepSummary summarize(const SweepSamples& samples) {
     }
   }
   return summary;
+}
+
+std::string readable_bytes(double bytes) {
+  const auto shown = [](double value, const char* unit) {
+    return absl::StrFormat("%.*f %s",
+                           value >= 100  ? 0
+                           : value >= 10 ? 1
+                                         : 2,
+                           value, unit);
+  };
+  if (bytes < 1e3) return absl::StrFormat("%.0f B", bytes);
+  if (bytes < 1e6) return shown(bytes / 1e3, "kB");
+  return shown(bytes / 1e6, "MB");
+}
+
+std::string to_text(const std::string& name, const SweepSummary& summary,
+                    const std::string& backward) {
+  size_t label_width = 10;
+  for (const ArmSummary& arm : summary.arms) {
+    label_width = std::max(label_width, arm.label.size());
+  }
+  const auto width = static_cast<int>(label_width);
+  std::string text = absl::StrFormat(
+      "%s: %d gradients, %s; backward %s; step without a reducer %.1f ms %s\n",
+      name, summary.num_parameters,
+      readable_bytes(static_cast<double>(summary.gradient_bytes)), backward,
+      summary.local_ms.median, spread(summary.local_ms));
+  absl::StrAppendFormat(
+      &text, "%-*s  %7s  %26s  %8s %17s  %10s  %8s  %7s  %s\n", width, "cap",
+      "buckets", "min   median      max", "step ms", "[p25, p75]", "exposed ms",
+      "alone ms", "overlap", "sums");
+  for (const ArmSummary& arm : summary.arms) text += row(arm, width);
+  return text + recommendation(summary) + "\n";
+}
+
+std::string recommendation(const SweepSummary& summary) {
+  if (!summary.best) {
+    return "recommended: the default; every size tried gives its buckets";
+  }
+  const Recommendation& best = *summary.best;
+  if (best.saved_ms.median <= 0) {
+    return "recommended: the default; no other size is faster";
+  }
+  const ArmSummary& arm = summary.arms[best.arm];
+  const std::string margin = absl::StrFormat(
+      "%.1f ms (%.1f %%) less per step than the default %s, faster in %d of %d "
+      "rounds",
+      best.saved_ms.median, 100 * best.saved_share, spread(best.saved_ms),
+      best.rounds_faster, best.rounds);
+  if (!best.decided) {
+    return absl::StrCat("recommended: the default; ", arm.label, ": ", margin,
+                        ", which may be chance");
+  }
+  return absl::StrCat("recommended: ", setting_of(arm), " (", arm.label, "); ",
+                      margin);
+}
+
+std::string to_json(const std::string& name, const SweepSummary& summary,
+                    const std::string& backward) {
+  Json arms = Json::array();
+  for (const ArmSummary& arm : summary.arms) arms.push_back(json(arm));
+  return Json{{"name", name},
+              {"backward", backward},
+              {"parameters", summary.num_parameters},
+              {"gradient_bytes", summary.gradient_bytes},
+              {"local_ms", json(summary.local_ms)},
+              {"arms", std::move(arms)},
+              {"best", json_of_best(summary)},
+              {"recommendation", recommendation(summary)}}
+      .dump(2);
 }
 
 }  // namespace brigade

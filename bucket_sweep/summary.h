@@ -1,5 +1,6 @@
 // What a sweep's times say: medians with quartiles, paired differences, and
-// whether another size than the default's is worth choosing.
+// whether another size than the default's is worth choosing; as a table to read
+// and as JSON.
 //
 // Thread safety: pure functions of what was measured.
 
@@ -61,6 +62,21 @@ SweepSummary summarize(const SweepSamples& samples);
 
 // That a fair coin shows heads so many times or more often.
 double chance_of(int64_t heads, int64_t throws);
+
+// A line with what was trained, a row per plan, and recommendation(). `name`
+// and `backward` ("computed", "102 ms asleep") stand in the first line.
+std::string to_text(const std::string& name, const SweepSummary& summary,
+                    const std::string& backward = "computed");
+
+// One sentence: what to set, and what it saves.
+std::string recommendation(const SweepSummary& summary);
+
+// The same as one JSON object.
+std::string to_json(const std::string& name, const SweepSummary& summary,
+                    const std::string& backward = "computed");
+
+// "18 kB", "2.36 MB", "154 MB": three digits.
+std::string readable_bytes(double bytes);
 
 }  // namespace brigade
 

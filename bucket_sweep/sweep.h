@@ -8,8 +8,7 @@
 //       usual_arms(), group);
 //   if (group->getRank() == 0) std::cout << to_text("Net", summary);
 //
-// measurement.h takes the times, summary.h says what they mean, report.h shows
-// it; each can be used without the others.
+// measurement.h takes the times, summary.h says what they mean.
 //
 // Thread safety: none.
 
@@ -22,11 +21,9 @@
 #include <utility>
 #include <vector>
 
-#include "brigade/bucket_sweep/arms.h"
 #include "brigade/bucket_sweep/measurement.h"
-#include "brigade/bucket_sweep/module_workload.h"
-#include "brigade/bucket_sweep/report.h"
 #include "brigade/bucket_sweep/summary.h"
+#include "brigade/bucket_sweep/workload.h"
 
 namespace brigade {
 

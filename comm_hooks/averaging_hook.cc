@@ -3,8 +3,11 @@
 #include <ATen/ops/view_as_real.h>
 
 #include <utility>
+#include <vector>
 
 #include "brigade/comm/ordered/host_sums.h"
+#include "brigade/comm/streams/future_of_work.h"
+#include "brigade/comm_hooks/hook_result.h"
 
 namespace brigade {
 
@@ -12,14 +15,14 @@ AveragingHook::AveragingHook(
     const c10::intrusive_ptr<c10d::ProcessGroup>& group,
     std::optional<at::ScalarType> wire_dtype,
     std::shared_ptr<OrderedAllReduce> ordered)
-    : all_reduce_(std::make_shared<AllReduceHook>(group, wire_dtype)),
+    : group_(group, "a comm hook"),
+      wire_dtype_(wire_dtype),
       ordered_(std::move(ordered)),
-      world_size_(group->getSize()),
-      divisor_(world_size_) {}
+      divisor_(group_.size()) {}
 
 void AveragingHook::divide_by_world_size() {
   ask_ = nullptr;
-  divisor_ = world_size_;
+  divisor_ = group_.size();
 }
 
 void AveragingHook::divide_by(std::function<double()> divisor) {
@@ -43,17 +46,44 @@ c10::intrusive_ptr<c10::ivalue::Future> AveragingHook::runHook(
   if (host_sums_ && HostSums::can_reduce(reals)) {
     return host_sums_->all_reduce(reals);
   }
-  return all_reduce_->runHook(bucket);
+  std::vector<at::Tensor> tensors = {reals};
+  return future_of(group_.lock()->allreduce(tensors), buffer);
 }
 
 at::Tensor AveragingHook::parseHookResult(const c10::IValue& result) {
-  return all_reduce_->parseHookResult(result);
+  return tensor_of_hook_result(result);
 }
 
 WireFormat AveragingHook::wire_format(at::ScalarType gradient_dtype) const {
-  WireFormat format = all_reduce_->wire_format(gradient_dtype);
-  format.scale = ordered_ ? 1.0 : 1.0 / divisor();
-  return format;
+  const bool compress =
+      wire_dtype_.has_value() && c10::isFloatingType(gradient_dtype) &&
+      c10::elementSize(gradient_dtype) > c10::elementSize(*wire_dtype_);
+  return {.dtype = compress ? *wire_dtype_ : gradient_dtype,
+          .scale = ordered_ ? 1.0 : 1.0 / divisor()};
+}
+
+std::shared_ptr<AveragingHook> all_reduce_hook(
+    const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
+  return std::make_shared<AveragingHook>(group);
+}
+
+std::shared_ptr<AveragingHook> fp16_hook(
+    const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
+  return std::make_shared<AveragingHook>(group, at::kHalf);
+}
+
+std::shared_ptr<AveragingHook> bf16_hook(
+    const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
+  return std::make_shared<AveragingHook>(group, at::kBFloat16);
+}
+
+std::shared_ptr<AveragingHook> ordered_hook(
+    const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+    const OrderedOptions& options) {
+  auto ordered = std::make_shared<OrderedAllReduce>(group, options);
+  ordered->connect();
+  return std::make_shared<AveragingHook>(group, std::nullopt,
+                                         std::move(ordered));
 }
 
 std::shared_ptr<AveragingHook> default_hook(

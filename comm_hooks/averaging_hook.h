@@ -1,6 +1,7 @@
-// An averaging all-reduce whose divisor may change from iteration to iteration:
-// the world size, or the number of ranks that still have data. By the group, in
-// memory that its ranks share, or in the order of the ranks.
+// The built-in comm hooks: averaging all-reduces, in the gradients' own dtype
+// or in a smaller one on the wire, by the group, in memory that its ranks
+// share, or in the order of the ranks. The divisor may change from iteration to
+// iteration: the world size, or the number of ranks that still have data.
 //
 // Thread safety: one call at a time.
 
@@ -13,10 +14,9 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/comm.hpp>
 
-#include "brigade/comm_hooks/all_reduce_hook.h"
+#include "brigade/comm_hooks/group_reference.h"
+#include "brigade/comm_hooks/hook_traits.h"
 #include "brigade/comm_hooks/ordered_all_reduce.h"
-#include "brigade/comm_hooks/takes_host_sums.h"
-#include "brigade/comm_hooks/wire_format.h"
 
 namespace brigade {
 
@@ -24,7 +24,9 @@ class AveragingHook final : public c10d::CommHookInterface,
                             public DeclaresWireFormat,
                             public TakesHostSums {
  public:
-  // `wire_dtype`: as AllReduceHook's. `ordered`: adds up in place of the
+  // `wire_dtype`: nullopt for the gradients' own; gradients that are not
+  // floating-point numbers of more than its size are not compressed. Complex
+  // buckets travel as pairs of reals. `ordered`: adds up in place of the
   // group's own all-reduce, and divides the sum; null: gradients are divided
   // when they are packed. Does not keep the group alive. Errors: ValueError if
   // it is null.
@@ -66,14 +68,40 @@ class AveragingHook final : public c10d::CommHookInterface,
 
   double divisor() const;
 
-  const std::shared_ptr<AllReduceHook> all_reduce_;
+  const GroupReference group_;
+  const std::optional<at::ScalarType> wire_dtype_;
   const std::shared_ptr<OrderedAllReduce> ordered_;
-  const double world_size_;
   bool is_default_ = false;
   std::shared_ptr<HostSums> host_sums_;  // null: the group adds up
   mutable std::function<double()> ask_;  // empty: known
   mutable double divisor_;
 };
+
+// Gradients in their own dtype, by the group.
+std::shared_ptr<AveragingHook> all_reduce_hook(
+    const c10::intrusive_ptr<c10d::ProcessGroup>& group);
+
+// Half the bytes of float32. Divides before the cast, so that a sum overflows
+// only where the average does. Range: 6e-8 to 65504; larger gradients become
+// infinite.
+//
+// Source: torch.distributed's fp16_compress_hook. Differs: it casts first and
+// divides the half-precision numbers.
+std::shared_ptr<AveragingHook> fp16_hook(
+    const c10::intrusive_ptr<c10d::ProcessGroup>& group);
+
+// Half the bytes of float32, with its range and 8 bits of precision.
+std::shared_ptr<AveragingHook> bf16_hook(
+    const c10::intrusive_ptr<c10d::ProcessGroup>& group);
+
+// Averages whose bits do not depend on the buckets: an element is summed in the
+// order of the ranks, whatever it travels with, and divided once. Collective.
+// ReducerOptions::reproducible is the same without a hook of one's own, and
+// refuses gradients that can't be summed so when the reducer is made; here,
+// sparse ones are a ValueError in backward. Errors: as OrderedCollectives'.
+std::shared_ptr<AveragingHook> ordered_hook(
+    const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+    const OrderedOptions& options = {});
 
 // What a reducer does that was given no hook. Arguments: as AveragingHook's.
 std::shared_ptr<AveragingHook> default_hook(

@@ -4,8 +4,8 @@
 
 #include <utility>
 
-#include "brigade/comm_hooks/hook_name.h"
 #include "brigade/comm_hooks/hook_result.h"
+#include "brigade/comm_hooks/hook_traits.h"
 
 namespace brigade {
 namespace {

@@ -33,7 +33,7 @@ namespace brigade {
 //   delivered.
 // - A rank that has run out of data, or whose backward has failed, calls the
 //   hook on zeros: its peers wait for what it launches. State that follows the
-//   gradients must stand that (comm_hooks/iteration_listener.h).
+//   gradients must stand that (comm_hooks/hook_traits.h).
 // - Hooks run in plan order, on every rank alike, while the engine's lock is
 //   held: a hook must not call the reducer. It runs under the thread-local
 //   state of the thread that prepared the backward, but with grad mode and

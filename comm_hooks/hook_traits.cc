@@ -1,9 +1,7 @@
 #include "brigade/comm_hooks/hook_traits.h"
 
 #include "absl/strings/str_cat.h"
-#include "brigade/comm_hooks/hook_name.h"
-#include "brigade/comm_hooks/own_errors.h"
-#include "brigade/comm_hooks/steps_parameters.h"
+#include "brigade/comm_hooks/hook_traits.h"
 
 namespace brigade {
 

@@ -7,7 +7,7 @@
 #include <utility>
 
 #include "brigade/comm_hooks/hook_result.h"
-#include "brigade/comm_hooks/wire_format.h"
+#include "brigade/comm_hooks/hook_traits.h"
 
 namespace brigade {
 namespace {

@@ -14,8 +14,6 @@
 #include <vector>
 
 #include "brigade/comm_hooks/hook_traits.h"
-#include "brigade/comm_hooks/iteration_listener.h"
-#include "brigade/comm_hooks/steps_parameters.h"
 
 namespace brigade {
 

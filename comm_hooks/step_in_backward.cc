@@ -14,12 +14,7 @@
 
 #include "brigade/comm/errors/message_of.h"
 #include "brigade/comm_hooks/gradient_layout.h"
-#include "brigade/comm_hooks/hook_name.h"
 #include "brigade/comm_hooks/hook_traits.h"
-#include "brigade/comm_hooks/iteration_listener.h"
-#include "brigade/comm_hooks/steps_parameters.h"
-#include "brigade/comm_hooks/takes_host_sums.h"
-#include "brigade/comm_hooks/wire_format.h"
 
 namespace brigade {
 namespace {

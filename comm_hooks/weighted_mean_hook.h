@@ -23,10 +23,9 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/comm.hpp>
 
-#include "brigade/comm_hooks/all_reduce_hook.h"
+#include "brigade/comm_hooks/averaging_hook.h"
 #include "brigade/comm_hooks/group_reference.h"
-#include "brigade/comm_hooks/iteration_listener.h"
-#include "brigade/comm_hooks/wire_format.h"
+#include "brigade/comm_hooks/hook_traits.h"
 
 namespace brigade {
 
@@ -56,7 +55,7 @@ class WeightedMeanHook final : public c10d::CommHookInterface,
 
  private:
   const GroupReference group_;
-  const std::shared_ptr<AllReduceHook> all_reduce_;
+  const std::shared_ptr<AveragingHook> all_reduce_;
   double weight_ = 1.0;   // of the next iteration
   double current_ = 1.0;  // of the one that is being reduced
 };

@@ -13,7 +13,7 @@
 #include "absl/strings/str_join.h"
 #include "brigade/comm/agreement.h"
 #include "brigade/comm/group/control_device.h"
-#include "brigade/comm_hooks/all_reduce_hook.h"
+#include "brigade/comm_hooks/averaging_hook.h"
 #include "brigade/comm_hooks/ordered_all_reduce.h"
 #include "brigade/comm_hooks/routing_hook.h"
 #include "brigade/ddp/bucket_choice.h"
@@ -162,7 +162,7 @@ std::shared_ptr<c10d::CommHookInterface> route(
   std::vector<Route> routes;
   for (const ParameterGroup& group : groups) {
     routes.push_back({.parameters = {},
-                      .hook = std::make_shared<AllReduceHook>(
+                      .hook = std::make_shared<AveragingHook>(
                           group.group, wire_dtype(options))});
     for (const auto& [name, tensor] : parameters) {
       if (group_of(name, groups) != &group) continue;

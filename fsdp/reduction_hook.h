@@ -28,7 +28,7 @@
 
 #include <memory>
 
-#include "brigade/comm_hooks/hook_name.h"
+#include "brigade/comm_hooks/hook_traits.h"
 #include "brigade/fsdp/shard_transport.h"
 
 namespace brigade {

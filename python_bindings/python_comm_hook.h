@@ -15,9 +15,8 @@
 #include <string>
 #include <utility>
 
-#include "brigade/comm_hooks/hook_name.h"
 #include "brigade/comm_hooks/hook_result.h"
-#include "brigade/comm_hooks/own_errors.h"
+#include "brigade/comm_hooks/hook_traits.h"
 #include "brigade/python_bindings/exit_wait.h"
 
 namespace brigade {

@@ -5,11 +5,7 @@
 #include <string>
 #include <utility>
 
-#include "brigade/comm_hooks/hook_name.h"
 #include "brigade/comm_hooks/hook_traits.h"
-#include "brigade/comm_hooks/iteration_listener.h"
-#include "brigade/comm_hooks/own_errors.h"
-#include "brigade/comm_hooks/wire_format.h"
 #include "brigade/python_bindings/exit_wait.h"
 
 namespace brigade {

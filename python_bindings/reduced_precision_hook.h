@@ -12,10 +12,7 @@
 #include <torch/csrc/distributed/c10d/comm.hpp>
 #include <utility>
 
-#include "brigade/comm_hooks/hook_name.h"
 #include "brigade/comm_hooks/hook_traits.h"
-#include "brigade/comm_hooks/own_errors.h"
-#include "brigade/comm_hooks/wire_format.h"
 
 namespace brigade {
 

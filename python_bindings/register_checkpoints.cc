@@ -1,5 +1,3 @@
-#include "brigade/python_bindings/register_checkpoints.h"
-
 #include <pybind11/stl.h>
 
 #include <map>
@@ -12,6 +10,7 @@
 #include "brigade/checkpoint/checkpoint.h"
 #include "brigade/fsdp/checkpoint_model.h"
 #include "brigade/fsdp/segmented_model.h"
+#include "brigade/python_bindings/registrations.h"
 
 namespace brigade {
 namespace {
@@ -76,7 +75,8 @@ void register_checkpoints(py::module_& module) {
           "By parameter.");
   py::class_<CheckpointModel>(module, "CheckpointModel",
                               "See checkpoint/checkpoint.h.")
-      .def(py::init([](SegmentedModel& model) { return checkpoint_model(model); }),
+      .def(py::init(
+               [](SegmentedModel& model) { return checkpoint_model(model); }),
            NoGil(), py::keep_alive<1, 2>(), py::arg("model"), "Collective.")
       .def(py::init(&whole_model), py::arg("parameters"), py::arg("buffers"),
            py::arg("group"),

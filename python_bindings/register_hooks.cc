@@ -1,13 +1,14 @@
-#include "brigade/python_bindings/register_hooks.h"
-
 #include <c10/util/Exception.h>
 #include <torch/csrc/jit/python/pybind_utils.h>
 
 #include <memory>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "brigade/comm_hooks/then_collective.h"
+#include "brigade/hooks/output_tie.h"
+#include "brigade/python_bindings/registrations.h"
 
 namespace brigade {
 namespace {
@@ -60,6 +61,19 @@ void register_hooks(py::module_& module) {
       "peers wait for the collective. Outside of a comm hook, waits for "
       "`future` and calls `launch` at once. Raises TypeError if `launch` "
       "returns no future.");
+  module.def(
+      "tie_outputs",
+      [](const std::vector<at::Tensor>& outputs, bool copies) {
+        return tie_outputs(outputs, copies);
+      },
+      py::arg("outputs"), py::arg("copies") = true,
+      py::call_guard<py::gil_scoped_release>(),
+      "Stand-ins for tensors: a backward from some of them goes through all, "
+      "so "
+      "that with find_unused_parameters the loss may leave outputs out (the "
+      "wrapper's forward does it itself). copies=False: they share the "
+      "outputs' "
+      "memory, and must not be changed in place. One backward per forward.");
 }
 
 }  // namespace brigade

@@ -1,5 +1,3 @@
-#include "brigade/python_bindings/register_reducer.h"
-
 #include <c10/util/Exception.h>
 #include <pybind11/chrono.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -13,14 +11,15 @@
 #include <string>
 #include <torch/csrc/distributed/c10d/default_comm_hooks.hpp>
 #include <torch/csrc/distributed/c10d/reducer.hpp>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
-#include "brigade/hooks/prefetch.h"
 #include "brigade/planning/plan_by_size.h"
+#include "brigade/python_bindings/logger.h"
 #include "brigade/python_bindings/python_comm_hook.h"
 #include "brigade/python_bindings/python_stepping_hook.h"
-#include "brigade/python_bindings/reduced_parameters.h"
+#include "brigade/python_bindings/registrations.h"
 #include "brigade/python_bindings/torch_reducer.h"
 
 namespace brigade {
@@ -28,6 +27,21 @@ namespace {
 
 using FuturePtr = std::shared_ptr<torch::jit::PythonFutureWrapper>;
 using NoGil = py::call_guard<py::gil_scoped_release>;
+using NamesByIndex = std::unordered_map<size_t, std::string>;
+
+// By index, without the dot that torch puts before the names of the root's own
+// parameters. Errors: RuntimeError if there is no such parameter.
+ParameterNames names_of(const NamesByIndex& by_index, size_t count) {
+  if (by_index.empty()) return {};
+  std::vector<std::string> names(count);
+  for (const auto& [index, name] : by_index) {
+    TORCH_CHECK(index < count, "brigade.Reducer: param_to_name_mapping names ",
+                "parameter ", index, ", but there are ", count,
+                " parameters.\nName each parameter by its index.");
+    names[index] = name.starts_with('.') ? name.substr(1) : name;
+  }
+  return names;
+}
 
 // The reducer waits for callbacks that may want the GIL.
 void destroy_without_gil(TorchReducer* reducer) {
@@ -93,18 +107,6 @@ std::shared_ptr<TorchReducer> make_torchs_reducer(
                       /*reduces_by_itself=*/!use_python_reducer);
 }
 
-std::vector<at::Tensor> in_cpp(const py::list& tensors) {
-  std::vector<at::Tensor> unpacked;
-  unpacked.reserve(tensors.size());
-  for (py::handle tensor : tensors) {
-    TORCH_CHECK_TYPE(THPVariable_Check(tensor.ptr()),
-                     "brigade.Reducer: expected a tensor, got ",
-                     std::string(py::repr(tensor)), ".");
-    unpacked.push_back(THPVariable_Unpack(tensor.ptr()));
-  }
-  return unpacked;
-}
-
 // As torch's class makes them, in launch order.
 std::vector<std::vector<size_t>> first_buckets(
     const std::vector<at::Tensor>& parameters,
@@ -114,7 +116,6 @@ std::vector<std::vector<size_t>> first_buckets(
   std::vector<ParameterSpec> specs;
   specs.reserve(parameters.size());
   for (size_t i = 0; i < parameters.size(); ++i) {
-    prefetch_after(parameters, i);
     const at::Tensor& tensor = parameters[i];
     TORCH_CHECK(!tensor.is_sparse(), "No support for sparse tensors.");
     const std::pair kind(tensor.scalar_type(), tensor.device());
@@ -128,7 +129,8 @@ std::vector<std::vector<size_t>> first_buckets(
 }
 
 std::shared_ptr<TorchReducer> make_reducer_of(
-    ReducedParameters& parameters, c10d::ProcessGroup& process_group,
+    std::vector<at::Tensor> parameters, c10d::ProcessGroup& process_group,
+    const NamesByIndex& names, std::vector<bool> expect_sparse,
     const std::vector<int64_t>& first_bucket_caps_bytes,
     std::vector<int64_t> bucket_caps_bytes,
     std::optional<std::vector<std::vector<size_t>>> bucket_plan,
@@ -138,21 +140,17 @@ std::shared_ptr<TorchReducer> make_reducer_of(
     bool one_backward_per_forward, int max_unconfirmed_iterations,
     bool control_channel, bool reproducible,
     std::optional<int> reproducible_row_size, bool reduces_by_itself) {
-  std::vector<at::Tensor> tensors =
-      parameters.tensors_in_cpp.empty()
-          ? in_cpp(parameters.tensors)
-          : std::exchange(parameters.tensors_in_cpp, {});
   ReducerOptions options;
   options.bucket_caps_bytes = std::move(bucket_caps_bytes);
   if (!bucket_plan) {
-    options.bucket_plan = first_buckets(tensors, first_bucket_caps_bytes,
-                                        parameters.expect_sparse);
+    options.bucket_plan =
+        first_buckets(parameters, first_bucket_caps_bytes, expect_sparse);
   } else {
     options.bucket_plan = *std::move(bucket_plan);
     options.rebuild_buckets = false;
   }
-  options.parameter_names = std::exchange(parameters.names, {});
-  options.expect_sparse_gradients = parameters.expect_sparse;
+  options.parameter_names = names_of(names, parameters.size());
+  options.expect_sparse_gradients = std::move(expect_sparse);
   options.find_unused_parameters = find_unused_parameters;
   options.skip_all_reduce_unused_parameters = skip_all_reduce_unused_parameters;
   options.static_graph = static_graph;
@@ -164,7 +162,7 @@ std::shared_ptr<TorchReducer> make_reducer_of(
   options.control_channel = control_channel;
   options.reproducible = reproducible;
   options.reproducible_row_size = reproducible_row_size;
-  return make_reducer(std::move(tensors), process_group, std::move(options),
+  return make_reducer(std::move(parameters), process_group, std::move(options),
                       reduces_by_itself);
 }
 
@@ -210,6 +208,27 @@ void set_steps_in_backward(TorchReducer& reducer,
       "iteration as a whole, not bucket by bucket.\nCall _shadow_iteration().");
 }
 
+void register_logger(py::module_& module) {
+  py::module_::import("torch._C._distributed_c10d");
+  py::class_<Logger, c10d::Logger, std::shared_ptr<Logger>>(
+      module, "Logger",
+      "Logging data of a brigade.Reducer; stands in for "
+      "torch.distributed.Logger.")
+      .def(py::init<const TorchReducer&>(), py::arg("reducer"),
+           py::keep_alive<1, 2>())
+      .def("set_construction_data_and_log", &Logger::set_construction_data,
+           py::arg("module_name"), py::arg("device_ids"),
+           py::arg("output_device"), py::arg("broadcast_buffers"),
+           py::arg("has_sync_bn"), py::arg("static_graph"), NoGil())
+      .def("set_runtime_stats_and_log", &Logger::sample_runtime, NoGil())
+      .def("set_error_and_log", &Logger::set_error, py::arg("error"), NoGil())
+      .def("_set_comm_hook_name", &Logger::set_comm_hook_name,
+           py::arg("comm_hook"))
+      .def("_set_static_graph", &Logger::set_static_graph)
+      .def("_set_uneven_input_join", &Logger::set_uneven_input_join)
+      .def("_get_ddp_logging_data", &Logger::data, NoGil());
+}
+
 }  // namespace
 
 void register_reducer(py::module_& module) {
@@ -237,28 +256,26 @@ void register_reducer(py::module_& module) {
            py::arg("verify_across_ranks") = true,
            py::arg("one_backward_per_forward") = false,
            py::keep_alive<1, 5>())  // a group may be written in Python
-      .def(
-          py::init(&make_reducer_of), py::arg("parameters"),
-          py::arg("process_group"), py::kw_only(),
-          py::arg("first_bucket_caps_bytes"), py::arg("bucket_caps_bytes"),
-          py::arg("bucket_plan") = py::none(),
-          py::arg("find_unused_parameters") = false,
-          py::arg("skip_all_reduce_unused_parameters") = false,
-          py::arg("static_graph") = false,
-          py::arg("gradient_as_bucket_view") = false,
-          py::arg("lazy_bucket_allocation") = false,
-          py::arg("verify_across_ranks") = true,
-          py::arg("one_backward_per_forward") = false,
-          py::arg("max_unconfirmed_iterations") =
-              ReducerOptions{}.max_unconfirmed_iterations,
-          py::arg("control_channel") = true, py::arg("reproducible") = false,
-          py::arg("reproducible_row_size") = py::none(),
-          py::arg("reduces_by_itself") = true, py::keep_alive<1, 3>(),
-          "Without lists of thousands in between; takes the names. The first "
-          "buckets are of the "
-          "first caps, in the order of parameters, and launched from the last "
-          "one on; those that are rebuilt are of the other caps. A bucket_plan "
-          "takes the place of both.")
+      .def(py::init(&make_reducer_of), py::arg("parameters"),
+           py::arg("process_group"), py::kw_only(), py::arg("names"),
+           py::arg("expect_sparse"), py::arg("first_bucket_caps_bytes"),
+           py::arg("bucket_caps_bytes"), py::arg("bucket_plan") = py::none(),
+           py::arg("find_unused_parameters") = false,
+           py::arg("skip_all_reduce_unused_parameters") = false,
+           py::arg("static_graph") = false,
+           py::arg("gradient_as_bucket_view") = false,
+           py::arg("lazy_bucket_allocation") = false,
+           py::arg("verify_across_ranks") = true,
+           py::arg("one_backward_per_forward") = false,
+           py::arg("max_unconfirmed_iterations") =
+               ReducerOptions{}.max_unconfirmed_iterations,
+           py::arg("control_channel") = true, py::arg("reproducible") = false,
+           py::arg("reproducible_row_size") = py::none(),
+           py::arg("reduces_by_itself") = true, py::keep_alive<1, 3>(),
+           "The first buckets are of the first caps, in the order of "
+           "parameters, "
+           "and launched from the last one on; those that are rebuilt are of "
+           "the other caps. A bucket_plan takes the place of both.")
       .def("prepare_for_forward", &TorchReducer::prepare_for_forward, NoGil())
       .def("prepare_for_backward", &TorchReducer::prepare_for_backward,
            py::arg("outputs"), NoGil())
@@ -397,6 +414,7 @@ void register_reducer(py::module_& module) {
       py::kw_only(), py::arg("static_graph"), py::arg("find_unused_parameters"),
       "Whether a reducer plans its buckets again from the order in which "
       "gradients became ready, if it was given no bucket_plan.");
+  register_logger(module);
 }
 
 }  // namespace brigade

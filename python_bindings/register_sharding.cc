@@ -1,5 +1,3 @@
-#include "brigade/python_bindings/register_sharding.h"
-
 #include <c10/util/Exception.h>
 #include <pybind11/chrono.h>
 #include <pybind11/functional.h>
@@ -28,6 +26,7 @@
 #include "brigade/fsdp/reduction_hook.h"
 #include "brigade/fsdp/segmented_model.h"
 #include "brigade/fsdp/sharding_timeline.h"
+#include "brigade/python_bindings/registrations.h"
 
 namespace brigade {
 namespace {

@@ -12,7 +12,7 @@
 #include "brigade/comm/errors/status_bridge.h"
 #include "brigade/comm/ordered/host_sums.h"
 #include "brigade/comm_hooks/averaging_hook.h"
-#include "brigade/comm_hooks/takes_host_sums.h"
+#include "brigade/comm_hooks/hook_traits.h"
 #include "brigade/engine/observing/profiler_range.h"
 #include "brigade/engine/running_iteration.h"
 #include "brigade/hooks/graph_search.h"

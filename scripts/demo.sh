@@ -11,7 +11,8 @@ scripts/build.sh release digits bucket_size
 
 echo "demo: a convolutional network learns handwritten digits on two ranks"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-"$venv/bin/torchrun" --standalone --nproc-per-node 2 --no-python "$build/examples/digits/digits"
+on_two_ranks=("$venv/bin/torchrun" --standalone --nproc-per-node 2 --no-python)
+"${on_two_ranks[@]}" "$build/examples/digits/digits"
 echo
 echo "demo: the same step with different bucket sizes"
-"$build/benchmarks/bucket_size" --quick
+"${on_two_ranks[@]}" "$build/benchmarks/bucket_size" --quick

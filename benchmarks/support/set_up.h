@@ -1,10 +1,16 @@
-// What a figure depends on besides the code: the machine, the versions, the
-// commit, the command.  Figures are printed below it.
+// What a figure depends on besides the code. Figures are printed below it.
 
 #ifndef BRIGADE_BENCHMARKS_SUPPORT_SET_UP_H_
 #define BRIGADE_BENCHMARKS_SUPPORT_SET_UP_H_
 
+#include <fmt/format.h>
+#include <torch/version.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <fstream>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -13,12 +19,29 @@ namespace brigade::benchmarks {
 // Name and value, in the order in which they are printed.
 using SetUp = std::vector<std::pair<std::string, std::string>>;
 
-// CPU, cores, load, operating system, torch, compiler, commit and command. What
-// can't be found out is "unknown".
-SetUp describe_set_up(int argc, char** argv);
+inline SetUp describe_set_up(int argc, char** argv) {
+  std::string cpu = "unknown";
+  std::ifstream file("/proc/cpuinfo");
+  for (std::string line; std::getline(file, line);) {
+    if (line.starts_with("model name")) cpu = line.substr(line.find(':') + 2);
+  }
+  double load = 0;
+  getloadavg(&load, 1);
+  std::string command = argv[0];
+  for (int i = 1; i < argc; ++i) command += fmt::format(" {}", argv[i]);
+  return {{"CPU", fmt::format("{}, {} cores, load {:.1f}", cpu,
+                              std::thread::hardware_concurrency(), load)},
+          {"torch", TORCH_VERSION},
+          {"compiler", BRIGADE_COMPILER},
+          {"command", command}};
+}
 
-// A line for each.
-void print_set_up(int argc, char** argv);
+inline void print(const SetUp& set_up) {
+  for (const auto& [name, value] : set_up) {
+    fmt::print("{:<9} {}\n", name, value);
+  }
+  std::fflush(stdout);
+}
 
 }  // namespace brigade::benchmarks
 

@@ -37,13 +37,6 @@ class DigitsNetImpl : public torch::nn::Module {
 };
 TORCH_MODULE(DigitsNet);
 
-// How many of `images` the network names right.
-inline int64_t count_correct(DigitsNet& net, const DigitImages& images) {
-  const torch::NoGradGuard no_grad;
-  const at::Tensor guess = net->forward(images.pixels).argmax(1);
-  return guess.eq(images.labels).sum().item<int64_t>();
-}
-
 }  // namespace brigade::digits
 
 #endif  // BRIGADE_EXAMPLES_DIGITS_NETWORK_H_

@@ -4,15 +4,17 @@
 #ifndef BRIGADE_EXAMPLES_GPT_CORPUS_H_
 #define BRIGADE_EXAMPLES_GPT_CORPUS_H_
 
-#include <ATen/core/Tensor.h>
+#include <torch/torch.h>
 
+#include <algorithm>
 #include <cstdint>
+#include <fstream>
+#include <iterator>
+#include <random>
 #include <string>
+#include <vector>
 
 namespace brigade::gpt {
-
-// as_you_like_it.txt, where it was when this was built.
-std::string default_text_file();
 
 struct TextBatch {
   at::Tensor inputs;   // int64, [num_pieces, length]
@@ -22,25 +24,55 @@ struct TextBatch {
 // Thread safety: immutable.
 class Corpus {
  public:
-  // Characters are bytes. Errors: std::runtime_error if the file can't be read
-  // or is empty.
-  explicit Corpus(const std::string& path);
+  // Characters are bytes. Errors: ValueError if the file can't be read or is
+  // empty.
+  explicit Corpus(const std::string& path = GPT_TEXT_FILE) {
+    std::ifstream file(path, std::ios::binary);
+    const std::string text(std::istreambuf_iterator<char>(file), {});
+    TORCH_CHECK_VALUE(!text.empty(), path, ": expected a text, found nothing");
+    vocabulary_ = text;
+    std::ranges::sort(vocabulary_);
+    const auto rest = std::ranges::unique(vocabulary_);
+    vocabulary_.erase(rest.begin(), rest.end());
+    tokens_ = encode(text);
+  }
 
   int64_t num_characters() const { return tokens_.numel(); }
   int64_t vocabulary_size() const {  // characters that differ
     return static_cast<int64_t>(vocabulary_.size());
   }
 
-  // [text.size()], int64. Errors: std::runtime_error for a character that the
-  // file does not have.
-  at::Tensor encode(const std::string& text) const;
+  // [text.size()], int64. Errors: ValueError for a character that the file does
+  // not have.
+  at::Tensor encode(const std::string& text) const {
+    std::vector<int64_t> tokens;
+    for (const char character : text) {
+      const size_t token = vocabulary_.find(character);
+      TORCH_CHECK_VALUE(token != std::string::npos,
+                        "the text has no character '", character, "'");
+      tokens.push_back(static_cast<int64_t>(token));
+    }
+    return torch::tensor(tokens, torch::kLong);
+  }
+
   char decode(int64_t token) const { return vocabulary_.at(token); }
 
-  // What `rank` learns in a step: `num_pieces` of the text, of the
-  // `num_ranks * num_pieces` that the seed and the step draw for all ranks.
-  // REQUIRES: length < num_characters().
+  // `num_pieces` for `rank`, of those that the seed and the step draw for all
+  // ranks. REQUIRES: length < num_characters().
   TextBatch batch(uint64_t seed, int64_t step, int rank, int64_t num_pieces,
-                  int64_t length) const;
+                  int64_t length) const {
+    std::mt19937_64 random(seed + (static_cast<uint64_t>(step) << 20));
+    random.discard(rank * num_pieces);
+    std::vector<at::Tensor> inputs;
+    std::vector<at::Tensor> targets;
+    for (int64_t piece = 0; piece < num_pieces; ++piece) {
+      const auto begin =
+          static_cast<int64_t>(random() % (num_characters() - length));
+      inputs.push_back(tokens_.narrow(0, begin, length));
+      targets.push_back(tokens_.narrow(0, begin + 1, length));
+    }
+    return {.inputs = torch::stack(inputs), .targets = torch::stack(targets)};
+  }
 
  private:
   std::string vocabulary_;  // ascending

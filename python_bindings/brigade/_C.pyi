@@ -5,71 +5,18 @@ import torch
 import torch._C._distributed_c10d
 import torch.distributed.distributed_c10d
 import typing
-__all__: list[str] = ['CheckpointModel', 'FullyShardOptions', 'GatherTimes', 'Logger', 'ModuleScan', 'OptimizerState', 'ReducedParameters', 'Reducer', 'ReductionTimes', 'ShardedModel', 'ShardedUnit', 'ShardingTimeline', 'UnitSettings', 'are_exactly', 'check_parameters', 'describe_tensor', 'entries_of', 'fail_checkpoint', 'gather_whole', 'has_entries', 'is_sharded', 'load_checkpoint', 'local_of', 'offset_of', 'one_per_device', 'place_of', 'ranks_of_a_host', 'rebuilds_by_default', 'recording_group', 'require_agreement', 'save_checkpoint', 'set_piece', 'shard_like', 'suggest_control_device', 'then_collective', 'tie_outputs', 'version']
-class ReducedParameters:
-    """
-    What a reducer is made of. For a moment, as ModuleScan.
-    """
-    def __init__(self, tensors: list, names: dict[typing.SupportsInt, str], expect_sparse: collections.abc.Sequence[bool]) -> None:
-        ...
-    @property
-    def expect_sparse(self) -> list[bool]:
-        """
-        By tensor.
-        """
-    @property
-    def names(self) -> list[str]:
-        """
-        By tensor, without a dot before those of the root's own parameters.
-        """
-    @property
-    def tensors(self) -> list:
-        ...
-class ModuleScan:
-    """
-    What a module holds, from one walk over its submodules. Keeps all that it has found alive, out of the garbage collector's sight: for a moment.
-    """
-    def __init__(self, module: typing.Any) -> None:
-        ...
-    def classes(self) -> set:
-        """
-        Those of the module and its submodules.
-        """
-    def frozen_parameters(self) -> list:
-        """
-        Those that require no gradient, each once.
-        """
-    def named_buffers(self) -> dict:
-        """
-        What dict(module.named_buffers()) gives.
-        """
-    def named_parameters(self) -> dict:
-        """
-        What dict(module.named_parameters()) gives.
-        """
-    def parameters(self, ignored: set) -> list:
-        """
-        Those of named_parameters() whose names are not ignored.
-        """
-    def reduced_parameters(self, ignored: set) -> ReducedParameters:
-        """
-        Those that require a gradient and whose names are not ignored, as torch's DistributedDataParallel has them: each once, in the order of registration; a shared one by its last name.
-        """
-    def tables(self) -> list:
-        """
-        The tables in which parameters and submodules are registered.
-        """
+__all__: list[str] = ['CheckpointModel', 'FullyShardOptions', 'GatherTimes', 'Logger', 'OptimizerState', 'Reducer', 'ReductionTimes', 'ShardedModel', 'ShardedUnit', 'ShardingTimeline', 'UnitSettings', 'check_parameters', 'describe_tensor', 'entries_of', 'fail_checkpoint', 'gather_whole', 'has_entries', 'is_sharded', 'load_checkpoint', 'local_of', 'offset_of', 'place_of', 'ranks_of_a_host', 'rebuilds_by_default', 'recording_group', 'require_agreement', 'save_checkpoint', 'set_piece', 'shard_like', 'suggest_control_device', 'sweep', 'then_collective', 'tie_outputs', 'version']
 class Reducer:
     """
     Averages gradients over a process group while backward runs; stands in for torch.distributed.Reducer.
     """
     @typing.overload
-    def __init__(self, params: collections.abc.Sequence[torch.Tensor], bucket_indices: collections.abc.Sequence[collections.abc.Sequence[typing.SupportsInt]], per_bucket_size_limits: collections.abc.Sequence[typing.SupportsInt], process_group: torch.distributed.distributed_c10d.ProcessGroup, expect_sparse_gradients: collections.abc.Sequence[bool] = [], bucket_bytes_cap: typing.SupportsInt = 26214400, find_unused_parameters: bool = False, gradient_as_bucket_view: bool = False, param_to_name_mapping: dict[typing.SupportsInt, str] = {}, first_bucket_bytes_cap: typing.SupportsInt = 1048576, skip_all_reduce_unused_params: bool = False, use_python_reducer: bool = False, bucket_bytes_cap_list: collections.abc.Sequence[typing.SupportsInt] = [], batched_grad_copy: bool = False, lazy_bucket_allocation: bool = False, *, rebuild_buckets: bool | None = None, static_graph: bool = False, verify_across_ranks: bool = True, one_backward_per_forward: bool = False) -> None:
+    def __init__(self, params: collections.abc.Sequence[torch.Tensor], bucket_indices: collections.abc.Sequence[collections.abc.Sequence[typing.SupportsInt]], per_bucket_size_limits: collections.abc.Sequence[typing.SupportsInt], process_group: torch.distributed.distributed_c10d.ProcessGroup, expect_sparse_gradients: collections.abc.Sequence[bool] = [], bucket_bytes_cap: typing.SupportsInt = 26214400, find_unused_parameters: bool = False, gradient_as_bucket_view: bool = False, param_to_name_mapping: collections.abc.Mapping[typing.SupportsInt, str] = {}, first_bucket_bytes_cap: typing.SupportsInt = 1048576, skip_all_reduce_unused_params: bool = False, use_python_reducer: bool = False, bucket_bytes_cap_list: collections.abc.Sequence[typing.SupportsInt] = [], batched_grad_copy: bool = False, lazy_bucket_allocation: bool = False, *, rebuild_buckets: bool | None = None, static_graph: bool = False, verify_across_ranks: bool = True, one_backward_per_forward: bool = False) -> None:
         ...
     @typing.overload
-    def __init__(self, parameters: ReducedParameters, process_group: torch.distributed.distributed_c10d.ProcessGroup, *, first_bucket_caps_bytes: collections.abc.Sequence[typing.SupportsInt], bucket_caps_bytes: collections.abc.Sequence[typing.SupportsInt], bucket_plan: collections.abc.Sequence[collections.abc.Sequence[typing.SupportsInt]] | None = None, find_unused_parameters: bool = False, skip_all_reduce_unused_parameters: bool = False, static_graph: bool = False, gradient_as_bucket_view: bool = False, lazy_bucket_allocation: bool = False, verify_across_ranks: bool = True, one_backward_per_forward: bool = False, max_unconfirmed_iterations: typing.SupportsInt = 1, control_channel: bool = True, reproducible: bool = False, reproducible_row_size: typing.SupportsInt | None = None, reduces_by_itself: bool = True) -> None:
+    def __init__(self, parameters: collections.abc.Sequence[torch.Tensor], process_group: torch.distributed.distributed_c10d.ProcessGroup, *, names: collections.abc.Mapping[typing.SupportsInt, str], expect_sparse: collections.abc.Sequence[bool], first_bucket_caps_bytes: collections.abc.Sequence[typing.SupportsInt], bucket_caps_bytes: collections.abc.Sequence[typing.SupportsInt], bucket_plan: collections.abc.Sequence[collections.abc.Sequence[typing.SupportsInt]] | None = None, find_unused_parameters: bool = False, skip_all_reduce_unused_parameters: bool = False, static_graph: bool = False, gradient_as_bucket_view: bool = False, lazy_bucket_allocation: bool = False, verify_across_ranks: bool = True, one_backward_per_forward: bool = False, max_unconfirmed_iterations: typing.SupportsInt = 1, control_channel: bool = True, reproducible: bool = False, reproducible_row_size: typing.SupportsInt | None = None, reduces_by_itself: bool = True) -> None:
         """
-        Without lists of thousands in between; takes the names. The first buckets are of the first caps, in the order of parameters, and launched from the last one on; those that are rebuilt are of the other caps. A bucket_plan takes the place of both.
+        The first buckets are of the first caps, in the order of parameters, and launched from the last one on; those that are rebuilt are of the other caps. A bucket_plan takes the place of both.
         """
     def _abort_group(self) -> None:
         ...
@@ -437,13 +384,9 @@ class CheckpointModel:
         """
         Unsharded on each rank of the group; None: of this process.
         """
-def are_exactly(objects: list, type: typing.Any) -> bool:
-    """
-    Whether all are of this class, and not of one derived from it.
-    """
 def check_parameters(module_name: str, *, present: dict, reduced: list, names: collections.abc.Sequence[str], frozen: list, others: list, ignored: collections.abc.Sequence[str]) -> bool:
     """
-    Raises RuntimeError if what is present is not what was wrapped: parameters that require gradients were added, replaced, removed or unfrozen. False: something stands in for parameters, so it will change again.
+    Raises RuntimeError if what is present is not what was wrapped: parameters that require gradients were added, replaced, removed or unfrozen. None in `reduced` stands for one that may change; `others` may be there. False: something stands in for parameters, so it will change again.
     """
 def describe_tensor(name: str, tensor: torch.Tensor) -> str:
     """
@@ -478,10 +421,6 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 def offset_of(tensor: torch.Tensor) -> int:
     """
     Of the first local element in the whole.
-    """
-def one_per_device(tensors: list) -> list:
-    """
-    The first of the tensors on each device.
     """
 def place_of(tensor: torch.Tensor) -> tuple[int, int]:
     """
@@ -518,6 +457,10 @@ def shard_like(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 def suggest_control_device(group: torch.distributed.distributed_c10d.ProcessGroup, device: torch.device) -> None:
     """
     Where a group of devices alone is to move what ranks tell each other, unless it is bound to one. The first call stands.
+    """
+def sweep(name: str, parameters: collections.abc.Sequence[torch.Tensor], loss: collections.abc.Callable[[], torch.Tensor], sizes: collections.abc.Sequence[str], group: torch.distributed.distributed_c10d.ProcessGroup, *, rounds: typing.SupportsInt, steps: typing.SupportsInt, find_unused_parameters: bool, static_graph: bool, gradient_as_bucket_view: bool, after_visit: collections.abc.Callable[[str], None]) -> tuple[str, str, bool]:
+    """
+    Collective; see bucket_sweep/sweep.h. Returns the table, all figures as JSON, and whether all sums were right.
     """
 def then_collective(future: torch.Future, launch: typing.Any) -> torch.Future:
     """

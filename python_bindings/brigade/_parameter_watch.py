@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 
 import torch
 
-from brigade._C import ModuleScan, check_parameters, entries_of, has_entries
+from brigade._C import check_parameters, entries_of, has_entries
 
 _requires_grad = operator.attrgetter("requires_grad")
 
@@ -21,7 +21,6 @@ class ParameterWatch:
 
     Args:
         module: The module as it was wrapped.
-        scan: Of that module.
         reduced: Those of its parameters that are reduced; None stands for one that may change.
         names: Gives theirs.
         all_parameters: Those that may be there, reduced or frozen.
@@ -31,7 +30,6 @@ class ParameterWatch:
     def __init__(
         self,
         module: torch.nn.Module,
-        scan: ModuleScan,
         reduced: Sequence[torch.Tensor | None],
         names: Callable[[], Sequence[str]],
         all_parameters: Sequence[torch.Tensor],
@@ -42,8 +40,8 @@ class ParameterWatch:
         self._names = names
         self._all = all_parameters
         self._ignored = ignored
-        self._frozen = self._that_matter(scan.frozen_parameters())
-        self._remember(scan)
+        self._frozen = self._that_matter([p for p in module.parameters() if not p.requires_grad])
+        self._remember()
 
     def check(self) -> None:
         """Raises RuntimeError naming parameters that were added, removed, replaced or unfrozen.
@@ -52,10 +50,9 @@ class ParameterWatch:
         """
         if self._is_as_remembered() and not any(map(_requires_grad, self._frozen)):
             return
-        scan = ModuleScan(self._module)
         may_be_remembered = check_parameters(
             type(self._module).__name__,
-            present=scan.named_parameters(),
+            present=dict(self._module.named_parameters()),
             reduced=self._reduced,
             names=self._names(),
             frozen=self._frozen,
@@ -63,7 +60,7 @@ class ParameterWatch:
             ignored=set(self._ignored),
         )
         if may_be_remembered:
-            self._remember(scan)
+            self._remember()
 
     def _that_matter(self, frozen: list[torch.Tensor]) -> list[torch.Tensor]:
         if not frozen:
@@ -79,8 +76,9 @@ class ParameterWatch:
         except AttributeError:
             return None
 
-    def _remember(self, scan: ModuleScan) -> None:
-        self._tables = scan.tables()
+    def _remember(self) -> None:
+        modules = self._module.modules()
+        self._tables = [t for module in modules for t in (module._parameters, module._modules)]
         self._entries = entries_of(self._tables)
 
     def _is_as_remembered(self) -> bool:

@@ -29,12 +29,8 @@ from torch.nn.parallel import distributed as torch_ddp
 from brigade import _checks, _compiling, _optimizer_in_backward
 from brigade._C import (
     Logger,
-    ModuleScan,
-    ReducedParameters,
     Reducer,
-    are_exactly,
     describe_tensor,
-    one_per_device,
     rebuilds_by_default,
     suggest_control_device,
 )
@@ -227,8 +223,7 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
             )
             _checks.require_named_parameters(delayed)
             _checks.require_trainable_parameter(param_to_hook_all_reduce=param_to_hook_all_reduce)
-            scan = ModuleScan(module)
-            self._set_up_parameters(module, scan, delayed)
+            self._set_up_parameters(module, delayed)
             self._set_up_devices(device_ids, output_device)
             self._set_up_state()
             self._set_up_buckets(bucket_cap_mb, bucket_cap_mb_list)
@@ -272,10 +267,10 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
                 return
 
         if compares_ranks:
-            self._require_same_module(scan, syncs_buffers_at_init)
-        self._note_buffers(scan)
-        reduced = scan.reduced_parameters(self.parameters_to_ignore)
-        self._make_reducer(scan, reduced, static_graph, compare_ranks=init_sync)
+            self._require_same_module(syncs_buffers_at_init)
+        parameters, expect_sparse = self._build_params_for_reducer()
+        names = self._build_debug_param_to_name_mapping(parameters)
+        self._make_reducer(parameters, expect_sparse, names, static_graph, compare_ranks=init_sync)
         if compares_ranks:
             _sync_module_states(
                 module=self.module,
@@ -341,19 +336,16 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
         if delayed:
             require_agreement(self.process_group, "delayed parameter", _descriptions(delayed))
 
-    def _require_same_module(self, scan: ModuleScan, syncs_buffers_at_init: bool) -> None:
+    def _require_same_module(self, syncs_buffers_at_init: bool) -> None:
         """Compares with the other ranks what is sent of the module, and frozen parameters."""
-        parameters = self._not_ignored(scan.named_parameters())
+        parameters = self._not_ignored(self.module.named_parameters())
         require_agreement(self.process_group, "parameter", _descriptions(parameters))
         if self.forward_sync_buffers or syncs_buffers_at_init:
-            buffers = self._not_ignored(scan.named_buffers())
+            buffers = self._not_ignored(self.module.named_buffers())
             require_agreement(self.process_group, "buffer", _descriptions(buffers))
 
-    def _not_ignored(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        ignored = self.parameters_to_ignore
-        if not ignored:
-            return tensors
-        return {name: tensor for name, tensor in tensors.items() if name not in ignored}
+    def _not_ignored(self, named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        return {name: tensor for name, tensor in named if name not in self.parameters_to_ignore}
 
     def _set_up_group(
         self,
@@ -378,23 +370,24 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
     def _set_up_parameters(
         self,
         module: torch.nn.Module,
-        scan: ModuleScan,
         delayed: list[tuple[str, torch.nn.Parameter]],
     ) -> None:
         self.module = module
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self.parameters_to_ignore.update(name for name, _ in delayed)
         self._delay_all_reduce_params = [parameter for _, parameter in delayed]
-        self._module_parameters = scan.parameters(self.parameters_to_ignore)
+        named = self._not_ignored(module.named_parameters())
+        self._module_parameters = list(named.values())
         if not delayed:
             _checks.require_trainable(module, self._module_parameters)
-        if not are_exactly(self._module_parameters, torch.nn.Parameter):
-            named = self._not_ignored(scan.named_parameters())
-            _checks.require_initialized(module, named)
-            _require_no_shards(named)
+        _checks.require_initialized(module, named)
+        _require_no_shards(named)
 
     def _set_up_devices(self, device_ids: Sequence[Any] | None, output_device: Any) -> None:
-        parameters = one_per_device(self._module_parameters or self._delay_all_reduce_params)
+        by_device: dict[torch.device, torch.Tensor] = {}
+        for parameter in self._module_parameters or self._delay_all_reduce_params:
+            by_device.setdefault(parameter.device, parameter)
+        parameters = list(by_device.values())
         self.device = parameters[0].device
         self.device_type = _checks.device_type_of(self.module, parameters)
         self.is_multi_device_module = len(parameters) > 1
@@ -463,10 +456,7 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
 
     def _assign_modules_buffers(self) -> None:
         """Notes the buffers that are synced; a module may have replaced them since."""
-        self._note_buffers(ModuleScan(self.module))
-
-    def _note_buffers(self, scan: ModuleScan) -> None:
-        self.named_module_buffers = self._not_ignored(scan.named_buffers())
+        self.named_module_buffers = self._not_ignored(self.module.named_buffers())
         self.modules_buffers = list(self.named_module_buffers.values())
 
     def _ddp_init_helper(
@@ -477,13 +467,19 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
         static_graph: bool,
     ) -> None:
         """Called for a copy, and when a pickled wrapper is read, which one rank may do alone."""
-        reduced = ReducedParameters(parameters, param_to_name_mapping, expect_sparse_gradient)
-        self._make_reducer(ModuleScan(self.module), reduced, static_graph, compare_ranks=False)
+        self._make_reducer(
+            parameters,
+            expect_sparse_gradient,
+            param_to_name_mapping,
+            static_graph,
+            compare_ranks=False,
+        )
 
     def _make_reducer(
         self,
-        scan: ModuleScan,
-        reduced: ReducedParameters,
+        parameters: list[torch.Tensor],
+        expect_sparse: list[bool],
+        names: dict[int, str],
         static_graph: bool,
         compare_ranks: bool,
     ) -> None:
@@ -493,13 +489,14 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
             # What the compiler looks into is torch's.
             for name in _TRACED:
                 setattr(self, name, getattr(super(), name))
-        parameters = reduced.tensors
         if self.mixed_precision is not None:
             for index, parameter in enumerate(parameters):
                 parameter._idx = index
         self.reducer = Reducer(
-            reduced,
+            parameters,
             self.process_group,
+            names=names,
+            expect_sparse=expect_sparse,
             first_bucket_caps_bytes=self._first_bucket_caps(static_graph),
             bucket_caps_bytes=self._bucket_caps(),
             bucket_plan=self._given_plan,
@@ -518,7 +515,7 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
         )
         if self._require_manual_backward_finalization:
             self.reducer._set_manual_finalization_required(True)
-        syncs_batch_norm = any(issubclass(c, torch.nn.SyncBatchNorm) for c in scan.classes())
+        syncs_batch_norm = any(isinstance(m, torch.nn.SyncBatchNorm) for m in self.module.modules())
         self.logger = Logger(self.reducer)
         self.reducer.set_logger(self.logger)
         self.logger.set_construction_data_and_log(
@@ -538,7 +535,6 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
             watched = [None if hasattr(p, "_st_info") else p for p in parameters]
         self._watch = ParameterWatch(
             self.module,
-            scan,
             reduced=watched,
             names=self.reducer.parameter_names,
             all_parameters=self._module_parameters,

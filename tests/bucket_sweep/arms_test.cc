@@ -1,9 +1,8 @@
-#include "brigade/bucket_sweep/arms.h"
-
 #include <c10/util/Exception.h>
 
 #include <limits>
 
+#include "brigade/bucket_sweep/measurement.h"
 #include "gtest/gtest.h"
 
 namespace brigade {

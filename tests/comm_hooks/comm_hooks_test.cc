@@ -8,12 +8,10 @@
 #include <vector>
 
 #include "brigade/comm/process_group.h"
-#include "brigade/comm_hooks/all_reduce_hook.h"
+#include "brigade/comm_hooks/averaging_hook.h"
 #include "brigade/comm_hooks/function_hook.h"
-#include "brigade/comm_hooks/hook_name.h"
 #include "brigade/comm_hooks/hook_result.h"
 #include "brigade/comm_hooks/hook_traits.h"
-#include "brigade/comm_hooks/own_errors.h"
 #include "brigade/comm_hooks/routing_hook.h"
 #include "brigade/comm_hooks/step_in_backward.h"
 #include "gmock/gmock.h"
@@ -44,7 +42,7 @@ TEST(AllReduceHookTest, RefusesNoGroup) {
 }
 
 TEST(HookTraitsTest, OfABuiltInHook) {
-  const std::shared_ptr<AllReduceHook> hook = fp16_hook(single_process_group());
+  const std::shared_ptr<AveragingHook> hook = fp16_hook(single_process_group());
   const HookTraits traits = traits_of(*hook);
   EXPECT_EQ(traits.hook, hook.get());
   EXPECT_EQ(traits.wire_format, hook.get());

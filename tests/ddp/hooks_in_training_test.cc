@@ -13,7 +13,6 @@
 #include <vector>
 
 #include "brigade/comm/process_group.h"
-#include "brigade/comm_hooks/all_reduce_hook.h"
 #include "brigade/comm_hooks/averaging_hook.h"
 #include "brigade/comm_hooks/function_hook.h"
 #include "brigade/comm_hooks/routing_hook.h"

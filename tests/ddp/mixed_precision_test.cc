@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "brigade/comm/process_group.h"
-#include "brigade/comm_hooks/all_reduce_hook.h"
+#include "brigade/comm_hooks/averaging_hook.h"
 #include "brigade/comm_hooks/step_in_backward.h"
 #include "brigade/ddp/distributed_data_parallel.h"
 #include "brigade/ddp/distributed_replicas.h"

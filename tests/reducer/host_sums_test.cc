@@ -9,7 +9,6 @@
 #include <memory>
 #include <vector>
 
-#include "brigade/comm_hooks/all_reduce_hook.h"
 #include "brigade/comm_hooks/averaging_hook.h"
 #include "brigade/comm_hooks/step_in_backward.h"
 #include "brigade/reducer/reducer.h"

@@ -1,6 +1,6 @@
 // Gradients that are summed in the order of the ranks, by a Reducer.
 
-#include "brigade/comm_hooks/ordered_hook.h"
+#include "brigade/comm_hooks/averaging_hook.h"
 
 #include <torch/torch.h>
 
@@ -55,7 +55,7 @@ TEST_P(OrderedHookTest, BucketsDoNotShow) {
   const std::vector<std::vector<std::vector<size_t>>> plans = {
       {{4, 3, 2, 1, 0}}, {{4}, {3}, {2}, {1}, {0}}, {{0, 4}, {1, 3, 2}}, {}};
   run_ranks(GetParam(), [&](const Group& group) {
-    const auto hook = std::make_shared<OrderedHook>(group);
+    const auto hook = ordered_hook(group);
     for (const at::ScalarType dtype : {at::kFloat, at::kHalf, at::kBFloat16}) {
       for (const auto& plan : plans) {
         std::vector<at::Tensor> parameters;
@@ -95,7 +95,7 @@ TEST_P(OrderedHookTest, ARankThatFailsInBackwardFailsAllAndAllTrainOn) {
         const ToyModel model({{2}, {3}, {5}});
         Reducer reducer(model.parameters, group,
                         {.bucket_plan = {{2}, {1}, {0}},
-                         .comm_hook = std::make_shared<OrderedHook>(group)});
+                         .comm_hook = ordered_hook(group)});
         expect_trains(reducer, model, rank, GetParam(), 1);
         bool armed = rank == GetParam() - 1;
         model.parameters[1].register_hook([&](const at::Tensor&) {
@@ -116,7 +116,7 @@ TEST(OrderedHookFailureTest, ARankThatLeavesEndsItsPeersStep) {
         std::optional<Reducer> reducer(
             std::in_place, model.parameters, group,
             ReducerOptions{.bucket_plan = {{1}, {0}},
-                           .comm_hook = std::make_shared<OrderedHook>(group)});
+                           .comm_hook = ordered_hook(group)});
         expect_trains(*reducer, model, group->getRank(), 2);
         if (group->getRank() == 1) {
           reducer.reset();
@@ -128,7 +128,7 @@ TEST(OrderedHookFailureTest, ARankThatLeavesEndsItsPeersStep) {
 }
 
 TEST(OrderedHookFailureTest, RefusesNoGroup) {
-  EXPECT_THROW(OrderedHook(nullptr), c10::ValueError);
+  EXPECT_THROW(ordered_hook(nullptr), c10::ValueError);
 }
 
 }  // namespace ordered_hook_test

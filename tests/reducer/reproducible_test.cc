@@ -9,8 +9,7 @@
 #include <vector>
 
 #include "brigade/comm/process_group.h"
-#include "brigade/comm_hooks/all_reduce_hook.h"
-#include "brigade/comm_hooks/ordered_hook.h"
+#include "brigade/comm_hooks/averaging_hook.h"
 #include "brigade/reducer/reducer.h"
 #include "brigade/tests/reducer/failing.h"
 #include "brigade/tests/reducer/step.h"
@@ -214,7 +213,7 @@ TEST(ReproducibleRefusalTest, AnotherHookLater) {
   Reducer reducer(model.parameters, group, {.reproducible = true});
   EXPECT_THROW(reducer.set_comm_hook(nullptr), c10::ValueError);
   EXPECT_THROW(reducer.set_comm_hook(all_reduce_hook(group)), c10::ValueError);
-  reducer.set_comm_hook(std::make_shared<OrderedHook>(group));
+  reducer.set_comm_hook(ordered_hook(group));
   expect_trains(reducer, model, 0, 1);
 }
 

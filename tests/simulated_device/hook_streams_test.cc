@@ -10,7 +10,6 @@
 #include <utility>
 #include <vector>
 
-#include "brigade/comm_hooks/all_reduce_hook.h"
 #include "brigade/comm_hooks/averaging_hook.h"
 #include "brigade/comm_hooks/function_hook.h"
 #include "brigade/comm_hooks/routing_hook.h"

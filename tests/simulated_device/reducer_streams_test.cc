@@ -14,7 +14,6 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "brigade/comm_hooks/all_reduce_hook.h"
 #include "brigade/comm_hooks/averaging_hook.h"
 #include "brigade/comm_hooks/function_hook.h"
 #include "brigade/comm_hooks/weighted_mean_hook.h"

@@ -40,8 +40,8 @@ LAYERS = {
     "reducer": (("engine", "engine/packing"), LIBTORCH),
     "fsdp": (("engine/observing", "hooks", "comm_hooks", "checkpoint"), LIBTORCH),
     "ddp": (("reducer",), LIBTORCH),
-    "bucket_sweep": (("reducer",), LIBTORCH),
-    "python_bindings": (("reducer", "fsdp"), LIBTORCH + ("pybind11/",)),
+    "bucket_sweep": (("reducer",), LIBTORCH + ("nlohmann/",)),
+    "python_bindings": (("bucket_sweep", "fsdp"), LIBTORCH + ("pybind11/",)),
 }
 # Libraries that an otherwise allowed prefix does not cover.
 FORBIDDEN = {"hooks": ("torch/csrc/distributed/",)}

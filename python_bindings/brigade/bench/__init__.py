@@ -11,29 +11,10 @@ and one step of its training::
         inputs, targets = batch_of(dist.get_rank())
         return model, lambda model: F.cross_entropy(model(inputs), targets)
 
-From Python: ``report(sweep(workload()))``. Measuring (``_measure``), statistics
-(``_statistics``) and what is shown (``_report``) know nothing of each other's ways.
+From Python: ``print(sweep(make_workload(workload)).table)``.
 """
 
-from brigade.bench._measure import Samples, Track, sweep
-from brigade.bench._report import report, to_json
-from brigade.bench._statistics import ArmSummary, Quartiles, Recommendation, Summary, summarize
-from brigade.bench._workload import Arm, Workload, caps, find_factory, make_workload
+from brigade.bench._sweep import DEFAULT_SIZES, Figures, sweep
+from brigade.bench._workload import Workload, find_factory, make_workload
 
-__all__ = [
-    "Arm",
-    "ArmSummary",
-    "Quartiles",
-    "Recommendation",
-    "Samples",
-    "Summary",
-    "Track",
-    "Workload",
-    "caps",
-    "find_factory",
-    "make_workload",
-    "report",
-    "summarize",
-    "sweep",
-    "to_json",
-]
+__all__ = ["DEFAULT_SIZES", "Figures", "Workload", "find_factory", "make_workload", "sweep"]

@@ -12,14 +12,11 @@ import platform
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from brigade.bench import caps, find_factory, make_workload, report, summarize, sweep, to_json
-from brigade.bench._progress import ProgressBar
-from brigade.bench._workload import DEFAULT_SIZES
+from brigade.bench import DEFAULT_SIZES, find_factory, make_workload, sweep
 
 _START = "torchrun --standalone --nproc-per-node 2 -m brigade.bench"
 
@@ -84,32 +81,22 @@ def _run(options: argparse.Namespace) -> bool:
     _join_group(options.backend)
     speaks = dist.get_rank() == 0
     workload = make_workload(factory)
-    arms = caps(workload.parameters(), options.caps.split(","))
     set_up = describe_set_up(workload.parameters()[0].device)
     if speaks:
         print("".join(f"{name:<9} {value}\n" for name, value in set_up.items()), flush=True)
 
-    bar = ProgressBar(sys.stderr, (len(arms) + 2) * (options.rounds + 1))
-    samples = sweep(
-        workload,
-        arms,
-        rounds=options.rounds,
-        steps=options.steps,
-        after_visit=bar.advance if speaks else lambda label: None,
-    )
-    summary = summarize(samples)
+    def show(label: str) -> None:
+        if speaks and sys.stderr.isatty():
+            print(f"\r\033[K{label}", end="", file=sys.stderr, flush=True)
+
+    found = sweep(workload, options.caps.split(","), options.rounds, options.steps, None, show)
     if speaks:
-        bar.clear()
-        print(report(summary), end="", flush=True)
+        show("")
+        print(found.table, end="", flush=True)
         if options.json:
-            _write(options.json, to_json(summary, set_up))
-    return all(arm.sums_right for arm in summary.arms)
-
-
-def _write(path: str, data: dict[str, Any]) -> None:
-    with open(path, "w", encoding="utf-8") as file:
-        json.dump(data, file, indent=2)
-        file.write("\n")
+            with open(options.json, "w", encoding="utf-8") as file:
+                json.dump({"set_up": set_up, "models": [found.data]}, file, indent=2)
+    return found.all_right
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -118,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         all_right = _run(options)
     except (TypeError, ValueError) as error:
-        if not str(error).startswith("brigade.bench: "):
+        if not str(error).startswith(("brigade.bench: ", "arm_of: ", "measure: ")):
             raise
         print(error, file=sys.stderr)
         return 2

@@ -1,30 +1,18 @@
-"""What is timed, and the bucket sizes it is timed with."""
+"""What is timed."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
-import math
 import pathlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-_MIB = 1024 * 1024
-DEFAULT_SIZES = ("each", "0.25", "1", "4", "10", "25", "100", "one")
-
-# Those that leave the module as it was when the wrapper goes.
-_OPTIONS = {
-    "broadcast_buffers",
-    "find_unused_parameters",
-    "forward_sync_buffers",
-    "gradient_as_bucket_view",
-    "skip_all_reduce_unused_params",
-    "static_graph",
-}
+_OPTIONS = {"find_unused_parameters", "gradient_as_bucket_view", "static_graph"}
 
 
 @dataclass(frozen=True)
@@ -33,7 +21,7 @@ class Workload:
 
     Args:
         module: On the device where it is trained; the same on every rank.
-        loss: Takes the module, wrapped or not, runs its forward on this rank's
+        loss: Takes the module, runs its forward on this rank's
             data and returns the loss, a tensor of one element. Called once per
             step; what it does besides forward is timed too.
         options: Arguments of DistributedDataParallel that the module is trained
@@ -146,47 +134,3 @@ def _module_named(name: str) -> Any:
             f"brigade.bench: there is no module {error.name} in {', '.join(sys.path)}.\n"
             "Start in its folder, set PYTHONPATH, or give the path of its file."
         ) from error
-
-
-@dataclass(frozen=True)
-class Arm:
-    """A choice of bucket sizes: its name, and the arguments that make it."""
-
-    label: str
-    options: Mapping[str, Any]
-
-
-DEFAULT_ARM = Arm("default", {})
-
-
-def caps(
-    parameters: Sequence[torch.Tensor], sizes: Sequence[str | float] = DEFAULT_SIZES
-) -> list[Arm]:
-    """One arm per size at which buckets close.
-
-    Args:
-        parameters: Those that are trained.
-        sizes: MiB; or "each", a bucket for each parameter, or "one" for all.
-
-    Raises:
-        ValueError: A size is none of these, or not above 0.
-    """
-    return [_arm_of(parameters, size) for size in sizes]
-
-
-def _arm_of(parameters: Sequence[torch.Tensor], size: str | float) -> Arm:
-    if size == "each":
-        return Arm("one per parameter", {"bucket_cap_mb": 0})
-    if size == "one":
-        mib = math.ceil(sum(p.nbytes for p in parameters) / _MIB)
-        return Arm("one", {"bucket_cap_mb": max(mib, 1)})
-    try:
-        mib = float(size)
-    except ValueError:
-        mib = math.nan
-    if not 0 < mib <= 1e6:
-        raise ValueError(
-            f"brigade.bench: expected sizes in MiB above 0, 'one' or 'each', got '{size}'.\n"
-            "Give numbers such as 1 or 25."
-        )
-    return Arm(f"{mib:g} MiB", {"bucket_cap_mb": int(mib) if mib.is_integer() else mib})

@@ -1,0 +1,118 @@
+// The ordered all-reduce beside the group's own: what the bits cost.
+//
+//   torchrun --standalone --nproc-per-node 2 --no-python ordered_all_reduce
+//       [--sizes 1024,...,67108864] [--rounds 40] [--shared-bytes 268435456]
+//
+// Each round times one all-reduce of float32 of either kind, until it is done,
+// with a barrier before, in an order that changes from round to round. Times
+// are rank 0's: medians and quartiles.
+//   group     the group's all-reduce
+//   ordered   OrderedCollectives::all_reduce()
+//   ratio     ordered / group, of each round
+// Sums are compared with those of one process; a wrong one ends the program.
+
+#include <fmt/format.h>
+#include <torch/torch.h>
+
+#include <CLI/CLI.hpp>
+#include <chrono>
+#include <cstdio>
+#include <string>
+#include <vector>
+
+#include "brigade/benchmarks/support/set_up.h"
+#include "brigade/bucket_sweep/quantiles.h"
+#include "brigade/comm/ordered/ordered_collectives.h"
+#include "brigade/comm/process_group.h"
+
+namespace brigade::benchmarks {
+namespace {
+
+using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
+using Samples = std::vector<double>;
+
+at::Tensor values_of(int rank, int64_t numel) {
+  return at::arange(numel, at::kFloat).fmod(1000).mul(0.1).add(rank);
+}
+
+std::string spread(const Samples& values, int digits) {
+  const Quartiles of = quartiles(values);
+  return fmt::format("{:.{}f} [{:.{}f}, {:.{}f}]", of.median, digits, of.p25,
+                     digits, of.p75, digits);
+}
+
+void measure(const Group& group, OrderedCollectives& collectives, int64_t bytes,
+             int rounds) {
+  const int64_t numel = bytes / 4;
+  const at::Tensor values = values_of(group->getRank(), numel);
+  at::Tensor expected = values_of(0, numel);
+  for (int rank = 1; rank < group->getSize(); ++rank) {
+    expected.add_(values_of(rank, numel));
+  }
+  std::vector<at::Tensor> tensors = {at::empty_like(values)};
+  const auto microseconds = [&](const auto& all_reduce) {
+    tensors[0].copy_(values);
+    group->barrier()->wait();
+    const auto start = std::chrono::steady_clock::now();
+    all_reduce();
+    return std::chrono::duration<double, std::micro>(
+               std::chrono::steady_clock::now() - start)
+        .count();
+  };
+  const auto time_group = [&] {
+    return microseconds([&] { group->allreduce(tensors)->wait(); });
+  };
+  const auto time_ordered = [&] {
+    const double time = microseconds(
+        [&] { collectives.all_reduce(tensors[0])->waitAndThrow(); });
+    TORCH_CHECK(at::equal(tensors[0], expected), "expected the sum of ",
+                group->getSize(), " ranks, found another");
+    return time;
+  };
+  time_group();  // first ones make memory, and are not counted
+  time_ordered();
+  Samples group_us, ordered_us, ratio;
+  for (int round = 0; round < rounds; ++round) {
+    if (round % 2 == 0) group_us.push_back(time_group());
+    ordered_us.push_back(time_ordered());
+    if (round % 2 != 0) group_us.push_back(time_group());
+    ratio.push_back(ordered_us.back() / group_us.back());
+  }
+  if (group->getRank() != 0) return;
+  fmt::print("{:>10}{:>26}{:>26}{:>22}\n", bytes, spread(group_us, 0),
+             spread(ordered_us, 0), spread(ratio, 2));
+  std::fflush(stdout);
+}
+
+int run(int argc, char** argv) {
+  std::vector<int64_t> sizes = {1 << 10, 1 << 14, 1 << 16, 1 << 18,
+                                1 << 20, 1 << 22, 1 << 24, 1 << 26};
+  int rounds = 40;
+  OrderedOptions options;
+  CLI::App app("The ordered all-reduce beside the group's own.");
+  app.add_option("--sizes", sizes, "bytes, multiples of 4")
+      ->delimiter(',')
+      ->check(CLI::Range(int64_t{4}, int64_t{1} << 32));
+  app.add_option("--rounds", rounds)->check(CLI::Range(2, 100000));
+  app.add_option(
+         "--shared-bytes", options.shared_bytes,
+         "memory that ranks of one host share; 0: the group's collectives")
+      ->check(CLI::NonNegativeNumber);
+  CLI11_PARSE(app, argc, argv);
+  GroupScope scope(init_process_group());
+  OrderedCollectives collectives(scope.group(), options);
+  if (scope.group()->getRank() == 0) {
+    print(describe_set_up(argc, argv));
+    fmt::print("{:>10}{:>26}{:>26}{:>22}\n", "bytes", "group us", "ordered us",
+               "ratio");
+  }
+  for (const int64_t bytes : sizes) {
+    measure(scope.group(), collectives, bytes, rounds);
+  }
+  return 0;
+}
+
+}  // namespace
+}  // namespace brigade::benchmarks
+
+int main(int argc, char** argv) { return brigade::benchmarks::run(argc, argv); }

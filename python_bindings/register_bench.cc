@@ -1,0 +1,58 @@
+#include <pybind11/functional.h>
+
+#include <functional>
+#include <string>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <tuple>
+#include <vector>
+
+#include "brigade/bucket_sweep/summary.h"
+#include "brigade/bucket_sweep/sweep.h"
+#include "brigade/python_bindings/registrations.h"
+
+namespace brigade {
+namespace {
+
+// What brigade::sweep() wants of a module.
+struct TrainedParameters {
+  std::vector<at::Tensor> tensors;
+  const std::vector<at::Tensor>& parameters() const { return tensors; }
+};
+
+// The table, the figures as JSON, and whether all sums were right.
+std::tuple<std::string, std::string, bool> sweep_in_python(
+    const std::string& name, const std::vector<at::Tensor>& parameters,
+    const std::function<at::Tensor()>& loss,
+    const std::vector<std::string>& sizes,
+    const c10::intrusive_ptr<c10d::ProcessGroup>& group, int64_t rounds,
+    int64_t steps, bool find_unused_parameters, bool static_graph,
+    bool gradient_as_bucket_view,
+    const std::function<void(const std::string&)>& after_visit) {
+  const SweepSummary summary =
+      sweep([&] { return TrainedParameters{parameters}; },
+            [&](TrainedParameters&) { return loss(); }, arms_of(sizes), group,
+            {.rounds = rounds,
+             .steps = steps,
+             .reducer = {.find_unused_parameters = find_unused_parameters,
+                         .static_graph = static_graph,
+                         .gradient_as_bucket_view = gradient_as_bucket_view}},
+            after_visit);
+  const bool all_right =
+      std::ranges::all_of(summary.arms, &ArmSummary::sums_verified);
+  return {to_text(name, summary), to_json(name, summary), all_right};
+}
+
+}  // namespace
+
+void register_bench(py::module_& module) {
+  module.def("sweep", &sweep_in_python, py::arg("name"), py::arg("parameters"),
+             py::arg("loss"), py::arg("sizes"), py::arg("group"), py::kw_only(),
+             py::arg("rounds"), py::arg("steps"),
+             py::arg("find_unused_parameters"), py::arg("static_graph"),
+             py::arg("gradient_as_bucket_view"), py::arg("after_visit"),
+             py::call_guard<py::gil_scoped_release>(),
+             "Collective; see bucket_sweep/sweep.h. Returns the table, all "
+             "figures as JSON, and whether all sums were right.");
+}
+
+}  // namespace brigade
