@@ -33,9 +33,7 @@ RankStatus begin_status(const EngineState& state) {
       !hook.empty()) {
     absl::StrAppend(&words, ", comm hook ", hook);
   }
-  return {.kind = StatusKind::kBegin,
-          .fingerprint = state.policy.backward_digest(),
-          .text = status_text(words)};
+  return {.kind = StatusKind::kBegin, .text = status_text(words)};
 }
 
 RankStatus send(EngineState& state, const Iteration& iteration,
@@ -45,45 +43,13 @@ RankStatus send(EngineState& state, const Iteration& iteration,
   own.fingerprint = own.fingerprint == 0
                         ? of_sequence
                         : c10::hash_combine(of_sequence, own.fingerprint);
-  const bool is_end = own.kind == StatusKind::kEnd;
-  own.proposal =
-      is_end ? state.policy.proposal() : state.policy.digest_to_give();
-  own.order = state.policy.order_digest(is_end);
-  return state.peers.send(
-      own, /*ends_iteration=*/is_end || own.kind == StatusKind::kFailed);
+  return state.peers.send(own,
+                          /*ends_iteration=*/own.kind == StatusKind::kEnd ||
+                              own.kind == StatusKind::kFailed);
 }
 
 bool has_ended(const RankStatus& rank_status) {
   return rank_status.kind == StatusKind::kEnd;
-}
-
-// On devices a rank that has ended its iteration goes on: it may wait for sums
-// that a rank which needs a unit launches later.
-std::vector<int64_t> units_to_give(const EngineState& state,
-                                   std::span<const RankStatus> by_rank) {
-  if (state.runs_ahead() && std::ranges::any_of(by_rank, has_ended)) return {};
-  return wanted_units(by_rank);
-}
-
-// All ranks give the units that some of them need; a rank that needs none sends
-// its status again, until no rank needs any.
-StatusComparison exchange_and_give(EngineState& state,
-                                   const Iteration& iteration,
-                                   const RankStatus& own, Patience patience) {
-  while (true) {
-    const RankStatus sent = send(state, iteration, own);
-    StatusComparison found = state.peers.await(sent, patience);
-    if (found.status.ok()) {
-      if (wants_unit(own)) state.policy.give({&own.unit, 1}, own.unit);
-      return found;
-    }
-    const std::vector<int64_t> wanted = units_to_give(state, found.by_rank);
-    if (wanted.empty()) return found;
-    state.policy.give(wanted, own.unit);
-    if (wants_unit(own)) {
-      return {.alike = {.proposals = false, .orders = false}};
-    }
-  }
 }
 
 // An iteration that is under way is over, and peers need not be told.
@@ -104,15 +70,13 @@ std::string describe_awaited(const EngineState& state,
 // memory of the user's later. Results and their errors are dropped.
 void drain(EngineState& state, Iteration& iteration) {
   const WaitForPeers waiting(*state.observations.progress);
-  for (size_t group = 0; group < state.groups.size(); ++group) {
-    iteration.chained[group].cancel(group_timeout(*state.groups[group]));
-  }
+  const milliseconds timeout = group_timeout(*state.group);
+  iteration.chained.cancel(timeout);
   for (Launch& launch : iteration.launches) {
     if (!launch.has_travelled || launch.is_overdue) continue;
     try {
       if (launch.future) {
-        launch.is_overdue =
-            !wait_for(*launch.future, state.timeout_of(*launch.collective));
+        launch.is_overdue = !wait_for(*launch.future, timeout);
         if (launch.is_overdue) continue;
         launch.future->wait();
       }
@@ -148,7 +112,6 @@ uint64_t hash_of_launched(const Iteration& iteration) {
 // done; empty: it is done.
 std::string launch_substitutes(EngineState& state, Iteration& iteration) {
   try {
-    state.policy.launch_rest_beside();
     launch_rest(state, iteration);
     return "";
   } catch (...) {
@@ -199,7 +162,7 @@ StatusComparison compare_or_end(EngineState& state, Iteration& iteration,
   const WaitForPeers waiting(*state.observations.progress);
   StatusComparison comparison;
   try {
-    comparison = exchange_and_give(state, iteration, own, patience);
+    comparison = state.peers.await(send(state, iteration, own), patience);
     // Peers have delivered what this rank has not launched.
     comparison.must_close |= !comparison.status.ok() && state.runs_ahead() &&
                              own.kind != StatusKind::kEnd &&
@@ -208,7 +171,7 @@ StatusComparison compare_or_end(EngineState& state, Iteration& iteration,
   } catch (const c10::DistBackendError& error) {
     all_know(state);
     const std::string where = describe_awaited(state, iteration);
-    state.close_groups(error.what_without_backtrace());
+    state.close_group(error.what_without_backtrace());
     abandon_buffers(state, iteration);
     throw_peer_error(absl::StrCat(state.options.name, ": ", where),
                      std::make_exception_ptr(
@@ -225,7 +188,7 @@ StatusComparison compare_or_end(EngineState& state, Iteration& iteration,
         std::max(state.observations.begun, peer.iteration);
   }
   if (comparison.must_close) {
-    state.close_groups(std::string(comparison.status.message()));
+    state.close_group(std::string(comparison.status.message()));
     abandon_buffers(state, iteration);
   } else {
     drain(state, iteration);
@@ -239,10 +202,10 @@ void confirm_oldest_end(EngineState& state) {
   try {
     StatusComparison comparison = state.peers.await(end.sent);
     if (comparison.status.ok()) {
-      return state.policy.on_end_confirmed(comparison.alike);
+      return state.policy.on_end_confirmed();
     }
     comparison.must_close = true;
-    state.close_groups(std::string(comparison.status.message()));
+    state.close_group(std::string(comparison.status.message()));
     throw_if_apart(
         comparison,
         absl::StrCat(
@@ -253,7 +216,7 @@ void confirm_oldest_end(EngineState& state) {
             "checkpoint on all ranks"));
   } catch (...) {
     if (!state.peers.is_closed()) {
-      state.close_groups(message_of(std::current_exception()));
+      state.close_group(message_of(std::current_exception()));
     }
     state.late_failure = message_of(std::current_exception());
     state.unconfirmed_ends.clear();
@@ -275,9 +238,8 @@ void connect(EngineState& state) {
   state.peers.connect();
   if (!state.options.has_control_channel) return;
   state.observations.watch_stalls(
-      state.group(), state.peers.store_prefix(),
-      {.engine = state.options.name,
-       .unit = std::string(state.policy.unit_word())},
+      state.group, state.peers.store_prefix(),
+      {.engine = state.options.name, .unit = "bucket"},
       state.describe_progress);
 }
 
@@ -295,16 +257,14 @@ void begin_together(EngineState& state) {
       compare(state, *state.iteration, begin_status(state));
   throw_if_apart(comparison, state.options.name);
   state.iteration->has_begun_together = true;
-  state.policy.on_begun_together(comparison.alike.orders);
 }
 
-ToldAlike end_together(EngineState& state, Iteration& iteration,
-                       const RankStatus& own) {
+void end_together(EngineState& state, Iteration& iteration,
+                  const RankStatus& own) {
   try {
     if (!state.peers.is_connected()) connect(state);
     const StatusComparison comparison = compare(state, iteration, own);
     throw_if_apart(comparison, state.options.name);
-    return comparison.alike;
   } catch (...) {
     state.take_iteration();
     ++state.observations.aborted;
@@ -329,15 +289,6 @@ StatusComparison compare(EngineState& state, Iteration& iteration,
   return compare_or_end(state, iteration, own, patience);
 }
 
-ToldAlike ask_together(EngineState& state, const RankStatus& own) {
-  RankStatus asking = own;
-  asking.launches_later = 1;
-  const StatusComparison comparison = compare_or_end(
-      state, *state.iteration, asking, /*patience=*/std::nullopt);
-  throw_if_apart(comparison, state.options.name);
-  return comparison.alike;
-}
-
 void abort_iteration(EngineState& state) {
   const bool do_all_know = state.phase == Phase::kOver;
   const std::shared_ptr<Iteration> iteration = state.take_iteration();
@@ -350,7 +301,7 @@ void abort_iteration(EngineState& state) {
     iteration->failure = "an exception ended backward";
   }
   // Peers have delivered, or will: they hear of it some iterations later.
-  const bool is_alone = state.group()->getSize() == 1;
+  const bool is_alone = state.group->getSize() == 1;
   const bool is_late = !is_alone && may_defer_status(state, *iteration);
   RankStatus failed = {.kind = StatusKind::kFailed,
                        .cannot_continue = is_late ? 1 : 0,
@@ -362,7 +313,7 @@ void abort_iteration(EngineState& state) {
       is_launched_by_peers(state, *iteration)) {
     if (!state.peers.can_continue()) {
       problem = "a collective has failed after it was launched";
-    } else if (is_late || state.options.owns_groups) {
+    } else if (is_late) {
       problem = launch_substitutes(state, *iteration);
     } else {
       failed.launches_later = 1;
@@ -391,7 +342,7 @@ void abort_iteration(EngineState& state) {
 }
 
 bool may_defer_status(const EngineState& state, const Iteration& iteration) {
-  return state.runs_ahead() && !iteration.has_chained();
+  return state.runs_ahead() && iteration.chained.empty();
 }
 
 void end_unconfirmed(EngineState& state, std::shared_ptr<Iteration> iteration,
@@ -438,15 +389,15 @@ void call_between_iterations(EngineState& state, std::string_view doing,
   try {
     collective();
   } catch (...) {
-    state.close_groups(message_of(std::current_exception()));
+    state.close_group(message_of(std::current_exception()));
     throw_peer_error(absl::StrCat(state.options.name, ": ", std::string(doing),
-                                  " on rank ", state.group()->getRank()),
+                                  " on rank ", state.group->getRank()),
                      std::current_exception());
   }
 }
 
 void abandon_buffers(EngineState& state, Iteration& iteration) {
-  for (auto& chained : iteration.chained) chained.cancel(milliseconds(0));
+  iteration.chained.cancel(milliseconds(0));
   std::vector<Collective*> in_flight;
   for (const Launch& launch : iteration.launches) {
     if (is_pending(launch)) in_flight.push_back(launch.collective);

@@ -3,13 +3,13 @@
 //
 // A rank that fails sends its status. When all ranks have sent theirs, it
 // launches zeros for the rest of its sequence. Earlier, zeros could meet a
-// collective of the program, such as batch norm over ranks. On groups of the
-// engine's own (EngineOptions::owns_groups) and on devices it launches them at
-// once. If a rank can't launch its zeros, all ranks close the groups.
+// collective of the program, such as batch norm over ranks. On devices it
+// launches them at once. If a rank can't launch its zeros, all ranks close the
+// group.
 //
 // On devices the status of an iteration is sent when it ends and awaited some
 // iterations later (EngineOptions::max_unconfirmed_iterations). Results have
-// been delivered by then, so a failure closes the groups.
+// been delivered by then, so a failure closes the group.
 //
 // Thread safety: none; the engine's lock covers it.
 
@@ -38,15 +38,11 @@ void agree_on_sequence(EngineState& state, Iteration& iteration);
 // Compares where the running iteration begins. Throws as end_together().
 void begin_together(EngineState& state);
 
-// Exchanges `own` and returns what else all ranks have sent alike. Throws on
-// all ranks unless they agree: RuntimeError if they differ, PeerError if one
-// has failed or does not answer. The iteration is aborted then.
-ToldAlike end_together(EngineState& state, Iteration& iteration,
-                       const RankStatus& own);
-
-// As end_together(), in the middle of the running iteration: on an error the
-// rest of the sequence has been launched.
-ToldAlike ask_together(EngineState& state, const RankStatus& own);
+// Exchanges `own`. Throws on all ranks unless they agree: RuntimeError if they
+// differ, PeerError if one has failed or does not answer. The iteration is
+// aborted then.
+void end_together(EngineState& state, Iteration& iteration,
+                  const RankStatus& own);
 
 // Exchanges `own`; if ranks do not agree, waits for what the iteration has
 // launched and drops it. Throws PeerError if peers do not answer within
@@ -69,7 +65,7 @@ void end_unconfirmed(EngineState& state, std::shared_ptr<Iteration> iteration,
                      const RankStatus& own);
 
 // Awaits the statuses of all iterations that were delivered before. Throws
-// PeerError or RuntimeError if one of them has failed; the groups are closed
+// PeerError or RuntimeError if one of them has failed; the group is closed
 // then.
 void confirm_ends(EngineState& state);
 
@@ -79,7 +75,7 @@ void confirm_ends(EngineState& state);
 void confirm_due_ends(EngineState& state);
 
 // Calls a collective of all ranks that belongs to no iteration. `doing`:
-// "broadcasting 3 buffers". Throws PeerError; the groups are closed then.
+// "broadcasting 3 buffers". Throws PeerError; the group is closed then.
 void call_between_iterations(EngineState& state, std::string_view doing,
                              const std::function<void()>& collective);
 

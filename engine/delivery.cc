@@ -107,9 +107,8 @@ void deliver(EngineState& state, const Iteration& iteration,
   }
 }
 
-void deliver_what_all_ranks_have(EngineState& state, Iteration& iteration,
-                                 ToldAlike alike) {
-  if (iteration.has_chained()) {
+void deliver_what_all_ranks_have(EngineState& state, Iteration& iteration) {
+  if (!iteration.chained.empty()) {
     // One that a rank has not launched would be waited for in vain.
     const std::optional<Failure> failure = launch_chained(state, iteration);
     tell_of_results(state, iteration, StatusKind::kChained, failure);
@@ -117,7 +116,7 @@ void deliver_what_all_ranks_have(EngineState& state, Iteration& iteration,
   Results results;
   const std::optional<Failure> failure = collect(state, iteration, results);
   tell_of_results(state, iteration, StatusKind::kArrived, failure);
-  state.policy.on_end_confirmed(alike);
+  state.policy.on_end_confirmed();
   deliver(state, iteration, results);
 }
 
@@ -129,12 +128,12 @@ void delivered(EngineState& state, const Iteration& iteration) {
 
 }  // namespace
 
-void deliver_all(EngineState& state, Iteration& iteration, ToldAlike alike) {
+void deliver_all(EngineState& state, Iteration& iteration) {
   if (state.policy.hook_traits().fails_by_network_only) {
-    state.policy.on_end_confirmed(alike);
+    state.policy.on_end_confirmed();
     deliver_as_results_come(state, iteration);
   } else {
-    deliver_what_all_ranks_have(state, iteration, alike);
+    deliver_what_all_ranks_have(state, iteration);
   }
   delivered(state, iteration);
 }
@@ -160,37 +159,15 @@ void deliver_unconfirmed(EngineState& state,
   iteration->sequence = {};
 }
 
-void deliver_through(EngineState& state, Iteration& iteration, size_t entry) {
-  TORCH_INTERNAL_ASSERT(iteration.order.is_launched(entry));
-  const size_t group = iteration.sequence[entry]->group();
-  for (Launch& launch : iteration.launches) {
-    if (launch.is_delivered || launch.entry > entry ||
-        launch.collective->group() != group) {
-      continue;
-    }
-    const WaitForPeers waiting(*state.observations.progress);
-    ErrorSource source = ErrorSource::kFuture;
-    try {
-      const std::optional<size_t> unit = launch.collective->unit();
-      if (!unit) {
-        launch.collective->deliver(/*result=*/{});  // which waits
-        launch.is_delivered = true;
-        continue;
-      }
-      if (launch.future) {
-        launch.future->waitAndThrow();
-        state.observations.timeline.waited_for(*unit);
-      }
-      source = ErrorSource::kDelivery;
-      if (!iteration.is_shadow) {
-        launch.collective->deliver(result_of(launch));
-      }
-      launch.is_delivered = true;
-    } catch (...) {
-      throw_failure(state,
-                    failure_of(state, iteration, source, *launch.collective),
-                    iteration.number);
-    }
+void deliver_first(EngineState& state, const Iteration& iteration) {
+  const WaitForPeers waiting(*state.observations.progress);
+  Collective& first = *iteration.launches.front().collective;
+  try {
+    first.deliver(/*result=*/{});  // which waits
+  } catch (...) {
+    throw_failure(state,
+                  failure_of(state, iteration, ErrorSource::kFuture, first),
+                  iteration.number);
   }
 }
 

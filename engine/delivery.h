@@ -6,7 +6,6 @@
 #ifndef BRIGADE_ENGINE_DELIVERY_H_
 #define BRIGADE_ENGINE_DELIVERY_H_
 
-#include <cstddef>
 #include <memory>
 
 #include "brigade/engine/state/engine_state.h"
@@ -23,11 +22,9 @@ namespace brigade {
 // delivered as it comes. A user's hook may fail on one rank alone, so that
 // ranks tell each other before anybody delivers.
 //
-// `alike`: what ranks told each other at its end.
-//
 // Errors: what a collective or a hook failed with, and of a user's hook on all
 // ranks alike.
-void deliver_all(EngineState& state, Iteration& iteration, ToldAlike alike);
+void deliver_all(EngineState& state, Iteration& iteration);
 
 // The same where peers may not have ended it yet: tells them `end` and does not
 // wait for theirs (confirm_ends() does). A user's hook's results come first; if
@@ -38,9 +35,9 @@ void deliver_unconfirmed(EngineState& state,
                          const std::shared_ptr<Iteration>& iteration,
                          const RankStatus& end);
 
-// Waits for the entries of its group up to this one and delivers them.
-// REQUIRES: they have been launched. Errors: as deliver_all().
-void deliver_through(EngineState& state, Iteration& iteration, size_t entry);
+// Waits for the first entry and delivers it, before the end of the iteration.
+// REQUIRES: it has been launched, and has no unit. Errors: as deliver_all().
+void deliver_first(EngineState& state, const Iteration& iteration);
 
 }  // namespace brigade
 

@@ -18,10 +18,10 @@ std::string describe_progress(const EngineState& state) {
     return absl::StrCat("has prepared iteration ", iteration.number,
                         ", whose backward has reached no parameter");
   }
-  std::string words = absl::StrCat(
-      "has launched ", num_units(iteration.launches), " of ",
-      num_units(iteration.sequence), " ", std::string(state.policy.unit_word()),
-      "s of iteration ", iteration.number);
+  std::string words =
+      absl::StrCat("has launched ", num_units(iteration.launches), " of ",
+                   num_units(iteration.sequence), " buckets of iteration ",
+                   iteration.number);
   const std::vector<size_t> missing = iteration.ready.missing();
   if (!missing.empty()) {
     absl::StrAppend(&words, " and waits for the gradients of ",
@@ -33,8 +33,7 @@ std::string describe_progress(const EngineState& state) {
 std::string describe_busy_progress(const EngineState& state) {
   const Progress& progress = *state.observations.progress;
   return absl::StrCat("has launched ", progress.launched.load(), " of ",
-                      progress.num_units.load(), " ",
-                      std::string(state.policy.unit_word()), "s of iteration ",
+                      progress.num_units.load(), " buckets of iteration ",
                       progress.iteration.load(),
                       progress.is_waiting() ? " and waits for its peers"
                                             : " and is inside a hook");

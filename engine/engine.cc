@@ -21,23 +21,18 @@
 
 namespace brigade {
 
-Engine::Engine(std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> groups,
+Engine::Engine(c10::intrusive_ptr<c10d::ProcessGroup> group,
                std::span<const std::vector<at::Tensor>> replicas,
                ReductionPolicy& policy, EngineOptions options)
-    : hooks_(options.make_hooks
-                 ? options.make_hooks(replicas, EngineListener(*this))
-                 : std::make_shared<GradientHooks>(replicas,
-                                                   EngineListener(*this))),
-      state_{
-          .groups = std::move(groups),
-          .policy = policy,
-          .options = std::move(options),
-          .num_replicas = replicas.size(),
-          .num_parameters = replicas.front().size(),
-          .describe_progress = [this] { return describe_progress(); },
-          .peers =
-              PeerStatus(state_.groups, state_.options.has_control_channel,
-                         state_.options.owns_groups)} {
+    : hooks_(std::make_shared<GradientHooks>(replicas, EngineListener(*this))),
+      state_{.group = std::move(group),
+             .policy = policy,
+             .options = std::move(options),
+             .num_replicas = replicas.size(),
+             .num_parameters = replicas.front().size(),
+             .describe_progress = [this] { return describe_progress(); },
+             .peers =
+                 PeerStatus(state_.group, state_.options.has_control_channel)} {
   state_.adopt_sequence();
   state_.peers.compare_others(!policy.hook_traits().fails_by_network_only);
 }
@@ -153,33 +148,6 @@ void Engine::note_local_forward(std::span<const at::Tensor> outputs) {
   watch_outputs(outputs, hooks_, [this] { on_local_output_reached(); });
 }
 
-ToldAlike Engine::ask(std::string_view words, uint64_t digest,
-                      std::optional<size_t> wanted) try {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  const RankStatus own = {.kind = StatusKind::kAsk,
-                          .unit = wanted ? static_cast<int64_t>(*wanted) : -1,
-                          .fingerprint = digest,
-                          .text = status_text(words)};
-  if (has_begun(state_.phase)) return ask_together(state_, own);
-  const std::shared_ptr<Iteration> asking =
-      state_.iteration ? state_.iteration
-                       : state_.make_iteration(state_.observations.begun);
-  return end_together(state_, *asking, own);
-} catch (...) {
-  state_.observations.note_error();
-  throw;
-}
-
-void Engine::fail(const std::exception_ptr& error) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  if (has_begun(state_.phase) || state_.peers.is_closed()) return;
-  if (!state_.iteration) {
-    state_.iteration = state_.make_iteration(state_.observations.begun + 1);
-  }
-  state_.failed(error);
-  abort_iteration(state_);
-}
-
 void Engine::shadow() try {
   const std::lock_guard<std::mutex> lock(mutex_);
   end_unfinished_iteration();
@@ -230,8 +198,8 @@ void Engine::finalize() try {
       "finalization.\nCall it once, after a backward outside of "
       "no_sync.");
   TORCH_CHECK(state_.iteration->order.all_launched(), state_.options.name,
-              "::finalize_backward: called before ", state_.policy.all_units(),
-              " were ready: gradients of ",
+              "::finalize_backward: called before all DDP buckets were ready: "
+              "gradients of ",
               state_.policy.name_of(state_.iteration->ready.missing()),
               " are missing.\nCall it when all have come, at the latest after "
               "backward.");
@@ -248,7 +216,7 @@ bool Engine::can_continue() const {
 
 void Engine::abort_group() {
   const std::lock_guard<std::mutex> lock(mutex_);
-  state_.leave_groups(
+  state_.leave_group(
       {.kind = StatusKind::kFailed,
        .iteration = state_.observations.begun,
        .text = status_text("A collective beside the iteration failed.")});
@@ -312,7 +280,7 @@ std::optional<ReductionError> Engine::last_error() const {
 
 // Called on another thread; never waits for the lock, which an engine that
 // waits for its peers holds.
-std::string Engine::describe_sequence_progress() const {
+std::string Engine::describe_progress() const {
   const std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
   return lock.owns_lock() ? brigade::describe_progress(state_)
                           : describe_busy_progress(state_);

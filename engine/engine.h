@@ -1,12 +1,12 @@
-// Brings the gradients of an iteration to its collectives, launches those of
-// each group in one agreed order, and leads all ranks to the same end:
-// delivered on all of them, or an error on all.
+// Brings the gradients of an iteration to its collectives, launches those in
+// one agreed order, and leads all ranks to the same end: delivered on all of
+// them, or an error on all.
 //
-// What is reduced, and how, is a policy's: data parallelism, or sharding. The
-// engine knows the phases of an iteration (engine/state/phase.h), which
-// backward belongs to it, and what peers have done.
+// What is reduced, and how, is a policy's. The engine knows the phases of an
+// iteration (engine/state/phase.h), which backward belongs to it, and what
+// peers have done.
 //
-//   Engine engine({group}, replicas, policy, {.name = "Reducer", ...});
+//   Engine engine(group, replicas, policy, {.name = "Reducer", ...});
 //   engine.connect();
 //   engine.prepare(outputs);   // behind each forward
 //   ... backward: gradients become ready, collectives are launched; when it
@@ -41,6 +41,7 @@
 #include "brigade/engine/observing/last_error.h"
 #include "brigade/engine/observing/statistics.h"
 #include "brigade/engine/observing/timeline.h"
+#include "brigade/engine/state/engine_listener.h"
 #include "brigade/engine/state/engine_options.h"
 #include "brigade/engine/state/engine_state.h"
 #include "brigade/engine/state/reduction_policy.h"
@@ -50,14 +51,10 @@ namespace brigade {
 
 class Engine {
  public:
-  // `groups`: those that entries are launched on (Collective::group()), at most
-  // kMaxGroups. The first one has all ranks that share the policy's sequence;
-  // the others have some of them each, and each rank is in as many; what else
-  // is launched on them is equally much on all ranks, whichever they are in.
   // `replicas[r]`: the variables of local replica r, equally many each.
   // REQUIRES: each is a leaf that requires a gradient; `policy` outlives this
-  // object. Errors: ValueError if there are too many groups.
-  Engine(std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> groups,
+  // object.
+  Engine(c10::intrusive_ptr<c10d::ProcessGroup> group,
          std::span<const std::vector<at::Tensor>> replicas,
          ReductionPolicy& policy, EngineOptions options);
 
@@ -81,12 +78,6 @@ class Engine {
   // Errors: those of end_iteration(), and of the policy's before_iteration().
   void prepare(std::span<const at::Tensor> outputs);
 
-  // In place of prepare(), for an owner that knows when a backward begins: the
-  // running one is an iteration, which begins here. Nothing if it has begun.
-  // Errors: as prepare(); those of launches. REQUIRES: inside of a backward,
-  // before any of its gradients has come.
-  void begin_in_backward();
-
   // A forward has run whose gradients are not an iteration's: a backward that
   // goes through its outputs, and none that were prepared, stays on this rank.
   void note_local_forward(std::span<const at::Tensor> outputs);
@@ -95,33 +86,6 @@ class Engine {
   // watched any more. Or none will come: `is_defined` is false then. REQUIRES:
   // inside of a backward.
   void gradient_ready(VariableIndex variable, bool is_defined);
-
-  // The owner's word for an entry that waits for it (num_awaited() is 1): it is
-  // packed, and launched in its turn. Begins the iteration, and ends it if all
-  // is launched then and no backward is running. Errors: RuntimeError if none
-  // is prepared; what the collective throws; those of finalize().
-  void launch(size_t entry);
-
-  // Waits for the entries of the iteration up to this one, of its group, and
-  // delivers them, on the word that the iteration may still fail elsewhere.
-  // Errors: RuntimeError if it has not been launched; what a collective failed
-  // with.
-  void deliver_through(size_t entry);
-
-  // Goes on when all ranks ask the same: `words` follow "rank 3", `digest` goes
-  // with them. At any place but in a hook of a collective, and no place among
-  // the launches. Collective. `wanted`: a unit that the policy is to give
-  // (ReductionPolicy::give); ranks may want others then, or nothing.
-  // Returns what else they have told alike.
-  // Errors: RuntimeError on all ranks if they differ, PeerError if one has
-  // failed or does not answer; a running iteration is over then.
-  ToldAlike ask(std::string_view words, uint64_t digest,
-                std::optional<size_t> wanted = std::nullopt);
-
-  // This rank has failed outside of a backward, and its peers are to know where
-  // they tell each other where they are next. Waits for them
-  // `failure_patience`, and does not throw.
-  void fail(const std::exception_ptr& error);
 
   // Launches substitutes for all entries of an iteration, and delivers nothing.
   void shadow();
@@ -142,7 +106,7 @@ class Engine {
 
   // Blocks until all ranks are known to have ended the iterations that were
   // delivered before. Not collective. Throws PeerError or RuntimeError if one
-  // has failed, also in later calls; the groups are closed then.
+  // has failed, also in later calls; the group is closed then.
   void await_statuses();
 
   // Compares with all ranks that each is about to do `deed`, outside of a
@@ -154,7 +118,7 @@ class Engine {
   // Calls a collective of all ranks before a forward, such as a broadcast of
   // buffers. `doing`: "broadcasting 3 buffers". Ends an iteration that has
   // begun, and awaits statuses as prepare() does. Throws as end_iteration() and
-  // await_statuses(); PeerError if the collective fails, and the groups are
+  // await_statuses(); PeerError if the collective fails, and the group is
   // closed then.
   void call_before_forward(std::string_view doing,
                            const std::function<void()>& collective);
@@ -199,10 +163,6 @@ class Engine {
   void set_timeline_sample_rate(int64_t sample_rate);
   void set_stall_report_after(std::chrono::milliseconds time);
   void set_stall_handler(std::function<void(const std::string&)> handler);
-  // For who waits for peers beside the sequence. Any thread.
-  const std::shared_ptr<Progress>& progress() const {
-    return state_.observations.progress;
-  }
   std::optional<ReductionError> last_error() const;
   const GradientHooks& hooks() const { return *hooks_; }
 
@@ -227,10 +187,7 @@ class Engine {
   void finish();
 
   // Takes the lock only if it is free.
-  std::string describe_sequence_progress() const;
-  std::string describe_progress() const {
-    return describe_sequence_progress() + state_.policy.describe_beside();
-  }
+  std::string describe_progress() const;
 
   // Callbacks of a backward hold it while they run.
   std::shared_ptr<GradientHooks> hooks_;

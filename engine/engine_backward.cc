@@ -3,7 +3,6 @@
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
 
-#include <algorithm>
 #include <memory>
 #include <optional>
 
@@ -58,25 +57,6 @@ void Engine::on_local_output_reached() {
     state_.membership.local_backward_ended(id);
   };
   watch_backward_end(hooks_, ended, ended);
-}
-
-void Engine::begin_in_backward() try {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  if (has_begun(state_.phase)) return;
-  if (is_between(state_.phase)) {
-    start_iteration();
-    state_.observations.timeline.prepared(state_.iteration->number);
-  }
-  enter_backward(running_backward_id());
-  try {
-    begin_reduction();
-  } catch (...) {
-    state_.failed(std::current_exception());
-    throw;
-  }
-} catch (...) {
-  state_.observations.note_error();
-  throw;
 }
 
 void EngineListener::operator()(VariableIndex variable, bool is_defined) const {
@@ -189,57 +169,6 @@ void Engine::accept_gradient(VariableIndex variable, bool is_defined) {
   if (mark_and_pack(state_, slot->entry)) launch_ready(state_);
 }
 
-void Engine::launch(size_t entry) try {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  TORCH_CHECK(!is_between(state_.phase) && !is_ending(state_.phase),
-              state_.options.name,
-              "::launch: no iteration is prepared.\n"
-              "Prepare one first.");
-  TORCH_CHECK(state_.iteration->order.is_pending(entry), state_.options.name,
-              "::launch: entry ", entry,
-              " waits for nothing more in this iteration.\nGive one word for "
-              "each entry that waits for it.");
-  const int backward_id = running_backward_id();
-  const bool is_in_backward = backward_id >= 0;
-  try {
-    if (is_in_backward) enter_backward(backward_id);
-    begin_reduction();
-    if (mark_and_pack(state_, entry)) launch_ready(state_);
-  } catch (...) {
-    state_.failed(std::current_exception());
-    if (!is_in_backward) abort_iteration(state_);
-    throw;
-  }
-  if (is_in_backward) return;
-  state_.phase = Phase::kSuspended;
-  if (state_.iteration->order.all_launched() && !finalizes_manually_) finish();
-} catch (...) {
-  state_.observations.note_error();
-  throw;
-}
-
-void Engine::deliver_through(size_t entry) try {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  TORCH_CHECK(has_begun(state_.phase) && !is_ending(state_.phase) &&
-                  state_.iteration->order.is_launched(entry),
-              state_.options.name, "::deliver_through: entry ", entry,
-              " has not been launched in this iteration.\nLaunch it first.");
-  const int backward_id = running_backward_id();
-  const bool is_in_backward = backward_id >= 0;
-  const HookScope scope(state_.iteration->preparer);
-  try {
-    if (is_in_backward) enter_backward(backward_id);
-    brigade::deliver_through(state_, *state_.iteration, entry);
-  } catch (...) {
-    state_.failed(std::current_exception());
-    if (!is_in_backward) abort_iteration(state_);
-    throw;
-  }
-} catch (...) {
-  state_.observations.note_error();
-  throw;
-}
-
 void Engine::on_backward_end(int64_t preparation, int backward_id) try {
   const std::lock_guard<std::mutex> lock(mutex_);
   const std::shared_ptr<Iteration> iteration = state_.iteration;
@@ -291,8 +220,6 @@ void Engine::finish() {
   const std::shared_ptr<Iteration> iteration = state_.take_iteration();
   state_.membership.mark_finished(iteration->preparation,
                                   iteration->creates_graph);
-  // Those of different groups were launched in another order on each rank.
-  std::ranges::sort(iteration->launches, {}, &Launch::entry);
   const ObservedFinalize finalizing(state_.observations);
   const RankStatus end = {
       .kind = StatusKind::kEnd,
@@ -301,9 +228,9 @@ void Engine::finish() {
     const HookScope scope(iteration->preparer);
     return deliver_unconfirmed(state_, iteration, end);
   }
-  const ToldAlike alike = end_together(state_, *iteration, end);
+  end_together(state_, *iteration, end);
   const HookScope scope(iteration->preparer);
-  deliver_all(state_, *iteration, alike);
+  deliver_all(state_, *iteration);
 }
 
 }  // namespace brigade

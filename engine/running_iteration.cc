@@ -14,9 +14,9 @@ void RunningIteration::mark(size_t variable, Slot slot) {
   mark_and_pack(state_, slot.entry);
 }
 
-void RunningIteration::deliver_through(size_t entry) {
+void RunningIteration::deliver_first() {
   launch_ready(state_);
-  brigade::deliver_through(state_, *state_.iteration, entry);
+  brigade::deliver_first(state_, *state_.iteration);
 }
 
 }  // namespace brigade

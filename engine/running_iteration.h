@@ -25,9 +25,9 @@ class RunningIteration {
   // entry if it was the last that this waits for. REQUIRES: it was not ready.
   void mark(size_t variable, Slot slot);
 
-  // Launches what is ready, waits for the entries up to this one and delivers
-  // them. REQUIRES: they are ready, and fail by the network only.
-  void deliver_through(size_t entry);
+  // Launches what is ready, waits for the first entry and delivers it.
+  // REQUIRES: it has no unit.
+  void deliver_first();
 
  private:
   EngineState& state_;

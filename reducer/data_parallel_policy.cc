@@ -275,7 +275,7 @@ void DataParallelPolicy::on_backward_begins(RunningIteration& iteration,
       }
     }
     // Before anything is launched that depends on the map.
-    iteration.deliver_through(0);
+    iteration.deliver_first();
   }
   if (hook_.listener) hook_.listener->iteration_begins(!is_shadow);
   if (!is_shadow) return mark_unused(iteration, prediction_.unused);
@@ -331,7 +331,7 @@ void DataParallelPolicy::on_backward_ends(RunningIteration& iteration) {
   mark_unused(iteration, hook_counts_->silent());
 }
 
-void DataParallelPolicy::on_end_confirmed(ToldAlike /*alike*/) {
+void DataParallelPolicy::on_end_confirmed() {
   ready_order_.observe();
   if (hook_counts_) hook_counts_->confirm();
 }

@@ -96,7 +96,7 @@ class DataParallelPolicy final : public ReductionPolicy {
   bool may_end_without_gradients() const override {
     return prediction_.none_reached;
   }
-  void on_end_confirmed(ToldAlike alike) override;
+  void on_end_confirmed() override;
   void on_end_refuted() override;
   void on_iteration_over(Outcome outcome, bool is_shadow) override;
 
@@ -104,8 +104,6 @@ class DataParallelPolicy final : public ReductionPolicy {
       std::span<Collective* const> in_flight) override;
   std::shared_ptr<void> let_go() override;
 
-  // As torch says it, whose programs may look for it.
-  std::string all_units() const override { return "all DDP buckets"; }
   std::string name_of(std::span<const size_t> variables) const override;
   std::string describe_missing(std::span<const size_t> variables,
                                Occasion occasion) const override;

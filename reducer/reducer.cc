@@ -39,7 +39,7 @@ Reducer::Reducer(std::vector<std::vector<at::Tensor>> replicas,
 Reducer::Reducer(ReducerSetup setup)
     : policy_(std::make_unique<DataParallelPolicy>(std::move(setup))),
       engine_(std::make_unique<Engine>(
-          std::vector{policy_->group()}, policy_->table().replicas(), *policy_,
+          policy_->group(), policy_->table().replicas(), *policy_,
           EngineOptions{
               .name = "Reducer",
               .has_control_channel = policy_->options().control_channel,
@@ -74,10 +74,9 @@ void Reducer::meet_peers(std::string_view deed) { engine_->meet_peers(deed); }
 
 void Reducer::broadcast_before_forward(std::vector<at::Tensor> tensors,
                                        int source) {
-  const std::string doing =
-      absl::StrCat("broadcasting ", tensors.size(),
-                   tensors.size() == 1 ? " buffer" : " buffers", " from rank ",
-                   source);
+  const std::string doing = absl::StrCat(
+      "broadcasting ", tensors.size(),
+      tensors.size() == 1 ? " buffer" : " buffers", " from rank ", source);
   engine_->call_before_forward(doing, [&] {
     broadcast_tensors(policy_->group(), std::move(tensors), source);
   });

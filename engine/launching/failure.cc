@@ -36,12 +36,11 @@ void throw_failure(EngineState& state, const Failure& failure,
 
   // A user's hook may use other groups, and be mistaken about the network.
   if (collective.fails_by_network_only()) {
-    state.leave_groups(
-        {.kind = StatusKind::kFailed,
-                .iteration = iteration,
-                .unit = static_cast<int64_t>(collective.unit().value_or(
-                    num_units(state.policy.sequence()))),
-                .text = status_text(message_of(failure.error))});
+    state.leave_group({.kind = StatusKind::kFailed,
+                       .iteration = iteration,
+                       .unit = static_cast<int64_t>(collective.unit().value_or(
+                           num_units(state.policy.sequence()))),
+                       .text = status_text(message_of(failure.error))});
     if (!is_between(state.phase)) state.phase = Phase::kOver;
   }
   // By iteration: peers may notice the same loss in another collective of it.

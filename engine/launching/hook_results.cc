@@ -4,6 +4,7 @@
 
 #include <chrono>
 
+#include "brigade/comm/group/group_timeout.h"
 #include "brigade/comm/streams/timed_wait.h"
 #include "brigade/engine/launching/launching_chained.h"
 
@@ -12,8 +13,7 @@ namespace {
 
 void await_result(EngineState& state, Launch& launch) {
   if (!launch.future) return;
-  const std::chrono::milliseconds timeout =
-      state.timeout_of(*launch.collective);
+  const std::chrono::milliseconds timeout = group_timeout(*state.group);
   launch.is_overdue = !wait_for(*launch.future, timeout);
   TORCH_CHECK(!launch.is_overdue, "the future of ",
               describe(state.policy.hook_traits()), " was not done within ",

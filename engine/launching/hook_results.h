@@ -23,7 +23,7 @@ namespace brigade {
 // waited for by who needs it.
 inline auto undelivered(Iteration& iteration) {
   return iteration.launches | std::views::filter([](const Launch& launch) {
-           return launch.collective->unit() && !launch.is_delivered;
+           return launch.collective->unit().has_value();
          });
 }
 

@@ -23,16 +23,15 @@ void launch(EngineState& state, size_t index) {
   Iteration& iteration = *state.iteration;
   Collective& entry = *iteration.sequence[index];
   const std::optional<size_t> unit = entry.unit();
-  Launch launch = {.entry = index, .collective = &entry, .future = nullptr};
+  Launch launch = {.collective = &entry, .future = nullptr};
   if (entry.is_left_out()) {
     if (unit) ++state.observations.units_left_out;
   } else {
     try {
-      state.peers.on(entry.group()).count([&] {
+      state.peers.count([&] {
         std::optional<ObservedLaunch> launching;
         if (unit) launching.emplace(state.observations, *unit);
-        const ChainedCollectives::Scope chaining(
-            iteration.chained[entry.group()]);
+        const ChainedCollectives::Scope chaining(iteration.chained);
         launch.future =
             iteration.is_shadow ? entry.launch_substitute() : entry.launch();
       });
@@ -63,7 +62,7 @@ void launch_ready(EngineState& state) {
   const HookScope scope(state.iteration->preparer);
   while (const auto next = order.next()) {
     launch(state, *next);
-    order.launched(*next);
+    order.launched();
   }
 }
 
@@ -72,10 +71,9 @@ void launch_rest(EngineState& state, Iteration& iteration) {
   for (size_t entry = 0; entry < iteration.sequence.size(); ++entry) {
     Collective& next = *iteration.sequence[entry];
     if (iteration.order.is_launched(entry) || next.is_left_out()) continue;
-    Launch launch = {.entry = entry, .collective = &next, .future = nullptr};
-    state.peers.on(next.group()).count([&] {
-      const ChainedCollectives::Scope chaining(
-          iteration.chained[next.group()]);
+    Launch launch = {.collective = &next, .future = nullptr};
+    state.peers.count([&] {
+      const ChainedCollectives::Scope chaining(iteration.chained);
       launch.future = next.launch_substitute();
     });
     launch.has_travelled = launch.future != nullptr;

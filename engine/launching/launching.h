@@ -1,4 +1,4 @@
-// Launches the entries of an iteration's sequence, those of a group in order.
+// Launches the entries of an iteration's sequence, in order.
 //
 // Thread safety: none; the engine's lock covers it.
 

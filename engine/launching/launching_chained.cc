@@ -22,23 +22,19 @@ Collective& first_unit(const Iteration& iteration) {
 
 std::optional<Failure> launch_chained(EngineState& state,
                                       Iteration& iteration) {
-  for (size_t group = 0; group < state.groups.size(); ++group) {
-    ChainedCollectives& chained = iteration.chained[group];
-    GroupAccount& account = state.peers.on(group);
-    try {
-      const ChainedCollectives::Scope none_behind_these(chained);
-      chained.launch(group_timeout(*state.groups[group]),
-                     [&account](const std::function<void()>& launch) {
-                       account.count(launch);
-                     });
-    } catch (...) {
-      // Nothing can stand in for what its peers have launched.
-      account.set_cannot_continue();
-      return failure_of(state, iteration, ErrorSource::kFuture,
-                        first_unit(iteration));
-    }
+  try {
+    const ChainedCollectives::Scope none_after_these(iteration.chained);
+    iteration.chained.launch(group_timeout(*state.group),
+                             [&](const std::function<void()>& launch) {
+                               state.peers.count(launch);
+                             });
+    return std::nullopt;
+  } catch (...) {
+    // Nothing can stand in for what its peers have launched.
+    state.peers.set_cannot_continue();
+    return failure_of(state, iteration, ErrorSource::kFuture,
+                      first_unit(iteration));
   }
-  return std::nullopt;
 }
 
 std::optional<Failure> find_unordered_collectives(const EngineState& state,

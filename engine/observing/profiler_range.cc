@@ -13,12 +13,12 @@ ProfilerRange::ProfilerRange(const std::string& name, at::RecordScope scope) {
   function_->before(name, c10::ArrayRef<const c10::IValue>());
 }
 
-RangeNames::RangeNames(size_t num_units, std::string_view unit_word) {
-  for (size_t u = 0; u < num_units; ++u) {
-    const std::string unit = absl::StrCat("brigade: ", std::string(unit_word),
-                                          " ", u, " of ", num_units);
-    pack.push_back(absl::StrCat(unit, " pack"));
-    launch.push_back(absl::StrCat(unit, " launch"));
+RangeNames::RangeNames(size_t num_buckets) {
+  for (size_t b = 0; b < num_buckets; ++b) {
+    const std::string bucket =
+        absl::StrCat("brigade: bucket ", b, " of ", num_buckets);
+    pack.push_back(absl::StrCat(bucket, " pack"));
+    launch.push_back(absl::StrCat(bucket, " launch"));
   }
 }
 

@@ -34,10 +34,10 @@ class ProfilerRange {
 // "brigade: bucket 2 of 5 pack"; made once per plan.
 struct RangeNames {
   RangeNames() = default;
-  RangeNames(size_t num_units, std::string_view unit_word);
+  explicit RangeNames(size_t num_buckets);
 
-  std::vector<std::string> pack;    // by unit
-  std::vector<std::string> launch;  // by unit
+  std::vector<std::string> pack;    // by bucket
+  std::vector<std::string> launch;  // by bucket
   std::string finalize = "brigade: finalize";
 };
 

@@ -1,6 +1,5 @@
-// One entry of the sequence of collectives that an iteration launches, those of
-// one group in the same order on every rank: a bucket's all-reduce, say, or a
-// unit's gather.
+// One entry of the sequence of collectives that an iteration launches, in the
+// same order on every rank: a bucket's all-reduce, say.
 //
 // Decides what it carries, how it is launched and what becomes of the result.
 // The engine decides when.
@@ -29,16 +28,13 @@ class Collective {
   // it.
   virtual std::optional<size_t> unit() const = 0;
 
-  // The group that it is launched on, of the engine's: its index.
-  virtual size_t group() const { return 0; }
-
-  // How much it waits for before its turn may come: gradients of all local
-  // replicas, or 1 for its owner's word (Engine::launch). 0: only its turn.
+  // The number of gradients, of all local replicas, that it waits for. 0: only
+  // for its turn.
   virtual size_t num_awaited() const = 0;
 
-  // It is left out of this iteration, on all ranks alike. Known once those of
-  // its group before it have been launched; may wait for one of them. Errors:
-  // what that one throws.
+  // It is left out of this iteration, on all ranks alike. Known once those
+  // before it have been launched; may wait for one of them. Errors: what that
+  // one throws.
   virtual bool is_left_out() = 0;
 
   // True if what it waits for is to be packed; known as is_left_out() is. One
@@ -67,9 +63,6 @@ class Collective {
   // travelled. REQUIRES: its future is complete, or there is none; one without
   // a unit waits for it here. Errors: what a collective throws that it waits
   // for, its own or one before it.
-  //
-  // Before the iteration has ended on all ranks (Engine::deliver_through), what
-  // is delivered is provisional: the policy hears how the iteration ended.
   virtual void deliver(const at::Tensor& result) = 0;
 
   // Of what it carries, and so of its result.

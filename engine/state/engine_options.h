@@ -7,18 +7,8 @@
 #ifndef BRIGADE_ENGINE_STATE_ENGINE_OPTIONS_H_
 #define BRIGADE_ENGINE_STATE_ENGINE_OPTIONS_H_
 
-#include <ATen/core/Tensor.h>
-
 #include <chrono>
-#include <functional>
-#include <memory>
-#include <optional>
-#include <span>
 #include <string>
-#include <vector>
-
-#include "brigade/engine/state/engine_listener.h"
-#include "brigade/hooks/gradient_hooks.h"
 
 namespace brigade {
 
@@ -38,19 +28,8 @@ struct EngineOptions {
   // A rank whose backward fails waits so long for its peers to hear it.
   std::chrono::milliseconds failure_patience;
 
-  // Nobody else launches on the groups, so that zeros of a rank that fails meet
-  // nothing else. What the policy launches beside its sequence does not count.
-  bool owns_groups = false;
-
   // A backward that brings some gradients but not all is an error at its end.
   bool one_backward_per_forward;
-
-  // Makes the hooks of an engine's variables where somebody takes gradients in
-  // place of `.grad`, who outlives the engine. Unset: nobody does.
-  std::function<std::shared_ptr<GradientHooks>(
-      std::span<const std::vector<at::Tensor>> replicas,
-      const EngineListener& listener)>
-      make_hooks = {};
 };
 
 }  // namespace brigade

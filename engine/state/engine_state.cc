@@ -39,22 +39,22 @@ void EngineState::adopt_sequence() {
   for (const Collective* collective : sequence) {
     if (collective->unit()) devices.push_back(collective->device());
   }
-  observations.bind(std::move(devices), num_variables(), policy.unit_word());
+  observations.bind(std::move(devices), num_variables());
 }
 
-void EngineState::close_groups(std::string_view reason) {
+void EngineState::close_group(std::string_view reason) {
   peers.note_closed(reason.empty() ? "A collective failed." : reason);
-  for (const auto& group : groups) close_group(*group);
+  brigade::close_group(*group);
 }
 
-void EngineState::leave_groups(RankStatus last) {
+void EngineState::leave_group(RankStatus last) {
   peers.set_cannot_continue();
   try {
     peers.send(last, /*ends_iteration=*/true);
   } catch (const std::exception&) {
     // The channel has failed as well, which peers notice by themselves.
   }
-  close_groups(words_of(last.text));
+  close_group(words_of(last.text));
 }
 
 bool EngineState::runs_ahead() const {

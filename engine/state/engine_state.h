@@ -5,7 +5,6 @@
 #ifndef BRIGADE_ENGINE_STATE_ENGINE_STATE_H_
 #define BRIGADE_ENGINE_STATE_ENGINE_STATE_H_
 
-#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
@@ -17,7 +16,6 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
 
-#include "brigade/comm/group/group_timeout.h"
 #include "brigade/engine/state/backward_membership.h"
 #include "brigade/engine/state/engine_options.h"
 #include "brigade/engine/state/iteration.h"
@@ -39,7 +37,7 @@ struct UnconfirmedEnd {
 
 struct EngineState {
   // Constant.
-  const std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> groups;
+  const c10::intrusive_ptr<c10d::ProcessGroup> group;
   ReductionPolicy& policy;
   const EngineOptions options;
   const size_t num_replicas;
@@ -59,13 +57,6 @@ struct EngineState {
   // Continuations of the hook are watched up to this iteration.
   int64_t watches_continuations_until = kWatchedIterations;
 
-  // Of all ranks.
-  const c10::intrusive_ptr<c10d::ProcessGroup>& group() const {
-    return groups.front();
-  }
-  std::chrono::milliseconds timeout_of(const Collective& collective) const {
-    return group_timeout(*groups[collective.group()]);
-  }
   size_t num_variables() const { return num_replicas * num_parameters; }
   size_t number_of(VariableIndex variable) const {
     return variable.replica * num_parameters + variable.parameter;
@@ -75,7 +66,7 @@ struct EngineState {
             .parameter = number % num_parameters};
   }
   Occasion occasion(int64_t number) const {
-    return {.iteration = number, .rank = group()->getRank()};
+    return {.iteration = number, .rank = group->getRank()};
   }
 
   // Of the sequence as it is now.
@@ -97,11 +88,11 @@ struct EngineState {
   // The policy has another sequence.
   void adopt_sequence();
 
-  // Closes the connections of all groups. `reason` is what later calls throw.
-  void close_groups(std::string_view reason);
+  // Closes the group's connections. `reason` is what later calls throw.
+  void close_group(std::string_view reason);
 
   // The same, after `last` has told the peers.
-  void leave_groups(RankStatus last);
+  void leave_group(RankStatus last);
 
   // True if the host does not wait for results: all of them are on devices.
   bool runs_ahead() const;

@@ -9,10 +9,8 @@
 namespace brigade {
 
 GroupAccount::GroupAccount(c10::intrusive_ptr<c10d::ProcessGroup> group,
-                           bool is_compared, bool is_shared)
-    : group_(std::move(group)),
-      is_shared_(is_shared),
-      group_counts_(is_compared) {}
+                           bool is_compared)
+    : group_(std::move(group)), group_counts_(is_compared) {}
 
 std::optional<int64_t> GroupAccount::group_count() {
   if (!group_counts_) return std::nullopt;
@@ -44,7 +42,7 @@ void GroupAccount::note_others(std::optional<int64_t> count) {
 }
 
 void GroupAccount::note_if_others(std::optional<int64_t> count) {
-  has_others_ |= is_shared_ && count && *count != *last_count_;
+  has_others_ |= count && *count != *last_count_;
 }
 
 void GroupAccount::add_to_hash(int64_t num_collectives) {

@@ -15,9 +15,8 @@ namespace brigade {
 class GroupAccount {
  public:
   // `is_compared` is false where there are no peers: the group's count is not
-  // read then. `is_shared` is false where nobody else launches on the group.
-  GroupAccount(c10::intrusive_ptr<c10d::ProcessGroup> group, bool is_compared,
-               bool is_shared);
+  // read then.
+  GroupAccount(c10::intrusive_ptr<c10d::ProcessGroup> group, bool is_compared);
 
   // A backward of an iteration begins: other collectives count from here.
   void begin();
@@ -60,7 +59,6 @@ class GroupAccount {
   void add_to_hash(int64_t num_collectives);
 
   const c10::intrusive_ptr<c10d::ProcessGroup> group_;
-  const bool is_shared_;
   bool group_counts_;
   bool compares_others_ = false;
   bool cannot_continue_ = false;

@@ -12,7 +12,6 @@
 #include <ATen/core/ivalue.h>
 
 #include <algorithm>
-#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <optional>
@@ -21,7 +20,6 @@
 #include <utility>
 #include <vector>
 
-#include "brigade/comm/status/rank_status.h"
 #include "brigade/comm_hooks/continuation_watch.h"
 #include "brigade/comm_hooks/then_collective.h"
 #include "brigade/engine/state/backward_membership.h"
@@ -32,12 +30,10 @@
 namespace brigade {
 
 struct Launch {
-  size_t entry = 0;  // of the sequence
   Collective* collective = nullptr;
   c10::intrusive_ptr<c10::ivalue::Future> future;  // null: nothing to await
   bool has_travelled = false;  // also when the future has been let go of
   bool is_overdue = false;     // was waited for as long as anything is
-  bool is_delivered = false;   // before the end of the iteration
 };
 
 inline bool is_pending(const Launch& launch) {
@@ -57,14 +53,12 @@ inline int64_t num_units(std::span<const Launch> launches) {
 }
 
 inline LaunchOrder launch_order_of(std::span<Collective* const> sequence) {
-  std::vector<LaunchOrder::Entry> entries;
-  entries.reserve(sequence.size());
+  std::vector<uint32_t> num_pending;
+  num_pending.reserve(sequence.size());
   for (const Collective* collective : sequence) {
-    entries.push_back(
-        {.num_pending = static_cast<uint32_t>(collective->num_awaited()),
-         .group = static_cast<uint32_t>(collective->group())});
+    num_pending.push_back(static_cast<uint32_t>(collective->num_awaited()));
   }
-  return LaunchOrder(std::move(entries));
+  return LaunchOrder(std::move(num_pending));
 }
 
 struct Iteration {
@@ -78,10 +72,6 @@ struct Iteration {
     launches.reserve(sequence.size());
   }
 
-  bool has_chained() const {
-    return !std::ranges::all_of(chained, &ChainedCollectives::empty);
-  }
-
   const Preparation preparation;
   const int64_t number;                   // that its backward makes it
   bool creates_graph = false;             // its backward does
@@ -91,11 +81,9 @@ struct Iteration {
   std::span<Collective* const> sequence;  // what is launched
   LaunchOrder order;                      // of the sequence
   ReadyVariables ready;                   // by number
-  // In the order of launching, which is that of the sequence on each group; in
-  // that of the sequence once all are. Without the one that threw.
-  std::vector<Launch> launches;
-  std::array<ChainedCollectives, kMaxGroups> chained;  // by group
-  std::optional<ContinuationWatch> continuations;      // of a user's new hook
+  std::vector<Launch> launches;           // without the one that threw
+  ChainedCollectives chained;
+  std::optional<ContinuationWatch> continuations;  // of a user's new hook
   std::string failure;  // what went wrong first, told to the other ranks
 };
 

@@ -4,9 +4,9 @@
 
 namespace brigade {
 
-void Observations::bind(std::vector<c10::Device> devices, size_t num_variables,
-                        std::string_view unit_word) {
-  names = RangeNames(devices.size(), unit_word);
+void Observations::bind(std::vector<c10::Device> devices,
+                        size_t num_variables) {
+  names = RangeNames(devices.size());
   progress->num_units.store(static_cast<int64_t>(devices.size()),
                             std::memory_order_relaxed);
   timeline.bind(std::move(devices), num_variables);

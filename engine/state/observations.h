@@ -22,7 +22,6 @@
 #include <memory>
 #include <optional>
 #include <string>
-#include <string_view>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
 
@@ -37,10 +36,8 @@
 namespace brigade {
 
 struct Observations : EngineStatistics {
-  // The units are these from here on, `unit_word` each; `devices` of each, in
-  // launch order.
-  void bind(std::vector<c10::Device> devices, size_t num_variables,
-            std::string_view unit_word);
+  // The buckets are these from here on; `devices` of each, in launch order.
+  void bind(std::vector<c10::Device> devices, size_t num_variables);
 
   // Stalls are reported from here on, in these terms.
   void watch_stalls(const c10::intrusive_ptr<c10d::ProcessGroup>& group,

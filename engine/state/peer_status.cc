@@ -1,11 +1,10 @@
 #include "brigade/engine/state/peer_status.h"
 
 #include <c10/util/Exception.h>
-#include <c10/util/hash.h>
 
-#include <algorithm>
 #include <exception>
 #include <stdexcept>
+#include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "brigade/comm/errors/peer_error.h"
@@ -28,18 +27,11 @@ void throw_if_apart(const StatusComparison& comparison,
   TORCH_CHECK(false, name, ": ", text);
 }
 
-PeerStatus::PeerStatus(
-    std::span<const c10::intrusive_ptr<c10d::ProcessGroup>> groups,
-    bool has_channel, bool owns_groups)
-    : group_(groups.front()), has_channel_(has_channel) {
-  TORCH_CHECK_VALUE(groups.size() <= kMaxGroups, "expected at most ",
-                    kMaxGroups, " process groups, got ", groups.size(),
-                    ".\nUse one for several of them.");
-  const bool is_compared = has_channel && has_peers(*group_);
-  for (const auto& group : groups) {
-    accounts_.emplace_back(group, is_compared, /*is_shared=*/!owns_groups);
-  }
-}
+PeerStatus::PeerStatus(c10::intrusive_ptr<c10d::ProcessGroup> group,
+                       bool has_channel)
+    : group_(std::move(group)),
+      has_channel_(has_channel),
+      account_(group_, /*is_compared=*/has_channel && has_peers(*group_)) {}
 
 void PeerStatus::connect() {
   if (is_connected()) return;
@@ -50,32 +42,10 @@ void PeerStatus::connect_later() {
   identity_ = ChannelIdentity::made_alone(group_);
 }
 
-void PeerStatus::backward_begins() {
-  for (GroupAccount& account : accounts_) account.begin();
-}
-
-void PeerStatus::compare_others(bool value) {
-  for (GroupAccount& account : accounts_) account.compare_others(value);
-}
-
-bool PeerStatus::can_continue() const {
-  return std::ranges::none_of(accounts_, &GroupAccount::cannot_continue);
-}
-
-void PeerStatus::set_cannot_continue() {
-  for (GroupAccount& account : accounts_) account.set_cannot_continue();
-}
-
 RankStatus PeerStatus::send(RankStatus own, bool ends_iteration) {
-  for (GroupAccount& account : accounts_) {
-    if (account.cannot_continue()) own.cannot_continue = 1;
-    if (ends_iteration) {
-      if (const uint64_t others = account.end()) {
-        own.others = c10::hash_combine(own.others, others);
-      }
-    }
-    if (account.has_others()) own.has_others = 1;
-  }
+  if (account_.cannot_continue()) own.cannot_continue = 1;
+  if (ends_iteration) own.others = account_.end();
+  if (account_.has_others()) own.has_others = 1;
   return channel_ ? channel_->exchange(own) : own;
 }
 
@@ -86,17 +56,13 @@ StatusComparison PeerStatus::await(
   comparison.status = check_statuses(comparison.by_rank);
   comparison.must_close =
       !comparison.status.ok() && must_close_groups(comparison.by_rank);
-  comparison.alike = comparison.status.ok()
-                         ? told_alike(comparison.by_rank)
-                         : ToldAlike{.proposals = false, .orders = false};
   return comparison;
 }
 
 StatusComparison PeerStatus::without_channel(const RankStatus& own) const {
   if (own.kind != StatusKind::kFailed) return {};
   return {.status = absl::AbortedError(describe_status(own)),
-          .must_close = group_->getSize() > 1,
-          .alike = {.proposals = false, .orders = false}};
+          .must_close = group_->getSize() > 1};
 }
 
 bool PeerStatus::is_complete(const RankStatus& sent) const {

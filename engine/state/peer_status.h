@@ -1,5 +1,5 @@
-// An engine's side of the status exchange, and the state of its groups: open,
-// or closed for a reason.
+// An engine's side of the status exchange, and the state of its group: open, or
+// closed for a reason.
 //
 // Thread safety: none; the engine's lock covers it.
 
@@ -7,11 +7,9 @@
 #define BRIGADE_ENGINE_STATE_PEER_STATUS_H_
 
 #include <chrono>
-#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <optional>
-#include <span>
 #include <string>
 #include <string_view>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -31,8 +29,7 @@ struct StatusComparison {
   // OK: all ranks agree, none has failed. Aborted: ranks have failed.
   // FailedPrecondition: ranks differ.
   absl::Status status = {};
-  bool must_close = false;  // the groups can't be used any more
-  ToldAlike alike = {};
+  bool must_close = false;  // the group can't be used any more
   std::vector<RankStatus> by_rank = {};
 };
 
@@ -43,15 +40,9 @@ void throw_if_apart(const StatusComparison& comparison,
 
 class PeerStatus {
  public:
-  // `groups`: those that are launched on, at most kMaxGroups. The first has all
-  // ranks, which exchange statuses on it. Throws ValueError if there are more.
-  //
   // `has_channel` is false: ranks tell each other nothing. All exchanges agree
-  // then, but a failure, which nobody hears, closes the groups.
-  //
-  // `owns_groups`: nobody else launches on them.
-  PeerStatus(std::span<const c10::intrusive_ptr<c10d::ProcessGroup>> groups,
-             bool has_channel, bool owns_groups = false);
+  // then, but a failure, which nobody hears, closes the group.
+  PeerStatus(c10::intrusive_ptr<c10d::ProcessGroup> group, bool has_channel);
 
   // Collective, once, before the first exchange. Not in backward, where peers
   // may wait for something else. Throws PeerError.
@@ -68,13 +59,17 @@ class PeerStatus {
     return channel_ ? channel_->store_prefix() : std::string();
   }
 
-  GroupAccount& on(size_t group) { return accounts_[group]; }
-  void backward_begins();
-  void compare_others(bool value);
+  // The group's other collectives: see GroupAccount.
+  void backward_begins() { account_.begin(); }
+  void compare_others(bool value) { account_.compare_others(value); }
+  template <typename Launch>
+  void count(const Launch& launch) {
+    account_.count(launch);
+  }
 
-  // True while this rank can launch on all groups.
-  bool can_continue() const;
-  void set_cannot_continue();
+  // True while this rank can launch on the group.
+  bool can_continue() const { return !account_.cannot_continue(); }
+  void set_cannot_continue() { account_.set_cannot_continue(); }
 
   // Sends `own` and returns what was sent, at once. `ends_iteration`: with the
   // hash of other collectives. Throws PeerError if the channel has failed
@@ -90,11 +85,11 @@ class PeerStatus {
   // Returns true if await() would not block.
   bool is_complete(const RankStatus& sent) const;
 
-  // The groups can't be used any more: the first reason is kept.
+  // The group can't be used any more: the first reason is kept.
   void note_closed(std::string_view reason);
   bool is_closed() const { return !closed_because_.empty(); }
 
-  // Throws PeerError with the reason if the groups are closed.
+  // Throws PeerError with the reason if the group is closed.
   void require_open(const std::string& name) const;
 
   // The plan that all ranks have been seen to have.
@@ -109,12 +104,12 @@ class PeerStatus {
  private:
   StatusComparison without_channel(const RankStatus& own) const;
 
-  const c10::intrusive_ptr<c10d::ProcessGroup> group_;  // of all ranks
+  const c10::intrusive_ptr<c10d::ProcessGroup> group_;
   const bool has_channel_;
-  std::vector<GroupAccount> accounts_;       // by group
+  GroupAccount account_;
   std::optional<ChannelIdentity> identity_;  // if ranks connect later
   std::unique_ptr<StatusChannel> channel_;   // null until ranks connect
-  std::string closed_because_;               // empty: the groups are open
+  std::string closed_because_;               // empty: the group is open
   std::optional<uint64_t> agreed_;
 };
 

@@ -1,5 +1,4 @@
-// What an engine asks of whoever decides what is reduced: data parallelism, or
-// sharding.
+// What an engine asks of whoever decides what is reduced.
 //
 // The engine knows which backward belongs to an iteration, what is ready, what
 // is launched next, and how all ranks come to the same end. The policy knows
@@ -25,7 +24,6 @@
 #include <string_view>
 #include <vector>
 
-#include "brigade/comm/status/rank_status.h"
 #include "brigade/comm_hooks/hook_traits.h"
 #include "brigade/engine/state/collective.h"
 #include "brigade/engine/state/occasion.h"
@@ -69,27 +67,6 @@ class ReductionPolicy {
   // compare before the first launch of every iteration.
   virtual bool compares_each_iteration() const = 0;
 
-  // Of what this rank is about to launch in the running backward beside the
-  // sequence: ranks compare it where they compare each iteration. 0: nothing.
-  virtual uint64_t backward_digest() const { return 0; }
-
-  // What this rank would do from the next iteration on, as far as ranks must
-  // agree on it; asked when an iteration ends. 0: nothing else.
-  virtual uint64_t proposal() const { return 0; }
-
-  // Of the order in which this rank has needed what it launches beside the
-  // sequence: ranks that differ in it go on, and know it. `is_end`: of an
-  // iteration; else of the forward before the backward that begins next. 0: it
-  // needs nothing.
-  virtual uint64_t order_digest(bool is_end) const { return 0; }
-
-  // Of what give() would give now: ranks give only if all would give the same.
-  virtual uint64_t digest_to_give() const { return 0; }
-
-  // Ranks want these of all, in rising order; this one `wanted`, or -1. Called
-  // where ranks wait for each other. Errors: what launches throw.
-  virtual void give(std::span<const int64_t> units, int64_t wanted) {}
-
   // Of the hook that launches the entries with a unit.
   virtual const HookTraits& hook_traits() const = 0;
 
@@ -120,10 +97,6 @@ class ReductionPolicy {
   // before any gradient has come.
   virtual bool begins_at_outputs() const = 0;
 
-  // Ranks have compared what they launch in the backward that begins next.
-  // `has_one_order`: their order_digest() was the same.
-  virtual void on_begun_together(bool has_one_order) {}
-
   // Marks what will not come. `is_shadow`: this rank contributes nothing, and
   // all entries will be launched as substitutes.
   virtual void on_backward_begins(RunningIteration& iteration,
@@ -148,8 +121,7 @@ class ReductionPolicy {
 
   // All ranks have ended the iteration well: before its results are delivered,
   // or, if this one did not wait for the others, before the next is prepared.
-  // `alike`: what all have told of it.
-  virtual void on_end_confirmed(ToldAlike alike) = 0;
+  virtual void on_end_confirmed() = 0;
 
   // In place of that: it has been delivered here, and not on all ranks.
   virtual void on_end_refuted() = 0;
@@ -170,22 +142,6 @@ class ReductionPolicy {
   virtual std::shared_ptr<void> let_go() = 0;
 
   // ---- Words.
-
-  // What an entry with a unit is called; an "s" makes it plural. Any thread.
-  virtual std::string_view unit_word() const { return "bucket"; }
-
-  // Before the rest of a failed iteration's sequence: launches what peers
-  // expect beside it. Orders no stream that the rest may be behind.
-  virtual void launch_rest_beside() {}
-
-  // Behind what an engine says of its progress: how far this rank is in what it
-  // launches beside the sequence. Any thread, also while others call.
-  virtual std::string describe_beside() const { return ""; }
-
-  // All of them, in the error that says that some were not ready.
-  virtual std::string all_units() const {
-    return "all " + std::string(unit_word()) + "s";
-  }
 
   // "parameters 3 ('head.bias') and 4".
   virtual std::string name_of(std::span<const size_t> variables) const = 0;

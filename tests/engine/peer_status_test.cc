@@ -21,7 +21,6 @@ using testing::run_ranks;
 using ::testing::ThrowsMessage;
 
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
-using Groups = std::vector<Group>;
 
 void all_reduce(const Group& group) {
   std::vector<at::Tensor> tensors = {at::ones(4)};
@@ -35,15 +34,15 @@ StatusComparison exchange(PeerStatus& peers, const RankStatus& own) {
 // One iteration with a launch of the engine's before and after `between`.
 StatusComparison iterate(PeerStatus& peers, const Group& group, auto between) {
   peers.backward_begins();
-  peers.on(0).count([&] { all_reduce(group); });
+  peers.count([&] { all_reduce(group); });
   between();
-  peers.on(0).count([&] { all_reduce(group); });
+  peers.count([&] { all_reduce(group); });
   return exchange(peers, {.kind = kEnd});
 }
 
 TEST(PeerStatusTest, OtherCollectivesOutsideOfBackwardDoNotMatter) {
   run_ranks(2, [](const Group& group) {
-    PeerStatus peers(Groups{group}, /*has_channel=*/true);
+    PeerStatus peers(group, /*has_channel=*/true);
     peers.connect();
     for (int i = 0; i < 3; ++i) {
       all_reduce(group);
@@ -55,32 +54,30 @@ TEST(PeerStatusTest, OtherCollectivesOutsideOfBackwardDoNotMatter) {
 }
 
 TEST(PeerStatusTest, OthersInABackwardAreTold) {
-  for (const bool owns_groups : {false, true}) {
-    run_ranks(2, [&](const Group& group) {
-      PeerStatus peers(Groups{group}, /*has_channel=*/true, owns_groups);
-      peers.connect();
-      for (const bool has_others : {true, false}) {
-        const StatusComparison found = iterate(peers, group, [&] {
-          if (has_others) all_reduce(group);
-        });
-        EXPECT_TRUE(found.status.ok());
-        EXPECT_EQ(found.by_rank.back().has_others, has_others && !owns_groups);
-      }
-    });
-  }
+  run_ranks(2, [](const Group& group) {
+    PeerStatus peers(group, /*has_channel=*/true);
+    peers.connect();
+    for (const bool has_others : {true, false}) {
+      const StatusComparison found = iterate(peers, group, [&] {
+        if (has_others) all_reduce(group);
+      });
+      EXPECT_TRUE(found.status.ok());
+      EXPECT_EQ(found.by_rank.back().has_others, has_others);
+    }
+  });
 }
 
 // Of hooks that may launch some when others are complete.
 TEST(PeerStatusTest, OthersAtDifferentPlacesAreAnErrorWhereTheyAreCompared) {
   for (const bool compares : {false, true}) {
     run_ranks(2, [&](const Group& group) {
-      PeerStatus peers(Groups{group}, /*has_channel=*/true);
+      PeerStatus peers(group, /*has_channel=*/true);
       peers.connect();
       peers.compare_others(compares);
       peers.backward_begins();
-      peers.on(0).count([&] { all_reduce(group); });
+      peers.count([&] { all_reduce(group); });
       if (group->getRank() == 0) all_reduce(group);
-      peers.on(0).count([&] { all_reduce(group); });
+      peers.count([&] { all_reduce(group); });
       if (group->getRank() == 1) all_reduce(group);
       const StatusComparison found = exchange(peers, {.kind = kEnd});
       EXPECT_EQ(found.status.ok(), !compares);
@@ -91,7 +88,7 @@ TEST(PeerStatusTest, OthersAtDifferentPlacesAreAnErrorWhereTheyAreCompared) {
 
 TEST(PeerStatusTest, ALaunchThatThrowsAfterACollectiveCanNotContinue) {
   run_ranks(2, [](const Group& group) {
-    PeerStatus peers(Groups{group}, /*has_channel=*/true);
+    PeerStatus peers(group, /*has_channel=*/true);
     peers.connect();
     peers.backward_begins();
     const bool fails = group->getRank() == 1;
@@ -100,9 +97,9 @@ TEST(PeerStatusTest, ALaunchThatThrowsAfterACollectiveCanNotContinue) {
       if (fails) throw std::runtime_error("as scripted");
     };
     if (fails) {
-      EXPECT_THROW(peers.on(0).count(launch), std::runtime_error);
+      EXPECT_THROW(peers.count(launch), std::runtime_error);
     } else {
-      peers.on(0).count(launch);
+      peers.count(launch);
     }
     EXPECT_EQ(peers.can_continue(), !fails);
     const StatusComparison found =
@@ -113,7 +110,7 @@ TEST(PeerStatusTest, ALaunchThatThrowsAfterACollectiveCanNotContinue) {
 
 TEST(PeerStatusTest, AClosedGroupIsAnErrorThatSaysWhy) {
   const auto group = c10::make_intrusive<c10d::ProcessGroup>(0, 2);
-  PeerStatus peers(Groups{group}, /*has_channel=*/true);
+  PeerStatus peers(group, /*has_channel=*/true);
   peers.require_open("Engine");
   peers.note_closed("rank 1 has left");
   peers.note_closed("later");
@@ -121,12 +118,6 @@ TEST(PeerStatusTest, AClosedGroupIsAnErrorThatSaysWhy) {
   EXPECT_THAT([&] { peers.require_open("Engine"); },
               ThrowsMessage<c10::DistBackendError>(
                   HasSubstr("rank 1 has left\nMake a new process group")));
-}
-
-TEST(PeerStatusTest, MoreGroupsThanAStatusHoldsAreAnError) {
-  const auto group = c10::make_intrusive<c10d::ProcessGroup>(0, 2);
-  EXPECT_THROW(PeerStatus(Groups(kMaxGroups + 1, group), true),
-               c10::ValueError);
 }
 
 }  // namespace
