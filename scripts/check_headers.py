@@ -30,7 +30,7 @@ import time
 import zipfile
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-FOLDERS = ["planning", "hooks", "comm", "checkpoint", "comm_hooks", "engine", "reducer", "fsdp"]
+FOLDERS = ["planning", "hooks", "comm", "checkpoint", "comm_hooks", "observing", "reducer", "fsdp"]
 FOLDERS += ["ddp", "python_bindings"]
 # These include headers of CUDA, which torch's wheel for macOS lacks.
 _NEEDS_CUDA = re.compile(r"#\s*include\s*<(c10/cuda|ATen/cuda|cuda|nccl)|ProcessGroupNCCL\.hpp")
