@@ -19,8 +19,8 @@
 #include <vector>
 
 #include "brigade/comm/status/status_channel.h"
-#include "brigade/engine/observing/progress.h"
 #include "brigade/fsdp/schedule.h"
+#include "brigade/observing/progress.h"
 
 namespace brigade {
 

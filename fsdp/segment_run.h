@@ -18,12 +18,12 @@
 #include <string>
 #include <vector>
 
-#include "brigade/engine/observing/progress.h"
 #include "brigade/fsdp/buffer_memory.h"
 #include "brigade/fsdp/schedule.h"
 #include "brigade/fsdp/segment_exchange.h"
 #include "brigade/fsdp/sharded_unit.h"
 #include "brigade/fsdp/sharding_recorder.h"
+#include "brigade/observing/progress.h"
 
 namespace brigade {
 

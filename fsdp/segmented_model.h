@@ -31,11 +31,11 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
 
-#include "brigade/engine/observing/stall_watch.h"
 #include "brigade/fsdp/post_accumulate_hooks.h"
 #include "brigade/fsdp/segment_run.h"
 #include "brigade/fsdp/sharded_model.h"
 #include "brigade/hooks/gradient_hooks.h"
+#include "brigade/observing/stall_watch.h"
 
 namespace brigade {
 

@@ -6,9 +6,9 @@
 #include <atomic>
 #include <utility>
 
-#include "brigade/engine/observing/device_times.h"
-#include "brigade/engine/observing/steady_time.h"
-#include "brigade/engine/observing/timeline.h"
+#include "brigade/observing/device_times.h"
+#include "brigade/observing/steady_time.h"
+#include "brigade/observing/timeline.h"
 
 namespace brigade {
 

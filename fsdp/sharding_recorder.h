@@ -1,5 +1,5 @@
 // Records when units were gathered and reduced, in steps that are sampled: the
-// first ten and every n-th (engine/observing/timeline_recorder.h).
+// first ten and every n-th (observing/timeline_recorder.h).
 //
 // In other steps each call is one branch. In a sampled one a collective costs
 // one allocation and a callback of its future.
@@ -19,8 +19,8 @@
 #include <string>
 #include <vector>
 
-#include "brigade/engine/observing/timeline_recorder.h"
 #include "brigade/fsdp/sharding_timeline.h"
+#include "brigade/observing/timeline_recorder.h"
 
 namespace brigade {
 

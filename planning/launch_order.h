@@ -1,21 +1,20 @@
-// Which entry of a sequence of collectives may be launched next, as what they
-// wait for comes in any order.
+// The entry of a sequence of collectives that may be launched next, while the
+// gradients that entries wait for become ready in any order.
 //
-// Every rank must launch the same collectives of a group in the same order,
-// although gradients become ready in an order of their own on each rank. So an
-// entry is launched when nothing is pending that it waits for *and* all entries
-// of its group before it have been launched; groups don't wait for each other.
-// This class keeps that account for one iteration, in counts; it knows neither
-// what is pending nor what an entry is, and launches nothing itself.
+// Every rank must launch the same collectives in the same order, although
+// gradients become ready in an order of their own on each rank. So an entry is
+// launched when nothing is pending that it waits for *and* all entries before
+// it have been launched. This class counts that for one iteration and launches
+// nothing itself.
 //
 // Example: two buckets of two gradients, and a collective that waits for its
 // turn only.
 //
-//   LaunchOrder order({{.num_pending = 2}, {.num_pending = 2}, {}});
+//   LaunchOrder order({2, 2, 0});
 //   if (order.mark(entry_of(gradient))) pack(entry_of(gradient));
 //   while (const auto entry = order.next()) {
 //     launch(*entry);
-//     order.launched(*entry);
+//     order.launched();
 //   }
 //
 // Thread safety: none; the owner serialises calls.
@@ -23,53 +22,43 @@
 #ifndef BRIGADE_PLANNING_LAUNCH_ORDER_H_
 #define BRIGADE_PLANNING_LAUNCH_ORDER_H_
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <optional>
+#include <utility>
 #include <vector>
-
-#include "absl/container/inlined_vector.h"
 
 namespace brigade {
 
 class LaunchOrder {
  public:
-  struct Entry {
-    uint32_t num_pending = 0;  // marks that it waits for; 0: only its turn
-    uint32_t group = 0;
-  };
-
-  explicit LaunchOrder(std::vector<Entry> entries);
+  // By entry: the number of marks that it waits for; 0: only for its turn.
+  explicit LaunchOrder(std::vector<uint32_t> num_pending)
+      : num_pending_(std::move(num_pending)) {}
 
   // One of those that `entry` waits for is there. Returns true if it was the
   // last. REQUIRES: it waits for one.
-  bool mark(size_t entry) { return --entries_[entry].num_pending == 0; }
+  bool mark(size_t entry) { return --num_pending_[entry] == 0; }
 
   // All that any entry waits for is there, or is done without.
-  void mark_all();
+  void mark_all() { std::ranges::fill(num_pending_, 0); }
 
-  // The next entry of a group, if it is ready; of several groups', that of the
-  // lowest. It stays the next one until launched().
-  std::optional<size_t> next() const;
-
-  // REQUIRES: `entry` is next().
-  void launched(size_t entry);
-
-  // False of what is no entry.
-  bool is_pending(size_t entry) const {
-    return entry < entries_.size() && entries_[entry].num_pending > 0;
+  // The next entry, if it is ready. It stays the next one until launched().
+  std::optional<size_t> next() const {
+    if (all_launched() || num_pending_[next_] > 0) return std::nullopt;
+    return next_;
   }
-  bool is_launched(size_t entry) const {
-    return entry < entries_.size() && entry < next_[entries_[entry].group];
-  }
-  bool all_launched() const;
+
+  // REQUIRES: there is a next() one.
+  void launched() { ++next_; }
+
+  bool is_launched(size_t entry) const { return entry < next_; }
+  bool all_launched() const { return next_ == num_pending_.size(); }
 
  private:
-  // The first entry of this group from here on.
-  size_t find(uint32_t group, size_t from) const;
-
-  std::vector<Entry> entries_;
-  absl::InlinedVector<size_t, 2> next_;  // by group; entries_.size(): none
+  std::vector<uint32_t> num_pending_;  // by entry
+  size_t next_ = 0;
 };
 
 }  // namespace brigade

@@ -12,9 +12,9 @@
 
 #include "absl/strings/ascii.h"
 #include "absl/strings/str_join.h"
-#include "brigade/engine/observing/steady_time.h"
-#include "brigade/engine/observing/timeline.h"
-#include "brigade/engine/observing/timeline_recorder.h"
+#include "brigade/observing/steady_time.h"
+#include "brigade/observing/timeline.h"
+#include "brigade/observing/timeline_recorder.h"
 
 namespace brigade {
 namespace {

@@ -13,7 +13,7 @@
 #include "brigade/comm_hooks/averaging_hook.h"
 #include "brigade/comm_hooks/hook_result.h"
 #include "brigade/comm_hooks/hook_traits.h"
-#include "brigade/engine/observing/steady_time.h"
+#include "brigade/observing/steady_time.h"
 #include "brigade/python_bindings/python_stepping_hook.h"
 #include "brigade/python_bindings/reduced_precision_hook.h"
 

@@ -11,9 +11,9 @@
 #include <vector>
 
 #include "brigade/comm_hooks/hook_traits.h"
-#include "brigade/engine/state/collective.h"
 #include "brigade/planning/bucket_plan.h"
 #include "brigade/reducer/bucket.h"
+#include "brigade/reducer/collective.h"
 #include "brigade/reducer/memory_ranges.h"
 #include "brigade/reducer/parameter_table.h"
 #include "brigade/reducer/reducer_options.h"

@@ -20,8 +20,8 @@
 #include <span>
 #include <vector>
 
-#include "brigade/engine/packing/packer.h"
 #include "brigade/reducer/dims_list.h"
+#include "brigade/reducer/packing/packer.h"
 #include "brigade/reducer/parameter_table.h"
 
 namespace brigade {

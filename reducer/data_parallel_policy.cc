@@ -13,12 +13,11 @@
 #include "brigade/comm/ordered/host_sums.h"
 #include "brigade/comm_hooks/averaging_hook.h"
 #include "brigade/comm_hooks/hook_traits.h"
-#include "brigade/engine/observing/profiler_range.h"
-#include "brigade/engine/running_iteration.h"
 #include "brigade/hooks/graph_search.h"
 #include "brigade/planning/plan_by_size.h"
 #include "brigade/reducer/error_texts.h"
 #include "brigade/reducer/plan_fingerprint.h"
+#include "brigade/reducer/profiler_range.h"
 
 namespace brigade {
 namespace {
@@ -134,10 +133,6 @@ std::span<Collective* const> DataParallelPolicy::sequence() {
 std::string DataParallelPolicy::describe_sequence() const {
   return absl::StrCat(bound_.buckets.size(), " buckets, ", table_.size(),
                       " parameters");
-}
-
-bool DataParallelPolicy::compares_each_iteration() const {
-  return skips_unused_buckets();
 }
 
 bool DataParallelPolicy::skips_unused_buckets() const {
@@ -260,25 +255,23 @@ bool DataParallelPolicy::begins_at_outputs() const {
   return skips_unused_buckets() || !prediction_.unused.empty();
 }
 
-void DataParallelPolicy::on_backward_begins(RunningIteration& iteration,
-                                            bool is_shadow) {
-  // Marks belong to gradients of earlier backwards, which do not travel.
-  if (is_shadow && used_) used_->clear_marks();
-  if (skips_unused_buckets()) {
-    if (!is_shadow) {
-      std::vector<bool> reached(table_.num_variables(), true);
-      for (const size_t variable : prediction_.unused) {
-        reached[variable] = false;
-      }
-      for (size_t i = 0; i < reached.size(); ++i) {
-        if (reached[i]) used_->mark(i);
-      }
+// Of a shadow, marks belong to gradients of earlier backwards, which do not
+// travel.
+void DataParallelPolicy::mark_used_at_begin(bool is_shadow) {
+  if (is_shadow) {
+    if (used_) used_->clear_marks();
+  } else if (skips_unused_buckets()) {
+    std::vector<bool> reached(table_.num_variables(), true);
+    for (const size_t variable : prediction_.unused) reached[variable] = false;
+    for (size_t i = 0; i < reached.size(); ++i) {
+      if (reached[i]) used_->mark(i);
     }
-    // Before anything is launched that depends on the map.
-    iteration.deliver_through(0);
   }
+}
+
+void DataParallelPolicy::on_backward_begins(bool is_shadow, Mark mark) {
   if (hook_.listener) hook_.listener->iteration_begins(!is_shadow);
-  if (!is_shadow) return mark_unused(iteration, prediction_.unused);
+  if (!is_shadow) return mark_unused(mark, prediction_.unused);
   for (const std::vector<size_t>& bucket : bound_.plan.buckets()) {
     for (const size_t parameter : bucket) ready_order_.note(parameter);
   }
@@ -312,26 +305,26 @@ Slot DataParallelPolicy::ready_slot(VariableIndex variable, size_t number) {
           .has_gradient = has_gradient(number)};
 }
 
-void DataParallelPolicy::mark_unused(RunningIteration& iteration,
+void DataParallelPolicy::mark_unused(Mark mark,
                                      std::span<const size_t> variables) {
   for (const size_t number : variables) {
     Slot slot = ready_slot(table_.variable(number), number);
     slot.has_gradient = false;
-    iteration.mark(number, slot);
+    mark(number, slot);
   }
 }
 
 // What only the end of a static graph's first backward tells: which gradients
 // have come, and which will not come.
-void DataParallelPolicy::on_backward_ends(RunningIteration& iteration) {
+void DataParallelPolicy::on_backward_ends(Mark mark) {
   if (!hook_counts_ || !hook_counts_->is_learning()) return;
   for (const size_t number : hook_counts_->freeze()) {
-    iteration.mark(number, ready_slot(table_.variable(number), number));
+    mark(number, ready_slot(table_.variable(number), number));
   }
-  mark_unused(iteration, hook_counts_->silent());
+  mark_unused(mark, hook_counts_->silent());
 }
 
-void DataParallelPolicy::on_end_confirmed(ToldAlike /*alike*/) {
+void DataParallelPolicy::on_end_confirmed() {
   ready_order_.observe();
   if (hook_counts_) hook_counts_->confirm();
 }

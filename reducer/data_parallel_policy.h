@@ -1,8 +1,7 @@
-// Data parallelism as a policy of the engine: every rank holds all parameters,
-// and their gradients are averaged bucket by bucket.
+// The policy of a Reducer's engine: the sequence of collectives, which
+// gradients will not come, and when buckets are planned anew.
 //
-// Knows buckets, which parameters are used, and when buckets are planned anew.
-// What it refers to by name are parameters of the table.
+// Variables go by their number where nothing else is said.
 //
 // Thread safety: none; the engine's lock covers it, but for table().
 
@@ -10,23 +9,28 @@
 #define BRIGADE_REDUCER_DATA_PARALLEL_POLICY_H_
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/FunctionRef.h>
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <span>
 #include <string>
+#include <string_view>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
 
 #include "brigade/comm_hooks/hook_traits.h"
-#include "brigade/engine/state/reduction_policy.h"
 #include "brigade/hooks/gradient_hooks.h"
+#include "brigade/planning/variable_index.h"
 #include "brigade/reducer/bound_plan.h"
+#include "brigade/reducer/collective.h"
 #include "brigade/reducer/context_gradients.h"
 #include "brigade/reducer/hook_counts.h"
 #include "brigade/reducer/memory_ranges.h"
+#include "brigade/reducer/occasion.h"
 #include "brigade/reducer/parameter_table.h"
 #include "brigade/reducer/ready_order.h"
 #include "brigade/reducer/reducer_options.h"
@@ -39,7 +43,27 @@ namespace brigade {
 
 class HostSums;
 
-class DataParallelPolicy final : public ReductionPolicy {
+// How an iteration ended.
+enum class Outcome {
+  kDelivered,       // well; on all ranks, unless on_end_refuted() follows
+  kAborted,         // on no rank, and all know
+  kDeliveryFailed,  // well on all ranks, but this one could not deliver
+};
+
+// The result of a change of the sequence.
+enum class Replanned {
+  kNotDue,
+  kSameSequence,  // the observed order makes the same one
+  kOtherSequence,
+};
+
+// The entry of the sequence that a gradient belongs to.
+struct Slot {
+  uint32_t entry = 0;
+  bool has_gradient = true;  // false: it counts as ready without one
+};
+
+class DataParallelPolicy {
  public:
   explicit DataParallelPolicy(ReducerSetup setup);
   DataParallelPolicy(const DataParallelPolicy&) = delete;
@@ -69,50 +93,116 @@ class DataParallelPolicy final : public ReductionPolicy {
   UsedParameters* used_parameters() { return used_.get(); }
   bool is_graph_static() const;
 
-  // An iteration tells more when its backward is over: the order of gradients,
-  // or a static graph.
-  bool is_learning() const override;
-
   // Counts of its own; the engine's are 0.
   ReducerStatistics statistics() const;
 
-  std::span<Collective* const> sequence() override;
-  uint64_t fingerprint() const override { return bound_.fingerprint; }
-  std::string describe_sequence() const override;
-  bool compares_each_iteration() const override;
-  const HookTraits& hook_traits() const override { return hook_; }
+  // ---- The sequence. Equal on all ranks; valid until the policy changes it,
+  // which it does where it is asked to only.
 
-  bool expects_gradients() const override;
-  void check_variables() const override;
-  Replanned replan(const CallCollective& call) override;
-  bool before_iteration() override;
-  void on_prepared(std::span<const at::Tensor> outputs) override;
-  bool begins_at_outputs() const override;
-  void on_backward_begins(RunningIteration& iteration, bool is_shadow) override;
-  void on_local_gradient(VariableIndex variable, bool is_defined) override;
-  std::optional<Slot> on_gradient(VariableIndex variable,
-                                  bool is_defined) override;
-  void on_backward_ends(RunningIteration& iteration) override;
-  bool may_end_without_gradients() const override {
-    return prediction_.none_reached;
-  }
-  void on_end_confirmed(ToldAlike alike) override;
-  void on_end_refuted() override;
-  void on_iteration_over(Outcome outcome, bool is_shadow) override;
+  std::span<Collective* const> sequence();
 
-  std::shared_ptr<void> abandon(
-      std::span<Collective* const> in_flight) override;
-  std::shared_ptr<void> let_go() override;
+  // Ranks compare it before they launch anything of a sequence.
+  uint64_t fingerprint() const { return bound_.fingerprint; }
 
-  // As torch says it, whose programs may look for it.
-  std::string all_units() const override { return "all DDP buckets"; }
-  std::string name_of(std::span<const size_t> variables) const override;
+  // Beside the fingerprint in errors: "3 buckets, 8 parameters".
+  std::string describe_sequence() const;
+
+  // The used map's sum decides which buckets are left out: it is the first
+  // entry, and ranks compare before the first launch of every iteration.
+  bool skips_unused_buckets() const;
+
+  // Of the hook that launches the buckets.
+  const HookTraits& hook_traits() const { return hook_; }
+
+  // ---- An iteration, in this order.
+
+  // False: no backward brings gradients; nothing is prepared.
+  bool expects_gradients() const;
+
+  // Looks after the variables. Errors: what is wrong with them.
+  void check_variables() const;
+
+  // Calls a collective of the policy's own; `doing` is what for. If it fails
+  // the group is lost.
+  using CallCollective = std::function<void(
+      std::string_view doing, const std::function<void()>& collective)>;
+
+  // A change of the sequence that all ranks make at the same place. Another one
+  // is equal on all ranks.
+  Replanned replan(const CallCollective& call);
+
+  // An iteration is prepared. Returns whether the sequence is another one,
+  // which peers may not have: ranks compare it.
+  bool before_iteration();
+  void on_prepared(std::span<const at::Tensor> outputs);
+
+  // True if something can be launched once a backward goes through the outputs,
+  // before any gradient has come.
+  bool begins_at_outputs() const;
+
+  // The gradient of a variable is as ready as it will be.
+  using Mark = c10::function_ref<void(size_t variable, Slot slot)>;
+
+  // A backward begins: marks the used parameters, before their sum is launched.
+  // `is_shadow`: this rank contributes nothing, and all entries will be
+  // launched as substitutes.
+  void mark_used_at_begin(bool is_shadow);
+
+  // Then marks the gradients that will not come.
+  void on_backward_begins(bool is_shadow, Mark mark);
+
+  // A gradient has been accumulated that is not part of an iteration, or not
+  // yet. `is_defined`: false if autograd brought an undefined one.
+  void on_local_gradient(VariableIndex variable, bool is_defined);
+
+  // Where a gradient of the iteration goes; none: more parts of it are to come.
+  std::optional<Slot> on_gradient(VariableIndex variable, bool is_defined);
+
+  // A backward of the iteration is over: marks what only its end tells.
+  void on_backward_ends(Mark mark);
+
+  // A backward that reached the outputs may bring no gradient at all.
+  bool may_end_without_gradients() const { return prediction_.none_reached; }
+
+  // The end of an iteration tells more: the order of gradients, or a static
+  // graph. It may make a change of the sequence due.
+  bool is_learning() const;
+
+  // All ranks have ended the iteration well: before its results are delivered,
+  // or, if this one did not wait for the others, before the next is prepared.
+  void on_end_confirmed();
+
+  // In place of that: it has been delivered here, and not on all ranks.
+  void on_end_refuted();
+
+  // It is over on this rank. Also of one that ranks aborted before it began.
+  // `is_shadow`: as on_backward_begins() was told. Must not throw unless all
+  // was delivered.
+  void on_iteration_over(Outcome outcome, bool is_shadow);
+
+  // ---- A peer is lost.
+
+  // These may be written to for ever: goes on with other memory. What they held
+  // is lost. Returns what must be kept until they are done.
+  std::shared_ptr<void> abandon(std::span<Collective* const> in_flight);
+
+  // The same where nothing goes on: the engine is being destroyed.
+  std::shared_ptr<void> let_go();
+
+  // ---- Words.
+
+  // "parameters 3 ('head.bias') and 4".
+  std::string name_of(std::span<const size_t> variables) const;
+
+  // The iteration ended without these gradients, at this occasion.
   std::string describe_missing(std::span<const size_t> variables,
-                               Occasion occasion) const override;
-  std::string describe_late(VariableIndex variable,
-                            Occasion occasion) const override;
-  [[noreturn]] void refuse(VariableIndex variable,
-                           Occasion occasion) const override;
+                               Occasion occasion) const;
+
+  // A gradient came when its iteration was over.
+  std::string describe_late(VariableIndex variable, Occasion occasion) const;
+
+  // A gradient came that was ready already. Throws RuntimeError.
+  [[noreturn]] void refuse(VariableIndex variable, Occasion occasion) const;
 
  private:
   BoundPlan bind(BucketPlan plan, const HookTraits& hook);
@@ -122,10 +212,8 @@ class DataParallelPolicy final : public ReductionPolicy {
   void follow_strides();
   UnusedPrediction predict_unused(std::span<const at::Tensor> outputs);
   Slot ready_slot(VariableIndex variable, size_t number);
-  void mark_unused(RunningIteration& iteration,
-                   std::span<const size_t> variables);
+  void mark_unused(Mark mark, std::span<const size_t> variables);
   void zero_views(const Bucket& bucket, size_t index) const;
-  bool skips_unused_buckets() const;
   bool has_gradient(size_t number) const {
     return !used_ || used_->is_marked(number);
   }

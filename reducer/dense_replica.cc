@@ -9,8 +9,8 @@
 #include <utility>
 
 #include "brigade/comm/streams/stream_join.h"
-#include "brigade/engine/packing/make_packer.h"
 #include "brigade/reducer/gradient_layout.h"
+#include "brigade/reducer/packing/make_packer.h"
 
 namespace brigade {
 namespace {

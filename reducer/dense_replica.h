@@ -17,11 +17,11 @@
 #include <span>
 #include <vector>
 
-#include "brigade/engine/packing/packer.h"
 #include "brigade/reducer/bucket_memory.h"
 #include "brigade/reducer/bucket_replica.h"
 #include "brigade/reducer/buffer_donation.h"
 #include "brigade/reducer/gradient_views.h"
+#include "brigade/reducer/packing/packer.h"
 #include "brigade/reducer/parameter_table.h"
 
 namespace brigade {

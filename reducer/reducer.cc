@@ -7,9 +7,9 @@
 #include "absl/strings/str_cat.h"
 #include "brigade/comm/broadcast_tensors.h"
 #include "brigade/comm_hooks/hook_traits.h"
-#include "brigade/engine/engine.h"
 #include "brigade/hooks/backward_end.h"
 #include "brigade/reducer/data_parallel_policy.h"
+#include "brigade/reducer/engine.h"
 
 namespace brigade {
 namespace {
@@ -38,16 +38,7 @@ Reducer::Reducer(std::vector<std::vector<at::Tensor>> replicas,
 
 Reducer::Reducer(ReducerSetup setup)
     : policy_(std::make_unique<DataParallelPolicy>(std::move(setup))),
-      engine_(std::make_unique<Engine>(
-          std::vector{policy_->group()}, policy_->table().replicas(), *policy_,
-          EngineOptions{
-              .name = "Reducer",
-              .has_control_channel = policy_->options().control_channel,
-              .max_unconfirmed_iterations =
-                  policy_->options().max_unconfirmed_iterations,
-              .failure_patience = policy_->options().failure_patience,
-              .one_backward_per_forward =
-                  policy_->options().one_backward_per_forward})) {
+      engine_(std::make_unique<Engine>(*policy_)) {
   policy_->set_hooks(engine_->hooks());
   // What ranks have compared decides on the plan.
   if (policy_->options().verify_across_ranks) {
@@ -74,10 +65,9 @@ void Reducer::meet_peers(std::string_view deed) { engine_->meet_peers(deed); }
 
 void Reducer::broadcast_before_forward(std::vector<at::Tensor> tensors,
                                        int source) {
-  const std::string doing =
-      absl::StrCat("broadcasting ", tensors.size(),
-                   tensors.size() == 1 ? " buffer" : " buffers", " from rank ",
-                   source);
+  const std::string doing = absl::StrCat(
+      "broadcasting ", tensors.size(),
+      tensors.size() == 1 ? " buffer" : " buffers", " from rank ", source);
   engine_->call_before_forward(doing, [&] {
     broadcast_tensors(policy_->group(), std::move(tensors), source);
   });
@@ -154,18 +144,7 @@ std::vector<size_t> Reducer::missing_gradients() const {
   return policy_->table().parameters_of(engine_->missing_gradients());
 }
 
-ReducerStatistics Reducer::statistics() const {
-  const EngineStatistics engine = engine_->statistics();
-  ReducerStatistics statistics =
-      engine_->locked([&] { return policy_->statistics(); });
-  statistics.prepared = engine.prepared;
-  statistics.begun = engine.begun;
-  statistics.reduced = engine.reduced;
-  statistics.aborted = engine.aborted;
-  statistics.buckets_launched = engine.units_launched;
-  statistics.buckets_skipped = engine.units_left_out;
-  return statistics;
-}
+ReducerStatistics Reducer::statistics() const { return engine_->statistics(); }
 
 void Reducer::forward_begins() { engine_->forward_begins(); }
 

@@ -22,7 +22,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
 
-#include "brigade/engine/state/collective.h"
+#include "brigade/reducer/collective.h"
 #include "brigade/reducer/parameter_table.h"
 #include "brigade/reducer/used_parameter_map.h"
 

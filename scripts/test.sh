@@ -4,7 +4,7 @@
 #             docs/, the programs, an installed tree, the source tree
 #   asan      C++ tests under AddressSanitizer and UndefinedBehaviorSanitizer
 # and with --all:
-#   tsan      comm/, engine/ and reducer/ under ThreadSanitizer
+#   tsan      comm/ and reducer/ under ThreadSanitizer
 #   cpp       C++ tests of the release build, the long ones too
 #   oldest    the library's syntax against the headers of the oldest supported torch
 #   suites    torch's own tests with our classes
@@ -80,8 +80,8 @@ run_stage() {
       (($(cat /proc/sys/vm/mmap_rnd_bits 2>/dev/null || echo 28) <= 28)) || launcher=(setarch -R)
       # Distributed autograd hands objects from thread to thread inside LibTorch,
       # where ThreadSanitizer does not see it.
-      build tsan comm_test engine_test reducer_test &&
-        GTEST_FILTER='-*ContextGradients*' run_tests tsan -R '^(comm|engine|reducer)_test$'
+      build tsan comm_test reducer_test &&
+        GTEST_FILTER='-*ContextGradients*' run_tests tsan -R '^(comm|reducer)_test$'
       ;;
     cpp) BRIGADE_ALL_TESTS=ON build release && run_tests release -L '^(cpp|gpu)$' ;;
     oldest)

@@ -60,15 +60,6 @@ auto place_of(const RankStatus& s) {
 
 }  // namespace
 
-ToldAlike told_alike(std::span<const RankStatus> by_rank) {
-  ToldAlike alike;
-  for (const RankStatus& s : by_rank) {
-    alike.proposals &= s.proposal == by_rank.front().proposal;
-    alike.orders &= s.order == by_rank.front().order;
-  }
-  return alike;
-}
-
 StatusText status_text(std::string_view words) {
   StatusText text = {};
   if (words.size() <= text.size()) {
@@ -183,20 +174,6 @@ bool must_close_groups(std::span<const RankStatus> by_rank) {
          (have_launched &&
           any([](const RankStatus& s) { return s.has_others != 0; })) ||
          (has_kind(StatusKind::kEnd) && has_kind(StatusKind::kBegin));
-}
-
-std::vector<int64_t> wanted_units(std::span<const RankStatus> by_rank) {
-  std::set<int64_t> wanted;
-  std::set<uint64_t> given;
-  for (const RankStatus& rank_status : by_rank) {
-    if (rank_status.kind == StatusKind::kFailed) return {};
-    if (wants_unit(rank_status)) wanted.insert(rank_status.unit);
-    if (rank_status.kind != StatusKind::kEnd) {
-      given.insert(rank_status.proposal);
-    }
-  }
-  if (given.size() > 1) return {};
-  return {wanted.begin(), wanted.end()};
 }
 
 }  // namespace brigade

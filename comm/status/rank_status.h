@@ -32,9 +32,6 @@ enum class StatusKind : int32_t {
   kFailed,   // has aborted the iteration
 };
 
-// The number of process groups on which a sender may launch.
-inline constexpr size_t kMaxGroups = 8;
-
 // Zero-terminated unless full.
 using StatusText = std::array<char, 192>;
 
@@ -49,8 +46,8 @@ struct RankStatus {
   int32_t launches_later = 0;
   int64_t sequence = 0;  // number of the exchange; set by the channel
   int64_t iteration = 0;
-  // kFailed: the bucket or unit where it failed. kAsk: the unit that the sender
-  // needs. -1: none.
+  // kFailed: the bucket or unit where it failed. Of a segment of sharded
+  // training: the unit that the sender needs, or what begins. -1: none.
   int64_t unit = -1;
   uint64_t fingerprint = 0;  // of plan and options
   uint64_t launched = 0;  // kFailed: hash of what was launched of the iteration
@@ -59,9 +56,7 @@ struct RankStatus {
   // compared.
   uint64_t others = 0;
 
-  // Hashes that ranks tell each other and that need not be equal (ToldAlike).
-  // kEnd: `proposal` is what the sender would do in the next iteration; else it
-  // is what the sender would give to a rank that asks.
+  // Of a segment of sharded training (fsdp/segment_exchange.h); not compared.
   uint64_t proposal = 0;
   uint64_t order = 0;
 
@@ -69,14 +64,6 @@ struct RankStatus {
 };
 
 static_assert(std::is_trivially_copyable_v<RankStatus>);
-
-// Whether all ranks have sent the same hashes.
-struct ToldAlike {
-  bool proposals = true;
-  bool orders = true;
-};
-
-ToldAlike told_alike(std::span<const RankStatus> by_rank);
 
 // Copies `words`. Longer ones are cut between UTF-8 characters and end in
 // "...".
@@ -99,15 +86,6 @@ absl::Status check_statuses(std::span<const RankStatus> by_rank);
 // that did not agree: one of them can't, zeros would meet other collectives, or
 // a rank has launched an iteration of which another one has another plan.
 bool must_close_groups(std::span<const RankStatus> by_rank);
-
-// True if the sender needs a unit that it does not hold.
-inline bool wants_unit(const RankStatus& rank_status) {
-  return rank_status.kind == StatusKind::kAsk && rank_status.unit >= 0;
-}
-
-// Returns the units that ranks need from all, each once, in rising order; none
-// if a rank has failed, or if ranks would give different ones (`proposal`).
-std::vector<int64_t> wanted_units(std::span<const RankStatus> by_rank);
 
 }  // namespace brigade
 

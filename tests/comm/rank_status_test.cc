@@ -153,26 +153,6 @@ TEST(CheckStatusesTest, AllRanksFailingAlikeIsAFailureToo) {
             "ranks 0, 1 failed in iteration 7: x");
 }
 
-RankStatus wanting(int64_t unit) { return {.kind = kAsk, .unit = unit}; }
-
-TEST(WantedUnitsTest, AreThoseOfAllRanksOnceInRisingOrder) {
-  EXPECT_THAT(wanted_units(Statuses{wanting(4),
-                                    {.kind = kEnd},
-                                    wanting(2),
-                                    wanting(4),
-                                    {.kind = kBegin}}),
-              ElementsAre(2, 4));
-  EXPECT_THAT(wanted_units(Statuses{{.kind = kEnd}, wanting(-1)}), IsEmpty());
-}
-
-TEST(WantedUnitsTest, AreNoneWhereARankHasFailedOrWouldGiveAnother) {
-  EXPECT_THAT(wanted_units(Statuses{wanting(4), failed(7, "x")}), IsEmpty());
-  RankStatus other = {.kind = kBegin, .proposal = 1};
-  EXPECT_THAT(wanted_units(Statuses{wanting(4), other}), IsEmpty());
-  other.kind = kEnd;  // proposes
-  EXPECT_THAT(wanted_units(Statuses{wanting(4), other}), ElementsAre(4));
-}
-
 TEST(CheckStatusesTest, OtherCollectivesElsewhereAreAnErrorThatClosesGroups) {
   Statuses by_rank(2, ended(7));
   by_rank[1].others = 1;
@@ -206,17 +186,6 @@ TEST(MustCloseGroupsTest, WhereOneHasLaunchedWhatAnotherHasAnotherPlanOf) {
   Statuses by_rank(2, ended(7));
   by_rank[1].kind = StatusKind::kBegin;
   EXPECT_TRUE(must_close_groups(by_rank));
-}
-
-TEST(ToldAlikeTest, ComparesEachHash) {
-  Statuses by_rank(3, ended(7));
-  EXPECT_TRUE(told_alike(by_rank).proposals);
-  EXPECT_TRUE(told_alike(by_rank).orders);
-  by_rank[2].order = 1;
-  EXPECT_TRUE(told_alike(by_rank).proposals);
-  EXPECT_FALSE(told_alike(by_rank).orders);
-  by_rank[1].proposal = 1;
-  EXPECT_FALSE(told_alike(by_rank).proposals);
 }
 
 }  // namespace rank_status_test

@@ -12,8 +12,8 @@
 #include <memory>
 #include <vector>
 
-#include "brigade/engine/packing/make_packer.h"
-#include "brigade/tests/engine/packer_checks.h"
+#include "brigade/reducer/packing/make_packer.h"
+#include "brigade/tests/reducer/packer_checks.h"
 #include "gtest/gtest.h"
 
 namespace brigade {

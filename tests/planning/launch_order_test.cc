@@ -20,10 +20,10 @@ class LaunchOrderTest : public ::testing::Test {
   void plan(const std::vector<std::vector<size_t>>& entries,
             size_t num_replicas = 1) {
     entry_of_.clear();
-    std::vector<LaunchOrder::Entry> pending;
+    std::vector<uint32_t> pending;
     for (size_t e = 0; e < entries.size(); ++e) {
-      pending.push_back({.num_pending = static_cast<uint32_t>(
-                             num_replicas * entries[e].size())});
+      pending.push_back(
+          static_cast<uint32_t>(num_replicas * entries[e].size()));
       for (const size_t gradient : entries[e]) {
         entry_of_.resize(std::max(entry_of_.size(), gradient + 1));
         entry_of_[gradient] = e;
@@ -39,7 +39,7 @@ class LaunchOrderTest : public ::testing::Test {
     std::vector<size_t> launched;
     while (const auto entry = order_->next()) {
       launched.push_back(*entry);
-      order_->launched(*entry);
+      order_->launched();
     }
     return launched;
   }
@@ -91,7 +91,7 @@ TEST_F(LaunchOrderTest, AnEntryIsTheNextOneUntilItHasBeenLaunched) {
   EXPECT_EQ(order_->next(), 0);
   EXPECT_EQ(order_->next(), 0);
   EXPECT_FALSE(order_->is_launched(0));
-  order_->launched(0);
+  order_->launched();
   EXPECT_TRUE(order_->is_launched(0));
   EXPECT_FALSE(order_->is_launched(1));
   EXPECT_EQ(order_->next(), std::nullopt);
@@ -103,46 +103,6 @@ TEST_F(LaunchOrderTest, AllMayBeReadyAtOnce) {
   mark_ready(1);
   order_->mark_all();
   EXPECT_THAT(launch(), ElementsAre(0, 1));
-}
-
-TEST(LaunchOrderOfGroupsTest, GroupsDoNotWaitForEachOther) {
-  LaunchOrder order({{.num_pending = 1, .group = 0},
-                     {.num_pending = 1, .group = 1},
-                     {.num_pending = 0, .group = 0},
-                     {.num_pending = 0, .group = 1}});
-  EXPECT_EQ(order.next(), std::nullopt);
-  order.mark(1);
-  EXPECT_EQ(order.next(), 1);
-  order.launched(1);
-  EXPECT_EQ(order.next(), 3);
-  order.launched(3);
-  EXPECT_EQ(order.next(), std::nullopt);
-  for (const size_t entry : {1, 3}) EXPECT_TRUE(order.is_launched(entry));
-  for (const size_t entry : {0, 2}) EXPECT_FALSE(order.is_launched(entry));
-  order.mark(0);
-  for (const size_t entry : {0, 2}) {
-    EXPECT_EQ(order.next(), entry);
-    order.launched(entry);
-  }
-  EXPECT_TRUE(order.all_launched());
-}
-
-TEST(LaunchOrderOfGroupsTest, TellsWhatIsPending) {
-  LaunchOrder order({{.num_pending = 1}, {.num_pending = 0}});
-  EXPECT_TRUE(order.is_pending(0));
-  EXPECT_FALSE(order.is_pending(1));
-  EXPECT_FALSE(order.is_pending(2));
-  EXPECT_FALSE(order.is_launched(2));
-  order.mark(0);
-  EXPECT_FALSE(order.is_pending(0));
-}
-
-TEST(LaunchOrderOfGroupsTest, AGroupMayHaveNoEntry) {
-  LaunchOrder order({{.num_pending = 0, .group = 2}});
-  EXPECT_EQ(order.next(), 0);
-  order.launched(0);
-  EXPECT_EQ(order.next(), std::nullopt);
-  EXPECT_TRUE(order.all_launched());
 }
 
 // Every order of ready gradients for several small plans: what is launched is

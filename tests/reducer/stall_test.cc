@@ -18,7 +18,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "brigade/comm_hooks/function_hook.h"
-#include "brigade/engine/observing/stall_watch.h"
+#include "brigade/observing/stall_watch.h"
 #include "brigade/reducer/reducer.h"
 #include "brigade/tests/reducer/toy_model.h"
 #include "brigade/tests/support/local_ranks.h"

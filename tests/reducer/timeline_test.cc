@@ -1,4 +1,4 @@
-#include "brigade/engine/observing/timeline.h"
+#include "brigade/observing/timeline.h"
 
 #include <ATen/record_function.h>
 #include <torch/torch.h>
@@ -10,8 +10,8 @@
 
 #include "brigade/comm/process_group.h"
 #include "brigade/comm_hooks/function_hook.h"
-#include "brigade/engine/observing/timeline_recorder.h"
 #include "brigade/hooks/output_tie.h"
+#include "brigade/observing/timeline_recorder.h"
 #include "brigade/reducer/reducer.h"
 #include "brigade/tests/reducer/toy_model.h"
 #include "brigade/tests/support/local_ranks.h"

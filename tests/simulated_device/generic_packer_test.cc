@@ -6,8 +6,8 @@
 #include <cstdint>
 #include <vector>
 
-#include "brigade/engine/packing/make_packer.h"
-#include "brigade/tests/engine/packer_checks.h"
+#include "brigade/reducer/packing/make_packer.h"
+#include "brigade/tests/reducer/packer_checks.h"
 #include "brigade/tests/support/simulated_device/stream_test.h"
 #include "gtest/gtest.h"
 

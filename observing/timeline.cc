@@ -1,0 +1,75 @@
+#include "brigade/observing/timeline.h"
+
+#include <algorithm>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+
+namespace brigade {
+namespace {
+
+// 0 if one of them did not happen.
+int64_t span_ns(int64_t begin_ns, int64_t end_ns) {
+  if (begin_ns == 0 || end_ns == 0) return 0;
+  return std::max<int64_t>(end_ns - begin_ns, 0);
+}
+
+double ms(int64_t ns) { return static_cast<double>(ns) / 1e6; }
+
+}  // namespace
+
+TimelineSummary summarize(const Timeline& timeline) {
+  TimelineSummary summary = {
+      .forward_compute_ns =
+          span_ns(timeline.forward_begin_ns, timeline.forward_end_ns),
+      .backward_compute_ns =
+          span_ns(timeline.backward_begin_ns, timeline.backward_end_ns)};
+  // Units are launched in this order, so that each adds what lies behind the
+  // completions before it.
+  int64_t covered_until_ns = 0;
+  for (const UnitTimes& unit : timeline.units) {
+    const int64_t begin_ns = std::max(unit.launch_ns, covered_until_ns);
+    int64_t exposed_ns = 0;
+    if (unit.launch_ns > 0 && unit.complete_ns > begin_ns) {
+      summary.backward_comm_ns += unit.complete_ns - begin_ns;
+      exposed_ns = std::max<int64_t>(
+          unit.complete_ns - std::max(begin_ns, timeline.backward_end_ns), 0);
+      covered_until_ns = unit.complete_ns;
+    }
+    if (summary.comm_begin_ns == 0) summary.comm_begin_ns = unit.launch_ns;
+    summary.comm_end_ns = std::max(summary.comm_end_ns, unit.complete_ns);
+    summary.exposed_ns += exposed_ns;
+    summary.unit_exposed_ns.push_back(exposed_ns);
+  }
+  summary.overlap_ns = summary.backward_comm_ns - summary.exposed_ns;
+  return summary;
+}
+
+std::string describe(const Timeline& timeline, std::string_view unit_word) {
+  if (timeline.iteration == 0) return "no iteration has been sampled\n";
+  const TimelineSummary summary = summarize(timeline);
+  std::string text = absl::StrFormat(
+      "iteration %d, ms: forward %.3f, backward %.3f, communication %.3f "
+      "(overlapped %.3f, exposed %.3f), finalize %.3f\n",
+      timeline.iteration, ms(summary.forward_compute_ns),
+      ms(summary.backward_compute_ns), ms(summary.backward_comm_ns),
+      ms(summary.overlap_ns), ms(summary.exposed_ns),
+      ms(span_ns(timeline.backward_end_ns, timeline.finalize_end_ns)));
+  absl::StrAppendFormat(&text, "%6s%12s%12s%12s%12s\n", unit_word, "packed",
+                        "launched", "complete", "exposed");
+  const auto since_backward = [&](int64_t time_ns) {
+    return time_ns == 0 ? std::string("-")
+                        : absl::StrFormat(
+                              "%.3f", ms(time_ns - timeline.backward_begin_ns));
+  };
+  for (size_t b = 0; b < timeline.units.size(); ++b) {
+    const UnitTimes& unit = timeline.units[b];
+    absl::StrAppendFormat(
+        &text, "%6d%12s%12s%12s%12.3f\n", b, since_backward(unit.pack_end_ns),
+        since_backward(unit.launch_ns), since_backward(unit.complete_ns),
+        ms(summary.unit_exposed_ns[b]));
+  }
+  return text;
+}
+
+}  // namespace brigade

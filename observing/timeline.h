@@ -1,0 +1,73 @@
+// When things happened in one iteration, and what that says of communication.
+//
+// Values only: observing/timeline_recorder.h fills them in.
+// docs/timeline.md tells how to read them.
+//
+//   std::cout << describe(reducer.timeline());
+//
+// All times are nanoseconds of the steady clock, 0 for what did not happen.
+// Steps of units on devices with streams are stamped when the device's stream
+// passed them, all others when the host did.
+//
+// Thread safety: pure functions.
+
+#ifndef BRIGADE_OBSERVING_TIMELINE_H_
+#define BRIGADE_OBSERVING_TIMELINE_H_
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "brigade/planning/variable_index.h"
+
+namespace brigade {
+
+struct GradientTime {
+  VariableIndex variable;
+  int64_t ready_ns = 0;  // on the host
+};
+
+struct UnitTimes {
+  int64_t pack_begin_ns = 0;
+  int64_t pack_end_ns = 0;
+  int64_t launch_ns = 0;    // the comm hook was called; 0: nothing travelled
+  int64_t complete_ns = 0;  // its future was done
+};
+
+struct Timeline {
+  int64_t iteration = 0;         // 0: none has been sampled
+  int64_t forward_begin_ns = 0;  // Engine::forward_begins()
+  int64_t forward_end_ns = 0;    // prepare()
+  int64_t backward_begin_ns = 0;
+  int64_t host_backward_begin_ns = 0;  // the host is ahead of a device
+  int64_t backward_end_ns = 0;         // finalize begins
+  int64_t finalize_end_ns = 0;
+  std::vector<GradientTime> gradients = {};  // in the order they became ready
+  std::vector<UnitTimes> units = {};         // in launch order
+};
+
+// Source: torch's DDP logging data. Differs: backward begins where it reaches
+// forward's outputs, so that the loss belongs to neither side; communication
+// is the time in which at least one unit travels.
+struct TimelineSummary {
+  int64_t forward_compute_ns = 0;
+  int64_t backward_compute_ns = 0;
+  int64_t backward_comm_ns = 0;
+  int64_t overlap_ns = 0;  // of communication with backward's computation
+  int64_t exposed_ns = 0;  // communication that backward waits for
+  std::vector<int64_t> unit_exposed_ns = {};  // each unit's share of that
+  int64_t comm_begin_ns = 0;                  // first launch
+  int64_t comm_end_ns = 0;                    // last completion
+};
+
+TimelineSummary summarize(const Timeline& timeline);
+
+// A table for people: one line per unit, in ms from the begin of backward.
+// `unit_word`: what a unit is called.
+std::string describe(const Timeline& timeline,
+                     std::string_view unit_word = "bucket");
+
+}  // namespace brigade
+
+#endif  // BRIGADE_OBSERVING_TIMELINE_H_

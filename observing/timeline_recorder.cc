@@ -1,0 +1,145 @@
+#include "brigade/observing/timeline_recorder.h"
+
+#include <atomic>
+#include <utility>
+
+#include "brigade/observing/device_times.h"
+#include "brigade/observing/steady_time.h"
+
+namespace brigade {
+
+// What a callback may write when the iteration, or the engine, is gone.
+struct TimelineRecorder::Completions {
+  explicit Completions(size_t num_units) : complete_ns(num_units) {
+    device_times.restart(num_units);
+  }
+
+  // The first one to notice counts: the callback, or whoever waited.
+  void complete(size_t unit) {
+    int64_t unset = 0;
+    complete_ns[unit].compare_exchange_strong(unset, now_ns());
+  }
+
+  std::vector<std::atomic<int64_t>> complete_ns;
+  DeviceTimes device_times;
+};
+
+void TimelineRecorder::bind(std::vector<c10::Device> devices,
+                            size_t num_variables) {
+  if (devices != devices_) sampling_ = false;
+  devices_ = std::move(devices);
+  num_variables_ = num_variables;
+  if (sample_rate_ == 0) return;
+  for (Timeline* timeline : {&current_, &last_}) {
+    timeline->units.reserve(devices_.size());
+    timeline->gradients.reserve(num_variables);
+  }
+  current_completions_ = std::make_shared<Completions>(devices_.size());
+}
+
+bool TimelineRecorder::is_sampled(int64_t iteration, int64_t sample_rate) {
+  return sample_rate > 0 &&
+         (iteration <= kAlwaysSampled || iteration % sample_rate == 0);
+}
+
+void TimelineRecorder::forward_begins(int64_t iteration) {
+  if (is_sampled(iteration)) forward_begin_ns_ = now_ns();
+}
+
+void TimelineRecorder::prepared(int64_t iteration) {
+  sampling_ = is_sampled(iteration);
+  if (!sampling_) return;
+  current_.iteration = iteration;
+  current_.forward_begin_ns = std::exchange(forward_begin_ns_, 0);
+  current_.forward_end_ns = now_ns();
+  current_.backward_begin_ns = 0;
+  current_.gradients.clear();
+  current_.gradients.reserve(num_variables_);
+  current_.units.assign(devices_.size(), UnitTimes{});
+  // Not if futures of an iteration that was aborted may still write there.
+  if (!current_completions_ || current_completions_.use_count() > 1 ||
+      current_completions_->complete_ns.size() != devices_.size()) {
+    current_completions_ = std::make_shared<Completions>(devices_.size());
+  }
+  for (std::atomic<int64_t>& time_ns : current_completions_->complete_ns) {
+    time_ns.store(0, std::memory_order_relaxed);
+  }
+  current_completions_->device_times.restart(devices_.size());
+  mark(DeviceTimes::kForwardEnd);
+}
+
+void TimelineRecorder::mark(DeviceTimes::Mark mark) {
+  if (!devices_.empty()) {
+    current_completions_->device_times.record(mark, devices_.front());
+  }
+}
+
+void TimelineRecorder::stamp_backward() {
+  current_.backward_begin_ns = now_ns();
+  current_.host_backward_begin_ns = current_.backward_begin_ns;
+  mark(DeviceTimes::kBackwardBegin);
+}
+
+void TimelineRecorder::stamp_gradient(VariableIndex variable) {
+  current_.gradients.push_back({.variable = variable, .ready_ns = now_ns()});
+}
+
+void TimelineRecorder::stamp_pack_begin(size_t unit) {
+  current_.units[unit].pack_begin_ns = now_ns();
+  current_completions_->device_times.record(unit, DeviceTimes::kPackBegin,
+                                            devices_[unit]);
+}
+
+void TimelineRecorder::stamp_pack_end(size_t unit) {
+  current_.units[unit].pack_end_ns = now_ns();
+  current_completions_->device_times.record(unit, DeviceTimes::kPackEnd,
+                                            devices_[unit]);
+}
+
+void TimelineRecorder::stamp_launch(size_t unit) {
+  current_.units[unit].launch_ns = now_ns();
+  current_completions_->device_times.record(unit, DeviceTimes::kLaunch,
+                                            devices_[unit]);
+}
+
+void TimelineRecorder::watch(size_t unit, c10::ivalue::Future& future) {
+  const c10::Device device = devices_[unit];
+  // A callback that uses the future runs on streams that wait for its value.
+  future.addCallback(
+      [completions = current_completions_, unit, device](c10::ivalue::Future&) {
+        completions->complete(unit);
+        completions->device_times.record(unit, DeviceTimes::kComplete, device);
+      },
+      /*uses_future=*/!device.is_cpu());
+}
+
+void TimelineRecorder::stamp_complete(size_t unit) {
+  if (current_.units[unit].launch_ns > 0) {
+    current_completions_->complete(unit);
+  }
+}
+
+void TimelineRecorder::stamp_backward_end() {
+  current_.backward_end_ns = now_ns();
+  mark(DeviceTimes::kBackwardEnd);
+}
+
+void TimelineRecorder::finish() {
+  sampling_ = false;
+  for (size_t b = 0; b < current_.units.size(); ++b) {
+    current_.units[b].complete_ns = current_completions_->complete_ns[b];
+  }
+  current_.finalize_end_ns = now_ns();
+  std::swap(current_, last_);
+  std::swap(current_completions_, last_completions_);
+}
+
+Timeline TimelineRecorder::last() const {
+  Timeline timeline = last_;
+  if (last_completions_) {
+    last_completions_->device_times.resolve(timeline);
+  }
+  return timeline;
+}
+
+}  // namespace brigade

@@ -1,0 +1,49 @@
+// Launches the entries of an iteration's sequence, in order.
+//
+// Thread safety: none; the engine's lock covers it.
+
+#ifndef BRIGADE_REDUCER_LAUNCHING_H_
+#define BRIGADE_REDUCER_LAUNCHING_H_
+
+#include <chrono>
+#include <cstddef>
+#include <optional>
+
+#include "brigade/comm_hooks/hook_traits.h"
+#include "brigade/reducer/failure.h"
+#include "brigade/reducer/iteration.h"
+#include "brigade/reducer/observations.h"
+#include "brigade/reducer/peer_status.h"
+
+namespace brigade {
+
+// One of those that `entry` waits for is there: packs it if that was the last.
+// Returns whether it was. Errors: what packing throws.
+bool mark_and_pack(Iteration& iteration, size_t entry,
+                   Observations& observations);
+
+// Launches the entries that are ready; substitutes if the iteration is a
+// shadow. Stops at one that throws, and returns why.
+std::optional<Failure> launch_ready(Iteration& iteration, PeerStatus& peers,
+                                    Observations& observations);
+
+// Launches zeros for all of an aborted iteration that has not been launched,
+// and does not wait. Throws what a collective throws.
+void launch_rest(Iteration& iteration, PeerStatus& peers,
+                 Observations& observations);
+
+// Launches second collectives, which comm hooks have chained to their first
+// ones (comm_hooks/then_collective.h): in the order of the sequence on every
+// rank, on the calling thread. Waits for each first one `timeout` at most.
+std::optional<Failure> launch_chained(Iteration& iteration, PeerStatus& peers,
+                                      std::chrono::milliseconds timeout);
+
+// Collectives that a hook launched by itself, in a continuation of its future,
+// are a failure: continuations run in another order on each rank. One unit has
+// but one order.
+std::optional<Failure> find_unordered_collectives(const Iteration& iteration,
+                                                  const HookTraits& hook);
+
+}  // namespace brigade
+
+#endif  // BRIGADE_REDUCER_LAUNCHING_H_

@@ -1,0 +1,603 @@
+// One kernel moves all slots of a bucket, whatever their number and sizes.
+//
+// The flat buffer is cut into chunks of equal size, one per block, so that work
+// is balanced over bytes rather than over slots.  Which slot is the first in a
+// chunk was worked out at construction; from there threads search.
+//
+// Where gradients lie changes from step to step.  Up to kMaxInlineSlots
+// addresses ride in the kernel's arguments; more are copied to the device, see
+// Note [Staging].
+
+#include <ATen/core/CachingHostAllocator.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+#include <c10/cuda/CUDACachingAllocator.h>
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <span>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "brigade/reducer/packing/packer_arguments.h"
+#include "brigade/reducer/packing/packer_devices.h"
+
+namespace brigade {
+namespace {
+
+constexpr int kThreads = 256;
+// Enough loads in flight; with more the registers would not suffice.
+constexpr int kMinBlocksPerMultiprocessor = 6;
+// Gradient bytes of a chunk: four loads of 16 bytes for each thread.
+constexpr int64_t kChunkBytes = int64_t{kThreads} * 16 * 4;
+// With the other arguments, below the 4 KiB that every launch may carry.
+constexpr int kMaxInlineSlots = 480;
+constexpr int kNumStagings = 4;
+
+enum class Direction { kPack, kUnpack };
+
+// A slot's place in the flat buffer, in elements: [begin, end).
+struct Place {
+  int64_t begin;
+  int64_t end;
+};
+
+// Constant tables on the device.
+struct Tables {
+  const Place* places;            // [num_slots]
+  const int32_t* first_in_chunk;  // [num_chunks + 1]: the first slot that ends
+                                  // after the chunk begins
+  int32_t num_slots;
+  int64_t flat_numel;  // where the last slot ends
+};
+
+// Addresses of gradients, by slot.
+struct InlineAddresses {
+  void* at[kMaxInlineSlots];
+};
+struct StagedAddresses {
+  void* const* at;
+};
+
+template <typename T>
+using Product = std::conditional_t<std::is_same_v<T, double>, double, float>;
+
+// float64 becomes float16 or bfloat16 by way of float32, as in ATen.
+template <typename To, typename From>
+__device__ __forceinline__ To cast(From value) {
+  if constexpr (std::is_same_v<To, double> || std::is_same_v<To, float>) {
+    return static_cast<To>(value);
+  } else {
+    return static_cast<To>(static_cast<float>(value));
+  }
+}
+
+// Elements that one thread moves at once: 16 bytes of the narrower side.
+template <typename Gradient, typename Wire>
+constexpr int kGroup = 16 / std::min(sizeof(Gradient), sizeof(Wire));
+
+template <typename T, int kCount>
+struct alignas(16) Vector {
+  static constexpr int kNumWords = kCount * sizeof(T) / sizeof(uint4);
+  static_assert(kNumWords * sizeof(uint4) == kCount * sizeof(T));
+
+  T values[kCount];
+
+  __device__ __forceinline__ void load(const T* from) {
+#pragma unroll
+    for (int i = 0; i < kNumWords; ++i) {
+      const uint4 word = reinterpret_cast<const uint4*>(from)[i];
+      std::memcpy(values + i * kPerWord, &word, sizeof(word));
+    }
+  }
+
+  __device__ __forceinline__ void store(T* to) const {
+#pragma unroll
+    for (int i = 0; i < kNumWords; ++i) {
+      uint4 word;
+      std::memcpy(&word, values + i * kPerWord, sizeof(word));
+      reinterpret_cast<uint4*>(to)[i] = word;
+    }
+  }
+
+ private:
+  static constexpr int kPerWord = sizeof(uint4) / sizeof(T);
+};
+
+__device__ __forceinline__ bool is_aligned(const void* address) {
+  return reinterpret_cast<uintptr_t>(address) % 16 == 0;
+}
+
+// How elements change on their way.
+template <typename Gradient, typename Wire, Direction kDirection>
+struct Mover {
+  using From =
+      std::conditional_t<kDirection == Direction::kPack, Gradient, Wire>;
+  using To = std::conditional_t<kDirection == Direction::kPack, Wire, Gradient>;
+  static constexpr int kCount = kGroup<Gradient, Wire>;
+
+  Product<Gradient> scale;
+
+  // Whether elements keep their bits.
+  __device__ __forceinline__ bool copies() const {
+    return std::is_same_v<From, To> && scale == Product<Gradient>{1};
+  }
+
+  __device__ __forceinline__ To change(From value) const {
+    if constexpr (kDirection == Direction::kPack) {
+      if constexpr (std::is_same_v<From, To>) {
+        if (copies()) return value;
+      }
+      return cast<To>(static_cast<Product<Gradient>>(value) * scale);
+    } else if constexpr (std::is_same_v<From, To>) {
+      return value;
+    } else {
+      return cast<To>(static_cast<Product<From>>(value));
+    }
+  }
+
+  __device__ __forceinline__ void change(const Vector<From, kCount>& from,
+                                         Vector<To, kCount>& to) const {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) to.values[i] = change(from.values[i]);
+  }
+
+  // One group of kCount elements, each side in words of 16 bytes if it may.
+  __device__ __forceinline__ void move_group(const From* from, To* to) const {
+    Vector<From, kCount> source;
+    Vector<To, kCount> result;
+    if (is_aligned(from)) {
+      source.load(from);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) source.values[i] = from[i];
+    }
+    change(source, result);
+    if (is_aligned(to)) {
+      result.store(to);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) to[i] = result.values[i];
+    }
+  }
+};
+
+// No gradient to write, or one that is where and as it shall be.
+template <typename Gradient, typename Wire, Direction kDirection>
+__device__ __forceinline__ bool has_nothing_to_do(
+    const Mover<Gradient, Wire, kDirection>& mover, const Gradient* gradient,
+    const Wire* place) {
+  if (kDirection == Direction::kUnpack && gradient == nullptr) return true;
+  return mover.copies() &&
+         static_cast<const void*>(gradient) == static_cast<const void*>(place);
+}
+
+// One block moves one chunk of `flat`.
+//
+// A missing gradient (null) is packed as zeros and never unpacked.  A gradient
+// at its place in `flat` is scaled there: each element is read and written by
+// one thread alone.
+template <typename Gradient, typename Wire, Direction kDirection,
+          typename Addresses>
+__global__ void __launch_bounds__(kThreads, kMinBlocksPerMultiprocessor)
+    move_slots(const __grid_constant__ Addresses addresses, const Tables tables,
+               Wire* const flat, const Product<Gradient> scale) {
+  using M = Mover<Gradient, Wire, kDirection>;
+  constexpr int kCount = M::kCount;
+  constexpr int64_t kChunkNumel = kChunkBytes / sizeof(Gradient);
+  constexpr int kNumGroups = kChunkNumel / (kThreads * kCount);
+  static_assert(kNumGroups * kThreads * kCount == kChunkNumel);
+  constexpr bool kPacks = kDirection == Direction::kPack;
+
+  const M mover{scale};
+  const int64_t chunk_begin = blockIdx.x * kChunkNumel;
+  const int64_t chunk_end = min(chunk_begin + kChunkNumel, tables.flat_numel);
+  const int32_t first = tables.first_in_chunk[blockIdx.x];
+  const int32_t last =
+      min(tables.first_in_chunk[blockIdx.x + 1], tables.num_slots - 1);
+
+  // The common case: a full chunk inside one slot, both sides aligned.  All
+  // loads are issued before the first store.
+  if (const Place place = tables.places[first];
+      place.begin <= chunk_begin && chunk_begin + kChunkNumel <= place.end) {
+    auto* const slot_gradient = static_cast<Gradient*>(addresses.at[first]);
+    if (has_nothing_to_do(mover, slot_gradient, flat + place.begin)) return;
+    Gradient* const gradient = slot_gradient + (chunk_begin - place.begin);
+    Wire* const wire = flat + chunk_begin;
+    if (slot_gradient != nullptr && is_aligned(gradient) && is_aligned(wire)) {
+      Vector<typename M::From, kCount> source[kNumGroups];
+      const typename M::From* from;
+      typename M::To* to;
+      if constexpr (kPacks) {
+        from = gradient;
+        to = wire;
+      } else {
+        from = wire;
+        to = gradient;
+      }
+#pragma unroll
+      for (int i = 0; i < kNumGroups; ++i) {
+        source[i].load(from + (i * kThreads + threadIdx.x) * kCount);
+      }
+#pragma unroll
+      for (int i = 0; i < kNumGroups; ++i) {
+        Vector<typename M::To, kCount> result;
+        mover.change(source[i], result);
+        result.store(to + (i * kThreads + threadIdx.x) * kCount);
+      }
+      return;
+    }
+  }
+
+  for (int64_t group = chunk_begin + threadIdx.x * kCount; group < chunk_end;
+       group += kThreads * kCount) {
+    // The first slot that ends after the group begins.
+    int32_t low = first;
+    int32_t high = last;
+    while (low < high) {
+      const int32_t middle = (low + high) / 2;
+      if (tables.places[middle].end > group) {
+        high = middle;
+      } else {
+        low = middle + 1;
+      }
+    }
+    const int64_t group_end = min(group + kCount, chunk_end);
+    for (int32_t slot = low; slot <= last; ++slot) {
+      const Place place = tables.places[slot];
+      if (place.begin >= group_end) break;
+      auto* const slot_gradient = static_cast<Gradient*>(addresses.at[slot]);
+      if (has_nothing_to_do(mover, slot_gradient, flat + place.begin)) continue;
+      const int64_t begin = max(place.begin, group);
+      const int64_t end = min(place.end, group_end);
+      if (slot_gradient == nullptr) {
+        for (int64_t k = begin; k < end; ++k) flat[k] = Wire(0.0F);
+        continue;
+      }
+      Gradient* const gradient = slot_gradient + (begin - place.begin);
+      if (end - begin == kCount) {
+        if constexpr (kPacks) {
+          mover.move_group(gradient, flat + begin);
+        } else {
+          mover.move_group(flat + begin, gradient);
+        }
+        continue;
+      }
+      for (int64_t k = begin; k < end; ++k) {
+        if constexpr (kPacks) {
+          flat[k] = mover.change(gradient[k - begin]);
+        } else {
+          gradient[k - begin] = mover.change(flat[k]);
+        }
+      }
+    }
+  }
+}
+
+// Note [Staging]
+// More addresses than a launch can carry go through pinned memory to a table on
+// the device, in one asynchronous copy on the stream of the kernel that reads
+// it.  Neither side may be written while an earlier copy or kernel still reads
+// it, also not from another stream.  So there are several stagings, and an
+// event is recorded after the kernel of each: recorded in release(), waited for
+// in acquire_staging().  The host only asks whether it has happened, and takes
+// the next staging if not.  It waits for the device only if all kNumStagings
+// are under way: when the host is that many bucket moves ahead of the device.
+// A launch that needs no staging asks nothing, so it may be captured in a CUDA
+// graph.
+//
+// Why nothing races.  In one use of a staging, on stream S, the host writes
+// host_ (W), S copies host_ to device_ (C), S runs the kernel that reads
+// device_ (K), and S records read_ (R).  The next use, on any stream, is W',
+// C', K', R'.
+//   W, C     The host has written before it enqueues C.
+//   C, K, R  One stream, in this order.  R follows C also where K could not be
+//            launched: release() comes before the check.
+//   C, W'    is_free() or wait() has seen R happen, so C is over.  Uses of one
+//            packer do not overlap, so no thread is between W and R meanwhile.
+//   K, C'    The same: K is over before the host enqueues C'.
+//   W, K     Of the first use: an event that was never recorded counts as
+//            happened.  What had used the memory before is over, since
+//            CudaPacker() waits for the stream that it was allocated on.
+//   K, free  The memory may go back to its allocators before R happens.  Both
+//            were told of S in release(), and hold it back until then.
+class Staging {
+ public:
+  explicit Staging(size_t num_slots)
+      : num_bytes_(num_slots * sizeof(void*)),
+        host_(at::getHostAllocator(at::kCUDA)->allocate(num_bytes_)),
+        device_(c10::cuda::CUDACachingAllocator::get()->allocate(num_bytes_)) {
+    C10_CUDA_CHECK(cudaEventCreateWithFlags(&read_, cudaEventDisableTiming));
+  }
+
+  Staging(const Staging&) = delete;
+  Staging& operator=(const Staging&) = delete;
+
+  // The memory goes back to its allocators, which know the events of the
+  // streams that they were told of, so nothing waits here.
+  ~Staging() { C10_CUDA_CHECK_WARN(cudaEventDestroy(read_)); }
+
+  bool is_free() const {
+    const cudaError_t status = C10_CUDA_ERROR_HANDLED(cudaEventQuery(read_));
+    if (status == cudaErrorNotReady) {
+      C10_CUDA_CLEAR_ERROR();
+      return false;
+    }
+    C10_CUDA_CHECK(status);
+    return true;
+  }
+
+  void wait() const { C10_CUDA_CHECK(cudaEventSynchronize(read_)); }
+
+  // REQUIRES: is_free().
+  StagedAddresses send(const void* const* addresses,
+                       c10::cuda::CUDAStream stream) {
+    std::memcpy(host_.get(), addresses, num_bytes_);
+    C10_CUDA_CHECK(cudaMemcpyAsync(device_.get(), host_.get(), num_bytes_,
+                                   cudaMemcpyHostToDevice, stream));
+    return {static_cast<void* const*>(device_.get())};
+  }
+
+  // After the kernel that reads what was sent.
+  void release(c10::cuda::CUDAStream stream) {
+    C10_CUDA_CHECK(cudaEventRecord(read_, stream));
+    at::getHostAllocator(at::kCUDA)->record_event(
+        host_.get(), host_.get_context(), stream.unwrap());
+    c10::cuda::CUDACachingAllocator::recordStream(device_, stream);
+  }
+
+ private:
+  const size_t num_bytes_;
+  at::DataPtr host_;    // pinned, [num_slots] addresses
+  at::DataPtr device_;  // [num_slots] addresses
+  cudaEvent_t read_ = nullptr;
+};
+
+// What a launch needs besides the dtypes.
+struct Launch {
+  std::span<const void* const> gradients;
+  Tables tables;
+  void* flat;
+  double scale;
+  Staging* staging;  // null: addresses ride in the arguments
+  c10::cuda::CUDAStream stream;
+};
+
+template <typename Gradient, typename Wire, Direction kDirection>
+void launch(const Launch& what) {
+  constexpr int64_t kChunkNumel = kChunkBytes / sizeof(Gradient);
+  const auto num_blocks = static_cast<unsigned>(
+      (what.tables.flat_numel + kChunkNumel - 1) / kChunkNumel);
+  auto* const flat = static_cast<Wire*>(what.flat);
+  const auto scale = static_cast<Product<Gradient>>(what.scale);
+  if (what.staging == nullptr) {
+    InlineAddresses addresses;
+    std::memcpy(addresses.at, what.gradients.data(),
+                what.gradients.size_bytes());
+    move_slots<Gradient, Wire, kDirection>
+        <<<num_blocks, kThreads, 0, what.stream>>>(addresses, what.tables, flat,
+                                                   scale);
+    C10_CUDA_KERNEL_LAUNCH_CHECK();
+    return;
+  }
+  const StagedAddresses addresses =
+      what.staging->send(what.gradients.data(), what.stream);
+  move_slots<Gradient, Wire, kDirection>
+      <<<num_blocks, kThreads, 0, what.stream>>>(addresses, what.tables, flat,
+                                                 scale);
+  // Also where the kernel could not be launched: the copy is under way.
+  what.staging->release(what.stream);
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+using Launcher = void (*)(const Launch&);
+
+template <typename Gradient, Direction kDirection>
+Launcher launcher_for_wire(at::ScalarType wire) {
+  switch (wire) {
+    case at::kFloat:
+      return launch<Gradient, float, kDirection>;
+    case at::kHalf:
+      return launch<Gradient, c10::Half, kDirection>;
+    case at::kBFloat16:
+      return launch<Gradient, c10::BFloat16, kDirection>;
+    default:
+      return nullptr;
+  }
+}
+
+template <Direction kDirection>
+Launcher launcher_for(at::ScalarType gradient, at::ScalarType wire) {
+  switch (gradient) {
+    case at::kFloat:
+      return launcher_for_wire<float, kDirection>(wire);
+    case at::kHalf:
+      return launcher_for_wire<c10::Half, kDirection>(wire);
+    case at::kBFloat16:
+      return launcher_for_wire<c10::BFloat16, kDirection>(wire);
+    case at::kDouble:
+      return wire == at::kDouble ? launch<double, double, kDirection>
+                                 : launcher_for_wire<double, kDirection>(wire);
+    default:
+      return nullptr;
+  }
+}
+
+// Complex numbers are pairs of reals to everything below make_cuda_packer().
+class CudaPacker final : public Packer {
+ public:
+  CudaPacker(PackerArguments arguments, at::ScalarType real_dtype,
+             const std::vector<SlotRange>& real_slots)
+      : arguments_(arguments),
+        dtype_(real_dtype),
+        element_bytes_(static_cast<int64_t>(c10::elementSize(real_dtype))),
+        offsets_bytes_(offsets_of(real_slots, element_bytes_)) {
+    const c10::cuda::CUDAGuard guard(arguments_.device);
+    if (real_slots.size() > kMaxInlineSlots) {
+      for (int i = 0; i < kNumStagings; ++i) {
+        stagings_.push_back(std::make_unique<Staging>(real_slots.size()));
+      }
+    }
+    // Blocks until the current stream is through, and with it whatever may have
+    // used the memory above before: so any stream may use it from here on.
+    upload_tables(real_slots);
+  }
+
+  void pack(std::span<const void* const> gradients, const at::Tensor& flat,
+            double scale) override {
+    arguments_.check("Packer::pack", gradients.size(), flat);
+    void* const buffer = flat.mutable_data_ptr();
+    const bool copies_bits = flat.scalar_type() == arguments_.gradient_dtype &&
+                             !changes_values(scale);
+    if (copies_bits && all_in_place(gradients, buffer)) return;
+    const at::ScalarType wire = c10::toRealValueType(flat.scalar_type());
+    run(launcher_for<Direction::kPack>(dtype_, wire), gradients, buffer, scale);
+  }
+
+  void unpack(const at::Tensor& flat,
+              std::span<void* const> gradients) override {
+    arguments_.check("Packer::unpack", gradients.size(), flat);
+    // The kernel reads `flat` only.
+    void* const buffer = const_cast<void*>(flat.const_data_ptr());
+    const std::span<const void* const> to(gradients.data(), gradients.size());
+    if (flat.scalar_type() == arguments_.gradient_dtype &&
+        all_in_place(to, buffer)) {
+      return;
+    }
+    const at::ScalarType wire = c10::toRealValueType(flat.scalar_type());
+    run(launcher_for<Direction::kUnpack>(dtype_, wire), to, buffer, 1.0);
+  }
+
+ private:
+  static std::vector<int64_t> offsets_of(const std::vector<SlotRange>& slots,
+                                         int64_t element_bytes) {
+    std::vector<int64_t> offsets;
+    for (const SlotRange& slot : slots) {
+      offsets.push_back(slot.offset_numel * element_bytes);
+    }
+    return offsets;
+  }
+
+  // One blocking copy, once: the tables are then there for every stream.
+  void upload_tables(const std::vector<SlotRange>& slots) {
+    std::vector<Place> places;
+    for (const SlotRange& slot : slots) {
+      places.push_back(
+          {.begin = slot.offset_numel, .end = slot.offset_numel + slot.numel});
+    }
+    const int64_t numel = places.empty() ? 0 : places.back().end;
+    const int64_t chunk_numel = kChunkBytes / element_bytes_;
+    const int64_t num_chunks = (numel + chunk_numel - 1) / chunk_numel;
+    std::vector<int32_t> first_in_chunk;
+    size_t slot = 0;
+    for (int64_t chunk = 0; chunk <= num_chunks; ++chunk) {
+      while (slot < places.size() && places[slot].end <= chunk * chunk_numel) {
+        ++slot;
+      }
+      first_in_chunk.push_back(static_cast<int32_t>(slot));
+    }
+
+    const size_t places_bytes = places.size() * sizeof(Place);
+    const size_t first_bytes = first_in_chunk.size() * sizeof(int32_t);
+    std::vector<std::byte> host(places_bytes + first_bytes);
+    std::memcpy(host.data(), places.data(), places_bytes);
+    std::memcpy(host.data() + places_bytes, first_in_chunk.data(), first_bytes);
+    tables_memory_ =
+        at::from_blob(host.data(), {static_cast<int64_t>(host.size())},
+                      at::kByte)
+            .to(arguments_.device);
+
+    auto* const device =
+        static_cast<std::byte*>(tables_memory_.mutable_data_ptr());
+    tables_ = {.places = reinterpret_cast<const Place*>(device),
+               .first_in_chunk =
+                   reinterpret_cast<const int32_t*>(device + places_bytes),
+               .num_slots = static_cast<int32_t>(places.size()),
+               .flat_numel = numel};
+  }
+
+  bool changes_values(double scale) const {
+    return dtype_ == at::kDouble ? scale != 1.0
+                                 : static_cast<float>(scale) != 1.0F;
+  }
+
+  bool all_in_place(std::span<const void* const> gradients,
+                    const void* buffer) const {
+    const auto* const base = static_cast<const std::byte*>(buffer);
+    for (size_t i = 0; i < gradients.size(); ++i) {
+      if (gradients[i] != base + offsets_bytes_[i]) return false;
+    }
+    return true;
+  }
+
+  // A staging that no earlier copy or kernel uses.  See Note [Staging].
+  Staging* acquire_staging() {
+    if (stagings_.empty()) return nullptr;
+    for (size_t i = 0; i < stagings_.size(); ++i) {
+      next_staging_ = (next_staging_ + 1) % stagings_.size();
+      if (stagings_[next_staging_]->is_free()) {
+        return stagings_[next_staging_].get();
+      }
+    }
+    // All are under way: the one after the last taken is the oldest.
+    next_staging_ = (next_staging_ + 1) % stagings_.size();
+    stagings_[next_staging_]->wait();
+    return stagings_[next_staging_].get();
+  }
+
+  void run(Launcher launcher, std::span<const void* const> gradients,
+           void* flat, double scale) {
+    if (tables_.flat_numel == 0) return;
+    const c10::cuda::CUDAGuard guard(arguments_.device);
+    const c10::cuda::CUDAStream stream =
+        c10::cuda::getCurrentCUDAStream(arguments_.device.index());
+    // The allocator must not hand the tables' memory out again before this
+    // stream is through with it.
+    c10::cuda::CUDACachingAllocator::recordStream(
+        tables_memory_.storage().data_ptr(), stream);
+    launcher({.gradients = gradients,
+              .tables = tables_,
+              .flat = flat,
+              .scale = scale,
+              .staging = acquire_staging(),
+              .stream = stream});
+  }
+
+  // Constant after construction.
+  const PackerArguments arguments_;
+  const at::ScalarType dtype_;  // real
+  const int64_t element_bytes_;
+  const std::vector<int64_t> offsets_bytes_;  // by slot
+  at::Tensor tables_memory_;                  // what tables_ points into
+  Tables tables_ = {};
+
+  std::vector<std::unique_ptr<Staging>> stagings_;  // empty: not needed
+  size_t next_staging_ = 0;
+};
+
+}  // namespace
+
+std::unique_ptr<Packer> make_cuda_packer(at::Device device,
+                                         at::ScalarType gradient_dtype,
+                                         std::vector<SlotRange> slots) {
+  const PackerArguments arguments = arguments_of(device, gradient_dtype, slots);
+  if (c10::isComplexType(gradient_dtype)) {
+    for (SlotRange& slot : slots) {
+      slot = {.offset_numel = 2 * slot.offset_numel, .numel = 2 * slot.numel};
+    }
+  }
+  return std::make_unique<CudaPacker>(
+      arguments, c10::toRealValueType(gradient_dtype), slots);
+}
+
+}  // namespace brigade

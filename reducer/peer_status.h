@@ -1,0 +1,124 @@
+// A reducer's side of the status exchange, and the state of its group: open, or
+// closed for a reason.
+//
+// Thread safety: none; the engine's lock covers it.
+
+#ifndef BRIGADE_REDUCER_PEER_STATUS_H_
+#define BRIGADE_REDUCER_PEER_STATUS_H_
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "brigade/comm/errors/liveness_probe.h"
+#include "brigade/comm/group/channel_identity.h"
+#include "brigade/comm/status/rank_status.h"
+#include "brigade/comm/status/status_channel.h"
+#include "brigade/reducer/group_account.h"
+
+namespace brigade {
+
+// What the statuses of all ranks say together; the same on every rank.
+struct StatusComparison {
+  // OK: all ranks agree, none has failed. Aborted: ranks have failed.
+  // FailedPrecondition: ranks differ.
+  absl::Status status = {};
+  bool must_close = false;  // the group can't be used any more
+  std::vector<RankStatus> by_rank = {};
+};
+
+// Throws on all ranks alike, unless they agree: PeerError if ranks have failed,
+// RuntimeError if they differ. `where` begins the text.
+void throw_if_apart(const StatusComparison& comparison,
+                    const std::string& where = "Reducer");
+
+class PeerStatus {
+ public:
+  // `has_channel` is false: ranks tell each other nothing. All exchanges agree
+  // then, but a failure, which nobody hears, closes the group.
+  PeerStatus(c10::intrusive_ptr<c10d::ProcessGroup> group, bool has_channel);
+
+  // Collective, once, before the first exchange. Not in backward, where peers
+  // may wait for something else. Throws PeerError.
+  void connect();
+
+  // In place of connect(), where ranks don't construct this together: they
+  // connect later, and meet whatever the others have constructed here.
+  void connect_later();
+  bool is_connected() const { return channel_ != nullptr || !has_channel_; }
+
+  // Prefix of keys in the group's store, equal on all ranks; empty: there is
+  // nobody to talk to. REQUIRES: is_connected().
+  std::string store_prefix() const {
+    return channel_ ? channel_->store_prefix() : std::string();
+  }
+
+  // The group's other collectives: see GroupAccount.
+  void backward_begins() { account_.begin(); }
+  void compare_others(bool value) { account_.compare_others(value); }
+  template <typename Launch>
+  void count(const Launch& launch) {
+    account_.count(launch);
+  }
+
+  // True while this rank can launch on the group.
+  bool can_continue() const { return !account_.cannot_continue(); }
+  void set_cannot_continue() { account_.set_cannot_continue(); }
+
+  // Sends `own` and returns what was sent, at once. `ends_iteration`: with the
+  // hash of other collectives. Throws PeerError if the channel has failed
+  // before; RuntimeError in a forked child. REQUIRES: is_connected().
+  RankStatus send(RankStatus own, bool ends_iteration);
+
+  // Blocks until all have sent. Throws PeerError if a rank has left, died, or
+  // does not come within `patience`, at most the group's timeout.
+  StatusComparison await(
+      const RankStatus& sent,
+      std::optional<std::chrono::milliseconds> patience = std::nullopt);
+
+  // Returns true if await() would not block.
+  bool is_complete(const RankStatus& sent) const;
+
+  // Closes the group's connections. Later calls throw the first reason.
+  void close(std::string_view reason);
+
+  // The same, after `last` has told the peers.
+  void leave(const RankStatus& last);
+
+  // As close(), but for the connections: peers may still be in collectives.
+  void note_closed(std::string_view reason);
+  bool is_closed() const { return !closed_because_.empty(); }
+
+  // Throws PeerError with the reason if the group is closed.
+  void require_open() const;
+
+  // The plan that all ranks have been seen to have.
+  bool is_agreed(uint64_t fingerprint) const { return agreed_ == fingerprint; }
+  void set_agreed(uint64_t fingerprint) { agreed_ = fingerprint; }
+
+  // Asks which ranks still answer after a collective failed; nullopt if there
+  // is nobody to ask. `occasion` is unique, and equal on all ranks. Blocks for
+  // a few seconds at most.
+  std::optional<LivenessProbe> find_survivors(const std::string& occasion);
+
+ private:
+  StatusComparison without_channel(const RankStatus& own) const;
+
+  const c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  const bool has_channel_;
+  GroupAccount account_;
+  std::optional<ChannelIdentity> identity_;  // if ranks connect later
+  std::unique_ptr<StatusChannel> channel_;   // null until ranks connect
+  std::string closed_because_;               // empty: the group is open
+  std::optional<uint64_t> agreed_;
+};
+
+}  // namespace brigade
+
+#endif  // BRIGADE_REDUCER_PEER_STATUS_H_

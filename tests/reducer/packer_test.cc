@@ -1,0 +1,303 @@
+#include "brigade/reducer/packing/packer.h"
+
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+
+#include <array>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "brigade/reducer/packing/make_packer.h"
+#include "brigade/reducer/packing/pack_loops.h"
+#include "brigade/tests/reducer/packer_checks.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+
+namespace brigade {
+namespace packer_test {
+
+using testing::all_wire_pairs;
+using testing::awkward_slots;
+using testing::expect_pack_as_aten;
+using testing::expect_unpack_as_aten;
+using testing::expected_on_wire;
+using ::testing::HasSubstr;
+using testing::PackerCase;
+using testing::PackerSlot;
+using testing::random_slots;
+using testing::same_bits;
+using testing::Source;
+
+constexpr std::array kScales = {1.0, 1.0 / 3, 0.25, -1e-3};
+
+// Restores the number of threads of the tests around.
+class ThreadsScope {
+ public:
+  explicit ThreadsScope(int num_threads) { at::set_num_threads(num_threads); }
+  ~ThreadsScope() { at::set_num_threads(before_); }
+
+ private:
+  const int before_ = at::get_num_threads();
+};
+
+void expect_value_error(const std::function<void()>& call,
+                        const std::string& text) {
+  try {
+    call();
+    ADD_FAILURE() << "expected a ValueError with '" << text << "'";
+  } catch (const c10::ValueError& error) {
+    EXPECT_THAT(error.what_without_backtrace(), HasSubstr(text));
+  }
+}
+
+TEST(PackerTest, PacksAwkwardSizesAsAtenForEveryPair) {
+  for (auto [gradient, wire] : all_wire_pairs()) {
+    for (double scale : kScales) {
+      expect_pack_as_aten({.gradient_dtype = gradient,
+                           .wire_dtype = wire,
+                           .slots = awkward_slots(),
+                           .scale = scale});
+    }
+  }
+}
+
+TEST(PackerTest, UnpacksAwkwardSizesAsAtenForEveryPair) {
+  for (auto [gradient, wire] : all_wire_pairs()) {
+    expect_unpack_as_aten({.gradient_dtype = gradient,
+                           .wire_dtype = wire,
+                           .slots = awkward_slots()});
+  }
+}
+
+TEST(PackerTest, PacksAndUnpacksRandomSlotsAsAten) {
+  uint64_t seed = 100;
+  for (auto [gradient, wire] : all_wire_pairs()) {
+    for (double scale : kScales) {
+      const PackerCase packer_case = {
+          .gradient_dtype = gradient,
+          .wire_dtype = wire,
+          .slots = random_slots(seed, 60, 600, gradient == wire),
+          .scale = scale,
+          .seed = seed};
+      expect_pack_as_aten(packer_case);
+      expect_unpack_as_aten(packer_case);
+      ++seed;
+    }
+  }
+}
+
+TEST(PackerTest, RoundsEveryFloat16AndBfloat16NeighbourhoodToEven) {
+  // All upper halves of a float32, with lower halves at and beside ties.
+  const at::Tensor upper =
+      at::arange(-32768, 32768, at::kInt).mul(65536).unsqueeze(1);
+  const at::Tensor lower =
+      at::tensor({0, 1, 0xfff, 0x1000, 0x1001, 0x2fff, 0x3000, 0x7fff, 0x8000,
+                  0x8001, 0xefff, 0xf000, 0xffff},
+                 at::kInt)
+          .unsqueeze(0);
+  const at::Tensor gradient = upper.add(lower).view(at::kFloat).reshape({-1});
+  auto packer = make_packer(at::kCPU, at::kFloat, {{0, gradient.numel()}});
+  for (auto wire : {at::kHalf, at::kBFloat16, at::kFloat}) {
+    for (double scale : {1.0, 0.5, 3.0}) {
+      at::Tensor flat = at::empty({gradient.numel()}, wire);
+      packer->pack(std::array{gradient.const_data_ptr()}, flat, scale);
+      EXPECT_TRUE(same_bits(flat, expected_on_wire(gradient, scale, wire)))
+          << wire << " times " << scale;
+    }
+  }
+}
+
+TEST(PackerTest, WidensEveryFloat16AndBfloat16Exactly) {
+  const at::Tensor bits = at::arange(-32768, 32768, at::kInt).to(at::kShort);
+  for (auto wire : {at::kHalf, at::kBFloat16}) {
+    for (auto gradient : {at::kFloat, at::kDouble, at::kHalf, at::kBFloat16}) {
+      auto packer = make_packer(at::kCPU, gradient, {{0, bits.numel()}});
+      at::Tensor result = at::empty({bits.numel()}, gradient);
+      packer->unpack(bits.view(wire), std::array{result.mutable_data_ptr()});
+      EXPECT_TRUE(same_bits(result, bits.view(wire).to(gradient)))
+          << wire << " to " << gradient;
+    }
+  }
+}
+
+TEST(PackerTest, PortableLoopsGiveTheBitsOfThisProcessorsLoops) {
+  for (auto [gradient, wire] : all_wire_pairs()) {
+    if (c10::isComplexType(gradient)) continue;
+    const PackLoops native = native_pack_loops(gradient, wire);
+    if (native.pack == nullptr) {
+      GTEST_SKIP() << "this processor has no loops of its own";
+    }
+    const PackLoops portable = portable_pack_loops(gradient, wire);
+    const std::vector<SlotRange> slots = {{1, 1000}, {1001, 13}, {1014, 2}};
+    const at::Tensor values =
+        testing::values_of_every_kind(1000, gradient, /*seed=*/5);
+    const std::array from = {values.const_data_ptr(), values.const_data_ptr(),
+                             static_cast<const void*>(nullptr)};
+    at::Tensor a = at::zeros({1017}, wire);
+    at::Tensor b = at::zeros({1017}, wire);
+    native.pack(slots, from.data(), a.mutable_data_ptr(), 0.3);
+    portable.pack(slots, from.data(), b.mutable_data_ptr(), 0.3);
+    EXPECT_TRUE(same_bits(a, b)) << gradient << " as " << wire;
+
+    at::Tensor x = at::zeros({1000}, gradient);
+    at::Tensor y = at::zeros({1000}, gradient);
+    const std::array to_x = {x.mutable_data_ptr(), static_cast<void*>(nullptr),
+                             static_cast<void*>(nullptr)};
+    const std::array to_y = {y.mutable_data_ptr(), static_cast<void*>(nullptr),
+                             static_cast<void*>(nullptr)};
+    native.unpack(slots, a.const_data_ptr(), to_x.data());
+    portable.unpack(slots, a.const_data_ptr(), to_y.data());
+    EXPECT_TRUE(same_bits(x, y)) << wire << " to " << gradient;
+  }
+}
+
+TEST(PackerTest, MissingGradientBecomesZerosAndIsNotWrittenBack) {
+  const std::vector<PackerSlot> slots = {
+      {.numel = 5},
+      {.gap = 2, .numel = 9, .source = Source::kMissing},
+      {.numel = 40, .source = Source::kMissing},
+      {.numel = 3}};
+  for (auto [gradient, wire] : all_wire_pairs()) {
+    for (double scale : {1.0, 0.5}) {
+      const PackerCase packer_case = {.gradient_dtype = gradient,
+                                      .wire_dtype = wire,
+                                      .slots = slots,
+                                      .scale = scale};
+      expect_pack_as_aten(packer_case);
+      expect_unpack_as_aten(packer_case);
+    }
+  }
+}
+
+TEST(PackerTest, ScalesGradientsInPlace) {
+  std::vector<PackerSlot> slots = awkward_slots();
+  for (PackerSlot& slot : slots) slot.source = Source::kInPlace;
+  for (auto [gradient, wire] : all_wire_pairs()) {
+    if (gradient != wire) continue;
+    for (double scale : kScales) {
+      expect_pack_as_aten({.gradient_dtype = gradient,
+                           .wire_dtype = wire,
+                           .slots = slots,
+                           .scale = scale});
+    }
+  }
+}
+
+TEST(PackerTest, ScaleOfOneKeepsTheBitsOfNan) {
+  const at::Tensor bits =
+      at::tensor({0x7f800001, 0x7fc12345, -1, 0x7fa00000, 5}, at::kInt);
+  at::Tensor flat = at::zeros({5}, at::kInt);
+  auto packer = make_packer(at::kCPU, at::kFloat, {{0, 5}});
+  packer->pack(std::array{bits.const_data_ptr()}, flat.view(at::kFloat), 1.0);
+  EXPECT_TRUE(flat.equal(bits));
+  flat.zero_();
+  packer->unpack(bits.view(at::kFloat), std::array{flat.mutable_data_ptr()});
+  EXPECT_TRUE(flat.equal(bits));
+}
+
+TEST(PackerTest, LargeSlotsOnManyThreadsHaveTheSameBits) {
+  const ThreadsScope threads(3);
+  const std::vector<PackerSlot> slots = {
+      {.numel = 3},
+      {.numel = 300'001},
+      {.gap = 1, .numel = 17},
+      {.numel = 300'000, .source = Source::kInPlace},
+      {.numel = 300'000, .source = Source::kMissing},
+      {.numel = 300'000, .misalignment = 1},
+      {.numel = 5}};
+  for (auto dtype : {at::kFloat, at::kDouble, at::kHalf, at::kComplexFloat}) {
+    for (double scale : {1.0, 1.0 / 3}) {
+      expect_pack_as_aten({.gradient_dtype = dtype,
+                           .wire_dtype = dtype,
+                           .slots = slots,
+                           .scale = scale});
+    }
+  }
+}
+
+TEST(PackerTest, CanBeUsedAgainWithOtherMemoryScaleAndWireDtype) {
+  auto packer = make_packer(at::kCPU, at::kFloat, {{0, 2}, {2, 1}});
+  for (float value : {3.0F, 5.0F}) {
+    for (auto wire : {at::kFloat, at::kBFloat16}) {
+      const at::Tensor a = at::full({2}, value);
+      const at::Tensor b = at::full({1}, value + 1);
+      at::Tensor flat = at::zeros({3}, wire);
+      packer->pack(std::array{a.const_data_ptr(), b.const_data_ptr()}, flat,
+                   2.0);
+      EXPECT_TRUE(
+          flat.to(at::kFloat)
+              .equal(at::tensor({2 * value, 2 * value, 2 * value + 2})));
+    }
+  }
+}
+
+TEST(PackerTest, WithoutSlotsDoesNothing) {
+  auto packer = make_packer(at::kCPU, at::kFloat, {});
+  at::Tensor flat = at::ones({2});
+  packer->pack({}, flat, 0.5);
+  packer->unpack(flat, {});
+  EXPECT_TRUE(flat.equal(at::ones({2})));
+}
+
+TEST(PackerTest, RejectsDtypesThatCannotBeAveraged) {
+  for (auto dtype : {at::kLong, at::kInt, at::kByte, at::kBool}) {
+    expect_value_error(
+        [&] {
+          make_packer(at::kCPU, dtype, {{0, 1}});
+        },
+        "expected gradients of a floating-point or complex "
+        "dtype");
+  }
+}
+
+TEST(PackerTest, RejectsOtherDevices) {
+  expect_value_error(
+      [] {
+        make_packer(at::kMeta, at::kFloat, {{0, 1}});
+      },
+      "expected a device with memory, found meta");
+}
+
+TEST(PackerTest, RejectsSlotsThatOverlapOrDescend) {
+  expect_value_error(
+      [] {
+        make_packer(at::kCPU, at::kFloat, {{0, 4}, {3, 2}});
+      },
+      "slot 1 at offset 3 with 2 elements, where offset 4 is the first that is "
+      "free");
+  expect_value_error(
+      [] {
+        make_packer(at::kCPU, at::kFloat, {{0, -1}});
+      },
+      "slot 0 at offset 0 with -1 elements");
+}
+
+TEST(PackerTest, RejectsBuffersThatDoNotFit) {
+  auto packer = make_packer(at::kCPU, at::kFloat, {{0, 4}, {4, 2}});
+  const at::Tensor gradient = at::ones({4});
+  const std::array from = {gradient.const_data_ptr(),
+                           gradient.const_data_ptr()};
+  const std::array to = {gradient.mutable_data_ptr(),
+                         gradient.mutable_data_ptr()};
+  const std::vector<std::pair<at::Tensor, std::string>> bad = {
+      {at::zeros({5}), "at least 6 elements, found 5"},
+      {at::zeros({12}).slice(0, 0, 12, 2), "found a strided one of 6"},
+      {at::zeros({6}, at::kDouble), "found Double"},
+      {at::zeros({6}, at::kLong), "found Long"},
+      {at::zeros({6}, at::kMeta), "flat buffer on cpu, found meta"},
+      {at::Tensor(), "found no tensor"}};
+  for (const auto& [flat, text] : bad) {
+    expect_value_error([&] { packer->pack(from, flat, 1.0); },
+                       "Packer::pack: expected");
+    expect_value_error([&] { packer->pack(from, flat, 1.0); }, text);
+    expect_value_error([&] { packer->unpack(flat, to); }, text);
+  }
+  expect_value_error(
+      [&] { packer->pack(std::span(from).first(1), at::zeros({6}), 1.0); },
+      "expected 2 gradients, one for each slot, found 1");
+  EXPECT_TRUE(gradient.equal(at::ones({4})));
+}
+
+}  // namespace packer_test
+}  // namespace brigade
