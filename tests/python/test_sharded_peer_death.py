@@ -13,7 +13,15 @@ import brigade
 
 from cases import quick
 from ranks import run_ranks
-from sharded_training import batch_of, expect_equal, make_net, shard_blocks, step_of_all
+from sharded_training import (
+    Pair,
+    batch_of,
+    expect_equal,
+    loss_of,
+    make_net,
+    shard_blocks,
+    step_of_all,
+)
 
 HOUR_S = 3600  # of the group: nobody may wait for that
 DEADLINE_S = 60
@@ -60,7 +68,7 @@ PLACES = {
 
 def _step(model, optimizer, rank, step):
     optimizer.zero_grad()
-    model(batch_of(rank, step)).square().mean().backward()
+    loss_of(model, rank, step).backward()
     optimizer.step()
 
 
@@ -68,23 +76,21 @@ def _loses_a_peer(rank, place):
     """Returns what this rank is told. Two steps are exact before."""
     world_size = dist.get_world_size()
     vanish, reshards, _ = PLACES[place]
-    plain = make_net()
-    model = shard_blocks(make_net(), reshard_after_forward=reshards, prefetch_depth=0)
-    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (plain, model)]
+    pair = Pair(rank, reshard_after_forward=reshards, prefetch_depth=0)
+    model = pair.model
     for step in range(STEPS_BEFORE):
-        step_of_all(plain, optimizers[0], step, world_size)
-        _step(model, optimizers[1], rank, step)
-    expect_equal(model, plain)
+        pair.step(step)
+    pair.expect_equal()
     before = {name: p.to_local().clone() for name, p in model.named_parameters()}
     if rank == world_size - 1:
         vanish(model)
     with pytest.raises(dist.DistBackendError) as told:
-        _step(model, optimizers[1], rank, STEPS_BEFORE)
+        _step(model, pair.optimizers[1], rank, STEPS_BEFORE)
 
     _expect_sharded(model, before)
     # It stays so, whatever is tried.
     for collective in (
-        lambda: _step(model, optimizers[1], rank, STEPS_BEFORE),
+        lambda: _step(model, pair.optimizers[1], rank, STEPS_BEFORE),
         model.full_state_dict,
         lambda: model.clip_grad_norm_(1.0),
         lambda: model.blocks[0].unshard(),
