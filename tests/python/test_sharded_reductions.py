@@ -36,6 +36,7 @@ _TOTALS = {
     "finite": lambda t: torch.isfinite(t).all(),
     "counted": lambda t: (t > 0.01).sum(),
     "chosen": lambda t: torch.where(t > 0, t, torch.zeros_like(t)).sum(),
+    "by its type": lambda t: torch.norm(t, 1) + torch.linalg.vector_norm(t),
     "of a list": lambda t: torch._foreach_norm(torch._foreach_mul([t], 2.0))[0],
 }
 
