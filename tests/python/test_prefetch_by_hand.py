@@ -153,26 +153,6 @@ def test_lists_say_how_far_ahead_units_are_gathered():
     run_ranks(_by_lists)
 
 
-def _lists_are_planned(rank, forward, backward, _):
-    plain, model = _pair(prefetch_depth=0, reshard_after_forward=True)
-    for i, layer in enumerate(model):
-        layer.set_modules_to_forward_prefetch([model[j] for j in forward.get(i, [])])
-        layer.set_modules_to_backward_prefetch([model[j] for j in backward.get(i, [])])
-    for step in range(3):
-        _step(rank, plain, model, step)
-        statistics = model.sharding_statistics()
-        if step == 0:  # ranks learn what there is to plan
-            num_extra = statistics["extra_buffers"]
-        assert statistics["extra_buffers"] == num_extra
-        assert statistics["buffer_bytes"] == statistics["planned_buffer_bytes"]
-    if 3 in forward.get(0, []):  # all units at once
-        assert statistics["planned_buffer_bytes"] >= SENT
-
-
-def test_memory_is_planned_for_lists():
-    run_cases(_lists_are_planned, LISTS)
-
-
 def _lists_of_one_rank(rank):
     """They are no part of what ranks agree on."""
     plain, model = _pair(prefetch_depth=0, reshard_after_forward=True)
@@ -189,21 +169,6 @@ def _lists_of_one_rank(rank):
 
 def test_ranks_may_have_other_lists():
     run_ranks(_lists_of_one_rank)
-
-
-def _lists_of_what_stays_whole(rank):
-    """Lists name units that are whole already, and the very unit that they are of."""
-    plain, model = _pair(reshard_after_forward=False)
-    model[0].set_modules_to_forward_prefetch([model[1], model[0], model[3]])
-    model[3].set_modules_to_backward_prefetch([model[3], model[0]])
-    for step in range(3):
-        model[1].unshard()
-        _step(rank, plain, model, step)
-    expect_parameters(model, plain)
-
-
-def test_lists_may_name_units_that_are_whole():
-    run_ranks(_lists_of_what_stays_whole)
 
 
 def _refused(rank):
