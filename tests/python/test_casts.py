@@ -9,7 +9,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import brigade
 
 from ranks import run_ranks
-from sharded_training import batch_of, expect_equal, make_net, shard_blocks
+from sharded_training import Pair, batch_of, make_net, shard_blocks
+from whole_numbers import backward_of_all
 
 
 def _loss(model, rank, step):
@@ -17,39 +18,30 @@ def _loss(model, rank, step):
     return model(batch_of(rank, step).to(dtype)).square().mean()
 
 
-def _backward_of_all(plain, step, world_size):
-    sums = None
-    for rank in range(world_size):
-        plain.zero_grad()
-        _loss(plain, rank, step).backward()
-        gradients = [p.grad for p in plain.parameters()]
-        sums = gradients if sums is None else [a + b for a, b in zip(sums, gradients, strict=True)]
-    for parameter, gradient in zip(plain.parameters(), sums, strict=True):
-        parameter.grad = gradient * (1.0 / world_size)
+def _step(pair, step):
+    for net in (pair.plain, pair.model):
+        net.zero_grad()
+    backward_of_all(pair.plain, 2, lambda net, r: _loss(net, r, step))
+    _loss(pair.model, pair.rank, step).backward()
 
 
 def _cast(rank, begins, reshards):
-    plain, model = make_net(), shard_blocks(make_net(), reshard_after_forward=reshards)
+    pair = Pair(rank, reshard_after_forward=reshards)
+    nets, model = (pair.plain, pair.model), pair.model
     model.blocks[1].set_reshard_after_backward(False)
     parts = list(model.parameters())
-    optimizers = [
-        torch.optim.SGD(net.parameters(), lr=0.1, foreach=False) for net in (plain, model)
-    ]
     for step, dtype in enumerate((torch.float64, torch.float64, torch.float32, torch.float64)):
         if step > 0 or not begins:
-            for net in (plain, model):
-                assert net.to(dtype) is net
+            assert all(net.to(dtype) is net for net in nets)
         assert all(p is q for p, q in zip(parts, model.parameters(), strict=True))
-        _backward_of_all(plain, step, 2)
-        optimizers[1].zero_grad()
-        _loss(model, rank, step).backward()
+        _step(pair, step)
         if step == 2:
-            for net in (plain, model):  # with their gradients
+            for net in nets:  # with their gradients
                 net.double()
             assert model.head.weight.grad.dtype == torch.float64
-        for optimizer in optimizers:
+        for optimizer in pair.optimizers:
             optimizer.step()
-        expect_equal(model, plain)
+        pair.expect_equal()
 
 
 @pytest.mark.parametrize("begins", [True, False])
@@ -59,7 +51,8 @@ def test_training_goes_on_in_another_dtype(begins, reshards):
 
 
 def _of_one_block(rank):
-    plain, model = make_net(), shard_blocks(make_net())
+    pair = Pair(rank)
+    plain, model = pair.plain, pair.model
     model(batch_of(rank, 0)).sum().backward()
     model.zero_grad()
     for net in (plain, model):
@@ -68,14 +61,10 @@ def _of_one_block(rank):
         net.blocks[1].register_forward_hook(lambda *call: call[2].float())
     assert model.head.weight.dtype == torch.float32
     assert model.blocks[1].up.weight.dtype == torch.float64
-    optimizers = [
-        torch.optim.SGD(net.parameters(), lr=0.1, foreach=False) for net in (plain, model)
-    ]
-    _backward_of_all(plain, 0, 2)
-    _loss(model, rank, 0).backward()
-    for optimizer in optimizers:
+    _step(pair, 0)
+    for optimizer in pair.optimizers:
         optimizer.step()
-    expect_equal(model, plain)
+    pair.expect_equal()
 
 
 def test_one_block_is_cast():

@@ -18,13 +18,6 @@ def _checkpoint(use_reentrant):
     return functools.partial(checkpoint, use_reentrant=use_reentrant)
 
 
-class _AllOfIt(Block):
-    """Its whole forward."""
-
-    def forward(self, x):
-        return self.again(super().forward, x)
-
-
 class _SomeOfIt(Block):
     """A part, whose parameters the other part uses as well."""
 
@@ -104,11 +97,9 @@ def _trains(rank, make, use_reentrant, shard):
         assert torch.equal(value, parameter)
 
 
-_ALL = functools.partial(_with_blocks, _AllOfIt)
 _SOME = functools.partial(_with_blocks, _SomeOfIt)
 _AROUND = functools.partial(_with_blocks, _AroundCall)
 _KINDS = {
-    "all": _ALL,
     "some": _SOME,
     "around": _AROUND,
     "wrapper": _wrapped,

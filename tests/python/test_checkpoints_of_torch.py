@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 import brigade
 
 from ranks import run_ranks
-from sharded_training import batch_of, make_net, shard_blocks
+from sharded_training import loss_of, make_net, shard_blocks, step_of_all
 
 dcp = pytest.importorskip("torch.distributed.checkpoint")
 pytest.importorskip(
@@ -30,26 +30,16 @@ def _optimizer(model):
 
 def _step(model, optimizer, rank, step):
     optimizer.zero_grad()
-    model(batch_of(rank, step)).square().mean().backward()
+    loss_of(model, rank, step).backward()
     optimizer.step()
 
 
-def _of_one_process(num_steps, world_size=2):
-    """The whole state behind so many steps of that many ranks."""
+def _of_one_process(num_steps):
+    """The whole state behind so many steps of two ranks."""
     plain = make_net()
     optimizer = _optimizer(plain)
     for step in range(num_steps):
-        gradients = None
-        for rank in range(world_size):
-            plain.zero_grad()
-            plain(batch_of(rank, step)).square().mean().backward()
-            own = [p.grad for p in plain.parameters()]
-            if gradients is not None:
-                own = [a + b for a, b in zip(gradients, own, strict=True)]
-            gradients = own
-        for parameter, gradient in zip(plain.parameters(), gradients, strict=True):
-            parameter.grad = gradient * (1.0 / world_size)
-        optimizer.step()
+        step_of_all(plain, optimizer, step, 2)
     return plain, optimizer
 
 

@@ -1,25 +1,39 @@
-"""What torch's fully_shard has and brigade lacks: an error that names it, and all goes on."""
+"""All that raises NotImplementedError says its name, on all ranks alike, and all goes on."""
 
+import copy
 import inspect
+import pickle
 
 import pytest
+import torch
+from torch import nn
 from torch.distributed import fsdp
 
 import brigade
 
 from ranks import run_ranks
-from sharded_training import batch_of, make_net, shard_blocks
+from sharded_training import Pair, make_net
 
-METHODS = (
-    "set_all_reduce_hook",
-    "set_allocate_memory_from_process_group_for_comm",
-    "set_custom_all_gather",
-    "set_custom_reduce_scatter",
-    "set_symm_mem_for_comm",
-)
-ARGUMENTS = {
-    "offload_policy": fsdp.CPUOffloadPolicy(pin_memory=False),
-}
+
+def _lacking_methods():
+    """Of the class, those that only raise: made by one function."""
+    made_by = brigade.fully_shard.__globals__["_lacks"]
+    code = next(c for c in made_by.__code__.co_consts if hasattr(c, "co_name"))
+    return {
+        name
+        for name, value in vars(brigade.FSDPModule).items()
+        if getattr(value, "__code__", None) is code
+    }
+
+
+def test_symmetric_memory_and_collectives_of_ones_own_are_lacking():
+    assert _lacking_methods() >= {
+        "set_all_reduce_hook",
+        "set_allocate_memory_from_process_group_for_comm",
+        "set_custom_all_gather",
+        "set_custom_reduce_scatter",
+        "set_symm_mem_for_comm",
+    }
 
 
 def test_fully_shard_takes_all_of_torchs_arguments():
@@ -27,33 +41,71 @@ def test_fully_shard_takes_all_of_torchs_arguments():
     assert set(theirs) <= set(ours)
 
 
-def _train(model, rank):
-    model(batch_of(rank, 0)).square().mean().backward()
-    assert all(p.grad is not None for p in model.parameters())
+def _all_lacking_methods(rank):
+    """One after the other, on the outermost module and on a unit; training goes on."""
+    pair = Pair(rank)
+    for name in sorted(_lacking_methods()):
+        for module in (pair.model, pair.model.blocks[1]):
+            with pytest.raises(NotImplementedError) as told:
+                getattr(module, name)(None)
+            assert str(told.value) == f"brigade.fully_shard lacks {name}() so far."
+            with pytest.raises(NotImplementedError, match=rf"{name}\("):
+                getattr(module, name)()
+    pair.expect_step(0)
 
 
-def _call(rank, name, args, kwargs):
-    model = shard_blocks(make_net())
-    for module in (model, model.blocks[0]):
-        with pytest.raises(NotImplementedError, match=rf"fully_shard.*{name}\("):
-            getattr(module, name)(*args, **kwargs)
-        _train(model, rank)
+def test_methods_are_lacking_with_whatever_arguments():
+    run_ranks(_all_lacking_methods)
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_a_method_that_is_lacking_is_named(name):
-    own = inspect.signature(getattr(fsdp.FSDPModule, name)).parameters.values()
-    required = [p for p in own if p.name != "self" and p.default is p.empty]
-    run_ranks(_call, name, (None,) * len(required), {})
+def _offloads(rank):
+    for policy in (fsdp.CPUOffloadPolicy(), fsdp.CPUOffloadPolicy(pin_memory=False)):
+        for maker in (brigade.fully_shard, brigade.replicate):
+            model = make_net()
+            before = dict(model.named_parameters())
+            with pytest.raises(NotImplementedError, match="offload_policy"):
+                maker(model, offload_policy=policy)
+            # It is the module that it was.
+            assert not isinstance(model, brigade.FSDPModule)
+            assert dict(model.named_parameters()) == before
+    Pair(rank, offload_policy=fsdp.OffloadPolicy()).expect_step(0)
 
 
-def _shard_with(rank, name):
-    model = make_net()
-    with pytest.raises(NotImplementedError, match=f"fully_shard: {name}"):
-        brigade.fully_shard(model.blocks[0], **{name: ARGUMENTS[name]})
-    _train(shard_blocks(model), rank)
+def test_offloading_is_named():
+    run_ranks(_offloads)
 
 
-@pytest.mark.parametrize("name", ARGUMENTS)
-def test_an_argument_that_is_lacking_is_named(name):
-    run_ranks(_shard_with, name)
+# What torch's programs do with modules, each with words of what is said of it.
+CALLS = {
+    "deepcopy": (copy.deepcopy, "can't be copied"),
+    "pickle": (lambda m: pickle.dumps(m.head.weight), "can't be pickled"),
+    "move": (lambda m: m.to("meta"), "can't be moved"),
+    "memory format": (
+        lambda m: m.to(memory_format=torch.channels_last),
+        "another memory format than that of",
+    ),
+    "comm hook": (lambda m: m.register_comm_hook(None, print), "found print"),
+    "functional": (
+        lambda m: torch.func.grad(lambda x: m(x).sum())(torch.ones(4, 5)),
+        r"grad",
+    ),
+}
+
+
+def _refused(rank):
+    """All of them of one model, which trains exactly behind them."""
+    pair = Pair(rank)
+    failures = []
+    for name, (call, words) in CALLS.items():
+        module = brigade.fully_shard(nn.Conv2d(2, 2, 3)) if name == "memory format" else pair.model
+        try:
+            with pytest.raises(NotImplementedError, match=words):
+                call(module)
+        except (AssertionError, pytest.fail.Exception, Exception) as wrong:
+            failures.append(f"{name}: {type(wrong).__name__}: {wrong}")
+    assert not failures, "\n".join(failures)
+    pair.expect_step(0)
+
+
+def test_what_is_refused_is_named_and_changes_nothing():
+    run_ranks(_refused)

@@ -73,75 +73,40 @@ def test_values_are_those_of_one_process(way, world_size):
     run_ranks(_initialized, way, world_size, world_size=world_size)
 
 
-class Titan(nn.Module):
-    """Initializes itself from the outermost module down."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(9, 6, padding_idx=3)
-        self.layers = nn.ModuleDict({str(i): Layer() for i in range(2)})
-        self.head = nn.Linear(6, 9)
-        self.register_buffer("scale", torch.ones(6), persistent=False)
-
-    def init_weights(self, std):
-        self.embed.reset_parameters()
-        for layer in self.layers.values():
-            layer.init_weights(std)
-        nn.init.trunc_normal_(self.head.weight, std=self.head.weight.shape[-1] ** -0.5)
-        nn.init.zeros_(self.head.bias)
-        nn.init.orthogonal_(self.layers["1"].up.weight)  # another unit's
-        self.scale.fill_(0.5)
-
-    def forward(self, token):
-        x = self.embed(token) * self.scale
-        for layer in self.layers.values():
-            x = layer(x)
-        return self.head(x)
+def _init_all(model):
+    """From the outermost module down; some of it needs the whole of a unit's parameter."""
+    _reset(model)
+    nn.init.trunc_normal_(model.head.weight, std=model.head.weight.shape[-1] ** -0.5)
+    nn.init.orthogonal_(model.blocks[1].up.weight)
+    model.scale.fill_(0.5)
 
 
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(6, 6)
-
-    def init_weights(self, std):
-        nn.init.kaiming_normal_(self.up.weight)
-        nn.init.normal_(self.up.bias, std=std)
-
-    def forward(self, x):
-        return torch.tanh(self.up(x))
-
-
-def _shard_titan(model, **arguments):
-    for layer in model.layers.values():
-        brigade.fully_shard(layer, **arguments)
-    return brigade.fully_shard(model, **arguments)
-
-
-def _titan(rank, mesh):
+def _initializes_itself(rank, mesh):
     arguments = {}
     if mesh is not None:
         arguments["mesh"] = dist.device_mesh.init_device_mesh("cpu", mesh)
-    plain, model = Titan(), _shard_titan(_on_meta(Titan), **arguments)
-    model.to_empty(device="cpu")
+    plain, model = make_net(), _on_meta()
+    for net in (plain, model):
+        device = net.head.weight.device
+        net.register_buffer("scale", torch.ones(6, device=device), persistent=False)
+    shard_blocks(model, **arguments).to_empty(device="cpu")
     if mesh is None or mesh[-1] > 1:
-        with pytest.raises(NotImplementedError, match="needs the whole"), torch.no_grad():
-            model.init_weights(0.25)  # writes rows
+        with pytest.raises(NotImplementedError, match="sharded"), torch.no_grad():
+            _init_all(model)
     torch.manual_seed(0)
     with torch.no_grad(), model.whole_parameters(writes=True):
-        model.init_weights(0.25)
+        _init_all(model)
     torch.manual_seed(0)
     with torch.no_grad():
-        plain.init_weights(0.25)
+        _init_all(plain)
     expect_equal(model, plain)
     assert torch.equal(model.scale, torch.full((6,), 0.5))
-    token = torch.arange(4)
-    assert torch.equal(model(token), plain(token))
+    assert torch.equal(model(batch_of(rank, 0)), plain(batch_of(rank, 0)))
 
 
 @pytest.mark.parametrize("mesh", [None, (2, 2), (4, 1)])
 def test_a_model_initializes_itself(mesh):
-    run_ranks(_titan, mesh, world_size=4)
+    run_ranks(_initializes_itself, mesh, world_size=4)
 
 
 def _still_on_meta(rank):
@@ -311,19 +276,3 @@ def _replicas(rank):
 
 def test_replicas_begin_alike():
     run_ranks(_replicas, world_size=4)
-
-
-def _installed(rank):
-    with brigade.install():
-        model = _on_meta()
-        for block in model.blocks:
-            torch.distributed.fsdp.fully_shard(block)
-        torch.distributed.fsdp.fully_shard(model)
-    assert isinstance(model, brigade.FSDPModule)
-    model.to_empty(device="cpu")
-    _reset(model)
-    model(batch_of(rank, 0)).sum().backward()
-
-
-def test_install_takes_modules_on_meta():
-    run_ranks(_installed)

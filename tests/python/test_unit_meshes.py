@@ -9,6 +9,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 import brigade
 
 from ranks import run_ranks
+from whole_numbers import linear, own_part, step_by_sign
 
 WORLD_SIZE = 4
 
@@ -30,12 +31,7 @@ class Moe(nn.Module):
 
 
 def _linear(seed):
-    linear = nn.Linear(3, 3, dtype=torch.float64)
-    with torch.no_grad():
-        for parameter in linear.parameters():
-            values = torch.arange(parameter.numel()) * 3 + seed
-            parameter.copy_((values % 5 - 2).view_as(parameter))
-    return linear
+    return linear(3, 3, seed)
 
 
 def make_moe(group, name=None):
@@ -70,19 +66,7 @@ class OneProcess:
                 parameter.grad /= WORLD_SIZE // (num_groups if parameter in experts else 1)
 
     def step(self):
-        step_by_sign(self.parameters())
-
-
-@torch.no_grad()
-def step_by_sign(parameters):
-    """Whole numbers stay such."""
-    for parameter in parameters:
-        if parameter.grad is None:
-            continue
-        if isinstance(parameter, brigade.ShardedParameter):
-            parameter.to_local().sub_(parameter.grad.to_local().sign())
-        else:
-            parameter.sub_(parameter.grad.sign())
+        step_by_sign(nn.ModuleList(self.models))
 
 
 def meshes():
@@ -109,7 +93,7 @@ def step_with(reference, model, rank, step, expert, uses_expert=lambda rank: Tru
     model.zero_grad()
     model(batch_of(rank, step), uses_expert(rank)).sum().backward()
     reference.backward(step, uses_expert)
-    step_by_sign(model.parameters())
+    step_by_sign(model)
     reference.step()
     expect_whole(model, reference, expert)
 
@@ -158,9 +142,7 @@ def test_begins_with_the_first_rank_of_each_mesh():
 def _expect_parts(parameters, wholes):
     """Gradients are this rank's parts of whole ones."""
     for parameter, whole in zip(parameters, wholes, strict=True):
-        begin = brigade._C.offset_of(parameter)
-        part = whole.flatten()[begin : begin + parameter.to_local().numel()]
-        assert torch.equal(parameter.grad.to_local(), part)
+        assert torch.equal(parameter.grad.to_local(), own_part(parameter, whole))
 
 
 def _against_torch(rank):
@@ -173,20 +155,6 @@ def _against_torch(rank):
 
 def test_averages_as_torch_does():
     run_ranks(_against_torch, world_size=WORLD_SIZE)
-
-
-def _divided(rank):
-    model = shard_moe(make_moe(rank % 2), *meshes())
-    model.experts[str(rank % 2)].set_gradient_divide_factor(WORLD_SIZE)
-    reference = OneProcess()
-    model(batch_of(rank, 0)).sum().backward()
-    reference.backward(0)
-    expert = reference.models[rank % 2].experts[str(rank % 2)]
-    _expect_parts(model.experts.parameters(), [p.grad / 2 for p in expert.parameters()])
-
-
-def test_the_divisor_may_be_the_worlds():
-    run_ranks(_divided, world_size=WORLD_SIZE)
 
 
 def _norm(rank):
@@ -240,25 +208,6 @@ def _hybrid(rank):
 
 def test_experts_may_have_copies():
     run_ranks(_hybrid, world_size=WORLD_SIZE)
-
-
-def _keeps_parts(rank):
-    """On two neighbours in rows of the expert's mesh, which are not the model's."""
-    of_expert = init_device_mesh("cpu", (WORLD_SIZE,))
-    rows = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    reference = OneProcess(num_groups=1)
-    model = make_moe(0)
-    brigade.fully_shard(model.experts["0"], mesh=of_expert, reshard_after_forward=2)
-    brigade.fully_shard(model.dense, mesh=rows)
-    brigade.fully_shard(model, mesh=rows)
-    model.register_comm_hook(None, "fp16_compress")  # exact
-    for step in range(2):
-        step_with(reference, model, rank, step, expert=0)
-    assert "in slices on 2 ranks in between, over ranks 0, 1, 2, 3\n" in model.explain()
-
-
-def test_parts_stay_on_neighbours_and_gradients_are_compressed():
-    run_ranks(_keeps_parts, world_size=WORLD_SIZE)
 
 
 def _fails(rank):
