@@ -8,7 +8,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import brigade
 
-from ranks import run_ranks
+from ranks import on_ranks
 from sharded_training import Pair, batch_of, make_net, shard_blocks
 from whole_numbers import backward_of_all
 
@@ -25,7 +25,10 @@ def _step(pair, step):
     _loss(pair.model, pair.rank, step).backward()
 
 
-def _cast(rank, begins, reshards):
+@pytest.mark.parametrize("begins", [True, False])
+@pytest.mark.parametrize("reshards", [True, False])
+@on_ranks()
+def test_training_goes_on_in_another_dtype(rank, begins, reshards):
     pair = Pair(rank, reshard_after_forward=reshards)
     nets, model = (pair.plain, pair.model), pair.model
     model.blocks[1].set_reshard_after_backward(False)
@@ -44,13 +47,8 @@ def _cast(rank, begins, reshards):
         pair.expect_equal()
 
 
-@pytest.mark.parametrize("begins", [True, False])
-@pytest.mark.parametrize("reshards", [True, False])
-def test_training_goes_on_in_another_dtype(begins, reshards):
-    run_ranks(_cast, begins, reshards)
-
-
-def _of_one_block(rank):
+@on_ranks()
+def test_one_block_is_cast(rank):
     pair = Pair(rank)
     plain, model = pair.plain, pair.model
     model(batch_of(rank, 0)).sum().backward()
@@ -67,11 +65,8 @@ def _of_one_block(rank):
     pair.expect_equal()
 
 
-def test_one_block_is_cast():
-    run_ranks(_of_one_block)
-
-
-def _settings_stay(rank):
+@on_ranks()
+def test_settings_policies_and_hooks_stay(rank):
     mesh = dist.device_mesh.init_device_mesh("cpu", (1, 2))
     model = make_net()
     model.head.weight.requires_grad_(False)
@@ -107,11 +102,8 @@ def _settings_stay(rank):
     assert sent[2] == 2 * sent[1] > 0  # in bfloat16
 
 
-def test_settings_policies_and_hooks_stay():
-    run_ranks(_settings_stay)
-
-
-def _refused(rank):
+@on_ranks()
+def test_what_is_no_cast_or_at_the_wrong_time_is_refused(rank):
     model = shard_blocks(make_net())
     for _ in range(2):
         with pytest.raises(NotImplementedError, match="memory format"):
@@ -147,11 +139,8 @@ def _refused(rank):
     assert model.head.weight.grad.dtype == torch.float64
 
 
-def test_what_is_no_cast_or_at_the_wrong_time_is_refused():
-    run_ranks(_refused)
-
-
-def _buffers_and_ignored(rank):
+@on_ranks()
+def test_buffers_and_ignored_parameters_are_cast_too(rank):
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
     ignored = model[1].weight
     brigade.fully_shard(model, ignored_params={ignored})
@@ -161,7 +150,3 @@ def _buffers_and_ignored(rank):
     assert model[1].num_batches_tracked.dtype == torch.int64
     model(torch.ones(2, 3, dtype=torch.float64)).sum().backward()
     assert ignored.grad.dtype == torch.float64
-
-
-def test_buffers_and_ignored_parameters_are_cast_too():
-    run_ranks(_buffers_and_ignored)

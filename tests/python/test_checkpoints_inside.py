@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import brigade
 
-from ranks import run_ranks
+from ranks import on_ranks
 from sharded_training import Block, batch_of, make_net, shard_blocks, step_of_all
 
 
@@ -124,14 +124,11 @@ def _replicated(net):
 _SHARDS = {"blocks": shard_blocks, "one unit": _one_unit, "kept": _kept, "replicas": _replicated}
 
 
-def _trains_in_all_ways(rank, name, use_reentrant):
-    for shard in _SHARDS.values():
-        _trains(rank, _KINDS[name], use_reentrant, shard)
-
-
 _MODES = [(name, again) for name in _KINDS for again in (False, True)]
 
 
 @pytest.mark.parametrize(("name", "use_reentrant"), _MODES)
-def test_they_change_nothing(name, use_reentrant):
-    run_ranks(_trains_in_all_ways, name, use_reentrant)
+@on_ranks()
+def test_they_change_nothing(rank, name, use_reentrant):
+    for shard in _SHARDS.values():
+        _trains(rank, _KINDS[name], use_reentrant, shard)

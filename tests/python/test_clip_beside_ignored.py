@@ -9,7 +9,7 @@ from torch import nn
 
 import brigade
 
-from ranks import run_ranks
+from ranks import on_ranks
 
 WORLD_SIZE = 2
 
@@ -44,7 +44,8 @@ def _split(model):
     return [p for p in model.parameters() if all(p is not i for i in ignored)], ignored
 
 
-def _together(rank):
+@on_ranks()
+def test_torchs_function_refuses_both_together(rank):
     for foreach in (None, True):
         plain, model = _nets()
         _backward(plain, model, rank)
@@ -58,10 +59,6 @@ def _together(rank):
             assert torch.equal(parameter.grad, gradient)
         for parameter, gradient in zip(_split(model)[0], parts, strict=True):
             assert torch.equal(parameter.grad.to_local(), gradient)
-
-
-def test_torchs_function_refuses_both_together():
-    run_ranks(_together)
 
 
 def _apart(rank, norm_type):
@@ -90,16 +87,14 @@ def _apart(rank, norm_type):
             torch.testing.assert_close(parameter.grad, gradient)
 
 
-def _apart_by_any_norm(rank):
+@on_ranks()
+def test_norms_are_put_together_by_hand(rank):
     for norm_type in (2.0, 1.0, float("inf")):
         _apart(rank, norm_type)
 
 
-def test_norms_are_put_together_by_hand():
-    run_ranks(_apart_by_any_norm)
-
-
-def _own_method(rank):
+@on_ranks()
+def test_the_models_own_method_is_of_its_units_alone(rank):
     """The model's own method is of its units: neither the norm nor the clip is of others."""
     plain, model = _nets()
     _backward(plain, model, rank)
@@ -115,11 +110,8 @@ def _own_method(rank):
         assert torch.equal(parameter.grad, gradient)
 
 
-def test_the_models_own_method_is_of_its_units_alone():
-    run_ranks(_own_method)
-
-
-def _without_gradients(rank):
+@on_ranks()
+def test_ignored_parameters_without_gradients_are_no_matter(rank):
     """What is ignored and frozen is no matter: its gradient is None."""
     plain, model = _nets()
     for net in (plain, model):
@@ -130,7 +122,3 @@ def _without_gradients(rank):
     model(_batch_of(rank)).square().sum().backward()
     expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
     torch.testing.assert_close(nn.utils.clip_grad_norm_(model.parameters(), 0.5), expected)
-
-
-def test_ignored_parameters_without_gradients_are_no_matter():
-    run_ranks(_without_gradients)

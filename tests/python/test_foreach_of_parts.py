@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.optim.optimizer import _foreach_supported_types
 
-from ranks import run_ranks
+from ranks import on_ranks
 from sharded_training import batch_of, make_net, shard_blocks
 
 pytestmark = pytest.mark.slow
@@ -25,7 +25,9 @@ OPTIMIZERS = {
 }
 
 
-def _trains(rank, name):
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@on_ranks()
+def test_lists_are_stepped_as_each(rank, name):
     cls, options = OPTIMIZERS[name]
     found = []
     for foreach in (False, True):
@@ -40,16 +42,8 @@ def _trains(rank, name):
         torch.testing.assert_close(together, one_by_one)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_lists_are_stepped_as_each(name):
-    run_ranks(_trains, name)
-
-
-def _is_the_default_where_torchs_is(rank):
+@on_ranks()
+def test_it_is_the_default(rank):
     """As on devices, where it is torch's default for its own parameters."""
     model = shard_blocks(make_net())
     assert all(type(parameter) in _foreach_supported_types for parameter in model.parameters())
-
-
-def test_it_is_the_default():
-    run_ranks(_is_the_default_where_torchs_is)

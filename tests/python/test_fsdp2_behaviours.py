@@ -11,7 +11,7 @@ from torch import nn
 
 import brigade
 
-from ranks import run_ranks
+from ranks import on_ranks
 from sharded_training import Pair, expect_equal, loss_of, make_net, shard_blocks
 from whole_numbers import backward_of_all
 
@@ -21,7 +21,9 @@ def _random(size, rank, step):
     return torch.randn(3, size, generator=generator)
 
 
-def _inner_called_alone(rank, reshards):
+@pytest.mark.parametrize("reshards", [None, True, False])
+@on_ranks()
+def test_a_forward_and_backward_of_an_inner_unit_by_itself(rank, reshards):
     """A forward of an inner unit and its backward, after one through all."""
     plain, model = make_net(), shard_blocks(make_net(), reshard_after_forward=reshards)
     optimizers = [torch.optim.AdamW(net.parameters(), 0.1, foreach=False) for net in (plain, model)]
@@ -41,12 +43,8 @@ def _inner_called_alone(rank, reshards):
     expect_equal(model, plain)
 
 
-@pytest.mark.parametrize("reshards", [None, True, False])
-def test_a_forward_and_backward_of_an_inner_unit_by_itself(reshards):
-    run_ranks(_inner_called_alone, reshards)
-
-
-def _scales(rank):
+@on_ranks()
+def test_a_scaler_skips_a_step_on_all_ranks(rank):
     plain, model = make_net(), shard_blocks(make_net())
     optimizers = [torch.optim.SGD(net.parameters(), lr=0.5) for net in (plain, model)]
     scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2) for _ in "ab"]
@@ -72,11 +70,8 @@ def _scales(rank):
     assert scalers[1].get_scale() == 2.0**8
 
 
-def test_a_scaler_skips_a_step_on_all_ranks():
-    run_ranks(_scales)
-
-
-def _moving_average(rank):
+@on_ranks()
+def test_a_moving_average_of_parts(rank):
     pair = Pair(rank)
     plain, model = pair.plain, pair.model
     plain_average = {name: p.detach().clone() for name, p in plain.named_parameters()}
@@ -91,10 +86,6 @@ def _moving_average(rank):
     plain.load_state_dict(plain_average)
     expect_equal(model, plain)
     model.load_state_dict(trained)
-
-
-def test_a_moving_average_of_parts():
-    run_ranks(_moving_average)
 
 
 class Speaker(nn.Module):
@@ -118,7 +109,8 @@ class Speaker(nn.Module):
         return torch.stack(said)
 
 
-def _generates(rank):
+@on_ranks()
+def test_generation_in_parts_and_whole(rank):
     torch.manual_seed(0)
     plain = Speaker()
     model = copy.deepcopy(plain)
@@ -147,11 +139,8 @@ def _generates(rank):
     expect_equal(model, plain)
 
 
-def test_generation_in_parts_and_whole():
-    run_ranks(_generates)
-
-
-def _other_methods(rank):
+@on_ranks()
+def test_a_method_in_forwards_place(rank):
     torch.manual_seed(0)
     plain = Speaker()
     model = copy.deepcopy(plain)
@@ -173,7 +162,3 @@ def _other_methods(rank):
                 if parameter.grad is not None:
                     parameter.copy_(parameter.grad)
     expect_equal(model, plain)
-
-
-def test_a_method_in_forwards_place():
-    run_ranks(_other_methods)

@@ -2,7 +2,7 @@
 
 import brigade
 
-from ranks import run_ranks
+from ranks import on_ranks
 from whole_numbers import (
     backward_of_all,
     batch_of,
@@ -29,7 +29,8 @@ def _expect_step(model, plain, step):
     expect_parameters(model, plain)
 
 
-def _set_before_forwards(rank):
+@on_ranks()
+def test_settings_before_forwards(rank):
     """As torch's schedules do: what is set before the last forward counts for its backward."""
     plain, model = layers(*SIZES), layers(*SIZES)
     for layer in model:
@@ -48,11 +49,8 @@ def _set_before_forwards(rank):
     assert model.sharding_statistics()["reduced_backwards"] == 2 * 2  # that before the last, too
 
 
-def test_settings_before_forwards():
-    run_ranks(_set_before_forwards)
-
-
-def _stages(rank):
+@on_ranks()
+def test_two_stages_in_one_process(rank):
     """Two models in one process, one's outputs the other's inputs, each an outermost one."""
     plain, model = layers(*SIZES), layers(*SIZES)
     stages = [model[:2], model[2:]]
@@ -74,7 +72,3 @@ def _stages(rank):
             loss.backward()
             first.backward(received.grad)
         _expect_step(model, plain, step)
-
-
-def test_two_stages_in_one_process():
-    run_ranks(_stages)

@@ -11,7 +11,7 @@ from torch import nn
 import brigade
 
 from rank_cases import run_cases
-from ranks import run_ranks
+from ranks import on_ranks
 from whole_numbers import batch_of, expect_parameters, layers, loss_of, step_by_sign
 
 
@@ -131,7 +131,8 @@ def test_a_state_dict_from_before_follows_training_and_copies_do_not():
     run_cases(_kept_from_before, [(True,), (False,)])
 
 
-def _within_whole_parameters(rank):
+@on_ranks()
+def test_a_state_dict_inside_of_whole_parameters_is_whole(rank):
     """Parameters are whole there; values of a state dict are sharded again behind it."""
     plain, model = layers(3, 5, 2), layers(3, 5, 2)
     _shard(model, as_units=True)
@@ -149,7 +150,3 @@ def _within_whole_parameters(rank):
         plain.load_state_dict(found, strict=True)
         expect_parameters(model, plain)
     assert torch.equal(parts["0.weight"].full_tensor(), plain[0].weight)
-
-
-def test_a_state_dict_inside_of_whole_parameters_is_whole():
-    run_ranks(_within_whole_parameters)

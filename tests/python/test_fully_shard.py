@@ -17,7 +17,7 @@ from brigade import _C
 
 from cases import pairwise
 from rank_cases import run_cases
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from sharded_training import (
     Net,
     Pair,
@@ -49,7 +49,8 @@ def test_equals_one_process(world_size, optimizer, reshards):
     assert all(found["segments"] == 8 for found in statistics)
 
 
-def _surface(rank):
+@on_ranks()
+def test_surface(rank):
     model = shard_blocks(make_net())
     assert isinstance(model, brigade.FSDPModule)
     assert isinstance(model, Net)
@@ -80,10 +81,6 @@ def _surface(rank):
         whole.detach() @ whole.detach().t()
 
 
-def test_surface():
-    run_ranks(_surface)
-
-
 def _clips(rank, norm_type, foreach):
     plain = make_net()
     model = shard_blocks(make_net())
@@ -106,7 +103,8 @@ def test_torchs_clip_grad_norm_is_global(norm_type):
     run_cases(_clips, [(norm_type, foreach) for foreach in (None, True, False)])
 
 
-def _forward_fails(rank):
+@on_ranks()
+def test_a_forward_that_fails_on_one_rank(rank):
     class Bad(nn.Linear):
         fails = False
 
@@ -133,11 +131,8 @@ def _forward_fails(rank):
             assert all(p.grad is not None for p in model.parameters())
 
 
-def test_a_forward_that_fails_on_one_rank():
-    run_ranks(_forward_fails)
-
-
-def _tied(rank):
+@on_ranks()
+def test_tied_across_units_is_an_error(rank):
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
     model[2].weight = model[0].weight
     brigade.fully_shard(model[2])
@@ -147,11 +142,8 @@ def _tied(rank):
         brigade.fully_shard(model)
 
 
-def test_tied_across_units_is_an_error():
-    run_ranks(_tied)
-
-
-def _same_memory(rank):
+@on_ranks()
+def test_parameters_of_two_units_that_have_one_memory_are_an_error(rank):
     def make():
         return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
 
@@ -176,11 +168,8 @@ def _same_memory(rank):
         brigade.fully_shard(on_one_rank[2])
 
 
-def test_parameters_of_two_units_that_have_one_memory_are_an_error():
-    run_ranks(_same_memory)
-
-
-def _stays_as_it_is(rank):
+@on_ranks()
+def test_what_stays_as_it_is_has_memory_of_its_own(rank):
     def make(untie=lambda tensor: tensor):
         model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
         model[1].running_mean = untie(model[0].bias.detach())
@@ -207,29 +196,23 @@ def _stays_as_it_is(rank):
     brigade.fully_shard(model, ignored_params={model[1].weight})(batch).sum().backward()
 
 
-def test_what_stays_as_it_is_has_memory_of_its_own():
-    run_ranks(_stays_as_it_is)
-
-
-def _tied_in_a_list(rank, folder):
+@on_ranks()
+def test_what_is_tied_has_the_name_of_its_first_place(rank, tmp_path):
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
     model[2].weight = model[0].weight
     plain = copy.deepcopy(model)
     brigade.fully_shard([model[2], model[0]])
     brigade.fully_shard(model)
-    brigade.save_whole(model, folder / "model.safetensors")
+    brigade.save_whole(model, tmp_path / "model.safetensors")
     for parameter in plain.parameters():
         nn.init.zeros_(parameter)
     ddp = brigade.DistributedDataParallel(plain)
-    brigade.load_whole(ddp, folder / "model.safetensors")
+    brigade.load_whole(ddp, tmp_path / "model.safetensors")
     expect_equal(model, plain)
 
 
-def test_what_is_tied_has_the_name_of_its_first_place(tmp_path):
-    run_ranks(_tied_in_a_list, tmp_path)
-
-
-def _parts_of_one_memory(rank):
+@on_ranks()
+def test_units_may_have_parts_of_one_memory(rank):
     torch.manual_seed(0)
     memory = torch.randn(2, 4, 4)
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
@@ -246,20 +229,14 @@ def _parts_of_one_memory(rank):
     expect_equal(model, plain)
 
 
-def test_units_may_have_parts_of_one_memory():
-    run_ranks(_parts_of_one_memory)
-
-
-def _against_torch(rank):
+@on_ranks()
+def test_losses_equal_torchs_on_two_ranks(rank):
     mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
     expect_losses_alike(rank, brigade.fully_shard, functools.partial(torch_fully_shard, mesh=mesh))
 
 
-def test_losses_equal_torchs_on_two_ranks():
-    run_ranks(_against_torch)
-
-
-def _goes_away(rank):
+@on_ranks()
+def test_a_model_that_is_let_go_of_is_gone(rank):
     model = shard_blocks(make_net())
     model(batch_of(rank, 0)).square().mean().backward()
     assert next(model.parameters()).grad is not None
@@ -273,11 +250,8 @@ def _goes_away(rank):
     again(batch_of(rank, 0)).square().mean().backward()
 
 
-def test_a_model_that_is_let_go_of_is_gone():
-    run_ranks(_goes_away)
-
-
-def _full_state_of_masters(rank):
+@on_ranks()
+def test_full_state_is_that_of_the_masters(rank):
     model = shard_blocks(make_net(), mp_policy=MixedPrecisionPolicy(torch.bfloat16))
     expect_equal(model, make_net())
     with model.whole_parameters(writes=True):
@@ -293,11 +267,8 @@ def _full_state_of_masters(rank):
         model.load_full_state_dict({**other.state_dict(), "extra": torch.ones(3)})
 
 
-def test_full_state_is_that_of_the_masters():
-    run_ranks(_full_state_of_masters)
-
-
-def _unsharded_forward(rank):
+@on_ranks()
+def test_what_is_written_behind_a_forward_inside_of_unshard_is_kept(rank):
     model = shard_blocks(make_net())
     with torch.no_grad(), model.whole_parameters(writes=True):
         model(batch_of(rank, 0))
@@ -305,22 +276,16 @@ def _unsharded_forward(rank):
     assert torch.equal(model.full_state_dict()["head.bias"], torch.full((2,), 5.0))
 
 
-def test_what_is_written_behind_a_forward_inside_of_unshard_is_kept():
-    run_ranks(_unsharded_forward)
-
-
-def _classes(rank):
+@on_ranks(1)
+def test_one_class_for_all_modules_of_a_class(rank):
     first, second = shard_blocks(make_net()), shard_blocks(make_net())
     assert type(first) is type(second)
     assert type(first).__name__ == "FSDPNet"
     assert type(nn.Sequential(*first.blocks)[:1][0]) is type(second.blocks[0])
 
 
-def test_one_class_for_all_modules_of_a_class():
-    run_ranks(_classes, world_size=1)
-
-
-def _nothing_left_to_the_outermost(rank):
+@on_ranks()
+def test_an_outermost_module_without_parameters_of_its_own(rank):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
     plain = copy.deepcopy(model)
@@ -337,10 +302,6 @@ def _nothing_left_to_the_outermost(rank):
     empty = brigade.fully_shard(nn.Tanh())
     with pytest.raises(ValueError, match="a sharded Tanh has no parameters"):
         empty(torch.ones(1))
-
-
-def test_an_outermost_module_without_parameters_of_its_own():
-    run_ranks(_nothing_left_to_the_outermost)
 
 
 class _MeshOf:
@@ -405,7 +366,8 @@ class _Products(nn.Module):
         return x
 
 
-def _gradient_in_place(rank):
+@on_ranks()
+def test_a_functions_gradient_is_written_in_place(rank):
     plain, net = nn.Sequential(_Products()), nn.Sequential(_Products())
     brigade.fully_shard(net[0])
     model = brigade.fully_shard(net)
@@ -427,11 +389,8 @@ def _gradient_in_place(rank):
         model.gradient_slot(torch.ones(5, 5))
 
 
-def test_a_functions_gradient_is_written_in_place():
-    run_ranks(_gradient_in_place)
-
-
-def _written_until_it_is_reduced(rank):
+@on_ranks()
+def test_a_slot_is_the_memory_that_is_reduced(rank):
     net = _Products()
     object.__setattr__(net, "model", brigade.fully_shard(net))
     kept = net.slots
@@ -450,11 +409,9 @@ def _written_until_it_is_reduced(rank):
     assert (net.second.grad == 1.5).all()
 
 
-def test_a_slot_is_the_memory_that_is_reduced():
-    run_ranks(_written_until_it_is_reduced)
-
-
-def _runs_a_part_first(rank, on_all):
+@pytest.mark.parametrize("on_all", [True, False])
+@on_ranks()
+def test_a_part_may_run_by_itself(rank, on_all):
     pair = Pair(rank)
     model, plain = pair.model, pair.plain
     if on_all or rank == 0:
@@ -465,12 +422,8 @@ def _runs_a_part_first(rank, on_all):
     pair.expect_step(0)
 
 
-@pytest.mark.parametrize("on_all", [True, False])
-def test_a_part_may_run_by_itself(on_all):
-    run_ranks(_runs_a_part_first, on_all)
-
-
-def _adds_in_order(rank):
+@on_ranks(3)
+def test_reproducible_sums_are_those_of_cpus_in_any_case(rank):
     wanted = shard_blocks(make_net(), reproducible=True)
     default = shard_blocks(make_net())
     for model in (wanted, default):
@@ -479,7 +432,3 @@ def _adds_in_order(rank):
         assert torch.equal(ours.grad, theirs.grad)
     with pytest.raises(ValueError, match=r"reproducible 1.*reproducible 0"):
         brigade.fully_shard(nn.Linear(4, 4), reproducible=rank == 0)
-
-
-def test_reproducible_sums_are_those_of_cpus_in_any_case():
-    run_ranks(_adds_in_order, world_size=3)

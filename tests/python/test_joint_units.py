@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import brigade
 
 from rank_cases import run_cases
-from ranks import run_ranks
+from ranks import on_ranks
 from sharded_training import Block, expect_equal, is_unsharded
 from whole_numbers import (
     backward_of_all,
@@ -96,7 +96,8 @@ def test_equals_one_process(checkpointed):
     run_cases(_trains, [(checkpointed, reshards) for reshards in (True, False)])
 
 
-def _stays_whole(rank):
+@on_ranks()
+def test_whole_from_the_first_forward_to_the_last(rank):
     model = _sharded(_model())
     seen = []
     model.blocks[0].register_forward_hook(lambda *_: seen.append(is_unsharded(model.head.weight)))
@@ -112,11 +113,8 @@ def _stays_whole(rank):
     assert "'embed, norm, head': 3 parameters" in model.explain()
 
 
-def test_whole_from_the_first_forward_to_the_last():
-    run_ranks(_stays_whole)
-
-
-def _fails(rank):
+@on_ranks()
+def test_a_failure_inside_of_them(rank):
     class Bad(nn.Linear):
         fails = False
 
@@ -145,11 +143,8 @@ def _fails(rank):
             assert all(p.grad is not None for p in model.parameters())
 
 
-def test_a_failure_inside_of_them():
-    run_ranks(_fails)
-
-
-def _named_by_path(rank):
+@on_ranks()
+def test_parameters_are_named_by_their_path(rank):
     model = _sharded(_model())
     model(_tokens(rank, 0))  # makes the root, which knows where modules are
     model.norm.weight.data = torch.zeros(7)
@@ -157,11 +152,8 @@ def _named_by_path(rank):
         model(_tokens(rank, 1))
 
 
-def test_parameters_are_named_by_their_path():
-    run_ranks(_named_by_path)
-
-
-def _outermost(rank):
+@on_ranks()
+def test_outermost(rank):
     torch.manual_seed(0)
     modules = [nn.Linear(4, 4), nn.Linear(4, 4)]
     plain = copy.deepcopy(nn.ModuleList(modules))
@@ -183,11 +175,8 @@ def _outermost(rank):
     assert "'[0], [1]': 4 parameters" in modules[0].explain()
 
 
-def test_outermost():
-    run_ranks(_outermost)
-
-
-def _refused(rank):
+@on_ranks(1)
+def test_lists_that_are_refused(rank):
     model = _model()
     with pytest.raises(ValueError, match="an empty list"):
         brigade.fully_shard([])
@@ -203,10 +192,6 @@ def _refused(rank):
     other.weight = model.embed.weight
     with pytest.raises(ValueError, match="is 'weight' of a sharded Embedding with Linear"):
         brigade.fully_shard(other)
-
-
-def test_lists_that_are_refused():
-    run_ranks(_refused, world_size=1)
 
 
 # ---- Some of them are called alone, outside of the model's forward.
@@ -272,7 +257,8 @@ def test_a_member_called_alone_trains_as_in_one_process(reshards):
     run_cases(_trains_alone, [(reshards, loss) for loss in LOSSES])
 
 
-def _evaluates_alone(rank):
+@on_ranks()
+def test_a_member_is_evaluated_between_forward_and_backward(rank):
     plain, model = _pair(True)
     loss = loss_of(model, batch_of(3, rank, 0))
     with torch.no_grad():
@@ -283,7 +269,3 @@ def _evaluates_alone(rank):
     backward_of_all(plain, 2, lambda net, r: loss_of(net, batch_of(3, r, 0)))
     loss.backward()
     expect_gradients(model, plain)
-
-
-def test_a_member_is_evaluated_between_forward_and_backward():
-    run_ranks(_evaluates_alone)

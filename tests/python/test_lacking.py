@@ -11,7 +11,7 @@ from torch.distributed import fsdp
 
 import brigade
 
-from ranks import run_ranks
+from ranks import on_ranks
 from sharded_training import Pair, make_net
 
 
@@ -41,7 +41,8 @@ def test_fully_shard_takes_all_of_torchs_arguments():
     assert set(theirs) <= set(ours)
 
 
-def _all_lacking_methods(rank):
+@on_ranks()
+def test_methods_are_lacking_with_whatever_arguments(rank):
     """One after the other, on the outermost module and on a unit; training goes on."""
     pair = Pair(rank)
     for name in sorted(_lacking_methods()):
@@ -54,11 +55,8 @@ def _all_lacking_methods(rank):
     pair.expect_step(0)
 
 
-def test_methods_are_lacking_with_whatever_arguments():
-    run_ranks(_all_lacking_methods)
-
-
-def _offloads(rank):
+@on_ranks()
+def test_offloading_is_named(rank):
     for policy in (fsdp.CPUOffloadPolicy(), fsdp.CPUOffloadPolicy(pin_memory=False)):
         for maker in (brigade.fully_shard, brigade.replicate):
             model = make_net()
@@ -69,10 +67,6 @@ def _offloads(rank):
             assert not isinstance(model, brigade.FSDPModule)
             assert dict(model.named_parameters()) == before
     Pair(rank, offload_policy=fsdp.OffloadPolicy()).expect_step(0)
-
-
-def test_offloading_is_named():
-    run_ranks(_offloads)
 
 
 # What torch's programs do with modules, each with words of what is said of it.
@@ -92,7 +86,8 @@ CALLS = {
 }
 
 
-def _refused(rank):
+@on_ranks()
+def test_what_is_refused_is_named_and_changes_nothing(rank):
     """All of them of one model, which trains exactly behind them."""
     pair = Pair(rank)
     failures = []
@@ -105,7 +100,3 @@ def _refused(rank):
             failures.append(f"{name}: {type(wrong).__name__}: {wrong}")
     assert not failures, "\n".join(failures)
     pair.expect_step(0)
-
-
-def test_what_is_refused_is_named_and_changes_nothing():
-    run_ranks(_refused)

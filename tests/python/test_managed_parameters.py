@@ -9,7 +9,7 @@ from torch import nn
 import brigade
 from brigade._sharded_units import unit_of
 
-from ranks import run_ranks
+from ranks import on_ranks
 from whole_numbers import (
     backward_of_all,
     batch_of,
@@ -49,7 +49,8 @@ def _names_in(unit):
     return [unit.name_of(parameter) for parameter in unit.parameters]
 
 
-def _managed(rank):
+@on_ranks()
+def test_each_parameter_is_its_innermost_units_or_ignored(rank):
     plain = Outer()
     model = copy.deepcopy(plain)
     modules = list(model.modules())
@@ -102,11 +103,8 @@ def _managed(rank):
         assert torch.equal(state[name], whole), name
 
 
-def test_each_parameter_is_its_innermost_units_or_ignored():
-    run_ranks(_managed)
-
-
-def _outer_of_the_same_ignored(rank):
+@on_ranks()
+def test_what_an_inner_unit_ignores_is_nobodys(rank):
     """What the inner unit ignores is not the outer one's either, though that isn't told of it."""
     model = Outer()
     bias = model.inner.norm.bias
@@ -116,10 +114,6 @@ def _outer_of_the_same_ignored(rank):
     assert "inner.norm.bias" not in _names_in(unit_of(model))
     loss_of(model, batch_of(3, rank, 0)).backward()
     assert bias.grad is not None and not isinstance(bias.grad, brigade.TensorShard)
-
-
-def test_what_an_inner_unit_ignores_is_nobodys():
-    run_ranks(_outer_of_the_same_ignored)
 
 
 LATE = {
@@ -132,7 +126,9 @@ LATE = {
 }
 
 
-def _registered_before_the_first_forward(rank, ranks):
+@pytest.mark.parametrize("ranks", [(0, 1), (0,)], ids=["all", "one"])
+@on_ranks()
+def test_what_is_registered_before_the_first_forward_is_named(rank, ranks):
     for path, register in LATE.items():
         plain = Outer()
         model = copy.deepcopy(plain)
@@ -154,12 +150,8 @@ def _registered_before_the_first_forward(rank, ranks):
         expect_parameters(model, plain)
 
 
-@pytest.mark.parametrize("ranks", [(0, 1), (0,)], ids=["all", "one"])
-def test_what_is_registered_before_the_first_forward_is_named(ranks):
-    run_ranks(_registered_before_the_first_forward, ranks)
-
-
-def _registered_and_none_of_sharding(rank):
+@on_ranks()
+def test_buffers_frozen_parameters_and_units_may_be_registered_late(rank):
     """Buffers, frozen parameters, modules without parameters, and units of their own."""
     plain = Outer()
     model = copy.deepcopy(plain)
@@ -175,7 +167,3 @@ def _registered_and_none_of_sharding(rank):
     late = model.inner.late
     loss_of(late, batch_of(4, rank, 0)).backward()
     assert isinstance(late.weight.grad, brigade.TensorShard)
-
-
-def test_buffers_frozen_parameters_and_units_may_be_registered_late():
-    run_ranks(_registered_and_none_of_sharding)

@@ -11,7 +11,7 @@ from torch import nn
 
 import brigade
 
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from sharded_training import Net, batch_of, expect_equal, make_net, shard_blocks, step_of_all
 
 
@@ -54,7 +54,10 @@ _WAYS = {
 }
 
 
-def _initialized(rank, way, world_size):
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("way", list(_WAYS))
+@on_ranks()
+def test_values_are_those_of_one_process(rank, way, world_size):
     plain, model = make_net(), _on_meta()
     shard_blocks(model, reshard_after_forward=world_size > 1)
     assert all(p.is_meta and isinstance(p, brigade.ShardedParameter) for p in model.parameters())
@@ -67,12 +70,6 @@ def _initialized(rank, way, world_size):
     _expect_trains_alike(rank, world_size, model, plain)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("way", list(_WAYS))
-def test_values_are_those_of_one_process(way, world_size):
-    run_ranks(_initialized, way, world_size, world_size=world_size)
-
-
 def _init_all(model):
     """From the outermost module down; some of it needs the whole of a unit's parameter."""
     _reset(model)
@@ -81,7 +78,9 @@ def _init_all(model):
     model.scale.fill_(0.5)
 
 
-def _initializes_itself(rank, mesh):
+@pytest.mark.parametrize("mesh", [None, (2, 2), (4, 1)])
+@on_ranks(4)
+def test_a_model_initializes_itself(rank, mesh):
     arguments = {}
     if mesh is not None:
         arguments["mesh"] = dist.device_mesh.init_device_mesh("cpu", mesh)
@@ -104,12 +103,8 @@ def _initializes_itself(rank, mesh):
     assert torch.equal(model(batch_of(rank, 0)), plain(batch_of(rank, 0)))
 
 
-@pytest.mark.parametrize("mesh", [None, (2, 2), (4, 1)])
-def test_a_model_initializes_itself(mesh):
-    run_ranks(_initializes_itself, mesh, world_size=4)
-
-
-def _still_on_meta(rank):
+@on_ranks()
+def test_what_is_still_on_meta_is_named_on_all_ranks(rank):
     plain, model = make_net(), shard_blocks(_on_meta())
     words = r"22 on meta: 'embed.weight', .* and 17 more.*\nCall to_empty"
     for _ in range(2):
@@ -126,11 +121,8 @@ def _still_on_meta(rank):
     _expect_trains_alike(rank, 2, model, plain)
 
 
-def test_what_is_still_on_meta_is_named_on_all_ranks():
-    run_ranks(_still_on_meta)
-
-
-def _given_memory_on_one_rank(rank):
+@on_ranks()
+def test_a_rank_that_alone_gives_memory_raises_with_the_others(rank):
     model = shard_blocks(_on_meta())
     with pytest.raises(RuntimeError, match=r"rank 1: .*22 on meta: 'embed.weight'"):
         if rank == 0:
@@ -138,11 +130,8 @@ def _given_memory_on_one_rank(rank):
         model(batch_of(rank, 0))
 
 
-def test_a_rank_that_alone_gives_memory_raises_with_the_others():
-    run_ranks(_given_memory_on_one_rank)
-
-
-def _initialized_on_one_rank(rank):
+@on_ranks()
+def test_a_rank_may_initialize_alone(rank):
     """Draws are local: no rank waits for another one."""
     model, plain = shard_blocks(_on_meta()).to_empty(device="cpu"), make_net()
     for net in (model, plain):
@@ -158,11 +147,8 @@ def _initialized_on_one_rank(rank):
         assert torch.equal(state[name], value) or name.startswith("head"), name
 
 
-def test_a_rank_may_initialize_alone():
-    run_ranks(_initialized_on_one_rank)
-
-
-def _mixed(rank):
+@on_ranks()
+def test_a_unit_is_on_meta_or_not(rank):
     model = _on_meta()
     model.head = nn.Linear(7, 2)
     with pytest.raises(ValueError, match=r"'head\.weight' .* is on cpu, the first one on meta"):
@@ -170,10 +156,6 @@ def _mixed(rank):
     on_one_rank = _on_meta() if rank == 0 else make_net()
     with pytest.raises(ValueError, match=r"'embed\.weight' meta Float"):
         brigade.fully_shard(on_one_rank)
-
-
-def test_a_unit_is_on_meta_or_not():
-    run_ranks(_mixed)
 
 
 def _loaded(rank, folder):
@@ -198,7 +180,8 @@ def test_checkpoints_are_loaded_into_what_was_on_meta(tmp_path):
     run_ranks(_loaded, str(tmp_path))
 
 
-def _fails(rank):
+@on_ranks()
+def test_an_init_function_that_fails_on_one_rank(rank):
     model = shard_blocks(_on_meta()).to_empty(device="cpu")
 
     def init(module):
@@ -214,11 +197,8 @@ def _fails(rank):
         model(batch_of(rank, 0))
 
 
-def test_an_init_function_that_fails_on_one_rank():
-    run_ranks(_fails)
-
-
-def _parts(rank):
+@on_ranks()
+def test_functions_that_initialize_parts(rank):
     """Outside of modules' methods: right or an error."""
     plain, model = make_net(), shard_blocks(make_net())
     for _ in range(2):  # before there is a root, and afterwards
@@ -256,11 +236,8 @@ def _parts(rank):
         model.head.weight.normal_()
 
 
-def test_functions_that_initialize_parts():
-    run_ranks(_parts)
-
-
-def _replicas(rank):
+@on_ranks(4)
+def test_replicas_begin_alike(rank):
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2))
     model = shard_blocks(_on_meta(), mesh=mesh).to_empty(device="cpu")
     torch.manual_seed(rank)
@@ -272,7 +249,3 @@ def _replicas(rank):
     dist.all_gather_object(states, model.full_state_dict())
     for name, value in states[0].items():
         assert all(torch.equal(value, state[name]) for state in states[1:]), name
-
-
-def test_replicas_begin_alike():
-    run_ranks(_replicas, world_size=4)

@@ -6,7 +6,7 @@ from torch import nn
 
 import brigade
 
-from ranks import run_ranks
+from ranks import on_ranks
 from sharded_training import batch_of, expect_equal, step_of_all
 
 
@@ -45,7 +45,10 @@ def _make():
     return nn.Sequential(Scalar(), Views(), Scalar())
 
 
-def _trains(rank, world_size, reshards):
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("reshards", [True, False])
+@on_ranks()
+def test_scalars_and_views_with_gaps_equal_one_process(rank, world_size, reshards):
     plain, model = _make(), _make()
     assert plain[1].gapped.stride() == (12, 1)
     for module in model[:2]:
@@ -62,9 +65,3 @@ def _trains(rank, world_size, reshards):
         expect_equal(model, plain)
     for name, part in model.named_parameters():
         assert part.shape == plain.get_parameter(name).shape
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("reshards", [True, False])
-def test_scalars_and_views_with_gaps_equal_one_process(reshards, world_size):
-    run_ranks(_trains, world_size, reshards, world_size=world_size)

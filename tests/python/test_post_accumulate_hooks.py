@@ -7,7 +7,7 @@ from torch.distributed.optim import _apply_optimizer_in_backward
 
 import brigade
 
-from ranks import run_ranks
+from ranks import on_ranks
 from sharded_training import Pair, batch_of, loss_of, make_net, shard_blocks
 
 OPTIONS = {"lr": 0.1, "foreach": False}
@@ -29,7 +29,10 @@ def _by_torch(model):
     _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), OPTIONS)
 
 
-def _steps_in_backward(rank, register, reshards):
+@pytest.mark.parametrize("register", [_own_optimizers, _by_torch])
+@pytest.mark.parametrize(("world_size", "reshards"), [(1, True), (2, True), (2, False), (3, True)])
+@on_ranks()
+def test_optimizers_that_step_in_backward(rank, register, reshards, world_size):
     pair = Pair(rank, reshard_after_forward=reshards)
     register(pair.model)
     for step in range(4):
@@ -37,12 +40,6 @@ def _steps_in_backward(rank, register, reshards):
         pair.loss(step).backward()
         assert all(p.grad is None for p in pair.model.parameters())
     pair.expect_equal()
-
-
-@pytest.mark.parametrize("register", [_own_optimizers, _by_torch])
-@pytest.mark.parametrize(("world_size", "reshards"), [(1, True), (2, True), (2, False), (3, True)])
-def test_optimizers_that_step_in_backward(register, world_size, reshards):
-    run_ranks(_steps_in_backward, register, reshards, world_size=world_size)
 
 
 def _log(model):
@@ -54,7 +51,8 @@ def _log(model):
     return called
 
 
-def _called_when_reduced(rank):
+@on_ranks()
+def test_once_for_each_gradient_that_is_set_or_added_to(rank):
     model = shard_blocks(make_net())
     names = [name for name, _ in model.named_parameters()]
     called = _log(model)
@@ -88,11 +86,17 @@ def _called_when_reduced(rank):
     assert not called
 
 
-def test_once_for_each_gradient_that_is_set_or_added_to():
-    run_ranks(_called_when_reduced)
+class _Branches(nn.Module):
+    def __init__(self, branches):
+        super().__init__()
+        self.branches = branches
+
+    def forward(self, x, rank):
+        return self.branches[2](self.branches[rank](x))
 
 
-def _unused(rank):
+@on_ranks()
+def test_those_that_some_rank_has_used(rank):
     """What one rank has used counts; what none has does not."""
     net = nn.ModuleList([nn.Linear(4, 4) for _ in range(4)])
     model = brigade.fully_shard(_Branches(net))
@@ -106,20 +110,8 @@ def _unused(rank):
         called.clear()
 
 
-class _Branches(nn.Module):
-    def __init__(self, branches):
-        super().__init__()
-        self.branches = branches
-
-    def forward(self, x, rank):
-        return self.branches[2](self.branches[rank](x))
-
-
-def test_those_that_some_rank_has_used():
-    run_ranks(_unused)
-
-
-def _failed(rank):
+@on_ranks()
+def test_none_for_a_backward_that_fails(rank):
     pair = Pair(rank)
     model = pair.model
     called = _log(model)
@@ -143,11 +135,9 @@ def _failed(rank):
     pair.expect_equal()
 
 
-def test_none_for_a_backward_that_fails():
-    run_ranks(_failed)
-
-
-def _raises(rank, failing):
+@pytest.mark.parametrize("failing", [["blocks.1.up.weight"], ["embed.bias", "head.weight"]])
+@on_ranks()
+def test_one_that_raises_leaves_backward_behind_all_others(rank, failing):
     """On the first rank: others' backward is over, and so is this one's."""
     pair = Pair(rank)
     model = pair.model
@@ -182,12 +172,8 @@ def _raises(rank, failing):
     pair.expect_equal()
 
 
-@pytest.mark.parametrize("failing", [["blocks.1.up.weight"], ["embed.bias", "head.weight"]])
-def test_one_that_raises_leaves_backward_behind_all_others(failing):
-    run_ranks(_raises, failing)
-
-
-def _kept_by_conversions(rank):
+@on_ranks()
+def test_they_stay_when_parts_are_made_anew(rank):
     with torch.device("meta"):
         net = make_net()
     model = shard_blocks(net)
@@ -200,7 +186,3 @@ def _kept_by_conversions(rank):
     model.double()
     model(batch_of(rank, 0).double()).sum().backward()
     assert len(called) == len(list(model.parameters()))
-
-
-def test_they_stay_when_parts_are_made_anew():
-    run_ranks(_kept_by_conversions)

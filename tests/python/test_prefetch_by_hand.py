@@ -8,7 +8,7 @@ from torch import nn
 import brigade
 
 from rank_cases import run_cases
-from ranks import run_ranks
+from ranks import on_ranks
 from sharded_training import is_unsharded
 from whole_numbers import (
     backward_of_all,
@@ -133,7 +133,8 @@ LISTS = [
 ]
 
 
-def _by_lists(rank):
+@on_ranks()
+def test_lists_say_how_far_ahead_units_are_gathered(rank):
     plain, model = _pair(prefetch_depth=0, reshard_after_forward=True)
     for step, (forward, backward, num_ahead) in enumerate(LISTS):
         for i, layer in enumerate(model):
@@ -149,11 +150,8 @@ def _by_lists(rank):
     expect_parameters(model, plain)
 
 
-def test_lists_say_how_far_ahead_units_are_gathered():
-    run_ranks(_by_lists)
-
-
-def _lists_of_one_rank(rank):
+@on_ranks()
+def test_ranks_may_have_other_lists(rank):
     """They are no part of what ranks agree on."""
     plain, model = _pair(prefetch_depth=0, reshard_after_forward=True)
     if rank == 1:
@@ -167,17 +165,10 @@ def _lists_of_one_rank(rank):
     expect_parameters(model, plain)
 
 
-def test_ranks_may_have_other_lists():
-    run_ranks(_lists_of_one_rank)
-
-
-def _refused(rank):
+@on_ranks(1)
+def test_modules_of_no_unit_or_of_another_model_are_refused(rank):
     _, model = _pair()
     for name in ("set_modules_to_forward_prefetch", "set_modules_to_backward_prefetch"):
         for wrong in ([nn.Linear(2, 2)], [model[0], brigade.fully_shard(nn.Linear(2, 2))]):
             with pytest.raises(ValueError, match="below the same outermost one"):
                 getattr(model[0], name)(wrong)
-
-
-def test_modules_of_no_unit_or_of_another_model_are_refused():
-    run_ranks(_refused, world_size=1)

@@ -9,11 +9,13 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 import brigade
 
-from ranks import run_ranks
+from ranks import on_ranks
 from sharded_training import Net, Pair, expect_losses_alike
 
 
-def _trains(rank):
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@on_ranks()
+def test_equals_one_process(rank, world_size):
     pair = Pair(rank, torch.optim.AdamW, shard=brigade.replicate)
     plain, model = pair.plain, pair.model
     assert isinstance(model, (brigade.ReplicateModule, Net))
@@ -34,20 +36,13 @@ def _trains(rank):
     torch.testing.assert_close(norm, expected)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_equals_one_process(world_size):
-    run_ranks(_trains, world_size=world_size)
-
-
-def _against_torch(rank):
+@on_ranks()
+def test_losses_equal_torchs_on_two_ranks(rank):
     expect_losses_alike(rank, brigade.replicate, torchs.replicate)
 
 
-def test_losses_equal_torchs_on_two_ranks():
-    run_ranks(_against_torch)
-
-
-def _options(rank):
+@on_ranks(4)
+def test_meshes_precision_and_what_is_refused(rank):
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
     torch.manual_seed(rank % 2)  # as split along the other dimension
     model = nn.Linear(3, 2)
@@ -75,18 +70,11 @@ def _options(rank):
         brigade.fully_shard(model)
 
 
-def test_meshes_precision_and_what_is_refused():
-    run_ranks(_options, world_size=4)
-
-
-def _installed(rank):
+@on_ranks()
+def test_install_makes_torchs_brigades(rank):
     with brigade.install():
         model = torchs.replicate(nn.Linear(3, 2))
     assert isinstance(model, brigade.ReplicateModule)
     model(torch.ones(1, 3)).sum().backward()
     assert model.weight.grad.full_tensor().tolist() == [[1.0] * 3] * 2
     assert not isinstance(torchs.replicate(nn.Linear(3, 2)), brigade.FSDPModule)
-
-
-def test_install_makes_torchs_brigades():
-    run_ranks(_installed)

@@ -13,7 +13,7 @@ from torch import nn
 
 import brigade
 
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from sharded_training import Net, batch_of, make_net, shard_blocks
 
 _GPT = pathlib.Path(brigade.__file__).parents[2] / "examples/gpt/gpt"
@@ -138,7 +138,8 @@ def test_the_file_is_that_of_cpp(tmp_path):
 _OPTIONS = {"lr": 0.5, "betas": (0.5, 0.9), "eps": 1e-3, "weight_decay": 0.3, "maximize": True}
 
 
-def _restores_options(rank, folder):
+@on_ranks()
+def test_saved_options_are_restored_and_named(rank, tmp_path):
     """What is loaded into an optimizer of other options goes on as what was saved."""
     for way, (save, load) in _WAYS.items():
         kept, loaded = make_net(), make_net()
@@ -146,9 +147,9 @@ def _restores_options(rank, folder):
         second = torch.optim.AdamW(loaded.parameters(), **_OPTIONS)
         kept, loaded = (brigade.DistributedDataParallel(each) for each in (kept, loaded))
         _step(kept, first, 0, rank)
-        save(kept, f"{folder}/{way}", first)
+        save(kept, f"{tmp_path}/{way}", first)
         with pytest.warns(UserWarning, match="other options of AdamW") as told:
-            load(loaded, f"{folder}/{way}", second)
+            load(loaded, f"{tmp_path}/{way}", second)
         for name in _OPTIONS:
             assert f"{name} = " in str(told[0].message)
             assert second.param_groups[0][name] == first.param_groups[0][name]
@@ -157,34 +158,27 @@ def _restores_options(rank, folder):
         _expect_same(loaded.module.state_dict(), kept.module.state_dict())
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            load(loaded, f"{folder}/{way}", second)
+            load(loaded, f"{tmp_path}/{way}", second)
 
 
-def test_saved_options_are_restored_and_named(tmp_path):
-    run_ranks(_restores_options, str(tmp_path))
-
-
-def _keeps_buffers(rank, folder):
+@on_ranks()
+def test_buffers_of_data_parallel_models_are_kept(rank, tmp_path):
     def make(value):
         net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
         net[1].running_mean.fill_(value)
         return brigade.DistributedDataParallel(net)
 
     for way, (save, load) in _WAYS.items():
-        save(make(3.0), f"{folder}/{way}")
+        save(make(3.0), f"{tmp_path}/{way}")
         loaded = make(0.0)
-        load(loaded, f"{folder}/{way}")
+        load(loaded, f"{tmp_path}/{way}")
         assert (loaded.module[1].running_mean == 3.0).all()
     sharded = brigade.fully_shard(make_net())
-    brigade.save_whole(sharded, f"{folder}/sharded")
+    brigade.save_whole(sharded, f"{tmp_path}/sharded")
     net = make_net()
     net.register_buffer("extra", torch.ones(2))
     with pytest.warns(UserWarning, match="has no buffers extra"):
-        brigade.load_whole(net, f"{folder}/sharded")
-
-
-def test_buffers_of_data_parallel_models_are_kept(tmp_path):
-    run_ranks(_keeps_buffers, str(tmp_path))
+        brigade.load_whole(net, f"{tmp_path}/sharded")
 
 
 def _loads_parameters_alone(rank, folder):
@@ -363,18 +357,15 @@ def test_reads_what_a_cpp_program_has_saved(tmp_path):
     assert set(whole) >= {f"{name}.exp_avg" for name in parameters}
 
 
-def _warns(rank, folder):
+@on_ranks()
+def test_what_is_left_out_is_said(rank, tmp_path):
     model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4))
     brigade.fully_shard(model, ignored_params={model[0].bias})
     with pytest.warns(UserWarning, match=r"not saved: \['0.bias', '1.running_mean'"):
-        brigade.save_whole(model, f"{folder}/whole")
+        brigade.save_whole(model, f"{tmp_path}/whole")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ValueError, match="of the model's parameters, or of their shards"):
-        brigade.save_whole(model, f"{folder}/whole", optimizer)
-
-
-def test_what_is_left_out_is_said(tmp_path):
-    run_ranks(_warns, str(tmp_path))
+        brigade.save_whole(model, f"{tmp_path}/whole", optimizer)
 
 
 def _unlike(rank, folder):
@@ -441,7 +432,8 @@ def test_parameters_without_memory_are_named(tmp_path):
             call(net, tmp_path / "whole")
 
 
-def _data_is_assigned(rank):
+@on_ranks()
+def test_data_that_is_assigned_to_whole_parameters_counts_or_is_an_error(rank):
     model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
     brigade.fully_shard(model)
     first, second = model.full_state_dict().values()
@@ -466,7 +458,3 @@ def _data_is_assigned(rank):
         model.whole_parameters(writes=True),
     ):
         model[1].weight.data = torch.ones(2)
-
-
-def test_data_that_is_assigned_to_whole_parameters_counts_or_is_an_error():
-    run_ranks(_data_is_assigned)

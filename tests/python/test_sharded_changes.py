@@ -6,11 +6,14 @@ from torch import nn
 
 import brigade
 
-from ranks import run_ranks
+from ranks import on_ranks
 from sharded_training import Pair, batch_of
 
 
-def _refused_and_back(rank, place, is_alike):
+@pytest.mark.parametrize("is_alike", [True, False])
+@pytest.mark.parametrize("place", ["blocks.1.up.weight", "head.bias"])
+@on_ranks()
+def test_a_replaced_parameter_is_refused_until_it_is_back(rank, place, is_alike):
     """A parameter is replaced, on all ranks or on the first; put back, steps are exact."""
     pair = Pair(rank)
     model = pair.model
@@ -32,13 +35,8 @@ def _refused_and_back(rank, place, is_alike):
     pair.expect_equal()
 
 
-@pytest.mark.parametrize("is_alike", [True, False])
-@pytest.mark.parametrize("place", ["blocks.1.up.weight", "head.bias"])
-def test_a_replaced_parameter_is_refused_until_it_is_back(place, is_alike):
-    run_ranks(_refused_and_back, place, is_alike)
-
-
-def _removed_and_back(rank):
+@on_ranks()
+def test_a_removed_parameter_is_refused_until_it_is_back(rank):
     pair = Pair(rank)
     model = pair.model
     own = model.blocks[0].up.bias
@@ -56,11 +54,8 @@ def _removed_and_back(rank):
     pair.expect_equal()
 
 
-def test_a_removed_parameter_is_refused_until_it_is_back():
-    run_ranks(_removed_and_back)
-
-
-def _added(rank):
+@on_ranks()
+def test_modules_that_are_added_are_named(rank):
     net = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4)))
     brigade.fully_shard(net[1])
     brigade.fully_shard(net[0])
@@ -84,11 +79,8 @@ def _added(rank):
         net(x)
 
 
-def test_modules_that_are_added_are_named():
-    run_ranks(_added)
-
-
-def _ignored(rank):
+@on_ranks()
+def test_ignored_parameters_and_modules_around_others_are_nobodys_business(rank):
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     brigade.fully_shard(net, ignored_params=set(net[1].parameters()))
     net(torch.ones(2, 4)).sum().backward()
@@ -98,11 +90,8 @@ def _ignored(rank):
     assert isinstance(net[0][0].weight, brigade.ShardedParameter)
 
 
-def test_ignored_parameters_and_modules_around_others_are_nobodys_business():
-    run_ranks(_ignored)
-
-
-def _functional_call(rank):
+@on_ranks()
+def test_functional_call_computes_with_what_it_is_given_or_is_refused(rank):
     pair = Pair(rank)
     model = pair.model
     pair.step(0)
@@ -126,11 +115,8 @@ def _functional_call(rank):
     pair.expect_equal()
 
 
-def test_functional_call_computes_with_what_it_is_given_or_is_refused():
-    run_ranks(_functional_call)
-
-
-def _while_whole(rank):
+@on_ranks()
+def test_what_is_replaced_while_parameters_are_whole_is_not_overwritten(rank):
     pair = Pair(rank)
     model = pair.model
     pair.step(0)
@@ -153,7 +139,3 @@ def _while_whole(rank):
     model.blocks[0].up.bias = own
     pair.step(1)
     pair.expect_equal()
-
-
-def test_what_is_replaced_while_parameters_are_whole_is_not_overwritten():
-    run_ranks(_while_whole)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from cases import quick
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from sharded_training import batch_of, expect_equal, make_net, shard_blocks, step_of_all
 
 
@@ -87,7 +87,9 @@ def test_compiled_either_way_the_bits_are_those_of_one_process(way, reshards):
     run_ranks(_trains, way, {"reshard_after_forward": reshards})
 
 
-def _nothing_of_ours(rank, way):
+@pytest.mark.parametrize("way", quick(_WAYS, [_WAYS[-1]]))
+@on_ranks(1)
+def test_the_compiler_converts_nothing_of_sharding(rank, way):
     from torch._dynamo.convert_frame import CatchErrorsWrapper
 
     converted = []
@@ -106,12 +108,8 @@ def _nothing_of_ours(rank, way):
     assert converted == []
 
 
-@pytest.mark.parametrize("way", quick(_WAYS, [_WAYS[-1]]))
-def test_the_compiler_converts_nothing_of_sharding(way):
-    run_ranks(_nothing_of_ours, way, world_size=1)
-
-
-def _compiled_backward(rank):
+@on_ranks(1)
+def test_a_compiled_backward_raises_and_is_forgotten(rank):
     from torch._dynamo import compiled_autograd
 
     plain, model = make_net(), shard_blocks(make_net())
@@ -126,7 +124,3 @@ def _compiled_backward(rank):
     model(batch_of(0, 1)).square().mean().backward()
     torch.optim.SGD(model.parameters(), lr=0.1).step()
     expect_equal(model, plain)
-
-
-def test_a_compiled_backward_raises_and_is_forgotten():
-    run_ranks(_compiled_backward, world_size=1)

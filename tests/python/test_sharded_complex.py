@@ -8,7 +8,7 @@ from torch import nn
 
 import brigade
 
-from ranks import run_ranks
+from ranks import on_ranks
 
 
 class Complex(nn.Module):
@@ -48,11 +48,8 @@ def _clips(rank, p, way):
         torch.testing.assert_close(value, plain.state_dict()[name])
 
 
-def _clips_in_all_ways(rank, p):
+@pytest.mark.parametrize("p", [1.0, 2.0, 3.0, float("inf")])
+@on_ranks(3)
+def test_norms_are_those_of_one_process(rank, p):
     for way in ("own", "foreach", "each"):
         _clips(rank, p, way)
-
-
-@pytest.mark.parametrize("p", [1.0, 2.0, 3.0, float("inf")])
-def test_norms_are_those_of_one_process(p):
-    run_ranks(_clips_in_all_ways, p, world_size=3)

@@ -10,7 +10,7 @@ from torch import nn
 import brigade
 
 from rank_cases import run_cases
-from ranks import run_ranks
+from ranks import on_ranks
 from whole_numbers import (
     backward_of_all,
     batch_of,
@@ -80,17 +80,14 @@ def test_only_what_is_trained_is_reduced(world_size):
     run_cases(_frozen_before, [(frozen,) for frozen in FROZEN], world_size)
 
 
-def _frozen_behind(rank):
+@on_ranks()
+def test_units_may_be_frozen_and_thawed_between_steps(rank):
     """Freezes whole units, and what was frozen by itself before."""
     plain, model = _pair(("1.bias",))
     for step, frozen in enumerate(((), ("0.",), ("1.",), ("0.", "2."), ("1.bias",), ())):
         for net in (model, plain):
             _freeze(net, frozen)
         _expect_sent(rank, plain, model, step)
-
-
-def test_units_may_be_frozen_and_thawed_between_steps():
-    run_ranks(_frozen_behind)
 
 
 class _Encoded(nn.Module):
@@ -106,7 +103,8 @@ class _Encoded(nn.Module):
         return self.top(x)
 
 
-def _front_without_gradients(rank):
+@on_ranks()
+def test_a_front_that_is_called_without_gradients_is_not_gathered_for_backward(rank):
     model = _Encoded()
     for layer in (*model.front, model.top):
         brigade.fully_shard(layer)
@@ -116,10 +114,6 @@ def _front_without_gradients(rank):
         gathers = model.sharding_timeline().gathers
         assert [gather.unit for gather in gathers if not gather.is_in_forward] == ["top"]
         assert all(gather.needed_ns > 0 for gather in gathers)
-
-
-def test_a_front_that_is_called_without_gradients_is_not_gathered_for_backward():
-    run_ranks(_front_without_gradients)
 
 
 class Tapped:
@@ -153,7 +147,8 @@ def test_a_backward_that_reaches_inputs_of_a_frozen_unit_only():
     run_cases(_reaches_inputs_only, [(("0.",),), (("0.", "1."),)])
 
 
-def _all_frozen(rank):
+@on_ranks()
+def test_inputs_of_a_model_that_is_all_frozen(rank):
     plain, model = _pair(("",))
     for step in range(3):
         x = batch_of(SIZE, rank, step)
@@ -165,10 +160,6 @@ def _all_frozen(rank):
     assert all(p.grad is None for p in model.parameters())
     with torch.no_grad():
         assert torch.equal(model(x), plain(x))
-
-
-def test_inputs_of_a_model_that_is_all_frozen():
-    run_ranks(_all_frozen)
 
 
 def _gradients_are_returned(rank, frozen):

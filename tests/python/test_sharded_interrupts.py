@@ -7,7 +7,7 @@ import torch
 
 import brigade
 
-from ranks import run_ranks
+from ranks import on_ranks
 from sharded_training import batch_of, expect_equal, make_net, shard_blocks, step_of_all
 
 
@@ -21,7 +21,18 @@ def _leave_forward(model, rank, place, error):
     handle.remove()
 
 
-def _left(rank, place, error, is_alike, by_hand):
+@pytest.mark.parametrize(
+    ("place", "error", "is_alike", "by_hand"),
+    [
+        ("blocks.1.up", KeyboardInterrupt, True, False),
+        ("blocks.1.up", KeyboardInterrupt, False, False),
+        ("blocks.1.up", SystemExit, False, True),
+        ("head", SystemExit, True, True),
+        ("embed", KeyboardInterrupt, False, False),
+    ],
+)
+@on_ranks()
+def test_steps_behind_it_are_exact(rank, place, error, is_alike, by_hand):
     plain, model = make_net(), shard_blocks(make_net())
     optimizers = [
         torch.optim.SGD(net.parameters(), lr=0.1, foreach=False) for net in (plain, model)
@@ -43,21 +54,8 @@ def _left(rank, place, error, is_alike, by_hand):
     expect_equal(model, plain)
 
 
-@pytest.mark.parametrize(
-    ("place", "error", "is_alike", "by_hand"),
-    [
-        ("blocks.1.up", KeyboardInterrupt, True, False),
-        ("blocks.1.up", KeyboardInterrupt, False, False),
-        ("blocks.1.up", SystemExit, False, True),
-        ("head", SystemExit, True, True),
-        ("embed", KeyboardInterrupt, False, False),
-    ],
-)
-def test_steps_behind_it_are_exact(place, error, is_alike, by_hand):
-    run_ranks(_left, place, error, is_alike, by_hand)
-
-
-def _inside(rank):
+@on_ranks()
+def test_a_forward_inside_of_another_is_a_part_of_it(rank):
     plain, model = make_net(), shard_blocks(make_net())
     x, found = batch_of(rank, 0), []
 
@@ -73,11 +71,8 @@ def _inside(rank):
     expect_equal(model, plain)
 
 
-def test_a_forward_inside_of_another_is_a_part_of_it():
-    run_ranks(_inside)
-
-
-def _in_another_thread(rank):
+@on_ranks()
+def test_reset_iter_state_ends_one_of_another_thread(rank):
     plain, model = make_net(), shard_blocks(make_net())
     model(batch_of(rank, 0)).sum().backward()
     thread = threading.Thread(
@@ -88,7 +83,3 @@ def _in_another_thread(rank):
     model.blocks[1].reset_iter_state()
     model(batch_of(rank, 0)).sum().backward()
     expect_equal(model, plain)
-
-
-def test_reset_iter_state_ends_one_of_another_thread():
-    run_ranks(_in_another_thread)

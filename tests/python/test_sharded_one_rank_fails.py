@@ -8,7 +8,7 @@ from torch import nn
 import brigade
 
 from exact_training import UserError
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from sharded_training import Pair
 
 
@@ -109,7 +109,8 @@ def test_an_interrupt_of_one_rank():
     _expect_told(["forward, whole", "backward, in the middle"], KeyboardInterrupt, 2, {})
 
 
-def _with_gradients(rank):
+@on_ranks()
+def test_gradients_of_backwards_before_stay(rank):
     """What earlier backwards of the step have added stays, and the step goes on."""
     pair = _Pair(rank)
     pair.expect_step(0)
@@ -129,11 +130,8 @@ def _with_gradients(rank):
     pair.expect_equal()
 
 
-def test_gradients_of_backwards_before_stay():
-    run_ranks(_with_gradients)
-
-
-def _accumulates(rank):
+@on_ranks()
+def test_what_was_added_up_on_this_rank_is_dropped(rank):
     """What was added up without synchronisation is dropped, on all ranks alike."""
     pair = _Pair(rank, torch.optim.AdamW)
     pair.expect_step(0)
@@ -152,10 +150,6 @@ def _accumulates(rank):
     assert all(p.grad is None for p in pair.model.parameters())
     for step in range(4, 6):
         pair.expect_step(step)
-
-
-def test_what_was_added_up_on_this_rank_is_dropped():
-    run_ranks(_accumulates)
 
 
 def _between(rank, world_size):
@@ -185,7 +179,8 @@ def test_a_backward_that_one_rank_leaves_out(world_size):
     assert f"{others} began iteration 4 (backward)" in told[0]
 
 
-def _optimizer_hook(rank):
+@on_ranks()
+def test_an_optimizers_hook_that_raises_before_the_step(rank):
     """A step is each rank's own: the one that has raised makes up for it."""
     pair = _Pair(rank, torch.optim.AdamW)
     pair.expect_step(0)
@@ -202,10 +197,6 @@ def _optimizer_hook(rank):
             pair.expect_kept(kept)
         pair.optimizers[1].step()
         pair.expect_equal()
-
-
-def test_an_optimizers_hook_that_raises_before_the_step():
-    run_ranks(_optimizer_hook)
 
 
 def _several_at_once(rank):
@@ -248,7 +239,9 @@ class _Writes(nn.Module):
         return x if self.inner is None else self.inner(x)
 
 
-def _writes_on_one_rank(rank, is_outermost):
+@pytest.mark.parametrize("is_outermost", [False, True])
+@on_ranks()
+def test_a_write_in_forward_on_one_rank_is_told_to_all(rank, is_outermost):
     model = _Writes(_Writes())
     brigade.fully_shard(model.inner)
     brigade.fully_shard(model)
@@ -263,8 +256,3 @@ def _writes_on_one_rank(rank, is_outermost):
     model.zero_grad()
     model(torch.ones(4)).sum().backward()
     assert torch.equal(model.weight.grad.full_tensor(), torch.ones(4))
-
-
-@pytest.mark.parametrize("is_outermost", [False, True])
-def test_a_write_in_forward_on_one_rank_is_told_to_all(is_outermost):
-    run_ranks(_writes_on_one_rank, is_outermost)

@@ -11,7 +11,7 @@ import brigade
 
 from cases import pairwise
 from rank_cases import run_cases
-from ranks import run_ranks
+from ranks import on_ranks
 from sharded_training import batch_of, expect_equal, make_net
 
 FULL, LOW = torch.float32, torch.bfloat16
@@ -102,7 +102,13 @@ def _average_by_hand(plain, seen, policy, step, world_size):
         parameter.grad = (total * (1.0 / world_size)).to(reduce_dtype).to(FULL)
 
 
-def _trains(rank, world_size, policy, is_joint):
+@pairwise(
+    is_joint=[False, True],
+    policy=POLICIES.values(),
+    world_size=[2, 3],
+)
+@on_ranks()
+def test_equals_one_process_that_casts_by_hand(rank, world_size, policy, is_joint):
     plain, model = _make(policy), _make(policy)
     for modules, of_unit in _units_of(model, policy, is_joint):
         brigade.fully_shard(modules if len(modules) > 1 else modules[0], mp_policy=of_unit)
@@ -131,15 +137,6 @@ def _trains(rank, world_size, policy, is_joint):
         for optimizer in optimizers:
             optimizer.step()
         expect_equal(model, plain)
-
-
-@pairwise(
-    is_joint=[False, True],
-    policy=POLICIES.values(),
-    world_size=[2, 3],
-)
-def test_equals_one_process_that_casts_by_hand(world_size, policy, is_joint):
-    run_ranks(_trains, world_size, policy, is_joint, world_size=world_size)
 
 
 class Weighted(nn.Module):

@@ -11,7 +11,7 @@ from torch import nn
 import brigade
 
 from cases import pairwise
-from ranks import run_ranks
+from ranks import on_ranks
 from sharded_training import batch_of, make_net, shard_blocks, step_of_all
 
 
@@ -41,7 +41,9 @@ _TOTALS = {
 }
 
 
-def _takes_totals(rank):
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@on_ranks()
+def test_they_are_of_the_whole(rank, world_size):
     plain, sharded = _nets()
     for whole, part in zip(plain.parameters(), sharded.parameters(), strict=True):
         for w, p in ((whole.detach(), part.detach()), (whole.grad, part.grad)):
@@ -54,29 +56,6 @@ def _takes_totals(rank):
         return  # where it is the whole
     with pytest.raises(NotImplementedError, match="over some dimensions of parameter 'weight'"):
         sharded.weight.detach().sum(0)
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_they_are_of_the_whole(world_size):
-    run_ranks(_takes_totals, world_size=world_size)
-
-
-def _clip_with(rank, found, norm_type, clip):
-    """Of the first element of a gradient or of the last one: each is in one rank's part."""
-    for where, index in (("weight", 0), ("bias", 4)):
-        plain, sharded = _nets()
-        whole, part = (net.get_parameter(where) for net in (plain, sharded))
-        whole.grad.view(-1)[index] = found
-        local, held = part.grad.to_local(), index - brigade._C.offset_of(part)
-        if 0 <= held < local.numel():
-            local[held] = found
-        expected = nn.utils.clip_grad_norm_(plain.parameters(), 1.0, norm_type)
-        norm = clip(sharded, 1.0, norm_type)
-        assert str(norm.item()) == str(expected.item())
-        if math.isinf(expected):  # the gradients are what torch makes of them
-            for w, p in zip(plain.parameters(), sharded.parameters(), strict=True):
-                gradient = p.grad.full_tensor()
-                torch.testing.assert_close(gradient, w.grad, rtol=0, atol=0, equal_nan=True)
 
 
 def _torchs_clip(sharded, max_norm, norm_type):
@@ -92,8 +71,23 @@ def _own_clip(sharded, max_norm, norm_type):
     norm_type=[1.0, 2.0, 3.0, math.inf],
     found=[math.nan, -math.inf],
 )
-def test_what_is_not_finite_in_one_part_is_in_the_norm_of_all(found, norm_type, clip):
-    run_ranks(_clip_with, found, norm_type, clip)
+@on_ranks()
+def test_what_is_not_finite_in_one_part_is_in_the_norm_of_all(rank, found, norm_type, clip):
+    """Of the first element of a gradient or of the last one: each is in one rank's part."""
+    for where, index in (("weight", 0), ("bias", 4)):
+        plain, sharded = _nets()
+        whole, part = (net.get_parameter(where) for net in (plain, sharded))
+        whole.grad.view(-1)[index] = found
+        local, held = part.grad.to_local(), index - brigade._C.offset_of(part)
+        if 0 <= held < local.numel():
+            local[held] = found
+        expected = nn.utils.clip_grad_norm_(plain.parameters(), 1.0, norm_type)
+        norm = clip(sharded, 1.0, norm_type)
+        assert str(norm.item()) == str(expected.item())
+        if math.isinf(expected):  # the gradients are what torch makes of them
+            for w, p in zip(plain.parameters(), sharded.parameters(), strict=True):
+                gradient = p.grad.full_tensor()
+                torch.testing.assert_close(gradient, w.grad, rtol=0, atol=0, equal_nan=True)
 
 
 class _Lamb(torch.optim.Optimizer):
@@ -117,7 +111,8 @@ class _Lamb(torch.optim.Optimizer):
                 p.add_(update * ratio, alpha=-group["lr"])
 
 
-def _steps_by_norms(rank):
+@on_ranks()
+def test_optimizers_of_ones_own_step_as_in_one_process(rank):
     plain, model = make_net(), shard_blocks(make_net())
     optimizers = [_Lamb(net.parameters()) for net in (plain, model)]
     for step in range(3):
@@ -130,15 +125,13 @@ def _steps_by_norms(rank):
         torch.testing.assert_close(found[key], value, rtol=1e-4, atol=1e-5)
 
 
-def test_optimizers_of_ones_own_step_as_in_one_process():
-    run_ranks(_steps_by_norms)
-
-
 # torch's, which multiply, flatten or look at rows of whole matrices.
 _OF_WHOLES = [name for name in ("LBFGS", "Adafactor", "Muon") if hasattr(torch.optim, name)]
 
 
-def _steps(rank):
+@on_ranks()
+def test_optimizers_of_whole_parameters(rank):
+    """Of replicas they step, of shards they are refused, before anything is changed."""
     for name in _OF_WHOLES:
         plain = nn.Linear(3, 4, bias=False)
         sharded, replica = nn.Linear(3, 4, bias=False), nn.Linear(3, 4, bias=False)
@@ -157,19 +150,11 @@ def _steps(rank):
         assert torch.equal(replica.full_state_dict()["weight"], plain.weight)
 
 
-def test_optimizers_of_whole_parameters():
-    """Of replicas they step, of shards they are refused, before anything is changed."""
-    run_ranks(_steps)
-
-
-def _outlives_its_module(rank):
+@on_ranks()
+def test_a_part_whose_module_is_gone_says_so(rank):
     part = _nets()[1].weight
     gc.collect()
     part.detach().mul_(2)
     for take in (lambda: part.detach().norm(), lambda: part.grad.sum(), part.full_tensor):
         with pytest.raises(RuntimeError, match="Keep the mod"):
             take()
-
-
-def test_a_part_whose_module_is_gone_says_so():
-    run_ranks(_outlives_its_module)

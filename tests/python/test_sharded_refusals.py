@@ -6,20 +6,7 @@ from torch import nn
 
 import brigade
 
-from ranks import run_ranks
-
-
-def _told(rank, make, error, words):
-    net = make() if rank == 0 else nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4))
-    if rank == 0:
-        with pytest.raises(error, match=words):
-            brigade.fully_shard(net)
-    else:
-        with pytest.raises(ValueError, match=f"rank 0: {error.__name__}: .*{words}"):
-            brigade.fully_shard(net)
-    net = brigade.fully_shard(nn.Sequential(nn.Linear(4, 4)))
-    net(torch.ones(2, 4)).sum().backward()
-    assert net[0].weight.grad is not None
+from ranks import on_ranks
 
 
 def _embedding():
@@ -62,11 +49,22 @@ def _with_wide_gradients():
         (_bag, NotImplementedError, r"EmbeddingBag '1\.0' has max_norm"),
     ],
 )
-def test_the_same_error_on_all_ranks(make, error, words):
-    run_ranks(_told, make, error, words)
+@on_ranks()
+def test_the_same_error_on_all_ranks(rank, make, error, words):
+    net = make() if rank == 0 else nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4))
+    if rank == 0:
+        with pytest.raises(error, match=words):
+            brigade.fully_shard(net)
+    else:
+        with pytest.raises(ValueError, match=f"rank 0: {error.__name__}: .*{words}"):
+            brigade.fully_shard(net)
+    net = brigade.fully_shard(nn.Sequential(nn.Linear(4, 4)))
+    net(torch.ones(2, 4)).sum().backward()
+    assert net[0].weight.grad is not None
 
 
-def _ignored(rank):
+@on_ranks()
+def test_ignored_parameters_may_have_all_that(rank):
     net = _embedding()
     brigade.fully_shard(net, ignored_params={net[0].weight})
     net(torch.tensor([1, 2])).sum().backward()
@@ -74,7 +72,3 @@ def _ignored(rank):
     handle = net[1].bias.register_post_accumulate_grad_hook(lambda parameter: None)
     handle.remove()
     brigade.fully_shard(net, ignored_params={net[1].weight})
-
-
-def test_ignored_parameters_may_have_all_that():
-    run_ranks(_ignored)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ranks import run_ranks
+from ranks import on_ranks
 from sharded_training import batch_of, expect_equal, make_net, shard_blocks, step_of_all
 
 
@@ -21,7 +21,9 @@ def _calls(model, x):
     }
 
 
-def _refused(rank, steps_before):
+@pytest.mark.parametrize("steps_before", [0, 2])
+@on_ranks()
+def test_those_that_differentiate_are_refused_and_leave_the_model_usable(rank, steps_before):
     plain, model = make_net(), shard_blocks(make_net())
     optimizers = [
         torch.optim.SGD(net.parameters(), lr=0.1, foreach=False) for net in (plain, model)
@@ -38,12 +40,8 @@ def _refused(rank, steps_before):
     expect_equal(model, plain)
 
 
-@pytest.mark.parametrize("steps_before", [0, 2])
-def test_those_that_differentiate_are_refused_and_leave_the_model_usable(steps_before):
-    run_ranks(_refused, steps_before)
-
-
-def _inside_of_another(rank):
+@on_ranks()
+def test_one_around_a_unit_is_told_to_the_peers(rank):
     """Of one unit, on one rank."""
     plain, model = make_net(), shard_blocks(make_net())
     block = model.blocks[1]
@@ -62,11 +60,8 @@ def _inside_of_another(rank):
     expect_equal(model, plain)
 
 
-def test_one_around_a_unit_is_told_to_the_peers():
-    run_ranks(_inside_of_another)
-
-
-def _vmap(rank):
+@on_ranks()
+def test_vmap_is_right_without_gradients(rank):
     plain, model = make_net(), shard_blocks(make_net())
     x = torch.stack([batch_of(rank, step) for step in range(3)])
     with torch.no_grad():
@@ -77,7 +72,3 @@ def _vmap(rank):
         torch.func.vmap(model)(x)
     model(batch_of(rank, 0)).sum().backward()
     expect_equal(model, plain)
-
-
-def test_vmap_is_right_without_gradients():
-    run_ranks(_vmap)

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 import brigade
 
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from sharded_training import Pair, batch_of, make_net
 
 TIMEOUT_S = 20  # a rank that waits for one that has raised is told of that
@@ -146,7 +146,8 @@ ARGUMENTS = {
 }
 
 
-def _wrong_arguments(rank):
+@on_ranks(3, timeout_s=TIMEOUT_S)
+def test_an_argument_that_one_rank_gives_alone(rank):
     """What one rank gives alone; its program goes on to something else each time."""
     for name, (value, error, words) in ARGUMENTS.items():
         arguments = {name: value} if rank == 1 else {}
@@ -161,10 +162,6 @@ def _wrong_arguments(rank):
     ):
         brigade.fully_shard([layer, layer] if rank == 1 else layer)
     _expect_exact_steps(rank, 1)
-
-
-def test_an_argument_that_one_rank_gives_alone():
-    run_ranks(_wrong_arguments, world_size=3, timeout_s=TIMEOUT_S)
 
 
 # Alike in form, and given by all, but another one on each rank.
@@ -209,14 +206,11 @@ def test_meshes_that_are_unlike():
     assert told == told[:1] * 4
 
 
-def _shards_in_another_order(rank):
+@on_ranks()
+def test_units_of_one_form_in_another_order(rank):
     model = make_net()
     for index in ((0, 1, 2), (2, 1, 0))[rank]:
         brigade.fully_shard(model.blocks[index])
     brigade.fully_shard(model)
     with pytest.raises(ValueError, match=r"rank 0 has 'blocks\.0', rank 1 has 'blocks\.2'"):
         model(batch_of(rank, 0))
-
-
-def test_units_of_one_form_in_another_order():
-    run_ranks(_shards_in_another_order)

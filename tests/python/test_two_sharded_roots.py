@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import brigade
 
 from exact_training import UserError
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from sharded_training import Pair, batch_of
 
 HOUR_S = 3600  # of the group: nobody may wait for that
@@ -56,18 +56,17 @@ def _fails_in_turns(rank, in_place, is_of_one_group):
                 handle.remove()
 
 
-def _fails_in_all_ways(rank):
+@pytest.mark.parametrize("world_size", [2, 3])
+@on_ranks()
+def test_one_that_raises_leaves_the_other_alone(rank, world_size):
     for is_of_one_group in (True, False):
         for in_place in (_in_forward, _in_backward):
             _fails_in_turns(rank, in_place, is_of_one_group)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_one_that_raises_leaves_the_other_alone(world_size):
-    run_ranks(_fails_in_all_ways, world_size=world_size)
-
-
-def _fails_between(rank, in_place):
+@pytest.mark.parametrize("in_place", [_in_forward, _in_backward])
+@on_ranks()
+def test_one_that_raises_between_anothers_forward_and_backward(rank, in_place):
     """The first fails while the second is between its forward and its backward."""
     first, second = _pair(), _pair()
     for each in (first, second):
@@ -86,11 +85,6 @@ def _fails_between(rank, in_place):
     second.expect_equal()
     for each in (first, second):
         each.expect_step(2)
-
-
-@pytest.mark.parametrize("in_place", [_in_forward, _in_backward])
-def test_one_that_raises_between_anothers_forward_and_backward(in_place):
-    run_ranks(_fails_between, in_place)
 
 
 def _through_both(rank):

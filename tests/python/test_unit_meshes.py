@@ -8,7 +8,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import brigade
 
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from whole_numbers import linear, own_part, step_by_sign
 
 WORLD_SIZE = 4
@@ -98,7 +98,8 @@ def step_with(reference, model, rank, step, expert, uses_expert=lambda rank: Tru
     expect_whole(model, reference, expert)
 
 
-def _trains(rank):
+@on_ranks(WORLD_SIZE)
+def test_trains_as_one_process_does(rank):
     group = rank % 2
     all_ranks, of_expert = meshes()
     reference = OneProcess()
@@ -117,11 +118,8 @@ def _trains(rank):
     assert statistics["learned_segments"] <= 2
 
 
-def test_trains_as_one_process_does():
-    run_ranks(_trains, world_size=WORLD_SIZE)
-
-
-def _begins(rank):
+@on_ranks(WORLD_SIZE)
+def test_begins_with_the_first_rank_of_each_mesh(rank):
     """The first rank's values of each mesh."""
     model = make_moe(rank % 2)
     with torch.no_grad():
@@ -135,26 +133,19 @@ def _begins(rank):
         assert torch.equal(state[name], value + 100 * first), name
 
 
-def test_begins_with_the_first_rank_of_each_mesh():
-    run_ranks(_begins, world_size=WORLD_SIZE)
-
-
 def _expect_parts(parameters, wholes):
     """Gradients are this rank's parts of whole ones."""
     for parameter, whole in zip(parameters, wholes, strict=True):
         assert torch.equal(parameter.grad.to_local(), own_part(parameter, whole))
 
 
-def _against_torch(rank):
+@on_ranks(WORLD_SIZE)
+def test_averages_as_torch_does(rank):
     model = shard_moe(make_moe(rank % 2), *meshes())
     of_torch = shard_moe(make_moe(rank % 2), *meshes(), torch_fully_shard)
     for each in (model, of_torch):
         each(batch_of(rank, 0)).sum().backward()
     _expect_parts(model.parameters(), [p.grad.full_tensor() for p in of_torch.parameters()])
-
-
-def test_averages_as_torch_does():
-    run_ranks(_against_torch, world_size=WORLD_SIZE)
 
 
 def _norm(rank):
@@ -195,7 +186,8 @@ def test_norms_of_experts_on_one_rank_each_are_of_all():
     assert first == second > 0
 
 
-def _hybrid(rank):
+@on_ranks(WORLD_SIZE)
+def test_experts_may_have_copies(rank):
     """Copies of an expert, on a mesh of two dimensions and of some ranks."""
     mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("replicate", "shard", "expert"))
     all_ranks = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
@@ -206,11 +198,8 @@ def _hybrid(rank):
         step_with(reference, model, rank, step, expert=rank % 2)
 
 
-def test_experts_may_have_copies():
-    run_ranks(_hybrid, world_size=WORLD_SIZE)
-
-
-def _fails(rank):
+@on_ranks(WORLD_SIZE)
+def test_a_failure_is_one_on_all_meshes(rank):
     all_ranks, of_expert = meshes()
     reference = OneProcess()
     model = shard_moe(make_moe(rank % 2), all_ranks, of_expert)
@@ -226,10 +215,6 @@ def _fails(rank):
     fails[0] = False
     for step in range(2):
         step_with(reference, model, rank, step, expert=rank % 2)
-
-
-def test_a_failure_is_one_on_all_meshes():
-    run_ranks(_fails, world_size=WORLD_SIZE)
 
 
 def _bad_mesh(rank):
@@ -261,7 +246,9 @@ class _TwoExperts(nn.Module):
         return x
 
 
-def _in_another_order(rank, has_mesh_of_all):
+@pytest.mark.parametrize("has_mesh_of_all", [False, True])
+@on_ranks(WORLD_SIZE)
+def test_experts_of_one_form_in_another_order_are_an_error_on_all(rank, has_mesh_of_all):
     all_ranks, of_expert = meshes()
     mesh = (
         init_device_mesh("cpu", (WORLD_SIZE, 1), mesh_dim_names=("dp", "one"))["dp"]
@@ -278,11 +265,6 @@ def _in_another_order(rank, has_mesh_of_all):
         words = "in the same order on all ranks; parameters of other modules have been mixed up"
     with pytest.raises(ValueError, match=words):
         model(batch_of(rank, 0))
-
-
-@pytest.mark.parametrize("has_mesh_of_all", [False, True])
-def test_experts_of_one_form_in_another_order_are_an_error_on_all(has_mesh_of_all):
-    run_ranks(_in_another_order, has_mesh_of_all, world_size=WORLD_SIZE)
 
 
 def _resumes(rank, folder):

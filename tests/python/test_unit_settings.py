@@ -8,7 +8,7 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 import brigade
 from brigade._sharded_units import unit_of
 
-from ranks import run_ranks
+from ranks import on_ranks
 from sharded_training import Pair, batch_of, expect_equal, loss_of, make_net, shard_blocks
 
 
@@ -21,7 +21,8 @@ def _expect_same(found, expected, factor=1.0):
         assert torch.equal(a, b * factor)
 
 
-def _divides(rank):
+@on_ranks()
+def test_divide_factors(rank):
     averaged, summed = shard_blocks(make_net()), shard_blocks(make_net())
     for module in (summed, *summed.blocks):
         module.set_gradient_divide_factor(1.0)
@@ -34,11 +35,8 @@ def _divides(rank):
         summed.set_gradient_divide_factor(0)
 
 
-def test_divide_factors():
-    run_ranks(_divides)
-
-
-def _numbers_of_neighbours(rank):
+@on_ranks(4)
+def test_numbers_of_neighbours(rank):
     def settings_of(reshards):
         block = shard_blocks(make_net()).blocks[0]
         block.set_reshard_after_forward(reshards)
@@ -64,10 +62,6 @@ def _numbers_of_neighbours(rank):
     loss_of(model, rank, 0).backward()
 
 
-def test_numbers_of_neighbours():
-    run_ranks(_numbers_of_neighbours, world_size=4)
-
-
 class _Offset(torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -77,7 +71,8 @@ class _Offset(torch.nn.Module):
         return x + self.offset
 
 
-def _not_gathered_in_backward(rank):
+@on_ranks()
+def test_backward_without_a_gather(rank):
     model = torch.nn.Sequential(_Offset(), torch.nn.Linear(4, 1))
     first = model[0]
     brigade.fully_shard(first, prefetch_depth=0)
@@ -96,11 +91,9 @@ def _not_gathered_in_backward(rank):
     _expect_same(_gradients(model), gradients, 2)
 
 
-def test_backward_without_a_gather():
-    run_ranks(_not_gathered_in_backward)
-
-
-def _by_hand(rank, async_op):
+@pytest.mark.parametrize("async_op", [False, True])
+@on_ranks()
+def test_finalization_by_hand(rank, async_op):
     pair = Pair(rank)
     model = pair.model
     model.finalize_backward()  # no forward has run: nothing
@@ -122,11 +115,6 @@ def _by_hand(rank, async_op):
     pair.expect_equal()
 
 
-@pytest.mark.parametrize("async_op", [False, True])
-def test_finalization_by_hand(async_op):
-    run_ranks(_by_hand, async_op)
-
-
 class _Event:
     num_waits = 0
 
@@ -134,7 +122,8 @@ class _Event:
         self.num_waits += 1
 
 
-def _waits_for_an_optimizer(rank):
+@on_ranks()
+def test_the_next_forward_waits_for_an_event_once(rank):
     model, event = shard_blocks(make_net()), _Event()
     for _ in range(2):
         model.set_post_optim_event(event)
@@ -145,11 +134,8 @@ def _waits_for_an_optimizer(rank):
         event.num_waits = 0
 
 
-def test_the_next_forward_waits_for_an_event_once():
-    run_ranks(_waits_for_an_optimizer)
-
-
-def _room_for_reductions(rank):
+@on_ranks()
+def test_memory_is_for_the_least_number_of_reductions_that_a_unit_was_given(rank):
     planned = []
     for least in (1, 2, 3):
         model = shard_blocks(make_net(), reshard_after_forward=True, prefetch_depth=0)
@@ -165,11 +151,8 @@ def _room_for_reductions(rank):
     assert planned[1] - planned[0] == planned[2] - planned[1] >= of_block
 
 
-def test_memory_is_for_the_least_number_of_reductions_that_a_unit_was_given():
-    run_ranks(_room_for_reductions)
-
-
-def _runs_out_of_data(rank):
+@on_ranks()
+def test_ranks_run_out_of_data(rank):
     num_batches = (4, 2)
     plain, model = make_net(), shard_blocks(make_net())
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, foreach=False)
@@ -198,11 +181,8 @@ def _runs_out_of_data(rank):
     expect_equal(model, plain)
 
 
-def test_ranks_run_out_of_data():
-    run_ranks(_runs_out_of_data)
-
-
-def _fused(rank):
+@on_ranks()
+def test_fused_optimizers_are_noticed(rank):
     parameters = []
     for fused in (False, True):
         model = shard_blocks(make_net(), reshard_after_forward=False)
@@ -217,11 +197,8 @@ def _fused(rank):
         torch.testing.assert_close(value, parameters[1][name])
 
 
-def test_fused_optimizers_are_noticed():
-    run_ranks(_fused)
-
-
-def _written_through_data(rank):
+@on_ranks()
+def test_writes_through_data_are_noticed(rank):
     model = shard_blocks(make_net(), reshard_after_forward=False)
     model.set_reshard_after_backward(False)
     loss_of(model, rank, 0).backward()
@@ -230,11 +207,8 @@ def _written_through_data(rank):
     assert not model(batch_of(rank, 1)).any()
 
 
-def test_writes_through_data_are_noticed():
-    run_ranks(_written_through_data)
-
-
-def _other_memory_on_one_rank(rank):
+@on_ranks()
+def test_a_plain_tensor_on_one_rank_is_an_error_on_all(rank):
     for has_run in (False, True):
         model = shard_blocks(make_net())
         if has_run:
@@ -254,11 +228,8 @@ def _other_memory_on_one_rank(rank):
     assert torch.equal(part.to_local(), expected)
 
 
-def test_a_plain_tensor_on_one_rank_is_an_error_on_all():
-    run_ranks(_other_memory_on_one_rank)
-
-
-def _sync_of_all(rank):
+@on_ranks()
+def test_all_units_set_one_by_one_are_as_the_model_set(rank):
     model, plain = (shard_blocks(make_net()) for _ in range(2))
     for step in range(2):  # as Lightning does
         for module in model.modules():
@@ -280,11 +251,8 @@ def _sync_of_all(rank):
     assert model.head.weight.grad is None
 
 
-def test_all_units_set_one_by_one_are_as_the_model_set():
-    run_ranks(_sync_of_all)
-
-
-def _rows_of_one_unit(rank):
+@on_ranks(4)
+def test_rows_of_one_unit_add_up_alone(rank):
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2))
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(1, 1, bias=False) for _ in range(2)))
@@ -308,11 +276,8 @@ def _rows_of_one_unit(rank):
     assert all(layer.weight.grad is not None for layer in model)
 
 
-def test_rows_of_one_unit_add_up_alone():
-    run_ranks(_rows_of_one_unit, world_size=4)
-
-
-def _sync_of_one_on_one_rank(rank):
+@on_ranks()
+def test_a_unit_that_differs_on_one_rank_is_an_error_on_all(rank):
     model = shard_blocks(make_net())
     for setter in ("set_requires_gradient_sync", "set_requires_all_reduce"):
         getattr(model.blocks[0], setter)(rank == 0)
@@ -324,11 +289,8 @@ def _sync_of_one_on_one_rank(rank):
         model.zero_grad()
 
 
-def test_a_unit_that_differs_on_one_rank_is_an_error_on_all():
-    run_ranks(_sync_of_one_on_one_rank)
-
-
-def _set_before_the_first_forward(rank):
+@on_ranks()
+def test_blocks_are_set_before_the_first_forward(rank):
     model = shard_blocks(make_net(), prefetch_depth=0)
     first, second, _ = model.blocks
     first.set_reduce_scatter_max_input_buffers(1)
@@ -342,10 +304,6 @@ def _set_before_the_first_forward(rank):
         first.finalize_backward()
 
 
-def test_blocks_are_set_before_the_first_forward():
-    run_ranks(_set_before_the_first_forward)
-
-
 def test_no_method_of_torchs_is_left_to_torchs_own_state():
     theirs = {name for name, value in vars(TorchFSDPModule).items() if callable(value)}
     theirs -= {"_get_fsdp_state"}  # which is that state
@@ -353,7 +311,8 @@ def test_no_method_of_torchs_is_left_to_torchs_own_state():
     assert theirs - set(vars(brigade.FSDPModule)) == set()
 
 
-def _without_effect(rank):
+@on_ranks()
+def test_what_has_no_meaning_here_is_without_effect(rank):
     plain, model = shard_blocks(make_net()), shard_blocks(make_net())
     model.set_reduce_scatter_unused_params(True)
     model.blocks[0].set_reduce_scatter_unused_params(True, recurse=False)
@@ -368,7 +327,3 @@ def _without_effect(rank):
     for each in (plain, model):
         loss_of(each, rank, 0).backward()
     _expect_same(_gradients(model), _gradients(plain))
-
-
-def test_what_has_no_meaning_here_is_without_effect():
-    run_ranks(_without_effect)

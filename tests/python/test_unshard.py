@@ -5,7 +5,7 @@ import torch
 
 import brigade
 
-from ranks import run_ranks
+from ranks import on_ranks
 from sharded_training import Pair, batch_of, is_unsharded, loss_of, make_net, shard_blocks
 
 
@@ -13,7 +13,9 @@ def _is_whole(module):
     return [is_unsharded(p) for p in module.parameters(recurse=False)]
 
 
-def _trains_on(rank, reshards):
+@pytest.mark.parametrize("reshards", [True, False])
+@on_ranks()
+def test_its_model_trains_on_to_the_same_bits(rank, reshards):
     pair = Pair(rank, reshard_after_forward=reshards)
     block = pair.model.blocks[1]
     for step in range(5):
@@ -37,12 +39,8 @@ def _trains_on(rank, reshards):
     pair.expect_equal()
 
 
-@pytest.mark.parametrize("reshards", [True, False])
-def test_its_model_trains_on_to_the_same_bits(reshards):
-    run_ranks(_trains_on, reshards)
-
-
-def _not_on_all_ranks(rank):
+@on_ranks()
+def test_ranks_that_do_something_else_all_raise(rank):
     pair = Pair(rank)
     model = pair.model
     words = "unshards unit 'blocks.0'"
@@ -62,11 +60,8 @@ def _not_on_all_ranks(rank):
     pair.expect_equal()
 
 
-def test_ranks_that_do_something_else_all_raise():
-    run_ranks(_not_on_all_ranks)
-
-
-def _kept_storage(rank):
+@on_ranks()
+def test_storage_that_is_kept_has_one_address(rank):
     model = shard_blocks(make_net())
     model.blocks[1].set_keep_unsharded_storage(True)
     addresses = set()
@@ -80,11 +75,8 @@ def _kept_storage(rank):
     assert len(addresses) == 1
 
 
-def test_storage_that_is_kept_has_one_address():
-    run_ranks(_kept_storage)
-
-
-def _without_parameters(rank):
+@on_ranks()
+def test_a_unit_without_parameters_and_one_that_is_whole_anyway(rank):
     model = torch.nn.Sequential(torch.nn.Sequential(torch.nn.Linear(2, 2)), torch.nn.Linear(2, 1))
     brigade.fully_shard(model[0][0])
     brigade.fully_shard(model[0])
@@ -97,7 +89,3 @@ def _without_parameters(rank):
         model.reshard()
         assert all(_is_whole(model[1]))
     assert not any(_is_whole(model[1]))
-
-
-def test_a_unit_without_parameters_and_one_that_is_whole_anyway():
-    run_ranks(_without_parameters)
