@@ -10,6 +10,7 @@ from torch import nn
 import brigade
 
 from ranks import on_ranks
+from whole_numbers import backward_of_all, loss_of, own_part
 
 WORLD_SIZE = 2
 
@@ -29,10 +30,7 @@ def _batch_of(rank):
 
 def _backward(plain, model, rank):
     """Gradients of the ranks' mean; those of what is ignored are averaged by hand."""
-    for r in range(WORLD_SIZE):
-        plain(_batch_of(r)).square().sum().backward()
-    for parameter in plain.parameters():
-        parameter.grad.mul_(1 / WORLD_SIZE)
+    backward_of_all(plain, WORLD_SIZE, lambda net, r: loss_of(net, _batch_of(r)))
     model(_batch_of(rank)).square().sum().backward()
     for parameter in model[2].parameters():
         dist.all_reduce(parameter.grad)
@@ -80,9 +78,7 @@ def _apart(rank, norm_type):
         gradient = wholes[name].grad
         if isinstance(parameter, brigade.ShardedParameter):
             torch.testing.assert_close(parameter.grad.norm(), gradient.norm())
-            begin = brigade._C.offset_of(parameter)
-            gradient = gradient.flatten()[begin : begin + parameter.to_local().numel()]
-            torch.testing.assert_close(parameter.grad.to_local(), gradient)
+            torch.testing.assert_close(parameter.grad.to_local(), own_part(parameter, gradient))
         else:
             torch.testing.assert_close(parameter.grad, gradient)
 
@@ -116,9 +112,7 @@ def test_ignored_parameters_without_gradients_are_no_matter(rank):
     plain, model = _nets()
     for net in (plain, model):
         net[2].requires_grad_(False)
-    _ = [plain(_batch_of(r)).square().sum().backward() for r in range(WORLD_SIZE)]
-    for parameter in plain[0].parameters():
-        parameter.grad.mul_(1 / WORLD_SIZE)
+    backward_of_all(plain, WORLD_SIZE, lambda net, r: loss_of(net, _batch_of(r)))
     model(_batch_of(rank)).square().sum().backward()
     expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
     torch.testing.assert_close(nn.utils.clip_grad_norm_(model.parameters(), 0.5), expected)

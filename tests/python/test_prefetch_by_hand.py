@@ -47,17 +47,6 @@ def _all_at_once(model):
         assert is_unsharded(layer.weight)
 
 
-def _in_another_order(model):
-    handles = {i: model[i].unshard(async_op=True) for i in (2, 0, 3, 1)}
-    for i in (3, 0, 1, 2):
-        handles[i].wait()
-
-
-def _some_without_waiting(model):
-    model[1].unshard(async_op=True).wait()
-    model[3].unshard(async_op=True)  # its forward does
-
-
 def _gather_in_the_forward_before(model):
     """Each layer's hook begins the next one's gather, and waits for its own."""
     for layer, following in itertools.pairwise(model):
@@ -78,8 +67,6 @@ def _gather_in_the_backward_behind(model):
 
 BY_HAND = {
     "all at once": _all_at_once,
-    "in another order": _in_another_order,
-    "some without waiting": _some_without_waiting,
     "in passes": lambda model: None,
 }
 

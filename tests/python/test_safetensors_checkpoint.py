@@ -96,6 +96,20 @@ def _loads(rank, folder, name, way):
     _put(rank, folder, "loaded", (metadata, loaded, _state(model, optimizer)))
 
 
+def _data_parallel(name):
+    model = brigade.DistributedDataParallel(make_net())
+    return model, _OPTIMIZERS[name](model.parameters())
+
+
+def _data_parallel_loads(rank, folder, name, way):
+    model, optimizer = _data_parallel(name)
+    _step(model, optimizer, 7, rank)  # which is undone
+    metadata = _WAYS[way][1](model, f"{folder}/{way}", optimizer)
+    assert metadata["step"] == "2"
+    _step(model, optimizer, 2, rank)
+    _put(rank, folder, "loaded", model.module.state_dict())
+
+
 @pytest.mark.parametrize("name", _OPTIMIZERS)
 def test_training_goes_on_with_the_same_bits(tmp_path, name):
     run_ranks(_saves, str(tmp_path), name)
@@ -108,31 +122,13 @@ def test_training_goes_on_with_the_same_bits(tmp_path, name):
             _expect_equal_states(loaded, saved)
             if world_size == 2:
                 _expect_equal_states(on, stepped)
+        run_ranks(_data_parallel_loads, str(tmp_path), name, way)
+        _expect_same(_get(tmp_path, "loaded"), stepped[0])
 
 
 def _header_of(path):
     with open(path, "rb") as file:
         return json.loads(file.read(int.from_bytes(file.read(8), "little")))
-
-
-def test_the_file_is_that_of_cpp(tmp_path):
-    run_ranks(_saves, str(tmp_path), "adamw")
-    header = _header_of(tmp_path / "whole")
-    assert header["__metadata__"]["brigade.optimizer"] == "AdamW"
-    assert header["__metadata__"]["step"] == "2"
-    (group,) = json.loads(header["__metadata__"]["brigade.optimizer.options"])
-    assert group["options"]["lr"] == 0.1 and group["options"]["betas"] == [0.9, 0.999]
-    assert sorted(group["parameters"]) == sorted(dict(make_net().named_parameters()))
-    parameters = dict(make_net().named_parameters())
-    fields = ("", ".exp_avg", ".exp_avg_sq", ".max_exp_avg_sq")
-    expected = {
-        name + field: ("F32", list(parameter.shape))
-        for name, parameter in parameters.items()
-        for field in fields
-    }
-    expected |= {f"{name}.step": ("I64", []) for name in parameters}
-    del header["__metadata__"]
-    assert {name: (form["dtype"], form["shape"]) for name, form in header.items()} == expected
 
 
 _OPTIONS = {"lr": 0.5, "betas": (0.5, 0.9), "eps": 1e-3, "weight_decay": 0.3, "maximize": True}
@@ -181,19 +177,6 @@ def test_buffers_of_data_parallel_models_are_kept(rank, tmp_path):
         brigade.load_whole(net, f"{tmp_path}/sharded")
 
 
-def _loads_parameters_alone(rank, folder):
-    model, _ = _model("sgd")
-    brigade.load_whole(model, f"{folder}/whole")
-    _put(rank, folder, "loaded", model.full_state_dict())
-
-
-def test_parameters_are_loaded_without_their_optimizer(tmp_path):
-    run_ranks(_saves, str(tmp_path), "adam")
-    run_ranks(_loads_parameters_alone, str(tmp_path))
-    parameters, _ = _get(tmp_path, "saved")[0]
-    _expect_same(_get(tmp_path, "loaded"), parameters)
-
-
 def _refuses(rank, folder):
     model, optimizer = _model("adam")
     _step(model, optimizer, 3, rank)
@@ -233,33 +216,10 @@ def test_what_does_not_fit_is_one_error_and_changes_nothing(tmp_path):
     assert first == second
 
 
-def _data_parallel(name):
-    model = brigade.DistributedDataParallel(make_net())
-    return model, _OPTIMIZERS[name](model.parameters())
-
-
 def _state_of_all(model, optimizer):
     names = [name for name, _ in model.module.named_parameters()]
     state = dict(zip(names, optimizer.state_dict()["state"].values(), strict=True))
     return copy.deepcopy((dict(model.module.state_dict()), state))
-
-
-def _data_parallel_loads(rank, folder, name, way):
-    model, optimizer = _data_parallel(name)
-    _step(model, optimizer, 7, rank)  # which is undone
-    metadata = _WAYS[way][1](model, f"{folder}/{way}", optimizer)
-    assert metadata["step"] == "2"
-    _step(model, optimizer, 2, rank)
-    _put(rank, folder, "loaded", model.module.state_dict())
-
-
-@pytest.mark.parametrize("name", _OPTIMIZERS)
-def test_data_parallel_training_goes_on_with_the_same_bits(tmp_path, name):
-    run_ranks(_saves, str(tmp_path), name)
-    _, (stepped, _) = _get(tmp_path, "saved")
-    for way in _WAYS:
-        run_ranks(_data_parallel_loads, str(tmp_path), name, way)
-        _expect_same(_get(tmp_path, "loaded"), stepped)
 
 
 def _data_parallel_saves(rank, folder):
@@ -280,21 +240,6 @@ def test_what_data_parallel_training_saves_is_loaded_by_shards(tmp_path):
     assert metadata["step"] == "2"
     _expect_equal_states(loaded, saved)
     _expect_equal_states(on, stepped)
-
-
-def _data_parallel_refuses(rank, folder):
-    model, optimizer = _data_parallel("adamw")
-    path = pathlib.Path(folder) / "whole"
-    brigade.save_whole(model, path, optimizer)
-    with pytest.raises(ValueError, match=r"rank 1.*none") as missing:
-        brigade.load_whole(model, path if rank == 0 else path.with_name("none"), optimizer)
-    _step(model, optimizer, 0, rank)  # and goes on
-    return str(missing.value)
-
-
-def test_data_parallel_ranks_fail_alike(tmp_path):
-    first, second = run_ranks(_data_parallel_refuses, str(tmp_path))
-    assert first == second
 
 
 def test_a_module_of_one_process_needs_no_group(tmp_path):

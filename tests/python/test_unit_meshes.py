@@ -187,18 +187,6 @@ def test_norms_of_experts_on_one_rank_each_are_of_all():
 
 
 @on_ranks(WORLD_SIZE)
-def test_experts_may_have_copies(rank):
-    """Copies of an expert, on a mesh of two dimensions and of some ranks."""
-    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("replicate", "shard", "expert"))
-    all_ranks = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    reference = OneProcess()
-    model = shard_moe(make_moe(rank % 2), all_ranks, mesh["replicate", "shard"])
-    assert sum(p.to_local().numel() for p in model.experts.parameters()) == 12
-    for step in range(3):
-        step_with(reference, model, rank, step, expert=rank % 2)
-
-
-@on_ranks(WORLD_SIZE)
 def test_a_failure_is_one_on_all_meshes(rank):
     all_ranks, of_expert = meshes()
     reference = OneProcess()
