@@ -74,11 +74,15 @@ def loss_of(model, rank, step):
 
 
 class Pair:
-    """A sharded net, one process that does what its ranks do, and an optimizer of each."""
+    """A sharded net, one process that does what its ranks do, and an optimizer of each.
 
-    def __init__(self, rank, make=torch.optim.SGD, world_size=None, **arguments):
+    Args:
+        nets: Both, plain and sharded; by default make_net() by shard_blocks() with `arguments`.
+    """
+
+    def __init__(self, rank, make=torch.optim.SGD, world_size=None, nets=None, **arguments):
         self.rank, self.world_size = rank, world_size or dist.get_world_size()
-        self.plain, self.model = make_net(), shard_blocks(make_net(), **arguments)
+        self.plain, self.model = nets or (make_net(), shard_blocks(make_net(), **arguments))
         self.optimizers = [
             make(net.parameters(), lr=0.1, foreach=False) for net in (self.plain, self.model)
         ]

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import brigade
 
 from ranks import on_ranks
-from sharded_training import Block, batch_of, make_net, shard_blocks, step_of_all
+from sharded_training import Block, Pair, make_net, shard_blocks
 
 
 def _checkpoint(use_reentrant):
@@ -85,14 +85,9 @@ def _trains(rank, make, use_reentrant, shard):
     if make is _SOME:
         for block in plain.blocks:
             block.__class__ = _Plain
-    shard(net)
-    expected = torch.optim.SGD(plain.parameters(), lr=0.1, foreach=False)
-    found = torch.optim.SGD(net.parameters(), lr=0.1)
+    pair = Pair(rank, nets=(plain, shard(net)))
     for step in range(3):
-        found.zero_grad()
-        net(batch_of(rank, step)).square().mean().backward()
-        found.step()
-        step_of_all(plain, expected, step, 2)
+        pair.step(step)
     for value, parameter in zip(net.full_state_dict().values(), plain.parameters(), strict=True):
         assert torch.equal(value, parameter)
 

@@ -342,18 +342,15 @@ def test_a_functions_gradient_is_written_in_place(rank):
     model = brigade.fully_shard(net)
     object.__setattr__(net[0], "model", model)
     assert model.gradient_slot(net[0].first) is None  # no forward has run
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.01) for each in (plain, net)]
+    pair = Pair(rank, nets=(plain, net))
     for step in range(3):
-        step_of_all(plain, optimizers[0], step, 2)
         net[0].slots.clear()
-        model(batch_of(rank, step)).square().mean().backward()
+        pair.step(step)
         # In the order of backward; the first weight's second gradient is added to its first.
         last, second, first = net[0].slots
         assert first is None and last is not None and second is not None
         assert last.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
-        optimizers[1].step()
-        optimizers[1].zero_grad()
-    expect_equal(model, plain)
+    pair.expect_equal()
     with pytest.raises(ValueError, match="expected a parameter of this model"):
         model.gradient_slot(torch.ones(5, 5))
 

@@ -12,7 +12,7 @@ from torch import nn
 import brigade
 
 from ranks import on_ranks, run_ranks
-from sharded_training import Net, batch_of, expect_equal, make_net, shard_blocks, step_of_all
+from sharded_training import Net, Pair, batch_of, expect_equal, make_net, shard_blocks
 
 
 def _on_meta(make=Net, **arguments):
@@ -20,15 +20,10 @@ def _on_meta(make=Net, **arguments):
         return make(**arguments)
 
 
-def _expect_trains_alike(rank, world_size, model, plain):
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    plain_optimizer = torch.optim.AdamW(plain.parameters(), lr=0.1, foreach=False)
+def _expect_trains_alike(rank, model, plain):
+    pair = Pair(rank, torch.optim.AdamW, nets=(plain, model))
     for step in range(2):
-        step_of_all(plain, plain_optimizer, step, world_size)
-        optimizer.zero_grad()
-        model(batch_of(rank, step)).square().mean().backward()
-        optimizer.step()
-    expect_equal(model, plain)
+        pair.expect_step(step)
 
 
 def _reset(model):
@@ -67,7 +62,7 @@ def test_values_are_those_of_one_process(rank, way, world_size):
     torch.manual_seed(7)
     _WAYS[way](model)
     expect_equal(model, plain)
-    _expect_trains_alike(rank, world_size, model, plain)
+    _expect_trains_alike(rank, model, plain)
 
 
 def _init_all(model):
@@ -118,7 +113,7 @@ def test_what_is_still_on_meta_is_named_on_all_ranks(rank):
     parameters = list(model.parameters())
     model.load_state_dict(plain.state_dict(), assign=True)  # gives memory
     assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
-    _expect_trains_alike(rank, 2, model, plain)
+    _expect_trains_alike(rank, model, plain)
 
 
 @on_ranks()
@@ -173,7 +168,7 @@ def _loaded(rank, folder):
     expect_equal(model, plain)
     again = shard_blocks(_on_meta())
     again.load_full_state_dict(plain.state_dict())
-    _expect_trains_alike(rank, 2, again, plain)
+    _expect_trains_alike(rank, again, plain)
 
 
 def test_checkpoints_are_loaded_into_what_was_on_meta(tmp_path):

@@ -7,7 +7,7 @@ from torch import nn
 import brigade
 
 from ranks import on_ranks
-from sharded_training import batch_of, expect_equal, step_of_all
+from sharded_training import Pair, expect_equal
 
 
 class Scalar(nn.Module):
@@ -55,13 +55,8 @@ def test_scalars_and_views_with_gaps_equal_one_process(rank, world_size, reshard
         brigade.fully_shard(module, reshard_after_forward=reshards)
     brigade.fully_shard(model)
     expect_equal(model, plain)
-    make = torch.optim.AdamW
-    optimizers = [make(net.parameters(), lr=0.1, foreach=False) for net in (plain, model)]
+    pair = Pair(rank, torch.optim.AdamW, nets=(plain, model))
     for step in range(3):
-        step_of_all(plain, optimizers[0], step, world_size)
-        optimizers[1].zero_grad()
-        model(batch_of(rank, step)).square().mean().backward()
-        optimizers[1].step()
-        expect_equal(model, plain)
+        pair.expect_step(step)
     for name, part in model.named_parameters():
         assert part.shape == plain.get_parameter(name).shape

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import brigade
 
 from ranks import on_ranks, run_ranks
-from sharded_training import Block, batch_of, expect_equal, step_of_all
+from sharded_training import Block, Pair
 
 Named = collections.namedtuple("Named", ["hidden", "skip"])
 
@@ -80,15 +80,10 @@ def _trains(rank, form):
     for layer in model.layers:
         brigade.fully_shard(layer)
     brigade.fully_shard(model)
-    optimizers = [
-        torch.optim.SGD(net.parameters(), lr=0.1, foreach=False) for net in (plain, model)
-    ]
+    pair = Pair(rank, nets=(plain, model))
     for step in range(4):
-        step_of_all(plain, optimizers[0], step, 2)
-        optimizers[1].zero_grad()
-        model(batch_of(rank, step)).square().mean().backward()
-        optimizers[1].step()
-    expect_equal(model, plain)
+        pair.step(step)
+    pair.expect_equal()
     return model.sharding_statistics()
 
 
