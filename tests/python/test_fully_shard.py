@@ -16,7 +16,6 @@ import brigade
 from brigade import _C
 
 from cases import pairwise
-from rank_cases import run_cases
 from ranks import on_ranks, run_ranks
 from sharded_training import (
     Net,
@@ -78,7 +77,10 @@ def test_surface(rank):
         whole.detach() @ whole.detach().t()
 
 
-def _clips(rank, norm_type, foreach):
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, float("inf")])
+@pytest.mark.parametrize("foreach", [None, True, False])
+@on_ranks()
+def test_torchs_clip_grad_norm_is_global(rank, norm_type, foreach):
     plain = make_net()
     model = shard_blocks(make_net())
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.0)
@@ -93,11 +95,6 @@ def _clips(rank, norm_type, foreach):
     every = [None, None]
     dist.all_gather_object(every, found.item())
     assert every[0] == every[1]
-
-
-@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, float("inf")])
-def test_torchs_clip_grad_norm_is_global(norm_type):
-    run_cases(_clips, [(norm_type, foreach) for foreach in (None, True, False)])
 
 
 @on_ranks()

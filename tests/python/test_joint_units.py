@@ -10,7 +10,6 @@ from torch.utils.checkpoint import checkpoint
 
 import brigade
 
-from rank_cases import run_cases
 from ranks import on_ranks
 from sharded_training import Block, expect_equal, is_unsharded
 from whole_numbers import (
@@ -71,7 +70,10 @@ def _tokens(rank, step):
     return torch.randint(11, (2, 3), generator=generator)
 
 
-def _trains(rank, checkpointed, reshards):
+@pytest.mark.parametrize("checkpointed", [None, True, False])
+@pytest.mark.parametrize("reshards", [True, False])
+@on_ranks()
+def test_equals_one_process(rank, checkpointed, reshards):
     plain, model = _model(), _sharded(_model(), reshard_after_forward=reshards)
     optimizers = [torch.optim.AdamW(net.parameters(), 0.1, foreach=False) for net in (plain, model)]
     assert len(list(model.parameters())) == len(list(plain.parameters()))
@@ -89,11 +91,6 @@ def _trains(rank, checkpointed, reshards):
             optimizer.step()
         assert all(isinstance(p, brigade.ShardedParameter) for p in model.parameters())
     expect_equal(model, plain)
-
-
-@pytest.mark.parametrize("checkpointed", [None, True, False])
-def test_equals_one_process(checkpointed):
-    run_cases(_trains, [(checkpointed, reshards) for reshards in (True, False)])
 
 
 @on_ranks()
@@ -240,7 +237,10 @@ def _one_alone_behind_the_other(net, rank, step):
 LOSSES = [_whole_then_alone, _alone_then_whole, _both_alone, _one_alone_behind_the_other]
 
 
-def _trains_alone(rank, reshards, loss):
+@pytest.mark.parametrize("reshards", [True, False])
+@pytest.mark.parametrize("loss", LOSSES)
+@on_ranks()
+def test_a_member_called_alone_trains_as_in_one_process(rank, reshards, loss):
     plain, model = _pair(reshards)
     with torch.no_grad():  # makes the root
         assert torch.equal(model(batch_of(3, rank, 9)), plain(batch_of(3, rank, 9)))
@@ -250,11 +250,6 @@ def _trains_alone(rank, reshards, loss):
         expect_gradients(model, plain)
         step_by_sign(model, plain)
         expect_parameters(model, plain)
-
-
-@pytest.mark.parametrize("reshards", [True, False])
-def test_a_member_called_alone_trains_as_in_one_process(reshards):
-    run_cases(_trains_alone, [(reshards, loss) for loss in LOSSES])
 
 
 @on_ranks()

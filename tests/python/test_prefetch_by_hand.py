@@ -7,7 +7,6 @@ from torch import nn
 
 import brigade
 
-from rank_cases import run_cases
 from ranks import on_ranks
 from sharded_training import is_unsharded
 from whole_numbers import (
@@ -71,7 +70,10 @@ BY_HAND = {
 }
 
 
-def _by_handles(rank, name, reshards):
+@pytest.mark.parametrize("name", BY_HAND)
+@pytest.mark.parametrize("reshards", [True, False])
+@on_ranks()
+def test_handles_in_a_training_loop_gather_no_unit_twice(rank, name, reshards):
     plain, model = _pair(reshard_after_forward=reshards)
     model._set_unshard_async_op(True)
     if name == "in passes":
@@ -89,10 +91,6 @@ def _by_handles(rank, name, reshards):
     model._set_unshard_async_op(False)
     _step(rank, plain, model, 4)
     expect_parameters(model, plain)
-
-
-def test_handles_in_a_training_loop_gather_no_unit_twice():
-    run_cases(_by_handles, itertools.product(BY_HAND, (True, False)))
 
 
 def _gathered(model):

@@ -47,14 +47,10 @@ def _mesh(world_size, num_shards):
 
 def _gradients(model):
     """Whole, by name."""
-    parameters = dict(model.named_parameters())
-    with torch.no_grad():
-        for parameter in parameters.values():
-            if parameter.grad is None:
-                parameter.zero_()
-            else:
-                parameter.copy_(parameter.grad)
-    return model.full_state_dict()
+    return {
+        name: torch.zeros(p.shape) if p.grad is None else p.grad.full_tensor()
+        for name, p in model.named_parameters()
+    }
 
 
 def _expect(found, sums, world_size, dtype):

@@ -128,7 +128,9 @@ class Tapped:
         self.inside = inside[0]
 
 
-def _reaches_inputs_only(rank, frozen):
+@pytest.mark.parametrize("frozen", [("0.",), ("0.", "1.")])
+@on_ranks()
+def test_a_backward_that_reaches_inputs_of_a_frozen_unit_only(rank, frozen):
     """Backward from behind the first layer, which is frozen; the others are not reached."""
     plain, model = _pair(frozen)
     for step in range(3):
@@ -141,10 +143,6 @@ def _reaches_inputs_only(rank, frozen):
         _expect_step(rank, plain, model, step)
         step_by_sign(model, plain)
     expect_parameters(model, plain)
-
-
-def test_a_backward_that_reaches_inputs_of_a_frozen_unit_only():
-    run_cases(_reaches_inputs_only, [(("0.",),), (("0.", "1."),)])
 
 
 @on_ranks()
@@ -162,7 +160,9 @@ def test_inputs_of_a_model_that_is_all_frozen(rank):
         assert torch.equal(model(x), plain(x))
 
 
-def _gradients_are_returned(rank, frozen):
+@pytest.mark.parametrize("frozen", [("0.",), ("1.", "2.weight")])
+@on_ranks()
+def test_gradients_of_inputs_that_are_returned(rank, frozen):
     """torch.autograd.grad with respect to inputs leaves parameters without gradients."""
     plain, model = _pair(frozen)
     for step in range(3):
@@ -175,7 +175,3 @@ def _gradients_are_returned(rank, frozen):
         assert all(p.grad is None for p in model.parameters())
         _expect_step(rank, plain, model, step)
         step_by_sign(model, plain)
-
-
-def test_gradients_of_inputs_that_are_returned():
-    run_cases(_gradients_are_returned, [(("0.",),), (("1.", "2.weight"),)])
