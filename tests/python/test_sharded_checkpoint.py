@@ -14,7 +14,7 @@ from brigade._shard_boxes import boxes_of
 
 from rank_cases import run_cases
 from ranks import on_ranks, run_ranks
-from sharded_training import batch_of, expect_equal, make_net, shard_blocks, step_of_all
+from sharded_training import Pair, batch_of, expect_equal, make_net, shard_blocks, step_of_all
 
 dcp = pytest.importorskip("torch.distributed.checkpoint")
 pytest.importorskip(
@@ -152,21 +152,19 @@ _LOADERS = {
 
 
 def _loads_while_whole(rank, folder, loader):
-    plain, model = make_net(), shard_blocks(make_net(), reshard_after_forward=False)
+    pair = Pair(rank, reshard_after_forward=False)
+    model = pair.model
     model.set_reshard_after_backward(False)
-    optimizers = [torch.optim.SGD(net.parameters(), 0.1, foreach=False) for net in (plain, model)]
-    _step(model, optimizers[1], 5, rank)
+    _step(model, pair.optimizers[1], 5, rank)
     sent = []
     for _ in range(2):
         model(batch_of(rank, 6)).sum().backward()
         sent.append(model.sharding_statistics()["sent_by_gathers"])
     assert sent[0] == sent[1]  # all units are whole
     _LOADERS[loader](model, folder)
-    plain.load_state_dict(_whole(folder)["model"])
+    pair.plain.load_state_dict(_whole(folder)["model"])
     for step in (7, 8):
-        step_of_all(plain, optimizers[0], step, 2)
-        _step(model, optimizers[1], step, rank)
-        expect_equal(model, plain)
+        pair.expect_step(step)
 
 
 def test_what_is_loaded_while_units_are_whole_is_trained_on(saved):

@@ -5,7 +5,7 @@ import torch
 
 from cases import quick
 from ranks import on_ranks, run_ranks
-from sharded_training import batch_of, expect_equal, make_net, shard_blocks, step_of_all
+from sharded_training import Pair, batch_of, make_net, shard_blocks, step_of_all
 
 
 def _compile(graphs, **options):
@@ -112,15 +112,11 @@ def test_the_compiler_converts_nothing_of_sharding(rank, way):
 def test_a_compiled_backward_raises_and_is_forgotten(rank):
     from torch._dynamo import compiled_autograd
 
-    plain, model = make_net(), shard_blocks(make_net())
-    output = model(batch_of(0, 0)).square().mean()
+    pair = Pair(rank)
+    output = pair.loss(0)
     with (
         compiled_autograd._enable(torch.compile(backend="eager")),
         pytest.raises(RuntimeError, match="compiled autograd can't trace a backward"),
     ):
         output.backward()
-    plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
-    step_of_all(plain, plain_optimizer, 1, 1)
-    model(batch_of(0, 1)).square().mean().backward()
-    torch.optim.SGD(model.parameters(), lr=0.1).step()
-    expect_equal(model, plain)
+    pair.expect_step(1)

@@ -14,7 +14,7 @@ import brigade
 
 from cases import pairwise
 from ranks import on_ranks
-from sharded_training import batch_of, make_net, shard_blocks, step_of_all
+from sharded_training import Pair, batch_of, make_net, shard_blocks
 
 
 def _nets():
@@ -115,15 +115,11 @@ class _Lamb(torch.optim.Optimizer):
 
 @on_ranks()
 def test_optimizers_of_ones_own_step_as_in_one_process(rank):
-    plain, model = make_net(), shard_blocks(make_net())
-    optimizers = [_Lamb(net.parameters()) for net in (plain, model)]
+    pair = Pair(rank, lambda parameters, lr, foreach: _Lamb(parameters, lr))
     for step in range(3):
-        step_of_all(plain, optimizers[0], step, 2)
-        optimizers[1].zero_grad()
-        model(batch_of(rank, step)).square().mean().backward()
-        optimizers[1].step()
-    found = model.full_state_dict()
-    for key, value in plain.state_dict().items():
+        pair.step(step)
+    found = pair.model.full_state_dict()
+    for key, value in pair.plain.state_dict().items():
         torch.testing.assert_close(found[key], value, rtol=1e-4, atol=1e-5)
 
 
