@@ -1048,7 +1048,7 @@ class Sharded(Program):
     def _synchronised(self) -> None:
         draw = self.draw
         ways = ["one", "one", "collective", "each", "reversed", "by rank", "together", "in turns"]
-        way = draw.choice(ways)
+        way = draw.choice([*ways, "one ahead"])
         many = 1 if way in ("one", "collective") else draw.randint(2, 3)
         self.note(f"{way}: {many}")
         if way == "collective":
@@ -1058,6 +1058,9 @@ class Sharded(Program):
         if way == "in turns":
             for _ in range(many):
                 self.backward(self._forward())
+            return
+        if way == "one ahead":
+            self._one_ahead(many)
             return
         found = [self._forward() for _ in range(many)]
         if draw.random() < 0.25:
@@ -1072,6 +1075,18 @@ class Sharded(Program):
                 self.note("twice")
                 self.backward(each, retain_graph=True)
             self.backward(each)
+
+    def _one_ahead(self, many: int) -> None:
+        """A pipeline stage's order; reduces each backward, or the last one alone."""
+        reduces_each = self.draw.random() < 0.5
+        found = [self._forward()]
+        for i in range(many):
+            is_last = i == many - 1
+            if not is_last:
+                found.append(self._forward())
+            reduces = reduces_each or is_last
+            self.model.set_requires_gradient_sync(reduces)
+            self.backward(found[i], None if reduces else set())
 
     def _backward_together(self, found) -> None:
         losses = [sum(pair[i][0] for pair in found) for i in range(2)]

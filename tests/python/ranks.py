@@ -14,6 +14,8 @@ import dataclasses
 import datetime
 import faulthandler
 import functools
+import importlib
+import inspect
 import multiprocessing
 import os
 import sys
@@ -166,6 +168,33 @@ def run_ranks(
     if failures:
         raise AssertionError("\n".join(failures))
     return [answer.value for answer in answers]
+
+
+def on_ranks(world_size: int = 2, **options: Any) -> Callable[[Callable[..., None]], Any]:
+    """Makes a function that is called with a rank a test of pytest, which calls it on each rank.
+
+    The test takes the arguments after the rank; one called `world_size` is the number of ranks.
+
+    Args:
+        options: Of run_ranks().
+    """
+
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(function)
+        def test(**given: Any) -> None:
+            size = given.get("world_size", world_size)
+            where = function.__module__, function.__name__
+            run_ranks(_call_test, *where, given, world_size=size, **options)
+
+        of_rank = list(inspect.signature(function).parameters.values())
+        test.__signature__ = inspect.Signature(of_rank[1:])  # type: ignore[attr-defined]
+        return test
+
+    return decorate
+
+
+def _call_test(rank: int, module: str, name: str, given: dict[str, Any]) -> None:
+    getattr(importlib.import_module(module), name).__wrapped__(rank, **given)
 
 
 def _put_back(

@@ -1,6 +1,7 @@
 """A net that sharding is tried on, and one process that it is compared with."""
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -60,12 +61,51 @@ def step_of_all(plain, optimizer, step, world_size):
     sums = None
     for rank in range(world_size):
         plain.zero_grad()
-        plain(batch_of(rank, step)).square().mean().backward()
+        loss_of(plain, rank, step).backward()
         gradients = [p.grad for p in plain.parameters()]
         sums = gradients if sums is None else [a + b for a, b in zip(sums, gradients, strict=True)]
     for parameter, gradient in zip(plain.parameters(), sums, strict=True):
         parameter.grad = gradient * (1.0 / world_size)
     optimizer.step()
+
+
+def loss_of(model, rank, step):
+    return model(batch_of(rank, step)).square().mean()
+
+
+class Pair:
+    """A sharded net, one process that does what its ranks do, and an optimizer of each.
+
+    Args:
+        nets: Both, plain and sharded; by default make_net() by shard_blocks() with `arguments`.
+    """
+
+    def __init__(self, rank, make=torch.optim.SGD, world_size=None, nets=None, **arguments):
+        self.rank, self.world_size = rank, world_size or dist.get_world_size()
+        self.plain, self.model = nets or (make_net(), shard_blocks(make_net(), **arguments))
+        self.optimizers = [
+            make(net.parameters(), lr=0.1, foreach=False) for net in (self.plain, self.model)
+        ]
+
+    def loss(self, step):
+        return loss_of(self.model, self.rank, step)
+
+    def step_plain(self, step):
+        step_of_all(self.plain, self.optimizers[0], step, self.world_size)
+
+    def step(self, step):
+        """Of both."""
+        self.step_plain(step)
+        self.optimizers[1].zero_grad()
+        self.loss(step).backward()
+        self.optimizers[1].step()
+
+    def expect_equal(self):
+        expect_equal(self.model, self.plain)
+
+    def expect_step(self, step):
+        self.step(step)
+        self.expect_equal()
 
 
 def is_unsharded(parameter):
@@ -92,7 +132,7 @@ def expect_losses_alike(rank, *shards):
         losses = []
         for step in range(5):
             optimizer.zero_grad()
-            loss = model(batch_of(rank, step)).square().mean()
+            loss = loss_of(model, rank, step)
             loss.backward()
             optimizer.step()
             losses.append(loss.item())

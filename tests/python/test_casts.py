@@ -8,8 +8,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import brigade
 
-from ranks import run_ranks
-from sharded_training import batch_of, expect_equal, make_net, shard_blocks
+from ranks import on_ranks
+from sharded_training import Pair, batch_of, make_net, shard_blocks
+from whole_numbers import backward_of_all
 
 
 def _loss(model, rank, step):
@@ -17,49 +18,39 @@ def _loss(model, rank, step):
     return model(batch_of(rank, step).to(dtype)).square().mean()
 
 
-def _backward_of_all(plain, step, world_size):
-    sums = None
-    for rank in range(world_size):
-        plain.zero_grad()
-        _loss(plain, rank, step).backward()
-        gradients = [p.grad for p in plain.parameters()]
-        sums = gradients if sums is None else [a + b for a, b in zip(sums, gradients, strict=True)]
-    for parameter, gradient in zip(plain.parameters(), sums, strict=True):
-        parameter.grad = gradient * (1.0 / world_size)
-
-
-def _cast(rank, begins, reshards):
-    plain, model = make_net(), shard_blocks(make_net(), reshard_after_forward=reshards)
-    model.blocks[1].set_reshard_after_backward(False)
-    parts = list(model.parameters())
-    optimizers = [
-        torch.optim.SGD(net.parameters(), lr=0.1, foreach=False) for net in (plain, model)
-    ]
-    for step, dtype in enumerate((torch.float64, torch.float64, torch.float32, torch.float64)):
-        if step > 0 or not begins:
-            for net in (plain, model):
-                assert net.to(dtype) is net
-        assert all(p is q for p, q in zip(parts, model.parameters(), strict=True))
-        _backward_of_all(plain, step, 2)
-        optimizers[1].zero_grad()
-        _loss(model, rank, step).backward()
-        if step == 2:
-            for net in (plain, model):  # with their gradients
-                net.double()
-            assert model.head.weight.grad.dtype == torch.float64
-        for optimizer in optimizers:
-            optimizer.step()
-        expect_equal(model, plain)
+def _step(pair, step):
+    for net in (pair.plain, pair.model):
+        net.zero_grad()
+    backward_of_all(pair.plain, 2, lambda net, r: _loss(net, r, step))
+    _loss(pair.model, pair.rank, step).backward()
 
 
 @pytest.mark.parametrize("begins", [True, False])
 @pytest.mark.parametrize("reshards", [True, False])
-def test_training_goes_on_in_another_dtype(begins, reshards):
-    run_ranks(_cast, begins, reshards)
+@on_ranks()
+def test_training_goes_on_in_another_dtype(rank, begins, reshards):
+    pair = Pair(rank, reshard_after_forward=reshards)
+    nets, model = (pair.plain, pair.model), pair.model
+    model.blocks[1].set_reshard_after_backward(False)
+    parts = list(model.parameters())
+    for step, dtype in enumerate((torch.float64, torch.float64, torch.float32, torch.float64)):
+        if step > 0 or not begins:
+            assert all(net.to(dtype) is net for net in nets)
+        assert all(p is q for p, q in zip(parts, model.parameters(), strict=True))
+        _step(pair, step)
+        if step == 2:
+            for net in nets:  # with their gradients
+                net.double()
+            assert model.head.weight.grad.dtype == torch.float64
+        for optimizer in pair.optimizers:
+            optimizer.step()
+        pair.expect_equal()
 
 
-def _of_one_block(rank):
-    plain, model = make_net(), shard_blocks(make_net())
+@on_ranks()
+def test_one_block_is_cast(rank):
+    pair = Pair(rank)
+    plain, model = pair.plain, pair.model
     model(batch_of(rank, 0)).sum().backward()
     model.zero_grad()
     for net in (plain, model):
@@ -68,21 +59,14 @@ def _of_one_block(rank):
         net.blocks[1].register_forward_hook(lambda *call: call[2].float())
     assert model.head.weight.dtype == torch.float32
     assert model.blocks[1].up.weight.dtype == torch.float64
-    optimizers = [
-        torch.optim.SGD(net.parameters(), lr=0.1, foreach=False) for net in (plain, model)
-    ]
-    _backward_of_all(plain, 0, 2)
-    _loss(model, rank, 0).backward()
-    for optimizer in optimizers:
+    _step(pair, 0)
+    for optimizer in pair.optimizers:
         optimizer.step()
-    expect_equal(model, plain)
+    pair.expect_equal()
 
 
-def test_one_block_is_cast():
-    run_ranks(_of_one_block)
-
-
-def _settings_stay(rank):
+@on_ranks()
+def test_settings_policies_and_hooks_stay(rank):
     mesh = dist.device_mesh.init_device_mesh("cpu", (1, 2))
     model = make_net()
     model.head.weight.requires_grad_(False)
@@ -118,17 +102,10 @@ def _settings_stay(rank):
     assert sent[2] == 2 * sent[1] > 0  # in bfloat16
 
 
-def test_settings_policies_and_hooks_stay():
-    run_ranks(_settings_stay)
-
-
-def _refused(rank):
+@on_ranks()
+def test_what_is_no_cast_or_at_the_wrong_time_is_refused(rank):
     model = shard_blocks(make_net())
     for _ in range(2):
-        with pytest.raises(NotImplementedError, match="memory format"):
-            brigade.fully_shard(nn.Conv2d(2, 2, 2)).to(memory_format=torch.channels_last)
-        with pytest.raises(NotImplementedError, match="can't be moved, from cpu to meta"):
-            model.to("meta")
         model.blocks[0].up.double()
         with pytest.raises((RuntimeError, ValueError), match=r"(?s)others of its unit.*Convert"):
             _loss(model, rank, 0)
@@ -158,11 +135,8 @@ def _refused(rank):
     assert model.head.weight.grad.dtype == torch.float64
 
 
-def test_what_is_no_cast_or_at_the_wrong_time_is_refused():
-    run_ranks(_refused)
-
-
-def _buffers_and_ignored(rank):
+@on_ranks()
+def test_buffers_and_ignored_parameters_are_cast_too(rank):
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
     ignored = model[1].weight
     brigade.fully_shard(model, ignored_params={ignored})
@@ -172,7 +146,3 @@ def _buffers_and_ignored(rank):
     assert model[1].num_batches_tracked.dtype == torch.int64
     model(torch.ones(2, 3, dtype=torch.float64)).sum().backward()
     assert ignored.grad.dtype == torch.float64
-
-
-def test_buffers_and_ignored_parameters_are_cast_too():
-    run_ranks(_buffers_and_ignored)

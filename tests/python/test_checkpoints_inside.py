@@ -10,19 +10,12 @@ from torch.utils.checkpoint import checkpoint
 
 import brigade
 
-from ranks import run_ranks
-from sharded_training import Block, batch_of, make_net, shard_blocks, step_of_all
+from ranks import on_ranks
+from sharded_training import Block, Pair, make_net, shard_blocks
 
 
 def _checkpoint(use_reentrant):
     return functools.partial(checkpoint, use_reentrant=use_reentrant)
-
-
-class _AllOfIt(Block):
-    """Its whole forward."""
-
-    def forward(self, x):
-        return self.again(super().forward, x)
 
 
 class _SomeOfIt(Block):
@@ -92,23 +85,16 @@ def _trains(rank, make, use_reentrant, shard):
     if make is _SOME:
         for block in plain.blocks:
             block.__class__ = _Plain
-    shard(net)
-    expected = torch.optim.SGD(plain.parameters(), lr=0.1, foreach=False)
-    found = torch.optim.SGD(net.parameters(), lr=0.1)
+    pair = Pair(rank, nets=(plain, shard(net)))
     for step in range(3):
-        found.zero_grad()
-        net(batch_of(rank, step)).square().mean().backward()
-        found.step()
-        step_of_all(plain, expected, step, 2)
+        pair.step(step)
     for value, parameter in zip(net.full_state_dict().values(), plain.parameters(), strict=True):
         assert torch.equal(value, parameter)
 
 
-_ALL = functools.partial(_with_blocks, _AllOfIt)
 _SOME = functools.partial(_with_blocks, _SomeOfIt)
 _AROUND = functools.partial(_with_blocks, _AroundCall)
 _KINDS = {
-    "all": _ALL,
     "some": _SOME,
     "around": _AROUND,
     "wrapper": _wrapped,
@@ -133,14 +119,11 @@ def _replicated(net):
 _SHARDS = {"blocks": shard_blocks, "one unit": _one_unit, "kept": _kept, "replicas": _replicated}
 
 
-def _trains_in_all_ways(rank, name, use_reentrant):
-    for shard in _SHARDS.values():
-        _trains(rank, _KINDS[name], use_reentrant, shard)
-
-
 _MODES = [(name, again) for name in _KINDS for again in (False, True)]
 
 
 @pytest.mark.parametrize(("name", "use_reentrant"), _MODES)
-def test_they_change_nothing(name, use_reentrant):
-    run_ranks(_trains_in_all_ways, name, use_reentrant)
+@on_ranks()
+def test_they_change_nothing(rank, name, use_reentrant):
+    for shard in _SHARDS.values():
+        _trains(rank, _KINDS[name], use_reentrant, shard)

@@ -8,8 +8,8 @@ from torch.distributed.tensor import DTensor
 
 import brigade
 
-from ranks import run_ranks
-from sharded_training import batch_of, make_net, shard_blocks
+from ranks import on_ranks, run_ranks
+from sharded_training import loss_of, make_net, shard_blocks, step_of_all
 
 dcp = pytest.importorskip("torch.distributed.checkpoint")
 pytest.importorskip(
@@ -30,26 +30,16 @@ def _optimizer(model):
 
 def _step(model, optimizer, rank, step):
     optimizer.zero_grad()
-    model(batch_of(rank, step)).square().mean().backward()
+    loss_of(model, rank, step).backward()
     optimizer.step()
 
 
-def _of_one_process(num_steps, world_size=2):
-    """The whole state behind so many steps of that many ranks."""
+def _of_one_process(num_steps):
+    """The whole state behind so many steps of two ranks."""
     plain = make_net()
     optimizer = _optimizer(plain)
     for step in range(num_steps):
-        gradients = None
-        for rank in range(world_size):
-            plain.zero_grad()
-            plain(batch_of(rank, step)).square().mean().backward()
-            own = [p.grad for p in plain.parameters()]
-            if gradients is not None:
-                own = [a + b for a, b in zip(gradients, own, strict=True)]
-            gradients = own
-        for parameter, gradient in zip(plain.parameters(), gradients, strict=True):
-            parameter.grad = gradient * (1.0 / world_size)
-        optimizer.step()
+        step_of_all(plain, optimizer, step, 2)
     return plain, optimizer
 
 
@@ -104,23 +94,6 @@ def _writes(rank, folder, kind):
         dcp.save(_nest(model, optimizer), checkpoint_id=f"{folder}/FSDP2")
 
 
-def _reads(rank, folder, kind):
-    """And goes on for two steps, exactly."""
-    for written_by in ("brigade", "FSDP2", "one process"):
-        model, optimizer = MAKERS[kind]()
-        _step(model, optimizer, rank, 7)  # which is undone
-        nest = _nest(model, optimizer)
-        dcp.load(nest, checkpoint_id=f"{folder}/{written_by}")
-        model.load_state_dict(nest["model"])
-        set_optimizer_state_dict(model, optimizer, nest["optimizer"])
-        _expect_state_of(model, optimizer, *_of_one_process(STEPS))
-        if dist.get_world_size() != 2:
-            continue  # FSDP2 adds up in another order than one process
-        for step in range(STEPS, STEPS + 2):
-            _step(model, optimizer, rank, step)
-        _expect_state_of(model, optimizer, *_of_one_process(STEPS + 2))
-
-
 def _one_writes(rank, folder):
     """Of one thread, as the ranks' processes are."""
     state = _nest(*_of_one_process(STEPS))
@@ -139,11 +112,26 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize(
     ("kind", "world_size"), [("brigade", 1), ("brigade", 2), ("brigade", 3), ("FSDP2", 2)]
 )
-def test_ranks_read_what_others_have_written(kind, world_size, folder):
-    run_ranks(_reads, folder, kind, world_size=world_size)
+@on_ranks()
+def test_ranks_read_what_others_have_written(rank, folder, kind, world_size):
+    """And goes on for two steps, exactly."""
+    for written_by in ("brigade", "FSDP2", "one process"):
+        model, optimizer = MAKERS[kind]()
+        _step(model, optimizer, rank, 7)  # which is undone
+        nest = _nest(model, optimizer)
+        dcp.load(nest, checkpoint_id=f"{folder}/{written_by}")
+        model.load_state_dict(nest["model"])
+        set_optimizer_state_dict(model, optimizer, nest["optimizer"])
+        _expect_state_of(model, optimizer, *_of_one_process(STEPS))
+        if dist.get_world_size() != 2:
+            continue  # FSDP2 adds up in another order than one process
+        for step in range(STEPS, STEPS + 2):
+            _step(model, optimizer, rank, step)
+        _expect_state_of(model, optimizer, *_of_one_process(STEPS + 2))
 
 
-def _one_reads(rank, folder):
+@on_ranks(1)
+def test_one_process_reads_what_ranks_have_written(rank, folder):
     expected = _of_one_process(STEPS)
     for written_by in ("brigade", "FSDP2"):
         plain, optimizer = _of_one_process(STEPS + 1)  # which is undone
@@ -154,11 +142,8 @@ def _one_reads(rank, folder):
         _expect_state_of(plain, optimizer, *expected)
 
 
-def test_one_process_reads_what_ranks_have_written(folder):
-    run_ranks(_one_reads, folder, world_size=1)
-
-
-def _reads_as_its_own(rank, folder):
+@on_ranks()
+def test_a_folder_of_torchs_is_no_checkpoint_of_brigades(rank, folder):
     """What torch has written has no digests, which load_checkpoint() asks for."""
     model, optimizer = _of_brigade()
     before = model.full_state_dict()
@@ -167,7 +152,3 @@ def _reads_as_its_own(rank, folder):
             brigade.load_checkpoint(f"{folder}/{name}", model, optimizer)
         assert "save_checkpoint()" in str(told.value)
     assert all(torch.equal(before[k], v) for k, v in model.full_state_dict().items())
-
-
-def test_a_folder_of_torchs_is_no_checkpoint_of_brigades(folder):
-    run_ranks(_reads_as_its_own, folder)

@@ -9,7 +9,8 @@ from torch import nn
 
 import brigade
 
-from ranks import run_ranks
+from ranks import on_ranks
+from whole_numbers import backward_of_all, loss_of, own_part
 
 WORLD_SIZE = 2
 
@@ -29,10 +30,7 @@ def _batch_of(rank):
 
 def _backward(plain, model, rank):
     """Gradients of the ranks' mean; those of what is ignored are averaged by hand."""
-    for r in range(WORLD_SIZE):
-        plain(_batch_of(r)).square().sum().backward()
-    for parameter in plain.parameters():
-        parameter.grad.mul_(1 / WORLD_SIZE)
+    backward_of_all(plain, WORLD_SIZE, lambda net, r: loss_of(net, _batch_of(r)))
     model(_batch_of(rank)).square().sum().backward()
     for parameter in model[2].parameters():
         dist.all_reduce(parameter.grad)
@@ -44,7 +42,8 @@ def _split(model):
     return [p for p in model.parameters() if all(p is not i for i in ignored)], ignored
 
 
-def _together(rank):
+@on_ranks()
+def test_torchs_function_refuses_both_together(rank):
     for foreach in (None, True):
         plain, model = _nets()
         _backward(plain, model, rank)
@@ -58,10 +57,6 @@ def _together(rank):
             assert torch.equal(parameter.grad, gradient)
         for parameter, gradient in zip(_split(model)[0], parts, strict=True):
             assert torch.equal(parameter.grad.to_local(), gradient)
-
-
-def test_torchs_function_refuses_both_together():
-    run_ranks(_together)
 
 
 def _apart(rank, norm_type):
@@ -83,23 +78,19 @@ def _apart(rank, norm_type):
         gradient = wholes[name].grad
         if isinstance(parameter, brigade.ShardedParameter):
             torch.testing.assert_close(parameter.grad.norm(), gradient.norm())
-            begin = brigade._C.offset_of(parameter)
-            gradient = gradient.flatten()[begin : begin + parameter.to_local().numel()]
-            torch.testing.assert_close(parameter.grad.to_local(), gradient)
+            torch.testing.assert_close(parameter.grad.to_local(), own_part(parameter, gradient))
         else:
             torch.testing.assert_close(parameter.grad, gradient)
 
 
-def _apart_by_any_norm(rank):
+@on_ranks()
+def test_norms_are_put_together_by_hand(rank):
     for norm_type in (2.0, 1.0, float("inf")):
         _apart(rank, norm_type)
 
 
-def test_norms_are_put_together_by_hand():
-    run_ranks(_apart_by_any_norm)
-
-
-def _own_method(rank):
+@on_ranks()
+def test_the_models_own_method_is_of_its_units_alone(rank):
     """The model's own method is of its units: neither the norm nor the clip is of others."""
     plain, model = _nets()
     _backward(plain, model, rank)
@@ -115,22 +106,13 @@ def _own_method(rank):
         assert torch.equal(parameter.grad, gradient)
 
 
-def test_the_models_own_method_is_of_its_units_alone():
-    run_ranks(_own_method)
-
-
-def _without_gradients(rank):
+@on_ranks()
+def test_ignored_parameters_without_gradients_are_no_matter(rank):
     """What is ignored and frozen is no matter: its gradient is None."""
     plain, model = _nets()
     for net in (plain, model):
         net[2].requires_grad_(False)
-    _ = [plain(_batch_of(r)).square().sum().backward() for r in range(WORLD_SIZE)]
-    for parameter in plain[0].parameters():
-        parameter.grad.mul_(1 / WORLD_SIZE)
+    backward_of_all(plain, WORLD_SIZE, lambda net, r: loss_of(net, _batch_of(r)))
     model(_batch_of(rank)).square().sum().backward()
     expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
     torch.testing.assert_close(nn.utils.clip_grad_norm_(model.parameters(), 0.5), expected)
-
-
-def test_ignored_parameters_without_gradients_are_no_matter():
-    run_ranks(_without_gradients)

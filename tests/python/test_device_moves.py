@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import brigade
 from brigade import _device_moves, _sharded_units
 
-from ranks import run_ranks
+from ranks import on_ranks
 
 
 def _group_of(*types):
@@ -50,7 +50,8 @@ def test_where_to(found, types, of_mesh, becomes):
     assert _moves(found, _group_of(*types), of_mesh) == torch.device(becomes)
 
 
-def _what_moves(rank):
+@on_ranks()
+def test_what_moves(rank):
     """What is asked where it goes: not what units below have, is ignored or on meta."""
 
     class Inner(nn.Module):
@@ -83,10 +84,6 @@ def _what_moves(rank):
     assert module.ignored is before["ignored"] and module.on_meta is before["on_meta"]
 
 
-def test_what_moves():
-    run_ranks(_what_moves)
-
-
 def _moving(copies):
     """Moves that copy, as those between devices do, and don't tell devices apart."""
 
@@ -98,7 +95,8 @@ def _moving(copies):
     return elsewhere, mock.patch.object(_sharded_units, "move", move)
 
 
-def _ties(rank):
+@on_ranks()
+def test_tied_memory_is_not_parted(rank):
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     module[1].weight = nn.Parameter(module[0].weight.data)
     copies = []
@@ -113,11 +111,8 @@ def _ties(rank):
         assert len(copies) == 2
 
 
-def test_tied_memory_is_not_parted():
-    run_ranks(_ties)
-
-
-def _fails(rank):
+@on_ranks()
+def test_a_move_that_fails_on_one_rank_fails_on_all(rank):
     class Rotary(nn.Module):
         def __init__(self):
             super().__init__()
@@ -133,10 +128,6 @@ def _fails(rank):
             move = mock.patch.object(_sharded_units, "move", side_effect=RuntimeError("no room"))
         with elsewhere, move, pytest.raises((RuntimeError, ValueError), match="no room"):
             brigade.fully_shard(module)
-
-
-def test_a_move_that_fails_on_one_rank_fails_on_all():
-    run_ranks(_fails)
 
 
 class _Pair(torch.Tensor):

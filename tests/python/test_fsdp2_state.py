@@ -10,8 +10,7 @@ from torch import nn
 
 import brigade
 
-from rank_cases import run_cases
-from ranks import run_ranks
+from ranks import on_ranks
 from whole_numbers import batch_of, expect_parameters, layers, loss_of, step_by_sign
 
 
@@ -62,7 +61,10 @@ class _Index:
         self.offset = offset
 
 
-def _uneven(rank, as_units):
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("as_units", [False, True])
+@on_ranks()
+def test_parts_of_few_rows_are_all_of_each_tensor_once(rank, world_size, as_units):
     plain = nn.Sequential(Uneven(), Uneven())
     with torch.no_grad():
         for parameter in plain[1].parameters():
@@ -92,12 +94,9 @@ def _uneven(rank, as_units):
         model(torch.ones((), dtype=torch.float64)).backward()
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_parts_of_few_rows_are_all_of_each_tensor_once(world_size):
-    run_cases(_uneven, [(False,), (True,)], world_size)
-
-
-def _kept_from_before(rank, reshards):
+@pytest.mark.parametrize("reshards", [True, False])
+@on_ranks()
+def test_a_state_dict_from_before_follows_training_and_copies_do_not(rank, reshards):
     """state_dict() shares memory with the parts, as any module's; full_state_dict() is a copy."""
     model = layers(3, 5, 2)
     plain = copy.deepcopy(model)
@@ -127,11 +126,8 @@ def _kept_from_before(rank, reshards):
         assert torch.equal(model(batch_of(3, rank, 9)), plain(batch_of(3, rank, 9)))
 
 
-def test_a_state_dict_from_before_follows_training_and_copies_do_not():
-    run_cases(_kept_from_before, [(True,), (False,)])
-
-
-def _within_whole_parameters(rank):
+@on_ranks()
+def test_a_state_dict_inside_of_whole_parameters_is_whole(rank):
     """Parameters are whole there; values of a state dict are sharded again behind it."""
     plain, model = layers(3, 5, 2), layers(3, 5, 2)
     _shard(model, as_units=True)
@@ -149,7 +145,3 @@ def _within_whole_parameters(rank):
         plain.load_state_dict(found, strict=True)
         expect_parameters(model, plain)
     assert torch.equal(parts["0.weight"].full_tensor(), plain[0].weight)
-
-
-def test_a_state_dict_inside_of_whole_parameters_is_whole():
-    run_ranks(_within_whole_parameters)

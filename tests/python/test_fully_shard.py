@@ -16,9 +16,10 @@ import brigade
 from brigade import _C
 
 from cases import pairwise
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from sharded_training import (
     Net,
+    Pair,
     batch_of,
     expect_equal,
     expect_losses_alike,
@@ -28,19 +29,12 @@ from sharded_training import (
 )
 
 
-def _trains(rank, world_size, arguments, optimizer_name):
-    plain = make_net()
-    model = shard_blocks(make_net(**arguments.pop("net", {})), **arguments)
-    make = getattr(torch.optim, optimizer_name)
-    plain_optimizer = make(plain.parameters(), lr=0.1, foreach=False)
-    optimizer = make(model.parameters(), lr=0.1)
+def _trains(rank, optimizer, reshards):
+    pair = Pair(rank, getattr(torch.optim, optimizer), reshard_after_forward=reshards)
     for step in range(4):
-        step_of_all(plain, plain_optimizer, step, world_size)
-        optimizer.zero_grad()
-        model(batch_of(rank, step)).square().mean().backward()
-        optimizer.step()
-    expect_equal(model, plain)
-    return model.sharding_statistics()
+        pair.step(step)
+    pair.expect_equal()
+    return pair.model.sharding_statistics()
 
 
 @pairwise(
@@ -49,41 +43,13 @@ def _trains(rank, world_size, arguments, optimizer_name):
     reshards=[None, True, False],
 )
 def test_equals_one_process(world_size, optimizer, reshards):
-    arguments = {"reshard_after_forward": reshards}
-    statistics = run_ranks(_trains, world_size, arguments, optimizer, world_size=world_size)
+    statistics = run_ranks(_trains, optimizer, reshards, world_size=world_size)
     assert all(found["learned_segments"] == 2 for found in statistics)
     assert all(found["segments"] == 8 for found in statistics)
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpointed_blocks(reentrant):
-    run_ranks(_trains, 2, {"net": {"checkpointed": reentrant}}, "SGD")
-
-
-def _hybrid(rank):
-    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2))
-    found = {}
-    for name, shard in (("mesh", mesh), ("all", None)):
-        model = shard_blocks(make_net(), mesh=shard)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for step in range(3):
-            optimizer.zero_grad()
-            model(batch_of(rank, step)).square().mean().backward()
-            optimizer.step()
-        found[name] = model.full_state_dict()
-    for key, value in found["mesh"].items():
-        torch.testing.assert_close(value, found["all"][key])
-    return sum(p.to_local().numel() for p in shard_blocks(make_net(), mesh=mesh).parameters())
-
-
-def test_hybrid_shards():
-    numels = run_ranks(_hybrid, world_size=4)
-    whole = sum(p.numel() for p in make_net().parameters())
-    assert numels[0] == numels[2]
-    assert numels[0] + numels[1] == whole
-
-
-def _surface(rank):
+@on_ranks()
+def test_surface(rank):
     model = shard_blocks(make_net())
     assert isinstance(model, brigade.FSDPModule)
     assert isinstance(model, Net)
@@ -107,38 +73,22 @@ def _surface(rank):
     assert isinstance(whole, brigade.ShardedParameter)
     with pytest.raises(ValueError, match="sharded already"):
         brigade.fully_shard(model)
-    for read in (torch.Tensor.numpy, torch.Tensor.data_ptr):
-        with pytest.raises(RuntimeError, match="sharded"):
-            read(whole.detach())
     with pytest.raises(NotImplementedError, match=r"'blocks\.1\.up\.weight'"):
         whole.detach() @ whole.detach().t()
 
 
-def test_surface():
-    run_ranks(_surface)
-
-
-def _state(rank):
-    model = shard_blocks(make_net())
-    model(batch_of(rank, 0)).sum()
-    torch.manual_seed(5)
-    other = Net()
-    model.load_full_state_dict(other.state_dict())
-    expect_equal(model, other)
-
-
-def test_full_state_is_loaded():
-    run_ranks(_state)
-
-
-def _clips(rank, norm_type):
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, float("inf")])
+@pytest.mark.parametrize("foreach", [None, True, False])
+@on_ranks()
+def test_torchs_clip_grad_norm_is_global(rank, norm_type, foreach):
     plain = make_net()
     model = shard_blocks(make_net())
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.0)
     step_of_all(plain, optimizer, 0, 2)
     model(batch_of(rank, 0)).square().mean().backward()
     expected = nn.utils.get_total_norm([p.grad for p in plain.parameters()], norm_type)
-    found = nn.utils.clip_grad_norm_(model.parameters(), 0.5 * expected.item(), norm_type)
+    most = 0.5 * expected.item()
+    found = nn.utils.clip_grad_norm_(model.parameters(), most, norm_type, foreach=foreach)
     torch.testing.assert_close(found, expected)
     clipped = model.clip_grad_norm_(1e9, norm_type)
     torch.testing.assert_close(clipped, 0.5 * expected, check_dtype=False)
@@ -147,183 +97,8 @@ def _clips(rank, norm_type):
     assert every[0] == every[1]
 
 
-@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, float("inf")])
-def test_torchs_clip_grad_norm_is_global(norm_type):
-    run_ranks(_clips, norm_type)
-
-
-def _accumulates(rank):
-    plain, model = make_net(), shard_blocks(make_net())
-    sums = None
-    for r in range(2):
-        plain.zero_grad()
-        for step in range(3):
-            plain(batch_of(r, step)).square().mean().backward()
-        gradients = [p.grad for p in plain.parameters()]
-        sums = gradients if sums is None else [a + b for a, b in zip(sums, gradients, strict=True)]
-    for step in range(3):
-        model.set_requires_gradient_sync(step == 2)
-        model(batch_of(rank, step)).square().mean().backward()
-        assert (next(model.parameters()).grad is None) == (step < 2)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.sub_(parameter.grad)
-        for parameter, gradient in zip(plain.parameters(), sums, strict=True):
-            parameter.sub_(gradient * 0.5)
-    expect_equal(model, plain)
-
-
-def test_accumulates_without_communication():
-    run_ranks(_accumulates)
-
-
-def _low_precision(rank):
-    model = make_net()
-    for block in model.blocks:
-        brigade.fully_shard(block, mp_policy=MixedPrecisionPolicy(torch.bfloat16))
-    policy = MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float32)
-    brigade.fully_shard(model, mp_policy=policy)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    losses = []
-    for _ in range(20):
-        optimizer.zero_grad()
-        output = model(batch_of(rank, 0))
-        assert output.dtype == torch.float32
-        loss = output.square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert all(
-        p.dtype == torch.float32 and p.grad.dtype == torch.float32 for p in model.parameters()
-    )
-    assert losses[-1] < 0.5 * losses[0]
-
-
-def test_low_precision():
-    run_ranks(_low_precision)
-
-
-class Branches(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Linear(4, 4)
-        self.b = nn.Linear(4, 4)
-        self.unused = nn.Linear(4, 4)
-
-    def forward(self, x, branch):
-        return (self.a if branch == 0 else self.b)(x)
-
-
-def _branch_in_a_unit(rank):
-    torch.manual_seed(0)
-    model = Branches()
-    plain = copy.deepcopy(model)
-    brigade.fully_shard(model)
-    x = torch.ones(2, 4)
-    plain(x, 0).sum().backward()
-    plain(2 * x, 1).sum().backward()
-    for _ in range(2):
-        model.zero_grad()
-        model((rank + 1) * x, rank).sum().backward()
-    for name, parameter in plain.named_parameters():
-        sharded = model.get_parameter(name)
-        if parameter.grad is None:
-            assert sharded.grad is None
-    with model.whole_parameters(writes=True):
-        pass
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                parameter.copy_(parameter.grad)
-    state = model.full_state_dict()
-    for name, parameter in plain.named_parameters():
-        if parameter.grad is not None:
-            assert torch.equal(state[name], parameter.grad / 2), name
-
-
-def test_ranks_may_take_different_branches_of_a_unit():
-    run_ranks(_branch_in_a_unit)
-
-
-class AnyOrder(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(3)])
-
-    def forward(self, x, order):
-        for i in order:
-            x = torch.tanh(self.layers[i](x))
-        return x
-
-
-def _calls_units_in_any_order(rank):
-    orders = [[0, 1, 2], [2, 0, 2], [1, 1], [2, 1, 0], [1]]
-    torch.manual_seed(0)
-    model = AnyOrder()
-    plain = copy.deepcopy(model)
-    for layer in model.layers:
-        brigade.fully_shard(layer)
-    brigade.fully_shard(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    for step in range(10):
-
-        def loss_of(net, rank, step=step):
-            x = torch.ones(2, 4, requires_grad=True) * (rank + 1)
-            return net(x, orders[(step + (2 + step // 5) * rank) % 5]).square().sum()
-
-        with torch.no_grad():
-            for parameter in plain.parameters():
-                parameter.grad = torch.zeros_like(parameter)
-        for each in range(2):
-            loss_of(plain, each).backward()
-        with torch.no_grad():
-            for parameter in plain.parameters():
-                parameter -= 0.5 * (parameter.grad * 0.5)
-        optimizer.zero_grad()
-        loss_of(model, rank).backward()
-        optimizer.step()
-    state = model.full_state_dict()
-    for name, value in plain.state_dict().items():
-        torch.testing.assert_close(state[name], value)
-    return model.sharding_statistics()["rounds"]
-
-
-def test_ranks_may_call_units_in_any_order_and_number():
-    assert all(rounds > 0 for rounds in run_ranks(_calls_units_in_any_order))
-
-
-def _forward_fails(rank):
-    class Bad(nn.Linear):
-        fails = False
-
-        def forward(self, x):
-            if self.fails:
-                raise ValueError("bad batch")
-            return super().forward(x)
-
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), Bad(4, 4), nn.Linear(4, 4))
-    brigade.fully_shard(model[1])
-    brigade.fully_shard(model)
-    for step in range(4):
-        model[1].fails = step == 1 and rank == 1
-        expected = ValueError if model[1].fails else dist.DistBackendError
-        model.zero_grad()
-        if step == 1:
-            with pytest.raises(expected, match="bad batch"):
-                model(torch.ones(2, 4)).sum().backward()
-            assert all(isinstance(p, brigade.ShardedParameter) for p in model.parameters())
-            assert all(p.grad is None for p in model.parameters())
-        else:
-            model(torch.ones(2, 4)).sum().backward()
-            assert all(p.grad is not None for p in model.parameters())
-
-
-def test_a_forward_that_fails_on_one_rank():
-    run_ranks(_forward_fails)
-
-
-def _tied(rank):
+@on_ranks()
+def test_tied_across_units_is_an_error(rank):
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
     model[2].weight = model[0].weight
     brigade.fully_shard(model[2])
@@ -333,11 +108,8 @@ def _tied(rank):
         brigade.fully_shard(model)
 
 
-def test_tied_across_units_is_an_error():
-    run_ranks(_tied)
-
-
-def _same_memory(rank):
+@on_ranks()
+def test_parameters_of_two_units_that_have_one_memory_are_an_error(rank):
     def make():
         return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
 
@@ -362,11 +134,8 @@ def _same_memory(rank):
         brigade.fully_shard(on_one_rank[2])
 
 
-def test_parameters_of_two_units_that_have_one_memory_are_an_error():
-    run_ranks(_same_memory)
-
-
-def _stays_as_it_is(rank):
+@on_ranks()
+def test_what_stays_as_it_is_has_memory_of_its_own(rank):
     def make(untie=lambda tensor: tensor):
         model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
         model[1].running_mean = untie(model[0].bias.detach())
@@ -393,29 +162,23 @@ def _stays_as_it_is(rank):
     brigade.fully_shard(model, ignored_params={model[1].weight})(batch).sum().backward()
 
 
-def test_what_stays_as_it_is_has_memory_of_its_own():
-    run_ranks(_stays_as_it_is)
-
-
-def _tied_in_a_list(rank, folder):
+@on_ranks()
+def test_what_is_tied_has_the_name_of_its_first_place(rank, tmp_path):
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
     model[2].weight = model[0].weight
     plain = copy.deepcopy(model)
     brigade.fully_shard([model[2], model[0]])
     brigade.fully_shard(model)
-    brigade.save_whole(model, folder / "model.safetensors")
+    brigade.save_whole(model, tmp_path / "model.safetensors")
     for parameter in plain.parameters():
         nn.init.zeros_(parameter)
     ddp = brigade.DistributedDataParallel(plain)
-    brigade.load_whole(ddp, folder / "model.safetensors")
+    brigade.load_whole(ddp, tmp_path / "model.safetensors")
     expect_equal(model, plain)
 
 
-def test_what_is_tied_has_the_name_of_its_first_place(tmp_path):
-    run_ranks(_tied_in_a_list, tmp_path)
-
-
-def _parts_of_one_memory(rank):
+@on_ranks()
+def test_units_may_have_parts_of_one_memory(rank):
     torch.manual_seed(0)
     memory = torch.randn(2, 4, 4)
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
@@ -432,43 +195,14 @@ def _parts_of_one_memory(rank):
     expect_equal(model, plain)
 
 
-def test_units_may_have_parts_of_one_memory():
-    run_ranks(_parts_of_one_memory)
-
-
-def _tied_in_one_unit(rank):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
-    model[2].weight = model[0].weight
-    plain = copy.deepcopy(model)
-    brigade.fully_shard(model)
-    assert len(list(model.parameters())) == 3
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
-    for _ in range(3):
-        for trained, stepped in ((model, optimizer), (plain, plain_optimizer)):
-            stepped.zero_grad()
-            trained(torch.ones(2, 4)).square().sum().backward()
-            stepped.step()
-    state = model.full_state_dict()
-    for name, value in plain.state_dict().items():
-        assert torch.equal(state[name], value), name
-
-
-def test_tied_in_one_unit_stay_tied():
-    run_ranks(_tied_in_one_unit)
-
-
-def _against_torch(rank):
+@on_ranks()
+def test_losses_equal_torchs_on_two_ranks(rank):
     mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
     expect_losses_alike(rank, brigade.fully_shard, functools.partial(torch_fully_shard, mesh=mesh))
 
 
-def test_losses_equal_torchs_on_two_ranks():
-    run_ranks(_against_torch)
-
-
-def _goes_away(rank):
+@on_ranks()
+def test_a_model_that_is_let_go_of_is_gone(rank):
     model = shard_blocks(make_net())
     model(batch_of(rank, 0)).square().mean().backward()
     assert next(model.parameters()).grad is not None
@@ -482,35 +216,8 @@ def _goes_away(rank):
     again(batch_of(rank, 0)).square().mean().backward()
 
 
-def test_a_model_that_is_let_go_of_is_gone():
-    run_ranks(_goes_away)
-
-
-class Holder(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Linear(4, 4)
-
-    def forward(self, x):
-        return self.a(x)
-
-
-def _without_own_parameters(rank):
-    torch.manual_seed(0)
-    model = nn.Sequential(Holder(), nn.Linear(4, 2))
-    brigade.fully_shard(model[0].a)
-    brigade.fully_shard(model[0])
-    brigade.fully_shard(model)
-    for _ in range(2):
-        model(torch.ones(2, 4)).sum().backward()
-    assert all(p.grad is not None for p in model.parameters())
-
-
-def test_a_unit_without_parameters_of_its_own():
-    run_ranks(_without_own_parameters)
-
-
-def _full_state_of_masters(rank):
+@on_ranks()
+def test_full_state_is_that_of_the_masters(rank):
     model = shard_blocks(make_net(), mp_policy=MixedPrecisionPolicy(torch.bfloat16))
     expect_equal(model, make_net())
     with model.whole_parameters(writes=True):
@@ -526,11 +233,8 @@ def _full_state_of_masters(rank):
         model.load_full_state_dict({**other.state_dict(), "extra": torch.ones(3)})
 
 
-def test_full_state_is_that_of_the_masters():
-    run_ranks(_full_state_of_masters)
-
-
-def _unsharded_forward(rank):
+@on_ranks()
+def test_what_is_written_behind_a_forward_inside_of_unshard_is_kept(rank):
     model = shard_blocks(make_net())
     with torch.no_grad(), model.whole_parameters(writes=True):
         model(batch_of(rank, 0))
@@ -538,44 +242,16 @@ def _unsharded_forward(rank):
     assert torch.equal(model.full_state_dict()["head.bias"], torch.full((2,), 5.0))
 
 
-def test_what_is_written_behind_a_forward_inside_of_unshard_is_kept():
-    run_ranks(_unsharded_forward)
-
-
-def _norms(rank):
-    model = shard_blocks(make_net())
-    weight = model.blocks[0].up.weight
-    whole = make_net().blocks[0].up.weight
-    with torch.no_grad():
-        torch.testing.assert_close(weight.norm(), whole.norm())
-        torch.testing.assert_close(torch.norm(weight, 1), whole.norm(1))
-        torch.testing.assert_close(torch.linalg.vector_norm(weight), whole.norm())
-    with pytest.raises(RuntimeError, match="no_grad"):
-        weight.norm()
-    with torch.no_grad(), pytest.raises(NotImplementedError, match=r"'up\.weight'"):
-        torch.linalg.vector_norm(weight, dim=0)
-    with pytest.raises(NotImplementedError, match="can't be moved"):
-        model.to("meta")
-    with pytest.raises(NotImplementedError, match="can't be copied"):
-        copy.deepcopy(model)
-
-
-def test_norms_are_of_whole_parameters():
-    run_ranks(_norms)
-
-
-def _classes(rank):
+@on_ranks(1)
+def test_one_class_for_all_modules_of_a_class(rank):
     first, second = shard_blocks(make_net()), shard_blocks(make_net())
     assert type(first) is type(second)
     assert type(first).__name__ == "FSDPNet"
     assert type(nn.Sequential(*first.blocks)[:1][0]) is type(second.blocks[0])
 
 
-def test_one_class_for_all_modules_of_a_class():
-    run_ranks(_classes, world_size=1)
-
-
-def _nothing_left_to_the_outermost(rank):
+@on_ranks()
+def test_an_outermost_module_without_parameters_of_its_own(rank):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
     plain = copy.deepcopy(model)
@@ -592,29 +268,6 @@ def _nothing_left_to_the_outermost(rank):
     empty = brigade.fully_shard(nn.Tanh())
     with pytest.raises(ValueError, match="a sharded Tanh has no parameters"):
         empty(torch.ones(1))
-
-
-def test_an_outermost_module_without_parameters_of_its_own():
-    run_ranks(_nothing_left_to_the_outermost)
-
-
-def _moves(rank):
-    model = nn.Sequential(nn.Conv2d(2, 3, 1), nn.BatchNorm2d(3))
-    brigade.fully_shard(model)
-    holder = nn.ModuleList([model])
-    assert holder.to("cpu").float().cpu()[0] is model
-    with pytest.raises(NotImplementedError, match="can't be moved"):
-        holder.to("meta")
-    with pytest.raises(NotImplementedError, match="memory format"):
-        holder.to(memory_format=torch.channels_last)
-    model[1].running_mean = model[1].running_mean.double()
-    holder.float()
-    assert model[1].running_mean.dtype == torch.float32
-    model(torch.ones(1, 2, 2, 2)).sum().backward()
-
-
-def test_moving_to_where_it_is():
-    run_ranks(_moves)
 
 
 class _MeshOf:
@@ -679,33 +332,28 @@ class _Products(nn.Module):
         return x
 
 
-def _gradient_in_place(rank):
+@on_ranks()
+def test_a_functions_gradient_is_written_in_place(rank):
     plain, net = nn.Sequential(_Products()), nn.Sequential(_Products())
     brigade.fully_shard(net[0])
     model = brigade.fully_shard(net)
     object.__setattr__(net[0], "model", model)
     assert model.gradient_slot(net[0].first) is None  # no forward has run
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.01) for each in (plain, net)]
+    pair = Pair(rank, nets=(plain, net))
     for step in range(3):
-        step_of_all(plain, optimizers[0], step, 2)
         net[0].slots.clear()
-        model(batch_of(rank, step)).square().mean().backward()
+        pair.step(step)
         # In the order of backward; the first weight's second gradient is added to its first.
         last, second, first = net[0].slots
         assert first is None and last is not None and second is not None
         assert last.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
-        optimizers[1].step()
-        optimizers[1].zero_grad()
-    expect_equal(model, plain)
+    pair.expect_equal()
     with pytest.raises(ValueError, match="expected a parameter of this model"):
         model.gradient_slot(torch.ones(5, 5))
 
 
-def test_a_functions_gradient_is_written_in_place():
-    run_ranks(_gradient_in_place)
-
-
-def _written_until_it_is_reduced(rank):
+@on_ranks()
+def test_a_slot_is_the_memory_that_is_reduced(rank):
     net = _Products()
     object.__setattr__(net, "model", brigade.fully_shard(net))
     kept = net.slots
@@ -724,30 +372,21 @@ def _written_until_it_is_reduced(rank):
     assert (net.second.grad == 1.5).all()
 
 
-def test_a_slot_is_the_memory_that_is_reduced():
-    run_ranks(_written_until_it_is_reduced)
-
-
-def _runs_a_part_first(rank, on_all):
-    model, plain = shard_blocks(make_net()), make_net()
+@pytest.mark.parametrize("on_all", [True, False])
+@on_ranks()
+def test_a_part_may_run_by_itself(rank, on_all):
+    pair = Pair(rank)
+    model, plain = pair.model, pair.plain
     if on_all or rank == 0:
         found = model.blocks[1](torch.ones(2, 7))
         assert torch.equal(found, plain.blocks[1](torch.ones(2, 7)))
     else:
         model(batch_of(rank, 0))
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model)]
-    step_of_all(plain, optimizers[0], 0, 2)
-    model(batch_of(rank, 0)).square().mean().backward()
-    optimizers[1].step()
-    expect_equal(model, plain)
+    pair.expect_step(0)
 
 
-@pytest.mark.parametrize("on_all", [True, False])
-def test_a_part_may_run_by_itself(on_all):
-    run_ranks(_runs_a_part_first, on_all)
-
-
-def _adds_in_order(rank):
+@on_ranks(3)
+def test_reproducible_sums_are_those_of_cpus_in_any_case(rank):
     wanted = shard_blocks(make_net(), reproducible=True)
     default = shard_blocks(make_net())
     for model in (wanted, default):
@@ -756,7 +395,3 @@ def _adds_in_order(rank):
         assert torch.equal(ours.grad, theirs.grad)
     with pytest.raises(ValueError, match=r"reproducible 1.*reproducible 0"):
         brigade.fully_shard(nn.Linear(4, 4), reproducible=rank == 0)
-
-
-def test_reproducible_sums_are_those_of_cpus_in_any_case():
-    run_ranks(_adds_in_order, world_size=3)

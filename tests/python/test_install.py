@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import brigade
 
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 
 OWNERS = (
     DistributedDataParallel,
@@ -63,7 +63,8 @@ def _trains(wrapped, rank):
 # ---------------------------------------------------------------- construction
 
 
-def _makes_ours(rank):
+@on_ranks()
+def test_torchs_class_makes_ours_for_a_while_and_nothing_is_left_behind(rank):
     before = [dict(vars(owner)) for owner in OWNERS]
     with brigade.install():
         ours = nn.parallel.DistributedDataParallel(_net())
@@ -80,11 +81,8 @@ def _makes_ours(rank):
     assert [dict(vars(owner)) for owner in OWNERS] == before
 
 
-def test_torchs_class_makes_ours_for_a_while_and_nothing_is_left_behind():
-    run_ranks(_makes_ours)
-
-
-def _makes_reducers(rank):
+@on_ranks(1)
+def test_torchs_reducer_and_logger_make_ours(rank):
     def make():
         parameters = [nn.Parameter(torch.ones(2))]
         reducer = dist.Reducer(parameters, [[0]], [2**20], dist.group.WORLD)
@@ -101,10 +99,6 @@ def _makes_reducers(rank):
     reducer, logger = make()
     assert type(reducer) is dist.Reducer
     assert type(logger) is dist.Logger
-
-
-def test_torchs_reducer_and_logger_make_ours():
-    run_ranks(_makes_reducers, world_size=1)
 
 
 # ------------------------------------------------------- what was bound before
@@ -138,7 +132,8 @@ def _wrap(module, wrapper=DistributedDataParallel):
 _PARTIAL = functools.partial(DistributedDataParallel, bucket_cap_mb=1)
 
 
-def _bound_before(rank):
+@on_ranks()
+def test_defaults_and_partials_make_what_torchs_class_makes(rank):
     with brigade.install():
         ours = [_wrap(_net()), _PARTIAL(_net())]
     theirs = [_wrap(_net()), _PARTIAL(_net())]
@@ -148,11 +143,8 @@ def _bound_before(rank):
         _trains(wrapped, rank)
 
 
-def test_defaults_and_partials_make_what_torchs_class_makes():
-    run_ranks(_bound_before)
-
-
-def _derived(rank):
+@on_ranks()
+def test_classes_derived_from_torchs_keep_their_methods_over_our_reducer(rank):
     for kind in (Derived, DerivedInOldStyle, DerivedTwice):
         with brigade.install():
             ours = kind(_net())
@@ -167,11 +159,8 @@ def _derived(rank):
             assert wrapped.module.weight.grad.tolist() == [[2.0] * 3] * 2
 
 
-def test_classes_derived_from_torchs_keep_their_methods_over_our_reducer():
-    run_ranks(_derived)
-
-
-def _imported_meanwhile(rank):
+@on_ranks(1)
+def test_modules_imported_meanwhile_have_torchs_classes_afterwards(rank):
     with brigade.install():
         library = types.ModuleType("library")
         exec(
@@ -192,10 +181,6 @@ def _imported_meanwhile(rank):
         assert set(get_model_state_dict(theirs)) == {"weight", "bias"}
 
 
-def test_modules_imported_meanwhile_have_torchs_classes_afterwards():
-    run_ranks(_imported_meanwhile, world_size=1)
-
-
 # ------------------------------------------------------------ living instances
 
 
@@ -208,7 +193,13 @@ def _joins(wrapped, rank):
     assert wrapped.module.weight.grad.tolist() == [[2.0 if rank == 0 else 1.0] * 3] * 2
 
 
-def _lives_on(rank):
+def _sum_halved(state, bucket):
+    work = dist.all_reduce(bucket.buffer(), async_op=True)
+    return work.get_future().then(lambda done: done.value()[0] / 2)
+
+
+@on_ranks(fresh=True)
+def test_instances_of_either_class_live_on_through_both(rank):
     early = DistributedDataParallel(_net())
     with pytest.warns(UserWarning, match=r"has wrapped 'Linear' already"):
         brigade.install()
@@ -227,19 +218,31 @@ def _lives_on(rank):
         early, ours = copy.deepcopy(early), copy.deepcopy(ours)
 
 
-def _sum_halved(state, bucket):
-    work = dist.all_reduce(bucket.buffer(), async_op=True)
-    return work.get_future().then(lambda done: done.value()[0] / 2)
-
-
-def test_instances_of_either_class_live_on_through_both():
-    run_ranks(_lives_on, fresh=True)
-
-
 # --------------------------------------------------------------------- pickles
 
 
-def _pickles(rank):
+@on_ranks(1)
+def test_a_pickle_of_an_older_torchs_wrapper_is_read(rank):
+    """What torch 2.12 leaves out of a pickle, and has in it."""
+    wrapped = DistributedDataParallel(_net(), broadcast_buffers=False)
+    state = wrapped.__getstate__()
+    for name in (
+        "forward_sync_buffers",
+        "lazy_bucket_allocation",
+        "batched_grad_copy",
+        "_require_manual_backward_finalization",
+    ):
+        state.pop(name, None)
+    state["broadcast_buffers"] = False
+    again = brigade.DistributedDataParallel.__new__(brigade.DistributedDataParallel)
+    again.__setstate__(state)
+    assert again.forward_sync_buffers is again.broadcast_buffers is False
+    again(torch.ones(1, 3)).sum().backward()
+    assert again.module.weight.grad.tolist() == [[1.0] * 3] * 2
+
+
+@on_ranks(1)
+def test_pickles_are_of_the_class_that_the_program_named(rank):
     theirs = {kind: pickle.dumps(kind(_net())) for kind in (DistributedDataParallel, Derived)}
     with brigade.install():
         ours = {kind: pickle.dumps(kind(_net())) for kind in theirs}
@@ -261,33 +264,6 @@ def _pickles(rank):
         assert _is_torchs(again)
         again(torch.ones(1, 3)).sum().backward()
         assert again.module.weight.grad.tolist() == [[1.0] * 3] * 2
-
-
-def _older_pickle(rank):
-    """What torch 2.12 leaves out of a pickle, and has in it."""
-    wrapped = DistributedDataParallel(_net(), broadcast_buffers=False)
-    state = wrapped.__getstate__()
-    for name in (
-        "forward_sync_buffers",
-        "lazy_bucket_allocation",
-        "batched_grad_copy",
-        "_require_manual_backward_finalization",
-    ):
-        state.pop(name, None)
-    state["broadcast_buffers"] = False
-    again = brigade.DistributedDataParallel.__new__(brigade.DistributedDataParallel)
-    again.__setstate__(state)
-    assert again.forward_sync_buffers is again.broadcast_buffers is False
-    again(torch.ones(1, 3)).sum().backward()
-    assert again.module.weight.grad.tolist() == [[1.0] * 3] * 2
-
-
-def test_a_pickle_of_an_older_torchs_wrapper_is_read():
-    run_ranks(_older_pickle, world_size=1)
-
-
-def test_pickles_are_of_the_class_that_the_program_named():
-    run_ranks(_pickles, world_size=1)
 
 
 # What a program without brigade does with a model that was saved whole.
@@ -327,7 +303,8 @@ def test_a_model_saved_whole_is_read_where_brigade_is_not(tmp_path):
 # ----------------------------------------------------------------- in and out
 
 
-def _nests(rank):
+@on_ranks(1)
+def test_only_the_outer_context_undoes(rank):
     with brigade.install():
         with brigade.install():
             pass
@@ -335,11 +312,8 @@ def _nests(rank):
     assert _is_torchs(DistributedDataParallel(_net()))
 
 
-def test_only_the_outer_context_undoes():
-    run_ranks(_nests, world_size=1)
-
-
-def _wrapped_by_others(rank):
+@on_ranks(1)
+def test_what_others_have_put_around_our_patch_stays_theirs(rank):
     torchs = DistributedDataParallel.__init__
     brigade.install()
     ours = DistributedDataParallel.__init__
@@ -361,11 +335,8 @@ def _wrapped_by_others(rank):
     DistributedDataParallel.__init__ = torchs
 
 
-def test_what_others_have_put_around_our_patch_stays_theirs():
-    run_ranks(_wrapped_by_others, world_size=1)
-
-
-def _names_what_is_bound(rank):
+@on_ranks(1, fresh=True)
+def test_what_came_before_is_named_and_nothing_else(rank):
     library = types.ModuleType("library")
     library.register = dist._register_comm_hook
     sys.modules["library"] = library
@@ -381,11 +352,8 @@ def _names_what_is_bound(rank):
         brigade.install()
 
 
-def test_what_came_before_is_named_and_nothing_else():
-    run_ranks(_names_what_is_bound, world_size=1, fresh=True)
-
-
-def _shards(rank):
+@on_ranks(fresh=True)
+def test_fully_shard_is_brigades(rank):
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.fsdp import fully_shard as before
 
@@ -419,7 +387,3 @@ def _shards(rank):
     from torch.distributed.fsdp import fully_shard
 
     assert fully_shard is before
-
-
-def test_fully_shard_is_brigades():
-    run_ranks(_shards, fresh=True)

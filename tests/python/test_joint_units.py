@@ -10,8 +10,17 @@ from torch.utils.checkpoint import checkpoint
 
 import brigade
 
-from ranks import run_ranks
+from ranks import on_ranks
 from sharded_training import Block, expect_equal, is_unsharded
+from whole_numbers import (
+    backward_of_all,
+    batch_of,
+    expect_gradients,
+    expect_parameters,
+    linear,
+    loss_of,
+    step_by_sign,
+)
 
 
 class Tied(nn.Module):
@@ -27,21 +36,20 @@ class Tied(nn.Module):
         self.scale = nn.Parameter(torch.ones(3))
 
     def forward(self, tokens, to_the_end=True, checkpointed=None):
+        def run(module, x, use_reentrant=checkpointed):
+            if use_reentrant is None:
+                return module(x)
+            return checkpoint(module, x, use_reentrant=use_reentrant)
+
         x = self.embed(tokens)
         for block in self.blocks:
-            x = (
-                block(x)
-                if checkpointed is None
-                else checkpoint(block, x, use_reentrant=checkpointed)
-            )
+            x = run(block, x)
         if not to_the_end:
             return x * self.scale.sum()
-        if checkpointed is None:
-            return self.head(self.norm(x)) * self.scale.sum()
-        x = checkpoint(self.norm, x, use_reentrant=checkpointed)
-        if checkpointed:  # what is tied would come from a backward inside of the other
-            return self.head(x) * self.scale.sum()
-        return checkpoint(self.head, x, use_reentrant=False) * self.scale.sum()
+        # Reentrant: what is tied would come from a backward inside of the other.
+        return run(self.head, run(self.norm, x), False if checkpointed is False else None) * (
+            self.scale.sum()
+        )
 
 
 def _model():
@@ -62,64 +70,31 @@ def _tokens(rank, step):
     return torch.randint(11, (2, 3), generator=generator)
 
 
-def _add(first, second):
-    if first is None or second is None:
-        return second if first is None else first
-    return first + second
-
-
-def _step_of_all(plain, optimizer, inputs, options):
-    """As sharded_training's, but that parameters may be unused."""
-    sums = [None] * len(list(plain.parameters()))
-    for tokens, of_rank in zip(inputs, options, strict=True):
-        plain.zero_grad()
-        plain(tokens, **of_rank).square().mean().backward()
-        sums = [_add(a, p.grad) for a, p in zip(sums, plain.parameters(), strict=True)]
-    for parameter, gradient in zip(plain.parameters(), sums, strict=True):
-        parameter.grad = None if gradient is None else gradient * (1.0 / len(inputs))
-    optimizer.step()
-
-
-def _trains(rank, world_size, arguments, options):
-    """`options`: of forward, by step, by rank."""
-    plain, model = _model(), _sharded(_model(), **arguments)
-    plain_optimizer = torch.optim.AdamW(plain.parameters(), lr=0.1, foreach=False)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+@pytest.mark.parametrize("checkpointed", [None, True, False])
+@pytest.mark.parametrize("reshards", [True, False])
+@on_ranks()
+def test_equals_one_process(rank, checkpointed, reshards):
+    plain, model = _model(), _sharded(_model(), reshard_after_forward=reshards)
+    optimizers = [torch.optim.AdamW(net.parameters(), 0.1, foreach=False) for net in (plain, model)]
     assert len(list(model.parameters())) == len(list(plain.parameters()))
-    for step, by_rank in enumerate(options):
-        inputs = [_tokens(r, step) for r in range(world_size)]
-        _step_of_all(plain, plain_optimizer, inputs, by_rank)
-        optimizer.zero_grad()
-        model(inputs[rank], **by_rank[rank]).square().mean().backward()
-        optimizer.step()
+
+    for step in range(3):
+
+        def loss_on(net, r, step=step):
+            return net(_tokens(r, step), checkpointed=checkpointed).square().mean()
+
+        for net in (plain, model):
+            net.zero_grad()
+        backward_of_all(plain, 2, loss_on)
+        loss_on(model, rank).backward()
+        for optimizer in optimizers:
+            optimizer.step()
         assert all(isinstance(p, brigade.ShardedParameter) for p in model.parameters())
     expect_equal(model, plain)
-    return model.sharding_statistics()
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("reshards", [None, True, False])
-def test_equals_one_process(world_size, reshards):
-    arguments = {"reshard_after_forward": reshards}
-    options = [[{}] * world_size] * 4
-    statistics = run_ranks(_trains, world_size, arguments, options, world_size=world_size)
-    # Gathered once in forward, and once in backward.
-    assert all(found["learned_segments"] <= 2 for found in statistics)
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpointed_parts(reentrant):
-    run_ranks(_trains, 2, {}, [[{"checkpointed": reentrant}] * 2] * 3)
-
-
-@pytest.mark.parametrize("reshards", [True, False])
-def test_forward_of_some_of_them(reshards):
-    part, all_of_it = {"to_the_end": False}, {}
-    options = [[part, part], [all_of_it, all_of_it], [part, part], [part, all_of_it]]
-    run_ranks(_trains, 2, {"reshard_after_forward": reshards}, options)
-
-
-def _stays_whole(rank):
+@on_ranks()
+def test_whole_from_the_first_forward_to_the_last(rank):
     model = _sharded(_model())
     seen = []
     model.blocks[0].register_forward_hook(lambda *_: seen.append(is_unsharded(model.head.weight)))
@@ -135,72 +110,8 @@ def _stays_whole(rank):
     assert "'embed, norm, head': 3 parameters" in model.explain()
 
 
-def test_whole_from_the_first_forward_to_the_last():
-    run_ranks(_stays_whole)
-
-
-class TwoHeads(nn.Module):
-    """Both run, one after the other; backward may go through either."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Linear(4, 4)
-        self.heads = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
-
-    def forward(self, x):
-        x = self.body(x)
-        return [head(x) for head in self.heads]
-
-
-def _backward_through_one(rank):
-    torch.manual_seed(0)
-    model = TwoHeads()
-    plain = copy.deepcopy(model)
-    brigade.fully_shard(list(model.heads))
-    brigade.fully_shard(model)
-    x = torch.ones(2, 4)
-    for used in ([0], [1], [0, 1], [1, 0]):
-        sum(plain(x)[i].square().sum() for i in used).backward()
-        sum(model(x)[i].square().sum() for i in used).backward()
-    with torch.no_grad():
-        for trained in (model, plain):
-            for parameter in trained.parameters():
-                parameter.copy_(parameter.grad)
-    expect_equal(model, plain)
-
-
-def test_backward_through_some_of_them():
-    run_ranks(_backward_through_one)
-
-
-def _called_twice(rank):
-    class Twice(TwoHeads):
-        def forward(self, x):
-            first, second = self.heads
-            return second(first(first(self.body(x)))) + first(x)
-
-    torch.manual_seed(0)
-    model = Twice()
-    plain = copy.deepcopy(model)
-    brigade.fully_shard(list(model.heads))
-    brigade.fully_shard(model)
-    x = torch.ones(2, 4)
-    for _ in range(3):
-        for trained in (model, plain):
-            trained.zero_grad()
-            trained(x).square().sum().backward()
-    with torch.no_grad():
-        for trained in (model, plain):
-            for parameter in trained.parameters():
-                parameter.copy_(parameter.grad)
-    expect_equal(model, plain)
-
-
-def test_one_of_them_called_more_often():
-    run_ranks(_called_twice)
-
-
-def _fails(rank):
+@on_ranks()
+def test_a_failure_inside_of_them(rank):
     class Bad(nn.Linear):
         fails = False
 
@@ -229,51 +140,8 @@ def _fails(rank):
             assert all(p.grad is not None for p in model.parameters())
 
 
-def test_a_failure_inside_of_them():
-    run_ranks(_fails)
-
-
-def _with_norms_apart(model, **arguments):
-    norms = [module for module in model.modules() if isinstance(module, nn.LayerNorm)]
-    brigade.fully_shard(norms, reshard_after_forward=False, **arguments)
-    for block in model.blocks:
-        brigade.fully_shard(block, **arguments)
-    return brigade.fully_shard(model, **arguments)
-
-
-def _norms(rank, world_size):
-    plain, model = _model(), _with_norms_apart(_model())
-    plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.01, foreach=False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    # Three norms of 14 elements, two blocks without theirs, and the rest.
-    padded = [-(-numel // world_size) * world_size for numel in (42, 232, 232, 80)]
-    sent_once = [4 * numel // world_size * (world_size - 1) for numel in padded]
-    for step in range(4):
-        inputs = [_tokens(r, step) for r in range(world_size)]
-        _step_of_all(plain, plain_optimizer, inputs, [{}] * world_size)
-        before = model.sharding_statistics() if step else dict.fromkeys(_COUNTS, 0)
-        optimizer.zero_grad()
-        model(inputs[rank]).square().mean().backward()
-        after = model.sharding_statistics()
-        sent = {name: after[name] - before[name] for name in _COUNTS}
-        # Norms, and what is outermost, once; blocks for forward and for backward.
-        assert sent["sent_by_gathers"] == sum(sent_once) + sent_once[1] + sent_once[2]
-        assert sent["sent_by_sums"] == sum(sent_once)
-        assert sent["reductions"] == 4
-        assert after["learned_segments"] <= 2
-        optimizer.step()
-    expect_equal(model, plain)
-
-
-_COUNTS = ("sent_by_gathers", "sent_by_sums", "reductions")
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_norms_of_all_blocks(world_size):
-    run_ranks(_norms, world_size, world_size=world_size)
-
-
-def _named_by_path(rank):
+@on_ranks()
+def test_parameters_are_named_by_their_path(rank):
     model = _sharded(_model())
     model(_tokens(rank, 0))  # makes the root, which knows where modules are
     model.norm.weight.data = torch.zeros(7)
@@ -281,11 +149,8 @@ def _named_by_path(rank):
         model(_tokens(rank, 1))
 
 
-def test_parameters_are_named_by_their_path():
-    run_ranks(_named_by_path)
-
-
-def _outermost(rank):
+@on_ranks()
+def test_outermost(rank):
     torch.manual_seed(0)
     modules = [nn.Linear(4, 4), nn.Linear(4, 4)]
     plain = copy.deepcopy(nn.ModuleList(modules))
@@ -307,11 +172,8 @@ def _outermost(rank):
     assert "'[0], [1]': 4 parameters" in modules[0].explain()
 
 
-def test_outermost():
-    run_ranks(_outermost)
-
-
-def _refused(rank):
+@on_ranks(1)
+def test_lists_that_are_refused(rank):
     model = _model()
     with pytest.raises(ValueError, match="an empty list"):
         brigade.fully_shard([])
@@ -329,5 +191,76 @@ def _refused(rank):
         brigade.fully_shard(other)
 
 
-def test_lists_that_are_refused():
-    run_ranks(_refused, world_size=1)
+# ---- Some of them are called alone, outside of the model's forward.
+
+
+class Heads(nn.Module):
+    """Forward goes through one of two heads, which are a unit together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = linear(3, 4, 1)
+        self.heads = nn.ModuleList([linear(4, 3, 2), linear(4, 5, 3)])
+
+    def forward(self, x, which=0):
+        return self.heads[which](self.body(x))
+
+
+def _pair(reshards):
+    plain = Heads()
+    model = copy.deepcopy(plain)
+    brigade.fully_shard(list(model.heads), reshard_after_forward=reshards)
+    return plain, brigade.fully_shard(model, reshard_after_forward=reshards)
+
+
+def _whole_then_alone(net, rank, step):
+    """The second head has not run in the forward before; one backward goes through both."""
+    loss = loss_of(net, batch_of(3, rank, step))
+    return loss + loss_of(net.heads[1], batch_of(4, rank, step))
+
+
+def _alone_then_whole(net, rank, step):
+    loss = loss_of(net.heads[1], batch_of(4, rank, step))
+    return loss + loss_of(net, batch_of(3, rank, step))
+
+
+def _both_alone(net, rank, step):
+    return sum(loss_of(head, batch_of(4, rank, step)) for head in net.heads)
+
+
+def _one_alone_behind_the_other(net, rank, step):
+    """The output of the model is what the member that has run goes on from."""
+    y = net(batch_of(3, rank, step))
+    return loss_of(net.heads[0], torch.cat([y, y[:, :1]], 1))
+
+
+LOSSES = [_whole_then_alone, _alone_then_whole, _both_alone, _one_alone_behind_the_other]
+
+
+@pytest.mark.parametrize("reshards", [True, False])
+@pytest.mark.parametrize("loss", LOSSES)
+@on_ranks()
+def test_a_member_called_alone_trains_as_in_one_process(rank, reshards, loss):
+    plain, model = _pair(reshards)
+    with torch.no_grad():  # makes the root
+        assert torch.equal(model(batch_of(3, rank, 9)), plain(batch_of(3, rank, 9)))
+    for step in range(4):
+        backward_of_all(plain, 2, lambda net, r, step=step: loss(net, r, step))
+        loss(model, rank, step).backward()
+        expect_gradients(model, plain)
+        step_by_sign(model, plain)
+        expect_parameters(model, plain)
+
+
+@on_ranks()
+def test_a_member_is_evaluated_between_forward_and_backward(rank):
+    plain, model = _pair(True)
+    loss = loss_of(model, batch_of(3, rank, 0))
+    with torch.no_grad():
+        for i in (1, 0, 1):
+            x = batch_of(4, rank, i)
+            assert torch.equal(model.heads[i](x), plain.heads[i](x))
+            assert isinstance(model.heads[i].weight, brigade.ShardedParameter)
+    backward_of_all(plain, 2, lambda net, r: loss_of(net, batch_of(3, r, 0)))
+    loss.backward()
+    expect_gradients(model, plain)

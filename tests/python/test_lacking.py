@@ -1,25 +1,39 @@
-"""What torch's fully_shard has and brigade lacks: an error that names it, and all goes on."""
+"""Calls that are lacking and modules that are refused: an error on all ranks, and all goes on."""
 
+import copy
 import inspect
+import pickle
 
 import pytest
+import torch
+from torch import nn
 from torch.distributed import fsdp
 
 import brigade
 
-from ranks import run_ranks
-from sharded_training import batch_of, make_net, shard_blocks
+from ranks import on_ranks
+from sharded_training import Pair, make_net
 
-METHODS = (
-    "set_all_reduce_hook",
-    "set_allocate_memory_from_process_group_for_comm",
-    "set_custom_all_gather",
-    "set_custom_reduce_scatter",
-    "set_symm_mem_for_comm",
-)
-ARGUMENTS = {
-    "offload_policy": fsdp.CPUOffloadPolicy(pin_memory=False),
-}
+
+def _lacking_methods():
+    """Of the class, those that only raise: made by one function."""
+    made_by = brigade.fully_shard.__globals__["_lacks"]
+    code = next(c for c in made_by.__code__.co_consts if hasattr(c, "co_name"))
+    return {
+        name
+        for name, value in vars(brigade.FSDPModule).items()
+        if getattr(value, "__code__", None) is code
+    }
+
+
+def test_symmetric_memory_and_collectives_of_ones_own_are_lacking():
+    assert _lacking_methods() >= {
+        "set_all_reduce_hook",
+        "set_allocate_memory_from_process_group_for_comm",
+        "set_custom_all_gather",
+        "set_custom_reduce_scatter",
+        "set_symm_mem_for_comm",
+    }
 
 
 def test_fully_shard_takes_all_of_torchs_arguments():
@@ -27,33 +41,130 @@ def test_fully_shard_takes_all_of_torchs_arguments():
     assert set(theirs) <= set(ours)
 
 
-def _train(model, rank):
-    model(batch_of(rank, 0)).square().mean().backward()
-    assert all(p.grad is not None for p in model.parameters())
+@on_ranks()
+def test_methods_are_lacking_with_whatever_arguments(rank):
+    """One after the other, on the outermost module and on a unit; training goes on."""
+    pair = Pair(rank)
+    for name in sorted(_lacking_methods()):
+        for module in (pair.model, pair.model.blocks[1]):
+            with pytest.raises(NotImplementedError) as told:
+                getattr(module, name)(None)
+            assert str(told.value) == f"brigade.fully_shard lacks {name}() so far."
+            with pytest.raises(NotImplementedError, match=rf"{name}\("):
+                getattr(module, name)()
+    pair.expect_step(0)
 
 
-def _call(rank, name, args, kwargs):
-    model = shard_blocks(make_net())
-    for module in (model, model.blocks[0]):
-        with pytest.raises(NotImplementedError, match=rf"fully_shard.*{name}\("):
-            getattr(module, name)(*args, **kwargs)
-        _train(model, rank)
+@on_ranks()
+def test_offloading_is_named(rank):
+    for policy in (fsdp.CPUOffloadPolicy(), fsdp.CPUOffloadPolicy(pin_memory=False)):
+        for maker in (brigade.fully_shard, brigade.replicate):
+            model = make_net()
+            before = dict(model.named_parameters())
+            with pytest.raises(NotImplementedError, match="offload_policy"):
+                maker(model, offload_policy=policy)
+            # It is the module that it was.
+            assert not isinstance(model, brigade.FSDPModule)
+            assert dict(model.named_parameters()) == before
+    Pair(rank, offload_policy=fsdp.OffloadPolicy()).expect_step(0)
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_a_method_that_is_lacking_is_named(name):
-    own = inspect.signature(getattr(fsdp.FSDPModule, name)).parameters.values()
-    required = [p for p in own if p.name != "self" and p.default is p.empty]
-    run_ranks(_call, name, (None,) * len(required), {})
+# What torch's programs do with modules, each with words of what is said of it.
+CALLS = {
+    "deepcopy": (copy.deepcopy, "can't be copied"),
+    "pickle": (lambda m: pickle.dumps(m.head.weight), "can't be pickled"),
+    "move": (lambda m: m.to("meta"), "can't be moved"),
+    "memory format": (
+        lambda m: m.to(memory_format=torch.channels_last),
+        "another memory format than that of",
+    ),
+    "comm hook": (lambda m: m.register_comm_hook(None, print), "found print"),
+    "functional": (
+        lambda m: torch.func.grad(lambda x: m(x).sum())(torch.ones(4, 5)),
+        r"grad",
+    ),
+}
 
 
-def _shard_with(rank, name):
-    model = make_net()
-    with pytest.raises(NotImplementedError, match=f"fully_shard: {name}"):
-        brigade.fully_shard(model.blocks[0], **{name: ARGUMENTS[name]})
-    _train(shard_blocks(model), rank)
+@on_ranks()
+def test_what_is_refused_is_named_and_changes_nothing(rank):
+    """All of them of one model, which trains exactly behind them."""
+    pair = Pair(rank)
+    failures = []
+    for name, (call, words) in CALLS.items():
+        module = brigade.fully_shard(nn.Conv2d(2, 2, 3)) if name == "memory format" else pair.model
+        try:
+            with pytest.raises(NotImplementedError, match=words):
+                call(module)
+        except (AssertionError, pytest.fail.Exception, Exception) as wrong:
+            failures.append(f"{name}: {type(wrong).__name__}: {wrong}")
+    assert not failures, "\n".join(failures)
+    pair.expect_step(0)
 
 
-@pytest.mark.parametrize("name", ARGUMENTS)
-def test_an_argument_that_is_lacking_is_named(name):
-    run_ranks(_shard_with, name)
+# ---- Modules that would train to silently wrong values.
+
+
+def _embedding():
+    return nn.Sequential(nn.Embedding(5, 4, max_norm=1.0), nn.Linear(4, 4))
+
+
+def _bag():
+    return nn.Sequential(nn.Linear(4, 4), nn.ModuleList([nn.EmbeddingBag(5, 4, max_norm=1.0)]))
+
+
+def _hooked():
+    net = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4))
+    net[1].weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    return net
+
+
+class _GathersItself(nn.Parameter):
+    def fsdp_pre_all_gather(self, *args):
+        raise AssertionError("nobody calls it")
+
+
+def _extended():
+    net = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4))
+    net[1].weight = _GathersItself(net[1].weight.detach())
+    return net
+
+
+def _with_wide_gradients():
+    net = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4, dtype=torch.bfloat16))
+    net[1].weight.grad_dtype = torch.float32
+    return net
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        (_extended, NotImplementedError, r"parameter '1\.weight' of .* has fsdp_pre_all_gather"),
+        (_with_wide_gradients, NotImplementedError, r"'1\.weight' of .* has grad_dtype .*float32"),
+        (_embedding, NotImplementedError, "Embedding '0' has max_norm"),
+        (_bag, NotImplementedError, r"EmbeddingBag '1\.0' has max_norm"),
+    ],
+)
+@on_ranks()
+def test_the_same_error_on_all_ranks(rank, make, error, words):
+    net = make() if rank == 0 else nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4))
+    if rank == 0:
+        with pytest.raises(error, match=words):
+            brigade.fully_shard(net)
+    else:
+        with pytest.raises(ValueError, match=f"rank 0: {error.__name__}: .*{words}"):
+            brigade.fully_shard(net)
+    net = brigade.fully_shard(nn.Sequential(nn.Linear(4, 4)))
+    net(torch.ones(2, 4)).sum().backward()
+    assert net[0].weight.grad is not None
+
+
+@on_ranks()
+def test_ignored_parameters_may_have_all_that(rank):
+    net = _embedding()
+    brigade.fully_shard(net, ignored_params={net[0].weight})
+    net(torch.tensor([1, 2])).sum().backward()
+    net = _hooked()
+    handle = net[1].bias.register_post_accumulate_grad_hook(lambda parameter: None)
+    handle.remove()
+    brigade.fully_shard(net, ignored_params={net[1].weight})

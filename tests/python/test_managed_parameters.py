@@ -1,4 +1,4 @@
-"""Which unit has which parameters: of outer and inner modules, ignored ones, late ones."""
+"""Parameters of a unit: outer and inner modules', ignored, late, scalars and views with gaps."""
 
 import copy
 
@@ -9,7 +9,8 @@ from torch import nn
 import brigade
 from brigade._sharded_units import unit_of
 
-from ranks import run_ranks
+from ranks import on_ranks
+from sharded_training import Pair, expect_equal
 from whole_numbers import (
     backward_of_all,
     batch_of,
@@ -49,7 +50,8 @@ def _names_in(unit):
     return [unit.name_of(parameter) for parameter in unit.parameters]
 
 
-def _managed(rank):
+@on_ranks()
+def test_each_parameter_is_its_innermost_units_or_ignored(rank):
     plain = Outer()
     model = copy.deepcopy(plain)
     modules = list(model.modules())
@@ -71,9 +73,6 @@ def _managed(rank):
     ]
     assert "'': 5 parameters" in model.explain()
     assert "'inner': 3 parameters" in model.explain()
-    kinds = {n: type(p) for n, p in model.named_parameters()}
-    assert {n for n, kind in kinds.items() if kind is nn.Parameter} == names
-    assert all(kind is brigade.ShardedParameter for n, kind in kinds.items() if n not in names)
     assert {p for p in model.parameters() if type(p) is nn.Parameter} == ignored
     assert type(model.shift) is torch.Tensor
 
@@ -87,26 +86,15 @@ def _managed(rank):
     backward_of_all(plain, 2, loss_on)
     loss_on(model, rank).backward()
     for name, whole in plain.named_parameters():
-        if name not in names:
-            part = model.get_parameter(name)
+        part = model.get_parameter(name)
+        if name in names:
+            assert torch.equal(part.grad, own[name]) and not torch.equal(part.grad, whole.grad)
+        else:
             assert torch.equal(part.grad.to_local(), own_part(part, whole.grad)), name
-    for name, gradient in own.items():
-        assert torch.equal(model.get_parameter(name).grad, gradient), name
-        assert not torch.equal(gradient, plain.get_parameter(name).grad), name
-        model.get_parameter(name).grad = plain.get_parameter(name).grad.clone()
-    step_by_sign(model, plain)
-    with torch.no_grad():
-        assert torch.equal(model(batch_of(3, rank, 1)), plain(batch_of(3, rank, 1)))
-    state = model.full_state_dict()
-    for name, whole in plain.state_dict().items():
-        assert torch.equal(state[name], whole), name
 
 
-def test_each_parameter_is_its_innermost_units_or_ignored():
-    run_ranks(_managed)
-
-
-def _outer_of_the_same_ignored(rank):
+@on_ranks()
+def test_what_an_inner_unit_ignores_is_nobodys(rank):
     """What the inner unit ignores is not the outer one's either, though that isn't told of it."""
     model = Outer()
     bias = model.inner.norm.bias
@@ -116,10 +104,6 @@ def _outer_of_the_same_ignored(rank):
     assert "inner.norm.bias" not in _names_in(unit_of(model))
     loss_of(model, batch_of(3, rank, 0)).backward()
     assert bias.grad is not None and not isinstance(bias.grad, brigade.TensorShard)
-
-
-def test_what_an_inner_unit_ignores_is_nobodys():
-    run_ranks(_outer_of_the_same_ignored)
 
 
 LATE = {
@@ -132,7 +116,9 @@ LATE = {
 }
 
 
-def _registered_before_the_first_forward(rank, ranks):
+@pytest.mark.parametrize("ranks", [(0, 1), (0,)], ids=["all", "one"])
+@on_ranks()
+def test_what_is_registered_before_the_first_forward_is_named(rank, ranks):
     for path, register in LATE.items():
         plain = Outer()
         model = copy.deepcopy(plain)
@@ -154,12 +140,8 @@ def _registered_before_the_first_forward(rank, ranks):
         expect_parameters(model, plain)
 
 
-@pytest.mark.parametrize("ranks", [(0, 1), (0,)], ids=["all", "one"])
-def test_what_is_registered_before_the_first_forward_is_named(ranks):
-    run_ranks(_registered_before_the_first_forward, ranks)
-
-
-def _registered_and_none_of_sharding(rank):
+@on_ranks()
+def test_buffers_frozen_parameters_and_units_may_be_registered_late(rank):
     """Buffers, frozen parameters, modules without parameters, and units of their own."""
     plain = Outer()
     model = copy.deepcopy(plain)
@@ -177,5 +159,56 @@ def _registered_and_none_of_sharding(rank):
     assert isinstance(late.weight.grad, brigade.TensorShard)
 
 
-def test_buffers_frozen_parameters_and_units_may_be_registered_late():
-    run_ranks(_registered_and_none_of_sharding)
+# ---- Scalars and views with gaps.
+
+
+class Scalar(nn.Module):
+    """Has fewer elements than there are ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.75))
+
+    def forward(self, x):
+        return x * self.scale
+
+
+class Views(nn.Module):
+    """Its parameters are views of tensors that are larger than they are, and scalars."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.randn(()))
+        self.gapped = nn.Parameter(torch.randn(10, 12).narrow(1, 3, 4))
+        self.every_third = nn.Parameter(torch.randn(50)[1::3])
+        self.transposed = nn.Parameter(torch.randn(5, 7).t())
+        self.permuted = nn.Parameter(torch.randn(4, 5, 6)[:, 1:4, ::3].permute(2, 0, 1))
+        self.scale = nn.Parameter(torch.randn(3)[1])
+
+    def forward(self, x):
+        """Of single elements, whose bits do not depend on their places in memory."""
+        tensors = (self.gapped, self.every_third, self.transposed, self.permuted)
+        elements = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        return (elements * x.mean() + self.shift) * self.scale
+
+
+def _make():
+    torch.manual_seed(0)
+    return nn.Sequential(Scalar(), Views(), Scalar())
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("reshards", [True, False])
+@on_ranks()
+def test_scalars_and_views_with_gaps_equal_one_process(rank, world_size, reshards):
+    plain, model = _make(), _make()
+    assert plain[1].gapped.stride() == (12, 1)
+    for module in model[:2]:
+        brigade.fully_shard(module, reshard_after_forward=reshards)
+    brigade.fully_shard(model)
+    expect_equal(model, plain)
+    pair = Pair(rank, torch.optim.AdamW, nets=(plain, model))
+    for step in range(3):
+        pair.expect_step(step)
+    for name, part in model.named_parameters():
+        assert part.shape == plain.get_parameter(name).shape

@@ -13,7 +13,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import brigade
 from brigade import _sharding_mesh
 
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from sharded_training import batch_of, expect_equal, make_net, shard_blocks
 
 _Dims = getattr(fsdp, "DataParallelMeshDims", None)  # of torch 2.15
@@ -25,7 +25,18 @@ def _gradient(model, rank):
     return [p.grad.to_local().clone() for p in model.parameters()]
 
 
-def _dims(rank, shard, replicate, group_size, num_shards):
+@pytest.mark.skipif(_Dims is None, reason="torch has no DataParallelMeshDims")
+@pytest.mark.parametrize(
+    ("shard", "replicate", "group_size", "num_shards"),
+    [
+        (("inner",), None, 2, 2),
+        (("outer", "inner"), None, 4, 4),
+        (("inner",), "outer", 4, 2),
+        (("model",), ("outer", "inner"), 8, 2),
+    ],
+)
+@on_ranks(8)
+def test_dimensions_of_a_larger_mesh(rank, shard, replicate, group_size, num_shards):
     mesh = dist.init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("outer", "inner", "model"))
     plain = make_net()
     model = shard_blocks(
@@ -50,20 +61,8 @@ def _dims(rank, shard, replicate, group_size, num_shards):
 
 
 @pytest.mark.skipif(_Dims is None, reason="torch has no DataParallelMeshDims")
-@pytest.mark.parametrize(
-    ("shard", "replicate", "group_size", "num_shards"),
-    [
-        (("inner",), None, 2, 2),
-        (("outer", "inner"), None, 4, 4),
-        (("inner",), "outer", 4, 2),
-        (("model",), ("outer", "inner"), 8, 2),
-    ],
-)
-def test_dimensions_of_a_larger_mesh(shard, replicate, group_size, num_shards):
-    run_ranks(_dims, shard, replicate, group_size, num_shards, world_size=8)
-
-
-def _wrong_dims(rank):
+@on_ranks()
+def test_dimensions_that_the_mesh_does_not_have(rank):
     mesh = dist.init_device_mesh("cpu", (2, 1), mesh_dim_names=("data", "model"))
     for wrong in (_Dims(shard="dat"), _Dims(shard="data", replicate="data")):
         with pytest.raises(ValueError, match=r"each once.*mesh with \('data', 'model'\)"):
@@ -78,11 +77,6 @@ def _wrong_dims(rank):
     brigade.fully_shard(
         nn.Linear(2, 2), mesh=inner, dp_mesh_dims=_Dims(shard="shards", replicate="copies")
     )
-
-
-@pytest.mark.skipif(_Dims is None, reason="torch has no DataParallelMeshDims")
-def test_dimensions_that_the_mesh_does_not_have():
-    run_ranks(_wrong_dims)
 
 
 def _sums_in_order(rows, step):
@@ -138,17 +132,16 @@ def test_replicas_may_be_the_inner_dimension(tmp_path):
     run_ranks(_inner_replicas, str(tmp_path / "checkpoint"), world_size=4)
 
 
-def _first_is_not_the_lowest(rank):
+@on_ranks(4)
+def test_a_mesh_whose_first_rank_is_not_the_lowest(rank):
     mesh = dist.DeviceMesh("cpu", [[3, 0], [1, 2]])
     with pytest.raises(NotImplementedError, match=r"(?s)\[3, 0, 1, 2\].*lowest rank"):
         brigade.fully_shard(nn.Linear(2, 2), mesh=mesh)
 
 
-def test_a_mesh_whose_first_rank_is_not_the_lowest():
-    run_ranks(_first_is_not_the_lowest, world_size=4)
-
-
-def _sorted_order(rank):
+@pytest.mark.skipif(_Dims is None, reason="torch has no DataParallelMeshDims")
+@on_ranks(4)
+def test_replicas_that_are_the_inner_dimension_where_torch_sorts_ranks(rank):
     _sharding_mesh._KEEPS_ORDER = False
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("shards", "copies"))
     with pytest.raises(NotImplementedError, match=r"rising order.*\[0, 2, 1, 3\]"):
@@ -157,12 +150,8 @@ def _sorted_order(rank):
         )
 
 
-@pytest.mark.skipif(_Dims is None, reason="torch has no DataParallelMeshDims")
-def test_replicas_that_are_the_inner_dimension_where_torch_sorts_ranks():
-    run_ranks(_sorted_order, world_size=4)
-
-
-def _split(rank):
+@on_ranks()
+def test_tensors_that_are_split_already_are_refused(rank):
     mesh = dist.init_device_mesh("cpu", (2,))
     model = nn.Linear(2, 2)
     model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh, [Shard(0)]))
@@ -175,11 +164,8 @@ def _split(rank):
         brigade.fully_shard(model)
 
 
-def test_tensors_that_are_split_already_are_refused():
-    run_ranks(_split)
-
-
-def _placements(rank):
+@on_ranks()
+def test_placements(rank):
     expected = _gradient(shard_blocks(make_net()), rank)
     for placement_of in (
         lambda p: Shard(0),
@@ -205,11 +191,9 @@ def _placements(rank):
     _gradient(model, rank)
 
 
-def test_placements():
-    run_ranks(_placements)
-
-
-def _meshes(rank):
+@pytest.mark.skipif(_Result is None, reason="torch has no ShardPlacementResult")
+@on_ranks(4)
+def test_a_placement_may_name_the_units_mesh(rank):
     everyone = dist.init_device_mesh("cpu", (4,))
     both = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
     info = common.HSDPMeshInfo(both, shard_mesh_dim=1, replicate_mesh_dim=0)
@@ -233,8 +217,3 @@ def _meshes(rank):
     with pytest.raises(NotImplementedError, match="along 0 and replicas along 1"):
         wrong = common.HSDPMeshInfo(both, shard_mesh_dim=0, replicate_mesh_dim=1)
         shard(lambda p: _Result(placement=None, mesh_info=wrong))
-
-
-@pytest.mark.skipif(_Result is None, reason="torch has no ShardPlacementResult")
-def test_a_placement_may_name_the_units_mesh():
-    run_ranks(_meshes, world_size=4)

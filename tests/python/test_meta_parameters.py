@@ -11,8 +11,8 @@ from torch import nn
 
 import brigade
 
-from ranks import run_ranks
-from sharded_training import Net, batch_of, expect_equal, make_net, shard_blocks, step_of_all
+from ranks import on_ranks, run_ranks
+from sharded_training import Net, Pair, batch_of, expect_equal, make_net, shard_blocks
 
 
 def _on_meta(make=Net, **arguments):
@@ -20,15 +20,10 @@ def _on_meta(make=Net, **arguments):
         return make(**arguments)
 
 
-def _expect_trains_alike(rank, world_size, model, plain):
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    plain_optimizer = torch.optim.AdamW(plain.parameters(), lr=0.1, foreach=False)
+def _expect_trains_alike(rank, model, plain):
+    pair = Pair(rank, torch.optim.AdamW, nets=(plain, model))
     for step in range(2):
-        step_of_all(plain, plain_optimizer, step, world_size)
-        optimizer.zero_grad()
-        model(batch_of(rank, step)).square().mean().backward()
-        optimizer.step()
-    expect_equal(model, plain)
+        pair.expect_step(step)
 
 
 def _reset(model):
@@ -54,7 +49,10 @@ _WAYS = {
 }
 
 
-def _initialized(rank, way, world_size):
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("way", list(_WAYS))
+@on_ranks()
+def test_values_are_those_of_one_process(rank, way, world_size):
     plain, model = make_net(), _on_meta()
     shard_blocks(model, reshard_after_forward=world_size > 1)
     assert all(p.is_meta and isinstance(p, brigade.ShardedParameter) for p in model.parameters())
@@ -64,87 +62,44 @@ def _initialized(rank, way, world_size):
     torch.manual_seed(7)
     _WAYS[way](model)
     expect_equal(model, plain)
-    _expect_trains_alike(rank, world_size, model, plain)
+    _expect_trains_alike(rank, model, plain)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("way", list(_WAYS))
-def test_values_are_those_of_one_process(way, world_size):
-    run_ranks(_initialized, way, world_size, world_size=world_size)
-
-
-class Titan(nn.Module):
-    """Initializes itself from the outermost module down."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(9, 6, padding_idx=3)
-        self.layers = nn.ModuleDict({str(i): Layer() for i in range(2)})
-        self.head = nn.Linear(6, 9)
-        self.register_buffer("scale", torch.ones(6), persistent=False)
-
-    def init_weights(self, std):
-        self.embed.reset_parameters()
-        for layer in self.layers.values():
-            layer.init_weights(std)
-        nn.init.trunc_normal_(self.head.weight, std=self.head.weight.shape[-1] ** -0.5)
-        nn.init.zeros_(self.head.bias)
-        nn.init.orthogonal_(self.layers["1"].up.weight)  # another unit's
-        self.scale.fill_(0.5)
-
-    def forward(self, token):
-        x = self.embed(token) * self.scale
-        for layer in self.layers.values():
-            x = layer(x)
-        return self.head(x)
-
-
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(6, 6)
-
-    def init_weights(self, std):
-        nn.init.kaiming_normal_(self.up.weight)
-        nn.init.normal_(self.up.bias, std=std)
-
-    def forward(self, x):
-        return torch.tanh(self.up(x))
-
-
-def _shard_titan(model, **arguments):
-    for layer in model.layers.values():
-        brigade.fully_shard(layer, **arguments)
-    return brigade.fully_shard(model, **arguments)
-
-
-def _titan(rank, mesh):
-    arguments = {}
-    if mesh is not None:
-        arguments["mesh"] = dist.device_mesh.init_device_mesh("cpu", mesh)
-    plain, model = Titan(), _shard_titan(_on_meta(Titan), **arguments)
-    model.to_empty(device="cpu")
-    if mesh is None or mesh[-1] > 1:
-        with pytest.raises(NotImplementedError, match="needs the whole"), torch.no_grad():
-            model.init_weights(0.25)  # writes rows
-    torch.manual_seed(0)
-    with torch.no_grad(), model.whole_parameters(writes=True):
-        model.init_weights(0.25)
-    torch.manual_seed(0)
-    with torch.no_grad():
-        plain.init_weights(0.25)
-    expect_equal(model, plain)
-    assert torch.equal(model.scale, torch.full((6,), 0.5))
-    token = torch.arange(4)
-    assert torch.equal(model(token), plain(token))
+def _init_all(model):
+    """From the outermost module down; some of it needs the whole of a unit's parameter."""
+    _reset(model)
+    nn.init.trunc_normal_(model.head.weight, std=model.head.weight.shape[-1] ** -0.5)
+    nn.init.orthogonal_(model.blocks[1].up.weight)
+    model.scale.fill_(0.5)
 
 
 @pytest.mark.parametrize("mesh", [None, (2, 2), (4, 1)])
-def test_a_model_initializes_itself(mesh):
-    run_ranks(_titan, mesh, world_size=4)
+@on_ranks(4)
+def test_a_model_initializes_itself(rank, mesh):
+    arguments = {}
+    if mesh is not None:
+        arguments["mesh"] = dist.device_mesh.init_device_mesh("cpu", mesh)
+    plain, model = make_net(), _on_meta()
+    for net in (plain, model):
+        device = net.head.weight.device
+        net.register_buffer("scale", torch.ones(6, device=device), persistent=False)
+    shard_blocks(model, **arguments).to_empty(device="cpu")
+    if mesh is None or mesh[-1] > 1:
+        with pytest.raises(NotImplementedError, match="sharded"), torch.no_grad():
+            _init_all(model)
+    torch.manual_seed(0)
+    with torch.no_grad(), model.whole_parameters(writes=True):
+        _init_all(model)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        _init_all(plain)
+    expect_equal(model, plain)
+    assert torch.equal(model.scale, torch.full((6,), 0.5))
+    assert torch.equal(model(batch_of(rank, 0)), plain(batch_of(rank, 0)))
 
 
-def _still_on_meta(rank):
+@on_ranks()
+def test_what_is_still_on_meta_is_named_on_all_ranks(rank):
     plain, model = make_net(), shard_blocks(_on_meta())
     words = r"22 on meta: 'embed.weight', .* and 17 more.*\nCall to_empty"
     for _ in range(2):
@@ -158,14 +113,11 @@ def _still_on_meta(rank):
     parameters = list(model.parameters())
     model.load_state_dict(plain.state_dict(), assign=True)  # gives memory
     assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
-    _expect_trains_alike(rank, 2, model, plain)
+    _expect_trains_alike(rank, model, plain)
 
 
-def test_what_is_still_on_meta_is_named_on_all_ranks():
-    run_ranks(_still_on_meta)
-
-
-def _given_memory_on_one_rank(rank):
+@on_ranks()
+def test_a_rank_that_alone_gives_memory_raises_with_the_others(rank):
     model = shard_blocks(_on_meta())
     with pytest.raises(RuntimeError, match=r"rank 1: .*22 on meta: 'embed.weight'"):
         if rank == 0:
@@ -173,11 +125,8 @@ def _given_memory_on_one_rank(rank):
         model(batch_of(rank, 0))
 
 
-def test_a_rank_that_alone_gives_memory_raises_with_the_others():
-    run_ranks(_given_memory_on_one_rank)
-
-
-def _initialized_on_one_rank(rank):
+@on_ranks()
+def test_a_rank_may_initialize_alone(rank):
     """Draws are local: no rank waits for another one."""
     model, plain = shard_blocks(_on_meta()).to_empty(device="cpu"), make_net()
     for net in (model, plain):
@@ -193,11 +142,8 @@ def _initialized_on_one_rank(rank):
         assert torch.equal(state[name], value) or name.startswith("head"), name
 
 
-def test_a_rank_may_initialize_alone():
-    run_ranks(_initialized_on_one_rank)
-
-
-def _mixed(rank):
+@on_ranks()
+def test_a_unit_is_on_meta_or_not(rank):
     model = _on_meta()
     model.head = nn.Linear(7, 2)
     with pytest.raises(ValueError, match=r"'head\.weight' .* is on cpu, the first one on meta"):
@@ -205,10 +151,6 @@ def _mixed(rank):
     on_one_rank = _on_meta() if rank == 0 else make_net()
     with pytest.raises(ValueError, match=r"'embed\.weight' meta Float"):
         brigade.fully_shard(on_one_rank)
-
-
-def test_a_unit_is_on_meta_or_not():
-    run_ranks(_mixed)
 
 
 def _loaded(rank, folder):
@@ -226,14 +168,15 @@ def _loaded(rank, folder):
     expect_equal(model, plain)
     again = shard_blocks(_on_meta())
     again.load_full_state_dict(plain.state_dict())
-    _expect_trains_alike(rank, 2, again, plain)
+    _expect_trains_alike(rank, again, plain)
 
 
 def test_checkpoints_are_loaded_into_what_was_on_meta(tmp_path):
     run_ranks(_loaded, str(tmp_path))
 
 
-def _fails(rank):
+@on_ranks()
+def test_an_init_function_that_fails_on_one_rank(rank):
     model = shard_blocks(_on_meta()).to_empty(device="cpu")
 
     def init(module):
@@ -249,11 +192,8 @@ def _fails(rank):
         model(batch_of(rank, 0))
 
 
-def test_an_init_function_that_fails_on_one_rank():
-    run_ranks(_fails)
-
-
-def _parts(rank):
+@on_ranks()
+def test_functions_that_initialize_parts(rank):
     """Outside of modules' methods: right or an error."""
     plain, model = make_net(), shard_blocks(make_net())
     for _ in range(2):  # before there is a root, and afterwards
@@ -291,11 +231,8 @@ def _parts(rank):
         model.head.weight.normal_()
 
 
-def test_functions_that_initialize_parts():
-    run_ranks(_parts)
-
-
-def _replicas(rank):
+@on_ranks(4)
+def test_replicas_begin_alike(rank):
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2))
     model = shard_blocks(_on_meta(), mesh=mesh).to_empty(device="cpu")
     torch.manual_seed(rank)
@@ -307,23 +244,3 @@ def _replicas(rank):
     dist.all_gather_object(states, model.full_state_dict())
     for name, value in states[0].items():
         assert all(torch.equal(value, state[name]) for state in states[1:]), name
-
-
-def test_replicas_begin_alike():
-    run_ranks(_replicas, world_size=4)
-
-
-def _installed(rank):
-    with brigade.install():
-        model = _on_meta()
-        for block in model.blocks:
-            torch.distributed.fsdp.fully_shard(block)
-        torch.distributed.fsdp.fully_shard(model)
-    assert isinstance(model, brigade.FSDPModule)
-    model.to_empty(device="cpu")
-    _reset(model)
-    model(batch_of(rank, 0)).sum().backward()
-
-
-def test_install_takes_modules_on_meta():
-    run_ranks(_installed)

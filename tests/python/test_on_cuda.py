@@ -15,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import brigade
 
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from sharded_training import Net, shard_blocks
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -88,7 +88,9 @@ def test_bits_are_those_of_one_process_over_nccl(mode):
     run_ranks(_train_as_alone, MODES[mode], world_size=1, backend="nccl")
 
 
-def _train_with_hook(rank, name):
+@pytest.mark.parametrize("name", ["allreduce_hook", "fp16_compress_hook", "bf16_compress_hook"])
+@on_ranks(1, backend="nccl")
+def test_hooks_over_nccl(rank, name):
     plain = _make()
     wrapped = brigade.DistributedDataParallel(copy.deepcopy(plain))
     wrapped.register_comm_hook(None, getattr(default_hooks, name))
@@ -101,11 +103,6 @@ def _train_with_hook(rank, name):
         for ours, theirs in zip(wrapped.parameters(), plain.parameters(), strict=True):
             rounded = theirs.grad if name == "allreduce_hook" else theirs.grad.to(low).float()
             torch.testing.assert_close(ours.grad, rounded, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("name", ["allreduce_hook", "fp16_compress_hook", "bf16_compress_hook"])
-def test_hooks_over_nccl(name):
-    run_ranks(_train_with_hook, name, world_size=1, backend="nccl")
 
 
 def _train_accumulating(rank, options):
@@ -131,7 +128,9 @@ def test_accumulates_over_nccl(mode):
     run_ranks(_train_accumulating, MODES[mode], world_size=1, backend="nccl")
 
 
-def _never_wait(rank, kind):
+@pytest.mark.parametrize("kind", ["copies", "views", "static_graph", "small buckets", *STRATEGIES])
+@on_ranks(1, backend="nccl")
+def test_the_host_never_waits_over_nccl(rank, kind):
     model = _make()
     if kind in STRATEGIES:
         model = shard_blocks(model, reshard_after_forward=STRATEGIES[kind])
@@ -154,11 +153,6 @@ def _never_wait(rank, kind):
         step()
     torch.cuda.set_sync_debug_mode("default")
     assert not torch.cuda.current_stream().query(), "a step has waited for the device"
-
-
-@pytest.mark.parametrize("kind", ["copies", "views", "static_graph", "small buckets", *STRATEGIES])
-def test_the_host_never_waits_over_nccl(kind):
-    run_ranks(_never_wait, kind, world_size=1, backend="nccl")
 
 
 def _train_sharded(rank, reshards, low):
@@ -190,7 +184,9 @@ def test_sharded_as_one_process_over_nccl(strategy, low):
     run_ranks(_train_sharded, STRATEGIES[strategy], low, world_size=1, backend="nccl")
 
 
-def _train_moved(rank, has_mesh):
+@pytest.mark.parametrize("has_mesh", [True, False])
+@on_ranks(1, backend="nccl")
+def test_modules_of_the_host_move_to_their_mesh(rank, has_mesh):
     torch.manual_seed(0)
     sharded = Net()
     plain = copy.deepcopy(sharded).to(DEVICE)
@@ -214,12 +210,8 @@ def _train_moved(rank, has_mesh):
         torch.testing.assert_close(wholes[name].to(DEVICE), parameter.data, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("has_mesh", [True, False])
-def test_modules_of_the_host_move_to_their_mesh(has_mesh):
-    run_ranks(_train_moved, has_mesh, world_size=1, backend="nccl")
-
-
-def _shards_by_torchs_name(rank):
+@on_ranks(1, backend="nccl")
+def test_install_shards_on_devices(rank):
     from torch.distributed.fsdp import FSDPModule
 
     with brigade.install():
@@ -237,11 +229,8 @@ def _shards_by_torchs_name(rank):
                 assert module.weight.device == DEVICE and module.weight.grad.device == DEVICE
 
 
-def test_install_shards_on_devices():
-    run_ranks(_shards_by_torchs_name, world_size=1, backend="nccl")
-
-
-def _train_compiled(rank):
+@on_ranks(1, backend="nccl")
+def test_compiled_over_nccl(rank):
     plain = _make()
     wrapped = torch.compile(brigade.DistributedDataParallel(copy.deepcopy(plain)))
     for step in range(3):
@@ -251,10 +240,6 @@ def _train_compiled(rank):
         wrapped(_batch_of(rank, step)).square().mean().backward()
         for ours, theirs in zip(wrapped.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(ours.grad, theirs.grad)
-
-
-def test_compiled_over_nccl():
-    run_ranks(_train_compiled, world_size=1, backend="nccl")
 
 
 def _capture(rank, options):

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 import brigade
 
-from ranks import run_ranks
+from ranks import on_ranks
 
 # By what is computed of parts as of wholes.
 RIGHT = {
@@ -73,7 +73,9 @@ def _make():
     return nn.Sequential(nn.Linear(5, 7, bias=False), _Scaled())
 
 
-def _computes(rank):
+@pytest.mark.parametrize("world_size", [2, 3])
+@on_ranks()
+def test_it_is_of_the_whole_or_an_error(rank, world_size):
     whole, net = _make()[0].weight.detach(), brigade.fully_shard(_make())
     part = net[0].weight.detach()
     for name, of in RIGHT.items():
@@ -88,12 +90,8 @@ def _computes(rank):
     torch.testing.assert_close(masked.full_tensor(), whole.clamp(max=0))
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_it_is_of_the_whole_or_an_error(world_size):
-    run_ranks(_computes, world_size=world_size)
-
-
-def _is_as_any_tensor(rank):
+@on_ranks()
+def test_replicas_are_as_any_tensor(rank):
     """Where each rank has all of it."""
     part = brigade.replicate(_make())[0].weight.detach()
     assert part[0].shape == (5,) and part.T.shape == (5, 7)
@@ -101,11 +99,17 @@ def _is_as_any_tensor(rank):
     dist.broadcast(part, 0)
 
 
-def test_replicas_are_as_any_tensor():
-    run_ranks(_is_as_any_tensor)
-
-
-def _loads_wholes(rank, options):
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"make": torch.optim.AdamW, "with": {"fused": True}},
+        {"make": torch.optim.AdamW, "with": {"foreach": True}},
+        {"make": torch.optim.NAdam, "with": {}},
+        {"make": torch.optim.SGD, "with": {"momentum": 0.9}},
+    ],
+)
+@on_ranks()
+def test_states_of_wholes_are_loaded_into_parts(rank, options):
     """Of an optimizer and of a model: each rank takes its piece."""
     plain, net = _make(), brigade.fully_shard(_make())
     optimizers = [options["make"](m.parameters(), lr=0.1, **options["with"]) for m in (plain, net)]
@@ -121,16 +125,3 @@ def _loads_wholes(rank, options):
         optimizer.step()
     for name, value in net.full_state_dict().items():
         torch.testing.assert_close(value, plain.state_dict()[name])
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"make": torch.optim.AdamW, "with": {"fused": True}},
-        {"make": torch.optim.AdamW, "with": {"foreach": True}},
-        {"make": torch.optim.NAdam, "with": {}},
-        {"make": torch.optim.SGD, "with": {"momentum": 0.9}},
-    ],
-)
-def test_states_of_wholes_are_loaded_into_parts(options):
-    run_ranks(_loads_wholes, options)

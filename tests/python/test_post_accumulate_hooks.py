@@ -7,14 +7,10 @@ from torch.distributed.optim import _apply_optimizer_in_backward
 
 import brigade
 
-from ranks import run_ranks
-from sharded_training import batch_of, expect_equal, make_net, shard_blocks, step_of_all
+from ranks import on_ranks
+from sharded_training import Pair, batch_of, loss_of, make_net, shard_blocks
 
 OPTIONS = {"lr": 0.1, "foreach": False}
-
-
-def _loss(model, rank, step):
-    return model(batch_of(rank, step)).square().mean()
 
 
 def _own_optimizers(model):
@@ -33,21 +29,17 @@ def _by_torch(model):
     _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), OPTIONS)
 
 
-def _steps_in_backward(rank, register, world_size, reshards):
-    plain, model = make_net(), shard_blocks(make_net(), reshard_after_forward=reshards)
-    optimizer = torch.optim.SGD(plain.parameters(), **OPTIONS)
-    register(model)
-    for step in range(4):
-        step_of_all(plain, optimizer, step, world_size)
-        _loss(model, rank, step).backward()
-        assert all(p.grad is None for p in model.parameters())
-    expect_equal(model, plain)
-
-
 @pytest.mark.parametrize("register", [_own_optimizers, _by_torch])
 @pytest.mark.parametrize(("world_size", "reshards"), [(1, True), (2, True), (2, False), (3, True)])
-def test_optimizers_that_step_in_backward(register, world_size, reshards):
-    run_ranks(_steps_in_backward, register, world_size, reshards, world_size=world_size)
+@on_ranks()
+def test_optimizers_that_step_in_backward(rank, register, reshards, world_size):
+    pair = Pair(rank, reshard_after_forward=reshards)
+    register(pair.model)
+    for step in range(4):
+        pair.step_plain(step)
+        pair.loss(step).backward()
+        assert all(p.grad is None for p in pair.model.parameters())
+    pair.expect_equal()
 
 
 def _log(model):
@@ -59,20 +51,21 @@ def _log(model):
     return called
 
 
-def _called_when_reduced(rank):
+@on_ranks()
+def test_once_for_each_gradient_that_is_set_or_added_to(rank):
     model = shard_blocks(make_net())
     names = [name for name, _ in model.named_parameters()]
     called = _log(model)
     assert not called
-    _loss(model, rank, 0).backward()
+    loss_of(model, rank, 0).backward()
     assert sorted(called) == sorted((name, True, True) for name in names)
     called.clear()
     model.set_requires_gradient_sync(False)
-    _loss(model, rank, 1).backward()
+    loss_of(model, rank, 1).backward()
     assert not called
     model.set_requires_gradient_sync(True)
     model.blocks[0].set_requires_gradient_sync(False)
-    _loss(model, rank, 2).backward()  # of the others; what is there is added to
+    loss_of(model, rank, 2).backward()  # of the others; what is there is added to
     assert sorted(name for name, _, _ in called) == sorted(
         name for name in names if not name.startswith("blocks.0.")
     )
@@ -82,22 +75,28 @@ def _called_when_reduced(rank):
     if rank == 0:
         model.step_without_data()
     else:
-        (0 * _loss(model, rank, 3)).backward()
+        (0 * loss_of(model, rank, 3)).backward()
     assert sorted(name for name, _, _ in called) == sorted(
         name for name in names if name != "head.bias"
     )
     called.clear()
     torch.autograd.grad(
-        _loss(model, rank, 3), batch_of(rank, 3).requires_grad_(), allow_unused=True
+        loss_of(model, rank, 3), batch_of(rank, 3).requires_grad_(), allow_unused=True
     )
     assert not called
 
 
-def test_once_for_each_gradient_that_is_set_or_added_to():
-    run_ranks(_called_when_reduced)
+class _Branches(nn.Module):
+    def __init__(self, branches):
+        super().__init__()
+        self.branches = branches
+
+    def forward(self, x, rank):
+        return self.branches[2](self.branches[rank](x))
 
 
-def _unused(rank):
+@on_ranks()
+def test_those_that_some_rank_has_used(rank):
     """What one rank has used counts; what none has does not."""
     net = nn.ModuleList([nn.Linear(4, 4) for _ in range(4)])
     model = brigade.fully_shard(_Branches(net))
@@ -111,22 +110,10 @@ def _unused(rank):
         called.clear()
 
 
-class _Branches(nn.Module):
-    def __init__(self, branches):
-        super().__init__()
-        self.branches = branches
-
-    def forward(self, x, rank):
-        return self.branches[2](self.branches[rank](x))
-
-
-def test_those_that_some_rank_has_used():
-    run_ranks(_unused)
-
-
-def _failed(rank):
-    plain, model = make_net(), shard_blocks(make_net())
-    optimizers = [torch.optim.SGD(net.parameters(), **OPTIONS) for net in (plain, model)]
+@on_ranks()
+def test_none_for_a_backward_that_fails(rank):
+    pair = Pair(rank)
+    model = pair.model
     called = _log(model)
 
     def fail(gradient):
@@ -137,27 +124,23 @@ def _failed(rank):
     )
     if rank == 0:
         handle.remove()
-    loss = _loss(model, rank, 0)
+    loss = loss_of(model, rank, 0)
     handle.remove()
     words = "no such gradient" if rank == 1 else "rank 1 failed"
     with pytest.raises((RuntimeError, ArithmeticError), match=words):
         loss.backward()
     assert not called
-    step_of_all(plain, optimizers[0], 1, 2)
-    _loss(model, rank, 1).backward()
+    pair.step(1)
     assert len(called) == len(list(model.parameters()))
-    optimizers[1].step()
-    expect_equal(model, plain)
+    pair.expect_equal()
 
 
-def test_none_for_a_backward_that_fails():
-    run_ranks(_failed)
-
-
-def _raises(rank, failing):
+@pytest.mark.parametrize("failing", [["blocks.1.up.weight"], ["embed.bias", "head.weight"]])
+@on_ranks()
+def test_one_that_raises_leaves_backward_behind_all_others(rank, failing):
     """On the first rank: others' backward is over, and so is this one's."""
-    plain, model = make_net(), shard_blocks(make_net())
-    optimizers = [torch.optim.SGD(net.parameters(), **OPTIONS) for net in (plain, model)]
+    pair = Pair(rank)
+    model = pair.model
 
     def fail(parameter):
         raise KeyError(f"the hook of {tuple(parameter.shape)}")
@@ -170,47 +153,36 @@ def _raises(rank, failing):
     called = _log(model)
     num_expected = len(list(model.parameters())) - len(handles)
     for step in range(2):
-        step_of_all(plain, optimizers[0], step, 2)
-        optimizers[1].zero_grad()
+        pair.step_plain(step)
+        model.zero_grad()
         called.clear()
-        loss = _loss(model, rank, step)
+        loss = loss_of(model, rank, step)
         if rank == 0:
             with pytest.raises(KeyError, match="the hook of"):
                 loss.backward()
         else:
             loss.backward()
         assert len(called) == num_expected
-        optimizers[1].step()
+        pair.optimizers[1].step()
     for handle in handles:
         handle.remove()
     called.clear()
-    step_of_all(plain, optimizers[0], 2, 2)
-    optimizers[1].zero_grad()
-    _loss(model, rank, 2).backward()
+    pair.step(2)
     assert len(called) == len(list(model.parameters()))
-    optimizers[1].step()
-    expect_equal(model, plain)
+    pair.expect_equal()
 
 
-@pytest.mark.parametrize("failing", [["blocks.1.up.weight"], ["embed.bias", "head.weight"]])
-def test_one_that_raises_leaves_backward_behind_all_others(failing):
-    run_ranks(_raises, failing)
-
-
-def _kept_by_conversions(rank):
+@on_ranks()
+def test_they_stay_when_parts_are_made_anew(rank):
     with torch.device("meta"):
         net = make_net()
     model = shard_blocks(net)
     called = _log(model)
     model.to_empty(device="cpu")
     model.load_full_state_dict(make_net().state_dict())
-    _loss(model, rank, 0).backward()
+    loss_of(model, rank, 0).backward()
     assert {name for name, _, _ in called} == {name for name, _ in model.named_parameters()}
     called.clear()
     model.double()
     model(batch_of(rank, 0).double()).sum().backward()
     assert len(called) == len(list(model.parameters()))
-
-
-def test_they_stay_when_parts_are_made_anew():
-    run_ranks(_kept_by_conversions)

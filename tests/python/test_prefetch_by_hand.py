@@ -7,8 +7,7 @@ from torch import nn
 
 import brigade
 
-from rank_cases import run_cases
-from ranks import run_ranks
+from ranks import on_ranks
 from sharded_training import is_unsharded
 from whole_numbers import (
     backward_of_all,
@@ -47,17 +46,6 @@ def _all_at_once(model):
         assert is_unsharded(layer.weight)
 
 
-def _in_another_order(model):
-    handles = {i: model[i].unshard(async_op=True) for i in (2, 0, 3, 1)}
-    for i in (3, 0, 1, 2):
-        handles[i].wait()
-
-
-def _some_without_waiting(model):
-    model[1].unshard(async_op=True).wait()
-    model[3].unshard(async_op=True)  # its forward does
-
-
 def _gather_in_the_forward_before(model):
     """Each layer's hook begins the next one's gather, and waits for its own."""
     for layer, following in itertools.pairwise(model):
@@ -78,13 +66,14 @@ def _gather_in_the_backward_behind(model):
 
 BY_HAND = {
     "all at once": _all_at_once,
-    "in another order": _in_another_order,
-    "some without waiting": _some_without_waiting,
     "in passes": lambda model: None,
 }
 
 
-def _by_handles(rank, name, reshards):
+@pytest.mark.parametrize("name", BY_HAND)
+@pytest.mark.parametrize("reshards", [True, False])
+@on_ranks()
+def test_handles_in_a_training_loop_gather_no_unit_twice(rank, name, reshards):
     plain, model = _pair(reshard_after_forward=reshards)
     model._set_unshard_async_op(True)
     if name == "in passes":
@@ -102,10 +91,6 @@ def _by_handles(rank, name, reshards):
     model._set_unshard_async_op(False)
     _step(rank, plain, model, 4)
     expect_parameters(model, plain)
-
-
-def test_handles_in_a_training_loop_gather_no_unit_twice():
-    run_cases(_by_handles, itertools.product(BY_HAND, (True, False)))
 
 
 def _gathered(model):
@@ -133,7 +118,8 @@ LISTS = [
 ]
 
 
-def _by_lists(rank):
+@on_ranks()
+def test_lists_say_how_far_ahead_units_are_gathered(rank):
     plain, model = _pair(prefetch_depth=0, reshard_after_forward=True)
     for step, (forward, backward, num_ahead) in enumerate(LISTS):
         for i, layer in enumerate(model):
@@ -149,31 +135,8 @@ def _by_lists(rank):
     expect_parameters(model, plain)
 
 
-def test_lists_say_how_far_ahead_units_are_gathered():
-    run_ranks(_by_lists)
-
-
-def _lists_are_planned(rank, forward, backward, _):
-    plain, model = _pair(prefetch_depth=0, reshard_after_forward=True)
-    for i, layer in enumerate(model):
-        layer.set_modules_to_forward_prefetch([model[j] for j in forward.get(i, [])])
-        layer.set_modules_to_backward_prefetch([model[j] for j in backward.get(i, [])])
-    for step in range(3):
-        _step(rank, plain, model, step)
-        statistics = model.sharding_statistics()
-        if step == 0:  # ranks learn what there is to plan
-            num_extra = statistics["extra_buffers"]
-        assert statistics["extra_buffers"] == num_extra
-        assert statistics["buffer_bytes"] == statistics["planned_buffer_bytes"]
-    if 3 in forward.get(0, []):  # all units at once
-        assert statistics["planned_buffer_bytes"] >= SENT
-
-
-def test_memory_is_planned_for_lists():
-    run_cases(_lists_are_planned, LISTS)
-
-
-def _lists_of_one_rank(rank):
+@on_ranks()
+def test_ranks_may_have_other_lists(rank):
     """They are no part of what ranks agree on."""
     plain, model = _pair(prefetch_depth=0, reshard_after_forward=True)
     if rank == 1:
@@ -187,32 +150,10 @@ def _lists_of_one_rank(rank):
     expect_parameters(model, plain)
 
 
-def test_ranks_may_have_other_lists():
-    run_ranks(_lists_of_one_rank)
-
-
-def _lists_of_what_stays_whole(rank):
-    """Lists name units that are whole already, and the very unit that they are of."""
-    plain, model = _pair(reshard_after_forward=False)
-    model[0].set_modules_to_forward_prefetch([model[1], model[0], model[3]])
-    model[3].set_modules_to_backward_prefetch([model[3], model[0]])
-    for step in range(3):
-        model[1].unshard()
-        _step(rank, plain, model, step)
-    expect_parameters(model, plain)
-
-
-def test_lists_may_name_units_that_are_whole():
-    run_ranks(_lists_of_what_stays_whole)
-
-
-def _refused(rank):
+@on_ranks(1)
+def test_modules_of_no_unit_or_of_another_model_are_refused(rank):
     _, model = _pair()
     for name in ("set_modules_to_forward_prefetch", "set_modules_to_backward_prefetch"):
         for wrong in ([nn.Linear(2, 2)], [model[0], brigade.fully_shard(nn.Linear(2, 2))]):
             with pytest.raises(ValueError, match="below the same outermost one"):
                 getattr(model[0], name)(wrong)
-
-
-def test_modules_of_no_unit_or_of_another_model_are_refused():
-    run_ranks(_refused, world_size=1)

@@ -19,7 +19,7 @@ CLASSES = {"Replicated": Replicated, "Sharded": Sharded}
 OF_DDP = {"forwards", "save_and_load", "collective", "same backward", "frozen", "no_sync"}
 OF_BRIGADES_DDP = {"fail", "uneven", "left out", "in a thread"}
 OFTEN = {action for action, weight in Sharded.actions.items() if weight >= 1}
-OF_SHARDING = OFTEN | {"in a thread", "collective", "twice", "together", "clip"}
+OF_SHARDING = OFTEN | {"in a thread", "collective", "twice", "together", "one ahead", "clip"}
 
 
 def _run(make, world_size, seeds, **how):

@@ -9,34 +9,25 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 import brigade
 
-from ranks import run_ranks
-from sharded_training import (
-    Net,
-    batch_of,
-    expect_equal,
-    expect_losses_alike,
-    make_net,
-    shard_blocks,
-    step_of_all,
-)
+from ranks import on_ranks
+from sharded_training import Net, Pair, expect_losses_alike
 
 
-def _trains(rank, world_size):
-    plain, model = make_net(), shard_blocks(make_net(), brigade.replicate)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@on_ranks()
+def test_equals_one_process(rank, world_size):
+    pair = Pair(rank, torch.optim.AdamW, shard=brigade.replicate)
+    plain, model = pair.plain, pair.model
     assert isinstance(model, (brigade.ReplicateModule, Net))
     assert isinstance(model, torchs.ReplicateModule)
     assert type(model).__name__ == "ReplicateNet"
     shapes = {name: p.shape for name, p in plain.named_parameters()}
     assert all(p.shape == shapes[name] for name, p in model.named_parameters())
-    optimizers = [torch.optim.AdamW(net.parameters(), foreach=False) for net in (plain, model)]
     for step in range(3):
-        step_of_all(plain, optimizers[0], step, world_size)
-        optimizers[1].zero_grad()
-        model(batch_of(rank, step)).square().mean().backward()
+        pair.step(step)
         for a, b in zip(plain.parameters(), model.parameters(), strict=True):
             assert torch.equal(a.grad, b.grad.full_tensor())
-        optimizers[1].step()
-    expect_equal(model, plain)
+    pair.expect_equal()
     statistics = model.sharding_statistics()
     assert statistics["sent_by_gathers"] == 0
     assert statistics["learned_segments"] <= 2
@@ -45,20 +36,13 @@ def _trains(rank, world_size):
     torch.testing.assert_close(norm, expected)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_equals_one_process(world_size):
-    run_ranks(_trains, world_size, world_size=world_size)
-
-
-def _against_torch(rank):
+@on_ranks()
+def test_losses_equal_torchs_on_two_ranks(rank):
     expect_losses_alike(rank, brigade.replicate, torchs.replicate)
 
 
-def test_losses_equal_torchs_on_two_ranks():
-    run_ranks(_against_torch)
-
-
-def _options(rank):
+@on_ranks(4)
+def test_meshes_precision_and_what_is_refused(rank):
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
     torch.manual_seed(rank % 2)  # as split along the other dimension
     model = nn.Linear(3, 2)
@@ -86,32 +70,11 @@ def _options(rank):
         brigade.fully_shard(model)
 
 
-def test_meshes_precision_and_what_is_refused():
-    run_ranks(_options, world_size=4)
-
-
-def _from_meta(rank):
-    plain = make_net()
-    with torch.device("meta"):
-        model = Net()
-    shard_blocks(model, brigade.replicate)
-    model.to_empty(device="cpu")
-    model.load_full_state_dict(plain.state_dict())
-    expect_equal(model, plain)
-
-
-def test_a_model_from_meta():
-    run_ranks(_from_meta)
-
-
-def _installed(rank):
+@on_ranks()
+def test_install_makes_torchs_brigades(rank):
     with brigade.install():
         model = torchs.replicate(nn.Linear(3, 2))
     assert isinstance(model, brigade.ReplicateModule)
     model(torch.ones(1, 3)).sum().backward()
     assert model.weight.grad.full_tensor().tolist() == [[1.0] * 3] * 2
     assert not isinstance(torchs.replicate(nn.Linear(3, 2)), brigade.FSDPModule)
-
-
-def test_install_makes_torchs_brigades():
-    run_ranks(_installed)

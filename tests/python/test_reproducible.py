@@ -9,7 +9,7 @@ import brigade
 
 from exact_training import MODES, Training, UserError
 from rank_cases import run_cases
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 
 VARIANTS = {
     "1 KB": {"bucket_cap_mb": 1 / 1024},
@@ -94,7 +94,8 @@ def test_buckets_graphs_views_and_shards_do_not_show(world_size):
     run_ranks(_trains_as_one_process, world_size=world_size)
 
 
-def _rows(rank):
+@on_ranks(4)
+def test_rows_are_summed_as_by_hybrid_shards(rank):
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2))
     sharded = brigade.fully_shard(_net(), mesh=mesh)
     _train(sharded, rank)
@@ -106,10 +107,6 @@ def _rows(rank):
         )
         _train(model, rank)
         _expect_equal(model.module.state_dict(), expected, what)
-
-
-def test_rows_are_summed_as_by_hybrid_shards():
-    run_ranks(_rows, world_size=4)
 
 
 def _accumulates(rank, row_size, options):
@@ -153,7 +150,9 @@ def test_ranks_without_data_count_as_zeros(world_size, by_world_size):
     run_ranks(_joins, by_world_size, world_size=world_size)
 
 
-def _small_dtypes(rank, dtype):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@on_ranks(3)
+def test_small_dtypes_are_added_in_float32(rank, dtype):
     world_size = dist.get_world_size()
     found = []
     for cap in (0.001, 25):
@@ -171,11 +170,6 @@ def _small_dtypes(rank, dtype):
     for gradients in found:
         for gradient, wanted in zip(gradients, expected, strict=True):
             assert torch.equal(gradient, wanted)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_small_dtypes_are_added_in_float32(dtype):
-    run_ranks(_small_dtypes, dtype, world_size=3)
 
 
 def _one_fails(rank, options):
@@ -198,7 +192,8 @@ def test_all_raise_and_train_on_where_one_rank_fails(mode, world_size):
     run_ranks(_one_fails, {**MODES[mode], "reproducible": True}, world_size=world_size)
 
 
-def _steps_in_backward(rank):
+@on_ranks(3)
+def test_optimizers_may_step_in_backward(rank):
     from torch.distributed.optim import _apply_optimizer_in_backward
 
     world_size = dist.get_world_size()
@@ -210,10 +205,6 @@ def _steps_in_backward(rank):
     _expect_equal(net.state_dict(), _train_alone(world_size, world_size), "steps in backward")
 
 
-def test_optimizers_may_step_in_backward():
-    run_ranks(_steps_in_backward, world_size=3)
-
-
 class _Sparse(nn.Module):
     def __init__(self):
         super().__init__()
@@ -223,7 +214,8 @@ class _Sparse(nn.Module):
         return self.table(i)
 
 
-def _refuses(rank):
+@on_ranks()
+def test_what_cannot_be_summed_in_order_is_refused_on_every_rank(rank):
     def expect(text, net=None, error=RuntimeError, **options):
         with pytest.raises(error, match=text):
             brigade.DistributedDataParallel(net or _net(), **{"reproducible": True, **options})
@@ -247,7 +239,3 @@ def _refuses(rank):
     with pytest.raises(RuntimeError, match="reproducible is set"):
         model._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
     _train(model, rank)
-
-
-def test_what_cannot_be_summed_in_order_is_refused_on_every_rank():
-    run_ranks(_refuses)

@@ -13,7 +13,7 @@ from torch import nn
 
 import brigade
 
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from sharded_training import Net, batch_of, make_net, shard_blocks
 
 _GPT = pathlib.Path(brigade.__file__).parents[2] / "examples/gpt/gpt"
@@ -96,6 +96,20 @@ def _loads(rank, folder, name, way):
     _put(rank, folder, "loaded", (metadata, loaded, _state(model, optimizer)))
 
 
+def _data_parallel(name):
+    model = brigade.DistributedDataParallel(make_net())
+    return model, _OPTIMIZERS[name](model.parameters())
+
+
+def _data_parallel_loads(rank, folder, name, way):
+    model, optimizer = _data_parallel(name)
+    _step(model, optimizer, 7, rank)  # which is undone
+    metadata = _WAYS[way][1](model, f"{folder}/{way}", optimizer)
+    assert metadata["step"] == "2"
+    _step(model, optimizer, 2, rank)
+    _put(rank, folder, "loaded", model.module.state_dict())
+
+
 @pytest.mark.parametrize("name", _OPTIMIZERS)
 def test_training_goes_on_with_the_same_bits(tmp_path, name):
     run_ranks(_saves, str(tmp_path), name)
@@ -108,6 +122,8 @@ def test_training_goes_on_with_the_same_bits(tmp_path, name):
             _expect_equal_states(loaded, saved)
             if world_size == 2:
                 _expect_equal_states(on, stepped)
+        run_ranks(_data_parallel_loads, str(tmp_path), name, way)
+        _expect_same(_get(tmp_path, "loaded"), stepped[0])
 
 
 def _header_of(path):
@@ -115,30 +131,11 @@ def _header_of(path):
         return json.loads(file.read(int.from_bytes(file.read(8), "little")))
 
 
-def test_the_file_is_that_of_cpp(tmp_path):
-    run_ranks(_saves, str(tmp_path), "adamw")
-    header = _header_of(tmp_path / "whole")
-    assert header["__metadata__"]["brigade.optimizer"] == "AdamW"
-    assert header["__metadata__"]["step"] == "2"
-    (group,) = json.loads(header["__metadata__"]["brigade.optimizer.options"])
-    assert group["options"]["lr"] == 0.1 and group["options"]["betas"] == [0.9, 0.999]
-    assert sorted(group["parameters"]) == sorted(dict(make_net().named_parameters()))
-    parameters = dict(make_net().named_parameters())
-    fields = ("", ".exp_avg", ".exp_avg_sq", ".max_exp_avg_sq")
-    expected = {
-        name + field: ("F32", list(parameter.shape))
-        for name, parameter in parameters.items()
-        for field in fields
-    }
-    expected |= {f"{name}.step": ("I64", []) for name in parameters}
-    del header["__metadata__"]
-    assert {name: (form["dtype"], form["shape"]) for name, form in header.items()} == expected
-
-
 _OPTIONS = {"lr": 0.5, "betas": (0.5, 0.9), "eps": 1e-3, "weight_decay": 0.3, "maximize": True}
 
 
-def _restores_options(rank, folder):
+@on_ranks()
+def test_saved_options_are_restored_and_named(rank, tmp_path):
     """What is loaded into an optimizer of other options goes on as what was saved."""
     for way, (save, load) in _WAYS.items():
         kept, loaded = make_net(), make_net()
@@ -146,9 +143,9 @@ def _restores_options(rank, folder):
         second = torch.optim.AdamW(loaded.parameters(), **_OPTIONS)
         kept, loaded = (brigade.DistributedDataParallel(each) for each in (kept, loaded))
         _step(kept, first, 0, rank)
-        save(kept, f"{folder}/{way}", first)
+        save(kept, f"{tmp_path}/{way}", first)
         with pytest.warns(UserWarning, match="other options of AdamW") as told:
-            load(loaded, f"{folder}/{way}", second)
+            load(loaded, f"{tmp_path}/{way}", second)
         for name in _OPTIONS:
             assert f"{name} = " in str(told[0].message)
             assert second.param_groups[0][name] == first.param_groups[0][name]
@@ -157,47 +154,27 @@ def _restores_options(rank, folder):
         _expect_same(loaded.module.state_dict(), kept.module.state_dict())
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            load(loaded, f"{folder}/{way}", second)
+            load(loaded, f"{tmp_path}/{way}", second)
 
 
-def test_saved_options_are_restored_and_named(tmp_path):
-    run_ranks(_restores_options, str(tmp_path))
-
-
-def _keeps_buffers(rank, folder):
+@on_ranks()
+def test_buffers_of_data_parallel_models_are_kept(rank, tmp_path):
     def make(value):
         net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
         net[1].running_mean.fill_(value)
         return brigade.DistributedDataParallel(net)
 
     for way, (save, load) in _WAYS.items():
-        save(make(3.0), f"{folder}/{way}")
+        save(make(3.0), f"{tmp_path}/{way}")
         loaded = make(0.0)
-        load(loaded, f"{folder}/{way}")
+        load(loaded, f"{tmp_path}/{way}")
         assert (loaded.module[1].running_mean == 3.0).all()
     sharded = brigade.fully_shard(make_net())
-    brigade.save_whole(sharded, f"{folder}/sharded")
+    brigade.save_whole(sharded, f"{tmp_path}/sharded")
     net = make_net()
     net.register_buffer("extra", torch.ones(2))
     with pytest.warns(UserWarning, match="has no buffers extra"):
-        brigade.load_whole(net, f"{folder}/sharded")
-
-
-def test_buffers_of_data_parallel_models_are_kept(tmp_path):
-    run_ranks(_keeps_buffers, str(tmp_path))
-
-
-def _loads_parameters_alone(rank, folder):
-    model, _ = _model("sgd")
-    brigade.load_whole(model, f"{folder}/whole")
-    _put(rank, folder, "loaded", model.full_state_dict())
-
-
-def test_parameters_are_loaded_without_their_optimizer(tmp_path):
-    run_ranks(_saves, str(tmp_path), "adam")
-    run_ranks(_loads_parameters_alone, str(tmp_path))
-    parameters, _ = _get(tmp_path, "saved")[0]
-    _expect_same(_get(tmp_path, "loaded"), parameters)
+        brigade.load_whole(net, f"{tmp_path}/sharded")
 
 
 def _refuses(rank, folder):
@@ -239,33 +216,10 @@ def test_what_does_not_fit_is_one_error_and_changes_nothing(tmp_path):
     assert first == second
 
 
-def _data_parallel(name):
-    model = brigade.DistributedDataParallel(make_net())
-    return model, _OPTIMIZERS[name](model.parameters())
-
-
 def _state_of_all(model, optimizer):
     names = [name for name, _ in model.module.named_parameters()]
     state = dict(zip(names, optimizer.state_dict()["state"].values(), strict=True))
     return copy.deepcopy((dict(model.module.state_dict()), state))
-
-
-def _data_parallel_loads(rank, folder, name, way):
-    model, optimizer = _data_parallel(name)
-    _step(model, optimizer, 7, rank)  # which is undone
-    metadata = _WAYS[way][1](model, f"{folder}/{way}", optimizer)
-    assert metadata["step"] == "2"
-    _step(model, optimizer, 2, rank)
-    _put(rank, folder, "loaded", model.module.state_dict())
-
-
-@pytest.mark.parametrize("name", _OPTIMIZERS)
-def test_data_parallel_training_goes_on_with_the_same_bits(tmp_path, name):
-    run_ranks(_saves, str(tmp_path), name)
-    _, (stepped, _) = _get(tmp_path, "saved")
-    for way in _WAYS:
-        run_ranks(_data_parallel_loads, str(tmp_path), name, way)
-        _expect_same(_get(tmp_path, "loaded"), stepped)
 
 
 def _data_parallel_saves(rank, folder):
@@ -286,21 +240,6 @@ def test_what_data_parallel_training_saves_is_loaded_by_shards(tmp_path):
     assert metadata["step"] == "2"
     _expect_equal_states(loaded, saved)
     _expect_equal_states(on, stepped)
-
-
-def _data_parallel_refuses(rank, folder):
-    model, optimizer = _data_parallel("adamw")
-    path = pathlib.Path(folder) / "whole"
-    brigade.save_whole(model, path, optimizer)
-    with pytest.raises(ValueError, match=r"rank 1.*none") as missing:
-        brigade.load_whole(model, path if rank == 0 else path.with_name("none"), optimizer)
-    _step(model, optimizer, 0, rank)  # and goes on
-    return str(missing.value)
-
-
-def test_data_parallel_ranks_fail_alike(tmp_path):
-    first, second = run_ranks(_data_parallel_refuses, str(tmp_path))
-    assert first == second
 
 
 def test_a_module_of_one_process_needs_no_group(tmp_path):
@@ -363,18 +302,15 @@ def test_reads_what_a_cpp_program_has_saved(tmp_path):
     assert set(whole) >= {f"{name}.exp_avg" for name in parameters}
 
 
-def _warns(rank, folder):
+@on_ranks()
+def test_what_is_left_out_is_said(rank, tmp_path):
     model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4))
     brigade.fully_shard(model, ignored_params={model[0].bias})
     with pytest.warns(UserWarning, match=r"not saved: \['0.bias', '1.running_mean'"):
-        brigade.save_whole(model, f"{folder}/whole")
+        brigade.save_whole(model, f"{tmp_path}/whole")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ValueError, match="of the model's parameters, or of their shards"):
-        brigade.save_whole(model, f"{folder}/whole", optimizer)
-
-
-def test_what_is_left_out_is_said(tmp_path):
-    run_ranks(_warns, str(tmp_path))
+        brigade.save_whole(model, f"{tmp_path}/whole", optimizer)
 
 
 def _unlike(rank, folder):
@@ -441,7 +377,8 @@ def test_parameters_without_memory_are_named(tmp_path):
             call(net, tmp_path / "whole")
 
 
-def _data_is_assigned(rank):
+@on_ranks()
+def test_data_that_is_assigned_to_whole_parameters_counts_or_is_an_error(rank):
     model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
     brigade.fully_shard(model)
     first, second = model.full_state_dict().values()
@@ -466,7 +403,3 @@ def _data_is_assigned(rank):
         model.whole_parameters(writes=True),
     ):
         model[1].weight.data = torch.ones(2)
-
-
-def test_data_that_is_assigned_to_whole_parameters_counts_or_is_an_error():
-    run_ranks(_data_is_assigned)

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import brigade
 
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from sharded_training import batch_of, make_net, shard_blocks
 
 safetensors = pytest.importorskip("safetensors", reason="no package safetensors")
@@ -38,19 +38,16 @@ def _expect_values(found):
         assert torch.equal(found[name], value), name
 
 
-def _saves_parts(rank, folder):
+@on_ranks()
+def test_parts_are_not_saved_as_wholes(rank, tmp_path):
     model = shard_blocks(make_net())
     model(batch_of(rank, 0)).sum().backward()
     for tensors in (model.state_dict(), {"gradient": model.head.weight.grad}):
         with pytest.raises(RuntimeError, match=r"is sharded: .*full_tensor\(\)"):
-            save_file(tensors, f"{folder}/{rank}.safetensors")
-    save_file(model.full_state_dict(), f"{folder}/{rank}.safetensors")
-    found = load_file(f"{folder}/{rank}.safetensors")
+            save_file(tensors, f"{tmp_path}/{rank}.safetensors")
+    save_file(model.full_state_dict(), f"{tmp_path}/{rank}.safetensors")
+    found = load_file(f"{tmp_path}/{rank}.safetensors")
     assert found["head.weight"].shape == (2, 7)
-
-
-def test_parts_are_not_saved_as_wholes(tmp_path):
-    run_ranks(_saves_parts, str(tmp_path))
 
 
 def _sharded(values=None):
@@ -189,39 +186,36 @@ def test_damaged_files_are_read_as_the_package_reads_them(tmp_path):
     assert num_read > 500
 
 
-def _torchs_writer(rank, folder):
+@on_ranks()
+def test_torchs_writer_loses_nothing(rank, tmp_path):
     model = _sharded(_values())
     for options, message in (
         ({"save_distributed": True}, "expected one box of each tensor from a rank"),
         ({}, "expected one box of each tensor from a rank"),
     ):
-        writer = hugging_face.HuggingFaceStorageWriter(f"{folder}/refused", **options)
+        writer = hugging_face.HuggingFaceStorageWriter(f"{tmp_path}/refused", **options)
         with pytest.raises(dcp.api.CheckpointException, match=message):
             dcp.save(model.state_dict(), storage_writer=writer)
 
     in_rows = shard_blocks(make_net(), block_numel_fn=lambda p: p[0].numel())
     in_rows.load_full_state_dict(_values())
-    writer = hugging_face.HuggingFaceStorageWriter(f"{folder}/refused")
+    writer = hugging_face.HuggingFaceStorageWriter(f"{tmp_path}/refused")
     with pytest.raises(
         dcp.api.CheckpointException, match=r"one rank to write file 1, found \[0, 1\]"
     ):
         dcp.save(in_rows.state_dict(), storage_writer=writer)
-    assert rank != 0 or not any((folder / "refused").iterdir())
+    assert rank != 0 or not any((tmp_path / "refused").iterdir())
     apart = hugging_face.HuggingFaceStorageWriter(
-        f"{folder}/apart", fqn_to_index_mapping={"0": 1, "1": 2}
+        f"{tmp_path}/apart", fqn_to_index_mapping={"0": 1, "1": 2}
     )
     dcp.save({str(rank): torch.full((2,), float(rank))}, storage_writer=apart)
     dist.barrier()
-    files = sorted((folder / "apart").glob("*.safetensors"))
+    files = sorted((tmp_path / "apart").glob("*.safetensors"))
     assert [list(load_file(file)) for file in files] == [["0"], ["1"]]
     writer = hugging_face.HuggingFaceStorageWriter(
-        f"{folder}/rows", save_distributed=True, enable_consolidation=True
+        f"{tmp_path}/rows", save_distributed=True, enable_consolidation=True
     )
     dcp.save(in_rows.state_dict(), storage_writer=writer)
     if rank == 0:
-        (file,) = (folder / "rows").glob("*.safetensors")
+        (file,) = (tmp_path / "rows").glob("*.safetensors")
         _expect_values(load_file(file))
-
-
-def test_torchs_writer_loses_nothing(tmp_path):
-    run_ranks(_torchs_writer, tmp_path)

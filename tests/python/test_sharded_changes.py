@@ -6,33 +6,18 @@ from torch import nn
 
 import brigade
 
-from ranks import run_ranks
-from sharded_training import batch_of, expect_equal, make_net, shard_blocks, step_of_all
+from ranks import on_ranks
+from sharded_training import Pair, batch_of
 
 
-def _loss(model, rank, step):
-    return model(batch_of(rank, step)).square().mean()
-
-
-def _step(model, plain, optimizers, rank, step):
-    step_of_all(plain, optimizers[0], step, 2)
-    optimizers[1].zero_grad()
-    _loss(model, rank, step).backward()
-    optimizers[1].step()
-
-
-def _pair():
-    plain, model = make_net(), shard_blocks(make_net())
-    optimizers = [
-        torch.optim.SGD(net.parameters(), lr=0.1, foreach=False) for net in (plain, model)
-    ]
-    return plain, model, optimizers
-
-
-def _refused_and_back(rank, place, is_alike):
+@pytest.mark.parametrize("is_alike", [True, False])
+@pytest.mark.parametrize("place", ["blocks.1.up.weight", "head.bias"])
+@on_ranks()
+def test_a_replaced_parameter_is_refused_until_it_is_back(rank, place, is_alike):
     """A parameter is replaced, on all ranks or on the first; put back, steps are exact."""
-    plain, model, optimizers = _pair()
-    _step(model, plain, optimizers, rank, 0)
+    pair = Pair(rank)
+    model = pair.model
+    pair.step(0)
     owner, _, name = place.rpartition(".")
     module = model.get_submodule(owner)
     own, given = module._parameters[name], nn.Parameter(torch.full((3, 2), 7.0))
@@ -43,41 +28,34 @@ def _refused_and_back(rank, place, is_alike):
         words = f"rank 0.*'{place}'"
     for _ in range(2):
         with pytest.raises(RuntimeError, match=words):
-            _loss(model, rank, 1).backward()
+            pair.loss(1).backward()
     assert torch.equal(given, torch.full((3, 2), 7.0))
     setattr(module, name, own)
-    _step(model, plain, optimizers, rank, 1)
-    expect_equal(model, plain)
+    pair.step(1)
+    pair.expect_equal()
 
 
-@pytest.mark.parametrize("is_alike", [True, False])
-@pytest.mark.parametrize("place", ["blocks.1.up.weight", "head.bias"])
-def test_a_replaced_parameter_is_refused_until_it_is_back(place, is_alike):
-    run_ranks(_refused_and_back, place, is_alike)
-
-
-def _removed_and_back(rank):
-    plain, model, optimizers = _pair()
+@on_ranks()
+def test_a_removed_parameter_is_refused_until_it_is_back(rank):
+    pair = Pair(rank)
+    model = pair.model
     own = model.blocks[0].up.bias
     del model.blocks[0].up.bias
     model.blocks[0].up.bias = None
     with pytest.raises(RuntimeError, match=r"'blocks\.0\.up\.bias' was removed"):
-        _loss(model, rank, 0)
+        pair.loss(0)
     model.blocks[0].up.bias = own
     head, model.head = model.head, nn.Identity()
     with pytest.raises(RuntimeError, match=r"'(weight|head.weight)' was removed"):
-        _loss(model, rank, 0)
+        pair.loss(0)
     model.head = head
     for step in range(2):
-        _step(model, plain, optimizers, rank, step)
-    expect_equal(model, plain)
+        pair.step(step)
+    pair.expect_equal()
 
 
-def test_a_removed_parameter_is_refused_until_it_is_back():
-    run_ranks(_removed_and_back)
-
-
-def _added(rank):
+@on_ranks()
+def test_modules_that_are_added_are_named(rank):
     net = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4)))
     brigade.fully_shard(net[1])
     brigade.fully_shard(net[0])
@@ -101,11 +79,8 @@ def _added(rank):
         net(x)
 
 
-def test_modules_that_are_added_are_named():
-    run_ranks(_added)
-
-
-def _ignored(rank):
+@on_ranks()
+def test_ignored_parameters_and_modules_around_others_are_nobodys_business(rank):
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     brigade.fully_shard(net, ignored_params=set(net[1].parameters()))
     net(torch.ones(2, 4)).sum().backward()
@@ -115,14 +90,12 @@ def _ignored(rank):
     assert isinstance(net[0][0].weight, brigade.ShardedParameter)
 
 
-def test_ignored_parameters_and_modules_around_others_are_nobodys_business():
-    run_ranks(_ignored)
-
-
-def _functional_call(rank):
-    plain, model, optimizers = _pair()
-    _step(model, plain, optimizers, rank, 0)
-    given = {name: torch.full_like(p, 0.5) for name, p in plain.named_parameters()}
+@on_ranks()
+def test_functional_call_computes_with_what_it_is_given_or_is_refused(rank):
+    pair = Pair(rank)
+    model = pair.model
+    pair.step(0)
+    given = {name: torch.full_like(p, 0.5) for name, p in pair.plain.named_parameters()}
     kept = {name: value.clone() for name, value in given.items()}
     x = batch_of(rank, 0)
     with pytest.raises(RuntimeError, match="functional_call works inside of whole_parameters"):
@@ -132,23 +105,21 @@ def _functional_call(rank):
         torch.func.functional_call(model, some, (x,))
     with model.whole_parameters(), torch.no_grad():
         for values in (given, some):
-            expected = torch.func.functional_call(plain, values, (x,))
+            expected = torch.func.functional_call(pair.plain, values, (x,))
             assert torch.equal(torch.func.functional_call(model, values, (x,)), expected)
     for name, value in given.items():
         assert torch.equal(value, kept[name]), name
     own = dict(model.named_parameters())
     torch.func.functional_call(model, own, (x,)).sum().backward()
-    _step(model, plain, optimizers, rank, 1)
-    expect_equal(model, plain)
+    pair.step(1)
+    pair.expect_equal()
 
 
-def test_functional_call_computes_with_what_it_is_given_or_is_refused():
-    run_ranks(_functional_call)
-
-
-def _while_whole(rank):
-    plain, model, optimizers = _pair()
-    _step(model, plain, optimizers, rank, 0)
+@on_ranks()
+def test_what_is_replaced_while_parameters_are_whole_is_not_overwritten(rank):
+    pair = Pair(rank)
+    model = pair.model
+    pair.step(0)
     own = model.blocks[0].up.bias
     given = nn.Parameter(torch.zeros(3))
     model.blocks[0].up.bias = given
@@ -164,11 +135,7 @@ def _while_whole(rank):
         model.blocks[0].up.bias = given
     assert model.blocks[0].up.bias is given and torch.equal(given, torch.zeros(3))
     with pytest.raises(RuntimeError, match=r"'blocks\.0\.up\.bias'"):
-        _loss(model, rank, 1)
+        pair.loss(1)
     model.blocks[0].up.bias = own
-    _step(model, plain, optimizers, rank, 1)
-    expect_equal(model, plain)
-
-
-def test_what_is_replaced_while_parameters_are_whole_is_not_overwritten():
-    run_ranks(_while_whole)
+    pair.step(1)
+    pair.expect_equal()

@@ -13,8 +13,8 @@ import brigade
 from brigade._shard_boxes import boxes_of
 
 from rank_cases import run_cases
-from ranks import run_ranks
-from sharded_training import batch_of, expect_equal, make_net, shard_blocks, step_of_all
+from ranks import on_ranks, run_ranks
+from sharded_training import Pair, batch_of, expect_equal, make_net, shard_blocks, step_of_all
 
 dcp = pytest.importorskip("torch.distributed.checkpoint")
 pytest.importorskip(
@@ -25,7 +25,6 @@ from torch.distributed.checkpoint.state_dict import (  # noqa: E402
     StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
-    set_optimizer_state_dict,
 )
 
 
@@ -108,13 +107,6 @@ def _loads(rank, folder, mesh, reader):
         loaded = brigade.load_checkpoint(f"{folder}/ours", model, optimizer)
         assert loaded.shared == {"step": 2}
         assert (loaded.own is None) == (dist.get_world_size() != 2)
-    elif reader == "torchs functions":
-        state = {
-            "model": model.state_dict(),
-            "optimizer": get_optimizer_state_dict(model, optimizer),
-        }
-        dcp.load(state, checkpoint_id=f"{folder}/torchs")
-        set_optimizer_state_dict(model, optimizer, state["optimizer"])
     else:
         state = {
             "model": model.state_dict(),
@@ -135,7 +127,7 @@ def saved(tmp_path_factory):
     return str(folder)
 
 
-@pytest.mark.parametrize("reader", ["ours", "torchs functions", "ours with torchs"])
+@pytest.mark.parametrize("reader", ["ours", "ours with torchs"])
 @pytest.mark.parametrize("mesh", [(1,), (2,), (3,), (2, 2)])
 def test_saved_on_two_ranks_and_loaded(saved, mesh, reader):
     world_size = torch.Size(mesh).numel()
@@ -160,71 +152,23 @@ _LOADERS = {
 
 
 def _loads_while_whole(rank, folder, loader):
-    plain, model = make_net(), shard_blocks(make_net(), reshard_after_forward=False)
+    pair = Pair(rank, reshard_after_forward=False)
+    model = pair.model
     model.set_reshard_after_backward(False)
-    optimizers = [torch.optim.SGD(net.parameters(), 0.1, foreach=False) for net in (plain, model)]
-    _step(model, optimizers[1], 5, rank)
+    _step(model, pair.optimizers[1], 5, rank)
     sent = []
     for _ in range(2):
         model(batch_of(rank, 6)).sum().backward()
         sent.append(model.sharding_statistics()["sent_by_gathers"])
     assert sent[0] == sent[1]  # all units are whole
     _LOADERS[loader](model, folder)
-    plain.load_state_dict(_whole(folder)["model"])
+    pair.plain.load_state_dict(_whole(folder)["model"])
     for step in (7, 8):
-        step_of_all(plain, optimizers[0], step, 2)
-        _step(model, optimizers[1], step, rank)
-        expect_equal(model, plain)
+        pair.expect_step(step)
 
 
 def test_what_is_loaded_while_units_are_whole_is_trained_on(saved):
     run_cases(_loads_while_whole, [(saved, loader) for loader in _LOADERS])
-
-
-def test_loaded_into_one_process(saved):
-    whole = _whole(saved)
-    for name in ("torchs", "ours"):
-        plain = make_net()
-        optimizer = _optimizer(plain)
-        state = {
-            "model": plain.state_dict(),
-            "optimizer": get_optimizer_state_dict(plain, optimizer),
-        }
-        dcp.load(state, checkpoint_id=f"{saved}/{name}", no_dist=True)
-        set_optimizer_state_dict(plain, optimizer, state["optimizer"])
-        for key, value in plain.state_dict().items():
-            assert torch.equal(value, whole["model"][key]), key
-        _expect_equal_state(get_optimizer_state_dict(plain, optimizer), whole["optimizer"])
-
-
-def _resumes(rank, folder):
-    torch.manual_seed(rank)
-    dropout = nn.Dropout(0.5)
-    model, optimizer = _trained(rank)
-    parts = []
-    for part in range(2):
-        for step in range(2, 5):
-            optimizer.zero_grad()
-            model(dropout(batch_of(rank, step))).square().mean().backward()
-            optimizer.step()
-            if part == 0 and step == 2:
-                own = {"random": torch.get_rng_state()}
-                brigade.save_checkpoint(
-                    f"{folder}/3", model, optimizer, shared={"step": 3}, own=own
-                )
-            if part == 1 and step == 2:
-                model, optimizer = _trained(rank, steps=0)
-                loaded = brigade.load_checkpoint(f"{folder}/3", model, optimizer)
-                assert loaded.shared == {"step": 3}
-                torch.set_rng_state(loaded.own["random"])
-        parts.append((model.full_state_dict(), brigade.full_optimizer_state_dict(model, optimizer)))
-    for name, value in parts[0][0].items():
-        assert torch.equal(value, parts[1][0][name]), name
-    _expect_equal_state(parts[1][1], parts[0][1])
-
-
-def test_resumes_bit_for_bit(tmp_path):
-    run_ranks(_resumes, str(tmp_path))
 
 
 def _goes_on(rank, folder, world_sizes):
@@ -300,62 +244,57 @@ def test_a_damaged_checkpoint_changes_nothing(tmp_path):
     run_ranks(_damaged, str(tmp_path))
 
 
-def _of_others(rank, folder):
+@on_ranks()
+def test_checkpoints_of_others(rank, tmp_path):
     model, optimizer = _trained(rank)
-    brigade.save_checkpoint(f"{folder}/alone", model)
-    brigade.save_checkpoint(f"{folder}/both", model, optimizer)
+    brigade.save_checkpoint(f"{tmp_path}/alone", model)
+    brigade.save_checkpoint(f"{tmp_path}/both", model, optimizer)
     before = model.full_state_dict()
     with pytest.raises(ValueError, match="has no optimizer's state"):
-        brigade.load_checkpoint(f"{folder}/alone", model, optimizer)
+        brigade.load_checkpoint(f"{tmp_path}/alone", model, optimizer)
     with pytest.raises(ValueError, match=r"groups of \[17, 5\], found groups of \[11, 11\]"):
         one = torch.optim.AdamW([{"params": list(model.parameters())[:17]}])
         one.add_param_group({"params": list(model.parameters())[17:]})
-        brigade.load_checkpoint(f"{folder}/both", model, one)
+        brigade.load_checkpoint(f"{tmp_path}/both", model, one)
     other = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 2))
     brigade.fully_shard(other)
     with pytest.raises(ValueError, match=r"these names are in one of both: \['0.bias'"):
-        brigade.load_checkpoint(f"{folder}/both", other)
+        brigade.load_checkpoint(f"{tmp_path}/both", other)
     plain = make_net()
     plain.head = nn.Linear(7, 3)
     with pytest.raises(ValueError, match=r"'head.weight': expected \(3, 7\), found \(2, 7\)"):
-        brigade.load_checkpoint(f"{folder}/both", shard_blocks(plain))
+        brigade.load_checkpoint(f"{tmp_path}/both", shard_blocks(plain))
     with pytest.raises(ValueError, match="expected a module that fully_shard has sharded"):
-        brigade.save_checkpoint(f"{folder}/plain", make_net())
+        brigade.save_checkpoint(f"{tmp_path}/plain", make_net())
     with pytest.raises(RuntimeError, match=r"save_checkpoint: on rank 0: .*[Dd]irectory"):
-        open(f"{folder}/file", "w").close()
-        brigade.save_checkpoint(f"{folder}/file/3", model)
+        open(f"{tmp_path}/file", "w").close()
+        brigade.save_checkpoint(f"{tmp_path}/file/3", model)
     assert all(torch.equal(value, before[name]) for name, value in model.full_state_dict().items())
 
 
-def test_checkpoints_of_others(tmp_path):
-    run_ranks(_of_others, str(tmp_path))
-
-
-def _async_saves(rank, folder):
+@on_ranks()
+def test_saved_meanwhile(rank, tmp_path):
     model, optimizer = _trained(rank)
     state = {
         "model": model.state_dict(),
         "optimizer": brigade.sharded_optimizer_state_dict(model, optimizer),
     }
     whole = model.full_state_dict(), brigade.full_optimizer_state_dict(model, optimizer)
-    saving = dcp.async_save(state, checkpoint_id=f"{folder}/later")
+    saving = dcp.async_save(state, checkpoint_id=f"{tmp_path}/later")
     saving.result()
     _step(model, optimizer, 2, rank)
     state = {
         "model": model.state_dict(),
         "optimizer": brigade.sharded_optimizer_state_dict(model, optimizer),
     }
-    dcp.load(state, checkpoint_id=f"{folder}/later")
+    dcp.load(state, checkpoint_id=f"{tmp_path}/later")
     brigade.load_sharded_optimizer_state_dict(model, optimizer, state["optimizer"])
     assert all(torch.equal(v, whole[0][name]) for name, v in model.full_state_dict().items())
     _expect_equal_state(brigade.full_optimizer_state_dict(model, optimizer), whole[1])
 
 
-def test_saved_meanwhile(tmp_path):
-    run_ranks(_async_saves, str(tmp_path))
-
-
-def _copies(rank):
+@on_ranks()
+def test_copies_of_a_part_are_parts(rank):
     model, optimizer = _trained(rank)
     shard = model.blocks[0].up.weight
     whole = model.full_state_dict()["blocks.0.up.weight"]
@@ -376,11 +315,8 @@ def _copies(rank):
     assert torch.equal(pickle.loads(pickle.dumps(shard.to_local())), shard.to_local())
 
 
-def test_copies_of_a_part_are_parts():
-    run_ranks(_copies)
-
-
-def _channels_last(rank, folder):
+@on_ranks(3)
+def test_other_memory_formats_scalars_buffers(rank, tmp_path):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 5, 3), nn.BatchNorm2d(5), nn.Conv2d(5, 2, 2))
     model = model.to(memory_format=torch.channels_last)
@@ -394,9 +330,9 @@ def _channels_last(rank, folder):
         (3 * model(torch.ones(1, 3, 5, 5)).sum()).backward()
         optimizer.step()
     expected = model.full_state_dict()
-    brigade.save_checkpoint(f"{folder}/a", model, optimizer)
+    brigade.save_checkpoint(f"{tmp_path}/a", model, optimizer)
     state = {"model": plain.state_dict()}
-    dcp.load(state, checkpoint_id=f"{folder}/a")
+    dcp.load(state, checkpoint_id=f"{tmp_path}/a")
     for name, value in plain.state_dict().items():
         assert torch.equal(value, expected[name]), name
     whole = brigade.full_optimizer_state_dict(model, optimizer)
@@ -406,18 +342,16 @@ def _channels_last(rank, folder):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
-    brigade.load_checkpoint(f"{folder}/a", model, optimizer)
+    brigade.load_checkpoint(f"{tmp_path}/a", model, optimizer)
     for name, value in model.full_state_dict().items():
         assert torch.equal(value, expected[name]), name
     brigade.load_full_optimizer_state_dict(model, optimizer, whole)
     _expect_equal_state(brigade.full_optimizer_state_dict(model, optimizer), whole)
 
 
-def test_other_memory_formats_scalars_buffers(tmp_path):
-    run_ranks(_channels_last, str(tmp_path), world_size=3)
-
-
-def _full_state(rank, world_size):
+@pytest.mark.parametrize("world_size", [2, 3])
+@on_ranks()
+def test_full_optimizer_state(rank, world_size):
     plain = make_net()
     plain_optimizer = _optimizer(plain, foreach=False)
     for step in range(2):
@@ -456,12 +390,8 @@ def _full_state(rank, world_size):
         brigade.full_optimizer_state_dict(model, optimizer)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_full_optimizer_state(world_size):
-    run_ranks(_full_state, world_size, world_size=world_size)
-
-
-def _torchs_full_state(rank):
+@on_ranks()
+def test_torchs_functions_gather_parts(rank):
     model, optimizer = _trained(rank)
     whole = model.full_state_dict()
     of_optimizer = brigade.full_optimizer_state_dict(model, optimizer)
@@ -480,11 +410,9 @@ def _torchs_full_state(rank):
     assert all(torch.equal(value, found[name]) for name, value in plain.state_dict().items())
 
 
-def test_torchs_functions_gather_parts():
-    run_ranks(_torchs_full_state)
-
-
-def _gathers_parameters_of_one_shape(rank):
+# The second begins on the one rank as the first does, and not on the other.
+@on_ranks()
+def test_states_of_parameters_of_one_shape_are_gathered(rank):
     model = nn.Module()
     model.weights = nn.ParameterList([torch.full((4,), float(i)) for i in range(3)])
     model.forward = lambda: sum((weight * weight).sum() for weight in model.weights)
@@ -498,30 +426,23 @@ def _gathers_parameters_of_one_shape(rank):
         assert torch.equal(buffer, torch.full((4,), 2.0 * i)), i
 
 
-# The second begins on the one rank as the first does, and not on the other.
-def test_states_of_parameters_of_one_shape_are_gathered():
-    run_ranks(_gathers_parameters_of_one_shape)
-
-
-def _keeps_its_own_buffers(rank, folder):
+@on_ranks()
+def test_each_rank_gets_its_own_buffers_again(rank, tmp_path):
     def make():
         return brigade.fully_shard(nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4)))
 
     model = make()
     model(batch_of(rank, 0)).sum().backward()
-    brigade.save_checkpoint(f"{folder}/saved", model)
+    brigade.save_checkpoint(f"{tmp_path}/saved", model)
     loaded = make()
-    brigade.load_checkpoint(f"{folder}/saved", loaded)
+    brigade.load_checkpoint(f"{tmp_path}/saved", loaded)
     for (name, saved), found in zip(model.named_buffers(), loaded.buffers(), strict=True):
         assert torch.equal(found, saved), name
     assert loaded[1].num_batches_tracked == 1
 
 
-def test_each_rank_gets_its_own_buffers_again(tmp_path):
-    run_ranks(_keeps_its_own_buffers, str(tmp_path))
-
-
-def _keeps_dtypes(rank):
+@on_ranks()
+def test_scalars_of_an_optimizer_keep_their_dtype(rank):
     model = brigade.fully_shard(nn.Linear(3, 3).double())
     optimizer = torch.optim.NAdam(model.parameters())
     model(torch.ones(2, 3).double()).sum().backward()
@@ -530,7 +451,3 @@ def _keeps_dtypes(rank):
     brigade.load_sharded_optimizer_state_dict(model, optimizer, state)
     for values in optimizer.state.values():
         assert values["mu_product"].dtype == torch.float32
-
-
-def test_scalars_of_an_optimizer_keep_their_dtype():
-    run_ranks(_keeps_dtypes)

@@ -9,7 +9,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as of_buck
 
 import brigade
 
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 
 _DTYPES = {"fp16_compress": torch.float16, "bf16_compress": torch.bfloat16}
 
@@ -47,14 +47,10 @@ def _mesh(world_size, num_shards):
 
 def _gradients(model):
     """Whole, by name."""
-    parameters = dict(model.named_parameters())
-    with torch.no_grad():
-        for parameter in parameters.values():
-            if parameter.grad is None:
-                parameter.zero_()
-            else:
-                parameter.copy_(parameter.grad)
-    return model.full_state_dict()
+    return {
+        name: torch.zeros(p.shape) if p.grad is None else p.grad.full_tensor()
+        for name, p in model.named_parameters()
+    }
 
 
 def _expect(found, sums, world_size, dtype):
@@ -67,7 +63,10 @@ def _expect(found, sums, world_size, dtype):
         assert torch.equal(found[f"children_of.{i}.weight"].flatten(), expected)
 
 
-def _averages(rank, world_size, num_shards, name):
+@pytest.mark.parametrize("name", sorted(_DTYPES))
+@pytest.mark.parametrize(("world_size", "num_shards"), [(2, 2), (2, 1), (3, 3), (4, 2)])
+@on_ranks()
+def test_averages_what_travels(rank, world_size, num_shards, name):
     dtype, mesh = _DTYPES[name], _mesh(world_size, num_shards)
     all_ranks = sum(range(1, world_size + 1))
     model = _sharded(comm_hook=name, mesh=mesh)
@@ -87,14 +86,18 @@ def _averages(rank, world_size, num_shards, name):
         _expect(_gradients(model), [all_ranks, all_ranks - 1, all_ranks], world_size, dtype)
 
 
-@pytest.mark.parametrize("name", sorted(_DTYPES))
-@pytest.mark.parametrize(("world_size", "num_shards"), [(2, 2), (2, 1), (3, 3), (4, 2)])
-def test_averages_what_travels(world_size, num_shards, name):
-    run_ranks(_averages, world_size, num_shards, name, world_size=world_size)
-
-
-def _sends(rank, hook, by_registration):
-    # Whole bytes with padding: 4 of (6, 10, 2, 4) elements.
+@pytest.mark.parametrize("by_registration", [True, False])
+@pytest.mark.parametrize(
+    "hook",
+    [
+        "fp16_compress",
+        of_buckets.bf16_compress_hook,
+        of_shards.fp16_compress_hook,
+        dist.BuiltinCommHookType.FP16_COMPRESS,
+    ],
+)
+@on_ranks()
+def test_torchs_hooks_halve_what_is_sent(rank, hook, by_registration):
     plain = _sharded()
     model = _sharded() if by_registration else _sharded(comm_hook=hook)
     if by_registration:
@@ -106,20 +109,6 @@ def _sends(rank, hook, by_registration):
     assert after["sent_by_sums"] == 2 * 22 // 2
     # The outermost unit is kept.
     assert before["sent_by_gathers"] == after["sent_by_gathers"] == 4 * (18 * 2 + 4) // 2
-
-
-@pytest.mark.parametrize("by_registration", [True, False])
-@pytest.mark.parametrize(
-    "hook",
-    [
-        "fp16_compress",
-        of_buckets.bf16_compress_hook,
-        of_shards.fp16_compress_hook,
-        dist.BuiltinCommHookType.FP16_COMPRESS,
-    ],
-)
-def test_torchs_hooks_halve_what_is_sent(hook, by_registration):
-    run_ranks(_sends, hook, by_registration)
 
 
 def _differ(rank):
@@ -138,7 +127,8 @@ def test_ranks_have_one_hook():
     assert first == second
 
 
-def _refused(rank):
+@on_ranks(1)
+def test_hooks_that_are_refused(rank):
     with pytest.raises(NotImplementedError, match=r"found allreduce_hook.\nGive 'fp16_compress'"):
         brigade.fully_shard(nn.Linear(3, 3), comm_hook=of_buckets.allreduce_hook)
     model = _sharded(comm_hook="fp16_compress")
@@ -148,7 +138,3 @@ def _refused(rank):
     other(1.0).backward()
     with pytest.raises(ValueError, match="a forward has run"):
         other.register_comm_hook(None, "bf16_compress")
-
-
-def test_hooks_that_are_refused():
-    run_ranks(_refused, world_size=1)

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from cases import quick
-from ranks import run_ranks
-from sharded_training import batch_of, expect_equal, make_net, shard_blocks, step_of_all
+from ranks import on_ranks, run_ranks
+from sharded_training import Pair, batch_of, make_net, shard_blocks, step_of_all
 
 
 def _compile(graphs, **options):
@@ -87,7 +87,9 @@ def test_compiled_either_way_the_bits_are_those_of_one_process(way, reshards):
     run_ranks(_trains, way, {"reshard_after_forward": reshards})
 
 
-def _nothing_of_ours(rank, way):
+@pytest.mark.parametrize("way", quick(_WAYS, [_WAYS[-1]]))
+@on_ranks(1)
+def test_the_compiler_converts_nothing_of_sharding(rank, way):
     from torch._dynamo.convert_frame import CatchErrorsWrapper
 
     converted = []
@@ -106,27 +108,15 @@ def _nothing_of_ours(rank, way):
     assert converted == []
 
 
-@pytest.mark.parametrize("way", quick(_WAYS, [_WAYS[-1]]))
-def test_the_compiler_converts_nothing_of_sharding(way):
-    run_ranks(_nothing_of_ours, way, world_size=1)
-
-
-def _compiled_backward(rank):
+@on_ranks(1)
+def test_a_compiled_backward_raises_and_is_forgotten(rank):
     from torch._dynamo import compiled_autograd
 
-    plain, model = make_net(), shard_blocks(make_net())
-    output = model(batch_of(0, 0)).square().mean()
+    pair = Pair(rank)
+    output = pair.loss(0)
     with (
         compiled_autograd._enable(torch.compile(backend="eager")),
         pytest.raises(RuntimeError, match="compiled autograd can't trace a backward"),
     ):
         output.backward()
-    plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
-    step_of_all(plain, plain_optimizer, 1, 1)
-    model(batch_of(0, 1)).square().mean().backward()
-    torch.optim.SGD(model.parameters(), lr=0.1).step()
-    expect_equal(model, plain)
-
-
-def test_a_compiled_backward_raises_and_is_forgotten():
-    run_ranks(_compiled_backward, world_size=1)
+    pair.expect_step(1)

@@ -10,8 +10,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import brigade
 
-from ranks import run_ranks
-from sharded_training import Block, batch_of, expect_equal, step_of_all
+from ranks import on_ranks, run_ranks
+from sharded_training import Block, Pair
 
 Named = collections.namedtuple("Named", ["hidden", "skip"])
 
@@ -80,15 +80,10 @@ def _trains(rank, form):
     for layer in model.layers:
         brigade.fully_shard(layer)
     brigade.fully_shard(model)
-    optimizers = [
-        torch.optim.SGD(net.parameters(), lr=0.1, foreach=False) for net in (plain, model)
-    ]
+    pair = Pair(rank, nets=(plain, model))
     for step in range(4):
-        step_of_all(plain, optimizers[0], step, 2)
-        optimizers[1].zero_grad()
-        model(batch_of(rank, step)).square().mean().backward()
-        optimizers[1].step()
-    expect_equal(model, plain)
+        pair.step(step)
+    pair.expect_equal()
     return model.sharding_statistics()
 
 
@@ -122,7 +117,8 @@ class _Casting(nn.Module):
         return State(self.linear(x), None)
 
 
-def _is_cast(rank):
+@on_ranks()
+def test_tensors_in_dataclasses_are_cast(rank):
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float64)
     model = brigade.fully_shard(_Casting(), mp_policy=policy)
     config = State("a word", 3)
@@ -135,11 +131,8 @@ def _is_cast(rank):
     assert others[1][1]["a"] is config
 
 
-def test_tensors_in_dataclasses_are_cast():
-    run_ranks(_is_cast)
-
-
-def _keeps_classes(rank):
+@on_ranks()
+def test_classes_of_containers_stay(rank):
     model = nn.Sequential(nn.Linear(4, 4), _Casting())
     brigade.fully_shard(model[1])
     brigade.fully_shard(model)
@@ -159,10 +152,6 @@ def _keeps_classes(rank):
     assert model[0].weight.grad is not None
 
 
-def test_classes_of_containers_stay():
-    run_ranks(_keeps_classes)
-
-
 class _SeesDevices(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -174,7 +163,8 @@ class _SeesDevices(nn.Module):
         return self.weight.sum()
 
 
-def _moves_inputs(rank):
+@on_ranks()
+def test_inputs_of_the_outermost_module_are_moved_to_its_accelerator(rank):
     model = brigade.fully_shard(_SeesDevices())
     batch = {"x": (torch.ones(2), torch.ones(1, dtype=torch.long))}
     model(batch, mask=torch.ones(2)).backward()
@@ -182,10 +172,6 @@ def _moves_inputs(rank):
     model._root().device = torch.device("meta")  # as if its parameters were on an accelerator
     model(batch, mask=torch.ones(2)).backward()
     assert model.seen == ["meta"] * 3
-
-
-def test_inputs_of_the_outermost_module_are_moved_to_its_accelerator():
-    run_ranks(_moves_inputs)
 
 
 class _View(nn.Module):
@@ -197,7 +183,8 @@ class _View(nn.Module):
         return self.linear(x).view(-1)
 
 
-def _changes_a_view(rank):
+@on_ranks()
+def test_an_output_that_is_a_view_may_be_changed_in_place(rank):
     torch.manual_seed(0)
     plain, model = _View(), _View()
     model.load_state_dict(plain.state_dict())
@@ -206,7 +193,3 @@ def _changes_a_view(rank):
         net(torch.ones(2, 3)).mul_(2).sum().backward()
     for whole, part in zip(plain.parameters(), model.parameters(), strict=True):
         assert torch.equal(part.grad.full_tensor(), whole.grad)
-
-
-def test_an_output_that_is_a_view_may_be_changed_in_place():
-    run_ranks(_changes_a_view)

@@ -1,6 +1,5 @@
-"""Frozen parameters of sharded units are gathered, and no part of what is reduced."""
+"""Frozen parameters: gathered, no part of what is reduced, and passed by backwards."""
 
-import copy
 import math
 
 import pytest
@@ -10,21 +9,19 @@ from torch import nn
 
 import brigade
 
-from ranks import run_ranks
+from rank_cases import run_cases
+from ranks import on_ranks
+from whole_numbers import (
+    backward_of_all,
+    batch_of,
+    expect_gradients,
+    expect_parameters,
+    layers,
+    loss_of,
+    step_by_sign,
+)
 
-SIZE = 6  # 36 elements of a weight and 6 of a bias: of no unit a rank gets padding
-
-
-def _batch_of(rank):
-    return torch.arange(2.0 * SIZE).view(2, SIZE) - 3 + 2 * rank
-
-
-def _layers():
-    model = nn.Sequential(*(nn.Linear(SIZE, SIZE) for _ in range(3)))
-    with torch.no_grad():
-        for i, parameter in enumerate(model.parameters()):
-            parameter.copy_(torch.arange(parameter.numel()).view_as(parameter) % 3 - 1 + i % 2)
-    return model
+SIZE = 8  # of units, weights and biases no rank of 2 or 4 gets padding
 
 
 def _freeze(model, frozen):
@@ -32,88 +29,65 @@ def _freeze(model, frozen):
         parameter.requires_grad_(not any(part in name for part in frozen))
 
 
-def _shard(model):
+def _pair(frozen):
+    plain, model = layers(*[SIZE] * 4), layers(*[SIZE] * 4)
+    for net in (plain, model):
+        _freeze(net, frozen)
     for layer in model[:2]:
         brigade.fully_shard(layer)
-    return brigade.fully_shard(model)
+    return plain, brigade.fully_shard(model)
 
 
-def _expect_gradients(model, plain):
-    """And that the same ones have none."""
-    with torch.no_grad():
-        for (name, part), whole in zip(model.named_parameters(), plain.parameters(), strict=True):
-            assert (part.grad is None) == (whole.grad is None) == (not whole.requires_grad), name
-            if whole.grad is not None:
-                part.copy_(part.grad)
-    state = model.full_state_dict()
-    for name, whole in plain.named_parameters():
-        assert torch.equal(state[name], whole if whole.grad is None else whole.grad), name
+def _expect_step(rank, plain, model, step):
+    backward_of_all(
+        plain, dist.get_world_size(), lambda net, r: loss_of(net, batch_of(SIZE, r, step))
+    )
+    loss_of(model, batch_of(SIZE, rank, step)).backward()
+    expect_gradients(model, plain)
 
 
-def _step(rank, model, plain):
+def _expect_sent(rank, plain, model, step):
     """Bytes that all ranks together have sent, for gathers and for sums."""
     names = ("sent_by_gathers", "sent_by_sums")
     before = model.sharding_statistics()
-    world_size = dist.get_world_size()
-    for r in range(world_size):
-        plain(_batch_of(r)).sum().div(world_size).backward()
-    model(_batch_of(rank)).sum().backward()
+    _expect_step(rank, plain, model, step)
     # Its sum is behind all gathers, one among them that nothing needed and so waited for.
     model.clip_grad_norm_(math.inf)
     after = model.sharding_statistics()
     sent = torch.tensor([after[name] - before[name] for name in names])
     dist.all_reduce(sent)
-    return sent.tolist()
-
-
-def _expect_sent(rank, model, plain):
-    gathers, sums = _step(rank, model, plain)
     num_others = dist.get_world_size() - 1
-    layers = [list(layer.parameters()) for layer in plain]
-    numels = [sum(p.numel() for p in layer) for layer in layers]
+    by_layer = [list(layer.parameters()) for layer in plain]
+    numels = [sum(p.numel() for p in layer) for layer in by_layer]
     # Once for forward, and units for backward, but for those in front of all that is trained.
-    trained = (i for i, layer in enumerate(layers) if any(p.requires_grad for p in layer))
+    trained = (i for i, layer in enumerate(by_layer) if any(p.requires_grad for p in layer))
     reached = numels[next(trained) : 2]
-    assert gathers == 4 * num_others * (sum(numels) + sum(reached))
     trained = [p.numel() for p in plain.parameters() if p.requires_grad]
-    assert sums == 4 * num_others * sum(trained)
-    _expect_gradients(model, plain)
+    expected = [sum(numels) + sum(reached), sum(trained)]
+    assert sent.tolist() == [8 * num_others * numel for numel in expected]
+    step_by_sign(model, plain)
+
+
+FROZEN = [(), ("weight",), ("bias",), ("0.",), ("0.", "1.bias"), ("0.weight", "1.bias", "2.weight")]
 
 
 def _frozen_before(rank, frozen):
-    model = _layers()
-    _freeze(model, frozen)
-    plain = copy.deepcopy(model)
-    _expect_sent(rank, _shard(model), plain)
+    _expect_sent(rank, *_pair(frozen), 0)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize(
-    "frozen",
-    [(), ("weight",), ("bias",), ("0.",), ("0.", "1.bias"), ("0.weight", "1.bias", "2.weight")],
-)
-def test_only_what_is_trained_is_reduced(frozen, world_size):
-    run_ranks(_frozen_before, frozen, world_size=world_size)
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_only_what_is_trained_is_reduced(world_size):
+    run_cases(_frozen_before, [(frozen,) for frozen in FROZEN], world_size)
 
 
-def _frozen_behind(rank):
-    """Whole units, and what was frozen by itself before."""
-    model = _layers()
-    _freeze(model, ("1.bias",))
-    plain = copy.deepcopy(model)
-    _shard(model)
-    for frozen in ((), ("0.",), ("1.",), ("0.", "2."), ("1.bias",), ()):
-        values = _layers()
-        model.load_full_state_dict(values.state_dict())
-        plain.load_state_dict(values.state_dict())
+@on_ranks()
+def test_units_may_be_frozen_and_thawed_between_steps(rank):
+    """Freezes whole units, and what was frozen by itself before."""
+    plain, model = _pair(("1.bias",))
+    for step, frozen in enumerate(((), ("0.",), ("1.",), ("0.", "2."), ("1.bias",), ())):
         for net in (model, plain):
-            net.zero_grad()
             _freeze(net, frozen)
-        _expect_sent(rank, model, plain)
-
-
-def test_units_may_be_frozen_and_thawed_between_steps():
-    run_ranks(_frozen_behind)
+        _expect_sent(rank, plain, model, step)
 
 
 class _Encoded(nn.Module):
@@ -121,8 +95,7 @@ class _Encoded(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.front = nn.Sequential(*_layers())
-        self.top = nn.Linear(SIZE, SIZE)
+        self.front, self.top = layers(*[SIZE] * 4), layers(SIZE, SIZE)[0]
 
     def forward(self, x):
         with torch.no_grad():
@@ -130,17 +103,75 @@ class _Encoded(nn.Module):
         return self.top(x)
 
 
-def _front_without_gradients(rank):
+@on_ranks()
+def test_a_front_that_is_called_without_gradients_is_not_gathered_for_backward(rank):
     model = _Encoded()
     for layer in (*model.front, model.top):
         brigade.fully_shard(layer)
     brigade.fully_shard(model)
     for _ in range(3):
-        model(_batch_of(rank)).sum().backward()
+        loss_of(model, batch_of(SIZE, rank, 0)).backward()
         gathers = model.sharding_timeline().gathers
         assert [gather.unit for gather in gathers if not gather.is_in_forward] == ["top"]
         assert all(gather.needed_ns > 0 for gather in gathers)
 
 
-def test_a_front_that_is_called_without_gradients_is_not_gathered_for_backward():
-    run_ranks(_front_without_gradients)
+class Tapped:
+    """A model, its inputs that want a gradient, and what its first layer has returned."""
+
+    def __init__(self, net, x):
+        self.x = x.clone().requires_grad_()
+        inside = []
+        hook = net[0].register_forward_hook(lambda module, args, output: inside.append(output))
+        self.output = net(self.x)
+        hook.remove()
+        self.inside = inside[0]
+
+
+@pytest.mark.parametrize("frozen", [("0.",), ("0.", "1.")])
+@on_ranks()
+def test_a_backward_that_reaches_inputs_of_a_frozen_unit_only(rank, frozen):
+    """Backward from behind the first layer, which is frozen; the others are not reached."""
+    plain, model = _pair(frozen)
+    for step in range(3):
+        x = batch_of(SIZE, rank, step)
+        taps = [Tapped(net, x) for net in (plain, model)]
+        for tap in taps:
+            tap.inside.square().sum().backward()
+        assert torch.equal(taps[0].x.grad, taps[1].x.grad)
+        assert all(p.grad is None for p in model.parameters())
+        _expect_step(rank, plain, model, step)
+        step_by_sign(model, plain)
+    expect_parameters(model, plain)
+
+
+@on_ranks()
+def test_inputs_of_a_model_that_is_all_frozen(rank):
+    plain, model = _pair(("",))
+    for step in range(3):
+        x = batch_of(SIZE, rank, step)
+        taps = [Tapped(net, x) for net in (plain, model)]
+        for tap in taps:
+            tap.output.square().sum().backward()
+        assert torch.equal(taps[0].x.grad, taps[1].x.grad)
+    assert model.sharding_statistics()["sent_by_sums"] == 0
+    assert all(p.grad is None for p in model.parameters())
+    with torch.no_grad():
+        assert torch.equal(model(x), plain(x))
+
+
+@pytest.mark.parametrize("frozen", [("0.",), ("1.", "2.weight")])
+@on_ranks()
+def test_gradients_of_inputs_that_are_returned(rank, frozen):
+    """torch.autograd.grad with respect to inputs leaves parameters without gradients."""
+    plain, model = _pair(frozen)
+    for step in range(3):
+        x = batch_of(SIZE, rank, step)
+        found = []
+        for net in (plain, model):
+            tap = Tapped(net, x)
+            found.append(torch.autograd.grad(tap.output.square().sum(), tap.x)[0])
+        assert torch.equal(*found)
+        assert all(p.grad is None for p in model.parameters())
+        _expect_step(rank, plain, model, step)
+        step_by_sign(model, plain)

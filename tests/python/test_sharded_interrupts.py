@@ -1,4 +1,4 @@
-"""Forwards that KeyboardInterrupt or SystemExit leave, of which hooks are not told."""
+"""Forwards that interrupts leave, of which hooks are not told, or that torch.func transforms."""
 
 import threading
 
@@ -7,8 +7,8 @@ import torch
 
 import brigade
 
-from ranks import run_ranks
-from sharded_training import batch_of, expect_equal, make_net, shard_blocks, step_of_all
+from ranks import on_ranks
+from sharded_training import Pair, batch_of, expect_equal, make_net, shard_blocks
 
 
 def _leave_forward(model, rank, place, error):
@@ -21,28 +21,6 @@ def _leave_forward(model, rank, place, error):
     handle.remove()
 
 
-def _left(rank, place, error, is_alike, by_hand):
-    plain, model = make_net(), shard_blocks(make_net())
-    optimizers = [
-        torch.optim.SGD(net.parameters(), lr=0.1, foreach=False) for net in (plain, model)
-    ]
-    for step in range(4):
-        step_of_all(plain, optimizers[0], step, 2)
-        optimizers[1].zero_grad()
-        if step == 1:
-            if is_alike or rank == 0:
-                _leave_forward(model, rank, place, error)
-                if by_hand:
-                    model.reset_iter_state()
-                    assert all(isinstance(p, brigade.ShardedParameter) for p in model.parameters())
-            else:
-                with pytest.raises(RuntimeError, match="rank 0 failed"):
-                    model(batch_of(rank, 1)).square().mean().backward()
-        model(batch_of(rank, step)).square().mean().backward()
-        optimizers[1].step()
-    expect_equal(model, plain)
-
-
 @pytest.mark.parametrize(
     ("place", "error", "is_alike", "by_hand"),
     [
@@ -53,11 +31,27 @@ def _left(rank, place, error, is_alike, by_hand):
         ("embed", KeyboardInterrupt, False, False),
     ],
 )
-def test_steps_behind_it_are_exact(place, error, is_alike, by_hand):
-    run_ranks(_left, place, error, is_alike, by_hand)
+@on_ranks()
+def test_steps_behind_it_are_exact(rank, place, error, is_alike, by_hand):
+    pair = Pair(rank)
+    model = pair.model
+    for step in range(4):
+        model.zero_grad()
+        if step == 1:
+            if is_alike or rank == 0:
+                _leave_forward(model, rank, place, error)
+                if by_hand:
+                    model.reset_iter_state()
+                    assert all(isinstance(p, brigade.ShardedParameter) for p in model.parameters())
+            else:
+                with pytest.raises(RuntimeError, match="rank 0 failed"):
+                    model(batch_of(rank, 1)).square().mean().backward()
+        pair.step(step)
+    pair.expect_equal()
 
 
-def _inside(rank):
+@on_ranks()
+def test_a_forward_inside_of_another_is_a_part_of_it(rank):
     plain, model = make_net(), shard_blocks(make_net())
     x, found = batch_of(rank, 0), []
 
@@ -73,11 +67,8 @@ def _inside(rank):
     expect_equal(model, plain)
 
 
-def test_a_forward_inside_of_another_is_a_part_of_it():
-    run_ranks(_inside)
-
-
-def _in_another_thread(rank):
+@on_ranks()
+def test_reset_iter_state_ends_one_of_another_thread(rank):
     plain, model = make_net(), shard_blocks(make_net())
     model(batch_of(rank, 0)).sum().backward()
     thread = threading.Thread(
@@ -90,5 +81,66 @@ def _in_another_thread(rank):
     expect_equal(model, plain)
 
 
-def test_reset_iter_state_ends_one_of_another_thread():
-    run_ranks(_in_another_thread)
+# ---- torch.func's transforms around a forward.
+
+
+def _calls(model, x):
+    def loss(inputs):
+        return model(inputs).square().mean()
+
+    return {
+        "torch.func.grad": lambda: torch.func.grad(loss)(x),
+        "vjp": lambda: torch.func.vjp(loss, x),
+        "jacrev": lambda: torch.func.jacrev(loss)(x),
+        "jvp": lambda: torch.func.jvp(loss, (x,), (x,)),
+        "jacfwd": lambda: torch.func.jacfwd(loss)(x),
+        "grad": lambda: torch.func.vmap(torch.func.grad(loss))(x),
+    }
+
+
+@pytest.mark.parametrize("steps_before", [0, 2])
+@on_ranks()
+def test_those_that_differentiate_are_refused_and_leave_the_model_usable(rank, steps_before):
+    pair = Pair(rank)
+    model = pair.model
+    for step in range(4):
+        if step == steps_before:
+            for name, call in _calls(model, batch_of(rank, 0)).items():
+                with pytest.raises(NotImplementedError, match=name):
+                    call()
+        pair.step(step)
+    pair.expect_equal()
+
+
+@on_ranks()
+def test_one_around_a_unit_is_told_to_the_peers(rank):
+    """Of one unit, on one rank."""
+    plain, model = make_net(), shard_blocks(make_net())
+    block = model.blocks[1]
+    run = block.forward
+    x = batch_of(rank, 0)
+    model(x).sum().backward()
+    if rank == 1:
+        block.up.forward = lambda y: torch.func.grad(lambda z: model.blocks[2](z).sum())(y)
+    words = "found torch.func.grad" if rank == 1 else r"rank 1.*found torch.func.grad"
+    with pytest.raises((NotImplementedError, RuntimeError), match=words):
+        model(x).sum().backward()
+    if rank == 1:
+        del block.up.forward
+    assert run == block.forward
+    model(x).sum().backward()
+    expect_equal(model, plain)
+
+
+@on_ranks()
+def test_vmap_is_right_without_gradients(rank):
+    plain, model = make_net(), shard_blocks(make_net())
+    x = torch.stack([batch_of(rank, step) for step in range(3)])
+    with torch.no_grad():
+        assert torch.equal(torch.func.vmap(model)(x), torch.func.vmap(plain)(x))
+        with model.whole_parameters():
+            assert torch.equal(torch.func.vmap(model)(x), torch.func.vmap(plain)(x))
+    with pytest.raises(NotImplementedError, match="vmap with gradients"):
+        torch.func.vmap(model)(x)
+    model(batch_of(rank, 0)).sum().backward()
+    expect_equal(model, plain)

@@ -3,13 +3,11 @@
 import copy
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch import nn
 
 import brigade
 
-import sharded_training
 from rank_cases import run_cases
 from whole_numbers import batch_of, expect_gradients, layers, loss_of, step_by_sign
 
@@ -74,23 +72,3 @@ def _as_data_parallel(rank, way, sizes):
 @pytest.mark.parametrize("sizes", SIZES)
 def test_equal_those_of_torchs_data_parallelism(sizes):
     run_cases(_as_data_parallel, [(way, sizes) for way in WAYS], WORLD_SIZE)
-
-
-def _as_one_process(rank, reshards):
-    plain, model = sharded_training.make_net(), sharded_training.make_net()
-    sharded_training.shard_blocks(model, reshard_after_forward=reshards)
-    optimizers = [torch.optim.Adam(net.parameters(), 0.05, foreach=False) for net in (plain, model)]
-    for step in range(10):
-        x = sharded_training.batch_of(rank, step)
-        with torch.no_grad():
-            expected = plain(x).square().mean()
-        sharded_training.step_of_all(plain, optimizers[0], step, WORLD_SIZE)
-        optimizers[1].zero_grad()
-        loss = model(x).square().mean()
-        assert torch.equal(loss, expected), step
-        loss.backward()
-        optimizers[1].step()
-
-
-def test_equal_those_of_one_process_to_the_bit():
-    run_cases(_as_one_process, [(True,), (False,), (2,)], WORLD_SIZE)

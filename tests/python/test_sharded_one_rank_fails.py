@@ -8,32 +8,14 @@ from torch import nn
 import brigade
 
 from exact_training import UserError
-from ranks import run_ranks
-from sharded_training import batch_of, expect_equal, make_net, shard_blocks, step_of_all
+from ranks import on_ranks, run_ranks
+from sharded_training import Pair
 
 
-class _Pair:
-    """A sharded model, and one process that does what its ranks do."""
-
-    def __init__(self, rank, make=torch.optim.AdamW, **arguments):
-        self.rank = rank
-        self.plain, self.model = make_net(), shard_blocks(make_net(), **arguments)
-        self.optimizers = [
-            make(net.parameters(), lr=0.05, foreach=False) for net in (self.plain, self.model)
-        ]
-
-    def loss(self, step):
-        return self.model(batch_of(self.rank, step)).square().mean()
-
-    def expect_step(self, step):
-        step_of_all(self.plain, self.optimizers[0], step, dist.get_world_size())
-        self.optimizers[1].zero_grad()
-        self.loss(step).backward()
-        self.optimizers[1].step()
-        expect_equal(self.model, self.plain)
+class _Pair(Pair):
+    """Whose parts and gradients a failure may not change."""
 
     def kept(self):
-        """What a failure may not change."""
         return [
             (p, p.to_local().clone(), None if p.grad is None else p.grad.to_local().clone())
             for p in self.model.parameters()
@@ -80,7 +62,7 @@ PLACES = {
 
 def _fails(rank, places, error, arguments):
     """In each of these places, of one model: in its first step, and in every second one."""
-    pair = _Pair(rank, **arguments)
+    pair = _Pair(rank, torch.optim.AdamW, **arguments)
     failing = dist.get_world_size() - 1
     told = {}
     for number, place in enumerate(places):
@@ -109,10 +91,10 @@ def _expect_told(places, error, world_size, arguments):
     return others[0]
 
 
-@pytest.mark.parametrize("reshards", [True, False])
-def test_all_raise_and_go_on_exactly(reshards):
+@pytest.mark.parametrize(("world_size", "reshards"), [(3, True), (3, False), (4, 2)])
+def test_all_raise_and_go_on_exactly(world_size, reshards):
     arguments = {"reshard_after_forward": reshards}
-    told = _expect_told(list(PLACES), UserError, 3, arguments)
+    told = _expect_told(list(PLACES), UserError, world_size, arguments)
     for place, text in told.items():
         if place.startswith("forward"):
             assert "UserError: no such batch" in text, (place, text)
@@ -127,9 +109,10 @@ def test_an_interrupt_of_one_rank():
     _expect_told(["forward, whole", "backward, in the middle"], KeyboardInterrupt, 2, {})
 
 
-def _with_gradients(rank):
+@on_ranks()
+def test_gradients_of_backwards_before_stay(rank):
     """What earlier backwards of the step have added stays, and the step goes on."""
-    pair = _Pair(rank, torch.optim.SGD)
+    pair = _Pair(rank)
     pair.expect_step(0)
     pair.optimizers[1].zero_grad()
     pair.loss(1).backward()
@@ -143,17 +126,14 @@ def _with_gradients(rank):
     handle.remove()
     pair.expect_kept(kept)
     pair.optimizers[1].step()
-    step_of_all(pair.plain, pair.optimizers[0], 1, 2)
-    expect_equal(pair.model, pair.plain)
+    pair.step_plain(1)
+    pair.expect_equal()
 
 
-def test_gradients_of_backwards_before_stay():
-    run_ranks(_with_gradients)
-
-
-def _accumulates(rank):
+@on_ranks()
+def test_what_was_added_up_on_this_rank_is_dropped(rank):
     """What was added up without synchronisation is dropped, on all ranks alike."""
-    pair = _Pair(rank)
+    pair = _Pair(rank, torch.optim.AdamW)
     pair.expect_step(0)
     pair.optimizers[1].zero_grad()
     pair.model.set_requires_gradient_sync(False)
@@ -172,13 +152,9 @@ def _accumulates(rank):
         pair.expect_step(step)
 
 
-def test_what_was_added_up_on_this_rank_is_dropped():
-    run_ranks(_accumulates)
-
-
 def _between(rank, world_size):
     """One rank leaves a step between its forward and its backward."""
-    pair = _Pair(rank)
+    pair = _Pair(rank, torch.optim.AdamW)
     pair.expect_step(0)
     pair.optimizers[1].zero_grad()
     kept = pair.kept()
@@ -203,12 +179,13 @@ def test_a_backward_that_one_rank_leaves_out(world_size):
     assert f"{others} began iteration 4 (backward)" in told[0]
 
 
-def _optimizer_hook(rank):
+@on_ranks()
+def test_an_optimizers_hook_that_raises_before_the_step(rank):
     """A step is each rank's own: the one that has raised makes up for it."""
-    pair = _Pair(rank)
+    pair = _Pair(rank, torch.optim.AdamW)
     pair.expect_step(0)
     for step in range(1, 3):
-        step_of_all(pair.plain, pair.optimizers[0], step, 2)
+        pair.step_plain(step)
         pair.optimizers[1].zero_grad()
         pair.loss(step).backward()
         if rank == 1:
@@ -219,16 +196,12 @@ def _optimizer_hook(rank):
             handle.remove()
             pair.expect_kept(kept)
         pair.optimizers[1].step()
-        expect_equal(pair.model, pair.plain)
-
-
-def test_an_optimizers_hook_that_raises_before_the_step():
-    run_ranks(_optimizer_hook)
+        pair.expect_equal()
 
 
 def _several_at_once(rank):
     """Two of three ranks raise in one backward, in different places."""
-    pair = _Pair(rank)
+    pair = _Pair(rank, torch.optim.AdamW)
     pair.expect_step(0)
     kept = pair.kept()
     if rank < 2:
@@ -266,7 +239,9 @@ class _Writes(nn.Module):
         return x if self.inner is None else self.inner(x)
 
 
-def _writes_on_one_rank(rank, is_outermost):
+@pytest.mark.parametrize("is_outermost", [False, True])
+@on_ranks()
+def test_a_write_in_forward_on_one_rank_is_told_to_all(rank, is_outermost):
     model = _Writes(_Writes())
     brigade.fully_shard(model.inner)
     brigade.fully_shard(model)
@@ -281,8 +256,3 @@ def _writes_on_one_rank(rank, is_outermost):
     model.zero_grad()
     model(torch.ones(4)).sum().backward()
     assert torch.equal(model.weight.grad.full_tensor(), torch.ones(4))
-
-
-@pytest.mark.parametrize("is_outermost", [False, True])
-def test_a_write_in_forward_on_one_rank_is_told_to_all(is_outermost):
-    run_ranks(_writes_on_one_rank, is_outermost)

@@ -13,7 +13,13 @@ import brigade
 
 from cases import quick
 from ranks import run_ranks
-from sharded_training import batch_of, expect_equal, make_net, shard_blocks, step_of_all
+from sharded_training import (
+    Pair,
+    batch_of,
+    make_net,
+    shard_blocks,
+    step_of_all,
+)
 
 HOUR_S = 3600  # of the group: nobody may wait for that
 DEADLINE_S = 60
@@ -58,33 +64,25 @@ PLACES = {
 }
 
 
-def _step(model, optimizer, rank, step):
-    optimizer.zero_grad()
-    model(batch_of(rank, step)).square().mean().backward()
-    optimizer.step()
-
-
 def _loses_a_peer(rank, place):
     """Returns what this rank is told. Two steps are exact before."""
     world_size = dist.get_world_size()
     vanish, reshards, _ = PLACES[place]
-    plain = make_net()
-    model = shard_blocks(make_net(), reshard_after_forward=reshards, prefetch_depth=0)
-    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (plain, model)]
+    pair = Pair(rank, reshard_after_forward=reshards, prefetch_depth=0)
+    model = pair.model
     for step in range(STEPS_BEFORE):
-        step_of_all(plain, optimizers[0], step, world_size)
-        _step(model, optimizers[1], rank, step)
-    expect_equal(model, plain)
+        pair.step(step)
+    pair.expect_equal()
     before = {name: p.to_local().clone() for name, p in model.named_parameters()}
     if rank == world_size - 1:
         vanish(model)
     with pytest.raises(dist.DistBackendError) as told:
-        _step(model, optimizers[1], rank, STEPS_BEFORE)
+        pair.step(STEPS_BEFORE)
 
     _expect_sharded(model, before)
     # It stays so, whatever is tried.
     for collective in (
-        lambda: _step(model, optimizers[1], rank, STEPS_BEFORE),
+        lambda: pair.step(STEPS_BEFORE),
         model.full_state_dict,
         lambda: model.clip_grad_norm_(1.0),
         lambda: model.blocks[0].unshard(),
@@ -133,32 +131,28 @@ def _meet_again(rank, folder):
     """Survivors load the last checkpoint on fewer ranks, in a group over the old store."""
     world_size = dist.get_world_size()
     store = dist.distributed_c10d._get_default_store()
-    model = shard_blocks(make_net())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    pair = Pair(rank, torch.optim.AdamW)
     for step in range(STEPS_BEFORE):
-        _step(model, optimizer, rank, step)
-    brigade.save_checkpoint(f"{folder}/2", model, optimizer, shared={"step": STEPS_BEFORE})
+        pair.step(step)
+    shared = {"step": STEPS_BEFORE}
+    brigade.save_checkpoint(f"{folder}/2", pair.model, pair.optimizers[1], shared=shared)
     if rank == 0:
-        _vanish_in_backward(model)
+        _vanish_in_backward(pair.model)
     with pytest.raises(dist.DistBackendError, match=r"rank 0\b"):
-        _step(model, optimizer, rank, STEPS_BEFORE)
-    del model, optimizer
+        pair.step(STEPS_BEFORE)
+    del pair
     dist.destroy_process_group()
 
     dist.init_process_group(
         "gloo", store=dist.PrefixStore("again", store), rank=rank - 1, world_size=world_size - 1
     )
-    model = shard_blocks(make_net())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    loaded = brigade.load_checkpoint(f"{folder}/2", model, optimizer)
-    plain = make_net()
-    plain_optimizer = torch.optim.AdamW(plain.parameters(), lr=0.05, foreach=False)
+    pair = Pair(rank - 1, torch.optim.AdamW)
+    loaded = brigade.load_checkpoint(f"{folder}/2", pair.model, pair.optimizers[1])
     for step in range(STEPS_BEFORE):
-        step_of_all(plain, plain_optimizer, step, world_size)
+        step_of_all(pair.plain, pair.optimizers[0], step, world_size)
     for step in range(loaded.shared["step"], loaded.shared["step"] + 2):
-        step_of_all(plain, plain_optimizer, step, world_size - 1)
-        _step(model, optimizer, rank - 1, step)
-    expect_equal(model, plain)
+        pair.step(step)
+    pair.expect_equal()
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

@@ -10,7 +10,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import brigade
 
 from cases import pairwise
-from ranks import run_ranks
+from rank_cases import run_cases
+from ranks import on_ranks
 from sharded_training import batch_of, expect_equal, make_net
 
 FULL, LOW = torch.float32, torch.bfloat16
@@ -101,7 +102,13 @@ def _average_by_hand(plain, seen, policy, step, world_size):
         parameter.grad = (total * (1.0 / world_size)).to(reduce_dtype).to(FULL)
 
 
-def _trains(rank, world_size, policy, is_joint):
+@pairwise(
+    is_joint=[False, True],
+    policy=POLICIES.values(),
+    world_size=[2, 3],
+)
+@on_ranks()
+def test_equals_one_process_that_casts_by_hand(rank, world_size, policy, is_joint):
     plain, model = _make(policy), _make(policy)
     for modules, of_unit in _units_of(model, policy, is_joint):
         brigade.fully_shard(modules if len(modules) > 1 else modules[0], mp_policy=of_unit)
@@ -132,10 +139,41 @@ def _trains(rank, world_size, policy, is_joint):
         expect_equal(model, plain)
 
 
-@pairwise(
-    is_joint=[False, True],
-    policy=POLICIES.values(),
-    world_size=[2, 3],
-)
-def test_equals_one_process_that_casts_by_hand(world_size, policy, is_joint):
-    run_ranks(_trains, world_size, policy, is_joint, world_size=world_size)
+class Weighted(nn.Module):
+    """The gradient of its weight is what it is called with."""
+
+    def __init__(self, dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(3, dtype=dtype))
+
+    def forward(self, x):
+        return x * self.weight
+
+
+# Gradients of micro-batches, by rank. bfloat16 has 256 + 1 = 256 and 512 + 2 = 512.
+GRADIENTS = ((256.0, 1.0), (512.0, 2.0))
+
+
+def _sum_of_micro_batches(rank, dtype, reduce_dtype, synchronizes, expected):
+    policy = MixedPrecisionPolicy(param_dtype=LOW, reduce_dtype=reduce_dtype)
+    model = brigade.fully_shard(Weighted(dtype), mp_policy=policy)
+    for _ in range(2):
+        for batch, value in enumerate(GRADIENTS[rank]):
+            model.set_requires_gradient_sync(synchronizes or batch == 1)
+            model(torch.full((3,), value, dtype=dtype)).sum().backward()
+        assert model.weight.grad.dtype == dtype
+        assert model.weight.grad.to_local().tolist() == [expected] * model.weight.to_local().numel()
+        model.zero_grad()
+
+
+def test_micro_batches_are_added_up_in_the_reduce_dtype():
+    """By the parameter's dtype, the reduce dtype, and whether each backward is reduced."""
+    cases = [
+        (FULL, FULL, False, 385.5),
+        (FULL, None, False, 385.5),  # in the parameter's own
+        (FULL, LOW, False, 384.0),  # 256 + 512
+        (FULL, LOW, True, 385.5),  # averages are added up in the parameter's own
+        (LOW, FULL, False, 386.0),  # 385.5, rounded once
+        (LOW, None, False, 384.0),
+    ]
+    run_cases(_sum_of_micro_batches, cases)

@@ -1,5 +1,6 @@
 """Numbers of whole tensors, of which each rank holds a part, and optimizers that use them."""
 
+import copy
 import gc
 import math
 
@@ -7,12 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim.optimizer import _foreach_supported_types
 
 import brigade
 
 from cases import pairwise
-from ranks import run_ranks
-from sharded_training import batch_of, make_net, shard_blocks, step_of_all
+from ranks import on_ranks
+from sharded_training import Pair, batch_of, make_net, shard_blocks
 
 
 def _nets():
@@ -36,11 +38,14 @@ _TOTALS = {
     "finite": lambda t: torch.isfinite(t).all(),
     "counted": lambda t: (t > 0.01).sum(),
     "chosen": lambda t: torch.where(t > 0, t, torch.zeros_like(t)).sum(),
+    "by its type": lambda t: torch.norm(t, 1) + torch.linalg.vector_norm(t),
     "of a list": lambda t: torch._foreach_norm(torch._foreach_mul([t], 2.0))[0],
 }
 
 
-def _takes_totals(rank):
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@on_ranks()
+def test_they_are_of_the_whole(rank, world_size):
     plain, sharded = _nets()
     for whole, part in zip(plain.parameters(), sharded.parameters(), strict=True):
         for w, p in ((whole.detach(), part.detach()), (whole.grad, part.grad)):
@@ -53,29 +58,6 @@ def _takes_totals(rank):
         return  # where it is the whole
     with pytest.raises(NotImplementedError, match="over some dimensions of parameter 'weight'"):
         sharded.weight.detach().sum(0)
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_they_are_of_the_whole(world_size):
-    run_ranks(_takes_totals, world_size=world_size)
-
-
-def _clip_with(rank, found, norm_type, clip):
-    """Of the first element of a gradient or of the last one: each is in one rank's part."""
-    for where, index in (("weight", 0), ("bias", 4)):
-        plain, sharded = _nets()
-        whole, part = (net.get_parameter(where) for net in (plain, sharded))
-        whole.grad.view(-1)[index] = found
-        local, held = part.grad.to_local(), index - brigade._C.offset_of(part)
-        if 0 <= held < local.numel():
-            local[held] = found
-        expected = nn.utils.clip_grad_norm_(plain.parameters(), 1.0, norm_type)
-        norm = clip(sharded, 1.0, norm_type)
-        assert str(norm.item()) == str(expected.item())
-        if math.isinf(expected):  # the gradients are what torch makes of them
-            for w, p in zip(plain.parameters(), sharded.parameters(), strict=True):
-                gradient = p.grad.full_tensor()
-                torch.testing.assert_close(gradient, w.grad, rtol=0, atol=0, equal_nan=True)
 
 
 def _torchs_clip(sharded, max_norm, norm_type):
@@ -91,8 +73,23 @@ def _own_clip(sharded, max_norm, norm_type):
     norm_type=[1.0, 2.0, 3.0, math.inf],
     found=[math.nan, -math.inf],
 )
-def test_what_is_not_finite_in_one_part_is_in_the_norm_of_all(found, norm_type, clip):
-    run_ranks(_clip_with, found, norm_type, clip)
+@on_ranks()
+def test_what_is_not_finite_in_one_part_is_in_the_norm_of_all(rank, found, norm_type, clip):
+    """Of the first element of a gradient or of the last one: each is in one rank's part."""
+    for where, index in (("weight", 0), ("bias", 4)):
+        plain, sharded = _nets()
+        whole, part = (net.get_parameter(where) for net in (plain, sharded))
+        whole.grad.view(-1)[index] = found
+        local, held = part.grad.to_local(), index - brigade._C.offset_of(part)
+        if 0 <= held < local.numel():
+            local[held] = found
+        expected = nn.utils.clip_grad_norm_(plain.parameters(), 1.0, norm_type)
+        norm = clip(sharded, 1.0, norm_type)
+        assert str(norm.item()) == str(expected.item())
+        if math.isinf(expected):  # the gradients are what torch makes of them
+            for w, p in zip(plain.parameters(), sharded.parameters(), strict=True):
+                gradient = p.grad.full_tensor()
+                torch.testing.assert_close(gradient, w.grad, rtol=0, atol=0, equal_nan=True)
 
 
 class _Lamb(torch.optim.Optimizer):
@@ -116,28 +113,23 @@ class _Lamb(torch.optim.Optimizer):
                 p.add_(update * ratio, alpha=-group["lr"])
 
 
-def _steps_by_norms(rank):
-    plain, model = make_net(), shard_blocks(make_net())
-    optimizers = [_Lamb(net.parameters()) for net in (plain, model)]
+@on_ranks()
+def test_optimizers_of_ones_own_step_as_in_one_process(rank):
+    pair = Pair(rank, lambda parameters, lr, foreach: _Lamb(parameters, lr))
     for step in range(3):
-        step_of_all(plain, optimizers[0], step, 2)
-        optimizers[1].zero_grad()
-        model(batch_of(rank, step)).square().mean().backward()
-        optimizers[1].step()
-    found = model.full_state_dict()
-    for key, value in plain.state_dict().items():
+        pair.step(step)
+    found = pair.model.full_state_dict()
+    for key, value in pair.plain.state_dict().items():
         torch.testing.assert_close(found[key], value, rtol=1e-4, atol=1e-5)
-
-
-def test_optimizers_of_ones_own_step_as_in_one_process():
-    run_ranks(_steps_by_norms)
 
 
 # torch's, which multiply, flatten or look at rows of whole matrices.
 _OF_WHOLES = [name for name in ("LBFGS", "Adafactor", "Muon") if hasattr(torch.optim, name)]
 
 
-def _steps(rank):
+@on_ranks()
+def test_optimizers_of_whole_parameters(rank):
+    """Of replicas they step, of shards they are refused, before anything is changed."""
     for name in _OF_WHOLES:
         plain = nn.Linear(3, 4, bias=False)
         sharded, replica = nn.Linear(3, 4, bias=False), nn.Linear(3, 4, bias=False)
@@ -156,12 +148,8 @@ def _steps(rank):
         assert torch.equal(replica.full_state_dict()["weight"], plain.weight)
 
 
-def test_optimizers_of_whole_parameters():
-    """Of replicas they step, of shards they are refused, before anything is changed."""
-    run_ranks(_steps)
-
-
-def _outlives_its_module(rank):
+@on_ranks()
+def test_a_part_whose_module_is_gone_says_so(rank):
     part = _nets()[1].weight
     gc.collect()
     part.detach().mul_(2)
@@ -170,5 +158,89 @@ def _outlives_its_module(rank):
             take()
 
 
-def test_a_part_whose_module_is_gone_says_so():
-    run_ranks(_outlives_its_module)
+class Complex(nn.Module):
+    """One matrix of complex elements, and a bias of one, which most ranks hold nothing of."""
+
+    def __init__(self):
+        super().__init__()
+        numbers = torch.arange(9, dtype=torch.float32)
+        self.weight = nn.Parameter(torch.complex(numbers - 4, 3 - numbers).view(3, 3))
+        self.bias = nn.Parameter(torch.full((1,), 2 - 1j, dtype=torch.complex64))
+
+    def forward(self, x):
+        return x @ self.weight + self.bias
+
+
+def _batch(rank):
+    return torch.complex(torch.full((2, 3), rank + 1.0), torch.full((2, 3), rank - 1.0))
+
+
+def _clips(rank, p, way):
+    plain = Complex()
+    sum((plain(_batch(r)).abs().square().sum() for r in range(3)), start=0.0).div(3).backward()
+    model = brigade.fully_shard(copy.deepcopy(plain))
+    model(_batch(rank)).abs().square().sum().backward()
+    expected = nn.utils.clip_grad_norm_(plain.parameters(), 1.0, p)
+    if way == "own":
+        found = model.clip_grad_norm_(1.0, p)
+    else:
+        found = nn.utils.clip_grad_norm_(model.parameters(), 1.0, p, foreach=way == "foreach")
+    assert not found.is_complex()
+    torch.testing.assert_close(found, expected)
+    with torch.no_grad():
+        for net in (plain, model):
+            for parameter in net.parameters():
+                parameter.sub_(parameter.grad)
+    for name, value in model.full_state_dict().items():
+        torch.testing.assert_close(value, plain.state_dict()[name])
+
+
+@pytest.mark.parametrize("p", [1.0, 2.0, 3.0, float("inf")])
+@on_ranks(3)
+def test_norms_are_those_of_one_process(rank, p):
+    for way in ("own", "foreach", "each"):
+        _clips(rank, p, way)
+
+
+# ---- Optimizers that go through lists of parts.
+
+
+OPTIMIZERS = {
+    "AdamW": (torch.optim.AdamW, {}),
+    "Adam, amsgrad": (torch.optim.Adam, {"amsgrad": True}),
+    "SGD": (torch.optim.SGD, {}),
+    "SGD, nesterov": (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
+    "RMSprop": (torch.optim.RMSprop, {"centered": True, "momentum": 0.5}),
+    "Adagrad": (torch.optim.Adagrad, {}),
+    "Adadelta": (torch.optim.Adadelta, {}),
+    "Adamax": (torch.optim.Adamax, {}),
+    "NAdam": (torch.optim.NAdam, {}),
+    "RAdam": (torch.optim.RAdam, {}),
+    "ASGD": (torch.optim.ASGD, {}),
+    "Rprop": (torch.optim.Rprop, {}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@on_ranks()
+def test_lists_are_stepped_as_each(rank, name):
+    cls, options = OPTIMIZERS[name]
+    found = []
+    for foreach in (False, True):
+        model = shard_blocks(make_net())
+        optimizer = cls(model.parameters(), lr=0.01, foreach=foreach, **options)
+        for step in range(3):
+            optimizer.zero_grad()
+            model(batch_of(rank, step)).square().mean().backward()
+            optimizer.step()
+        found.append([p.full_tensor().detach() for p in model.parameters()])
+    for one_by_one, together in zip(*found, strict=True):
+        torch.testing.assert_close(together, one_by_one)
+
+
+@on_ranks()
+def test_it_is_the_default(rank):
+    """As on devices, where it is torch's default for its own parameters."""
+    model = shard_blocks(make_net())
+    assert all(type(parameter) in _foreach_supported_types for parameter in model.parameters())

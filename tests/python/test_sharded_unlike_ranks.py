@@ -6,29 +6,22 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 import brigade
 
-from ranks import run_ranks
-from sharded_training import batch_of, expect_equal, make_net, shard_blocks, step_of_all
+from ranks import on_ranks, run_ranks
+from sharded_training import Pair, batch_of, make_net
 
 TIMEOUT_S = 20  # a rank that waits for one that has raised is told of that
 
 
 def _expect_exact_steps(rank, count=2):
     """The group is as good as new."""
-    world_size = dist.get_world_size()
-    plain, model = make_net(), shard_blocks(make_net())
-    optimizers = [
-        torch.optim.SGD(net.parameters(), lr=0.1, foreach=False) for net in (plain, model)
-    ]
+    pair = Pair(rank)
     for step in range(count):
-        step_of_all(plain, optimizers[0], step, world_size)
-        optimizers[1].zero_grad()
-        model(batch_of(rank, step)).square().mean().backward()
-        optimizers[1].step()
-    expect_equal(model, plain)
+        pair.step(step)
+    pair.expect_equal()
 
 
 def _two(first, second):
@@ -142,25 +135,33 @@ def test_another_number_of_modules_are_units():
     assert re.search(r"rank 0 has unit 'Block'.*rank 1 has unit 'Net'", told[0]), told[0]
 
 
-# By argument: what is wrong with it, and the error of the rank that gives it alone.
+# By argument: what is wrong with it, the rank's own error, and words of it.
 ARGUMENTS = {
-    "prefetch_depth": (-1, "prefetch_depth"),
-    "mp_policy": (MixedPrecisionPolicy(param_dtype="bf16"), "param_dtype"),
-    "block_numel_fn": (lambda p: 0, "block_numel_fn of 'weight'"),
+    "prefetch_depth": (-1, ValueError, "prefetch_depth"),
+    "mp_policy": (MixedPrecisionPolicy(param_dtype="bf16"), ValueError, "param_dtype"),
+    "block_numel_fn": (lambda p: 0, ValueError, "block_numel_fn of 'weight'"),
+    "reshard_after_forward": (7, ValueError, "reshard_after_forward"),
+    "offload_policy": (CPUOffloadPolicy(), NotImplementedError, "offload_policy"),
+    "comm_hook": (print, NotImplementedError, "comm.hook"),
 }
 
 
-def _wrong_arguments(rank):
-    for name, (value, words) in ARGUMENTS.items():
+@on_ranks(3, timeout_s=TIMEOUT_S)
+def test_an_argument_that_one_rank_gives_alone(rank):
+    """What one rank gives alone; its program goes on to something else each time."""
+    for name, (value, error, words) in ARGUMENTS.items():
         arguments = {name: value} if rank == 1 else {}
-        words = words if rank == 1 else f"rank 1: ValueError: .*{words}"
-        with pytest.raises((ValueError, RuntimeError), match=words):
+        if rank != 1:
+            error, words = (ValueError, RuntimeError), f"rank 1: {error.__name__}: .*{words}"
+        with pytest.raises(error, match=words):
             brigade.fully_shard(nn.Linear(4, 4), **arguments)
+        dist.barrier()
+    layer = nn.Linear(4, 4)
+    with pytest.raises(
+        (ValueError, RuntimeError), match=None if rank == 1 else "rank 1: ValueError"
+    ):
+        brigade.fully_shard([layer, layer] if rank == 1 else layer)
     _expect_exact_steps(rank, 1)
-
-
-def test_an_argument_that_one_rank_gives_alone():
-    run_ranks(_wrong_arguments, world_size=3, timeout_s=TIMEOUT_S)
 
 
 # Alike in form, and given by all, but another one on each rank.
@@ -205,14 +206,11 @@ def test_meshes_that_are_unlike():
     assert told == told[:1] * 4
 
 
-def _shards_in_another_order(rank):
+@on_ranks()
+def test_units_of_one_form_in_another_order(rank):
     model = make_net()
     for index in ((0, 1, 2), (2, 1, 0))[rank]:
         brigade.fully_shard(model.blocks[index])
     brigade.fully_shard(model)
     with pytest.raises(ValueError, match=r"rank 0 has 'blocks\.0', rank 1 has 'blocks\.2'"):
         model(batch_of(rank, 0))
-
-
-def test_units_of_one_form_in_another_order():
-    run_ranks(_shards_in_another_order)

@@ -5,11 +5,12 @@ import torch.distributed as dist
 
 import brigade
 
-from ranks import run_ranks
+from ranks import on_ranks
 from sharded_training import batch_of, make_net, shard_blocks
 
 
-def _times(rank):
+@on_ranks()
+def test_has_the_gathers_and_reductions_of_a_step(rank):
     model = shard_blocks(make_net())
     for step in range(3):
         model(batch_of(rank, step)).square().mean().backward()
@@ -37,11 +38,8 @@ def _times(rank):
         model.set_timeline_sample_rate(-1)
 
 
-def test_has_the_gathers_and_reductions_of_a_step():
-    run_ranks(_times)
-
-
-def _stall_setting(rank):
+@on_ranks()
+def test_the_time_of_a_stall_report_may_be_set(rank):
     model = shard_blocks(make_net())
     model.set_stall_report_after(1.5)
     model.set_stall_report_after(0)
@@ -50,11 +48,8 @@ def _stall_setting(rank):
     model(batch_of(rank, 0)).square().mean().backward()
 
 
-def test_the_time_of_a_stall_report_may_be_set():
-    run_ranks(_stall_setting)
-
-
-def _host_mesh(rank):
+@on_ranks(3)
+def test_a_mesh_of_hosts(rank):
     mesh = brigade.host_mesh("cpu")
     assert mesh.mesh_dim_names == ("replicate", "shard")
     assert mesh.mesh.tolist() == [list(range(dist.get_world_size()))]
@@ -65,10 +60,6 @@ def _host_mesh(rank):
         found[name] = [parameter.grad.clone() for parameter in model.parameters()]
     for one, other in zip(found["hosts"], found["all"], strict=True):
         assert one.equal(other)
-
-
-def test_a_mesh_of_hosts():
-    run_ranks(_host_mesh, world_size=3)
 
 
 def test_a_mesh_of_hosts_needs_a_group():

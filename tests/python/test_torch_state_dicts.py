@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from cases import pairwise
-from ranks import run_ranks
+from ranks import on_ranks
 from sharded_training import batch_of, make_net, shard_blocks
 
 
@@ -28,7 +28,13 @@ def _sharded(device=None):
         return shard_blocks(make_net())
 
 
-def _goes_on(rank, broadcasts, is_on_meta):
+@pairwise(
+    world_size=[2, 3],
+    is_on_meta=[False, True],
+    broadcasts=[False, True],
+)
+@on_ranks()
+def test_training_goes_on(rank, broadcasts, is_on_meta, world_size):
     first = _sharded()
     optimizer = torch.optim.AdamW(first.parameters())
     for step in range(2):
@@ -50,22 +56,10 @@ def _goes_on(rank, broadcasts, is_on_meta):
         assert torch.equal(found[name], value), name
 
 
-@pairwise(
-    world_size=[2, 3],
-    is_on_meta=[False, True],
-    broadcasts=[False, True],
-)
-def test_training_goes_on(broadcasts, is_on_meta, world_size):
-    run_ranks(_goes_on, broadcasts, is_on_meta, world_size=world_size)
-
-
-def _names_what_does_not_fit(rank):
+@on_ranks()
+def test_a_tensor_of_another_shape_is_named(rank):
     net = _sharded()
     state = net.full_state_dict()
     state["embed.weight"] = torch.zeros(3, 3)
     with pytest.raises(RuntimeError, match=r"size mismatch for embed\.weight"):
         set_model_state_dict(net, state, options=StateDictOptions(full_state_dict=True))
-
-
-def test_a_tensor_of_another_shape_is_named():
-    run_ranks(_names_what_does_not_fit)

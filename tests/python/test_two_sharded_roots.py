@@ -11,37 +11,18 @@ from torch.distributed.device_mesh import DeviceMesh
 import brigade
 
 from exact_training import UserError
-from ranks import run_ranks
-from sharded_training import batch_of, expect_equal, make_net, shard_blocks, step_of_all
+from ranks import on_ranks, run_ranks
+from sharded_training import Pair, batch_of
 
 HOUR_S = 3600  # of the group: nobody may wait for that
 DEADLINE_S = 60
 
 
-class _Model:
-    """A sharded one over some ranks, and one process that does what these do."""
-
-    def __init__(self, group=None, prefetch_depth=1):
-        group = group or dist.group.WORLD
-        self.ranks = dist.get_process_group_ranks(group)
-        self.place = group.rank()
-        mesh = DeviceMesh.from_group(group, "cpu")
-        self.plain = make_net()
-        self.model = shard_blocks(make_net(), mesh=mesh, prefetch_depth=prefetch_depth)
-        self.optimizers = [
-            torch.optim.SGD(net.parameters(), lr=0.1, foreach=False)
-            for net in (self.plain, self.model)
-        ]
-
-    def loss(self, step):
-        return self.model(batch_of(self.place, step)).square().mean()
-
-    def expect_step(self, step):
-        step_of_all(self.plain, self.optimizers[0], step, len(self.ranks))
-        self.optimizers[1].zero_grad()
-        self.loss(step).backward()
-        self.optimizers[1].step()
-        expect_equal(self.model, self.plain)
+def _pair(group=None, prefetch_depth=1):
+    """Of some ranks."""
+    group = group or dist.group.WORLD
+    mesh = DeviceMesh.from_group(group, "cpu")
+    return Pair(group.rank(), world_size=group.size(), mesh=mesh, prefetch_depth=prefetch_depth)
 
 
 def _raises(*_):
@@ -61,7 +42,7 @@ def _in_forward(module):
 def _fails_in_turns(rank, in_place, is_of_one_group):
     """The first fails on the last rank between steps of the second."""
     groups = [None if is_of_one_group else dist.new_group() for _ in range(2)]
-    first, second = (_Model(group) for group in groups)
+    first, second = (_pair(group) for group in groups)
     failing = rank == dist.get_world_size() - 1
     for step in range(4):
         first.expect_step(step)
@@ -75,23 +56,22 @@ def _fails_in_turns(rank, in_place, is_of_one_group):
                 handle.remove()
 
 
-def _fails_in_all_ways(rank):
+@pytest.mark.parametrize("world_size", [2, 3])
+@on_ranks()
+def test_one_that_raises_leaves_the_other_alone(rank, world_size):
     for is_of_one_group in (True, False):
         for in_place in (_in_forward, _in_backward):
             _fails_in_turns(rank, in_place, is_of_one_group)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_one_that_raises_leaves_the_other_alone(world_size):
-    run_ranks(_fails_in_all_ways, world_size=world_size)
-
-
-def _fails_between(rank, in_place):
+@pytest.mark.parametrize("in_place", [_in_forward, _in_backward])
+@on_ranks()
+def test_one_that_raises_between_anothers_forward_and_backward(rank, in_place):
     """The first fails while the second is between its forward and its backward."""
-    first, second = _Model(), _Model()
+    first, second = _pair(), _pair()
     for each in (first, second):
         each.expect_step(0)
-    step_of_all(second.plain, second.optimizers[0], 1, 2)
+    second.step_plain(1)
     second.optimizers[1].zero_grad()
     loss = second.loss(1)
     if rank == 1:
@@ -102,19 +82,14 @@ def _fails_between(rank, in_place):
         handle.remove()
     loss.backward()
     second.optimizers[1].step()
-    expect_equal(second.model, second.plain)
+    second.expect_equal()
     for each in (first, second):
         each.expect_step(2)
 
 
-@pytest.mark.parametrize("in_place", [_in_forward, _in_backward])
-def test_one_that_raises_between_anothers_forward_and_backward(in_place):
-    run_ranks(_fails_between, in_place)
-
-
 def _through_both(rank):
     """One backward through two models, which fails in that which it reaches last."""
-    first, second = _Model(), _Model()
+    first, second = _pair(), _pair()
     neck = torch.nn.Linear(2, 5)
 
     def loss(step):
@@ -147,14 +122,14 @@ def _peer_is_gone(rank, place):
     """Ranks 0 and 1 have a model, 1 and 2 another one; the first rank vanishes."""
     groups = [dist.new_group(ranks) for ranks in ((0, 1), (1, 2))]
     if rank < 2:
-        first = _Model(groups[0], prefetch_depth=0)
+        first = _pair(groups[0], prefetch_depth=0)
         first.expect_step(0)
     if rank == 0:
         getattr(first.model.blocks[1], place)(
             lambda *_: os.kill(os.getpid(), signal.SIGKILL), prepend=True
         )
         first.loss(1)
-    second = _Model(groups[1])
+    second = _pair(groups[1])
     second.expect_step(0)
     if rank == 1:
         with pytest.raises(dist.DistBackendError, match=r"fully_shard: .*rank 0\b"):

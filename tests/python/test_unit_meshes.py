@@ -8,7 +8,8 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import brigade
 
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
+from whole_numbers import linear, own_part, step_by_sign
 
 WORLD_SIZE = 4
 
@@ -30,12 +31,7 @@ class Moe(nn.Module):
 
 
 def _linear(seed):
-    linear = nn.Linear(3, 3, dtype=torch.float64)
-    with torch.no_grad():
-        for parameter in linear.parameters():
-            values = torch.arange(parameter.numel()) * 3 + seed
-            parameter.copy_((values % 5 - 2).view_as(parameter))
-    return linear
+    return linear(3, 3, seed)
 
 
 def make_moe(group, name=None):
@@ -70,19 +66,7 @@ class OneProcess:
                 parameter.grad /= WORLD_SIZE // (num_groups if parameter in experts else 1)
 
     def step(self):
-        step_by_sign(self.parameters())
-
-
-@torch.no_grad()
-def step_by_sign(parameters):
-    """Whole numbers stay such."""
-    for parameter in parameters:
-        if parameter.grad is None:
-            continue
-        if isinstance(parameter, brigade.ShardedParameter):
-            parameter.to_local().sub_(parameter.grad.to_local().sign())
-        else:
-            parameter.sub_(parameter.grad.sign())
+        step_by_sign(nn.ModuleList(self.models))
 
 
 def meshes():
@@ -109,12 +93,13 @@ def step_with(reference, model, rank, step, expert, uses_expert=lambda rank: Tru
     model.zero_grad()
     model(batch_of(rank, step), uses_expert(rank)).sum().backward()
     reference.backward(step, uses_expert)
-    step_by_sign(model.parameters())
+    step_by_sign(model)
     reference.step()
     expect_whole(model, reference, expert)
 
 
-def _trains(rank):
+@on_ranks(WORLD_SIZE)
+def test_trains_as_one_process_does(rank):
     group = rank % 2
     all_ranks, of_expert = meshes()
     reference = OneProcess()
@@ -133,11 +118,8 @@ def _trains(rank):
     assert statistics["learned_segments"] <= 2
 
 
-def test_trains_as_one_process_does():
-    run_ranks(_trains, world_size=WORLD_SIZE)
-
-
-def _begins(rank):
+@on_ranks(WORLD_SIZE)
+def test_begins_with_the_first_rank_of_each_mesh(rank):
     """The first rank's values of each mesh."""
     model = make_moe(rank % 2)
     with torch.no_grad():
@@ -151,42 +133,19 @@ def _begins(rank):
         assert torch.equal(state[name], value + 100 * first), name
 
 
-def test_begins_with_the_first_rank_of_each_mesh():
-    run_ranks(_begins, world_size=WORLD_SIZE)
-
-
 def _expect_parts(parameters, wholes):
     """Gradients are this rank's parts of whole ones."""
     for parameter, whole in zip(parameters, wholes, strict=True):
-        begin = brigade._C.offset_of(parameter)
-        part = whole.flatten()[begin : begin + parameter.to_local().numel()]
-        assert torch.equal(parameter.grad.to_local(), part)
+        assert torch.equal(parameter.grad.to_local(), own_part(parameter, whole))
 
 
-def _against_torch(rank):
+@on_ranks(WORLD_SIZE)
+def test_averages_as_torch_does(rank):
     model = shard_moe(make_moe(rank % 2), *meshes())
     of_torch = shard_moe(make_moe(rank % 2), *meshes(), torch_fully_shard)
     for each in (model, of_torch):
         each(batch_of(rank, 0)).sum().backward()
     _expect_parts(model.parameters(), [p.grad.full_tensor() for p in of_torch.parameters()])
-
-
-def test_averages_as_torch_does():
-    run_ranks(_against_torch, world_size=WORLD_SIZE)
-
-
-def _divided(rank):
-    model = shard_moe(make_moe(rank % 2), *meshes())
-    model.experts[str(rank % 2)].set_gradient_divide_factor(WORLD_SIZE)
-    reference = OneProcess()
-    model(batch_of(rank, 0)).sum().backward()
-    reference.backward(0)
-    expert = reference.models[rank % 2].experts[str(rank % 2)]
-    _expect_parts(model.experts.parameters(), [p.grad / 2 for p in expert.parameters()])
-
-
-def test_the_divisor_may_be_the_worlds():
-    run_ranks(_divided, world_size=WORLD_SIZE)
 
 
 def _norm(rank):
@@ -227,41 +186,8 @@ def test_norms_of_experts_on_one_rank_each_are_of_all():
     assert first == second > 0
 
 
-def _hybrid(rank):
-    """Copies of an expert, on a mesh of two dimensions and of some ranks."""
-    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("replicate", "shard", "expert"))
-    all_ranks = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    reference = OneProcess()
-    model = shard_moe(make_moe(rank % 2), all_ranks, mesh["replicate", "shard"])
-    assert sum(p.to_local().numel() for p in model.experts.parameters()) == 12
-    for step in range(3):
-        step_with(reference, model, rank, step, expert=rank % 2)
-
-
-def test_experts_may_have_copies():
-    run_ranks(_hybrid, world_size=WORLD_SIZE)
-
-
-def _keeps_parts(rank):
-    """On two neighbours in rows of the expert's mesh, which are not the model's."""
-    of_expert = init_device_mesh("cpu", (WORLD_SIZE,))
-    rows = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    reference = OneProcess(num_groups=1)
-    model = make_moe(0)
-    brigade.fully_shard(model.experts["0"], mesh=of_expert, reshard_after_forward=2)
-    brigade.fully_shard(model.dense, mesh=rows)
-    brigade.fully_shard(model, mesh=rows)
-    model.register_comm_hook(None, "fp16_compress")  # exact
-    for step in range(2):
-        step_with(reference, model, rank, step, expert=0)
-    assert "in slices on 2 ranks in between, over ranks 0, 1, 2, 3\n" in model.explain()
-
-
-def test_parts_stay_on_neighbours_and_gradients_are_compressed():
-    run_ranks(_keeps_parts, world_size=WORLD_SIZE)
-
-
-def _fails(rank):
+@on_ranks(WORLD_SIZE)
+def test_a_failure_is_one_on_all_meshes(rank):
     all_ranks, of_expert = meshes()
     reference = OneProcess()
     model = shard_moe(make_moe(rank % 2), all_ranks, of_expert)
@@ -277,10 +203,6 @@ def _fails(rank):
     fails[0] = False
     for step in range(2):
         step_with(reference, model, rank, step, expert=rank % 2)
-
-
-def test_a_failure_is_one_on_all_meshes():
-    run_ranks(_fails, world_size=WORLD_SIZE)
 
 
 def _bad_mesh(rank):
@@ -312,7 +234,9 @@ class _TwoExperts(nn.Module):
         return x
 
 
-def _in_another_order(rank, has_mesh_of_all):
+@pytest.mark.parametrize("has_mesh_of_all", [False, True])
+@on_ranks(WORLD_SIZE)
+def test_experts_of_one_form_in_another_order_are_an_error_on_all(rank, has_mesh_of_all):
     all_ranks, of_expert = meshes()
     mesh = (
         init_device_mesh("cpu", (WORLD_SIZE, 1), mesh_dim_names=("dp", "one"))["dp"]
@@ -329,11 +253,6 @@ def _in_another_order(rank, has_mesh_of_all):
         words = "in the same order on all ranks; parameters of other modules have been mixed up"
     with pytest.raises(ValueError, match=words):
         model(batch_of(rank, 0))
-
-
-@pytest.mark.parametrize("has_mesh_of_all", [False, True])
-def test_experts_of_one_form_in_another_order_are_an_error_on_all(has_mesh_of_all):
-    run_ranks(_in_another_order, has_mesh_of_all, world_size=WORLD_SIZE)
 
 
 def _resumes(rank, folder):

@@ -4,17 +4,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import brigade
 from brigade._sharded_units import unit_of
 
-from ranks import run_ranks
-from sharded_training import batch_of, expect_equal, make_net, shard_blocks, step_of_all
-
-
-def _loss(model, rank, step):
-    return model(batch_of(rank, step)).square().mean()
+from ranks import on_ranks
+from sharded_training import Pair, batch_of, expect_equal, loss_of, make_net, shard_blocks
 
 
 def _gradients(model):
@@ -26,101 +21,22 @@ def _expect_same(found, expected, factor=1.0):
         assert torch.equal(a, b * factor)
 
 
-def _divides(rank):
+@on_ranks()
+def test_divide_factors(rank):
     averaged, summed = shard_blocks(make_net()), shard_blocks(make_net())
     for module in (summed, *summed.blocks):
         module.set_gradient_divide_factor(1.0)
     summed.set_force_sum_reduction_for_comms(True)
     for model in (averaged, summed):
-        _loss(model, rank, 0).backward()
+        loss_of(model, rank, 0).backward()
     _expect_same(_gradients(summed), _gradients(averaged), 2)
     summed.blocks[0].set_reduce_scatter_divide_factor(2.0)
     with pytest.raises(ValueError, match="found 0"):
         summed.set_gradient_divide_factor(0)
 
 
-def test_divide_factors():
-    run_ranks(_divides)
-
-
-def _rows_add_up(rank):
-    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2))
-    torch.manual_seed(0)
-    model = brigade.fully_shard(torch.nn.Linear(3, 5, bias=False), mesh=mesh)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    for _ in range(2):
-        expected = 0
-        for batch in range(3):
-            model.set_requires_all_reduce(batch == 2)
-            x = torch.full((1, 3), 1.0 + rank + 10 * batch)
-            model(x).sum().backward()
-            expected += sum(1 + r + 10 * batch for r in range(4))
-            assert (model.weight.grad is None) == (batch < 2)
-        assert (model.weight.grad == expected / 4).all()
-        optimizer.zero_grad()
-
-
-def test_rows_of_a_mesh_add_up_alone():
-    run_ranks(_rows_add_up, world_size=4)
-
-
-def _stays_whole(rank):
-    plain = make_net()
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, foreach=False)
-    model = shard_blocks(make_net(), reshard_after_forward=False)
-    model.set_reshard_after_backward(False)
-    model.blocks[0].set_reshard_after_backward(True, recurse=False)
-    sharded_optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(3):
-        step_of_all(plain, optimizer, step, 2)
-        sharded_optimizer.zero_grad()
-        with torch.no_grad():
-            model(batch_of(rank, step))
-        _loss(model, rank, step).backward()
-        sharded_optimizer.step()
-    expect_equal(model, plain)
-
-
-def test_units_stay_whole_behind_backward():
-    run_ranks(_stays_whole)
-
-
-def _to_neighbours(rank, checkpointed):
-    plain = make_net(checkpointed=checkpointed)
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, foreach=False)
-    model = shard_blocks(make_net(checkpointed=checkpointed), reshard_after_forward=2)
-    sharded_optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model.blocks[1].set_reshard_after_forward(True)
-
-    def sent_in_a_step(step):
-        before = model.sharding_statistics()["sent_by_gathers"]
-        step_of_all(plain, optimizer, step, 4)
-        sharded_optimizer.zero_grad()
-        _loss(model, rank, step).backward()
-        sharded_optimizer.step()
-        return model.sharding_statistics()["sent_by_gathers"] - before
-
-    # Of 4 ranks each sends 3/4 of a unit, of 2 neighbours 1/2. The outermost module's own
-    # parameters are resharded, too: it was told to.
-    block, others = 4 * 248, 4 * 60  # padded
-    forward = (3 * block + others) * 3 // 4
-    backward = (2 * block + others) // 2 + block * 3 // 4
-    assert [sent_in_a_step(step) for step in range(2)] == [forward + backward] * 2
-    model.set_reshard_after_forward(True)
-    assert sent_in_a_step(2) == 2 * forward
-    for each in model.blocks:
-        each.set_reshard_after_forward(2)
-    model.set_reshard_after_forward(False, recurse=False)
-    assert sent_in_a_step(3) == forward + 3 * block // 2
-    expect_equal(model, plain)
-
-
-@pytest.mark.parametrize("checkpointed", [None, False, True])
-def test_units_stay_on_neighbours_between_forward_and_backward(checkpointed):
-    run_ranks(_to_neighbours, checkpointed, world_size=4)
-
-
-def _numbers_of_neighbours(rank):
+@on_ranks(4)
+def test_numbers_of_neighbours(rank):
     def settings_of(reshards):
         block = shard_blocks(make_net()).blocks[0]
         block.set_reshard_after_forward(reshards)
@@ -143,43 +59,7 @@ def _numbers_of_neighbours(rank):
     with pytest.raises(RuntimeError, match=r"'blocks\.0' is to be resharded to 2"):
         model(batch_of(rank, 0))
     model.set_reshard_after_forward(True)
-    _loss(model, rank, 0).backward()
-
-
-def test_numbers_of_neighbours():
-    run_ranks(_numbers_of_neighbours, world_size=4)
-
-
-def _fails_with_neighbours(rank):
-    model = shard_blocks(make_net(), reshard_after_forward=2)
-    plain = make_net()
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, foreach=False)
-    sharded_optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(2):
-        hook = model.blocks[1].down.register_forward_hook(_raise_in_backward)
-        if rank != 2:
-            hook.remove()
-        loss = _loss(model, rank, step)
-        hook.remove()
-        with pytest.raises(Exception, match="no luck" if rank == 2 else "rank 2 failed"):
-            loss.backward()
-        step_of_all(plain, optimizer, step, 4)
-        sharded_optimizer.zero_grad()
-        _loss(model, rank, step).backward()
-        sharded_optimizer.step()
-    expect_equal(model, plain)
-
-
-def _raise_in_backward(module, args, output):
-    output.register_hook(_raises)
-
-
-def _raises(gradient):
-    raise RuntimeError("no luck")
-
-
-def test_a_failure_among_neighbours():
-    run_ranks(_fails_with_neighbours, world_size=4)
+    loss_of(model, rank, 0).backward()
 
 
 class _Offset(torch.nn.Module):
@@ -191,7 +71,8 @@ class _Offset(torch.nn.Module):
         return x + self.offset
 
 
-def _not_gathered_in_backward(rank):
+@on_ranks()
+def test_backward_without_a_gather(rank):
     model = torch.nn.Sequential(_Offset(), torch.nn.Linear(4, 1))
     first = model[0]
     brigade.fully_shard(first, prefetch_depth=0)
@@ -210,20 +91,16 @@ def _not_gathered_in_backward(rank):
     _expect_same(_gradients(model), gradients, 2)
 
 
-def test_backward_without_a_gather():
-    run_ranks(_not_gathered_in_backward)
-
-
-def _by_hand(rank, async_op):
-    plain = make_net()
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, foreach=False)
-    model = shard_blocks(make_net())
-    sharded_optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+@pytest.mark.parametrize("async_op", [False, True])
+@on_ranks()
+def test_finalization_by_hand(rank, async_op):
+    pair = Pair(rank)
+    model = pair.model
     model.finalize_backward()  # no forward has run: nothing
     model.set_manual_backward_finalization(True)
     for step in range(3):
-        step_of_all(plain, optimizer, step, 2)
-        _loss(model, rank, step).backward()
+        pair.step_plain(step)
+        loss_of(model, rank, step).backward()
         assert all(p.grad is None for p in model.parameters())
         model.set_requires_gradient_sync(False)
         model.finalize_backward()
@@ -233,14 +110,9 @@ def _by_hand(rank, async_op):
         assert (handle is None) == (not async_op)
         if async_op:
             handle.wait()
-        sharded_optimizer.step()
-        sharded_optimizer.zero_grad()
-    expect_equal(model, plain)
-
-
-@pytest.mark.parametrize("async_op", [False, True])
-def test_finalization_by_hand(async_op):
-    run_ranks(_by_hand, async_op)
+        pair.optimizers[1].step()
+        model.zero_grad()
+    pair.expect_equal()
 
 
 class _Event:
@@ -250,22 +122,20 @@ class _Event:
         self.num_waits += 1
 
 
-def _waits_for_an_optimizer(rank):
+@on_ranks()
+def test_the_next_forward_waits_for_an_event_once(rank):
     model, event = shard_blocks(make_net()), _Event()
     for _ in range(2):
         model.set_post_optim_event(event)
-        _loss(model, rank, 0).backward()
+        loss_of(model, rank, 0).backward()
         assert event.num_waits == 1
-        _loss(model, rank, 0).backward()
+        loss_of(model, rank, 0).backward()
         assert event.num_waits == 1
         event.num_waits = 0
 
 
-def test_the_next_forward_waits_for_an_event_once():
-    run_ranks(_waits_for_an_optimizer)
-
-
-def _room_for_reductions(rank):
+@on_ranks()
+def test_memory_is_for_the_least_number_of_reductions_that_a_unit_was_given(rank):
     planned = []
     for least in (1, 2, 3):
         model = shard_blocks(make_net(), reshard_after_forward=True, prefetch_depth=0)
@@ -273,7 +143,7 @@ def _room_for_reductions(rank):
         model.sharding_statistics()  # makes the root
         model.blocks[1].set_reduce_scatter_max_input_buffers(least)
         for step in range(2):  # it is planned after the first one
-            _loss(model, rank, step).backward()
+            loss_of(model, rank, step).backward()
         statistics = model.sharding_statistics()
         assert statistics["peak_buffer_bytes"] == statistics["planned_buffer_bytes"]
         planned.append(statistics["planned_buffer_bytes"])
@@ -281,44 +151,8 @@ def _room_for_reductions(rank):
     assert planned[1] - planned[0] == planned[2] - planned[1] >= of_block
 
 
-def test_memory_is_for_the_least_number_of_reductions_that_a_unit_was_given():
-    run_ranks(_room_for_reductions)
-
-
-def _frozen_and_thawed(rank):
-    plain, model = make_net(), shard_blocks(make_net())
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, foreach=False)
-    sharded_optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step, frozen in enumerate([(), (0,), (0, 1, 2), (1,), ()]):
-        for net in (plain, model):
-            for index, block in enumerate(net.blocks):
-                block.requires_grad_(index not in frozen)
-        sums = None
-        for r in range(2):
-            plain.zero_grad()
-            _loss(plain, r, step).backward()
-            gradients = [p.grad for p in plain.parameters()]
-            sums = (
-                gradients
-                if sums is None
-                else [None if a is None else a + b for a, b in zip(sums, gradients, strict=True)]
-            )
-        for parameter, gradient in zip(plain.parameters(), sums, strict=True):
-            parameter.grad = None if gradient is None else gradient * 0.5
-        optimizer.step()
-        sharded_optimizer.zero_grad()
-        _loss(model, rank, step).backward()
-        for index, block in enumerate(model.blocks):
-            assert all((p.grad is None) == (index in frozen) for p in block.parameters())
-        sharded_optimizer.step()
-    expect_equal(model, plain)
-
-
-def test_parameters_are_frozen_and_thawed():
-    run_ranks(_frozen_and_thawed)
-
-
-def _runs_out_of_data(rank):
+@on_ranks()
+def test_ranks_run_out_of_data(rank):
     num_batches = (4, 2)
     plain, model = make_net(), shard_blocks(make_net())
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, foreach=False)
@@ -328,7 +162,7 @@ def _runs_out_of_data(rank):
         sums = None
         for r in range(2):
             plain.zero_grad()
-            (_loss(plain, r, step) * (step < num_batches[r])).backward()
+            (loss_of(plain, r, step) * (step < num_batches[r])).backward()
             gradients = [p.grad for p in plain.parameters()]
             sums = (
                 gradients if sums is None else [a + b for a, b in zip(sums, gradients, strict=True)]
@@ -338,7 +172,7 @@ def _runs_out_of_data(rank):
         optimizer.step()
         sharded_optimizer.zero_grad()
         if step < num_batches[rank]:
-            _loss(model, rank, step).backward()
+            loss_of(model, rank, step).backward()
         else:
             model.step_without_data()
         sharded_optimizer.step()
@@ -347,11 +181,8 @@ def _runs_out_of_data(rank):
     expect_equal(model, plain)
 
 
-def test_ranks_run_out_of_data():
-    run_ranks(_runs_out_of_data)
-
-
-def _fused(rank):
+@on_ranks()
+def test_fused_optimizers_are_noticed(rank):
     parameters = []
     for fused in (False, True):
         model = shard_blocks(make_net(), reshard_after_forward=False)
@@ -359,43 +190,37 @@ def _fused(rank):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused, foreach=False)
         for step in range(3):
             optimizer.zero_grad()
-            _loss(model, rank, step).backward()
+            loss_of(model, rank, step).backward()
             optimizer.step()
         parameters.append(model.full_state_dict())
     for name, value in parameters[0].items():
         torch.testing.assert_close(value, parameters[1][name])
 
 
-def test_fused_optimizers_are_noticed():
-    run_ranks(_fused)
-
-
-def _written_through_data(rank):
+@on_ranks()
+def test_writes_through_data_are_noticed(rank):
     model = shard_blocks(make_net(), reshard_after_forward=False)
     model.set_reshard_after_backward(False)
-    _loss(model, rank, 0).backward()
+    loss_of(model, rank, 0).backward()
     for parameter in model.parameters():
         parameter.data.zero_()
     assert not model(batch_of(rank, 1)).any()
 
 
-def test_writes_through_data_are_noticed():
-    run_ranks(_written_through_data)
-
-
-def _other_memory_on_one_rank(rank):
+@on_ranks()
+def test_a_plain_tensor_on_one_rank_is_an_error_on_all(rank):
     for has_run in (False, True):
         model = shard_blocks(make_net())
         if has_run:
-            _loss(model, rank, 0).backward()
+            loss_of(model, rank, 0).backward()
         part = model.head.weight
         own = part.data
         if rank == 0:
             part.data = torch.zeros(part.shape)
         with pytest.raises((RuntimeError, ValueError), match=r"'head\.weight' was given a plain"):
-            _loss(model, rank, 0).backward()
+            loss_of(model, rank, 0).backward()
     part.data = own * 2 if rank == 0 else own
-    _loss(model, rank, 1).backward()
+    loss_of(model, rank, 1).backward()
     assert part.grad is not None
     begin = brigade._C.offset_of(part)
     end = begin + part.to_local().numel()
@@ -403,85 +228,8 @@ def _other_memory_on_one_rank(rank):
     assert torch.equal(part.to_local(), expected)
 
 
-def test_a_plain_tensor_on_one_rank_is_an_error_on_all():
-    run_ranks(_other_memory_on_one_rank)
-
-
-def _blocks_and_dtypes(rank):
-    model = make_net()
-    shapes = {name: p.shape for name, p in model.named_parameters()}
-    shard_blocks(model, block_numel_fn=lambda p: p.shape[-1] if p.dim() == 2 else 1)
-    for name, part in model.named_parameters():
-        if len(shapes[name]) == 2:
-            assert part.numel() % shapes[name][-1] == 0
-
-    policy = MixedPrecisionPolicy(
-        param_dtype=torch.bfloat16,
-        param_dtype_override_fn=lambda p: p.dtype if p.dim() == 1 else None,
-    )
-    seen = {}
-    linear = torch.nn.Linear(4, 3)
-    linear.register_forward_pre_hook(
-        lambda module, _: seen.update({n: p.dtype for n, p in module.named_parameters()})
-    )
-    linear.forward = lambda x: (x @ linear.weight.t()).float() + linear.bias
-    brigade.fully_shard(linear, mp_policy=policy)
-    linear(torch.ones(1, 4)).sum().backward()
-    assert seen == {"weight": torch.bfloat16, "bias": torch.float32}
-    assert linear.weight.grad.dtype == linear.bias.grad.dtype == torch.float32
-
-
-def test_blocks_and_dtypes_of_parameters():
-    run_ranks(_blocks_and_dtypes)
-
-
-def _sums_of(batches, world_size):
-    """Of one process: what ranks' backwards of these batches leave, before the average."""
-    plain = make_net()
-    sums = None
-    for r in range(world_size):
-        plain.zero_grad()
-        for batch in batches:
-            _loss(plain, r, batch).backward()
-        gradients = {name: p.grad for name, p in plain.named_parameters()}
-        sums = gradients if sums is None else {n: sums[n] + g for n, g in gradients.items()}
-    return sums
-
-
-def _expect_gradients(model, sums, of_block, world_size):
-    """Whole gradients of one block, or of all the others."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                parameter.copy_(parameter.grad)
-    found = model.full_state_dict()
-    for name, value in sums.items():
-        if name.startswith("blocks.1.") == of_block:
-            assert torch.equal(found[name], value / world_size), name
-
-
-def _sync_of_units(rank, recurse):
-    model, others = (shard_blocks(make_net()) for _ in range(2))
-    for each in (model, others):
-        for step in range(3):
-            each.blocks[1].set_requires_gradient_sync(step == 2, recurse=recurse)
-            _loss(each, rank, step).backward()
-            assert (each.blocks[1].up.weight.grad is None) == (step < 2)
-            assert each.blocks[0].up.weight.grad is not None
-            if each is others and step < 2:
-                each.zero_grad()  # parts: what is whole goes on adding up
-    _expect_gradients(model, _sums_of(range(3), 2), True, 2)
-    _expect_gradients(others, _sums_of([2], 2), False, 2)
-    with pytest.raises(TypeError):
-        model.set_requires_gradient_sync(True, recurse)
-
-
-@pytest.mark.parametrize("recurse", [True, False])
-def test_one_unit_adds_up_while_others_are_reduced(recurse):
-    run_ranks(_sync_of_units, recurse)
-
-
-def _sync_of_all(rank):
+@on_ranks()
+def test_all_units_set_one_by_one_are_as_the_model_set(rank):
     model, plain = (shard_blocks(make_net()) for _ in range(2))
     for step in range(2):  # as Lightning does
         for module in model.modules():
@@ -489,7 +237,7 @@ def _sync_of_all(rank):
                 module.set_requires_gradient_sync(step == 1, recurse=False)
         plain.set_requires_gradient_sync(step == 1)
         for each in (model, plain):
-            _loss(each, rank, step).backward()
+            loss_of(each, rank, step).backward()
             assert (each.head.weight.grad is None) == (step == 0)
     _expect_same(_gradients(model), _gradients(plain))
     assert model.sharding_statistics()["reduced_backwards"] == 1
@@ -497,17 +245,14 @@ def _sync_of_all(rank):
     model.blocks[2].set_requires_gradient_sync(True)
     model.set_manual_backward_finalization(True)
     model.zero_grad()
-    _loss(model, rank, 0).backward()
+    loss_of(model, rank, 0).backward()
     model.finalize_backward()
     assert [p.grad is not None for p in model.blocks[2].parameters()] == [True] * 6
     assert model.head.weight.grad is None
 
 
-def test_all_units_set_one_by_one_are_as_the_model_set():
-    run_ranks(_sync_of_all)
-
-
-def _rows_of_one_unit(rank):
+@on_ranks(4)
+def test_rows_of_one_unit_add_up_alone(rank):
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2))
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(1, 1, bias=False) for _ in range(2)))
@@ -531,27 +276,21 @@ def _rows_of_one_unit(rank):
     assert all(layer.weight.grad is not None for layer in model)
 
 
-def test_rows_of_one_unit_add_up_alone():
-    run_ranks(_rows_of_one_unit, world_size=4)
-
-
-def _sync_of_one_on_one_rank(rank):
+@on_ranks()
+def test_a_unit_that_differs_on_one_rank_is_an_error_on_all(rank):
     model = shard_blocks(make_net())
     for setter in ("set_requires_gradient_sync", "set_requires_all_reduce"):
         getattr(model.blocks[0], setter)(rank == 0)
         with pytest.raises(RuntimeError, match="rank"):
-            _loss(model, rank, 0).backward()
+            loss_of(model, rank, 0).backward()
         model.set_requires_gradient_sync(True)
-        _loss(model, rank, 0).backward()
+        loss_of(model, rank, 0).backward()
         assert all(gradient is not None for gradient in _gradients(model))
         model.zero_grad()
 
 
-def test_a_unit_that_differs_on_one_rank_is_an_error_on_all():
-    run_ranks(_sync_of_one_on_one_rank)
-
-
-def _set_before_the_first_forward(rank):
+@on_ranks()
+def test_blocks_are_set_before_the_first_forward(rank):
     model = shard_blocks(make_net(), prefetch_depth=0)
     first, second, _ = model.blocks
     first.set_reduce_scatter_max_input_buffers(1)
@@ -560,13 +299,9 @@ def _set_before_the_first_forward(rank):
             module.set_manual_backward_finalization(True)
     first.set_modules_to_forward_prefetch([second])  # makes the root, of `model`
     assert unit_of(first).root.outermost is unit_of(model)
-    _loss(model, rank, 0).backward()
+    loss_of(model, rank, 0).backward()
     with pytest.raises(RuntimeError, match="finalize_backward: expected the outermost"):
         first.finalize_backward()
-
-
-def test_blocks_are_set_before_the_first_forward():
-    run_ranks(_set_before_the_first_forward)
 
 
 def test_no_method_of_torchs_is_left_to_torchs_own_state():
@@ -576,7 +311,8 @@ def test_no_method_of_torchs_is_left_to_torchs_own_state():
     assert theirs - set(vars(brigade.FSDPModule)) == set()
 
 
-def _without_effect(rank):
+@on_ranks()
+def test_what_has_no_meaning_here_is_without_effect(rank):
     plain, model = shard_blocks(make_net()), shard_blocks(make_net())
     model.set_reduce_scatter_unused_params(True)
     model.blocks[0].set_reduce_scatter_unused_params(True, recurse=False)
@@ -589,9 +325,5 @@ def _without_effect(rank):
         with pytest.raises(ValueError, match="found a Linear"):
             torch.distributed.fsdp.share_comm_ctx([model, model.head])
     for each in (plain, model):
-        _loss(each, rank, 0).backward()
+        loss_of(each, rank, 0).backward()
     _expect_same(_gradients(model), _gradients(plain))
-
-
-def test_what_has_no_meaning_here_is_without_effect():
-    run_ranks(_without_effect)
