@@ -50,16 +50,16 @@ def _vanish_before_a_step(model):
     model.register_forward_pre_hook(_vanish, prepend=True)
 
 
-_GATHER = r"fully_shard: the gather of unit 'blocks\.{}'"
-_REDUCTION = r"fully_shard: reduction \d \(unit '[\w.]*', from parameter '[\w.]+' on\)"
+_GATHER = r"fully_shard: the all-gather of unit 'blocks\.{}'"
+_REDUCTION = r"fully_shard: the reduction of unit 'blocks\.\d'"
 
 # Where the last rank vanishes; whether blocks stay whole from forward to backward; what two
 # ranks are told then.
 PLACES = {
-    "ahead of a gather": (_vanish_ahead_of_a_gather, True, _GATHER.format(1)),
+    "ahead of a gather": (_vanish_ahead_of_a_gather, True, _GATHER.format(2)),
     "in backward, of gathers": (_vanish_in_backward, True, _GATHER.format("[01]")),
     "in backward, of sums": (_vanish_in_backward, False, _REDUCTION),
-    "behind forward": (_vanish_behind_forward, False, "fully_shard: iteration 3 on rank 0: "),
+    "behind forward": (_vanish_behind_forward, False, "fully_shard: on meeting the peers: "),
     "before a step": (_vanish_before_a_step, True, "fully_shard: "),
 }
 
