@@ -85,6 +85,15 @@ void BufferMemory::drop_extra() {
   memory_.resize(std::min(memory_.size(), list_.size()));
 }
 
+std::vector<int64_t> BufferMemory::keep_extra() {
+  if (next_plan_) {
+    drop_extra();
+    return *next_plan_;
+  }
+  list_.keep_extra();
+  return list_.planned_bytes();
+}
+
 // The owner's stream is ordered after the last use, and the allocator reuses
 // the memory there.
 void BufferMemory::free(Memory memory) {

@@ -52,6 +52,8 @@ class BufferMemory {
   void plan(std::vector<int64_t> bytes);
   // A segment has ended: extra buffers that are free are freed.
   void drop_extra();
+  // They are planned from here on. Returns the plan.
+  std::vector<int64_t> keep_extra();
 
   int64_t total_bytes() const { return list_.total_bytes(); }
   int64_t peak_bytes() const { return peak_bytes_; }

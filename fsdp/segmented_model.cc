@@ -366,7 +366,11 @@ void SegmentedModel::close() {
     plan_buffers_of(cursor.record());
   }
   release_after_segment();
-  memory_.drop_extra();
+  if (cursor.is_learning() || cursor.has_deviated() || planned_.empty()) {
+    memory_.drop_extra();
+  } else {  // gradients came in another order than that of their sums, say
+    planned_ = memory_.keep_extra();
+  }
   run_.reset();
   kind_ = Open::kNone;
   show_compute_dtypes(false);

@@ -43,6 +43,8 @@ class BufferList {
   void release(size_t buffer);
   // Extra buffers that are free are forgotten; others when they are released.
   void drop_extra();
+  // They belong to the list from here on.
+  void keep_extra() { num_planned_ = buffers_.size(); }
 
   int64_t bytes_of(size_t buffer) const { return buffers_[buffer].bytes; }
   bool is_extra(size_t buffer) const { return buffer >= num_planned_; }
