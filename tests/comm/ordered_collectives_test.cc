@@ -508,7 +508,10 @@ TEST_P(OrderedCollectivesTest, ARankThatLeavesEndsWhatWaitsForIt) {
         if (collectives) {
           std::vector<FuturePtr> in_flight;
           for (const int64_t numel : {10, 100000, 10000000}) {
-            in_flight.push_back(collectives->all_reduce(at::ones(numel)));
+            try {
+              in_flight.push_back(collectives->all_reduce(at::ones(numel)));
+            } catch (const PeerError&) {  // the first one has failed already
+            }
           }
           for (const FuturePtr& future : in_flight) {
             EXPECT_THROW(future->waitAndThrow(), PeerError);

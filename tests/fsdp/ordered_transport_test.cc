@@ -157,9 +157,12 @@ TEST_P(SumsOfRowsTest, ARankThatLeavesEndsAllInFlight) {
         if (group->getRank() == GetParam().size() - 1) {
           transport.reset();
         } else {
-          std::vector<FuturePtr> in_flight;
-          for (int i = 0; i < 5; ++i) in_flight.push_back(reduce());
-          EXPECT_THROW(in_flight.back()->waitAndThrow(), PeerError);
+          const auto launch_and_wait = [&] {
+            std::vector<FuturePtr> in_flight;
+            for (int i = 0; i < 5; ++i) in_flight.push_back(reduce());
+            in_flight.back()->waitAndThrow();
+          };
+          EXPECT_THROW(launch_and_wait(), PeerError);
           EXPECT_THROW(reduce()->waitAndThrow(), PeerError);
         }
         std::vector<at::Tensor> ones = {at::ones(10)};
