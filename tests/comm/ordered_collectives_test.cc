@@ -504,6 +504,8 @@ TEST_P(OrderedCollectivesTest, ARankThatLeavesEndsWhatWaitsForIt) {
         collectives->all_reduce(first)->waitAndThrow();
         EXPECT_TRUE(
             at::equal(first, expected_sum(world_size(), 100, at::kFloat)));
+        std::vector<at::Tensor> ones = {at::ones(10)};
+        group->allreduce(ones)->wait();  // all have the first one
         if (group->getRank() == 1) collectives.reset();
         if (collectives) {
           std::vector<FuturePtr> in_flight;
@@ -519,7 +521,7 @@ TEST_P(OrderedCollectivesTest, ARankThatLeavesEndsWhatWaitsForIt) {
           EXPECT_THROW(collectives->all_reduce(at::ones(3))->waitAndThrow(),
                        PeerError);
         }
-        std::vector<at::Tensor> ones = {at::ones(10)};
+        ones = {at::ones(10)};
         group->allreduce(ones)->wait();
         EXPECT_EQ(ones[0][0].item<int>(), world_size());
       },
