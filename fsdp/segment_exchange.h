@@ -100,7 +100,6 @@ class SegmentExchange {
   // with `error` on the peers.
   void fail(const std::string& error);
 
-  int64_t num_opened() const { return num_opened_; }
   StatusChannel& channel() { return channel_; }
   // The channel has failed: a peer is lost.
   bool is_broken() const { return is_broken_; }

@@ -1,13 +1,15 @@
-// The ranks that a unit is sharded over, where they are not the root's, or not
+// The ranks that a unit is sharded over, where they are not the model's, or not
 // in its rows: an expert's, of which other ranks have another one.
 //
 // Each rank names those that hold the same parameters as it does. So all ranks
-// of the root fall into groups of one size, each with parameters of its own,
+// of the model fall into groups of one size, each with parameters of its own,
 // which are alike in all but name and values:
 //
 //   4 ranks, expert 0 on {0, 2} and expert 1 on {1, 3}:
-//   UnitSpec{.name = "expert", .parameters = ...,
-//            .mesh = UnitMesh{.ranks = rank % 2 == 0 ? {0, 2} : {1, 3}}}
+//   selection.mesh_of = [rank](const std::string&) {
+//     return UnitMesh{.ranks = rank % 2 == 0 ? std::vector{0, 2}
+//                                            : std::vector{1, 3}};
+//   };
 //
 // Thread safety: values and pure functions, but for number_meshes().
 
@@ -25,7 +27,7 @@
 namespace brigade {
 
 struct UnitMesh {
-  // Of the root's group, in rising order.
+  // Of the model's group, in rising order.
   std::vector<int> ranks = {};
 
   // Cut over so many of them, which divides their number; the rows of so many
@@ -34,7 +36,7 @@ struct UnitMesh {
 
   int size() const { return static_cast<int>(ranks.size()); }
   int row_length() const { return num_shards.value_or(size()); }
-  // Of a rank of the root's group, among these; -1 for another one.
+  // Of a rank of the model's group, among these; -1 for another one.
   int place_of(int rank) const;
 
   friend bool operator==(const UnitMesh&, const UnitMesh&) = default;
@@ -46,15 +48,15 @@ std::string describe(const UnitMesh& mesh);
 // Of one unit, as this rank has it.
 struct NamedMesh {
   std::string unit;
-  std::optional<UnitMesh> mesh = std::nullopt;  // unset: the root's
+  std::optional<UnitMesh> mesh = std::nullopt;  // unset: the model's
   uint64_t digest = 0;  // of what ranks of one mesh have alike
 };
 
 // Collective: compares what ranks say of units' meshes. By unit, which one it
-// is on, numbered alike on all ranks: 0 is the root's, and units whose meshes
+// is on, numbered alike on all ranks: 0 is the model's, and units whose meshes
 // are the same on all ranks have one number.
 //
-// Errors: ValueError on all ranks alike if a mesh is none of the root's ranks,
+// Errors: ValueError on all ranks alike if a mesh is none of the model's ranks,
 // this one among them, ranks of one mesh name others, or have another digest,
 // or if meshes of one unit differ in their sizes.
 std::vector<size_t> number_meshes(

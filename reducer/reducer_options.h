@@ -149,7 +149,7 @@ struct ReducerOptions {
 
   // With `reproducible`: ranks in rows of so many, each row's sum by itself and
   // then these, which is the order of sharded training over as many shards
-  // (ShardingOptions::num_shards). Divides the number of ranks. Unset: all.
+  // (FullyShardOptions::num_shards). Divides the number of ranks. Unset: all.
   std::optional<int> reproducible_row_size = std::nullopt;
 };
 
