@@ -276,7 +276,7 @@ void FlatShard::unbind() {
   for (const UnitParameter& parameter : parameters_) unbind(parameter);
 }
 
-// A plain tensor that it was given, as the whole.
+// Whether the plain tensor in the parameter's place can be its value.
 bool FlatShard::fits(size_t parameter) const {
   const at::Tensor& tensor = parameters_[parameter].tensor;
   return tensor.numel() == layout_.parameters()[parameter].numel &&

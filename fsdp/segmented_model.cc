@@ -148,7 +148,7 @@ void SegmentedModel::check_neighbours() const {
   }
 }
 
-// Before what is collective. What it throws is an error on all ranks.
+// Precedes each collective call. An error of one rank is raised on all ranks.
 void SegmentedModel::prepare() {
   check_usable();
   try {
@@ -267,7 +267,7 @@ UnitRules SegmentedModel::rules_for(SegmentKind kind, bool has_grad,
   return rules;
 }
 
-// What ranks compare of the segment that this one is about to open.
+// The message by which ranks compare the segment that they open.
 OpeningMessage SegmentedModel::opening_of(SegmentKind kind) {
   std::erase_if(forwards_, [](const auto& forward) {
     const auto alive = forward.lock();

@@ -338,7 +338,7 @@ class LocalCall {
     value = c10::IValue();
   }
 
-  // Whose dtype is that of the arguments together.
+  // The results are new tensors, whose dtype type promotion chooses.
   bool makes_tensors() const {
     return std::ranges::all_of(op_.schema().returns(),
                                [](const auto& result) {
@@ -351,7 +351,7 @@ class LocalCall {
     const Shard* const shard = shard_of(tensor);
     if (shard == nullptr) return tensor;
     if (facts_.writes[argument] != 0) written_.push_back(tensor);
-    // Without dimensions, as dtypes of what has none count less.
+    // Type promotion treats tensors without dimensions in a way of their own.
     const bool is_scalar = tensor.dim() == 0 && shard->local.numel() == 1;
     at::Tensor local =
         is_scalar ? shard->local.view(at::IntArrayRef()) : shard->local;
@@ -408,7 +408,7 @@ class LocalCall {
   // By place in a list, 0 for single tensors: the first sharded argument, if
   // there is one.
   c10::SmallVector<at::Tensor, 1> references_;
-  // Sharded arguments, behind what has replaced them.
+  // Pairs: a local tensor, and the sharded argument that it replaces.
   c10::SmallVector<std::pair<at::Tensor, at::Tensor>, 4> originals_;
   c10::SmallVector<at::Tensor, 2> written_;
 };
@@ -761,7 +761,7 @@ bool are_whole(const torch::jit::Stack& stack, size_t num_arguments) {
   return are_whole;
 }
 
-// As of plain tensors, and so are the results.
+// Runs the operator on the whole tensors. The results are plain.
 void run_on_wholes(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
   check_grad_mode(op, stack);
   const auto& arguments = op.schema().arguments();

@@ -283,8 +283,8 @@ void broadcast_parameters(const Group& group, const Requests& requests,
 
 // ---- Units.
 
-// Parameters of one dtype, also in forward. Those that are
-// frozen don't travel with others' gradients.
+// Groups parameters by dtype and by compute dtype, frozen ones apart, so that
+// no zeros travel for them.
 std::vector<std::vector<size_t>> flats_of(const UnitRequest& unit) {
   std::vector<std::vector<size_t>> flats;
   const auto kind = [&](size_t i) {

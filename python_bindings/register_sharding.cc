@@ -151,7 +151,7 @@ std::shared_ptr<SegmentedModel> make_model(
   }
 }
 
-// Of backwards without synchronisation.
+// Whether gradients of backwards without synchronisation await reduction.
 bool holds_gradients(const SegmentedModel& model) {
   return std::ranges::any_of(model.units(), [](const ShardedUnit& unit) {
     return std::ranges::any_of(unit.flats, [](const auto& flat) {
