@@ -882,13 +882,10 @@ void on_sharded(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
       draw(op, *stack);
       return;
     case OperatorRule::kReduce:
+      // torch's own sums, for the same bits as without sharding.
+      if (are_whole(*stack, num_arguments)) return run_on_wholes(op, *stack);
       check_grad_mode(op, *stack);
-      try {
-        reduce(op, *stack);
-      } catch (const c10::NotImplementedError&) {
-        if (!are_whole(*stack, num_arguments)) throw;
-        run_on_wholes(op, *stack);
-      }
+      reduce(op, *stack);
       return;
     case OperatorRule::kRefused:
       break;

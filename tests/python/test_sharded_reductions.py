@@ -149,6 +149,16 @@ def test_optimizers_of_whole_parameters(rank):
 
 
 @on_ranks()
+def test_norms_of_replicas_have_torchs_bits(rank):
+    replica = brigade.replicate(nn.Linear(3, 4, bias=False))
+    for seed in range(100):
+        weight = torch.randn(4, 3, generator=torch.Generator().manual_seed(seed))
+        with torch.no_grad():
+            replica.weight.copy_(weight)
+            assert torch.equal(replica.weight.norm(), weight.norm())
+
+
+@on_ranks()
 def test_a_part_whose_module_is_gone_says_so(rank):
     part = _nets()[1].weight
     gc.collect()
