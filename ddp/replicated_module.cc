@@ -218,8 +218,10 @@ std::unique_ptr<Reducer> make_reducer(
     chosen.bucket_plan = *std::move(buckets);
   }
   chosen.comm_hook = route(std::move(hook), named, options);
-  return std::make_unique<Reducer>(std::move(parameters), std::move(group),
-                                   std::move(chosen));
+  auto reducer = std::make_unique<Reducer>(
+      std::move(parameters), std::move(group), std::move(chosen));
+  reducer->expect_forwards();
+  return reducer;
 }
 
 }  // namespace

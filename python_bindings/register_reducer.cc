@@ -287,6 +287,7 @@ void register_reducer(py::module_& module) {
           py::arg("output"), NoGil())
       .def("_note_local_forward", &TorchReducer::note_local_forward,
            py::arg("outputs"), NoGil())
+      .def("_expect_forwards", &TorchReducer::expect_forwards)
       .def("_register_comm_hook", &register_comm_hook, py::arg("state"),
            py::arg("comm_hook"))
       .def("_register_builtin_comm_hook",

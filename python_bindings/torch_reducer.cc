@@ -138,6 +138,7 @@ void TorchReducer::make() {
     TORCH_CHECK(false, error.what_without_backtrace());
   }
   reducer_->set_manual_finalization(finalizes_manually_);
+  if (expects_forwards_) reducer_->expect_forwards();
   reducer_->set_timeline_sample_rate(logging_sample_rate_);
   if (stall_report_after_) {
     reducer_->set_stall_report_after(*stall_report_after_);
@@ -329,6 +330,11 @@ void TorchReducer::set_mixed_precision_dtype(
         std::move(options_.comm_hook), *dtype);
   }
   if (!hooks_removed_) make();
+}
+
+void TorchReducer::expect_forwards() {
+  expects_forwards_ = true;
+  if (reducer_) reducer_->expect_forwards();
 }
 
 void TorchReducer::set_manual_finalization(bool required) {

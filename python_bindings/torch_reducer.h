@@ -50,6 +50,7 @@ class TorchReducer {
   void prepare_for_forward();
   void prepare_for_backward(const std::vector<at::Tensor>& outputs);
   void note_local_forward(const std::vector<at::Tensor>& outputs);
+  void expect_forwards();
 
   // Returns true if it rebuilt. Errors: RuntimeError if the last prepared
   // backward left parameters without gradients.
@@ -190,6 +191,7 @@ class TorchReducer {
   std::optional<std::chrono::milliseconds> stall_report_after_;  // else default
   bool watches_gradients_ = true;
   bool finalizes_manually_ = false;
+  bool expects_forwards_ = false;
   std::string hook_name_;  // empty: none was registered
   std::optional<c10d::BuiltinCommHookType> built_in_;  // the hook is this one
   std::optional<ReductionError> last_error_;           // of a call

@@ -24,11 +24,14 @@ void BackwardMembership::local_backward_ended(int backward_id) {
   std::erase(local_backwards_, backward_id);
 }
 
+bool BackwardMembership::is_local(int backward_id) const {
+  return std::ranges::any_of(local_backwards_,
+                             [&](int id) { return id <= backward_id; });
+}
+
 bool BackwardMembership::is_undecided(Phase phase, int backward_id) const {
   if (phase != Phase::kPrepared && phase != Phase::kSuspended) return false;
-  return outputs_ == Outputs::kRequired ||
-         std::ranges::any_of(local_backwards_,
-                             [&](int id) { return id <= backward_id; });
+  return outputs_ == Outputs::kRequired || is_local(backward_id);
 }
 
 std::vector<EarlyGradient> BackwardMembership::take_from(int backward_id) {

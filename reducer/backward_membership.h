@@ -48,6 +48,10 @@ class BackwardMembership {
   bool local_output_reached(int backward_id);
   void local_backward_ended(int backward_id);
 
+  // The backward, or one around it, which has an earlier id, goes through such
+  // outputs.
+  bool is_local(int backward_id) const;
+
   // True if what a backward brings may be of such a forward: this one, or that
   // around it, which has an earlier id, has not been seen to go through the
   // outputs.

@@ -418,6 +418,11 @@ std::string DataParallelPolicy::describe_late(VariableIndex variable,
   return describe_late_gradient(table_, variable.parameter, occasion);
 }
 
+std::string DataParallelPolicy::describe_unannounced(VariableIndex variable,
+                                                     Occasion last) const {
+  return describe_gradient_without_forward(table_, variable.parameter, last);
+}
+
 void DataParallelPolicy::refuse(VariableIndex variable,
                                 Occasion occasion) const {
   const size_t number = table_.number_of(variable);

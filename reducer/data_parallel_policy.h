@@ -200,6 +200,8 @@ class DataParallelPolicy {
 
   // A gradient came when its iteration was over.
   std::string describe_late(VariableIndex variable, Occasion occasion) const;
+  std::string describe_unannounced(VariableIndex variable,
+                                   Occasion last) const;
 
   // A gradient came that was ready already. Throws RuntimeError.
   [[noreturn]] void refuse(VariableIndex variable, Occasion occasion) const;

@@ -80,6 +80,7 @@ void Engine::start_iteration() {
   replan_if_due();
   if (policy_.before_iteration()) adopt_sequence();
 
+  has_forward_ = true;
   ++observations_.prepared;
   iteration_ = make_iteration(observations_.begun + 1);
   phase_ = Phase::kPrepared;
@@ -128,8 +129,14 @@ void Engine::end_iteration() try {
   throw;
 }
 
+void Engine::expect_forwards() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  expects_forwards_ = policy_.group()->getSize() > 1;
+}
+
 void Engine::note_local_forward(std::span<const at::Tensor> outputs) {
   const std::lock_guard<std::mutex> lock(mutex_);
+  has_forward_ = true;
   membership_.note_local_forward();
   watch_outputs(outputs, hooks_, [this] { on_local_output_reached(); });
 }

@@ -85,6 +85,11 @@ class Engine {
   // inside of a backward.
   void gradient_ready(VariableIndex variable, bool is_defined);
 
+  // From here on forwards are told of, all of them: a gradient that comes when
+  // none has run since the last iteration gets a warning, once, or RuntimeError
+  // with one_backward_per_forward.
+  void expect_forwards();
+
   // Launches substitutes for all entries of an iteration, and delivers nothing.
   void shadow();
 
@@ -172,6 +177,7 @@ class Engine {
   void on_backward_abandoned(int64_t preparation);
 
   // REQUIRES: mutex_ held, for all that follow.
+  void report_unannounced(VariableIndex variable);
   void enter_backward(int backward_id);
   void watch_end(int backward_id);
   void begin_reduction();
@@ -265,6 +271,9 @@ class Engine {
   // Continuations of the hook are watched up to this iteration.
   int64_t watches_continuations_until_;
   bool finalizes_manually_ = false;
+  bool expects_forwards_ = false;
+  bool has_forward_ = false;  // since the last iteration was reduced
+  bool has_warned_ = false;   // of a gradient of no forward
 };
 
 }  // namespace brigade

@@ -5,6 +5,8 @@
 
 #include <memory>
 #include <optional>
+#include <string>
+#include <utility>
 
 #include "brigade/hooks/backward_end.h"
 #include "brigade/reducer/engine.h"
@@ -62,6 +64,10 @@ void Engine::gradient_ready(VariableIndex variable, bool is_defined) try {
     if (const auto finished = membership_.passed_by(backward_id)) {
       TORCH_CHECK(false, policy_.describe_late(variable, occasion(*finished)));
     }
+    if (expects_forwards_ && !has_forward_ &&
+        !membership_.is_local(backward_id)) {
+      report_unannounced(variable);
+    }
     return;
   }
   if (is_ending(phase_)) {
@@ -80,6 +86,14 @@ void Engine::gradient_ready(VariableIndex variable, bool is_defined) try {
 } catch (...) {
   observations_.note_error();
   throw;
+}
+
+// As where the wrapped module is called in place of its wrapper.
+void Engine::report_unannounced(VariableIndex variable) {
+  const std::string text =
+      policy_.describe_unannounced(variable, occasion(observations_.begun));
+  TORCH_CHECK(!policy_.options().one_backward_per_forward, text);
+  if (!std::exchange(has_warned_, true)) TORCH_WARN(text);
 }
 
 // Reentrant backwards inside of one change nothing.

@@ -227,6 +227,7 @@ void Engine::abandon_buffers(Iteration& iteration) {
 void Engine::finish() {
   const std::shared_ptr<Iteration> iteration = take_iteration();
   membership_.mark_finished(iteration->preparation, iteration->creates_graph);
+  has_forward_ = iteration->creates_graph;  // which a backward may go through
   const ObservedFinalize finalizing(observations_);
   const RankStatus end = {.kind = StatusKind::kEnd,
                           .text = status_text(policy_.hook_traits().name)};

@@ -121,6 +121,17 @@ std::string describe_late_gradient(const ParameterTable& table,
       "one backward.");
 }
 
+std::string describe_gradient_without_forward(const ParameterTable& table,
+                                              size_t parameter, Occasion last) {
+  return absl::StrCat(
+      "Reducer: expected each backward to go through a forward of the wrapper, "
+      "found a gradient of ",
+      table.name_of(parameter), " and no forward after ", describe(last),
+      ": it stays on this rank, and replicas drift apart.\nCall the wrapper, "
+      "and not the module that it wraps; under no_sync() for gradients of this "
+      "rank alone.");
+}
+
 std::string describe_bucket(const ParameterTable& table,
                             std::span<const size_t> parameters, size_t bucket,
                             size_t num_buckets) {

@@ -34,6 +34,9 @@ std::string describe_unexpected_gradient(const ParameterTable& table,
                                          size_t parameter, Occasion occasion);
 std::string describe_late_gradient(const ParameterTable& table,
                                    size_t parameter, Occasion occasion);
+// Of a backward when no forward has run since iteration `last`.
+std::string describe_gradient_without_forward(const ParameterTable& table,
+                                              size_t parameter, Occasion last);
 
 // "bucket 2 of 5 (parameters 0 ('a'), 2 ('c'))".
 std::string describe_bucket(const ParameterTable& table,

@@ -59,6 +59,8 @@ void Reducer::note_local_forward(const std::vector<at::Tensor>& outputs) {
   engine_->note_local_forward(outputs);
 }
 
+void Reducer::expect_forwards() { engine_->expect_forwards(); }
+
 void Reducer::shadow_iteration() { engine_->shadow(); }
 
 void Reducer::meet_peers(std::string_view deed) { engine_->meet_peers(deed); }

@@ -108,6 +108,13 @@ class Reducer {
   // prepare_for_backward() was given, if these have a history.
   void note_local_forward(const std::vector<at::Tensor>& outputs);
 
+  // For wrappers, whose forwards all end in prepare_for_backward() or
+  // note_local_forward(): from here on a gradient that comes when neither was
+  // called since the last reduction, as where the wrapped module is called in
+  // place of its wrapper, gets a warning, once. With one_backward_per_forward
+  // backward throws RuntimeError.
+  void expect_forwards();
+
   // Launches what peers that reduce an iteration launch, on zeros, and delivers
   // nothing: for a rank that has run out of data. Counts as a prepared
   // iteration. Gradients here are left as they are; marks of parameters used

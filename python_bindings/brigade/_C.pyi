@@ -36,6 +36,8 @@ class Reducer:
         """
         Nothing to do: the reducer sees the end of backward itself.
         """
+    def _expect_forwards(self) -> None:
+        ...
     def _finalize_backward_manual(self) -> None:
         ...
     def _get_local_used_map(self) -> torch.Tensor:

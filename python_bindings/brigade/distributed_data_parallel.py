@@ -513,6 +513,7 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
             reproducible_row_size=self.reproducible_row_size,
             reduces_by_itself=not self._use_python_reducer,
         )
+        self.reducer._expect_forwards()
         if self._require_manual_backward_finalization:
             self.reducer._set_manual_finalization_required(True)
         syncs_batch_norm = any(isinstance(m, torch.nn.SyncBatchNorm) for m in self.module.modules())

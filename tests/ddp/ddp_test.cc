@@ -21,6 +21,7 @@ namespace {
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 using testing::run_ranks;
+using ::testing::ThrowsMessage;
 
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
@@ -78,6 +79,18 @@ void expect_equal_modules(const torch::nn::Module& a,
     EXPECT_TRUE(at::equal(item.value(), other_buffers[item.key()]))
         << item.key();
   }
+}
+
+TEST(DistributedDataParallelTest, ABackwardOfTheModuleItselfIsAnError) {
+  run_ranks(2, [](const Group& group) {
+    DistributedDataParallelOptions options;
+    options.reducer.one_backward_per_forward = true;
+    Net net = make_net(7);
+    DistributedDataParallel model(net, group, options);
+    const auto [output, hidden] = net->forward(torch::ones({4, 4}), 1.0);
+    EXPECT_THAT([&] { output.sum().backward(); },
+                ThrowsMessage<c10::Error>(HasSubstr("no forward after")));
+  });
 }
 
 TEST(DistributedDataParallelTest, StartsFromTheModelOfRank0) {

@@ -47,7 +47,7 @@ WIDE = 3000  # a weight of 60 KB: large gradients need no bucket to share
 MESHES = {2: [None, (2,), (1, 2), (2, 1)], 3: [None, (3,)], 4: [None, (2, 2), (4,), (4, 1)]}
 
 # Programs that are known to fail: drawn only if they are asked for.
-KNOWN_FAULTS = ("evaluation in another thread", "module called without its wrapper")
+KNOWN_FAULTS = ("evaluation in another thread",)
 
 
 # ---------------------------------------------------------------------------- the model
@@ -529,8 +529,6 @@ class Replicated(Program):
             self.forwards_alone = ("no_grad", "eval", "inference")
         else:
             self.actions |= {"fail": 2}
-        if "module called without its wrapper" in faults:
-            self.actions |= {"call_module": 2}
         self.fixed = None
         if self.mode == "static_graph":
             self.fixed = self._draw_calls()
@@ -762,13 +760,6 @@ class Replicated(Program):
         if self.draw.random() < 0.5:
             self.model.module.load_state_dict(state)
             self.plain.load_state_dict(state)
-
-    def call_module(self) -> None:
-        """A known fault: gradients of this rank alone, without a word."""
-        own = self.draw_forwards(may_differ=False)[self.rank]
-        with pytest.warns(UserWarning):
-            output = self.model.module(self.batch(own, self.new_batches()), own)
-            _loss_of(output, "main", self.plain.whole).backward()
 
     # --------------------------------------------------------------------- expectations
 

@@ -1,0 +1,59 @@
+"""Backwards that go through no forward of the wrapper."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import brigade
+
+from ranks import on_ranks
+
+
+def _loss(module):
+    return module(torch.ones(2, 3)).square().sum()
+
+
+@on_ranks()
+def test_the_wrapped_module_trained_by_itself(rank):
+    ddp = brigade.DistributedDataParallel(nn.Linear(3, 2))
+    with pytest.warns(UserWarning, match=r"gradient of parameter 1 \('bias'\) and no forward"):
+        _loss(ddp.module).backward()
+    with warnings.catch_warnings():  # once
+        warnings.simplefilter("error")
+        _loss(ddp.module).backward()
+        _loss(ddp).backward()
+
+
+@on_ranks()
+def test_an_error_with_one_backward_per_forward(rank):
+    ddp = brigade.DistributedDataParallel(nn.Linear(3, 2), one_backward_per_forward=True)
+    _loss(ddp).backward()
+    with pytest.raises(RuntimeError, match="no forward after iteration 1"):
+        _loss(ddp.module).backward()
+    ddp.zero_grad()
+    _loss(ddp).backward()
+    averaged = ddp.module.weight.grad.clone()
+    ddp.zero_grad()
+    with ddp.no_sync():
+        _loss(ddp).backward()
+    assert torch.equal(ddp.module.weight.grad, averaged)
+
+
+@on_ranks()
+def test_backwards_of_forwards_of_the_wrapper_get_no_warning(rank):
+    ddp = brigade.DistributedDataParallel(nn.Linear(3, 2), one_backward_per_forward=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with ddp.no_sync():
+            early, opaque = _loss(ddp), _loss(ddp)
+            opaque.backward()
+        _loss(ddp).backward()
+        early.backward()  # of a forward before the last synchronised one
+        _loss(ddp).backward()
+        with pytest.raises(RuntimeError, match="no forward after iteration 2"):
+            _loss(ddp.module).backward()
+        warnings.filterwarnings("ignore", "Using backward")
+        _loss(ddp).backward(create_graph=True)
+        _loss(ddp.module).backward()  # which might be of higher derivatives
