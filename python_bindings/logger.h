@@ -36,7 +36,9 @@ class Logger : public c10d::Logger {
   void sample_runtime();
 
   void set_error(const std::string& text);
-  void set_comm_hook_name(const std::string& name);
+  void set_comm_hook_name(const std::string& name) {
+    data_.strs_map["comm_hook"] = name;
+  }
   void set_static_graph() { data_.ints_map["static_graph"] = 1; }
   void set_uneven_input_join() { data_.ints_map["join_uneven_inputs"] = 1; }
 

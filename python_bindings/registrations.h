@@ -10,7 +10,6 @@ namespace brigade {
 void register_bench(py::module_& module);
 void register_checkpoints(py::module_& module);
 void register_groups(py::module_& module);
-void register_hooks(py::module_& module);
 void register_module_entries(py::module_& module);
 void register_reducer(py::module_& module);
 void register_sharding(py::module_& module);

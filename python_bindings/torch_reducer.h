@@ -18,7 +18,6 @@
 #include <functional>
 #include <memory>
 #include <optional>
-#include <span>
 #include <string>
 #include <string_view>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -29,11 +28,12 @@
 
 #include "brigade/comm_hooks/averaging_hook.h"
 #include "brigade/comm_hooks/ordered_all_reduce.h"
-#include "brigade/comm_hooks/step_in_backward.h"
-#include "brigade/python_bindings/awaited_futures.h"
+#include "brigade/python_bindings/python_hooks.h"
 #include "brigade/reducer/reducer.h"
 
 namespace brigade {
+
+class AwaitedFutures;
 
 class TorchReducer {
  public:
@@ -101,7 +101,8 @@ class TorchReducer {
                         ParameterStep step);
 
   // The next backward does not end before these are done.
-  void await_at_end(std::vector<AwaitedFutures::Future> futures);
+  void await_at_end(
+      std::vector<c10::intrusive_ptr<c10::ivalue::Future>> futures);
 
   // No effect if the graph is static already. Errors: RuntimeError once
   // training has begun.
@@ -160,8 +161,7 @@ class TorchReducer {
   ReducerStatistics statistics() const;
   int64_t buckets_reduced() const;  // since the last prepare_for_backward()
   std::vector<std::vector<size_t>> buckets() const;
-  std::vector<int64_t> bucket_sizes_bytes(
-      std::span<const int64_t> parameter_sizes_bytes) const;
+  std::vector<int64_t> bucket_sizes_bytes() const;
 
   const std::vector<at::Tensor>& parameters() const { return parameters_; }
   const ParameterNames& parameter_names() const { return names_; }

@@ -27,16 +27,18 @@ from brigade._checks import failure_told_to_peers, some_of
 from brigade._device_moves import destinations, move
 from brigade._function_transforms import require_none_that_differentiates
 from brigade._nests import cast_floating, map_tensors, move_to, tensors_in
-from brigade._parameter_slots import ParameterSlots
-from brigade._shardable_parameters import require_count, require_plain, require_read_only
-from brigade._sharded_tensors import TensorShard, parameter_class
-from brigade._tied_parameters import (
+from brigade._parameter_watch import ParameterSlots
+from brigade._shardable_parameters import (
     memory_of,
     remember,
     require_apart,
+    require_count,
     require_free,
+    require_plain,
+    require_read_only,
     require_untied,
 )
+from brigade._sharded_tensors import TensorShard, parameter_class
 
 _UNIT = "_brigade_unit"
 _numbers = itertools.count()

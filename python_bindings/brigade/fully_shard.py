@@ -30,8 +30,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, UnshardH
 
 from brigade import _C, _compiling, _sharded_state
 from brigade._checks import failure_told_to_peers
-from brigade._device_moves import type_of
-from brigade._group_device import device_of, serves
+from brigade._device_moves import device_of, serves, type_of
 from brigade._reduction_hooks import wire_dtype_of
 from brigade._shardable_parameters import require_count
 from brigade._sharded_units import Root, Unit, own_modules, split_reshards, unit_of
@@ -87,17 +86,13 @@ class FSDPModule(_TorchFSDPModule):
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
-        """Whether backwards reduce its gradients; if not, they add up on this rank, whole.
+        """Whether backwards reduce its gradients; if not, they accumulate on this rank, unsharded.
 
-        Units may differ, alike on all ranks: the others' are reduced meanwhile. Sets
+        Units may differ, identically on all ranks: the others' are reduced meanwhile. Sets
         set_requires_all_reduce(), too.
         """
-        for settings in self._settings(recurse):
-            settings.synchronizes = requires_gradient_sync
-            settings.sums_over_replicas = requires_gradient_sync
-
-    def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Without effect: every backward is complete by itself."""
+        sync = requires_gradient_sync
+        self._set(recurse, synchronizes=sync, sums_over_replicas=sync)
 
     def set_reshard_after_forward(
         self, reshard_after_forward: bool | int, recurse: bool = True
@@ -105,83 +100,58 @@ class FSDPModule(_TorchFSDPModule):
         """From the next forward on. A number of ranks, as fully_shard() takes it, is one that
         some unit had before the first forward.
         """
-        own = unit_of(self)
-        for unit in own.with_those_below() if recurse else [own]:
+        for unit in self._units(recurse):
             unit.set_reshards_after_forward(reshard_after_forward)
 
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
     ) -> None:
-        """False: whole from then on until its parts are changed, so that the next forward of
-        several backwards gathers nothing.
+        """False: it stays unsharded until its shards are changed, so that the next forward of
+        several backwards issues no all-gather.
         """
-        for settings in self._settings(recurse):
-            settings.reshards_after_backward = reshard_after_backward
+        self._set(recurse, reshards_after_backward=reshard_after_backward)
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
-        """True: the memory that it is whole in stays its own while it is sharded, so that its
-        whole parameters keep their addresses from then on.
+        """True: its unsharded parameters keep their memory, and so their addresses, while it is
+        sharded.
         """
-        for settings in self._settings(recurse):
-            settings.keeps_storage = keep
+        self._set(recurse, keeps_storage=keep)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """False: this unit's backward reads none of its parameters, as an embedding's."""
-        for settings in self._settings(recurse=False):
-            settings.gathers_in_backward = unshard_in_backward
+        self._set(False, gathers_in_backward=unshard_in_backward)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Sums of this unit's gradients are divided by that, in place of the number of ranks."""
         if factor == 0:
             raise ValueError("set_gradient_divide_factor: expected a number, found 0.\nGive 1.")
-        for settings in self._settings(recurse=False):
-            settings.gradient_divisor = factor
+        self._set(False, gradient_divisor=factor)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """The older name of set_gradient_divide_factor()."""
         self.set_gradient_divide_factor(factor)
 
-    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Without effect: what travels is always summed, and divided once behind that."""
-
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """False: on a mesh with replicas, backwards reduce its gradients over a row only, and
-        the next one that reduces them over all adds what rows have left. Units may differ.
+        """False: on a mesh with replicas, backwards reduce its gradients over a shard group only,
+        and the next one that reduces them over all adds these sums. Units may differ.
         """
-        for settings in self._settings(recurse):
-            settings.sums_over_replicas = requires_all_reduce
+        self._set(recurse, sums_over_replicas=requires_all_reduce)
 
     def set_reduce_scatter_max_input_buffers(
         self, max_input_buffers: int, *, recurse: bool = True
     ) -> None:
-        """So many reductions keep memory for whole gradients at once: of all units together,
-        the least that one of them was given (2 if none was).
+        """At most this many reductions hold memory for unsharded gradients at once: of all units
+        together, the least that one of them was given (2 if none was).
         """
         if max_input_buffers < 1:
             raise ValueError(
                 "set_reduce_scatter_max_input_buffers: expected 1 at least, found "
                 f"{max_input_buffers}.\nGive 2, for instance."
             )
-        own = unit_of(self)
-        for unit in own.with_those_below() if recurse else [own]:
+        for unit in self._units(recurse):
             unit.max_reducing = max_input_buffers
-        if own.root is not None:
-            own.root.apply_max_reducing()
-
-    def set_separate_reduce_scatter_group(
-        self, enable: bool = True, *, recurse: bool = True
-    ) -> None:
-        """Without effect: gathers and reductions are on connections of their own always."""
-
-    def set_reduce_scatter_unused_params(
-        self, reduce_scatter_unused_params: bool, *, recurse: bool = True
-    ) -> None:
-        """Without effect: what a rank leaves out is always summed as zeros. The gradient of a
-        parameter that no rank has used stays as it is, also where torch's would be zeros.
-        """
-
-    def _set_unshard_async_op(self, async_op: bool) -> None:
-        """Without effect: all-gathers begin ahead of their need always."""
+        if (root := unit_of(self).root) is not None:
+            root.apply_max_reducing()
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
         """When this module is needed in forward, the all-gathers of the next units begin: as many
@@ -202,13 +172,17 @@ class FSDPModule(_TorchFSDPModule):
                 "outermost one.\nLeave out the others."
             )
         depth = sum(unit.native is not None for unit in units) or None
-        for settings in self._settings(recurse=False):
-            setattr(settings, name, depth)
+        self._set(False, **{name: depth})
 
-    def _settings(self, recurse: bool) -> list[_C.UnitSettings]:
+    def _units(self, recurse: bool) -> list[Unit]:
         own = unit_of(self)
-        units = own.with_those_below() if recurse else [own]
-        return [settings for unit in units if (settings := unit.settings()) is not None]
+        return own.with_those_below() if recurse else [own]
+
+    def _set(self, recurse: bool, **values: Any) -> None:
+        for unit in self._units(recurse):
+            if (settings := unit.settings()) is not None:
+                for name, value in values.items():
+                    setattr(settings, name, value)
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
         """True: gradients are reduced by finalize_backward(), not by backwards. Makes the root.
@@ -412,15 +386,20 @@ class FSDPModule(_TorchFSDPModule):
             )
         self._root().native.set_stall_report_after(datetime.timedelta(seconds=seconds))
 
-    def reset_iter_state(self) -> None:
-        """Without effect: an exception ends a forward, whatever it is."""
-
 
 def _lacks(name: str) -> Callable:
     def method(self: FSDPModule, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError(f"brigade.fully_shard lacks {name}() so far.")
 
     method.__name__ = name
+    return method
+
+
+def _without_effect(name: str, reason: str) -> Callable:
+    def method(self: FSDPModule, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    method.__name__, method.__doc__ = name, f"Without effect: {reason}."
     return method
 
 
@@ -432,6 +411,20 @@ for _name in (
     "set_symm_mem_for_comm",
 ):
     setattr(FSDPModule, _name, _lacks(_name))
+
+for _name, _reason in (
+    ("_set_unshard_async_op", "all-gathers always begin ahead of their need"),
+    ("reset_iter_state", "any exception ends a forward"),
+    ("set_force_sum_reduction_for_comms", "collectives always sum, and one division follows"),
+    ("set_is_last_backward", "every backward is complete by itself"),
+    (
+        "set_reduce_scatter_unused_params",
+        "a rank always contributes zeros for what it did not use. The gradient of a parameter "
+        "that no rank used stays as it is, also where torch's would be zeros",
+    ),
+    ("set_separate_reduce_scatter_group", "all-gathers and reductions use separate connections"),
+):
+    setattr(FSDPModule, _name, _without_effect(_name, _reason))
 
 
 def fully_shard(

@@ -15,7 +15,6 @@ import copy
 import dataclasses
 import hashlib
 import io
-import itertools
 import json
 import os
 import pathlib
@@ -27,6 +26,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
@@ -355,25 +355,23 @@ def _targets(
     """A nest as what was saved, with memory of its own for all tensors but those elsewhere."""
     state: dict[str, Any] = {"model": copy.deepcopy(model.state_dict()), "shared": b"", "own": {}}
     paths = metadata.planner_data
-    if ("own", _own_key(group)) in paths.values():
-        num_saved = sum(path[0] == "own" for path in paths.values())
-        if num_saved == group.size():
-            state["own"] = {_own_key(group): b""}
-            if ("buffers", _own_key(group)) in paths.values():
-                state["buffers"] = {_own_key(group): b""}
+    if sum(path[0] == "own" for path in paths.values()) == group.size():
+        for name in ("own", "buffers"):
+            if (name, _own_key(group)) in paths.values():
+                state[name] = {_own_key(group): b""}
     if optimizer is None:
         return state
     parameters = dict(model.named_parameters())
+    found: dict[str, Any] = {}
     for key, path in paths.items():
         if path[0] != "optimizer" or (path[1] == "state" and path[2] in elsewhere):
             continue
         form = metadata.state_dict_metadata[key]
-        value = None
-        if isinstance(form, TensorStorageMetadata):
-            value = _memory_for(form, parameters.get(path[2]))
-        _put(state, path, value)
-    if "optimizer" not in state:
+        is_tensor = isinstance(form, TensorStorageMetadata)
+        found[key] = _memory_for(form, parameters.get(path[2])) if is_tensor else None
+    if not found:
         raise ValueError("the checkpoint has no optimizer's state.\nLoad the model alone.")
+    state |= unflatten_state_dict(found, paths)
     state["optimizer"].setdefault("state", {})
     return state
 
@@ -394,20 +392,3 @@ def _memory_for(form: TensorStorageMetadata, parameter: torch.Tensor | None) -> 
     if not isinstance(parameter, TensorShard) or form.size != parameter.shape:
         return torch.empty(form.size, dtype=dtype, device="cpu")
     return as_shard(torch.empty_like(parameter.detach(), dtype=dtype), parameter)
-
-
-def _put(nest: Any, path: tuple[Any, ...], value: Any) -> None:
-    """Makes dicts, and lists where a step of the path is a number."""
-    for step, following in itertools.pairwise(path):
-        inner: Any = [] if isinstance(following, int) else {}
-        nest = _at(nest, step, inner)
-    _at(nest, path[-1], value)
-
-
-def _at(nest: Any, step: Any, default: Any) -> Any:
-    if isinstance(nest, dict):
-        return nest.setdefault(step, default)
-    nest.extend([None] * (step + 1 - len(nest)))
-    if nest[step] is None:
-        nest[step] = default
-    return nest[step]
