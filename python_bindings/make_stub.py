@@ -17,12 +17,17 @@ STUB = pathlib.Path(__file__).parent / "brigade" / "_C.pyi"
 
 # pybind11 3.1 says of a number that it may be an index, which 3.0 takes without a word.
 _OR_INDEX = re.compile(r"(typing\.Supports(?:Int|Float)) \| typing\.SupportsIndex")
-_EMPTY_BODY = re.compile(r":\n\s+\.\.\.\n")  # stubs have it on the line of the signature
+_DOCSTRING = re.compile(r' +"""\n.*?"""\n', re.DOTALL)
+_EMPTY_BODY = re.compile(r"(def .*):\n(?: +\.\.\.\n)?")
 
 
 def normalized(stub: str) -> str:
-    """The same stub, whichever version of pybind11 has written the signatures."""
-    return _EMPTY_BODY.sub(": ...\n", _OR_INDEX.sub(r"\1", stub))
+    """The same stub, whichever version of pybind11 has written the signatures.
+
+    Without docstrings, which help() shows, and with empty bodies on the line of the signature.
+    """
+    stub = _DOCSTRING.sub("", _OR_INDEX.sub(r"\1", stub))
+    return _EMPTY_BODY.sub(r"\1: ...\n", stub)
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -39,15 +39,6 @@ def require_type(wanted: type, **arguments: Any) -> None:
             )
 
 
-def require_module(module: torch.nn.Module) -> None:
-    """Raises TypeError unless there is a module, and no class."""
-    if not isinstance(module, torch.nn.Module):
-        raise TypeError(
-            f"DistributedDataParallel: module must be a torch.nn.Module, got {module!r:.100}.\n"
-            "Give an instance."
-        )
-
-
 def bytes_of_cap(name: str, mib: Any) -> int:
     """A bucket's size in bytes, given in MiB.
 
@@ -68,15 +59,47 @@ def bytes_of_cap(name: str, mib: Any) -> int:
     return max(1, int(mib * 1024 * 1024))  # one bucket per parameter
 
 
-def require_named_parameters(named: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Raises TypeError unless delay_all_reduce_named_params has pairs of name and tensor."""
-    for pair in named:
+def require_module(module: Any) -> None:
+    """Raises TypeError unless there is a module, and no class."""
+    if not isinstance(module, torch.nn.Module):
+        raise TypeError(
+            f"DistributedDataParallel: module must be a torch.nn.Module, got {module!r:.100}.\n"
+            "Give an instance."
+        )
+
+
+def require_arguments_fit(
+    delayed: list[Any],
+    param_to_hook_all_reduce: Any,
+    mixed_precision: Any,
+    find_unused_parameters: bool,
+    check_module: Any,
+) -> None:
+    """Raises TypeError, ValueError or RuntimeError for the first argument that is wrong."""
+    if mixed_precision is not None and find_unused_parameters:
+        raise RuntimeError(
+            "DistributedDataParallel: find_unused_parameters must be False with mixed_precision, "
+            "which swaps the parameters that are looked for in the graph.\n"
+            "Set static_graph=True instead, or use torch.autocast."
+        )
+    for pair in delayed:
         match pair:
             case (str(), torch.Tensor()):
                 continue
         raise TypeError(
             "DistributedDataParallel: delay_all_reduce_named_params must have pairs of a name "
             f"and a parameter, got {pair!r:.100}."
+        )
+    require_type(torch.Tensor, param_to_hook_all_reduce=param_to_hook_all_reduce)
+    if param_to_hook_all_reduce is not None and not param_to_hook_all_reduce.requires_grad:
+        raise ValueError(
+            "DistributedDataParallel: param_to_hook_all_reduce must require a gradient, which its "
+            "hook waits for; it is frozen.\nGive the parameter whose gradient comes last."
+        )
+    if check_module not in _MODULE_CHECKS:
+        raise ValueError(
+            "DistributedDataParallel: check_module must be one of "
+            f"{', '.join(_MODULE_CHECKS)}, got {check_module!r:.100}.\nLeave it out for 'error'."
         )
 
 
@@ -96,26 +119,6 @@ def plan_of(bucket_plan: Any) -> list[list[int]]:
             f"{negative[0]}.\nGive what bucket_plan() returned, or leave it out."
         )
     return plan
-
-
-def require_module_check(name: Any) -> None:
-    """Raises ValueError unless it is one that check_module may be."""
-    if name not in _MODULE_CHECKS:
-        raise ValueError(
-            "DistributedDataParallel: check_module must be one of "
-            f"{', '.join(_MODULE_CHECKS)}, got {name!r:.100}.\nLeave it out for 'error'."
-        )
-
-
-def require_trainable_parameter(**arguments: Any) -> None:
-    """Raises TypeError or ValueError naming the first one that is neither None nor trainable."""
-    require_type(torch.Tensor, **arguments)
-    for name, parameter in arguments.items():
-        if parameter is not None and not parameter.requires_grad:
-            raise ValueError(
-                f"DistributedDataParallel: {name} must require a gradient, which its hook waits "
-                "for; it is frozen.\nGive the parameter whose gradient comes last."
-            )
 
 
 def process_group_of(
@@ -264,16 +267,6 @@ def require_one_device_id(device_ids: Sequence[Any]) -> None:
         raise ValueError(
             f"DistributedDataParallel: device_ids must name one device, got {list(device_ids)}.\n"
             "Start one process per device."
-        )
-
-
-def require_precision_fits(mixed_precision: object, find_unused_parameters: bool) -> None:
-    """Raises RuntimeError if unused parameters are looked for under mixed precision."""
-    if mixed_precision is not None and find_unused_parameters:
-        raise RuntimeError(
-            "DistributedDataParallel: find_unused_parameters must be False with mixed_precision, "
-            "which swaps the parameters that are looked for in the graph.\n"
-            "Set static_graph=True instead, or use torch.autocast."
         )
 
 

@@ -201,7 +201,6 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
         compares_ranks = init_sync and group.size() > 1
         with _checks.failure_told_to_peers(group if compares_ranks else None):
             _checks.require_module(module)
-            _checks.require_precision_fits(mixed_precision, find_unused_parameters)
             self._set_up_group(module, group, device_mesh)
             _checks.require_type(
                 Iterable, delay_all_reduce_named_params=delay_all_reduce_named_params
@@ -211,13 +210,17 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
                 delay_all_reduce_named_params=delay_all_reduce_named_params,
                 param_to_hook_all_reduce=param_to_hook_all_reduce,
             )
-            _checks.require_named_parameters(delayed)
-            _checks.require_trainable_parameter(param_to_hook_all_reduce=param_to_hook_all_reduce)
+            _checks.require_arguments_fit(
+                delayed,
+                param_to_hook_all_reduce,
+                mixed_precision,
+                find_unused_parameters,
+                check_module,
+            )
             self._set_up_parameters(module, delayed)
             self._set_up_devices(device_ids, output_device)
             self._set_up_state()
             self._set_up_buckets(bucket_cap_mb, bucket_cap_mb_list)
-            _checks.require_module_check(check_module)
             self.check_module = check_module
             self.one_backward_per_forward = one_backward_per_forward
             self.max_unconfirmed_iterations = max_unconfirmed_iterations
