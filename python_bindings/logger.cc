@@ -49,7 +49,7 @@ std::string variable(const char* name) {
   return value == nullptr ? "N/A" : value;
 }
 
-// What turns a steady time into one of day.
+// The difference of the system clock and the steady clock.
 int64_t system_minus_steady_ns() {
   const auto ns = [](auto time) {
     return std::chrono::duration_cast<std::chrono::nanoseconds>(

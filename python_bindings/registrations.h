@@ -1,4 +1,4 @@
-// What the extension module brigade._C consists of; module.cc calls each once.
+// Parts of the extension module brigade._C; module.cc calls each once.
 
 #ifndef BRIGADE_PYTHON_BINDINGS_REGISTRATIONS_H_
 #define BRIGADE_PYTHON_BINDINGS_REGISTRATIONS_H_

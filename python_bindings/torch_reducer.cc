@@ -355,7 +355,7 @@ void TorchReducer::register_comm_hook(
       "once");
 }
 
-// `rule`: what programs look for in the error of torch's reducer.
+// `rule`: words that programs look for in the error of torch's reducer.
 void TorchReducer::register_comm_hook(
     std::shared_ptr<c10d::CommHookInterface> hook, std::string name,
     std::string_view rule) {

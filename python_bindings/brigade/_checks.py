@@ -1,8 +1,7 @@
-"""Checks of what a user hands to DistributedDataParallel.
+"""Checks of the arguments of DistributedDataParallel.
 
-Each function raises, or returns what it found out. A message says what was
-expected, what was found, and one thing to do. Where programs look for words of
-torch's in an error, ours has them too.
+Each function raises, or returns its finding. Errors have the words of torch's that programs look
+for.
 """
 
 from __future__ import annotations
@@ -105,19 +104,14 @@ def require_arguments_fit(
 
 def plan_of(bucket_plan: Any) -> list[list[int]]:
     """Indices of parameters by bucket, as lists; TypeError or ValueError if they can't be."""
+    wrong = "DistributedDataParallel: bucket_plan must be sequences of indices of parameters, got "
+    advice = ".\nGive the result of bucket_plan(), or leave it out."
     try:
         plan = [[operator.index(i) for i in bucket] for bucket in bucket_plan]
     except TypeError:
-        raise TypeError(
-            "DistributedDataParallel: bucket_plan must be sequences of indices of parameters, got "
-            f"{bucket_plan!r:.100}.\nGive what bucket_plan() returned, or leave it out."
-        ) from None
-    negative = [i for bucket in plan for i in bucket if i < 0]
-    if negative:
-        raise ValueError(
-            "DistributedDataParallel: bucket_plan must have indices of parameters, from 0, got "
-            f"{negative[0]}.\nGive what bucket_plan() returned, or leave it out."
-        )
+        raise TypeError(f"{wrong}{bucket_plan!r:.100}{advice}") from None
+    for i in (i for bucket in plan for i in bucket if i < 0):
+        raise ValueError(f"{wrong}{i}{advice}")
     return plan
 
 
@@ -163,7 +157,7 @@ def _require_one_size(group: dist.ProcessGroup) -> None:
 
 
 def require_agreement(group: dist.ProcessGroup, what: str, items: Sequence[str]) -> None:
-    """Collective. Raises RuntimeError on every rank alike, naming what differs."""
+    """Collective. Raises RuntimeError on every rank, naming the difference."""
     try:
         _C.require_agreement(group, what, items)
     except RuntimeError as error:
@@ -180,11 +174,11 @@ def require_agreement(group: dist.ProcessGroup, what: str, items: Sequence[str])
 def failure_told_to_peers(
     group: dist.ProcessGroup | None, tell: Callable[[str], None] | None = None
 ) -> Iterator[None]:
-    """What is raised inside is raised by the peers too, in their next require_agreement().
+    """Makes the peers raise an error inside too, in their next require_agreement().
 
     Collective where something is raised, unless `group` is None. `tell` takes the place of
     require_agreement() where the peers' next collective is another one.
-    Says on stderr what it is where peers are late. Nothing inside communicates.
+    Prints the error to stderr while peers are late. Nothing inside communicates.
     """
     try:
         yield
@@ -205,7 +199,7 @@ def failure_told_to_peers(
 
 
 def _unlike_in_memory(text: str) -> str | None:
-    """Whether "sizes" or "strides" of what describe_tensor() describes there differ."""
+    """Whether "sizes" or "strides" of the tensors described in the text differ."""
     described = _DESCRIBED.findall(text)
     for part, unlike in enumerate(("sizes", "strides")):
         if len({each[part] for each in described}) > 1:
@@ -334,7 +328,7 @@ def _signature_of(hook: Callable[..., Any]) -> inspect.Signature:
 
 
 def name_of(hook: Any) -> str:
-    """What messages and logging data call a hook."""
+    """For messages and logging data."""
     return getattr(hook, "__qualname__", type(hook).__qualname__)
 
 

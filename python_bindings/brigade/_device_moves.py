@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -54,16 +53,11 @@ def move(tensor: torch.Tensor, device: torch.device) -> None:
     if not is_traceable_wrapper_subclass(tensor):
         tensor.data = tensor.data.to(device)
         return
-    with torch.no_grad():  # what it is made of moves, too
+    with torch.no_grad():  # its parts move, too
         moved = tensor.to(device)
         if isinstance(tensor, nn.Parameter):
             moved = nn.Parameter(moved, requires_grad=tensor.requires_grad)
     torch.utils.swap_tensors(tensor, moved)
-
-
-def type_of(mesh: Any) -> str | None:
-    """None: there is no mesh, or a stand-in that names no type."""
-    return getattr(mesh, "device_type", None)
 
 
 def _device_for(

@@ -89,9 +89,9 @@ def install() -> _Installed:
     """Lets torch's DistributedDataParallel, Reducer and fully_shard make brigade's.
 
     Until uninstall(). So do classes derived from torch's, defaults and partials
-    that hold it, and pickles of it. What is made meanwhile stays brigade's
-    afterwards, and is pickled under the name that the program used: read where
-    brigade isn't, it is torch's. What was made before stays torch's, which a
+    that hold it, and pickles of it. Objects made meanwhile stay brigade's
+    afterwards, and are pickled under the name that the program used: read where
+    brigade isn't, they are torch's. Objects made before stay torch's, which a
     warning says; so does a function that was imported by name before, and
     fully_shard on devices that are neither CPUs nor CUDA's.
 
@@ -152,7 +152,7 @@ def _warn_of_what_came_too_early() -> None:
 
 
 def _wrapped_by_torchs() -> list[str]:
-    """The types of what living instances of torch's class wrap."""
+    """The types of the modules that living instances of torch's class wrap."""
     if not _instances_of_torchs():
         return []
     gc.collect()  # of those, some may only not have been collected yet
@@ -171,7 +171,7 @@ def _instances_of_torchs() -> list[Any]:
 
 
 def _bound_functions() -> list[str]:
-    """Names outside torch that hold what install() replaces in torch's modules."""
+    """Names outside torch that hold functions which install() replaces."""
     return [
         f"{name}.{key}"
         for name, module in list(sys.modules.items())
@@ -240,7 +240,7 @@ def _new_reducer(cls: type, *args: Any, **kwargs: Any) -> Any:
 
 
 def _new_logger(cls: type, *args: Any, **kwargs: Any) -> Any:
-    # What this returns is then initialised, since our class derives from torch's.
+    # The result is then initialised, since our class derives from torch's.
     if cls is _TorchLogger and any(isinstance(each, Reducer) for each in (*args, *kwargs.values())):
         cls = Logger
     return super(_TorchLogger, cls).__new__(cls)
@@ -250,8 +250,9 @@ def _passing_on(name: str, is_ours: Callable[[Any], bool], ours: Callable) -> Ca
     """Torch's function of that name, with brigade's for a first argument that is brigade's."""
 
     @functools.wraps(_torchs[name])
-    def function(first: Any, *args: Any, **kwargs: Any) -> Any:
-        return (ours if is_ours(first) else _torchs[name])(first, *args, **kwargs)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        first = next(iter((*args, *kwargs.values())), None)
+        return (ours if is_ours(first) else _torchs[name])(*args, **kwargs)
 
     return function
 
@@ -273,7 +274,7 @@ _meshes: dict[str, tuple[dist.ProcessGroup, DeviceMesh]] = {}
 
 
 def _default_mesh(below: list[FSDPModule]) -> DeviceMesh | None:
-    """Of the accelerator, as torch chooses, or of what is sharded already; None: of CPUs."""
+    """Of the accelerator, as torch chooses, or of modules sharded already; None: of CPUs."""
     part = next((part for each in below for part in each.parameters()), None)
     kind = torch._C._get_accelerator().type if part is None else part.device.type
     if kind == "cpu":

@@ -1,4 +1,4 @@
-"""Sharded tensors as Python sees them: of the whole shape, of which this rank holds a piece.
+"""Sharded tensors as Python sees them: of the unsharded shape, of which this rank holds a shard.
 
 C++ knows them by a dispatch key and decides which operators they take (fsdp/shard_operators.h).
 These classes add only methods: those that DTensors have, and the protocol by which
@@ -83,7 +83,7 @@ def _in_row(shape: tuple[int, ...], index: int, begin: int, end: int) -> tuple[B
 
 
 class TensorShard(torch.Tensor):
-    """A sharded tensor: a gradient, or an optimizer's state, or what is computed of them."""
+    """A sharded tensor: a gradient, an optimizer's state, or a result computed from them."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
     _brigade_unit: weakref.ref[Unit]
@@ -107,7 +107,7 @@ class TensorShard(torch.Tensor):
 
     @property
     def placements(self) -> tuple:
-        """What a DTensor of the whole would be placed as; pieces are cut in memory order."""
+        """Of a DTensor of the same elements; shards are cut in memory order."""
         placements = self._unit().placements()
         return placements if self.dim() > 0 else (Replicate(),) * len(placements)
 
@@ -236,7 +236,7 @@ class TensorShard(torch.Tensor):
 
     @property
     def global_shape(self) -> torch.Size:
-        """What checkpoints are compared with."""
+        """Compared with checkpoints."""
         return self.shape
 
 

@@ -13,7 +13,7 @@ import sys
 import warnings
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
@@ -51,7 +51,7 @@ def _descriptions(tensors: dict[str, torch.Tensor]) -> list[str]:
 
 
 def _profiler_range(name: str) -> AbstractContextManager[Any]:
-    """A user's annotation; even while nobody profiles, torch's slows down what is inside."""
+    """Torch's own annotation slows the code inside down, even without a profiler."""
     if torch.autograd._profiler_enabled():
         return torch.autograd.profiler.record_function(name)
     return nullcontext()
@@ -149,18 +149,14 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
             an invalid size or check_module.
     """
 
-    # Defaults for what an older pickle lacks.
+    # Defaults for older pickles.
     batched_grad_copy = False
     lazy_bucket_allocation = False
     bucket_bytes_cap_list: Sequence[int] = ()
     _require_manual_backward_finalization = False
     check_module = "error"
     _given_plan: list[list[int]] | None = None
-    one_backward_per_forward = False
-    max_unconfirmed_iterations = 1
-    control_channel = True
-    reproducible = False
-    reproducible_row_size: int | None = None
+    _own_options: Mapping[str, Any] = {}  # of the reducer, which torch's has not
 
     def __init__(
         self,
@@ -222,11 +218,13 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
             self._set_up_state()
             self._set_up_buckets(bucket_cap_mb, bucket_cap_mb_list)
             self.check_module = check_module
-            self.one_backward_per_forward = one_backward_per_forward
-            self.max_unconfirmed_iterations = max_unconfirmed_iterations
-            self.control_channel = control_channel
-            self.reproducible = reproducible
-            self.reproducible_row_size = reproducible_row_size
+            self._own_options = {
+                "one_backward_per_forward": one_backward_per_forward,
+                "max_unconfirmed_iterations": max_unconfirmed_iterations,
+                "control_channel": control_channel,
+                "reproducible": reproducible,
+                "reproducible_row_size": reproducible_row_size,
+            }
             if reproducible:
                 _checks.require_sums_of_our_own(
                     mixed_precision=mixed_precision is not None,
@@ -263,7 +261,7 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
             self._require_same_module(syncs_buffers_at_init)
         parameters, expect_sparse = self._build_params_for_reducer()
         names = self._build_debug_param_to_name_mapping(parameters)
-        self._make_reducer(parameters, expect_sparse, names, static_graph, compare_ranks=init_sync)
+        self._ddp_init_helper(parameters, expect_sparse, names, static_graph, init_sync)
         if compares_ranks:
             _sync_module_states(
                 module=self.module,
@@ -303,7 +301,7 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
 
     @property
     def broadcast_buffers(self) -> bool:
-        """What torch calls forward_sync_buffers since 2.13."""
+        """Torch's name before 2.13 of forward_sync_buffers."""
         return self.forward_sync_buffers
 
     @broadcast_buffers.setter
@@ -311,18 +309,14 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
         self.forward_sync_buffers = value
 
     def _require_same_options(self, static_graph: bool, delayed: dict[str, torch.Tensor]) -> None:
-        """Compares with the other ranks what decides on collectives, but for the module's own."""
+        """Compares options that decide on collectives with the other ranks."""
         options = [
             f"forward_sync_buffers = {self.forward_sync_buffers}",
             f"find_unused_parameters = {self.find_unused_parameters}",
             f"skip_all_reduce_unused_params = {self.skip_all_reduce_unused_params}",
             f"static_graph = {static_graph}",
             f"mixed_precision = {self.mixed_precision}",
-            f"one_backward_per_forward = {self.one_backward_per_forward}",
-            f"control_channel = {self.control_channel}",
-            f"max_unconfirmed_iterations = {self.max_unconfirmed_iterations}",
-            f"reproducible = {self.reproducible}",
-            f"reproducible_row_size = {self.reproducible_row_size}",
+            *(f"{name} = {value}" for name, value in self._own_options.items()),
             f"delayed parameters = {len(delayed)}",
         ]
         require_agreement(self.process_group, "option", options)
@@ -330,7 +324,7 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
             require_agreement(self.process_group, "delayed parameter", _descriptions(delayed))
 
     def _require_same_module(self, syncs_buffers_at_init: bool) -> None:
-        """Compares with the other ranks what is sent of the module, and frozen parameters."""
+        """Compares parameters, frozen ones too, and buffers with the other ranks."""
         parameters = self._not_ignored(self.module.named_parameters())
         require_agreement(self.process_group, "parameter", _descriptions(parameters))
         if self.forward_sync_buffers or syncs_buffers_at_init:
@@ -407,9 +401,13 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
         if self.bucket_bytes_cap_list:
             self.bucket_bytes_cap = max(self.bucket_bytes_cap_list)
         self.broadcast_bucket_size = _BROADCAST_BYTES
+        if hasattr(torch_ddp, "_BucketCapacityConfig"):  # an attribute of torch's wrapper
+            self._bucket_config = torch_ddp._BucketCapacityConfig.create(
+                bucket_cap_mb, bucket_cap_mb_list, self._use_python_reducer
+            )
 
     def _set_up_state(self) -> None:
-        """What the inherited methods keep between calls."""
+        """Attributes that the inherited methods use."""
         self._use_python_reducer = _compiling.reduces_in_compiled_backward()
         self._require_manual_backward_finalization = False
         self.static_graph = False
@@ -446,38 +444,31 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
     def _ddp_init_helper(
         self,
         parameters: list[torch.Tensor],
-        expect_sparse_gradient: list[bool],
-        param_to_name_mapping: dict[int, str],
-        static_graph: bool,
-    ) -> None:
-        """Called for a copy, and when a pickled wrapper is read, which one rank may do alone."""
-        self._make_reducer(
-            parameters,
-            expect_sparse_gradient,
-            param_to_name_mapping,
-            static_graph,
-            compare_ranks=False,
-        )
-
-    def _make_reducer(
-        self,
-        parameters: list[torch.Tensor],
         expect_sparse: list[bool],
         names: dict[int, str],
         static_graph: bool,
-        compare_ranks: bool,
+        compare_ranks: bool = False,
     ) -> None:
-        """Makes reducer and logger, without a word to other ranks unless these are compared."""
+        """Makes reducer and logger, without communication unless ranks are compared.
+
+        torch's methods call it for a copy, and where one rank alone may read a pickled wrapper.
+        """
         _compiling.leave_to_interpreter()
         if self._use_python_reducer:
-            # What the compiler looks into is torch's.
+            # The compiler looks into torch's methods.
             for name in _TRACED:
                 setattr(self, name, getattr(super(), name))
         if self.mixed_precision is not None:
             for index, parameter in enumerate(parameters):
                 parameter._idx = index
         if self._given_plan is None:
-            caps = self._first_bucket_caps(static_graph)
+            caps = self._bucket_caps()
+            if not self.bucket_bytes_cap_list and rebuilds_by_default(
+                static_graph=static_graph, find_unused_parameters=self.find_unused_parameters
+            ):
+                # One bucket per dtype until buckets are rebuilt: before that, other collectives
+                # of the module's own might come between those of buckets.
+                caps = [sys.maxsize]
             buckets, _ = dist._compute_bucket_assignment_by_size(parameters, caps, expect_sparse)
             buckets.reverse()  # backward visits the last layers first
         else:
@@ -497,12 +488,8 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
             gradient_as_bucket_view=self.gradient_as_bucket_view,
             lazy_bucket_allocation=self.lazy_bucket_allocation,
             verify_across_ranks=compare_ranks,
-            one_backward_per_forward=self.one_backward_per_forward,
-            max_unconfirmed_iterations=self.max_unconfirmed_iterations,
-            control_channel=self.control_channel,
-            reproducible=self.reproducible,
-            reproducible_row_size=self.reproducible_row_size,
             use_python_reducer=self._use_python_reducer,
+            **self._own_options,
         )
         self.reducer._expect_forwards()
         if self._require_manual_backward_finalization:
@@ -533,20 +520,8 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
             ignored=self.parameters_to_ignore,
         )
 
-    def _first_bucket_caps(self, static_graph: bool) -> list[int]:
-        """Caps in bytes until buckets are rebuilt from the order that was seen.
-
-        One bucket per dtype where they will be rebuilt: before that, other
-        collectives of the module's own might come between those of buckets.
-        """
-        rebuilds = rebuilds_by_default(
-            static_graph=static_graph, find_unused_parameters=self.find_unused_parameters
-        )
-        if rebuilds and not self.bucket_bytes_cap_list:
-            return [sys.maxsize]
-        return self._bucket_caps()
-
     def _bucket_caps(self) -> list[int]:
+        """In bytes."""
         if self.bucket_bytes_cap_list:
             return self.bucket_bytes_cap_list
         if self.bucket_bytes_cap_default:
@@ -571,7 +546,7 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
     # ---------------------------------------------------------------- forward
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The module's forward; a backward through what it returns is reduced.
+        """The module's forward; a backward through its outputs is reduced.
 
         Collective unless under no_sync(): every rank calls it equally often. Under
         no_grad() it makes buffers equal, if there are any, but not inside join():

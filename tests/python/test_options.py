@@ -264,6 +264,7 @@ def _bucket_config(rank):
         {"bucket_cap_mb": 7, "bucket_cap_mb_list": [1, 2]},
     ):
         ours, theirs = (wrapper(nn.Linear(2, 2), **options) for wrapper in CLASSES.values())
+        assert ours._bucket_config == theirs._bucket_config
         for name in ("bucket_bytes_cap", "bucket_bytes_cap_list", "bucket_bytes_cap_default"):
             assert getattr(ours, name) == getattr(theirs, name), (name, options)
 

@@ -1,4 +1,4 @@
-"""Which bucket size suits a model: training steps timed under several of them.
+"""Finds the bucket size that suits a model: times training steps under several of them.
 
     torchrun --standalone --nproc-per-node 2 -m brigade.bench my_training:workload
 
@@ -44,7 +44,7 @@ class Workload:
         module: On the device where it is trained; the same on every rank.
         loss: Takes the module, runs its forward on this rank's
             data and returns the loss, a tensor of one element. Called once per
-            step; what it does besides forward is timed too.
+            step; all of it is timed.
         options: Arguments of DistributedDataParallel that the module is trained
             with, such as ``{"static_graph": True}``; no bucket sizes.
         name: Shown above the table; default: the module's class.
@@ -94,7 +94,7 @@ class Workload:
 
 
 def make_workload(factory: Callable[[], Any]) -> Workload:
-    """What `factory` gives: a Workload, or a pair of module and loss.
+    """The workload that `factory` gives, itself or as a pair of module and loss.
 
     Raises:
         TypeError: It gives something else.
@@ -159,7 +159,7 @@ def _module_named(name: str) -> Any:
 
 @dataclass(frozen=True)
 class Figures:
-    """What was measured; the first row has the default's buckets."""
+    """Measurements; the first row has the default's buckets."""
 
     table: str  # with a recommendation below
     data: dict[str, Any]  # the same
@@ -180,7 +180,7 @@ def sweep(
     gradients; its buffers may change, as in training.
 
     Args:
-        workload: What is timed.
+        workload: Its steps are timed.
         sizes: MiB; or "each", a bucket for each parameter, or "one" for all. Those
             that give the same buckets are measured once.
         rounds: Visits to each size.
