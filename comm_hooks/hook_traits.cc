@@ -1,7 +1,6 @@
 #include "brigade/comm_hooks/hook_traits.h"
 
 #include "absl/strings/str_cat.h"
-#include "brigade/comm_hooks/hook_traits.h"
 
 namespace brigade {
 

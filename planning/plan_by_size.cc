@@ -141,16 +141,4 @@ absl::StatusOr<BucketPlan> plan_by_size(
   return BucketPlan::create(members_of(std::move(closed)), parameters.size());
 }
 
-std::vector<std::vector<size_t>> buckets_in_registration_order(
-    std::span<const ParameterSpec> parameters,
-    std::span<const int64_t> caps_bytes) {
-  std::vector<size_t> order(parameters.size());
-  std::iota(order.begin(), order.end(), size_t{0});
-  std::vector<ClosedBucket> closed =
-      fill_buckets(parameters, order, caps_bytes);
-  std::ranges::sort(closed, std::ranges::greater(),
-                    [](const auto& bucket) { return bucket.members.front(); });
-  return members_of(std::move(closed));
-}
-
 }  // namespace brigade

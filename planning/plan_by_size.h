@@ -57,17 +57,6 @@ absl::StatusOr<BucketPlan> plan_by_size(
     std::span<const ParameterSpec> parameters, std::span<const size_t> order,
     std::span<const int64_t> caps_bytes);
 
-// Buckets of `parameters` in order of registration, filled as plan_by_size()
-// fills them, and launched by their first members, the last one first: those of
-// the last layers, unless kinds alternate.
-//
-// Source: torch's DistributedDataParallel, which makes its first buckets so.
-//
-// REQUIRES: there are caps.
-std::vector<std::vector<size_t>> buckets_in_registration_order(
-    std::span<const ParameterSpec> parameters,
-    std::span<const int64_t> caps_bytes);
-
 // OK if there are caps and all are positive. Errors: InvalidArgument.
 absl::Status check_bucket_caps(std::span<const int64_t> caps_bytes);
 

@@ -55,7 +55,7 @@ def _without_ours(settings: Settings) -> dict[str, Any]:
 
 
 def _torch_to_fetch(settings: Settings) -> list[str]:
-    """What to require for the build, beside what scikit-build-core does."""
+    """Requirements of the build, beside those of scikit-build-core."""
     settings = settings or {}
     if settings.get(_FETCH) == "yes":
         return [f"torch=={torch_wheel.pinned()}"]

@@ -5,7 +5,6 @@
 
 #include <chrono>
 #include <cstdlib>
-#include <numeric>
 #include <optional>
 #include <set>
 #include <type_traits>
@@ -50,7 +49,7 @@ std::string variable(const char* name) {
   return value == nullptr ? "N/A" : value;
 }
 
-// What turns a steady time into one of day.
+// The difference of the system clock and the steady clock.
 int64_t system_minus_steady_ns() {
   const auto ns = [](auto time) {
     return std::chrono::duration_cast<std::chrono::nanoseconds>(
@@ -59,10 +58,6 @@ int64_t system_minus_steady_ns() {
   };
   return ns(std::chrono::system_clock::now()) -
          ns(std::chrono::steady_clock::now());
-}
-
-std::string lower_case_key(const std::string& name) {
-  return absl::AsciiStrToLower(name);
 }
 
 }  // namespace
@@ -96,8 +91,7 @@ void Logger::describe_parameters() {
   std::set<std::string> dtypes;
   const at::Device device = reducer_.parameters().front().device();
   bool several_devices = false;
-  std::vector<int64_t> sizes_bytes;
-  sizes_bytes.reserve(reducer_.parameters().size());
+  int64_t size_bytes = 0;
   std::optional<caffe2::TypeMeta> last_dtype;
   for (const at::Tensor& parameter : reducer_.parameters()) {
     if (last_dtype != parameter.dtype()) {
@@ -105,15 +99,14 @@ void Logger::describe_parameters() {
       dtypes.emplace(parameter.dtype().name());
     }
     several_devices |= parameter.device() != device;
-    sizes_bytes.push_back(static_cast<int64_t>(parameter.nbytes()));
+    size_bytes += static_cast<int64_t>(parameter.nbytes());
   }
   data_.strs_map["dtypes"] = absl::StrJoin(dtypes, ", ");
-  data_.ints_map["total_parameter_size_bytes"] =
-      std::accumulate(sizes_bytes.begin(), sizes_bytes.end(), int64_t{0});
+  data_.ints_map["total_parameter_size_bytes"] = size_bytes;
   data_.ints_map["num_parameter_tensors"] =
       static_cast<int64_t>(reducer_.parameters().size());
   data_.strs_map["bucket_sizes"] =
-      absl::StrJoin(reducer_.bucket_sizes_bytes(sizes_bytes), ", ");
+      absl::StrJoin(reducer_.bucket_sizes_bytes(), ", ");
   data_.ints_map["is_multi_device_module"] = several_devices;
 }
 
@@ -133,7 +126,7 @@ void Logger::describe_environment() {
         variable("TORCH_NCCL_ASYNC_ERROR_HANDLING");
   }
   for (const std::string& name : names) {
-    data_.strs_map[lower_case_key(name)] = variable(name.c_str());
+    data_.strs_map[absl::AsciiStrToLower(name)] = variable(name.c_str());
   }
 }
 
@@ -154,12 +147,8 @@ void Logger::sample_runtime() {
 }
 
 void Logger::describe_buckets() {
-  std::vector<int64_t> sizes_bytes;
-  for (const at::Tensor& parameter : reducer_.parameters()) {
-    sizes_bytes.push_back(static_cast<int64_t>(parameter.nbytes()));
-  }
   data_.strs_map["rebuilt_bucket_sizes"] =
-      absl::StrJoin(reducer_.bucket_sizes_bytes(sizes_bytes), ", ");
+      absl::StrJoin(reducer_.bucket_sizes_bytes(), ", ");
   std::vector<std::string> buckets;
   for (const std::vector<size_t>& bucket : reducer_.buckets()) {
     buckets.push_back(absl::StrJoin(bucket, " "));
@@ -214,10 +203,6 @@ void Logger::set_error(const std::string& text) {
   data_.ints_map["has_error"] = 1;
   data_.strs_map["error"] = text;
   data_.ints_map["iteration"] = reducer_.statistics().prepared;
-}
-
-void Logger::set_comm_hook_name(const std::string& name) {
-  data_.strs_map["comm_hook"] = name;
 }
 
 at::DDPLoggingData Logger::data() {

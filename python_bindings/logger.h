@@ -1,8 +1,8 @@
-// What DistributedDataParallel tells about itself: the dictionary of
+// Logging data of DistributedDataParallel: the dictionary of
 // torch's _get_ddp_logging_data().
 //
 // It is a torch.distributed.Logger, so that torch's functions which report to
-// one accept it; but what it tells comes from a TorchReducer. The keys are
+// one accept it; but its data comes from a TorchReducer. The keys are
 // torch's; c10/util/Logging.h and Logger::set_runtime_stats_and_log give their
 // meaning. Times are in ns; those of day are the system clock's.
 //
@@ -36,11 +36,13 @@ class Logger : public c10d::Logger {
   void sample_runtime();
 
   void set_error(const std::string& text);
-  void set_comm_hook_name(const std::string& name);
+  void set_comm_hook_name(const std::string& name) {
+    data_.strs_map["comm_hook"] = name;
+  }
   void set_static_graph() { data_.ints_map["static_graph"] = 1; }
   void set_uneven_input_join() { data_.ints_map["join_uneven_inputs"] = 1; }
 
-  // With the reducer's last error, and what torch's functions reported.
+  // With the reducer's last error, and reports of torch's functions.
   at::DDPLoggingData data();
 
  private:

@@ -3,8 +3,8 @@
     PYTHONPATH=<build>/python python python_bindings/make_stub.py [FILE]
 
 FILE: default python_bindings/brigade/_C.pyi, which is committed; a test compares it
-with the module that was built. What depends on the version of torch, whose pybind11
-writes the signatures, is written in one way, so that every version gives one stub.
+with the module that was built. Every version of torch, whose pybind11 writes the
+signatures, gives the same stub.
 """
 
 import pathlib
@@ -17,11 +17,17 @@ STUB = pathlib.Path(__file__).parent / "brigade" / "_C.pyi"
 
 # pybind11 3.1 says of a number that it may be an index, which 3.0 takes without a word.
 _OR_INDEX = re.compile(r"(typing\.Supports(?:Int|Float)) \| typing\.SupportsIndex")
+_DOCSTRING = re.compile(r' +"""\n.*?"""\n', re.DOTALL)
+_EMPTY_BODY = re.compile(r"(def .*):\n(?: +\.\.\.\n)?")
 
 
 def normalized(stub: str) -> str:
-    """The same stub, whichever version of pybind11 has written the signatures."""
-    return _OR_INDEX.sub(r"\1", stub)
+    """The same stub, whichever version of pybind11 has written the signatures.
+
+    Without docstrings, which help() shows, and with empty bodies on the line of the signature.
+    """
+    stub = _DOCSTRING.sub("", _OR_INDEX.sub(r"\1", stub))
+    return _EMPTY_BODY.sub(r"\1: ...\n", stub)
 
 
 def main() -> None:

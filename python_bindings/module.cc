@@ -2,7 +2,7 @@
 
 #include <torch/csrc/utils/pybind.h>
 
-#include "brigade/python_bindings/exit_wait.h"
+#include "brigade/python_bindings/python_hooks.h"
 #include "brigade/python_bindings/registrations.h"
 
 PYBIND11_MODULE(_C, module) {
@@ -14,7 +14,6 @@ PYBIND11_MODULE(_C, module) {
   brigade::register_groups(module);
   brigade::register_module_entries(module);
   brigade::register_reducer(module);
-  brigade::register_hooks(module);
   brigade::register_sharding(module);
   brigade::register_checkpoints(module);
   brigade::register_bench(module);

@@ -13,7 +13,7 @@
 namespace brigade {
 namespace {
 
-// What brigade::sweep() wants of a module.
+// A module for brigade::sweep().
 struct TrainedParameters {
   std::vector<at::Tensor> tensors;
   const std::vector<at::Tensor>& parameters() const { return tensors; }

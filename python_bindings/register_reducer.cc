@@ -15,10 +15,11 @@
 #include <utility>
 #include <vector>
 
+#include "brigade/comm_hooks/then_collective.h"
+#include "brigade/hooks/output_tie.h"
 #include "brigade/planning/plan_by_size.h"
 #include "brigade/python_bindings/logger.h"
-#include "brigade/python_bindings/python_comm_hook.h"
-#include "brigade/python_bindings/python_stepping_hook.h"
+#include "brigade/python_bindings/python_hooks.h"
 #include "brigade/python_bindings/registrations.h"
 #include "brigade/python_bindings/torch_reducer.h"
 
@@ -58,19 +59,8 @@ FuturePtr wrapped(c10::intrusive_ptr<c10::ivalue::Future> future) {
   return std::make_shared<torch::jit::PythonFutureWrapper>(std::move(future));
 }
 
-std::shared_ptr<TorchReducer> make_reducer(std::vector<at::Tensor> parameters,
-                                           c10d::ProcessGroup& group,
-                                           ReducerOptions options,
-                                           bool reduces_by_itself) {
-  const py::gil_scoped_release no_gil;
-  auto reducer = std::make_unique<TorchReducer>(
-      std::move(parameters), owned(group), std::move(options));
-  if (!reduces_by_itself) reducer->remove_hooks();
-  return {reducer.release(), destroy_without_gil};
-}
-
-// As torch's reducer is made.
-std::shared_ptr<TorchReducer> make_torchs_reducer(
+// As torch's reducer is made; the arguments from `rebuild_buckets` on are ours.
+std::shared_ptr<TorchReducer> make_reducer(
     std::vector<at::Tensor> params,
     std::vector<std::vector<size_t>> bucket_indices,
     const std::vector<int64_t>& per_bucket_size_limits,
@@ -82,7 +72,9 @@ std::shared_ptr<TorchReducer> make_torchs_reducer(
     std::vector<int64_t> bucket_bytes_cap_list,
     bool /*batched_grad_copy: one pass anyway*/, bool lazy_bucket_allocation,
     std::optional<bool> rebuild_buckets, bool static_graph,
-    bool verify_across_ranks, bool one_backward_per_forward) {
+    bool verify_across_ranks, bool one_backward_per_forward,
+    int max_unconfirmed_iterations, bool control_channel, bool reproducible,
+    std::optional<int> reproducible_row_size) {
   TORCH_CHECK(per_bucket_size_limits.size() == bucket_indices.size(),
               "brigade.Reducer: ", bucket_indices.size(),
               " buckets, but per_bucket_size_limits has ",
@@ -99,94 +91,27 @@ std::shared_ptr<TorchReducer> make_torchs_reducer(
   options.lazy_bucket_allocation = lazy_bucket_allocation;
   options.verify_across_ranks = verify_across_ranks;
   options.one_backward_per_forward = one_backward_per_forward;
-  options.bucket_caps_bytes =
-      bucket_bytes_cap_list.empty()
-          ? std::vector<int64_t>{first_bucket_bytes_cap, bucket_bytes_cap}
-          : std::move(bucket_bytes_cap_list);
-  return make_reducer(std::move(params), process_group, std::move(options),
-                      /*reduces_by_itself=*/!use_python_reducer);
-}
-
-// As torch's class makes them, in launch order.
-std::vector<std::vector<size_t>> first_buckets(
-    const std::vector<at::Tensor>& parameters,
-    const std::vector<int64_t>& caps_bytes,
-    const std::vector<bool>& expect_sparse) {
-  std::vector<std::pair<at::ScalarType, at::Device>> kinds;
-  std::vector<ParameterSpec> specs;
-  specs.reserve(parameters.size());
-  for (size_t i = 0; i < parameters.size(); ++i) {
-    const at::Tensor& tensor = parameters[i];
-    TORCH_CHECK(!tensor.is_sparse(), "No support for sparse tensors.");
-    const std::pair kind(tensor.scalar_type(), tensor.device());
-    const auto known = std::ranges::find(kinds, kind);
-    specs.push_back({.size_bytes = static_cast<int64_t>(tensor.nbytes()),
-                     .kind = static_cast<int>(known - kinds.begin()),
-                     .sparse = i < expect_sparse.size() && expect_sparse[i]});
-    if (known == kinds.end()) kinds.push_back(kind);
-  }
-  return buckets_in_registration_order(specs, caps_bytes);
-}
-
-std::shared_ptr<TorchReducer> make_reducer_of(
-    std::vector<at::Tensor> parameters, c10d::ProcessGroup& process_group,
-    const NamesByIndex& names, std::vector<bool> expect_sparse,
-    const std::vector<int64_t>& first_bucket_caps_bytes,
-    std::vector<int64_t> bucket_caps_bytes,
-    std::optional<std::vector<std::vector<size_t>>> bucket_plan,
-    bool find_unused_parameters, bool skip_all_reduce_unused_parameters,
-    bool static_graph, bool gradient_as_bucket_view,
-    bool lazy_bucket_allocation, bool verify_across_ranks,
-    bool one_backward_per_forward, int max_unconfirmed_iterations,
-    bool control_channel, bool reproducible,
-    std::optional<int> reproducible_row_size, bool reduces_by_itself) {
-  ReducerOptions options;
-  options.bucket_caps_bytes = std::move(bucket_caps_bytes);
-  if (!bucket_plan) {
-    options.bucket_plan =
-        first_buckets(parameters, first_bucket_caps_bytes, expect_sparse);
-  } else {
-    options.bucket_plan = *std::move(bucket_plan);
-    options.rebuild_buckets = false;
-  }
-  options.parameter_names = names_of(names, parameters.size());
-  options.expect_sparse_gradients = std::move(expect_sparse);
-  options.find_unused_parameters = find_unused_parameters;
-  options.skip_all_reduce_unused_parameters = skip_all_reduce_unused_parameters;
-  options.static_graph = static_graph;
-  options.gradient_as_bucket_view = gradient_as_bucket_view;
-  options.lazy_bucket_allocation = lazy_bucket_allocation;
-  options.verify_across_ranks = verify_across_ranks;
-  options.one_backward_per_forward = one_backward_per_forward;
   options.max_unconfirmed_iterations = max_unconfirmed_iterations;
   options.control_channel = control_channel;
   options.reproducible = reproducible;
   options.reproducible_row_size = reproducible_row_size;
-  return make_reducer(std::move(parameters), process_group, std::move(options),
-                      reduces_by_itself);
-}
-
-// c10d takes whatever the hook returns for a future.
-py::object returning_future(py::object hook, const std::string& name) {
-  return py::cpp_function([hook = std::move(hook), name](py::object state,
-                                                         py::object bucket) {
-    py::object future = hook(std::move(state), std::move(bucket));
-    TORCH_CHECK(!future.is_none() &&
-                    py::isinstance<torch::jit::PythonFutureWrapper>(future),
-                "comm hook ", name,
-                " must return a torch.futures.Future of a tensor, it returned ",
-                std::string(py::repr(future)),
-                ".\nReturn the future of the collective it started.");
-    return future;
-  });
+  options.bucket_caps_bytes =
+      bucket_bytes_cap_list.empty()
+          ? std::vector<int64_t>{first_bucket_bytes_cap, bucket_bytes_cap}
+          : std::move(bucket_bytes_cap_list);
+  const py::gil_scoped_release no_gil;
+  auto reducer = std::make_unique<TorchReducer>(
+      std::move(params), owned(process_group), std::move(options));
+  if (use_python_reducer) reducer->remove_hooks();
+  return {reducer.release(), destroy_without_gil};
 }
 
 void register_comm_hook(TorchReducer& reducer, py::object state,
                         py::object hook) {
   const std::string name =
       py::str(py::getattr(hook, "__qualname__", py::repr(hook)));
-  auto python_hook = std::make_shared<PythonCommHook>(
-      std::move(state), returning_future(std::move(hook), name), name);
+  CommHookPtr python_hook =
+      python_comm_hook(std::move(state), std::move(hook), name);
   const py::gil_scoped_release no_gil;
   reducer.register_comm_hook(std::move(python_hook), name);
 }
@@ -229,6 +154,49 @@ void register_logger(py::module_& module) {
       .def("_get_ddp_logging_data", &Logger::data, NoGil());
 }
 
+// A second collective; `launch` gets the value of `first`.
+FuturePtr chain(const torch::jit::PythonFutureWrapper& first,
+                py::object launch) {
+  NextCollective next = [launch = held_object(std::move(launch))](
+                            const c10::IValue& value) {
+    const py::gil_scoped_acquire gil;
+    const py::object second = (*launch)(torch::jit::toPyObject(value));
+    TORCH_CHECK_TYPE(py::isinstance<torch::jit::PythonFutureWrapper>(second),
+                     "then_collective: `launch` must return a "
+                     "torch.futures.Future, it returned ",
+                     std::string(py::repr(second)),
+                     ".\nReturn the future of the collective it started.");
+    return second.cast<FuturePtr>()->fut;
+  };
+  const py::gil_scoped_release no_gil;
+  return wrapped(then_collective(first.fut, std::move(next)));
+}
+
+void register_hook_functions(py::module_& module) {
+  module.def(
+      "then_collective", &chain, py::arg("future"), py::arg("launch"),
+      "A second collective after the first one of a comm hook.\n\n"
+      "`launch` is called with the value of `future` when backward ends, in "
+      "the order of the buckets on every rank, and returns the future of what "
+      "it launched. A continuation (`future.then`) must not launch "
+      "collectives: continuations run in another order on each rank.\n\n"
+      "Errors of `launch` come out of backward, and end the group's use: "
+      "peers wait for the collective. Outside of a comm hook, waits for "
+      "`future` and calls `launch` at once. Raises TypeError if `launch` "
+      "returns no future.");
+  module.def(
+      "tie_outputs",
+      [](const std::vector<at::Tensor>& outputs, bool copies) {
+        return tie_outputs(outputs, copies);
+      },
+      py::arg("outputs"), py::arg("copies") = true, NoGil(),
+      "Stand-ins for tensors: a backward from some of them goes through all, "
+      "so that with find_unused_parameters the loss may leave outputs out (the "
+      "wrapper's forward does it itself). copies=False: they share the "
+      "outputs' memory, and must not be changed in place. One backward per "
+      "forward.");
+}
+
 }  // namespace
 
 void register_reducer(py::module_& module) {
@@ -237,7 +205,7 @@ void register_reducer(py::module_& module) {
       "Averages gradients over a process group while backward runs; stands in "
       "for torch.distributed.Reducer.");
   reducer
-      .def(py::init(&make_torchs_reducer), py::arg("params"),
+      .def(py::init(&make_reducer), py::arg("params"),
            py::arg("bucket_indices"), py::arg("per_bucket_size_limits"),
            py::arg("process_group"),
            py::arg("expect_sparse_gradients") = std::vector<bool>(),
@@ -255,27 +223,11 @@ void register_reducer(py::module_& module) {
            py::arg("static_graph") = false,
            py::arg("verify_across_ranks") = true,
            py::arg("one_backward_per_forward") = false,
-           py::keep_alive<1, 5>())  // a group may be written in Python
-      .def(py::init(&make_reducer_of), py::arg("parameters"),
-           py::arg("process_group"), py::kw_only(), py::arg("names"),
-           py::arg("expect_sparse"), py::arg("first_bucket_caps_bytes"),
-           py::arg("bucket_caps_bytes"), py::arg("bucket_plan") = py::none(),
-           py::arg("find_unused_parameters") = false,
-           py::arg("skip_all_reduce_unused_parameters") = false,
-           py::arg("static_graph") = false,
-           py::arg("gradient_as_bucket_view") = false,
-           py::arg("lazy_bucket_allocation") = false,
-           py::arg("verify_across_ranks") = true,
-           py::arg("one_backward_per_forward") = false,
            py::arg("max_unconfirmed_iterations") =
                ReducerOptions{}.max_unconfirmed_iterations,
            py::arg("control_channel") = true, py::arg("reproducible") = false,
            py::arg("reproducible_row_size") = py::none(),
-           py::arg("reduces_by_itself") = true, py::keep_alive<1, 3>(),
-           "The first buckets are of the first caps, in the order of "
-           "parameters, "
-           "and launched from the last one on; those that are rebuilt are of "
-           "the other caps. A bucket_plan takes the place of both.")
+           py::keep_alive<1, 5>())  // a group may be written in Python
       .def("prepare_for_forward", &TorchReducer::prepare_for_forward, NoGil())
       .def("prepare_for_backward", &TorchReducer::prepare_for_backward,
            py::arg("outputs"), NoGil())
@@ -320,7 +272,7 @@ void register_reducer(py::module_& module) {
       .def(
           "_install_post_backward_futures",
           [](TorchReducer& self, const std::vector<FuturePtr>& futures) {
-            std::vector<AwaitedFutures::Future> awaited;
+            std::vector<c10::intrusive_ptr<c10::ivalue::Future>> awaited;
             for (const FuturePtr& future : futures) {
               TORCH_CHECK_TYPE(future != nullptr,
                                "brigade.Reducer: each of the futures must be a "
@@ -416,6 +368,7 @@ void register_reducer(py::module_& module) {
       "Whether a reducer plans its buckets again from the order in which "
       "gradients became ready, if it was given no bucket_plan.");
   register_logger(module);
+  register_hook_functions(module);
 }
 
 }  // namespace brigade

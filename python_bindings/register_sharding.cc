@@ -292,9 +292,7 @@ void register_sharding(py::module_& module) {
            py::arg("prefetch_depth"), py::arg("param_dtype"),
            py::arg("reduce_dtype"), py::arg("broadcast_parameters"),
            py::arg("wire_dtype"), py::arg("reproducible"),
-           "`wire_dtype`: of a comm hook that compresses gradients.")
-      .def_readwrite("broadcast_parameters",
-                     &FullyShardOptions::broadcast_parameters);
+           "`wire_dtype`: of a comm hook that compresses gradients.");
 
   py::class_<UnitSettings>(module, "UnitSettings", "See fsdp/sharded_unit.h.")
       .def_readwrite("reshards_after_forward",
@@ -429,12 +427,6 @@ void register_sharding(py::module_& module) {
            py::return_value_policy::reference_internal)
       .def("set_max_reducing", &SegmentedModel::set_max_reducing,
            py::arg("value"))
-      .def(
-          "is_first_replica",
-          [](const SegmentedModel& self, size_t unit) {
-            return self.units().at(unit).is_first_replica;
-          },
-          py::arg("unit"))
       .def("holds_gradients", &holds_gradients)
       .def("gradient_slot", &SegmentedModel::gradient_slot,
            py::arg("parameter"))

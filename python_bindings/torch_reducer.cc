@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <exception>
+#include <mutex>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -13,9 +14,9 @@
 #include "brigade/comm_hooks/averaging_hook.h"
 #include "brigade/comm_hooks/hook_result.h"
 #include "brigade/comm_hooks/hook_traits.h"
+#include "brigade/hooks/backward_end.h"
+#include "brigade/hooks/output_watch.h"
 #include "brigade/observing/steady_time.h"
-#include "brigade/python_bindings/python_stepping_hook.h"
-#include "brigade/python_bindings/reduced_precision_hook.h"
 
 namespace brigade {
 namespace {
@@ -89,6 +90,60 @@ std::shared_ptr<c10d::CommHookInterface> built_in_hook(
 }
 
 }  // namespace
+
+// Futures that a backward awaits when it ends, such as those of a hook that
+// reduces buffers while backward runs. Any thread may call any method.
+class AwaitedFutures : public std::enable_shared_from_this<AwaitedFutures> {
+ public:
+  using Future = c10::intrusive_ptr<c10::ivalue::Future>;
+
+  void add(std::vector<Future> futures) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (Future& future : futures) futures_.push_back(std::move(future));
+  }
+
+  // Waits at the end of the backward that goes through `outputs`.
+  void wait_after_backward(const std::vector<at::Tensor>& outputs) {
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      if (futures_.empty()) return;
+    }
+    const std::weak_ptr<AwaitedFutures> weak = weak_from_this();
+    watch_outputs(outputs, weak, [this, weak] {
+      watch_backward_end(
+          weak, [this] { wait(); },
+          [this] {
+            try {
+              wait();
+            } catch (const std::exception& error) {
+              TORCH_WARN("while another error ended backward: ", error.what());
+            }
+          });
+    });
+  }
+
+  // Waits for all, then throws the first error.
+  void wait() {
+    std::vector<Future> futures;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      futures.swap(futures_);
+    }
+    std::exception_ptr first_error;
+    for (const Future& future : futures) {
+      try {
+        future->waitAndThrow();
+      } catch (...) {
+        if (!first_error) first_error = std::current_exception();
+      }
+    }
+    if (first_error) std::rethrow_exception(first_error);
+  }
+
+ private:
+  std::mutex mutex_;
+  std::vector<Future> futures_;  // guarded by mutex_
+};
 
 TorchReducer::TorchReducer(std::vector<at::Tensor> parameters,
                            c10::intrusive_ptr<c10d::ProcessGroup> group,
@@ -300,7 +355,7 @@ void TorchReducer::register_comm_hook(
       "once");
 }
 
-// `rule`: what programs look for in the error of torch's reducer.
+// `rule`: words that programs look for in the error of torch's reducer.
 void TorchReducer::register_comm_hook(
     std::shared_ptr<c10d::CommHookInterface> hook, std::string name,
     std::string_view rule) {
@@ -326,8 +381,8 @@ void TorchReducer::set_mixed_precision_dtype(
   // A built-in hook has chosen its dtype.
   const bool chooses = traits_of(*options_.comm_hook).wire_format == nullptr;
   if (dtype && chooses) {
-    options_.comm_hook = std::make_shared<ReducedPrecisionHook>(
-        std::move(options_.comm_hook), *dtype);
+    options_.comm_hook =
+        reduced_precision_hook(std::move(options_.comm_hook), *dtype);
   }
   if (!hooks_removed_) make();
 }
@@ -488,13 +543,12 @@ std::vector<std::vector<size_t>> TorchReducer::buckets() const {
   return reducer_->plan().buckets();
 }
 
-std::vector<int64_t> TorchReducer::bucket_sizes_bytes(
-    std::span<const int64_t> parameter_sizes_bytes) const {
+std::vector<int64_t> TorchReducer::bucket_sizes_bytes() const {
   std::vector<int64_t> sizes;
   for (const std::vector<size_t>& bucket : buckets()) {
     int64_t bytes = 0;
     for (const size_t i : bucket) {
-      bytes += parameter_sizes_bytes[i];
+      bytes += static_cast<int64_t>(parameters_[i].nbytes());
     }
     sizes.push_back(bytes);
   }

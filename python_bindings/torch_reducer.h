@@ -1,11 +1,8 @@
-// A Reducer with the habits of torch.distributed.Reducer.
+// Adapts Reducer to the interface of torch.distributed.Reducer, whose comm
+// hook, process group and static graph are set after construction.
 //
-// torch's class is told about its comm hook, its process group and a static
-// graph after construction, and is asked for what it did; Reducer is not. What
-// only that surface needs is here. Everything about gradients is Reducer's.
-//
-// Where Reducer can't be changed it is made anew, without a collective: ranks
-// change groups and declare static graphs alike, between iterations.
+// Where Reducer can't be changed it is made again, without a collective: all
+// ranks change groups and declare static graphs, between iterations.
 //
 // Thread safety: as Reducer. The GIL must not be held by whoever waits for a
 // call, since comm hooks written in Python take it.
@@ -18,7 +15,6 @@
 #include <functional>
 #include <memory>
 #include <optional>
-#include <span>
 #include <string>
 #include <string_view>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -29,11 +25,12 @@
 
 #include "brigade/comm_hooks/averaging_hook.h"
 #include "brigade/comm_hooks/ordered_all_reduce.h"
-#include "brigade/comm_hooks/step_in_backward.h"
-#include "brigade/python_bindings/awaited_futures.h"
+#include "brigade/python_bindings/python_hooks.h"
 #include "brigade/reducer/reducer.h"
 
 namespace brigade {
+
+class AwaitedFutures;
 
 class TorchReducer {
  public:
@@ -46,35 +43,37 @@ class TorchReducer {
                c10::intrusive_ptr<c10d::ProcessGroup> group,
                ReducerOptions options);
 
-  // Called before forward.
   void prepare_for_forward();
   void prepare_for_backward(const std::vector<at::Tensor>& outputs);
-  void note_local_forward(const std::vector<at::Tensor>& outputs);
-  void expect_forwards();
 
   // Returns true if it rebuilt. Errors: RuntimeError if the last prepared
   // backward left parameters without gradients.
   bool rebuild_buckets();
 
-  // This rank has joined while the others reduce an iteration. What they divide
-  // by: as in set_divisor().
-  void shadow_iteration(bool use_world_size);
-
   // See Reducer.
+  void note_local_forward(const std::vector<at::Tensor>& outputs);
+  void expect_forwards();
   bool can_continue() const { return !reducer_ || reducer_->can_continue(); }
   void abort_group() {
     if (reducer_) reducer_->abort_group();
   }
-
-  // See Reducer.
   void await_statuses();
+  void gradient_ready(size_t parameter);
+  void set_manual_finalization(bool required);
+  bool must_finalize_after_backward() const;
+  void finalize_backward();
+  void set_stall_report_after(std::chrono::milliseconds time);
+
+  // This rank has joined while the others reduce an iteration. Divides as
+  // set_divisor() says.
+  void shadow_iteration(bool use_world_size);
 
   // Before a collective of the caller's own: throws on all ranks if they are in
   // different places.
   void meet_peers();
 
   // Broadcasts these buffers of rank 0 before a forward with gradients, after
-  // meet_peers(). Returns false if there is no reducer any more. Throws as
+  // meet_peers(). Returns false if the hooks were removed. Throws as
   // Reducer::broadcast_before_forward().
   bool send_buffers(std::vector<at::Tensor> buffers);
 
@@ -88,63 +87,53 @@ class TorchReducer {
                           std::string name);
   void register_builtin_comm_hook(c10d::BuiltinCommHookType type);
 
-  // What the next buckets are divided by: the world size, or the sum that
-  // `count` of the ranks that still have data ends with. Holds until the next
+  // Divides the next buckets by the world size, or by the result of `count`,
+  // the number of ranks that still have data, until the next
   // prepare_for_forward(). Without effect under a registered hook.
   void set_divisor(c10::intrusive_ptr<c10d::Work> count, bool use_world_size);
 
-  // Behind whatever hook there is or will be, `step` is called with each of
-  // `parameters` whose bucket has arrived, while backward goes on; they have no
-  // gradients after it, nor before the next one if it failed. To be called on
-  // every rank before training.
+  // Calls `step` with each of `parameters` whose bucket has arrived, after any
+  // comm hook, while backward goes on. Afterwards they have no gradients, nor
+  // before the next backward if it failed. To be called on every rank before
+  // training.
   void step_in_backward(const std::vector<at::Tensor>& parameters,
                         ParameterStep step);
 
-  // The next backward does not end before these are done.
-  void await_at_end(std::vector<AwaitedFutures::Future> futures);
+  // The next backward ends after these.
+  void await_at_end(
+      std::vector<c10::intrusive_ptr<c10::ivalue::Future>> futures);
 
   // No effect if the graph is static already. Errors: RuntimeError once
   // training has begun.
   void set_static_graph();
 
-  // From here on gradients are told by gradient_ready(), and may be of another
-  // dtype than the parameters are now, which is what they become; a hook of the
-  // user's that is registered already gets buckets of `dtype`, if given. To be
-  // called on every rank before training.
+  // From here on gradients are announced by gradient_ready() and become of the
+  // parameters' dtype; a user's hook that is registered already gets buckets of
+  // `dtype`, if given. To be called on every rank before training.
   void set_mixed_precision_dtype(std::optional<at::ScalarType> dtype);
-  void gradient_ready(size_t parameter);
 
-  // See Reducer.
-  void set_manual_finalization(bool required);
-  bool must_finalize_after_backward() const;
-  void finalize_backward();
-
-  // How many ranks used each parameter in the last reduction: int32, where the
-  // parameters are. Undefined unless the reducer wants to know.
+  // The number of ranks that used each parameter in the last reduction: int32,
+  // on the parameters' device. Undefined if the reducer does not count.
   at::Tensor used_parameter_counts();
 
   // False if the parameters that a graph left unused changed.
   bool is_graph_static() const;
 
-  // Sums any bucket over the group, as hooks of torch's do.
+  // Sums any bucket over the group, as torch's hooks do.
   c10::intrusive_ptr<c10::ivalue::Future> run_all_reduce_hook(
       c10d::GradBucket& bucket);
 
-  // Forgets the iteration and the plan. The next call that needs them, or
-  // set_process_group(), makes them anew.
+  // Drops the iteration and the plan. The next call that needs them, or
+  // set_process_group(), makes them again.
   void reset() { reducer_ = nullptr; }
   void set_process_group(c10::intrusive_ptr<c10d::ProcessGroup> group);
 
-  // Takes the hooks off the parameters for good: from here on gradients are
-  // local.
+  // Removes the hooks from the parameters for good: gradients are local then.
   void remove_hooks();
 
   // Timelines are of every `rate`-th iteration. Errors: ValueError below 1.
   int64_t logging_sample_rate() const { return logging_sample_rate_; }
   void set_logging_sample_rate(int64_t rate);
-
-  // See Reducer.
-  void set_stall_report_after(std::chrono::milliseconds time);
 
   // Of the last iteration that was sampled.
   Timeline timeline() const;
@@ -153,15 +142,14 @@ class TorchReducer {
   // came.
   std::vector<int64_t> gradient_times_ns() const;
 
-  // What the last call or backward that failed said.
+  // Of the last call or backward that failed.
   std::optional<ReductionError> last_error() const;
 
   // Zeros and empty lists where there is no reducer.
   ReducerStatistics statistics() const;
   int64_t buckets_reduced() const;  // since the last prepare_for_backward()
   std::vector<std::vector<size_t>> buckets() const;
-  std::vector<int64_t> bucket_sizes_bytes(
-      std::span<const int64_t> parameter_sizes_bytes) const;
+  std::vector<int64_t> bucket_sizes_bytes() const;
 
   const std::vector<at::Tensor>& parameters() const { return parameters_; }
   const ParameterNames& parameter_names() const { return names_; }

@@ -1,4 +1,4 @@
-"""Which torch brigade may be built against, and which one is there.
+"""The versions of torch that brigade may be built against, and the one that is there.
 
 cmake/torch_versions.json holds the versions. The build backend asks here where torch
 is; scikit-build-core asks `Dependency` what pyproject.toml leaves open: which torch a
@@ -17,7 +17,7 @@ from typing import Any
 
 _VERSIONS = pathlib.Path(__file__).resolve().parent.parent / "cmake" / "torch_versions.json"
 
-# What the build backend was told to build against, if it was.
+# LibTorch that the build backend was told to build against.
 chosen: pathlib.Path | None = None
 
 

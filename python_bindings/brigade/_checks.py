@@ -1,8 +1,7 @@
-"""Checks of what a user hands to DistributedDataParallel.
+"""Checks of the arguments of DistributedDataParallel.
 
-Each function raises, or returns what it found out. A message says what was
-expected, what was found, and one thing to do. Where programs look for words of
-torch's in an error, ours has them too.
+Each function raises, or returns its finding. Errors have the words of torch's that programs look
+for.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -39,15 +38,6 @@ def require_type(wanted: type, **arguments: Any) -> None:
             )
 
 
-def require_module(module: torch.nn.Module) -> None:
-    """Raises TypeError unless there is a module, and no class."""
-    if not isinstance(module, torch.nn.Module):
-        raise TypeError(
-            f"DistributedDataParallel: module must be a torch.nn.Module, got {module!r:.100}.\n"
-            "Give an instance."
-        )
-
-
 def bytes_of_cap(name: str, mib: Any) -> int:
     """A bucket's size in bytes, given in MiB.
 
@@ -68,9 +58,30 @@ def bytes_of_cap(name: str, mib: Any) -> int:
     return max(1, int(mib * 1024 * 1024))  # one bucket per parameter
 
 
-def require_named_parameters(named: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Raises TypeError unless delay_all_reduce_named_params has pairs of name and tensor."""
-    for pair in named:
+def require_module(module: Any) -> None:
+    """Raises TypeError unless there is a module, and no class."""
+    if not isinstance(module, torch.nn.Module):
+        raise TypeError(
+            f"DistributedDataParallel: module must be a torch.nn.Module, got {module!r:.100}.\n"
+            "Give an instance."
+        )
+
+
+def require_arguments_fit(
+    delayed: list[Any],
+    param_to_hook_all_reduce: Any,
+    mixed_precision: Any,
+    find_unused_parameters: bool,
+    check_module: Any,
+) -> None:
+    """Raises TypeError, ValueError or RuntimeError for the first argument that is wrong."""
+    if mixed_precision is not None and find_unused_parameters:
+        raise RuntimeError(
+            "DistributedDataParallel: find_unused_parameters must be False with mixed_precision, "
+            "which swaps the parameters that are looked for in the graph.\n"
+            "Set static_graph=True instead, or use torch.autocast."
+        )
+    for pair in delayed:
         match pair:
             case (str(), torch.Tensor()):
                 continue
@@ -78,44 +89,30 @@ def require_named_parameters(named: Iterable[tuple[str, torch.Tensor]]) -> None:
             "DistributedDataParallel: delay_all_reduce_named_params must have pairs of a name "
             f"and a parameter, got {pair!r:.100}."
         )
+    require_type(torch.Tensor, param_to_hook_all_reduce=param_to_hook_all_reduce)
+    if param_to_hook_all_reduce is not None and not param_to_hook_all_reduce.requires_grad:
+        raise ValueError(
+            "DistributedDataParallel: param_to_hook_all_reduce must require a gradient, which its "
+            "hook waits for; it is frozen.\nGive the parameter whose gradient comes last."
+        )
+    if check_module not in _MODULE_CHECKS:
+        raise ValueError(
+            "DistributedDataParallel: check_module must be one of "
+            f"{', '.join(_MODULE_CHECKS)}, got {check_module!r:.100}.\nLeave it out for 'error'."
+        )
 
 
 def plan_of(bucket_plan: Any) -> list[list[int]]:
     """Indices of parameters by bucket, as lists; TypeError or ValueError if they can't be."""
+    wrong = "DistributedDataParallel: bucket_plan must be sequences of indices of parameters, got "
+    advice = ".\nGive the result of bucket_plan(), or leave it out."
     try:
         plan = [[operator.index(i) for i in bucket] for bucket in bucket_plan]
     except TypeError:
-        raise TypeError(
-            "DistributedDataParallel: bucket_plan must be sequences of indices of parameters, got "
-            f"{bucket_plan!r:.100}.\nGive what bucket_plan() returned, or leave it out."
-        ) from None
-    negative = [i for bucket in plan for i in bucket if i < 0]
-    if negative:
-        raise ValueError(
-            "DistributedDataParallel: bucket_plan must have indices of parameters, from 0, got "
-            f"{negative[0]}.\nGive what bucket_plan() returned, or leave it out."
-        )
+        raise TypeError(f"{wrong}{bucket_plan!r:.100}{advice}") from None
+    for i in (i for bucket in plan for i in bucket if i < 0):
+        raise ValueError(f"{wrong}{i}{advice}")
     return plan
-
-
-def require_module_check(name: Any) -> None:
-    """Raises ValueError unless it is one that check_module may be."""
-    if name not in _MODULE_CHECKS:
-        raise ValueError(
-            "DistributedDataParallel: check_module must be one of "
-            f"{', '.join(_MODULE_CHECKS)}, got {name!r:.100}.\nLeave it out for 'error'."
-        )
-
-
-def require_trainable_parameter(**arguments: Any) -> None:
-    """Raises TypeError or ValueError naming the first one that is neither None nor trainable."""
-    require_type(torch.Tensor, **arguments)
-    for name, parameter in arguments.items():
-        if parameter is not None and not parameter.requires_grad:
-            raise ValueError(
-                f"DistributedDataParallel: {name} must require a gradient, which its hook waits "
-                "for; it is frozen.\nGive the parameter whose gradient comes last."
-            )
 
 
 def process_group_of(
@@ -160,7 +157,7 @@ def _require_one_size(group: dist.ProcessGroup) -> None:
 
 
 def require_agreement(group: dist.ProcessGroup, what: str, items: Sequence[str]) -> None:
-    """Collective. Raises RuntimeError on every rank alike, naming what differs."""
+    """Collective. Raises RuntimeError on every rank, naming the difference."""
     try:
         _C.require_agreement(group, what, items)
     except RuntimeError as error:
@@ -177,11 +174,11 @@ def require_agreement(group: dist.ProcessGroup, what: str, items: Sequence[str])
 def failure_told_to_peers(
     group: dist.ProcessGroup | None, tell: Callable[[str], None] | None = None
 ) -> Iterator[None]:
-    """What is raised inside is raised by the peers too, in their next require_agreement().
+    """Makes the peers raise an error inside too, in their next require_agreement().
 
     Collective where something is raised, unless `group` is None. `tell` takes the place of
     require_agreement() where the peers' next collective is another one.
-    Says on stderr what it is where peers are late. Nothing inside communicates.
+    Prints the error to stderr while peers are late. Nothing inside communicates.
     """
     try:
         yield
@@ -202,7 +199,7 @@ def failure_told_to_peers(
 
 
 def _unlike_in_memory(text: str) -> str | None:
-    """Whether "sizes" or "strides" of what describe_tensor() describes there differ."""
+    """Whether "sizes" or "strides" of the tensors described in the text differ."""
     described = _DESCRIBED.findall(text)
     for part, unlike in enumerate(("sizes", "strides")):
         if len({each[part] for each in described}) > 1:
@@ -264,16 +261,6 @@ def require_one_device_id(device_ids: Sequence[Any]) -> None:
         raise ValueError(
             f"DistributedDataParallel: device_ids must name one device, got {list(device_ids)}.\n"
             "Start one process per device."
-        )
-
-
-def require_precision_fits(mixed_precision: object, find_unused_parameters: bool) -> None:
-    """Raises RuntimeError if unused parameters are looked for under mixed precision."""
-    if mixed_precision is not None and find_unused_parameters:
-        raise RuntimeError(
-            "DistributedDataParallel: find_unused_parameters must be False with mixed_precision, "
-            "which swaps the parameters that are looked for in the graph.\n"
-            "Set static_graph=True instead, or use torch.autocast."
         )
 
 
@@ -341,7 +328,7 @@ def _signature_of(hook: Callable[..., Any]) -> inspect.Signature:
 
 
 def name_of(hook: Any) -> str:
-    """What messages and logging data call a hook."""
+    """For messages and logging data."""
     return getattr(hook, "__qualname__", type(hook).__qualname__)
 
 

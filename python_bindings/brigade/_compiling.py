@@ -1,4 +1,4 @@
-"""What torch's compiler is to do with the wrapper's Python."""
+"""Settings of torch's compiler for the wrapper's Python."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""Moves what is to be sharded to the devices of its mesh, as torch's fully_shard does."""
+"""Devices of process groups, and moves of tensors to them, as torch's fully_shard does."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,29 +10,33 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from brigade._group_device import device_of, serves
+
+def device_of(group: dist.ProcessGroup) -> torch.device:
+    """The CPU if the group has a backend for it, else its own device: NCCL's, for instance."""
+    device = torch.device(dist.distributed_c10d._get_object_coll_device(group))
+    bound = group.bound_device_id
+    return bound if bound is not None and bound.type == device.type else device
+
+
+def serves(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether the group can send tensors on the device, as far as it tells."""
+    return not group._device_types or device.type in {d.type for d in group._device_types}
 
 
 def destinations(
     tensors: Iterable[torch.Tensor], group: dist.ProcessGroup, device_type: str | None
 ) -> list[tuple[torch.Tensor, torch.device]]:
-    """Those of the tensors that are to move, and where to; what is on meta stays there.
+    """The tensors that are to move, each with its destination; those on meta stay there.
 
     Args:
         tensors: parameters and buffers.
-        group: where nobody names a type, and the CPU's tensors can't travel in it, as in
-            NCCL's, what is on the CPU moves to its device.
-        device_type: the mesh's; None: there is none. What is on a device of that type stays,
-            also if it isn't the current one; torch moves it.
+        group: without a mesh, tensors on the CPU move to its device if it can't send them, as
+            NCCL's.
+        device_type: the mesh's; None: there is none. Tensors on a device of that type stay,
+            also if it isn't the current one; torch moves them.
     """
-    found = []
-    for tensor in tensors:
-        if tensor.is_meta:
-            continue
-        device = _device_for(tensor.device, group, device_type)
-        if device != tensor.device:
-            found.append((tensor, device))
-    return found
+    moves = [(t, _device_for(t.device, group, device_type)) for t in tensors if not t.is_meta]
+    return [(tensor, device) for tensor, device in moves if device != tensor.device]
 
 
 def move(tensor: torch.Tensor, device: torch.device) -> None:
@@ -50,16 +53,11 @@ def move(tensor: torch.Tensor, device: torch.device) -> None:
     if not is_traceable_wrapper_subclass(tensor):
         tensor.data = tensor.data.to(device)
         return
-    with torch.no_grad():  # what it is made of moves, too
+    with torch.no_grad():  # its parts move, too
         moved = tensor.to(device)
         if isinstance(tensor, nn.Parameter):
             moved = nn.Parameter(moved, requires_grad=tensor.requires_grad)
     torch.utils.swap_tensors(tensor, moved)
-
-
-def type_of(mesh: Any) -> str | None:
-    """None: there is no mesh, or a stand-in that names no type."""
-    return getattr(mesh, "device_type", None)
 
 
 def _device_for(

@@ -6,7 +6,7 @@ import torch
 
 _functorch = torch._C._functorch
 
-# By kind, what users call them.
+# Names of the functions, by kind of transform.
 _REFUSED = {
     _functorch.TransformType.Grad: "torch.func.grad, vjp or jacrev",
     _functorch.TransformType.Jvp: "torch.func.jvp or jacfwd",
@@ -14,7 +14,7 @@ _REFUSED = {
 
 
 def require_none_that_differentiates() -> None:
-    """What they record of a backward does not reach the units; nor does vmap's with a graph.
+    """Refuses transforms whose backward does not reach the units, vmap with a graph among them.
 
     Raises:
         NotImplementedError: that names the transform.

@@ -1,8 +1,7 @@
 """Lets torch's names make brigade's classes, for programs that don't name brigade's.
 
-torch's classes stay where they are, so that whoever has bound, derived from or
-asks for one of them, before, meanwhile or afterwards, has the same class.
-install() changes what their construction gives.
+torch's classes stay where they are, so that a program which binds, derives from or asks for one of
+them, at any time, has the same class. install() changes the result of their construction.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import gc
 import sys
 import types
 import warnings
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
@@ -39,29 +39,35 @@ from brigade.replicate import replicate
 _TorchDDP = torch.nn.parallel.distributed.DistributedDataParallel
 _TorchReducer = dist.Reducer
 _TorchLogger = dist.Logger
+_TorchFSDPModule = torch.distributed.fsdp.FSDPModule
 _torch_init = _TorchDDP.__init__
 _torch_setstate = _TorchDDP.__setstate__
-_torch_register_comm_hook = dist._register_comm_hook
-_torch_register_builtin_comm_hook = dist._register_builtin_comm_hook
-_torch_fully_shard = torch.distributed.fsdp.fully_shard
-_torch_register_fsdp_forward_method = torch.distributed.fsdp.register_fsdp_forward_method
-_torch_share_comm_ctx = torch.distributed.fsdp.share_comm_ctx
-_torch_replicate = torch.distributed._composable.replicate_with_fsdp.replicate
-_TorchFSDPModule = torch.distributed.fsdp.FSDPModule
+_HOMES_OF_HOOKS = (dist, dist.distributed_c10d, torch._C._distributed_c10d)
 _HOMES_OF_FULLY_SHARD = (
     torch.distributed.fsdp,
     torch.distributed.fsdp._fully_shard,
     sys.modules["torch.distributed.fsdp._fully_shard._fully_shard"],
     torch.distributed._composable.fsdp,
 )
+_HOMES_OF_REPLICATE = (torch.distributed._composable.replicate_with_fsdp,)
+# Torch's functions that install() replaces, by name, with the modules that have them.
+_HOMES = {
+    "_register_comm_hook": _HOMES_OF_HOOKS,
+    "_register_builtin_comm_hook": _HOMES_OF_HOOKS,
+    "fully_shard": _HOMES_OF_FULLY_SHARD,
+    "register_fsdp_forward_method": _HOMES_OF_FULLY_SHARD,
+    "share_comm_ctx": _HOMES_OF_FULLY_SHARD,
+    "replicate": _HOMES_OF_REPLICATE,
+}
+_torchs = {name: getattr(homes[0], name) for name, homes in _HOMES.items()}
 
 _MISSING = object()
-# Owner, name, what was there and what is there.
+# Owner, name, the value before and brigade's.
 _replaced: list[tuple[Any, str, Any, Any]] = []
 
 
 class _Installed:
-    """What install() returns: leaving it as a context undoes what that call did."""
+    """Leaving it as a context undoes what the call of install() did."""
 
     def __init__(self, is_first: bool) -> None:
         self._is_first = is_first
@@ -83,9 +89,9 @@ def install() -> _Installed:
     """Lets torch's DistributedDataParallel, Reducer and fully_shard make brigade's.
 
     Until uninstall(). So do classes derived from torch's, defaults and partials
-    that hold it, and pickles of it. What is made meanwhile stays brigade's
-    afterwards, and is pickled under the name that the program used: read where
-    brigade isn't, it is torch's. What was made before stays torch's, which a
+    that hold it, and pickles of it. Objects made meanwhile stay brigade's
+    afterwards, and are pickled under the name that the program used: read where
+    brigade isn't, they are torch's. Objects made before stay torch's, which a
     warning says; so does a function that was imported by name before, and
     fully_shard on devices that are neither CPUs nor CUDA's.
 
@@ -107,14 +113,9 @@ def install() -> _Installed:
     _replace(_TorchDDP, "__setstate__", _setstate)
     _replace(_TorchReducer, "__new__", staticmethod(_new_reducer))
     _replace(_TorchLogger, "__new__", staticmethod(_new_logger))
-    for module in (dist, dist.distributed_c10d, torch._C._distributed_c10d):
-        _replace(module, "_register_comm_hook", _register_comm_hook)
-        _replace(module, "_register_builtin_comm_hook", _register_builtin_comm_hook)
-    for module in _HOMES_OF_FULLY_SHARD:
-        _replace(module, "fully_shard", _fully_shard)
-        _replace(module, "register_fsdp_forward_method", _register_fsdp_forward_method)
-        _replace(module, "share_comm_ctx", _share_comm_ctx)
-    _replace(torch.distributed._composable.replicate_with_fsdp, "replicate", _replicate)
+    for name, homes in _HOMES.items():
+        for module in homes:
+            _replace(module, name, _OURS[name])
     return _Installed(is_first=True)
 
 
@@ -151,7 +152,7 @@ def _warn_of_what_came_too_early() -> None:
 
 
 def _wrapped_by_torchs() -> list[str]:
-    """The types of what living instances of torch's class wrap."""
+    """The types of the modules that living instances of torch's class wrap."""
     if not _instances_of_torchs():
         return []
     gc.collect()  # of those, some may only not have been collected yet
@@ -170,21 +171,13 @@ def _instances_of_torchs() -> list[Any]:
 
 
 def _bound_functions() -> list[str]:
-    """Names outside torch that hold what install() replaces in torch's modules."""
-    functions = (
-        _torch_register_comm_hook,
-        _torch_register_builtin_comm_hook,
-        _torch_fully_shard,
-        _torch_register_fsdp_forward_method,
-        _torch_share_comm_ctx,
-        _torch_replicate,
-    )
+    """Names outside torch that hold functions which install() replaces."""
     return [
         f"{name}.{key}"
         for name, module in list(sys.modules.items())
         if isinstance(module, types.ModuleType) and name.split(".")[0] not in ("torch", "brigade")
         for key, value in list(vars(module).items())
-        if any(value is function for function in functions)
+        if any(value is function for function in _torchs.values())
     ]
 
 
@@ -247,52 +240,41 @@ def _new_reducer(cls: type, *args: Any, **kwargs: Any) -> Any:
 
 
 def _new_logger(cls: type, *args: Any, **kwargs: Any) -> Any:
-    # What this returns is then initialised, since our class derives from torch's.
+    # The result is then initialised, since our class derives from torch's.
     if cls is _TorchLogger and any(isinstance(each, Reducer) for each in (*args, *kwargs.values())):
         cls = Logger
     return super(_TorchLogger, cls).__new__(cls)
 
 
-@functools.wraps(_torch_register_comm_hook)
-def _register_comm_hook(reducer: Any, state: object, comm_hook: Any) -> None:
-    if isinstance(reducer, Reducer):
-        reducer._register_comm_hook(state, comm_hook)
-    else:
-        _torch_register_comm_hook(reducer, state, comm_hook)
+def _passing_on(name: str, is_ours: Callable[[Any], bool], ours: Callable) -> Callable:
+    """Torch's function of that name, with brigade's for a first argument that is brigade's."""
+
+    @functools.wraps(_torchs[name])
+    def function(*args: Any, **kwargs: Any) -> Any:
+        first = next(iter((*args, *kwargs.values())), None)
+        return (ours if is_ours(first) else _torchs[name])(*args, **kwargs)
+
+    return function
 
 
-@functools.wraps(_torch_register_builtin_comm_hook)
-def _register_builtin_comm_hook(reducer: Any, comm_hook_type: dist.BuiltinCommHookType) -> None:
-    if isinstance(reducer, Reducer):
-        reducer._register_builtin_comm_hook(comm_hook_type)
-    else:
-        _torch_register_builtin_comm_hook(reducer, comm_hook_type)
+def _sharding(ours: Callable) -> Callable:
+    @functools.wraps(_torchs[ours.__name__])
+    def shard(module: Any, **kwargs: Any) -> Any:
+        mesh = kwargs.get("mesh")
+        if not _is_ours(module, mesh, ours.__name__):
+            return _torchs[ours.__name__](module, **kwargs)
+        if mesh is None and dist.is_initialized():
+            kwargs["mesh"] = _default_mesh(_brigades_below(module))
+        return ours(module, **kwargs)
 
-
-@functools.wraps(_torch_fully_shard)
-def _fully_shard(module: Any, **kwargs: Any) -> Any:
-    return _make(fully_shard, _torch_fully_shard, module, kwargs)
-
-
-@functools.wraps(_torch_replicate)
-def _replicate(module: Any, **kwargs: Any) -> Any:
-    return _make(replicate, _torch_replicate, module, kwargs)
-
-
-def _make(ours: Any, torchs: Any, module: Any, kwargs: dict[str, Any]) -> Any:
-    mesh = kwargs.get("mesh")
-    if not _is_ours(module, mesh, ours.__name__):
-        return torchs(module, **kwargs)
-    if mesh is None and dist.is_initialized():
-        kwargs["mesh"] = _default_mesh(_brigades_below(module))
-    return ours(module, **kwargs)
+    return shard
 
 
 _meshes: dict[str, tuple[dist.ProcessGroup, DeviceMesh]] = {}
 
 
 def _default_mesh(below: list[FSDPModule]) -> DeviceMesh | None:
-    """Of the accelerator, as torch chooses, or of what is sharded already; None: of CPUs."""
+    """Of the accelerator, as torch chooses, or of modules sharded already; None: of CPUs."""
     part = next((part for each in below for part in each.parameters()), None)
     kind = torch._C._get_accelerator().type if part is None else part.device.type
     if kind == "cpu":
@@ -320,22 +302,28 @@ def _is_ours(module: Any, mesh: Any, function: str) -> bool:
     warnings.warn(
         f"brigade.install(): {function} on devices of type '{kind}' is torch's: brigade shards on "
         "CPUs and CUDA devices so far.\nNothing is to be done.",
-        stacklevel=4,
+        stacklevel=3,
     )
     return False
 
 
-@functools.wraps(_torch_register_fsdp_forward_method)
-def _register_fsdp_forward_method(module: torch.nn.Module, method_name: str) -> None:
-    if isinstance(module, FSDPModule):
-        register_fsdp_forward_method(module, method_name)
-    else:
-        _torch_register_fsdp_forward_method(module, method_name)
-
-
-@functools.wraps(_torch_share_comm_ctx)
-def _share_comm_ctx(modules: list[torch.nn.Module]) -> None:
-    if any(isinstance(module, FSDPModule) for module in modules):
-        share_comm_ctx(modules)  # all are, or it raises
-    else:
-        _torch_share_comm_ctx(modules)
+_OURS = {
+    **{
+        name: _passing_on(
+            name, lambda reducer: isinstance(reducer, Reducer), getattr(Reducer, name)
+        )
+        for name in ("_register_comm_hook", "_register_builtin_comm_hook")
+    },
+    "fully_shard": _sharding(fully_shard),
+    "replicate": _sharding(replicate),
+    "register_fsdp_forward_method": _passing_on(
+        "register_fsdp_forward_method",
+        lambda module: isinstance(module, FSDPModule),
+        register_fsdp_forward_method,
+    ),
+    "share_comm_ctx": _passing_on(
+        "share_comm_ctx",
+        lambda modules: any(isinstance(each, FSDPModule) for each in modules),  # or it raises
+        share_comm_ctx,
+    ),
+}

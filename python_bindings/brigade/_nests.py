@@ -1,4 +1,4 @@
-"""Tensors in what modules take and return: tuples, lists, dicts and dataclasses of them."""
+"""Tensors in inputs and outputs of modules: tuples, lists, dicts and dataclasses of them."""
 
 from __future__ import annotations
 
@@ -19,10 +19,7 @@ def tensors_in(nest: Any) -> Iterator[torch.Tensor]:
 
 
 def map_tensors(nest: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The same nest, with each tensor replaced by what `function` makes of it.
-
-    What holds none that is replaced is not copied: it is the caller's own object.
-    """
+    """The same nest, with `function` of each tensor; parts where nothing changes are not copied."""
     if isinstance(nest, torch.Tensor):
         return function(nest)
     parts = _parts_of(nest)

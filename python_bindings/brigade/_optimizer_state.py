@@ -10,7 +10,7 @@ schedulers have a state of their own, which is not touched.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map, tree_map_with_path
 
 from brigade._C import describe_tensor, require_agreement
-from brigade._group_device import device_of
+from brigade._device_moves import device_of
 
 _CHUNK_BYTES = 250 * 1024 * 1024
 
@@ -131,41 +131,18 @@ def _made_of(forms: Any, own: Any, parameters: list[torch.Tensor]) -> Any:
 
 def _broadcast_bits(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup, src: int) -> None:
     """As bytes, since not every backend knows every dtype."""
-    for device, chunk in _chunks(tensors, group):
-        bits = [_bits_of(tensor) for tensor in chunk]
-        buffer = torch.cat([b.to(device) for b in bits])
-        dist.broadcast(buffer, group=group, group_src=src)
-        if group.rank() == src:
-            continue
-        for tensor, received in zip(chunk, buffer.split([len(b) for b in bits]), strict=True):
-            values = received.to(tensor.device, copy=True).view(tensor.dtype)
-            tensor.copy_(values.view(tensor.size()))
-
-
-def _bits_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(-1).view(torch.uint8)
-
-
-def _chunks(
-    tensors: Iterable[torch.Tensor], group: dist.ProcessGroup
-) -> Iterator[tuple[torch.device, list[torch.Tensor]]]:
-    """Lists of tensors that travel together, and where the group wants them to be."""
     of_group = {device.type for device in group._device_types}
     fallback = device_of(group)
     by_device: dict[torch.device, list[torch.Tensor]] = {}
     for tensor in tensors:
         device = tensor.device if tensor.device.type in of_group else fallback
         by_device.setdefault(device, []).append(tensor)
-    for device, waiting in by_device.items():
-        chunk: list[torch.Tensor] = []
-        num_bytes = 0
-        for tensor in waiting:
-            if chunk and num_bytes + tensor.nbytes > _CHUNK_BYTES:
-                yield device, chunk
-                chunk, num_bytes = [], 0
-            chunk.append(tensor)
-            num_bytes += tensor.nbytes
-        yield device, chunk
+    for device, together in by_device.items():
+        sent = [t.contiguous().view(-1).view(torch.uint8).to(device) for t in together]
+        dist._broadcast_coalesced(group, sent, _CHUNK_BYTES, src)
+        if group.rank() != src:
+            for tensor, bits in zip(together, sent, strict=True):
+                tensor.copy_(bits.to(tensor.device).view(tensor.dtype).view(tensor.size()))
 
 
 def _adopt(

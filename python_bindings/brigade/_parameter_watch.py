@@ -1,35 +1,53 @@
-"""Notices that a wrapped module no longer has the parameters that are reduced.
+"""Watches of a module's parameters, which find those that were replaced, removed or added.
 
-Looks at which tensors are registered in the module, and whether they are frozen; if that is
-not as it was, brigade._C.check_parameters has a closer look.
+A watch remembers which tensors are registered where, and looks closer only if that has changed.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
 
 import torch
+from torch import nn
 
-from brigade._C import check_parameters, entries_of, has_entries
+from brigade import _C
+from brigade._checks import some_of
 
 _requires_grad = operator.attrgetter("requires_grad")
 
 
+class _Registered:
+    """The parameters and children that are registered in modules, at the last look."""
+
+    def __init__(self) -> None:
+        self._tables: list[dict] | None = None
+        self._entries: list[Any] = []
+
+    def remember(self, modules: Iterable[nn.Module]) -> None:
+        self._tables = [t for module in modules for t in (module._parameters, module._modules)]
+        self._entries = _C.entries_of(self._tables)
+
+    def is_as_remembered(self) -> bool:
+        """Costs a pass over the modules' tables."""
+        return self._tables is not None and _C.has_entries(self._tables, self._entries)
+
+
 class ParameterWatch:
-    """Remembers a module's parameters, and tells what has become of them.
+    """Watches the parameters that DistributedDataParallel reduces.
 
     Args:
         module: The module as it was wrapped.
-        reduced: Those of its parameters that are reduced; None stands for one that may change.
-        names: Gives theirs.
-        all_parameters: Those that may be there, reduced or frozen.
-        ignored: Names that are nobody's business.
+        reduced: Its parameters that are reduced; None stands for one that may change.
+        names: Returns their names.
+        all_parameters: The parameters that may be there, reduced or frozen.
+        ignored: Names that are not watched.
     """
 
     def __init__(
         self,
-        module: torch.nn.Module,
+        module: nn.Module,
         reduced: Sequence[torch.Tensor | None],
         names: Callable[[], Sequence[str]],
         all_parameters: Sequence[torch.Tensor],
@@ -40,17 +58,15 @@ class ParameterWatch:
         self._names = names
         self._all = all_parameters
         self._ignored = ignored
-        self._frozen = self._that_matter([p for p in module.parameters() if not p.requires_grad])
-        self._remember()
+        self._frozen = self._watched([p for p in module.parameters() if not p.requires_grad])
+        self._registered = _Registered()
+        self._registered.remember(module.modules())
 
     def check(self) -> None:
-        """Raises RuntimeError naming parameters that were added, removed, replaced or unfrozen.
-
-        Costs a pass over the module's dictionaries.
-        """
-        if self._is_as_remembered() and not any(map(_requires_grad, self._frozen)):
+        """Raises RuntimeError naming parameters that were added, removed, replaced or unfrozen."""
+        if self._registered.is_as_remembered() and not any(map(_requires_grad, self._frozen)):
             return
-        may_be_remembered = check_parameters(
+        may_be_remembered = _C.check_parameters(
             type(self._module).__name__,
             present=dict(self._module.named_parameters()),
             reduced=self._reduced,
@@ -60,26 +76,100 @@ class ParameterWatch:
             ignored=set(self._ignored),
         )
         if may_be_remembered:
-            self._remember()
+            self._registered.remember(self._module.modules())
 
-    def _that_matter(self, frozen: list[torch.Tensor]) -> list[torch.Tensor]:
+    def _watched(self, frozen: list[torch.Tensor]) -> list[torch.Tensor]:
         if not frozen:
             return frozen
-        matter = {id(p) for p in self._all}
-        matter.difference_update(id(self._parameter_named(name)) for name in self._ignored)
-        return [p for p in frozen if id(p) in matter]
+        watched = {id(p) for p in self._all}
+        watched.difference_update(id(self._parameter_named(name)) for name in self._ignored)
+        return [p for p in frozen if id(p) in watched]
 
-    def _parameter_named(self, name: str) -> torch.nn.Parameter | None:
+    def _parameter_named(self, name: str) -> nn.Parameter | None:
         """By any of its names."""
         try:
             return self._module.get_parameter(name)
         except AttributeError:
             return None
 
-    def _remember(self) -> None:
-        modules = self._module.modules()
-        self._tables = [t for module in modules for t in (module._parameters, module._modules)]
-        self._entries = entries_of(self._tables)
 
-    def _is_as_remembered(self) -> bool:
-        return has_entries(self._tables, self._entries)
+class ParameterSlots:
+    """Watches the parameters of one sharded unit.
+
+    Args:
+        slots: By parameter: its module's table, its name there, and the parameter.
+        own_modules: Returns the modules of the unit.
+        names: Returns the paths of modules in the outermost one.
+        ignored: Parameters that are not sharded.
+    """
+
+    def __init__(
+        self,
+        slots: list[tuple[dict[str, Any], str, nn.Parameter]],
+        own_modules: Callable[[], Iterable[nn.Module]],
+        names: Callable[[], dict[nn.Module, str]],
+        ignored: set[nn.Parameter],
+    ) -> None:
+        self._slots = slots
+        self._own_modules = own_modules
+        self._names = names
+        self._ignored = ignored
+        self._registered = _Registered()
+
+    def restore_sharded(self, write: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
+        """Takes a sharded tensor in a parameter's place, which init functions leave, as value."""
+        for where, name, parameter in self._slots:
+            found = where.get(name)
+            if found is parameter or not isinstance(found, torch.Tensor):
+                continue
+            if _C.is_sharded(found) and found.shape == parameter.shape:
+                write(parameter, found.detach())
+                where[name] = parameter
+
+    def require_unchanged(self) -> None:
+        """Raises RuntimeError naming a parameter that was replaced, removed or added."""
+        if self._registered.is_as_remembered():
+            return
+        modules = list(self._own_modules())
+        present = {id(module._parameters) for module in modules}
+        for where, name, parameter in self._slots:
+            found = where.get(name)
+            if id(where) not in present or found is None:
+                raise RuntimeError(
+                    f"fully_shard: parameter '{self._path(where, name)}' was removed after "
+                    "fully_shard.\nPut it back, or shard a new module that lacks it."
+                )
+            if found is not parameter:
+                raise RuntimeError(
+                    f"fully_shard: expected parameter '{self._path(where, name)}' as it was "
+                    f"sharded, found a {type(found).__name__} of {tuple(found.shape)} in its place."
+                    "\nPut the sharded one back, and give values by load_full_state_dict(); "
+                    "torch.func.functional_call works inside of whole_parameters() and no_grad()."
+                )
+        self._require_no_others(modules)
+        self._registered.remember(modules)
+
+    def _require_no_others(self, modules: list[nn.Module]) -> None:
+        known = {(id(where), name) for where, name, _ in self._slots}
+        others = [
+            self._path(module._parameters, name)
+            for module in modules
+            for name, parameter in module._parameters.items()
+            if (id(module._parameters), name) not in known
+            and parameter is not None
+            and parameter.requires_grad
+            and parameter not in self._ignored
+        ]
+        if others:
+            raise RuntimeError(
+                f"fully_shard: expected the parameters that were there when it was called, found "
+                f"{some_of(others)} beside them, whose gradients nobody would average.\nAdd them "
+                "before fully_shard, or freeze them."
+            )
+
+    def _path(self, where: dict[str, Any], name: str) -> str:
+        """In the outermost module; of a module that is gone, the name there."""
+        for module, path in self._names().items():
+            if module._parameters is where:
+                return f"{path}.{name}" if path else name
+        return name

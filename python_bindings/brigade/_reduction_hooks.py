@@ -1,4 +1,4 @@
-"""Which comm hooks sharding knows: those of torch's that compress gradients."""
+"""Comm hooks of torch that sharding supports: those that compress gradients."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _wire_dtypes() -> dict[Any, torch.dtype]:
 
 
 def wire_dtype_of(hook: Any) -> torch.dtype:
-    """What gradients travel in.
+    """The dtype in which gradients are sent.
 
     Args:
         hook: One of torch's, by DDP's or FSDP's module, or its name.

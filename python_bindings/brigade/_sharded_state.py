@@ -1,8 +1,7 @@
-"""Whole state dicts of sharded models and of their optimizers.
+"""Unsharded state dicts of sharded models and of their optimizers, one unit in memory at a time.
 
-A model's go through units, one in memory at a time; an optimizer's too. Names, not
-indices, tell which parameter a state belongs to, as in
-torch.distributed.checkpoint.state_dict, whose form it is.
+An optimizer's state has names of parameters, not indices, as in
+torch.distributed.checkpoint.state_dict.
 """
 
 from __future__ import annotations
@@ -64,10 +63,9 @@ def require_whole_state(module: nn.Module, state: dict[str, torch.Tensor]) -> No
 def sharded_optimizer_state_dict(
     model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> OptimizerState:
-    """The optimizer's state by names of parameters, this rank's parts of it.
+    """The optimizer's state by names of parameters, this rank's shards of it.
 
-    For torch.distributed.checkpoint, which saves whole tensors through them. A tensor of
-    the sizes of this rank's part of its parameter is taken for a part of a whole one.
+    For torch.distributed.checkpoint, which saves whole tensors through them.
 
     Args:
         model: Whose parameters the optimizer has, or some of them.
@@ -80,7 +78,7 @@ def sharded_optimizer_state_dict(
         ValueError: A parameter of the optimizer is none of the model's.
     """
     names = _names_in_order(model, optimizer)
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = _parameters_of(optimizer)
     found = optimizer.state_dict()
     state = {
         names[index]: {
@@ -98,16 +96,16 @@ def sharded_optimizer_state_dict(
 def load_sharded_optimizer_state_dict(
     model: nn.Module, optimizer: torch.optim.Optimizer, state: OptimizerState
 ) -> None:
-    """The other way round.
+    """Loads the result of sharded_optimizer_state_dict().
 
     Raises:
-        ValueError: The state has other parameters than the optimizer, or is of other parts of
-            them; the optimizer is unchanged.
+        ValueError: The state has other parameters than the optimizer, or other shards of them;
+            the optimizer is unchanged.
     """
     names = _names_in_order(model, optimizer)
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = _parameters_of(optimizer)
     require_same_groups(model, optimizer, state)
-    _require_shapes(TensorShard, model, optimizer, state)
+    _require_shapes(TensorShard, names, parameters, state)
     indices = {name: index for index, name in enumerate(names)}
     by_index = {indices[name]: dict(values) for name, values in state["state"].items()}
     groups = [
@@ -127,10 +125,7 @@ def load_sharded_optimizer_state_dict(
 def full_optimizer_state_dict(
     model: nn.Module, optimizer: torch.optim.Optimizer, *, rank0_only: bool = False
 ) -> OptimizerState:
-    """The optimizer's state by names of parameters, whole. Collective.
-
-    Goes from unit to unit: with `rank0_only`, a rank that keeps nothing has one tensor for
-    each parameter of a unit in memory beside its parts.
+    """The optimizer's state by names of parameters, unsharded. Collective.
 
     Args:
         model: Whose parameters the optimizer has, or some of them.
@@ -138,8 +133,8 @@ def full_optimizer_state_dict(
         rank0_only: Others return an empty dict.
 
     Returns:
-        What a single process's would be: the same as from sharded_optimizer_state_dict(),
-        with whole tensors, copied.
+        As sharded_optimizer_state_dict(), with copies of the unsharded tensors: the state of a
+        single process.
 
     Raises:
         ValueError: A parameter of the optimizer is none of the model's.
@@ -151,14 +146,19 @@ def full_optimizer_state_dict(
 def load_full_optimizer_state_dict(
     model: nn.Module, optimizer: torch.optim.Optimizer, state: OptimizerState
 ) -> None:
-    """From a whole one, of a single process or of any number of ranks; equal on all ranks.
+    """Loads an unsharded state, of one process or any number of ranks; equal on all ranks.
 
     Raises:
         ValueError: The state has other parameters than the optimizer, or a tensor is neither
             of its parameter's sizes nor a scalar; the optimizer is unchanged.
     """
-    _require_shapes(torch.Tensor, model, optimizer, state)
+    names = _names_in_order(model, optimizer)
+    _require_shapes(torch.Tensor, names, _parameters_of(optimizer), state)
     load_sharded_optimizer_state_dict(model, optimizer, state)  # load_state_dict() shards it
+
+
+def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _names_in_order(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
@@ -201,13 +201,12 @@ def _is_whole(key: str, value: Any, parameter: TensorShard) -> bool:
 
 def _require_shapes(
     kind: type[torch.Tensor],
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    names: list[str],
+    parameters: list[torch.Tensor],
     state: OptimizerState,
 ) -> None:
     """ValueError unless tensors of this kind have their parameter's shape, or are scalars."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for name, parameter in zip(_names_in_order(model, optimizer), parameters, strict=True):
+    for name, parameter in zip(names, parameters, strict=True):
         if not isinstance(parameter, TensorShard):
             continue
         for key, value in state["state"].get(name, {}).items():

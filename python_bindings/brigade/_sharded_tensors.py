@@ -1,4 +1,4 @@
-"""Sharded tensors as Python sees them: of the whole shape, of which this rank holds a piece.
+"""Sharded tensors as Python sees them: of the unsharded shape, of which this rank holds a shard.
 
 C++ knows them by a dispatch key and decides which operators they take (fsdp/shard_operators.h).
 These classes add only methods: those that DTensors have, and the protocol by which
@@ -7,7 +7,9 @@ torch.distributed.checkpoint saves whole tensors through boxes of them.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import math
 import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -23,14 +25,65 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.tensor import Replicate
 
 from brigade import _C
-from brigade._shard_boxes import boxes_of
 
 if TYPE_CHECKING:
     from brigade._sharded_units import Unit
 
 
+# ---- Boxes, of which checkpoints are made.
+
+
+@dataclasses.dataclass(frozen=True)
+class Box:
+    """Neighbours in a tensor of row-major order, which lie in memory one after the other."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """How many elements are in it."""
+        return math.prod(self.sizes)
+
+
+@functools.lru_cache(maxsize=4096)
+def boxes_of(shape: tuple[int, ...], begin: int, end: int) -> tuple[Box, ...]:
+    """The elements from `begin` up to `end`, in row-major order, as boxes in that order.
+
+    At most 2 * len(shape) - 1 of them, none of them empty.
+    """
+    if begin == end:
+        return ()
+    if not shape:
+        return (Box((), ()),)
+    row = math.prod(shape[1:])
+    first_whole, end_whole = -(-begin // row), end // row
+    if first_whole > end_whole:  # inside of one row
+        return _in_row(shape, end_whole, begin, end)
+    boxes: tuple[Box, ...] = ()
+    if begin < first_whole * row:
+        boxes += _in_row(shape, first_whole - 1, begin, first_whole * row)
+    if first_whole < end_whole:
+        zeros = (0,) * (len(shape) - 1)
+        boxes += (Box((first_whole, *zeros), (end_whole - first_whole, *shape[1:])),)
+    if end_whole * row < end:
+        boxes += _in_row(shape, end_whole, end_whole * row, end)
+    return boxes
+
+
+def _in_row(shape: tuple[int, ...], index: int, begin: int, end: int) -> tuple[Box, ...]:
+    start = index * math.prod(shape[1:])
+    return tuple(
+        Box((index, *box.offsets), (1, *box.sizes))
+        for box in boxes_of(shape[1:], begin - start, end - start)
+    )
+
+
+# ---- Tensors.
+
+
 class TensorShard(torch.Tensor):
-    """A sharded tensor: a gradient, or an optimizer's state, or what is computed of them."""
+    """A sharded tensor: a gradient, an optimizer's state, or a result computed from them."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
     _brigade_unit: weakref.ref[Unit]
@@ -54,7 +107,7 @@ class TensorShard(torch.Tensor):
 
     @property
     def placements(self) -> tuple:
-        """What a DTensor of the whole would be placed as; pieces are cut in memory order."""
+        """Of a DTensor of the same elements; shards are cut in memory order."""
         placements = self._unit().placements()
         return placements if self.dim() > 0 else (Replicate(),) * len(placements)
 
@@ -183,7 +236,7 @@ class TensorShard(torch.Tensor):
 
     @property
     def global_shape(self) -> torch.Size:
-        """What checkpoints are compared with."""
+        """Compared with checkpoints."""
         return self.shape
 
 

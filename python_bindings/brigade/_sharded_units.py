@@ -1,9 +1,8 @@
 """Units of sharded modules, and the root that all units below the outermost one share.
 
-A module's call opens a forward of the root, which C++ runs (fsdp/sharded_model.h); calls
-inside of it are a part of it. Parameters stay where they are: the first operator that uses
-one gathers its unit. A call also gathers its unit at once, for code that reads memory
-without operators, as compiled code does.
+A module's call opens a forward of the root, which C++ runs (fsdp/sharded_model.h); calls inside
+of it are a part of it. The first operator that uses a parameter unshards its unit. A call also
+unshards its unit at once, for compiled code, which reads memory without operators.
 """
 
 from __future__ import annotations
@@ -27,16 +26,18 @@ from brigade._checks import failure_told_to_peers, some_of
 from brigade._device_moves import destinations, move
 from brigade._function_transforms import require_none_that_differentiates
 from brigade._nests import cast_floating, map_tensors, move_to, tensors_in
-from brigade._parameter_slots import ParameterSlots
-from brigade._shardable_parameters import require_count, require_plain, require_read_only
-from brigade._sharded_tensors import TensorShard, parameter_class
-from brigade._tied_parameters import (
+from brigade._parameter_watch import ParameterSlots
+from brigade._shardable_parameters import (
     memory_of,
     remember,
     require_apart,
+    require_count,
     require_free,
+    require_plain,
+    require_read_only,
     require_untied,
 )
+from brigade._sharded_tensors import TensorShard, parameter_class
 
 _UNIT = "_brigade_unit"
 _numbers = itertools.count()
@@ -93,11 +94,11 @@ class Unit:
             num_shards: So many consecutive ranks hold everything once.
             mesh: That was given, if it is one of these ranks.
             options: Of _C.FullyShardOptions, equal on all ranks.
-            policy: What inputs and outputs are cast to.
+            policy: Dtypes of inputs and outputs.
             reshards: None: unless it is the outermost.
             ignored: Parameters that stay as they are.
             block_numel_fn: Of a parameter, the elements that are never cut.
-            device_type: The mesh's, to which what is elsewhere moves; None: there is no mesh.
+            device_type: The mesh's, to which tensors elsewhere move; None: there is no mesh.
 
         Raises:
             ValueError: A parameter is another unit's, or ranks differ; on all ranks.
@@ -139,38 +140,33 @@ class Unit:
     ) -> None:
         found: dict[nn.Parameter, list[tuple[int, str]]] = {}
         slots: list[tuple[dict[str, Any], str, nn.Parameter]] = []
-        starts = [f"[{index}]." if len(modules) > 1 else "" for index in range(len(modules))]
         buffers: list[torch.Tensor] = []
-        for index, module in enumerate(modules):
-            for prefix, child in own_modules(module):
-                with failure_told_to_peers(self.group):
+        starts = [f"[{index}]." if len(modules) > 1 else "" for index in range(len(modules))]
+        block_numels = dtypes = None
+        with failure_told_to_peers(self.group):
+            for index, module in enumerate(modules):
+                for prefix, child in own_modules(module):
                     require_read_only(child, prefix, ignored)
-                buffers += [buffer for buffer in child._buffers.values() if buffer is not None]
-                for name, parameter in child._parameters.items():
-                    if parameter is None or parameter in ignored:
-                        continue
-                    path = prefix + name
-                    where = f"'{starts[index]}{path}' of {type(module).__name__}"
-                    with failure_told_to_peers(self.group):
+                    buffers += [buffer for buffer in child._buffers.values() if buffer is not None]
+                    for name, parameter in child._parameters.items():
+                        if parameter is None or parameter in ignored:
+                            continue
+                        path = prefix + name
+                        where = f"'{starts[index]}{path}' of {type(module).__name__}"
                         require_plain(parameter, where)
                         require_free(parameter, where)
-                    found.setdefault(parameter, []).append((index, path))
-                    slots.append((child._parameters, name, parameter))
-        self.slots = self._slots_of(slots, ignored)
-        parameters, self._paths = list(found), list(found.values())
-        names = [starts[index] + path for (index, path), *_ in self._paths]
-        block_numels = dtypes = None
-        override = getattr(self.policy, "param_dtype_override_fn", None)
-        with failure_told_to_peers(self.group):
+                        found.setdefault(parameter, []).append((index, path))
+                        slots.append((child._parameters, name, parameter))
+            parameters, self._paths = list(found), list(found.values())
+            names = [starts[index] + path for (index, path), *_ in self._paths]
             if block_numel_fn is not None:
                 block_numels = [
                     require_count(block_numel_fn(parameter), f"block_numel_fn of '{name}'")
                     for parameter, name in zip(parameters, names, strict=True)
                 ]
-            if override is not None:
+            if (override := getattr(self.policy, "param_dtype_override_fn", None)) is not None:
                 dtypes = [override(parameter) for parameter in parameters]
-        memories = memory_of(self, names, parameters)
-        with failure_told_to_peers(self.group):
+            memories = memory_of(self, names, parameters)
             moves = destinations([*parameters, *buffers], self.group, device_type)
             if moves:
                 require_apart(memories)
@@ -179,6 +175,13 @@ class Unit:
             for parameter in parameters:
                 if not _is_dense(parameter):
                     parameter.data = parameter.detach().contiguous()
+        reference = weakref.ref(self)  # it is freed when its modules are
+        self.slots = ParameterSlots(
+            slots,
+            lambda: (c for each in reference().modules() for _, c in own_modules(each)),
+            lambda: names_below(reference().outermost()),
+            ignored,
+        )
         if not found:
             if moves:  # else peers hear of a failure where the parameters are compared
                 types = [type(module).__name__ for module in modules]
@@ -198,23 +201,14 @@ class Unit:
         )
         remember(memories)
         self.parameters = parameters
-        reference = weakref.ref(self)
         for parameter in parameters:
             parameter.__class__ = parameter_class(type(parameter))
             parameter._brigade_unit = reference
 
-    def _slots_of(self, slots: list[tuple], ignored: set[nn.Parameter]) -> ParameterSlots:
-        reference = weakref.ref(self)  # it is freed when its modules are
-
-        def own() -> list[nn.Module]:
-            return [child for each in reference().modules() for _, child in own_modules(each)]
-
-        return ParameterSlots(slots, own, lambda: names_below(reference().outermost()), ignored)
-
     # ---- Among other units.
 
     def around(self) -> Unit | None:
-        """The next unit around this one; None of what is the outermost so far."""
+        """The next unit around this one; None of the outermost so far."""
         return None if self._around is None else self._around()
 
     def outermost(self) -> Unit:
@@ -246,7 +240,6 @@ class Unit:
         return self.num_shards < self.group.size()
 
     def describe(self) -> str:
-        """For errors."""
         kinds = [
             type(module).__name__.removeprefix("FSDP").removeprefix("Replicate")
             for module in self.modules()
@@ -286,7 +279,7 @@ class Unit:
         ]
 
     def device_mesh(self) -> DeviceMesh:
-        """As DTensors have it: one dimension, or (replicas, shards)."""
+        """Of one dimension, or (replicas, shards)."""
         if self._mesh is None:
             kind = self.parameters[0].device.type if self.parameters else "cpu"
             ranks = torch.tensor(dist.get_process_group_ranks(self.group))
@@ -297,7 +290,7 @@ class Unit:
         return self._mesh
 
     def placements(self) -> tuple:
-        """As DTensors have it."""
+        """Of a DTensor over device_mesh()."""
         return (Replicate(), Shard(0)) if self.device_mesh().ndim == 2 else (Shard(0),)
 
     # ---- Settings.
@@ -476,7 +469,7 @@ class Root:
         self.native.set_synchronizes(not value)
 
     def finalize(self) -> None:
-        """Collective: reduces what backwards have accumulated of units that are to be reduced."""
+        """Collective: reduces accumulated gradients of units that are to be reduced."""
         is_due = any(unit.settings().synchronizes for unit in self.units)
         if self.outermost.finalizes_by_hand and is_due:
             self.native.set_synchronizes(True)
@@ -546,7 +539,7 @@ def _require_memory(outermost: Unit, units: list[Unit], names: dict[nn.Module, s
 def _mesh_in(outermost: Unit, unit: Unit) -> tuple[list[int], int] | None:
     """By ranks of the outermost unit's group, and how many share. None: the same mesh."""
     if unit.group is outermost.group and unit.num_shards == outermost.num_shards:
-        return None
+        return None  # torch may not know the group
     of_root = dist.get_process_group_ranks(outermost.group)
     ranks = dist.get_process_group_ranks(unit.group)
     if ranks == of_root and unit.num_shards == outermost.num_shards:
@@ -606,7 +599,7 @@ def _require_same_order(outermost: Unit, units: list[Unit]) -> None:
 
 
 def _require_untied(outermost: Unit) -> None:
-    """Collective. ValueError on all ranks if what is not sharded has a parameter's memory."""
+    """Collective. ValueError on all ranks if an unsharded tensor has a parameter's memory."""
     with failure_told_to_peers(outermost.group):
         for module in outermost.modules():
             for name, parameter in module.named_parameters():

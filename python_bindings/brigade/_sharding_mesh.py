@@ -1,4 +1,4 @@
-"""Which ranks share a unit's parameters: groups, from what torch's arguments say of meshes."""
+"""Process groups of the ranks that share a unit's parameters, from torch's mesh arguments."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def host_mesh(device_type: str) -> DeviceMesh:
         brigade.fully_shard(model, mesh=brigade.host_mesh("cpu"))
 
     Args:
-        device_type: "cpu", or what torch.distributed.device_mesh.init_device_mesh() takes.
+        device_type: "cpu", or another type that init_device_mesh() takes.
 
     Returns:
         A mesh of shape (hosts, ranks of a host), whose dimensions are named "replicate" and

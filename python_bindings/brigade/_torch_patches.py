@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 import torch.distributed._state_dict_utils
-import torch.distributed.checkpoint._state_dict_stager
-import torch.distributed.checkpoint.staging
 import torch.distributed.checkpoint.state_dict
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager as _StateDictStager
 from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.staging import BlockingAsyncStager as _BlockingStager
 from torch.optim.optimizer import _foreach_supported_types as _of_optimizers
 
 from brigade import _C
@@ -31,41 +31,38 @@ _utils = torch.distributed._state_dict_utils
 @functools.cache
 def patch_torch() -> None:
     """Once, by the first fully_shard()."""
-    # clip_grad_norm_() asks for all norms at once then: one all-reduce, not one for each.
-    torch.utils._foreach_utils._foreach_supported_types.append(TensorShard)
-    # Ranks would clip differently beside gradients that each rank has for itself; and norms of
-    # a list are one all-reduce on CPUs, too.
-    clip = torch.nn.utils.clip_grad
-    clip._get_total_norm = _of_shards_alone(clip._get_total_norm)
-    torch.nn.utils.get_total_norm = clip._get_total_norm
-    # Optimizers use lists where that is their default, on devices.
-    _of_optimizers.append(ShardedParameter)
-    # An optimizer's state is torch.Tensor; torch.distributed.checkpoint asks for methods.
-    torch.optim.Optimizer.state_dict = _with_shards(torch.optim.Optimizer.state_dict)
-    # Unsharded states, which torch would keep beside sharded parameters, are cut.
-    torch.optim.Optimizer.load_state_dict = _sharding(torch.optim.Optimizer.load_state_dict)
-    # get_state_dict() and set_state_dict() with full_state_dict=True know DTensors only.
-    _state_dict._gather_state_dict = _gathering(_state_dict._gather_state_dict)
-    _state_dict._distribute_state_dict = _cutting(_state_dict._distribute_state_dict)
-    _utils._broadcast_tensors = _cutting(_utils._broadcast_tensors)
-    # dcp.async_save() copies storages, which sharded tensors have none of.
-    stager = torch.distributed.checkpoint._state_dict_stager.StateDictStager
-    stager._offload_tensor = _staging(stager._offload_tensor)
-    blocking = torch.distributed.checkpoint.staging.BlockingAsyncStager  # of file writers
-    blocking.stage = _blocking(blocking.stage)
-    # It would write several boxes of one tensor by one name, of which the last remains.
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
-    HuggingFaceStorageWriter.prepare_local_plan = _one_box_each(
-        HuggingFaceStorageWriter.prepare_local_plan
-    )
-    HuggingFaceStorageWriter.prepare_global_plan = _one_writer_each(
-        HuggingFaceStorageWriter.prepare_global_plan
-    )
+    # clip_grad_norm_() asks for all norms at once then: one all-reduce, not one for each.
+    torch.utils._foreach_utils._foreach_supported_types.append(TensorShard)
+    # Optimizers use lists where that is their default, on devices.
+    _of_optimizers.append(ShardedParameter)
+    clip = torch.nn.utils.clip_grad
+    for owner, name, patch in (
+        # Ranks would clip differently beside gradients that each rank has for itself; and norms of
+        # a list are one all-reduce on CPUs, too.
+        (clip, "_get_total_norm", _of_shards_alone),
+        # An optimizer's state is torch.Tensor; torch.distributed.checkpoint asks for methods.
+        (torch.optim.Optimizer, "state_dict", _with_shards),
+        # Unsharded states, which torch would keep beside sharded parameters, are cut.
+        (torch.optim.Optimizer, "load_state_dict", _sharding),
+        # get_state_dict() and set_state_dict() with full_state_dict=True know DTensors only.
+        (_state_dict, "_gather_state_dict", _gathering),
+        (_state_dict, "_distribute_state_dict", _cutting),
+        (_utils, "_broadcast_tensors", _cutting),
+        # dcp.async_save() copies storages, which sharded tensors have none of.
+        (_StateDictStager, "_offload_tensor", _staging),
+        (_BlockingStager, "stage", _blocking),  # of file writers
+        # It would write several boxes of one tensor by one name, of which the last remains.
+        (HuggingFaceStorageWriter, "prepare_local_plan", _one_box_each),
+        (HuggingFaceStorageWriter, "prepare_global_plan", _one_writer_each),
+    ):
+        of_torch = getattr(owner, name)
+        setattr(owner, name, functools.wraps(of_torch)(patch(of_torch)))
+    torch.nn.utils.get_total_norm = clip._get_total_norm
 
 
 def _of_shards_alone(of_torch: Callable) -> Callable:
-    @functools.wraps(of_torch)
     def total_norm(
         tensors: Any,
         norm_type: float = 2.0,
@@ -87,7 +84,6 @@ def _of_shards_alone(of_torch: Callable) -> Callable:
 
 
 def _with_shards(of_torch: Callable) -> Callable:
-    @functools.wraps(of_torch)
     def state_dict(self: torch.optim.Optimizer) -> dict[str, Any]:
         for parameter, values in self.state.items():
             if not isinstance(parameter, TensorShard):
@@ -101,7 +97,6 @@ def _with_shards(of_torch: Callable) -> Callable:
 
 
 def _sharding(of_torch: Callable) -> Callable:
-    @functools.wraps(of_torch)
     def load_state_dict(self: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
         parameters = [p for group in self.param_groups for p in group["params"]]
         saved = [index for group in state_dict["param_groups"] for index in group["params"]]
@@ -115,7 +110,6 @@ def _sharding(of_torch: Callable) -> Callable:
 
 
 def _staging(of_torch: Callable) -> Callable:
-    @functools.wraps(of_torch)
     def offload(self: Any, x: torch.Tensor, memo: dict, non_blocking: bool = False) -> Any:
         if not isinstance(x, TensorShard):
             return of_torch(self, x, memo, non_blocking)
@@ -126,7 +120,6 @@ def _staging(of_torch: Callable) -> Callable:
 
 
 def _blocking(of_torch: Callable) -> Callable:
-    @functools.wraps(of_torch)
     def stage(self: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
         if not any(isinstance(value, TensorShard) for _, value in leaves_of(state_dict)):
             return of_torch(self, state_dict)
@@ -141,7 +134,6 @@ def _copy_on_cpu(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _gathering(of_torch: Callable) -> Callable:
-    @functools.wraps(of_torch)
     def gather(state_dict: dict[str, Any], **options: Any) -> dict[str, Any]:
         if not any(isinstance(value, TensorShard) for _, value in leaves_of(state_dict)):
             return of_torch(state_dict, **options)
@@ -152,9 +144,8 @@ def _gathering(of_torch: Callable) -> Callable:
 
 
 def _cutting(of_torch: Callable) -> Callable:
-    """Of a function that puts what it finds in one dict into another, by the same keys."""
+    """Of a function that copies values of one dict into another, by the same keys."""
 
-    @functools.wraps(of_torch)
     def put(found: dict[str, Any], own: dict[str, Any], *args: Any, **options: Any) -> None:
         shards = {key: value for key, value in own.items() if isinstance(value, TensorShard)}
         of_torch(found, own, *args, **options)
@@ -169,7 +160,6 @@ def _cutting(of_torch: Callable) -> Callable:
 
 
 def _one_box_each(of_torch: Callable) -> Callable:
-    @functools.wraps(of_torch)
     def prepare_local_plan(self: Any, plan: SavePlan) -> SavePlan:
         for name, count in Counter(item.index.fqn for item in plan.items).items():
             if count > 1:
@@ -184,7 +174,6 @@ def _one_box_each(of_torch: Callable) -> Callable:
 
 
 def _one_writer_each(of_torch: Callable) -> Callable:
-    @functools.wraps(of_torch)
     def prepare_global_plan(self: Any, plans: list[SavePlan]) -> list[SavePlan]:
         writers = defaultdict(list)
         for rank, plan in enumerate(plans):

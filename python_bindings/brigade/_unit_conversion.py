@@ -1,4 +1,4 @@
-"""What Module.to() and its like do to sharded modules: to this rank's pieces."""
+"""Module.to() and similar methods of sharded modules: conversions of this rank's shards."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def convert(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recur
 
 
 def give_memory(module: nn.Module, device: torch.device) -> None:
-    """To what is on meta of what its state dict has; what it holds is anything."""
+    """Allocates tensors of the state dict that are on meta; their values are undefined."""
 
     def fn(tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor

@@ -1,11 +1,9 @@
 """DistributedDataParallel: one copy of a module per rank, gradients averaged in backward.
 
-The class takes the place of torch's: same parameters, same methods, and an
-instance of it, since frameworks and the compiler ask. Gradients are the business
-of brigade's reducer; what has nothing to do with them (buffers, join, no_sync,
-mixed precision's casts) is inherited. torch's constructor is not run: without a
-reducer to build it takes 80.8 ms for 8,000 parameters, of 85.4 ms with one; ours
-takes 9.9 ms in all.
+The class derives from torch's and has its parameters and methods, since frameworks and the
+compiler ask for torch's class. brigade's reducer handles gradients; the rest (buffers, join,
+no_sync, casts of mixed precision) is inherited. torch's constructor is not run: for 8,000
+parameters it takes 80.8 ms without a reducer to build; ours takes 9.9 ms in all.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ import sys
 import warnings
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
@@ -26,7 +24,7 @@ from torch.distributed.algorithms.join import Joinable, _JoinConfig
 from torch.distributed.utils import _sync_module_states
 from torch.nn.parallel import distributed as torch_ddp
 
-from brigade import _checks, _compiling, _optimizer_in_backward
+from brigade import _checks, _compiling
 from brigade._C import (
     Logger,
     Reducer,
@@ -35,7 +33,6 @@ from brigade._C import (
     suggest_control_device,
 )
 from brigade._checks import require_agreement
-from brigade._finalization import ManualFinalization
 from brigade._output_tie import tie
 from brigade._parameter_watch import ParameterWatch
 
@@ -43,8 +40,6 @@ _MIB = 1024 * 1024
 _DEFAULT_BUCKET_CAP_MB = 25
 _BROADCAST_BYTES = 250 * _MIB
 _TRACED = ("forward", "_pre_forward", "_post_forward")
-
-# What install() may have put in its place is not torch's.
 _TorchDistributedDataParallel = torch_ddp.DistributedDataParallel
 
 
@@ -56,10 +51,15 @@ def _descriptions(tensors: dict[str, torch.Tensor]) -> list[str]:
 
 
 def _profiler_range(name: str) -> AbstractContextManager[Any]:
-    """A user's annotation; even while nobody profiles, torch's slows down what is inside."""
+    """Torch's own annotation slows the code inside down, even without a profiler."""
     if torch.autograd._profiler_enabled():
         return torch.autograd.profiler.record_function(name)
     return nullcontext()
+
+
+def _step_optimizers(parameter: torch.Tensor) -> None:
+    for optimizer in parameter._in_backward_optimizers:
+        optimizer.step()
 
 
 def _require_no_shards(named: dict[str, torch.Tensor]) -> None:
@@ -80,97 +80,83 @@ def _is_transformed_by_tensor_parallelism(module: torch.nn.Module) -> bool:
     )
 
 
-class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel):
+class DistributedDataParallel(_TorchDistributedDataParallel):
     """Data-parallel training of a module over the ranks of a process group.
 
-    Collective: every rank wraps the same module. Afterwards all hold rank 0's
-    parameters and buffers, and each backward leaves the average over all ranks
-    in ``.grad``. On the CPU, and without a comm hook of the user's, a large
-    gradient may have its bucket's storage in place of one of its own; clone one
-    to save or resize it alone.
+    Collective: every rank wraps the same module. Afterwards all hold rank 0's parameters and
+    buffers, and each backward leaves the average over all ranks in ``.grad``. On the CPU, without
+    a comm hook of the user's, a large gradient may share its bucket's storage; clone it to save or
+    resize it.
 
     Args:
         module: Has at least one parameter that requires a gradient.
         device_ids: The one accelerator that the module is on, or None.
         output_device: The same device, or None.
-        dim: Kept for torch's scatter() and gather().
-        broadcast_buffers: Deprecated. Stands for forward_sync_buffers where
-            that is None, and then False keeps buffers from being sent at
-            construction too.
-        init_sync: Ranks are compared and given rank 0's tensors now.
+        dim: For torch's scatter() and gather().
+        broadcast_buffers: Deprecated. Stands for forward_sync_buffers where that is None; False
+            then also keeps buffers from being sent at construction.
+        init_sync: Compares ranks now and gives them rank 0's tensors.
         process_group: Default: the default group.
         bucket_cap_mb: Size of a bucket in MiB; default: 1 for the first, then 25.
-        find_unused_parameters: A parameter that the outputs do not depend on
-            counts as zero in the average; if no rank used it, its gradient
-            stays as it was. If False, it is an error. Costs a walk of the
-            graph per forward.
+        find_unused_parameters: A parameter that the outputs do not depend on counts as zero in
+            the average; if no rank used it, its gradient stays as it was. If False, it is an
+            error. Costs a walk of the graph per forward.
         check_reduction: Without effect.
-        gradient_as_bucket_view: Gradients are views of their buckets, which saves
-            a copy and the memory of the gradients.
+        gradient_as_bucket_view: Gradients are views of their buckets, which saves a copy and the
+            memory of the gradients.
         static_graph: Every iteration uses the same parameters in the same way.
-        delay_all_reduce_named_params: Pairs of names and parameters that are
-            reduced together when the gradient of `param_to_hook_all_reduce` is
-            there.
+        delay_all_reduce_named_params: Pairs of names and parameters that are reduced together
+            when the gradient of `param_to_hook_all_reduce` is ready.
         param_to_hook_all_reduce: See above.
         mixed_precision: Dtypes of parameters, reduction and buffers.
         device_mesh: A 1-D mesh instead of a process group.
-        skip_all_reduce_unused_params: With find_unused_parameters: buckets that
-            no rank uses are not reduced. Without effect beside static_graph.
-        bucket_cap_mb_list: Sizes of the first, second, ... bucket in MiB; the
-            last one repeats. bucket_cap_mb is without effect beside it.
-        batched_grad_copy: Without effect: gradients always go into a bucket in one
-            pass, and come out with the bits of torch's default.
-        forward_sync_buffers: Rank 0's buffers, of the shapes that ranks had at
-            construction, are broadcast before each forward
-            that will be reduced, and by join(). Default: True.
-        lazy_bucket_allocation: Buckets have memory from when they are packed until gradients
-            are delivered; as views, gradients keep it until they are set to None.
-        check_module: What is done in a forward that finds other parameters in the
-            module than were wrapped: "error", "warn" or "off", which looks for none.
-        bucket_plan: What bucket_plan() of an earlier run returned; buckets are not rebuilt then.
-        one_backward_per_forward: A backward that leaves gradients out is an error when it
-            ends, not in the next forward.
-        max_unconfirmed_iterations: On devices: the number of iterations, 0 to 32, that may
-            be delivered before all ranks are known to have ended them, when the next one
-            begins. A rank's failure raises on the others that many iterations later at the
-            latest; the process group is closed then, and training resumes from a
-            checkpoint (docs/recovery.md). Without effect on the CPU, where ranks wait for
-            each other before gradients are delivered.
-        control_channel: False: ranks exchange gradients only and no status; a failure closes
-            the process group.
-        reproducible: Gradients are added up in the order of the ranks and divided once, so
-            that bits do not depend on buckets, rebuilds, views or the order of backward, and
-            equal those of fully_shard(). Of dense gradients, without comm hook,
-            mixed_precision or delayed parameters. On CPUs it costs another set of
-            connections, and time (docs/status.md).
-        reproducible_row_size: With reproducible: rows of so many ranks are summed each by
-            itself, then these sums, as fully_shard() does on a mesh whose second dimension
-            is as long. Divides the number of ranks.
+        skip_all_reduce_unused_params: With find_unused_parameters: buckets that no rank uses are
+            not reduced. Without effect with static_graph.
+        bucket_cap_mb_list: Sizes of the first, second, ... bucket in MiB; the last one repeats.
+            Replaces bucket_cap_mb.
+        batched_grad_copy: Without effect: gradients always enter a bucket in one pass, with the
+            bits of torch's default.
+        forward_sync_buffers: Rank 0's buffers, of the shapes at construction, are broadcast
+            before each forward that will be reduced, and by join(). Default: True.
+        lazy_bucket_allocation: Buckets have memory from packing until gradients are delivered;
+            gradients that are views keep it until they are set to None.
+        check_module: Action of a forward that finds other parameters in the module than were
+            wrapped: "error", "warn" or "off", which does not look.
+        bucket_plan: The result of bucket_plan() of an earlier run; buckets are not rebuilt then.
+        one_backward_per_forward: A backward that leaves gradients out is an error when it ends,
+            not in the next forward.
+        max_unconfirmed_iterations: On devices: the number of iterations, 0 to 32, that may be
+            delivered before all ranks are known to have ended them, when the next one begins. A
+            rank's failure raises on the others at most that many iterations later; then the
+            process group is closed, and training resumes from a checkpoint (docs/recovery.md).
+            Without effect on the CPU, where ranks wait for each other before delivery.
+        control_channel: False: ranks exchange gradients only and no status; a failure closes the
+            process group.
+        reproducible: Gradients are added in rank order and divided once, so that bits do not
+            depend on buckets, rebuilds, views or the order of backward, and equal those of
+            fully_shard(). Of dense gradients, without comm hook, mixed_precision or delayed
+            parameters. On CPUs it costs time (docs/status.md).
+        reproducible_row_size: With reproducible: groups of this many consecutive ranks are summed
+            first, then these sums, as fully_shard() does on a mesh whose second dimension has
+            this size. Divides the number of ranks.
 
     Raises:
         DistBackendError: A peer has died, or did not come in time.
-        RuntimeError: Nothing to train, lazy parameters, a DTensor, a
-            bucket_plan that does not fit, both a process group and a mesh, a
-            mesh of several dimensions, mixed_precision beside
-            find_unused_parameters, reproducible beside what it can't sum in
-            order, or ranks differ.
+        RuntimeError: Nothing to train, lazy parameters, a DTensor, a bucket_plan that does not
+            fit, arguments that exclude each other, a mesh of several dimensions, or ranks differ.
         TypeError: Arguments of a wrong type.
-        ValueError: Devices that are not the module's, one of two arguments that
-            belong together, a size that is none, an unknown check_module.
+        ValueError: Devices that are not the module's, one of two arguments that belong together,
+            an invalid size or check_module.
     """
 
-    # Of one that was pickled without: an older torch's, for instance.
+    # Defaults for older pickles.
     batched_grad_copy = False
     lazy_bucket_allocation = False
     bucket_bytes_cap_list: Sequence[int] = ()
     _require_manual_backward_finalization = False
     check_module = "error"
     _given_plan: list[list[int]] | None = None
-    one_backward_per_forward = False
-    max_unconfirmed_iterations = 1
-    control_channel = True
-    reproducible = False
-    reproducible_row_size: int | None = None
+    _own_options: Mapping[str, Any] = {}  # of the reducer, which torch's has not
 
     def __init__(
         self,
@@ -211,7 +197,6 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
         compares_ranks = init_sync and group.size() > 1
         with _checks.failure_told_to_peers(group if compares_ranks else None):
             _checks.require_module(module)
-            _checks.require_precision_fits(mixed_precision, find_unused_parameters)
             self._set_up_group(module, group, device_mesh)
             _checks.require_type(
                 Iterable, delay_all_reduce_named_params=delay_all_reduce_named_params
@@ -221,19 +206,25 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
                 delay_all_reduce_named_params=delay_all_reduce_named_params,
                 param_to_hook_all_reduce=param_to_hook_all_reduce,
             )
-            _checks.require_named_parameters(delayed)
-            _checks.require_trainable_parameter(param_to_hook_all_reduce=param_to_hook_all_reduce)
+            _checks.require_arguments_fit(
+                delayed,
+                param_to_hook_all_reduce,
+                mixed_precision,
+                find_unused_parameters,
+                check_module,
+            )
             self._set_up_parameters(module, delayed)
             self._set_up_devices(device_ids, output_device)
             self._set_up_state()
             self._set_up_buckets(bucket_cap_mb, bucket_cap_mb_list)
-            _checks.require_module_check(check_module)
             self.check_module = check_module
-            self.one_backward_per_forward = one_backward_per_forward
-            self.max_unconfirmed_iterations = max_unconfirmed_iterations
-            self.control_channel = control_channel
-            self.reproducible = reproducible
-            self.reproducible_row_size = reproducible_row_size
+            self._own_options = {
+                "one_backward_per_forward": one_backward_per_forward,
+                "max_unconfirmed_iterations": max_unconfirmed_iterations,
+                "control_channel": control_channel,
+                "reproducible": reproducible,
+                "reproducible_row_size": reproducible_row_size,
+            }
             if reproducible:
                 _checks.require_sums_of_our_own(
                     mixed_precision=mixed_precision is not None,
@@ -270,7 +261,7 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
             self._require_same_module(syncs_buffers_at_init)
         parameters, expect_sparse = self._build_params_for_reducer()
         names = self._build_debug_param_to_name_mapping(parameters)
-        self._make_reducer(parameters, expect_sparse, names, static_graph, compare_ranks=init_sync)
+        self._ddp_init_helper(parameters, expect_sparse, names, static_graph, init_sync)
         if compares_ranks:
             _sync_module_states(
                 module=self.module,
@@ -310,7 +301,7 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
 
     @property
     def broadcast_buffers(self) -> bool:
-        """What torch calls forward_sync_buffers since 2.13."""
+        """Torch's name before 2.13 of forward_sync_buffers."""
         return self.forward_sync_buffers
 
     @broadcast_buffers.setter
@@ -318,18 +309,14 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
         self.forward_sync_buffers = value
 
     def _require_same_options(self, static_graph: bool, delayed: dict[str, torch.Tensor]) -> None:
-        """Compares with the other ranks what decides on collectives, but for the module's own."""
+        """Compares options that decide on collectives with the other ranks."""
         options = [
             f"forward_sync_buffers = {self.forward_sync_buffers}",
             f"find_unused_parameters = {self.find_unused_parameters}",
             f"skip_all_reduce_unused_params = {self.skip_all_reduce_unused_params}",
             f"static_graph = {static_graph}",
             f"mixed_precision = {self.mixed_precision}",
-            f"one_backward_per_forward = {self.one_backward_per_forward}",
-            f"control_channel = {self.control_channel}",
-            f"max_unconfirmed_iterations = {self.max_unconfirmed_iterations}",
-            f"reproducible = {self.reproducible}",
-            f"reproducible_row_size = {self.reproducible_row_size}",
+            *(f"{name} = {value}" for name, value in self._own_options.items()),
             f"delayed parameters = {len(delayed)}",
         ]
         require_agreement(self.process_group, "option", options)
@@ -337,7 +324,7 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
             require_agreement(self.process_group, "delayed parameter", _descriptions(delayed))
 
     def _require_same_module(self, syncs_buffers_at_init: bool) -> None:
-        """Compares with the other ranks what is sent of the module, and frozen parameters."""
+        """Compares parameters, frozen ones too, and buffers with the other ranks."""
         parameters = self._not_ignored(self.module.named_parameters())
         require_agreement(self.process_group, "parameter", _descriptions(parameters))
         if self.forward_sync_buffers or syncs_buffers_at_init:
@@ -414,13 +401,13 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
         if self.bucket_bytes_cap_list:
             self.bucket_bytes_cap = max(self.bucket_bytes_cap_list)
         self.broadcast_bucket_size = _BROADCAST_BYTES
-        if hasattr(torch_ddp, "_BucketCapacityConfig"):
+        if hasattr(torch_ddp, "_BucketCapacityConfig"):  # an attribute of torch's wrapper
             self._bucket_config = torch_ddp._BucketCapacityConfig.create(
                 bucket_cap_mb, bucket_cap_mb_list, self._use_python_reducer
             )
 
     def _set_up_state(self) -> None:
-        """What the inherited methods keep between calls."""
+        """Attributes that the inherited methods use."""
         self._use_python_reducer = _compiling.reduces_in_compiled_backward()
         self._require_manual_backward_finalization = False
         self.static_graph = False
@@ -454,64 +441,55 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
         self.register_comm_hook(state, hooks._reducer_allreduce_and_upcast_hook)
         self.reducer._set_mixed_precision_param_dtype(precision.param_dtype)
 
-    def _assign_modules_buffers(self) -> None:
-        """Notes the buffers that are synced; a module may have replaced them since."""
-        self.named_module_buffers = self._not_ignored(self.module.named_buffers())
-        self.modules_buffers = list(self.named_module_buffers.values())
-
     def _ddp_init_helper(
-        self,
-        parameters: list[torch.Tensor],
-        expect_sparse_gradient: list[bool],
-        param_to_name_mapping: dict[int, str],
-        static_graph: bool,
-    ) -> None:
-        """Called for a copy, and when a pickled wrapper is read, which one rank may do alone."""
-        self._make_reducer(
-            parameters,
-            expect_sparse_gradient,
-            param_to_name_mapping,
-            static_graph,
-            compare_ranks=False,
-        )
-
-    def _make_reducer(
         self,
         parameters: list[torch.Tensor],
         expect_sparse: list[bool],
         names: dict[int, str],
         static_graph: bool,
-        compare_ranks: bool,
+        compare_ranks: bool = False,
     ) -> None:
-        """Makes reducer and logger, without a word to other ranks unless these are compared."""
+        """Makes reducer and logger, without communication unless ranks are compared.
+
+        torch's methods call it for a copy, and where one rank alone may read a pickled wrapper.
+        """
         _compiling.leave_to_interpreter()
         if self._use_python_reducer:
-            # What the compiler looks into is torch's.
+            # The compiler looks into torch's methods.
             for name in _TRACED:
                 setattr(self, name, getattr(super(), name))
         if self.mixed_precision is not None:
             for index, parameter in enumerate(parameters):
                 parameter._idx = index
+        if self._given_plan is None:
+            caps = self._bucket_caps()
+            if not self.bucket_bytes_cap_list and rebuilds_by_default(
+                static_graph=static_graph, find_unused_parameters=self.find_unused_parameters
+            ):
+                # One bucket per dtype until buckets are rebuilt: before that, other collectives
+                # of the module's own might come between those of buckets.
+                caps = [sys.maxsize]
+            buckets, _ = dist._compute_bucket_assignment_by_size(parameters, caps, expect_sparse)
+            buckets.reverse()  # backward visits the last layers first
+        else:
+            buckets = self._given_plan
         self.reducer = Reducer(
             parameters,
+            buckets,
+            [0] * len(buckets),  # limits, which have no effect
             self.process_group,
-            names=names,
-            expect_sparse=expect_sparse,
-            first_bucket_caps_bytes=self._first_bucket_caps(static_graph),
-            bucket_caps_bytes=self._bucket_caps(),
-            bucket_plan=self._given_plan,
+            expect_sparse,
+            param_to_name_mapping=names,
+            bucket_bytes_cap_list=self._bucket_caps(),
+            rebuild_buckets=None if self._given_plan is None else False,
             find_unused_parameters=self.find_unused_parameters,
-            skip_all_reduce_unused_parameters=self.skip_all_reduce_unused_params,
+            skip_all_reduce_unused_params=self.skip_all_reduce_unused_params,
             static_graph=static_graph,
             gradient_as_bucket_view=self.gradient_as_bucket_view,
             lazy_bucket_allocation=self.lazy_bucket_allocation,
             verify_across_ranks=compare_ranks,
-            one_backward_per_forward=self.one_backward_per_forward,
-            max_unconfirmed_iterations=self.max_unconfirmed_iterations,
-            control_channel=self.control_channel,
-            reproducible=self.reproducible,
-            reproducible_row_size=self.reproducible_row_size,
-            reduces_by_itself=not self._use_python_reducer,
+            use_python_reducer=self._use_python_reducer,
+            **self._own_options,
         )
         self.reducer._expect_forwards()
         if self._require_manual_backward_finalization:
@@ -542,20 +520,8 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
             ignored=self.parameters_to_ignore,
         )
 
-    def _first_bucket_caps(self, static_graph: bool) -> list[int]:
-        """Caps in bytes until buckets are rebuilt from the order that was seen.
-
-        One bucket per dtype where they will be rebuilt: before that, other
-        collectives of the module's own might come between those of buckets.
-        """
-        rebuilds = rebuilds_by_default(
-            static_graph=static_graph, find_unused_parameters=self.find_unused_parameters
-        )
-        if rebuilds and not self.bucket_bytes_cap_list:
-            return [sys.maxsize]
-        return self._bucket_caps()
-
     def _bucket_caps(self) -> list[int]:
+        """In bytes."""
         if self.bucket_bytes_cap_list:
             return self.bucket_bytes_cap_list
         if self.bucket_bytes_cap_default:
@@ -580,7 +546,7 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
     # ---------------------------------------------------------------- forward
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The module's forward; a backward through what it returns is reduced.
+        """The module's forward; a backward through its outputs is reduced.
 
         Collective unless under no_sync(): every rank calls it equally often. Under
         no_grad() it makes buffers equal, if there are any, but not inside join():
@@ -627,16 +593,6 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
                 self._watch.check()
             except RuntimeError as error:
                 warnings.warn(str(error), UserWarning, stacklevel=2)
-
-    @contextmanager
-    def _inside_ddp_forward(self):
-        # The compiler asks torch's class, whatever install() put in its place.
-        outer = _TorchDistributedDataParallel._active_ddp_module
-        _TorchDistributedDataParallel._active_ddp_module = self
-        try:
-            yield
-        finally:
-            _TorchDistributedDataParallel._active_ddp_module = outer
 
     def _post_forward(self, output: Any) -> Any:
         if not self._delay_all_reduce_all_params:
@@ -735,6 +691,64 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
             with torch.no_grad():
                 self._default_broadcast_coalesced(authoritative_rank=src)
 
+    # ----------------------------------------------------- manual finalization
+
+    @property
+    def require_manual_backward_finalization(self) -> bool:
+        """Whether finalize_backward() has to be called, once for each reduced backward.
+
+        If False, the default, backward itself waits for the gradients of the other ranks. Set it
+        before forward, on all ranks.
+
+        Raises:
+            RuntimeError: There is no reducer to wait for, or a backward is running.
+        """
+        return self._require_manual_backward_finalization
+
+    @require_manual_backward_finalization.setter
+    def require_manual_backward_finalization(self, required: bool) -> None:
+        if required:
+            self._require_a_reducer()
+        elif self._delay_all_reduce_all_params:
+            return
+        self.reducer._set_manual_finalization_required(required)
+        self._require_manual_backward_finalization = required
+
+    @property
+    def should_finalize_after_backward(self) -> bool:
+        """Whether finalize_backward() has to wait for the end of the next backward.
+
+        To be read after forward. If False, a hook that runs in backward may call it as soon as
+        all gradients are there.
+        """
+        if not self._require_manual_backward_finalization:
+            return False
+        return self.mixed_precision is not None or self.reducer._should_finalize_after_backward()
+
+    def finalize_backward(self) -> None:
+        """Waits for the gradients of the other ranks and writes the averages into ``.grad``.
+
+        Raises:
+            RuntimeError: It is not required, gradients are missing, or there is nothing to wait
+                for: under no_sync(), or when it is called twice.
+        """
+        self._require_a_reducer()
+        self.reducer._finalize_backward_manual()
+
+    def _require_a_reducer(self) -> None:
+        if self._delay_all_reduce_all_params:
+            raise RuntimeError(
+                "DistributedDataParallel: Manual backward finalization is not supported when all "
+                "parameters are in delay_all_reduce_named_params, whose hook waits for them.\n"
+                "Leave a parameter out of that list, or let backward finish by itself."
+            )
+        if self._use_python_reducer:
+            raise RuntimeError(
+                "DistributedDataParallel: Manual backward finalization is not supported with the "
+                'compiler\'s optimize_ddp="python_reducer", where the compiled backward waits.\n'
+                "Choose another mode before the module is wrapped."
+            )
+
     # ------------------------------------------------------------------- join
 
     def _check_and_sync_module_buffers(self) -> None:
@@ -759,12 +773,20 @@ class DistributedDataParallel(ManualFinalization, _TorchDistributedDataParallel)
         return grad
 
     def _setup_in_backward_optimizers(self) -> None:
-        stepped = [p for p in self._module_parameters if _optimizer_in_backward.has_optimizer(p)]
+        """Optimizers of torch's _apply_optimizer_in_backward() step after any comm hook.
+
+        torch's wrapper steps them after its own all-reduce alone, and on accelerators alone.
+        """
+        stepped = [p for p in self._module_parameters if hasattr(p, "_in_backward_optimizers")]
         if not stepped:
             return
+        from torch.distributed.optim import apply_optimizer_in_backward
+
         for parameter in stepped:
-            _optimizer_in_backward.take_over(parameter)
-        self.reducer._step_in_backward(stepped, _optimizer_in_backward.step)
+            handles = apply_optimizer_in_backward.param_to_optim_hook_handle_map
+            for handle in handles.get(parameter, []):
+                handle.remove()
+        self.reducer._step_in_backward(stepped, _step_optimizers)
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Lets `hook` carry buckets across ranks, once for all.

@@ -7,9 +7,9 @@
     brigade.fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters())
 
-A module that is sharded is a unit: its parameters that no other unit has are gathered
-when it runs, and their gradients are summed together. Parameters keep their shapes: in a
-forward or backward operators see them whole, otherwise they act on this rank's shards.
+A sharded module is a unit: its parameters that no other unit has are unsharded when it runs, and
+their gradients are reduced together. Parameters keep their shapes: in a forward or backward
+operators see them unsharded, otherwise they act on this rank's shards.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, UnshardH
 
 from brigade import _C, _compiling, _sharded_state
 from brigade._checks import failure_told_to_peers
-from brigade._device_moves import type_of
-from brigade._group_device import device_of, serves
+from brigade._device_moves import device_of, serves
 from brigade._reduction_hooks import wire_dtype_of
 from brigade._shardable_parameters import require_count
 from brigade._sharded_units import Root, Unit, own_modules, split_reshards, unit_of
@@ -58,7 +57,7 @@ class _HandleInPass(UnshardHandle):
 
 
 class FSDPModule(_TorchFSDPModule):
-    """What a sharded module can do beside what its own class does."""
+    """Methods that a sharded module has beside those of its own class."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> nn.Module:
         """One of the module's own class, as slices of a Sequential are made."""
@@ -87,17 +86,13 @@ class FSDPModule(_TorchFSDPModule):
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
-        """Whether backwards reduce its gradients; if not, they add up on this rank, whole.
+        """Whether backwards reduce its gradients; if not, they accumulate on this rank, unsharded.
 
-        Units may differ, alike on all ranks: the others' are reduced meanwhile. Sets
+        Units may differ, identically on all ranks: the others' are reduced meanwhile. Sets
         set_requires_all_reduce(), too.
         """
-        for settings in self._settings(recurse):
-            settings.synchronizes = requires_gradient_sync
-            settings.sums_over_replicas = requires_gradient_sync
-
-    def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Without effect: every backward is complete by itself."""
+        sync = requires_gradient_sync
+        self._set(recurse, synchronizes=sync, sums_over_replicas=sync)
 
     def set_reshard_after_forward(
         self, reshard_after_forward: bool | int, recurse: bool = True
@@ -105,83 +100,58 @@ class FSDPModule(_TorchFSDPModule):
         """From the next forward on. A number of ranks, as fully_shard() takes it, is one that
         some unit had before the first forward.
         """
-        own = unit_of(self)
-        for unit in own.with_those_below() if recurse else [own]:
+        for unit in self._units(recurse):
             unit.set_reshards_after_forward(reshard_after_forward)
 
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
     ) -> None:
-        """False: whole from then on until its parts are changed, so that the next forward of
-        several backwards gathers nothing.
+        """False: it stays unsharded until its shards are changed, so that the next forward of
+        several backwards issues no all-gather.
         """
-        for settings in self._settings(recurse):
-            settings.reshards_after_backward = reshard_after_backward
+        self._set(recurse, reshards_after_backward=reshard_after_backward)
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
-        """True: the memory that it is whole in stays its own while it is sharded, so that its
-        whole parameters keep their addresses from then on.
+        """True: its unsharded parameters keep their memory, and so their addresses, while it is
+        sharded.
         """
-        for settings in self._settings(recurse):
-            settings.keeps_storage = keep
+        self._set(recurse, keeps_storage=keep)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """False: this unit's backward reads none of its parameters, as an embedding's."""
-        for settings in self._settings(recurse=False):
-            settings.gathers_in_backward = unshard_in_backward
+        self._set(False, gathers_in_backward=unshard_in_backward)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Sums of this unit's gradients are divided by that, in place of the number of ranks."""
         if factor == 0:
             raise ValueError("set_gradient_divide_factor: expected a number, found 0.\nGive 1.")
-        for settings in self._settings(recurse=False):
-            settings.gradient_divisor = factor
+        self._set(False, gradient_divisor=factor)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """The older name of set_gradient_divide_factor()."""
         self.set_gradient_divide_factor(factor)
 
-    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Without effect: what travels is always summed, and divided once behind that."""
-
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """False: on a mesh with replicas, backwards reduce its gradients over a row only, and
-        the next one that reduces them over all adds what rows have left. Units may differ.
+        """False: on a mesh with replicas, backwards reduce its gradients over a shard group only,
+        and the next one that reduces them over all adds these sums. Units may differ.
         """
-        for settings in self._settings(recurse):
-            settings.sums_over_replicas = requires_all_reduce
+        self._set(recurse, sums_over_replicas=requires_all_reduce)
 
     def set_reduce_scatter_max_input_buffers(
         self, max_input_buffers: int, *, recurse: bool = True
     ) -> None:
-        """So many reductions keep memory for whole gradients at once: of all units together,
-        the least that one of them was given (2 if none was).
+        """At most this many reductions hold memory for unsharded gradients at once: of all units
+        together, the least that one of them was given (2 if none was).
         """
         if max_input_buffers < 1:
             raise ValueError(
                 "set_reduce_scatter_max_input_buffers: expected 1 at least, found "
                 f"{max_input_buffers}.\nGive 2, for instance."
             )
-        own = unit_of(self)
-        for unit in own.with_those_below() if recurse else [own]:
+        for unit in self._units(recurse):
             unit.max_reducing = max_input_buffers
-        if own.root is not None:
-            own.root.apply_max_reducing()
-
-    def set_separate_reduce_scatter_group(
-        self, enable: bool = True, *, recurse: bool = True
-    ) -> None:
-        """Without effect: gathers and reductions are on connections of their own always."""
-
-    def set_reduce_scatter_unused_params(
-        self, reduce_scatter_unused_params: bool, *, recurse: bool = True
-    ) -> None:
-        """Without effect: what a rank leaves out is always summed as zeros. The gradient of a
-        parameter that no rank has used stays as it is, also where torch's would be zeros.
-        """
-
-    def _set_unshard_async_op(self, async_op: bool) -> None:
-        """Without effect: all-gathers begin ahead of their need always."""
+        if (root := unit_of(self).root) is not None:
+            root.apply_max_reducing()
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
         """When this module is needed in forward, the all-gathers of the next units begin: as many
@@ -202,13 +172,17 @@ class FSDPModule(_TorchFSDPModule):
                 "outermost one.\nLeave out the others."
             )
         depth = sum(unit.native is not None for unit in units) or None
-        for settings in self._settings(recurse=False):
-            setattr(settings, name, depth)
+        self._set(False, **{name: depth})
 
-    def _settings(self, recurse: bool) -> list[_C.UnitSettings]:
+    def _units(self, recurse: bool) -> list[Unit]:
         own = unit_of(self)
-        units = own.with_those_below() if recurse else [own]
-        return [settings for unit in units if (settings := unit.settings()) is not None]
+        return own.with_those_below() if recurse else [own]
+
+    def _set(self, recurse: bool, **values: Any) -> None:
+        for unit in self._units(recurse):
+            if (settings := unit.settings()) is not None:
+                for name, value in values.items():
+                    setattr(settings, name, value)
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
         """True: gradients are reduced by finalize_backward(), not by backwards. Makes the root.
@@ -229,12 +203,11 @@ class FSDPModule(_TorchFSDPModule):
             )
 
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
-        """Collective: reduces what backwards have added up, if gradients are to be reduced.
+        """Collective: reduces accumulated gradients, of units that are to be synchronized.
 
         Returns:
-            With `async_op`, what torch's program waits for, which is over: on devices the
-            current stream is behind the sums, and the host ahead of them; on CPUs the host has
-            waited.
+            With `async_op`, a handle for torch's programs, which is complete: on devices the
+            current stream waits for the sums; on CPUs the host has waited.
 
         Raises:
             RuntimeError: this is not the outermost module, as torch's.
@@ -246,15 +219,13 @@ class FSDPModule(_TorchFSDPModule):
         return GradientReductionHandle() if async_op else None
 
     def set_post_optim_event(self, event: torch.Event) -> None:
-        """What the next forward waits for: an event behind the optimizer's step, recorded on a
-        stream that the current one is not behind. Once.
+        """The next forward waits once for the event, recorded after the optimizer's step on a
+        stream that the current one does not wait for.
         """
         unit_of(self).outermost().post_optim_event = event
 
     def gradient_slot(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """Where a custom autograd function may write a parameter's gradient, in its backward.
-
-        It fills what this returns and returns that itself, and nothing is copied::
+        """Memory that a custom autograd function may fill with a gradient and return, uncopied::
 
             slot = model.gradient_slot(weight)
             if slot is None:
@@ -262,13 +233,13 @@ class FSDPModule(_TorchFSDPModule):
             return torch.mm(inputs.t(), gradient, out=slot)
 
         Args:
-            parameter: as its module has it in forward, whole, of any unit of the root.
+            parameter: as its module has it in forward, of any unit of the root.
 
         Returns:
-            A tensor of the parameter's shape in the reduce dtype, whose values are anything;
-            None if the function is to return a tensor of its own: the parameter is frozen or
-            has a gradient in this backward already, the backward returns its gradients
-            (torch.autograd.grad), or none is running.
+            A tensor of the parameter's shape in the reduce dtype, with undefined values; None if
+            the function is to return its own tensor: the parameter is frozen or has a gradient in
+            this backward already, the backward returns its gradients (torch.autograd.grad), or
+            none is running.
 
         Raises:
             ValueError: it is no parameter that was sharded below the root.
@@ -280,7 +251,7 @@ class FSDPModule(_TorchFSDPModule):
         """Of the outermost module, before its first forward: for all units. Collective.
 
         Args:
-            state: Without effect, of what the hooks that are known take.
+            state: Without effect.
             hook: As fully_shard's `comm_hook`; the same on all ranks.
 
         Raises:
@@ -305,16 +276,15 @@ class FSDPModule(_TorchFSDPModule):
         self._root().native.step_without_data()
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Collective: this unit is whole until reshard(), and trains on meanwhile.
+        """Collective: this unit, without those below it, stays unsharded until reshard().
 
-        Or until its settings say that it is released: behind its next forward or backward.
-        Not those below it; whole_parameters() is for all units. Inside of a forward or backward
-        it is gathered for its next use only, and ranks may differ.
+        Or until its settings reshard it: after its next forward or backward. Inside of a forward
+        or backward it is unsharded for its next use only, and ranks may differ.
 
         Args:
-            async_op: Returns what is to be waited for before its parameters are read. Its
-                forward waits by itself. Inside of a forward or backward the gather begins as
-                `prefetch_depth` says: at the latest where it is waited for.
+            async_op: Returns a handle to wait for before its parameters are read; its forward
+                waits by itself. Inside of a forward or backward the all-gather begins as
+                `prefetch_depth` says, at the latest in wait().
 
         Raises:
             RuntimeError: Ranks do something else; on all of them.
@@ -326,18 +296,18 @@ class FSDPModule(_TorchFSDPModule):
         return UnshardHandle() if async_op else None
 
     def reshard(self, *, writes: bool = False) -> None:
-        """This unit is sharded again: all ranks do so between the same forwards and backwards.
+        """Shards this unit again; all ranks call it between the same forwards and backwards.
 
         Without effect in its forward and its backward.
 
         Args:
-            writes: With the values that its whole parameters have now, equal on all ranks.
+            writes: Keeps the values of its unsharded parameters, equal on all ranks.
         """
         unit_of(self).reshard(writes)
 
     @contextmanager
     def whole_parameters(self, *, writes: bool = False) -> Iterator[None]:
-        """All units of the root are whole inside; `writes`: what is changed there is kept."""
+        """Unshards all units of the root inside; `writes`: keeps changes of their values."""
         root = self._root()
         root.unshard(writes)
         try:
@@ -353,7 +323,7 @@ class FSDPModule(_TorchFSDPModule):
         return torch.tensor(norm, device="cpu")
 
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
-        """Collective: whole parameters in their own dtype, and buffers, copied, on every rank.
+        """Collective: copies of unsharded parameters, in their own dtype, and of buffers.
 
         `rank0_only`: others return an empty dict, and have one unit in memory at a time.
         """
@@ -361,11 +331,10 @@ class FSDPModule(_TorchFSDPModule):
         return _sharded_state.full_state_dict(self, rank0_only)
 
     def load_full_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Collective: from whole parameters and buffers, equal on all ranks.
+        """Collective: from unsharded parameters and buffers, equal on all ranks.
 
-        What is on meta gets memory where the state is, or on the group's device if it has no
-        backend for that. Buffers that are in no state dict stay
-        there.
+        Tensors on meta get memory where the state is, or on the group's device if it has no
+        backend for that; buffers that are in no state dict stay on meta.
 
         Raises:
             ValueError: a name is missing or unknown, or a shape differs; nothing is changed.
@@ -385,26 +354,19 @@ class FSDPModule(_TorchFSDPModule):
         return self._root().native.statistics()
 
     def sharding_timeline(self) -> _C.ShardingTimeline:
-        """When units were gathered and reduced in the last step that was sampled: the first 10
-        are, and every 100th (set_timeline_sample_rate()). print() shows a table.
+        """Times of all-gathers and reductions in the last sampled step: the first 10 are sampled,
+        and every 100th (set_timeline_sample_rate()). print() shows a table.
         """
         return self._root().native.timeline()
 
     def set_timeline_sample_rate(self, sample_rate: int) -> None:
-        """Every so many steps are sampled, beside the first 10; 0: none.
-
-        Raises:
-            ValueError: it is negative.
-        """
+        """Samples each `sample_rate`-th step beside the first 10; 0: none. ValueError below 0."""
         self._root().native.set_timeline_sample_rate(sample_rate)
 
     def set_stall_report_after(self, seconds: float) -> None:
-        """A rank that has waited so long for its peers warns once, and says for which unit, and
-        how far the late ranks are. 0: never; at first half of the group's timeout, 60 s at
-        most.
-
-        Raises:
-            ValueError: it is negative.
+        """A rank that has waited that long for its peers warns once, and names the unit and the
+        position of the late ranks. 0: never; the default is half of the group's timeout, 60 s at
+        most. ValueError below 0.
         """
         if seconds < 0:
             raise ValueError(
@@ -412,15 +374,20 @@ class FSDPModule(_TorchFSDPModule):
             )
         self._root().native.set_stall_report_after(datetime.timedelta(seconds=seconds))
 
-    def reset_iter_state(self) -> None:
-        """Without effect: an exception ends a forward, whatever it is."""
-
 
 def _lacks(name: str) -> Callable:
     def method(self: FSDPModule, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError(f"brigade.fully_shard lacks {name}() so far.")
 
     method.__name__ = name
+    return method
+
+
+def _without_effect(name: str, reason: str) -> Callable:
+    def method(self: FSDPModule, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    method.__name__, method.__doc__ = name, f"Without effect: {reason}."
     return method
 
 
@@ -432,6 +399,20 @@ for _name in (
     "set_symm_mem_for_comm",
 ):
     setattr(FSDPModule, _name, _lacks(_name))
+
+for _name, _reason in (
+    ("_set_unshard_async_op", "all-gathers always begin ahead of their need"),
+    ("reset_iter_state", "any exception ends a forward"),
+    ("set_force_sum_reduction_for_comms", "collectives always sum, and one division follows"),
+    ("set_is_last_backward", "every backward is complete by itself"),
+    (
+        "set_reduce_scatter_unused_params",
+        "a rank always contributes zeros for what it did not use. The gradient of a parameter "
+        "that no rank used stays as it is, also where torch's would be zeros",
+    ),
+    ("set_separate_reduce_scatter_group", "all-gathers and reductions use separate connections"),
+):
+    setattr(FSDPModule, _name, _without_effect(_name, _reason))
 
 
 def fully_shard(
@@ -453,49 +434,45 @@ def fully_shard(
     """Shards the parameters of a module that are in no unit below it. Collective.
 
     Args:
-        module: shard modules below it first; forward begins at the outermost one. Of a list,
-            one unit: gathered for the first of their forwards, and released when all have
-            run, or the outermost module's forward ends.
-        mesh: of one dimension, whose ranks share the parameters (default: all ranks); of
-            two, (replicas, shards): shards along the second. A module below the outermost
-            one may have a mesh of its own, of some of its ranks: other ranks have other
-            meshes for their module at that place. Gradients are averaged over the mesh. A
-            module that is not on devices of the mesh's type is moved there, to the current one,
-            with its buffers. Without a mesh it stays where it is, on the CPU too, if the group can
-            send what lies there, and else moves to the group's device; torch's moves to the
-            accelerator.
-        reshard_after_forward: whether it is released between forward and backward. None:
-            unless it is the outermost. A number n of ranks, which divides those that share
-            the parameters: each n next to each other, those of a host for instance, keep it in
-            between, every one a part, and backward gathers among these; all of them: True; 1:
-            False.
-        shard_placement_fn: of a parameter: None or torch's Shard, which change nothing, since
-            parts are cut in memory's order whatever the dimension (block_numel_fn says what is
-            not to be cut), or a ShardPlacementResult with the mesh of the unit, the same for all
-            of its parameters.
-        mp_policy: what forward computes in, gradients are summed in and outputs are cast
-            to. Parameters stay in their own dtype.
+        module: shard modules below it first; forward begins at the outermost one. A list is one
+            unit: unsharded for the first of their forwards, and resharded when all have run, or
+            the outermost module's forward ends.
+        mesh: of one dimension, whose ranks share the parameters (default: all ranks); of two,
+            (replicas, shards): shards along the second. A module below the outermost one may
+            have its own mesh of some of its ranks; other ranks then have other meshes for their
+            module there. Gradients are averaged over the mesh. A module on other devices than
+            the mesh's type moves to the current one of that type, with its buffers. Without a
+            mesh it moves, to the group's device, only if the group can't send its tensors;
+            torch's moves it to the accelerator.
+        reshard_after_forward: whether it is resharded between forward and backward. None:
+            unless it is the outermost. A number n of ranks, a divisor of those that share the
+            parameters: n consecutive ranks, those of a host for instance, keep shards of it in
+            between, and backward gathers among these; all of them: True; 1: False.
+        shard_placement_fn: of a parameter: None or torch's Shard, without effect, since shards
+            are cut in memory order (block_numel_fn says what is not cut), or a
+            ShardPlacementResult with the mesh of the unit, the same for all of its parameters.
+        mp_policy: dtypes of compute, of gradient sums and of outputs. Parameters keep theirs.
         offload_policy: not so far.
-        ignored_params: left as they are, on every rank its own.
-        dp_mesh_dims: torch's DataParallelMeshDims: the dimensions of a larger mesh along which
-            parameters are alike, by name: `shard` and `replicate`. Along the others ranks have
-            parameters of their own, which are plain tensors.
-        prefetch_depth: units that are gathered ahead of their need.
+        ignored_params: left as they are, separately on every rank.
+        dp_mesh_dims: torch's DataParallelMeshDims: names of the dimensions `shard` and
+            `replicate` of a larger mesh along which parameters are identical. Along the others
+            ranks have their own parameters, which are plain tensors.
+        prefetch_depth: number of units whose all-gathers begin ahead of their need.
         broadcasts_parameters: all ranks begin with the parameters of rank 0.
-        block_numel_fn: of a parameter, how many of its elements are never cut, such as those
-            of a row; its numel for one rank to hold all of it. Equal on all ranks.
+        block_numel_fn: of a parameter, the number of elements that are never cut, such as a
+            row's; its numel for one rank to hold all of it. Equal on all ranks.
         comm_hook: 'fp16_compress' or 'bf16_compress', or torch's hook of that name: gradients
-            travel and are added up over ranks in that dtype, over replicas too; they are added
-            up on this rank in the reduce dtype, as `.grad` is. Equal on all ranks.
-        reproducible: of the outermost module: on devices, too, gradients are added up in the
-            order of the ranks, as on CPUs in any case.
+            are sent and summed over ranks, over replicas too, in that dtype; they accumulate on
+            this rank in the reduce dtype, as does `.grad`. Equal on all ranks.
+        reproducible: of the outermost module: on devices, too, gradients are added in rank
+            order, as they always are on CPUs.
 
     Returns:
-        The same, whose class is now one that derives from its own and from FSDPModule.
+        The same, whose class now derives from its own and from FSDPModule.
 
     Raises:
-        ValueError: bad arguments, or ranks differ; on all ranks alike.
-        NotImplementedError: what brigade lacks, by name.
+        ValueError: bad arguments, or ranks differ; on all ranks.
+        NotImplementedError: names a feature that brigade lacks.
     """
     group, num_shards = group_of(mesh, dp_mesh_dims)
     if shard_placement_fn is not None:
@@ -578,7 +555,7 @@ def make_unit(
         None if reshard_after_forward is None else reshards,
         set(ignored_params or ()),
         block_numel_fn,
-        type_of(mesh),
+        getattr(mesh, "device_type", None),  # none of stand-ins for a mesh
     )
     for each in modules:
         each.__class__ = _sharded_class(type(each), base)
@@ -634,7 +611,7 @@ def _sharded_class(cls: type[nn.Module], base: type[FSDPModule]) -> type[nn.Modu
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Lets a method be called in forward's place: parameters are whole inside of it.
+    """Lets a method be called in place of forward: parameters are unsharded inside of it.
 
     Args:
         module: sharded by fully_shard; without effect on others.

@@ -27,7 +27,7 @@ from brigade.fully_shard import FSDPModule, make_unit
 
 
 class ReplicateModule(FSDPModule, _TorchReplicateModule):
-    """What a replicated module can do beside what its own class does."""
+    """Methods that a replicated module has beside those of its own class."""
 
 
 def replicate(
@@ -60,7 +60,7 @@ def replicate(
 
     Raises:
         ValueError: bad arguments, or ranks differ; on all ranks alike.
-        NotImplementedError: what brigade lacks, by name.
+        NotImplementedError: names a feature that brigade lacks.
     """
     if dp_mesh_dims is not None and dp_mesh_dims.shard is not None:
         raise ValueError(

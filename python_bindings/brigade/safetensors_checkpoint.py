@@ -16,6 +16,7 @@ it leaves out.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
@@ -141,7 +142,7 @@ def _save(
 ) -> None:
     where = "save_shards" if in_shards else "save_whole"
     model = _as_made(model)
-    with failure_told_to_peers(_group_of(model), _tell(model)):
+    with failure_told_to_peers(_group_of(model), functools.partial(_tell, model)):
         _require_text(where, metadata or {})
         path = os.fspath(path)
         state = _state_of(optimizer)
@@ -157,7 +158,7 @@ def _load(
     where: str,
 ) -> dict[str, str]:
     model = _as_made(model)
-    with failure_told_to_peers(_group_of(model), _tell(model)):
+    with failure_told_to_peers(_group_of(model), functools.partial(_tell, model)):
         path = os.fspath(path)
         state = _state_of(optimizer)
         make = _model_maker(model, where)
@@ -184,15 +185,11 @@ def _group_of(model: nn.Module) -> dist.ProcessGroup | None:
     return model.process_group if isinstance(model, DistributedDataParallel) else None
 
 
-def _tell(model: nn.Module) -> Callable[[str], None]:
-    """Returns a function that makes the peers' save or load raise."""
-
-    def tell(failure: str) -> None:
-        if (unit := unit_of(model)) is not None:
-            unit.outermost().require_root().native.meet_peers()
-        _C.fail_checkpoint(_group_of(model), failure)
-
-    return tell
+def _tell(model: nn.Module, failure: str) -> None:
+    """Makes the peers' save or load raise. Collective."""
+    if (unit := unit_of(model)) is not None:
+        unit.outermost().require_root().native.meet_peers()
+    _C.fail_checkpoint(_group_of(model), failure)
 
 
 def _require_text(where: str, metadata: dict[str, str]) -> None:

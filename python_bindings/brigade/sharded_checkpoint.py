@@ -15,7 +15,6 @@ import copy
 import dataclasses
 import hashlib
 import io
-import itertools
 import json
 import os
 import pathlib
@@ -27,6 +26,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
@@ -43,7 +43,7 @@ _DIGESTS = "digests.json"
 
 @dataclasses.dataclass(frozen=True)
 class LoadedCheckpoint:
-    """What was saved beside the model and the optimizer."""
+    """Values that were saved beside the model and the optimizer."""
 
     shared: dict[str, Any]
     own: dict[str, Any] | None  # None if another number of ranks has saved it
@@ -60,11 +60,11 @@ def save_checkpoint(
     """Writes the parts of all ranks, and makes `folder` when all have. Collective.
 
     Args:
-        folder: Where all ranks read and write. Made by this; beside it lies what is incomplete.
+        folder: All ranks read and write there. Created; incomplete files lie beside it.
         model: Sharded by fully_shard, between steps.
         optimizer: Of its parameters.
-        shared: What is alike on all ranks, as the number of the step. Pickled.
-        own: What each rank has for itself, as the state of its random numbers. Pickled.
+        shared: Values equal on all ranks, as the number of the step. Pickled.
+        own: Values of each rank, as the state of its random numbers. Pickled.
 
     Raises:
         ValueError: `folder` exists, or is another one on some ranks.
@@ -114,9 +114,9 @@ def save_checkpoint(
 def load_checkpoint(
     folder: str | os.PathLike, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
 ) -> LoadedCheckpoint:
-    """Reads what save_checkpoint() has written, on any number of ranks. Collective.
+    """Reads a checkpoint of save_checkpoint() on any number of ranks. Collective.
 
-    All of it is read, beside what is there, before anything is changed. What is pickled in a
+    All of it is read, into memory of its own, before anything is changed. Pickled code of a
     checkpoint is run: read those that you trust.
 
     Args:
@@ -160,7 +160,7 @@ def load_checkpoint(
     return LoadedCheckpoint(_unpickled(state["shared"]), None if own is None else _unpickled(own))
 
 
-# ---- What all ranks do together.
+# ---- Steps of all ranks.
 
 
 def _group_of(model: nn.Module, where: str) -> dist.ProcessGroup:
@@ -178,7 +178,7 @@ def _group_of(model: nn.Module, where: str) -> dist.ProcessGroup:
 
 
 def _on_all(group: dist.ProcessGroup, where: str, step: Callable[[], Any]) -> Any:
-    """What `step` returns here, if no rank has failed in it. Collective."""
+    """The result of `step` here, if no rank has failed in it. Collective."""
     result, failure = None, None
     try:
         result = step()
@@ -244,7 +244,7 @@ def _require_one_mesh_each(group: dist.ProcessGroup, where: str, model: nn.Modul
 
 
 def _names_elsewhere(group: dist.ProcessGroup, model: nn.Module) -> set[str]:
-    """What only other ranks' modules have. Collective."""
+    """Names that only other ranks' modules have. Collective."""
     if not _own_meshes(group, model):
         return set()
     own = list(model.state_dict())
@@ -270,7 +270,7 @@ def _own_share(group: dist.ProcessGroup, names: list[str]) -> list[str]:
 
 
 def _bring_to_disk(folder: pathlib.Path) -> None:
-    """The names of what is in it."""
+    """The names of its files."""
     opened = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(opened)
@@ -321,7 +321,7 @@ def _restored(storage: torch.UntypedStorage, location: str) -> torch.UntypedStor
     return torch.serialization.default_restore_location(storage, location.split(":")[0])
 
 
-# ---- What a checkpoint is read into.
+# ---- Memory that a checkpoint is read into.
 
 
 def _require_same_model(metadata: Metadata, model: nn.Module, elsewhere: set[str]) -> None:
@@ -352,34 +352,32 @@ def _targets(
     optimizer: torch.optim.Optimizer | None,
     elsewhere: set[str],
 ) -> dict[str, Any]:
-    """A nest as what was saved, with memory of its own for all tensors but those elsewhere."""
+    """A nest as was saved, with new memory for all tensors but those elsewhere."""
     state: dict[str, Any] = {"model": copy.deepcopy(model.state_dict()), "shared": b"", "own": {}}
     paths = metadata.planner_data
-    if ("own", _own_key(group)) in paths.values():
-        num_saved = sum(path[0] == "own" for path in paths.values())
-        if num_saved == group.size():
-            state["own"] = {_own_key(group): b""}
-            if ("buffers", _own_key(group)) in paths.values():
-                state["buffers"] = {_own_key(group): b""}
+    if sum(path[0] == "own" for path in paths.values()) == group.size():
+        for name in ("own", "buffers"):
+            if (name, _own_key(group)) in paths.values():
+                state[name] = {_own_key(group): b""}
     if optimizer is None:
         return state
     parameters = dict(model.named_parameters())
+    found: dict[str, Any] = {}
     for key, path in paths.items():
         if path[0] != "optimizer" or (path[1] == "state" and path[2] in elsewhere):
             continue
         form = metadata.state_dict_metadata[key]
-        value = None
-        if isinstance(form, TensorStorageMetadata):
-            value = _memory_for(form, parameters.get(path[2]))
-        _put(state, path, value)
-    if "optimizer" not in state:
+        is_tensor = isinstance(form, TensorStorageMetadata)
+        found[key] = _memory_for(form, parameters.get(path[2])) if is_tensor else None
+    if not found:
         raise ValueError("the checkpoint has no optimizer's state.\nLoad the model alone.")
+    state |= unflatten_state_dict(found, paths)
     state["optimizer"].setdefault("state", {})
     return state
 
 
 def _own_key(group: dist.ProcessGroup) -> str:
-    """Of what is this rank's own: its place among the group's ranks in rising order."""
+    """Of this rank's own values: its place among the group's ranks in rising order."""
     return str(sorted(dist.get_process_group_ranks(group)).index(dist.get_rank()))
 
 
@@ -394,20 +392,3 @@ def _memory_for(form: TensorStorageMetadata, parameter: torch.Tensor | None) -> 
     if not isinstance(parameter, TensorShard) or form.size != parameter.shape:
         return torch.empty(form.size, dtype=dtype, device="cpu")
     return as_shard(torch.empty_like(parameter.detach(), dtype=dtype), parameter)
-
-
-def _put(nest: Any, path: tuple[Any, ...], value: Any) -> None:
-    """Makes dicts, and lists where a step of the path is a number."""
-    for step, following in itertools.pairwise(path):
-        inner: Any = [] if isinstance(following, int) else {}
-        nest = _at(nest, step, inner)
-    _at(nest, path[-1], value)
-
-
-def _at(nest: Any, step: Any, default: Any) -> Any:
-    if isinstance(nest, dict):
-        return nest.setdefault(step, default)
-    nest.extend([None] * (step + 1 - len(nest)))
-    if nest[step] is None:
-        nest[step] = default
-    return nest[step]

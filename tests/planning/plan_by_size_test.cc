@@ -144,25 +144,6 @@ TEST(PlanBySizeTest, RefusesBadInput) {
   EXPECT_THAT(error_of(two, {0}, {4}), HasSubstr("2 parameters once, got 1"));
 }
 
-TEST(RegistrationOrderTest, LaunchesTheBucketsOfTheLastParametersFirst) {
-  const std::vector<ParameterSpec> parameters(5, {.size_bytes = 4});
-  EXPECT_THAT(
-      buckets_in_registration_order(parameters, std::vector<int64_t>{4, 8}),
-      ElementsAre(ElementsAre(3, 4), ElementsAre(1, 2), ElementsAre(0)));
-}
-
-TEST(RegistrationOrderTest, NumbersBucketsByTheirFirstMembers) {
-  const std::vector<ParameterSpec> parameters = {
-      {.size_bytes = 4, .kind = 0},
-      {.size_bytes = 4, .kind = 1},
-      {.size_bytes = 4, .sparse = true},
-      {.size_bytes = 4, .kind = 1},
-      {.size_bytes = 4, .kind = 0}};
-  EXPECT_THAT(
-      buckets_in_registration_order(parameters, std::vector<int64_t>{100}),
-      ElementsAre(ElementsAre(2), ElementsAre(1, 3), ElementsAre(0, 4)));
-}
-
 TEST(PlanCheckTest, RefusesMixedBuckets) {
   const std::vector<ParameterSpec> parameters = {
       {.size_bytes = 4},

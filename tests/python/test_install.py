@@ -377,7 +377,7 @@ def test_fully_shard_is_brigades(rank):
         assert isinstance(above, FSDPModule) and not isinstance(above, brigade.FSDPModule)
         on_meta, of_devices = torch.nn.Linear(2, 2, device="meta"), mock.Mock(device_type="xpu")
         with (
-            mock.patch("brigade._install._torch_fully_shard", return_value="torch's"),
+            mock.patch.dict("brigade._install._torchs", fully_shard=lambda *_, **__: "torch's"),
             pytest.warns(UserWarning, match="fully_shard on devices of type 'xpu' is torch's"),
         ):
             assert fully_shard(on_meta, mesh=of_devices) == "torch's"

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import brigade
-from brigade._shard_boxes import boxes_of
+from brigade._sharded_tensors import boxes_of
 
 from rank_cases import run_cases
 from ranks import on_ranks, run_ranks

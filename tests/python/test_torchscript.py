@@ -68,7 +68,7 @@ def _is_watched(rank, kind):
     wrapped(x).sum().backward()
     model.frozen = nn.Linear(2, 2).requires_grad_(False)
     wrapped(x).sum().backward()
-    assert wrapped._watch._is_as_remembered()  # once more is enough
+    assert wrapped._watch._registered.is_as_remembered()  # once more is enough
     getattr(model[0], "0").weight = nn.Parameter(torch.zeros(4, 6))
     for _ in range(2):
         with pytest.raises(RuntimeError, match=r"replaced: '0.0.weight'\."):

@@ -56,7 +56,7 @@ def _join_group(backend: str | None) -> None:
 
 
 def describe_set_up(device: torch.device) -> dict[str, str]:
-    """What figures depend on besides the code."""
+    """The conditions that figures depend on, besides the code."""
     backend = dist.group.WORLD._get_backend(device).name()
     return {
         "ranks": f"{dist.get_world_size()}, {backend}, {device.type}",

@@ -1,0 +1,259 @@
+#include "brigade/python_bindings/python_hooks.h"
+
+#include <sys/types.h>
+#include <torch/csrc/distributed/c10d/python_comm_hook.h>
+#include <torch/csrc/jit/python/pybind_utils.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <chrono>
+#include <deque>
+#include <filesystem>
+#include <fstream>
+#include <functional>
+#include <mutex>
+#include <string_view>
+#include <system_error>
+#include <thread>
+#include <utility>
+
+#include "brigade/comm/backends/end_on_own_thread.h"
+#include "brigade/comm_hooks/hook_result.h"
+#include "brigade/comm_hooks/hook_traits.h"
+
+namespace brigade {
+namespace {
+
+using Future = c10::ivalue::Future;
+using FuturePtr = c10::intrusive_ptr<Future>;
+using WeakFuture = c10::weak_intrusive_ptr<Future>;
+using Clock = std::chrono::steady_clock;
+
+constexpr std::chrono::seconds kPatience{3};
+constexpr std::chrono::milliseconds kPatienceOnceDone{100};
+constexpr size_t kDoneFuturesKept = 64;  // users may keep all of them
+
+struct OpenFutures {
+  const pid_t process = getpid();
+  std::mutex mutex;
+  std::deque<WeakFuture> futures;  // guarded by mutex
+};
+
+// Never destroyed: threads may use it while the process exits.
+OpenFutures& open_futures() {
+  static OpenFutures& open = *new OpenFutures;
+  return open;
+}
+
+bool is_open(const WeakFuture& weak) {
+  const FuturePtr future = weak.lock();
+  return future && !future->completed();
+}
+
+// `future`, which is to be done before the interpreter exits; may be null.
+FuturePtr awaited_at_exit(FuturePtr future) {
+  if (!future) return future;
+  OpenFutures& open = open_futures();
+  const std::lock_guard<std::mutex> lock(open.mutex);
+  std::erase_if(open.futures,
+                [](const WeakFuture& weak) { return weak.expired(); });
+  while (open.futures.size() > kDoneFuturesKept &&
+         !is_open(open.futures.front())) {
+    open.futures.pop_front();
+  }
+  open.futures.emplace_back(future);
+  return future;
+}
+
+void wait_while(const std::function<bool()>& holds,
+                Clock::time_point deadline) {
+  while (holds() && Clock::now() < deadline) {
+    std::this_thread::sleep_for(std::chrono::milliseconds{1});
+  }
+}
+
+// Threads that drop tensors of collectives, by the names the system keeps of
+// them.
+constexpr std::array<std::string_view, 2> kDroppingThreads = {
+    "pt_gloo_runloop", "pt_nccl_watchdg"};
+
+// `thread`: its folder in /proc.
+bool is_busy(const std::filesystem::path& thread) {
+  std::string name;
+  std::getline(std::ifstream(thread / "comm"), name);
+  if (std::ranges::find(kDroppingThreads, name) == kDroppingThreads.end()) {
+    return false;
+  }
+  std::string line;
+  std::getline(std::ifstream(thread / "stat"), line);
+  const size_t end_of_name = line.rfind(") ");  // its state follows
+  return end_of_name != std::string::npos && line[end_of_name + 2] == 'R';
+}
+
+bool is_any_thread_busy() {
+  std::error_code ignored;
+  const std::filesystem::directory_iterator threads("/proc/self/task", ignored);
+  return std::any_of(begin(threads), end(threads), is_busy);
+}
+
+// Adds to c10d's class that errors of Python code are raised unchanged.
+class PythonCommHook final : public c10d::PythonCommHook,
+                             public ThrowsOwnErrors,
+                             public HasHookName {
+ public:
+  PythonCommHook(py::object state, py::object hook, std::string name)
+      : c10d::PythonCommHook(std::move(state), std::move(hook)),
+        name_(std::move(name)) {}
+
+  std::string hook_name() const override { return name_; }
+
+  FuturePtr runHook(c10d::GradBucket& bucket) override {
+    return awaited_at_exit(c10d::PythonCommHook::runHook(bucket));
+  }
+
+  // A collective's own future holds a list of tensors, which c10d refuses.
+  at::Tensor parseHookResult(const c10::IValue& result) override {
+    return result.isPyObject() ? c10d::PythonCommHook::parseHookResult(result)
+                               : tensor_of_hook_result(result);
+  }
+
+ private:
+  const std::string name_;
+};
+
+// c10d takes any object that a hook returns for a future.
+py::object returning_future(py::object hook, const std::string& name) {
+  return py::cpp_function([hook = std::move(hook), name](py::object state,
+                                                         py::object bucket) {
+    py::object future = hook(std::move(state), std::move(bucket));
+    TORCH_CHECK(!future.is_none() &&
+                    py::isinstance<torch::jit::PythonFutureWrapper>(future),
+                "comm hook ", name,
+                " must return a torch.futures.Future of a tensor, it returned ",
+                std::string(py::repr(future)),
+                ".\nReturn the future of the collective it started.");
+    return future;
+  });
+}
+
+// Another hook, with its traits.
+class WrappingHook : public c10d::CommHookInterface,
+                     public DeclaresWireFormat,
+                     public HasHookName {
+ public:
+  explicit WrappingHook(CommHookPtr hook)
+      : hook_(std::move(hook)), traits_(traits_of(*hook_)) {}
+
+  FuturePtr runHook(c10d::GradBucket& bucket) override {
+    return hook_->runHook(bucket);
+  }
+  at::Tensor parseHookResult(const c10::IValue& result) override {
+    return hook_->parseHookResult(result);
+  }
+  bool fails_by_network_only() const override {
+    return traits_.fails_by_network_only;
+  }
+  std::string hook_name() const override { return traits_.name; }
+
+ protected:
+  const HookTraits& traits() const { return traits_; }
+
+ private:
+  const CommHookPtr hook_;
+  const HookTraits traits_;  // of hook_
+};
+
+class ReducedPrecisionHook final : public WrappingHook, public ThrowsOwnErrors {
+ public:
+  ReducedPrecisionHook(CommHookPtr hook, at::ScalarType dtype)
+      : WrappingHook(std::move(hook)), dtype_(dtype) {}
+
+  // Complex and integer gradients keep their dtype.
+  WireFormat wire_format(at::ScalarType gradient_dtype) const override {
+    return {.dtype =
+                c10::isFloatingType(gradient_dtype) ? dtype_ : gradient_dtype};
+  }
+
+ private:
+  const at::ScalarType dtype_;
+};
+
+// Wraps the result of step_in_backward().
+class PythonSteppingHook : public WrappingHook, public IterationListener {
+ public:
+  using WrappingHook::WrappingHook;
+
+  FuturePtr runHook(c10d::GradBucket& bucket) override {
+    return awaited_at_exit(WrappingHook::runHook(bucket));
+  }
+  WireFormat wire_format(at::ScalarType gradient_dtype) const override {
+    return traits().wire_format->wire_format(gradient_dtype);
+  }
+  bool sums_in_order() const override { return traits().sums_in_order; }
+  void iteration_begins(bool has_data) override {
+    traits().listener->iteration_begins(has_data);
+  }
+};
+
+class SteppingHookWithOwnErrors final : public PythonSteppingHook,
+                                        public ThrowsOwnErrors {
+ public:
+  using PythonSteppingHook::PythonSteppingHook;
+};
+
+}  // namespace
+
+CommHookPtr python_comm_hook(py::object state, py::object hook,
+                             const std::string& name) {
+  return std::make_shared<PythonCommHook>(
+      std::move(state), returning_future(std::move(hook), name), name);
+}
+
+std::shared_ptr<py::object> held_object(py::object object) {
+  return {new py::object(std::move(object)), [](py::object* owned) {
+            const py::gil_scoped_acquire gil;
+            delete owned;
+          }};
+}
+
+ParameterStep python_step(py::object step) {
+  return [step = held_object(std::move(step))](const at::Tensor& parameter) {
+    const py::gil_scoped_acquire gil;
+    (*step)(parameter);
+  };
+}
+
+CommHookPtr python_stepping_hook(CommHookPtr hook, ParameterStep step,
+                                 ParameterFilter is_stepped) {
+  const bool has_own_errors = traits_of(*hook).throws_own_errors;
+  auto stepping =
+      step_in_backward(std::move(hook), std::move(step), std::move(is_stepped));
+  if (has_own_errors) {
+    return std::make_shared<SteppingHookWithOwnErrors>(std::move(stepping));
+  }
+  return std::make_shared<PythonSteppingHook>(std::move(stepping));
+}
+
+CommHookPtr reduced_precision_hook(CommHookPtr hook, at::ScalarType dtype) {
+  return std::make_shared<ReducedPrecisionHook>(std::move(hook), dtype);
+}
+
+void wait_at_exit() {
+  const Clock::time_point begin = Clock::now();
+  OpenFutures& open = open_futures();
+  if (open.process != getpid()) return;  // the threads are the parent's
+  const std::lock_guard<std::mutex> lock(open.mutex);
+  for (const WeakFuture& future : open.futures) {
+    wait_while([&] { return is_open(future); }, begin + kPatience);
+  }
+  const Clock::time_point all_done = Clock::now();
+  for (const WeakFuture& future : open.futures) {
+    wait_while([&] { return !future.expired(); }, all_done + kPatienceOnceDone);
+  }
+  open.futures.clear();
+  wait_while([] { return num_ending_values > 0 || is_any_thread_busy(); },
+             begin + kPatience);
+}
+
+}  // namespace brigade
