@@ -235,6 +235,10 @@ class Unit:
         """Made if there is none: of the outermost unit so far. Collective then."""
         return self.root or make_root(self.outermost())
 
+    def has_parameters(self) -> bool:
+        """Of its modules or those below, sharded or not."""
+        return any(True for module in self.modules() for _ in module.parameters())
+
     def has_replicas(self) -> bool:
         """Other ranks have copies of its shards."""
         return self.num_shards < self.group.size()
@@ -340,6 +344,8 @@ class Unit:
         """Calls `method` in a forward of the root."""
         if self.root is None or not self.root.is_unsharded:
             require_none_that_differentiates()
+        if self.root is None and not self.outermost().has_parameters():
+            return method(*args, **kwargs)  # as of a loss
         root = self.require_root()
         if root.outermost is self and root.device.type != "cpu":
             args, kwargs = move_to((args, kwargs), root.device)
