@@ -74,21 +74,6 @@ TEST_F(DeviceTest, AHostsReadOfItsMemoryCrashes) {
       "");
 }
 
-TEST_F(DeviceTest, AViewIsOfTheSameMemory) {
-  at::Tensor x = counted(4);
-  x.narrow(0, 1, 2).zero_();
-  EXPECT_EQ(x.sum().item<double>(), 3);
-}
-
-TEST_F(DeviceTest, FindsAReadThatNothingOrders) {
-  const at::Tensor x = counted(4);
-  {
-    const c10::StreamGuard on_side(side_);
-    (x + 1).sum().item<double>();
-  }
-  expect_race(Race::kUnordered);
-}
-
 TEST_F(DeviceTest, AnEventOrders) {
   const at::Tensor x = counted(4);
   make_wait(side_, default_stream());
@@ -96,17 +81,6 @@ TEST_F(DeviceTest, AnEventOrders) {
     const c10::StreamGuard on_side(side_);
     EXPECT_EQ((x + 1).sum().item<double>(), 10);
   }
-  make_wait(default_stream(), side_);
-}
-
-TEST_F(DeviceTest, APartThatAnotherStreamWritesIsAnotherPart) {
-  const at::Tensor x = counted(4);
-  make_wait(side_, default_stream());
-  {
-    const c10::StreamGuard on_side(side_);
-    x.narrow(0, 0, 2).zero_();
-  }
-  x.narrow(0, 2, 2).zero_();
   make_wait(default_stream(), side_);
 }
 
@@ -237,17 +211,9 @@ TEST_F(DeviceTest, ADroppedWaitIsFound) {
     const c10::StreamGuard on_side(side_);
     (x + 1).sum().item<double>();
   }
-  expect_race(Race::kUnordered);
-}
-
-TEST_F(DeviceTest, AReportNamesTheStreams) {
-  const at::Tensor x = counted(4);
-  {
-    const c10::StreamGuard on_side(side_);
-    (x + 1).sum().item<double>();
-  }
   const std::vector<Race> races = take_races();
   ASSERT_FALSE(races.empty());
+  EXPECT_EQ(races[0].kind, Race::kUnordered);
   EXPECT_THAT(races[0].text, HasSubstr("the default stream of sim:0"));
   EXPECT_THAT(races[0].text, HasSubstr("'aten::add.out'"));
 }
