@@ -25,19 +25,11 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
 import brigade
 
-from turns import over, quartiles, take_turns
+from turns import CLASSES, DDP_MODES, over, quartiles, take_turns
 
-CLASSES = {"brigade": brigade.DistributedDataParallel, "torch": TorchDistributedDataParallel}
-MODES = {
-    "default": {},
-    "views": {"gradient_as_bucket_view": True},
-    "find_unused": {"find_unused_parameters": True},
-    "static_graph": {"static_graph": True},
-}
 WARM_UP_STEPS = 5
 
 
@@ -72,7 +64,7 @@ def measure_steps(count: int, rounds: int) -> None:
     """Prints the overhead of each mode at `count` parameters."""
     x = torch.ones(4)
     contenders: dict[object, nn.Module] = {"local": Chain(count), "control": Chain(count)}
-    for mode, options in MODES.items():
+    for mode, options in DDP_MODES.items():
         for name, wrapper in CLASSES.items():
             contenders[mode, name] = wrapper(Chain(count), **options)
     gc.collect()
@@ -82,7 +74,7 @@ def measure_steps(count: int, rounds: int) -> None:
     control = quartiles(over(seconds["control"], seconds["local"]), count * 1e-6, 2)
     print(f"\n{count} parameters, {rounds} rounds; control {control}")
     print(f"{'mode':14}{'brigade':>24}{'torch':>24}{'ratio':>8}")
-    for mode in MODES:
+    for mode in DDP_MODES:
         extra = [over(seconds[mode, name], seconds["local"]) for name in CLASSES]
         ours, theirs = (quartiles(times, count * 1e-6, 2) for times in extra)
         ratio = statistics.median(extra[0]) / statistics.median(extra[1])

@@ -12,7 +12,7 @@
 // its share of the time has passed, as if a GPU computed it: what is measured
 // is the reducer and the link, and overlap is real.
 //
-// Per workload a table of bucket_sweep/summary.h, of caps that take turns with
+// Per workload a table of bucket_sweep/sweep.h, of caps that take turns with
 // the same loop without a reducer (bucket_sweep/measurement.h):
 //   step      median and quartiles over all rounds, of the slowest rank
 //   exposed   step less the step without a reducer of the same round, median
@@ -40,8 +40,7 @@
 #include "brigade/benchmarks/support/gradient_shapes.h"
 #include "brigade/benchmarks/support/set_up.h"
 #include "brigade/bucket_sweep/measurement.h"
-#include "brigade/bucket_sweep/summary.h"
-#include "brigade/bucket_sweep/workload.h"
+#include "brigade/bucket_sweep/sweep.h"
 #include "brigade/examples/digits/dataset.h"
 #include "brigade/examples/digits/network.h"
 #include "brigade/examples/support/program.h"
@@ -182,14 +181,13 @@ std::unique_ptr<SweepWorkload> make_digits_workload(const Group& group) {
   const digits::Batches batches(digits::read_digits(),
                                 kDigitsImagesPerRank * group->getSize(),
                                 group->getSize(), /*seed=*/1);
-  const auto loss =
-      [batch = batches.batch(0, group->getRank())](digits::DigitsNet& net) {
-        return torch::nn::functional::cross_entropy(net->forward(batch.pixels),
-                                                    batch.labels);
-      };
-  using Digits =
-      ModuleWorkload<digits::DigitsNet, std::decay_t<decltype(loss)>>;
-  return std::make_unique<Digits>(digits::DigitsNet(), loss, group);
+  digits::DigitsNet net;
+  const auto loss = [net,
+                     batch = batches.batch(0, group->getRank())]() mutable {
+    return torch::nn::functional::cross_entropy(net->forward(batch.pixels),
+                                                batch.labels);
+  };
+  return std::make_unique<ModuleWorkload>(net->parameters(), loss, group);
 }
 
 struct Options {

@@ -24,11 +24,8 @@ os.environ.setdefault("NCCL_IB_DISABLE", "1")
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from torch import nn  # noqa: E402
-from torch.distributed.fsdp import fully_shard as torch_fully_shard  # noqa: E402
 
-import brigade  # noqa: E402
-
-from turns import quartiles, take_turns  # noqa: E402
+from turns import CLASSES, SHARDS, quartiles, take_turns  # noqa: E402
 
 WARM_UP_STEPS = 3
 
@@ -87,16 +84,13 @@ def main() -> None:
     options = parser.parse_args()
     torch.cuda.set_device(0)
     dist.init_process_group("nccl")
-    nets = {
-        "brigade DDP": lambda net: brigade.DistributedDataParallel(net),
-        "torch DDP": lambda net: nn.parallel.DistributedDataParallel(net),
-        "brigade fully_shard": lambda net: sharded(brigade.fully_shard, net),
-        "torch fully_shard": lambda net: sharded(torch_fully_shard, net),
-    }
-    contenders = {
-        name: Contender(wrap(make_net(options.width, options.blocks)), options.width)
-        for name, wrap in nets.items()
-    }
+    contenders = {}
+    for kind, wrapper in CLASSES.items():
+        net = make_net(options.width, options.blocks)
+        contenders[f"{kind} DDP"] = Contender(wrapper(net), options.width)
+    for kind, shard in SHARDS.items():
+        net = make_net(options.width, options.blocks)
+        contenders[f"{kind} fully_shard"] = Contender(sharded(shard, net), options.width)
     steps = {name: contender.step for name, contender in contenders.items()}
     seconds = take_turns(steps, options.rounds, WARM_UP_STEPS)
     if RANK == 0:

@@ -23,14 +23,12 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import brigade
 
-from turns import paired, quartiles, take_turns
+from turns import SHARDS, paired, quartiles, take_turns
 
-SHARDS = {"brigade": brigade.fully_shard, "torch": torch_fully_shard}
 SETTINGS = {"reshard": True, "keep": False}
 UNIT_COUNTS = (1, 2, 4, 8, 16)
 PREFETCH_DEPTHS = (0, 1, 2)
