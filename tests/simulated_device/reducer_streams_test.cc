@@ -446,46 +446,17 @@ void destroyed_between_backwards(StreamedTraining& training,
   training.zero_grad();
 }
 
-// The iteration is over, and so is the group. Gradients may be dropped.
-void expect_closed(StreamedTraining& training) {
-  training.reducer().end_iteration();  // on any thread
-  // LibTorch leaves the streams of a backward that throws as they are.
-  simulated::synchronize_all();
-  training.zero_grad();
-  EXPECT_FALSE(training.reducer().can_continue());
-  EXPECT_THROW(training.step(kNumSteps), c10::DistBackendError);
-}
-
-// The collective of the second bucket fails: `fail` gets its number.
-template <typename Fail>
-void train_until_failure(StreamedTraining& training, ReducerOptions options,
-                         const Fail& fail) {
+// All ranks fail in the same way, before they have delivered the second bucket.
+void collective_fails_at_completion(StreamedTraining& training,
+                                    ReducerOptions options) {
   options.comm_hook = casting_hook(training.recording().group());
   training.make_reducer(std::move(options));
   training.step(0);
   training.zero_grad();
-  fail(training.recording().log().size() + 1,
-       std::make_exception_ptr(std::runtime_error("the network")));
+  training.recording().fail_at_completion(
+      training.recording().log().size() + 1,
+      std::make_exception_ptr(std::runtime_error("the network")));
   EXPECT_ANY_THROW(training.step(1));
-}
-
-void collective_fails_at_launch(StreamedTraining& training,
-                                ReducerOptions options) {
-  train_until_failure(training, std::move(options),
-                      [&](size_t number, const std::exception_ptr& failure) {
-                        training.recording().fail_at_launch(number, failure);
-                      });
-  expect_closed(training);
-}
-
-// All ranks fail in the same way, before they have delivered.
-void collective_fails_at_completion(StreamedTraining& training,
-                                    ReducerOptions options) {
-  train_until_failure(training, std::move(options),
-                      [&](size_t number, const std::exception_ptr& failure) {
-                        training.recording().fail_at_completion(number,
-                                                                failure);
-                      });
   simulated::synchronize_all();
   training.zero_grad();
   for (int s = 2; s < 4; ++s) {
@@ -504,7 +475,11 @@ void backward_throws(StreamedTraining& training, ReducerOptions options) {
   train(training, [&](int s) { training.step(s); });
   throws = true;
   EXPECT_ANY_THROW(training.step(kNumSteps));
-  expect_closed(training);
+  training.reducer().end_iteration();  // on any thread
+  // LibTorch leaves the streams of a backward that throws as they are.
+  simulated::synchronize_all();
+  training.zero_grad();
+  EXPECT_FALSE(training.reducer().can_continue());
 }
 
 void buffers_before_forward(StreamedTraining& training,
@@ -569,7 +544,6 @@ const Scenario kScenarios[] = {
     {"DestroyedWhileCollectivesAreOpen", destroyed_while_collectives_are_open},
     {"BackwardThrows", backward_throws},
     {"BuffersBeforeForward", buffers_before_forward},
-    {"CollectiveFailsAtLaunch", collective_fails_at_launch},
     {"CollectiveFailsAtCompletion", collective_fails_at_completion},
 };
 

@@ -295,8 +295,7 @@ TEST_F(UnwatchedRunAheadTest, ALateFailureClosesTheGroupOnAllRanks) {
                                         : "rank 1 failed in iteration 4"));
             EXPECT_FALSE(own.reducer().can_continue());
           }
-        },
-        testing::Waiting::kApart);
+        });
   }
 }
 
