@@ -504,15 +504,6 @@ TEST_P(ShardedRunAheadTest, ANeedThatPeersDoNotHaveIsAnError) {
   expect_closed(training_);
 }
 
-// All do the same: they go on, and learn.
-TEST_P(ShardedRunAheadTest, RanksThatChangeAlikeGoOn) {
-  for (int s = 0; s < 3; ++s) {
-    training_.forward_through({1, 2, 1, 2, 1}, s).backward();
-    training_.expect_gradients_of(1, s, 3);
-    training_.update();
-  }
-}
-
 // Where its peers have gone on, it can't either.
 TEST_P(ShardedRunAheadTest, AFailureOfThisRankClosesTheGroup) {
   training_.recording().answer_statuses_with([&](const RankStatus& own) {
