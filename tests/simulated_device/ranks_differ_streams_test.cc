@@ -185,7 +185,10 @@ class RanksDifferStreamsTest
       } catch (const std::exception&) {
         errors[rank] = message_of(std::current_exception());
       }
-      EXPECT_FALSE(model.sharded().can_continue());
+      // After a failure ranks may go on where none has begun the next step.
+      if (failing == kNumUnits) {
+        EXPECT_FALSE(model.sharded().can_continue());
+      }
     });
     return errors;
   }
