@@ -20,24 +20,17 @@ import os
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
 import brigade
 
-from turns import over, quartiles, take_turns
+from turns import CLASSES, DDP_MODES, over, quartiles, take_turns
 
-CLASSES = {"brigade": brigade.DistributedDataParallel, "torch": TorchDistributedDataParallel}
-MODES = {
-    "default": {},
-    "views": {"gradient_as_bucket_view": True},
-    "find_unused": {"find_unused_parameters": True},
-    "static_graph": {"static_graph": True},
-}
 WARM_UP_STEPS = 5
 
 
@@ -72,7 +65,7 @@ def measure_steps(count: int, rounds: int) -> None:
     """Prints the overhead of each mode at `count` parameters."""
     x = torch.ones(4)
     contenders: dict[object, nn.Module] = {"local": Chain(count), "control": Chain(count)}
-    for mode, options in MODES.items():
+    for mode, options in DDP_MODES.items():
         for name, wrapper in CLASSES.items():
             contenders[mode, name] = wrapper(Chain(count), **options)
     gc.collect()
@@ -82,7 +75,7 @@ def measure_steps(count: int, rounds: int) -> None:
     control = quartiles(over(seconds["control"], seconds["local"]), count * 1e-6, 2)
     print(f"\n{count} parameters, {rounds} rounds; control {control}")
     print(f"{'mode':14}{'brigade':>24}{'torch':>24}{'ratio':>8}")
-    for mode in MODES:
+    for mode in DDP_MODES:
         extra = [over(seconds[mode, name], seconds["local"]) for name in CLASSES]
         ours, theirs = (quartiles(times, count * 1e-6, 2) for times in extra)
         ratio = statistics.median(extra[0]) / statistics.median(extra[1])
@@ -92,43 +85,37 @@ def measure_steps(count: int, rounds: int) -> None:
 def measure_construction(count: int, rounds: int) -> None:
     """Prints what making a reducer over one bucket costs, and a whole wrapper.
 
-    Of one module with all parameters, and of layers with two each, both where a garbage
+    Of one module with all parameters, and of layers with two each, where a garbage
     collection has just emptied the caches.
     """
-    group = dist.group.WORLD
-    rows: dict[str, dict[str, list[float]]] = {"reducer": {}, "wrapper": {}}
-    for label, make_module in {
-        "cold": lambda: Chain(count),
-        "cold, layers": lambda: nn.Sequential(*(nn.Linear(2, 2) for _ in range(count // 2))),
-    }.items():
-        rows[label] = {name: [] for name in CLASSES}
-        for _ in range(rounds):
-            for name, wrapper in CLASSES.items():
-                module = make_module()
-                gc.collect()
-                begin = time.perf_counter()
-                made = wrapper(module)
-                rows[label][name].append(time.perf_counter() - begin)
-                del made, module
-    for _ in range(rounds):
-        for name, wrapper in CLASSES.items():
-            reducer = brigade.Reducer if name == "brigade" else dist.Reducer
-            model = Chain(count)
-            parameters = list(model.parameters())
-            plan = [list(range(count))]
-            begin = time.perf_counter()
-            made = reducer(parameters, plan, [1 << 40], group)
-            rows["reducer"].setdefault(name, []).append(time.perf_counter() - begin)
-            del made
-            begin = time.perf_counter()
-            made = wrapper(model)
-            rows["wrapper"].setdefault(name, []).append(time.perf_counter() - begin)
-            del made, model, parameters
+
+    def seconds_to_make(make_module: Callable, make: Callable) -> float:
+        module = make_module()
+        gc.collect()
+        begin = time.perf_counter()
+        made = make(module)
+        seconds = time.perf_counter() - begin
+        del made
+        return seconds
+
+    def make_reducer(reducer: type, module: nn.Module) -> object:
+        plan = [list(range(count))]
+        return reducer(list(module.parameters()), plan, [1 << 40], dist.group.WORLD)
+
+    def make_layers() -> nn.Module:
+        return nn.Sequential(*(nn.Linear(2, 2) for _ in range(count // 2)))
+
+    steps = {}
+    for name, reducer in {"brigade": brigade.Reducer, "torch": dist.Reducer}.items():
+        chain = partial(Chain, count)
+        steps["reducer", name] = partial(seconds_to_make, chain, partial(make_reducer, reducer))
+        steps["wrapper", name] = partial(seconds_to_make, chain, CLASSES[name])
+        steps["of layers", name] = partial(seconds_to_make, make_layers, CLASSES[name])
+    times = take_turns(steps, rounds, warm_up=0)
     print(f"\nconstruction, {count} parameters in one bucket, us per parameter (median)")
-    for what, times in rows.items():
-        medians = {name: statistics.median(values) / count * 1e6 for name, values in times.items()}
-        ratio = medians["brigade"] / medians["torch"]
-        print(f"{what:14}{medians['brigade']:>24.2f}{medians['torch']:>24.2f}{ratio:>8.3f}")
+    for what in ("reducer", "wrapper", "of layers"):
+        ours, theirs = (statistics.median(times[what, name]) / count * 1e6 for name in CLASSES)
+        print(f"{what:14}{ours:>24.2f}{theirs:>24.2f}{ours / theirs:>8.3f}")
 
 
 def measure_hook(buckets: int, rounds: int) -> None:

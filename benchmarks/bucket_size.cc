@@ -12,7 +12,7 @@
 // its share of the time has passed, as if a GPU computed it: what is measured
 // is the reducer and the link, and overlap is real.
 //
-// Per workload a table of bucket_sweep/summary.h, of caps that take turns with
+// Per workload a table of bucket_sweep/sweep.h, of caps that take turns with
 // the same loop without a reducer (bucket_sweep/measurement.h):
 //   step      median and quartiles over all rounds, of the slowest rank
 //   exposed   step less the step without a reducer of the same round, median
@@ -30,9 +30,8 @@
 #include <CLI/CLI.hpp>
 #include <chrono>
 #include <cstdio>
-#include <fstream>
+#include <map>
 #include <memory>
-#include <nlohmann/json.hpp>
 #include <string>
 #include <thread>
 #include <vector>
@@ -40,8 +39,7 @@
 #include "brigade/benchmarks/support/gradient_shapes.h"
 #include "brigade/benchmarks/support/set_up.h"
 #include "brigade/bucket_sweep/measurement.h"
-#include "brigade/bucket_sweep/summary.h"
-#include "brigade/bucket_sweep/workload.h"
+#include "brigade/bucket_sweep/sweep.h"
 #include "brigade/examples/digits/dataset.h"
 #include "brigade/examples/digits/network.h"
 #include "brigade/examples/support/program.h"
@@ -182,14 +180,13 @@ std::unique_ptr<SweepWorkload> make_digits_workload(const Group& group) {
   const digits::Batches batches(digits::read_digits(),
                                 kDigitsImagesPerRank * group->getSize(),
                                 group->getSize(), /*seed=*/1);
-  const auto loss =
-      [batch = batches.batch(0, group->getRank())](digits::DigitsNet& net) {
-        return torch::nn::functional::cross_entropy(net->forward(batch.pixels),
-                                                    batch.labels);
-      };
-  using Digits =
-      ModuleWorkload<digits::DigitsNet, std::decay_t<decltype(loss)>>;
-  return std::make_unique<Digits>(digits::DigitsNet(), loss, group);
+  digits::DigitsNet net;
+  const auto loss = [net,
+                     batch = batches.batch(0, group->getRank())]() mutable {
+    return torch::nn::functional::cross_entropy(net->forward(batch.pixels),
+                                                batch.labels);
+  };
+  return std::make_unique<ModuleWorkload>(net->parameters(), loss, group);
 }
 
 struct Options {
@@ -198,7 +195,6 @@ struct Options {
                                    "10",   "25",   "100", "one"};
   SweepOptions sweep;
   double backward_ms = 0;  // 0: 1 ms per MB of gradients
-  std::string json_file;
   bool quick = false;
 };
 
@@ -207,14 +203,14 @@ struct Model {
   Shapes shapes;  // empty: computes
 };
 
-Model find_model(const std::string& name) {
-  if (name == "digits") return {"digits", {}};
-  if (name == "resnet50") return {"ResNet-50", resnet50_shapes()};
-  if (name == "resnet50-half") {
-    return {"ResNet-50, half as wide", resnet50_shapes(2)};
-  }
-  if (name == "bert-base") return {"BERT-base", bert_base_shapes()};
-  return {"GPT-2 small", gpt2_small_shapes()};
+const std::map<std::string, Model>& models() {
+  static const auto* const all = new std::map<std::string, Model>{
+      {"digits", {"digits", {}}},
+      {"resnet50", {"ResNet-50", resnet50_shapes()}},
+      {"resnet50-half", {"ResNet-50, half as wide", resnet50_shapes(2)}},
+      {"bert-base", {"BERT-base", bert_base_shapes()}},
+      {"gpt2", {"GPT-2 small", gpt2_small_shapes()}}};
+  return *all;
 }
 
 int run(const Options& options, SetUp set_up) {
@@ -228,10 +224,8 @@ int run(const Options& options, SetUp set_up) {
   if (speaks) print(set_up);
 
   bool all_right = true;
-  nlohmann::ordered_json figures;
-  for (const auto& [name, value] : set_up) figures["set_up"][name] = value;
   for (const std::string& name : options.models) {
-    const Model model = find_model(name);
+    const Model& model = models().at(name);
     std::string backward = "computed";
     std::unique_ptr<SweepWorkload> workload;
     SweepOptions sweep = options.sweep;
@@ -256,13 +250,6 @@ int run(const Options& options, SetUp set_up) {
     if (!speaks) continue;
     fmt::print("\n{}", to_text(model.title, summary, backward));
     std::fflush(stdout);
-    figures["models"].push_back(
-        nlohmann::ordered_json::parse(to_json(model.title, summary, backward)));
-  }
-  if (speaks && !options.json_file.empty()) {
-    std::ofstream file(options.json_file);
-    file << figures.dump(2) << "\n";
-    TORCH_CHECK(file.good(), "cannot write '", options.json_file, "'");
   }
   return all_right ? 0 : 1;
 }
@@ -275,8 +262,7 @@ int main(int argc, char** argv) {
       "reducer. Without options: the full sweep."};
   app.option_defaults()->always_capture_default();
   app.add_option("--model", options.models, "What to train")
-      ->check(CLI::IsMember(
-          {"digits", "resnet50", "resnet50-half", "bert-base", "gpt2"}))
+      ->check(CLI::IsMember(&models()))
       ->delimiter(',');
   app.add_option("--caps", options.caps,
                  "Sizes at which buckets close, in MiB; 'one' bucket for all, "
@@ -287,7 +273,6 @@ int main(int argc, char** argv) {
                  "Timed steps per visit; ten times as many for digits");
   app.add_option("--backward-ms", options.backward_ms,
                  "Time that backward sleeps; 0: 1 ms per MB of gradients");
-  app.add_option("--json", options.json_file, "Write all figures to this file");
   app.add_flag("--quick", options.quick,
                "A few seconds: digits and a small ResNet-50, fewer rounds");
   CLI11_PARSE(app, argc, argv);

@@ -14,10 +14,7 @@ from __future__ import annotations
 
 import argparse
 import os
-import random
-import statistics
 import time
-from collections.abc import Callable
 
 RANK = int(os.environ["RANK"])
 os.environ.setdefault("NCCL_HOSTID", f"rank{RANK}")
@@ -27,9 +24,8 @@ os.environ.setdefault("NCCL_IB_DISABLE", "1")
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from torch import nn  # noqa: E402
-from torch.distributed.fsdp import fully_shard as torch_fully_shard  # noqa: E402
 
-import brigade  # noqa: E402
+from turns import CLASSES, SHARDS, quartiles, take_turns  # noqa: E402
 
 WARM_UP_STEPS = 3
 
@@ -44,24 +40,26 @@ def make_net(width: int, num_blocks: int) -> nn.Sequential:
     return nn.Sequential(*(make_block(width) for _ in range(num_blocks))).cuda()
 
 
-def sharded(shard: Callable, net: nn.Sequential) -> nn.Module:
+def sharded(shard, net: nn.Sequential) -> nn.Module:
     for block in net:
         shard(block)
     return shard(net)
 
 
 class Contender:
-    """A model under one class, its optimizer, and what its steps took."""
+    """A model under one class, its optimizer, its losses and the peak of its memory."""
 
-    def __init__(self, name: str, model: nn.Module) -> None:
-        self.name = name
+    def __init__(self, model: nn.Module, width: int) -> None:
         self.model = model
+        self.width = width
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
         self.losses: list[float] = []
-        self.seconds: list[float] = []
         self.peak = 0
 
-    def step(self, inputs: torch.Tensor) -> None:
+    def step(self) -> float:
+        """Seconds. Each contender gets the same inputs in its n-th step."""
+        torch.manual_seed(100 * len(self.losses) + RANK)
+        inputs = torch.randn(512, self.width, device="cuda")
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -71,9 +69,10 @@ class Contender:
         loss.backward()
         self.optimizer.step()
         torch.cuda.synchronize()
-        self.seconds.append(time.perf_counter() - begin)
+        seconds = time.perf_counter() - begin
         self.losses.append(loss.item())
         self.peak = max(self.peak, torch.cuda.max_memory_allocated() - before)
+        return seconds
 
 
 def main() -> None:
@@ -85,33 +84,25 @@ def main() -> None:
     options = parser.parse_args()
     torch.cuda.set_device(0)
     dist.init_process_group("nccl")
-    nets = {
-        "brigade DDP": lambda net: brigade.DistributedDataParallel(net),
-        "torch DDP": lambda net: nn.parallel.DistributedDataParallel(net),
-        "brigade fully_shard": lambda net: sharded(brigade.fully_shard, net),
-        "torch fully_shard": lambda net: sharded(torch_fully_shard, net),
-    }
-    contenders = []
-    for name, wrap in nets.items():
-        contenders.append(Contender(name, wrap(make_net(options.width, options.blocks))))
-    order = random.Random(1)
-    for number in range(WARM_UP_STEPS + options.rounds):
-        torch.manual_seed(100 * number + RANK)
-        inputs = torch.randn(512, options.width, device="cuda")
-        for contender in order.sample(contenders, len(contenders)):
-            contender.step(inputs)
+    contenders = {}
+    for kind, wrapper in CLASSES.items():
+        net = make_net(options.width, options.blocks)
+        contenders[f"{kind} DDP"] = Contender(wrapper(net), options.width)
+    for kind, shard in SHARDS.items():
+        net = make_net(options.width, options.blocks)
+        contenders[f"{kind} fully_shard"] = Contender(sharded(shard, net), options.width)
+    steps = {name: contender.step for name, contender in contenders.items()}
+    seconds = take_turns(steps, options.rounds, WARM_UP_STEPS)
     if RANK == 0:
-        for contender in contenders:
-            seconds = contender.seconds[WARM_UP_STEPS:]
-            low, middle, high = statistics.quantiles(seconds, n=4)
+        for name, contender in contenders.items():
             print(
-                f"{contender.name:20} {1e3 * middle:7.1f} [{1e3 * low:.1f}, {1e3 * high:.1f}] ms, "
+                f"{name:20}{quartiles(seconds[name], 1e-3)} ms, "
                 f"peak {contender.peak / 2**20:.0f} MiB, last loss {contender.losses[-1]:.6f}"
             )
     if options.trace:
         activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
         with torch.profiler.profile(activities=activities) as profile:
-            contenders[2].step(inputs)
+            contenders["brigade fully_shard"].step()
         if RANK == 0:
             profile.export_chrome_trace(options.trace)
     dist.destroy_process_group()

@@ -22,25 +22,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.fsdp import fully_shard as torch_fully_shard
-
-import brigade
 
 from fsdp_against_torch import shard
-from turns import paired, quartiles, take_turns
+from turns import CLASSES, DDP_MODES, SHARDS, paired, quartiles, take_turns
 
 WARM_UP_STEPS = 5
-DDP_MODES = {
-    "default": {},
-    "views": {"gradient_as_bucket_view": True},
-    "find_unused": {"find_unused_parameters": True},
-    "static_graph": {"static_graph": True},
-}
-CLASSES = {
-    "brigade": brigade.DistributedDataParallel,
-    "torch": nn.parallel.DistributedDataParallel,
-}
-SHARDS = {"brigade": brigade.fully_shard, "torch": torch_fully_shard}
 LOW = torch.bfloat16
 
 

@@ -22,7 +22,6 @@
 #include <vector>
 
 #include "brigade/benchmarks/support/set_up.h"
-#include "brigade/bucket_sweep/quantiles.h"
 #include "brigade/comm/process_group.h"
 #include "brigade/comm/status/rank_status.h"
 #include "brigade/comm/status/status_board.h"
@@ -34,15 +33,6 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
-using Samples = std::vector<double>;
-
-template <typename Work>
-double microseconds(const Work& work) {
-  const Clock::time_point start = Clock::now();
-  work();
-  return std::chrono::duration<double, std::micro>(Clock::now() - start)
-      .count();
-}
 
 void measure(const char* name, const Group& group, StatusTransport& transport,
              int exchanges, int64_t numel) {
@@ -81,9 +71,7 @@ void measure(const char* name, const Group& group, StatusTransport& transport,
   if (group->getRank() != 0) return;
   fmt::print("{:<8}", name);
   for (const Samples& samples : {sent, answer, bucket, beside}) {
-    const Quartiles times = quartiles(samples);
-    fmt::print("{:>26}", fmt::format("{:.1f} [{:.1f}, {:.1f}]", times.median,
-                                     times.p25, times.p75));
+    fmt::print("{:>26}", spread(samples, 1));
   }
   fmt::print("\n");
 }

@@ -8,9 +8,6 @@ drawn at random; a step is forward and backward, timed on rank 0 between barrier
 medians with quartiles in ms, and medians of paired ratios over torch's DDP and over torch's
 fully_shard with the same setting.
 
-Then what a unit costs beside its computation: 50 units of 8 small parameters, in us per unit
-and step, over the same model alone.
-
 --unit-sizes: an MLP in 1 to 16 units, time against memory. --prefetch: gathers that begin 0, 1
 and 2 units ahead, and what of the communication computation has not covered.
 """
@@ -26,14 +23,12 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import brigade
 
-from turns import over, paired, quartiles, take_turns
+from turns import SHARDS, paired, quartiles, take_turns
 
-SHARDS = {"brigade": brigade.fully_shard, "torch": torch_fully_shard}
 SETTINGS = {"reshard": True, "keep": False}
 UNIT_COUNTS = (1, 2, 4, 8, 16)
 PREFETCH_DEPTHS = (0, 1, 2)
@@ -69,31 +64,6 @@ class Transformer(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(x)
-
-
-class SmallUnit(nn.Module):
-    """8 parameters of 16 elements."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scales = nn.ParameterList([nn.Parameter(torch.rand(16)) for _ in range(8)])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for scale in self.scales:
-            x = x * scale
-        return x
-
-
-class SmallUnits(nn.Module):
-    def __init__(self, num_units: int) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([SmallUnit() for _ in range(num_units)])
-        self.gain = nn.Parameter(torch.ones(16))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x * self.gain
 
 
 class Perceptron(nn.Module):
@@ -161,20 +131,6 @@ def measure_steps(rounds: int) -> None:
         print(f"{name:16}{quartiles(taken, 1e-3)}{over}")
 
 
-def measure_units(num_units: int, rounds: int) -> None:
-    x = torch.rand(4, 16)
-    contenders: dict[str, nn.Module] = {"alone": SmallUnits(num_units)}
-    for kind, fully_shard in SHARDS.items():
-        contenders[kind] = shard(SmallUnits(num_units), fully_shard)
-    seconds = seconds_of(contenders, x, rounds)
-    if dist.get_rank() != 0:
-        return
-    print(f"\n{num_units} units of 8 small parameters: us per unit and step over the model alone")
-    for kind in SHARDS:
-        extra = over(seconds[kind], seconds["alone"])
-        print(f"{kind:16}{quartiles(extra, num_units * 1e-6)}")
-
-
 def measure_unit_sizes(rounds: int) -> None:
     x = torch.rand(64, 512)
     contenders: dict[str, nn.Module] = {"DDP": DistributedDataParallel(Perceptron())}
@@ -228,7 +184,6 @@ def measure_prefetch(rounds: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--units", type=int, default=50)
     parser.add_argument("--unit-sizes", action="store_true")
     parser.add_argument("--prefetch", action="store_true")
     arguments = parser.parse_args()
@@ -246,7 +201,6 @@ def main() -> None:
         measure_prefetch(arguments.rounds)
     else:
         measure_steps(arguments.rounds)
-        measure_units(arguments.units, arguments.rounds)
     dist.destroy_process_group()
 
 

@@ -15,13 +15,11 @@
 #include <torch/torch.h>
 
 #include <CLI/CLI.hpp>
-#include <chrono>
 #include <cstdio>
 #include <string>
 #include <vector>
 
 #include "brigade/benchmarks/support/set_up.h"
-#include "brigade/bucket_sweep/quantiles.h"
 #include "brigade/comm/ordered/ordered_collectives.h"
 #include "brigade/comm/process_group.h"
 
@@ -29,16 +27,9 @@ namespace brigade::benchmarks {
 namespace {
 
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
-using Samples = std::vector<double>;
 
 at::Tensor values_of(int rank, int64_t numel) {
   return at::arange(numel, at::kFloat).fmod(1000).mul(0.1).add(rank);
-}
-
-std::string spread(const Samples& values, int digits) {
-  const Quartiles of = quartiles(values);
-  return fmt::format("{:.{}f} [{:.{}f}, {:.{}f}]", of.median, digits, of.p25,
-                     digits, of.p75, digits);
 }
 
 void measure(const Group& group, OrderedCollectives& collectives, int64_t bytes,
@@ -50,24 +41,20 @@ void measure(const Group& group, OrderedCollectives& collectives, int64_t bytes,
     expected.add_(values_of(rank, numel));
   }
   std::vector<at::Tensor> tensors = {at::empty_like(values)};
-  const auto microseconds = [&](const auto& all_reduce) {
+  const auto time = [&](const auto& all_reduce) {
     tensors[0].copy_(values);
     group->barrier()->wait();
-    const auto start = std::chrono::steady_clock::now();
-    all_reduce();
-    return std::chrono::duration<double, std::micro>(
-               std::chrono::steady_clock::now() - start)
-        .count();
+    return microseconds(all_reduce);
   };
   const auto time_group = [&] {
-    return microseconds([&] { group->allreduce(tensors)->wait(); });
+    return time([&] { group->allreduce(tensors)->wait(); });
   };
   const auto time_ordered = [&] {
-    const double time = microseconds(
-        [&] { collectives.all_reduce(tensors[0])->waitAndThrow(); });
+    const double taken =
+        time([&] { collectives.all_reduce(tensors[0])->waitAndThrow(); });
     TORCH_CHECK(at::equal(tensors[0], expected), "expected the sum of ",
                 group->getSize(), " ranks, found another");
-    return time;
+    return taken;
   };
   time_group();  // first ones make memory, and are not counted
   time_ordered();

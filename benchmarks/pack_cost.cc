@@ -1,43 +1,40 @@
 // What it costs to move gradients into a flat bucket buffer and out of it:
-// brigade's Packer beside the ways that ATen offers.
+// brigade's Packer beside the ways that ATen offers, in turns.
 //
-// Workloads (slots x elements): 1000 x 4, 1000 x 1024, 64 x 262144 (64 MiB of
-// float32), 16 x 2097152 (128 MiB).  Arguments: slots / elements.  Counters:
-// ns_per_slot, and GB/s of gradients (memory moves twice that and more).
+//   pack_cost [--rounds 15]
 //
-//   pack_cost --benchmark_repetitions=9
-//       --benchmark_enable_random_interleaving=true
-//
-// runs all ways in turn, so that a busy machine slows all alike.  One thread
-// unless OMP_NUM_THREADS says otherwise.  CUDA runs where there is a device;
-// its times are of the device, from events around the calls.
+// A row per workload (slots x float32 elements) and way: medians and quartiles
+// in microseconds, and GB/s of gradients (memory moves twice that and more).
+// One thread. With a CUDA device also there: times of the device, from events.
 
 #include <ATen/ATen.h>
-#include <ATen/Parallel.h>
-#include <benchmark/benchmark.h>
 #include <c10/core/Event.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <fmt/format.h>
 #include <torch/cuda.h>
 
+#include <CLI/CLI.hpp>
 #include <cstdint>
 #include <memory>
 #include <string>
 #include <vector>
 
+#include "brigade/benchmarks/support/set_up.h"
 #include "brigade/reducer/packing/make_packer.h"
 
-namespace brigade {
+namespace brigade::benchmarks {
 namespace {
 
 constexpr double kScale = 1.0 / 3;
 
 // Gradients, each with memory of its own, and their bucket.
 struct Workload {
-  Workload(const benchmark::State& state, at::Device device,
+  Workload(int64_t num_slots, int64_t numel, at::Device device,
            at::ScalarType wire_dtype)
-      : num_slots(state.range(0)), numel(state.range(1)) {
-    flat = at::zeros({num_slots * numel}, at::device(device).dtype(wire_dtype));
+      : flat(at::zeros({num_slots * numel},
+                       at::device(device).dtype(wire_dtype))),
+        other(at::zeros_like(flat)) {
     std::vector<SlotRange> slots;
     for (int64_t i = 0; i < num_slots; ++i) {
       gradients.push_back(at::ones({numel}, device));
@@ -49,20 +46,8 @@ struct Workload {
     packer = make_packer(device, at::kFloat, slots);
   }
 
-  void report(benchmark::State& state) const {
-    const auto iterations = static_cast<double>(state.iterations());
-    const auto slots = static_cast<double>(num_slots);
-    state.counters["ns_per_slot"] = benchmark::Counter(
-        iterations * slots * 1e-9,
-        benchmark::Counter::kIsRate | benchmark::Counter::kInvert);
-    state.counters["GB/s"] = benchmark::Counter(
-        iterations * slots * static_cast<double>(numel) * sizeof(float) * 1e-9,
-        benchmark::Counter::kIsRate);
-  }
-
-  int64_t num_slots;
-  int64_t numel;
-  at::Tensor flat;                    // 1D, [num_slots * numel]
+  at::Tensor flat;
+  at::Tensor other;                   // of its size
   std::vector<at::Tensor> gradients;  // float32
   std::vector<at::Tensor> views;      // into flat, by slot
   std::vector<void*> addresses;
@@ -70,117 +55,95 @@ struct Workload {
   std::unique_ptr<Packer> packer;
 };
 
-void packer_pack(Workload& load) {
+void pack(Workload& load) {
   load.packer->pack(load.sources, load.flat, kScale);
-}
-
-void packer_unpack(Workload& load) {
-  load.packer->unpack(load.flat, load.addresses);
 }
 
 void aten_mul_out(Workload& load) {
   const at::Tensor scale = at::native::wrapped_scalar_tensor(kScale);
-  for (int64_t i = 0; i < load.num_slots; ++i) {
+  for (size_t i = 0; i < load.views.size(); ++i) {
     at::mul_out(load.views[i], load.gradients[i], scale);
   }
 }
 
-void aten_foreach_copy_and_mul(Workload& load) {
-  at::_foreach_copy_(load.views, load.gradients);
-  load.flat.mul_(kScale);
-}
+struct Way {
+  const char* name;
+  void (*run)(Workload&);
+  at::ScalarType wire_dtype = at::kFloat;
+};
 
-void device_copy(Workload& load) {
-  static at::Tensor other;
-  if (!other.defined() || other.numel() != load.flat.numel()) {
-    other = at::zeros_like(load.flat);
-  }
-  load.flat.copy_(other);
-}
+const Way kWays[] = {
+    {"pack", pack},
+    {"pack to bfloat16", pack, at::kBFloat16},
+    {"unpack",
+     [](Workload& load) { load.packer->unpack(load.flat, load.addresses); }},
+    {"mul_out of each", aten_mul_out},
+    {"foreach copy and mul_",
+     [](Workload& load) {
+       at::_foreach_copy_(load.views, load.gradients);
+       load.flat.mul_(kScale);
+     }},
+    {"plain copy", [](Workload& load) { load.flat.copy_(load.other); }}};
 
-using Way = void (*)(Workload&);
-
-void run_on_cpu(benchmark::State& state, Way way, at::ScalarType wire_dtype) {
-  const c10::InferenceMode no_autograd;
-  Workload load(state, at::kCPU, wire_dtype);
-  way(load);
-  for (auto _ : state) way(load);
-  load.report(state);
-}
-
-void run_on_cuda(benchmark::State& state, Way way, at::ScalarType wire_dtype) {
-  const c10::InferenceMode no_autograd;
-  const at::Device device(at::kCUDA, 0);
+// Of one call, in microseconds; small ones are called several times.
+double time_call(const Way& way, Workload& load, int64_t bytes) {
+  const auto calls = static_cast<int>(1 + (int64_t{1} << 22) / bytes);
+  const auto run = [&] {
+    for (int i = 0; i < calls; ++i) way.run(load);
+  };
+  if (load.flat.is_cpu()) return microseconds(run) / calls;
   const c10::impl::VirtualGuardImpl cuda(at::kCUDA);
-  Workload load(state, device, wire_dtype);
-  const c10::Stream stream = cuda.getStream(device);
+  const c10::Stream stream = cuda.getStream(load.flat.device());
   c10::Event start(at::kCUDA, c10::EventFlag::BACKEND_DEFAULT);
   c10::Event end(at::kCUDA, c10::EventFlag::BACKEND_DEFAULT);
-  way(load);
-  stream.synchronize();
-  for (auto _ : state) {
-    start.record(stream);
-    way(load);
-    end.record(stream);
-    end.synchronize();
-    state.SetIterationTime(start.elapsedTime(end) * 1e-3);
-  }
-  load.report(state);
+  start.record(stream);
+  run();
+  end.record(stream);
+  end.synchronize();
+  return start.elapsedTime(end) * 1e3 / calls;
 }
 
-benchmark::internal::Benchmark* add_workloads(
-    benchmark::internal::Benchmark* benchmark) {
-  return benchmark->Args({1000, 4})
-      ->Args({1000, 1024})
-      ->Args({64, 262144})
-      ->Args({16, 2097152})
-      ->Unit(benchmark::kMicrosecond);
+void measure(at::Device device, int64_t num_slots, int64_t numel, int rounds) {
+  const int64_t bytes = num_slots * numel * static_cast<int64_t>(sizeof(float));
+  std::vector<Workload> loads;
+  std::vector<Samples> times(std::size(kWays));
+  for (const Way& way : kWays) {
+    loads.emplace_back(num_slots, numel, device, way.wire_dtype);
+  }
+  for (int round = -1; round < rounds; ++round) {
+    for (size_t i = 0; i < loads.size(); ++i) {
+      const double time = time_call(kWays[i], loads[i], bytes);
+      if (round >= 0) times[i].push_back(time);
+    }
+  }
+  fmt::print("\n{} x {} on {}\n", num_slots, numel, device.str());
+  for (size_t i = 0; i < loads.size(); ++i) {
+    fmt::print("{:<24}{:>28}{:>8.1f}\n", kWays[i].name, spread(times[i], 1),
+               static_cast<double>(bytes) * 1e-3 / quartiles(times[i]).median);
+  }
 }
 
-void register_all() {
-  struct Entry {
-    const char* name;
-    Way way;
-    at::ScalarType wire_dtype = at::kFloat;
-  };
-  const std::vector<Entry> common = {
-      {"packer_pack", packer_pack},
-      {"packer_pack_bfloat16", packer_pack, at::kBFloat16},
-      {"packer_unpack", packer_unpack},
-      {"aten_mul_out", aten_mul_out},
-      {"aten_foreach_copy_and_mul", aten_foreach_copy_and_mul}};
-  for (const Entry& entry : common) {
-    add_workloads(benchmark::RegisterBenchmark(
-                      (std::string("cpu/") + entry.name).c_str(),
-                      [entry](benchmark::State& state) {
-                        run_on_cpu(state, entry.way, entry.wire_dtype);
-                      }))
-        ->UseRealTime();
+int run(int argc, char** argv) {
+  int rounds = 15;
+  CLI::App app("What it costs to move gradients into a bucket and out of it.");
+  app.add_option("--rounds", rounds)->check(CLI::Range(2, 100000));
+  CLI11_PARSE(app, argc, argv);
+  at::set_num_threads(1);
+  const c10::InferenceMode no_autograd;
+  print(describe_set_up(argc, argv));
+  fmt::print("{:<24}{:>28}{:>8}\n", "way", "us", "GB/s");
+  std::vector<at::Device> devices = {at::kCPU};
+  if (torch::cuda::is_available()) devices.emplace_back(at::kCUDA, 0);
+  for (const at::Device device : devices) {
+    measure(device, 1000, 4, rounds);
+    measure(device, 1000, 1024, rounds);
+    measure(device, 64, 1 << 18, rounds);
+    measure(device, 16, 1 << 21, rounds);
   }
-  if (!torch::cuda::is_available()) return;
-  for (const Entry& entry : common) {
-    add_workloads(benchmark::RegisterBenchmark(
-                      (std::string("cuda/") + entry.name).c_str(),
-                      [entry](benchmark::State& state) {
-                        run_on_cuda(state, entry.way, entry.wire_dtype);
-                      }))
-        ->UseManualTime();
-  }
-  add_workloads(benchmark::RegisterBenchmark("cuda/device_copy",
-                                             [](benchmark::State& state) {
-                                               run_on_cuda(state, device_copy,
-                                                           at::kFloat);
-                                             }))
-      ->UseManualTime();
+  return 0;
 }
 
 }  // namespace
-}  // namespace brigade
+}  // namespace brigade::benchmarks
 
-int main(int argc, char** argv) {
-  brigade::register_all();
-  benchmark::Initialize(&argc, argv);
-  if (benchmark::ReportUnrecognizedArguments(argc, argv)) return 1;
-  benchmark::RunSpecifiedBenchmarks();
-  benchmark::Shutdown();
-}
+int main(int argc, char** argv) { return brigade::benchmarks::run(argc, argv); }

@@ -26,14 +26,10 @@ from torch import nn
 
 import brigade
 
-from turns import over, paired, quartiles, take_turns
+from turns import CLASSES, DDP_MODES, over, paired, quartiles, take_turns
 
 CAPS_MIB = (1, 4, 25, 100)
 DEFAULT_CAP_MIB = 25
-CLASSES = {
-    "brigade": brigade.DistributedDataParallel,
-    "torch": nn.parallel.DistributedDataParallel,
-}
 
 
 class BasicBlock(nn.Module):
@@ -96,12 +92,6 @@ def make_tiny_normed() -> tuple[nn.Module, torch.Tensor]:
 
 # Of one small bucket, so that a step is nearly all latency.
 TINY_MODELS = {"MLP": make_tiny_mlp, "with batch norm": make_tiny_normed}
-TINY_MODES = {
-    "default": {},
-    "views": {"gradient_as_bucket_view": True},
-    "find_unused": {"find_unused_parameters": True},
-    "static_graph": {"static_graph": True},
-}
 
 
 def step_seconds(model: nn.Module, x: torch.Tensor) -> float:
@@ -124,7 +114,7 @@ def measure_tiny(name: str, rounds: int) -> None:
     """Prints what brigade takes more than torch, of steps of about a millisecond."""
     contenders = {
         (kind, mode): wrapper(TINY_MODELS[name]()[0], **options)
-        for mode, options in TINY_MODES.items()
+        for mode, options in DDP_MODES.items()
         for kind, wrapper in CLASSES.items()
     }
     x = TINY_MODELS[name]()[1]
@@ -132,7 +122,7 @@ def measure_tiny(name: str, rounds: int) -> None:
     if dist.get_rank() != 0:
         return
     print(f"\ntiny, {name}: us per step, {rounds} rounds; brigade less torch, paired")
-    for mode in TINY_MODES:
+    for mode in DDP_MODES:
         ours, theirs = seconds["brigade", mode], seconds["torch", mode]
         print(
             f"{mode:14}torch {1e6 * statistics.median(theirs):7.0f}   brigade "

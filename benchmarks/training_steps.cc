@@ -4,9 +4,12 @@
 //   training_steps [--mode alone|copies|views|find_unused|static_graph]
 //                  [--parameters 200] [--steps 10] [--layouts 9]
 //
-// Parameters have 4 elements each.  The world has one rank and no network. Each
+// A chain of one operation per parameter of 4 elements, in a world of one rank
+// without network. Each
 // layout is another model, elsewhere in memory: torch looks up nodes of a graph
 // by address, and how many of these collide is a matter of where they lie.
+
+#include <torch/torch.h>
 
 #include <CLI/CLI.hpp>
 #include <functional>
@@ -15,7 +18,6 @@
 #include <string>
 #include <vector>
 
-#include "brigade/benchmarks/support/tiny_model.h"
 #include "brigade/comm/process_group.h"
 #include "brigade/reducer/reducer.h"
 
@@ -49,17 +51,26 @@ void train(const std::optional<ReducerOptions>& options, int64_t num_parameters,
            int num_steps, int layout) {
   std::vector<std::string> in_between;
   for (int i = 0; i < layout; ++i) in_between.emplace_back(1000 + 17 * i, ' ');
-  TinyModel model(num_parameters);
+  const at::Tensor input = at::ones({4});
+  std::vector<at::Tensor> parameters;
+  for (int64_t i = 0; i < num_parameters; ++i) {
+    parameters.push_back(at::ones({4}).requires_grad_());
+  }
   std::optional<Reducer> reducer;
   if (options) {
-    reducer.emplace(model.parameters(), single_process_group({at::kCPU}),
-                    *options);
+    reducer.emplace(parameters, single_process_group({at::kCPU}), *options);
   }
   const auto step = [&] {
-    const at::Tensor loss = model.forward();
+    at::Tensor x = input;
+    for (const at::Tensor& parameter : parameters) {
+      x = at::addcmul(x, parameter, input);
+    }
+    const at::Tensor loss = x.sum();
     if (reducer) reducer->prepare_for_backward(loss);
     loss.backward();
-    model.clear_gradients();
+    for (const at::Tensor& parameter : parameters) {
+      parameter.mutable_grad().reset();
+    }
   };
   for (int i = 0; i < kWarmUpSteps; ++i) step();
   measured_steps(num_steps, step);

@@ -7,6 +7,23 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import brigade
+
+CLASSES = {
+    "brigade": brigade.DistributedDataParallel,
+    "torch": nn.parallel.DistributedDataParallel,
+}
+SHARDS = {"brigade": brigade.fully_shard, "torch": fully_shard}
+DDP_MODES = {
+    "default": {},
+    "views": {"gradient_as_bucket_view": True},
+    "find_unused": {"find_unused_parameters": True},
+    "static_graph": {"static_graph": True},
+}
+
 Key = TypeVar("Key")
 Value = TypeVar("Value")
 

@@ -27,7 +27,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import brigade
 from brigade import _C
 
-from fsdp_against_torch import SmallUnits, shard
+from fsdp_against_torch import shard
 from turns import over, quartiles, take_turns
 
 WORLD_SIZE = 2
@@ -46,6 +46,31 @@ class Mesh:
 
     def size(self) -> int:
         return self.group.size()
+
+
+class SmallUnit(nn.Module):
+    """8 parameters of 16 elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = nn.ParameterList([nn.Parameter(torch.rand(16)) for _ in range(8)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for scale in self.scales:
+            x = x * scale
+        return x
+
+
+class SmallUnits(nn.Module):
+    def __init__(self, num_units: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([SmallUnit() for _ in range(num_units)])
+        self.gain = nn.Parameter(torch.ones(16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x * self.gain
 
 
 class Contender:

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <iterator>
 #include <limits>
 #include <utility>
 
@@ -15,6 +16,27 @@
 
 namespace brigade {
 namespace {
+
+// Of the dtype's resolution, per rank: sums of other orders differ by less.
+constexpr double kTolerance = 4;
+
+double resolution_of(at::ScalarType type) {
+  switch (type) {
+    case at::kDouble:
+    case at::kComplexDouble:
+      return std::numeric_limits<double>::epsilon();
+    case at::kHalf:
+      return 0x1p-10;
+    case at::kBFloat16:
+      return 0x1p-7;
+    default:
+      return std::numeric_limits<float>::epsilon();
+  }
+}
+
+at::Tensor dense(const at::Tensor& tensor) {
+  return tensor.is_sparse() ? tensor.to_dense() : tensor;
+}
 
 constexpr double kBytesPerMib = 1024.0 * 1024.0;
 constexpr double kLargestMib = 1e6;
@@ -178,6 +200,70 @@ void visit(SweepTrack& track, SweepWorkload& workload, const Ranks& ranks,
 }
 
 }  // namespace
+
+ModuleWorkload::ModuleWorkload(const std::vector<at::Tensor>& parameters,
+                               std::function<at::Tensor()> loss,
+                               c10::intrusive_ptr<c10d::ProcessGroup> group)
+    : loss_(std::move(loss)), group_(std::move(group)) {
+  std::ranges::copy_if(parameters, std::back_inserter(parameters_),
+                       &at::Tensor::requires_grad);
+}
+
+void ModuleWorkload::set_up_step() {
+  for (const at::Tensor& parameter : parameters_) {
+    parameter.mutable_grad().reset();
+  }
+}
+
+void ModuleWorkload::begin_check() {
+  local_.resize(parameters_.size());
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    hooks_.push_back(
+        parameters_[i].register_hook([this, i](const at::Tensor& gradient) {
+          const at::NoGradGuard no_grad;
+          at::Tensor copy = dense(gradient.detach()).clone();
+          if (local_[i].defined()) copy += local_[i];
+          local_[i] = std::move(copy);
+        }));
+  }
+}
+
+void ModuleWorkload::end_check() {
+  for (size_t i = 0; i < hooks_.size(); ++i) {
+    parameters_[i].remove_hook(hooks_[i]);
+  }
+  hooks_.clear();
+  local_.clear();
+}
+
+bool ModuleWorkload::gradients_are_averages() {
+  const at::NoGradGuard no_grad;
+  bool right = true;
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    right = is_average(i) && right;
+  }
+  return right;
+}
+
+bool ModuleWorkload::is_average(size_t parameter) const {
+  const at::Tensor& own = local_[parameter];
+  const at::Tensor local =
+      own.defined() ? own : at::zeros_like(parameters_[parameter]);
+  const at::Tensor mean = average(local);
+  const at::Tensor size = average(local.abs());
+  const at::Tensor& gradient = parameters_[parameter].grad();
+  if (!gradient.defined()) return !size.any().item<bool>();
+  const at::Tensor bound = size * (kTolerance * group_->getSize() *
+                                   resolution_of(mean.scalar_type()));
+  return (dense(gradient) - mean).abs().le(bound).all().item<bool>();
+}
+
+// Divides first, as the reducer does.
+at::Tensor ModuleWorkload::average(const at::Tensor& tensor) const {
+  std::vector<at::Tensor> sum = {tensor.contiguous().div(group_->getSize())};
+  group_->allreduce(sum)->wait();
+  return sum[0];
+}
 
 BucketArm default_arm() {
   return {.label = "default",

@@ -1,10 +1,13 @@
-// Times one workload with several bucket sizes; knows no statistics.
+// Times the training steps of a model with several bucket sizes; knows no
+// statistics.
 //
 // All arms, and the same steps without a reducer, take turns in one run, in
 // alternating order, so that a slow minute of the machine hits all of them.
 
 #ifndef BRIGADE_BUCKET_SWEEP_MEASUREMENT_H_
 #define BRIGADE_BUCKET_SWEEP_MEASUREMENT_H_
+
+#include <ATen/ATen.h>
 
 #include <cstdint>
 #include <functional>
@@ -13,10 +16,69 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
 
-#include "brigade/bucket_sweep/workload.h"
 #include "brigade/reducer/reducer_options.h"
 
 namespace brigade {
+
+// A model whose steps are timed: the source of its gradients, and their check
+// after averaging. Knows nothing of buckets or clocks.
+//
+// Thread safety: none; backwards may run on other threads.
+class SweepWorkload {
+ public:
+  virtual ~SweepWorkload() = default;
+
+  // Those that are trained.
+  virtual const std::vector<at::Tensor>& parameters() const = 0;
+
+  // Makes the parameters' gradients undefined, and other preparations that must
+  // not be timed.
+  virtual void set_up_step() = 0;
+
+  // The loss, on which backward() can be called once per set_up_step().
+  virtual at::Tensor forward() = 0;
+
+  // Steps between these can be checked; they are slower, and not timed.
+  virtual void begin_check() {}
+  virtual void end_check() {}
+
+  // Whether the parameters' gradients are the averages over all ranks, for this
+  // rank. May be collective. REQUIRES: the last step began after begin_check().
+  virtual bool gradients_are_averages() = 0;
+};
+
+// A module's parameters and a function that runs its forward on this rank's
+// data and returns the loss. Its check records gradients where autograd hands
+// them out, before anything else sees them, so the loss need not be the same
+// twice.
+class ModuleWorkload final : public SweepWorkload {
+ public:
+  // Skips parameters that require no gradient.
+  ModuleWorkload(const std::vector<at::Tensor>& parameters,
+                 std::function<at::Tensor()> loss,
+                 c10::intrusive_ptr<c10d::ProcessGroup> group);
+  ~ModuleWorkload() override { end_check(); }
+
+  const std::vector<at::Tensor>& parameters() const override {
+    return parameters_;
+  }
+  void set_up_step() override;
+  at::Tensor forward() override { return loss_(); }
+  void begin_check() override;
+  void end_check() override;
+  bool gradients_are_averages() override;  // collective
+
+ private:
+  bool is_average(size_t parameter) const;
+  at::Tensor average(const at::Tensor& tensor) const;
+
+  std::vector<at::Tensor> parameters_;
+  const std::function<at::Tensor()> loss_;
+  const c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  // While gradients are checked.
+  std::vector<at::Tensor> local_;  // undefined: no gradient came
+  std::vector<unsigned> hooks_;
+};
 
 // A bucket size that a sweep tries.
 struct BucketArm {
@@ -24,7 +86,7 @@ struct BucketArm {
   std::vector<int64_t> caps_bytes;  // ReducerOptions::bucket_caps_bytes
 };
 
-// What a reducer does if nobody says anything.
+// The reducer's default.
 BucketArm default_arm();
 
 // "0.25": buckets of so many MiB; "one" bucket for all parameters; one for
@@ -44,8 +106,7 @@ struct SweepOptions {
   ReducerOptions reducer = {};
 };
 
-// Arms that give the same buckets, and what was seen of them. Times are those
-// of the slowest rank.
+// Arms that give the same buckets, and their times on the slowest rank.
 struct SweepTrack {
   std::vector<BucketArm> arms = {};  // none: without a reducer
   std::vector<std::vector<size_t>> buckets = {};

@@ -6,18 +6,11 @@
 #include <tuple>
 #include <vector>
 
-#include "brigade/bucket_sweep/summary.h"
 #include "brigade/bucket_sweep/sweep.h"
 #include "brigade/python_bindings/registrations.h"
 
 namespace brigade {
 namespace {
-
-// A module for brigade::sweep().
-struct TrainedParameters {
-  std::vector<at::Tensor> tensors;
-  const std::vector<at::Tensor>& parameters() const { return tensors; }
-};
 
 // The table, the figures as JSON, and whether all sums were right.
 std::tuple<std::string, std::string, bool> sweep_in_python(
@@ -28,15 +21,15 @@ std::tuple<std::string, std::string, bool> sweep_in_python(
     int64_t steps, bool find_unused_parameters, bool static_graph,
     bool gradient_as_bucket_view,
     const std::function<void(const std::string&)>& after_visit) {
-  const SweepSummary summary =
-      sweep([&] { return TrainedParameters{parameters}; },
-            [&](TrainedParameters&) { return loss(); }, arms_of(sizes), group,
-            {.rounds = rounds,
-             .steps = steps,
-             .reducer = {.find_unused_parameters = find_unused_parameters,
-                         .static_graph = static_graph,
-                         .gradient_as_bucket_view = gradient_as_bucket_view}},
-            after_visit);
+  ModuleWorkload workload(parameters, loss, group);
+  const SweepSummary summary = summarize(
+      measure(workload, arms_of(sizes), group,
+              {.rounds = rounds,
+               .steps = steps,
+               .reducer = {.find_unused_parameters = find_unused_parameters,
+                           .static_graph = static_graph,
+                           .gradient_as_bucket_view = gradient_as_bucket_view}},
+              after_visit));
   const bool all_right =
       std::ranges::all_of(summary.arms, &ArmSummary::sums_verified);
   return {to_text(name, summary), to_json(name, summary), all_right};

@@ -18,7 +18,7 @@ fail() {
 readonly packages=(
   cmake ninja-build g++ ccache
   libabsl-dev libgloo-dev zlib1g-dev libfmt-dev libcli11-dev nlohmann-json3-dev
-  libgtest-dev libgmock-dev libbenchmark-dev
+  libgtest-dev libgmock-dev
 )
 changed=no
 

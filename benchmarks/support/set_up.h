@@ -1,4 +1,5 @@
-// What a figure depends on besides the code. Figures are printed below it.
+// Shared frame of the benchmarks: the set-up that a figure depends on, times
+// and their quartiles.
 
 #ifndef BRIGADE_BENCHMARKS_SUPPORT_SET_UP_H_
 #define BRIGADE_BENCHMARKS_SUPPORT_SET_UP_H_
@@ -6,6 +7,7 @@
 #include <fmt/format.h>
 #include <torch/version.h>
 
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <fstream>
@@ -13,6 +15,8 @@
 #include <thread>
 #include <utility>
 #include <vector>
+
+#include "brigade/bucket_sweep/quantiles.h"
 
 namespace brigade::benchmarks {
 
@@ -41,6 +45,24 @@ inline void print(const SetUp& set_up) {
     fmt::print("{:<9} {}\n", name, value);
   }
   std::fflush(stdout);
+}
+
+using Samples = std::vector<double>;
+
+template <typename Work>
+double microseconds(const Work& work) {
+  const auto start = std::chrono::steady_clock::now();
+  work();
+  return std::chrono::duration<double, std::micro>(
+             std::chrono::steady_clock::now() - start)
+      .count();
+}
+
+// Median and quartiles.
+inline std::string spread(const Samples& samples, int digits) {
+  const Quartiles of = quartiles(samples);
+  return fmt::format("{:.{}f} [{:.{}f}, {:.{}f}]", of.median, digits, of.p25,
+                     digits, of.p75, digits);
 }
 
 }  // namespace brigade::benchmarks

@@ -2,6 +2,7 @@
 
 #include <torch/torch.h>
 
+#include <limits>
 #include <mutex>
 
 #include "brigade/bucket_sweep/sweep.h"
@@ -37,11 +38,8 @@ TEST(SweepTest, TimesEachPlanOnceAndLeavesTheModuleAsItWas) {
   std::vector<SweepSamples> found;
   ::brigade::testing::run_ranks(2, [&](const Group& group) {
     torch::nn::Sequential net = make_net();
-    const auto loss = [&](torch::nn::Sequential& module) {
-      return loss_of(module, group->getRank());
-    };
-    ModuleWorkload<torch::nn::Sequential, decltype(loss)> workload(net, loss,
-                                                                   group);
+    const auto loss = [&] { return loss_of(net, group->getRank()); };
+    ModuleWorkload workload(net->parameters(), loss, group);
     int visits = 0;
     const SweepSamples samples = measure(
         workload, arms_of({"each", "0.001", "100", "one"}), group,
@@ -52,7 +50,7 @@ TEST(SweepTest, TimesEachPlanOnceAndLeavesTheModuleAsItWas) {
       EXPECT_TRUE(at::equal(parameter, at::full_like(parameter, 2)));
     }
     // Nothing of the sweep is left on the parameters.
-    loss(net).backward();
+    loss().backward();
     EXPECT_TRUE(at::equal(net->parameters()[1].grad(),
                           at::full({512, 256}, (group->getRank() + 1) * 4096)));
     const std::lock_guard lock(mutex);
@@ -101,12 +99,17 @@ TEST(SweepTest, AGradientThatIsNoAverageIsNoticed) {
     const int rank = group->getRank();
     at::Tensor parameter = torch::ones({3}, at::requires_grad());
     const at::Tensor unused = torch::ones({2}, at::requires_grad());
+    ModuleWorkload workload(
+        {parameter, unused}, [&] { return (parameter * (rank + 1)).sum(); },
+        group);
     const auto answer = [&](const at::Tensor& delivered) {
-      parameter.mutable_grad().reset();
-      GradientCheck check({parameter, unused}, group);
-      (parameter * (rank + 1)).sum().backward();
+      workload.set_up_step();
+      workload.begin_check();
+      workload.forward().backward();
       parameter.mutable_grad() = delivered;
-      return check.gradients_are_averages();
+      const bool right = workload.gradients_are_averages();
+      workload.end_check();
+      return right;
     };
     EXPECT_TRUE(answer(torch::full({3}, 1.5)));
     EXPECT_FALSE(answer(torch::full({3}, 1.5 + 1e-4)));
@@ -123,6 +126,24 @@ TEST(SweepTest, NoRoundsAreRefused) {
               group, {.rounds = 0}),
         c10::ValueError);
   });
+}
+
+using Caps = std::vector<int64_t>;
+
+TEST(BucketArmTest, WordsAndSizesBecomeCaps) {
+  EXPECT_EQ(default_arm().caps_bytes, (Caps{1 << 20, 25 << 20}));
+  EXPECT_EQ(arm_of("each").caps_bytes, Caps{1});
+  EXPECT_EQ(arm_of("one").caps_bytes,
+            Caps{std::numeric_limits<int64_t>::max()});
+  EXPECT_EQ(arm_of("0.25").caps_bytes, Caps{1 << 18});
+  EXPECT_EQ(arm_of("0.25").label, "0.25 MiB");
+  EXPECT_EQ(arm_of("100").label, "100 MiB");
+}
+
+TEST(BucketArmTest, WhatIsNoSizeIsRefused) {
+  for (const char* const cap : {"x", "-1", "0", "nan", "", "1e9", "1 MiB"}) {
+    EXPECT_THROW(arm_of(cap), c10::ValueError) << cap;
+  }
 }
 
 }  // namespace

@@ -38,31 +38,6 @@ TEST_F(DeviceTest, ComputesWhatTheCpuDoes) {
   EXPECT_EQ(y.device(), device());
 }
 
-TEST_F(DeviceTest, GivesOutputsTheirSizes) {
-  at::Tensor out = at::empty({0}, on_device());
-  at::add_out(out, counted(4), counted(4));
-  EXPECT_EQ(out.sum().item<double>(), 12);
-}
-
-TEST_F(DeviceTest, ResizesInItsOwnMemory) {
-  at::Tensor x = counted(3);
-  x.resize_({1000});
-  EXPECT_TRUE(at::equal(x.narrow(0, 0, 3).cpu(), counted(3).cpu()));
-}
-
-TEST_F(DeviceTest, TrainsAModule) {
-  const at::Tensor w = at::arange(12.0).view({3, 4}) / 16;
-  const at::Tensor x = at::arange(20.0).view({5, 4}) / 8 - 1;
-  const auto gradient_on = [&](const c10::Device& where) {
-    const at::Tensor p = w.detach().clone().to(where).requires_grad_();
-    torch::mse_loss(torch::gelu(torch::linear(x.to(where), p)),
-                    at::zeros({5, 3}, where))
-        .backward();
-    return p.grad().cpu();
-  };
-  EXPECT_TRUE(at::equal(gradient_on(device()), gradient_on(at::kCPU)));
-}
-
 TEST_F(DeviceTest, AHostsReadOfItsMemoryCrashes) {
   GTEST_FLAG_SET(death_test_style, "threadsafe");
   const at::Tensor x = counted(4);
@@ -74,42 +49,6 @@ TEST_F(DeviceTest, AHostsReadOfItsMemoryCrashes) {
       "");
 }
 
-TEST_F(DeviceTest, AViewIsOfTheSameMemory) {
-  at::Tensor x = counted(4);
-  x.narrow(0, 1, 2).zero_();
-  EXPECT_EQ(x.sum().item<double>(), 3);
-}
-
-TEST_F(DeviceTest, FindsAReadThatNothingOrders) {
-  const at::Tensor x = counted(4);
-  {
-    const c10::StreamGuard on_side(side_);
-    (x + 1).sum().item<double>();
-  }
-  expect_race(Race::kUnordered);
-}
-
-TEST_F(DeviceTest, AnEventOrders) {
-  const at::Tensor x = counted(4);
-  make_wait(side_, default_stream());
-  {
-    const c10::StreamGuard on_side(side_);
-    EXPECT_EQ((x + 1).sum().item<double>(), 10);
-  }
-  make_wait(default_stream(), side_);
-}
-
-TEST_F(DeviceTest, APartThatAnotherStreamWritesIsAnotherPart) {
-  const at::Tensor x = counted(4);
-  make_wait(side_, default_stream());
-  {
-    const c10::StreamGuard on_side(side_);
-    x.narrow(0, 0, 2).zero_();
-  }
-  x.narrow(0, 2, 2).zero_();
-  make_wait(default_stream(), side_);
-}
-
 TEST_F(DeviceTest, FindsAFreeThatAnotherStreamIsNotBehind) {
   at::Tensor x = counted(4);
   make_wait(side_, default_stream());
@@ -117,15 +56,6 @@ TEST_F(DeviceTest, FindsAFreeThatAnotherStreamIsNotBehind) {
   const at::Tensor y = x + 1;
   x.reset();
   expect_race(Race::kEarlyFree);
-}
-
-TEST_F(DeviceTest, ARecordedStreamMayGoOnAfterAFree) {
-  at::Tensor x = counted(4);
-  make_wait(side_, default_stream());
-  const c10::StreamGuard on_side(side_);
-  const at::Tensor y = x + 1;
-  x.record_stream(side_);
-  x.reset();
 }
 
 TEST_F(DeviceTest, FreedMemoryGoesBackToItsStream) {
@@ -158,17 +88,6 @@ TEST_F(DeviceTest, MemoryWithARecordedUseWaitsForIt) {
   EXPECT_EQ(at::empty({700}, on_device()).const_data_ptr(), memory);
 }
 
-TEST_F(DeviceTest, FindsAUseOfFreedMemory) {
-  at::Tensor x = counted(1000);
-  const at::Tensor same = at::for_blob(x.mutable_data_ptr(), {1000})
-                              .options(on_device())
-                              .target_device(device())
-                              .make_tensor();
-  x.reset();
-  same.sum().item<double>();
-  expect_race(Race::kUseAfterFree);
-}
-
 TEST_F(DeviceTest, WhatACopyToPinnedMemoryBringsIsThereOnceTheHostHasWaited) {
   const at::Tensor x = counted(4);
   const at::Tensor host =
@@ -196,35 +115,6 @@ TEST_F(DeviceTest, PinnedMemoryIsHeldBackForCopies) {
   synchronize_all();
 }
 
-TEST_F(DeviceTest, DevicesWaitForEachOtherInACopyOnly) {
-  const at::Tensor x = counted(4);
-  const at::Tensor there = x.to(device(1));
-  EXPECT_TRUE(at::equal(there.cpu(), x.cpu()));
-}
-
-TEST_F(DeviceTest, AnEventIsDoneForWhoeverAsksAgainAndAgain) {
-  const at::Tensor x = counted(4);
-  c10::Event event(kDeviceType);
-  event.record(default_stream());
-  EXPECT_FALSE(event.query());
-  while (!event.query()) {
-  }
-}
-
-TEST_F(DeviceTest, BackwardsStreamsAreInOrder) {
-  at::Tensor a = counted(4).requires_grad_();
-  at::Tensor loss;
-  make_wait(side_, default_stream());
-  {
-    const c10::StreamGuard on_side(side_);
-    loss = (a * a).sum();
-  }
-  make_wait(default_stream(), side_);
-  loss.backward();
-  EXPECT_EQ(a.grad().sum().item<double>(), 12);
-  loss.record_stream(default_stream());
-}
-
 TEST_F(DeviceTest, ADroppedWaitIsFound) {
   const at::Tensor x = counted(4);
   const DropCalls lost([&](const OrderingCall& call) {
@@ -237,17 +127,9 @@ TEST_F(DeviceTest, ADroppedWaitIsFound) {
     const c10::StreamGuard on_side(side_);
     (x + 1).sum().item<double>();
   }
-  expect_race(Race::kUnordered);
-}
-
-TEST_F(DeviceTest, AReportNamesTheStreams) {
-  const at::Tensor x = counted(4);
-  {
-    const c10::StreamGuard on_side(side_);
-    (x + 1).sum().item<double>();
-  }
   const std::vector<Race> races = take_races();
   ASSERT_FALSE(races.empty());
+  EXPECT_EQ(races[0].kind, Race::kUnordered);
   EXPECT_THAT(races[0].text, HasSubstr("the default stream of sim:0"));
   EXPECT_THAT(races[0].text, HasSubstr("'aten::add.out'"));
 }

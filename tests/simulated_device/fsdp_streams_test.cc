@@ -18,7 +18,7 @@
 
 #include "brigade/comm/errors/peer_error.h"
 #include "brigade/fsdp/reduction_hook.h"
-#include "brigade/tests/simulated_device/sharded_training.h"
+#include "brigade/tests/simulated_device/streamed_training.h"
 #include "brigade/tests/support/simulated_device/ordering_calls.h"
 #include "brigade/tests/support/simulated_device/stream_test.h"
 #include "gmock/gmock.h"
@@ -89,13 +89,18 @@ INSTANTIATE_TEST_SUITE_P(InSlices, FsdpStreamsTest,
 
 using OtherFsdpStreamsTest = FsdpStreamsTest;
 
+void expect_training(const FullyShardOptions& options,
+                     const ShardedProgram& program) {
+  on_every_layout(options, program,
+                  [](ShardedTraining& training) { train(training, 3); });
+}
+
 TEST_P(OtherFsdpStreamsTest, TrainsInLowerPrecision) {
   for (const at::ScalarType reduce : {at::kFloat, at::kBFloat16}) {
     FullyShardOptions mixed = options();
     mixed.param_dtype = at::kBFloat16;
     mixed.reduce_dtype = reduce;
-    on_every_layout(mixed, program(),
-                    [](ShardedTraining& training) { train(training, 3); });
+    expect_training(mixed, program());
   }
 }
 
@@ -146,30 +151,12 @@ TEST_P(OtherFsdpStreamsTest, AddsUpInTheOrderOfTheRanks) {
   }
 }
 
-// It need not know that no transport of a device scales.
-TEST_P(OtherFsdpStreamsTest, PassesGradientsToAHookOfOnesOwn) {
-  class Passing : public ReductionHook {
-   public:
-    FuturePtr reduce(ShardTransport& transport,
-                     const Reduction& reduction) override {
-      return transport.reduce_scatter(reduction.whole, reduction.shard,
-                                      reduction.sum);
-    }
-    std::string hook_name() const override { return "passing"; }
-  };
-  FullyShardOptions hooked = options();
-  hooked.comm_hook = std::make_shared<Passing>();
-  on_every_layout(hooked, program(),
-                  [](ShardedTraining& training) { train(training, 3); });
-}
-
 TEST_P(OtherFsdpStreamsTest, ComputesAgainInBackward) {
   for (const bool reentrant : {false, true}) {
     SCOPED_TRACE(reentrant);
     ShardedProgram again = program();
     again.checkpoint = {.reentrant = reentrant, .preserve_rng_state = false};
-    on_every_layout(options(), again,
-                    [](ShardedTraining& training) { train(training, 3); });
+    expect_training(options(), again);
   }
 }
 
@@ -180,8 +167,7 @@ TEST_P(OtherFsdpStreamsTest, TrainsUnitsOnMeshesOfTheirOwn) {
   ShardedProgram other_rows = program();
   other_rows.meshes = {{2, {.ranks = {0, 1, 2, 3}, .num_shards = 2}}};
   for (const ShardedProgram& meshes : {some, other_rows}) {
-    on_every_layout(options(), meshes,
-                    [](ShardedTraining& training) { train(training, 3); });
+    expect_training(options(), meshes);
   }
 }
 
@@ -190,8 +176,7 @@ TEST_P(OtherFsdpStreamsTest, TrainsUnitsOnMeshesOfTheirOwn) {
 TEST_P(OtherFsdpStreamsTest, TrainsAPart) {
   ShardedProgram part = program();
   part.frozen = {1, 2, 3, 4};
-  on_every_layout(options(), part,
-                  [](ShardedTraining& training) { train(training, 3); });
+  expect_training(options(), part);
 }
 
 // All ranks leave out the same: its gradients stay as they are.
@@ -206,91 +191,83 @@ TEST_P(OtherFsdpStreamsTest, LeavesUnitsOut) {
   });
 }
 
-TEST_P(OtherFsdpStreamsTest, EvaluatesInBetween) {
-  on_every_layout(options(), program(), [](ShardedTraining& training) {
+// Steps that leave `factor` times their gradients.
+template <typename Step>
+void expect_steps(const FullyShardOptions& options,
+                  const ShardedProgram& program, double factor,
+                  const Step& step) {
+  on_every_layout(options, program, [&](ShardedTraining& training) {
     for (int s = 0; s < 3; ++s) {
-      const at::Tensor loss = training.forward(s);
-      {
-        const torch::NoGradGuard no_grad;
-        training.forward(s);
-      }
-      loss.backward();
-      training.expect_gradients(s);
+      step(training, s);
+      training.expect_gradients(s, factor);
       training.update();
     }
   });
 }
 
-// Gradients of what other streams have read come after the last use.
-TEST_P(OtherFsdpStreamsTest, SeveralForwardsOfOneBackward) {
-  on_every_layout(options(), program(), [](ShardedTraining& training) {
-    for (int s = 0; s < 3; ++s) {
-      (training.forward(s) + training.forward(s) + training.forward(s))
-          .backward();
-      training.expect_gradients(s, 3);
-      training.update();
+TEST_P(OtherFsdpStreamsTest, EvaluatesInBetween) {
+  expect_steps(options(), program(), 1, [](ShardedTraining& training, int s) {
+    const at::Tensor loss = training.forward(s);
+    {
+      const torch::NoGradGuard no_grad;
+      training.forward(s);
     }
+    loss.backward();
+  });
+}
+
+// Gradients of parameters that other streams have read come after the last use.
+TEST_P(OtherFsdpStreamsTest, SeveralForwardsOfOneBackward) {
+  expect_steps(options(), program(), 3, [](ShardedTraining& training, int s) {
+    (training.forward(s) + training.forward(s) + training.forward(s))
+        .backward();
   });
 }
 
 TEST_P(OtherFsdpStreamsTest, TwoLossesOfOneForward) {
-  on_every_layout(options(), program(), [](ShardedTraining& training) {
-    for (int s = 0; s < 3; ++s) {
-      const at::Tensor output = training.forward(s);
-      output.backward({}, /*retain_graph=*/true);
-      (2 * output).backward();
-      training.expect_gradients(s, 3);
-      training.update();
-    }
+  expect_steps(options(), program(), 3, [](ShardedTraining& training, int s) {
+    const at::Tensor output = training.forward(s);
+    output.backward({}, /*retain_graph=*/true);
+    (2 * output).backward();
   });
 }
 
 TEST_P(OtherFsdpStreamsTest, WritesWholeParameters) {
-  on_every_layout(options(), program(), [](ShardedTraining& training) {
-    for (int s = 0; s < 3; ++s) {
-      training.sharded().unshard(std::vector<size_t>{0, 1}, /*may_write=*/true);
-      {
-        const torch::NoGradGuard no_grad;
-        for (const size_t unit : {0, 1}) {
-          at::Tensor(training.parameter(unit, 0)).mul_(1);
-        }
+  expect_steps(options(), program(), 1, [](ShardedTraining& training, int s) {
+    const std::vector<size_t> written = {0, 1};
+    const std::vector<size_t> read = {2};
+    training.sharded().unshard(written, /*may_write=*/true);
+    {
+      const torch::NoGradGuard no_grad;
+      for (const size_t unit : written) {
+        at::Tensor(training.parameter(unit, 0)).mul_(1);
       }
-      training.sharded().reshard(std::vector<size_t>{0, 1});
-      const at::Tensor loss = training.forward(s);
-      training.sharded().unshard(std::vector<size_t>{2});
-      training.sharded().reshard(std::vector<size_t>{2});
-      loss.backward();
-      training.expect_gradients(s);
-      training.update();
     }
+    training.sharded().reshard(written);
+    const at::Tensor loss = training.forward(s);
+    training.sharded().unshard(read);
+    training.sharded().reshard(read);
+    loss.backward();
   });
 }
 
-TEST_P(OtherFsdpStreamsTest, ReducesWhatBackwardsHaveAddedUp) {
-  on_every_layout(options(), program(), [](ShardedTraining& training) {
-    for (int s = 0; s < 3; ++s) {
-      training.sharded().set_synchronizes(false);
-      training.step(s);
-      training.step(s);
-      training.sharded().set_synchronizes(true);
-      training.sharded().reduce();
-      training.expect_gradients(s, 2);
-      training.update();
-    }
+TEST_P(OtherFsdpStreamsTest, ReducesAccumulatedGradients) {
+  expect_steps(options(), program(), 2, [](ShardedTraining& training, int s) {
+    training.sharded().set_synchronizes(false);
+    training.step(s);
+    training.step(s);
+    training.sharded().set_synchronizes(true);
+    training.sharded().reduce();
   });
 }
 
 TEST_P(OtherFsdpStreamsTest, ClipsGradients) {
-  on_every_layout(options(), program(), [](ShardedTraining& training) {
-    for (int s = 0; s < 3; ++s) {
-      training.step(s);
-      const double largest = training.sharded().clip_grad_norm(
-          1e9, std::numeric_limits<double>::infinity());
-      EXPECT_GT(largest, 0);
-      EXPECT_GE(training.sharded().clip_grad_norm(1e9), largest);
-      training.expect_gradients(s);
-      training.update();
-    }
+  expect_steps(options(), program(), 1, [](ShardedTraining& training, int s) {
+    training.step(s);
+    const double largest = training.sharded().clip_grad_norm(
+        1e9, std::numeric_limits<double>::infinity());
+    EXPECT_GT(largest, 0);
+    EXPECT_GE(training.sharded().clip_grad_norm(1e9), largest);
   });
 }
 
@@ -299,8 +276,7 @@ TEST_P(OtherFsdpStreamsTest, GradientsAreWrittenIntoTheirSlots) {
   in_place.writes_into_slots = true;
   on_every_layout(options(), in_place, [](ShardedTraining& training) {
     train(training, 3);
-    EXPECT_EQ(training.num_in_slots(),
-              3 * static_cast<int>(training.model().size()));
+    EXPECT_EQ(training.num_in_slots(), 3 * 2 * static_cast<int>(kNumUnits));
   });
 }
 
@@ -313,59 +289,51 @@ INSTANTIATE_TEST_SUITE_P(, OtherFsdpStreamsTest,
 // ---- Settings of units.
 
 struct Setting {
-  std::string name;
-  std::function<void(SegmentedModel&)> apply;
+  const char* name;
+  void (*apply)(UnitSettings&);
+  std::vector<size_t> units;
 };
 
 std::ostream& operator<<(std::ostream& out, const Setting& setting) {
   return out << setting.name;
 }
 
-void of_all_units(SegmentedModel& model,
-                  const std::function<void(UnitSettings&)>& set) {
-  for (size_t unit = 0; unit < kNumUnits; ++unit) set(model.settings(unit));
-}
-
 const Setting kSettings[] = {
     {"OneUnitIsKeptForBackward",
-     [](SegmentedModel& model) {
-       model.settings(1).reshards_after_forward = false;
-     }},
+     [](UnitSettings& s) { s.reshards_after_forward = false; },
+     {1}},
     {"UnitsAreKeptAfterBackward",
-     [](SegmentedModel& model) {
-       of_all_units(model,
-                    [](UnitSettings& s) { s.reshards_after_backward = false; });
-     }},
+     [](UnitSettings& s) { s.reshards_after_backward = false; },
+     {0, 1, 2}},
     {"UnitsKeepTheirStorage",
-     [](SegmentedModel& model) {
-       of_all_units(model, [](UnitSettings& s) { s.keeps_storage = true; });
-     }},
+     [](UnitSettings& s) { s.keeps_storage = true; },
+     {0, 1, 2}},
     {"OneUnitPrefetchesMore",
-     [](SegmentedModel& model) {
-       model.settings(0).forward_prefetch_depth = 2;
-       model.settings(0).backward_prefetch_depth = 2;
-     }},
+     [](UnitSettings& s) {
+       s.forward_prefetch_depth = s.backward_prefetch_depth = 2;
+     },
+     {0}},
 };
 
 class UnitSettingsStreamsTest
     : public simulated::StreamTest,
-      public ::testing::WithParamInterface<std::tuple<Setting, int, int>> {};
+      public ::testing::WithParamInterface<std::tuple<Setting, int>> {};
 
 TEST_P(UnitSettingsStreamsTest, Trains) {
-  const auto& [setting, num_shards, depth] = GetParam();
-  const FullyShardOptions options = {
-      .num_shards = num_shards, .prefetch_depth = static_cast<size_t>(depth)};
-  on_every_layout(options, {.calls_on_own_stream = true},
+  const auto& [setting, num_shards] = GetParam();
+  on_every_layout({.num_shards = num_shards, .prefetch_depth = 1},
+                  {.calls_on_own_stream = true},
                   [&](ShardedTraining& training) {
-                    setting.apply(training.sharded());
+                    for (const size_t unit : setting.units) {
+                      setting.apply(training.sharded().settings(unit));
+                    }
                     train(training, 4);
                   });
 }
 
 INSTANTIATE_TEST_SUITE_P(, UnitSettingsStreamsTest,
                          ::testing::Combine(::testing::ValuesIn(kSettings),
-                                            ::testing::Values(4, 2),
-                                            ::testing::Values(1)),
+                                            ::testing::Values(4, 2)),
                          [](const auto& info) {
                            return std::get<0>(info.param).name +
                                   std::to_string(std::get<1>(info.param));
@@ -374,32 +342,24 @@ INSTANTIATE_TEST_SUITE_P(, UnitSettingsStreamsTest,
 class OneUnitStreamsTest : public simulated::StreamTest,
                            public ::testing::WithParamInterface<int> {
  protected:
-  template <typename Body>
-  static void with_training(const ShardedProgram& program, const Body& body) {
-    on_every_layout({.num_shards = GetParam()}, program, body);
-  }
+  static FullyShardOptions options() { return {.num_shards = GetParam()}; }
 };
 
 TEST_P(OneUnitStreamsTest, SpansSegments) {
-  with_training({.spanning = {1}},
-                [](ShardedTraining& training) { train(training, 4); });
+  expect_training(options(), {.spanning = {1}});
 }
 
-TEST_P(OneUnitStreamsTest, AddsUpWhatOthersReduce) {
-  with_training({}, [](ShardedTraining& training) {
-    for (int s = 0; s < 4; ++s) {
-      training.sharded().settings(1).synchronizes = false;
-      training.step(s);
-      training.sharded().settings(1).synchronizes = true;
-      training.step(s);
-      training.expect_gradients(s, 2);
-      training.update();
-    }
+TEST_P(OneUnitStreamsTest, AccumulatesWhileOthersReduce) {
+  expect_steps(options(), {}, 2, [](ShardedTraining& training, int s) {
+    training.sharded().settings(1).synchronizes = false;
+    training.step(s);
+    training.sharded().settings(1).synchronizes = true;
+    training.step(s);
   });
 }
 
 TEST_P(OneUnitStreamsTest, IsFrozenAndThawed) {
-  with_training({}, [](ShardedTraining& training) {
+  on_every_layout(options(), {}, [](ShardedTraining& training) {
     for (int s = 0; s < 4; ++s) {
       const bool is_frozen = s % 2 == 1;
       for (const size_t i : {0, 1}) {
@@ -456,7 +416,7 @@ class ShardedRunAheadTest : public simulated::StreamTest,
   // Rank 1's answer to this rank's end of that segment, a forward or backward.
   void answer(int64_t segment, const std::function<void(RankStatus&)>& change) {
     training_.recording().answer_statuses_with([=](const RankStatus& own) {
-      std::vector<RankStatus> by_rank(ShardedTraining::kNumRanks, own);
+      std::vector<RankStatus> by_rank(testing::kWorldSize, own);
       if (own.kind == StatusKind::kEnd && own.iteration == segment) {
         change(by_rank[1]);
       }
@@ -528,7 +488,7 @@ TEST_P(ShardedRunAheadTest, APeerThatNeedsMoreIsToldThatManyStepsLater) {
 TEST_P(ShardedRunAheadTest, ANeedThatPeersDoNotHaveIsAnError) {
   if (GetParam() == 0) GTEST_SKIP() << "ranks would gather it";
   training_.recording().answer_statuses_with([](const RankStatus& own) {
-    std::vector<RankStatus> by_rank(ShardedTraining::kNumRanks, own);
+    std::vector<RankStatus> by_rank(testing::kWorldSize, own);
     if (own.kind == StatusKind::kEnd && own.unit >= 0) {
       by_rank[1].unit = -1;
       by_rank[1].proposal = 2;  // has gone on
@@ -544,19 +504,10 @@ TEST_P(ShardedRunAheadTest, ANeedThatPeersDoNotHaveIsAnError) {
   expect_closed(training_);
 }
 
-// All do the same: they go on, and learn.
-TEST_P(ShardedRunAheadTest, RanksThatChangeAlikeGoOn) {
-  for (int s = 0; s < 3; ++s) {
-    training_.forward_through({1, 2, 1, 2, 1}, s).backward();
-    training_.expect_gradients_of(1, s, 3);
-    training_.update();
-  }
-}
-
 // Where its peers have gone on, it can't either.
 TEST_P(ShardedRunAheadTest, AFailureOfThisRankClosesTheGroup) {
   training_.recording().answer_statuses_with([&](const RankStatus& own) {
-    std::vector<RankStatus> by_rank(ShardedTraining::kNumRanks, own);
+    std::vector<RankStatus> by_rank(testing::kWorldSize, own);
     if (own.kind == StatusKind::kFailed && GetParam() > 0) {
       by_rank[1].kind = StatusKind::kEnd;
       by_rank[1].proposal = 2;  // has gone on
@@ -589,7 +540,7 @@ using ShardedMemoryTest = simulated::StreamTest;
 TEST_F(ShardedMemoryTest, IsBoundedByPrefetchAndSums) {
   constexpr size_t kNumEqualUnits = 6;
   constexpr int64_t kBytes = 256;
-  const RecordingGroup recording(ShardedTraining::kNumRanks);
+  const RecordingGroup recording(testing::kWorldSize);
   for (const size_t max_reducing : {1, 2, 3}) {
     std::vector<at::Tensor> weights;
     std::vector<UnitRequest> units;

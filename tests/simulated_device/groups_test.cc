@@ -67,13 +67,6 @@ TEST_F(GroupStreamTest, ACollectiveLaunchedFromAnUnorderedStreamIsARace) {
   EXPECT_FALSE(take_races().empty());
 }
 
-TEST_F(GroupStreamTest, TensorsThatTheirLauncherDropsAreKept) {
-  launch();
-  tensors_.clear();
-  launch();
-  tensors_.clear();
-}
-
 TEST_F(GroupStreamTest, AHeldCollectiveIsBehindItsLaunchToo) {
   recording_.hold();
   const auto work = launch();

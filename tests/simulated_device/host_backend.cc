@@ -21,13 +21,12 @@ std::vector<at::Tensor> on_host(const std::vector<at::Tensor>& tensors) {
 
 }  // namespace
 
-HostBackend::HostBackend(const BackendPlace& place, Waiting waiting)
+HostBackend::HostBackend(const BackendPlace& place)
     : c10d::Backend(place.rank, place.world_size),
       timeout_(place.timeout),
       gloo_(make_gloo_backend(place.store, place.rank, place.world_size,
-                              place.timeout, {"lo"})) {
-  if (waiting == Waiting::kApart) apart_ = std::thread([this] { run_apart(); });
-}
+                              place.timeout, {"lo"})),
+      thread_([this] { run_all(); }) {}
 
 HostBackend::~HostBackend() {
   {
@@ -35,10 +34,10 @@ HostBackend::~HostBackend() {
     is_over_ = true;
   }
   is_launched_.notify_one();
-  if (apart_.joinable()) apart_.join();
+  thread_.join();
 }
 
-void HostBackend::run_apart() {
+void HostBackend::run_all() {
   std::unique_lock<std::mutex> lock(mutex_);
   while (true) {
     is_launched_.wait(lock, [this] { return is_over_ || !launched_.empty(); });
@@ -107,7 +106,7 @@ c10::intrusive_ptr<c10d::Work> HostBackend::alltoall_base(
 
 void HostBackend::shutdown() {
   const auto ended = std::make_shared<std::promise<void>>();
-  launch_behind([this, ended] {
+  enqueue([this, ended] {
     c10d::BarrierOptions options;
     options.timeout = std::chrono::seconds(20);
     try {
@@ -120,8 +119,7 @@ void HostBackend::shutdown() {
   ended->get_future().get();
 }
 
-void HostBackend::launch_behind(std::function<void()> collective) {
-  if (!apart_.joinable()) return collective();
+void HostBackend::enqueue(std::function<void()> collective) {
   const std::lock_guard<std::mutex> lock(mutex_);
   launched_.push_back(std::move(collective));
   is_launched_.notify_one();
@@ -137,7 +135,7 @@ c10::intrusive_ptr<c10d::Work> HostBackend::run(const Tensors& outputs,
   kept.insert(kept.end(), inputs.begin(), inputs.end());
   auto behind = std::make_shared<c10::Event>(
       CommunicationStreams::record_launch(outputs[0].device()));
-  launch_behind([=, this] {
+  enqueue([=, this] {
     streams_.run(*behind, kept, [&] {
       work->answer([&] {
         Tensors there = on_host(outputs);
@@ -150,11 +148,11 @@ c10::intrusive_ptr<c10d::Work> HostBackend::run(const Tensors& outputs,
   return work;
 }
 
-ProcessGroupOptions with_host_backend(Waiting waiting) {
+ProcessGroupOptions with_host_backend() {
   return {.device_type = at::kPrivateUse1,
           .make_backend =
-              [waiting](const BackendPlace& place) {
-                return c10::make_intrusive<HostBackend>(place, waiting);
+              [](const BackendPlace& place) {
+                return c10::make_intrusive<HostBackend>(place);
               },
           .gloo_interfaces = {"lo"}};
 }
@@ -176,15 +174,14 @@ c10::intrusive_ptr<c10d::ProcessGroup> without_cpu(
 void run_ranks_on_devices(
     int world_size,
     const std::function<void(const c10::intrusive_ptr<c10d::ProcessGroup>&,
-                             int rank)>& train,
-    Waiting waiting) {
+                             int rank)>& train) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
   std::vector<std::future<void>> ranks;
   for (int rank = 0; rank < world_size; ++rank) {
     ranks.push_back(std::async(std::launch::async, [&, rank] {
       const c10::DeviceGuard on_own(simulated::device(rank));
-      const GroupScope scope(make_process_group(store, rank, world_size,
-                                                with_host_backend(waiting)));
+      const GroupScope scope(
+          make_process_group(store, rank, world_size, with_host_backend()));
       train(scope.group(), rank);
     }));
   }

@@ -1,9 +1,7 @@
-// A backend for the simulated device, as a vendor's would be for its own: each
-// collective runs on a stream of the group's, where it goes through the host.
-//
-// Ranks are threads with a device each: launches wait for peers, on the thread
-// that autograd has for a device; or collectives wait for them on a thread of
-// the backend's, one after the other, and are complete when they have run.
+// A backend for the simulated device, as a vendor's would be for its own. Ranks
+// are threads with a device each: each collective runs on a stream of the
+// group's and goes through the host, where it waits for its peers on a thread
+// of the backend's, one after the other.
 
 #ifndef BRIGADE_TESTS_SIMULATED_DEVICE_HOST_BACKEND_H_
 #define BRIGADE_TESTS_SIMULATED_DEVICE_HOST_BACKEND_H_
@@ -24,12 +22,10 @@
 
 namespace brigade::testing {
 
-enum class Waiting { kInLaunches, kApart };
-
 class HostBackend final : public c10d::Backend {
  public:
-  HostBackend(const BackendPlace& place, Waiting waiting);
-  // Behind what was launched.
+  explicit HostBackend(const BackendPlace& place);
+  // Waits for all that was launched.
   ~HostBackend() override;
 
   const std::string getBackendName() const override { return "host"; }
@@ -65,8 +61,8 @@ class HostBackend final : public c10d::Backend {
   c10::intrusive_ptr<c10d::Work> run(const Tensors& outputs,
                                      const Tensors& inputs,
                                      const Collective& launch);
-  void launch_behind(std::function<void()> collective);
-  void run_apart();
+  void enqueue(std::function<void()> collective);
+  void run_all();
 
   const std::chrono::milliseconds timeout_;
   const c10::intrusive_ptr<c10d::Backend> gloo_;
@@ -76,10 +72,10 @@ class HostBackend final : public c10d::Backend {
   std::condition_variable is_launched_;
   std::deque<std::function<void()>> launched_;  // guarded by mutex_
   bool is_over_ = false;                        // guarded by mutex_
-  std::thread apart_;                           // if collectives are
+  std::thread thread_;
 };
 
-ProcessGroupOptions with_host_backend(Waiting waiting = Waiting::kInLaunches);
+ProcessGroupOptions with_host_backend();
 
 // The same ranks, for tensors of their devices alone, as a group of NCCL is
 // from Python.
@@ -91,8 +87,7 @@ c10::intrusive_ptr<c10d::ProcessGroup> without_cpu(
 void run_ranks_on_devices(
     int world_size,
     const std::function<void(const c10::intrusive_ptr<c10d::ProcessGroup>&,
-                             int rank)>& train,
-    Waiting waiting = Waiting::kInLaunches);
+                             int rank)>& train);
 
 }  // namespace brigade::testing
 

@@ -1,16 +1,14 @@
-// What runs on a device between a unit's last gradient and its reduction: that
-// gradient's way into its place, and with a comm hook the division, so that the
-// hook need not know of it.
+// Kernels between a unit's last gradient and its reduction: a copy of the
+// gradient into its slot, and with a comm hook the division.
 
 #include <ATen/record_function.h>
 #include <torch/torch.h>
 
-#include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <iterator>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -34,55 +32,33 @@ using ::testing::SizeIs;
 
 using Names = std::vector<std::string>;
 
-constexpr std::string_view kLastGradient = "the last gradient is there";
+// Operators that run no kernel.
+const std::set<std::string_view> kViews = {"aten::as_strided", "aten::detach",
+                                           "aten::empty",      "aten::narrow",
+                                           "aten::slice",      "aten::view"};
 
-// They take no kernel.
-bool makes_a_view(std::string_view name) {
-  constexpr std::string_view kViews[] = {"aten::as_strided", "aten::detach",
-                                         "aten::empty",      "aten::narrow",
-                                         "aten::slice",      "aten::view"};
-  return std::ranges::find(kViews, name) != std::end(kViews);
-}
-
-// By reduction: the operators behind the last gradient, up to the first event
-// that `is_reduction`.
-template <typename IsReduction>
-std::vector<Names> operators_before_reductions(
-    const Names& all, const IsReduction& is_reduction) {
-  std::vector<Names> found;
-  bool is_between = false;
-  for (const std::string& event : all) {
-    if (event == kLastGradient) {
-      found.emplace_back();
-      is_between = true;
-    } else if (is_reduction(event)) {
-      is_between = false;
-    } else if (is_between && event.starts_with("aten::") &&
-               !makes_a_view(event)) {
-      found.back().push_back(event);
-    }
-  }
-  return found;
-}
-
-// What runs on any thread, in order: autograd has one for the device.
+// By unit: the outermost operators between its last gradient and its
+// collective, on any thread (autograd has one for the device).
 std::mutex mutex;
-Names events;
-
-void note(std::string name) {
-  const std::lock_guard<std::mutex> lock(mutex);
-  events.push_back(std::move(name));
-}
-
-// Operators that this thread is in: what they are made of is not told.
-thread_local int depth = 0;
+std::vector<Names> kernels;      // guarded by mutex
+bool has_last_gradient = false;  // guarded by mutex
+thread_local int depth = 0;      // operators that this thread is in
 
 bool is_operator(const at::RecordFunction& function) {
   return std::string_view(function.name()).starts_with("aten::");
 }
 
 std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& function) {
-  if (!is_operator(function) || depth++ == 0) note(function.name());
+  const std::string_view name = function.name();
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (is_operator(function)) {
+    const bool is_outermost = depth++ == 0;
+    if (is_outermost && has_last_gradient && !kViews.contains(name)) {
+      kernels.back().emplace_back(name);
+    }
+  } else if (name.starts_with("c10d::")) {
+    has_last_gradient = false;
+  }
   return nullptr;
 }
 
@@ -90,30 +66,14 @@ void end(const at::RecordFunction& function, at::ObserverContext* /*context*/) {
   if (is_operator(function)) --depth;
 }
 
-class Recording {
- public:
-  Recording()
-      : handle_(at::addGlobalCallback(at::RecordFunctionCallback(begin, end))) {
-    const std::lock_guard<std::mutex> lock(mutex);
-    events.clear();
-  }
-  ~Recording() { at::removeCallback(handle_); }
-  Recording(const Recording&) = delete;
-  Recording& operator=(const Recording&) = delete;
-
- private:
-  const at::CallbackHandle handle_;
-};
-
-// A unit's collective is the first to be launched behind its last gradient.
-std::vector<Names> kernels_before_reductions() {
-  return operators_before_reductions(events, [](const std::string& event) {
-    return event.starts_with("c10d::");
-  });
+void note_last_gradient() {
+  const std::lock_guard<std::mutex> lock(mutex);
+  kernels.emplace_back();
+  has_last_gradient = true;
 }
 
-// Adds a parameter; backward says when it has the gradient if that is a unit's
-// last, which may lie where the model wants it.
+// Adds a parameter. Its backward notes a unit's last gradient, and may write
+// gradients into their slots.
 struct Add : torch::autograd::Function<Add> {
   static at::Tensor forward(torch::autograd::AutogradContext* context,
                             const at::Tensor& input,
@@ -139,9 +99,7 @@ struct Add : torch::autograd::Function<Add> {
     } else {
       of_parameter = gradients[0].clone();
     }
-    if (context->saved_data["is_last"].toBool()) {
-      note(std::string(kLastGradient));
-    }
+    if (context->saved_data["is_last"].toBool()) note_last_gradient();
     return {gradients[0], of_parameter, at::Tensor(), at::Tensor(),
             at::Tensor()};
   }
@@ -163,10 +121,10 @@ constexpr int64_t kNumel = 8;
 
 class LaunchPathStreamsTest : public simulated::StreamTest {
  protected:
-  // Of the last of three steps, when all memory is there.
+  // In the last of three steps, when all memory is there.
   static std::vector<Names> kernels_of_step(const FullyShardOptions& options,
                                             bool in_slot) {
-    const RecordingGroup recording(/*world_size=*/2);
+    const RecordingGroup group(/*world_size=*/2);
     std::vector<UnitRequest> units;
     for (size_t u = 0; u < kNumUnits; ++u) {
       UnitRequest& unit = units.emplace_back();
@@ -177,9 +135,8 @@ class LaunchPathStreamsTest : public simulated::StreamTest {
              .tensor = at::ones({kNumel}, on_device()).requires_grad_()});
       }
     }
-    SegmentedModel model(make_sharded_units(units, recording.group(), options),
-                         recording.group(), options);
-    std::vector<Names> found;
+    SegmentedModel model(make_sharded_units(units, group.group(), options),
+                         group.group(), options);
     for (int step = 0; step < 3; ++step) {
       const at::Tensor loss = model.forward([&] {
         at::Tensor h = at::ones({kNumel}, on_device());
@@ -191,11 +148,13 @@ class LaunchPathStreamsTest : public simulated::StreamTest {
         }
         return h;
       });
-      const Recording recorded;
+      kernels.clear();
+      const auto recording =
+          at::addGlobalCallback(at::RecordFunctionCallback(begin, end));
       loss.backward(at::ones({kNumel}, on_device()));
-      found = kernels_before_reductions();
+      at::removeCallback(recording);
     }
-    return found;
+    return kernels;
   }
 };
 

@@ -1,117 +1,61 @@
-// Each call by which the reducer orders streams is needed: without it, a race
-// is found. So the tests of streams would see it go.
+// Each call by which the reducer orders streams is needed.
+
+#include "brigade/tests/simulated_device/lost_calls.h"
 
 #include <torch/torch.h>
 
 #include <functional>
 #include <optional>
+#include <string>
 #include <utility>
-#include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "brigade/reducer/dense_replica.h"
 #include "brigade/reducer/parameter_table.h"
 #include "brigade/reducer/reducer.h"
 #include "brigade/tests/simulated_device/streamed_model.h"
 #include "brigade/tests/simulated_device/streamed_training.h"
-#include "brigade/tests/support/simulated_device/ordering_calls.h"
-#include "brigade/tests/support/simulated_device/stream_test.h"
 #include "gtest/gtest.h"
 
 namespace brigade {
-namespace {
+namespace lost_calls_test {
 
-using simulated::DropCalls;
-using simulated::OrderingCall;
+using testing::LostCallsTest;
 using testing::StreamedModel;
 using testing::StreamedTraining;
 using testing::StreamLayout;
 
-// Two buckets. Gradients come in descending order, each on its own stream: the
-// second bucket is packed on that of parameter 3, and launched with the first
-// one on that of parameter 0.
-const ReducerOptions kTwoBuckets = {.bucket_plan = {{0, 1, 2}, {3, 4, 5}}};
+constexpr StreamLayout kOwnStreams = {.forward = StreamLayout::Forward::kOwn,
+                                      .accumulates_in_forward = true};
 
-using Chooses = std::function<bool(const OrderingCall&)>;
+// Two buckets. Gradients come in descending order, each on its own stream, "g0"
+// to "g5": the second bucket is packed on that of parameter 3, and launched
+// with the first one on that of parameter 0.
+ReducerOptions two_buckets() { return {.bucket_plan = {{0, 1, 2}, {3, 4, 5}}}; }
 
-class LostCallsTest : public simulated::StreamTest {
+// A call that gives work to the stream.
+bool uses(const std::string& call, const std::string& stream) {
+  return call == "records " + stream || call.starts_with(stream + " ");
+}
+
+class LostReducerCallsTest : public LostCallsTest {
  protected:
-  LostCallsTest() { training_.emplace(kOwnStreams); }
+  LostReducerCallsTest() { start(kOwnStreams); }
 
   void TearDown() override {
     training_.reset();
-    StreamTest::TearDown();
+    LostCallsTest::TearDown();
   }
 
-  const c10::Stream& stream_of(size_t parameter) {
-    return training_->model().stream_of(parameter);
+  void start(const StreamLayout& layout) {
+    training_.emplace(layout);
+    name_streams_of(training_->model());
   }
 
-  // Where the group runs collectives.
-  c10::Stream communication_stream() {
-    std::optional<c10::Stream> found;
-    const DropCalls watch([&](const OrderingCall& call) {
-      if (call.kind == OrderingCall::kWait && !found) found = call.stream;
-      return false;
-    });
-    std::vector<at::Tensor> tensors = {at::zeros({1}, simulated::on_device())};
-    training_->recording().group()->allreduce(tensors)->wait();
-    return *found;
-  }
-
-  struct Count {
-    int needed = 0;    // without it, a race
-    int needless = 0;  // without it, none
-  };
-
-  // Runs `body` again and again, each time without another one of the calls
-  // that are chosen.
-  Count count(const Chooses& chooses, const std::function<void()>& body) {
-    simulated::expect_no_races();
-    Count result;
-    for (int nth = 0;; ++nth) {
-      int left = nth;
-      const DropCalls lost([&](const OrderingCall& call) {
-        return chooses(call) && left-- == 0;
-      });
-      body();
-      const bool is_raced = !simulated::take_races().empty();
-      if (lost.num_dropped() == 0) {
-        EXPECT_FALSE(is_raced);
-        EXPECT_GT(nth, 0) << "there is no such call";
-        return result;
-      }
-      ++(is_raced ? result.needed : result.needless);
+  void name_streams_of(const StreamedModel& model) {
+    for (size_t i = 0; i < model.size(); ++i) {
+      name(model.stream_of(i), absl::StrCat("g", i));
     }
-  }
-
-  // In a step whose gradients are dropped unread.
-  int count_needless_in_step(const Chooses& chooses) {
-    return count(chooses,
-                 [&] {
-                   training_->step(1);
-                   training_->zero_grad();
-                 })
-        .needless;
-  }
-
-  // Of what is recorded on the stream that delivers, behind the first result.
-  int count_needed_in_delivery(const std::function<void()>& body) {
-    const c10::Stream delivering = simulated::current_stream_of();
-    const c10::Stream communication = communication_stream();
-    bool has_begun = false;
-    return count(
-               [&](const OrderingCall& call) {
-                 has_begun = has_begun || (call.kind == OrderingCall::kWait &&
-                                           call.stream == delivering &&
-                                           call.other == communication);
-                 return has_begun && call.kind == OrderingCall::kRecordUse &&
-                        call.stream == delivering;
-               },
-               [&] {
-                 has_begun = false;
-                 body();
-               })
-        .needed;
   }
 
   // Timelines have events of their own, which order nothing.
@@ -120,102 +64,85 @@ class LostCallsTest : public simulated::StreamTest {
     training_->reducer().set_timeline_sample_rate(0);
   }
 
-  void train_one_step(ReducerOptions options) {
+  void train_one_step(ReducerOptions options = two_buckets()) {
     make_reducer(std::move(options));
-    training_->step(0);
+    step();
+  }
+
+  // Drops the gradients unread.
+  void step() {
+    training_->step(1);
     training_->zero_grad();
   }
 
-  // Gives it work.
-  static bool uses(const OrderingCall& call, const c10::Stream& stream) {
-    return call.kind != OrderingCall::kSwitch && call.stream == stream;
-  }
-
-  static Chooses records_on(const c10::Stream& stream) {
-    return [stream](const OrderingCall& call) {
-      return call.kind == OrderingCall::kRecordUse && call.stream == stream;
+  std::function<void()> armed_step() {
+    return [this] {
+      arm();
+      step();
     };
   }
 
-  static ParameterTable table_of_one() {
-    return *ParameterTable::create(
-        {{at::ones({4}, simulated::on_device()).requires_grad_()}},
-        ParameterNames(), {});
+  // Arms at the backward.
+  void step_armed_in_backward() {
+    const at::Tensor loss = training_->loss(1);
+    training_->reducer().prepare_for_backward(loss);
+    arm();
+    loss.backward();
+    disarm();
+    training_->zero_grad();
   }
 
-  void pack_on_another_stream(DenseReplica& replica) {
-    simulated::make_wait(packing_, simulated::current_stream_of());
-    const c10::StreamGuard on_stream(packing_);
-    replica.pack(/*scale=*/1, /*unused_slots=*/{});
+  // Of the uses that the delivering stream records, after the first result.
+  int count_needed_in_delivery(const std::function<void()>& body) {
+    on_call([this](const std::string& call) {
+      if (call == "default waits for group") arm();
+    });
+    return count_needed("default uses memory", body);
   }
 
-  static constexpr auto kViews = DenseReplica::Delivery::kViews;
-  const c10::Stream packing_ = simulated::new_stream();
-  static constexpr StreamLayout kOwnStreams = {
-      .forward = StreamLayout::Forward::kOwn, .accumulates_in_forward = true};
   std::optional<StreamedTraining> training_;
 };
 
-ReducerOptions as_copies(ReducerOptions options) {
-  options.gradient_as_bucket_view = false;
-  return options;
+TEST_F(LostReducerCallsTest, PackWaitsForGradientsOfOtherStreams) {
+  train_one_step();
+  expect_needed("g3 waits for g4", armed_step());
+  expect_needed("g3 waits for g5", armed_step());
 }
 
-TEST_F(LostCallsTest, PackWaitsForGradientsOfOtherStreams) {
-  train_one_step(kTwoBuckets);
-  EXPECT_EQ(count_needless_in_step([&](const OrderingCall& call) {
-              return call.kind == OrderingCall::kWait &&
-                     call.stream == stream_of(3) &&
-                     (call.other == stream_of(4) || call.other == stream_of(5));
-            }),
-            0);
+TEST_F(LostReducerCallsTest, LaunchWaitsForPackOnAnotherStream) {
+  train_one_step();
+  expect_needed("g0 waits for g3", armed_step());
 }
 
-TEST_F(LostCallsTest, LaunchWaitsForPackOnAnotherStream) {
-  train_one_step(kTwoBuckets);
-  EXPECT_EQ(count_needless_in_step([&](const OrderingCall& call) {
-              return call.kind == OrderingCall::kWait &&
-                     call.stream == stream_of(0) && call.other == stream_of(3);
-            }),
-            0);
-}
-
-// The events that these two wait for: what is recorded on the streams of one
-// bucket, until backward comes to the next.
-TEST_F(LostCallsTest, EventsOfPackAreRecorded) {
-  train_one_step(kTwoBuckets);
-  for (const size_t parameter : {3, 4, 5}) {
-    bool in_bucket = false;
-    EXPECT_EQ(count(
-                  [&](const OrderingCall& call) {
-                    in_bucket = in_bucket && !uses(call, stream_of(2));
-                    return in_bucket && call.kind == OrderingCall::kRecord &&
-                           call.stream == stream_of(parameter);
-                  },
-                  [&] {
-                    const at::Tensor loss = training_->loss(1);
-                    training_->reducer().prepare_for_backward(loss);
-                    in_bucket = true;
-                    loss.backward();
-                    training_->zero_grad();
-                  })
-                  .needless,
-              0)
-        << parameter;
+// The events that these wait for: those of one bucket's streams, until backward
+// comes to the next bucket.
+TEST_F(LostReducerCallsTest, EventsOfPackAreRecorded) {
+  train_one_step();
+  on_call([this](const std::string& call) {
+    if (uses(call, "g2")) disarm();
+  });
+  for (const char* call : {"records g3", "records g4", "records g5"}) {
+    expect_needed(call, [&] { step_armed_in_backward(); });
   }
 }
 
 // The second of the two events that are recorded where the second bucket is
-// packed: behind the sum of what local replicas have packed. They are on one
-// device, so that gradients come in one order: replica 1's are first.
-TEST_F(LostCallsTest, LaunchWaitsForTheSumOfReplicas) {
+// packed: after the sum of local replicas. They are on one device, so that
+// gradients come in one order: replica 1's are first.
+TEST_F(LostReducerCallsTest, LaunchWaitsForTheSumOfReplicas) {
   const StreamedModel first(kOwnStreams);
   const StreamedModel second(kOwnStreams);
+  name_streams_of(first);
   Reducer reducer({first.parameters(), second.parameters()},
-                  training_->recording().group(), kTwoBuckets);
+                  training_->recording().group(), two_buckets());
   reducer.set_timeline_sample_rate(0);
   bool in_bucket = false;
   int num_records = 0;
+  on_call([&](const std::string& call) {
+    in_bucket = in_bucket && !uses(call, "g2");
+    disarm();
+    if (in_bucket && call == "records g3" && ++num_records == 2) arm();
+  });
   const auto step = [&] {
     const at::Tensor before = first.loss(1);
     const at::Tensor loss = before + second.loss(1);
@@ -228,130 +155,67 @@ TEST_F(LostCallsTest, LaunchWaitsForTheSumOfReplicas) {
     second.zero_grad(/*set_to_none=*/true);
   };
   step();
-  EXPECT_EQ(count(
-                [&](const OrderingCall& call) {
-                  in_bucket = in_bucket && !uses(call, first.stream_of(2));
-                  return in_bucket && call.kind == OrderingCall::kRecord &&
-                         call.stream == first.stream_of(3) &&
-                         ++num_records == 2;
-                },
-                step)
-                .needed,
-            1);
+  EXPECT_EQ(count_needed("records g3", step), 1);
 }
 
-// One for each gradient that another stream has made. Backward is called on the
-// packing stream, where nothing else would be recorded.
-TEST_F(LostCallsTest, GradientsAreRecordedOnThePackingStream) {
-  simulated::make_wait(stream_of(3), simulated::default_stream());
-  const c10::StreamGuard on_caller(stream_of(3));
-  train_one_step(kTwoBuckets);
+// One for each gradient that another stream has made, right after the last wait
+// of the bucket's join. Backward is called on the packing stream, where nothing
+// else would be recorded.
+TEST_F(LostReducerCallsTest, GradientsAreRecordedOnThePackingStream) {
+  const c10::Stream packing = training_->model().stream_of(3);
+  simulated::make_wait(packing, simulated::default_stream());
+  const c10::StreamGuard on_caller(packing);
+  train_one_step();
   bool in_backward = false;
-  bool joined = false;
-  const Count recorded = count(
-      [&](const OrderingCall& call) {
-        // The last wait of the bucket's join, and what comes right behind it.
-        if (call.kind != OrderingCall::kRecordUse &&
-            call.kind != OrderingCall::kSwitch) {
-          joined = in_backward && call.kind == OrderingCall::kWait &&
-                   call.stream == stream_of(3) && call.other == stream_of(4);
-        }
-        return joined && call.kind == OrderingCall::kRecordUse &&
-               call.stream == stream_of(3);
-      },
-      [&] {
-        const at::Tensor loss = training_->loss(1);
-        training_->reducer().prepare_for_backward(loss);
-        in_backward = true;
-        loss.backward();
-        in_backward = false;
-        training_->zero_grad();
-      });
-  EXPECT_EQ(recorded.needed, 2);
+  on_call([&](const std::string& call) {
+    if (call.ends_with(" uses memory") || call.starts_with("switches ")) return;
+    disarm();
+    if (in_backward && call == "g3 waits for g4") arm();
+  });
+  EXPECT_EQ(count_needed("g3 uses memory",
+                         [&] {
+                           const at::Tensor loss = training_->loss(1);
+                           training_->reducer().prepare_for_backward(loss);
+                           in_backward = true;
+                           loss.backward();
+                           in_backward = false;
+                           training_->zero_grad();
+                         }),
+            2);
 }
 
-TEST_F(LostCallsTest, BuffersAreZeroedBeforeTheyArePacked) {
+TEST_F(LostReducerCallsTest, BuffersAreZeroedBeforeTheyArePacked) {
   StreamLayout layout = kOwnStreams;
   layout.is_made_on_side = true;
-  const auto first_step = [&] {
+  expect_needed("g3 waits for group", [&] {  // the stream that made the reducer
     training_.reset();
     simulated::expect_no_races();
-    training_.emplace(layout);
-    make_reducer(kTwoBuckets);
-    training_->step(0);
-    training_->zero_grad();
+    start(layout);
+    make_reducer(two_buckets());
+    armed_step()();
     training_->end_reducer();
-  };
-  EXPECT_EQ(count(
-                [&](const OrderingCall& call) {
-                  return call.kind == OrderingCall::kWait &&
-                         call.stream == stream_of(3) &&
-                         call.other != stream_of(4) &&
-                         call.other != stream_of(5) &&
-                         call.other != simulated::current_stream_of();
-                },
-                first_step)
-                .needless,
-            0);
+  });
 }
 
-// It goes back to the stream that it was allocated on: what travels, the
-// gradients' own memory or another.
-TEST_F(LostCallsTest, MemoryOfABucketIsRecordedOnThePackingStream) {
-  const ParameterTable table = table_of_one();
-  for (const at::ScalarType wire_dtype : {at::kFloat, at::kHalf}) {
-    EXPECT_EQ(count(records_on(packing_),
-                    [&] {
-                      DenseReplica replica(
-                          table, 0, {{0}}, wire_dtype, kViews,
-                          DenseReplica::Allocation::kAtConstruction);
-                      pack_on_another_stream(replica);
-                      table[0].mutable_grad().reset();
-                    })
-                  .needed,
-              1)
-        << wire_dtype;
-  }
-}
-
-// One that backward's caller has made, and a view replaces.
-TEST_F(LostCallsTest, AReplacedGradientIsRecordedOnThePackingStream) {
-  const ParameterTable table = table_of_one();
-  DenseReplica replica(table, 0, {{0}}, at::kFloat, kViews,
-                       DenseReplica::Allocation::kAtConstruction);
-  EXPECT_EQ(count(records_on(packing_),
-                  [&] {
-                    table[0].mutable_grad() = at::ones_like(table[0]);
-                    pack_on_another_stream(replica);
-                  })
-                .needed,
-            1);
-}
-
-TEST_F(LostCallsTest, ResultsAreWaitedFor) {
-  train_one_step(as_copies(kTwoBuckets));
-  const c10::Stream communication = communication_stream();
-  EXPECT_EQ(count_needless_in_step([&](const OrderingCall& call) {
-              return call.kind == OrderingCall::kWait &&
-                     call.stream == simulated::current_stream_of() &&
-                     call.other == communication;
-            }),
-            0);
+TEST_F(LostReducerCallsTest, ResultsAreWaitedFor) {
+  ReducerOptions copies = two_buckets();
+  copies.gradient_as_bucket_view = false;
+  train_one_step(copies);
+  expect_needed("default waits for group", armed_step());
 }
 
 // One for each gradient, which other streams have made.
-TEST_F(LostCallsTest, GradientsAreRecordedWhereTheyAreDelivered) {
-  train_one_step(as_copies(kTwoBuckets));
-  EXPECT_EQ(count_needed_in_delivery([&] {
-              training_->step(1);
-              training_->zero_grad();
-            }),
+TEST_F(LostReducerCallsTest, GradientsAreRecordedWhereTheyAreDelivered) {
+  ReducerOptions copies = two_buckets();
+  copies.gradient_as_bucket_view = false;
+  train_one_step(copies);
+  EXPECT_EQ(count_needed_in_delivery([&] { step(); }),
             static_cast<int>(training_->model().size()));
 }
 
-// What an unused parameter's gradient was before it was reduced.
-TEST_F(LostCallsTest, GradientsSetAsideAreRecordedWhereTheyArePutBack) {
-  ReducerOptions options = kTwoBuckets;
+// The gradient that an unused parameter had before it was reduced.
+TEST_F(LostReducerCallsTest, SavedGradientsAreRecordedWhereTheyAreRestored) {
+  ReducerOptions options = two_buckets();
   options.find_unused_parameters = true;
   make_reducer(options);
   training_->step(0);
@@ -363,43 +227,81 @@ TEST_F(LostCallsTest, GradientsSetAsideAreRecordedWhereTheyArePutBack) {
             1);
 }
 
-TEST_F(LostCallsTest, TheUsedMapIsWaitedFor) {
-  ReducerOptions options = kTwoBuckets;
+TEST_F(LostReducerCallsTest, TheUsedParameterBitmapIsWaitedFor) {
+  ReducerOptions options = two_buckets();
   options.find_unused_parameters = true;
   options.skip_all_reduce_unused_parameters = true;
   train_one_step(options);
-  const c10::Stream communication = communication_stream();
   bool is_first = true;
-  EXPECT_EQ(count(
-                [&](const OrderingCall& call) {
-                  return call.kind == OrderingCall::kWait &&
-                         call.other == communication &&
-                         std::exchange(is_first, false);
-                },
-                [&] {
-                  is_first = true;
-                  training_->step(1);
-                  training_->zero_grad();
-                })
-                .needless,
-            0);
+  on_call([&](const std::string& call) {
+    disarm();
+    if (call == "default waits for group" && std::exchange(is_first, false)) {
+      arm();
+    }
+  });
+  expect_needed("default waits for group", [&] {
+    is_first = true;
+    step();
+  });
 }
 
-TEST_F(LostCallsTest, StagingOfTheUsedMapIsNotReusedWhileItIsCopied) {
-  ReducerOptions options = kTwoBuckets;
+TEST_F(LostReducerCallsTest, StagingOfTheBitmapIsNotReusedWhileItIsCopied) {
+  ReducerOptions options = two_buckets();
   options.find_unused_parameters = true;
   make_reducer(options);
-  EXPECT_EQ(count(
-                [](const OrderingCall& call) {
-                  return call.kind == OrderingCall::kHoldPinned;
-                },
-                [&] {
-                  training_->step(0);
-                  training_->step(1, {1});
-                })
-                .needless,
-            0);
+  expect_needed("pinned memory is held", [&] {
+    arm();
+    training_->step(0);
+    training_->step(1, {1});
+  });
 }
 
-}  // namespace
+class LostReplicaCallsTest : public LostCallsTest {
+ protected:
+  DenseReplica make_replica(at::ScalarType wire_dtype) const {
+    return DenseReplica(table_, 0, {{0}}, wire_dtype,
+                        DenseReplica::Delivery::kViews,
+                        DenseReplica::Allocation::kAtConstruction);
+  }
+
+  void pack_on_another_stream(DenseReplica& replica) {
+    const c10::Stream packing = stream_named("packing");
+    simulated::make_wait(packing, simulated::current_stream_of());
+    const c10::StreamGuard on_stream(packing);
+    arm();
+    replica.pack(/*scale=*/1, /*unused_slots=*/{});
+  }
+
+  const ParameterTable table_ = *ParameterTable::create(
+      {{at::ones({4}, simulated::on_device()).requires_grad_()}},
+      ParameterNames(), {});
+};
+
+// It goes back to the stream that it was allocated on: the memory that travels,
+// the gradients' own or other.
+TEST_F(LostReplicaCallsTest, MemoryOfABucketIsRecordedOnThePackingStream) {
+  for (const at::ScalarType wire_dtype : {at::kFloat, at::kHalf}) {
+    EXPECT_EQ(count_needed("packing uses memory",
+                           [&] {
+                             DenseReplica replica = make_replica(wire_dtype);
+                             pack_on_another_stream(replica);
+                             table_[0].mutable_grad().reset();
+                           }),
+              1)
+        << wire_dtype;
+  }
+}
+
+// One that backward's caller has made, and a view replaces.
+TEST_F(LostReplicaCallsTest, AReplacedGradientIsRecordedOnThePackingStream) {
+  DenseReplica replica = make_replica(at::kFloat);
+  EXPECT_EQ(count_needed("packing uses memory",
+                         [&] {
+                           table_[0].mutable_grad() = at::ones_like(table_[0]);
+                           pack_on_another_stream(replica);
+                         }),
+            1);
+}
+
+}  // namespace lost_calls_test
 }  // namespace brigade

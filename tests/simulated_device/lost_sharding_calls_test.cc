@@ -15,113 +15,21 @@
 #include "brigade/fsdp/reduction_hook.h"
 #include "brigade/fsdp/segmented_model.h"
 #include "brigade/hooks/autograd_node.h"
-#include "brigade/tests/support/simulated_device/ordering_calls.h"
+#include "brigade/tests/simulated_device/lost_calls.h"
 #include "brigade/tests/support/simulated_device/stream_test.h"
 #include "gtest/gtest.h"
 
 namespace brigade {
 namespace lost_sharding_calls_test {
 
-using simulated::DropCalls;
 using simulated::make_wait;
 using simulated::new_stream;
 using simulated::on_device;
-using simulated::OrderingCall;
+using testing::LostCallsTest;
 
 constexpr int kNumRanks = 4;
 constexpr int kNeighbours = 2;  // of them
 constexpr int64_t kNumel = 64;
-
-// The streams of a call, as a test names them.
-struct Named {
-  std::optional<c10::Stream> stream;
-  std::string name;
-};
-
-class LostShardingCallsTest : public simulated::StreamTest {
- protected:
-  // Runs `body` whole, which finds no race, and then again and again, each time
-  // without another one of the calls that it makes between known streams. Each
-  // of these is lost once, and leads to a race; or one at least, if `some`.
-  //
-  // Calls are told as "gathers waits for a", "records a", "a uses memory".
-  void expect_needed(const std::string& call, const std::function<void()>& body,
-                     bool some = false) {
-    const auto count = [&](int nth) {
-      const DropCalls lost([&](const OrderingCall& found) {
-        return is_armed_ && tell(found) == call && nth-- == 0;
-      });
-      run(body);
-      return lost.num_dropped();
-    };
-    EXPECT_EQ(count(-1), 0);
-    simulated::expect_no_races();
-    int num_needed = 0;
-    for (int nth = 0; count(nth) > 0; ++nth) {
-      const bool is_needed = !simulated::take_races().empty();
-      num_needed += is_needed ? 1 : 0;
-      EXPECT_TRUE(is_needed || some)
-          << call << ", the " << nth + 1 << "th, is not needed";
-    }
-    simulated::take_races();
-    EXPECT_GT(num_needed, 0) << "there is no such call: " << call;
-  }
-
-  // From here on calls may be lost.
-  void arm() { is_armed_ = true; }
-  void disarm() { is_armed_ = false; }
-
-  void name(const c10::Stream& stream, std::string name) {
-    names_.push_back({.stream = stream, .name = std::move(name)});
-  }
-
-  // A stream of the program, behind the default one.
-  c10::Stream stream_named(const std::string& as) {
-    const c10::Stream stream = new_stream();
-    make_wait(stream, simulated::default_stream());
-    name(stream, as);
-    return stream;
-  }
-
- private:
-  void run(const std::function<void()>& body) {
-    names_.clear();
-    is_armed_ = false;
-    body();
-    is_armed_ = false;
-  }
-
-  // Whatever has no name is a stream of a group's.
-  std::string name_of(const std::optional<c10::Stream>& stream) const {
-    for (const Named& named : names_) {
-      if (named.stream == stream) return named.name;
-    }
-    if (stream == simulated::default_stream()) return "default";
-    return "group";
-  }
-
-  std::string tell(const OrderingCall& call) const {
-    const std::string stream = name_of(call.stream);
-    switch (call.kind) {
-      case OrderingCall::kRecord:
-        return "records " + stream;
-      case OrderingCall::kWait:
-        return stream + " waits for " + name_of(call.other);
-      case OrderingCall::kHostWait:
-        return "host waits for " + stream;
-      case OrderingCall::kRecordUse:
-        return stream + " uses memory";
-      case OrderingCall::kHoldPinned:
-        return "pinned memory is held";
-      case OrderingCall::kSwitch:
-        return "switches to " + stream;
-    }
-    return "";
-  }
-
-  std::vector<Named> names_;
-  bool is_armed_ = false;
-};
 
 // A model of two units of two parameters each, made anew for each run.
 struct Parts {
@@ -190,7 +98,7 @@ struct Parts {
 };
 
 // The call that is lost, of a program that runs after all that made its model.
-class LostCallsOfModelTest : public LostShardingCallsTest {
+class LostCallsOfModelTest : public LostCallsTest {
  protected:
   void expect_needed_of(const std::string& call,
                         const std::function<void(Parts&)>& program,
@@ -378,6 +286,16 @@ TEST_F(LostGatherCallsTest, UnitsOfOtherMeshesLendEachOtherMemory) {
 class LostSumCallsTest : public LostCallsOfModelTest {
  protected:
   void SetUp() override { accumulate_here(); }
+
+  std::function<void(Parts&)> reduces_and_reads() {
+    return [this](Parts& parts) {
+      const at::Tensor loss = parts.loss({0});
+      arm();
+      loss.backward();
+      disarm();
+      parts.read_gradients();
+    };
+  }
 };
 
 TEST_F(LostSumCallsTest, SumsAreAfterAllGradients) {
@@ -413,56 +331,28 @@ TEST_F(LostSumCallsTest, WhoGetsTheMemoryOfASumIsAfterIt) {
 }
 
 TEST_F(LostSumCallsTest, GradientsAreReadAfterTheirSums) {
-  expect_needed_of("default waits for group", [&](Parts& parts) {
-    const at::Tensor loss = parts.loss({0});
-    arm();
-    loss.backward();
-    disarm();
-    parts.read_gradients();
-  });
+  expect_needed_of("default waits for group", reduces_and_reads());
 }
 
-TEST_F(LostSumCallsTest, WhatHasTravelledIsReadAfterTheSum) {
+TEST_F(LostSumCallsTest, CompressedGradientsAreReadAfterTheirSum) {
   for (const char* call : {"sums waits for group", "default waits for sums"}) {
-    expect_needed_of(call,
-                     [&](Parts& parts) {
-                       const at::Tensor loss = parts.loss({0});
-                       arm();
-                       loss.backward();
-                       disarm();
-                       parts.read_gradients();
-                     },
+    expect_needed_of(call, reduces_and_reads(),
                      {.comm_hook = compression_hook(at::kHalf)});
   }
 }
 
 // On a mesh of 2 x 2.
 TEST_F(LostSumCallsTest, TheColumnsSumIsAfterTheRows) {
-  expect_needed_of(
-      "sums waits for group",
-      [&](Parts& parts) {
-        const at::Tensor loss = parts.loss({0});
-        arm();
-        loss.backward();
-        disarm();
-        parts.read_gradients();
-      },
-      {.num_shards = 2}, /*some=*/true);
+  expect_needed_of("sums waits for group", reduces_and_reads(),
+                   {.num_shards = 2}, /*some=*/true);
 }
 
-// Of what a row's ranks have sent, and of what the column's have.
-TEST_F(LostSumCallsTest, SumsInTheOrderOfTheRanksAreAfterWhatTheyAddUp) {
+// Of the slices that a row's ranks have sent, and of those of the column's.
+TEST_F(LostSumCallsTest, SumsInTheOrderOfTheRanksAreAfterTheirSlices) {
   for (const int num_shards : {kNumRanks, 2, 1}) {
     for (const char* call :
          {"sums waits for group", "default waits for sums"}) {
-      expect_needed_of(call,
-                       [&](Parts& parts) {
-                         const at::Tensor loss = parts.loss({0});
-                         arm();
-                         loss.backward();
-                         disarm();
-                         parts.read_gradients();
-                       },
+      expect_needed_of(call, reduces_and_reads(),
                        {.num_shards = num_shards, .reproducible = true});
     }
   }
@@ -512,7 +402,7 @@ TEST_F(LostSumCallsTest, NewMemoryOfASumIsAfterWhoHadItBefore) {
   });
 }
 
-using LostMemoryCallsTest = LostShardingCallsTest;
+using LostMemoryCallsTest = LostCallsTest;
 
 // Memory that was given up comes back when it is asked for again.
 TEST_F(LostMemoryCallsTest, NewMemoryIsAfterWhoHadItBefore) {

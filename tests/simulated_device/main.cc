@@ -2,7 +2,7 @@
 
 #include <cstdlib>
 
-#include "brigade/tests/support/simulated_device/install.h"
+#include "brigade/tests/support/simulated_device/device.h"
 #include "gmock/gmock.h"
 
 int main(int argc, char** argv) {

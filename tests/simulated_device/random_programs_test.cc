@@ -11,8 +11,7 @@
 #include <tuple>
 #include <vector>
 
-#include "brigade/tests/simulated_device/sharded_training.h"
-#include "brigade/tests/simulated_device/stream_layout.h"
+#include "brigade/tests/simulated_device/streamed_training.h"
 #include "brigade/tests/support/simulated_device/stream_test.h"
 #include "gtest/gtest.h"
 

@@ -1,21 +1,25 @@
 // Every mode of the reducer on every layout of streams: exact gradients, and
-// all that uses a gradient or a bucket behind what it needs.
+// every use of a gradient or bucket ordered after the work that it needs.
 
 #include <torch/torch.h>
 
 #include <chrono>
 #include <memory>
-#include <optional>
+#include <mutex>
 #include <ostream>
 #include <set>
 #include <stdexcept>
 #include <string>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "brigade/comm_hooks/averaging_hook.h"
 #include "brigade/comm_hooks/function_hook.h"
+#include "brigade/comm_hooks/routing_hook.h"
+#include "brigade/comm_hooks/step_in_backward.h"
+#include "brigade/comm_hooks/then_collective.h"
 #include "brigade/comm_hooks/weighted_mean_hook.h"
 #include "brigade/tests/simulated_device/streamed_training.h"
 #include "brigade/tests/support/simulated_device/stream_test.h"
@@ -32,11 +36,14 @@ using testing::kWorldSize;
 using testing::StreamedModel;
 using testing::StreamedTraining;
 using testing::StreamLayout;
+using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
+using Hook = std::shared_ptr<c10d::CommHookInterface>;
+using Tensors = std::vector<at::Tensor>;
 
 constexpr int kNumSteps = 4;
 
-// Steps of any kind, of which every other one drops its gradients unread:
-// whoever reads them tells their memory of it. After the first one buckets are
+// Steps of any kind, of which every other one drops its gradients unread: who
+// reads them records a use of their memory. After the first one buckets are
 // rebuilt.
 template <typename Step>
 void train(StreamedTraining& training, const Step& step,
@@ -51,26 +58,31 @@ void train(StreamedTraining& training, const Step& step,
   }
 }
 
-void plain(const StreamLayout& layout, ReducerOptions options) {
-  StreamedTraining training(layout);
+void train(StreamedTraining& training, ReducerOptions options) {
   training.make_reducer(std::move(options));
   train(training, [&](int s) { training.step(s); });
+}
+
+// Runs it on a new stream, after the current stream, which then waits for it.
+template <typename Function>
+void on_new_stream(const Function& function) {
+  const c10::Stream caller = simulated::current_stream_of();
+  const c10::Stream stream = new_stream();
+  make_wait(stream, caller);
+  {
+    const c10::StreamGuard on_stream(stream);
+    function(stream);
+  }
+  make_wait(caller, stream);
+}
+
+void plain(StreamedTraining& training, ReducerOptions options) {
+  train(training, std::move(options));
   EXPECT_EQ(training.reducer().statistics().rebuilds, 1);
 }
 
-void gradients_dropped_unread(const StreamLayout& layout,
-                              ReducerOptions options) {
-  StreamedTraining training(layout);
-  training.make_reducer(std::move(options));
-  for (int s = 0; s < kNumSteps; ++s) {
-    training.step(s);
-    training.zero_grad();
-  }
-}
-
-void gradients_zeroed_in_place(const StreamLayout& layout,
+void gradients_zeroed_in_place(StreamedTraining& training,
                                ReducerOptions options) {
-  StreamedTraining training(layout);
   training.make_reducer(std::move(options));
   for (int s = 0; s < kNumSteps; ++s) {
     training.step(s);
@@ -80,9 +92,8 @@ void gradients_zeroed_in_place(const StreamLayout& layout,
   }
 }
 
-void gradients_accumulated_locally(const StreamLayout& layout,
+void gradients_accumulated_locally(StreamedTraining& training,
                                    ReducerOptions options) {
-  StreamedTraining training(layout);
   training.make_reducer(std::move(options));
   for (int s = 0; s < kNumSteps; ++s) {
     training.loss(s).backward();
@@ -94,8 +105,7 @@ void gradients_accumulated_locally(const StreamLayout& layout,
   }
 }
 
-void local_forward_between(const StreamLayout& layout, ReducerOptions options) {
-  StreamedTraining training(layout);
+void local_forward_between(StreamedTraining& training, ReducerOptions options) {
   training.make_reducer(std::move(options));
   for (int s = 0; s < kNumSteps; ++s) {
     const at::Tensor loss = training.loss(s);
@@ -110,44 +120,26 @@ void local_forward_between(const StreamLayout& layout, ReducerOptions options) {
   }
 }
 
-void two_backwards(const StreamLayout& layout, ReducerOptions options) {
-  StreamedTraining training(layout);
-  training.make_reducer(std::move(options));
-  train(training, [&](int s) {
-    const std::vector<at::Tensor> losses = {training.loss(s, {0, 2, 4}),
-                                            training.loss(s, {1, 3, 5})};
-    training.reducer().prepare_for_backward(losses);
-    for (const at::Tensor& loss : losses) loss.backward();
-  });
-}
-
-void backwards_on_other_streams(const StreamLayout& layout,
+void backwards_on_other_streams(StreamedTraining& training,
                                 ReducerOptions options) {
-  StreamedTraining training(layout);
   training.make_reducer(std::move(options));
-  const c10::Stream caller = simulated::current_stream_of();
   train(training, [&](int s) {
-    const std::vector<at::Tensor> losses = {training.loss(s, {0, 2, 4}),
-                                            training.loss(s, {1, 3, 5})};
+    const Tensors losses = {training.loss(s, {0, 2, 4}),
+                            training.loss(s, {1, 3, 5})};
     training.reducer().prepare_for_backward(losses);
     for (const at::Tensor& loss : losses) {
-      const c10::Stream stream = new_stream();
-      make_wait(stream, caller);
-      {
-        const c10::StreamGuard on_stream(stream);
+      on_new_stream([&](const c10::Stream& stream) {
         loss.record_stream(stream);
         loss.backward();
-      }
-      make_wait(caller, stream);
+      });
     }
   });
 }
 
 // Parameters 1 and 3 are used in every other step.
-void unused_parameters(const StreamLayout& layout, ReducerOptions options,
-                       bool set_to_none) {
+template <bool set_to_none>
+void unused_parameters(StreamedTraining& training, ReducerOptions options) {
   options.find_unused_parameters = true;
-  StreamedTraining training(layout);
   training.make_reducer(std::move(options));
   for (int s = 0; s < 2 * kNumSteps; ++s) {
     const std::set<size_t> left_out =
@@ -161,21 +153,10 @@ void unused_parameters(const StreamLayout& layout, ReducerOptions options,
   }
 }
 
-void unused_parameters_dropped(const StreamLayout& layout,
-                               ReducerOptions options) {
-  unused_parameters(layout, std::move(options), /*set_to_none=*/true);
-}
-
-void unused_parameters_kept(const StreamLayout& layout,
-                            ReducerOptions options) {
-  unused_parameters(layout, std::move(options), /*set_to_none=*/false);
-}
-
-// Gradients that are not dropped keep what an earlier step gave them.
-void globally_unused_parameters(const StreamLayout& layout,
+// Gradients that are not dropped keep those of an earlier step.
+void globally_unused_parameters(StreamedTraining& training,
                                 ReducerOptions options) {
   options.find_unused_parameters = true;
-  StreamedTraining training(layout);
   training.make_reducer(std::move(options));
   for (int s = 0; s < kNumSteps; ++s) {
     training.zero_grad();
@@ -190,18 +171,16 @@ void globally_unused_parameters(const StreamLayout& layout,
   }
 }
 
-void unused_buckets_skipped(const StreamLayout& layout,
+void unused_buckets_skipped(StreamedTraining& training,
                             ReducerOptions options) {
   options.find_unused_parameters = true;
   options.skip_all_reduce_unused_parameters = true;
-  StreamedTraining training(layout);
   training.make_reducer(std::move(options));
   train(training, [&](int s) { training.step(s, {2, 4, 5}); }, {2, 4, 5});
 }
 
-// Buckets are laid out anew there, which nothing waits for.
-void prepared_elsewhere(const StreamLayout& layout, ReducerOptions options) {
-  StreamedTraining training(layout);
+// The second step's buckets are laid out there, and nothing waits for that.
+void prepared_elsewhere(StreamedTraining& training, ReducerOptions options) {
   training.make_reducer(std::move(options));
   train(training, [&](int s) {
     const at::Tensor loss = training.loss(s);
@@ -215,57 +194,50 @@ void prepared_elsewhere(const StreamLayout& layout, ReducerOptions options) {
   });
 }
 
-void static_graph(const StreamLayout& layout, ReducerOptions options) {
+void static_graph(StreamedTraining& training, ReducerOptions options) {
   options.static_graph = true;
-  StreamedTraining training(layout);
   training.make_reducer(std::move(options));
   train(training, [&](int s) { training.step(s, {3}); }, {3});
 }
 
-// Behind what the current stream has been given, which then waits for it.
-template <typename Function>
-void on_new_stream(const Function& function) {
-  const c10::Stream caller = simulated::current_stream_of();
-  const c10::Stream stream = new_stream();
-  make_wait(stream, caller);
-  {
-    const c10::StreamGuard on_stream(stream);
-    function();
-  }
-  make_wait(caller, stream);
-}
-
-void shadowed(const StreamLayout& layout, ReducerOptions options) {
-  StreamedTraining training(layout);
+void shadowed(StreamedTraining& training, ReducerOptions options) {
   training.make_reducer(std::move(options));
   train(training, [&](int s) {
     training.step(s);
-    on_new_stream([&] { training.reducer().shadow_iteration(); });
+    on_new_stream([&](const c10::Stream& /*stream*/) {
+      training.reducer().shadow_iteration();
+    });
   });
 }
 
-void half_precision_on_the_wire(const StreamLayout& layout,
-                                ReducerOptions options) {
-  StreamedTraining training(layout);
-  options.comm_hook = fp16_hook(training.recording().group());
+void finalized_elsewhere(StreamedTraining& training, ReducerOptions options) {
   training.make_reducer(std::move(options));
-  train(training, [&](int s) { training.step(s); });
+  training.reducer().set_manual_finalization(true);
+  train(training, [&](int s) {
+    training.step(s);
+    on_new_stream([&](const c10::Stream& /*stream*/) {
+      training.reducer().finalize_backward();
+    });
+  });
 }
 
-void weighted_mean(const StreamLayout& layout, ReducerOptions options) {
-  StreamedTraining training(layout);
+void half_precision_on_the_wire(StreamedTraining& training,
+                                ReducerOptions options) {
+  options.comm_hook = fp16_hook(training.recording().group());
+  train(training, std::move(options));
+}
+
+void weighted_mean(StreamedTraining& training, ReducerOptions options) {
   auto hook = std::make_shared<WeightedMeanHook>(training.recording().group());
   hook->set_weight(2);
   options.comm_hook = std::move(hook);
-  training.make_reducer(std::move(options));
-  train(training, [&](int s) { training.step(s); });
+  train(training, std::move(options));
 }
 
-// A hook of the user's that computes before and behind its collective.
-std::shared_ptr<c10d::CommHookInterface> casting_hook(
-    c10::intrusive_ptr<c10d::ProcessGroup> group) {
+// Computes before and after its collective.
+Hook casting_hook(const Group& group) {
   return make_comm_hook([group](c10d::GradBucket& bucket) {
-    std::vector<at::Tensor> halves = {bucket.getBuffer().to(at::kHalf)};
+    Tensors halves = {bucket.getBuffer().to(at::kHalf)};
     return group->allreduce(halves)->getFuture()->then(
         [](c10::ivalue::Future& sum) {
           return c10::IValue(
@@ -275,21 +247,70 @@ std::shared_ptr<c10d::CommHookInterface> casting_hook(
   });
 }
 
-void make_reducer_with_casting_hook(StreamedTraining& training,
-                                    ReducerOptions options) {
-  options.comm_hook = casting_hook(training.recording().group());
+// Computes before the first collective, between both and after the second.
+Hook hook_of_two_collectives(const Group& group) {
+  return make_comm_hook([group](c10d::GradBucket& bucket) {
+    Tensors halves = {bucket.getBuffer().to(at::kHalf)};
+    return then_collective(
+               group->allreduce(halves)->getFuture(),
+               [group](const c10::IValue& sum) {
+                 Tensors means = {
+                     sum.toTensorVector()[0].to(at::kFloat).div(kWorldSize)};
+                 return group->broadcast(means)->getFuture();
+               })
+        ->then(
+            [](c10::ivalue::Future& means) {
+              return c10::IValue(means.value().toTensorVector()[0].clone());
+            },
+            c10::TensorType::get());
+  });
+}
+
+void second_collectives(StreamedTraining& training, ReducerOptions options) {
+  options.comm_hook = hook_of_two_collectives(training.recording().group());
+  train(training, std::move(options));
+}
+
+void routes(StreamedTraining& training, ReducerOptions options) {
+  const Group group = training.recording().group();
+  const Tensors& parameters = training.model().parameters();
+  options.bucket_plan = {{5}, {3, 4}, {0, 1, 2}};
+  options.rebuild_buckets = false;
+  options.comm_hook = std::make_shared<RoutingHook>(
+      all_reduce_hook(group),
+      std::vector<Route>{{.parameters = {parameters[3], parameters[4]},
+                          .hook = fp16_hook(group)},
+                         {.parameters = {parameters[5]},
+                          .hook = hook_of_two_collectives(group)}});
+  train(training, std::move(options));
+}
+
+void steps_in_backward(StreamedTraining& training, ReducerOptions options) {
+  std::mutex mutex;
+  std::unordered_map<const c10::TensorImpl*, at::Tensor> found;
+  options.comm_hook = step_in_backward(
+      all_reduce_hook(training.recording().group()),
+      [&](const at::Tensor& parameter) {
+        at::Tensor(parameter).sub_(parameter.grad(), /*alpha=*/0);
+        const std::lock_guard<std::mutex> lock(mutex);
+        found[parameter.unsafeGetTensorImpl()] = parameter.grad().clone();
+      });
   training.make_reducer(std::move(options));
+  for (int s = 0; s < kNumSteps; ++s) {
+    found.clear();
+    training.step(s);
+    simulated::synchronize_all();
+    for (size_t i = 0; i < training.model().size(); ++i) {
+      const at::Tensor& parameter = training.model().parameters()[i];
+      EXPECT_FALSE(parameter.grad().defined());
+      EXPECT_TRUE(at::equal(found[parameter.unsafeGetTensorImpl()].cpu(),
+                            training.model().gradient(i, s)))
+          << "parameter " << i << ", step " << s;
+    }
+  }
 }
 
-void hook_with_a_continuation(const StreamLayout& layout,
-                              ReducerOptions options) {
-  StreamedTraining training(layout);
-  make_reducer_with_casting_hook(training, std::move(options));
-  train(training, [&](int s) { training.step(s); });
-}
-
-void hook_changed(const StreamLayout& layout, ReducerOptions options) {
-  StreamedTraining training(layout);
+void hook_changed(StreamedTraining& training, ReducerOptions options) {
   training.make_reducer(std::move(options));
   train(training, [&](int s) {
     if (s == 1) {
@@ -300,8 +321,7 @@ void hook_changed(const StreamLayout& layout, ReducerOptions options) {
   });
 }
 
-void timed(const StreamLayout& layout, ReducerOptions options) {
-  StreamedTraining training(layout);
+void timed(StreamedTraining& training, ReducerOptions options) {
   training.make_reducer(std::move(options));
   training.reducer().set_timeline_sample_rate(1);
   train(training, [&](int s) {
@@ -316,45 +336,30 @@ void timed(const StreamLayout& layout, ReducerOptions options) {
 }
 
 // As over a network: on a thread whose current streams are the default ones.
-void completed_on_another_thread(const StreamLayout& layout,
+void completed_on_another_thread(StreamedTraining& training,
                                  ReducerOptions options) {
-  StreamedTraining training(layout);
   training.recording().delay_by(
       [](const RecordedCollective&) { return std::chrono::microseconds(50); });
-  make_reducer_with_casting_hook(training, std::move(options));
-  train(training, [&](int s) { training.step(s); });
+  options.comm_hook = casting_hook(training.recording().group());
+  train(training, std::move(options));
 }
 
-void lazily_allocated(const StreamLayout& layout, ReducerOptions options) {
+void lazily_allocated(StreamedTraining& training, ReducerOptions options) {
   options.lazy_bucket_allocation = true;
-  StreamedTraining training(layout);
-  training.make_reducer(std::move(options));
-  train(training, [&](int s) { training.step(s); });
+  train(training, std::move(options));
 }
 
-void finalized_elsewhere(const StreamLayout& layout, ReducerOptions options) {
-  StreamedTraining training(layout);
-  training.make_reducer(std::move(options));
-  training.reducer().set_manual_finalization(true);
-  train(training, [&](int s) {
-    training.step(s);
-    on_new_stream([&] { training.reducer().finalize_backward(); });
-  });
+void large_gradients(StreamedTraining& training, ReducerOptions options) {
+  options.bucket_caps_bytes = {200 << 10};
+  train(training, std::move(options));
 }
 
-void local_replicas(const StreamLayout& layout, ReducerOptions options) {
-  StreamedTraining training(layout, /*num_replicas=*/2);
-  training.make_reducer(std::move(options));
-  train(training, [&](int s) { training.step(s); });
-}
-
-// Of identical ranks a group can't give slices that differ: what the sums are
-// is reproducible_test.cc's.
-void summed_in_order(const StreamLayout& layout, ReducerOptions options,
-                     std::optional<int> row_size) {
+// A group of identical ranks can't give slices that differ: cpu_parity_test.cc
+// checks the sums.
+template <int row_size>
+void summed_in_order(StreamedTraining& training, ReducerOptions options) {
   options.reproducible = true;
-  options.reproducible_row_size = row_size;
-  StreamedTraining training(layout);
+  if (row_size > 0) options.reproducible_row_size = row_size;
   training.make_reducer(std::move(options));
   for (int s = 0; s < kNumSteps; ++s) {
     training.step(s);
@@ -363,23 +368,12 @@ void summed_in_order(const StreamLayout& layout, ReducerOptions options,
   }
 }
 
-void summed_in_order_of_ranks(const StreamLayout& layout,
-                              ReducerOptions options) {
-  summed_in_order(layout, std::move(options), std::nullopt);
-}
-
-void summed_in_order_of_rows(const StreamLayout& layout,
-                             ReducerOptions options) {
-  summed_in_order(layout, std::move(options), kWorldSize / 2);
-}
-
-// A bucket is two collectives there, and so is what stands in for it on a rank
-// that has failed before it launched any.
-void summed_in_order_where_backward_throws(const StreamLayout& layout,
+// A bucket is two collectives there, and so is its replacement on a rank that
+// has failed before it launched any.
+void summed_in_order_where_backward_throws(StreamedTraining& training,
                                            ReducerOptions options) {
   options.reproducible = true;
   options.rebuild_buckets = false;
-  StreamedTraining training(layout);
   training.make_reducer(std::move(options));
   const auto num_launched = [&] { return training.recording().log().size(); };
   const size_t at_first = num_launched();
@@ -391,7 +385,7 @@ void summed_in_order_where_backward_throws(const StreamLayout& layout,
         [](const at::Tensor&) { throw std::runtime_error("in backward"); });
   }
   EXPECT_ANY_THROW(training.step(1));
-  // A backward on a device's thread may tell of its end a little later.
+  // A backward on a device's thread may end a little later.
   EXPECT_TRUE(training.recording().wait_for_launches(at_first + 2 * of_a_step));
   EXPECT_FALSE(training.reducer().can_continue());
   EXPECT_EQ(num_launched(), at_first + 2 * of_a_step);
@@ -399,24 +393,8 @@ void summed_in_order_where_backward_throws(const StreamLayout& layout,
   training.zero_grad();
 }
 
-void complex_gradients(const StreamLayout& layout, ReducerOptions options) {
-  StreamedTraining training(layout, /*num_replicas=*/1,
-                            StreamedModel::default_sizes(), at::kComplexFloat);
-  training.make_reducer(std::move(options));
-  train(training, [&](int s) { training.step(s); });
-}
-
-void large_gradients(const StreamLayout& layout, ReducerOptions options) {
-  options.bucket_caps_bytes = {200 << 10};
-  StreamedTraining training(layout, /*num_replicas=*/1,
-                            {{30000}, {20, 1000}, {5}, {40000}});
-  training.make_reducer(std::move(options));
-  train(training, [&](int s) { training.step(s); });
-}
-
-void gradients_in_another_memory_order(const StreamLayout& layout,
+void gradients_in_another_memory_order(StreamedTraining& training,
                                        ReducerOptions options) {
-  StreamedTraining training(layout);
   training.make_reducer(std::move(options));
   const at::Tensor parameter = training.model().parameters()[1];
   for (int s = 0; s < kNumSteps; ++s) {
@@ -427,9 +405,8 @@ void gradients_in_another_memory_order(const StreamLayout& layout,
   }
 }
 
-void gradients_with_a_history(const StreamLayout& layout,
+void gradients_with_a_history(StreamedTraining& training,
                               ReducerOptions options) {
-  StreamedTraining training(layout);
   training.make_reducer(std::move(options));
   train(training, [&](int s) {
     const at::Tensor loss = training.loss(s);
@@ -438,17 +415,15 @@ void gradients_with_a_history(const StreamLayout& layout,
   });
 }
 
-void destroyed_at_once(const StreamLayout& layout, ReducerOptions options) {
-  StreamedTraining training(layout);
+void destroyed_at_once(StreamedTraining& training, ReducerOptions options) {
   training.make_reducer(std::move(options));
   for (int s = 0; s < 2; ++s) training.step(s);
   training.end_reducer();
   training.zero_grad();
 }
 
-void destroyed_while_collectives_are_open(const StreamLayout& layout,
+void destroyed_while_collectives_are_open(StreamedTraining& training,
                                           ReducerOptions options) {
-  StreamedTraining training(layout);
   training.make_reducer(std::move(options));
   training.reducer().set_manual_finalization(true);
   training.recording().hold();
@@ -458,63 +433,30 @@ void destroyed_while_collectives_are_open(const StreamLayout& layout,
   training.recording().release();
 }
 
-// The second bucket has been packed on one stream or another, and waits for the
-// first to be launched.
-void destroyed_between_backwards(const StreamLayout& layout,
+// The second bucket has been packed, on one stream or another, and waits for
+// the first to be launched.
+template <bool is_half>
+void destroyed_between_backwards(StreamedTraining& training,
                                  ReducerOptions options) {
   options.bucket_plan = {{0, 1, 2}, {3, 4, 5}};
-  for (const bool is_half : {false, true}) {
-    StreamedTraining training(layout);
-    const auto group = training.recording().group();
-    options.comm_hook = is_half ? fp16_hook(group) : nullptr;
-    training.make_reducer(options);
-    training.step(0, {0, 1, 2});
-    training.end_reducer();
-    training.zero_grad();
-  }
-}
-
-// The iteration is over, and so is the group. Gradients may be dropped.
-void expect_closed(StreamedTraining& training) {
-  training.reducer().end_iteration();  // on whatever thread it is ending
-  // LibTorch leaves the streams of a backward that throws as they are.
-  simulated::synchronize_all();
+  if (is_half) options.comm_hook = fp16_hook(training.recording().group());
+  training.make_reducer(std::move(options));
+  training.step(0, {0, 1, 2});
+  training.end_reducer();
   training.zero_grad();
-  EXPECT_FALSE(training.reducer().can_continue());
-  EXPECT_THROW(training.step(kNumSteps), c10::DistBackendError);
 }
 
-// The collective of the second bucket fails.
-template <typename Fail>
-void train_until_failure(StreamedTraining& training, const Fail& fail) {
+// All ranks fail in the same way, before they have delivered the second bucket.
+void collective_fails_at_completion(StreamedTraining& training,
+                                    ReducerOptions options) {
+  options.comm_hook = casting_hook(training.recording().group());
+  training.make_reducer(std::move(options));
   training.step(0);
   training.zero_grad();
-  fail(training.recording().log().size() + 1);
+  training.recording().fail_at_completion(
+      training.recording().log().size() + 1,
+      std::make_exception_ptr(std::runtime_error("the network")));
   EXPECT_ANY_THROW(training.step(1));
-}
-
-std::exception_ptr failure() {
-  return std::make_exception_ptr(std::runtime_error("the network"));
-}
-
-void collective_fails_at_launch(const StreamLayout& layout,
-                                ReducerOptions options) {
-  StreamedTraining training(layout);
-  make_reducer_with_casting_hook(training, std::move(options));
-  train_until_failure(training, [&](size_t sequence) {
-    training.recording().fail_at_launch(sequence, failure());
-  });
-  expect_closed(training);
-}
-
-// All ranks fail alike, before they have delivered.
-void collective_fails_at_completion(const StreamLayout& layout,
-                                    ReducerOptions options) {
-  StreamedTraining training(layout);
-  make_reducer_with_casting_hook(training, std::move(options));
-  train_until_failure(training, [&](size_t sequence) {
-    training.recording().fail_at_completion(sequence, failure());
-  });
   simulated::synchronize_all();
   training.zero_grad();
   for (int s = 2; s < 4; ++s) {
@@ -524,32 +466,26 @@ void collective_fails_at_completion(const StreamLayout& layout,
   }
 }
 
-void backward_throws(const StreamLayout& layout, ReducerOptions options) {
+void backward_throws(StreamedTraining& training, ReducerOptions options) {
   bool throws = false;
-  StreamedTraining training(layout);
   training.make_reducer(std::move(options));
   training.model().parameters()[2].register_hook([&](const at::Tensor&) {
     if (throws) throw std::runtime_error("in backward");
   });
-  for (int s = 0; s < kNumSteps; ++s) {
-    training.step(s);
-    training.expect_gradients(s);
-    training.zero_grad();
-  }
+  train(training, [&](int s) { training.step(s); });
   throws = true;
   EXPECT_ANY_THROW(training.step(kNumSteps));
-  expect_closed(training);
+  training.reducer().end_iteration();  // on any thread
+  // LibTorch leaves the streams of a backward that throws as they are.
+  simulated::synchronize_all();
+  training.zero_grad();
+  EXPECT_FALSE(training.reducer().can_continue());
 }
 
-at::Tensor make_buffer() {
-  return at::zeros({3}, at::TensorOptions(simulated::device()));
-}
-
-void buffers_before_forward(const StreamLayout& layout,
+void buffers_before_forward(StreamedTraining& training,
                             ReducerOptions options) {
-  StreamedTraining training(layout);
   training.make_reducer(std::move(options));
-  at::Tensor buffer = make_buffer();
+  at::Tensor buffer = at::zeros({3}, simulated::on_device());
   train(training, [&](int s) {
     training.reducer().broadcast_before_forward({buffer}, /*source=*/0);
     buffer.add_(1);  // as forward does with running means
@@ -558,73 +494,12 @@ void buffers_before_forward(const StreamLayout& layout,
   EXPECT_TRUE(buffer.cpu().eq(kNumSteps).all().item<bool>());
 }
 
-// The host does not wait for peers where backward ends: it hears of a failure
-// when a later step is prepared.
-void hear_of_a_failure_later(StreamedTraining& training, int steps_later) {
-  training.recording().answer_statuses_with([](const RankStatus& own) {
-    std::vector<RankStatus> by_rank(kWorldSize, own);
-    if (own.kind == StatusKind::kEnd && own.iteration == 3) {
-      by_rank[1].kind = StatusKind::kFailed;
-    }
-    return by_rank;
-  });
-  const int heard_in = 2 + steps_later;
-  for (int s = 0; s < heard_in; ++s) {
-    if (s == 2 && steps_later > 1) training.recording().hold_statuses();
-    training.step(s);
-    training.expect_gradients(s);
-    training.zero_grad();
-  }
-  training.recording().release_statuses();
-  EXPECT_THROW(training.step(heard_in), c10::DistBackendError);
-  expect_closed(training);
-}
-
-void a_peer_has_failed(const StreamLayout& layout, ReducerOptions options) {
-  StreamedTraining training(layout);
-  const int steps_later = options.max_unconfirmed_iterations;
-  training.make_reducer(std::move(options));
-  hear_of_a_failure_later(training, steps_later);
-}
-
-void a_peer_has_failed_under_a_users_hook(const StreamLayout& layout,
-                                          ReducerOptions options) {
-  StreamedTraining training(layout);
-  const int steps_later = options.max_unconfirmed_iterations;
-  make_reducer_with_casting_hook(training, std::move(options));
-  hear_of_a_failure_later(training, steps_later);
-}
-
-// All that it tells its peers of its results is the end of the iteration, or
-// its failure: it may fail alone.
-void a_users_hook_failed_alone(const StreamLayout& layout,
-                               ReducerOptions options) {
-  StreamedTraining training(layout);
-  make_reducer_with_casting_hook(training, std::move(options));
-  std::vector<StatusKind> told;
-  training.recording().answer_statuses_with([&](const RankStatus& own) {
-    told.push_back(own.kind);
-    std::vector<RankStatus> by_rank(kWorldSize, own);
-    if (own.kind == StatusKind::kFailed) by_rank[1].kind = StatusKind::kEnd;
-    return by_rank;
-  });
-  for (int s = 0; s < kNumSteps; ++s) {
-    training.step(s);
-    training.expect_gradients(s);
-    EXPECT_EQ(told, std::vector{StatusKind::kEnd});
-    told.clear();
-    training.zero_grad();
-  }
-  training.recording().fail_at_completion(training.recording().log().size(),
-                                          failure());
-  EXPECT_ANY_THROW(training.step(kNumSteps));
-  expect_closed(training);
-  EXPECT_EQ(told, std::vector{StatusKind::kFailed});
-}
-
 struct Scenario {
   const char* name;
-  void (*run)(const StreamLayout&, ReducerOptions);
+  void (*run)(StreamedTraining&, ReducerOptions);
+  int num_replicas = 1;
+  StreamedModel::Sizes sizes = StreamedModel::default_sizes();
+  at::ScalarType dtype = at::kFloat;
 };
 
 std::ostream& operator<<(std::ostream& out, const Scenario& scenario) {
@@ -633,79 +508,74 @@ std::ostream& operator<<(std::ostream& out, const Scenario& scenario) {
 
 const Scenario kScenarios[] = {
     {"Plain", plain},
-    {"GradientsDroppedUnread", gradients_dropped_unread},
     {"GradientsZeroedInPlace", gradients_zeroed_in_place},
     {"GradientsAccumulatedLocally", gradients_accumulated_locally},
     {"LocalForwardBetween", local_forward_between},
-    {"TwoBackwards", two_backwards},
     {"BackwardsOnOtherStreams", backwards_on_other_streams},
     {"PreparedElsewhere", prepared_elsewhere},
-    {"UnusedParametersDropped", unused_parameters_dropped},
-    {"UnusedParametersKept", unused_parameters_kept},
+    {"UnusedParametersDropped", unused_parameters<true>},
+    {"UnusedParametersKept", unused_parameters<false>},
     {"GloballyUnusedParameters", globally_unused_parameters},
     {"UnusedBucketsSkipped", unused_buckets_skipped},
     {"StaticGraph", static_graph},
     {"Shadowed", shadowed},
+    {"FinalizedElsewhere", finalized_elsewhere},
     {"HalfPrecisionOnTheWire", half_precision_on_the_wire},
     {"WeightedMean", weighted_mean},
-    {"HookWithAContinuation", hook_with_a_continuation},
+    {"SecondCollectives", second_collectives},
+    {"Routes", routes},
+    {"StepsInBackward", steps_in_backward},
     {"HookChanged", hook_changed},
     {"Timed", timed},
     {"CompletedOnAnotherThread", completed_on_another_thread},
     {"LazilyAllocated", lazily_allocated},
-    {"FinalizedElsewhere", finalized_elsewhere},
-    {"LocalReplicas", local_replicas},
-    {"ComplexGradients", complex_gradients},
-    {"SummedInOrderOfRanks", summed_in_order_of_ranks},
-    {"SummedInOrderOfRows", summed_in_order_of_rows},
+    {"LocalReplicas", train, /*num_replicas=*/2},
+    {"ComplexGradients", train, 1, StreamedModel::default_sizes(),
+     at::kComplexFloat},
+    {"LargeGradients", large_gradients, 1, {{30000}, {20, 1000}, {5}, {40000}}},
+    {"SummedInOrderOfRanks", summed_in_order<0>},
+    {"SummedInOrderOfRows", summed_in_order<kWorldSize / 2>},
     {"SummedInOrderWhereBackwardThrows", summed_in_order_where_backward_throws},
-    {"LargeGradients", large_gradients},
     {"GradientsInAnotherMemoryOrder", gradients_in_another_memory_order},
     {"GradientsWithAHistory", gradients_with_a_history},
     {"DestroyedAtOnce", destroyed_at_once},
-    {"DestroyedBetweenBackwards", destroyed_between_backwards},
+    {"DestroyedBetweenBackwards", destroyed_between_backwards<false>},
+    {"DestroyedBetweenBackwardsInHalf", destroyed_between_backwards<true>},
     {"DestroyedWhileCollectivesAreOpen", destroyed_while_collectives_are_open},
     {"BackwardThrows", backward_throws},
     {"BuffersBeforeForward", buffers_before_forward},
-    {"APeerHasFailed", a_peer_has_failed},
-    {"APeerHasFailedUnderAUsersHook", a_peer_has_failed_under_a_users_hook},
-    {"AUsersHookFailedAlone", a_users_hook_failed_alone},
-    {"CollectiveFailsAtLaunch", collective_fails_at_launch},
     {"CollectiveFailsAtCompletion", collective_fails_at_completion},
 };
 
-// Scenario x gradients as views x iterations that may be unconfirmed.
+// Scenario x gradients as views, with up to four unconfirmed iterations, or as
+// copies.
 class ReducerStreamsTest
     : public simulated::StreamTest,
-      public ::testing::WithParamInterface<std::tuple<Scenario, bool, int>> {};
+      public ::testing::WithParamInterface<std::tuple<Scenario, bool>> {};
 
 TEST_P(ReducerStreamsTest, IsRightOnEveryLayout) {
-  const auto& [scenario, views, depth] = GetParam();
+  const auto& [scenario, views] = GetParam();
   for (const StreamLayout& layout : all_stream_layouts()) {
     SCOPED_TRACE(name_of(layout));
-    scenario.run(layout, {.gradient_as_bucket_view = views,
-                          .max_unconfirmed_iterations = depth});
+    {
+      StreamedTraining training(layout, scenario.num_replicas, scenario.sizes,
+                                scenario.dtype);
+      scenario.run(training, {.gradient_as_bucket_view = views,
+                              .max_unconfirmed_iterations = views ? 4 : 1});
+    }
     simulated::expect_no_races();
   }
 }
 
-std::string name_of_mode(
-    const ::testing::TestParamInfo<ReducerStreamsTest::ParamType>& info) {
-  const auto& [scenario, views, depth] = info.param;
-  return absl::StrCat(scenario.name, views ? "AsViews" : "AsCopies",
-                      depth == 1 ? "" : "FourAhead");
-}
-
-INSTANTIATE_TEST_SUITE_P(Copies, ReducerStreamsTest,
+INSTANTIATE_TEST_SUITE_P(, ReducerStreamsTest,
                          ::testing::Combine(::testing::ValuesIn(kScenarios),
-                                            ::testing::Values(false),
-                                            ::testing::Values(1)),
-                         name_of_mode);
-INSTANTIATE_TEST_SUITE_P(Views, ReducerStreamsTest,
-                         ::testing::Combine(::testing::ValuesIn(kScenarios),
-                                            ::testing::Values(true),
-                                            ::testing::Values(4)),
-                         name_of_mode);
+                                            ::testing::Bool()),
+                         [](const auto& info) {
+                           return absl::StrCat(std::get<0>(info.param).name,
+                                               std::get<1>(info.param)
+                                                   ? "AsViewsFourAhead"
+                                                   : "AsCopies");
+                         });
 
 }  // namespace
 }  // namespace brigade

@@ -25,7 +25,6 @@
 #include "brigade/reducer/reducer.h"
 #include "brigade/tests/reducer/failing.h"
 #include "brigade/tests/simulated_device/host_backend.h"
-#include "brigade/tests/simulated_device/stream_layout.h"
 #include "brigade/tests/simulated_device/streamed_training.h"
 #include "brigade/tests/support/simulated_device/stream_test.h"
 #include "gmock/gmock.h"
@@ -36,178 +35,153 @@ namespace run_ahead_test {
 
 using ::testing::AllOf;
 using ::testing::HasSubstr;
+using testing::set_timeout;
 using testing::StreamedTraining;
 using testing::StreamLayout;
 using testing::text_of;
 
-// Past the first iterations, whose end a rank has to know before the next: they
-// tell in which order gradients come.
-constexpr int kNumFirstSteps = 3;
-
-// Beginning with the broadcast of a buffer, if there is one.
-void train(StreamedTraining& training, int step,
-           const std::optional<at::Tensor>& buffer = std::nullopt) {
-  if (buffer) {
-    training.reducer().broadcast_before_forward({*buffer}, /*source=*/0);
-  }
-  training.step(step);
-  training.expect_gradients(step);
-  training.update();
-  training.zero_grad();
-}
-
-// Rank 1 fails in it.
-void fail_peer_in(StreamedTraining& training, int64_t iteration) {
-  training.recording().answer_statuses_with([iteration](const RankStatus& own) {
+// Statuses of ranks of which rank 1 fails in `iteration`.
+auto peer_that_fails_in(int64_t iteration) {
+  return [iteration](const RankStatus& own) {
     std::vector<RankStatus> by_rank(testing::kWorldSize, own);
     if (own.kind == StatusKind::kEnd && own.iteration == iteration) {
       by_rank[1].kind = StatusKind::kFailed;
       by_rank[1].text = status_text("no memory");
     }
     return by_rank;
-  });
+  };
 }
 
-// How long a host waits for what nobody sends here.
-void shorten_timeout(StreamedTraining& training) {
-  training.recording()
-      .group()
-      ->getBackend(at::kCPU)
-      ->getBackendOptions()
-      ->timeout = std::chrono::milliseconds(20);
-}
-
-auto tells_of_late_failure(int iteration, int num_after) {
-  const std::string after =
-      num_after == 0 ? "" : absl::StrCat(", and ", num_after, " after it");
-  return AllOf(HasSubstr(absl::StrCat("iteration ", iteration, after,
-                                      ", whose results were delivered")),
-               HasSubstr(absl::StrCat("rank 1 failed in iteration ", iteration,
-                                      ": no memory")),
-               HasSubstr("Load a checkpoint on all ranks"));
-}
-
-void expect_closed(StreamedTraining& training, const std::string& reason) {
-  EXPECT_FALSE(training.reducer().can_continue());
-  EXPECT_THAT(
-      text_of<c10::DistBackendError>([&] { training.step(/*step=*/0); }),
-      AllOf(HasSubstr("found one that was closed"), HasSubstr(reason)));
-}
-
-// Iterations that may be unconfirmed x whether buffers are broadcast.
+// Iterations that may be unconfirmed x whether a buffer is broadcast.
 class RunAheadTest
     : public simulated::StreamTest,
       public ::testing::WithParamInterface<std::tuple<int, bool>> {
  protected:
   static int max_ahead() { return std::get<0>(GetParam()); }
 
-  static std::optional<at::Tensor> buffer() {
-    if (!std::get<1>(GetParam())) return std::nullopt;
-    return at::zeros({3}, at::TensorOptions(simulated::device()));
-  }
-
-  // Past the first iterations. Returns the next step.
-  static int begin(StreamedTraining& training,
-                   const std::optional<at::Tensor>& buffer) {
+  // Trains past the first iterations, whose end a rank has to know before the
+  // next: they record in which order gradients come.
+  void begin(std::chrono::milliseconds timeout = std::chrono::seconds(10)) {
+    step_ = 0;
+    training_.emplace(StreamLayout{});
+    set_timeout(training_->recording(), timeout);
     ReducerOptions options;
     options.max_unconfirmed_iterations = max_ahead();
-    training.make_reducer(std::move(options));
-    int step = 0;
-    while (step < kNumFirstSteps) train(training, step++, buffer);
-    return step;
+    training_->make_reducer(std::move(options));
+    train(3);
   }
+
+  void train(int num_steps) {
+    for (int last = step_ + num_steps; step_ < last; ++step_) {
+      if (std::get<1>(GetParam())) {
+        reducer().broadcast_before_forward({buffer_}, /*source=*/0);
+      }
+      training_->step(step_);
+      training_->expect_gradients(step_);
+      training_->update();
+      training_->zero_grad();
+    }
+  }
+
+  Reducer& reducer() { return training_->reducer(); }
+
+  void expect_closed(const std::string& reason) {
+    EXPECT_FALSE(reducer().can_continue());
+    EXPECT_THAT(
+        text_of<c10::DistBackendError>([&] { training_->step(0); }),
+        AllOf(HasSubstr("found one that was closed"), HasSubstr(reason)));
+  }
+
+  // `call` raises that rank 1 failed in iteration 4, with iterations after it.
+  void expect_late_failure(int num_after, const std::function<void()>& call) {
+    const std::string after =
+        num_after == 0 ? "" : absl::StrCat(", and ", num_after, " after it");
+    EXPECT_THAT(text_of<c10::DistBackendError>(call),
+                AllOf(HasSubstr("iteration 4" + after +
+                                ", whose results were delivered"),
+                      HasSubstr("rank 1 failed in iteration 4: no memory"),
+                      HasSubstr("Load a checkpoint on all ranks")));
+    expect_closed("rank 1 failed in iteration 4: no memory");
+  }
+
+  void TearDown() override {
+    training_.reset();
+    StreamTest::TearDown();
+  }
+
+  std::optional<StreamedTraining> training_;
+  at::Tensor buffer_ = at::zeros({3}, simulated::on_device());
+  int step_ = 0;
 };
 
 TEST_P(RunAheadTest, HostIsSoManyStepsAheadOfItsPeersHosts) {
-  StreamedTraining training{StreamLayout{}};
-  const std::optional<at::Tensor> buffer = this->buffer();
-  shorten_timeout(training);
-  int step = begin(training, buffer);
-
-  training.recording().hold_statuses();
-  for (int i = 0; i <= max_ahead(); ++i) train(training, step++, buffer);
-  EXPECT_THROW(train(training, step, buffer), PeerError);
+  begin(std::chrono::milliseconds(20));
+  training_->recording().hold_statuses();
+  train(1 + max_ahead());
+  EXPECT_THROW(train(1), PeerError);
 }
 
 TEST_P(RunAheadTest, StepsAreConfirmedWhenPeersHaveCome) {
-  StreamedTraining training{StreamLayout{}};
-  const std::optional<at::Tensor> buffer = this->buffer();
-  int step = begin(training, buffer);
+  begin();
   for (int round = 0; round < 3; ++round) {
-    training.recording().hold_statuses();
-    for (int i = 0; i <= max_ahead(); ++i) train(training, step++, buffer);
-    training.recording().release_statuses();
+    training_->recording().hold_statuses();
+    train(1 + max_ahead());
+    training_->recording().release_statuses();
   }
-  train(training, step, buffer);
+  train(1);
 }
 
-// Which is so many steps later at the latest, and sooner if statuses come
+// That is `max_ahead` steps later at the latest, and sooner if statuses come
 // sooner. The gradients are bad by then.
 TEST_P(RunAheadTest, ALateFailureClosesTheGroupWhereTheNextStepBegins) {
   for (const int ahead : std::set<int>{1, 1 + max_ahead()}) {
-    SCOPED_TRACE(absl::StrCat("told when the host is ", ahead, " ahead"));
-    StreamedTraining training{StreamLayout{}};
-    const std::optional<at::Tensor> buffer = this->buffer();
-    int step = begin(training, buffer);
-    fail_peer_in(training, kNumFirstSteps + 1);
-
-    training.recording().hold_statuses();
-    for (int i = 0; i < ahead; ++i) train(training, step++, buffer);
-    training.recording().release_statuses();
-    EXPECT_THAT(
-        text_of<c10::DistBackendError>([&] { train(training, step, buffer); }),
-        tells_of_late_failure(kNumFirstSteps + 1, ahead - 1));
-    expect_closed(training, "rank 1 failed in iteration 4: no memory");
+    SCOPED_TRACE(absl::StrCat("the status comes ", ahead, " steps late"));
+    begin();
+    training_->recording().answer_statuses_with(peer_that_fails_in(4));
+    training_->recording().hold_statuses();
+    train(ahead);
+    training_->recording().release_statuses();
+    expect_late_failure(ahead - 1, [&] { train(1); });
   }
 }
 
-TEST_P(RunAheadTest, WhoeverAwaitsStatusesHearsOfALateFailure) {
-  using Call = std::function<void(StreamedTraining&)>;
-  const std::vector<Call> calls = {
-      [](StreamedTraining& t) { t.reducer().await_statuses(); },
-      [](StreamedTraining& t) { t.reducer().shadow_iteration(); },
-      [](StreamedTraining& t) { t.reducer().meet_peers("came to a forward"); },
-      [](StreamedTraining& t) { t.reducer().set_comm_hook(nullptr); }};
-  for (const Call& call : calls) {
-    StreamedTraining training{StreamLayout{}};
-    const std::optional<at::Tensor> buffer = this->buffer();
-    int step = begin(training, buffer);
-    fail_peer_in(training, kNumFirstSteps + 1);
-    train(training, step++, buffer);
-    EXPECT_THAT(text_of<c10::DistBackendError>([&] { call(training); }),
-                tells_of_late_failure(kNumFirstSteps + 1, /*num_after=*/0));
-    expect_closed(training, "rank 1 failed in iteration 4: no memory");
+TEST_P(RunAheadTest, CallsThatAwaitStatusesRaiseALateFailure) {
+  const std::vector<std::function<void()>> calls = {
+      [&] { reducer().await_statuses(); },
+      [&] { reducer().shadow_iteration(); },
+      [&] { reducer().meet_peers("came to a forward"); },
+      [&] { reducer().set_comm_hook(nullptr); }};
+  for (const auto& call : calls) {
+    begin();
+    training_->recording().answer_statuses_with(peer_that_fails_in(4));
+    train(1);
+    expect_late_failure(/*num_after=*/0, call);
   }
 }
 
 TEST_P(RunAheadTest, AwaitingStatusesWaitsForLatePeers) {
-  StreamedTraining training{StreamLayout{}};
-  const std::optional<at::Tensor> buffer = this->buffer();
-  shorten_timeout(training);
-  int step = begin(training, buffer);
-  training.reducer().await_statuses();
-  training.recording().hold_statuses();
-  train(training, step++, buffer);
-  EXPECT_THROW(training.reducer().await_statuses(), PeerError);
-  EXPECT_FALSE(training.reducer().can_continue());
+  begin(std::chrono::milliseconds(20));
+  reducer().await_statuses();
+  training_->recording().hold_statuses();
+  train(1);
+  EXPECT_THROW(reducer().await_statuses(), PeerError);
+  EXPECT_FALSE(reducer().can_continue());
 }
 
-// Its peers, which go on, hear of it later.
+// Its peers, which go on, get the error later.
 TEST_P(RunAheadTest, AFailureOfThisRankClosesItsGroup) {
-  StreamedTraining training{StreamLayout{}};
-  const std::optional<at::Tensor> buffer = this->buffer();
-  int step = begin(training, buffer);
+  begin();
   bool throws = true;
-  training.model().parameters()[2].register_hook([&](const at::Tensor&) {
+  training_->model().parameters()[2].register_hook([&](const at::Tensor&) {
     if (throws) throw std::runtime_error("no disk");
   });
-  EXPECT_THROW(training.step(step), std::runtime_error);
-  training.reducer().end_iteration();  // on whatever thread it is ending
+  EXPECT_THROW(training_->step(step_), std::runtime_error);
+  reducer().end_iteration();  // on any thread
   simulated::synchronize_all();
   throws = false;
-  EXPECT_THAT(training.recording().statuses().back(),
+  EXPECT_THAT(training_->recording().statuses().back(),
               HasSubstr("failed in iteration 4"));
-  expect_closed(training, "This rank failed in iteration 4");
+  expect_closed("This rank failed in iteration 4");
 }
 
 INSTANTIATE_TEST_SUITE_P(Steps, RunAheadTest,
@@ -241,13 +215,7 @@ TEST_F(UnwatchedRunAheadTest, AForwardUnderNoGradAwaitsStatuses) {
     const at::NoGradGuard no_grad;
     model(x);
   };
-  recording.answer_statuses_with([](const RankStatus& own) {
-    std::vector<RankStatus> by_rank(testing::kWorldSize, own);
-    if (own.kind == StatusKind::kEnd && own.iteration == 4) {
-      by_rank[1].kind = StatusKind::kFailed;
-    }
-    return by_rank;
-  });
+  recording.answer_statuses_with(peer_that_fails_in(4));
   for (int step = 0; step < 4; ++step) {
     evaluate();
     model(x).backward();
@@ -263,7 +231,7 @@ TEST_F(UnwatchedRunAheadTest, NothingIsWaitedFor) {
   options.control_channel = false;
   training.make_reducer(std::move(options));
   training.recording().hold_statuses();
-  for (int step = 0; step < 50; ++step) train(training, step);
+  for (int step = 0; step < 50; ++step) training.step(step);
   EXPECT_THAT(training.recording().statuses(), ::testing::IsEmpty());
 }
 
@@ -327,8 +295,7 @@ TEST_F(UnwatchedRunAheadTest, ALateFailureClosesTheGroupOnAllRanks) {
                                         : "rank 1 failed in iteration 4"));
             EXPECT_FALSE(own.reducer().can_continue());
           }
-        },
-        testing::Waiting::kApart);
+        });
   }
 }
 

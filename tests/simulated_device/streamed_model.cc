@@ -2,8 +2,10 @@
 
 #include <c10/core/StreamGuard.h>
 
+#include "absl/strings/str_cat.h"
 #include "brigade/fsdp/sharded_tensor.h"
 #include "brigade/tests/support/simulated_device/stream_test.h"
+#include "gtest/gtest.h"
 
 namespace brigade::testing {
 namespace {
@@ -11,31 +13,67 @@ namespace {
 using simulated::current_stream_of;
 using simulated::make_wait;
 using simulated::new_stream;
+using Forward = StreamLayout::Forward;
 
-std::vector<c10::Stream> streams_for(StreamLayout::Forward forward,
-                                     size_t num_parameters, int device_index) {
+constexpr const char* kForwardNames[] = {
+    "the caller's stream", "a side stream", "two streams",
+    "a stream per parameter", "two streams per parameter"};
+
+// The release build, which scripts/test.sh --all runs, tries all of them.
+#ifdef __SANITIZE_ADDRESS__
+constexpr bool kTriesFew = true;
+#else
+constexpr bool kTriesFew = false;
+#endif
+
+std::vector<StreamLayout> make_layouts() {
+  constexpr int kOfAForward = 8;
+  std::vector<StreamLayout> layouts;
+  for (const Forward forward : {Forward::kCaller, Forward::kSide, Forward::kTwo,
+                                Forward::kOwn, Forward::kBoth}) {
+    // The few differ in everything else too.
+    const int chosen = static_cast<int>(forward) * 3 % kOfAForward;
+    for (int bits = 0; bits < kOfAForward; ++bits) {
+      if (kTriesFew && bits != chosen) continue;
+      layouts.push_back({.forward = forward,
+                         .calls_from_side = (bits & 4) != 0,
+                         .is_made_on_side = (bits & 2) != 0,
+                         .accumulates_in_forward = (bits & 1) != 0});
+    }
+  }
+  return layouts;
+}
+
+std::vector<c10::Stream> streams_for(Forward forward, size_t num_parameters,
+                                     int device_index) {
   std::vector<c10::Stream> streams;
   for (size_t i = 0; i < num_parameters; ++i) {
-    switch (forward) {
-      case StreamLayout::Forward::kCaller:
-        streams.push_back(current_stream_of(device_index));
-        break;
-      case StreamLayout::Forward::kSide:
-        streams.push_back(i < 1 ? new_stream(device_index) : streams[0]);
-        break;
-      case StreamLayout::Forward::kTwo:
-        streams.push_back(i < 2 ? new_stream(device_index) : streams[i - 2]);
-        break;
-      case StreamLayout::Forward::kOwn:
-      case StreamLayout::Forward::kBoth:
-        streams.push_back(new_stream(device_index));
-        break;
-    }
+    const size_t period = forward == Forward::kSide  ? 1
+                          : forward == Forward::kTwo ? 2
+                                                     : num_parameters;
+    streams.push_back(forward == Forward::kCaller
+                          ? current_stream_of(device_index)
+                      : i < period ? new_stream(device_index)
+                                   : streams[i - period]);
   }
   return streams;
 }
 
 }  // namespace
+
+std::string name_of(const StreamLayout& layout) {
+  return absl::StrCat(
+      "forward on ", kForwardNames[static_cast<int>(layout.forward)],
+      layout.calls_from_side ? ", called from a side stream" : "",
+      layout.is_made_on_side ? ", reducer made on a side stream" : "",
+      layout.accumulates_in_forward ? ", accumulates in forward's" : "");
+}
+
+const std::vector<StreamLayout>& all_stream_layouts() {
+  static const auto* const layouts =
+      new std::vector<StreamLayout>(make_layouts());
+  return *layouts;
+}
 
 StreamedModel::StreamedModel(const StreamLayout& layout, int device_index,
                              const Sizes& sizes, at::ScalarType dtype)
@@ -46,18 +84,15 @@ StreamedModel::StreamedModel(const StreamLayout& layout, int device_index,
   for (size_t i = 0; i < sizes.size(); ++i) {
     parameters_.push_back(at::ones(sizes[i], options).requires_grad_());
     const at::Tensor numbers = at::arange(parameters_[i].numel(), at::kLong);
-    weights_.push_back(((numbers + 7 * static_cast<int64_t>(i)) % 12 + 1)
-                           .reshape(sizes[i])
-                           .to(options));
+    weights_on_cpu_.push_back(((numbers + 7 * static_cast<int64_t>(i)) % 12 + 1)
+                                  .reshape(sizes[i])
+                                  .to(dtype));
+    weights_.push_back(weights_on_cpu_.back().to(options));
     if (!layout.accumulates_in_forward) continue;
     const c10::StreamGuard on_stream(streams_[i]);
     accumulators_.push_back(
         torch::autograd::impl::grad_accumulator(parameters_[i]));
   }
-}
-
-at::Tensor StreamedModel::gradient(size_t i, int step) const {
-  return weights_[i].cpu() * (step + 1) * (uses_both_ ? 2 : 1);
 }
 
 at::Tensor StreamedModel::use(size_t i, const c10::Stream& stream,
@@ -116,6 +151,20 @@ void StreamedModel::zero_grad(bool set_to_none) const {
       gradient.detach().zero_();
     }
   }
+}
+
+ExpectedGradients::~ExpectedGradients() {
+  simulated::synchronize_all();
+  for (const auto& [found, expected, name] : expected_) {
+    EXPECT_TRUE(at::equal(found.cpu(), expected))
+        << name << " is " << found.cpu() << ", not " << expected;
+  }
+}
+
+void ExpectedGradients::add(const at::Tensor& found, at::Tensor expected,
+                            const std::string& name) {
+  found.record_stream(current_stream_of(found.device().index()));
+  expected_.push_back({found.detach().clone(), std::move(expected), name});
 }
 
 }  // namespace brigade::testing

@@ -1,8 +1,9 @@
-// A model on a simulated device whose forward runs on the streams of a layout,
-// as a program does that orders its streams rightly, and whose gradients are
-// known integers.
+// Layouts of a training step over streams, a model on a simulated device whose
+// forward runs on the streams of a layout and orders them rightly, and checks
+// of its gradients, which are known integers.
 //
-// Nothing here makes the host wait, which would hide races.
+// Programs may use any of these layouts, and LibTorch promises that backward is
+// right then. Nothing here makes the host wait, which would hide races.
 
 #ifndef BRIGADE_TESTS_SIMULATED_DEVICE_STREAMED_MODEL_H_
 #define BRIGADE_TESTS_SIMULATED_DEVICE_STREAMED_MODEL_H_
@@ -13,13 +14,38 @@
 #include <cstdint>
 #include <functional>
 #include <set>
+#include <string>
 #include <utility>
 #include <vector>
 
 #include "brigade/hooks/autograd_node.h"
-#include "brigade/tests/simulated_device/stream_layout.h"
 
 namespace brigade::testing {
+
+struct StreamLayout {
+  // The streams that use parameters and compute their gradients.
+  enum class Forward {
+    kCaller,  // backward's caller's
+    kSide,    // another one
+    kTwo,     // two others in turn
+    kOwn,     // one for each parameter
+    kBoth,    // each parameter on its own one and on its neighbour's
+  };
+
+  Forward forward = Forward::kCaller;
+  // Backward's caller is not on the default stream.
+  bool calls_from_side = false;
+  // The reducer, and at first its buckets, are made on another stream.
+  bool is_made_on_side = false;
+  // Gradients are accumulated, and buckets packed, on the stream that used the
+  // parameter in forward; otherwise on the one that made the reducer.
+  bool accumulates_in_forward = false;
+};
+
+std::string name_of(const StreamLayout& layout);
+
+// All that differ; under AddressSanitizer one for each kind of forward.
+const std::vector<StreamLayout>& all_stream_layouts();
 
 class StreamedModel {
  public:
@@ -29,7 +55,7 @@ class StreamedModel {
   static Sizes default_sizes() { return {{4}, {3, 5}, {1}, {7}, {20}, {2, 2}}; }
 
   // Parameters of ones. The calling thread's current stream of the device is
-  // backward's caller's.
+  // that of backward's caller.
   StreamedModel(const StreamLayout& layout, int device_index = 0,
                 const Sizes& sizes = default_sizes(),
                 at::ScalarType dtype = at::kFloat);
@@ -37,25 +63,28 @@ class StreamedModel {
   const std::vector<at::Tensor>& parameters() const { return parameters_; }
   size_t size() const { return parameters_.size(); }
 
-  // From here on forward computes with what `read` makes of each parameter,
-  // which has its values, on the stream that uses it.
+  // From here on forward computes with the value of `read`, on the stream that
+  // uses the parameter.
   void read_through(std::function<at::Tensor(const at::Tensor&)> read) {
     read_ = std::move(read);
   }
 
-  // Where forward uses parameter i.
+  // The stream on which forward uses parameter i.
   const c10::Stream& stream_of(size_t i) const { return streams_[i]; }
 
-  // What backward of loss(step) gives parameter i, on the CPU.
-  at::Tensor gradient(size_t i, int step) const;
+  // The gradient of parameter i of loss(step), on the CPU.
+  at::Tensor gradient(size_t i, int step) const {
+    return weights_on_cpu_[i] * (step + 1) * (uses_both_ ? 2 : 1);
+  }
 
-  // Behind the current stream, which is behind it afterwards.
+  // Ordered after the current stream, which is ordered after it.
   at::Tensor loss(int step, const std::set<size_t>& left_out = {}) const;
 
-  // What one parameter contributes to it.
+  // The contribution of one parameter to it.
   at::Tensor term(size_t i, int step) const;
 
-  // As an optimizer on the current stream, which keeps parameters as they are.
+  // Steps as an optimizer on the current stream that keeps parameters as they
+  // are.
   void update() const;
 
   void zero_grad(bool set_to_none) const;
@@ -67,10 +96,29 @@ class StreamedModel {
   const int device_index_;
   std::function<at::Tensor(const at::Tensor&)> read_;  // empty: as they are
   std::vector<at::Tensor> parameters_;
-  std::vector<at::Tensor> weights_;   // by parameter, integers
-  std::vector<c10::Stream> streams_;  // by parameter
-  // They say where gradients are accumulated.
-  std::vector<NodePtr> accumulators_;
+  std::vector<at::Tensor> weights_on_cpu_;  // by parameter, integers
+  std::vector<at::Tensor> weights_;
+  std::vector<c10::Stream> streams_;   // by parameter
+  std::vector<NodePtr> accumulators_;  // made where gradients accumulate
+};
+
+// Copies of gradients and their expected values, compared when it ends: who
+// reads a value waits for the device, and so hides missing waits.
+class ExpectedGradients {
+ public:
+  // Fails the current test for each that differs.
+  ~ExpectedGradients();
+  // `found` was written on its device's current stream or after it.
+  void add(const at::Tensor& found, at::Tensor expected,
+           const std::string& name);
+
+ private:
+  struct Expected {
+    at::Tensor found;
+    at::Tensor expected;
+    std::string name;
+  };
+  std::vector<Expected> expected_;
 };
 
 }  // namespace brigade::testing

@@ -1,47 +1,92 @@
 #include "brigade/tests/simulated_device/streamed_training.h"
 
+#include <torch/torch.h>
+
 #include <utility>
 
-#include "brigade/tests/support/simulated_device/stream_test.h"
-#include "gtest/gtest.h"
+#include "absl/strings/str_cat.h"
 
 namespace brigade::testing {
 namespace {
 
+using simulated::current_stream_of;
 using simulated::default_stream;
 using simulated::make_wait;
 using simulated::new_stream;
 
-constexpr int kNumDevices = 2;
+constexpr size_t kPerUnit = 2;
 
-// One per device, behind the default one.
+std::string name_of_gradient(size_t parameter, int step) {
+  return absl::StrCat("gradient ", parameter, " of step ", step);
+}
+
+// Ordered after the default one.
+c10::Stream side_stream(int device = 0) {
+  const c10::Stream stream = new_stream(device);
+  make_wait(stream, default_stream(device));
+  return stream;
+}
+
 std::vector<c10::Stream> side_streams() {
-  std::vector<c10::Stream> streams;
-  for (int d = 0; d < kNumDevices; ++d) {
-    streams.push_back(new_stream(d));
-    make_wait(streams.back(), default_stream(d));
+  return {side_stream(0), side_stream(1)};
+}
+
+// A copy of a parameter, whose gradient it writes into the model's memory.
+class WritesIntoSlot : public torch::autograd::Function<WritesIntoSlot> {
+ public:
+  static at::Tensor forward(torch::autograd::AutogradContext* context,
+                            const at::Tensor& parameter, SegmentedModel* model,
+                            int* num_written) {
+    context->save_for_backward({parameter});
+    context->saved_data["model"] = reinterpret_cast<int64_t>(model);
+    context->saved_data["num_written"] = reinterpret_cast<int64_t>(num_written);
+    return parameter.clone();
   }
-  return streams;
+  static torch::autograd::variable_list backward(
+      torch::autograd::AutogradContext* context,
+      const torch::autograd::variable_list& gradients) {
+    const auto pointer = [&](const char* name) {
+      return context->saved_data[name].toInt();
+    };
+    auto& model = *reinterpret_cast<SegmentedModel*>(pointer("model"));
+    at::Tensor slot =
+        model.gradient_slot(context->get_saved_variables().front());
+    if (!slot.defined()) return {gradients[0], {}, {}};
+    slot.copy_(gradients[0]);
+    ++*reinterpret_cast<int*>(pointer("num_written"));
+    return {slot, {}, {}};
+  }
+};
+
+std::vector<UnitRequest> units_of(const StreamedModel& model,
+                                  const ShardedProgram& program) {
+  std::vector<UnitRequest> units(ShardedTraining::kNumUnits);
+  for (size_t i = 0; i < model.size(); ++i) {
+    UnitRequest& unit = units[i / kPerUnit];
+    unit.name = c10::str("unit", i / kPerUnit);
+    if (i >= kPerUnit) unit.parent = 0;
+    unit.parameters.push_back(
+        {.name = c10::str("p", i), .tensor = model.parameters()[i]});
+  }
+  for (const auto& [unit, mesh] : program.meshes) units[unit].mesh = mesh;
+  for (const size_t unit : program.spanning) units[unit].spans_segments = true;
+  return units;
 }
 
 }  // namespace
 
+void set_timeout(RecordingGroup& recording, std::chrono::milliseconds timeout) {
+  recording.group()->getBackend(at::kCPU)->getBackendOptions()->timeout =
+      timeout;
+}
+
 StreamedTraining::StreamedTraining(const StreamLayout& layout, int num_replicas,
-                                   StreamedModel::Sizes sizes,
+                                   const StreamedModel::Sizes& sizes,
                                    at::ScalarType dtype)
-    : layout_(layout), recording_(kWorldSize) {
+    : layout_(layout) {
   if (layout.calls_from_side) on_caller_.emplace(side_streams());
   for (int r = 0; r < num_replicas; ++r) {
     models_.emplace_back(layout, r, sizes, dtype);
-  }
-}
-
-StreamedTraining::~StreamedTraining() {
-  simulated::synchronize_all();
-  for (const Expected& e : expected_) {
-    EXPECT_TRUE(at::equal(e.found.cpu(), e.expected))
-        << "parameter " << e.parameter << " at step " << e.step << " has "
-        << e.found.cpu() << ", not " << e.expected;
   }
 }
 
@@ -83,15 +128,11 @@ void StreamedTraining::expect_gradients(int step,
 
 void StreamedTraining::expect_gradient(size_t parameter, int step,
                                        double factor) {
-  for (size_t r = 0; r < models_.size(); ++r) {
-    const at::Tensor& gradient = models_[r].parameters()[parameter].grad();
-    ASSERT_TRUE(gradient.defined()) << parameter << " at step " << step;
-    gradient.record_stream(simulated::current_stream_of(static_cast<int>(r)));
-    expected_.push_back(
-        {.found = gradient.detach().clone(),
-         .expected = models_[r].gradient(parameter, step) * factor,
-         .parameter = parameter,
-         .step = step});
+  for (const StreamedModel& model : models_) {
+    const at::Tensor& gradient = model.parameters()[parameter].grad();
+    ASSERT_TRUE(gradient.defined()) << name_of_gradient(parameter, step);
+    expected_.add(gradient, model.gradient(parameter, step) * factor,
+                  name_of_gradient(parameter, step));
   }
 }
 
@@ -101,6 +142,128 @@ void StreamedTraining::update() {
 
 void StreamedTraining::zero_grad(bool set_to_none) {
   for (const StreamedModel& model : models_) model.zero_grad(set_to_none);
+}
+
+bool has_one_stream(const StreamLayout& layout, const ShardedProgram& program) {
+  return layout.forward == StreamLayout::Forward::kCaller ||
+         (layout.forward == StreamLayout::Forward::kSide &&
+          program.calls_on_own_stream);
+}
+
+ShardedTraining::ShardedTraining(const StreamLayout& layout,
+                                 const FullyShardOptions& options,
+                                 ShardedProgram program)
+    : program_(std::move(program)),
+      on_caller_(layout.calls_from_side ? side_stream() : default_stream()),
+      model_(layout) {
+  for (const size_t i : program_.frozen) {
+    model_.parameters()[i].requires_grad_(false);
+  }
+  if (program_.timeout) set_timeout(recording_, *program_.timeout);
+  const c10::Stream caller = current_stream_of();
+  const c10::Stream maker = layout.is_made_on_side ? new_stream() : caller;
+  make_wait(maker, caller);
+  {
+    const c10::StreamGuard on_maker(maker);
+    sharded_.emplace(make_sharded_units(units_of(model_, program_),
+                                        recording_.group(), options),
+                     recording_.group(), options);
+  }
+  make_wait(caller, maker);
+  if (!program_.writes_into_slots) return;
+  model_.read_through([this](const at::Tensor& parameter) {
+    return WritesIntoSlot::apply(parameter, &*sharded_, &num_in_slots_);
+  });
+}
+
+const at::Tensor& ShardedTraining::parameter(size_t unit, size_t i) const {
+  return model_.parameters()[unit * kPerUnit + i];
+}
+
+at::Tensor ShardedTraining::terms(size_t unit, at::Tensor h, int step) const {
+  for (size_t i = 0; i < kPerUnit; ++i) {
+    h = h + model_.term(unit * kPerUnit + i, step);
+  }
+  return h;
+}
+
+// Behind the current stream, which is behind it afterwards.
+at::Tensor ShardedTraining::call(size_t unit, const at::Tensor& input,
+                                 int step) {
+  const c10::Stream caller = current_stream_of();
+  const c10::Stream stream =
+      program_.calls_on_own_stream ? model_.stream_of(unit * kPerUnit) : caller;
+  make_wait(stream, caller);
+  at::Tensor result;
+  {
+    const c10::StreamGuard on_stream(stream);
+    input.record_stream(stream);
+    result = program_.checkpoint ? checkpoint(
+                                       *program_.checkpoint,
+                                       [this, unit, step](const at::Tensor& h) {
+                                         return terms(unit, h, step);
+                                       },
+                                       input)
+                                 : terms(unit, input, step);
+  }
+  make_wait(caller, stream);
+  result.record_stream(caller);
+  return result;
+}
+
+at::Tensor ShardedTraining::forward(int step,
+                                    const std::set<size_t>& left_out) {
+  std::vector<size_t> units;
+  for (size_t unit = 1; unit < kNumUnits; ++unit) {
+    if (left_out.count(unit) == 0) units.push_back(unit);
+  }
+  return forward_through(units, step);
+}
+
+at::Tensor ShardedTraining::forward_through(const std::vector<size_t>& units,
+                                            int step) {
+  return sharded_->forward([&] {
+    at::Tensor h = at::ones({}, simulated::on_device());
+    for (const size_t unit : units) h = call(unit, h, step);
+    return terms(0, h, step);
+  });
+}
+
+void ShardedTraining::step(int step, const std::set<size_t>& left_out) {
+  forward(step, left_out).backward();
+}
+
+void ShardedTraining::expect_gradients(int step, double factor,
+                                       const std::set<size_t>& but_for) {
+  for (size_t unit = 0; unit < kNumUnits; ++unit) {
+    if (but_for.count(unit) == 0) expect_gradients_of(unit, step, factor);
+  }
+}
+
+void ShardedTraining::expect_gradients_of(size_t unit, int step,
+                                          double factor) {
+  for (size_t i = 0; i < kPerUnit; ++i) {
+    const size_t number = unit * kPerUnit + i;
+    if (program_.frozen.count(number) > 0) continue;
+    const at::Tensor& gradient = parameter(unit, i).grad();
+    ASSERT_TRUE(gradient.defined()) << name_of_gradient(number, step);
+    const Shard& shard = *shard_of(gradient);
+    const at::Tensor whole = model_.gradient(number, step).flatten() * factor;
+    expected_.add(shard.local,
+                  whole.narrow(0, shard.offset, shard.local.numel()),
+                  name_of_gradient(number, step));
+  }
+}
+
+void ShardedTraining::update() {
+  const torch::NoGradGuard no_grad;
+  for (at::Tensor parameter : model_.parameters()) {
+    const at::Tensor& gradient = parameter.grad();
+    if (!gradient.defined()) continue;
+    shard_of(gradient)->local.record_stream(current_stream_of());
+    parameter.sub_(gradient, /*alpha=*/0);
+    parameter.mutable_grad().reset();
+  }
 }
 
 }  // namespace brigade::testing

@@ -99,48 +99,60 @@ std::unique_ptr<SegmentedModel> sharded_model(std::vector<UnitRequest> units,
       make_sharded_units(std::move(units), group, {}), group);
 }
 
-// What hosts tell each other travels by way of the devices: meshes of units,
-// and what ranks have written of a checkpoint.
-TEST_F(VendorBackendTest, NoneIsNeededForTheCpu) {
+// Host data travels through the devices: meshes of units, and what ranks have
+// written of a checkpoint. Training goes on from it, also of a parameter that
+// is not in C order.
+TEST_F(VendorBackendTest, TrainsAndSavesWithoutABackendOfTheCpu) {
   const fs::path folder =
       fs::path(::testing::TempDir()) / c10::str("devices_alone_", getpid());
   fs::create_directories(folder);
+  struct Training {
+    Training(const Group& group, int rank, double value)
+        : weights({at::full({2, 3}, value, on_device(at::kFloat, rank)).t(),
+                   at::full({2}, value + rank, on_device(at::kFloat, rank))}),
+          model(sharded_model(
+              {{.name = "all", .parameters = {{"w", trained(weights[0])}}},
+               {.name = "own",
+                .parameters = {{c10::str("w", rank), trained(weights[1])}},
+                .mesh = UnitMesh{.ranks = {rank}}}},
+              group)),
+          optimizer({weights[0]}, 0.5) {}
+    static at::Tensor trained(at::Tensor& weight) {
+      return weight.requires_grad_();
+    }
+    at::Tensor shard(size_t i) const {
+      return shard_of(weights[i])->local.cpu();
+    }
+
+    Tensors weights;
+    std::unique_ptr<SegmentedModel> model;
+    torch::optim::Adagrad optimizer;
+  };
   run_ranks_on_devices(2, [&](const Group& with_cpu, int rank) {
     const Group group = without_cpu(with_cpu);
-    const at::TensorOptions options = on_device(at::kFloat, rank);
-    const auto make_weights = [&](double value) {
-      return Tensors{at::full({3, 3}, value, options).requires_grad_(),
-                     at::full({2}, value + rank, options).requires_grad_()};
+    Training saved(group, rank, 3);
+    const auto step = [rank](Training& training) {
+      training.optimizer.zero_grad();
+      const Tensors& weights = training.weights;
+      training.model
+          ->forward([&] {
+            return (weights[0] * (rank + 1)).sum() + weights[1].sum();
+          })
+          .backward();
+      training.optimizer.step();
     };
-    const auto make = [&](const Tensors& weights) {
-      return sharded_model({{.name = "all", .parameters = {{"w", weights[0]}}},
-                            {.name = "own",
-                             .parameters = {{c10::str("w", rank), weights[1]}},
-                             .mesh = UnitMesh{.ranks = {rank}}}},
-                           group);
-    };
-    const auto shard = [](const at::Tensor& weight) {
-      return shard_of(weight)->local.cpu();
-    };
-    const Tensors saved = make_weights(3);
-    const auto model = make(saved);
-    torch::optim::SGD saver(saved, 0.5);
-    const at::Tensor loss = model->forward([&] {
-      const at::Tensor x = at::ones({3}, options);
-      return (saved[0] * x * (rank + 1)).sum() + saved[1].sum();
-    });
-    loss.backward();
-    saver.step();
-    EXPECT_TRUE(at::equal(shard(saved[0]),
-                          at::full_like(shard(saved[0]), 3 - 0.5 * 1.5)));
+    step(saved);
+    EXPECT_TRUE(at::equal(saved.shard(0), at::full_like(saved.shard(0), 2.5)));
     for (const char* name : {"shards", "whole.safetensors"}) {
-      const Tensors loaded = make_weights(7);
-      const auto other = make(loaded);
-      torch::optim::SGD loader(loaded, 0.5);
-      save_checkpoint(folder / name, checkpoint_model(*model), saver);
-      load_checkpoint(folder / name, checkpoint_model(*other), loader);
+      save_checkpoint(folder / name, checkpoint_model(*saved.model),
+                      saved.optimizer);
+      Training loaded(group, rank, 7);
+      load_checkpoint(folder / name, checkpoint_model(*loaded.model),
+                      loaded.optimizer);
+      step(saved);
+      step(loaded);
       for (const size_t i : {0, 1}) {
-        EXPECT_TRUE(at::equal(shard(loaded[i]), shard(saved[i])))
+        EXPECT_TRUE(at::equal(loaded.shard(i), saved.shard(i)))
             << i << ", " << name;
       }
     }

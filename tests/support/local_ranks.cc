@@ -2,17 +2,12 @@
 
 #include <c10/util/ScopeExit.h>
 
-#include <algorithm>
 #include <exception>
 #include <latch>
 #include <thread>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
-#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <vector>
 
-#include "absl/strings/str_cat.h"
-#include "absl/strings/str_join.h"
-#include "brigade/comm/group/group_timeout.h"
 #include "brigade/comm/process_group.h"
 
 namespace brigade::testing {
@@ -47,20 +42,6 @@ void run_ranks(
   for (const std::exception_ptr& failure : failures) {
     if (failure) std::rethrow_exception(failure);
   }
-}
-
-c10::intrusive_ptr<c10d::ProcessGroup> make_subgroup(
-    const c10::intrusive_ptr<c10d::ProcessGroup>& group,
-    const std::string& name, const std::vector<int>& ranks) {
-  const auto own = std::ranges::find(ranks, group->getRank());
-  return make_process_group(
-      c10::make_intrusive<c10d::PrefixStore>(
-          absl::StrCat(name, absl::StrJoin(ranks, "_")), group->getStore()),
-      static_cast<int>(own - ranks.begin()), static_cast<int>(ranks.size()),
-      {.timeout = group_timeout(*group),
-       .name = name,
-       .rendezvous_timeout = group_timeout(*group),
-       .gloo_interfaces = {"lo"}});
 }
 
 }  // namespace brigade::testing

@@ -15,9 +15,7 @@
 
 #include <chrono>
 #include <functional>
-#include <string>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
-#include <vector>
 
 namespace brigade::testing {
 
@@ -30,12 +28,6 @@ void run_ranks(
     int world_size,
     const std::function<void(c10::intrusive_ptr<c10d::ProcessGroup>)>& fn,
     std::chrono::milliseconds timeout = std::chrono::seconds(10));
-
-// Collective over `ranks`, of `group`, in rising order: a group of these.
-// `name` is its own. To be ended by GroupScope.
-c10::intrusive_ptr<c10d::ProcessGroup> make_subgroup(
-    const c10::intrusive_ptr<c10d::ProcessGroup>& group,
-    const std::string& name, const std::vector<int>& ranks);
 
 }  // namespace brigade::testing
 

@@ -10,15 +10,18 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
-#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <iostream>
 #include <map>
-#include <sstream>
 #include <stdexcept>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "absl/strings/str_split.h"
 
 namespace brigade::testing {
 namespace {
@@ -97,9 +100,9 @@ Pipe make_pipe() {
 std::map<std::string, std::string> current_environment() {
   std::map<std::string, std::string> all;
   for (char** entry = environ; *entry != nullptr; ++entry) {
-    const std::string text = *entry;
-    const size_t equals = text.find('=');
-    all[text.substr(0, equals)] = text.substr(equals + 1);
+    const std::pair<std::string, std::string> variable =
+        absl::StrSplit(*entry, absl::MaxSplits('=', 1));
+    all.insert(variable);
   }
   return all;
 }
@@ -136,10 +139,8 @@ std::optional<int> run_as_rank() {
   context.rank_ = std::atoi(std::getenv("BRIGADE_TEST_RANK"));
   context.to_parent_ = kToParent;
   context.from_parent_ = kFromParent;
-  std::istringstream arguments(std::getenv(kArgumentsVariable));
-  for (std::string line; std::getline(arguments, line);) {
-    context.arguments_.push_back(line);
-  }
+  context.arguments_ =
+      absl::StrSplit(std::getenv(kArgumentsVariable), '\n', absl::SkipEmpty());
   try {
     auto it = functions().find(name);
     if (it == functions().end()) {
@@ -158,7 +159,6 @@ struct ProcessRanks::Process {
   Descriptor pidfd;
   Descriptor messages;
   Descriptor commands;
-  Descriptor output;
   Descriptor error_output;
   std::string partial_line;
   bool ended = false;
@@ -187,10 +187,7 @@ struct ProcessRanks::Process {
     if (WIFEXITED(status)) result.exit_code = WEXITSTATUS(status);
     if (WIFSIGNALED(status)) result.signal = WTERMSIG(status);
     while (messages.get() >= 0) read_messages();
-    if (output.get() >= 0) {
-      result.output = read_all(output.get());
-      result.error_output = read_all(error_output.get());
-    }
+    result.error_output = read_all(error_output.get());
   }
 };
 
@@ -230,11 +227,7 @@ void ProcessRanks::start(int rank, uint16_t port) {
   }
   variables["BRIGADE_TEST_RANK"] = std::to_string(rank);
   variables[kFunctionVariable] = options_.function;
-  std::string& arguments = variables[kArgumentsVariable];
-  arguments.clear();
-  for (const std::string& argument : options_.arguments) {
-    arguments += argument + '\n';
-  }
+  variables[kArgumentsVariable] = absl::StrJoin(options_.arguments, "\n");
   std::vector<std::string> entries;
   for (const auto& [name, value] : variables) {
     entries.push_back(name + '=' + value);
@@ -252,12 +245,9 @@ void ProcessRanks::start(int rank, uint16_t port) {
                                    kToParent);
   posix_spawn_file_actions_adddup2(&actions, commands.read_end.get(),
                                    kFromParent);
-  if (!options_.inherit_output) {
-    process.output = Descriptor(memfd_create("stdout", MFD_CLOEXEC));
-    process.error_output = Descriptor(memfd_create("stderr", MFD_CLOEXEC));
-    posix_spawn_file_actions_adddup2(&actions, process.output.get(), 1);
-    posix_spawn_file_actions_adddup2(&actions, process.error_output.get(), 2);
-  }
+  process.error_output = Descriptor(memfd_create("stderr", MFD_CLOEXEC));
+  posix_spawn_file_actions_adddup2(&actions, process.error_output.get(),
+                                   STDERR_FILENO);
   std::string program = "/proc/self/exe";
   char* const argv[] = {program.data(), nullptr};
   const int error = posix_spawn(&process.pid, program.c_str(), &actions,
@@ -311,43 +301,24 @@ bool ProcessRanks::poll_once() {
 
 std::string ProcessRanks::describe(int rank) const {
   const Process& process = processes_[rank];
-  std::ostringstream text;
-  text << "rank " << rank << " ";
-  if (process.result.exit_code) {
-    text << "ended with code " << *process.result.exit_code;
-  } else if (process.result.signal) {
-    text << "was ended by signal " << *process.result.signal;
-  } else {
-    text << "runs";
-  }
-  text << "; its messages:";
-  for (const std::string& message : process.result.messages) {
-    text << " '" << message << "'";
-  }
-  if (process.error_output.get() >= 0) {
-    text << "; its stderr:\n" << read_all(process.error_output.get());
-  }
-  return text.str();
+  const RankResult& result = process.result;
+  return absl::StrCat(
+      "rank ", rank,
+      result.exit_code ? absl::StrCat(" ended with code ", *result.exit_code)
+      : result.signal  ? absl::StrCat(" was ended by signal ", *result.signal)
+                       : " runs",
+      "; its messages: ", absl::StrJoin(result.messages, ", "),
+      "; its stderr:\n", read_all(process.error_output.get()));
 }
 
 void ProcessRanks::wait_for(int rank, const std::string& message) {
   const Process& process = processes_.at(rank);
-  const auto arrived = [&] {
-    for (const std::string& m : process.result.messages) {
-      if (m == message) return true;
-    }
-    return false;
-  };
-  while (!arrived()) {
-    if (process.ended) {
-      throw std::runtime_error("rank " + std::to_string(rank) +
-                               " ended before it said '" + message +
-                               "': " + describe(rank));
-    }
-    if (!poll_once()) {
-      throw std::runtime_error("the deadline came before rank " +
-                               std::to_string(rank) + " said '" + message +
-                               "': " + describe(rank));
+  const std::vector<std::string>& messages = process.result.messages;
+  while (std::ranges::find(messages, message) == messages.end()) {
+    if (process.ended || !poll_once()) {
+      throw std::runtime_error(absl::StrCat(
+          "rank ", rank, process.ended ? " ended" : " reached its deadline",
+          " before it said '", message, "': ", describe(rank)));
     }
   }
 }
@@ -368,13 +339,7 @@ void ProcessRanks::signal(int rank, int signal_number) {
 }
 
 std::vector<RankResult> ProcessRanks::finish() {
-  const auto running = [&] {
-    for (const Process& process : processes_) {
-      if (!process.ended) return true;
-    }
-    return false;
-  };
-  while (running() && poll_once()) {
+  while (!std::ranges::all_of(processes_, &Process::ended) && poll_once()) {
   }
   std::vector<RankResult> results;
   for (Process& process : processes_) {

@@ -76,9 +76,8 @@ std::optional<int> run_as_rank();
 struct RankResult {
   std::optional<int> exit_code = {};  // unless a signal ended it
   std::optional<int> signal = {};
-  bool timed_out = false;  // the deadline came, and SIGKILL with it
-  std::string output = {};
-  std::string error_output = {};
+  bool timed_out = false;         // the deadline came, and SIGKILL with it
+  std::string error_output = {};  // stderr
   std::vector<std::string> messages = {};
 };
 
@@ -87,7 +86,6 @@ struct ProcessRanksOptions {
   std::string function = {};
   std::vector<std::string> arguments = {};
   std::chrono::milliseconds deadline = std::chrono::seconds(90);
-  bool inherit_output = false;  // else captured into RankResult
 
   // Set in, or with nullopt removed from, every rank's environment.
   std::vector<std::pair<std::string, std::optional<std::string>>> environment =

@@ -1,9 +1,11 @@
 #include "brigade/tests/support/simulated_device/cpu_kernels.h"
 
+#include <ATen/EmptyTensor.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/List.h>
-#include <ATen/core/Tensor.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
+#include <ATen/ops/empty_strided.h>
+#include <ATen/ops/from_blob.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/util/Exception.h>
 
 #include <optional>
@@ -12,9 +14,8 @@
 #include <utility>
 #include <vector>
 
-#include "brigade/tests/support/simulated_device/device_guard.h"
-#include "brigade/tests/support/simulated_device/device_tensors.h"
-#include "brigade/tests/support/simulated_device/simulation.h"
+#include "brigade/tests/support/simulated_device/device.h"
+#include "brigade/tests/support/simulated_device/memory.h"
 
 namespace brigade::simulated {
 namespace {
@@ -178,6 +179,47 @@ class Call {
 };
 
 }  // namespace
+
+bool is_on_device(const at::Tensor& tensor) {
+  return tensor.defined() && tensor.device().type() == kDeviceType;
+}
+
+KernelAccess access_to(const at::Tensor& tensor, bool writes) {
+  if (tensor.numel() == 0) return {.writes = writes};
+  int64_t last = 0;
+  for (int64_t d = 0; d < tensor.dim(); ++d) {
+    last += (tensor.size(d) - 1) * tensor.stride(d);
+  }
+  return {.begin = tensor.unsafeGetTensorImpl()->data(),
+          .bytes = static_cast<size_t>(last + 1) * tensor.itemsize(),
+          .writes = writes};
+}
+
+at::Tensor for_kernels(const at::Tensor& tensor) {
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const at::TensorOptions options =
+      at::TensorOptions(tensor.scalar_type()).device(at::kCPU);
+  if (tensor.numel() == 0) {
+    return at::empty_strided(tensor.sizes(), tensor.strides(), options);
+  }
+  at::Tensor result =
+      at::from_blob(for_kernels(tensor.unsafeGetTensorImpl()->data()),
+                    tensor.sizes(), tensor.strides(), options);
+  if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) {
+    result.unsafeGetTensorImpl()->set_wrapped_number(true);
+  }
+  if (tensor.is_conj()) result._set_conj(true);
+  if (tensor.is_neg()) result._set_neg(true);
+  return result;
+}
+
+at::Tensor empty_on_device(at::IntArrayRef sizes, at::IntArrayRef strides,
+                           at::ScalarType dtype, c10::Device device) {
+  const c10::DeviceGuard on_device(device);
+  return at::detail::empty_strided_generic(
+      sizes, strides, &device_allocator(),
+      c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), dtype);
+}
 
 void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   Call(op, stack).run();

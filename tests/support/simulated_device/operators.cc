@@ -11,12 +11,8 @@
 #include <vector>
 
 #include "brigade/tests/support/simulated_device/cpu_kernels.h"
-#include "brigade/tests/support/simulated_device/device_allocator.h"
-#include "brigade/tests/support/simulated_device/device_guard.h"
-#include "brigade/tests/support/simulated_device/device_hooks.h"
-#include "brigade/tests/support/simulated_device/device_tensors.h"
-#include "brigade/tests/support/simulated_device/pinned_allocator.h"
-#include "brigade/tests/support/simulated_device/simulation.h"
+#include "brigade/tests/support/simulated_device/device.h"
+#include "brigade/tests/support/simulated_device/memory.h"
 
 namespace brigade::simulated {
 namespace {
@@ -128,36 +124,24 @@ void copy_on_devices(const at::Tensor& from, const at::Tensor& to) {
   if (across) order(stream, receiving);
 }
 
-size_t bytes_spanned(const at::Tensor& tensor) {
-  return access_to(tensor, /*writes=*/false).bytes;
-}
-
-void copy_to_host(const at::Tensor& from, const at::Tensor& to,
-                  bool non_blocking) {
-  const c10::Stream stream = current_stream(from.device());
+// Waits unless the host's memory is pinned.
+void copy_with_host(const at::Tensor& from, const at::Tensor& to,
+                    bool non_blocking, bool is_to_host) {
+  const at::Tensor& on_device = is_to_host ? from : to;
+  const at::Tensor& on_host = is_to_host ? to : from;
+  const c10::Stream stream = current_stream(on_device.device());
   Simulation& simulation = Simulation::get();
-  simulation.run("copy to host", stream, {access_to(from, /*writes=*/false)},
-                 [&] { to.copy_(for_kernels(from)); });
-  void* const host = to.unsafeGetTensorImpl()->mutable_data();
+  simulation.run(is_to_host ? "copy to host" : "copy from host", stream,
+                 {access_to(on_device, /*writes=*/!is_to_host)}, [&] {
+                   const at::Tensor memory = for_kernels(on_device);
+                   (is_to_host ? to : memory).copy_(is_to_host ? memory : from);
+                 });
+  void* const host = const_cast<void*>(on_host.const_data_ptr());
   if (!non_blocking || !is_pinned(host)) {
     simulation.host_waits(stream);
   } else {
-    simulation.copied_to_host("copy to host", stream, host, bytes_spanned(to));
-  }
-}
-
-void copy_from_host(const at::Tensor& from, const at::Tensor& to,
-                    bool non_blocking) {
-  const c10::Stream stream = current_stream(to.device());
-  Simulation& simulation = Simulation::get();
-  simulation.run("copy from host", stream, {access_to(to, /*writes=*/true)},
-                 [&] { for_kernels(to).copy_(from); });
-  void* const host = const_cast<void*>(from.const_data_ptr());
-  if (!non_blocking || !is_pinned(host)) {
-    simulation.host_waits(stream);
-  } else {
-    simulation.copied_from_host("copy from host", stream, host,
-                                bytes_spanned(from));
+    simulation.copied(stream, host, access_to(on_host, false).bytes,
+                      is_to_host);
   }
 }
 
@@ -165,10 +149,8 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& to,
                      bool non_blocking) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   if (self.numel() == 0) return to;
-  if (!is_on_device(self)) {
-    copy_from_host(self, to, non_blocking);
-  } else if (!is_on_device(to)) {
-    copy_to_host(self, to, non_blocking);
+  if (!is_on_device(self) || !is_on_device(to)) {
+    copy_with_host(self, to, non_blocking, /*is_to_host=*/is_on_device(self));
   } else {
     copy_on_devices(self, to);
   }

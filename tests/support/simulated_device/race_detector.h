@@ -1,16 +1,14 @@
 // Finds accesses to device memory that nothing orders, from what a program
 // enqueues: no device and no timing take part, so it finds the same each time.
 //
-// Streams are logical. An operation is behind what its stream has done, behind
-// the events that its stream waited for, and behind what the host that enqueued
-// it had waited for. Two accesses to the same bytes, one of which writes, are a
-// race unless one is behind the other.
+// Streams are logical. An operation is after its stream's earlier operations,
+// after the events that its stream waited for, and after what the host had
+// waited for. Two accesses to the same bytes, one of which writes, are a race
+// unless one is after the other.
 //
 // Memory belongs to the stream that it was allocated for, as in a caching
-// allocator: once freed, it serves that stream again, at once. Strict: a free
-// is a race if other streams' uses are neither behind the owner nor recorded,
-// also if nobody gets that memory again. Another stream that uses what the
-// owner got again is to be behind it.
+// allocator: once freed, it serves that stream again at once. A free is a race
+// if other streams' uses are neither before it on the owner nor recorded.
 //
 //   RaceDetector detector;
 //   const size_t a = detector.add_stream("a"), b = detector.add_stream("b");
@@ -19,10 +17,8 @@
 //   detector.run(b, "read", {{.begin = 0x1000, .bytes = 64}});
 //   EXPECT_EQ(detector.take_races().size(), 1);
 //
-// Addresses are numbers to it; it reads and writes none of the memory.
-//
-// Limit: it judges what was enqueued, not what could have been enqueued in
-// another order by other threads.
+// Addresses are numbers to it; it reads and writes none of the memory. It
+// judges the order in which calls were enqueued, not other possible orders.
 //
 // Thread safety: none.
 
@@ -31,19 +27,32 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <map>
+#include <memory>
 #include <set>
 #include <string>
 #include <utility>
 #include <vector>
 
-#include "brigade/tests/support/simulated_device/memory_history.h"
-#include "brigade/tests/support/simulated_device/vector_clock.h"
-
 namespace brigade::simulated {
 
+// The number of each stream's operations that are before a point.
+class VectorClock {
+ public:
+  uint64_t at(size_t stream) const {
+    return stream < counts_.size() ? counts_[stream] : 0;
+  }
+  void tick(size_t stream);
+  void join(const VectorClock& other);
+  bool covers(const VectorClock& other) const;
+
+ private:
+  std::vector<uint64_t> counts_;  // by stream
+};
+
 struct Access {
-  MemoryHistory::Address begin = 0;
+  uintptr_t begin = 0;
   size_t bytes = 0;
   bool writes = false;
 };
@@ -61,59 +70,47 @@ struct Race {
 
 class RaceDetector {
  public:
-  using Address = MemoryHistory::Address;
-  // All that lies behind an event, for instance.
+  using Address = uintptr_t;
+  // All that is before an event, for instance.
   using Moment = VectorClock;
 
-  explicit RaceDetector(bool strict = true) : strict_(strict) {}
-
-  // Streams are numbered from 0.
+  // Streams are numbered from 0. REQUIRES, of all that follow: streams that
+  // exist.
   size_t add_stream(std::string name);
-  const std::string& name_of(size_t stream) const { return names_[stream]; }
 
-  // Threads that wait for each other are one host; there is one at first. A
-  // process of a distributed program, which may be a thread here, is another.
-  size_t add_host();
-
-  // REQUIRES, of all that follow: streams and hosts that exist.
-
-  // An operation on `stream`. `where` is told with its races.
+  // An operation on `stream`. Its races print `where`, unless empty.
   void run(size_t stream, std::string name, const std::vector<Access>& accesses,
-           size_t host = 0, std::string where = {});
+           std::string where = {});
 
-  // What is behind work that `stream` would do now.
-  Moment moment(size_t stream, size_t host = 0);
+  // All that is before work that `stream` would do now.
+  Moment moment(size_t stream);
 
-  // What `stream` does from here on is behind `moment`.
-  void wait(size_t stream, const Moment& moment, size_t host = 0);
+  // Orders later work of `stream` after `moment`.
+  void wait(size_t stream, const Moment& moment);
 
-  // What `host` enqueues from here on, anywhere, is behind `moment`.
-  void host_waits(const Moment& moment, size_t host = 0);
-  bool host_has_waited(const Moment& moment, size_t host = 0) const {
-    return hosts_[host].covers(moment);
+  // Orders everything that is enqueued later, on any stream, after `moment`.
+  void host_waits(const Moment& moment) { host_.join(moment); }
+  bool host_has_waited(const Moment& moment) const {
+    return host_.covers(moment);
   }
 
-  // `begin` is in no allocation.
+  // REQUIRES: `begin` is in no allocation.
   void allocate(Address begin, size_t bytes, size_t owner);
 
   // `stream` uses the memory too: it serves its owner again only when `stream`
-  // has done what it had been given when the memory was freed. Does nothing if
-  // `begin` is not that of an allocation.
+  // has done its work of before the free. Ignores other addresses.
   void record_use(Address begin, size_t stream);
 
-  // Returns what the memory must be behind before it may serve its owner again:
-  // see may_serve(). REQUIRES: `begin` is that of an allocation.
-  Moment free(Address begin, size_t host = 0, std::string where = {});
-  bool may_serve(size_t owner, const Moment& moment, size_t host = 0);
+  // Returns the moment that must be over before the memory may serve its owner
+  // again: see may_serve(). REQUIRES: `begin` is that of an allocation.
+  Moment free(Address begin, std::string where = {});
+  bool may_serve(size_t owner, const Moment& moment) const;
 
-  // A race that is found outside, by an operation on `stream`.
+  // A race that was found elsewhere.
   void report(Race race) { races_.push_back(std::move(race)); }
 
   // Those found since the last call, each pair of operations once.
   std::vector<Race> take_races();
-
-  // The operations that were run.
-  int64_t num_operations() const { return num_operations_; }
 
  private:
   struct Allocation {
@@ -122,28 +119,42 @@ class RaceDetector {
     size_t owner;
     std::set<size_t> recorded;  // streams
   };
-  using Allocations = std::map<Address, Allocation>;
+  struct Operation {
+    std::string name;
+    int64_t number;     // counts the operations of all streams, from 1
+    size_t stream;      // that it runs on
+    uint64_t time;      // counts the operations of its stream, from 1
+    std::string where;  // the backtrace of its call; may be empty
+  };
+  using OperationPtr = std::shared_ptr<const Operation>;
+  // Neighbouring bytes with one history.
+  struct Piece {
+    Address end = 0;
+    OperationPtr write = nullptr;          // null: none is known
+    std::vector<OperationPtr> reads = {};  // since the write; one per stream
+  };
 
-  VectorClock& enqueue(size_t stream, size_t host);
+  VectorClock& enqueue(size_t stream);
+  OperationPtr make_operation(size_t stream, std::string name,
+                              std::string where);
   bool is_allocated(const Access& access) const;
-  void forget(Address begin, size_t bytes, size_t owner, size_t host);
-  void check_uses(const Access& access, const OperationPtr& operation);
-  void check_free(Address begin, size_t bytes, const Operation& freeing,
-                  const Moment& reuse);
-  void tell_unordered(Address at, const Operation& before, bool before_writes,
-                      const Operation& now, bool now_writes);
-  void tell_early_free(Address at, const Operation& before, bool before_writes,
-                       const Operation& freeing);
-  bool is_told(const Operation& before, const Operation& now);
+  void check_access(const Access& access, const OperationPtr& operation);
+  void tell(Race::Kind kind, Address at, const Operation& before,
+            bool before_writes, const Operation& now, bool now_writes);
   std::string describe(const Operation& operation) const;
   std::string describe(Address at) const;
 
-  const bool strict_;
-  std::vector<std::string> names_;         // by stream
-  std::vector<VectorClock> streams_;       // by stream
-  std::vector<VectorClock> hosts_ = {{}};  // by host
-  Allocations allocations_;                // by begin
-  MemoryHistory history_;
+  // Calls visit(begin, piece) for the pieces that make up [begin, end). Pieces
+  // are cut there, and made where nothing is known.
+  void visit(Address begin, Address end,
+             const std::function<void(Address, Piece&)>& visit);
+  void cut(Address at);
+
+  std::vector<std::string> names_;    // by stream
+  std::vector<VectorClock> streams_;  // by stream
+  VectorClock host_;                  // all that the host has waited for
+  std::map<Address, Allocation> allocations_;  // by begin
+  std::map<Address, Piece> history_;           // by begin; they do not overlap
   std::vector<Race> races_;
   std::set<std::pair<int64_t, int64_t>> told_;  // numbers of two operations
   int64_t num_operations_ = 0;

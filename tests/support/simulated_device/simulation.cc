@@ -3,15 +3,16 @@
 #include <c10/util/Backtrace.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <cstdlib>
+#include <cstring>
 
 #include "brigade/tests/support/simulated_device/ordering_calls.h"
 
 namespace brigade::simulated {
 namespace {
 
-// One host: a test is one process.
-constexpr size_t kHost = 0;
+constexpr int kHostPoison = 0xDB;
 
 // A device that the host does not wait for is through at some time.
 constexpr int kQueriesUntilDone = 1000;
@@ -69,37 +70,35 @@ void Simulation::run(const std::string& name, const c10::Stream& stream,
                       .bytes = access.bytes,
                       .writes = access.writes});
     }
-    detector_.run(number_of(stream), name, uses, kHost, backtrace());
+    detector_.run(number_of(stream), name, uses, backtrace());
   }
   body();
 }
 
-void Simulation::copied_to_host(const std::string& name,
-                                const c10::Stream& stream, void* host,
-                                size_t bytes) {
+void Simulation::copied(const c10::Stream& stream, void* host, size_t bytes,
+                        bool is_to_host) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  host_copies_.to_host(static_cast<char*>(host), bytes,
-                       detector_.moment(number_of(stream), kHost), name);
-}
-
-void Simulation::copied_from_host(const std::string& name,
-                                  const c10::Stream& stream, void* host,
-                                  size_t bytes) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  host_copies_.from_host(static_cast<char*>(host), bytes,
-                         detector_.moment(number_of(stream), kHost), name);
+  char* const begin = static_cast<char*>(host);
+  host_copies_.push_back({.host = begin,
+                          .bytes = std::string(begin, bytes),
+                          .is_to_host = is_to_host,
+                          .done = detector_.moment(number_of(stream))});
+  if (is_to_host) std::memset(begin, kHostPoison, bytes);
 }
 
 bool Simulation::is_in_use_by_copies(const void* host, size_t bytes) const {
   const std::lock_guard<std::mutex> lock(mutex_);
-  return host_copies_.is_in_use(static_cast<const char*>(host), bytes);
+  const char* const begin = static_cast<const char*>(host);
+  return std::ranges::any_of(host_copies_, [&](const HostCopy& copy) {
+    return copy.host < begin + bytes && begin < copy.host + copy.bytes.size();
+  });
 }
 
 void Simulation::record(Event& event, const c10::Stream& stream) {
   if (is_dropped({.kind = OrderingCall::kRecord, .stream = stream})) return;
   const std::lock_guard<std::mutex> lock(mutex_);
   event = {.recorded_on = stream,
-           .moment = detector_.moment(number_of(stream), kHost),
+           .moment = detector_.moment(number_of(stream)),
            .time = std::chrono::steady_clock::now()};
 }
 
@@ -110,12 +109,24 @@ void Simulation::wait(const c10::Stream& stream, const Event& event) {
     return;
   }
   const std::lock_guard<std::mutex> lock(mutex_);
-  detector_.wait(number_of(stream), event.moment, kHost);
+  detector_.wait(number_of(stream), event.moment);
 }
 
 void Simulation::wait_on_host(const RaceDetector::Moment& moment) {
-  detector_.host_waits(moment, kHost);
-  host_copies_.finish(detector_, kHost);
+  detector_.host_waits(moment);
+  std::erase_if(host_copies_, [&](const HostCopy& copy) {
+    if (!detector_.host_has_waited(copy.done)) return false;
+    if (copy.is_to_host) {
+      std::memcpy(copy.host, copy.bytes.data(), copy.bytes.size());
+    } else if (std::memcmp(copy.host, copy.bytes.data(), copy.bytes.size()) !=
+               0) {
+      detector_.report(
+          {.kind = Race::kHostWrite,
+           .text = "host write: pinned memory changed before a copy had read "
+                   "it.\nWait for the copy, or use other memory."});
+    }
+    return true;
+  });
 }
 
 void Simulation::host_waits(const Event& event) {
@@ -130,25 +141,24 @@ void Simulation::host_waits(const Event& event) {
 void Simulation::host_waits(const c10::Stream& stream) {
   if (is_dropped({.kind = OrderingCall::kHostWait, .stream = stream})) return;
   const std::lock_guard<std::mutex> lock(mutex_);
-  wait_on_host(detector_.moment(number_of(stream), kHost));
+  wait_on_host(detector_.moment(number_of(stream)));
 }
 
 void Simulation::host_waits(c10::DeviceIndex device) {
   const std::lock_guard<std::mutex> lock(mutex_);
   for (const auto& [key, number] : streams_) {
-    if (key.first == device) wait_on_host(detector_.moment(number, kHost));
+    if (key.first == device) wait_on_host(detector_.moment(number));
   }
 }
 
 bool Simulation::host_has_waited(const c10::Stream& stream) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  return detector_.host_has_waited(detector_.moment(number_of(stream), kHost),
-                                   kHost);
+  return detector_.host_has_waited(detector_.moment(number_of(stream)));
 }
 
 bool Simulation::query(Event& event) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (detector_.host_has_waited(event.moment, kHost)) return true;
+  if (detector_.host_has_waited(event.moment)) return true;
   if (++event.num_queries < kQueriesUntilDone) return false;
   wait_on_host(event.moment);
   return true;
@@ -168,13 +178,13 @@ void Simulation::record_use(const void* begin, const c10::Stream& stream) {
 
 RaceDetector::Moment Simulation::freed(const void* begin) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  return detector_.free(address_of(begin), kHost, backtrace());
+  return detector_.free(address_of(begin), backtrace());
 }
 
 bool Simulation::may_serve(const c10::Stream& owner,
                            const RaceDetector::Moment& moment) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  return detector_.may_serve(number_of(owner), moment, kHost);
+  return detector_.may_serve(number_of(owner), moment);
 }
 
 std::vector<Race> Simulation::take_races() {

@@ -1,8 +1,8 @@
-// What the simulated devices have done: their streams, events and memory, and
+// State of the simulated devices: streams, events, allocations and copies, and
 // the races between them. Kernels run at once, on the thread that enqueues
 // them; only the order of streams is simulated.
 //
-// Tests use stream_test.h; this is for the parts of the device.
+// For the device's own files; tests use stream_test.h.
 //
 // Thread safety: any thread.
 
@@ -21,15 +21,13 @@
 #include <utility>
 #include <vector>
 
-#include "brigade/tests/support/simulated_device/device_memory.h"
-#include "brigade/tests/support/simulated_device/host_copies.h"
 #include "brigade/tests/support/simulated_device/race_detector.h"
 
 namespace brigade::simulated {
 
 constexpr c10::DeviceType kDeviceType = c10::DeviceType::PrivateUse1;
 
-// What a c10::Event points to.
+// The target of a c10::Event.
 struct Event {
   c10::Stream recorded_on;
   RaceDetector::Moment moment;
@@ -37,7 +35,7 @@ struct Event {
   int num_queries = 0;
 };
 
-// What a kernel reads or writes, at addresses of tensors.
+// An access of a kernel, at an address of a tensor.
 struct KernelAccess {
   const void* begin = nullptr;
   size_t bytes = 0;
@@ -53,7 +51,6 @@ class Simulation {
   static Simulation& get();
 
   int num_devices() const { return num_devices_; }
-  DeviceMemory& memory() { return memory_; }
 
   // Runs `body` as a kernel of `stream`.
   void run(const std::string& name, const c10::Stream& stream,
@@ -61,10 +58,10 @@ class Simulation {
            const std::function<void()>& body);
 
   // The kernel that ran last on `stream` has copied to or from pinned memory.
-  void copied_to_host(const std::string& name, const c10::Stream& stream,
-                      void* host, size_t bytes);
-  void copied_from_host(const std::string& name, const c10::Stream& stream,
-                        void* host, size_t bytes);
+  // Until the host waits, bytes that are to come are poison, and bytes that are
+  // still to be read must not change.
+  void copied(const c10::Stream& stream, void* host, size_t bytes,
+              bool is_to_host);
   bool is_in_use_by_copies(const void* host, size_t bytes) const;
 
   void record(Event& event, const c10::Stream& stream);
@@ -88,18 +85,23 @@ class Simulation {
   std::vector<Race> take_races();
 
  private:
-  explicit Simulation(int num_devices)
-      : num_devices_(num_devices), memory_(num_devices) {}
+  struct HostCopy {
+    char* host;
+    std::string bytes;  // the right ones
+    bool is_to_host;
+    RaceDetector::Moment done;
+  };
+
+  explicit Simulation(int num_devices) : num_devices_(num_devices) {}
 
   size_t number_of(const c10::Stream& stream);
   void wait_on_host(const RaceDetector::Moment& moment);
 
   const int num_devices_;
-  DeviceMemory memory_;
   mutable std::mutex mutex_;
   // Guarded by mutex_.
   RaceDetector detector_;
-  HostCopies host_copies_;
+  std::vector<HostCopy> host_copies_;  // by the time they were enqueued
   std::map<std::pair<c10::DeviceIndex, c10::StreamId>, size_t> streams_;
 };
 

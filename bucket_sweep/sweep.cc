@@ -1,4 +1,4 @@
-#include "brigade/bucket_sweep/summary.h"
+#include "brigade/bucket_sweep/sweep.h"
 
 #include <algorithm>
 #include <cmath>
@@ -92,6 +92,19 @@ Sizes sizes_of(const ArmSummary& arm) {
   return {quantile(bytes, 0), quantile(bytes, 0.5), quantile(bytes, 1)};
 }
 
+std::string readable_bytes(double bytes) {
+  const auto shown = [](double value, const char* unit) {
+    return absl::StrFormat("%.*f %s",
+                           value >= 100  ? 0
+                           : value >= 10 ? 1
+                                         : 2,
+                           value, unit);
+  };
+  if (bytes < 1e3) return absl::StrFormat("%.0f B", bytes);
+  if (bytes < 1e6) return shown(bytes / 1e3, "kB");
+  return shown(bytes / 1e6, "MB");
+}
+
 std::string spread(const Quartiles& times) {
   return absl::StrFormat("[%.1f, %.1f]", times.p25, times.p75);
 }
@@ -183,19 +196,6 @@ SweepSummary summarize(const SweepSamples& samples) {
     }
   }
   return summary;
-}
-
-std::string readable_bytes(double bytes) {
-  const auto shown = [](double value, const char* unit) {
-    return absl::StrFormat("%.*f %s",
-                           value >= 100  ? 0
-                           : value >= 10 ? 1
-                                         : 2,
-                           value, unit);
-  };
-  if (bytes < 1e3) return absl::StrFormat("%.0f B", bytes);
-  if (bytes < 1e6) return shown(bytes / 1e3, "kB");
-  return shown(bytes / 1e6, "MB");
 }
 
 std::string to_text(const std::string& name, const SweepSummary& summary,

@@ -1,0 +1,165 @@
+// Statistics of a sweep, and the table and JSON made of them.
+
+#include "brigade/bucket_sweep/sweep.h"
+
+#include <nlohmann/json.hpp>
+#include <vector>
+
+#include "gtest/gtest.h"
+
+namespace brigade {
+namespace {
+
+std::vector<std::vector<double>> one_step_each(
+    const std::vector<double>& times) {
+  std::vector<std::vector<double>> rounds;
+  for (const double time : times) rounds.push_back({time});
+  return rounds;
+}
+
+// One step per round of the default and of one other arm; 10 ms without a
+// reducer.
+SweepSamples samples_of(const std::vector<double>& default_ms,
+                        const std::vector<double>& other_ms) {
+  return {.num_parameters = 3,
+          .gradient_bytes = 3'000'000,
+          .local_ms = one_step_each(std::vector<double>(default_ms.size(), 10)),
+          .tracks = {{.arms = {default_arm()},
+                      .buckets = {{2}, {1, 0}},
+                      .bucket_bytes = {1'000'000, 2'000'000},
+                      .rounds_ms = one_step_each(default_ms),
+                      .alone_ms = {4}},
+                     {.arms = {arm_of("4"), arm_of("one")},
+                      .buckets = {{2, 1, 0}},
+                      .bucket_bytes = {3'000'000},
+                      .rounds_ms = one_step_each(other_ms),
+                      .alone_ms = {8},
+                      .sums_verified = true}}};
+}
+
+TEST(QuantilesTest, InterpolatesBetweenSamplesInAnyOrder) {
+  const Quartiles found = quartiles({40, 10, 30, 20});
+  EXPECT_EQ(found.p25, 17.5);
+  EXPECT_EQ(found.median, 25);
+  EXPECT_EQ(found.p75, 32.5);
+}
+
+TEST(QuantilesTest, ExtremesAreSamples) {
+  EXPECT_EQ(quantile({5, 1, 9}, 0), 1);
+  EXPECT_EQ(quantile({5, 1, 9}, 1), 9);
+}
+
+TEST(QuantilesTest, OneSampleIsEveryQuantile) {
+  const Quartiles found = quartiles({7});
+  EXPECT_EQ(found.p25, 7);
+  EXPECT_EQ(found.p75, 7);
+}
+
+std::vector<double> times(size_t count, double ms) {
+  return std::vector<double>(count, ms);
+}
+
+TEST(SummaryTest, AFairCoinHasItsChances) {
+  EXPECT_EQ(chance_of(0, 3), 1);
+  EXPECT_EQ(chance_of(3, 3), 1.0 / 8);
+  EXPECT_EQ(chance_of(2, 3), 4.0 / 8);
+}
+
+TEST(SummaryTest, DifferencesAreTakenWithinARound) {
+  SweepSamples samples = samples_of({20, 120}, {15, 110});
+  samples.local_ms = {{10, 12, 14}, {100, 101, 102}};
+  const SweepSummary summary = summarize(samples);
+  EXPECT_EQ(summary.local_ms.median, 57);
+  EXPECT_EQ(summary.arms[0].exposed_ms.median, (8 + 19) / 2.0);
+  EXPECT_EQ(summary.arms[1].exposed_ms.median, (3 + 9) / 2.0);
+  EXPECT_EQ(summary.arms[1].overlap(), 1 - 6.0 / 8);
+  ASSERT_TRUE(summary.best);
+  EXPECT_EQ(summary.best->saved_ms.p25, 6.25);
+  EXPECT_EQ(summary.best->saved_ms.median, 7.5);
+  EXPECT_EQ(summary.best->saved_ms.p75, 8.75);
+}
+
+TEST(SummaryTest, ASizeThatIsFasterInEveryRoundIsChosen) {
+  const auto best = summarize(samples_of(times(8, 20), times(8, 18))).best;
+  ASSERT_TRUE(best);
+  EXPECT_EQ(best->arm, 1U);
+  EXPECT_TRUE(best->decided);
+  EXPECT_EQ(best->rounds_faster, 8);
+  EXPECT_EQ(best->saved_share, 0.1);
+}
+
+TEST(SummaryTest, ASizeThatChanceMayHaveMadeFasterIsNotDecided) {
+  std::vector<double> other = times(8, 18);
+  other[0] = other[5] = 21;
+  const auto best = summarize(samples_of(times(8, 20), other)).best;
+  ASSERT_TRUE(best);
+  EXPECT_EQ(best->saved_ms.median, 2);
+  EXPECT_FALSE(best->decided);
+}
+
+TEST(SummaryTest, TheMoreSizesAreTriedTheLessChanceIsAllowed) {
+  SweepSamples samples = samples_of(times(5, 20), times(5, 18));
+  EXPECT_TRUE(summarize(samples).best->decided);  // 1/32
+  const SweepTrack again = samples.tracks[1];
+  samples.tracks.push_back(again);
+  EXPECT_FALSE(summarize(samples).best->decided);  // 2/32
+}
+
+TEST(SummaryTest, WithoutAnotherPlanNothingIsRecommended) {
+  SweepSamples samples = samples_of({20}, {18});
+  samples.tracks.pop_back();
+  EXPECT_FALSE(summarize(samples).best);
+}
+
+SweepSummary summary_of(size_t rounds, double default_ms, double other_ms) {
+  return summarize(samples_of(std::vector<double>(rounds, default_ms),
+                              std::vector<double>(rounds, other_ms)));
+}
+
+TEST(ReportTest, TheTableHasARowPerPlanAndASentence) {
+  EXPECT_EQ(
+      to_text("Net", summary_of(8, 20, 18), "3 ms asleep"),
+      "Net: 3 gradients, 3.00 MB; backward 3 ms asleep; step without a reducer "
+      "10.0 ms [10.0, 10.0]\n"
+      "cap         buckets       min   median      max   step ms        [p25, "
+      "p75]  exposed ms  alone ms  overlap  sums\n"
+      "default           2   1.00 MB  1.50 MB  2.00 MB      20.0      [20.0, "
+      "20.0]        10.0       4.0     none  WRONG\n"
+      "4 MiB, one        1   3.00 MB  3.00 MB  3.00 MB      18.0      [18.0, "
+      "18.0]         8.0       8.0     none  right\n"
+      "recommended: bucket_caps_bytes = {4194304} or bucket_cap_mb=4 (4 MiB, "
+      "one); 2.0 ms (10.0 %) less per step than the default [2.0, 2.0], faster "
+      "in 8 of 8 rounds\n");
+}
+
+TEST(ReportTest, TheSentenceSaysWhenTheDefaultIsToBeKept) {
+  EXPECT_EQ(recommendation(summary_of(4, 20, 21)),
+            "recommended: the default; no other size is faster");
+  EXPECT_EQ(recommendation(summary_of(3, 20, 18)),
+            "recommended: the default; 4 MiB, one: 2.0 ms (10.0 %) less per "
+            "step than the default [2.0, 2.0], faster in 3 of 3 rounds, which "
+            "may be chance");
+  SweepSamples alone = samples_of({20}, {20});
+  alone.tracks.pop_back();
+  EXPECT_EQ(recommendation(summarize(alone)),
+            "recommended: the default; every size tried gives its buckets");
+}
+
+TEST(ReportTest, JsonHasWhatTheTableHas) {
+  const auto json =
+      nlohmann::json::parse(to_json("a \"net\"", summary_of(8, 20, 18)));
+  EXPECT_EQ(json["name"], "a \"net\"");
+  EXPECT_EQ(json["backward"], "computed");
+  EXPECT_EQ(json["gradient_bytes"], 3'000'000);
+  EXPECT_EQ(json["arms"][1], nlohmann::json::parse(R"({
+      "cap": "4 MiB, one", "caps_bytes": [4194304], "buckets": 1,
+      "bucket_bytes": {"min": 3e6, "median": 3e6, "max": 3e6},
+      "step_ms": {"p25": 18.0, "median": 18.0, "p75": 18.0},
+      "exposed_ms": {"p25": 8.0, "median": 8.0, "p75": 8.0},
+      "alone_ms": 8.0, "overlap": 0.0, "sums_verified": true})"));
+  EXPECT_EQ(json["best"]["rounds_faster"], 8);
+  EXPECT_EQ(json["best"]["decided"], true);
+}
+
+}  // namespace
+}  // namespace brigade

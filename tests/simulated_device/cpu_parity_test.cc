@@ -1,0 +1,210 @@
+// Ranks with a device each get the bits of ranks on CPUs: sums in the order of
+// the ranks, and joins of ranks that run out of inputs at different times.
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <torch/torch.h>
+
+#include <cstdint>
+#include <functional>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "brigade/ddp/distributed_data_parallel.h"
+#include "brigade/ddp/join.h"
+#include "brigade/reducer/reducer.h"
+#include "brigade/tests/simulated_device/host_backend.h"
+#include "brigade/tests/support/local_ranks.h"
+#include "brigade/tests/support/simulated_device/stream_test.h"
+#include "gtest/gtest.h"
+
+namespace brigade {
+namespace cpu_parity_test {
+
+using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
+using Tensors = std::vector<at::Tensor>;
+using Train = std::function<Tensors(const Group&, c10::Device)>;
+
+Tensors to_cpu(const Tensors& tensors) {
+  Tensors copies;
+  for (const at::Tensor& tensor : tensors) {
+    copies.push_back(tensor.detach().cpu());
+  }
+  return copies;
+}
+
+// The results of ranks on CPUs, by rank.
+std::vector<Tensors> train_on_cpus(int world_size, const Train& train) {
+  std::vector<Tensors> by_rank(world_size);
+  testing::run_ranks(world_size, [&](const Group& group) {
+    by_rank[group->getRank()] = to_cpu(train(group, at::kCPU));
+  });
+  return by_rank;
+}
+
+void expect_on_devices(const std::vector<Tensors>& expected,
+                       const Train& train) {
+  testing::run_ranks_on_devices(
+      static_cast<int>(expected.size()), [&](const Group& group, int rank) {
+        const Tensors found = to_cpu(train(group, simulated::device(rank)));
+        ASSERT_EQ(found.size(), expected[rank].size());
+        for (size_t i = 0; i < found.size(); ++i) {
+          EXPECT_TRUE(at::equal(found[i], expected[rank][i]))
+              << "rank " << rank << ", tensor " << i;
+        }
+      });
+  simulated::expect_no_races();
+}
+
+// World size, dtype.
+class ReproducibleOnDevicesTest
+    : public simulated::StreamTest,
+      public ::testing::WithParamInterface<std::tuple<int, at::ScalarType>> {
+ protected:
+  static at::Tensor values(int rank, int step, int64_t numel) {
+    auto generator = at::make_generator<at::CPUGeneratorImpl>(
+        static_cast<uint64_t>(10000 * rank + 100 * step + numel));
+    return at::randn({numel}, generator,
+                     at::TensorOptions(std::get<1>(GetParam()))) *
+           (rank % 2 == 0 ? 1 : 1000);
+  }
+
+  // Returns the gradients of three steps.
+  static Tensors train(const ReducerOptions& options, const Group& group,
+                       c10::Device device) {
+    const auto on_device =
+        at::TensorOptions(std::get<1>(GetParam())).device(device);
+    Tensors parameters;
+    // Numbers that the number of ranks divides, and others.
+    for (const int64_t numel : {7, 64, 1, 300, 12}) {
+      parameters.push_back(at::ones({numel}, on_device).requires_grad_());
+    }
+    Reducer reducer(parameters, group, options);
+    Tensors gradients;
+    for (int step = 0; step < 3; ++step) {
+      at::Tensor loss = at::zeros({}, on_device);
+      for (const at::Tensor& parameter : parameters) {
+        loss = loss +
+               (parameter *
+                values(group->getRank(), step, parameter.numel()).to(device))
+                   .sum();
+      }
+      loss = at::real(loss);
+      reducer.prepare_for_backward(loss);
+      loss.backward();
+      for (const at::Tensor& parameter : parameters) {
+        gradients.push_back(parameter.grad().detach().clone());
+        parameter.mutable_grad().reset();
+      }
+    }
+    return gradients;
+  }
+};
+
+TEST_P(ReproducibleOnDevicesTest, BitsAreThoseOfTheCpu) {
+  const int world_size = std::get<0>(GetParam());
+  for (int row_size = 1; row_size <= world_size; ++row_size) {
+    if (world_size % row_size != 0) continue;
+    SCOPED_TRACE(absl::StrCat("rows of ", row_size));
+    ReducerOptions options;
+    options.reproducible = true;
+    options.reproducible_row_size = row_size;
+    const Train train = [&](const Group& group, c10::Device device) {
+      return ReproducibleOnDevicesTest::train(options, group, device);
+    };
+    const std::vector<Tensors> expected = train_on_cpus(world_size, train);
+    for (const int64_t cap_bytes : {64, 1 << 20}) {
+      options.bucket_caps_bytes = {cap_bytes};
+      options.gradient_as_bucket_view = cap_bytes == 64;
+      expect_on_devices(expected, train);
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Ranks, ReproducibleOnDevicesTest,
+    ::testing::Combine(::testing::Values(1, 2, 3, 4),
+                       ::testing::Values(at::kFloat, at::kDouble, at::kHalf,
+                                         at::kBFloat16, at::kComplexFloat)));
+
+// Gradients of integers; a buffer counts forwards.
+struct CountingModuleImpl : torch::nn::Module {
+  CountingModuleImpl(c10::Device device, bool leaves_out_last)
+      : leaves_out_last(leaves_out_last) {
+    for (const int64_t numel : {7, 64, 1, 12}) {
+      register_parameter(absl::StrCat("p", numel),
+                         at::ones({numel}, at::TensorOptions(device)));
+    }
+    seen = register_buffer("seen", at::zeros({1}, at::TensorOptions(device)));
+  }
+
+  at::Tensor forward(int rank, int step) {
+    seen.add_(rank + 1);
+    at::Tensor loss = at::zeros({}, seen.options());
+    int64_t factor = 12 * (rank + 1) * (step + 1);
+    for (const at::Tensor& parameter : parameters(/*recurse=*/false)) {
+      if (leaves_out_last && rank % 2 == step % 2 && parameter.numel() == 12) {
+        continue;
+      }
+      loss = loss + parameter.sum() * factor++;
+    }
+    return loss;
+  }
+
+  const bool leaves_out_last;
+  at::Tensor seen;
+};
+TORCH_MODULE(CountingModule);
+
+// Numbers of inputs by rank, divisor, buffers, unused parameters (with copies
+// instead of views).
+class UnevenJoinTest
+    : public simulated::StreamTest,
+      public ::testing::WithParamInterface<
+          std::tuple<std::vector<int>, JoinDivisor, BufferMode, bool>> {};
+
+TEST_P(UnevenJoinTest, IsWhatCpusGet) {
+  const auto& [inputs, divisor, buffers, finds_unused] = GetParam();
+  // Returns the parameters and the buffer after the join and two more steps.
+  const Train train = [&](const Group& group, c10::Device device) {
+    CountingModule module(device, finds_unused);
+    DistributedDataParallel model(
+        module, group,
+        {.reducer = {.bucket_caps_bytes = {64},
+                     .find_unused_parameters = finds_unused,
+                     .gradient_as_bucket_view = !finds_unused},
+         .buffer_mode = buffers});
+    const int rank = group->getRank();
+    const auto train_on = [&](int num_steps) {
+      for (int step = 0; step < num_steps; ++step) {
+        model(rank, step).backward();
+        const at::NoGradGuard no_grad;
+        for (at::Tensor& parameter : module->parameters()) {
+          if (parameter.grad().defined()) parameter.sub_(parameter.grad());
+          parameter.mutable_grad().reset();
+        }
+      }
+    };
+    join(model, [&] { train_on(inputs[rank]); }, {.divide_by = divisor});
+    train_on(2);
+    Tensors found = module->parameters();
+    found.push_back(module->seen);
+    return found;
+  };
+  expect_on_devices(train_on_cpus(static_cast<int>(inputs.size()), train),
+                    train);
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Modes, UnevenJoinTest,
+    ::testing::Combine(
+        ::testing::Values(std::vector{1, 4}, std::vector{3, 0},
+                          std::vector{1, 3, 2}),
+        ::testing::Values(JoinDivisor::kWorldSize, JoinDivisor::kRanksWithData),
+        ::testing::Values(BufferMode::kNone, BufferMode::kBeforeForward,
+                          BufferMode::kAfterForward),
+        ::testing::Bool()));
+
+}  // namespace cpu_parity_test
+}  // namespace brigade
