@@ -18,7 +18,7 @@ import brigade
 
 from cases import quick
 from programs import run_programs
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 
 TIMEOUT_S = 20
 
@@ -155,7 +155,8 @@ WRONG = {
 }
 
 
-def _raises(rank):
+@on_ranks(1)
+def test_what_is_of_a_wrong_type_is_refused(rank):
     failures = []
     for name, (kind, text, call) in WRONG.items():
         print(name, flush=True)  # what crashed, if it does
@@ -169,10 +170,6 @@ def _raises(rank):
     wrapped = _wrap()
     wrapped(torch.ones(1, 2)).sum().backward()
     assert wrapped.module.weight.grad.eq(1).all()
-
-
-def test_what_is_of_a_wrong_type_is_refused():
-    run_ranks(_raises, world_size=1)
 
 
 # ------------------------------------------------------------------- module
@@ -225,11 +222,6 @@ CHANGES = {
 }
 
 
-def _changed(rank, change):
-    for options in ({}, {"find_unused_parameters": True, "gradient_as_bucket_view": True}):
-        _changed_with(change, options)
-
-
 def _changed_with(change, options):
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     wrapped = brigade.DistributedDataParallel(model, **options)
@@ -253,11 +245,14 @@ def _changed_with(change, options):
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_a_change_of_the_wrapped_module_is_named_at_the_next_forward(change):
-    run_ranks(_changed, change, world_size=1)
+@on_ranks(1)
+def test_a_change_of_the_wrapped_module_is_named_at_the_next_forward(rank, change):
+    for options in ({}, {"find_unused_parameters": True, "gradient_as_bucket_view": True}):
+        _changed_with(change, options)
 
 
-def _unfrozen(rank):
+@on_ranks(1)
+def test_an_unfrozen_parameter_is_named_at_the_next_forward(rank):
     model = nn.Sequential(nn.Linear(3, 4).requires_grad_(False), nn.Linear(4, 2))
     wrapped = brigade.DistributedDataParallel(model)
     x = torch.ones(2, 3)
@@ -271,11 +266,8 @@ def _unfrozen(rank):
     assert model[0].weight.grad is None
 
 
-def test_an_unfrozen_parameter_is_named_at_the_next_forward():
-    run_ranks(_unfrozen, world_size=1)
-
-
-def _harmless(rank):
+@on_ranks(1)
+def test_changes_that_leave_the_parameters_alone_are_none(rank):
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     wrapped = brigade.DistributedDataParallel(model)
     x = torch.ones(2, 3)
@@ -294,14 +286,25 @@ def _harmless(rank):
             wrapped(x).sum().backward()
 
 
-def test_changes_that_leave_the_parameters_alone_are_none():
-    run_ranks(_harmless, world_size=1)
-
-
 # -------------------------------------------------------------------- hooks
 
 
-def _keeps_the_buffer(rank, views, spoil):
+def _write(tensor):
+    tensor.fill_(float("nan"))
+
+
+def _cut(tensor):
+    tensor.resize_(1)
+
+
+def _grow(tensor):
+    tensor.resize_(10_000).fill_(7)
+
+
+@pytest.mark.parametrize("views", [False, True])
+@pytest.mark.parametrize("spoil", [_write, _cut, _grow])
+@on_ranks()
+def test_a_hook_may_keep_a_buckets_tensor_and_spoil_it_later(rank, views, spoil):
     kept = []
 
     def hook(state, bucket):
@@ -320,25 +323,8 @@ def _keeps_the_buffer(rank, views, spoil):
             assert wrapped.module.weight.grad.eq(1.5).all()
 
 
-def _write(tensor):
-    tensor.fill_(float("nan"))
-
-
-def _cut(tensor):
-    tensor.resize_(1)
-
-
-def _grow(tensor):
-    tensor.resize_(10_000).fill_(7)
-
-
-@pytest.mark.parametrize("views", [False, True])
-@pytest.mark.parametrize("spoil", [_write, _cut, _grow])
-def test_a_hook_may_keep_a_buckets_tensor_and_spoil_it_later(views, spoil):
-    run_ranks(_keeps_the_buffer, views, spoil)
-
-
-def _takes_memory_away(rank):
+@on_ranks(timeout_s=TIMEOUT_S)
+def test_a_bucket_whose_memory_a_hook_took_away_is_an_error(rank):
     kept = []
 
     def hook(state, bucket):
@@ -358,10 +344,6 @@ def _takes_memory_away(rank):
         wrapped(torch.ones(1, 3)).sum().backward()
 
 
-def test_a_bucket_whose_memory_a_hook_took_away_is_an_error():
-    run_ranks(_takes_memory_away, timeout_s=TIMEOUT_S)
-
-
 # ---------------------------------------------------- groups, forks, exits
 
 
@@ -376,7 +358,9 @@ def _step(wrapped):
     wrapped(torch.ones(2, 3)).sum().backward()
 
 
-def _destroyed(rank, between):
+@pytest.mark.parametrize("between", [False, True])
+@on_ranks(timeout_s=TIMEOUT_S)
+def test_a_destroyed_group_does_no_harm(rank, between):
     wrapped = _small()
     _step(wrapped)
     output = wrapped(torch.ones(2, 3)).sum()
@@ -389,11 +373,6 @@ def _destroyed(rank, between):
     torch.save(wrapped.module.state_dict(), io.BytesIO())
     with pytest.raises(ValueError, match="init"):
         _small()
-
-
-@pytest.mark.parametrize("between", [False, True])
-def test_a_destroyed_group_does_no_harm(between):
-    run_ranks(_destroyed, between, timeout_s=TIMEOUT_S)
 
 
 def _fork(child):
@@ -409,7 +388,8 @@ def _fork(child):
     return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
 
 
-def _forked(rank):
+@on_ranks(timeout_s=TIMEOUT_S)
+def test_a_fork_is_told_to_wrap_its_own_model(rank):
     wrapped = _small()
     _step(wrapped)
 
@@ -431,10 +411,6 @@ def _forked(rank):
 
     assert _fork(leaves) == 0
     _step(wrapped)
-
-
-def test_a_fork_is_told_to_wrap_its_own_model():
-    run_ranks(_forked, timeout_s=TIMEOUT_S)
 
 
 def _one_dies(rank):

@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from exact_training import MODES, Training, UserError
-from ranks import run_ranks
+from ranks import on_ranks
 
 TIMEOUT_S = 20
 
@@ -19,7 +19,11 @@ def _raise_in_next_backward(training):
     handle = training.model.p1.register_hook(fail)
 
 
-def _peer_raises(rank, options, failing):
+@pytest.mark.parametrize("failing", [[1], [1, 2]], ids=["one_rank", "two_ranks"])
+@pytest.mark.parametrize("mode", ["plain", "views", "static_graph"])
+@on_ranks(3, timeout_s=TIMEOUT_S, deadline_s=90)
+def test_all_go_on_when_a_rank_raised(rank, mode, failing):
+    options = MODES[mode]
     training = Training(rank, options)
     can_continue = training.wrapped.reducer.can_continue
     for _ in range(2):
@@ -30,12 +34,6 @@ def _peer_raises(rank, options, failing):
         training.expect_failure(failing, UserError, "^the user's own$", "an exception ended")
         assert can_continue()
     training.expect_steps(2)
-
-
-@pytest.mark.parametrize("failing", [[1], [1, 2]], ids=["one_rank", "two_ranks"])
-@pytest.mark.parametrize("mode", ["plain", "views", "static_graph"])
-def test_all_go_on_when_a_rank_raised(mode, failing):
-    run_ranks(_peer_raises, MODES[mode], failing, world_size=3, timeout_s=TIMEOUT_S, deadline_s=90)
 
 
 def _go_on_without_the_last(rank, training):
@@ -59,7 +57,11 @@ def _go_on_without_the_last(rank, training):
     assert anew.wrapped.reducer.can_continue()
 
 
-def _peer_is_gone(rank, options, way):
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("way", ["dies_in_backward", "dies", "leaves"])
+@on_ranks(3, timeout_s=TIMEOUT_S, deadline_s=90, may_die=[2])
+def test_survivors_of_a_rank_that_is_gone_train_on_in_a_new_group(rank, way, mode):
+    options = MODES[mode]
     training = Training(rank, options)
     training.expect_steps(2)
     if rank < dist.get_world_size() - 1:
@@ -72,17 +74,3 @@ def _peer_is_gone(rank, options, way):
     del training.wrapped  # leaves
     dist.destroy_process_group()
     return None
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("way", ["dies_in_backward", "dies", "leaves"])
-def test_survivors_of_a_rank_that_is_gone_train_on_in_a_new_group(way, mode):
-    run_ranks(
-        _peer_is_gone,
-        MODES[mode],
-        way,
-        world_size=3,
-        timeout_s=TIMEOUT_S,
-        deadline_s=90,
-        may_die=[2],
-    )

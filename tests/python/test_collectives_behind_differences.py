@@ -7,7 +7,7 @@ from torch import nn
 
 import brigade
 
-from ranks import run_ranks
+from ranks import on_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -42,7 +42,11 @@ COLLECTIVES = {
 }
 
 
-def _comes_behind(rank, collective, with_gradients, folder):
+@pytest.mark.parametrize("with_gradients", [False, True])
+@pytest.mark.parametrize("collective", COLLECTIVES)
+@on_ranks(timeout_s=20)
+def test_ranks_meet_where_they_come_to_one(rank, collective, with_gradients, tmp_path):
+    folder = str(tmp_path)
     model, whole = _sharded()
     with torch.set_grad_enabled(with_gradients):
         loss = model(torch.ones(2, 4), 1 + rank).sum()
@@ -53,9 +57,3 @@ def _comes_behind(rank, collective, with_gradients, folder):
     total = torch.ones(1)
     dist.all_reduce(total)
     assert total.item() == 2
-
-
-@pytest.mark.parametrize("with_gradients", [False, True])
-@pytest.mark.parametrize("collective", COLLECTIVES)
-def test_ranks_meet_where_they_come_to_one(collective, with_gradients, tmp_path):
-    run_ranks(_comes_behind, collective, with_gradients, str(tmp_path), timeout_s=20)

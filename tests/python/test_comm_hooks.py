@@ -14,7 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 
 import brigade
 
-from ranks import run_ranks
+from ranks import on_ranks
 from training import Perceptron, assert_same_bits, both, inputs, loss_of, train
 
 
@@ -58,7 +58,10 @@ HOOKS = {
 }
 
 
-def _train_with(rank, name, views):
+@pytest.mark.parametrize("views", [False, True])
+@pytest.mark.parametrize("name", HOOKS)
+@on_ranks()
+def test_a_hook_of_torch_gives_the_same_bits(rank, name, views):
     make_state, hook = HOOKS[name]
     assert_same_bits(
         both(
@@ -70,13 +73,11 @@ def _train_with(rank, name, views):
     )
 
 
-@pytest.mark.parametrize("views", [False, True])
-@pytest.mark.parametrize("name", HOOKS)
-def test_a_hook_of_torch_gives_the_same_bits(name, views):
-    run_ranks(_train_with, name, views)
-
-
-def _built_in(rank, kind):
+@pytest.mark.parametrize(
+    "kind", [dist.BuiltinCommHookType.ALLREDUCE, dist.BuiltinCommHookType.FP16_COMPRESS]
+)
+@on_ranks()
+def test_built_in_hooks_average(rank, kind):
     results = both(
         Perceptron,
         inputs(rank, 3),
@@ -89,14 +90,8 @@ def _built_in(rank, kind):
         torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-2)
 
 
-@pytest.mark.parametrize(
-    "kind", [dist.BuiltinCommHookType.ALLREDUCE, dist.BuiltinCommHookType.FP16_COMPRESS]
-)
-def test_built_in_hooks_average(kind):
-    run_ranks(_built_in, kind)
-
-
-def _sees_raw_gradients(rank):
+@on_ranks()
+def test_a_hook_sees_raw_gradients_and_the_callers_state(rank):
     seen = []
 
     def look(state, bucket: dist.GradBucket):
@@ -123,11 +118,9 @@ def _sees_raw_gradients(rank):
     assert gradients == parameters and {tuple(s) for s in gradients} == {(1, 2), (1,)}
 
 
-def test_a_hook_sees_raw_gradients_and_the_callers_state():
-    run_ranks(_sees_raw_gradients)
-
-
-def _goes_on_after(rank, kind):
+@pytest.mark.parametrize("kind", [ValueError, RuntimeError, KeyError, Exception])
+@on_ranks()
+def test_what_a_hook_raises_comes_out_of_backward_and_training_goes_on(rank, kind):
     class Mine(kind):
         pass
 
@@ -151,23 +144,16 @@ def _goes_on_after(rank, kind):
     assert not any(t.isnan().any() for t in ours)
 
 
-@pytest.mark.parametrize("kind", [ValueError, RuntimeError, KeyError, Exception])
-def test_what_a_hook_raises_comes_out_of_backward_and_training_goes_on(kind):
-    run_ranks(_goes_on_after, kind)
-
-
-def _returns_no_future(rank):
+@on_ranks(1)
+def test_a_hook_that_returns_no_future_is_an_error(rank):
     wrapped = brigade.DistributedDataParallel(nn.Linear(2, 1))
     wrapped.register_comm_hook(None, lambda state, bucket: bucket.buffer())
     with pytest.raises(RuntimeError, match=r"(?i)future"):
         wrapped(torch.ones(1, 2)).sum().backward()
 
 
-def test_a_hook_that_returns_no_future_is_an_error():
-    run_ranks(_returns_no_future, world_size=1)
-
-
-def _bad_hooks(rank):
+@on_ranks(1)
+def test_bad_hooks_are_refused_by_name(rank):
     wrapped = brigade.DistributedDataParallel(nn.Linear(2, 1))
 
     def wrong_bucket(state: object, bucket: int):
@@ -189,11 +175,12 @@ def _bad_hooks(rank):
     assert wrapped._get_ddp_logging_data()["comm_hook"] == "allreduce_hook"
 
 
-def test_bad_hooks_are_refused_by_name():
-    run_ranks(_bad_hooks, world_size=1)
+def _register_buffer_hook(hook, wrapped):
+    wrapped._register_buffer_comm_hook(None, hook)
 
 
-def _buffer_hook(rank):
+@on_ranks()
+def test_buffer_hooks_are_awaited_at_the_end_of_backward(rank):
     def average(state, buffers):
         return [
             dist.all_reduce(b, async_op=True).get_future()
@@ -207,11 +194,3 @@ def _buffer_hook(rank):
         functools.partial(_register_buffer_hook, average),
     )
     assert_same_bits(results)
-
-
-def _register_buffer_hook(hook, wrapped):
-    wrapped._register_buffer_comm_hook(None, hook)
-
-
-def test_buffer_hooks_are_awaited_at_the_end_of_backward():
-    run_ranks(_buffer_hook)

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ranks import run_ranks
+from ranks import on_ranks
 from training import CLASSES
 
 TIMEOUT_S = 20  # of the group: ranks that wait for different things fail early
@@ -70,20 +70,17 @@ def _discriminator_step(generator, discriminator, rank, step):
     discriminator.zero_grad()
 
 
-def _adversaries(rank, kind, mode, forward_everywhere):
-    wrapper = CLASSES[kind]
-    generator = wrapper(Scale(2.0))
-    discriminator = wrapper(Scale(3.0), **MODES[mode])
-    for step, judged in enumerate(JUDGED):
-        _generator_step(generator, discriminator, rank, step, judged, forward_everywhere)
-        _discriminator_step(generator, discriminator, rank, step)
-
-
 # Without find_unused_parameters the forward that rebuilds buckets is everybody's.
 @pytest.mark.parametrize(
     "mode, forward_everywhere",
     [(mode, True) for mode in MODES] + [(mode, False) for mode in MODES if mode != "plain"],
 )
 @pytest.mark.parametrize("kind", CLASSES)
-def test_a_frozen_discriminator_is_passed_by_some_ranks_only(kind, mode, forward_everywhere):
-    run_ranks(_adversaries, kind, mode, forward_everywhere, timeout_s=TIMEOUT_S)
+@on_ranks(timeout_s=TIMEOUT_S)
+def test_a_frozen_discriminator_is_passed_by_some_ranks_only(rank, kind, mode, forward_everywhere):
+    wrapper = CLASSES[kind]
+    generator = wrapper(Scale(2.0))
+    discriminator = wrapper(Scale(3.0), **MODES[mode])
+    for step, judged in enumerate(JUDGED):
+        _generator_step(generator, discriminator, rank, step, judged, forward_everywhere)
+        _discriminator_step(generator, discriminator, rank, step)

@@ -10,7 +10,7 @@ from torch import nn
 
 import brigade
 
-from ranks import run_ranks
+from ranks import on_ranks
 
 WIDTH = 160  # weights of 100 KB: their gradients may get their bucket's memory
 STEPS = 5
@@ -54,7 +54,8 @@ def _lie_in_bucket(net):
     return abs(first - second) == 4 * (WIDTH * WIDTH + WIDTH)
 
 
-def _gradients_get_memory_of_their_bucket(rank):
+@on_ranks()
+def test_gradients_get_memory_of_their_bucket(rank):
     model = brigade.DistributedDataParallel(_net())
     for step, x in enumerate(_inputs(rank)):
         _step(model, x)
@@ -64,11 +65,9 @@ def _gradients_get_memory_of_their_bucket(rank):
         assert not model.module[0].weight.grad._is_view()
 
 
-def test_gradients_get_memory_of_their_bucket():
-    run_ranks(_gradients_get_memory_of_their_bucket)
-
-
-def _what_is_kept_after_backward_stays(rank, form):
+@pytest.mark.parametrize("form", FORMS)
+@on_ranks()
+def test_what_is_kept_after_backward_stays(rank, form):
     keep, read = FORMS[form]
     model = brigade.DistributedDataParallel(_net())
     kept = []
@@ -82,11 +81,8 @@ def _what_is_kept_after_backward_stays(rank, form):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_what_is_kept_after_backward_stays(form):
-    run_ranks(_what_is_kept_after_backward_stays, form)
-
-
-def _what_is_kept_in_backward_gets_the_average(rank, form):
+@on_ranks()
+def test_what_is_kept_in_backward_gets_the_average(rank, form):
     keep, read = FORMS[form]
     model = brigade.DistributedDataParallel(_net())
     weight = model.module[2].weight  # its gradient is there long before the last
@@ -100,12 +96,8 @@ def _what_is_kept_in_backward_gets_the_average(rank, form):
         kept.clear()
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_what_is_kept_in_backward_gets_the_average(form):
-    run_ranks(_what_is_kept_in_backward_gets_the_average, form)
-
-
-def _gradients_can_be_copied_and_saved(rank):
+@on_ranks()
+def test_gradients_can_be_copied_and_saved(rank):
     model = brigade.DistributedDataParallel(_net())
     inputs = _inputs(rank)
     for x in inputs[:3]:
@@ -120,7 +112,3 @@ def _gradients_can_be_copied_and_saved(rank):
     assert torch.equal(copied, expected)
     file.seek(0)
     assert torch.equal(torch.load(file), expected)
-
-
-def test_gradients_can_be_copied_and_saved():
-    run_ranks(_gradients_can_be_copied_and_saved)

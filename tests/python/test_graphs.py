@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 import brigade
 
 from cases import pairwise
-from ranks import run_ranks
+from ranks import on_ranks
 from training import CLASSES, Perceptron, assert_equal, assert_same_bits, both, inputs, loss_of
 
 
@@ -27,7 +27,13 @@ class Branches(nn.Module):
         return self.head(self.ways[way](x)), self.ways[way](x)
 
 
-def _unused(rank, ways, views, set_to_none):
+@pairwise(
+    views=[False, True],
+    set_to_none=[True, False],
+    ways=[([0, 1, 2, 0], [0, 1, 2, 0]), ([0, 1, 2, 0], [1, 1, 0, 2]), ([0, 0, 0, 0], [2, 2, 2, 2])],
+)
+@on_ranks()
+def test_unused_parameters_train_to_the_same_bits(rank, ways, views, set_to_none):
     batches = list(zip(ways[rank], inputs(rank, len(ways[rank])), strict=True))
     assert_same_bits(
         both(
@@ -40,16 +46,8 @@ def _unused(rank, ways, views, set_to_none):
     )
 
 
-@pairwise(
-    views=[False, True],
-    set_to_none=[True, False],
-    ways=[([0, 1, 2, 0], [0, 1, 2, 0]), ([0, 1, 2, 0], [1, 1, 0, 2]), ([0, 0, 0, 0], [2, 2, 2, 2])],
-)
-def test_unused_parameters_train_to_the_same_bits(ways, views, set_to_none):
-    run_ranks(_unused, ways, views, set_to_none)
-
-
-def _used_map(rank):
+@on_ranks()
+def test_a_parameter_that_no_rank_uses_keeps_its_gradient(rank):
     wrapped = brigade.DistributedDataParallel(Branches(), find_unused_parameters=True)
     output = wrapped((rank, inputs(rank, 1)[0]))
     loss_of(output).backward()
@@ -61,11 +59,10 @@ def _used_map(rank):
     assert wrapped.module.ways[1 - rank].weight.grad is not None
 
 
-def test_a_parameter_that_no_rank_uses_keeps_its_gradient():
-    run_ranks(_used_map)
-
-
-def _outputs_outside_the_loss(rank, views, set_to_none):
+@pytest.mark.parametrize("views", [False, True])
+@pytest.mark.parametrize("set_to_none", [True, False])
+@on_ranks()
+def test_the_loss_may_leave_outputs_out(rank, views, set_to_none):
     """Rank 0 leaves the head out in odd steps, rank 1 in the last three."""
     results = {}
     for name, wrapper in CLASSES.items():
@@ -82,13 +79,8 @@ def _outputs_outside_the_loss(rank, views, set_to_none):
     assert_equal(results["brigade"], results["torch"])
 
 
-@pytest.mark.parametrize("views", [False, True])
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_the_loss_may_leave_outputs_out(views, set_to_none):
-    run_ranks(_outputs_outside_the_loss, views, set_to_none)
-
-
-def _outputs_keep_their_structure(rank):
+@on_ranks(1)
+def test_outputs_keep_their_structure_and_may_be_changed_in_place(rank):
     class Nested(Branches):
         def forward(self, x):
             head, way = super().forward((0, x))
@@ -103,11 +95,8 @@ def _outputs_keep_their_structure(rank):
     assert wrapped.module.head.weight.grad is None
 
 
-def test_outputs_keep_their_structure_and_may_be_changed_in_place():
-    run_ranks(_outputs_keep_their_structure, world_size=1)
-
-
-def _missing(rank):
+@on_ranks()
+def test_missing_gradients_are_named_with_the_rank(rank):
     wrapped = brigade.DistributedDataParallel(Branches())
     x = inputs(rank, 1)[0]
     loss_of(wrapped((0, x))).backward()
@@ -117,11 +106,8 @@ def _missing(rank):
     assert "ways.2.bias" in wrapped._get_ddp_logging_data()["error"]
 
 
-def test_missing_gradients_are_named_with_the_rank():
-    run_ranks(_missing)
-
-
-def _missing_all(rank):
+@on_ranks()
+def test_every_missing_gradient_is_in_the_lines_that_tools_read(rank):
     wrapped = brigade.DistributedDataParallel(nn.ModuleList(nn.Linear(1, 1) for _ in range(9)))
     wrapped.module.forward = lambda x: wrapped.module[8](x)
     wrapped(torch.ones(1, 1)).sum().backward()
@@ -130,10 +116,6 @@ def _missing_all(rank):
     ) as error:
         wrapped(torch.ones(1, 1))
     assert all(f"{i}.weight" in str(error.value) for i in range(8))
-
-
-def test_every_missing_gradient_is_in_the_lines_that_tools_read():
-    run_ranks(_missing_all)
 
 
 class Checkpointed(nn.Module):
@@ -151,7 +133,10 @@ class Checkpointed(nn.Module):
         )
 
 
-def _static(rank, reentrant, views):
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("views", [False, True])
+@on_ranks()
+def test_checkpointed_layers_train_under_a_static_graph(rank, reentrant, views):
     results = {}
     for name, wrapper in CLASSES.items():
         torch.manual_seed(0)
@@ -165,13 +150,8 @@ def _static(rank, reentrant, views):
     assert_equal(results["brigade"], results["torch"])
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("views", [False, True])
-def test_checkpointed_layers_train_under_a_static_graph(reentrant, views):
-    run_ranks(_static, reentrant, views)
-
-
-def _static_too_late(rank):
+@on_ranks(1)
+def test_a_static_graph_is_declared_before_training(rank):
     wrapped = brigade.DistributedDataParallel(Perceptron())
     loss_of(wrapped(inputs(rank, 1)[0])).backward()
     with pytest.raises(RuntimeError, match="iteration 1"):
@@ -179,11 +159,8 @@ def _static_too_late(rank):
     assert "iteration 1" in wrapped._get_ddp_logging_data()["error"]
 
 
-def test_a_static_graph_is_declared_before_training():
-    run_ranks(_static_too_late, world_size=1)
-
-
-def _detects_static(rank):
+@on_ranks()
+def test_a_graph_that_never_changes_is_recognised(rank):
     wrapped = brigade.DistributedDataParallel(Branches(), find_unused_parameters=True)
     for x in inputs(rank, 3):
         loss_of(wrapped((0, x))).backward()
@@ -192,11 +169,8 @@ def _detects_static(rank):
     assert not wrapped.reducer._ddp_graph_static()
 
 
-def test_a_graph_that_never_changes_is_recognised():
-    run_ranks(_detects_static)
-
-
-def _timings(rank):
+@on_ranks()
+def test_logging_data_tell_times_and_the_order_of_gradients(rank):
     wrapped = brigade.DistributedDataParallel(Perceptron())
     for x in inputs(rank, 3):
         loss_of(wrapped(x)).backward()
@@ -207,11 +181,8 @@ def _timings(rank):
     assert data["prev_iteration_grad_ready_order_indices"].startswith("7, ")
 
 
-def test_logging_data_tell_times_and_the_order_of_gradients():
-    run_ranks(_timings)
-
-
-def _gradient_times(rank):
+@on_ranks()
+def test_gradient_times_tell_unused_parameters(rank):
     wrapped = brigade.DistributedDataParallel(Branches(), find_unused_parameters=True)
     loss_of(wrapped((0, inputs(rank, 1)[0]))).backward()
     wrapped((0, inputs(rank, 1)[0]))
@@ -229,11 +200,8 @@ def _gradient_times(rank):
     assert wrapped._get_ddp_logging_data()["unused_parameter_size"] == unused_bytes
 
 
-def test_gradient_times_tell_unused_parameters():
-    run_ranks(_gradient_times)
-
-
-def _error_in_backward(rank):
+@on_ranks()
+def test_logging_data_tell_an_error_raised_in_backward(rank):
     def hook(state, bucket):
         raise ValueError("the hook is out of order")
 
@@ -247,18 +215,11 @@ def _error_in_backward(rank):
     assert "the hook is out of order" in data["error"]
 
 
-def test_logging_data_tell_an_error_raised_in_backward():
-    run_ranks(_error_in_backward)
-
-
-def _logging_data(rank):
+@on_ranks()
+def test_logging_data_after_construction_are_torchs(rank):
     wrapped = brigade.DistributedDataParallel(Perceptron(), bucket_cap_mb=1.5)
     theirs = CLASSES["torch"](Perceptron(), bucket_cap_mb=1.5)
     expected = theirs._get_ddp_logging_data()
     data = wrapped._get_ddp_logging_data()
     assert {key: data.get(key) for key in expected} == expected
     assert data["rank"] == rank and data["world_size"] == dist.get_world_size()
-
-
-def test_logging_data_after_construction_are_torchs():
-    run_ranks(_logging_data)

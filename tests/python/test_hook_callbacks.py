@@ -8,7 +8,7 @@ from torch import nn
 import brigade
 
 from exact_training import MODES
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from training import CLASSES
 
 TIMEOUT_S = 20  # of the group: ranks that wait for different things fail early
@@ -153,7 +153,9 @@ class UserError(Exception):
     """What a user's own code raises."""
 
 
-def _callback_raises(rank, mode):
+@pytest.mark.parametrize("mode", MODES)
+@on_ranks(timeout_s=TIMEOUT_S, deadline_s=40)
+def test_a_queued_callback_that_raises_on_one_rank_is_told_to_the_others(rank, mode):
     """The rank's own error; the others' names it; then all train on exactly."""
     armed = False
 
@@ -185,8 +187,3 @@ def _callback_raises(rank, mode):
         loss.backward()
         for parameter, average in zip(wrapped.parameters(), _averages(step), strict=True):
             assert torch.equal(parameter.grad, average), (step, parameter.grad, average)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_queued_callback_that_raises_on_one_rank_is_told_to_the_others(mode):
-    run_ranks(_callback_raises, mode, timeout_s=TIMEOUT_S, deadline_s=40)

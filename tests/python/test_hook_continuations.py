@@ -8,7 +8,7 @@ import brigade
 
 from cases import pairwise
 from exact_training import MODES, Training, UserError
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 
 TIMEOUT_S = 20  # of the group: ranks that wait for different things fail early
 
@@ -118,7 +118,11 @@ class Ordered:
         return result
 
 
-def _ordered(rank, options):
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("mode", MODES)
+@on_ranks(timeout_s=TIMEOUT_S, deadline_s=60)
+def test_then_collective_launches_in_plan_order(rank, mode, world_size):
+    options = MODES[mode]
     training = Training(rank, options)
     hook = Ordered(rank)
     training.wrapped.register_comm_hook(None, hook)
@@ -128,12 +132,6 @@ def _ordered(rank, options):
         buckets = len(hook.launched)
         assert hook.launched == list(range(buckets)), hook.launched
     assert buckets == 3
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("mode", MODES)
-def test_then_collective_launches_in_plan_order(mode, world_size):
-    run_ranks(_ordered, MODES[mode], world_size=world_size, timeout_s=TIMEOUT_S, deadline_s=60)
 
 
 def _scatter_then_gather(state, bucket):
@@ -153,16 +151,14 @@ def _scatter_then_gather(state, bucket):
     return brigade.then_collective(first, gather)
 
 
-def _real_chain(rank, options):
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("mode", MODES)
+@on_ranks(timeout_s=TIMEOUT_S, deadline_s=60)
+def test_a_chain_of_two_collectives_averages(rank, mode, world_size):
+    options = MODES[mode]
     training = Training(rank, options)
     training.wrapped.register_comm_hook(None, _scatter_then_gather)
     training.expect_steps(6)
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("mode", MODES)
-def test_a_chain_of_two_collectives_averages(mode, world_size):
-    run_ranks(_real_chain, MODES[mode], world_size=world_size, timeout_s=TIMEOUT_S, deadline_s=60)
 
 
 def _second_launch_fails(rank, options, fault, bucket):

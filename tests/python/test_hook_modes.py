@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ranks import run_ranks
+from ranks import on_ranks
 from training import CLASSES
 
 MODES = {
@@ -16,7 +16,10 @@ MODES = {
 }
 
 
-def _record_modes(rank, kind, mode):
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", CLASSES)
+@on_ranks(timeout_s=20, deadline_s=60)
+def test_hooks_see_neither_grad_mode_nor_autocast(rank, kind, mode):
     seen = []
 
     def hook(state, bucket):
@@ -34,9 +37,3 @@ def _record_modes(rank, kind, mode):
         loss.backward()
     assert len(seen) >= 4
     assert set(seen) == {(False, False, torch.float32)}, seen
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", CLASSES)
-def test_hooks_see_neither_grad_mode_nor_autocast(kind, mode):
-    run_ranks(_record_modes, kind, mode, timeout_s=20, deadline_s=60)

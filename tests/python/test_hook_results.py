@@ -5,13 +5,16 @@ import torch
 import torch.distributed as dist
 
 from exact_training import MODES, Training
-from ranks import run_ranks
+from ranks import on_ranks
 
 WORDS = r"(?i)int32|int\b|integer"
 
 
-def _bare_future(rank, options):
+@pytest.mark.parametrize("mode", MODES)
+@on_ranks(timeout_s=20, deadline_s=60)
+def test_a_collectives_own_future_will_do(rank, mode):
     """Of a collective: its value is a list of the bucket's buffer."""
+    options = MODES[mode]
 
     def hook(size, bucket):
         return dist.all_reduce(bucket.buffer().div_(size), async_op=True).get_future()
@@ -21,12 +24,11 @@ def _bare_future(rank, options):
     training.expect_steps(4)
 
 
+@pytest.mark.parametrize("failing", [[0, 1], [1]], ids=["all_ranks", "one_rank"])
 @pytest.mark.parametrize("mode", MODES)
-def test_a_collectives_own_future_will_do(mode):
-    run_ranks(_bare_future, MODES[mode], timeout_s=20, deadline_s=60)
-
-
-def _integer_result(rank, options, failing):
+@on_ranks(timeout_s=20, deadline_s=60)
+def test_integers_for_floating_gradients_are_an_error_on_every_rank(rank, mode, failing):
+    options = MODES[mode]
     armed = False
 
     def hook(state, bucket):
@@ -46,9 +48,3 @@ def _integer_result(rank, options, failing):
         assert training.wrapped.reducer.can_continue()
         armed = False
         training.expect_steps(2)
-
-
-@pytest.mark.parametrize("failing", [[0, 1], [1]], ids=["all_ranks", "one_rank"])
-@pytest.mark.parametrize("mode", MODES)
-def test_integers_for_floating_gradients_are_an_error_on_every_rank(mode, failing):
-    run_ranks(_integer_result, MODES[mode], failing, timeout_s=20, deadline_s=60)

@@ -10,7 +10,7 @@ from torch.nn.parallel.distributed import _MixedPrecision
 import brigade
 
 from cases import pairwise
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from training import CLASSES, Perceptron, assert_equal, inputs, loss_of
 
 
@@ -65,7 +65,8 @@ def test_training_in_low_precision_gives_torchs_bits(views, set_to_none, reduce_
     run_ranks(_trains, precision, views, set_to_none)
 
 
-def _refuses_the_search(rank):
+@on_ranks(1)
+def test_unused_parameters_are_not_looked_for(rank):
     streams, current = _streams_on_the_cpu()
     precision = _MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     model = Perceptron()
@@ -74,7 +75,3 @@ def _refuses_the_search(rank):
             model, mixed_precision=precision, find_unused_parameters=True
         )
     assert all(not module._forward_pre_hooks for module in model.modules())
-
-
-def test_unused_parameters_are_not_looked_for():
-    run_ranks(_refuses_the_search, world_size=1)

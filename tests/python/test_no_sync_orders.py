@@ -11,7 +11,7 @@ import brigade
 
 from cases import pairwise
 from exact_training import MODES
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from training import CLASSES
 
 TIMEOUT_S = 20  # of the group: ranks that wait for different things fail early
@@ -63,7 +63,13 @@ def _forward(wrapped, order, rank, number):
 # -------------------------------------------------------- one backward for all of them
 
 
-def _joint_backward(rank, kind, orders, mode):
+@pairwise(
+    mode=MODES,
+    orders=[["sl"], ["ls"], ["lsl"], ["sll", "sl"], ["snl"], ["s", "sl"]],
+    kind=CLASSES,
+)
+@on_ranks(timeout_s=TIMEOUT_S)
+def test_one_backward_of_synchronised_and_other_forwards_is_reduced(rank, kind, orders, mode):
     wrapped = CLASSES[kind](Heads(), **MODES[mode])
     number = 0
     for step in range(5):
@@ -80,19 +86,13 @@ def _joint_backward(rank, kind, orders, mode):
         _expect(wrapped, _averaged(numbers), step)
 
 
-@pairwise(
-    mode=MODES,
-    orders=[["sl"], ["ls"], ["lsl"], ["sll", "sl"], ["snl"], ["s", "sl"]],
-    kind=CLASSES,
-)
-def test_one_backward_of_synchronised_and_other_forwards_is_reduced(kind, orders, mode):
-    run_ranks(_joint_backward, kind, orders, mode, timeout_s=TIMEOUT_S)
-
-
 # ------------------------------------------------------------- a backward for each
 
 
-def _synchronised_first(rank, kind, mode):
+@pytest.mark.parametrize("mode", ["plain", "views", "find_unused"])
+@pytest.mark.parametrize("kind", CLASSES)
+@on_ranks(timeout_s=TIMEOUT_S)
+def test_a_local_backward_behind_the_synchronised_one_stays_local(rank, kind, mode):
     wrapped = CLASSES[kind](Heads(), **MODES[mode])
     for step in range(4):
         wrapped.zero_grad()
@@ -104,12 +104,6 @@ def _synchronised_first(rank, kind, mode):
         own = _own(rank, [2 * step + 1])
         reduced = _averaged([2 * step])
         _expect(wrapped, [a + b for a, b in zip(reduced, own, strict=True)], step)
-
-
-@pytest.mark.parametrize("mode", ["plain", "views", "find_unused"])
-@pytest.mark.parametrize("kind", CLASSES)
-def test_a_local_backward_behind_the_synchronised_one_stays_local(kind, mode):
-    run_ranks(_synchronised_first, kind, mode, timeout_s=TIMEOUT_S)
 
 
 def _outcome(run, wrapped):

@@ -5,12 +5,19 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from cases import pairwise
 from exact_training import MODES, Training, UserError, weights_of
-from ranks import run_ranks
+from ranks import on_ranks
 
 # ------------------------------------------------------- what users' code raises
 
 
-def _tensor_hook_raises(rank, name, options):
+@pairwise(
+    world_size=[2, 3],
+    mode=MODES,
+    name=["p2", "p1", "p0"],
+)
+@on_ranks()
+def test_an_exception_in_the_backward_of_one_rank_ends_that_of_all(rank, name, mode, world_size):
+    options = MODES[mode]
     training = Training(rank, options)
 
     def raise_once(gradient):
@@ -24,16 +31,11 @@ def _tensor_hook_raises(rank, name, options):
         training.expect_steps(2)
 
 
-@pairwise(
-    world_size=[2, 3],
-    mode=MODES,
-    name=["p2", "p1", "p0"],
-)
-def test_an_exception_in_the_backward_of_one_rank_ends_that_of_all(name, mode, world_size):
-    run_ranks(_tensor_hook_raises, name, MODES[mode], world_size=world_size)
-
-
-def _comm_hook_raises(rank, options):
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("mode", MODES)
+@on_ranks()
+def test_a_comm_hook_that_raises_on_one_rank_is_quoted_on_the_others(rank, mode, world_size):
+    options = MODES[mode]
     armed = False
 
     def hook(state, bucket):
@@ -51,12 +53,6 @@ def _comm_hook_raises(rank, options):
         training.expect_steps(2)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("mode", MODES)
-def test_a_comm_hook_that_raises_on_one_rank_is_quoted_on_the_others(mode, world_size):
-    run_ranks(_comm_hook_raises, MODES[mode], world_size=world_size)
-
-
 # ---------------------------------------------------- gradients that come twice
 
 
@@ -71,7 +67,10 @@ def _hidden_in(training: Training) -> str:
     return rf"backward reached parameter 2 \('p2'\) in iteration {training.iteration + 1} on rank "
 
 
-def _ready_twice(rank, mode, failing):
+@pytest.mark.parametrize("failing", [[0, 1], [1]], ids=["all_ranks", "one_rank"])
+@pytest.mark.parametrize("mode", ["plain", "views", "find_unused"])
+@on_ranks()
+def test_a_parameter_in_two_reentrant_checkpoints_is_named(rank, mode, failing):
     training = Training(rank, MODES[mode])
     # The search for unused parameters does not see what such a checkpoint captures.
     text_of = _hidden_in if mode == "find_unused" else _twice_in
@@ -82,16 +81,12 @@ def _ready_twice(rank, mode, failing):
         training.expect_steps(2)
 
 
-@pytest.mark.parametrize("failing", [[0, 1], [1]], ids=["all_ranks", "one_rank"])
-@pytest.mark.parametrize("mode", ["plain", "views", "find_unused"])
-def test_a_parameter_in_two_reentrant_checkpoints_is_named(mode, failing):
-    run_ranks(_ready_twice, mode, failing)
-
-
 # --------------------------------------------------- static graphs that change
 
 
-def _used_more_often(rank, failing):
+@pytest.mark.parametrize("failing", [[0, 1], [1]], ids=["all_ranks", "one_rank"])
+@on_ranks()
+def test_a_parameter_used_more_often_than_in_the_first_iteration_is_named(rank, failing):
     training = Training(rank, MODES["static_graph"])
     training.expect_steps(1)
     for _ in range(2):
@@ -102,12 +97,8 @@ def _used_more_often(rank, failing):
         training.expect_steps(2)
 
 
-@pytest.mark.parametrize("failing", [[0, 1], [1]], ids=["all_ranks", "one_rank"])
-def test_a_parameter_used_more_often_than_in_the_first_iteration_is_named(failing):
-    run_ranks(_used_more_often, failing)
-
-
-def _used_for_the_first_time(rank):
+@on_ranks()
+def test_a_parameter_that_the_first_iteration_did_not_use_is_named(rank):
     training = Training(rank, MODES["static_graph"])
     training.expect_steps(2, without=1)
     with pytest.raises(
@@ -117,11 +108,9 @@ def _used_for_the_first_time(rank):
     training.expect_steps(2, without=1)
 
 
-def test_a_parameter_that_the_first_iteration_did_not_use_is_named():
-    run_ranks(_used_for_the_first_time)
-
-
-def _left_out(rank, failing):
+@pytest.mark.parametrize("failing", [[0, 1], [1]], ids=["all_ranks", "one_rank"])
+@on_ranks()
+def test_a_parameter_left_out_after_the_first_iteration_is_named_in_the_next(rank, failing):
     training = Training(rank, MODES["static_graph"])
     training.expect_steps(1)
     for _ in range(2):
@@ -134,8 +123,3 @@ def _left_out(rank, failing):
         else:
             training.expect_failure(failing, RuntimeError, rf"{text}1: parameter 1 \('p1'\)")
         training.expect_steps(2)
-
-
-@pytest.mark.parametrize("failing", [[0, 1], [1]], ids=["all_ranks", "one_rank"])
-def test_a_parameter_left_out_after_the_first_iteration_is_named_in_the_next(failing):
-    run_ranks(_left_out, failing)

@@ -12,7 +12,7 @@ from torch.distributed.optim import _apply_optimizer_in_backward
 import brigade
 
 from cases import pairwise
-from ranks import run_ranks
+from ranks import on_ranks
 
 OPTIONS = {"lr": 0.25, "momentum": 0.5}
 
@@ -40,7 +40,13 @@ def _wrap(net, hook, **options):
     return model
 
 
-def _steps_as_after_backward(rank, hook, views, stepped):
+@pairwise(
+    stepped=[7, 3],
+    views=[False, True],
+    hook=HOOKS,
+)
+@on_ranks()
+def test_steps_in_backward_are_those_after_it(rank, hook, views, stepped):
     hook = HOOKS[hook]
     net, expected = _net(), _net()
     some = [p for p in list(net.parameters())[:stepped] if p.requires_grad]
@@ -65,16 +71,8 @@ def _steps_as_after_backward(rank, hook, views, stepped):
                 assert torch.equal(p.grad, q.grad), (step, i)
 
 
-@pairwise(
-    stepped=[7, 3],
-    views=[False, True],
-    hook=HOOKS,
-)
-def test_steps_in_backward_are_those_after_it(hook, views, stepped):
-    run_ranks(_steps_as_after_backward, hook, views, stepped)
-
-
-def _second_hook(rank):
+@on_ranks()
+def test_a_second_hook_is_refused(rank):
     net = nn.Linear(4, 1)
     _apply_optimizer_in_backward(torch.optim.SGD, net.parameters(), OPTIONS)
     model = _wrap(net, default_hooks.allreduce_hook)
@@ -83,14 +81,11 @@ def _second_hook(rank):
         model.register_comm_hook(None, _own_average)
 
 
-def test_a_second_hook_is_refused():
-    run_ranks(_second_hook)
-
-
 # ------------------------------------------------------------ what is not waited for
 
 
-def _completes_later(rank):
+@on_ranks(1)
+def test_a_hook_whose_result_comes_with_a_later_bucket_is_not_waited_for(rank):
     net = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
     for parameter in net.parameters():
         nn.init.ones_(parameter)
@@ -112,10 +107,6 @@ def _completes_later(rank):
         model(torch.ones(1, 1)).sum().backward()
         assert net[1].weight.item() == before[1] - 0.25 * before[0], step
         assert net[0].weight.item() == before[0] - 0.25 * before[1], step
-
-
-def test_a_hook_whose_result_comes_with_a_later_bucket_is_not_waited_for():
-    run_ranks(_completes_later, world_size=1)
 
 
 # ----------------------------------------------------------------------- failures
@@ -174,7 +165,15 @@ OPTIONS_OF_MODES = {
 }
 
 
-def _fails(rank, mode, hook, failing, which):
+@pytest.mark.parametrize("which", [0, 1])  # after others have been launched
+@pytest.mark.parametrize("failing", [[0, 1], [1]], ids=["all_ranks", "one_rank"])
+@pytest.mark.parametrize(
+    ("mode", "hook"), [*[(m, "none") for m in OPTIONS_OF_MODES], ("plain", "own")]
+)
+@on_ranks()
+def test_gradients_of_a_backward_that_failed_are_not_added_to_the_next(
+    rank, mode, hook, failing, which
+):
     net = Weighted()
     _apply_optimizer_in_backward(torch.optim.SGD, net.parameters(), {"lr": 0.25})
     model = _wrap(net, HOOKS[hook], **OPTIONS_OF_MODES[mode])
@@ -200,15 +199,6 @@ def _fails(rank, mode, hook, failing, which):
         _expect_exact_step(model, rank, iteration + 3)
 
 
-@pytest.mark.parametrize("which", [0, 1])  # after others have been launched
-@pytest.mark.parametrize("failing", [[0, 1], [1]], ids=["all_ranks", "one_rank"])
-@pytest.mark.parametrize(
-    ("mode", "hook"), [*[(m, "none") for m in OPTIONS_OF_MODES], ("plain", "own")]
-)
-def test_gradients_of_a_backward_that_failed_are_not_added_to_the_next(mode, hook, failing, which):
-    run_ranks(_fails, mode, hook, failing, which)
-
-
 class FailingSGD(torch.optim.SGD):
     fails = False
 
@@ -218,7 +208,9 @@ class FailingSGD(torch.optim.SGD):
         return super().step(closure)
 
 
-def _step_fails(rank, hook):
+@pytest.mark.parametrize("hook", ["none", "own"])
+@on_ranks()
+def test_a_step_that_fails_ends_backward_and_the_next_one_is_exact(rank, hook):
     net = Weighted()
     _apply_optimizer_in_backward(FailingSGD, net.parameters(), {"lr": 0.25})
     model = _wrap(net, HOOKS[hook])
@@ -231,15 +223,11 @@ def _step_fails(rank, hook):
     _expect_exact_step(model, rank, 2)
 
 
-@pytest.mark.parametrize("hook", ["none", "own"])
-def test_a_step_that_fails_ends_backward_and_the_next_one_is_exact(hook):
-    run_ranks(_step_fails, hook)
-
-
 # ------------------------------------------------------------------- accumulation
 
 
-def _accumulates(rank):
+@on_ranks()
+def test_gradients_accumulated_under_no_sync_are_stepped_with_the_next(rank):
     net = Weighted()
     _apply_optimizer_in_backward(torch.optim.SGD, net.parameters(), {"lr": 0.25})
     model = _wrap(net, None)
@@ -255,14 +243,15 @@ def _accumulates(rank):
         assert p.grad is None
 
 
-def test_gradients_accumulated_under_no_sync_are_stepped_with_the_next():
-    run_ranks(_accumulates)
-
-
 # --------------------------------------------------------------------------- join
 
 
-def _joins(rank, hook, divide_by_initial):
+@pytest.mark.parametrize("divide_by_initial", [False, True])
+@pytest.mark.parametrize("hook", ["none", "own"])
+@on_ranks()
+def test_ranks_that_have_joined_do_not_step_and_end_with_the_others_parameters(
+    rank, hook, divide_by_initial
+):
     results = []
     for in_backward in (True, False):
         net = Weighted()
@@ -280,11 +269,3 @@ def _joins(rank, hook, divide_by_initial):
         results.append([p.detach().clone() for p in net.parameters()])
     for stepped, expected in zip(*results, strict=True):
         assert torch.equal(stepped, expected)
-
-
-@pytest.mark.parametrize("divide_by_initial", [False, True])
-@pytest.mark.parametrize("hook", ["none", "own"])
-def test_ranks_that_have_joined_do_not_step_and_end_with_the_others_parameters(
-    hook, divide_by_initial
-):
-    run_ranks(_joins, hook, divide_by_initial)

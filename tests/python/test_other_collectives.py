@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from training import CLASSES
 
 ONE_BUCKET_EACH = {"bucket_cap_mb": 1e-6}
@@ -111,7 +111,15 @@ def _expected(other, xs, without_c):
     ]
 
 
-def _parameter_left_out(rank, kind, other, views):
+@pytest.mark.parametrize(
+    "views, world_size", [(False, 2), (False, 3), (True, 2)], ids=["2_ranks", "3_ranks", "views"]
+)
+@pytest.mark.parametrize("other", ["function", "tensor_hook", "second_wrapper"])
+@pytest.mark.parametrize("kind", CLASSES)
+@on_ranks(timeout_s=TIMEOUT_S)
+def test_a_parameter_left_out_after_some_steps_moves_no_other_collective(
+    rank, kind, other, views, world_size
+):
     options = {
         **ONE_BUCKET_EACH,
         "find_unused_parameters": True,
@@ -134,17 +142,6 @@ def _parameter_left_out(rank, kind, other, views):
         for name, ours, right in zip("abc", gradients, expected, strict=True):
             same = ours is right if right is None or ours is None else torch.equal(ours, right)
             assert same, (step, name, gradients, expected)
-
-
-@pytest.mark.parametrize(
-    "views, world_size", [(False, 2), (False, 3), (True, 2)], ids=["2_ranks", "3_ranks", "views"]
-)
-@pytest.mark.parametrize("other", ["function", "tensor_hook", "second_wrapper"])
-@pytest.mark.parametrize("kind", CLASSES)
-def test_a_parameter_left_out_after_some_steps_moves_no_other_collective(
-    kind, other, views, world_size
-):
-    run_ranks(_parameter_left_out, kind, other, views, world_size=world_size, timeout_s=TIMEOUT_S)
 
 
 # ------------------------------- a peer's first gradient lies behind its collective

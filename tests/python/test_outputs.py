@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from ranks import run_ranks
+from ranks import on_ranks
 from training import CLASSES, assert_equal, inputs
 
 
@@ -26,7 +26,9 @@ class _Heads(nn.Module):
         return heads[which]() if which in heads else (heads["left"](), heads["right"]())
 
 
-def _changed_in_place(rank, which):
+@pytest.mark.parametrize("which", ["left", "both"])
+@on_ranks()
+def test_outputs_may_be_changed_in_place_where_unused_parameters_are_looked_for(rank, which):
     results = {}
     for name, wrapper in CLASSES.items():
         torch.manual_seed(0)
@@ -43,11 +45,9 @@ def _changed_in_place(rank, which):
 
 
 @pytest.mark.parametrize("which", ["left", "both"])
-def test_outputs_may_be_changed_in_place_where_unused_parameters_are_looked_for(which):
-    run_ranks(_changed_in_place, which)
-
-
-def _subclasses(rank, which, copies):
+@pytest.mark.parametrize("copies", [True, False])
+@on_ranks()
+def test_outputs_keep_their_subclass_of_tensor(rank, which, copies):
     class Model(_Heads):
         def forward(self, x, which):
             outputs = super().forward(x, which)
@@ -68,12 +68,6 @@ def _subclasses(rank, which, copies):
     assert_equal(results["brigade"], results["torch"])
 
 
-@pytest.mark.parametrize("which", ["left", "both"])
-@pytest.mark.parametrize("copies", [True, False])
-def test_outputs_keep_their_subclass_of_tensor(which, copies):
-    run_ranks(_subclasses, which, copies)
-
-
 class _WithMeans(_Heads):
     def __init__(self):
         super().__init__()
@@ -84,7 +78,8 @@ class _WithMeans(_Heads):
         return super().forward(self.norm(x))
 
 
-def _looks_in_between(rank):
+@on_ranks(timeout_s=30)
+def test_a_forward_without_gradients_between_two_backwards_leaves_their_reduction_alone(rank):
     results = {}
     for name, wrapper in CLASSES.items():
         torch.manual_seed(0)
@@ -103,7 +98,3 @@ def _looks_in_between(rank):
             seen += [buffer.clone() for buffer in wrapped.buffers()]
         results[name] = seen
     assert_equal(results["brigade"], results["torch"])
-
-
-def test_a_forward_without_gradients_between_two_backwards_leaves_their_reduction_alone():
-    run_ranks(_looks_in_between, timeout_s=30)

@@ -9,7 +9,7 @@ from torch import nn
 
 import brigade
 
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from training import (
     CLASSES,
     Perceptron,
@@ -103,16 +103,14 @@ def test_several_dtypes_and_strides_train_to_the_same_bits(views):
     run_ranks(_train_both, Mixed, (6, 4), {"gradient_as_bucket_view": views}, True)
 
 
-def _half(rank):
+@on_ranks()
+def test_half_precision_gradients_are_divided_before_the_sum(rank):
     results = both(lambda: nn.Linear(6, 3).half(), [x.half() for x in inputs(rank, 3)])
     assert_same_bits(results)
 
 
-def test_half_precision_gradients_are_divided_before_the_sum():
-    run_ranks(_half)
-
-
-def _single_process(rank):
+@on_ranks()
+def test_gradients_are_the_average_that_one_process_computes(rank):
     torch.manual_seed(0)
     wrapped = CLASSES["brigade"](nn.Linear(6, 3))
     torch.manual_seed(0)
@@ -126,11 +124,8 @@ def _single_process(rank):
             torch.testing.assert_close(ours.grad, expected.grad)
 
 
-def test_gradients_are_the_average_that_one_process_computes():
-    run_ranks(_single_process)
-
-
-def _create_graph(rank):
+@on_ranks()
+def test_gradients_keep_their_graph(rank):
     wrapped = CLASSES["brigade"](nn.Linear(6, 1))
     (x,) = inputs(rank, 1)
     for _ in range(3):
@@ -142,11 +137,8 @@ def _create_graph(rank):
         assert all(p.grad.abs().sum() > 0 for p in wrapped.parameters())
 
 
-def test_gradients_keep_their_graph():
-    run_ranks(_create_graph)
-
-
-def _two_backwards(rank):
+@on_ranks()
+def test_two_losses_of_one_forward_have_a_backward_each(rank):
     results = {}
     for name, wrapper in CLASSES.items():
         torch.manual_seed(0)
@@ -160,11 +152,9 @@ def _two_backwards(rank):
     assert_same_bits(results)
 
 
-def test_two_losses_of_one_forward_have_a_backward_each():
-    run_ranks(_two_backwards)
-
-
-def _no_sync(rank, set_to_none):
+@pytest.mark.parametrize("set_to_none", [True, False])
+@on_ranks()
+def test_gradients_accumulate_without_synchronising(rank, set_to_none):
     results = {}
     for name, wrapper in CLASSES.items():
         torch.manual_seed(0)
@@ -184,22 +174,14 @@ def _no_sync(rank, set_to_none):
     assert_same_bits(results)
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_gradients_accumulate_without_synchronising(set_to_none):
-    run_ranks(_no_sync, set_to_none)
-
-
-def _no_sync_after_a_forward_alone(rank):
+@on_ranks()
+def test_a_forward_without_backward_does_not_reach_into_no_sync(rank):
     wrapped = CLASSES["brigade"](nn.Linear(3, 2))
     x = torch.full((1, 3), float(rank))
     wrapped(x)  # prepared, but never gone back through
     with wrapped.no_sync():
         wrapped(x).sum().backward()
     assert wrapped.module.weight.grad.tolist() == [[float(rank)] * 3] * 2
-
-
-def test_a_forward_without_backward_does_not_reach_into_no_sync():
-    run_ranks(_no_sync_after_a_forward_alone)
 
 
 def _plain():
@@ -218,7 +200,9 @@ class _Checkpointed(nn.Module):
         return torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=True)
 
 
-def _local_forward_first(rank, make):
+@pytest.mark.parametrize("make", [_plain, _Checkpointed])
+@on_ranks()
+def test_backwards_of_forwards_under_no_sync_are_local_whichever_forward_was_first(rank, make):
     """Micro-batches whose forward runs before the backward of the one before."""
     wrapped = CLASSES["brigade"](make())
     weight = next(wrapped.module.parameters())
@@ -237,12 +221,8 @@ def _local_forward_first(rank, make):
         assert weight.grad.tolist() == [[150.0 + 10 + 8] * 3] * 2
 
 
-@pytest.mark.parametrize("make", [_plain, _Checkpointed])
-def test_backwards_of_forwards_under_no_sync_are_local_whichever_forward_was_first(make):
-    run_ranks(_local_forward_first, make)
-
-
-def _local_on_one_rank(rank):
+@on_ranks()
+def test_a_forward_under_no_sync_on_one_rank_is_its_own(rank):
     wrapped = CLASSES["brigade"](nn.Linear(1, 1, bias=False))
     for _ in range(3):
         wrapped.zero_grad()
@@ -256,11 +236,8 @@ def _local_on_one_rank(rank):
         assert wrapped.module.weight.grad.item() == (100 + 8 + 8) / 2
 
 
-def test_a_forward_under_no_sync_on_one_rank_is_its_own():
-    run_ranks(_local_on_one_rank)
-
-
-def _forwards_without_backward(rank):
+@on_ranks()
+def test_forwards_without_backward_cost_nothing(rank):
     results = {}
     for name, wrapper in CLASSES.items():
         torch.manual_seed(0)
@@ -273,11 +250,8 @@ def _forwards_without_backward(rank):
     assert_same_bits(results)
 
 
-def test_forwards_without_backward_cost_nothing():
-    run_ranks(_forwards_without_backward)
-
-
-def _evaluates_in_join(rank):
+@on_ranks(timeout_s=30, deadline_s=60)
+def test_a_rank_may_evaluate_inside_of_join(rank):
     """Forwards that nothing is reduced behind, on a rank whose peer may have run out."""
     seen = {}
     for evaluates in (False, True):
@@ -298,11 +272,10 @@ def _evaluates_in_join(rank):
     assert_equal(seen[True], seen[False])
 
 
-def test_a_rank_may_evaluate_inside_of_join():
-    run_ranks(_evaluates_in_join, timeout_s=30, deadline_s=60)
-
-
-def _join(rank, by_initial, batches):
+@pytest.mark.parametrize("batches", [(3, 5), (1, 3), (3, 1), (0, 3), (3, 0), (0, 1)], ids=str)
+@pytest.mark.parametrize("by_initial", [True, False])
+@on_ranks()
+def test_ranks_with_fewer_inputs_join(rank, by_initial, batches):
     results = {}
     for name, wrapper in CLASSES.items():
         torch.manual_seed(0)
@@ -310,23 +283,6 @@ def _join(rank, by_initial, batches):
         with wrapped.join(divide_by_initial_world_size=by_initial):
             results[name] = train(wrapped, inputs(rank, batches[rank]))
     assert_same_bits(results)
-
-
-@pytest.mark.parametrize("batches", [(3, 5), (1, 3), (3, 1), (0, 3), (3, 0), (0, 1)], ids=str)
-@pytest.mark.parametrize("by_initial", [True, False])
-def test_ranks_with_fewer_inputs_join(by_initial, batches):
-    run_ranks(_join, by_initial, batches)
-
-
-def _rebuilds(rank, options, before, after):
-    wrapped = brigade.DistributedDataParallel(Perceptron(), **options)
-    for rebuilt in (False, False, True, True):
-        data = wrapped._get_ddp_logging_data()
-        assert wrapped._has_rebuilt_buckets is rebuilt
-        assert data["bucket_sizes"].count(",") + 1 == before
-        loss_of(wrapped(inputs(rank, 1)[0])).backward()
-    rebuilt_sizes = wrapped._get_ddp_logging_data()["rebuilt_bucket_sizes"]
-    assert rebuilt_sizes.count(",") + 1 == after
 
 
 @pytest.mark.parametrize(
@@ -337,28 +293,30 @@ def _rebuilds(rank, options, before, after):
     ],
     ids=["small", "default"],
 )
-def test_buckets_are_rebuilt_before_the_second_forward(options, before, after):
-    run_ranks(_rebuilds, options, before, after)
+@on_ranks()
+def test_buckets_are_rebuilt_before_the_second_forward(rank, options, before, after):
+    wrapped = brigade.DistributedDataParallel(Perceptron(), **options)
+    for rebuilt in (False, False, True, True):
+        data = wrapped._get_ddp_logging_data()
+        assert wrapped._has_rebuilt_buckets is rebuilt
+        assert data["bucket_sizes"].count(",") + 1 == before
+        loss_of(wrapped(inputs(rank, 1)[0])).backward()
+    rebuilt_sizes = wrapped._get_ddp_logging_data()["rebuilt_bucket_sizes"]
+    assert rebuilt_sizes.count(",") + 1 == after
 
 
-def _does_not_rebuild(rank):
+@on_ranks()
+def test_buckets_stay_where_unused_parameters_are_looked_for(rank):
     wrapped = brigade.DistributedDataParallel(Perceptron(), find_unused_parameters=True)
     for _ in range(3):
         loss_of(wrapped(inputs(rank, 1)[0])).backward()
     assert not wrapped._has_rebuilt_buckets
 
 
-def test_buckets_stay_where_unused_parameters_are_looked_for():
-    run_ranks(_does_not_rebuild)
-
-
-def _alone(rank):
+@on_ranks()
+def test_construction_without_init_sync_waits_for_nobody(rank):
     if rank == 0:
         brigade.DistributedDataParallel(Perceptron(), init_sync=False)
-
-
-def test_construction_without_init_sync_waits_for_nobody():
-    run_ranks(_alone)
 
 
 class Summed(nn.Module):
@@ -372,7 +330,8 @@ class Summed(nn.Module):
         return self.layer(x) + self.table(rows)
 
 
-def _shared_memory(rank):
+@on_ranks()
+def test_a_sparse_gradient_that_shares_memory_leaves_the_other_one_alone(rank):
     torch.manual_seed(0)
     model = Summed()
     wrapped = brigade.DistributedDataParallel(model)
@@ -386,11 +345,8 @@ def _shared_memory(rank):
         assert dense.tolist() == [[2.0] * 2, [2.0] * 2, [0.0] * 2, [4.0] * 2]
 
 
-def test_a_sparse_gradient_that_shares_memory_leaves_the_other_one_alone():
-    run_ranks(_shared_memory)
-
-
-def _gradients_of_all_modes(rank):
+@on_ranks(3)
+def test_bits_do_not_depend_on_where_gradients_lie(rank):
     found = []
     for views, set_to_none in itertools.product((False, True), repeat=2):
         torch.manual_seed(0)
@@ -398,7 +354,3 @@ def _gradients_of_all_modes(rank):
         found.append(train(wrapped, inputs(rank, 4), set_to_none=set_to_none))
     for gradients in found[1:]:
         assert_equal(gradients, found[0])
-
-
-def test_bits_do_not_depend_on_where_gradients_lie():
-    run_ranks(_gradients_of_all_modes, world_size=3)  # torch's class gives others

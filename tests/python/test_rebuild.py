@@ -3,7 +3,7 @@
 import pytest
 from torch import nn
 
-from ranks import run_ranks
+from ranks import on_ranks
 from training import CLASSES, Perceptron, inputs, loss_of
 
 
@@ -19,7 +19,20 @@ class _Shared(nn.Module):
         return self.twice(self.twice(self.body(x)).tanh())
 
 
-def _rebuilt(rank, make_model, options):
+@pytest.mark.parametrize(
+    ("make_model", "options"),
+    [
+        (Perceptron, {}),
+        (Perceptron, {"gradient_as_bucket_view": True}),
+        (Perceptron, {"find_unused_parameters": True}),
+        (Perceptron, {"static_graph": True}),
+        (_Shared, {"static_graph": True}),
+        (_Shared, {"static_graph": True, "find_unused_parameters": True}),
+    ],
+    ids=["default", "views", "find_unused", "static", "static_shared", "static_find_unused"],
+)
+@on_ranks()
+def test_buckets_are_rebuilt_when_torch_rebuilds_them(rank, make_model, options):
     """Per forward: whether buckets have been rebuilt; then what they are."""
     seen = {}
     for name, wrapper in CLASSES.items():
@@ -37,19 +50,3 @@ def _rebuilt(rank, make_model, options):
         keys = ("rebuilt_bucket_sizes", "rebuilt_per_bucket_param_indices")
         seen[name] = (forwards, [data.get(key) for key in keys])
     assert seen["brigade"] == seen["torch"]
-
-
-@pytest.mark.parametrize(
-    ("make_model", "options"),
-    [
-        (Perceptron, {}),
-        (Perceptron, {"gradient_as_bucket_view": True}),
-        (Perceptron, {"find_unused_parameters": True}),
-        (Perceptron, {"static_graph": True}),
-        (_Shared, {"static_graph": True}),
-        (_Shared, {"static_graph": True, "find_unused_parameters": True}),
-    ],
-    ids=["default", "views", "find_unused", "static", "static_shared", "static_find_unused"],
-)
-def test_buckets_are_rebuilt_when_torch_rebuilds_them(make_model, options):
-    run_ranks(_rebuilt, make_model, options)

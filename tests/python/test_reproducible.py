@@ -9,7 +9,7 @@ import brigade
 
 from exact_training import MODES, Training, UserError
 from rank_cases import run_cases
-from ranks import on_ranks, run_ranks
+from ranks import on_ranks
 
 VARIANTS = {
     "1 KB": {"bucket_cap_mb": 1 / 1024},
@@ -74,7 +74,9 @@ def _expect_equal(found, expected, what):
         assert torch.equal(found[name], value), f"{what}: {name}"
 
 
-def _trains_as_one_process(rank):
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@on_ranks()
+def test_buckets_graphs_views_and_shards_do_not_show(rank, world_size):
     world_size = dist.get_world_size()
     expected = _train_alone(world_size, world_size)
     for what, options in VARIANTS.items():
@@ -87,11 +89,6 @@ def _trains_as_one_process(rank):
     brigade.fully_shard(sharded)
     _train(sharded, rank)
     _expect_equal(sharded.full_state_dict(), expected, "fully_shard")
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_buckets_graphs_views_and_shards_do_not_show(world_size):
-    run_ranks(_trains_as_one_process, world_size=world_size)
 
 
 @on_ranks(4)
@@ -129,7 +126,10 @@ def test_gradients_under_no_sync_are_added_on_their_rank(world_size, row_size):
     run_cases(_accumulates, [(row_size, each) for each in views], world_size)
 
 
-def _joins(rank, by_world_size):
+@pytest.mark.parametrize("by_world_size", [True, False])
+@pytest.mark.parametrize("world_size", [2, 3])
+@on_ranks()
+def test_ranks_without_data_count_as_zeros(rank, world_size, by_world_size):
     world_size = dist.get_world_size()
     model = brigade.DistributedDataParallel(_net(), reproducible=True, bucket_cap_mb=0.001)
     with model.join(divide_by_initial_world_size=by_world_size):
@@ -142,12 +142,6 @@ def _joins(rank, by_world_size):
             divisor = world_size if by_world_size else len(with_data)
             for p, gradient in zip(model.parameters(), total, strict=True):
                 assert torch.equal(p.grad, gradient * (1.0 / divisor)), step
-
-
-@pytest.mark.parametrize("by_world_size", [True, False])
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_ranks_without_data_count_as_zeros(world_size, by_world_size):
-    run_ranks(_joins, by_world_size, world_size=world_size)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -172,7 +166,11 @@ def test_small_dtypes_are_added_in_float32(rank, dtype):
             assert torch.equal(gradient, wanted)
 
 
-def _one_fails(rank, options):
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("mode", MODES)
+@on_ranks()
+def test_all_raise_and_train_on_where_one_rank_fails(rank, mode, world_size):
+    options = {**MODES[mode], "reproducible": True}
     training = Training(rank, options)
 
     def raise_once(gradient):
@@ -184,12 +182,6 @@ def _one_fails(rank, options):
             handle = training.model.p1.register_hook(raise_once)
         training.expect_failure([1], UserError, "^the user's own$", "an exception ended backward")
         training.expect_steps(2)
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("mode", MODES)
-def test_all_raise_and_train_on_where_one_rank_fails(mode, world_size):
-    run_ranks(_one_fails, {**MODES[mode], "reproducible": True}, world_size=world_size)
 
 
 @on_ranks(3)

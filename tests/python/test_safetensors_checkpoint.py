@@ -353,7 +353,9 @@ def test_ranks_that_are_given_other_things_fail_alike(tmp_path):
     assert first == second
 
 
-def _compiled(rank, folder):
+@on_ranks()
+def test_names_are_those_without_torchs_compiler(rank, tmp_path):
+    folder = str(tmp_path)
     wrapped, _ = _data_parallel("sgd")
     path = pathlib.Path(folder) / "whole"
     brigade.save_whole(torch.compile(wrapped), path)
@@ -363,10 +365,6 @@ def _compiled(rank, folder):
     for each in (path, path.with_name("inner")):
         brigade.load_whole(wrapped, each)
         _expect_same(wrapped.module.state_dict(), make_net().state_dict())
-
-
-def test_names_are_those_without_torchs_compiler(tmp_path):
-    run_ranks(_compiled, str(tmp_path))
 
 
 def test_parameters_without_memory_are_named(tmp_path):

@@ -197,7 +197,9 @@ def test_resumes_as_one_process_on_other_numbers_of_ranks(world_sizes, tmp_path)
         run_ranks(_goes_on, str(tmp_path), world_sizes[: i + 1], world_size=world_size)
 
 
-def _damaged(rank, folder):
+@on_ranks()
+def test_a_damaged_checkpoint_changes_nothing(rank, tmp_path):
+    folder = str(tmp_path)
     model, optimizer = _trained(rank)
     before = model.full_state_dict(), brigade.full_optimizer_state_dict(model, optimizer)
 
@@ -238,10 +240,6 @@ def _damaged(rank, folder):
         brigade.load_checkpoint(f"{folder}/none", model, optimizer)
     brigade.load_checkpoint(f"{folder}/good", model, optimizer)
     unchanged()
-
-
-def test_a_damaged_checkpoint_changes_nothing(tmp_path):
-    run_ranks(_damaged, str(tmp_path))
 
 
 @on_ranks()

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from cases import quick
-from ranks import on_ranks, run_ranks
+from ranks import on_ranks
 from sharded_training import Pair, batch_of, make_net, shard_blocks, step_of_all
 
 
@@ -56,7 +56,11 @@ _WAYS = [
 ]
 
 
-def _trains(rank, way, arguments):
+@pytest.mark.parametrize("way", quick(_WAYS, [_WAYS[0]]))
+@pytest.mark.parametrize("reshards", [True, False])
+@on_ranks()
+def test_compiled_either_way_the_bits_are_those_of_one_process(rank, way, reshards):
+    arguments = {"reshard_after_forward": reshards}
     torch._dynamo.reset()
     graphs = []
     plain = make_net()
@@ -79,12 +83,6 @@ def _trains(rank, way, arguments):
     statistics = model.sharding_statistics()
     assert statistics["learned_segments"] <= 2
     assert statistics["reduced_backwards"] == 4
-
-
-@pytest.mark.parametrize("way", quick(_WAYS, [_WAYS[0]]))
-@pytest.mark.parametrize("reshards", [True, False])
-def test_compiled_either_way_the_bits_are_those_of_one_process(way, reshards):
-    run_ranks(_trains, way, {"reshard_after_forward": reshards})
 
 
 @pytest.mark.parametrize("way", quick(_WAYS, [_WAYS[-1]]))

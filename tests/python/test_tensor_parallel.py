@@ -7,7 +7,7 @@ from torch import nn
 
 import brigade
 
-from ranks import run_ranks
+from ranks import on_ranks
 from training import CLASSES, assert_equal
 
 _COLUMNS = 2
@@ -35,7 +35,14 @@ def _wrap(wrapper, mesh, given, options):
     return wrapper(model, process_group=mesh["data"].get_group(), **options)
 
 
-def _parity(rank, given, options):
+@pytest.mark.parametrize("given", ["device_mesh", "process_group"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"find_unused_parameters": True}, {"static_graph": True, "gradient_as_bucket_view": True}],
+    ids=["default", "find_unused", "static_graph"],
+)
+@on_ranks(2 * _COLUMNS)
+def test_a_module_split_over_the_other_dimension_trains_to_torchs_bits(rank, given, options):
     mesh = dist.init_device_mesh("cpu", (2, _COLUMNS), mesh_dim_names=("data", "model"))
     results = {}
     for name, wrapper in CLASSES.items():
@@ -57,17 +64,8 @@ def _parity(rank, given, options):
     assert not torch.equal(gathered[0], gathered[1])
 
 
-@pytest.mark.parametrize("given", ["device_mesh", "process_group"])
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"find_unused_parameters": True}, {"static_graph": True, "gradient_as_bucket_view": True}],
-    ids=["default", "find_unused", "static_graph"],
-)
-def test_a_module_split_over_the_other_dimension_trains_to_torchs_bits(given, options):
-    run_ranks(_parity, given, options, world_size=2 * _COLUMNS)
-
-
-def _still_watched(rank):
+@on_ranks()
+def test_a_parameter_that_somebody_else_adds_is_still_named(rank):
     mesh = dist.init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "model"))
     wrapped = brigade.DistributedDataParallel(_split(mesh["model"]), device_mesh=mesh["data"])
     for _ in range(2):
@@ -77,17 +75,10 @@ def _still_watched(rank):
         wrapped(torch.ones(2, 4))
 
 
-def test_a_parameter_that_somebody_else_adds_is_still_named():
-    run_ranks(_still_watched)
-
-
-def _not_taken_apart(rank):
+@on_ranks()
+def test_split_parameters_with_a_group_are_told_to_give_the_mesh(rank):
     mesh = dist.init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "model"))
     with pytest.raises(RuntimeError, match=r"'0\.weight' is a DTensor.*\n.*device_mesh"):
         brigade.DistributedDataParallel(
             _split(mesh["model"]), process_group=mesh["data"].get_group()
         )
-
-
-def test_split_parameters_with_a_group_are_told_to_give_the_mesh():
-    run_ranks(_not_taken_apart)

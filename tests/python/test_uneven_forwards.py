@@ -7,7 +7,7 @@ from torch import nn
 
 import exact_training
 from cases import pairwise
-from ranks import run_ranks
+from ranks import on_ranks
 from training import CLASSES
 
 TIMEOUT_S = 20  # of the group: ranks that wait for different things fail early
@@ -102,28 +102,22 @@ PROGRAMS = {
 }
 
 
-def _train(rank, kind, name, mode):
+@pairwise(
+    mode=MODES,
+    name=PROGRAMS,
+    kind=CLASSES,
+)
+@on_ranks(timeout_s=TIMEOUT_S)
+def test_ranks_may_differ_in_how_often_they_call_forward(rank, kind, name, mode):
     wrapped = CLASSES[kind](NoBuffers(), **MODES[mode])
     for step in range(STEPS):
         wrapped.zero_grad()
         _expect(wrapped, PROGRAMS[name](rank, wrapped, step), step)
 
 
-@pairwise(
-    mode=MODES,
-    name=PROGRAMS,
-    kind=CLASSES,
-)
-def test_ranks_may_differ_in_how_often_they_call_forward(kind, name, mode):
-    run_ranks(_train, kind, name, mode, timeout_s=TIMEOUT_S)
-
-
 @pytest.mark.parametrize("kind", CLASSES)
-def test_three_ranks_may_differ_in_how_often_they_call_forward(kind):
-    run_ranks(_three, kind, world_size=3, timeout_s=TIMEOUT_S)
-
-
-def _three(rank, kind):
+@on_ranks(3, timeout_s=TIMEOUT_S)
+def test_three_ranks_may_differ_in_how_often_they_call_forward(rank, kind):
     wrapped = CLASSES[kind](NoBuffers())
     for step in range(STEPS):
         wrapped.zero_grad()

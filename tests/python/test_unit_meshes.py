@@ -255,7 +255,10 @@ def test_experts_of_one_form_in_another_order_are_an_error_on_all(rank, has_mesh
         model(batch_of(rank, 0))
 
 
-def _resumes(rank, folder):
+@on_ranks(WORLD_SIZE)
+def test_resumes_from_a_checkpoint(rank, tmp_path):
+    folder = str(tmp_path / "checkpoint")
+
     def make(seed):
         torch.manual_seed(seed)
         model = make_moe(rank % 2)
@@ -287,10 +290,6 @@ def _resumes(rank, folder):
     ):
         with pytest.raises(NotImplementedError, match="rank 0 has those of its own meshes only"):
             collect()
-
-
-def test_resumes_from_a_checkpoint(tmp_path):
-    run_ranks(_resumes, str(tmp_path / "checkpoint"), world_size=WORLD_SIZE)
 
 
 def _same_name(rank, folder):
