@@ -94,23 +94,30 @@ class Training:
             weights[without] = None
         self.wrapped(weights).backward()
 
+    def expect_gradients(self, without: int | None = None) -> list[torch.Tensor | None]:
+        """Goes backward; gradients are the averages, which it returns."""
+        self.backward(without)
+        of_ranks = [self._weights_of(rank) for rank in range(dist.get_world_size())]
+        averages = []
+        for i, p in enumerate(self.model.parameters()):
+            of_one = [w[i] for w in of_ranks if w[i] is not None]
+            average = None if i == without else sum(of_one) / len(of_ranks)
+            averages.append(average)
+            is_right = p.grad is None if average is None else torch.equal(p.grad, average)
+            assert is_right, (self.iteration, i, p.grad, average)
+        return averages
+
     def expect_steps(self, steps: int, *, without: int | None = None) -> None:
         """Trains; gradients are the averages, parameters are the same on all ranks."""
-        world_size = dist.get_world_size()
         for _ in range(steps):
             before = [p.detach().clone() for p in self.model.parameters()]
-            self.backward(without)
+            averages = self.expect_gradients(without)
             self.optimizer.step()
-            of_ranks = [self._weights_of(rank) for rank in range(world_size)]
-            for i, (p, old) in enumerate(zip(self.model.parameters(), before, strict=True)):
-                if i == without:
-                    assert p.grad is None
-                    continue
-                average = sum(w[i] for w in of_ranks if w[i] is not None) / world_size
-                assert torch.equal(p.grad, average), (self.iteration, i, p.grad, average)
-                assert torch.equal(p.detach(), old - LEARNING_RATE * average)
+            for p, old, average in zip(self.model.parameters(), before, averages, strict=True):
+                if average is not None:
+                    assert torch.equal(p.detach(), old - LEARNING_RATE * average)
         flat = nn.utils.parameters_to_vector(self.model.parameters()).detach()
-        everybodys = [torch.empty_like(flat) for _ in range(world_size)]
+        everybodys = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
         dist.all_gather(everybodys, flat)
         assert all(torch.equal(flat, other) for other in everybodys)
 

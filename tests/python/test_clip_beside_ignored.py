@@ -104,15 +104,3 @@ def test_the_models_own_method_is_of_its_units_alone(rank):
     )
     for parameter, gradient in zip(ignored, before, strict=True):
         assert torch.equal(parameter.grad, gradient)
-
-
-@on_ranks()
-def test_ignored_parameters_without_gradients_are_no_matter(rank):
-    """What is ignored and frozen is no matter: its gradient is None."""
-    plain, model = _nets()
-    for net in (plain, model):
-        net[2].requires_grad_(False)
-    backward_of_all(plain, WORLD_SIZE, lambda net, r: loss_of(net, _batch_of(r)))
-    model(_batch_of(rank)).square().sum().backward()
-    expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
-    torch.testing.assert_close(nn.utils.clip_grad_norm_(model.parameters(), 0.5), expected)

@@ -135,34 +135,6 @@ def test_parameters_of_two_units_that_have_one_memory_are_an_error(rank):
 
 
 @on_ranks()
-def test_what_stays_as_it_is_has_memory_of_its_own(rank):
-    def make(untie=lambda tensor: tensor):
-        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-        model[1].running_mean = untie(model[0].bias.detach())
-        model[1].weight = nn.Parameter(untie(model[0].weight.detach()[0]))
-        return model
-
-    batch = torch.ones(2, 4)
-    for index, words in enumerate(
-        [r"buffer '1\.running_mean' .* of parameter 'bias'", r"ignored parameter '1\.weight'"]
-    ):
-        model = make()
-        if index == 1 or rank == 0:
-            model[1].running_mean = torch.zeros(4)
-        ignored = {model[1].weight} if index == 1 else set()
-        if index == 0:
-            model[1].weight = nn.Parameter(torch.ones(4))
-        if index == 0 and rank == 0:
-            words = "rank 1: ValueError: .*" + words
-        brigade.fully_shard(model[0])
-        brigade.fully_shard(model, ignored_params=ignored)
-        with pytest.raises(ValueError, match=words):
-            model(batch)
-    model = make(torch.clone)
-    brigade.fully_shard(model, ignored_params={model[1].weight})(batch).sum().backward()
-
-
-@on_ranks()
 def test_what_is_tied_has_the_name_of_its_first_place(rank, tmp_path):
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
     model[2].weight = model[0].weight

@@ -12,6 +12,7 @@ from torch.distributed.optim import _apply_optimizer_in_backward
 import brigade
 
 from cases import pairwise
+from exact_training import MODES, Toy, UserError, weights_of
 from ranks import on_ranks
 
 OPTIONS = {"lr": 0.25, "momentum": 0.5}
@@ -112,31 +113,8 @@ def test_a_hook_whose_result_comes_with_a_later_bucket_is_not_waited_for(rank):
 # ----------------------------------------------------------------------- failures
 
 
-class UserError(Exception):
-    """What a user's own code raises."""
-
-
-class Weighted(nn.Module):
-    """Its gradients are the weights that it is called with."""
-
-    def __init__(self):
-        super().__init__()
-        self.p0, self.p1, self.p2 = (nn.Parameter(torch.ones(n)) for n in (2, 3, 5))
-
-    def forward(self, weights):
-        return sum((p * w).sum() for p, w in zip(self.parameters(), weights, strict=True))
-
-
-def _weights(rank, iteration):
-    """Multiples of 4, whose averages over 2 ranks times 1/4 are exact."""
-    return [
-        8.0 * (torch.arange(len(p)) + 7 * i + 30 * iteration + 100 * rank + 1)
-        for i, p in enumerate(Weighted().parameters())
-    ]
-
-
 def _averages(iteration, world_size=2):
-    by_rank = [_weights(rank, iteration) for rank in range(world_size)]
+    by_rank = [weights_of(rank, iteration) for rank in range(world_size)]
     return [sum(each) / world_size for each in zip(*by_rank, strict=True)]
 
 
@@ -145,7 +123,7 @@ def _expect_exact_step(model, rank, iteration):
         p.detach() - 0.25 * average
         for p, average in zip(model.parameters(), _averages(iteration), strict=True)
     ]
-    model(_weights(rank, iteration)).backward()
+    model(weights_of(rank, iteration)).backward()
     for p, q in zip(model.parameters(), expected, strict=True):
         assert torch.equal(p, q), (iteration, p, q)
         assert p.grad is None
@@ -158,25 +136,19 @@ def _assert_equal_on_ranks(model):
         assert all(torch.equal(each, by_rank[0]) for each in by_rank)
 
 
-OPTIONS_OF_MODES = {
-    "plain": {},
-    "views": {"gradient_as_bucket_view": True},
-    "find_unused": {"find_unused_parameters": True},
-}
-
-
-@pytest.mark.parametrize("which", [0, 1])  # after others have been launched
-@pytest.mark.parametrize("failing", [[0, 1], [1]], ids=["all_ranks", "one_rank"])
-@pytest.mark.parametrize(
-    ("mode", "hook"), [*[(m, "none") for m in OPTIONS_OF_MODES], ("plain", "own")]
+@pairwise(
+    which=[0, 1],  # after others have been launched
+    failing=[[0, 1], [1]],
+    mode=["plain", "views", "find_unused"],
+    hook=["none", "own"],
 )
 @on_ranks()
 def test_gradients_of_a_backward_that_failed_are_not_added_to_the_next(
     rank, mode, hook, failing, which
 ):
-    net = Weighted()
+    net = Toy()
     _apply_optimizer_in_backward(torch.optim.SGD, net.parameters(), {"lr": 0.25})
-    model = _wrap(net, HOOKS[hook], **OPTIONS_OF_MODES[mode])
+    model = _wrap(net, HOOKS[hook], **MODES[mode])
     fails = False
 
     def raise_sometimes(gradient):
@@ -189,11 +161,11 @@ def test_gradients_of_a_backward_that_failed_are_not_added_to_the_next(
         for i in range(2):
             _expect_exact_step(model, rank, iteration + i)
         with model.no_sync():
-            model(_weights(rank, iteration)).backward()  # goes with what failed
+            model(weights_of(rank, iteration)).backward()  # goes with what failed
         fails = rank in failing
         kind, text = (UserError, "in backward") if fails else (RuntimeError, "rank 1 failed")
         with pytest.raises(kind, match=text):
-            model(_weights(rank, iteration + 2)).backward()
+            model(weights_of(rank, iteration + 2)).backward()
         fails = False
         _assert_equal_on_ranks(net)
         _expect_exact_step(model, rank, iteration + 3)
@@ -211,13 +183,13 @@ class FailingSGD(torch.optim.SGD):
 @pytest.mark.parametrize("hook", ["none", "own"])
 @on_ranks()
 def test_a_step_that_fails_ends_backward_and_the_next_one_is_exact(rank, hook):
-    net = Weighted()
+    net = Toy()
     _apply_optimizer_in_backward(FailingSGD, net.parameters(), {"lr": 0.25})
     model = _wrap(net, HOOKS[hook])
     _expect_exact_step(model, rank, 0)
     FailingSGD.fails = True
     with pytest.raises(RuntimeError, match="no step"):
-        model(_weights(rank, 1)).backward()
+        model(weights_of(rank, 1)).backward()
     FailingSGD.fails = False
     _assert_equal_on_ranks(net)
     _expect_exact_step(model, rank, 2)
@@ -228,7 +200,7 @@ def test_a_step_that_fails_ends_backward_and_the_next_one_is_exact(rank, hook):
 
 @on_ranks()
 def test_gradients_accumulated_under_no_sync_are_stepped_with_the_next(rank):
-    net = Weighted()
+    net = Toy()
     _apply_optimizer_in_backward(torch.optim.SGD, net.parameters(), {"lr": 0.25})
     model = _wrap(net, None)
     expected = [
@@ -237,7 +209,7 @@ def test_gradients_accumulated_under_no_sync_are_stepped_with_the_next(rank):
     ]
     for iteration in range(2):
         with model.no_sync() if iteration == 0 else contextlib.nullcontext():
-            model(_weights(rank, iteration)).backward()
+            model(weights_of(rank, iteration)).backward()
     for p, q in zip(net.parameters(), expected, strict=True):
         assert torch.equal(p, q)
         assert p.grad is None
@@ -254,7 +226,7 @@ def test_ranks_that_have_joined_do_not_step_and_end_with_the_others_parameters(
 ):
     results = []
     for in_backward in (True, False):
-        net = Weighted()
+        net = Toy()
         if in_backward:
             _apply_optimizer_in_backward(torch.optim.SGD, net.parameters(), {"lr": 0.25})
         model = _wrap(net, HOOKS[hook])
@@ -262,7 +234,7 @@ def test_ranks_that_have_joined_do_not_step_and_end_with_the_others_parameters(
         with model.join(divide_by_initial_world_size=divide_by_initial):
             for iteration in range(2 + 2 * rank):
                 net.zero_grad()
-                model(_weights(rank, iteration)).backward()
+                model(weights_of(rank, iteration)).backward()
                 if optimizer is not None:
                     optimizer.step()
         _assert_equal_on_ranks(net)

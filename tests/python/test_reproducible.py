@@ -7,8 +7,6 @@ from torch import nn
 
 import brigade
 
-from exact_training import MODES, Training, UserError
-from rank_cases import run_cases
 from ranks import on_ranks
 
 VARIANTS = {
@@ -106,26 +104,6 @@ def test_rows_are_summed_as_by_hybrid_shards(rank):
         _expect_equal(model.module.state_dict(), expected, what)
 
 
-def _accumulates(rank, row_size, options):
-    world_size = dist.get_world_size()
-    model = brigade.DistributedDataParallel(
-        _net(), reproducible=True, reproducible_row_size=row_size, bucket_cap_mb=0.001, **options
-    )
-    with model.no_sync():
-        model(_input(rank, 0)).square().mean().backward()
-    model(_input(rank, 1)).square().mean().backward()
-    own = [_added([_gradients(_net(), r, step) for step in (0, 1)]) for r in range(world_size)]
-    totals = _added_by_rows(own, row_size or world_size)
-    for p, total in zip(model.parameters(), totals, strict=True):
-        assert torch.equal(p.grad, total * (1.0 / world_size))
-
-
-@pytest.mark.parametrize(("world_size", "row_size"), [(3, None), (4, 2)])
-def test_gradients_under_no_sync_are_added_on_their_rank(world_size, row_size):
-    views = [{"gradient_as_bucket_view": value} for value in (False, True)]
-    run_cases(_accumulates, [(row_size, each) for each in views], world_size)
-
-
 @pytest.mark.parametrize("by_world_size", [True, False])
 @pytest.mark.parametrize("world_size", [2, 3])
 @on_ranks()
@@ -142,46 +120,6 @@ def test_ranks_without_data_count_as_zeros(rank, world_size, by_world_size):
             divisor = world_size if by_world_size else len(with_data)
             for p, gradient in zip(model.parameters(), total, strict=True):
                 assert torch.equal(p.grad, gradient * (1.0 / divisor)), step
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@on_ranks(3)
-def test_small_dtypes_are_added_in_float32(rank, dtype):
-    world_size = dist.get_world_size()
-    found = []
-    for cap in (0.001, 25):
-        model = brigade.DistributedDataParallel(
-            _net().to(dtype), reproducible=True, bucket_cap_mb=cap
-        )
-        model(_input(rank, 0).to(dtype)).sum().backward()
-        found.append([p.grad for p in model.parameters()])
-    each = []
-    for r in range(world_size):
-        net = _net().to(dtype)
-        net(_input(r, 0).to(dtype)).sum().backward()
-        each.append([p.grad.float() for p in net.parameters()])
-    expected = [(t * (1.0 / world_size)).to(dtype) for t in _added(each)]
-    for gradients in found:
-        for gradient, wanted in zip(gradients, expected, strict=True):
-            assert torch.equal(gradient, wanted)
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("mode", MODES)
-@on_ranks()
-def test_all_raise_and_train_on_where_one_rank_fails(rank, mode, world_size):
-    options = {**MODES[mode], "reproducible": True}
-    training = Training(rank, options)
-
-    def raise_once(gradient):
-        handle.remove()
-        raise UserError("the user's own")
-
-    for _ in range(2):
-        if rank == 1:
-            handle = training.model.p1.register_hook(raise_once)
-        training.expect_failure([1], UserError, "^the user's own$", "an exception ended backward")
-        training.expect_steps(2)
 
 
 @on_ranks(3)

@@ -64,29 +64,6 @@ def test_one_that_raises_leaves_the_other_alone(rank, world_size):
             _fails_in_turns(rank, in_place, is_of_one_group)
 
 
-@pytest.mark.parametrize("in_place", [_in_forward, _in_backward])
-@on_ranks()
-def test_one_that_raises_between_anothers_forward_and_backward(rank, in_place):
-    """The first fails while the second is between its forward and its backward."""
-    first, second = _pair(), _pair()
-    for each in (first, second):
-        each.expect_step(0)
-    second.step_plain(1)
-    second.optimizers[1].zero_grad()
-    loss = second.loss(1)
-    if rank == 1:
-        handle = in_place(first.model.blocks[1])
-    with pytest.raises(UserError if rank == 1 else RuntimeError, match=r"rank|no such"):
-        first.loss(1).backward()
-    if rank == 1:
-        handle.remove()
-    loss.backward()
-    second.optimizers[1].step()
-    second.expect_equal()
-    for each in (first, second):
-        each.expect_step(2)
-
-
 def _through_both(rank):
     """One backward through two models, which fails in that which it reaches last."""
     first, second = _pair(), _pair()

@@ -170,22 +170,6 @@ def test_norms_are_of_all_experts():
     assert all(result == results[0] for result in results)
 
 
-def _norm_of_lone_experts(rank):
-    """Each rank has an expert for itself."""
-    both = init_device_mesh("cpu", (2, 1), mesh_dim_names=("expert", "alone"))
-    model = make_moe(rank)
-    for expert in model.experts.values():
-        brigade.fully_shard(expert, mesh=both["alone"])
-    brigade.fully_shard(model)
-    model(batch_of(rank, 0)).sum().backward()
-    return model.clip_grad_norm_(1e9).item()
-
-
-def test_norms_of_experts_on_one_rank_each_are_of_all():
-    first, second = run_ranks(_norm_of_lone_experts)
-    assert first == second > 0
-
-
 @on_ranks(WORLD_SIZE)
 def test_a_failure_is_one_on_all_meshes(rank):
     all_ranks, of_expert = meshes()
