@@ -12,7 +12,6 @@ from torch import nn
 import brigade
 from brigade._shard_boxes import boxes_of
 
-from rank_cases import run_cases
 from ranks import on_ranks, run_ranks
 from sharded_training import Pair, batch_of, expect_equal, make_net, shard_blocks, step_of_all
 
@@ -151,7 +150,9 @@ _LOADERS = {
 }
 
 
-def _loads_while_whole(rank, folder, loader):
+@pytest.mark.parametrize("loader", _LOADERS)
+@on_ranks()
+def test_what_is_loaded_while_units_are_whole_is_trained_on(rank, saved, loader):
     pair = Pair(rank, reshard_after_forward=False)
     model = pair.model
     model.set_reshard_after_backward(False)
@@ -161,14 +162,10 @@ def _loads_while_whole(rank, folder, loader):
         model(batch_of(rank, 6)).sum().backward()
         sent.append(model.sharding_statistics()["sent_by_gathers"])
     assert sent[0] == sent[1]  # all units are whole
-    _LOADERS[loader](model, folder)
-    pair.plain.load_state_dict(_whole(folder)["model"])
+    _LOADERS[loader](model, saved)
+    pair.plain.load_state_dict(_whole(saved)["model"])
     for step in (7, 8):
         pair.expect_step(step)
-
-
-def test_what_is_loaded_while_units_are_whole_is_trained_on(saved):
-    run_cases(_loads_while_whole, [(saved, loader) for loader in _LOADERS])
 
 
 def _goes_on(rank, folder, world_sizes):

@@ -212,6 +212,20 @@ def test_norms_are_those_of_one_process(rank, p):
         _clips(rank, p, way)
 
 
+@on_ranks()
+def test_a_norm_of_two_roots_is_that_of_both(rank):
+    whole = [nn.Linear(4, 4), nn.Linear(4, 2)]
+    for layer in whole:
+        nn.init.ones_(layer.weight)
+        nn.init.zeros_(layer.bias)
+    sharded = [brigade.fully_shard(copy.deepcopy(layer)) for layer in whole]
+    norms = []
+    for first, second in (whole, sharded):
+        second(first(torch.ones(2, 4))).square().sum().backward()
+        norms.append(nn.utils.clip_grad_norm_([*first.parameters(), *second.parameters()], 0.1))
+    torch.testing.assert_close(norms[1], norms[0], check_dtype=False)
+
+
 # ---- Optimizers that go through lists of parts.
 
 
