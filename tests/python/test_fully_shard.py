@@ -16,7 +16,7 @@ import brigade
 from brigade import _C
 
 from cases import pairwise
-from ranks import on_ranks, run_ranks
+from ranks import on_ranks
 from sharded_training import (
     Net,
     Pair,
@@ -29,23 +29,19 @@ from sharded_training import (
 )
 
 
-def _trains(rank, optimizer, reshards):
-    pair = Pair(rank, getattr(torch.optim, optimizer), reshard_after_forward=reshards)
-    for step in range(4):
-        pair.step(step)
-    pair.expect_equal()
-    return pair.model.sharding_statistics()
-
-
 @pairwise(
     world_size=[1, 2, 3],
     optimizer=["SGD", "AdamW"],
     reshards=[None, True, False],
 )
-def test_equals_one_process(world_size, optimizer, reshards):
-    statistics = run_ranks(_trains, optimizer, reshards, world_size=world_size)
-    assert all(found["learned_segments"] == 2 for found in statistics)
-    assert all(found["segments"] == 8 for found in statistics)
+@on_ranks()
+def test_equals_one_process(rank, world_size, optimizer, reshards):
+    pair = Pair(rank, getattr(torch.optim, optimizer), reshard_after_forward=reshards)
+    for step in range(4):
+        pair.step(step)
+    pair.expect_equal()
+    statistics = pair.model.sharding_statistics()
+    assert (statistics["learned_segments"], statistics["segments"]) == (2, 8)
 
 
 @on_ranks()

@@ -14,7 +14,7 @@ from torch import nn
 import brigade
 
 from ranks import on_ranks, run_ranks
-from sharded_training import Net, batch_of, make_net, shard_blocks
+from sharded_training import Net, batch_of, expect_alike, make_net, shard_blocks
 
 _GPT = pathlib.Path(brigade.__file__).parents[2] / "examples/gpt/gpt"
 
@@ -274,12 +274,13 @@ def test_what_is_left_out_is_said(rank, tmp_path):
         brigade.save_whole(model, f"{tmp_path}/whole", optimizer)
 
 
-def _unlike(rank, folder):
+@on_ranks()
+def test_ranks_that_are_given_other_things_fail_alike(rank, tmp_path):
     model, optimizer = _data_parallel("adamw")
     _step(model, optimizer, 0, rank)
-    brigade.save_whole(model, f"{folder}/a", optimizer)
+    brigade.save_whole(model, f"{tmp_path}/a", optimizer)
     _step(model, optimizer, 1, rank)
-    brigade.save_whole(model, f"{folder}/b", optimizer)
+    brigade.save_whole(model, f"{tmp_path}/b", optimizer)
     errors = []
 
     def expect_error(error, text, call):
@@ -287,7 +288,7 @@ def _unlike(rank, folder):
             call()
         errors.append(str(told.value))
 
-    other = f"{folder}/{'ab'[rank]}"
+    other = f"{tmp_path}/{'ab'[rank]}"
     expect_error(ValueError, "a checkpoint of checksum", lambda: brigade.load_whole(model, other))
     sharded, _ = _model("adamw")
     expect_error(ValueError, "a checkpoint of checksum", lambda: brigade.load_whole(sharded, other))
@@ -299,19 +300,14 @@ def _unlike(rank, folder):
     expect_error(ValueError, "the same folder", lambda: brigade.save_checkpoint(other, sharded))
     on_one = {"step": 1} if rank == 0 else {"step": "1"}
     with pytest.raises((TypeError, ValueError), match="expected metadata of strings"):
-        save(model, f"{folder}/c", metadata=on_one)
+        save(model, f"{tmp_path}/c", metadata=on_one)
     with pytest.raises((TypeError, ValueError), match="block_numel_fn of 'weight'"):
         brigade.fully_shard(nn.Linear(4, 4), block_numel_fn=lambda p: None if rank == 0 else 1)
     with pytest.raises(ValueError, match="prefetch_depth: expected a whole number"):
         brigade.fully_shard(nn.Linear(4, 4), prefetch_depth=-1)
-    brigade.load_whole(model, f"{folder}/a", optimizer)  # and goes on
+    brigade.load_whole(model, f"{tmp_path}/a", optimizer)  # and goes on
     _step(model, optimizer, 1, rank)
-    return errors
-
-
-def test_ranks_that_are_given_other_things_fail_alike(tmp_path):
-    first, second = run_ranks(_unlike, str(tmp_path))
-    assert first == second
+    expect_alike(errors)
 
 
 @on_ranks()

@@ -12,7 +12,7 @@ import brigade
 
 from exact_training import UserError
 from ranks import on_ranks, run_ranks
-from sharded_training import Pair, batch_of
+from sharded_training import Pair, batch_of, expect_alike
 
 HOUR_S = 3600  # of the group: nobody may wait for that
 DEADLINE_S = 60
@@ -64,7 +64,8 @@ def test_one_that_raises_leaves_the_other_alone(rank, world_size):
             _fails_in_turns(rank, in_place, is_of_one_group)
 
 
-def _through_both(rank):
+@on_ranks()
+def test_a_backward_through_both_that_fails_is_alike_on_all_ranks(rank):
     """One backward through two models, which fails in that which it reaches last."""
     first, second = _pair(), _pair()
     neck = torch.nn.Linear(2, 5)
@@ -86,13 +87,8 @@ def _through_both(rank):
     for each in (first, second):
         each.model.zero_grad()
         each.expect_step(2)
-    return found
-
-
-def test_a_backward_through_both_that_fails_is_alike_on_all_ranks():
-    told = run_ranks(_through_both)
-    assert told[0] == told[1]
-    assert not told[0][0]  # of the model that comes later in backward
+    assert not found[0]  # of the model that comes later in backward
+    expect_alike(found)
 
 
 def _peer_is_gone(rank, place):
