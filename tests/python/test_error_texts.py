@@ -128,21 +128,6 @@ def test_the_words_that_programs_look_for_are_torchs(rank):
                 run(wrapper)
 
 
-UNLIKE = {
-    "sizes": lambda: nn.Conv2d(2, 3, 3),
-    "strides": lambda: nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last),
-}
-
-
-@pytest.mark.parametrize("what", UNLIKE)
-@on_ranks()
-def test_sizes_and_strides_that_differ_from_those_of_process_0_are_called_so(rank, what):
-    module = UNLIKE[what]() if rank else nn.Conv2d(2, 3, 2)
-    words = rf"(?s)'weight'.*appears not to match {what} of the same param in process 0"
-    with pytest.raises(RuntimeError, match=words):
-        brigade.DistributedDataParallel(module)
-
-
 # ------------------------------------------------------- what to do, in Python
 
 

@@ -6,29 +6,20 @@ from torch import nn
 
 import brigade
 
+from exact_training import MODES
 from ranks import on_ranks
-from training import CLASSES, Perceptron, assert_equal, inputs, loss_of
+from training import CLASSES, Perceptron, assert_equal, gradients_of, inputs, loss_of
 
 # Older ones have none of this.
 _CLASSES = {name: c for name, c in CLASSES.items() if hasattr(c, "finalize_backward")}
 _NOTHING = "no gradient reduction requires finalization"
-_MODES = {
-    "default": {},
-    "views": {"gradient_as_bucket_view": True},
-    "find_unused": {"find_unused_parameters": True},
-    "static_graph": {"static_graph": True},
-}
 
 
-def _gradients(wrapped):
-    return [None if p.grad is None else p.grad.clone() for p in wrapped.parameters()]
-
-
-@pytest.mark.parametrize("mode", _MODES)
+@pytest.mark.parametrize("mode", MODES)
 @on_ranks()
 def test_gradients_are_averaged_when_the_caller_says_so(rank, mode):
     """Against a wrapper that finalizes by itself: the same bits, once they are asked for."""
-    options = _MODES[mode]
+    options = MODES[mode]
     results = {}
     for manual in (False, True):
         torch.manual_seed(0)
@@ -40,17 +31,17 @@ def test_gradients_are_averaged_when_the_caller_says_so(rank, mode):
             loss_of(wrapped(x)).backward()
             if manual:
                 wrapped.finalize_backward()
-            seen += _gradients(wrapped)
+            seen += gradients_of(wrapped)
         results[manual] = seen
     assert_equal(results[True], results[False])
 
 
 @pytest.mark.skipif("torch" not in _CLASSES, reason="torch's class can't be told to wait")
-@pytest.mark.parametrize("mode", _MODES)
+@pytest.mark.parametrize("mode", MODES)
 @on_ranks()
 def test_the_caller_is_told_when_only_the_end_of_backward_will_do(rank, mode):
     """Whether the end of backward has to be waited for, forward by forward, as torch's."""
-    options = _MODES[mode]
+    options = MODES[mode]
     answers = {}
     for name, wrapper in _CLASSES.items():
         wrapped = wrapper(Perceptron(), **options)
@@ -118,7 +109,7 @@ def test_misuse_is_told_in_words_that_torch_has_too(rank, name):
             wrapped.finalize_backward()
     wrapped.require_manual_backward_finalization = False
     loss_of(wrapped(x)).backward()  # averages what no_sync() left, too
-    flat = torch.cat([gradient.flatten() for gradient in _gradients(wrapped)])
+    flat = torch.cat([gradient.flatten() for gradient in gradients_of(wrapped)])
     gathered = [torch.empty_like(flat) for _ in range(2)]
     torch.distributed.all_gather(gathered, flat)
     assert torch.equal(*gathered)

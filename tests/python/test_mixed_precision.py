@@ -10,7 +10,7 @@ from torch.nn.parallel.distributed import _MixedPrecision
 import brigade
 
 from cases import pairwise
-from ranks import on_ranks, run_ranks
+from ranks import on_ranks
 from training import CLASSES, Perceptron, assert_equal, inputs, loss_of
 
 
@@ -28,7 +28,16 @@ def _streams_on_the_cpu():
     )
 
 
-def _trains(rank, precision, views, set_to_none):
+@pairwise(
+    views=[False, True],
+    set_to_none=[True, False],
+    reduce_dtype=[torch.bfloat16, torch.float32],
+)
+@on_ranks()
+def test_training_in_low_precision_gives_torchs_bits(rank, views, set_to_none, reduce_dtype):
+    precision = _MixedPrecision(
+        param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype, buffer_dtype=torch.bfloat16
+    )
     streams, current = _streams_on_the_cpu()
     first, *others = inputs(rank, 4)
     gradients = {}
@@ -51,18 +60,6 @@ def _trains(rank, precision, views, set_to_none):
     assert_equal(gradients["brigade"][0], gradients["torch"][1])
     for ours, torchs in zip(gradients["brigade"][1:], gradients["torch"][1:], strict=True):
         assert_equal(ours, torchs)
-
-
-@pairwise(
-    views=[False, True],
-    set_to_none=[True, False],
-    reduce_dtype=[torch.bfloat16, torch.float32],
-)
-def test_training_in_low_precision_gives_torchs_bits(views, set_to_none, reduce_dtype):
-    precision = _MixedPrecision(
-        param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype, buffer_dtype=torch.bfloat16
-    )
-    run_ranks(_trains, precision, views, set_to_none)
 
 
 @on_ranks(1)

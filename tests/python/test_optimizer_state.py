@@ -7,7 +7,7 @@ from torch import nn
 
 import brigade
 
-from ranks import on_ranks, run_ranks
+from ranks import on_ranks
 from training import Perceptron, assert_equal, inputs, loss_of
 
 _OPTIMIZERS = {
@@ -56,7 +56,16 @@ def _require_same(optimizer, source):
         assert torch.equal(own.view(-1).view(torch.uint8), theirs.view(-1).view(torch.uint8)), name
 
 
-def _uneven(rank, name, source, dtype):
+@pytest.mark.parametrize(
+    ("name", "source", "dtype", "world_size"),
+    [
+        *((name, 2, torch.float32, 3) for name in _OPTIMIZERS),
+        ("adam", 0, torch.float32, 2),  # an empty state
+        ("sgd", 1, torch.bfloat16, 2),
+    ],
+)
+@on_ranks()
+def test_every_rank_gets_the_state_of_one_and_goes_on_alike(rank, name, source, dtype, world_size):
     model = _model(dtype)
     optimizer = _OPTIMIZERS[name](model.parameters())
     _step(rank, model, optimizer, rank)  # rank 0's state is empty
@@ -71,19 +80,6 @@ def _uneven(rank, name, source, dtype):
     gathered = [torch.empty_like(model[0].weight) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, model[0].weight.detach())
     assert all(torch.equal(gathered[0], other) for other in gathered)
-
-
-@pytest.mark.parametrize("name", list(_OPTIMIZERS))
-def test_every_rank_gets_the_state_of_one_and_goes_on_alike(name):
-    run_ranks(_uneven, name, 2, torch.float32, world_size=3)
-
-
-def test_an_empty_state_is_broadcast_too():
-    run_ranks(_uneven, "adam", 0, torch.float32)
-
-
-def test_states_in_low_precision_keep_their_bits():
-    run_ranks(_uneven, "sgd", 1, torch.bfloat16)
 
 
 @on_ranks()

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import brigade
 
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from sharded_training import (
     Pair,
     batch_of,
@@ -154,37 +154,17 @@ def test_survivors_go_on_from_a_checkpoint_on_fewer_ranks(world_size, tmp_path):
     assert ended == [-signal.SIGKILL, *[None] * (world_size - 1)]
 
 
-SAVE = {
-    "checkpoint": lambda model, path: brigade.save_checkpoint(path, model),
-    "whole": brigade.save_whole,
-    "shards": brigade.save_shards,
-}
-
-
-def _saves_without_a_peer(rank, folder, way):
-    """The last rank is gone when the others come to save; what was saved before stays."""
+@pytest.mark.parametrize("way", ["save_whole", "save_shards", "save_checkpoint"])
+@on_ranks(timeout_s=HOUR_S, deadline_s=DEADLINE_S, may_die=[1])
+def test_saving_without_a_peer_is_an_error_in_good_time(rank, way, tmp_path):
     model = shard_blocks(make_net())
     _ = model(batch_of(rank, 0))
     if rank == 1:
         _vanish()
-    with pytest.raises(RuntimeError) as told:
-        SAVE[way](model, f"{folder}/{way}")
-    assert not os.path.exists(f"{folder}/{way}/index.safetensors")
-    assert not os.path.isfile(f"{folder}/{way}")
-    assert way != "checkpoint" or not os.path.exists(f"{folder}/{way}")
+    path = tmp_path / way
+    given = (path, model) if way == "save_checkpoint" else (model, path)
+    with pytest.raises(RuntimeError, match=r"rank 1 \(process \d+\) has ended"):
+        getattr(brigade, way)(*given)
+    assert not path.is_file() and not (path / "index.safetensors").exists()
+    assert way != "save_checkpoint" or not path.exists()
     dist.destroy_process_group()
-    return str(told.value)
-
-
-@pytest.mark.parametrize("way", ["checkpoint", "whole", "shards"])
-def test_saving_without_a_peer_is_an_error_in_good_time(way, tmp_path):
-    told, ended = run_ranks(
-        _saves_without_a_peer,
-        str(tmp_path),
-        way,
-        timeout_s=HOUR_S,
-        deadline_s=DEADLINE_S,
-        may_die=[1],
-    )
-    assert ended == -signal.SIGKILL
-    assert re.search(r"rank 1 \(process \d+\) has ended", told), way

@@ -165,22 +165,6 @@ def test_ranks_run_out_of_data(rank):
 
 
 @on_ranks()
-def test_fused_optimizers_are_noticed(rank):
-    parameters = []
-    for fused in (False, True):
-        model = shard_blocks(make_net(), reshard_after_forward=False)
-        model.set_reshard_after_backward(False)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused, foreach=False)
-        for step in range(3):
-            optimizer.zero_grad()
-            loss_of(model, rank, step).backward()
-            optimizer.step()
-        parameters.append(model.full_state_dict())
-    for name, value in parameters[0].items():
-        torch.testing.assert_close(value, parameters[1][name])
-
-
-@on_ranks()
 def test_writes_through_data_are_noticed(rank):
     model = shard_blocks(make_net(), reshard_after_forward=False)
     model.set_reshard_after_backward(False)
