@@ -201,15 +201,6 @@ def test_full_state_is_that_of_the_masters(rank):
         model.load_full_state_dict({**other.state_dict(), "extra": torch.ones(3)})
 
 
-@on_ranks()
-def test_what_is_written_behind_a_forward_inside_of_unshard_is_kept(rank):
-    model = shard_blocks(make_net())
-    with torch.no_grad(), model.whole_parameters(writes=True):
-        model(batch_of(rank, 0))
-        model.head.bias.fill_(5)
-    assert torch.equal(model.full_state_dict()["head.bias"], torch.full((2,), 5.0))
-
-
 @on_ranks(1)
 def test_one_class_for_all_modules_of_a_class(rank):
     first, second = shard_blocks(make_net()), shard_blocks(make_net())
@@ -318,26 +309,6 @@ def test_a_functions_gradient_is_written_in_place(rank):
     pair.expect_equal()
     with pytest.raises(ValueError, match="expected a parameter of this model"):
         model.gradient_slot(torch.ones(5, 5))
-
-
-@on_ranks()
-def test_a_slot_is_the_memory_that_is_reduced(rank):
-    net = _Products()
-    object.__setattr__(net, "model", brigade.fully_shard(net))
-    kept = net.slots
-
-    def write_once_more(gradient):  # between the second weight's backward and the first's
-        kept[1].fill_(1 + rank)
-
-    def forward(x):
-        x = _Product.apply(x, net.first, None, [])
-        x.register_hook(write_once_more)
-        x = _Product.apply(x, net.second, net.model, kept)
-        return _Product.apply(x, net.first, net.model, kept)
-
-    net.forward = forward
-    net(batch_of(rank, 0)).sum().backward()
-    assert (net.second.grad == 1.5).all()
 
 
 @pytest.mark.parametrize("on_all", [True, False])

@@ -115,16 +115,6 @@ def test_broadcast_buffers_is_deprecated_as_torchs_is(rank):
             assert all(w.category is FutureWarning and w.filename == __file__ for w in found)
 
 
-@on_ranks()
-def test_join_leaves_buffers_alone_that_forward_does_not_sync(rank):
-    wrapped = brigade.DistributedDataParallel(_OwnBuffer(rank), forward_sync_buffers=False)
-    wrapped.module.seen.fill_(10.0 + rank)
-    with wrapped.join():
-        for _ in range(1 + rank):
-            wrapped(torch.ones(1, 2)).sum().backward()
-    assert wrapped.module.seen.item() == 10 + rank
-
-
 def _add_up_in_group(wrapped):
     if isinstance(wrapped, brigade.DistributedDataParallel):
         wrapped._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)

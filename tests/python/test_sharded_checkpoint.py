@@ -98,21 +98,13 @@ def _whole(folder):
     return torch.load(f"{folder}/whole.pt", weights_only=False)
 
 
-def _loads(rank, folder, mesh, reader):
+def _loads(rank, folder, mesh):
     mesh = mesh and dist.device_mesh.init_device_mesh("cpu", mesh)
     torch.manual_seed(7)
     model, optimizer = _trained(rank, steps=1, mesh=mesh)
-    if reader == "ours":
-        loaded = brigade.load_checkpoint(f"{folder}/ours", model, optimizer)
-        assert loaded.shared == {"step": 2}
-        assert (loaded.own is None) == (dist.get_world_size() != 2)
-    else:
-        state = {
-            "model": model.state_dict(),
-            "optimizer": brigade.sharded_optimizer_state_dict(model, optimizer),
-        }
-        dcp.load(state, checkpoint_id=f"{folder}/torchs")
-        brigade.load_sharded_optimizer_state_dict(model, optimizer, state["optimizer"])
+    loaded = brigade.load_checkpoint(f"{folder}/ours", model, optimizer)
+    assert loaded.shared == {"step": 2}
+    assert (loaded.own is None) == (dist.get_world_size() != 2)
     whole = _whole(folder)
     for name, value in model.full_state_dict().items():
         assert torch.equal(value, whole["model"][name]), name
@@ -126,16 +118,15 @@ def saved(tmp_path_factory):
     return str(folder)
 
 
-@pytest.mark.parametrize("reader", ["ours", "ours with torchs"])
 @pytest.mark.parametrize("mesh", [(1,), (2,), (3,), (2, 2)])
-def test_saved_on_two_ranks_and_loaded(saved, mesh, reader):
+def test_saved_on_two_ranks_and_loaded(saved, mesh):
     world_size = torch.Size(mesh).numel()
-    run_ranks(_loads, saved, mesh, reader, world_size=world_size)
+    run_ranks(_loads, saved, mesh, world_size=world_size)
 
 
 def test_saved_by_replicas(tmp_path):
     run_ranks(_saves, str(tmp_path), (2, 2), world_size=4)
-    run_ranks(_loads, str(tmp_path), (3,), "ours", world_size=3)
+    run_ranks(_loads, str(tmp_path), (3,), world_size=3)
 
 
 # What loads the parameters that _saves() has saved.

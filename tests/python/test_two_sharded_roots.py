@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import brigade
 
 from exact_training import UserError
-from ranks import on_ranks, run_ranks
+from ranks import on_ranks
 from sharded_training import Pair, batch_of, expect_alike
 
 HOUR_S = 3600  # of the group: nobody may wait for that
@@ -91,7 +91,9 @@ def test_a_backward_through_both_that_fails_is_alike_on_all_ranks(rank):
     expect_alike(found)
 
 
-def _peer_is_gone(rank, place):
+@pytest.mark.parametrize("place", ["register_forward_pre_hook", "register_forward_hook"])
+@on_ranks(3, timeout_s=HOUR_S, deadline_s=DEADLINE_S, may_die=[0])
+def test_a_model_whose_peer_is_gone_leaves_that_of_others_alone(rank, place):
     """Ranks 0 and 1 have a model, 1 and 2 another one; the first rank vanishes."""
     groups = [dist.new_group(ranks) for ranks in ((0, 1), (1, 2))]
     if rank < 2:
@@ -115,12 +117,3 @@ def _peer_is_gone(rank, place):
                 first.loss(step)
     # The default group has lost a rank: nobody may wait in it.
     dist.destroy_process_group()
-    return "went on"
-
-
-@pytest.mark.parametrize("place", ["register_forward_pre_hook", "register_forward_hook"])
-def test_a_model_whose_peer_is_gone_leaves_that_of_others_alone(place):
-    ended = run_ranks(
-        _peer_is_gone, place, world_size=3, timeout_s=HOUR_S, deadline_s=DEADLINE_S, may_die=[0]
-    )
-    assert ended == [-signal.SIGKILL, "went on", "went on"]
